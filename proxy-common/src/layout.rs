@@ -1,0 +1,309 @@
+//! Keys and values of the BPF tables.
+//!
+//! `bpftool map dump name frontends4` is read by people, so ports are numbers in host byte order and
+//! addresses are bytes in the order they are written. There is no padding that is not a named field:
+//! a hash table compares keys byte by byte.
+//!
+//! Any change of a layout raises [`LAYOUT_VERSION`], the name of the folder that the tables are pinned in.
+
+use core::mem::{align_of, size_of};
+
+/// Version of every layout in this file; the tables live in `<bpffs>/proxy-ctl/v<LAYOUT_VERSION>/`.
+pub const LAYOUT_VERSION: u32 = 1;
+
+/// An address as tables hold it: 4 bytes of IPv4 or 16 bytes of IPv6, in network order.
+pub trait Address: Copy + Eq + Default + 'static {
+    const UNSPECIFIED: Self;
+}
+
+impl Address for [u8; 4] {
+    const UNSPECIFIED: Self = [0; 4];
+}
+
+impl Address for [u8; 16] {
+    const UNSPECIFIED: Self = [0; 16];
+}
+
+pub const PROTOCOL_TCP: u8 = 6;
+pub const PROTOCOL_UDP: u8 = 17;
+
+/// The frontend is the address in the key.
+pub const SCOPE_ADDRESS: u8 = 0;
+/// The frontend is this port on every address of `node_addresses4/6`; the address in the key is unspecified.
+pub const SCOPE_NODE_PORT: u8 = 1;
+
+/// Table `frontends4/6`, hash: what clients dial. Port 0 is the wildcard of an address whose other ports
+/// are not served.
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+#[repr(C)]
+pub struct FrontendKey<A> {
+    pub address: A,
+    /// Host byte order.
+    pub port: u16,
+    /// IANA number.
+    pub protocol: u8,
+    /// `SCOPE_*`.
+    pub scope: u8,
+}
+
+/// The frontend can be dialled from outside (node port, external IP, load-balancer IP): such clients
+/// get the service's `external` set, clients on this node its `cluster` set. Without the flag (cluster IP)
+/// every client gets `internal`.
+pub const FRONTEND_EXTERNAL: u32 = 1;
+
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct Frontend {
+    /// Index into `services`.
+    pub service: u32,
+    /// `FRONTEND_*`.
+    pub flags: u32,
+}
+
+/// A contiguous range of `slots4/6`. Aligned so that one 8-byte load or store moves it whole.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C, align(8))]
+pub struct EndpointSet {
+    pub first: u32,
+    pub count: u32,
+}
+
+/// Some endpoint is usable somewhere: an empty set then means "drop" (traffic policy Local without a local
+/// endpoint), otherwise "refuse".
+pub const SERVICE_HAS_ENDPOINTS: u32 = 1;
+
+/// Table `services`, mmapable array by service id: one entry for each service port and family. All zero: unused.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct Service {
+    /// Every usable endpoint in the cluster.
+    pub cluster: EndpointSet,
+    /// What clients of the cluster IP get (internal traffic policy).
+    pub internal: EndpointSet,
+    /// What clients from outside get (external traffic policy).
+    pub external: EndpointSet,
+    /// `SERVICE_*`.
+    pub flags: u32,
+    /// Length of client-IP affinity in seconds; 0: none.
+    pub affinity_seconds: u32,
+}
+
+/// The backend runs on this node.
+pub const BACKEND_LOCAL: u32 = 1;
+
+/// Table `slots4`/`slots6`, mmapable array: all that the packet path needs of an endpoint.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct Slot4 {
+    pub address: [u8; 4],
+    /// Host byte order.
+    pub port: u16,
+    pub _reserved: u16,
+    /// Key of `backends4`.
+    pub backend: u32,
+    /// `BACKEND_*`.
+    pub flags: u32,
+}
+
+/// As [`Slot4`].
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct Slot6 {
+    pub address: [u8; 16],
+    /// Host byte order.
+    pub port: u16,
+    pub _reserved: u16,
+    /// Key of `backends6`.
+    pub backend: u32,
+    /// `BACKEND_*`.
+    pub flags: u32,
+    pub _reserved2: u32,
+}
+
+pub const BACKEND_ACTIVE: u8 = 1;
+/// No new connection should choose it unless nothing else is left; established ones stay.
+pub const BACKEND_TERMINATING: u8 = 2;
+
+/// Table `backends4/6`, hash by backend id: exactly the endpoints that some service uses. Ids grow and are
+/// never given again, so an id that is not in the table is of a backend that is gone.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct Backend<A> {
+    pub address: A,
+    /// Host byte order.
+    pub port: u16,
+    /// IANA number.
+    pub protocol: u8,
+    /// `BACKEND_ACTIVE` or `BACKEND_TERMINATING`.
+    pub state: u8,
+    /// How many service ports use it.
+    pub uses: u32,
+    /// `BACKEND_LOCAL`.
+    pub flags: u32,
+}
+
+/// Which of a flow's tuples a key is.
+pub const TUPLE_FORWARD: u8 = 0;
+/// Backend to client, as netfilter and routing of this node see the answer.
+pub const TUPLE_REPLY: u8 = 1;
+/// Backend to this node: the answer of a flow whose source was translated.
+pub const TUPLE_MASQUERADED_REPLY: u8 = 2;
+
+/// Table `flows4/6` (hash, established flows) and `opening_flows4/6` (LRU, no answer seen yet).
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+#[repr(C)]
+pub struct FlowKey<A> {
+    pub source: A,
+    pub destination: A,
+    /// Host byte order.
+    pub source_port: u16,
+    /// Host byte order.
+    pub destination_port: u16,
+    /// IANA number.
+    pub protocol: u8,
+    /// `TUPLE_*`.
+    pub tuple: u8,
+    pub _reserved: u16,
+}
+
+/// An answer of the backend was seen.
+pub const FLOW_ANSWERED: u32 = 1;
+/// FIN from the client.
+pub const FLOW_CLIENT_CLOSED: u32 = 2;
+/// FIN from the backend.
+pub const FLOW_BACKEND_CLOSED: u32 = 4;
+/// RST from either.
+pub const FLOW_RESET: u32 = 8;
+/// Leaves this node with `masquerade`:`masquerade_port` as its source.
+pub const FLOW_MASQUERADED: u32 = 16;
+/// The client is a process of this node whose packets are translated (socket balancing off).
+pub const FLOW_FROM_HOST: u32 = 32;
+
+/// Whole in the entry of each of a flow's tuples, so that each can rebuild the others.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct Flow<A> {
+    pub client: A,
+    pub frontend: A,
+    pub backend: A,
+    /// Source address towards the backend if `FLOW_MASQUERADED`.
+    pub masquerade: A,
+    pub client_port: u16,
+    pub frontend_port: u16,
+    pub backend_port: u16,
+    pub masquerade_port: u16,
+    /// Key of `backends4/6`.
+    pub backend_id: u32,
+    /// Index into `services`.
+    pub service: u32,
+    /// Nanoseconds since boot, suspend included; up to a second late.
+    pub last_seen: u64,
+    /// `FLOW_*`.
+    pub flags: u32,
+    /// The client's port as the backend's side of this node sees it: differs from `client_port` only where
+    /// the same client port already talks to the same backend through another frontend.
+    pub alias_port: u16,
+    /// IANA number.
+    pub protocol: u8,
+    pub _reserved: u8,
+}
+
+/// Table `socket_origin4/6`, socket storage: what a connected socket dialled, and where it was sent.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct SocketOrigin<A> {
+    pub frontend: A,
+    pub backend: A,
+    pub frontend_port: u16,
+    pub backend_port: u16,
+    /// Key of `backends4/6`.
+    pub backend_id: u32,
+    /// Index into `services`.
+    pub service: u32,
+}
+
+/// Services that one unconnected UDP socket can talk to at the same time with exact answers.
+pub const DATAGRAM_ORIGINS: usize = 4;
+
+/// Table `datagram_origins4/6`, socket storage: the services an unconnected UDP socket sent to. A zero
+/// `frontend_port` marks a free place.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct DatagramOrigins<A> {
+    pub origins: [SocketOrigin<A>; DATAGRAM_ORIGINS],
+    /// Place that the next new service takes.
+    pub next: u32,
+}
+
+/// Table `node_addresses4/6`, hash by address: where node ports are served.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct NodeAddress {
+    /// `NODE_ADDRESS_*`.
+    pub flags: u32,
+}
+
+/// Loopback: serves node ports for processes of the node's own network namespace only.
+pub const NODE_ADDRESS_LOOPBACK: u32 = 1;
+
+/// Table `settings`, array with one entry: what the programs need to know of the node.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct Settings {
+    /// Network namespace of the node, as `bpf_get_netns_cookie` gives it.
+    pub host_namespace: u64,
+    /// Source of translated flows, IPv6; unspecified: none.
+    pub masquerade6: [u8; 16],
+    /// Source of translated flows, IPv4; unspecified: none.
+    pub masquerade4: [u8; 4],
+    /// Ports for translated sources: up to two ranges, inclusive, host byte order; first > last: empty.
+    pub masquerade_ports: [[u16; 2]; 2],
+    /// The next backend id that was never given.
+    pub next_backend: u32,
+}
+
+const _: () = {
+    assert!(size_of::<FrontendKey<[u8; 4]>>() == 8 && size_of::<FrontendKey<[u8; 16]>>() == 20);
+    assert!(size_of::<Frontend>() == 8);
+    assert!(size_of::<EndpointSet>() == 8 && align_of::<EndpointSet>() == 8);
+    assert!(size_of::<Service>() == 32);
+    assert!(size_of::<Slot4>() == 16 && size_of::<Slot6>() == 32);
+    assert!(size_of::<Backend<[u8; 4]>>() == 16 && size_of::<Backend<[u8; 16]>>() == 28);
+    assert!(size_of::<FlowKey<[u8; 4]>>() == 16 && size_of::<FlowKey<[u8; 16]>>() == 40);
+    assert!(size_of::<Flow<[u8; 4]>>() == 48 && size_of::<Flow<[u8; 16]>>() == 96);
+    assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
+    assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
+    assert!(size_of::<Settings>() == 40);
+};
+
+#[cfg(feature = "user")]
+mod pod {
+    //! What aya may copy as plain bytes.
+    use super::*;
+
+    macro_rules! pod {
+        ($($t:ty),* $(,)?) => { $(
+            // SAFETY: repr(C), integers and byte arrays only, every byte belongs to a field, any pattern is valid.
+            unsafe impl aya::Pod for $t {}
+        )* };
+    }
+    pod!(
+        FrontendKey<[u8; 4]>,
+        FrontendKey<[u8; 16]>,
+        Frontend,
+        EndpointSet,
+        Service,
+        Slot4,
+        Slot6,
+        Backend<[u8; 4]>,
+        Backend<[u8; 16]>,
+        FlowKey<[u8; 4]>,
+        FlowKey<[u8; 16]>,
+        Flow<[u8; 4]>,
+        Flow<[u8; 16]>,
+        SocketOrigin<[u8; 4]>,
+        SocketOrigin<[u8; 16]>,
+        NodeAddress,
+        Settings,
+    );
+}

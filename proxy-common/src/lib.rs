@@ -1,0 +1,6 @@
+//! What the kernel programs and the controller share: the layout of every table, the numbered reasons,
+//! and the datapath's decisions as pure functions over a trait of tables, so that the same code runs in
+//! the kernel and on the host.
+#![cfg_attr(not(any(test, feature = "user")), no_std)]
+
+pub mod layout;

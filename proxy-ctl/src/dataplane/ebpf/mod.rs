@@ -1,0 +1,4 @@
+//! The eBPF mode.
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {}

@@ -1,0 +1,3 @@
+//! Service proxy for Kubernetes nodes.
+pub mod dataplane;
+pub mod model;

@@ -1,0 +1,88 @@
+//! What a node must serve: the model's output and every dataplane's input.
+
+use std::{fmt, net::IpAddr, sync::Arc};
+
+use super::objects::{Family, ObjectName, Protocol};
+
+/// Identity of a service port in one family.
+#[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub struct ServicePortName {
+    pub service: ObjectName,
+    /// Empty where the Service has one unnamed port.
+    pub port: Arc<str>,
+    pub protocol: Protocol,
+    pub family: Family,
+}
+
+impl fmt::Display for ServicePortName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.service)?;
+        if self.port.is_empty() { Ok(()) } else { write!(f, ":{}", self.port) }
+    }
+}
+
+/// Everything about one service port that any dataplane needs.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct DesiredPort {
+    pub name: ServicePortName,
+    pub frontends: Vec<Frontend>,
+    pub endpoints: Endpoints,
+    /// Seconds of client-IP affinity.
+    pub affinity_seconds: Option<u32>,
+    /// Of this family; empty: everyone may use the load-balancer addresses.
+    pub source_ranges: Vec<ipnet::IpNet>,
+}
+
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub enum FrontendKind {
+    ClusterIp,
+    NodePort,
+    ExternalIp,
+    LoadBalancer,
+}
+
+/// An address, port and protocol that clients dial. At any time a frontend belongs to one service port.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub struct Frontend {
+    pub kind: FrontendKind,
+    /// The unspecified address of the family for a node port.
+    pub address: IpAddr,
+    pub port: u16,
+}
+
+/// The endpoint choice of reference kube-proxy (`CategorizeEndpoints`), resolved for this node.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Endpoints {
+    /// Every endpoint some set uses, without duplicates; local before remote, then by address and port.
+    pub all: Vec<Endpoint>,
+    /// Indexes into `all`.
+    pub cluster: Vec<u32>,
+    /// For clients of the cluster IP.
+    pub internal: Vec<u32>,
+    /// For clients from outside.
+    pub external: Vec<u32>,
+    /// Some endpoint is usable somewhere in the cluster: an empty set then drops instead of refusing.
+    pub any: bool,
+}
+
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub struct Endpoint {
+    pub address: IpAddr,
+    pub port: u16,
+    /// On this node.
+    pub local: bool,
+    pub terminating: bool,
+}
+
+/// The service ports whose desired state is now different, each named once.
+#[derive(Clone, Debug, Default)]
+pub struct Changes {
+    pub changed: Vec<Arc<DesiredPort>>,
+    pub removed: Vec<ServicePortName>,
+}
+
+impl Changes {
+    pub fn is_empty(&self) -> bool {
+        self.changed.is_empty() && self.removed.is_empty()
+    }
+}

@@ -1,0 +1,144 @@
+//! What the model keeps of Kubernetes objects: parsed once at the edge, true from there on.
+
+use std::{fmt, net::IpAddr, sync::Arc};
+
+/// Namespace and name of an object.
+#[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub struct ObjectName {
+    pub namespace: Arc<str>,
+    pub name: Arc<str>,
+}
+
+impl ObjectName {
+    pub fn new(namespace: impl Into<Arc<str>>, name: impl Into<Arc<str>>) -> Self {
+        Self { namespace: namespace.into(), name: name.into() }
+    }
+}
+
+impl fmt::Display for ObjectName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}
+
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub enum Family {
+    Ipv4,
+    Ipv6,
+}
+
+impl Family {
+    pub const ALL: [Self; 2] = [Self::Ipv4, Self::Ipv6];
+
+    pub fn of(address: IpAddr) -> Self {
+        match address {
+            IpAddr::V4(_) => Self::Ipv4,
+            IpAddr::V6(_) => Self::Ipv6,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub enum Protocol {
+    Tcp,
+    Udp,
+    Sctp,
+}
+
+impl Protocol {
+    /// IANA number.
+    pub const fn number(self) -> u8 {
+        match self {
+            Self::Tcp => 6,
+            Self::Udp => 17,
+            Self::Sctp => 132,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+pub enum TrafficPolicy {
+    #[default]
+    Cluster,
+    Local,
+}
+
+/// A Service that this proxy serves: has at least one cluster IP; not headless, not ExternalName, not
+/// another proxy's.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Service {
+    pub name: ObjectName,
+    /// Seconds since the epoch; decides between two services that claim the same frontend: older wins.
+    pub created: i64,
+    pub ports: Vec<ServicePort>,
+    /// At most one of each family.
+    pub cluster_ips: Vec<IpAddr>,
+    pub external_ips: Vec<IpAddr>,
+    /// Load-balancer addresses with ipMode VIP.
+    pub load_balancer_ips: Vec<IpAddr>,
+    pub internal_policy: TrafficPolicy,
+    pub external_policy: TrafficPolicy,
+    /// Length of client-IP affinity in seconds.
+    pub affinity_seconds: Option<u32>,
+    pub source_ranges: Vec<ipnet::IpNet>,
+    pub health_check_node_port: Option<u16>,
+}
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct ServicePort {
+    /// Empty where the Service has one unnamed port.
+    pub name: Arc<str>,
+    pub protocol: Protocol,
+    /// Never 0.
+    pub port: u16,
+    pub node_port: Option<u16>,
+}
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct EndpointSlice {
+    pub name: ObjectName,
+    /// Name of the Service, which is in the slice's namespace.
+    pub service: Arc<str>,
+    pub family: Family,
+    pub ports: Vec<EndpointPort>,
+    pub endpoints: Vec<Endpoint>,
+}
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct EndpointPort {
+    pub name: Arc<str>,
+    pub protocol: Protocol,
+    /// Never 0.
+    pub port: u16,
+}
+
+/// One address of a slice. Conditions are already defaulted (ready and serving: true, terminating: false).
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Endpoint {
+    pub address: IpAddr,
+    pub ready: bool,
+    pub serving: bool,
+    pub terminating: bool,
+    pub node: Option<Arc<str>>,
+    pub hints: Option<Arc<Hints>>,
+}
+
+/// Nodes and zones that should prefer an endpoint.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Hints {
+    pub zones: Vec<Arc<str>>,
+    pub nodes: Vec<Arc<str>>,
+}
+
+/// This proxy's own Node.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Node {
+    pub name: Arc<str>,
+    /// Label `topology.kubernetes.io/zone`, if not empty.
+    pub zone: Option<Arc<str>>,
+    /// InternalIPs, then ExternalIPs, in the order listed.
+    pub addresses: Vec<IpAddr>,
+    pub pod_cidrs: Vec<ipnet::IpNet>,
+    pub being_deleted: bool,
+    pub taints: Vec<Arc<str>>,
+}

@@ -1,0 +1,1 @@
+//! A small cluster in network namespaces.

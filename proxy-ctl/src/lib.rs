@@ -1,3 +1,4 @@
 //! Service proxy for Kubernetes nodes.
 pub mod dataplane;
 pub mod model;
+pub mod source;

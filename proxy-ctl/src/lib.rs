@@ -1,4 +1,5 @@
 //! Service proxy for Kubernetes nodes.
+pub mod config;
 pub mod dataplane;
 pub mod model;
 pub mod source;

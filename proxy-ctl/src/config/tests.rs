@@ -1,0 +1,273 @@
+use rstest::rstest;
+
+use super::*;
+
+fn parse(body: &str) -> Result<Loaded, Error> {
+    let head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
+    read::document(Path::new("config.yaml"), &format!("{head}{body}"))
+}
+
+/// What kube-proxy itself writes as its defaults.
+const DEFAULT_DOCUMENT: &str = r#"
+bindAddress: 0.0.0.0
+bindAddressHardFail: false
+clientConnection: {acceptContentTypes: "", burst: 10, contentType: application/vnd.kubernetes.protobuf, kubeconfig: "", qps: 5}
+clusterCIDR: ""
+configSyncPeriod: 15m0s
+conntrack: {maxPerCore: 32768, min: 131072, tcpBeLiberal: false, tcpCloseWaitTimeout: 1h0m0s, tcpEstablishedTimeout: 24h0m0s, udpStreamTimeout: 0s, udpTimeout: 0s}
+detectLocal: {bridgeInterface: "", interfaceNamePrefix: ""}
+detectLocalMode: ""
+enableProfiling: false
+healthzBindAddress: 0.0.0.0:10256
+hostnameOverride: ""
+iptables: {localhostNodePorts: true, masqueradeAll: false, masqueradeBit: 14, minSyncPeriod: 1s, syncPeriod: 30s}
+ipvs: {excludeCIDRs: null, minSyncPeriod: 0s, scheduler: "", strictARP: false, syncPeriod: 30s, tcpFinTimeout: 0s, tcpTimeout: 0s, udpTimeout: 0s}
+logging: {flushFrequency: 5s, format: text, options: {json: {infoBufferSize: "0"}, text: {infoBufferSize: "0"}}, verbosity: 0}
+metricsBindAddress: 127.0.0.1:10249
+mode: ""
+nftables: {masqueradeAll: false, masqueradeBit: 14, minSyncPeriod: 1s, syncPeriod: 30s}
+nodePortAddresses: null
+oomScoreAdj: -999
+portRange: ""
+showHiddenMetricsForVersion: ""
+winkernel: {enableDSR: false, forwardHealthCheckVip: false, networkName: "", rootHnsEndpointName: "", sourceVip: ""}
+"#;
+
+/// As kubeadm writes the ConfigMap `kube-proxy`: zero values wherever nothing was said.
+const KUBEADM_DOCUMENT: &str = r#"
+bindAddress: 0.0.0.0
+bindAddressHardFail: false
+clientConnection:
+  acceptContentTypes: ""
+  burst: 0
+  contentType: ""
+  kubeconfig: /var/lib/kube-proxy/kubeconfig.conf
+  qps: 0
+clusterCIDR: 10.244.0.0/16
+configSyncPeriod: 0s
+conntrack:
+  maxPerCore: null
+  min: null
+  tcpBeLiberal: false
+  tcpCloseWaitTimeout: null
+  tcpEstablishedTimeout: null
+  udpStreamTimeout: 0s
+  udpTimeout: 0s
+detectLocal: {bridgeInterface: "", interfaceNamePrefix: ""}
+detectLocalMode: ""
+enableProfiling: false
+healthzBindAddress: ""
+hostnameOverride: ""
+iptables: {localhostNodePorts: null, masqueradeAll: false, masqueradeBit: null, minSyncPeriod: 0s, syncPeriod: 0s}
+ipvs: {excludeCIDRs: null, minSyncPeriod: 0s, scheduler: "", strictARP: false, syncPeriod: 0s, tcpFinTimeout: 0s, tcpTimeout: 0s, udpTimeout: 0s}
+logging: {flushFrequency: 0, options: {json: {infoBufferSize: "0"}, text: {infoBufferSize: "0"}}, verbosity: 0}
+metricsBindAddress: ""
+mode: ""
+nftables: {masqueradeAll: false, masqueradeBit: null, minSyncPeriod: 0s, syncPeriod: 0s}
+nodePortAddresses: null
+oomScoreAdj: null
+portRange: ""
+showHiddenMetricsForVersion: ""
+winkernel: {enableDSR: false, forwardHealthCheckVip: false, networkName: "", rootHnsEndpointName: "", sourceVip: ""}
+"#;
+
+#[test]
+fn the_defaults_of_kube_proxy_are_ours() {
+    let loaded = parse(DEFAULT_DOCUMENT).unwrap();
+    assert_eq!(loaded.config, Config::default());
+    assert_eq!(loaded.warnings, [""; 0]);
+}
+
+#[test]
+fn zero_values_of_kubeadm_mean_the_defaults() {
+    let loaded = parse(KUBEADM_DOCUMENT).unwrap();
+    let mut expected = Config::default();
+    expected.client_connection.kubeconfig = Some("/var/lib/kube-proxy/kubeconfig.conf".into());
+    expected.cluster_cidrs = vec!["10.244.0.0/16".parse().unwrap()];
+    assert_eq!(loaded.config, expected);
+    assert_eq!(loaded.warnings, [""; 0]);
+}
+
+#[test]
+fn json_is_read_too() {
+    let text = r#"{"apiVersion":"kubeproxy.config.k8s.io/v1alpha1","kind":"KubeProxyConfiguration",
+        "mode":"ebpf","ebpf":{"socketLoadBalancing":"host","limits":{"flows":1000}}}"#;
+    let config = read::document(Path::new("config.json"), text).unwrap().config;
+    assert_eq!(config.mode, RequestedMode::Ebpf);
+    assert_eq!(config.ebpf.socket_load_balancing, SocketLoadBalancing::Host);
+    assert_eq!(config.ebpf.limits, Limits { flows: Some(1000), ..Limits::default() });
+}
+
+#[rstest]
+#[case::healthz_without_port("healthzBindAddress: 10.0.0.1", |config: &Config| {
+    config.healthz_bind_address == "10.0.0.1:10256".parse().unwrap()
+})]
+#[case::family_of_the_bind_address("bindAddress: '::'", |config: &Config| {
+    config.healthz_bind_address == "[::]:10256".parse().unwrap()
+        && config.metrics_bind_address == "[::1]:10249".parse().unwrap()
+})]
+#[case::hostname_is_lowered("hostnameOverride: ' Node-A '", |config: &Config| {
+    config.hostname_override.as_deref() == Some("node-a")
+})]
+#[case::leave_conntrack_alone("conntrack: {maxPerCore: 0}", |config: &Config| config.conntrack.max_per_core == 0)]
+#[case::two_families("clusterCIDR: 10.0.0.0/8, fd00::/48", |config: &Config| config.cluster_cidrs.len() == 2)]
+#[case::bridge("detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: cni0}", |config: &Config| {
+    config.detect_local == DetectLocal::BridgeInterface("cni0".into())
+})]
+#[case::nanoseconds("logging: {flushFrequency: 5000000000}", |config: &Config| {
+    config.logging.flush_frequency == Duration::from_secs(5)
+})]
+#[case::folders("ebpf: {bpffs: /run/bpf, cgroup: /sys/fs/cgroup/unified/x}", |config: &Config| {
+    config.ebpf.bpffs == Path::new("/run/bpf")
+        && config.ebpf.cgroup.as_deref() == Some(Path::new("/sys/fs/cgroup/unified/x"))
+})]
+#[case::built_already("ebpf: {xdp: auto, forwarding: snat, algorithm: random, sourceAddress: preserve}", |_: &Config| true)]
+fn good(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
+    let loaded = parse(body).unwrap();
+    assert!(holds(&loaded.config), "{:?}", loaded.config);
+    assert_eq!(loaded.warnings, [""; 0]);
+}
+
+#[rstest]
+#[case("conntrack: {maxPerCore: -1}", "conntrack.maxPerCore must be 0 or more, found -1")]
+#[case("conntrack: {maxPerCore: many}", "conntrack.maxPerCore must be 0 or more, found \"many\"")]
+#[case(
+    "mode: kernelspace",
+    "mode must be ebpf, nftables, iptables, ipvs or userspace, found \"kernelspace\""
+)]
+#[case(
+    "iptables: {syncPeriod: 10s, minSyncPeriod: 1m}",
+    "iptables.minSyncPeriod must be at most syncPeriod, 10s, found 1m0s"
+)]
+#[case(
+    "configSyncPeriod: 15",
+    "configSyncPeriod must be a duration of 0s or more, such as \"30s\" or \"1h0m0s\", found 15"
+)]
+#[case(
+    "configSyncPeriod: -1s",
+    "configSyncPeriod must be a duration of 0s or more, such as \"30s\" or \"1h0m0s\", found \"-1s\""
+)]
+#[case("oomScoreAdj: 1001", "oomScoreAdj must be from -1000 to 1000, found 1001")]
+#[case("iptables: {masqueradeBit: 32}", "iptables.masqueradeBit must be from 0 to 31, found 32")]
+#[case("bindAddress: localhost", "bindAddress must be an IP address, found \"localhost\"")]
+#[case(
+    "healthzBindAddress: 0.0.0.0:0",
+    "healthzBindAddress must be an IP address and a port from 1 to 65535, such as \"0.0.0.0:10256\", found \"0.0.0.0:0\""
+)]
+#[case(
+    "clusterCIDR: 10.0.0.0/8,10.1.0.0/16",
+    "clusterCIDR must be one network, or two of different families separated by a comma, found \"10.0.0.0/8,10.1.0.0/16\""
+)]
+#[case(
+    "detectLocalMode: InterfaceNamePrefix",
+    "detectLocal.interfaceNamePrefix must be an interface name because of detectLocalMode, found nothing"
+)]
+#[case(
+    "nodePortAddresses: [10.0.0.0/8, private]",
+    "nodePortAddresses[1] must be a network such as \"10.0.0.0/8\", or primary, localhost or all, found \"private\""
+)]
+#[case("featureGates: {A: maybe}", "featureGates.A must be true or false, found \"maybe\"")]
+#[case("enableProfiling: 1", "enableProfiling must be true or false, found 1")]
+#[case("conntrack: 5", "conntrack must be an object with fields, found 5")]
+#[case(
+    "ebpf: {socketLoadBalancing: pods}",
+    "ebpf.socketLoadBalancing must be all, host or off, found \"pods\""
+)]
+#[case("ebpf: {xdp: native}", "ebpf.xdp must be auto or off, found \"native\", which is not built yet")]
+#[case("ebpf: {forwarding: dsr}", "ebpf.forwarding must be snat, found \"dsr\", which is not built yet")]
+#[case(
+    "ebpf: {algorithm: maglev}",
+    "ebpf.algorithm must be random, found \"maglev\", which is not built yet"
+)]
+#[case(
+    "ebpf: {sourceAddress: masquerade}",
+    "ebpf.sourceAddress must be preserve, found \"masquerade\", which is not built yet"
+)]
+#[case("ebpf: {limits: {flows: 0}}", "ebpf.limits.flows must be from 1 to 67108864, found 0")]
+#[case("ebpf: {bpffs: bpf}", "ebpf.bpffs must be an absolute path, found \"bpf\"")]
+#[case(
+    "ebpf: {interfaces: {include: ['e*0']}}",
+    "ebpf.interfaces.include[0] must be an interface name of at most 15 characters, with a * at its end for a prefix, found \"e*0\""
+)]
+fn bad(#[case] body: &str, #[case] problem: &str) {
+    let error = parse(body).unwrap_err();
+    assert_eq!(error.to_string(), format!("config.yaml: {problem}"));
+}
+
+#[test]
+fn every_problem_is_named_at_once() {
+    let error = parse("oomScoreAdj: 2000\nipvs: {syncPeriod: x}\n").unwrap_err().to_string();
+    assert_eq!(error.lines().count(), 2, "{error}");
+    assert!(
+        error.contains("config.yaml: oomScoreAdj") && error.contains("config.yaml: ipvs.syncPeriod"),
+        "{error}"
+    );
+}
+
+#[rstest]
+#[case("apiVersion: v1\nkind: ConfigMap\n", &[
+    "config.yaml: apiVersion must be kubeproxy.config.k8s.io/v1alpha1, found v1",
+    "config.yaml: kind must be KubeProxyConfiguration, found ConfigMap",
+])]
+#[case("[]", &["config.yaml: the document must be an object with fields, found []"])]
+fn another_kind_of_document(#[case] text: &str, #[case] problems: &[&str]) {
+    let error = read::document(Path::new("config.yaml"), text).unwrap_err().to_string();
+    for problem in problems {
+        assert!(error.lines().any(|line| line == *problem), "{error}");
+    }
+}
+
+#[test]
+fn a_document_that_is_not_yaml() {
+    let error = parse("mode: [ebpf\nx: {").unwrap_err();
+    assert!(matches!(error, Error::Syntax { .. }), "{error}");
+}
+
+#[test]
+fn unknown_and_duplicate_fields_are_warnings() {
+    let loaded = parse("colour: red\nconntrack: {maximum: 1, min: 5}\nmode: iptables\nmode: ebpf\n").unwrap();
+    assert_eq!(loaded.config.mode, RequestedMode::Ebpf);
+    assert_eq!(loaded.config.conntrack.min, 5);
+    let warned = |text: &str| loaded.warnings.iter().any(|warning| warning.contains(text));
+    assert!(warned("config.yaml: colour is not a known field"), "{:?}", loaded.warnings);
+    assert!(warned("config.yaml: conntrack.maximum is not a known field"), "{:?}", loaded.warnings);
+    assert!(warned("the last of two equal fields counts"), "{:?}", loaded.warnings);
+    assert_eq!(loaded.warnings.len(), 3);
+}
+
+#[rstest]
+#[case::nothing_said(&[], "10.0.0.1", true)]
+#[case::in_the_network(&["10.0.0.0/8"], "10.0.0.1", true)]
+#[case::elsewhere(&["10.0.0.0/8"], "192.168.0.1", false)]
+#[case::the_other_family_is_not_mentioned(&["10.0.0.0/8"], "fd00::1", true)]
+#[case::primary(&["primary"], "192.168.0.2", true)]
+#[case::not_primary(&["primary"], "fd00::1", false)]
+#[case::localhost(&["localhost"], "127.0.0.1", true)]
+#[case::all(&["10.0.0.0/8", "all"], "192.168.0.1", true)]
+fn node_port_addresses(#[case] words: &[&str], #[case] address: &str, #[case] served: bool) {
+    let config = Config {
+        node_port_addresses: words.iter().filter_map(|word| NodePortAddress::parse(word)).collect(),
+        ..Config::default()
+    };
+    assert_eq!(config.node_port_addresses.len(), words.len());
+    let node = ["192.168.0.2".parse().unwrap()];
+    assert_eq!(config.serves_node_ports_on(address.parse().unwrap(), &node), served);
+}
+
+#[rstest]
+#[case(&[], &[], "eth0", true)]
+#[case(&["eth*"], &[], "eth0", true)]
+#[case(&["eth*"], &[], "ens3", false)]
+#[case(&[], &["docker0", "br-*"], "br-12", false)]
+#[case(&["*"], &["eth1"], "eth1", false)]
+#[case(&["eth0"], &[], "eth01", false)]
+fn interfaces(
+    #[case] include: &[&str],
+    #[case] exclude: &[&str],
+    #[case] name: &str,
+    #[case] selected: bool,
+) {
+    let patterns = |texts: &[&str]| texts.iter().filter_map(|text| NamePattern::parse(text)).collect();
+    let interfaces = Interfaces { include: patterns(include), exclude: patterns(exclude) };
+    assert_eq!(interfaces.select(name), selected);
+}

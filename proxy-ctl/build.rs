@@ -1,1 +1,172 @@
-fn main() {}
+//! Builds the kernel programs and leaves the object where `dataplane::ebpf` embeds it.
+//!
+//! In this order: `PROXY_EBPF_OBJECT` (a prebuilt object); a rustc that brings its own core library for BPF
+//! (distribution packages); rustup's nightly with rust-src. `cargo xtask setup` installs what is missing.
+
+use std::{
+    env,
+    ffi::OsString,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+/// aya-ebpf 0.2.1 compiles with this one; much newer ones refuse it.
+const NIGHTLY: &str = "nightly-2026-05-15";
+const TARGET: &str = "bpfel-unknown-none";
+const MISSING: &str =
+    "the BPF toolchain is missing: run `cargo xtask setup`, or set PROXY_EBPF_OBJECT to a built object";
+
+fn main() {
+    if let Err(error) = build() {
+        eprintln!("{error}");
+        std::process::exit(1);
+    }
+}
+
+fn build() -> Result<(), String> {
+    println!("cargo:rerun-if-env-changed=PROXY_EBPF_OBJECT");
+    let out = PathBuf::from(required("OUT_DIR")?);
+    let object = out.join("proxy-ebpf");
+    if let Some(prebuilt) = env::var_os("PROXY_EBPF_OBJECT") {
+        let prebuilt = PathBuf::from(prebuilt);
+        println!("cargo:rerun-if-changed={}", prebuilt.display());
+        copy(&prebuilt, &object)?;
+        println!("cargo:rustc-env=PROXY_EBPF_BUILT_WITH=prebuilt object");
+        return Ok(());
+    }
+    let workspace = workspace()?;
+    for part in ["proxy-ebpf", "proxy-common/src", "proxy-common/Cargo.toml", "Cargo.lock", "Cargo.toml"] {
+        println!("cargo:rerun-if-changed={}", workspace.join(part).display());
+    }
+    let toolchain = Toolchain::find().ok_or(MISSING)?;
+    println!("cargo:rustc-env=PROXY_EBPF_BUILT_WITH={}", toolchain.describe());
+    let target = out.join("bpf");
+    toolchain.build(&workspace, &target)?;
+    copy(&target.join(TARGET).join("bpf/proxy-ebpf"), &object)
+}
+
+/// What can compile Rust for BPF here.
+struct Toolchain {
+    linker: PathBuf,
+    compiler: Compiler,
+}
+
+enum Compiler {
+    /// A rustc with a prebuilt core library for the target.
+    Prebuilt(PathBuf),
+    /// rustup's nightly with rust-src: core is built along.
+    Nightly,
+}
+
+impl Toolchain {
+    fn find() -> Option<Self> {
+        let linker = on_path("bpf-linker")?;
+        let compiler = match prebuilt_compiler() {
+            Some(rustc) => Compiler::Prebuilt(rustc),
+            None if nightly_has_source() => Compiler::Nightly,
+            None => return None,
+        };
+        Some(Self { linker, compiler })
+    }
+
+    fn describe(&self) -> String {
+        let version = |command: &mut Command| {
+            command.arg("--version").output().map_or_else(
+                |error| format!("unknown version ({error})"),
+                |output| String::from_utf8_lossy(&output.stdout).trim().to_owned(),
+            )
+        };
+        let compiler = match &self.compiler {
+            Compiler::Prebuilt(rustc) => version(&mut Command::new(rustc)),
+            Compiler::Nightly => version(Command::new("rustup").args(["run", NIGHTLY, "rustc"])),
+        };
+        format!("{compiler}, {}", version(&mut Command::new(&self.linker)))
+    }
+
+    fn build(&self, workspace: &Path, target: &Path) -> Result<(), String> {
+        let mut cargo = match &self.compiler {
+            Compiler::Prebuilt(rustc) => {
+                let mut cargo = Command::new(required("CARGO")?);
+                cargo.arg("build");
+                // Allows the unstable features that aya-ebpf needs, without adding `-Z build-std`.
+                cargo.env("RUSTC", rustc).env("RUSTC_BOOTSTRAP", "1");
+                cargo
+            }
+            Compiler::Nightly => {
+                let mut cargo = Command::new("rustup");
+                cargo.args(["run", NIGHTLY, "cargo", "build", "-Z", "build-std=core"]);
+                cargo.env_remove("RUSTC").env_remove("RUSTUP_TOOLCHAIN");
+                cargo
+            }
+        };
+        cargo
+            .args(["--package", "proxy-ebpf", "--profile", "bpf", "--target", TARGET, "--target-dir"])
+            .arg(target)
+            .current_dir(workspace)
+            .env_remove("RUSTC_WRAPPER")
+            .env_remove("RUSTC_WORKSPACE_WRAPPER")
+            .env_remove("RUSTFLAGS")
+            .env("CARGO_TARGET_BPFEL_UNKNOWN_NONE_LINKER", &self.linker)
+            // Without full debug information for every crate --btf lacks func_info, which kernels ask for.
+            .env("CARGO_ENCODED_RUSTFLAGS", "-Cdebuginfo=2\u{1f}-Clink-arg=--btf");
+        if env::var_os("CARGO_FEATURE_DEBUG_LOG").is_some() {
+            cargo.args(["--features", "debug-log"]);
+        }
+        let output = cargo.output().map_err(|error| format!("running {cargo:?} failed: {error}"))?;
+        if output.status.success() {
+            return Ok(());
+        }
+        Err(format!(
+            "compiling proxy-ebpf failed: {}\n{}",
+            output.status,
+            String::from_utf8_lossy(&output.stderr)
+        ))
+    }
+}
+
+/// A rustc outside rustup whose sysroot has a core library for BPF.
+fn prebuilt_compiler() -> Option<PathBuf> {
+    let candidates = [OsString::from("/usr/bin/rustc"), OsString::from("/usr/local/bin/rustc")];
+    candidates.into_iter().map(PathBuf::from).find(|rustc| {
+        sysroot(Command::new(rustc)).is_some_and(|sysroot| sysroot.join("lib/rustlib").join(TARGET).is_dir())
+    })
+}
+
+fn nightly_has_source() -> bool {
+    let mut rustc = Command::new("rustup");
+    rustc.args(["run", NIGHTLY, "rustc"]);
+    sysroot(rustc).is_some_and(|sysroot| sysroot.join("lib/rustlib/src/rust/library/core").is_dir())
+}
+
+fn sysroot(mut rustc: Command) -> Option<PathBuf> {
+    let output = rustc.args(["--print", "sysroot"]).env_remove("RUSTUP_TOOLCHAIN").output().ok()?;
+    let sysroot = String::from_utf8(output.stdout).ok()?;
+    output.status.success().then(|| PathBuf::from(sysroot.trim()))
+}
+
+fn on_path(program: &str) -> Option<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let cargo_home = env::var_os("CARGO_HOME")
+        .map(PathBuf::from)
+        .unwrap_or_else(|| PathBuf::from(env::var_os("HOME").unwrap_or_default()).join(".cargo"));
+    env::split_paths(&path)
+        .chain([cargo_home.join("bin")])
+        .map(|folder| folder.join(program))
+        .find(|file| file.is_file())
+}
+
+fn workspace() -> Result<PathBuf, String> {
+    let manifest = PathBuf::from(required("CARGO_MANIFEST_DIR")?);
+    manifest.parent().map(Path::to_path_buf).ok_or_else(|| "proxy-ctl lies outside its workspace".to_owned())
+}
+
+fn required(name: &str) -> Result<OsString, String> {
+    env::var_os(name).ok_or_else(|| format!("cargo did not set {name}"))
+}
+
+fn copy(from: &Path, to: &Path) -> Result<(), String> {
+    fs::copy(from, to)
+        .map(|_| ())
+        .map_err(|error| format!("copying {} to {} failed: {error}", from.display(), to.display()))
+}

@@ -225,7 +225,7 @@ pub struct SocketOrigin<A> {
 /// Services that one unconnected UDP socket can talk to at the same time with exact answers.
 pub const DATAGRAM_ORIGINS: usize = 4;
 
-/// Table `datagram_origins4/6`, socket storage: the services an unconnected UDP socket sent to. A zero
+/// Table `datagrams4/6`, socket storage: the services an unconnected UDP socket sent to. A zero
 /// `frontend_port` marks a free place.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
@@ -252,6 +252,8 @@ pub const NODE_ADDRESS_LOOPBACK: u32 = 1;
 pub struct Settings {
     /// Network namespace of the node, as `bpf_get_netns_cookie` gives it.
     pub host_namespace: u64,
+    /// Cookie of the socket by which the controller learns its namespace on kernels without SO_NETNS_COOKIE.
+    pub probe_socket: u64,
     /// Source of translated flows, IPv6; unspecified: none.
     pub masquerade6: [u8; 16],
     /// Source of translated flows, IPv4; unspecified: none.
@@ -273,7 +275,7 @@ const _: () = {
     assert!(size_of::<Flow<[u8; 4]>>() == 48 && size_of::<Flow<[u8; 16]>>() == 96);
     assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
     assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
-    assert!(size_of::<Settings>() == 40);
+    assert!(size_of::<Settings>() == 48);
 };
 
 #[cfg(feature = "user")]

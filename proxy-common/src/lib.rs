@@ -3,4 +3,9 @@
 //! the kernel and on the host.
 #![cfg_attr(not(any(test, feature = "user")), no_std)]
 
+pub mod family;
 pub mod layout;
+pub mod reason;
+pub mod select;
+pub mod socket;
+pub mod tables;

@@ -1,6 +1,19 @@
-//! Kernel side of the proxy.
+//! Kernel side of the proxy: socket hooks and TC programs. The decisions are in `proxy-common`; here are the
+//! hooks, the tables and the rewriting.
 #![cfg_attr(target_arch = "bpf", no_std, no_main)]
 
+#[cfg(target_arch = "bpf")]
+mod globals;
+#[cfg(target_arch = "bpf")]
+mod maps;
+#[cfg(target_arch = "bpf")]
+mod programs;
+#[cfg(target_arch = "bpf")]
+mod socket;
+#[cfg(target_arch = "bpf")]
+mod tables;
+
+/// A reachable panic is an endless loop, which the verifier refuses: it cannot be shipped.
 #[cfg(target_arch = "bpf")]
 #[panic_handler]
 fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {

@@ -1,0 +1,78 @@
+//! IPv4 and IPv6 as types, so that every decision is written once.
+
+use crate::layout::{Address, Slot4, Slot6};
+
+pub trait Family: Copy + 'static {
+    type Address: Address;
+    type Slot: Slot<Address = Self::Address>;
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct V4;
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct V6;
+
+impl Family for V4 {
+    type Address = [u8; 4];
+    type Slot = Slot4;
+}
+
+impl Family for V6 {
+    type Address = [u8; 16];
+    type Slot = Slot6;
+}
+
+/// A place in `slots4/6`: a backend as the packet path needs it.
+pub trait Slot: Copy + Default {
+    type Address: Address;
+
+    fn address(&self) -> Self::Address;
+    /// Host byte order.
+    fn port(&self) -> u16;
+    /// Key of `backends4/6`; never 0 in a slot that is in use.
+    fn backend(&self) -> u32;
+    /// `BACKEND_*`.
+    fn flags(&self) -> u32;
+}
+
+macro_rules! slot {
+    ($slot:ty, $address:ty) => {
+        impl Slot for $slot {
+            type Address = $address;
+
+            #[inline(always)]
+            fn address(&self) -> Self::Address {
+                self.address
+            }
+
+            #[inline(always)]
+            fn port(&self) -> u16 {
+                self.port
+            }
+
+            #[inline(always)]
+            fn backend(&self) -> u32 {
+                self.backend
+            }
+
+            #[inline(always)]
+            fn flags(&self) -> u32 {
+                self.flags
+            }
+        }
+    };
+}
+
+slot!(Slot4, [u8; 4]);
+slot!(Slot6, [u8; 16]);
+
+/// Address and port that a connection or packet is sent to.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Destination<A> {
+    pub address: A,
+    /// Host byte order.
+    pub port: u16,
+    /// IANA number.
+    pub protocol: u8,
+}

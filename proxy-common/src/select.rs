@@ -1,0 +1,176 @@
+//! From a destination to its frontend, and from a frontend to a backend.
+
+use crate::{
+    family::{Destination, Family, Slot},
+    layout::*,
+    reason::Reason,
+    tables::Tables,
+};
+
+/// Where a client is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Origin {
+    /// In a pod of this node.
+    Workload,
+    /// A process in this node's own network namespace.
+    Host,
+    /// Beyond the uplink.
+    Outside,
+}
+
+/// The frontend that serves `destination`, if any: the address itself, or a node port on an address of this node.
+#[inline(always)]
+pub fn find<F: Family>(
+    tables: &impl Tables<F>,
+    destination: &Destination<F::Address>,
+    origin: Origin,
+) -> Option<Frontend> {
+    let mut key = FrontendKey {
+        address: destination.address,
+        port: destination.port,
+        protocol: destination.protocol,
+        scope: SCOPE_ADDRESS,
+    };
+    if let Some(frontend) = tables.frontend(&key) {
+        return Some(frontend);
+    }
+    let node_address = tables.node_address(&destination.address)?;
+    // A pod's loopback is its own.
+    if node_address.flags & NODE_ADDRESS_LOOPBACK != 0 && origin != Origin::Host {
+        return None;
+    }
+    key.address = F::Address::UNSPECIFIED;
+    key.scope = SCOPE_NODE_PORT;
+    tables.frontend(&key)
+}
+
+/// A backend for a new connection to `frontend`. `random` decides among equals.
+#[inline(always)]
+pub fn choose<F: Family>(
+    tables: &impl Tables<F>,
+    frontend: Frontend,
+    origin: Origin,
+    random: u32,
+) -> Result<F::Slot, Reason> {
+    let service = tables.service(frontend.service).ok_or(Reason::ServiceGone)?;
+    let set = endpoint_set(&service, frontend, origin);
+    if set.count == 0 {
+        return Err(if service.flags & SERVICE_HAS_ENDPOINTS != 0 {
+            Reason::NoLocalEndpoints
+        } else {
+            Reason::NoEndpoints
+        });
+    }
+    // Scales 32 random bits to 0..count without a division.
+    let place = (u64::from(random) * u64::from(set.count)) >> 32;
+    let slot = tables.slot(set.first.wrapping_add(place as u32)).ok_or(Reason::SlotGone)?;
+    if slot.backend() == 0 { Err(Reason::SlotGone) } else { Ok(slot) }
+}
+
+#[inline(always)]
+fn endpoint_set(service: &Service, frontend: Frontend, origin: Origin) -> EndpointSet {
+    if frontend.flags & FRONTEND_EXTERNAL == 0 {
+        service.internal
+    } else if origin == Origin::Outside {
+        service.external
+    } else {
+        service.cluster
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+    use crate::{family::V4, tables::host::HostTables};
+
+    const VIP: [u8; 4] = [10, 96, 0, 1];
+    const NODE: [u8; 4] = [192, 0, 2, 1];
+    const LOOPBACK: [u8; 4] = [127, 0, 0, 1];
+
+    /// Cluster set: backends 1, 2, 3. Local ones: 1. ClusterIP VIP:80, node port 30080.
+    fn tables() -> HostTables<V4> {
+        let mut tables = HostTables::<V4>::default();
+        for id in 1..=3u32 {
+            let slot = Slot4 { address: [10, 244, 0, id as u8], port: 8080, backend: id, ..Slot4::default() };
+            tables.slots.insert(9 + id, slot);
+        }
+        let all = EndpointSet { first: 10, count: 3 };
+        let local = EndpointSet { first: 10, count: 1 };
+        let service = Service {
+            cluster: all,
+            internal: all,
+            external: local,
+            flags: SERVICE_HAS_ENDPOINTS,
+            affinity_seconds: 0,
+        };
+        tables.services.insert(7, service);
+        let cluster_ip = FrontendKey { address: VIP, port: 80, protocol: PROTOCOL_TCP, scope: SCOPE_ADDRESS };
+        tables.frontends.insert(cluster_ip, Frontend { service: 7, flags: 0 });
+        let node_port =
+            FrontendKey { address: [0; 4], port: 30080, protocol: PROTOCOL_TCP, scope: SCOPE_NODE_PORT };
+        tables.frontends.insert(node_port, Frontend { service: 7, flags: FRONTEND_EXTERNAL });
+        tables.node_addresses.insert(NODE, NodeAddress { flags: 0 });
+        tables.node_addresses.insert(LOOPBACK, NodeAddress { flags: NODE_ADDRESS_LOOPBACK });
+        tables
+    }
+
+    fn to(address: [u8; 4], port: u16) -> Destination<[u8; 4]> {
+        Destination { address, port, protocol: PROTOCOL_TCP }
+    }
+
+    #[rstest]
+    #[case::cluster_ip(VIP, 80, Origin::Workload, true)]
+    #[case::cluster_ip_other_port(VIP, 81, Origin::Workload, false)]
+    #[case::node_port_from_pod(NODE, 30080, Origin::Workload, true)]
+    #[case::node_port_from_outside(NODE, 30080, Origin::Outside, true)]
+    #[case::node_port_on_loopback_from_host(LOOPBACK, 30080, Origin::Host, true)]
+    #[case::node_port_on_a_pods_own_loopback(LOOPBACK, 30080, Origin::Workload, false)]
+    #[case::node_port_on_an_address_of_nobody(VIP, 30080, Origin::Workload, false)]
+    #[case::node_address_other_port(NODE, 80, Origin::Workload, false)]
+    fn finds(#[case] address: [u8; 4], #[case] port: u16, #[case] origin: Origin, #[case] found: bool) {
+        assert_eq!(find::<V4>(&tables(), &to(address, port), origin).is_some(), found);
+    }
+
+    #[rstest]
+    #[case::lowest(0, 1)]
+    #[case::end_of_first_third(0x5555_5555, 1)]
+    #[case::start_of_second_third(0x5555_5556, 2)]
+    #[case::highest(u32::MAX, 3)]
+    fn random_bits_are_spread_over_the_set(#[case] random: u32, #[case] backend: u32) {
+        let tables = tables();
+        let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
+        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, random).unwrap().backend, backend);
+    }
+
+    #[rstest]
+    #[case::outside_gets_the_external_set(Origin::Outside, 1)]
+    #[case::pod_gets_every_endpoint(Origin::Workload, 3)]
+    #[case::host_gets_every_endpoint(Origin::Host, 3)]
+    fn node_port_with_external_policy_local(#[case] origin: Origin, #[case] highest: u32) {
+        let tables = tables();
+        let frontend = find::<V4>(&tables, &to(NODE, 30080), origin).unwrap();
+        assert_eq!(choose::<V4>(&tables, frontend, origin, u32::MAX).unwrap().backend, highest);
+    }
+
+    #[rstest]
+    #[case::nowhere(0, Reason::NoEndpoints)]
+    #[case::elsewhere_only(SERVICE_HAS_ENDPOINTS, Reason::NoLocalEndpoints)]
+    fn empty_set(#[case] flags: u32, #[case] reason: Reason) {
+        let mut tables = tables();
+        tables.services.insert(7, Service { flags, ..Service::default() });
+        let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
+        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, 5), Err(reason));
+    }
+
+    #[test]
+    fn service_or_slot_gone_refuses() {
+        let mut tables = tables();
+        let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
+        tables.slots.clear();
+        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, 5), Err(Reason::SlotGone));
+        tables.services.clear();
+        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, 5), Err(Reason::ServiceGone));
+    }
+}

@@ -1,0 +1,188 @@
+//! Decisions of the socket hooks: what a connect() or sendmsg() to a service becomes, and which address the
+//! application is shown afterwards.
+
+use crate::{
+    family::{Destination, Family, Slot},
+    layout::{Address, DatagramOrigins, SocketOrigin},
+    reason::Reason,
+    select::{self, Origin},
+    tables::Tables,
+};
+
+/// Where a connected socket is to be sent, or why not.
+#[inline(always)]
+pub fn connect<F: Family>(
+    tables: &impl Tables<F>,
+    destination: &Destination<F::Address>,
+    origin: Origin,
+    random: u32,
+) -> Result<SocketOrigin<F::Address>, Reason> {
+    let frontend = select::find(tables, destination, origin).ok_or(Reason::NotAService)?;
+    let slot = select::choose(tables, frontend, origin, random)?;
+    Ok(SocketOrigin {
+        frontend: destination.address,
+        frontend_port: destination.port,
+        backend: slot.address(),
+        backend_port: slot.port(),
+        backend_id: slot.backend(),
+        service: frontend.service,
+    })
+}
+
+/// The backend that an unconnected socket's earlier datagrams to `destination` went to, as long as it exists.
+#[inline(always)]
+pub fn remembered<F: Family>(
+    tables: &impl Tables<F>,
+    origins: &DatagramOrigins<F::Address>,
+    destination: &Destination<F::Address>,
+) -> Option<SocketOrigin<F::Address>> {
+    for origin in &origins.origins {
+        if origin.frontend_port == destination.port && origin.frontend == destination.address {
+            return tables.backend(origin.backend_id).map(|_| *origin);
+        }
+    }
+    None
+}
+
+/// Takes the place of what was remembered for the same frontend, of what would answer from the same backend,
+/// else of the oldest.
+#[inline(always)]
+pub fn remember<A: Address>(origins: &mut DatagramOrigins<A>, new: &SocketOrigin<A>) {
+    for origin in &mut origins.origins {
+        let same_frontend = origin.frontend_port == new.frontend_port && origin.frontend == new.frontend;
+        let same_backend = origin.backend_port == new.backend_port && origin.backend == new.backend;
+        if same_frontend || same_backend {
+            *origin = *new;
+            return;
+        }
+    }
+    let place = origins.next as usize;
+    for (index, origin) in origins.origins.iter_mut().enumerate() {
+        if index == place {
+            *origin = *new;
+        }
+    }
+    origins.next = if place + 1 >= origins.origins.len() { 0 } else { origins.next + 1 };
+}
+
+/// The application sends to an address that it may so far have known as a service's backend: answers from
+/// there are its own from now on.
+#[inline(always)]
+pub fn forget_backend<A: Address>(origins: &mut DatagramOrigins<A>, destination: &Destination<A>) {
+    for origin in &mut origins.origins {
+        if origin.backend_port == destination.port && origin.backend == destination.address {
+            *origin = SocketOrigin::default();
+        }
+    }
+}
+
+/// The frontend that the application believes to talk to, if `peer` is the backend it was given.
+#[inline(always)]
+pub fn shown<A: Address>(origin: &SocketOrigin<A>, peer: &A, port: u16) -> Option<(A, u16)> {
+    (origin.backend_port == port && origin.backend == *peer && origin.frontend_port != 0)
+        .then_some((origin.frontend, origin.frontend_port))
+}
+
+/// As [`shown`], among the services that an unconnected socket talks to.
+#[inline(always)]
+pub fn shown_datagram<A: Address>(origins: &DatagramOrigins<A>, peer: &A, port: u16) -> Option<(A, u16)> {
+    for origin in &origins.origins {
+        if let Some(frontend) = shown(origin, peer, port) {
+            return Some(frontend);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+    use crate::{
+        family::V4,
+        layout::{Backend, DATAGRAM_ORIGINS, PROTOCOL_UDP},
+        tables::host::HostTables,
+    };
+
+    fn origin(frontend: u8, backend: u8) -> SocketOrigin<[u8; 4]> {
+        SocketOrigin {
+            frontend: [10, 96, 0, frontend],
+            frontend_port: 53,
+            backend: [10, 244, 0, backend],
+            backend_port: 5353,
+            backend_id: u32::from(backend),
+            service: 1,
+        }
+    }
+
+    fn remembering(origins: &[(u8, u8)]) -> DatagramOrigins<[u8; 4]> {
+        let mut all = DatagramOrigins::default();
+        for (frontend, backend) in origins {
+            remember(&mut all, &origin(*frontend, *backend));
+        }
+        all
+    }
+
+    fn udp(address: [u8; 4], port: u16) -> Destination<[u8; 4]> {
+        Destination { address, port, protocol: PROTOCOL_UDP }
+    }
+
+    #[rstest]
+    #[case::backend_exists(&[(1, 1)], &[1], Some(1))]
+    #[case::backend_gone(&[(1, 1)], &[], None)]
+    #[case::never_sent_there(&[(2, 1)], &[1], None)]
+    #[case::one_of_several(&[(2, 2), (1, 1), (3, 3)], &[1, 2, 3], Some(1))]
+    fn datagrams_stay_with_their_backend(
+        #[case] sent: &[(u8, u8)],
+        #[case] alive: &[u32],
+        #[case] expected: Option<u32>,
+    ) {
+        let mut tables = HostTables::<V4>::default();
+        for id in alive {
+            tables.backends.insert(*id, Backend::default());
+        }
+        let found = remembered(&tables, &remembering(sent), &udp([10, 96, 0, 1], 53));
+        assert_eq!(found.map(|o| o.backend_id), expected);
+    }
+
+    #[rstest]
+    #[case::answer_of_the_backend(&[(1, 1)], [10, 244, 0, 1], Some([10, 96, 0, 1]))]
+    #[case::stranger(&[(1, 1)], [10, 244, 0, 9], None)]
+    #[case::second_service(&[(1, 1), (2, 2)], [10, 244, 0, 2], Some([10, 96, 0, 2]))]
+    #[case::backend_serves_the_later_service(&[(1, 1), (2, 1)], [10, 244, 0, 1], Some([10, 96, 0, 2]))]
+    #[case::service_moved_to_another_backend(&[(1, 1), (1, 2)], [10, 244, 0, 1], None)]
+    fn answers_show_the_frontend(
+        #[case] sent: &[(u8, u8)],
+        #[case] peer: [u8; 4],
+        #[case] expected: Option<[u8; 4]>,
+    ) {
+        assert_eq!(shown_datagram(&remembering(sent), &peer, 5353).map(|(address, _)| address), expected);
+    }
+
+    #[test]
+    fn the_oldest_service_makes_room() {
+        let many: Vec<(u8, u8)> = (1..=DATAGRAM_ORIGINS as u8 + 1).map(|n| (n, n)).collect();
+        let origins = remembering(&many);
+        assert_eq!(shown_datagram(&origins, &[10, 244, 0, 1], 5353), None);
+        for (frontend, backend) in &many[1..] {
+            assert_eq!(
+                shown_datagram(&origins, &[10, 244, 0, *backend], 5353),
+                Some(([10, 96, 0, *frontend], 53))
+            );
+        }
+    }
+
+    #[test]
+    fn sending_to_the_backend_itself_shows_the_backend() {
+        let mut origins = remembering(&[(1, 1), (2, 2)]);
+        forget_backend(&mut origins, &udp([10, 244, 0, 1], 5353));
+        assert_eq!(shown_datagram(&origins, &[10, 244, 0, 1], 5353), None);
+        assert!(shown_datagram(&origins, &[10, 244, 0, 2], 5353).is_some());
+    }
+
+    #[test]
+    fn an_unused_place_shows_nothing() {
+        assert_eq!(shown_datagram(&DatagramOrigins::<[u8; 4]>::default(), &[0; 4], 0), None);
+    }
+}

@@ -1,0 +1,23 @@
+//! Constants that the controller sets when it loads the object. They lie in `.rodata`, so the verifier skips
+//! the branches that they switch off, with the helpers in them that an old kernel lacks.
+
+use aya_ebpf::Global;
+
+macro_rules! globals {
+    ($($(#[doc = $doc:literal])+ $name:ident: $t:ty = $default:expr;)+) => {
+        $(
+            $(#[doc = $doc])+
+            #[unsafe(no_mangle)]
+            pub(crate) static $name: Global<$t> = Global::new($default);
+        )+
+    };
+}
+
+globals! {
+    /// 1: only sockets in the node's own network namespace are balanced.
+    SOCKET_HOST_ONLY: u32 = 0;
+    /// 1: the kernel has bpf_set_retval (5.18), so a refused connect() fails with ECONNREFUSED.
+    CAN_REFUSE: u32 = 0;
+    /// 1: packets of the node's own processes are translated (socket balancing is off).
+    HOST_PACKETS: u32 = 0;
+}

@@ -1,0 +1,384 @@
+//! Socket hooks: a connection or datagram to a service is sent to a backend before there is a packet, and the
+//! application goes on seeing the address it dialled.
+
+use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
+
+use aya_ebpf::{
+    EbpfContext as _,
+    helpers::{bpf_get_netns_cookie, bpf_get_prandom_u32, bpf_get_socket_cookie, bpf_set_retval},
+    programs::SockAddrContext,
+};
+use proxy_common::{
+    family::{Destination, Family, V4, V6},
+    layout::*,
+    reason::{Reason, Verdict},
+    select::Origin,
+    socket,
+    tables::Tables,
+};
+
+use crate::{
+    globals,
+    tables::{Maps, SocketTables, count, settings},
+};
+
+/// The system call goes on.
+const PROCEED: i32 = 1;
+/// The system call fails, with EPERM unless another error was set.
+const FAIL: i32 = 0;
+const ECONNREFUSED: i32 = 111;
+
+/// How an address lies in the context.
+pub(crate) trait Form {
+    type Family: SocketTables;
+
+    fn read(ctx: &SockAddrContext) -> <Self::Family as Family>::Address;
+    fn write(ctx: &SockAddrContext, address: &<Self::Family as Family>::Address);
+}
+
+/// IPv4 in an IPv4 socket.
+pub(crate) struct Inet4;
+/// IPv4 in an IPv6 socket: `::ffff:a.b.c.d`.
+struct Mapped4;
+/// IPv6.
+struct Inet6;
+
+impl Form for Inet4 {
+    type Family = V4;
+
+    #[inline(always)]
+    fn read(ctx: &SockAddrContext) -> [u8; 4] {
+        // SAFETY: a field of the context.
+        unsafe { read_volatile(addr_of!((*ctx.sock_addr).user_ip4)) }.to_ne_bytes()
+    }
+
+    #[inline(always)]
+    fn write(ctx: &SockAddrContext, address: &[u8; 4]) {
+        // SAFETY: a field of the context that these hooks may write.
+        unsafe { write_volatile(addr_of_mut!((*ctx.sock_addr).user_ip4), u32::from_ne_bytes(*address)) };
+    }
+}
+
+#[inline(always)]
+fn word6(ctx: &SockAddrContext, index: usize) -> u32 {
+    // SAFETY: a field of the context; index is a constant below 4 at every call.
+    unsafe { read_volatile(addr_of!((*ctx.sock_addr).user_ip6).cast::<u32>().add(index)) }
+}
+
+#[inline(always)]
+fn set_word6(ctx: &SockAddrContext, index: usize, word: u32) {
+    // SAFETY: as for `word6`; these hooks may write it.
+    unsafe { write_volatile(addr_of_mut!((*ctx.sock_addr).user_ip6).cast::<u32>().add(index), word) };
+}
+
+impl Form for Mapped4 {
+    type Family = V4;
+
+    #[inline(always)]
+    fn read(ctx: &SockAddrContext) -> [u8; 4] {
+        word6(ctx, 3).to_ne_bytes()
+    }
+
+    #[inline(always)]
+    fn write(ctx: &SockAddrContext, address: &[u8; 4]) {
+        set_word6(ctx, 3, u32::from_ne_bytes(*address));
+    }
+}
+
+impl Form for Inet6 {
+    type Family = V6;
+
+    #[inline(always)]
+    fn read(ctx: &SockAddrContext) -> [u8; 16] {
+        let mut address = [0; 16];
+        let (a, b, c, d) = (word6(ctx, 0), word6(ctx, 1), word6(ctx, 2), word6(ctx, 3));
+        address[0..4].copy_from_slice(&a.to_ne_bytes());
+        address[4..8].copy_from_slice(&b.to_ne_bytes());
+        address[8..12].copy_from_slice(&c.to_ne_bytes());
+        address[12..16].copy_from_slice(&d.to_ne_bytes());
+        address
+    }
+
+    #[inline(always)]
+    fn write(ctx: &SockAddrContext, address: &[u8; 16]) {
+        let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p] = *address;
+        set_word6(ctx, 0, u32::from_ne_bytes([a, b, c, d]));
+        set_word6(ctx, 1, u32::from_ne_bytes([e, f, g, h]));
+        set_word6(ctx, 2, u32::from_ne_bytes([i, j, k, l]));
+        set_word6(ctx, 3, u32::from_ne_bytes([m, n, o, p]));
+    }
+}
+
+/// Does the IPv6 socket talk to an IPv4-mapped address?
+#[inline(always)]
+fn is_mapped(ctx: &SockAddrContext) -> bool {
+    word6(ctx, 0) == 0 && word6(ctx, 1) == 0 && word6(ctx, 2) == u32::from_be(0xffff)
+}
+
+/// Host byte order.
+#[inline(always)]
+fn port(ctx: &SockAddrContext) -> u16 {
+    // SAFETY: a field of the context; holds the port in network order in its first two bytes.
+    let port = unsafe { read_volatile(addr_of!((*ctx.sock_addr).user_port)) };
+    u16::from_be(port as u16)
+}
+
+#[inline(always)]
+fn set_port(ctx: &SockAddrContext, port: u16) {
+    // SAFETY: a field of the context that these hooks may write.
+    unsafe { write_volatile(addr_of_mut!((*ctx.sock_addr).user_port), u32::from(port.to_be())) };
+}
+
+/// IANA number of the socket's protocol, if it is one that services have.
+#[inline(always)]
+fn protocol(ctx: &SockAddrContext) -> Option<u8> {
+    // SAFETY: a field of the context.
+    match unsafe { read_volatile(addr_of!((*ctx.sock_addr).protocol)) } {
+        6 => Some(PROTOCOL_TCP),
+        17 => Some(PROTOCOL_UDP),
+        _ => None,
+    }
+}
+
+#[inline(always)]
+fn destination<F: Form>(ctx: &SockAddrContext, protocol: u8) -> Destination<<F::Family as Family>::Address> {
+    Destination { address: F::read(ctx), port: port(ctx), protocol }
+}
+
+#[inline(always)]
+fn redirect<F: Form>(ctx: &SockAddrContext, origin: &SocketOrigin<<F::Family as Family>::Address>) {
+    F::write(ctx, &origin.backend);
+    set_port(ctx, origin.backend_port);
+}
+
+/// Is the socket in the node's own network namespace?
+#[inline(always)]
+fn origin(ctx: &SockAddrContext) -> Origin {
+    // SAFETY: the context of this program; the helper is there since 5.7.
+    let namespace = unsafe { bpf_get_netns_cookie(ctx.as_ptr()) };
+    match settings() {
+        Some(settings) if settings.host_namespace == namespace => Origin::Host,
+        _ => Origin::Workload,
+    }
+}
+
+/// Are this socket's connections ours to send? With `socketLoadBalancing: host` only those of the node itself.
+#[inline(always)]
+fn serves(origin: Origin) -> bool {
+    globals::SOCKET_HOST_ONLY.load() == 0 || origin == Origin::Host
+}
+
+#[inline(always)]
+fn random() -> u32 {
+    // SAFETY: no arguments.
+    unsafe { bpf_get_prandom_u32() }
+}
+
+/// The one place where a reason ends a system call.
+#[inline(always)]
+fn conclude(reason: Reason) -> i32 {
+    if reason as u32 != Reason::NotAService as u32 {
+        count(reason);
+    }
+    match reason.verdict() {
+        Verdict::Pass => PROCEED,
+        // A dropped connect() would hang in user space: an error says the same sooner.
+        Verdict::Refuse | Verdict::Drop => {
+            if globals::CAN_REFUSE.load() != 0 {
+                // SAFETY: no pointers; the verifier prunes the call where the helper is missing (before 5.18).
+                unsafe { bpf_set_retval(-ECONNREFUSED) };
+            }
+            FAIL
+        }
+    }
+}
+
+#[inline(always)]
+pub(crate) fn connect4(ctx: &SockAddrContext) -> i32 {
+    connect::<Inet4>(ctx)
+}
+
+#[inline(always)]
+pub(crate) fn connect6(ctx: &SockAddrContext) -> i32 {
+    if is_mapped(ctx) { connect::<Mapped4>(ctx) } else { connect::<Inet6>(ctx) }
+}
+
+#[inline(always)]
+fn connect<F: Form>(ctx: &SockAddrContext) -> i32
+where
+    Maps: Tables<F::Family>,
+{
+    let Some(protocol) = protocol(ctx) else { return PROCEED };
+    let origin = origin(ctx);
+    if !serves(origin) {
+        return PROCEED;
+    }
+    let chosen = socket::connect(&Maps, &destination::<F>(ctx, protocol), origin, random());
+    match chosen {
+        Ok(mut new) => {
+            if !store(ctx, <F::Family as SocketTables>::socket_origin(), &mut new) {
+                return conclude(Reason::SocketStorageFull);
+            }
+            redirect::<F>(ctx, &new);
+            conclude(Reason::SocketConnected)
+        }
+        Err(reason) => {
+            // The socket may have been connected to a service before.
+            forget(ctx, <F::Family as SocketTables>::socket_origin());
+            conclude(reason)
+        }
+    }
+}
+
+#[inline(always)]
+pub(crate) fn sendmsg4(ctx: &SockAddrContext) -> i32 {
+    sendmsg::<Inet4>(ctx)
+}
+
+#[inline(always)]
+pub(crate) fn sendmsg6(ctx: &SockAddrContext) -> i32 {
+    if is_mapped(ctx) { sendmsg::<Mapped4>(ctx) } else { sendmsg::<Inet6>(ctx) }
+}
+
+#[inline(always)]
+fn sendmsg<F: Form>(ctx: &SockAddrContext) -> i32
+where
+    Maps: Tables<F::Family>,
+{
+    let origin = origin(ctx);
+    if !serves(origin) {
+        return PROCEED;
+    }
+    let destination = destination::<F>(ctx, PROTOCOL_UDP);
+    let storage = <F::Family as SocketTables>::datagram_origins();
+    if let Some(known) = stored(ctx, storage) {
+        if let Some(same) = socket::remembered(&Maps, known, &destination) {
+            redirect::<F>(ctx, &same);
+            return PROCEED;
+        }
+    }
+    match socket::connect(&Maps, &destination, origin, random()) {
+        Ok(new) => {
+            let Some(known) = stored_or_new(ctx, storage) else {
+                return conclude(Reason::SocketStorageFull);
+            };
+            socket::remember(known, &new);
+            redirect::<F>(ctx, &new);
+            conclude(Reason::SocketSent)
+        }
+        Err(reason) => {
+            if let Some(known) = stored(ctx, storage) {
+                socket::forget_backend(known, &destination);
+            }
+            conclude(reason)
+        }
+    }
+}
+
+#[inline(always)]
+pub(crate) fn recvmsg4(ctx: &SockAddrContext) -> i32 {
+    recvmsg::<Inet4>(ctx)
+}
+
+#[inline(always)]
+pub(crate) fn recvmsg6(ctx: &SockAddrContext) -> i32 {
+    if is_mapped(ctx) { recvmsg::<Mapped4>(ctx) } else { recvmsg::<Inet6>(ctx) }
+}
+
+/// The sender of a datagram, as the application knows it.
+#[inline(always)]
+fn recvmsg<F: Form>(ctx: &SockAddrContext) -> i32 {
+    // One after the other: the verifier forbids what `or` of two pointers compiles to.
+    if let Some(origin) = stored(ctx, <F::Family as SocketTables>::socket_origin()) {
+        if let Some(shown) = socket::shown(origin, &F::read(ctx), port(ctx)) {
+            show::<F>(ctx, shown);
+            return PROCEED;
+        }
+    }
+    if let Some(origins) = stored(ctx, <F::Family as SocketTables>::datagram_origins()) {
+        if let Some(shown) = socket::shown_datagram(origins, &F::read(ctx), port(ctx)) {
+            show::<F>(ctx, shown);
+        }
+    }
+    PROCEED
+}
+
+#[inline(always)]
+pub(crate) fn getpeername4(ctx: &SockAddrContext) -> i32 {
+    getpeername::<Inet4>(ctx)
+}
+
+#[inline(always)]
+pub(crate) fn getpeername6(ctx: &SockAddrContext) -> i32 {
+    if is_mapped(ctx) { getpeername::<Mapped4>(ctx) } else { getpeername::<Inet6>(ctx) }
+}
+
+#[inline(always)]
+fn getpeername<F: Form>(ctx: &SockAddrContext) -> i32 {
+    if let Some(origin) = stored(ctx, <F::Family as SocketTables>::socket_origin()) {
+        if let Some(shown) = socket::shown(origin, &F::read(ctx), port(ctx)) {
+            show::<F>(ctx, shown);
+        }
+    }
+    PROCEED
+}
+
+#[inline(always)]
+fn show<F: Form>(ctx: &SockAddrContext, (address, port): (<F::Family as Family>::Address, u16)) {
+    F::write(ctx, &address);
+    set_port(ctx, port);
+}
+
+/// Tells the controller which namespace it is in: kernels before 5.14 have no SO_NETNS_COOKIE.
+#[inline(always)]
+pub(crate) fn learn_namespace(ctx: &SockAddrContext) -> i32 {
+    let Some(settings) = crate::maps::settings.get_ptr_mut(0) else { return PROCEED };
+    // SAFETY: the context of this program.
+    let socket = unsafe { bpf_get_socket_cookie(ctx.as_ptr()) };
+    // SAFETY: a map value in bounds.
+    let probe = unsafe { read_volatile(addr_of!((*settings).probe_socket)) };
+    if probe == socket {
+        // SAFETY: the context of this program.
+        let namespace = unsafe { bpf_get_netns_cookie(ctx.as_ptr()) };
+        // SAFETY: a map value in bounds.
+        unsafe { write_volatile(addr_of_mut!((*settings).host_namespace), namespace) };
+    }
+    PROCEED
+}
+
+type Storage<T> = aya_ebpf::btf_maps::SkStorage<T>;
+
+#[inline(always)]
+fn stored<T>(ctx: &SockAddrContext, storage: &'static Storage<T>) -> Option<&'static mut T> {
+    // SAFETY: the socket of the context. The value lives as long as the socket, which outlives the program; it
+    // is this socket's alone, and system calls that reach these hooks on one socket at once can at worst
+    // mix two answers to a race that the application made.
+    unsafe { storage.get_ptr_mut(ctx).as_mut() }
+}
+
+#[inline(always)]
+fn stored_or_new<T>(ctx: &SockAddrContext, storage: &'static Storage<T>) -> Option<&'static mut T> {
+    // SAFETY: as for `stored`; a new value is all zero.
+    unsafe { storage.get_or_insert_ptr_mut(ctx, None).as_mut() }
+}
+
+#[inline(always)]
+fn store<T: Copy>(ctx: &SockAddrContext, storage: &'static Storage<T>, new: &mut T) -> bool {
+    match stored_or_new(ctx, storage) {
+        Some(place) => {
+            *place = *new;
+            true
+        }
+        None => false,
+    }
+}
+
+#[inline(always)]
+fn forget<T>(ctx: &SockAddrContext, storage: &'static Storage<T>) {
+    if stored(ctx, storage).is_some() {
+        // SAFETY: the socket of the context.
+        let socket = unsafe { (*ctx.sock_addr).__bindgen_anon_1.sk };
+        // SAFETY: as above. Fails only if the value is already gone.
+        let _gone_already = unsafe { storage.delete(socket) };
+    }
+}

@@ -1,0 +1,114 @@
+//! `Tables` over the BPF maps.
+
+use core::ptr::{addr_of, read_volatile};
+
+use aya_ebpf::btf_maps::SkStorage;
+use proxy_common::{
+    family::{Family, V4, V6},
+    layout::*,
+    reason::Reason,
+    tables::Tables,
+};
+
+use crate::maps;
+
+/// The tables of one family.
+pub(crate) struct Maps;
+
+/// Socket storage of one family.
+pub(crate) trait SocketTables: Family {
+    fn socket_origin() -> &'static SkStorage<SocketOrigin<Self::Address>>;
+    fn datagram_origins() -> &'static SkStorage<DatagramOrigins<Self::Address>>;
+}
+
+macro_rules! tables {
+    ($family:ty, $address:ty, $frontends:ident, $node_addresses:ident, $slots:ident, $backends:ident,
+     $socket_origin:ident, $datagram_origins:ident) => {
+        impl Tables<$family> for Maps {
+            #[inline(always)]
+            fn frontend(&self, key: &FrontendKey<$address>) -> Option<Frontend> {
+                // SAFETY: copied at once; without preallocation an element is freed only after a grace period.
+                unsafe { maps::$frontends.get(key) }.copied()
+            }
+
+            #[inline(always)]
+            fn node_address(&self, address: &$address) -> Option<NodeAddress> {
+                // SAFETY: as for `frontend`.
+                unsafe { maps::$node_addresses.get(address) }.copied()
+            }
+
+            #[inline(always)]
+            fn service(&self, id: u32) -> Option<Service> {
+                let service = maps::services.get_ptr(id)?;
+                Some(read_service(service))
+            }
+
+            #[inline(always)]
+            fn slot(&self, index: u32) -> Option<<$family as Family>::Slot> {
+                maps::$slots.get(index).copied()
+            }
+
+            #[inline(always)]
+            fn backend(&self, id: u32) -> Option<Backend<$address>> {
+                // SAFETY: as for `frontend`.
+                unsafe { maps::$backends.get(id) }.copied()
+            }
+        }
+
+        impl SocketTables for $family {
+            #[inline(always)]
+            fn socket_origin() -> &'static SkStorage<SocketOrigin<$address>> {
+                &maps::$socket_origin
+            }
+
+            #[inline(always)]
+            fn datagram_origins() -> &'static SkStorage<DatagramOrigins<$address>> {
+                &maps::$datagram_origins
+            }
+        }
+    };
+}
+
+tables!(V4, [u8; 4], frontends4, node_addresses4, slots4, backends4, socket_origin4, datagrams4);
+tables!(V6, [u8; 16], frontends6, node_addresses6, slots6, backends6, socket_origin6, datagrams6);
+
+#[inline(always)]
+fn read_service(service: *const Service) -> Service {
+    // SAFETY: the pointer is of a map value, in bounds and aligned to 8.
+    let (cluster, internal, external) = unsafe {
+        (addr_of!((*service).cluster), addr_of!((*service).internal), addr_of!((*service).external))
+    };
+    // SAFETY: as above; other fields may change meanwhile and are plain integers.
+    let (flags, affinity_seconds) = unsafe { ((*service).flags, (*service).affinity_seconds) };
+    Service {
+        cluster: read_set(cluster),
+        internal: read_set(internal),
+        external: read_set(external),
+        flags,
+        affinity_seconds,
+    }
+}
+
+/// One 8-byte load: the controller replaces a set by one 8-byte store.
+#[inline(always)]
+fn read_set(set: *const EndpointSet) -> EndpointSet {
+    // SAFETY: in bounds of the map value and aligned to 8 (`EndpointSet` is).
+    let whole = unsafe { read_volatile(set.cast::<u64>()) };
+    // The BPF object is little-endian.
+    EndpointSet { first: whole as u32, count: (whole >> 32) as u32 }
+}
+
+#[inline(always)]
+pub(crate) fn settings() -> Option<&'static Settings> {
+    maps::settings.get(0)
+}
+
+/// Counts a reason on this CPU.
+#[inline(always)]
+pub(crate) fn count(reason: Reason) {
+    if let Some(counter) = maps::counters.get_ptr_mut(reason as u32) {
+        // SAFETY: a value of this CPU, in bounds; a program on a CPU is not interrupted by another of ours
+        // that counts the same reason except in a nested receive, where one count may be lost.
+        unsafe { *counter = (*counter).wrapping_add(1) };
+    }
+}

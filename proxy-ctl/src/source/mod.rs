@@ -4,6 +4,8 @@
 //! sent as one `Replace…`, so that the model can tell what vanished while it was not looking. An object
 //! that stops being served (label, type) is sent as a deletion.
 
+pub mod kubernetes;
+
 use crate::model::objects::{EndpointSlice, Node, ObjectName, Service};
 
 #[derive(Clone, Debug, Eq, PartialEq)]

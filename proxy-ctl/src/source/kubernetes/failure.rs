@@ -1,0 +1,161 @@
+//! What can go wrong between a watcher and the API server, and what each means for the next attempt.
+
+use std::{error::Error as StdError, fmt, io, time::Duration};
+
+use kube::core::Status;
+
+/// Why a list or watch failed: the label of the error counter, and what state changes are judged by.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub enum Reason {
+    /// The credentials are not (or no longer) accepted: 401.
+    Unauthorized,
+    /// RBAC does not allow it: 403.
+    Forbidden,
+    /// The resource version has been compacted away: 410. A new list follows.
+    Expired,
+    /// 429, or a server that asks to come back later.
+    Throttled,
+    /// Any other answer of the server that is an error.
+    Refused,
+    /// The certificate of the server, or ours, is not accepted.
+    Tls,
+    /// No connection.
+    Unreachable,
+    /// The connection broke, or ended before its time.
+    Disconnected,
+    /// Nothing heard for too long.
+    Timeout,
+    /// The answer is not what the API promises.
+    Malformed,
+    /// kubeconfig, certificate or token cannot be read.
+    Credentials,
+}
+
+impl Reason {
+    /// Label value of the metric.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Unauthorized => "unauthorized",
+            Self::Forbidden => "forbidden",
+            Self::Expired => "expired",
+            Self::Throttled => "throttled",
+            Self::Refused => "refused",
+            Self::Tls => "tls",
+            Self::Unreachable => "unreachable",
+            Self::Disconnected => "disconnected",
+            Self::Timeout => "timeout",
+            Self::Malformed => "malformed",
+            Self::Credentials => "credentials",
+        }
+    }
+}
+
+/// A failed list or watch.
+#[derive(Debug)]
+pub(super) struct Failure {
+    pub(super) reason: Reason,
+    /// For people.
+    pub(super) message: String,
+    /// What the server asked for.
+    pub(super) retry_after: Option<Duration>,
+    /// HTTP status, where the server answered.
+    pub(super) code: Option<u16>,
+}
+
+impl Failure {
+    pub(super) fn new(reason: Reason, message: impl Into<String>) -> Self {
+        Self { reason, message: message.into(), retry_after: None, code: None }
+    }
+
+    /// Whether the server does not know `sendInitialEvents`, or has it switched off.
+    pub(super) fn refuses_streaming(&self) -> bool {
+        matches!(self.code, Some(400 | 404 | 405 | 406 | 415 | 422 | 501))
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl From<&Status> for Failure {
+    fn from(status: &Status) -> Self {
+        let reason = match status.code {
+            401 => Reason::Unauthorized,
+            403 => Reason::Forbidden,
+            410 => Reason::Expired,
+            429 => Reason::Throttled,
+            // "Too large resource version": the server's history is older than ours, after a restored backup.
+            504 if status.reason == "Timeout" && status.message.contains("resource version") => {
+                Reason::Expired
+            }
+            _ => Reason::Refused,
+        };
+        let retry_after = status
+            .details
+            .as_ref()
+            .map(|details| u64::from(details.retry_after_seconds))
+            .filter(|seconds| *seconds > 0)
+            .map(Duration::from_secs);
+        let message = if status.message.is_empty() { &status.reason } else { &status.message };
+        Self { reason, message: format!("{message} ({})", status.code), retry_after, code: Some(status.code) }
+    }
+}
+
+impl From<kube::Error> for Failure {
+    fn from(error: kube::Error) -> Self {
+        let reason = match &error {
+            kube::Error::Api(status) => return Self::from(&**status),
+            kube::Error::SerdeError(_) | kube::Error::FromUtf8(_) => Reason::Malformed,
+            kube::Error::Auth(_) => Reason::Credentials,
+            other => connection_reason(other),
+        };
+        Self::new(reason, chain(&error))
+    }
+}
+
+/// Finds the cause of a transport error: the layers in between wrap it differently.
+fn connection_reason(error: &(dyn StdError + 'static)) -> Reason {
+    let mut reason = Reason::Disconnected;
+    let mut next = Some(error);
+    while let Some(cause) = next {
+        let text = cause.to_string();
+        if cause.is::<super::connection::TokenFileError>() {
+            return Reason::Credentials;
+        }
+        if text.contains("certificate") || text.contains("tls handshake") || text.contains("AlertReceived") {
+            return Reason::Tls;
+        }
+        if let Some(io) = cause.downcast_ref::<io::Error>() {
+            match io.kind() {
+                io::ErrorKind::TimedOut => reason = Reason::Timeout,
+                io::ErrorKind::ConnectionRefused
+                | io::ErrorKind::HostUnreachable
+                | io::ErrorKind::NetworkUnreachable
+                | io::ErrorKind::AddrNotAvailable => reason = Reason::Unreachable,
+                _ => {}
+            }
+        }
+        if text.contains("dns error") || text.contains("tcp connect error") {
+            reason = Reason::Unreachable;
+        }
+        next = cause.source();
+    }
+    reason
+}
+
+/// The error and its causes in one line, without repeating what a layer only passes on.
+fn chain(error: &(dyn StdError + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        next = cause.source();
+    }
+    text
+}

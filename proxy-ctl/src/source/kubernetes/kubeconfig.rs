@@ -1,0 +1,267 @@
+//! Where the API server is and who we are to it: a kubeconfig file, or what a pod finds in its service
+//! account. Everything is read and checked here, so that what is wrong is named by file and field
+//! before anything else happens.
+
+use std::{
+    env, fs,
+    hash::{DefaultHasher, Hash, Hasher},
+    io,
+    path::{Path, PathBuf},
+};
+
+use kube::{
+    client::ConfigExt,
+    config::{Cluster, Kubeconfig, KubeconfigError},
+};
+
+/// What the user said about the API server.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Config {
+    /// `--kubeconfig` or `clientConnection.kubeconfig`. Without it: the pod's service account. The
+    /// variable KUBECONFIG is not consulted, as in kube-proxy.
+    pub kubeconfig: Option<PathBuf>,
+    /// `--master`: overrides the server's address.
+    pub master: Option<String>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("{path}: {source}")]
+    Read { path: PathBuf, source: io::Error },
+    #[error("{path}: {problem}")]
+    Parse { path: PathBuf, problem: String },
+    #[error("{path}: {field}: {problem}")]
+    Field { path: PathBuf, field: String, problem: String },
+    #[error("--master={value}: {problem}; a URL such as https://10.0.0.1:6443 is needed")]
+    Master { value: String, problem: String },
+    #[error(
+        "{variable} is not set: outside a pod the API server must be named by --kubeconfig or clientConnection.kubeconfig"
+    )]
+    NotInCluster { variable: &'static str },
+    #[error("{variable}={value}: {problem}")]
+    InCluster { variable: &'static str, value: String, problem: String },
+}
+
+/// Configuration as read from its files at one moment.
+#[derive(Clone, Debug)]
+pub(super) struct Loaded {
+    /// Without the token file: that is read for every request.
+    pub(super) client: kube::Config,
+    pub(super) token_file: Option<PathBuf>,
+    /// Changes when a file that went into `client` has other contents.
+    pub(super) fingerprint: u64,
+}
+
+const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
+
+impl Config {
+    /// Reads and checks everything; no connection is made and no plugin is run.
+    pub(super) fn load(&self) -> Result<Loaded, ConfigError> {
+        let mut loaded = match &self.kubeconfig {
+            Some(path) => from_kubeconfig(path)?,
+            None => in_cluster(Path::new(SERVICE_ACCOUNT), |variable| env::var(variable).ok())?,
+        };
+        if let Some(master) = &self.master {
+            loaded.client.cluster_url = server_url(master)
+                .map_err(|problem| ConfigError::Master { value: master.clone(), problem })?;
+        }
+        let agent = concat!("proxy-ctl/", env!("CARGO_PKG_VERSION"));
+        loaded.client.headers.push((http::header::USER_AGENT, http::HeaderValue::from_static(agent)));
+        Ok(loaded)
+    }
+}
+
+fn from_kubeconfig(path: &Path) -> Result<Loaded, ConfigError> {
+    let field = |field: String, problem: String| ConfigError::Field { path: path.to_owned(), field, problem };
+    let mut fingerprint = DefaultHasher::new();
+    hash_file(path, &mut fingerprint)
+        .map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+    let mut kubeconfig = Kubeconfig::read_from(path).map_err(|error| parse_error(path, error))?;
+
+    let context_name = kubeconfig
+        .current_context
+        .clone()
+        .filter(|name| !name.is_empty())
+        .ok_or_else(|| field("current-context".into(), "is missing".into()))?;
+    let context = kubeconfig
+        .contexts
+        .iter()
+        .find(|context| context.name == context_name)
+        .and_then(|context| context.context.clone())
+        .ok_or_else(|| field("current-context".into(), format!("no context is named {context_name:?}")))?;
+
+    let cluster = kubeconfig
+        .clusters
+        .iter()
+        .find(|cluster| cluster.name == context.cluster)
+        .and_then(|cluster| cluster.cluster.clone())
+        .ok_or_else(|| {
+            let problem = format!("no cluster is named {:?}", context.cluster);
+            field(format!("contexts[name={context_name}].context.cluster"), problem)
+        })?;
+    let cluster_field = |name: &str| format!("clusters[name={}].cluster.{name}", context.cluster);
+    let server = cluster.server.as_deref().unwrap_or_default();
+    server_url(server).map_err(|problem| field(cluster_field("server"), problem))?;
+    let authority = check_cluster(&cluster, &mut fingerprint)
+        .map_err(|(name, problem)| field(cluster_field(name), problem))?;
+
+    // A context without a user is anonymous; one that names a user who is not there is a mistake.
+    let user_name = context.user.clone().unwrap_or_default();
+    let user_field = |name: &str| format!("users[name={user_name}].user.{name}");
+    let mut token_file = None;
+    if !user_name.is_empty() {
+        let user = kubeconfig.auth_infos.iter_mut().find(|user| user.name == user_name).ok_or_else(|| {
+            let problem = format!("no user is named {user_name:?}");
+            field(format!("contexts[name={context_name}].context.user"), problem)
+        })?;
+        if let Some(user) = &mut user.auth_info {
+            for (name, file) in
+                [("client-certificate", &user.client_certificate), ("client-key", &user.client_key)]
+            {
+                if let Some(file) = file {
+                    hash_file(Path::new(file), &mut fingerprint)
+                        .map_err(|error| field(user_field(name), format!("{file}: {error}")))?;
+                }
+            }
+            let certificate = user.client_certificate.is_some() || user.client_certificate_data.is_some();
+            let key = user.client_key.is_some() || user.client_key_data.is_some();
+            match (certificate, key) {
+                (true, false) => return Err(field(user_field("client-key"), "is missing".into())),
+                (false, true) => return Err(field(user_field("client-certificate"), "is missing".into())),
+                (true, true) | (false, false) => {}
+            }
+            // As in client-go, a token in the kubeconfig itself wins over a file.
+            if user.token.is_none()
+                && let Some(file) = user.token_file.take()
+            {
+                super::connection::read_token(Path::new(&file))
+                    .map_err(|error| field(user_field("tokenFile"), error.to_string()))?;
+                token_file = Some(PathBuf::from(file));
+            }
+        }
+    }
+
+    let proxy_url = cluster.proxy_url.clone().filter(|url| !url.is_empty());
+    let mut client = kube::Config::try_from(kubeconfig).map_err(|error| match error {
+        KubeconfigError::LoadCertificateAuthority(_) | KubeconfigError::ParseCertificates(_) => {
+            field(cluster_field(authority), error.to_string())
+        }
+        KubeconfigError::ParseProxyUrl(_) => field(cluster_field("proxy-url"), error.to_string()),
+        error => parse_error(path, error),
+    })?;
+    // Only what the file says: with HTTPS_PROXY meant for others the way to the API server would lead
+    // out of the cluster and back.
+    client.proxy_url = match proxy_url.map(|url| url.parse::<http::Uri>()).transpose() {
+        Ok(url) => url,
+        Err(error) => return Err(field(cluster_field("proxy-url"), error.to_string())),
+    };
+    if let Some(url) = &client.proxy_url
+        && url.scheme_str() != Some("http")
+    {
+        return Err(field(cluster_field("proxy-url"), format!("{url}: only http:// proxies can be used")));
+    }
+    client.rustls_client_config().map_err(|error| {
+        let certificate_authority = error.to_string().contains("root certificate");
+        let name =
+            if certificate_authority { cluster_field(authority) } else { user_field("client-certificate") };
+        field(name, error.to_string())
+    })?;
+    Ok(Loaded { client, token_file, fingerprint: fingerprint.finish() })
+}
+
+/// Returns which of the two fields names the certificate authority.
+fn check_cluster(
+    cluster: &Cluster,
+    fingerprint: &mut DefaultHasher,
+) -> Result<&'static str, (&'static str, String)> {
+    if cluster.certificate_authority_data.is_some() {
+        return Ok("certificate-authority-data");
+    }
+    let name = "certificate-authority";
+    if let Some(file) = &cluster.certificate_authority {
+        hash_file(Path::new(file), fingerprint).map_err(|error| (name, format!("{file}: {error}")))?;
+    }
+    Ok(name)
+}
+
+fn parse_error(path: &Path, error: KubeconfigError) -> ConfigError {
+    match error {
+        KubeconfigError::ReadConfig(source, path) => ConfigError::Read { path, source },
+        KubeconfigError::Parse(error) => {
+            ConfigError::Parse { path: path.to_owned(), problem: format!("not a kubeconfig: {error}") }
+        }
+        error => ConfigError::Parse { path: path.to_owned(), problem: error.to_string() },
+    }
+}
+
+/// A pod's service account; `directory` holds `ca.crt` and `token`.
+fn in_cluster(
+    directory: &Path,
+    variable: impl Fn(&'static str) -> Option<String>,
+) -> Result<Loaded, ConfigError> {
+    let get = |name| {
+        variable(name).filter(|value| !value.is_empty()).ok_or(ConfigError::NotInCluster { variable: name })
+    };
+    let host = get("KUBERNETES_SERVICE_HOST")?;
+    let port = get("KUBERNETES_SERVICE_PORT")?;
+    let authority = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+    let url = server_url(&format!("https://{authority}")).map_err(|problem| ConfigError::InCluster {
+        variable: "KUBERNETES_SERVICE_HOST",
+        value: host,
+        problem,
+    })?;
+
+    let token_file = directory.join("token");
+    super::connection::read_token(&token_file)
+        .map_err(|error| ConfigError::Parse { path: token_file.clone(), problem: error.to_string() })?;
+    let certificate_file = directory.join("ca.crt");
+    let mut fingerprint = DefaultHasher::new();
+    hash_file(&certificate_file, &mut fingerprint)
+        .map_err(|source| ConfigError::Read { path: certificate_file.clone(), source })?;
+    let cluster = Cluster {
+        server: Some(url.to_string()),
+        certificate_authority: Some(certificate_file.display().to_string()),
+        ..Cluster::default()
+    };
+    let unusable = |problem: String| ConfigError::Parse { path: certificate_file.clone(), problem };
+    let mut client =
+        kube::Config::try_from(single_cluster(cluster)).map_err(|error| unusable(error.to_string()))?;
+    client.proxy_url = None;
+    client.rustls_client_config().map_err(|error| unusable(error.to_string()))?;
+    Ok(Loaded { client, token_file: Some(token_file), fingerprint: fingerprint.finish() })
+}
+
+fn single_cluster(cluster: Cluster) -> Kubeconfig {
+    let name = "in-cluster".to_owned();
+    let context = kube::config::Context { cluster: name.clone(), ..Default::default() };
+    Kubeconfig {
+        clusters: vec![kube::config::NamedCluster {
+            name: name.clone(),
+            cluster: Some(cluster),
+            ..Default::default()
+        }],
+        contexts: vec![kube::config::NamedContext {
+            name: name.clone(),
+            context: Some(context),
+            ..Default::default()
+        }],
+        current_context: Some(name),
+        ..Kubeconfig::default()
+    }
+}
+
+fn server_url(text: &str) -> Result<http::Uri, String> {
+    if text.is_empty() {
+        return Err("is missing".into());
+    }
+    let url: http::Uri = text.parse().map_err(|error| format!("{text:?}: {error}"))?;
+    match url.scheme_str() {
+        Some("https" | "http") if url.host().is_some_and(|host| !host.is_empty()) => Ok(url),
+        _ => Err(format!("{text:?} is not a URL that begins with https:// or http://")),
+    }
+}
+
+fn hash_file(path: &Path, hasher: &mut DefaultHasher) -> io::Result<()> {
+    fs::read(path)?.hash(hasher);
+    Ok(())
+}

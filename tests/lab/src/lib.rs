@@ -1,1 +1,19 @@
-//! A small cluster in network namespaces.
+//! A small cluster in network namespaces: two nodes, pods on both, a client outside, IPv4 and IPv6.
+//!
+//! [`Lab`] builds it and takes it down again; [`Agent`] is a process in one of its places that dials and
+//! serves as it is told; [`Objects`] are the Kubernetes objects that a proxy under test reads.
+
+pub mod address;
+pub mod agent;
+pub mod cgroup;
+pub mod cluster;
+pub mod namespace;
+pub mod objects;
+pub mod wait;
+
+pub use agent::{
+    client::Agent,
+    protocol::{Answer, Dial, Outcome, Protocol, Reply, Request, Tally},
+};
+pub use cluster::{Lab, Place};
+pub use objects::Objects;

@@ -1,0 +1,129 @@
+//! One request over a new connection, a shared socket or a held connection.
+
+use std::{
+    io,
+    net::{SocketAddr, TcpStream, UdpSocket},
+    time::Instant,
+};
+
+use super::{
+    protocol::{Answer, Dial, Outcome, Protocol},
+    serve::{Seen, read_frame, write_frame},
+    socket::{self, micros_since, outcome_of},
+};
+use crate::address::mapped;
+
+/// Opens a new socket for each of the dial's requests.
+pub fn dial(dial: &Dial) -> Vec<Outcome> {
+    (0..dial.count).map(|_| once(dial)).collect()
+}
+
+/// One request on a new socket.
+pub fn once(dial: &Dial) -> Outcome {
+    let start = Instant::now();
+    let result = match dial.protocol {
+        Protocol::Tcp => tcp(dial, start),
+        Protocol::Udp => udp(dial, start),
+    };
+    result.unwrap_or_else(|error| outcome_of(&error, start))
+}
+
+fn target_of(dial: &Dial) -> SocketAddr {
+    if dial.mapped { mapped(dial.target) } else { dial.target }
+}
+
+fn tcp(dial: &Dial, start: Instant) -> io::Result<Outcome> {
+    let mut connection = Held::Tcp(socket::tcp(dial, target_of(dial))?);
+    let outcome = connection.request(dial.payload, start);
+    if let Held::Tcp(stream) = &connection {
+        socket::reset_on_close(stream)?;
+    }
+    outcome
+}
+
+fn udp(dial: &Dial, start: Instant) -> io::Result<Outcome> {
+    let target = target_of(dial);
+    let socket = socket::udp(dial, target)?;
+    if dial.unconnected {
+        exchange(&socket, target, dial.payload)
+    } else {
+        Held::Udp(socket).request(dial.payload, start)
+    }
+}
+
+/// One request to each target in turn, `rounds` times, from one unconnected socket.
+pub fn shared(targets: &[SocketAddr], rounds: u32, as_mapped: bool) -> io::Result<Vec<Outcome>> {
+    let Some(first) = targets.first() else { return Ok(Vec::new()) };
+    let mut dial = Dial::new(Protocol::Udp, *first).unconnected();
+    dial.mapped = as_mapped;
+    let socket = socket::udp(&dial, target_of(&dial))?;
+    let mut outcomes = Vec::new();
+    for _ in 0..rounds {
+        for target in targets {
+            let target = if as_mapped { mapped(*target) } else { *target };
+            let start = Instant::now();
+            outcomes.push(
+                exchange(&socket, target, dial.payload).unwrap_or_else(|error| outcome_of(&error, start)),
+            );
+        }
+    }
+    Ok(outcomes)
+}
+
+fn exchange(socket: &UdpSocket, target: SocketAddr, payload: usize) -> io::Result<Outcome> {
+    let start = Instant::now();
+    socket.send_to(&vec![b'x'; payload], target)?;
+    let mut answer = vec![0; 2_048];
+    let (length, peer) = socket.recv_from(&mut answer)?;
+    answered(&answer[..length], peer, start)
+}
+
+fn answered(answer: &[u8], peer: SocketAddr, start: Instant) -> io::Result<Outcome> {
+    let seen: Seen = serde_json::from_slice(answer)?;
+    Ok(Outcome::Answered(Answer {
+        by: seen.by,
+        peer,
+        source: seen.source,
+        server: seen.server,
+        bytes: seen.bytes,
+        micros: micros_since(start),
+    }))
+}
+
+/// A connection that stays open.
+pub enum Held {
+    Tcp(TcpStream),
+    Udp(UdpSocket),
+}
+
+impl Held {
+    pub fn open(target: SocketAddr, protocol: Protocol) -> io::Result<Self> {
+        let dial = Dial::new(protocol, target);
+        Ok(match protocol {
+            Protocol::Tcp => Self::Tcp(socket::tcp(&dial, target)?),
+            Protocol::Udp => Self::Udp(socket::udp(&dial, target)?),
+        })
+    }
+
+    pub fn ping(&mut self) -> Outcome {
+        let start = Instant::now();
+        self.request(16, start).unwrap_or_else(|error| outcome_of(&error, start))
+    }
+
+    fn request(&mut self, payload: usize, start: Instant) -> io::Result<Outcome> {
+        let request = vec![b'x'; payload];
+        match self {
+            Self::Tcp(stream) => {
+                write_frame(stream, &request)?;
+                let answer = read_frame(stream)?;
+                answered(&answer, stream.peer_addr()?, start)
+            }
+            Self::Udp(socket) => {
+                socket.send(&request)?;
+                let mut answer = vec![0; 2_048];
+                let length = socket.recv(&mut answer)?;
+                answered(&answer[..length], socket.peer_addr()?, start)
+            }
+        }
+    }
+}

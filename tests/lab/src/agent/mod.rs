@@ -1,0 +1,10 @@
+//! `lab-agent`: a process in a place of the lab that dials and serves as it is told, one JSON line a request.
+
+pub mod bench;
+pub mod client;
+pub mod dial;
+pub mod load;
+pub mod protocol;
+pub mod serve;
+pub mod session;
+pub mod socket;

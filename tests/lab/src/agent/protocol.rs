@@ -1,0 +1,262 @@
+//! What a test and an agent say to each other.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+};
+
+use serde::{Deserialize, Serialize};
+
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+pub enum Protocol {
+    Tcp,
+    Udp,
+}
+
+impl Protocol {
+    /// As Kubernetes writes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tcp => "TCP",
+            Self::Udp => "UDP",
+        }
+    }
+}
+
+impl std::fmt::Display for Protocol {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.pad(self.name())
+    }
+}
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub enum Request {
+    /// Answers TCP and UDP requests with `name` and the addresses that the server sees.
+    Serve {
+        name: String,
+        addresses: Vec<SocketAddr>,
+    },
+    /// Answers one byte with one byte and closes: the other end of [`Request::Bench`].
+    ServeBytes {
+        addresses: Vec<SocketAddr>,
+    },
+    Dial(Dial),
+    /// Sends to every target in turn, `rounds` times, from one unconnected UDP socket.
+    DialShared {
+        targets: Vec<SocketAddr>,
+        rounds: u32,
+        mapped: bool,
+    },
+    /// Opens a connection that stays open.
+    Hold {
+        target: SocketAddr,
+        protocol: Protocol,
+    },
+    /// One request over a held connection.
+    Ping {
+        connection: usize,
+    },
+    Release {
+        connection: usize,
+    },
+    /// Dials again and again until told to stop.
+    StartLoad(Load),
+    PeekLoad {
+        load: usize,
+    },
+    StopLoad {
+        load: usize,
+    },
+    Bench(Bench),
+    /// `GET http://address/path`.
+    HttpGet {
+        address: SocketAddr,
+        path: String,
+    },
+}
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub enum Reply {
+    Done,
+    Number(usize),
+    Outcomes(Vec<Outcome>),
+    Held {
+        connection: usize,
+        outcome: Outcome,
+    },
+    Tally(Tally),
+    Rate(Rate),
+    Http {
+        status: u16,
+        body: String,
+    },
+    /// The request itself could not be carried out.
+    Error(String),
+}
+
+/// New connections (or sockets) one after another, each with one request.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct Dial {
+    pub target: SocketAddr,
+    pub protocol: Protocol,
+    pub count: u32,
+    /// UDP: `sendto` and `recvfrom` instead of `connect`, `send` and `recv`.
+    pub unconnected: bool,
+    /// Through an IPv6 socket to the IPv4-mapped address.
+    pub mapped: bool,
+    /// TCP: `connect` on a non-blocking socket.
+    pub non_blocking: bool,
+    pub source: Option<IpAddr>,
+    pub source_port: Option<u16>,
+    /// Bytes of each request.
+    pub payload: usize,
+    pub timeout_ms: u64,
+}
+
+impl Dial {
+    pub fn new(protocol: Protocol, target: SocketAddr) -> Self {
+        Self {
+            target,
+            protocol,
+            count: 1,
+            unconnected: false,
+            mapped: false,
+            non_blocking: false,
+            source: None,
+            source_port: None,
+            payload: 16,
+            timeout_ms: 2_000,
+        }
+    }
+
+    pub fn times(mut self, count: u32) -> Self {
+        self.count = count;
+        self
+    }
+
+    pub fn unconnected(mut self) -> Self {
+        self.unconnected = true;
+        self
+    }
+
+    pub fn mapped(mut self) -> Self {
+        self.mapped = true;
+        self
+    }
+
+    pub fn non_blocking(mut self) -> Self {
+        self.non_blocking = true;
+        self
+    }
+
+    pub fn payload(mut self, bytes: usize) -> Self {
+        self.payload = bytes;
+        self
+    }
+
+    pub fn timeout_ms(mut self, milliseconds: u64) -> Self {
+        self.timeout_ms = milliseconds;
+        self
+    }
+
+    pub fn source_port(mut self, port: u16) -> Self {
+        self.source_port = Some(port);
+        self
+    }
+}
+
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub enum Outcome {
+    Answered(Answer),
+    /// ECONNREFUSED, with the time it took.
+    Refused {
+        micros: u64,
+    },
+    /// No answer within the dial's limit.
+    TimedOut,
+    /// EPERM.
+    NotPermitted,
+    /// EHOSTUNREACH or ENETUNREACH.
+    Unreachable,
+    /// Anything else, as the system writes it.
+    Failed(String),
+}
+
+impl std::fmt::Display for Outcome {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Answered(answer) => write!(
+                formatter,
+                "answered by {} (peer {}, server saw {})",
+                answer.by, answer.peer, answer.source
+            ),
+            Self::Refused { micros } => write!(formatter, "refused after {micros} us"),
+            Self::TimedOut => formatter.write_str("timed out"),
+            Self::NotPermitted => formatter.write_str("EPERM"),
+            Self::Unreachable => formatter.write_str("unreachable"),
+            Self::Failed(text) => formatter.write_str(text),
+        }
+    }
+}
+
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct Answer {
+    /// Name of who answered.
+    pub by: String,
+    /// What getpeername (TCP, connected UDP) or recvfrom (unconnected UDP) says, exactly.
+    pub peer: SocketAddr,
+    /// Client address as the server saw it.
+    pub source: SocketAddr,
+    /// The server's own address of this connection.
+    pub server: SocketAddr,
+    /// Bytes of the request that reached the server.
+    pub bytes: usize,
+    /// From `connect` (or `sendto`) to the whole answer.
+    pub micros: u64,
+}
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct Load {
+    pub target: SocketAddr,
+    pub protocol: Protocol,
+    /// Threads.
+    pub clients: u32,
+    /// Between two connections of a thread.
+    pub pause_micros: u64,
+    pub timeout_ms: u64,
+}
+
+/// What a load has met so far.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub struct Tally {
+    pub answered: u64,
+    pub failed: u64,
+    /// Failures by outcome.
+    pub failures: BTreeMap<String, u64>,
+    pub backends: BTreeMap<String, Share>,
+    pub slowest_micros: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
+pub struct Share {
+    pub answered: u64,
+    /// Sum over all answers.
+    pub micros: u64,
+}
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct Bench {
+    pub target: SocketAddr,
+    pub protocol: Protocol,
+    /// Connections at once.
+    pub clients: u32,
+    pub seconds: f64,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+pub struct Rate {
+    pub per_second: f64,
+    pub p50_micros: f64,
+    pub p99_micros: f64,
+    pub failed: u64,
+}

@@ -1,0 +1,126 @@
+//! Servers: one that tells who it is and what it sees, and one that only returns a byte.
+//!
+//! A request over TCP is a length (4 bytes, big endian) and as many bytes; the answer has the same form and
+//! holds a [`Seen`]. Over UDP both are one datagram without length.
+
+use std::{
+    io::{self, Read as _, Write as _},
+    net::{SocketAddr, TcpListener, TcpStream, UdpSocket},
+    sync::Arc,
+    thread,
+};
+
+use serde::{Deserialize, Serialize};
+
+use super::socket::reset_on_close;
+
+/// Largest request that is accepted.
+const MAX_REQUEST: usize = 1 << 20;
+/// More than the connections that a bench opens at once.
+const BYTE_SERVERS: usize = 8;
+
+/// What a server saw of a request.
+#[derive(Debug, Deserialize, Serialize)]
+pub struct Seen {
+    pub by: String,
+    pub source: SocketAddr,
+    pub server: SocketAddr,
+    pub bytes: usize,
+}
+
+/// Listens on each address and answers until the process ends.
+pub fn describe(name: &str, addresses: &[SocketAddr]) -> io::Result<()> {
+    for address in addresses {
+        let listener = TcpListener::bind(address)?;
+        let datagrams = UdpSocket::bind(address)?;
+        let name: Arc<str> = name.into();
+        let udp_name = Arc::clone(&name);
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let name = Arc::clone(&name);
+                // A client that goes away ends its thread.
+                thread::spawn(move || describe_stream(&name, stream));
+            }
+        });
+        let server = *address;
+        thread::spawn(move || describe_datagrams(&udp_name, server, &datagrams));
+    }
+    Ok(())
+}
+
+fn describe_stream(name: &str, mut stream: TcpStream) -> io::Result<()> {
+    let (source, server) = (stream.peer_addr()?, stream.local_addr()?);
+    stream.set_nodelay(true)?;
+    loop {
+        let request = read_frame(&mut stream)?;
+        let seen = Seen { by: name.into(), source, server, bytes: request.len() };
+        write_frame(&mut stream, &serde_json::to_vec(&seen)?)?;
+    }
+}
+
+fn describe_datagrams(name: &str, server: SocketAddr, socket: &UdpSocket) {
+    let mut request = vec![0; usize::from(u16::MAX)];
+    loop {
+        // ECONNREFUSED of a client that is gone: not this server's affair.
+        let Ok((bytes, source)) = socket.recv_from(&mut request) else { continue };
+        let seen = Seen { by: name.into(), source, server, bytes };
+        let Ok(answer) = serde_json::to_vec(&seen) else { continue };
+        let _client_may_be_gone = socket.send_to(&answer, source);
+    }
+}
+
+pub fn read_frame(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
+    let mut length = [0; 4];
+    stream.read_exact(&mut length)?;
+    let length = u32::from_be_bytes(length) as usize;
+    if length > MAX_REQUEST {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "frame too long"));
+    }
+    let mut frame = vec![0; length];
+    stream.read_exact(&mut frame)?;
+    Ok(frame)
+}
+
+/// Length and frame in one write, so that a small request is one packet.
+pub fn write_frame(stream: &mut TcpStream, frame: &[u8]) -> io::Result<()> {
+    let length = u32::try_from(frame.len())
+        .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "frame too long"))?;
+    let mut bytes = Vec::with_capacity(4 + frame.len());
+    bytes.extend_from_slice(&length.to_be_bytes());
+    bytes.extend_from_slice(frame);
+    stream.write_all(&bytes)
+}
+
+/// Listens on each address; every connection gets one byte for its byte, every datagram itself.
+pub fn bytes(addresses: &[SocketAddr]) -> io::Result<()> {
+    for address in addresses {
+        let listener = Arc::new(TcpListener::bind(address)?);
+        let datagrams = Arc::new(UdpSocket::bind(address)?);
+        for _ in 0..BYTE_SERVERS {
+            let listener = Arc::clone(&listener);
+            thread::spawn(move || {
+                for stream in listener.incoming().flatten() {
+                    // The client counts what fails.
+                    let _closed_early = echo_byte(stream);
+                }
+            });
+        }
+        thread::spawn(move || {
+            let mut datagram = [0; 64];
+            loop {
+                let Ok((length, source)) = datagrams.recv_from(&mut datagram) else { continue };
+                let _client_may_be_gone = datagrams.send_to(&datagram[..length], source);
+            }
+        });
+    }
+    Ok(())
+}
+
+fn echo_byte(mut stream: TcpStream) -> io::Result<()> {
+    let mut byte = [0; 1];
+    stream.read_exact(&mut byte)?;
+    stream.write_all(&byte)?;
+    // Until the client has closed: whoever closes first pays with TIME_WAIT.
+    let _reset_by_client = stream.read(&mut byte);
+    reset_on_close(&stream)
+}

@@ -1,0 +1,39 @@
+//! Enters a place of the lab, then serves requests, or becomes the given command.
+
+use std::{os::unix::process::CommandExt as _, path::PathBuf, process::Command};
+
+use anyhow::{Context as _, Result};
+use clap::Parser;
+use nix::sys::signal::SigSet;
+
+#[derive(Parser)]
+struct Arguments {
+    /// Network namespace to enter
+    #[arg(long)]
+    netns: Option<PathBuf>,
+    /// cgroup to join
+    #[arg(long)]
+    cgroup: Option<PathBuf>,
+    /// Command to become; without it, requests are read from standard input
+    #[arg(last = true)]
+    command: Vec<String>,
+}
+
+fn main() -> Result<()> {
+    let arguments = Arguments::parse();
+    // The lab blocks the signals that end it, and children inherit that.
+    SigSet::empty().thread_set_mask().context("unblocking signals")?;
+    if let Some(cgroup) = &arguments.cgroup {
+        lab::cgroup::join(cgroup)?;
+    }
+    if let Some(netns) = &arguments.netns {
+        lab::namespace::enter(netns)?;
+    }
+    match arguments.command.split_first() {
+        None => lab::agent::session::run(),
+        Some((program, rest)) => {
+            let error = Command::new(program).args(rest).exec();
+            Err(error).with_context(|| format!("starting {program}"))
+        }
+    }
+}

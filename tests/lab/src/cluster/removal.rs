@@ -1,0 +1,145 @@
+//! Leaves nothing behind: on drop, on a signal, and after a lab that crashed.
+
+use std::{
+    collections::BTreeSet,
+    fs::{self, File},
+    path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
+};
+
+use anyhow::{Context as _, Result, anyhow};
+use nix::{
+    fcntl::{Flock, FlockArg},
+    mount::{MntFlags, umount2},
+    sys::signal::{SigSet, Signal},
+};
+
+use crate::{cgroup, namespace};
+
+/// One folder for each lab: its lock says whether the lab is alive.
+const LABS: &str = "/run/proxy-ctl-lab";
+const LOCK: &str = "lock";
+const KEPT: &str = "kept";
+
+/// Labs of this process that are up and not to be kept.
+static RUNNING: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+
+pub(super) struct LabDirectory {
+    name: String,
+    path: PathBuf,
+    kept: bool,
+    _lock: Flock<File>,
+}
+
+impl LabDirectory {
+    pub(super) fn create(name: &str) -> Result<Self> {
+        let path = Path::new(LABS).join(name);
+        fs::create_dir_all(&path).with_context(|| format!("creating {}", path.display()))?;
+        let lock = lock(&path).ok_or_else(|| anyhow!("{} is locked by another lab", path.display()))?;
+        RUNNING.lock().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned());
+        Ok(Self { name: name.to_owned(), path, kept: false, _lock: lock })
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(super) fn keep(&mut self) {
+        self.kept = fs::write(self.path.join(KEPT), "").is_ok();
+        RUNNING.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.name);
+    }
+}
+
+impl Drop for LabDirectory {
+    fn drop(&mut self) {
+        if self.kept {
+            return;
+        }
+        // Under the lock, so that a signal that comes now waits for us instead of doing the same twice.
+        let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        running.remove(&self.name);
+        if let Err(error) = remove(&self.name) {
+            eprintln!("removing lab {}: {error:#}", self.name);
+        }
+    }
+}
+
+fn lock(directory: &Path) -> Option<Flock<File>> {
+    let file = File::create(directory.join(LOCK)).ok()?;
+    Flock::lock(file, FlockArg::LockExclusiveNonblock).ok()
+}
+
+/// Ends the lab's processes and removes its namespaces, mounts, cgroups and files.
+pub(super) fn remove(name: &str) -> Result<()> {
+    let directory = Path::new(LABS).join(name);
+    let cgroup = cgroup::mount_point()?.join(name);
+    cgroup::end_members(&cgroup)?;
+    // Pinned links go with the file system, so that the cgroups are free of programs.
+    for mounted in fs::read_dir(&directory).into_iter().flatten().flatten() {
+        if mounted.path().is_dir() {
+            // Fails where nothing is mounted.
+            let _not_mounted = umount2(&mounted.path(), MntFlags::MNT_DETACH);
+        }
+    }
+    for namespace in namespace::with_prefix(&format!("{name}-")) {
+        namespace::ip(None, &format!("netns del {namespace}\n"))?;
+    }
+    cgroup::remove(&cgroup)?;
+    if directory.exists() {
+        fs::remove_dir_all(&directory).with_context(|| format!("removing {}", directory.display()))?;
+    }
+    Ok(())
+}
+
+/// Removes labs whose process is gone. Kept ones stay.
+pub fn remove_leftovers() -> Result<()> {
+    for name in labs() {
+        let directory = Path::new(LABS).join(&name);
+        if directory.join(KEPT).exists() {
+            continue;
+        }
+        let Some(_abandoned) = lock(&directory) else { continue };
+        remove(&name).with_context(|| format!("removing the leftovers of lab {name}"))?;
+    }
+    Ok(())
+}
+
+/// Removes the labs that were kept, and returns their names.
+pub fn remove_kept() -> Result<Vec<String>> {
+    let kept: Vec<String> =
+        labs().into_iter().filter(|name| Path::new(LABS).join(name).join(KEPT).exists()).collect();
+    for name in &kept {
+        remove(name).with_context(|| format!("removing lab {name}"))?;
+    }
+    Ok(kept)
+}
+
+fn labs() -> Vec<String> {
+    let Ok(found) = fs::read_dir(LABS) else { return Vec::new() };
+    found.filter_map(|lab| lab.ok()?.file_name().into_string().ok()).collect()
+}
+
+/// Makes SIGINT, SIGTERM and SIGHUP remove the labs of this process before it ends. To be called from `main`
+/// before any other thread exists, since threads inherit the signals that are blocked.
+pub fn remove_on_signals() -> Result<()> {
+    let mut signals = SigSet::empty();
+    for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
+        signals.add(signal);
+    }
+    signals.thread_block().context("blocking signals")?;
+    std::thread::spawn(move || {
+        let signal = signals.wait();
+        let running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        for name in running.iter() {
+            if let Err(error) = remove(name) {
+                eprintln!("removing lab {name}: {error:#}");
+            }
+        }
+        std::process::exit(128 + signal.map_or(1, |signal| signal as i32));
+    });
+    Ok(())
+}

@@ -1,0 +1,186 @@
+//! Links, addresses and routes.
+//!
+//! ```text
+//!   outside ────┐ fabric (bridge, 192.0.2.0/24, 2001:db8:c0::/64)
+//!               ├───────────────┐
+//!   node1 ──────┘               └────── node2
+//!    │ caliN: routed veths               └ cni0 (bridge) ── vethN
+//!   pods 10.244.1.N, fd00:10:244:1::N   pods 10.244.2.N, fd00:10:244:2::N
+//! ```
+
+use anyhow::{Result, bail};
+
+use super::{NODES, Place};
+use crate::{
+    address::{self, NodeNumber},
+    namespace::{ip, sysctl},
+};
+
+/// The Ethernet and IPv6 address that routed pods know their node by.
+const HOST_MAC: &str = "ee:ee:ee:ee:ee:ee";
+const HOST_LINK4: &str = "169.254.1.1";
+const HOST_LINK6: &str = "fe80::1";
+
+/// What every namespace needs: loopback, and IPv6 addresses that are usable at once.
+pub(super) fn prepare(namespace: &str) -> Result<()> {
+    sysctl(
+        namespace,
+        &[
+            ("net/ipv6/conf/all/disable_ipv6", "0"),
+            ("net/ipv6/conf/default/disable_ipv6", "0"),
+            ("net/ipv6/conf/all/accept_dad", "0"),
+            ("net/ipv6/conf/default/accept_dad", "0"),
+            ("net/ipv6/conf/default/dad_transmits", "0"),
+            ("net/ipv6/conf/default/router_solicitations", "0"),
+        ],
+    )?;
+    ip(Some(namespace), "link set lo up\n")
+}
+
+fn forward(namespace: &str) -> Result<()> {
+    sysctl(
+        namespace,
+        &[
+            ("net/ipv4/ip_forward", "1"),
+            ("net/ipv6/conf/all/forwarding", "1"),
+            ("net/ipv6/conf/default/forwarding", "1"),
+        ],
+    )
+}
+
+/// The bridge between everything, and the gateway that knows no way on.
+pub(super) fn build_fabric(fabric: &Place) -> Result<()> {
+    forward(&fabric.namespace)?;
+    // Netfilter has no business on this bridge.
+    sysctl(
+        &fabric.namespace,
+        &[("?net/bridge/bridge-nf-call-iptables", "0"), ("?net/bridge/bridge-nf-call-ip6tables", "0")],
+    )?;
+    let own = fabric.addresses;
+    ip(
+        Some(&fabric.namespace),
+        &format!(
+            "link add br0 type bridge\nlink set br0 up\n\
+             addr add {}/24 dev br0\naddr add {}/64 dev br0 nodad\n\
+             route add unreachable default\nroute add unreachable ::/0 metric 1\n",
+            own.v4, own.v6
+        ),
+    )
+}
+
+/// Plugs a node or the client outside into the fabric as `eth0`.
+pub(super) fn connect(fabric: &Place, place: &Place) -> Result<()> {
+    let port = &place.name;
+    ip(
+        None,
+        &format!(
+            "link add {port} netns {} type veth peer name eth0 netns {}\n",
+            fabric.namespace, place.namespace
+        ),
+    )?;
+    ip(Some(&fabric.namespace), &format!("link set {port} master br0 up\n"))?;
+    let (own, gateway) = (place.addresses, address::gateway());
+    ip(
+        Some(&place.namespace),
+        &format!(
+            "link set eth0 up\naddr add {}/24 dev eth0\naddr add {}/64 dev eth0 nodad\n\
+             route add default via {}\nroute add ::/0 via {}\n",
+            own.v4, own.v6, gateway.v4, gateway.v6
+        ),
+    )
+}
+
+/// Forwarding, routes to the other node's pods, and on node 2 the pods' bridge.
+pub(super) fn build_node(node: &Place, number: NodeNumber) -> Result<()> {
+    forward(&node.namespace)?;
+    // As kubeadm asks for: traffic between pods of a bridge passes netfilter.
+    sysctl(
+        &node.namespace,
+        &[("?net/bridge/bridge-nf-call-iptables", "1"), ("?net/bridge/bridge-nf-call-ip6tables", "1")],
+    )?;
+    let mut script = String::new();
+    for other in NODES.into_iter().filter(|other| *other != number) {
+        let via = address::node(other);
+        script.push_str(&format!(
+            "route add 10.244.{other}.0/24 via {}\nroute add fd00:10:244:{other}::/64 via {}\n",
+            via.v4, via.v6
+        ));
+    }
+    if number == 2 {
+        let gateway = address::pod(number, 1);
+        script.push_str(&format!(
+            "link add cni0 type bridge\nlink set cni0 up\n\
+             addr add {}/24 dev cni0\naddr add {}/64 dev cni0 nodad\n",
+            gateway.v4, gateway.v6
+        ));
+    }
+    ip(Some(&node.namespace), &script)
+}
+
+pub(super) fn connect_pod(node: &Place, pod: &Place) -> Result<()> {
+    match pod.node {
+        Some(1) => connect_routed(node, pod),
+        Some(2) => connect_bridged(node, pod),
+        other => bail!("no way to connect a pod of node {other:?}"),
+    }
+}
+
+fn interface(prefix: &str, pod: &Place) -> String {
+    format!("{prefix}{}", pod.addresses.v4.octets()[3])
+}
+
+fn connect_routed(node: &Place, pod: &Place) -> Result<()> {
+    let host_side = interface("cali", pod);
+    let own = pod.addresses;
+    ip(
+        None,
+        &format!(
+            "link add {host_side} netns {} type veth peer name eth0 netns {}\n",
+            node.namespace, pod.namespace
+        ),
+    )?;
+    ip(
+        Some(&node.namespace),
+        &format!(
+            "link set {host_side} address {HOST_MAC} addrgenmode none up\n\
+             addr add {HOST_LINK6}/64 dev {host_side} nodad\n\
+             route add {}/32 dev {host_side}\nroute add {}/128 dev {host_side}\n",
+            own.v4, own.v6
+        ),
+    )?;
+    ip(
+        Some(&pod.namespace),
+        &format!(
+            "link set eth0 up\naddr add {}/32 dev eth0\naddr add {}/128 dev eth0 nodad\n\
+             neigh add {HOST_LINK4} lladdr {HOST_MAC} dev eth0 nud permanent\n\
+             route add {HOST_LINK4} dev eth0 scope link\nroute add default via {HOST_LINK4}\n\
+             route add ::/0 via {HOST_LINK6} dev eth0\n",
+            own.v4, own.v6
+        ),
+    )
+}
+
+fn connect_bridged(node: &Place, pod: &Place) -> Result<()> {
+    let host_side = interface("veth", pod);
+    let (own, gateway) = (pod.addresses, address::pod(2, 1));
+    ip(
+        None,
+        &format!(
+            "link add {host_side} netns {} type veth peer name eth0 netns {}\n",
+            node.namespace, pod.namespace
+        ),
+    )?;
+    // Hairpin, as the bridge CNI plugin sets it for pods that dial their own service.
+    ip(
+        Some(&node.namespace),
+        &format!("link set {host_side} master cni0 up\nlink set {host_side} type bridge_slave hairpin on\n"),
+    )?;
+    ip(
+        Some(&pod.namespace),
+        &format!(
+            "link set eth0 up\naddr add {}/24 dev eth0\naddr add {}/64 dev eth0 nodad\n\
+             route add default via {}\nroute add ::/0 via {}\n",
+            own.v4, own.v6, gateway.v4, gateway.v6
+        ),
+    )
+}

@@ -1,0 +1,88 @@
+//! Network namespaces by name, and configuration inside them.
+
+use std::{
+    fs,
+    fs::File,
+    io::Write as _,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context as _, Result, anyhow, bail};
+use nix::sched::{CloneFlags, setns};
+
+const NAMED: &str = "/run/netns";
+
+pub fn path(name: &str) -> PathBuf {
+    Path::new(NAMED).join(name)
+}
+
+/// Names of all named namespaces that start with `prefix`.
+pub fn with_prefix(prefix: &str) -> Vec<String> {
+    let Ok(directory) = fs::read_dir(NAMED) else { return Vec::new() };
+    directory
+        .filter_map(|found| found.ok()?.file_name().into_string().ok())
+        .filter(|name| name.starts_with(prefix))
+        .collect()
+}
+
+/// Moves the calling thread (a process, if it is its only one) into a namespace. Unlike `ip netns exec` this
+/// leaves the mounts alone, so that cgroups and the bpffs stay in sight.
+pub fn enter(namespace: &Path) -> Result<()> {
+    let file = File::open(namespace).with_context(|| format!("opening {}", namespace.display()))?;
+    setns(file, CloneFlags::CLONE_NEWNET).with_context(|| format!("setns to {}", namespace.display()))
+}
+
+/// Runs `work` on a thread of its own in the namespace.
+pub fn within<T: Send>(namespace: &str, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    let namespace = path(namespace);
+    std::thread::scope(|scope| {
+        let worker = scope.spawn(|| {
+            enter(&namespace)?;
+            work()
+        });
+        worker.join().map_err(|_| anyhow!("a thread in {} panicked", namespace.display()))?
+    })
+}
+
+/// Sets sysctls of a namespace. A `?` before the name: skip it where the kernel has none.
+pub fn sysctl(namespace: &str, settings: &[(&str, &str)]) -> Result<()> {
+    within(namespace, || {
+        for (name, value) in settings {
+            let (name, optional) = name.strip_prefix('?').map_or((*name, false), |name| (name, true));
+            let path = Path::new("/proc/sys").join(name);
+            if optional && !path.exists() {
+                continue;
+            }
+            fs::write(&path, value).with_context(|| format!("writing {value} to {}", path.display()))?;
+        }
+        Ok(())
+    })
+}
+
+/// Runs lines of `ip`'s own language, in a namespace or (`None`) in ours.
+pub fn ip(namespace: Option<&str>, script: &str) -> Result<()> {
+    let mut command = Command::new("ip");
+    if let Some(namespace) = namespace {
+        command.args(["-n", namespace]);
+    }
+    let mut child = command
+        .args(["-batch", "-"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .context("starting ip (package iproute2)")?;
+    if let Some(mut stdin) = child.stdin.take() {
+        stdin.write_all(script.as_bytes()).context("writing to ip")?;
+    }
+    let output = child.wait_with_output().context("waiting for ip")?;
+    if !output.status.success() {
+        bail!(
+            "ip in {}: {}script was:\n{script}",
+            namespace.unwrap_or("our own namespace"),
+            String::from_utf8_lossy(&output.stderr)
+        );
+    }
+    Ok(())
+}

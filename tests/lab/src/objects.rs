@@ -1,0 +1,208 @@
+//! The Kubernetes objects that the proxies under test read.
+
+use std::{collections::BTreeMap, fs, net::IpAddr, path::Path};
+
+use anyhow::{Context as _, Result};
+use serde_json::{Value, json};
+
+use crate::{
+    address::{Addresses, FAMILIES, Family, NodeNumber},
+    agent::protocol::Protocol,
+};
+
+pub const NAMESPACE: &str = "default";
+
+/// A Service as the scenarios need it: dual-stack, with the same ports for TCP and UDP.
+#[derive(Clone, Debug)]
+pub struct Service {
+    pub name: String,
+    pub cluster_ips: Addresses,
+    pub ports: Vec<ServicePort>,
+    /// Only endpoints of the own node for clients of the cluster IP.
+    pub internal_local: bool,
+    /// Only endpoints of the own node for clients from outside.
+    pub external_local: bool,
+}
+
+#[derive(Clone, Debug)]
+pub struct ServicePort {
+    pub name: String,
+    pub protocol: Protocol,
+    pub port: u16,
+    pub target_port: u16,
+    pub node_port: Option<u16>,
+}
+
+/// One endpoint, of both families.
+#[derive(Clone, Debug)]
+pub struct Endpoint {
+    pub addresses: Addresses,
+    pub node: NodeNumber,
+    pub ready: bool,
+}
+
+impl Endpoint {
+    pub fn ready(addresses: Addresses, node: NodeNumber) -> Self {
+        Self { addresses, node, ready: true }
+    }
+}
+
+impl Service {
+    /// TCP and UDP on `port`, with a node port if given.
+    pub fn new(
+        name: &str,
+        cluster_ips: Addresses,
+        port: u16,
+        target_port: u16,
+        node_port: Option<u16>,
+    ) -> Self {
+        let ports = [Protocol::Tcp, Protocol::Udp]
+            .map(|protocol| ServicePort {
+                name: protocol.name().to_lowercase(),
+                protocol,
+                port,
+                target_port,
+                node_port,
+            })
+            .to_vec();
+        Self { name: name.to_owned(), cluster_ips, ports, internal_local: false, external_local: false }
+    }
+
+    fn object(&self) -> Value {
+        let has_node_port = self.ports.iter().any(|port| port.node_port.is_some());
+        let policy = |local| if local { "Local" } else { "Cluster" };
+        let ports: Vec<Value> = self.ports.iter().map(ServicePort::object).collect();
+        let mut spec = json!({
+            "type": if has_node_port { "NodePort" } else { "ClusterIP" },
+            "clusterIP": self.cluster_ips.v4.to_string(),
+            "clusterIPs": [self.cluster_ips.v4.to_string(), self.cluster_ips.v6.to_string()],
+            "ipFamilies": ["IPv4", "IPv6"],
+            "ipFamilyPolicy": "RequireDualStack",
+            "internalTrafficPolicy": policy(self.internal_local),
+            "ports": ports,
+        });
+        if has_node_port {
+            spec["externalTrafficPolicy"] = json!(policy(self.external_local));
+        }
+        json!({"apiVersion": "v1", "kind": "Service", "metadata": metadata(&self.name), "spec": spec})
+    }
+}
+
+impl ServicePort {
+    fn object(&self) -> Value {
+        let mut port = json!({
+            "name": self.name,
+            "protocol": self.protocol.name(),
+            "port": self.port,
+            "targetPort": self.target_port,
+        });
+        if let Some(node_port) = self.node_port {
+            port["nodePort"] = json!(node_port);
+        }
+        port
+    }
+}
+
+fn metadata(name: &str) -> Value {
+    json!({"name": name, "namespace": NAMESPACE})
+}
+
+/// Identity of an object: kind and name.
+pub type Key = (&'static str, String);
+
+/// A set of objects, by identity.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Objects {
+    objects: BTreeMap<Key, Value>,
+}
+
+impl Objects {
+    pub fn set_node(&mut self, name: &str, addresses: Addresses, pod_ranges: [String; 2]) {
+        let addresses: Vec<Value> = addresses
+            .both()
+            .map(|address| json!({"type": "InternalIP", "address": address.to_string()}))
+            .to_vec();
+        let node = json!({
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name}},
+            "spec": {"podCIDR": pod_ranges[0], "podCIDRs": pod_ranges},
+            "status": {"addresses": addresses},
+        });
+        self.objects.insert(("Node", name.to_owned()), node);
+    }
+
+    /// Adds or replaces a service and its endpoint slices, one for each family.
+    pub fn set_service(&mut self, service: &Service, endpoints: &[Endpoint]) {
+        self.objects.insert(("Service", service.name.clone()), service.object());
+        for family in FAMILIES {
+            let slice = endpoint_slice(service, family, endpoints);
+            self.objects.insert(("EndpointSlice", slice_name(&service.name, family)), slice);
+        }
+    }
+
+    pub fn remove_service(&mut self, name: &str) {
+        self.objects.remove(&("Service", name.to_owned()));
+        for family in FAMILIES {
+            self.objects.remove(&("EndpointSlice", slice_name(name, family)));
+        }
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = (&Key, &Value)> {
+        self.objects.iter()
+    }
+
+    pub fn get(&self, key: &Key) -> Option<&Value> {
+        self.objects.get(key)
+    }
+
+    /// Replaces `objects.yaml` in the folder by one rename, so that a reader sees all of a change or nothing.
+    pub fn write_to(&self, folder: &Path) -> Result<()> {
+        let mut text = String::new();
+        for object in self.objects.values() {
+            text.push_str("---\n");
+            text.push_str(&serde_json::to_string(object)?);
+            text.push('\n');
+        }
+        let written = folder.with_extension("next");
+        fs::write(&written, text).with_context(|| format!("writing {}", written.display()))?;
+        let target = folder.join("objects.yaml");
+        fs::rename(&written, &target).with_context(|| format!("writing {}", target.display()))
+    }
+}
+
+fn slice_name(service: &str, family: Family) -> String {
+    format!("{service}-{}", family.to_string().to_lowercase())
+}
+
+fn endpoint_slice(service: &Service, family: Family, endpoints: &[Endpoint]) -> Value {
+    let endpoints: Vec<Value> = endpoints
+        .iter()
+        .map(|endpoint| {
+            let address: IpAddr = endpoint.addresses.of(family);
+            json!({
+                "addresses": [address.to_string()],
+                "nodeName": format!("node{}", endpoint.node),
+                "conditions": {
+                    "ready": endpoint.ready, "serving": endpoint.ready, "terminating": false,
+                },
+            })
+        })
+        .collect();
+    let ports: Vec<Value> = service
+        .ports
+        .iter()
+        .map(|port| json!({"name": port.name, "protocol": port.protocol.name(), "port": port.target_port}))
+        .collect();
+    let name = slice_name(&service.name, family);
+    let mut metadata = metadata(&name);
+    metadata["labels"] = json!({"kubernetes.io/service-name": service.name});
+    json!({
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": metadata,
+        "addressType": family.to_string(),
+        "endpoints": endpoints,
+        "ports": ports,
+    })
+}

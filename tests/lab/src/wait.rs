@@ -1,0 +1,30 @@
+//! Waiting for a condition, with a limit.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+
+const BETWEEN_LOOKS: Duration = Duration::from_millis(5);
+
+/// Asks `condition` until it answers with a value. The error names `what` was waited for and the last
+/// reason `condition` gave for not being there yet.
+pub fn until<T>(
+    what: &str,
+    limit: Duration,
+    mut condition: impl FnMut() -> Result<Option<T>, String>,
+) -> Result<T> {
+    let start = Instant::now();
+    let mut last = String::new();
+    loop {
+        match condition() {
+            Ok(Some(value)) => return Ok(value),
+            Ok(None) => {}
+            Err(reason) => last = reason,
+        }
+        if start.elapsed() > limit {
+            let because = if last.is_empty() { String::new() } else { format!(": {last}") };
+            bail!("{what}: not after {} s{because}", limit.as_secs_f32());
+        }
+        std::thread::sleep(BETWEEN_LOOKS);
+    }
+}

@@ -1,0 +1,67 @@
+//! The lab itself: everybody reaches everybody without any proxy, and nothing is left behind.
+
+use std::path::Path;
+
+use anyhow::{Context as _, Result};
+use lab::{
+    Dial, Lab, Outcome, Protocol,
+    address::FAMILIES,
+    cluster::{OUTSIDE, PodProcesses, SERVER_PORT},
+    namespace,
+};
+
+const PROTOCOLS: [Protocol; 2] = [Protocol::Tcp, Protocol::Udp];
+
+#[test]
+fn everybody_reaches_everybody_and_nothing_stays() -> Result<()> {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("skipped: network namespaces need root");
+        return Ok(());
+    }
+    let mut lab = Lab::new()?;
+    lab.add_pod(1, "routed", PodProcesses::InNodeCgroup)?;
+    lab.add_pod(1, "neighbour", PodProcesses::Elsewhere)?;
+    lab.add_pod(2, "bridged", PodProcesses::InNodeCgroup)?;
+    let pods = ["routed", "neighbour", "bridged"];
+    let hosts = ["node1", "node2"];
+    let agents = pods
+        .iter()
+        .chain(&hosts)
+        .chain(&[OUTSIDE])
+        .map(|place| lab.server(place))
+        .collect::<Result<Vec<_>>>()?;
+    for client in &agents {
+        for server in &agents {
+            let from = lab.place(client.name())?;
+            let to = lab.place(server.name())?;
+            // There is no way between pods and the world outside, as in most clusters.
+            if (from.name == OUTSIDE) != (to.name == OUTSIDE)
+                && [from, to].iter().any(|place| pods.contains(&&*place.name))
+            {
+                continue;
+            }
+            for family in FAMILIES {
+                for protocol in PROTOCOLS {
+                    let target = (to.addresses.of(family), SERVER_PORT).into();
+                    let outcomes = client.dial(&Dial::new(protocol, target))?;
+                    let case = format!("{} -> {} {protocol} {family}: {outcomes:?}", from.name, to.name);
+                    let [Outcome::Answered(answer)] = &outcomes[..] else { panic!("{case}") };
+                    assert_eq!(answer.by, to.name, "{case}");
+                    assert_eq!(answer.peer, target, "{case}");
+                }
+            }
+        }
+    }
+    let name = lab.name().to_owned();
+    let cgroup = lab.place("routed")?.cgroup.clone();
+    let directory = lab.directory().to_owned();
+    assert!(cgroup.exists() && directory.exists());
+    drop(agents);
+    drop(lab);
+    assert!(!cgroup.exists(), "{} is left", cgroup.display());
+    assert!(!directory.exists(), "{} is left", directory.display());
+    assert_eq!(namespace::with_prefix(&name), Vec::<String>::new());
+    let mounts = std::fs::read_to_string(Path::new("/proc/mounts")).context("mounts")?;
+    assert!(!mounts.contains(&name), "mounts are left");
+    Ok(())
+}

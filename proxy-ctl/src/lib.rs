@@ -3,3 +3,4 @@ pub mod config;
 pub mod dataplane;
 pub mod model;
 pub mod source;
+pub mod sys;

@@ -1,0 +1,337 @@
+//! `bpf(2)`: pins, links and what the kernel tells about maps and links.
+
+use std::{
+    ffi::CString,
+    io,
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+        unix::ffi::OsStrExt,
+    },
+    path::Path,
+};
+
+use aya_obj::generated::{bpf_attach_type, bpf_cmd};
+
+use super::CallError;
+
+/// Calls `bpf(2)`; answers with the (non-negative) result.
+///
+/// # Safety
+///
+/// `attr` is a prefix of the kernel's `union bpf_attr` for `command`, and every address in it is valid for what the
+/// command does with it.
+pub(super) unsafe fn call<A>(command: bpf_cmd, attr: &mut A) -> io::Result<libc::c_long> {
+    let attr: *mut A = attr;
+    // SAFETY: the caller vouches for `attr`; the kernel reads and writes no more than the length given.
+    let result = unsafe { libc::syscall(libc::SYS_bpf, command as libc::c_long, attr, size_of::<A>()) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// Takes a descriptor that the kernel has just returned.
+fn descriptor(raw: libc::c_long, call: &'static str) -> Result<OwnedFd, CallError> {
+    let raw = i32::try_from(raw)
+        .map_err(|_| CallError::new(call, io::Error::other("the kernel returned no descriptor")))?;
+    // SAFETY: the kernel has opened `raw` for this call alone; nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(raw) })
+}
+
+/// A descriptor as the attributes of `bpf(2)` hold it. Descriptors are never negative.
+pub(super) fn number(fd: BorrowedFd<'_>) -> u32 {
+    fd.as_raw_fd().unsigned_abs()
+}
+
+/// An address as the attributes of `bpf(2)` hold it.
+pub(super) fn address<T>(target: *const T) -> u64 {
+    target.expose_provenance() as u64
+}
+
+#[repr(C)]
+struct Pin {
+    pathname: u64,
+    fd: u32,
+    flags: u32,
+}
+
+fn c_path(path: &Path, call: &'static str) -> Result<CString, CallError> {
+    CString::new(path.as_os_str().as_bytes()).map_err(|_| {
+        CallError::new(call, io::Error::new(io::ErrorKind::InvalidInput, "path with a NUL byte"))
+    })
+}
+
+/// Pins a map, program or link at `path` on a bpffs.
+pub fn pin(fd: BorrowedFd<'_>, path: &Path) -> Result<(), CallError> {
+    const CALL: &str = "bpf(BPF_OBJ_PIN)";
+    let path = c_path(path, CALL)?;
+    let mut attr = Pin { pathname: address(path.as_ptr()), fd: number(fd), flags: 0 };
+    // SAFETY: BPF_OBJ_PIN reads a NUL-terminated path, which `path` keeps alive.
+    unsafe { call(bpf_cmd::BPF_OBJ_PIN, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
+    Ok(())
+}
+
+/// Opens what is pinned at `path`.
+pub fn pinned(path: &Path) -> Result<OwnedFd, CallError> {
+    const CALL: &str = "bpf(BPF_OBJ_GET)";
+    let path = c_path(path, CALL)?;
+    let mut attr = Pin { pathname: address(path.as_ptr()), fd: 0, flags: 0 };
+    // SAFETY: BPF_OBJ_GET reads a NUL-terminated path, which `path` keeps alive.
+    let raw = unsafe { call(bpf_cmd::BPF_OBJ_GET, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
+    descriptor(raw, CALL)
+}
+
+#[repr(C)]
+struct Info {
+    fd: u32,
+    length: u32,
+    info: u64,
+}
+
+/// Fills `into`, a prefix of the kernel's info struct for this kind of object.
+///
+/// # Safety
+///
+/// Any bytes are a valid `T`, and `T` has the kernel's layout.
+unsafe fn info<T>(fd: BorrowedFd<'_>, into: &mut T) -> Result<(), CallError> {
+    let target: *mut T = into;
+    let mut attr = Info { fd: number(fd), length: size_of::<T>() as u32, info: address(target.cast_const()) };
+    // SAFETY: the kernel writes at most `length` bytes to `target`, which the caller vouches for.
+    unsafe { call(bpf_cmd::BPF_OBJ_GET_INFO_BY_FD, &mut attr) }
+        .map_err(|e| CallError::new("bpf(BPF_OBJ_GET_INFO_BY_FD)", e))?;
+    Ok(())
+}
+
+/// Shape of a map: the beginning of `struct bpf_map_info`.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct MapInfo {
+    /// `enum bpf_map_type`.
+    pub kind: u32,
+    pub id: u32,
+    /// Bytes.
+    pub key_size: u32,
+    /// Bytes.
+    pub value_size: u32,
+    pub max_entries: u32,
+    /// `BPF_F_*`.
+    pub flags: u32,
+}
+
+pub fn map_info(map: BorrowedFd<'_>) -> Result<MapInfo, CallError> {
+    let mut found = MapInfo::default();
+    // SAFETY: `MapInfo` is integers only, in the order of `struct bpf_map_info`.
+    unsafe { info(map, &mut found) }?;
+    Ok(found)
+}
+
+/// The beginning of `struct bpf_prog_info`: type and id.
+#[derive(Default)]
+#[repr(C)]
+struct ProgramInfo {
+    _kind: u32,
+    id: u32,
+}
+
+/// The kernel's id of a program.
+pub fn program_id(program: BorrowedFd<'_>) -> Result<u32, CallError> {
+    let mut found = ProgramInfo::default();
+    // SAFETY: `ProgramInfo` is integers only, in the order of `struct bpf_prog_info`.
+    unsafe { info(program, &mut found) }?;
+    Ok(found.id)
+}
+
+/// The beginning of `struct bpf_link_info`.
+#[derive(Clone, Copy, Default)]
+#[repr(C, align(8))]
+struct RawLinkInfo {
+    kind: u32,
+    id: u32,
+    program: u32,
+    _padding: u32,
+    target: [u32; 4],
+}
+
+/// What a link holds on to.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct LinkInfo {
+    /// Id of the attached program.
+    pub program: u32,
+    pub target: LinkTarget,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum LinkTarget {
+    /// Inode number of the cgroup; 0: the cgroup is gone.
+    Cgroup(u64),
+    /// Index of the interface; 0: the interface is gone.
+    Tcx(u32),
+    /// A kind of link that this program never makes: `enum bpf_link_type`.
+    Other(u32),
+}
+
+const LINK_CGROUP: u32 = 3;
+const LINK_TCX: u32 = 11;
+
+pub fn link_info(link: BorrowedFd<'_>) -> Result<LinkInfo, CallError> {
+    let mut found = RawLinkInfo::default();
+    // SAFETY: `RawLinkInfo` is integers only, in the order of `struct bpf_link_info`.
+    unsafe { info(link, &mut found) }?;
+    let [low, high, ..] = found.target;
+    let target = match found.kind {
+        // A u64 in the machine's order; the BPF object is little-endian, as are the machines it loads on.
+        LINK_CGROUP => LinkTarget::Cgroup(u64::from(low) | u64::from(high) << 32),
+        LINK_TCX => LinkTarget::Tcx(low),
+        other => LinkTarget::Other(other),
+    };
+    Ok(LinkInfo { program: found.program, target })
+}
+
+#[repr(C)]
+struct LinkCreate {
+    program: u32,
+    target: u32,
+    attach_type: u32,
+    flags: u32,
+    relative: u32,
+    _padding: u32,
+    expected_revision: u64,
+}
+
+fn create_link(mut attr: LinkCreate) -> Result<OwnedFd, CallError> {
+    const CALL: &str = "bpf(BPF_LINK_CREATE)";
+    // SAFETY: the attributes of BPF_LINK_CREATE for cgroups and tcx hold no addresses.
+    let raw = unsafe { call(bpf_cmd::BPF_LINK_CREATE, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
+    descriptor(raw, CALL)
+}
+
+/// Attaches `program` to a cgroup, after the programs that are there. Linux 5.7.
+pub fn link_cgroup(
+    program: BorrowedFd<'_>,
+    cgroup: BorrowedFd<'_>,
+    hook: bpf_attach_type,
+) -> Result<OwnedFd, CallError> {
+    create_link(LinkCreate {
+        program: number(program),
+        target: number(cgroup),
+        attach_type: hook as u32,
+        flags: 0,
+        relative: 0,
+        _padding: 0,
+        expected_revision: 0,
+    })
+}
+
+/// Where among the programs of an interface.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Order {
+    First,
+    Last,
+}
+
+const BPF_F_BEFORE: u32 = 1 << 3;
+const BPF_F_AFTER: u32 = 1 << 4;
+
+/// Attaches `program` to an interface by tcx. Linux 6.6; before: `EINVAL`.
+pub fn link_tcx(
+    program: BorrowedFd<'_>,
+    interface: u32,
+    hook: bpf_attach_type,
+    order: Order,
+) -> Result<OwnedFd, CallError> {
+    create_link(LinkCreate {
+        program: number(program),
+        target: interface,
+        attach_type: hook as u32,
+        flags: match order {
+            Order::First => BPF_F_BEFORE,
+            Order::Last => BPF_F_AFTER,
+        },
+        relative: 0,
+        _padding: 0,
+        expected_revision: 0,
+    })
+}
+
+#[repr(C)]
+struct LinkUpdate {
+    link: u32,
+    program: u32,
+    flags: u32,
+    old_program: u32,
+}
+
+/// Puts `program` in the place of the link's program, in one step. `ENOLINK`: what it was attached to is gone.
+pub fn link_update(link: BorrowedFd<'_>, program: BorrowedFd<'_>) -> Result<(), CallError> {
+    let mut attr = LinkUpdate { link: number(link), program: number(program), flags: 0, old_program: 0 };
+    // SAFETY: the attributes of BPF_LINK_UPDATE hold no addresses.
+    unsafe { call(bpf_cmd::BPF_LINK_UPDATE, &mut attr) }
+        .map_err(|e| CallError::new("bpf(BPF_LINK_UPDATE)", e))?;
+    Ok(())
+}
+
+#[repr(C)]
+struct MapCreate {
+    kind: u32,
+    key_size: u32,
+    value_size: u32,
+    max_entries: u32,
+    flags: u32,
+    inner: u32,
+}
+
+/// Makes a map without BTF. `inner` is the template of a map of maps.
+pub fn create_map(shape: &MapInfo, inner: Option<BorrowedFd<'_>>) -> Result<OwnedFd, CallError> {
+    const CALL: &str = "bpf(BPF_MAP_CREATE)";
+    let mut attr = MapCreate {
+        kind: shape.kind,
+        key_size: shape.key_size,
+        value_size: shape.value_size,
+        max_entries: shape.max_entries,
+        flags: shape.flags,
+        inner: inner.map_or(0, |fd| number(fd.as_fd())),
+    };
+    // SAFETY: these attributes of BPF_MAP_CREATE hold no addresses.
+    let raw = unsafe { call(bpf_cmd::BPF_MAP_CREATE, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
+    descriptor(raw, CALL)
+}
+
+#[repr(C)]
+struct ProgramLoad {
+    kind: u32,
+    instruction_count: u32,
+    instructions: u64,
+    license: u64,
+    log_level: u32,
+    log_size: u32,
+    log: u64,
+    kernel_version: u32,
+    flags: u32,
+    name: [u8; 16],
+    interface: u32,
+    expected_attach_type: u32,
+}
+
+/// Loads a program given as instructions; the verifier decides whether they may run.
+pub fn load_program(
+    kind: u32,
+    expected_attach_type: u32,
+    instructions: &[u64],
+) -> Result<OwnedFd, CallError> {
+    const CALL: &str = "bpf(BPF_PROG_LOAD)";
+    let license = c"GPL";
+    let mut attr = ProgramLoad {
+        kind,
+        instruction_count: instructions.len() as u32,
+        instructions: address(instructions.as_ptr()),
+        license: address(license.as_ptr()),
+        log_level: 0,
+        log_size: 0,
+        log: 0,
+        kernel_version: 0,
+        flags: 0,
+        name: [0; 16],
+        interface: 0,
+        expected_attach_type,
+    };
+    // SAFETY: the kernel reads `instruction_count` instructions of 8 bytes and a NUL-terminated license.
+    let raw = unsafe { call(bpf_cmd::BPF_PROG_LOAD, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
+    descriptor(raw, CALL)
+}

@@ -1,0 +1,86 @@
+//! The bpffs and the root of cgroup v2.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use nix::{
+    mount::{MsFlags, mount},
+    sys::statfs::statfs,
+};
+
+const BPF_FS_MAGIC: u64 = 0xcafe_4a11;
+
+/// Whether `path` exists and lies on a bpffs.
+pub fn is_bpffs(path: &Path) -> io::Result<bool> {
+    Ok(statfs(path)?.filesystem_type().0.cast_unsigned() == BPF_FS_MAGIC)
+}
+
+/// Mounts a bpffs at `path` unless one is there already or `path` lies inside one; makes the folder.
+pub fn provide_bpffs(path: &Path) -> io::Result<()> {
+    if !path.exists() {
+        fs::create_dir_all(path)?;
+    }
+    if !is_bpffs(path)? {
+        mount(Some("bpf"), path, Some("bpf"), MsFlags::empty(), None::<&str>)?;
+    }
+    Ok(())
+}
+
+/// Where the root of cgroup v2 is mounted.
+pub fn cgroup_root() -> io::Result<Option<PathBuf>> {
+    Ok(cgroup_root_in(&fs::read_to_string("/proc/self/mountinfo")?))
+}
+
+/// `mountinfo` lines: `36 35 98:0 /root /mount/point options fields - type source options`. A mount of the hierarchy's
+/// root is better than a bind mount of a cgroup below it.
+fn cgroup_root_in(mountinfo: &str) -> Option<PathBuf> {
+    let mut below = None;
+    for line in mountinfo.lines() {
+        let Some((left, right)) = line.split_once(" - ") else { continue };
+        if right.split(' ').next() != Some("cgroup2") {
+            continue;
+        }
+        let mut words = left.split(' ').skip(3);
+        let (Some(root), Some(point)) = (words.next(), words.next()) else { continue };
+        let point = PathBuf::from(unescape(point));
+        if root == "/" {
+            return Some(point);
+        }
+        below.get_or_insert(point);
+    }
+    below
+}
+
+/// Spaces and the like are written in octal: `\040`.
+fn unescape(word: &str) -> String {
+    ["\\040", "\\011", "\\012", "\\134"]
+        .iter()
+        .zip([" ", "\t", "\n", "\\"])
+        .fold(word.to_owned(), |word, (escape, character)| word.replace(escape, character))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_root_of_the_hierarchy_is_preferred() {
+        let mounts = "30 22 0:26 / /sys/fs/cgroup ro - tmpfs tmpfs ro\n\
+            40 22 0:27 /pods /mnt/pods rw shared:4 - cgroup2 none rw\n\
+            31 30 0:27 / /sys/fs/cgroup/unified rw shared:4 - cgroup2 none rw\n";
+        assert_eq!(cgroup_root_in(mounts), Some("/sys/fs/cgroup/unified".into()));
+    }
+
+    #[test]
+    fn a_mount_below_the_root_is_better_than_none() {
+        let mounts = "40 22 0:27 /pods /mnt/a\\040b rw - cgroup2 none rw\n";
+        assert_eq!(cgroup_root_in(mounts), Some("/mnt/a b".into()));
+    }
+
+    #[test]
+    fn without_cgroup2_there_is_none() {
+        assert_eq!(cgroup_root_in("30 22 0:26 / /sys/fs/cgroup ro - cgroup cgroup ro\n"), None);
+    }
+}

@@ -1,0 +1,16 @@
+//! Resource limits.
+
+use super::CallError;
+
+/// Lets this process lock any amount of memory. Before Linux 5.11 BPF maps count as locked memory; later kernels
+/// do not ask, so that a refusal matters only there.
+pub fn raise_locked_memory() -> Result<(), CallError> {
+    let limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    let source: *const libc::rlimit = &limit;
+    // SAFETY: the kernel reads a rlimit from `source`.
+    if unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, source) } == 0 {
+        Ok(())
+    } else {
+        Err(CallError::last("setrlimit(RLIMIT_MEMLOCK)"))
+    }
+}

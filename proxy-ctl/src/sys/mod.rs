@@ -1,0 +1,38 @@
+//! Raw system calls behind safe functions: the only room with `unsafe` code.
+
+use std::io;
+
+pub mod bpf;
+pub mod clock;
+pub mod filesystem;
+pub mod grace;
+pub mod limits;
+pub mod lock;
+pub mod map;
+pub mod mmap;
+pub mod namespace;
+pub mod tc;
+
+/// A system call that failed.
+#[derive(Debug, thiserror::Error)]
+#[error("{call} failed: {source}")]
+pub struct CallError {
+    /// The call and its command, such as `bpf(BPF_LINK_CREATE)`.
+    pub call: &'static str,
+    pub source: io::Error,
+}
+
+impl CallError {
+    pub(crate) fn new(call: &'static str, source: io::Error) -> Self {
+        Self { call, source }
+    }
+
+    pub(crate) fn last(call: &'static str) -> Self {
+        Self { call, source: io::Error::last_os_error() }
+    }
+
+    /// The kernel's error number, 0 if the error is not the kernel's.
+    pub fn errno(&self) -> i32 {
+        self.source.raw_os_error().unwrap_or(0)
+    }
+}

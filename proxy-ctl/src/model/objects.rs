@@ -124,7 +124,7 @@ pub struct Endpoint {
 }
 
 /// Nodes and zones that should prefer an endpoint.
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Debug, Default, Eq, Hash, PartialEq)]
 pub struct Hints {
     pub zones: Vec<Arc<str>>,
     pub nodes: Vec<Arc<str>>,

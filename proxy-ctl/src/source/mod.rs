@@ -4,23 +4,10 @@
 //! sent as one `Replace…`, so that the model can tell what vanished while it was not looking. An object
 //! that stops being served (label, type) is sent as a deletion.
 
+pub mod convert;
 pub mod kubernetes;
 
-use crate::model::objects::{EndpointSlice, Node, ObjectName, Service};
-
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub enum Update {
-    /// Every Service there is: the answer to a list.
-    ReplaceServices(Vec<Service>),
-    ApplyService(Service),
-    DeleteService(ObjectName),
-    /// Every EndpointSlice there is.
-    ReplaceSlices(Vec<EndpointSlice>),
-    ApplySlice(EndpointSlice),
-    DeleteSlice(ObjectName),
-    /// The own Node, or that there is none.
-    Node(Option<Node>),
-}
+pub use crate::model::Update;
 
 /// Something odd about one object; the rest of it is served.
 #[derive(Clone, Debug, Eq, PartialEq)]

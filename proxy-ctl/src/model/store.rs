@@ -1,0 +1,352 @@
+//! [`Model`]: what the sources have told, and what follows from it.
+
+use std::{
+    collections::{BTreeMap, btree_map},
+    mem,
+    sync::Arc,
+};
+
+use rustc_hash::{FxHashMap, FxHashSet};
+
+use super::{
+    Update,
+    claims::{Claim, Claimant, Claims, Conflict},
+    desired::{Changes, DesiredPort, ServicePortName},
+    names::Names,
+    objects::{EndpointSlice, Family, Node, ObjectName, Service},
+    resolve,
+    topology::Place,
+};
+
+/// Services and endpoint slices as the sources told them, and the desired state as of the last
+/// [`Model::take_changes`].
+///
+/// The cost of an update follows what it touches, not what is known.
+#[derive(Debug)]
+pub struct Model {
+    node_name: Arc<str>,
+    node: Option<Node>,
+    services: FxHashMap<ObjectName, Box<Known>>,
+    /// The service, in the slice's namespace, of every slice.
+    slices: FxHashMap<ObjectName, Arc<str>>,
+    claims: Claims,
+    names: Names,
+    touched: BTreeMap<ObjectName, Families>,
+    ports_computed: u64,
+}
+
+/// Everything about one service name. Slices may come before their service and outlive it.
+#[derive(Debug, Default)]
+struct Known {
+    service: Option<Service>,
+    /// By name.
+    slices: Vec<EndpointSlice>,
+    /// By name.
+    desired: Vec<Arc<DesiredPort>>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Families {
+    ipv4: bool,
+    ipv6: bool,
+}
+
+impl Families {
+    const BOTH: Self = Self { ipv4: true, ipv6: true };
+
+    fn only(family: Family) -> Self {
+        Self { ipv4: family == Family::Ipv4, ipv6: family == Family::Ipv6 }
+    }
+
+    fn contain(self, family: Family) -> bool {
+        match family {
+            Family::Ipv4 => self.ipv4,
+            Family::Ipv6 => self.ipv6,
+        }
+    }
+}
+
+impl Model {
+    /// `node_name`: endpoints on this node are local.
+    pub fn new(node_name: impl Into<Arc<str>>) -> Self {
+        Self {
+            node_name: node_name.into(),
+            node: None,
+            services: FxHashMap::default(),
+            slices: FxHashMap::default(),
+            claims: Claims::default(),
+            names: Names::default(),
+            touched: BTreeMap::new(),
+            ports_computed: 0,
+        }
+    }
+
+    /// Takes in what a source tells. Many updates can be taken in before one [`Model::take_changes`].
+    pub fn update(&mut self, update: Update) {
+        match update {
+            Update::ReplaceServices(services) => self.replace_services(services),
+            Update::ApplyService(service) => self.apply_service(service),
+            Update::DeleteService(name) => self.delete_service(&name),
+            Update::ReplaceSlices(slices) => self.replace_slices(slices),
+            Update::ApplySlice(slice) => self.apply_slice(slice),
+            Update::DeleteSlice(name) => self.delete_slice(&name),
+            Update::Node(node) => self.set_node(node),
+        }
+    }
+
+    pub fn apply_service(&mut self, mut service: Service) {
+        normalize(&mut service);
+        self.names.share_service(&mut service);
+        let known = self.services.entry(service.name.clone()).or_default();
+        if known.service.as_ref() == Some(&service) {
+            return;
+        }
+        let name = service.name.clone();
+        let previous = known.service.replace(service.clone());
+        if let Some(previous) = previous {
+            self.withdraw_claims(&previous);
+        }
+        self.add_claims(&service);
+        self.touch(&name, Families::BOTH);
+    }
+
+    pub fn delete_service(&mut self, name: &ObjectName) {
+        if let Some(service) = self.services.get_mut(name).and_then(|known| known.service.take()) {
+            self.withdraw_claims(&service);
+            self.touch(name, Families::BOTH);
+        }
+    }
+
+    /// A relist: every service that is not in `services` is gone.
+    pub fn replace_services(&mut self, services: Vec<Service>) {
+        let listed: FxHashSet<&ObjectName> = services.iter().map(|service| &service.name).collect();
+        let known = self.services.iter().filter(|(_, known)| known.service.is_some());
+        let gone: Vec<_> =
+            known.map(|(name, _)| name).filter(|name| !listed.contains(name)).cloned().collect();
+        for name in gone {
+            self.delete_service(&name);
+        }
+        for service in services {
+            self.apply_service(service);
+        }
+    }
+
+    pub fn apply_slice(&mut self, mut slice: EndpointSlice) {
+        self.names.share_slice(&mut slice);
+        slice.ports.shrink_to_fit();
+        slice.endpoints.shrink_to_fit();
+        if self.slices.get(&slice.name).is_some_and(|service| *service != slice.service) {
+            self.delete_slice(&slice.name);
+        }
+        let service = slice_service(&slice.name, &slice.service);
+        let known = self.services.entry(service.clone()).or_default();
+        let mut families = Families::only(slice.family);
+        match known.slices.binary_search_by(|known| known.name.cmp(&slice.name)) {
+            Ok(index) => {
+                let known = &mut known.slices[index];
+                if *known == slice {
+                    return;
+                }
+                let previous = mem::replace(known, slice);
+                if !families.contain(previous.family) {
+                    families = Families::BOTH;
+                }
+            }
+            Err(index) => {
+                self.slices.insert(slice.name.clone(), Arc::clone(&slice.service));
+                known.slices.reserve_exact(1);
+                known.slices.insert(index, slice);
+            }
+        }
+        self.touch(&service, families);
+    }
+
+    pub fn delete_slice(&mut self, name: &ObjectName) {
+        let Some(service) = self.slices.remove(name) else { return };
+        let service = slice_service(name, &service);
+        let Some(known) = self.services.get_mut(&service) else { return };
+        if let Ok(index) = known.slices.binary_search_by(|slice| slice.name.cmp(name)) {
+            let slice = known.slices.remove(index);
+            self.touch(&service, Families::only(slice.family));
+        }
+    }
+
+    /// A relist: every slice that is not in `slices` is gone.
+    pub fn replace_slices(&mut self, slices: Vec<EndpointSlice>) {
+        let listed: FxHashSet<&ObjectName> = slices.iter().map(|slice| &slice.name).collect();
+        let gone: Vec<_> = self.slices.keys().filter(|name| !listed.contains(name)).cloned().collect();
+        for name in gone {
+            self.delete_slice(&name);
+        }
+        for slice in slices {
+            self.apply_slice(slice);
+        }
+    }
+
+    /// Of the node, its zone matters here.
+    pub fn set_node(&mut self, node: Option<Node>) {
+        let previous = mem::replace(&mut self.node, node);
+        let before = previous.and_then(|node| node.zone);
+        let now = self.node.as_ref().and_then(|node| node.zone.clone());
+        if before == now {
+            return;
+        }
+        let zones: Vec<Arc<str>> = before.into_iter().chain(now).collect();
+        let concerned = |slice: &EndpointSlice| {
+            let hints = slice.endpoints.iter().filter_map(|endpoint| endpoint.hints.as_ref());
+            hints.flat_map(|hints| &hints.zones).any(|zone| zones.contains(zone))
+        };
+        let mut touched = Vec::new();
+        for (name, known) in &self.services {
+            for slice in known.slices.iter().filter(|slice| concerned(slice)) {
+                touched.push((name.clone(), Families::only(slice.family)));
+            }
+        }
+        for (name, families) in touched {
+            self.touch(&name, families);
+        }
+    }
+
+    /// The own Node, as last told.
+    pub fn node(&self) -> Option<&Node> {
+        self.node.as_ref()
+    }
+
+    /// What all updates since the last call have changed: each service port once, as it is now, in the
+    /// order of names.
+    pub fn take_changes(&mut self) -> Changes {
+        let mut changes = Changes::default();
+        for (name, families) in mem::take(&mut self.touched) {
+            self.resolve(&name, families, &mut changes);
+            if self.services.get(&name).is_some_and(|known| {
+                known.service.is_none() && known.slices.is_empty() && known.desired.is_empty()
+            }) {
+                self.services.remove(&name);
+            }
+        }
+        changes
+    }
+
+    /// Everything to be served, as of the last [`Model::take_changes`], in the order of names.
+    pub fn desired(&self) -> Vec<Arc<DesiredPort>> {
+        let mut desired: Vec<_> = self.services.values().flat_map(|known| &known.desired).cloned().collect();
+        desired.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+        desired
+    }
+
+    /// The frontends that several service ports claim now: the older service has them, then the first by
+    /// namespace, name and port.
+    pub fn conflicts(&self) -> Vec<Conflict> {
+        self.claims.conflicts()
+    }
+
+    /// How often a service port was computed since the start: the work that updates have made.
+    pub fn ports_computed(&self) -> u64 {
+        self.ports_computed
+    }
+
+    fn resolve(&mut self, name: &ObjectName, families: Families, changes: &mut Changes) {
+        let Some(known) = self.services.get_mut(name) else { return };
+        let place =
+            Place { node: &self.node_name, zone: self.node.as_ref().and_then(|node| node.zone.as_deref()) };
+        let before = mem::take(&mut known.desired);
+        let mut now = Vec::new();
+        for (service, port) in
+            known.service.iter().flat_map(|service| service.ports.iter().map(move |port| (service, port)))
+        {
+            for family in Family::ALL.into_iter().filter(|family| resolve::serves(service, *family)) {
+                let name = resolve::port_name(service, port, family);
+                let previous = named(&before, &name);
+                if let Some(previous) = previous
+                    && !families.contain(family)
+                {
+                    now.push(Arc::clone(previous));
+                    continue;
+                }
+                self.ports_computed += 1;
+                let port = resolve::desired_port(name, service, port, &known.slices, &self.claims, place);
+                match previous {
+                    Some(previous) if **previous == port => now.push(Arc::clone(previous)),
+                    _ => {
+                        let port = Arc::new(port);
+                        changes.changed.push(Arc::clone(&port));
+                        now.push(port);
+                    }
+                }
+            }
+        }
+        let gone = before.iter().filter(|port| named(&now, &port.name).is_none());
+        changes.removed.extend(gone.map(|port| port.name.clone()));
+        now.shrink_to_fit();
+        known.desired = now;
+    }
+
+    fn add_claims(&mut self, service: &Service) {
+        for_each_claim(service, |claim, claimant| {
+            if let Some(displaced) = self.claims.add(claim, claimant) {
+                touch(&mut self.touched, &displaced.service, Families::only(claim.family()));
+            }
+        });
+    }
+
+    fn withdraw_claims(&mut self, service: &Service) {
+        for_each_claim(service, |claim, claimant| {
+            if let Some(heir) = self.claims.withdraw(claim, claimant) {
+                touch(&mut self.touched, &heir.service, Families::only(claim.family()));
+            }
+        });
+    }
+
+    fn touch(&mut self, service: &ObjectName, families: Families) {
+        touch(&mut self.touched, service, families);
+    }
+}
+
+fn touch(touched: &mut BTreeMap<ObjectName, Families>, service: &ObjectName, families: Families) {
+    match touched.entry(service.clone()) {
+        btree_map::Entry::Vacant(vacant) => {
+            vacant.insert(families);
+        }
+        btree_map::Entry::Occupied(mut occupied) => {
+            let all = occupied.get_mut();
+            all.ipv4 |= families.ipv4;
+            all.ipv6 |= families.ipv6;
+        }
+    }
+}
+
+/// `ports` are in the order of names.
+fn named<'a>(ports: &'a [Arc<DesiredPort>], name: &ServicePortName) -> Option<&'a Arc<DesiredPort>> {
+    ports.binary_search_by(|port| port.name.cmp(name)).ok().map(|index| &ports[index])
+}
+
+fn slice_service(slice: &ObjectName, service: &Arc<str>) -> ObjectName {
+    ObjectName { namespace: Arc::clone(&slice.namespace), name: Arc::clone(service) }
+}
+
+/// Ports in the order of their identity, each once; no spare memory.
+fn normalize(service: &mut Service) {
+    service.ports.sort_by(|a, b| (&a.name, a.protocol).cmp(&(&b.name, b.protocol)));
+    service.ports.dedup_by(|b, a| (&a.name, a.protocol) == (&b.name, b.protocol));
+    service.ports.shrink_to_fit();
+    service.cluster_ips.shrink_to_fit();
+    service.external_ips.shrink_to_fit();
+    service.load_balancer_ips.shrink_to_fit();
+    service.source_ranges.shrink_to_fit();
+}
+
+fn for_each_claim(service: &Service, mut claim: impl FnMut(Claim, &Arc<Claimant>)) {
+    for port in &service.ports {
+        let claimant = Arc::new(Claimant {
+            created: service.created,
+            service: service.name.clone(),
+            port: Arc::clone(&port.name),
+            protocol: port.protocol,
+        });
+        for family in Family::ALL.into_iter().filter(|family| resolve::serves(service, *family)) {
+            for frontend in resolve::frontends(service, port, family) {
+                claim(Claim::new(&frontend, port.protocol), &claimant);
+            }
+        }
+    }
+}

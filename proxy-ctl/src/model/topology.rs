@@ -1,0 +1,164 @@
+//! Which endpoints this node uses for whom: kube-proxy's `CategorizeEndpoints`.
+
+use super::{
+    desired::{Endpoint, Endpoints},
+    objects::{self, TrafficPolicy},
+};
+
+/// Where the choice is made.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place<'a> {
+    pub(super) node: &'a str,
+    pub(super) zone: Option<&'a str>,
+}
+
+/// Whom the service port serves, and how.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Policies {
+    pub(super) internal: TrafficPolicy,
+    pub(super) external: TrafficPolicy,
+    /// Has a node port, an external IP or a load-balancer address.
+    pub(super) externally_accessible: bool,
+}
+
+impl Policies {
+    fn uses_cluster(self) -> bool {
+        self.internal == TrafficPolicy::Cluster || self.externally_accessible
+    }
+
+    fn uses_local(self) -> bool {
+        self.internal == TrafficPolicy::Local
+            || (self.external == TrafficPolicy::Local && self.externally_accessible)
+    }
+}
+
+/// An endpoint of the service port, with the port number of its slice.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Candidate<'a> {
+    pub(super) endpoint: &'a objects::Endpoint,
+    pub(super) port: u16,
+    pub(super) local: bool,
+}
+
+impl Candidate<'_> {
+    fn ready(&self) -> bool {
+        self.endpoint.ready
+    }
+
+    /// Still answers, though it is to go.
+    fn draining(&self) -> bool {
+        self.endpoint.serving && self.endpoint.terminating
+    }
+
+    fn hints_node(&self, node: &str) -> bool {
+        self.endpoint.hints.as_ref().is_some_and(|hints| hints.nodes.iter().any(|hint| **hint == *node))
+    }
+
+    fn hints_zone(&self, zone: Option<&str>) -> bool {
+        let Some(zone) = zone else { return false };
+        self.endpoint.hints.as_ref().is_some_and(|hints| hints.zones.iter().any(|hint| **hint == *zone))
+    }
+}
+
+/// Which of the candidates make a set.
+#[derive(Clone, Copy, Debug)]
+enum Rule {
+    Nobody,
+    Ready,
+    ReadyForNode,
+    ReadyForZone,
+    ReadyHere,
+    Draining,
+    DrainingHere,
+}
+
+impl Rule {
+    fn takes(self, candidate: &Candidate<'_>, place: Place<'_>) -> bool {
+        match self {
+            Self::Nobody => false,
+            Self::Ready => candidate.ready(),
+            Self::ReadyForNode => candidate.ready() && candidate.hints_node(place.node),
+            Self::ReadyForZone => candidate.ready() && candidate.hints_zone(place.zone),
+            Self::ReadyHere => candidate.ready() && candidate.local,
+            Self::Draining => candidate.draining(),
+            Self::DrainingHere => candidate.draining() && candidate.local,
+        }
+    }
+
+    fn or_else(self, other: Self, candidates: &[Candidate<'_>], place: Place<'_>) -> Self {
+        if candidates.iter().any(|candidate| self.takes(candidate, place)) { self } else { other }
+    }
+}
+
+/// Hints count only where every ready endpoint has one: a single endpoint without is a sign that the
+/// hints are being introduced or withdrawn.
+fn cluster_rule(candidates: &[Candidate<'_>], place: Place<'_>) -> Rule {
+    let (mut node_hints, mut zone_hints) = (true, true);
+    let (mut for_node, mut for_zone) = (false, false);
+    for candidate in candidates.iter().filter(|candidate| candidate.ready()) {
+        let hints = candidate.endpoint.hints.as_ref();
+        node_hints &= hints.is_some_and(|hints| !hints.nodes.is_empty());
+        zone_hints &= hints.is_some_and(|hints| !hints.zones.is_empty());
+        for_node |= candidate.hints_node(place.node);
+        for_zone |= candidate.hints_zone(place.zone);
+    }
+    if node_hints && for_node {
+        Rule::ReadyForNode
+    } else if zone_hints && for_zone {
+        Rule::ReadyForZone
+    } else {
+        Rule::Ready
+    }
+}
+
+/// `candidates` are without duplicates and in the order of address and port.
+pub(super) fn choose(candidates: &[Candidate<'_>], policies: Policies, place: Place<'_>) -> Endpoints {
+    let cluster_rule = if policies.uses_cluster() {
+        cluster_rule(candidates, place).or_else(Rule::Draining, candidates, place)
+    } else {
+        Rule::Nobody
+    };
+    let local_rule = if policies.uses_local() {
+        Rule::ReadyHere.or_else(Rule::DrainingHere, candidates, place)
+    } else {
+        Rule::Nobody
+    };
+
+    let mut all = Vec::with_capacity(candidates.len());
+    let (mut cluster, mut local) = (Vec::new(), Vec::new());
+    for here in [true, false] {
+        for candidate in candidates.iter().filter(|candidate| candidate.local == here) {
+            let in_cluster = cluster_rule.takes(candidate, place);
+            let in_local = local_rule.takes(candidate, place);
+            if !in_cluster && !in_local {
+                continue;
+            }
+            let index = all.len() as u32;
+            all.push(Endpoint {
+                address: candidate.endpoint.address,
+                port: candidate.port,
+                local: candidate.local,
+                terminating: candidate.endpoint.terminating,
+            });
+            if in_cluster {
+                cluster.push(index);
+            }
+            if in_local {
+                local.push(index);
+            }
+        }
+    }
+    all.shrink_to_fit();
+    cluster.shrink_to_fit();
+
+    let of = |policy| match policy {
+        TrafficPolicy::Cluster => cluster.clone(),
+        TrafficPolicy::Local => local.clone(),
+    };
+    let external = if policies.externally_accessible { of(policies.external) } else { Vec::new() };
+    let internal = of(policies.internal);
+    let any = !cluster.is_empty()
+        || (policies.uses_local()
+            && candidates.iter().any(|candidate| candidate.ready() || candidate.draining()));
+    Endpoints { all, cluster, internal, external, any }
+}

@@ -1,0 +1,17 @@
+//! What a source tells the model.
+
+use super::objects::{EndpointSlice, Node, ObjectName, Service};
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Update {
+    /// Every Service there is: the answer to a list.
+    ReplaceServices(Vec<Service>),
+    ApplyService(Service),
+    DeleteService(ObjectName),
+    /// Every EndpointSlice there is.
+    ReplaceSlices(Vec<EndpointSlice>),
+    ApplySlice(EndpointSlice),
+    DeleteSlice(ObjectName),
+    /// The own Node, or that there is none.
+    Node(Option<Node>),
+}

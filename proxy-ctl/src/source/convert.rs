@@ -1,0 +1,140 @@
+//! Kubernetes objects → model objects. Both sources parse here.
+//!
+//! What kube-proxy skips is skipped without a word. What is odd (an address that does not parse, a port out of
+//! range) is left out with an [`Oddity`], and the rest of the object is served.
+
+mod address;
+mod service;
+mod slice;
+
+use std::{fmt, sync::Arc};
+
+use k8s_openapi::{api::core::v1, apimachinery::pkg::apis::meta::v1::ObjectMeta};
+
+use super::Oddity;
+use crate::model::objects::{Node, ObjectName, Protocol};
+
+pub use service::service;
+pub use slice::endpoint_slice;
+
+/// Another proxy serves what carries this label, whatever its value.
+const LABEL_PROXY_NAME: &str = "service.kubernetes.io/service-proxy-name";
+/// Nobody serves what carries this label.
+const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
+const LABEL_SERVICE: &str = "kubernetes.io/service-name";
+const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
+
+/// Namespace (`default` if there is none) and name.
+pub fn name(metadata: &ObjectMeta) -> ObjectName {
+    ObjectName::new(
+        metadata.namespace.as_deref().filter(|namespace| !namespace.is_empty()).unwrap_or("default"),
+        metadata.name.as_deref().unwrap_or_default(),
+    )
+}
+
+/// The parts of this proxy's own Node that matter to it.
+pub fn node(node: &v1::Node) -> (Node, Vec<Oddity>) {
+    let name = node.metadata.name.as_deref().unwrap_or_default();
+    let mut oddities = Oddities::new(format!("Node {name}"));
+    let status = node.status.as_ref();
+    let listed = || status.into_iter().flat_map(|status| status.addresses.iter().flatten()).enumerate();
+    let mut addresses = Vec::new();
+    for kind in ["InternalIP", "ExternalIP"] {
+        for (index, address) in listed().filter(|(_, address)| address.type_ == kind) {
+            let field = || format!("status.addresses[{index}].address");
+            addresses.extend(oddities.address(field, &address.address));
+        }
+    }
+    let spec = node.spec.as_ref();
+    let mut pod_cidrs = Vec::new();
+    match spec.and_then(|spec| spec.pod_cidrs.as_deref()).unwrap_or_default() {
+        [] => {
+            let range = spec.and_then(|spec| spec.pod_cidr.as_deref());
+            pod_cidrs.extend(range.and_then(|range| oddities.range(|| "spec.podCIDR".into(), range)));
+        }
+        ranges => {
+            for (index, range) in ranges.iter().enumerate() {
+                pod_cidrs.extend(oddities.range(|| format!("spec.podCIDRs[{index}]"), range));
+            }
+        }
+    }
+    let taints = spec.into_iter().flat_map(|spec| spec.taints.iter().flatten());
+    let zone = label(&node.metadata, LABEL_ZONE).filter(|zone| !zone.is_empty());
+    let node = Node {
+        name: name.into(),
+        zone: zone.map(Arc::from),
+        addresses,
+        pod_cidrs,
+        being_deleted: node.metadata.deletion_timestamp.is_some(),
+        taints: taints.map(|taint| taint.key.as_str().into()).collect(),
+    };
+    (node, oddities.found)
+}
+
+fn label<'a>(metadata: &'a ObjectMeta, label: &str) -> Option<&'a str> {
+    metadata.labels.as_ref()?.get(label).map(String::as_str)
+}
+
+/// Whether this proxy is to leave the object alone.
+fn is_foreign(metadata: &ObjectMeta) -> bool {
+    label(metadata, LABEL_PROXY_NAME).is_some() || label(metadata, LABEL_HEADLESS).is_some()
+}
+
+/// Collects what is odd about one object.
+struct Oddities {
+    object: String,
+    found: Vec<Oddity>,
+}
+
+impl Oddities {
+    fn new(object: String) -> Self {
+        Self { object, found: Vec::new() }
+    }
+
+    fn add(&mut self, field: impl Into<String>, problem: impl fmt::Display) {
+        self.found.push(Oddity {
+            object: self.object.clone(),
+            field: field.into(),
+            problem: problem.to_string(),
+        });
+    }
+
+    fn address(&mut self, field: impl FnOnce() -> String, text: &str) -> Option<std::net::IpAddr> {
+        let address = address::parse(text);
+        if address.is_none() {
+            self.add(field(), format_args!("found {text:?}, must be an IPv4 or IPv6 address"));
+        }
+        address
+    }
+
+    fn range(&mut self, field: impl FnOnce() -> String, text: &str) -> Option<ipnet::IpNet> {
+        let range = address::parse_range(text);
+        if range.is_none() {
+            self.add(field(), format_args!("found {text:?}, must be an address range such as 192.0.2.0/24"));
+        }
+        range
+    }
+
+    fn port(&mut self, field: impl FnOnce() -> String, number: i32) -> Option<u16> {
+        let port = u16::try_from(number).ok().filter(|port| *port != 0);
+        if port.is_none() {
+            self.add(field(), format_args!("found {number}, must be 1 to 65535"));
+        }
+        port
+    }
+
+    fn protocol(&mut self, field: impl FnOnce() -> String, name: Option<&str>) -> Option<Protocol> {
+        match name {
+            None | Some("" | "TCP") => Some(Protocol::Tcp),
+            Some("UDP") => Some(Protocol::Udp),
+            Some("SCTP") => Some(Protocol::Sctp),
+            Some(other) => {
+                self.add(field(), format_args!("found {other:?}, must be TCP, UDP or SCTP"));
+                None
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,217 @@
+//! v1 Service.
+
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+use k8s_openapi::api::core::v1;
+
+use super::{Oddities, Oddity, is_foreign, name};
+use crate::model::objects::{Family, Protocol, Service, ServicePort, TrafficPolicy};
+
+/// Three hours: the API's default.
+const DEFAULT_AFFINITY_SECONDS: u32 = 10_800;
+/// One day: the longest that the API allows.
+const MAX_AFFINITY_SECONDS: u32 = 86_400;
+
+/// None: not to be served by this proxy (headless, ExternalName, another proxy's, without an address).
+pub fn service(service: &v1::Service) -> (Option<Service>, Vec<Oddity>) {
+    let name = name(&service.metadata);
+    let Some(spec) = &service.spec else { return (None, Vec::new()) };
+    let cluster_ip = spec.cluster_ip.as_deref().unwrap_or_default();
+    let first = spec.cluster_ips.as_ref().and_then(|addresses| addresses.first());
+    let headless = matches!(first.map_or(cluster_ip, String::as_str), "" | "None");
+    if headless || is_foreign(&service.metadata) || spec.type_.as_deref() == Some("ExternalName") {
+        return (None, Vec::new());
+    }
+
+    let mut oddities = Oddities::new(format!("Service {name}"));
+    let cluster_ips = cluster_ips(spec, &mut oddities);
+    if cluster_ips.is_empty() {
+        return (None, oddities.found);
+    }
+    let mut external_ips = Vec::new();
+    for (index, text) in spec.external_ips.iter().flatten().enumerate() {
+        let field = || format!("spec.externalIPs[{index}]");
+        external_ips.extend(frontend_address(&mut oddities, field, text));
+    }
+    let mut load_balancer_ips = load_balancer_ips(service, &mut oddities);
+    let source_ranges = source_ranges(spec, &mut oddities);
+    if source_ranges.is_none() && !load_balancer_ips.is_empty() {
+        load_balancer_ips.clear();
+        oddities.add(
+            "spec.loadBalancerSourceRanges",
+            "has no valid range: the load-balancer addresses are not served rather than open to everyone",
+        );
+    }
+    let external_policy =
+        policy(&mut oddities, "spec.externalTrafficPolicy", spec.external_traffic_policy.as_deref());
+    let health_check_node_port = spec.health_check_node_port.filter(|port| {
+        *port != 0 && spec.type_.as_deref() == Some("LoadBalancer") && external_policy == TrafficPolicy::Local
+    });
+    let health_check_node_port =
+        health_check_node_port.and_then(|port| oddities.port(|| "spec.healthCheckNodePort".into(), port));
+
+    let service = Service {
+        created: service.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
+        ports: ports(spec, &mut oddities),
+        cluster_ips,
+        external_ips,
+        load_balancer_ips,
+        internal_policy: policy(
+            &mut oddities,
+            "spec.internalTrafficPolicy",
+            spec.internal_traffic_policy.as_deref(),
+        ),
+        external_policy,
+        affinity_seconds: affinity(spec, &mut oddities),
+        source_ranges: source_ranges.unwrap_or_default(),
+        health_check_node_port,
+        name,
+    };
+    (Some(service), oddities.found)
+}
+
+/// An address that clients can dial.
+fn frontend_address(oddities: &mut Oddities, field: impl Fn() -> String, text: &str) -> Option<IpAddr> {
+    let address = oddities.address(&field, text)?;
+    if address.is_unspecified() || address.is_multicast() {
+        oddities.add(field(), format_args!("found {text:?}, must be the address of one destination"));
+        return None;
+    }
+    Some(address)
+}
+
+fn cluster_ips(spec: &v1::ServiceSpec, oddities: &mut Oddities) -> Vec<IpAddr> {
+    let listed: Vec<(String, &str)> = match spec.cluster_ips.as_deref().unwrap_or_default() {
+        [] => vec![("spec.clusterIP".into(), spec.cluster_ip.as_deref().unwrap_or_default())],
+        several => {
+            let numbered = several.iter().enumerate();
+            numbered.map(|(index, text)| (format!("spec.clusterIPs[{index}]"), text.as_str())).collect()
+        }
+    };
+    let mut addresses: Vec<IpAddr> = Vec::with_capacity(listed.len());
+    for (field, text) in listed {
+        let Some(address) = frontend_address(oddities, || field.clone(), text) else { continue };
+        let family = Family::of(address);
+        if addresses.iter().any(|other| Family::of(*other) == family) {
+            oddities.add(field, format_args!("found {text:?}, must be at most one address of each family"));
+        } else {
+            addresses.push(address);
+        }
+    }
+    addresses
+}
+
+fn load_balancer_ips(service: &v1::Service, oddities: &mut Oddities) -> Vec<IpAddr> {
+    let status = service.status.as_ref().and_then(|status| status.load_balancer.as_ref());
+    let ingress = status.into_iter().flat_map(|status| status.ingress.iter().flatten());
+    let mut addresses = Vec::new();
+    for (index, ingress) in ingress.enumerate() {
+        let path = format!("status.loadBalancer.ingress[{index}]");
+        match ingress.ip_mode.as_deref() {
+            None | Some("VIP") => {}
+            Some("Proxy") => continue,
+            Some(other) => {
+                oddities.add(format!("{path}.ipMode"), format_args!("found {other:?}, must be VIP or Proxy"));
+                continue;
+            }
+        }
+        if let Some(text) = ingress.ip.as_deref().filter(|text| !text.is_empty()) {
+            addresses.extend(frontend_address(oddities, || format!("{path}.ip"), text));
+        }
+    }
+    addresses
+}
+
+/// None: there are ranges, but none that is valid.
+fn source_ranges(spec: &v1::ServiceSpec, oddities: &mut Oddities) -> Option<Vec<IpNet>> {
+    let listed = spec.load_balancer_source_ranges.as_deref().unwrap_or_default();
+    let mut ranges = Vec::with_capacity(listed.len());
+    for (index, text) in listed.iter().enumerate() {
+        ranges.extend(oddities.range(|| format!("spec.loadBalancerSourceRanges[{index}]"), text));
+    }
+    (listed.is_empty() || !ranges.is_empty()).then_some(ranges)
+}
+
+fn ports(spec: &v1::ServiceSpec, oddities: &mut Oddities) -> Vec<ServicePort> {
+    let mut ports: Vec<ServicePort> = Vec::new();
+    for (index, port) in spec.ports.iter().flatten().enumerate() {
+        let path = format!("spec.ports[{index}]");
+        let number = oddities.port(|| format!("{path}.port"), port.port);
+        let protocol = oddities.protocol(|| format!("{path}.protocol"), port.protocol.as_deref());
+        let (Some(number), Some(protocol)) = (number, protocol) else { continue };
+        let name = port.name.as_deref().unwrap_or_default();
+        if ports.iter().any(|other| *other.name == *name && other.protocol == protocol) {
+            oddities.add(
+                format!("{path}.name"),
+                format_args!("found {name:?} a second time, must be unique within the Service"),
+            );
+            continue;
+        }
+        if ports.iter().any(|other| other.port == number && other.protocol == protocol) {
+            oddities.add(
+                format!("{path}.port"),
+                format_args!("found {number} a second time, must be unique within the Service and protocol"),
+            );
+            continue;
+        }
+        let node_port = port.node_port.filter(|number| *number != 0);
+        let node_port = node_port.and_then(|number| oddities.port(|| format!("{path}.nodePort"), number));
+        let node_port = node_port.filter(|number| {
+            let unique = unique_node_port(&ports, *number, protocol);
+            if !unique {
+                oddities.add(
+                    format!("{path}.nodePort"),
+                    format_args!("found {number} a second time, must be unique within the protocol"),
+                );
+            }
+            unique
+        });
+        ports.push(ServicePort { name: name.into(), protocol, port: number, node_port });
+    }
+    ports
+}
+
+fn unique_node_port(ports: &[ServicePort], number: u16, protocol: Protocol) -> bool {
+    !ports.iter().any(|other| other.node_port == Some(number) && other.protocol == protocol)
+}
+
+fn policy(oddities: &mut Oddities, field: &str, found: Option<&str>) -> TrafficPolicy {
+    match found {
+        None | Some("" | "Cluster") => TrafficPolicy::Cluster,
+        Some("Local") => TrafficPolicy::Local,
+        Some(other) => {
+            oddities
+                .add(field, format_args!("found {other:?}, must be Cluster or Local; Cluster is assumed"));
+            TrafficPolicy::Cluster
+        }
+    }
+}
+
+fn affinity(spec: &v1::ServiceSpec, oddities: &mut Oddities) -> Option<u32> {
+    match spec.session_affinity.as_deref() {
+        None | Some("" | "None") => return None,
+        Some("ClientIP") => {}
+        Some(other) => {
+            oddities.add(
+                "spec.sessionAffinity",
+                format_args!("found {other:?}, must be ClientIP or None; None is assumed"),
+            );
+            return None;
+        }
+    }
+    let client_ip = spec.session_affinity_config.as_ref().and_then(|config| config.client_ip.as_ref());
+    let Some(seconds) = client_ip.and_then(|client_ip| client_ip.timeout_seconds) else {
+        return Some(DEFAULT_AFFINITY_SECONDS);
+    };
+    let valid = u32::try_from(seconds).ok().filter(|seconds| (1..=MAX_AFFINITY_SECONDS).contains(seconds));
+    if valid.is_none() {
+        oddities.add(
+            "spec.sessionAffinityConfig.clientIP.timeoutSeconds",
+            format_args!(
+                "found {seconds}, must be 1 to {MAX_AFFINITY_SECONDS}; {DEFAULT_AFFINITY_SECONDS} is assumed"
+            ),
+        );
+    }
+    Some(valid.unwrap_or(DEFAULT_AFFINITY_SECONDS))
+}

@@ -1,0 +1,119 @@
+//! discovery.k8s.io/v1 EndpointSlice.
+
+use std::{net::IpAddr, sync::Arc};
+
+use k8s_openapi::api::discovery::v1;
+
+use super::{LABEL_SERVICE, Oddities, Oddity, is_foreign, label, name};
+use crate::model::objects::{Endpoint, EndpointPort, EndpointSlice, Family, Hints};
+
+/// None: not to be used by this proxy (headless, another proxy's, host names, without a service).
+pub fn endpoint_slice(slice: &v1::EndpointSlice) -> (Option<EndpointSlice>, Vec<Oddity>) {
+    let name = name(&slice.metadata);
+    let mut oddities = Oddities::new(format!("EndpointSlice {name}"));
+    if is_foreign(&slice.metadata) {
+        return (None, Vec::new());
+    }
+    let family = match slice.address_type.as_str() {
+        "IPv4" => Family::Ipv4,
+        "IPv6" => Family::Ipv6,
+        "FQDN" => return (None, Vec::new()),
+        other => {
+            oddities.add("addressType", format_args!("found {other:?}, must be IPv4, IPv6 or FQDN"));
+            return (None, oddities.found);
+        }
+    };
+    let Some(service) = label(&slice.metadata, LABEL_SERVICE).filter(|service| !service.is_empty()) else {
+        oddities.add(
+            format!("metadata.labels[{LABEL_SERVICE}]"),
+            "is missing, must be the name of the slice's Service",
+        );
+        return (None, oddities.found);
+    };
+    let slice = EndpointSlice {
+        service: service.into(),
+        family,
+        ports: ports(slice, &mut oddities),
+        endpoints: endpoints(slice, family, &mut oddities),
+        name,
+    };
+    (Some(slice), oddities.found)
+}
+
+fn ports(slice: &v1::EndpointSlice, oddities: &mut Oddities) -> Vec<EndpointPort> {
+    let mut ports: Vec<EndpointPort> = Vec::new();
+    for (index, port) in slice.ports.iter().flatten().enumerate() {
+        let field = || format!("ports[{index}].port");
+        let Some(number) = port.port else {
+            oddities.add(field(), "is missing, must be 1 to 65535");
+            continue;
+        };
+        let number = oddities.port(field, number);
+        let protocol = oddities.protocol(|| format!("ports[{index}].protocol"), port.protocol.as_deref());
+        let (Some(port_number), Some(protocol)) = (number, protocol) else { continue };
+        let name = port.name.as_deref().unwrap_or_default();
+        let port = EndpointPort { name: name.into(), protocol, port: port_number };
+        if ports.contains(&port) {
+            oddities.add(format!("ports[{index}]"), "is the same port a second time");
+        } else {
+            ports.push(port);
+        }
+    }
+    ports
+}
+
+fn endpoints(slice: &v1::EndpointSlice, family: Family, oddities: &mut Oddities) -> Vec<Endpoint> {
+    let mut endpoints: Vec<Endpoint> = Vec::with_capacity(slice.endpoints.len());
+    for (index, endpoint) in slice.endpoints.iter().enumerate() {
+        // Only the first address has a meaning in the API.
+        let field = || format!("endpoints[{index}].addresses[0]");
+        let Some(text) = endpoint.addresses.first() else {
+            oddities.add(field(), "is missing, must be an address");
+            continue;
+        };
+        let Some(address) = oddities.address(field, text) else { continue };
+        if let Some(problem) = unusable(address, family) {
+            oddities.add(field(), format_args!("found {text:?}, {problem}"));
+            continue;
+        }
+        let conditions = endpoint.conditions.as_ref();
+        let previous = endpoints.last();
+        let node = endpoint.node_name.as_deref();
+        let hints = endpoint.hints.as_ref().map(hints).filter(|hints| *hints != Hints::default());
+        endpoints.push(Endpoint {
+            address,
+            ready: conditions.and_then(|conditions| conditions.ready).unwrap_or(true),
+            serving: conditions.and_then(|conditions| conditions.serving).unwrap_or(true),
+            terminating: conditions.and_then(|conditions| conditions.terminating).unwrap_or(false),
+            node: node.map(|node| match previous.and_then(|previous| previous.node.as_ref()) {
+                Some(same) if **same == *node => Arc::clone(same),
+                _ => Arc::from(node),
+            }),
+            hints: hints.map(|hints| match previous.and_then(|previous| previous.hints.as_ref()) {
+                Some(same) if **same == hints => Arc::clone(same),
+                _ => Arc::new(hints),
+            }),
+        });
+    }
+    endpoints
+}
+
+fn unusable(address: IpAddr, family: Family) -> Option<&'static str> {
+    if Family::of(address) != family {
+        Some(match family {
+            Family::Ipv4 => "must be an IPv4 address: addressType is IPv4",
+            Family::Ipv6 => "must be an IPv6 address: addressType is IPv6",
+        })
+    } else if address.is_unspecified() || address.is_multicast() {
+        Some("must be the address of one host")
+    } else {
+        None
+    }
+}
+
+fn hints(hints: &v1::EndpointHints) -> Hints {
+    Hints {
+        zones: hints.for_zones.iter().flatten().map(|zone| zone.name.as_str().into()).collect(),
+        nodes: hints.for_nodes.iter().flatten().map(|node| node.name.as_str().into()).collect(),
+    }
+}

@@ -69,7 +69,7 @@ impl Failure {
 
     /// Whether the server does not know `sendInitialEvents`, or has it switched off.
     pub(super) fn refuses_streaming(&self) -> bool {
-        matches!(self.code, Some(400 | 404 | 405 | 406 | 415 | 422 | 501))
+        matches!(self.code, Some(400 | 405 | 406 | 415 | 422 | 501))
     }
 }
 

@@ -1,0 +1,529 @@
+//! One resource's list and watch, for ever: what is listed goes out as one `Replace…`, what changes
+//! afterwards as it comes. Where a connection was lost the watch goes on from the last version seen; where
+//! the API server no longer knows that version, everything is listed again.
+//!
+//! kube's own watcher is not used: it never leaves streaming lists for paged ones, lists from
+//! whatever an API server's cache holds (possibly older than what was seen before), and gives up
+//! all objects of a page that has one it cannot read.
+
+use std::{pin::pin, sync::Arc, time::Duration};
+
+use futures::{Stream, StreamExt};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::{
+    Client, Resource,
+    api::{ListParams, WatchEvent, WatchParams},
+    core::Request,
+};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use tokio::{
+    sync::mpsc,
+    time::{Instant, sleep, timeout},
+};
+use tracing::{debug, info};
+
+use super::{
+    backoff::{Backoff, random},
+    connection::Connection,
+    failure::{Failure, Reason},
+    health::Health,
+    oddities::Oddities,
+    resource::Watched,
+    state::{ListMethod, SourceState},
+};
+use crate::{
+    model::objects::ObjectName,
+    source::{Oddity, Update},
+};
+
+/// Objects per page, as client-go asks for.
+const PAGE: u32 = 500;
+/// For an answer to begin, and for the next object of a list.
+const ANSWER: Duration = Duration::from_secs(60);
+/// How long a watch lasts before the server ends it, in seconds; spread so that nodes do not renew together.
+const WATCH_SECONDS: std::ops::Range<f64> = 240.0..360.0;
+/// A watch that is silent for this much longer is dead.
+const MARGIN: Duration = Duration::from_secs(10);
+/// A watch that ends sooner without having said anything is a failure, not a renewal.
+const SHORTEST_WATCH: Duration = Duration::from_secs(1);
+/// Failed streaming lists in a row, after which a paged one is tried.
+const STREAM_ATTEMPTS: u32 = 2;
+
+type RawEvent = WatchEvent<Box<RawValue>>;
+
+/// Why an attempt is over.
+enum Stop {
+    Failed(Failure),
+    /// Nobody takes our updates any more.
+    Unwanted,
+}
+
+impl From<Failure> for Stop {
+    fn from(failure: Failure) -> Self {
+        Self::Failed(failure)
+    }
+}
+
+impl From<kube::Error> for Stop {
+    fn from(error: kube::Error) -> Self {
+        Self::Failed(error.into())
+    }
+}
+
+/// Which objects.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Selection {
+    pub(super) labels: Option<String>,
+    pub(super) fields: Option<String>,
+}
+
+pub(super) struct Watcher<W: Watched> {
+    connection: Arc<Connection>,
+    selection: Selection,
+    updates: mpsc::Sender<Update>,
+    state: SourceState,
+    health: Health,
+    backoff: Backoff,
+    oddities: Oddities,
+    /// Everything up to this resource version has been sent; None: nothing, list first.
+    position: Option<String>,
+    /// Streaming lists that failed since the last complete list.
+    failed_streams: u32,
+    refusal_told: bool,
+    /// What was sent last, where there is only one object.
+    last: Option<W::Parsed>,
+}
+
+impl<W: Watched> Watcher<W> {
+    pub(super) fn new(
+        connection: Arc<Connection>,
+        selection: Selection,
+        updates: mpsc::Sender<Update>,
+        state: SourceState,
+    ) -> Self {
+        Self {
+            connection,
+            selection,
+            updates,
+            state,
+            health: Health::new(W::KIND),
+            backoff: Backoff::default(),
+            oddities: Oddities::default(),
+            position: None,
+            failed_streams: 0,
+            refusal_told: false,
+            last: None,
+        }
+    }
+
+    /// Ends when nobody takes the updates any more.
+    pub(super) async fn run(mut self) {
+        loop {
+            let (client, generation) = self.connection.client();
+            let failure = match self.attempt(&client).await {
+                Ok(()) => continue,
+                Err(Stop::Unwanted) => return,
+                Err(Stop::Failed(failure)) => failure,
+            };
+            self.state.failed(W::KIND, failure.reason);
+            if failure.reason == Reason::Expired {
+                info!(resource = %W::KIND, "{failure}; listing again");
+                self.position = None;
+                if self.backoff.failures() == 0 {
+                    // The first in a row is the usual course of things, and every change waits for it.
+                    let _ = self.backoff.next(0.0);
+                    continue;
+                }
+            }
+            let mut delay = self.backoff.next(random());
+            if let Some(wanted) = failure.retry_after {
+                delay = delay.max(wanted);
+            }
+            match self.renew(generation).await {
+                Ok(false) => self.health.bad(&failure, delay),
+                Ok(true) => {
+                    debug!(resource = %W::KIND, "{failure}; trying again with the credentials found now");
+                    continue;
+                }
+                Err(error) => {
+                    let message = format!("{failure}; and the credentials cannot be read again: {error}");
+                    self.health.bad(&Failure::new(Reason::Credentials, message), delay);
+                }
+            }
+            tokio::select! {
+                () = sleep(delay) => {}
+                () = self.connection.recovered.notified() => {}
+                () = self.updates.closed() => return,
+            }
+        }
+    }
+
+    /// Reads files and may run nothing else, but a slow disk must not hold up the other watchers.
+    async fn renew(&self, generation: u64) -> Result<bool, super::ConfigError> {
+        let connection = Arc::clone(&self.connection);
+        tokio::task::spawn_blocking(move || connection.renew(generation)).await.unwrap_or(Ok(false))
+    }
+
+    /// Lists if need be and watches until the server ends the watch.
+    async fn attempt(&mut self, client: &Client) -> Result<(), Stop> {
+        let Some(version) = self.position.clone() else {
+            if self.failed_streams < STREAM_ATTEMPTS {
+                match self.stream(client).await {
+                    Err(Stop::Failed(failure)) if failure.refuses_streaming() && self.position.is_none() => {
+                        if !std::mem::replace(&mut self.refusal_told, true) {
+                            info!(resource = %W::KIND, "the API server refuses streaming lists, using pages: {failure}");
+                        }
+                    }
+                    other => return other,
+                }
+            }
+            return self.list(client).await;
+        };
+        let events = self.open(client, false, &version).await?;
+        self.follow(pin!(events), Instant::now()).await
+    }
+
+    /// A list and the watch after it in one answer.
+    async fn stream(&mut self, client: &Client) -> Result<(), Stop> {
+        // No version: the list is at least as new as this request.
+        let events = self.open(client, true, "").await?;
+        self.failed_streams += 1;
+        let mut events = pin!(events);
+        let mut listing = Listing::<W>::default();
+        loop {
+            match next(&mut events, ANSWER)
+                .await?
+                .ok_or_else(|| Failure::new(Reason::Disconnected, "the list ended before it was complete"))?
+            {
+                WatchEvent::Added(object) | WatchEvent::Modified(object) => {
+                    self.listed(&mut listing, &object)?;
+                }
+                WatchEvent::Deleted(object) => {
+                    let name = Meta::of(&object)?.name();
+                    return Err(
+                        Failure::new(Reason::Malformed, format!("deletion of {name} within a list")).into()
+                    );
+                }
+                WatchEvent::Bookmark(bookmark) => {
+                    self.state.heard_from(W::KIND);
+                    if bookmark.metadata.annotations.contains_key("k8s.io/initial-events-end") {
+                        let version = bookmark.metadata.resource_version;
+                        self.replace(listing, version, ListMethod::Streamed).await?;
+                        break;
+                    }
+                }
+                WatchEvent::Error(status) => return Err(Failure::from(&*status).into()),
+            }
+        }
+        self.follow(events, Instant::now()).await
+    }
+
+    /// A list page by page; the watch is the next attempt.
+    async fn list(&mut self, client: &Client) -> Result<(), Stop> {
+        let request = Request::new(W::Object::url_path(&(), None));
+        let mut listing = Listing::<W>::default();
+        let mut params = ListParams {
+            label_selector: self.selection.labels.clone(),
+            field_selector: self.selection.fields.clone(),
+            limit: Some(PAGE),
+            ..ListParams::default()
+        };
+        loop {
+            // No version: as new as this request, from the first page to the last.
+            let page_request = request.list(&params).map_err(kube::Error::BuildRequest)?;
+            let text =
+                timeout(ANSWER, client.request_text(page_request)).await.map_err(|_| silence(ANSWER))?;
+            let text = match text {
+                // The pages took longer than the server keeps versions: all at once is slower for the
+                // server, but comes to an end.
+                Err(kube::Error::Api(status)) if status.code == 410 && params.continue_token.is_some() => {
+                    info!(resource = %W::KIND, "the pages of the list expired, listing all at once");
+                    listing = Listing::default();
+                    params.limit = None;
+                    params.continue_token = None;
+                    continue;
+                }
+                other => other?,
+            };
+            let page: Page<'_> = serde_json::from_str(&text).map_err(kube::Error::SerdeError)?;
+            for object in page.items.unwrap_or_default() {
+                self.listed(&mut listing, object)?;
+            }
+            params.continue_token = page.metadata.continue_token.filter(|token| !token.is_empty());
+            if params.continue_token.is_none() {
+                let version = page.metadata.resource_version.unwrap_or_default();
+                return self.replace(listing, version, ListMethod::Paged).await;
+            }
+        }
+    }
+
+    async fn open(
+        &self,
+        client: &Client,
+        with_list: bool,
+        version: &str,
+    ) -> Result<impl Stream<Item = Result<RawEvent, kube::Error>> + use<W>, Stop> {
+        #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "between 240 and 360")]
+        let seconds = (WATCH_SECONDS.start + random() * (WATCH_SECONDS.end - WATCH_SECONDS.start)) as u32;
+        let params = WatchParams {
+            label_selector: self.selection.labels.clone(),
+            field_selector: self.selection.fields.clone(),
+            timeout: Some(seconds),
+            bookmarks: true,
+            send_initial_events: with_list,
+        };
+        let request = Request::new(W::Object::url_path(&(), None))
+            .watch(&params, version)
+            .map_err(kube::Error::BuildRequest)?;
+        let events = timeout(ANSWER, client.request_events::<Box<RawValue>>(request))
+            .await
+            .map_err(|_| silence(ANSWER))??;
+        self.state.watch_started(W::KIND);
+        Ok(events)
+    }
+
+    /// Passes on what changes, until the server ends the watch.
+    async fn follow(
+        &mut self,
+        mut events: impl Stream<Item = Result<RawEvent, kube::Error>> + Unpin,
+        started: Instant,
+    ) -> Result<(), Stop> {
+        self.good();
+        let longest = Duration::from_secs_f64(WATCH_SECONDS.end) + MARGIN;
+        let mut heard = false;
+        loop {
+            let event = tokio::select! {
+                event = next(&mut events, longest) => event?,
+                () = self.updates.closed() => return Err(Stop::Unwanted),
+            };
+            let Some(event) = event else {
+                if !heard && started.elapsed() < SHORTEST_WATCH {
+                    return Err(
+                        Failure::new(Reason::Disconnected, "the watch ended as soon as it began").into()
+                    );
+                }
+                return Ok(());
+            };
+            self.state.heard_from(W::KIND);
+            heard = true;
+            match event {
+                WatchEvent::Added(object) => self.changed(&object, 1).await?,
+                WatchEvent::Modified(object) => self.changed(&object, 0).await?,
+                WatchEvent::Deleted(object) => self.deleted(&object).await?,
+                WatchEvent::Bookmark(bookmark) => self.reached(bookmark.metadata.resource_version),
+                WatchEvent::Error(status) => {
+                    let failure = Failure::from(&*status);
+                    // The server cannot go on from here for a reason of its own: start from a list.
+                    if failure.reason == Reason::Refused {
+                        self.position = None;
+                    }
+                    return Err(failure.into());
+                }
+            }
+        }
+    }
+
+    fn good(&mut self) {
+        self.backoff.reset();
+        self.state.heard_from(W::KIND);
+        if self.health.good() {
+            self.connection.recovered.notify_waiters();
+        }
+    }
+
+    fn reached(&mut self, version: String) {
+        if !version.is_empty() {
+            self.position = Some(version);
+        }
+    }
+
+    fn listed(&mut self, listing: &mut Listing<W>, object: &RawValue) -> Result<(), Failure> {
+        listing.objects += 1;
+        let (_, parsed) = self.parse(object)?;
+        listing.parsed.extend(parsed);
+        Ok(())
+    }
+
+    async fn replace(
+        &mut self,
+        listing: Listing<W>,
+        version: String,
+        method: ListMethod,
+    ) -> Result<(), Stop> {
+        if version.is_empty() {
+            return Err(Failure::new(Reason::Malformed, "the list has no resource version").into());
+        }
+        debug!(resource = %W::KIND, objects = listing.objects, method = method.name(), "listed");
+        self.state.listed(W::KIND, method, listing.objects);
+        if W::SINGLE {
+            self.last = listing.parsed.last().cloned();
+        }
+        self.send(W::replace(listing.parsed)).await?;
+        self.position = Some(version);
+        self.failed_streams = 0;
+        self.good();
+        Ok(())
+    }
+
+    async fn changed(&mut self, object: &RawValue, more: i64) -> Result<(), Stop> {
+        let (meta, parsed) = self.parse(object)?;
+        self.state.objects_changed(W::KIND, more);
+        if !W::SINGLE || self.last != parsed {
+            if W::SINGLE {
+                self.last.clone_from(&parsed);
+            }
+            self.send(match parsed {
+                Some(parsed) => W::apply(parsed),
+                // It may have been served until now.
+                None => W::delete(meta.name()),
+            })
+            .await?;
+        }
+        self.reached(meta.resource_version);
+        Ok(())
+    }
+
+    async fn deleted(&mut self, object: &RawValue) -> Result<(), Stop> {
+        let meta = Meta::of(object)?;
+        let name = meta.name();
+        self.state.objects_changed(W::KIND, -1);
+        self.oddities.forget(&name.to_string());
+        self.last = None;
+        self.send(W::delete(name)).await?;
+        self.reached(meta.resource_version);
+        Ok(())
+    }
+
+    /// Fails only where the object cannot even be named.
+    fn parse(&mut self, object: &RawValue) -> Result<(Meta, Option<W::Parsed>), Failure> {
+        let (meta, parsed, oddities) = match serde_json::from_str::<W::Object>(object.get()) {
+            Ok(mut object) => {
+                let (parsed, oddities) = W::convert(&object);
+                (Meta::take(object.meta_mut()), parsed, oddities)
+            }
+            Err(error) => {
+                let meta = Meta::of(object)?;
+                let oddity = Oddity {
+                    object: format!("{} {}", W::NAME, meta.name()),
+                    field: String::from("(object)"),
+                    problem: format!("cannot be read: {error}"),
+                };
+                (meta, None, vec![oddity])
+            }
+        };
+        let new = self.oddities.tell(|| meta.name().to_string(), &oddities);
+        self.state.odd(W::KIND, new);
+        Ok((meta, parsed))
+    }
+
+    async fn send(&self, update: Update) -> Result<(), Stop> {
+        self.updates.send(update).await.map_err(|_| Stop::Unwanted)
+    }
+}
+
+/// The next event; None at the end.
+async fn next(
+    events: &mut (impl Stream<Item = Result<RawEvent, kube::Error>> + Unpin),
+    limit: Duration,
+) -> Result<Option<RawEvent>, Failure> {
+    match timeout(limit, events.next()).await {
+        Ok(event) => Ok(event.transpose()?),
+        Err(_) => Err(silence(limit)),
+    }
+}
+
+fn silence(limit: Duration) -> Failure {
+    Failure::new(Reason::Timeout, format!("nothing heard from the API server for {} s", limit.as_secs()))
+}
+
+/// A list that is not complete yet: parsed objects only, the rest of each is already dropped.
+struct Listing<W: Watched> {
+    parsed: Vec<W::Parsed>,
+    /// Received, also those that are not served.
+    objects: usize,
+}
+
+impl<W: Watched> Default for Listing<W> {
+    fn default() -> Self {
+        Self { parsed: Vec::new(), objects: 0 }
+    }
+}
+
+#[derive(Deserialize)]
+struct Page<'a> {
+    #[serde(default)]
+    metadata: PageMeta,
+    #[serde(borrow)]
+    items: Option<Vec<&'a RawValue>>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct PageMeta {
+    resource_version: Option<String>,
+    #[serde(rename = "continue")]
+    continue_token: Option<String>,
+}
+
+/// What must be known of an object even if the rest of it makes no sense.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Meta {
+    #[serde(default)]
+    namespace: String,
+    name: String,
+    #[serde(default)]
+    resource_version: String,
+}
+
+impl Meta {
+    fn of(object: &RawValue) -> Result<Self, Failure> {
+        #[derive(Deserialize)]
+        struct Object {
+            metadata: Meta,
+        }
+        serde_json::from_str::<Object>(object.get())
+            .map(|object| object.metadata)
+            .map_err(|error| Failure::new(Reason::Malformed, format!("an object without a name: {error}")))
+    }
+
+    fn take(meta: &mut ObjectMeta) -> Self {
+        Self {
+            namespace: meta.namespace.take().unwrap_or_default(),
+            name: meta.name.take().unwrap_or_default(),
+            resource_version: meta.resource_version.take().unwrap_or_default(),
+        }
+    }
+
+    fn name(&self) -> ObjectName {
+        ObjectName::new(self.namespace.as_str(), self.name.as_str())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn watch_events_keep_the_text_of_their_object() {
+        let line = r#"{"type":"ADDED","object":{"metadata":{"name":"a","namespace":"b","resourceVersion":"7"},"x":1}}"#;
+        let WatchEvent::Added(object) = serde_json::from_str::<RawEvent>(line).unwrap() else {
+            panic!("not an addition");
+        };
+        let meta = Meta::of(&object).unwrap();
+        assert_eq!((meta.name().to_string().as_str(), meta.resource_version.as_str()), ("b/a", "7"));
+    }
+
+    #[test]
+    fn a_page_without_items_or_with_null_is_empty() {
+        for text in [
+            r#"{"metadata":{"resourceVersion":"3"},"items":null}"#,
+            r#"{"metadata":{"resourceVersion":"3"}}"#,
+        ] {
+            let page: Page<'_> = serde_json::from_str(text).unwrap();
+            assert!(page.items.unwrap_or_default().is_empty());
+            assert_eq!(page.metadata.resource_version.as_deref(), Some("3"));
+        }
+    }
+}

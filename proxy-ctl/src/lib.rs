@@ -2,5 +2,6 @@
 pub mod config;
 pub mod dataplane;
 pub mod model;
+pub mod serve;
 pub mod source;
 pub mod sys;

@@ -1,0 +1,241 @@
+//! Whether this node's proxy keeps up, by the rules of kube-proxy: a family is unhealthy when a change has
+//! been waiting for [`Health::timeout`] without a successful sync; a node that is being deleted is not eligible.
+
+use std::{
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use jiff::Timestamp;
+use serde::Serialize;
+
+use crate::model::objects::{Family, Node};
+
+/// Taint that the cluster autoscaler puts on a node before it deletes it.
+const TO_BE_DELETED: &str = "ToBeDeletedByClusterAutoscaler";
+
+/// One moment, for measuring and for people.
+#[derive(Clone, Copy, Debug)]
+pub struct Moment {
+    pub instant: Instant,
+    pub time: Timestamp,
+}
+
+impl Moment {
+    pub fn now() -> Self {
+        Self { instant: Instant::now(), time: Timestamp::now() }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct FamilyHealth {
+    last_updated: Option<Moment>,
+    oldest_pending: Option<Instant>,
+}
+
+#[derive(Debug)]
+pub struct Health {
+    timeout: Duration,
+    families: [FamilyHealth; 2],
+    node_eligible: bool,
+}
+
+impl Health {
+    /// Not eligible before the Node is known.
+    pub fn new(sync_period: Duration) -> Self {
+        Self { timeout: sync_period * 2, families: Default::default(), node_eligible: false }
+    }
+
+    /// A change of this family waits to be written.
+    pub fn queued(&mut self, family: Family, now: Instant) {
+        self.family(family).oldest_pending.get_or_insert(now);
+    }
+
+    /// Everything of this family has been written.
+    pub fn updated(&mut self, family: Family, now: Moment) {
+        *self.family(family) = FamilyHealth { last_updated: Some(now), oldest_pending: None };
+    }
+
+    pub fn set_node(&mut self, node: Option<&Node>) {
+        self.node_eligible = node.is_some_and(|node| {
+            !node.being_deleted && !node.taints.iter().any(|taint| &**taint == TO_BE_DELETED)
+        });
+    }
+
+    fn family(&mut self, family: Family) -> &mut FamilyHealth {
+        match family {
+            Family::Ipv4 => &mut self.families[0],
+            Family::Ipv6 => &mut self.families[1],
+        }
+    }
+
+    pub fn report(&self, now: Moment) -> Report {
+        let families = self.families.map(|family| {
+            let late = |pending: Instant| now.instant.saturating_duration_since(pending) >= self.timeout;
+            let healthy = !family.oldest_pending.is_some_and(late);
+            family.last_updated.map(|moment| FamilyReport { last_updated: moment.time, healthy })
+        });
+        Report {
+            now: now.time,
+            healthy: families.iter().flatten().all(|family| family.healthy),
+            node_eligible: self.node_eligible,
+            families,
+        }
+    }
+}
+
+/// Families that were never updated are left out.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct FamilyReport {
+    last_updated: Timestamp,
+    healthy: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Report {
+    now: Timestamp,
+    pub healthy: bool,
+    pub node_eligible: bool,
+    families: [Option<FamilyReport>; 2],
+}
+
+/// The answer's body, fields in kube-proxy's order.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Body {
+    last_updated: String,
+    current_time: Timestamp,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    node_eligible: Option<bool>,
+    healthy: bool,
+    status: Status,
+}
+
+#[derive(Serialize)]
+struct Status {
+    #[serde(rename = "IPv4", skip_serializing_if = "Option::is_none")]
+    v4: Option<FamilyReport>,
+    #[serde(rename = "IPv6", skip_serializing_if = "Option::is_none")]
+    v6: Option<FamilyReport>,
+}
+
+impl Report {
+    /// One line of JSON. `well`: the answer is 200, and the time of the last update is then the current time.
+    pub(super) fn body(&self, with_node: bool, well: bool) -> String {
+        let newest = self.families.iter().flatten().map(|family| family.last_updated).max();
+        let [v4, v6] = self.families;
+        let body = Body {
+            last_updated: time(if well { Some(self.now) } else { newest }),
+            current_time: self.now,
+            node_eligible: with_node.then_some(self.node_eligible),
+            healthy: self.healthy,
+            status: Status { v4, v6 },
+        };
+        // Plain strings and flags: this cannot fail.
+        serde_json::to_string(&body).unwrap_or_default()
+    }
+}
+
+/// Go's zero time for what never happened.
+fn time(time: Option<Timestamp>) -> String {
+    time.map_or_else(|| "0001-01-01T00:00:00Z".to_owned(), |time| time.to_string())
+}
+
+/// The health that the controller writes and the servers read.
+#[derive(Debug)]
+pub struct SharedHealth(Mutex<Health>);
+
+impl SharedHealth {
+    pub fn new(health: Health) -> Self {
+        Self(Mutex::new(health))
+    }
+
+    /// A thread that panicked while it held the lock leaves it usable: each change is a plain store.
+    pub fn lock(&self) -> MutexGuard<'_, Health> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn report(&self) -> Report {
+        self.lock().report(Moment::now())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    const PERIOD: Duration = Duration::from_secs(30);
+
+    fn after(start: Moment, seconds: u64) -> Moment {
+        let wait = Duration::from_secs(seconds);
+        Moment { instant: start.instant + wait, time: start.time + wait }
+    }
+
+    fn healthy(health: &Health, at: Moment) -> bool {
+        health.report(at).healthy
+    }
+
+    #[test]
+    fn a_family_without_changes_stays_healthy() {
+        let start = Moment::now();
+        let mut health = Health::new(PERIOD);
+        assert!(healthy(&health, start));
+        health.updated(Family::Ipv4, start);
+        assert!(healthy(&health, after(start, 100_000)));
+    }
+
+    #[test]
+    fn a_change_that_waits_for_two_sync_periods_is_unhealthy_until_written() {
+        let start = Moment::now();
+        let mut health = Health::new(PERIOD);
+        health.updated(Family::Ipv6, start);
+        health.queued(Family::Ipv6, start.instant);
+        health.queued(Family::Ipv6, after(start, 50).instant);
+        assert!(healthy(&health, after(start, 59)));
+        assert!(!healthy(&health, after(start, 60)));
+        health.updated(Family::Ipv6, after(start, 61));
+        assert!(healthy(&health, after(start, 62)));
+    }
+
+    #[test]
+    fn nothing_is_unhealthy_before_the_first_update() {
+        let start = Moment::now();
+        let mut health = Health::new(PERIOD);
+        health.queued(Family::Ipv4, start.instant);
+        assert!(healthy(&health, after(start, 1000)));
+    }
+
+    #[rstest]
+    #[case::unknown(None, false)]
+    #[case::fine(Some(Node::default()), true)]
+    #[case::being_deleted(Some(Node { being_deleted: true, ..Node::default() }), false)]
+    #[case::autoscaler(Some(Node { taints: vec![TO_BE_DELETED.into()], ..Node::default() }), false)]
+    #[case::cordoned(Some(Node { taints: vec!["node.kubernetes.io/unschedulable".into()], ..Node::default() }), true)]
+    fn node_eligibility(#[case] node: Option<Node>, #[case] eligible: bool) {
+        let mut health = Health::new(PERIOD);
+        health.set_node(node.as_ref());
+        assert_eq!(health.report(Moment::now()).node_eligible, eligible);
+    }
+
+    #[test]
+    fn bodies() {
+        let start = Moment { instant: Instant::now(), time: "2026-01-01T00:00:00Z".parse().unwrap() };
+        let mut health = Health::new(PERIOD);
+        health.updated(Family::Ipv4, start);
+        health.set_node(Some(&Node::default()));
+        let report = health.report(after(start, 5));
+        assert_eq!(
+            report.body(true, true),
+            r#"{"lastUpdated":"2026-01-01T00:00:05Z","currentTime":"2026-01-01T00:00:05Z","nodeEligible":true,"healthy":true,"status":{"IPv4":{"lastUpdated":"2026-01-01T00:00:00Z","healthy":true}}}"#
+        );
+        health.queued(Family::Ipv4, start.instant);
+        let report = health.report(after(start, 60));
+        assert_eq!(
+            report.body(false, false),
+            r#"{"lastUpdated":"2026-01-01T00:00:00Z","currentTime":"2026-01-01T00:01:00Z","healthy":false,"status":{"IPv4":{"lastUpdated":"2026-01-01T00:00:00Z","healthy":false}}}"#
+        );
+    }
+}

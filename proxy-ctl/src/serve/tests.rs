@@ -1,0 +1,169 @@
+//! The servers over real sockets on the loopback.
+
+use std::{future::Future, pin::Pin};
+
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+
+use super::*;
+use crate::{
+    dataplane::{Applied, TableUsage, Usage},
+    model::objects::{Family, Node},
+};
+
+struct FixedUsage;
+
+impl UsageSource for FixedUsage {
+    fn usage(&self) -> Pin<Box<dyn Future<Output = Option<Usage>> + Send + '_>> {
+        let frontends = TableUsage { name: "frontends4", used: 3, capacity: 100, bytes: 4096 };
+        let usage = Usage { tables: vec![frontends], reasons: vec![("no_endpoints", 7)] };
+        Box::pin(async { Some(usage) })
+    }
+}
+
+struct Servers {
+    healthz: SocketAddr,
+    metrics: SocketAddr,
+    health: Arc<SharedHealth>,
+    families: Arc<Metrics>,
+    _stop: tokio_util::sync::DropGuard,
+}
+
+/// A port that was free a moment ago.
+fn free_address() -> SocketAddr {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+}
+
+async fn servers() -> Servers {
+    let stop = CancellationToken::new();
+    let health = Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30))));
+    let families = Arc::new(Metrics::new(Some(Box::new(FixedUsage)), |_| {}));
+    let (healthz_address, metrics_address) = (free_address(), free_address());
+    let task = healthz(healthz_address, true, Arc::clone(&health), Arc::clone(&families), stop.clone());
+    tokio::spawn(async move { task.await.unwrap() });
+    let task = metrics(metrics_address, true, "ebpf", Arc::clone(&families), stop.clone());
+    tokio::spawn(async move { task.await.unwrap() });
+    Servers { healthz: healthz_address, metrics: metrics_address, health, families, _stop: stop.drop_guard() }
+}
+
+/// Status line, headers and body.
+async fn get(address: SocketAddr, path: &str, header: &str) -> (u16, String, String) {
+    let mut stream = loop {
+        match TcpStream::connect(address).await {
+            Ok(stream) => break stream,
+            Err(_) => tokio::task::yield_now().await,
+        }
+    };
+    let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{header}\r\n");
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, head.to_lowercase(), body.to_owned())
+}
+
+#[tokio::test]
+async fn healthz_asks_the_node_and_livez_does_not() {
+    let servers = servers().await;
+    servers.health.lock().updated(Family::Ipv4, Moment::now());
+    let (status, head, body) = get(servers.healthz, "/healthz", "").await;
+    assert_eq!(status, 503);
+    assert!(head.contains("content-type: application/json"), "{head}");
+    assert!(head.contains("x-content-type-options: nosniff"), "{head}");
+    assert!(body.contains(r#""nodeEligible":false,"healthy":true,"status":{"IPv4":{"#), "{body}");
+    let (status, _, body) = get(servers.healthz, "/livez", "").await;
+    assert_eq!(status, 200);
+    assert!(!body.contains("nodeEligible"), "{body}");
+
+    servers.health.lock().set_node(Some(&Node::default()));
+    assert_eq!(get(servers.healthz, "/healthz", "").await.0, 200);
+    assert_eq!(get(servers.healthz, "/metrics", "").await.0, 404);
+
+    let (_, _, metrics) = get(servers.metrics, "/metrics", "").await;
+    for line in [
+        r#"kubeproxy_proxy_healthz_total{code="503"} 1"#,
+        r#"kubeproxy_proxy_healthz_total{code="200"} 1"#,
+        r#"kubeproxy_proxy_livez_total{code="200"} 1"#,
+    ] {
+        assert!(metrics.lines().any(|found| found == line), "{line} is not in\n{metrics}");
+    }
+}
+
+#[tokio::test]
+async fn proxy_mode_and_health_of_the_metrics_server() {
+    let servers = servers().await;
+    let (status, head, body) = get(servers.metrics, "/proxyMode", "").await;
+    assert_eq!((status, body.as_str()), (200, "ebpf"));
+    assert!(head.contains("text/plain") && head.contains("nosniff"), "{head}");
+    assert_eq!(get(servers.metrics, "/healthz", "").await.2, "ok");
+    assert_eq!(get(servers.metrics, "/nothing", "").await.0, 404);
+}
+
+#[tokio::test]
+async fn metrics_in_the_text_format_that_kube_proxy_gives() {
+    let servers = servers().await;
+    servers.families.applied(Applied { written: 5, removed: 2 });
+    servers.families.synced(Family::Ipv4, Duration::from_millis(3));
+    servers.families.endpoint_changes.received(2);
+    servers.families.service_changes.received(1);
+    servers.families.service_changes.written();
+    let (status, head, body) = get(servers.metrics, "/metrics", "").await;
+    assert_eq!(status, 200);
+    assert!(head.contains("content-type: text/plain; version=0.0.4"), "{head}");
+    for line in [
+        "# TYPE kubeproxy_sync_proxy_rules_duration_seconds histogram",
+        r#"kubeproxy_sync_proxy_rules_duration_seconds_bucket{le="0.002",ip_family="IPv4"} 0"#,
+        r#"kubeproxy_sync_proxy_rules_duration_seconds_bucket{le="0.004",ip_family="IPv4"} 1"#,
+        r#"kubeproxy_sync_proxy_rules_duration_seconds_count{ip_family="IPv6"} 0"#,
+        "# TYPE kubeproxy_sync_proxy_rules_last_timestamp_seconds gauge",
+        "# TYPE kubeproxy_sync_proxy_rules_endpoint_changes_total counter",
+        "kubeproxy_sync_proxy_rules_endpoint_changes_total 2",
+        "kubeproxy_sync_proxy_rules_endpoint_changes_pending 2",
+        "kubeproxy_sync_proxy_rules_service_changes_total 1",
+        "kubeproxy_sync_proxy_rules_service_changes_pending 0",
+        "# TYPE kubeproxy_sync_proxy_rules_no_local_endpoints_total gauge",
+        r#"kubeproxy_sync_proxy_rules_no_local_endpoints_total{traffic_policy="internal",ip_family="IPv4"} 0"#,
+        "# TYPE proxy_writes_total counter",
+        "proxy_writes_total 5",
+        "proxy_removals_total 2",
+        r#"proxy_table_used{table="frontends4"} 3"#,
+        r#"proxy_table_capacity{table="frontends4"} 100"#,
+        r#"proxy_table_bytes{table="frontends4"} 4096"#,
+        "# TYPE proxy_reasons_total counter",
+        r#"proxy_reasons_total{reason="no_endpoints"} 7"#,
+        "# TYPE process_cpu_seconds_total counter",
+    ] {
+        assert!(body.lines().any(|found| found == line), "{line} is not in\n{body}");
+    }
+    assert!(!body.contains("# EOF") && !body.contains("_total_total"), "{body}");
+    assert!(body.lines().any(|line| line.starts_with("process_resident_memory_bytes ")), "{body}");
+}
+
+#[tokio::test]
+async fn metrics_as_open_metrics_for_those_who_ask() {
+    let servers = servers().await;
+    let accept = "Accept: application/openmetrics-text;version=1.0.0,text/plain;q=0.5\r\n";
+    let (_, head, body) = get(servers.metrics, "/metrics", accept).await;
+    assert!(head.contains("application/openmetrics-text; version=1.0.0"), "{head}");
+    assert!(body.contains("# TYPE proxy_writes counter\nproxy_writes_total 0\n"), "{body}");
+    assert!(body.ends_with("# EOF\n"), "{body}");
+}
+
+#[tokio::test]
+async fn an_address_in_use_fails_at_once_only_if_asked_to() {
+    let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = taken.local_addr().unwrap();
+    let families = Arc::new(Metrics::new(None, |_| {}));
+    let stop = CancellationToken::new();
+    let error = metrics(address, true, "ebpf", Arc::clone(&families), stop.clone()).await.unwrap_err();
+    assert!(error.to_string().contains(&address.to_string()), "{error}");
+
+    let waiting = tokio::spawn(metrics(address, false, "ebpf", families, stop.clone()));
+    tokio::task::yield_now().await;
+    assert!(!waiting.is_finished());
+    stop.cancel();
+    waiting.await.unwrap().unwrap();
+}

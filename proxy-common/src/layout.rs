@@ -88,6 +88,32 @@ pub struct Service {
     pub affinity_seconds: u32,
 }
 
+/// Room for a namespace, a name and a port name, each: Kubernetes allows 63 bytes.
+pub const NAME_BYTES: usize = 64;
+
+/// Table `service_names`, hash by service id: which service port an id is, for people and for the next
+/// controller. No kernel program reads it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[repr(C)]
+pub struct ServiceName {
+    /// Filled up with zeros, as the next two.
+    pub namespace: [u8; NAME_BYTES],
+    pub name: [u8; NAME_BYTES],
+    /// All zero: the service's only port, which has no name.
+    pub port: [u8; NAME_BYTES],
+    /// IANA number.
+    pub protocol: u8,
+    /// 4 or 6.
+    pub family: u8,
+}
+
+impl Default for ServiceName {
+    fn default() -> Self {
+        let empty = [0; NAME_BYTES];
+        Self { namespace: empty, name: empty, port: empty, protocol: 0, family: 0 }
+    }
+}
+
 /// The backend runs on this node.
 pub const BACKEND_LOCAL: u32 = 1;
 
@@ -268,7 +294,7 @@ const _: () = {
     assert!(size_of::<FrontendKey<[u8; 4]>>() == 8 && size_of::<FrontendKey<[u8; 16]>>() == 20);
     assert!(size_of::<Frontend>() == 8);
     assert!(size_of::<EndpointSet>() == 8 && align_of::<EndpointSet>() == 8);
-    assert!(size_of::<Service>() == 32);
+    assert!(size_of::<Service>() == 32 && size_of::<ServiceName>() == 194);
     assert!(size_of::<Slot4>() == 16 && size_of::<Slot6>() == 32);
     assert!(size_of::<Backend<[u8; 4]>>() == 16 && size_of::<Backend<[u8; 16]>>() == 28);
     assert!(size_of::<FlowKey<[u8; 4]>>() == 16 && size_of::<FlowKey<[u8; 16]>>() == 40);
@@ -289,23 +315,13 @@ mod pod {
             unsafe impl aya::Pod for $t {}
         )* };
     }
-    pod!(
-        FrontendKey<[u8; 4]>,
-        FrontendKey<[u8; 16]>,
-        Frontend,
-        EndpointSet,
-        Service,
-        Slot4,
-        Slot6,
-        Backend<[u8; 4]>,
-        Backend<[u8; 16]>,
-        FlowKey<[u8; 4]>,
-        FlowKey<[u8; 16]>,
-        Flow<[u8; 4]>,
-        Flow<[u8; 16]>,
-        SocketOrigin<[u8; 4]>,
-        SocketOrigin<[u8; 16]>,
-        NodeAddress,
-        Settings,
-    );
+    pod!(Frontend, EndpointSet, Service, ServiceName, Slot4, Slot6, NodeAddress, Settings);
+
+    macro_rules! pod_of_family {
+        ($($t:ident),* $(,)?) => { $(
+            // SAFETY: as above; an `Address` is an array of 4 or 16 bytes, for which the sizes are asserted.
+            unsafe impl<A: Address> aya::Pod for $t<A> {}
+        )* };
+    }
+    pod_of_family!(FrontendKey, Backend, FlowKey, Flow, SocketOrigin);
 }

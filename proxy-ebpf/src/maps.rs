@@ -27,6 +27,7 @@ tables! {
     frontends4: HashMap<FrontendKey<A4>, Frontend, 131_072, NO_PREALLOC>;
     frontends6: HashMap<FrontendKey<A6>, Frontend, 131_072, NO_PREALLOC>;
     services: Array<Service, 131_072, MMAPABLE>;
+    service_names: HashMap<u32, ServiceName, 131_072, NO_PREALLOC>;
     slots4: Array<Slot4, 524_288, MMAPABLE>;
     slots6: Array<Slot6, 524_288, MMAPABLE>;
     backends4: HashMap<u32, Backend<A4>, 262_144, NO_PREALLOC>;

@@ -10,6 +10,10 @@ mod names;
 pub mod objects;
 mod resolve;
 mod store;
+#[cfg(test)]
+pub(crate) mod test_support;
+#[cfg(test)]
+mod tests;
 mod topology;
 mod update;
 

@@ -1,0 +1,162 @@
+//! Frontends that several service ports claim.
+
+use rstest::rstest;
+
+use crate::model::{
+    Model,
+    desired::{Changes, DesiredPort, Frontend, FrontendKind},
+    objects::{Family::Ipv4, Protocol, Service},
+    test_support::*,
+};
+
+fn model(services: Vec<Service>) -> Model {
+    let mut model = Model::new(HERE);
+    model.replace_services(services);
+    model
+}
+
+fn frontends(ports: &[std::sync::Arc<DesiredPort>], service: &str) -> Vec<(FrontendKind, String, u16)> {
+    let service = name(service);
+    let ports = ports.iter().filter(|port| port.name.service == service);
+    let shown = |frontend: &Frontend| (frontend.kind, frontend.address.to_string(), frontend.port);
+    ports.flat_map(|port| &port.frontends).map(shown).collect()
+}
+
+const CLUSTER_IP: FrontendKind = FrontendKind::ClusterIp;
+const NODE_PORT: FrontendKind = FrontendKind::NodePort;
+const EXTERNAL_IP: FrontendKind = FrontendKind::ExternalIp;
+
+#[rstest]
+#[case::older_wins(
+    service("a/young", &["10.96.0.1"]).created(2).node_port(30080),
+    service("b/old", &["10.96.0.2"]).created(1).node_port(30080),
+    "b/old"
+)]
+#[case::of_the_same_age_the_first_namespace_wins(
+    service("b/a", &["10.96.0.1"]).node_port(30080),
+    service("a/b", &["10.96.0.2"]).node_port(30080),
+    "a/b"
+)]
+#[case::in_the_same_namespace_the_first_name_wins(
+    service("a/b", &["10.96.0.1"]).node_port(30080),
+    service("a/a", &["10.96.0.2"]).node_port(30080),
+    "a/a"
+)]
+fn one_of_two_gets_the_node_port(#[case] first: Service, #[case] second: Service, #[case] winner: &str) {
+    let loser = if first.name == name(winner) { second.name.clone() } else { first.name.clone() };
+    for services in [vec![first.clone(), second.clone()], vec![second, first]] {
+        let mut model = Model::new(HERE);
+        for service in services {
+            model.apply_service(service);
+            model.take_changes();
+        }
+        let kinds = |service: &str| {
+            let frontends = frontends(&model.desired(), service);
+            frontends.into_iter().map(|(kind, ..)| kind).collect::<Vec<_>>()
+        };
+        assert_eq!(kinds(winner), [CLUSTER_IP, NODE_PORT]);
+        assert_eq!(kinds(&loser.to_string()), [CLUSTER_IP]);
+        let conflicts = model.conflicts();
+        assert_eq!(conflicts.len(), 1);
+        assert_eq!(conflicts[0].address, ip("0.0.0.0"));
+        assert_eq!(conflicts[0].port, 30080);
+        assert_eq!(conflicts[0].winner, port_name(winner, "", Ipv4));
+        assert_eq!(conflicts[0].losers, [port_name(&loser.to_string(), "", Ipv4)]);
+    }
+}
+
+fn changed(changes: &Changes) -> Vec<String> {
+    changes.changed.iter().map(|port| port.name.to_string()).collect()
+}
+
+#[test]
+fn when_the_winner_goes_the_loser_gets_the_frontend() {
+    let winner = service("a/a", &["10.96.0.1"]).external_ip("192.0.2.1");
+    let loser = service("b/b", &["10.96.0.2"]).external_ip("192.0.2.1");
+    let mut model = model(vec![winner.clone(), loser]);
+    model.take_changes();
+    assert_eq!(frontends(&model.desired(), "b/b"), [(CLUSTER_IP, "10.96.0.2".into(), 80)]);
+
+    model.delete_service(&winner.name);
+    let changes = model.take_changes();
+    assert_eq!(changes.removed, [port_name("a/a", "", Ipv4)]);
+    assert_eq!(changed(&changes), ["b/b"]);
+    assert_eq!(
+        frontends(&changes.changed, "b/b"),
+        [(CLUSTER_IP, "10.96.0.2".into(), 80), (EXTERNAL_IP, "192.0.2.1".into(), 80)]
+    );
+    assert_eq!(model.conflicts(), []);
+}
+
+#[test]
+fn when_an_older_claimant_comes_both_change() {
+    let mut model = model(vec![service("a/a", &["10.96.0.1"]).created(5).node_port(30080)]);
+    model.take_changes();
+    model.apply_service(service("b/b", &["10.96.0.2"]).created(4).node_port(30080));
+    let changes = model.take_changes();
+    assert_eq!(changed(&changes), ["a/a", "b/b"]);
+    assert_eq!(frontends(&changes.changed, "a/a"), [(CLUSTER_IP, "10.96.0.1".into(), 80)]);
+}
+
+#[test]
+fn a_node_port_that_moves_to_another_service_changes_both_in_one_step() {
+    let (a, b) = (service("a/a", &["10.96.0.1"]), service("b/b", &["10.96.0.2"]));
+    let mut model = model(vec![a.clone().node_port(30080), b.clone()]);
+    model.take_changes();
+    // The new owner is told first, and has the lower precedence.
+    model.apply_service(b.node_port(30080));
+    model.apply_service(a);
+    let changes = model.take_changes();
+    assert_eq!(changed(&changes), ["a/a", "b/b"]);
+    assert_eq!(frontends(&changes.changed, "a/a"), [(CLUSTER_IP, "10.96.0.1".into(), 80)]);
+    assert_eq!(
+        frontends(&changes.changed, "b/b"),
+        [(CLUSTER_IP, "10.96.0.2".into(), 80), (NODE_PORT, "0.0.0.0".into(), 30080)]
+    );
+}
+
+#[test]
+fn three_claimants_inherit_in_order() {
+    let claimant = |text, created, address| service(text, &[address]).created(created).node_port(30080);
+    let mut model = model(vec![
+        claimant("c/c", 1, "10.96.0.3"),
+        claimant("a/a", 3, "10.96.0.1"),
+        claimant("b/b", 2, "10.96.0.2"),
+    ]);
+    model.take_changes();
+    let losers = |model: &Model| -> Vec<String> {
+        model.conflicts().iter().flat_map(|conflict| &conflict.losers).map(ToString::to_string).collect()
+    };
+    assert_eq!(losers(&model), ["b/b", "a/a"]);
+    // A loser that goes changes nothing for the others.
+    model.delete_service(&name("b/b"));
+    assert_eq!(changed(&model.take_changes()), [""; 0]);
+    assert_eq!(losers(&model), ["a/a"]);
+    model.delete_service(&name("c/c"));
+    assert_eq!(changed(&model.take_changes()), ["a/a"]);
+    assert_eq!(losers(&model), [""; 0]);
+}
+
+#[rstest]
+#[case::other_protocol(Protocol::Udp, 30080)]
+#[case::other_number(Protocol::Tcp, 30081)]
+fn what_differs_is_no_conflict(#[case] protocol: Protocol, #[case] number: u16) {
+    let mut model = model(vec![
+        service("a/a", &["10.96.0.1"]).node_port(30080),
+        service("b/b", &["10.96.0.2"]).ports(vec![port("", 80).protocol(protocol).node_port(number)]),
+    ]);
+    model.take_changes();
+    assert_eq!(model.conflicts(), []);
+}
+
+#[test]
+fn an_address_listed_twice_is_one_frontend_of_its_first_kind() {
+    let mut model =
+        model(vec![service("a/a", &["10.96.0.1"]).load_balancer_ip("192.0.2.1").external_ip("192.0.2.1")]);
+    let changes = model.take_changes();
+    assert_eq!(
+        frontends(&changes.changed, "a/a"),
+        [(CLUSTER_IP, "10.96.0.1".into(), 80), (EXTERNAL_IP, "192.0.2.1".into(), 80)]
+    );
+    assert_eq!(model.conflicts(), []);
+}

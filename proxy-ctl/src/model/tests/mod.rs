@@ -1,0 +1,4 @@
+mod categorize;
+mod conflicts;
+mod sequences;
+mod updates;

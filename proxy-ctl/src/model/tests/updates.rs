@@ -1,0 +1,335 @@
+//! What each update changes, and what it costs.
+
+use rstest::rstest;
+
+use crate::model::{
+    Model, Update,
+    desired::Changes,
+    objects::{Endpoint, Family::Ipv4, Protocol},
+    test_support::*,
+};
+
+fn after(updates: Vec<Update>) -> Model {
+    let mut model = Model::new(HERE);
+    for update in updates {
+        model.update(update);
+    }
+    model.take_changes();
+    model
+}
+
+fn shop() -> Vec<Update> {
+    vec![
+        Update::ApplyService(service("shop/web", &["10.96.0.1"])),
+        Update::ApplySlice(slice("shop/web-1", "web", vec![remote("10.0.0.1"), local("10.0.0.2")])),
+        Update::ApplyService(service("shop/cart", &["10.96.0.2", "fd00::2"])),
+        Update::ApplySlice(slice("shop/cart-1", "cart", vec![remote("10.0.0.3")])),
+        Update::ApplySlice(slice("shop/cart-2", "cart", vec![remote("fd00::3")])),
+    ]
+}
+
+fn names(changes: &Changes) -> Vec<String> {
+    let of = |port: &crate::model::desired::ServicePortName| format!("{port} {:?}", port.family);
+    let changed = changes.changed.iter().map(|port| of(&port.name));
+    changed.chain(changes.removed.iter().map(|port| format!("-{}", of(port)))).collect()
+}
+
+/// `address:port` of the clients' endpoints in the order of the model.
+fn cluster(model: &Model, service: &str) -> Vec<String> {
+    let service = name(service);
+    let desired = model.desired();
+    let ports = desired.iter().filter(|port| port.name.service == service);
+    ports.flat_map(|port| shown(port, &port.endpoints.cluster)).collect()
+}
+
+#[rstest]
+#[case::nothing(vec![], &[])]
+#[case::same_service(vec![Update::ApplyService(service("shop/web", &["10.96.0.1"]))], &[])]
+#[case::same_slice(
+    vec![Update::ApplySlice(slice("shop/web-1", "web", vec![remote("10.0.0.1"), local("10.0.0.2")]))],
+    &[]
+)]
+#[case::same_endpoints_in_another_order(
+    vec![Update::ApplySlice(slice("shop/web-1", "web", vec![local("10.0.0.2"), remote("10.0.0.1")]))],
+    &[]
+)]
+#[case::unknown_names_deleted(
+    vec![Update::DeleteService(name("shop/nobody")), Update::DeleteSlice(name("shop/nobody-1"))],
+    &[]
+)]
+#[case::endpoint_added(
+    vec![Update::ApplySlice(slice("shop/web-2", "web", vec![remote("10.0.0.9")]))],
+    &["shop/web Ipv4"]
+)]
+#[case::endpoint_of_one_family(
+    vec![Update::ApplySlice(slice("shop/cart-2", "cart", vec![remote("fd00::9")]))],
+    &["shop/cart Ipv6"]
+)]
+#[case::last_slice_deleted(vec![Update::DeleteSlice(name("shop/web-1"))], &["shop/web Ipv4"])]
+#[case::service_deleted(vec![Update::DeleteService(name("shop/web"))], &["-shop/web Ipv4"])]
+#[case::deleted_and_back(
+    vec![
+        Update::DeleteService(name("shop/web")),
+        Update::ApplyService(service("shop/web", &["10.96.0.1"])),
+    ],
+    &[]
+)]
+#[case::recreated_with_another_address(
+    vec![
+        Update::DeleteService(name("shop/web")),
+        Update::ApplyService(service("shop/web", &["10.96.0.77"])),
+    ],
+    &["shop/web Ipv4"]
+)]
+#[case::cluster_ip_reused_by_another_service(
+    vec![
+        Update::DeleteService(name("shop/web")),
+        Update::ApplyService(service("shop/new", &["10.96.0.1"])),
+    ],
+    &["shop/new Ipv4", "-shop/web Ipv4"]
+)]
+#[case::family_removed(
+    vec![Update::ApplyService(service("shop/cart", &["fd00::2"]))],
+    &["-shop/cart Ipv4"]
+)]
+#[case::family_added(
+    vec![Update::ApplyService(service("shop/web", &["10.96.0.1", "fd00::1"]))],
+    &["shop/web Ipv6"]
+)]
+#[case::many_updates_of_one_service(
+    vec![
+        Update::ApplySlice(slice("shop/web-1", "web", vec![remote("10.0.0.7")])),
+        Update::ApplySlice(slice("shop/web-1", "web", vec![remote("10.0.0.8")])),
+        Update::ApplyService(service("shop/web", &["10.96.0.1"]).node_port(30080)),
+    ],
+    &["shop/web Ipv4"]
+)]
+#[case::relist_of_services_without_one(
+    vec![Update::ReplaceServices(vec![service("shop/web", &["10.96.0.1"])])],
+    &["-shop/cart Ipv4", "-shop/cart Ipv6"]
+)]
+#[case::relist_of_slices_without_two(
+    vec![Update::ReplaceSlices(vec![
+        slice("shop/web-1", "web", vec![remote("10.0.0.1"), local("10.0.0.2")]),
+    ])],
+    &["shop/cart Ipv4", "shop/cart Ipv6"]
+)]
+#[case::everything_gone(
+    vec![Update::ReplaceSlices(vec![]), Update::ReplaceServices(vec![])],
+    &["-shop/cart Ipv4", "-shop/cart Ipv6", "-shop/web Ipv4"]
+)]
+#[case::node_without_zone(vec![Update::Node(Some(node(None))), Update::Node(None)], &[])]
+fn updates_change(#[case] updates: Vec<Update>, #[case] expected: &[&str]) {
+    let mut model = after(shop());
+    for update in updates {
+        model.update(update);
+    }
+    assert_eq!(names(&model.take_changes()), expected);
+    assert!(model.take_changes().is_empty(), "taken once");
+}
+
+#[test]
+fn slice_before_service_and_service_before_slice_are_the_same() {
+    let service = || Update::ApplyService(service("shop/web", &["10.96.0.1"]));
+    let slice = || Update::ApplySlice(slice("shop/web-1", "web", vec![remote("10.0.0.1")]));
+    assert_eq!(after(vec![service(), slice()]).desired(), after(vec![slice(), service()]).desired());
+    assert!(after(vec![slice()]).desired().is_empty());
+}
+
+#[test]
+fn service_without_endpoints_is_served_with_empty_sets() {
+    let desired = after(vec![Update::ApplyService(service("shop/web", &["10.96.0.1"]))]).desired();
+    assert_eq!(desired.len(), 1);
+    assert_eq!(desired[0].frontends.len(), 1);
+    assert_eq!(desired[0].endpoints, Default::default());
+}
+
+#[test]
+fn family_without_cluster_ip_is_not_served() {
+    let service =
+        service("shop/web", &["10.96.0.1"]).external_ip("2001:db8::1").load_balancer_ip("2001:db8::2");
+    let desired = after(vec![Update::ApplyService(service.node_port(30080))]).desired();
+    let families: Vec<_> = desired.iter().map(|port| port.name.family).collect();
+    assert_eq!(families, [Ipv4]);
+    let addresses: Vec<_> = desired[0].frontends.iter().map(|frontend| frontend.address).collect();
+    assert_eq!(addresses, [ip("10.96.0.1"), ip("0.0.0.0")]);
+}
+
+#[test]
+fn each_family_has_its_own_frontends_ranges_and_endpoints() {
+    let mut service = service("shop/web", &["10.96.0.1", "fd00::1"])
+        .node_port(30080)
+        .external_ip("192.0.2.1")
+        .load_balancer_ip("2001:db8::1");
+    service.source_ranges = vec!["203.0.113.0/25".parse().unwrap()];
+    let desired = after(vec![
+        Update::ApplyService(service),
+        Update::ApplySlice(slice("shop/web-1", "web", vec![remote("10.0.0.1")])),
+        Update::ApplySlice(slice("shop/web-2", "web", vec![remote("fd00:10::1")])),
+    ])
+    .desired();
+    let [v4, v6] = desired.as_slice() else { panic!("{desired:?}") };
+    let addresses = |port: &crate::model::desired::DesiredPort| {
+        port.frontends.iter().map(|frontend| frontend.address.to_string()).collect::<Vec<_>>()
+    };
+    assert_eq!(addresses(v4), ["10.96.0.1", "0.0.0.0", "192.0.2.1"]);
+    assert_eq!(addresses(v6), ["fd00::1", "::", "2001:db8::1"]);
+    assert_eq!(shown(v4, &v4.endpoints.cluster), ["10.0.0.1:8080"]);
+    assert_eq!(shown(v6, &v6.endpoints.cluster), ["[fd00:10::1]:8080"]);
+    assert_eq!(v4.source_ranges.len(), 1);
+    assert!(v6.source_ranges.is_empty());
+}
+
+#[test]
+fn slices_of_one_service_have_their_own_port_numbers() {
+    let model = after(vec![
+        Update::ApplyService(
+            service("shop/web", &["10.96.0.1"])
+                .ports(vec![port("http", 80), port("dns", 53).protocol(Protocol::Udp)]),
+        ),
+        Update::ApplySlice(
+            slice("shop/web-1", "web", vec![remote("10.0.0.1")])
+                .ports(vec![target("http", 8080), target("other", 9)]),
+        ),
+        Update::ApplySlice(
+            slice("shop/web-2", "web", vec![remote("10.0.0.2")]).ports(vec![target("http", 9090)]),
+        ),
+        // The name of the UDP port, but TCP.
+        Update::ApplySlice(
+            slice("shop/web-3", "web", vec![remote("10.0.0.3")]).ports(vec![target("dns", 5353)]),
+        ),
+    ]);
+    assert_eq!(cluster(&model, "shop/web"), ["10.0.0.1:8080", "10.0.0.2:9090"]);
+}
+
+#[test]
+fn slice_that_moves_to_another_service_leaves_the_first() {
+    let mut model = after(shop());
+    model.apply_slice(slice("shop/web-1", "cart", vec![remote("10.0.0.1")]));
+    assert_eq!(names(&model.take_changes()), ["shop/cart Ipv4", "shop/web Ipv4"]);
+    assert_eq!(cluster(&model, "shop/web"), [""; 0]);
+    assert_eq!(cluster(&model, "shop/cart"), ["10.0.0.1:8080", "10.0.0.3:8080", "[fd00::3]:8080"]);
+}
+
+#[test]
+fn slice_of_another_namespace_is_not_mixed_up() {
+    let mut model = after(shop());
+    model.apply_slice(slice("other/web-1", "web", vec![remote("10.0.0.9")]));
+    assert!(model.take_changes().is_empty());
+    model.delete_slice(&name("other/web-1"));
+    assert_eq!(cluster(&model, "shop/web"), ["10.0.0.2:8080", "10.0.0.1:8080"]);
+}
+
+#[rstest]
+#[case::ready_before_terminating(remote("10.0.0.1"), remote("10.0.0.1").draining(), true)]
+#[case::ready_before_unready(remote("10.0.0.1"), remote("10.0.0.1").unready(), true)]
+#[case::running_before_terminating_even_if_unready(
+    remote("10.0.0.1").unready(), remote("10.0.0.1").draining(), false
+)]
+fn of_a_duplicate_endpoint_the_better_counts(
+    #[case] better: Endpoint,
+    #[case] worse: Endpoint,
+    #[case] used: bool,
+) {
+    for (first, second) in [(better.clone(), worse.clone()), (worse, better)] {
+        let model = after(vec![
+            Update::ApplyService(service("shop/web", &["10.96.0.1"])),
+            Update::ApplySlice(slice("shop/web-1", "web", vec![first])),
+            Update::ApplySlice(slice("shop/web-2", "web", vec![second])),
+        ]);
+        let expected: &[&str] = if used { &["10.0.0.1:8080"] } else { &[] };
+        assert_eq!(cluster(&model, "shop/web"), expected);
+    }
+}
+
+#[test]
+fn local_endpoints_come_first_then_address_then_port() {
+    let model = after(vec![
+        Update::ApplyService(service("shop/web", &["10.96.0.1"])),
+        Update::ApplySlice(
+            slice("shop/web-1", "web", vec![remote("10.0.0.2"), remote("10.0.0.10"), local("10.0.0.9")])
+                .ports(vec![target("", 9090), target("", 8080)]),
+        ),
+    ]);
+    assert_eq!(
+        cluster(&model, "shop/web"),
+        [
+            "10.0.0.9:8080",
+            "10.0.0.9:9090",
+            "10.0.0.2:8080",
+            "10.0.0.2:9090",
+            "10.0.0.10:8080",
+            "10.0.0.10:9090"
+        ]
+    );
+}
+
+#[test]
+fn one_endpoint_costs_one_port() {
+    let mut updates = Vec::new();
+    for number in 0..100 {
+        let name = format!("shop/web-{number}");
+        updates.push(Update::ApplyService(service(
+            &name,
+            &[&format!("10.96.0.{number}"), &format!("fd00::{number}")],
+        )));
+    }
+    let mut model = after(updates);
+    let before = model.ports_computed();
+    model.apply_slice(slice("shop/web-7-a", "web-7", vec![remote("10.0.0.1")]));
+    assert_eq!(names(&model.take_changes()), ["shop/web-7 Ipv4"]);
+    assert_eq!(model.ports_computed() - before, 1);
+}
+
+#[test]
+fn a_batch_computes_each_port_once() {
+    let mut model = after(shop());
+    let before = model.ports_computed();
+    for number in 0..50 {
+        model.apply_slice(slice("shop/web-1", "web", vec![remote(&format!("10.0.1.{number}"))]));
+    }
+    model.take_changes();
+    assert_eq!(model.ports_computed() - before, 1);
+}
+
+#[test]
+fn relist_without_changes_computes_nothing() {
+    let mut model = after(shop());
+    let before = model.ports_computed();
+    let (mut services, mut slices) = (vec![], vec![]);
+    for update in shop() {
+        match update {
+            Update::ApplyService(service) => services.push(service),
+            Update::ApplySlice(slice) => slices.push(slice),
+            other => panic!("{other:?}"),
+        }
+    }
+    model.replace_services(services);
+    model.replace_slices(slices);
+    assert!(model.take_changes().is_empty());
+    assert_eq!(model.ports_computed(), before);
+}
+
+#[test]
+fn zone_change_computes_only_ports_with_hints_for_it() {
+    let hinted = |zone| vec![remote("10.0.0.1").zones(&[zone]), remote("10.0.0.2").zones(&["elsewhere"])];
+    let mut updates = shop();
+    updates.extend([
+        Update::Node(Some(node(Some("old")))),
+        Update::ApplyService(service("zone/old", &["10.96.1.1", "fd00::1:1"])),
+        Update::ApplySlice(slice("zone/old-1", "old", hinted("old"))),
+        Update::ApplyService(service("zone/new", &["10.96.1.2"])),
+        Update::ApplySlice(slice("zone/new-1", "new", hinted("new"))),
+        Update::ApplyService(service("zone/third", &["10.96.1.3"])),
+        Update::ApplySlice(slice("zone/third-1", "third", hinted("third"))),
+    ]);
+    let mut model = after(updates);
+    let before = model.ports_computed();
+    model.set_node(Some(node(Some("new"))));
+    assert_eq!(names(&model.take_changes()), ["zone/new Ipv4", "zone/old Ipv4"]);
+    assert_eq!(model.ports_computed() - before, 2);
+    model.set_node(None);
+    assert_eq!(names(&model.take_changes()), ["zone/new Ipv4"]);
+    assert_eq!(model.ports_computed() - before, 3);
+    assert!(model.node().is_none());
+}

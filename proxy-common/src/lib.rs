@@ -4,7 +4,9 @@
 #![cfg_attr(not(any(test, feature = "user")), no_std)]
 
 pub mod family;
+pub mod flow;
 pub mod layout;
+pub mod packet;
 pub mod reason;
 pub mod select;
 pub mod socket;

@@ -55,6 +55,34 @@ reasons! {
     SlotGone = 6, Refuse, "slot_gone";
     /// The socket's origin could not be stored, so answers would show the wrong address.
     SocketStorageFull = 7, Refuse, "socket_storage_full";
+    /// A packet opened a flow.
+    FlowOpened = 16, Pass, "flow_opened";
+    /// A SYN on a connection that ended, or a datagram whose backend is gone: the client gets a new backend.
+    FlowReplaced = 17, Pass, "flow_replaced";
+    /// An entry that was evicted or lost is back.
+    FlowRestored = 18, Pass, "flow_restored";
+    /// No room among the established flows: the flow stays among the opening ones.
+    FlowsFull = 19, Pass, "flows_full";
+    /// To a frontend, but it opens nothing and has no flow: perhaps a connection that netfilter translates.
+    TcpWithoutFlow = 20, Pass, "tcp_without_flow";
+    /// A fragment, also a first one: without its ports the others would not find their flow.
+    Fragment = 21, Pass, "fragment";
+    /// Headers that lie or are cut short; the stack judges them.
+    Malformed = 22, Pass, "malformed";
+    /// More IPv6 extension headers than are followed.
+    ExtensionHeaders = 23, Pass, "extension_headers";
+    /// The flow's entries could not be created.
+    FlowNotCreated = 24, Drop, "flow_not_created";
+    /// Must leave with an address of this node, and has none to leave with.
+    NoMasqueradeAddress = 25, Drop, "no_masquerade_address";
+    /// No free port was found for this backend among those tried.
+    MasqueradePortsExhausted = 26, Drop, "masquerade_ports_exhausted";
+    /// The client's port is taken at the backend, and so was every alias tried.
+    AliasPortsExhausted = 27, Drop, "alias_ports_exhausted";
+    /// The kernel would not write to the packet.
+    RewriteFailed = 28, Drop, "rewrite_failed";
+    /// The answer to a refused packet could not be built.
+    RefusalFailed = 29, Drop, "refusal_failed";
 }
 
 #[cfg(test)]

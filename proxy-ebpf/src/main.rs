@@ -3,15 +3,25 @@
 #![cfg_attr(target_arch = "bpf", no_std, no_main)]
 
 #[cfg(target_arch = "bpf")]
+mod flow;
+#[cfg(target_arch = "bpf")]
 mod globals;
 #[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]
+mod nat;
+#[cfg(target_arch = "bpf")]
+mod parse;
+#[cfg(target_arch = "bpf")]
 mod programs;
+#[cfg(target_arch = "bpf")]
+mod refuse;
 #[cfg(target_arch = "bpf")]
 mod socket;
 #[cfg(target_arch = "bpf")]
 mod tables;
+#[cfg(target_arch = "bpf")]
+mod tc;
 
 /// A reachable panic is an endless loop, which the verifier refuses: it cannot be shipped.
 #[cfg(target_arch = "bpf")]

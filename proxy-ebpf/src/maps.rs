@@ -6,7 +6,7 @@ use aya_ebpf::{
     btf_maps::{Array, HashMap, LruHashMap, PerCpuArray, SkStorage},
     macros::btf_map,
 };
-use proxy_common::{layout::*, reason::REASONS};
+use proxy_common::{flow::Scratch, layout::*, reason::REASONS};
 
 const MMAPABLE: usize = BPF_F_MMAPABLE as usize;
 const NO_PREALLOC: usize = BPF_F_NO_PREALLOC as usize;
@@ -44,4 +44,6 @@ tables! {
     datagrams6: SkStorage<DatagramOrigins<A6>>;
     settings: Array<Settings, 1>;
     counters: PerCpuArray<u64, { REASONS as usize }>;
+    scratch4: PerCpuArray<Scratch<A4>, 1>;
+    scratch6: PerCpuArray<Scratch<A6>, 1>;
 }

@@ -2,9 +2,16 @@
 
 #![expect(unreachable_pub, reason = "the macros export what they wrap")]
 
-use aya_ebpf::{macros::cgroup_sock_addr, programs::SockAddrContext};
+use aya_ebpf::{
+    macros::{cgroup_sock_addr, classifier},
+    programs::{SockAddrContext, TcContext},
+};
+use proxy_common::select::Origin;
 
-use crate::socket;
+use crate::{
+    socket,
+    tc::{self, BARE, ETHERNET},
+};
 
 macro_rules! socket_hooks {
     ($($hook:ident)+) => {
@@ -22,4 +29,40 @@ socket_hooks! { connect4 connect6 sendmsg4 sendmsg6 recvmsg4 recvmsg6 getpeernam
 #[cgroup_sock_addr(connect4)]
 pub fn learn_namespace(ctx: SockAddrContext) -> i32 {
     socket::learn_namespace(&ctx)
+}
+
+macro_rules! ingress {
+    ($($name:ident: $network:expr, $origin:expr;)+) => {
+        $(
+            #[classifier]
+            pub fn $name(ctx: TcContext) -> i32 {
+                tc::ingress(&ctx, $network, $origin)
+            }
+        )+
+    };
+}
+
+macro_rules! egress {
+    ($($name:ident: $network:expr;)+) => {
+        $(
+            #[classifier]
+            pub fn $name(ctx: TcContext) -> i32 {
+                tc::egress(&ctx, $network)
+            }
+        )+
+    };
+}
+
+ingress! {
+    workload_ingress: ETHERNET, Origin::Workload;
+    workload_ingress_l3: BARE, Origin::Workload;
+    uplink_ingress: ETHERNET, Origin::Outside;
+    uplink_ingress_l3: BARE, Origin::Outside;
+}
+
+egress! {
+    workload_egress: ETHERNET;
+    workload_egress_l3: BARE;
+    uplink_egress: ETHERNET;
+    uplink_egress_l3: BARE;
 }

@@ -1,0 +1,87 @@
+//! A packet as the decisions see it, and what is to be written into it.
+
+use crate::{
+    family::Destination,
+    layout::{Address, FlowKey, PROTOCOL_TCP},
+};
+
+pub const TCP_FIN: u8 = 0x01;
+pub const TCP_SYN: u8 = 0x02;
+pub const TCP_RST: u8 = 0x04;
+pub const TCP_ACK: u8 = 0x10;
+
+/// A TCP or UDP packet. Ports in host byte order.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Packet<A> {
+    pub source: A,
+    pub destination: A,
+    pub source_port: u16,
+    pub destination_port: u16,
+    /// IANA number.
+    pub protocol: u8,
+    /// `TCP_*`; 0 for UDP.
+    pub tcp_flags: u8,
+}
+
+impl<A: Address> Packet<A> {
+    #[inline(always)]
+    pub fn is_tcp(&self) -> bool {
+        self.protocol == PROTOCOL_TCP
+    }
+
+    /// A client may open a flow with it: a SYN without ACK, or any datagram.
+    #[inline(always)]
+    pub fn opens(&self) -> bool {
+        !self.is_tcp() || self.tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST) == TCP_SYN
+    }
+
+    #[inline(always)]
+    pub fn to(&self) -> Destination<A> {
+        Destination { address: self.destination, port: self.destination_port, protocol: self.protocol }
+    }
+
+    /// The key under which a flow has this packet as its `TUPLE_*`.
+    #[inline(always)]
+    pub fn key(&self, tuple: u8) -> FlowKey<A> {
+        FlowKey {
+            source: self.source,
+            destination: self.destination,
+            source_port: self.source_port,
+            destination_port: self.destination_port,
+            protocol: self.protocol,
+            tuple,
+            _reserved: 0,
+        }
+    }
+
+    /// As [`Packet::key`], for a packet in the other direction.
+    #[inline(always)]
+    pub fn reversed_key(&self, tuple: u8) -> FlowKey<A> {
+        FlowKey {
+            source: self.destination,
+            destination: self.source,
+            source_port: self.destination_port,
+            destination_port: self.source_port,
+            protocol: self.protocol,
+            tuple,
+            _reserved: 0,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Side {
+    Source,
+    Destination,
+}
+
+/// A translation: address and port of one side, and the port of the other, which mostly stays as it is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Rewrite<A> {
+    pub side: Side,
+    pub address: A,
+    /// Host byte order.
+    pub port: u16,
+    /// Host byte order.
+    pub other_port: u16,
+}

@@ -1,0 +1,147 @@
+//! Writes a translation into a packet.
+//!
+//! Checksums are changed by the difference, by helpers that know what a checksum field holds at the moment: a
+//! whole sum, the pseudo header's only (CHECKSUM_PARTIAL, as of locally made and GSO packets), or nothing (UDP 0).
+
+use aya_ebpf::{
+    bindings::{BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, BPF_F_RECOMPUTE_CSUM},
+    helpers::bpf_csum_diff,
+    programs::TcContext,
+};
+use proxy_common::{
+    family::{Family, V4, V6},
+    packet::{Rewrite, Side},
+};
+
+use crate::parse::Parsed;
+
+const TCP_CHECKSUM: u32 = 16;
+const UDP_CHECKSUM: u32 = 6;
+
+/// Where a family has its addresses, and how their change is summed.
+pub(crate) trait Addresses: Family {
+    const SOURCE: u32;
+    const DESTINATION: u32;
+
+    /// `checksum` is the offset of the transport's checksum, `flags` those for changing it.
+    fn replace_address(
+        ctx: &TcContext,
+        network: u32,
+        address: u32,
+        checksum: u32,
+        flags: u64,
+        old: &Self::Address,
+        new: &Self::Address,
+    ) -> Result<(), i64>;
+}
+
+impl Addresses for V4 {
+    const SOURCE: u32 = 12;
+    const DESTINATION: u32 = 16;
+
+    #[inline(always)]
+    fn replace_address(
+        ctx: &TcContext,
+        network: u32,
+        address: u32,
+        checksum: u32,
+        flags: u64,
+        old: &[u8; 4],
+        new: &[u8; 4],
+    ) -> Result<(), i64> {
+        const HEADER_CHECKSUM: u32 = 10;
+        let from = u64::from(u32::from_ne_bytes(*old));
+        let to = u64::from(u32::from_ne_bytes(*new));
+        ctx.l4_csum_replace(checksum as usize, from, to, flags | u64::from(BPF_F_PSEUDO_HDR) | 4)?;
+        ctx.l3_csum_replace((network + HEADER_CHECKSUM) as usize, from, to, 4)?;
+        ctx.store((network + address) as usize, new, 0)
+    }
+}
+
+impl Addresses for V6 {
+    const SOURCE: u32 = 8;
+    const DESTINATION: u32 = 24;
+
+    #[inline(always)]
+    fn replace_address(
+        ctx: &TcContext,
+        network: u32,
+        address: u32,
+        checksum: u32,
+        flags: u64,
+        old: &[u8; 16],
+        new: &[u8; 16],
+    ) -> Result<(), i64> {
+        let mut from = *old;
+        let mut to = *new;
+        // SAFETY: both are 16 bytes long.
+        let difference =
+            unsafe { bpf_csum_diff(from.as_mut_ptr().cast(), 16, to.as_mut_ptr().cast(), 16, 0) };
+        ctx.l4_csum_replace(checksum as usize, 0, difference as u64, flags | u64::from(BPF_F_PSEUDO_HDR))?;
+        // With CHECKSUM_COMPLETE the line above moved the packet's sum by the change of the checksum field, as is
+        // right for IPv4. Here no header checksum makes up for the address; this flag does. (BPF_F_IPV6
+        // of 6.16 says the same, and older kernels refuse it.)
+        ctx.store((network + address) as usize, &to, u64::from(BPF_F_RECOMPUTE_CSUM))
+    }
+}
+
+/// After an error part of the packet may be rewritten: it must go no further.
+#[inline(always)]
+pub(crate) fn rewrite<F: Addresses>(
+    ctx: &TcContext,
+    parsed: &Parsed<F::Address>,
+    rewrite: &Rewrite<F::Address>,
+) -> Result<(), i64> {
+    let packet = &parsed.packet;
+    let (field, flags) = if packet.is_tcp() {
+        (TCP_CHECKSUM, 0)
+    } else {
+        // A checksum of 0 is none and stays so; a sum that comes out as 0 is written as 0xffff.
+        (UDP_CHECKSUM, u64::from(BPF_F_MARK_MANGLED_0))
+    };
+    let checksum = parsed.transport + field;
+    let source_port = parsed.transport;
+    let destination_port = parsed.transport + 2;
+    if rewrite.side == Side::Source {
+        F::replace_address(
+            ctx,
+            parsed.network,
+            F::SOURCE,
+            checksum,
+            flags,
+            &packet.source,
+            &rewrite.address,
+        )?;
+        replace_port(ctx, source_port, checksum, flags, packet.source_port, rewrite.port)?;
+        replace_port(ctx, destination_port, checksum, flags, packet.destination_port, rewrite.other_port)
+    } else {
+        F::replace_address(
+            ctx,
+            parsed.network,
+            F::DESTINATION,
+            checksum,
+            flags,
+            &packet.destination,
+            &rewrite.address,
+        )?;
+        replace_port(ctx, destination_port, checksum, flags, packet.destination_port, rewrite.port)?;
+        replace_port(ctx, source_port, checksum, flags, packet.source_port, rewrite.other_port)
+    }
+}
+
+#[inline(always)]
+fn replace_port(
+    ctx: &TcContext,
+    offset: u32,
+    checksum: u32,
+    flags: u64,
+    old: u16,
+    new: u16,
+) -> Result<(), i64> {
+    if old == new {
+        return Ok(());
+    }
+    let (from, to) = (u64::from(old.to_be()), u64::from(new.to_be()));
+    ctx.l4_csum_replace(checksum as usize, from, to, flags | 2)?;
+    ctx.store(offset as usize, &new.to_be_bytes(), 0)
+}

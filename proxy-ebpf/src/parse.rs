@@ -1,0 +1,127 @@
+//! From bytes to a `Packet`. Headers are read by helper, which also reads what lies in a packet's fragments.
+
+use aya_ebpf::programs::TcContext;
+use proxy_common::{
+    family::{Family, V4, V6},
+    layout::{PROTOCOL_TCP, PROTOCOL_UDP},
+    packet::Packet,
+    reason::Reason,
+};
+
+/// A packet and where in it its headers begin.
+pub(crate) struct Parsed<A> {
+    pub(crate) packet: Packet<A>,
+    pub(crate) network: u32,
+    pub(crate) transport: u32,
+}
+
+/// A family's network header.
+pub(crate) trait Network: Family {
+    /// Fails with `NotAService` where the packet is not TCP or UDP.
+    fn parse(ctx: &TcContext, network: u32) -> Result<Parsed<Self::Address>, Reason>;
+}
+
+#[inline(always)]
+fn read<const N: usize>(ctx: &TcContext, offset: u32) -> Result<[u8; N], Reason> {
+    ctx.load::<[u8; N]>(offset as usize).map_err(|_| Reason::Malformed)
+}
+
+const PORTS_AND_TCP_FLAGS: usize = 14;
+const TCP_FLAGS: usize = 13;
+const UDP_HEADER: usize = 8;
+const IPV4_HEADER: u32 = 20;
+const IPV6_HEADER: u32 = 40;
+
+impl Network for V4 {
+    #[inline(always)]
+    fn parse(ctx: &TcContext, network: u32) -> Result<Parsed<[u8; 4]>, Reason> {
+        let header: [u8; IPV4_HEADER as usize] = read(ctx, network)?;
+        let protocol = header[9];
+        if protocol != PROTOCOL_TCP && protocol != PROTOCOL_UDP {
+            return Err(Reason::NotAService);
+        }
+        let header_length = u32::from(header[0] & 0x0f) * 4;
+        if header[0] >> 4 != 4 || header_length < IPV4_HEADER {
+            return Err(Reason::Malformed);
+        }
+        // More fragments, or an offset.
+        if (header[6] & 0x3f) | header[7] != 0 {
+            return Err(Reason::Fragment);
+        }
+        let source = [header[12], header[13], header[14], header[15]];
+        let destination = [header[16], header[17], header[18], header[19]];
+        parse_transport(ctx, network, network + header_length, protocol, source, destination)
+    }
+}
+
+/// How many extension headers are followed.
+const EXTENSION_HEADERS: usize = 4;
+const HOP_BY_HOP: u8 = 0;
+const ROUTING: u8 = 43;
+const FRAGMENT: u8 = 44;
+const DESTINATION_OPTIONS: u8 = 60;
+
+impl Network for V6 {
+    #[inline(always)]
+    fn parse(ctx: &TcContext, network: u32) -> Result<Parsed<[u8; 16]>, Reason> {
+        let header: [u8; IPV6_HEADER as usize] = read(ctx, network)?;
+        if header[0] >> 4 != 6 {
+            return Err(Reason::Malformed);
+        }
+        let mut next = header[6];
+        let mut transport = network + IPV6_HEADER;
+        for _ in 0..EXTENSION_HEADERS {
+            if next == PROTOCOL_TCP || next == PROTOCOL_UDP {
+                break;
+            }
+            if next == FRAGMENT {
+                return Err(Reason::Fragment);
+            }
+            if next != HOP_BY_HOP && next != ROUTING && next != DESTINATION_OPTIONS {
+                return Err(Reason::NotAService);
+            }
+            let extension: [u8; 4] = read(ctx, transport)?;
+            // With segments left the destination is a way station.
+            if next == ROUTING && extension[3] != 0 {
+                return Err(Reason::NotAService);
+            }
+            next = extension[0];
+            transport += (u32::from(extension[1]) + 1) * 8;
+        }
+        if next != PROTOCOL_TCP && next != PROTOCOL_UDP {
+            return Err(Reason::ExtensionHeaders);
+        }
+        let mut source = [0; 16];
+        source.copy_from_slice(&header[8..24]);
+        let mut destination = [0; 16];
+        destination.copy_from_slice(&header[24..40]);
+        parse_transport(ctx, network, transport, next, source, destination)
+    }
+}
+
+#[inline(always)]
+fn parse_transport<A>(
+    ctx: &TcContext,
+    network: u32,
+    transport: u32,
+    protocol: u8,
+    source: A,
+    destination: A,
+) -> Result<Parsed<A>, Reason> {
+    let (ports, tcp_flags) = if protocol == PROTOCOL_TCP {
+        let header: [u8; PORTS_AND_TCP_FLAGS] = read(ctx, transport)?;
+        ([header[0], header[1], header[2], header[3]], header[TCP_FLAGS])
+    } else {
+        let header: [u8; UDP_HEADER] = read(ctx, transport)?;
+        ([header[0], header[1], header[2], header[3]], 0)
+    };
+    let packet = Packet {
+        source,
+        destination,
+        source_port: u16::from_be_bytes([ports[0], ports[1]]),
+        destination_port: u16::from_be_bytes([ports[2], ports[3]]),
+        protocol,
+        tcp_flags,
+    };
+    Ok(Parsed { packet, network, transport })
+}

@@ -1,0 +1,223 @@
+//! Answers in a service's name where it has no endpoint: RST for TCP, ICMP port unreachable for UDP, so that the
+//! client learns at once what a socket hook would have told it.
+
+use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
+
+use aya_ebpf::{
+    bindings::{BPF_F_RECOMPUTE_CSUM, TC_ACT_REDIRECT},
+    helpers::{bpf_csum_diff, bpf_redirect, bpf_skb_change_tail},
+    programs::TcContext,
+};
+use proxy_common::{
+    family::{V4, V6},
+    packet::{TCP_ACK, TCP_RST},
+};
+
+use crate::{nat::Addresses, parse::Parsed, tc::ETHERNET};
+
+const HOP_LIMIT: u8 = 64;
+
+/// What differs between the families in an answer.
+pub(crate) trait Refuse: Addresses {
+    /// Makes the packet go back: addresses swapped, lifetime fresh. The transport's checksum stays right.
+    fn turn_around(ctx: &TcContext, parsed: &Parsed<Self::Address>) -> Result<(), i64>;
+    /// Replaces the packet by the ICMP error that quotes it.
+    fn unreachable(ctx: &TcContext, parsed: &Parsed<Self::Address>) -> Result<(), i64>;
+}
+
+/// Turns the packet into its refusal and sends it back through the interface that it came in by.
+#[inline(always)]
+pub(crate) fn refuse<F: Refuse>(ctx: &TcContext, parsed: &Parsed<F::Address>) -> Result<i32, i64> {
+    if parsed.packet.is_tcp() {
+        reset::<F>(ctx, parsed)?;
+    } else {
+        F::unreachable(ctx, parsed)?;
+    }
+    if parsed.network == ETHERNET {
+        let addresses: [u8; 12] = ctx.load(0)?;
+        ctx.store(
+            0,
+            &[addresses[6], addresses[7], addresses[8], addresses[9], addresses[10], addresses[11]],
+            0,
+        )?;
+        ctx.store(
+            6,
+            &[addresses[0], addresses[1], addresses[2], addresses[3], addresses[4], addresses[5]],
+            0,
+        )?;
+    }
+    // SAFETY: a field of the context.
+    let interface = unsafe { (*ctx.skb.skb).ifindex };
+    // SAFETY: no pointers.
+    let action = unsafe { bpf_redirect(interface, 0) };
+    if action == i64::from(TC_ACT_REDIRECT) { Ok(action as i32) } else { Err(action) }
+}
+
+/// Only a SYN without ACK is refused. Its segment becomes the answer in place, and keeps its length and options:
+/// then the checksum changes by the few words below, which the helpers get right also for a packet whose
+/// checksum is still to be filled in.
+#[inline(always)]
+fn reset<F: Refuse>(ctx: &TcContext, parsed: &Parsed<F::Address>) -> Result<(), i64> {
+    const CHECKSUM: u32 = 16;
+    F::turn_around(ctx, parsed)?;
+    let mut old: [u8; 16] = ctx.load(parsed.transport as usize)?;
+    let sequence = u32::from_be_bytes([old[4], old[5], old[6], old[7]]);
+    let acknowledged = sequence.wrapping_add(1).to_be_bytes();
+    // Ports swapped, sequence 0, acknowledgement, same header length, RST and ACK, no window.
+    let mut new = [
+        old[2],
+        old[3],
+        old[0],
+        old[1],
+        0,
+        0,
+        0,
+        0,
+        acknowledged[0],
+        acknowledged[1],
+        acknowledged[2],
+        acknowledged[3],
+        old[12],
+        TCP_RST | TCP_ACK,
+        0,
+        0,
+    ];
+    // SAFETY: both are 16 bytes long.
+    let difference = unsafe { bpf_csum_diff(old.as_mut_ptr().cast(), 16, new.as_mut_ptr().cast(), 16, 0) };
+    ctx.l4_csum_replace((parsed.transport + CHECKSUM) as usize, 0, difference as u64, 0)?;
+    ctx.store(parsed.transport as usize, &new, 0)
+}
+
+/// ICMP type, code, checksum and four bytes of nothing.
+const ICMP_HEADER: u32 = 8;
+/// As much of the transport as ICMP must quote: all of UDP's header.
+const QUOTED_TRANSPORT: u32 = 8;
+const WORD: u32 = 4;
+/// Headers that are quoted at most, in words: IPv4 with options needs 17.
+const QUOTED_WORDS: u32 = 32;
+
+/// Moves the headers up to make room for `before` bytes, drops what follows them, and answers with their length
+/// and ones' complement sum.
+#[inline(always)]
+fn quote<A>(ctx: &TcContext, parsed: &Parsed<A>, before: u32) -> Result<(u32, u64), i64> {
+    let length = parsed.transport - parsed.network + QUOTED_TRANSPORT;
+    let words = length / WORD;
+    if words > QUOTED_WORDS {
+        return Err(-1);
+    }
+    // SAFETY: the context of this program.
+    let resized = unsafe { bpf_skb_change_tail(ctx.skb.skb, parsed.network + before + length, 0) };
+    if resized != 0 {
+        return Err(resized);
+    }
+    let mut sum = 0;
+    // The verifier must see the loop's end: a counter in memory is one that the compiler does not replace by the
+    // offset. 8 bytes wide, or 5.10 would not follow it.
+    let mut counter = 0u64;
+    // From the end, because old and new place overlap.
+    loop {
+        // SAFETY: a local.
+        let done = unsafe { read_volatile(addr_of!(counter)) } as u32;
+        if done >= QUOTED_WORDS || done >= words {
+            break;
+        }
+        // SAFETY: as above.
+        unsafe { write_volatile(addr_of_mut!(counter), u64::from(done) + 1) };
+        let offset = parsed.network + (words - 1 - done) * WORD;
+        let word: [u8; WORD as usize] = ctx.load(offset as usize)?;
+        store(ctx, offset + before, &word)?;
+        sum += u64::from(u32::from_ne_bytes(word));
+    }
+    Ok((length, sum))
+}
+
+#[inline(always)]
+fn store<T>(ctx: &TcContext, offset: u32, bytes: &T) -> Result<(), i64> {
+    ctx.store(offset as usize, bytes, u64::from(BPF_F_RECOMPUTE_CSUM))
+}
+
+/// Sum of 16-bit words, of either byte order, to the bytes of a checksum in that order.
+#[inline(always)]
+fn fold(sum: u64) -> [u8; 2] {
+    let sum = (sum & 0xffff_ffff) + (sum >> 32);
+    let sum = (sum & 0xffff) + (sum >> 16);
+    let sum = (sum & 0xffff) + (sum >> 16);
+    let sum = (sum & 0xffff) + (sum >> 16);
+    (!(sum as u16)).to_ne_bytes()
+}
+
+#[inline(always)]
+fn sum4(word: [u8; 4]) -> u64 {
+    u64::from(u32::from_ne_bytes(word))
+}
+
+impl Refuse for V4 {
+    #[inline(always)]
+    fn turn_around(ctx: &TcContext, parsed: &Parsed<[u8; 4]>) -> Result<(), i64> {
+        const LIFETIME: u32 = 8;
+        const CHECKSUM: u32 = 10;
+        let old: [u8; 2] = ctx.load((parsed.network + LIFETIME) as usize)?;
+        let new = [HOP_LIMIT, old[1]];
+        let (from, to) = (u16::from_ne_bytes(old), u16::from_ne_bytes(new));
+        ctx.l3_csum_replace((parsed.network + CHECKSUM) as usize, from.into(), to.into(), 2)?;
+        ctx.store((parsed.network + LIFETIME) as usize, &new, 0)?;
+        ctx.store((parsed.network + Self::SOURCE) as usize, &parsed.packet.destination, 0)?;
+        ctx.store((parsed.network + Self::DESTINATION) as usize, &parsed.packet.source, 0)
+    }
+
+    #[inline(always)]
+    fn unreachable(ctx: &TcContext, parsed: &Parsed<[u8; 4]>) -> Result<(), i64> {
+        const HEADER: u32 = 20;
+        const PROTOCOL_ICMP: u8 = 1;
+        const PORT_UNREACHABLE: [u8; 4] = [3, 3, 0, 0];
+        /// Network control, as Linux marks its ICMP errors.
+        const PRECEDENCE: u8 = 0xc0;
+        let (quoted, sum) = quote(ctx, parsed, HEADER + ICMP_HEADER)?;
+        let [length_high, length_low] = ((HEADER + ICMP_HEADER + quoted) as u16).to_be_bytes();
+        let first = [0x45, PRECEDENCE, length_high, length_low];
+        let lifetime = [HOP_LIMIT, PROTOCOL_ICMP, 0, 0];
+        let (from, to) = (parsed.packet.destination, parsed.packet.source);
+        let checksum = fold(sum4(first) + sum4(lifetime) + sum4(from) + sum4(to));
+        store(ctx, parsed.network, &first)?;
+        store(ctx, parsed.network + 4, &[0u8; 4])?;
+        store(ctx, parsed.network + 8, &[HOP_LIMIT, PROTOCOL_ICMP, checksum[0], checksum[1]])?;
+        store(ctx, parsed.network + Self::SOURCE, &from)?;
+        store(ctx, parsed.network + Self::DESTINATION, &to)?;
+        let [high, low] = fold(sum + sum4(PORT_UNREACHABLE));
+        store(ctx, parsed.network + HEADER, &[3u8, 3, high, low, 0, 0, 0, 0])
+    }
+}
+
+impl Refuse for V6 {
+    #[inline(always)]
+    fn turn_around(ctx: &TcContext, parsed: &Parsed<[u8; 16]>) -> Result<(), i64> {
+        const LIFETIME: u32 = 7;
+        store(ctx, parsed.network + LIFETIME, &HOP_LIMIT)?;
+        ctx.store((parsed.network + Self::SOURCE) as usize, &parsed.packet.destination, 0)?;
+        ctx.store((parsed.network + Self::DESTINATION) as usize, &parsed.packet.source, 0)
+    }
+
+    #[inline(always)]
+    fn unreachable(ctx: &TcContext, parsed: &Parsed<[u8; 16]>) -> Result<(), i64> {
+        const HEADER: u32 = 40;
+        const PROTOCOL_ICMP: u8 = 58;
+        const PORT_UNREACHABLE: [u8; 4] = [1, 4, 0, 0];
+        let (quoted, sum) = quote(ctx, parsed, HEADER + ICMP_HEADER)?;
+        let length = (ICMP_HEADER + quoted) as u16;
+        let [length_high, length_low] = length.to_be_bytes();
+        let (mut from, mut to) = (parsed.packet.destination, parsed.packet.source);
+        // SAFETY: nothing is subtracted, 16 bytes are added.
+        let sources = unsafe { bpf_csum_diff(core::ptr::null_mut(), 0, from.as_mut_ptr().cast(), 16, 0) };
+        // SAFETY: as above.
+        let addresses =
+            unsafe { bpf_csum_diff(core::ptr::null_mut(), 0, to.as_mut_ptr().cast(), 16, sources as u32) };
+        let pseudo_header = u64::from(addresses as u32)
+            + sum4([0, 0, length_high, length_low])
+            + sum4([0, 0, 0, PROTOCOL_ICMP]);
+        let [high, low] = fold(sum + pseudo_header + sum4(PORT_UNREACHABLE));
+        store(ctx, parsed.network, &[0x60u8, 0, 0, 0, length_high, length_low, PROTOCOL_ICMP, HOP_LIMIT])?;
+        store(ctx, parsed.network + Self::SOURCE, &from)?;
+        store(ctx, parsed.network + Self::DESTINATION, &to)?;
+        store(ctx, parsed.network + HEADER, &[1u8, 4, high, low, 0, 0, 0, 0])
+    }
+}

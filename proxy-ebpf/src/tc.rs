@@ -1,0 +1,123 @@
+//! The way of a packet: parse, decide, rewrite.
+
+use aya_ebpf::{
+    bindings::{TC_ACT_SHOT, TC_ACT_UNSPEC},
+    programs::TcContext,
+};
+use proxy_common::{
+    family::{V4, V6},
+    flow::{self, FlowTables},
+    packet::Rewrite,
+    reason::{Reason, Verdict},
+    select::Origin,
+};
+
+use crate::{
+    flow::FlowScratch,
+    nat::{self, Addresses},
+    parse::{Network, Parsed},
+    refuse::{self, Refuse},
+    tables::{Maps, count},
+};
+
+/// Offset of the network header on a device with Ethernet headers. A VLAN tag is in the metadata by then.
+pub(crate) const ETHERNET: u32 = 14;
+/// On a device without.
+pub(crate) const BARE: u32 = 0;
+
+// Ethertypes as the context has them, in network order.
+const IPV4: u32 = 0x0800u16.to_be() as u32;
+const IPV6: u32 = 0x86ddu16.to_be() as u32;
+
+trait PacketFamily: Network + Addresses + Refuse + FlowScratch {}
+impl PacketFamily for V4 {}
+impl PacketFamily for V6 {}
+
+/// A packet enters the node.
+#[inline(always)]
+pub(crate) fn ingress(ctx: &TcContext, network: u32, origin: Origin) -> i32 {
+    match ethertype(ctx) {
+        IPV4 => ingress_of::<V4>(ctx, network, origin),
+        IPV6 => ingress_of::<V6>(ctx, network, origin),
+        _ => TC_ACT_UNSPEC,
+    }
+}
+
+/// A packet leaves the node.
+#[inline(always)]
+pub(crate) fn egress(ctx: &TcContext, network: u32) -> i32 {
+    match ethertype(ctx) {
+        IPV4 => egress_of::<V4>(ctx, network),
+        IPV6 => egress_of::<V6>(ctx, network),
+        _ => TC_ACT_UNSPEC,
+    }
+}
+
+#[inline(always)]
+fn ethertype(ctx: &TcContext) -> u32 {
+    // SAFETY: a field of the context.
+    unsafe { (*ctx.skb.skb).protocol }
+}
+
+#[inline(always)]
+fn ingress_of<F: PacketFamily>(ctx: &TcContext, network: u32, origin: Origin) -> i32
+where
+    Maps: FlowTables<F>,
+{
+    let parsed = match F::parse(ctx, network) {
+        Ok(parsed) => parsed,
+        Err(reason) => return pass_or_drop(reason),
+    };
+    let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
+    match flow::arriving(&Maps, scratch, &parsed.packet, origin) {
+        Ok(rewrite) => translate::<F>(ctx, &parsed, &rewrite),
+        Err(reason) if reason.verdict() == Verdict::Refuse => {
+            count(reason);
+            match refuse::refuse::<F>(ctx, &parsed) {
+                Ok(action) => action,
+                Err(_) => pass_or_drop(Reason::RefusalFailed),
+            }
+        }
+        Err(reason) => pass_or_drop(reason),
+    }
+}
+
+#[inline(always)]
+fn egress_of<F: PacketFamily>(ctx: &TcContext, network: u32) -> i32
+where
+    Maps: FlowTables<F>,
+{
+    let parsed = match F::parse(ctx, network) {
+        Ok(parsed) => parsed,
+        Err(reason) => return pass_or_drop(reason),
+    };
+    let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
+    match flow::leaving(&Maps, scratch, &parsed.packet) {
+        Ok(rewrite) => translate::<F>(ctx, &parsed, &rewrite),
+        Err(reason) => pass_or_drop(reason),
+    }
+}
+
+#[inline(always)]
+fn translate<F: PacketFamily>(
+    ctx: &TcContext,
+    parsed: &Parsed<F::Address>,
+    rewrite: &Rewrite<F::Address>,
+) -> i32 {
+    match nat::rewrite::<F>(ctx, parsed, rewrite) {
+        Ok(()) => TC_ACT_UNSPEC,
+        Err(_) => pass_or_drop(Reason::RewriteFailed),
+    }
+}
+
+/// The one place where a reason ends a packet. Passing means that other programs on the hook go on with it.
+#[inline(always)]
+fn pass_or_drop(reason: Reason) -> i32 {
+    if reason as u32 != Reason::NotAService as u32 {
+        count(reason);
+    }
+    match reason.verdict() {
+        Verdict::Pass => TC_ACT_UNSPEC,
+        Verdict::Refuse | Verdict::Drop => TC_ACT_SHOT as i32,
+    }
+}

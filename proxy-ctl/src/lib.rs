@@ -1,5 +1,6 @@
 //! Service proxy for Kubernetes nodes.
 pub mod config;
+pub mod controller;
 pub mod dataplane;
 pub mod model;
 pub mod serve;

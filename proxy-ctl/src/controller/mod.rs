@@ -1,0 +1,318 @@
+//! From what the sources tell to what the dataplane does: the one place where the model and the dataplane meet.
+//!
+//! [`Controller`] is plain: given updates and the time it calls the dataplane, and says when it wants to be
+//! called again. [`run`] is the thread around it.
+
+mod retry;
+mod run;
+mod surveys;
+mod unsupported;
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+pub use run::{Asks, Inputs, UsageAsk, run};
+
+use self::{retry::Retry, surveys::Surveys};
+use crate::{
+    config::Config,
+    dataplane::{Applied, Dataplane, Error, Host, Usage},
+    model::{
+        Model, Update,
+        desired::{Changes, DesiredPort},
+        objects::Family,
+    },
+    serve::{Metrics, Moment, SharedHealth},
+};
+
+/// What the controller tells the world.
+#[derive(Clone, Debug)]
+pub struct Reports {
+    pub health: Arc<SharedHealth>,
+    pub metrics: Arc<Metrics>,
+}
+
+/// Which lists have come in. Nothing is written before all have.
+#[derive(Clone, Copy, Debug, Default)]
+struct Listed {
+    services: bool,
+    slices: bool,
+    node: bool,
+}
+
+pub struct Controller<D> {
+    config: Arc<Config>,
+    model: Model,
+    listed: Listed,
+    /// As the node is, before the configuration has its say.
+    host: Option<Host>,
+    dataplane: Option<Programmed<D>>,
+    reports: Reports,
+    surveys: Surveys,
+}
+
+/// The dataplane and what it still owes.
+struct Programmed<D> {
+    dataplane: D,
+    /// Everything was written at least once.
+    complete: bool,
+    host: Retry,
+    resync: Retry,
+    garbage_failure: Option<String>,
+}
+
+impl<D: Dataplane> Controller<D> {
+    pub fn new(config: Arc<Config>, node_name: impl Into<Arc<str>>, reports: Reports) -> Self {
+        let start = Moment::now();
+        for family in Family::ALL {
+            reports.health.lock().updated(family, start);
+        }
+        let surveys = Surveys::new(Arc::clone(&reports.metrics));
+        Self {
+            config,
+            model: Model::new(node_name),
+            listed: Listed::default(),
+            host: None,
+            dataplane: None,
+            reports,
+            surveys,
+        }
+    }
+
+    /// Takes in what a source tells; [`Controller::write`] then writes what all updates have changed.
+    pub fn take(&mut self, update: Update, now: Instant) {
+        let metrics = &self.reports.metrics;
+        let count = |length: usize| u64::try_from(length).unwrap_or(u64::MAX);
+        match &update {
+            Update::ReplaceServices(services) => {
+                self.listed.services = true;
+                metrics.service_changes.received(count(services.len()));
+            }
+            Update::ReplaceSlices(slices) => {
+                self.listed.slices = true;
+                metrics.endpoint_changes.received(count(slices.len()));
+            }
+            Update::ApplyService(_) | Update::DeleteService(_) => metrics.service_changes.received(1),
+            Update::ApplySlice(_) | Update::DeleteSlice(_) => metrics.endpoint_changes.received(1),
+            Update::Node(node) => {
+                self.listed.node = true;
+                self.reports.health.lock().set_node(node.as_ref());
+                let addresses = |node: Option<&crate::model::objects::Node>| {
+                    node.map(|node| node.addresses.clone()).unwrap_or_default()
+                };
+                if addresses(self.model.node()) != addresses(node.as_ref())
+                    && let Some(programmed) = &mut self.dataplane
+                {
+                    programmed.host.ask(now);
+                }
+            }
+        }
+        self.model.update(update);
+    }
+
+    /// The node's addresses and interfaces are now these.
+    pub fn set_host(&mut self, host: Host, now: Instant) {
+        self.host = Some(host);
+        if let Some(programmed) = &mut self.dataplane {
+            programmed.host.ask(now);
+        }
+    }
+
+    /// Every source has listed, and the node is known: the dataplane can be started.
+    pub fn is_ready(&self) -> bool {
+        self.listed.services && self.listed.slices && self.listed.node && self.host.is_some()
+    }
+
+    /// What is still missing, for people.
+    pub fn waits_for(&self) -> Vec<&'static str> {
+        let all = [
+            (self.listed.services, "Services"),
+            (self.listed.slices, "EndpointSlices"),
+            (self.listed.node, "the own Node"),
+            (self.host.is_some(), "the node's addresses and interfaces"),
+        ];
+        all.into_iter().filter(|(there, _)| !there).map(|(_, what)| what).collect()
+    }
+
+    /// From now on changes are written to `dataplane`, everything first.
+    pub fn start(&mut self, dataplane: D, now: Instant) {
+        self.reports.metrics.listed.set(1);
+        self.dataplane = Some(Programmed {
+            dataplane,
+            complete: false,
+            host: Retry::due(now, self.config.sync_period()),
+            resync: Retry::due(now, self.config.sync_period()),
+            garbage_failure: None,
+        });
+    }
+
+    pub fn is_started(&self) -> bool {
+        self.dataplane.is_some()
+    }
+
+    /// Writes what is due. Failures are logged, counted, and tried again at [`Controller::wants_call_at`].
+    pub fn write(&mut self, now: Instant) {
+        if self.dataplane.is_none() {
+            return;
+        }
+        self.write_host(now);
+        let changes = self.model.take_changes();
+        if !changes.is_empty() {
+            self.surveys.changed(&changes, &self.model);
+            self.queued(&changes, now);
+        }
+        let changes = unsupported::leave_out_of_changes(changes);
+        let Some(programmed) = &mut self.dataplane else { return };
+        if programmed.resync.is_due(now) {
+            self.resync(now);
+        } else if programmed.complete && !changes.is_empty() {
+            self.apply(&changes, now);
+        } else if programmed.complete && !programmed.resync.is_pending() {
+            self.written();
+        }
+    }
+
+    fn write_host(&mut self, now: Instant) {
+        let (Some(programmed), Some(host)) = (&mut self.dataplane, &self.host) else { return };
+        if !programmed.host.is_due(now) {
+            return;
+        }
+        let node_addresses = self.model.node().map(|node| node.addresses.as_slice()).unwrap_or_default();
+        let host = selected(host, &self.config, node_addresses);
+        let metrics = &self.reports.metrics;
+        match programmed.dataplane.set_host(&host) {
+            Ok(applied) => {
+                programmed.host.succeeded();
+                metrics.applied(applied);
+            }
+            Err(error) => {
+                metrics.sync_errors.inc();
+                let pause = programmed.host.failed(now);
+                tracing::error!(
+                    %error, next_attempt_in = ?pause,
+                    "taking over the node's addresses and interfaces failed"
+                );
+            }
+        }
+    }
+
+    fn apply(&mut self, changes: &Changes, now: Instant) {
+        let Some(programmed) = &mut self.dataplane else { return };
+        let started = Instant::now();
+        match programmed.dataplane.apply(changes) {
+            Ok(applied) => {
+                let families = families_of(changes);
+                self.succeeded(applied, started.elapsed(), &families, "changes written");
+            }
+            Err(error) => self.failed(&error, now, "writing changes failed"),
+        }
+    }
+
+    fn resync(&mut self, now: Instant) {
+        let Some(programmed) = &mut self.dataplane else { return };
+        let desired = unsupported::leave_out(self.model.desired());
+        let started = Instant::now();
+        let result = programmed.dataplane.resync(&desired);
+        self.reports.metrics.resyncs.inc();
+        match result {
+            Ok(applied) => {
+                programmed.resync.succeeded();
+                programmed.complete = true;
+                self.succeeded(applied, started.elapsed(), &Family::ALL, "everything compared and written");
+            }
+            Err(error) => self.failed(&error, now, "writing everything failed"),
+        }
+    }
+
+    fn succeeded(&self, applied: Applied, took: Duration, families: &[Family], what: &'static str) {
+        let metrics = &self.reports.metrics;
+        metrics.applied(applied);
+        for family in families {
+            metrics.synced(*family, took);
+        }
+        let (written, removed) = (applied.written, applied.removed);
+        tracing::debug!(written, removed, ?took, "{what}");
+        if self.dataplane.as_ref().is_some_and(|programmed| !programmed.resync.is_pending()) {
+            self.written();
+        }
+    }
+
+    /// Nothing waits any more.
+    fn written(&self) {
+        self.reports.metrics.endpoint_changes.written();
+        self.reports.metrics.service_changes.written();
+        let now = Moment::now();
+        let mut health = self.reports.health.lock();
+        for family in Family::ALL {
+            health.updated(family, now);
+        }
+    }
+
+    fn failed(&mut self, error: &Error, now: Instant, what: &'static str) {
+        let Some(programmed) = &mut self.dataplane else { return };
+        self.reports.metrics.sync_errors.inc();
+        let pause = programmed.resync.failed(now);
+        tracing::error!(%error, next_attempt_in = ?pause, "{what}; what was served before is served on");
+    }
+
+    fn queued(&self, changes: &Changes, now: Instant) {
+        let mut health = self.reports.health.lock();
+        for family in families_of(changes) {
+            health.queued(family, now);
+            self.reports.metrics.queued(family);
+        }
+    }
+
+    /// Removes what nobody uses any more; a failure is logged when it begins and when it ends.
+    pub fn collect_garbage(&mut self) {
+        let Some(programmed) = &mut self.dataplane else { return };
+        let failure = programmed.dataplane.collect_garbage().err().map(|error| error.to_string());
+        match (&failure, &programmed.garbage_failure) {
+            (Some(error), before) if before.as_ref() != Some(error) => {
+                tracing::warn!(%error, "removing expired flows failed");
+            }
+            (None, Some(_)) => tracing::info!("expired flows are removed again"),
+            _ => {}
+        }
+        programmed.garbage_failure = failure;
+    }
+
+    /// When [`Controller::write`] should be called although nothing has changed.
+    pub fn wants_call_at(&self) -> Option<Instant> {
+        let programmed = self.dataplane.as_ref()?;
+        [programmed.host.at(), programmed.resync.at()].into_iter().flatten().min()
+    }
+
+    pub fn usage(&self) -> Option<Usage> {
+        let usage = self.dataplane.as_ref()?.dataplane.usage();
+        usage.inspect_err(|error| tracing::warn!(%error, "reading the state of the tables failed")).ok()
+    }
+}
+
+/// What the configuration leaves of the node's addresses and interfaces.
+fn selected(host: &Host, config: &Config, node_addresses: &[std::net::IpAddr]) -> Host {
+    let serves = |address: &&std::net::IpAddr| config.serves_node_ports_on(**address, node_addresses);
+    Host {
+        node_port_addresses: host.node_port_addresses.iter().filter(serves).copied().collect(),
+        masquerade_addresses: host.masquerade_addresses.clone(),
+        interfaces: host
+            .interfaces
+            .iter()
+            .filter(|interface| config.ebpf.interfaces.select(&interface.name))
+            .cloned()
+            .collect(),
+    }
+}
+
+fn families_of(changes: &Changes) -> Vec<Family> {
+    let names = changes.changed.iter().map(|port| &port.name).chain(&changes.removed);
+    let mut families: Vec<Family> = names.map(|name| name.family).collect();
+    families.sort_unstable();
+    families.dedup();
+    families
+}
+
+/// Shorthand of this room.
+type Ports = Vec<Arc<DesiredPort>>;

@@ -1,0 +1,130 @@
+//! The controller's own thread: it blocks on system calls of the dataplane, so that nobody else has to.
+
+use std::{
+    future::Future,
+    pin::Pin,
+    time::{Duration, Instant},
+};
+
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio_util::sync::CancellationToken;
+
+use super::Controller;
+use crate::{
+    dataplane::{Dataplane, Error, Host, Usage},
+    model::Update,
+    serve::UsageSource,
+};
+
+/// Pause between two removals of expired flows.
+const GARBAGE_PERIOD: Duration = Duration::from_secs(1);
+/// Pause between two lines that say what is being waited for.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Updates that are taken in before they are written: more than any channel holds.
+const MOST_AT_ONCE: usize = 65_536;
+
+/// Somebody wants to know the state of the tables.
+pub type UsageAsk = oneshot::Sender<Option<Usage>>;
+
+/// The asking end.
+#[derive(Clone, Debug)]
+pub struct Asks(pub mpsc::Sender<UsageAsk>);
+
+impl UsageSource for Asks {
+    fn usage(&self) -> Pin<Box<dyn Future<Output = Option<Usage>> + Send + '_>> {
+        Box::pin(async {
+            let (answer, answered) = oneshot::channel();
+            self.0.send(answer).await.ok()?;
+            answered.await.ok().flatten()
+        })
+    }
+}
+
+/// Everything that wakes the controller.
+pub struct Inputs {
+    pub updates: mpsc::Receiver<Update>,
+    /// `None` until the node is known.
+    pub hosts: watch::Receiver<Option<Host>>,
+    pub asks: mpsc::Receiver<UsageAsk>,
+    pub stop: CancellationToken,
+}
+
+enum Wake {
+    Updates,
+    Host,
+    Ask(UsageAsk),
+    Time,
+    Stop,
+}
+
+/// Runs on the calling thread until told to stop, or until `open` fails. `open` is called once, when every source
+/// has listed: nothing on the node is touched before.
+pub fn run<D: Dataplane>(
+    mut controller: Controller<D>,
+    mut inputs: Inputs,
+    open: impl FnOnce() -> Result<D, Error>,
+    runtime: &tokio::runtime::Handle,
+) -> Result<(), Error> {
+    let mut open = Some(open);
+    let mut batch = Vec::new();
+    let mut garbage_at = Instant::now() + GARBAGE_PERIOD;
+    let mut patient_until = Instant::now() + PATIENCE;
+    take_host(&mut controller, &mut inputs.hosts);
+    loop {
+        let until = match controller.wants_call_at() {
+            _ if !controller.is_started() => patient_until,
+            Some(retry_at) => retry_at.min(garbage_at),
+            None => garbage_at,
+        };
+        match runtime.block_on(inputs.wake(&mut batch, until)) {
+            Wake::Stop => return Ok(()),
+            Wake::Updates => {
+                let now = Instant::now();
+                batch.drain(..).for_each(|update| controller.take(update, now));
+            }
+            Wake::Host => take_host(&mut controller, &mut inputs.hosts),
+            Wake::Ask(answer) => {
+                // Whoever asked may have gone.
+                let _ = answer.send(controller.usage());
+                continue;
+            }
+            Wake::Time => {}
+        }
+        if let Some(open) = open.take_if(|_| controller.is_ready()) {
+            tracing::info!("all sources have listed");
+            controller.start(open()?, Instant::now());
+        }
+        let now = Instant::now();
+        controller.write(now);
+        if controller.is_started() && garbage_at <= now {
+            controller.collect_garbage();
+            garbage_at = Instant::now() + GARBAGE_PERIOD;
+        } else if !controller.is_started() && patient_until <= now {
+            tracing::warn!("waiting for {}", controller.waits_for().join(", "));
+            patient_until = now + PATIENCE;
+        }
+    }
+}
+
+fn take_host<D: Dataplane>(controller: &mut Controller<D>, hosts: &mut watch::Receiver<Option<Host>>) {
+    let host = hosts.borrow_and_update().clone();
+    if let Some(host) = host {
+        controller.set_host(host, Instant::now());
+    }
+}
+
+impl Inputs {
+    /// Whatever comes first; `batch` then holds every update that was waiting.
+    async fn wake(&mut self, batch: &mut Vec<Update>, until: Instant) -> Wake {
+        tokio::select! {
+            biased;
+            () = self.stop.cancelled() => Wake::Stop,
+            Ok(()) = self.hosts.changed() => Wake::Host,
+            received = self.updates.recv_many(batch, MOST_AT_ONCE) => {
+                if received == 0 { self.stop.cancelled().await; Wake::Stop } else { Wake::Updates }
+            }
+            Some(ask) = self.asks.recv() => Wake::Ask(ask),
+            () = tokio::time::sleep_until(until.into()) => Wake::Time,
+        }
+    }
+}

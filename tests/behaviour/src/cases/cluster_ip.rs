@@ -1,0 +1,101 @@
+//! Clients on a node dial a cluster IP.
+
+use anyhow::{Result, ensure};
+use lab::{
+    Dial, Protocol,
+    cluster::{NODES, node_name},
+};
+
+use crate::{
+    case::{Case, Variant, Variants},
+    cast::{BALANCED, EMPTY, LONER1, LONER2, ON_NODE1, ON_NODE2},
+    check,
+    world::World,
+};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("a pod reaches every endpoint of a cluster IP, evenly, as itself", Variants::All, from_pod)
+        .core(),
+    Case::new("a host process reaches every endpoint of a cluster IP", Variants::All, from_host).core(),
+    Case::new("a pod that is its service's only endpoint reaches itself", Variants::All, hairpin).core(),
+    Case::new("a service without endpoints refuses at once", Variants::All, refused).core(),
+    Case::new("two services are kept apart", Variants::All, apart),
+    Case::new("requests of 5,000 bytes arrive whole", Variants::Tcp, large),
+    Case::new("one source port talks to several services", Variants::All, same_source_port),
+];
+
+fn from_pod(world: &mut World, variant: Variant) -> Result<()> {
+    for client in ["client-1", "client-2"] {
+        let own = world.addresses(client)?;
+        let target = world.cluster_ip(&BALANCED, variant.family);
+        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(100))?;
+        let answers = check::answered_by(&outcomes, BALANCED.endpoints)?;
+        check::roughly_even(&answers)?;
+        for answer in answers {
+            let seen = answer.source;
+            ensure!(own.contains(seen.ip()), "{} saw {seen} as the address of {client}", answer.by);
+        }
+    }
+    Ok(())
+}
+
+fn from_host(world: &mut World, variant: Variant) -> Result<()> {
+    for node in NODES {
+        let target = world.cluster_ip(&BALANCED, variant.family);
+        let outcomes = world.dial(&node_name(node), &Dial::new(variant.protocol, target).times(40))?;
+        for answer in check::answered_by(&outcomes, BALANCED.endpoints)? {
+            let seen = answer.source;
+            ensure!(world.is_node_address(node, seen.ip()), "{} saw {seen} as node{node}", answer.by);
+        }
+    }
+    Ok(())
+}
+
+fn hairpin(world: &mut World, variant: Variant) -> Result<()> {
+    for (role, client) in [(&LONER1, "client-1"), (&LONER2, "client-2")] {
+        let target = world.cluster_ip(role, variant.family);
+        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(5))?;
+        check::answered_by(&outcomes, &[client])?;
+    }
+    Ok(())
+}
+
+fn refused(world: &mut World, variant: Variant) -> Result<()> {
+    let target = world.cluster_ip(&EMPTY, variant.family);
+    for client in ["client-1", "client-2", "node1"] {
+        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(2))?;
+        check::refused_at_once(&outcomes)?;
+    }
+    Ok(())
+}
+
+fn apart(world: &mut World, variant: Variant) -> Result<()> {
+    for (role, server) in [(&ON_NODE1, "web-1"), (&ON_NODE2, "web-2")] {
+        for client in ["client-1", "client-2"] {
+            let target = world.cluster_ip(role, variant.family);
+            let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(10))?;
+            check::answered_by(&outcomes, &[server])?;
+        }
+    }
+    Ok(())
+}
+
+fn large(world: &mut World, variant: Variant) -> Result<()> {
+    for role in [&ON_NODE1, &ON_NODE2] {
+        let target = world.cluster_ip(role, variant.family);
+        let outcomes = world.dial("client-1", &Dial::new(Protocol::Tcp, target).payload(5_000))?;
+        for answer in check::answered(&outcomes)? {
+            ensure!(answer.bytes == 5_000, "{} of 5000 bytes arrived", answer.bytes);
+        }
+    }
+    Ok(())
+}
+
+fn same_source_port(world: &mut World, variant: Variant) -> Result<()> {
+    for (role, server) in [(&ON_NODE1, "web-1"), (&ON_NODE2, "web-2"), (&ON_NODE1, "web-1")] {
+        let target = world.cluster_ip(role, variant.family);
+        let outcomes = world.dial("client-1", &Dial::new(variant.protocol, target).source_port(23_456))?;
+        check::answered_by(&outcomes, &[server])?;
+    }
+    Ok(())
+}

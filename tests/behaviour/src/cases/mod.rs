@@ -1,0 +1,21 @@
+//! The table.
+
+mod change;
+mod cluster_ip;
+mod node_port;
+mod policy;
+mod restart;
+mod sockets;
+
+use crate::case::Case;
+
+/// Every scenario, the quick and read-only ones first.
+pub fn all() -> impl Iterator<Item = &'static Case> {
+    cluster_ip::CASES
+        .iter()
+        .chain(node_port::CASES)
+        .chain(policy::CASES)
+        .chain(sockets::CASES)
+        .chain(change::CASES)
+        .chain(restart::CASES)
+}

@@ -1,0 +1,168 @@
+//! Clients everywhere dial a node port.
+
+use std::net::SocketAddr;
+
+use anyhow::{Result, ensure};
+use lab::{
+    Dial,
+    address::Family,
+    cluster::{NODES, OUTSIDE, node_name},
+};
+
+use crate::{
+    case::{Case, Variant, Variants},
+    cast::{BALANCED, EMPTY, ON_NODE1, ON_NODE2},
+    check,
+    setting::{ProxyKind, Setting},
+    world::World,
+};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("a pod reaches a node port on its own node", Variants::All, pod_to_own_node).core(),
+    Case::new("a pod keeps its address towards a node port", Variants::All, pod_preserved)
+        .differs(masquerades),
+    Case::new("a pod reaches a node port on another node", Variants::All, pod_to_other_node),
+    Case::new("a host process reaches a node port on its own address", Variants::All, host_to_own_address),
+    Case::new("a host process reaches a node port on 127.0.0.1", Variants::V4, host_to_loopback)
+        .differs(no_loopback),
+    Case::new("a host process reaches a node port on another node", Variants::All, host_to_other_node),
+    Case::new("a client outside reaches a backend on the node it dials", Variants::All, outside_to_local)
+        .core(),
+    Case::new(
+        "a client outside keeps its address towards a backend on the node",
+        Variants::All,
+        outside_preserved,
+    )
+    .differs(masquerades),
+    Case::new(
+        "a client outside reaches a backend on another node, masqueraded",
+        Variants::All,
+        outside_to_remote,
+    )
+    .core(),
+    Case::new("a client outside reaches every endpoint of a node port", Variants::All, outside_balanced),
+    Case::new("a node port without endpoints refuses at once", Variants::All, refused),
+];
+
+fn masquerades(setting: &Setting, _: Variant) -> Option<&'static str> {
+    setting.proxy.is_kube_proxy().then_some("kube-proxy masquerades whatever comes through a node port")
+}
+
+fn no_loopback(setting: &Setting, _: Variant) -> Option<&'static str> {
+    (setting.proxy == ProxyKind::KubeProxyNftables)
+        .then_some("kube-proxy serves node ports on loopback in mode iptables only")
+}
+
+fn pod_to_own_node(world: &mut World, variant: Variant) -> Result<()> {
+    for (client, node) in [("client-1", 1), ("client-2", 2)] {
+        let target = world.node_port(&BALANCED, node, variant.family)?;
+        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(40))?;
+        check::answered_by(&outcomes, BALANCED.endpoints)?;
+    }
+    Ok(())
+}
+
+fn pod_preserved(world: &mut World, variant: Variant) -> Result<()> {
+    for (client, node) in [("client-1", 1), ("client-2", 2)] {
+        let own = world.addresses(client)?;
+        for role in [&ON_NODE1, &ON_NODE2] {
+            let target = world.node_port(role, node, variant.family)?;
+            let outcomes = world.dial(client, &Dial::new(variant.protocol, target))?;
+            for answer in check::answered(&outcomes)? {
+                let seen = answer.source;
+                ensure!(own.contains(seen.ip()), "{} saw {seen} as the address of {client}", answer.by);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn pod_to_other_node(world: &mut World, variant: Variant) -> Result<()> {
+    for (client, node) in [("client-1", 2), ("client-2", 1)] {
+        let target = world.node_port(&BALANCED, node, variant.family)?;
+        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(40))?;
+        check::answered_by(&outcomes, BALANCED.endpoints)?;
+    }
+    Ok(())
+}
+
+fn host_to_own_address(world: &mut World, variant: Variant) -> Result<()> {
+    for node in NODES {
+        let target = world.node_port(&BALANCED, node, variant.family)?;
+        let outcomes = world.dial(&node_name(node), &Dial::new(variant.protocol, target).times(40))?;
+        check::answered_by(&outcomes, BALANCED.endpoints)?;
+    }
+    Ok(())
+}
+
+fn host_to_loopback(world: &mut World, variant: Variant) -> Result<()> {
+    let port = world.node_port(&BALANCED, 1, Family::V4)?.port();
+    let target = SocketAddr::new(variant.family.loopback(), port);
+    for node in NODES {
+        let dial = Dial::new(variant.protocol, target).times(40).timeout_ms(500);
+        let outcomes = world.dial(&node_name(node), &dial)?;
+        check::answered_by(&outcomes, BALANCED.endpoints)?;
+    }
+    Ok(())
+}
+
+fn host_to_other_node(world: &mut World, variant: Variant) -> Result<()> {
+    for (node, other) in [(1, 2), (2, 1)] {
+        let target = world.node_port(&BALANCED, other, variant.family)?;
+        let outcomes = world.dial(&node_name(node), &Dial::new(variant.protocol, target).times(40))?;
+        check::answered_by(&outcomes, BALANCED.endpoints)?;
+    }
+    Ok(())
+}
+
+fn outside_to_local(world: &mut World, variant: Variant) -> Result<()> {
+    for (role, node) in [(&ON_NODE1, 1), (&ON_NODE2, 2)] {
+        let target = world.node_port(role, node, variant.family)?;
+        let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target).times(10))?;
+        check::answered_by(&outcomes, role.endpoints)?;
+    }
+    Ok(())
+}
+
+fn outside_preserved(world: &mut World, variant: Variant) -> Result<()> {
+    let outside = world.addresses(OUTSIDE)?;
+    for (role, node) in [(&ON_NODE1, 1), (&ON_NODE2, 2)] {
+        let target = world.node_port(role, node, variant.family)?;
+        let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target))?;
+        for answer in check::answered(&outcomes)? {
+            let seen = answer.source;
+            ensure!(outside.contains(seen.ip()), "{} saw {seen} as the client outside", answer.by);
+        }
+    }
+    Ok(())
+}
+
+fn outside_to_remote(world: &mut World, variant: Variant) -> Result<()> {
+    for (role, node) in [(&ON_NODE2, 1), (&ON_NODE1, 2)] {
+        let target = world.node_port(role, node, variant.family)?;
+        let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target).times(10))?;
+        for answer in check::answered_by(&outcomes, role.endpoints)? {
+            let seen = answer.source;
+            ensure!(world.is_node_address(node, seen.ip()), "{} saw {seen}, not node{node}", answer.by);
+        }
+    }
+    Ok(())
+}
+
+fn outside_balanced(world: &mut World, variant: Variant) -> Result<()> {
+    for node in NODES {
+        let target = world.node_port(&BALANCED, node, variant.family)?;
+        let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target).times(100))?;
+        check::roughly_even(&check::answered_by(&outcomes, BALANCED.endpoints)?)?;
+    }
+    Ok(())
+}
+
+fn refused(world: &mut World, variant: Variant) -> Result<()> {
+    for client in [OUTSIDE, "client-1", "node1"] {
+        let target = world.node_port(&EMPTY, 1, variant.family)?;
+        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(2))?;
+        check::refused_at_once(&outcomes)?;
+    }
+    Ok(())
+}

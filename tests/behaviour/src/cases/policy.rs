@@ -1,0 +1,68 @@
+//! Traffic policies: only endpoints of the own node.
+
+use anyhow::{Result, ensure};
+use lab::{Dial, cluster::OUTSIDE};
+
+use crate::{
+    case::{Case, Variant, Variants},
+    cast::{EXTERNAL_LOCAL_ON_NODE1, INTERNAL_LOCAL, INTERNAL_LOCAL_ON_NODE2},
+    check,
+    world::World,
+};
+
+/// Long enough to see that nobody answers.
+const SILENCE_MS: u64 = 300;
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("internal policy Local: clients get the endpoint of their node", Variants::All, internal),
+    Case::new("internal policy Local: no endpoint on the node, no answer", Variants::All, internal_none),
+    Case::new("external policy Local: the client outside keeps its address", Variants::All, external),
+    Case::new("external policy Local: no endpoint on the node, no answer", Variants::All, external_none),
+    Case::new(
+        "external policy Local: clients on a node get every endpoint",
+        Variants::All,
+        external_from_inside,
+    ),
+];
+
+fn internal(world: &mut World, variant: Variant) -> Result<()> {
+    for (client, server) in [("client-1", "web-1"), ("client-2", "web-2"), ("node1", "web-1")] {
+        let target = world.cluster_ip(&INTERNAL_LOCAL, variant.family);
+        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(10))?;
+        check::answered_by(&outcomes, &[server])?;
+    }
+    Ok(())
+}
+
+fn internal_none(world: &mut World, variant: Variant) -> Result<()> {
+    let target = world.cluster_ip(&INTERNAL_LOCAL_ON_NODE2, variant.family);
+    let dial = Dial::new(variant.protocol, target).timeout_ms(SILENCE_MS);
+    check::not_answered(&world.dial("client-1", &dial)?)?;
+    check::answered_by(&world.dial("client-2", &dial)?, &["web-2"]).map(drop)
+}
+
+fn external(world: &mut World, variant: Variant) -> Result<()> {
+    let target = world.node_port(&EXTERNAL_LOCAL_ON_NODE1, 1, variant.family)?;
+    let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target).times(10))?;
+    let outside = world.addresses(OUTSIDE)?;
+    for answer in check::answered_by(&outcomes, &["web-1"])? {
+        let seen = answer.source;
+        ensure!(outside.contains(seen.ip()), "{} saw {seen} as the client outside", answer.by);
+    }
+    Ok(())
+}
+
+fn external_none(world: &mut World, variant: Variant) -> Result<()> {
+    let target = world.node_port(&EXTERNAL_LOCAL_ON_NODE1, 2, variant.family)?;
+    let dial = Dial::new(variant.protocol, target).timeout_ms(SILENCE_MS);
+    check::not_answered(&world.dial(OUTSIDE, &dial)?)
+}
+
+fn external_from_inside(world: &mut World, variant: Variant) -> Result<()> {
+    for client in ["client-2", "node2"] {
+        let target = world.node_port(&EXTERNAL_LOCAL_ON_NODE1, 2, variant.family)?;
+        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(5))?;
+        check::answered_by(&outcomes, &["web-1"])?;
+    }
+    Ok(())
+}

@@ -1,0 +1,111 @@
+//! What an application sees of its own socket.
+
+use anyhow::{Result, ensure};
+use lab::{Dial, Protocol, address::mapped};
+
+use crate::{
+    case::{Case, Variant, Variants},
+    cast::{BALANCED, EMPTY, ON_NODE1, ON_NODE2},
+    check,
+    world::World,
+};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("getpeername answers with the address that was dialled", Variants::All, peer_name).core(),
+    Case::new("recvfrom answers with the address that was sent to", Variants::Udp, unconnected).core(),
+    Case::new("one unconnected socket talks to two services", Variants::Udp, shared),
+    Case::new("one unconnected IPv6 socket talks to two mapped services", Variants::Udp, shared_mapped),
+    Case::new("an IPv4-mapped IPv6 socket is an IPv4 client", Variants::V4, mapped_socket).core(),
+    Case::new("an unconnected mapped socket gets mapped answers", Variants::Udp, mapped_unconnected),
+    Case::new("a non-blocking connect reaches every endpoint", Variants::Tcp, non_blocking),
+    Case::new("a non-blocking connect is refused where nobody serves", Variants::Tcp, non_blocking_refused),
+    Case::new("connections to other addresses are left alone", Variants::All, direct),
+];
+
+fn peer_name(world: &mut World, variant: Variant) -> Result<()> {
+    for client in ["client-1", "client-2", "node1"] {
+        let target = world.cluster_ip(&BALANCED, variant.family);
+        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(10))?;
+        for answer in check::answered(&outcomes)? {
+            ensure!(answer.peer == target, "dialled {target}, peer is {}", answer.peer);
+        }
+    }
+    Ok(())
+}
+
+fn unconnected(world: &mut World, variant: Variant) -> Result<()> {
+    for client in ["client-1", "client-2", "node1"] {
+        let target = world.cluster_ip(&BALANCED, variant.family);
+        let outcomes = world.dial(client, &Dial::new(Protocol::Udp, target).unconnected().times(40))?;
+        for answer in check::answered_by(&outcomes, BALANCED.endpoints)? {
+            ensure!(answer.peer == target, "sent to {target}, answer is from {}", answer.peer);
+        }
+    }
+    Ok(())
+}
+
+fn shared(world: &mut World, variant: Variant) -> Result<()> {
+    let targets = [&ON_NODE1, &ON_NODE2].map(|role| world.cluster_ip(role, variant.family));
+    let outcomes = world.agent("client-1")?.dial_shared(&targets, 5, false)?;
+    check_shared(&outcomes, &targets)
+}
+
+fn shared_mapped(world: &mut World, variant: Variant) -> Result<()> {
+    let targets = [&ON_NODE1, &ON_NODE2].map(|role| world.cluster_ip(role, variant.family));
+    let outcomes = world.agent("client-1")?.dial_shared(&targets, 5, true)?;
+    check_shared(&outcomes, &targets.map(mapped))
+}
+
+fn check_shared(outcomes: &[lab::Outcome], targets: &[std::net::SocketAddr; 2]) -> Result<()> {
+    for pair in outcomes.chunks(2) {
+        for ((answer, target), server) in check::answered(pair)?.iter().zip(targets).zip(["web-1", "web-2"]) {
+            ensure!(answer.by == server, "{target} was answered by {}", answer.by);
+            ensure!(answer.peer == *target, "sent to {target}, answer is from {}", answer.peer);
+        }
+    }
+    Ok(())
+}
+
+fn mapped_socket(world: &mut World, variant: Variant) -> Result<()> {
+    for client in ["client-1", "client-2", "node1"] {
+        let target = world.cluster_ip(&BALANCED, variant.family);
+        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).mapped().times(40))?;
+        for answer in check::answered_by(&outcomes, BALANCED.endpoints)? {
+            ensure!(answer.peer == mapped(target), "peer is {}, not {}", answer.peer, mapped(target));
+        }
+    }
+    Ok(())
+}
+
+fn mapped_unconnected(world: &mut World, variant: Variant) -> Result<()> {
+    let target = world.cluster_ip(&BALANCED, variant.family);
+    let dial = Dial::new(Protocol::Udp, target).mapped().unconnected().times(20);
+    for answer in check::answered(&world.dial("client-1", &dial)?)? {
+        ensure!(answer.peer == mapped(target), "answer is from {}, not {}", answer.peer, mapped(target));
+    }
+    Ok(())
+}
+
+fn non_blocking(world: &mut World, variant: Variant) -> Result<()> {
+    let target = world.cluster_ip(&BALANCED, variant.family);
+    let outcomes = world.dial("client-1", &Dial::new(Protocol::Tcp, target).non_blocking().times(40))?;
+    check::answered_by(&outcomes, BALANCED.endpoints).map(drop)
+}
+
+fn non_blocking_refused(world: &mut World, variant: Variant) -> Result<()> {
+    let target = world.cluster_ip(&EMPTY, variant.family);
+    check::refused_at_once(&world.dial("client-1", &Dial::new(Protocol::Tcp, target).non_blocking())?)
+}
+
+fn direct(world: &mut World, variant: Variant) -> Result<()> {
+    for server in ["web-1", "web-2", "spare-2"] {
+        let target = (world.addresses(server)?.of(variant.family), lab::cluster::SERVER_PORT).into();
+        for client in ["client-1", "client-2", "node1"] {
+            let outcomes = world.dial(client, &Dial::new(variant.protocol, target))?;
+            for answer in check::answered_by(&outcomes, &[server])? {
+                ensure!(answer.peer == target, "dialled {target}, peer is {}", answer.peer);
+            }
+        }
+    }
+    Ok(())
+}

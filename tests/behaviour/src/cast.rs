@@ -1,0 +1,121 @@
+//! The pods and services that every scenario finds.
+
+use lab::{
+    Lab, Objects,
+    address::{NodeNumber, cluster_ip},
+    cluster::{PodProcesses, SERVER_PORT},
+    objects::{Endpoint, Service},
+};
+
+/// Port of every service.
+pub const PORT: u16 = 80;
+
+/// A pod of the cast.
+pub struct Pod {
+    pub name: &'static str,
+    pub node: NodeNumber,
+    pub is_client: bool,
+}
+
+/// Clients are endpoints too: of the services that only they serve.
+pub const PODS: [Pod; 5] = [
+    Pod { name: "client-1", node: 1, is_client: true },
+    Pod { name: "client-2", node: 2, is_client: true },
+    Pod { name: "web-1", node: 1, is_client: false },
+    Pod { name: "web-2", node: 2, is_client: false },
+    Pod { name: "spare-2", node: 2, is_client: false },
+];
+
+impl Pod {
+    pub fn processes(&self, unseen: bool) -> PodProcesses {
+        if self.is_client && unseen { PodProcesses::Elsewhere } else { PodProcesses::InNodeCgroup }
+    }
+}
+
+/// A service of the cast.
+pub struct Role {
+    pub name: &'static str,
+    /// Of its cluster IPs.
+    pub index: u16,
+    pub node_port: Option<u16>,
+    pub endpoints: &'static [&'static str],
+    pub internal_local: bool,
+    pub external_local: bool,
+}
+
+const fn role(name: &'static str, index: u16, endpoints: &'static [&'static str]) -> Role {
+    Role { name, index, node_port: None, endpoints, internal_local: false, external_local: false }
+}
+
+impl Role {
+    const fn node_port(mut self, port: u16) -> Self {
+        self.node_port = Some(port);
+        self
+    }
+
+    const fn internal_local(mut self) -> Self {
+        self.internal_local = true;
+        self
+    }
+
+    const fn external_local(mut self) -> Self {
+        self.external_local = true;
+        self
+    }
+}
+
+/// One endpoint on each node.
+pub const BALANCED: Role = role("balanced", 16, &["web-1", "web-2"]).node_port(30_080);
+/// Endpoint on node 1 only.
+pub const ON_NODE1: Role = role("on-node1", 17, &["web-1"]).node_port(30_081);
+/// Endpoint on node 2 only.
+pub const ON_NODE2: Role = role("on-node2", 18, &["web-2"]).node_port(30_082);
+/// Its only endpoint is the client on node 1.
+pub const LONER1: Role = role("loner-1", 19, &["client-1"]);
+/// Its only endpoint is the client on node 2.
+pub const LONER2: Role = role("loner-2", 20, &["client-2"]);
+pub const EMPTY: Role = role("empty", 21, &[]).node_port(30_083);
+pub const INTERNAL_LOCAL: Role = role("internal-local", 22, &["web-1", "web-2"]).internal_local();
+pub const INTERNAL_LOCAL_ON_NODE2: Role = role("internal-local-on-node2", 23, &["web-2"]).internal_local();
+pub const EXTERNAL_LOCAL_ON_NODE1: Role =
+    role("external-local-on-node1", 24, &["web-1"]).node_port(30_084).external_local();
+/// What scenarios change.
+pub const CHANGING: Role = role("changing", 25, &["web-1", "web-2"]);
+
+pub const ROLES: [Role; 10] = [
+    BALANCED,
+    ON_NODE1,
+    ON_NODE2,
+    LONER1,
+    LONER2,
+    EMPTY,
+    INTERNAL_LOCAL,
+    INTERNAL_LOCAL_ON_NODE2,
+    EXTERNAL_LOCAL_ON_NODE1,
+    CHANGING,
+];
+
+/// Index of the service by which a proxy shows that it has read everything before.
+pub const SENTINEL_INDEX: u16 = 250;
+
+impl Role {
+    pub fn service(&self) -> Service {
+        let mut service = Service::new(self.name, cluster_ip(self.index), PORT, SERVER_PORT, self.node_port);
+        service.internal_local = self.internal_local;
+        service.external_local = self.external_local;
+        service
+    }
+
+    /// Writes the service with the given pods as its endpoints.
+    pub fn publish(&self, lab: &Lab, objects: &mut Objects, endpoints: &[&str]) -> anyhow::Result<()> {
+        let endpoints = endpoints
+            .iter()
+            .map(|name| {
+                let pod = lab.place(name)?;
+                Ok(Endpoint::ready(pod.addresses, pod.node.unwrap_or_default()))
+            })
+            .collect::<anyhow::Result<Vec<_>>>()?;
+        objects.set_service(&self.service(), &endpoints);
+        Ok(())
+    }
+}

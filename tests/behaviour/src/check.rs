@@ -1,0 +1,78 @@
+//! Judging outcomes: each check says what was expected and what was found.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Result, bail, ensure};
+use lab::{Answer, Outcome};
+
+/// Every request was answered.
+pub fn answered(outcomes: &[Outcome]) -> Result<Vec<&Answer>> {
+    let answers: Vec<&Answer> = outcomes
+        .iter()
+        .filter_map(|outcome| match outcome {
+            Outcome::Answered(answer) => Some(answer),
+            Outcome::Refused { .. }
+            | Outcome::TimedOut
+            | Outcome::NotPermitted
+            | Outcome::Unreachable
+            | Outcome::Failed(_) => None,
+        })
+        .collect();
+    if answers.len() < outcomes.len() {
+        let first = outcomes.iter().find(|outcome| !matches!(outcome, Outcome::Answered(_)));
+        let first = first.map_or_else(String::new, ToString::to_string);
+        bail!(
+            "{} of {} requests not answered, first: {first}",
+            outcomes.len() - answers.len(),
+            outcomes.len()
+        );
+    }
+    ensure!(!answers.is_empty(), "no request was made");
+    Ok(answers)
+}
+
+/// Every request was answered, by nobody but these, and by each of them.
+pub fn answered_by<'a>(outcomes: &'a [Outcome], expected: &[&str]) -> Result<Vec<&'a Answer>> {
+    let answers = answered(outcomes)?;
+    let counts = shares(&answers);
+    let names: Vec<&str> = counts.keys().copied().collect();
+    let mut wanted = expected.to_vec();
+    wanted.sort_unstable();
+    ensure!(names == wanted, "expected answers by {wanted:?}, found {counts:?}");
+    Ok(answers)
+}
+
+/// Nobody has less than half of an even share.
+pub fn roughly_even(answers: &[&Answer]) -> Result<()> {
+    let counts = shares(answers);
+    let least = counts.values().min().copied().unwrap_or(0);
+    ensure!(least * counts.len() * 2 >= answers.len(), "uneven: {counts:?}");
+    Ok(())
+}
+
+fn shares<'a>(answers: &[&'a Answer]) -> BTreeMap<&'a str, usize> {
+    let mut counts = BTreeMap::new();
+    for answer in answers {
+        *counts.entry(answer.by.as_str()).or_default() += 1;
+    }
+    counts
+}
+
+/// Every request was refused, within a second.
+pub fn refused_at_once(outcomes: &[Outcome]) -> Result<()> {
+    for outcome in outcomes {
+        let Outcome::Refused { micros } = outcome else { bail!("expected refused, found {outcome}") };
+        ensure!(*micros < 1_000_000, "refused only after {micros} us");
+    }
+    ensure!(!outcomes.is_empty(), "no request was made");
+    Ok(())
+}
+
+/// Nobody answered, whatever the client saw.
+pub fn not_answered(outcomes: &[Outcome]) -> Result<()> {
+    for outcome in outcomes {
+        ensure!(!matches!(outcome, Outcome::Answered(_)), "expected no answer, found {outcome}");
+    }
+    ensure!(!outcomes.is_empty(), "no request was made");
+    Ok(())
+}

@@ -1,0 +1,38 @@
+//! proxy-ctl on a node: its configuration and command line.
+
+use std::fs;
+
+use anyhow::{Context as _, Result};
+use lab::{Lab, address::NodeNumber, cluster::node_name};
+use serde_json::json;
+
+use super::Feed;
+use crate::setting::PathKind;
+
+pub(super) fn arguments(lab: &Lab, path: PathKind, feed: &Feed, node: NodeNumber) -> Result<Vec<String>> {
+    let name = node_name(node);
+    let configuration = json!({
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+        "kind": "KubeProxyConfiguration",
+        "mode": "ebpf",
+        "hostnameOverride": name,
+        "clusterCIDR": format!("{},{}", lab::address::POD_RANGE4, lab::address::POD_RANGE6),
+        "conntrack": {"maxPerCore": 0},
+        "ebpf": {
+            "socketLoadBalancing": match path {
+                PathKind::Sockets | PathKind::Unseen => "all",
+                PathKind::Packets => "host",
+            },
+            "cgroup": lab.place(&name)?.cgroup,
+            "bpffs": lab.bpffs(node),
+        },
+    });
+    let file = lab.directory().join(format!("{name}.yaml"));
+    fs::write(&file, configuration.to_string()).with_context(|| format!("writing {}", file.display()))?;
+    let mut arguments = vec!["run".to_owned(), format!("--config={}", file.display())];
+    match feed {
+        Feed::Manifests(folder) => arguments.push(format!("--manifests={}", folder.display())),
+        Feed::ApiServer(server) => arguments.push(format!("--kubeconfig={}", server.kubeconfig().display())),
+    }
+    Ok(arguments)
+}

@@ -1,0 +1,218 @@
+//! A lab with a proxy on each node and the whole cast.
+
+use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
+
+use anyhow::{Context as _, Result, anyhow, ensure};
+use lab::{
+    Agent, Dial, Lab, Objects, Outcome, Protocol,
+    address::{self, Addresses, FAMILIES, Family, NodeNumber, cluster_ip},
+    cluster::{NODES, OUTSIDE, PodProcesses, SERVER_PORT, node_name},
+    objects::{Endpoint, Service},
+    wait,
+};
+
+use crate::{
+    cast::{PODS, PORT, ROLES, Role, SENTINEL_INDEX},
+    proxy::{Binaries, Feed, Proxy},
+    setting::{PathKind, ProxyKind, Setting},
+};
+
+/// How long a proxy may take to follow a change (kube-proxy on a busy machine).
+const SETTLES_WITHIN: Duration = Duration::from_secs(30);
+
+pub struct World {
+    pub setting: Setting,
+    pub objects: Objects,
+    agents: BTreeMap<String, Agent>,
+    proxies: Vec<Proxy>,
+    feed: Feed,
+    sentinel: u16,
+    late_pods: u32,
+    pub lab: Lab,
+}
+
+impl World {
+    /// Builds the lab, starts the proxies and waits until they serve the cast.
+    pub fn new(setting: Setting, binaries: &Binaries) -> Result<Self> {
+        let mut lab = Lab::new()?;
+        for pod in &PODS {
+            lab.add_pod(pod.node, pod.name, pod.processes(setting.path == PathKind::Unseen))?;
+        }
+        let mut agents = BTreeMap::new();
+        let hosts = NODES.map(node_name);
+        let names = PODS.iter().map(|pod| pod.name).chain(hosts.iter().map(String::as_str)).chain([OUTSIDE]);
+        for name in names {
+            agents.insert(name.to_owned(), lab.server(name)?);
+        }
+        let mut objects = Objects::default();
+        for node in NODES {
+            let pod_ranges = [format!("10.244.{node}.0/24"), format!("fd00:10:244:{node}::/64")];
+            objects.set_node(&node_name(node), address::node(node), pod_ranges);
+        }
+        for role in &ROLES {
+            role.publish(&lab, &mut objects, role.endpoints)?;
+        }
+        let feed = Feed::start(&lab, setting.proxy, binaries)?;
+        let proxies = NODES
+            .map(|node| Proxy::new(&lab, setting, binaries, &feed, node))
+            .into_iter()
+            .collect::<Result<_>>()?;
+        let mut world = Self { setting, objects, agents, proxies, feed, sentinel: 0, late_pods: 0, lab };
+        world.publish()?;
+        for proxy in &mut world.proxies {
+            proxy.start(&world.lab)?;
+        }
+        world.settled().context("waiting for the proxies to serve the first objects")?;
+        Ok(world)
+    }
+
+    pub fn agent(&self, name: &str) -> Result<&Agent> {
+        self.agents.get(name).ok_or_else(|| anyhow!("no agent {name}"))
+    }
+
+    pub fn addresses(&self, place: &str) -> Result<Addresses> {
+        Ok(self.lab.place(place)?.addresses)
+    }
+
+    /// Every address that a node itself may have as a source.
+    pub fn is_node_address(&self, node: NodeNumber, address: std::net::IpAddr) -> bool {
+        address::node(node).contains(address) || address::pod(node, 1).contains(address)
+    }
+
+    pub fn dial(&self, from: &str, dial: &Dial) -> Result<Vec<Outcome>> {
+        self.agent(from)?.dial(dial)
+    }
+
+    pub fn proxy(&mut self, node: NodeNumber) -> Result<&mut Proxy> {
+        self.proxies.iter_mut().find(|proxy| proxy.node == node).ok_or_else(|| anyhow!("no node {node}"))
+    }
+
+    /// Kills a node's proxy (SIGKILL) and starts it again; does not wait for it to serve.
+    pub fn restart(&mut self, node: NodeNumber) -> Result<()> {
+        self.kill(node)?;
+        self.start(node)
+    }
+
+    pub fn kill(&mut self, node: NodeNumber) -> Result<()> {
+        self.proxy(node)?.kill()
+    }
+
+    pub fn start(&mut self, node: NodeNumber) -> Result<()> {
+        let lab = &self.lab;
+        let proxy = self.proxies.iter_mut().find(|proxy| proxy.node == node);
+        proxy.ok_or_else(|| anyhow!("no node {node}"))?.start(lab)
+    }
+
+    /// Gives a role other endpoints, and waits until every node has followed.
+    pub fn set_endpoints(&mut self, role: &Role, endpoints: &[&str]) -> Result<()> {
+        role.publish(&self.lab, &mut self.objects, endpoints)?;
+        self.settle()
+    }
+
+    pub fn remove_service(&mut self, role: &Role) -> Result<()> {
+        self.objects.remove_service(role.name);
+        self.settle()
+    }
+
+    /// Publishes the objects and waits until every node serves them.
+    pub fn settle(&mut self) -> Result<()> {
+        self.publish()?;
+        self.settled()
+    }
+
+    /// The sentinel moves to a new port with each version. It is written last, so a proxy that serves the
+    /// new port has read all that was written before.
+    fn publish(&mut self) -> Result<()> {
+        self.sentinel += 1;
+        let mut sentinel =
+            Service::new("sentinel", cluster_ip(SENTINEL_INDEX), self.sentinel_port(), SERVER_PORT, None);
+        for port in &mut sentinel.ports {
+            port.name = format!("{}-{}", port.name, self.sentinel);
+        }
+        let server = self.addresses("web-1")?;
+        self.objects.set_service(&sentinel, &[Endpoint::ready(server, 1)]);
+        self.feed.publish(&self.lab, &self.objects)
+    }
+
+    fn sentinel_port(&self) -> u16 {
+        10_000 + self.sentinel
+    }
+
+    /// Waits until the host processes of every node reach the newest sentinel.
+    pub fn settled(&mut self) -> Result<()> {
+        for node in NODES {
+            self.settled_on(node)?;
+        }
+        Ok(())
+    }
+
+    pub fn settled_on(&mut self, node: NodeNumber) -> Result<()> {
+        let port = self.sentinel_port();
+        for family in FAMILIES {
+            for protocol in [Protocol::Tcp, Protocol::Udp] {
+                let target = SocketAddr::new(cluster_ip(SENTINEL_INDEX).of(family), port);
+                let dial = Dial::new(protocol, target).timeout_ms(200);
+                let agent = self.agents.get(&node_name(node)).ok_or_else(|| anyhow!("no agent"))?;
+                let proxy = self.proxies.iter_mut().find(|proxy| proxy.node == node);
+                let proxy = proxy.ok_or_else(|| anyhow!("no proxy on node {node}"))?;
+                let what = format!("node{node} serves version {} over {protocol} {family}", self.sentinel);
+                let served = wait::until(&what, SETTLES_WITHIN, || {
+                    if let Some(status) = proxy.ended() {
+                        return Ok(Some(Err(anyhow!("the proxy ended: {status}"))));
+                    }
+                    let outcomes = agent.dial(&dial).map_err(|error| error.to_string())?;
+                    match outcomes.first() {
+                        Some(Outcome::Answered(_)) => Ok(Some(Ok(()))),
+                        Some(other) => Err(other.to_string()),
+                        None => Ok(None),
+                    }
+                });
+                served.and_then(|served| served).with_context(|| proxy.log_tail())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A pod that did not exist when the proxies started, with its agent.
+    pub fn add_late_pod(&mut self, node: NodeNumber) -> Result<String> {
+        self.late_pods += 1;
+        let name = format!("late-{}", self.late_pods);
+        let unseen = self.setting.path == PathKind::Unseen;
+        let processes = if unseen { PodProcesses::Elsewhere } else { PodProcesses::InNodeCgroup };
+        self.lab.add_pod(node, &name, processes)?;
+        self.agents.insert(name.clone(), self.lab.server(&name)?);
+        Ok(name)
+    }
+
+    /// The cluster IP of a role with the port of every service.
+    pub fn cluster_ip(&self, role: &Role, family: Family) -> SocketAddr {
+        SocketAddr::new(cluster_ip(role.index).of(family), PORT)
+    }
+
+    /// The node port of a role on a node's own address.
+    pub fn node_port(&self, role: &Role, node: NodeNumber, family: Family) -> Result<SocketAddr> {
+        let port = role.node_port.ok_or_else(|| anyhow!("{} has no node port", role.name))?;
+        Ok(SocketAddr::new(address::node(node).of(family), port))
+    }
+
+    /// A metric of the node's proxy; `None` if it has none of that name.
+    pub fn metric(&self, node: NodeNumber, name: &str) -> Result<Option<f64>> {
+        let address = SocketAddr::new(Family::V4.loopback(), 10_249);
+        let (status, body) = self.agent(&node_name(node))?.http_get(address, "/metrics")?;
+        ensure!(status == 200, "/metrics answered {status}");
+        Ok(body.lines().filter_map(|line| line.strip_prefix(name)).find_map(|rest| {
+            let rest =
+                rest.strip_prefix('{').map_or(rest, |labels| labels.split_once('}').map_or("", |l| l.1));
+            rest.strip_prefix(' ')?.trim().parse().ok()
+        }))
+    }
+
+    /// The last lines that each proxy wrote.
+    pub fn logs(&self) -> String {
+        self.proxies.iter().map(Proxy::log_tail).collect::<Vec<_>>().join("\n")
+    }
+
+    pub fn is_ebpf(&self) -> bool {
+        self.setting.proxy == ProxyKind::Ebpf
+    }
+}

@@ -1,0 +1,414 @@
+//! etcd and kube-apiserver, started, stopped and restarted.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    hash::{BuildHasher, Hasher, RandomState},
+    io::{Read, Write},
+    net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream},
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, anyhow, bail};
+use kube::{Client, config::Kubeconfig};
+use serde_json::Value;
+
+use crate::{
+    binaries::Program,
+    certificates::Certificates,
+    objects,
+    process::{self, BETWEEN_LOOKS, Process},
+};
+
+const READY_LIMIT: Duration = Duration::from_secs(90);
+
+/// Someone the API server knows by a token.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Identity {
+    /// Names the kubeconfig and token file.
+    pub name: &'static str,
+    pub user: &'static str,
+    /// Empty for none.
+    pub group: &'static str,
+}
+
+/// May do everything.
+pub const ADMIN: Identity = Identity { name: "admin", user: "admin", group: "system:masters" };
+/// May do what ClusterRole system:node-proxier grants, as kube-proxy.
+pub const PROXY: Identity = Identity { name: "proxy", user: "system:kube-proxy", group: "" };
+
+/// How the API server is started.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Where it listens; must be an address of the network namespace.
+    pub address: IpAddr,
+    /// Network namespace by name (`ip netns`), whose loopback must be up; None: the one of the caller.
+    pub namespace: Option<String>,
+    /// More flags of kube-apiserver.
+    pub flags: Vec<String>,
+    /// Value of `--service-cluster-ip-range`.
+    pub service_ranges: String,
+    /// Known besides [`ADMIN`] and [`PROXY`]; RBAC grants them nothing.
+    pub identities: Vec<Identity>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            address: Ipv4Addr::LOCALHOST.into(),
+            namespace: None,
+            flags: Vec::new(),
+            service_ranges: "10.96.0.0/12,fd00:10:96::/112".into(),
+            identities: Vec::new(),
+        }
+    }
+}
+
+/// A running API server with an etcd of its own. Dropping it kills both, also in a panic; if the whole
+/// process is killed, the kernel does.
+pub struct ApiServer {
+    directory: PathBuf,
+    options: Options,
+    certificates: Certificates,
+    tokens: BTreeMap<&'static str, String>,
+    port: u16,
+    etcd_port: u16,
+    program: PathBuf,
+    server: Option<Process>,
+    // After the server, so that it is killed last.
+    etcd: Process,
+}
+
+impl ApiServer {
+    /// Starts etcd and kube-apiserver with their files in `directory`, which is created if need be, and
+    /// waits until requests are served. An error if a program is missing and cannot be built.
+    pub fn start(directory: &Path) -> Result<Self> {
+        Self::start_with(directory, Options::default())
+    }
+
+    pub fn start_with(directory: &Path, options: Options) -> Result<Self> {
+        let etcd_program = Program::Etcd.path()?;
+        let program = Program::KubeApiServer.path()?;
+        fs::create_dir_all(directory).with_context(|| format!("creating {}", directory.display()))?;
+        let directory =
+            directory.canonicalize().with_context(|| format!("resolving {}", directory.display()))?;
+        let certificates = Certificates::create(&directory.join("pki"), &[options.address])?;
+
+        let [port, etcd_port, peer_port] = free_ports(options.namespace.as_deref())?;
+        let (client_url, peer_url) =
+            (format!("http://127.0.0.1:{etcd_port}"), format!("http://127.0.0.1:{peer_port}"));
+        let etcd = Process::start(
+            &etcd_program,
+            vec![
+                "--name=etcd".into(),
+                format!("--data-dir={}", directory.join("etcd").display()),
+                format!("--listen-client-urls={client_url}"),
+                format!("--advertise-client-urls={client_url}"),
+                format!("--listen-peer-urls={peer_url}"),
+                format!("--initial-advertise-peer-urls={peer_url}"),
+                format!("--initial-cluster=etcd={peer_url}"),
+                // Nothing here must survive the machine.
+                "--unsafe-no-fsync".into(),
+                "--quota-backend-bytes=4294967296".into(),
+            ],
+            &directory.join("etcd.log"),
+            options.namespace.as_deref(),
+        )?;
+
+        let tokens = identities(&options).map(|identity| (identity.name, random_token())).collect();
+        let mut server =
+            Self { directory, options, certificates, tokens, port, etcd_port, program, server: None, etcd };
+        server.publish_authority()?;
+        for identity in identities(&server.options.clone()) {
+            server.publish_token(identity)?;
+            let path = server.kubeconfig(identity);
+            fs::write(&path, server.kubeconfig_text(identity))
+                .with_context(|| format!("writing {}", path.display()))?;
+        }
+        server.start_again()?;
+        Ok(server)
+    }
+
+    /// `https://address:port`.
+    pub fn url(&self) -> String {
+        format!("https://{}", self.socket_address())
+    }
+
+    pub fn socket_address(&self) -> SocketAddr {
+        SocketAddr::new(self.options.address, self.port)
+    }
+
+    /// Where kube-apiserver and etcd write what they have to say: `kube-apiserver.log`, `etcd.log`.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// A kubeconfig file that refers to a token file and a CA file beside it.
+    pub fn kubeconfig(&self, identity: Identity) -> PathBuf {
+        self.directory.join(format!("{}.kubeconfig", identity.name))
+    }
+
+    /// The file that [`Self::kubeconfig`] refers to as `tokenFile`.
+    pub fn token_file(&self, identity: Identity) -> PathBuf {
+        self.directory.join(format!("{}.token", identity.name))
+    }
+
+    fn authority_file(&self) -> PathBuf {
+        self.directory.join("ca.crt")
+    }
+
+    /// A client as [`ADMIN`], for use in the namespace of the API server.
+    pub async fn client(&self) -> Result<Client> {
+        let text = self.kubeconfig_text(ADMIN);
+        let mut config = Kubeconfig::from_yaml(&text).context("our own kubeconfig")?;
+        // What is valid now, whatever has been published to others.
+        for cluster in config.clusters.iter_mut().filter_map(|cluster| cluster.cluster.as_mut()) {
+            cluster.certificate_authority = Some(self.certificates.authority.display().to_string());
+        }
+        for user in config.auth_infos.iter_mut().filter_map(|user| user.auth_info.as_mut()) {
+            user.token_file = None;
+            user.token = self.tokens.get(ADMIN.name).map(|token| token.clone().into());
+        }
+        let mut config = kube::Config::try_from(config).context("our own kubeconfig")?;
+        config.proxy_url = None;
+        Client::try_from(config).context("making a client")
+    }
+
+    /// Runs `work` with a client as [`ADMIN`], on a thread of its own in the API server's namespace: for callers
+    /// that are not asynchronous, or elsewhere.
+    pub fn run<T: Send>(&self, work: impl AsyncFnOnce(Client) -> Result<T> + Send) -> Result<T> {
+        std::thread::scope(|scope| {
+            let worker = scope.spawn(|| {
+                process::enter(self.options.namespace.as_deref())?;
+                let runtime = tokio::runtime::Builder::new_current_thread()
+                    .enable_all()
+                    .build()
+                    .context("starting a runtime")?;
+                runtime.block_on(async { work(self.client().await?).await })
+            });
+            worker.join().map_err(|_| anyhow!("the thread that talks to the API server panicked"))?
+        })
+    }
+
+    /// [`objects::apply`] for callers that are not asynchronous.
+    pub fn apply(&self, object: &Value) -> Result<()> {
+        self.run(async |client| objects::apply(&client, object).await)
+    }
+
+    /// [`objects::delete`] for callers that are not asynchronous.
+    pub fn delete(&self, object: &Value) -> Result<()> {
+        self.run(async |client| objects::delete(&client, object).await)
+    }
+
+    /// Stops kube-apiserver in good order; etcd goes on.
+    pub fn stop(&mut self) -> Result<()> {
+        match self.server.take() {
+            Some(server) => server.stop().map(drop),
+            None => Ok(()),
+        }
+    }
+
+    /// Kills kube-apiserver: connections break, nothing is said. etcd goes on.
+    pub fn kill(&mut self) {
+        self.server = None;
+    }
+
+    /// Starts kube-apiserver, at the same address with the same data, and waits until it serves.
+    pub fn start_again(&mut self) -> Result<()> {
+        self.kill();
+        self.write_tokens()?;
+        let log = self.directory.join("kube-apiserver.log");
+        let arguments = self.arguments();
+        let server = Process::start(&self.program, arguments, &log, self.options.namespace.as_deref())?;
+        self.server = Some(server);
+        self.wait_until_ready()
+    }
+
+    pub fn restart(&mut self) -> Result<()> {
+        self.stop()?;
+        self.start_again()
+    }
+
+    /// More flags of kube-apiserver, from its next start on.
+    pub fn set_flags(&mut self, flags: Vec<String>) {
+        self.options.flags = flags;
+    }
+
+    /// From the next start on only a new token is accepted for `identity`; [`Self::publish_token`] puts it
+    /// where its kubeconfig refers to.
+    pub fn replace_token(&mut self, identity: Identity) {
+        self.tokens.insert(identity.name, random_token());
+    }
+
+    /// Writes the current token to [`Self::token_file`].
+    pub fn publish_token(&self, identity: Identity) -> Result<()> {
+        let path = self.token_file(identity);
+        let token =
+            self.tokens.get(identity.name).context("an identity that this API server does not know")?;
+        // With the newline that an editor would leave.
+        fs::write(&path, format!("{token}\n")).with_context(|| format!("writing {}", path.display()))
+    }
+
+    /// From the next start on the certificate is another CA's; [`Self::publish_authority`] puts that CA
+    /// where kubeconfigs refer to.
+    pub fn replace_certificates(&mut self) -> Result<()> {
+        self.certificates = Certificates::create(&self.directory.join("pki"), &[self.options.address])?;
+        Ok(())
+    }
+
+    /// Writes the current CA to where kubeconfigs refer to.
+    pub fn publish_authority(&self) -> Result<()> {
+        let path = self.authority_file();
+        fs::copy(&self.certificates.authority, &path)
+            .with_context(|| format!("writing {}", path.display()))?;
+        Ok(())
+    }
+
+    /// Makes etcd forget all versions before the newest. kube-apiserver has a cache of its own, which it
+    /// forgets in a restart.
+    pub fn compact(&self) -> Result<()> {
+        let range: Value = self.etcd("/v3/kv/range", r#"{"key":"AA==","limit":1}"#)?;
+        let revision = range
+            .pointer("/header/revision")
+            .and_then(Value::as_str)
+            .context("etcd's answer has no header.revision")?
+            .to_owned();
+        self.etcd("/v3/kv/compaction", &format!(r#"{{"revision":"{revision}","physical":true}}"#))?;
+        Ok(())
+    }
+
+    /// A request to etcd's JSON gateway.
+    fn etcd(&self, path: &str, body: &str) -> Result<Value> {
+        let exchange = || -> Result<String> {
+            process::enter(self.options.namespace.as_deref())?;
+            let address = SocketAddr::from((Ipv4Addr::LOCALHOST, self.etcd_port));
+            let mut stream = TcpStream::connect(address).context("connecting to etcd")?;
+            let length = body.len();
+            write!(
+                stream,
+                "POST {path} HTTP/1.0\r\nHost: etcd\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n{body}"
+            )
+            .context("writing to etcd")?;
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).context("reading from etcd")?;
+            Ok(answer)
+        };
+        let answer = std::thread::scope(|scope| {
+            scope.spawn(exchange).join().map_err(|_| anyhow!("the thread that talks to etcd panicked"))?
+        })?;
+        let (head, body) = answer.split_once("\r\n\r\n").context("etcd's answer has no body")?;
+        if !head.lines().next().is_some_and(|status| status.contains(" 200 ")) {
+            bail!("etcd {path}: {answer}");
+        }
+        serde_json::from_str(body.trim()).with_context(|| format!("etcd {path}: {body}"))
+    }
+
+    fn arguments(&self) -> Vec<String> {
+        let Self { options, certificates, directory, .. } = self;
+        let account_key = certificates.account_key.display();
+        let mut arguments = vec![
+            format!("--etcd-servers=http://127.0.0.1:{}", self.etcd_port),
+            format!("--bind-address={}", options.address),
+            format!("--secure-port={}", self.port),
+            format!("--tls-cert-file={}", certificates.server.display()),
+            format!("--tls-private-key-file={}", certificates.server_key.display()),
+            format!("--cert-dir={}", directory.join("pki").display()),
+            format!("--service-cluster-ip-range={}", options.service_ranges),
+            "--service-account-issuer=https://kubernetes.default.svc".into(),
+            format!("--service-account-key-file={account_key}"),
+            format!("--service-account-signing-key-file={account_key}"),
+            format!("--token-auth-file={}", directory.join("tokens.csv").display()),
+            "--authorization-mode=RBAC".into(),
+            "--anonymous-auth=false".into(),
+            "--disable-admission-plugins=ServiceAccount".into(),
+            "--enable-priority-and-fairness=false".into(),
+            "--max-requests-inflight=2000".into(),
+            "--max-mutating-requests-inflight=1000".into(),
+        ];
+        arguments.push(if options.address.is_loopback() {
+            // A loopback address cannot be an endpoint of Service kubernetes.
+            "--endpoint-reconciler-type=none".into()
+        } else {
+            format!("--advertise-address={}", options.address)
+        });
+        arguments.extend(options.flags.iter().cloned());
+        arguments
+    }
+
+    fn write_tokens(&self) -> Result<()> {
+        let mut lines = String::new();
+        for identity in identities(&self.options) {
+            let token = self.tokens.get(identity.name).map_or("", String::as_str);
+            lines.push_str(&format!("{token},{},{},\"{}\"\n", identity.user, identity.name, identity.group));
+        }
+        let path = self.directory.join("tokens.csv");
+        fs::write(&path, lines).with_context(|| format!("writing {}", path.display()))
+    }
+
+    fn wait_until_ready(&mut self) -> Result<()> {
+        let deadline = Instant::now() + READY_LIMIT;
+        loop {
+            self.etcd.alive()?;
+            self.server.as_mut().context("kube-apiserver is stopped")?.alive()?;
+            let ready = self.run(async |client| {
+                for path in ["/readyz", "/api/v1/namespaces/default"] {
+                    let request = http::Request::get(path).body(Vec::new())?;
+                    client.request_text(request).await?;
+                }
+                Ok(())
+            });
+            match ready {
+                Ok(()) => return Ok(()),
+                Err(error) if Instant::now() > deadline => {
+                    let words = self.server.as_ref().map(Process::last_words).unwrap_or_default();
+                    return Err(
+                        error.context(format!("kube-apiserver is not ready; its log ends with\n{words}"))
+                    );
+                }
+                Err(_) => std::thread::sleep(BETWEEN_LOOKS),
+            }
+        }
+    }
+
+    fn kubeconfig_text(&self, identity: Identity) -> String {
+        let (server, authority) = (self.url(), self.authority_file());
+        let (authority, token) = (authority.display(), self.token_file(identity));
+        let (name, token) = (identity.name, token.display());
+        format!(
+            "apiVersion: v1\nkind: Config\ncurrent-context: test\n\
+             clusters:\n- name: test\n  cluster:\n    server: {server}\n    certificate-authority: {authority}\n\
+             users:\n- name: {name}\n  user:\n    tokenFile: {token}\n\
+             contexts:\n- name: test\n  context:\n    cluster: test\n    user: {name}\n"
+        )
+    }
+}
+
+fn identities(options: &Options) -> impl Iterator<Item = Identity> {
+    [ADMIN, PROXY].into_iter().chain(options.identities.iter().copied())
+}
+
+fn random_token() -> String {
+    let random = || RandomState::new().build_hasher().finish();
+    format!("{:016x}{:016x}", random(), random())
+}
+
+/// Ports that nobody listens on in the namespace now.
+fn free_ports<const N: usize>(namespace: Option<&str>) -> Result<[u16; N]> {
+    let find = || -> Result<[u16; N]> {
+        process::enter(namespace)?;
+        // All are held until all are found, so that they differ.
+        let mut listeners = Vec::new();
+        let mut ports = [0; N];
+        for port in &mut ports {
+            let listener =
+                TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).context("looking for a free port")?;
+            *port = listener.local_addr().context("looking for a free port")?.port();
+            listeners.push(listener);
+        }
+        Ok(ports)
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(find).join().map_err(|_| anyhow!("the thread that looks for ports panicked"))?
+    })
+}

@@ -1,0 +1,26 @@
+//! A real control plane on this machine: etcd and kube-apiserver, started in a second or a few, reachable on loopback or in
+//! a network namespace, and gone with the value that holds it. For tests of the Kubernetes source, the
+//! demo, the benchmarks, and the real kube-proxy as an oracle.
+//!
+//! ```no_run
+//! # fn main() -> anyhow::Result<()> {
+//! let server = control_plane::ApiServer::start(std::path::Path::new("/tmp/control-plane"))?;
+//! server.apply(&serde_json::json!({
+//!     "apiVersion": "v1", "kind": "Service",
+//!     "metadata": {"namespace": "default", "name": "web"},
+//!     "spec": {"ports": [{"port": 80}]},
+//! }))?;
+//! println!("proxy-ctl run --kubeconfig {}", server.kubeconfig(control_plane::PROXY).display());
+//! # Ok(())
+//! # }
+//! ```
+
+mod api_server;
+pub mod binaries;
+mod certificates;
+mod kube_proxy;
+pub mod objects;
+mod process;
+
+pub use api_server::{ADMIN, ApiServer, Identity, Options, PROXY};
+pub use kube_proxy::KubeProxy;

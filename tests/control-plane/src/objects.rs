@@ -1,0 +1,207 @@
+//! Objects as JSON, and writing them to the API server.
+
+use std::{
+    net::{IpAddr, Ipv4Addr},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use futures::{StreamExt, TryStreamExt, stream};
+use kube::Client;
+use serde_json::{Value, json};
+
+/// Who changed what, in `managedFields`.
+const FIELD_MANAGER: &str = "control-plane";
+
+/// A ClusterIP Service with one TCP port named `main`.
+pub fn service(namespace: &str, name: &str, port: u16) -> Value {
+    json!({
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"namespace": namespace, "name": name},
+        "spec": {"ports": [{"name": "main", "protocol": "TCP", "port": port, "targetPort": port}]},
+    })
+}
+
+/// A slice of `service` with ready endpoints, all of one family, and one TCP port named `main`.
+pub fn endpoint_slice(namespace: &str, name: &str, service: &str, addresses: &[IpAddr], port: u16) -> Value {
+    let family = if addresses.iter().any(IpAddr::is_ipv6) { "IPv6" } else { "IPv4" };
+    let endpoints: Vec<Value> = addresses
+        .iter()
+        .map(|address| json!({"addresses": [address.to_string()], "conditions": {"ready": true}}))
+        .collect();
+    json!({
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {
+            "namespace": namespace,
+            "name": name,
+            "labels": {"kubernetes.io/service-name": service},
+        },
+        "addressType": family,
+        "endpoints": endpoints,
+        "ports": [{"name": "main", "protocol": "TCP", "port": port}],
+    })
+}
+
+pub fn namespace(name: &str) -> Value {
+    json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+}
+
+/// Creates the object or takes over what is there (server-side apply). A `status` goes to the object's
+/// subresource, as only that changes it.
+pub async fn apply(client: &Client, object: &Value) -> Result<()> {
+    let mut object = object.clone();
+    let status = object.as_object_mut().and_then(|fields| fields.remove("status"));
+    let path = path(&object)?;
+    let uri = format!("{path}?fieldManager={FIELD_MANAGER}&force=true");
+    send(client, "PATCH", &uri, Some("application/apply-patch+yaml"), &object).await?;
+    if let Some(status) = status {
+        let uri = format!("{path}/status");
+        send(client, "PATCH", &uri, Some("application/merge-patch+json"), &json!({"status": status})).await?;
+    }
+    Ok(())
+}
+
+/// Creates the object; an error if it is there already.
+pub async fn create(client: &Client, object: &Value) -> Result<()> {
+    let path = path(object)?;
+    let collection = path.rsplit_once('/').map_or("", |(collection, _)| collection);
+    send(client, "POST", collection, Some("application/json"), object).await
+}
+
+/// Changes fields of the object that `object` names by kind and metadata: a JSON merge patch.
+pub async fn merge(client: &Client, object: &Value, patch: &Value) -> Result<()> {
+    send(client, "PATCH", &path(object)?, Some("application/merge-patch+json"), patch).await
+}
+
+/// Deletes the object that `object` names; an error if there is none.
+pub async fn delete(client: &Client, object: &Value) -> Result<()> {
+    send(client, "DELETE", &path(object)?, None, &Value::Null).await
+}
+
+/// Deletes all objects of the kind of `object` in its namespace.
+pub async fn delete_all(client: &Client, object: &Value) -> Result<()> {
+    let path = path(object)?;
+    let collection = path.rsplit_once('/').map_or("", |(collection, _)| collection);
+    send(client, "DELETE", collection, None, &Value::Null).await
+}
+
+/// Many Services, each with one slice.
+#[derive(Clone, Debug)]
+pub struct Bulk {
+    pub namespace: String,
+    pub services: usize,
+    /// Endpoints of each slice, at most 1,000.
+    pub endpoints: usize,
+    /// Requests at a time.
+    pub parallel: usize,
+}
+
+impl Bulk {
+    /// Services `s-0`, `s-1`, …, slices of the same names; addresses in 10.128.0.0/9, port 8080.
+    pub fn new(namespace: &str, services: usize, endpoints: usize) -> Self {
+        Self { namespace: namespace.to_owned(), services, endpoints, parallel: 400 }
+    }
+
+    pub fn service(&self, index: usize) -> Value {
+        service(&self.namespace, &format!("s-{index}"), 80)
+    }
+
+    pub fn slice(&self, index: usize) -> Value {
+        let addresses: Vec<IpAddr> =
+            (0..self.endpoints).map(|endpoint| self.address(index, endpoint).into()).collect();
+        let name = format!("s-{index}");
+        endpoint_slice(&self.namespace, &name, &name, &addresses, 8080)
+    }
+
+    /// Distinct for the first 8 million endpoints.
+    pub fn address(&self, service: usize, endpoint: usize) -> Ipv4Addr {
+        let number = (service * self.endpoints + endpoint) % (1 << 23);
+        Ipv4Addr::from(u32::from(Ipv4Addr::new(10, 128, 0, 0)) | u32::try_from(number).unwrap_or_default())
+    }
+
+    /// Creates all of them, and the namespace; returns how long it took.
+    pub async fn create(&self, client: &Client) -> Result<Duration> {
+        apply(client, &namespace(&self.namespace)).await?;
+        let start = Instant::now();
+        self.each(client, "POST").await?;
+        Ok(start.elapsed())
+    }
+
+    /// Deletes all of them.
+    pub async fn delete(&self, client: &Client) -> Result<()> {
+        self.each(client, "DELETE").await
+    }
+
+    async fn each(&self, client: &Client, method: &'static str) -> Result<()> {
+        let requests = (0..self.services).flat_map(|index| [(index, false), (index, true)]);
+        stream::iter(requests)
+            .map(|(index, slice)| async move {
+                let object = if slice { self.slice(index) } else { self.service(index) };
+                if method == "POST" { create(client, &object).await } else { delete(client, &object).await }
+            })
+            .buffer_unordered(self.parallel)
+            .try_for_each(|()| async { Ok(()) })
+            .await
+    }
+}
+
+/// `/api/v1/namespaces/ns/services/name` and the like.
+fn path(object: &Value) -> Result<String> {
+    let text = |pointer: &str| object.pointer(pointer).and_then(Value::as_str);
+    let version = text("/apiVersion").context("apiVersion is missing")?;
+    let kind = text("/kind").context("kind is missing")?;
+    let name = text("/metadata/name").context("metadata.name is missing")?;
+    let (plural, namespaced) = match kind {
+        "Service" => ("services", true),
+        "EndpointSlice" => ("endpointslices", true),
+        "Node" => ("nodes", false),
+        "Namespace" => ("namespaces", false),
+        "ClusterRole" => ("clusterroles", false),
+        "ClusterRoleBinding" => ("clusterrolebindings", false),
+        other => bail!("kind {other} is not one that tests write"),
+    };
+    let root = if version.contains('/') { format!("/apis/{version}") } else { format!("/api/{version}") };
+    Ok(if namespaced {
+        format!("{root}/namespaces/{}/{plural}/{name}", text("/metadata/namespace").unwrap_or("default"))
+    } else {
+        format!("{root}/{plural}/{name}")
+    })
+}
+
+async fn send(client: &Client, method: &str, uri: &str, content: Option<&str>, body: &Value) -> Result<()> {
+    let mut request = http::Request::builder().method(method).uri(uri);
+    if let Some(content) = content {
+        request = request.header(http::header::CONTENT_TYPE, content);
+    }
+    let body = if content.is_some() { serde_json::to_vec(body)? } else { Vec::new() };
+    let request = request.body(body)?;
+    client.request_text(request).await.with_context(|| format!("{method} {uri}"))?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_those_of_the_api() {
+        assert_eq!(path(&service("a", "b", 80)).unwrap(), "/api/v1/namespaces/a/services/b");
+        assert_eq!(
+            path(&endpoint_slice("a", "c", "b", &[], 80)).unwrap(),
+            "/apis/discovery.k8s.io/v1/namespaces/a/endpointslices/c"
+        );
+        assert_eq!(path(&namespace("a")).unwrap(), "/api/v1/namespaces/a");
+    }
+
+    #[test]
+    fn addresses_of_a_bulk_are_distinct() {
+        let bulk = Bulk::new("a", 10_000, 10);
+        let all: std::collections::HashSet<Ipv4Addr> = (0..10_000)
+            .flat_map(|service| (0..10).map(move |endpoint| (service, endpoint)))
+            .map(|(service, endpoint)| bulk.address(service, endpoint))
+            .collect();
+        assert_eq!(all.len(), 100_000);
+    }
+}

@@ -1,0 +1,125 @@
+//! A child that never outlives its owner: killed when dropped, and by the kernel when this process dies.
+
+use std::{
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::mpsc,
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, anyhow, bail};
+use nix::{
+    sched::{CloneFlags, setns},
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+/// How often a condition is looked at that nobody announces.
+pub(crate) const BETWEEN_LOOKS: Duration = Duration::from_millis(10);
+const TERM_LIMIT: Duration = Duration::from_secs(20);
+
+pub(crate) struct Process {
+    name: String,
+    child: Child,
+    log: PathBuf,
+    /// The kernel signals a child when the thread that started it ends, so that thread waits for us.
+    parent: Option<(mpsc::Sender<()>, JoinHandle<()>)>,
+}
+
+impl Process {
+    /// Starts `program` in a named network namespace or, without a name, in ours; its output goes to `log`.
+    pub(crate) fn start(
+        program: &Path,
+        arguments: Vec<String>,
+        log: &Path,
+        namespace: Option<&str>,
+    ) -> Result<Self> {
+        let name = program.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let output = File::options()
+            .create(true)
+            .append(true)
+            .open(log)
+            .with_context(|| format!("opening {}", log.display()))?;
+        let mut command = Command::new("setpriv");
+        command
+            .args(["--pdeathsig", "KILL", "--"])
+            .arg(program)
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(output.try_clone().context("duplicating the log")?)
+            .stderr(output);
+
+        let (owner, owned) = mpsc::channel::<()>();
+        let (started, start) = mpsc::channel();
+        let namespace = namespace.map(str::to_owned);
+        let parent = std::thread::Builder::new()
+            .name(format!("parent of {name}"))
+            .spawn(move || {
+                let child = enter(namespace.as_deref())
+                    .and_then(|()| command.spawn().context("starting setpriv (package util-linux)"));
+                if started.send(child).is_ok() {
+                    // Ends with an error once the owner is gone, which is what is waited for.
+                    let _ = owned.recv();
+                }
+            })
+            .context("starting a thread")?;
+        let child = start.recv().map_err(|_| anyhow!("the thread that starts {name} is gone"))??;
+        Ok(Self { name, child, log: log.to_owned(), parent: Some((owner, parent)) })
+    }
+
+    /// An error with the end of the log if the process has ended.
+    pub(crate) fn alive(&mut self) -> Result<()> {
+        match self.child.try_wait().with_context(|| format!("waiting for {}", self.name))? {
+            None => Ok(()),
+            Some(status) => {
+                bail!("{} has ended ({status}); its log ends with\n{}", self.name, self.last_words())
+            }
+        }
+    }
+
+    pub(crate) fn last_words(&self) -> String {
+        let text = fs::read_to_string(&self.log).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        lines[lines.len().saturating_sub(15)..].join("\n")
+    }
+
+    /// Asks the process to end and waits for it; after 20 s it is killed.
+    pub(crate) fn stop(mut self) -> Result<ExitStatus> {
+        let id = i32::try_from(self.child.id()).context("process id")?;
+        kill(Pid::from_raw(id), Signal::SIGTERM).with_context(|| format!("stopping {}", self.name))?;
+        let deadline = Instant::now() + TERM_LIMIT;
+        loop {
+            if let Some(status) =
+                self.child.try_wait().with_context(|| format!("waiting for {}", self.name))?
+            {
+                return Ok(status);
+            }
+            if Instant::now() > deadline {
+                self.child.kill().with_context(|| format!("killing {}", self.name))?;
+            }
+            std::thread::sleep(BETWEEN_LOOKS);
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // Errors mean that it has ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if let Some((owner, parent)) = self.parent.take() {
+            drop(owner);
+            let _ = parent.join();
+        }
+    }
+}
+
+/// Moves the calling thread into a named network namespace.
+pub(crate) fn enter(namespace: Option<&str>) -> Result<()> {
+    let Some(name) = namespace else { return Ok(()) };
+    let path = Path::new("/run/netns").join(name);
+    let file = File::open(&path).with_context(|| format!("opening {}", path.display()))?;
+    setns(file, CloneFlags::CLONE_NEWNET).with_context(|| format!("entering {}", path.display()))
+}

@@ -6,12 +6,11 @@
 
 pub mod convert;
 pub mod kubernetes;
-pub mod manifests;
 
 pub use crate::model::Update;
 
 /// Something odd about one object; the rest of it is served.
-#[derive(Clone, Debug, Eq, Hash, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Oddity {
     /// `Service ns/name`, `EndpointSlice ns/name`, …
     pub object: String,

@@ -268,3 +268,30 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         }
     }
 }
+
+/// Sums over all CPUs of the values of a per-CPU array of u64.
+pub fn per_cpu_sums(fd: &OwnedFd) -> Result<Vec<u64>, CallError> {
+    const CALL: &str = "bpf(BPF_MAP_LOOKUP_ELEM)";
+    const PER_CPU_ARRAY: u32 = 6;
+    let info = bpf::map_info(fd.as_fd())?;
+    if info.kind != PER_CPU_ARRAY || info.key_size != 4 || info.value_size != 8 {
+        return Err(CallError::new(CALL, io::Error::from_raw_os_error(libc::EINVAL)));
+    }
+    let cpus = aya::util::nr_cpus().map_err(|(_, e)| CallError::new("counting CPUs", e))?;
+    let mut values = vec![0_u64; cpus];
+    let mut sums = Vec::with_capacity(info.max_entries as usize);
+    for key in 0..info.max_entries {
+        let key: *const u32 = &key;
+        let mut attr = Element {
+            map: number(fd.as_fd()),
+            _padding: 0,
+            key: address(key),
+            value: address(values.as_mut_ptr()),
+            flags: 0,
+        };
+        // SAFETY: the kernel reads a key of 4 bytes and writes 8 bytes for each possible CPU.
+        unsafe { bpf::call(bpf_cmd::BPF_MAP_LOOKUP_ELEM, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
+        sums.push(values.iter().fold(0, |sum: u64, value| sum.wrapping_add(*value)));
+    }
+    Ok(sums)
+}

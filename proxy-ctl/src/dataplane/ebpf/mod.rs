@@ -1,4 +1,331 @@
-//! The eBPF mode.
+//! The eBPF mode: desired state → tables that kernel programs read.
+//!
+//! [`EbpfDataplane`] ties the parts together. `layout` says what tables must hold, `publish` writes it in an order
+//! that leaves no hole, `adopt` reads what a predecessor left, `attach` puts the programs where packets and system
+//! calls pass. [`status`] and [`cleanup`] work on the pins alone, with the controller down.
 
-#[derive(Debug, thiserror::Error)]
-pub enum Error {}
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, UdpSocket},
+    os::fd::AsFd,
+    sync::Arc,
+};
+
+use aya_obj::generated::bpf_attach_type;
+use proxy_common::{
+    family::{V4, V6},
+    layout::{NODE_ADDRESS_LOOPBACK, NodeAddress, Settings},
+};
+
+use self::{
+    allocate::Ranges,
+    attach::{Cgroup, Hooks},
+    family::Family,
+    gc::Collector,
+    load::LEARN_NAMESPACE,
+    paths::Paths,
+    programmed::Image,
+    publish::{Failures, Plane, Round, Shared, remove_service},
+    tables::{CommonTables, FamilyTables, Shape},
+};
+use super::{Applied, Dataplane, Host, Usage};
+use crate::{
+    config::{Ebpf, SocketLoadBalancing},
+    model::desired::{Changes, DesiredPort},
+    sys::{CallError, clock, filesystem, grace::GracePeriod, limits, lock::Lock, namespace},
+};
+
+mod adopt;
+mod allocate;
+mod attach;
+pub mod cleanup;
+mod error;
+mod family;
+mod gc;
+mod layout;
+mod load;
+mod paths;
+mod ports;
+mod programmed;
+mod publish;
+pub mod status;
+mod tables;
+
+pub use self::{
+    error::{Error, Holder},
+    load::OBJECT,
+    tables::Difference,
+};
+
+/// The tables and hooks of this node. Dropping it leaves all of them at work.
+#[derive(Debug)]
+pub struct EbpfDataplane {
+    shared: Shared,
+    v4: Plane<V4>,
+    v6: Plane<V6>,
+    flows4: Collector<V4>,
+    flows6: Collector<V6>,
+    hooks: Hooks,
+    host_namespace: u64,
+    shapes: Vec<Shape>,
+    paths: Paths,
+    _lock: Lock,
+}
+
+impl EbpfDataplane {
+    /// Takes over what is pinned, or makes it, and swaps this version's programs in. Tables are read here, but not
+    /// changed before the first [`Dataplane::resync`].
+    ///
+    /// Needs `CAP_BPF`, `CAP_PERFMON` and `CAP_NET_ADMIN`, or root; Linux 5.10.
+    pub fn open(config: &Ebpf) -> Result<Self, Error> {
+        if let Err(error) = limits::raise_locked_memory() {
+            tracing::debug!(%error, "BPF memory stays limited where the kernel counts it as locked");
+        }
+        let paths = Paths::new(&config.bpffs);
+        paths.create(&config.bpffs)?;
+        let lock = paths.lock()?;
+        let shapes = tables::shapes(&config.limits);
+        tables::check_pinned(&paths.maps(), &shapes)?;
+
+        let probe = UdpSocket::bind("127.0.0.1:0")
+            .map_err(|e| Error::Namespace(CallError::new("binding a UDP socket to 127.0.0.1", e)))?;
+        let cookie = match namespace::netns_cookie(&probe) {
+            Ok(cookie) => Some(cookie),
+            Err(e) if e.errno() == libc::ENOPROTOOPT => None,
+            Err(e) => return Err(Error::Namespace(e)),
+        };
+        let balancing = config.socket_load_balancing;
+        let programs = load::load(&paths.maps(), &shapes, balancing, cookie.is_none())?;
+
+        let common = CommonTables::open(&paths.maps(), true)?;
+        let v4 = plane::<V4>(&paths)?;
+        let v6 = plane::<V6>(&paths)?;
+        let cgroup = match (balancing, cookie) {
+            (SocketLoadBalancing::Off, Some(_)) => None,
+            _ => Some(Cgroup::open(cgroup_folder(config)?)?),
+        };
+        let host_namespace = match (cookie, &cgroup) {
+            (Some(cookie), _) => cookie,
+            (None, Some(cgroup)) => {
+                let link =
+                    cgroup.attach(&programs, LEARN_NAMESPACE, bpf_attach_type::BPF_CGROUP_INET4_CONNECT)?;
+                let learned = learn_namespace(&common, &probe);
+                drop(link);
+                learned?
+            }
+            (None, None) => return Err(Error::NoCgroup),
+        };
+        let cgroup = cgroup.filter(|_| balancing != SocketLoadBalancing::Off);
+        let grace = GracePeriod::new().map_err(Error::Grace)?;
+        let ids = Ranges::new(common.services.len() as u32);
+        let shared = Shared { tables: common, ids, next_backend: 0, backends_set_aside: 0, grace };
+        let dataplane = Self {
+            shared,
+            v4,
+            v6,
+            flows4: Collector::default(),
+            flows6: Collector::default(),
+            hooks: Hooks::new(paths.clone(), programs, cgroup),
+            host_namespace,
+            shapes,
+            paths,
+            _lock: lock,
+        };
+        // Programs may be reading what a predecessor retired in its last moment.
+        dataplane.shared.grace.wait().map_err(Error::Grace)?;
+        dataplane.write_settings(|settings| settings.host_namespace = host_namespace)?;
+        dataplane.hooks.attach_sockets()?;
+        Ok(dataplane)
+    }
+
+    /// Attaches to interfaces by clsact filters, as kernels before 6.6 do, also where this kernel has tcx.
+    #[must_use]
+    pub fn without_tcx(mut self) -> Self {
+        self.hooks.without_tcx();
+        self
+    }
+
+    /// Writes the settings if `change` makes them different; answers whether it did.
+    fn write_settings(&self, change: impl FnOnce(&mut Settings)) -> Result<bool, Error> {
+        let table = &self.shared.tables.settings;
+        let current = table.get(&0)?.unwrap_or_default();
+        let mut wanted = current;
+        wanted.probe_socket = 0;
+        change(&mut wanted);
+        if wanted != current {
+            table.set(&0, &wanted)?;
+        }
+        Ok(wanted != current)
+    }
+
+    fn adopt(&mut self) -> Result<Vec<u32>, Error> {
+        let names = self.shared.adopt()?;
+        let largest = self.v4.adopt(&self.shared, &names)?.max(self.v6.adopt(&self.shared, &names)?);
+        self.shared.continue_backend_ids(largest)?;
+        Ok(names.strays)
+    }
+}
+
+fn plane<F: Family>(paths: &Paths) -> Result<Plane<F>, Error> {
+    let tables = FamilyTables::open(&paths.maps(), true)?;
+    let image = Image::empty(tables.slots.len() as u32);
+    Ok(Plane { tables, image })
+}
+
+fn cgroup_folder(config: &Ebpf) -> Result<std::path::PathBuf, Error> {
+    if let Some(folder) = &config.cgroup {
+        return Ok(folder.clone());
+    }
+    filesystem::cgroup_root()
+        .map_err(|source| Error::Folder { path: "/proc/self/mountinfo".into(), source })?
+        .ok_or(Error::NoCgroup)
+}
+
+/// Asks the program on connect4, which must be attached to a cgroup that this process is in.
+fn learn_namespace(tables: &CommonTables, probe: &UdpSocket) -> Result<u64, Error> {
+    let cookie = namespace::socket_cookie(probe.as_fd()).map_err(Error::Namespace)?;
+    let mut settings = tables.settings.get(&0)?.unwrap_or_default();
+    settings.probe_socket = cookie;
+    settings.host_namespace = 0;
+    tables.settings.set(&0, &settings)?;
+    // Connecting a datagram socket sends nothing.
+    probe
+        .connect("127.0.0.1:9")
+        .map_err(|e| Error::Namespace(CallError::new("connecting a UDP socket to 127.0.0.1", e)))?;
+    let learned = tables.settings.get(&0)?.unwrap_or_default().host_namespace;
+    if learned == 0 {
+        let problem =
+            std::io::Error::other("the hook on connect was not reached: is this process in the cgroup?");
+        return Err(Error::Namespace(CallError::new("connecting a UDP socket to 127.0.0.1", problem)));
+    }
+    Ok(learned)
+}
+
+fn finish<F: Family>(round: Round<F>, applied: &mut Applied, failures: &mut Failures) {
+    *applied += round.applied;
+    failures.merge(round.failures);
+}
+
+impl Dataplane for EbpfDataplane {
+    fn apply(&mut self, changes: &Changes) -> Result<Applied, super::Error> {
+        let Self { shared, v4, v6, .. } = self;
+        let (mut applied, mut failures) = Default::default();
+        finish(apply(v4, shared, changes), &mut applied, &mut failures);
+        finish(apply(v6, shared, changes), &mut applied, &mut failures);
+        failures.into_result()?;
+        Ok(applied)
+    }
+
+    fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, super::Error> {
+        let strays = self.adopt()?;
+        let Self { shared, v4, v6, .. } = self;
+        let (mut applied, mut failures) = Default::default();
+        finish(resync(v4, shared, desired), &mut applied, &mut failures);
+        finish(resync(v6, shared, desired), &mut applied, &mut failures);
+        for id in strays {
+            if let Err(error) = remove_service(shared, id, &mut applied) {
+                failures.add(format_args!("service {id}, which nobody wants"), error);
+            }
+        }
+        failures.into_result()?;
+        Ok(applied)
+    }
+
+    fn set_host(&mut self, host: &Host) -> Result<Applied, super::Error> {
+        let mut applied = write_addresses(&self.v4.tables, host)?;
+        applied += write_addresses(&self.v6.tables, host)?;
+        let (masquerade4, masquerade6) = masquerade(&host.masquerade_addresses);
+        let ranges = ports::read();
+        let namespace = self.host_namespace;
+        let written = self.write_settings(|settings| {
+            settings.host_namespace = namespace;
+            settings.masquerade4 = masquerade4;
+            settings.masquerade6 = masquerade6;
+            settings.masquerade_ports = ranges;
+        })?;
+        applied.written += u64::from(written);
+        self.hooks.attach_sockets()?;
+        self.hooks.follow(&host.interfaces).into_result()?;
+        Ok(applied)
+    }
+
+    fn collect_garbage(&mut self) -> Result<(), super::Error> {
+        let Self { shared, v4, v6, .. } = self;
+        if shared.ids.has_retired() || v4.image.slots.has_retired() || v6.image.slots.has_retired() {
+            shared.grace.wait().map_err(Error::Grace)?;
+            shared.ids.grace_period_over();
+            v4.image.slots.grace_period_over();
+            v6.image.slots.grace_period_over();
+        }
+        let now = clock::since_boot();
+        self.flows4.collect(&self.v4.tables, now)?;
+        self.flows6.collect(&self.v6.tables, now)?;
+        self.hooks.sweep()?;
+        Ok(())
+    }
+
+    fn usage(&self) -> Result<Usage, super::Error> {
+        let mut used = BTreeMap::from([
+            (tables::SERVICES, u64::from(self.shared.ids.used().saturating_sub(1))),
+            (tables::SERVICE_NAMES, (self.v4.image.services.len() + self.v6.image.services.len()) as u64),
+            (tables::SETTINGS, 1),
+        ]);
+        used.extend(used_by(&self.v4, &self.flows4)?);
+        used.extend(used_by(&self.v6, &self.flows6)?);
+        Ok(status::usage(&self.paths.maps(), &self.shapes, &used)?)
+    }
+}
+
+fn apply<F: Family>(plane: &mut Plane<F>, shared: &mut Shared, changes: &Changes) -> Round<F> {
+    let changed = changes.changed.iter().filter(|port| port.name.family == F::FAMILY);
+    let removed = changes.removed.iter().filter(|name| name.family == F::FAMILY);
+    plane.apply(shared, changed, removed)
+}
+
+fn resync<F: Family>(plane: &mut Plane<F>, shared: &mut Shared, desired: &[Arc<DesiredPort>]) -> Round<F> {
+    let desired: Vec<_> = desired.iter().filter(|port| port.name.family == F::FAMILY).collect();
+    plane.resync(shared, &desired)
+}
+
+fn used_by<F: Family>(plane: &Plane<F>, flows: &Collector<F>) -> Result<[(&'static str, u64); 6], Error> {
+    let (opening, established) = flows.counted();
+    Ok([
+        (F::FRONTENDS, plane.image.frontends.len() as u64),
+        (F::SLOTS, u64::from(plane.image.slots.used())),
+        (F::BACKENDS, plane.image.backends.len() as u64),
+        (F::FLOWS, established),
+        (F::OPENING_FLOWS, opening),
+        (F::NODE_ADDRESSES, plane.tables.node_addresses.read_all()?.len() as u64),
+    ])
+}
+
+/// Makes `node_addresses4/6` hold exactly the host's addresses.
+fn write_addresses<F: Family>(tables: &FamilyTables<F>, host: &Host) -> Result<Applied, Error> {
+    let wanted: BTreeMap<F::Address, NodeAddress> = host
+        .node_port_addresses
+        .iter()
+        .filter_map(|ip| {
+            let flags = if ip.is_loopback() { NODE_ADDRESS_LOOPBACK } else { 0 };
+            Some((F::address(*ip)?, NodeAddress { flags }))
+        })
+        .collect();
+    let found: BTreeMap<_, _> = tables.node_addresses.read_all()?.into_iter().collect();
+    let mut applied = Applied::default();
+    for (address, value) in &wanted {
+        if found.get(address) != Some(value) {
+            tables.node_addresses.set(address, value)?;
+            applied.written += 1;
+        }
+    }
+    for address in found.keys().filter(|address| !wanted.contains_key(*address)) {
+        applied.removed += u64::from(tables.node_addresses.remove(address)?);
+    }
+    Ok(applied)
+}
+
+/// The first address of each family; unspecified: none.
+fn masquerade(addresses: &[IpAddr]) -> ([u8; 4], [u8; 16]) {
+    let v4 = addresses.iter().find_map(|ip| V4::address(*ip)).unwrap_or_default();
+    let v6 = addresses.iter().find_map(|ip| V6::address(*ip)).unwrap_or_default();
+    (v4, v6)
+}

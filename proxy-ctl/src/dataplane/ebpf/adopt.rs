@@ -1,0 +1,158 @@
+//! What a predecessor left in the tables, read into an image.
+//!
+//! A controller may have been killed between any two writes. Whatever does not fit together is left out of the image,
+//! so that the resync that follows writes it anew or removes it.
+
+use std::hash::Hash;
+
+use proxy_common::layout::{EndpointSet, Frontend, FrontendKey, Service};
+use rustc_hash::{FxHashMap, FxHashSet};
+
+use super::{
+    Error,
+    allocate::{Range, Ranges},
+    family::Family,
+    layout,
+    programmed::{BackendKey, Holds, Image, Published, Uses},
+    publish::{Plane, Shared},
+};
+use crate::model::desired::ServicePortName;
+
+/// What the tables that both families share say.
+#[derive(Debug)]
+pub(super) struct Names {
+    pub(super) known: Vec<(u32, ServicePortName)>,
+    /// Services without a usable name.
+    pub(super) strays: Vec<u32>,
+}
+
+impl Shared {
+    /// Reads names and services anew and makes the owners of service ids those that are found.
+    pub(super) fn adopt(&mut self) -> Result<Names, Error> {
+        let mut names = self.tables.names.read_all()?;
+        names.sort_unstable_by_key(|(id, _)| *id);
+        self.ids = self.ids.forget_owners();
+        // 0 is what an empty frontend would point at.
+        self.ids.claim(Range { first: 0, count: 1 });
+        let mut found = Names { known: Vec::with_capacity(names.len()), strays: Vec::new() };
+        let mut seen = FxHashSet::default();
+        for (id, name) in names {
+            let name = layout::port_name(&name).filter(|name| !seen.contains(name));
+            match name {
+                Some(name) if self.ids.claim(Range { first: id, count: 1 }) => {
+                    seen.insert(name.clone());
+                    found.known.push((id, name));
+                }
+                Some(_) | None => found.strays.push(id),
+            }
+        }
+        let named: FxHashSet<u32> =
+            found.known.iter().map(|(id, _)| *id).chain(found.strays.iter().copied()).collect();
+        let unnamed = (0..self.tables.services.len()).filter(|id| {
+            self.tables.services.get(*id).is_some_and(|service| service != Service::default())
+                && !named.contains(&(*id as u32))
+        });
+        found.strays.extend(unnamed.map(|id| id as u32));
+        Ok(found)
+    }
+
+    /// Continues with backend ids that were never given.
+    pub(super) fn continue_backend_ids(&mut self, largest_found: u32) -> Result<(), Error> {
+        if self.next_backend == 0 {
+            self.backends_set_aside = self.tables.settings.get(&0)?.unwrap_or_default().next_backend;
+            // 0 marks a slot that is not in use.
+            self.next_backend = self.backends_set_aside.max(1);
+        }
+        self.next_backend = self.next_backend.max(largest_found.saturating_add(1));
+        Ok(())
+    }
+}
+
+impl<F: Family> Plane<F> {
+    /// Reads this family's tables anew. Returns the largest backend id found.
+    pub(super) fn adopt(&mut self, shared: &Shared, names: &Names) -> Result<u32, Error> {
+        let frontends: FxHashMap<_, _> = self.tables.frontends.read_all()?.into_iter().collect();
+        let (backends, stray_backends, largest) = self.adopt_backends()?;
+        let mut slots = self.image.slots.forget_owners();
+        let mut of_service = by_service(&frontends);
+        let mut services = FxHashMap::default();
+        for (id, name) in &names.known {
+            if name.family != F::FAMILY {
+                continue;
+            }
+            let service = shared.tables.services.get(*id as usize).unwrap_or_default();
+            let sets = [service.cluster, service.internal, service.external];
+            let published = Published {
+                id: *id,
+                range: claim(&mut slots, sets),
+                frontends: of_service.remove(id).unwrap_or_default().into(),
+                holds: Holds::Nothing,
+            };
+            services.insert(name.clone(), published);
+        }
+        self.image = Image { frontends, services, backends, stray_backends, slots };
+        Ok(largest)
+    }
+
+    #[expect(clippy::type_complexity, reason = "three results of one pass over the table")]
+    fn adopt_backends(&self) -> Result<(FxHashMap<BackendKey<F::Address>, Uses>, Vec<u32>, u32), Error> {
+        let mut found = self.tables.backends.read_all()?;
+        found.sort_unstable_by_key(|(id, _)| *id);
+        let largest = found.last().map_or(0, |(id, _)| *id);
+        let mut backends = FxHashMap::default();
+        let mut strays = Vec::new();
+        for (id, backend) in found {
+            let key = BackendKey { address: backend.address, port: backend.port, protocol: backend.protocol };
+            // Two ids for one endpoint: the older stays.
+            if id == 0 || backends.contains_key(&key) {
+                strays.push(id);
+            } else {
+                backends.insert(key, Uses::of(id, &backend));
+            }
+        }
+        Ok((backends, strays, largest))
+    }
+}
+
+/// The range of a service's slots; `None` if a part of it is another's or out of bounds.
+fn claim(slots: &mut Ranges, sets: [EndpointSet; 3]) -> Option<Range> {
+    let range = layout::span(sets);
+    slots.claim(range).then_some(range)
+}
+
+fn by_service<A: Copy + Eq + Hash>(
+    frontends: &FxHashMap<FrontendKey<A>, Frontend>,
+) -> FxHashMap<u32, Vec<FrontendKey<A>>> {
+    let mut of_service: FxHashMap<u32, Vec<FrontendKey<A>>> = FxHashMap::default();
+    for (key, frontend) in frontends {
+        of_service.entry(frontend.service).or_default().push(*key);
+    }
+    of_service
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set(first: u32, count: u32) -> EndpointSet {
+        EndpointSet { first, count }
+    }
+
+    #[test]
+    fn a_range_is_claimed_once() {
+        let mut slots = Ranges::new(100);
+        assert_eq!(
+            claim(&mut slots, [set(10, 5), set(12, 1), set(0, 0)]),
+            Some(Range { first: 10, count: 5 })
+        );
+        assert_eq!(claim(&mut slots, [set(14, 3), set(0, 0), set(0, 0)]), None);
+        assert_eq!(claim(&mut slots, [set(99, 2), set(0, 0), set(0, 0)]), None);
+        assert_eq!(claim(&mut slots, [set(u32::MAX, 2), set(0, 0), set(0, 0)]), None);
+        assert_eq!(slots.used(), 5);
+    }
+
+    #[test]
+    fn a_service_without_endpoints_needs_no_range() {
+        assert_eq!(claim(&mut Ranges::new(1), [set(0, 0); 3]), Some(Range::default()));
+    }
+}

@@ -1,0 +1,361 @@
+//! Where the programs are attached: the cgroup, and both directions of each interface.
+//!
+//! Links are pinned, so that they outlive the controller, and get new programs in one step. Kernels without tcx
+//! have filters on a clsact qdisc instead, which live with the interface; a folder on the bpffs remembers them.
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
+    path::{Path, PathBuf},
+};
+
+use aya_obj::generated::bpf_attach_type;
+
+use super::{
+    Error,
+    load::{Programs, SOCKET_HOOKS, packet_program},
+    paths::Paths,
+    publish::Failures,
+    tables::open_pinned,
+};
+use crate::{
+    dataplane::Interface,
+    sys::{
+        CallError,
+        bpf::{self, LinkTarget, Order},
+        tc::{self, Direction},
+    },
+};
+
+const DIRECTIONS: [Direction; 2] = [Direction::Ingress, Direction::Egress];
+/// Of our filters.
+pub(super) const HANDLE: u32 = 0x7063;
+/// Marks a clsact qdisc that we made, in the interface's folder.
+const MADE_QDISC: &str = "qdisc";
+
+/// First on ingress, last on egress: others' programs see backends.
+pub(super) fn priority(direction: Direction) -> u16 {
+    match direction {
+        Direction::Ingress => 1,
+        Direction::Egress => 0xff00,
+    }
+}
+
+fn word(direction: Direction) -> &'static str {
+    match direction {
+        Direction::Ingress => "ingress",
+        Direction::Egress => "egress",
+    }
+}
+
+/// A cgroup v2 folder.
+#[derive(Debug)]
+pub(super) struct Cgroup {
+    path: PathBuf,
+    fd: OwnedFd,
+    inode: u64,
+}
+
+impl Cgroup {
+    pub(super) fn open(path: PathBuf) -> Result<Self, Error> {
+        let opened = File::open(&path).and_then(|file| Ok((file.metadata()?.ino(), file)));
+        match opened {
+            Ok((inode, file)) => Ok(Self { path, fd: file.into(), inode }),
+            Err(source) => Err(Error::Folder { path, source }),
+        }
+    }
+
+    /// Attaches until the descriptor is dropped.
+    pub(super) fn attach(
+        &self,
+        programs: &Programs,
+        name: &'static str,
+        hook: bpf_attach_type,
+    ) -> Result<OwnedFd, Error> {
+        bpf::link_cgroup(programs.get(name)?.as_fd(), self.fd.as_fd(), hook).map_err(|source| Error::Attach {
+            program: name,
+            target: self.path.display().to_string(),
+            source,
+        })
+    }
+}
+
+/// Makes the pinned link at `path` run `program` on what `is_target` accepts; `create` makes a new link there.
+/// Answers whether anything had to be done.
+fn ensure_link(
+    path: &Path,
+    program: &OwnedFd,
+    is_target: impl Fn(LinkTarget) -> bool,
+    create: impl Fn() -> Result<OwnedFd, CallError>,
+) -> Result<bool, CallError> {
+    let old = open_pinned(path)?;
+    if let Some(link) = &old {
+        let info = bpf::link_info(link.as_fd())?;
+        if is_target(info.target) {
+            if info.program == bpf::program_id(program.as_fd())? {
+                return Ok(false);
+            }
+            match bpf::link_update(link.as_fd(), program.as_fd()) {
+                Ok(()) => return Ok(true),
+                // The target vanished at this moment.
+                Err(e) if e.errno() == libc::ENOLINK => {}
+                Err(e) => return Err(e),
+            }
+        }
+    }
+    let new = create()?;
+    if old.is_some() {
+        fs::remove_file(path).map_err(|e| CallError { call: "unlinking the old pin", source: e })?;
+    }
+    bpf::pin(new.as_fd(), path)?;
+    Ok(true)
+}
+
+/// What is attached where.
+#[derive(Debug)]
+pub(super) struct Hooks {
+    paths: Paths,
+    programs: Programs,
+    cgroup: Option<Cgroup>,
+    /// `None`: not tried yet.
+    tcx: Option<bool>,
+    interfaces: BTreeMap<u32, Interface>,
+}
+
+impl Hooks {
+    /// `cgroup`: where the socket hooks go; `None` detaches those of a predecessor.
+    pub(super) fn new(paths: Paths, programs: Programs, cgroup: Option<Cgroup>) -> Self {
+        Self { paths, programs, cgroup, tcx: None, interfaces: BTreeMap::new() }
+    }
+
+    /// Uses clsact filters also where the kernel has tcx.
+    pub(super) fn without_tcx(&mut self) {
+        self.tcx = Some(false);
+    }
+
+    pub(super) fn attach_sockets(&self) -> Result<(), Error> {
+        for (name, hook) in SOCKET_HOOKS {
+            let path = self.paths.links().join(format!("cgroup_{name}"));
+            let Some(cgroup) = &self.cgroup else {
+                remove_pin(&path)?;
+                continue;
+            };
+            let program = self.programs.get(name)?;
+            ensure_link(
+                &path,
+                program,
+                |target| target == LinkTarget::Cgroup(cgroup.inode),
+                || bpf::link_cgroup(program.as_fd(), cgroup.fd.as_fd(), hook),
+            )
+            .map_err(|source| Error::Attach {
+                program: name,
+                target: cgroup.path.display().to_string(),
+                source,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Attaches to exactly these interfaces. What is attached already is looked at again, so that a link that
+    /// somebody removed comes back.
+    pub(super) fn follow(&mut self, interfaces: &[Interface]) -> Failures {
+        let mut failures = Failures::default();
+        let mut gone: Vec<u32> = match self.attached() {
+            Ok(indexes) => indexes,
+            Err(error) => {
+                failures.add("links of a predecessor", error);
+                Vec::new()
+            }
+        };
+        gone.retain(|index| interfaces.iter().all(|interface| interface.index != *index));
+        for index in gone {
+            if let Err(error) = self.detach(index) {
+                failures.add(format_args!("interface {index}"), error);
+            }
+        }
+        for interface in interfaces {
+            match self.attach(interface) {
+                Ok(()) => {
+                    self.interfaces.insert(interface.index, interface.clone());
+                }
+                Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {
+                    tracing::debug!(interface = interface.name, "interface vanished while being attached");
+                }
+                Err(error) => failures.add(&interface.name, error),
+            }
+        }
+        failures
+    }
+
+    /// Removes the pins of links whose interface is gone.
+    pub(super) fn sweep(&mut self) -> Result<(), Error> {
+        let indexes: Vec<u32> = self.interfaces.keys().copied().filter(|index| !exists(*index)).collect();
+        for index in indexes {
+            self.detach(index)?;
+        }
+        Ok(())
+    }
+
+    /// Indexes of the interfaces that have links or filters of ours, by the pins.
+    fn attached(&self) -> Result<Vec<u32>, Error> {
+        let mut found: Vec<u32> = names(&self.paths.links())?
+            .iter()
+            .filter_map(|name| name.split_once('_')?.0.parse().ok())
+            .chain(names(&self.paths.clsact())?.iter().filter_map(|name| name.parse().ok()))
+            .collect();
+        found.sort_unstable();
+        found.dedup();
+        Ok(found)
+    }
+
+    fn attach(&mut self, interface: &Interface) -> Result<(), Error> {
+        for direction in DIRECTIONS {
+            let program = packet_program(interface, direction);
+            let failed = |source| Error::Attach {
+                program,
+                target: format!("{} ({})", interface.name, word(direction)),
+                source,
+            };
+            if self.tcx != Some(false) {
+                match self.attach_tcx(interface.index, direction, program)? {
+                    Ok(_) => {
+                        self.tcx = Some(true);
+                        continue;
+                    }
+                    // Kernels before 6.6 know no such attach type. On others it is a real error.
+                    Err(e) if e.errno() == libc::EINVAL && self.tcx.is_none() => self.tcx = Some(false),
+                    Err(e) => return Err(failed(e)),
+                }
+            }
+            self.attach_filter(interface.index, direction, program)?.map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    fn link_path(&self, index: u32, direction: Direction) -> PathBuf {
+        self.paths.links().join(format!("{index}_{}", word(direction)))
+    }
+
+    fn attach_tcx(
+        &self,
+        index: u32,
+        direction: Direction,
+        name: &'static str,
+    ) -> Result<Result<bool, CallError>, Error> {
+        let program = self.programs.get(name)?;
+        let (hook, order) = match direction {
+            Direction::Ingress => (bpf_attach_type::BPF_TCX_INGRESS, Order::First),
+            Direction::Egress => (bpf_attach_type::BPF_TCX_EGRESS, Order::Last),
+        };
+        Ok(ensure_link(
+            &self.link_path(index, direction),
+            program,
+            |target| target == LinkTarget::Tcx(index),
+            || bpf::link_tcx(program.as_fd(), index, hook, order),
+        ))
+    }
+
+    fn attach_filter(
+        &self,
+        index: u32,
+        direction: Direction,
+        name: &'static str,
+    ) -> Result<Result<(), CallError>, Error> {
+        let program = self.programs.get(name)?;
+        let folder = self.paths.clsact().join(index.to_string());
+        make_folder(&folder)?;
+        match tc::add_clsact(index) {
+            Ok(true) => make_folder(&folder.join(MADE_QDISC))?,
+            Ok(false) => {}
+            Err(e) => return Ok(Err(e)),
+        }
+        Ok(tc::replace_filter(index, direction, priority(direction), HANDLE, program.as_fd(), name))
+    }
+
+    fn detach(&mut self, index: u32) -> Result<(), Error> {
+        self.interfaces.remove(&index);
+        for direction in DIRECTIONS {
+            remove_pin(&self.link_path(index, direction))?;
+        }
+        remove_filters(&self.paths, index)?;
+        Ok(())
+    }
+}
+
+/// Is there an interface with this index in our network namespace?
+fn exists(index: u32) -> bool {
+    nix::net::if_::if_indextoname(index).is_ok()
+}
+
+/// Removes our filters from an interface, and the qdisc if it is ours and nobody else's. Answers how many filters
+/// there were.
+pub(super) fn remove_filters(paths: &Paths, index: u32) -> Result<usize, Error> {
+    let folder = paths.clsact().join(index.to_string());
+    if !folder.exists() {
+        return Ok(0);
+    }
+    let failed = |source| Error::Detach { target: format!("interface {index}"), source };
+    let mut removed = 0;
+    let mut others = 0;
+    for direction in DIRECTIONS {
+        let found = tc::remove_filter(index, direction, priority(direction), HANDLE).map_err(failed)?;
+        removed += usize::from(found);
+        others += tc::filters(index, direction).map_err(failed)?.len();
+    }
+    let marker = folder.join(MADE_QDISC);
+    if marker.exists() {
+        if others == 0 && removed > 0 {
+            tc::remove_clsact(index).map_err(failed)?;
+        }
+        remove_folder(&marker)?;
+    }
+    remove_folder(&folder)?;
+    Ok(removed)
+}
+
+fn make_folder(path: &Path) -> Result<(), Error> {
+    match fs::create_dir(path) {
+        Err(source) if source.kind() != io::ErrorKind::AlreadyExists => {
+            Err(Error::Folder { path: path.to_owned(), source })
+        }
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+pub(super) fn remove_folder(path: &Path) -> Result<bool, Error> {
+    removed(path, fs::remove_dir(path))
+}
+
+/// False: nothing was pinned there.
+pub(super) fn remove_pin(path: &Path) -> Result<bool, Error> {
+    removed(path, fs::remove_file(path))
+}
+
+fn removed(path: &Path, result: io::Result<()>) -> Result<bool, Error> {
+    match result {
+        Ok(()) => Ok(true),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(source) => Err(Error::Folder { path: path.to_owned(), source }),
+    }
+}
+
+/// Names in a folder, sorted; none if there is no folder.
+pub(super) fn names(folder: &Path) -> Result<Vec<String>, Error> {
+    let failed = |source| Error::Folder { path: folder.to_owned(), source };
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(failed(e)),
+    };
+    let mut names = entries
+        .map(|entry| entry.map(|entry| entry.file_name().to_string_lossy().into_owned()))
+        .collect::<io::Result<Vec<_>>>()
+        .map_err(failed)?;
+    names.sort_unstable();
+    Ok(names)
+}

@@ -1,0 +1,63 @@
+//! What can go wrong in the eBPF mode, and what to do about it.
+
+use std::{io, net::IpAddr, path::PathBuf};
+
+use super::tables::Difference;
+use crate::{model::desired::ServicePortName, sys::CallError};
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("{}: {source}", path.display())]
+    Folder { path: PathBuf, source: io::Error },
+    #[error("{} is not a bpffs and one cannot be mounted there: {source}", path.display())]
+    NoBpffs { path: PathBuf, source: io::Error },
+    #[error("no cgroup v2 is mounted; mount one or set ebpf.socketLoadBalancing: off")]
+    NoCgroup,
+    #[error("another controller, {holder}, is at work on {}; stop it first", path.display())]
+    Locked { path: PathBuf, holder: Holder },
+    #[error("table {table} in {} {difference}; `proxy-ctl cleanup` removes it with all others", path.display())]
+    Shape { table: &'static str, path: PathBuf, difference: Difference },
+    #[error("table {table} is full: {capacity} entries; ebpf.limits.{limit} sets another size")]
+    Full { table: &'static str, capacity: u32, limit: &'static str },
+    #[error("table {table}: {source}")]
+    Table { table: &'static str, source: CallError },
+    #[error("the kernel programs cannot be loaded: {0}")]
+    Load(#[source] Box<aya::EbpfError>),
+    #[error("program {program}: {source}")]
+    Program { program: &'static str, source: Box<aya::programs::ProgramError> },
+    #[error("the object has no program {0}")]
+    NoProgram(&'static str),
+    #[error("attaching {program} to {target}: {source}")]
+    Attach { program: &'static str, target: String, source: CallError },
+    #[error("detaching from {target}: {source}")]
+    Detach { target: String, source: CallError },
+    #[error("link {}: {source}", path.display())]
+    Link { path: PathBuf, source: CallError },
+    #[error("the cookie of the node's network namespace cannot be learned: {0}")]
+    Namespace(#[source] CallError),
+    #[error("waiting for a grace period: {0}")]
+    Grace(#[source] CallError),
+    #[error("every backend id was given once; `proxy-ctl cleanup` starts anew")]
+    BackendIdsExhausted,
+    #[error("{port}: endpoint address {address} is not of the service port's family")]
+    ForeignAddress { port: ServicePortName, address: IpAddr },
+    #[error("{0}: namespace, name and port name must have at most 64 bytes each")]
+    NameTooLong(ServicePortName),
+    #[error("{failed} writes failed; the first, {what}: {source}")]
+    Incomplete { failed: usize, what: String, source: Box<Error> },
+    #[error("nothing of proxy-ctl is pinned in {}", .0.display())]
+    NotThere(PathBuf),
+}
+
+/// Who holds the lock.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Holder(pub Option<u32>);
+
+impl std::fmt::Display for Holder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(process) => write!(f, "process {process}"),
+            None => f.write_str("a process of another PID namespace"),
+        }
+    }
+}

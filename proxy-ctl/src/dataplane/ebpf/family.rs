@@ -1,0 +1,84 @@
+//! What the tables of IPv4 and IPv6 do not have in common.
+
+use std::{
+    fmt::Debug,
+    hash::Hash,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+};
+
+use aya::Pod;
+use proxy_common::{
+    family::{self, V4, V6},
+    layout::{Slot4, Slot6},
+};
+
+use crate::model::objects;
+
+/// One address family, as controller and tables see it.
+pub(super) trait Family:
+    family::Family<Address: Pod + Hash + Ord + Send + Debug, Slot: Pod + PartialEq + Send + Debug>
+{
+    const FAMILY: objects::Family;
+    /// Names of the tables.
+    const FRONTENDS: &'static str;
+    const SLOTS: &'static str;
+    const BACKENDS: &'static str;
+    const FLOWS: &'static str;
+    const OPENING_FLOWS: &'static str;
+    const NODE_ADDRESSES: &'static str;
+
+    /// `None`: of the other family.
+    fn address(address: IpAddr) -> Option<Self::Address>;
+    fn ip(address: Self::Address) -> IpAddr;
+    fn slot(address: Self::Address, port: u16, backend: u32, flags: u32) -> Self::Slot;
+}
+
+impl Family for V4 {
+    const FAMILY: objects::Family = objects::Family::Ipv4;
+    const FRONTENDS: &'static str = "frontends4";
+    const SLOTS: &'static str = "slots4";
+    const BACKENDS: &'static str = "backends4";
+    const FLOWS: &'static str = "flows4";
+    const OPENING_FLOWS: &'static str = "opening_flows4";
+    const NODE_ADDRESSES: &'static str = "node_addresses4";
+
+    fn address(address: IpAddr) -> Option<[u8; 4]> {
+        match address {
+            IpAddr::V4(address) => Some(address.octets()),
+            IpAddr::V6(_) => None,
+        }
+    }
+
+    fn ip(address: [u8; 4]) -> IpAddr {
+        Ipv4Addr::from(address).into()
+    }
+
+    fn slot(address: [u8; 4], port: u16, backend: u32, flags: u32) -> Slot4 {
+        Slot4 { address, port, backend, flags, ..Slot4::default() }
+    }
+}
+
+impl Family for V6 {
+    const FAMILY: objects::Family = objects::Family::Ipv6;
+    const FRONTENDS: &'static str = "frontends6";
+    const SLOTS: &'static str = "slots6";
+    const BACKENDS: &'static str = "backends6";
+    const FLOWS: &'static str = "flows6";
+    const OPENING_FLOWS: &'static str = "opening_flows6";
+    const NODE_ADDRESSES: &'static str = "node_addresses6";
+
+    fn address(address: IpAddr) -> Option<[u8; 16]> {
+        match address {
+            IpAddr::V4(_) => None,
+            IpAddr::V6(address) => Some(address.octets()),
+        }
+    }
+
+    fn ip(address: [u8; 16]) -> IpAddr {
+        Ipv6Addr::from(address).into()
+    }
+
+    fn slot(address: [u8; 16], port: u16, backend: u32, flags: u32) -> Slot6 {
+        Slot6 { address, port, backend, flags, ..Slot6::default() }
+    }
+}

@@ -1,0 +1,278 @@
+//! Desired state → what the tables must hold. Pure.
+
+use std::sync::Arc;
+
+use proxy_common::layout::{
+    BACKEND_LOCAL, EndpointSet, FRONTEND_EXTERNAL, FrontendKey, NAME_BYTES, SCOPE_ADDRESS, SCOPE_NODE_PORT,
+    SERVICE_HAS_ENDPOINTS, ServiceName,
+};
+
+use super::{allocate::Range, family::Family};
+use crate::model::{
+    desired::{DesiredPort, Endpoint, Endpoints, FrontendKind, ServicePortName},
+    objects::{self, ObjectName, Protocol},
+};
+
+/// Where a service port's endpoint sets lie among its slots, first slot of the service = 0.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct Arrangement {
+    /// For each slot the index of its endpoint in `Endpoints::all`.
+    pub(super) slots: Vec<u32>,
+    pub(super) cluster: EndpointSet,
+    pub(super) internal: EndpointSet,
+    pub(super) external: EndpointSet,
+}
+
+impl Arrangement {
+    /// All endpoints in their order first. A set that is a contiguous run of the slots so far shares them; any other
+    /// set gets slots of its own.
+    pub(super) fn of(endpoints: &Endpoints) -> Self {
+        let mut slots: Vec<u32> = (0..).take(endpoints.all.len()).collect();
+        let mut place = |set: &[u32]| {
+            if set.is_empty() {
+                return EndpointSet::default();
+            }
+            let first = slots.windows(set.len()).position(|run| run == set).unwrap_or_else(|| {
+                slots.extend(set);
+                slots.len() - set.len()
+            });
+            EndpointSet { first: first as u32, count: set.len() as u32 }
+        };
+        let cluster = place(&endpoints.cluster);
+        let internal = place(&endpoints.internal);
+        let external = place(&endpoints.external);
+        Self { slots, cluster, internal, external }
+    }
+}
+
+/// The same set in the range that the service's slots were written to.
+pub(super) fn placed(set: EndpointSet, range: Range) -> EndpointSet {
+    if set.count == 0 {
+        return EndpointSet::default();
+    }
+    EndpointSet { first: range.first + set.first, count: set.count }
+}
+
+/// The smallest range that holds these sets.
+pub(super) fn span(sets: [EndpointSet; 3]) -> Range {
+    let used = || sets.iter().filter(|set| set.count > 0);
+    let first = used().map(|set| set.first).min().unwrap_or(0);
+    let end = used().map(|set| u64::from(set.first) + u64::from(set.count)).max().unwrap_or(0);
+    Range { first, count: u32::try_from(end - u64::from(first)).unwrap_or(u32::MAX) }
+}
+
+pub(super) fn service_flags(endpoints: &Endpoints) -> u32 {
+    if endpoints.any { SERVICE_HAS_ENDPOINTS } else { 0 }
+}
+
+pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
+    if endpoint.local { BACKEND_LOCAL } else { 0 }
+}
+
+/// Keys of the port's frontends with their `FRONTEND_*` flags, in order, each once. Load-balancer addresses of a
+/// Service with source ranges are left out: the tables cannot hold the ranges, and open to all would be wrong.
+pub(super) fn frontends<F: Family>(port: &DesiredPort) -> Vec<(FrontendKey<F::Address>, u32)> {
+    let mut keys: Vec<_> = port
+        .frontends
+        .iter()
+        .filter(|frontend| frontend.kind != FrontendKind::LoadBalancer || port.source_ranges.is_empty())
+        .filter_map(|frontend| {
+            let (scope, flags) = match frontend.kind {
+                FrontendKind::ClusterIp => (SCOPE_ADDRESS, 0),
+                FrontendKind::NodePort => (SCOPE_NODE_PORT, FRONTEND_EXTERNAL),
+                FrontendKind::ExternalIp | FrontendKind::LoadBalancer => (SCOPE_ADDRESS, FRONTEND_EXTERNAL),
+            };
+            let address = if scope == SCOPE_NODE_PORT {
+                <F::Address as Default>::default()
+            } else {
+                F::address(frontend.address)?
+            };
+            let protocol = port.name.protocol.number();
+            Some((FrontendKey { address, port: frontend.port, protocol, scope }, flags))
+        })
+        .collect();
+    keys.sort_unstable_by_key(|(key, flags)| (key.scope, key.address, key.port, *flags));
+    keys.dedup_by_key(|(key, _)| *key);
+    keys
+}
+
+/// `None`: a part of the name is longer than [`NAME_BYTES`], which Kubernetes does not allow.
+pub(super) fn name(port: &ServicePortName) -> Option<ServiceName> {
+    fn padded(text: &str) -> Option<[u8; NAME_BYTES]> {
+        let mut bytes = [0; NAME_BYTES];
+        bytes.get_mut(..text.len())?.copy_from_slice(text.as_bytes());
+        Some(bytes)
+    }
+    Some(ServiceName {
+        namespace: padded(&port.service.namespace)?,
+        name: padded(&port.service.name)?,
+        port: padded(&port.port)?,
+        protocol: port.protocol.number(),
+        family: match port.family {
+            objects::Family::Ipv4 => 4,
+            objects::Family::Ipv6 => 6,
+        },
+    })
+}
+
+/// The reverse of [`name`]; `None`: not written by it.
+pub(super) fn port_name(name: &ServiceName) -> Option<ServicePortName> {
+    fn text(bytes: &[u8; NAME_BYTES]) -> Option<Arc<str>> {
+        let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(NAME_BYTES);
+        std::str::from_utf8(&bytes[..end]).ok().map(Arc::from)
+    }
+    Some(ServicePortName {
+        service: ObjectName { namespace: text(&name.namespace)?, name: text(&name.name)? },
+        port: text(&name.port)?,
+        protocol: protocol(name.protocol)?,
+        family: match name.family {
+            4 => objects::Family::Ipv4,
+            6 => objects::Family::Ipv6,
+            _ => return None,
+        },
+    })
+}
+
+/// By IANA number.
+pub(super) fn protocol(number: u8) -> Option<Protocol> {
+    [Protocol::Tcp, Protocol::Udp, Protocol::Sctp].into_iter().find(|protocol| protocol.number() == number)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use proxy_common::family::{V4, V6};
+    use rstest::rstest;
+
+    use super::*;
+    use crate::model::desired::Frontend;
+
+    fn endpoints(count: u8, cluster: &[u32], internal: &[u32], external: &[u32]) -> Endpoints {
+        let endpoint = |n| Endpoint {
+            address: std::net::Ipv4Addr::new(10, 0, 0, n).into(),
+            port: 80,
+            local: false,
+            terminating: false,
+        };
+        Endpoints {
+            all: (0..count).map(endpoint).collect(),
+            cluster: cluster.to_vec(),
+            internal: internal.to_vec(),
+            external: external.to_vec(),
+            any: count > 0,
+        }
+    }
+
+    #[rstest]
+    #[case::all_the_same(&[0, 1, 2], &[0, 1, 2], &[0, 1, 2], 3)]
+    #[case::local_ones_come_first(&[0, 1, 2], &[0, 1, 2], &[0], 3)]
+    #[case::remote_run(&[0, 1, 2], &[1, 2], &[], 3)]
+    #[case::a_gap_needs_slots_of_its_own(&[0, 1, 2], &[0, 2], &[0], 5)]
+    #[case::two_equal_gaps_share_them(&[0, 1, 2], &[0, 2], &[0, 2], 5)]
+    #[case::none(&[], &[], &[], 3)]
+    fn slots_are_shared(
+        #[case] cluster: &[u32],
+        #[case] internal: &[u32],
+        #[case] external: &[u32],
+        #[case] slots: usize,
+    ) {
+        let arrangement = Arrangement::of(&endpoints(3, cluster, internal, external));
+        assert_eq!(arrangement.slots.len(), slots);
+        assert_eq!(arrangement.slots[..3], [0, 1, 2]);
+    }
+
+    proptest! {
+        #[test]
+        fn each_set_is_where_its_range_says(
+            cluster in prop::collection::vec(0..6_u32, 0..6),
+            internal in prop::collection::vec(0..6_u32, 0..6),
+            external in prop::collection::vec(0..6_u32, 0..6),
+        ) {
+            let arrangement = Arrangement::of(&endpoints(6, &cluster, &internal, &external));
+            let at = |set: EndpointSet| {
+                arrangement.slots[set.first as usize..(set.first + set.count) as usize].to_vec()
+            };
+            prop_assert_eq!(at(arrangement.cluster), cluster);
+            prop_assert_eq!(at(arrangement.internal), internal);
+            prop_assert_eq!(at(arrangement.external), external);
+        }
+    }
+
+    fn port(frontends: Vec<Frontend>) -> DesiredPort {
+        DesiredPort {
+            name: ServicePortName {
+                service: ObjectName::new("default", "web"),
+                port: "http".into(),
+                protocol: Protocol::Tcp,
+                family: objects::Family::Ipv4,
+            },
+            frontends,
+            endpoints: Endpoints::default(),
+            affinity_seconds: None,
+            source_ranges: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn frontends_have_scope_and_flags_of_their_kind() {
+        let frontend = |kind, address: &str, port| Frontend { kind, address: address.parse().unwrap(), port };
+        let port = port(vec![
+            frontend(FrontendKind::NodePort, "0.0.0.0", 30080),
+            frontend(FrontendKind::ClusterIp, "10.96.0.1", 80),
+            frontend(FrontendKind::ExternalIp, "192.0.2.1", 80),
+        ]);
+        let key = |address, port, scope| FrontendKey { address, port, protocol: 6, scope };
+        assert_eq!(
+            frontends::<V4>(&port),
+            [
+                (key([10, 96, 0, 1], 80, SCOPE_ADDRESS), 0),
+                (key([192, 0, 2, 1], 80, SCOPE_ADDRESS), FRONTEND_EXTERNAL),
+                (key([0; 4], 30080, SCOPE_NODE_PORT), FRONTEND_EXTERNAL),
+            ]
+        );
+    }
+
+    #[test]
+    fn addresses_of_the_other_family_are_no_frontends() {
+        let address = "10.96.0.1".parse().unwrap();
+        let port = port(vec![Frontend { kind: FrontendKind::ClusterIp, address, port: 80 }]);
+        assert!(frontends::<V6>(&port).is_empty());
+    }
+
+    #[test]
+    fn load_balancer_addresses_with_source_ranges_are_not_open_to_all() {
+        let address = "192.0.2.1".parse().unwrap();
+        let mut port = port(vec![Frontend { kind: FrontendKind::LoadBalancer, address, port: 80 }]);
+        assert_eq!(frontends::<V4>(&port).len(), 1);
+        port.source_ranges = vec!["198.51.100.0/24".parse().unwrap()];
+        assert!(frontends::<V4>(&port).is_empty());
+    }
+
+    #[rstest]
+    #[case("default", "kubernetes", "https")]
+    #[case("n", "s", "")]
+    #[case(&"n".repeat(63), &"s".repeat(64), &"p".repeat(15))]
+    fn names_come_back(#[case] namespace: &str, #[case] service: &str, #[case] port: &str) {
+        let original = ServicePortName {
+            service: ObjectName::new(namespace, service),
+            port: port.into(),
+            protocol: Protocol::Udp,
+            family: objects::Family::Ipv6,
+        };
+        assert_eq!(port_name(&name(&original).unwrap()), Some(original));
+    }
+
+    #[test]
+    fn a_name_that_is_too_long_has_no_layout() {
+        let mut original = port(Vec::new()).name;
+        original.service.name = "s".repeat(NAME_BYTES + 1).into();
+        assert_eq!(name(&original), None);
+    }
+
+    #[test]
+    fn the_span_of_sets_ignores_empty_ones() {
+        let set = |first, count| EndpointSet { first, count };
+        assert_eq!(span([set(0, 0), set(7, 2), set(4, 1)]), Range { first: 4, count: 5 });
+        assert_eq!(span([set(9, 0); 3]), Range::default());
+    }
+}

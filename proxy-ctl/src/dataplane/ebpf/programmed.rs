@@ -1,0 +1,184 @@
+//! What is programmed, as the controller remembers it: enough to find differences without reading tables.
+//!
+//! Endpoint sets and slots are not repeated here: they are read through the mapped tables.
+
+use std::sync::Arc;
+
+use proxy_common::layout::{
+    BACKEND_ACTIVE, BACKEND_LOCAL, BACKEND_TERMINATING, Backend, Frontend, FrontendKey,
+};
+use rustc_hash::FxHashMap;
+
+use super::{
+    allocate::{Range, Ranges},
+    family::Family,
+};
+use crate::model::desired::{self, DesiredPort, ServicePortName};
+
+/// One family's part of what is programmed.
+#[derive(Debug)]
+pub(super) struct Image<F: Family> {
+    pub(super) frontends: FxHashMap<FrontendKey<F::Address>, Frontend>,
+    pub(super) services: FxHashMap<ServicePortName, Published<F>>,
+    pub(super) backends: FxHashMap<BackendKey<F::Address>, Uses>,
+    /// Ids in `backends4/6` that no service can refer to.
+    pub(super) stray_backends: Vec<u32>,
+    /// Owners of `slots4/6`.
+    pub(super) slots: Ranges,
+}
+
+/// A service port in the tables.
+#[derive(Debug)]
+pub(super) struct Published<F: Family> {
+    /// Index into `services`.
+    pub(super) id: u32,
+    /// `None`: its slots are unusable (out of bounds, or another's).
+    pub(super) range: Option<Range>,
+    pub(super) frontends: Box<[FrontendKey<F::Address>]>,
+    pub(super) holds: Holds,
+}
+
+/// The endpoints that a published service port counts as used.
+#[derive(Debug)]
+pub(super) enum Holds {
+    /// Those of the desired state that it was published from, which the model shares.
+    Desired(Arc<DesiredPort>),
+    /// Those that its slots refer to: adopted, and its new state could not be written.
+    Adopted(Box<[desired::Endpoint]>),
+    /// None yet: adopted, and not looked at since.
+    Nothing,
+}
+
+impl Holds {
+    pub(super) fn endpoints(&self) -> &[desired::Endpoint] {
+        match self {
+            Self::Desired(port) => &port.endpoints.all,
+            Self::Adopted(endpoints) => endpoints,
+            Self::Nothing => &[],
+        }
+    }
+}
+
+/// An endpoint is one backend, however many service ports use it.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+pub(super) struct BackendKey<A> {
+    pub(super) address: A,
+    pub(super) port: u16,
+    /// IANA number.
+    pub(super) protocol: u8,
+}
+
+/// Who uses a backend, and what its table says.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(super) struct Uses {
+    /// Key of `backends4/6`.
+    pub(super) id: u32,
+    /// Service ports that use it; of those, the ones that see it terminating, and as local.
+    count: u32,
+    terminating: u32,
+    local: u32,
+    written_uses: u32,
+    written_state: u8,
+    written_local: bool,
+}
+
+impl Uses {
+    /// A backend that the tables hold as `backend` and that nobody counts as used yet.
+    pub(super) fn of<A>(id: u32, backend: &Backend<A>) -> Self {
+        let mut uses = Self { id, ..Self::default() };
+        uses.wrote(backend);
+        uses
+    }
+
+    pub(super) fn add(&mut self, endpoint: &desired::Endpoint) {
+        self.count += 1;
+        self.terminating += u32::from(endpoint.terminating);
+        self.local += u32::from(endpoint.local);
+    }
+
+    pub(super) fn subtract(&mut self, endpoint: &desired::Endpoint) {
+        self.count = self.count.saturating_sub(1);
+        self.terminating = self.terminating.saturating_sub(u32::from(endpoint.terminating));
+        self.local = self.local.saturating_sub(u32::from(endpoint.local));
+    }
+
+    pub(super) fn is_unused(&self) -> bool {
+        self.count == 0
+    }
+
+    /// What the table should say. Terminating only if every user says so.
+    pub(super) fn wanted<A: Copy>(&self, key: &BackendKey<A>) -> Backend<A> {
+        Backend {
+            address: key.address,
+            port: key.port,
+            protocol: key.protocol,
+            state: if self.terminating < self.count { BACKEND_ACTIVE } else { BACKEND_TERMINATING },
+            uses: self.count,
+            flags: if self.local > 0 { BACKEND_LOCAL } else { 0 },
+        }
+    }
+
+    pub(super) fn wrote<A>(&mut self, backend: &Backend<A>) {
+        self.written_uses = backend.uses;
+        self.written_state = backend.state;
+        self.written_local = backend.flags & BACKEND_LOCAL != 0;
+    }
+
+    pub(super) fn is_written<A>(&self, wanted: &Backend<A>) -> bool {
+        self.written_uses == wanted.uses
+            && self.written_state == wanted.state
+            && self.written_local == (wanted.flags & BACKEND_LOCAL != 0)
+    }
+}
+
+impl<F: Family> Image<F> {
+    /// Of empty tables.
+    pub(super) fn empty(slots: u32) -> Self {
+        Self {
+            frontends: FxHashMap::default(),
+            services: FxHashMap::default(),
+            backends: FxHashMap::default(),
+            stray_backends: Vec::new(),
+            slots: Ranges::new(slots),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KEY: BackendKey<[u8; 4]> = BackendKey { address: [10, 0, 0, 1], port: 80, protocol: 6 };
+
+    fn endpoint(terminating: bool, local: bool) -> desired::Endpoint {
+        desired::Endpoint { address: [10, 0, 0, 1].into(), port: 80, local, terminating }
+    }
+
+    #[test]
+    fn a_backend_terminates_when_all_its_users_say_so() {
+        let mut uses = Uses::default();
+        uses.add(&endpoint(true, false));
+        assert_eq!(uses.wanted(&KEY).state, BACKEND_TERMINATING);
+        uses.add(&endpoint(false, false));
+        assert_eq!(uses.wanted(&KEY).state, BACKEND_ACTIVE);
+        uses.subtract(&endpoint(false, false));
+        assert_eq!(uses.wanted(&KEY).state, BACKEND_TERMINATING);
+    }
+
+    #[test]
+    fn what_was_written_is_compared_field_by_field() {
+        let mut uses = Uses::default();
+        uses.add(&endpoint(false, true));
+        let wanted = uses.wanted(&KEY);
+        assert!(!uses.is_written(&wanted));
+        uses.wrote(&wanted);
+        assert!(uses.is_written(&wanted));
+        for other in [
+            Backend { uses: 2, ..wanted },
+            Backend { state: BACKEND_TERMINATING, ..wanted },
+            Backend { flags: 0, ..wanted },
+        ] {
+            assert!(!uses.is_written(&other));
+        }
+    }
+}

@@ -1,0 +1,326 @@
+//! What is really in the tables, read from the pins. Works with the controller down and changes nothing.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+    os::fd::{AsRawFd, OwnedFd},
+    path::Path,
+};
+
+use proxy_common::{
+    family::{Slot as _, V4, V6},
+    layout::{
+        BACKEND_LOCAL, BACKEND_TERMINATING, EndpointSet, FRONTEND_EXTERNAL, NODE_ADDRESS_LOOPBACK,
+        SCOPE_NODE_PORT, SERVICE_HAS_ENDPOINTS, Service,
+    },
+    reason::Reason,
+};
+
+use super::{
+    Error,
+    family::Family,
+    layout,
+    paths::Paths,
+    tables::{COUNTERS, CommonTables, FamilyTables, Shape, open_pinned, shapes},
+};
+use crate::{
+    config::Limits,
+    dataplane::{TableUsage, Usage},
+    model::{desired::ServicePortName, objects::Protocol},
+    sys::{CallError, bpf, map::per_cpu_sums},
+};
+
+/// The pinned tables of this layout version, for reading.
+#[derive(Debug)]
+pub struct Pinned {
+    common: CommonTables,
+    v4: FamilyTables<V4>,
+    v6: FamilyTables<V6>,
+    paths: Paths,
+}
+
+/// A service port as the tables hold it.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct ServiceState {
+    /// Index into `services`.
+    pub id: u32,
+    pub name: ServicePortName,
+    pub frontends: Vec<FrontendState>,
+    pub cluster: Vec<EndpointState>,
+    /// For clients of the cluster IP.
+    pub internal: Vec<EndpointState>,
+    /// For clients from outside.
+    pub external: Vec<EndpointState>,
+    /// Some endpoint is usable somewhere: an empty set drops instead of refusing.
+    pub any_endpoints: bool,
+    pub affinity_seconds: u32,
+}
+
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub struct FrontendState {
+    /// `None`: a node port.
+    pub address: Option<IpAddr>,
+    pub port: u16,
+    /// Can be dialled from outside.
+    pub external: bool,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct EndpointState {
+    pub address: SocketAddr,
+    /// On this node.
+    pub local: bool,
+    /// Key of `backends4/6`.
+    pub backend: u32,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct BackendState {
+    /// Key of `backends4/6`.
+    pub id: u32,
+    pub address: SocketAddr,
+    /// `None`: a number that no protocol of Kubernetes has.
+    pub protocol: Option<Protocol>,
+    pub local: bool,
+    pub terminating: bool,
+    /// How many service ports use it.
+    pub uses: u32,
+}
+
+/// What the programs know of the node.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct NodeState {
+    /// Where node ports are served; true: for the node's own processes only.
+    pub node_port_addresses: Vec<(IpAddr, bool)>,
+    pub masquerade_addresses: Vec<IpAddr>,
+    /// Inclusive.
+    pub masquerade_ports: Vec<(u16, u16)>,
+    /// Cookie of the node's network namespace.
+    pub host_namespace: u64,
+}
+
+impl Pinned {
+    /// Opens the tables below the bpffs at this path; [`Error::NotThere`] if there are none.
+    pub fn open(bpffs: &Path) -> Result<Self, Error> {
+        let paths = Paths::new(bpffs);
+        let maps = paths.maps();
+        if !maps.exists() {
+            return Err(Error::NotThere(bpffs.to_owned()));
+        }
+        Ok(Self {
+            common: CommonTables::open(&maps, false)?,
+            v4: FamilyTables::open(&maps, false)?,
+            v6: FamilyTables::open(&maps, false)?,
+            paths,
+        })
+    }
+
+    /// Service ports by name.
+    pub fn services(&self) -> Result<Vec<ServiceState>, Error> {
+        let mut frontends = BTreeMap::new();
+        read_frontends(&self.v4, &mut frontends)?;
+        read_frontends(&self.v6, &mut frontends)?;
+        let mut services = Vec::new();
+        for (id, name) in self.common.names.read_all()? {
+            let Some(name) = layout::port_name(&name) else { continue };
+            let service = self.common.services.get(id as usize).unwrap_or_default();
+            let endpoints = |set| match name.family {
+                crate::model::objects::Family::Ipv4 => read_set(&self.v4, set),
+                crate::model::objects::Family::Ipv6 => read_set(&self.v6, set),
+            };
+            let Service { cluster, internal, external, flags, affinity_seconds } = service;
+            let (cluster, internal, external) =
+                (endpoints(cluster), endpoints(internal), endpoints(external));
+            let mut frontends = frontends.remove(&id).unwrap_or_default();
+            frontends.sort_unstable();
+            services.push(ServiceState {
+                id,
+                frontends,
+                cluster,
+                internal,
+                external,
+                any_endpoints: flags & SERVICE_HAS_ENDPOINTS != 0,
+                affinity_seconds,
+                name,
+            });
+        }
+        services.sort_unstable_by(|one, other| one.name.cmp(&other.name));
+        Ok(services)
+    }
+
+    /// Backends by address.
+    pub fn backends(&self) -> Result<Vec<BackendState>, Error> {
+        let mut backends = Vec::new();
+        read_backends(&self.v4, &mut backends)?;
+        read_backends(&self.v6, &mut backends)?;
+        backends.sort_unstable_by_key(|backend| (backend.address, backend.id));
+        Ok(backends)
+    }
+
+    pub fn node(&self) -> Result<NodeState, Error> {
+        let settings = self.common.settings.get(&0)?.unwrap_or_default();
+        let mut node_port_addresses = Vec::new();
+        read_addresses(&self.v4, &mut node_port_addresses)?;
+        read_addresses(&self.v6, &mut node_port_addresses)?;
+        node_port_addresses.sort_unstable();
+        let masquerade = [V4::ip(settings.masquerade4), V6::ip(settings.masquerade6)];
+        Ok(NodeState {
+            node_port_addresses,
+            masquerade_addresses: masquerade.into_iter().filter(|ip| !ip.is_unspecified()).collect(),
+            masquerade_ports: settings
+                .masquerade_ports
+                .into_iter()
+                .filter(|[first, last]| first <= last)
+                .map(|[first, last]| (first, last))
+                .collect(),
+            host_namespace: settings.host_namespace,
+        })
+    }
+
+    /// How full the tables are, by counting; and the counters.
+    pub fn usage(&self) -> Result<Usage, Error> {
+        let mut used = BTreeMap::new();
+        count_family(&self.v4, &mut used)?;
+        count_family(&self.v6, &mut used)?;
+        let names = self.common.names.read_all()?.len() as u64;
+        used.extend([(super::tables::SERVICES, names), (super::tables::SERVICE_NAMES, names)]);
+        used.insert(super::tables::SETTINGS, 1);
+        let services = self.services()?;
+        for (table, family) in [
+            (V4::SLOTS, crate::model::objects::Family::Ipv4),
+            (V6::SLOTS, crate::model::objects::Family::Ipv6),
+        ] {
+            let of_family = services.iter().filter(|service| service.name.family == family);
+            let slots = of_family.map(|service| {
+                let service = self.common.services.get(service.id as usize).unwrap_or_default();
+                u64::from(layout::span([service.cluster, service.internal, service.external]).count)
+            });
+            used.insert(table, slots.sum());
+        }
+        usage(&self.paths.maps(), &shapes(&Limits::default()), &used)
+    }
+
+    /// Names of the links: `cgroup_connect4`, `3_ingress`. Filters on clsact qdiscs are listed as `3_clsact`.
+    pub fn links(&self) -> Result<Vec<String>, Error> {
+        let mut links = super::attach::names(&self.paths.links())?;
+        links.extend(
+            super::attach::names(&self.paths.clsact())?.iter().map(|index| format!("{index}_clsact")),
+        );
+        Ok(links)
+    }
+}
+
+fn read_frontends<F: Family>(
+    tables: &FamilyTables<F>,
+    of_service: &mut BTreeMap<u32, Vec<FrontendState>>,
+) -> Result<(), Error> {
+    for (key, frontend) in tables.frontends.read_all()? {
+        of_service.entry(frontend.service).or_default().push(FrontendState {
+            address: (key.scope != SCOPE_NODE_PORT).then(|| F::ip(key.address)),
+            port: key.port,
+            external: frontend.flags & FRONTEND_EXTERNAL != 0,
+        });
+    }
+    Ok(())
+}
+
+fn read_set<F: Family>(tables: &FamilyTables<F>, set: EndpointSet) -> Vec<EndpointState> {
+    let places = set.first..set.first.saturating_add(set.count);
+    let slots = places.map_while(|place| tables.slots.get(place as usize));
+    slots
+        .map(|slot| EndpointState {
+            address: SocketAddr::new(F::ip(slot.address()), slot.port()),
+            local: slot.flags() & BACKEND_LOCAL != 0,
+            backend: slot.backend(),
+        })
+        .collect()
+}
+
+fn read_backends<F: Family>(tables: &FamilyTables<F>, into: &mut Vec<BackendState>) -> Result<(), Error> {
+    let found = tables.backends.read_all()?;
+    into.extend(found.into_iter().map(|(id, backend)| BackendState {
+        id,
+        address: SocketAddr::new(F::ip(backend.address), backend.port),
+        protocol: layout::protocol(backend.protocol),
+        local: backend.flags & BACKEND_LOCAL != 0,
+        terminating: backend.state == BACKEND_TERMINATING,
+        uses: backend.uses,
+    }));
+    Ok(())
+}
+
+fn read_addresses<F: Family>(tables: &FamilyTables<F>, into: &mut Vec<(IpAddr, bool)>) -> Result<(), Error> {
+    let found = tables.node_addresses.read_all()?;
+    into.extend(
+        found.into_iter().map(|(address, value)| (F::ip(address), value.flags & NODE_ADDRESS_LOOPBACK != 0)),
+    );
+    Ok(())
+}
+
+fn count_family<F: Family>(
+    tables: &FamilyTables<F>,
+    used: &mut BTreeMap<&'static str, u64>,
+) -> Result<(), Error> {
+    used.extend([
+        (F::FRONTENDS, tables.frontends.read_all()?.len() as u64),
+        (F::BACKENDS, tables.backends.read_all()?.len() as u64),
+        (F::FLOWS, tables.flows.read_all()?.len() as u64),
+        (F::OPENING_FLOWS, tables.opening_flows.read_all()?.len() as u64),
+        (F::NODE_ADDRESSES, tables.node_addresses.read_all()?.len() as u64),
+    ]);
+    Ok(())
+}
+
+/// Capacities and sizes of the tables in `maps`, with what is known of their use, and the counters.
+pub(super) fn usage(
+    maps: &Path,
+    shapes: &[Shape],
+    used: &BTreeMap<&'static str, u64>,
+) -> Result<Usage, Error> {
+    let mut tables = Vec::with_capacity(shapes.len());
+    let mut reasons = Vec::new();
+    for shape in shapes {
+        let failed = |source: CallError| Error::Table { table: shape.name, source };
+        let Some(fd) = open_pinned(&maps.join(shape.name)).map_err(failed)? else { continue };
+        let info = bpf::map_info(std::os::fd::AsFd::as_fd(&fd)).map_err(failed)?;
+        tables.push(TableUsage {
+            name: shape.name,
+            used: used.get(shape.name).copied().unwrap_or(0),
+            capacity: u64::from(info.max_entries),
+            bytes: bytes(&fd),
+        });
+        if shape.name == COUNTERS {
+            let sums = per_cpu_sums(&fd).map_err(failed)?;
+            reasons = Reason::ALL
+                .iter()
+                .filter_map(|reason| Some((reason.name(), *sums.get(*reason as usize)?)))
+                .collect();
+        }
+    }
+    Ok(Usage { tables, reasons })
+}
+
+/// Bytes of kernel memory that a table takes, as the kernel accounts them; 0 if it does not tell.
+fn bytes(fd: &OwnedFd) -> u64 {
+    let path = format!("/proc/self/fdinfo/{}", fd.as_raw_fd());
+    std::fs::read_to_string(path).map_or(0, |text| memlock(&text))
+}
+
+fn memlock(fdinfo: &str) -> u64 {
+    fdinfo
+        .lines()
+        .find_map(|line| line.strip_prefix("memlock:"))
+        .and_then(|bytes| bytes.trim().parse().ok())
+        .unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_read_from_fdinfo() {
+        assert_eq!(memlock("pos:\t0\nmap_type:\t1\nmemlock:\t8912\nmap_id:\t4\n"), 8912);
+        assert_eq!(memlock("pos:\t0\n"), 0);
+    }
+}

@@ -1,0 +1,350 @@
+//! The tables: what each must look like, and typed handles.
+//!
+//! A pinned table is adopted only if its shape is the expected one; the loader that maps it into the programs
+//! would not notice a difference.
+
+use std::{
+    fmt, fs, io,
+    os::fd::{AsFd, OwnedFd},
+    path::Path,
+};
+
+use aya::Pod;
+use proxy_common::{
+    family::{V4, V6},
+    layout::{
+        Backend, DatagramOrigins, Flow, FlowKey, Frontend, FrontendKey, NodeAddress, Service, ServiceName,
+        Settings, Slot4, Slot6, SocketOrigin,
+    },
+    reason::REASONS,
+};
+
+use super::{Error, family::Family};
+use crate::{
+    config::Limits,
+    sys::{
+        CallError,
+        bpf::{self, MapInfo},
+        map::Map,
+        mmap::SharedArray,
+    },
+};
+
+const HASH: u32 = 1;
+const ARRAY: u32 = 2;
+const PER_CPU_ARRAY: u32 = 6;
+const LRU_HASH: u32 = 9;
+const SK_STORAGE: u32 = 24;
+
+const NO_PREALLOC: u32 = 1;
+const MMAPABLE: u32 = 1 << 10;
+/// Flags that say how a map is accessed through one descriptor, not what it is.
+const IGNORED_FLAGS: u32 = (1 << 3) | (1 << 4);
+
+pub(super) const SERVICES: &str = "services";
+pub(super) const SERVICE_NAMES: &str = "service_names";
+pub(super) const SETTINGS: &str = "settings";
+pub(super) const COUNTERS: &str = "counters";
+
+/// What a table must look like.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Shape {
+    pub(super) name: &'static str,
+    kind: u32,
+    key: usize,
+    value: usize,
+    pub(super) entries: u32,
+    flags: u32,
+    /// Field of `ebpf.limits` that sets `entries`.
+    pub(super) limit: Option<&'static str>,
+    /// May start empty without hurting an established flow or the next resync.
+    expendable: bool,
+}
+
+impl Shape {
+    fn hash<K, V>(name: &'static str, entries: u32, limit: &'static str) -> Self {
+        let (key, value) = (size_of::<K>(), size_of::<V>());
+        let limit = Some(limit);
+        Self { name, kind: HASH, key, value, entries, flags: NO_PREALLOC, limit, expendable: false }
+    }
+
+    fn lru<K, V>(name: &'static str, entries: u32, limit: &'static str) -> Self {
+        Self { kind: LRU_HASH, flags: 0, expendable: true, ..Self::hash::<K, V>(name, entries, limit) }
+    }
+
+    fn shared_array<V>(name: &'static str, entries: u32, limit: &'static str) -> Self {
+        Self { kind: ARRAY, flags: MMAPABLE, ..Self::hash::<u32, V>(name, entries, limit) }
+    }
+
+    fn fixed<V>(name: &'static str, kind: u32, entries: u32, flags: u32) -> Self {
+        Self { kind, flags, limit: None, ..Self::hash::<u32, V>(name, entries, "") }
+    }
+
+    fn socket_storage<V>(name: &'static str) -> Self {
+        Self::fixed::<V>(name, SK_STORAGE, 0, NO_PREALLOC)
+    }
+}
+
+type A4 = [u8; 4];
+type A6 = [u8; 16];
+
+/// Every table, in the order of the layout.
+pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
+    let frontends = limits.frontends.unwrap_or(131_072);
+    let services = limits.services.unwrap_or(131_072);
+    let slots = limits.slots.unwrap_or(524_288);
+    let backends = limits.backends.unwrap_or(262_144);
+    let flows = limits.flows.unwrap_or(524_288);
+    let opening = limits.opening_flows.unwrap_or(65_536);
+    let addresses = limits.node_addresses.unwrap_or(1_024);
+    vec![
+        Shape::hash::<FrontendKey<A4>, Frontend>(V4::FRONTENDS, frontends, "frontends"),
+        Shape::hash::<FrontendKey<A6>, Frontend>(V6::FRONTENDS, frontends, "frontends"),
+        Shape::shared_array::<Service>(SERVICES, services, "services"),
+        Shape::hash::<u32, ServiceName>(SERVICE_NAMES, services, "services"),
+        Shape::shared_array::<Slot4>(V4::SLOTS, slots, "slots"),
+        Shape::shared_array::<Slot6>(V6::SLOTS, slots, "slots"),
+        Shape::hash::<u32, Backend<A4>>(V4::BACKENDS, backends, "backends"),
+        Shape::hash::<u32, Backend<A6>>(V6::BACKENDS, backends, "backends"),
+        Shape::hash::<FlowKey<A4>, Flow<A4>>(V4::FLOWS, flows, "flows"),
+        Shape::hash::<FlowKey<A6>, Flow<A6>>(V6::FLOWS, flows, "flows"),
+        Shape::lru::<FlowKey<A4>, Flow<A4>>(V4::OPENING_FLOWS, opening, "openingFlows"),
+        Shape::lru::<FlowKey<A6>, Flow<A6>>(V6::OPENING_FLOWS, opening, "openingFlows"),
+        Shape::hash::<A4, NodeAddress>(V4::NODE_ADDRESSES, addresses, "nodeAddresses"),
+        Shape::hash::<A6, NodeAddress>(V6::NODE_ADDRESSES, addresses, "nodeAddresses"),
+        Shape::socket_storage::<SocketOrigin<A4>>("socket_origin4"),
+        Shape::socket_storage::<SocketOrigin<A6>>("socket_origin6"),
+        Shape::socket_storage::<DatagramOrigins<A4>>("datagrams4"),
+        Shape::socket_storage::<DatagramOrigins<A6>>("datagrams6"),
+        Shape::fixed::<Settings>(SETTINGS, ARRAY, 1, 0),
+        Shape { expendable: true, ..Shape::fixed::<u64>(COUNTERS, PER_CPU_ARRAY, REASONS, 0) },
+    ]
+}
+
+/// How a pinned table differs from what is expected: found, then expected.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Difference {
+    Kind(u32, u32),
+    KeySize(u32, usize),
+    ValueSize(u32, usize),
+    Entries(u32, u32, Option<&'static str>),
+    Flags(u32, u32),
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Kind(found, expected) => write!(f, "is a BPF map of type {found}, not {expected}"),
+            Self::KeySize(found, expected) => write!(f, "has keys of {found} bytes, not {expected}"),
+            Self::ValueSize(found, expected) => write!(f, "has values of {found} bytes, not {expected}"),
+            Self::Entries(found, expected, Some(limit)) => {
+                write!(f, "has room for {found} entries, but ebpf.limits.{limit} is {expected}")
+            }
+            Self::Entries(found, expected, None) => {
+                write!(f, "has room for {found} entries, not {expected}")
+            }
+            Self::Flags(found, expected) => write!(f, "has flags {found:#x}, not {expected:#x}"),
+        }
+    }
+}
+
+pub(super) fn difference(found: &MapInfo, shape: &Shape) -> Option<Difference> {
+    let flags = found.flags & !IGNORED_FLAGS;
+    if found.kind != shape.kind {
+        Some(Difference::Kind(found.kind, shape.kind))
+    } else if found.key_size as usize != shape.key && found.kind != SK_STORAGE {
+        Some(Difference::KeySize(found.key_size, shape.key))
+    } else if found.value_size as usize != shape.value {
+        Some(Difference::ValueSize(found.value_size, shape.value))
+    } else if found.max_entries != shape.entries {
+        Some(Difference::Entries(found.max_entries, shape.entries, shape.limit))
+    } else if flags != shape.flags {
+        Some(Difference::Flags(flags, shape.flags))
+    } else {
+        None
+    }
+}
+
+/// Compares what is pinned with `shapes`. A table of another shape that may start empty is unpinned, so that the
+/// loader makes a new one; any other is an error.
+pub(super) fn check_pinned(folder: &Path, shapes: &[Shape]) -> Result<(), Error> {
+    for shape in shapes {
+        let path = folder.join(shape.name);
+        let Some(fd) = open_pinned(&path).map_err(|source| Error::Table { table: shape.name, source })?
+        else {
+            continue;
+        };
+        let found = bpf::map_info(fd.as_fd()).map_err(|source| Error::Table { table: shape.name, source })?;
+        let Some(difference) = difference(&found, shape) else { continue };
+        if !shape.expendable {
+            return Err(Error::Shape { table: shape.name, path, difference });
+        }
+        tracing::warn!(table = shape.name, %difference, "the pinned table is replaced by an empty one");
+        fs::remove_file(&path).map_err(|source| Error::Folder { path, source })?;
+    }
+    Ok(())
+}
+
+/// `None`: nothing is pinned there.
+pub(super) fn open_pinned(path: &Path) -> Result<Option<OwnedFd>, CallError> {
+    match bpf::pinned(path) {
+        Ok(fd) => Ok(Some(fd)),
+        Err(e) if e.errno() == libc::ENOENT => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// A hash table with its name, so that errors can tell it.
+#[derive(Debug)]
+pub(super) struct Table<K, V> {
+    pub(super) name: &'static str,
+    limit: &'static str,
+    map: Map<K, V>,
+}
+
+impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
+    pub(super) fn open(folder: &Path, name: &'static str, limit: &'static str) -> Result<Self, Error> {
+        let fd = pinned_table(folder, name)?;
+        let map =
+            Map::new(fd).map_err(|source| Error::Table { table: name, source })?.map_err(|mismatch| {
+                Error::Table {
+                    table: name,
+                    source: CallError::new("adopting the table", io::Error::other(mismatch)),
+                }
+            })?;
+        Ok(Self { name, limit, map })
+    }
+
+    pub(super) fn map(&self) -> &Map<K, V> {
+        &self.map
+    }
+
+    fn error(&self, source: CallError) -> Error {
+        match source.errno() {
+            libc::E2BIG => Error::Full { table: self.name, capacity: self.map.capacity(), limit: self.limit },
+            _ => Error::Table { table: self.name, source },
+        }
+    }
+
+    pub(super) fn get(&self, key: &K) -> Result<Option<V>, Error> {
+        self.map.get(key).map_err(|e| self.error(e))
+    }
+
+    pub(super) fn set(&self, key: &K, value: &V) -> Result<(), Error> {
+        self.map.set(key, value).map_err(|e| self.error(e))
+    }
+
+    /// As [`Map::set_all`].
+    pub(super) fn set_all(&self, keys: &[K], values: &[V]) -> Result<(), (usize, Error)> {
+        self.map.set_all(keys, values).map_err(|(done, e)| (done, self.error(e)))
+    }
+
+    pub(super) fn remove(&self, key: &K) -> Result<bool, Error> {
+        self.map.remove(key).map_err(|e| self.error(e))
+    }
+
+    pub(super) fn read_all(&self) -> Result<Vec<(K, V)>, Error> {
+        self.map.read_all().map_err(|e| self.error(e))
+    }
+}
+
+fn pinned_table(folder: &Path, name: &'static str) -> Result<OwnedFd, Error> {
+    bpf::pinned(&folder.join(name)).map_err(|source| Error::Table { table: name, source })
+}
+
+fn shared<T: Pod>(folder: &Path, name: &'static str, writable: bool) -> Result<SharedArray<T>, Error> {
+    SharedArray::new(&pinned_table(folder, name)?, writable)
+        .map_err(|source| Error::Table { table: name, source })
+}
+
+/// The tables of one family.
+#[derive(Debug)]
+pub(super) struct FamilyTables<F: Family> {
+    pub(super) frontends: Table<FrontendKey<F::Address>, Frontend>,
+    pub(super) slots: SharedArray<F::Slot>,
+    pub(super) backends: Table<u32, Backend<F::Address>>,
+    pub(super) flows: Table<FlowKey<F::Address>, Flow<F::Address>>,
+    pub(super) opening_flows: Table<FlowKey<F::Address>, Flow<F::Address>>,
+    pub(super) node_addresses: Table<F::Address, NodeAddress>,
+}
+
+impl<F: Family> FamilyTables<F> {
+    /// Opens what is pinned in `folder`.
+    pub(super) fn open(folder: &Path, writable: bool) -> Result<Self, Error> {
+        Ok(Self {
+            frontends: Table::open(folder, F::FRONTENDS, "frontends")?,
+            slots: shared(folder, F::SLOTS, writable)?,
+            backends: Table::open(folder, F::BACKENDS, "backends")?,
+            flows: Table::open(folder, F::FLOWS, "flows")?,
+            opening_flows: Table::open(folder, F::OPENING_FLOWS, "openingFlows")?,
+            node_addresses: Table::open(folder, F::NODE_ADDRESSES, "nodeAddresses")?,
+        })
+    }
+}
+
+/// The tables that both families share.
+#[derive(Debug)]
+pub(super) struct CommonTables {
+    pub(super) services: SharedArray<Service>,
+    pub(super) names: Table<u32, ServiceName>,
+    pub(super) settings: Table<u32, Settings>,
+}
+
+impl CommonTables {
+    /// Opens what is pinned in `folder`.
+    pub(super) fn open(folder: &Path, writable: bool) -> Result<Self, Error> {
+        Ok(Self {
+            services: shared(folder, SERVICES, writable)?,
+            names: Table::open(folder, SERVICE_NAMES, "services")?,
+            settings: Table::open(folder, SETTINGS, "")?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn expected() -> (Shape, MapInfo) {
+        let shape = Shape::hash::<u32, u64>("some", 7, "backends");
+        let found =
+            MapInfo { kind: HASH, id: 1, key_size: 4, value_size: 8, max_entries: 7, flags: NO_PREALLOC };
+        (shape, found)
+    }
+
+    #[test]
+    fn the_same_shape_has_no_difference() {
+        let (shape, found) = expected();
+        assert_eq!(difference(&found, &shape), None);
+    }
+
+    #[test]
+    fn each_field_is_compared() {
+        let (shape, found) = expected();
+        let differences = [
+            MapInfo { kind: ARRAY, ..found },
+            MapInfo { key_size: 8, ..found },
+            MapInfo { value_size: 4, ..found },
+            MapInfo { max_entries: 8, ..found },
+            MapInfo { flags: 0, ..found },
+        ]
+        .map(|found| difference(&found, &shape));
+        assert_eq!(
+            differences,
+            [
+                Some(Difference::Kind(ARRAY, HASH)),
+                Some(Difference::KeySize(8, 4)),
+                Some(Difference::ValueSize(4, 8)),
+                Some(Difference::Entries(8, 7, Some("backends"))),
+                Some(Difference::Flags(0, NO_PREALLOC)),
+            ]
+        );
+    }
+
+    #[test]
+    fn limits_override_the_defaults() {
+        let limits = Limits { backends: Some(5), ..Limits::default() };
+        let entries = |name| shapes(&limits).iter().find(|shape| shape.name == name).unwrap().entries;
+        assert_eq!((entries("backends6"), entries("frontends4")), (5, 131_072));
+    }
+}

@@ -1,3 +1,0 @@
-mod documents;
-mod files;
-mod watching;

@@ -53,7 +53,7 @@ fn emptied(world: &mut World, variant: Variant) -> Result<()> {
     world.set_endpoints(&CHANGING, &[])?;
     let target = world.cluster_ip(&CHANGING, variant.family);
     for client in CLIENTS {
-        check::refused_at_once(&world.dial(client, &Dial::new(variant.protocol, target))?)?;
+        check::refused_at_once(world.setting, &world.dial(client, &Dial::new(variant.protocol, target))?)?;
     }
     world.set_endpoints(&CHANGING, &["web-2"])?;
     expect(world, variant, &["web-2"])

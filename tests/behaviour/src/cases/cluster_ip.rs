@@ -64,7 +64,7 @@ fn refused(world: &mut World, variant: Variant) -> Result<()> {
     let target = world.cluster_ip(&EMPTY, variant.family);
     for client in ["client-1", "client-2", "node1"] {
         let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(2))?;
-        check::refused_at_once(&outcomes)?;
+        check::refused_at_once(world.setting, &outcomes)?;
     }
     Ok(())
 }

@@ -94,7 +94,10 @@ fn non_blocking(world: &mut World, variant: Variant) -> Result<()> {
 
 fn non_blocking_refused(world: &mut World, variant: Variant) -> Result<()> {
     let target = world.cluster_ip(&EMPTY, variant.family);
-    check::refused_at_once(&world.dial("client-1", &Dial::new(Protocol::Tcp, target).non_blocking())?)
+    check::refused_at_once(
+        world.setting,
+        &world.dial("client-1", &Dial::new(Protocol::Tcp, target).non_blocking())?,
+    )
 }
 
 fn direct(world: &mut World, variant: Variant) -> Result<()> {

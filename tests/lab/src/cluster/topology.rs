@@ -21,6 +21,9 @@ const HOST_MAC: &str = "ee:ee:ee:ee:ee:ee";
 const HOST_LINK4: &str = "169.254.1.1";
 const HOST_LINK6: &str = "fe80::1";
 
+/// Given to bridges: one of their own would change with their ports, under the feet of who knows it.
+const BRIDGE_MAC: &str = "ee:ee:ee:ee:ee:01";
+
 /// What every namespace needs: loopback, and IPv6 addresses that are usable at once.
 pub(super) fn prepare(namespace: &str) -> Result<()> {
     sysctl(
@@ -60,7 +63,7 @@ pub(super) fn build_fabric(fabric: &Place) -> Result<()> {
     ip(
         Some(&fabric.namespace),
         &format!(
-            "link add br0 type bridge\nlink set br0 up\n\
+            "link add br0 address {BRIDGE_MAC} type bridge mcast_snooping 0\nlink set br0 up\n\
              addr add {}/24 dev br0\naddr add {}/64 dev br0 nodad\n\
              route add unreachable default\nroute add unreachable ::/0 metric 1\n",
             own.v4, own.v6
@@ -109,7 +112,7 @@ pub(super) fn build_node(node: &Place, number: NodeNumber) -> Result<()> {
     if number == 2 {
         let gateway = address::pod(number, 1);
         script.push_str(&format!(
-            "link add cni0 type bridge\nlink set cni0 up\n\
+            "link add cni0 address {BRIDGE_MAC} type bridge\nlink set cni0 up\n\
              addr add {}/24 dev cni0\naddr add {}/64 dev cni0 nodad\n",
             gateway.v4, gateway.v6
         ));

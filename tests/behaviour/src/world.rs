@@ -52,7 +52,7 @@ impl World {
         for role in &ROLES {
             role.publish(&lab, &mut objects, role.endpoints)?;
         }
-        let feed = Feed::start(&lab, setting.proxy, binaries)?;
+        let feed = Feed::start(&lab, setting.proxy)?;
         let proxies = NODES
             .map(|node| Proxy::new(&lab, setting, binaries, &feed, node))
             .into_iter()
@@ -131,7 +131,7 @@ impl World {
         }
         let server = self.addresses("web-1")?;
         self.objects.set_service(&sentinel, &[Endpoint::ready(server, 1)]);
-        self.feed.publish(&self.lab, &self.objects)
+        self.feed.publish(&self.objects)
     }
 
     fn sentinel_port(&self) -> u16 {

@@ -15,40 +15,33 @@ use lab::{Lab, Objects, address::NodeNumber, cluster::node_name};
 
 use crate::setting::{ProxyKind, Setting};
 use api_server::ApiServer;
+use control_plane::binaries::Program;
 
 /// Where the programs are.
 #[derive(Clone, Debug, Default)]
 pub struct Binaries {
     pub proxy_ctl: Option<PathBuf>,
-    /// Folder with kube-apiserver and kube-proxy.
-    pub kube: Option<PathBuf>,
 }
 
 impl Binaries {
-    /// `PROXY_CTL`, or proxy-ctl beside the running binary; `KUBEBUILDER_ASSETS`.
+    /// `PROXY_CTL`, or proxy-ctl beside the running binary.
     pub fn find() -> Self {
         let beside = std::env::current_exe().ok().map(|own| own.with_file_name("proxy-ctl"));
         let proxy_ctl =
             std::env::var_os("PROXY_CTL").map(PathBuf::from).or(beside).filter(|path| path.exists());
-        Self { proxy_ctl, kube: std::env::var_os("KUBEBUILDER_ASSETS").map(PathBuf::from) }
+        Self { proxy_ctl }
     }
 
     fn proxy_ctl(&self) -> Result<&Path> {
         self.proxy_ctl.as_deref().ok_or_else(|| anyhow!("no proxy-ctl: cargo build -p proxy-ctl builds it"))
     }
 
-    fn kube(&self, program: &str) -> Result<PathBuf> {
-        let folder = self.kube.as_deref().ok_or_else(|| anyhow!("KUBEBUILDER_ASSETS is not set"))?;
-        let path = folder.join(program);
-        if path.exists() { Ok(path) } else { Err(anyhow!("{} does not exist", path.display())) }
-    }
-
-    /// Why this proxy cannot be tested here, if it cannot.
+    /// Why this proxy cannot be tested here, if it cannot. Builds the real ones if need be.
     pub fn missing_for(&self, proxy: ProxyKind) -> Option<String> {
         let found = match proxy {
             ProxyKind::Ebpf => self.proxy_ctl().map(drop),
             ProxyKind::KubeProxyIptables | ProxyKind::KubeProxyNftables => {
-                self.kube("kube-proxy").and(self.kube("kube-apiserver")).map(drop)
+                Program::KubeProxy.path().and_then(|_| Program::KubeApiServer.path()).map(drop)
             }
         };
         found.err().map(|error| error.to_string())
@@ -59,17 +52,16 @@ impl Binaries {
 pub enum Feed {
     /// A folder of manifests.
     Manifests(PathBuf),
-    ApiServer(ApiServer),
+    ApiServer(Box<ApiServer>),
 }
 
 impl Feed {
-    pub fn start(lab: &Lab, proxy: ProxyKind, binaries: &Binaries) -> Result<Self> {
-        match proxy {
-            ProxyKind::Ebpf => Self::manifests(lab),
-            ProxyKind::KubeProxyIptables | ProxyKind::KubeProxyNftables => {
-                Ok(Self::ApiServer(ApiServer::start(lab, &binaries.kube("kube-apiserver")?)?))
-            }
-        }
+    pub fn start(lab: &Lab, proxy: ProxyKind) -> Result<Self> {
+        if proxy.is_kube_proxy() { Self::api_server(lab) } else { Self::manifests(lab) }
+    }
+
+    pub fn api_server(lab: &Lab) -> Result<Self> {
+        Ok(Self::ApiServer(Box::new(ApiServer::start(lab)?)))
     }
 
     pub fn manifests(lab: &Lab) -> Result<Self> {
@@ -78,10 +70,10 @@ impl Feed {
         Ok(Self::Manifests(folder))
     }
 
-    pub fn publish(&mut self, lab: &Lab, objects: &Objects) -> Result<()> {
+    pub fn publish(&mut self, objects: &Objects) -> Result<()> {
         match self {
             Self::Manifests(folder) => objects.write_to(folder),
-            Self::ApiServer(server) => server.publish(lab, objects),
+            Self::ApiServer(server) => server.publish(objects),
         }
     }
 }
@@ -110,10 +102,10 @@ impl Proxy {
                 (binaries.proxy_ctl()?.to_owned(), proxy_ctl::arguments(lab, setting.path, feed, node)?)
             }
             ProxyKind::KubeProxyIptables => {
-                (binaries.kube("kube-proxy")?, kube_proxy::arguments(lab, "iptables", feed, node)?)
+                (Program::KubeProxy.path()?, kube_proxy::arguments(lab, "iptables", feed, node)?)
             }
             ProxyKind::KubeProxyNftables => {
-                (binaries.kube("kube-proxy")?, kube_proxy::arguments(lab, "nftables", feed, node)?)
+                (Program::KubeProxy.path()?, kube_proxy::arguments(lab, "nftables", feed, node)?)
             }
         };
         let log = lab.directory().join(format!("proxy-{}.log", node_name(node)));

@@ -3,8 +3,10 @@
 use std::{
     collections::BTreeSet,
     fs::{self, File},
+    io::ErrorKind,
     path::{Path, PathBuf},
     sync::{Mutex, PoisonError},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, anyhow};
@@ -14,7 +16,9 @@ use nix::{
     sys::signal::{SigSet, Signal},
 };
 
-use crate::{cgroup, namespace};
+use crate::{cgroup, namespace, wait};
+
+const LIMIT: Duration = Duration::from_secs(5);
 
 /// One folder for each lab: its lock says whether the lab is alive.
 const LABS: &str = "/run/proxy-ctl-lab";
@@ -89,10 +93,13 @@ pub(super) fn remove(name: &str) -> Result<()> {
         namespace::ip(None, &format!("netns del {namespace}\n"))?;
     }
     cgroup::remove(&cgroup)?;
-    if directory.exists() {
-        fs::remove_dir_all(&directory).with_context(|| format!("removing {}", directory.display()))?;
-    }
-    Ok(())
+    // A process that is on its way out may still write.
+    wait::until(&format!("removing {}", directory.display()), LIMIT, || {
+        match fs::remove_dir_all(&directory) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(error.to_string()),
+            Ok(()) | Err(_) => Ok(Some(())),
+        }
+    })
 }
 
 /// Removes labs whose process is gone. Kept ones stay.

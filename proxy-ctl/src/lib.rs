@@ -2,6 +2,8 @@
 pub mod config;
 pub mod controller;
 pub mod dataplane;
+pub mod log;
+pub mod mode;
 pub mod model;
 pub mod serve;
 pub mod source;

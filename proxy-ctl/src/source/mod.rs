@@ -6,11 +6,12 @@
 
 pub mod convert;
 pub mod kubernetes;
+pub mod manifests;
 
 pub use crate::model::Update;
 
 /// Something odd about one object; the rest of it is served.
-#[derive(Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, Hash, PartialEq)]
 pub struct Oddity {
     /// `Service ns/name`, `EndpointSlice ns/name`, …
     pub object: String,

@@ -1,0 +1,326 @@
+//! The text of a manifest file → objects, and what is wrong with it by document, line and field.
+
+use std::fmt;
+
+use k8s_openapi::{
+    api::{core::v1, discovery::v1 as discovery},
+    apimachinery::pkg::apis::meta::v1::ObjectMeta,
+};
+use serde::{Deserialize, de::DeserializeOwned};
+use serde_json::Value;
+use serde_saphyr::Spanned;
+
+use crate::{
+    model::objects::{EndpointSlice, Node, ObjectName, Service},
+    source::{Oddity, convert},
+};
+
+const DISCOVERY: &str = "discovery.k8s.io/v1";
+
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub(super) enum Kind {
+    Service,
+    EndpointSlice,
+    Node,
+}
+
+/// What names an object: two documents with the same identity are versions of one object.
+#[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub(super) struct Identity {
+    pub(super) kind: Kind,
+    pub(super) name: ObjectName,
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.kind {
+            Kind::Node => write!(f, "Node {}", self.name.name),
+            kind => write!(f, "{kind:?} {}", self.name),
+        }
+    }
+}
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) enum Object {
+    Service(Service),
+    EndpointSlice(EndpointSlice),
+    Node(Node),
+    /// Correct, but not for this proxy: headless, ExternalName, another proxy's, host names.
+    NotServed,
+}
+
+/// A document that could not be read.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) enum Broken {
+    /// Which object it would have been.
+    Object(Identity),
+    /// It may be any.
+    Unknown,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Parsed {
+    pub(super) objects: Vec<(Identity, Object)>,
+    pub(super) broken: Vec<Broken>,
+    pub(super) oddities: Vec<Oddity>,
+}
+
+/// What can be said of a document before its kind is known.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Header {
+    api_version: Option<String>,
+    kind: Option<String>,
+    metadata: Option<Metadata>,
+}
+
+#[derive(Deserialize)]
+struct Metadata {
+    namespace: Option<String>,
+    name: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct List {
+    #[serde(default)]
+    items: Vec<Spanned<Value>>,
+}
+
+/// `file` is for messages. `node_name`: other Nodes are left out.
+pub(super) fn parse(file: &str, text: &str, node_name: &str) -> Parsed {
+    let mut reader = Reader { node_name, place: String::new(), parsed: Parsed::default() };
+    for (index, document) in split(text).into_iter().enumerate() {
+        reader.place = format!("{file}, document {}", index + 1);
+        reader.document(&document);
+    }
+    reader.parsed
+}
+
+/// Part of a file.
+#[derive(Debug, Eq, PartialEq)]
+struct Document<'a> {
+    text: &'a str,
+    /// Lines of the file before it.
+    lines_before: u64,
+}
+
+/// At lines that start with `---`, which YAML allows nowhere else. A document that does not parse so leaves the
+/// next ones readable. Documents of blank lines, comments and directives are none.
+fn split(text: &str) -> Vec<Document<'_>> {
+    let mut documents = Vec::new();
+    let (mut start, mut start_line) = (0, 0);
+    let mut offset = 0;
+    for (line, content) in text.split_inclusive('\n').enumerate() {
+        let marker = content.strip_prefix("---");
+        if marker.is_some_and(|rest| rest.is_empty() || rest.starts_with([' ', '\t', '\r', '\n'])) {
+            documents.push(Document { text: &text[start..offset], lines_before: start_line });
+            (start, start_line) = (offset, line as u64);
+        }
+        offset += content.len();
+    }
+    documents.push(Document { text: &text[start..], lines_before: start_line });
+    documents.retain(|document| {
+        let lines = document.text.trim_start_matches('\u{feff}').lines();
+        let content = lines.map(|line| line.strip_prefix("---").unwrap_or(line).trim());
+        content.into_iter().any(|line| !line.is_empty() && line != "..." && !line.starts_with(['#', '%']))
+    });
+    documents
+}
+
+/// Where an object's text is, and how to read it as a type.
+enum Text<'a> {
+    Document(&'a Document<'a>),
+    /// Of a list, with its number and line.
+    Item(&'a Value, usize, u64),
+}
+
+/// Why a text is not of the wanted type.
+struct Problem {
+    field: String,
+    message: String,
+}
+
+impl Text<'_> {
+    fn read<T: DeserializeOwned>(&self) -> Result<T, Problem> {
+        match self {
+            Self::Document(document) => {
+                let mut field = String::new();
+                let options = serde_saphyr::options! { budget: None, with_snippet: false };
+                serde_saphyr::with_deserializer_from_str_with_options(
+                    document.text,
+                    options,
+                    |deserializer| {
+                        serde_path_to_error::deserialize(deserializer).map_err(|error| {
+                            field = path(&error);
+                            error.into_inner()
+                        })
+                    },
+                )
+                .map_err(|error| {
+                    let mut rendering = serde_saphyr::RenderOptions::default();
+                    rendering.line_offset = document.lines_before;
+                    Problem { field, message: error.without_snippet().render_with_options(rendering) }
+                })
+            }
+            Self::Item(value, number, line) => {
+                serde_path_to_error::deserialize(*value).map_err(|error| Problem {
+                    field: format!("items[{number}].{}", path(&error)),
+                    message: format!("{}, in the item at line {line}", error.into_inner()),
+                })
+            }
+        }
+    }
+
+    /// Path of a field from the document's root.
+    fn field(&self, field: &str) -> String {
+        match self {
+            Self::Document(_) => field.to_owned(),
+            Self::Item(_, number, _) => format!("items[{number}].{field}"),
+        }
+    }
+}
+
+/// Empty for the root.
+fn path<E>(error: &serde_path_to_error::Error<E>) -> String {
+    match error.path().to_string() {
+        root if root == "." => String::new(),
+        path => path,
+    }
+}
+
+struct Reader<'a> {
+    node_name: &'a str,
+    /// File and document.
+    place: String,
+    parsed: Parsed,
+}
+
+impl Reader<'_> {
+    fn document(&mut self, document: &Document<'_>) {
+        let text = Text::Document(document);
+        let header = match text.read::<Header>() {
+            Ok(header) => header,
+            Err(problem) => return self.broken(Broken::Unknown, problem),
+        };
+        let is_list = header.kind.as_deref().is_some_and(|kind| kind.ends_with("List"));
+        if !is_list {
+            return self.object(&text, &header);
+        }
+        match text.read::<List>() {
+            Ok(list) => {
+                for (number, item) in list.items.iter().enumerate() {
+                    let line = item.referenced.line() + document.lines_before;
+                    let text = Text::Item(&item.value, number, line);
+                    match text.read::<Header>() {
+                        Ok(header) => self.object(&text, &header),
+                        Err(problem) => self.broken(Broken::Unknown, problem),
+                    }
+                }
+            }
+            Err(problem) => self.broken(Broken::Unknown, problem),
+        }
+    }
+
+    fn object(&mut self, text: &Text<'_>, header: &Header) {
+        let api_version = header.api_version.as_deref().unwrap_or_default();
+        let kind = match (api_version, header.kind.as_deref()) {
+            (_, None | Some("")) => {
+                let field = text.field("kind");
+                let message = "is missing, must be Service, EndpointSlice, Node or List".into();
+                return self.broken(Broken::Unknown, Problem { field, message });
+            }
+            ("v1", Some("Service")) => Kind::Service,
+            ("v1", Some("Node")) => Kind::Node,
+            (DISCOVERY, Some("EndpointSlice")) => Kind::EndpointSlice,
+            ("", Some(kind @ ("Service" | "Node" | "EndpointSlice"))) => {
+                let right = if kind == "EndpointSlice" { DISCOVERY } else { "v1" };
+                let field = text.field("apiVersion");
+                let message = format!("is missing, must be {right}");
+                return self.broken(Broken::Unknown, Problem { field, message });
+            }
+            (other, Some("EndpointSlice")) if other.starts_with("discovery.k8s.io/") => {
+                let field = text.field("apiVersion");
+                let message = format!("found {other:?}, must be {DISCOVERY}");
+                return self.broken(Broken::Unknown, Problem { field, message });
+            }
+            (api_version, Some(kind)) => {
+                tracing::debug!("{}: {api_version} {kind} is of no use here", self.place);
+                return;
+            }
+        };
+        let metadata = header.metadata.as_ref();
+        let name = metadata.and_then(|metadata| metadata.name.clone()).filter(|name| !name.is_empty());
+        if name.is_none() {
+            let field = text.field("metadata.name");
+            let message = format!("is missing, must be the name of the {kind:?}");
+            return self.broken(Broken::Unknown, Problem { field, message });
+        }
+        let namespace = metadata.and_then(|metadata| metadata.namespace.clone());
+        let name = convert::name(&ObjectMeta { name, namespace, ..ObjectMeta::default() });
+        let identity = Identity { kind, name };
+        match kind {
+            Kind::Service => self.typed(text, identity, |service: v1::Service| {
+                let (converted, mut oddities) = convert::service(&service);
+                oddities.extend(without_cluster_ip(&service));
+                (converted.map(Object::Service), oddities)
+            }),
+            Kind::EndpointSlice => self.typed(text, identity, |slice: discovery::EndpointSlice| {
+                let (slice, oddities) = convert::endpoint_slice(&slice);
+                (slice.map(Object::EndpointSlice), oddities)
+            }),
+            Kind::Node if *identity.name.name == *self.node_name => {
+                self.typed(text, identity, |node: v1::Node| {
+                    let (node, oddities) = convert::node(&node);
+                    (Some(Object::Node(node)), oddities)
+                });
+            }
+            Kind::Node => tracing::debug!("{}: {identity} is another node", self.place),
+        }
+    }
+
+    fn typed<T: DeserializeOwned>(
+        &mut self,
+        text: &Text<'_>,
+        identity: Identity,
+        convert: impl FnOnce(T) -> (Option<Object>, Vec<Oddity>),
+    ) {
+        let object = match text.read::<T>() {
+            Ok(object) => object,
+            Err(problem) => return self.broken(Broken::Object(identity), problem),
+        };
+        let (object, oddities) = convert(object);
+        match object {
+            Some(object) => self.parsed.objects.push((identity, object)),
+            None if oddities.is_empty() => self.parsed.objects.push((identity, Object::NotServed)),
+            None => self.parsed.broken.push(Broken::Object(identity)),
+        }
+        self.parsed.oddities.extend(oddities.into_iter().map(|oddity| Oddity {
+            object: format!("{}: {}", self.place, oddity.object),
+            field: text.field(&oddity.field),
+            problem: oddity.problem,
+        }));
+    }
+
+    fn broken(&mut self, broken: Broken, problem: Problem) {
+        let object = match &broken {
+            Broken::Object(identity) => format!("{}: {identity}", self.place),
+            Broken::Unknown => self.place.clone(),
+        };
+        self.parsed.oddities.push(Oddity { object, field: problem.field, problem: problem.message });
+        self.parsed.broken.push(broken);
+    }
+}
+
+/// An API server would have given it an address.
+fn without_cluster_ip(service: &v1::Service) -> Option<Oddity> {
+    let spec = service.spec.as_ref();
+    let is_set = |address: Option<&String>| address.is_some_and(|address| !address.is_empty());
+    let listed = spec.and_then(|spec| spec.cluster_ips.as_ref()).and_then(|addresses| addresses.first());
+    let external_name = spec.and_then(|spec| spec.type_.as_deref()) == Some("ExternalName");
+    let missing = !is_set(spec.and_then(|spec| spec.cluster_ip.as_ref())) && !is_set(listed);
+    (missing && !external_name).then(|| Oddity {
+        object: format!("Service {}", convert::name(&service.metadata)),
+        field: "spec.clusterIP".into(),
+        problem: "is missing, must be an address, or None for a headless Service".into(),
+    })
+}

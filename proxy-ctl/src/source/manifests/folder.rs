@@ -1,0 +1,172 @@
+//! The objects of all files of a folder, and what stays of them when a file breaks.
+//!
+//! While a document cannot be read, the object that it last held is kept; if it is not clear which one that was,
+//! every object is kept that its file last held and does not hold now.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashSet},
+    fs, io,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use super::document::{self, Broken, Identity, Object};
+use crate::{
+    model::objects::{EndpointSlice, Node, Service},
+    source::Oddity,
+};
+
+const EXTENSIONS: [&str; 3] = ["yaml", "yml", "json"];
+
+/// Everything that the folder holds now.
+#[derive(Debug, Default)]
+pub(super) struct Listing {
+    pub(super) services: Vec<Service>,
+    pub(super) slices: Vec<EndpointSlice>,
+    pub(super) node: Option<Node>,
+    /// Those that the listing before did not have.
+    pub(super) oddities: Vec<Oddity>,
+}
+
+#[derive(Debug)]
+pub(super) struct Folder {
+    path: PathBuf,
+    node_name: Arc<str>,
+    files: BTreeMap<String, File>,
+    reported: HashSet<Oddity>,
+}
+
+#[derive(Debug, Default)]
+struct File {
+    /// None: could not be read.
+    text: Option<String>,
+    objects: Vec<Held>,
+    oddities: Vec<Oddity>,
+}
+
+#[derive(Clone, Debug)]
+struct Held {
+    identity: Identity,
+    object: Object,
+    /// Of an earlier text of the file.
+    kept: bool,
+}
+
+impl Folder {
+    pub(super) fn new(path: PathBuf, node_name: Arc<str>) -> Self {
+        Self { path, node_name, files: BTreeMap::new(), reported: HashSet::new() }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Reads the folder; files whose text is the same as last time are not parsed again.
+    pub(super) fn list(&mut self) -> io::Result<Listing> {
+        let names = file_names(&self.path)?;
+        self.files.retain(|name, _| names.contains(name));
+        for name in names {
+            match fs::read(self.path.join(&name)) {
+                Ok(bytes) => self.load(name, String::from_utf8(bytes).map_err(|error| error.to_string())),
+                // Removed since the folder was read; or a link that leads nowhere.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    self.files.remove(&name);
+                }
+                Err(error) => self.load(name, Err(error.to_string())),
+            }
+        }
+        Ok(self.merge())
+    }
+
+    fn load(&mut self, name: String, text: Result<String, String>) {
+        let file = self.files.entry(name.clone()).or_default();
+        let text = match text {
+            Ok(text) if file.text.as_ref() == Some(&text) => return,
+            Ok(text) => text,
+            Err(problem) => {
+                file.text = None;
+                for held in &mut file.objects {
+                    held.kept = true;
+                }
+                file.oddities = vec![Oddity { object: name, field: String::new(), problem }];
+                return;
+            }
+        };
+        let parsed = document::parse(&name, &text, &self.node_name);
+        let present: BTreeSet<&Identity> = parsed.objects.iter().map(|(identity, _)| identity).collect();
+        let anything = parsed.broken.contains(&Broken::Unknown);
+        let before = std::mem::take(&mut file.objects);
+        let kept = before.into_iter().filter(|held| {
+            !present.contains(&held.identity)
+                && (anything || parsed.broken.contains(&Broken::Object(held.identity.clone())))
+        });
+        let kept: Vec<_> = kept.map(|held| Held { kept: true, ..held }).collect();
+        let fresh =
+            parsed.objects.into_iter().map(|(identity, object)| Held { identity, object, kept: false });
+        file.objects = fresh.chain(kept).collect();
+        file.oddities = parsed.oddities;
+        file.text = Some(text);
+    }
+
+    /// Of several versions of an object, the first that stands in a file now counts, in the order of file names.
+    fn merge(&mut self) -> Listing {
+        let mut chosen: BTreeMap<&Identity, (&str, &Held)> = BTreeMap::new();
+        let mut oddities: HashSet<Oddity> = HashSet::new();
+        let held = || {
+            let files = self.files.iter();
+            files.flat_map(|(name, file)| file.objects.iter().map(move |held| (name.as_str(), held)))
+        };
+        let fresh = held().filter(|(_, held)| !held.kept);
+        for (file, held) in fresh.chain(held().filter(|(_, held)| held.kept)) {
+            let Some((first, _)) = chosen.get(&held.identity) else {
+                chosen.insert(&held.identity, (file, held));
+                continue;
+            };
+            if !held.kept {
+                oddities.insert(Oddity {
+                    object: format!("{file}: {}", held.identity),
+                    field: "metadata.name".into(),
+                    problem: format!("is also in {first}, which counts; must be unique"),
+                });
+            }
+        }
+        let mut listing = Listing::default();
+        for (_, held) in chosen.into_values() {
+            match held.object.clone() {
+                Object::Service(service) => listing.services.push(service),
+                Object::EndpointSlice(slice) => listing.slices.push(slice),
+                Object::Node(node) => listing.node = Some(node),
+                Object::NotServed => {}
+            }
+        }
+        let found = self.files.values().flat_map(|file| &file.oddities).cloned().collect::<Vec<_>>();
+        let mut duplicates: Vec<Oddity> = oddities.drain().collect();
+        duplicates.sort_by(|a, b| a.object.cmp(&b.object));
+        let all = found.into_iter().chain(duplicates);
+        let mut now = HashSet::new();
+        for oddity in all {
+            if !self.reported.contains(&oddity) && !now.contains(&oddity) {
+                listing.oddities.push(oddity.clone());
+            }
+            now.insert(oddity);
+        }
+        self.reported = now;
+        listing
+    }
+}
+
+/// Names of the manifest files, links to files included; hidden files are not.
+fn file_names(folder: &Path) -> io::Result<BTreeSet<String>> {
+    let mut names = BTreeSet::new();
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        let path = entry.path();
+        let extension = path.extension().and_then(|extension| extension.to_str());
+        let Some(name) = entry.file_name().to_str().map(str::to_owned) else { continue };
+        let manifest = extension.is_some_and(|extension| EXTENSIONS.contains(&extension));
+        if manifest && !name.starts_with('.') && !path.is_dir() {
+            names.insert(name);
+        }
+    }
+    Ok(names)
+}

@@ -1,0 +1,141 @@
+//! Services, EndpointSlices and the own Node from a folder of YAML or JSON files.
+//!
+//! Every file whose name ends in `.yaml`, `.yml` or `.json` and does not start with a dot is read, with any number
+//! of documents and lists in it; kinds other than v1 Service and Node and discovery.k8s.io/v1 EndpointSlice are
+//! ignored. The folder is watched, and after every change everything it holds is sent.
+//!
+//! What cannot be read is named with file, document, line and field, and leaves the rest working:
+//!
+//! - A document that was good and now is not: the object it last held stays as it was.
+//! - A document of which it is not clear what object it is (it is no YAML, it has no name): every object stays
+//!   that its file last held and does not hold now. So does a file that cannot be opened or is no UTF-8.
+//! - A file that is removed takes its objects with it.
+//! - A folder that disappears: everything stays, until a folder comes to its path again.
+//!
+//! A file should be replaced by renaming another one over it. One that is written in place is read when its writer
+//! closes it, and may be seen half written if another file changes meanwhile.
+
+mod document;
+mod folder;
+#[cfg(test)]
+mod tests;
+mod watch;
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use nix::errno::Errno;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use self::{
+    folder::{Folder, Listing},
+    watch::Watch,
+};
+use super::{Oddity, Update};
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("manifests folder {folder}: {source}; must be a folder of .yaml, .yml or .json files")]
+    Folder { folder: PathBuf, source: io::Error },
+    #[error("watching manifests folder {folder} failed in {call}: {source}{}", hint(*.source))]
+    Watch { folder: PathBuf, call: &'static str, source: Errno },
+    #[error("reading manifests folder {folder} was interrupted")]
+    Interrupted { folder: PathBuf },
+}
+
+fn hint(errno: Errno) -> &'static str {
+    match errno {
+        Errno::ENOSPC => "; raise sysctl fs.inotify.max_user_watches",
+        Errno::EMFILE => "; raise sysctl fs.inotify.max_user_instances",
+        _ => "",
+    }
+}
+
+/// A folder that is being watched.
+pub struct Manifests {
+    folder: Folder,
+    watch: Watch,
+}
+
+impl Manifests {
+    /// Must be called within a tokio runtime.
+    ///
+    /// # Errors
+    /// The folder does not exist, is no folder, or cannot be read or watched.
+    pub fn open(folder: &Path, node_name: impl Into<Arc<str>>) -> Result<Self, Error> {
+        std::fs::read_dir(folder).map_err(|source| Error::Folder { folder: folder.to_owned(), source })?;
+        // Watched before it is first read: nothing is missed.
+        let watch = Watch::new(folder)?;
+        Ok(Self { folder: Folder::new(folder.to_owned(), node_name.into()), watch })
+    }
+
+    /// Sends what the folder holds, at once and after every change, until `stop` or until nobody receives.
+    /// `odd` is told what is left out, once until it is mended.
+    ///
+    /// # Errors
+    /// The folder can no longer be watched.
+    pub async fn run(
+        mut self,
+        updates: mpsc::Sender<Update>,
+        odd: impl Fn(Oddity) + Send + Sync,
+        stop: CancellationToken,
+    ) -> Result<(), Error> {
+        loop {
+            let listing;
+            (self.folder, listing) = list(self.folder).await?;
+            match listing {
+                Ok(listing) => {
+                    listing.oddities.into_iter().for_each(&odd);
+                    let all = [
+                        Update::Node(listing.node),
+                        Update::ReplaceServices(listing.services),
+                        Update::ReplaceSlices(listing.slices),
+                    ];
+                    for update in all {
+                        tokio::select! {
+                            sent = updates.send(update) => if sent.is_err() { return Ok(()) },
+                            () = stop.cancelled() => return Ok(()),
+                        }
+                    }
+                }
+                Err(source) => odd(Oddity {
+                    object: self.folder.path().display().to_string(),
+                    field: String::new(),
+                    problem: format!("{source}; what was read before stays"),
+                }),
+            }
+            tokio::select! {
+                changed = self.watch.changed() => changed?,
+                () = stop.cancelled() => return Ok(()),
+            }
+        }
+    }
+}
+
+/// Reading and parsing thousands of objects takes its time: not on a thread that others wait for.
+async fn list(mut folder: Folder) -> Result<(Folder, io::Result<Listing>), Error> {
+    let path = folder.path().to_owned();
+    let read = tokio::task::spawn_blocking(move || {
+        let listing = folder.list();
+        (folder, listing)
+    });
+    read.await.map_err(|_| Error::Interrupted { folder: path })
+}
+
+/// [`Manifests::open`] and [`Manifests::run`].
+///
+/// # Errors
+/// As these.
+pub async fn run(
+    folder: &Path,
+    node_name: impl Into<Arc<str>>,
+    updates: mpsc::Sender<Update>,
+    odd: impl Fn(Oddity) + Send + Sync,
+    stop: CancellationToken,
+) -> Result<(), Error> {
+    Manifests::open(folder, node_name)?.run(updates, odd, stop).await
+}

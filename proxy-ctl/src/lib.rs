@@ -1,4 +1,5 @@
 //! Service proxy for Kubernetes nodes.
+pub mod cli;
 pub mod config;
 pub mod controller;
 pub mod dataplane;

@@ -1,1 +1,10 @@
-fn main() {}
+//! The program `proxy-ctl`.
+
+use std::process::ExitCode;
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+fn main() -> ExitCode {
+    proxy_ctl::cli::main()
+}

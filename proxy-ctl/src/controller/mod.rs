@@ -316,3 +316,6 @@ fn families_of(changes: &Changes) -> Vec<Family> {
 
 /// Shorthand of this room.
 type Ports = Vec<Arc<DesiredPort>>;
+
+#[cfg(test)]
+mod tests;

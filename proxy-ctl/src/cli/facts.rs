@@ -1,0 +1,97 @@
+//! What this node can do, looked up for [`crate::mode::choose`]. Nothing is changed.
+
+use std::{fs, path::Path};
+
+use crate::{
+    config::Ebpf,
+    mode::{BpfFilesystem, Capabilities, HostFacts, KernelVersion, PacketHook},
+    sys::{bpf, filesystem},
+};
+
+const CAP_NET_ADMIN: u32 = 12;
+const CAP_SYS_ADMIN: u32 = 21;
+const CAP_PERFMON: u32 = 38;
+const CAP_BPF: u32 = 39;
+
+pub(super) fn gather(config: &Ebpf) -> HostFacts {
+    let kernel_release = read("/proc/sys/kernel/osrelease");
+    let version = KernelVersion::parse(&kernel_release).unwrap_or_default();
+    let capabilities = capabilities(&read("/proc/self/status"));
+    HostFacts {
+        btf: Path::new("/sys/kernel/btf/vmlinux").exists(),
+        cgroup2: config.cgroup.clone().or_else(|| filesystem::cgroup_root().ok().flatten()),
+        bpffs: bpffs(&config.bpffs, capabilities.sys_admin),
+        capabilities,
+        packet_hook: packet_hook(version),
+        set_retval: has_set_retval().unwrap_or(version >= SET_RETVAL),
+        kernel_release,
+    }
+}
+
+/// Empty where the file cannot be read.
+fn read(path: &str) -> String {
+    fs::read_to_string(path).map(|text| text.trim().to_owned()).unwrap_or_default()
+}
+
+const TCX: KernelVersion = KernelVersion { major: 6, minor: 6 };
+const SET_RETVAL: KernelVersion = KernelVersion { major: 5, minor: 18 };
+
+fn packet_hook(version: KernelVersion) -> PacketHook {
+    if version >= TCX { PacketHook::Tcx } else { PacketHook::Clsact }
+}
+
+/// Asks the verifier. `None`: this process may not ask.
+fn has_set_retval() -> Option<bool> {
+    const CGROUP_SOCK_ADDR: u32 = 18;
+    const INET4_CONNECT: u32 = 10;
+    // r1 = 0; call bpf_set_retval; r0 = 1; exit
+    const PROGRAM: [u64; 4] = [0x0000_0000_0000_01b7, 0x0000_00bb_0000_0085, 0x0000_0001_0000_00b7, 0x95];
+    match bpf::load_program(CGROUP_SOCK_ADDR, INET4_CONNECT, &PROGRAM) {
+        Ok(_) => Some(true),
+        Err(error) if error.errno() == libc::EPERM => None,
+        Err(_) => Some(false),
+    }
+}
+
+/// The folder may not be there yet: what counts is where it would be.
+fn bpffs(path: &Path, may_mount: bool) -> BpfFilesystem {
+    let existing = path.ancestors().find(|ancestor| ancestor.exists());
+    let mounted = existing.is_some_and(|existing| filesystem::is_bpffs(existing).unwrap_or(false));
+    match (mounted, may_mount) {
+        (true, _) => BpfFilesystem::Mounted,
+        (false, true) => BpfFilesystem::Mountable,
+        (false, false) => BpfFilesystem::Missing,
+    }
+}
+
+/// From the line `CapEff:` of /proc/self/status.
+fn capabilities(status: &str) -> Capabilities {
+    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let held = line.and_then(|line| u64::from_str_radix(line.trim(), 16).ok()).unwrap_or(0);
+    let holds = |capability: u32| held & (1 << capability) != 0;
+    Capabilities {
+        sys_admin: holds(CAP_SYS_ADMIN),
+        bpf: holds(CAP_BPF),
+        perfmon: holds(CAP_PERFMON),
+        net_admin: holds(CAP_NET_ADMIN),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn capabilities_are_read_from_the_effective_set() {
+        let none = Capabilities::default();
+        assert_eq!(capabilities("CapPrm:\t000001ffffffffff\nCapEff:\t0000000000000000\n"), none);
+        let datapath = Capabilities { bpf: true, perfmon: true, net_admin: true, sys_admin: false };
+        assert_eq!(capabilities("CapEff:\t000000c000001000\n"), datapath);
+    }
+
+    #[test]
+    fn this_kernel_is_described() {
+        let facts = gather(&Ebpf::default());
+        assert!(KernelVersion::parse(&facts.kernel_release).is_some(), "{}", facts.kernel_release);
+    }
+}

@@ -1,0 +1,86 @@
+//! What a controller leaves about itself for `status`: the mode, why, and how its sources are. The tables do
+//! not hold that. Written to /run, so that it does not outlive a reboot.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+
+const FOLDER: &str = "/run/proxy-ctl";
+
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct Record {
+    pub(super) pid: u32,
+    /// Clock ticks since boot at which the process began: tells it from a later one with the same number.
+    pub(super) began: u64,
+    pub(super) node: String,
+    pub(super) mode: String,
+    pub(super) reasons: Vec<String>,
+    pub(super) sources: Vec<Source>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct Source {
+    pub(super) name: String,
+    pub(super) connected: bool,
+    pub(super) objects: i64,
+}
+
+impl Record {
+    /// Each bpffs has its own controller.
+    fn path(bpffs: &Path) -> PathBuf {
+        let name = bpffs.to_string_lossy().trim_matches('/').replace('/', "-");
+        Path::new(FOLDER).join(format!("{name}.json"))
+    }
+
+    pub(super) fn read(bpffs: &Path) -> Option<Self> {
+        serde_json::from_str(&fs::read_to_string(Self::path(bpffs)).ok()?).ok()
+    }
+
+    /// A reader finds the old or the new text, never half of it.
+    pub(super) fn write(&self, bpffs: &Path) -> io::Result<()> {
+        let path = Self::path(bpffs);
+        fs::create_dir_all(FOLDER)?;
+        let draft = path.with_extension(format!("{}.new", self.pid));
+        fs::write(&draft, serde_json::to_vec(self)?)?;
+        fs::rename(draft, path)
+    }
+
+    pub(super) fn remove(bpffs: &Path) {
+        // It is only a hint: one that cannot be removed names a process that is gone.
+        let _ = fs::remove_file(Self::path(bpffs));
+    }
+
+    /// Whether the process that wrote it is still there.
+    pub(super) fn is_alive(&self) -> bool {
+        began(self.pid).is_some_and(|began| began == self.began)
+    }
+}
+
+/// Field 22 of /proc/<pid>/stat. The name before it may hold spaces.
+pub(super) fn began(pid: u32) -> Option<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_told_from_a_later_one_with_its_number() {
+        let pid = std::process::id();
+        let record = Record { pid, began: began(pid).unwrap(), ..Record::default() };
+        assert!(record.is_alive());
+        assert!(!Record { began: record.began + 1, ..record }.is_alive());
+    }
+
+    #[test]
+    fn each_bpffs_has_its_own() {
+        assert_eq!(Record::path(Path::new("/sys/fs/bpf")), Path::new("/run/proxy-ctl/sys-fs-bpf.json"));
+    }
+}

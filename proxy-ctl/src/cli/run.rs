@@ -1,0 +1,271 @@
+//! `proxy-ctl run`: everything is read and checked, then sources, servers and the dataplane's thread are started
+//! and run until a signal. What was programmed stays when the process ends.
+
+use std::{path::PathBuf, sync::Arc, thread, time::Duration};
+
+use anyhow::Context as _;
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::{mpsc, oneshot, watch},
+    task::JoinSet,
+};
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    args::RunArgs,
+    facts,
+    record::{self, Record},
+    settings::Settings,
+};
+use crate::{
+    config::Config,
+    controller::{self, Asks, Controller, Inputs, Reports},
+    dataplane::{self, Host, ebpf::EbpfDataplane},
+    log,
+    mode::{self, Choice, Request},
+    model::Update,
+    serve::{self, Health, Metrics, SharedHealth},
+    source::{
+        kubernetes::{Kubernetes, ResourceKind, SourceState},
+        manifests::Manifests,
+    },
+};
+
+/// Updates between the watchers and the dataplane's thread; then the watchers wait.
+const UPDATES: usize = 4096;
+const RECORD_PERIOD: Duration = Duration::from_secs(1);
+/// Longest wait for the dataplane's thread to finish the call that it is in.
+const LAST_CALL: Duration = Duration::from_secs(10);
+
+pub(super) fn run(args: RunArgs, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
+    let settings = Settings::new(args, bpffs)?;
+    let logging = settings.config.logging;
+    log::start(logging.format, logging.verbosity);
+    for warning in &settings.warnings {
+        tracing::warn!("{warning}");
+    }
+    let request = Request {
+        mode: settings.config.mode,
+        socket_load_balancing: settings.config.ebpf.socket_load_balancing,
+    };
+    let choice = mode::choose(request, &facts::gather(&settings.config.ebpf))?;
+    tracing::info!(mode = %choice.mode, node = %settings.node_name, why = choice.reasons.join("; "), "starting");
+
+    let state = SourceState::new();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .context("starting the async runtime")?;
+    let source = {
+        let _in_runtime = runtime.enter();
+        Source::open(&settings, &state)?
+    };
+    protect_from_oom(settings.config.oom_score_adj);
+    let done = runtime.block_on(Process { settings, choice, state }.run(source, runtime.handle().clone()));
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    done
+}
+
+enum Source {
+    Kubernetes(Kubernetes),
+    Manifests(Manifests),
+}
+
+impl Source {
+    fn open(settings: &Settings, state: &SourceState) -> anyhow::Result<Self> {
+        match &settings.manifests {
+            Some(folder) => Ok(Self::Manifests(Manifests::open(folder, Arc::clone(&settings.node_name))?)),
+            None => Ok(Self::Kubernetes(settings.kubernetes(state.clone())?)),
+        }
+    }
+
+    async fn run(
+        self,
+        updates: mpsc::Sender<Update>,
+        metrics: Arc<Metrics>,
+        stop: CancellationToken,
+    ) -> anyhow::Result<()> {
+        match self {
+            Self::Kubernetes(kubernetes) => {
+                tracing::info!(server = kubernetes.server(), "watching the API server");
+                tokio::select! {
+                    done = kubernetes.run(updates) => done?,
+                    () = stop.cancelled() => {}
+                }
+            }
+            Self::Manifests(manifests) => {
+                let odd = move |oddity: crate::source::Oddity| {
+                    metrics.odd_objects.inc();
+                    tracing::warn!(object = oddity.object, field = oddity.field, "{}", oddity.problem);
+                };
+                manifests.run(updates, odd, stop).await?;
+            }
+        }
+        Ok(())
+    }
+}
+
+struct Process {
+    settings: Settings,
+    choice: Choice,
+    state: SourceState,
+}
+
+impl Process {
+    async fn run(self, source: Source, runtime: tokio::runtime::Handle) -> anyhow::Result<()> {
+        let Self { settings, choice, state } = self;
+        let from_api_server = matches!(source, Source::Kubernetes(_));
+        let Settings { config, node_name, .. } = settings;
+        let config = Arc::new(config);
+        let stop = CancellationToken::new();
+        let mut terminate = signal(SignalKind::terminate()).context("waiting for SIGTERM")?;
+        let mut interrupt = signal(SignalKind::interrupt()).context("waiting for SIGINT")?;
+
+        let (updates_in, updates) = mpsc::channel(UPDATES);
+        let (hosts_in, hosts) = watch::channel(None);
+        let (asks_in, asks) = mpsc::channel(16);
+        let health = Arc::new(SharedHealth::new(Health::new(config.sync_period())));
+        let metrics = Arc::new(Metrics::new(Some(Box::new(Asks(asks_in))), |registry| {
+            if from_api_server {
+                state.register(registry);
+            }
+        }));
+
+        let mut tasks = JoinSet::new();
+        serve_http(&mut tasks, &config, choice.mode.name(), &health, &metrics, &stop);
+        tasks.spawn(source.run(updates_in, Arc::clone(&metrics), stop.clone()));
+        let record = Record {
+            pid: std::process::id(),
+            began: record::began(std::process::id()).unwrap_or(0),
+            node: node_name.to_string(),
+            mode: choice.mode.name().to_owned(),
+            reasons: choice.reasons,
+            sources: Vec::new(),
+        };
+        tasks.spawn(keep_record(record, from_api_server.then_some(state), Arc::clone(&config), stop.clone()));
+        let _hosts_in: watch::Sender<Option<Host>> = hosts_in;
+
+        let reports = Reports { health, metrics };
+        let controller = Controller::new(Arc::clone(&config), node_name, reports);
+        let inputs = Inputs { updates, hosts, asks, stop: stop.clone() };
+        let mut ended = start_dataplane(controller, inputs, config, runtime)?;
+        let done = loop {
+            tokio::select! {
+                _ = terminate.recv() => break Ok("SIGTERM"),
+                _ = interrupt.recv() => break Ok("SIGINT"),
+                result = &mut ended => break Err(dataplane_ended(result)),
+                Some(task) = tasks.join_next() => match task {
+                    Ok(Ok(())) => {}
+                    Ok(Err(error)) => break Err(error),
+                    Err(error) => break Err(error.into()),
+                },
+            }
+        };
+        stop.cancel();
+        match done {
+            Ok(signal) => {
+                tracing::info!(signal, "stopping; what is programmed goes on working");
+                if tokio::time::timeout(LAST_CALL, ended).await.is_err() {
+                    tracing::warn!("the dataplane is still busy, leaving it");
+                }
+                Ok(())
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+fn serve_http(
+    tasks: &mut JoinSet<anyhow::Result<()>>,
+    config: &Config,
+    mode: &'static str,
+    health: &Arc<SharedHealth>,
+    metrics: &Arc<Metrics>,
+    stop: &CancellationToken,
+) {
+    let hard_fail = config.bind_address_hard_fail;
+    let healthz = serve::healthz(
+        config.healthz_bind_address,
+        hard_fail,
+        Arc::clone(health),
+        Arc::clone(metrics),
+        stop.clone(),
+    );
+    tasks.spawn(async { Ok(healthz.await?) });
+    let metrics =
+        serve::metrics(config.metrics_bind_address, hard_fail, mode, Arc::clone(metrics), stop.clone());
+    tasks.spawn(async { Ok(metrics.await?) });
+}
+
+/// The thread that blocks on system calls. The answer comes when it ends.
+fn start_dataplane(
+    controller: Controller<EbpfDataplane>,
+    inputs: Inputs,
+    config: Arc<Config>,
+    runtime: tokio::runtime::Handle,
+) -> anyhow::Result<oneshot::Receiver<Result<(), dataplane::Error>>> {
+    let (end, ended) = oneshot::channel();
+    let open = move || Ok(EbpfDataplane::open(&config.ebpf)?);
+    let body = move || {
+        // Whoever waits may have given up.
+        let _ = end.send(controller::run(controller, inputs, open, &runtime));
+    };
+    thread::Builder::new()
+        .name("dataplane".to_owned())
+        .spawn(body)
+        .context("starting the dataplane's thread")?;
+    Ok(ended)
+}
+
+/// It should not have ended.
+fn dataplane_ended(result: Result<Result<(), dataplane::Error>, oneshot::error::RecvError>) -> anyhow::Error {
+    match result {
+        Ok(Ok(())) => anyhow::anyhow!("the sources ended"),
+        Ok(Err(error)) => anyhow::Error::new(error).context("starting the dataplane"),
+        Err(_) => anyhow::anyhow!("the dataplane's thread ended unexpectedly"),
+    }
+}
+
+/// Keeps what `status` reads up to date.
+async fn keep_record(
+    mut record: Record,
+    state: Option<SourceState>,
+    config: Arc<Config>,
+    stop: CancellationToken,
+) -> anyhow::Result<()> {
+    let mut written: Option<Record> = None;
+    let mut told = false;
+    loop {
+        record.sources = state.iter().flat_map(sources).collect();
+        if written.as_ref() != Some(&record) {
+            match record.write(&config.ebpf.bpffs) {
+                Ok(()) => written = Some(record.clone()),
+                Err(error) if !told => {
+                    told = true;
+                    tracing::warn!(%error, "`proxy-ctl status` will not know about this process");
+                }
+                Err(_) => {}
+            }
+        }
+        tokio::select! {
+            () = tokio::time::sleep(RECORD_PERIOD) => {}
+            () = stop.cancelled() => return Ok(()),
+        }
+    }
+}
+
+fn sources(state: &SourceState) -> impl Iterator<Item = record::Source> {
+    ResourceKind::ALL.into_iter().map(|kind| record::Source {
+        name: kind.plural().to_owned(),
+        connected: state.connected(kind),
+        objects: state.objects(kind),
+    })
+}
+
+/// As kube-proxy: the node loses its network if this process is killed for want of memory.
+fn protect_from_oom(score: i32) {
+    if let Err(error) = std::fs::write("/proc/self/oom_score_adj", score.to_string()) {
+        tracing::debug!(%error, score, "oomScoreAdj was not set");
+    }
+}

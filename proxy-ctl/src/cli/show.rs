@@ -1,0 +1,252 @@
+//! `status`, `services`, `backends` and `cleanup`: they work on the pins, whether or not a controller runs.
+
+use std::path::{Path, PathBuf};
+
+use super::{
+    args::{BackendsArgs, CleanupArgs, Output, OutputArgs, ServicesArgs, StatusArgs},
+    record::Record,
+    table,
+    views::{
+        self, BackendView, CounterView, EndpointView, FrontendKind, FrontendView, HookView, Policy,
+        ServiceView, StatusView, TableView,
+    },
+};
+use crate::{
+    dataplane::{
+        Usage,
+        ebpf::{
+            self,
+            cleanup::{self, Removed},
+            status::{BackendState, EndpointState, FrontendState, Pinned, ServiceState},
+        },
+    },
+    model::objects::{Family, Protocol},
+};
+
+const DEFAULT_BPFFS: &str = "/sys/fs/bpf";
+
+pub(super) fn bpffs(flag: Option<PathBuf>) -> PathBuf {
+    flag.unwrap_or_else(|| PathBuf::from(DEFAULT_BPFFS))
+}
+
+/// `None`: nothing of ours is pinned there.
+fn pinned(bpffs: &Path) -> anyhow::Result<Option<Pinned>> {
+    match Pinned::open(bpffs) {
+        Ok(pinned) => Ok(Some(pinned)),
+        Err(ebpf::Error::NotThere(_)) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn print<T: serde::Serialize>(
+    output: OutputArgs,
+    value: &T,
+    text: impl FnOnce() -> String,
+) -> anyhow::Result<()> {
+    match output.output {
+        Output::Json => table::print_json(value),
+        Output::Table => Ok(table::print(&text())?),
+    }
+}
+
+pub(super) fn services(args: &ServicesArgs, bpffs: &Path) -> anyhow::Result<()> {
+    let Some(pinned) = pinned(bpffs)? else {
+        let nothing: Vec<ServiceView> = Vec::new();
+        return print(args.output, &nothing, || views::services(&nothing));
+    };
+    let backends = pinned.backends()?;
+    let terminating = |id: u32| backends.iter().any(|backend| backend.id == id && backend.terminating);
+    let mut services: Vec<ServiceView> =
+        pinned.services()?.into_iter().map(|service| service_view(service, terminating)).collect();
+    if let Some(wanted) = &args.name {
+        services.retain(|service| service.matches(wanted));
+        if services.is_empty() {
+            anyhow::bail!("{wanted} is not served on this node; `proxy-ctl services` lists what is");
+        }
+    }
+    print(args.output, &services, || views::services(&services))
+}
+
+pub(super) fn backends(args: &BackendsArgs, bpffs: &Path) -> anyhow::Result<()> {
+    let backends: Vec<BackendView> = match pinned(bpffs)? {
+        Some(pinned) => pinned.backends()?.into_iter().map(backend_view).collect(),
+        None => Vec::new(),
+    };
+    print(args.output, &backends, || views::backends(&backends))
+}
+
+pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
+    let pinned = pinned(bpffs)?;
+    let mut status = StatusView::new(Record::read(bpffs), pinned.is_some());
+    if let Some(pinned) = pinned {
+        status.hooks = pinned.links()?.iter().map(|link| hook_view(link)).collect();
+        let Usage { tables, reasons } = pinned.usage()?;
+        status.tables = tables
+            .into_iter()
+            .map(|table| TableView {
+                name: table.name.to_owned(),
+                used: table.used,
+                capacity: table.capacity,
+                bytes: table.bytes,
+            })
+            .collect();
+        status.counters = reasons
+            .into_iter()
+            .map(|(reason, count)| CounterView { reason: reason.to_owned(), count })
+            .collect();
+    }
+    print(args.output, &status, || status.text())
+}
+
+pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path) -> anyhow::Result<()> {
+    let removed = cleanup::cleanup(bpffs)?;
+    Record::remove(bpffs);
+    let Removed { links, filters, tables } = &removed;
+    let json = serde_json::json!({ "removed": { "links": links, "filters": filters, "tables": tables } });
+    print(args.output, &json, || {
+        if removed.is_empty() {
+            return format!("Nothing of proxy-ctl is in {}.\n", bpffs.display());
+        }
+        format!(
+            "proxy-ctl has removed {} links, {filters} filters and {} tables from {}.\n",
+            links.len(),
+            tables.len(),
+            bpffs.display()
+        )
+    })
+}
+
+fn protocol(protocol: Protocol) -> &'static str {
+    match protocol {
+        Protocol::Tcp => "TCP",
+        Protocol::Udp => "UDP",
+        Protocol::Sctp => "SCTP",
+    }
+}
+
+fn state(terminating: bool) -> &'static str {
+    if terminating { "terminating" } else { "active" }
+}
+
+fn service_view(service: ServiceState, terminating: impl Fn(u32) -> bool) -> ServiceView {
+    let ServiceState { id, name, frontends, cluster, internal, external, .. } = service;
+    let is_cluster = |set: &[EndpointState]| {
+        set.len() == cluster.len() && set.iter().all(|endpoint| cluster.contains(endpoint))
+    };
+    let policy = Policy::of(is_cluster(&internal), is_cluster(&external));
+    // What clients of the cluster get: with a cluster IP only, that is the internal set.
+    let shown = if cluster.is_empty() { &internal } else { &cluster };
+    let endpoint = |endpoint: &EndpointState| EndpointView {
+        address: endpoint.address.ip(),
+        port: endpoint.address.port(),
+        local: endpoint.local,
+        state: state(terminating(endpoint.backend)),
+    };
+    ServiceView {
+        namespace: name.service.namespace.to_string(),
+        name: name.service.name.to_string(),
+        port: name.port.to_string(),
+        protocol: protocol(name.protocol),
+        family: match name.family {
+            Family::Ipv4 => "IPv4",
+            Family::Ipv6 => "IPv6",
+        },
+        id,
+        policy,
+        frontends: frontends.into_iter().map(frontend_view).collect(),
+        endpoints: shown.iter().map(endpoint).collect(),
+        internal_endpoints: internal.len(),
+        external_endpoints: external.len(),
+    }
+}
+
+fn frontend_view(frontend: FrontendState) -> FrontendView {
+    let kind = match (frontend.address, frontend.external) {
+        (None, _) => FrontendKind::NodePort,
+        (Some(_), true) => FrontendKind::External,
+        (Some(_), false) => FrontendKind::ClusterIp,
+    };
+    FrontendView { kind, address: frontend.address, port: frontend.port }
+}
+
+fn backend_view(backend: BackendState) -> BackendView {
+    BackendView {
+        id: backend.id,
+        address: backend.address.ip(),
+        port: backend.address.port(),
+        protocol: backend.protocol.map_or("unknown", protocol),
+        state: state(backend.terminating),
+        local: backend.local,
+        services: backend.uses,
+    }
+}
+
+/// `cgroup_connect4`, `3_ingress`, or `3_clsact` for both directions.
+fn hook_view(link: &str) -> HookView {
+    let (place, hook) = link.split_once('_').unwrap_or(("", link));
+    let (name, kind) = match (place, hook) {
+        ("cgroup", hook) => (hook, "cgroup"),
+        (_, "clsact") => ("ingress, egress", "clsact"),
+        (_, hook) => (hook, "tcx"),
+    };
+    let interface = place.parse().ok().map(|index: u32| {
+        let name = nix::net::if_::if_indextoname(index).ok().and_then(|name| name.into_string().ok());
+        name.unwrap_or_else(|| format!("{index}, not in this network namespace"))
+    });
+    HookView { name: name.to_owned(), interface, kind: kind.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+
+    use super::*;
+    use crate::model::{desired::ServicePortName, objects::ObjectName};
+
+    fn endpoint(address: &str, local: bool, backend: u32) -> EndpointState {
+        EndpointState { address: address.parse::<SocketAddr>().unwrap(), local, backend }
+    }
+
+    fn web(internal: Vec<EndpointState>, external: Vec<EndpointState>) -> ServiceState {
+        ServiceState {
+            id: 7,
+            name: ServicePortName {
+                service: ObjectName::new("default", "web"),
+                port: "http".into(),
+                protocol: Protocol::Tcp,
+                family: Family::Ipv4,
+            },
+            frontends: vec![
+                FrontendState { address: None, port: 30080, external: true },
+                FrontendState { address: Some([10, 96, 0, 1].into()), port: 80, external: false },
+            ],
+            cluster: vec![endpoint("10.1.0.1:8080", true, 1), endpoint("10.1.0.2:8080", false, 2)],
+            internal,
+            external,
+            any_endpoints: true,
+            affinity_seconds: 0,
+        }
+    }
+
+    #[test]
+    fn a_service_with_local_policy_for_outside_clients() {
+        let all = web(Vec::new(), Vec::new()).cluster;
+        let view = service_view(web(all, vec![endpoint("10.1.0.1:8080", true, 1)]), |id| id == 2);
+        assert_eq!(view.policy, Policy::ExternalLocal);
+        assert_eq!((view.endpoints.len(), view.internal_endpoints, view.external_endpoints), (2, 2, 1));
+        assert_eq!(view.endpoints[1].state, "terminating");
+        assert_eq!(view.frontends[0].kind, FrontendKind::NodePort);
+        assert_eq!(view.frontends[1].kind, FrontendKind::ClusterIp);
+    }
+
+    #[test]
+    fn hooks_are_named_for_people() {
+        let of_socket = hook_view("cgroup_connect4");
+        assert_eq!((of_socket.name.as_str(), of_socket.kind.as_str()), ("connect4", "cgroup"));
+        assert_eq!(of_socket.interface, None);
+        let of_loopback = hook_view("1_ingress");
+        assert_eq!(of_loopback.interface.as_deref(), Some("lo"));
+        assert_eq!(of_loopback.kind, "tcx");
+        assert_eq!(hook_view("1_clsact").kind, "clsact");
+    }
+}

@@ -1,0 +1,86 @@
+//! Tables for people, and JSON for programs.
+
+use std::io::{self, Write as _};
+
+use comfy_table::{ContentArrangement, Row, Table, presets};
+use serde::Serialize;
+
+/// Columns of the terminal where it does not say.
+const WIDTH: u16 = 110;
+
+/// Without borders, so that columns can be cut out by other tools.
+pub(super) fn table<const N: usize>(
+    header: [&str; N],
+    rows: impl IntoIterator<Item = [String; N]>,
+) -> String {
+    let width = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
+    table_of_width(header, rows, width.unwrap_or(WIDTH))
+}
+
+fn table_of_width<const N: usize>(
+    header: [&str; N],
+    rows: impl IntoIterator<Item = [String; N]>,
+    width: u16,
+) -> String {
+    let mut table = Table::new();
+    table
+        .load_style(presets::NOTHING)
+        .set_content_arrangement(ContentArrangement::Dynamic)
+        .set_width(width.max(40))
+        .set_header(header)
+        .add_rows(rows.into_iter().map(Row::from));
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    let lines: Vec<String> = table.lines().map(|line| line.trim_end().to_owned()).collect();
+    lines.join("\n") + "\n"
+}
+
+/// A reader that has gone away is no error.
+pub(super) fn print(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        done => done,
+    }
+}
+
+pub(super) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
+    Ok(print(&(serde_json::to_string_pretty(value)? + "\n"))?)
+}
+
+/// `4.0 MiB`.
+pub(super) fn bytes(bytes: u64) -> String {
+    let mut value = bytes as f64;
+    let mut unit = "B";
+    for larger in ["KiB", "MiB", "GiB"] {
+        if value < 1024.0 {
+            break;
+        }
+        value /= 1024.0;
+        unit = larger;
+    }
+    if unit == "B" { format!("{bytes} B") } else { format!("{value:.1} {unit}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_fit_their_width() {
+        let row =
+            ["kube-system/kube-dns:dns-tcp".to_owned(), "10.96.0.10:53, [fd00:10:96::a]:53, ".repeat(5)];
+        for width in [80, 120] {
+            let text = table_of_width(["NAME", "FRONTENDS"], [row.clone()], width);
+            assert!(text.lines().all(|line| line.chars().count() <= usize::from(width)), "{text}");
+            assert!(text.starts_with("NAME"), "{text}");
+        }
+    }
+
+    #[test]
+    fn sizes() {
+        assert_eq!(bytes(512), "512 B");
+        assert_eq!(bytes(4 * 1024 * 1024), "4.0 MiB");
+    }
+}

@@ -1,0 +1,387 @@
+//! What is programmed, as tables and JSON show it. The JSON forms are a contract: fields are added, never
+//! renamed.
+
+use std::net::{IpAddr, SocketAddr};
+
+use serde::Serialize;
+
+use super::{
+    record::{Record, Source},
+    table::{bytes, table},
+};
+
+/// One service port in one family.
+#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct ServiceView {
+    pub(super) namespace: String,
+    pub(super) name: String,
+    /// Empty where the Service has one unnamed port.
+    pub(super) port: String,
+    pub(super) protocol: &'static str,
+    pub(super) family: &'static str,
+    /// Index into the table `services`.
+    pub(super) id: u32,
+    pub(super) policy: Policy,
+    pub(super) frontends: Vec<FrontendView>,
+    /// For clients in the cluster, other than through the cluster IP.
+    pub(super) endpoints: Vec<EndpointView>,
+    pub(super) internal_endpoints: usize,
+    pub(super) external_endpoints: usize,
+}
+
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) enum FrontendKind {
+    /// Serves clients in the cluster.
+    ClusterIp,
+    /// External or load-balancer address.
+    External,
+    NodePort,
+}
+
+#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+pub(super) struct FrontendView {
+    pub(super) kind: FrontendKind,
+    /// `None`: every address of the node.
+    pub(super) address: Option<IpAddr>,
+    pub(super) port: u16,
+}
+
+impl FrontendView {
+    fn text(&self) -> String {
+        match self.address {
+            Some(address) => SocketAddr::new(address, self.port).to_string(),
+            None => format!("node port {}", self.port),
+        }
+    }
+}
+
+#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+pub(super) struct EndpointView {
+    pub(super) address: IpAddr,
+    pub(super) port: u16,
+    pub(super) local: bool,
+    pub(super) state: &'static str,
+}
+
+/// Which clients get endpoints of this node only, as far as it makes a difference now.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) enum Policy {
+    Cluster,
+    InternalLocal,
+    ExternalLocal,
+    Local,
+}
+
+impl Policy {
+    /// By whether the sets for cluster IPs and for clients from outside are the set of the whole cluster.
+    pub(super) fn of(internal_is_cluster: bool, external_is_cluster: bool) -> Self {
+        match (internal_is_cluster, external_is_cluster) {
+            (true, true) => Self::Cluster,
+            (false, true) => Self::InternalLocal,
+            (true, false) => Self::ExternalLocal,
+            (false, false) => Self::Local,
+        }
+    }
+
+    fn text(self) -> &'static str {
+        match self {
+            Self::Cluster => "Cluster",
+            Self::InternalLocal => "internal Local",
+            Self::ExternalLocal => "external Local",
+            Self::Local => "Local",
+        }
+    }
+}
+
+impl ServiceView {
+    fn title(&self) -> String {
+        let Self { namespace, name, port, .. } = self;
+        if port.is_empty() { format!("{namespace}/{name}") } else { format!("{namespace}/{name}:{port}") }
+    }
+
+    /// `wanted`: `[NAMESPACE/]NAME[:PORT]`.
+    pub(super) fn matches(&self, wanted: &str) -> bool {
+        let (object, port) =
+            wanted.split_once(':').map_or((wanted, None), |(object, port)| (object, Some(port)));
+        let (namespace, name) =
+            object.split_once('/').map_or((None, object), |(namespace, name)| (Some(namespace), name));
+        self.name == name
+            && namespace.is_none_or(|namespace| self.namespace == namespace)
+            && port.is_none_or(|port| self.port == port)
+    }
+}
+
+const NOTHING_SERVED: &str = "No services are programmed. Start the controller with `proxy-ctl run --manifests DIR` or with a kubeconfig; \
+     `proxy-ctl status` tells whether one runs.\n";
+
+pub(super) fn services(services: &[ServiceView]) -> String {
+    if services.is_empty() {
+        return NOTHING_SERVED.to_owned();
+    }
+    let rows = services.iter().map(|service| {
+        let local = service.endpoints.iter().filter(|endpoint| endpoint.local).count();
+        let frontends: Vec<_> = service.frontends.iter().map(FrontendView::text).collect();
+        [
+            service.title(),
+            service.protocol.to_owned(),
+            frontends.join("\n"),
+            format!("{local}/{}", service.endpoints.len()),
+            service.policy.text().to_owned(),
+        ]
+    });
+    table(["SERVICE", "PROTOCOL", "FRONTENDS", "ENDPOINTS", "POLICY"], rows)
+}
+
+#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+pub(super) struct BackendView {
+    pub(super) id: u32,
+    pub(super) address: IpAddr,
+    pub(super) port: u16,
+    pub(super) protocol: &'static str,
+    pub(super) state: &'static str,
+    pub(super) local: bool,
+    /// How many service ports use it.
+    pub(super) services: u32,
+}
+
+pub(super) fn backends(backends: &[BackendView]) -> String {
+    if backends.is_empty() {
+        return "No service has an endpoint. `proxy-ctl services` shows what is served.\n".to_owned();
+    }
+    let rows = backends.iter().map(|backend| {
+        [
+            backend.address.to_string(),
+            backend.port.to_string(),
+            backend.protocol.to_owned(),
+            backend.state.to_owned(),
+            if backend.local { "yes" } else { "no" }.to_owned(),
+            backend.services.to_string(),
+        ]
+    });
+    table(["ADDRESS", "PORT", "PROTOCOL", "STATE", "LOCAL", "SERVICES"], rows)
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct StatusView {
+    /// `None`: nothing is programmed.
+    pub(super) mode: Option<String>,
+    pub(super) reasons: Vec<String>,
+    pub(super) node: Option<String>,
+    pub(super) controller: ControllerView,
+    pub(super) sources: Option<Vec<Source>>,
+    pub(super) hooks: Vec<HookView>,
+    pub(super) tables: Vec<TableView>,
+    pub(super) counters: Vec<CounterView>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct ControllerView {
+    pub(super) running: bool,
+    pub(super) pid: Option<u32>,
+}
+
+#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+pub(super) struct HookView {
+    pub(super) name: String,
+    /// `None`: of a cgroup.
+    pub(super) interface: Option<String>,
+    /// `cgroup`, `tcx` or `clsact`.
+    pub(super) kind: String,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct TableView {
+    pub(super) name: String,
+    pub(super) used: u64,
+    pub(super) capacity: u64,
+    pub(super) bytes: u64,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct CounterView {
+    pub(super) reason: String,
+    pub(super) count: u64,
+}
+
+impl StatusView {
+    /// `programmed`: tables are there. `holder`: process that holds the lock on them, if that can be told.
+    pub(super) fn new(record: Option<Record>, programmed: bool) -> Self {
+        let running = record.as_ref().is_some_and(Record::is_alive);
+        let pid = record.as_ref().filter(|_| running).map(|record| record.pid);
+        let mode = record.as_ref().map(|record| record.mode.clone());
+        Self {
+            mode: mode.or_else(|| Some("ebpf".to_owned())).filter(|_| programmed || running),
+            reasons: record.as_ref().map(|record| record.reasons.clone()).unwrap_or_default(),
+            node: record.as_ref().map(|record| record.node.clone()),
+            controller: ControllerView { running, pid },
+            sources: record.filter(|_| running).map(|record| record.sources),
+            hooks: Vec::new(),
+            tables: Vec::new(),
+            counters: Vec::new(),
+        }
+    }
+
+    pub(super) fn text(&self) -> String {
+        let mut text = String::new();
+        let mut line = |name: &str, value: &str| text.push_str(&format!("{name:<12}{value}\n"));
+        line("mode", self.mode.as_deref().unwrap_or("none: nothing of ours is programmed on this node"));
+        for (index, reason) in self.reasons.iter().enumerate() {
+            line(if index == 0 { "because" } else { "" }, reason);
+        }
+        if let Some(node) = &self.node {
+            line("node", node);
+        }
+        match (self.controller.running, self.controller.pid) {
+            (true, Some(pid)) => line("controller", &format!("running, pid {pid}")),
+            (true, None) => line("controller", "running"),
+            (false, _) if self.mode.is_some() => {
+                line(
+                    "controller",
+                    "not running; what is programmed goes on working, but changes are not followed",
+                );
+            }
+            (false, _) => line("controller", "not running; start it with `proxy-ctl run`"),
+        }
+        for source in self.sources.iter().flatten() {
+            let connected = if source.connected { "connected" } else { "not connected" };
+            line("source", &format!("{}: {connected}, {} objects", source.name, source.objects));
+        }
+        self.tables_text(&mut text);
+        text
+    }
+
+    fn tables_text(&self, text: &mut String) {
+        let mut part = |rows: usize, part: String| {
+            if rows > 0 {
+                text.push('\n');
+                text.push_str(&part);
+            }
+        };
+        let or_dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
+        let hooks =
+            self.hooks.iter().map(|hook| [hook.name.clone(), or_dash(&hook.interface), hook.kind.clone()]);
+        part(self.hooks.len(), table(["HOOK", "INTERFACE", "ATTACHED BY"], hooks));
+        let tables = self.tables.iter().map(|of| {
+            let full = if of.capacity == 0 { 0.0 } else { of.used as f64 * 100.0 / of.capacity as f64 };
+            [
+                of.name.clone(),
+                of.used.to_string(),
+                of.capacity.to_string(),
+                format!("{full:.1} %"),
+                bytes(of.bytes),
+            ]
+        });
+        part(self.tables.len(), table(["TABLE", "USED", "CAPACITY", "FULL", "MEMORY"], tables));
+        let counted: Vec<_> = self.counters.iter().filter(|counter| counter.count > 0).collect();
+        let counters = counted.iter().map(|counter| [counter.reason.clone(), counter.count.to_string()]);
+        part(counted.len(), table(["REASON", "COUNT"], counters));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    fn dns() -> ServiceView {
+        let endpoint = |last: u8, local| EndpointView {
+            address: IpAddr::from([10, 244, 0, last]),
+            port: 5353,
+            local,
+            state: "active",
+        };
+        ServiceView {
+            namespace: "kube-system".into(),
+            name: "kube-dns".into(),
+            port: "dns".into(),
+            protocol: "UDP",
+            family: "IPv4",
+            id: 3,
+            policy: Policy::of(true, false),
+            frontends: vec![
+                FrontendView {
+                    kind: FrontendKind::ClusterIp,
+                    address: Some(IpAddr::from([10, 96, 0, 10])),
+                    port: 53,
+                },
+                FrontendView { kind: FrontendKind::NodePort, address: None, port: 30053 },
+            ],
+            endpoints: vec![endpoint(2, true), endpoint(3, false), endpoint(4, false)],
+            internal_endpoints: 3,
+            external_endpoints: 1,
+        }
+    }
+
+    #[test]
+    fn a_service_for_people() {
+        let text = services(&[dns()]);
+        let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(lines[0], ["SERVICE", "PROTOCOL", "FRONTENDS", "ENDPOINTS", "POLICY"]);
+        assert_eq!(
+            lines[1],
+            ["kube-system/kube-dns:dns", "UDP", "10.96.0.10:53", "1/3", "external", "Local"]
+        );
+        assert_eq!(lines[2], ["node", "port", "30053"]);
+    }
+
+    #[test]
+    fn a_service_for_programs() {
+        let json = serde_json::to_value(dns()).unwrap();
+        assert_eq!(json["policy"], "externalLocal");
+        assert_eq!(
+            json["frontends"][1],
+            serde_json::json!({"kind": "nodePort", "address": null, "port": 30053})
+        );
+        assert_eq!(
+            json["endpoints"][0],
+            serde_json::json!({"address": "10.244.0.2", "port": 5353, "local": true, "state": "active"})
+        );
+        assert_eq!(json["externalEndpoints"], 1);
+    }
+
+    #[rstest]
+    #[case("kube-dns", true)]
+    #[case("kube-system/kube-dns", true)]
+    #[case("kube-system/kube-dns:dns", true)]
+    #[case("kube-dns:dns-tcp", false)]
+    #[case("default/kube-dns", false)]
+    #[case("kube", false)]
+    fn a_service_is_found_by(#[case] wanted: &str, #[case] found: bool) {
+        assert_eq!(dns().matches(wanted), found);
+    }
+
+    #[test]
+    fn an_empty_state_says_what_to_do_next() {
+        assert!(services(&[]).contains("proxy-ctl run"));
+        assert!(backends(&[]).contains("proxy-ctl services"));
+        let status = StatusView::new(None, false);
+        assert!(status.text().contains("start it with `proxy-ctl run`"), "{}", status.text());
+        assert_eq!(serde_json::to_value(&status).unwrap()["mode"], serde_json::Value::Null);
+    }
+
+    #[test]
+    fn a_dead_controller_leaves_its_mode_and_reasons() {
+        let record = Record {
+            pid: std::process::id(),
+            began: 1,
+            node: "node-a".into(),
+            mode: "ebpf".into(),
+            reasons: vec!["ebpf was asked for".into(), "the kernel is 6.12".into()],
+            sources: vec![Source { name: "services".into(), connected: true, objects: 3 }],
+        };
+        let mut status = StatusView::new(Some(record), true);
+        status.tables.push(TableView { name: "frontends4".into(), used: 50, capacity: 1000, bytes: 4096 });
+        status.counters.push(CounterView { reason: "no_endpoints".into(), count: 2 });
+        status.counters.push(CounterView { reason: "slot_gone".into(), count: 0 });
+        let text = status.text();
+        assert!(text.contains("mode        ebpf\n"), "{text}");
+        assert!(text.contains("not running; what is programmed goes on working"), "{text}");
+        assert!(text.contains("5.0 %") && text.contains("4.0 KiB"), "{text}");
+        assert!(text.contains("no_endpoints") && !text.contains("slot_gone"), "{text}");
+        assert!(status.sources.is_none(), "the sources of a dead controller say nothing");
+    }
+}

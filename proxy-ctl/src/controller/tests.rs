@@ -1,0 +1,429 @@
+//! The controller with a dataplane that writes down what it is told.
+
+use std::{
+    collections::BTreeSet,
+    io,
+    net::IpAddr,
+    sync::{Mutex, PoisonError},
+};
+
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+
+use super::*;
+use crate::{
+    dataplane::{Interface, Role, ebpf},
+    model::{
+        desired::FrontendKind,
+        objects::{
+            Endpoint, EndpointPort, EndpointSlice, Node, ObjectName, Protocol, Service, ServicePort,
+            TrafficPolicy,
+        },
+    },
+    serve::{Health, UsageSource as _},
+    sys::CallError,
+};
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+enum Call {
+    SetHost(Host),
+    /// Names of changed and removed service ports.
+    Apply(Vec<String>, Vec<String>),
+    Resync(Vec<String>),
+    CollectGarbage,
+}
+
+/// Clones share their memory, so that a test can look while the controller owns one.
+#[derive(Clone, Default)]
+struct Recorder(Arc<Mutex<Recording>>);
+
+#[derive(Default)]
+struct Recording {
+    calls: Vec<Call>,
+    ports: Vec<Arc<DesiredPort>>,
+    /// The next so many calls that write fail.
+    failures: usize,
+}
+
+fn names<'a>(ports: impl IntoIterator<Item = &'a Arc<DesiredPort>>) -> Vec<String> {
+    ports.into_iter().map(|port| port.name.to_string()).collect()
+}
+
+impl Recorder {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Recording> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn fail(&self, times: usize) {
+        self.lock().failures = times;
+    }
+
+    /// What was called since the last time.
+    fn calls(&self) -> Vec<Call> {
+        std::mem::take(&mut self.lock().calls)
+    }
+
+    fn write(&self, call: Call, ports: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
+        let mut recording = self.lock();
+        recording.calls.push(call);
+        if recording.failures > 0 {
+            recording.failures -= 1;
+            let full = CallError {
+                call: "bpf(BPF_MAP_UPDATE_ELEM)",
+                source: io::Error::from_raw_os_error(libc::E2BIG),
+            };
+            return Err(ebpf::Error::Table { table: "frontends4", source: full }.into());
+        }
+        recording.ports = ports.to_vec();
+        Ok(Applied { written: ports.len() as u64, removed: 0 })
+    }
+}
+
+impl Dataplane for Recorder {
+    fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
+        let removed = changes.removed.iter().map(ToString::to_string).collect();
+        self.write(Call::Apply(names(&changes.changed), removed), &changes.changed)
+    }
+
+    fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
+        self.write(Call::Resync(names(desired)), desired)
+    }
+
+    fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
+        self.write(Call::SetHost(host.clone()), &[])
+    }
+
+    fn collect_garbage(&mut self) -> Result<(), Error> {
+        self.lock().calls.push(Call::CollectGarbage);
+        Ok(())
+    }
+
+    fn usage(&self) -> Result<Usage, Error> {
+        Ok(Usage { tables: Vec::new(), reasons: vec![("no_endpoints", 7)] })
+    }
+}
+
+fn address(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn service(name: &str, cluster_ip: &str) -> Service {
+    Service {
+        name: ObjectName::new("default", name),
+        created: 0,
+        ports: vec![ServicePort { name: "".into(), protocol: Protocol::Tcp, port: 80, node_port: None }],
+        cluster_ips: vec![address(cluster_ip)],
+        external_ips: Vec::new(),
+        load_balancer_ips: Vec::new(),
+        internal_policy: TrafficPolicy::Cluster,
+        external_policy: TrafficPolicy::Cluster,
+        affinity_seconds: None,
+        source_ranges: Vec::new(),
+        health_check_node_port: None,
+    }
+}
+
+fn slice(service: &str, endpoint: &str) -> EndpointSlice {
+    EndpointSlice {
+        name: ObjectName::new("default", format!("{service}-1")),
+        service: service.into(),
+        family: Family::of(address(endpoint)),
+        ports: vec![EndpointPort { name: "".into(), protocol: Protocol::Tcp, port: 8080 }],
+        endpoints: vec![Endpoint {
+            address: address(endpoint),
+            ready: true,
+            serving: true,
+            terminating: false,
+            node: Some("other".into()),
+            hints: None,
+        }],
+    }
+}
+
+fn host(addresses: &[&str]) -> Host {
+    let interface =
+        |name: &str| Interface { index: 2, name: name.into(), role: Role::Uplink, ethernet: true };
+    Host {
+        node_port_addresses: addresses.iter().map(|text| address(text)).collect(),
+        masquerade_addresses: Vec::new(),
+        interfaces: vec![interface("eth0"), interface("docker0")],
+    }
+}
+
+struct Fixture {
+    controller: Controller<Recorder>,
+    recorder: Recorder,
+    reports: Reports,
+    now: Instant,
+}
+
+fn reports() -> Reports {
+    Reports {
+        health: Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30)))),
+        metrics: Arc::new(Metrics::new(None, |_| {})),
+    }
+}
+
+impl Fixture {
+    /// Nothing has been listed yet.
+    fn new(config: Config) -> Self {
+        let reports = reports();
+        let controller = Controller::new(Arc::new(config), "node", reports.clone());
+        Self { controller, recorder: Recorder::default(), reports, now: Instant::now() }
+    }
+
+    /// Services have been listed and written.
+    fn serving(services: Vec<Service>) -> Self {
+        let mut fixture = Self::new(Config::default());
+        fixture.take(Update::ReplaceServices(services));
+        fixture.take(Update::ReplaceSlices(Vec::new()));
+        fixture.take(Update::Node(None));
+        fixture.controller.set_host(host(&[]), fixture.now);
+        fixture.start();
+        fixture.write();
+        fixture.recorder.calls();
+        fixture
+    }
+
+    fn take(&mut self, update: Update) {
+        self.controller.take(update, self.now);
+    }
+
+    fn start(&mut self) {
+        self.controller.start(self.recorder.clone(), self.now);
+    }
+
+    fn write(&mut self) -> Vec<Call> {
+        self.controller.write(self.now);
+        self.recorder.calls()
+    }
+
+    fn later(&mut self, wait: Duration) {
+        self.now += wait;
+    }
+
+    fn metric(&self, line: &str) -> bool {
+        self.reports.metrics.encode().unwrap().lines().any(|found| found == line)
+    }
+}
+
+#[test]
+fn it_is_ready_when_all_have_listed_and_the_node_is_known() {
+    let mut fixture = Fixture::new(Config::default());
+    fixture.take(Update::ReplaceServices(Vec::new()));
+    fixture.take(Update::ReplaceSlices(Vec::new()));
+    assert_eq!(fixture.controller.waits_for(), ["the own Node", "the node's addresses and interfaces"]);
+    assert!(!fixture.controller.is_ready());
+    fixture.take(Update::Node(None));
+    assert!(!fixture.controller.is_ready());
+    fixture.controller.set_host(host(&[]), fixture.now);
+    assert!(fixture.controller.is_ready());
+}
+
+#[test]
+fn the_node_is_set_up_first_then_everything_is_written_at_once() {
+    let mut fixture = Fixture::new(Config::default());
+    fixture.take(Update::ReplaceServices(vec![service("a", "10.0.0.1"), service("b", "10.0.0.2")]));
+    fixture.take(Update::ReplaceSlices(Vec::new()));
+    fixture.take(Update::Node(None));
+    fixture.controller.set_host(host(&["192.0.2.1"]), fixture.now);
+    assert_eq!(fixture.write(), []);
+    fixture.start();
+    let calls = fixture.write();
+    let [Call::SetHost(_), Call::Resync(ports)] = calls.as_slice() else { panic!("{calls:?}") };
+    assert_eq!(*ports, ["default/a", "default/b"]);
+    assert_eq!(fixture.write(), []);
+}
+
+#[test]
+fn all_waiting_updates_become_one_call() {
+    let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1"), service("b", "10.0.0.2")]);
+    for endpoint in ["10.1.0.1", "10.1.0.2", "10.1.0.3"] {
+        fixture.take(Update::ApplySlice(slice("a", endpoint)));
+    }
+    fixture.take(Update::DeleteService(ObjectName::new("default", "b")));
+    assert_eq!(fixture.write(), [Call::Apply(vec!["default/a".into()], vec!["default/b".into()])]);
+    assert_eq!(fixture.recorder.lock().ports[0].endpoints.all[0].address, address("10.1.0.3"));
+    assert!(fixture.metric("kubeproxy_sync_proxy_rules_endpoint_changes_total 3"));
+    assert!(fixture.metric("kubeproxy_sync_proxy_rules_endpoint_changes_pending 0"));
+    assert_eq!(fixture.write(), []);
+}
+
+#[test]
+fn a_relist_is_one_step() {
+    let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1"), service("b", "10.0.0.2")]);
+    fixture.take(Update::ReplaceServices(vec![service("b", "10.0.0.2"), service("c", "10.0.0.3")]));
+    assert_eq!(fixture.write(), [Call::Apply(vec!["default/c".into()], vec!["default/a".into()])]);
+}
+
+#[test]
+fn a_failed_write_is_repaired_by_a_resync_and_other_work_goes_on() {
+    let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
+    fixture.recorder.fail(1);
+    fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
+    fixture.write();
+    assert!(fixture.metric("proxy_sync_errors_total 1"));
+    assert!(fixture.metric("kubeproxy_sync_proxy_rules_endpoint_changes_pending 1"));
+
+    fixture.take(Update::ApplyService(service("b", "10.0.0.2")));
+    assert_eq!(fixture.write(), [Call::Apply(vec!["default/b".into()], vec![])]);
+
+    assert_eq!(fixture.controller.wants_call_at(), Some(fixture.now + Duration::from_secs(1)));
+    fixture.later(Duration::from_secs(1));
+    assert_eq!(fixture.write(), [Call::Resync(vec!["default/a".into(), "default/b".into()])]);
+    assert_eq!(fixture.controller.wants_call_at(), None);
+    assert!(fixture.metric("kubeproxy_sync_proxy_rules_endpoint_changes_pending 0"));
+}
+
+#[test]
+fn without_a_first_success_nothing_is_written_piecemeal() {
+    let mut fixture = Fixture::new(Config::default());
+    for update in [Update::ReplaceServices(Vec::new()), Update::ReplaceSlices(Vec::new()), Update::Node(None)]
+    {
+        fixture.take(update);
+    }
+    fixture.controller.set_host(host(&[]), fixture.now);
+    fixture.start();
+    fixture.recorder.fail(2);
+    assert!(matches!(fixture.write().as_slice(), [Call::SetHost(_), Call::Resync(_)]));
+    fixture.take(Update::ApplyService(service("a", "10.0.0.1")));
+    assert_eq!(fixture.write(), []);
+    fixture.later(Duration::from_secs(1));
+    assert!(
+        matches!(fixture.write().as_slice(), [Call::SetHost(_), Call::Resync(ports)] if ports.len() == 1)
+    );
+}
+
+#[test]
+fn the_configuration_chooses_interfaces_and_node_port_addresses() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("config.yaml");
+    let text = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n\
+        nodePortAddresses: [primary]\nebpf: {interfaces: {exclude: [docker*]}}\n";
+    std::fs::write(&path, text).unwrap();
+    let mut fixture = Fixture::new(Config::load(&path).unwrap().config);
+    let node = Node { addresses: vec![address("192.0.2.1")], ..Node::default() };
+    fixture.take(Update::Node(Some(node.clone())));
+    fixture.controller.set_host(host(&["192.0.2.1", "192.0.2.2"]), fixture.now);
+    fixture.start();
+    let set = |calls: Vec<Call>| match calls.into_iter().next() {
+        Some(Call::SetHost(host)) => host,
+        other => panic!("{other:?}"),
+    };
+    let written = set(fixture.write());
+    assert_eq!(written.node_port_addresses, BTreeSet::from([address("192.0.2.1")]));
+    assert_eq!(written.interfaces.iter().map(|one| one.name.as_str()).collect::<Vec<_>>(), ["eth0"]);
+
+    fixture.take(Update::Node(Some(Node { addresses: vec![address("192.0.2.2")], ..node })));
+    assert_eq!(set(fixture.write()).node_port_addresses, BTreeSet::from([address("192.0.2.2")]));
+}
+
+#[test]
+fn source_ranges_close_the_load_balancer_addresses() {
+    let mut fixture = Fixture::serving(Vec::new());
+    let mut open = service("a", "10.0.0.1");
+    open.load_balancer_ips = vec![address("203.0.113.1")];
+    fixture.take(Update::ApplyService(open.clone()));
+    fixture.write();
+    let kinds = |fixture: &Fixture| {
+        let ports = fixture.recorder.lock().ports.clone();
+        ports[0].frontends.iter().map(|frontend| frontend.kind).collect::<Vec<_>>()
+    };
+    assert!(kinds(&fixture).contains(&FrontendKind::LoadBalancer));
+
+    fixture
+        .take(Update::ApplyService(Service { source_ranges: vec!["10.0.0.0/8".parse().unwrap()], ..open }));
+    fixture.write();
+    assert_eq!(kinds(&fixture), [FrontendKind::ClusterIp]);
+    assert!(fixture.metric("proxy_odd_objects_total 1"));
+}
+
+#[test]
+fn sctp_ports_are_left_out_and_said_once() {
+    let mut fixture = Fixture::serving(Vec::new());
+    let mut both = service("a", "10.0.0.1");
+    both.ports.push(ServicePort { name: "s".into(), protocol: Protocol::Sctp, port: 81, node_port: None });
+    fixture.take(Update::ApplyService(both.clone()));
+    assert_eq!(fixture.write(), [Call::Apply(vec!["default/a".into()], vec![])]);
+    fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
+    fixture.write();
+    assert!(fixture.metric("proxy_odd_objects_total 1"));
+    fixture.take(Update::DeleteService(both.name));
+    assert_eq!(fixture.write(), [Call::Apply(vec![], vec!["default/a".into()])]);
+}
+
+#[test]
+fn policies_without_a_local_endpoint_are_counted() {
+    let mut fixture = Fixture::serving(Vec::new());
+    let local = Service { internal_policy: TrafficPolicy::Local, ..service("a", "10.0.0.1") };
+    fixture.take(Update::ApplyService(local.clone()));
+    let counted = |policy: &str, number: u32| {
+        format!(
+            r#"kubeproxy_sync_proxy_rules_no_local_endpoints_total{{traffic_policy="{policy}",ip_family="IPv4"}} {number}"#
+        )
+    };
+    fixture.write();
+    assert!(fixture.metric(&counted("internal", 0)), "no endpoint anywhere");
+    fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
+    fixture.write();
+    assert!(fixture.metric(&counted("internal", 1)));
+    assert!(fixture.metric(&counted("external", 0)));
+    fixture.take(Update::DeleteService(local.name));
+    fixture.write();
+    assert!(fixture.metric(&counted("internal", 0)));
+}
+
+#[test]
+fn a_change_that_cannot_be_written_makes_the_node_unhealthy_in_time() {
+    let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
+    fixture.recorder.fail(usize::MAX);
+    fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
+    fixture.write();
+    let at = |instant| Moment { instant, time: jiff::Timestamp::now() };
+    let healthy = |fixture: &Fixture, after| {
+        fixture.reports.health.lock().report(at(fixture.now + Duration::from_secs(after))).healthy
+    };
+    assert!(healthy(&fixture, 59));
+    assert!(!healthy(&fixture, 61));
+}
+
+/// The thread: opens only when everything is known, answers questions, ends when told.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_thread_opens_the_dataplane_after_all_lists() {
+    let (updates_in, updates) = mpsc::channel(16);
+    let (hosts_in, hosts) = watch::channel(None);
+    let (asks_in, asks) = mpsc::channel(1);
+    let stop = CancellationToken::new();
+    let recorder = Recorder::default();
+    let (opened_in, mut opened) = mpsc::unbounded_channel();
+    let reports = reports();
+    let controller = Controller::new(Arc::new(Config::default()), "node", reports);
+    let inputs = Inputs { updates, hosts, asks, stop: stop.clone() };
+    let runtime = tokio::runtime::Handle::current();
+    let of_thread = recorder.clone();
+    let thread = std::thread::spawn(move || {
+        let open = || {
+            opened_in.send(()).unwrap();
+            Ok(of_thread)
+        };
+        run(controller, inputs, open, &runtime)
+    });
+
+    updates_in.send(Update::ReplaceServices(vec![service("a", "10.0.0.1")])).await.unwrap();
+    updates_in.send(Update::ReplaceSlices(Vec::new())).await.unwrap();
+    hosts_in.send(Some(host(&[]))).unwrap();
+    let ask = Asks(asks_in);
+    assert!(ask.usage().await.is_none(), "not open yet");
+    assert!(opened.try_recv().is_err());
+
+    updates_in.send(Update::Node(None)).await.unwrap();
+    opened.recv().await.unwrap();
+    let usage = ask.usage().await.unwrap();
+    assert_eq!(usage.reasons, [("no_endpoints", 7)]);
+    let calls = recorder.calls();
+    assert!(matches!(calls.first(), Some(Call::SetHost(_))), "{calls:?}");
+    assert_eq!(calls.get(1), Some(&Call::Resync(vec!["default/a".into()])));
+
+    stop.cancel();
+    thread.join().unwrap().unwrap();
+}

@@ -176,7 +176,7 @@ impl<A: Address> Flow<A> {
 
     /// Client to frontend becomes client to backend.
     #[inline(always)]
-    fn to_backend(&self) -> Rewrite<A> {
+    fn forward_rewrite(&self) -> Rewrite<A> {
         Rewrite {
             side: Side::Destination,
             address: self.backend,
@@ -187,7 +187,7 @@ impl<A: Address> Flow<A> {
 
     /// Backend to client becomes frontend to client.
     #[inline(always)]
-    fn from_frontend(&self) -> Rewrite<A> {
+    fn reply_rewrite(&self) -> Rewrite<A> {
         Rewrite {
             side: Side::Source,
             address: self.frontend,
@@ -205,10 +205,10 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
     packet: &Packet<F::Address>,
     origin: Origin,
 ) -> Result<Rewrite<F::Address>, Reason> {
-    if origin != Origin::Host {
-        if let Some(rewrite) = masqueraded_answer(tables, scratch, packet) {
-            return Ok(rewrite);
-        }
+    if origin != Origin::Host
+        && let Some(rewrite) = masqueraded_answer(tables, scratch, packet)
+    {
+        return Ok(rewrite);
     }
     scratch.key = packet.key(TUPLE_FORWARD);
     if let Some(rewrite) = known(tables, scratch, packet) {
@@ -217,11 +217,11 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
     let frontend = select::find(tables, &packet.to(), origin).ok_or(Reason::NotAService)?;
     if packet.opens() {
         open(tables, scratch, packet, frontend, origin)?;
-        return Ok(scratch.flow.to_backend());
+        return Ok(scratch.flow.forward_rewrite());
     }
     // Its flow may have been established between the two lookups.
     match tables.flow(Stage::Established, &scratch.key) {
-        Some(entry) => Ok(entry.read().to_backend()),
+        Some(entry) => Ok(entry.read().forward_rewrite()),
         None => Err(Reason::TcpWithoutFlow),
     }
 }
@@ -285,7 +285,7 @@ pub fn answer<F: Family, T: FlowTables<F>>(
     if is_stale(tables, entry) {
         refresh(tables, scratch, stage, entry);
     }
-    Some(entry.read().from_frontend())
+    Some(entry.read().reply_rewrite())
 }
 
 /// A backend's answer to the address of this node that stands for the client.
@@ -357,7 +357,7 @@ fn known<F: Family, T: FlowTables<F>>(
     } else if is_stale(tables, entry) {
         refresh(tables, scratch, stage, entry);
     }
-    Some(entry.read().to_backend())
+    Some(entry.read().forward_rewrite())
 }
 
 /// May a packet that could open a flow no longer use this one?
@@ -621,10 +621,10 @@ fn take_reply<F: Family, T: FlowTables<F>>(
             Err(InsertError::Full) => return Err(Reason::FlowNotCreated),
             // By another CPU, in between.
             Err(InsertError::Exists) => {
-                if let Some(entry) = tables.flow(Stage::Opening, key) {
-                    if entry.read().same_client_and_frontend(flow) {
-                        return Ok(Reply::Winners);
-                    }
+                if let Some(entry) = tables.flow(Stage::Opening, key)
+                    && entry.read().same_client_and_frontend(flow)
+                {
+                    return Ok(Reply::Winners);
                 }
             }
         }

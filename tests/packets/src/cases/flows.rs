@@ -1,0 +1,217 @@
+//! Flows over time: who keeps its backend, who gets another.
+
+use anyhow::{Result, ensure};
+use proxy_common::{
+    flow::Stage,
+    layout::*,
+    packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
+    reason::Reason,
+};
+
+use super::{Group, Scene, scene::*};
+use crate::{
+    wire::Place,
+    world::{FLOWS, Tables},
+};
+
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+    group.tcp::<W>("in the middle of a connection that is not ours", mid_connection);
+    group.tcp::<W>("goes on when the service and its backend are gone", connection_outlives_backend);
+    group.tcp::<W>("SYN again while opening keeps the backend", syn_again);
+    group.tcp::<W>("SYN while opening to a backend that is gone", syn_to_backend_that_is_gone);
+    group.tcp::<W>("SYN after FIN of the client", syn_after_client_fin);
+    group.tcp::<W>("SYN after FIN of the backend", syn_after_backend_fin);
+    group.tcp::<W>("SYN after the backend refused", syn_after_reset);
+    group.udp::<W>("stays with its backend", datagrams_stay);
+    group.udp::<W>("backend gone: another one", datagrams_move);
+    group.both::<W>("established by the client's packet after an answer", established);
+    group.both::<W>("no room among the established flows", flows_full);
+    group.both::<W>("an old entry refreshes and restores its partners", refreshed);
+    group.both::<W>("one client port through two frontends to one backend", alias);
+}
+
+const OTHER: (Place, u16) = (Place::RemoteBackend, 9090);
+
+fn mid_connection<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    s.send("workload_ingress", &s.packet(CLIENT, CLUSTER_IP, TCP_ACK), Expect::Untouched)?;
+    s.send("workload_ingress", &s.packet(CLIENT, CLUSTER_IP, TCP_SYN | TCP_ACK), Expect::Untouched)?;
+    s.send("workload_ingress", &s.packet(CLIENT, CLUSTER_IP, TCP_RST), Expect::Untouched)?;
+    s.counted(&[(Reason::TcpWithoutFlow, 3)])
+}
+
+/// The first packets of a connection, up to the established flow.
+fn establish<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    let first = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+    let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
+    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+    let second = first.flags(TCP_ACK);
+    s.send("workload_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
+    let (_, established) = s.flow_counts()?;
+    ensure!(established == 2, "{established} entries of established flows");
+    Ok(())
+}
+
+/// From now on the service has another backend, and the old one is gone.
+fn move_service<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[(21, OTHER, true)])?;
+    W::remove_backend(&mut s.world.ebpf, 11)
+}
+
+fn connection_outlives_backend<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    establish(s)?;
+    move_service(s)?;
+    let data = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+    s.send("workload_ingress", &data, Expect::Becomes(&data.to(LOCAL)))?;
+    let answer = s.packet(LOCAL, CLIENT, TCP_ACK);
+    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))
+}
+
+fn syn_again<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    let first = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+    s.service(1, &[(21, OTHER, true)])?;
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+    s.counted(&[(Reason::FlowOpened, 1)])
+}
+
+fn syn_to_backend_that_is_gone<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    let first = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+    move_service(s)?;
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(OTHER)))?;
+    ensure!(s.flow_counts()? == (2, 0));
+    s.counted(&[(Reason::FlowOpened, 2), (Reason::FlowReplaced, 1)])
+}
+
+fn new_connection_moves<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[(21, OTHER, true)])?;
+    let first = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(OTHER)))?;
+    ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
+    s.counted(&[(Reason::FlowOpened, 2), (Reason::FlowReplaced, 1)])
+}
+
+fn syn_after_client_fin<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    establish(s)?;
+    let fin = s.packet(CLIENT, CLUSTER_IP, TCP_FIN | TCP_ACK);
+    s.send("workload_ingress", &fin, Expect::Becomes(&fin.to(LOCAL)))?;
+    ensure!(s.flow_of(Stage::Established, CLIENT)?.flags == FLOW_ANSWERED | FLOW_CLIENT_CLOSED);
+    new_connection_moves(s)
+}
+
+fn syn_after_backend_fin<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    establish(s)?;
+    let fin = s.packet(LOCAL, CLIENT, TCP_FIN | TCP_ACK);
+    s.send("workload_egress", &fin, Expect::Becomes(&fin.from(CLUSTER_IP)))?;
+    new_connection_moves(s)
+}
+
+fn syn_after_reset<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    let first = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+    let reset = s.packet(LOCAL, CLIENT, TCP_RST | TCP_ACK);
+    s.send("workload_egress", &reset, Expect::Becomes(&reset.from(CLUSTER_IP)))?;
+    ensure!(s.flow_counts()? == (2, 0), "a refused connection is not established");
+    new_connection_moves(s)
+}
+
+fn datagrams_stay<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    establish(s)?;
+    s.service(1, &[(21, OTHER, true)])?;
+    let packet = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &packet, Expect::Becomes(&packet.to(LOCAL)))?;
+    s.counted(&[(Reason::FlowOpened, 1)])
+}
+
+fn datagrams_move<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    establish(s)?;
+    move_service(s)?;
+    let packet = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &packet, Expect::Becomes(&packet.to(OTHER)))?;
+    ensure!(s.flow_counts()? == (2, 0));
+    s.counted(&[(Reason::FlowOpened, 2), (Reason::FlowReplaced, 1)])
+}
+
+fn established<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    let first = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+    let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
+    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+    // Nobody has shown yet that the client's address is its own.
+    ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
+    let second = first.flags(TCP_ACK);
+    s.send("workload_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
+    ensure!(s.flow_counts()? == (2, 2), "entries {:?}", s.flow_counts()?);
+    s.counted(&[(Reason::FlowOpened, 1)])
+}
+
+fn flows_full<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    let flows = FLOWS as u16 / 2 + 1;
+    for port in 1..=flows {
+        let first = s.first((Place::Client, port), CLUSTER_IP);
+        s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+        let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
+        s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+        let second = first.flags(TCP_ACK);
+        s.send("workload_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
+        s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+    }
+    ensure!(s.flow_counts()? == (usize::from(flows) * 2, FLOWS as usize), "entries {:?}", s.flow_counts()?);
+    s.counted(&[(Reason::FlowOpened, flows.into()), (Reason::FlowsFull, 1)])
+}
+
+fn refreshed<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    establish(s)?;
+    let mut flow = s.flow_of(Stage::Established, CLIENT)?;
+    flow.last_seen = 0;
+    // Long ago; then each entry is lost once.
+    for (key, lost) in [(flow.forward_key(), flow.reply_key()), (flow.reply_key(), flow.forward_key())] {
+        W::put_flow(&mut s.world.ebpf, Stage::Established, key, flow)?;
+        W::remove_flow(&mut s.world.ebpf, Stage::Established, lost)?;
+        let (program, packet) = if key.tuple == TUPLE_FORWARD {
+            ("workload_ingress", s.packet(CLIENT, CLUSTER_IP, TCP_ACK))
+        } else {
+            ("workload_egress", s.packet(LOCAL, CLIENT, TCP_ACK))
+        };
+        let translated = if key.tuple == TUPLE_FORWARD { packet.to(LOCAL) } else { packet.from(CLUSTER_IP) };
+        s.send(program, &packet, Expect::Becomes(&translated))?;
+        let entries = s.flows(Stage::Established)?;
+        ensure!(entries.len() == 2 && entries.iter().all(|(_, f)| f.last_seen > 0), "{entries:?}");
+    }
+    s.counted(&[(Reason::FlowOpened, 1), (Reason::FlowRestored, 2)])
+}
+
+fn alias<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.masquerade_as(Place::Node, MASQUERADE_PORTS)?;
+    s.cluster_ip()?;
+    let other = (Place::OtherClusterIp, 443);
+    s.frontend(other, 1, 0)?;
+    let first = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+    let second = s.first(CLIENT, other);
+    let output = s.world.run("workload_ingress", &second.bytes::<W>())?;
+    let mut aliases = Vec::new();
+    for (key, flow) in s.flows(Stage::Opening)? {
+        if key.tuple == TUPLE_REPLY && flow.frontend == W::address(other.0) {
+            aliases.push(flow.alias_port);
+        }
+    }
+    ensure!(aliases.len() == 1 && aliases[0] != CLIENT.1, "{aliases:?}");
+    let client_inside = (CLIENT.0, aliases[0]);
+    ensure!(output.packet == second.to(LOCAL).from(client_inside).bytes::<W>());
+    // Each answer goes to the connection it belongs to.
+    let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
+    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+    let answer = answer.to(client_inside);
+    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(other).to(CLIENT)))?;
+    s.counted(&[(Reason::FlowOpened, 2)])
+}

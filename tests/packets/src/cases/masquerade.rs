@@ -1,0 +1,110 @@
+//! The source is translated too where the answer would not come back otherwise.
+
+use anyhow::{Result, ensure};
+use proxy_common::{
+    flow::Stage,
+    packet::{TCP_ACK, TCP_SYN},
+    reason::Reason,
+};
+
+use super::{Group, Scene, scene::*};
+use crate::{wire::Place, world::Tables};
+
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+    group.both::<W>("from outside to a backend elsewhere and back", remote);
+    group.both::<W>("of a pod to itself and back", hairpin);
+    group.both::<W>("of a pod to itself from its own server port", hairpin_from_server_port);
+    group.both::<W>("without an address for it", no_address);
+    group.both::<W>("until the ports of a backend are used up", exhausted);
+    group.both::<W>("to this node's address at a port of nobody", foreign_port);
+}
+
+fn remote<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.masquerade_as(Place::Node, MASQUERADE_PORTS)?;
+    s.service(1, &[(12, REMOTE, false)])?;
+    s.node_port(1)?;
+    let first = s.first(CLIENT, NODE_PORT);
+    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
+    let flow = s.flow_of(Stage::Opening, CLIENT)?;
+    ensure!(MASQUERADE_PORTS.iter().any(|[low, high]| (*low..=*high).contains(&flow.masquerade_port)));
+    let node = (Place::Node, flow.masquerade_port);
+    s.send("uplink_egress", &first.to(REMOTE), Expect::Becomes(&first.to(REMOTE).from(node)))?;
+    let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
+    let to_client = answer.to(CLIENT);
+    s.send("uplink_ingress", &answer, Expect::Becomes(&to_client))?;
+    s.send("uplink_egress", &to_client, Expect::Becomes(&to_client.from(NODE_PORT)))?;
+    // The established flow has the same port.
+    let second = first.flags(TCP_ACK);
+    s.send("uplink_ingress", &second, Expect::Becomes(&second.to(REMOTE)))?;
+    ensure!(s.flow_counts()? == (3, 3), "entries {:?}", s.flow_counts()?);
+    s.send("uplink_egress", &second.to(REMOTE), Expect::Becomes(&second.to(REMOTE).from(node)))?;
+    s.send("uplink_ingress", &answer, Expect::Becomes(&to_client))?;
+    s.counted(&[(Reason::FlowOpened, 1)])
+}
+
+fn hairpin<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    hairpin_from(s, 40_000, 40_000)
+}
+
+fn hairpin_from_server_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.masquerade_as(Place::Node, MASQUERADE_PORTS)?;
+    s.cluster_ip()?;
+    let first = s.first(LOCAL, CLUSTER_IP);
+    // Its own port would make both directions look the same inside the node.
+    let output = s.world.run("workload_ingress", &first.bytes::<W>())?;
+    let alias = s.flow_of(Stage::Opening, LOCAL)?.alias_port;
+    ensure!(alias != LOCAL.1);
+    ensure!(output.packet == first.to(LOCAL).from((LOCAL.0, alias)).bytes::<W>());
+    hairpin_from(s, LOCAL.1, alias)
+}
+
+/// `port` is the client's, `inside` what the node sees instead.
+fn hairpin_from<W: Tables>(s: &mut Scene<W>, port: u16, inside: u16) -> Result<()> {
+    s.masquerade_as(Place::Node, MASQUERADE_PORTS)?;
+    s.cluster_ip()?;
+    let client = (LOCAL.0, port);
+    let client_inside = (LOCAL.0, inside);
+    let first = s.first(client, CLUSTER_IP);
+    let to_backend = first.from(client_inside).to(LOCAL);
+    s.send("workload_ingress", &first, Expect::Becomes(&to_backend))?;
+    let node = (Place::Node, s.flow_of(Stage::Opening, client)?.masquerade_port);
+    s.send("workload_egress", &to_backend, Expect::Becomes(&to_backend.from(node)))?;
+    let answer = to_backend.from(node).answer(TCP_SYN | TCP_ACK);
+    let to_client = answer.to(client_inside);
+    s.send("workload_ingress", &answer, Expect::Becomes(&to_client))?;
+    s.send("workload_egress", &to_client, Expect::Becomes(&to_client.from(CLUSTER_IP).to(client)))?;
+    s.counted(&[(Reason::FlowOpened, 1)])
+}
+
+fn no_address<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[(12, REMOTE, false)])?;
+    s.node_port(1)?;
+    s.send("uplink_ingress", &s.first(CLIENT, NODE_PORT), Expect::Dropped)?;
+    ensure!(s.flow_counts()? == (0, 0));
+    s.counted(&[(Reason::NoMasqueradeAddress, 1)])
+}
+
+fn exhausted<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.masquerade_as(Place::Node, MASQUERADE_PORTS)?;
+    s.service(1, &[(12, REMOTE, false)])?;
+    s.node_port(1)?;
+    // As many as there are ports, each with another.
+    for client in 1..=8 {
+        let first = s.first((Place::Client, client), NODE_PORT);
+        s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
+    }
+    s.send("uplink_ingress", &s.first((Place::Client, 9), NODE_PORT), Expect::Dropped)?;
+    // Another backend's ports are all free.
+    s.service(1, &[(13, (Place::OtherNode, 8080), false)])?;
+    let first = s.first((Place::Client, 10), NODE_PORT);
+    s.send("uplink_ingress", &first, Expect::Becomes(&first.to((Place::OtherNode, 8080))))?;
+    ensure!(s.flow_counts()? == (27, 0), "entries {:?}", s.flow_counts()?);
+    s.counted(&[(Reason::FlowOpened, 9), (Reason::MasqueradePortsExhausted, 1)])
+}
+
+fn foreign_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.masquerade_as(Place::Node, MASQUERADE_PORTS)?;
+    let packet = s.packet(REMOTE, (Place::Node, 20_001), TCP_ACK);
+    s.send("uplink_ingress", &packet, Expect::Untouched)?;
+    s.counted(&[])
+}

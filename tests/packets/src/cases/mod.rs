@@ -1,0 +1,69 @@
+//! The table of cases: each once for every family and protocol that it is about.
+
+mod flows;
+mod headers;
+mod masquerade;
+mod refusals;
+mod scene;
+mod translation;
+
+use anyhow::Result;
+use proxy_common::{
+    family::{V4, V6},
+    layout::{PROTOCOL_TCP, PROTOCOL_UDP},
+};
+
+use crate::world::{Tables, World};
+use scene::Scene;
+
+pub(crate) struct Case {
+    pub(crate) name: String,
+    pub(crate) run: Run,
+}
+
+type Run = Box<dyn Fn(&mut World) -> Result<()>>;
+
+type Body<W> = fn(&mut Scene<W>) -> Result<()>;
+
+/// Cases of one family.
+struct Group {
+    cases: Vec<Case>,
+}
+
+impl Group {
+    fn add<W: Tables + 'static>(&mut self, name: &str, protocol: u8, body: Body<W>) {
+        let label = if protocol == PROTOCOL_TCP { "tcp" } else { "udp" };
+        self.cases.push(Case {
+            name: format!("{} {label} {name}", W::NAME),
+            run: Box::new(move |world| body(&mut Scene::<W>::new(world, protocol))),
+        });
+    }
+
+    fn both<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+        self.add(name, PROTOCOL_TCP, body);
+        self.add(name, PROTOCOL_UDP, body);
+    }
+
+    fn tcp<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+        self.add(name, PROTOCOL_TCP, body);
+    }
+
+    fn udp<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+        self.add(name, PROTOCOL_UDP, body);
+    }
+}
+
+pub(crate) fn all() -> Vec<Case> {
+    let mut group = Group { cases: Vec::new() };
+    of_family::<V4>(&mut group);
+    of_family::<V6>(&mut group);
+    group.cases
+}
+
+fn of_family<W: Tables + 'static>(group: &mut Group) {
+    translation::cases::<W>(group);
+    masquerade::cases::<W>(group);
+    refusals::cases::<W>(group);
+    flows::cases::<W>(group);
+    headers::cases::<W>(group);
+}

@@ -1,0 +1,96 @@
+//! Who dials a service without endpoint learns it at once.
+
+use anyhow::{Result, ensure};
+use proxy_common::{
+    layout::PROTOCOL_TCP,
+    packet::{TCP_ACK, TCP_RST},
+    reason::Reason,
+};
+
+use super::{Group, Scene, scene::*};
+use crate::{
+    wire::{Extra, Link, Place, Segment},
+    world::Tables,
+};
+
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+    group.both::<W>("refused: no endpoint", no_endpoint);
+    group.both::<W>("refused: no endpoint, device without Ethernet header", no_endpoint_bare);
+    group.both::<W>("refused: a packet with options", with_options);
+    group.both::<W>("refused: a packet with payload", with_payload);
+    group.both::<W>("refused from outside: node port without endpoint", node_port);
+    group.both::<W>("refused: the service is just being removed", service_gone);
+    group.both::<W>("dropped: endpoints elsewhere only and policy Local", no_local_endpoint);
+}
+
+fn refused<W: Tables>(packet: &Segment) -> Vec<u8> {
+    if packet.protocol != PROTOCOL_TCP {
+        return W::unreachable(packet);
+    }
+    Segment {
+        sequence: 0,
+        // The payload of a SYN is not taken, as by a server that does not know TCP Fast Open.
+        acknowledgement: packet.sequence + 1,
+        window: 0,
+        hop_limit: 64,
+        back: true,
+        ..packet.answer(TCP_RST | TCP_ACK)
+    }
+    .bytes::<W>()
+}
+
+fn expect_refused<W: Tables>(s: &mut Scene<W>, program: &str, packet: &Segment) -> Result<()> {
+    s.send(program, packet, Expect::Answered(refused::<W>(packet)))?;
+    ensure!(s.flow_counts()? == (0, 0));
+    s.counted(&[(Reason::NoEndpoints, 1)])
+}
+
+fn no_endpoint<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[])?;
+    s.frontend(CLUSTER_IP, 1, 0)?;
+    let packet = s.first(CLIENT, CLUSTER_IP);
+    expect_refused(s, "workload_ingress", &packet)
+}
+
+fn no_endpoint_bare<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[])?;
+    s.frontend(CLUSTER_IP, 1, 0)?;
+    let packet = Segment { link: Link::Bare, ..s.first(CLIENT, CLUSTER_IP) };
+    expect_refused(s, "workload_ingress_l3", &packet)
+}
+
+fn with_options<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[])?;
+    s.frontend(CLUSTER_IP, 1, 0)?;
+    let packet = Segment { extra: Extra::ManyOptions, ..s.first(CLIENT, CLUSTER_IP) };
+    expect_refused(s, "workload_ingress", &packet)
+}
+
+fn with_payload<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[])?;
+    s.frontend(CLUSTER_IP, 1, 0)?;
+    let packet = Segment { payload: vec![0xa5; 333], ..s.first(CLIENT, CLUSTER_IP) };
+    expect_refused(s, "workload_ingress", &packet)
+}
+
+fn node_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[])?;
+    s.node_port(1)?;
+    let packet = s.first(CLIENT, NODE_PORT);
+    expect_refused(s, "uplink_ingress", &packet)
+}
+
+fn service_gone<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    // Beyond the table: as good as none.
+    s.frontend(CLUSTER_IP, 1_000, 0)?;
+    let packet = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &packet, Expect::Answered(refused::<W>(&packet)))?;
+    s.counted(&[(Reason::ServiceGone, 1)])
+}
+
+fn no_local_endpoint<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service_without_local_endpoint(1)?;
+    s.frontend((Place::External, 80), 1, proxy_common::layout::FRONTEND_EXTERNAL)?;
+    s.send("uplink_ingress", &s.first(CLIENT, (Place::External, 80)), Expect::Dropped)?;
+    s.counted(&[(Reason::NoLocalEndpoints, 1)])
+}

@@ -1,0 +1,186 @@
+//! What a case works with: tables to fill, packets to send.
+
+use std::marker::PhantomData;
+
+use anyhow::{Result, bail, ensure};
+use proxy_common::{flow::Stage, layout::*, reason::Reason};
+
+use crate::{
+    wire::{Endpoint, Place, Segment, tcp, udp},
+    world::{FlowKeyOf, FlowOf, Tables, Verdict, World},
+};
+
+pub(crate) const CLIENT: Endpoint = (Place::Client, 40_000);
+pub(crate) const CLUSTER_IP: Endpoint = (Place::ClusterIp, 80);
+pub(crate) const LOCAL: Endpoint = (Place::LocalBackend, 8080);
+pub(crate) const REMOTE: Endpoint = (Place::RemoteBackend, 8080);
+pub(crate) const NODE_PORT: Endpoint = (Place::Node, 30_080);
+pub(crate) const MASQUERADE_PORTS: [[u16; 2]; 2] = [[20_000, 20_003], [20_010, 20_013]];
+
+pub(crate) enum Expect<'a> {
+    /// Goes on, not a byte changed.
+    Untouched,
+    /// Goes on as this.
+    Becomes(&'a Segment),
+    /// These bytes are sent back.
+    Answered(Vec<u8>),
+    Dropped,
+}
+
+pub(crate) struct Scene<'w, W: Tables> {
+    pub(crate) world: &'w mut World,
+    pub(crate) protocol: u8,
+    slots: u32,
+    family: PhantomData<W>,
+}
+
+impl<'w, W: Tables> Scene<'w, W> {
+    pub(crate) fn new(world: &'w mut World, protocol: u8) -> Self {
+        Self { world, protocol, slots: 0, family: PhantomData }
+    }
+
+    /// First packet of a connection.
+    pub(crate) fn first(&self, source: Endpoint, destination: Endpoint) -> Segment {
+        self.packet(source, destination, proxy_common::packet::TCP_SYN)
+    }
+
+    /// `flags` only where the protocol has them.
+    pub(crate) fn packet(&self, source: Endpoint, destination: Endpoint, flags: u8) -> Segment {
+        if self.protocol == PROTOCOL_TCP { tcp(source, destination, flags) } else { udp(source, destination) }
+    }
+
+    pub(crate) fn backend(&mut self, id: u32, endpoint: Endpoint, local: bool) -> Result<()> {
+        let backend = Backend {
+            address: W::address(endpoint.0),
+            port: endpoint.1,
+            protocol: self.protocol,
+            state: BACKEND_ACTIVE,
+            uses: 1,
+            flags: if local { BACKEND_LOCAL } else { 0 },
+        };
+        W::put_backend(&mut self.world.ebpf, id, backend)
+    }
+
+    fn set(&mut self, backends: &[(u32, Endpoint, bool)]) -> Result<EndpointSet> {
+        let first = self.slots;
+        for (id, endpoint, local) in backends {
+            self.backend(*id, *endpoint, *local)?;
+            let flags = if *local { BACKEND_LOCAL } else { 0 };
+            W::put_slot(&mut self.world.ebpf, self.slots, *endpoint, *id, flags)?;
+            self.slots += 1;
+        }
+        Ok(EndpointSet { first, count: backends.len() as u32 })
+    }
+
+    /// One set for every client.
+    pub(crate) fn service(&mut self, id: u32, backends: &[(u32, Endpoint, bool)]) -> Result<()> {
+        let set = self.set(backends)?;
+        let flags = if backends.is_empty() { 0 } else { SERVICE_HAS_ENDPOINTS };
+        self.world.set_service(
+            id,
+            Service { cluster: set, internal: set, external: set, flags, affinity_seconds: 0 },
+        )
+    }
+
+    /// Endpoints elsewhere, but none in the set that policy Local asks for.
+    pub(crate) fn service_without_local_endpoint(&mut self, id: u32) -> Result<()> {
+        self.world.set_service(id, Service { flags: SERVICE_HAS_ENDPOINTS, ..Service::default() })
+    }
+
+    pub(crate) fn frontend(&mut self, endpoint: Endpoint, service: u32, flags: u32) -> Result<()> {
+        let key = FrontendKey {
+            address: W::address(endpoint.0),
+            port: endpoint.1,
+            protocol: self.protocol,
+            scope: SCOPE_ADDRESS,
+        };
+        W::put_frontend(&mut self.world.ebpf, key, Frontend { service, flags })
+    }
+
+    pub(crate) fn node_port(&mut self, service: u32) -> Result<()> {
+        let key = FrontendKey {
+            address: W::Address::UNSPECIFIED,
+            port: NODE_PORT.1,
+            protocol: self.protocol,
+            scope: SCOPE_NODE_PORT,
+        };
+        W::put_frontend(&mut self.world.ebpf, key, Frontend { service, flags: FRONTEND_EXTERNAL })?;
+        W::put_node_address(&mut self.world.ebpf, W::address(NODE_PORT.0), 0)
+    }
+
+    /// `CLUSTER_IP`, served by one backend on this node.
+    pub(crate) fn cluster_ip(&mut self) -> Result<()> {
+        self.service(1, &[(11, LOCAL, true)])?;
+        self.frontend(CLUSTER_IP, 1, 0)
+    }
+
+    pub(crate) fn masquerade_as(&mut self, place: Place, ports: [[u16; 2]; 2]) -> Result<()> {
+        let mut settings = Settings { masquerade_ports: ports, ..Settings::default() };
+        W::set_masquerade(&mut settings, W::address(place));
+        self.world.set_settings(settings)
+    }
+
+    /// Sends a packet through a program.
+    pub(crate) fn send(&mut self, program: &str, packet: &Segment, expected: Expect) -> Result<()> {
+        self.send_bytes(program, &packet.bytes::<W>(), expected)
+    }
+
+    pub(crate) fn send_bytes(&mut self, program: &str, bytes: &[u8], expected: Expect) -> Result<()> {
+        let output = self.world.run(program, bytes)?;
+        let (verdict, wanted) = match &expected {
+            Expect::Untouched => (Verdict::GoesOn, Some(bytes.to_vec())),
+            Expect::Becomes(packet) => (Verdict::GoesOn, Some(packet.bytes::<W>())),
+            Expect::Answered(bytes) => (Verdict::Redirected, Some(bytes.clone())),
+            Expect::Dropped => (Verdict::Dropped, None),
+        };
+        let counted = self.world.counted()?;
+        ensure!(
+            output.verdict == verdict,
+            "{program}: {:?}, expected {verdict:?}; counted {counted:?}",
+            output.verdict
+        );
+        match wanted {
+            Some(wanted) if wanted != output.packet => {
+                bail!(
+                    "{program} gave\n  {}\nexpected\n  {}\ncounted {counted:?}",
+                    hex(&output.packet),
+                    hex(&wanted)
+                )
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Exactly these reasons were counted so often.
+    pub(crate) fn counted(&mut self, expected: &[(Reason, u64)]) -> Result<()> {
+        let mut expected = expected.to_vec();
+        expected.sort_by_key(|(reason, _)| *reason as u32);
+        let counted = self.world.counted()?;
+        ensure!(counted == expected, "counted {counted:?}, expected {expected:?}");
+        Ok(())
+    }
+
+    pub(crate) fn flows(&mut self, stage: Stage) -> Result<Vec<(FlowKeyOf<W>, FlowOf<W>)>> {
+        W::flows(&mut self.world.ebpf, stage)
+    }
+
+    /// How many entries each table of flows holds: opening, established.
+    pub(crate) fn flow_counts(&mut self) -> Result<(usize, usize)> {
+        Ok((self.flows(Stage::Opening)?.len(), self.flows(Stage::Established)?.len()))
+    }
+
+    /// The flow of a client, as its forward entry has it.
+    pub(crate) fn flow_of(&mut self, stage: Stage, client: Endpoint) -> Result<FlowOf<W>> {
+        for (key, flow) in self.flows(stage)? {
+            if key.tuple == TUPLE_FORWARD && key.source == W::address(client.0) && key.source_port == client.1
+            {
+                return Ok(flow);
+            }
+        }
+        bail!("no {stage:?} flow of {client:?}")
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect::<Vec<_>>().join(" ")
+}

@@ -1,0 +1,115 @@
+//! The destination is translated where the client's packet comes in, the answer's source where it leaves.
+
+use anyhow::Result;
+use proxy_common::{
+    layout::FRONTEND_EXTERNAL,
+    packet::{TCP_ACK, TCP_SYN},
+    reason::Reason,
+};
+
+use super::{Group, Scene, scene::*};
+use crate::{
+    wire::{Link, Place, Segment},
+    world::Tables,
+};
+
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+    group.both::<W>("to nobody's address goes on untouched", not_a_service);
+    group.both::<W>("to a cluster IP and back", cluster_ip);
+    group.both::<W>("to a cluster IP and back, device without Ethernet header", without_ethernet);
+    group.both::<W>("to a node port from a pod and back", node_port_from_pod);
+    group.both::<W>("to a node port from outside, backend here, and back", node_port_from_outside);
+    group.both::<W>("to a load balancer address from outside", load_balancer_address);
+    group.both::<W>("to another port of a cluster IP", other_port);
+    group.both::<W>("to a node port on loopback", loopback);
+    group.both::<W>("of another protocol than the service", other_protocol);
+}
+
+fn not_a_service<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    let packet = s.first(CLIENT, (Place::Stranger, 80));
+    for program in ["workload_ingress", "uplink_ingress", "workload_egress", "uplink_egress"] {
+        s.send(program, &packet, Expect::Untouched)?;
+    }
+    s.counted(&[])
+}
+
+fn cluster_ip<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    there_and_back(s, CLUSTER_IP, LOCAL, "workload_ingress", "workload_egress", Link::Ethernet)
+}
+
+fn without_ethernet<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    there_and_back(s, CLUSTER_IP, LOCAL, "workload_ingress_l3", "workload_egress_l3", Link::Bare)
+}
+
+/// The first packet, its answer, and the packet that follows; in between each passes the backend's side.
+fn there_and_back<W: Tables>(
+    s: &mut Scene<W>,
+    frontend: (Place, u16),
+    backend: (Place, u16),
+    ingress: &str,
+    egress: &str,
+    link: Link,
+) -> Result<()> {
+    let first = Segment { link, ..s.first(CLIENT, frontend) };
+    let at_backend = first.to(backend);
+    s.send(ingress, &first, Expect::Becomes(&at_backend))?;
+    s.send(egress, &at_backend, Expect::Untouched)?;
+    let answer = at_backend.answer(TCP_SYN | TCP_ACK);
+    s.send(ingress, &answer, Expect::Untouched)?;
+    s.send(egress, &answer, Expect::Becomes(&answer.from(frontend)))?;
+    let second = first.flags(TCP_ACK);
+    s.send(ingress, &second, Expect::Becomes(&second.to(backend)))?;
+    s.counted(&[(Reason::FlowOpened, 1)])
+}
+
+fn node_port_from_pod<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[(12, REMOTE, false)])?;
+    s.node_port(1)?;
+    // A pod keeps its address: the backend's answer comes back to it by routing.
+    let first = s.first(CLIENT, NODE_PORT);
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
+    s.send("uplink_egress", &first.to(REMOTE), Expect::Untouched)?;
+    let answer = first.to(REMOTE).answer(TCP_SYN | TCP_ACK);
+    s.send("uplink_ingress", &answer, Expect::Untouched)?;
+    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(NODE_PORT)))?;
+    s.counted(&[(Reason::FlowOpened, 1)])
+}
+
+fn node_port_from_outside<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[(11, LOCAL, true)])?;
+    s.node_port(1)?;
+    there_and_back(s, NODE_PORT, LOCAL, "uplink_ingress", "uplink_egress", Link::Ethernet)
+}
+
+fn load_balancer_address<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[(11, LOCAL, true)])?;
+    s.frontend((Place::External, 443), 1, FRONTEND_EXTERNAL)?;
+    there_and_back(s, (Place::External, 443), LOCAL, "uplink_ingress", "uplink_egress", Link::Ethernet)
+}
+
+fn other_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    let packet = s.first(CLIENT, (Place::ClusterIp, 81));
+    s.send("workload_ingress", &packet, Expect::Untouched)?;
+    s.counted(&[])
+}
+
+fn loopback<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[(11, LOCAL, true)])?;
+    s.node_port(1)?;
+    let address = W::address(Place::Node);
+    W::put_node_address(&mut s.world.ebpf, address, proxy_common::layout::NODE_ADDRESS_LOOPBACK)?;
+    let packet = s.first(CLIENT, NODE_PORT);
+    s.send("workload_ingress", &packet, Expect::Untouched)?;
+    s.send("uplink_ingress", &packet, Expect::Untouched)
+}
+
+fn other_protocol<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    s.protocol = if s.protocol == 6 { 17 } else { 6 };
+    let packet = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &packet, Expect::Untouched)
+}

@@ -1,0 +1,1 @@
+//! The tests are in `main.rs`: `cargo test -p packets`, as root.

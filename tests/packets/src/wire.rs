@@ -1,0 +1,322 @@
+//! Packets as cases write them, and their bytes. Checksums are computed here from scratch, so equal bytes prove
+//! that the programs' incremental ones are right.
+
+use etherparse::{
+    Icmpv4Header, Icmpv4Type, Icmpv6Header, Icmpv6Type, IpFragOffset, IpNumber, Ipv4Header, Ipv4Options,
+    Ipv6Header, TcpHeader, UdpHeader, icmpv4, icmpv6,
+};
+use proxy_common::{
+    family::{Family, V4, V6},
+    layout::{PROTOCOL_TCP, PROTOCOL_UDP},
+    packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
+};
+
+/// Who is who. The same numbers in both families; see [`Wire::address`].
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Place {
+    Client = 1,
+    ClusterIp = 3,
+    OtherClusterIp = 4,
+    Node = 5,
+    OtherNode = 6,
+    LocalBackend = 7,
+    RemoteBackend = 8,
+    Stranger = 9,
+    External = 10,
+}
+
+pub(crate) type Endpoint = (Place, u16);
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Link {
+    Ethernet,
+    Bare,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Extra {
+    None,
+    /// IPv4 options, or an IPv6 hop-by-hop header.
+    Options,
+    /// As many extension headers as are followed (IPv6), or all options there is room for (IPv4).
+    ManyOptions,
+    /// First fragment of several.
+    Fragment,
+}
+
+/// A TCP or UDP packet.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(crate) struct Segment {
+    pub(crate) link: Link,
+    pub(crate) source: Endpoint,
+    pub(crate) destination: Endpoint,
+    pub(crate) protocol: u8,
+    pub(crate) tcp_flags: u8,
+    pub(crate) sequence: u32,
+    pub(crate) acknowledgement: u32,
+    pub(crate) window: u16,
+    pub(crate) hop_limit: u8,
+    pub(crate) extra: Extra,
+    /// UDP only.
+    pub(crate) without_checksum: bool,
+    pub(crate) payload: Vec<u8>,
+    /// Ethernet addresses as those of an answer.
+    pub(crate) back: bool,
+}
+
+pub(crate) fn tcp(source: Endpoint, destination: Endpoint, tcp_flags: u8) -> Segment {
+    Segment {
+        link: Link::Ethernet,
+        source,
+        destination,
+        protocol: PROTOCOL_TCP,
+        tcp_flags,
+        sequence: 0x0102_0304,
+        acknowledgement: if tcp_flags & TCP_ACK != 0 { 0x0506_0708 } else { 0 },
+        window: 64_240,
+        hop_limit: 63,
+        extra: Extra::None,
+        without_checksum: false,
+        payload: Vec::new(),
+        back: false,
+    }
+}
+
+pub(crate) fn udp(source: Endpoint, destination: Endpoint) -> Segment {
+    Segment {
+        protocol: PROTOCOL_UDP,
+        window: 0,
+        payload: b"question".to_vec(),
+        ..tcp(source, destination, 0)
+    }
+}
+
+impl Segment {
+    pub(crate) fn from(&self, source: Endpoint) -> Self {
+        Self { source, ..self.clone() }
+    }
+
+    pub(crate) fn to(&self, destination: Endpoint) -> Self {
+        Self { destination, ..self.clone() }
+    }
+
+    /// What the peer sends back.
+    pub(crate) fn answer(&self, tcp_flags: u8) -> Self {
+        let tcp_flags = if self.protocol == PROTOCOL_TCP { tcp_flags } else { 0 };
+        Self { source: self.destination, destination: self.source, tcp_flags, ..self.clone() }
+    }
+
+    pub(crate) fn flags(&self, tcp_flags: u8) -> Self {
+        let tcp_flags = if self.protocol == PROTOCOL_TCP { tcp_flags } else { 0 };
+        Self { tcp_flags, ..self.clone() }
+    }
+
+    pub(crate) fn bytes<W: Wire>(&self) -> Vec<u8> {
+        let transport = W::transport(self);
+        W::packet(self, self.protocol, &transport)
+    }
+
+    /// Ethernet header, if there is one.
+    fn link_header(&self, ethertype: u16) -> Vec<u8> {
+        const HERE: [u8; 6] = [2, 0, 0, 0, 0, 1];
+        const THERE: [u8; 6] = [2, 0, 0, 0, 0, 2];
+        match self.link {
+            Link::Bare => Vec::new(),
+            Link::Ethernet => {
+                let (destination, source) = if self.back { (THERE, HERE) } else { (HERE, THERE) };
+                [&destination[..], &source[..], &ethertype.to_be_bytes()[..]].concat()
+            }
+        }
+    }
+
+    fn tcp_header(&self) -> TcpHeader {
+        TcpHeader {
+            sequence_number: self.sequence,
+            acknowledgment_number: self.acknowledgement,
+            fin: self.tcp_flags & TCP_FIN != 0,
+            syn: self.tcp_flags & TCP_SYN != 0,
+            rst: self.tcp_flags & TCP_RST != 0,
+            ack: self.tcp_flags & TCP_ACK != 0,
+            window_size: self.window,
+            ..TcpHeader::new(self.source.1, self.destination.1, self.sequence, self.window)
+        }
+    }
+
+    fn udp_header(&self) -> UdpHeader {
+        UdpHeader {
+            source_port: self.source.1,
+            destination_port: self.destination.1,
+            length: (UdpHeader::LEN + self.payload.len()) as u16,
+            checksum: 0,
+        }
+    }
+}
+
+/// A family as bytes.
+pub(crate) trait Wire: Family<Address: std::fmt::Debug> {
+    const NAME: &'static str;
+    const ANSWER_HOP_LIMIT: u8 = 64;
+
+    /// Chosen such that a packet without Ethernet header has the family's ethertype at bytes 12 and 13, inside
+    /// its source address: BPF_PROG_TEST_RUN reads the protocol from there.
+    fn address(place: Place) -> Self::Address;
+    fn transport(segment: &Segment) -> Vec<u8>;
+    fn packet(segment: &Segment, protocol: u8, transport: &[u8]) -> Vec<u8>;
+    /// The ICMP error that tells the sender of `segment` that nobody listens.
+    fn unreachable(segment: &Segment) -> Vec<u8>;
+}
+
+impl Wire for V4 {
+    const NAME: &'static str = "ipv4";
+
+    fn address(place: Place) -> [u8; 4] {
+        [8, 0, 77, place as u8]
+    }
+
+    fn transport(segment: &Segment) -> Vec<u8> {
+        let (source, destination) = (Self::address(segment.source.0), Self::address(segment.destination.0));
+        let header = if segment.protocol == PROTOCOL_TCP {
+            let mut header = segment.tcp_header();
+            header.checksum = header.calc_checksum_ipv4_raw(source, destination, &segment.payload).unwrap();
+            header.to_bytes().to_vec()
+        } else {
+            let mut header = segment.udp_header();
+            if !segment.without_checksum {
+                header.checksum =
+                    header.calc_checksum_ipv4_raw(source, destination, &segment.payload).unwrap();
+            }
+            header.to_bytes().to_vec()
+        };
+        [header, segment.payload.clone()].concat()
+    }
+
+    fn packet(segment: &Segment, protocol: u8, transport: &[u8]) -> Vec<u8> {
+        const ROUTER_ALERT: [u8; 4] = [148, 4, 0, 0];
+        let mut header = Ipv4Header::new(
+            transport.len() as u16,
+            segment.hop_limit,
+            IpNumber(protocol),
+            Self::address(segment.source.0),
+            Self::address(segment.destination.0),
+        )
+        .unwrap();
+        header.identification = 0x1234;
+        match segment.extra {
+            Extra::None => {}
+            Extra::Options => header.options = Ipv4Options::from(ROUTER_ALERT),
+            Extra::ManyOptions => header.options = Ipv4Options::from([1; 40]),
+            Extra::Fragment => {
+                header.more_fragments = true;
+                header.dont_fragment = false;
+            }
+        }
+        header.set_payload_len(transport.len()).unwrap();
+        header.header_checksum = header.calc_header_checksum();
+        [segment.link_header(0x0800), header.to_bytes().to_vec(), transport.to_vec()].concat()
+    }
+
+    fn unreachable(segment: &Segment) -> Vec<u8> {
+        let whole = Segment { link: Link::Bare, ..segment.clone() }.bytes::<Self>();
+        let quoted = &whole[..usize::from(whole[0] & 0xf) * 4 + 8];
+        let icmp = Icmpv4Header::with_checksum(
+            Icmpv4Type::DestinationUnreachable(icmpv4::DestUnreachableHeader::Port),
+            quoted,
+        );
+        let message = [&icmp.to_bytes()[..], quoted].concat();
+        let mut header = Ipv4Header::new(
+            message.len() as u16,
+            Self::ANSWER_HOP_LIMIT,
+            IpNumber::ICMP,
+            Self::address(segment.destination.0),
+            Self::address(segment.source.0),
+        )
+        .unwrap();
+        header.dscp = 0x30.try_into().unwrap();
+        header.dont_fragment = false;
+        header.fragment_offset = IpFragOffset::ZERO;
+        header.header_checksum = header.calc_header_checksum();
+        let back = Segment { back: true, ..segment.clone() };
+        [back.link_header(0x0800), header.to_bytes().to_vec(), message].concat()
+    }
+}
+
+impl Wire for V6 {
+    const NAME: &'static str = "ipv6";
+
+    fn address(place: Place) -> [u8; 16] {
+        [0xfd, 0, 0, 0, 0x86, 0xdd, 0, 0, 0, 0, 0, 0, 0, 0, 0x77, place as u8]
+    }
+
+    fn transport(segment: &Segment) -> Vec<u8> {
+        let (source, destination) = (Self::address(segment.source.0), Self::address(segment.destination.0));
+        let header = if segment.protocol == PROTOCOL_TCP {
+            let mut header = segment.tcp_header();
+            header.checksum = header.calc_checksum_ipv6_raw(source, destination, &segment.payload).unwrap();
+            header.to_bytes().to_vec()
+        } else {
+            let mut header = segment.udp_header();
+            if !segment.without_checksum {
+                header.checksum =
+                    header.calc_checksum_ipv6_raw(source, destination, &segment.payload).unwrap();
+            }
+            header.to_bytes().to_vec()
+        };
+        [header, segment.payload.clone()].concat()
+    }
+
+    fn packet(segment: &Segment, protocol: u8, transport: &[u8]) -> Vec<u8> {
+        const HOP_BY_HOP: u8 = 0;
+        const FRAGMENT: u8 = 44;
+        const DESTINATION_OPTIONS: u8 = 60;
+        // Next header, length in 8 bytes beyond the first 8, PadN.
+        let options = |next: u8| vec![next, 0, 1, 4, 0, 0, 0, 0];
+        let (first, extensions) = match segment.extra {
+            Extra::None => (protocol, Vec::new()),
+            Extra::Options => (HOP_BY_HOP, options(protocol)),
+            Extra::ManyOptions => (
+                HOP_BY_HOP,
+                [
+                    options(DESTINATION_OPTIONS),
+                    vec![DESTINATION_OPTIONS, 1, 1, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+                    options(DESTINATION_OPTIONS),
+                    options(protocol),
+                ]
+                .concat(),
+            ),
+            Extra::Fragment => (FRAGMENT, vec![protocol, 0, 0, 1, 0, 0, 0, 9]),
+        };
+        let header = Ipv6Header {
+            payload_length: (extensions.len() + transport.len()) as u16,
+            next_header: IpNumber(first),
+            hop_limit: segment.hop_limit,
+            source: Self::address(segment.source.0),
+            destination: Self::address(segment.destination.0),
+            ..Ipv6Header::default()
+        };
+        [segment.link_header(0x86dd), header.to_bytes().to_vec(), extensions, transport.to_vec()].concat()
+    }
+
+    fn unreachable(segment: &Segment) -> Vec<u8> {
+        let whole = Segment { link: Link::Bare, ..segment.clone() }.bytes::<Self>();
+        let quoted = &whole[..whole.len() - segment.payload.len()];
+        let (source, destination) = (Self::address(segment.destination.0), Self::address(segment.source.0));
+        let icmp = Icmpv6Header::with_checksum(
+            Icmpv6Type::DestinationUnreachable(icmpv6::DestUnreachableCode::Port),
+            source,
+            destination,
+            quoted,
+        )
+        .unwrap();
+        let message = [&icmp.to_bytes()[..], quoted].concat();
+        let header = Ipv6Header {
+            payload_length: message.len() as u16,
+            next_header: IpNumber::IPV6_ICMP,
+            hop_limit: Self::ANSWER_HOP_LIMIT,
+            source,
+            destination,
+            ..Ipv6Header::default()
+        };
+        let back = Segment { back: true, ..segment.clone() };
+        [back.link_header(0x86dd), header.to_bytes().to_vec(), message].concat()
+    }
+}

@@ -1,0 +1,244 @@
+//! The loaded programs and their tables.
+
+use anyhow::{Context as _, Result, bail};
+use aya::{
+    Ebpf, EbpfLoader, Pod, TestRun as _, TestRunOptions,
+    maps::{Array, HashMap, MapData, PerCpuArray},
+    programs::SchedClassifier,
+};
+use proxy_common::{
+    family::{V4, V6},
+    flow::Stage,
+    layout::*,
+    reason::Reason,
+};
+
+use crate::wire::{Endpoint, Wire};
+
+pub(crate) const PROGRAMS: [&str; 8] = [
+    "workload_ingress",
+    "workload_egress",
+    "uplink_ingress",
+    "uplink_egress",
+    "workload_ingress_l3",
+    "workload_egress_l3",
+    "uplink_ingress_l3",
+    "uplink_egress_l3",
+];
+
+/// How many entries a table of established flows holds here.
+pub(crate) const FLOWS: u32 = 8;
+
+const TC_ACT_UNSPEC: u32 = u32::MAX;
+const TC_ACT_SHOT: u32 = 2;
+const TC_ACT_REDIRECT: u32 = 7;
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Verdict {
+    GoesOn,
+    Dropped,
+    Redirected,
+}
+
+/// What comes out of a program.
+pub(crate) struct Output {
+    pub(crate) verdict: Verdict,
+    pub(crate) packet: Vec<u8>,
+}
+
+pub(crate) type FlowOf<W> = Flow<<W as proxy_common::family::Family>::Address>;
+pub(crate) type FlowKeyOf<W> = FlowKey<<W as proxy_common::family::Family>::Address>;
+
+/// A family's tables.
+pub(crate) trait Tables: Wire {
+    fn put_frontend(ebpf: &mut Ebpf, key: FrontendKey<Self::Address>, frontend: Frontend) -> Result<()>;
+    fn put_slot(ebpf: &mut Ebpf, index: u32, endpoint: Endpoint, backend: u32, flags: u32) -> Result<()>;
+    fn put_backend(ebpf: &mut Ebpf, id: u32, backend: Backend<Self::Address>) -> Result<()>;
+    fn remove_backend(ebpf: &mut Ebpf, id: u32) -> Result<()>;
+    fn put_node_address(ebpf: &mut Ebpf, address: Self::Address, flags: u32) -> Result<()>;
+    fn put_flow(ebpf: &mut Ebpf, stage: Stage, key: FlowKeyOf<Self>, flow: FlowOf<Self>) -> Result<()>;
+    fn remove_flow(ebpf: &mut Ebpf, stage: Stage, key: FlowKeyOf<Self>) -> Result<()>;
+    fn flows(ebpf: &mut Ebpf, stage: Stage) -> Result<Vec<(FlowKeyOf<Self>, FlowOf<Self>)>>;
+    fn clear(ebpf: &mut Ebpf) -> Result<()>;
+    fn set_masquerade(settings: &mut Settings, address: Self::Address);
+}
+
+fn hash<'a, K: Pod, V: Pod>(ebpf: &'a mut Ebpf, name: &str) -> Result<HashMap<&'a mut MapData, K, V>> {
+    let map = ebpf.map_mut(name).with_context(|| format!("no table {name}"))?;
+    HashMap::try_from(map).with_context(|| format!("table {name}"))
+}
+
+fn array<'a, V: Pod>(ebpf: &'a mut Ebpf, name: &str) -> Result<Array<&'a mut MapData, V>> {
+    let map = ebpf.map_mut(name).with_context(|| format!("no table {name}"))?;
+    Array::try_from(map).with_context(|| format!("table {name}"))
+}
+
+fn clear<K: Pod, V: Pod>(ebpf: &mut Ebpf, name: &str) -> Result<()> {
+    let mut map = hash::<K, V>(ebpf, name)?;
+    let keys = map.keys().collect::<Result<Vec<_>, _>>()?;
+    for key in keys {
+        map.remove(&key)?;
+    }
+    Ok(())
+}
+
+macro_rules! tables {
+    ($family:ty, $address:ty, $digit:literal, $slot:ident, $masquerade:ident) => {
+        impl Tables for $family {
+            fn put_frontend(ebpf: &mut Ebpf, key: FrontendKey<$address>, frontend: Frontend) -> Result<()> {
+                Ok(hash(ebpf, concat!("frontends", $digit))?.insert(key, frontend, 0)?)
+            }
+
+            fn put_slot(
+                ebpf: &mut Ebpf,
+                index: u32,
+                endpoint: Endpoint,
+                backend: u32,
+                flags: u32,
+            ) -> Result<()> {
+                let address = Self::address(endpoint.0);
+                let slot = $slot { address, port: endpoint.1, backend, flags, ..$slot::default() };
+                Ok(array(ebpf, concat!("slots", $digit))?.set(index, slot, 0)?)
+            }
+
+            fn put_backend(ebpf: &mut Ebpf, id: u32, backend: Backend<$address>) -> Result<()> {
+                Ok(hash(ebpf, concat!("backends", $digit))?.insert(id, backend, 0)?)
+            }
+
+            fn remove_backend(ebpf: &mut Ebpf, id: u32) -> Result<()> {
+                Ok(hash::<u32, Backend<$address>>(ebpf, concat!("backends", $digit))?.remove(&id)?)
+            }
+
+            fn put_node_address(ebpf: &mut Ebpf, address: $address, flags: u32) -> Result<()> {
+                Ok(hash::<$address, NodeAddress>(ebpf, concat!("node_addresses", $digit))?.insert(
+                    address,
+                    NodeAddress { flags },
+                    0,
+                )?)
+            }
+
+            fn put_flow(
+                ebpf: &mut Ebpf,
+                stage: Stage,
+                key: FlowKeyOf<Self>,
+                flow: FlowOf<Self>,
+            ) -> Result<()> {
+                Ok(hash(ebpf, flow_table(stage, $digit))?.insert(key, flow, 0)?)
+            }
+
+            fn remove_flow(ebpf: &mut Ebpf, stage: Stage, key: FlowKeyOf<Self>) -> Result<()> {
+                Ok(hash::<FlowKeyOf<Self>, FlowOf<Self>>(ebpf, flow_table(stage, $digit))?.remove(&key)?)
+            }
+
+            fn flows(ebpf: &mut Ebpf, stage: Stage) -> Result<Vec<(FlowKeyOf<Self>, FlowOf<Self>)>> {
+                let map = hash(ebpf, flow_table(stage, $digit))?;
+                Ok(map.iter().collect::<Result<Vec<_>, _>>()?)
+            }
+
+            fn clear(ebpf: &mut Ebpf) -> Result<()> {
+                clear::<FrontendKey<$address>, Frontend>(ebpf, concat!("frontends", $digit))?;
+                clear::<u32, Backend<$address>>(ebpf, concat!("backends", $digit))?;
+                clear::<$address, NodeAddress>(ebpf, concat!("node_addresses", $digit))?;
+                for stage in [Stage::Established, Stage::Opening] {
+                    clear::<FlowKeyOf<Self>, FlowOf<Self>>(ebpf, flow_table(stage, $digit))?;
+                }
+                Ok(())
+            }
+
+            fn set_masquerade(settings: &mut Settings, address: $address) {
+                settings.$masquerade = address;
+            }
+        }
+    };
+}
+
+fn flow_table(stage: Stage, digit: &str) -> &'static str {
+    match (stage, digit) {
+        (Stage::Established, "4") => "flows4",
+        (Stage::Established, _) => "flows6",
+        (Stage::Opening, "4") => "opening_flows4",
+        (Stage::Opening, _) => "opening_flows6",
+    }
+}
+
+tables!(V4, [u8; 4], "4", Slot4, masquerade4);
+tables!(V6, [u8; 16], "6", Slot6, masquerade6);
+
+pub(crate) struct World {
+    pub(crate) ebpf: Ebpf,
+}
+
+impl World {
+    pub(crate) fn load(object: &[u8]) -> Result<Self> {
+        let mut loader = EbpfLoader::new();
+        // Small: quick to make, and a full table is soon reached.
+        for name in ["services", "slots4", "slots6"] {
+            loader.map_max_entries(name, 64);
+        }
+        for name in ["flows4", "flows6"] {
+            loader.map_max_entries(name, FLOWS);
+        }
+        let mut ebpf = loader.load(object).context("loading the object")?;
+        for name in PROGRAMS {
+            let program: &mut SchedClassifier =
+                ebpf.program_mut(name).with_context(|| format!("no program {name}"))?.try_into()?;
+            program.load().with_context(|| format!("loading {name}"))?;
+        }
+        Ok(Self { ebpf })
+    }
+
+    pub(crate) fn run(&self, program: &str, packet: &[u8]) -> Result<Output> {
+        let program: &SchedClassifier =
+            self.ebpf.program(program).with_context(|| format!("no program {program}"))?.try_into()?;
+        let mut out = vec![0; packet.len() + 256];
+        let result = program.test_run(TestRunOptions {
+            data_in: Some(packet),
+            data_out: Some(&mut out),
+            ..TestRunOptions::default()
+        })?;
+        out.truncate(result.data_size_out as usize);
+        let verdict = match result.return_value {
+            TC_ACT_UNSPEC => Verdict::GoesOn,
+            TC_ACT_SHOT => Verdict::Dropped,
+            TC_ACT_REDIRECT => Verdict::Redirected,
+            other => bail!("verdict {other}"),
+        };
+        Ok(Output { verdict, packet: out })
+    }
+
+    /// Empties every table; no masquerade address.
+    pub(crate) fn clear(&mut self) -> Result<()> {
+        V4::clear(&mut self.ebpf)?;
+        V6::clear(&mut self.ebpf)?;
+        self.set_settings(Settings { masquerade_ports: [[1, 0]; 2], ..Settings::default() })?;
+        let cpus = aya::util::nr_cpus().map_err(|(file, error)| anyhow::anyhow!("{file}: {error}"))?;
+        let mut counters =
+            PerCpuArray::<_, u64>::try_from(self.ebpf.map_mut("counters").context("counters")?)?;
+        for reason in Reason::ALL {
+            let zero = aya::maps::PerCpuValues::try_from(vec![0u64; cpus])?;
+            counters.set(*reason as u32, zero, 0)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn set_settings(&mut self, settings: Settings) -> Result<()> {
+        Ok(array(&mut self.ebpf, "settings")?.set(0, settings, 0)?)
+    }
+
+    pub(crate) fn set_service(&mut self, id: u32, service: Service) -> Result<()> {
+        Ok(array(&mut self.ebpf, "services")?.set(id, service, 0)?)
+    }
+
+    /// Reasons counted since the tables were cleared.
+    pub(crate) fn counted(&mut self) -> Result<Vec<(Reason, u64)>> {
+        let counters = PerCpuArray::<_, u64>::try_from(self.ebpf.map_mut("counters").context("counters")?)?;
+        let mut counted = Vec::new();
+        for reason in Reason::ALL {
+            let count: u64 = counters.get(&(*reason as u32), 0)?.iter().sum();
+            if count > 0 {
+                counted.push((*reason, count));
+            }
+        }
+        Ok(counted)
+    }
+}

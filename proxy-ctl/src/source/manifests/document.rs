@@ -35,7 +35,8 @@ impl fmt::Display for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.kind {
             Kind::Node => write!(f, "Node {}", self.name.name),
-            kind => write!(f, "{kind:?} {}", self.name),
+            Kind::Service => write!(f, "Service {}", self.name),
+            Kind::EndpointSlice => write!(f, "EndpointSlice {}", self.name),
         }
     }
 }

@@ -48,10 +48,12 @@ pub enum Error {
 }
 
 fn hint(errno: Errno) -> &'static str {
-    match errno {
-        Errno::ENOSPC => "; raise sysctl fs.inotify.max_user_watches",
-        Errno::EMFILE => "; raise sysctl fs.inotify.max_user_instances",
-        _ => "",
+    if errno == Errno::ENOSPC {
+        "; raise sysctl fs.inotify.max_user_watches"
+    } else if errno == Errno::EMFILE {
+        "; raise sysctl fs.inotify.max_user_instances"
+    } else {
+        ""
     }
 }
 

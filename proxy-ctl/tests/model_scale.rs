@@ -1,0 +1,31 @@
+//! What the model needs for a large cluster. In a process of its own, so that its memory is all there is to see.
+
+#[path = "../benches/support/cluster.rs"]
+mod cluster;
+
+use proxy_ctl::model::Model;
+
+#[test]
+fn ten_thousand_services_fit_in_30_mb_and_one_change_is_one_port() {
+    const SERVICES: u32 = 10_000;
+    let before = cluster::resident_kib();
+    let mut model = Model::new(cluster::NODE);
+    for number in 0..SERVICES {
+        model.apply_service(cluster::service(number));
+        model.apply_slice(cluster::slice(number, 10));
+    }
+    let changes = model.take_changes();
+    assert_eq!(changes.changed.len(), SERVICES as usize);
+    drop(changes);
+    let kib = cluster::resident_kib() - before;
+    assert!(kib <= 30 * 1024, "{kib} KiB");
+    assert_eq!(model.ports_computed(), u64::from(SERVICES));
+
+    let mut slice = cluster::slice(5_000, 10);
+    slice.endpoints.push(cluster::endpoint(SERVICES * 10));
+    model.apply_slice(slice);
+    let changes = model.take_changes();
+    assert_eq!(changes.changed.len(), 1);
+    assert_eq!(changes.changed[0].endpoints.all.len(), 11);
+    assert_eq!(model.ports_computed(), u64::from(SERVICES) + 1);
+}

@@ -6,6 +6,7 @@ pub mod dataplane;
 pub mod log;
 pub mod mode;
 pub mod model;
+pub mod node;
 pub mod serve;
 pub mod source;
 pub mod sys;

@@ -11,6 +11,7 @@ pub mod lock;
 pub mod map;
 pub mod mmap;
 pub mod namespace;
+pub mod ready;
 pub mod tc;
 
 /// A system call that failed.

@@ -1,0 +1,130 @@
+//! Which interfaces the packet programs belong on, and as what. Pure.
+
+use crate::dataplane::Role;
+
+/// What matters of an interface.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct LinkFacts {
+    pub loopback: bool,
+    pub kind: Kind,
+    /// What it is a port of.
+    pub master: Option<Master>,
+    /// One of the addresses by which the cluster knows this node.
+    pub node_address: bool,
+    /// A default route of the main table leaves through it.
+    pub default_route: bool,
+}
+
+/// Kinds of devices, as far as they are treated differently.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Kind {
+    /// No virtual device: a network card.
+    Physical,
+    /// One end of a pair whose other end is in a pod: veth, netkit.
+    Pair,
+    /// To a process, such as a virtual machine: tun, tap.
+    Tun,
+    Bridge,
+    Bond,
+    Vrf,
+    /// Sends nowhere: dummy, ifb, nlmon.
+    Sink,
+    /// vlan, vxlan, wireguard, ipip, macvlan and the like: a network of its own.
+    Network,
+}
+
+/// The device that another is a port of.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Master {
+    /// bond, team.
+    Bond,
+    /// A bridge; true: with a node address or default route, so that it is an uplink itself.
+    Bridge(bool),
+    /// VRF, Open vSwitch and others: what the port gets is handed on as it is.
+    Other,
+}
+
+/// Why no program is attached to an interface.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum Ignored {
+    #[error("loopback: nothing enters or leaves the node there")]
+    Loopback,
+    #[error("port of a bond: its packets are translated on the bond")]
+    BondPort,
+    #[error("port of a bridge that leads to the network: its packets are translated on the bridge")]
+    BridgePort,
+    #[error("bridge of pods: packets are translated on its ports")]
+    Bridge,
+    #[error("VRF: packets are translated on its ports")]
+    Vrf,
+    #[error("sends to nobody")]
+    Sink,
+}
+
+/// Where the interface leads, or why that does not matter. The first rule that fits decides; `ebpf.interfaces` of the
+/// configuration then takes away what it excludes.
+pub fn role(link: &LinkFacts) -> Result<Role, Ignored> {
+    if link.loopback {
+        return Err(Ignored::Loopback);
+    }
+    if link.master == Some(Master::Bond) {
+        return Err(Ignored::BondPort);
+    }
+    if link.node_address || link.default_route {
+        return Ok(Role::Uplink);
+    }
+    match (link.kind, link.master) {
+        (Kind::Pair | Kind::Tun, _) => Ok(Role::Workload),
+        (Kind::Bridge, _) => Err(Ignored::Bridge),
+        (Kind::Vrf, _) => Err(Ignored::Vrf),
+        (Kind::Sink, _) => Err(Ignored::Sink),
+        (_, Some(Master::Bridge(true))) => Err(Ignored::BridgePort),
+        (Kind::Physical | Kind::Bond | Kind::Network, _) => Ok(Role::Uplink),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    const CARD: LinkFacts = LinkFacts {
+        loopback: false,
+        kind: Kind::Physical,
+        master: None,
+        node_address: false,
+        default_route: false,
+    };
+
+    const fn of(kind: Kind) -> LinkFacts {
+        LinkFacts { kind, ..CARD }
+    }
+
+    const fn port(kind: Kind, master: Master) -> LinkFacts {
+        LinkFacts { kind, master: Some(master), ..CARD }
+    }
+
+    #[rstest]
+    #[case::card(CARD, Ok(Role::Uplink))]
+    #[case::card_with_the_node_address(LinkFacts { node_address: true, ..CARD }, Ok(Role::Uplink))]
+    #[case::loopback(LinkFacts { loopback: true, node_address: true, ..CARD }, Err(Ignored::Loopback))]
+    #[case::card_in_a_bond(port(Kind::Physical, Master::Bond), Err(Ignored::BondPort))]
+    #[case::bond(of(Kind::Bond), Ok(Role::Uplink))]
+    #[case::card_in_the_uplink_bridge(port(Kind::Physical, Master::Bridge(true)), Err(Ignored::BridgePort))]
+    #[case::card_in_another_bridge(port(Kind::Physical, Master::Bridge(false)), Ok(Role::Uplink))]
+    #[case::uplink_bridge(LinkFacts { node_address: true, ..of(Kind::Bridge) }, Ok(Role::Uplink))]
+    #[case::pod_bridge(of(Kind::Bridge), Err(Ignored::Bridge))]
+    #[case::pod(of(Kind::Pair), Ok(Role::Workload))]
+    #[case::pod_on_a_bridge(port(Kind::Pair, Master::Bridge(false)), Ok(Role::Workload))]
+    #[case::pod_on_the_uplink_bridge(port(Kind::Pair, Master::Bridge(true)), Ok(Role::Workload))]
+    #[case::virtual_machine(of(Kind::Tun), Ok(Role::Workload))]
+    #[case::node_in_a_namespace(LinkFacts { default_route: true, ..of(Kind::Pair) }, Ok(Role::Uplink))]
+    #[case::tunnel_to_other_nodes(of(Kind::Network), Ok(Role::Uplink))]
+    #[case::vrf(of(Kind::Vrf), Err(Ignored::Vrf))]
+    #[case::card_in_a_vrf(port(Kind::Physical, Master::Other), Ok(Role::Uplink))]
+    #[case::dummy(of(Kind::Sink), Err(Ignored::Sink))]
+    fn roles(#[case] link: LinkFacts, #[case] expected: Result<Role, Ignored>) {
+        assert_eq!(role(&link), expected);
+    }
+}

@@ -1,0 +1,10 @@
+//! The node's own addresses and interfaces, followed by netlink.
+
+mod interfaces;
+mod netlink;
+mod state;
+
+pub use self::{
+    interfaces::{Ignored, Kind, LinkFacts, Master, role},
+    netlink::{Error, watch},
+};

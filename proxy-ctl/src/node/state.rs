@@ -1,0 +1,392 @@
+//! Netlink messages → the node's links, addresses and default routes → [`Host`]. Pure.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+use netlink_packet_route::{
+    AddressFamily, RouteNetlinkMessage,
+    address::{AddressAttribute, AddressMessage},
+    link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkLayerType, LinkMessage},
+    route::{RouteAttribute, RouteHeader, RouteMessage, RouteType},
+};
+
+use super::interfaces::{Kind, LinkFacts, Master, role};
+use crate::dataplane::{Host, Interface};
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+struct Link {
+    name: String,
+    loopback: bool,
+    ethernet: bool,
+    kind: Kind,
+    /// Index.
+    master: Option<u32>,
+}
+
+/// A route to everywhere: metric first, so that the best is the first in order.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+struct DefaultRoute {
+    v6: bool,
+    metric: u32,
+    interface: u32,
+}
+
+/// What netlink has told so far.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct State {
+    links: BTreeMap<u32, Link>,
+    addresses: BTreeSet<(u32, IpAddr)>,
+    default_routes: BTreeSet<DefaultRoute>,
+}
+
+impl State {
+    /// Takes over one message, of a dump or of a change.
+    pub(super) fn apply(&mut self, message: &RouteNetlinkMessage) {
+        #[expect(clippy::wildcard_enum_match_arm, reason = "some sixty other kinds of messages")]
+        match message {
+            RouteNetlinkMessage::NewLink(link) if is_whole(link) => {
+                let index = link.header.index;
+                self.links.insert(index, parse_link(link));
+                // IPv4 routes of a link that goes down vanish without a message.
+                if !link.header.flags.contains(LinkFlags::Up) {
+                    self.default_routes.retain(|route| route.interface != index);
+                }
+            }
+            RouteNetlinkMessage::DelLink(link) if is_whole(link) => {
+                let index = link.header.index;
+                self.links.remove(&index);
+                self.addresses.retain(|(interface, _)| *interface != index);
+                self.default_routes.retain(|route| route.interface != index);
+            }
+            RouteNetlinkMessage::NewAddress(address) => self.addresses.extend(parse_address(address)),
+            RouteNetlinkMessage::DelAddress(address) => {
+                if let Some(address) = parse_address(address) {
+                    self.addresses.remove(&address);
+                }
+            }
+            RouteNetlinkMessage::NewRoute(route) => self.default_routes.extend(parse_default_route(route)),
+            RouteNetlinkMessage::DelRoute(route) => {
+                for gone in parse_default_route(route) {
+                    self.default_routes.remove(&gone);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// The host, given the addresses of its Node object (best first; empty as long as they are not known).
+    pub(super) fn host(&self, node_addresses: &[IpAddr]) -> Host {
+        let uplinks: BTreeSet<u32> = self
+            .addresses
+            .iter()
+            .filter(|(_, address)| node_addresses.contains(address))
+            .map(|(index, _)| *index)
+            .chain(self.default_routes.iter().map(|route| route.interface))
+            .collect();
+        let interfaces = self.links.iter().filter_map(|(index, link)| {
+            let facts = self.facts(*index, link, &uplinks, node_addresses);
+            let role = role(&facts).ok()?;
+            Some(Interface { index: *index, name: link.name.clone(), role, ethernet: link.ethernet })
+        });
+        let masquerade = [false, true].into_iter().filter_map(|v6| self.masquerade(v6, node_addresses));
+        Host {
+            node_port_addresses: self.addresses.iter().map(|(_, ip)| *ip).filter(is_routable).collect(),
+            masquerade_addresses: masquerade.collect(),
+            interfaces: interfaces.collect(),
+        }
+    }
+
+    fn facts(
+        &self,
+        index: u32,
+        link: &Link,
+        uplinks: &BTreeSet<u32>,
+        node_addresses: &[IpAddr],
+    ) -> LinkFacts {
+        let of_this = (index, IpAddr::from([0; 4]))..(index + 1, IpAddr::from([0; 4]));
+        LinkFacts {
+            loopback: link.loopback,
+            kind: link.kind,
+            master: link.master.map(|master| self.master(master, uplinks)),
+            node_address: self.addresses.range(of_this).any(|(_, ip)| node_addresses.contains(ip)),
+            default_route: self.default_routes.iter().any(|route| route.interface == index),
+        }
+    }
+
+    fn master(&self, index: u32, uplinks: &BTreeSet<u32>) -> Master {
+        match self.links.get(&index).map(|link| link.kind) {
+            Some(Kind::Bond) => Master::Bond,
+            Some(Kind::Bridge) => Master::Bridge(uplinks.contains(&index)),
+            Some(Kind::Physical | Kind::Pair | Kind::Tun | Kind::Vrf | Kind::Sink | Kind::Network) | None => {
+                Master::Other
+            }
+        }
+    }
+
+    /// The node's own address, if this node has it; else one of the interface that the default route leaves by.
+    fn masquerade(&self, v6: bool, node_addresses: &[IpAddr]) -> Option<IpAddr> {
+        let local = |ip: &IpAddr| self.addresses.iter().any(|(_, address)| address == ip);
+        let of_node = node_addresses.iter().find(|ip| ip.is_ipv6() == v6 && !ip.is_loopback() && local(ip));
+        let by_route = || {
+            let route = self.default_routes.iter().find(|route| route.v6 == v6)?;
+            let of_uplink = self.addresses.iter().filter(|(index, _)| *index == route.interface);
+            of_uplink.map(|(_, ip)| ip).find(|ip| ip.is_ipv6() == v6 && is_routable(ip))
+        };
+        of_node.or_else(by_route).copied()
+    }
+}
+
+/// Link-local IPv6 addresses mean nothing without an interface.
+fn is_routable(address: &IpAddr) -> bool {
+    match address {
+        IpAddr::V4(_) => true,
+        IpAddr::V6(address) => !address.is_unicast_link_local(),
+    }
+}
+
+/// Messages of the bridge family tell of ports only: a deletion there is not one of the link.
+fn is_whole(link: &LinkMessage) -> bool {
+    link.header.interface_family == AddressFamily::Unspec
+}
+
+fn parse_link(message: &LinkMessage) -> Link {
+    let mut link = Link {
+        name: String::new(),
+        loopback: message.header.flags.contains(LinkFlags::Loopback),
+        ethernet: message.header.link_layer_type == LinkLayerType::Ether,
+        kind: Kind::Physical,
+        master: None,
+    };
+    for attribute in &message.attributes {
+        #[expect(clippy::wildcard_enum_match_arm, reason = "some seventy other attributes")]
+        match attribute {
+            LinkAttribute::IfName(name) => link.name.clone_from(name),
+            LinkAttribute::Controller(index) => link.master = Some(*index),
+            LinkAttribute::LinkInfo(infos) => {
+                link.kind = infos.iter().find_map(parse_kind).unwrap_or(Kind::Physical);
+            }
+            _ => {}
+        }
+    }
+    link
+}
+
+fn parse_kind(info: &LinkInfo) -> Option<Kind> {
+    let LinkInfo::Kind(kind) = info else { return None };
+    #[expect(clippy::wildcard_enum_match_arm, reason = "every other kind is a network of its own")]
+    Some(match kind {
+        InfoKind::Veth | InfoKind::Netkit => Kind::Pair,
+        InfoKind::Tun => Kind::Tun,
+        InfoKind::Bridge => Kind::Bridge,
+        InfoKind::Bond | InfoKind::Team => Kind::Bond,
+        InfoKind::Vrf => Kind::Vrf,
+        InfoKind::Dummy | InfoKind::Ifb | InfoKind::Nlmon => Kind::Sink,
+        _ => Kind::Network,
+    })
+}
+
+fn parse_address(message: &AddressMessage) -> Option<(u32, IpAddr)> {
+    let (mut local, mut address) = (None, None);
+    for attribute in &message.attributes {
+        #[expect(clippy::wildcard_enum_match_arm, reason = "the other attributes do not matter")]
+        match attribute {
+            // Differs from `Address` on point-to-point links, where that one is the peer's.
+            AddressAttribute::Local(ip) => local = Some(*ip),
+            AddressAttribute::Address(ip) => address = Some(*ip),
+            _ => {}
+        }
+    }
+    Some((message.header.index, local.or(address)?))
+}
+
+/// One for each next hop; none if it is not a default route of the main table.
+fn parse_default_route(message: &RouteMessage) -> Vec<DefaultRoute> {
+    let header = &message.header;
+    if header.destination_prefix_length != 0
+        || header.table != RouteHeader::RT_TABLE_MAIN
+        || header.kind != RouteType::Unicast
+    {
+        return Vec::new();
+    }
+    let (mut metric, mut interfaces) = (0, Vec::new());
+    for attribute in &message.attributes {
+        #[expect(clippy::wildcard_enum_match_arm, reason = "the other attributes do not matter")]
+        match attribute {
+            RouteAttribute::Priority(priority) => metric = *priority,
+            RouteAttribute::Oif(index) => interfaces.push(*index),
+            RouteAttribute::MultiPath(hops) => interfaces.extend(hops.iter().map(|hop| hop.interface_index)),
+            _ => {}
+        }
+    }
+    let v6 = header.address_family == AddressFamily::Inet6;
+    interfaces.into_iter().map(|interface| DefaultRoute { v6, metric, interface }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dataplane::Role;
+
+    fn link(index: u32, name: &str, kind: Option<InfoKind>, master: Option<u32>) -> LinkMessage {
+        let mut message = LinkMessage::default();
+        message.header.index = index;
+        message.header.link_layer_type = LinkLayerType::Ether;
+        message.attributes.push(LinkAttribute::IfName(name.to_owned()));
+        message.attributes.extend(master.map(LinkAttribute::Controller));
+        message.attributes.extend(kind.map(|kind| LinkAttribute::LinkInfo(vec![LinkInfo::Kind(kind)])));
+        message
+    }
+
+    fn new_link(index: u32, name: &str, kind: Option<InfoKind>, master: Option<u32>) -> RouteNetlinkMessage {
+        RouteNetlinkMessage::NewLink(link(index, name, kind, master))
+    }
+
+    fn address(index: u32, ip: &str) -> AddressMessage {
+        let mut message = AddressMessage::default();
+        message.header.index = index;
+        message.attributes.push(AddressAttribute::Address(ip.parse().unwrap()));
+        message
+    }
+
+    fn new_address(index: u32, ip: &str) -> RouteNetlinkMessage {
+        RouteNetlinkMessage::NewAddress(address(index, ip))
+    }
+
+    fn route(interface: u32, metric: u32, prefix: u8) -> RouteMessage {
+        let mut message = RouteMessage::default();
+        message.header.address_family = AddressFamily::Inet;
+        message.header.table = RouteHeader::RT_TABLE_MAIN;
+        message.header.kind = RouteType::Unicast;
+        message.header.destination_prefix_length = prefix;
+        message.attributes = vec![RouteAttribute::Oif(interface), RouteAttribute::Priority(metric)];
+        message
+    }
+
+    fn state(messages: impl IntoIterator<Item = RouteNetlinkMessage>) -> State {
+        let mut state = State::default();
+        messages.into_iter().for_each(|message| state.apply(&message));
+        state
+    }
+
+    fn node() -> State {
+        let mut lo = link(1, "lo", None, None);
+        lo.header.flags = LinkFlags::Loopback;
+        state([
+            RouteNetlinkMessage::NewLink(lo),
+            new_link(2, "eth0", None, None),
+            new_link(3, "cni0", Some(InfoKind::Bridge), None),
+            new_link(4, "veth1", Some(InfoKind::Veth), Some(3)),
+            new_address(1, "127.0.0.1"),
+            new_address(2, "192.0.2.10"),
+            new_address(2, "fe80::1"),
+            new_address(3, "10.244.0.1"),
+            RouteNetlinkMessage::NewRoute(route(2, 0, 0)),
+        ])
+    }
+
+    fn roles(host: &Host) -> Vec<(&str, Role)> {
+        host.interfaces.iter().map(|interface| (interface.name.as_str(), interface.role)).collect()
+    }
+
+    fn ips(addresses: &[&str]) -> Vec<IpAddr> {
+        addresses.iter().map(|ip| ip.parse().unwrap()).collect()
+    }
+
+    #[test]
+    fn a_plain_node() {
+        let host = node().host(&[]);
+        assert_eq!(roles(&host), [("eth0", Role::Uplink), ("veth1", Role::Workload)]);
+        assert_eq!(
+            host.node_port_addresses.into_iter().collect::<Vec<_>>(),
+            ips(&["10.244.0.1", "127.0.0.1", "192.0.2.10"])
+        );
+        assert_eq!(host.masquerade_addresses, ips(&["192.0.2.10"]));
+    }
+
+    #[test]
+    fn the_nodes_own_address_is_the_source_if_the_node_has_it() {
+        assert_eq!(node().host(&ips(&["10.244.0.1"])).masquerade_addresses, ips(&["10.244.0.1"]));
+        assert_eq!(node().host(&ips(&["203.0.113.9"])).masquerade_addresses, ips(&["192.0.2.10"]));
+    }
+
+    #[test]
+    fn a_veth_that_carries_the_node_address_is_an_uplink() {
+        let veth = || state([new_link(2, "eth0", Some(InfoKind::Veth), None), new_address(2, "192.0.2.10")]);
+        assert_eq!(roles(&veth().host(&[])), [("eth0", Role::Workload)]);
+        assert_eq!(roles(&veth().host(&ips(&["192.0.2.10"]))), [("eth0", Role::Uplink)]);
+    }
+
+    #[test]
+    fn ports_of_the_uplink_bridge_are_left_to_the_bridge() {
+        let host = state([
+            new_link(2, "eth0", None, Some(3)),
+            new_link(3, "br0", Some(InfoKind::Bridge), None),
+            RouteNetlinkMessage::NewRoute(route(3, 0, 0)),
+        ])
+        .host(&[]);
+        assert_eq!(roles(&host), [("br0", Role::Uplink)]);
+    }
+
+    #[test]
+    fn a_link_takes_its_addresses_and_routes_along() {
+        let mut state = node();
+        state.apply(&RouteNetlinkMessage::DelLink(link(2, "eth0", None, None)));
+        let host = state.host(&[]);
+        assert_eq!(roles(&host), [("veth1", Role::Workload)]);
+        assert!(host.masquerade_addresses.is_empty());
+        assert!(!host.node_port_addresses.contains(&ips(&["192.0.2.10"])[0]));
+    }
+
+    #[test]
+    fn a_port_that_leaves_its_bridge_is_not_gone() {
+        let mut state = node();
+        let mut leaving = link(4, "veth1", None, None);
+        leaving.header.interface_family = AddressFamily::Bridge;
+        state.apply(&RouteNetlinkMessage::DelLink(leaving));
+        assert_eq!(state, node());
+    }
+
+    #[test]
+    fn an_address_that_goes_is_gone() {
+        let mut state = node();
+        state.apply(&RouteNetlinkMessage::DelAddress(address(3, "10.244.0.1")));
+        assert!(!state.host(&[]).node_port_addresses.contains(&ips(&["10.244.0.1"])[0]));
+    }
+
+    #[test]
+    fn the_peer_of_a_point_to_point_link_is_not_ours() {
+        let mut message = address(2, "198.51.100.2");
+        message.attributes.push(AddressAttribute::Local("198.51.100.1".parse().unwrap()));
+        let state = state([RouteNetlinkMessage::NewAddress(message)]);
+        let addresses: Vec<_> = state.host(&[]).node_port_addresses.into_iter().collect();
+        assert_eq!(addresses, ips(&["198.51.100.1"]));
+    }
+
+    #[test]
+    fn the_best_default_route_decides_the_source() {
+        let mut state = node();
+        state.apply(&new_link(5, "eth1", None, None));
+        state.apply(&new_address(5, "198.51.100.7"));
+        state.apply(&RouteNetlinkMessage::NewRoute(route(5, 100, 0)));
+        assert_eq!(state.host(&[]).masquerade_addresses, ips(&["192.0.2.10"]));
+        state.apply(&RouteNetlinkMessage::DelRoute(route(2, 0, 0)));
+        assert_eq!(state.host(&[]).masquerade_addresses, ips(&["198.51.100.7"]));
+    }
+
+    #[test]
+    fn a_link_that_goes_down_loses_its_routes() {
+        let mut state = node();
+        state.apply(&new_link(2, "eth0", None, None));
+        assert!(state.host(&[]).masquerade_addresses.is_empty());
+    }
+
+    #[test]
+    fn other_routes_do_not_make_an_uplink() {
+        let before = node();
+        let mut state = before.clone();
+        state.apply(&RouteNetlinkMessage::NewRoute(route(4, 0, 24)));
+        assert_eq!(state, before);
+    }
+}

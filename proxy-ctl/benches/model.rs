@@ -32,7 +32,7 @@ fn built() -> Model {
 fn memory(_: &mut Criterion) {
     let before = cluster::resident_kib();
     let model = built();
-    let kib = cluster::resident_kib() - before;
+    let kib = cluster::resident_kib().zip(before).map_or(0, |(now, before)| now - before);
     println!("memory: {:.1} MB for {} service ports", kib as f64 / 1024.0, model.desired().len());
 }
 

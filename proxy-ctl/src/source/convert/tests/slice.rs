@@ -1,0 +1,166 @@
+use k8s_openapi::api::discovery::v1;
+use rstest::rstest;
+use serde_json::{Value, json};
+
+use super::{super::*, ips, merged};
+use crate::model::objects::{Endpoint, EndpointPort, EndpointSlice, Family, Hints};
+
+fn slice_with(changes: Value) -> (Option<EndpointSlice>, Vec<Oddity>) {
+    let object = json!({
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
+        "metadata": {
+            "namespace": "shop", "name": "web-1", "labels": {"kubernetes.io/service-name": "web"},
+        },
+        "addressType": "IPv4",
+        "ports": [{"name": "http", "protocol": "TCP", "port": 8080}],
+        "endpoints": [{"addresses": ["10.0.0.1"]}],
+    });
+    let object: v1::EndpointSlice = serde_json::from_value(merged(object, changes)).unwrap();
+    endpoint_slice(&object)
+}
+
+fn good_slice(changes: Value) -> EndpointSlice {
+    let (slice, oddities) = slice_with(changes);
+    assert_eq!(oddities, []);
+    slice.unwrap()
+}
+
+#[test]
+fn every_field_of_a_slice() {
+    let slice = good_slice(json!({
+        "ports": [{"name": "http", "protocol": "TCP", "port": 8080}, {"name": "dns", "protocol": "UDP", "port": 53}],
+        "endpoints": [
+            {
+                "addresses": ["10.0.0.1", "10.0.0.2"],
+                "conditions": {"ready": false, "serving": true, "terminating": true},
+                "nodeName": "node-1",
+                "hints": {"forZones": [{"name": "z1"}], "forNodes": [{"name": "node-1"}]},
+            },
+            {"addresses": ["10.0.0.3"], "hints": {}},
+        ],
+    }));
+    let port = |name: &str, protocol, port| EndpointPort { name: name.into(), protocol, port };
+    let first = Endpoint {
+        address: "10.0.0.1".parse().unwrap(),
+        ready: false,
+        serving: true,
+        terminating: true,
+        node: Some("node-1".into()),
+        hints: Some(Arc::new(Hints { zones: vec!["z1".into()], nodes: vec!["node-1".into()] })),
+    };
+    let second = Endpoint {
+        address: "10.0.0.3".parse().unwrap(),
+        ready: true,
+        serving: true,
+        terminating: false,
+        node: None,
+        hints: None,
+    };
+    assert_eq!(
+        slice,
+        EndpointSlice {
+            name: ObjectName::new("shop", "web-1"),
+            service: "web".into(),
+            family: Family::Ipv4,
+            ports: vec![port("http", Protocol::Tcp, 8080), port("dns", Protocol::Udp, 53)],
+            endpoints: vec![first, second],
+        }
+    );
+}
+
+#[test]
+fn neighbours_share_their_node_and_hints() {
+    let endpoint = |address: &str| {
+        json!({
+            "addresses": [address], "nodeName": "node-1", "hints": {"forZones": [{"name": "z1"}]},
+        })
+    };
+    let slice = good_slice(json!({"endpoints": [endpoint("10.0.0.1"), endpoint("10.0.0.2")]}));
+    let [first, second] = slice.endpoints.as_slice() else { panic!("{slice:?}") };
+    assert!(Arc::ptr_eq(first.node.as_ref().unwrap(), second.node.as_ref().unwrap()));
+    assert!(Arc::ptr_eq(first.hints.as_ref().unwrap(), second.hints.as_ref().unwrap()));
+}
+
+#[rstest]
+#[case::host_names(json!({"addressType": "FQDN", "endpoints": [{"addresses": ["a.example"]}]}))]
+#[case::headless(json!({"metadata": {"labels": {"service.kubernetes.io/headless": ""}}}))]
+#[case::other_proxy(json!({"metadata": {"labels": {"service.kubernetes.io/service-proxy-name": "x"}}}))]
+fn slices_of_others_are_skipped_without_a_word(#[case] changes: Value) {
+    assert_eq!(slice_with(changes), (None, vec![]));
+}
+
+#[rstest]
+#[case::no_service(
+    json!({"metadata": {"labels": {"kubernetes.io/service-name": ""}}}),
+    "metadata.labels[kubernetes.io/service-name]", "is missing"
+)]
+#[case::address_type(json!({"addressType": "ipv4"}), "addressType", "found \"ipv4\", must be IPv4, IPv6 or FQDN")]
+fn a_slice_that_cannot_be_used_is_named(#[case] changes: Value, #[case] field: &str, #[case] problem: &str) {
+    let (slice, oddities) = slice_with(changes);
+    assert_eq!(slice, None);
+    assert_eq!(oddities.len(), 1);
+    assert_eq!(
+        (oddities[0].object.as_str(), oddities[0].field.as_str()),
+        ("EndpointSlice shop/web-1", field)
+    );
+    assert!(oddities[0].problem.contains(problem), "{oddities:?}");
+}
+
+#[rstest]
+#[case::port_0(
+    json!({"ports": [{"name": "http", "port": 8080}, {"name": "b", "port": 0}]}), "ports[1].port", "found 0"
+)]
+#[case::no_port(
+    json!({"ports": [{"name": "http", "port": 8080}, {"name": "b"}]}), "ports[1].port", "is missing"
+)]
+#[case::port_too_large(
+    json!({"ports": [{"name": "http", "port": 8080}, {"name": "b", "port": 70000}]}), "ports[1].port", "found 70000"
+)]
+#[case::protocol(
+    json!({"ports": [{"name": "http", "port": 8080}, {"name": "b", "port": 1, "protocol": "ICMP"}]}),
+    "ports[1].protocol", "found \"ICMP\""
+)]
+#[case::port_twice(
+    json!({"ports": [{"name": "http", "port": 8080}, {"name": "http", "port": 8080}]}), "ports[1]", "second time"
+)]
+#[case::address(
+    json!({"endpoints": [{"addresses": ["10.0.0.1"]}, {"addresses": ["10.0.0"]}]}),
+    "endpoints[1].addresses[0]", "found \"10.0.0\""
+)]
+#[case::other_family(
+    json!({"endpoints": [{"addresses": ["10.0.0.1"]}, {"addresses": ["fd00::1"]}]}),
+    "endpoints[1].addresses[0]", "found \"fd00::1\", must be an IPv4 address: addressType is IPv4"
+)]
+#[case::no_address(
+    json!({"endpoints": [{"addresses": ["10.0.0.1"]}, {"addresses": []}]}), "endpoints[1].addresses[0]", "is missing"
+)]
+#[case::unspecified(
+    json!({"endpoints": [{"addresses": ["10.0.0.1"]}, {"addresses": ["0.0.0.0"]}]}),
+    "endpoints[1].addresses[0]", "must be the address of one host"
+)]
+#[case::multicast(
+    json!({"endpoints": [{"addresses": ["10.0.0.1"]}, {"addresses": ["224.0.0.1"]}]}),
+    "endpoints[1].addresses[0]", "must be the address of one host"
+)]
+fn an_odd_part_of_a_slice_is_left_out(#[case] changes: Value, #[case] field: &str, #[case] problem: &str) {
+    let (slice, oddities) = slice_with(changes);
+    assert_eq!(oddities.len(), 1, "{oddities:?}");
+    assert_eq!(oddities[0].field, field);
+    assert!(oddities[0].problem.contains(problem), "{oddities:?}");
+    let slice = slice.unwrap();
+    assert_eq!(slice.ports.iter().map(|port| port.port).collect::<Vec<_>>(), [8080]);
+    assert_eq!(
+        slice.endpoints.iter().map(|endpoint| endpoint.address).collect::<Vec<_>>(),
+        ips(&["10.0.0.1"])
+    );
+}
+
+#[rstest]
+#[case::loopback("127.0.0.1", "IPv4")]
+#[case::link_local("169.254.1.1", "IPv4")]
+#[case::leading_zeros("010.000.000.001", "IPv4")]
+#[case::v6("fd00::1", "IPv6")]
+fn addresses_that_can_work_are_used(#[case] address: &str, #[case] address_type: &str) {
+    let slice = good_slice(json!({"addressType": address_type, "endpoints": [{"addresses": [address]}]}));
+    assert_eq!(slice.endpoints.len(), 1);
+}

@@ -1,1 +1,41 @@
-fn main() {}
+//! `cargo xtask`: everything that is done with this repository, each by one command.
+
+mod command;
+mod setup;
+mod suites;
+mod test;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Sets up, shows, tests and measures proxy-ctl")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Install what is missing to build and test on this machine
+    Setup {
+        /// Only print what is there and what is not
+        #[arg(long)]
+        check: bool,
+    },
+    /// Run everything that proves the project on this machine
+    Test(test::Arguments),
+}
+
+fn main() -> ExitCode {
+    let result: Result<ExitCode> = match Arguments::parse().command {
+        Task::Setup { check } => setup::run(check),
+        Task::Test(arguments) => test::run(&arguments),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("xtask: {error:#}");
+        ExitCode::FAILURE
+    })
+}

@@ -1,0 +1,142 @@
+//! Runs every suite, quick ones first, and prints one line for each.
+
+use std::{process::ExitCode, time::Instant};
+
+use anyhow::Result;
+use clap::Args;
+
+use crate::{
+    command::{as_root, built, cargo, find, is_root, run as execute},
+    setup,
+    suites::{Count, Kind, Report, Suite},
+};
+
+#[derive(Args)]
+pub(crate) struct Arguments {
+    /// Also run the scenarios against the real kube-proxy
+    #[arg(long)]
+    kube_proxy: bool,
+    /// Only suites whose name contains this
+    #[arg(long, default_value = "")]
+    suite: String,
+    /// Do not look for missing programs first
+    #[arg(long)]
+    no_setup: bool,
+}
+
+const LAST_LINES: usize = 60;
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
+    let start = Instant::now();
+    if !arguments.no_setup {
+        setup::run_setup()?;
+    }
+    let mut total = Count::default();
+    let (checks, missing) = checks();
+    for (name, program) in missing {
+        println!("{name:<22} skipped: {program} is not installed");
+        total.skipped += 1;
+    }
+    for suite in checks.into_iter().chain([unit_suite()]) {
+        total += run_suite(suite, arguments)?;
+    }
+    for suite in root_suites(arguments) {
+        total += run_suite(suite, arguments)?;
+    }
+    println!("in {} s", start.elapsed().as_secs());
+    println!("{total}");
+    Ok(if total.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn run_suite(suite: Suite, arguments: &Arguments) -> Result<Count> {
+    let name = suite.name;
+    if !name.contains(&arguments.suite) {
+        return Ok(Count::default());
+    }
+    let report = suite.run()?;
+    print_report(name, &report);
+    Ok(report.count)
+}
+
+fn print_report(name: &str, report: &Report) {
+    for note in &report.notes {
+        println!("  {}", note.trim());
+    }
+    if report.count.failed > 0 {
+        let lines: Vec<&str> = report.text.lines().collect();
+        for line in lines.get(lines.len().saturating_sub(LAST_LINES)..).unwrap_or_default() {
+            println!("  | {line}");
+        }
+    }
+    println!("{name:<22} {:<42} {:>6.1} s", report.count.to_string(), report.elapsed.as_secs_f32());
+}
+
+fn suite(name: &'static str, kind: Kind, command: std::process::Command) -> Suite {
+    Suite { name, kind, command }
+}
+
+/// What looks at the sources only; and which of it cannot be done here, for want of which program.
+fn checks() -> (Vec<Suite>, Vec<(&'static str, &'static str)>) {
+    let deny = |what: &[&str]| {
+        let mut command = cargo(&["deny", "--log-level", "error", "check"]);
+        command.args(what);
+        command
+    };
+    let lints = ["clippy", "-q", "--all-targets", "--", "-D", "warnings"];
+    let all = [
+        ("cargo-fmt", suite("format", Kind::Check, cargo(&["fmt", "--all", "--check"]))),
+        ("cargo-deny", suite("licences and sources", Kind::Check, deny(&["bans", "licenses", "sources"]))),
+        ("cargo-deny", suite("advisories", Kind::Online, deny(&["advisories"]))),
+        ("cargo-clippy", suite("clippy", Kind::Check, cargo(&lints))),
+    ];
+    let (mut suites, mut missing) = (Vec::new(), Vec::new());
+    for (program, suite) in all {
+        if find(program).is_some() {
+            suites.push(suite);
+        } else {
+            missing.push((suite.name, program));
+        }
+    }
+    (suites, missing)
+}
+
+fn unit_suite() -> Suite {
+    suite("unit", Kind::Tests, cargo(&["test", "-q", "--lib", "--bins"]))
+}
+
+/// Tests in network namespaces, with programs loaded into the kernel.
+fn root_suites(arguments: &Arguments) -> Vec<Suite> {
+    let build =
+        execute(&mut cargo(&["build", "-q", "-p", "proxy-ctl", "-p", "lab", "-p", "behaviour", "--bins"]));
+    if let Err(error) = build {
+        println!("  FAILED building the programs: {error:#}");
+    }
+    let tests = |name: &'static str, selection: &[&str]| {
+        let mut command = cargo(&["test", "-q"]);
+        command.args(selection);
+        if !is_root() {
+            command.env("CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER", "sudo --preserve-env");
+            command.env("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER", "sudo --preserve-env");
+        }
+        suite(name, Kind::Tests, command)
+    };
+    let behaviour = |name: &'static str, flags: &[&str]| {
+        let mut command = as_root(built("behaviour"));
+        command.args(flags);
+        suite(name, Kind::Tests, command)
+    };
+    let mut suites = vec![
+        tests("proxy-ctl", &["-p", "proxy-ctl", "-p", "proxy-common", "--test", "*"]),
+        tests("packets", &["-p", "packets"]),
+        tests("lab", &["-p", "lab", "--test", "cluster"]),
+        behaviour("behaviour sockets", &["--proxy", "ebpf", "--path", "sockets"]),
+        behaviour("behaviour packets", &["--proxy", "ebpf", "--path", "packets"]),
+        behaviour("behaviour unseen", &["--proxy", "ebpf", "--path", "unseen"]),
+        tests("control plane", &["-p", "control-plane", "--tests"]),
+    ];
+    if arguments.kube_proxy {
+        suites.push(behaviour("kube-proxy iptables", &["--proxy", "kube-proxy-iptables"]));
+        suites.push(behaviour("kube-proxy nftables", &["--proxy", "kube-proxy-nftables"]));
+    }
+    suites
+}

@@ -1,4 +1,5 @@
 //! The binary as its users call it: help, and bad input that must end it before anything is touched.
+#![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
 
 use std::{
     fs,

@@ -46,9 +46,12 @@ pub fn main() -> ExitCode {
 /// `--help` and `--version` come here too.
 fn refuse(error: &clap::Error) -> ExitCode {
     let _ = error.print();
-    match error.kind() {
-        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => ExitCode::SUCCESS,
-        ErrorKind::InvalidValue | ErrorKind::ValueValidation => ExitCode::from(FAILED),
-        _ => ExitCode::from(USAGE),
+    let kind = error.kind();
+    if matches!(kind, ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
+        ExitCode::SUCCESS
+    } else if matches!(kind, ErrorKind::InvalidValue | ErrorKind::ValueValidation) {
+        ExitCode::from(FAILED)
+    } else {
+        ExitCode::from(USAGE)
     }
 }

@@ -1,7 +1,7 @@
 //! `proxy-ctl run`: everything is read and checked, then sources, servers and the dataplane's thread are started
 //! and run until a signal. What was programmed stays when the process ends.
 
-use std::{path::PathBuf, sync::Arc, thread, time::Duration};
+use std::{net::IpAddr, path::PathBuf, sync::Arc, thread, time::Duration};
 
 use anyhow::Context as _;
 use tokio::{
@@ -24,6 +24,7 @@ use crate::{
     log,
     mode::{self, Choice, Request},
     model::Update,
+    node,
     serve::{self, Health, Metrics, SharedHealth},
     source::{
         kubernetes::{Kubernetes, ResourceKind, SourceState},
@@ -68,7 +69,7 @@ pub(super) fn run(args: RunArgs, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
 }
 
 enum Source {
-    Kubernetes(Kubernetes),
+    Kubernetes(Box<Kubernetes>),
     Manifests(Manifests),
 }
 
@@ -76,7 +77,7 @@ impl Source {
     fn open(settings: &Settings, state: &SourceState) -> anyhow::Result<Self> {
         match &settings.manifests {
             Some(folder) => Ok(Self::Manifests(Manifests::open(folder, Arc::clone(&settings.node_name))?)),
-            None => Ok(Self::Kubernetes(settings.kubernetes(state.clone())?)),
+            None => Ok(Self::Kubernetes(Box::new(settings.kubernetes(state.clone())?))),
         }
     }
 
@@ -144,9 +145,10 @@ impl Process {
             sources: Vec::new(),
         };
         tasks.spawn(keep_record(record, from_api_server.then_some(state), Arc::clone(&config), stop.clone()));
-        let _hosts_in: watch::Sender<Option<Host>> = hosts_in;
+        let node_addresses = watch::Sender::new(None);
+        tasks.spawn(watch_node(node_addresses.subscribe(), hosts_in, stop.clone()));
 
-        let reports = Reports { health, metrics };
+        let reports = Reports { health, metrics, node_addresses };
         let controller = Controller::new(Arc::clone(&config), node_name, reports);
         let inputs = Inputs { updates, hosts, asks, stop: stop.clone() };
         let mut ended = start_dataplane(controller, inputs, config, runtime)?;
@@ -196,6 +198,32 @@ fn serve_http(
     let metrics =
         serve::metrics(config.metrics_bind_address, hard_fail, mode, Arc::clone(metrics), stop.clone());
     tasks.spawn(async { Ok(metrics.await?) });
+}
+
+/// Follows the node's addresses and interfaces, from when the addresses of its Node object are known: by them it is
+/// told which interfaces lead outside.
+async fn watch_node(
+    mut known: watch::Receiver<Option<Vec<IpAddr>>>,
+    hosts: watch::Sender<Option<Host>>,
+    stop: CancellationToken,
+) -> anyhow::Result<()> {
+    let Ok(first) = known.wait_for(Option::is_some).await.map(|first| first.clone().unwrap_or_default())
+    else {
+        return Ok(());
+    };
+    let addresses = watch::Sender::new(first);
+    let watched = addresses.subscribe();
+    let forward = async {
+        while known.changed().await.is_ok() {
+            addresses.send_replace(known.borrow().clone().unwrap_or_default());
+        }
+        // The controller has ended; so will this process.
+        std::future::pending::<()>().await;
+    };
+    tokio::select! {
+        done = node::watch(watched, hosts, stop) => Ok(done?),
+        () = forward => Ok(()),
+    }
 }
 
 /// The thread that blocks on system calls. The answer comes when it ends.

@@ -41,12 +41,11 @@ impl Settings {
             }
         }
         if let Some(flag) = args.proxy_mode {
-            match config.mode {
-                RequestedMode::Automatic => config.mode = flag,
-                file if file != flag => {
-                    warnings.push(format!("--proxy-mode {flag} is ignored: mode of the file is {file}"));
-                }
-                _ => {}
+            let file = config.mode;
+            if file == RequestedMode::Automatic {
+                config.mode = flag;
+            } else if file != flag {
+                warnings.push(format!("--proxy-mode {flag} is ignored: mode of the file is {file}"));
             }
         }
         if let Some(bpffs) = bpffs {
@@ -69,13 +68,13 @@ impl Settings {
             kubeconfig: self.config.client_connection.kubeconfig.clone(),
             ..kubernetes::Config::default()
         };
-        Kubernetes::new(config, Arc::clone(&self.node_name), state).map_err(|error| match error {
-            ConfigError::NotInCluster { variable } => anyhow::anyhow!(
+        Kubernetes::new(config, Arc::clone(&self.node_name), state).map_err(|error| {
+            let ConfigError::NotInCluster { variable } = error else { return error.into() };
+            anyhow::anyhow!(
                 "there is nowhere to get Services from: give --kubeconfig FILE (or clientConnection.kubeconfig in \
                  the file of --config), or --manifests DIR, or run in a pod with a service account ({variable} is \
                  not set)"
-            ),
-            error => error.into(),
+            )
         })
     }
 }

@@ -115,9 +115,8 @@ impl<'a> Fields<'a> {
 
     /// A duration, or a whole number of nanoseconds.
     pub(super) fn duration_or_nanoseconds(&self, name: &'static str) -> Option<Duration> {
-        self.typed(name, "a duration such as \"5s\", or nanoseconds", |value| match value {
-            Value::Number(number) => number.as_u64().map(Duration::from_nanos),
-            other => duration::parse(other.as_str()?),
+        self.typed(name, "a duration such as \"5s\", or nanoseconds", |value| {
+            value.as_u64().map(Duration::from_nanos).or_else(|| duration::parse(value.as_str()?))
         })
         .filter(|duration| !duration.is_zero())
     }

@@ -9,12 +9,14 @@ mod surveys;
 mod unsupported;
 
 use std::{
+    net::IpAddr,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-pub use run::{Asks, Inputs, UsageAsk, run};
+use tokio::sync::watch;
 
+pub use self::run::{Asks, Inputs, UsageAsk, run};
 use self::{retry::Retry, surveys::Surveys};
 use crate::{
     config::Config,
@@ -32,6 +34,8 @@ use crate::{
 pub struct Reports {
     pub health: Arc<SharedHealth>,
     pub metrics: Arc<Metrics>,
+    /// Addresses of the own Node, best first; `None` before it was listed.
+    pub node_addresses: watch::Sender<Option<Vec<IpAddr>>>,
 }
 
 /// Which lists have come in. Nothing is written before all have.
@@ -99,12 +103,13 @@ impl<D: Dataplane> Controller<D> {
             Update::Node(node) => {
                 self.listed.node = true;
                 self.reports.health.lock().set_node(node.as_ref());
-                let addresses = |node: Option<&crate::model::objects::Node>| {
-                    node.map(|node| node.addresses.clone()).unwrap_or_default()
-                };
-                if addresses(self.model.node()) != addresses(node.as_ref())
-                    && let Some(programmed) = &mut self.dataplane
-                {
+                let addresses = Some(node.as_ref().map(|node| node.addresses.clone()).unwrap_or_default());
+                let differ = self.reports.node_addresses.send_if_modified(|told| {
+                    let differ = *told != addresses;
+                    *told = addresses;
+                    differ
+                });
+                if let (true, Some(programmed)) = (differ, &mut self.dataplane) {
                     programmed.host.ask(now);
                 }
             }
@@ -292,8 +297,8 @@ impl<D: Dataplane> Controller<D> {
 }
 
 /// What the configuration leaves of the node's addresses and interfaces.
-fn selected(host: &Host, config: &Config, node_addresses: &[std::net::IpAddr]) -> Host {
-    let serves = |address: &&std::net::IpAddr| config.serves_node_ports_on(**address, node_addresses);
+fn selected(host: &Host, config: &Config, node_addresses: &[IpAddr]) -> Host {
+    let serves = |address: &&IpAddr| config.serves_node_ports_on(**address, node_addresses);
     Host {
         node_port_addresses: host.node_port_addresses.iter().filter(serves).copied().collect(),
         masquerade_addresses: host.masquerade_addresses.clone(),

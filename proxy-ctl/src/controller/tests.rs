@@ -161,6 +161,7 @@ fn reports() -> Reports {
     Reports {
         health: Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30)))),
         metrics: Arc::new(Metrics::new(None, |_| {})),
+        node_addresses: watch::Sender::new(None),
     }
 }
 
@@ -303,7 +304,10 @@ fn the_configuration_chooses_interfaces_and_node_port_addresses() {
     std::fs::write(&path, text).unwrap();
     let mut fixture = Fixture::new(Config::load(&path).unwrap().config);
     let node = Node { addresses: vec![address("192.0.2.1")], ..Node::default() };
+    let told = fixture.reports.node_addresses.subscribe();
+    assert_eq!(*told.borrow(), None);
     fixture.take(Update::Node(Some(node.clone())));
+    assert_eq!(*told.borrow(), Some(node.addresses.clone()));
     fixture.controller.set_host(host(&["192.0.2.1", "192.0.2.2"]), fixture.now);
     fixture.start();
     let set = |calls: Vec<Call>| match calls.into_iter().next() {

@@ -1,5 +1,5 @@
 //! The model at 10,000 services with 10 endpoints each. Aims on two cores: full build under 200 ms, one endpoint
-//! change under 1 ms, model and desired state under 30 MB.
+//! change under 1 ms. `tests/model_scale.rs` holds what it needs of memory.
 
 #![expect(clippy::expect_used, reason = "a benchmark has no caller to answer to")]
 
@@ -27,13 +27,6 @@ fn built() -> Model {
     }
     model.take_changes();
     model
-}
-
-fn memory(_: &mut Criterion) {
-    let before = cluster::resident_kib();
-    let model = built();
-    let kib = cluster::resident_kib().zip(before).map_or(0, |(now, before)| now - before);
-    println!("memory: {:.1} MB for {} service ports", kib as f64 / 1024.0, model.desired().len());
 }
 
 fn full_build(criterion: &mut Criterion) {
@@ -80,6 +73,6 @@ fn changes(criterion: &mut Criterion) {
 criterion_group! {
     name = model;
     config = Criterion::default().sample_size(20);
-    targets = memory, full_build, changes
+    targets = full_build, changes
 }
 criterion_main!(model);

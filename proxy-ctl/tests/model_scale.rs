@@ -5,10 +5,17 @@ mod cluster;
 
 use proxy_ctl::model::Model;
 
+/// Memory of this process that is not of files, in KiB.
+fn resident_kib() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
+    line.trim().trim_end_matches(" kB").parse().ok()
+}
+
 #[test]
 fn ten_thousand_services_fit_in_30_mb_and_one_change_is_one_port() {
     const SERVICES: u32 = 10_000;
-    let before = cluster::resident_kib().unwrap();
+    let before = resident_kib().unwrap();
     let mut model = Model::new(cluster::NODE);
     for number in 0..SERVICES {
         model.apply_service(cluster::service(number));
@@ -17,7 +24,8 @@ fn ten_thousand_services_fit_in_30_mb_and_one_change_is_one_port() {
     let changes = model.take_changes();
     assert_eq!(changes.changed.len(), SERVICES as usize);
     drop(changes);
-    let kib = cluster::resident_kib().unwrap() - before;
+    let kib = resident_kib().unwrap() - before;
+    println!("{kib} KiB");
     assert!(kib <= 30 * 1024, "{kib} KiB");
     assert_eq!(model.ports_computed(), u64::from(SERVICES));
 

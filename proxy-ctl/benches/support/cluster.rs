@@ -60,10 +60,3 @@ pub(crate) fn endpoint(number: u32) -> Endpoint {
         hints: None,
     }
 }
-
-/// Memory of this process that is not of files, in KiB.
-pub(crate) fn resident_kib() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
-    line.trim().trim_end_matches(" kB").parse().ok()
-}

@@ -2,8 +2,8 @@
 //!
 //! 1. `KUBEBUILDER_ASSETS`, a folder that people who test controllers have;
 //! 2. what an earlier run built, in the cache folder;
-//! 3. for etcd: PATH; for the others: built from the Go module in `tests/kubernetes`, once, in about
-//!    four minutes on two cores, with progress on stderr; at last PATH.
+//! 3. PATH, if an etcd there is new enough;
+//! 4. built from the Go module in `tests/kubernetes`: once, some minutes, with progress on stderr.
 
 use std::{
     env, fs,
@@ -34,24 +34,22 @@ impl Program {
 
     /// Finds the program, or builds it. The error says what is missing and where it was looked for.
     pub fn path(self) -> Result<PathBuf> {
-        if let Some(found) = self.installed() {
-            return Ok(found);
-        }
-        match self {
-            Self::Etcd => bail!(
-                "etcd is neither in KUBEBUILDER_ASSETS nor on PATH (on Debian: apt-get install etcd-server)"
-            ),
-            Self::KubeApiServer | Self::KubeProxy => self.build(),
+        match self.installed() {
+            Some(found) => Ok(found),
+            None => self.build(),
         }
     }
 
     /// The program, if nothing has to be built for it.
     pub fn installed(self) -> Option<PathBuf> {
-        let folders =
-            env::var_os("KUBEBUILDER_ASSETS").map(PathBuf::from).into_iter().chain(cache().ok()).chain(
-                env::var_os("PATH").into_iter().flat_map(|path| env::split_paths(&path).collect::<Vec<_>>()),
-            );
-        folders.map(|folder| folder.join(self.name())).find(|file| is_executable(file))
+        let given = env::var_os("KUBEBUILDER_ASSETS").map(PathBuf::from).into_iter().chain(cache().ok());
+        let given = given.map(|folder| folder.join(self.name())).find(|file| is_executable(file));
+        given.or_else(|| {
+            let path = env::var_os("PATH")?;
+            env::split_paths(&path)
+                .map(|folder| folder.join(self.name()))
+                .find(|file| is_executable(file) && (self != Self::Etcd || streams_lists(file)))
+        })
     }
 
     fn build(self) -> Result<PathBuf> {
@@ -76,7 +74,7 @@ impl Program {
         let module = module();
         let package = format!("./cmd/{name}");
         let version = version()?;
-        let mut progress = Progress::new(name, &version, dependencies(&go, &module, &package)?);
+        let mut progress = Progress::new(name, dependencies(&go, &module, &package)?);
         // Complete or not there at all: an interrupted build must not look like a program.
         let partial = cache.join(format!("{name}.partial"));
         let mut child = Command::new(&go)
@@ -108,6 +106,22 @@ impl Program {
         }
         fs::rename(&partial, &target).with_context(|| format!("renaming {}", partial.display()))?;
         Ok(target)
+    }
+}
+
+/// Whether an API server can stream lists with this etcd: it refuses to with one that is older.
+fn streams_lists(etcd: &Path) -> bool {
+    let Ok(output) = Command::new(etcd).arg("--version").stdin(Stdio::null()).output() else { return false };
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    text.lines().find_map(|line| line.strip_prefix("etcd Version: ")).is_some_and(is_recent)
+}
+
+fn is_recent(version: &str) -> bool {
+    let numbers: Vec<u32> = version.trim().split('.').map_while(|number| number.parse().ok()).collect();
+    match numbers.as_slice() {
+        [3, 4, patch, ..] => *patch >= 31,
+        [3, 5, patch, ..] => *patch >= 13,
+        numbers => numbers >= &[3, 6][..],
     }
 }
 
@@ -193,8 +207,8 @@ struct Progress {
 }
 
 impl Progress {
-    fn new(program: &'static str, version: &str, total: usize) -> Self {
-        eprintln!("building {program} {version}: {total} packages, once, some minutes");
+    fn new(program: &'static str, total: usize) -> Self {
+        eprintln!("building {program}: {total} packages, once, some minutes");
         Self { program, done: 0, total: total.max(1), terminal: std::io::stderr().is_terminal() }
     }
 
@@ -229,6 +243,20 @@ mod tests {
         let flags = linker_flags("v1.36.1");
         for flag in ["gitVersion=v1.36.1", "gitMajor=1 ", "gitMinor=36"] {
             assert!(flags.contains(flag), "{flags}");
+        }
+    }
+
+    #[test]
+    fn an_old_etcd_is_not_used() {
+        for (version, recent) in [
+            ("3.4.23", false),
+            ("3.4.31", true),
+            ("3.5.12", false),
+            ("3.5.13", true),
+            ("3.6.8", true),
+            ("4.0", true),
+        ] {
+            assert_eq!(is_recent(version), recent, "{version}");
         }
     }
 

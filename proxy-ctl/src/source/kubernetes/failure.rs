@@ -67,9 +67,11 @@ impl Failure {
         Self { reason, message: message.into(), retry_after: None, code: None }
     }
 
-    /// Whether the server does not know `sendInitialEvents`, or has it switched off.
+    /// Whether a streaming list may have failed because it was a streaming one: 422 where the feature is
+    /// switched off or unknown, 500 where the API server's etcd is too old for it, who knows what from a
+    /// proxy in between. Not where any request would have failed.
     pub(super) fn refuses_streaming(&self) -> bool {
-        matches!(self.code, Some(400 | 405 | 406 | 415 | 422 | 501))
+        self.reason == Reason::Refused && !matches!(self.code, None | Some(502..=504))
     }
 }
 
@@ -104,12 +106,13 @@ impl From<&Status> for Failure {
 }
 
 impl From<kube::Error> for Failure {
+    #[expect(clippy::wildcard_enum_match_arm, reason = "the rest is told apart by its causes")]
     fn from(error: kube::Error) -> Self {
         let reason = match &error {
             kube::Error::Api(status) => return Self::from(&**status),
             kube::Error::SerdeError(_) | kube::Error::FromUtf8(_) => Reason::Malformed,
             kube::Error::Auth(_) => Reason::Credentials,
-            other => connection_reason(other),
+            _ => connection_reason(&error),
         };
         Self::new(reason, chain(&error))
     }
@@ -124,20 +127,14 @@ fn connection_reason(error: &(dyn StdError + 'static)) -> Reason {
         if cause.is::<super::connection::TokenFileError>() {
             return Reason::Credentials;
         }
-        if text.contains("certificate") || text.contains("tls handshake") || text.contains("AlertReceived") {
+        if text.contains("certificate") || text.contains("fatal alert") {
             return Reason::Tls;
         }
-        if let Some(io) = cause.downcast_ref::<io::Error>() {
-            match io.kind() {
-                io::ErrorKind::TimedOut => reason = Reason::Timeout,
-                io::ErrorKind::ConnectionRefused
-                | io::ErrorKind::HostUnreachable
-                | io::ErrorKind::NetworkUnreachable
-                | io::ErrorKind::AddrNotAvailable => reason = Reason::Unreachable,
-                _ => {}
-            }
+        if cause.downcast_ref::<io::Error>().is_some_and(|io| io.kind() == io::ErrorKind::TimedOut) {
+            reason = Reason::Timeout;
         }
-        if text.contains("dns error") || text.contains("tcp connect error") {
+        if text.contains("dns error") || text.contains("tcp connect error") || text.contains("tcp open error")
+        {
             reason = Reason::Unreachable;
         }
         next = cause.source();

@@ -142,12 +142,15 @@ fn from_kubeconfig(path: &Path) -> Result<Loaded, ConfigError> {
     }
 
     let proxy_url = cluster.proxy_url.clone().filter(|url| !url.is_empty());
-    let mut client = kube::Config::try_from(kubeconfig).map_err(|error| match error {
-        KubeconfigError::LoadCertificateAuthority(_) | KubeconfigError::ParseCertificates(_) => {
+    let mut client = kube::Config::try_from(kubeconfig).map_err(|error| {
+        use KubeconfigError::{LoadCertificateAuthority, ParseCertificates, ParseProxyUrl};
+        if matches!(error, LoadCertificateAuthority(_) | ParseCertificates(_)) {
             field(cluster_field(authority), error.to_string())
+        } else if matches!(error, ParseProxyUrl(_)) {
+            field(cluster_field("proxy-url"), error.to_string())
+        } else {
+            parse_error(path, error)
         }
-        KubeconfigError::ParseProxyUrl(_) => field(cluster_field("proxy-url"), error.to_string()),
-        error => parse_error(path, error),
     })?;
     // Only what the file says: with HTTPS_PROXY meant for others the way to the API server would lead
     // out of the cluster and back.
@@ -184,6 +187,7 @@ fn check_cluster(
     Ok(name)
 }
 
+#[expect(clippy::wildcard_enum_match_arm, reason = "the rest of them say what is wrong")]
 fn parse_error(path: &Path, error: KubeconfigError) -> ConfigError {
     match error {
         KubeconfigError::ReadConfig(source, path) => ConfigError::Read { path, source },

@@ -153,7 +153,8 @@ impl<W: Watched> Watcher<W> {
             }
             tokio::select! {
                 () = sleep(delay) => {}
-                () = self.connection.recovered.notified() => {}
+                // Another watcher gets through again: what went wrong before says nothing any more.
+                () = self.connection.recovered.notified() => self.backoff.reset(),
                 () = self.updates.closed() => return,
             }
         }

@@ -1,0 +1,166 @@
+//! The source under test with a model behind it, as the controller has them.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail};
+use control_plane::Identity;
+use proxy_ctl::{
+    model::{Model, Update},
+    source::kubernetes::{Config, Kubernetes, SourceState},
+};
+use tokio::{
+    sync::mpsc,
+    task::JoinHandle,
+    time::{Instant, timeout_at},
+};
+
+use crate::world::World;
+
+const LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const NODE: &str = "node-under-test";
+
+/// Endpoints, as `address:port`, by service port, as `name:port`.
+pub(crate) type Served = BTreeMap<String, Vec<String>>;
+
+pub(crate) struct Follower {
+    source: JoinHandle<()>,
+    updates: mpsc::Receiver<Update>,
+    pub(crate) model: Model,
+    pub(crate) state: SourceState,
+    /// Everything received, in order.
+    pub(crate) log: Vec<Update>,
+    namespace: String,
+}
+
+impl Follower {
+    /// Follows as `identity`; waits for nothing.
+    pub(crate) fn start(world: &World, identity: Identity) -> Result<Self> {
+        Self::start_with(world, &world.server.kubeconfig(identity))
+    }
+
+    /// Follows through a relay.
+    pub(crate) fn start_through(world: &World, identity: Identity, relay: SocketAddr) -> Result<Self> {
+        Self::start_with(world, &kubeconfig_at(world, identity, relay)?)
+    }
+
+    fn start_with(world: &World, kubeconfig: &Path) -> Result<Self> {
+        let config = Config { kubeconfig: Some(kubeconfig.to_owned()), master: None };
+        let state = SourceState::new();
+        let source = Kubernetes::new(config, NODE, state.clone()).context("configuring the source")?;
+        let (sender, updates) = mpsc::channel(64);
+        let source = world.block_on(async {
+            tokio::spawn(async move {
+                if let Err(error) = source.run(sender).await {
+                    eprintln!("the source ended: {error}");
+                }
+            })
+        });
+        Ok(Self {
+            source,
+            updates,
+            model: Model::new(NODE),
+            state,
+            log: Vec::new(),
+            namespace: world.namespace().to_owned(),
+        })
+    }
+
+    /// Follows and waits until everything has been listed.
+    pub(crate) fn listed(world: &World, identity: Identity) -> Result<Self> {
+        let mut follower = Self::start(world, identity)?;
+        follower.wait_listed(world)?;
+        Ok(follower)
+    }
+
+    pub(crate) fn wait_listed(&mut self, world: &World) -> Result<()> {
+        self.wait(world, "the first lists", |follower| {
+            let seen = |kind: fn(&Update) -> bool| follower.log.iter().any(kind);
+            seen(|update| matches!(update, Update::ReplaceServices(_)))
+                && seen(|update| matches!(update, Update::ReplaceSlices(_)))
+                && seen(|update| matches!(update, Update::Node(_)))
+        })
+    }
+
+    /// Takes in updates until `condition` holds.
+    pub(crate) fn wait(
+        &mut self,
+        world: &World,
+        what: &str,
+        mut condition: impl FnMut(&Self) -> bool,
+    ) -> Result<()> {
+        world.block_on(async {
+            let deadline = Instant::now() + LIMIT;
+            while !condition(self) {
+                // Some conditions are about counters, which change without an update.
+                let look = (Instant::now() + Duration::from_millis(20)).min(deadline);
+                match timeout_at(look, self.updates.recv()).await {
+                    Ok(Some(update)) => self.take(update),
+                    Ok(None) => bail!("the source ended while waiting for {what}"),
+                    Err(_) if Instant::now() >= deadline => {
+                        bail!("not within {} s: {what}; served: {:?}", LIMIT.as_secs(), self.served())
+                    }
+                    Err(_) => {}
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn take(&mut self, update: Update) {
+        self.log.push(update.clone());
+        self.model.update(update);
+        self.model.take_changes();
+    }
+
+    /// Waits until exactly `expected` is served in the scenario's namespace.
+    pub(crate) fn wait_served(&mut self, world: &World, expected: &[(&str, &[&str])]) -> Result<()> {
+        let expected: Served = expected
+            .iter()
+            .map(|(port, endpoints)| {
+                ((*port).to_owned(), endpoints.iter().map(|&one| one.to_owned()).collect())
+            })
+            .collect();
+        self.wait(world, &format!("{expected:?}"), |follower| follower.served() == expected)
+    }
+
+    /// What the model serves in the scenario's namespace.
+    pub(crate) fn served(&self) -> Served {
+        self.model
+            .desired()
+            .iter()
+            .filter(|port| *port.name.service.namespace == *self.namespace)
+            .map(|port| {
+                let endpoints = port.endpoints.all.iter();
+                let endpoints = endpoints.map(|endpoint| format!("{}:{}", endpoint.address, endpoint.port));
+                (format!("{}:{}", port.name.service.name, port.name.port), endpoints.collect())
+            })
+            .collect()
+    }
+
+    /// Updates received since the log was that long.
+    pub(crate) fn since(&self, mark: usize) -> &[Update] {
+        &self.log[mark..]
+    }
+}
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        self.source.abort();
+    }
+}
+
+/// A copy of the identity's kubeconfig with another address of the server.
+pub(crate) fn kubeconfig_at(world: &World, identity: Identity, server: SocketAddr) -> Result<PathBuf> {
+    let original = world.server.kubeconfig(identity);
+    let text = fs::read_to_string(&original).context("reading the kubeconfig")?;
+    let text = text.replace(&world.server.url(), &format!("https://{server}"));
+    let copy = world.directory.path().join(format!("{}-{}.kubeconfig", identity.name, server.port()));
+    fs::write(&copy, text).context("writing a kubeconfig")?;
+    Ok(copy)
+}

@@ -1,0 +1,140 @@
+//! Lists, broken watches, and lists again.
+
+use anyhow::{Result, ensure};
+use control_plane::{PROXY, objects::Bulk};
+use proxy_ctl::{
+    model::Update,
+    source::kubernetes::{ListMethod, ResourceKind, failure::Reason},
+};
+use serde_json::json;
+
+use crate::{follower::Follower, measure, relay::Relay, world::World};
+
+fn lists(follower: &Follower, kind: ResourceKind) -> u64 {
+    [ListMethod::Streamed, ListMethod::Paged]
+        .into_iter()
+        .map(|method| follower.state.lists(kind, method))
+        .sum()
+}
+
+pub(super) fn a_broken_connection_goes_on_where_it_was(world: &mut World) -> Result<()> {
+    let relay = Relay::start(world)?;
+    let mut follower = Follower::start_through(world, PROXY, relay.address)?;
+    follower.wait_listed(world)?;
+    let (keep, drop) = (world.service("keep"), world.service("drop"));
+    world.create(&keep)?;
+    world.create(&drop)?;
+    follower.wait_served(world, &[("drop:main", &[]), ("keep:main", &[])])?;
+
+    relay.cut();
+    follower.wait(world, "all watches to fail", |follower| {
+        ResourceKind::ALL.into_iter().all(|kind| !follower.state.connected(kind))
+    })?;
+    world.delete(&drop)?;
+    world.create(&world.service("new"))?;
+    world.create(&world.slice("keep-1", "keep", &[1]))?;
+    relay.mend();
+    follower.wait_served(world, &[("keep:main", &["10.0.0.1:8080"]), ("new:main", &[])])?;
+    for kind in ResourceKind::ALL {
+        ensure!(lists(&follower, kind) == 1, "{kind} were listed {} times", lists(&follower, kind));
+    }
+    Ok(())
+}
+
+pub(super) fn what_happened_before_a_compaction_is_seen_in_one_replace(world: &mut World) -> Result<()> {
+    let relay = Relay::start(world)?;
+    let mut follower = Follower::start_through(world, PROXY, relay.address)?;
+    follower.wait_listed(world)?;
+    let (changed, gone) = (world.service("changed"), world.service("gone"));
+    let slice = world.slice("changed-1", "changed", &[1]);
+    for object in [&changed, &gone, &slice, &world.slice("gone-1", "gone", &[2])] {
+        world.create(object)?;
+    }
+    follower
+        .wait_served(world, &[("changed:main", &["10.0.0.1:8080"]), ("gone:main", &["10.0.0.2:8080"])])?;
+
+    relay.cut();
+    follower.wait(world, "all watches to fail", |follower| {
+        ResourceKind::ALL.into_iter().all(|kind| !follower.state.connected(kind))
+    })?;
+    world.delete(&gone)?;
+    world.delete(&world.slice("gone-1", "gone", &[]))?;
+    world.merge(&slice, &json!({"endpoints": [{"addresses": ["10.0.0.7"]}]}))?;
+    world.create(&world.service("new"))?;
+    world.create(&world.slice("new-1", "new", &[3]))?;
+    world.server.compact()?;
+    // The API server's own memory of versions ends with it.
+    world.server.restart()?;
+    let mark = follower.log.len();
+    relay.mend();
+    follower.wait_served(world, &[("changed:main", &["10.0.0.7:8080"]), ("new:main", &["10.0.0.3:8080"])])?;
+
+    let since = follower.since(mark);
+    let services = since.iter().filter(|update| matches!(update, Update::ReplaceServices(_))).count();
+    let slices = since.iter().filter(|update| matches!(update, Update::ReplaceSlices(_))).count();
+    let others = since.iter().filter(|update| !matches!(update, Update::Node(_))).count() - services - slices;
+    ensure!(
+        (services, slices, others) == (1, 1, 0),
+        "{services}, {slices} replacements, {others} other updates"
+    );
+    for kind in [ResourceKind::Services, ResourceKind::EndpointSlices] {
+        ensure!(follower.state.errors(kind, Reason::Expired) > 0, "410 was counted for {kind}");
+        ensure!(lists(&follower, kind) == 2, "{kind} were listed {} times", lists(&follower, kind));
+    }
+    Ok(())
+}
+
+pub(super) fn ten_thousand_services(world: &mut World) -> Result<()> {
+    let mut follower = Follower::listed(world, PROXY)?;
+    let bulk = Bulk::new(world.namespace(), 10_000, 10);
+    let client = world.client().clone();
+    let took = world.block_on(bulk.create(&client))?;
+    world.note(format!("10,000 services and slices created in {took:.1?}"));
+    let endpoint = |index: usize| format!("{}:8080", bulk.address(index, 0));
+    follower.wait(world, "all 10,000 with their endpoints", |follower| {
+        // Asking for what is served takes a while, so not for every update.
+        follower.log.len() >= 20_000 && {
+            let served = follower.served();
+            served.len() == 10_000 && served.values().all(|endpoints| endpoints.len() == 10)
+        }
+    })?;
+    let served = follower.served();
+    for index in [0, 1, 4_999, 9_999] {
+        let first = served.get(&format!("s-{index}:main")).and_then(|endpoints| endpoints.first());
+        ensure!(first == Some(&endpoint(index)), "s-{index} begins with {first:?}");
+    }
+    ensure!(lists(&follower, ResourceKind::Services) == 1, "changes come by the watch");
+
+    // Someone who comes now finds the same in one list.
+    let listed = Follower::listed(world, PROXY)?;
+    ensure!(listed.served() == served, "a list and a watch differ");
+    let note = measure::in_a_process(world)?;
+    ensure!(note.contains("streamed"), "{note}");
+    world.note(note);
+    Ok(())
+}
+
+/// Also lists the ten thousand, if they are there, in pages.
+pub(super) fn refused_streaming_lists_become_pages(world: &mut World) -> Result<()> {
+    world.server.set_flags(vec!["--feature-gates=WatchList=false".into()]);
+    world.server.restart()?;
+    let bulk = Bulk::new(world.namespace(), 1_100, 1);
+    let client = world.client().clone();
+    world.block_on(bulk.create(&client))?;
+
+    let mut follower = Follower::listed(world, PROXY)?;
+    ensure!(follower.served().len() == 1_100, "{} services are served", follower.served().len());
+    for kind in ResourceKind::ALL {
+        let streamed = follower.state.lists(kind, ListMethod::Streamed);
+        let paged = follower.state.lists(kind, ListMethod::Paged);
+        ensure!((streamed, paged) == (0, 1), "{kind}: {streamed} streamed lists, {paged} in pages");
+    }
+    // And the watch goes on behind the last page.
+    world.delete(&world.service("s-7"))?;
+    follower.wait(world, "the deletion", |follower| follower.served().len() == 1_099)?;
+    let note = measure::in_a_process(world)?;
+    ensure!(note.contains("paged"), "{note}");
+    world.note(note);
+    world.server.set_flags(Vec::new());
+    world.server.restart()
+}

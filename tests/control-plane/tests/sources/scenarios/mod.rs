@@ -1,0 +1,48 @@
+//! What must hold, by name.
+
+mod credentials;
+mod lists;
+mod node;
+mod objects;
+
+use anyhow::Result;
+
+use crate::world::World;
+
+pub(crate) struct Scenario {
+    pub(crate) name: &'static str,
+    pub(crate) run: fn(&mut World) -> Result<()>,
+}
+
+macro_rules! scenarios {
+    ($($module:ident: $($name:ident),+;)+) => {
+        /// In this order: those that change how the server runs come last.
+        pub(crate) fn all() -> Vec<Scenario> {
+            vec![$($(Scenario { name: stringify!($name), run: $module::$name },)+)+]
+        }
+    };
+}
+
+scenarios! {
+    objects:
+        objects_are_created_patched_and_deleted,
+        slices_split_and_merge,
+        a_slice_moves_to_another_service,
+        another_proxys_label_comes_and_goes,
+        headless_services_are_not_served,
+        external_name_and_back,
+        a_change_arrives_at_once;
+    node:
+        the_node_comes_late_changes_and_is_recreated;
+    credentials:
+        what_rbac_denies_comes_once_granted;
+    lists:
+        a_broken_connection_goes_on_where_it_was,
+        what_happened_before_a_compaction_is_seen_in_one_replace,
+        ten_thousand_services;
+    credentials:
+        a_new_token_in_the_file_is_used,
+        a_new_ca_in_the_file_is_trusted;
+    lists:
+        refused_streaming_lists_become_pages;
+}

@@ -1,0 +1,97 @@
+//! What the scenarios share: the API server, a client of it, a runtime.
+
+use anyhow::{Context, Result};
+use control_plane::{ApiServer, Identity, Options, objects};
+use kube::Client;
+use serde_json::Value;
+use tempfile::TempDir;
+use tokio::runtime::Runtime;
+
+/// RBAC grants it what a scenario grants it.
+pub(crate) const LIMITED: Identity = Identity { name: "limited", user: "limited", group: "" };
+
+pub(crate) struct World {
+    // Dropped in this order: what talks to the server before the server, its files last.
+    runtime: Runtime,
+    pub(crate) server: ApiServer,
+    pub(crate) directory: TempDir,
+    client: Client,
+    namespace: String,
+    notes: Vec<String>,
+}
+
+impl World {
+    pub(crate) fn start() -> Result<Self> {
+        let directory = TempDir::with_prefix("control-plane-").context("making a folder")?;
+        let options = Options { identities: vec![LIMITED], ..Options::default() };
+        let server = ApiServer::start_with(directory.path(), options)?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .context("starting a runtime")?;
+        let client = runtime.block_on(server.client())?;
+        Ok(Self { runtime, server, directory, client, namespace: String::new(), notes: Vec::new() })
+    }
+
+    /// Gives the next scenario a namespace of its own, named after it.
+    pub(crate) fn enter(&mut self, scenario: &str) -> Result<()> {
+        self.namespace = scenario.replace('_', "-").chars().take(60).collect::<String>();
+        self.namespace.truncate(self.namespace.trim_end_matches('-').len());
+        let namespace = objects::namespace(&self.namespace);
+        self.block_on(objects::apply(&self.client, &namespace))
+    }
+
+    pub(crate) fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
+    pub(crate) fn block_on<T>(&self, future: impl Future<Output = T>) -> T {
+        self.runtime.block_on(future)
+    }
+
+    pub(crate) fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// To be called after the server's certificates or tokens have been replaced.
+    pub(crate) fn renew_client(&mut self) -> Result<()> {
+        self.client = self.block_on(self.server.client())?;
+        Ok(())
+    }
+
+    pub(crate) fn service(&self, name: &str) -> Value {
+        objects::service(&self.namespace, name, 80)
+    }
+
+    /// Endpoints 10.0.0.x with these last bytes.
+    pub(crate) fn slice(&self, name: &str, service: &str, endpoints: &[u8]) -> Value {
+        let addresses: Vec<_> = endpoints.iter().map(|last| [10, 0, 0, *last].into()).collect();
+        objects::endpoint_slice(&self.namespace, name, service, &addresses, 8080)
+    }
+
+    pub(crate) fn apply(&self, object: &Value) -> Result<()> {
+        self.block_on(objects::apply(&self.client, object))
+    }
+
+    pub(crate) fn create(&self, object: &Value) -> Result<()> {
+        self.block_on(objects::create(&self.client, object))
+    }
+
+    pub(crate) fn merge(&self, object: &Value, patch: &Value) -> Result<()> {
+        self.block_on(objects::merge(&self.client, object, patch))
+    }
+
+    pub(crate) fn delete(&self, object: &Value) -> Result<()> {
+        self.block_on(objects::delete(&self.client, object))
+    }
+
+    /// A measurement to be printed at the end.
+    pub(crate) fn note(&mut self, note: String) {
+        self.notes.push(note);
+    }
+
+    pub(crate) fn notes(&self) -> &[String] {
+        &self.notes
+    }
+}

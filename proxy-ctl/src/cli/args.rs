@@ -91,7 +91,7 @@ const STATUS_HELP: &str = "Example:
   proxy-ctl status
 
 JSON: {mode, reasons[], node, controller: {running, pid}, sources[]: {name, connected, objects},
-  hooks[]: {name, interface, kind}, tables[]: {name, used, capacity, bytes},
+  hooks[]: {name, interface, role, kind}, tables[]: {name, used, capacity, bytes},
   counters[]: {reason, count}}; what is not known is null.";
 
 /// List what is served, or one service

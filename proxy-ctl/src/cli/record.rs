@@ -20,6 +20,17 @@ pub(super) struct Record {
     pub(super) mode: String,
     pub(super) reasons: Vec<String>,
     pub(super) sources: Vec<Source>,
+    /// Those that packet programs are attached to.
+    pub(super) interfaces: Vec<Interface>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(super) struct Interface {
+    pub(super) index: u32,
+    pub(super) name: String,
+    /// `workload` or `uplink`.
+    pub(super) role: String,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]

@@ -20,7 +20,7 @@ use super::{
 use crate::{
     config::Config,
     controller::{self, Asks, Controller, Inputs, Reports},
-    dataplane::{self, Host, ebpf::EbpfDataplane},
+    dataplane::{self, Host, Role, ebpf::EbpfDataplane},
     log,
     mode::{self, Choice, Request},
     model::Update,
@@ -142,9 +142,10 @@ impl Process {
             node: node_name.to_string(),
             mode: choice.mode.name().to_owned(),
             reasons: choice.reasons,
-            sources: Vec::new(),
+            ..Record::default()
         };
-        tasks.spawn(keep_record(record, from_api_server.then_some(state), Arc::clone(&config), stop.clone()));
+        let live = Live { state: from_api_server.then_some(state), hosts: hosts.clone() };
+        tasks.spawn(keep_record(record, live, Arc::clone(&config), stop.clone()));
         let node_addresses = watch::Sender::new(None);
         tasks.spawn(watch_node(node_addresses.subscribe(), hosts_in, stop.clone()));
 
@@ -258,14 +259,15 @@ fn dataplane_ended(result: Result<Result<(), dataplane::Error>, oneshot::error::
 /// Keeps what `status` reads up to date.
 async fn keep_record(
     mut record: Record,
-    state: Option<SourceState>,
+    live: Live,
     config: Arc<Config>,
     stop: CancellationToken,
 ) -> anyhow::Result<()> {
     let mut written: Option<Record> = None;
     let mut told = false;
     loop {
-        record.sources = state.iter().flat_map(sources).collect();
+        record.sources = live.sources();
+        record.interfaces = live.interfaces(&config);
         if written.as_ref() != Some(&record) {
             match record.write(&config.ebpf.bpffs) {
                 Ok(()) => written = Some(record.clone()),
@@ -283,12 +285,39 @@ async fn keep_record(
     }
 }
 
-fn sources(state: &SourceState) -> impl Iterator<Item = record::Source> {
-    ResourceKind::ALL.into_iter().map(|kind| record::Source {
-        name: kind.plural().to_owned(),
-        connected: state.connected(kind),
-        objects: state.objects(kind),
-    })
+/// What changes while the process runs.
+struct Live {
+    /// `None`: the manifests tell nothing about themselves.
+    state: Option<SourceState>,
+    hosts: watch::Receiver<Option<Host>>,
+}
+
+impl Live {
+    fn sources(&self) -> Vec<record::Source> {
+        let source = |state: &SourceState, kind: ResourceKind| record::Source {
+            name: kind.plural().to_owned(),
+            connected: state.connected(kind),
+            objects: state.objects(kind),
+        };
+        self.state.iter().flat_map(|state| ResourceKind::ALL.map(|kind| source(state, kind))).collect()
+    }
+
+    fn interfaces(&self, config: &Config) -> Vec<record::Interface> {
+        let hosts = self.hosts.borrow();
+        let interfaces = hosts.iter().flat_map(|host| &host.interfaces);
+        interfaces
+            .filter(|interface| config.ebpf.interfaces.select(&interface.name))
+            .map(|interface| record::Interface {
+                index: interface.index,
+                name: interface.name.clone(),
+                role: match interface.role {
+                    Role::Workload => "workload",
+                    Role::Uplink => "uplink",
+                }
+                .to_owned(),
+            })
+            .collect()
+    }
 }
 
 /// As kube-proxy: the node loses its network if this process is killed for want of memory.

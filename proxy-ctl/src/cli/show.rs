@@ -1,10 +1,15 @@
 //! `status`, `services`, `backends` and `cleanup`: they work on the pins, whether or not a controller runs.
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::HashSet,
+    path::{Path, PathBuf},
+};
+
+use nix::net::if_::if_indextoname;
 
 use super::{
     args::{BackendsArgs, CleanupArgs, Output, OutputArgs, ServicesArgs, StatusArgs},
-    record::Record,
+    record::{Interface, Record},
     table,
     views::{
         self, BackendView, CounterView, EndpointView, FrontendKind, FrontendView, HookView, Policy,
@@ -55,7 +60,9 @@ pub(super) fn services(args: &ServicesArgs, bpffs: &Path) -> anyhow::Result<()> 
         return print(args.output, &nothing, || views::services(&nothing));
     };
     let backends = pinned.backends()?;
-    let terminating = |id: u32| backends.iter().any(|backend| backend.id == id && backend.terminating);
+    let terminating: HashSet<u32> =
+        backends.iter().filter(|backend| backend.terminating).map(|backend| backend.id).collect();
+    let terminating = |id| terminating.contains(&id);
     let mut services: Vec<ServiceView> =
         pinned.services()?.into_iter().map(|service| service_view(service, terminating)).collect();
     if let Some(wanted) = &args.name {
@@ -77,9 +84,12 @@ pub(super) fn backends(args: &BackendsArgs, bpffs: &Path) -> anyhow::Result<()> 
 
 pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
     let pinned = pinned(bpffs)?;
-    let mut status = StatusView::new(Record::read(bpffs), pinned.is_some());
+    let record = Record::read(bpffs);
+    let interfaces = record.as_ref().map(|record| record.interfaces.clone()).unwrap_or_default();
+    let mut status = StatusView::new(record, pinned.is_some());
     if let Some(pinned) = pinned {
-        status.hooks = pinned.links()?.iter().map(|link| hook_view(link)).collect();
+        status.hooks = pinned.links()?.iter().map(|link| hook_view(link, &interfaces)).collect();
+        status.hooks.sort_unstable();
         let Usage { tables, reasons } = pinned.usage()?;
         status.tables = tables
             .into_iter()
@@ -130,10 +140,8 @@ fn state(terminating: bool) -> &'static str {
 
 fn service_view(service: ServiceState, terminating: impl Fn(u32) -> bool) -> ServiceView {
     let ServiceState { id, name, frontends, cluster, internal, external, .. } = service;
-    let is_cluster = |set: &[EndpointState]| {
-        set.len() == cluster.len() && set.iter().all(|endpoint| cluster.contains(endpoint))
-    };
-    let policy = Policy::of(is_cluster(&internal), is_cluster(&external));
+    // Sets list their endpoints in the same order.
+    let policy = Policy::of(internal == cluster, external == cluster);
     // What clients of the cluster get: with a cluster IP only, that is the internal set.
     let shown = if cluster.is_empty() { &internal } else { &cluster };
     let endpoint = |endpoint: &EndpointState| EndpointView {
@@ -142,6 +150,8 @@ fn service_view(service: ServiceState, terminating: impl Fn(u32) -> bool) -> Ser
         local: endpoint.local,
         state: state(terminating(endpoint.backend)),
     };
+    let mut frontends: Vec<_> = frontends.into_iter().map(frontend_view).collect();
+    frontends.sort_unstable();
     ServiceView {
         namespace: name.service.namespace.to_string(),
         name: name.service.name.to_string(),
@@ -153,7 +163,7 @@ fn service_view(service: ServiceState, terminating: impl Fn(u32) -> bool) -> Ser
         },
         id,
         policy,
-        frontends: frontends.into_iter().map(frontend_view).collect(),
+        frontends,
         endpoints: shown.iter().map(endpoint).collect(),
         internal_endpoints: internal.len(),
         external_endpoints: external.len(),
@@ -182,18 +192,25 @@ fn backend_view(backend: BackendState) -> BackendView {
 }
 
 /// `cgroup_connect4`, `3_ingress`, or `3_clsact` for both directions.
-fn hook_view(link: &str) -> HookView {
+fn hook_view(link: &str, interfaces: &[Interface]) -> HookView {
     let (place, hook) = link.split_once('_').unwrap_or(("", link));
     let (name, kind) = match (place, hook) {
         ("cgroup", hook) => (hook, "cgroup"),
         (_, "clsact") => ("ingress, egress", "clsact"),
         (_, hook) => (hook, "tcx"),
     };
-    let interface = place.parse().ok().map(|index: u32| {
-        let name = nix::net::if_::if_indextoname(index).ok().and_then(|name| name.into_string().ok());
-        name.unwrap_or_else(|| format!("{index}, not in this network namespace"))
-    });
-    HookView { name: name.to_owned(), interface, kind: kind.to_owned() }
+    let index: Option<u32> = place.parse().ok();
+    let known = interfaces.iter().find(|interface| Some(interface.index) == index);
+    let here = |index: u32| if_indextoname(index).ok().and_then(|name| name.into_string().ok());
+    HookView {
+        name: name.to_owned(),
+        interface: index.map(|index| match known {
+            Some(known) => known.name.clone(),
+            None => here(index).unwrap_or_else(|| format!("number {index}")),
+        }),
+        role: known.map(|known| known.role.clone()),
+        kind: kind.to_owned(),
+    }
 }
 
 #[cfg(test)]
@@ -235,18 +252,24 @@ mod tests {
         assert_eq!(view.policy, Policy::ExternalLocal);
         assert_eq!((view.endpoints.len(), view.internal_endpoints, view.external_endpoints), (2, 2, 1));
         assert_eq!(view.endpoints[1].state, "terminating");
-        assert_eq!(view.frontends[0].kind, FrontendKind::NodePort);
-        assert_eq!(view.frontends[1].kind, FrontendKind::ClusterIp);
+        assert_eq!(view.frontends[0].kind, FrontendKind::ClusterIp);
+        assert_eq!(view.frontends[1].kind, FrontendKind::NodePort);
     }
 
     #[test]
     fn hooks_are_named_for_people() {
-        let of_socket = hook_view("cgroup_connect4");
+        let of_socket = hook_view("cgroup_connect4", &[]);
         assert_eq!((of_socket.name.as_str(), of_socket.kind.as_str()), ("connect4", "cgroup"));
         assert_eq!(of_socket.interface, None);
-        let of_loopback = hook_view("1_ingress");
+        let of_loopback = hook_view("1_ingress", &[]);
         assert_eq!(of_loopback.interface.as_deref(), Some("lo"));
         assert_eq!(of_loopback.kind, "tcx");
-        assert_eq!(hook_view("1_clsact").kind, "clsact");
+        let uplink = Interface { index: 7, name: "eth0".into(), role: "uplink".into() };
+        let of_uplink = hook_view("7_egress", &[uplink]);
+        assert_eq!(
+            (of_uplink.interface.as_deref(), of_uplink.role.as_deref()),
+            (Some("eth0"), Some("uplink"))
+        );
+        assert_eq!(hook_view("1_clsact", &[]).kind, "clsact");
     }
 }

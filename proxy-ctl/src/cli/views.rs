@@ -183,11 +183,13 @@ pub(super) struct ControllerView {
     pub(super) pid: Option<u32>,
 }
 
+/// In the order of interfaces; those of the cgroup have none and come first.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 pub(super) struct HookView {
-    pub(super) name: String,
-    /// `None`: of a cgroup.
     pub(super) interface: Option<String>,
+    pub(super) name: String,
+    /// `workload` or `uplink`; `None`: of a cgroup, or no controller has said.
+    pub(super) role: Option<String>,
     /// `cgroup`, `tcx` or `clsact`.
     pub(super) kind: String,
 }
@@ -198,6 +200,12 @@ pub(super) struct TableView {
     pub(super) used: u64,
     pub(super) capacity: u64,
     pub(super) bytes: u64,
+}
+
+impl TableView {
+    fn full(&self) -> String {
+        format!("{:.1} %", self.used as f64 * 100.0 / self.capacity as f64)
+    }
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -261,20 +269,16 @@ impl StatusView {
             }
         };
         let or_dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
-        let hooks =
-            self.hooks.iter().map(|hook| [hook.name.clone(), or_dash(&hook.interface), hook.kind.clone()]);
-        part(self.hooks.len(), table(["HOOK", "INTERFACE", "ATTACHED BY"], hooks));
-        let tables = self.tables.iter().map(|of| {
-            let full = if of.capacity == 0 { 0.0 } else { of.used as f64 * 100.0 / of.capacity as f64 };
-            [
-                of.name.clone(),
-                of.used.to_string(),
-                of.capacity.to_string(),
-                format!("{full:.1} %"),
-                bytes(of.bytes),
-            ]
+        let hooks = self.hooks.iter().map(|hook| {
+            [hook.name.clone(), or_dash(&hook.interface), or_dash(&hook.role), hook.kind.clone()]
         });
-        part(self.tables.len(), table(["TABLE", "USED", "CAPACITY", "FULL", "MEMORY"], tables));
+        part(self.hooks.len(), table(["HOOK", "INTERFACE", "ROLE", "ATTACHED BY"], hooks));
+        // Storage of sockets has no capacity: it lives and dies with them.
+        let sized: Vec<_> = self.tables.iter().filter(|of| of.capacity > 0).collect();
+        let tables = sized.iter().map(|of| {
+            [of.name.clone(), of.used.to_string(), of.capacity.to_string(), of.full(), bytes(of.bytes)]
+        });
+        part(sized.len(), table(["TABLE", "USED", "CAPACITY", "FULL", "MEMORY"], tables));
         let counted: Vec<_> = self.counters.iter().filter(|counter| counter.count > 0).collect();
         let counters = counted.iter().map(|counter| [counter.reason.clone(), counter.count.to_string()]);
         part(counted.len(), table(["REASON", "COUNT"], counters));
@@ -372,6 +376,7 @@ mod tests {
             mode: "ebpf".into(),
             reasons: vec!["ebpf was asked for".into(), "the kernel is 6.12".into()],
             sources: vec![Source { name: "services".into(), connected: true, objects: 3 }],
+            interfaces: Vec::new(),
         };
         let mut status = StatusView::new(Some(record), true);
         status.tables.push(TableView { name: "frontends4".into(), used: 50, capacity: 1000, bytes: 4096 });

@@ -1,0 +1,268 @@
+//! `proxy-ctl run` as a process: starts, is killed, starts again, follows a change, and is removed.
+//!
+//! Needs root and a bpffs. Each test has a network namespace, a pin folder and a cgroup of its own.
+
+#![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
+
+use std::{
+    fs,
+    io::{BufRead as _, BufReader, Read as _, Write as _},
+    net::TcpStream,
+    path::{Path, PathBuf},
+    process::{Child, ChildStderr, Command, ExitStatus, Output, Stdio},
+    time::{Duration, Instant},
+};
+
+use nix::{
+    sched::{CloneFlags, unshare},
+    sys::signal::{Signal, kill},
+    unistd::{Pid, Uid},
+};
+use proxy_ctl::sys::filesystem;
+use serde_json::Value;
+use tempfile::TempDir;
+
+const BPFFS: &str = "/sys/fs/bpf";
+const METRICS: &str = "127.0.0.1:10249";
+
+/// What a test has to itself; gone with it.
+struct Node {
+    folder: TempDir,
+    pins: PathBuf,
+    cgroup: PathBuf,
+}
+
+impl Node {
+    /// `None`: this machine cannot run it, and stderr says why. Moves the calling thread to a network namespace.
+    fn new(name: &str) -> Option<Self> {
+        if !Uid::effective().is_root() {
+            eprintln!("skipped: needs root");
+            return None;
+        }
+        let Some(cgroups) = filesystem::cgroup_root().unwrap() else {
+            eprintln!("skipped: cgroup v2 is not mounted");
+            return None;
+        };
+        if let Err(error) = filesystem::provide_bpffs(Path::new(BPFFS)) {
+            eprintln!("skipped: no bpffs: {error}");
+            return None;
+        }
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        let up = Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap();
+        assert!(up.success());
+        let own = format!("proxy-ctl-test-{name}-{}", std::process::id());
+        let node = Self {
+            folder: TempDir::new().unwrap(),
+            pins: Path::new(BPFFS).join(&own),
+            cgroup: cgroups.join(&own),
+        };
+        fs::create_dir(&node.pins).unwrap();
+        fs::create_dir(&node.cgroup).unwrap();
+        fs::create_dir(node.manifests()).unwrap();
+        let config = format!(
+            "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nebpf:\n  \
+             bpffs: {}\n  cgroup: {}\n  limits: {{services: 100, slots: 1000, frontends: 100, backends: 100}}\n",
+            node.pins.display(),
+            node.cgroup.display()
+        );
+        fs::write(node.folder.path().join("config.yaml"), config).unwrap();
+        Some(node)
+    }
+
+    fn manifests(&self) -> PathBuf {
+        self.folder.path().join("manifests")
+    }
+
+    /// Seen whole or not at all.
+    fn write_manifest(&self, text: &str) {
+        let draft = self.folder.path().join("draft");
+        fs::write(&draft, text).unwrap();
+        fs::rename(draft, self.manifests().join("all.yaml")).unwrap();
+    }
+
+    fn start(&self, source: [&str; 2]) -> Controller {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_proxy-ctl"))
+            .args(["run", "--hostname-override", "node-a", "-v", "4", "--config"])
+            .arg(self.folder.path().join("config.yaml"))
+            .args(source)
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let log = BufReader::new(child.stderr.take().unwrap());
+        Controller { child, log }
+    }
+
+    fn serve_manifests(&self) -> Controller {
+        self.start(["--manifests", self.manifests().to_str().unwrap()])
+    }
+
+    fn command(&self, args: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_proxy-ctl"))
+            .args(args)
+            .arg("--bpffs")
+            .arg(&self.pins)
+            .output()
+            .unwrap()
+    }
+
+    fn show(&self, command: &str) -> Value {
+        let output = self.command(&[command, "--output", "json"]);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    fn has_pins(&self) -> bool {
+        fs::read_dir(&self.pins).unwrap().next().is_some()
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.command(&["cleanup"]);
+        let _ = fs::remove_dir(&self.pins);
+        let _ = fs::remove_dir(&self.cgroup);
+    }
+}
+
+struct Controller {
+    child: Child,
+    log: BufReader<ChildStderr>,
+}
+
+impl Controller {
+    /// Reads the log up to a line with `text`; the end of the log before it fails the test.
+    fn wait_for(&mut self, text: &str) -> String {
+        let mut seen = String::new();
+        loop {
+            let mut line = String::new();
+            assert_ne!(self.log.read_line(&mut line).unwrap(), 0, "{text:?} is not in the log:\n{seen}");
+            if line.contains(text) {
+                return line;
+            }
+            seen.push_str(&line);
+        }
+    }
+
+    fn end_by(mut self, signal: Signal) -> ExitStatus {
+        kill(Pid::from_raw(self.child.id().try_into().unwrap()), signal).unwrap();
+        self.child.wait().unwrap()
+    }
+}
+
+impl Drop for Controller {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn get(address: &str, path: &str) -> String {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let mut stream = loop {
+        match TcpStream::connect(address) {
+            Ok(stream) => break stream,
+            // The server starts beside what the log told of.
+            Err(error) => assert!(Instant::now() < deadline, "{address}: {error}"),
+        }
+        std::thread::yield_now();
+    };
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
+}
+
+fn metric(name: &str) -> String {
+    let answer = get(METRICS, "/metrics");
+    let value = answer.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    value.unwrap_or_else(|| panic!("{name} is not in\n{answer}")).to_owned()
+}
+
+fn manifest(endpoint: &str) -> String {
+    format!(
+        "apiVersion: v1
+kind: Node
+metadata: {{name: node-a}}
+status: {{addresses: [{{type: InternalIP, address: 192.0.2.1}}]}}
+---
+apiVersion: v1
+kind: Service
+metadata: {{name: web, namespace: default}}
+spec: {{type: NodePort, clusterIP: 10.96.0.1, clusterIPs: [10.96.0.1], ports: [{{name: http, port: 80, nodePort: 30080}}]}}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {{name: web-1, namespace: default, labels: {{kubernetes.io/service-name: web}}}}
+addressType: IPv4
+ports: [{{name: http, port: 8080}}]
+endpoints: [{{addresses: [{endpoint}], nodeName: node-a}}]
+"
+    )
+}
+
+#[test]
+fn a_controller_is_killed_replaced_and_removed() {
+    let Some(node) = Node::new("life") else { return };
+    node.write_manifest(&manifest("10.244.0.2"));
+
+    let mut first = node.serve_manifests();
+    first.wait_for("everything compared and written");
+    assert!(metric("proxy_writes_total").parse::<u64>().unwrap() > 0);
+    assert!(get(METRICS, "/proxyMode").ends_with("\r\n\r\nebpf"));
+    assert!(get("127.0.0.1:10256", "/healthz").starts_with("HTTP/1.1 200"));
+    let services = node.show("services");
+    assert_eq!(services[0]["name"], "web");
+    assert_eq!(services[0]["endpoints"][0]["address"], "10.244.0.2");
+    assert_eq!(services[0]["endpoints"][0]["local"], true);
+    let status = node.show("status");
+    assert_eq!(status["controller"]["pid"], first.child.id());
+    assert!(status["hooks"].as_array().unwrap().iter().any(|hook| hook["name"] == "connect4"), "{status}");
+
+    let second = node.command(&[
+        "run",
+        "--manifests",
+        node.manifests().to_str().unwrap(),
+        "--hostname-override",
+        "node-a",
+    ]);
+    assert_eq!(second.status.code(), Some(1));
+    let told = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert!(told.contains(&format!("another controller, process {}", first.child.id())), "{told}");
+
+    first.end_by(Signal::SIGKILL);
+    let status = node.show("status");
+    assert_eq!((&status["mode"], &status["controller"]["running"]), (&"ebpf".into(), &false.into()));
+    assert_eq!(node.show("services"), services);
+
+    let mut third = node.serve_manifests();
+    third.wait_for("everything compared and written");
+    assert_eq!((metric("proxy_writes_total"), metric("proxy_removals_total")), ("0".into(), "0".into()));
+    node.write_manifest(&manifest("10.244.0.3"));
+    third.wait_for("changes written");
+    assert_eq!(node.show("backends")[0]["address"], "10.244.0.3");
+
+    assert_eq!(third.end_by(Signal::SIGTERM).code(), Some(0));
+    assert_eq!(node.show("services")[0]["endpoints"][0]["address"], "10.244.0.3");
+    assert!(node.command(&["cleanup"]).status.success());
+    assert!(!node.has_pins());
+}
+
+#[test]
+fn without_an_api_server_nothing_is_touched() {
+    let Some(node) = Node::new("alone") else { return };
+    let kubeconfig = node.folder.path().join("kubeconfig");
+    let text = "apiVersion: v1\nkind: Config\ncurrent-context: x\n\
+        contexts: [{name: x, context: {cluster: x, user: x}}]\n\
+        clusters: [{name: x, cluster: {server: \"http://127.0.0.1:1\"}}]\n\
+        users: [{name: x, user: {token: secret}}]\n";
+    fs::write(&kubeconfig, text).unwrap();
+    let mut controller = node.start(["--kubeconfig", kubeconfig.to_str().unwrap()]);
+    controller.wait_for("WARN proxy_ctl::source::kubernetes");
+    assert!(!node.has_pins());
+    assert!(get("127.0.0.1:10256", "/healthz").starts_with("HTTP/1.1 503"));
+    assert!(get("127.0.0.1:10256", "/livez").starts_with("HTTP/1.1 200"));
+    assert_eq!(metric("proxy_sources_listed"), "0");
+    assert_eq!(node.show("status")["mode"], "ebpf");
+    assert_eq!(controller.end_by(Signal::SIGTERM).code(), Some(0));
+    assert!(!node.has_pins());
+}

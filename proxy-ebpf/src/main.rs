@@ -7,6 +7,8 @@ mod flow;
 #[cfg(target_arch = "bpf")]
 mod globals;
 #[cfg(target_arch = "bpf")]
+mod host;
+#[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]
 mod nat;

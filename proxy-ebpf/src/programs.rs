@@ -31,38 +31,24 @@ pub fn learn_namespace(ctx: SockAddrContext) -> i32 {
     socket::learn_namespace(&ctx)
 }
 
-macro_rules! ingress {
-    ($($name:ident: $network:expr, $origin:expr;)+) => {
+macro_rules! packet_hooks {
+    ($($name:ident: $direction:ident, $network:expr, $peers:expr;)+) => {
         $(
             #[classifier]
             pub fn $name(ctx: TcContext) -> i32 {
-                tc::ingress(&ctx, $network, $origin)
+                tc::$direction(&ctx, $network, $peers)
             }
         )+
     };
 }
 
-macro_rules! egress {
-    ($($name:ident: $network:expr;)+) => {
-        $(
-            #[classifier]
-            pub fn $name(ctx: TcContext) -> i32 {
-                tc::egress(&ctx, $network)
-            }
-        )+
-    };
-}
-
-ingress! {
-    workload_ingress: ETHERNET, Origin::Workload;
-    workload_ingress_l3: BARE, Origin::Workload;
-    uplink_ingress: ETHERNET, Origin::Outside;
-    uplink_ingress_l3: BARE, Origin::Outside;
-}
-
-egress! {
-    workload_egress: ETHERNET;
-    workload_egress_l3: BARE;
-    uplink_egress: ETHERNET;
-    uplink_egress_l3: BARE;
+packet_hooks! {
+    workload_ingress: ingress, ETHERNET, Origin::Workload;
+    workload_ingress_l3: ingress, BARE, Origin::Workload;
+    workload_egress: egress, ETHERNET, Origin::Workload;
+    workload_egress_l3: egress, BARE, Origin::Workload;
+    uplink_ingress: ingress, ETHERNET, Origin::Outside;
+    uplink_ingress_l3: ingress, BARE, Origin::Outside;
+    uplink_egress: egress, ETHERNET, Origin::Outside;
+    uplink_egress_l3: egress, BARE, Origin::Outside;
 }

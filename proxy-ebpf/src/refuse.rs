@@ -4,7 +4,7 @@
 use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
 
 use aya_ebpf::{
-    bindings::{BPF_F_RECOMPUTE_CSUM, TC_ACT_REDIRECT},
+    bindings::{BPF_F_INGRESS, BPF_F_RECOMPUTE_CSUM, TC_ACT_REDIRECT},
     helpers::{bpf_csum_diff, bpf_redirect, bpf_skb_change_tail},
     programs::TcContext,
 };
@@ -25,9 +25,22 @@ pub(crate) trait Refuse: Addresses {
     fn unreachable(ctx: &TcContext, parsed: &Parsed<Self::Address>) -> Result<(), i64>;
 }
 
-/// Turns the packet into its refusal and sends it back through the interface that it came in by.
+/// Where the client is, seen from the packet's interface.
+#[derive(Clone, Copy, Eq, PartialEq)]
+pub(crate) enum Back {
+    /// Beyond it.
+    Out,
+    /// On this node.
+    In,
+}
+
+/// Turns the packet into its refusal and sends it back.
 #[inline(always)]
-pub(crate) fn refuse<F: Refuse>(ctx: &TcContext, parsed: &Parsed<F::Address>) -> Result<i32, i64> {
+pub(crate) fn refuse<F: Refuse>(
+    ctx: &TcContext,
+    parsed: &Parsed<F::Address>,
+    back: Back,
+) -> Result<i32, i64> {
     if parsed.packet.is_tcp() {
         reset::<F>(ctx, parsed)?;
     } else {
@@ -48,8 +61,9 @@ pub(crate) fn refuse<F: Refuse>(ctx: &TcContext, parsed: &Parsed<F::Address>) ->
     }
     // SAFETY: a field of the context.
     let interface = unsafe { (*ctx.skb.skb).ifindex };
+    let flags = if back == Back::In { u64::from(BPF_F_INGRESS) } else { 0 };
     // SAFETY: no pointers.
-    let action = unsafe { bpf_redirect(interface, 0) };
+    let action = unsafe { bpf_redirect(interface, flags) };
     if action == i64::from(TC_ACT_REDIRECT) { Ok(action as i32) } else { Err(action) }
 }
 

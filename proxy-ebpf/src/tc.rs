@@ -6,7 +6,8 @@ use aya_ebpf::{
 };
 use proxy_common::{
     family::{V4, V6},
-    flow::{self, FlowTables},
+    flow::{self, FlowTables, Scratch},
+    layout::FLOW_FROM_HOST,
     packet::Rewrite,
     reason::{Reason, Verdict},
     select::Origin,
@@ -14,9 +15,11 @@ use proxy_common::{
 
 use crate::{
     flow::FlowScratch,
+    globals,
+    host::{self, Route},
     nat::{self, Addresses},
     parse::{Network, Parsed},
-    refuse::{self, Refuse},
+    refuse::{self, Back, Refuse},
     tables::{Maps, count},
 };
 
@@ -29,7 +32,7 @@ pub(crate) const BARE: u32 = 0;
 const IPV4: u32 = 0x0800u16.to_be() as u32;
 const IPV6: u32 = 0x86ddu16.to_be() as u32;
 
-trait PacketFamily: Network + Addresses + Refuse + FlowScratch {}
+trait PacketFamily: Network + Addresses + Refuse + Route + FlowScratch {}
 impl PacketFamily for V4 {}
 impl PacketFamily for V6 {}
 
@@ -43,12 +46,12 @@ pub(crate) fn ingress(ctx: &TcContext, network: u32, origin: Origin) -> i32 {
     }
 }
 
-/// A packet leaves the node.
+/// A packet leaves the node, towards clients or backends that are `peers`.
 #[inline(always)]
-pub(crate) fn egress(ctx: &TcContext, network: u32) -> i32 {
+pub(crate) fn egress(ctx: &TcContext, network: u32, peers: Origin) -> i32 {
     match ethertype(ctx) {
-        IPV4 => egress_of::<V4>(ctx, network),
-        IPV6 => egress_of::<V6>(ctx, network),
+        IPV4 => egress_of::<V4>(ctx, network, peers),
+        IPV6 => egress_of::<V6>(ctx, network, peers),
         _ => TC_ACT_UNSPEC,
     }
 }
@@ -69,21 +72,19 @@ where
         Err(reason) => return pass_or_drop(reason),
     };
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
+    if globals::HOST_PACKETS.load() != 0
+        && let Some(rewrite) = flow::answer(&Maps, scratch, &parsed.packet, FLOW_FROM_HOST)
+    {
+        return answer_host::<F>(ctx, &parsed, &rewrite, origin);
+    }
     match flow::arriving(&Maps, scratch, &parsed.packet, origin) {
         Ok(rewrite) => translate::<F>(ctx, &parsed, &rewrite),
-        Err(reason) if reason.verdict() == Verdict::Refuse => {
-            count(reason);
-            match refuse::refuse::<F>(ctx, &parsed) {
-                Ok(action) => action,
-                Err(_) => pass_or_drop(Reason::RefusalFailed),
-            }
-        }
-        Err(reason) => pass_or_drop(reason),
+        Err(reason) => conclude::<F>(ctx, &parsed, reason, Back::Out),
     }
 }
 
 #[inline(always)]
-fn egress_of<F: PacketFamily>(ctx: &TcContext, network: u32) -> i32
+fn egress_of<F: PacketFamily>(ctx: &TcContext, network: u32, peers: Origin) -> i32
 where
     Maps: FlowTables<F>,
 {
@@ -94,7 +95,69 @@ where
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
     match flow::leaving(&Maps, scratch, &parsed.packet) {
         Ok(rewrite) => translate::<F>(ctx, &parsed, &rewrite),
-        Err(reason) => pass_or_drop(reason),
+        Err(reason) => {
+            if peers == Origin::Outside && globals::HOST_PACKETS.load() != 0 && host::is_local(ctx) {
+                send_for_host::<F>(ctx, scratch, &parsed)
+            } else {
+                pass_or_drop(reason)
+            }
+        }
+    }
+}
+
+/// A packet that a process of the node itself sends.
+#[inline(always)]
+fn send_for_host<F: PacketFamily>(
+    ctx: &TcContext,
+    scratch: &mut Scratch<F::Address>,
+    parsed: &Parsed<F::Address>,
+) -> i32
+where
+    Maps: FlowTables<F>,
+{
+    match flow::arriving(&Maps, scratch, &parsed.packet, Origin::Host) {
+        Ok(rewrite) => match translate::<F>(ctx, parsed, &rewrite) {
+            TC_ACT_UNSPEC => {
+                host::to_backend::<F>(ctx, &parsed.packet.source, &rewrite.address).unwrap_or(TC_ACT_UNSPEC)
+            }
+            verdict => verdict,
+        },
+        Err(reason) => conclude::<F>(ctx, parsed, reason, Back::In),
+    }
+}
+
+/// A backend's answer to a process of the node itself.
+#[inline(always)]
+fn answer_host<F: PacketFamily>(
+    ctx: &TcContext,
+    parsed: &Parsed<F::Address>,
+    rewrite: &Rewrite<F::Address>,
+    origin: Origin,
+) -> i32 {
+    if origin == Origin::Workload
+        && let Some(moved) = host::to_uplink::<F>(ctx, &parsed.packet.destination, &rewrite.address)
+    {
+        return moved;
+    }
+    host::accept(ctx);
+    translate::<F>(ctx, parsed, rewrite)
+}
+
+/// What a reason other than success means for a client's packet.
+#[inline(always)]
+fn conclude<F: PacketFamily>(
+    ctx: &TcContext,
+    parsed: &Parsed<F::Address>,
+    reason: Reason,
+    back: Back,
+) -> i32 {
+    if reason.verdict() != Verdict::Refuse {
+        return pass_or_drop(reason);
+    }
+    count(reason);
+    match refuse::refuse::<F>(ctx, parsed, back) {
+        Ok(action) => action,
+        Err(_) => pass_or_drop(Reason::RefusalFailed),
     }
 }
 

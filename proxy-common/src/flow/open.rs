@@ -1,0 +1,219 @@
+//! A connection's first packet: a backend, the ports by which its answers are told from others, and the entries, all or
+//! none of them.
+
+use super::{ENDED, FlowEntry as _, FlowTables, InsertError, Scratch, Stage, lookup};
+use crate::{
+    family::{Family, Slot as _},
+    layout::*,
+    packet::Packet,
+    reason::Reason,
+    select::{self, Origin},
+};
+
+/// How many ports are tried for a translated source before the packet is dropped.
+const MASQUERADE_TRIES: u32 = 16;
+/// How many ports are tried for a client's alias, its own first.
+const ALIAS_TRIES: u32 = 8;
+
+/// The first packet of a connection: chooses a backend and creates the flow, which is then in `scratch.flow`.
+#[inline(never)]
+pub(super) fn open<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    packet: &Packet<F::Address>,
+    frontend: Frontend,
+    origin: Origin,
+) -> Result<(), Reason> {
+    let slot = select::choose(tables, frontend, origin, tables.random())?;
+    let flow = &mut scratch.flow;
+    flow.client = packet.source;
+    flow.frontend = packet.destination;
+    flow.backend = slot.address();
+    flow.masquerade = F::Address::UNSPECIFIED;
+    flow.client_port = packet.source_port;
+    flow.frontend_port = packet.destination_port;
+    flow.backend_port = slot.port();
+    flow.masquerade_port = 0;
+    flow.backend_id = slot.backend();
+    flow.service = frontend.service;
+    flow.last_seen = tables.now();
+    flow.flags = if origin == Origin::Host { FLOW_FROM_HOST } else { 0 };
+    flow.alias_port = packet.source_port;
+    flow.protocol = packet.protocol;
+    flow._reserved = 0;
+    let remote = slot.flags() & BACKEND_LOCAL == 0;
+    let to_outside = origin == Origin::Outside && remote && frontend.flags & FRONTEND_EXTERNAL != 0;
+    let hairpin = origin != Origin::Host && flow.client == flow.backend;
+    if to_outside || hairpin {
+        take_masquerade_port(tables, scratch)?;
+    }
+    let taken = take_reply(tables, scratch);
+    if taken != Ok(Reply::Ours) {
+        release_masquerade_port(tables, scratch);
+        taken?;
+        // The other packet of a race is a step ahead, or only this entry was left of the flow.
+        let Some((_, entry)) = lookup(tables, &scratch.key) else { return Err(Reason::FlowNotCreated) };
+        scratch.flow = entry.read();
+        scratch.key = scratch.flow.forward_key();
+        let _there_already = tables.insert(Stage::Opening, &scratch.key, &scratch.flow);
+        return Ok(());
+    }
+    scratch.key = scratch.flow.forward_key();
+    let inserted = tables.insert(Stage::Opening, &scratch.key, &scratch.flow);
+    if inserted == Ok(()) {
+        tables.count(Reason::FlowOpened);
+        return Ok(());
+    }
+    let winner = tables.flow(Stage::Opening, &scratch.key);
+    if let Some(winner) = winner
+        && winner.read().same_entries(&scratch.flow)
+    {
+        // The other packet of a race found our reply entry and went on from there.
+        return Ok(());
+    }
+    scratch.key = scratch.flow.reply_key();
+    tables.remove(Stage::Opening, &scratch.key);
+    release_masquerade_port(tables, scratch);
+    // Lost the race to a packet that chose another backend?
+    let Some(winner) = winner else { return Err(Reason::FlowNotCreated) };
+    scratch.flow = winner.read();
+    Ok(())
+}
+
+/// Finds a port at which the backend's answers to this flow can be told from all others.
+#[inline(always)]
+fn take_masquerade_port<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    let masquerade = tables.masquerade();
+    if masquerade.address == F::Address::UNSPECIFIED {
+        return Err(Reason::NoMasqueradeAddress);
+    }
+    let Scratch { key, flow } = scratch;
+    flow.masquerade = masquerade.address;
+    flow.flags |= FLOW_MASQUERADED;
+    *key = flow.masqueraded_reply_key();
+    let start = tables.random();
+    for attempt in 0..MASQUERADE_TRIES {
+        let Some(port) = port_of(&masquerade.ports, start, attempt) else { break };
+        flow.masquerade_port = port;
+        key.destination_port = port;
+        if tables.flow(Stage::Established, key).is_none()
+            && tables.insert(Stage::Opening, key, flow) == Ok(())
+        {
+            return Ok(());
+        }
+    }
+    Err(Reason::MasqueradePortsExhausted)
+}
+
+/// Leaves `scratch.key` as it is.
+#[inline(always)]
+fn release_masquerade_port<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    if scratch.flow.is_masqueraded() {
+        let reply = scratch.key;
+        scratch.key = scratch.flow.masqueraded_reply_key();
+        tables.remove(Stage::Opening, &scratch.key);
+        scratch.key = reply;
+    }
+}
+
+/// Whose a reply entry is.
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Reply {
+    /// Inserted for our flow.
+    Ours,
+    /// Of the same client and frontend, at `scratch.key`: a flow that is as good as ours.
+    Winners,
+}
+
+/// Inserts the reply entry. Where the same client port already talks to the same backend through another
+/// frontend, the client gets an alias port.
+#[inline(always)]
+fn take_reply<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<Reply, Reason> {
+    let ports = tables.masquerade().ports;
+    let start = tables.random();
+    let Scratch { key, flow } = scratch;
+    *key = flow.reply_key();
+    for attempt in 0..ALIAS_TRIES {
+        if attempt > 0 {
+            let Some(port) = port_of(&ports, start, attempt) else { break };
+            flow.alias_port = port;
+            key.destination_port = port;
+        }
+        // A hairpin's two directions would look the same.
+        if flow.alias_port == flow.backend_port && flow.client == flow.backend {
+            continue;
+        }
+        if let Some((_, entry)) = lookup(tables, key) {
+            if !entry.read().same_client_and_frontend(flow) {
+                continue;
+            }
+            if entry.flags() & ENDED == 0 {
+                return Ok(Reply::Winners);
+            }
+            // All that is left of a connection that ended.
+            tables.remove(Stage::Established, key);
+            tables.remove(Stage::Opening, key);
+        }
+        match tables.insert(Stage::Opening, key, flow) {
+            Ok(()) => {
+                if attempt > 0 && flow.is_masqueraded() {
+                    let reply = *key;
+                    *key = flow.masqueraded_reply_key();
+                    tables.replace(Stage::Opening, key, flow);
+                    *key = reply;
+                }
+                return Ok(Reply::Ours);
+            }
+            Err(InsertError::Full) => return Err(Reason::FlowNotCreated),
+            // By another CPU, in between.
+            Err(InsertError::Exists) => {
+                if let Some(entry) = tables.flow(Stage::Opening, key)
+                    && entry.read().same_client_and_frontend(flow)
+                {
+                    return Ok(Reply::Winners);
+                }
+            }
+        }
+    }
+    Err(Reason::AliasPortsExhausted)
+}
+
+#[inline(always)]
+fn length(range: [u16; 2]) -> u32 {
+    if range[0] > range[1] { 0 } else { u32::from(range[1]) - u32::from(range[0]) + 1 }
+}
+
+#[inline(always)]
+pub(super) fn in_ranges(ranges: &[[u16; 2]; 2], port: u16) -> bool {
+    (ranges[0][0] <= port && port <= ranges[0][1]) || (ranges[1][0] <= port && port <= ranges[1][1])
+}
+
+/// The `attempt`th port after a random one; None if the ranges are empty.
+#[inline(always)]
+pub(super) fn port_of(ranges: &[[u16; 2]; 2], random: u32, attempt: u32) -> Option<u16> {
+    let (first, second) = (length(ranges[0]), length(ranges[1]));
+    let total = first + second;
+    if total == 0 {
+        return None;
+    }
+    // Scales 32 random bits to 0..total without a division.
+    let mut place = ((u64::from(random) * u64::from(total)) >> 32) as u32 + attempt;
+    if place >= total {
+        place -= total;
+    }
+    // A range shorter than the attempts is tried in part twice.
+    if place >= total {
+        place = 0;
+    }
+    Some(if place < first {
+        ranges[0][0].wrapping_add(place as u16)
+    } else {
+        ranges[1][0].wrapping_add((place - first) as u16)
+    })
+}

@@ -1,0 +1,417 @@
+//! What a kernel cannot be made to do at will: races, tables that are full at one certain write, lost entries.
+//! Round trips of real packets are in `tests/packets`.
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::{HashMap, VecDeque},
+    rc::Rc,
+};
+
+use proptest::prelude::*;
+use rstest::rstest;
+
+use super::{open::port_of, *};
+use crate::{
+    family::V4,
+    packet::{TCP_ACK, TCP_SYN},
+    tables::host::HostTables,
+};
+
+type A = [u8; 4];
+
+const CLIENT: (A, u16) = ([203, 0, 113, 1], 40_000);
+const FRONTEND: (A, u16) = ([10, 96, 0, 1], 80);
+const OTHER_FRONTEND: (A, u16) = ([10, 96, 0, 2], 443);
+const NODE: A = [192, 0, 2, 1];
+const BACKENDS: [A; 2] = [[10, 244, 1, 1], [10, 244, 1, 2]];
+const PORT: u16 = 8080;
+/// Dice that choose the first and the last of a set.
+const FIRST: u32 = 0;
+const LAST: u32 = u32::MAX;
+
+/// As the map element that the kernel hands out, it is shared and stays when it is removed.
+#[derive(Clone, Copy)]
+struct EntryRef(&'static Cell<Flow<A>>);
+
+impl FlowEntry<A> for EntryRef {
+    fn read(&self) -> Flow<A> {
+        self.0.get()
+    }
+
+    fn flags(&self) -> u32 {
+        self.0.get().flags
+    }
+
+    fn last_seen(&self) -> u64 {
+        self.0.get().last_seen
+    }
+
+    fn set_last_seen(&self, now: u64) {
+        self.0.set(Flow { last_seen: now, ..self.0.get() });
+    }
+
+    fn add_flags(&self, flags: u32) {
+        self.0.set(Flow { flags: self.0.get().flags | flags, ..self.0.get() });
+    }
+}
+
+type Interruption = Box<dyn FnOnce(&Host)>;
+
+/// Both tables of flows, a clock, dice, and what happens before a certain insertion.
+struct Host {
+    tables: HostTables<V4>,
+    flows: RefCell<HashMap<(Stage, FlowKey<A>), &'static Cell<Flow<A>>>>,
+    clock: Cell<u64>,
+    dice: RefCell<VecDeque<u32>>,
+    counted: RefCell<HashMap<Reason, u32>>,
+    /// Counts down; at 0 the insertion fails as in a full table.
+    until_full: Cell<Option<u32>>,
+    /// Counts down; at 0 another CPU does this first.
+    interruption: RefCell<Option<(u32, Interruption)>>,
+}
+
+impl Host {
+    /// Two backends elsewhere, behind two frontends that can be dialled from outside.
+    fn new() -> Self {
+        let mut tables = HostTables::<V4>::default();
+        for (index, address) in (0u32..).zip(BACKENDS) {
+            let slot = Slot4 { address, port: PORT, backend: index + 1, ..Slot4::default() };
+            tables.slots.insert(index, slot);
+            tables.backends.insert(index + 1, Backend { address, port: PORT, ..Backend::default() });
+        }
+        let set = EndpointSet { first: 0, count: 2 };
+        let flags = SERVICE_HAS_ENDPOINTS;
+        tables
+            .services
+            .insert(1, Service { cluster: set, internal: set, external: set, flags, affinity_seconds: 0 });
+        for (address, port) in [FRONTEND, OTHER_FRONTEND] {
+            let key = FrontendKey { address, port, protocol: PROTOCOL_TCP, scope: SCOPE_ADDRESS };
+            tables.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
+        }
+        Self {
+            tables,
+            flows: RefCell::default(),
+            clock: Cell::new(100 * SECOND),
+            dice: RefCell::default(),
+            counted: RefCell::default(),
+            until_full: Cell::new(None),
+            interruption: RefCell::default(),
+        }
+    }
+
+    fn arriving(&self, packet: &Packet<A>, origin: Origin) -> Result<Rewrite<A>, Reason> {
+        arriving(self, &mut Scratch::default(), packet, origin)
+    }
+
+    fn leaving(&self, packet: &Packet<A>) -> Result<Rewrite<A>, Reason> {
+        leaving(self, &mut Scratch::default(), packet)
+    }
+
+    /// Another CPU gets there before the `nth` insertion, counted from 0.
+    fn interrupt(&self, nth: u32, other: impl FnOnce(&Host) + 'static) {
+        *self.interruption.borrow_mut() = Some((nth, Box::new(other)));
+    }
+
+    fn entries(&self, stage: Stage) -> usize {
+        self.flows.borrow().keys().filter(|(s, _)| *s == stage).count()
+    }
+
+    fn counted(&self, reason: Reason) -> u32 {
+        self.counted.borrow().get(&reason).copied().unwrap_or(0)
+    }
+
+    /// Each flow has all of its entries, and each entry is of one flow.
+    fn assert_whole(&self) {
+        let flows = self.flows.borrow();
+        for ((stage, _), flow) in flows.iter() {
+            let flow = flow.get();
+            let mut keys = vec![flow.forward_key(), flow.reply_key()];
+            if flow.is_masqueraded() {
+                keys.push(flow.masqueraded_reply_key());
+            }
+            for key in keys {
+                let partner = flows.get(&(*stage, key)).map(|partner| partner.get());
+                let same = |partner: Flow<A>| {
+                    (partner.backend, partner.alias_port, partner.masquerade_port)
+                        == (flow.backend, flow.alias_port, flow.masquerade_port)
+                };
+                assert!(partner.is_some_and(same), "{stage:?} {key:?} of {flow:?}: {partner:?}");
+            }
+        }
+    }
+}
+
+impl Tables<V4> for Host {
+    fn frontend(&self, key: &FrontendKey<A>) -> Option<Frontend> {
+        self.tables.frontend(key)
+    }
+
+    fn node_address(&self, address: &A) -> Option<NodeAddress> {
+        self.tables.node_address(address)
+    }
+
+    fn service(&self, id: u32) -> Option<Service> {
+        self.tables.service(id)
+    }
+
+    fn slot(&self, index: u32) -> Option<Slot4> {
+        self.tables.slot(index)
+    }
+
+    fn backend(&self, id: u32) -> Option<Backend<A>> {
+        self.tables.backend(id)
+    }
+}
+
+impl FlowTables<V4> for Host {
+    type Entry = EntryRef;
+
+    fn flow(&self, stage: Stage, key: &FlowKey<A>) -> Option<EntryRef> {
+        self.flows.borrow().get(&(stage, *key)).copied().map(EntryRef)
+    }
+
+    fn insert(&self, stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) -> Result<(), InsertError> {
+        let due = match &mut *self.interruption.borrow_mut() {
+            Some((0, _)) => true,
+            Some((left, _)) => {
+                *left -= 1;
+                false
+            }
+            None => false,
+        };
+        if due && let Some((_, other)) = self.interruption.take() {
+            other(self);
+        }
+        match self.until_full.get() {
+            Some(0) => return Err(InsertError::Full),
+            Some(left) => self.until_full.set(Some(left - 1)),
+            None => {}
+        }
+        let mut flows = self.flows.borrow_mut();
+        if flows.contains_key(&(stage, *key)) {
+            return Err(InsertError::Exists);
+        }
+        // Leaked, as a map element lives on for who still reads it.
+        flows.insert((stage, *key), Box::leak(Box::new(Cell::new(*flow))));
+        Ok(())
+    }
+
+    fn replace(&self, stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) {
+        self.flows.borrow_mut().insert((stage, *key), Box::leak(Box::new(Cell::new(*flow))));
+    }
+
+    fn remove(&self, stage: Stage, key: &FlowKey<A>) {
+        self.flows.borrow_mut().remove(&(stage, *key));
+    }
+
+    fn masquerade(&self) -> Masquerade<A> {
+        Masquerade { address: NODE, ports: [[20_000, 20_099], [1, 0]] }
+    }
+
+    fn now(&self) -> u64 {
+        self.clock.get()
+    }
+
+    fn random(&self) -> u32 {
+        self.dice.borrow_mut().pop_front().unwrap_or(FIRST)
+    }
+
+    fn count(&self, reason: Reason) {
+        *self.counted.borrow_mut().entry(reason).or_default() += 1;
+    }
+}
+
+fn packet(source: (A, u16), destination: (A, u16), tcp_flags: u8) -> Packet<A> {
+    Packet {
+        source: source.0,
+        destination: destination.0,
+        source_port: source.1,
+        destination_port: destination.1,
+        protocol: PROTOCOL_TCP,
+        tcp_flags,
+    }
+}
+
+fn syn() -> Packet<A> {
+    packet(CLIENT, FRONTEND, TCP_SYN)
+}
+
+/// An established flow, and its state.
+fn establish_one(host: &Host, origin: Origin) -> Flow<A> {
+    host.arriving(&syn(), origin).unwrap();
+    let flow = host.flow(Stage::Opening, &syn().key(TUPLE_FORWARD)).unwrap().read();
+    let answer = packet((flow.backend, PORT), CLIENT, TCP_SYN | TCP_ACK);
+    host.leaving(&answer).unwrap();
+    host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), origin).unwrap();
+    host.assert_whole();
+    flow
+}
+
+#[rstest]
+#[case::same_backend_before_the_first_write(0, FIRST)]
+#[case::same_backend_before_the_second_write(1, FIRST)]
+#[case::other_backend_before_the_first_write(0, LAST)]
+#[case::other_backend_before_the_second_write(1, LAST)]
+fn two_first_packets_at_once_get_one_backend(
+    #[case] nth: u32,
+    #[case] other_dice: u32,
+    #[values(Origin::Workload, Origin::Outside)] origin: Origin,
+) {
+    let host = Host::new();
+    let winner = Rc::new(Cell::new(None));
+    let seen = winner.clone();
+    host.interrupt(nth, move |host| {
+        host.dice.borrow_mut().extend([other_dice, LAST]);
+        seen.set(Some(host.arriving(&syn(), origin)));
+    });
+    let loser = host.arriving(&syn(), origin);
+    assert_eq!(Some(loser), winner.get());
+    assert!(loser.is_ok());
+    host.assert_whole();
+    let tuples = if origin == Origin::Outside { 3 } else { 2 };
+    assert_eq!(host.entries(Stage::Opening), tuples);
+}
+
+#[rstest]
+fn a_flow_is_created_whole_or_not_at_all(#[values(0, 1, 2)] room: u32) {
+    let host = Host::new();
+    host.until_full.set(Some(room));
+    let refused = host.arriving(&syn(), Origin::Outside);
+    assert!(refused.is_err_and(|reason| reason.verdict() == crate::reason::Verdict::Drop));
+    assert_eq!(host.entries(Stage::Opening), 0);
+}
+
+#[rstest]
+fn a_flow_is_established_whole_or_not_at_all(#[values(0, 1, 2)] room: u32) {
+    let host = Host::new();
+    host.arriving(&syn(), Origin::Outside).unwrap();
+    host.leaving(&packet((BACKENDS[0], PORT), CLIENT, TCP_SYN | TCP_ACK)).unwrap();
+    host.until_full.set(Some(room));
+    let ack = packet(CLIENT, FRONTEND, TCP_ACK);
+    assert_eq!(host.arriving(&ack, Origin::Outside).map(|r| r.address), Ok(BACKENDS[0]));
+    assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (3, 0));
+    assert_eq!(host.counted(Reason::FlowsFull), 1);
+    // There is room again.
+    host.until_full.set(None);
+    assert!(host.arriving(&ack, Origin::Outside).is_ok());
+    assert_eq!(host.entries(Stage::Established), 3);
+}
+
+#[rstest]
+#[case::client(TUPLE_FORWARD)]
+#[case::answer(TUPLE_REPLY)]
+#[case::masqueraded_answer(TUPLE_MASQUERADED_REPLY)]
+fn every_entry_restores_the_others(#[case] left: u8) {
+    let host = Host::new();
+    let flow = establish_one(&host, Origin::Outside);
+    let keys = [flow.forward_key(), flow.reply_key(), flow.masqueraded_reply_key()];
+    for key in keys.iter().filter(|key| key.tuple != left) {
+        host.remove(Stage::Established, key);
+        host.remove(Stage::Opening, key);
+    }
+    host.clock.set(host.clock.get() + REFRESH_AFTER + 1);
+    let translated = match left {
+        TUPLE_FORWARD => host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), Origin::Outside),
+        TUPLE_REPLY => host.leaving(&packet((flow.backend, PORT), CLIENT, TCP_ACK)),
+        _ => host
+            .arriving(&packet((flow.backend, PORT), (NODE, flow.masquerade_port), TCP_ACK), Origin::Outside),
+    };
+    assert!(translated.is_ok());
+    for key in keys {
+        let entry = host.flow(Stage::Established, &key).unwrap().read();
+        assert_eq!((entry.last_seen, entry.backend), (host.clock.get(), flow.backend));
+    }
+    assert_eq!(host.counted(Reason::FlowRestored), 2);
+}
+
+#[test]
+fn entries_are_left_alone_within_a_second() {
+    let host = Host::new();
+    let flow = establish_one(&host, Origin::Workload);
+    host.clock.set(host.clock.get() + REFRESH_AFTER);
+    host.remove(Stage::Established, &flow.reply_key());
+    host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), Origin::Workload).unwrap();
+    assert_eq!(host.entries(Stage::Established), 1);
+    assert_eq!(host.counted(Reason::FlowRestored), 0);
+}
+
+#[test]
+fn established_between_the_two_lookups_is_found() {
+    // A reader that missed the established entry, and finds the opening one gone.
+    let host = Host::new();
+    let flow = establish_one(&host, Origin::Workload);
+    for key in [flow.forward_key(), flow.reply_key()] {
+        host.remove(Stage::Opening, &key);
+    }
+    let ack = packet(CLIENT, FRONTEND, TCP_ACK);
+    assert_eq!(host.arriving(&ack, Origin::Workload).map(|r| r.address), Ok(flow.backend));
+}
+
+#[test]
+fn a_client_port_at_one_backend_through_many_frontends_runs_out_of_aliases() {
+    let mut host = Host::new();
+    let set = EndpointSet { first: 0, count: 1 };
+    host.tables
+        .services
+        .insert(1, Service { cluster: set, internal: set, external: set, flags: 1, ..Service::default() });
+    let frontends = (1..=20u8).map(|n| ([10, 96, 1, n], 80u16));
+    for (address, port) in frontends.clone() {
+        let key = FrontendKey { address, port, protocol: PROTOCOL_TCP, scope: SCOPE_ADDRESS };
+        host.tables.frontends.insert(key, Frontend { service: 1, flags: 0 });
+    }
+    let opened: Vec<_> =
+        frontends.map(|to| host.arriving(&packet(CLIENT, to, TCP_SYN), Origin::Workload)).collect();
+    // Its own port and the aliases that were tried.
+    let good = opened.iter().filter(|result| result.is_ok()).count();
+    assert_eq!(good, 8);
+    assert_eq!(opened.last(), Some(&Err(Reason::AliasPortsExhausted)));
+    let mut ports: Vec<u16> = opened.iter().flatten().map(|rewrite| rewrite.other_port).collect();
+    ports.dedup();
+    assert_eq!(ports.len(), good);
+    host.assert_whole();
+}
+
+#[test]
+fn the_nodes_own_flows_are_told_apart() {
+    let host = Host::new();
+    host.arriving(&syn(), Origin::Host).unwrap();
+    let answer_packet = packet((BACKENDS[0], PORT), CLIENT, TCP_SYN | TCP_ACK);
+    let mut scratch = Scratch::default();
+    let found = answer::<V4, _>(&host, &mut scratch, &answer_packet, FLOW_FROM_HOST);
+    assert_eq!(found.map(|rewrite| (rewrite.address, rewrite.port)), Some(FRONTEND));
+    // A pod's flow is none of them.
+    let host = Host::new();
+    host.arriving(&syn(), Origin::Workload).unwrap();
+    assert_eq!(answer::<V4, _>(&host, &mut scratch, &answer_packet, FLOW_FROM_HOST), None);
+}
+
+#[rstest]
+#[case::opening(PROTOCOL_TCP, 0, 60)]
+#[case::open(PROTOCOL_TCP, FLOW_ANSWERED, 86_400)]
+#[case::half_closed(PROTOCOL_TCP, FLOW_ANSWERED | FLOW_CLIENT_CLOSED, 3600)]
+#[case::closed(PROTOCOL_TCP, FLOW_ANSWERED | FLOW_CLIENT_CLOSED | FLOW_BACKEND_CLOSED, 60)]
+#[case::reset(PROTOCOL_TCP, FLOW_ANSWERED | FLOW_RESET, 10)]
+#[case::datagrams_unanswered(PROTOCOL_UDP, 0, 30)]
+#[case::datagrams(PROTOCOL_UDP, FLOW_ANSWERED, 120)]
+fn lifetimes(#[case] protocol: u8, #[case] flags: u32, #[case] seconds: u64) {
+    assert_eq!(lifetime_seconds(protocol, flags), seconds);
+}
+
+proptest! {
+    #[test]
+    fn ports_come_from_the_ranges(ranges: [[u16; 2]; 2], random: u32, attempt in 0u32..16) {
+        match port_of(&ranges, random, attempt) {
+            Some(port) => prop_assert!(in_ranges(&ranges, port)),
+            None => prop_assert!(ranges.iter().all(|[first, last]| first > last)),
+        }
+    }
+
+    #[test]
+    fn attempts_try_different_ports(first in 1u16..60_000, random: u32) {
+        let ranges = [[first, first + 9], [first + 100, first + 109]];
+        let mut ports: Vec<_> = (0..16).map(|attempt| port_of(&ranges, random, attempt)).collect();
+        ports.sort_unstable();
+        ports.dedup();
+        prop_assert_eq!(ports.len(), 16);
+    }
+}

@@ -1,0 +1,116 @@
+//! A flow's tuples as keys and as translations, and how long a flow is kept.
+
+use crate::{
+    layout::*,
+    packet::{Rewrite, Side},
+};
+
+/// How long a flow that nothing is heard of is kept, in seconds. `flags` is the union of its entries' flags.
+pub const fn lifetime_seconds(protocol: u8, flags: u32) -> u64 {
+    const CLOSED: u32 = FLOW_CLIENT_CLOSED | FLOW_BACKEND_CLOSED;
+    if protocol != PROTOCOL_TCP {
+        return if flags & FLOW_ANSWERED == 0 { 30 } else { 120 };
+    }
+    if flags & FLOW_RESET != 0 {
+        10
+    } else if flags & CLOSED == CLOSED {
+        // TIME_WAIT of Linux.
+        60
+    } else if flags & CLOSED != 0 {
+        // One side may go on sending for long: as CLOSE_WAIT of conntrack in Kubernetes (kube-proxy's default).
+        3600
+    } else if flags & FLOW_ANSWERED == 0 {
+        60
+    } else {
+        // kube-proxy's conntrack.tcpEstablishedTimeout.
+        86_400
+    }
+}
+
+impl<A: Address> Flow<A> {
+    /// What the client sends.
+    #[inline(always)]
+    pub fn forward_key(&self) -> FlowKey<A> {
+        FlowKey {
+            source: self.client,
+            destination: self.frontend,
+            source_port: self.client_port,
+            destination_port: self.frontend_port,
+            protocol: self.protocol,
+            tuple: TUPLE_FORWARD,
+            _reserved: 0,
+        }
+    }
+
+    /// What the backend answers, as netfilter and routing see it.
+    #[inline(always)]
+    pub fn reply_key(&self) -> FlowKey<A> {
+        FlowKey {
+            source: self.backend,
+            destination: self.client,
+            source_port: self.backend_port,
+            destination_port: self.alias_port,
+            protocol: self.protocol,
+            tuple: TUPLE_REPLY,
+            _reserved: 0,
+        }
+    }
+
+    /// What the backend answers, if the flow is `FLOW_MASQUERADED`.
+    #[inline(always)]
+    pub fn masqueraded_reply_key(&self) -> FlowKey<A> {
+        FlowKey {
+            source: self.backend,
+            destination: self.masquerade,
+            source_port: self.backend_port,
+            destination_port: self.masquerade_port,
+            protocol: self.protocol,
+            tuple: TUPLE_MASQUERADED_REPLY,
+            _reserved: 0,
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn is_masqueraded(&self) -> bool {
+        self.flags & FLOW_MASQUERADED != 0
+    }
+
+    #[inline(always)]
+    pub(super) fn same_client_and_frontend(&self, other: &Self) -> bool {
+        self.client_port == other.client_port
+            && self.frontend_port == other.frontend_port
+            && self.client == other.client
+            && self.frontend == other.frontend
+    }
+
+    /// Of two flows of one client and frontend: do they have the same keys?
+    #[inline(always)]
+    pub(super) fn same_entries(&self, other: &Self) -> bool {
+        self.backend_port == other.backend_port
+            && self.alias_port == other.alias_port
+            && self.masquerade_port == other.masquerade_port
+            && self.backend == other.backend
+    }
+
+    /// Client to frontend becomes client to backend.
+    #[inline(always)]
+    pub(super) fn forward_rewrite(&self) -> Rewrite<A> {
+        Rewrite {
+            side: Side::Destination,
+            address: self.backend,
+            port: self.backend_port,
+            other_port: self.alias_port,
+        }
+    }
+
+    /// Backend to client becomes frontend to client.
+    #[inline(always)]
+    pub(super) fn reply_rewrite(&self) -> Rewrite<A> {
+        Rewrite {
+            side: Side::Source,
+            address: self.frontend,
+            port: self.frontend_port,
+            other_port: self.client_port,
+        }
+    }
+}

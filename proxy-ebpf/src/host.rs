@@ -1,0 +1,111 @@
+//! Packets of the node's own processes, where no socket hook sends them (`socketLoadBalancing: off`).
+//!
+//! Such a packet is routed towards the frontend, and only on the uplink's egress is it seen: translated there, it is
+//! handed to the interface that leads to the backend. The answer must come in where a packet from the
+//! frontend would, or reverse path filtering drops it: one that comes from a pod is moved to the uplink's
+//! ingress, and translated there.
+
+use aya_ebpf::{
+    EbpfContext as _,
+    bindings::{BPF_F_INGRESS, TC_ACT_REDIRECT, bpf_fib_lookup as FibLookup},
+    helpers::{bpf_fib_lookup, bpf_redirect, bpf_redirect_neigh, bpf_skb_change_type},
+    programs::TcContext,
+};
+use proxy_common::family::{Family, V4, V6};
+
+/// How a family's addresses lie in the parameters of a route lookup.
+pub(crate) trait Route: Family {
+    fn set_addresses(parameters: &mut FibLookup, source: &Self::Address, destination: &Self::Address);
+}
+
+impl Route for V4 {
+    #[inline(always)]
+    fn set_addresses(parameters: &mut FibLookup, source: &[u8; 4], destination: &[u8; 4]) {
+        const AF_INET: u8 = 2;
+        parameters.family = AF_INET;
+        parameters.__bindgen_anon_3.ipv4_src = u32::from_ne_bytes(*source);
+        parameters.__bindgen_anon_4.ipv4_dst = u32::from_ne_bytes(*destination);
+    }
+}
+
+impl Route for V6 {
+    #[inline(always)]
+    fn set_addresses(parameters: &mut FibLookup, source: &[u8; 16], destination: &[u8; 16]) {
+        const AF_INET6: u8 = 10;
+        parameters.family = AF_INET6;
+        parameters.__bindgen_anon_3.ipv6_src = words(source);
+        parameters.__bindgen_anon_4.ipv6_dst = words(destination);
+    }
+}
+
+#[inline(always)]
+fn words(address: &[u8; 16]) -> [u32; 4] {
+    let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p] = *address;
+    [
+        u32::from_ne_bytes([a, b, c, d]),
+        u32::from_ne_bytes([e, f, g, h]),
+        u32::from_ne_bytes([i, j, k, l]),
+        u32::from_ne_bytes([m, n, o, p]),
+    ]
+}
+
+/// Was the packet made on this node, not forwarded?
+#[inline(always)]
+pub(crate) fn is_local(ctx: &TcContext) -> bool {
+    // SAFETY: a field of the context.
+    unsafe { (*ctx.skb.skb).ingress_ifindex == 0 }
+}
+
+/// The interface that a packet to `destination` leaves by. None: this node itself, or no route.
+#[inline(always)]
+fn interface_to<F: Route>(ctx: &TcContext, source: &F::Address, destination: &F::Address) -> Option<u32> {
+    const SUCCESS: i64 = 0;
+    /// The next hop's link address is not known yet: bpf_redirect_neigh asks for it.
+    const NO_NEIGHBOUR: i64 = 7;
+    // SAFETY: integers and unions of integers: all zero is valid.
+    let mut parameters: FibLookup = unsafe { core::mem::zeroed() };
+    F::set_addresses(&mut parameters, source, destination);
+    // SAFETY: a field of the context.
+    parameters.ifindex = unsafe { (*ctx.skb.skb).ifindex };
+    // SAFETY: the context of this program, and the parameters with their size.
+    let found =
+        unsafe { bpf_fib_lookup(ctx.as_ptr(), &raw mut parameters, size_of::<FibLookup>() as i32, 0) };
+    (found == SUCCESS || found == NO_NEIGHBOUR).then_some(parameters.ifindex)
+}
+
+/// Sends a translated packet towards its backend. None: it goes on as it was routed.
+#[inline(always)]
+pub(crate) fn to_backend<F: Route>(
+    ctx: &TcContext,
+    client: &F::Address,
+    backend: &F::Address,
+) -> Option<i32> {
+    let interface = interface_to::<F>(ctx, client, backend)?;
+    // SAFETY: without parameters the kernel looks the neighbour up itself; since 5.10.
+    redirected(unsafe { bpf_redirect_neigh(interface, core::ptr::null_mut(), 0, 0) })
+}
+
+/// Moves a pod's answer to where packets from the frontend come in.
+#[inline(always)]
+pub(crate) fn to_uplink<F: Route>(
+    ctx: &TcContext,
+    client: &F::Address,
+    frontend: &F::Address,
+) -> Option<i32> {
+    let interface = interface_to::<F>(ctx, client, frontend)?;
+    // SAFETY: no pointers.
+    redirected(unsafe { bpf_redirect(interface, u64::from(BPF_F_INGRESS)) })
+}
+
+#[inline(always)]
+fn redirected(action: i64) -> Option<i32> {
+    (action == i64::from(TC_ACT_REDIRECT)).then_some(action as i32)
+}
+
+/// A packet that was moved here has another interface's link address, so the kernel took it for a stranger's.
+#[inline(always)]
+pub(crate) fn accept(ctx: &TcContext) {
+    const PACKET_HOST: u32 = 0;
+    // SAFETY: the context of this program. Fails for no type that a received packet has.
+    let _changed = unsafe { bpf_skb_change_type(ctx.skb.skb, PACKET_HOST) };
+}

@@ -18,7 +18,8 @@ use nix::{
 
 /// How often a condition is looked at that nobody announces.
 pub(crate) const BETWEEN_LOOKS: Duration = Duration::from_millis(10);
-const TERM_LIMIT: Duration = Duration::from_secs(20);
+/// An API server waits for watches to end, for a minute.
+const TERM_LIMIT: Duration = Duration::from_secs(3);
 
 pub(crate) struct Process {
     name: String,
@@ -85,7 +86,7 @@ impl Process {
         lines[lines.len().saturating_sub(15)..].join("\n")
     }
 
-    /// Asks the process to end and waits for it; after 20 s it is killed.
+    /// Asks the process to end and waits for it; after 3 s it is killed.
     pub(crate) fn stop(mut self) -> Result<ExitStatus> {
         let id = i32::try_from(self.child.id()).context("process id")?;
         kill(Pid::from_raw(id), Signal::SIGTERM).with_context(|| format!("stopping {}", self.name))?;

@@ -89,3 +89,62 @@ impl Health {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io,
+        sync::{Arc, Mutex},
+    };
+
+    use super::*;
+
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Log {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn logged(work: impl FnOnce()) -> Vec<String> {
+        let log = Log::default();
+        let writer = log.clone();
+        let subscriber = tracing_subscriber::fmt()
+            .with_max_level(tracing::Level::INFO)
+            .without_time()
+            .with_ansi(false)
+            .with_writer(move || writer.clone())
+            .finish();
+        tracing::subscriber::with_default(subscriber, work);
+        let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        text.lines().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn a_change_is_told_once_however_often_it_is_tried() {
+        let lines = logged(|| {
+            let mut health = Health::new(ResourceKind::EndpointSlices);
+            for reason in [Reason::Unreachable, Reason::Forbidden] {
+                for _ in 0..50 {
+                    health.bad(&Failure::new(reason, "it says why"), Duration::from_secs(1));
+                }
+            }
+            for _ in 0..50 {
+                health.good();
+            }
+        });
+        assert_eq!(lines.len(), 3, "{lines:#?}");
+        assert!(lines[0].contains(" WARN ") && lines[0].contains("it says why"), "{}", lines[0]);
+        let denied = "ERROR";
+        let names = "list and watch of endpointslices in API group \"discovery.k8s.io\"";
+        assert!(lines[1].contains(denied) && lines[1].contains(names), "{}", lines[1]);
+        assert!(lines[2].contains("watching endpointslices again"), "{}", lines[2]);
+        assert!(lines[2].contains("failed_attempts=100"), "{}", lines[2]);
+    }
+}

@@ -269,3 +269,6 @@ fn hash_file(path: &Path, hasher: &mut DefaultHasher) -> io::Result<()> {
     fs::read(path)?.hash(hasher);
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

@@ -9,6 +9,7 @@ mod oddities;
 mod resource;
 mod state;
 mod watch;
+mod wire;
 
 use std::sync::Arc;
 

@@ -9,13 +9,11 @@
 use std::{pin::pin, sync::Arc, time::Duration};
 
 use futures::{Stream, StreamExt};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{
     Client, Resource,
     api::{ListParams, WatchEvent, WatchParams},
     core::Request,
 };
-use serde::Deserialize;
 use serde_json::value::RawValue;
 use tokio::{
     sync::mpsc,
@@ -31,11 +29,9 @@ use super::{
     oddities::Oddities,
     resource::Watched,
     state::{ListMethod, SourceState},
+    wire::{Meta, Page, RawEvent},
 };
-use crate::{
-    model::objects::ObjectName,
-    source::{Oddity, Update},
-};
+use crate::source::{Oddity, Update};
 
 /// Objects per page, as client-go asks for.
 const PAGE: u32 = 500;
@@ -49,8 +45,6 @@ const MARGIN: Duration = Duration::from_secs(10);
 const SHORTEST_WATCH: Duration = Duration::from_secs(1);
 /// Failed streaming lists in a row, after which a paged one is tried.
 const STREAM_ATTEMPTS: u32 = 2;
-
-type RawEvent = WatchEvent<Box<RawValue>>;
 
 /// Why an attempt is over.
 enum Stop {
@@ -448,83 +442,5 @@ struct Listing<W: Watched> {
 impl<W: Watched> Default for Listing<W> {
     fn default() -> Self {
         Self { parsed: Vec::new(), objects: 0 }
-    }
-}
-
-#[derive(Deserialize)]
-struct Page<'a> {
-    #[serde(default)]
-    metadata: PageMeta,
-    #[serde(borrow)]
-    items: Option<Vec<&'a RawValue>>,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct PageMeta {
-    resource_version: Option<String>,
-    #[serde(rename = "continue")]
-    continue_token: Option<String>,
-}
-
-/// What must be known of an object even if the rest of it makes no sense.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Meta {
-    #[serde(default)]
-    namespace: String,
-    name: String,
-    #[serde(default)]
-    resource_version: String,
-}
-
-impl Meta {
-    fn of(object: &RawValue) -> Result<Self, Failure> {
-        #[derive(Deserialize)]
-        struct Object {
-            metadata: Meta,
-        }
-        serde_json::from_str::<Object>(object.get())
-            .map(|object| object.metadata)
-            .map_err(|error| Failure::new(Reason::Malformed, format!("an object without a name: {error}")))
-    }
-
-    fn take(meta: &mut ObjectMeta) -> Self {
-        Self {
-            namespace: meta.namespace.take().unwrap_or_default(),
-            name: meta.name.take().unwrap_or_default(),
-            resource_version: meta.resource_version.take().unwrap_or_default(),
-        }
-    }
-
-    fn name(&self) -> ObjectName {
-        ObjectName::new(self.namespace.as_str(), self.name.as_str())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn watch_events_keep_the_text_of_their_object() {
-        let line = r#"{"type":"ADDED","object":{"metadata":{"name":"a","namespace":"b","resourceVersion":"7"},"x":1}}"#;
-        let WatchEvent::Added(object) = serde_json::from_str::<RawEvent>(line).unwrap() else {
-            panic!("not an addition");
-        };
-        let meta = Meta::of(&object).unwrap();
-        assert_eq!((meta.name().to_string().as_str(), meta.resource_version.as_str()), ("b/a", "7"));
-    }
-
-    #[test]
-    fn a_page_without_items_or_with_null_is_empty() {
-        for text in [
-            r#"{"metadata":{"resourceVersion":"3"},"items":null}"#,
-            r#"{"metadata":{"resourceVersion":"3"}}"#,
-        ] {
-            let page: Page<'_> = serde_json::from_str(text).unwrap();
-            assert!(page.items.unwrap_or_default().is_empty());
-            assert_eq!(page.metadata.resource_version.as_deref(), Some("3"));
-        }
     }
 }

@@ -54,12 +54,10 @@ impl Follower {
         let state = SourceState::new();
         let source = Kubernetes::new(config, NODE, state.clone()).context("configuring the source")?;
         let (sender, updates) = mpsc::channel(64);
-        let source = world.block_on(async {
-            tokio::spawn(async move {
-                if let Err(error) = source.run(sender).await {
-                    eprintln!("the source ended: {error}");
-                }
-            })
+        let source = world.spawn(async move {
+            if let Err(error) = source.run(sender).await {
+                eprintln!("the source ended: {error}");
+            }
         });
         Ok(Self {
             source,

@@ -5,7 +5,7 @@ use control_plane::{ApiServer, Identity, Options, objects};
 use kube::Client;
 use serde_json::Value;
 use tempfile::TempDir;
-use tokio::runtime::Runtime;
+use tokio::{runtime::Runtime, task::JoinHandle};
 
 /// RBAC grants it what a scenario grants it.
 pub(crate) const LIMITED: Identity = Identity { name: "limited", user: "limited", group: "" };
@@ -48,6 +48,10 @@ impl World {
 
     pub(crate) fn block_on<T>(&self, future: impl Future<Output = T>) -> T {
         self.runtime.block_on(future)
+    }
+
+    pub(crate) fn spawn(&self, future: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
+        self.runtime.spawn(future)
     }
 
     pub(crate) fn client(&self) -> &Client {

@@ -1,0 +1,154 @@
+use rstest::rstest;
+
+use super::*;
+
+const GOOD: &str = "
+current-context: main
+contexts:
+- name: main
+  context: {cluster: here, user: proxy}
+clusters:
+- name: here
+  cluster: {server: 'https://192.0.2.1:6443'}
+users:
+- name: proxy
+  user: {token: secret}
+";
+
+fn load(text: &str) -> Result<Loaded, String> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kubeconfig");
+    fs::write(&path, text).unwrap();
+    let config = Config { kubeconfig: Some(path), master: None };
+    config.load().map_err(|error| error.to_string().replace(&folder.path().display().to_string(), ""))
+}
+
+#[test]
+fn a_good_one_is_taken_as_it_is() {
+    let loaded = load(GOOD).unwrap();
+    assert_eq!(loaded.client.cluster_url.to_string(), "https://192.0.2.1:6443/");
+    assert_eq!(loaded.token_file, None);
+}
+
+#[rstest]
+#[case::no_yaml("main", "[", "/kubeconfig: not a kubeconfig: ")]
+#[case::no_context("current-context: main", "", "/kubeconfig: current-context: is missing")]
+#[case::unknown_context(
+    "current-context: main",
+    "current-context: mian",
+    "/kubeconfig: current-context: no context is named \"mian\""
+)]
+#[case::unknown_cluster(
+    "cluster: here,",
+    "cluster: there,",
+    "/kubeconfig: contexts[name=main].context.cluster: no cluster is named \"there\""
+)]
+#[case::unknown_user(
+    "user: proxy}",
+    "user: nobody}",
+    "/kubeconfig: contexts[name=main].context.user: no user is named \"nobody\""
+)]
+#[case::no_server(
+    "server: 'https://192.0.2.1:6443'",
+    "",
+    "/kubeconfig: clusters[name=here].cluster.server: is missing"
+)]
+#[case::server_without_scheme(
+    "https://192",
+    "192",
+    "/kubeconfig: clusters[name=here].cluster.server: \"192.0.2.1:6443\" is not a URL"
+)]
+#[case::authority_file_missing(
+    "server:",
+    "certificate-authority: ca.crt, server:",
+    "/kubeconfig: clusters[name=here].cluster.certificate-authority: /ca.crt: No such file"
+)]
+#[case::authority_is_not_base64(
+    "server:",
+    "certificate-authority-data: '?', server:",
+    "/kubeconfig: clusters[name=here].cluster.certificate-authority-data: "
+)]
+#[case::socks_proxy(
+    "server:",
+    "proxy-url: 'socks5://192.0.2.3:1', server:",
+    "/kubeconfig: clusters[name=here].cluster.proxy-url: socks5://192.0.2.3:1/: only http:// proxies"
+)]
+#[case::certificate_without_key(
+    "token: secret",
+    "client-certificate-data: aGVsbG8K",
+    "/kubeconfig: users[name=proxy].user.client-key: is missing"
+)]
+#[case::certificate_is_none(
+    "token: secret",
+    "client-certificate-data: aGVsbG8K, client-key-data: aGVsbG8K",
+    "/kubeconfig: users[name=proxy].user.client-certificate: "
+)]
+#[case::token_file_missing(
+    "token: secret",
+    "tokenFile: token",
+    "/kubeconfig: users[name=proxy].user.tokenFile: token file /token: No such file"
+)]
+fn a_mistake_is_named_by_file_and_field(#[case] right: &str, #[case] wrong: &str, #[case] expected: &str) {
+    assert!(GOOD.contains(right));
+    let error = load(&GOOD.replacen(right, wrong, 1)).unwrap_err();
+    assert!(error.starts_with(expected), "{error}");
+}
+
+#[test]
+fn a_missing_file_is_named() {
+    let config = Config { kubeconfig: Some("/nonexistent/kubeconfig".into()), master: None };
+    let error = config.load().unwrap_err().to_string();
+    assert!(error.starts_with("/nonexistent/kubeconfig: No such file"), "{error}");
+}
+
+#[test]
+fn master_overrides_the_server_and_must_be_a_url() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kubeconfig");
+    fs::write(&path, GOOD).unwrap();
+    let with = |master: &str| Config { kubeconfig: Some(path.clone()), master: Some(master.into()) };
+    assert_eq!(
+        with("http://[2001:db8::1]:8080").load().unwrap().client.cluster_url,
+        "http://[2001:db8::1]:8080/"
+    );
+    let error = with("192.0.2.9").load().unwrap_err().to_string();
+    assert!(error.starts_with("--master=192.0.2.9: "), "{error}");
+}
+
+#[test]
+fn a_token_file_is_read_without_the_white_space_around_it() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("token"), " secret\n").unwrap();
+    let path = folder.path().join("kubeconfig");
+    fs::write(&path, GOOD.replace("token: secret", "tokenFile: token")).unwrap();
+    let loaded = Config { kubeconfig: Some(path), master: None }.load().unwrap();
+    let file = loaded.token_file.unwrap();
+    assert_eq!(file, folder.path().join("token"));
+    assert_eq!(super::super::connection::read_token(&file).unwrap(), "Bearer secret");
+    fs::write(&file, "\n").unwrap();
+    let error = super::super::connection::read_token(&file).unwrap_err().to_string();
+    assert!(error.ends_with("is empty"), "{error}");
+}
+
+#[test]
+fn the_fingerprint_changes_with_the_files() {
+    let first = load(GOOD).unwrap().fingerprint;
+    assert_eq!(load(GOOD).unwrap().fingerprint, first);
+    assert_ne!(load(&GOOD.replace("secret", "other")).unwrap().fingerprint, first);
+}
+
+#[test]
+fn outside_a_pod_the_missing_variable_is_named() {
+    let error = in_cluster(Path::new("/nonexistent"), |_| None).unwrap_err().to_string();
+    assert!(error.contains("KUBERNETES_SERVICE_HOST is not set"), "{error}");
+    assert!(error.contains("--kubeconfig"), "{error}");
+}
+
+#[test]
+fn in_a_pod_a_missing_token_is_named() {
+    let error = in_cluster(Path::new("/nonexistent"), |name| {
+        Some(if name.ends_with("HOST") { "2001:db8::1" } else { "443" }.to_owned())
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("/nonexistent/token"), "{error}");
+}

@@ -76,6 +76,15 @@ pub(crate) fn describe(command: &Command) -> String {
 
 /// Where cargo puts what it builds in the dev profile.
 pub(crate) fn built(program: &str) -> PathBuf {
+    target().join("debug").join(program)
+}
+
+/// Where cargo puts what it builds in the release profile.
+pub(crate) fn built_release(program: &str) -> PathBuf {
+    target().join("release").join(program)
+}
+
+fn target() -> PathBuf {
     let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace().join("target"), PathBuf::from);
-    target.join("debug").join(program)
+    workspace().join(target)
 }

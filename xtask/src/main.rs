@@ -1,6 +1,7 @@
 //! `cargo xtask`: everything that is done with this repository, each by one command.
 
 mod command;
+mod demo;
 mod setup;
 mod suites;
 mod test;
@@ -27,12 +28,18 @@ enum Task {
     },
     /// Run everything that proves the project on this machine
     Test(test::Arguments),
+    /// Show proxy-ctl at work on a small cluster in network namespaces
+    Demo(demo::DemoArguments),
+    /// Compare connections through services with direct ones
+    Bench(demo::BenchArguments),
 }
 
 fn main() -> ExitCode {
     let result: Result<ExitCode> = match Arguments::parse().command {
         Task::Setup { check } => setup::run(check),
         Task::Test(arguments) => test::run(&arguments),
+        Task::Demo(arguments) => demo::demo(&arguments),
+        Task::Bench(arguments) => demo::bench(&arguments),
     };
     result.unwrap_or_else(|error| {
         eprintln!("xtask: {error:#}");

@@ -23,7 +23,7 @@ pub const PODS: [Pod; 5] = [
     Pod { name: "client-2", node: 2, is_client: true },
     Pod { name: "web-1", node: 1, is_client: false },
     Pod { name: "web-2", node: 2, is_client: false },
-    Pod { name: "spare-2", node: 2, is_client: false },
+    Pod { name: "web-3", node: 2, is_client: false },
 ];
 
 impl Pod {

@@ -32,8 +32,20 @@ pub struct World {
 }
 
 impl World {
-    /// Builds the lab, starts the proxies and waits until they serve the cast.
+    /// Builds the lab, starts the proxies and waits until they serve the whole cast.
     pub fn new(setting: Setting, binaries: &Binaries) -> Result<Self> {
+        Self::with_roles(setting, binaries, setting.proxy.is_kube_proxy(), |lab, objects| {
+            ROLES.iter().try_for_each(|role| role.publish(lab, objects, role.endpoints))
+        })
+    }
+
+    /// As [`World::new`], with services of the caller's choice, from a folder of manifests or an API server.
+    pub fn with_roles(
+        setting: Setting,
+        binaries: &Binaries,
+        api_server: bool,
+        publish: impl FnOnce(&Lab, &mut Objects) -> Result<()>,
+    ) -> Result<Self> {
         let mut lab = Lab::new()?;
         for pod in &PODS {
             lab.add_pod(pod.node, pod.name, pod.processes(setting.path == PathKind::Unseen))?;
@@ -49,10 +61,8 @@ impl World {
             let pod_ranges = [format!("10.244.{node}.0/24"), format!("fd00:10:244:{node}::/64")];
             objects.set_node(&node_name(node), address::node(node), pod_ranges);
         }
-        for role in &ROLES {
-            role.publish(&lab, &mut objects, role.endpoints)?;
-        }
-        let feed = Feed::start(&lab, setting.proxy)?;
+        publish(&lab, &mut objects)?;
+        let feed = if api_server { Feed::api_server(&lab)? } else { Feed::manifests(&lab)? };
         let proxies = NODES
             .map(|node| Proxy::new(&lab, setting, binaries, &feed, node))
             .into_iter()
@@ -210,6 +220,30 @@ impl World {
     /// The last lines that each proxy wrote.
     pub fn logs(&self) -> String {
         self.proxies.iter().map(Proxy::log_tail).collect::<Vec<_>>().join("\n")
+    }
+
+    /// Output of a command of the node's proxy program, e.g. `services`.
+    pub fn tool(&self, node: NodeNumber, arguments: &[&str]) -> Result<String> {
+        let proxy = self.proxies.iter().find(|proxy| proxy.node == node);
+        let output = proxy
+            .ok_or_else(|| anyhow!("no node {node}"))?
+            .tool(&self.lab, arguments)?
+            .output()
+            .with_context(|| format!("running {arguments:?}"))?;
+        let (text, complaint) =
+            (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        ensure!(output.status.success(), "{arguments:?}: {}\n{complaint}", output.status);
+        Ok(text.into_owned())
+    }
+
+    /// Leaves the lab up when this process ends, with servers that answer on.
+    pub fn keep(mut self) -> Result<()> {
+        let names: Vec<String> = std::mem::take(&mut self.agents).into_keys().collect();
+        for name in names {
+            self.lab.lasting_server(&name)?;
+        }
+        self.lab.keep();
+        Ok(())
     }
 
     pub fn is_ebpf(&self) -> bool {

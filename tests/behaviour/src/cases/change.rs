@@ -45,8 +45,8 @@ fn endpoint_removed(world: &mut World, variant: Variant) -> Result<()> {
 fn endpoint_added(world: &mut World, variant: Variant) -> Result<()> {
     world.set_endpoints(&CHANGING, &["web-1"])?;
     expect(world, variant, &["web-1"])?;
-    world.set_endpoints(&CHANGING, &["web-1", "web-2", "spare-2"])?;
-    expect(world, variant, &["web-1", "web-2", "spare-2"])
+    world.set_endpoints(&CHANGING, &["web-1", "web-2", "web-3"])?;
+    expect(world, variant, &["web-1", "web-2", "web-3"])
 }
 
 fn emptied(world: &mut World, variant: Variant) -> Result<()> {
@@ -81,7 +81,7 @@ fn established(world: &mut World, variant: Variant) -> Result<()> {
         check::answered_by(&[outcome], &["web-1"])?;
         held.push((client, connection));
     }
-    for endpoints in [&["web-1", "web-2"][..], &["web-1", "web-2", "spare-2"], &["spare-2", "web-1"]] {
+    for endpoints in [&["web-1", "web-2"][..], &["web-1", "web-2", "web-3"], &["web-3", "web-1"]] {
         world.set_endpoints(&CHANGING, endpoints)?;
         for (client, connection) in &held {
             check::answered_by(&[world.agent(client)?.ping(*connection)?], &["web-1"])?;

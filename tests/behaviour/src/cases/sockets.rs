@@ -101,7 +101,7 @@ fn non_blocking_refused(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn direct(world: &mut World, variant: Variant) -> Result<()> {
-    for server in ["web-1", "web-2", "spare-2"] {
+    for server in ["web-1", "web-2", "web-3"] {
         let target = (world.addresses(server)?.of(variant.family), lab::cluster::SERVER_PORT).into();
         for client in ["client-1", "client-2", "node1"] {
             let outcomes = world.dial(client, &Dial::new(variant.protocol, target))?;

@@ -56,10 +56,6 @@ pub enum Feed {
 }
 
 impl Feed {
-    pub fn start(lab: &Lab, proxy: ProxyKind) -> Result<Self> {
-        if proxy.is_kube_proxy() { Self::api_server(lab) } else { Self::manifests(lab) }
-    }
-
     pub fn api_server(lab: &Lab) -> Result<Self> {
         Ok(Self::ApiServer(Box::new(ApiServer::start(lab)?)))
     }

@@ -11,7 +11,7 @@ use crate::setting::PathKind;
 
 pub(super) fn arguments(lab: &Lab, path: PathKind, feed: &Feed, node: NodeNumber) -> Result<Vec<String>> {
     let name = node_name(node);
-    let configuration = json!({
+    let mut configuration = json!({
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
         "mode": "ebpf",
@@ -27,12 +27,14 @@ pub(super) fn arguments(lab: &Lab, path: PathKind, feed: &Feed, node: NodeNumber
             "bpffs": lab.bpffs(node),
         },
     });
+    if let Feed::ApiServer(server) = feed {
+        configuration["clientConnection"] = json!({"kubeconfig": server.kubeconfig()});
+    }
     let file = lab.directory().join(format!("{name}.yaml"));
     fs::write(&file, configuration.to_string()).with_context(|| format!("writing {}", file.display()))?;
     let mut arguments = vec!["run".to_owned(), format!("--config={}", file.display())];
-    match feed {
-        Feed::Manifests(folder) => arguments.push(format!("--manifests={}", folder.display())),
-        Feed::ApiServer(server) => arguments.push(format!("--kubeconfig={}", server.kubeconfig().display())),
+    if let Feed::Manifests(folder) = feed {
+        arguments.push(format!("--manifests={}", folder.display()));
     }
     Ok(arguments)
 }

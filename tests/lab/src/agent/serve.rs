@@ -1,10 +1,11 @@
 //! Servers: one that tells who it is and what it sees, and one that only returns a byte.
 //!
 //! A request over TCP is a length (4 bytes, big endian) and as many bytes; the answer has the same form and
-//! holds a [`Seen`]. Over UDP both are one datagram without length.
+//! holds a [`Seen`]. Over UDP both are one datagram without length. `GET ` in place of the length is an HTTP
+//! request: people look around in a lab with curl.
 
 use std::{
-    io::{self, Read as _, Write as _},
+    io::{self, BufRead as _, BufReader, Read as _, Write as _},
     net::{SocketAddr, TcpListener, TcpStream, UdpSocket},
     sync::Arc,
     thread,
@@ -52,10 +53,29 @@ fn describe_stream(name: &str, mut stream: TcpStream) -> io::Result<()> {
     let (source, server) = (stream.peer_addr()?, stream.local_addr()?);
     stream.set_nodelay(true)?;
     loop {
-        let request = read_frame(&mut stream)?;
+        let mut length = [0; 4];
+        stream.read_exact(&mut length)?;
+        if length == *b"GET " {
+            let seen = Seen { by: name.into(), source, server, bytes: 0 };
+            return answer_http(stream, &serde_json::to_string(&seen)?);
+        }
+        let request = read_rest(&mut stream, length)?;
         let seen = Seen { by: name.into(), source, server, bytes: request.len() };
         write_frame(&mut stream, &serde_json::to_vec(&seen)?)?;
     }
+}
+
+fn answer_http(stream: TcpStream, body: &str) -> io::Result<()> {
+    let mut reader = BufReader::new(stream);
+    let mut line = String::new();
+    while reader.read_line(&mut line)? > 0 && !line.trim().is_empty() {
+        line.clear();
+    }
+    write!(
+        reader.get_mut(),
+        "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}\n",
+        body.len() + 1
+    )
 }
 
 fn describe_datagrams(name: &str, server: SocketAddr, socket: &UdpSocket) {
@@ -72,6 +92,10 @@ fn describe_datagrams(name: &str, server: SocketAddr, socket: &UdpSocket) {
 pub fn read_frame(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     let mut length = [0; 4];
     stream.read_exact(&mut length)?;
+    read_rest(stream, length)
+}
+
+fn read_rest(stream: &mut TcpStream, length: [u8; 4]) -> io::Result<Vec<u8>> {
     let length = u32::from_be_bytes(length) as usize;
     if length > MAX_REQUEST {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "frame too long"));

@@ -1,6 +1,6 @@
 //! Enters a place of the lab, then serves requests, or becomes the given command.
 
-use std::{os::unix::process::CommandExt as _, path::PathBuf, process::Command};
+use std::{net::SocketAddr, os::unix::process::CommandExt as _, path::PathBuf, process::Command};
 
 use anyhow::{Context as _, Result};
 use clap::Parser;
@@ -14,6 +14,12 @@ struct Arguments {
     /// cgroup to join
     #[arg(long)]
     cgroup: Option<PathBuf>,
+    /// Serve under this name until killed, instead of reading requests
+    #[arg(long, requires = "address")]
+    serve: Option<String>,
+    /// Where to serve
+    #[arg(long)]
+    address: Vec<SocketAddr>,
     /// Command to become; without it, requests are read from standard input
     #[arg(last = true)]
     command: Vec<String>,
@@ -28,6 +34,12 @@ fn main() -> Result<()> {
     }
     if let Some(netns) = &arguments.netns {
         lab::namespace::enter(netns)?;
+    }
+    if let Some(name) = &arguments.serve {
+        lab::agent::serve::describe(name, &arguments.address).context("serving")?;
+        loop {
+            std::thread::park();
+        }
     }
     match arguments.command.split_first() {
         None => lab::agent::session::run(),

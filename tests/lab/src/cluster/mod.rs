@@ -7,7 +7,7 @@ use std::{
     collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Stdio},
     sync::atomic::{AtomicUsize, Ordering},
 };
 
@@ -183,6 +183,17 @@ impl Lab {
         agent.serve(&addresses.with_port(SERVER_PORT))?;
         agent.serve_bytes(&addresses.with_port(BYTE_PORT))?;
         Ok(agent)
+    }
+
+    /// Starts a server that lives as long as the lab, also when this process has ended.
+    pub fn lasting_server(&self, place: &str) -> Result<()> {
+        let place = self.place(place)?;
+        let mut command = self.enter(place)?;
+        command.args(["--serve", &place.name]);
+        for address in place.addresses.with_port(SERVER_PORT) {
+            command.arg(format!("--address={address}"));
+        }
+        command.stdin(Stdio::null()).spawn().with_context(|| format!("serving in {}", place.name)).map(drop)
     }
 
     /// Leaves everything up when this is dropped; the next lab of another process will not remove it either.

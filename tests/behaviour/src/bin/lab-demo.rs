@@ -1,0 +1,279 @@
+//! Shows proxy-ctl at work: a cluster, its services, who answers whom, and what happens as things change.
+
+use std::{
+    io::{IsTerminal as _, Write as _},
+    net::SocketAddr,
+    process::{Command, ExitCode},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result};
+use behaviour::{
+    cast::{BALANCED, ON_NODE2, Role},
+    proxy::Binaries,
+    setting::{PathKind, ProxyKind, Setting},
+    world::World,
+};
+use clap::Parser;
+use lab::{
+    Protocol, Tally,
+    address::{Family, node},
+    agent::protocol::Load,
+    cluster::{NODES, OUTSIDE},
+};
+
+#[derive(Parser)]
+#[command(about = "Shows proxy-ctl at work on a small cluster in network namespaces")]
+struct Arguments {
+    /// Feed the proxies from a real etcd and kube-apiserver
+    #[arg(long)]
+    api_server: bool,
+    /// Leave the cluster up and print how to look around
+    #[arg(long)]
+    keep: bool,
+    /// Remove clusters that were kept, and end
+    #[arg(long)]
+    remove: bool,
+    /// Seconds that each step is shown
+    #[arg(long, default_value_t = 3)]
+    seconds: u64,
+}
+
+/// One endpoint on node 1, two on node 2, and a node port.
+const WEB: Role = Role { name: "web", endpoints: &["web-1", "web-2", "web-3"], ..BALANCED };
+const QUEUE: Role = Role { name: "queue", node_port: None, ..ON_NODE2 };
+
+const TOPOLOGY: &str = "\
+      outside 192.0.2.100 ──┬── fabric 192.0.2.0/24, 2001:db8:c0::/64 ──┬────────────────┐
+                            │                                           │                │
+                     node1 192.0.2.11 (proxy-ctl)              node2 192.0.2.12 (proxy-ctl)
+                            │ routed veths, as Calico                   │ bridge cni0, as flannel
+                     client-1  10.244.1.2                      client-2  10.244.2.2
+                     web-1     10.244.1.3                      web-2     10.244.2.3
+                                                               web-3     10.244.2.4";
+
+fn main() -> ExitCode {
+    match run(&Arguments::parse()) {
+        Ok(0) => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("demo: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn heading(text: &str) {
+    let line = "─".repeat(96_usize.saturating_sub(text.chars().count()));
+    println!("\n── {text} {line}");
+}
+
+/// Returns how many connections failed.
+fn run(arguments: &Arguments) -> Result<u64> {
+    lab::cluster::remove_on_signals()?;
+    if arguments.remove {
+        for name in lab::cluster::remove_kept()? {
+            println!("removed {name}");
+        }
+        return Ok(0);
+    }
+    heading("the cluster");
+    println!("{TOPOLOGY}\n");
+    let source = if arguments.api_server { "a real kube-apiserver" } else { "a folder of manifests" };
+    println!("starting proxy-ctl on both nodes; it reads Services and EndpointSlices from {source}");
+    let setting = Setting { proxy: ProxyKind::Ebpf, path: PathKind::Sockets };
+    let start = Instant::now();
+    let mut world = World::with_roles(setting, &Binaries::find(), arguments.api_server, |lab, objects| {
+        [WEB, QUEUE].iter().try_for_each(|role| role.publish(lab, objects, role.endpoints))
+    })?;
+    println!("both serve after {:.1} s", start.elapsed().as_secs_f32());
+
+    heading("what node1 serves: proxy-ctl services");
+    print!("{}", tool(&world, &["services"])?);
+    heading("which mode, and why: proxy-ctl status");
+    print!("{}", tool(&world, &["status"])?);
+    heading("the same in the kernel: bpftool map dump name frontends4");
+    dump(&world);
+
+    let shown = Duration::from_secs(arguments.seconds);
+    let mut loads = Loads::start(&world)?;
+    heading("who answers whom: connections a second, and how long each took");
+    loads.show(&world, shown)?;
+    heading("endpoint web-3 is removed");
+    world.set_endpoints(&WEB, &["web-1", "web-2"])?;
+    loads.show(&world, shown)?;
+    heading("endpoint web-3 is added again");
+    world.set_endpoints(&WEB, WEB.endpoints)?;
+    loads.show(&world, shown)?;
+    heading("both controllers are killed with -9: the tables stay, connections go on");
+    for number in NODES {
+        world.kill(number)?;
+    }
+    loads.show(&world, shown)?;
+    heading("they start again, and adopt what they find");
+    for number in NODES {
+        world.start(number)?;
+    }
+    world.settle()?;
+    loads.show(&world, shown)?;
+    let (answered, failed) = loads.stop(&world)?;
+    heading("in the end");
+    println!("{answered} connections were answered, {failed} failed");
+    if arguments.keep {
+        keep(&mut world)?;
+    } else {
+        drop(world);
+        println!("the cluster is removed");
+    }
+    Ok(failed)
+}
+
+fn tool(world: &World, command: &[&str]) -> Result<String> {
+    let bpffs = world.lab.bpffs(1).display().to_string();
+    world.tool(1, &[&["--bpffs", &bpffs], command].concat())
+}
+
+const DUMP_LINES: usize = 12;
+
+fn dump(world: &World) {
+    let map = world.lab.bpffs(1).join("proxy-ctl/v1/maps/frontends4");
+    match Command::new("bpftool").args(["map", "dump", "pinned"]).arg(&map).output() {
+        Ok(output) => {
+            let text = String::from_utf8_lossy(&output.stdout);
+            for line in text.lines().take(DUMP_LINES) {
+                println!("{line}");
+            }
+            println!("  … {} lines", text.lines().count());
+        }
+        Err(error) => println!("  (bpftool cannot be started: {error})"),
+    }
+}
+
+/// Clients that dial without end.
+struct Loads {
+    running: Vec<Running>,
+}
+
+struct Running {
+    client: &'static str,
+    what: String,
+    load: usize,
+    /// At the last look.
+    before: Tally,
+}
+
+impl Loads {
+    fn start(world: &World) -> Result<Self> {
+        let web = world.cluster_ip(&WEB, Family::V4);
+        let queue = world.cluster_ip(&QUEUE, Family::V6);
+        let node_port = world.node_port(&WEB, 1, Family::V4)?;
+        let from = [
+            ("client-1", "web", web, Protocol::Tcp),
+            ("client-2", "web", web, Protocol::Udp),
+            ("client-2", "queue", queue, Protocol::Tcp),
+            ("node1", "web", web, Protocol::Tcp),
+            (OUTSIDE, "web", node_port, Protocol::Tcp),
+        ];
+        let mut running = Vec::new();
+        for (client, name, target, protocol) in from {
+            running.push(Self::start_one(world, client, name, target, protocol)?);
+        }
+        Ok(Self { running })
+    }
+
+    fn start_one(
+        world: &World,
+        client: &'static str,
+        name: &str,
+        target: SocketAddr,
+        protocol: Protocol,
+    ) -> Result<Running> {
+        let load = Load { target, protocol, clients: 1, pause_micros: 2_000, timeout_ms: 2_000 };
+        let number = world.agent(client)?.start_load(&load)?;
+        let what = format!("{name} {target} {protocol}");
+        Ok(Running { client, what, load: number, before: Tally::default() })
+    }
+
+    /// Shows what happens from now on, for `duration`; on a terminal while it happens.
+    fn show(&mut self, world: &World, duration: Duration) -> Result<()> {
+        for load in &mut self.running {
+            load.before = world.agent(load.client)?.peek_load(load.load)?;
+        }
+        let start = Instant::now();
+        let live = std::io::stdout().is_terminal();
+        let mut lines = 0;
+        loop {
+            let over = start.elapsed() >= duration;
+            if live || over {
+                let table = self.table(world, start.elapsed())?;
+                if lines > 0 {
+                    print!("\x1b[{lines}A\x1b[J");
+                }
+                lines = table.lines().count();
+                print!("{table}");
+                std::io::stdout().flush().context("writing to standard output")?;
+            }
+            if over {
+                return Ok(());
+            }
+            thread::sleep(Duration::from_millis(250));
+        }
+    }
+
+    fn table(&self, world: &World, elapsed: Duration) -> Result<String> {
+        use std::fmt::Write as _;
+        let seconds = elapsed.as_secs_f64().max(0.001);
+        let mut table =
+            format!("{:<9} {:<34} {:<8} {:>6} {:>8}   failed\n", "client", "dials", "answers", "per s", "us");
+        for load in &self.running {
+            let now = world.agent(load.client)?.peek_load(load.load)?;
+            let mut first = (load.client, load.what.as_str(), (now.failed - load.before.failed).to_string());
+            for (backend, share) in &now.backends {
+                let before = load.before.backends.get(backend).copied().unwrap_or_default();
+                let answered = share.answered - before.answered;
+                if answered == 0 {
+                    continue;
+                }
+                let micros = (share.micros - before.micros) / answered;
+                let rate = answered as f64 / seconds;
+                let (client, what, failed) = std::mem::take(&mut first);
+                writeln!(table, "{client:<9} {what:<34} {backend:<8} {rate:>6.0} {micros:>8}   {failed}")?;
+            }
+        }
+        Ok(table)
+    }
+
+    /// Connections that were answered, and that failed, from the beginning.
+    fn stop(self, world: &World) -> Result<(u64, u64)> {
+        let (mut answered, mut failed) = (0, 0);
+        for load in self.running {
+            let tally = world.agent(load.client)?.stop_load(load.load)?;
+            for (failure, count) in &tally.failures {
+                println!("  {} to {}: {count} x {failure}", load.client, load.what);
+            }
+            answered += tally.answered;
+            failed += tally.failed;
+        }
+        Ok((answered, failed))
+    }
+}
+
+fn keep(world: &mut World) -> Result<()> {
+    world.lab.keep();
+    heading("it stays: look around");
+    let lab = world.lab.name();
+    let bpffs = world.lab.bpffs(1);
+    let web = world.cluster_ip(&WEB, Family::V4);
+    println!("proxy-ctl --bpffs {} services", bpffs.display());
+    println!("bpftool map dump pinned {}/proxy-ctl/v1/maps/backends4", bpffs.display());
+    println!("bpftool map dump pinned {}/proxy-ctl/v1/maps/flows4", bpffs.display());
+    println!(
+        "ip netns exec {lab}-{OUTSIDE} curl --http0.9 -m 2 {}:30080   # answers in its own way",
+        node(1).v4
+    );
+    println!("ip netns exec {lab}-client-1 nc -u -w 1 {} {} <<< hello", web.ip(), web.port());
+    println!("ls {}                      # manifests, configuration, logs", world.lab.directory().display());
+    println!("cargo xtask demo --remove                      # when you have seen enough");
+    Ok(())
+}

@@ -40,6 +40,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     for suite in checks.into_iter().chain([unit_suite()]) {
         total += run_suite(suite, arguments)?;
     }
+    build()?;
     for suite in root_suites(arguments) {
         total += run_suite(suite, arguments)?;
     }
@@ -104,13 +105,12 @@ fn unit_suite() -> Suite {
     suite("unit", Kind::Tests, cargo(&["test", "-q", "--lib", "--bins"]))
 }
 
+fn build() -> Result<()> {
+    execute(&mut cargo(&["build", "-q", "-p", "proxy-ctl", "-p", "lab", "-p", "behaviour", "--bins"]))
+}
+
 /// Tests in network namespaces, with programs loaded into the kernel.
 fn root_suites(arguments: &Arguments) -> Vec<Suite> {
-    let build =
-        execute(&mut cargo(&["build", "-q", "-p", "proxy-ctl", "-p", "lab", "-p", "behaviour", "--bins"]));
-    if let Err(error) = build {
-        println!("  FAILED building the programs: {error:#}");
-    }
     let tests = |name: &'static str, selection: &[&str]| {
         let mut command = cargo(&["test", "-q"]);
         command.args(selection);

@@ -20,16 +20,23 @@ pub struct Case {
     pub core: bool,
     /// Where the result is known to differ, and why. Such a case must fail there.
     pub differs: fn(&Setting, Variant) -> Option<&'static str>,
+    /// Why it cannot be asked of this proxy, if it cannot.
+    pub skip: fn(&Setting) -> Option<&'static str>,
     pub run: Run,
 }
 
 impl Case {
     pub const fn new(name: &'static str, variants: Variants, run: Run) -> Self {
-        Self { name, variants, core: false, differs: |_, _| None, run }
+        Self { name, variants, core: false, differs: |_, _| None, skip: |_| None, run }
     }
 
     pub const fn core(mut self) -> Self {
         self.core = true;
+        self
+    }
+
+    pub const fn skip(mut self, skip: fn(&Setting) -> Option<&'static str>) -> Self {
+        self.skip = skip;
         self
     }
 

@@ -102,6 +102,11 @@ fn run_setting(setting: Setting, cases: &[&Case], binaries: &Binaries, verbose: 
         }
     };
     for case in cases {
+        if let Some(reason) = (case.skip)(&setting) {
+            count.skipped += case.variants.list().len();
+            println!("  skipped [{setting}] {}: {reason}", case.name);
+            continue;
+        }
         for variant in case.variants.list() {
             let name = format!("[{setting}] {}, {variant}", case.name);
             let start = Instant::now();

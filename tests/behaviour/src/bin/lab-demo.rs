@@ -121,7 +121,7 @@ fn run(arguments: &Arguments) -> Result<u64> {
     heading("in the end");
     println!("{answered} connections were answered, {failed} failed");
     if arguments.keep {
-        keep(&mut world)?;
+        keep(world)?;
     } else {
         drop(world);
         println!("the cluster is removed");
@@ -259,8 +259,7 @@ impl Loads {
     }
 }
 
-fn keep(world: &mut World) -> Result<()> {
-    world.lab.keep();
+fn keep(world: World) -> Result<()> {
     heading("it stays: look around");
     let lab = world.lab.name();
     let bpffs = world.lab.bpffs(1);
@@ -268,12 +267,10 @@ fn keep(world: &mut World) -> Result<()> {
     println!("proxy-ctl --bpffs {} services", bpffs.display());
     println!("bpftool map dump pinned {}/proxy-ctl/v1/maps/backends4", bpffs.display());
     println!("bpftool map dump pinned {}/proxy-ctl/v1/maps/flows4", bpffs.display());
-    println!(
-        "ip netns exec {lab}-{OUTSIDE} curl --http0.9 -m 2 {}:30080   # answers in its own way",
-        node(1).v4
-    );
-    println!("ip netns exec {lab}-client-1 nc -u -w 1 {} {} <<< hello", web.ip(), web.port());
+    println!("ip netns exec {lab}-{OUTSIDE} curl -s {}:30080", node(1).v4);
+    println!("ip netns exec {lab}-client-1 curl -s {web}");
+    println!("nsenter --net=/run/netns/{lab}-node1 tcpdump -ni any port 8080");
     println!("ls {}                      # manifests, configuration, logs", world.lab.directory().display());
     println!("cargo xtask demo --remove                      # when you have seen enough");
-    Ok(())
+    world.keep()
 }

@@ -1,6 +1,6 @@
 //! Clients on a node dial a cluster IP.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use lab::{
     Dial, Protocol,
     cluster::{NODES, node_name},
@@ -64,7 +64,7 @@ fn refused(world: &mut World, variant: Variant) -> Result<()> {
     let target = world.cluster_ip(&EMPTY, variant.family);
     for client in ["client-1", "client-2", "node1"] {
         let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(2))?;
-        check::refused_at_once(world.setting, &outcomes)?;
+        check::refused_at_once(world.setting, &outcomes).with_context(|| format!("from {client}"))?;
     }
     Ok(())
 }

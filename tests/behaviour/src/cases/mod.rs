@@ -6,6 +6,7 @@ mod node_port;
 mod policy;
 mod restart;
 mod sockets;
+mod surface;
 
 use crate::case::Case;
 
@@ -16,6 +17,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(node_port::CASES)
         .chain(policy::CASES)
         .chain(sockets::CASES)
+        .chain(surface::CASES)
         .chain(change::CASES)
         .chain(restart::CASES)
 }

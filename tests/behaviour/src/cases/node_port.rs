@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use lab::{
     Dial,
     address::Family,
@@ -162,7 +162,7 @@ fn refused(world: &mut World, variant: Variant) -> Result<()> {
     for client in [OUTSIDE, "client-1", "node1"] {
         let target = world.node_port(&EMPTY, 1, variant.family)?;
         let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(2))?;
-        check::refused_at_once(world.setting, &outcomes)?;
+        check::refused_at_once(world.setting, &outcomes).with_context(|| format!("from {client}"))?;
     }
     Ok(())
 }

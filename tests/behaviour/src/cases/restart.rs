@@ -1,12 +1,15 @@
 //! The controller dies and comes back.
 
+use std::time::Duration;
+
 use anyhow::{Result, ensure};
-use lab::{agent::protocol::Load, cluster::NODES};
+use lab::{agent::protocol::Load, cluster::NODES, wait};
 
 use crate::{
     case::{Case, Variant, Variants},
     cast::{BALANCED, CHANGING, ON_NODE2},
     check,
+    setting::Setting,
     world::World,
 };
 
@@ -14,8 +17,19 @@ pub(super) const CASES: &[Case] = &[
     Case::new("connections go on while the controller is dead and after it is back", Variants::All, dead)
         .core(),
     Case::new("what changed while the controller was dead is made up for", Variants::All, made_up),
-    Case::new("20 restarts under load fail no connection", Variants::Tcp, under_load),
+    Case::new("20 restarts under load fail no connection", Variants::Once, under_load),
+    Case::new("a restart without changes writes nothing", Variants::Once, writes_nothing).skip(not_ours),
 ];
+
+fn not_ours(setting: &Setting) -> Option<&'static str> {
+    setting.proxy.is_kube_proxy().then_some("a matter of proxy-ctl")
+}
+
+/// Table entries that the running controller has written.
+const WRITES: &str = "proxy_writes_total";
+/// Comparisons of everything with the tables that it has made.
+const RESYNCS: &str = "proxy_resyncs_total";
+const ADOPTS_WITHIN: Duration = Duration::from_secs(20);
 
 fn dead(world: &mut World, variant: Variant) -> Result<()> {
     let target = world.cluster_ip(&ON_NODE2, variant.family);
@@ -63,18 +77,15 @@ fn made_up(world: &mut World, variant: Variant) -> Result<()> {
 
 const RESTARTS: u32 = 20;
 
-fn under_load(world: &mut World, variant: Variant) -> Result<()> {
-    let load = Load {
-        target: world.cluster_ip(&BALANCED, variant.family),
-        protocol: variant.protocol,
-        clients: 2,
-        pause_micros: 1_000,
-        timeout_ms: 2_000,
-    };
-    let clients = ["client-1", "client-2", "node1"];
+/// Both protocols and families at once, from pods on both nodes and from a host process.
+fn under_load(world: &mut World, _: Variant) -> Result<()> {
     let mut loads = Vec::new();
-    for client in clients {
-        loads.push((client, world.agent(client)?.start_load(&load)?));
+    for client in ["client-1", "client-2", "node1"] {
+        for Variant { protocol, family } in Variants::All.list() {
+            let target = world.cluster_ip(&BALANCED, family);
+            let load = Load { target, protocol, clients: 1, pause_micros: 2_000, timeout_ms: 2_000 };
+            loads.push((client, target, protocol, world.agent(client)?.start_load(&load)?));
+        }
     }
     let restarted = (0..RESTARTS).try_for_each(|_| {
         world.restart(1)?;
@@ -82,18 +93,38 @@ fn under_load(world: &mut World, variant: Variant) -> Result<()> {
         world.settle()
     });
     let mut tallies = Vec::new();
-    for (client, load) in loads {
-        tallies.push((client, world.agent(client)?.stop_load(load)?));
+    for (client, target, protocol, load) in loads {
+        tallies.push((client, target, protocol, world.agent(client)?.stop_load(load)?));
     }
     restarted?;
-    for (client, tally) in tallies {
+    for (client, target, protocol, tally) in tallies {
         ensure!(
             tally.failed == 0 && tally.answered > 0,
-            "{client}: {} connections failed of {}: {:?}",
+            "{client} to {target} {protocol}: {} connections failed of {}: {:?}",
             tally.failed,
             tally.failed + tally.answered,
             tally.failures
         );
+    }
+    Ok(())
+}
+
+/// What a restart without changes writes: nothing.
+fn writes_nothing(world: &mut World, _: Variant) -> Result<()> {
+    for node in NODES {
+        world.restart(node)?;
+    }
+    for node in NODES {
+        let world = &*world;
+        wait::until(&format!("node{node} has adopted its tables"), ADOPTS_WITHIN, || {
+            match world.metric(node, RESYNCS) {
+                Ok(Some(resyncs)) if resyncs >= 1.0 => Ok(Some(())),
+                Ok(other) => Err(format!("{RESYNCS} is {other:?}")),
+                Err(error) => Err(error.to_string()),
+            }
+        })?;
+        let written = world.metric(node, WRITES)?;
+        ensure!(written == Some(0.0), "node{node}: {WRITES} is {written:?} after a restart without changes");
     }
     Ok(())
 }

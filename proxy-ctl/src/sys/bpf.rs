@@ -268,6 +268,20 @@ pub fn link_update(link: BorrowedFd<'_>, program: BorrowedFd<'_>) -> Result<(), 
 }
 
 #[repr(C)]
+struct LinkDetach {
+    link: u32,
+}
+
+/// Detaches at once; closing the last descriptor or pin would leave that to a kernel thread. Linux 5.9.
+pub fn link_detach(link: BorrowedFd<'_>) -> Result<(), CallError> {
+    let mut attr = LinkDetach { link: number(link) };
+    // SAFETY: the attributes of BPF_LINK_DETACH hold no addresses.
+    unsafe { call(bpf_cmd::BPF_LINK_DETACH, &mut attr) }
+        .map_err(|e| CallError::new("bpf(BPF_LINK_DETACH)", e))?;
+    Ok(())
+}
+
+#[repr(C)]
 struct MapCreate {
     kind: u32,
     key_size: u32,

@@ -53,6 +53,10 @@ impl Shared {
                 && !named.contains(&(*id as u32))
         });
         found.strays.extend(unnamed.map(|id| id as u32));
+        // Theirs is not given to another before they are gone.
+        for id in &found.strays {
+            self.ids.claim(Range { first: *id, count: 1 });
+        }
         Ok(found)
     }
 

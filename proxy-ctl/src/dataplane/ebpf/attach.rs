@@ -142,7 +142,7 @@ impl Hooks {
         for (name, hook) in SOCKET_HOOKS {
             let path = self.paths.links().join(format!("cgroup_{name}"));
             let Some(cgroup) = &self.cgroup else {
-                remove_pin(&path)?;
+                remove_link(&path)?;
                 continue;
             };
             let program = self.programs.get(name)?;
@@ -280,7 +280,7 @@ impl Hooks {
     fn detach(&mut self, index: u32) -> Result<(), Error> {
         self.interfaces.remove(&index);
         for direction in DIRECTIONS {
-            remove_pin(&self.link_path(index, direction))?;
+            remove_link(&self.link_path(index, direction))?;
         }
         remove_filters(&self.paths, index)?;
         Ok(())
@@ -289,7 +289,8 @@ impl Hooks {
 
 /// Is there an interface with this index in our network namespace?
 fn exists(index: u32) -> bool {
-    nix::net::if_::if_indextoname(index).is_ok()
+    // nix 0.31 answers with an empty name where there is none.
+    nix::net::if_::if_indextoname(index).is_ok_and(|name| !name.is_empty())
 }
 
 /// Removes our filters from an interface, and the qdisc if it is ours and nobody else's. Answers how many filters
@@ -329,6 +330,21 @@ fn make_folder(path: &Path) -> Result<(), Error> {
 
 pub(super) fn remove_folder(path: &Path) -> Result<bool, Error> {
     removed(path, fs::remove_dir(path))
+}
+
+/// Detaches a link and removes its pin. False: nothing was pinned there.
+pub(super) fn remove_link(path: &Path) -> Result<bool, Error> {
+    let failed = |source| Error::Link { path: path.to_owned(), source };
+    if let Some(link) = open_pinned(path).map_err(failed)? {
+        match bpf::link_detach(link.as_fd()) {
+            // ENOLINK, ENOENT: what it was attached to is gone.
+            Err(e) if !matches!(e.errno(), libc::ENOLINK | libc::ENOENT | libc::EOPNOTSUPP) => {
+                return Err(failed(e));
+            }
+            Ok(()) | Err(_) => {}
+        }
+    }
+    remove_pin(path)
 }
 
 /// False: nothing was pinned there.

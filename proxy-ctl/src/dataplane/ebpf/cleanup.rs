@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::{
     Error,
-    attach::{names, remove_filters, remove_folder, remove_pin},
+    attach::{names, remove_filters, remove_folder, remove_link, remove_pin},
     paths::Paths,
 };
 
@@ -38,7 +38,7 @@ pub fn cleanup(bpffs: &Path) -> Result<Removed, Error> {
         let root = current.top.join(&version);
         let paths = Paths { root: root.clone(), ..current.clone() };
         for name in names(&paths.links())? {
-            if remove_pin(&paths.links().join(&name))? {
+            if remove_link(&paths.links().join(&name))? {
                 removed.links.push(name);
             }
         }

@@ -223,6 +223,7 @@ impl Dataplane for EbpfDataplane {
         finish(resync(v4, shared, desired), &mut applied, &mut failures);
         finish(resync(v6, shared, desired), &mut applied, &mut failures);
         for id in strays {
+            // Its id stays taken until the next resync: programs may be reading it.
             if let Err(error) = remove_service(shared, id, &mut applied) {
                 failures.add(format_args!("service {id}, which nobody wants"), error);
             }

@@ -76,6 +76,8 @@ pub(super) struct Round<F: Family> {
     stale_frontends: Vec<(FrontendKey<F::Address>, u32)>,
     gone: Vec<(u32, Option<Range>)>,
     touched: Vec<BackendKey<F::Address>>,
+    /// Backends that this round has inserted, of which no slot in use can know.
+    inserted: Vec<BackendKey<F::Address>>,
 }
 
 impl<F: Family> Default for Round<F> {
@@ -88,6 +90,7 @@ impl<F: Family> Default for Round<F> {
             stale_frontends: Vec::new(),
             gone: Vec::new(),
             touched: Vec::new(),
+            inserted: Vec::new(),
         }
     }
 }
@@ -165,6 +168,7 @@ impl<F: Family> Plane<F> {
         for port in changed {
             if let Err(error) = self.put(shared, port, round) {
                 round.failures.add(&port.name, error);
+                self.make_room(round);
             }
         }
         self.write_names(shared, round);
@@ -210,6 +214,19 @@ impl<F: Family> Plane<F> {
         let key = BackendKey { address: backend.address, port: backend.port, protocol: backend.protocol };
         self.image.backends.insert(key, Uses::of(id, backend));
         round.touched.push(key);
+        round.inserted.push(key);
+    }
+
+    /// Removes the backends that were inserted for ports that do not fit, so that the next ones may.
+    fn make_room(&mut self, round: &mut Round<F>) {
+        for key in std::mem::take(&mut round.inserted) {
+            let Some(uses) = self.image.backends.get(&key).filter(|uses| uses.is_unused()) else { continue };
+            // After an error it stays, unused, until the end of the round.
+            if let Ok(found) = self.tables.backends.remove(&uses.id) {
+                round.applied.removed += u64::from(found);
+                self.image.backends.remove(&key);
+            }
+        }
     }
 
     /// Publishes one port, all but its name and frontends, which are written together with those of others.

@@ -1,0 +1,53 @@
+//! Desired states in short form.
+
+use std::{net::IpAddr, sync::Arc};
+
+use proxy_ctl::model::{
+    desired::{DesiredPort, Endpoint, Endpoints, Frontend, FrontendKind, ServicePortName},
+    objects::{Family, ObjectName, Protocol},
+};
+
+pub fn name(service: &str, family: Family) -> ServicePortName {
+    ServicePortName {
+        service: ObjectName::new("test", service),
+        port: "http".into(),
+        protocol: Protocol::Tcp,
+        family,
+    }
+}
+
+pub fn endpoint(address: &str, port: u16) -> Endpoint {
+    Endpoint { address: address.parse().unwrap(), port, local: false, terminating: false }
+}
+
+/// All endpoints in every set.
+pub fn endpoints(all: Vec<Endpoint>) -> Endpoints {
+    let every: Vec<u32> = (0..all.len() as u32).collect();
+    let any = !all.is_empty();
+    Endpoints { all, cluster: every.clone(), internal: every.clone(), external: every, any }
+}
+
+/// A service port with a cluster IP on port 80.
+pub fn port(service: &str, cluster_ip: &str, all: Vec<Endpoint>) -> DesiredPort {
+    let address: IpAddr = cluster_ip.parse().unwrap();
+    DesiredPort {
+        name: name(service, Family::of(address)),
+        frontends: vec![Frontend { kind: FrontendKind::ClusterIp, address, port: 80 }],
+        endpoints: endpoints(all),
+        affinity_seconds: None,
+        source_ranges: Vec::new(),
+    }
+}
+
+pub fn with_node_port(mut port: DesiredPort, node_port: u16) -> DesiredPort {
+    let address = match port.name.family {
+        Family::Ipv4 => IpAddr::from([0; 4]),
+        Family::Ipv6 => IpAddr::from([0; 16]),
+    };
+    port.frontends.push(Frontend { kind: FrontendKind::NodePort, address, port: node_port });
+    port
+}
+
+pub fn shared(ports: impl IntoIterator<Item = DesiredPort>) -> Vec<Arc<DesiredPort>> {
+    ports.into_iter().map(Arc::new).collect()
+}

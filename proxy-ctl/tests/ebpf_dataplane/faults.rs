@@ -1,0 +1,270 @@
+//! A controller that was killed between two writes, tables that others have changed, and tables that are full.
+
+use std::{fs, os::fd::AsFd, sync::Arc};
+
+use proxy_common::layout::{Backend, EndpointSet, Frontend, FrontendKey, Service, ServiceName};
+use proxy_ctl::{
+    config::{Ebpf, Limits},
+    dataplane::{
+        Applied, Dataplane, Error,
+        ebpf::{self, EbpfDataplane, status::Pinned},
+    },
+    model::desired::{Changes, DesiredPort},
+    sys::{bpf, map::Map},
+};
+use rstest::rstest;
+
+use super::{
+    desired::{endpoint, port, shared, with_node_port},
+    place::Place,
+};
+
+fn desired() -> Vec<Arc<DesiredPort>> {
+    let all = || vec![endpoint("10.0.0.1", 8080), endpoint("10.0.0.2", 8080)];
+    let mut gap = port("gap", "10.96.0.3", [all(), vec![endpoint("10.0.0.3", 8080)]].concat());
+    gap.endpoints.internal = vec![0, 2];
+    shared([with_node_port(port("web", "10.96.0.1", all()), 30080), port("other", "10.96.0.2", all()), gap])
+}
+
+fn table<K: aya::Pod + Default, V: aya::Pod + Default>(place: &Place, name: &str) -> Map<K, V> {
+    Map::new(bpf::pinned(&place.table(name)).unwrap()).unwrap().unwrap()
+}
+
+/// Names and contents, without the ids, which a repair may change.
+fn shown(place: &Place) -> String {
+    let pinned = Pinned::open(&place.config.bpffs).unwrap();
+    let services = pinned.services().unwrap().into_iter().map(|service| {
+        let set = |set: &[ebpf::status::EndpointState]| -> Vec<_> {
+            set.iter().map(|e| (e.address, e.local)).collect()
+        };
+        let sets = [set(&service.cluster), set(&service.internal), set(&service.external)];
+        format!("{} {:?} {sets:?} {}\n", service.name, service.frontends, service.any_endpoints)
+    });
+    let backends = pinned.backends().unwrap().into_iter();
+    services.chain(backends.map(|b| format!("{} {}\n", b.address, b.uses))).collect()
+}
+
+type Fault = fn(&Place);
+
+fn id_of(place: &Place, service: &str) -> u32 {
+    let services = Pinned::open(&place.config.bpffs).unwrap().services().unwrap();
+    services.iter().find(|found| &*found.name.service.name == service).unwrap().id
+}
+
+fn change_service(place: &Place, service: &str, change: impl FnOnce(&mut Service)) {
+    let services = table::<u32, Service>(place, "services");
+    let id = id_of(place, service);
+    let mut value = services.get(&id).unwrap().unwrap();
+    change(&mut value);
+    services.set(&id, &value).unwrap();
+}
+
+fn backend_removed(place: &Place) {
+    let backends = table::<u32, Backend<[u8; 4]>>(place, "backends4");
+    let (id, _) = backends.read_all().unwrap()[0];
+    assert!(backends.remove(&id).unwrap());
+}
+
+fn backend_without_uses(place: &Place) {
+    let backend = Backend { address: [10, 0, 0, 99], port: 1, protocol: 6, state: 1, uses: 1, flags: 0 };
+    table::<u32, Backend<[u8; 4]>>(place, "backends4").set(&1_000_000, &backend).unwrap();
+}
+
+fn backend_twice(place: &Place) {
+    let backends = table::<u32, Backend<[u8; 4]>>(place, "backends4");
+    let (id, backend) = backends.read_all().unwrap()[0];
+    backends.set(&(id + 5_000), &backend).unwrap();
+}
+
+fn wrong_use_count(place: &Place) {
+    let backends = table::<u32, Backend<[u8; 4]>>(place, "backends4");
+    let (id, backend) = backends.read_all().unwrap()[0];
+    backends.set(&id, &Backend { uses: 77, ..backend }).unwrap();
+}
+
+fn name_missing(place: &Place) {
+    assert!(table::<u32, ServiceName>(place, "service_names").remove(&id_of(place, "web")).unwrap());
+}
+
+fn name_without_service(place: &Place) {
+    let names = table::<u32, ServiceName>(place, "service_names");
+    let (_, mut name) = names.read_all().unwrap()[0];
+    name.name[0] = b'z';
+    names.set(&400, &name).unwrap();
+}
+
+fn two_ids_of_one_name(place: &Place) {
+    let names = table::<u32, ServiceName>(place, "service_names");
+    let (_, name) = names.read_all().unwrap()[0];
+    names.set(&400, &name).unwrap();
+}
+
+fn unreadable_name(place: &Place) {
+    let name = ServiceName { family: 9, ..ServiceName::default() };
+    table::<u32, ServiceName>(place, "service_names").set(&400, &name).unwrap();
+}
+
+fn service_empty(place: &Place) {
+    change_service(place, "web", |service| *service = Service::default());
+}
+
+fn service_without_name(place: &Place) {
+    let value = Service { flags: 1, ..Service::default() };
+    table::<u32, Service>(place, "services").set(&300, &value).unwrap();
+}
+
+fn slots_out_of_bounds(place: &Place) {
+    change_service(place, "web", |service| service.cluster = EndpointSet { first: 4_095, count: 2 });
+}
+
+fn slots_of_another(place: &Place) {
+    let other = table::<u32, Service>(place, "services").get(&id_of(place, "other")).unwrap().unwrap();
+    change_service(place, "web", |service| {
+        service.cluster = other.cluster;
+        service.internal = other.internal;
+        service.external = other.external;
+    });
+}
+
+fn flags_lost(place: &Place) {
+    change_service(place, "web", |service| service.flags = 0);
+}
+
+fn frontend_missing(place: &Place) {
+    let frontends = table::<FrontendKey<[u8; 4]>, Frontend>(place, "frontends4");
+    let (key, _) = frontends.read_all().unwrap()[0];
+    assert!(frontends.remove(&key).unwrap());
+}
+
+fn frontend_of_nobody(place: &Place) {
+    let key = FrontendKey { address: [10, 96, 9, 9], port: 80, protocol: 6, scope: 0 };
+    let frontends = table::<FrontendKey<[u8; 4]>, Frontend>(place, "frontends4");
+    frontends.set(&key, &Frontend { service: 200, flags: 0 }).unwrap();
+}
+
+fn frontend_of_another(place: &Place) {
+    let frontends = table::<FrontendKey<[u8; 4]>, Frontend>(place, "frontends4");
+    let (key, frontend) = frontends.read_all().unwrap()[0];
+    frontends.set(&key, &Frontend { service: frontend.service ^ 1, ..frontend }).unwrap();
+}
+
+#[rstest]
+#[case::backend_removed(backend_removed)]
+#[case::backend_without_uses(backend_without_uses)]
+#[case::backend_twice(backend_twice)]
+#[case::wrong_use_count(wrong_use_count)]
+#[case::name_missing(name_missing)]
+#[case::name_without_service(name_without_service)]
+#[case::two_ids_of_one_name(two_ids_of_one_name)]
+#[case::unreadable_name(unreadable_name)]
+#[case::service_empty(service_empty)]
+#[case::service_without_name(service_without_name)]
+#[case::slots_out_of_bounds(slots_out_of_bounds)]
+#[case::slots_of_another(slots_of_another)]
+#[case::flags_lost(flags_lost)]
+#[case::frontend_missing(frontend_missing)]
+#[case::frontend_of_nobody(frontend_of_nobody)]
+#[case::frontend_of_another(frontend_of_another)]
+fn the_next_resync_repairs(#[case] fault: Fault, #[values(false, true)] restart: bool) {
+    let Some(place) = Place::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    dataplane.resync(&desired()).unwrap();
+    let whole = shown(&place);
+    fault(&place);
+    if restart {
+        drop(dataplane);
+        dataplane = EbpfDataplane::open(&place.config).unwrap();
+    }
+    assert_ne!(dataplane.resync(&desired()).unwrap(), Applied::default(), "the fault must be noticed");
+    assert_eq!(shown(&place), whole);
+    assert_eq!(dataplane.resync(&desired()).unwrap(), Applied::default());
+}
+
+#[test]
+fn a_full_table_is_named_and_leaves_the_others_working() {
+    let Some(place) = Place::new() else { return };
+    let limits = Limits { backends: Some(3), ..place.config.limits };
+    let config = Ebpf { limits, ..place.config.clone() };
+    let mut dataplane = EbpfDataplane::open(&config).unwrap();
+    let small = port("small", "10.96.0.1", vec![endpoint("10.0.0.1", 80)]);
+    dataplane.resync(&shared([small.clone()])).unwrap();
+
+    let large = (1..=4).map(|n| endpoint(&format!("10.0.1.{n}"), 80)).collect();
+    let changed = shared([
+        port("large", "10.96.0.2", large),
+        port("late", "10.96.0.3", vec![endpoint("10.0.0.2", 80)]),
+    ]);
+    let Error::Ebpf(error) =
+        dataplane.apply(&Changes { changed: changed.clone(), removed: Vec::new() }).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("test/large") && text.contains("table backends4 is full: 3 entries"), "{text}");
+    let served = || -> Vec<_> {
+        let services = Pinned::open(&place.config.bpffs).unwrap().services().unwrap();
+        services.iter().map(|service| service.name.service.name.to_string()).collect()
+    };
+    assert!(served().contains(&"small".to_owned()));
+
+    // Tried again, it is still too large, and what fits is served.
+    let all = shared([small.clone()]).into_iter().chain(changed).collect::<Vec<_>>();
+    dataplane.resync(&all).unwrap_err();
+    assert_eq!(served(), ["late", "small"]);
+    // Less of it fits.
+    let fitting = shared([small, port("large", "10.96.0.2", vec![endpoint("10.0.1.1", 80)])]);
+    dataplane.resync(&fitting).unwrap();
+    assert_eq!(served(), ["large", "small"]);
+}
+
+#[test]
+fn a_service_whose_new_state_does_not_fit_keeps_the_old_one_across_a_restart() {
+    let Some(place) = Place::new() else { return };
+    let limits = Limits { slots: Some(4), ..place.config.limits };
+    let config = Ebpf { limits, ..place.config.clone() };
+    let few = || shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80), endpoint("10.0.0.2", 80)])]);
+    let mut dataplane = EbpfDataplane::open(&config).unwrap();
+    dataplane.resync(&few()).unwrap();
+    let before = shown(&place);
+    drop(dataplane);
+    let mut dataplane = EbpfDataplane::open(&config).unwrap();
+    let many = (1..=5).map(|n| endpoint(&format!("10.0.1.{n}"), 80)).collect();
+    let error = dataplane.resync(&shared([port("web", "10.96.0.1", many)])).unwrap_err().to_string();
+    assert!(error.contains("table slots4 is full: 4 entries"), "{error}");
+    assert_eq!(shown(&place), before);
+    assert_eq!(dataplane.resync(&few()).unwrap(), Applied::default());
+}
+
+#[test]
+fn retired_slots_are_given_out_again_after_a_grace_period() {
+    let Some(place) = Place::new() else { return };
+    let limits = Limits { slots: Some(4), ..place.config.limits };
+    let mut dataplane = EbpfDataplane::open(&Ebpf { limits, ..place.config.clone() }).unwrap();
+    for round in 1..20 {
+        let changed = shared([port("web", "10.96.0.1", vec![endpoint(&format!("10.0.0.{round}"), 80); 1])]);
+        dataplane.apply(&Changes { changed, removed: Vec::new() }).unwrap();
+        if round % 2 == 0 {
+            dataplane.collect_garbage().unwrap();
+        }
+    }
+}
+
+#[test]
+fn names_that_no_table_holds_are_refused_alone() {
+    let Some(place) = Place::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let long = port(&"x".repeat(65), "10.96.0.1", vec![endpoint("10.0.0.1", 80)]);
+    let error = dataplane.resync(&shared([long, port("web", "10.96.0.2", Vec::new())])).unwrap_err();
+    assert!(error.to_string().contains("at most 64 bytes"), "{error}");
+    assert_eq!(Pinned::open(&place.config.bpffs).unwrap().services().unwrap().len(), 1);
+    assert!(Pinned::open(&place.config.bpffs).unwrap().backends().unwrap().is_empty());
+}
+
+#[test]
+fn a_pin_that_is_no_table_of_ours_is_refused() {
+    let Some(place) = Place::new() else { return };
+    drop(EbpfDataplane::open(&place.config).unwrap());
+    fs::remove_file(place.table("flows4")).unwrap();
+    let shape =
+        bpf::MapInfo { kind: 2, key_size: 4, value_size: 4, max_entries: 1, ..bpf::MapInfo::default() };
+    bpf::pin(bpf::create_map(&shape, None).unwrap().as_fd(), &place.table("flows4")).unwrap();
+    let error = EbpfDataplane::open(&place.config).unwrap_err();
+    assert!(matches!(error, ebpf::Error::Shape { table: "flows4", .. }), "{error}");
+}

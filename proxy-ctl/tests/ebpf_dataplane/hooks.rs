@@ -1,0 +1,353 @@
+//! Programs on cgroup and interfaces: swapped, followed, cleaned up, beside those of others.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    net::IpAddr,
+    os::fd::{AsFd, OwnedFd},
+    time::Duration,
+};
+
+use aya_obj::generated::bpf_attach_type;
+use proxy_ctl::{
+    config::{Ebpf, SocketLoadBalancing},
+    dataplane::{
+        Dataplane, Host, Interface, Role,
+        ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
+    },
+    node,
+    sys::{
+        bpf::{self, LinkTarget, Order},
+        tc::{self, Direction},
+    },
+};
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    desired::{endpoint, port, shared},
+    place::{Place, index, run, serve},
+};
+
+/// r0 = `value`; exit
+fn returns(value: i32) -> [u64; 2] {
+    [0xb7 | u64::from(value.cast_unsigned()) << 32, 0x95]
+}
+
+fn packet_program(verdict: i32) -> OwnedFd {
+    const SCHED_CLS: u32 = 3;
+    bpf::load_program(SCHED_CLS, 0, &returns(verdict)).unwrap()
+}
+
+fn connect_program(verdict: i32) -> OwnedFd {
+    const CGROUP_SOCK_ADDR: u32 = 18;
+    let hook = bpf_attach_type::BPF_CGROUP_INET4_CONNECT;
+    bpf::load_program(CGROUP_SOCK_ADDR, hook as u32, &returns(verdict)).unwrap()
+}
+
+fn veth(name: &str) -> u32 {
+    run("ip", &format!("link add {name} type veth peer name {name}p"));
+    run("ip", &format!("link set {name} up"));
+    run("ip", &format!("link set {name}p up"));
+    index(name)
+}
+
+fn host(interfaces: &[(&str, Role)]) -> Host {
+    let interfaces = interfaces.iter().map(|(name, role)| Interface {
+        index: index(name),
+        name: (*name).to_owned(),
+        role: *role,
+        ethernet: true,
+    });
+    Host { interfaces: interfaces.collect(), ..Host::default() }
+}
+
+fn links(place: &Place) -> BTreeSet<String> {
+    let all = Pinned::open(&place.config.bpffs).unwrap().links().unwrap();
+    all.into_iter().filter(|name| !name.starts_with("cgroup_")).collect()
+}
+
+fn named(index: u32) -> BTreeSet<String> {
+    [format!("{index}_egress"), format!("{index}_ingress")].into()
+}
+
+fn program_of(place: &Place, link: &str) -> u32 {
+    let link = bpf::pinned(&place.pins("links").join(link)).unwrap();
+    bpf::link_info(link.as_fd()).unwrap().program
+}
+
+#[test]
+fn interfaces_are_followed() {
+    let Some(place) = Place::new() else { return };
+    let (first, second) = (veth("dpa"), veth("dpb"));
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    dataplane.set_host(&host(&[("dpa", Role::Workload), ("dpb", Role::Uplink)])).unwrap();
+    assert_eq!(links(&place), &named(first) | &named(second));
+
+    // Another role is another program in the same link.
+    let ingress = format!("{first}_ingress");
+    let workload = program_of(&place, &ingress);
+    dataplane.set_host(&host(&[("dpa", Role::Uplink), ("dpb", Role::Uplink)])).unwrap();
+    assert_ne!(program_of(&place, &ingress), workload);
+    assert_eq!(program_of(&place, &ingress), program_of(&place, &format!("{second}_ingress")));
+
+    dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    assert_eq!(links(&place), named(first));
+    run("ip", "link del dpa");
+    dataplane.collect_garbage().unwrap();
+    assert_eq!(links(&place), BTreeSet::new());
+}
+
+#[test]
+fn a_restart_swaps_the_programs_and_keeps_the_links() {
+    let Some(place) = Place::new() else { return };
+    let first = veth("dpa");
+    let gone = veth("dpb");
+    let both = host(&[("dpa", Role::Workload), ("dpb", Role::Workload)]);
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    dataplane.set_host(&both).unwrap();
+    let before = program_of(&place, &format!("{first}_ingress"));
+    let socket_before = program_of(&place, "cgroup_connect4");
+    // Its own descriptor shows that the link stays the same.
+    let link = bpf::pinned(&place.pins("links").join(format!("{first}_ingress"))).unwrap();
+    drop(dataplane);
+    run("ip", "link del dpb");
+    assert_eq!(links(&place), &named(first) | &named(gone));
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    assert_eq!(links(&place), named(first), "what vanished meanwhile is noticed");
+    assert_ne!(program_of(&place, &format!("{first}_ingress")), before);
+    assert_ne!(program_of(&place, "cgroup_connect4"), socket_before);
+    let info = bpf::link_info(link.as_fd()).unwrap();
+    assert_eq!(info.target, LinkTarget::Tcx(first));
+    assert_eq!(info.program, program_of(&place, &format!("{first}_ingress")));
+}
+
+#[test]
+fn a_link_that_somebody_removed_comes_back() {
+    let Some(place) = Place::new() else { return };
+    let first = veth("dpa");
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let host = host(&[("dpa", Role::Workload)]);
+    dataplane.set_host(&host).unwrap();
+    fs::remove_file(place.pins("links").join(format!("{first}_ingress"))).unwrap();
+    fs::remove_file(place.pins("links").join("cgroup_connect4")).unwrap();
+    dataplane.set_host(&host).unwrap();
+    assert_eq!(links(&place), named(first));
+    assert!(place.pins("links").join("cgroup_connect4").exists());
+}
+
+#[test]
+fn an_interface_that_vanishes_while_it_is_attached_is_no_error() {
+    let Some(place) = Place::new() else { return };
+    veth("dpa");
+    let host = host(&[("dpa", Role::Workload)]);
+    run("ip", "link del dpa");
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    dataplane.set_host(&host).unwrap();
+    assert_eq!(links(&place), BTreeSet::new());
+}
+
+#[test]
+fn others_programs_stay_and_go_on_working() {
+    const TCX_NEXT: i32 = -1;
+    let Some(place) = Place::new() else { return };
+    let interface = veth("dpa");
+    let listening = serve("127.0.0.1", "backend");
+    let foreign_packets = bpf::link_tcx(
+        packet_program(TCX_NEXT).as_fd(),
+        interface,
+        bpf_attach_type::BPF_TCX_INGRESS,
+        Order::First,
+    )
+    .unwrap();
+    let cgroup = place.cgroup();
+    let connect4 = bpf_attach_type::BPF_CGROUP_INET4_CONNECT;
+    let allows = bpf::link_cgroup(connect_program(1).as_fd(), cgroup.as_fd(), connect4).unwrap();
+
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)])])).unwrap();
+    assert_eq!(place.dial("10.96.0.1", 80), Ok("backend".into()));
+    assert_eq!(first_on_ingress(interface), program_of(&place, &format!("{interface}_ingress")));
+
+    // The other's verdict counts beside ours.
+    let denies = bpf::link_cgroup(connect_program(0).as_fd(), cgroup.as_fd(), connect4).unwrap();
+    let error = place.dial("10.96.0.1", 80).unwrap_err();
+    assert!(error.contains("not permitted"), "{error}");
+    drop(denies);
+
+    drop(dataplane);
+    let removed = cleanup(&place.config.bpffs).unwrap();
+    assert_eq!(removed.links.len(), 10);
+    assert_eq!(bpf::link_info(foreign_packets.as_fd()).unwrap().target, LinkTarget::Tcx(interface));
+    let LinkTarget::Cgroup(inode) = bpf::link_info(allows.as_fd()).unwrap().target else { panic!("cgroup") };
+    assert_ne!(inode, 0, "the other's program is still attached");
+    let foreign = bpf::link_info(foreign_packets.as_fd()).unwrap().program;
+    assert_eq!(first_on_ingress(interface), foreign);
+    place.dial("10.96.0.1", 80).unwrap_err();
+}
+
+/// Id of the first tcx program, as bpftool lists it.
+fn first_on_ingress(interface: u32) -> u32 {
+    let name = nix::net::if_::if_indextoname(interface).unwrap().into_string().unwrap();
+    let (_, programs) =
+        aya::programs::SchedClassifier::query_tcx(&name, aya::programs::TcAttachType::Ingress).unwrap();
+    programs[0].id()
+}
+
+#[test]
+fn clsact_filters_do_the_same_where_tcx_is_missing() {
+    let Some(place) = Place::new() else { return };
+    let interface = veth("dpa");
+    let open = || EbpfDataplane::open(&place.config).unwrap().without_tcx();
+    let host = host(&[("dpa", Role::Workload)]);
+    let mut dataplane = open();
+    match dataplane.set_host(&host) {
+        Err(error) if error.to_string().contains("No such file") => {
+            println!("skipped: the kernel has no clsact qdisc or no cls_bpf");
+            return;
+        }
+        done => done.unwrap(),
+    };
+    let ours = |direction| tc::filters(interface, direction).unwrap();
+    let (ingress, egress) = (ours(Direction::Ingress), ours(Direction::Egress));
+    assert_eq!((ingress.len(), egress.len()), (1, 1));
+    assert!(ingress[0].priority < egress[0].priority);
+    assert_eq!(links(&place), [format!("{interface}_clsact")].into());
+
+    drop(dataplane);
+    let mut dataplane = open();
+    dataplane.set_host(&host).unwrap();
+    let swapped = ours(Direction::Ingress);
+    assert_eq!(swapped.len(), 1);
+    assert_ne!(swapped[0].program, ingress[0].program);
+
+    // Another's filter keeps the qdisc alive.
+    let foreign = packet_program(-1);
+    tc::replace_filter(interface, Direction::Egress, 7, 1, foreign.as_fd(), "foreign").unwrap();
+    drop(dataplane);
+    let removed = cleanup(&place.config.bpffs).unwrap();
+    assert_eq!(removed.filters, 2);
+    assert_eq!(ours(Direction::Ingress), []);
+    assert_eq!(ours(Direction::Egress).len(), 1);
+    assert!(run("tc", "qdisc show dev dpa").contains("clsact"));
+}
+
+#[test]
+fn a_clsact_qdisc_of_ours_goes_with_the_last_filter() {
+    let Some(place) = Place::new() else { return };
+    veth("dpa");
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap().without_tcx();
+    if let Err(error) = dataplane.set_host(&host(&[("dpa", Role::Workload)])) {
+        assert!(error.to_string().contains("No such file"), "{error}");
+        println!("skipped: the kernel has no clsact qdisc or no cls_bpf");
+        return;
+    }
+    assert!(run("tc", "qdisc show dev dpa").contains("clsact"));
+    dataplane.set_host(&Host::default()).unwrap();
+    assert!(!run("tc", "qdisc show dev dpa").contains("clsact"));
+    assert_eq!(links(&place), BTreeSet::new());
+
+    // One that was there before us stays.
+    run("tc", "qdisc add dev dpa clsact");
+    dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    dataplane.set_host(&Host::default()).unwrap();
+    assert!(run("tc", "qdisc show dev dpa").contains("clsact"));
+}
+
+#[test]
+fn cleanup_leaves_nothing_of_ours() {
+    let Some(place) = Place::new() else { return };
+    veth("dpa");
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])])).unwrap();
+    drop(dataplane);
+    // Another's pin beside our folder.
+    let foreign = place.config.bpffs.join("foreign");
+    bpf::pin(packet_program(0).as_fd(), &foreign).unwrap();
+    let removed = cleanup(&place.config.bpffs).unwrap();
+    assert_eq!(removed.links.len(), 10);
+    assert_eq!(removed.tables.len(), 20);
+    assert!(!place.config.bpffs.join("proxy-ctl").exists());
+    assert!(foreign.exists());
+    assert!(cleanup(&place.config.bpffs).unwrap().is_empty());
+    assert!(matches!(Pinned::open(&place.config.bpffs), Err(Error::NotThere(_))));
+    fs::remove_file(foreign).unwrap();
+}
+
+#[test]
+fn socket_hooks_are_detached_when_they_are_switched_off() {
+    let Some(place) = Place::new() else { return };
+    let listening = serve("127.0.0.1", "backend");
+    let desired = shared([port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)])]);
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    dataplane.resync(&desired).unwrap();
+    assert_eq!(place.dial("10.96.0.1", 80), Ok("backend".into()));
+    drop(dataplane);
+    let off = Ebpf { socket_load_balancing: SocketLoadBalancing::Off, ..place.config.clone() };
+    drop(EbpfDataplane::open(&off).unwrap());
+    place.dial("10.96.0.1", 80).unwrap_err();
+    let left = Pinned::open(&place.config.bpffs).unwrap().links().unwrap();
+    assert_eq!(left, [""; 0]);
+}
+
+#[test]
+fn host_balancing_is_for_the_nodes_own_namespace() {
+    let Some(place) = Place::new() else { return };
+    let listening = serve("127.0.0.1", "backend");
+    let host_only = Ebpf { socket_load_balancing: SocketLoadBalancing::Host, ..place.config.clone() };
+    let mut dataplane = EbpfDataplane::open(&host_only).unwrap();
+    dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)])])).unwrap();
+    assert_eq!(place.dial("10.96.0.1", 80), Ok("backend".into()));
+    let elsewhere = place.in_cgroup("exec unshare -n bash -c 'exec 3<>/dev/tcp/10.96.0.1/80'");
+    assert!(String::from_utf8_lossy(&elsewhere.stderr).contains("unreachable"), "{elsewhere:?}");
+}
+
+/// Waits for a state of the host; panics after ten seconds with the last one.
+async fn until(hosts: &mut tokio::sync::watch::Receiver<Option<Host>>, holds: impl Fn(&Host) -> bool) {
+    let waiting = hosts.wait_for(|host| host.as_ref().is_some_and(&holds));
+    let result = tokio::time::timeout(Duration::from_secs(10), waiting).await.map(|found| found.is_ok());
+    assert_eq!(result, Ok(true), "{:?}", hosts.borrow());
+}
+
+#[test]
+fn the_node_is_followed_by_netlink() {
+    let Some(_place) = Place::new() else { return };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let (addresses, node_addresses) = tokio::sync::watch::channel(Vec::new());
+        let (sender, mut hosts) = tokio::sync::watch::channel(None);
+        let stop = CancellationToken::new();
+        let watching = node::watch(node_addresses, sender, stop.clone());
+        let changing = async {
+            until(&mut hosts, |host| host.interfaces.is_empty() && host.node_port_addresses.len() == 2).await;
+            veth("dpa");
+            let role = |host: &Host, name| {
+                host.interfaces
+                    .iter()
+                    .find(|interface| interface.name == name)
+                    .map(|interface| interface.role)
+            };
+            until(&mut hosts, |host| role(host, "dpa") == Some(Role::Workload)).await;
+            let own: IpAddr = "192.0.2.1".parse().unwrap();
+            run("ip", "address add 192.0.2.1/24 dev dpa");
+            until(&mut hosts, |host| host.node_port_addresses.contains(&own)).await;
+            addresses.send(vec![own]).unwrap();
+            until(&mut hosts, |host| {
+                role(host, "dpa") == Some(Role::Uplink) && host.masquerade_addresses == [own]
+            })
+            .await;
+            run("ip", "route add default via 192.0.2.2");
+            addresses.send(Vec::new()).unwrap();
+            until(&mut hosts, |host| host.masquerade_addresses == [own]).await;
+            run("ip", "link set dpa down");
+            until(&mut hosts, |host| role(host, "dpa") == Some(Role::Workload)).await;
+            run("ip", "link del dpa");
+            until(&mut hosts, |host| host.interfaces.is_empty()).await;
+            stop.cancel();
+        };
+        let (watched, ()) = tokio::join!(watching, changing);
+        watched.unwrap();
+    });
+}

@@ -1,0 +1,12 @@
+//! The eBPF dataplane against the real kernel: tables, hooks, restarts, faults. Needs root; each test has a network
+//! namespace, a bpffs folder and a cgroup of its own.
+
+#![expect(unreachable_pub, reason = "a test has no users")]
+
+mod desired;
+mod faults;
+mod hooks;
+mod place;
+mod sequences;
+mod size;
+mod state;

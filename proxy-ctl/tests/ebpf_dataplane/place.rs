@@ -1,0 +1,122 @@
+//! Where a test runs: a network namespace, a bpffs folder and a cgroup of its own, gone with the value.
+
+use std::{
+    fs,
+    net::TcpStream,
+    path::PathBuf,
+    process::{Command, Output},
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+use nix::sched::{CloneFlags, unshare};
+use proxy_ctl::{
+    config::{Ebpf, Limits},
+    dataplane::ebpf::cleanup::cleanup,
+    sys::filesystem,
+};
+
+pub struct Place {
+    pub config: Ebpf,
+    cgroup: PathBuf,
+}
+
+static NEXT: AtomicU32 = AtomicU32::new(0);
+
+impl Place {
+    /// `None`: not root; says that the test is skipped.
+    pub fn new() -> Option<Self> {
+        if !nix::unistd::geteuid().is_root() {
+            println!("skipped: BPF programs and network namespaces need root");
+            return None;
+        }
+        let Some(root) = filesystem::cgroup_root().unwrap() else {
+            println!("skipped: no cgroup v2 is mounted");
+            return None;
+        };
+        // The namespace of this thread and of the processes that it starts.
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        run("ip", "link set lo up");
+        let name = format!("proxy-ctl-test-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        filesystem::provide_bpffs("/sys/fs/bpf".as_ref()).unwrap();
+        let bpffs = PathBuf::from("/sys/fs/bpf").join(&name);
+        fs::create_dir(&bpffs).unwrap();
+        let cgroup = root.join(&name);
+        fs::create_dir(&cgroup).unwrap();
+        let limits = Limits {
+            frontends: Some(1_024),
+            services: Some(512),
+            slots: Some(4_096),
+            backends: Some(2_048),
+            flows: Some(4_096),
+            opening_flows: Some(1_024),
+            node_addresses: Some(64),
+        };
+        Some(Self { config: Ebpf { bpffs, limits, cgroup: Some(cgroup.clone()), ..Ebpf::default() }, cgroup })
+    }
+
+    pub fn pins(&self, below: &str) -> PathBuf {
+        self.config.bpffs.join("proxy-ctl/v1").join(below)
+    }
+
+    pub fn table(&self, name: &str) -> PathBuf {
+        self.pins("maps").join(name)
+    }
+
+    pub fn cgroup(&self) -> fs::File {
+        fs::File::open(&self.cgroup).unwrap()
+    }
+
+    /// Runs a shell command as a process of the cgroup, in this thread's network namespace.
+    pub fn in_cgroup(&self, command: &str) -> Output {
+        let script = format!("echo $$ > {}/cgroup.procs && {command}", self.cgroup.display());
+        Command::new("bash").arg("-c").arg(script).output().unwrap()
+    }
+
+    /// What a process of the cgroup reads after connecting to this address; otherwise the error.
+    pub fn dial(&self, address: &str, port: u16) -> Result<String, String> {
+        let output = self.in_cgroup(&format!("exec 3<>/dev/tcp/{address}/{port} && cat <&3"));
+        if output.status.success() {
+            Ok(String::from_utf8(output.stdout).unwrap())
+        } else {
+            Err(String::from_utf8(output.stderr).unwrap())
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if let Err(error) = cleanup(&self.config.bpffs) {
+            println!("left {}: {error}", self.config.bpffs.display());
+        }
+        for folder in [&self.config.bpffs, &self.cgroup] {
+            if let Err(error) = fs::remove_dir(folder) {
+                println!("left {}: {error}", folder.display());
+            }
+        }
+    }
+}
+
+pub fn run(program: &str, arguments: &str) -> String {
+    let output = Command::new(program).args(arguments.split_whitespace()).output().unwrap();
+    let problem = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{program} {arguments}: {problem}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Index of an interface in this thread's namespace.
+pub fn index(interface: &str) -> u32 {
+    nix::net::if_::if_nametoindex(interface).unwrap()
+}
+
+/// Answers every connection with `text`, for as long as the test's process lives.
+pub fn serve(address: &str, text: &'static str) -> u16 {
+    use std::io::Write;
+    let listener = std::net::TcpListener::bind((address, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let _ = stream.and_then(|mut stream: TcpStream| stream.write_all(text.as_bytes()));
+        }
+    });
+    port
+}

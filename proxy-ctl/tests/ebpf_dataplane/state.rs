@@ -1,0 +1,198 @@
+//! What a resync leaves in the tables, and what a restart finds.
+
+use std::net::IpAddr;
+
+use proxy_ctl::{
+    config::{Ebpf, Limits},
+    dataplane::{
+        Applied, Dataplane, Host,
+        ebpf::{EbpfDataplane, Error, Holder, cleanup::cleanup, status::Pinned},
+    },
+    model::desired::Changes,
+};
+
+use super::{
+    desired::{endpoint, port, shared, with_node_port},
+    place::{Place, serve},
+};
+
+fn web(backends: &[&str]) -> Vec<std::sync::Arc<proxy_ctl::model::desired::DesiredPort>> {
+    let all = backends.iter().map(|address| endpoint(address, 8080)).collect();
+    shared([
+        with_node_port(port("web", "10.96.0.1", all), 30080),
+        port("web", "fd00::1", vec![endpoint("fd00:10::1", 8080)]),
+        port("empty", "10.96.0.2", Vec::new()),
+    ])
+}
+
+#[test]
+fn a_resync_writes_what_is_desired() {
+    let Some(place) = Place::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    dataplane.resync(&web(&["10.0.0.1", "10.0.0.2"])).unwrap();
+    let pinned = Pinned::open(&place.config.bpffs).unwrap();
+
+    let services = pinned.services().unwrap();
+    let shown: Vec<_> = services
+        .iter()
+        .map(|service| {
+            let frontends: Vec<_> = service
+                .frontends
+                .iter()
+                .map(|f| format!("{}:{}", f.address.map_or("node".into(), |ip| ip.to_string()), f.port))
+                .collect();
+            let cluster: Vec<_> = service.cluster.iter().map(|e| e.address.to_string()).collect();
+            (service.name.to_string(), frontends.join(" "), cluster.join(" "), service.any_endpoints)
+        })
+        .collect();
+    let expected = [
+        ("test/empty:http", "10.96.0.2:80", "", false),
+        ("test/web:http", "node:30080 10.96.0.1:80", "10.0.0.1:8080 10.0.0.2:8080", true),
+        ("test/web:http", "fd00::1:80", "[fd00:10::1]:8080", true),
+    ];
+    assert_eq!(shown, expected.map(|(n, f, c, any)| (n.into(), f.into(), c.into(), any)));
+    let backends = pinned.backends().unwrap();
+    assert_eq!(backends.len(), 3);
+    assert!(backends.iter().all(|backend| backend.uses == 1 && !backend.terminating));
+}
+
+#[test]
+fn a_connection_to_a_service_reaches_its_backend() {
+    let Some(place) = Place::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let listening = serve("127.0.0.1", "first");
+    dataplane
+        .resync(&shared([
+            port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)]),
+            port("empty", "10.96.0.2", Vec::new()),
+        ]))
+        .unwrap();
+    assert_eq!(place.dial("10.96.0.1", 80), Ok("first".into()));
+    let refused = place.dial("10.96.0.2", 80).unwrap_err();
+    assert!(refused.contains("refused") || refused.contains("not permitted"), "{refused}");
+    drop(dataplane);
+    assert_eq!(place.dial("10.96.0.1", 80), Ok("first".into()), "without a controller");
+}
+
+#[test]
+fn a_restart_writes_nothing() {
+    let Some(place) = Place::new() else { return };
+    let desired = web(&["10.0.0.1", "10.0.0.2"]);
+    let host = Host {
+        node_port_addresses: ["192.0.2.1".parse().unwrap(), IpAddr::from([127, 0, 0, 1])].into(),
+        masquerade_addresses: vec!["192.0.2.1".parse().unwrap()],
+        ..Host::default()
+    };
+    let mut first = EbpfDataplane::open(&place.config).unwrap();
+    assert_ne!(first.set_host(&host).unwrap(), Applied::default());
+    assert_ne!(first.resync(&desired).unwrap(), Applied::default());
+    drop(first);
+    let before = Pinned::open(&place.config.bpffs).unwrap().services().unwrap();
+    let mut second = EbpfDataplane::open(&place.config).unwrap();
+    assert_eq!(second.set_host(&host).unwrap(), Applied::default());
+    assert_eq!(second.resync(&desired).unwrap(), Applied::default());
+    assert_eq!(Pinned::open(&place.config.bpffs).unwrap().services().unwrap(), before);
+}
+
+#[test]
+fn changes_while_nobody_was_there_are_caught_up() {
+    let Some(place) = Place::new() else { return };
+    let mut first = EbpfDataplane::open(&place.config).unwrap();
+    first.resync(&web(&["10.0.0.1", "10.0.0.2"])).unwrap();
+    drop(first);
+    let before = Pinned::open(&place.config.bpffs).unwrap().backends().unwrap();
+    let mut second = EbpfDataplane::open(&place.config).unwrap();
+    let desired =
+        shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.2", 8080), endpoint("10.0.0.3", 8080)])]);
+    second.resync(&desired).unwrap();
+    let pinned = Pinned::open(&place.config.bpffs).unwrap();
+    let services = pinned.services().unwrap();
+    assert_eq!(services.len(), 1);
+    assert_eq!(services[0].frontends.len(), 1, "the node port is gone");
+    let after = pinned.backends().unwrap();
+    let addresses: Vec<_> = after.iter().map(|backend| backend.address.to_string()).collect();
+    assert_eq!(addresses, ["10.0.0.2:8080", "10.0.0.3:8080"]);
+    let largest = before.iter().map(|backend| backend.id).max().unwrap();
+    assert_eq!(after[0].id, before.iter().find(|b| b.address == after[0].address).unwrap().id);
+    assert!(after[1].id > largest, "an id is never given twice");
+}
+
+#[test]
+fn a_frontend_moves_to_another_service_without_a_hole() {
+    let Some(place) = Place::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    dataplane.resync(&shared([port("old", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])])).unwrap();
+    let new = port("new", "10.96.0.1", vec![endpoint("10.0.0.2", 80)]);
+    let removed = vec![super::desired::name("old", new.name.family)];
+    let applied = dataplane.apply(&Changes { changed: shared([new]), removed }).unwrap();
+    // Service and its name, and the backend; the frontend itself was overwritten.
+    assert_eq!(applied.removed, 3);
+    let services = Pinned::open(&place.config.bpffs).unwrap().services().unwrap();
+    assert_eq!(services.len(), 1);
+    assert_eq!(services[0].frontends.len(), 1);
+    assert_eq!(&*services[0].name.service.name, "new");
+}
+
+#[test]
+fn one_endpoint_more_costs_only_its_service() {
+    let Some(place) = Place::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    dataplane.resync(&web(&["10.0.0.1", "10.0.0.2"])).unwrap();
+    let mut web = web(&["10.0.0.1", "10.0.0.2", "10.0.0.3"]);
+    web.truncate(1);
+    let applied = dataplane.apply(&Changes { changed: web, removed: Vec::new() }).unwrap();
+    // A backend, three slots, the service.
+    assert_eq!(applied, Applied { written: 5, removed: 0 });
+}
+
+#[test]
+fn a_second_controller_is_told_who_is_at_work() {
+    let Some(place) = Place::new() else { return };
+    let first = EbpfDataplane::open(&place.config).unwrap();
+    let own = Holder(Some(std::process::id()));
+    let second = EbpfDataplane::open(&place.config).unwrap_err();
+    assert!(matches!(second, Error::Locked { holder, .. } if holder == own), "{second}");
+    let cleaning = cleanup(&place.config.bpffs).unwrap_err();
+    assert!(matches!(cleaning, Error::Locked { holder, .. } if holder == own), "{cleaning}");
+    drop(first);
+    EbpfDataplane::open(&place.config).unwrap();
+}
+
+#[test]
+fn a_table_of_another_size_is_refused_by_name() {
+    let Some(place) = Place::new() else { return };
+    drop(EbpfDataplane::open(&place.config).unwrap());
+    let limits = Limits { backends: Some(77), ..place.config.limits };
+    let error = EbpfDataplane::open(&Ebpf { limits, ..place.config.clone() }).unwrap_err().to_string();
+    assert!(
+        error.contains("backends4") && error.contains("2048") && error.contains("ebpf.limits.backends is 77"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_table_that_may_start_empty_is_made_anew() {
+    let Some(place) = Place::new() else { return };
+    drop(EbpfDataplane::open(&place.config).unwrap());
+    let limits = Limits { opening_flows: Some(2_048), ..place.config.limits };
+    let dataplane = EbpfDataplane::open(&Ebpf { limits, ..place.config.clone() }).unwrap();
+    let usage = dataplane.usage().unwrap();
+    let table = usage.tables.iter().find(|table| table.name == "opening_flows4").unwrap();
+    assert_eq!(table.capacity, 2_048);
+}
+
+#[test]
+fn usage_counts_entries_and_memory() {
+    let Some(place) = Place::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    dataplane.resync(&web(&["10.0.0.1", "10.0.0.2"])).unwrap();
+    let by_controller = dataplane.usage().unwrap();
+    let by_pins = Pinned::open(&place.config.bpffs).unwrap().usage().unwrap();
+    for usage in [by_controller, by_pins] {
+        let used = |name| usage.tables.iter().find(|table| table.name == name).unwrap().used;
+        assert_eq!([used("frontends4"), used("frontends6"), used("services")], [3, 1, 3]);
+        assert_eq!([used("backends4"), used("backends6"), used("slots4"), used("slots6")], [2, 1, 2, 1]);
+        assert!(usage.tables.iter().all(|table| table.bytes > 0 || table.capacity == 0));
+        assert!(usage.reasons.iter().any(|(name, _)| *name == "no_endpoints"));
+    }
+}

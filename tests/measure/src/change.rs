@@ -1,0 +1,74 @@
+//! The Service that is dialled, and its endpoint that moves from one pod to the other and back.
+
+use std::{
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, bail};
+use control_plane::objects;
+use lab::{Agent, Dial, Outcome, Protocol, address::cluster_ip, cluster::SERVER_PORT};
+use serde_json::{Value, json};
+
+const SERVERS: [&str; 2] = ["server-a", "server-b"];
+const NAMESPACE: &str = "default";
+const NAME: &str = "measured";
+const PORT: u16 = 80;
+const LIMIT: Duration = Duration::from_secs(600);
+
+fn target() -> SocketAddr {
+    SocketAddr::new(cluster_ip(1).v4.into(), PORT)
+}
+
+fn slice(address: Ipv4Addr) -> Value {
+    objects::endpoint_slice(NAMESPACE, NAME, NAME, &[IpAddr::V4(address)], SERVER_PORT)
+}
+
+pub(crate) async fn create(api: &kube::Client, addresses: [Ipv4Addr; 2]) -> Result<()> {
+    let mut service = objects::service(NAMESPACE, NAME, PORT);
+    if let Some(spec) = service.get_mut("spec").and_then(Value::as_object_mut) {
+        spec.insert("clusterIP".to_owned(), json!(target().ip()));
+    }
+    objects::apply(api, &service).await?;
+    objects::apply(api, &slice(addresses[0])).await
+}
+
+/// Dials until `server` answers.
+pub(crate) fn wait_for(client: &Agent, server: &str, limit: Duration) -> Result<()> {
+    let start = Instant::now();
+    let mut dial = Dial::new(Protocol::Tcp, target()).timeout_ms(200);
+    dial.count = 1;
+    loop {
+        let outcomes = client.dial(&dial)?;
+        if outcomes.iter().any(|outcome| matches!(outcome, Outcome::Answered(answer) if answer.by == server))
+        {
+            return Ok(());
+        }
+        if start.elapsed() > limit {
+            bail!(
+                "{server} did not answer within {} s, last: {}",
+                limit.as_secs(),
+                outcomes.first().map_or_else(String::new, ToString::to_string)
+            );
+        }
+    }
+}
+
+/// Moves the endpoint `rounds` times; returns how long each move took to be followed, in ascending order.
+pub(crate) async fn measure(
+    api: &kube::Client,
+    client: &Agent,
+    addresses: [Ipv4Addr; 2],
+    rounds: usize,
+) -> Result<Vec<Duration>> {
+    let mut times = Vec::with_capacity(rounds);
+    for round in 1..=rounds {
+        let to = round % 2;
+        objects::apply(api, &slice(addresses[to])).await?;
+        let acknowledged = Instant::now();
+        wait_for(client, SERVERS[to], LIMIT)?;
+        times.push(acknowledged.elapsed());
+    }
+    times.sort_unstable();
+    Ok(times)
+}

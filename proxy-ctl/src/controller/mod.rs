@@ -60,6 +60,8 @@ pub struct Controller<D> {
 /// The dataplane and what it still owes.
 struct Programmed<D> {
     dataplane: D,
+    /// When everything had been listed.
+    listed_at: Instant,
     /// Everything was written at least once.
     complete: bool,
     host: Retry,
@@ -141,11 +143,12 @@ impl<D: Dataplane> Controller<D> {
         all.into_iter().filter(|(there, _)| !there).map(|(_, what)| what).collect()
     }
 
-    /// From now on changes are written to `dataplane`, everything first.
+    /// From now on changes are written to `dataplane`, everything first. `now`: when the last list came in.
     pub fn start(&mut self, dataplane: D, now: Instant) {
         self.reports.metrics.listed.set(1);
         self.dataplane = Some(Programmed {
             dataplane,
+            listed_at: now,
             complete: false,
             host: Retry::due(now, self.config.sync_period()),
             resync: Retry::due(now, self.config.sync_period()),
@@ -224,6 +227,11 @@ impl<D: Dataplane> Controller<D> {
         match result {
             Ok(applied) => {
                 programmed.resync.succeeded();
+                if !programmed.complete {
+                    let took = programmed.listed_at.elapsed();
+                    self.reports.metrics.first_sync_seconds.set(took.as_secs_f64());
+                    tracing::info!(ports = desired.len(), ?took, "everything listed is programmed");
+                }
                 programmed.complete = true;
                 self.succeeded(applied, started.elapsed(), &Family::ALL, "everything compared and written");
             }

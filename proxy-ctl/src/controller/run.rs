@@ -57,15 +57,15 @@ enum Wake {
     Stop,
 }
 
-/// Runs on the calling thread until told to stop, or until `open` fails. `open` is called once, when every source
-/// has listed: nothing on the node is touched before.
+/// Runs on the calling thread until told to stop, or until `open` fails. `open` is called at once: the kernel takes
+/// about as long to check the programs as the sources take to list. Nothing is written before all have listed.
 pub fn run<D: Dataplane>(
     mut controller: Controller<D>,
     mut inputs: Inputs,
     open: impl FnOnce() -> Result<D, Error>,
     runtime: &tokio::runtime::Handle,
 ) -> Result<(), Error> {
-    let mut open = Some(open);
+    let mut opened = Some(open()?);
     let mut batch = Vec::new();
     let mut garbage_at = Instant::now() + GARBAGE_PERIOD;
     let mut patient_until = Instant::now() + PATIENCE;
@@ -76,12 +76,11 @@ pub fn run<D: Dataplane>(
             Some(retry_at) => retry_at.min(garbage_at),
             None => garbage_at,
         };
-        match runtime.block_on(inputs.wake(&mut batch, until)) {
+        let wake = runtime.block_on(inputs.wake(&mut batch, until));
+        let woken = Instant::now();
+        match wake {
             Wake::Stop => return Ok(()),
-            Wake::Updates => {
-                let now = Instant::now();
-                batch.drain(..).for_each(|update| controller.take(update, now));
-            }
+            Wake::Updates => batch.drain(..).for_each(|update| controller.take(update, woken)),
             Wake::Host => take_host(&mut controller, &mut inputs.hosts),
             Wake::Ask(answer) => {
                 // Whoever asked may have gone.
@@ -90,9 +89,9 @@ pub fn run<D: Dataplane>(
             }
             Wake::Time => {}
         }
-        if let Some(open) = open.take_if(|_| controller.is_ready()) {
+        if let Some(dataplane) = opened.take_if(|_| controller.is_ready()) {
             tracing::info!("all sources have listed");
-            controller.start(open()?, Instant::now());
+            controller.start(dataplane, woken);
         }
         let now = Instant::now();
         controller.write(now);

@@ -391,9 +391,9 @@ fn a_change_that_cannot_be_written_makes_the_node_unhealthy_in_time() {
     assert!(!healthy(&fixture, 61));
 }
 
-/// The thread: opens only when everything is known, answers questions, ends when told.
+/// The thread: opens at once, writes only when everything is known, answers questions, ends when told.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_thread_opens_the_dataplane_after_all_lists() {
+async fn the_thread_writes_after_all_lists() {
     let (updates_in, updates) = mpsc::channel(16);
     let (hosts_in, hosts) = watch::channel(None);
     let (asks_in, asks) = mpsc::channel(1);
@@ -417,12 +417,16 @@ async fn the_thread_opens_the_dataplane_after_all_lists() {
     updates_in.send(Update::ReplaceSlices(Vec::new())).await.unwrap();
     hosts_in.send(Some(host(&[]))).unwrap();
     let ask = Asks(asks_in);
-    assert!(ask.usage().await.is_none(), "not open yet");
-    assert!(opened.try_recv().is_err());
+    opened.recv().await.unwrap();
+    assert!(ask.usage().await.is_none(), "the Node is missing");
+    assert_eq!(recorder.calls(), []);
 
     updates_in.send(Update::Node(None)).await.unwrap();
-    opened.recv().await.unwrap();
-    let usage = ask.usage().await.unwrap();
+    let usage = loop {
+        if let Some(usage) = ask.usage().await {
+            break usage;
+        }
+    };
     assert_eq!(usage.reasons, [("no_endpoints", 7)]);
     let calls = recorder.calls();
     assert!(matches!(calls.first(), Some(Call::SetHost(_))), "{calls:?}");

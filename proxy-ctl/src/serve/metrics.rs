@@ -64,6 +64,7 @@ pub struct Metrics {
     pub odd_objects: Counter,
     pub frontend_conflicts: Counter,
     pub listed: Gauge,
+    pub first_sync_seconds: Seconds,
     pub service_ports: Gauge,
 }
 
@@ -131,6 +132,7 @@ impl Metrics {
             odd_objects: Counter::default(),
             frontend_conflicts: Counter::default(),
             listed: Gauge::default(),
+            first_sync_seconds: Seconds::default(),
             service_ports: Gauge::default(),
         };
         metrics.register_kube_proxy();
@@ -223,6 +225,11 @@ impl Metrics {
             "sources_listed",
             "1 once every source has listed its objects",
             self.listed.clone(),
+        );
+        registry.register(
+            "first_sync_duration_seconds",
+            "From everything listed to everything programmed, at the start of the process",
+            self.first_sync_seconds.clone(),
         );
         registry.register("service_ports", "Service ports that are served", self.service_ports.clone());
     }

@@ -1,5 +1,8 @@
 //! Constants that the controller sets when it loads the object. They lie in `.rodata`, so the verifier skips
 //! the branches that they switch off, with the helpers in them that an old kernel lacks.
+//!
+//! 1 is on, everything else off. The defaults are numbers that nothing else uses: LLVM may let an anonymous
+//! constant with the same bytes share the place of a global, and would then see what the controller sets there.
 
 use aya_ebpf::Global;
 
@@ -13,11 +16,14 @@ macro_rules! globals {
     };
 }
 
+/// The value of a global that is switched on.
+pub(crate) const ON: u32 = 1;
+
 globals! {
     /// 1: only sockets in the node's own network namespace are balanced.
-    SOCKET_HOST_ONLY: u32 = 0;
+    SOCKET_HOST_ONLY: u32 = 0x6f66_6601;
     /// 1: the kernel has bpf_set_retval (5.18), so a refused connect() fails with ECONNREFUSED.
-    CAN_REFUSE: u32 = 0;
+    CAN_REFUSE: u32 = 0x6f66_6602;
     /// 1: packets of the node's own processes are translated (socket balancing is off).
-    HOST_PACKETS: u32 = 0;
+    HOST_PACKETS: u32 = 0x6f66_6603;
 }

@@ -165,7 +165,7 @@ fn origin(ctx: &SockAddrContext) -> Origin {
 /// Are this socket's connections ours to send? With `socketLoadBalancing: host` only those of the node itself.
 #[inline(always)]
 fn serves(origin: Origin) -> bool {
-    globals::SOCKET_HOST_ONLY.load() == 0 || origin == Origin::Host
+    globals::SOCKET_HOST_ONLY.load() != globals::ON || origin == Origin::Host
 }
 
 #[inline(always)]
@@ -184,7 +184,7 @@ fn conclude(reason: Reason) -> i32 {
         Verdict::Pass => PROCEED,
         // A dropped connect() would hang in user space: an error says the same sooner.
         Verdict::Refuse | Verdict::Drop => {
-            if globals::CAN_REFUSE.load() != 0 {
+            if globals::CAN_REFUSE.load() == globals::ON {
                 // SAFETY: no pointers; the verifier prunes the call where the helper is missing (before 5.18).
                 unsafe { bpf_set_retval(-ECONNREFUSED) };
             }

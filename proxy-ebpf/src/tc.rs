@@ -72,7 +72,7 @@ where
         Err(reason) => return pass_or_drop(reason),
     };
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
-    if globals::HOST_PACKETS.load() != 0
+    if globals::HOST_PACKETS.load() == globals::ON
         && let Some(rewrite) = flow::answer(&Maps, scratch, &parsed.packet, FLOW_FROM_HOST)
     {
         return answer_host::<F>(ctx, &parsed, &rewrite, origin);
@@ -96,7 +96,8 @@ where
     match flow::leaving(&Maps, scratch, &parsed.packet) {
         Ok(rewrite) => translate::<F>(ctx, &parsed, &rewrite),
         Err(reason) => {
-            if peers == Origin::Outside && globals::HOST_PACKETS.load() != 0 && host::is_local(ctx) {
+            if peers == Origin::Outside && globals::HOST_PACKETS.load() == globals::ON && host::is_local(ctx)
+            {
                 send_for_host::<F>(ctx, scratch, &parsed)
             } else {
                 pass_or_drop(reason)

@@ -184,3 +184,35 @@ impl SourceState {
         self.odd_objects.get_or_create(&ByResource { resource: kind.plural() }).inc_by(problems);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{super::failure::Reason, *};
+
+    #[test]
+    fn metrics_have_these_names_and_labels() {
+        let mut registry = Registry::default();
+        let state = SourceState::new();
+        state.register(&mut registry);
+        state.watch_started(ResourceKind::Services);
+        state.listed(ResourceKind::Services, ListMethod::Streamed, 3);
+        state.objects_changed(ResourceKind::Services, -1);
+        state.failed(ResourceKind::Nodes, Reason::Unreachable);
+        state.odd(ResourceKind::EndpointSlices, 2);
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+        for line in [
+            "source_lists_total{resource=\"services\",method=\"streamed\"} 1",
+            "source_watches_total{resource=\"services\"} 1",
+            "source_watches_total{resource=\"nodes\"} 0",
+            "source_errors_total{resource=\"nodes\",reason=\"unreachable\"} 1",
+            "source_odd_objects_total{resource=\"endpointslices\"} 2",
+            "source_connected{resource=\"services\"} 1",
+            "source_connected{resource=\"nodes\"} 0",
+            "source_objects{resource=\"services\"} 2",
+        ] {
+            assert!(text.lines().any(|found| found == line), "no {line} in\n{text}");
+        }
+        assert!(text.contains("source_last_event_timestamp_seconds{resource=\"services\"} 1"), "{text}");
+    }
+}

@@ -1,6 +1,7 @@
 //! What must hold, by name.
 
 mod credentials;
+mod harness;
 mod lists;
 mod node;
 mod objects;
@@ -32,6 +33,8 @@ scenarios! {
         headless_services_are_not_served,
         external_name_and_back,
         a_change_arrives_at_once;
+    harness:
+        an_api_server_lives_in_a_network_namespace;
     node:
         the_node_comes_late_changes_and_is_recreated;
     credentials:

@@ -6,8 +6,7 @@
 //! ingress, and translated there.
 
 use aya_ebpf::{
-    EbpfContext as _,
-    bindings::{BPF_F_INGRESS, TC_ACT_REDIRECT, bpf_fib_lookup as FibLookup},
+    bindings::{__sk_buff, BPF_F_INGRESS, TC_ACT_REDIRECT, bpf_fib_lookup as FibLookup},
     helpers::{bpf_fib_lookup, bpf_redirect, bpf_redirect_neigh, bpf_skb_change_type},
     programs::TcContext,
 };
@@ -56,9 +55,10 @@ pub(crate) fn is_local(ctx: &TcContext) -> bool {
     unsafe { (*ctx.skb.skb).ingress_ifindex == 0 }
 }
 
-/// The interface that a packet to `destination` leaves by. None: this node itself, or no route.
-#[inline(always)]
-fn interface_to<F: Route>(ctx: &TcContext, source: &F::Address, destination: &F::Address) -> Option<u32> {
+/// The interface that a packet to `destination` leaves by; 0: this node itself, or no route.
+// Not inlined: the parameters would lie on the stack beside what opening a flow needs.
+#[inline(never)]
+fn interface_to<F: Route>(ctx: *mut __sk_buff, source: &F::Address, destination: &F::Address) -> u32 {
     const SUCCESS: i64 = 0;
     /// The next hop's link address is not known yet: bpf_redirect_neigh asks for it.
     const NO_NEIGHBOUR: i64 = 7;
@@ -66,11 +66,10 @@ fn interface_to<F: Route>(ctx: &TcContext, source: &F::Address, destination: &F:
     let mut parameters: FibLookup = unsafe { core::mem::zeroed() };
     F::set_addresses(&mut parameters, source, destination);
     // SAFETY: a field of the context.
-    parameters.ifindex = unsafe { (*ctx.skb.skb).ifindex };
+    parameters.ifindex = unsafe { (*ctx).ifindex };
     // SAFETY: the context of this program, and the parameters with their size.
-    let found =
-        unsafe { bpf_fib_lookup(ctx.as_ptr(), &raw mut parameters, size_of::<FibLookup>() as i32, 0) };
-    (found == SUCCESS || found == NO_NEIGHBOUR).then_some(parameters.ifindex)
+    let found = unsafe { bpf_fib_lookup(ctx.cast(), &raw mut parameters, size_of::<FibLookup>() as i32, 0) };
+    if found == SUCCESS || found == NO_NEIGHBOUR { parameters.ifindex } else { 0 }
 }
 
 /// Sends a translated packet towards its backend. None: it goes on as it was routed.
@@ -80,7 +79,10 @@ pub(crate) fn to_backend<F: Route>(
     client: &F::Address,
     backend: &F::Address,
 ) -> Option<i32> {
-    let interface = interface_to::<F>(ctx, client, backend)?;
+    let interface = interface_to::<F>(ctx.skb.skb, client, backend);
+    if interface == 0 {
+        return None;
+    }
     // SAFETY: without parameters the kernel looks the neighbour up itself; since 5.10.
     redirected(unsafe { bpf_redirect_neigh(interface, core::ptr::null_mut(), 0, 0) })
 }
@@ -92,7 +94,10 @@ pub(crate) fn to_uplink<F: Route>(
     client: &F::Address,
     frontend: &F::Address,
 ) -> Option<i32> {
-    let interface = interface_to::<F>(ctx, client, frontend)?;
+    let interface = interface_to::<F>(ctx.skb.skb, client, frontend);
+    if interface == 0 {
+        return None;
+    }
     // SAFETY: no pointers.
     redirected(unsafe { bpf_redirect(interface, u64::from(BPF_F_INGRESS)) })
 }

@@ -5,6 +5,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a header that cannot be encoded is a broken case")]
 
+mod bench;
 mod cases;
 mod wire;
 mod world;
@@ -12,6 +13,9 @@ mod world;
 use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
+use nix::sched::{CloneFlags, unshare};
+
+use world::World;
 
 /// The embedded object, or the one that PROXY_EBPF_OBJECT names.
 fn object() -> Result<Vec<u8>> {
@@ -22,14 +26,18 @@ fn object() -> Result<Vec<u8>> {
 }
 
 fn run(filter: &str) -> Result<bool> {
-    let mut world = world::World::load(&object()?)?;
+    // Programs ask for routes: here there are none, whatever the machine has.
+    unshare(CloneFlags::CLONE_NEWNET).context("a network namespace of its own")?;
+    let object = object()?;
+    let mut worlds = [World::load(&object, 0)?, World::load(&object, 1)?];
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
     for case in cases::all() {
         if !case.name.contains(filter) {
             skipped += 1;
             continue;
         }
-        match world.clear().and_then(|()| (case.run)(&mut world)) {
+        let world = &mut worlds[usize::from(case.host_packets)];
+        match world.clear().and_then(|()| (case.run)(world)) {
             Ok(()) => {
                 passed += 1;
                 println!("ok      {}", case.name);
@@ -45,6 +53,15 @@ fn run(filter: &str) -> Result<bool> {
 }
 
 fn main() -> ExitCode {
+    if std::env::args().any(|argument| argument == "--bench") {
+        return match object().and_then(|object| bench::run(&mut World::load(&object, 0)?)) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("{error:#}");
+                ExitCode::FAILURE
+            }
+        };
+    }
     let filter = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
     match run(&filter) {
         Ok(true) => ExitCode::SUCCESS,

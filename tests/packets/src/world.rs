@@ -169,8 +169,9 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn load(object: &[u8]) -> Result<Self> {
+    pub(crate) fn load(object: &[u8], host_packets: u32) -> Result<Self> {
         let mut loader = EbpfLoader::new();
+        loader.override_global("HOST_PACKETS", &host_packets, true);
         // Small: quick to make, and a full table is soon reached.
         for name in ["services", "slots4", "slots6"] {
             loader.map_max_entries(name, 64);

@@ -2,9 +2,10 @@
 
 mod flows;
 mod headers;
+mod host;
 mod masquerade;
 mod refusals;
-mod scene;
+pub(crate) mod scene;
 mod translation;
 
 use anyhow::Result;
@@ -18,6 +19,8 @@ use scene::Scene;
 
 pub(crate) struct Case {
     pub(crate) name: String,
+    /// With `HOST_PACKETS` on.
+    pub(crate) host_packets: bool,
     pub(crate) run: Run,
 }
 
@@ -31,25 +34,31 @@ struct Group {
 }
 
 impl Group {
-    fn add<W: Tables + 'static>(&mut self, name: &str, protocol: u8, body: Body<W>) {
+    fn add<W: Tables + 'static>(&mut self, name: &str, protocol: u8, host_packets: bool, body: Body<W>) {
         let label = if protocol == PROTOCOL_TCP { "tcp" } else { "udp" };
         self.cases.push(Case {
             name: format!("{} {label} {name}", W::NAME),
+            host_packets,
             run: Box::new(move |world| body(&mut Scene::<W>::new(world, protocol))),
         });
     }
 
     fn both<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
-        self.add(name, PROTOCOL_TCP, body);
-        self.add(name, PROTOCOL_UDP, body);
+        self.add(name, PROTOCOL_TCP, false, body);
+        self.add(name, PROTOCOL_UDP, false, body);
+    }
+
+    fn host<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+        self.add(name, PROTOCOL_TCP, true, body);
+        self.add(name, PROTOCOL_UDP, true, body);
     }
 
     fn tcp<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
-        self.add(name, PROTOCOL_TCP, body);
+        self.add(name, PROTOCOL_TCP, false, body);
     }
 
     fn udp<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
-        self.add(name, PROTOCOL_UDP, body);
+        self.add(name, PROTOCOL_UDP, false, body);
     }
 }
 
@@ -66,4 +75,5 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     refusals::cases::<W>(group);
     flows::cases::<W>(group);
     headers::cases::<W>(group);
+    host::cases::<W>(group);
 }

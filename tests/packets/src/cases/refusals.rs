@@ -23,7 +23,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("dropped: endpoints elsewhere only and policy Local", no_local_endpoint);
 }
 
-fn refused<W: Tables>(packet: &Segment) -> Vec<u8> {
+pub(crate) fn refused<W: Tables>(packet: &Segment) -> Vec<u8> {
     if packet.protocol != PROTOCOL_TCP {
         return W::unreachable(packet);
     }

@@ -1,0 +1,72 @@
+//! The node's own processes, where no socket hook sends their connections (`HOST_PACKETS`). There are no routes
+//! here, so a translated packet goes on as it was routed; the lab shows the redirects.
+
+use anyhow::{Result, ensure};
+use proxy_common::{
+    flow::Stage,
+    layout::FLOW_FROM_HOST,
+    packet::{TCP_ACK, TCP_SYN},
+    reason::Reason,
+};
+
+use super::{Group, Scene, refusals::refused, scene::*};
+use crate::{wire::Place, world::Tables};
+
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+    group.host::<W>("of the node itself to a backend elsewhere and back", remote);
+    group.host::<W>("of the node itself to a pod and back", local);
+    group.host::<W>("of the node itself, refused", no_endpoint);
+    group.host::<W>("of a pod, as ever", pod);
+    group.both::<W>("of the node itself, balanced by its socket", switched_off);
+}
+
+const PROCESS: (Place, u16) = (Place::Node, 45_000);
+
+fn there_and_back<W: Tables>(s: &mut Scene<W>, backend: (Place, u16), ingress: &str) -> Result<()> {
+    let first = s.first(PROCESS, CLUSTER_IP);
+    s.send("uplink_egress", &first, Expect::Becomes(&first.to(backend)))?;
+    ensure!(s.flow_of(Stage::Opening, PROCESS)?.flags == FLOW_FROM_HOST);
+    // On the interface that leads to the backend.
+    s.send("uplink_egress", &first.to(backend), Expect::Untouched)?;
+    s.send("workload_egress", &first.to(backend), Expect::Untouched)?;
+    let answer = first.to(backend).answer(TCP_SYN | TCP_ACK);
+    s.send(ingress, &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+    let second = first.flags(TCP_ACK);
+    s.send("uplink_egress", &second, Expect::Becomes(&second.to(backend)))?;
+    ensure!(s.flow_counts()? == (2, 2), "entries {:?}", s.flow_counts()?);
+    s.counted(&[(Reason::FlowOpened, 1)])
+}
+
+fn remote<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[(12, REMOTE, false)])?;
+    s.frontend(CLUSTER_IP, 1, 0)?;
+    there_and_back(s, REMOTE, "uplink_ingress")
+}
+
+fn local<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    there_and_back(s, LOCAL, "workload_ingress")
+}
+
+fn no_endpoint<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[])?;
+    s.frontend(CLUSTER_IP, 1, 0)?;
+    let packet = s.first(PROCESS, CLUSTER_IP);
+    s.send("uplink_egress", &packet, Expect::Answered(refused::<W>(&packet)))?;
+    s.counted(&[(Reason::NoEndpoints, 1)])
+}
+
+fn pod<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    let first = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+    let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
+    s.send("workload_ingress", &answer, Expect::Untouched)?;
+    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))
+}
+
+fn switched_off<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    s.send("uplink_egress", &s.first(PROCESS, CLUSTER_IP), Expect::Untouched)?;
+    s.counted(&[])
+}

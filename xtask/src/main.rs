@@ -5,6 +5,7 @@ mod demo;
 mod setup;
 mod suites;
 mod test;
+mod vm;
 
 use std::process::ExitCode;
 
@@ -32,6 +33,8 @@ enum Task {
     Demo(demo::DemoArguments),
     /// Compare connections through services with direct ones
     Bench(demo::BenchArguments),
+    /// Run the core scenarios on another kernel, in a virtual machine
+    Vm(vm::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -40,6 +43,7 @@ fn main() -> ExitCode {
         Task::Test(arguments) => test::run(&arguments),
         Task::Demo(arguments) => demo::demo(&arguments),
         Task::Bench(arguments) => demo::bench(&arguments),
+        Task::Vm(arguments) => vm::run(&arguments),
     };
     result.unwrap_or_else(|error| {
         eprintln!("xtask: {error:#}");

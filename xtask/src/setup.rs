@@ -173,6 +173,19 @@ pub(crate) fn run(check: bool) -> Result<ExitCode> {
     Ok(if print_state() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
+/// What virtual machines need besides.
+pub(crate) fn install_for_vm() -> Result<()> {
+    let packages = Packages::of_this_machine();
+    let (names, program) =
+        (["qemu-system-x86", "busybox-static", "kmod", "udev", "python3-venv"], "qemu-system-x86_64");
+    if find(program).is_some() && find("busybox").is_some() {
+        return Ok(());
+    }
+    println!("installing {} for virtual machines with other kernels", names.join(" "));
+    packages.refresh()?;
+    packages.install(&names)
+}
+
 /// Prints what is there; true if nothing is missing that is needed.
 fn print_state() -> bool {
     let mut complete = true;

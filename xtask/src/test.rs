@@ -9,6 +9,7 @@ use crate::{
     command::{as_root, built, cargo, find, is_root, run as execute},
     setup,
     suites::{Count, Kind, Report, Suite},
+    vm,
 };
 
 #[derive(Args)]
@@ -16,6 +17,9 @@ pub(crate) struct Arguments {
     /// Also run the scenarios against the real kube-proxy
     #[arg(long)]
     kube_proxy: bool,
+    /// Also run the core scenarios on kernels 5.10 and 6.12, in virtual machines
+    #[arg(long)]
+    vm: bool,
     /// Only suites whose name contains this
     #[arg(long, default_value = "")]
     suite: String,
@@ -43,6 +47,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     build()?;
     for suite in root_suites(arguments) {
         total += run_suite(suite, arguments)?;
+    }
+    if arguments.vm {
+        for kernel in vm::KERNELS {
+            total += run_suite(vm::suite(kernel)?, arguments)?;
+        }
     }
     println!("in {} s", start.elapsed().as_secs());
     println!("{total}");

@@ -6,6 +6,11 @@ use anyhow::{Result, bail};
 
 const BETWEEN_LOOKS: Duration = Duration::from_millis(5);
 
+/// How many times longer than usual to wait: `LAB_PATIENCE`, for machines that are emulated.
+fn patience() -> u32 {
+    std::env::var("LAB_PATIENCE").ok().and_then(|factor| factor.parse().ok()).unwrap_or(1)
+}
+
 /// Asks `condition` until it answers with a value. The error names `what` was waited for and the last
 /// reason `condition` gave for not being there yet.
 pub fn until<T>(
@@ -14,6 +19,7 @@ pub fn until<T>(
     mut condition: impl FnMut() -> Result<Option<T>, String>,
 ) -> Result<T> {
     let start = Instant::now();
+    let limit = limit * patience();
     let mut last = String::new();
     loop {
         match condition() {

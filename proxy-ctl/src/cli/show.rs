@@ -140,8 +140,9 @@ fn state(terminating: bool) -> &'static str {
 
 fn service_view(service: ServiceState, terminating: impl Fn(u32) -> bool) -> ServiceView {
     let ServiceState { id, name, frontends, cluster, internal, external, .. } = service;
-    // Sets list their endpoints in the same order.
-    let policy = Policy::of(internal == cluster, external == cluster);
+    // Sets list their endpoints in the same order. Nobody comes from outside where no frontend lets them.
+    let is_external = frontends.iter().any(|frontend| frontend.external);
+    let policy = Policy::of(internal == cluster, !is_external || external == cluster);
     // What clients of the cluster get: with a cluster IP only, that is the internal set.
     let shown = if cluster.is_empty() { &internal } else { &cluster };
     let endpoint = |endpoint: &EndpointState| EndpointView {
@@ -254,6 +255,14 @@ mod tests {
         assert_eq!(view.endpoints[1].state, "terminating");
         assert_eq!(view.frontends[0].kind, FrontendKind::ClusterIp);
         assert_eq!(view.frontends[1].kind, FrontendKind::NodePort);
+    }
+
+    #[test]
+    fn a_service_that_nobody_dials_from_outside_has_no_policy_for_them() {
+        let all = web(Vec::new(), Vec::new()).cluster;
+        let mut service = web(all, Vec::new());
+        service.frontends.retain(|frontend| !frontend.external);
+        assert_eq!(service_view(service, |_| false).policy, Policy::Cluster);
     }
 
     #[test]

@@ -65,7 +65,9 @@ pub fn run<D: Dataplane>(
     open: impl FnOnce() -> Result<D, Error>,
     runtime: &tokio::runtime::Handle,
 ) -> Result<(), Error> {
+    let started = Instant::now();
     let mut opened = Some(open()?);
+    tracing::debug!(took = ?started.elapsed(), "dataplane opened");
     let mut batch = Vec::new();
     let mut garbage_at = Instant::now() + GARBAGE_PERIOD;
     let mut patient_until = Instant::now() + PATIENCE;

@@ -435,3 +435,16 @@ async fn the_thread_writes_after_all_lists() {
     stop.cancel();
     thread.join().unwrap().unwrap();
 }
+
+#[tokio::test]
+async fn a_dataplane_that_does_not_open_ends_the_thread() {
+    let (_updates_in, updates) = mpsc::channel(1);
+    let (_hosts_in, hosts) = watch::channel(None);
+    let (_asks_in, asks) = mpsc::channel(1);
+    let controller = Controller::new(Arc::new(Config::default()), "node", reports());
+    let inputs = Inputs { updates, hosts, asks, stop: CancellationToken::new() };
+    let runtime = tokio::runtime::Handle::current();
+    let open = || Err::<Recorder, _>(ebpf::Error::NoCgroup.into());
+    let ended = std::thread::spawn(move || run(controller, inputs, open, &runtime)).join().unwrap();
+    assert!(ended.unwrap_err().to_string().contains("ebpf.socketLoadBalancing"));
+}

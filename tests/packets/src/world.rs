@@ -172,6 +172,9 @@ impl World {
     pub(crate) fn load(object: &[u8], host_packets: u32) -> Result<Self> {
         let mut loader = EbpfLoader::new();
         loader.override_global("HOST_PACKETS", &host_packets, true);
+        // No packet may look different because of them: a constant of the same bytes once shared their place.
+        loader.override_global("SOCKET_HOST_ONLY", &1u32, true);
+        loader.override_global("CAN_REFUSE", &1u32, true);
         // Small: quick to make, and a full table is soon reached.
         for name in ["services", "slots4", "slots6"] {
             loader.map_max_entries(name, 64);

@@ -5,7 +5,7 @@ use std::{
     fs,
     net::IpAddr,
     os::fd::{AsFd, OwnedFd},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use aya_obj::generated::bpf_attach_type;
@@ -129,11 +129,23 @@ fn a_link_that_somebody_removed_comes_back() {
     let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
     let host = host(&[("dpa", Role::Workload)]);
     dataplane.set_host(&host).unwrap();
-    fs::remove_file(place.pins("links").join(format!("{first}_ingress"))).unwrap();
-    fs::remove_file(place.pins("links").join("cgroup_connect4")).unwrap();
-    dataplane.set_host(&host).unwrap();
-    assert_eq!(links(&place), named(first));
-    assert!(place.pins("links").join("cgroup_connect4").exists());
+    let remove = || {
+        fs::remove_file(place.pins("links").join(format!("{first}_ingress"))).unwrap();
+        fs::remove_file(place.pins("links").join("cgroup_connect4")).unwrap();
+    };
+    let all_there = || links(&place) == named(first) && place.pins("links").join("cgroup_connect4").exists();
+    // The kernel detaches in the background; until it has, it refuses the same program a second time (EEXIST).
+    let repaired_by = |tend: &mut dyn FnMut()| {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !all_there() && Instant::now() < deadline {
+            tend();
+        }
+        all_there()
+    };
+    remove();
+    assert!(repaired_by(&mut || drop(dataplane.set_host(&host))), "when the host is set");
+    remove();
+    assert!(repaired_by(&mut || drop(dataplane.collect_garbage())), "by inspection now and then");
 }
 
 #[test]

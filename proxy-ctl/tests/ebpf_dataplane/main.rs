@@ -5,6 +5,7 @@
 
 mod desired;
 mod faults;
+mod flows;
 mod hooks;
 mod place;
 mod sequences;

@@ -35,6 +35,7 @@ use crate::{
 const DIRECTIONS: [Direction; 2] = [Direction::Ingress, Direction::Egress];
 /// Of our filters.
 pub(super) const HANDLE: u32 = 0x7063;
+const CALLS_BETWEEN_INSPECTIONS: u32 = 10;
 /// Marks a clsact qdisc that we made, in the interface's folder.
 const MADE_QDISC: &str = "qdisc";
 
@@ -125,12 +126,14 @@ pub(super) struct Hooks {
     /// `None`: not tried yet.
     tcx: Option<bool>,
     interfaces: BTreeMap<u32, Interface>,
+    /// Of [`Hooks::tend`].
+    calls: u32,
 }
 
 impl Hooks {
     /// `cgroup`: where the socket hooks go; `None` detaches those of a predecessor.
     pub(super) fn new(paths: Paths, programs: Programs, cgroup: Option<Cgroup>) -> Self {
-        Self { paths, programs, cgroup, tcx: None, interfaces: BTreeMap::new() }
+        Self { paths, programs, cgroup, tcx: None, interfaces: BTreeMap::new(), calls: 0 }
     }
 
     /// Uses clsact filters also where the kernel has tcx.
@@ -192,11 +195,20 @@ impl Hooks {
         failures
     }
 
-    /// Removes the pins of links whose interface is gone.
-    pub(super) fn sweep(&mut self) -> Result<(), Error> {
-        let indexes: Vec<u32> = self.interfaces.keys().copied().filter(|index| !exists(*index)).collect();
-        for index in indexes {
+    /// Removes the pins of links whose interface is gone; at every tenth call also looks whether somebody has removed
+    /// links of ours, and makes them anew.
+    pub(super) fn tend(&mut self) -> Result<(), Error> {
+        let gone: Vec<u32> = self.interfaces.keys().copied().filter(|index| !exists(*index)).collect();
+        for index in gone {
             self.detach(index)?;
+        }
+        self.calls = self.calls.wrapping_add(1);
+        if self.calls.is_multiple_of(CALLS_BETWEEN_INSPECTIONS) {
+            self.attach_sockets()?;
+            let interfaces: Vec<Interface> = self.interfaces.values().cloned().collect();
+            for interface in &interfaces {
+                self.attach(interface)?;
+            }
         }
         Ok(())
     }

@@ -14,13 +14,24 @@ const SECOND: u64 = 1_000_000_000;
 const CLOSING: u32 = FLOW_CLIENT_CLOSED | FLOW_BACKEND_CLOSED | FLOW_RESET;
 
 /// A walk through one flow table that goes on from call to call.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Walk<A> {
     cursor: Cursor<FlowKey<A>>,
     seen: u64,
     /// Entries of the last walk that came to the end.
     counted: u64,
+    /// Calls to leave out: an empty table costs a look at each of its buckets.
+    rest: u32,
 }
+
+impl<A> Default for Walk<A> {
+    fn default() -> Self {
+        Self { cursor: Cursor::Start, seen: 0, counted: 0, rest: 0 }
+    }
+}
+
+/// Calls to leave out after a walk that found nothing. A flow lives longer.
+const REST: u32 = 9;
 
 impl<A: Copy> Walk<A> {
     fn advance(&mut self, next: Option<Cursor<FlowKey<A>>>, seen: usize) {
@@ -30,6 +41,7 @@ impl<A: Copy> Walk<A> {
             None => {
                 self.cursor = Cursor::Start;
                 self.counted = std::mem::take(&mut self.seen);
+                self.rest = if self.counted == 0 { REST } else { 0 };
             }
         }
     }
@@ -51,8 +63,7 @@ pub(super) struct Collector<F: Family> {
 
 impl<F: Family> Default for Collector<F> {
     fn default() -> Self {
-        let walk = || Walk { cursor: Cursor::Start, seen: 0, counted: 0 };
-        Self { opening: walk(), established: walk() }
+        Self { opening: Walk::default(), established: Walk::default() }
     }
 }
 
@@ -73,6 +84,10 @@ impl<F: Family> Collector<F> {
             Stage::Opening => (&mut self.opening, &tables.opening_flows),
             Stage::Established => (&mut self.established, &tables.flows),
         };
+        if walk.rest > 0 {
+            walk.rest -= 1;
+            return Ok(0);
+        }
         let mut slice = Vec::new();
         let next = table
             .map()
@@ -197,10 +212,12 @@ mod tests {
 
     #[test]
     fn a_walk_counts_what_it_has_seen_when_it_ends() {
-        let mut walk = Walk::<[u8; 4]> { cursor: Cursor::Start, seen: 0, counted: 0 };
+        let mut walk = Walk::<[u8; 4]>::default();
         walk.advance(Some(Cursor::Bucket(7)), 100);
         assert_eq!(walk.counted, 0);
         walk.advance(None, 20);
-        assert_eq!((walk.counted, walk.seen), (120, 0));
+        assert_eq!((walk.counted, walk.seen, walk.rest), (120, 0, 0));
+        walk.advance(None, 0);
+        assert_eq!((walk.counted, walk.rest), (0, REST));
     }
 }

@@ -158,6 +158,17 @@ impl EbpfDataplane {
         Ok(wanted != current)
     }
 
+    fn write_node(&self, host: &Host) -> Result<bool, Error> {
+        let (masquerade4, masquerade6) = masquerade(&host.masquerade_addresses);
+        let ranges = ports::read();
+        self.write_settings(|settings| {
+            settings.host_namespace = self.host_namespace;
+            settings.masquerade4 = masquerade4;
+            settings.masquerade6 = masquerade6;
+            settings.masquerade_ports = ranges;
+        })
+    }
+
     fn adopt(&mut self) -> Result<Vec<u32>, Error> {
         let names = self.shared.adopt()?;
         let largest = self.v4.adopt(&self.shared, &names)?.max(self.v6.adopt(&self.shared, &names)?);
@@ -185,8 +196,8 @@ fn cgroup_folder(config: &Ebpf) -> Result<std::path::PathBuf, Error> {
 fn learn_namespace(tables: &CommonTables, probe: &UdpSocket) -> Result<u64, Error> {
     let cookie = namespace::socket_cookie(probe.as_fd()).map_err(Error::Namespace)?;
     let mut settings = tables.settings.get(&0)?.unwrap_or_default();
+    // What a predecessor has learned stays in force meanwhile.
     settings.probe_socket = cookie;
-    settings.host_namespace = 0;
     tables.settings.set(&0, &settings)?;
     // Connecting a datagram socket sends nothing.
     probe
@@ -233,20 +244,23 @@ impl Dataplane for EbpfDataplane {
     }
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, super::Error> {
-        let mut applied = write_addresses(&self.v4.tables, host)?;
-        applied += write_addresses(&self.v6.tables, host)?;
-        let (masquerade4, masquerade6) = masquerade(&host.masquerade_addresses);
-        let ranges = ports::read();
-        let namespace = self.host_namespace;
-        let written = self.write_settings(|settings| {
-            settings.host_namespace = namespace;
-            settings.masquerade4 = masquerade4;
-            settings.masquerade6 = masquerade6;
-            settings.masquerade_ports = ranges;
-        })?;
-        applied.written += u64::from(written);
-        self.hooks.attach_sockets()?;
-        self.hooks.follow(&host.interfaces).into_result()?;
+        let (mut applied, mut failures): (Applied, Failures) = Default::default();
+        let addresses = [write_addresses(&self.v4.tables, host), write_addresses(&self.v6.tables, host)];
+        for written in addresses {
+            match written {
+                Ok(written) => applied += written,
+                Err(error) => failures.add("addresses of node ports", error),
+            }
+        }
+        match self.write_node(host) {
+            Ok(written) => applied.written += u64::from(written),
+            Err(error) => failures.add("settings", error),
+        }
+        if let Err(error) = self.hooks.attach_sockets() {
+            failures.add("socket hooks", error);
+        }
+        failures.merge(self.hooks.follow(&host.interfaces));
+        failures.into_result()?;
         Ok(applied)
     }
 
@@ -261,7 +275,7 @@ impl Dataplane for EbpfDataplane {
         let now = clock::since_boot();
         self.flows4.collect(&self.v4.tables, now)?;
         self.flows6.collect(&self.v6.tables, now)?;
-        self.hooks.sweep()?;
+        self.hooks.tend()?;
         Ok(())
     }
 

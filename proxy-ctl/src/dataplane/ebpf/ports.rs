@@ -19,7 +19,7 @@ pub(super) fn read() -> [PortRange; 2] {
     around(local.ok().as_deref().and_then(parse))
 }
 
-/// `32768	60999`.
+/// Two numbers with a tab between them.
 fn parse(text: &str) -> Option<PortRange> {
     let mut words = text.split_whitespace();
     Some([words.next()?.parse().ok()?, words.next()?.parse().ok()?])

@@ -1,0 +1,68 @@
+//! Expired flows leave the tables whole, others stay whole.
+
+use proxy_common::layout::{FLOW_ANSWERED, FLOW_MASQUERADED, FLOW_RESET, Flow, FlowKey, PROTOCOL_TCP};
+use proxy_ctl::{
+    dataplane::{Dataplane, ebpf::EbpfDataplane},
+    sys::{bpf, clock, map::Map},
+};
+
+use super::place::Place;
+
+type Flows = Map<FlowKey<[u8; 4]>, Flow<[u8; 4]>>;
+
+fn open(place: &Place, table: &str) -> Flows {
+    Map::new(bpf::pinned(&place.table(table)).unwrap()).unwrap().unwrap()
+}
+
+/// A masqueraded flow that was reset: kept for ten seconds.
+fn reset(client_port: u16, last_seen: u64) -> Flow<[u8; 4]> {
+    Flow {
+        client: [192, 0, 2, 7],
+        frontend: [10, 96, 0, 1],
+        backend: [10, 0, 0, 1],
+        masquerade: [192, 0, 2, 1],
+        client_port,
+        alias_port: client_port,
+        frontend_port: 80,
+        backend_port: 8080,
+        masquerade_port: client_port,
+        flags: FLOW_ANSWERED | FLOW_MASQUERADED | FLOW_RESET,
+        protocol: PROTOCOL_TCP,
+        last_seen,
+        ..Flow::default()
+    }
+}
+
+fn keys(flow: &Flow<[u8; 4]>) -> [FlowKey<[u8; 4]>; 3] {
+    [flow.forward_key(), flow.reply_key(), flow.masqueraded_reply_key()]
+}
+
+#[test]
+fn all_entries_of_a_flow_expire_together() {
+    let Some(place) = Place::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let (opening, established) = (open(&place, "opening_flows4"), open(&place, "flows4"));
+    let now = clock::since_boot();
+    let long_ago = now - 15_000_000_000;
+    let (expired, alive) = (reset(1_000, long_ago), reset(2_000, long_ago));
+    for key in keys(&expired) {
+        established.set(&key, &expired).unwrap();
+    }
+    // Left in the other table by a race.
+    opening.set(&expired.forward_key(), &expired).unwrap();
+    for key in keys(&alive) {
+        established.set(&key, &alive).unwrap();
+    }
+    // One of its entries was seen just now.
+    established.set(&alive.reply_key(), &reset(2_000, now)).unwrap();
+
+    dataplane.collect_garbage().unwrap();
+    let mut left: Vec<_> =
+        established.read_all().unwrap().into_iter().map(|(_, flow)| flow.client_port).collect();
+    left.sort_unstable();
+    assert_eq!(left, [2_000; 3]);
+    assert!(opening.read_all().unwrap().is_empty());
+    // The walk through the table of opening flows comes first, and has taken the expired flow away.
+    let usage = dataplane.usage().unwrap();
+    assert_eq!(usage.tables.iter().find(|table| table.name == "flows4").unwrap().used, 3);
+}

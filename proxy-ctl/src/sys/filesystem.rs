@@ -33,6 +33,17 @@ pub fn cgroup_root() -> io::Result<Option<PathBuf>> {
     Ok(cgroup_root_in(&fs::read_to_string("/proc/self/mountinfo")?))
 }
 
+/// The cgroup v2 folder that this process is in.
+pub fn own_cgroup() -> io::Result<Option<PathBuf>> {
+    let cgroups = fs::read_to_string("/proc/self/cgroup")?;
+    Ok(cgroup_root()?.zip(cgroup_path(&cgroups)).map(|(root, path)| root.join(path)))
+}
+
+/// Path below the root, by the line of cgroup v2: `0::/system.slice/kubelet.service`.
+fn cgroup_path(cgroups: &str) -> Option<&str> {
+    cgroups.lines().find_map(|line| line.strip_prefix("0::/"))
+}
+
 /// `mountinfo` lines: `36 35 98:0 /root /mount/point options fields - type source options`. A mount of the hierarchy's
 /// root is better than a bind mount of a cgroup below it.
 fn cgroup_root_in(mountinfo: &str) -> Option<PathBuf> {
@@ -77,6 +88,16 @@ mod tests {
     fn a_mount_below_the_root_is_better_than_none() {
         let mounts = "40 22 0:27 /pods /mnt/a\\040b rw - cgroup2 none rw\n";
         assert_eq!(cgroup_root_in(mounts), Some("/mnt/a b".into()));
+    }
+
+    #[test]
+    fn the_own_cgroup_is_that_of_version_2() {
+        assert_eq!(
+            cgroup_path("5:cpu:/a\n0::/system.slice/kubelet.service\n"),
+            Some("system.slice/kubelet.service")
+        );
+        assert_eq!(cgroup_path("0::/\n"), Some(""));
+        assert_eq!(cgroup_path("5:cpu:/a\n"), None);
     }
 
     #[test]

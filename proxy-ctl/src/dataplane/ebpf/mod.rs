@@ -100,22 +100,25 @@ impl EbpfDataplane {
         let common = CommonTables::open(&paths.maps(), true)?;
         let v4 = plane::<V4>(&paths)?;
         let v6 = plane::<V6>(&paths)?;
-        let cgroup = match (balancing, cookie) {
-            (SocketLoadBalancing::Off, Some(_)) => None,
-            _ => Some(Cgroup::open(cgroup_folder(config)?)?),
-        };
-        let host_namespace = match (cookie, &cgroup) {
-            (Some(cookie), _) => cookie,
-            (None, Some(cgroup)) => {
-                let link =
-                    cgroup.attach(&programs, LEARN_NAMESPACE, bpf_attach_type::BPF_CGROUP_INET4_CONNECT)?;
+        let host_namespace = match cookie {
+            Some(cookie) => cookie,
+            None => {
+                let own = filesystem::own_cgroup()
+                    .map_err(|source| Error::Folder { path: "/proc/self/cgroup".into(), source })?
+                    .ok_or(Error::NoCgroup)?;
+                let connect4 = bpf_attach_type::BPF_CGROUP_INET4_CONNECT;
+                let link = Cgroup::open(own)?.attach(&programs, LEARN_NAMESPACE, connect4)?;
                 let learned = learn_namespace(&common, &probe);
                 drop(link);
                 learned?
             }
-            (None, None) => return Err(Error::NoCgroup),
         };
-        let cgroup = cgroup.filter(|_| balancing != SocketLoadBalancing::Off);
+        let cgroup = match balancing {
+            SocketLoadBalancing::Off => None,
+            SocketLoadBalancing::All | SocketLoadBalancing::Host => {
+                Some(Cgroup::open(cgroup_folder(config)?)?)
+            }
+        };
         let grace = GracePeriod::new().map_err(Error::Grace)?;
         let ids = Ranges::new(common.services.len() as u32);
         let shared = Shared { tables: common, ids, next_backend: 0, backends_set_aside: 0, grace };

@@ -44,8 +44,8 @@ struct Arguments {
 const WEB: Role = Role { name: "web", endpoints: &["web-1", "web-2", "web-3"], ..BALANCED };
 const QUEUE: Role = Role { name: "queue", node_port: None, ..ON_NODE2 };
 
-const TOPOLOGY: &str = "\
-      outside 192.0.2.100 ──┬── fabric 192.0.2.0/24, 2001:db8:c0::/64 ──┬────────────────┐
+const TOPOLOGY: &str =
+    "      outside 192.0.2.100 ──┬── fabric 192.0.2.0/24, 2001:db8:c0::/64 ──┬────────────────┐
                             │                                           │                │
                      node1 192.0.2.11 (proxy-ctl)              node2 192.0.2.12 (proxy-ctl)
                             │ routed veths, as Calico                   │ bridge cni0, as flannel

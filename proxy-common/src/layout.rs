@@ -166,6 +166,9 @@ pub struct Backend<A> {
     pub uses: u32,
     /// `BACKEND_LOCAL`.
     pub flags: u32,
+    /// 0: shared by all service ports that use the endpoint. UDP: a hash of the name of the one service port whose
+    /// it is, so that the backend is gone as soon as the endpoint is gone from that port, and its flows see it.
+    pub owner: u32,
 }
 
 /// Which of a flow's tuples a key is.
@@ -296,7 +299,7 @@ const _: () = {
     assert!(size_of::<EndpointSet>() == 8 && align_of::<EndpointSet>() == 8);
     assert!(size_of::<Service>() == 32 && size_of::<ServiceName>() == 194);
     assert!(size_of::<Slot4>() == 16 && size_of::<Slot6>() == 32);
-    assert!(size_of::<Backend<[u8; 4]>>() == 16 && size_of::<Backend<[u8; 16]>>() == 28);
+    assert!(size_of::<Backend<[u8; 4]>>() == 20 && size_of::<Backend<[u8; 16]>>() == 32);
     assert!(size_of::<FlowKey<[u8; 4]>>() == 16 && size_of::<FlowKey<[u8; 16]>>() == 40);
     assert!(size_of::<Flow<[u8; 4]>>() == 48 && size_of::<Flow<[u8; 16]>>() == 96);
     assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);

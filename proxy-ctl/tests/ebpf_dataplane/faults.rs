@@ -66,7 +66,8 @@ fn backend_removed(place: &Place) {
 }
 
 fn backend_without_uses(place: &Place) {
-    let backend = Backend { address: [10, 0, 0, 99], port: 1, protocol: 6, state: 1, uses: 1, flags: 0 };
+    let backend =
+        Backend { address: [10, 0, 0, 99], port: 1, protocol: 6, state: 1, uses: 1, flags: 0, owner: 0 };
     table::<u32, Backend<[u8; 4]>>(place, "backends4").set(&1_000_000, &backend).unwrap();
 }
 

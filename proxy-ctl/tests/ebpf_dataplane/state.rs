@@ -8,7 +8,7 @@ use proxy_ctl::{
         Applied, Dataplane, Host,
         ebpf::{EbpfDataplane, Error, Holder, cleanup::cleanup, status::Pinned},
     },
-    model::desired::Changes,
+    model::{desired::Changes, objects::Protocol},
 };
 
 use super::{
@@ -72,6 +72,49 @@ fn a_connection_to_a_service_reaches_its_backend() {
     assert!(refused.contains("refused") || refused.contains("not permitted"), "{refused}");
     drop(dataplane);
     assert_eq!(place.dial("10.96.0.1", 80), Ok("first".into()), "without a controller");
+}
+
+/// Two services with the same endpoint, which then leaves the first: is its backend gone for that service's flows?
+fn backends_after_an_endpoint_left_one_of_two(protocol: Protocol) -> Option<[Vec<u32>; 2]> {
+    let place = Place::new()?;
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let of = |service: &str, address: &str, all: &[&str]| {
+        let all = all.iter().map(|address| endpoint(address, 53)).collect();
+        let mut port = port(service, address, all);
+        port.name.protocol = protocol;
+        port
+    };
+    let uses = || {
+        let backends = Pinned::open(&place.config.bpffs).unwrap().backends().unwrap();
+        let mut uses: Vec<u32> = backends.iter().map(|backend| backend.uses).collect();
+        uses.sort_unstable();
+        uses
+    };
+    dataplane
+        .resync(&shared([of("a", "10.96.0.1", &["10.0.0.1"]), of("b", "10.96.0.2", &["10.0.0.1"])]))
+        .unwrap();
+    let before = uses();
+    let changes = Changes { changed: shared([of("a", "10.96.0.1", &["10.0.0.2"])]), removed: Vec::new() };
+    dataplane.apply(&changes).unwrap();
+    drop(dataplane);
+    let after = uses();
+    let mut again = EbpfDataplane::open(&place.config).unwrap();
+    let desired = shared([of("a", "10.96.0.1", &["10.0.0.2"]), of("b", "10.96.0.2", &["10.0.0.1"])]);
+    assert_eq!(again.resync(&desired).unwrap(), Applied::default());
+    Some([before, after])
+}
+
+#[test]
+fn services_share_the_backends_of_tcp() {
+    let Some(uses) = backends_after_an_endpoint_left_one_of_two(Protocol::Tcp) else { return };
+    assert_eq!(uses, [vec![2], vec![1, 1]]);
+}
+
+/// Else a flow of the first service would go on to an endpoint that only the second still has.
+#[test]
+fn each_service_has_its_own_backends_for_udp() {
+    let Some(uses) = backends_after_an_endpoint_left_one_of_two(Protocol::Udp) else { return };
+    assert_eq!(uses, [vec![1, 1], vec![1, 1]]);
 }
 
 #[test]

@@ -106,7 +106,7 @@ impl<F: Family> Plane<F> {
         let mut backends = FxHashMap::default();
         let mut strays = Vec::new();
         for (id, backend) in found {
-            let key = BackendKey { address: backend.address, port: backend.port, protocol: backend.protocol };
+            let key = BackendKey::of(&backend);
             // Two ids for one endpoint: the older stays.
             if id == 0 || backends.contains_key(&key) {
                 strays.push(id);

@@ -133,6 +133,19 @@ pub(super) fn port_name(name: &ServiceName) -> Option<ServicePortName> {
     })
 }
 
+/// Whose the backends of a service port are, as `Backend::owner` has it: 0 for TCP, whose flows keep a backend that
+/// has left the service, else a number by its name (FNV-1a, so that another version finds the same). Two
+/// names with one number share backends, and lose no more than that.
+pub(super) fn owner(port: &ServicePortName) -> u32 {
+    if port.protocol == Protocol::Tcp {
+        return 0;
+    }
+    let names = [&port.service.namespace, &port.service.name, &port.port];
+    let bytes = names.into_iter().flat_map(|name| name.bytes().chain([0]));
+    let hash = bytes.fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
+    hash.max(1)
+}
+
 /// By IANA number.
 pub(super) fn protocol(number: u8) -> Option<Protocol> {
     [Protocol::Tcp, Protocol::Udp, Protocol::Sctp].into_iter().find(|protocol| protocol.number() == number)

@@ -59,13 +59,22 @@ impl Holds {
     }
 }
 
-/// An endpoint is one backend, however many service ports use it.
+/// An endpoint is one backend, however many service ports use it, but for UDP one for each of them.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(super) struct BackendKey<A> {
     pub(super) address: A,
     pub(super) port: u16,
     /// IANA number.
     pub(super) protocol: u8,
+    /// As [`Backend::owner`].
+    pub(super) owner: u32,
+}
+
+impl<A: Copy> BackendKey<A> {
+    pub(super) fn of(backend: &Backend<A>) -> Self {
+        let Backend { address, port, protocol, owner, .. } = *backend;
+        Self { address, port, protocol, owner }
+    }
 }
 
 /// Who uses a backend, and what its table says.
@@ -115,6 +124,7 @@ impl Uses {
             state: if self.terminating < self.count { BACKEND_ACTIVE } else { BACKEND_TERMINATING },
             uses: self.count,
             flags: if self.local > 0 { BACKEND_LOCAL } else { 0 },
+            owner: key.owner,
         }
     }
 
@@ -148,7 +158,7 @@ impl<F: Family> Image<F> {
 mod tests {
     use super::*;
 
-    const KEY: BackendKey<[u8; 4]> = BackendKey { address: [10, 0, 0, 1], port: 80, protocol: 6 };
+    const KEY: BackendKey<[u8; 4]> = BackendKey { address: [10, 0, 0, 1], port: 80, protocol: 6, owner: 0 };
 
     fn endpoint(terminating: bool, local: bool) -> desired::Endpoint {
         desired::Endpoint { address: [10, 0, 0, 1].into(), port: 80, local, terminating }

@@ -185,7 +185,7 @@ impl<F: Family> Plane<F> {
         let mut missing: FxHashMap<BackendKey<F::Address>, Uses> = FxHashMap::default();
         for port in changed {
             for endpoint in &port.endpoints.all {
-                let Some(key) = backend_key::<F>(port, endpoint) else { continue };
+                let Some(key) = backend_key::<F>(&port.name, endpoint) else { continue };
                 if !self.image.backends.contains_key(&key) {
                     missing.entry(key).or_default().add(endpoint);
                 }
@@ -211,7 +211,7 @@ impl<F: Family> Plane<F> {
     }
 
     fn remember_backend(&mut self, id: u32, backend: &Backend<F::Address>, round: &mut Round<F>) {
-        let key = BackendKey { address: backend.address, port: backend.port, protocol: backend.protocol };
+        let key = BackendKey::of(backend);
         self.image.backends.insert(key, Uses::of(id, backend));
         round.touched.push(key);
         round.inserted.push(key);
@@ -245,7 +245,7 @@ impl<F: Family> Plane<F> {
                 if let (Some(name), Some(old)) = (old_name, old) {
                     self.image.services.insert(name, old);
                 }
-                self.let_go(port.name.protocol.number(), &port.endpoints.all, round);
+                self.let_go(&port.name, &port.endpoints.all, round);
                 return Err(error);
             }
         };
@@ -260,7 +260,7 @@ impl<F: Family> Plane<F> {
         if let Some(old) = old {
             let stale = old.frontends.iter().filter(|key| !keys.contains(key));
             round.stale_frontends.extend(stale.map(|key| (*key, id)));
-            self.let_go(port.name.protocol.number(), old.holds.endpoints(), round);
+            self.let_go(&port.name, old.holds.endpoints(), round);
         }
         let holds = Holds::Desired(Arc::clone(port));
         self.image
@@ -282,7 +282,7 @@ impl<F: Family> Plane<F> {
                 Ok(slot) => slots.push(slot),
                 Err(error) => {
                     let held = &port.endpoints.all[..slots.len()];
-                    self.let_go(port.name.protocol.number(), held, round);
+                    self.let_go(&port.name, held, round);
                     return Err(error);
                 }
             }
@@ -297,7 +297,7 @@ impl<F: Family> Plane<F> {
         endpoint: &Endpoint,
         round: &mut Round<F>,
     ) -> Result<F::Slot, Error> {
-        let key = backend_key::<F>(port, endpoint)
+        let key = backend_key::<F>(&port.name, endpoint)
             .ok_or_else(|| Error::ForeignAddress { port: port.name.clone(), address: endpoint.address })?;
         if !self.image.backends.contains_key(&key) {
             let mut uses = Uses::default();
@@ -315,10 +315,9 @@ impl<F: Family> Plane<F> {
         Ok(slot)
     }
 
-    fn let_go(&mut self, protocol: u8, endpoints: &[Endpoint], round: &mut Round<F>) {
+    fn let_go(&mut self, port: &ServicePortName, endpoints: &[Endpoint], round: &mut Round<F>) {
         for endpoint in endpoints {
-            let Some(address) = F::address(endpoint.address) else { continue };
-            let key = BackendKey { address, port: endpoint.port, protocol };
+            let Some(key) = backend_key::<F>(port, endpoint) else { continue };
             if let Some(uses) = self.image.backends.get_mut(&key) {
                 uses.subtract(endpoint);
                 round.touched.push(key);
@@ -456,7 +455,7 @@ impl<F: Family> Plane<F> {
     fn remove(&mut self, name: &ServicePortName, round: &mut Round<F>) {
         let Some(old) = self.image.services.remove(name) else { return };
         round.stale_frontends.extend(old.frontends.iter().map(|key| (*key, old.id)));
-        self.let_go(name.protocol.number(), old.holds.endpoints(), round);
+        self.let_go(name, old.holds.endpoints(), round);
         round.gone.push((old.id, old.range));
     }
 
@@ -472,8 +471,8 @@ impl<F: Family> Plane<F> {
             let mut held = Vec::new();
             for place in range.first..range.first + range.count {
                 let Some(slot) = self.tables.slots.get(place as usize) else { continue };
-                let protocol = name.protocol.number();
-                let key = BackendKey { address: slot.address(), port: slot.port(), protocol };
+                let (protocol, owner) = (name.protocol.number(), layout::owner(name));
+                let key = BackendKey { address: slot.address(), port: slot.port(), protocol, owner };
                 let Some(uses) = backends.get_mut(&key).filter(|_| seen.insert(key)) else { continue };
                 let endpoint = Endpoint {
                     address: F::ip(key.address),
@@ -563,9 +562,10 @@ impl<F: Family> Plane<F> {
     }
 }
 
-fn backend_key<F: Family>(port: &DesiredPort, endpoint: &Endpoint) -> Option<BackendKey<F::Address>> {
+fn backend_key<F: Family>(port: &ServicePortName, endpoint: &Endpoint) -> Option<BackendKey<F::Address>> {
     let address = F::address(endpoint.address)?;
-    Some(BackendKey { address, port: endpoint.port, protocol: port.name.protocol.number() })
+    let (protocol, owner) = (port.protocol.number(), layout::owner(port));
+    Some(BackendKey { address, port: endpoint.port, protocol, owner })
 }
 
 fn new_service_id(shared: &mut Shared) -> Result<u32, Error> {

@@ -57,6 +57,7 @@ impl<'w, W: Tables> Scene<'w, W> {
             state: BACKEND_ACTIVE,
             uses: 1,
             flags: if local { BACKEND_LOCAL } else { 0 },
+            owner: 0,
         };
         W::put_backend(&mut self.world.ebpf, id, backend)
     }

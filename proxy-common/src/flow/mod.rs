@@ -117,9 +117,11 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
     if let Some(rewrite) = known(tables, scratch, packet) {
         return Ok(rewrite);
     }
-    let frontend = select::find(tables, &packet.to(), origin).ok_or(Reason::NotAService)?;
+    let Some(frontend) = select::find(tables, &packet.to(), origin) else {
+        return direct(tables, scratch, packet, origin);
+    };
     if packet.opens() {
-        open(tables, scratch, packet, frontend, origin)?;
+        open(tables, scratch, packet, Some(frontend), origin)?;
         return Ok(scratch.flow.forward_rewrite());
     }
     // Its flow may have been established between the two lookups.
@@ -127,6 +129,25 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
         Some(entry) => Ok(entry.read().forward_rewrite()),
         None => Err(Reason::TcpWithoutFlow),
     }
+}
+
+/// A packet to no frontend. Mostly not ours, but the same client port may be talking to the same endpoint through a
+/// frontend already.
+#[inline(always)]
+fn direct<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    packet: &Packet<F::Address>,
+    origin: Origin,
+) -> Result<Rewrite<F::Address>, Reason> {
+    if !packet.opens() || origin == Origin::Host {
+        return Err(Reason::NotAService);
+    }
+    scratch.key = packet.reversed_key(TUPLE_REPLY);
+    let Some((_, entry)) = lookup(tables, &scratch.key) else { return Err(Reason::NotAService) };
+    scratch.flow = entry.read();
+    open(tables, scratch, packet, None, origin)?;
+    Ok(scratch.flow.forward_rewrite())
 }
 
 /// A packet that leaves the node.

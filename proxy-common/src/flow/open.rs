@@ -15,36 +15,52 @@ const MASQUERADE_TRIES: u32 = 16;
 /// How many ports are tried for a client's alias, its own first.
 const ALIAS_TRIES: u32 = 8;
 
-/// The first packet of a connection: chooses a backend and creates the flow, which is then in `scratch.flow`.
+/// The first packet of a connection: creates the flow, which is then in `scratch.flow`. One function for both
+/// cases, since a frame of the stack more is too many.
+///
+/// With a frontend, a backend is chosen. Without one the packet is to an endpoint itself, and its answers would look
+/// like those of the flow that lies in `scratch.flow`: it becomes a flow beside that, which gets an alias port.
 #[inline(never)]
 pub(super) fn open<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     packet: &Packet<F::Address>,
-    frontend: Frontend,
+    frontend: Option<Frontend>,
     origin: Origin,
 ) -> Result<(), Reason> {
-    let slot = select::choose(tables, frontend, origin, tables.random())?;
+    let masqueraded = match frontend {
+        Some(frontend) => {
+            let slot = select::choose(tables, frontend, origin, tables.random())?;
+            let flow = &mut scratch.flow;
+            flow.backend = slot.address();
+            flow.backend_port = slot.port();
+            flow.backend_id = slot.backend();
+            flow.service = frontend.service;
+            let remote = slot.flags() & BACKEND_LOCAL == 0;
+            let to_outside = origin == Origin::Outside && remote && frontend.flags & FRONTEND_EXTERNAL != 0;
+            let hairpin = origin != Origin::Host && packet.source == flow.backend;
+            to_outside || hairpin
+        }
+        None => {
+            // Backend and service stay: while that endpoint lives, so does this flow.
+            scratch.flow.backend = packet.destination;
+            scratch.flow.backend_port = packet.destination_port;
+            false
+        }
+    };
     let flow = &mut scratch.flow;
     flow.client = packet.source;
     flow.frontend = packet.destination;
-    flow.backend = slot.address();
     flow.masquerade = F::Address::UNSPECIFIED;
     flow.client_port = packet.source_port;
     flow.frontend_port = packet.destination_port;
-    flow.backend_port = slot.port();
     flow.masquerade_port = 0;
-    flow.backend_id = slot.backend();
-    flow.service = frontend.service;
     flow.last_seen = tables.now();
     flow.flags = if origin == Origin::Host { FLOW_FROM_HOST } else { 0 };
     flow.alias_port = packet.source_port;
     flow.protocol = packet.protocol;
     flow._reserved = 0;
-    let remote = slot.flags() & BACKEND_LOCAL == 0;
-    let to_outside = origin == Origin::Outside && remote && frontend.flags & FRONTEND_EXTERNAL != 0;
-    let hairpin = origin != Origin::Host && flow.client == flow.backend;
-    if to_outside || hairpin {
+    if masqueraded {
         take_masquerade_port(tables, scratch)?;
     }
     let taken = take_reply(tables, scratch);

@@ -415,3 +415,34 @@ proptest! {
         prop_assert_eq!(ports.len(), 16);
     }
 }
+
+/// The client port of a flow also dials the flow's backend itself: each answer goes to who asked.
+#[test]
+fn a_direct_connection_beside_a_flow_has_answers_of_its_own() {
+    let host = Host::new();
+    let flow = establish_one(&host, Origin::Workload);
+    let endpoint = (flow.backend, PORT);
+
+    let sent = host.arriving(&packet(CLIENT, endpoint, TCP_SYN), Origin::Workload).unwrap();
+    assert_eq!((sent.address, sent.port), endpoint);
+    let alias = sent.other_port;
+    assert_ne!(alias, CLIENT.1);
+    host.assert_whole();
+    let again = host.arriving(&packet(CLIENT, endpoint, TCP_ACK), Origin::Workload).unwrap();
+    assert_eq!(again.other_port, alias);
+
+    let direct = host.leaving(&packet(endpoint, (CLIENT.0, alias), TCP_ACK)).unwrap();
+    assert_eq!((direct.address, direct.port, direct.other_port), (endpoint.0, PORT, CLIENT.1));
+    let of_flow = host.leaving(&packet(endpoint, CLIENT, TCP_ACK)).unwrap();
+    assert_eq!((of_flow.address, of_flow.port, of_flow.other_port), (FRONTEND.0, FRONTEND.1, CLIENT.1));
+}
+
+#[rstest]
+#[case::another_client_port((CLIENT.0, 40_001), TCP_SYN)]
+#[case::in_the_middle_of_a_connection(CLIENT, TCP_ACK)]
+fn a_direct_packet_without_a_rival_passes(#[case] client: (A, u16), #[case] tcp_flags: u8) {
+    let host = Host::new();
+    let flow = establish_one(&host, Origin::Workload);
+    let direct = packet(client, (flow.backend, PORT), tcp_flags);
+    assert_eq!(host.arriving(&direct, Origin::Workload), Err(Reason::NotAService));
+}

@@ -226,14 +226,33 @@ pub fn remove_filter(
     }
 }
 
+/// Gives the body of each filter message of one direction to `take`; none where there is no clsact qdisc.
+fn each_filter(interface: u32, direction: Direction, mut take: impl FnMut(&[u8])) -> Result<(), CallError> {
+    let message = Message::new(RTM_GETTFILTER, NLM_F_DUMP, interface, 0, direction.parent(), 0);
+    let result = exchange(message, |kind, body| {
+        if kind == RTM_NEWTFILTER {
+            take(body);
+        }
+    });
+    match result {
+        Err(e) if !matches!(e.raw_os_error(), Some(libc::ENOENT | libc::EINVAL | libc::ENODEV)) => {
+            Err(CallError::new("netlink RTM_GETTFILTER", e))
+        }
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+/// Is there a filter of any kind (BPF, flower, u32, …) in this direction?
+pub fn has_filters(interface: u32, direction: Direction) -> Result<bool, CallError> {
+    let mut found = false;
+    each_filter(interface, direction, |_| found = true)?;
+    Ok(found)
+}
+
 /// Every BPF filter in one direction; none where there is no clsact qdisc.
 pub fn filters(interface: u32, direction: Direction) -> Result<Vec<Filter>, CallError> {
     let mut found = Vec::new();
-    let message = Message::new(RTM_GETTFILTER, NLM_F_DUMP, interface, 0, direction.parent(), 0);
-    let result = exchange(message, |kind, body| {
-        if kind != RTM_NEWTFILTER {
-            return;
-        }
+    each_filter(interface, direction, |body| {
         let (Some(handle), Some(info)) = (word(body, 8), word(body, 16)) else { return };
         let attributes = body.get(TC_HEADER..).unwrap_or_default();
         let bpf = attribute(attributes, TCA_KIND).is_some_and(|name| name.starts_with(b"bpf\0"));
@@ -241,12 +260,8 @@ pub fn filters(interface: u32, direction: Direction) -> Result<Vec<Filter>, Call
         let Some(options) = attribute(attributes, TCA_OPTIONS).filter(|_| bpf) else { return };
         let program = attribute(options, TCA_BPF_ID).and_then(|id| word(id, 0)).unwrap_or(0);
         found.push(Filter { priority: (info >> 16) as u16, handle, program });
-    });
-    match result {
-        Ok(()) => Ok(found),
-        Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::EINVAL | libc::ENODEV)) => Ok(found),
-        Err(e) => Err(CallError::new("netlink RTM_GETTFILTER", e)),
-    }
+    })?;
+    Ok(found)
 }
 
 #[cfg(test)]

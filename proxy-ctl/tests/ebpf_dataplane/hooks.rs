@@ -260,6 +260,13 @@ fn a_clsact_qdisc_of_ours_goes_with_the_last_filter() {
     assert!(!run("tc", "qdisc show dev dpa").contains("clsact"));
     assert_eq!(links(&place), BTreeSet::new());
 
+    // Filters of other kinds than ours keep it alive, too.
+    dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    run("tc", "filter add dev dpa ingress protocol ip prio 9 u32 match u32 0 0");
+    dataplane.set_host(&Host::default()).unwrap();
+    assert!(run("tc", "filter show dev dpa ingress").contains("u32"));
+    run("tc", "qdisc del dev dpa clsact");
+
     // One that was there before us stays.
     run("tc", "qdisc add dev dpa clsact");
     dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();

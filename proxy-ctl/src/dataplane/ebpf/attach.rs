@@ -314,15 +314,15 @@ pub(super) fn remove_filters(paths: &Paths, index: u32) -> Result<usize, Error> 
     }
     let failed = |source| Error::Detach { target: format!("interface {index}"), source };
     let mut removed = 0;
-    let mut others = 0;
+    let mut others = false;
     for direction in DIRECTIONS {
         let found = tc::remove_filter(index, direction, priority(direction), HANDLE).map_err(failed)?;
         removed += usize::from(found);
-        others += tc::filters(index, direction).map_err(failed)?.len();
+        others |= tc::has_filters(index, direction).map_err(failed)?;
     }
     let marker = folder.join(MADE_QDISC);
     if marker.exists() {
-        if others == 0 && removed > 0 {
+        if !others && removed > 0 {
             tc::remove_clsact(index).map_err(failed)?;
         }
         remove_folder(&marker)?;

@@ -22,7 +22,7 @@ pub enum Kind {
     Physical,
     /// One end of a pair whose other end is in a pod: veth, netkit.
     Pair,
-    /// To a process, such as a virtual machine: tun, tap.
+    /// To a virtual machine: tap.
     Tun,
     Bridge,
     Bond,

@@ -170,6 +170,10 @@ fn parse_link(message: &LinkMessage) -> Link {
             _ => {}
         }
     }
+    // Virtual machines have taps. What has no link addresses is a tunnel: a VPN, flannel's udp backend.
+    if link.kind == Kind::Tun && !link.ethernet {
+        link.kind = Kind::Network;
+    }
     link
 }
 
@@ -316,6 +320,15 @@ mod tests {
         let veth = || state([new_link(2, "eth0", Some(InfoKind::Veth), None), new_address(2, "192.0.2.10")]);
         assert_eq!(roles(&veth().host(&[])), [("eth0", Role::Workload)]);
         assert_eq!(roles(&veth().host(&ips(&["192.0.2.10"]))), [("eth0", Role::Uplink)]);
+    }
+
+    #[test]
+    fn a_tap_leads_to_a_virtual_machine_and_a_tun_to_a_network() {
+        let mut tun = link(3, "tun0", Some(InfoKind::Tun), None);
+        tun.header.link_layer_type = LinkLayerType::None;
+        let host = state([new_link(2, "tap0", Some(InfoKind::Tun), None), RouteNetlinkMessage::NewLink(tun)])
+            .host(&[]);
+        assert_eq!(roles(&host), [("tap0", Role::Workload), ("tun0", Role::Uplink)]);
     }
 
     #[test]

@@ -220,7 +220,11 @@ fn masqueraded_answer<F: Family, T: FlowTables<F>>(
     packet: &Packet<F::Address>,
 ) -> Option<Rewrite<F::Address>> {
     let masquerade = tables.masquerade();
-    if packet.destination != masquerade.address || !in_ranges(&masquerade.ports, packet.destination_port) {
+    if !in_ranges(&masquerade.ports, packet.destination_port) {
+        return None;
+    }
+    // Flows keep the address that they were opened with when the node prefers another one of its own.
+    if packet.destination != masquerade.address && tables.node_address(&packet.destination).is_none() {
         return None;
     }
     scratch.key = packet.key(TUPLE_MASQUERADED_REPLY);

@@ -64,6 +64,7 @@ struct Host {
     clock: Cell<u64>,
     dice: RefCell<VecDeque<u32>>,
     counted: RefCell<HashMap<Reason, u32>>,
+    masquerade: Cell<A>,
     /// Counts down; at 0 the insertion fails as in a full table.
     until_full: Cell<Option<u32>>,
     /// Counts down; at 0 another CPU does this first.
@@ -94,6 +95,7 @@ impl Host {
             clock: Cell::new(100 * SECOND),
             dice: RefCell::default(),
             counted: RefCell::default(),
+            masquerade: Cell::new(NODE),
             until_full: Cell::new(None),
             interruption: RefCell::default(),
         }
@@ -205,7 +207,7 @@ impl FlowTables<V4> for Host {
     }
 
     fn masquerade(&self) -> Masquerade<A> {
-        Masquerade { address: NODE, ports: [[20_000, 20_099], [1, 0]] }
+        Masquerade { address: self.masquerade.get(), ports: [[20_000, 20_099], [1, 0]] }
     }
 
     fn now(&self) -> u64 {
@@ -322,6 +324,20 @@ fn every_entry_restores_the_others(#[case] left: u8) {
         assert_eq!((entry.last_seen, entry.backend), (host.clock.get(), flow.backend));
     }
     assert_eq!(host.counted(Reason::FlowRestored), 2);
+}
+
+#[test]
+fn flows_keep_the_address_that_they_were_opened_with() {
+    const NEW: A = [192, 0, 2, 2];
+    let mut host = Host::new();
+    let flow = establish_one(&host, Origin::Outside);
+    host.masquerade.set(NEW);
+    let answer = packet((flow.backend, PORT), (NODE, flow.masquerade_port), TCP_ACK);
+    assert_eq!(host.arriving(&answer, Origin::Outside), Err(Reason::NotAService), "not the node's any more");
+    for own in [NODE, NEW] {
+        host.tables.node_addresses.insert(own, NodeAddress::default());
+    }
+    assert_eq!(host.arriving(&answer, Origin::Outside).map(|rewrite| rewrite.address), Ok(CLIENT.0));
 }
 
 #[test]

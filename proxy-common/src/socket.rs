@@ -29,19 +29,46 @@ pub fn connect<F: Family>(
     })
 }
 
-/// The backend that an unconnected socket's earlier datagrams to `destination` went to, as long as it exists.
+/// The backend that a socket's earlier datagrams to `destination` went to, as long as it exists and the frontend is
+/// still of the same service.
 #[inline(always)]
 pub fn remembered<F: Family>(
     tables: &impl Tables<F>,
     origins: &DatagramOrigins<F::Address>,
     destination: &Destination<F::Address>,
+    client: Origin,
 ) -> Option<SocketOrigin<F::Address>> {
     for origin in &origins.origins {
         if origin.frontend_port == destination.port && origin.frontend == destination.address {
-            return tables.backend(origin.backend_id).map(|_| *origin);
+            return still_serves(tables, origin, destination, client).then_some(*origin);
         }
     }
     None
+}
+
+/// As [`remembered`], for a datagram that names its destination although the socket is connected there: it hears only
+/// the backend that it is connected to.
+#[inline(always)]
+pub fn remembered_peer<F: Family>(
+    tables: &impl Tables<F>,
+    origin: &SocketOrigin<F::Address>,
+    destination: &Destination<F::Address>,
+    client: Origin,
+) -> bool {
+    origin.frontend_port == destination.port
+        && origin.frontend == destination.address
+        && still_serves(tables, origin, destination, client)
+}
+
+#[inline(always)]
+fn still_serves<F: Family>(
+    tables: &impl Tables<F>,
+    origin: &SocketOrigin<F::Address>,
+    destination: &Destination<F::Address>,
+    client: Origin,
+) -> bool {
+    select::find(tables, destination, client).is_some_and(|frontend| frontend.service == origin.service)
+        && tables.backend(origin.backend_id).is_some()
 }
 
 /// Takes the place of what was remembered for the same frontend, of what would answer from the same backend,
@@ -101,7 +128,7 @@ mod tests {
     use super::*;
     use crate::{
         family::V4,
-        layout::{Backend, DATAGRAM_ORIGINS, PROTOCOL_UDP},
+        layout::{Backend, DATAGRAM_ORIGINS, Frontend, FrontendKey, PROTOCOL_UDP, SCOPE_ADDRESS},
         tables::host::HostTables,
     };
 
@@ -138,12 +165,45 @@ mod tests {
         #[case] alive: &[u32],
         #[case] expected: Option<u32>,
     ) {
+        let tables = tables(alive, 1);
+        let found = remembered(&tables, &remembering(sent), &udp([10, 96, 0, 1], 53), Origin::Workload);
+        assert_eq!(found.map(|o| o.backend_id), expected);
+    }
+
+    /// The frontend 10.96.0.1:53 of `service`, and backends.
+    fn tables(backends: &[u32], service: u32) -> HostTables<V4> {
         let mut tables = HostTables::<V4>::default();
-        for id in alive {
+        for id in backends {
             tables.backends.insert(*id, Backend::default());
         }
-        let found = remembered(&tables, &remembering(sent), &udp([10, 96, 0, 1], 53));
-        assert_eq!(found.map(|o| o.backend_id), expected);
+        let key =
+            FrontendKey { address: [10, 96, 0, 1], port: 53, protocol: PROTOCOL_UDP, scope: SCOPE_ADDRESS };
+        tables.frontends.insert(key, Frontend { service, flags: 0 });
+        tables
+    }
+
+    #[test]
+    fn datagrams_leave_the_backend_when_their_frontend_is_removed_or_passes_to_another_service() {
+        let (sent, to) = (remembering(&[(1, 1)]), udp([10, 96, 0, 1], 53));
+        assert!(remembered(&tables(&[1], 1), &sent, &to, Origin::Workload).is_some());
+        assert_eq!(remembered(&tables(&[1], 2), &sent, &to, Origin::Workload), None);
+        let mut removed = tables(&[1], 1);
+        removed.frontends.clear();
+        assert_eq!(remembered(&removed, &sent, &to, Origin::Workload), None);
+    }
+
+    #[rstest]
+    #[case::where_it_is_connected_to([10, 96, 0, 1], 1, true)]
+    #[case::another_address([10, 96, 0, 2], 1, false)]
+    #[case::the_frontend_is_of_another_service([10, 96, 0, 1], 2, false)]
+    fn a_connected_socket_names_its_peer(
+        #[case] address: [u8; 4],
+        #[case] service: u32,
+        #[case] expected: bool,
+    ) {
+        let to = udp(address, 53);
+        assert_eq!(remembered_peer(&tables(&[1], service), &origin(1, 1), &to, Origin::Workload), expected);
+        assert!(!remembered_peer(&tables(&[], service), &origin(1, 1), &to, Origin::Workload));
     }
 
     #[rstest]

@@ -213,8 +213,8 @@ where
     if !serves(origin) {
         return PROCEED;
     }
-    let chosen = socket::connect(&Maps, &destination::<F>(ctx, protocol), origin, random());
-    match chosen {
+    let destination = destination::<F>(ctx, protocol);
+    match socket::connect(&Maps, &destination, origin, random()) {
         Ok(mut new) => {
             if !store(ctx, <F::Family as SocketTables>::socket_origin(), &mut new) {
                 return conclude(Reason::SocketStorageFull);
@@ -225,6 +225,11 @@ where
         Err(reason) => {
             // The socket may have been connected to a service before.
             forget(ctx, <F::Family as SocketTables>::socket_origin());
+            if protocol == PROTOCOL_UDP {
+                if let Some(known) = stored(ctx, <F::Family as SocketTables>::datagram_origins()) {
+                    socket::forget_backend(known, &destination);
+                }
+            }
             conclude(reason)
         }
     }
@@ -250,9 +255,16 @@ where
         return PROCEED;
     }
     let destination = destination::<F>(ctx, PROTOCOL_UDP);
+    let connected = <F::Family as SocketTables>::socket_origin();
+    if let Some(peer) = stored(ctx, connected) {
+        if socket::remembered_peer(&Maps, peer, &destination, origin) {
+            redirect::<F>(ctx, peer);
+            return PROCEED;
+        }
+    }
     let storage = <F::Family as SocketTables>::datagram_origins();
     if let Some(known) = stored(ctx, storage) {
-        if let Some(same) = socket::remembered(&Maps, known, &destination) {
+        if let Some(same) = socket::remembered(&Maps, known, &destination, origin) {
             redirect::<F>(ctx, &same);
             return PROCEED;
         }
@@ -269,6 +281,12 @@ where
         Err(reason) => {
             if let Some(known) = stored(ctx, storage) {
                 socket::forget_backend(known, &destination);
+            }
+            // It was connected to a service once, and now the application names the backend itself.
+            if let Some(peer) = stored(ctx, connected) {
+                if socket::shown(peer, &destination.address, destination.port).is_some() {
+                    forget(ctx, connected);
+                }
             }
             conclude(reason)
         }
@@ -342,6 +360,8 @@ pub(crate) fn learn_namespace(ctx: &SockAddrContext) -> i32 {
         let namespace = unsafe { bpf_get_netns_cookie(ctx.as_ptr()) };
         // SAFETY: a map value in bounds.
         unsafe { write_volatile(addr_of_mut!((*settings).host_namespace), namespace) };
+        // SAFETY: as above. Tells the controller that it was here.
+        unsafe { write_volatile(addr_of_mut!((*settings).probe_socket), 0) };
     }
     PROCEED
 }

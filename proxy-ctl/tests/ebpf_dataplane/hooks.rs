@@ -234,6 +234,13 @@ fn clsact_filters_do_the_same_where_tcx_is_missing() {
     assert_eq!(swapped.len(), 1);
     assert_ne!(swapped[0].program, ingress[0].program);
 
+    run("tc", "qdisc del dev dpa clsact");
+    for _ in 0..20 {
+        dataplane.collect_garbage().unwrap();
+    }
+    assert_eq!(ours(Direction::Ingress), swapped, "what somebody removed comes back");
+    assert_eq!(ours(Direction::Egress).len(), 1);
+
     // Another's filter keeps the qdisc alive.
     let foreign = packet_program(-1);
     tc::replace_filter(interface, Direction::Egress, 7, 1, foreign.as_fd(), "foreign").unwrap();
@@ -305,7 +312,9 @@ fn socket_hooks_are_detached_when_they_are_switched_off() {
     assert_eq!(place.dial("10.96.0.1", 80), Ok("backend".into()));
     drop(dataplane);
     let off = Ebpf { socket_load_balancing: SocketLoadBalancing::Off, ..place.config.clone() };
-    drop(EbpfDataplane::open(&off).unwrap());
+    let mut dataplane = EbpfDataplane::open(&off).unwrap();
+    assert_eq!(place.dial("10.96.0.1", 80), Ok("backend".into()), "the packet programs are not there yet");
+    dataplane.set_host(&Host::default()).unwrap();
     place.dial("10.96.0.1", 80).unwrap_err();
     let left = Pinned::open(&place.config.bpffs).unwrap().links().unwrap();
     assert_eq!(left, [""; 0]);

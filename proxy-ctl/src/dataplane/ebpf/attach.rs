@@ -141,15 +141,17 @@ impl Hooks {
         self.tcx = Some(false);
     }
 
-    pub(super) fn attach_sockets(&self) -> Result<(), Error> {
+    /// Answers whether anything had to be done.
+    pub(super) fn attach_sockets(&self) -> Result<bool, Error> {
+        let mut changed = false;
         for (name, hook) in SOCKET_HOOKS {
             let path = self.paths.links().join(format!("cgroup_{name}"));
             let Some(cgroup) = &self.cgroup else {
-                remove_link(&path)?;
+                changed |= remove_link(&path)?;
                 continue;
             };
             let program = self.programs.get(name)?;
-            ensure_link(
+            changed |= ensure_link(
                 &path,
                 program,
                 |target| target == LinkTarget::Cgroup(cgroup.inode),
@@ -161,7 +163,7 @@ impl Hooks {
                 source,
             })?;
         }
-        Ok(())
+        Ok(changed)
     }
 
     /// Attaches to exactly these interfaces. What is attached already is looked at again, so that a link that
@@ -183,7 +185,7 @@ impl Hooks {
         }
         for interface in interfaces {
             match self.attach(interface) {
-                Ok(()) => {
+                Ok(_) => {
                     self.interfaces.insert(interface.index, interface.clone());
                 }
                 Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {
@@ -204,13 +206,31 @@ impl Hooks {
         }
         self.calls = self.calls.wrapping_add(1);
         if self.calls.is_multiple_of(CALLS_BETWEEN_INSPECTIONS) {
-            self.attach_sockets()?;
-            let interfaces: Vec<Interface> = self.interfaces.values().cloned().collect();
-            for interface in &interfaces {
-                self.attach(interface)?;
-            }
+            self.repair().into_result()?;
         }
         Ok(())
+    }
+
+    fn repair(&mut self) -> Failures {
+        let mut failures = Failures::default();
+        match self.attach_sockets() {
+            Ok(false) => {}
+            Ok(true) => tracing::warn!("somebody had detached socket hooks; they are attached again"),
+            Err(error) => failures.add("socket hooks", error),
+        }
+        let interfaces: Vec<Interface> = self.interfaces.values().cloned().collect();
+        for interface in &interfaces {
+            match self.attach(interface) {
+                Ok(false) => {}
+                Ok(true) => tracing::warn!(
+                    interface = interface.name,
+                    "somebody had detached packet programs; they are attached again"
+                ),
+                Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {}
+                Err(error) => failures.add(&interface.name, error),
+            }
+        }
+        failures
     }
 
     /// Indexes of the interfaces that have links or filters of ours, by the pins.
@@ -225,7 +245,9 @@ impl Hooks {
         Ok(found)
     }
 
-    fn attach(&mut self, interface: &Interface) -> Result<(), Error> {
+    /// Answers whether anything had to be done.
+    fn attach(&mut self, interface: &Interface) -> Result<bool, Error> {
+        let mut changed = false;
         for direction in DIRECTIONS {
             let program = packet_program(interface, direction);
             let failed = |source| Error::Attach {
@@ -235,7 +257,8 @@ impl Hooks {
             };
             if self.tcx != Some(false) {
                 match self.attach_tcx(interface.index, direction, program)? {
-                    Ok(_) => {
+                    Ok(linked) => {
+                        changed |= linked;
                         self.tcx = Some(true);
                         continue;
                     }
@@ -244,9 +267,9 @@ impl Hooks {
                     Err(e) => return Err(failed(e)),
                 }
             }
-            self.attach_filter(interface.index, direction, program)?.map_err(failed)?;
+            changed |= self.attach_filter(interface.index, direction, program)?.map_err(failed)?;
         }
-        Ok(())
+        Ok(changed)
     }
 
     fn link_path(&self, index: u32, direction: Direction) -> PathBuf {
@@ -277,16 +300,23 @@ impl Hooks {
         index: u32,
         direction: Direction,
         name: &'static str,
-    ) -> Result<Result<(), CallError>, Error> {
+    ) -> Result<Result<bool, CallError>, Error> {
         let program = self.programs.get(name)?;
         let folder = self.paths.clsact().join(index.to_string());
         make_folder(&folder)?;
+        match is_filter(index, direction, program) {
+            Ok(true) => return Ok(Ok(false)),
+            Ok(false) => {}
+            Err(e) => return Ok(Err(e)),
+        }
         match tc::add_clsact(index) {
             Ok(true) => make_folder(&folder.join(MADE_QDISC))?,
             Ok(false) => {}
             Err(e) => return Ok(Err(e)),
         }
-        Ok(tc::replace_filter(index, direction, priority(direction), HANDLE, program.as_fd(), name))
+        let replaced =
+            tc::replace_filter(index, direction, priority(direction), HANDLE, program.as_fd(), name);
+        Ok(replaced.map(|()| true))
     }
 
     fn detach(&mut self, index: u32) -> Result<(), Error> {
@@ -297,6 +327,13 @@ impl Hooks {
         remove_filters(&self.paths, index)?;
         Ok(())
     }
+}
+
+/// Does our filter run this program already?
+fn is_filter(index: u32, direction: Direction, program: &OwnedFd) -> Result<bool, CallError> {
+    let id = bpf::program_id(program.as_fd())?;
+    let ours = |filter: &tc::Filter| filter.priority == priority(direction) && filter.handle == HANDLE;
+    Ok(tc::filters(index, direction)?.iter().any(|filter| ours(filter) && filter.program == id))
 }
 
 /// Is there an interface with this index in our network namespace?

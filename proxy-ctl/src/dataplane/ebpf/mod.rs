@@ -137,7 +137,10 @@ impl EbpfDataplane {
         // Programs may be reading what a predecessor retired in its last moment.
         dataplane.shared.grace.wait().map_err(Error::Grace)?;
         dataplane.write_settings(|settings| settings.host_namespace = host_namespace)?;
-        dataplane.hooks.attach_sockets()?;
+        // Those of a predecessor are detached only when the packet programs can take over, in `set_host`.
+        if balancing != SocketLoadBalancing::Off {
+            dataplane.hooks.attach_sockets()?;
+        }
         Ok(dataplane)
     }
 
@@ -259,10 +262,10 @@ impl Dataplane for EbpfDataplane {
             Ok(written) => applied.written += u64::from(written),
             Err(error) => failures.add("settings", error),
         }
+        failures.merge(self.hooks.follow(&host.interfaces));
         if let Err(error) = self.hooks.attach_sockets() {
             failures.add("socket hooks", error);
         }
-        failures.merge(self.hooks.follow(&host.interfaces));
         failures.into_result()?;
         Ok(applied)
     }

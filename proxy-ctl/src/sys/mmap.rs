@@ -1,6 +1,7 @@
 //! A `BPF_F_MMAPABLE` array as plain memory, shared with the programs in the kernel. Linux 5.5.
 
 use std::{
+    cell::OnceCell,
     ffi::c_void,
     io,
     marker::PhantomData,
@@ -18,50 +19,71 @@ use super::{
     bpf::{self, MapInfo},
 };
 
+const CALL: &str = "mmap of a BPF array";
 const BPF_MAP_TYPE_ARRAY: u32 = 2;
 const BPF_F_MMAPABLE: u32 = 1 << 10;
 /// The largest element, in words of 8 bytes.
 const WORDS: usize = 4;
 
+/// Bytes that are mapped together. A multiple of every page size and element size.
+const SEGMENT: usize = 1 << 18;
+
+/// A part of the array.
+#[derive(Debug)]
+struct Segment {
+    base: NonNull<c_void>,
+    bytes: usize,
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made by `map`, and no reference into it outlives `self`.
+        let _ = unsafe { munmap(self.base, self.bytes) };
+    }
+}
+
 /// Elements are read and written in words of 8 bytes, each in one step, in order of address.
+///
+/// The kernel enters every page of such a mapping at once, so that all of it counts as resident memory. Hence each
+/// segment is mapped when it is first touched: most of a large array never is.
 #[derive(Debug)]
 pub struct SharedArray<T> {
-    base: NonNull<c_void>,
+    fd: OwnedFd,
+    segments: Box<[OnceCell<Segment>]>,
     bytes: usize,
     length: usize,
     writable: bool,
     element: PhantomData<T>,
 }
 
-// SAFETY: the mapping belongs to this value alone and is only accessed through atomics.
+// SAFETY: the mappings belong to this value alone and are only accessed through atomics.
 unsafe impl<T: Send> Send for SharedArray<T> {}
 
 impl<T: Pod> SharedArray<T> {
     const STRIDE: usize = {
         assert!(size_of::<T>().is_multiple_of(8) && size_of::<T>() <= 8 * WORDS && size_of::<T>() > 0);
+        assert!(SEGMENT.is_multiple_of(size_of::<T>()));
         size_of::<T>() / 8
     };
 
     /// Maps the array; `EINVAL` if it is not an mmapable array of `T`. `writable` is false for those who only look.
     pub fn new(fd: &OwnedFd, writable: bool) -> Result<Self, CallError> {
-        const CALL: &str = "mmap of a BPF array";
         let info: MapInfo = bpf::map_info(fd.as_fd())?;
         if info.kind != BPF_MAP_TYPE_ARRAY
             || info.flags & BPF_F_MMAPABLE == 0
             || info.value_size as usize != size_of::<T>()
+            || info.max_entries == 0
         {
             return Err(CallError::new(CALL, io::Error::from_raw_os_error(libc::EINVAL)));
         }
         let length = info.max_entries as usize;
         let bytes = length * size_of::<T>();
-        let size = NonZeroUsize::new(bytes)
-            .ok_or_else(|| CallError::new(CALL, io::Error::from_raw_os_error(libc::EINVAL)))?;
-        let mut protection = ProtFlags::PROT_READ;
-        protection.set(ProtFlags::PROT_WRITE, writable);
-        // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
-        let base = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, fd, 0) }
-            .map_err(|e| CallError::new(CALL, e.into()))?;
-        Ok(Self { base, bytes, length, writable, element: PhantomData })
+        let fd = fd.try_clone().map_err(|e| CallError::new("fcntl(F_DUPFD_CLOEXEC)", e))?;
+        let segments = (0..bytes.div_ceil(SEGMENT)).map(|_| OnceCell::new()).collect();
+        let array = Self { fd, segments, bytes, length, writable, element: PhantomData };
+        // Whether it may be mapped at all shows here.
+        array.provide(0)?;
+        Ok(array)
     }
 
     pub fn len(&self) -> usize {
@@ -72,16 +94,49 @@ impl<T: Pod> SharedArray<T> {
         self.length == 0
     }
 
+    fn map(&self, segment: usize) -> Result<Segment, CallError> {
+        let invalid = || CallError::new(CALL, io::Error::from_raw_os_error(libc::EINVAL));
+        let start = segment.checked_mul(SEGMENT).ok_or_else(invalid)?;
+        let bytes = self.bytes.saturating_sub(start).min(SEGMENT);
+        let size = NonZeroUsize::new(bytes).ok_or_else(invalid)?;
+        let offset = start.try_into().map_err(|_| invalid())?;
+        let mut protection = ProtFlags::PROT_READ;
+        protection.set(ProtFlags::PROT_WRITE, self.writable);
+        // SAFETY: a new mapping at an address of the kernel's choice touches no memory of ours.
+        let base = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, &self.fd, offset) }
+            .map_err(|e| CallError::new(CALL, e.into()))?;
+        Ok(Segment { base, bytes })
+    }
+
+    /// Maps the segment of this element if it is not mapped yet; afterwards the element can be read and written.
+    /// Fails for want of memory, and beyond the end.
+    pub fn provide(&self, index: usize) -> Result<(), CallError> {
+        let segment = index / (SEGMENT / size_of::<T>());
+        match self.segments.get(segment) {
+            Some(place) if place.get().is_some() => Ok(()),
+            Some(place) => {
+                let mapped = self.map(segment)?;
+                place.get_or_init(|| mapped);
+                Ok(())
+            }
+            None => Err(CallError::new(CALL, io::Error::from_raw_os_error(libc::EINVAL))),
+        }
+    }
+
     fn words(&self, index: usize) -> Option<&[AtomicU64]> {
-        let first = index.checked_mul(Self::STRIDE)?;
+        self.provide(index).ok()?;
+        let in_segment = SEGMENT / size_of::<T>();
+        let segment = self.segments.get(index / in_segment)?.get()?;
         // SAFETY: the mapping is page-aligned, `bytes` long, and lives until `self` is dropped; others (the kernel)
         // access it by atomics or by loads that may see old or new words.
-        let all: &[AtomicU64] =
-            unsafe { std::slice::from_raw_parts(self.base.as_ptr().cast_const().cast(), self.bytes / 8) };
+        let all: &[AtomicU64] = unsafe {
+            std::slice::from_raw_parts(segment.base.as_ptr().cast_const().cast(), segment.bytes / 8)
+        };
+        let first = (index % in_segment) * Self::STRIDE;
         all.get(first..first + Self::STRIDE)
     }
 
-    /// `None`: beyond the end.
+    /// `None`: beyond the end, or it cannot be mapped ([`SharedArray::provide`] tells why).
     pub fn get(&self, index: usize) -> Option<T> {
         let mut copy = [0_u64; WORDS];
         for (to, from) in copy.iter_mut().zip(self.words(index)?) {
@@ -91,7 +146,7 @@ impl<T: Pod> SharedArray<T> {
         Some(unsafe { std::ptr::read_unaligned(copy.as_ptr().cast()) })
     }
 
-    /// False: beyond the end or mapped for reading only; nothing is written.
+    /// False: beyond the end, mapped for reading only, or it cannot be mapped; nothing is written.
     #[must_use]
     pub fn set(&self, index: usize, value: &T) -> bool {
         let Some(words) = self.words(index).filter(|_| self.writable) else { return false };
@@ -105,9 +160,36 @@ impl<T: Pod> SharedArray<T> {
     }
 }
 
-impl<T> Drop for SharedArray<T> {
-    fn drop(&mut self) {
-        // SAFETY: the mapping was made by `new`, and no reference into it outlives `self`.
-        let _ = unsafe { munmap(self.base, self.bytes) };
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs root: makes a BPF map"]
+    fn segments_are_mapped_when_they_are_touched() {
+        const LENGTH: u32 = 3 * (SEGMENT as u32 / 8) - 100;
+        let shape = MapInfo {
+            kind: BPF_MAP_TYPE_ARRAY,
+            key_size: 4,
+            value_size: 8,
+            max_entries: LENGTH,
+            flags: BPF_F_MMAPABLE,
+            ..MapInfo::default()
+        };
+        let map = bpf::create_map(&shape, None).unwrap();
+        let array = SharedArray::<u64>::new(&map, true).unwrap();
+        let mapped = |array: &SharedArray<u64>| array.segments.iter().filter(|s| s.get().is_some()).count();
+        assert_eq!((array.segments.len(), mapped(&array)), (3, 1));
+        let (last, in_first) = (LENGTH as usize - 1, SEGMENT / 8 - 1);
+        assert!(array.set(last, &7) && array.set(in_first, &5));
+        assert_eq!((mapped(&array), array.get(last), array.get(in_first)), (2, Some(7), Some(5)));
+        assert_eq!((array.get(last + 1), array.set(last + 1, &1)), (None, false));
+        assert_eq!(array.get(usize::MAX), None);
+        let other = SharedArray::<u64>::new(&map, false).unwrap();
+        assert_eq!(
+            (other.get(last), other.get(in_first), other.get(in_first + 1)),
+            (Some(7), Some(5), Some(0))
+        );
+        assert!(!other.set(0, &1));
     }
 }

@@ -410,9 +410,12 @@ impl<F: Family> Plane<F> {
         let range = range.ok_or_else(full)?;
         for (index, place) in arrangement.slots.iter().zip(range.first..) {
             let Some(slot) = slots.get(*index as usize) else { continue };
-            if self.tables.slots.set(place as usize, slot) {
-                round.applied.written += 1;
+            if !self.tables.slots.set(place as usize, slot) {
+                let error = self.tables.slots.provide(place as usize).err();
+                self.image.slots.release(range);
+                return Err(error.map_or_else(full, |source| Error::Table { table: F::SLOTS, source }));
             }
+            round.applied.written += 1;
         }
         Ok((range, arrangement))
     }

@@ -46,7 +46,7 @@ pub(super) enum Object {
     Service(Service),
     EndpointSlice(EndpointSlice),
     Node(Node),
-    /// Correct, but not for this proxy: headless, ExternalName, another proxy's, host names.
+    /// Correct, but not for this proxy: headless, ExternalName, another proxy's, host names, another node.
     NotServed,
 }
 
@@ -275,7 +275,7 @@ impl Reader<'_> {
                     (Some(Object::Node(node)), oddities)
                 });
             }
-            Kind::Node => tracing::debug!("{}: {identity} is another node", self.place),
+            Kind::Node => self.parsed.objects.push((identity, Object::NotServed)),
         }
     }
 

@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use super::document::{self, Broken, Identity, Object};
+use super::document::{self, Broken, Identity, Kind, Object};
 use crate::{
     model::objects::{EndpointSlice, Node, Service},
     source::Oddity,
@@ -66,7 +66,7 @@ impl Folder {
         let names = file_names(&self.path)?;
         self.files.retain(|name, _| names.contains(name));
         for name in names {
-            match fs::read(self.path.join(&name)) {
+            match read(&self.path.join(&name)) {
                 Ok(bytes) => self.load(name, String::from_utf8(bytes).map_err(|error| error.to_string())),
                 // Removed since the folder was read; or a link that leads nowhere.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -131,13 +131,27 @@ impl Folder {
             }
         }
         let mut listing = Listing::default();
-        for (_, held) in chosen.into_values() {
+        let mut other_nodes = Vec::new();
+        for (identity, (_, held)) in chosen {
             match held.object.clone() {
                 Object::Service(service) => listing.services.push(service),
                 Object::EndpointSlice(slice) => listing.slices.push(slice),
                 Object::Node(node) => listing.node = Some(node),
+                Object::NotServed if identity.kind == Kind::Node => other_nodes.push(&*identity.name.name),
                 Object::NotServed => {}
             }
+        }
+        if listing.node.is_none() && other_nodes.is_empty() {
+            listing.node = Some(Node { name: Arc::clone(&self.node_name), ..Node::default() });
+        } else if listing.node.is_none() {
+            oddities.insert(Oddity {
+                object: format!("Node {}", self.node_name),
+                field: "metadata.name".into(),
+                problem: format!(
+                    "is in no file, found only {}; --hostname-override must be the name of this node's Node",
+                    other_nodes.join(", ")
+                ),
+            });
         }
         let found = self.files.values().flat_map(|file| &file.oddities).cloned().collect::<Vec<_>>();
         let mut duplicates: Vec<Oddity> = oddities.drain().collect();
@@ -153,6 +167,14 @@ impl Folder {
         self.reported = now;
         listing
     }
+}
+
+/// Of regular files only: a pipe or a device may have no end, or no beginning.
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    if !fs::metadata(path)?.is_file() {
+        return Err(io::Error::other("found a pipe, socket or device, must be a regular file"));
+    }
+    fs::read(path)
 }
 
 /// Names of the manifest files, links to files included; hidden files are not.

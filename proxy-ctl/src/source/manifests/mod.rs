@@ -4,6 +4,9 @@
 //! of documents and lists in it; kinds other than v1 Service and Node and discovery.k8s.io/v1 EndpointSlice are
 //! ignored. The folder is watched, and after every change everything it holds is sent.
 //!
+//! A folder without any Node stands for a node about which nothing is known, which is served all the same. One with
+//! Nodes among which the own is missing most likely has the wrong name, which is said: that node is not eligible.
+//!
 //! What cannot be read is named with file, document, line and field, and leaves the rest working:
 //!
 //! - A document that was good and now is not: the object it last held stays as it was.

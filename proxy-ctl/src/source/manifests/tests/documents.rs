@@ -59,7 +59,7 @@ const ALL: &[&str] = &["Service shop/web", "EndpointSlice shop/web-1", "Node her
 )]
 #[case::other_kinds("apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: web}\n".into(), &[])]
 #[case::service_of_another_group(WEB.replace("apiVersion: v1", "apiVersion: serving.knative.dev/v1"), &[])]
-#[case::other_node(NODE.replace("here", "there"), &[])]
+#[case::other_node(NODE.replace("here", "there"), &["Node there"])]
 #[case::namespace_is_default(WEB.replace(", namespace: shop", ""), &["Service default/web"])]
 #[case::empty(String::new(), &[])]
 #[case::only_comments("# nothing\n\n---\n# more\n".into(), &[])]

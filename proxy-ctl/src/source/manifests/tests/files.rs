@@ -6,6 +6,7 @@ use rstest::rstest;
 use tempfile::TempDir;
 
 use super::super::folder::{Folder, Listing};
+use crate::model::objects::Node;
 
 pub(super) fn service(name: &str, address: &str) -> String {
     format!(
@@ -192,5 +193,33 @@ fn the_own_node_is_found() {
     setup.write("nodes.yaml", &format!("{}---\n{}", node("there", "z2"), node("here", "z1")));
     assert_eq!(setup.list().node.and_then(|node| node.zone).as_deref(), Some("z1"));
     setup.write("nodes.yaml", &node("there", "z2"));
-    assert_eq!(setup.list().node, None);
+    let listing = setup.list();
+    assert_eq!(listing.node, None);
+    assert_eq!(odd(&listing), ["Node here"]);
+    assert!(listing.oddities[0].problem.contains("found only there; --hostname-override"), "{listing:?}");
+}
+
+#[test]
+fn without_any_node_there_is_one_of_which_nothing_is_known() {
+    let mut setup = Setup::new();
+    let unknown = Node { name: "here".into(), ..Node::default() };
+    for files in [&[][..], &[("a.yaml", service("a", "10.96.0.1"))]] {
+        files.iter().for_each(|(name, text)| setup.write(name, text));
+        let listing = setup.list();
+        assert_eq!(listing.node.as_ref(), Some(&unknown));
+        assert_eq!(odd(&listing), [""; 0]);
+    }
+}
+
+/// Opening a pipe waits for a writer.
+#[test]
+fn a_pipe_is_named_and_not_opened() {
+    let mut setup = Setup::new();
+    nix::unistd::mkfifo(&setup.path().join("pipe.yaml"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    symlink("/dev/zero", setup.path().join("endless.yaml")).unwrap();
+    setup.write("1.yaml", &service("a", "10.96.0.1"));
+    let listing = setup.list();
+    assert_eq!(shown(&listing), [A]);
+    assert_eq!(odd(&listing), ["endless.yaml", "pipe.yaml"]);
+    assert!(listing.oddities[0].problem.contains("must be a regular file"), "{listing:?}");
 }

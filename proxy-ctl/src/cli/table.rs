@@ -5,30 +5,39 @@ use std::io::{self, Write as _};
 use comfy_table::{ContentArrangement, Row, Table, presets};
 use serde::Serialize;
 
-/// Columns of the terminal where it does not say.
-const WIDTH: u16 = 110;
+/// Narrower tables cannot be read.
+const NARROWEST: u16 = 40;
 
+/// Columns of the terminal, by COLUMNS or by asking it. `None`: stdout goes elsewhere.
+fn width() -> Option<u16> {
+    let said = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
+    said.or_else(|| terminal_size::terminal_size_of(io::stdout()).map(|(columns, _)| columns.0))
+}
+
+/// As wide as the terminal; for another reader no line is wrapped.
+///
 /// Without borders, so that columns can be cut out by other tools.
 pub(super) fn table<const N: usize>(
     header: [&str; N],
     rows: impl IntoIterator<Item = [String; N]>,
 ) -> String {
-    let width = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
-    table_of_width(header, rows, width.unwrap_or(WIDTH))
+    table_of_width(header, rows, width())
 }
 
 fn table_of_width<const N: usize>(
     header: [&str; N],
     rows: impl IntoIterator<Item = [String; N]>,
-    width: u16,
+    width: Option<u16>,
 ) -> String {
     let mut table = Table::new();
     table
         .load_style(presets::NOTHING)
-        .set_content_arrangement(ContentArrangement::Dynamic)
-        .set_width(width.max(40))
+        .set_content_arrangement(ContentArrangement::Disabled)
         .set_header(header)
         .add_rows(rows.into_iter().map(Row::from));
+    if let Some(width) = width {
+        table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width.max(NARROWEST));
+    }
     for column in table.column_iter_mut() {
         column.set_padding((0, 2));
     }
@@ -72,10 +81,17 @@ mod tests {
         let row =
             ["kube-system/kube-dns:dns-tcp".to_owned(), "10.96.0.10:53, [fd00:10:96::a]:53, ".repeat(5)];
         for width in [80, 120] {
-            let text = table_of_width(["NAME", "FRONTENDS"], [row.clone()], width);
+            let text = table_of_width(["NAME", "FRONTENDS"], [row.clone()], Some(width));
             assert!(text.lines().all(|line| line.chars().count() <= usize::from(width)), "{text}");
             assert!(text.starts_with("NAME"), "{text}");
         }
+    }
+
+    #[test]
+    fn for_another_program_no_line_is_wrapped() {
+        let row = ["a".repeat(150), "b".repeat(150)];
+        let text = table_of_width(["NAME", "FRONTENDS"], [row.clone()], None);
+        assert_eq!(text.lines().nth(1), Some(format!("{}  {}", row[0], row[1]).as_str()), "{text}");
     }
 
     #[test]

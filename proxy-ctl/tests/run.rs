@@ -228,6 +228,11 @@ fn a_controller_is_killed_replaced_and_removed() {
     assert_eq!(second.status.code(), Some(1));
     let told = String::from_utf8_lossy(&second.stderr).into_owned();
     assert!(told.contains(&format!("another controller, process {}", first.child.id())), "{told}");
+    assert_eq!(
+        node.show("status")["controller"]["pid"],
+        first.child.id(),
+        "the one that was turned away speaks"
+    );
 
     first.end_by(Signal::SIGKILL);
     let status = node.show("status");

@@ -2,8 +2,10 @@
 
 use std::{fs, path::Path};
 
+use anyhow::bail;
+
 use crate::{
-    config::Ebpf,
+    config::{Ebpf, SocketLoadBalancing},
     mode::{BpfFilesystem, Capabilities, HostFacts, KernelVersion, PacketHook},
     sys::{bpf, filesystem},
 };
@@ -12,6 +14,25 @@ const CAP_NET_ADMIN: u32 = 12;
 const CAP_SYS_ADMIN: u32 = 21;
 const CAP_PERFMON: u32 = 38;
 const CAP_BPF: u32 = 39;
+
+/// What the configuration names must be there before anything is made.
+pub(super) fn check(config: &Ebpf) -> anyhow::Result<()> {
+    let Some(cgroup) = &config.cgroup else { return Ok(()) };
+    let needed = config.socket_load_balancing != SocketLoadBalancing::Off;
+    let found = filesystem::is_cgroup2(cgroup);
+    match found {
+        Err(error) if needed => {
+            bail!("ebpf.cgroup must be a folder of cgroup v2, found {}: {error}", cgroup.display())
+        }
+        Ok(false) if needed => {
+            bail!(
+                "ebpf.cgroup must be a folder of cgroup v2, found {}, which is on another filesystem",
+                cgroup.display()
+            )
+        }
+        Ok(_) | Err(_) => Ok(()),
+    }
+}
 
 pub(super) fn gather(config: &Ebpf) -> HostFacts {
     let kernel_release = read("/proc/sys/kernel/osrelease");

@@ -45,6 +45,7 @@ pub(super) fn run(args: RunArgs, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
     for warning in &settings.warnings {
         tracing::warn!("{warning}");
     }
+    facts::check(&settings.config.ebpf)?;
     let request = Request {
         mode: settings.config.mode,
         socket_load_balancing: settings.config.ebpf.socket_load_balancing,
@@ -145,14 +146,23 @@ impl Process {
             ..Record::default()
         };
         let live = Live { state: from_api_server.then_some(state), hosts: hosts.clone() };
-        tasks.spawn(keep_record(record, live, Arc::clone(&config), stop.clone()));
+        let recorded = CancellationToken::new();
+        tasks.spawn(keep_record(record.clone(), live, Arc::clone(&config), recorded.clone(), stop.clone()));
         let node_addresses = watch::Sender::new(None);
         tasks.spawn(watch_node(node_addresses.subscribe(), hosts_in, stop.clone()));
 
         let reports = Reports { health, metrics, node_addresses };
         let controller = Controller::new(Arc::clone(&config), node_name, reports);
         let inputs = Inputs { updates, hosts, asks, stop: stop.clone() };
-        let mut ended = start_dataplane(controller, inputs, config, runtime)?;
+        // Only whoever holds the lock of the pins speaks for them: one that is turned away leaves no record.
+        let bpffs = config.ebpf.bpffs.clone();
+        let opened = move || {
+            if let Err(error) = record.write(&bpffs) {
+                tracing::warn!(%error, "`proxy-ctl status` does not know about this process");
+            }
+            recorded.cancel();
+        };
+        let mut ended = start_dataplane(controller, inputs, config, opened, runtime)?;
         let done = loop {
             tokio::select! {
                 _ = terminate.recv() => break Ok("SIGTERM"),
@@ -232,10 +242,15 @@ fn start_dataplane(
     controller: Controller<EbpfDataplane>,
     inputs: Inputs,
     config: Arc<Config>,
+    opened: impl FnOnce() + Send + 'static,
     runtime: tokio::runtime::Handle,
 ) -> anyhow::Result<oneshot::Receiver<Result<(), dataplane::Error>>> {
     let (end, ended) = oneshot::channel();
-    let open = move || Ok(EbpfDataplane::open(&config.ebpf)?);
+    let open = move || {
+        let dataplane = EbpfDataplane::open(&config.ebpf)?;
+        opened();
+        Ok(dataplane)
+    };
     let body = move || {
         // Whoever waits may have given up.
         let _ = end.send(controller::run(controller, inputs, open, &runtime));
@@ -256,26 +271,26 @@ fn dataplane_ended(result: Result<Result<(), dataplane::Error>, oneshot::error::
     }
 }
 
-/// Keeps what `status` reads up to date.
+/// Keeps what `status` reads up to date, from when `recorded` says that it is there.
 async fn keep_record(
     mut record: Record,
     live: Live,
     config: Arc<Config>,
+    recorded: CancellationToken,
     stop: CancellationToken,
 ) -> anyhow::Result<()> {
+    tokio::select! {
+        () = recorded.cancelled() => {}
+        () = stop.cancelled() => return Ok(()),
+    }
     let mut written: Option<Record> = None;
-    let mut told = false;
     loop {
         record.sources = live.sources();
         record.interfaces = live.interfaces(&config);
         if written.as_ref() != Some(&record) {
             match record.write(&config.ebpf.bpffs) {
                 Ok(()) => written = Some(record.clone()),
-                Err(error) if !told => {
-                    told = true;
-                    tracing::warn!(%error, "`proxy-ctl status` will not know about this process");
-                }
-                Err(_) => {}
+                Err(error) => tracing::debug!(%error, "what status reads is not up to date"),
             }
         }
         tokio::select! {

@@ -7,7 +7,7 @@ use std::{
 
 use nix::{
     mount::{MsFlags, mount},
-    sys::statfs::statfs,
+    sys::statfs::{CGROUP2_SUPER_MAGIC, statfs},
 };
 
 const BPF_FS_MAGIC: u64 = 0xcafe_4a11;
@@ -15,6 +15,11 @@ const BPF_FS_MAGIC: u64 = 0xcafe_4a11;
 /// Whether `path` exists and lies on a bpffs.
 pub fn is_bpffs(path: &Path) -> io::Result<bool> {
     Ok(statfs(path)?.filesystem_type().0.cast_unsigned() == BPF_FS_MAGIC)
+}
+
+/// Whether `path` is a folder of cgroup v2.
+pub fn is_cgroup2(path: &Path) -> io::Result<bool> {
+    Ok(statfs(path)?.filesystem_type() == CGROUP2_SUPER_MAGIC && path.is_dir())
 }
 
 /// Mounts a bpffs at `path` unless one is there already or `path` lies inside one; makes the folder.

@@ -64,8 +64,17 @@ fn refused(folder: &Path, output: &Output, message: &str) {
 )]
 #[case::not_built("ebpf: {algorithm: maglev}", "ebpf.algorithm must be random, found \"maglev\"")]
 #[case::mode_not_built("mode: ipvs", "mode ipvs is not built yet: use ebpf")]
+#[case::no_cgroup(
+    "ebpf: {cgroup: /nonexistent}",
+    "ebpf.cgroup must be a folder of cgroup v2, found /nonexistent"
+)]
+#[case::other_filesystem("ebpf: {cgroup: /proc}", "ebpf.cgroup must be a folder of cgroup v2, found /proc")]
+#[case::two_documents("---\nmode: ebpf", "config.yaml: must be one document, found a second at line 4")]
 #[case::no_yaml("mode: [", "config.yaml: is neither YAML nor JSON")]
-#[case::kubeconfig("clientConnection: {kubeconfig: /nonexistent/kubeconfig}", "/nonexistent/kubeconfig")]
+#[case::kubeconfig(
+    "clientConnection: {kubeconfig: /nonexistent/kubeconfig}",
+    "kubeconfig /nonexistent/kubeconfig: cannot be read"
+)]
 fn a_wrong_configuration_names_the_field(#[case] body: &str, #[case] message: &str) {
     let folder = config(body);
     refused(folder.path(), &run(folder.path(), &[]), message);
@@ -92,16 +101,20 @@ fn without_a_source_the_ways_are_named(
 #[test]
 fn a_missing_file_is_named() {
     let folder = TempDir::new().unwrap();
-    refused(folder.path(), &run(folder.path(), &[]), "config.yaml: cannot be read");
+    let output = run(folder.path(), &[]);
+    refused(folder.path(), &output, "config.yaml: cannot be read: No such file");
+    assert_eq!(stderr(&output).matches("No such file").count(), 1, "{}", stderr(&output));
 }
 
 #[rstest]
 #[case(&["run", "--colour"])]
 #[case(&["fly"])]
 #[case(&[])]
-fn a_command_line_that_is_not_understood_is_2(#[case] args: &[&str]) {
+#[case(&["run", "--manifests", "/m", "--kubeconfig", "/k"])]
+fn a_command_line_that_is_not_understood_is_an_error(#[case] args: &[&str]) {
     let output = proxy_ctl(args);
-    assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(stdout(&output).is_empty());
 }
 
 #[rstest]

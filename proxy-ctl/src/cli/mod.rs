@@ -15,10 +15,8 @@ use clap::{Parser, error::ErrorKind};
 
 use self::args::{Args, Command};
 
-/// Bad configuration, or the work failed.
+/// A flag or the configuration is wrong, or the work failed.
 const FAILED: u8 = 1;
-/// The command line itself is not understood.
-const USAGE: u8 = 2;
 
 /// Runs the program; everything that it says about itself goes to stderr.
 pub fn main() -> ExitCode {
@@ -37,21 +35,31 @@ pub fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // Nobody is left to tell if stderr is gone.
-            let _ = writeln!(std::io::stderr(), "error: {error:#}");
+            let _ = writeln!(std::io::stderr(), "error: {}", told(&error));
             ExitCode::from(FAILED)
         }
     }
 }
 
+/// The error and its causes, but those that the text before them already ends on or quotes.
+fn told(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).fold(String::new(), |told, cause| {
+        if told.is_empty() {
+            cause
+        } else if told.contains(&cause) {
+            told
+        } else {
+            format!("{told}: {cause}")
+        }
+    })
+}
+
 /// `--help` and `--version` come here too.
 fn refuse(error: &clap::Error) -> ExitCode {
     let _ = error.print();
-    let kind = error.kind();
-    if matches!(kind, ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
+    if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
         ExitCode::SUCCESS
-    } else if matches!(kind, ErrorKind::InvalidValue | ErrorKind::ValueValidation) {
-        ExitCode::from(FAILED)
     } else {
-        ExitCode::from(USAGE)
+        ExitCode::from(FAILED)
     }
 }

@@ -56,6 +56,12 @@ impl Settings {
         }
         if let Some(manifests) = &args.manifests {
             check_folder(manifests)?;
+            if let Some(unused) = &config.client_connection.kubeconfig {
+                warnings.push(format!(
+                    "clientConnection.kubeconfig {} is ignored: --manifests takes the API server's place",
+                    unused.display()
+                ));
+            }
         }
         warnings.extend(without_effect(&config));
         let node_name = node_name(args.hostname_override, config.hostname_override.as_deref())?;
@@ -170,6 +176,15 @@ mod tests {
         assert_eq!(&*settings(body, flag).node_name, "flag.example");
         assert_eq!(&*settings(body, RunArgs::default()).node_name, "from-file");
         assert!(!settings("", RunArgs::default()).node_name.is_empty());
+    }
+
+    #[test]
+    fn manifests_win_over_the_kubeconfig_of_the_file_with_a_warning() {
+        let folder = tempfile::TempDir::new().unwrap();
+        let args = RunArgs { manifests: Some(folder.path().to_owned()), ..RunArgs::default() };
+        let settings = settings("clientConnection: {kubeconfig: /file}\n", args);
+        assert_eq!(settings.warnings.len(), 1, "{:?}", settings.warnings);
+        assert!(settings.warnings[0].starts_with("clientConnection.kubeconfig /file is ignored"));
     }
 
     #[test]

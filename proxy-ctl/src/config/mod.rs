@@ -225,7 +225,7 @@ pub struct Loaded {
 pub enum Error {
     #[error("{path}: cannot be read: {source}")]
     Read { path: PathBuf, source: std::io::Error },
-    #[error("{path}: is neither YAML nor JSON: {problem}")]
+    #[error("{path}: {problem}")]
     Syntax { path: PathBuf, problem: String },
     #[error("{}", lines(path, problems))]
     Fields { path: PathBuf, problems: Vec<String> },

@@ -51,8 +51,17 @@ fn parse(path: &Path, text: &str) -> Result<(Value, Option<String>), Error> {
         Ok(document) => Ok((document, None)),
         Err(strict) => match read(DuplicateKeyPolicy::LastWins) {
             Ok(document) => Ok((document, Some(strict.to_string()))),
-            Err(error) => Err(Error::Syntax { path: path.to_owned(), problem: error.to_string() }),
+            Err(error) => Err(Error::Syntax { path: path.to_owned(), problem: problem(&error) }),
         },
+    }
+}
+
+fn problem(error: &serde_saphyr::Error) -> String {
+    match (error.without_snippet(), error.location()) {
+        (serde_saphyr::Error::MultipleDocuments { .. }, Some(second)) => {
+            format!("must be one document, found a second at line {}", second.line())
+        }
+        _ => format!("is neither YAML nor JSON: {error}"),
     }
 }
 

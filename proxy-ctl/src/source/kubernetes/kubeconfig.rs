@@ -26,11 +26,11 @@ pub struct Config {
 
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    #[error("{path}: {source}")]
+    #[error("kubeconfig {path}: cannot be read: {source}")]
     Read { path: PathBuf, source: io::Error },
-    #[error("{path}: {problem}")]
+    #[error("kubeconfig {path}: {problem}")]
     Parse { path: PathBuf, problem: String },
-    #[error("{path}: {field}: {problem}")]
+    #[error("kubeconfig {path}: {field}: {problem}")]
     Field { path: PathBuf, field: String, problem: String },
     #[error("--master={value}: {problem}; a URL such as https://10.0.0.1:6443 is needed")]
     Master { value: String, problem: String },

@@ -20,7 +20,9 @@ fn load(text: &str) -> Result<Loaded, String> {
     let path = folder.path().join("kubeconfig");
     fs::write(&path, text).unwrap();
     let config = Config { kubeconfig: Some(path), master: None };
-    config.load().map_err(|error| error.to_string().replace(&folder.path().display().to_string(), ""))
+    config.load().map_err(|error| {
+        error.to_string().replace("kubeconfig ", "").replace(&folder.path().display().to_string(), "")
+    })
 }
 
 #[test]
@@ -98,7 +100,7 @@ fn a_mistake_is_named_by_file_and_field(#[case] right: &str, #[case] wrong: &str
 fn a_missing_file_is_named() {
     let config = Config { kubeconfig: Some("/nonexistent/kubeconfig".into()), master: None };
     let error = config.load().unwrap_err().to_string();
-    assert!(error.starts_with("/nonexistent/kubeconfig: No such file"), "{error}");
+    assert!(error.starts_with("kubeconfig /nonexistent/kubeconfig: cannot be read: No such file"), "{error}");
 }
 
 #[test]

@@ -141,6 +141,7 @@ fn root_suites(arguments: &Arguments) -> Vec<Suite> {
         behaviour("behaviour sockets", &["--proxy", "ebpf", "--path", "sockets"]),
         behaviour("behaviour packets", &["--proxy", "ebpf", "--path", "packets"]),
         behaviour("behaviour unseen", &["--proxy", "ebpf", "--path", "unseen"]),
+        behaviour("behaviour off", &["--proxy", "ebpf", "--path", "off"]),
         tests("control plane", &["-p", "control-plane", "--tests"]),
     ];
     if arguments.kube_proxy {

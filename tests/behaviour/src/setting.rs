@@ -32,6 +32,8 @@ pub enum PathKind {
     /// Socket hooks for all, but the pods' processes are outside the node's cgroup, as those of virtual
     /// machines are
     Unseen,
+    /// No socket hooks at all (socketLoadBalancing: off)
+    Off,
 }
 
 /// One column of the table.
@@ -69,6 +71,7 @@ impl fmt::Display for Setting {
             (ProxyKind::Ebpf, PathKind::Sockets) => formatter.write_str("ebpf sockets"),
             (ProxyKind::Ebpf, PathKind::Packets) => formatter.write_str("ebpf packets"),
             (ProxyKind::Ebpf, PathKind::Unseen) => formatter.write_str("ebpf unseen"),
+            (ProxyKind::Ebpf, PathKind::Off) => formatter.write_str("ebpf off"),
             (ProxyKind::KubeProxyIptables, _) => formatter.write_str("kube-proxy iptables"),
             (ProxyKind::KubeProxyNftables, _) => formatter.write_str("kube-proxy nftables"),
         }

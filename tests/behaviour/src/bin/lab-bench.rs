@@ -123,6 +123,7 @@ fn measure(arguments: &Arguments, world: &World, protocol: Protocol, services: u
         PathKind::Sockets => "sockets",
         PathKind::Packets => "packets",
         PathKind::Unseen => "unseen",
+        PathKind::Off => "off",
     };
     println!(
         "{path:<9} {protocol:<9} {services:>9} | {:>10.0} {:>10.0} {:>6.3} | {:>9.0} {:>9.0}",

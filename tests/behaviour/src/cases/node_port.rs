@@ -13,7 +13,7 @@ use crate::{
     case::{Case, Variant, Variants},
     cast::{BALANCED, EMPTY, ON_NODE1, ON_NODE2},
     check,
-    setting::{ProxyKind, Setting},
+    setting::{PathKind, ProxyKind, Setting},
     world::World,
 };
 
@@ -22,7 +22,8 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a pod keeps its address towards a node port", Variants::All, pod_preserved)
         .differs(masquerades),
     Case::new("a pod reaches a node port on another node", Variants::All, pod_to_other_node),
-    Case::new("a host process reaches a node port on its own address", Variants::All, host_to_own_address),
+    Case::new("a host process reaches a node port on its own address", Variants::All, host_to_own_address)
+        .differs(within_the_node),
     Case::new("a host process reaches a node port on 127.0.0.1", Variants::V4, host_to_loopback)
         .differs(no_loopback),
     Case::new("a host process reaches a node port on another node", Variants::All, host_to_other_node),
@@ -48,7 +49,16 @@ fn masquerades(setting: &Setting, _: Variant) -> Option<&'static str> {
     setting.proxy.is_kube_proxy().then_some("kube-proxy masquerades whatever comes through a node port")
 }
 
-fn no_loopback(setting: &Setting, _: Variant) -> Option<&'static str> {
+/// Where nothing translates what a process of the node sends to the node itself.
+pub(super) fn within_the_node(setting: &Setting, _: Variant) -> Option<&'static str> {
+    (setting.path == PathKind::Off)
+        .then_some("without socket hooks, packets from the node to itself meet no program: they stay on lo")
+}
+
+fn no_loopback(setting: &Setting, variant: Variant) -> Option<&'static str> {
+    if let Some(reason) = within_the_node(setting, variant) {
+        return Some(reason);
+    }
     (setting.proxy == ProxyKind::KubeProxyNftables)
         .then_some("kube-proxy serves node ports on loopback in mode iptables only")
 }

@@ -3,6 +3,7 @@
 use anyhow::{Result, ensure};
 use lab::{Dial, cluster::OUTSIDE};
 
+use super::node_port::within_the_node;
 use crate::{
     case::{Case, Variant, Variants},
     cast::{EXTERNAL_LOCAL_ON_NODE1, INTERNAL_LOCAL, INTERNAL_LOCAL_ON_NODE2},
@@ -22,7 +23,8 @@ pub(super) const CASES: &[Case] = &[
         "external policy Local: clients on a node get every endpoint",
         Variants::All,
         external_from_inside,
-    ),
+    )
+    .differs(within_the_node),
 ];
 
 fn internal(world: &mut World, variant: Variant) -> Result<()> {

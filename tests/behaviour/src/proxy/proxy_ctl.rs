@@ -22,6 +22,7 @@ pub(super) fn arguments(lab: &Lab, path: PathKind, feed: &Feed, node: NodeNumber
             "socketLoadBalancing": match path {
                 PathKind::Sockets | PathKind::Unseen => "all",
                 PathKind::Packets => "host",
+                PathKind::Off => "off",
             },
             "cgroup": lab.place(&name)?.cgroup,
             "bpffs": lab.bpffs(node),

@@ -26,6 +26,7 @@ fn filter(verbosity: u32) -> Targets {
         .with_default(libraries_default(verbosity))
         .with_targets(libraries)
         .with_target("proxy_ctl", own)
+        .with_target("proxy_ebpf", own)
 }
 
 fn libraries_default(verbosity: u32) -> LevelFilter {

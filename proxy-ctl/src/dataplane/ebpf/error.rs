@@ -23,6 +23,9 @@ pub enum Error {
     Table { table: &'static str, source: CallError },
     #[error("the kernel programs cannot be loaded: {0}")]
     Load(#[source] Box<aya::EbpfError>),
+    #[cfg(feature = "debug-log")]
+    #[error("the log of the kernel programs cannot be followed: {0}")]
+    KernelLog(#[source] io::Error),
     #[error("program {program}: {source}")]
     Program { program: &'static str, source: Box<aya::programs::ProgramError> },
     #[error("the object has no program {0}")]

@@ -100,6 +100,8 @@ pub(super) fn load(
         }
     }
     let mut object = loader.load(OBJECT).map_err(|e| Error::Load(Box::new(e)))?;
+    #[cfg(feature = "debug-log")]
+    super::kernel_log::follow(&mut object)?;
     let mut programs = Programs::default();
     if balancing != SocketLoadBalancing::Off {
         for (name, _) in SOCKET_HOOKS {

@@ -42,6 +42,8 @@ pub mod cleanup;
 mod error;
 mod family;
 mod gc;
+#[cfg(feature = "debug-log")]
+mod kernel_log;
 mod layout;
 mod load;
 mod paths;

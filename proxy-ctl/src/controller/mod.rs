@@ -48,6 +48,7 @@ struct Listed {
 
 pub struct Controller<D> {
     config: Arc<Config>,
+    node_name: Arc<str>,
     model: Model,
     listed: Listed,
     /// As the node is, before the configuration has its say.
@@ -72,13 +73,15 @@ struct Programmed<D> {
 impl<D: Dataplane> Controller<D> {
     pub fn new(config: Arc<Config>, node_name: impl Into<Arc<str>>, reports: Reports) -> Self {
         let start = Moment::now();
+        let node_name = node_name.into();
         for family in Family::ALL {
             reports.health.lock().updated(family, start);
         }
         let surveys = Surveys::new(Arc::clone(&reports.metrics));
         Self {
             config,
-            model: Model::new(node_name),
+            model: Model::new(Arc::clone(&node_name)),
+            node_name,
             listed: Listed::default(),
             host: None,
             dataplane: None,
@@ -103,6 +106,14 @@ impl<D: Dataplane> Controller<D> {
             Update::ApplyService(_) | Update::DeleteService(_) => metrics.service_changes.received(1),
             Update::ApplySlice(_) | Update::DeleteSlice(_) => metrics.endpoint_changes.received(1),
             Update::Node(node) => {
+                let was_missing = self.listed.node && self.model.node().is_none();
+                if node.is_none() && !was_missing {
+                    tracing::warn!(
+                        node = %self.node_name,
+                        "there is no such Node: its zone and addresses are not known and /healthz answers 503; \
+                         --hostname-override must be the name of this node's Node"
+                    );
+                }
                 self.listed.node = true;
                 self.reports.health.lock().set_node(node.as_ref());
                 let addresses = Some(node.as_ref().map(|node| node.addresses.clone()).unwrap_or_default());

@@ -30,6 +30,7 @@ use crate::{
         kubernetes::{Kubernetes, ResourceKind, SourceState},
         manifests::Manifests,
     },
+    sys::limits,
 };
 
 /// Updates between the watchers and the dataplane's thread; then the watchers wait.
@@ -53,6 +54,9 @@ pub(super) fn run(args: RunArgs, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
     let choice = mode::choose(request, &facts::gather(&settings.config.ebpf))?;
     tracing::info!(mode = %choice.mode, node = %settings.node_name, why = choice.reasons.join("; "), "starting");
 
+    if let Err(error) = limits::use_small_pages() {
+        tracing::debug!(%error, "the memory of this process may be larger than it needs to be");
+    }
     let state = SourceState::new();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)

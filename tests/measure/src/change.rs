@@ -17,7 +17,7 @@ const PORT: u16 = 80;
 const LIMIT: Duration = Duration::from_secs(600);
 
 fn target() -> SocketAddr {
-    SocketAddr::new(cluster_ip(1).v4.into(), PORT)
+    SocketAddr::new(cluster_ip(77).v4.into(), PORT)
 }
 
 fn slice(address: Ipv4Addr) -> Value {

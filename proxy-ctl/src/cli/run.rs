@@ -54,6 +54,7 @@ pub(super) fn run(args: RunArgs, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
     let choice = mode::choose(request, &facts::gather(&settings.config.ebpf))?;
     tracing::info!(mode = %choice.mode, node = %settings.node_name, why = choice.reasons.join("; "), "starting");
 
+    limits::return_freed_memory();
     if let Err(error) = limits::use_small_pages() {
         tracing::debug!(%error, "the memory of this process may be larger than it needs to be");
     }

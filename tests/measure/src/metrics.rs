@@ -19,6 +19,7 @@ impl Metrics {
     pub(crate) fn new(text: &str, process: u32) -> Result<Self> {
         Ok(Self {
             first_sync_seconds: sum(text, "proxy_first_sync_duration_seconds")
+                .filter(|seconds| *seconds > 0.0)
                 .context("no first sync yet")?,
             written: sum(text, "proxy_writes_total").unwrap_or(0.0),
             removed: sum(text, "proxy_removals_total").unwrap_or(0.0),

@@ -55,12 +55,13 @@ impl FlowEntry<A> for EntryRef {
     }
 }
 
+type Flows = HashMap<(Stage, FlowKey<A>), &'static Cell<Flow<A>>>;
 type Interruption = Box<dyn FnOnce(&Host)>;
 
 /// Both tables of flows, a clock, dice, and what happens before a certain insertion.
 struct Host {
     tables: HostTables<V4>,
-    flows: RefCell<HashMap<(Stage, FlowKey<A>), &'static Cell<Flow<A>>>>,
+    flows: RefCell<Flows>,
     clock: Cell<u64>,
     dice: RefCell<VecDeque<u32>>,
     counted: RefCell<HashMap<Reason, u32>>,

@@ -1,6 +1,6 @@
 //! The eBPF dataplane against the real kernel: tables, hooks, restarts, faults. Needs root; each test has a network
 //! namespace, a bpffs folder and a cgroup of its own.
-
+#![expect(clippy::unwrap_used, reason = "a test ends where something is not as it must be")]
 #![expect(unreachable_pub, reason = "a test has no users")]
 
 mod desired;

@@ -282,12 +282,8 @@ where
             if let Some(known) = stored(ctx, storage) {
                 socket::forget_backend(known, &destination);
             }
-            // It was connected to a service once, and now the application names the backend itself.
-            if let Some(peer) = stored(ctx, connected) {
-                if socket::shown(peer, &destination.address, destination.port).is_some() {
-                    forget(ctx, connected);
-                }
-            }
+            // A socket connected to a service keeps its origin: the kernel itself names the backend here, when an
+            // IPv4-mapped socket sends without an address.
             conclude(reason)
         }
     }

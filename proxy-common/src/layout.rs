@@ -32,8 +32,7 @@ pub const SCOPE_ADDRESS: u8 = 0;
 /// The frontend is this port on every address of `node_addresses4/6`; the address in the key is unspecified.
 pub const SCOPE_NODE_PORT: u8 = 1;
 
-/// Table `frontends4/6`, hash: what clients dial. Port 0 is the wildcard of an address whose other ports
-/// are not served.
+/// Table `frontends4/6`, hash: what clients dial.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct FrontendKey<A> {

@@ -144,8 +144,19 @@ fn direct<F: Family, T: FlowTables<F>>(
         return Err(Reason::NotAService);
     }
     scratch.key = packet.reversed_key(TUPLE_REPLY);
-    let Some((_, entry)) = lookup(tables, &scratch.key) else { return Err(Reason::NotAService) };
-    scratch.flow = entry.read();
+    let Some((stage, reply)) = lookup(tables, &scratch.key) else { return Err(Reason::NotAService) };
+    scratch.flow = reply.read();
+    if packet.is_tcp() {
+        let mut flags = reply.flags();
+        scratch.key = scratch.flow.forward_key();
+        if let Some(forward) = tables.flow(stage, &scratch.key) {
+            flags |= forward.flags();
+        }
+        if flags & ENDED != 0 {
+            forget(tables, scratch);
+            return Err(Reason::NotAService);
+        }
+    }
     open(tables, scratch, packet, None, origin)?;
     Ok(scratch.flow.forward_rewrite())
 }

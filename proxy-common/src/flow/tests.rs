@@ -454,6 +454,17 @@ fn a_direct_connection_beside_a_flow_has_answers_of_its_own() {
     assert_eq!((of_flow.address, of_flow.port, of_flow.other_port), (FRONTEND.0, FRONTEND.1, CLIENT.1));
 }
 
+#[test]
+fn a_direct_connection_after_a_flow_that_ended_is_no_flow() {
+    let host = Host::new();
+    let flow = establish_one(&host, Origin::Workload);
+    host.arriving(&packet(CLIENT, FRONTEND, TCP_RST), Origin::Workload).unwrap();
+    let direct = packet(CLIENT, (flow.backend, PORT), TCP_SYN);
+    assert_eq!(host.arriving(&direct, Origin::Workload), Err(Reason::NotAService));
+    let answer = packet((flow.backend, PORT), CLIENT, TCP_SYN | TCP_ACK);
+    assert_eq!(host.leaving(&answer), Err(Reason::NotAService));
+}
+
 #[rstest]
 #[case::another_client_port((CLIENT.0, 40_001), TCP_SYN)]
 #[case::in_the_middle_of_a_connection(CLIENT, TCP_ACK)]

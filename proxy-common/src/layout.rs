@@ -174,7 +174,7 @@ pub struct Backend<A> {
 pub const TUPLE_FORWARD: u8 = 0;
 /// Backend to client, as netfilter and routing of this node see the answer.
 pub const TUPLE_REPLY: u8 = 1;
-/// Backend to this node: the answer of a flow whose source was translated.
+/// Backend to this node: the answer of a flow whose source was translated, or that a process of the node opened.
 pub const TUPLE_MASQUERADED_REPLY: u8 = 2;
 
 /// Table `flows4/6` (hash, established flows) and `opening_flows4/6` (LRU, no answer seen yet).
@@ -228,8 +228,8 @@ pub struct Flow<A> {
     pub last_seen: u64,
     /// `FLOW_*`.
     pub flags: u32,
-    /// The client's port as the backend's side of this node sees it: differs from `client_port` only where
-    /// the same client port already talks to the same backend through another frontend.
+    /// The client's port as the backend's side of this node sees it: differs from `client_port` only where the
+    /// same client port already talks to the same backend through another frontend, and with `FLOW_FROM_HOST`.
     pub alias_port: u16,
     /// IANA number.
     pub protocol: u8,

@@ -193,7 +193,7 @@ pub fn answer<F: Family, T: FlowTables<F>>(
     packet: &Packet<F::Address>,
     flags: u32,
 ) -> Option<Rewrite<F::Address>> {
-    scratch.key = packet.key(TUPLE_REPLY);
+    scratch.key = packet.key(tuples::reply_tuple(flags));
     let (stage, entry) = lookup(tables, &scratch.key)?;
     let known = entry.flags();
     if known & flags != flags {

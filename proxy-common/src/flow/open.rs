@@ -145,7 +145,8 @@ enum Reply {
 }
 
 /// Inserts the reply entry. Where the same client port already talks to the same backend through another
-/// frontend, the client gets an alias port.
+/// frontend, the client gets an alias port. A process of the node gets one always: what it sends to the backend itself
+/// is not seen, so nothing else tells the answers apart.
 #[inline(always)]
 fn take_reply<F: Family, T: FlowTables<F>>(
     tables: &T,
@@ -155,12 +156,13 @@ fn take_reply<F: Family, T: FlowTables<F>>(
     let start = tables.random();
     let Scratch { key, flow } = scratch;
     *key = flow.reply_key();
+    let own_port_at = if flow.flags & FLOW_FROM_HOST != 0 { ALIAS_TRIES - 1 } else { 0 };
     for attempt in 0..ALIAS_TRIES {
-        if attempt > 0 {
-            let Some(port) = port_of(&ports, start, attempt) else { break };
-            flow.alias_port = port;
-            key.destination_port = port;
-        }
+        let port =
+            if attempt == own_port_at { Some(flow.client_port) } else { port_of(&ports, start, attempt) };
+        let Some(port) = port else { continue };
+        flow.alias_port = port;
+        key.destination_port = port;
         // A hairpin's two directions would look the same.
         if flow.alias_port == flow.backend_port && flow.client == flow.backend {
             continue;
@@ -178,7 +180,7 @@ fn take_reply<F: Family, T: FlowTables<F>>(
         }
         match tables.insert(Stage::Opening, key, flow) {
             Ok(()) => {
-                if attempt > 0 && flow.is_masqueraded() {
+                if flow.alias_port != flow.client_port && flow.is_masqueraded() {
                     let reply = *key;
                     *key = flow.masqueraded_reply_key();
                     tables.replace(Stage::Opening, key, flow);

@@ -66,6 +66,8 @@ struct Host {
     dice: RefCell<VecDeque<u32>>,
     counted: RefCell<HashMap<Reason, u32>>,
     masquerade: Cell<A>,
+    /// For aliases and masqueraded sources.
+    ports: [[u16; 2]; 2],
     /// Counts down; at 0 the insertion fails as in a full table.
     until_full: Cell<Option<u32>>,
     /// Counts down; at 0 another CPU does this first.
@@ -97,6 +99,7 @@ impl Host {
             dice: RefCell::default(),
             counted: RefCell::default(),
             masquerade: Cell::new(NODE),
+            ports: [[20_000, 20_099], [1, 0]],
             until_full: Cell::new(None),
             interruption: RefCell::default(),
         }
@@ -208,7 +211,7 @@ impl FlowTables<V4> for Host {
     }
 
     fn masquerade(&self) -> Masquerade<A> {
-        Masquerade { address: self.masquerade.get(), ports: [[20_000, 20_099], [1, 0]] }
+        Masquerade { address: self.masquerade.get(), ports: self.ports }
     }
 
     fn now(&self) -> u64 {
@@ -391,15 +394,41 @@ fn a_client_port_at_one_backend_through_many_frontends_runs_out_of_aliases() {
 #[test]
 fn the_nodes_own_flows_are_told_apart() {
     let host = Host::new();
-    host.arriving(&syn(), Origin::Host).unwrap();
-    let answer_packet = packet((BACKENDS[0], PORT), CLIENT, TCP_SYN | TCP_ACK);
-    let mut scratch = Scratch::default();
-    let found = answer::<V4, _>(&host, &mut scratch, &answer_packet, FLOW_FROM_HOST);
-    assert_eq!(found.map(|rewrite| (rewrite.address, rewrite.port)), Some(FRONTEND));
+    let sent = host.arriving(&syn(), Origin::Host).unwrap();
+    let answered = |host: &Host, port: u16| {
+        let packet = packet((BACKENDS[0], PORT), (CLIENT.0, port), TCP_SYN | TCP_ACK);
+        let found = answer::<V4, _>(host, &mut Scratch::default(), &packet, FLOW_FROM_HOST);
+        found.map(|rewrite| (rewrite.address, rewrite.port, rewrite.other_port))
+    };
+    assert_eq!(answered(&host, sent.other_port), Some((FRONTEND.0, FRONTEND.1, CLIENT.1)));
+    host.assert_whole();
+    // What the node sends to a backend itself is not seen: its answers look like this.
+    assert_eq!(answered(&host, CLIENT.1), None);
     // A pod's flow is none of them.
     let host = Host::new();
-    host.arriving(&syn(), Origin::Workload).unwrap();
-    assert_eq!(answer::<V4, _>(&host, &mut scratch, &answer_packet, FLOW_FROM_HOST), None);
+    let sent = host.arriving(&syn(), Origin::Workload).unwrap();
+    assert_eq!(answered(&host, sent.other_port), None);
+}
+
+#[test]
+fn the_nodes_own_flows_and_masqueraded_ones_share_one_pool_of_ports() {
+    let host = Host::new();
+    let client = (NODE, CLIENT.1);
+    host.dice.borrow_mut().extend([FIRST, FIRST, FIRST]);
+    let own = host.arriving(&packet(client, FRONTEND, TCP_SYN), Origin::Host).unwrap();
+    host.dice.borrow_mut().extend([FIRST, FIRST, FIRST]);
+    let outside = host.arriving(&packet(CLIENT, FRONTEND, TCP_SYN), Origin::Outside).unwrap();
+    assert_eq!((own.address, own.port), (outside.address, outside.port));
+    let masquerade = host.leaving(&packet(CLIENT, (outside.address, outside.port), TCP_SYN)).unwrap();
+    assert_eq!(masquerade.address, NODE);
+    assert_ne!(masquerade.port, own.other_port);
+    host.assert_whole();
+}
+
+#[test]
+fn the_nodes_own_flow_keeps_its_port_where_there_is_no_other() {
+    let host = Host { ports: [[1, 0]; 2], ..Host::new() };
+    assert_eq!(host.arriving(&syn(), Origin::Host).unwrap().other_port, CLIENT.1);
 }
 
 #[rstest]

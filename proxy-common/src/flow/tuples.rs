@@ -27,6 +27,13 @@ pub const fn lifetime_seconds(protocol: u8, flags: u32) -> u64 {
     }
 }
 
+/// Which `TUPLE_*` the backend's answers to a flow with these `FLOW_*` are. An alias of the node's own is a port of
+/// the same pool as a masqueraded source, at the same address: one key space, so that none is given twice.
+#[inline(always)]
+pub(super) const fn reply_tuple(flags: u32) -> u8 {
+    if flags & FLOW_FROM_HOST != 0 { TUPLE_MASQUERADED_REPLY } else { TUPLE_REPLY }
+}
+
 impl<A: Address> Flow<A> {
     /// What the client sends.
     #[inline(always)]
@@ -51,7 +58,7 @@ impl<A: Address> Flow<A> {
             source_port: self.backend_port,
             destination_port: self.alias_port,
             protocol: self.protocol,
-            tuple: TUPLE_REPLY,
+            tuple: reply_tuple(self.flags),
             _reserved: 0,
         }
     }

@@ -23,16 +23,26 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 const PROCESS: (Place, u16) = (Place::Node, 45_000);
 
 fn there_and_back<W: Tables>(s: &mut Scene<W>, backend: (Place, u16), ingress: &str) -> Result<()> {
+    s.masquerade_as(Place::Node, MASQUERADE_PORTS)?;
     let first = s.first(PROCESS, CLUSTER_IP);
-    s.send("uplink_egress", &first, Expect::Becomes(&first.to(backend)))?;
-    ensure!(s.flow_of(Stage::Opening, PROCESS)?.flags == FLOW_FROM_HOST);
+    let output = s.world.run("uplink_egress", &first.bytes::<W>())?;
+    let flow = s.flow_of(Stage::Opening, PROCESS)?;
+    ensure!(flow.flags == FLOW_FROM_HOST);
+    ensure!(flow.alias_port != PROCESS.1, "no alias");
+    let alias = (PROCESS.0, flow.alias_port);
+    let inside = first.to(backend).from(alias);
+    ensure!(output.packet == inside.bytes::<W>());
     // On the interface that leads to the backend.
-    s.send("uplink_egress", &first.to(backend), Expect::Untouched)?;
-    s.send("workload_egress", &first.to(backend), Expect::Untouched)?;
-    let answer = first.to(backend).answer(TCP_SYN | TCP_ACK);
-    s.send(ingress, &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+    s.send("uplink_egress", &inside, Expect::Untouched)?;
+    s.send("workload_egress", &inside, Expect::Untouched)?;
+    // What the same port gets from the backend itself is its own.
+    let direct = first.to(backend);
+    s.send("workload_egress", &direct, Expect::Untouched)?;
+    s.send(ingress, &direct.answer(TCP_SYN | TCP_ACK), Expect::Untouched)?;
+    let answer = inside.answer(TCP_SYN | TCP_ACK);
+    s.send(ingress, &answer, Expect::Becomes(&answer.from(CLUSTER_IP).to(PROCESS)))?;
     let second = first.flags(TCP_ACK);
-    s.send("uplink_egress", &second, Expect::Becomes(&second.to(backend)))?;
+    s.send("uplink_egress", &second, Expect::Becomes(&second.to(backend).from(alias)))?;
     ensure!(s.flow_counts()? == (2, 2), "entries {:?}", s.flow_counts()?);
     s.counted(&[(Reason::FlowOpened, 1)])
 }

@@ -157,8 +157,20 @@ fn direct<F: Family, T: FlowTables<F>>(
             return Err(Reason::NotAService);
         }
     }
-    open(tables, scratch, packet, None, origin)?;
-    Ok(scratch.flow.forward_rewrite())
+    match open(tables, scratch, packet, None, origin) {
+        Ok(()) => Ok(scratch.flow.forward_rewrite()),
+        // Whether anybody still uses the older flow nobody knows; its next datagram would open it again.
+        Err(Reason::AliasPortsExhausted) if !packet.is_tcp() => {
+            scratch.key = packet.reversed_key(TUPLE_REPLY);
+            if let Some((_, reply)) = lookup(tables, &scratch.key) {
+                scratch.flow = reply.read();
+                forget(tables, scratch);
+                tables.count(Reason::FlowReplaced);
+            }
+            Err(Reason::NotAService)
+        }
+        Err(reason) => Err(reason),
+    }
 }
 
 /// A packet that leaves the node.

@@ -89,8 +89,10 @@ impl Host {
             .services
             .insert(1, Service { cluster: set, internal: set, external: set, flags, affinity_seconds: 0 });
         for (address, port) in [FRONTEND, OTHER_FRONTEND] {
-            let key = FrontendKey { address, port, protocol: PROTOCOL_TCP, scope: SCOPE_ADDRESS };
-            tables.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
+            for protocol in [PROTOCOL_TCP, PROTOCOL_UDP] {
+                let key = FrontendKey { address, port, protocol, scope: SCOPE_ADDRESS };
+                tables.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
+            }
         }
         Self {
             tables,
@@ -502,4 +504,18 @@ fn a_direct_packet_without_a_rival_passes(#[case] client: (A, u16), #[case] tcp_
     let flow = establish_one(&host, Origin::Workload);
     let direct = packet(client, (flow.backend, PORT), tcp_flags);
     assert_eq!(host.arriving(&direct, Origin::Workload), Err(Reason::NotAService));
+}
+
+/// Many client ports have dialled a service, and now dial its backend itself: no alias is left for the last one.
+#[test]
+fn datagrams_to_a_backend_itself_take_over_where_no_alias_is_left() {
+    let host = Host { ports: [[1, 0]; 2], ..Host::new() };
+    let datagram = |from, to| Packet { protocol: PROTOCOL_UDP, ..packet(from, to, 0) };
+    let opened = host.arriving(&datagram(CLIENT, FRONTEND), Origin::Workload).unwrap();
+    let endpoint = (opened.address, opened.port);
+    let direct = datagram(CLIENT, endpoint);
+    assert_eq!(host.arriving(&direct, Origin::Workload), Err(Reason::NotAService));
+    assert_eq!(host.leaving(&datagram(endpoint, CLIENT)), Err(Reason::NotAService));
+    assert_eq!(host.counted(Reason::FlowReplaced), 1);
+    assert_eq!(host.entries(Stage::Opening), 0);
 }

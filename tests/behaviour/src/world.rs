@@ -222,12 +222,14 @@ impl World {
         self.proxies.iter().map(Proxy::log_tail).collect::<Vec<_>>().join("\n")
     }
 
-    /// Output of a command of the node's proxy program, e.g. `services`.
+    /// Output of a command of the node's proxy-ctl, e.g. `services`.
     pub fn tool(&self, node: NodeNumber, arguments: &[&str]) -> Result<String> {
         let proxy = self.proxies.iter().find(|proxy| proxy.node == node);
         let output = proxy
             .ok_or_else(|| anyhow!("no node {node}"))?
             .tool(&self.lab, arguments)?
+            .arg("--bpffs")
+            .arg(self.lab.bpffs(node))
             .output()
             .with_context(|| format!("running {arguments:?}"))?;
         let (text, complaint) =

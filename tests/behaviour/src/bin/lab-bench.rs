@@ -29,6 +29,9 @@ struct Arguments {
     /// Services in the second half of the table
     #[arg(long, default_value_t = 10_000)]
     services: u16,
+    /// Only this path
+    #[arg(long, value_enum)]
+    path: Option<PathKind>,
     /// Connections at once
     #[arg(long, default_value_t = 4)]
     clients: u32,
@@ -62,6 +65,9 @@ fn run(arguments: &Arguments) -> Result<()> {
         "path", "protocol", "services", "direct/s", "service/s", "ratio", "direct us", "serv. us"
     );
     for path in [PathKind::Sockets, PathKind::Packets] {
+        if arguments.path.is_some_and(|only| only != path) {
+            continue;
+        }
         for services in [1, arguments.services] {
             let setting = Setting { proxy: ProxyKind::Ebpf, path };
             let world = World::with_roles(setting, &Binaries::find(), false, |lab, objects| {
@@ -99,7 +105,7 @@ fn measure(arguments: &Arguments, world: &World, protocol: Protocol, services: u
     let bench = |target: SocketAddr| -> Result<Rate> {
         let bench = Bench { target, protocol, clients: arguments.clients, seconds: arguments.seconds };
         let rate = world.agent(CLIENT)?.bench(&bench)?;
-        ensure!(rate.failed == 0, "{} requests to {target} failed", rate.failed);
+        ensure!(rate.failed == 0, "{} requests to {target} failed\n{}", rate.failed, world.tool(1, &["status"])?);
         Ok(rate)
     };
     // What is only slow the first time is not measured.

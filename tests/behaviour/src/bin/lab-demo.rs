@@ -90,9 +90,9 @@ fn run(arguments: &Arguments) -> Result<u64> {
     println!("both serve after {:.1} s", start.elapsed().as_secs_f32());
 
     heading("what node1 serves: proxy-ctl services");
-    print!("{}", tool(&world, &["services"])?);
+    print!("{}", world.tool(1, &["services"])?);
     heading("which mode, and why: proxy-ctl status");
-    print!("{}", tool(&world, &["status"])?);
+    print!("{}", world.tool(1, &["status"])?);
     heading("the same in the kernel: bpftool map dump name frontends4");
     dump(&world);
 
@@ -127,11 +127,6 @@ fn run(arguments: &Arguments) -> Result<u64> {
         println!("the cluster is removed");
     }
     Ok(failed)
-}
-
-fn tool(world: &World, command: &[&str]) -> Result<String> {
-    let bpffs = world.lab.bpffs(1).display().to_string();
-    world.tool(1, &[&["--bpffs", &bpffs], command].concat())
 }
 
 const DUMP_LINES: usize = 12;

@@ -103,10 +103,16 @@ macro_rules! flow_tables {
                 key: &FlowKey<$address>,
                 flow: &Flow<$address>,
             ) -> Result<(), InsertError> {
-                inserted(match stage {
+                let result = match stage {
                     Stage::Established => maps::$flows.insert(key, flow, u64::from(BPF_NOEXIST)),
                     Stage::Opening => maps::$opening.insert(key, flow, u64::from(BPF_NOEXIST)),
-                })
+                };
+                // An entry that was never looked up is evicted before old ones that were, so also before its flow's
+                // answer is there.
+                if stage == Stage::Opening && result.is_ok() {
+                    let _referenced = maps::$opening.get_ptr(key);
+                }
+                inserted(result)
             }
 
             #[inline(always)]

@@ -105,7 +105,12 @@ fn measure(arguments: &Arguments, world: &World, protocol: Protocol, services: u
     let bench = |target: SocketAddr| -> Result<Rate> {
         let bench = Bench { target, protocol, clients: arguments.clients, seconds: arguments.seconds };
         let rate = world.agent(CLIENT)?.bench(&bench)?;
-        ensure!(rate.failed == 0, "{} requests to {target} failed\n{}", rate.failed, world.tool(1, &["status"])?);
+        ensure!(
+            rate.failed == 0,
+            "{} requests to {target} failed\n{}",
+            rate.failed,
+            world.tool(1, &["status"])?
+        );
         Ok(rate)
     };
     // What is only slow the first time is not measured.

@@ -26,6 +26,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.udp::<W>("backend gone: another one", datagrams_move);
     group.both::<W>("established by the client's packet after an answer", established);
     group.both::<W>("no room among the established flows", flows_full);
+    group.tcp::<W>("new flows outlive old ones in a table that is full of busy flows", young);
     group.both::<W>("an old entry refreshes and restores its partners", refreshed);
     group.both::<W>("one client port through two frontends to one backend", alias);
 }
@@ -167,6 +168,30 @@ fn flows_full<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     }
     ensure!(s.flow_counts()? == (usize::from(flows) * 2, FLOWS as usize), "entries {:?}", s.flow_counts()?);
     s.counted(&[(Reason::FlowOpened, flows.into()), (Reason::FlowsFull, 1)])
+}
+
+/// Each flow takes two of the 65,536 entries. A batch is answered when all of it is open.
+fn young<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    const BUSY: u16 = 32_700;
+    const BATCH: u16 = 100;
+    s.cluster_ip()?;
+    let first = |s: &Scene<W>, port: u16| s.first((Place::Client, port), CLUSTER_IP);
+    for _round in 0..2 {
+        for port in 1..=BUSY {
+            s.send("workload_ingress", &first(s, port), Expect::Becomes(&first(s, port).to(LOCAL)))?;
+        }
+    }
+    for batch in 0..20 {
+        let ports = BUSY + 1 + batch * BATCH..=BUSY + (batch + 1) * BATCH;
+        for port in ports.clone() {
+            s.send("workload_ingress", &first(s, port), Expect::Becomes(&first(s, port).to(LOCAL)))?;
+        }
+        for port in ports {
+            let answer = first(s, port).to(LOCAL).answer(TCP_SYN | TCP_ACK);
+            s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+        }
+    }
+    Ok(())
 }
 
 fn refreshed<W: Tables>(s: &mut Scene<W>) -> Result<()> {

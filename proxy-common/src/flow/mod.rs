@@ -147,12 +147,8 @@ fn direct<F: Family, T: FlowTables<F>>(
     let Some((stage, reply)) = lookup(tables, &scratch.key) else { return Err(Reason::NotAService) };
     scratch.flow = reply.read();
     if packet.is_tcp() {
-        let mut flags = reply.flags();
         scratch.key = scratch.flow.forward_key();
-        if let Some(forward) = tables.flow(stage, &scratch.key) {
-            flags |= forward.flags();
-        }
-        if flags & ENDED != 0 {
+        if united_flags(tables, stage, reply, &scratch.key) & ENDED != 0 {
             forget(tables, scratch);
             return Err(Reason::NotAService);
         }
@@ -304,11 +300,24 @@ fn known<F: Family, T: FlowTables<F>>(
     let confirms = !packet.is_tcp() || !packet.opens();
     if stage == Stage::Opening && flags & FLOW_ANSWERED != 0 && confirms {
         scratch.flow = entry.read();
-        establish(tables, scratch);
+        if !establish(tables, scratch) {
+            return None;
+        }
     } else if is_stale(tables, entry) {
         refresh(tables, scratch, stage, entry);
     }
     Some(entry.read().forward_rewrite())
+}
+
+/// What both sides have said; `partner` is the key of the flow's other entry.
+#[inline(always)]
+fn united_flags<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    stage: Stage,
+    entry: T::Entry,
+    partner: &FlowKey<F::Address>,
+) -> u32 {
+    entry.flags() | tables.flow(stage, partner).map_or(0, |partner| partner.flags())
 }
 
 /// May a packet that could open a flow no longer use this one?
@@ -322,11 +331,8 @@ fn ended<F: Family, T: FlowTables<F>>(
 ) -> bool {
     let flow = entry.read();
     if protocol == PROTOCOL_TCP {
-        let mut flags = flow.flags;
         scratch.key = flow.reply_key();
-        if let Some(reply) = tables.flow(stage, &scratch.key) {
-            flags |= reply.flags();
-        }
+        let flags = united_flags(tables, stage, entry, &scratch.key);
         if flags & ENDED != 0 {
             return true;
         }
@@ -338,29 +344,76 @@ fn ended<F: Family, T: FlowTables<F>>(
     tables.backend(flow.backend_id).is_none()
 }
 
-/// Copies `scratch.flow` to the established ones.
+/// Copies `scratch.flow` to the established ones. False: a key by which its answers were told has passed to another flow
+/// after the table evicted it, and the flow is removed.
 #[inline(never)]
-fn establish<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+fn establish<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
     let Scratch { key, flow } = scratch;
     flow.last_seen = tables.now();
     *key = flow.reply_key();
-    let mut full = tables.insert(Stage::Established, key, flow) == Err(InsertError::Full);
-    if !full && flow.is_masqueraded() {
+    let mut copied = copy(tables, key, flow);
+    if copied == Copied::Whole && flow.is_masqueraded() {
         *key = flow.masqueraded_reply_key();
-        full = tables.insert(Stage::Established, key, flow) == Err(InsertError::Full);
+        copied = copy(tables, key, flow);
     }
-    if !full {
+    if copied == Copied::Whole {
         *key = flow.forward_key();
-        full = tables.insert(Stage::Established, key, flow) == Err(InsertError::Full);
+        copied = copy(tables, key, flow);
     }
-    if full {
-        *key = flow.reply_key();
-        tables.remove(Stage::Established, key);
-        if flow.is_masqueraded() {
-            *key = flow.masqueraded_reply_key();
-            tables.remove(Stage::Established, key);
+    if copied == Copied::Whole {
+        return true;
+    }
+    withdraw(tables, Stage::Established, scratch);
+    if copied == Copied::Lost {
+        withdraw(tables, Stage::Opening, scratch);
+        tables.count(Reason::FlowReplaced);
+        return false;
+    }
+    tables.count(Reason::FlowsFull);
+    true
+}
+
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Copied {
+    Whole,
+    Full,
+    /// The key is another flow's.
+    Lost,
+}
+
+#[inline(always)]
+fn copy<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    key: &FlowKey<F::Address>,
+    flow: &Flow<F::Address>,
+) -> Copied {
+    if let Some((_, entry)) = lookup(tables, key)
+        && !entry.read().same_client_and_frontend(flow)
+    {
+        return Copied::Lost;
+    }
+    match tables.insert(Stage::Established, key, flow) {
+        Ok(()) | Err(InsertError::Exists) => Copied::Whole,
+        Err(InsertError::Full) => Copied::Full,
+    }
+}
+
+/// Removes the entries of `scratch.flow` from one table, but for those that are another flow's.
+#[inline(never)]
+fn withdraw<F: Family, T: FlowTables<F>>(tables: &T, stage: Stage, scratch: &mut Scratch<F::Address>) {
+    let Scratch { key, flow } = scratch;
+    for step in 0..3 {
+        *key = match step {
+            0 => flow.forward_key(),
+            1 => flow.reply_key(),
+            _ if flow.is_masqueraded() => flow.masqueraded_reply_key(),
+            _ => return,
+        };
+        if let Some(entry) = tables.flow(stage, key)
+            && entry.read().same_client_and_frontend(flow)
+        {
+            tables.remove(stage, key);
         }
-        tables.count(Reason::FlowsFull);
     }
 }
 

@@ -519,3 +519,26 @@ fn datagrams_to_a_backend_itself_take_over_where_no_alias_is_left() {
     assert_eq!(host.counted(Reason::FlowReplaced), 1);
     assert_eq!(host.entries(Stage::Opening), 0);
 }
+
+/// The table of opening flows evicts one entry of a flow, and another flow takes the key.
+#[test]
+fn a_flow_whose_answers_are_anothers_by_now_is_opened_again() {
+    let host = Host::new();
+    let datagram = |from, to| Packet { protocol: PROTOCOL_UDP, ..packet(from, to, 0) };
+    let clients = [CLIENT, (CLIENT.0, CLIENT.1 + 1)];
+    let open = |client| {
+        host.arriving(&datagram(client, FRONTEND), Origin::Workload).unwrap();
+        // Its port is taken, so it gets an alias; the dice give both flows the same.
+        host.arriving(&datagram(client, (BACKENDS[0], PORT)), Origin::Workload).unwrap().other_port
+    };
+    let evicted = open(clients[0]);
+    let answer = datagram((BACKENDS[0], PORT), (CLIENT.0, evicted));
+    assert_eq!(host.leaving(&answer).unwrap().other_port, clients[0].1);
+    host.remove(Stage::Opening, &answer.key(TUPLE_REPLY));
+    assert_eq!(open(clients[1]), evicted);
+
+    let again = host.arriving(&datagram(clients[0], (BACKENDS[0], PORT)), Origin::Workload).unwrap();
+    assert_ne!(again.other_port, evicted);
+    assert_eq!(host.leaving(&answer).unwrap().other_port, clients[1].1);
+    host.assert_whole();
+}

@@ -3,6 +3,7 @@ pub mod cli;
 pub mod config;
 pub mod controller;
 pub mod dataplane;
+pub mod events;
 pub mod log;
 pub mod mode;
 pub mod model;

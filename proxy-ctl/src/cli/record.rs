@@ -39,6 +39,8 @@ pub(super) struct Source {
     pub(super) name: String,
     pub(super) connected: bool,
     pub(super) objects: i64,
+    /// Why it is not connected.
+    pub(super) problem: Option<String>,
 }
 
 impl Record {

@@ -318,8 +318,10 @@ impl Live {
             name: kind.plural().to_owned(),
             connected: state.connected(kind),
             objects: state.objects(kind),
+            problem: state.problem(kind),
         };
-        self.state.iter().flat_map(|state| ResourceKind::ALL.map(|kind| source(state, kind))).collect()
+        let Some(state) = &self.state else { return Vec::new() };
+        state.kinds().into_iter().map(|kind| source(state, kind)).collect()
     }
 
     fn interfaces(&self, config: &Config) -> Vec<record::Interface> {

@@ -70,8 +70,12 @@ impl Settings {
 
     /// The API server's watchers, ready to run; all that can be wrong with their configuration is an error here.
     pub(super) fn kubernetes(&self, state: SourceState) -> anyhow::Result<Kubernetes> {
+        let connection = &self.config.client_connection;
         let config = kubernetes::Config {
-            kubeconfig: self.config.client_connection.kubeconfig.clone(),
+            kubeconfig: connection.kubeconfig.clone(),
+            qps: connection.qps,
+            burst: connection.burst,
+            content_type: connection.content_type.clone(),
             ..kubernetes::Config::default()
         };
         Kubernetes::new(config, Arc::clone(&self.node_name), state).map_err(|error| {

@@ -254,7 +254,11 @@ impl StatusView {
             (false, _) => line("controller", "not running; start it with `proxy-ctl run`"),
         }
         for source in self.sources.iter().flatten() {
-            let connected = if source.connected { "connected" } else { "not connected" };
+            let connected = match (&source.problem, source.connected) {
+                (_, true) => "connected".to_owned(),
+                (None, false) => "not connected".to_owned(),
+                (Some(problem), false) => format!("not connected ({problem})"),
+            };
             line("source", &format!("{}: {connected}, {} objects", source.name, source.objects));
         }
         self.tables_text(&mut text);
@@ -375,7 +379,7 @@ mod tests {
             node: "node-a".into(),
             mode: "ebpf".into(),
             reasons: vec!["ebpf was asked for".into(), "the kernel is 6.12".into()],
-            sources: vec![Source { name: "services".into(), connected: true, objects: 3 }],
+            sources: vec![Source { name: "services".into(), connected: true, objects: 3, problem: None }],
             interfaces: Vec::new(),
         };
         let mut status = StatusView::new(Some(record), true);

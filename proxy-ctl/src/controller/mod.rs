@@ -104,7 +104,11 @@ impl<D: Dataplane> Controller<D> {
                 metrics.endpoint_changes.received(count(slices.len()));
             }
             Update::ApplyService(_) | Update::DeleteService(_) => metrics.service_changes.received(1),
-            Update::ApplySlice(_) | Update::DeleteSlice(_) => metrics.endpoint_changes.received(1),
+            Update::ApplySlice(_) | Update::DeleteSlice(_) | Update::ReplaceServiceSlices(_) => {
+                metrics.endpoint_changes.received(1);
+            }
+            // Nobody waits for them, and nothing is programmed from them in mode ebpf.
+            Update::ReplaceServiceCidrs(_) | Update::ApplyServiceCidr(_) | Update::DeleteServiceCidr(_) => {}
             Update::Node(node) => {
                 let was_missing = self.listed.node && self.model.node().is_none();
                 if node.is_none() && !was_missing {

@@ -6,6 +6,7 @@ use std::{
     sync::Arc,
 };
 
+use ipnet::IpNet;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{
@@ -13,7 +14,7 @@ use super::{
     claims::{Claim, Claimant, Claims, Conflict},
     desired::{Changes, DesiredPort, ServicePortName},
     names::Names,
-    objects::{EndpointSlice, Family, Node, ObjectName, Service},
+    objects::{EndpointSlice, Family, Node, ObjectName, Service, ServiceSlices},
     resolve,
     topology::Place,
 };
@@ -29,6 +30,8 @@ pub struct Model {
     services: FxHashMap<ObjectName, Box<Known>>,
     /// The service, in the slice's namespace, of every slice.
     slices: FxHashMap<ObjectName, Arc<str>>,
+    /// By the name of their ServiceCIDR.
+    service_cidrs: BTreeMap<Arc<str>, Vec<IpNet>>,
     claims: Claims,
     names: Names,
     touched: BTreeMap<ObjectName, Families>,
@@ -74,6 +77,7 @@ impl Model {
             node: None,
             services: FxHashMap::default(),
             slices: FxHashMap::default(),
+            service_cidrs: BTreeMap::new(),
             claims: Claims::default(),
             names: Names::default(),
             touched: BTreeMap::new(),
@@ -90,6 +94,18 @@ impl Model {
             Update::ReplaceSlices(slices) => self.replace_slices(slices),
             Update::ApplySlice(slice) => self.apply_slice(slice),
             Update::DeleteSlice(name) => self.delete_slice(&name),
+            Update::ReplaceServiceSlices(ServiceSlices { service, slices }) => {
+                self.replace_service_slices(&service, slices);
+            }
+            Update::ReplaceServiceCidrs(all) => {
+                self.service_cidrs = all.into_iter().map(|one| (one.name, one.ranges)).collect();
+            }
+            Update::ApplyServiceCidr(one) => {
+                self.service_cidrs.insert(one.name, one.ranges);
+            }
+            Update::DeleteServiceCidr(name) => {
+                self.service_cidrs.remove(&name);
+            }
             Update::Node(node) => self.set_node(node),
         }
     }
@@ -181,6 +197,28 @@ impl Model {
         for slice in slices {
             self.apply_slice(slice);
         }
+    }
+
+    /// Every slice of this service that is not in `slices` is gone.
+    pub fn replace_service_slices(&mut self, service: &ObjectName, slices: Vec<EndpointSlice>) {
+        let known = self.services.get(service).map(|known| known.slices.as_slice()).unwrap_or_default();
+        let gone = known.iter().map(|slice| &slice.name);
+        let gone: Vec<_> =
+            gone.filter(|name| !slices.iter().any(|slice| slice.name == **name)).cloned().collect();
+        for name in gone {
+            self.delete_slice(&name);
+        }
+        for slice in slices {
+            self.apply_slice(slice);
+        }
+    }
+
+    /// The ranges that service addresses are allocated from, as far as the API server tells, in their order.
+    pub fn service_cidrs(&self) -> Vec<IpNet> {
+        let mut ranges: Vec<IpNet> = self.service_cidrs.values().flatten().copied().collect();
+        ranges.sort_unstable();
+        ranges.dedup();
+        ranges
     }
 
     /// Of the node, its zone matters here.

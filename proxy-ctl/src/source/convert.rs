@@ -4,6 +4,7 @@
 //! range) is left out with an [`Oddity`], and the rest of the object is served.
 
 mod address;
+mod endpoints;
 mod service;
 mod slice;
 
@@ -12,8 +13,9 @@ use std::{fmt, sync::Arc};
 use k8s_openapi::{api::core::v1, apimachinery::pkg::apis::meta::v1::ObjectMeta};
 
 use super::Oddity;
-use crate::model::objects::{Node, ObjectName, Protocol};
+use crate::model::objects::{Node, ObjectName, Protocol, ServiceCidr};
 
+pub use endpoints::endpoints;
 pub use service::service;
 pub use slice::endpoint_slice;
 
@@ -69,6 +71,17 @@ pub fn node(node: &v1::Node) -> (Node, Vec<Oddity>) {
         taints: taints.map(|taint| taint.key.as_str().into()).collect(),
     };
     (node, oddities.found)
+}
+
+/// Always served; a range that does not parse is left out.
+pub fn service_cidr(metadata: &ObjectMeta, ranges: &[String]) -> (Option<ServiceCidr>, Vec<Oddity>) {
+    let name = metadata.name.as_deref().unwrap_or_default();
+    let mut oddities = Oddities::new(format!("ServiceCIDR {name}"));
+    let ranges = ranges.iter().enumerate();
+    let ranges = ranges
+        .filter_map(|(index, range)| oddities.range(|| format!("spec.cidrs[{index}]"), range))
+        .collect();
+    (Some(ServiceCidr { name: name.into(), ranges }), oddities.found)
 }
 
 fn label<'a>(metadata: &'a ObjectMeta, label: &str) -> Option<&'a str> {

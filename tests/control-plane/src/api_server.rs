@@ -149,6 +149,17 @@ impl ApiServer {
         self.directory.join(format!("{}.kubeconfig", identity.name))
     }
 
+    /// Writes a kubeconfig for whoever has this token, named after `name`, with a token file beside it that may be
+    /// written again.
+    pub fn kubeconfig_with(&self, name: &str, token: &str) -> Result<PathBuf> {
+        let path = self.directory.join(format!("{name}.kubeconfig"));
+        let token_file = self.directory.join(format!("{name}.token"));
+        fs::write(&token_file, token).with_context(|| format!("writing {}", token_file.display()))?;
+        let text = self.kubeconfig_of(name, &token_file);
+        fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+        Ok(path)
+    }
+
     /// The file that [`Self::kubeconfig`] refers to as `tokenFile`.
     pub fn token_file(&self, identity: Identity) -> PathBuf {
         self.directory.join(format!("{}.token", identity.name))
@@ -372,9 +383,12 @@ impl ApiServer {
     }
 
     fn kubeconfig_text(&self, identity: Identity) -> String {
+        self.kubeconfig_of(identity.name, &self.token_file(identity))
+    }
+
+    fn kubeconfig_of(&self, name: &str, token_file: &Path) -> String {
         let (server, authority) = (self.url(), self.authority_file());
-        let (authority, token) = (authority.display(), self.token_file(identity));
-        let (name, token) = (identity.name, token.display());
+        let (authority, token) = (authority.display(), token_file.display());
         format!(
             "apiVersion: v1\nkind: Config\ncurrent-context: test\n\
              clusters:\n- name: test\n  cluster:\n    server: {server}\n    certificate-authority: {authority}\n\

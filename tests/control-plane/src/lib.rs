@@ -18,9 +18,11 @@
 mod api_server;
 pub mod binaries;
 mod certificates;
+mod folder;
 mod kube_proxy;
 pub mod objects;
 mod process;
 
 pub use api_server::{ADMIN, ApiServer, Identity, Options, PROXY};
+pub use folder::Folder;
 pub use kube_proxy::KubeProxy;

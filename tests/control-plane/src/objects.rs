@@ -80,6 +80,28 @@ pub async fn delete(client: &Client, object: &Value) -> Result<()> {
     send(client, "DELETE", &path(object)?, None, &Value::Null).await
 }
 
+/// A token of this ServiceAccount, bound to nothing but it: valid for an hour, and no longer than the account lives.
+pub async fn token(client: &Client, namespace: &str, account: &str) -> Result<String> {
+    let body = json!({
+        "apiVersion": "authentication.k8s.io/v1",
+        "kind": "TokenRequest",
+        "spec": {"audiences": [], "expirationSeconds": 3600},
+    });
+    let uri = format!("/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token");
+    let request = http::Request::post(&uri)
+        .header(http::header::CONTENT_TYPE, "application/json")
+        .body(serde_json::to_vec(&body)?)?;
+    let answer: Value = client.request(request).await.with_context(|| format!("POST {uri}"))?;
+    let token = answer.pointer("/status/token").and_then(Value::as_str);
+    Ok(token.context("the answer to a TokenRequest has no status.token")?.to_owned())
+}
+
+/// What the API server has at this path.
+pub async fn get(client: &Client, path: &str) -> Result<Value> {
+    let request = http::Request::get(path).body(Vec::new())?;
+    client.request(request).await.with_context(|| format!("GET {path}"))
+}
+
 /// Deletes all objects of the kind of `object` in its namespace.
 pub async fn delete_all(client: &Client, object: &Value) -> Result<()> {
     let path = path(object)?;
@@ -156,6 +178,9 @@ fn path(object: &Value) -> Result<String> {
     let (plural, namespaced) = match kind {
         "Service" => ("services", true),
         "EndpointSlice" => ("endpointslices", true),
+        "Endpoints" => ("endpoints", true),
+        "ServiceAccount" => ("serviceaccounts", true),
+        "ServiceCIDR" => ("servicecidrs", false),
         "Node" => ("nodes", false),
         "Namespace" => ("namespaces", false),
         "ClusterRole" => ("clusterroles", false),

@@ -98,7 +98,8 @@ fn endpoints(slice: &v1::EndpointSlice, family: Family, oddities: &mut Oddities)
     endpoints
 }
 
-fn unusable(address: IpAddr, family: Family) -> Option<&'static str> {
+/// Why an endpoint of a slice of this family cannot have this address.
+pub(super) fn unusable(address: IpAddr, family: Family) -> Option<&'static str> {
     if Family::of(address) != family {
         Some(match family {
             Family::Ipv4 => "must be an IPv4 address: addressType is IPv4",

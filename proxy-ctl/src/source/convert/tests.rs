@@ -4,6 +4,7 @@ use serde_json::Value;
 
 use super::Oddity;
 
+mod endpoints;
 mod node;
 mod service;
 mod slice;

@@ -1,9 +1,9 @@
 //! The HTTP client, and its renewal when the files that it was made from have changed.
 
 use std::{
-    fs, io,
+    env, fs, io,
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -16,65 +16,170 @@ use hyper_util::{
 };
 use kube::client::{Body, Client, ConfigExt};
 use tokio::sync::Notify;
-use tower::{BoxError, ServiceBuilder, filter::FilterLayer};
+use tower::{
+    BoxError, ServiceBuilder,
+    filter::{AsyncFilterLayer, FilterLayer},
+};
 
-use super::kubeconfig::{Config, ConfigError, Loaded};
+use super::{
+    failure::{Failure, Reason},
+    kubeconfig::{Config, ConfigError, Loaded},
+    outage::Outage,
+    rate_limit::RateLimit,
+};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// A dead peer is noticed after idle time + probes × interval: 30 s, as long as kube-proxy's HTTP/2 pings take.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(15);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
 const KEEPALIVE_PROBES: u32 = 3;
+/// Keepalive probes are not sent while something sent is not acknowledged: that is given up after this time.
+const UNACKNOWLEDGED: Duration = Duration::from_secs(30);
+/// For the answer to a request that is neither a list nor a watch.
+const ANSWER: Duration = Duration::from_secs(30);
 
-/// What all watchers share: one client, one set of credentials.
+/// What all watchers share: one client, one set of credentials, one rate.
 pub(super) struct Connection {
     config: Config,
+    limit: Arc<RateLimit>,
     current: Mutex<Current>,
     /// Told when a watcher that had failed gets through again: the others need not sit out their delays.
     pub(super) recovered: Notify,
+    pub(super) outage: Outage,
 }
 
+#[derive(Default)]
 struct Current {
-    client: Client,
+    /// None until it is first asked for.
+    client: Option<Client>,
     generation: u64,
     fingerprint: u64,
+    has_plugin: bool,
+}
+
+/// What has become of a client that failed.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Renewed {
+    /// It is as good as any.
+    Same,
+    /// There is another one, made from other files: try it at once.
+    New,
+    /// The credential plugin was asked again. Nobody knows whether its answer is better.
+    Asked,
 }
 
 impl Connection {
-    /// Must be called within a tokio runtime.
-    pub(super) fn new(config: Config, loaded: Loaded) -> Result<Self, kube::Error> {
-        let fingerprint = loaded.fingerprint;
-        let current = Current { client: connect(loaded)?, generation: 0, fingerprint };
-        Ok(Self { config, current: Mutex::new(current), recovered: Notify::new() })
+    pub(super) fn new(config: Config) -> Self {
+        let limit = Arc::new(RateLimit::new(config.qps, config.burst));
+        let current = Mutex::default();
+        Self { config, limit, current, recovered: Notify::new(), outage: Outage::default() }
     }
 
-    /// The client to use now, and its generation for [`Self::renew`].
-    pub(super) fn client(&self) -> (Client, u64) {
-        let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        (current.client.clone(), current.generation)
+    /// The client to use now, and its generation for [`Self::renew`]. Reads files, and runs the credential plugin
+    /// if the kubeconfig names one, when it is first called.
+    pub(super) async fn client(self: &Arc<Self>) -> Result<(Client, u64), Failure> {
+        if let Some(client) = self.ready() {
+            return Ok(client);
+        }
+        let connection = Arc::clone(self);
+        let made = tokio::task::spawn_blocking(move || {
+            let mut current = connection.lock();
+            match &current.client {
+                Some(client) => Ok((client.clone(), current.generation)),
+                None => connection.make(&mut current),
+            }
+        });
+        made.await.unwrap_or_else(|error| Err(broken(&error)))
+    }
+
+    fn ready(&self) -> Option<(Client, u64)> {
+        // Whoever holds it longer runs a plugin: that is no place to wait for on this thread.
+        let current = self.current.try_lock().ok()?;
+        current.client.clone().map(|client| (client, current.generation))
     }
 
     /// To be called when a client of this generation has failed. Reads the files again, and if they have
-    /// changed makes a new client. True if there is one that the caller has not used yet.
-    pub(super) fn renew(&self, generation: u64) -> Result<bool, ConfigError> {
-        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-        if current.generation != generation {
-            return Ok(true);
+    /// changed makes a new client; also if they have not, where a plugin's credentials were not accepted.
+    pub(super) async fn renew(self: &Arc<Self>, generation: u64, reason: Reason) -> Result<Renewed, Failure> {
+        let connection = Arc::clone(self);
+        let renewed = tokio::task::spawn_blocking(move || {
+            let mut current = connection.lock();
+            if current.generation != generation {
+                return Ok(Renewed::New);
+            }
+            let fingerprint = connection.config.load().map_err(unreadable)?.fingerprint;
+            let changed = fingerprint != current.fingerprint;
+            let ask = current.has_plugin && reason == Reason::Unauthorized;
+            if !changed && !ask {
+                return Ok(Renewed::Same);
+            }
+            connection.make(&mut current)?;
+            Ok(if changed { Renewed::New } else { Renewed::Asked })
+        });
+        // Reading files may take its time, but the other watchers must not wait for it.
+        renewed.await.unwrap_or_else(|error| Err(broken(&error)))
+    }
+
+    fn make(&self, current: &mut Current) -> Result<(Client, u64), Failure> {
+        let loaded = self.config.load().map_err(unreadable)?;
+        let (fingerprint, has_plugin) = (loaded.fingerprint, loaded.has_plugin);
+        let client = connect(loaded, &self.limit)?;
+        let generation = current.generation + 1;
+        *current = Current { client: Some(client.clone()), generation, fingerprint, has_plugin };
+        Ok((client, generation))
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Current> {
+        self.current.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends one request and returns its answer's text. Credentials that have changed are used at once.
+    pub(super) async fn ask(
+        self: &Arc<Self>,
+        request: impl Fn() -> Result<http::Request<Vec<u8>>, http::Error>,
+    ) -> Result<String, Failure> {
+        loop {
+            let (client, generation) = self.client().await?;
+            let request = request().map_err(|error| Failure::new(Reason::Malformed, error.to_string()))?;
+            let answer = tokio::time::timeout(ANSWER, client.request_text(request)).await;
+            let failure = match answer {
+                Ok(Ok(text)) => return Ok(text),
+                Ok(Err(error)) => Failure::from(error),
+                Err(_) => Failure::silence(ANSWER),
+            };
+            if !failure.reason.is_about_credentials()
+                || self.renew(generation, failure.reason).await? != Renewed::New
+            {
+                return Err(failure);
+            }
         }
-        let loaded = self.config.load()?;
-        let fingerprint = loaded.fingerprint;
-        if fingerprint == current.fingerprint {
-            return Ok(false);
-        }
-        let path = self.config.kubeconfig.clone().unwrap_or_default();
-        let client =
-            connect(loaded).map_err(|error| ConfigError::Parse { path, problem: error.to_string() })?;
-        *current = Current { client, generation: generation + 1, fingerprint };
-        Ok(true)
     }
 }
 
-fn connect(loaded: Loaded) -> Result<Client, kube::Error> {
+#[expect(clippy::needless_pass_by_value, reason = "as map_err wants it")]
+fn unreadable(error: ConfigError) -> Failure {
+    Failure::new(Reason::Credentials, error.to_string())
+}
+
+fn broken(error: &tokio::task::JoinError) -> Failure {
+    Failure::new(Reason::Credentials, format!("making a client: {error}"))
+}
+
+/// As API servers log it: first whom we stand in for, then who we are.
+pub(super) fn user_agent() -> String {
+    let architecture = match env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
+    };
+    let (system, version) = (env::consts::OS, env!("CARGO_PKG_VERSION"));
+    format!("kube-proxy/{KUBERNETES} ({system}/{architecture}) proxy-ctl/{version}")
+}
+
+/// The Kubernetes release whose kube-proxy this one behaves like.
+const KUBERNETES: &str = "v1.36.1";
+
+fn connect(loaded: Loaded, limit: &Arc<RateLimit>) -> Result<Client, kube::Error> {
     let Loaded { client: config, token_file, .. } = loaded;
     let mut tcp = HttpConnector::new();
     tcp.enforce_http(false);
@@ -83,15 +188,16 @@ fn connect(loaded: Loaded) -> Result<Client, kube::Error> {
     tcp.set_keepalive(Some(KEEPALIVE_IDLE));
     tcp.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
     tcp.set_keepalive_retries(Some(KEEPALIVE_PROBES));
+    tcp.set_tcp_user_timeout(Some(UNACKNOWLEDGED));
 
     match config.proxy_url.clone() {
         None => {
             let tls = config.rustls_https_connector_with_connector(tcp)?;
-            stack(&config, token_file, HttpClient::builder(TokioExecutor::new()).build(tls))
+            stack(&config, token_file, limit, HttpClient::builder(TokioExecutor::new()).build(tls))
         }
         Some(proxy) => {
             let tls = config.rustls_https_connector_with_connector(Tunnel::new(proxy, tcp))?;
-            stack(&config, token_file, HttpClient::builder(TokioExecutor::new()).build(tls))
+            stack(&config, token_file, limit, HttpClient::builder(TokioExecutor::new()).build(tls))
         }
     }
 }
@@ -100,11 +206,20 @@ fn connect(loaded: Loaded) -> Result<Client, kube::Error> {
 fn stack<C>(
     config: &kube::Config,
     token_file: Option<PathBuf>,
+    limit: &Arc<RateLimit>,
     http: HttpClient<C, Body>,
 ) -> Result<Client, kube::Error>
 where
     C: hyper_util::client::legacy::connect::Connect + Clone + Send + Sync + 'static,
 {
+    let limit = Arc::clone(limit);
+    let limit = AsyncFilterLayer::new(move |request: http::Request<Body>| {
+        let limit = Arc::clone(&limit);
+        async move {
+            limit.wait().await;
+            Ok::<_, BoxError>(request)
+        }
+    });
     let token = token_file.map(|path| {
         FilterLayer::new(move |mut request: http::Request<Body>| -> Result<_, BoxError> {
             let token = read_token(&path)?;
@@ -113,6 +228,7 @@ where
         })
     });
     let service = ServiceBuilder::new()
+        .layer(limit)
         .layer(config.base_uri_layer())
         .layer(config.extra_headers_layer()?)
         .option_layer(config.auth_layer()?)

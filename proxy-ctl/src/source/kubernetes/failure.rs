@@ -11,6 +11,8 @@ pub enum Reason {
     Unauthorized,
     /// RBAC does not allow it: 403.
     Forbidden,
+    /// The API server does not have this resource in this version: 404.
+    NotServed,
     /// The resource version has been compacted away: 410. A new list follows.
     Expired,
     /// 429, or a server that asks to come back later.
@@ -37,6 +39,7 @@ impl Reason {
         match self {
             Self::Unauthorized => "unauthorized",
             Self::Forbidden => "forbidden",
+            Self::NotServed => "not_served",
             Self::Expired => "expired",
             Self::Throttled => "throttled",
             Self::Refused => "refused",
@@ -48,23 +51,47 @@ impl Reason {
             Self::Credentials => "credentials",
         }
     }
+
+    /// Whether other credentials may help.
+    pub(crate) const fn is_about_credentials(self) -> bool {
+        matches!(self, Self::Unauthorized | Self::Tls | Self::Credentials)
+    }
+
+    /// Whether every request to this API server fails likewise, whatever it asks for.
+    pub(super) const fn is_about_the_server(self) -> bool {
+        match self {
+            Self::Unauthorized
+            | Self::Throttled
+            | Self::Tls
+            | Self::Unreachable
+            | Self::Disconnected
+            | Self::Timeout
+            | Self::Credentials => true,
+            Self::Forbidden | Self::NotServed | Self::Expired | Self::Refused | Self::Malformed => false,
+        }
+    }
 }
 
 /// A failed list or watch.
 #[derive(Debug)]
-pub(super) struct Failure {
-    pub(super) reason: Reason,
+pub(crate) struct Failure {
+    pub(crate) reason: Reason,
     /// For people.
-    pub(super) message: String,
+    pub(crate) message: String,
     /// What the server asked for.
-    pub(super) retry_after: Option<Duration>,
+    pub(crate) retry_after: Option<Duration>,
     /// HTTP status, where the server answered.
-    pub(super) code: Option<u16>,
+    pub(crate) code: Option<u16>,
 }
 
 impl Failure {
-    pub(super) fn new(reason: Reason, message: impl Into<String>) -> Self {
+    pub(crate) fn new(reason: Reason, message: impl Into<String>) -> Self {
         Self { reason, message: message.into(), retry_after: None, code: None }
+    }
+
+    pub(super) fn silence(limit: Duration) -> Self {
+        let seconds = limit.as_secs();
+        Self::new(Reason::Timeout, format!("nothing heard from the API server for {seconds} s"))
     }
 
     /// Whether a streaming list may have failed because it was a streaming one: 422 where the feature is
@@ -86,6 +113,7 @@ impl From<&Status> for Failure {
         let reason = match status.code {
             401 => Reason::Unauthorized,
             403 => Reason::Forbidden,
+            404 => Reason::NotServed,
             410 => Reason::Expired,
             429 => Reason::Throttled,
             // "Too large resource version": the server's history is older than ours, after a restored backup.

@@ -15,13 +15,20 @@ use kube::{
 };
 
 /// What the user said about the API server.
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Config {
     /// `--kubeconfig` or `clientConnection.kubeconfig`. Without it: the pod's service account. The
     /// variable KUBECONFIG is not consulted, as in kube-proxy.
     pub kubeconfig: Option<PathBuf>,
     /// `--master`: overrides the server's address.
     pub master: Option<String>,
+    /// `clientConnection.qps`: requests per second, watches included, once `burst` is used up. 0: 5, as in
+    /// client-go; negative: no limit.
+    pub qps: f64,
+    /// `clientConnection.burst`: requests at once. 0: 10, as in client-go.
+    pub burst: u32,
+    /// `clientConnection.contentType`. JSON is spoken whatever it says: each API server understands it.
+    pub content_type: String,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -50,6 +57,8 @@ pub(super) struct Loaded {
     pub(super) token_file: Option<PathBuf>,
     /// Changes when a file that went into `client` has other contents.
     pub(super) fingerprint: u64,
+    /// The user's credentials come from a plugin.
+    pub(super) has_plugin: bool,
 }
 
 const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
@@ -65,8 +74,9 @@ impl Config {
             loaded.client.cluster_url = server_url(master)
                 .map_err(|problem| ConfigError::Master { value: master.clone(), problem })?;
         }
-        let agent = concat!("proxy-ctl/", env!("CARGO_PKG_VERSION"));
-        loaded.client.headers.push((http::header::USER_AGENT, http::HeaderValue::from_static(agent)));
+        if let Ok(agent) = http::HeaderValue::try_from(super::connection::user_agent()) {
+            loaded.client.headers.push((http::header::USER_AGENT, agent));
+        }
         Ok(loaded)
     }
 }
@@ -163,13 +173,17 @@ fn from_kubeconfig(path: &Path) -> Result<Loaded, ConfigError> {
     {
         return Err(field(cluster_field("proxy-url"), format!("{url}: only http:// proxies can be used")));
     }
-    client.rustls_client_config().map_err(|error| {
+    let has_plugin = client.auth_info.exec.is_some();
+    // The plugin is not run for this check.
+    let mut checked = client.clone();
+    checked.auth_info.exec = None;
+    checked.rustls_client_config().map_err(|error| {
         let certificate_authority = error.to_string().contains("root certificate");
         let name =
             if certificate_authority { cluster_field(authority) } else { user_field("client-certificate") };
         field(name, error.to_string())
     })?;
-    Ok(Loaded { client, token_file, fingerprint: fingerprint.finish() })
+    Ok(Loaded { client, token_file, fingerprint: fingerprint.finish(), has_plugin })
 }
 
 /// Returns which of the two fields names the certificate authority.
@@ -232,7 +246,8 @@ fn in_cluster(
         kube::Config::try_from(single_cluster(cluster)).map_err(|error| unusable(error.to_string()))?;
     client.proxy_url = None;
     client.rustls_client_config().map_err(|error| unusable(error.to_string()))?;
-    Ok(Loaded { client, token_file: Some(token_file), fingerprint: fingerprint.finish() })
+    let fingerprint = fingerprint.finish();
+    Ok(Loaded { client, token_file: Some(token_file), fingerprint, has_plugin: false })
 }
 
 fn single_cluster(cluster: Cluster) -> Kubeconfig {

@@ -1,11 +1,16 @@
-//! Services, EndpointSlices and the own Node from an API server.
+//! Services, EndpointSlices and the own Node from an API server, and the ServiceCIDRs if it has any.
 
 mod backoff;
 mod connection;
+mod discovery;
 pub mod failure;
+mod follow;
 mod health;
 mod kubeconfig;
+mod legacy;
 mod oddities;
+mod outage;
+mod rate_limit;
 mod resource;
 mod state;
 mod watch;
@@ -17,18 +22,35 @@ use tokio::{sync::mpsc, task::JoinSet};
 
 use self::{
     connection::Connection,
-    resource::{EndpointSlices, OwnNode, SERVED, Services, Watched},
-    watch::{Selection, Watcher},
+    failure::Failure,
+    follow::Room,
+    resource::{OwnNode, SERVED, Services},
+    watch::Selection,
 };
 use super::Update;
 
 pub use kubeconfig::{Config, ConfigError};
-pub use state::{ListMethod, ResourceKind, SourceState};
+pub use state::{ListMethod, ResourceKind, SourceState, Verb};
+
+/// The API server for those who have something to tell it: same credentials, same rate as the watchers.
+#[derive(Clone)]
+pub struct Api(Arc<Connection>);
+
+impl Api {
+    /// Sends one request. A client is made when it is first needed; credentials that have changed are used at
+    /// once.
+    pub(crate) async fn ask(
+        &self,
+        request: impl Fn() -> Result<http::Request<Vec<u8>>, http::Error>,
+    ) -> Result<String, Failure> {
+        self.0.ask(request).await
+    }
+}
 
 /// The watchers, ready to run.
 pub struct Kubernetes {
-    config: Config,
-    loaded: kubeconfig::Loaded,
+    server: String,
+    connection: Arc<Connection>,
     node_name: Arc<str>,
     state: SourceState,
 }
@@ -40,51 +62,42 @@ impl Kubernetes {
         node_name: impl Into<Arc<str>>,
         state: SourceState,
     ) -> Result<Self, ConfigError> {
-        let loaded = config.load()?;
-        Ok(Self { config, loaded, node_name: node_name.into(), state })
+        let server = config.load()?.client.cluster_url.to_string();
+        tracing::debug!(
+            server,
+            contentType = config.content_type,
+            qps = config.qps,
+            burst = config.burst,
+            "the API server is spoken to in JSON"
+        );
+        let connection = Arc::new(Connection::new(config));
+        Ok(Self { server, connection, node_name: node_name.into(), state })
     }
 
     /// The API server's address.
-    pub fn server(&self) -> String {
-        self.loaded.client.cluster_url.to_string()
+    pub fn server(&self) -> &str {
+        &self.server
+    }
+
+    /// For events.
+    pub fn api(&self) -> Api {
+        Api(Arc::clone(&self.connection))
     }
 
     /// Watches until the receiver of `updates` is closed or the future is dropped. The first updates are one
     /// `Replace…` of each kind and `Update::Node`, each as soon as that list is complete. A failing API
     /// server is never an error here: it is logged, counted, and tried again.
     pub async fn run(self, updates: mpsc::Sender<Update>) -> Result<(), ConfigError> {
-        let path = self.config.kubeconfig.clone().unwrap_or_default();
-        let connection = tokio::task::spawn_blocking(move || Connection::new(self.config, self.loaded))
-            .await
-            .map_err(|error| error.to_string())
-            .and_then(|connection| connection.map_err(|error| error.to_string()))
-            .map_err(|problem| ConfigError::Parse { path, problem })?;
-        let connection = Arc::new(connection);
+        let room = Room { connection: self.connection, updates, state: self.state };
         let served = Selection { labels: Some(SERVED.to_owned()), fields: None };
         let own = Selection { labels: None, fields: Some(format!("metadata.name={}", self.node_name)) };
 
         let mut watchers = JoinSet::new();
-        let mut start = Starter { connection, updates, state: self.state, watchers: &mut watchers };
-        start.watch::<Services>(served.clone());
-        start.watch::<EndpointSlices>(served);
-        start.watch::<OwnNode>(own);
-        drop(start);
+        watchers.spawn(room.clone().watch::<Services>(served));
+        watchers.spawn(room.clone().watch::<OwnNode>(own));
+        watchers.spawn(room.clone().watch_endpoints());
+        watchers.spawn(room.watch_service_cidrs());
         while watchers.join_next().await.is_some() {}
         Ok(())
-    }
-}
-
-struct Starter<'a> {
-    connection: Arc<Connection>,
-    updates: mpsc::Sender<Update>,
-    state: SourceState,
-    watchers: &'a mut JoinSet<()>,
-}
-
-impl Starter<'_> {
-    fn watch<W: Watched>(&mut self, selection: Selection) {
-        let watcher: Watcher<W> =
-            Watcher::new(Arc::clone(&self.connection), selection, self.updates.clone(), self.state.clone());
-        self.watchers.spawn(watcher.run());
     }
 }

@@ -1,14 +1,15 @@
 //! What is watched, and how it becomes updates.
 
 use k8s_openapi::api::{
-    core::v1::{Node as KubeNode, Service as KubeService},
+    core::v1::{Endpoints as KubeEndpoints, Node as KubeNode, Service as KubeService},
     discovery::v1::EndpointSlice as KubeEndpointSlice,
+    networking::{v1::ServiceCIDR as KubeServiceCidr, v1beta1::ServiceCIDR as KubeServiceCidrV1Beta1},
 };
 use serde::de::DeserializeOwned;
 
-use super::state::ResourceKind;
+use super::{legacy, state::ResourceKind};
 use crate::{
-    model::objects::{EndpointSlice, Node, ObjectName, Service},
+    model::objects::{EndpointSlice, Node, ObjectName, Service, ServiceCidr, ServiceSlices},
     source::{Oddity, Update, convert},
 };
 
@@ -23,6 +24,8 @@ pub(super) trait Watched: Send + 'static {
     const KIND: ResourceKind;
     /// There is at most one: what repeats the last one is not sent again. A Node's heartbeats change nothing.
     const SINGLE: bool = false;
+    /// A newer API is watched instead as soon as there is one: asked again whenever the connection was lost.
+    const STOPGAP: bool = false;
     /// As errors name it.
     const NAME: &'static str;
 
@@ -80,6 +83,114 @@ impl Watched for EndpointSlices {
 
     fn delete(name: ObjectName) -> Update {
         Update::DeleteSlice(name)
+    }
+}
+
+/// discovery.k8s.io/v1beta1, where there is no v1.
+pub(super) struct EndpointSlicesV1Beta1;
+
+impl Watched for EndpointSlicesV1Beta1 {
+    type Object = legacy::EndpointSlice;
+    type Parsed = EndpointSlice;
+    const KIND: ResourceKind = ResourceKind::EndpointSlices;
+    const STOPGAP: bool = true;
+    const NAME: &'static str = "EndpointSlice";
+
+    fn convert(object: &legacy::EndpointSlice) -> (Option<EndpointSlice>, Vec<Oddity>) {
+        convert::endpoint_slice(&object.to_v1())
+    }
+
+    fn replace(all: Vec<EndpointSlice>) -> Update {
+        Update::ReplaceSlices(all)
+    }
+
+    fn apply(one: EndpointSlice) -> Update {
+        Update::ApplySlice(one)
+    }
+
+    fn delete(name: ObjectName) -> Update {
+        Update::DeleteSlice(name)
+    }
+}
+
+/// core/v1, where there are no slices: one object a Service.
+pub(super) struct LegacyEndpoints;
+
+impl Watched for LegacyEndpoints {
+    type Object = KubeEndpoints;
+    type Parsed = ServiceSlices;
+    const KIND: ResourceKind = ResourceKind::Endpoints;
+    const STOPGAP: bool = true;
+    const NAME: &'static str = "Endpoints";
+
+    fn convert(object: &KubeEndpoints) -> (Option<ServiceSlices>, Vec<Oddity>) {
+        convert::endpoints(object)
+    }
+
+    fn replace(all: Vec<ServiceSlices>) -> Update {
+        Update::ReplaceSlices(all.into_iter().flat_map(|of| of.slices).collect())
+    }
+
+    fn apply(one: ServiceSlices) -> Update {
+        Update::ReplaceServiceSlices(one)
+    }
+
+    fn delete(name: ObjectName) -> Update {
+        Update::ReplaceServiceSlices(ServiceSlices { service: name, slices: Vec::new() })
+    }
+}
+
+pub(super) struct ServiceCidrs;
+
+impl Watched for ServiceCidrs {
+    type Object = KubeServiceCidr;
+    type Parsed = ServiceCidr;
+    const KIND: ResourceKind = ResourceKind::ServiceCidrs;
+    const NAME: &'static str = "ServiceCIDR";
+
+    fn convert(object: &KubeServiceCidr) -> (Option<ServiceCidr>, Vec<Oddity>) {
+        let ranges = object.spec.as_ref().and_then(|spec| spec.cidrs.as_deref());
+        convert::service_cidr(&object.metadata, ranges.unwrap_or_default())
+    }
+
+    fn replace(all: Vec<ServiceCidr>) -> Update {
+        Update::ReplaceServiceCidrs(all)
+    }
+
+    fn apply(one: ServiceCidr) -> Update {
+        Update::ApplyServiceCidr(one)
+    }
+
+    fn delete(name: ObjectName) -> Update {
+        Update::DeleteServiceCidr(name.name)
+    }
+}
+
+/// networking.k8s.io/v1beta1, where there is no v1.
+pub(super) struct ServiceCidrsV1Beta1;
+
+impl Watched for ServiceCidrsV1Beta1 {
+    type Object = KubeServiceCidrV1Beta1;
+    type Parsed = ServiceCidr;
+    const KIND: ResourceKind = ResourceKind::ServiceCidrs;
+    const STOPGAP: bool = true;
+    const NAME: &'static str = "ServiceCIDR";
+
+    fn convert(object: &KubeServiceCidrV1Beta1) -> (Option<ServiceCidr>, Vec<Oddity>) {
+        let ranges = object.spec.as_ref().and_then(|spec| spec.cidrs.as_deref());
+        convert::service_cidr(&object.metadata, ranges.unwrap_or_default())
+    }
+
+    fn replace(all: Vec<ServiceCidr>) -> Update {
+        ServiceCidrs::replace(all)
+    }
+
+    fn apply(one: ServiceCidr) -> Update {
+        ServiceCidrs::apply(one)
+    }
+
+    fn delete(name: ObjectName) -> Update {
+        ServiceCidrs::delete(name)
     }
 }
 

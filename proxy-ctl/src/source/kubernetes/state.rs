@@ -1,8 +1,9 @@
 //! What the watchers know about themselves: counters and gauges for /metrics, /healthz and `status`.
 
 use std::{
+    collections::BTreeMap,
     fmt,
-    sync::atomic::AtomicU64,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -12,31 +13,78 @@ use prometheus_client::{
     registry::Registry,
 };
 
+use super::failure::{Failure, Reason};
+
 /// What is watched, by the plural that RBAC rules and metrics use.
-#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum ResourceKind {
     Services,
     EndpointSlices,
+    /// Instead of slices, where the API server has none.
+    Endpoints,
     Nodes,
+    /// Where the API server has them.
+    ServiceCidrs,
 }
 
 impl ResourceKind {
-    pub const ALL: [Self; 3] = [Self::Services, Self::EndpointSlices, Self::Nodes];
+    pub const ALL: [Self; 5] =
+        [Self::Services, Self::EndpointSlices, Self::Endpoints, Self::Nodes, Self::ServiceCidrs];
 
     /// As in `kubectl get …` and in a ClusterRole's `resources`.
     pub const fn plural(self) -> &'static str {
         match self {
             Self::Services => "services",
             Self::EndpointSlices => "endpointslices",
+            Self::Endpoints => "endpoints",
             Self::Nodes => "nodes",
+            Self::ServiceCidrs => "servicecidrs",
         }
     }
 
     /// As in a ClusterRole's `apiGroups`; empty for the core group.
     pub const fn group(self) -> &'static str {
         match self {
-            Self::Services | Self::Nodes => "",
+            Self::Services | Self::Endpoints | Self::Nodes => "",
             Self::EndpointSlices => "discovery.k8s.io",
+            Self::ServiceCidrs => "networking.k8s.io",
+        }
+    }
+
+    /// Whether everything else is written before it has been listed.
+    pub const fn is_optional(self) -> bool {
+        match self {
+            Self::ServiceCidrs => true,
+            Self::Services | Self::EndpointSlices | Self::Endpoints | Self::Nodes => false,
+        }
+    }
+
+    /// What it means that it cannot be watched.
+    pub(super) const fn without(self) -> &'static str {
+        match self {
+            Self::ServiceCidrs => "the ranges of service addresses are not known, everything else works",
+            Self::Services | Self::EndpointSlices | Self::Endpoints | Self::Nodes => {
+                "nothing is written before it has been listed, what is programmed stays"
+            }
+        }
+    }
+}
+
+/// What RBAC allows or denies.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub enum Verb {
+    List,
+    Watch,
+}
+
+impl Verb {
+    pub const ALL: [Self; 2] = [Self::List, Self::Watch];
+
+    /// As in a ClusterRole's `verbs`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::List => "list",
+            Self::Watch => "watch",
         }
     }
 }
@@ -56,6 +104,12 @@ struct ByResource {
 struct ByMethod {
     resource: &'static str,
     method: &'static str,
+}
+
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, EncodeLabelSet)]
+struct ByVerb {
+    resource: &'static str,
+    verb: &'static str,
 }
 
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, EncodeLabelSet)]
@@ -92,19 +146,51 @@ pub struct SourceState {
     connected: Family<ByResource, Gauge>,
     objects: Family<ByResource, Gauge>,
     last_event: Family<ByResource, Gauge<f64, AtomicU64>>,
+    denied: Family<ByVerb, Gauge>,
+    watched: Arc<Mutex<BTreeMap<ResourceKind, Watching>>>,
+}
+
+/// One kind as `status` tells it.
+#[derive(Clone, Debug, Default)]
+struct Watching {
+    problem: Option<String>,
 }
 
 impl SourceState {
     pub fn new() -> Self {
         let state = Self::default();
-        for kind in ResourceKind::ALL {
-            let labels = ByResource { resource: kind.plural() };
-            state.connected.get_or_create(&labels).set(0);
-            state.objects.get_or_create(&labels).set(0);
-            state.watches.get_or_create(&labels).inc_by(0);
-            state.odd_objects.get_or_create(&labels).inc_by(0);
+        for kind in [ResourceKind::Services, ResourceKind::EndpointSlices, ResourceKind::Nodes] {
+            state.begin(kind);
         }
         state
+    }
+
+    /// This kind is to be watched from now on.
+    pub(super) fn begin(&self, kind: ResourceKind) {
+        let labels = ByResource { resource: kind.plural() };
+        if self.watched().insert(kind, Watching::default()).is_none() {
+            self.connected.get_or_create(&labels).set(0);
+            self.objects.get_or_create(&labels).set(0);
+            self.watches.get_or_create(&labels).inc_by(0);
+            self.odd_objects.get_or_create(&labels).inc_by(0);
+        }
+    }
+
+    /// This kind is not watched any more: the API server does not have it.
+    pub(super) fn end(&self, kind: ResourceKind) {
+        let labels = ByResource { resource: kind.plural() };
+        if self.watched().remove(&kind).is_some() {
+            self.connected.remove(&labels);
+            self.objects.remove(&labels);
+            self.last_event.remove(&labels);
+            for verb in Verb::ALL {
+                self.denied.remove(&ByVerb { resource: kind.plural(), verb: verb.name() });
+            }
+        }
+    }
+
+    fn watched(&self) -> MutexGuard<'_, BTreeMap<ResourceKind, Watching>> {
+        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Registers all metrics, named `source_…`, below whatever prefix `registry` has.
@@ -119,6 +205,11 @@ impl SourceState {
             self.odd_objects.clone(),
         );
         registry.register("connected", "1 while the resource is being watched", self.connected.clone());
+        registry.register(
+            "denied",
+            "1 while RBAC does not allow this verb for the resource",
+            self.denied.clone(),
+        );
         registry.register("objects", "Objects that match the selectors", self.objects.clone());
         registry.register(
             "last_event_timestamp_seconds",
@@ -127,14 +218,34 @@ impl SourceState {
         );
     }
 
+    /// What is watched, or would be if the API server allowed it.
+    pub fn kinds(&self) -> Vec<ResourceKind> {
+        self.watched().keys().copied().collect()
+    }
+
+    /// Why the resource is not being watched now, for people.
+    pub fn problem(&self, kind: ResourceKind) -> Option<String> {
+        self.watched().get(&kind)?.problem.clone()
+    }
+
+    /// The verbs that RBAC does not allow. Without `watch` a resource is listed again and again.
+    pub fn denied(&self, kind: ResourceKind) -> Vec<Verb> {
+        let denied = |verb: &Verb| {
+            self.denied
+                .get(&ByVerb { resource: kind.plural(), verb: verb.name() })
+                .is_some_and(|gauge| gauge.get() == 1)
+        };
+        Verb::ALL.into_iter().filter(denied).collect()
+    }
+
     /// Whether the resource is being watched now.
     pub fn connected(&self, kind: ResourceKind) -> bool {
-        self.connected.get_or_create(&ByResource { resource: kind.plural() }).get() == 1
+        self.connected.get(&ByResource { resource: kind.plural() }).is_some_and(|gauge| gauge.get() == 1)
     }
 
     /// Objects that match the selectors, also those that are not served.
     pub fn objects(&self, kind: ResourceKind) -> i64 {
-        self.objects.get_or_create(&ByResource { resource: kind.plural() }).get()
+        self.objects.get(&ByResource { resource: kind.plural() }).map_or(0, |gauge| gauge.get())
     }
 
     /// Complete lists so far.
@@ -147,8 +258,8 @@ impl SourceState {
         self.watches.get_or_create(&ByResource { resource: kind.plural() }).get()
     }
 
-    /// Failures so far for one reason, such as `unauthorized`; see [`super::failure::Reason`].
-    pub fn errors(&self, kind: ResourceKind, reason: super::failure::Reason) -> u64 {
+    /// Failures so far for one reason, such as `unauthorized`; see [`Reason`].
+    pub fn errors(&self, kind: ResourceKind, reason: Reason) -> u64 {
         self.errors.get_or_create(&ByReason { resource: kind.plural(), reason: reason.name() }).get()
     }
 
@@ -172,11 +283,27 @@ impl SourceState {
         let labels = ByResource { resource: kind.plural() };
         self.connected.get_or_create(&labels).set(1);
         self.last_event.get_or_create(&labels).set(now);
+        if let Some(watching) = self.watched().get_mut(&kind) {
+            watching.problem = None;
+        }
     }
 
-    pub(super) fn failed(&self, kind: ResourceKind, reason: super::failure::Reason) {
+    pub(super) fn failed(&self, kind: ResourceKind, failure: &Failure) {
         self.connected.get_or_create(&ByResource { resource: kind.plural() }).set(0);
-        self.errors.get_or_create(&ByReason { resource: kind.plural(), reason: reason.name() }).inc();
+        let reason = failure.reason.name();
+        self.errors.get_or_create(&ByReason { resource: kind.plural(), reason }).inc();
+        if let Some(watching) = self.watched().get_mut(&kind) {
+            watching.problem = Some(failure.message.clone());
+        }
+    }
+
+    pub(super) fn set_denied(&self, kind: ResourceKind, verb: Verb, denied: bool) {
+        let labels = ByVerb { resource: kind.plural(), verb: verb.name() };
+        if denied {
+            self.denied.get_or_create(&labels).set(1);
+        } else if let Some(gauge) = self.denied.get(&labels) {
+            gauge.set(0);
+        }
     }
 
     pub(super) fn odd(&self, kind: ResourceKind, problems: usize) {
@@ -187,7 +314,7 @@ impl SourceState {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::failure::Reason, *};
+    use super::*;
 
     #[test]
     fn metrics_have_these_names_and_labels() {
@@ -197,7 +324,8 @@ mod tests {
         state.watch_started(ResourceKind::Services);
         state.listed(ResourceKind::Services, ListMethod::Streamed, 3);
         state.objects_changed(ResourceKind::Services, -1);
-        state.failed(ResourceKind::Nodes, Reason::Unreachable);
+        state.failed(ResourceKind::Nodes, &Failure::new(Reason::Unreachable, "refused"));
+        state.set_denied(ResourceKind::EndpointSlices, Verb::Watch, true);
         state.odd(ResourceKind::EndpointSlices, 2);
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
@@ -210,9 +338,38 @@ mod tests {
             "source_connected{resource=\"services\"} 1",
             "source_connected{resource=\"nodes\"} 0",
             "source_objects{resource=\"services\"} 2",
+            "source_denied{resource=\"endpointslices\",verb=\"watch\"} 1",
         ] {
             assert!(text.lines().any(|found| found == line), "no {line} in\n{text}");
         }
         assert!(text.contains("source_last_event_timestamp_seconds{resource=\"services\"} 1"), "{text}");
+    }
+    #[test]
+    fn what_the_api_server_does_not_have_is_not_told_of() {
+        let state = SourceState::new();
+        state.end(ResourceKind::EndpointSlices);
+        state.begin(ResourceKind::Endpoints);
+        assert_eq!(state.kinds(), [ResourceKind::Services, ResourceKind::Endpoints, ResourceKind::Nodes]);
+        let mut registry = Registry::default();
+        state.register(&mut registry);
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+        assert!(text.contains("source_connected{resource=\"endpoints\"} 0"), "{text}");
+        assert!(!text.contains("source_connected{resource=\"endpointslices\"}"), "{text}");
+    }
+
+    #[test]
+    fn a_problem_is_kept_until_the_server_is_heard_again() {
+        let state = SourceState::new();
+        state.failed(ResourceKind::Services, &Failure::new(Reason::Forbidden, "services is forbidden"));
+        state.set_denied(ResourceKind::Services, Verb::Watch, true);
+        assert_eq!(state.problem(ResourceKind::Services).as_deref(), Some("services is forbidden"));
+        assert_eq!(state.denied(ResourceKind::Services), [Verb::Watch]);
+        state.heard_from(ResourceKind::Services);
+        state.set_denied(ResourceKind::Services, Verb::Watch, false);
+        assert_eq!(
+            (state.problem(ResourceKind::Services), state.denied(ResourceKind::Services)),
+            (None, vec![])
+        );
     }
 }

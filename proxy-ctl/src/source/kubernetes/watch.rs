@@ -23,30 +23,50 @@ use tracing::{debug, info};
 
 use super::{
     backoff::{Backoff, random},
-    connection::Connection,
+    connection::{Connection, Renewed},
     failure::{Failure, Reason},
     health::Health,
     oddities::Oddities,
     resource::Watched,
-    state::{ListMethod, SourceState},
+    state::{ListMethod, SourceState, Verb},
     wire::{Meta, Page, RawEvent},
 };
 use crate::source::{Oddity, Update};
 
 /// Objects per page, as client-go asks for.
 const PAGE: u32 = 500;
-/// For an answer to begin, and for the next object of a list.
+/// For an answer to begin, and for the next page of a list.
 const ANSWER: Duration = Duration::from_secs(60);
+/// For the next object of a streaming list. An API server so old that it ignores the wish for one goes silent.
+const NEXT_OF_LIST: Duration = Duration::from_secs(20);
 /// How long a watch lasts before the server ends it, in seconds; spread so that nodes do not renew together.
 const WATCH_SECONDS: std::ops::Range<f64> = 240.0..360.0;
 /// A watch that is silent for this much longer is dead.
 const MARGIN: Duration = Duration::from_secs(10);
+/// So is one that has brought a bookmark, as API servers do each minute, and then nothing for this long.
+const BOOKMARKS: Duration = Duration::from_secs(180);
 /// A watch that ends sooner without having said anything is a failure, not a renewal.
 const SHORTEST_WATCH: Duration = Duration::from_secs(1);
 /// Failed streaming lists in a row, after which a paged one is tried.
 const STREAM_ATTEMPTS: u32 = 2;
 
-/// Why an attempt is over.
+/// Why a watcher has ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum End {
+    /// Nobody takes the updates any more.
+    Unwanted,
+    /// The API server may serve something better, or not this any more. It can be run again.
+    AskAgain,
+}
+
+/// What an attempt that went well has come to.
+enum Done {
+    Listed,
+    /// As watches do after some minutes.
+    WatchEnded,
+}
+
+/// Why an attempt has failed.
 enum Stop {
     Failed(Failure),
     /// Nobody takes our updates any more.
@@ -111,20 +131,24 @@ impl<W: Watched> Watcher<W> {
         }
     }
 
-    /// Ends when nobody takes the updates any more.
-    pub(super) async fn run(mut self) {
+    /// Lists and watches, whatever fails in between.
+    pub(super) async fn run(&mut self) -> End {
         loop {
-            let (client, generation) = self.connection.client();
-            let failure = match self.attempt(&client).await {
-                Ok(()) => continue,
-                Err(Stop::Unwanted) => return,
-                Err(Stop::Failed(failure)) => failure,
+            let (generation, failure) = match self.connection.client().await {
+                Ok((client, generation)) => match self.attempt(&client).await {
+                    Ok(Done::WatchEnded) if W::STOPGAP => return End::AskAgain,
+                    Ok(Done::Listed | Done::WatchEnded) => continue,
+                    Err(Stop::Unwanted) => return End::Unwanted,
+                    Err(Stop::Failed(failure)) => (Some(generation), failure),
+                },
+                Err(failure) => (None, failure),
             };
-            self.state.failed(W::KIND, failure.reason);
+            self.state.failed(W::KIND, &failure);
+            let first = self.backoff.failures() == 0;
             if failure.reason == Reason::Expired {
                 info!(resource = %W::KIND, "{failure}; listing again");
                 self.position = None;
-                if self.backoff.failures() == 0 {
+                if first {
                     // The first in a row is the usual course of things, and every change waits for it.
                     let _ = self.backoff.next(0.0);
                     continue;
@@ -134,61 +158,91 @@ impl<W: Watched> Watcher<W> {
             if let Some(wanted) = failure.retry_after {
                 delay = delay.max(wanted);
             }
-            match self.renew(generation).await {
-                Ok(false) => self.health.bad(&failure, delay),
-                Ok(true) => {
+            if failure.reason == Reason::NotServed && first {
+                info!(resource = %W::KIND, "{failure}; asking the API server what it serves");
+                self.position = None;
+                return End::AskAgain;
+            }
+            match self.renew(generation, failure.reason).await {
+                Ok(Renewed::New) => {
                     debug!(resource = %W::KIND, "{failure}; trying again with the credentials found now");
                     continue;
                 }
+                Ok(Renewed::Same | Renewed::Asked) => self.bad(&failure, delay),
                 Err(error) => {
                     let message = format!("{failure}; and the credentials cannot be read again: {error}");
-                    self.health.bad(&Failure::new(Reason::Credentials, message), delay);
+                    self.bad(&Failure::new(Reason::Credentials, message), delay);
                 }
             }
             tokio::select! {
                 () = sleep(delay) => {}
                 // Another watcher gets through again: what went wrong before says nothing any more.
                 () = self.connection.recovered.notified() => self.backoff.reset(),
-                () = self.updates.closed() => return,
+                () = self.updates.closed() => return End::Unwanted,
+            }
+            if W::STOPGAP || failure.reason == Reason::NotServed {
+                return End::AskAgain;
             }
         }
     }
 
-    /// Reads files and may run nothing else, but a slow disk must not hold up the other watchers.
-    async fn renew(&self, generation: u64) -> Result<bool, super::ConfigError> {
-        let connection = Arc::clone(&self.connection);
-        tokio::task::spawn_blocking(move || connection.renew(generation)).await.unwrap_or(Ok(false))
+    async fn renew(&self, generation: Option<u64>, reason: Reason) -> Result<Renewed, Failure> {
+        match generation {
+            Some(generation) => self.connection.renew(generation, reason).await,
+            // There is no client yet: it will be made from what the files say then.
+            None => Ok(Renewed::Same),
+        }
+    }
+
+    fn bad(&mut self, failure: &Failure, delay: Duration) {
+        let denied = self.state.denied(W::KIND);
+        self.health.bad(&self.connection.outage, failure, &denied, delay);
     }
 
     /// Lists if need be and watches until the server ends the watch.
-    async fn attempt(&mut self, client: &Client) -> Result<(), Stop> {
+    async fn attempt(&mut self, client: &Client) -> Result<Done, Stop> {
         let Some(version) = self.position.clone() else {
-            if self.failed_streams < STREAM_ATTEMPTS {
+            // Servers that have only what is watched in better's stead do not know streaming lists.
+            if !W::STOPGAP && self.failed_streams < STREAM_ATTEMPTS {
                 match self.stream(client).await {
                     Err(Stop::Failed(failure)) if failure.refuses_streaming() && self.position.is_none() => {
                         if !std::mem::replace(&mut self.refusal_told, true) {
                             info!(resource = %W::KIND, "the API server refuses streaming lists, using pages: {failure}");
                         }
                     }
+                    // Whoever may not watch may still list, and knows what there is.
+                    Err(Stop::Failed(failure))
+                        if failure.reason == Reason::Forbidden && self.position.is_none() => {}
                     other => return other,
                 }
             }
             return self.list(client).await;
         };
-        let events = self.open(client, false, &version).await?;
+        let events = match self.open(client, false, &version).await {
+            Err(Stop::Failed(failure)) if failure.reason == Reason::Forbidden => {
+                // What happens meanwhile is seen by listing again.
+                self.position = None;
+                return Err(failure.into());
+            }
+            other => other?,
+        };
         self.follow(pin!(events), Instant::now()).await
     }
 
     /// A list and the watch after it in one answer.
-    async fn stream(&mut self, client: &Client) -> Result<(), Stop> {
+    async fn stream(&mut self, client: &Client) -> Result<Done, Stop> {
         // No version: the list is at least as new as this request.
         let events = self.open(client, true, "").await?;
         self.failed_streams += 1;
         let mut events = pin!(events);
         let mut listing = Listing::<W>::default();
         loop {
-            match next(&mut events, ANSWER)
-                .await?
+            let event = next(&mut events, NEXT_OF_LIST).await.inspect_err(|failure| {
+                if failure.reason == Reason::Timeout {
+                    self.failed_streams = STREAM_ATTEMPTS;
+                }
+            })?;
+            match event
                 .ok_or_else(|| Failure::new(Reason::Disconnected, "the list ended before it was complete"))?
             {
                 WatchEvent::Added(object) | WatchEvent::Modified(object) => {
@@ -215,7 +269,7 @@ impl<W: Watched> Watcher<W> {
     }
 
     /// A list page by page; the watch is the next attempt.
-    async fn list(&mut self, client: &Client) -> Result<(), Stop> {
+    async fn list(&mut self, client: &Client) -> Result<Done, Stop> {
         let request = Request::new(W::Object::url_path(&(), None));
         let mut listing = Listing::<W>::default();
         let mut params = ListParams {
@@ -227,8 +281,10 @@ impl<W: Watched> Watcher<W> {
         loop {
             // No version: as new as this request, from the first page to the last.
             let page_request = request.list(&params).map_err(kube::Error::BuildRequest)?;
-            let text =
-                timeout(ANSWER, client.request_text(page_request)).await.map_err(|_| silence(ANSWER))?;
+            let text = timeout(ANSWER, client.request_text(page_request))
+                .await
+                .map_err(|_| Failure::silence(ANSWER))?
+                .inspect_err(|error| self.answered(Verb::List, error));
             let text = match text {
                 // The pages took longer than the server keeps versions: all at once is slower for the
                 // server, but comes to an end.
@@ -248,7 +304,8 @@ impl<W: Watched> Watcher<W> {
             params.continue_token = page.metadata.continue_token.filter(|token| !token.is_empty());
             if params.continue_token.is_none() {
                 let version = page.metadata.resource_version.unwrap_or_default();
-                return self.replace(listing, version, ListMethod::Paged).await;
+                self.replace(listing, version, ListMethod::Paged).await?;
+                return Ok(Done::Listed);
             }
         }
     }
@@ -273,7 +330,11 @@ impl<W: Watched> Watcher<W> {
             .map_err(kube::Error::BuildRequest)?;
         let events = timeout(ANSWER, client.request_events::<Box<RawValue>>(request))
             .await
-            .map_err(|_| silence(ANSWER))??;
+            .map_err(|_| Failure::silence(ANSWER))?
+            .inspect_err(|error| self.answered(Verb::Watch, error))?;
+        for verb in [Some(Verb::Watch), with_list.then_some(Verb::List)].into_iter().flatten() {
+            self.state.set_denied(W::KIND, verb, false);
+        }
         self.state.watch_started(W::KIND);
         Ok(events)
     }
@@ -283,9 +344,9 @@ impl<W: Watched> Watcher<W> {
         &mut self,
         mut events: impl Stream<Item = Result<RawEvent, kube::Error>> + Unpin,
         started: Instant,
-    ) -> Result<(), Stop> {
+    ) -> Result<Done, Stop> {
         self.good();
-        let longest = Duration::from_secs_f64(WATCH_SECONDS.end) + MARGIN;
+        let mut longest = Duration::from_secs_f64(WATCH_SECONDS.end) + MARGIN;
         let mut heard = false;
         loop {
             let event = tokio::select! {
@@ -298,7 +359,7 @@ impl<W: Watched> Watcher<W> {
                         Failure::new(Reason::Disconnected, "the watch ended as soon as it began").into()
                     );
                 }
-                return Ok(());
+                return Ok(Done::WatchEnded);
             };
             self.state.heard_from(W::KIND);
             heard = true;
@@ -306,7 +367,10 @@ impl<W: Watched> Watcher<W> {
                 WatchEvent::Added(object) => self.changed(&object, 1).await?,
                 WatchEvent::Modified(object) => self.changed(&object, 0).await?,
                 WatchEvent::Deleted(object) => self.deleted(&object).await?,
-                WatchEvent::Bookmark(bookmark) => self.reached(bookmark.metadata.resource_version),
+                WatchEvent::Bookmark(bookmark) => {
+                    self.reached(bookmark.metadata.resource_version);
+                    longest = longest.min(BOOKMARKS);
+                }
                 WatchEvent::Error(status) => {
                     let failure = Failure::from(&*status);
                     // The server cannot go on from here for a reason of its own: start from a list.
@@ -322,8 +386,15 @@ impl<W: Watched> Watcher<W> {
     fn good(&mut self) {
         self.backoff.reset();
         self.state.heard_from(W::KIND);
-        if self.health.good() {
+        if self.health.good(&self.connection.outage) {
             self.connection.recovered.notify_waiters();
+        }
+    }
+
+    /// Notes whether RBAC has denied it.
+    fn answered(&self, verb: Verb, error: &kube::Error) {
+        if matches!(error, kube::Error::Api(status) if status.code == 403) {
+            self.state.set_denied(W::KIND, verb, true);
         }
     }
 
@@ -351,13 +422,13 @@ impl<W: Watched> Watcher<W> {
         }
         debug!(resource = %W::KIND, objects = listing.objects, method = method.name(), "listed");
         self.state.listed(W::KIND, method, listing.objects);
+        self.state.set_denied(W::KIND, Verb::List, false);
         if W::SINGLE {
             self.last = listing.parsed.last().cloned();
         }
         self.send(W::replace(listing.parsed)).await?;
         self.position = Some(version);
         self.failed_streams = 0;
-        self.good();
         Ok(())
     }
 
@@ -424,12 +495,8 @@ async fn next(
 ) -> Result<Option<RawEvent>, Failure> {
     match timeout(limit, events.next()).await {
         Ok(event) => Ok(event.transpose()?),
-        Err(_) => Err(silence(limit)),
+        Err(_) => Err(Failure::silence(limit)),
     }
-}
-
-fn silence(limit: Duration) -> Failure {
-    Failure::new(Reason::Timeout, format!("nothing heard from the API server for {} s", limit.as_secs()))
 }
 
 /// A list that is not complete yet: parsed objects only, the rest of each is already dropped.

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use control_plane::Identity;
 use proxy_ctl::{
     model::{Model, Update},
-    source::kubernetes::{Config, Kubernetes, SourceState},
+    source::kubernetes::{Api, Config, Kubernetes, SourceState},
 };
 use tokio::{
     sync::mpsc,
@@ -33,6 +33,7 @@ pub(crate) struct Follower {
     updates: mpsc::Receiver<Update>,
     pub(crate) model: Model,
     pub(crate) state: SourceState,
+    pub(crate) api: Api,
     /// Everything received, in order.
     pub(crate) log: Vec<Update>,
     namespace: String,
@@ -49,10 +50,12 @@ impl Follower {
         Self::start_with(world, &kubeconfig_at(world, identity, relay)?)
     }
 
-    fn start_with(world: &World, kubeconfig: &Path) -> Result<Self> {
-        let config = Config { kubeconfig: Some(kubeconfig.to_owned()), master: None };
+    /// Follows with this kubeconfig; waits for nothing.
+    pub(crate) fn start_with(world: &World, kubeconfig: &Path) -> Result<Self> {
+        let config = Config { kubeconfig: Some(kubeconfig.to_owned()), ..Config::default() };
         let state = SourceState::new();
         let source = Kubernetes::new(config, NODE, state.clone()).context("configuring the source")?;
+        let api = source.api();
         let (sender, updates) = mpsc::channel(64);
         let source = world.spawn(async move {
             if let Err(error) = source.run(sender).await {
@@ -64,6 +67,7 @@ impl Follower {
             updates,
             model: Model::new(NODE),
             state,
+            api,
             log: Vec::new(),
             namespace: world.namespace().to_owned(),
         })
@@ -154,11 +158,15 @@ impl Drop for Follower {
 }
 
 /// A copy of the identity's kubeconfig with another address of the server.
-pub(crate) fn kubeconfig_at(world: &World, identity: Identity, server: SocketAddr) -> Result<PathBuf> {
-    let original = world.server.kubeconfig(identity);
-    let text = fs::read_to_string(&original).context("reading the kubeconfig")?;
+fn kubeconfig_at(world: &World, identity: Identity, server: SocketAddr) -> Result<PathBuf> {
+    copy_at(world, &world.server.kubeconfig(identity), server)
+}
+
+/// A copy of this kubeconfig with another address of the server.
+pub(crate) fn copy_at(world: &World, original: &Path, server: SocketAddr) -> Result<PathBuf> {
+    let text = fs::read_to_string(original).context("reading the kubeconfig")?;
     let text = text.replace(&world.server.url(), &format!("https://{server}"));
-    let copy = world.directory.path().join(format!("{}-{}.kubeconfig", identity.name, server.port()));
+    let copy = original.with_extension(format!("{}.kubeconfig", server.port()));
     fs::write(&copy, text).context("writing a kubeconfig")?;
     Ok(copy)
 }

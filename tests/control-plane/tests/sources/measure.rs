@@ -41,7 +41,7 @@ pub(crate) fn list_once(kubeconfig: &str) -> Result<()> {
     let before = peak_memory()?;
     let start = Instant::now();
     let state = SourceState::new();
-    let config = Config { kubeconfig: Some(kubeconfig.into()), master: None };
+    let config = Config { kubeconfig: Some(kubeconfig.into()), ..Config::default() };
     let source = Kubernetes::new(config, NODE, state.clone())?;
     let mut model = Model::new(NODE);
     let mut listed = Duration::ZERO;

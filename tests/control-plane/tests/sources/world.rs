@@ -1,10 +1,9 @@
 //! What the scenarios share: the API server, a client of it, a runtime.
 
 use anyhow::{Context, Result};
-use control_plane::{ApiServer, Identity, Options, objects};
+use control_plane::{ApiServer, Folder, Identity, Options, objects};
 use kube::Client;
 use serde_json::Value;
-use tempfile::TempDir;
 use tokio::{runtime::Runtime, task::JoinHandle};
 
 /// RBAC grants it what a scenario grants it.
@@ -14,7 +13,7 @@ pub(crate) struct World {
     // Dropped in this order: what talks to the server before the server, its files last.
     runtime: Runtime,
     pub(crate) server: ApiServer,
-    pub(crate) directory: TempDir,
+    pub(crate) directory: Folder,
     client: Client,
     namespace: String,
     notes: Vec<String>,
@@ -22,7 +21,7 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) fn start() -> Result<Self> {
-        let directory = TempDir::with_prefix("control-plane-").context("making a folder")?;
+        let directory = Folder::create()?;
         let options = Options { identities: vec![LIMITED], ..Options::default() };
         let server = ApiServer::start_with(directory.path(), options)?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -88,6 +87,11 @@ impl World {
 
     pub(crate) fn delete(&self, object: &Value) -> Result<()> {
         self.block_on(objects::delete(&self.client, object))
+    }
+
+    /// What the API server has at this path.
+    pub(crate) fn get(&self, path: &str) -> Result<Value> {
+        self.block_on(objects::get(&self.client, path))
     }
 
     /// A measurement to be printed at the end.

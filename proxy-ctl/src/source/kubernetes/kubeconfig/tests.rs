@@ -19,7 +19,7 @@ fn load(text: &str) -> Result<Loaded, String> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("kubeconfig");
     fs::write(&path, text).unwrap();
-    let config = Config { kubeconfig: Some(path), master: None };
+    let config = Config { kubeconfig: Some(path), ..Config::default() };
     config.load().map_err(|error| {
         error.to_string().replace("kubeconfig ", "").replace(&folder.path().display().to_string(), "")
     })
@@ -98,7 +98,7 @@ fn a_mistake_is_named_by_file_and_field(#[case] right: &str, #[case] wrong: &str
 
 #[test]
 fn a_missing_file_is_named() {
-    let config = Config { kubeconfig: Some("/nonexistent/kubeconfig".into()), master: None };
+    let config = Config { kubeconfig: Some("/nonexistent/kubeconfig".into()), ..Config::default() };
     let error = config.load().unwrap_err().to_string();
     assert!(error.starts_with("kubeconfig /nonexistent/kubeconfig: cannot be read: No such file"), "{error}");
 }
@@ -108,7 +108,11 @@ fn master_overrides_the_server_and_must_be_a_url() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("kubeconfig");
     fs::write(&path, GOOD).unwrap();
-    let with = |master: &str| Config { kubeconfig: Some(path.clone()), master: Some(master.into()) };
+    let with = |master: &str| Config {
+        kubeconfig: Some(path.clone()),
+        master: Some(master.into()),
+        ..Config::default()
+    };
     assert_eq!(
         with("http://[2001:db8::1]:8080").load().unwrap().client.cluster_url,
         "http://[2001:db8::1]:8080/"
@@ -123,13 +127,32 @@ fn a_token_file_is_read_without_the_white_space_around_it() {
     fs::write(folder.path().join("token"), " secret\n").unwrap();
     let path = folder.path().join("kubeconfig");
     fs::write(&path, GOOD.replace("token: secret", "tokenFile: token")).unwrap();
-    let loaded = Config { kubeconfig: Some(path), master: None }.load().unwrap();
+    let loaded = Config { kubeconfig: Some(path), ..Config::default() }.load().unwrap();
     let file = loaded.token_file.unwrap();
     assert_eq!(file, folder.path().join("token"));
     assert_eq!(super::super::connection::read_token(&file).unwrap(), "Bearer secret");
     fs::write(&file, "\n").unwrap();
     let error = super::super::connection::read_token(&file).unwrap_err().to_string();
     assert!(error.ends_with("is empty"), "{error}");
+}
+
+#[test]
+fn a_plugin_is_noticed_and_not_run() {
+    let plugin = "exec: {apiVersion: client.authentication.k8s.io/v1, command: /nonexistent/plugin}";
+    let loaded = load(&GOOD.replace("token: secret", plugin)).unwrap();
+    assert!(loaded.has_plugin);
+    assert!(!load(GOOD).unwrap().has_plugin);
+}
+
+#[test]
+fn who_asks_is_named() {
+    let loaded = load(GOOD).unwrap();
+    let agents: Vec<_> =
+        loaded.client.headers.iter().filter(|(name, _)| *name == http::header::USER_AGENT).collect();
+    let [(_, agent)] = agents.as_slice() else { panic!("{agents:?}") };
+    let agent = agent.to_str().unwrap();
+    assert!(agent.starts_with("kube-proxy/v1.") && agent.contains(" (linux/"), "{agent}");
+    assert!(agent.ends_with(concat!(") proxy-ctl/", env!("CARGO_PKG_VERSION"))), "{agent}");
 }
 
 #[test]

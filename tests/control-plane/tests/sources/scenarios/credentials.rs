@@ -63,7 +63,7 @@ pub(super) fn a_new_token_in_the_file_is_used(world: &mut World) -> Result<()> {
     world.server.restart()?;
     world.create(&world.service("after"))?;
     follower.wait(world, "the old token being refused", |follower| {
-        ResourceKind::ALL.into_iter().all(|kind| follower.state.errors(kind, Reason::Unauthorized) > 0)
+        follower.state.kinds().into_iter().all(|kind| follower.state.errors(kind, Reason::Unauthorized) > 0)
     })?;
     ensure!(follower.served().len() == 1, "nothing can have come, nothing may have gone");
     world.server.publish_token(PROXY)?;
@@ -80,7 +80,7 @@ pub(super) fn a_new_ca_in_the_file_is_trusted(world: &mut World) -> Result<()> {
     world.renew_client()?;
     world.create(&world.service("after"))?;
     follower.wait(world, "the new certificate being refused", |follower| {
-        ResourceKind::ALL.into_iter().all(|kind| follower.state.errors(kind, Reason::Tls) > 0)
+        follower.state.kinds().into_iter().all(|kind| follower.state.errors(kind, Reason::Tls) > 0)
     })?;
     ensure!(follower.served().len() == 1, "nothing can have come, nothing may have gone");
     world.server.publish_authority()?;

@@ -28,14 +28,14 @@ pub(super) fn a_broken_connection_goes_on_where_it_was(world: &mut World) -> Res
 
     relay.cut();
     follower.wait(world, "all watches to fail", |follower| {
-        ResourceKind::ALL.into_iter().all(|kind| !follower.state.connected(kind))
+        follower.state.kinds().into_iter().all(|kind| !follower.state.connected(kind))
     })?;
     world.delete(&drop)?;
     world.create(&world.service("new"))?;
     world.create(&world.slice("keep-1", "keep", &[1]))?;
     relay.mend();
     follower.wait_served(world, &[("keep:main", &["10.0.0.1:8080"]), ("new:main", &[])])?;
-    for kind in ResourceKind::ALL {
+    for kind in follower.state.kinds() {
         ensure!(lists(&follower, kind) == 1, "{kind} were listed {} times", lists(&follower, kind));
     }
     Ok(())
@@ -55,7 +55,7 @@ pub(super) fn what_happened_before_a_compaction_is_seen_in_one_replace(world: &m
 
     relay.cut();
     follower.wait(world, "all watches to fail", |follower| {
-        ResourceKind::ALL.into_iter().all(|kind| !follower.state.connected(kind))
+        follower.state.kinds().into_iter().all(|kind| !follower.state.connected(kind))
     })?;
     world.delete(&gone)?;
     world.delete(&world.slice("gone-1", "gone", &[]))?;
@@ -124,7 +124,7 @@ pub(super) fn refused_streaming_lists_become_pages(world: &mut World) -> Result<
 
     let mut follower = Follower::listed(world, PROXY)?;
     ensure!(follower.served().len() == 1_100, "{} services are served", follower.served().len());
-    for kind in ResourceKind::ALL {
+    for kind in follower.state.kinds() {
         let streamed = follower.state.lists(kind, ListMethod::Streamed);
         let paged = follower.state.lists(kind, ListMethod::Paged);
         ensure!((streamed, paged) == (0, 1), "{kind}: {streamed} streamed lists, {paged} in pages");

@@ -1,0 +1,88 @@
+//! core/v1 Endpoints, where an API server has no EndpointSlices.
+
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1;
+
+use super::{Oddities, Oddity, is_foreign, name, slice};
+use crate::model::objects::{Endpoint, EndpointPort, EndpointSlice, Family, ObjectName, ServiceSlices};
+
+/// A slice for each subset and family. None: not to be used by this proxy (headless, another proxy's).
+pub fn endpoints(object: &v1::Endpoints) -> (Option<ServiceSlices>, Vec<Oddity>) {
+    let service = name(&object.metadata);
+    let mut oddities = Oddities::new(format!("Endpoints {service}"));
+    if is_foreign(&object.metadata) {
+        return (None, Vec::new());
+    }
+    let mut slices = Vec::new();
+    for (index, subset) in object.subsets.iter().flatten().enumerate() {
+        let ports = ports(subset, index, &mut oddities);
+        let endpoints = addresses(subset, index, &mut oddities);
+        for family in Family::ALL {
+            let endpoints: Vec<Endpoint> =
+                endpoints.iter().filter(|endpoint| Family::of(endpoint.address) == family).cloned().collect();
+            if !endpoints.is_empty() {
+                slices.push(EndpointSlice {
+                    name: slice_name(&service, index, family),
+                    service: Arc::clone(&service.name),
+                    family,
+                    ports: ports.clone(),
+                    endpoints,
+                });
+            }
+        }
+    }
+    (Some(ServiceSlices { service, slices }), oddities.found)
+}
+
+/// No object's name has a slash, so this is nobody else's.
+fn slice_name(service: &ObjectName, subset: usize, family: Family) -> ObjectName {
+    let family = match family {
+        Family::Ipv4 => "IPv4",
+        Family::Ipv6 => "IPv6",
+    };
+    ObjectName::new(Arc::clone(&service.namespace), format!("{}/{subset}/{family}", service.name))
+}
+
+fn ports(subset: &v1::EndpointSubset, index: usize, oddities: &mut Oddities) -> Vec<EndpointPort> {
+    let mut ports: Vec<EndpointPort> = Vec::new();
+    for (port_index, port) in subset.ports.iter().flatten().enumerate() {
+        let field = |name: &str| format!("subsets[{index}].ports[{port_index}]{name}");
+        let number = oddities.port(|| field(".port"), port.port);
+        let protocol = oddities.protocol(|| field(".protocol"), port.protocol.as_deref());
+        let (Some(number), Some(protocol)) = (number, protocol) else { continue };
+        let name = port.name.as_deref().unwrap_or_default();
+        let port = EndpointPort { name: name.into(), protocol, port: number };
+        if ports.contains(&port) {
+            oddities.add(field(""), "is the same port a second time");
+        } else {
+            ports.push(port);
+        }
+    }
+    ports
+}
+
+/// Endpoints know neither terminating ones nor hints.
+fn addresses(subset: &v1::EndpointSubset, index: usize, oddities: &mut Oddities) -> Vec<Endpoint> {
+    let mut endpoints: Vec<Endpoint> = Vec::new();
+    let ready = ("addresses", true, &subset.addresses);
+    let not_ready = ("notReadyAddresses", false, &subset.not_ready_addresses);
+    for (list, ready, addresses) in [ready, not_ready] {
+        for (number, endpoint) in addresses.iter().flatten().enumerate() {
+            let field = || format!("subsets[{index}].{list}[{number}].ip");
+            let Some(address) = oddities.address(field, &endpoint.ip) else { continue };
+            if let Some(problem) = slice::unusable(address, Family::of(address)) {
+                oddities.add(field(), format_args!("found {:?}, {problem}", endpoint.ip));
+                continue;
+            }
+            let previous = endpoints.last().and_then(|previous| previous.node.as_ref());
+            let node = endpoint.node_name.as_deref().map(|node| match previous {
+                Some(same) if **same == *node => Arc::clone(same),
+                _ => Arc::from(node),
+            });
+            let serving = ready;
+            endpoints.push(Endpoint { address, ready, serving, terminating: false, node, hints: None });
+        }
+    }
+    endpoints
+}

@@ -1,0 +1,99 @@
+//! What the API server serves: older ones lack EndpointSlices, or have them in an older version, and lack
+//! ServiceCIDRs.
+
+use std::sync::Arc;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::APIResourceList;
+use tracing::debug;
+
+use super::{
+    connection::Connection,
+    failure::{Failure, Reason},
+};
+
+/// Where endpoints come from, best first.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum EndpointsApi {
+    /// discovery.k8s.io/v1, Kubernetes 1.21 and newer.
+    SlicesV1,
+    /// discovery.k8s.io/v1beta1, 1.17 to 1.24.
+    SlicesV1Beta1,
+    /// Endpoints of core/v1, always there.
+    Endpoints,
+}
+
+/// Where the ranges of service addresses come from.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum ServiceCidrApi {
+    /// networking.k8s.io/v1, Kubernetes 1.33 and newer.
+    V1,
+    /// networking.k8s.io/v1beta1, where it is switched on.
+    V1Beta1,
+    /// They are only known to the API server itself.
+    Nowhere,
+}
+
+/// An API that a room asks for, and how.
+pub(super) trait Choice: Copy + Eq + std::fmt::Debug + Send + Sync + 'static {
+    fn ask(connection: &Arc<Connection>) -> impl Future<Output = Result<Self, Failure>> + Send;
+}
+
+impl Choice for EndpointsApi {
+    async fn ask(connection: &Arc<Connection>) -> Result<Self, Failure> {
+        Ok(if serves(connection, "discovery.k8s.io/v1", "endpointslices").await? {
+            Self::SlicesV1
+        } else if serves(connection, "discovery.k8s.io/v1beta1", "endpointslices").await? {
+            Self::SlicesV1Beta1
+        } else {
+            Self::Endpoints
+        })
+    }
+}
+
+impl Choice for ServiceCidrApi {
+    async fn ask(connection: &Arc<Connection>) -> Result<Self, Failure> {
+        Ok(if serves(connection, "networking.k8s.io/v1", "servicecidrs").await? {
+            Self::V1
+        } else if serves(connection, "networking.k8s.io/v1beta1", "servicecidrs").await? {
+            Self::V1Beta1
+        } else {
+            Self::Nowhere
+        })
+    }
+}
+
+/// Whether the group and version has this resource. Who may not ask is told yes: then the list says.
+async fn serves(connection: &Arc<Connection>, version: &str, resource: &str) -> Result<bool, Failure> {
+    let request = || http::Request::get(format!("/apis/{version}")).body(Vec::new());
+    match connection.ask(request).await {
+        Ok(text) => has(&text, resource),
+        Err(failure) if failure.reason == Reason::NotServed => Ok(false),
+        Err(failure) if failure.reason == Reason::Forbidden => {
+            debug!("asking for what {version} has is not allowed, trying {resource}: {failure}");
+            Ok(true)
+        }
+        Err(failure) => Err(failure),
+    }
+}
+
+fn has(text: &str, resource: &str) -> Result<bool, Failure> {
+    let list: APIResourceList = serde_json::from_str(text)
+        .map_err(|error| Failure::new(Reason::Malformed, format!("list of resources: {error}")))?;
+    Ok(list.resources.iter().any(|served| served.name == resource))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As kube-apiserver 1.19 answers for discovery.k8s.io/v1beta1.
+    const RECORDED: &str = r#"{"kind":"APIResourceList","apiVersion":"v1","groupVersion":"discovery.k8s.io/v1beta1","resources":[{"name":"endpointslices","singularName":"","namespaced":true,"kind":"EndpointSlice","verbs":["create","delete","deletecollection","get","list","patch","update","watch"],"storageVersionHash":"Nx3SIv6I0mE="}]}"#;
+
+    #[test]
+    fn a_resource_is_served_if_it_is_listed() {
+        assert!(has(RECORDED, "endpointslices").unwrap());
+        assert!(!has(RECORDED, "servicecidrs").unwrap());
+        assert_eq!(has("{}", "servicecidrs").ok(), Some(false));
+        assert_eq!(has("<html>", "servicecidrs").unwrap_err().reason, Reason::Malformed);
+    }
+}

@@ -47,6 +47,7 @@ pub(crate) fn slice(number: u32, endpoints: u32) -> EndpointSlice {
         family: Family::Ipv4,
         ports: vec![EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port: 8080 }],
         endpoints: (number * endpoints..(number + 1) * endpoints).map(endpoint).collect(),
+        triggered: None,
     }
 }
 

@@ -25,7 +25,7 @@ use crate::{
     mode::{self, Choice, Request},
     model::Update,
     node,
-    serve::{self, Health, Metrics, SharedHealth},
+    serve::{self, Health, Metrics, Pages, SharedHealth},
     source::{
         kubernetes::{Kubernetes, ResourceKind, SourceState},
         manifests::Manifests,
@@ -103,7 +103,7 @@ impl Source {
             }
             Self::Manifests(manifests) => {
                 let odd = move |oddity: crate::source::Oddity| {
-                    metrics.odd_objects.inc();
+                    metrics.odd_objects.found(oddity.resource(), 1);
                     tracing::warn!(object = oddity.object, field = oddity.field, "{}", oddity.problem);
                 };
                 manifests.run(updates, odd, stop).await?;
@@ -133,11 +133,12 @@ impl Process {
         let (hosts_in, hosts) = watch::channel(None);
         let (asks_in, asks) = mpsc::channel(16);
         let health = Arc::new(SharedHealth::new(Health::new(config.sync_period())));
-        let metrics = Arc::new(Metrics::new(Some(Box::new(Asks(asks_in))), |registry| {
+        let register = |registry: &mut _| {
             if from_api_server {
                 state.register(registry);
             }
-        }));
+        };
+        let metrics = Arc::new(Metrics::new(Some(Box::new(Asks(asks_in))), state.odd_objects(), register));
 
         let mut tasks = JoinSet::new();
         serve_http(&mut tasks, &config, choice.mode.name(), &health, &metrics, &stop);
@@ -211,9 +212,14 @@ fn serve_http(
         stop.clone(),
     );
     tasks.spawn(async { Ok(healthz.await?) });
+    let pages = pages(config, mode);
     let metrics =
-        serve::metrics(config.metrics_bind_address, hard_fail, mode, Arc::clone(metrics), stop.clone());
+        serve::metrics(config.metrics_bind_address, hard_fail, pages, Arc::clone(metrics), stop.clone());
     tasks.spawn(async { Ok(metrics.await?) });
+}
+
+fn pages(config: &Config, mode: &'static str) -> Pages {
+    Pages { mode, configuration: None, flags: None, status: true, profiling: config.enable_profiling }
 }
 
 /// Follows the node's addresses and interfaces, from when the addresses of its Node object are known: by them it is

@@ -3,6 +3,7 @@
 //! [`Controller`] is plain: given updates and the time it calls the dataplane, and says when it wants to be
 //! called again. [`run`] is the thread around it.
 
+mod latency;
 mod retry;
 mod run;
 mod surveys;
@@ -17,7 +18,7 @@ use std::{
 use tokio::sync::watch;
 
 pub use self::run::{Asks, Inputs, UsageAsk, run};
-use self::{retry::Retry, surveys::Surveys};
+use self::{latency::Latency, retry::Retry, surveys::Surveys};
 use crate::{
     config::Config,
     dataplane::{Applied, Dataplane, Error, Host, Usage},
@@ -26,7 +27,7 @@ use crate::{
         desired::{Changes, DesiredPort},
         objects::Family,
     },
-    serve::{Metrics, Moment, SharedHealth},
+    serve::{Extent, Metrics, Moment, Phase, SharedHealth},
 };
 
 /// What the controller tells the world.
@@ -56,6 +57,7 @@ pub struct Controller<D> {
     dataplane: Option<Programmed<D>>,
     reports: Reports,
     surveys: Surveys,
+    latency: Latency,
 }
 
 /// The dataplane and what it still owes.
@@ -87,6 +89,7 @@ impl<D: Dataplane> Controller<D> {
             dataplane: None,
             reports,
             surveys,
+            latency: Latency::new(start.time),
         }
     }
 
@@ -181,8 +184,11 @@ impl<D: Dataplane> Controller<D> {
             return;
         }
         self.write_host(now);
+        let started = Instant::now();
         let changes = self.model.take_changes();
+        self.latency.received(self.model.take_triggers());
         if !changes.is_empty() {
+            self.reports.metrics.phase(Phase::Compute, started.elapsed());
             self.surveys.changed(&changes, &self.model);
             self.queued(&changes, now);
         }
@@ -205,7 +211,10 @@ impl<D: Dataplane> Controller<D> {
         let node_addresses = self.model.node().map(|node| node.addresses.as_slice()).unwrap_or_default();
         let host = selected(host, &self.config, node_addresses);
         let metrics = &self.reports.metrics;
-        match programmed.dataplane.set_host(&host) {
+        let started = Instant::now();
+        let done = programmed.dataplane.set_host(&host);
+        metrics.phase(Phase::Node, started.elapsed());
+        match done {
             Ok(applied) => {
                 programmed.host.succeeded();
                 metrics.applied(applied);
@@ -224,11 +233,11 @@ impl<D: Dataplane> Controller<D> {
     fn apply(&mut self, changes: &Changes, now: Instant) {
         let Some(programmed) = &mut self.dataplane else { return };
         let started = Instant::now();
-        match programmed.dataplane.apply(changes) {
-            Ok(applied) => {
-                let families = families_of(changes);
-                self.succeeded(applied, started.elapsed(), &families, "changes written");
-            }
+        let result = programmed.dataplane.apply(changes);
+        let took = started.elapsed();
+        self.reports.metrics.phase(Phase::Write, took);
+        match result {
+            Ok(applied) => self.succeeded(applied, took, &families_of(changes), Extent::Partial),
             Err(error) => self.failed(&error, now, "writing changes failed"),
         }
     }
@@ -238,6 +247,8 @@ impl<D: Dataplane> Controller<D> {
         let desired = unsupported::leave_out(self.model.desired());
         let started = Instant::now();
         let result = programmed.dataplane.resync(&desired);
+        let took = started.elapsed();
+        self.reports.metrics.phase(Phase::Compare, took);
         self.reports.metrics.resyncs.inc();
         match result {
             Ok(applied) => {
@@ -248,18 +259,22 @@ impl<D: Dataplane> Controller<D> {
                     tracing::info!(ports = desired.len(), ?took, "everything listed is programmed");
                 }
                 programmed.complete = true;
-                self.succeeded(applied, started.elapsed(), &Family::ALL, "everything compared and written");
+                self.succeeded(applied, took, &Family::ALL, Extent::Full);
             }
             Err(error) => self.failed(&error, now, "writing everything failed"),
         }
     }
 
-    fn succeeded(&self, applied: Applied, took: Duration, families: &[Family], what: &'static str) {
+    fn succeeded(&mut self, applied: Applied, took: Duration, families: &[Family], extent: Extent) {
         let metrics = &self.reports.metrics;
         metrics.applied(applied);
         for family in families {
-            metrics.synced(*family, took);
+            metrics.synced(*family, extent, took);
         }
+        let what = match extent {
+            Extent::Full => "everything compared and written",
+            Extent::Partial => "changes written",
+        };
         let (written, removed) = (applied.written, applied.removed);
         tracing::debug!(written, removed, ?took, "{what}");
         if self.dataplane.as_ref().is_some_and(|programmed| !programmed.resync.is_pending()) {
@@ -268,10 +283,11 @@ impl<D: Dataplane> Controller<D> {
     }
 
     /// Nothing waits any more.
-    fn written(&self) {
+    fn written(&mut self) {
         self.reports.metrics.endpoint_changes.written();
         self.reports.metrics.service_changes.written();
         let now = Moment::now();
+        self.latency.written(now.time, &self.reports.metrics);
         let mut health = self.reports.health.lock();
         for family in Family::ALL {
             health.updated(family, now);
@@ -296,7 +312,9 @@ impl<D: Dataplane> Controller<D> {
     /// Removes what nobody uses any more; a failure is logged when it begins and when it ends.
     pub fn collect_garbage(&mut self) {
         let Some(programmed) = &mut self.dataplane else { return };
+        let started = Instant::now();
         let failure = programmed.dataplane.collect_garbage().err().map(|error| error.to_string());
+        self.reports.metrics.phase(Phase::Collect, started.elapsed());
         match (&failure, &programmed.garbage_failure) {
             (Some(error), before) if before.as_ref() != Some(error) => {
                 tracing::warn!(%error, "removing expired flows failed");

@@ -66,6 +66,7 @@ pub fn run<D: Dataplane>(
     runtime: &tokio::runtime::Handle,
 ) -> Result<(), Error> {
     let started = Instant::now();
+    controller.reports.health.lock().busy(started);
     let mut opened = Some(open()?);
     tracing::debug!(took = ?started.elapsed(), "dataplane opened");
     let mut batch = Vec::new();
@@ -78,8 +79,10 @@ pub fn run<D: Dataplane>(
             Some(retry_at) => retry_at.min(garbage_at),
             None => garbage_at,
         };
+        controller.reports.health.lock().idle();
         let wake = runtime.block_on(inputs.wake(&mut batch, until));
         let woken = Instant::now();
+        controller.reports.health.lock().busy(woken);
         match wake {
             Wake::Stop => return Ok(()),
             Wake::Updates => batch.drain(..).for_each(|update| controller.take(update, woken)),

@@ -80,7 +80,7 @@ impl Surveys {
         }
         for feature in Unsupported::of(port) {
             if self.warned.insert((port.name.service.clone(), feature)) {
-                self.metrics.odd_objects.inc();
+                self.metrics.odd_objects.found("services", 1);
                 let (service, field) = (&port.name.service, feature.field());
                 tracing::warn!(%service, field, "{}", feature.consequence());
             }

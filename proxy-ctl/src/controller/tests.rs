@@ -21,6 +21,7 @@ use crate::{
         },
     },
     serve::{Health, UsageSource as _},
+    source::OddObjects,
     sys::CallError,
 };
 
@@ -137,6 +138,7 @@ fn slice(service: &str, endpoint: &str) -> EndpointSlice {
             node: Some("other".into()),
             hints: None,
         }],
+        triggered: None,
     }
 }
 
@@ -160,7 +162,7 @@ struct Fixture {
 fn reports() -> Reports {
     Reports {
         health: Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30)))),
-        metrics: Arc::new(Metrics::new(None, |_| {})),
+        metrics: Arc::new(Metrics::new(None, OddObjects::default(), |_| {})),
         node_addresses: watch::Sender::new(None),
     }
 }
@@ -339,7 +341,7 @@ fn source_ranges_close_the_load_balancer_addresses() {
         .take(Update::ApplyService(Service { source_ranges: vec!["10.0.0.0/8".parse().unwrap()], ..open }));
     fixture.write();
     assert_eq!(kinds(&fixture), [FrontendKind::ClusterIp]);
-    assert!(fixture.metric("proxy_odd_objects_total 1"));
+    assert!(fixture.metric("proxy_odd_objects_total{resource=\"services\"} 1"));
 }
 
 #[test]
@@ -351,7 +353,7 @@ fn sctp_ports_are_left_out_and_said_once() {
     assert_eq!(fixture.write(), [Call::Apply(vec!["default/a".into()], vec![])]);
     fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
     fixture.write();
-    assert!(fixture.metric("proxy_odd_objects_total 1"));
+    assert!(fixture.metric("proxy_odd_objects_total{resource=\"services\"} 1"));
     fixture.take(Update::DeleteService(both.name));
     assert_eq!(fixture.write(), [Call::Apply(vec![], vec!["default/a".into()])]);
 }

@@ -1,6 +1,6 @@
 //! What the model keeps of Kubernetes objects: parsed once at the edge, true from there on.
 
-use std::{fmt, net::IpAddr, sync::Arc};
+use std::{fmt, net::IpAddr, num::NonZeroI64, sync::Arc};
 
 /// Namespace and name of an object.
 #[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -102,6 +102,9 @@ pub struct EndpointSlice {
     pub family: Family,
     pub ports: Vec<EndpointPort>,
     pub endpoints: Vec<Endpoint>,
+    /// When the Pod or Service changed that made the cluster write this slice, if the cluster says so: nanoseconds
+    /// since the epoch. Only measured by, nothing is served differently.
+    pub triggered: Option<NonZeroI64>,
 }
 
 #[derive(Clone, Debug, Eq, PartialEq)]

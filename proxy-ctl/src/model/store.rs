@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, btree_map},
     mem,
+    num::NonZeroI64,
     sync::Arc,
 };
 
@@ -35,6 +36,7 @@ pub struct Model {
     claims: Claims,
     names: Names,
     touched: BTreeMap<ObjectName, Families>,
+    triggers: Vec<(Family, NonZeroI64)>,
     ports_computed: u64,
 }
 
@@ -81,6 +83,7 @@ impl Model {
             claims: Claims::default(),
             names: Names::default(),
             touched: BTreeMap::new(),
+            triggers: Vec::new(),
             ports_computed: 0,
         }
     }
@@ -157,6 +160,7 @@ impl Model {
         let service = slice_service(&slice.name, &slice.service);
         let known = self.services.entry(service.clone()).or_default();
         let mut families = Families::only(slice.family);
+        let trigger = slice.triggered.map(|triggered| (slice.family, triggered));
         match known.slices.binary_search_by(|known| known.name.cmp(&slice.name)) {
             Ok(index) => {
                 let known = &mut known.slices[index];
@@ -174,6 +178,7 @@ impl Model {
                 known.slices.insert(index, slice);
             }
         }
+        self.triggers.extend(trigger);
         self.touch(&service, families);
     }
 
@@ -263,6 +268,12 @@ impl Model {
             }
         }
         changes
+    }
+
+    /// Of each slice that is different since the last call: when the change was triggered that made it so
+    /// ([`EndpointSlice::triggered`]).
+    pub fn take_triggers(&mut self) -> Vec<(Family, NonZeroI64)> {
+        mem::take(&mut self.triggers)
     }
 
     /// Everything to be served, as of the last [`Model::take_changes`], in the order of names.

@@ -91,6 +91,7 @@ pub(crate) fn slice(text: &str, service: &str, endpoints: Vec<Endpoint>) -> Endp
         family: endpoints.first().map_or(Family::Ipv4, |endpoint| Family::of(endpoint.address)),
         ports: vec![target("", 8080)],
         endpoints,
+        triggered: None,
     }
 }
 

@@ -1,5 +1,6 @@
 //! Whether this node's proxy keeps up, by the rules of kube-proxy: a family is unhealthy when a change has
 //! been waiting for [`Health::timeout`] without a successful sync; a node that is being deleted is not eligible.
+//! One rule is ours: all families are unhealthy when the dataplane has been in one call for so long.
 
 use std::{
     sync::{Mutex, MutexGuard, PoisonError},
@@ -37,13 +38,23 @@ struct FamilyHealth {
 pub struct Health {
     timeout: Duration,
     families: [FamilyHealth; 2],
+    busy_since: Option<Instant>,
     node_eligible: bool,
 }
 
 impl Health {
     /// Not eligible before the Node is known.
     pub fn new(sync_period: Duration) -> Self {
-        Self { timeout: sync_period * 2, families: Default::default(), node_eligible: false }
+        Self {
+            timeout: sync_period * 2,
+            families: Default::default(),
+            busy_since: None,
+            node_eligible: false,
+        }
+    }
+
+    pub fn set_sync_period(&mut self, sync_period: Duration) {
+        self.timeout = sync_period * 2;
     }
 
     /// A change of this family waits to be written.
@@ -54,6 +65,16 @@ impl Health {
     /// Everything of this family has been written.
     pub fn updated(&mut self, family: Family, now: Moment) {
         *self.family(family) = FamilyHealth { last_updated: Some(now), oldest_pending: None };
+    }
+
+    /// The dataplane's thread begins with work that can block.
+    pub fn busy(&mut self, now: Instant) {
+        self.busy_since.get_or_insert(now);
+    }
+
+    /// The dataplane's thread is done, and waits for more to do.
+    pub fn idle(&mut self) {
+        self.busy_since = None;
     }
 
     pub fn set_node(&mut self, node: Option<&Node>) {
@@ -71,8 +92,8 @@ impl Health {
 
     pub fn report(&self, now: Moment) -> Report {
         let families = self.families.map(|family| {
-            let late = |pending: Instant| now.instant.saturating_duration_since(pending) >= self.timeout;
-            let healthy = !family.oldest_pending.is_some_and(late);
+            let late = |since: Instant| now.instant.saturating_duration_since(since) >= self.timeout;
+            let healthy = !family.oldest_pending.is_some_and(late) && !self.busy_since.is_some_and(late);
             family.last_updated.map(|moment| FamilyReport { last_updated: moment.time, healthy })
         });
         Report {
@@ -109,6 +130,7 @@ struct Body {
     #[serde(skip_serializing_if = "Option::is_none")]
     node_eligible: Option<bool>,
     healthy: bool,
+    #[serde(skip_serializing_if = "Status::is_empty")]
     status: Status,
 }
 
@@ -118,6 +140,12 @@ struct Status {
     v4: Option<FamilyReport>,
     #[serde(rename = "IPv6", skip_serializing_if = "Option::is_none")]
     v6: Option<FamilyReport>,
+}
+
+impl Status {
+    fn is_empty(&self) -> bool {
+        self.v4.is_none() && self.v6.is_none()
+    }
 }
 
 impl Report {
@@ -201,6 +229,23 @@ mod tests {
     }
 
     #[test]
+    fn a_call_that_does_not_end_is_unhealthy_until_it_ends() {
+        let start = Moment::now();
+        let mut health = Health::new(PERIOD);
+        for family in Family::ALL {
+            health.updated(family, start);
+        }
+        health.busy(start.instant);
+        health.busy(after(start, 59).instant);
+        assert!(healthy(&health, after(start, 59)));
+        assert!(!healthy(&health, after(start, 60)));
+        health.idle();
+        assert!(healthy(&health, after(start, 1000)));
+        health.busy(after(start, 1000).instant);
+        assert!(healthy(&health, after(start, 1001)));
+    }
+
+    #[test]
     fn nothing_is_unhealthy_before_the_first_update() {
         let start = Moment::now();
         let mut health = Health::new(PERIOD);
@@ -218,6 +263,16 @@ mod tests {
         let mut health = Health::new(PERIOD);
         health.set_node(node.as_ref());
         assert_eq!(health.report(Moment::now()).node_eligible, eligible);
+    }
+
+    #[test]
+    fn without_an_update_there_is_no_status() {
+        let start = Moment { instant: Instant::now(), time: "2026-01-01T00:00:00Z".parse().unwrap() };
+        let report = Health::new(PERIOD).report(start);
+        assert_eq!(
+            report.body(false, true),
+            r#"{"lastUpdated":"2026-01-01T00:00:00Z","currentTime":"2026-01-01T00:00:00Z","healthy":true}"#
+        );
     }
 
     #[test]

@@ -1,16 +1,17 @@
 //! The servers over real sockets on the loopback.
 
-use std::{future::Future, pin::Pin};
+use std::{future::Future, pin::Pin, time::Duration};
 
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
-    net::TcpStream,
+    net::{TcpListener, TcpStream},
 };
 
 use super::*;
 use crate::{
     dataplane::{Applied, TableUsage, Usage},
     model::objects::{Family, Node},
+    source::OddObjects,
 };
 
 struct FixedUsage;
@@ -36,14 +37,28 @@ fn free_address() -> SocketAddr {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
+fn pages() -> Pages {
+    Pages {
+        mode: "ebpf",
+        configuration: Some(serde_json::json!({"kind": "KubeProxyConfiguration", "mode": "ebpf"})),
+        flags: Some([("v".to_owned(), "2".to_owned())].into()),
+        status: true,
+        profiling: true,
+    }
+}
+
 async fn servers() -> Servers {
+    servers_with(pages()).await
+}
+
+async fn servers_with(pages: Pages) -> Servers {
     let stop = CancellationToken::new();
     let health = Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30))));
-    let families = Arc::new(Metrics::new(Some(Box::new(FixedUsage)), |_| {}));
+    let families = Arc::new(Metrics::new(Some(Box::new(FixedUsage)), OddObjects::default(), |_| {}));
     let (healthz_address, metrics_address) = (free_address(), free_address());
     let task = healthz(healthz_address, true, Arc::clone(&health), Arc::clone(&families), stop.clone());
     tokio::spawn(async move { task.await.unwrap() });
-    let task = metrics(metrics_address, true, "ebpf", Arc::clone(&families), stop.clone());
+    let task = metrics(metrics_address, true, pages, Arc::clone(&families), stop.clone());
     tokio::spawn(async move { task.await.unwrap() });
     Servers { healthz: healthz_address, metrics: metrics_address, health, families, _stop: stop.drop_guard() }
 }
@@ -106,7 +121,7 @@ async fn proxy_mode_and_health_of_the_metrics_server() {
 async fn metrics_in_the_text_format_that_kube_proxy_gives() {
     let servers = servers().await;
     servers.families.applied(Applied { written: 5, removed: 2 });
-    servers.families.synced(Family::Ipv4, Duration::from_millis(3));
+    servers.families.synced(Family::Ipv4, Extent::Full, Duration::from_millis(3));
     servers.families.endpoint_changes.received(2);
     servers.families.service_changes.received(1);
     servers.families.service_changes.written();
@@ -133,7 +148,7 @@ async fn metrics_in_the_text_format_that_kube_proxy_gives() {
         r#"proxy_table_capacity{table="frontends4"} 100"#,
         r#"proxy_table_bytes{table="frontends4"} 4096"#,
         "# TYPE proxy_reasons_total counter",
-        r#"proxy_reasons_total{reason="no_endpoints"} 7"#,
+        r#"proxy_reasons_total{reason="no_endpoints",verdict="refuse"} 7"#,
         "# TYPE process_cpu_seconds_total counter",
     ] {
         assert!(body.lines().any(|found| found == line), "{line} is not in\n{body}");
@@ -156,12 +171,12 @@ async fn metrics_as_open_metrics_for_those_who_ask() {
 async fn an_address_in_use_fails_at_once_only_if_asked_to() {
     let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = taken.local_addr().unwrap();
-    let families = Arc::new(Metrics::new(None, |_| {}));
+    let families = Arc::new(Metrics::new(None, OddObjects::default(), |_| {}));
     let stop = CancellationToken::new();
-    let error = metrics(address, true, "ebpf", Arc::clone(&families), stop.clone()).await.unwrap_err();
+    let error = metrics(address, true, pages(), Arc::clone(&families), stop.clone()).await.unwrap_err();
     assert!(error.to_string().contains(&address.to_string()), "{error}");
 
-    let waiting = tokio::spawn(metrics(address, false, "ebpf", families, stop.clone()));
+    let waiting = tokio::spawn(metrics(address, false, pages(), families, stop.clone()));
     tokio::task::yield_now().await;
     assert!(!waiting.is_finished());
     stop.cancel();

@@ -8,8 +8,9 @@ mod endpoints;
 mod service;
 mod slice;
 
-use std::{fmt, sync::Arc};
+use std::{fmt, num::NonZeroI64, sync::Arc};
 
+use jiff::Timestamp;
 use k8s_openapi::{api::core::v1, apimachinery::pkg::apis::meta::v1::ObjectMeta};
 
 use super::Oddity;
@@ -25,6 +26,8 @@ const LABEL_PROXY_NAME: &str = "service.kubernetes.io/service-proxy-name";
 const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
 const LABEL_SERVICE: &str = "kubernetes.io/service-name";
 const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
+/// RFC 3339, written by the controllers that make slices.
+const ANNOTATION_TRIGGER_TIME: &str = "endpoints.kubernetes.io/last-change-trigger-time";
 
 /// Namespace (`default` if there is none) and name.
 pub fn name(metadata: &ObjectMeta) -> ObjectName {
@@ -82,6 +85,14 @@ pub fn service_cidr(metadata: &ObjectMeta, ranges: &[String]) -> (Option<Service
         .filter_map(|(index, range)| oddities.range(|| format!("spec.cidrs[{index}]"), range))
         .collect();
     (Some(ServiceCidr { name: name.into(), ranges }), oddities.found)
+}
+
+/// When the change was made that this object follows, in nanoseconds since the epoch. Of use to a metric only: what is
+/// no time is no oddity.
+fn triggered(metadata: &ObjectMeta) -> Option<NonZeroI64> {
+    let text = metadata.annotations.as_ref()?.get(ANNOTATION_TRIGGER_TIME)?;
+    let time: Timestamp = text.parse().ok()?;
+    i64::try_from(time.as_nanosecond()).ok().and_then(NonZeroI64::new)
 }
 
 fn label<'a>(metadata: &'a ObjectMeta, label: &str) -> Option<&'a str> {

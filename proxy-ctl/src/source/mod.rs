@@ -8,6 +8,11 @@ pub mod convert;
 pub mod kubernetes;
 pub mod manifests;
 
+use prometheus_client::{
+    metrics::{counter::Counter, family::Family},
+    registry::Registry,
+};
+
 pub use crate::model::Update;
 
 /// Something odd about one object; the rest of it is served.
@@ -19,4 +24,47 @@ pub struct Oddity {
     pub field: String,
     /// What was found and what would be right.
     pub problem: String,
+}
+
+impl Oddity {
+    /// What kind of object it is about, by the plural that RBAC rules and metrics use.
+    pub fn resource(&self) -> &'static str {
+        let kind = self.object.split(' ').next().unwrap_or_default();
+        match kind {
+            "Service" => "services",
+            "EndpointSlice" => "endpointslices",
+            "Node" => "nodes",
+            _ => "manifests",
+        }
+    }
+}
+
+/// Counts fields of objects that cannot be served as they are; clones count together.
+#[derive(Clone, Debug)]
+pub struct OddObjects(Family<[(&'static str, &'static str); 1], Counter>);
+
+impl Default for OddObjects {
+    fn default() -> Self {
+        let counts = Family::<[(&'static str, &'static str); 1], Counter>::default();
+        for resource in ["services", "endpointslices", "nodes"] {
+            drop(counts.get_or_create(&[("resource", resource)]));
+        }
+        Self(counts)
+    }
+}
+
+impl OddObjects {
+    /// `resource`: by its plural.
+    pub fn found(&self, resource: &'static str, problems: usize) {
+        let problems = u64::try_from(problems).unwrap_or(u64::MAX);
+        self.0.get_or_create(&[("resource", resource)]).inc_by(problems);
+    }
+
+    pub fn register(&self, registry: &mut Registry) {
+        registry.register(
+            "odd_objects",
+            "Fields of objects that cannot be served as they are",
+            self.0.clone(),
+        );
+    }
 }

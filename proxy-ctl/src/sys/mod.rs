@@ -2,6 +2,7 @@
 
 use std::io;
 
+pub mod allocator;
 pub mod bpf;
 pub mod clock;
 pub mod filesystem;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use k8s_openapi::api::core::v1;
 
-use super::{Oddities, Oddity, is_foreign, name, slice};
+use super::{Oddities, Oddity, is_foreign, name, slice, triggered};
 use crate::model::objects::{Endpoint, EndpointPort, EndpointSlice, Family, ObjectName, ServiceSlices};
 
 /// A slice for each subset and family. None: not to be used by this proxy (headless, another proxy's).
@@ -14,6 +14,7 @@ pub fn endpoints(object: &v1::Endpoints) -> (Option<ServiceSlices>, Vec<Oddity>)
     if is_foreign(&object.metadata) {
         return (None, Vec::new());
     }
+    let triggered = triggered(&object.metadata);
     let mut slices = Vec::new();
     for (index, subset) in object.subsets.iter().flatten().enumerate() {
         let ports = ports(subset, index, &mut oddities);
@@ -28,6 +29,7 @@ pub fn endpoints(object: &v1::Endpoints) -> (Option<ServiceSlices>, Vec<Oddity>)
                     family,
                     ports: ports.clone(),
                     endpoints,
+                    triggered,
                 });
             }
         }

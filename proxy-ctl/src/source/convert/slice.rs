@@ -4,7 +4,7 @@ use std::{net::IpAddr, sync::Arc};
 
 use k8s_openapi::api::discovery::v1;
 
-use super::{LABEL_SERVICE, Oddities, Oddity, is_foreign, label, name};
+use super::{LABEL_SERVICE, Oddities, Oddity, is_foreign, label, name, triggered};
 use crate::model::objects::{Endpoint, EndpointPort, EndpointSlice, Family, Hints};
 
 /// None: not to be used by this proxy (headless, another proxy's, host names, without a service).
@@ -35,6 +35,7 @@ pub fn endpoint_slice(slice: &v1::EndpointSlice) -> (Option<EndpointSlice>, Vec<
         family,
         ports: ports(slice, &mut oddities),
         endpoints: endpoints(slice, family, &mut oddities),
+        triggered: triggered(&slice.metadata),
         name,
     };
     (Some(slice), oddities.found)

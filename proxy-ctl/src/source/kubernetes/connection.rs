@@ -4,7 +4,7 @@ use std::{
     env, fs, io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use hyper_util::{
@@ -26,6 +26,7 @@ use super::{
     kubeconfig::{Config, ConfigError, Loaded},
     outage::Outage,
     rate_limit::RateLimit,
+    requests::Requests,
 };
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -42,6 +43,7 @@ const ANSWER: Duration = Duration::from_secs(30);
 pub(super) struct Connection {
     config: Config,
     limit: Arc<RateLimit>,
+    requests: Requests,
     current: Mutex<Current>,
     /// Told when a watcher that had failed gets through again: the others need not sit out their delays.
     pub(super) recovered: Notify,
@@ -69,10 +71,10 @@ pub(super) enum Renewed {
 }
 
 impl Connection {
-    pub(super) fn new(config: Config) -> Self {
+    pub(super) fn new(config: Config, requests: Requests) -> Self {
         let limit = Arc::new(RateLimit::new(config.qps, config.burst));
         let current = Mutex::default();
-        Self { config, limit, current, recovered: Notify::new(), outage: Outage::default() }
+        Self { config, limit, requests, current, recovered: Notify::new(), outage: Outage::default() }
     }
 
     /// The client to use now, and its generation for [`Self::renew`]. Reads files, and runs the credential plugin
@@ -123,7 +125,7 @@ impl Connection {
     fn make(&self, current: &mut Current) -> Result<(Client, u64), Failure> {
         let loaded = self.config.load().map_err(unreadable)?;
         let (fingerprint, has_plugin) = (loaded.fingerprint, loaded.has_plugin);
-        let client = connect(loaded, &self.limit)?;
+        let client = connect(loaded, &self.limit, &self.requests)?;
         let generation = current.generation + 1;
         *current = Current { client: Some(client.clone()), generation, fingerprint, has_plugin };
         Ok((client, generation))
@@ -179,7 +181,7 @@ pub(super) fn user_agent() -> String {
 /// The Kubernetes release whose kube-proxy this one behaves like.
 const KUBERNETES: &str = "v1.36.1";
 
-fn connect(loaded: Loaded, limit: &Arc<RateLimit>) -> Result<Client, kube::Error> {
+fn connect(loaded: Loaded, limit: &Arc<RateLimit>, requests: &Requests) -> Result<Client, kube::Error> {
     let Loaded { client: config, token_file, .. } = loaded;
     let mut tcp = HttpConnector::new();
     tcp.enforce_http(false);
@@ -193,11 +195,11 @@ fn connect(loaded: Loaded, limit: &Arc<RateLimit>) -> Result<Client, kube::Error
     match config.proxy_url.clone() {
         None => {
             let tls = config.rustls_https_connector_with_connector(tcp)?;
-            stack(&config, token_file, limit, HttpClient::builder(TokioExecutor::new()).build(tls))
+            stack(&config, token_file, limit, requests, HttpClient::builder(TokioExecutor::new()).build(tls))
         }
         Some(proxy) => {
             let tls = config.rustls_https_connector_with_connector(Tunnel::new(proxy, tcp))?;
-            stack(&config, token_file, limit, HttpClient::builder(TokioExecutor::new()).build(tls))
+            stack(&config, token_file, limit, requests, HttpClient::builder(TokioExecutor::new()).build(tls))
         }
     }
 }
@@ -207,16 +209,20 @@ fn stack<C>(
     config: &kube::Config,
     token_file: Option<PathBuf>,
     limit: &Arc<RateLimit>,
+    requests: &Requests,
     http: HttpClient<C, Body>,
 ) -> Result<Client, kube::Error>
 where
     C: hyper_util::client::legacy::connect::Connect + Clone + Send + Sync + 'static,
 {
-    let limit = Arc::clone(limit);
+    let host = config.cluster_url.authority().map(ToString::to_string).unwrap_or_default();
+    let (limit, waits) = (Arc::clone(limit), requests.clone());
     let limit = AsyncFilterLayer::new(move |request: http::Request<Body>| {
-        let limit = Arc::clone(&limit);
+        let (limit, waits, host) = (Arc::clone(&limit), waits.clone(), host.clone());
         async move {
+            let began = Instant::now();
             limit.wait().await;
+            waits.waited(request.method(), host, began.elapsed());
             Ok::<_, BoxError>(request)
         }
     });
@@ -234,7 +240,7 @@ where
         .option_layer(config.auth_layer()?)
         .option_layer(token)
         .map_err(BoxError::from)
-        .service(http);
+        .service(requests.measure(http));
     Ok(Client::new(service, config.default_namespace.clone()))
 }
 

@@ -11,6 +11,7 @@ mod legacy;
 mod oddities;
 mod outage;
 mod rate_limit;
+mod requests;
 mod resource;
 mod state;
 mod watch;
@@ -30,6 +31,7 @@ use self::{
 use super::Update;
 
 pub use kubeconfig::{Config, ConfigError};
+pub use requests::Requests;
 pub use state::{ListMethod, ResourceKind, SourceState, Verb};
 
 /// The API server for those who have something to tell it: same credentials, same rate as the watchers.
@@ -70,7 +72,7 @@ impl Kubernetes {
             burst = config.burst,
             "the API server is spoken to in JSON"
         );
-        let connection = Arc::new(Connection::new(config));
+        let connection = Arc::new(Connection::new(config, state.requests.clone()));
         Ok(Self { server, connection, node_name: node_name.into(), state })
     }
 

@@ -13,7 +13,11 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use super::failure::{Failure, Reason};
+use super::{
+    failure::{Failure, Reason},
+    requests::Requests,
+};
+use crate::source::OddObjects;
 
 /// What is watched, by the plural that RBAC rules and metrics use.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -142,7 +146,9 @@ pub struct SourceState {
     lists: Family<ByMethod, Counter>,
     watches: Family<ByResource, Counter>,
     errors: Family<ByReason, Counter>,
-    odd_objects: Family<ByResource, Counter>,
+    odd_objects: OddObjects,
+    /// Of the client: requests and answers.
+    pub requests: Requests,
     connected: Family<ByResource, Gauge>,
     objects: Family<ByResource, Gauge>,
     last_event: Family<ByResource, Gauge<f64, AtomicU64>>,
@@ -172,7 +178,6 @@ impl SourceState {
             self.connected.get_or_create(&labels).set(0);
             self.objects.get_or_create(&labels).set(0);
             self.watches.get_or_create(&labels).inc_by(0);
-            self.odd_objects.get_or_create(&labels).inc_by(0);
         }
     }
 
@@ -193,17 +198,18 @@ impl SourceState {
         self.watched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Registers all metrics, named `source_…`, below whatever prefix `registry` has.
+    /// Where odd objects are counted, which whoever shows them registers.
+    pub fn odd_objects(&self) -> OddObjects {
+        self.odd_objects.clone()
+    }
+
+    /// Registers all other metrics: `proxy_source_…` and `rest_client_…`.
     pub fn register(&self, registry: &mut Registry) {
-        let registry = registry.sub_registry_with_prefix("source");
+        self.requests.register(registry);
+        let registry = registry.sub_registry_with_prefix("proxy_source");
         registry.register("lists", "Complete lists received from the API server", self.lists.clone());
         registry.register("watches", "Watches started", self.watches.clone());
         registry.register("errors", "Failed lists and watches, by reason", self.errors.clone());
-        registry.register(
-            "odd_objects",
-            "Problems found in objects that were received",
-            self.odd_objects.clone(),
-        );
         registry.register("connected", "1 while the resource is being watched", self.connected.clone());
         registry.register(
             "denied",
@@ -307,8 +313,7 @@ impl SourceState {
     }
 
     pub(super) fn odd(&self, kind: ResourceKind, problems: usize) {
-        let problems = u64::try_from(problems).unwrap_or(u64::MAX);
-        self.odd_objects.get_or_create(&ByResource { resource: kind.plural() }).inc_by(problems);
+        self.odd_objects.found(kind.plural(), problems);
     }
 }
 
@@ -321,6 +326,7 @@ mod tests {
         let mut registry = Registry::default();
         let state = SourceState::new();
         state.register(&mut registry);
+        state.odd_objects().register(registry.sub_registry_with_prefix("proxy"));
         state.watch_started(ResourceKind::Services);
         state.listed(ResourceKind::Services, ListMethod::Streamed, 3);
         state.objects_changed(ResourceKind::Services, -1);
@@ -330,19 +336,22 @@ mod tests {
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
         for line in [
-            "source_lists_total{resource=\"services\",method=\"streamed\"} 1",
-            "source_watches_total{resource=\"services\"} 1",
-            "source_watches_total{resource=\"nodes\"} 0",
-            "source_errors_total{resource=\"nodes\",reason=\"unreachable\"} 1",
-            "source_odd_objects_total{resource=\"endpointslices\"} 2",
-            "source_connected{resource=\"services\"} 1",
-            "source_connected{resource=\"nodes\"} 0",
-            "source_objects{resource=\"services\"} 2",
-            "source_denied{resource=\"endpointslices\",verb=\"watch\"} 1",
+            "proxy_source_lists_total{resource=\"services\",method=\"streamed\"} 1",
+            "proxy_source_watches_total{resource=\"services\"} 1",
+            "proxy_source_watches_total{resource=\"nodes\"} 0",
+            "proxy_source_errors_total{resource=\"nodes\",reason=\"unreachable\"} 1",
+            "proxy_odd_objects_total{resource=\"endpointslices\"} 2",
+            "proxy_source_connected{resource=\"services\"} 1",
+            "proxy_source_connected{resource=\"nodes\"} 0",
+            "proxy_source_objects{resource=\"services\"} 2",
+            "proxy_source_denied{resource=\"endpointslices\",verb=\"watch\"} 1",
         ] {
             assert!(text.lines().any(|found| found == line), "no {line} in\n{text}");
         }
-        assert!(text.contains("source_last_event_timestamp_seconds{resource=\"services\"} 1"), "{text}");
+        assert!(
+            text.contains("proxy_source_last_event_timestamp_seconds{resource=\"services\"} 1"),
+            "{text}"
+        );
     }
     #[test]
     fn what_the_api_server_does_not_have_is_not_told_of() {

@@ -64,8 +64,19 @@ fn every_field_of_a_slice() {
             family: Family::Ipv4,
             ports: vec![port("http", Protocol::Tcp, 8080), port("dns", Protocol::Udp, 53)],
             endpoints: vec![first, second],
+            triggered: None,
         }
     );
+}
+
+#[rstest]
+#[case::as_the_cluster_writes_it("2026-01-01T00:00:00.000000002Z", Some(1_767_225_600_000_000_002))]
+#[case::another_zone("2026-01-01T01:00:00+01:00", Some(1_767_225_600_000_000_000))]
+#[case::not_a_time("yesterday", None)]
+fn when_a_slice_was_triggered(#[case] time: &str, #[case] triggered: Option<i64>) {
+    let annotations = json!({"endpoints.kubernetes.io/last-change-trigger-time": time});
+    let slice = good_slice(json!({"metadata": {"annotations": annotations}}));
+    assert_eq!(slice.triggered.map(i64::from), triggered);
 }
 
 #[test]

@@ -2,13 +2,13 @@
 
 use std::{future::Future, sync::Arc, time::Duration};
 
-use ::http::{Request, Response};
+use ::http::Request;
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{net::TcpListener, sync::Semaphore};
 use tokio_util::sync::CancellationToken;
 
-use super::Body;
+use super::reply::Reply;
 
 const MOST_CONNECTIONS: usize = 128;
 const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -18,7 +18,7 @@ const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 pub(super) async fn serve<H, F>(listener: TcpListener, answer: H, stop: CancellationToken)
 where
     H: Fn(Request<Incoming>) -> F + Clone + Send + Sync + 'static,
-    F: Future<Output = Response<Body>> + Send + 'static,
+    F: Future<Output = Reply> + Send + 'static,
 {
     let places = Arc::new(Semaphore::new(MOST_CONNECTIONS));
     loop {

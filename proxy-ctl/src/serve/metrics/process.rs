@@ -15,6 +15,26 @@ const TICKS: f64 = 100.0;
 #[derive(Debug)]
 pub(super) struct Process;
 
+/// Only when the process started.
+#[derive(Debug)]
+pub(super) struct StartTime;
+
+impl Collector for StartTime {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> std::fmt::Result {
+        start_time(&mut encoder, stat().map(|stat| stat.start_time_seconds))
+    }
+}
+
+/// Seconds since the epoch.
+pub(in crate::serve) fn started() -> Option<f64> {
+    stat().map(|stat| stat.start_time_seconds)
+}
+
+fn start_time(encoder: &mut DescriptorEncoder<'_>, seconds: Option<f64>) -> std::fmt::Result {
+    let Some(seconds) = seconds else { return Ok(()) };
+    gauge(encoder, "process_start_time_seconds", "Start since the epoch.", seconds)
+}
+
 struct Stat {
     cpu_seconds: f64,
     start_time_seconds: f64,
@@ -27,13 +47,13 @@ impl Collector for Process {
         if let Some(stat) = stat() {
             counter(&mut encoder, "process_cpu_seconds", "CPU time, user and system.", stat.cpu_seconds)?;
             let gauges = [
-                ("process_start_time_seconds", "Start since the epoch.", stat.start_time_seconds),
                 ("process_resident_memory_bytes", "Resident memory.", stat.resident_bytes as f64),
                 ("process_virtual_memory_bytes", "Virtual memory.", stat.virtual_bytes as f64),
             ];
             for (name, help, value) in gauges {
                 gauge(&mut encoder, name, help, value)?;
             }
+            start_time(&mut encoder, Some(stat.start_time_seconds))?;
         }
         if let Ok(files) = fs::read_dir("/proc/self/fd") {
             gauge(&mut encoder, "process_open_fds", "Open file descriptors.", files.count() as f64)?;

@@ -1,12 +1,27 @@
-//! Logs to stderr. Levels are klog's: `-v 0` tells what an operator needs, each step up tells more.
+//! Logs to stderr, as klog writes them: `text` or `json`. Levels are klog's too: `-v 0` tells what an operator needs,
+//! each step up tells more; the level can be changed while the process runs.
 
-use tracing_subscriber::filter::{LevelFilter, Targets};
+mod klog;
+
+use std::sync::{
+    OnceLock,
+    atomic::{AtomicU32, Ordering},
+};
+
+use tracing_subscriber::{
+    Registry,
+    filter::{LevelFilter, Targets},
+    reload,
+};
 
 use crate::config::LogFormat;
 
 /// Libraries whose chatter starts at `-v 6` and `-v 8`.
 const LIBRARIES: [&str; 8] =
     ["hyper", "hyper_util", "kube", "kube_client", "kube_runtime", "rustls", "tower", "aya"];
+
+static FILTER: OnceLock<reload::Handle<Targets, Registry>> = OnceLock::new();
+static VERBOSITY: AtomicU32 = AtomicU32::new(0);
 
 /// What is told at `-v verbosity`: info up to 3, debug up to 5, then everything of ours.
 fn filter(verbosity: u32) -> Targets {
@@ -36,13 +51,31 @@ fn libraries_default(verbosity: u32) -> LevelFilter {
 /// Once for each process; a second call changes nothing.
 pub fn start(format: LogFormat, verbosity: u32) {
     use tracing_subscriber::{Layer, fmt, layer::SubscriberExt, util::SubscriberInitExt};
+    let (filter, handle) = reload::Layer::new(filter(verbosity));
     let layer = fmt::layer().with_writer(std::io::stderr).with_ansi(false);
     let layer = match format {
-        LogFormat::Text => layer.with_target(verbosity >= 4).boxed(),
-        LogFormat::Json => layer.json().flatten_event(true).boxed(),
+        LogFormat::Text => layer.event_format(klog::Text).boxed(),
+        LogFormat::Json => layer.event_format(klog::Json).boxed(),
     };
     // The only error is that one is running already.
-    let _ = tracing_subscriber::registry().with(layer.with_filter(filter(verbosity))).try_init();
+    if tracing_subscriber::registry().with(layer.with_filter(filter)).try_init().is_ok() {
+        VERBOSITY.store(verbosity, Ordering::Relaxed);
+        let _ = FILTER.set(handle);
+    }
+}
+
+/// From now on what `-v verbosity` tells is told. False: no log was started.
+pub fn set_verbosity(verbosity: u32) -> bool {
+    let changed = FILTER.get().is_some_and(|handle| handle.reload(filter(verbosity)).is_ok());
+    if changed {
+        VERBOSITY.store(verbosity, Ordering::Relaxed);
+    }
+    changed
+}
+
+/// The level in force.
+pub fn verbosity() -> u32 {
+    VERBOSITY.load(Ordering::Relaxed)
 }
 
 #[cfg(test)]

@@ -7,20 +7,20 @@ const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset
 const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Format {
+pub(in crate::serve) enum Format {
     OpenMetrics,
     Prometheus,
 }
 
 impl Format {
     /// By the request's `Accept` header.
-    pub(super) fn wanted(accept: &str) -> Self {
+    pub(in crate::serve) fn wanted(accept: &str) -> Self {
         let open =
             accept.split(',').any(|kind| kind.trim_start().starts_with("application/openmetrics-text"));
         if open { Self::OpenMetrics } else { Self::Prometheus }
     }
 
-    pub(super) fn content_type(self) -> &'static str {
+    pub(in crate::serve) fn content_type(self) -> &'static str {
         match self {
             Self::OpenMetrics => OPEN_METRICS,
             Self::Prometheus => PROMETHEUS,
@@ -28,7 +28,7 @@ impl Format {
     }
 
     /// `text` is OpenMetrics.
-    pub(super) fn write(self, text: String) -> String {
+    pub(in crate::serve) fn write(self, text: String) -> String {
         match self {
             Self::OpenMetrics => text,
             Self::Prometheus => to_prometheus(&text),

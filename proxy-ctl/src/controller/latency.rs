@@ -1,0 +1,73 @@
+//! How long a change in the cluster takes to reach this node's tables: kube-proxy's network programming latency.
+
+use std::num::NonZeroI64;
+
+use jiff::Timestamp;
+
+use crate::{model::objects::Family, serve::Metrics};
+
+/// Triggers that are kept while nothing can be written; those above are not measured.
+const MOST_WAITING: usize = 65_536;
+
+/// When changes were triggered that are not yet written.
+#[derive(Debug)]
+pub(super) struct Latency {
+    /// What was triggered earlier waited for this process, not for its work.
+    since: Timestamp,
+    waiting: Vec<(Family, Timestamp)>,
+}
+
+impl Latency {
+    pub(super) fn new(since: Timestamp) -> Self {
+        Self { since, waiting: Vec::new() }
+    }
+
+    pub(super) fn received(&mut self, triggers: Vec<(Family, NonZeroI64)>) {
+        let room = MOST_WAITING - self.waiting.len();
+        let time = |(family, triggered): (Family, NonZeroI64)| {
+            Some((family, Timestamp::from_nanosecond(i128::from(triggered.get())).ok()?))
+        };
+        let new = triggers.into_iter().filter_map(time).filter(|(_, time)| *time > self.since);
+        self.waiting.extend(new.take(room));
+    }
+
+    /// Everything received has been written by `now`.
+    pub(super) fn written(&mut self, now: Timestamp, metrics: &Metrics) {
+        for (family, triggered) in self.waiting.drain(..) {
+            metrics.programmed(family, now.duration_since(triggered).as_secs_f64());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(text: &str) -> NonZeroI64 {
+        let time: Timestamp = text.parse().unwrap();
+        NonZeroI64::new(time.as_nanosecond().try_into().unwrap()).unwrap()
+    }
+
+    #[test]
+    fn only_changes_since_the_start_are_measured_and_each_once() {
+        let metrics = Metrics::new(None, crate::source::OddObjects::default(), |_| {});
+        let mut latency = Latency::new("2026-01-01T00:00:00Z".parse().unwrap());
+        latency.received(vec![
+            (Family::Ipv4, at("2025-12-31T23:59:59Z")),
+            (Family::Ipv4, at("2026-01-01T00:00:01.5Z")),
+            (Family::Ipv6, at("2026-01-01T00:00:01Z")),
+        ]);
+        latency.written("2026-01-01T00:00:02Z".parse().unwrap(), &metrics);
+        latency.written("2026-01-01T00:00:09Z".parse().unwrap(), &metrics);
+        let text = metrics.encode().unwrap();
+        for line in [
+            r#"kubeproxy_network_programming_duration_seconds_sum{ip_family="IPv4"} 0.5"#,
+            r#"kubeproxy_network_programming_duration_seconds_count{ip_family="IPv4"} 1"#,
+            r#"kubeproxy_network_programming_duration_seconds_sum{ip_family="IPv6"} 1.0"#,
+            r#"kubeproxy_network_programming_duration_seconds_bucket{le="0.25",ip_family="IPv4"} 0"#,
+            r#"kubeproxy_network_programming_duration_seconds_bucket{le="0.5",ip_family="IPv4"} 1"#,
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! What every component of Kubernetes says about itself.
+
+use std::{
+    fmt,
+    sync::{Arc, OnceLock},
+};
+
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeMetric},
+    metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge},
+};
+
+/// The Kubernetes release whose kube-proxy is followed.
+const MAJOR: &str = "1";
+const MINOR: &str = "36";
+/// The same, as `/statusz` has it.
+pub(in crate::serve) const EMULATED: &str = "1.36";
+
+/// The architecture by its name in Go.
+pub(in crate::serve) fn platform() -> String {
+    let architecture = match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
+    };
+    format!("{}/{architecture}", std::env::consts::OS)
+}
+
+/// Such as `v1.36.0+proxy-ctl.0.1.0`: dashboards compare major and minor with those of other components.
+pub(in crate::serve) fn version() -> String {
+    format!("v{MAJOR}.{MINOR}.0+proxy-ctl.{}", env!("CARGO_PKG_VERSION"))
+}
+
+/// Shared with whoever counts the families.
+#[derive(Clone, Debug, Default)]
+pub(super) struct About {
+    pub(super) families: Arc<OnceLock<u64>>,
+}
+
+impl Collector for About {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let (version, platform) = (version(), platform());
+        let build = [
+            ("build_date", ""),
+            ("compiler", "rustc"),
+            ("git_commit", ""),
+            ("git_tree_state", ""),
+            ("git_version", version.as_str()),
+            ("go_version", ""),
+            ("major", MAJOR),
+            ("minor", MINOR),
+            ("platform", platform.as_str()),
+        ];
+        let help = "The release of Kubernetes that is followed, and the build; always 1.";
+        let mut info = encoder.encode_descriptor("kubernetes_build_info", help, None, MetricType::Gauge)?;
+        ConstGauge::new(1_i64).encode(info.encode_family(&build)?)?;
+
+        let labels = [("deprecated_version", ""), ("stability_level", "ALPHA")];
+        let help = "Families on this page.";
+        let mut families =
+            encoder.encode_descriptor("registered_metrics", help, None, MetricType::Counter)?;
+        let count = self.families.get().copied().unwrap_or(0);
+        ConstCounter::new(count).encode(families.encode_family(&labels)?)?;
+        for (name, help) in [
+            ("hidden_metrics", "Families that are not shown: none."),
+            ("disabled_metrics", "Families that were switched off: none."),
+        ] {
+            let encoder = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+            ConstCounter::new(0_u64).encode(encoder)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,89 @@
+//! What `enableProfiling` adds: profiles below `/debug/pprof`, and the log level at `/debug/flags/v`.
+
+use http::{Method, StatusCode};
+use http_body_util::{BodyExt as _, Limited};
+use hyper::body::Body;
+use tower::BoxError;
+
+use super::profile;
+use crate::{
+    log,
+    serve::reply::{HTML, Reply, not_found, open, plain, redirect, reply},
+};
+
+/// A log level has few digits.
+const LONGEST_LEVEL: usize = 1024;
+
+const INDEX: &str = "<html>
+<head><title>/debug/pprof/</title></head>
+<body>
+<p>/debug/pprof/</p>
+<ul>
+<li><a href=\"profile?seconds=30\">profile</a>: where CPU time goes, for <code>go tool pprof</code></li>
+<li><a href=\"heap\">heap</a>: what the allocator knows about the memory of this process, as text</li>
+</ul>
+<p>/debug/flags/v: PUT a number there to change the log level.</p>
+</body>
+</html>
+";
+
+const FLAGS: &str = "<html>
+<head>
+<title>/debug/flags/</title>
+</head>
+<body>
+/debug/flags/<br>
+<br>
+flags:<br>
+<table>
+<tr>v<br>
+</table>
+<br>
+full flags configurable<br>
+</body>
+</html>
+";
+
+pub(super) async fn answer<B>(path: &str, method: &Method, query: &str, body: B) -> Reply
+where
+    B: Body<Error: Into<BoxError>>,
+{
+    match path {
+        "/debug/pprof" => redirect("/debug/pprof/"),
+        "/debug/pprof/" => reply(StatusCode::OK, HTML, INDEX),
+        "/debug/pprof/profile" => profile::cpu(query).await,
+        "/debug/pprof/heap" => profile::memory(),
+        // Symbols are in the profile.
+        "/debug/pprof/symbol" => plain(StatusCode::OK, "num_symbols: 0\n"),
+        "/debug/flags/v" if method == Method::PUT => {
+            match Limited::new(body, LONGEST_LEVEL).collect().await {
+                Ok(level) => set_level(&String::from_utf8_lossy(&level.to_bytes())),
+                Err(error) => short(StatusCode::BAD_REQUEST, &format!("error reading request body: {error}")),
+            }
+        }
+        "/debug/flags/v" => short(StatusCode::NOT_ACCEPTABLE, "unsupported http method"),
+        "/debug/flags" => open(StatusCode::OK, HTML, FLAGS),
+        path if path.starts_with("/debug/flags/") => open(StatusCode::OK, HTML, FLAGS),
+        path => match path.strip_prefix("/debug/pprof/") {
+            Some(_) => plain(StatusCode::NOT_FOUND, "Unknown profile\n"),
+            None => not_found(),
+        },
+    }
+}
+
+fn set_level(text: &str) -> Reply {
+    let Ok(level) = text.parse::<u32>() else {
+        let problem = format!("the log level must be a whole number from 0 on, found {text:?}");
+        return short(StatusCode::BAD_REQUEST, &problem);
+    };
+    if log::set_verbosity(level) {
+        tracing::info!(level, "the log level was changed");
+        short(StatusCode::OK, &format!("successfully set klog.logging.verbosity to {text}"))
+    } else {
+        short(StatusCode::BAD_REQUEST, "the log level of this process cannot be changed")
+    }
+}
+
+fn short(status: StatusCode, text: &str) -> Reply {
+    reply(status, "text/plain", format!("{text}\n"))
+}

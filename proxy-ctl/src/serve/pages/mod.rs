@@ -1,0 +1,136 @@
+//! The pages of the metrics server.
+
+mod debug;
+mod pprof_format;
+mod profile;
+mod zpages;
+
+use std::{collections::BTreeMap, fmt};
+
+use http::{HeaderMap, Method, Request, StatusCode, header};
+use hyper::body::Body;
+use serde_json::{Value, json};
+use tower::BoxError;
+
+use super::{
+    metrics::{Metrics, exposition},
+    reply::{JSON, Reply, not_found, plain, reply},
+};
+
+/// What is shown besides metrics.
+#[derive(Clone, Debug, Default)]
+pub struct Pages {
+    /// The mode at work, for `/proxyMode`.
+    pub mode: &'static str,
+    /// The configuration in force as a KubeProxyConfiguration, for `/configz`. `None`: there is no such page.
+    pub configuration: Option<Value>,
+    /// Every flag with its value, for `/flagz`. `None`: the page is switched off.
+    pub flags: Option<BTreeMap<String, String>>,
+    /// Whether `/statusz` is there.
+    pub status: bool,
+    /// Whether the pages below `/debug` are there.
+    pub profiling: bool,
+}
+
+/// Paths that are there whatever the configuration, as `/statusz` lists them.
+const PATHS: [&str; 4] = ["/configz", "/healthz", "/metrics", "/proxyMode"];
+
+impl Pages {
+    pub(super) async fn answer<B>(&self, request: Request<B>, metrics: &Metrics) -> Reply
+    where
+        B: Body<Error: Into<BoxError>>,
+    {
+        let (head, body) = request.into_parts();
+        match head.uri.path() {
+            "/metrics" => {
+                metrics.refresh().await;
+                exposed(&head.headers, metrics.encode())
+            }
+            "/metrics/slis" if head.method == Method::DELETE => {
+                metrics.slis.reset();
+                plain(StatusCode::OK, "metrics reset\n")
+            }
+            "/metrics/slis" => exposed(&head.headers, metrics.slis.encode()),
+            "/proxyMode" => plain(StatusCode::OK, self.mode),
+            "/configz" => match &self.configuration {
+                Some(configuration) => {
+                    let all = json!({"kubeproxy.config.k8s.io": configuration});
+                    reply(StatusCode::OK, JSON, all.to_string())
+                }
+                None => not_found(),
+            },
+            "/healthz" => {
+                metrics.slis.answered();
+                plain(StatusCode::OK, healthy(head.uri.query().unwrap_or_default()))
+            }
+            "/healthz/ping" => plain(StatusCode::OK, "ok"),
+            "/flagz" => match &self.flags {
+                Some(flags) => zpages::flags(&head.headers, flags),
+                None => not_found(),
+            },
+            "/statusz" if self.status => zpages::status(&head.headers, &self.paths()),
+            path if self.profiling => {
+                debug::answer(path, &head.method, head.uri.query().unwrap_or_default(), body).await
+            }
+            _ => not_found(),
+        }
+    }
+
+    fn paths(&self) -> Vec<&'static str> {
+        let mut paths = PATHS.to_vec();
+        if self.flags.is_some() {
+            paths.push("/flagz");
+        }
+        paths.sort_unstable();
+        paths
+    }
+}
+
+/// `text` is OpenMetrics.
+fn exposed(headers: &HeaderMap, text: Result<String, fmt::Error>) -> Reply {
+    let accept = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok());
+    let format = exposition::Format::wanted(accept.unwrap_or_default());
+    match text {
+        Ok(text) => super::reply::open(StatusCode::OK, format.content_type(), format.write(text)),
+        Err(error) => plain(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+    }
+}
+
+/// The metrics server's own health has one check, which finds that it answers.
+fn healthy(query: &str) -> String {
+    let parameters = || query.split('&').map(|part| part.split_once('=').unwrap_or((part, "")));
+    if !parameters().any(|(name, _)| name == "verbose") {
+        return "ok".to_owned();
+    }
+    let excluded: Vec<&str> =
+        parameters().filter(|(name, _)| *name == "exclude").map(|(_, check)| check).collect();
+    let ping = if excluded.contains(&"ping") { "[+]ping excluded: ok" } else { "[+]ping ok" };
+    let unknown: Vec<String> =
+        excluded.iter().filter(|check| **check != "ping").map(|check| format!("{check:?}")).collect();
+    let warning = if unknown.is_empty() {
+        String::new()
+    } else {
+        format!("warn: some health checks cannot be excluded: no matches for {}\n", unknown.join(", "))
+    };
+    format!("{ping}\n{warning}healthz check passed\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case("", "ok")]
+    #[case("exclude=ping", "ok")]
+    #[case("verbose", "[+]ping ok\nhealthz check passed\n")]
+    #[case("verbose=1&exclude=ping", "[+]ping excluded: ok\nhealthz check passed\n")]
+    #[case(
+        "verbose&exclude=a&exclude=b",
+        "[+]ping ok\nwarn: some health checks cannot be excluded: no matches for \"a\", \"b\"\nhealthz check passed\n"
+    )]
+    fn health_of_the_metrics_server(#[case] query: &str, #[case] body: &str) {
+        assert_eq!(healthy(query), body);
+    }
+}

@@ -1,0 +1,102 @@
+//! Where CPU time goes, and what is known about memory.
+
+use std::{
+    fs,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
+
+use http::StatusCode;
+use pprof::{ProfilerGuard, Report};
+
+use crate::{
+    serve::{
+        pages::pprof_format::{self, Stack},
+        reply::{Reply, plain, reply},
+    },
+    sys::allocator,
+};
+
+/// Samples a second of CPU time.
+const FREQUENCY: i32 = 100;
+const SECONDS: u64 = 30;
+const MOST_SECONDS: u64 = 600;
+
+/// A profile is being taken: signals and timer are the process's.
+static RUNNING: AtomicBool = AtomicBool::new(false);
+
+struct Turn;
+
+impl Turn {
+    fn take() -> Option<Self> {
+        (!RUNNING.swap(true, Ordering::Acquire)).then_some(Self)
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        RUNNING.store(false, Ordering::Release);
+    }
+}
+
+/// Samples this process for `seconds=…` of the query.
+pub(super) async fn cpu(query: &str) -> Reply {
+    let seconds = query.split('&').find_map(|part| part.strip_prefix("seconds="));
+    let Ok(seconds @ 1..=MOST_SECONDS) = seconds.map_or(Ok(SECONDS), str::parse) else {
+        let problem = format!("seconds must be 1 to {MOST_SECONDS}, found {}\n", seconds.unwrap_or_default());
+        return plain(StatusCode::BAD_REQUEST, problem);
+    };
+    let Some(_turn) = Turn::take() else { return failed("CPU profiling is in use") };
+    let guard = match ProfilerGuard::new(FREQUENCY) {
+        Ok(guard) => guard,
+        Err(error) => return failed(&error.to_string()),
+    };
+    tokio::time::sleep(Duration::from_secs(seconds)).await;
+    // Names are looked up now, which takes long.
+    let encoded = tokio::task::spawn_blocking(move || {
+        let report = guard.report().build().map_err(|error| error.to_string())?;
+        Ok::<_, String>(encode(&report))
+    });
+    match encoded.await {
+        Ok(Ok(profile)) => {
+            let mut reply = reply(StatusCode::OK, "application/octet-stream", profile);
+            let disposition = http::HeaderValue::from_static("attachment; filename=\"profile\"");
+            reply.headers_mut().insert(http::header::CONTENT_DISPOSITION, disposition);
+            reply
+        }
+        Ok(Err(error)) => failed(&error),
+        Err(error) => failed(&error.to_string()),
+    }
+}
+
+fn failed(problem: &str) -> Reply {
+    plain(StatusCode::INTERNAL_SERVER_ERROR, format!("Could not enable CPU profiling: {problem}\n"))
+}
+
+fn encode(report: &Report) -> Vec<u8> {
+    let stacks = report.data.iter().map(|(sampled, count)| Stack {
+        // Inlined functions stand beside the one that they are inlined in.
+        frames: sampled.frames.iter().flatten().map(pprof::Symbol::name).collect(),
+        thread: sampled.thread_name.clone(),
+        samples: i64::try_from(*count).unwrap_or(i64::MAX),
+    });
+    pprof_format::encode(
+        &stacks.collect::<Vec<_>>(),
+        report.timing.start_time,
+        report.timing.duration,
+        FREQUENCY,
+    )
+}
+
+/// No profile: which code has allocated what is not recorded. As text, so that nobody takes it for one.
+pub(super) fn memory() -> Reply {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let lines = status.lines().filter(|line| line.starts_with("Vm") || line.starts_with("Rss"));
+    let kernel: String = lines.map(|line| format!("{line}\n")).collect();
+    let text = format!(
+        "Which code has allocated how much is not recorded: this is no profile for `go tool pprof`.\n\n\
+         # What the kernel counts for this process\n{kernel}\n# What the allocator (mimalloc) knows\n{}",
+        allocator::report()
+    );
+    plain(StatusCode::OK, text)
+}

@@ -1,0 +1,177 @@
+//! `/flagz` and `/statusz`: text for people, or for those who name its kind a document.
+
+use std::collections::BTreeMap;
+
+use http::{HeaderMap, HeaderValue, StatusCode, header};
+use jiff::Timestamp;
+use serde::Serialize;
+use serde_json::json;
+
+use crate::serve::{
+    metrics::{kubernetes, process},
+    reply::{JSON, Reply, TEXT, open},
+};
+
+/// How kube-proxy calls itself on these pages.
+const NAME: &str = "kube-proxy";
+const WARNING: &str = "Warning: This endpoint is not meant to be machine parseable, has no formatting \
+    compatibility guarantees and is for debugging purposes only.";
+const GROUP: &str = "config.k8s.io";
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Format {
+    Text,
+    /// In this version of the group.
+    Json(&'static str),
+    Yaml(&'static str),
+}
+
+/// What the `Accept` header asks for in the order in which it asks; `None`: nothing that there is.
+fn wanted(accept: &str, kind: &str) -> Option<Format> {
+    if accept.trim().is_empty() {
+        return Some(Format::Text);
+    }
+    accept.split(',').find_map(|choice| {
+        let mut parts = choice.split(';').map(str::trim);
+        let media = parts.next().unwrap_or_default();
+        let parameters: BTreeMap<&str, &str> = parts.filter_map(|part| part.split_once('=')).collect();
+        let version = ["v1beta1", "v1alpha1"].into_iter().find(|version| {
+            parameters.get("v") == Some(version)
+                && parameters.get("g") == Some(&GROUP)
+                && parameters.get("as") == Some(&kind)
+        });
+        match (media, version) {
+            ("application/json", Some(version)) => Some(Format::Json(version)),
+            ("application/yaml", Some(version)) => Some(Format::Yaml(version)),
+            ("text/plain" | "text/*" | "*/*", _) => Some(Format::Text),
+            _ => None,
+        }
+    })
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Document<T> {
+    kind: &'static str,
+    api_version: String,
+    metadata: serde_json::Value,
+    #[serde(flatten)]
+    content: T,
+}
+
+#[derive(Serialize)]
+struct Flags<'a> {
+    flags: &'a BTreeMap<String, String>,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Status<'a> {
+    start_time: String,
+    uptime_seconds: i64,
+    go_version: &'static str,
+    binary_version: String,
+    emulation_version: String,
+    paths: &'a [&'static str],
+}
+
+pub(super) fn flags(headers: &HeaderMap, flags: &BTreeMap<String, String>) -> Reply {
+    let lines = || flags.iter().map(|(flag, value)| format!("{flag}={value}\n")).collect::<String>();
+    page(headers, "Flagz", || format!("\n{NAME} flagz\n{WARNING}\n{}", lines()), Flags { flags })
+}
+
+pub(super) fn status(headers: &HeaderMap, paths: &[&'static str]) -> Reply {
+    let now = Timestamp::now();
+    let started = process::started().and_then(|seconds| Timestamp::from_second(seconds as i64).ok());
+    let started = started.unwrap_or(now);
+    let up = now.as_second() - started.as_second();
+    let version = kubernetes::version();
+    let text = || {
+        let paths = paths.join(" ");
+        let (hours, minutes, seconds) = (up / 3600, up / 60 % 60, up % 60);
+        format!(
+            "\n{NAME} statusz\n{WARNING}\n\nStarted: {}\nUp: {hours} hr {minutes:02} min {seconds:02} sec\n\
+             Go version: none, this is Rust\nBinary version: {version}\n\nPaths: {paths}\n",
+            started.strftime("%a %b %e %H:%M:%S UTC %Y"),
+        )
+    };
+    let content = Status {
+        start_time: started.to_string(),
+        uptime_seconds: up,
+        go_version: "",
+        binary_version: version.clone(),
+        emulation_version: kubernetes::EMULATED.to_owned(),
+        paths,
+    };
+    page(headers, "Statusz", text, content)
+}
+
+fn page(
+    headers: &HeaderMap,
+    kind: &'static str,
+    text: impl FnOnce() -> String,
+    content: impl Serialize,
+) -> Reply {
+    let accept = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
+    let format = wanted(accept, kind);
+    let version = match format {
+        Some(Format::Json(version) | Format::Yaml(version)) => version,
+        Some(Format::Text) => return open(StatusCode::OK, TEXT, text()),
+        None => return not_acceptable(kind),
+    };
+    let api_version = format!("{GROUP}/{version}");
+    let document = Document { kind, api_version, metadata: json!({"name": NAME}), content };
+    let written = if format == Some(Format::Yaml(version)) {
+        serde_saphyr::to_string(&document)
+            .map(|text| ("application/yaml", text))
+            .map_err(|error| error.to_string())
+    } else {
+        serde_json::to_string(&document).map(|text| (JSON, text + "\n")).map_err(|error| error.to_string())
+    };
+    let mut reply = match written {
+        Ok((media, text)) => open(StatusCode::OK, media, text),
+        Err(error) => return open(StatusCode::INTERNAL_SERVER_ERROR, TEXT, error),
+    };
+    if version == "v1alpha1" {
+        let page = kind.to_lowercase();
+        let warning = format!(
+            "299 - \"This version of the {page} endpoint is deprecated. Please use a newer version.\""
+        );
+        if let Ok(warning) = HeaderValue::try_from(warning) {
+            reply.headers_mut().insert(header::WARNING, warning);
+        }
+    }
+    reply
+}
+
+fn not_acceptable(kind: &str) -> Reply {
+    let message = format!(
+        "only the following media types are accepted: application/json;v=v1beta1;g={GROUP};as={kind}, \
+         application/yaml;v=v1beta1;g={GROUP};as={kind}, text/plain"
+    );
+    let status = json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "message": message, "reason": "NotAcceptable", "code": 406,
+    });
+    open(StatusCode::NOT_ACCEPTABLE, JSON, format!("{status}\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case("", Some(Format::Text))]
+    #[case("*/*", Some(Format::Text))]
+    #[case("text/plain", Some(Format::Text))]
+    #[case("application/json", None)]
+    #[case("application/json, text/plain", Some(Format::Text))]
+    #[case("application/json;v=v1beta1;g=config.k8s.io;as=Flagz", Some(Format::Json("v1beta1")))]
+    #[case("application/yaml; as=Flagz; g=config.k8s.io; v=v1alpha1", Some(Format::Yaml("v1alpha1")))]
+    #[case("application/json;v=v1beta1;g=config.k8s.io;as=Statusz", None)]
+    fn negotiation(#[case] accept: &str, #[case] format: Option<Format>) {
+        assert_eq!(wanted(accept, "Flagz"), format);
+    }
+}

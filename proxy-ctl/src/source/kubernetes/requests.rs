@@ -1,0 +1,260 @@
+//! What the client has asked the API server, as client-go counts it.
+
+use std::{
+    pin::Pin,
+    task::{Context, Poll},
+    time::{Duration, Instant},
+};
+
+use bytes::Buf as _;
+use http::{Method, Request, Response, Uri};
+use hyper::body::{Body, Frame, SizeHint};
+use prometheus_client::{
+    metrics::{counter::Counter, family::Family, histogram::Histogram},
+    registry::Registry,
+};
+use tower::Service;
+
+type Label = (&'static str, String);
+type ByVerb = Family<[Label; 2], Histogram, fn() -> Histogram>;
+
+/// Seconds.
+const DURATION_BUCKETS: [f64; 12] = [0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0];
+/// Bytes: 64 B to 16 MiB.
+const SIZE_BUCKETS: [f64; 11] = [
+    64.0,
+    256.0,
+    512.0,
+    1024.0,
+    4096.0,
+    16_384.0,
+    65_536.0,
+    262_144.0,
+    1_048_576.0,
+    4_194_304.0,
+    16_777_216.0,
+];
+/// Label `code` of a request that got no answer.
+const NO_ANSWER: &str = "<error>";
+
+/// The families `rest_client_…`; clones count together.
+#[derive(Clone, Debug)]
+pub struct Requests {
+    answers: Family<[Label; 3], Counter>,
+    duration: ByVerb,
+    limited: ByVerb,
+    request_size: ByVerb,
+    response_size: ByVerb,
+}
+
+impl Default for Requests {
+    fn default() -> Self {
+        let durations = || Histogram::new(DURATION_BUCKETS);
+        let sizes = || Histogram::new(SIZE_BUCKETS);
+        Self {
+            answers: Family::default(),
+            duration: Family::new_with_constructor(durations),
+            limited: Family::new_with_constructor(durations),
+            request_size: Family::new_with_constructor(sizes),
+            response_size: Family::new_with_constructor(sizes),
+        }
+    }
+}
+
+impl Requests {
+    pub fn register(&self, registry: &mut Registry) {
+        let registry = registry.sub_registry_with_prefix("rest_client");
+        registry.register("requests", "Requests to the API server, by answer", self.answers.clone());
+        let histograms = [
+            ("request_duration_seconds", "Time until an answer began", &self.duration),
+            ("rate_limiter_duration_seconds", "Time that requests waited for their turn", &self.limited),
+            ("request_size_bytes", "Size of requests", &self.request_size),
+            ("response_size_bytes", "Size of answers that are no watches", &self.response_size),
+        ];
+        for (name, help, histogram) in histograms {
+            registry.register(name, help, histogram.clone());
+        }
+    }
+
+    /// Counts what goes through `inner`, whose requests have whole URIs.
+    pub(super) fn measure<S>(&self, inner: S) -> Measured<S> {
+        Measured { inner, requests: self.clone() }
+    }
+
+    /// A request to `host` waited for its turn.
+    pub(super) fn waited(&self, method: &Method, host: String, time: Duration) {
+        let labels = [("verb", method.to_string()), ("host", host)];
+        self.limited.get_or_create(&labels).observe(time.as_secs_f64());
+    }
+
+    fn answered(&self, asked: &Asked, code: String) {
+        let Asked { method, host, .. } = asked;
+        self.answers
+            .get_or_create(&[("code", code), ("method", method.clone()), ("host", host.clone())])
+            .inc();
+        self.duration.get_or_create(&asked.labels()).observe(asked.at.elapsed().as_secs_f64());
+        self.request_size.get_or_create(&asked.labels()).observe(asked.bytes as f64);
+    }
+}
+
+/// One request.
+struct Asked {
+    method: String,
+    host: String,
+    bytes: u64,
+    is_watch: bool,
+    at: Instant,
+}
+
+impl Asked {
+    fn new<B: Body>(request: &Request<B>) -> Self {
+        Self {
+            method: request.method().to_string(),
+            host: request.uri().authority().map(ToString::to_string).unwrap_or_default(),
+            bytes: request.body().size_hint().exact().unwrap_or(0),
+            is_watch: is_watch(request.uri()),
+            at: Instant::now(),
+        }
+    }
+
+    fn labels(&self) -> [Label; 2] {
+        [("verb", self.method.clone()), ("host", self.host.clone())]
+    }
+}
+
+fn is_watch(uri: &Uri) -> bool {
+    uri.query().is_some_and(|query| query.split('&').any(|part| matches!(part, "watch=true" | "watch=1")))
+}
+
+#[derive(Clone)]
+pub(super) struct Measured<S> {
+    inner: S,
+    requests: Requests,
+}
+
+impl<S, B, C> Service<Request<B>> for Measured<S>
+where
+    S: Service<Request<B>, Response = Response<C>, Future: Send + 'static>,
+    B: Body,
+{
+    type Response = Response<Counted<C>>;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, request: Request<B>) -> Self::Future {
+        let asked = Asked::new(&request);
+        let requests = self.requests.clone();
+        let answer = self.inner.call(request);
+        Box::pin(async move {
+            let answer = answer.await;
+            let code =
+                answer.as_ref().map_or(NO_ANSWER.into(), |answer| answer.status().as_u16().to_string());
+            requests.answered(&asked, code);
+            let size =
+                (!asked.is_watch).then(|| requests.response_size.get_or_create(&asked.labels()).clone());
+            Ok(answer?.map(|inner| Counted { inner, bytes: 0, size }))
+        })
+    }
+}
+
+/// An answer's body, whose size is observed when it has been read or is given up.
+pub(super) struct Counted<B> {
+    inner: B,
+    bytes: u64,
+    /// `None`: a watch, which has no size that would say anything.
+    size: Option<Histogram>,
+}
+
+impl<B: Body + Unpin> Body for Counted<B> {
+    type Data = B::Data;
+    type Error = B::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
+        let polled = Pin::new(&mut self.inner).poll_frame(context);
+        if let Poll::Ready(Some(Ok(frame))) = &polled
+            && let Some(data) = frame.data_ref()
+        {
+            self.bytes += data.remaining() as u64;
+        }
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
+
+impl<B> Drop for Counted<B> {
+    fn drop(&mut self) {
+        if let Some(size) = &self.size {
+            size.observe(self.bytes as f64);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+    use http_body_util::{BodyExt as _, Full};
+    use tower::{ServiceExt as _, service_fn};
+
+    use super::*;
+
+    /// What the metrics say after these requests, each answered with this status or not at all.
+    async fn counted(requests: &[(&str, Option<u16>)]) -> String {
+        let counts = Requests::default();
+        for &(uri, status) in requests {
+            let server = service_fn(move |_: Request<Full<Bytes>>| async move {
+                match status {
+                    Some(status) => {
+                        let body = Full::new(Bytes::from_static(b"0123456789"));
+                        Ok(Response::builder().status(status).body(body).unwrap())
+                    }
+                    None => Err("connection refused"),
+                }
+            });
+            let request = Request::get(uri).body(Full::new(Bytes::new())).unwrap();
+            if let Ok(answer) = counts.measure(server).oneshot(request).await {
+                answer.into_body().collect().await.unwrap();
+            }
+        }
+        let mut registry = Registry::default();
+        counts.register(&mut registry);
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+        text
+    }
+
+    #[tokio::test]
+    async fn answers_times_and_sizes() {
+        let text = counted(&[
+            ("https://192.0.2.1:6443/api/v1/nodes", Some(200)),
+            ("https://192.0.2.1:6443/api/v1/nodes?limit=5", Some(403)),
+            ("https://192.0.2.1:6443/api/v1/nodes?limit=5&watch=true", Some(200)),
+            ("https://192.0.2.1:6443/api/v1/nodes", None),
+        ])
+        .await;
+        for line in [
+            r#"rest_client_requests_total{code="200",method="GET",host="192.0.2.1:6443"} 2"#,
+            r#"rest_client_requests_total{code="403",method="GET",host="192.0.2.1:6443"} 1"#,
+            r#"rest_client_requests_total{code="<error>",method="GET",host="192.0.2.1:6443"} 1"#,
+            r#"rest_client_request_duration_seconds_count{verb="GET",host="192.0.2.1:6443"} 4"#,
+            r#"rest_client_request_size_bytes_bucket{le="64.0",verb="GET",host="192.0.2.1:6443"} 4"#,
+            r#"rest_client_response_size_bytes_count{verb="GET",host="192.0.2.1:6443"} 2"#,
+            r#"rest_client_response_size_bytes_sum{verb="GET",host="192.0.2.1:6443"} 20.0"#,
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+    }
+}

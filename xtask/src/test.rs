@@ -111,7 +111,7 @@ fn checks() -> (Vec<Suite>, Vec<(&'static str, &'static str)>) {
 }
 
 fn unit_suite() -> Suite {
-    suite("unit", Kind::Tests, cargo(&["test", "-q", "--lib", "--bins"]))
+    suite("unit", Kind::Tests, cargo(&["test", "-q", "--lib", "--bins", "--", "--skip", "as_root"]))
 }
 
 fn build() -> Result<()> {
@@ -135,6 +135,7 @@ fn root_suites(arguments: &Arguments) -> Vec<Suite> {
         suite(name, Kind::Tests, command)
     };
     let mut suites = vec![
+        tests("unit as root", &["-p", "proxy-ctl", "--lib", "--", "--ignored", "as_root"]),
         tests("proxy-ctl", &["-p", "proxy-ctl", "-p", "proxy-common", "--test", "*"]),
         tests("packets", &["-p", "packets"]),
         tests("lab", &["-p", "lab", "--test", "cluster"]),

@@ -10,4 +10,5 @@ pub mod model;
 pub mod node;
 pub mod serve;
 pub mod source;
+pub mod start;
 pub mod sys;

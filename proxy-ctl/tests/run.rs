@@ -60,8 +60,8 @@ impl Node {
         fs::create_dir(&node.cgroup).unwrap();
         fs::create_dir(node.manifests()).unwrap();
         let config = format!(
-            "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nebpf:\n  \
-             bpffs: {}\n  cgroup: {}\n  limits: {{services: 100, slots: 1000, frontends: 100, backends: 100}}\n",
+            "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n\
+             conntrack: {{maxPerCore: 0}}\nebpf:\n  bpffs: {}\n  cgroup: {}\n  limits: {{services: 100, slots: 1000, frontends: 100, backends: 100}}\n",
             node.pins.display(),
             node.cgroup.display()
         );
@@ -220,6 +220,8 @@ fn a_controller_is_killed_replaced_and_removed() {
 
     let second = node.command(&[
         "run",
+        "--config",
+        node.folder.path().join("config.yaml").to_str().unwrap(),
         "--manifests",
         node.manifests().to_str().unwrap(),
         "--hostname-override",

@@ -35,7 +35,7 @@ pub(super) enum Command {
 }
 
 /// Serve this node: watch Services and EndpointSlices, program the kernel
-#[derive(Debug, Default, ClapArgs)]
+#[derive(Clone, Debug, Default, ClapArgs)]
 #[command(after_help = RUN_HELP)]
 pub(super) struct RunArgs {
     /// KubeProxyConfiguration file, YAML or JSON; what it says wins over --kubeconfig and --proxy-mode

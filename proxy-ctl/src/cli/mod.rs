@@ -2,7 +2,9 @@
 
 mod args;
 mod facts;
+mod life;
 mod record;
+mod recorder;
 mod run;
 mod settings;
 mod show;

@@ -1,7 +1,12 @@
-//! `proxy-ctl run`: everything is read and checked, then sources, servers and the dataplane's thread are started
-//! and run until a signal. What was programmed stays when the process ends.
+//! `proxy-ctl run`: the life of a proxy from its configuration to its end.
+//!
+//! 1. Everything that is said is read and checked, and the mode is chosen. Nothing has been touched so far.
+//! 2. The servers answer, the sources list, the dataplane's thread loads its programs.
+//! 3. [`Life`]: the node is set up, in the order of [`crate::start`].
+//! 4. Everything listed is written, and changes are followed: until a signal, a change that takes a new process, or a
+//!    failure. What was programmed stays when the process ends.
 
-use std::{net::IpAddr, path::PathBuf, sync::Arc, thread, time::Duration};
+use std::{path::PathBuf, sync::Arc, thread, time::Duration};
 
 use anyhow::Context as _;
 use tokio::{
@@ -14,33 +19,55 @@ use tokio_util::sync::CancellationToken;
 use super::{
     args::RunArgs,
     facts,
+    life::Life,
     record::{self, Record},
+    recorder::{self, Live},
     settings::Settings,
 };
 use crate::{
-    config::Config,
+    config::{Config, RequestedMode},
     controller::{self, Asks, Controller, Inputs, Reports},
-    dataplane::{self, Host, Role, ebpf::EbpfDataplane},
+    dataplane::{self, ebpf::EbpfDataplane},
+    events::Recorder,
     log,
-    mode::{self, Choice, Request},
+    mode::{self, Choice, Mode, Request},
     model::Update,
-    node,
-    serve::{self, Health, Metrics, Pages, SharedHealth},
+    serve::{self, BindError, Health, Metrics, Pages, SharedHealth},
     source::{
-        kubernetes::{Kubernetes, ResourceKind, SourceState},
+        kubernetes::{Kubernetes, SourceState},
         manifests::Manifests,
     },
+    start::event,
     sys::limits,
 };
 
 /// Updates between the watchers and the dataplane's thread; then the watchers wait.
 const UPDATES: usize = 4096;
-const RECORD_PERIOD: Duration = Duration::from_secs(1);
 /// Longest wait for the dataplane's thread to finish the call that it is in.
 const LAST_CALL: Duration = Duration::from_secs(10);
+/// Longest wait for the last events to reach the API server.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// What the user has said; the file of it may say something else later.
+#[derive(Clone, Debug)]
+pub(super) struct Given {
+    args: RunArgs,
+    bpffs: Option<PathBuf>,
+}
+
+impl Given {
+    pub(super) fn settings(&self) -> anyhow::Result<Settings> {
+        Settings::new(self.args.clone(), self.bpffs.clone())
+    }
+
+    pub(super) fn config_file(&self) -> Option<PathBuf> {
+        self.args.config.clone()
+    }
+}
 
 pub(super) fn run(args: RunArgs, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
-    let settings = Settings::new(args, bpffs)?;
+    let given = Given { args, bpffs };
+    let settings = given.settings()?;
     let logging = settings.config.logging;
     log::start(logging.format, logging.verbosity);
     for warning in &settings.warnings {
@@ -68,8 +95,8 @@ pub(super) fn run(args: RunArgs, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
         let _in_runtime = runtime.enter();
         Source::open(&settings, &state)?
     };
-    protect_from_oom(settings.config.oom_score_adj);
-    let done = runtime.block_on(Process { settings, choice, state }.run(source, runtime.handle().clone()));
+    let process = Process { given, settings, choice, state };
+    let done = runtime.block_on(process.run(source, runtime.handle().clone()));
     runtime.shutdown_timeout(Duration::from_secs(1));
     done
 }
@@ -85,6 +112,13 @@ impl Source {
             Some(folder) => Ok(Self::Manifests(Manifests::open(folder, Arc::clone(&settings.node_name))?)),
             None => Ok(Self::Kubernetes(Box::new(settings.kubernetes(state.clone())?))),
         }
+    }
+
+    /// Must be called within the runtime.
+    fn recorder(&self, node_name: &Arc<str>) -> anyhow::Result<Recorder> {
+        let Self::Kubernetes(kubernetes) = self else { return Ok(Recorder::silent()) };
+        let host = nix::unistd::gethostname().context("asking for the host's name")?;
+        Ok(Recorder::new(kubernetes.api(), Arc::clone(node_name), &host.to_string_lossy()))
     }
 
     async fn run(
@@ -113,15 +147,31 @@ impl Source {
     }
 }
 
+/// The mode as the configuration would ask for it.
+fn requested(mode: Mode) -> RequestedMode {
+    match mode {
+        Mode::Ebpf => RequestedMode::Ebpf,
+    }
+}
+
 struct Process {
+    given: Given,
     settings: Settings,
     choice: Choice,
     state: SourceState,
 }
 
+/// Why the process ends.
+enum End {
+    Signal(&'static str),
+    /// Of the dataplane's thread, which is over.
+    Dataplane(anyhow::Error),
+    Other(anyhow::Error),
+}
+
 impl Process {
     async fn run(self, source: Source, runtime: tokio::runtime::Handle) -> anyhow::Result<()> {
-        let Self { settings, choice, state } = self;
+        let Self { given, settings, choice, state } = self;
         let from_api_server = matches!(source, Source::Kubernetes(_));
         let Settings { config, node_name, .. } = settings;
         let config = Arc::new(config);
@@ -132,10 +182,15 @@ impl Process {
         let (updates_in, updates) = mpsc::channel(UPDATES);
         let (hosts_in, hosts) = watch::channel(None);
         let (asks_in, asks) = mpsc::channel(16);
+        let (nodes_in, nodes) = mpsc::unbounded_channel();
+        let (configs_in, configs) = watch::channel(Arc::clone(&config));
+        let node_addresses = watch::Sender::new(None);
+        let events = source.recorder(&node_name)?;
         let health = Arc::new(SharedHealth::new(Health::new(config.sync_period())));
         let register = |registry: &mut _| {
             if from_api_server {
                 state.register(registry);
+                events.register(registry.sub_registry_with_prefix("proxy"));
             }
         };
         let metrics = Arc::new(Metrics::new(Some(Box::new(Asks(asks_in))), state.odd_objects(), register));
@@ -151,15 +206,30 @@ impl Process {
             reasons: choice.reasons,
             ..Record::default()
         };
-        let live = Live { state: from_api_server.then_some(state), hosts: hosts.clone() };
+        let live =
+            Live { state: from_api_server.then_some(state), hosts: hosts.clone(), configs: configs.clone() };
         let recorded = CancellationToken::new();
-        tasks.spawn(keep_record(record.clone(), live, Arc::clone(&config), recorded.clone(), stop.clone()));
-        let node_addresses = watch::Sender::new(None);
-        tasks.spawn(watch_node(node_addresses.subscribe(), hosts_in, stop.clone()));
+        let keep = recorder::keep(record.clone(), live, recorded.clone(), stop.clone());
+        tasks.spawn(async { Ok(keep.await) });
 
-        let reports = Reports { health, metrics, node_addresses };
+        let life = Life {
+            given,
+            config: Arc::clone(&config),
+            mode: requested(choice.mode),
+            node_name: Arc::clone(&node_name),
+            nodes: from_api_server.then_some(nodes),
+            node_addresses: node_addresses.subscribe(),
+            hosts: hosts_in,
+            configs: configs_in,
+            events: events.clone(),
+            metrics: Arc::clone(&metrics),
+            stop: stop.clone(),
+        };
+        tasks.spawn(async { life.lead().await.map(|never| match never {}) });
+
+        let reports = Reports { health, metrics, node_addresses, nodes: nodes_in };
         let controller = Controller::new(Arc::clone(&config), node_name, reports);
-        let inputs = Inputs { updates, hosts, asks, stop: stop.clone() };
+        let inputs = Inputs { updates, hosts, asks, configs, stop: stop.clone() };
         // Only whoever holds the lock of the pins speaks for them: one that is turned away leaves no record.
         let bpffs = config.ebpf.bpffs.clone();
         let opened = move || {
@@ -169,29 +239,50 @@ impl Process {
             recorded.cancel();
         };
         let mut ended = start_dataplane(controller, inputs, config, opened, runtime)?;
-        let done = loop {
+        let end = loop {
             tokio::select! {
-                _ = terminate.recv() => break Ok("SIGTERM"),
-                _ = interrupt.recv() => break Ok("SIGINT"),
-                result = &mut ended => break Err(dataplane_ended(result)),
+                _ = terminate.recv() => break End::Signal("SIGTERM"),
+                _ = interrupt.recv() => break End::Signal("SIGINT"),
+                result = &mut ended => break End::Dataplane(dataplane_ended(result)),
                 Some(task) = tasks.join_next() => match task {
                     Ok(Ok(())) => {}
-                    Ok(Err(error)) => break Err(error),
-                    Err(error) => break Err(error.into()),
+                    Ok(Err(error)) => break End::Other(error),
+                    Err(error) => break End::Other(error.into()),
                 },
             }
         };
         stop.cancel();
-        match done {
-            Ok(signal) => {
+        let result = match end {
+            End::Dataplane(error) => return Err(error),
+            End::Signal(signal) => {
                 tracing::info!(signal, "stopping; what is programmed goes on working");
-                if tokio::time::timeout(LAST_CALL, ended).await.is_err() {
-                    tracing::warn!("the dataplane is still busy, leaving it");
-                }
                 Ok(())
             }
-            Err(error) => Err(error),
+            End::Other(error) => {
+                tracing::error!(
+                    error = format!("{error:#}"),
+                    "Error running ProxyServer; what is programmed goes on working"
+                );
+                tell(&error, &events);
+                Err(error)
+            }
+        };
+        if tokio::time::timeout(LAST_CALL, ended).await.is_err() {
+            tracing::warn!("the dataplane is still busy, leaving it");
         }
+        if tokio::time::timeout(LAST_WORDS, events.flush()).await.is_err() {
+            tracing::debug!("the last events did not reach the API server");
+        }
+        result
+    }
+}
+
+/// What the cluster should hear of the end.
+fn tell(error: &anyhow::Error, events: &Recorder) {
+    match error.downcast_ref::<BindError>() {
+        Some(bind) if bind.purpose == "healthz" => events.record(event::healthz_failed(bind)),
+        Some(bind) => events.record(event::metrics_failed(bind)),
+        None => {}
     }
 }
 
@@ -220,32 +311,6 @@ fn serve_http(
 
 fn pages(config: &Config, mode: &'static str) -> Pages {
     Pages { mode, configuration: None, flags: None, status: true, profiling: config.enable_profiling }
-}
-
-/// Follows the node's addresses and interfaces, from when the addresses of its Node object are known: by them it is
-/// told which interfaces lead outside.
-async fn watch_node(
-    mut known: watch::Receiver<Option<Vec<IpAddr>>>,
-    hosts: watch::Sender<Option<Host>>,
-    stop: CancellationToken,
-) -> anyhow::Result<()> {
-    let Ok(first) = known.wait_for(Option::is_some).await.map(|first| first.clone().unwrap_or_default())
-    else {
-        return Ok(());
-    };
-    let addresses = watch::Sender::new(first);
-    let watched = addresses.subscribe();
-    let forward = async {
-        while known.changed().await.is_ok() {
-            addresses.send_replace(known.borrow().clone().unwrap_or_default());
-        }
-        // The controller has ended; so will this process.
-        std::future::pending::<()>().await;
-    };
-    tokio::select! {
-        done = node::watch(watched, hosts, stop) => Ok(done?),
-        () = forward => Ok(()),
-    }
 }
 
 /// The thread that blocks on system calls. The answer comes when it ends.
@@ -279,78 +344,5 @@ fn dataplane_ended(result: Result<Result<(), dataplane::Error>, oneshot::error::
         Ok(Ok(())) => anyhow::anyhow!("the sources ended"),
         Ok(Err(error)) => anyhow::Error::new(error).context("starting the dataplane"),
         Err(_) => anyhow::anyhow!("the dataplane's thread ended unexpectedly"),
-    }
-}
-
-/// Keeps what `status` reads up to date, from when `recorded` says that it is there.
-async fn keep_record(
-    mut record: Record,
-    live: Live,
-    config: Arc<Config>,
-    recorded: CancellationToken,
-    stop: CancellationToken,
-) -> anyhow::Result<()> {
-    tokio::select! {
-        () = recorded.cancelled() => {}
-        () = stop.cancelled() => return Ok(()),
-    }
-    let mut written: Option<Record> = None;
-    loop {
-        record.sources = live.sources();
-        record.interfaces = live.interfaces(&config);
-        if written.as_ref() != Some(&record) {
-            match record.write(&config.ebpf.bpffs) {
-                Ok(()) => written = Some(record.clone()),
-                Err(error) => tracing::debug!(%error, "what status reads is not up to date"),
-            }
-        }
-        tokio::select! {
-            () = tokio::time::sleep(RECORD_PERIOD) => {}
-            () = stop.cancelled() => return Ok(()),
-        }
-    }
-}
-
-/// What changes while the process runs.
-struct Live {
-    /// `None`: the manifests tell nothing about themselves.
-    state: Option<SourceState>,
-    hosts: watch::Receiver<Option<Host>>,
-}
-
-impl Live {
-    fn sources(&self) -> Vec<record::Source> {
-        let source = |state: &SourceState, kind: ResourceKind| record::Source {
-            name: kind.plural().to_owned(),
-            connected: state.connected(kind),
-            objects: state.objects(kind),
-            problem: state.problem(kind),
-        };
-        let Some(state) = &self.state else { return Vec::new() };
-        state.kinds().into_iter().map(|kind| source(state, kind)).collect()
-    }
-
-    fn interfaces(&self, config: &Config) -> Vec<record::Interface> {
-        let hosts = self.hosts.borrow();
-        let interfaces = hosts.iter().flat_map(|host| &host.interfaces);
-        interfaces
-            .filter(|interface| config.ebpf.interfaces.select(&interface.name))
-            .map(|interface| record::Interface {
-                index: interface.index,
-                name: interface.name.clone(),
-                role: match interface.role {
-                    Role::Workload => "workload",
-                    Role::Uplink => "uplink",
-                }
-                .to_owned(),
-            })
-            .collect()
-    }
-}
-
-/// As kube-proxy: the node loses its network if this process is killed for want of memory.
-fn protect_from_oom(score: i32) {
-    if let Err(error) = std::fs::write("/proc/self/oom_score_adj", score.to_string()) {
-        tracing::debug!(%error, score, "oomScoreAdj was not set");
     }
 }

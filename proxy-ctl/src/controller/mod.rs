@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 
 pub use self::run::{Asks, Inputs, UsageAsk, run};
 use self::{latency::Latency, retry::Retry, surveys::Surveys};
@@ -25,8 +25,9 @@ use crate::{
     model::{
         Model, Update,
         desired::{Changes, DesiredPort},
-        objects::Family,
+        objects::{Family, Node},
     },
+    node::NodeIps,
     serve::{Extent, Metrics, Moment, Phase, SharedHealth},
 };
 
@@ -37,6 +38,8 @@ pub struct Reports {
     pub metrics: Arc<Metrics>,
     /// Addresses of the own Node, best first; `None` before it was listed.
     pub node_addresses: watch::Sender<Option<Vec<IpAddr>>>,
+    /// Every state of the own Node. Whoever has stopped listening is not told.
+    pub nodes: mpsc::UnboundedSender<Option<Node>>,
 }
 
 /// Which lists have come in. Nothing is written before all have.
@@ -69,6 +72,8 @@ struct Programmed<D> {
     complete: bool,
     host: Retry,
     resync: Retry,
+    /// When everything is compared although nothing has failed.
+    inspect_at: Instant,
     garbage_failure: Option<String>,
 }
 
@@ -123,6 +128,7 @@ impl<D: Dataplane> Controller<D> {
                 }
                 self.listed.node = true;
                 self.reports.health.lock().set_node(node.as_ref());
+                let _ = self.reports.nodes.send(node.clone());
                 let addresses = Some(node.as_ref().map(|node| node.addresses.clone()).unwrap_or_default());
                 let differ = self.reports.node_addresses.send_if_modified(|told| {
                     let differ = *told != addresses;
@@ -156,7 +162,7 @@ impl<D: Dataplane> Controller<D> {
             (self.listed.services, "Services"),
             (self.listed.slices, "EndpointSlices"),
             (self.listed.node, "the own Node"),
-            (self.host.is_some(), "the node's addresses and interfaces"),
+            (self.host.is_some(), "the node to be set up"),
         ];
         all.into_iter().filter(|(there, _)| !there).map(|(_, what)| what).collect()
     }
@@ -170,6 +176,7 @@ impl<D: Dataplane> Controller<D> {
             complete: false,
             host: Retry::due(now, self.config.sync_period()),
             resync: Retry::due(now, self.config.sync_period()),
+            inspect_at: now + self.config.sync_period(),
             garbage_failure: None,
         });
     }
@@ -178,12 +185,29 @@ impl<D: Dataplane> Controller<D> {
         self.dataplane.is_some()
     }
 
+    /// From now on this configuration is in force, as far as it can be without a new process.
+    pub fn configure(&mut self, config: Arc<Config>, now: Instant) {
+        let period = config.sync_period();
+        self.config = config;
+        self.reports.health.lock().set_sync_period(period);
+        if let Some(programmed) = &mut self.dataplane {
+            programmed.host.set_longest_pause(period);
+            programmed.resync.set_longest_pause(period);
+            programmed.inspect_at = programmed.inspect_at.min(now + period);
+            programmed.host.ask(now);
+        }
+    }
+
     /// Writes what is due. Failures are logged, counted, and tried again at [`Controller::wants_call_at`].
     pub fn write(&mut self, now: Instant) {
-        if self.dataplane.is_none() {
-            return;
+        let Some(programmed) = &mut self.dataplane else { return };
+        let inspects = programmed.inspect_at <= now;
+        let host = if inspects && !programmed.host.is_pending() { Why::Inspection } else { Why::Change };
+        if inspects {
+            programmed.inspect_at = now + self.config.sync_period();
+            programmed.host.ask(now);
         }
-        self.write_host(now);
+        self.write_host(host, now);
         let started = Instant::now();
         let changes = self.model.take_changes();
         self.latency.received(self.model.take_triggers());
@@ -201,9 +225,12 @@ impl<D: Dataplane> Controller<D> {
         } else if programmed.complete && !programmed.resync.is_pending() {
             self.written();
         }
+        if inspects && self.dataplane.as_ref().is_some_and(Programmed::is_quiet) {
+            self.inspect(now);
+        }
     }
 
-    fn write_host(&mut self, now: Instant) {
+    fn write_host(&mut self, why: Why, now: Instant) {
         let (Some(programmed), Some(host)) = (&mut self.dataplane, &self.host) else { return };
         if !programmed.host.is_due(now) {
             return;
@@ -218,6 +245,9 @@ impl<D: Dataplane> Controller<D> {
             Ok(applied) => {
                 programmed.host.succeeded();
                 metrics.applied(applied);
+                if why == Why::Inspection {
+                    tell_drift(applied, metrics);
+                }
             }
             Err(error) => {
                 metrics.sync_errors.inc();
@@ -262,6 +292,26 @@ impl<D: Dataplane> Controller<D> {
                 self.succeeded(applied, took, &Family::ALL, Extent::Full);
             }
             Err(error) => self.failed(&error, now, "writing everything failed"),
+        }
+    }
+
+    /// Compares what is programmed with what should be. Everything is written already: a difference is somebody
+    /// else's doing.
+    fn inspect(&mut self, now: Instant) {
+        let Some(programmed) = &mut self.dataplane else { return };
+        let desired = unsupported::leave_out(self.model.desired());
+        let started = Instant::now();
+        let result = programmed.dataplane.resync(&desired);
+        let took = started.elapsed();
+        let metrics = &self.reports.metrics;
+        metrics.phase(Phase::Compare, took);
+        metrics.resyncs.inc();
+        match result {
+            Ok(applied) => {
+                tell_drift(applied, metrics);
+                self.succeeded(applied, took, &Family::ALL, Extent::Full);
+            }
+            Err(error) => self.failed(&error, now, "comparing what is programmed failed"),
         }
     }
 
@@ -328,7 +378,8 @@ impl<D: Dataplane> Controller<D> {
     /// When [`Controller::write`] should be called although nothing has changed.
     pub fn wants_call_at(&self) -> Option<Instant> {
         let programmed = self.dataplane.as_ref()?;
-        [programmed.host.at(), programmed.resync.at()].into_iter().flatten().min()
+        let planned = [programmed.host.at(), programmed.resync.at(), Some(programmed.inspect_at)];
+        planned.into_iter().flatten().min()
     }
 
     pub fn usage(&self) -> Option<Usage> {
@@ -337,9 +388,38 @@ impl<D: Dataplane> Controller<D> {
     }
 }
 
+/// Why the node's addresses and interfaces are written.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Why {
+    Change,
+    /// Nothing has changed that we know of.
+    Inspection,
+}
+
+/// What an inspection had to write was somebody else's doing.
+fn tell_drift(applied: Applied, metrics: &Metrics) {
+    let Applied { written, removed } = applied;
+    metrics.drift.inc_by(written + removed);
+    if applied != Applied::default() {
+        tracing::warn!(
+            written,
+            removed,
+            "somebody had changed what is programmed; it is as it should be again"
+        );
+    }
+}
+
+impl<D> Programmed<D> {
+    /// Everything was written, and nothing is to be tried again.
+    fn is_quiet(&self) -> bool {
+        self.complete && !self.resync.is_pending()
+    }
+}
+
 /// What the configuration leaves of the node's addresses and interfaces.
 fn selected(host: &Host, config: &Config, node_addresses: &[IpAddr]) -> Host {
-    let serves = |address: &&IpAddr| config.serves_node_ports_on(**address, node_addresses);
+    let primary = NodeIps::detect(config.bind_address, node_addresses).known();
+    let serves = |address: &&IpAddr| config.serves_node_ports_on(**address, &primary);
     Host {
         node_port_addresses: host.node_port_addresses.iter().filter(serves).copied().collect(),
         masquerade_addresses: host.masquerade_addresses.clone(),

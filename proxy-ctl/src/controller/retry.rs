@@ -34,6 +34,11 @@ impl Retry {
         self.at
     }
 
+    pub(super) fn set_longest_pause(&mut self, longest_pause: Duration) {
+        self.longest_pause = longest_pause;
+        self.next_pause = self.next_pause.min(longest_pause);
+    }
+
     pub(super) fn succeeded(&mut self) {
         *self = Self { at: None, next_pause: FIRST_PAUSE.min(self.longest_pause), ..*self };
     }

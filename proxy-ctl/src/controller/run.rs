@@ -3,6 +3,7 @@
 use std::{
     future::Future,
     pin::Pin,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -11,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::Controller;
 use crate::{
+    config::Config,
     dataplane::{Dataplane, Error, Host, Usage},
     model::Update,
     serve::UsageSource,
@@ -46,6 +48,8 @@ pub struct Inputs {
     /// `None` until the node is known.
     pub hosts: watch::Receiver<Option<Host>>,
     pub asks: mpsc::Receiver<UsageAsk>,
+    /// What the configuration is now, as far as it is taken over without a new process.
+    pub configs: watch::Receiver<Arc<Config>>,
     pub stop: CancellationToken,
 }
 
@@ -53,6 +57,7 @@ enum Wake {
     Updates,
     Host,
     Ask(UsageAsk),
+    Config,
     Time,
     Stop,
 }
@@ -92,6 +97,10 @@ pub fn run<D: Dataplane>(
                 let _ = answer.send(controller.usage());
                 continue;
             }
+            Wake::Config => {
+                let config = Arc::clone(&inputs.configs.borrow_and_update());
+                controller.configure(config, woken);
+            }
             Wake::Time => {}
         }
         if let Some(dataplane) = opened.take_if(|_| controller.is_ready()) {
@@ -124,6 +133,7 @@ impl Inputs {
             biased;
             () = self.stop.cancelled() => Wake::Stop,
             Ok(()) = self.hosts.changed() => Wake::Host,
+            Ok(()) = self.configs.changed() => Wake::Config,
             received = self.updates.recv_many(batch, MOST_AT_ONCE) => {
                 if received == 0 { self.stop.cancelled().await; Wake::Stop } else { Wake::Updates }
             }

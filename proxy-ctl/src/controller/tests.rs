@@ -1,7 +1,7 @@
 //! The controller with a dataplane that writes down what it is told.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     io,
     net::IpAddr,
     sync::{Mutex, PoisonError},
@@ -42,6 +42,8 @@ struct Recorder(Arc<Mutex<Recording>>);
 struct Recording {
     calls: Vec<Call>,
     ports: Vec<Arc<DesiredPort>>,
+    /// What the node serves, by name.
+    programmed: BTreeMap<String, Arc<DesiredPort>>,
     /// The next so many calls that write fail.
     failures: usize,
 }
@@ -75,8 +77,27 @@ impl Recorder {
             };
             return Err(ebpf::Error::Table { table: "frontends4", source: full }.into());
         }
+        let mut applied = Applied::default();
+        match recording.calls.last() {
+            Some(Call::Apply(_, removed)) => {
+                for name in removed.clone() {
+                    applied.removed += u64::from(recording.programmed.remove(&name).is_some());
+                }
+            }
+            Some(Call::Resync(wanted)) => {
+                let wanted = wanted.clone();
+                let before = recording.programmed.len();
+                recording.programmed.retain(|name, _| wanted.contains(name));
+                applied.removed += (before - recording.programmed.len()) as u64;
+            }
+            _ => return Ok(applied),
+        }
+        for port in ports {
+            let before = recording.programmed.insert(port.name.to_string(), Arc::clone(port));
+            applied.written += u64::from(before.as_ref() != Some(port));
+        }
         recording.ports = ports.to_vec();
-        Ok(Applied { written: ports.len() as u64, removed: 0 })
+        Ok(applied)
     }
 }
 
@@ -164,6 +185,7 @@ fn reports() -> Reports {
         health: Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30)))),
         metrics: Arc::new(Metrics::new(None, OddObjects::default(), |_| {})),
         node_addresses: watch::Sender::new(None),
+        nodes: mpsc::unbounded_channel().0,
     }
 }
 
@@ -215,7 +237,7 @@ fn it_is_ready_when_all_have_listed_and_the_node_is_known() {
     let mut fixture = Fixture::new(Config::default());
     fixture.take(Update::ReplaceServices(Vec::new()));
     fixture.take(Update::ReplaceSlices(Vec::new()));
-    assert_eq!(fixture.controller.waits_for(), ["the own Node", "the node's addresses and interfaces"]);
+    assert_eq!(fixture.controller.waits_for(), ["the own Node", "the node to be set up"]);
     assert!(!fixture.controller.is_ready());
     fixture.take(Update::Node(None));
     assert!(!fixture.controller.is_ready());
@@ -274,7 +296,7 @@ fn a_failed_write_is_repaired_by_a_resync_and_other_work_goes_on() {
     assert_eq!(fixture.controller.wants_call_at(), Some(fixture.now + Duration::from_secs(1)));
     fixture.later(Duration::from_secs(1));
     assert_eq!(fixture.write(), [Call::Resync(vec!["default/a".into(), "default/b".into()])]);
-    assert_eq!(fixture.controller.wants_call_at(), None);
+    assert_eq!(fixture.controller.wants_call_at(), Some(fixture.now + Duration::from_secs(29)));
     assert!(fixture.metric("kubeproxy_sync_proxy_rules_endpoint_changes_pending 0"));
 }
 
@@ -393,6 +415,74 @@ fn a_change_that_cannot_be_written_makes_the_node_unhealthy_in_time() {
     assert!(!healthy(&fixture, 61));
 }
 
+const PERIOD: Duration = Duration::from_secs(30);
+
+#[test]
+fn after_a_sync_period_everything_is_compared_and_nothing_written() {
+    let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
+    let written = "proxy_writes_total 1";
+    assert!(fixture.metric(written) && fixture.metric("proxy_resyncs_total 1"));
+    fixture.later(PERIOD - Duration::from_secs(1));
+    assert_eq!(fixture.write(), []);
+    fixture.later(Duration::from_secs(1));
+    let calls = fixture.write();
+    assert!(
+        matches!(calls.as_slice(), [Call::SetHost(_), Call::Resync(ports)] if ports == &["default/a"]),
+        "{calls:?}"
+    );
+    assert_eq!(fixture.write(), []);
+    assert!(fixture.metric(written) && fixture.metric("proxy_resyncs_total 2"));
+    assert!(fixture.metric("proxy_drift_total 0"));
+    assert_eq!(fixture.controller.wants_call_at(), Some(fixture.now + PERIOD));
+}
+
+#[test]
+fn what_somebody_else_has_changed_is_repaired_and_counted() {
+    let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1"), service("b", "10.0.0.2")]);
+    fixture.recorder.lock().programmed.remove("default/b");
+    fixture.later(PERIOD);
+    // A change of the moment is no drift.
+    fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
+    let calls = fixture.write();
+    assert!(matches!(calls.as_slice(), [Call::SetHost(_), Call::Apply(..), Call::Resync(_)]), "{calls:?}");
+    assert!(fixture.metric("proxy_drift_total 1"));
+    assert!(fixture.recorder.lock().programmed.contains_key("default/b"));
+}
+
+#[test]
+fn a_failed_write_is_not_compared_before_it_is_repaired() {
+    let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
+    fixture.later(PERIOD);
+    fixture.recorder.fail(2);
+    fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
+    assert!(matches!(fixture.write().as_slice(), [Call::SetHost(_), Call::Apply(..)]));
+    fixture.later(Duration::from_secs(1));
+    assert!(matches!(fixture.write().as_slice(), [Call::SetHost(_), Call::Resync(_)]));
+    assert!(fixture.metric("proxy_drift_total 0"));
+}
+
+#[test]
+fn a_new_configuration_is_taken_over_as_it_goes() {
+    let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("config.yaml");
+    let text = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n\
+        iptables: {syncPeriod: 5s}\nebpf: {interfaces: {exclude: [docker*]}}\n";
+    std::fs::write(&path, text).unwrap();
+    fixture.controller.configure(Arc::new(Config::load(&path).unwrap().config), fixture.now);
+    let calls = fixture.write();
+    let [Call::SetHost(host)] = calls.as_slice() else { panic!("{calls:?}") };
+    assert_eq!(host.interfaces.iter().map(|one| one.name.as_str()).collect::<Vec<_>>(), ["eth0"]);
+    assert_eq!(fixture.controller.wants_call_at(), Some(fixture.now + Duration::from_secs(5)));
+
+    // The node is unhealthy after two of the new periods.
+    fixture.recorder.fail(usize::MAX);
+    fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
+    fixture.write();
+    let late = Moment { instant: fixture.now + Duration::from_secs(10), time: jiff::Timestamp::now() };
+    assert!(!fixture.reports.health.lock().report(late).healthy);
+}
+
 /// The thread: opens at once, writes only when everything is known, answers questions, ends when told.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_thread_writes_after_all_lists() {
@@ -403,8 +493,10 @@ async fn the_thread_writes_after_all_lists() {
     let recorder = Recorder::default();
     let (opened_in, mut opened) = mpsc::unbounded_channel();
     let reports = reports();
-    let controller = Controller::new(Arc::new(Config::default()), "node", reports);
-    let inputs = Inputs { updates, hosts, asks, stop: stop.clone() };
+    let config = Arc::new(Config::default());
+    let (_configs_in, configs) = watch::channel(Arc::clone(&config));
+    let controller = Controller::new(config, "node", reports);
+    let inputs = Inputs { updates, hosts, asks, configs, stop: stop.clone() };
     let runtime = tokio::runtime::Handle::current();
     let of_thread = recorder.clone();
     let thread = std::thread::spawn(move || {
@@ -443,8 +535,10 @@ async fn a_dataplane_that_does_not_open_ends_the_thread() {
     let (_updates_in, updates) = mpsc::channel(1);
     let (_hosts_in, hosts) = watch::channel(None);
     let (_asks_in, asks) = mpsc::channel(1);
-    let controller = Controller::new(Arc::new(Config::default()), "node", reports());
-    let inputs = Inputs { updates, hosts, asks, stop: CancellationToken::new() };
+    let config = Arc::new(Config::default());
+    let (_configs_in, configs) = watch::channel(Arc::clone(&config));
+    let controller = Controller::new(config, "node", reports());
+    let inputs = Inputs { updates, hosts, asks, configs, stop: CancellationToken::new() };
     let runtime = tokio::runtime::Handle::current();
     let open = || Err::<Recorder, _>(ebpf::Error::NoCgroup.into());
     let ended = std::thread::spawn(move || run(controller, inputs, open, &runtime)).join().unwrap();

@@ -2,9 +2,11 @@
 
 mod interfaces;
 mod netlink;
+mod primary;
 mod state;
 
 pub use self::{
     interfaces::{Ignored, Kind, LinkFacts, Master, role},
     netlink::{Error, watch},
+    primary::{NodeIps, host_addresses},
 };

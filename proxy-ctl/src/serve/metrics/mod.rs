@@ -61,6 +61,8 @@ pub struct Metrics {
     pub resyncs: Counter,
     /// Entries that a resync had to repair.
     pub drift: Counter,
+    /// Changed configuration files that were not valid.
+    pub refused_configurations: Counter,
     pub odd_objects: OddObjects,
     pub frontend_conflicts: Counter,
     pub listed: Gauge,
@@ -101,6 +103,7 @@ impl Metrics {
             sync_errors: own.sync_errors.clone(),
             resyncs: own.resyncs.clone(),
             drift: own.drift.clone(),
+            refused_configurations: own.refused_configurations.clone(),
             odd_objects,
             frontend_conflicts: own.frontend_conflicts.clone(),
             listed: own.listed.clone(),

@@ -51,6 +51,7 @@ pub(super) struct Own {
     pub(super) sync_errors: Counter,
     pub(super) resyncs: Counter,
     pub(super) drift: Counter,
+    pub(super) refused_configurations: Counter,
     pub(super) frontend_conflicts: Counter,
     pub(super) listed: Gauge,
     pub(super) first_sync_seconds: Seconds,
@@ -77,6 +78,7 @@ impl Own {
             sync_errors: Counter::default(),
             resyncs: Counter::default(),
             drift: Counter::default(),
+            refused_configurations: Counter::default(),
             frontend_conflicts: Counter::default(),
             listed: Gauge::default(),
             first_sync_seconds: Seconds::default(),
@@ -101,6 +103,11 @@ impl Own {
             ("sync_errors", "Writes that failed and are tried again", &self.sync_errors),
             ("resyncs", "Comparisons of everything with the tables", &self.resyncs),
             ("drift", "Table entries that somebody else had changed and that were repaired", &self.drift),
+            (
+                "refused_configurations",
+                "Changed configuration files that were not valid and are not in force",
+                &self.refused_configurations,
+            ),
             (
                 "frontend_conflicts",
                 "Frontends that several service ports have claimed",

@@ -1,0 +1,234 @@
+//! What happens to a proxy between its start and its end, beside following the sources: the node is set up, and then
+//! watched for what this process cannot take over.
+
+use std::{convert::Infallible, net::IpAddr, sync::Arc};
+
+use anyhow::anyhow;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use super::run::Given;
+use crate::{
+    config::{Config, DetectLocal, RequestedMode},
+    dataplane::Host,
+    events::Recorder,
+    model::objects::Node,
+    node::{self, NodeIps},
+    serve::Metrics,
+    start::{
+        self,
+        checks::{self, LocalBy, NodeFacts},
+        config_file::ConfigFile,
+        event,
+        kernel::Kernel,
+        node::{Nodes, Patience},
+        reload::Changes,
+    },
+};
+
+pub(super) struct Life {
+    /// To be read again when the file has changed.
+    pub(super) given: Given,
+    pub(super) config: Arc<Config>,
+    pub(super) mode: RequestedMode,
+    pub(super) node_name: Arc<str>,
+    /// `None`: a folder of manifests, whose Node is taken as it is and followed as it changes.
+    pub(super) nodes: Option<Nodes>,
+    pub(super) node_addresses: watch::Receiver<Option<Vec<IpAddr>>>,
+    /// Nothing is written before the first.
+    pub(super) hosts: watch::Sender<Option<Host>>,
+    pub(super) configs: watch::Sender<Arc<Config>>,
+    pub(super) events: Recorder,
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) stop: CancellationToken,
+}
+
+impl Life {
+    /// Ends only with what must end the process.
+    pub(super) async fn lead(mut self) -> anyhow::Result<Infallible> {
+        let local_by = local_by(&self.config);
+        let by_pod_cidrs = local_by == LocalBy::NodeCidr;
+        let node = match &mut self.nodes {
+            Some(nodes) => {
+                start::node::settle(&self.node_name, nodes, by_pod_cidrs, Patience::default()).await?
+            }
+            None => None,
+        };
+        start::prepare(self.mode, &self.config, &Kernel::default(), &self.events)?;
+        self.check(local_by, node.as_ref())?;
+        self.events.record(event::starting());
+        let Self { nodes, node_addresses, hosts, stop, .. } = self;
+        let following = Following {
+            given: self.given,
+            config: self.config,
+            mode: self.mode,
+            configs: self.configs,
+            events: self.events,
+            metrics: self.metrics,
+            refused: None,
+        };
+        let node_change = async {
+            match nodes {
+                Some(mut nodes) => start::node::changed(&mut nodes, node, by_pod_cidrs).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            change = node_change => Err(change.into()),
+            error = following.follow() => Err(error),
+            done = watch_node(node_addresses, hosts, stop) => {
+                done?;
+                // Told to stop.
+                std::future::pending().await
+            }
+        }
+    }
+
+    /// Says what does not fit this node.
+    fn check(&self, local_by: LocalBy, node: Option<&Node>) -> anyhow::Result<()> {
+        if self.nodes.is_none() {
+            return Ok(());
+        }
+        let addresses = node.map(|node| node.addresses.as_slice()).unwrap_or_default();
+        let ips = NodeIps::detect(self.config.bind_address, addresses);
+        if ips.is_assumed() {
+            tracing::warn!(
+                "Can't determine this node's IP, assuming loopback; if this is incorrect, please set the \
+                 --bind-address flag"
+            );
+        }
+        let pod_cidrs = match (local_by, node) {
+            (LocalBy::NodeCidr, Some(node)) => node.pod_cidrs.clone(),
+            _ => Vec::new(),
+        };
+        let facts = NodeFacts { ips, pod_cidrs, dual_stack: start::is_dual_stack() };
+        tracing::info!(primary = ?ips.primary, dual_stack = facts.dual_stack, "address families");
+        let findings = checks::check(&self.config, local_by, &facts);
+        for warning in &findings.warnings {
+            tracing::warn!("{warning}");
+        }
+        if findings.fatal.is_empty() {
+            return Ok(());
+        }
+        Err(anyhow!("kube-proxy configuration is incorrect: {}", findings.fatal.join("; ")))
+    }
+}
+
+fn local_by(config: &Config) -> LocalBy {
+    match config.detect_local {
+        DetectLocal::ClusterCidr => LocalBy::ClusterCidr,
+        DetectLocal::NodeCidr => LocalBy::NodeCidr,
+        DetectLocal::BridgeInterface(_) | DetectLocal::InterfaceNamePrefix(_) => LocalBy::Interface,
+    }
+}
+
+/// Follows the node's addresses and interfaces, from when the addresses of its Node object are known: by them it is
+/// told which interfaces lead outside.
+async fn watch_node(
+    mut known: watch::Receiver<Option<Vec<IpAddr>>>,
+    hosts: watch::Sender<Option<Host>>,
+    stop: CancellationToken,
+) -> Result<(), node::Error> {
+    let Ok(first) = known.wait_for(Option::is_some).await.map(|first| first.clone().unwrap_or_default())
+    else {
+        return Ok(());
+    };
+    let addresses = watch::Sender::new(first);
+    let watched = addresses.subscribe();
+    let forward = async {
+        while known.changed().await.is_ok() {
+            addresses.send_replace(known.borrow().clone().unwrap_or_default());
+        }
+        // The controller has ended; so will this process.
+        std::future::pending::<()>().await;
+    };
+    tokio::select! {
+        done = node::watch(watched, hosts, stop) => done,
+        () = forward => Ok(()),
+    }
+}
+
+/// Any change takes a new process so far.
+fn changes(old: &Config, new: &Config) -> Changes {
+    let restart = if old == new { Vec::new() } else { vec!["something".to_owned()] };
+    Changes { live: Vec::new(), restart }
+}
+
+/// The configuration file while the process runs.
+struct Following {
+    given: Given,
+    config: Arc<Config>,
+    mode: RequestedMode,
+    configs: watch::Sender<Arc<Config>>,
+    events: Recorder,
+    metrics: Arc<Metrics>,
+    /// What is wrong with the file as it is now.
+    refused: Option<String>,
+}
+
+impl Following {
+    /// Ends with a change that needs a new process.
+    async fn follow(mut self) -> anyhow::Error {
+        let Some(path) = self.given.config_file() else { return std::future::pending().await };
+        // Watched before it is compared, so that nothing that has happened since the start is missed.
+        let mut file = ConfigFile::watch(&path);
+        loop {
+            if let Some(end) = self.compare() {
+                return end;
+            }
+            file.changed().await;
+        }
+    }
+
+    fn compare(&mut self) -> Option<anyhow::Error> {
+        match self.given.settings() {
+            Ok(settings) => {
+                if self.refused.take().is_some() {
+                    tracing::info!("the configuration file is valid again");
+                }
+                let new = Arc::new(settings.config);
+                let changes = changes(&self.config, &new);
+                if !changes.restart.is_empty() {
+                    return Some(anyhow!(
+                        "content of the proxy server's configuration file was updated: {} changed, which takes a new \
+                         process",
+                        changes.restart.join(", ")
+                    ));
+                }
+                if !changes.live.is_empty() {
+                    self.take_over(new, &changes.live);
+                }
+            }
+            Err(error) => self.refuse(&error),
+        }
+        None
+    }
+
+    fn take_over(&mut self, new: Arc<Config>, fields: &[String]) {
+        tracing::info!(changed = fields.join(", "), "the configuration file has changed; it is taken over");
+        let changed = |name: &str| fields.iter().any(|field| field.starts_with(name));
+        if changed("logging.verbosity") {}
+        if (changed("conntrack") || changed("oomScoreAdj"))
+            && let Err(error) = start::prepare(self.mode, &new, &Kernel::default(), &self.events)
+        {
+            tracing::error!(%error, "the changed configuration could not be taken over completely");
+        }
+        self.config = Arc::clone(&new);
+        self.configs.send_replace(new);
+    }
+
+    /// kube-proxy would end here, and not start again.
+    fn refuse(&mut self, error: &anyhow::Error) {
+        let problem = format!("{error:#}");
+        if self.refused.as_ref() == Some(&problem) {
+            return;
+        }
+        tracing::error!(
+            problem,
+            "the changed configuration file is not valid; the former configuration stays in force"
+        );
+        self.metrics.refused_configurations.inc();
+        self.events.record(event::invalid_configuration(&problem));
+        self.refused = Some(problem);
+    }
+}

@@ -1,0 +1,104 @@
+//! Which of the Node's addresses are the node's own, one of each family. Pure; the order is kube-proxy's.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use crate::model::objects::Family;
+
+/// The first address and the first of the other family, of those of a Node, best first.
+pub fn host_addresses(addresses: &[IpAddr]) -> Vec<IpAddr> {
+    let first = addresses.first();
+    let other = first.and_then(|first| addresses.iter().find(|address| address.is_ipv4() != first.is_ipv4()));
+    first.into_iter().chain(other).copied().collect()
+}
+
+/// One address of each family; loopback where none is known.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct NodeIps {
+    /// The family of a cluster that has only one.
+    pub primary: Family,
+    pub ipv4: Ipv4Addr,
+    pub ipv6: Ipv6Addr,
+}
+
+impl NodeIps {
+    /// `bind_address` of the configuration wins, unless it is unspecified, over the addresses of the Node.
+    pub fn detect(bind_address: IpAddr, addresses: &[IpAddr]) -> Self {
+        let mut detected =
+            Self { primary: Family::Ipv4, ipv4: Ipv4Addr::LOCALHOST, ipv6: Ipv6Addr::LOCALHOST };
+        let hosts = host_addresses(addresses);
+        for address in
+            hosts.iter().rev().copied().chain(Some(bind_address).filter(|one| !one.is_unspecified()))
+        {
+            detected.primary = Family::of(address);
+            match address {
+                IpAddr::V4(address) => detected.ipv4 = address,
+                IpAddr::V6(address) => detected.ipv6 = address,
+            }
+        }
+        detected
+    }
+
+    pub fn of(&self, family: Family) -> IpAddr {
+        match family {
+            Family::Ipv4 => self.ipv4.into(),
+            Family::Ipv6 => self.ipv6.into(),
+        }
+    }
+
+    /// The primary address is only assumed.
+    pub fn is_assumed(&self) -> bool {
+        self.of(self.primary).is_loopback()
+    }
+
+    /// Those that are known.
+    pub fn known(&self) -> Vec<IpAddr> {
+        Family::ALL
+            .map(|family| self.of(family))
+            .into_iter()
+            .filter(|address| !address.is_loopback())
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    fn address(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    #[rstest]
+    #[case::nothing_known("0.0.0.0", &[], Family::Ipv4, "127.0.0.1", "::1")]
+    #[case::one("0.0.0.0", &["192.0.2.1"], Family::Ipv4, "192.0.2.1", "::1")]
+    #[case::dual_stack("0.0.0.0", &["192.0.2.1", "2001:db8::1"], Family::Ipv4, "192.0.2.1", "2001:db8::1")]
+    #[case::v6_first("0.0.0.0", &["2001:db8::1", "192.0.2.1"], Family::Ipv6, "192.0.2.1", "2001:db8::1")]
+    #[case::only_the_first_of_a_family("::", &["192.0.2.1", "192.0.2.2"], Family::Ipv4, "192.0.2.1", "::1")]
+    #[case::bind_address_wins("192.0.2.9", &["192.0.2.1", "2001:db8::1"], Family::Ipv4, "192.0.2.9", "2001:db8::1")]
+    #[case::bind_address_sets_the_family(
+        "2001:db8::9", &["192.0.2.1", "2001:db8::1"], Family::Ipv6, "192.0.2.1", "2001:db8::9"
+    )]
+    fn detection(
+        #[case] bind_address: &str,
+        #[case] addresses: &[&str],
+        #[case] primary: Family,
+        #[case] ipv4: &str,
+        #[case] ipv6: &str,
+    ) {
+        let addresses: Vec<_> = addresses.iter().map(|text| address(text)).collect();
+        let detected = NodeIps::detect(address(bind_address), &addresses);
+        let expected = NodeIps { primary, ipv4: ipv4.parse().unwrap(), ipv6: ipv6.parse().unwrap() };
+        assert_eq!(detected, expected);
+    }
+
+    #[test]
+    fn loopback_is_only_assumed() {
+        let unknown = NodeIps::detect(address("0.0.0.0"), &[]);
+        assert!(unknown.is_assumed() && unknown.known().is_empty());
+        let known = NodeIps::detect(address("0.0.0.0"), &[address("2001:db8::1")]);
+        assert!(!known.is_assumed());
+        assert_eq!(known.known(), [address("2001:db8::1")]);
+    }
+}

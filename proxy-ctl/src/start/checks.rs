@@ -1,0 +1,228 @@
+//! Settings that are valid but do not fit this node: of the wrong address family, or wider than most people want. Pure.
+//! What is said, and what ends the start, is as with kube-proxy.
+
+use std::net::{IpAddr, SocketAddr};
+
+use ipnet::IpNet;
+
+use crate::{
+    config::{Config, NodePortAddress},
+    model::objects::Family,
+    node::NodeIps,
+};
+
+/// What the node is, as far as settings can contradict it.
+#[derive(Clone, Debug)]
+pub struct NodeFacts {
+    pub ips: NodeIps,
+    pub pod_cidrs: Vec<IpNet>,
+    /// The kernel has both address families.
+    pub dual_stack: bool,
+}
+
+/// What is odd; `fatal` is what the proxy must not start with.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Findings {
+    pub warnings: Vec<String>,
+    pub fatal: Vec<String>,
+}
+
+/// How local traffic is told, as far as it matters here.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum LocalBy {
+    ClusterCidr,
+    NodeCidr,
+    Interface,
+}
+
+pub fn check(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Findings {
+    let mut findings = Findings::default();
+    findings.warnings.extend(node_ports(config, node));
+    let wrong = other(node.ips.primary);
+    let cluster = format!("{}-{}", name(node.ips.primary), if node.dual_stack { "primary" } else { "only" });
+    let mut odd = |fatal: bool, what: &str| {
+        let finding = format!("the cluster is {cluster}, but {what} has {} addresses only", name(wrong));
+        if fatal { &mut findings.fatal } else { &mut findings.warnings }.push(finding);
+    };
+    if only(&config.cluster_cidrs, wrong) {
+        odd(local_by == LocalBy::ClusterCidr && !node.dual_stack, "clusterCIDR");
+    }
+    if only(&node.pod_cidrs, wrong) {
+        odd(local_by == LocalBy::NodeCidr, "spec.podCIDRs of the Node");
+    }
+    if !node.dual_stack {
+        if only(&config.ipvs.exclude_cidrs, wrong) {
+            odd(false, "ipvs.excludeCIDRs");
+        }
+        let addresses = [
+            ("healthzBindAddress", listens_on(config.healthz_bind_address)),
+            ("metricsBindAddress", listens_on(config.metrics_bind_address)),
+        ];
+        for (field, address) in addresses {
+            if address.is_some_and(|address| !address.is_unspecified() && Family::of(address) == wrong) {
+                odd(false, field);
+            }
+        }
+    }
+    findings
+}
+
+fn listens_on(address: impl Into<Option<SocketAddr>>) -> Option<IpAddr> {
+    address.into().map(|address| address.ip())
+}
+
+/// On which addresses node ports are served that nobody has asked for.
+fn node_ports(config: &Config, node: &NodeFacts) -> Option<String> {
+    let primary = node.ips.primary;
+    let wanted = &config.node_port_addresses;
+    let covers = |family: Family| {
+        wanted.iter().any(|address| match address {
+            NodePortAddress::Primary => !node.ips.of(family).is_loopback(),
+            NodePortAddress::Localhost | NodePortAddress::All => true,
+            NodePortAddress::Network(network) => Family::of(network.addr()) == family,
+        })
+    };
+    let anywhere = |family| format!("node ports are served on every local {} address", name(family));
+    if wanted.is_empty() {
+        return Some(
+            "nodePortAddresses is unset: node ports are served on every local address. Consider \
+             `nodePortAddresses: [primary]` (--nodeport-addresses primary)"
+                .to_owned(),
+        );
+    }
+    let dual_stack =
+        [&config.cluster_cidrs, &config.ipvs.exclude_cidrs, &node.pod_cidrs].into_iter().any(|networks| {
+            Family::ALL.iter().all(|family| networks.iter().any(|one| Family::of(one.addr()) == *family))
+        });
+    if !covers(primary) {
+        let problem =
+            format!("nodePortAddresses has no {} address, the cluster's first family", name(primary));
+        return Some(format!("{problem}: {}", anywhere(primary)));
+    }
+    (dual_stack && !covers(other(primary))).then(|| {
+        let problem = format!(
+            "the cluster is dual-stack, but nodePortAddresses has no {} address",
+            name(other(primary))
+        );
+        format!("{problem}: {}", anywhere(other(primary)))
+    })
+}
+
+fn only(networks: &[IpNet], family: Family) -> bool {
+    !networks.is_empty() && networks.iter().all(|network| Family::of(network.addr()) == family)
+}
+
+fn other(family: Family) -> Family {
+    match family {
+        Family::Ipv4 => Family::Ipv6,
+        Family::Ipv6 => Family::Ipv4,
+    }
+}
+
+fn name(family: Family) -> &'static str {
+    match family {
+        Family::Ipv4 => "IPv4",
+        Family::Ipv6 => "IPv6",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    fn networks(all: &[&str]) -> Vec<IpNet> {
+        all.iter().map(|text| text.parse().unwrap()).collect()
+    }
+
+    fn node(addresses: &[&str], dual_stack: bool) -> NodeFacts {
+        let addresses: Vec<IpAddr> = addresses.iter().map(|text| text.parse().unwrap()).collect();
+        let ips = NodeIps::detect([0, 0, 0, 0].into(), &addresses);
+        NodeFacts { ips, pod_cidrs: Vec::new(), dual_stack }
+    }
+
+    const V4: &[&str] = &["192.0.2.1"];
+    const V6: &[&str] = &["2001:db8::1"];
+
+    /// Fits every node.
+    fn quiet() -> Config {
+        let any: SocketAddr = "0.0.0.0:10249".parse().unwrap();
+        Config {
+            node_port_addresses: vec![NodePortAddress::All],
+            metrics_bind_address: any.into(),
+            ..Config::default()
+        }
+    }
+
+    #[rstest]
+    #[case::fits(&["10.0.0.0/8"], V4, false, LocalBy::ClusterCidr, (0, 0))]
+    #[case::dual_stack_fits(&["10.0.0.0/8", "fd00::/8"], V6, false, LocalBy::ClusterCidr, (0, 0))]
+    #[case::wrong_family(&["fd00::/8"], V4, false, LocalBy::ClusterCidr, (0, 1))]
+    #[case::wrong_family_of_two(&["fd00::/8"], V4, true, LocalBy::ClusterCidr, (1, 0))]
+    #[case::wrong_family_that_is_not_used(&["10.0.0.0/8"], V6, false, LocalBy::Interface, (1, 0))]
+    fn cluster_cidrs(
+        #[case] cluster: &[&str],
+        #[case] addresses: &[&str],
+        #[case] dual_stack: bool,
+        #[case] local_by: LocalBy,
+        #[case] expected: (usize, usize),
+    ) {
+        let config = Config { cluster_cidrs: networks(cluster), ..quiet() };
+        let Findings { warnings, fatal } = check(&config, local_by, &node(addresses, dual_stack));
+        assert_eq!((warnings.len(), fatal.len()), expected, "{warnings:?} {fatal:?}");
+    }
+
+    #[rstest]
+    #[case(LocalBy::NodeCidr, (0, 1))]
+    #[case(LocalBy::ClusterCidr, (1, 0))]
+    fn pod_cidrs(#[case] local_by: LocalBy, #[case] expected: (usize, usize)) {
+        let facts = NodeFacts { pod_cidrs: networks(&["fd00::/64"]), ..node(V4, true) };
+        let Findings { warnings, fatal } = check(&quiet(), local_by, &facts);
+        assert_eq!((warnings.len(), fatal.len()), expected, "{warnings:?} {fatal:?}");
+    }
+
+    #[test]
+    fn addresses_of_servers_matter_where_the_family_is_not_there() {
+        let mut config = quiet();
+        let wrong: SocketAddr = "[2001:db8::1]:10256".parse().unwrap();
+        config.healthz_bind_address = wrong.into();
+        assert_eq!(check(&config, LocalBy::ClusterCidr, &node(V4, true)), Findings::default());
+        let findings = check(&config, LocalBy::ClusterCidr, &node(V4, false));
+        assert!(findings.warnings[0].contains("healthzBindAddress has IPv6 addresses only"), "{findings:?}");
+        let any: SocketAddr = "[::]:10256".parse().unwrap();
+        config.healthz_bind_address = any.into();
+        assert_eq!(check(&config, LocalBy::ClusterCidr, &node(V4, false)), Findings::default());
+    }
+
+    #[rstest]
+    #[case::unset(&[], &[], V4, Some("nodePortAddresses is unset"))]
+    #[case::primary(&["primary"], &[], V4, None)]
+    #[case::primary_that_is_not_known(&["primary"], &[], &[], Some("has no IPv4 address"))]
+    #[case::a_network(&["192.0.2.0/24"], &[], V4, None)]
+    #[case::of_the_other_family(&["fd00::/8"], &[], V4, Some("on every local IPv4 address"))]
+    #[case::one_of_two(&["192.0.2.0/24"], &["10.0.0.0/8", "fd00::/8"], V4, Some("on every local IPv6 address"))]
+    #[case::both_of_two(&["192.0.2.0/24", "fd00::/8"], &["10.0.0.0/8", "fd00::/8"], V4, None)]
+    fn addresses_of_node_ports(
+        #[case] wanted: &[&str],
+        #[case] cluster: &[&str],
+        #[case] addresses: &[&str],
+        #[case] expected: Option<&str>,
+    ) {
+        let wanted = wanted.iter().map(|text| match *text {
+            "primary" => NodePortAddress::Primary,
+            network => NodePortAddress::Network(network.parse().unwrap()),
+        });
+        let config = Config {
+            node_port_addresses: wanted.collect(),
+            cluster_cidrs: networks(cluster),
+            ..Config::default()
+        };
+        let findings = check(&config, LocalBy::ClusterCidr, &node(addresses, true));
+        assert_eq!(findings.warnings.len(), usize::from(expected.is_some()), "{findings:?}");
+        assert!(
+            findings.warnings.iter().zip(expected).all(|(found, text)| found.contains(text)),
+            "{findings:?}"
+        );
+    }
+}

@@ -1,0 +1,39 @@
+//! What the cluster is told about this proxy's own life: events about its Node. Reasons, actions and types are
+//! kube-proxy's, so that what watches for them goes on working.
+
+use std::{fmt, path::PathBuf};
+
+use crate::events::{Event, Type};
+
+const START: &str = "StartKubeProxy";
+
+/// The node is set up, and the proxy begins to serve.
+pub fn starting() -> Event {
+    Event::node(Type::Normal, "Starting", START, "")
+}
+
+/// The address of /healthz cannot be bound, and `bindAddressHardFail` makes that the end.
+pub fn healthz_failed(error: &dyn fmt::Display) -> Event {
+    Event::node(Type::Warning, "FailedToStartProxierHealthcheck", START, error.to_string())
+}
+
+/// As [`healthz_failed`], for the address of /metrics.
+pub fn metrics_failed(error: &dyn fmt::Display) -> Event {
+    Event::node(Type::Warning, "FailedToStartMetricServer", START, error.to_string())
+}
+
+/// Kernel parameters that could not be set because their file systems are mounted read-only. Newer kube-proxies end
+/// instead.
+pub fn read_only(paths: &[PathBuf]) -> Event {
+    let paths: Vec<_> = paths.iter().map(|path| path.display().to_string()).collect();
+    let note = format!(
+        "CRI error: /sys is read-only: cannot modify conntrack limits, problems may arise later ({})",
+        paths.join(", ")
+    );
+    Event::node(Type::Warning, "readOnlySysFS", START, note)
+}
+
+/// The configuration file was replaced by one that is not valid. kube-proxy has no such event.
+pub fn invalid_configuration(problem: &str) -> Event {
+    Event::node(Type::Warning, "InvalidConfiguration", "ReadConfiguration", problem)
+}

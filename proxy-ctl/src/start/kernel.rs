@@ -1,0 +1,443 @@
+//! Kernel parameters: which ones a configuration asks for (pure), and setting them.
+//!
+//! As kube-proxy: a parameter is written only if it has another value, and a setting of zero leaves it alone.
+//! Two things are no reason to end, because the datapath works without them: parameters of a module that is not
+//! loaded, and file systems that are mounted read-only, as /sys and /proc/sys are in a container without privileges.
+
+use std::{
+    fs, io,
+    io::Write as _,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use crate::config::{Config, Conntrack, NodePortAddress, RequestedMode};
+
+/// A file of the kernel's that holds a number.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Parameter {
+    /// From the root directory, without a slash in front.
+    pub path: &'static str,
+    pub wanted: Wanted,
+    /// What of the configuration asks for it.
+    pub field: &'static str,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Wanted {
+    Exactly(u64),
+    AtLeast(u64),
+}
+
+impl Wanted {
+    const fn value(self) -> u64 {
+        match self {
+            Self::Exactly(value) | Self::AtLeast(value) => value,
+        }
+    }
+
+    const fn is_met_by(self, found: u64) -> bool {
+        match self {
+            Self::Exactly(value) => found == value,
+            Self::AtLeast(value) => found >= value,
+        }
+    }
+}
+
+const NETFILTER: [&str; 6] = [
+    "proc/sys/net/netfilter/nf_conntrack_max",
+    "proc/sys/net/netfilter/nf_conntrack_tcp_timeout_established",
+    "proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close_wait",
+    "proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal",
+    "proc/sys/net/netfilter/nf_conntrack_udp_timeout",
+    "proc/sys/net/netfilter/nf_conntrack_udp_timeout_stream",
+];
+const HASH_SIZE: &str = "sys/module/nf_conntrack/parameters/hashsize";
+const ROUTE_LOCALNET: &str = "proc/sys/net/ipv4/conf/all/route_localnet";
+const BRIDGE_NETFILTER: &str = "proc/sys/net/bridge/bridge-nf-call-iptables";
+
+/// The most that `maxPerCore` makes of a machine with many cores.
+const MOST_SCALED: u64 = 1 << 20;
+
+/// What `config` asks of a node with this many cores in `mode`, in the order of writing.
+pub fn wanted(mode: RequestedMode, config: &Config, cores: u32) -> Vec<Parameter> {
+    conntrack(&config.conntrack, cores).into_iter().chain(route_localnet(mode, config)).collect()
+}
+
+fn conntrack(config: &Conntrack, cores: u32) -> Vec<Parameter> {
+    let [max, established, close_wait, be_liberal, udp, udp_stream] = NETFILTER;
+    let mut parameters = Vec::new();
+    let mut add = |path, wanted, field| parameters.push(Parameter { path, wanted, field });
+    if let Some(entries) = conntrack_max(config, cores) {
+        add(max, Wanted::Exactly(entries), "conntrack.maxPerCore");
+        add(HASH_SIZE, Wanted::AtLeast(entries / 4), "conntrack.maxPerCore");
+    }
+    let mut timeout = |path, timeout: Duration, field| {
+        if !timeout.is_zero() {
+            add(path, Wanted::Exactly(timeout.as_secs()), field);
+        }
+    };
+    timeout(established, config.tcp_established_timeout, "conntrack.tcpEstablishedTimeout");
+    timeout(close_wait, config.tcp_close_wait_timeout, "conntrack.tcpCloseWaitTimeout");
+    timeout(udp, config.udp_timeout, "conntrack.udpTimeout");
+    timeout(udp_stream, config.udp_stream_timeout, "conntrack.udpStreamTimeout");
+    if config.tcp_be_liberal {
+        add(be_liberal, Wanted::Exactly(1), "conntrack.tcpBeLiberal");
+    }
+    parameters
+}
+
+/// `None`: the limit stays as it is.
+fn conntrack_max(config: &Conntrack, cores: u32) -> Option<u64> {
+    let scaled = u64::from(config.max_per_core) * u64::from(cores);
+    match scaled {
+        0 => None,
+        scaled if scaled > MOST_SCALED => Some(MOST_SCALED),
+        scaled => Some(scaled.max(u64::from(config.min))),
+    }
+}
+
+/// Only iptables leads packets from 127.0.0.1 to other machines. Elsewhere node ports on loopback addresses are
+/// translated before anything is routed, or are not served.
+fn route_localnet(mode: RequestedMode, config: &Config) -> Option<Parameter> {
+    let on_loopback = config.node_port_addresses.is_empty()
+        || config.node_port_addresses.iter().any(|address| match address {
+            NodePortAddress::Primary => false,
+            NodePortAddress::Localhost | NodePortAddress::All => true,
+            NodePortAddress::Network(network) => {
+                network.contains(&std::net::IpAddr::from([127, 0, 0, 1]))
+                    || network.addr().is_ipv4() && network.addr().is_loopback()
+            }
+        });
+    let needed = mode == RequestedMode::Iptables && config.iptables.localhost_node_ports && on_loopback;
+    needed.then_some(Parameter {
+        path: ROUTE_LOCALNET,
+        wanted: Wanted::Exactly(1),
+        field: "iptables.localhostNodePorts",
+    })
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("reading {} for {field}: {source}", path.display())]
+    Read { path: PathBuf, field: &'static str, source: io::Error },
+    #[error("setting {} to {value} for {field}: {source}{}", path.display(), hint(field, source))]
+    Write { path: PathBuf, value: u64, field: &'static str, source: io::Error },
+}
+
+fn hint(field: &str, error: &io::Error) -> &'static str {
+    match (error.kind(), field) {
+        (io::ErrorKind::PermissionDenied, "iptables.localhostNodePorts") => {
+            "; this needs privileges, which --init-only uses once, or set iptables.localhostNodePorts: false"
+        }
+        (io::ErrorKind::PermissionDenied, _) => {
+            "; this needs privileges in the node's own network namespace, which --init-only uses once; 0 leaves \
+             the parameter as it is"
+        }
+        _ => "",
+    }
+}
+
+/// What came of one parameter.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Outcome {
+    AsWanted,
+    Set,
+    /// The kernel has no such parameter: its module is not loaded.
+    NotThere,
+    ReadOnly,
+}
+
+/// What could not be set, and is no reason to end.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Left {
+    pub not_there: Vec<PathBuf>,
+    pub read_only: Vec<PathBuf>,
+}
+
+/// The kernel's files below a root directory.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    root: PathBuf,
+}
+
+impl Default for Kernel {
+    fn default() -> Self {
+        Self::below("/")
+    }
+}
+
+impl Kernel {
+    pub fn below(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    /// Sets what is not as wanted, and says in the log what that was. The first that fails ends it.
+    pub fn set(&self, parameters: &[Parameter]) -> Result<Left, Error> {
+        let mut left = Left::default();
+        for parameter in parameters {
+            match self.set_one(parameter)? {
+                Outcome::AsWanted => {}
+                Outcome::Set => {
+                    tracing::info!(
+                        parameter = parameter.path,
+                        value = parameter.wanted.value(),
+                        "Set sysctl"
+                    );
+                }
+                Outcome::NotThere => left.not_there.push(self.path(parameter.path)),
+                Outcome::ReadOnly => left.read_only.push(self.path(parameter.path)),
+            }
+        }
+        Ok(left)
+    }
+
+    fn set_one(&self, parameter: &Parameter) -> Result<Outcome, Error> {
+        let Parameter { path, wanted, field } = *parameter;
+        let path = self.path(path);
+        match read(&path) {
+            Ok(found) if wanted.is_met_by(found) => return Ok(Outcome::AsWanted),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Outcome::NotThere),
+            // What is only to be raised must be known.
+            Err(source) if matches!(wanted, Wanted::AtLeast(_)) => {
+                return Err(Error::Read { path, field, source });
+            }
+            Ok(_) | Err(_) => {}
+        }
+        let value = wanted.value();
+        match write(&path, value) {
+            Ok(()) => Ok(Outcome::Set),
+            Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => Ok(Outcome::ReadOnly),
+            Err(source) => Err(Error::Write { path, value, field, source }),
+        }
+    }
+
+    /// CPUs of the machine that are switched on, whatever this process is confined to; `None`: not told.
+    pub fn cores(&self) -> Option<u32> {
+        let folder = self.path("sys/devices/system/cpu");
+        let names = fs::read_dir(&folder).ok()?;
+        let is_core = |name: &str| {
+            name.strip_prefix("cpu")
+                .is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+        };
+        // The first CPU often has no such file: it is always on.
+        let is_on = |name: &str| read(&folder.join(name).join("online")).map_or(true, |on| on != 0);
+        let names = names.filter_map(|found| found.ok()?.file_name().into_string().ok());
+        let count = names.filter(|name| is_core(name) && is_on(name)).count();
+        u32::try_from(count).ok().filter(|count| *count > 0)
+    }
+
+    /// False: packets between pods on one bridge pass by iptables, on which `mode` depends.
+    pub fn shows_bridged_packets(&self, mode: RequestedMode) -> bool {
+        let depends = matches!(mode, RequestedMode::Iptables | RequestedMode::Ipvs);
+        !depends || read(&self.path(BRIDGE_NETFILTER)).is_ok_and(|on| on == 1)
+    }
+
+    fn path(&self, path: &str) -> PathBuf {
+        self.root.join(path)
+    }
+}
+
+fn read(path: &Path) -> io::Result<u64> {
+    let text = fs::read_to_string(path)?;
+    text.trim().parse().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+}
+
+/// Never makes a file: a parameter that is not there cannot be set.
+fn write(path: &Path, value: u64) -> io::Result<()> {
+    fs::OpenOptions::new().write(true).truncate(true).open(path)?.write_all(value.to_string().as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+    use tempfile::TempDir;
+
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn untouched() -> Conntrack {
+        Conntrack {
+            max_per_core: 0,
+            min: 131_072,
+            tcp_established_timeout: Duration::ZERO,
+            tcp_close_wait_timeout: Duration::ZERO,
+            udp_timeout: Duration::ZERO,
+            udp_stream_timeout: Duration::ZERO,
+            tcp_be_liberal: false,
+        }
+    }
+
+    #[rstest]
+    #[case::scaled(32_768, 131_072, 8, Some(262_144))]
+    #[case::at_least_the_minimum(32_768, 131_072, 2, Some(131_072))]
+    #[case::no_minimum(32_768, 0, 2, Some(65_536))]
+    #[case::capped(32_768, 131_072, 64, Some(1_048_576))]
+    #[case::the_cap_is_above_the_minimum(32_768, 2_000_000, 64, Some(1_048_576))]
+    #[case::zero_ignores_the_minimum(0, 131_072, 8, None)]
+    fn the_limit_of_connections(
+        #[case] max_per_core: u32,
+        #[case] min: u32,
+        #[case] cores: u32,
+        #[case] expected: Option<u64>,
+    ) {
+        assert_eq!(conntrack_max(&Conntrack { max_per_core, min, ..untouched() }, cores), expected);
+    }
+
+    #[test]
+    fn defaults_are_those_of_kube_proxy() {
+        let wanted: Vec<_> = wanted(RequestedMode::Ebpf, &Config::default(), 8)
+            .into_iter()
+            .map(|parameter| (parameter.path.rsplit('/').next().unwrap(), parameter.wanted))
+            .collect();
+        assert_eq!(
+            wanted,
+            [
+                ("nf_conntrack_max", Wanted::Exactly(262_144)),
+                ("hashsize", Wanted::AtLeast(65_536)),
+                ("nf_conntrack_tcp_timeout_established", Wanted::Exactly(86_400)),
+                ("nf_conntrack_tcp_timeout_close_wait", Wanted::Exactly(3_600)),
+            ]
+        );
+    }
+
+    #[test]
+    fn zero_leaves_everything_alone() {
+        assert_eq!(conntrack(&untouched(), 8), []);
+    }
+
+    #[test]
+    fn every_timeout_has_its_parameter() {
+        let config = Conntrack {
+            tcp_established_timeout: SECOND,
+            tcp_close_wait_timeout: 2 * SECOND,
+            udp_timeout: 3 * SECOND,
+            udp_stream_timeout: 4 * SECOND,
+            tcp_be_liberal: true,
+            ..untouched()
+        };
+        let mut found: Vec<_> = conntrack(&config, 1)
+            .into_iter()
+            .map(|parameter| (parameter.path.rsplit('/').next().unwrap(), parameter.wanted.value()))
+            .collect();
+        found.sort_unstable();
+        assert_eq!(
+            found,
+            [
+                ("nf_conntrack_tcp_be_liberal", 1),
+                ("nf_conntrack_tcp_timeout_close_wait", 2),
+                ("nf_conntrack_tcp_timeout_established", 1),
+                ("nf_conntrack_udp_timeout", 3),
+                ("nf_conntrack_udp_timeout_stream", 4),
+            ]
+        );
+    }
+
+    #[rstest]
+    #[case::iptables(RequestedMode::Iptables, true, &[], true)]
+    #[case::switched_off(RequestedMode::Iptables, false, &[], false)]
+    #[case::not_on_loopback(RequestedMode::Iptables, true, &["10.0.0.0/8"], false)]
+    #[case::primary_only(RequestedMode::Iptables, true, &["primary"], false)]
+    #[case::everywhere(RequestedMode::Iptables, true, &["0.0.0.0/0"], true)]
+    #[case::on_loopback(RequestedMode::Iptables, true, &["10.0.0.0/8", "127.0.0.0/8"], true)]
+    #[case::on_another_loopback_address(RequestedMode::Iptables, true, &["127.0.0.2/32"], true)]
+    #[case::only_of_ipv6(RequestedMode::Iptables, true, &["::/0"], false)]
+    #[case::ebpf(RequestedMode::Ebpf, true, &[], false)]
+    #[case::nftables(RequestedMode::Nftables, true, &[], false)]
+    #[case::ipvs(RequestedMode::Ipvs, true, &[], false)]
+    fn routing_from_loopback(
+        #[case] mode: RequestedMode,
+        #[case] localhost_node_ports: bool,
+        #[case] node_port_addresses: &[&str],
+        #[case] expected: bool,
+    ) {
+        let mut config = Config::default();
+        config.iptables.localhost_node_ports = localhost_node_ports;
+        config.node_port_addresses = node_port_addresses
+            .iter()
+            .map(|text| match *text {
+                "primary" => NodePortAddress::Primary,
+                network => NodePortAddress::Network(network.parse().unwrap()),
+            })
+            .collect();
+        assert_eq!(route_localnet(mode, &config).is_some(), expected);
+    }
+
+    fn kernel(files: &[(&str, &str)]) -> (TempDir, Kernel) {
+        let root = TempDir::new().unwrap();
+        for (path, text) in files {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        let kernel = Kernel::below(root.path());
+        (root, kernel)
+    }
+
+    const MAX: Parameter =
+        Parameter { path: NETFILTER[0], wanted: Wanted::Exactly(131_072), field: "conntrack.maxPerCore" };
+    const HASH: Parameter =
+        Parameter { path: HASH_SIZE, wanted: Wanted::AtLeast(32_768), field: "conntrack.maxPerCore" };
+
+    #[rstest]
+    #[case::lower("65536\n", "131072")]
+    #[case::higher("262144\n", "131072")]
+    #[case::longer_than_the_new_one("1000000000\n", "131072")]
+    #[case::equal("131072\n", "131072\n")]
+    #[case::unreadable("many\n", "131072")]
+    fn a_limit_is_written_if_it_differs(#[case] before: &str, #[case] after: &str) {
+        let (root, kernel) = kernel(&[(NETFILTER[0], before)]);
+        assert_eq!(kernel.set(&[MAX]).unwrap(), Left::default());
+        assert_eq!(fs::read_to_string(root.path().join(NETFILTER[0])).unwrap(), after);
+    }
+
+    #[rstest]
+    #[case::lower("16384\n", "32768")]
+    #[case::higher("65536\n", "65536\n")]
+    fn the_hash_table_only_grows(#[case] before: &str, #[case] after: &str) {
+        let (root, kernel) = kernel(&[(HASH_SIZE, before)]);
+        kernel.set(&[HASH]).unwrap();
+        assert_eq!(fs::read_to_string(root.path().join(HASH_SIZE)).unwrap(), after);
+    }
+
+    #[test]
+    fn a_module_that_is_not_loaded_is_no_error() {
+        let (root, kernel) = kernel(&[]);
+        let left = kernel.set(&[MAX, HASH]).unwrap();
+        assert_eq!(left.not_there, [root.path().join(NETFILTER[0]), root.path().join(HASH_SIZE)]);
+        assert!(fs::read_dir(root.path()).unwrap().next().is_none(), "nothing is made");
+    }
+
+    #[test]
+    fn a_hash_size_that_makes_no_sense_is_an_error_that_names_its_field() {
+        let (_root, kernel) = kernel(&[(HASH_SIZE, "many\n")]);
+        let error = kernel.set(&[HASH]).unwrap_err().to_string();
+        assert!(error.contains("conntrack.maxPerCore") && error.contains("hashsize"), "{error}");
+    }
+
+    #[test]
+    fn cores_that_are_switched_off_do_not_count() {
+        let (root, kernel) = kernel(&[
+            ("sys/devices/system/cpu/cpu0/topology/core_id", "0\n"),
+            ("sys/devices/system/cpu/cpu1/online", "1\n"),
+            ("sys/devices/system/cpu/cpu2/online", "0\n"),
+            ("sys/devices/system/cpu/cpufreq/boost", "0\n"),
+            ("sys/devices/system/cpu/cpuidle/current_driver", "none\n"),
+        ]);
+        assert_eq!(kernel.cores(), Some(2));
+        assert_eq!(Kernel::below(root.path().join("nothing")).cores(), None);
+    }
+
+    #[rstest]
+    #[case(RequestedMode::Iptables, Some("1\n"), true)]
+    #[case(RequestedMode::Iptables, Some("0\n"), false)]
+    #[case(RequestedMode::Ipvs, None, false)]
+    #[case(RequestedMode::Nftables, None, true)]
+    #[case(RequestedMode::Ebpf, None, true)]
+    fn bridged_packets(#[case] mode: RequestedMode, #[case] sysctl: Option<&str>, #[case] shown: bool) {
+        let files: Vec<_> = sysctl.map(|text| (BRIDGE_NETFILTER, text)).into_iter().collect();
+        let (_root, kernel) = kernel(&files);
+        assert_eq!(kernel.shows_bridged_packets(mode), shown);
+    }
+}

@@ -1,0 +1,107 @@
+//! What a changed configuration means for a proxy that runs: nothing, something that it takes over as it goes, or that
+//! it must be started anew. Pure.
+
+use serde_json::Value;
+
+/// Fields, and sections with everything in them, that are taken over as the process goes.
+const LIVE: [&str; 11] = [
+    "conntrack",
+    "ebpf.interfaces",
+    "iptables.minSyncPeriod",
+    "iptables.syncPeriod",
+    "ipvs.minSyncPeriod",
+    "ipvs.syncPeriod",
+    "logging.verbosity",
+    "nftables.minSyncPeriod",
+    "nftables.syncPeriod",
+    "nodePortAddresses",
+    "oomScoreAdj",
+];
+
+/// Names of the fields that are different, such as `logging.verbosity`.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Changes {
+    pub live: Vec<String>,
+    /// They need a new process.
+    pub restart: Vec<String>,
+}
+
+impl Changes {
+    /// Between two documents of `kubeproxy.config.k8s.io/v1alpha1` that hold every field.
+    pub fn between(old: &Value, new: &Value) -> Self {
+        let mut names = Vec::new();
+        differences("", old, new, &mut names);
+        let (live, restart) = names.into_iter().partition(|name| is_live(name));
+        Self { live, restart }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.live.is_empty() && self.restart.is_empty()
+    }
+}
+
+fn is_live(name: &str) -> bool {
+    LIVE.iter()
+        .any(|live| name.strip_prefix(live).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
+}
+
+/// Lists are one value each.
+fn differences(path: &str, old: &Value, new: &Value, names: &mut Vec<String>) {
+    match (old, new) {
+        (Value::Object(before), Value::Object(now)) => {
+            let added = now.keys().filter(|name| !before.contains_key(*name));
+            for name in before.keys().chain(added) {
+                let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+                let value =
+                    |object: &serde_json::Map<String, Value>| object.get(name).cloned().unwrap_or_default();
+                differences(&path, &value(before), &value(now), names);
+            }
+        }
+        (old, new) if old == new => {}
+        _ => names.push(path.to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+    use serde_json::json;
+
+    use super::*;
+
+    #[rstest]
+    #[case::nothing(json!({"mode": "ebpf"}), json!({"mode": "ebpf"}), &[], &[])]
+    #[case::verbosity(
+        json!({"logging": {"verbosity": 0, "format": "text"}}),
+        json!({"logging": {"verbosity": 4, "format": "text"}}),
+        &["logging.verbosity"],
+        &[],
+    )]
+    #[case::format(
+        json!({"logging": {"verbosity": 0, "format": "text"}}),
+        json!({"logging": {"verbosity": 0, "format": "json"}}),
+        &[],
+        &["logging.format"],
+    )]
+    #[case::both(
+        json!({"iptables": {"syncPeriod": "30s", "masqueradeBit": 14}}),
+        json!({"iptables": {"syncPeriod": "10s", "masqueradeBit": 15}}),
+        &["iptables.syncPeriod"],
+        &["iptables.masqueradeBit"],
+    )]
+    #[case::a_whole_section(
+        json!({"conntrack": {"min": 1, "tcpBeLiberal": false}}),
+        json!({"conntrack": {"min": 2, "tcpBeLiberal": true}}),
+        &["conntrack.min", "conntrack.tcpBeLiberal"],
+        &[],
+    )]
+    #[case::a_list(json!({"nodePortAddresses": null}), json!({"nodePortAddresses": ["primary"]}), &["nodePortAddresses"], &[])]
+    #[case::a_field_that_comes(json!({}), json!({"clusterCIDR": "10.0.0.0/8"}), &[], &["clusterCIDR"])]
+    #[case::a_field_that_goes(json!({"featureGates": {"A": true}}), json!({"featureGates": {}}), &[], &["featureGates.A"])]
+    #[case::a_name_that_begins_alike(json!({"conntrackers": 1}), json!({"conntrackers": 2}), &[], &["conntrackers"])]
+    fn what_changed(#[case] old: Value, #[case] new: Value, #[case] live: &[&str], #[case] restart: &[&str]) {
+        let changes = Changes::between(&old, &new);
+        assert_eq!(changes.live, live);
+        assert_eq!(changes.restart, restart);
+    }
+}

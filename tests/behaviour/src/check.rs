@@ -64,10 +64,12 @@ fn shares<'a>(answers: &[&'a Answer]) -> BTreeMap<&'a str, usize> {
 ///
 /// kube-proxy rejects with ICMP. The kernel overlooks that while `connect` still holds the socket, and then
 /// takes it only after the SYN was sent again, a second later; to a local process the rejected datagram is EPERM.
+/// Where a socket hook cannot choose the error, `connect` fails with EPERM.
 pub fn refused_at_once(setting: Setting, outcomes: &[Outcome]) -> Result<()> {
     let limit_micros = if setting.proxy.is_kube_proxy() { 4_000_000 } else { 1_000_000 };
+    let may_be_not_permitted = setting.proxy.is_kube_proxy() || !has_set_retval()?;
     for outcome in outcomes {
-        if setting.proxy.is_kube_proxy() && *outcome == Outcome::NotPermitted {
+        if may_be_not_permitted && *outcome == Outcome::NotPermitted {
             continue;
         }
         let Outcome::Refused { micros } = outcome else { bail!("expected refused, found {outcome}") };
@@ -75,6 +77,17 @@ pub fn refused_at_once(setting: Setting, outcomes: &[Outcome]) -> Result<()> {
     }
     ensure!(!outcomes.is_empty(), "no request was made");
     Ok(())
+}
+
+/// Has this kernel `bpf_set_retval` for socket hooks?
+fn has_set_retval() -> Result<bool> {
+    let uname = nix::sys::utsname::uname()?;
+    let release = uname.release().to_string_lossy();
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
+    let (Some(Ok(major)), Some(Ok(minor))) = (numbers.next(), numbers.next()) else {
+        bail!("kernel release {release} does not begin with a version")
+    };
+    Ok((major, minor) >= (5, 18))
 }
 
 /// Nobody answered, whatever the client saw.

@@ -1,12 +1,11 @@
 //! Commands and flags.
 
-use std::path::PathBuf;
+use std::{ffi::OsString, path::PathBuf};
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 
-use crate::config::RequestedMode;
-
-const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\nBPF object: ", env!("PROXY_EBPF_BUILT_WITH"));
+pub(super) const VERSION: &str =
+    concat!(env!("CARGO_PKG_VERSION"), "\nBPF object: ", env!("PROXY_EBPF_BUILT_WITH"));
 
 /// Service proxy for Kubernetes nodes: takes the place of kube-proxy.
 #[derive(Debug, Parser)]
@@ -32,30 +31,25 @@ pub(super) enum Command {
     Services(ServicesArgs),
     Backends(BackendsArgs),
     Cleanup(CleanupArgs),
+    Probe(ProbeArgs),
+    Config(ConfigArgs),
+    Completion(CompletionArgs),
+    Man(ManArgs),
 }
 
 /// Serve this node: watch Services and EndpointSlices, program the kernel
-#[derive(Clone, Debug, Default, ClapArgs)]
-#[command(after_help = RUN_HELP)]
+#[derive(Debug, ClapArgs)]
+#[command(after_help = RUN_HELP, disable_help_flag = true, override_usage = "proxy-ctl run [FLAGS]")]
 pub(super) struct RunArgs {
-    /// KubeProxyConfiguration file, YAML or JSON; what it says wins over --kubeconfig and --proxy-mode
-    #[arg(long, value_name = "FILE")]
-    pub(super) config: Option<PathBuf>,
-    /// Credentials for the API server; without it the pod's service account
-    #[arg(long, value_name = "FILE")]
-    pub(super) kubeconfig: Option<PathBuf>,
-    /// Name of this node's Node object [default: the host's name in lower case]
-    #[arg(long, value_name = "NAME")]
-    pub(super) hostname_override: Option<String>,
-    /// Only ebpf is built so far
-    #[arg(long, value_name = "MODE", value_parser = str::parse::<RequestedMode>)]
-    pub(super) proxy_mode: Option<RequestedMode>,
-    /// Serve the Services, EndpointSlices and the Node in the YAML and JSON files of this folder
-    #[arg(long, value_name = "DIR", conflicts_with = "kubeconfig")]
-    pub(super) manifests: Option<PathBuf>,
-    /// How much is logged, 0 to 10
-    #[arg(short, long = "v", value_name = "N", value_parser = clap::value_parser!(u32).range(0..=10))]
-    pub(super) v: Option<u32>,
+    #[command(flatten)]
+    pub(super) flags: RunFlags,
+}
+
+/// The flags of kube-proxy and ours, which are not clap's: see [`crate::config::FLAGS`].
+#[derive(Debug, ClapArgs)]
+pub(super) struct RunFlags {
+    #[arg(hide = true, num_args = 0.., trailing_var_arg = true, allow_hyphen_values = true)]
+    pub(super) flags: Vec<OsString>,
 }
 
 const RUN_HELP: &str = "Examples:
@@ -63,7 +57,69 @@ const RUN_HELP: &str = "Examples:
   proxy-ctl run --manifests ./services --v 4
 
 The process needs CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN, and CAP_SYS_ADMIN where it has to mount a bpffs.
-It ends on SIGTERM and SIGINT; what it has programmed goes on working. To remove it: proxy-ctl cleanup.";
+It ends on SIGTERM and SIGINT; what it has programmed goes on working. To remove it: proxy-ctl cleanup.
+Called by the name kube-proxy, the program takes these flags without `run`.";
+
+/// Show what this node can do, and which mode it would run in
+#[derive(Debug, ClapArgs)]
+#[command(after_help = PROBE_HELP, disable_help_flag = true, override_usage = "proxy-ctl probe [--output FORMAT] [FLAGS OF run]")]
+pub(super) struct ProbeArgs {
+    #[command(flatten)]
+    pub(super) flags: RunFlags,
+}
+
+const PROBE_HELP: &str = "Examples:
+  proxy-ctl probe
+  proxy-ctl probe --config /var/lib/kube-proxy/config.conf --output json | jq .choice.mode
+
+Nothing is changed. The exit code is 1 where the mode that was asked for cannot run here.
+
+JSON: {facts: {kernel, btf, cgroup2, bpffs, capabilities[], packetHook, refusesWith}, requested,
+  choice: {mode, reasons[]} or null, refusal: text or null}.";
+
+/// Show the configuration that `run` would have, and where each value comes from
+#[derive(Debug, ClapArgs)]
+#[command(after_help = CONFIG_HELP, disable_help_flag = true, override_usage = "proxy-ctl config [--output FORMAT] [FLAGS OF run]")]
+pub(super) struct ConfigArgs {
+    #[command(flatten)]
+    pub(super) flags: RunFlags,
+}
+
+const CONFIG_HELP: &str = "Examples:
+  proxy-ctl config --config /var/lib/kube-proxy/config.conf --hostname-override node1
+  proxy-ctl config --conntrack-min=0 --output yaml > config.conf
+
+FORMAT is table, json or yaml. YAML is a file that gives the same configuration, as from --write-config-to.
+
+JSON: {config, values[]: {field, value, origin}, warnings[]}; origin is default, file or --FLAG.";
+
+/// Print what a shell needs to complete commands and flags
+#[derive(Debug, ClapArgs)]
+#[command(after_help = COMPLETION_HELP)]
+pub(super) struct CompletionArgs {
+    pub(super) shell: Shell,
+}
+
+const COMPLETION_HELP: &str = "Examples:
+  proxy-ctl completion bash > /etc/bash_completion.d/proxy-ctl
+  proxy-ctl completion zsh > \"${fpath[1]}/_proxy-ctl\"
+  proxy-ctl completion fish > ~/.config/fish/completions/proxy-ctl.fish";
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(super) enum Shell {
+    Bash,
+    Zsh,
+    Fish,
+}
+
+/// Write the manual pages
+#[derive(Debug, ClapArgs)]
+#[command(after_help = "Example:\n  proxy-ctl man --directory /usr/local/share/man/man1")]
+pub(super) struct ManArgs {
+    /// Folder for proxy-ctl.1, proxy-ctl-run.1 and so on
+    #[arg(long, value_name = "DIR")]
+    pub(super) directory: PathBuf,
+}
 
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq, ValueEnum)]
 pub(super) enum Output {

@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::run::Given;
 use crate::{
-    config::{Config, DetectLocal, RequestedMode},
+    config::{Config, LocalMode, RequestedMode},
     dataplane::Host,
     events::Recorder,
     model::objects::Node,
@@ -115,10 +115,10 @@ impl Life {
 }
 
 fn local_by(config: &Config) -> LocalBy {
-    match config.detect_local {
-        DetectLocal::ClusterCidr => LocalBy::ClusterCidr,
-        DetectLocal::NodeCidr => LocalBy::NodeCidr,
-        DetectLocal::BridgeInterface(_) | DetectLocal::InterfaceNamePrefix(_) => LocalBy::Interface,
+    match config.detect_local_mode {
+        LocalMode::ClusterCidr => LocalBy::ClusterCidr,
+        LocalMode::NodeCidr => LocalBy::NodeCidr,
+        LocalMode::BridgeInterface | LocalMode::InterfaceNamePrefix => LocalBy::Interface,
     }
 }
 

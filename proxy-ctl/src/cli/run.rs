@@ -17,7 +17,6 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    args::RunArgs,
     facts,
     life::Life,
     record::{self, Record},
@@ -25,7 +24,7 @@ use super::{
     settings::Settings,
 };
 use crate::{
-    config::{Config, RequestedMode},
+    config::{CommandLine, Config, RequestedMode},
     controller::{self, Asks, Controller, Inputs, Reports},
     dataplane::{self, ebpf::EbpfDataplane},
     events::Recorder,
@@ -51,24 +50,23 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 /// What the user has said; the file of it may say something else later.
 #[derive(Clone, Debug)]
 pub(super) struct Given {
-    args: RunArgs,
-    bpffs: Option<PathBuf>,
+    line: CommandLine,
 }
 
 impl Given {
     pub(super) fn settings(&self) -> anyhow::Result<Settings> {
-        Settings::new(self.args.clone(), self.bpffs.clone())
+        Settings::new(&self.line)
     }
 
     pub(super) fn config_file(&self) -> Option<PathBuf> {
-        self.args.config.clone()
+        self.line.text("config").map(PathBuf::from)
     }
 }
 
-pub(super) fn run(args: RunArgs, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
-    let given = Given { args, bpffs };
+pub(super) fn run(line: CommandLine) -> anyhow::Result<()> {
+    let given = Given { line };
     let settings = given.settings()?;
-    let logging = settings.config.logging;
+    let logging = &settings.config.logging;
     log::start(logging.format, logging.verbosity);
     for warning in &settings.warnings {
         tracing::warn!("{warning}");
@@ -80,6 +78,9 @@ pub(super) fn run(args: RunArgs, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
     };
     let choice = mode::choose(request, &facts::gather(&settings.config.ebpf))?;
     tracing::info!(mode = %choice.mode, node = %settings.node_name, why = choice.reasons.join("; "), "starting");
+    if settings.init_only {
+        return Ok(());
+    }
 
     limits::return_freed_memory();
     if let Err(error) = limits::use_small_pages() {
@@ -295,22 +296,26 @@ fn serve_http(
     stop: &CancellationToken,
 ) {
     let hard_fail = config.bind_address_hard_fail;
-    let healthz = serve::healthz(
-        config.healthz_bind_address,
-        hard_fail,
-        Arc::clone(health),
-        Arc::clone(metrics),
-        stop.clone(),
-    );
-    tasks.spawn(async { Ok(healthz.await?) });
-    let pages = pages(config, mode);
-    let metrics =
-        serve::metrics(config.metrics_bind_address, hard_fail, pages, Arc::clone(metrics), stop.clone());
-    tasks.spawn(async { Ok(metrics.await?) });
+    if let Some(address) = config.healthz_bind_address {
+        let healthz =
+            serve::healthz(address, hard_fail, Arc::clone(health), Arc::clone(metrics), stop.clone());
+        tasks.spawn(async { Ok(healthz.await?) });
+    }
+    if let Some(address) = config.metrics_bind_address {
+        let pages = pages(config, mode);
+        let metrics = serve::metrics(address, hard_fail, pages, Arc::clone(metrics), stop.clone());
+        tasks.spawn(async { Ok(metrics.await?) });
+    }
 }
 
 fn pages(config: &Config, mode: &'static str) -> Pages {
-    Pages { mode, configuration: None, flags: None, status: true, profiling: config.enable_profiling }
+    Pages {
+        mode,
+        configuration: Some(config.to_document()),
+        flags: None,
+        status: true,
+        profiling: config.enable_profiling,
+    }
 }
 
 /// The thread that blocks on system calls. The answer comes when it ends.

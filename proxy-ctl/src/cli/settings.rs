@@ -7,9 +7,8 @@ use std::{
 
 use anyhow::{Context as _, bail};
 
-use super::args::RunArgs;
 use crate::{
-    config::{Config, Loaded, RequestedMode},
+    config::{CommandLine, Config, Effective},
     source::kubernetes::{self, ConfigError, Kubernetes, SourceState},
 };
 
@@ -18,54 +17,45 @@ use crate::{
 pub(super) struct Settings {
     pub(super) config: Config,
     pub(super) node_name: Arc<str>,
+    /// `--master`.
+    pub(super) master: Option<String>,
     pub(super) manifests: Option<PathBuf>,
+    /// Do what needs all privileges, and exit.
+    pub(super) init_only: bool,
     pub(super) warnings: Vec<String>,
 }
 
 impl Settings {
-    /// What the file says wins over --kubeconfig and --proxy-mode, as with kube-proxy; the other flags win.
-    pub(super) fn new(args: RunArgs, bpffs: Option<PathBuf>) -> anyhow::Result<Self> {
-        let Loaded { mut config, mut warnings } = match &args.config {
-            Some(path) => Config::load(path)?,
-            None => Loaded { config: Config::default(), warnings: Vec::new() },
+    /// Reads the file of `--config`. Asked again later, it may say something else.
+    pub(super) fn new(line: &CommandLine) -> anyhow::Result<Self> {
+        let Effective { config, warnings, .. } = Effective::load(line.text("config").map(Path::new), line)?;
+        let mut settings = Self {
+            node_name: node_name(&config)?,
+            config,
+            master: line.text("master").map(str::to_owned),
+            manifests: line.text("manifests").map(PathBuf::from),
+            init_only: line.is_on("init-only"),
+            warnings,
         };
-        if let Some(flag) = args.kubeconfig {
-            match &config.client_connection.kubeconfig {
-                Some(file) if *file != flag => warnings.push(format!(
-                    "--kubeconfig {} is ignored: clientConnection.kubeconfig of the file is {}",
-                    flag.display(),
-                    file.display()
-                )),
-                Some(_) => {}
-                None => config.client_connection.kubeconfig = Some(flag),
-            }
+        settings.check_manifests(line)?;
+        settings.warnings.extend(without_effect(&settings.config));
+        Ok(settings)
+    }
+
+    /// The folder takes the API server's place.
+    fn check_manifests(&mut self, line: &CommandLine) -> anyhow::Result<()> {
+        let Some(manifests) = &self.manifests else { return Ok(()) };
+        if let Some(flag) = ["kubeconfig", "master"].into_iter().find(|flag| line.text(flag).is_some()) {
+            bail!("--manifests and --{flag} cannot be used together: both say where Services come from");
         }
-        if let Some(flag) = args.proxy_mode {
-            let file = config.mode;
-            if file == RequestedMode::Automatic {
-                config.mode = flag;
-            } else if file != flag {
-                warnings.push(format!("--proxy-mode {flag} is ignored: mode of the file is {file}"));
-            }
+        check_folder(manifests)?;
+        if let Some(unused) = &self.config.client_connection.kubeconfig {
+            self.warnings.push(format!(
+                "clientConnection.kubeconfig {} is ignored: --manifests takes the API server's place",
+                unused.display()
+            ));
         }
-        if let Some(bpffs) = bpffs {
-            config.ebpf.bpffs = bpffs;
-        }
-        if let Some(v) = args.v {
-            config.logging.verbosity = v;
-        }
-        if let Some(manifests) = &args.manifests {
-            check_folder(manifests)?;
-            if let Some(unused) = &config.client_connection.kubeconfig {
-                warnings.push(format!(
-                    "clientConnection.kubeconfig {} is ignored: --manifests takes the API server's place",
-                    unused.display()
-                ));
-            }
-        }
-        warnings.extend(without_effect(&config));
-        let node_name = node_name(args.hostname_override, config.hostname_override.as_deref())?;
-        Ok(Self { config, node_name, manifests: args.manifests, warnings })
+        Ok(())
     }
 
     /// The API server's watchers, ready to run; all that can be wrong with their configuration is an error here.
@@ -73,10 +63,10 @@ impl Settings {
         let connection = &self.config.client_connection;
         let config = kubernetes::Config {
             kubeconfig: connection.kubeconfig.clone(),
+            master: self.master.clone(),
             qps: connection.qps,
             burst: connection.burst,
             content_type: connection.content_type.clone(),
-            ..kubernetes::Config::default()
         };
         Kubernetes::new(config, Arc::clone(&self.node_name), state).map_err(|error| {
             let ConfigError::NotInCluster { variable } = error else { return error.into() };
@@ -95,19 +85,18 @@ fn check_folder(folder: &Path) -> anyhow::Result<()> {
         .with_context(|| format!("--manifests {} must be a folder that can be read", folder.display()))
 }
 
-fn node_name(flag: Option<String>, file: Option<&str>) -> anyhow::Result<Arc<str>> {
-    let given = flag.map(|name| name.trim().to_lowercase());
-    if given.as_deref() == Some("") {
-        bail!("--hostname-override must be the name of a Node, found nothing");
+fn node_name(config: &Config) -> anyhow::Result<Arc<str>> {
+    if let Some(name) = config.node_name() {
+        return Ok(name.into());
     }
-    let name = match given.or_else(|| file.map(str::to_owned)) {
-        Some(name) => name,
-        None => nix::unistd::gethostname()
-            .context("asking for the host's name")?
-            .to_string_lossy()
-            .trim()
-            .to_lowercase(),
-    };
+    if config.hostname_override.is_some() {
+        bail!("hostnameOverride must be the name of a Node, found nothing but spaces");
+    }
+    let name = nix::unistd::gethostname()
+        .context("asking for the host's name")?
+        .to_string_lossy()
+        .trim()
+        .to_lowercase();
     if name.is_empty() {
         bail!("the host has no name: --hostname-override must be the name of its Node");
     }
@@ -116,12 +105,11 @@ fn node_name(flag: Option<String>, file: Option<&str>) -> anyhow::Result<Arc<str
 
 /// Settings that ask kube-proxy for something that mode ebpf does not do.
 fn without_effect(config: &Config) -> Vec<String> {
-    let masquerade_all = config.iptables.masquerade_all || config.nftables.masquerade_all;
     let gates = config.feature_gates.iter().map(|(gate, _)| gate.as_str());
-    let unused: Vec<String> = masquerade_all
+    let unused: Vec<String> = config
+        .masquerade_all
         .then(|| "masqueradeAll".to_owned())
         .into_iter()
-        .chain(config.enable_profiling.then(|| "enableProfiling".to_owned()))
         .chain(gates.map(|gate| format!("featureGates.{gate}")))
         .collect();
     unused.into_iter().map(|field| format!("{field} has no effect in mode ebpf")).collect()
@@ -129,9 +117,10 @@ fn without_effect(config: &Config) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Write as _;
+    use std::{ffi::OsString, io::Write as _};
 
     use super::*;
+    use crate::config::RequestedMode;
 
     fn file(body: &str) -> tempfile::NamedTempFile {
         let mut file = tempfile::NamedTempFile::new().unwrap();
@@ -140,60 +129,65 @@ mod tests {
         file
     }
 
-    fn settings(body: &str, args: RunArgs) -> Settings {
+    fn settings(body: &str, flags: &[&str]) -> Settings {
         let file = file(body);
-        Settings::new(RunArgs { config: Some(file.path().to_owned()), ..args }, None).unwrap()
+        let config = format!("--config={}", file.path().display());
+        let flags = flags.iter().copied().chain([config.as_str()]).map(OsString::from);
+        Settings::new(&CommandLine::parse(flags).unwrap()).unwrap()
     }
 
     #[test]
     fn the_file_wins_over_mode_and_kubeconfig_with_a_warning() {
-        let args = RunArgs {
-            proxy_mode: Some(RequestedMode::Ebpf),
-            kubeconfig: Some("/flag".into()),
-            ..RunArgs::default()
-        };
-        let settings = settings("mode: iptables\nclientConnection: {kubeconfig: /file}\n", args);
+        let settings = settings(
+            "mode: iptables\n",
+            &["--proxy-mode=ebpf", "--kubeconfig=/flag", "--master=https://10.0.0.1"],
+        );
         assert_eq!(settings.config.mode, RequestedMode::Iptables);
-        assert_eq!(settings.config.client_connection.kubeconfig.as_deref(), Some(Path::new("/file")));
+        assert_eq!(settings.config.client_connection.kubeconfig, None);
+        assert_eq!(settings.master.as_deref(), Some("https://10.0.0.1"));
         assert_eq!(settings.warnings.len(), 2, "{:?}", settings.warnings);
     }
 
     #[test]
-    fn flags_fill_in_what_the_file_leaves_open() {
-        let args = RunArgs {
-            proxy_mode: Some(RequestedMode::Ebpf),
-            kubeconfig: Some("/flag".into()),
-            v: Some(4),
-            ..RunArgs::default()
-        };
-        let settings = settings("logging: {verbosity: 2}\n", args);
-        assert_eq!(settings.config.mode, RequestedMode::Ebpf);
-        assert_eq!(settings.config.client_connection.kubeconfig.as_deref(), Some(Path::new("/flag")));
+    fn logging_flags_win_over_the_file() {
+        let settings = settings("logging: {verbosity: 2}\n", &["-v4"]);
         assert_eq!(settings.config.logging.verbosity, 4);
         assert_eq!(settings.warnings, [""; 0]);
     }
 
     #[test]
     fn the_hostname_flag_wins_over_the_file() {
-        let body = "hostnameOverride: from-file\n";
-        let flag = RunArgs { hostname_override: Some(" Flag.Example ".into()), ..RunArgs::default() };
-        assert_eq!(&*settings(body, flag).node_name, "flag.example");
-        assert_eq!(&*settings(body, RunArgs::default()).node_name, "from-file");
-        assert!(!settings("", RunArgs::default()).node_name.is_empty());
+        let body = "hostnameOverride: ' From-File '\n";
+        assert_eq!(&*settings(body, &["--hostname-override= Flag.Example "]).node_name, "flag.example");
+        assert_eq!(&*settings(body, &[]).node_name, "from-file");
+        assert!(!settings("", &[]).node_name.is_empty());
     }
 
     #[test]
     fn manifests_win_over_the_kubeconfig_of_the_file_with_a_warning() {
         let folder = tempfile::TempDir::new().unwrap();
-        let args = RunArgs { manifests: Some(folder.path().to_owned()), ..RunArgs::default() };
-        let settings = settings("clientConnection: {kubeconfig: /file}\n", args);
+        let flag = format!("--manifests={}", folder.path().display());
+        let settings = settings("clientConnection: {kubeconfig: /file}\n", &[&flag]);
         assert_eq!(settings.warnings.len(), 1, "{:?}", settings.warnings);
         assert!(settings.warnings[0].starts_with("clientConnection.kubeconfig /file is ignored"));
     }
 
     #[test]
     fn what_has_no_effect_is_said() {
-        let settings = settings("iptables: {masqueradeAll: true}\n", RunArgs::default());
+        let settings = settings("iptables: {masqueradeAll: true}\n", &[]);
         assert_eq!(settings.warnings, ["masqueradeAll has no effect in mode ebpf"]);
+    }
+
+    #[test]
+    fn the_file_is_read_again_under_the_same_flags() {
+        let mut file = file("logging: {verbosity: 1}\n");
+        let flags = [format!("--config={}", file.path().display()), "--hostname-override=a".to_owned()];
+        let line = CommandLine::parse(flags.map(OsString::from)).unwrap();
+        let first = Settings::new(&line).unwrap().config;
+        assert_eq!(Settings::new(&line).unwrap().config, first);
+        writeln!(file, "oomScoreAdj: 5").unwrap();
+        assert_eq!(Settings::new(&line).unwrap().config, Config { oom_score_adj: 5, ..first });
+        writeln!(file, "mode: fast").unwrap();
+        assert!(Settings::new(&line).unwrap_err().to_string().contains("mode must be"));
     }
 }

@@ -13,30 +13,39 @@ const UNITS: [(&str, u64); 8] = [
     ("h", 3_600_000_000_000),
 ];
 
-/// `None`: not a duration, negative, or more than 64 bits of nanoseconds.
-pub(super) fn parse(text: &str) -> Option<Duration> {
-    let mut rest = text.strip_prefix('+').unwrap_or(text);
-    if rest == "0" {
-        return Some(Duration::ZERO);
+/// Nanoseconds, which may be negative. `None`: not a duration, or more than 63 bits of them.
+pub(super) fn parse(text: &str) -> Option<i64> {
+    let (negative, unsigned) = match text.strip_prefix('-') {
+        Some(rest) => (true, rest),
+        None => (false, text.strip_prefix('+').unwrap_or(text)),
+    };
+    let nanoseconds = i64::try_from(unsigned_nanoseconds(unsigned)?).ok()?;
+    Some(if negative { -nanoseconds } else { nanoseconds })
+}
+
+fn unsigned_nanoseconds(text: &str) -> Option<u64> {
+    if text == "0" {
+        return Some(0);
     }
-    let mut total: u64 = 0;
-    if rest.is_empty() {
+    if text.is_empty() {
         return None;
     }
+    let mut rest = text;
+    let mut total: u64 = 0;
     while !rest.is_empty() {
         let number_length = rest.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(rest.len());
         let (number, after) = rest.split_at(number_length);
         let unit_length = after.find(|c: char| c.is_ascii_digit() || c == '.').unwrap_or(after.len());
         let (unit, after) = after.split_at(unit_length);
         let (_, scale) = UNITS.iter().find(|(name, _)| *name == unit)?;
-        total = total.checked_add(nanoseconds(number, *scale)?)?;
+        total = total.checked_add(scaled(number, *scale)?)?;
         rest = after;
     }
-    Some(Duration::from_nanos(total))
+    Some(total)
 }
 
 /// A decimal number of units; digits below a nanosecond are cut off, as Go does.
-fn nanoseconds(number: &str, scale: u64) -> Option<u64> {
+fn scaled(number: &str, scale: u64) -> Option<u64> {
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     if whole.is_empty() && fraction.is_empty() {
         return None;
@@ -51,17 +60,30 @@ fn nanoseconds(number: &str, scale: u64) -> Option<u64> {
     whole.checked_mul(scale)?.checked_add(part)
 }
 
-/// As Go prints a duration of whole seconds or milliseconds.
+/// As Go prints it: `1h0m0s`, `1.5ms`.
 pub(super) fn format(duration: Duration) -> String {
-    let seconds = duration.as_secs();
-    let (hours, minutes, rest) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
-    let millis = duration.subsec_millis();
-    let rest = if millis == 0 { format!("{rest}") } else { format!("{rest}.{millis:03}") };
-    match (hours, minutes) {
-        (0, 0) => format!("{rest}s"),
-        (0, _) => format!("{minutes}m{rest}s"),
-        _ => format!("{hours}h{minutes}m{rest}s"),
+    let nanos = duration.subsec_nanos();
+    if duration.as_secs() == 0 {
+        return match nanos {
+            0 => "0s".to_owned(),
+            1..1_000 => format!("{nanos}ns"),
+            1_000..1_000_000 => format!("{}µs", decimal(u64::from(nanos / 1_000), nanos % 1_000, 3)),
+            _ => format!("{}ms", decimal(u64::from(nanos / 1_000_000), nanos % 1_000_000, 6)),
+        };
     }
+    let (hours, minutes) = (duration.as_secs() / 3600, duration.as_secs() / 60 % 60);
+    let seconds = decimal(duration.as_secs() % 60, nanos, 9);
+    match (hours, minutes) {
+        (0, 0) => format!("{seconds}s"),
+        (0, _) => format!("{minutes}m{seconds}s"),
+        _ => format!("{hours}h{minutes}m{seconds}s"),
+    }
+}
+
+/// `whole` and a fraction of `digits` digits, without the zeros at its end.
+fn decimal(whole: u64, fraction: u32, digits: usize) -> String {
+    let text = format!("{whole}.{fraction:0digits$}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
 #[cfg(test)]
@@ -81,14 +103,15 @@ mod tests {
     #[case(".5s", 500)]
     #[case("250ms", 250)]
     #[case("+1m", 60_000)]
-    fn good(#[case] text: &str, #[case] milliseconds: u64) {
-        assert_eq!(parse(text), Some(Duration::from_millis(milliseconds)));
+    #[case("-1s", -1_000)]
+    fn good(#[case] text: &str, #[case] milliseconds: i64) {
+        assert_eq!(parse(text), Some(milliseconds * 1_000_000));
     }
 
     #[rstest]
     #[case("")]
+    #[case("-")]
     #[case("30")]
-    #[case("-1s")]
     #[case("s")]
     #[case("1 s")]
     #[case("1d")]
@@ -101,11 +124,15 @@ mod tests {
 
     #[rstest]
     #[case(Duration::ZERO, "0s")]
+    #[case(Duration::from_nanos(5), "5ns")]
+    #[case(Duration::from_nanos(1_500), "1.5µs")]
+    #[case(Duration::from_micros(1_500), "1.5ms")]
+    #[case(Duration::from_secs(30), "30s")]
     #[case(Duration::from_secs(90), "1m30s")]
     #[case(Duration::from_secs(3600), "1h0m0s")]
-    #[case(Duration::from_millis(1500), "1.500s")]
+    #[case(Duration::from_millis(3_600_500), "1h0m0.5s")]
     fn printed(#[case] duration: Duration, #[case] text: &str) {
         assert_eq!(format(duration), text);
-        assert_eq!(parse(text), Some(duration));
+        assert_eq!(parse(text), i64::try_from(duration.as_nanos()).ok());
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::fields::Fields;
+use super::Word;
 
 /// Whose connections the socket hooks translate.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -16,9 +16,68 @@ pub enum SocketLoadBalancing {
     Off,
 }
 
+impl Word for SocketLoadBalancing {
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("all", Self::All), ("host", Self::Host), ("off", Self::Off)];
+}
+
+/// Whether packets from outside are translated before they reach the network stack.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Xdp {
+    /// Where it can be done; nowhere yet.
+    #[default]
+    Auto,
+    Off,
+}
+
+impl Word for Xdp {
+    const WORDS: &'static [(&'static str, Self)] = &[("auto", Self::Auto), ("off", Self::Off)];
+    const PLANNED: &'static [&'static str] = &["native", "generic"];
+}
+
+/// The source address that a backend sees.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum SourceAddress {
+    #[default]
+    Preserve,
+}
+
+impl Word for SourceAddress {
+    const WORDS: &'static [(&'static str, Self)] = &[("preserve", Self::Preserve)];
+    const PLANNED: &'static [&'static str] = &["masquerade"];
+}
+
+/// How a packet from outside reaches a backend on another node.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Forwarding {
+    #[default]
+    Snat,
+}
+
+impl Word for Forwarding {
+    const WORDS: &'static [(&'static str, Self)] = &[("snat", Self::Snat)];
+    const PLANNED: &'static [&'static str] = &["dsr", "hybrid"];
+}
+
+/// How a new connection's backend is chosen.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Algorithm {
+    #[default]
+    Random,
+}
+
+impl Word for Algorithm {
+    const WORDS: &'static [(&'static str, Self)] = &[("random", Self::Random)];
+    const PLANNED: &'static [&'static str] = &["maglev", "leastConnection"];
+}
+
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Ebpf {
     pub socket_load_balancing: SocketLoadBalancing,
+    pub source_address: SourceAddress,
+    pub xdp: Xdp,
+    pub forwarding: Forwarding,
+    pub algorithm: Algorithm,
     pub interfaces: Interfaces,
     pub limits: Limits,
     /// The cgroup v2 folder whose processes are served; `None`: the mount in /proc/mounts.
@@ -30,6 +89,10 @@ impl Default for Ebpf {
     fn default() -> Self {
         Self {
             socket_load_balancing: SocketLoadBalancing::default(),
+            source_address: SourceAddress::default(),
+            xdp: Xdp::default(),
+            forwarding: Forwarding::default(),
+            algorithm: Algorithm::default(),
             interfaces: Interfaces::default(),
             limits: Limits::default(),
             cgroup: None,
@@ -95,52 +158,4 @@ pub struct Limits {
 }
 
 /// What a kernel accepts for the largest of these tables with room to spare.
-const MOST_ENTRIES: u32 = 1 << 26;
-
-pub(super) fn read(ebpf: &Fields<'_>) -> Ebpf {
-    let defaults = Ebpf::default();
-    let socket_load_balancing = ebpf.choice(
-        "socketLoadBalancing",
-        &[
-            ("all", Some(SocketLoadBalancing::All)),
-            ("host", Some(SocketLoadBalancing::Host)),
-            ("off", Some(SocketLoadBalancing::Off)),
-        ],
-    );
-    // The only forms that exist so far; each other word is an error that says so.
-    ebpf.choice("sourceAddress", &[("preserve", Some(())), ("masquerade", None)]);
-    ebpf.choice("xdp", &[("auto", Some(())), ("off", Some(())), ("native", None), ("generic", None)]);
-    ebpf.choice("forwarding", &[("snat", Some(())), ("dsr", None), ("hybrid", None)]);
-    ebpf.choice("algorithm", &[("random", Some(())), ("maglev", None), ("leastConnection", None)]);
-    Ebpf {
-        socket_load_balancing: socket_load_balancing.unwrap_or_default(),
-        interfaces: interfaces(&ebpf.section("interfaces")),
-        limits: limits(&ebpf.section("limits")),
-        cgroup: folder(ebpf, "cgroup"),
-        bpffs: folder(ebpf, "bpffs").unwrap_or(defaults.bpffs),
-    }
-}
-
-fn folder(ebpf: &Fields<'_>, name: &'static str) -> Option<PathBuf> {
-    ebpf.parsed(name, "an absolute path", |text| Some(PathBuf::from(text)).filter(|path| path.is_absolute()))
-}
-
-fn interfaces(interfaces: &Fields<'_>) -> Interfaces {
-    let allowed = "an interface name of at most 15 characters, with a * at its end for a prefix";
-    Interfaces {
-        include: interfaces.list("include", allowed, NamePattern::parse),
-        exclude: interfaces.list("exclude", allowed, NamePattern::parse),
-    }
-}
-
-fn limits(limits: &Fields<'_>) -> Limits {
-    Limits {
-        frontends: limits.count("frontends", MOST_ENTRIES),
-        services: limits.count("services", MOST_ENTRIES),
-        slots: limits.count("slots", MOST_ENTRIES),
-        backends: limits.count("backends", MOST_ENTRIES),
-        flows: limits.count("flows", MOST_ENTRIES),
-        opening_flows: limits.count("openingFlows", MOST_ENTRIES),
-        node_addresses: limits.count("nodeAddresses", MOST_ENTRIES),
-    }
-}
+pub(super) const MOST_ENTRIES: u32 = 1 << 26;

@@ -1,226 +1,406 @@
-//! Reads a document field by field and keeps account: what is wrong, with the path of the field, what was
-//! found and what is allowed; and which fields nobody asked for.
+//! The table of every field of the file. Where a value goes, what it may be, when it counts, and what it means.
 
-use std::{
-    cell::RefCell, collections::BTreeSet, fmt::Display, net::IpAddr, ops::RangeInclusive, time::Duration,
+use serde_json::{Map, Value, json};
+
+use super::{
+    Config, HEALTHZ_PORT, LocalMode, METRICS_PORT, ModuleVerbosity, NodePortAddress, RequestedMode,
+    access::{
+        Access, At, Count, HIGHEST_I32, List, Listen, Place, Read, Why, Words, address,
+        duration_or_nanoseconds, file, folder, number, optional_folder, optional_text, optional_timeout,
+        period, quantity, switch, text, timeout, whole, whole_not_zero, wrong_at,
+    },
+    ebpf::{MOST_ENTRIES, NamePattern},
+    network,
 };
 
-use serde_json::{Map, Value};
+pub(super) const API_VERSION: &str = "kubeproxy.config.k8s.io/v1alpha1";
+pub(super) const KIND: &str = "KubeProxyConfiguration";
 
-use super::duration;
-
-/// What reading a document has brought to light.
-#[derive(Debug, Default)]
-pub(super) struct Findings {
-    /// Each `<path> must be <allowed>, found <found>`.
-    pub(super) problems: Vec<String>,
-    pub(super) unknown: Vec<String>,
+/// One field of the file.
+pub struct Field {
+    /// As `conntrack.maxPerCore`.
+    pub path: &'static str,
+    pub(super) access: &'static dyn Access,
+    pub(super) counts: Counts,
+    /// What it means, for people.
+    pub help: &'static str,
 }
 
-/// One object of the document. Null and absent are the same; a field is unknown unless it was asked for.
-pub(super) struct Fields<'a> {
-    path: String,
-    object: Option<&'a Map<String, Value>>,
-    asked: RefCell<BTreeSet<&'static str>>,
-    findings: &'a RefCell<Findings>,
+/// When a field's value counts.
+#[derive(Clone, Copy)]
+pub(super) enum Counts {
+    Always,
+    /// Its place belongs to the section of the mode: in another section the value is left out, as kube-proxy does.
+    InMode(fn(RequestedMode) -> bool),
+    /// Where it is not used, a value that is not allowed is none.
+    Used(fn(&Config) -> bool),
 }
 
-impl<'a> Fields<'a> {
-    pub(super) fn root(document: &'a Value, findings: &'a RefCell<Findings>) -> Self {
-        Self::of(String::new(), Some(document), findings)
+impl Field {
+    /// What it may be, to follow "must be".
+    pub fn allowed(&self) -> String {
+        self.access.allowed()
     }
 
-    fn of(path: String, value: Option<&'a Value>, findings: &'a RefCell<Findings>) -> Self {
-        let object = match value {
-            Some(Value::Object(object)) => Some(object),
-            None | Some(Value::Null) => None,
-            Some(other) => {
-                let name = if path.is_empty() { "the document" } else { &path };
-                let problem = format!("{name} must be an object with fields, found {other}");
-                findings.borrow_mut().problems.push(problem);
-                None
-            }
-        };
-        Self { path, object, asked: RefCell::default(), findings }
+    /// The word for its type.
+    pub fn kind(&self) -> &'static str {
+        self.access.kind()
     }
 
-    fn path_of(&self, name: &str) -> String {
-        if self.path.is_empty() { name.to_owned() } else { format!("{}.{name}", self.path) }
+    /// Its value as the file would say it.
+    pub fn value(&self, config: &Config) -> Value {
+        self.access.write(&mut config.clone())
     }
 
-    fn value(&self, name: &'static str) -> Option<&'a Value> {
-        self.asked.borrow_mut().insert(name);
-        self.object.and_then(|object| object.get(name)).filter(|value| !value.is_null())
-    }
-
-    pub(super) fn section(&self, name: &'static str) -> Self {
-        Self::of(self.path_of(name), self.value(name), self.findings)
-    }
-
-    pub(super) fn problem(&self, name: &str, allowed: impl Display, found: impl Display) {
-        let problem = format!("{} must be {allowed}, found {found}", self.path_of(name));
-        self.findings.borrow_mut().problems.push(problem);
-    }
-
-    fn typed<T>(
-        &self,
-        name: &'static str,
-        allowed: impl Display,
-        read: impl FnOnce(&'a Value) -> Option<T>,
-    ) -> Option<T> {
-        let value = self.value(name)?;
-        let typed = read(value);
-        if typed.is_none() {
-            self.problem(name, allowed, value);
+    pub(super) fn counts_in(&self, mode: RequestedMode) -> bool {
+        match self.counts {
+            Counts::InMode(counts) => counts(mode),
+            Counts::Always | Counts::Used(_) => true,
         }
-        typed
-    }
-
-    /// `None` also where the text is empty: the zero value means the default.
-    pub(super) fn text(&self, name: &'static str) -> Option<&'a str> {
-        self.typed(name, "text", Value::as_str).filter(|text| !text.is_empty())
-    }
-
-    pub(super) fn flag(&self, name: &'static str) -> Option<bool> {
-        self.typed(name, "true or false", Value::as_bool)
-    }
-
-    pub(super) fn integer(&self, name: &'static str, range: RangeInclusive<i64>) -> Option<i64> {
-        let allowed = match (*range.start(), *range.end()) {
-            (start, i64::MAX) => format!("{start} or more"),
-            (start, end) => format!("from {start} to {end}"),
-        };
-        self.typed(name, allowed, |value| value.as_i64().filter(|number| range.contains(number)))
-    }
-
-    pub(super) fn count(&self, name: &'static str, most: u32) -> Option<u32> {
-        self.integer(name, 1..=i64::from(most)).and_then(|number| u32::try_from(number).ok())
-    }
-
-    pub(super) fn number(&self, name: &'static str) -> Option<f64> {
-        self.typed(name, "a number", Value::as_f64)
-    }
-
-    /// 0 or more.
-    pub(super) fn duration(&self, name: &'static str) -> Option<Duration> {
-        self.typed(name, "a duration of 0s or more, such as \"30s\" or \"1h0m0s\"", |value| {
-            duration::parse(value.as_str()?)
-        })
-    }
-
-    /// `None` also where it is zero: the zero value means the default.
-    pub(super) fn period(&self, name: &'static str) -> Option<Duration> {
-        self.duration(name).filter(|duration| !duration.is_zero())
-    }
-
-    /// A duration, or a whole number of nanoseconds.
-    pub(super) fn duration_or_nanoseconds(&self, name: &'static str) -> Option<Duration> {
-        self.typed(name, "a duration such as \"5s\", or nanoseconds", |value| {
-            value.as_u64().map(Duration::from_nanos).or_else(|| duration::parse(value.as_str()?))
-        })
-        .filter(|duration| !duration.is_zero())
-    }
-
-    /// A Kubernetes quantity, such as `64Ki`, of which nothing is used.
-    pub(super) fn quantity(&self, name: &'static str) {
-        let starts_with_digit = |text: &str| text.starts_with(|c: char| c.is_ascii_digit());
-        self.typed(name, "a quantity such as \"0\" or \"64Ki\"", |value| {
-            (value.is_u64() || value.as_str().is_some_and(starts_with_digit)).then_some(())
-        });
-    }
-
-    pub(super) fn address(&self, name: &'static str) -> Option<IpAddr> {
-        self.parsed(name, "an IP address", |text| text.parse().ok())
-    }
-
-    /// Text that means something; empty means the default.
-    pub(super) fn parsed<T>(
-        &self,
-        name: &'static str,
-        allowed: impl Display,
-        parse: impl FnOnce(&str) -> Option<T>,
-    ) -> Option<T> {
-        let text = self.text(name)?;
-        let parsed = parse(text);
-        if parsed.is_none() {
-            self.problem(name, allowed, format_args!("{text:?}"));
-        }
-        parsed
-    }
-
-    /// One of a few words. `None` in a choice: a word that is right, but what it asks for is not built yet.
-    pub(super) fn choice<T: Copy>(
-        &self,
-        name: &'static str,
-        choices: &[(&'static str, Option<T>)],
-    ) -> Option<T> {
-        let text = self.text(name)?;
-        let allowed =
-            || one_of(choices.iter().filter(|(_, meaning)| meaning.is_some()).map(|(word, _)| *word));
-        match choices.iter().find(|(word, _)| *word == text) {
-            Some((_, Some(meaning))) => return Some(*meaning),
-            Some((_, None)) => {
-                self.problem(name, allowed(), format_args!("{text:?}, which is not built yet"))
-            }
-            None => self.problem(name, allowed(), format_args!("{text:?}")),
-        }
-        None
-    }
-
-    /// A list of texts, each of which means something.
-    pub(super) fn list<T>(
-        &self,
-        name: &'static str,
-        allowed: &str,
-        parse: impl Fn(&str) -> Option<T>,
-    ) -> Vec<T> {
-        let Some(values) = self.typed(name, "a list", Value::as_array) else { return Vec::new() };
-        let parse_one = |(index, value): (usize, &Value)| {
-            let parsed = value.as_str().and_then(&parse);
-            if parsed.is_none() {
-                self.problem(&format!("{name}[{index}]"), allowed, value);
-            }
-            parsed
-        };
-        values.iter().enumerate().filter_map(parse_one).collect()
-    }
-
-    /// The objects of a list.
-    pub(super) fn sections(&self, name: &'static str) -> Vec<Self> {
-        let values = self.typed(name, "a list", Value::as_array).map_or(&[][..], Vec::as_slice);
-        let section =
-            |(index, value)| Self::of(format!("{}[{index}]", self.path_of(name)), Some(value), self.findings);
-        values.iter().enumerate().map(section).collect()
-    }
-
-    /// An object whose field names are free and whose values are true or false.
-    pub(super) fn switches(&self, name: &'static str) -> Vec<(String, bool)> {
-        let Some(object) = self.typed(name, "an object", Value::as_object) else { return Vec::new() };
-        let switch = |(key, value): (&String, &Value)| {
-            if value.as_bool().is_none() {
-                self.problem(&format!("{name}.{key}"), "true or false", value);
-            }
-            Some((key.clone(), value.as_bool()?))
-        };
-        object.iter().filter_map(switch).collect()
     }
 }
 
-impl Drop for Fields<'_> {
-    fn drop(&mut self) {
-        let asked = self.asked.borrow();
-        let unknown =
-            self.object.into_iter().flat_map(Map::keys).filter(|name| !asked.contains(name.as_str()));
-        self.findings.borrow_mut().unknown.extend(unknown.map(|name| self.path_of(name)));
+impl std::fmt::Debug for Field {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.path)
     }
 }
 
-/// `a`, `a or b`, `a, b or c`.
-pub(super) fn one_of<'w>(words: impl IntoIterator<Item = &'w str>) -> String {
-    let words: Vec<_> = words.into_iter().collect();
-    match words.split_last() {
-        Some((last, [])) => (*last).to_owned(),
-        Some((last, first)) => format!("{} or {last}", first.join(", ")),
-        None => String::new(),
+pub(super) fn field(path: &str) -> Option<&'static Field> {
+    FIELDS.iter().find(|field| field.path == path)
+}
+
+fn in_ipvs(mode: RequestedMode) -> bool {
+    mode == RequestedMode::Ipvs
+}
+
+fn in_nftables(mode: RequestedMode) -> bool {
+    mode == RequestedMode::Nftables
+}
+
+fn not_in_nftables(mode: RequestedMode) -> bool {
+    !in_nftables(mode)
+}
+
+fn in_others(mode: RequestedMode) -> bool {
+    !in_ipvs(mode) && !in_nftables(mode)
+}
+
+const IPVS: Counts = Counts::Used(|config| in_ipvs(config.mode));
+const NFTABLES: Counts = Counts::Used(|config| in_nftables(config.mode));
+
+const BIT: std::ops::RangeInclusive<i64> = 0..=31;
+const NOT_NEGATIVE: std::ops::RangeInclusive<i64> = 0..=HIGHEST_I32;
+const NETWORK: &str = "a network such as \"10.0.0.0/8\" or \"fd00::/108\"";
+const PATTERN: &str = "an interface name of at most 15 characters, with a * at its end for a prefix";
+
+macro_rules! fields {
+    ($($path:literal, $access:expr $(, $counts:expr)?; $help:literal;)*) => {
+        &[$(Field { path: $path, access: &$access, counts: fields!(@ $($counts)?), help: $help },)*]
+    };
+    (@) => { Counts::Always };
+    (@ $counts:expr) => { $counts };
+}
+
+/// The first fields decide about others: about which section counts, and what healthz and metrics default to.
+pub(super) const DECIDING: usize = 2;
+
+/// In the order in which they are read.
+pub static FIELDS: &[Field] = fields! {
+    "mode", Words(|c| &mut c.mode);
+        "How the node is programmed. Empty: ebpf. kube-proxy knows iptables, ipvs and nftables.";
+    "bindAddress", address(|c| &mut c.bind_address);
+        "The node's own address, where it is not that of its Node object. Nothing is bound to it. An IPv6 address in \
+         the file makes healthz and metrics default to IPv6.";
+    "hostnameOverride", optional_text(|c| &mut c.hostname_override);
+        "Name of this node's Node object. Empty: the host's name, in lower case.";
+    "healthzBindAddress", Listen { at: |c| &mut c.healthz_bind_address, port: HEALTHZ_PORT };
+        "Where /healthz and /livez are served. An address alone takes port 10256.";
+    "metricsBindAddress", Listen { at: |c| &mut c.metrics_bind_address, port: METRICS_PORT };
+        "Where /metrics, /proxyMode and /configz are served. An address alone takes port 10249.";
+    "bindAddressHardFail", switch(|c| &mut c.bind_address_hard_fail);
+        "A healthz or metrics address that cannot be bound ends the process.";
+    "enableProfiling", switch(|c| &mut c.enable_profiling);
+        "Serve profiles and the log level beside the metrics.";
+    "showHiddenMetricsForVersion", HIDDEN_METRICS;
+        "Show metrics that were hidden since this version. Only the previous minor version is allowed.";
+    "featureGates", FEATURE_GATES;
+        "Kubernetes feature gates by name. Those that concern kube-proxy's own modes have no effect in mode ebpf.";
+
+    "clientConnection.kubeconfig", file(|c| &mut c.client_connection.kubeconfig);
+        "Credentials for the API server. Empty: the pod's service account.";
+    "clientConnection.acceptContentTypes", optional_text(|c| &mut c.client_connection.accept_content_types);
+        "Accept header of requests to the API server.";
+    "clientConnection.contentType", text(|c| &mut c.client_connection.content_type);
+        "Content type of requests to the API server.";
+    "clientConnection.qps", number(|c| &mut c.client_connection.qps);
+        "Requests a second to the API server. Negative: no limit.";
+    "clientConnection.burst", whole_not_zero(|c| &mut c.client_connection.burst, NOT_NEGATIVE);
+        "Requests that may be sent at once before qps counts.";
+
+    "logging.format", Words(|c| &mut c.logging.format);
+        "Form of the log. json needs the feature gate LoggingBetaOptions, which is on.";
+    "logging.flushFrequency", duration_or_nanoseconds(|c| &mut c.logging.flush_frequency);
+        "Longest time between two flushes of the log. Each line is written at once here.";
+    "logging.verbosity", whole(|c| &mut c.logging.verbosity, NOT_NEGATIVE);
+        "How much is logged: 0 is what an operator needs, 4 for looking for a fault, 6 and more for developers.";
+    "logging.vmodule", VMODULE;
+        "Verbosity of single source files, by pattern. Only in format text.";
+    "logging.options.text.splitStream", switch(|c| &mut c.logging.text.split_stream);
+        "Format text: only errors to stderr. Needs the feature gate LoggingAlphaOptions.";
+    "logging.options.text.infoBufferSize", quantity(|c| &mut c.logging.text.info_buffer_size);
+        "Format text: bytes that are buffered. Needs the feature gate LoggingAlphaOptions.";
+    "logging.options.json.splitStream", switch(|c| &mut c.logging.json.split_stream);
+        "Format json: only errors to stderr. Needs the feature gate LoggingAlphaOptions.";
+    "logging.options.json.infoBufferSize", quantity(|c| &mut c.logging.json.info_buffer_size);
+        "Format json: bytes that are buffered. Needs the feature gate LoggingAlphaOptions.";
+
+    "iptables.masqueradeBit", whole(|c| &mut c.iptables.masquerade_bit, BIT);
+        "Bit of the packet mark that asks for masquerading, in modes iptables and ipvs.";
+    "iptables.masqueradeAll", switch(|c| &mut c.masquerade_all), Counts::InMode(not_in_nftables);
+        "Masquerade everything that is sent to a cluster IP. In every mode but nftables.";
+    "iptables.localhostNodePorts", switch(|c| &mut c.iptables.localhost_node_ports);
+        "Serve node ports on 127.0.0.1, in mode iptables.";
+    "iptables.syncPeriod", period(|c| &mut c.periods.sync), Counts::InMode(in_others);
+        "How often everything is compared with what is programmed, and the longest pause after a failure. Also in modes \
+         ebpf and userspace.";
+    "iptables.minSyncPeriod", period(|c| &mut c.periods.min_sync), Counts::InMode(in_others);
+        "Shortest pause between two syncs. Mode ebpf writes each change at once.";
+
+    "ipvs.syncPeriod", period(|c| &mut c.periods.sync), Counts::InMode(in_ipvs);
+        "As iptables.syncPeriod, in mode ipvs.";
+    "ipvs.minSyncPeriod", period(|c| &mut c.periods.min_sync), Counts::InMode(in_ipvs);
+        "As iptables.minSyncPeriod, in mode ipvs. Its default is 0s in a file.";
+    "ipvs.scheduler", text(|c| &mut c.ipvs.scheduler);
+        "IPVS scheduler. Empty: rr.";
+    "ipvs.excludeCIDRs", List {
+            at: |c| &mut c.ipvs.exclude_cidrs, kind: "list of networks", allowed: NETWORK, parse: network::network,
+            write: ToString::to_string, null_if_empty: true,
+        }, IPVS;
+        "Virtual servers in these networks are left alone.";
+    "ipvs.strictARP", switch(|c| &mut c.ipvs.strict_arp);
+        "Set arp_ignore to 1 and arp_announce to 2.";
+    "ipvs.tcpTimeout", timeout(|c| &mut c.ipvs.tcp_timeout), IPVS;
+        "Idle time of an IPVS TCP connection. 0s: left as it is.";
+    "ipvs.tcpFinTimeout", timeout(|c| &mut c.ipvs.tcp_fin_timeout), IPVS;
+        "Idle time of an IPVS TCP connection after a FIN. 0s: left as it is.";
+    "ipvs.udpTimeout", timeout(|c| &mut c.ipvs.udp_timeout), IPVS;
+        "Idle time of IPVS UDP. 0s: left as it is.";
+
+    "nftables.masqueradeBit", whole(|c| &mut c.nftables.masquerade_bit, BIT), NFTABLES;
+        "Bit of the packet mark that asks for masquerading, in mode nftables.";
+    "nftables.masqueradeAll", switch(|c| &mut c.masquerade_all), Counts::InMode(in_nftables);
+        "As iptables.masqueradeAll, in mode nftables.";
+    "nftables.syncPeriod", period(|c| &mut c.periods.sync), Counts::InMode(in_nftables);
+        "As iptables.syncPeriod, in mode nftables.";
+    "nftables.minSyncPeriod", period(|c| &mut c.periods.min_sync), Counts::InMode(in_nftables);
+        "As iptables.minSyncPeriod, in mode nftables.";
+
+    "detectLocalMode", Words(|c| &mut c.detect_local_mode);
+        "How traffic of the node's own pods is told from other traffic.";
+    "detectLocal.bridgeInterface", text(|c| &mut c.bridge_interface);
+        "The bridge of the pods; needed where detectLocalMode is BridgeInterface.";
+    "detectLocal.interfaceNamePrefix", text(|c| &mut c.interface_name_prefix);
+        "How the names of the pods' interfaces begin; needed where detectLocalMode is InterfaceNamePrefix.";
+    "clusterCIDR", CLUSTER_CIDR, Counts::Used(|config| config.detect_local_mode == LocalMode::ClusterCidr);
+        "The pods' networks.";
+    "nodePortAddresses", List {
+            at: |c| &mut c.node_port_addresses, kind: "list of networks or words",
+            allowed: "a network such as \"10.0.0.0/8\", or primary, localhost or all", parse: NodePortAddress::parse,
+            write: ToString::to_string, null_if_empty: true,
+        };
+        "The node's addresses on which node ports are served. Empty: all; in mode nftables, primary.";
+    "oomScoreAdj", whole(|c| &mut c.oom_score_adj, -1000..=1000);
+        "oom_score_adj of this process.";
+
+    "conntrack.maxPerCore", whole(|c| &mut c.conntrack.max_per_core, NOT_NEGATIVE);
+        "nf_conntrack_max for each core. 0: left as it is, and min is ignored.";
+    "conntrack.min", whole(|c| &mut c.conntrack.min, NOT_NEGATIVE);
+        "Lowest nf_conntrack_max.";
+    "conntrack.tcpEstablishedTimeout", optional_timeout(|c| &mut c.conntrack.tcp_established_timeout);
+        "nf_conntrack_tcp_timeout_established. 0s: left as it is.";
+    "conntrack.tcpCloseWaitTimeout", optional_timeout(|c| &mut c.conntrack.tcp_close_wait_timeout);
+        "nf_conntrack_tcp_timeout_close_wait. 0s: left as it is.";
+    "conntrack.tcpBeLiberal", switch(|c| &mut c.conntrack.tcp_be_liberal);
+        "Set nf_conntrack_tcp_be_liberal to 1. false: left as it is.";
+    "conntrack.udpTimeout", timeout(|c| &mut c.conntrack.udp_timeout);
+        "nf_conntrack_udp_timeout. 0s: left as it is.";
+    "conntrack.udpStreamTimeout", timeout(|c| &mut c.conntrack.udp_stream_timeout);
+        "nf_conntrack_udp_timeout_stream. 0s: left as it is.";
+    "configSyncPeriod", period(|c| &mut c.config_sync_period);
+        "How often the API server is asked anew. Accepted: watches and relists make it needless here.";
+    "portRange", UNUSED;
+        "Once for mode userspace; without meaning.";
+
+    "winkernel.networkName", text(|c| &mut c.winkernel.network_name);
+        "For Windows; without meaning here, as the next ones.";
+    "winkernel.sourceVip", text(|c| &mut c.winkernel.source_vip); "For Windows.";
+    "winkernel.enableDSR", switch(|c| &mut c.winkernel.enable_dsr); "For Windows.";
+    "winkernel.rootHnsEndpointName", text(|c| &mut c.winkernel.root_hns_endpoint_name); "For Windows.";
+    "winkernel.forwardHealthCheckVip", switch(|c| &mut c.winkernel.forward_health_check_vip); "For Windows.";
+    "windowsRunAsService", switch(|c| &mut c.windows_run_as_service); "For Windows.";
+
+    "ebpf.socketLoadBalancing", Words(|c| &mut c.ebpf.socket_load_balancing);
+        "Whose connections are sent to their backend when they connect: all, those of every process on the node; host, \
+         those of the node's own network namespace; off, nobody's, every packet is translated.";
+    "ebpf.sourceAddress", Words(|c| &mut c.ebpf.source_address);
+        "The source address that a backend sees. preserve: the client's, where the answer comes back.";
+    "ebpf.xdp", Words(|c| &mut c.ebpf.xdp);
+        "Whether packets from outside are translated before the network stack. auto: where it can be done, which is \
+         nowhere yet.";
+    "ebpf.forwarding", Words(|c| &mut c.ebpf.forwarding);
+        "How packets from outside reach a backend on another node.";
+    "ebpf.algorithm", Words(|c| &mut c.ebpf.algorithm);
+        "How the backend of a new connection is chosen.";
+    "ebpf.interfaces.include", patterns(|c| &mut c.ebpf.interfaces.include);
+        "Interfaces that packet programs are attached to. Empty: all.";
+    "ebpf.interfaces.exclude", patterns(|c| &mut c.ebpf.interfaces.exclude);
+        "Interfaces that no packet program is attached to.";
+    "ebpf.limits.frontends", count(|c| &mut c.ebpf.limits.frontends);
+        "Rows of the tables frontends4 and frontends6 each.";
+    "ebpf.limits.services", count(|c| &mut c.ebpf.limits.services);
+        "Rows of the table services.";
+    "ebpf.limits.slots", count(|c| &mut c.ebpf.limits.slots);
+        "Rows of the tables slots4 and slots6 each: endpoints, counted for each service.";
+    "ebpf.limits.backends", count(|c| &mut c.ebpf.limits.backends);
+        "Rows of the tables backends4 and backends6 each.";
+    "ebpf.limits.flows", count(|c| &mut c.ebpf.limits.flows);
+        "Rows of the tables flows4 and flows6 each; a flow takes two or three.";
+    "ebpf.limits.openingFlows", count(|c| &mut c.ebpf.limits.opening_flows);
+        "Rows of the tables opening_flows4 and opening_flows6 each.";
+    "ebpf.limits.nodeAddresses", count(|c| &mut c.ebpf.limits.node_addresses);
+        "Rows of the tables node_addresses4 and node_addresses6 each.";
+    "ebpf.cgroup", optional_folder(|c| &mut c.ebpf.cgroup);
+        "The cgroup v2 folder whose processes are served. Empty: the mount in /proc/mounts.";
+    "ebpf.bpffs", folder(|c| &mut c.ebpf.bpffs);
+        "Where the tables are pinned.";
+};
+
+const fn count(at: Place<Option<u32>>) -> Count {
+    Count { at, most: MOST_ENTRIES }
+}
+
+const fn patterns(at: Place<Vec<NamePattern>>) -> List<NamePattern> {
+    List {
+        at,
+        kind: "list of names",
+        allowed: PATTERN,
+        parse: NamePattern::parse,
+        write: ToString::to_string,
+        null_if_empty: false,
+    }
+}
+
+/// The version that this program takes the place of is 1.36.
+const PREVIOUS_VERSION: &str = "1.35";
+
+const HIDDEN_METRICS: At<Option<String>> = At {
+    allowed: "1.35, the version before, or nothing",
+    read: |value| match value.as_str() {
+        Some(PREVIOUS_VERSION) => Ok(Some(PREVIOUS_VERSION.to_owned())),
+        Some(_) => Err(wrong_at(String::new(), Why::Limit, value)),
+        None => Err(wrong_at(String::new(), Why::Form, value)),
+    },
+    ..optional_text(|c| &mut c.show_hidden_metrics_for_version)
+};
+
+const FEATURE_GATES: At<Vec<(String, bool)>> = At {
+    at: |c| &mut c.feature_gates,
+    kind: "names with true or false",
+    allowed: "true or false",
+    unset: Value::is_null,
+    read: |value| {
+        let object = value.as_object().ok_or_else(|| wrong_at(String::new(), Why::Form, value))?;
+        let gate = |(name, on): (&String, &Value)| match on {
+            Value::Bool(on) => Ok((name.clone(), *on)),
+            // Go's zero value.
+            Value::Null => Ok((name.clone(), false)),
+            other => Err(wrong_at(format!(".{name}"), Why::Form, other)),
+        };
+        object.iter().map(gate).collect()
+    },
+    write: |gates| gates.iter().map(|(name, on)| (name.clone(), json!(on))).collect::<Map<_, _>>().into(),
+};
+
+const VMODULE: At<Vec<ModuleVerbosity>> = At {
+    at: |c| &mut c.logging.vmodule,
+    kind: "list of {filePattern, verbosity}",
+    allowed: "a list of {filePattern, verbosity}: a file name without = and comma, and 0 or more",
+    unset: Value::is_null,
+    read: |value| {
+        let list = value.as_array().ok_or_else(|| wrong_at(String::new(), Why::Form, value))?;
+        list.iter().enumerate().map(|(index, module)| read_module(index, module)).collect()
+    },
+    write: |modules| {
+        let module = |module: &ModuleVerbosity| json!({"filePattern": module.file_pattern, "verbosity": module.verbosity});
+        modules.iter().map(module).collect()
+    },
+};
+
+fn read_module(index: usize, module: &Value) -> Read<ModuleVerbosity> {
+    let wrong = |why| wrong_at(format!("[{index}]"), why, module);
+    let object = module.as_object().ok_or_else(|| wrong(Why::Form))?;
+    let pattern = match object.get("filePattern") {
+        None | Some(Value::Null) => "",
+        Some(pattern) => pattern.as_str().ok_or_else(|| wrong(Why::Form))?,
+    };
+    let verbosity = match object.get("verbosity") {
+        None | Some(Value::Null) => 0,
+        Some(verbosity) => verbosity.as_u64().ok_or_else(|| wrong(Why::Form))?,
+    };
+    let verbosity = u32::try_from(verbosity).ok().filter(|verbosity| i64::from(*verbosity) <= HIGHEST_I32);
+    match verbosity {
+        Some(verbosity) if !pattern.is_empty() && !pattern.contains(['=', ',']) => {
+            Ok(ModuleVerbosity { file_pattern: pattern.to_owned(), verbosity })
+        }
+        _ => Err(wrong(Why::Limit)),
+    }
+}
+
+const CLUSTER_CIDR: At<Vec<ipnet::IpNet>> = At {
+    at: |c| &mut c.cluster_cidrs,
+    kind: "text",
+    allowed: "one network, or two of different families separated by a comma",
+    unset: |value| value.is_null() || value.as_str() == Some(""),
+    read: |value| {
+        let text = value.as_str().ok_or_else(|| wrong_at(String::new(), Why::Form, value))?;
+        let networks: Option<Vec<_>> = text.split(',').map(network::network).collect();
+        let allowed = |networks: &Vec<ipnet::IpNet>| match networks.as_slice() {
+            [_] => true,
+            [one, other] => one.addr().is_ipv4() != other.addr().is_ipv4(),
+            _ => false,
+        };
+        networks.filter(allowed).ok_or_else(|| wrong_at(String::new(), Why::Limit, value))
+    },
+    write: |networks| {
+        let texts: Vec<_> = networks.iter().map(ToString::to_string).collect();
+        Value::String(texts.join(","))
+    },
+};
+
+/// Text that is read and dropped, as kube-proxy does.
+struct Dropped;
+
+const UNUSED: Dropped = Dropped;
+
+impl Access for Dropped {
+    fn allowed(&self) -> String {
+        "text".to_owned()
+    }
+
+    fn kind(&self) -> &'static str {
+        "text"
+    }
+
+    fn unset(&self, value: &Value) -> bool {
+        value.is_null()
+    }
+
+    fn read(&self, _: &mut Config, value: &Value) -> Read<()> {
+        if value.is_string() { Ok(()) } else { Err(wrong_at(String::new(), Why::Form, value)) }
+    }
+
+    fn write(&self, _: &mut Config) -> Value {
+        Value::String(String::new())
     }
 }

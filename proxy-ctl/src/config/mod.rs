@@ -1,12 +1,20 @@
-//! The configuration file: a `KubeProxyConfiguration` as kube-proxy reads it, with our own section `ebpf`.
+//! What `run` is told: a `KubeProxyConfiguration` as kube-proxy reads it, with our own section `ebpf`, and the flags.
 //!
-//! A file is parsed once into a [`Config`], in which everything is validated and defaulted. Zero values
-//! (`0s`, `null`, `""`), which kubeadm writes for most fields, mean the default.
+//! [`fields`] and [`flags`] are the two tables of everything that can be said. A file and a command line are
+//! [`Effective::resolve`]d once into a [`Config`], in which everything is validated and defaulted; the parser, the
+//! documentation and what is written back all go by the tables.
 
+mod access;
+mod command_line;
+mod document;
+pub mod documentation;
 mod duration;
 mod ebpf;
+mod feature_gates;
 mod fields;
-mod read;
+mod flags;
+mod network;
+mod resolve;
 
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
@@ -14,8 +22,18 @@ use std::{
     time::Duration,
 };
 
-pub use ebpf::{Ebpf, Interfaces, Limits, NamePattern, SocketLoadBalancing};
+pub use access::Word;
+pub use command_line::{CommandLine, FlagError, Version};
+pub use ebpf::{
+    Algorithm, Ebpf, Forwarding, Interfaces, Limits, NamePattern, SocketLoadBalancing, SourceAddress, Xdp,
+};
+pub use fields::{FIELDS, Field};
+pub use flags::{FLAGS, Flag, Group, REMOVED, Sets, Takes};
 use ipnet::IpNet;
+pub use resolve::{Effective, Origin};
+
+/// The kube-proxy that this program takes the place of.
+pub const KUBE_PROXY_VERSION: &str = "1.36.1";
 
 /// `mode` of the file, `--proxy-mode` of the command line.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -30,65 +48,59 @@ pub enum RequestedMode {
     Userspace,
 }
 
-impl RequestedMode {
-    const WORDS: [(&'static str, Option<Self>); 5] = [
-        ("ebpf", Some(Self::Ebpf)),
-        ("nftables", Some(Self::Nftables)),
-        ("iptables", Some(Self::Iptables)),
-        ("ipvs", Some(Self::Ipvs)),
-        ("userspace", Some(Self::Userspace)),
+impl Word for RequestedMode {
+    const WORDS: &'static [(&'static str, Self)] = &[
+        ("ebpf", Self::Ebpf),
+        ("nftables", Self::Nftables),
+        ("iptables", Self::Iptables),
+        ("ipvs", Self::Ipvs),
+        ("userspace", Self::Userspace),
     ];
 }
 
 impl std::fmt::Display for RequestedMode {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Automatic => "",
-            Self::Ebpf => "ebpf",
-            Self::Nftables => "nftables",
-            Self::Iptables => "iptables",
-            Self::Ipvs => "ipvs",
-            Self::Userspace => "userspace",
-        })
+        f.write_str(self.word())
     }
 }
 
-impl std::str::FromStr for RequestedMode {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        if text.is_empty() {
-            return Ok(Self::Automatic);
-        }
-        let known = Self::WORDS.iter().find(|(word, _)| *word == text).and_then(|(_, mode)| *mode);
-        known.ok_or_else(|| format!("must be {}", fields::one_of(Self::WORDS.iter().map(|(word, _)| *word))))
-    }
-}
-
-/// Everything the file can say, true from here on.
+/// Everything the file and the flags can say, true from here on.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
+    /// In the order of their names. Each is known.
     pub feature_gates: Vec<(String, bool)>,
     pub client_connection: ClientConnection,
     pub logging: Logging,
+    /// As it was written; [`Config::node_name`] is what it means.
     pub hostname_override: Option<String>,
-    /// Says only which family healthz and metrics prefer; nothing is bound to it.
+    /// Unspecified: the node's addresses are those of its Node object. Nothing is bound to it.
     pub bind_address: IpAddr,
-    pub healthz_bind_address: SocketAddr,
-    pub metrics_bind_address: SocketAddr,
+    /// `None`: not served.
+    pub healthz_bind_address: Option<SocketAddr>,
+    /// `None`: not served.
+    pub metrics_bind_address: Option<SocketAddr>,
     /// A healthz or metrics address that cannot be bound ends the process.
     pub bind_address_hard_fail: bool,
     pub enable_profiling: bool,
     pub show_hidden_metrics_for_version: Option<String>,
     pub mode: RequestedMode,
+    /// Of the section of the mode: `ipvs`, `nftables`, or else `iptables`.
+    pub periods: SyncPeriods,
+    /// Of `nftables` in that mode, else of `iptables`.
+    pub masquerade_all: bool,
     pub iptables: Iptables,
     pub ipvs: Ipvs,
     pub nftables: Nftables,
-    pub detect_local: DetectLocal,
+    pub winkernel: Winkernel,
+    pub windows_run_as_service: bool,
+    pub detect_local_mode: LocalMode,
+    pub bridge_interface: String,
+    pub interface_name_prefix: String,
     /// At most one of each family.
     pub cluster_cidrs: Vec<IpNet>,
     /// Empty: every address of the node.
     pub node_port_addresses: Vec<NodePortAddress>,
+    /// -1000 to 1000.
     pub oom_score_adj: i32,
     pub conntrack: Conntrack,
     pub config_sync_period: Duration,
@@ -100,6 +112,7 @@ pub struct ClientConnection {
     pub kubeconfig: Option<PathBuf>,
     pub accept_content_types: Option<String>,
     pub content_type: String,
+    /// Requests a second. Negative: as many as wanted.
     pub qps: f64,
     pub burst: u32,
 }
@@ -111,33 +124,61 @@ pub enum LogFormat {
     Json,
 }
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+impl Word for LogFormat {
+    const WORDS: &'static [(&'static str, Self)] = &[("text", Self::Text), ("json", Self::Json)];
+}
+
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Logging {
     pub format: LogFormat,
     pub flush_frequency: Duration,
     /// As klog's `-v`.
     pub verbosity: u32,
+    pub vmodule: Vec<ModuleVerbosity>,
+    pub text: OutputRouting,
+    pub json: OutputRouting,
+}
+
+/// How much the files of one pattern log.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct ModuleVerbosity {
+    pub file_pattern: String,
+    pub verbosity: u32,
+}
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct OutputRouting {
+    /// Errors to stderr, everything else to stdout.
+    pub split_stream: bool,
+    /// A Kubernetes quantity of bytes.
+    pub info_buffer_size: String,
+}
+
+impl Default for OutputRouting {
+    fn default() -> Self {
+        Self { split_stream: false, info_buffer_size: "0".to_owned() }
+    }
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct SyncPeriods {
+    /// How often everything is compared with what is programmed, and the longest pause between two attempts
+    /// after a failure.
     pub sync: Duration,
+    /// Shortest pause between two syncs.
     pub min_sync: Duration,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Iptables {
     pub masquerade_bit: u8,
-    pub masquerade_all: bool,
     pub localhost_node_ports: bool,
-    pub periods: SyncPeriods,
 }
 
-#[derive(Clone, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Ipvs {
-    pub periods: SyncPeriods,
-    /// `None`: round robin.
-    pub scheduler: Option<String>,
+    /// Empty: round robin.
+    pub scheduler: String,
     pub exclude_cidrs: Vec<IpNet>,
     pub strict_arp: bool,
     /// Zero: left as the kernel has it; as the next two.
@@ -149,17 +190,35 @@ pub struct Ipvs {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Nftables {
     pub masquerade_bit: u8,
-    pub masquerade_all: bool,
-    pub periods: SyncPeriods,
+}
+
+/// For Windows: read and written back, of no meaning here.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Winkernel {
+    pub network_name: String,
+    pub source_vip: String,
+    pub enable_dsr: bool,
+    pub root_hns_endpoint_name: String,
+    pub forward_health_check_vip: bool,
 }
 
 /// How traffic of the node's own pods is told from other traffic.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub enum DetectLocal {
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum LocalMode {
+    #[default]
     ClusterCidr,
     NodeCidr,
-    BridgeInterface(String),
-    InterfaceNamePrefix(String),
+    BridgeInterface,
+    InterfaceNamePrefix,
+}
+
+impl Word for LocalMode {
+    const WORDS: &'static [(&'static str, Self)] = &[
+        ("ClusterCIDR", Self::ClusterCidr),
+        ("NodeCIDR", Self::NodeCidr),
+        ("BridgeInterface", Self::BridgeInterface),
+        ("InterfaceNamePrefix", Self::InterfaceNamePrefix),
+    ];
 }
 
 /// Where node ports are served.
@@ -179,7 +238,7 @@ impl NodePortAddress {
             "primary" => Some(Self::Primary),
             "localhost" => Some(Self::Localhost),
             "all" => Some(Self::All),
-            network => network.parse().ok().map(Self::Network),
+            network => network::network(network).map(Self::Network),
         }
     }
 
@@ -201,6 +260,17 @@ impl NodePortAddress {
     }
 }
 
+impl std::fmt::Display for NodePortAddress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Primary => f.write_str("primary"),
+            Self::Localhost => f.write_str("localhost"),
+            Self::All => f.write_str("all"),
+            Self::Network(network) => network.fmt(f),
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Conntrack {
     /// 0: the limit stays as it is.
@@ -211,14 +281,8 @@ pub struct Conntrack {
     pub tcp_close_wait_timeout: Duration,
     pub udp_timeout: Duration,
     pub udp_stream_timeout: Duration,
+    /// Set if true; false leaves the kernel's setting.
     pub tcp_be_liberal: bool,
-}
-
-/// A configuration and what was odd about its file.
-#[derive(Clone, Debug)]
-pub struct Loaded {
-    pub config: Config,
-    pub warnings: Vec<String>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -227,34 +291,37 @@ pub enum Error {
     Read { path: PathBuf, source: std::io::Error },
     #[error("{path}: {problem}")]
     Syntax { path: PathBuf, problem: String },
-    #[error("{}", lines(path, problems))]
-    Fields { path: PathBuf, problems: Vec<String> },
-}
-
-fn lines(path: &Path, problems: &[String]) -> String {
-    let lines: Vec<_> = problems.iter().map(|problem| format!("{}: {problem}", path.display())).collect();
-    lines.join("\n")
+    /// One line for each; a field of the file comes with the path of the file, a flag with its name.
+    #[error("{}", .0.join("\n"))]
+    Values(Vec<String>),
 }
 
 impl Config {
-    /// Reads and checks a file, YAML or JSON. Unknown and duplicate fields are warnings, as with kube-proxy.
-    pub fn load(path: &Path) -> Result<Loaded, Error> {
-        let text =
-            std::fs::read_to_string(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
-        read::document(path, &text)
+    /// Reads and checks a file without any flag.
+    pub fn load(path: &Path) -> Result<Effective, Error> {
+        Effective::load(Some(path), &CommandLine::default())
+    }
+
+    /// Every field as a file of `kubeproxy.config.k8s.io/v1alpha1` says it, defaults too. Read back, it gives the
+    /// same configuration; but a sync period of zero, which only a flag can say, means the default there.
+    pub fn to_document(&self) -> serde_json::Value {
+        document::of(self)
+    }
+
+    /// `None`: the host's name.
+    pub fn node_name(&self) -> Option<String> {
+        self.hostname_override.as_ref().map(|name| name.trim().to_lowercase()).filter(|name| !name.is_empty())
     }
 
     /// How often everything is compared with what is programmed, and the longest pause between two attempts
     /// after a failure.
     pub fn sync_period(&self) -> Duration {
-        match self.mode {
-            RequestedMode::Ipvs => self.ipvs.periods.sync,
-            RequestedMode::Nftables => self.nftables.periods.sync,
-            RequestedMode::Automatic
-            | RequestedMode::Ebpf
-            | RequestedMode::Iptables
-            | RequestedMode::Userspace => self.iptables.periods.sync,
-        }
+        self.periods.sync
+    }
+
+    /// Whether `gate` is on, where it is off unless asked for.
+    pub fn has_alpha_gate(&self, gate: &str) -> bool {
+        feature_gates::is_on(&self.feature_gates, gate)
     }
 
     /// Whether node ports are served on `address`, one of this node's; `node_addresses` are those of its
@@ -266,9 +333,62 @@ impl Config {
     }
 }
 
+pub(crate) const HEALTHZ_PORT: u16 = 10256;
+pub(crate) const METRICS_PORT: u16 = 10249;
+
 impl Default for Config {
     fn default() -> Self {
-        read::defaults(IpAddr::V4(Ipv4Addr::UNSPECIFIED))
+        let second = Duration::from_secs(1);
+        Self {
+            feature_gates: Vec::new(),
+            client_connection: ClientConnection {
+                kubeconfig: None,
+                accept_content_types: None,
+                content_type: "application/vnd.kubernetes.protobuf".to_owned(),
+                qps: 5.0,
+                burst: 10,
+            },
+            logging: Logging {
+                format: LogFormat::Text,
+                flush_frequency: 5 * second,
+                verbosity: 0,
+                vmodule: Vec::new(),
+                text: OutputRouting::default(),
+                json: OutputRouting::default(),
+            },
+            hostname_override: None,
+            bind_address: Ipv4Addr::UNSPECIFIED.into(),
+            healthz_bind_address: Some(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), HEALTHZ_PORT)),
+            metrics_bind_address: Some(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), METRICS_PORT)),
+            bind_address_hard_fail: false,
+            enable_profiling: false,
+            show_hidden_metrics_for_version: None,
+            mode: RequestedMode::Automatic,
+            periods: SyncPeriods { sync: 30 * second, min_sync: second },
+            masquerade_all: false,
+            iptables: Iptables { masquerade_bit: 14, localhost_node_ports: true },
+            ipvs: Ipvs::default(),
+            nftables: Nftables { masquerade_bit: 14 },
+            winkernel: Winkernel::default(),
+            windows_run_as_service: false,
+            detect_local_mode: LocalMode::ClusterCidr,
+            bridge_interface: String::new(),
+            interface_name_prefix: String::new(),
+            cluster_cidrs: Vec::new(),
+            node_port_addresses: Vec::new(),
+            oom_score_adj: -999,
+            conntrack: Conntrack {
+                max_per_core: 32_768,
+                min: 131_072,
+                tcp_established_timeout: 86_400 * second,
+                tcp_close_wait_timeout: 3_600 * second,
+                udp_timeout: Duration::ZERO,
+                udp_stream_timeout: Duration::ZERO,
+                tcp_be_liberal: false,
+            },
+            config_sync_period: 900 * second,
+            ebpf: Ebpf::default(),
+        }
     }
 }
 

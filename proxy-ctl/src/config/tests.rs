@@ -2,9 +2,17 @@ use rstest::rstest;
 
 use super::*;
 
-fn parse(body: &str) -> Result<Loaded, Error> {
+fn read(name: &str, text: &str) -> Result<Effective, Error> {
+    Effective::of_text(Path::new(name), text, &CommandLine::default())
+}
+
+fn parse(body: &str) -> Result<Effective, Error> {
     let head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
-    read::document(Path::new("config.yaml"), &format!("{head}{body}"))
+    read("config.yaml", &format!("{head}{body}"))
+}
+
+fn line(flags: &[&str]) -> CommandLine {
+    CommandLine::parse(flags.iter().map(std::ffi::OsString::from)).unwrap()
 }
 
 /// What kube-proxy itself writes as its defaults.
@@ -92,7 +100,7 @@ fn zero_values_of_kubeadm_mean_the_defaults() {
 fn json_is_read_too() {
     let text = r#"{"apiVersion":"kubeproxy.config.k8s.io/v1alpha1","kind":"KubeProxyConfiguration",
         "mode":"ebpf","ebpf":{"socketLoadBalancing":"host","limits":{"flows":1000}}}"#;
-    let config = read::document(Path::new("config.json"), text).unwrap().config;
+    let config = read("config.json", text).unwrap().config;
     assert_eq!(config.mode, RequestedMode::Ebpf);
     assert_eq!(config.ebpf.socket_load_balancing, SocketLoadBalancing::Host);
     assert_eq!(config.ebpf.limits, Limits { flows: Some(1000), ..Limits::default() });
@@ -100,19 +108,19 @@ fn json_is_read_too() {
 
 #[rstest]
 #[case::healthz_without_port("healthzBindAddress: 10.0.0.1", |config: &Config| {
-    config.healthz_bind_address == "10.0.0.1:10256".parse().unwrap()
+    config.healthz_bind_address == Some("10.0.0.1:10256".parse().unwrap())
 })]
 #[case::family_of_the_bind_address("bindAddress: '::'", |config: &Config| {
-    config.healthz_bind_address == "[::]:10256".parse().unwrap()
-        && config.metrics_bind_address == "[::1]:10249".parse().unwrap()
+    config.healthz_bind_address == Some("[::]:10256".parse().unwrap())
+        && config.metrics_bind_address == Some("[::1]:10249".parse().unwrap())
 })]
 #[case::hostname_is_lowered("hostnameOverride: ' Node-A '", |config: &Config| {
-    config.hostname_override.as_deref() == Some("node-a")
+    config.node_name().as_deref() == Some("node-a")
 })]
 #[case::leave_conntrack_alone("conntrack: {maxPerCore: 0}", |config: &Config| config.conntrack.max_per_core == 0)]
-#[case::two_families("clusterCIDR: 10.0.0.0/8, fd00::/48", |config: &Config| config.cluster_cidrs.len() == 2)]
+#[case::two_families("clusterCIDR: 10.0.0.0/8,fd00::/48", |config: &Config| config.cluster_cidrs.len() == 2)]
 #[case::bridge("detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: cni0}", |config: &Config| {
-    config.detect_local == DetectLocal::BridgeInterface("cni0".into())
+    config.detect_local_mode == LocalMode::BridgeInterface && config.bridge_interface == "cni0"
 })]
 #[case::nanoseconds("logging: {flushFrequency: 5000000000}", |config: &Config| {
     config.logging.flush_frequency == Duration::from_secs(5)
@@ -129,8 +137,11 @@ fn good(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
 }
 
 #[rstest]
-#[case("conntrack: {maxPerCore: -1}", "conntrack.maxPerCore must be 0 or more, found -1")]
-#[case("conntrack: {maxPerCore: many}", "conntrack.maxPerCore must be 0 or more, found \"many\"")]
+#[case("conntrack: {maxPerCore: -1}", "conntrack.maxPerCore must be 0 or more, up to 31 bits, found -1")]
+#[case(
+    "conntrack: {maxPerCore: many}",
+    "conntrack.maxPerCore must be 0 or more, up to 31 bits, found \"many\""
+)]
 #[case(
     "mode: kernelspace",
     "mode must be ebpf, nftables, iptables, ipvs or userspace, found \"kernelspace\""
@@ -160,7 +171,7 @@ fn good(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
 )]
 #[case(
     "detectLocalMode: InterfaceNamePrefix",
-    "detectLocal.interfaceNamePrefix must be an interface name because of detectLocalMode, found nothing"
+    "detectLocal.interfaceNamePrefix must be an interface name because of detectLocalMode InterfaceNamePrefix, found nothing"
 )]
 #[case(
     "nodePortAddresses: [10.0.0.0/8, private]",
@@ -211,7 +222,7 @@ fn every_problem_is_named_at_once() {
 ])]
 #[case("[]", &["config.yaml: the document must be an object with fields, found []"])]
 fn another_kind_of_document(#[case] text: &str, #[case] problems: &[&str]) {
-    let error = read::document(Path::new("config.yaml"), text).unwrap_err().to_string();
+    let error = read("config.yaml", text).unwrap_err().to_string();
     for problem in problems {
         assert!(error.lines().any(|line| line == *problem), "{error}");
     }
@@ -231,8 +242,99 @@ fn unknown_and_duplicate_fields_are_warnings() {
     let warned = |text: &str| loaded.warnings.iter().any(|warning| warning.contains(text));
     assert!(warned("config.yaml: colour is not a known field"), "{:?}", loaded.warnings);
     assert!(warned("config.yaml: conntrack.maximum is not a known field"), "{:?}", loaded.warnings);
-    assert!(warned("the last of two equal fields counts"), "{:?}", loaded.warnings);
+    assert!(warned("config.yaml: the last of two equal fields counts"), "{:?}", loaded.warnings);
     assert_eq!(loaded.warnings.len(), 3);
+}
+
+#[rstest]
+#[case::only_defaults(&[])]
+#[case::mode_of_its_own_section(&["--proxy-mode=ipvs", "--ipvs-sync-period=7s", "--iptables-sync-period=9s"])]
+#[case::nftables(&["--proxy-mode=nftables", "--iptables-sync-period=9s", "--masquerade-all"])]
+#[case::every_form(&[
+    "--feature-gates=LoggingAlphaOptions=true", "--log-text-split-stream", "--log-text-info-buffer-size=64Ki",
+    "--vmodule=a=1,b*=2", "--cluster-cidr=10.0.0.0/8,fd00::/48", "--nodeport-addresses=10.0.0.0/8,primary",
+    "--conntrack-tcp-timeout-established=0", "--oom-score-adj=-5", "--kube-api-qps=0.5", "--bind-address=::1",
+    "--hostname-override=Node-A", "--config-sync-period=1h0.5s", "--bpffs=/run/bpf",
+])]
+fn what_is_written_gives_the_same_configuration(#[case] flags: &[&str]) {
+    let config = Effective::resolve_flags(&line(flags)).unwrap().config;
+    let text = serde_saphyr::to_string(&config.to_document()).unwrap();
+    let read = read("config.yaml", &text).unwrap();
+    assert_eq!(read.config, config, "{text}");
+    assert_eq!(read.warnings, [""; 0]);
+}
+
+#[rstest]
+#[case::of_a_file("iptables: {masqueradeBit: 3}", &["--iptables-masquerade-bit=4"], "iptables.masqueradeBit", Origin::File)]
+#[case::default("", &["--iptables-masquerade-bit=4"], "iptables.masqueradeBit", Origin::Default)]
+#[case::zero_means_default("iptables: {syncPeriod: 0s}", &[], "iptables.syncPeriod", Origin::Default)]
+#[case::logging("logging: {verbosity: 3}", &["-v4"], "logging.verbosity", Origin::Flag("v"))]
+#[case::another_section("ipvs: {syncPeriod: 3s}", &[], "ipvs.syncPeriod", Origin::Default)]
+fn origins(#[case] body: &str, #[case] flags: &[&str], #[case] field: &str, #[case] origin: Origin) {
+    let head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
+    let effective = Effective::of_text(Path::new("f"), &format!("{head}{body}"), &line(flags)).unwrap();
+    assert_eq!(effective.origin(field), Some(origin));
+}
+
+#[rstest]
+#[case(&["--oom-score-adj=1001"], "--oom-score-adj (oomScoreAdj) must be from -1000 to 1000, found 1001")]
+#[case(&["--config-sync-period=0"], "--config-sync-period (configSyncPeriod) must be above 0s, found 0s")]
+#[case(
+    &["--iptables-sync-period=5s", "--iptables-min-sync-period=1m"],
+    "--iptables-min-sync-period (iptables.minSyncPeriod) must be at most syncPeriod, 5s, found 1m0s"
+)]
+#[case(&["--feature-gates=NoSuch=true"], "--feature-gates (featureGates).NoSuch must be the name of a feature gate")]
+#[case(
+    &["--log-json-split-stream"],
+    "--log-json-split-stream (logging.options.json.splitStream) must be false, unless the feature gate LoggingAlphaOptions is on"
+)]
+#[case(
+    &["--logging-format=json", "--vmodule=a=1"],
+    "--vmodule (logging.vmodule) must be empty, because logging.format is json"
+)]
+#[case(&["--healthz-port=70000"], "--healthz-port must be from 0 to 65535, found 70000")]
+#[case(
+    &["--hostname-override= "],
+    "--hostname-override (hostnameOverride) must be the name of a Node, found nothing"
+)]
+#[case(
+    &["--detect-local-mode=BridgeInterface"],
+    "detectLocal.bridgeInterface must be an interface name because of detectLocalMode BridgeInterface, found nothing"
+)]
+fn a_wrong_flag_is_named(#[case] flags: &[&str], #[case] problem: &str) {
+    assert_eq!(Effective::resolve_flags(&line(flags)).unwrap_err().to_string(), problem);
+}
+
+#[test]
+fn the_deprecated_ports() {
+    let config = |flags: &[&str]| Effective::resolve_flags(&line(flags)).unwrap().config;
+    assert_eq!(config(&["--healthz-port=0"]).healthz_bind_address, None);
+    let own = config(&["--healthz-port=1", "--healthz-bind-address=10.0.0.1"]).healthz_bind_address;
+    assert_eq!(own, Some("10.0.0.1:1".parse().unwrap()));
+    let ignored = config(&["--metrics-port=1"]).metrics_bind_address;
+    assert_eq!(ignored, Config::default().metrics_bind_address);
+}
+
+#[test]
+fn flags_are_ignored_beside_a_file() {
+    let head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
+    let flags = line(&["--proxy-mode=ipvs", "--healthz-port=0", "--hostname-override=b"]);
+    let effective = Effective::of_text(Path::new("f"), head, &flags).unwrap();
+    assert_eq!(effective.config, Config { hostname_override: Some("b".into()), ..Config::default() });
+    let ignored =
+        |flag| effective.warnings.contains(&format!("--{flag} is ignored: what counts is the file f"));
+    assert!(ignored("proxy-mode") && ignored("healthz-port"), "{:?}", effective.warnings);
+}
+
+#[test]
+fn every_flag_sets_fields_that_exist_and_the_deciding_ones_are_first() {
+    for field in FLAGS.iter().flat_map(|flag| flag.fields()) {
+        assert!(fields::field(field).is_some(), "{field}");
+    }
+    assert_eq!(
+        FIELDS[..fields::DECIDING].iter().map(|field| field.path).collect::<Vec<_>>(),
+        ["mode", "bindAddress"]
+    );
 }
 
 #[rstest]

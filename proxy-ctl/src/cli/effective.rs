@@ -1,0 +1,89 @@
+//! `config` and `--write-config-to`: the configuration that counts, and where it comes from.
+
+use std::{
+    ffi::OsString,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, bail};
+use serde_json::{Value, json};
+
+use super::{
+    give_bpffs,
+    table::{print, print_json, table},
+    tree,
+};
+use crate::config::{CommandLine, Config, Effective};
+
+/// As a file that gives the same configuration.
+pub(super) fn write(line: &CommandLine, path: &Path) -> anyhow::Result<()> {
+    let effective = load(line)?;
+    warn(&effective.warnings);
+    fs::write(path, yaml(&effective.config)?)
+        .with_context(|| format!("--write-config-to {}: cannot be written", path.display()))?;
+    eprintln!("the configuration is in {}", path.display());
+    Ok(())
+}
+
+fn load(line: &CommandLine) -> anyhow::Result<Effective> {
+    Ok(Effective::load(line.text("config").map(Path::new), line)?)
+}
+
+fn warn(warnings: &[String]) {
+    for warning in warnings {
+        eprintln!("warning: {warning}");
+    }
+}
+
+fn yaml(config: &Config) -> anyhow::Result<String> {
+    Ok(serde_saphyr::to_string(&config.to_document())?)
+}
+
+pub(super) fn show(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
+    let mut line = CommandLine::parse_with(&tree::OUTPUT, flags)?;
+    give_bpffs(&mut line, bpffs)?;
+    if line.is_on("help") {
+        return tree::help(tree::subcommand("config"));
+    }
+    let effective = load(&line)?;
+    match line.text("output") {
+        None | Some("table") => {
+            warn(&effective.warnings);
+            let row = |(field, value, origin): (&crate::config::Field, Value, crate::config::Origin)| {
+                [field.path.to_owned(), text(&value), origin.to_string()]
+            };
+            let rows = effective.values().into_iter().map(row);
+            Ok(print(&table(["FIELD", "VALUE", "ORIGIN"], rows))?)
+        }
+        Some("yaml") => {
+            warn(&effective.warnings);
+            Ok(print(&yaml(&effective.config)?)?)
+        }
+        Some("json") => {
+            let values: Vec<_> = effective
+                .values()
+                .into_iter()
+                .map(|(field, value, origin)| {
+                    json!({"field": field.path, "value": value, "origin": origin.to_string()})
+                })
+                .collect();
+            print_json(&json!({
+                "config": effective.config.to_document(),
+                "values": values,
+                "warnings": effective.warnings,
+            }))
+        }
+        Some(other) => bail!("--output must be table, json or yaml, found {other:?}"),
+    }
+}
+
+/// Without the quotes of JSON.
+fn text(value: &Value) -> String {
+    match value {
+        Value::Null => "-".to_owned(),
+        Value::String(text) if text.is_empty() => "-".to_owned(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}

@@ -1,0 +1,75 @@
+//! By which name the program was called.
+
+use std::{ffi::OsStr, path::Path};
+
+use super::{args, tree};
+use crate::config::{KUBE_PROXY_VERSION, Version};
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Program {
+    ProxyCtl,
+    /// Flags and version are those of kube-proxy.
+    KubeProxy,
+}
+
+impl Program {
+    /// From argv[0], which may be a path or a link.
+    pub(super) fn of(called: Option<&OsStr>) -> Self {
+        let name = called.and_then(|called| Path::new(called).file_name());
+        if name == Some(OsStr::new("kube-proxy")) { Self::KubeProxy } else { Self::ProxyCtl }
+    }
+
+    pub(super) fn command(self) -> clap::Command {
+        match self {
+            Self::ProxyCtl => tree::run(),
+            Self::KubeProxy => tree::kube_proxy(),
+        }
+    }
+
+    /// As kube-proxy says it: a semantic version, in which what is built by others follows the `+`.
+    pub(super) fn version(self, version: Version) -> String {
+        const OWN: &str = env!("CARGO_PKG_VERSION");
+        match (self, version) {
+            (Self::ProxyCtl, _) => format!("proxy-ctl {}\n", args::VERSION),
+            (Self::KubeProxy, Version::Short) => {
+                format!("Kubernetes v{KUBE_PROXY_VERSION}+proxy-ctl.{OWN}\n")
+            }
+            (Self::KubeProxy, Version::Long) => {
+                let mut numbers = KUBE_PROXY_VERSION.split('.');
+                let (major, minor) = (numbers.next().unwrap_or_default(), numbers.next().unwrap_or_default());
+                let (system, processor) = (std::env::consts::OS, std::env::consts::ARCH);
+                format!(
+                    "version.Info{{Major:{major:?}, Minor:{minor:?}, \
+                     GitVersion:\"v{KUBE_PROXY_VERSION}+proxy-ctl.{OWN}\", Compiler:\"rustc\", \
+                     Platform:\"{system}/{processor}\"}}\n"
+                )
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case("kube-proxy", Program::KubeProxy)]
+    #[case("/usr/local/bin/kube-proxy", Program::KubeProxy)]
+    #[case("./kube-proxy", Program::KubeProxy)]
+    #[case("proxy-ctl", Program::ProxyCtl)]
+    #[case("/opt/kube-proxy/proxy-ctl", Program::ProxyCtl)]
+    #[case("", Program::ProxyCtl)]
+    fn called_as(#[case] called: &str, #[case] program: Program) {
+        assert_eq!(Program::of(Some(OsStr::new(called))), program);
+    }
+
+    #[test]
+    fn the_version_has_the_form_of_kube_proxy() {
+        let text = Program::KubeProxy.version(Version::Short);
+        assert!(text.starts_with("Kubernetes v1.36.1+proxy-ctl."), "{text}");
+        assert_eq!(text.lines().count(), 1);
+        assert!(Program::KubeProxy.version(Version::Long).contains("Major:\"1\", Minor:\"36\""));
+    }
+}

@@ -1,0 +1,122 @@
+//! All commands and flags as one tree: for help texts, completions and manual pages. It is made from the table of
+//! flags, which the parser goes by too.
+
+use std::{fs, io, path::Path};
+
+use anyhow::Context as _;
+use clap::{Arg, ArgAction, Command, CommandFactory as _};
+
+use super::{
+    args::{Args, Shell},
+    table,
+};
+use crate::config::{FLAGS, Flag, Group, Sets, Takes};
+
+/// The flag that `config` and `probe` have beside those of `run`.
+pub(super) static OUTPUT: [Flag; 1] = [Flag {
+    name: "output",
+    short: Some('o'),
+    takes: Takes::Text("FORMAT"),
+    sets: Sets::Other,
+    group: Group::Main,
+    deprecated: None,
+    help: "A table for people, or json or yaml for programs [default: table].",
+}];
+
+const WIDTH: usize = 100;
+
+fn proxy_ctl() -> Command {
+    let with = |flags: Vec<&'static Flag>| move |command: Command| with_flags(command, flags);
+    let run: Vec<_> = FLAGS.iter().collect();
+    let asking: Vec<_> =
+        OUTPUT.iter().chain(FLAGS.iter().filter(|flag| flag.sets != Sets::Nothing)).collect();
+    Args::command()
+        .mut_subcommand("run", with(run))
+        .mut_subcommand("probe", with(asking.clone()))
+        .mut_subcommand("config", with(asking))
+}
+
+pub(super) fn run() -> Command {
+    subcommand("run")
+}
+
+pub(super) fn subcommand(name: &str) -> Command {
+    let mut tree = proxy_ctl();
+    tree.find_subcommand_mut(name).map(|command| command.clone()).unwrap_or(tree)
+}
+
+pub(super) fn kube_proxy() -> Command {
+    let command = Command::new("kube-proxy")
+        .about("proxy-ctl in kube-proxy's place: the service proxy of a Kubernetes node")
+        .after_help("Called as proxy-ctl, the program has more commands: proxy-ctl --help.");
+    with_flags(command.disable_help_flag(true).max_term_width(WIDTH), FLAGS.iter().collect())
+}
+
+/// Group by group.
+fn with_flags(command: Command, flags: Vec<&'static Flag>) -> Command {
+    let grouped =
+        Group::ALL.into_iter().flat_map(|group| flags.iter().filter(move |flag| flag.group == group));
+    let arguments = grouped.enumerate().map(|(place, flag)| argument(flag).display_order(place));
+    // `--bpffs` is of every command.
+    command.args(arguments.filter(|argument| argument.get_id() != "bpffs").collect::<Vec<_>>())
+}
+
+fn argument(flag: &'static Flag) -> Arg {
+    let help = match flag.deprecated {
+        Some(why) => format!("{} Deprecated: {why}.", flag.told()),
+        None => flag.told().to_owned(),
+    };
+    let argument = Arg::new(flag.name).long(flag.name).help(help).help_heading(flag.group.heading());
+    let argument = match flag.short {
+        Some(letter) => argument.short(letter),
+        None => argument,
+    };
+    match flag.takes.value_name() {
+        Some(name) => argument.value_name(name).action(ArgAction::Append),
+        None => argument.action(ArgAction::SetTrue),
+    }
+}
+
+pub(super) fn help(mut command: Command) -> anyhow::Result<()> {
+    Ok(table::print(&command.render_help().to_string())?)
+}
+
+pub(super) fn completion(shell: Shell) -> anyhow::Result<()> {
+    let shell = match shell {
+        Shell::Bash => clap_complete::Shell::Bash,
+        Shell::Zsh => clap_complete::Shell::Zsh,
+        Shell::Fish => clap_complete::Shell::Fish,
+    };
+    let mut text = Vec::new();
+    clap_complete::generate(shell, &mut proxy_ctl(), "proxy-ctl", &mut text);
+    Ok(table::print(&String::from_utf8(text)?)?)
+}
+
+pub(super) fn manual(folder: &Path) -> anyhow::Result<()> {
+    let write = || -> io::Result<()> {
+        fs::create_dir_all(folder)?;
+        clap_mangen::generate_to(proxy_ctl(), folder)
+    };
+    write().with_context(|| format!("--directory {}: the pages cannot be written", folder.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_trees_are_sound() {
+        proxy_ctl().debug_assert();
+        kube_proxy().debug_assert();
+    }
+
+    #[test]
+    fn help_tells_every_flag() {
+        let texts = [kube_proxy(), run()].map(|mut command| command.render_help().to_string());
+        let kube_proxy = FLAGS.iter().filter(|flag| flag.name != "bpffs");
+        for flag in kube_proxy {
+            let long = format!("--{}", flag.name);
+            assert!(texts.iter().all(|text| text.contains(&long)), "{long}");
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! docs/configuration.md, from the tables of fields and flags.
+
+use std::fmt::Write as _;
+
+use serde_json::Value;
+
+use super::{
+    Config, FIELDS, FLAGS, Field, Flag, Group, KUBE_PROXY_VERSION, REMOVED,
+    fields::{API_VERSION, KIND},
+};
+
+/// The whole text. The same tables always give the same text.
+pub fn markdown() -> String {
+    let mut text = format!(
+        "# Configuration\n\n\
+         Generated from the tables in proxy-ctl/src/config (see the end); do not edit.\n\n\
+         `proxy-ctl run`, and the same program called `kube-proxy`, takes the flags and the configuration file of \
+         kube-proxy {KUBE_PROXY_VERSION}. `proxy-ctl config` with the same flags shows what counts in the end, and \
+         where each value comes from.\n\n\
+         - Where `--config` is given, the file counts, and flags for the same settings are ignored with a warning. \
+         These win over the file: `--hostname-override`, `--bpffs`, and the logging flags (`--vmodule` adds to it).\n\
+         - A field that nobody knows and a field that is there twice are warnings, as with kube-proxy. Any other \
+         mistake ends the program with exit code 1 before anything is touched, with one line for each that names the \
+         file, the field or flag, and what is allowed.\n\
+         - Zero values (`0s`, `null`, `\"\"`), which kubeadm writes for most fields, mean the default, except where \
+         the table says what they mean.\n\n"
+    );
+    fields(&mut text);
+    flags(&mut text);
+    differences(&mut text);
+    text.push_str(
+        "## How this page is made\n\n    cargo test -p proxy-ctl --test configuration -- --ignored write_documentation\n",
+    );
+    text
+}
+
+fn fields(text: &mut String) {
+    let _ = write!(
+        text,
+        "## The file\n\nYAML or JSON, one document, `apiVersion: {API_VERSION}`, `kind: {KIND}`.\n"
+    );
+    let mut config = Config::default();
+    let mut before = "";
+    for (index, field) in in_sections().into_iter().enumerate() {
+        let section = section(field);
+        if index == 0 || section != before {
+            let title = if section.is_empty() { "Top level".to_owned() } else { format!("`{section}`") };
+            let _ = write!(
+                text,
+                "\n### {title}\n\n| field | type | default | allowed | meaning | flag |\n|---|---|---|---|---|---|\n"
+            );
+            before = section;
+        }
+        let _ = writeln!(
+            text,
+            "| `{}` | {} | {} | {} | {} | {} |",
+            field.path,
+            field.kind(),
+            default(&field.access.write(&mut config)),
+            cell(&field.allowed()),
+            cell(field.help),
+            flags_of(field),
+        );
+    }
+}
+
+/// The sections stay together, in the order in which they first appear; the top level is first.
+fn in_sections() -> Vec<&'static Field> {
+    let mut order: Vec<&str> = vec![""];
+    for field in FIELDS {
+        if !order.contains(&section(field)) {
+            order.push(section(field));
+        }
+    }
+    order.iter().flat_map(|wanted| FIELDS.iter().filter(move |field| section(field) == *wanted)).collect()
+}
+
+fn section(field: &Field) -> &'static str {
+    field.path.split_once('.').map_or("", |(section, _)| section)
+}
+
+fn default(value: &Value) -> String {
+    match value {
+        Value::Null => "none".to_owned(),
+        Value::String(text) if text.is_empty() => "empty".to_owned(),
+        Value::String(text) => format!("`{text}`"),
+        Value::Array(list) if list.is_empty() => "empty".to_owned(),
+        Value::Object(object) if object.is_empty() => "empty".to_owned(),
+        other => format!("`{other}`"),
+    }
+}
+
+fn cell(text: &str) -> String {
+    text.replace('|', "\\|")
+}
+
+fn flags_of(field: &Field) -> String {
+    let names = FLAGS.iter().filter(|flag| flag.fields().contains(&field.path));
+    names.map(|flag| format!("`--{}`", flag.name)).collect::<Vec<_>>().join(", ")
+}
+
+fn flags(text: &mut String) {
+    text.push_str(
+        "\n## Flags\n\n`--flag=value` or `--flag value`; a switch is `--flag` or `--flag=false`. `-` may be written \
+         as `_`. Integers may be hexadecimal (`0x10`); durations are Go's (`1h0m0s`).\n",
+    );
+    for group in Group::ALL {
+        let _ = write!(text, "\n### {}\n\n| flag | sets | meaning |\n|---|---|---|\n", group.heading());
+        for flag in FLAGS.iter().filter(|flag| flag.group == group) {
+            let _ = writeln!(text, "| {} | {} | {} |", usage(flag), fields_of(flag), meaning(flag));
+        }
+    }
+    text.push_str(
+        "\n### Gone\n\nThese are errors that say what takes their place.\n\n| flag | instead |\n|---|---|\n",
+    );
+    for (name, instead) in REMOVED {
+        let _ = writeln!(text, "| `--{name}` | {instead} |");
+    }
+}
+
+fn usage(flag: &Flag) -> String {
+    let short = flag.short.map(|letter| format!("`-{letter}`, ")).unwrap_or_default();
+    let value = flag.takes.value_name().map(|name| format!("={name}")).unwrap_or_default();
+    format!("{short}`--{}{value}`", flag.name)
+}
+
+fn fields_of(flag: &'static Flag) -> String {
+    flag.fields().iter().map(|field| format!("`{field}`")).collect::<Vec<_>>().join(", ")
+}
+
+fn meaning(flag: &'static Flag) -> String {
+    match flag.deprecated {
+        Some(why) => format!("{} Deprecated: {why}.", cell(flag.told())),
+        None => cell(flag.told()),
+    }
+}
+
+/// Held by tests/configuration, which has a case for each.
+fn differences(text: &mut String) {
+    text.push_str(
+        "\n## Where it differs from kube-proxy\n\n\
+         - `mode`: also `ebpf` and `userspace`. An empty mode stays empty in what `--write-config-to` writes, because \
+         what becomes of it depends on the node; kube-proxy writes `iptables`.\n\
+         - The section `ebpf` is ours; kube-proxy warns of it and reads on.\n\
+         - `nodePortAddresses`: `primary`, `localhost`, `all` and networks may stand together, as from 1.37 on.\n\
+         - Addresses and networks are written in their usual form (`010.0.0.0/8` as `10.0.0.0/8`), \
+         `logging.flushFrequency` as a duration, and a value that the mode does not use and that is not allowed as \
+         its default.\n\
+         - Flags of kube-proxy before 1.26 for its logger are accepted, and say that they have no effect.\n\
+         - An address without a port, and `--metrics-port=0`, are accepted wherever `--healthz-bind-address` and \
+         `--metrics-bind-address` are.\n\
+         - `--version=vX.Y.Z` is refused: this program has its own version.\n\n",
+    );
+}

@@ -1,0 +1,95 @@
+//! The feature gates that kube-proxy knows. Most are of other parts of Kubernetes; a name that is none is refused, as
+//! there.
+
+use std::sync::LazyLock;
+
+use rustc_hash::FxHashMap;
+
+/// One line for each: name, stage, and on or off by default.
+const KNOWN: &str = include_str!("feature_gates.txt");
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Stage {
+    Alpha,
+    Beta,
+    /// Cannot be changed any more.
+    Locked,
+    /// No part of a group, and not locked.
+    Other,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Gate {
+    stage: Stage,
+    on: bool,
+}
+
+static GATES: LazyLock<FxHashMap<&'static str, Gate>> = LazyLock::new(|| {
+    let gate = |line: &'static str| {
+        let mut words = line.split_whitespace();
+        let (name, stage, on) = (words.next()?, words.next()?, words.next()?);
+        let stage = match stage {
+            "alpha" => Stage::Alpha,
+            "beta" => Stage::Beta,
+            "locked" => Stage::Locked,
+            _ => Stage::Other,
+        };
+        Some((name, Gate { stage, on: on == "on" }))
+    };
+    KNOWN.lines().filter(|line| !line.starts_with('#')).filter_map(gate).collect()
+});
+
+/// A gate, then all gates of its stage, then its default.
+pub(super) fn is_on(set: &[(String, bool)], gate: &str) -> bool {
+    let said = |name: &str| set.iter().find(|(set, _)| set == name).map(|(_, on)| *on);
+    let known = GATES.get(gate);
+    let group = known.and_then(|gate| match gate.stage {
+        Stage::Alpha => said("AllAlpha"),
+        Stage::Beta => said("AllBeta"),
+        Stage::Locked | Stage::Other => None,
+    });
+    said(gate).or(group).unwrap_or_else(|| known.is_some_and(|gate| gate.on))
+}
+
+/// Gates that cannot be set so, and what is wrong with each.
+pub(super) fn wrong(set: &[(String, bool)]) -> impl Iterator<Item = (&str, String)> {
+    set.iter().filter_map(|(name, on)| match GATES.get(name.as_str()) {
+        None => Some((name.as_str(), "must be the name of a feature gate".to_owned())),
+        Some(Gate { stage: Stage::Locked, on: locked }) if locked != on => {
+            Some((name.as_str(), format!("must be {locked}, found {on}: it cannot be changed any more")))
+        }
+        Some(_) => None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    fn set(gates: &[(&str, bool)]) -> Vec<(String, bool)> {
+        gates.iter().map(|(name, on)| ((*name).to_owned(), *on)).collect()
+    }
+
+    #[rstest]
+    #[case(&[], "LoggingAlphaOptions", false)]
+    #[case(&[], "LoggingBetaOptions", true)]
+    #[case(&[("AllAlpha", true)], "LoggingAlphaOptions", true)]
+    #[case(&[("AllAlpha", true), ("LoggingAlphaOptions", false)], "LoggingAlphaOptions", false)]
+    #[case(&[("AllBeta", false)], "LoggingBetaOptions", false)]
+    #[case(&[("AllBeta", false)], "NFTablesProxyMode", true)]
+    fn gates_that_are_on(#[case] gates: &[(&str, bool)], #[case] gate: &str, #[case] on: bool) {
+        assert_eq!(is_on(&set(gates), gate), on);
+    }
+
+    #[rstest]
+    #[case(&[("AllAlpha", true), ("NFTablesProxyMode", true), ("WatchList", false)], &[])]
+    #[case(&[("NoSuch", true)], &["NoSuch must be the name of a feature gate"])]
+    #[case(&[("NFTablesProxyMode", false)], &["NFTablesProxyMode must be true, found false: it cannot be changed any more"])]
+    fn checked(#[case] gates: &[(&str, bool)], #[case] problems: &[&str]) {
+        let gates = set(gates);
+        let found: Vec<_> = wrong(&gates).map(|(gate, problem)| format!("{gate} {problem}")).collect();
+        assert_eq!(found, problems);
+    }
+}

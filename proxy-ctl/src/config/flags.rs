@@ -1,0 +1,296 @@
+//! The table of every flag of `run`: kube-proxy's, those that it once had, and our own.
+
+/// One flag.
+#[derive(Clone, Copy, Debug)]
+pub struct Flag {
+    /// Without dashes; each `-` in it may also be written as `_`.
+    pub name: &'static str,
+    pub short: Option<char>,
+    pub takes: Takes,
+    pub sets: Sets,
+    pub group: Group,
+    /// Why it should not be used any more.
+    pub deprecated: Option<&'static str>,
+    pub help: &'static str,
+}
+
+/// What follows the flag, as Go reads it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Takes {
+    /// `--flag`, `--flag=false`.
+    Switch,
+    /// With the word that stands for it in the help text.
+    Text(&'static str),
+    /// 32 bits; `0x10` and the like too.
+    Integer,
+    /// Decimal, 31 bits.
+    Level,
+    Number,
+    Duration,
+    /// Separated by commas; each time that the flag is given adds to it.
+    List(&'static str),
+    /// `A=true,B=false`.
+    Gates,
+    /// `pattern=N,...`.
+    Modules,
+    /// `--version`, `--version=raw`.
+    Version,
+}
+
+impl Takes {
+    /// What stands for the value in the help text; `None`: no value is needed.
+    pub fn value_name(self) -> Option<&'static str> {
+        match self {
+            Self::Switch | Self::Version => None,
+            Self::Text(name) | Self::List(name) => Some(name),
+            Self::Integer => Some("INTEGER"),
+            Self::Level => Some("LEVEL"),
+            Self::Number => Some("NUMBER"),
+            Self::Duration => Some("DURATION"),
+            Self::Gates => Some("GATE=BOOL,..."),
+            Self::Modules => Some("PATTERN=N,..."),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Sets {
+    /// These fields, whichever the mode uses. Ignored where there is a file.
+    Fields(&'static [&'static str]),
+    /// This field, also over what the file says.
+    Wins(&'static str),
+    /// Something that the file cannot say.
+    Other,
+    Nothing,
+}
+
+/// Under which heading a flag is told.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Group {
+    Main,
+    Settings,
+    Logging,
+    Own,
+    Legacy,
+}
+
+impl Group {
+    pub const ALL: [Self; 5] = [Self::Main, Self::Own, Self::Logging, Self::Settings, Self::Legacy];
+
+    pub const fn heading(self) -> &'static str {
+        match self {
+            Self::Main => "What to do",
+            Self::Own => "Only in proxy-ctl",
+            Self::Logging => "Logging (wins over the file)",
+            Self::Settings => "Settings (ignored where --config is given)",
+            Self::Legacy => "Deprecated",
+        }
+    }
+}
+
+const fn flag(group: Group, name: &'static str, takes: Takes, sets: Sets, help: &'static str) -> Flag {
+    Flag { name, short: None, takes, sets, group, deprecated: None, help }
+}
+
+const fn main(name: &'static str, takes: Takes, sets: Sets, help: &'static str) -> Flag {
+    flag(Group::Main, name, takes, sets, help)
+}
+
+const fn own(name: &'static str, takes: Takes, sets: Sets, help: &'static str) -> Flag {
+    flag(Group::Own, name, takes, sets, help)
+}
+
+const fn logging(name: &'static str, takes: Takes, field: &'static str, help: &'static str) -> Flag {
+    flag(Group::Logging, name, takes, Sets::Wins(field), help)
+}
+
+/// Its help is that of the field.
+const fn set(name: &'static str, takes: Takes, fields: &'static [&'static str]) -> Flag {
+    flag(Group::Settings, name, takes, Sets::Fields(fields), "")
+}
+
+/// Of the logger that kube-proxy had before 1.26.
+const fn klog(name: &'static str, takes: Takes) -> Flag {
+    Flag {
+        deprecated: Some("it has no effect: the log goes to stderr"),
+        ..flag(Group::Legacy, name, takes, Sets::Nothing, "Of kube-proxy before 1.26. No effect.")
+    }
+}
+
+use Takes::{Duration, Gates, Integer, Level, List, Modules, Number, Switch, Text, Version};
+
+pub static FLAGS: &[Flag] = &[
+    main("config", Text("FILE"), Sets::Other, "The KubeProxyConfiguration file, YAML or JSON."),
+    main(
+        "write-config-to",
+        Text("FILE"),
+        Sets::Other,
+        "Write the configuration, with every default, to this file and exit.",
+    ),
+    main("cleanup", Switch, Sets::Other, "Remove everything of ours from this node and exit."),
+    main("init-only", Switch, Sets::Other, "Do what needs all privileges, and exit."),
+    main(
+        "hostname-override",
+        Text("NAME"),
+        Sets::Wins("hostnameOverride"),
+        "Name of this node's Node object [default: the host's name in lower case].",
+    ),
+    main("master", Text("URL"), Sets::Other, "The API server's address, instead of the kubeconfig's."),
+    Flag { short: Some('h'), ..main("help", Switch, Sets::Other, "Print help.") },
+    main("version", Version, Sets::Other, "Print the version and exit; --version=raw prints more."),
+    own(
+        "manifests",
+        Text("DIR"),
+        Sets::Other,
+        "Serve the Services, EndpointSlices and the Node in the YAML and JSON files of this folder, without an API server.",
+    ),
+    own("bpffs", Text("DIR"), Sets::Wins("ebpf.bpffs"), "Where the tables are pinned."),
+    Flag { short: Some('v'), ..logging("v", Level, "logging.verbosity", "How much is logged: 0 to 10.") },
+    logging(
+        "vmodule",
+        Modules,
+        "logging.vmodule",
+        "Verbosity of single source files; added to those of the file.",
+    ),
+    logging("logging-format", Text("FORMAT"), "logging.format", "text or json."),
+    logging(
+        "log-flush-frequency",
+        Duration,
+        "logging.flushFrequency",
+        "Longest time between two flushes of the log.",
+    ),
+    logging(
+        "log-text-split-stream",
+        Switch,
+        "logging.options.text.splitStream",
+        "Format text: only errors to stderr.",
+    ),
+    logging(
+        "log-text-info-buffer-size",
+        Text("QUANTITY"),
+        "logging.options.text.infoBufferSize",
+        "Format text: bytes that are buffered.",
+    ),
+    logging(
+        "log-json-split-stream",
+        Switch,
+        "logging.options.json.splitStream",
+        "Format json: only errors to stderr.",
+    ),
+    logging(
+        "log-json-info-buffer-size",
+        Text("QUANTITY"),
+        "logging.options.json.infoBufferSize",
+        "Format json: bytes that are buffered.",
+    ),
+    set("proxy-mode", Text("MODE"), &["mode"]),
+    set("kubeconfig", Text("FILE"), &["clientConnection.kubeconfig"]),
+    set("feature-gates", Gates, &["featureGates"]),
+    set("kube-api-content-type", Text("TYPE"), &["clientConnection.contentType"]),
+    set("kube-api-qps", Number, &["clientConnection.qps"]),
+    set("kube-api-burst", Integer, &["clientConnection.burst"]),
+    set("bind-address", Text("ADDRESS"), &["bindAddress"]),
+    set("bind-address-hard-fail", Switch, &["bindAddressHardFail"]),
+    set("healthz-bind-address", Text("ADDRESS:PORT"), &["healthzBindAddress"]),
+    set("metrics-bind-address", Text("ADDRESS:PORT"), &["metricsBindAddress"]),
+    set("profiling", Switch, &["enableProfiling"]),
+    set("show-hidden-metrics-for-version", Text("VERSION"), &["showHiddenMetricsForVersion"]),
+    set("config-sync-period", Duration, &["configSyncPeriod"]),
+    set("masquerade-all", Switch, &["iptables.masqueradeAll", "nftables.masqueradeAll"]),
+    set("iptables-masquerade-bit", Integer, &["iptables.masqueradeBit"]),
+    set("iptables-localhost-nodeports", Switch, &["iptables.localhostNodePorts"]),
+    set("iptables-sync-period", Duration, &["iptables.syncPeriod", "nftables.syncPeriod"]),
+    set("iptables-min-sync-period", Duration, &["iptables.minSyncPeriod", "nftables.minSyncPeriod"]),
+    set("ipvs-sync-period", Duration, &["ipvs.syncPeriod"]),
+    set("ipvs-min-sync-period", Duration, &["ipvs.minSyncPeriod"]),
+    set("ipvs-scheduler", Text("SCHEDULER"), &["ipvs.scheduler"]),
+    set("ipvs-exclude-cidrs", List("NETWORK,..."), &["ipvs.excludeCIDRs"]),
+    set("ipvs-strict-arp", Switch, &["ipvs.strictARP"]),
+    set("ipvs-tcp-timeout", Duration, &["ipvs.tcpTimeout"]),
+    set("ipvs-tcpfin-timeout", Duration, &["ipvs.tcpFinTimeout"]),
+    set("ipvs-udp-timeout", Duration, &["ipvs.udpTimeout"]),
+    set("detect-local-mode", Text("MODE"), &["detectLocalMode"]),
+    set("pod-bridge-interface", Text("NAME"), &["detectLocal.bridgeInterface"]),
+    set("pod-interface-name-prefix", Text("PREFIX"), &["detectLocal.interfaceNamePrefix"]),
+    set("cluster-cidr", Text("NETWORK[,NETWORK]"), &["clusterCIDR"]),
+    set("nodeport-addresses", List("NETWORK,..."), &["nodePortAddresses"]),
+    set("oom-score-adj", Integer, &["oomScoreAdj"]),
+    set("conntrack-max-per-core", Integer, &["conntrack.maxPerCore"]),
+    set("conntrack-min", Integer, &["conntrack.min"]),
+    set("conntrack-tcp-timeout-established", Duration, &["conntrack.tcpEstablishedTimeout"]),
+    set("conntrack-tcp-timeout-close-wait", Duration, &["conntrack.tcpCloseWaitTimeout"]),
+    set("conntrack-tcp-be-liberal", Switch, &["conntrack.tcpBeLiberal"]),
+    set("conntrack-udp-timeout", Duration, &["conntrack.udpTimeout"]),
+    set("conntrack-udp-timeout-stream", Duration, &["conntrack.udpStreamTimeout"]),
+    Flag {
+        deprecated: Some("use --healthz-bind-address"),
+        ..flag(
+            Group::Legacy,
+            "healthz-port",
+            Integer,
+            Sets::Fields(&[]),
+            "Port for a --healthz-bind-address that has none; 0: not served.",
+        )
+    },
+    Flag {
+        deprecated: Some("use --metrics-bind-address"),
+        ..flag(
+            Group::Legacy,
+            "metrics-port",
+            Integer,
+            Sets::Fields(&[]),
+            "Port for a --metrics-bind-address that has none; 0: not served.",
+        )
+    },
+    flag(Group::Legacy, "boot-id-file", Text("FILE,..."), Sets::Nothing, "Accepted; no effect."),
+    flag(Group::Legacy, "machine-id-file", Text("FILE,..."), Sets::Nothing, "Accepted; no effect."),
+    klog("add-dir-header", Switch),
+    klog("alsologtostderr", Switch),
+    klog("log-backtrace-at", Text("FILE:LINE")),
+    klog("log-dir", Text("DIR")),
+    klog("log-file", Text("FILE")),
+    klog("log-file-max-size", Integer),
+    klog("logtostderr", Switch),
+    klog("one-output", Switch),
+    klog("skip-headers", Switch),
+    klog("skip-log-headers", Switch),
+    klog("stderrthreshold", Text("SEVERITY")),
+];
+
+/// Flags that are gone, and what takes their place.
+pub static REMOVED: &[(&str, &str)] = &[
+    ("azure-container-registry-config", "nothing takes its place, leave it out"),
+    ("cleanup-iptables", "use --cleanup"),
+    ("cleanup-ipvs", "use --cleanup"),
+    ("conntrack-max", "use --conntrack-max-per-core and --conntrack-min"),
+    ("enable-dsr", "it is for Windows, leave it out"),
+    ("forward-healthcheck-vip", "it is for Windows, leave it out"),
+    ("google-json-key", "nothing takes its place, leave it out"),
+    ("network-name", "it is for Windows, leave it out"),
+    ("proxy-port-range", "nothing takes its place, leave it out: no port is opened for a service"),
+    ("resource-container", "nothing takes its place, leave it out: use the resources of the pod"),
+    ("root-hnsendpoint-name", "it is for Windows, leave it out"),
+    ("source-vip", "it is for Windows, leave it out"),
+    ("udp-timeout", "use --conntrack-udp-timeout or --conntrack-udp-timeout-stream"),
+    ("windows-service", "it is for Windows, leave it out"),
+];
+
+impl Flag {
+    /// The fields that it sets.
+    pub fn fields(&'static self) -> &'static [&'static str] {
+        match &self.sets {
+            Sets::Fields(fields) => fields,
+            Sets::Wins(field) => std::slice::from_ref(field),
+            Sets::Other | Sets::Nothing => &[],
+        }
+    }
+
+    /// What it does, for people.
+    pub fn told(&'static self) -> &'static str {
+        if !self.help.is_empty() {
+            return self.help;
+        }
+        let field = self.fields().first().and_then(|path| super::fields::field(path));
+        field.map_or("", |field| field.help)
+    }
+}

@@ -359,11 +359,14 @@ impl ApiServer {
 
     fn wait_until_ready(&mut self) -> Result<()> {
         let deadline = Instant::now() + READY_LIMIT;
+        // It watches EndpointSlices itself, and waits for them even if it is told not to serve any.
+        let without_slices = self.options.flags.iter().any(|flag| flag.contains("discovery.k8s.io/v1=false"));
+        let ready_path = if without_slices { "/readyz?exclude=informer-sync" } else { "/readyz" };
         loop {
             self.etcd.alive()?;
             self.server.as_mut().context("kube-apiserver is stopped")?.alive()?;
             let ready = self.run(async |client| {
-                for path in ["/readyz", "/api/v1/namespaces/default"] {
+                for path in [ready_path, "/api/v1/namespaces/default"] {
                     let request = http::Request::get(path).body(Vec::new())?;
                     client.request_text(request).await?;
                 }

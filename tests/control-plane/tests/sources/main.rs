@@ -3,6 +3,7 @@
 //!
 //! `cargo test -p control-plane --test sources [-- [--list] [part of a name]]`
 
+mod fake;
 mod follower;
 mod measure;
 mod relay;

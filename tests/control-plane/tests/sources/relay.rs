@@ -29,10 +29,11 @@ impl Relay {
                 while let Ok((client, _)) = listener.accept().await {
                     let mut opened = opened.clone();
                     tokio::spawn(async move {
-                        let open = *opened.borrow();
+                        let open = *opened.borrow_and_update();
                         tokio::select! {
                             () = relay(client, target, open) => {}
-                            _ = opened.wait_for(|open| !open) => {}
+                            // Also if it is mended by the time that this is seen.
+                            _ = opened.changed() => {}
                         }
                     });
                 }

@@ -1,10 +1,13 @@
 //! What must hold, by name.
 
+mod access;
 mod credentials;
 mod harness;
 mod lists;
 mod node;
 mod objects;
+mod older;
+mod outage;
 
 use anyhow::Result;
 
@@ -37,8 +40,16 @@ scenarios! {
         an_api_server_lives_in_a_network_namespace;
     node:
         the_node_comes_late_changes_and_is_recreated;
-    credentials:
-        what_rbac_denies_comes_once_granted;
+    access:
+        the_role_of_kube_proxy_is_enough,
+        what_rbac_denies_comes_once_granted,
+        a_resource_that_may_be_listed_only_is_listed_again,
+        a_revoked_token_is_replaced_in_its_file;
+    older:
+        slices_of_v1beta1_are_watched,
+        without_slices_endpoints_are_watched;
+    outage:
+        an_api_server_that_is_away_for_a_minute;
     lists:
         a_broken_connection_goes_on_where_it_was,
         what_happened_before_a_compaction_is_seen_in_one_replace,

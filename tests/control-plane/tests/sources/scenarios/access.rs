@@ -1,0 +1,228 @@
+//! What RBAC must allow, what happens where it does not, and tokens that end.
+
+use anyhow::{Context, Result, ensure};
+use control_plane::objects;
+use proxy_ctl::{
+    events::{Event, Outcome, Recorder, Type},
+    source::kubernetes::{ListMethod, ResourceKind, Verb, failure::Reason},
+};
+use serde_json::{Value, json};
+
+use crate::{
+    follower::{Follower, NODE, copy_at},
+    relay::Relay,
+    world::{LIMITED, World},
+};
+
+const ACCOUNT: &str = "kube-proxy";
+const ROLE: &str = "system:node-proxier";
+
+/// As kubeadm does it: ServiceAccount kube-system/kube-proxy, bound to ClusterRole system:node-proxier and to nothing
+/// else.
+fn account(world: &World) -> Result<()> {
+    world.apply(&objects::namespace("kube-system"))?;
+    world.apply(&json!({
+        "apiVersion": "v1", "kind": "ServiceAccount",
+        "metadata": {"namespace": "kube-system", "name": ACCOUNT},
+    }))?;
+    world.apply(&json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
+        "metadata": {"name": "kubeadm:node-proxier"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": ROLE},
+        "subjects": [{"kind": "ServiceAccount", "namespace": "kube-system", "name": ACCOUNT}],
+    }))
+}
+
+fn token(world: &World) -> Result<String> {
+    world.block_on(objects::token(world.client(), "kube-system", ACCOUNT))
+}
+
+pub(super) fn the_role_of_kube_proxy_is_enough(world: &mut World) -> Result<()> {
+    account(world)?;
+    let role = world.get(&format!("/apis/rbac.authorization.k8s.io/v1/clusterroles/{ROLE}"))?;
+    let allows = |group: &str, resource: &str, verb: &str| {
+        let has = |list: &Value, one: &str| list.as_array().is_some_and(|list| list.contains(&json!(one)));
+        role["rules"].as_array().into_iter().flatten().any(|rule| {
+            has(&rule["apiGroups"], group) && has(&rule["resources"], resource) && has(&rule["verbs"], verb)
+        })
+    };
+    ensure!(!allows("", "pods", "list") && !allows("", "secrets", "get"), "the role has grown: {role}");
+
+    world.apply(&json!({
+        "apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE},
+        "status": {"addresses": [{"type": "InternalIP", "address": "192.0.2.1"}]},
+    }))?;
+    let kubeconfig = world.server.kubeconfig_with("account", &token(world)?)?;
+    let mut follower = Follower::start_with(world, &kubeconfig)?;
+    world.create(&world.service("web"))?;
+    world.create(&world.slice("web-1", "web", &[1]))?;
+    follower.wait_served(world, &[("web:main", &["10.0.0.1:8080"])])?;
+    let all = [
+        ResourceKind::Services,
+        ResourceKind::EndpointSlices,
+        ResourceKind::Nodes,
+        ResourceKind::ServiceCidrs,
+    ];
+    follower.wait(world, "everything being watched", |follower| {
+        follower.state.kinds() == all && all.into_iter().all(|kind| follower.state.connected(kind))
+    })?;
+    follower.wait(world, "the Node", |follower| follower.model.node().is_some())?;
+    let ranges = |follower: &Follower| {
+        follower.model.service_cidrs().iter().map(ToString::to_string).collect::<Vec<_>>()
+    };
+    follower.wait(world, "the ranges of service addresses", |follower| {
+        ranges(follower) == ["10.96.0.0/12", "fd00:10:96::/112"]
+    })?;
+    for kind in all {
+        ensure!(follower.state.errors(kind, Reason::Forbidden) == 0, "{kind} is forbidden");
+        ensure!(
+            follower.state.lists(kind, ListMethod::Streamed) == 1,
+            "{kind} was not listed by a streaming list"
+        );
+    }
+
+    let recorder = world.block_on(async { Recorder::new(follower.api.clone(), NODE, "host") });
+    for _ in 0..3 {
+        recorder.record(Event::node(Type::Normal, "Starting", "StartKubeProxy", ""));
+    }
+    recorder.record(Event::node(Type::Warning, "FailedToStartMetricServer", "StartKubeProxy", "in use"));
+    world.block_on(recorder.flush());
+    let counts =
+        [Outcome::Written, Outcome::Aggregated, Outcome::Refused].map(|outcome| recorder.count(outcome));
+    ensure!(counts == [3, 1, 0], "events written, aggregated, refused: {counts:?}");
+    let events = world.get("/apis/events.k8s.io/v1/namespaces/default/events")?;
+    let of = |reason: &str| {
+        let all = events["items"].as_array().cloned().unwrap_or_default();
+        let mut found =
+            all.into_iter().filter(|event| event["reason"] == reason && event["regarding"]["name"] == NODE);
+        let first = found.next();
+        ensure!(found.next().is_none(), "more than one event {reason}");
+        first.with_context(|| format!("no event {reason} in {events}"))
+    };
+    let starting = of("Starting")?;
+    ensure!(starting["series"]["count"] == 2, "{starting}");
+    ensure!(starting["regarding"]["kind"] == "Node" && starting["type"] == "Normal", "{starting}");
+    ensure!(starting["reportingController"] == "kube-proxy", "{starting}");
+    ensure!(starting["reportingInstance"] == "kube-proxy-host", "{starting}");
+    let failed = of("FailedToStartMetricServer")?;
+    ensure!(failed["note"] == "in use" && failed["type"] == "Warning", "{failed}");
+    world.delete(&json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}}))
+}
+
+/// Rules for [`LIMITED`] alone.
+pub(super) fn grant(world: &World, rules: &[(&str, &str, &[&str])]) -> Result<()> {
+    let rules: Vec<Value> = rules
+        .iter()
+        .map(|(group, plural, verbs)| json!({"apiGroups": [group], "resources": [plural], "verbs": verbs}))
+        .collect();
+    world.apply(&json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole",
+        "metadata": {"name": "limited"}, "rules": rules,
+    }))?;
+    world.apply(&json!({
+        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
+        "metadata": {"name": "limited"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "limited"},
+        "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": LIMITED.user}],
+    }))
+}
+
+const BOTH: &[&str] = &["list", "watch"];
+
+/// Services, slices and the Node are needed; ServiceCIDRs and events are not.
+pub(super) fn what_rbac_denies_comes_once_granted(world: &mut World) -> Result<()> {
+    grant(world, &[("", "services", BOTH), ("", "nodes", BOTH)])?;
+    world.create(&world.service("web"))?;
+    world.create(&world.slice("web-1", "web", &[1]))?;
+
+    let mut follower = Follower::start(world, LIMITED)?;
+    follower.wait_served(world, &[("web:main", &[])])?;
+    follower.wait(world, "being denied", |follower| {
+        follower.state.errors(ResourceKind::EndpointSlices, Reason::Forbidden) >= 2
+            && follower.state.errors(ResourceKind::ServiceCidrs, Reason::Forbidden) >= 1
+    })?;
+    ensure!(follower.state.connected(ResourceKind::Services), "services are watched");
+    ensure!(!follower.state.connected(ResourceKind::EndpointSlices), "slices cannot be watched");
+    for kind in [ResourceKind::EndpointSlices, ResourceKind::ServiceCidrs] {
+        ensure!(follower.state.denied(kind) == Verb::ALL, "{kind}: denied {:?}", follower.state.denied(kind));
+        let problem = follower.state.problem(kind).unwrap_or_default();
+        ensure!(problem.contains(kind.plural()) && problem.contains("forbidden"), "{kind}: {problem:?}");
+    }
+    ensure!(follower.state.denied(ResourceKind::Services).is_empty(), "services are allowed");
+    ensure!(follower.replaced_slices() == 0, "nothing is sent before it has been listed");
+    let recorder = world.block_on(async { Recorder::new(follower.api.clone(), NODE, "host") });
+    recorder.record(Event::node(Type::Normal, "Starting", "StartKubeProxy", ""));
+    world.block_on(recorder.flush());
+    ensure!(recorder.count(Outcome::Refused) == 1, "the event is refused, once and for all");
+
+    // The rest works while ServiceCIDRs are still denied.
+    grant(
+        world,
+        &[("", "services", BOTH), ("", "nodes", BOTH), ("discovery.k8s.io", "endpointslices", BOTH)],
+    )?;
+    follower.wait_served(world, &[("web:main", &["10.0.0.1:8080"])])?;
+    ensure!(follower.state.connected(ResourceKind::EndpointSlices), "slices are watched");
+    ensure!(follower.state.denied(ResourceKind::EndpointSlices).is_empty(), "slices are allowed");
+    ensure!(!follower.state.connected(ResourceKind::ServiceCidrs), "ServiceCIDRs are still denied");
+    Ok(())
+}
+
+/// As kube-proxy: it lists again and again.
+pub(super) fn a_resource_that_may_be_listed_only_is_listed_again(world: &mut World) -> Result<()> {
+    let rest: [(&str, &str, &[&str]); 3] = [
+        ("", "nodes", BOTH),
+        ("discovery.k8s.io", "endpointslices", BOTH),
+        ("networking.k8s.io", "servicecidrs", BOTH),
+    ];
+    grant(world, &[&[("", "services", &["list"] as &[&str])], rest.as_slice()].concat())?;
+    world.create(&world.service("first"))?;
+    let mut follower = Follower::start(world, LIMITED)?;
+    follower.wait_served(world, &[("first:main", &[])])?;
+    world.create(&world.service("second"))?;
+    follower.wait_served(world, &[("first:main", &[]), ("second:main", &[])])?;
+    ensure!(follower.state.denied(ResourceKind::Services) == [Verb::Watch], "watch is denied, list is not");
+    ensure!(follower.state.lists(ResourceKind::Services, ListMethod::Paged) >= 2, "by listing again");
+
+    grant(world, &[&[("", "services", BOTH)], rest.as_slice()].concat())?;
+    follower.wait(world, "the watch", |follower| {
+        follower.state.denied(ResourceKind::Services).is_empty()
+            && follower.state.connected(ResourceKind::Services)
+    })
+}
+
+/// The account is deleted and made again, which ends all its tokens; connections break, and the kubelet writes a new
+/// token into the file some time later.
+pub(super) fn a_revoked_token_is_replaced_in_its_file(world: &mut World) -> Result<()> {
+    account(world)?;
+    let kubeconfig = world.server.kubeconfig_with("rotated", &token(world)?)?;
+    let relay = Relay::start(world)?;
+    let mut follower = Follower::start_with(world, &copy_at(world, &kubeconfig, relay.address)?)?;
+    world.create(&world.service("before"))?;
+    follower.wait_served(world, &[("before:main", &[])])?;
+
+    world.delete(&json!({
+        "apiVersion": "v1", "kind": "ServiceAccount",
+        "metadata": {"namespace": "kube-system", "name": ACCOUNT},
+    }))?;
+    account(world)?;
+    follower.wait(world, "the old token being refused", |follower| {
+        let all = |has: fn(&Follower, ResourceKind) -> bool| {
+            follower.state.kinds().into_iter().all(|kind| has(follower, kind))
+        };
+        // The API server goes on believing a token for some seconds.
+        if all(|follower, kind| follower.state.connected(kind)) {
+            relay.cut();
+            relay.mend();
+        }
+        all(|follower, kind| follower.state.errors(kind, Reason::Unauthorized) > 0)
+    })?;
+    world.create(&world.service("after"))?;
+    ensure!(follower.served().len() == 1, "nothing can have come, nothing may have gone");
+    std::fs::write(world.server.directory().join("rotated.token"), token(world)?)
+        .context("writing the token")?;
+    follower.wait_served(world, &[("after:main", &[]), ("before:main", &[])])?;
+    for kind in follower.state.kinds() {
+        ensure!(follower.state.lists(kind, ListMethod::Streamed) == 1, "{kind} goes on where it was");
+    }
+    Ok(())
+}

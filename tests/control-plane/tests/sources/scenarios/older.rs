@@ -1,0 +1,132 @@
+//! API servers that have other APIs for endpoints.
+
+use anyhow::{Result, ensure};
+use control_plane::PROXY;
+use proxy_ctl::source::kubernetes::{ListMethod, ResourceKind};
+use serde_json::{Value, json};
+
+use crate::{
+    fake::{Fake, SLICES},
+    follower::{Follower, NODE},
+    world::World,
+};
+
+fn endpoints(world: &World, name: &str, subsets: Value) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Endpoints",
+        "metadata": {"namespace": world.namespace(), "name": name}, "subsets": subsets,
+    })
+}
+
+fn subset(addresses: &[&str], port: u16) -> Value {
+    let addresses: Vec<Value> = addresses.iter().map(|address| json!({"ip": address})).collect();
+    json!({"addresses": addresses, "ports": [{"name": "main", "protocol": "TCP", "port": port}]})
+}
+
+/// A real API server with EndpointSlices switched off; it is upgraded, and goes back.
+pub(super) fn without_slices_endpoints_are_watched(world: &mut World) -> Result<()> {
+    let mut before = Follower::listed(world, PROXY)?;
+    world.server.set_flags(vec!["--runtime-config=discovery.k8s.io/v1=false".into()]);
+    world.server.restart()?;
+    let web = world.service("web");
+    world.create(&web)?;
+    let object =
+        endpoints(world, "web", json!([subset(&["10.0.0.1", "10.0.0.2"], 8080), subset(&["10.0.0.3"], 81)]));
+    world.create(&object)?;
+
+    let served: [(&str, &[&str]); 1] = [("web:main", &["10.0.0.1:8080", "10.0.0.2:8080", "10.0.0.3:81"])];
+    let mut follower = Follower::listed(world, PROXY)?;
+    follower.wait_served(world, &served)?;
+    ensure!(
+        follower.state.kinds()
+            == [
+                ResourceKind::Services,
+                ResourceKind::Endpoints,
+                ResourceKind::Nodes,
+                ResourceKind::ServiceCidrs
+            ],
+        "watched: {:?}",
+        follower.state.kinds()
+    );
+    ensure!(follower.state.lists(ResourceKind::Endpoints, ListMethod::Paged) == 1, "listed in pages");
+    // One that followed before the server went back follows too.
+    before.wait_served(world, &served)?;
+    ensure!(before.state.kinds().contains(&ResourceKind::Endpoints), "{:?}", before.state.kinds());
+
+    // One step for one object, whatever becomes of its subsets.
+    world.apply(&endpoints(world, "web", json!([subset(&["10.0.0.4"], 8080)])))?;
+    follower.wait_served(world, &[("web:main", &["10.0.0.4:8080"])])?;
+    let mut not_ready = subset(&["10.0.0.4"], 8080);
+    not_ready["notReadyAddresses"] = json!([{"ip": "10.0.0.5"}]);
+    world.apply(&endpoints(world, "web", json!([not_ready, subset(&["10.0.0.6"], 82)])))?;
+    follower.wait_served(world, &[("web:main", &["10.0.0.4:8080", "10.0.0.6:82"])])?;
+    world.delete(&object)?;
+    follower.wait_served(world, &[("web:main", &[])])?;
+
+    world.server.set_flags(Vec::new());
+    world.server.restart()?;
+    world.create(&world.slice("web-1", "web", &[7]))?;
+    for follower in [&mut follower, &mut before] {
+        follower.wait_served(world, &[("web:main", &["10.0.0.7:8080"])])?;
+        ensure!(!follower.state.kinds().contains(&ResourceKind::Endpoints), "{:?}", follower.state.kinds());
+        ensure!(follower.state.connected(ResourceKind::EndpointSlices), "slices are watched");
+    }
+    Ok(())
+}
+
+fn slice_v1beta1(world: &World, name: &str, endpoints: Value) -> Value {
+    json!({
+        "apiVersion": "discovery.k8s.io/v1beta1", "kind": "EndpointSlice",
+        "metadata": {
+            "namespace": world.namespace(), "name": name, "labels": {"kubernetes.io/service-name": "web"},
+        },
+        "addressType": "IPv4", "endpoints": endpoints,
+        "ports": [{"name": "main", "protocol": "TCP", "port": 8080}],
+    })
+}
+
+/// What no real API server serves any more.
+pub(super) fn slices_of_v1beta1_are_watched(world: &mut World) -> Result<()> {
+    let fake = Fake::start(world)?;
+    let mut web = world.service("web");
+    web["spec"]["clusterIP"] = json!("10.96.0.10");
+    web["spec"]["internalTrafficPolicy"] = json!("Local");
+    fake.apply(&web);
+    // As the controller of 1.19 writes them: the node is in the topology only.
+    let here = json!({"addresses": ["10.0.0.1"], "conditions": {"ready": true},
+        "topology": {"kubernetes.io/hostname": NODE, "topology.kubernetes.io/zone": "a"}});
+    let there = json!({"addresses": ["10.0.0.2"], "conditions": {"ready": true},
+        "topology": {"kubernetes.io/hostname": "another-node"}});
+    fake.apply(&slice_v1beta1(world, "web-1", json!([here, there])));
+
+    let mut follower = Follower::start_with(world, &fake.kubeconfig(world)?)?;
+    let local = |follower: &Follower| {
+        let desired = follower.model.desired();
+        let ports = desired.iter().flat_map(|port| &port.endpoints.all);
+        ports.map(|endpoint| endpoint.address.to_string()).collect::<Vec<_>>()
+    };
+    follower.wait(world, "the local endpoint", |follower| local(follower) == ["10.0.0.1"])?;
+    ensure!(
+        follower.state.kinds() == [ResourceKind::Services, ResourceKind::EndpointSlices, ResourceKind::Nodes],
+        "watched: {:?}",
+        follower.state.kinds()
+    );
+    ensure!(
+        fake.requests().iter().any(|request| request.starts_with(&format!("GET {SLICES}?"))),
+        "v1beta1 is asked"
+    );
+
+    let also_here = json!({"addresses": ["10.0.0.3"], "topology": {"kubernetes.io/hostname": NODE}});
+    let second = slice_v1beta1(world, "web-2", json!([also_here]));
+    fake.apply(&second);
+    follower.wait(world, "the second slice", |follower| local(follower) == ["10.0.0.1", "10.0.0.3"])?;
+    fake.delete(&second);
+    follower.wait(world, "its end", |follower| local(follower) == ["10.0.0.1"])?;
+
+    let mut upgraded = world.slice("web-1", "web", &[4]);
+    upgraded["endpoints"][0]["nodeName"] = json!(NODE);
+    fake.upgrade(vec![upgraded]);
+    follower.wait(world, "the slices of v1", |follower| local(follower) == ["10.0.0.4"])?;
+    ensure!(follower.replaced_slices() == 2, "one list of each version");
+    Ok(())
+}

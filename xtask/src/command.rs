@@ -84,7 +84,8 @@ pub(crate) fn built_release(program: &str) -> PathBuf {
     target().join("release").join(program)
 }
 
-fn target() -> PathBuf {
+/// Where cargo puts what it builds.
+pub(crate) fn target() -> PathBuf {
     let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace().join("target"), PathBuf::from);
     workspace().join(target)
 }

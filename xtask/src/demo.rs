@@ -1,76 +1,51 @@
-//! Builds and runs the programs that show and measure.
+//! Builds and runs the programs that show and measure. Their arguments are theirs alone, and passed on.
 
-use std::process::ExitCode;
+use std::{ffi::OsString, process::ExitCode};
 
 use anyhow::{Context as _, Result};
 use clap::Args;
 
 use crate::{
-    command::{as_root, built, built_release, cargo, run as execute},
+    command::{as_root, built, built_release, cargo, describe, run as execute},
     setup,
 };
 
 #[derive(Args)]
-pub(crate) struct DemoArguments {
-    /// Feed the proxies from a real etcd and kube-apiserver
-    #[arg(long)]
-    api_server: bool,
-    /// Leave the cluster up and print how to look around
-    #[arg(long)]
-    keep: bool,
-    /// Remove clusters that were kept
-    #[arg(long)]
-    remove: bool,
-    /// Seconds that each step is shown
-    #[arg(long, default_value_t = 3)]
-    seconds: u64,
+#[command(disable_help_flag = true)]
+pub(crate) struct Arguments {
+    /// See --help, which is built first
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENT")]
+    arguments: Vec<OsString>,
 }
 
-#[derive(Args)]
-pub(crate) struct BenchArguments {
-    /// Rounds, alternating between direct and through the service
-    #[arg(long, default_value_t = 5)]
-    rounds: u32,
-    /// Seconds of each measurement
-    #[arg(long, default_value_t = 2.0)]
-    seconds: f64,
-    /// Services in the second half of the table
-    #[arg(long, default_value_t = 10_000)]
-    services: u32,
-}
-
-fn build(profile: &[&str]) -> Result<()> {
-    setup::run_setup()?;
-    println!("building proxy-ctl and the lab");
-    execute(cargo(&["build", "-p", "proxy-ctl", "-p", "lab", "-p", "behaviour", "--bins"]).args(profile))
-}
-
-fn finish(mut command: std::process::Command) -> Result<ExitCode> {
-    let status =
-        command.status().with_context(|| format!("starting {}", crate::command::describe(&command)))?;
-    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-pub(crate) fn demo(arguments: &DemoArguments) -> Result<ExitCode> {
-    build(&[])?;
-    let mut demo = as_root(built("lab-demo"));
-    for (wanted, flag) in
-        [(arguments.api_server, "--api-server"), (arguments.keep, "--keep"), (arguments.remove, "--remove")]
-    {
-        if wanted {
-            demo.arg(flag);
-        }
+impl Arguments {
+    fn ask_for_help(&self) -> bool {
+        self.arguments.iter().any(|argument| argument == "--help" || argument == "-h")
     }
-    demo.arg(format!("--seconds={}", arguments.seconds));
-    finish(demo)
+
+    /// Builds what `program` needs, and runs it.
+    fn run(&self, program: &str, profile: &[&str]) -> Result<ExitCode> {
+        let mut build = cargo(&["build", "-p", "behaviour", "--bins"]);
+        if self.ask_for_help() {
+            build.arg("-q");
+        } else {
+            setup::run_setup()?;
+            println!("building proxy-ctl and the lab");
+            build.args(["-p", "proxy-ctl", "-p", "lab"]);
+        }
+        execute(build.args(profile))?;
+        let mut command = as_root(if profile.is_empty() { built(program) } else { built_release(program) });
+        command.args(&self.arguments);
+        let status = command.status().with_context(|| format!("starting {}", describe(&command)))?;
+        Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
 }
 
-pub(crate) fn bench(arguments: &BenchArguments) -> Result<ExitCode> {
+pub(crate) fn demo(arguments: &Arguments) -> Result<ExitCode> {
+    arguments.run("lab-demo", &[])
+}
+
+pub(crate) fn bench(arguments: &Arguments) -> Result<ExitCode> {
     // The agents' own time is part of what is measured.
-    build(&["--release"])?;
-    let mut bench = as_root(built_release("lab-bench"));
-    bench.arg(format!("--rounds={}", arguments.rounds));
-    bench.arg(format!("--seconds={}", arguments.seconds));
-    bench.arg(format!("--services={}", arguments.services));
-    finish(bench)
+    arguments.run("lab-bench", &["--release"])
 }

@@ -1,7 +1,9 @@
 //! `cargo xtask`: everything that is done with this repository, each by one command.
 
+mod cache;
 mod command;
 mod demo;
+mod image;
 mod setup;
 mod suites;
 mod test;
@@ -30,9 +32,11 @@ enum Task {
     /// Run everything that proves the project on this machine
     Test(test::Arguments),
     /// Show proxy-ctl at work on a small cluster in network namespaces
-    Demo(demo::DemoArguments),
+    Demo(demo::Arguments),
     /// Compare connections through services with direct ones
-    Bench(demo::BenchArguments),
+    Bench(demo::Arguments),
+    /// Write a container image, without a container engine
+    Image(image::Arguments),
     /// Run the core scenarios on another kernel, in a virtual machine
     Vm(vm::Arguments),
 }
@@ -43,6 +47,7 @@ fn main() -> ExitCode {
         Task::Test(arguments) => test::run(&arguments),
         Task::Demo(arguments) => demo::demo(&arguments),
         Task::Bench(arguments) => demo::bench(&arguments),
+        Task::Image(arguments) => image::run(&arguments),
         Task::Vm(arguments) => vm::run(&arguments),
     };
     result.unwrap_or_else(|error| {

@@ -7,7 +7,7 @@ use clap::Args;
 
 use crate::{
     command::{as_root, built, cargo, find, is_root, run as execute},
-    setup,
+    image, setup,
     suites::{Count, Kind, Report, Suite},
     vm,
 };
@@ -145,6 +145,15 @@ fn root_suites(arguments: &Arguments) -> Vec<Suite> {
         behaviour("behaviour off", &["--proxy", "ebpf", "--path", "off"]),
         tests("control plane", &["-p", "control-plane", "--tests"]),
     ];
+    let mut deploy = tests("deploy", &["-p", "deploy", "--test", "deploy"]);
+    if deploy.name.contains(&arguments.suite) {
+        println!("building an image, not optimised");
+        match image::for_tests() {
+            Ok(file) => deploy.command.env("PROXY_IMAGE", file),
+            Err(error) => deploy.command.env("PROXY_NO_IMAGE", format!("{error:#}")),
+        };
+    }
+    suites.push(deploy);
     if arguments.kube_proxy {
         suites.push(behaviour("kube-proxy iptables", &["--proxy", "kube-proxy-iptables"]));
         suites.push(behaviour("kube-proxy nftables", &["--proxy", "kube-proxy-nftables"]));

@@ -3,7 +3,7 @@
 //! Kernel packages are unpacked into the cache folder; nothing of them is installed.
 
 use std::{
-    env, fs,
+    fs,
     path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
 };
@@ -12,6 +12,7 @@ use anyhow::{Context as _, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 
 use crate::{
+    cache,
     command::{as_root, built, cargo, find, output, run as execute},
     setup,
     suites::{Kind, Suite},
@@ -113,41 +114,25 @@ fn command(kernel: Kernel, filter: &str) -> Result<Command> {
     Ok(command)
 }
 
-fn cache() -> Result<PathBuf> {
-    let base = env::var_os("XDG_CACHE_HOME")
-        .map(PathBuf::from)
-        .or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")))
-        .ok_or_else(|| anyhow!("neither XDG_CACHE_HOME nor HOME is set"))?;
-    let cache = base.join("proxy-ctl").join("vm");
-    fs::create_dir_all(&cache).with_context(|| format!("creating {}", cache.display()))?;
-    Ok(cache)
-}
-
 /// virtme-ng: from PATH, or installed into a Python environment of its own.
 fn virtme() -> Result<PathBuf> {
     setup::install_for_vm()?;
     if let Some(found) = find("vng") {
         return Ok(found);
     }
-    let environment = cache()?.join("venv");
-    let vng = environment.join("bin/vng");
-    if !vng.exists() {
-        println!("installing {VIRTME}, which boots kernels with this machine's files");
-        execute(Command::new("python3").args(["-m", "venv"]).arg(&environment))?;
-        execute(Command::new(environment.join("bin/pip")).args(["install", "-q", VIRTME]))?;
-    }
-    Ok(vng)
+    let environment = cache::python_environment(VIRTME, "booting kernels with this machine's files")?;
+    Ok(environment.join("bin/vng"))
 }
 
 /// The kernel's image, unpacked in the cache; its modules lie beside it.
 fn image(kernel: Kernel) -> Result<PathBuf> {
-    let folder = cache()?.join(kernel.name());
+    let folder = cache::folder("vm")?.join(kernel.name());
     if let Some(image) = image_in(&folder) {
         return Ok(image);
     }
     println!("downloading Debian's newest package of kernel {}", kernel.name());
-    let apt = PrivateApt::create(&cache()?.join("apt"))?;
-    let downloads = cache()?.join("packages");
+    let apt = PrivateApt::create(&cache::folder("vm")?.join("apt"))?;
+    let downloads = cache::folder("vm")?.join("packages");
     fs::create_dir_all(&downloads)?;
     for prefix in kernel.packages() {
         let package = apt.newest(prefix)?;

@@ -7,14 +7,12 @@ use std::{
 
 use nix::{
     mount::{MsFlags, mount},
-    sys::statfs::{CGROUP2_SUPER_MAGIC, statfs},
+    sys::statfs::{BPF_FS_MAGIC, CGROUP2_SUPER_MAGIC, statfs},
 };
-
-const BPF_FS_MAGIC: u64 = 0xcafe_4a11;
 
 /// Whether `path` exists and lies on a bpffs.
 pub fn is_bpffs(path: &Path) -> io::Result<bool> {
-    Ok(statfs(path)?.filesystem_type().0.cast_unsigned() == BPF_FS_MAGIC)
+    Ok(statfs(path)?.filesystem_type() == BPF_FS_MAGIC)
 }
 
 /// Whether `path` is a folder of cgroup v2.
@@ -50,9 +48,10 @@ fn cgroup_path(cgroups: &str) -> Option<&str> {
 }
 
 /// `mountinfo` lines: `36 35 98:0 /root /mount/point options fields - type source options`. A mount of the hierarchy's
-/// root is better than a bind mount of a cgroup below it.
+/// root is better than a bind mount of a cgroup below it. In a cgroup namespace `/` is only that namespace's root, and
+/// what lies above it is `/..`: a container that is shown the node's cgroups has both.
 fn cgroup_root_in(mountinfo: &str) -> Option<PathBuf> {
-    let mut below = None;
+    let mut best: Option<(usize, PathBuf)> = None;
     for line in mountinfo.lines() {
         let Some((left, right)) = line.split_once(" - ") else { continue };
         if right.split(' ').next() != Some("cgroup2") {
@@ -60,13 +59,24 @@ fn cgroup_root_in(mountinfo: &str) -> Option<PathBuf> {
         }
         let mut words = left.split(' ').skip(3);
         let (Some(root), Some(point)) = (words.next(), words.next()) else { continue };
-        let point = PathBuf::from(unescape(point));
-        if root == "/" {
-            return Some(point);
+        let height = height(root);
+        if best.as_ref().is_none_or(|(best, _)| height > *best) {
+            best = Some((height, PathBuf::from(unescape(point))));
         }
-        below.get_or_insert(point);
     }
-    below
+    best.map(|(_, point)| point)
+}
+
+/// 0 for a cgroup below the root of our cgroup namespace, 1 for that root, and 1 more for each cgroup above it.
+fn height(root: &str) -> usize {
+    let mut above = 0;
+    for part in root.split('/').filter(|part| !part.is_empty()) {
+        if part != ".." {
+            return 0;
+        }
+        above += 1;
+    }
+    1 + above
 }
 
 /// Spaces and the like are written in octal: `\040`.
@@ -93,6 +103,15 @@ mod tests {
     fn a_mount_below_the_root_is_better_than_none() {
         let mounts = "40 22 0:27 /pods /mnt/a\\040b rw - cgroup2 none rw\n";
         assert_eq!(cgroup_root_in(mounts), Some("/mnt/a b".into()));
+    }
+
+    #[test]
+    fn in_a_container_the_nodes_cgroups_are_better_than_its_own() {
+        let mounts = "30 22 0:26 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n\
+            31 22 0:26 /../../.. /host/cgroup ro - cgroup2 cgroup rw\n\
+            32 22 0:26 /.. /pod ro - cgroup2 cgroup rw\n\
+            33 22 0:26 /../other /sibling ro - cgroup2 cgroup rw\n";
+        assert_eq!(cgroup_root_in(mounts), Some("/host/cgroup".into()));
     }
 
     #[test]

@@ -1,0 +1,47 @@
+{{- define "proxy-ctl.labels" -}}
+k8s-app: proxy-ctl
+{{- end }}
+
+{{- define "proxy-ctl.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{/* KubeProxyConfiguration: the chart's own fields below those of the values. */}}
+{{- define "proxy-ctl.config" -}}
+{{- $metrics := ternary "0.0.0.0:10249" "127.0.0.1:10249" .Values.monitoring.podMonitor.enabled -}}
+{{- $own := dict
+  "apiVersion" "kubeproxy.config.k8s.io/v1alpha1"
+  "kind" "KubeProxyConfiguration"
+  "clientConnection" (dict "kubeconfig" "/var/lib/kube-proxy/kubeconfig.conf")
+  "metricsBindAddress" $metrics
+  "mode" "ebpf" -}}
+{{- toYaml (mergeOverwrite $own (deepCopy .Values.config)) }}
+{{- end }}
+
+{{/* The port of an address that ends in one. */}}
+{{- define "proxy-ctl.port" -}}
+{{ regexFind "[0-9]+$" . }}
+{{- end }}
+
+{{- define "proxy-ctl.healthz" -}}
+{{ .Values.config.healthzBindAddress | default "0.0.0.0:10256" }}
+{{- end }}
+
+{{/* A probe; kubelet asks on loopback where only that is listened on. */}}
+{{- define "proxy-ctl.probe" -}}
+{{- $address := include "proxy-ctl.healthz" .root -}}
+httpGet:
+  path: {{ .path }}
+  port: healthz
+{{- if or (hasPrefix "127." $address) (hasPrefix "[::1]" $address) }}
+  host: {{ regexReplaceAll "^\\[?([^\\]]*?)\\]?:[0-9]+$" $address "${1}" | quote }}
+{{- end }}
+{{- end }}
+
+{{- define "proxy-ctl.nodeName" -}}
+env:
+  - name: NODE_NAME
+    valueFrom:
+      fieldRef:
+        fieldPath: spec.nodeName
+{{- end }}

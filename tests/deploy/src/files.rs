@@ -1,0 +1,62 @@
+//! The files of deploy/ as data.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, Result};
+use serde_json::Value;
+
+/// The repository's root.
+pub fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// `deploy/<name>`.
+pub fn path(name: &str) -> PathBuf {
+    repository().join("deploy").join(name)
+}
+
+pub fn text(name: &str) -> Result<String> {
+    let path = path(name);
+    fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
+}
+
+/// The documents of a YAML text, empty ones left out.
+pub fn documents(text: &str) -> Result<Vec<Value>> {
+    let documents: Vec<Value> = serde_saphyr::from_multiple(text)?;
+    Ok(documents.into_iter().filter(|document| !document.is_null()).collect())
+}
+
+/// The documents of `deploy/<name>`, which is a file or a folder of them.
+pub fn objects(name: &str) -> Result<Vec<Value>> {
+    let path = path(name);
+    let mut files = Vec::new();
+    if path.is_dir() {
+        for found in fs::read_dir(&path).with_context(|| format!("reading {}", path.display()))? {
+            files.push(found?.path());
+        }
+        files.retain(|file| file.extension().is_some_and(|extension| extension == "yaml"));
+        files.sort();
+    } else {
+        files.push(path);
+    }
+    let mut objects = Vec::new();
+    for file in files {
+        let text = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
+        objects.extend(documents(&text).with_context(|| file.display().to_string())?);
+    }
+    Ok(objects)
+}
+
+/// Kind and name.
+pub fn identity(object: &Value) -> (String, String) {
+    let text = |pointer| object.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
+    (text("/kind"), text("/metadata/name"))
+}
+
+/// The first object of a kind.
+pub fn of_kind<'a>(objects: &'a [Value], kind: &str) -> Result<&'a Value> {
+    objects.iter().find(|object| object["kind"] == kind).with_context(|| format!("there is no {kind}"))
+}

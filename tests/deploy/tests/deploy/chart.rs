@@ -1,0 +1,175 @@
+//! The chart, by helm.
+
+use std::{
+    collections::BTreeMap,
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use deploy::{files, tools::Tool};
+use serde_json::Value;
+
+use super::Outcome;
+
+/// What the chart asks for, and the manifests have.
+const SERVER: &str = "apiServer=https://api-server.example:6443";
+
+/// `None`: there is no helm, and the reason.
+pub(super) fn render(values: &[&str]) -> Result<Result<Vec<Value>, String>> {
+    let helm = match Tool::Helm.path() {
+        Ok(helm) => helm,
+        Err(error) => return Ok(Err(format!("{error:#}"))),
+    };
+    let mut command = Command::new(helm);
+    command.args(["template", "proxy-ctl"]).arg(files::path("chart"));
+    command.args(["--namespace", "kube-system", "--set", SERVER]);
+    for value in values {
+        command.args(["--set", value]);
+    }
+    let output = command.stdin(Stdio::null()).output().context("starting helm")?;
+    if !output.status.success() {
+        bail!("helm template: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    files::documents(&String::from_utf8_lossy(&output.stdout)).map(Ok)
+}
+
+macro_rules! rendered {
+    ($values:expr) => {
+        match render($values)? {
+            Ok(objects) => objects,
+            Err(reason) => return Ok(Outcome::Skipped(reason)),
+        }
+    };
+}
+
+fn by_identity(objects: Vec<Value>) -> BTreeMap<(String, String), Value> {
+    objects.into_iter().map(|object| (files::identity(&object), object)).collect()
+}
+
+fn same(rendered: Vec<Value>, written: Vec<Value>, what: &str) -> Result<()> {
+    let (rendered, written) = (by_identity(rendered), by_identity(written));
+    let names = |objects: &BTreeMap<(String, String), Value>| objects.keys().cloned().collect::<Vec<_>>();
+    ensure!(
+        names(&rendered) == names(&written),
+        "{what}: the chart has {:?}, deploy/ has {:?}",
+        names(&rendered),
+        names(&written)
+    );
+    for (name, object) in &rendered {
+        let mut differences = Vec::new();
+        differ(object, &written[name], "", &mut differences);
+        ensure!(differences.is_empty(), "{what}: {} {}: {}", name.0, name.1, differences.join("; "));
+    }
+    Ok(())
+}
+
+/// Where two values differ, with both.
+fn differ(chart: &Value, manifest: &Value, at: &str, differences: &mut Vec<String>) {
+    match (chart, manifest) {
+        (Value::Object(left), Value::Object(right)) => {
+            let names: std::collections::BTreeSet<_> = left.keys().chain(right.keys()).collect();
+            for name in names {
+                let (left, right) = (left.get(name), right.get(name));
+                let at = format!("{at}.{name}");
+                differ(left.unwrap_or(&Value::Null), right.unwrap_or(&Value::Null), &at, differences);
+            }
+        }
+        (Value::Array(left), Value::Array(right)) if left.len() == right.len() => {
+            for (index, (left, right)) in left.iter().zip(right).enumerate() {
+                differ(left, right, &format!("{at}[{index}]"), differences);
+            }
+        }
+        (left, right) if left == right => {}
+        (left, right) => differences.push(format!("{at}: the chart has {left}, the manifest has {right}")),
+    }
+}
+
+pub(super) fn the_chart_renders_the_manifests() -> Result<Outcome> {
+    same(rendered!(&[]), files::objects("manifests")?, "manifests")?;
+
+    let least = rendered!(&["privileged=false"]);
+    let daemon_set = least.into_iter().filter(|object| object["kind"] == "DaemonSet").collect();
+    same(daemon_set, files::objects("least-capabilities")?, "least-capabilities")?;
+
+    let monitored =
+        rendered!(&["monitoring.podMonitor.enabled=true", "monitoring.prometheusRule.enabled=true"]);
+    let monitoring = monitored
+        .into_iter()
+        .filter(|object| ["PodMonitor", "PrometheusRule"].iter().any(|kind| object["kind"] == *kind))
+        .collect();
+    same(monitoring, files::objects("monitoring")?, "monitoring")?;
+    Ok(Outcome::Passed)
+}
+
+pub(super) fn wrong_values_are_refused() -> Result<Outcome> {
+    drop(rendered!(&[]));
+    let cases = [
+        ("apiServer=", "apiServer is required"),
+        ("apiServer=10.0.0.1:6443", "apiServer"),
+        ("privilged=false", "privilged"),
+        ("privileged=sometimes", "privileged"),
+        ("config.healthzBindAddress=0.0.0.0", "healthzBindAddress"),
+    ];
+    for (value, named) in cases {
+        match render(&[value]) {
+            Ok(_) => bail!("--set {value} is accepted"),
+            Err(error) => ensure!(format!("{error:#}").contains(named), "--set {value}: {error:#}"),
+        }
+    }
+    Ok(Outcome::Passed)
+}
+
+pub(super) fn the_chart_follows_its_values() -> Result<Outcome> {
+    let objects = rendered!(&[
+        "config.ebpf.socketLoadBalancing=host",
+        "config.mode=nftables",
+        "config.healthzBindAddress=127.0.0.1:11256",
+        "monitoring.podMonitor.enabled=true",
+        "monitoring.dashboard.enabled=true",
+        "image.repository=registry.example/proxy-ctl",
+        "image.tag=9.9",
+    ]);
+    let map = |name: &str| {
+        objects.iter().find(|object| object["kind"] == "ConfigMap" && object["metadata"]["name"] == name)
+    };
+    let config =
+        map("proxy-ctl").and_then(|map| map["data"]["config.conf"].as_str()).context("config.conf")?;
+    let config = files::documents(config)?.pop().context("config.conf is empty")?;
+    ensure!(config["ebpf"]["socketLoadBalancing"] == "host" && config["mode"] == "nftables", "{config}");
+    // What is scraped from outside must be reachable there.
+    ensure!(config["metricsBindAddress"] == "0.0.0.0:10249", "{config}");
+
+    let container = &files::of_kind(&objects, "DaemonSet")?["spec"]["template"]["spec"]["containers"][0];
+    ensure!(container["image"] == "registry.example/proxy-ctl:9.9", "{container}");
+    ensure!(container["ports"][0]["containerPort"] == 11256, "{container}");
+    for probe in ["startupProbe", "livenessProbe", "readinessProbe"] {
+        ensure!(container[probe]["httpGet"]["host"] == "127.0.0.1", "{probe}: {container}");
+    }
+
+    let dashboard = map("proxy-ctl-dashboard").context("no dashboard")?;
+    let text = dashboard["data"]["proxy-ctl.json"].as_str().context("proxy-ctl.json")?;
+    let file: Value = serde_json::from_str(&files::text("chart/files/dashboard.json")?)?;
+    ensure!(serde_json::from_str::<Value>(text)? == file, "the ConfigMap holds another dashboard");
+    Ok(Outcome::Passed)
+}
+
+pub(super) fn versions_are_those_of_the_workspace() -> Result<Outcome> {
+    let version = env!("CARGO_PKG_VERSION");
+    let chart = files::documents(&files::text("chart/Chart.yaml")?)?.pop().context("Chart.yaml is empty")?;
+    ensure!(chart["version"] == version && chart["appVersion"] == version, "Chart.yaml: {chart}");
+    let image = format!("localhost/proxy-ctl:{version}");
+    let pointers = ["/spec/template/spec/containers/0/image", "/spec/template/spec/initContainers/0/image"];
+    for (file, expected) in [("manifests", 1), ("least-capabilities", 2), ("kubeadm/patch.yaml", 1)] {
+        let objects = files::objects(file)?;
+        let images: Vec<_> = objects
+            .iter()
+            .flat_map(|object| pointers.map(|pointer| object.pointer(pointer)))
+            .flatten()
+            .collect();
+        ensure!(
+            images.len() == expected && images.iter().all(|found| **found == image),
+            "{file}: {images:?}"
+        );
+    }
+    Ok(Outcome::Passed)
+}

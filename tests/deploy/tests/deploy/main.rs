@@ -1,0 +1,68 @@
+//! What deploy/ says is right, and works: chart and manifests are the same, the API server accepts them, rules and
+//! dashboard ask for metrics that exist, and the image does its work with what the manifests allow it.
+//!
+//! `cargo test -p deploy --test deploy [-- part of a name]`
+
+mod chart;
+mod container;
+mod monitoring;
+mod objects;
+
+use std::{
+    env,
+    panic::{AssertUnwindSafe, catch_unwind},
+    process::ExitCode,
+    time::Instant,
+};
+
+use anyhow::{Result, anyhow};
+
+/// How a check ended that did not fail.
+enum Outcome {
+    Passed,
+    /// What this machine lacks.
+    Skipped(String),
+}
+
+type Check = (&'static str, fn() -> Result<Outcome>);
+
+const CHECKS: &[Check] = &[
+    ("versions are those of the workspace", chart::versions_are_those_of_the_workspace),
+    ("the chart renders the manifests", chart::the_chart_renders_the_manifests),
+    ("wrong values of the chart are refused", chart::wrong_values_are_refused),
+    ("the chart follows its values", chart::the_chart_follows_its_values),
+    ("the dashboard opens without editing", monitoring::the_dashboard_opens_without_editing),
+    ("rules are right and fire when they should", monitoring::rules_fire_when_they_should),
+    ("the API server accepts everything", objects::the_api_server_accepts_everything),
+    ("rules and dashboard name metrics that exist", monitoring::metrics_exist),
+    ("kubeadm's DaemonSet is patched and restored", objects::kubeadm_is_patched_and_restored),
+    ("the image serves with the capabilities of the manifests", container::the_image_serves),
+];
+
+fn main() -> ExitCode {
+    let filter = env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
+    let start = Instant::now();
+    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
+    for (name, check) in CHECKS.iter().filter(|(name, _)| name.contains(&filter)) {
+        let start = Instant::now();
+        let judged = catch_unwind(AssertUnwindSafe(check)).unwrap_or_else(|_| Err(anyhow!("panicked")));
+        let seconds = start.elapsed().as_secs_f32();
+        match judged {
+            Ok(Outcome::Passed) => {
+                passed += 1;
+                println!("  passed  {name} ({seconds:.1} s)");
+            }
+            Ok(Outcome::Skipped(reason)) => {
+                skipped += 1;
+                println!("  skipped {name}: {reason}");
+            }
+            Err(error) => {
+                failed += 1;
+                println!("  FAILED  {name}: {error:#}");
+            }
+        }
+    }
+    let seconds = start.elapsed().as_secs_f32();
+    println!("deploy: {passed} passed, {failed} failed, {skipped} skipped ({seconds:.1} s)");
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

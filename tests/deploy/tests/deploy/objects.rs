@@ -1,0 +1,160 @@
+//! Everything in deploy/, before the real kube-apiserver.
+
+use std::{
+    fs, thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use control_plane::{ApiServer, Options, binaries::Program};
+use deploy::{api, files, tools};
+use serde_json::{Value, json};
+
+use super::{Outcome, chart};
+
+/// Longest wait for a new kind to be served.
+const SERVED: Duration = Duration::from_secs(30);
+
+/// A server in a folder that goes with it; the reason if there is none.
+fn start() -> Result<Result<(tempfile::TempDir, ApiServer), String>> {
+    for program in [Program::Etcd, Program::KubeApiServer] {
+        if let Err(error) = program.path() {
+            return Ok(Err(format!("{error:#}")));
+        }
+    }
+    let folder = tempfile::TempDir::new().context("making a folder")?;
+    let options = Options { flags: vec!["--allow-privileged=true".to_owned()], ..Options::default() };
+    let server = ApiServer::start_with(folder.path(), options)?;
+    Ok(Ok((folder, server)))
+}
+
+macro_rules! started {
+    () => {
+        match start()? {
+            Ok(server) => server,
+            Err(reason) => return Ok(Outcome::Skipped(reason)),
+        }
+    };
+}
+
+/// A Pod as the DaemonSet controller would make it: its checks are stricter than the template's.
+fn pod_of(daemon_set: &Value) -> Value {
+    let template = &daemon_set["spec"]["template"];
+    let mut metadata = template["metadata"].clone();
+    metadata["name"] = "sample".into();
+    metadata["namespace"] = daemon_set["metadata"]["namespace"].clone();
+    json!({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
+}
+
+pub(super) fn the_api_server_accepts_everything() -> Result<Outcome> {
+    let (_folder, server) = started!();
+    let definitions = match tools::operator_definitions() {
+        Ok(definitions) => definitions,
+        Err(error) => return Ok(Outcome::Skipped(format!("{error:#}"))),
+    };
+    let mut objects = files::objects("manifests")?;
+    objects.extend(files::objects("least-capabilities")?);
+    objects.extend(files::objects("monitoring")?);
+    let everything = [
+        "monitoring.podMonitor.enabled=true",
+        "monitoring.prometheusRule.enabled=true",
+        "monitoring.dashboard.enabled=true",
+    ];
+    // Without helm the chart is what other checks find it to be.
+    objects.extend(chart::render(&everything)?.unwrap_or_default());
+    let pods: Vec<Value> =
+        objects.iter().filter(|object| object["kind"] == "DaemonSet").map(pod_of).collect();
+    objects.extend(pods);
+
+    server.run(async |client| {
+        for definition in &definitions {
+            api::store(&client, definition).await?;
+        }
+        for plural in ["podmonitors", "prometheusrules"] {
+            let path = format!("/apis/monitoring.coreos.com/v1/{plural}");
+            let start = Instant::now();
+            while let Err(error) = api::get(&client, &path).await {
+                ensure!(start.elapsed() < SERVED, "{error:#}");
+                thread::sleep(Duration::from_millis(50));
+            }
+        }
+        for object in &objects {
+            let stored = api::dry_run(&client, object).await?;
+            ensure!(stored["metadata"]["name"] == object["metadata"]["name"], "{stored}");
+            if object["kind"] == "Pod" {
+                // What system-node-critical stands for.
+                ensure!(stored["spec"]["priority"] == 2_000_001_000, "{stored}");
+            }
+        }
+        // The checks do check.
+        let mut wrong = files::of_kind(&objects, "DaemonSet")?.clone();
+        wrong["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = json!({});
+        ensure!(api::dry_run(&client, &wrong).await.is_err(), "a field that does not exist is accepted");
+        // The role that the binding names is Kubernetes' own.
+        let role = files::of_kind(&objects, "ClusterRoleBinding")?["roleRef"]["name"].clone();
+        let role = role.as_str().context("roleRef.name")?;
+        api::get(&client, &format!("/apis/rbac.authorization.k8s.io/v1/clusterroles/{role}")).await?;
+        Ok(())
+    })?;
+    Ok(Outcome::Passed)
+}
+
+/// kubeadm's own manifests, from its source.
+fn kubeadm(constant: &str, values: &[(&str, &str)]) -> Result<Value> {
+    let module = tools::kubernetes_module("k8s.io/kubernetes")?;
+    let file = module.join("cmd/kubeadm/app/phases/addons/proxy/manifests.go");
+    let source = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
+    let template = source
+        .split_once(&format!("{constant} = `"))
+        .and_then(|(_, rest)| rest.split_once('`'))
+        .with_context(|| format!("{} has no {constant}", file.display()))?;
+    let text = values.iter().fold(template.0.to_owned(), |text, (name, value)| {
+        text.replace(&format!("{{{{ .{name} }}}}"), value)
+    });
+    files::documents(&text)?.pop().with_context(|| format!("{constant} is empty"))
+}
+
+pub(super) fn kubeadm_is_patched_and_restored() -> Result<Outcome> {
+    let values = [
+        ("Image", "registry.k8s.io/kube-proxy:v1.36.1"),
+        ("ProxyConfigMap", "kube-proxy"),
+        ("ProxyConfigMapKey", "config.conf"),
+    ];
+    let original = match kubeadm("KubeProxyDaemonSet19", &values) {
+        Ok(original) => original,
+        Err(error) => return Ok(Outcome::Skipped(format!("{error:#}"))),
+    };
+    let (_folder, server) = started!();
+    let change = files::objects("kubeadm/patch.yaml")?.pop().context("patch.yaml is empty")?;
+    server.run(async |client| {
+        let before = api::store(&client, &original).await?;
+        let patched = api::patch(&client, &original, &change).await?;
+        let (old, new) = (&before["spec"]["template"]["spec"], &patched["spec"]["template"]["spec"]);
+        let container = &new["containers"][0];
+        ensure!(new["containers"].as_array().is_some_and(|containers| containers.len() == 1), "{new}");
+        ensure!(container["image"] != old["containers"][0]["image"], "{container}");
+        for field in ["command", "env", "securityContext", "name"] {
+            ensure!(container[field] == old["containers"][0][field], "{field}: {container}");
+        }
+        for field in ["serviceAccountName", "tolerations", "priorityClassName", "hostNetwork", "nodeSelector"]
+        {
+            ensure!(new[field] == old[field], "{field}: {new}");
+        }
+        for (list, key) in [(&old["volumes"], "name"), (&old["containers"][0]["volumeMounts"], "mountPath")] {
+            let now = if key == "name" { &new["volumes"] } else { &container["volumeMounts"] };
+            for kept in list.as_array().into_iter().flatten() {
+                let there = now.as_array().is_some_and(|now| now.contains(kept));
+                ensure!(there, "{} is gone: {now}", kept[key]);
+            }
+        }
+        api::dry_run(&client, &pod_of(&patched)).await?;
+
+        // `kubectl rollout undo` sends the template of before in place of the one that is there.
+        let mut template = before["spec"]["template"].clone();
+        template["$patch"] = "replace".into();
+        let restored = api::patch(&client, &original, &json!({"spec": {"template": template}})).await?;
+        ensure!(restored["spec"] == before["spec"], "restored: {}", restored["spec"]);
+        Ok(())
+    })?;
+    Ok(Outcome::Passed)
+}

@@ -1,0 +1,34 @@
+//! What is downloaded once and kept: `$XDG_CACHE_HOME/proxy-ctl`.
+
+use std::{env, fs, path::PathBuf, process::Command};
+
+use anyhow::{Context as _, Result, anyhow};
+
+use crate::{command::run, setup};
+
+/// A folder of the cache, made if it is not there.
+pub(crate) fn folder(name: &str) -> Result<PathBuf> {
+    let base = env::var_os("XDG_CACHE_HOME")
+        .filter(|folder| !folder.is_empty())
+        .map(PathBuf::from)
+        .or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")))
+        .ok_or_else(|| anyhow!("neither XDG_CACHE_HOME nor HOME is set"))?;
+    let folder = base.join("proxy-ctl").join(name);
+    fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+    Ok(folder)
+}
+
+/// A Python environment with one package, such as `name==1.0`, in it.
+pub(crate) fn python_environment(requirement: &str, why: &str) -> Result<PathBuf> {
+    let environment = folder("python")?.join(requirement.replace("==", "-"));
+    let complete = environment.join("complete");
+    if !complete.exists() {
+        println!("installing {requirement} for {why}");
+        setup::install_python()?;
+        run(Command::new("python3").args(["-m", "venv"]).arg(&environment))?;
+        run(Command::new(environment.join("bin/pip")).args(["install", "-q", requirement]))?;
+        // An installation that was interrupted must not look like one.
+        fs::write(&complete, "").with_context(|| format!("writing {}", complete.display()))?;
+    }
+    Ok(environment)
+}

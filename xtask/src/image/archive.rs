@@ -1,0 +1,255 @@
+//! The archive: an OCI image layout in a tar file, with the index that `docker load` reads beside it.
+//!
+//! The same image gives the same bytes: files are in order, and nothing in it tells when or where it was written.
+
+use std::{collections::BTreeMap, io::Write};
+
+use anyhow::{Context as _, Result};
+use flate2::{Compression, GzBuilder};
+use serde_json::{Value, json};
+use sha2::{Digest as _, Sha256};
+use tar::{Builder, EntryType, Header};
+
+const BINARY: &str = "usr/local/bin/proxy-ctl";
+/// By this name the same binary is kube-proxy.
+const KUBE_PROXY: &str = "usr/local/bin/kube-proxy";
+
+/// An image with one program in it.
+pub(super) struct Image<'a> {
+    /// With registry and tag.
+    pub(super) name: &'a str,
+    pub(super) architecture: &'a str,
+    /// Seconds since the epoch.
+    pub(super) created: i64,
+    pub(super) labels: BTreeMap<&'static str, String>,
+    pub(super) binary: &'a [u8],
+}
+
+/// A file of the layout, by the hash of its content.
+struct Blob {
+    media_type: &'static str,
+    content: Vec<u8>,
+    digest: String,
+}
+
+impl Blob {
+    fn new(media_type: &'static str, content: Vec<u8>) -> Self {
+        let digest = sha256(&content);
+        Self { media_type, content, digest }
+    }
+
+    fn json(media_type: &'static str, content: &Value) -> Result<Self> {
+        Ok(Self::new(media_type, serde_json::to_vec(content)?))
+    }
+
+    fn path(&self) -> String {
+        format!("blobs/sha256/{}", self.digest)
+    }
+
+    fn descriptor(&self) -> Value {
+        json!({
+            "mediaType": self.media_type,
+            "digest": format!("sha256:{}", self.digest),
+            "size": self.content.len(),
+        })
+    }
+}
+
+fn sha256(content: &[u8]) -> String {
+    Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+impl Image<'_> {
+    /// Writes the archive and returns the image's digest.
+    pub(super) fn write(&self, archive: impl Write) -> Result<String> {
+        let files = self.files()?;
+        let layer = Blob::new("application/vnd.oci.image.layer.v1.tar+gzip", compressed(&files)?);
+        let config = Blob::json("application/vnd.oci.image.config.v1+json", &self.config(&files)?)?;
+        let manifest = Blob::json(
+            "application/vnd.oci.image.manifest.v1+json",
+            &json!({
+                "schemaVersion": 2,
+                "mediaType": "application/vnd.oci.image.manifest.v1+json",
+                "config": config.descriptor(),
+                "layers": [layer.descriptor()],
+            }),
+        )?;
+        let mut entry = manifest.descriptor();
+        entry["platform"] = json!({"os": "linux", "architecture": self.architecture});
+        entry["annotations"] = json!({
+            "org.opencontainers.image.ref.name": self.name,
+            "io.containerd.image.name": self.name,
+        });
+        let index = json!({
+            "schemaVersion": 2,
+            "mediaType": "application/vnd.oci.image.index.v1+json",
+            "manifests": [entry],
+        });
+        let docker = json!([{"Config": config.path(), "RepoTags": [self.name], "Layers": [layer.path()]}]);
+
+        let digest = format!("sha256:{}", manifest.digest);
+        let mut contents = BTreeMap::from([
+            ("oci-layout".to_owned(), br#"{"imageLayoutVersion":"1.0.0"}"#.to_vec()),
+            ("index.json".to_owned(), serde_json::to_vec(&index)?),
+            ("manifest.json".to_owned(), serde_json::to_vec(&docker)?),
+        ]);
+        contents.extend([layer, config, manifest].map(|blob| (blob.path(), blob.content)));
+        let mut tar = Builder::new(archive);
+        for folder in ["blobs/", "blobs/sha256/"] {
+            self.append(&mut tar, EntryType::Directory, folder, 0o755, &[])?;
+        }
+        for (path, content) in &contents {
+            self.append(&mut tar, EntryType::Regular, path, 0o644, content)?;
+        }
+        tar.into_inner().context("writing the archive")?.flush().context("writing the archive")?;
+        Ok(digest)
+    }
+
+    /// The root file system, as a tar file. The container runtime makes what it mounts on.
+    fn files(&self) -> Result<Vec<u8>> {
+        let mut tar = Builder::new(Vec::new());
+        for folder in ["usr/", "usr/local/", "usr/local/bin/"] {
+            self.append(&mut tar, EntryType::Directory, folder, 0o755, &[])?;
+        }
+        let mut link = self.header(EntryType::Symlink, 0o777, 0)?;
+        tar.append_link(&mut link, KUBE_PROXY, "proxy-ctl")?;
+        self.append(&mut tar, EntryType::Regular, BINARY, 0o755, self.binary)?;
+        tar.into_inner().context("writing the layer")
+    }
+
+    fn header(&self, kind: EntryType, mode: u32, size: usize) -> Result<Header> {
+        let mut header = Header::new_ustar();
+        header.set_entry_type(kind);
+        header.set_mode(mode);
+        header.set_uid(0);
+        header.set_gid(0);
+        header.set_mtime(u64::try_from(self.created).context("an image made before 1970")?);
+        header.set_size(u64::try_from(size)?);
+        Ok(header)
+    }
+
+    fn append(
+        &self,
+        tar: &mut Builder<impl Write>,
+        kind: EntryType,
+        path: &str,
+        mode: u32,
+        content: &[u8],
+    ) -> Result<()> {
+        let mut header = self.header(kind, mode, content.len())?;
+        tar.append_data(&mut header, path, content).with_context(|| format!("writing {path}"))
+    }
+
+    /// `files`: the layer before compression.
+    fn config(&self, files: &[u8]) -> Result<Value> {
+        let created = jiff::Timestamp::from_second(self.created).context("when the image was made")?;
+        let created = created.to_string();
+        Ok(json!({
+            "created": created,
+            "architecture": self.architecture,
+            "os": "linux",
+            "config": {
+                "Env": ["PATH=/usr/local/bin"],
+                "Entrypoint": ["/usr/local/bin/proxy-ctl"],
+                "WorkingDir": "/",
+                "Labels": self.labels,
+            },
+            "rootfs": {"type": "layers", "diff_ids": [format!("sha256:{}", sha256(files))]},
+            "history": [{"created": created, "created_by": "cargo xtask image"}],
+        }))
+    }
+}
+
+fn compressed(content: &[u8]) -> Result<Vec<u8>> {
+    let mut gzip = GzBuilder::new().write(Vec::new(), Compression::best());
+    gzip.write_all(content).context("compressing the layer")?;
+    gzip.finish().context("compressing the layer")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+
+    use super::*;
+
+    fn image(binary: &[u8]) -> Image<'_> {
+        let labels = BTreeMap::from([("org.opencontainers.image.title", "proxy-ctl".to_owned())]);
+        Image { name: "localhost/proxy-ctl:1", architecture: "amd64", created: 1_700_000_000, labels, binary }
+    }
+
+    fn written(image: &Image<'_>) -> Vec<u8> {
+        let mut archive = Vec::new();
+        image.write(&mut archive).unwrap();
+        archive
+    }
+
+    fn contents(archive: &[u8]) -> BTreeMap<String, Vec<u8>> {
+        let mut archive = tar::Archive::new(archive);
+        let read = |entry: std::io::Result<tar::Entry<'_, &[u8]>>| {
+            let mut entry = entry.unwrap();
+            let mut content = Vec::new();
+            entry.read_to_end(&mut content).unwrap();
+            (entry.path().unwrap().display().to_string(), content)
+        };
+        archive.entries().unwrap().map(read).collect()
+    }
+
+    /// What a descriptor points to, after its size and hash were found right.
+    fn blob<'a>(contents: &'a BTreeMap<String, Vec<u8>>, descriptor: &Value) -> &'a [u8] {
+        let digest = descriptor["digest"].as_str().unwrap().strip_prefix("sha256:").unwrap();
+        let content = &contents[&format!("blobs/sha256/{digest}")];
+        assert_eq!(sha256(content), digest);
+        assert_eq!(descriptor["size"], content.len());
+        content
+    }
+
+    #[test]
+    fn the_same_image_gives_the_same_bytes_and_another_binary_does_not() {
+        assert_eq!(written(&image(b"program")), written(&image(b"program")));
+        assert_ne!(written(&image(b"program")), written(&image(b"another")));
+    }
+
+    #[test]
+    fn index_manifest_configuration_and_layer_are_found_by_their_hashes() {
+        let contents = contents(&written(&image(b"program")));
+        let index: Value = serde_json::from_slice(&contents["index.json"]).unwrap();
+        let entry = &index["manifests"][0];
+        assert_eq!(entry["annotations"]["io.containerd.image.name"], "localhost/proxy-ctl:1");
+        assert_eq!(entry["platform"], json!({"os": "linux", "architecture": "amd64"}));
+        let manifest: Value = serde_json::from_slice(blob(&contents, entry)).unwrap();
+        let config: Value = serde_json::from_slice(blob(&contents, &manifest["config"])).unwrap();
+        assert_eq!(config["created"], "2023-11-14T22:13:20Z");
+        assert_eq!(config["config"]["Entrypoint"], json!(["/usr/local/bin/proxy-ctl"]));
+
+        let mut layer = Vec::new();
+        flate2::read::GzDecoder::new(blob(&contents, &manifest["layers"][0]))
+            .read_to_end(&mut layer)
+            .unwrap();
+        assert_eq!(config["rootfs"]["diff_ids"], json!([format!("sha256:{}", sha256(&layer))]));
+        let mut files = tar::Archive::new(&layer[..]);
+        let found: Vec<_> = files
+            .entries()
+            .unwrap()
+            .map(|entry| {
+                let entry = entry.unwrap();
+                let link = entry.link_name().unwrap().map(|link| link.display().to_string());
+                (entry.path().unwrap().display().to_string(), entry.header().mode().unwrap(), link)
+            })
+            .collect();
+        let expected = [
+            ("usr/", 0o755, None),
+            ("usr/local/", 0o755, None),
+            ("usr/local/bin/", 0o755, None),
+            (KUBE_PROXY, 0o777, Some("proxy-ctl")),
+            (BINARY, 0o755, None),
+        ];
+        assert_eq!(
+            found,
+            expected.map(|(path, mode, link)| (path.to_owned(), mode, link.map(str::to_owned)))
+        );
+
+        let docker: Value = serde_json::from_slice(&contents["manifest.json"]).unwrap();
+        assert!(contents.contains_key(docker[0]["Layers"][0].as_str().unwrap()));
+        assert!(contents.contains_key(docker[0]["Config"].as_str().unwrap()));
+    }
+}

@@ -1,0 +1,153 @@
+//! The static binary, for this machine's architecture or the other one.
+//!
+//! Rust brings musl, its start files and a linker for each target. C compilers for the few C files that it needs
+//! besides (the allocator, cryptography) come with Zig, which is one Python package for every architecture.
+
+use std::{
+    env, fs,
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context as _, Result, anyhow, bail};
+use clap::ValueEnum;
+
+use crate::{
+    cache,
+    command::{cargo, find, run as execute, target, workspace},
+};
+
+const ZIG: &str = "ziglang==0.15.2";
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+pub(crate) enum Architecture {
+    Amd64,
+    Arm64,
+}
+
+impl Architecture {
+    pub(super) fn of_this_machine() -> Result<Self> {
+        match env::consts::ARCH {
+            "x86_64" => Ok(Self::Amd64),
+            "aarch64" => Ok(Self::Arm64),
+            other => bail!("images are for amd64 and arm64, this machine is {other}: give --arch"),
+        }
+    }
+
+    /// As container images say it.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Amd64 => "amd64",
+            Self::Arm64 => "arm64",
+        }
+    }
+
+    const fn rust_target(self) -> &'static str {
+        match self {
+            Self::Amd64 => "x86_64-unknown-linux-musl",
+            Self::Arm64 => "aarch64-unknown-linux-musl",
+        }
+    }
+
+    const fn zig_target(self) -> &'static str {
+        match self {
+            Self::Amd64 => "x86_64-linux-musl",
+            Self::Arm64 => "aarch64-linux-musl",
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+pub(crate) enum Profile {
+    Release,
+    Dev,
+}
+
+impl Profile {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Release => "release",
+            Self::Dev => "dev",
+        }
+    }
+
+    const fn folder(self) -> &'static str {
+        match self {
+            Self::Release => "release",
+            Self::Dev => "debug",
+        }
+    }
+}
+
+/// Builds proxy-ctl and returns where it is.
+pub(super) fn build(architecture: Architecture, profile: Profile) -> Result<PathBuf> {
+    let triple = architecture.rust_target();
+    execute(Command::new("rustup").args(["-q", "target", "add", triple]).current_dir(workspace()))
+        .with_context(|| format!("installing Rust's standard library for {triple}"))?;
+    let compiler = compiler(architecture)?;
+    let variable = triple.replace('-', "_");
+    let mut build = cargo(&["build", "-q", "-p", "proxy-ctl", "--bin", "proxy-ctl", "--target", triple]);
+    build
+        .args(["--profile", profile.name()])
+        .env(format!("CC_{variable}"), compiler.join("cc"))
+        .env(format!("AR_{variable}"), compiler.join("ar"))
+        .env(format!("CARGO_TARGET_{}_LINKER", variable.to_uppercase()), "rust-lld")
+        .env("CARGO_ENCODED_RUSTFLAGS", flags().join("\u{1f}"))
+        .env("CARGO_PROFILE_DEV_DEBUG", "false");
+    execute(&mut build)?;
+    Ok(target().join(triple).join(profile.folder()).join("proxy-ctl"))
+}
+
+/// Paths are remapped so that a binary does not tell where it was built.
+fn flags() -> Vec<String> {
+    let home = env::var_os("CARGO_HOME").map(PathBuf::from);
+    let home = home.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cargo")));
+    let folders = [(Some(workspace()), "/proxy-ctl"), (home, "/cargo")];
+    let remapped = folders
+        .into_iter()
+        .filter_map(|(folder, to)| Some(format!("--remap-path-prefix={}={to}", folder?.display())));
+    ["-Ctarget-feature=+crt-static", "-Clinker-flavor=ld.lld", "-Clink-self-contained=yes"]
+        .map(str::to_owned)
+        .into_iter()
+        .chain(remapped)
+        .collect()
+}
+
+/// A folder with `cc` and `ar` for the architecture.
+fn compiler(architecture: Architecture) -> Result<PathBuf> {
+    let environment = cache::python_environment(ZIG, "C compilers for static binaries")?;
+    let zig = zig_in(&environment).ok_or_else(|| anyhow!("no zig in {}", environment.display()))?;
+    let folder = environment.join(architecture.name());
+    fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+    let (zig, target) = (zig.display(), architecture.zig_target());
+    // Zig knows targets by other names than the one that is passed to clang, and checks for undefined behaviour with
+    // a run-time library that is not linked here.
+    let cc = format!(
+        "#!/bin/sh\nfor word do shift; case \"$word\" in --target=*) ;; *) set -- \"$@\" \"$word\";; esac; done\n\
+         exec '{zig}' cc -target {target} -fno-sanitize=all \"$@\"\n"
+    );
+    script(&folder.join("cc"), &cc)?;
+    script(&folder.join("ar"), &format!("#!/bin/sh\nexec '{zig}' ar \"$@\"\n"))?;
+    Ok(folder)
+}
+
+fn zig_in(environment: &Path) -> Option<PathBuf> {
+    let library = fs::read_dir(environment.join("lib")).ok()?;
+    library
+        .filter_map(|found| Some(found.ok()?.path().join("site-packages/ziglang/zig")))
+        .find(|zig| zig.is_file())
+        .or_else(|| find("zig"))
+}
+
+/// Left alone where it is as it should be: a new one would make cargo build everything again.
+fn script(path: &Path, text: &str) -> Result<()> {
+    if fs::read_to_string(path).is_ok_and(|found| found == text) {
+        return Ok(());
+    }
+    let write = || {
+        fs::write(path, text)?;
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755))
+    };
+    write().with_context(|| format!("writing {}", path.display()))
+}

@@ -1,0 +1,121 @@
+//! `cargo xtask image`: an OCI archive with one static binary, made without a container engine.
+
+mod archive;
+mod cross;
+
+use std::{
+    collections::BTreeMap,
+    env, fs,
+    io::{BufWriter, Write as _},
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+};
+
+use anyhow::{Context as _, Result, bail};
+use clap::Args;
+
+use self::{
+    archive::Image,
+    cross::{Architecture, Profile},
+};
+use crate::{
+    command::{output, target, workspace},
+    setup,
+};
+
+#[derive(Args)]
+pub(crate) struct Arguments {
+    /// The machines it is for [default: those like this one]
+    #[arg(long, value_enum)]
+    arch: Option<Architecture>,
+    /// Where the archive is written [default: target/image/proxy-ctl-<version>-<arch>.oci.tar]
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// What it is called where it is loaded [default: localhost/proxy-ctl:<version>]
+    #[arg(long)]
+    name: Option<String>,
+    /// dev builds sooner, and its binary is larger and slower
+    #[arg(long, value_enum, default_value_t = Profile::Release)]
+    profile: Profile,
+}
+
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
+    setup::run_setup()?;
+    let architecture = match arguments.arch {
+        Some(architecture) => architecture,
+        None => Architecture::of_this_machine()?,
+    };
+    let file = arguments.output.clone().unwrap_or_else(|| {
+        target().join("image").join(format!("proxy-ctl-{VERSION}-{}.oci.tar", architecture.name()))
+    });
+    let name = arguments.name.clone().unwrap_or_else(|| format!("localhost/proxy-ctl:{VERSION}"));
+    let digest = write(architecture, arguments.profile, &name, &file)?;
+    println!("{} holds {name} for {}, {digest}", file.display(), architecture.name());
+    println!("load it by: ctr -n k8s.io images import FILE, podman load -i FILE, docker load -i FILE");
+    Ok(ExitCode::SUCCESS)
+}
+
+/// For the tests: this machine's architecture, without optimisation.
+pub(crate) fn for_tests() -> Result<PathBuf> {
+    setup::install_for_containers()?;
+    let file = target().join("image").join("test.oci.tar");
+    write(Architecture::of_this_machine()?, Profile::Dev, &format!("localhost/proxy-ctl:{VERSION}"), &file)?;
+    Ok(file)
+}
+
+/// Returns the digest of the image.
+fn write(architecture: Architecture, profile: Profile, name: &str, file: &Path) -> Result<String> {
+    let binary = cross::build(architecture, profile)?;
+    let binary = fs::read(&binary).with_context(|| format!("reading {}", binary.display()))?;
+    let image = Image {
+        name,
+        architecture: architecture.name(),
+        created: created()?,
+        labels: labels(),
+        binary: &binary,
+    };
+    if let Some(folder) = file.parent() {
+        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+    }
+    let archive = fs::File::create(file).with_context(|| format!("creating {}", file.display()))?;
+    let mut archive = BufWriter::new(archive);
+    let digest = image.write(&mut archive)?;
+    archive.flush().with_context(|| format!("writing {}", file.display()))?;
+    Ok(digest)
+}
+
+/// Seconds since the epoch that stand for when the image was made, so that it can be made again, bit by bit:
+/// `SOURCE_DATE_EPOCH`, else when its commit was made, else 0.
+fn created() -> Result<i64> {
+    if let Ok(text) = env::var("SOURCE_DATE_EPOCH") {
+        return text.trim().parse().context("SOURCE_DATE_EPOCH must be seconds since the epoch");
+    }
+    let commit = git(&["log", "-1", "--format=%ct"]).unwrap_or_else(|| "0".to_owned());
+    let Ok(seconds) = commit.parse() else { bail!("git log answered {commit:?}") };
+    Ok(seconds)
+}
+
+fn labels() -> BTreeMap<&'static str, String> {
+    let label = |name: &'static str, value: &str| (name, value.to_owned());
+    let mut labels = BTreeMap::from([
+        label("org.opencontainers.image.title", "proxy-ctl"),
+        label(
+            "org.opencontainers.image.description",
+            "A service proxy for Kubernetes nodes, in kube-proxy's place",
+        ),
+        label("org.opencontainers.image.version", VERSION),
+        label("org.opencontainers.image.licenses", env!("CARGO_PKG_LICENSE")),
+    ]);
+    if let Some(revision) = git(&["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]) {
+        labels.insert("org.opencontainers.image.revision", revision);
+    }
+    labels
+}
+
+/// `None`: no git, or not a repository.
+fn git(arguments: &[&str]) -> Option<String> {
+    let text = output(Command::new("git").args(arguments).current_dir(workspace())).ok()?;
+    Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+}

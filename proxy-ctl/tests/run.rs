@@ -13,12 +13,14 @@ use std::{
     time::{Duration, Instant},
 };
 
+use aya::Pod;
 use nix::{
     sched::{CloneFlags, unshare},
     sys::signal::{Signal, kill},
     unistd::{Pid, Uid},
 };
-use proxy_ctl::sys::filesystem;
+use proxy_common::layout::{Backend, Frontend, FrontendKey, LAYOUT_VERSION, NodeAddress};
+use proxy_ctl::sys::{bpf, filesystem, map::Map};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -80,7 +82,22 @@ impl Node {
         fs::rename(draft, self.manifests().join("all.yaml")).unwrap();
     }
 
-    fn start(&self, source: [&str; 2]) -> Controller {
+    /// Says something more in the configuration, or something else.
+    fn configure(&self, more: &str) {
+        let path = self.folder.path().join("config.yaml");
+        let text = fs::read_to_string(&path).unwrap();
+        let draft = self.folder.path().join("config.draft");
+        fs::write(&draft, text + more).unwrap();
+        fs::rename(draft, path).unwrap();
+    }
+
+    /// A pinned table, for whoever wants to spoil it.
+    fn table<K: Pod + Default, V: Pod + Default>(&self, name: &str) -> Map<K, V> {
+        let path = self.pins.join(format!("proxy-ctl/v{LAYOUT_VERSION}/maps")).join(name);
+        Map::new(bpf::pinned(&path).unwrap()).unwrap().unwrap()
+    }
+
+    fn start(&self, source: &[&str]) -> Controller {
         let mut child = Command::new(env!("CARGO_BIN_EXE_proxy-ctl"))
             .args(["run", "--hostname-override", "node-a", "-v", "4", "--config"])
             .arg(self.folder.path().join("config.yaml"))
@@ -93,7 +110,7 @@ impl Node {
     }
 
     fn serve_manifests(&self) -> Controller {
-        self.start(["--manifests", self.manifests().to_str().unwrap()])
+        self.start(&["--manifests", self.manifests().to_str().unwrap()])
     }
 
     fn command(&self, args: &[&str]) -> Output {
@@ -263,7 +280,8 @@ fn without_an_api_server_nothing_is_served() {
         clusters: [{name: x, cluster: {server: \"http://127.0.0.1:1\"}}]\n\
         users: [{name: x, user: {token: secret}}]\n";
     fs::write(&kubeconfig, text).unwrap();
-    let mut controller = node.start(["--kubeconfig", kubeconfig.to_str().unwrap()]);
+    node.configure(&format!("clientConnection: {{kubeconfig: {}}}\n", kubeconfig.display()));
+    let mut controller = node.start(&[]);
     controller.wait_for("dataplane opened");
     assert!(get("127.0.0.1:10256", "/healthz").starts_with("HTTP/1.1 503"));
     assert!(get("127.0.0.1:10256", "/livez").starts_with("HTTP/1.1 200"));
@@ -271,4 +289,35 @@ fn without_an_api_server_nothing_is_served() {
     assert_eq!(node.show("status")["mode"], "ebpf");
     assert_eq!(controller.end_by(Signal::SIGTERM).code(), Some(0));
     assert_eq!(node.show("services"), Value::Array(Vec::new()));
+}
+
+#[test]
+fn what_somebody_else_has_changed_is_repaired() {
+    let Some(node) = Node::new("drift") else { return };
+    node.configure("iptables: {syncPeriod: 1s}\n");
+    node.write_manifest(&manifest("10.244.0.2"));
+    let mut controller = node.serve_manifests();
+    controller.wait_for("everything compared and written");
+    let (services, backends) = (node.show("services"), node.show("backends"));
+
+    // Nobody has changed anything: it is compared, and nothing is written.
+    let written = metric("proxy_writes_total");
+    controller.wait_for("everything compared and written");
+    assert_eq!((metric("proxy_writes_total"), metric("proxy_drift_total")), (written, "0".into()));
+
+    let frontends = node.table::<FrontendKey<[u8; 4]>, Frontend>("frontends4");
+    for (key, _) in frontends.read_all().unwrap() {
+        assert!(frontends.remove(&key).unwrap());
+    }
+    let table = node.table::<u32, Backend<[u8; 4]>>("backends4");
+    for (id, backend) in table.read_all().unwrap() {
+        table.set(&id, &Backend { uses: 77, ..backend }).unwrap();
+    }
+    let addresses = node.table::<[u8; 4], NodeAddress>("node_addresses4");
+    addresses.set(&[203, 0, 113, 9], &NodeAddress::default()).unwrap();
+    controller.wait_for("somebody had changed what is programmed");
+    controller.wait_for("everything compared and written");
+    assert_eq!((node.show("services"), node.show("backends")), (services, backends));
+    assert_eq!(addresses.get(&[203, 0, 113, 9]).unwrap(), None);
+    assert_eq!(metric("proxy_drift_total"), "4", "two frontends, a backend and an address");
 }

@@ -12,6 +12,7 @@ use crate::{
     config::{Config, LocalMode, RequestedMode},
     dataplane::Host,
     events::Recorder,
+    log,
     model::objects::Node,
     node::{self, NodeIps},
     serve::Metrics,
@@ -148,12 +149,6 @@ async fn watch_node(
     }
 }
 
-/// Any change takes a new process so far.
-fn changes(old: &Config, new: &Config) -> Changes {
-    let restart = if old == new { Vec::new() } else { vec!["something".to_owned()] };
-    Changes { live: Vec::new(), restart }
-}
-
 /// The configuration file while the process runs.
 struct Following {
     given: Given,
@@ -187,7 +182,7 @@ impl Following {
                     tracing::info!("the configuration file is valid again");
                 }
                 let new = Arc::new(settings.config);
-                let changes = changes(&self.config, &new);
+                let changes = Changes::between(&self.config.to_document(), &new.to_document());
                 if !changes.restart.is_empty() {
                     return Some(anyhow!(
                         "content of the proxy server's configuration file was updated: {} changed, which takes a new \
@@ -207,6 +202,9 @@ impl Following {
     fn take_over(&mut self, new: Arc<Config>, fields: &[String]) {
         tracing::info!(changed = fields.join(", "), "the configuration file has changed; it is taken over");
         let changed = |name: &str| fields.iter().any(|field| field.starts_with(name));
+        if changed("logging.verbosity") {
+            log::set_verbosity(new.logging.verbosity);
+        }
         if changed("logging.verbosity") {}
         if (changed("conntrack") || changed("oomScoreAdj"))
             && let Err(error) = start::prepare(self.mode, &new, &Kernel::default(), &self.events)

@@ -36,7 +36,7 @@ use crate::{
         kubernetes::{Kubernetes, SourceState},
         manifests::Manifests,
     },
-    start::event,
+    start::{self, event, kernel::Kernel},
     sys::limits,
 };
 
@@ -79,6 +79,8 @@ pub(super) fn run(line: CommandLine) -> anyhow::Result<()> {
     let choice = mode::choose(request, &facts::gather(&settings.config.ebpf))?;
     tracing::info!(mode = %choice.mode, node = %settings.node_name, why = choice.reasons.join("; "), "starting");
     if settings.init_only {
+        start::prepare(requested(choice.mode), &settings.config, &Kernel::default(), &Recorder::silent())?;
+        tracing::info!("System initialized and --init-only specified");
         return Ok(());
     }
 

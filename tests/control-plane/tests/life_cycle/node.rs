@@ -1,0 +1,154 @@
+//! The place in which one proxy runs: its configuration, pins and cgroup, gone with the value.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use proxy_ctl::sys::filesystem;
+use serde_json::{Value, json};
+
+use crate::{
+    proxy::{self, Proxy},
+    world::World,
+};
+
+const BPFFS: &str = "/sys/fs/bpf";
+
+pub(crate) struct Node {
+    pub(crate) name: &'static str,
+    folder: PathBuf,
+    pins: PathBuf,
+    cgroup: PathBuf,
+    kubeconfig: String,
+    /// Servers listen on 127.0.0.1 with ports from here on.
+    first_port: u16,
+}
+
+impl Node {
+    /// `number` tells it from all others.
+    pub(crate) fn new(world: &World, name: &'static str, number: u16) -> Result<Self> {
+        filesystem::provide_bpffs(Path::new(BPFFS)).context("mounting a bpffs")?;
+        let cgroups = filesystem::cgroup_root().context("looking for cgroups")?;
+        let cgroups = cgroups.ok_or_else(|| anyhow!("cgroup v2 is not mounted"))?;
+        let own = format!("proxy-ctl-life-{}-{name}", std::process::id());
+        let node = Self {
+            name,
+            folder: world.directory.path().join(name),
+            pins: Path::new(BPFFS).join(&own),
+            cgroup: cgroups.join(&own),
+            kubeconfig: world.kubeconfig(),
+            first_port: 20_000 + number * 10,
+        };
+        for folder in [&node.folder, &node.pins, &node.cgroup] {
+            fs::create_dir(folder).with_context(|| format!("creating {}", folder.display()))?;
+        }
+        Ok(node)
+    }
+
+    pub(crate) fn healthz(&self) -> String {
+        format!("127.0.0.1:{}", self.first_port)
+    }
+
+    pub(crate) fn metrics(&self) -> String {
+        format!("127.0.0.1:{}", self.first_port + 1)
+    }
+
+    /// With what every proxy of this node is told; `more` wins.
+    pub(crate) fn configuration(&self, more: &Value) -> String {
+        let mut configuration = json!({
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+            "kind": "KubeProxyConfiguration",
+            "hostnameOverride": self.name,
+            "clientConnection": {"kubeconfig": self.kubeconfig},
+            "healthzBindAddress": self.healthz(),
+            "metricsBindAddress": self.metrics(),
+            // The machine's own limit stays as it is, and cannot be set from another network namespace.
+            "conntrack": {"maxPerCore": 0},
+            "ebpf": {
+                "bpffs": self.pins,
+                "cgroup": self.cgroup,
+                "limits": {"services": 100, "slots": 1000, "frontends": 100, "backends": 100},
+            },
+        });
+        for (field, value) in more.as_object().into_iter().flatten() {
+            configuration[field] = value.clone();
+        }
+        configuration.to_string()
+    }
+
+    /// Where the configuration is written, as by an operator with an editor.
+    pub(crate) fn config_file(&self) -> PathBuf {
+        self.folder.join("config.conf")
+    }
+
+    /// Replaces the file as `kubectl apply` of a ConfigMap does, with `..data` and all.
+    pub(crate) fn swap_config_map(&self, configuration: &str) -> Result<PathBuf> {
+        let volume = self.folder.join("volume");
+        fs::create_dir_all(&volume)?;
+        let current = fs::read_link(volume.join("..data")).ok();
+        let number =
+            current.as_ref().and_then(|link| link.to_str()?.trim_start_matches('.').parse::<u32>().ok());
+        let next = format!("..{}", number.unwrap_or(0) + 1);
+        fs::create_dir(volume.join(&next))?;
+        fs::write(volume.join(&next).join("config.conf"), configuration)?;
+        std::os::unix::fs::symlink(&next, volume.join("..data_tmp"))?;
+        fs::rename(volume.join("..data_tmp"), volume.join("..data"))?;
+        let file = volume.join("config.conf");
+        match current {
+            Some(before) => fs::remove_dir_all(volume.join(before))?,
+            None => std::os::unix::fs::symlink("..data/config.conf", &file)?,
+        }
+        Ok(file)
+    }
+
+    /// Starts proxy-ctl with this configuration in its file.
+    pub(crate) fn start(&self, more: &Value) -> Result<Proxy> {
+        fs::write(self.config_file(), self.configuration(more)).context("writing the configuration")?;
+        self.start_with(&self.config_file(), &[])
+    }
+
+    pub(crate) fn start_with(&self, config: &Path, flags: &[&str]) -> Result<Proxy> {
+        let config = config.display().to_string();
+        let mut arguments = vec!["run", "--config", &config];
+        arguments.extend(flags);
+        Proxy::start(&proxy::program()?, &arguments)
+    }
+
+    fn command(&self, name: &str) -> Result<Output> {
+        let mut command = Command::new(proxy::program()?);
+        command.args([name, "--output", "json", "--bpffs"]).arg(&self.pins);
+        command.output().context("starting proxy-ctl")
+    }
+
+    /// What is programmed, whether or not a proxy runs.
+    pub(crate) fn services(&self) -> Result<Value> {
+        let output = self.command("services")?;
+        serde_json::from_slice(&output.stdout).with_context(|| format!("{output:?}"))
+    }
+
+    /// Service `web` of the world leads to its endpoint.
+    pub(crate) fn serves(&self) -> Result<()> {
+        let services = self.services()?;
+        let web = services.as_array().into_iter().flatten().find(|service| service["name"] == "web");
+        ensure!(
+            web.is_some_and(|web| web["endpoints"][0]["address"] == "10.0.0.1"),
+            "what was programmed is gone: {services}"
+        );
+        Ok(())
+    }
+
+    pub(crate) fn has_pins(&self) -> bool {
+        fs::read_dir(&self.pins).is_ok_and(|mut pins| pins.next().is_some())
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let _ = self.command("cleanup");
+        let _ = fs::remove_dir(&self.pins);
+        let _ = fs::remove_dir(&self.cgroup);
+    }
+}

@@ -1,0 +1,166 @@
+//! A proxy as a process: its log, its servers, its end.
+
+use std::{
+    env,
+    io::{BufRead as _, BufReader, Read as _, Write as _},
+    net::TcpStream,
+    os::unix::process::ExitStatusExt as _,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::{Arc, Mutex, PoisonError},
+    thread::JoinHandle,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::until::{LIMIT, until};
+
+/// `PROXY_CTL`, or what cargo has built beside this test.
+pub(crate) fn program() -> Result<PathBuf> {
+    let beside = env::current_exe().ok().and_then(|own| Some(own.parent()?.parent()?.join("proxy-ctl")));
+    let found = env::var_os("PROXY_CTL").map(PathBuf::from).or(beside).filter(|path| path.exists());
+    found.ok_or_else(|| anyhow!("no proxy-ctl: cargo build -p proxy-ctl builds it"))
+}
+
+/// Killed when dropped.
+pub(crate) struct Proxy {
+    child: Child,
+    log: Arc<Mutex<String>>,
+    /// Ends with the log.
+    reader: Option<JoinHandle<()>>,
+}
+
+impl Proxy {
+    pub(crate) fn start(program: &Path, arguments: &[&str]) -> Result<Self> {
+        let mut child = Command::new(program)
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("starting {}", program.display()))?;
+        let log = Arc::new(Mutex::new(String::new()));
+        let (of_reader, stderr) = (Arc::clone(&log), child.stderr.take());
+        let reader = std::thread::spawn(move || {
+            for line in
+                stderr.into_iter().flat_map(|stderr| BufReader::new(stderr).lines()).map_while(Result::ok)
+            {
+                let mut log = of_reader.lock().unwrap_or_else(PoisonError::into_inner);
+                log.push_str(&line);
+                log.push('\n');
+            }
+        });
+        Ok(Self { child, log, reader: Some(reader) })
+    }
+
+    pub(crate) fn log(&self) -> String {
+        self.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Waits until the log says `text`.
+    pub(crate) fn says(&self, text: &str) -> Result<()> {
+        self.says_within(text, LIMIT)
+    }
+
+    pub(crate) fn says_within(&self, text: &str, limit: Duration) -> Result<()> {
+        let what = format!("{text:?} in the log");
+        until(
+            &what,
+            limit,
+            || Ok(self.log().contains(text).then_some(())),
+            || format!("the log:\n{}", self.log()),
+        )
+    }
+
+    pub(crate) fn runs(&mut self) -> Result<()> {
+        let ended = self.child.try_wait().context("waiting for a proxy")?;
+        ensure!(ended.is_none(), "it has ended ({ended:?}):\n{}", self.log());
+        Ok(())
+    }
+
+    pub(crate) fn send(&self, signal: Signal) -> Result<()> {
+        let id = i32::try_from(self.child.id()).context("process id")?;
+        kill(Pid::from_raw(id), signal).with_context(|| format!("sending {signal}"))
+    }
+
+    /// Waits for its end.
+    pub(crate) fn ends(&mut self) -> Result<End> {
+        let Self { child, log, reader } = self;
+        let log = || log.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let ended = || child.try_wait().context("waiting for a proxy");
+        let status = until("the end of the process", LIMIT, ended, || format!("the log:\n{}", log()))?;
+        if let Some(reader) = reader.take() {
+            // A reader that has panicked has read what it could.
+            let _ = reader.join();
+        }
+        Ok(End { status, log: log() })
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        // Errors mean that it has ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// How a process has ended.
+pub(crate) struct End {
+    pub(crate) status: ExitStatus,
+    pub(crate) log: String,
+}
+
+impl End {
+    /// With this exit code, and after this in its log.
+    pub(crate) fn is(&self, code: i32, text: &str) -> Result<()> {
+        let Self { status, log } = self;
+        ensure!(status.code() == Some(code), "it ended with {status}, not with {code}:\n{log}");
+        ensure!(log.contains(text), "{text:?} is not in the log:\n{log}");
+        Ok(())
+    }
+
+    pub(crate) fn is_by(&self, signal: Signal) -> bool {
+        self.status.signal() == Some(signal as i32)
+    }
+}
+
+/// Status and body of an answer; `None`: nobody listens.
+pub(crate) fn get(address: &str, path: &str) -> Result<Option<(u16, String)>> {
+    let Ok(mut stream) = TcpStream::connect(address) else { return Ok(None) };
+    stream.set_read_timeout(Some(LIMIT)).context("setting a timeout")?;
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").context("asking")?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).with_context(|| format!("reading {address}{path}"))?;
+    let status = answer.split(' ').nth(1).and_then(|word| word.parse().ok());
+    let body = answer.split_once("\r\n\r\n").map_or("", |(_, body)| body).to_owned();
+    Ok(Some((status.with_context(|| format!("no HTTP: {answer}"))?, body)))
+}
+
+/// Waits until `address` answers `path` with `status`.
+pub(crate) fn answers(address: &str, path: &str, status: u16) -> Result<()> {
+    let mut last = None;
+    until(
+        &format!("{status} of {address}{path}"),
+        LIMIT,
+        || {
+            last = get(address, path)?;
+            Ok(last.as_ref().is_some_and(|(found, _)| *found == status).then_some(()))
+        },
+        String::new,
+    )
+    .with_context(|| format!("{address}{path} is not as expected"))
+}
+
+/// The value of a metric without labels.
+pub(crate) fn metric(address: &str, name: &str) -> Result<f64> {
+    let (_, body) = get(address, "/metrics")?.with_context(|| format!("nobody listens on {address}"))?;
+    let value = body.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    let value = value.with_context(|| format!("no {name} in\n{body}"))?;
+    value.parse().with_context(|| format!("{name} is {value:?}"))
+}

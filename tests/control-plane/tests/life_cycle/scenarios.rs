@@ -1,0 +1,305 @@
+//! What must hold, by name.
+
+use std::{fs, net::TcpListener};
+
+use anyhow::{Context, Result, ensure};
+use control_plane::binaries::Program;
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+use crate::{
+    node::Node,
+    proxy::{Proxy, answers, metric},
+    until::{LIMIT, until},
+    world::{World, node},
+};
+
+pub(crate) struct Scenario {
+    pub(crate) name: &'static str,
+    /// Answers why it was skipped.
+    pub(crate) run: fn(&mut World) -> Result<Option<String>>,
+}
+
+macro_rules! scenarios {
+    ($($name:ident),+ $(,)?) => {
+        pub(crate) fn all() -> Vec<Scenario> {
+            vec![$(Scenario {
+                name: stringify!($name),
+                run: |world| $name(world).map(Into::into),
+            },)+]
+        }
+    };
+}
+
+scenarios! {
+    a_late_node_is_waited_for,
+    a_node_that_does_not_come_is_started_without,
+    another_node_address_ends_it,
+    a_deleted_node_ends_it_and_is_waited_for_again,
+    pod_cidrs_are_waited_for,
+    other_pod_cidrs_end_it,
+    a_swapped_config_map_is_taken_over_or_ends_it,
+    an_invalid_configuration_file_changes_nothing,
+    sigterm_leaves_everything_at_work,
+    an_address_that_is_taken_ends_it_with_an_event,
+    init_only_sets_the_kernel_up_and_ends,
+    kube_proxy_ends_alike,
+}
+
+/// Nothing was skipped.
+struct Passed;
+
+impl From<Passed> for Option<String> {
+    fn from(Passed: Passed) -> Self {
+        None
+    }
+}
+
+const ADDRESS: &[&str] = &["192.0.2.1"];
+const PROGRAMMED: &str = "everything listed is programmed";
+
+fn a_late_node_is_waited_for(world: &mut World) -> Result<Passed> {
+    let own = Node::new(world, "late", 1)?;
+    let mut proxy = own.start(&json!({}))?;
+    proxy.says("waiting for the Node and its addresses")?;
+    answers(&own.healthz(), "/livez", 200)?;
+    answers(&own.healthz(), "/healthz", 503)?;
+    ensure!(own.services()? == json!([]), "something is programmed before the Node is known");
+
+    world.apply(&node(own.name, ADDRESS, &[]))?;
+    proxy.says(PROGRAMMED)?;
+    answers(&own.healthz(), "/healthz", 200)?;
+    own.serves()?;
+    let starting = world.event(own.name, "Starting")?;
+    ensure!(starting["action"] == "StartKubeProxy" && starting["type"] == "Normal", "{starting}");
+    ensure!(starting["reportingController"] == "kube-proxy", "{starting}");
+    proxy.runs()?;
+    Ok(Passed)
+}
+
+/// The only scenario that takes as long as what it is about: half a minute.
+fn a_node_that_does_not_come_is_started_without(world: &mut World) -> Result<Passed> {
+    let own = Node::new(world, "never", 2)?;
+    let mut proxy = own.start(&json!({}))?;
+    proxy.says("waiting for the Node and its addresses")?;
+    proxy.says_within("Timed out waiting for node to exist", LIMIT * 2)?;
+    proxy.says("Can't determine this node's IP, assuming loopback")?;
+    proxy.says(PROGRAMMED)?;
+    answers(&own.healthz(), "/healthz", 503)?;
+    answers(&own.healthz(), "/livez", 200)?;
+
+    // It comes after all: the proxy was not set up for it.
+    world.apply(&node(own.name, ADDRESS, &[]))?;
+    proxy.ends()?.is(1, "NodeIPs changed for the node: they were none, now they are 192.0.2.1")?;
+    own.serves()?;
+    Ok(Passed)
+}
+
+fn another_node_address_ends_it(world: &mut World) -> Result<Passed> {
+    let own = Node::new(world, "moved", 3)?;
+    world.apply(&node(own.name, ADDRESS, &[]))?;
+    let mut proxy = own.start(&json!({}))?;
+    proxy.says(PROGRAMMED)?;
+    // A second address of the same family is no news.
+    world.apply(&node(own.name, &["192.0.2.1", "192.0.2.7"], &[]))?;
+    world.apply(&node(own.name, &["192.0.2.2"], &[]))?;
+    let end = proxy.ends()?;
+    end.is(1, "NodeIPs changed for the node: they were 192.0.2.1, now they are 192.0.2.2")?;
+    own.serves()?;
+
+    let proxy = own.start(&json!({}))?;
+    proxy.says(PROGRAMMED)?;
+    ensure!(proxy.log().contains("192.0.2.2"), "{}", proxy.log());
+    Ok(Passed)
+}
+
+fn a_deleted_node_ends_it_and_is_waited_for_again(world: &mut World) -> Result<Passed> {
+    let own = Node::new(world, "deleted", 4)?;
+    world.apply(&node(own.name, ADDRESS, &[]))?;
+    let mut proxy = own.start(&json!({}))?;
+    proxy.says(PROGRAMMED)?;
+    world.delete(&node(own.name, &[], &[]))?;
+    proxy.ends()?.is(1, "Node is being deleted")?;
+    own.serves()?;
+
+    let proxy = own.start(&json!({}))?;
+    proxy.says("waiting for the Node and its addresses")?;
+    answers(&own.healthz(), "/healthz", 503)?;
+    own.serves()?;
+    world.apply(&node(own.name, ADDRESS, &[]))?;
+    proxy.says(PROGRAMMED)?;
+    answers(&own.healthz(), "/healthz", 200)?;
+    ensure!(metric(&own.metrics(), "proxy_writes_total")? == 0.0, "a start without changes writes nothing");
+    Ok(Passed)
+}
+
+fn pod_cidrs_are_waited_for(world: &mut World) -> Result<Passed> {
+    let own = Node::new(world, "without-cidr", 5)?;
+    world.apply(&node(own.name, ADDRESS, &[]))?;
+    let mut proxy = own.start(&json!({"detectLocalMode": "NodeCIDR"}))?;
+    proxy.says("waiting for the Node's pod CIDRs")?;
+    ensure!(own.services()? == json!([]), "something is programmed before the pod CIDRs are known");
+    world.apply(&node(own.name, ADDRESS, &["10.1.0.0/24"]))?;
+    proxy.says(PROGRAMMED)?;
+    proxy.runs()?;
+    Ok(Passed)
+}
+
+/// The API server does not let the pod CIDRs of a Node change: it is deleted and made anew, while the proxy is not
+/// looking.
+fn other_pod_cidrs_end_it(world: &mut World) -> Result<Passed> {
+    let own = Node::new(world, "other-cidr", 6)?;
+    world.apply(&node(own.name, ADDRESS, &["10.1.0.0/24"]))?;
+    let mut proxy = own.start(&json!({"detectLocalMode": "NodeCIDR"}))?;
+    proxy.says(PROGRAMMED)?;
+    proxy.send(Signal::SIGSTOP)?;
+    world.server.kill();
+    world.server.start_again()?;
+    world.delete(&node(own.name, &[], &[]))?;
+    world.apply(&node(own.name, ADDRESS, &["10.2.0.0/24"]))?;
+    world.server.compact()?;
+    world.server.restart()?;
+    proxy.send(Signal::SIGCONT)?;
+    proxy.ends()?.is(1, "PodCIDRs changed for the node: they were 10.1.0.0/24, now they are 10.2.0.0/24")?;
+    Ok(Passed)
+}
+
+fn a_swapped_config_map_is_taken_over_or_ends_it(world: &mut World) -> Result<Passed> {
+    let own = Node::new(world, "config-map", 7)?;
+    world.apply(&node(own.name, ADDRESS, &[]))?;
+    let file = own.swap_config_map(&own.configuration(&json!({})))?;
+    let mut proxy = own.start_with(&file, &[])?;
+    proxy.says(PROGRAMMED)?;
+    ensure!(!proxy.log().contains("what is programmed was compared"), "debug lines without -v 4");
+
+    own.swap_config_map(&own.configuration(&json!({
+        "logging": {"verbosity": 4},
+        "iptables": {"syncPeriod": "1s"},
+        "conntrack": {"maxPerCore": 0, "tcpCloseWaitTimeout": "30m"},
+    })))?;
+    proxy.says("it is taken over")?;
+    for field in ["conntrack.tcpCloseWaitTimeout", "iptables.syncPeriod", "logging.verbosity"] {
+        ensure!(proxy.log().contains(field), "{field} is not named:\n{}", proxy.log());
+    }
+    proxy.says("everything compared and written")?;
+    let resyncs = metric(&own.metrics(), "proxy_resyncs_total")?;
+    let more = || Ok((metric(&own.metrics(), "proxy_resyncs_total")? > resyncs).then_some(()));
+    until("a comparison at the new sync period", LIMIT, more, || proxy.log())?;
+    ensure!(sysctl("nf_conntrack_tcp_timeout_close_wait")? == "1800", "the timeout is not in force");
+    proxy.runs()?;
+
+    own.swap_config_map(
+        &own.configuration(&json!({"clusterCIDR": "10.0.0.0/8", "bindAddressHardFail": true})),
+    )?;
+    let end = proxy.ends()?;
+    end.is(1, "content of the proxy server's configuration file was updated")?;
+    ensure!(
+        end.log.contains("bindAddressHardFail, clusterCIDR changed"),
+        "the fields are not named:\n{}",
+        end.log
+    );
+    own.serves()?;
+    let proxy = own.start_with(&file, &[])?;
+    proxy.says(PROGRAMMED).map(|()| Passed)
+}
+
+fn an_invalid_configuration_file_changes_nothing(world: &mut World) -> Result<Passed> {
+    let own = Node::new(world, "invalid", 8)?;
+    world.apply(&node(own.name, ADDRESS, &[]))?;
+    let mut proxy = own.start(&json!({}))?;
+    proxy.says(PROGRAMMED)?;
+    fs::write(own.config_file(), own.configuration(&json!({"oomScoreAdj": 2000})))?;
+    proxy.says("the former configuration stays in force")?;
+    ensure!(proxy.log().contains("oomScoreAdj"), "the field is not named:\n{}", proxy.log());
+    ensure!(metric(&own.metrics(), "proxy_refused_configurations_total")? == 1.0, "not counted");
+    let event = world.event(own.name, "InvalidConfiguration")?;
+    ensure!(event["type"] == "Warning" && event["note"].to_string().contains("oomScoreAdj"), "{event}");
+    fs::write(own.config_file(), own.configuration(&json!({})))?;
+    proxy.says("the configuration file is valid again")?;
+    proxy.runs()?;
+    Ok(Passed)
+}
+
+fn sigterm_leaves_everything_at_work(world: &mut World) -> Result<Passed> {
+    let own = Node::new(world, "terminated", 9)?;
+    world.apply(&node(own.name, ADDRESS, &[]))?;
+    let mut proxy = own.start(&json!({}))?;
+    proxy.says(PROGRAMMED)?;
+    let before = own.services()?;
+    proxy.send(Signal::SIGTERM)?;
+    proxy.ends()?.is(0, "what is programmed goes on working")?;
+    own.serves()?;
+    ensure!(own.services()? == before, "{before}");
+    Ok(Passed)
+}
+
+fn an_address_that_is_taken_ends_it_with_an_event(world: &mut World) -> Result<Passed> {
+    for (name, number, reason) in [
+        ("healthz-taken", 10, "FailedToStartProxierHealthcheck"),
+        ("metrics-taken", 11, "FailedToStartMetricServer"),
+    ] {
+        let own = Node::new(world, name, number)?;
+        world.apply(&node(own.name, ADDRESS, &[]))?;
+        let address = if number == 10 { own.healthz() } else { own.metrics() };
+        let _taken = TcpListener::bind(&address).with_context(|| format!("listening on {address}"))?;
+        let mut proxy = own.start(&json!({"bindAddressHardFail": true}))?;
+        proxy.ends()?.is(1, "cannot listen on")?;
+        let event = world.event(own.name, reason)?;
+        ensure!(event["type"] == "Warning" && event["action"] == "StartKubeProxy", "{event}");
+    }
+    Ok(Passed)
+}
+
+fn init_only_sets_the_kernel_up_and_ends(world: &mut World) -> Result<Passed> {
+    let own = Node::new(world, "init", 12)?;
+    let conntrack =
+        json!({"conntrack": {"maxPerCore": 0, "tcpEstablishedTimeout": "2h", "udpTimeout": "25s"}});
+    fs::write(own.config_file(), own.configuration(&conntrack))?;
+    // There is no such Node, and nobody asks for it.
+    let mut proxy = own.start_with(&own.config_file(), &["--init-only"])?;
+    proxy.ends()?.is(0, "System initialized and --init-only specified")?;
+    ensure!(!own.has_pins(), "something is programmed");
+    ensure!(sysctl("nf_conntrack_tcp_timeout_established")? == "7200", "conntrack.tcpEstablishedTimeout");
+    ensure!(sysctl("nf_conntrack_udp_timeout")? == "25", "conntrack.udpTimeout");
+    Ok(Passed)
+}
+
+/// What the real one does where it can be asked cheaply.
+fn kube_proxy_ends_alike(world: &mut World) -> Result<Option<String>> {
+    let Some(program) = Program::KubeProxy.installed() else {
+        return Ok(Some("no kube-proxy in KUBEBUILDER_ASSETS or on PATH".to_owned()));
+    };
+    let own = Node::new(world, "real", 14)?;
+    world.apply(&node(own.name, ADDRESS, &[]))?;
+    let start = |more| -> Result<Proxy> {
+        fs::write(own.config_file(), own.configuration(&more))?;
+        let config = own.config_file().display().to_string();
+        Proxy::start(&program, &["--config", &config])
+    };
+    let mode = "nftables";
+
+    let mut proxy = start(json!({"mode": mode}))?;
+    answers(&own.healthz(), "/healthz", 200)?;
+    let text = own.configuration(&json!({"mode": mode, "clusterCIDR": "10.0.0.0/8"}));
+    fs::write(own.config_file(), text)?;
+    proxy.ends()?.is(1, "content of the proxy server's configuration file was updated")?;
+
+    let mut proxy = start(json!({"mode": mode}))?;
+    answers(&own.healthz(), "/healthz", 200)?;
+    proxy.send(Signal::SIGTERM)?;
+    ensure!(
+        proxy.ends()?.is_by(Signal::SIGTERM),
+        "kube-proxy has learned to end in good order: do as it does"
+    );
+
+    let _taken = TcpListener::bind(own.healthz())?;
+    let mut proxy = start(json!({"mode": mode, "bindAddressHardFail": true}))?;
+    proxy.ends()?.is(1, "address already in use")?;
+    Ok(None)
+}
+
+/// In the network namespace of the scenarios.
+fn sysctl(name: &str) -> Result<String> {
+    let path = format!("/proc/sys/net/netfilter/{name}");
+    Ok(fs::read_to_string(&path).with_context(|| format!("reading {path}"))?.trim().to_owned())
+}

@@ -1,0 +1,28 @@
+//! Waiting for a condition that nobody announces, with a limit.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+
+const BETWEEN_LOOKS: Duration = Duration::from_millis(10);
+/// Longer than anything takes that does happen, on a busy machine too.
+pub(crate) const LIMIT: Duration = Duration::from_secs(30);
+
+/// Asks until there is an answer. `state` says in the error how things stood at the end.
+pub(crate) fn until<T>(
+    what: &str,
+    limit: Duration,
+    mut ask: impl FnMut() -> Result<Option<T>>,
+    state: impl FnOnce() -> String,
+) -> Result<T> {
+    let deadline = Instant::now() + limit;
+    loop {
+        if let Some(answer) = ask()? {
+            return Ok(answer);
+        }
+        if Instant::now() > deadline {
+            bail!("{what}: not within {limit:?}; {}", state());
+        }
+        std::thread::sleep(BETWEEN_LOOKS);
+    }
+}

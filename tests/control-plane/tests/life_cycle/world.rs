@@ -1,0 +1,102 @@
+//! What the scenarios share: a network namespace with a real API server in it.
+
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use control_plane::{ApiServer, Folder, Options, PROXY, objects};
+use kube::Client;
+use nix::sched::{CloneFlags, unshare};
+use serde_json::{Value, json};
+use tokio::runtime::Runtime;
+
+use crate::until::{LIMIT, until};
+
+pub(crate) struct World {
+    // Dropped in this order: what talks to the server before the server, its files last.
+    runtime: Runtime,
+    client: Client,
+    pub(crate) server: ApiServer,
+    pub(crate) directory: Folder,
+}
+
+impl World {
+    /// Moves this process to a network namespace of its own, which ends with it. To be called before there are other
+    /// threads.
+    pub(crate) fn start() -> Result<Self> {
+        unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
+        let up = Command::new("ip").args(["link", "set", "lo", "up"]).status().context("starting ip")?;
+        ensure!(up.success(), "loopback does not come up");
+        let directory = Folder::create()?;
+        // Without a route to anywhere it does not find an address by itself.
+        let options = Options { flags: vec!["--advertise-address=192.0.2.254".into()], ..Options::default() };
+        let server = ApiServer::start_with(directory.path(), options)?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .context("starting a runtime")?;
+        let client = runtime.block_on(server.client())?;
+        let world = Self { runtime, client, server, directory };
+        world.apply(&objects::service("default", "web", 80))?;
+        let slice = objects::endpoint_slice("default", "web-1", "web", &["10.0.0.1".parse()?], 8080);
+        world.apply(&slice)?;
+        Ok(world)
+    }
+
+    /// May do what system:node-proxier may.
+    pub(crate) fn kubeconfig(&self) -> String {
+        self.server.kubeconfig(PROXY).display().to_string()
+    }
+
+    pub(crate) fn apply(&self, object: &Value) -> Result<()> {
+        self.runtime.block_on(objects::apply(&self.client, object))
+    }
+
+    pub(crate) fn delete(&self, object: &Value) -> Result<()> {
+        self.runtime.block_on(objects::delete(&self.client, object))
+    }
+
+    /// Waits for an event about a Node, and answers with it.
+    pub(crate) fn event(&self, node: &str, reason: &str) -> Result<Value> {
+        let path = "/apis/events.k8s.io/v1/namespaces/default/events?limit=500";
+        let is_it = |event: &Value| {
+            event["regarding"]["name"] == *node
+                && event["reason"] == *reason
+                && event["regarding"]["kind"] == "Node"
+        };
+        let mut seen = Vec::new();
+        until(
+            &format!("event {reason} about {node}"),
+            LIMIT,
+            || {
+                let list = self.runtime.block_on(objects::get(&self.client, path))?;
+                let events = list["items"].as_array().cloned().unwrap_or_default();
+                let found = events.iter().find(|event| is_it(event)).cloned();
+                seen = events
+                    .iter()
+                    .map(|event| format!("{} {}", event["reason"], event["regarding"]["name"]))
+                    .collect();
+                Ok(found)
+            },
+            String::new,
+        )
+        .with_context(|| "the events of the cluster are not as expected")
+    }
+}
+
+/// A Node with these addresses and pod CIDRs.
+pub(crate) fn node(name: &str, addresses: &[&str], pod_cidrs: &[&str]) -> Value {
+    let addresses: Vec<Value> =
+        addresses.iter().map(|address| json!({"type": "InternalIP", "address": address})).collect();
+    let mut node = json!({
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name},
+        "spec": {},
+        "status": {"addresses": addresses},
+    });
+    if let Some(first) = pod_cidrs.first() {
+        node["spec"] = json!({"podCIDR": first, "podCIDRs": pod_cidrs});
+    }
+    node
+}

@@ -152,11 +152,33 @@ impl ApiServer {
     /// Writes a kubeconfig for whoever has this token, named after `name`, with a token file beside it that may be
     /// written again.
     pub fn kubeconfig_with(&self, name: &str, token: &str) -> Result<PathBuf> {
-        let path = self.directory.join(format!("{name}.kubeconfig"));
         let token_file = self.directory.join(format!("{name}.token"));
         fs::write(&token_file, token).with_context(|| format!("writing {}", token_file.display()))?;
-        let text = self.kubeconfig_of(name, &token_file);
-        fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
+        self.write_kubeconfig(name, &format!("tokenFile: {}", token_file.display()))
+    }
+
+    /// Writes a certificate of the current authority for `user`, and a kubeconfig that refers to its files, all named
+    /// after `name`. Called again after [`Self::replace_certificates`] it replaces them.
+    pub fn kubeconfig_with_certificate(&self, name: &str, user: &str) -> Result<PathBuf> {
+        let (certificate, key) = self.certificates.client(&self.directory, name, user)?;
+        let user =
+            format!("client-certificate: {}\n    client-key: {}", certificate.display(), key.display());
+        self.write_kubeconfig(name, &user)
+    }
+
+    /// Writes a kubeconfig, named after `name`, whose credentials come from this command: an exec plugin.
+    pub fn kubeconfig_with_plugin(&self, name: &str, command: &Path) -> Result<PathBuf> {
+        let command = command.display();
+        let user = format!(
+            "exec:\n      apiVersion: client.authentication.k8s.io/v1\n      command: {command}\n      interactiveMode: Never"
+        );
+        self.write_kubeconfig(name, &user)
+    }
+
+    fn write_kubeconfig(&self, name: &str, user: &str) -> Result<PathBuf> {
+        let path = self.directory.join(format!("{name}.kubeconfig"));
+        fs::write(&path, self.kubeconfig_of(name, user))
+            .with_context(|| format!("writing {}", path.display()))?;
         Ok(path)
     }
 
@@ -329,6 +351,7 @@ impl ApiServer {
             "--service-account-issuer=https://kubernetes.default.svc".into(),
             format!("--service-account-key-file={account_key}"),
             format!("--service-account-signing-key-file={account_key}"),
+            format!("--client-ca-file={}", certificates.authority.display()),
             format!("--token-auth-file={}", directory.join("tokens.csv").display()),
             "--authorization-mode=RBAC".into(),
             "--anonymous-auth=false".into(),
@@ -386,16 +409,17 @@ impl ApiServer {
     }
 
     fn kubeconfig_text(&self, identity: Identity) -> String {
-        self.kubeconfig_of(identity.name, &self.token_file(identity))
+        self.kubeconfig_of(identity.name, &format!("tokenFile: {}", self.token_file(identity).display()))
     }
 
-    fn kubeconfig_of(&self, name: &str, token_file: &Path) -> String {
+    /// `user`: its fields, in YAML, four spaces deep.
+    fn kubeconfig_of(&self, name: &str, user: &str) -> String {
         let (server, authority) = (self.url(), self.authority_file());
-        let (authority, token) = (authority.display(), token_file.display());
+        let authority = authority.display();
         format!(
             "apiVersion: v1\nkind: Config\ncurrent-context: test\n\
              clusters:\n- name: test\n  cluster:\n    server: {server}\n    certificate-authority: {authority}\n\
-             users:\n- name: {name}\n  user:\n    tokenFile: {token}\n\
+             users:\n- name: {name}\n  user:\n    {user}\n\
              contexts:\n- name: test\n  context:\n    cluster: test\n    user: {name}\n"
         )
     }

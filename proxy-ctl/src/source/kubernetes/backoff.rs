@@ -26,11 +26,6 @@ impl Backoff {
     pub(super) fn reset(&mut self) {
         self.failures = 0;
     }
-
-    /// Failures since the last success.
-    pub(super) fn failures(&self) -> u32 {
-        self.failures
-    }
 }
 
 /// In 0..1, evenly spread; not for secrets.

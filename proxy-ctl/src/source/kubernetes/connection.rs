@@ -28,6 +28,7 @@ use super::{
     rate_limit::RateLimit,
     requests::Requests,
 };
+use crate::config::KUBE_PROXY_VERSION;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// A dead peer is noticed after idle time + probes × interval: 30 s, as long as kube-proxy's HTTP/2 pings take.
@@ -91,7 +92,9 @@ impl Connection {
                 None => connection.make(&mut current),
             }
         });
-        made.await.unwrap_or_else(|error| Err(broken(&error)))
+        made.await.unwrap_or_else(|error| {
+            Err(Failure::new(Reason::Credentials, format!("making a client: {error}")))
+        })
     }
 
     fn ready(&self) -> Option<(Client, u64)> {
@@ -118,8 +121,9 @@ impl Connection {
             connection.make(&mut current)?;
             Ok(if changed { Renewed::New } else { Renewed::Asked })
         });
-        // Reading files may take its time, but the other watchers must not wait for it.
-        renewed.await.unwrap_or_else(|error| Err(broken(&error)))
+        // Reading files may take its time, but the other watchers must not wait for it. It is cancelled at the end
+        // of the process only.
+        renewed.await.unwrap_or(Ok(Renewed::Same))
     }
 
     fn make(&self, current: &mut Current) -> Result<(Client, u64), Failure> {
@@ -163,10 +167,6 @@ fn unreadable(error: ConfigError) -> Failure {
     Failure::new(Reason::Credentials, error.to_string())
 }
 
-fn broken(error: &tokio::task::JoinError) -> Failure {
-    Failure::new(Reason::Credentials, format!("making a client: {error}"))
-}
-
 /// As API servers log it: first whom we stand in for, then who we are.
 pub(super) fn user_agent() -> String {
     let architecture = match env::consts::ARCH {
@@ -175,11 +175,8 @@ pub(super) fn user_agent() -> String {
         other => other,
     };
     let (system, version) = (env::consts::OS, env!("CARGO_PKG_VERSION"));
-    format!("kube-proxy/{KUBERNETES} ({system}/{architecture}) proxy-ctl/{version}")
+    format!("kube-proxy/v{KUBE_PROXY_VERSION} ({system}/{architecture}) proxy-ctl/{version}")
 }
-
-/// The Kubernetes release whose kube-proxy this one behaves like.
-const KUBERNETES: &str = "v1.36.1";
 
 fn connect(loaded: Loaded, limit: &Arc<RateLimit>, requests: &Requests) -> Result<Client, kube::Error> {
     let Loaded { client: config, token_file, .. } = loaded;
@@ -227,8 +224,9 @@ where
         }
     });
     let token = token_file.map(|path| {
+        let token = TokenFile::new(path);
         FilterLayer::new(move |mut request: http::Request<Body>| -> Result<_, BoxError> {
-            let token = read_token(&path)?;
+            let token = token.read()?;
             request.headers_mut().insert(http::header::AUTHORIZATION, token);
             Ok(request)
         })
@@ -254,6 +252,32 @@ pub(super) enum TokenFileError {
     Invalid { path: PathBuf },
 }
 
+/// A token file that may be gone for a while, or for good: what it held last is used then, as client-go does for
+/// those who remove it to keep it from others.
+#[derive(Clone)]
+struct TokenFile {
+    path: PathBuf,
+    last: Arc<Mutex<Option<http::HeaderValue>>>,
+}
+
+impl TokenFile {
+    fn new(path: PathBuf) -> Self {
+        Self { path, last: Arc::default() }
+    }
+
+    fn read(&self) -> Result<http::HeaderValue, TokenFileError> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        match (read_token(&self.path), &*last) {
+            (Ok(token), _) => Ok(last.insert(token).clone()),
+            (Err(error), Some(token)) => {
+                tracing::debug!("{error}; using the token that was read last");
+                Ok(token.clone())
+            }
+            (Err(error), None) => Err(error),
+        }
+    }
+}
+
 /// The bearer token that `path` holds now. Requests are rare, so it is read for each: a token is used from
 /// the moment it is there. White space around it is not part of it.
 pub(super) fn read_token(path: &Path) -> Result<http::HeaderValue, TokenFileError> {
@@ -267,4 +291,23 @@ pub(super) fn read_token(path: &Path) -> Result<http::HeaderValue, TokenFileErro
         .map_err(|_| TokenFileError::Invalid { path: path.to_owned() })?;
     header.set_sensitive(true);
     Ok(header)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_is_kept_when_its_file_is_removed_and_replaced_when_that_changes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("token");
+        let token = TokenFile::new(path.clone());
+        assert!(token.read().unwrap_err().to_string().contains("No such file"));
+        fs::write(&path, "first").unwrap();
+        assert_eq!(token.read().unwrap(), "Bearer first");
+        fs::remove_file(&path).unwrap();
+        assert_eq!(token.read().unwrap(), "Bearer first");
+        fs::write(&path, "second").unwrap();
+        assert_eq!(token.read().unwrap(), "Bearer second");
+    }
 }

@@ -110,6 +110,10 @@ impl fmt::Display for Failure {
 
 impl From<&Status> for Failure {
     fn from(status: &Status) -> Self {
+        if status.code == 0 && status.message.is_empty() && status.reason.is_empty() {
+            // What kube makes of a line that is JSON, but neither an event nor a status.
+            return Self::new(Reason::Malformed, "the watch has brought something that is no event");
+        }
         let reason = match status.code {
             401 => Reason::Unauthorized,
             403 => Reason::Forbidden,
@@ -152,7 +156,7 @@ fn connection_reason(error: &(dyn StdError + 'static)) -> Reason {
     let mut next = Some(error);
     while let Some(cause) = next {
         let text = cause.to_string();
-        if cause.is::<super::connection::TokenFileError>() {
+        if cause.is::<super::connection::TokenFileError>() || cause.is::<kube::client::AuthError>() {
             return Reason::Credentials;
         }
         if text.contains("certificate") || text.contains("fatal alert") {

@@ -20,7 +20,7 @@ pub struct Config {
     /// `--kubeconfig` or `clientConnection.kubeconfig`. Without it: the pod's service account. The
     /// variable KUBECONFIG is not consulted, as in kube-proxy.
     pub kubeconfig: Option<PathBuf>,
-    /// `--master`: overrides the server's address.
+    /// `--master`: overrides the server's address. Without a kubeconfig it is all that is known.
     pub master: Option<String>,
     /// `clientConnection.qps`: requests per second, watches included, once `burst` is used up. 0: 5, as in
     /// client-go; negative: no limit.
@@ -66,14 +66,20 @@ const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 impl Config {
     /// Reads and checks everything; no connection is made and no plugin is run.
     pub(super) fn load(&self) -> Result<Loaded, ConfigError> {
-        let mut loaded = match &self.kubeconfig {
-            Some(path) => from_kubeconfig(path)?,
-            None => in_cluster(Path::new(SERVICE_ACCOUNT), |variable| env::var(variable).ok())?,
+        let master = self.master.as_deref().map(|master| {
+            server_url(master).map_err(|problem| ConfigError::Master { value: master.to_owned(), problem })
+        });
+        let mut loaded = match (&self.kubeconfig, master.transpose()?) {
+            (Some(path), master) => {
+                let mut loaded = from_kubeconfig(path)?;
+                if let Some(master) = master {
+                    loaded.client.cluster_url = master;
+                }
+                loaded
+            }
+            (None, Some(master)) => anonymous(master),
+            (None, None) => in_cluster(Path::new(SERVICE_ACCOUNT), |variable| env::var(variable).ok())?,
         };
-        if let Some(master) = &self.master {
-            loaded.client.cluster_url = server_url(master)
-                .map_err(|problem| ConfigError::Master { value: master.clone(), problem })?;
-        }
         if let Ok(agent) = http::HeaderValue::try_from(super::connection::user_agent()) {
             loaded.client.headers.push((http::header::USER_AGENT, agent));
         }
@@ -210,6 +216,13 @@ fn parse_error(path: &Path, error: KubeconfigError) -> ConfigError {
         }
         error => ConfigError::Parse { path: path.to_owned(), problem: error.to_string() },
     }
+}
+
+/// An API server that asks nobody who they are, such as one behind `kubectl proxy`.
+fn anonymous(server: http::Uri) -> Loaded {
+    let mut client = kube::Config::new(server);
+    client.proxy_url = None;
+    Loaded { client, token_file: None, fingerprint: 0, has_plugin: false }
 }
 
 /// A pod's service account; `directory` holds `ca.crt` and `token`.

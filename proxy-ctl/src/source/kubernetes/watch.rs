@@ -47,6 +47,8 @@ const MARGIN: Duration = Duration::from_secs(10);
 const BOOKMARKS: Duration = Duration::from_secs(180);
 /// A watch that ends sooner without having said anything is a failure, not a renewal.
 const SHORTEST_WATCH: Duration = Duration::from_secs(1);
+/// One that has lasted this long, or has brought something, shows that what failed before is over.
+const SETTLED: Duration = Duration::from_secs(5);
 /// Failed streaming lists in a row, after which a paged one is tried.
 const STREAM_ATTEMPTS: u32 = 2;
 
@@ -99,6 +101,8 @@ pub(super) struct Watcher<W: Watched> {
     state: SourceState,
     health: Health,
     backoff: Backoff,
+    /// Why the last attempt failed; None once a watch has settled.
+    last_failure: Option<Reason>,
     oddities: Oddities,
     /// Everything up to this resource version has been sent; None: nothing, list first.
     position: Option<String>,
@@ -123,6 +127,7 @@ impl<W: Watched> Watcher<W> {
             state,
             health: Health::new(W::KIND),
             backoff: Backoff::default(),
+            last_failure: None,
             oddities: Oddities::default(),
             position: None,
             failed_streams: 0,
@@ -144,13 +149,12 @@ impl<W: Watched> Watcher<W> {
                 Err(failure) => (None, failure),
             };
             self.state.failed(W::KIND, &failure);
-            let first = self.backoff.failures() == 0;
+            let first = self.last_failure.replace(failure.reason) != Some(failure.reason);
             if failure.reason == Reason::Expired {
                 info!(resource = %W::KIND, "{failure}; listing again");
                 self.position = None;
                 if first {
                     // The first in a row is the usual course of things, and every change waits for it.
-                    let _ = self.backoff.next(0.0);
                     continue;
                 }
             }
@@ -350,9 +354,18 @@ impl<W: Watched> Watcher<W> {
         let mut heard = false;
         loop {
             let event = tokio::select! {
-                event = next(&mut events, longest) => event?,
+                event = next(&mut events, longest) => event,
                 () = self.updates.closed() => return Err(Stop::Unwanted),
             };
+            if started.elapsed() >= SETTLED {
+                self.settled();
+            }
+            let event = event.inspect_err(|failure| {
+                // The same would come again from here.
+                if failure.reason == Reason::Malformed {
+                    self.position = None;
+                }
+            })?;
             let Some(event) = event else {
                 if !heard && started.elapsed() < SHORTEST_WATCH {
                     return Err(
@@ -361,8 +374,11 @@ impl<W: Watched> Watcher<W> {
                 }
                 return Ok(Done::WatchEnded);
             };
-            self.state.heard_from(W::KIND);
-            heard = true;
+            if !matches!(event, WatchEvent::Error(_)) {
+                self.state.heard_from(W::KIND);
+                heard = true;
+                self.settled();
+            }
             match event {
                 WatchEvent::Added(object) => self.changed(&object, 1).await?,
                 WatchEvent::Modified(object) => self.changed(&object, 0).await?,
@@ -383,8 +399,12 @@ impl<W: Watched> Watcher<W> {
         }
     }
 
-    fn good(&mut self) {
+    fn settled(&mut self) {
         self.backoff.reset();
+        self.last_failure = None;
+    }
+
+    fn good(&mut self) {
         self.state.heard_from(W::KIND);
         if self.health.good(&self.connection.outage) {
             self.connection.recovered.notify_waiters();

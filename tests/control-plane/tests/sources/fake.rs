@@ -46,6 +46,8 @@ struct State {
     log: Vec<(String, u64, &'static str, Value)>,
     version: u64,
     requests: Vec<String>,
+    /// What watches of a collection say instead of what they should.
+    spoilt: BTreeMap<String, String>,
 }
 
 impl Fake {
@@ -111,6 +113,17 @@ impl Fake {
             let stored = stored.collect();
             state.collections.insert(SLICES_V1.to_owned(), stored);
         }
+        self.shared.era.send_modify(|era| *era += 1);
+    }
+
+    /// All watches of services bring this line at once, and end.
+    pub(crate) fn spoil_services(&self, line: Option<String>) {
+        let mut state = self.shared.lock();
+        match line {
+            Some(line) => state.spoilt.insert(SERVICES.to_owned(), line),
+            None => state.spoilt.remove(SERVICES),
+        };
+        drop(state);
         self.shared.era.send_modify(|era| *era += 1);
     }
 
@@ -272,6 +285,11 @@ async fn watch(mut client: TcpStream, shared: &Shared, path: &str, from: u64) ->
     client
         .write_all(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n")
         .await?;
+    let spoilt = shared.lock().spoilt.get(path).cloned();
+    if let Some(line) = spoilt {
+        client.write_all(format!("{line}\n").as_bytes()).await?;
+        return Ok(());
+    }
     let mut told = from;
     let mut version = shared.version.subscribe();
     loop {

@@ -122,6 +122,14 @@ fn master_overrides_the_server_and_must_be_a_url() {
 }
 
 #[test]
+fn master_alone_is_an_api_server_that_asks_for_no_credentials() {
+    let config = Config { master: Some("http://127.0.0.1:8001".into()), ..Config::default() };
+    let loaded = config.load().unwrap();
+    assert_eq!(loaded.client.cluster_url, "http://127.0.0.1:8001/");
+    assert_eq!((loaded.token_file, loaded.has_plugin), (None, false));
+}
+
+#[test]
 fn a_token_file_is_read_without_the_white_space_around_it() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("token"), " secret\n").unwrap();

@@ -1,5 +1,7 @@
 //! What RBAC must allow, what happens where it does not, and tokens that end.
 
+use std::{fs, os::unix::fs::PermissionsExt as _, path::PathBuf};
+
 use anyhow::{Context, Result, ensure};
 use control_plane::objects;
 use proxy_ctl::{
@@ -11,6 +13,7 @@ use serde_json::{Value, json};
 use crate::{
     follower::{Follower, NODE, copy_at},
     relay::Relay,
+    scenarios::node::node,
     world::{LIMITED, World},
 };
 
@@ -48,10 +51,8 @@ pub(super) fn the_role_of_kube_proxy_is_enough(world: &mut World) -> Result<()> 
     };
     ensure!(!allows("", "pods", "list") && !allows("", "secrets", "get"), "the role has grown: {role}");
 
-    world.apply(&json!({
-        "apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE},
-        "status": {"addresses": [{"type": "InternalIP", "address": "192.0.2.1"}]},
-    }))?;
+    let node = node(NODE, "a", "192.0.2.1");
+    world.apply(&node)?;
     let kubeconfig = world.server.kubeconfig_with("account", &token(world)?)?;
     let mut follower = Follower::start_with(world, &kubeconfig)?;
     world.create(&world.service("web"))?;
@@ -106,7 +107,7 @@ pub(super) fn the_role_of_kube_proxy_is_enough(world: &mut World) -> Result<()> 
     ensure!(starting["reportingInstance"] == "kube-proxy-host", "{starting}");
     let failed = of("FailedToStartMetricServer")?;
     ensure!(failed["note"] == "in use" && failed["type"] == "Warning", "{failed}");
-    world.delete(&json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}}))
+    world.delete(&node)
 }
 
 /// Rules for [`LIMITED`] alone.
@@ -190,39 +191,71 @@ pub(super) fn a_resource_that_may_be_listed_only_is_listed_again(world: &mut Wor
     })
 }
 
-/// The account is deleted and made again, which ends all its tokens; connections break, and the kubelet writes a new
-/// token into the file some time later.
-pub(super) fn a_revoked_token_is_replaced_in_its_file(world: &mut World) -> Result<()> {
+/// The account is deleted and made again, which ends all its tokens; connections break, and some time later the
+/// kubelet writes a new token into the file, and the plugin hands out a new one.
+pub(super) fn revoked_tokens_are_replaced(world: &mut World) -> Result<()> {
     account(world)?;
-    let kubeconfig = world.server.kubeconfig_with("rotated", &token(world)?)?;
+    let first = token(world)?;
+    let plugin = plugin(world, "plugged", &first)?;
     let relay = Relay::start(world)?;
-    let mut follower = Follower::start_with(world, &copy_at(world, &kubeconfig, relay.address)?)?;
+    let mut followers = [
+        world.server.kubeconfig_with("rotated", &first)?,
+        world.server.kubeconfig_with_plugin("plugged", &plugin)?,
+    ]
+    .into_iter()
+    .map(|kubeconfig| Follower::start_with(world, &copy_at(world, &kubeconfig, relay.address)?))
+    .collect::<Result<Vec<_>>>()?;
     world.create(&world.service("before"))?;
-    follower.wait_served(world, &[("before:main", &[])])?;
+    for follower in &mut followers {
+        follower.wait_served(world, &[("before:main", &[])])?;
+    }
 
     world.delete(&json!({
         "apiVersion": "v1", "kind": "ServiceAccount",
         "metadata": {"namespace": "kube-system", "name": ACCOUNT},
     }))?;
     account(world)?;
-    follower.wait(world, "the old token being refused", |follower| {
-        let all = |has: fn(&Follower, ResourceKind) -> bool| {
-            follower.state.kinds().into_iter().all(|kind| has(follower, kind))
-        };
-        // The API server goes on believing a token for some seconds.
-        if all(|follower, kind| follower.state.connected(kind)) {
-            relay.cut();
-            relay.mend();
-        }
-        all(|follower, kind| follower.state.errors(kind, Reason::Unauthorized) > 0)
-    })?;
+    for follower in &mut followers {
+        follower.wait(world, "the old token being refused", |follower| {
+            let all = |has: fn(&Follower, ResourceKind) -> bool| {
+                follower.state.kinds().into_iter().all(|kind| has(follower, kind))
+            };
+            // The API server goes on believing a token for some seconds.
+            if all(|follower, kind| follower.state.connected(kind)) {
+                relay.cut();
+                relay.mend();
+            }
+            all(|follower, kind| follower.state.errors(kind, Reason::Unauthorized) > 0)
+        })?;
+    }
     world.create(&world.service("after"))?;
-    ensure!(follower.served().len() == 1, "nothing can have come, nothing may have gone");
-    std::fs::write(world.server.directory().join("rotated.token"), token(world)?)
-        .context("writing the token")?;
-    follower.wait_served(world, &[("after:main", &[]), ("before:main", &[])])?;
-    for kind in follower.state.kinds() {
-        ensure!(follower.state.lists(kind, ListMethod::Streamed) == 1, "{kind} goes on where it was");
+    ensure!(
+        followers.iter().all(|follower| follower.served().len() == 1),
+        "nothing can have come, nothing may have gone"
+    );
+    let second = token(world)?;
+    fs::write(world.server.directory().join("rotated.token"), &second).context("writing the token")?;
+    self::plugin(world, "plugged", &second)?;
+    for follower in &mut followers {
+        follower.wait_served(world, &[("after:main", &[]), ("before:main", &[])])?;
+        for kind in follower.state.kinds() {
+            ensure!(follower.state.lists(kind, ListMethod::Streamed) == 1, "{kind} goes on where it was");
+        }
     }
     Ok(())
+}
+
+/// A credential plugin that hands out this token, without saying how long it is good for.
+fn plugin(world: &World, name: &str, token: &str) -> Result<PathBuf> {
+    let path = world.server.directory().join(format!("{name}.plugin"));
+    let credential = json!({
+        "apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": {"token": token},
+    });
+    // It may be running: the old one stays what it is.
+    let draft = path.with_extension("draft");
+    fs::write(&draft, format!("#!/bin/sh\ncat <<'END'\n{credential}\nEND\n"))
+        .context("writing the plugin")?;
+    fs::set_permissions(&draft, fs::Permissions::from_mode(0o755)).context("making the plugin executable")?;
+    fs::rename(&draft, &path).context("putting the plugin in place")?;
+    Ok(path)
 }

@@ -22,19 +22,33 @@ pub(super) fn a_new_token_in_the_file_is_used(world: &mut World) -> Result<()> {
     follower.wait_served(world, &[("after:main", &[]), ("before:main", &[])])
 }
 
-pub(super) fn a_new_ca_in_the_file_is_trusted(world: &mut World) -> Result<()> {
-    let mut follower = Follower::listed(world, PROXY)?;
+/// Another authority for the server's certificate and for ours.
+pub(super) fn new_certificates_in_the_files_are_used(world: &mut World) -> Result<()> {
+    let mut by_token = Follower::listed(world, PROXY)?;
+    let certificate = |world: &World| world.server.kubeconfig_with_certificate("certified", PROXY.user);
+    let mut by_certificate = Follower::start_with(world, &certificate(world)?)?;
+    by_certificate.wait_listed(world)?;
     world.create(&world.service("before"))?;
-    follower.wait_served(world, &[("before:main", &[])])?;
+    for follower in [&mut by_token, &mut by_certificate] {
+        follower.wait_served(world, &[("before:main", &[])])?;
+    }
 
     world.server.replace_certificates()?;
     world.server.restart()?;
     world.renew_client()?;
     world.create(&world.service("after"))?;
-    follower.wait(world, "the new certificate being refused", |follower| {
-        follower.state.kinds().into_iter().all(|kind| follower.state.errors(kind, Reason::Tls) > 0)
-    })?;
-    ensure!(follower.served().len() == 1, "nothing can have come, nothing may have gone");
+    for follower in [&mut by_token, &mut by_certificate] {
+        follower.wait(world, "the new certificate being refused", |follower| {
+            follower.state.kinds().into_iter().all(|kind| follower.state.errors(kind, Reason::Tls) > 0)
+        })?;
+        ensure!(follower.served().len() == 1, "nothing can have come, nothing may have gone");
+    }
     world.server.publish_authority()?;
-    follower.wait_served(world, &[("after:main", &[]), ("before:main", &[])])
+    let served: [(&str, &[&str]); 2] = [("after:main", &[]), ("before:main", &[])];
+    by_token.wait_served(world, &served)?;
+    by_certificate.wait(world, "our old certificate being refused", |follower| {
+        follower.state.kinds().into_iter().all(|kind| follower.state.errors(kind, Reason::Unauthorized) > 0)
+    })?;
+    certificate(world)?;
+    by_certificate.wait_served(world, &served)
 }

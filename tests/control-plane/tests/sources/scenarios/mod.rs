@@ -44,9 +44,10 @@ scenarios! {
         the_role_of_kube_proxy_is_enough,
         what_rbac_denies_comes_once_granted,
         a_resource_that_may_be_listed_only_is_listed_again,
-        a_revoked_token_is_replaced_in_its_file;
+        revoked_tokens_are_replaced;
     older:
         slices_of_v1beta1_are_watched,
+        watches_that_always_fail_are_tried_ever_less,
         without_slices_endpoints_are_watched;
     outage:
         an_api_server_that_is_away_for_a_minute;
@@ -56,7 +57,7 @@ scenarios! {
         ten_thousand_services;
     credentials:
         a_new_token_in_the_file_is_used,
-        a_new_ca_in_the_file_is_trusted;
+        new_certificates_in_the_files_are_used;
     lists:
         refused_streaming_lists_become_pages;
 }

@@ -10,7 +10,7 @@ use crate::{
     world::World,
 };
 
-fn node(name: &str, zone: &str, address: &str) -> Value {
+pub(super) fn node(name: &str, zone: &str, address: &str) -> Value {
     json!({
         "apiVersion": "v1",
         "kind": "Node",

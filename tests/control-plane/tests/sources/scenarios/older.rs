@@ -1,8 +1,10 @@
 //! API servers that have other APIs for endpoints.
 
+use std::time::{Duration, Instant};
+
 use anyhow::{Result, ensure};
 use control_plane::PROXY;
-use proxy_ctl::source::kubernetes::{ListMethod, ResourceKind};
+use proxy_ctl::source::kubernetes::{ListMethod, ResourceKind, failure::Reason};
 use serde_json::{Value, json};
 
 use crate::{
@@ -128,5 +130,43 @@ pub(super) fn slices_of_v1beta1_are_watched(world: &mut World) -> Result<()> {
     fake.upgrade(vec![upgraded]);
     follower.wait(world, "the slices of v1", |follower| local(follower) == ["10.0.0.4"])?;
     ensure!(follower.replaced_slices() == 2, "one list of each version");
+    Ok(())
+}
+
+/// Watches that end at once, again and again: the lists in between keep away from each other. 410 in between is the
+/// usual course of things once, and no more than once.
+pub(super) fn watches_that_always_fail_are_tried_ever_less(world: &mut World) -> Result<()> {
+    let fake = Fake::start(world)?;
+    let mut web = world.service("web");
+    web["spec"]["clusterIP"] = json!("10.96.0.10");
+    fake.apply(&web);
+    let expired =
+        json!({"kind": "Status", "apiVersion": "v1", "code": 410, "reason": "Expired", "message": "too old"});
+    let cases = [
+        (format!("{{\"type\":\"ERROR\",\"object\":{expired}}}"), Reason::Expired),
+        ("{\"type\":\"GREETING\",\"object\":{}}".to_owned(), Reason::Malformed),
+    ];
+    for (line, reason) in cases {
+        fake.spoil_services(Some(line));
+        let mut follower = Follower::start_with(world, &fake.kubeconfig(world)?)?;
+        let begin = Instant::now();
+        follower.wait(world, "three failures", |follower| {
+            follower.state.errors(ResourceKind::Services, reason) >= 3
+        })?;
+        // One at once, if at all; then after at least 0.8 s.
+        ensure!(begin.elapsed() >= Duration::from_millis(800), "{reason:?}: within {:?}", begin.elapsed());
+        let lists = follower.state.lists(ResourceKind::Services, ListMethod::Paged);
+        ensure!((3..=4).contains(&lists), "{reason:?}: {lists} lists for 3 failures");
+        follower.wait_served(world, &[("web:main", &[])])?;
+
+        fake.spoil_services(None);
+        follower.wait(world, "a watch", |follower| follower.state.connected(ResourceKind::Services))?;
+        let mut other = web.clone();
+        other["metadata"]["name"] = json!("other");
+        other["spec"]["clusterIP"] = json!("10.96.0.11");
+        fake.apply(&other);
+        follower.wait_served(world, &[("other:main", &[]), ("web:main", &[])])?;
+        fake.delete(&other);
+    }
     Ok(())
 }

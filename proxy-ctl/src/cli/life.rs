@@ -202,10 +202,9 @@ impl Following {
     fn take_over(&mut self, new: Arc<Config>, fields: &[String]) {
         tracing::info!(changed = fields.join(", "), "the configuration file has changed; it is taken over");
         let changed = |name: &str| fields.iter().any(|field| field.starts_with(name));
-        if changed("logging.verbosity") {
-            log::set_verbosity(new.logging.verbosity);
+        if changed("logging.verbosity") && !log::set_verbosity(new.logging.verbosity) {
+            tracing::warn!("the log level of this process cannot be changed");
         }
-        if changed("logging.verbosity") {}
         if (changed("conntrack") || changed("oomScoreAdj"))
             && let Err(error) = start::prepare(self.mode, &new, &Kernel::default(), &self.events)
         {

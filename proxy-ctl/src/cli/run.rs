@@ -6,7 +6,7 @@
 //! 4. Everything listed is written, and changes are followed: until a signal, a change that takes a new process, or a
 //!    failure. What was programmed stays when the process ends.
 
-use std::{path::PathBuf, sync::Arc, thread, time::Duration};
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc, thread, time::Duration};
 
 use anyhow::Context as _;
 use tokio::{
@@ -66,8 +66,7 @@ impl Given {
 pub(super) fn run(line: CommandLine) -> anyhow::Result<()> {
     let given = Given { line };
     let settings = given.settings()?;
-    let logging = &settings.config.logging;
-    log::start(logging.format, logging.verbosity);
+    log::start(&settings.config.logging);
     for warning in &settings.warnings {
         tracing::warn!("{warning}");
     }
@@ -199,7 +198,9 @@ impl Process {
         let metrics = Arc::new(Metrics::new(Some(Box::new(Asks(asks_in))), state.odd_objects(), register));
 
         let mut tasks = JoinSet::new();
-        serve_http(&mut tasks, &config, choice.mode.name(), &health, &metrics, &stop);
+        let flags = given.line.values();
+        let pages = pages(&config, flags, choice.mode.name());
+        serve_http(&mut tasks, &config, pages, &health, &metrics, &stop);
         tasks.spawn(source.run(updates_in, Arc::clone(&metrics), stop.clone()));
         let record = Record {
             pid: std::process::id(),
@@ -292,7 +293,7 @@ fn tell(error: &anyhow::Error, events: &Recorder) {
 fn serve_http(
     tasks: &mut JoinSet<anyhow::Result<()>>,
     config: &Config,
-    mode: &'static str,
+    pages: Pages,
     health: &Arc<SharedHealth>,
     metrics: &Arc<Metrics>,
     stop: &CancellationToken,
@@ -304,18 +305,17 @@ fn serve_http(
         tasks.spawn(async { Ok(healthz.await?) });
     }
     if let Some(address) = config.metrics_bind_address {
-        let pages = pages(config, mode);
         let metrics = serve::metrics(address, hard_fail, pages, Arc::clone(metrics), stop.clone());
         tasks.spawn(async { Ok(metrics.await?) });
     }
 }
 
-fn pages(config: &Config, mode: &'static str) -> Pages {
+fn pages(config: &Config, flags: BTreeMap<String, String>, mode: &'static str) -> Pages {
     Pages {
         mode,
         configuration: Some(config.to_document()),
-        flags: None,
-        status: true,
+        flags: config.has_alpha_gate("ComponentFlagz").then_some(flags),
+        status: config.has_alpha_gate("ComponentStatusz"),
         profiling: config.enable_profiling,
     }
 }

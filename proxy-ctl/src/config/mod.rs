@@ -12,6 +12,7 @@ mod duration;
 mod ebpf;
 mod feature_gates;
 mod fields;
+mod flag_values;
 mod flags;
 mod network;
 mod resolve;

@@ -34,7 +34,7 @@ pub(super) fn open(status: StatusCode, content_type: &'static str, body: impl In
 }
 
 pub(super) fn redirect(to: &'static str) -> Reply {
-    let mut response = reply(StatusCode::FOUND, HTML, format!("<a href=\"{to}\">Found</a>.\n\n"));
+    let mut response = open(StatusCode::FOUND, HTML, format!("<a href=\"{to}\">Found</a>.\n\n"));
     response.headers_mut().insert(header::LOCATION, HeaderValue::from_static(to));
     response
 }

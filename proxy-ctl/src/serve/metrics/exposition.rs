@@ -4,7 +4,7 @@
 //! otherwise, and so do we: there a counter's family bears the name of its samples, `_total` included.
 
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
+const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8; escaping=underscores";
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(in crate::serve) enum Format {

@@ -1,6 +1,8 @@
 //! The metric families: kube-proxy's own names where they have a meaning here, and `proxy_…` for what only
 //! this proxy knows. docs/metrics.md lists all of them.
 
+#[cfg(test)]
+mod documented;
 pub(super) mod exposition;
 mod kube_proxy;
 pub(super) mod kubernetes;

@@ -58,8 +58,23 @@ impl Collector for Process {
         if let Ok(files) = fs::read_dir("/proc/self/fd") {
             gauge(&mut encoder, "process_open_fds", "Open file descriptors.", files.count() as f64)?;
         }
-        if let Some(most) = most_files() {
-            gauge(&mut encoder, "process_max_fds", "Most open file descriptors.", most)?;
+        let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
+        for (name, help, resource) in [
+            ("process_max_fds", "Most open file descriptors.", "Max open files"),
+            ("process_virtual_memory_max_bytes", "Most virtual memory.", "Max address space"),
+        ] {
+            if let Some(most) = limit(&limits, resource) {
+                gauge(&mut encoder, name, help, most)?;
+            }
+        }
+        let network = fs::read_to_string("/proc/self/net/netstat").unwrap_or_default();
+        for (name, help, column) in [
+            ("process_network_receive_bytes", "Received in the process's network namespace.", "InOctets"),
+            ("process_network_transmit_bytes", "Sent from the process's network namespace.", "OutOctets"),
+        ] {
+            if let Some(bytes) = ip_statistic(&network, column) {
+                counter(&mut encoder, name, help, bytes)?;
+            }
         }
         Ok(())
     }
@@ -93,10 +108,20 @@ fn stat() -> Option<Stat> {
     })
 }
 
-fn most_files() -> Option<f64> {
-    let limits = fs::read_to_string("/proc/self/limits").ok()?;
-    let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
-    line.split_whitespace().next()?.parse().ok()
+/// The soft limit in /proc/self/limits; no limit is the largest number, as Go's clients have it.
+fn limit(limits: &str, resource: &str) -> Option<f64> {
+    let line = limits.lines().find_map(|line| line.strip_prefix(resource))?;
+    match line.split_whitespace().next()? {
+        "unlimited" => Some(u64::MAX as f64),
+        number => number.parse().ok(),
+    }
+}
+
+/// /proc/net/netstat: a line of names and a line of numbers for each protocol.
+fn ip_statistic(netstat: &str, column: &str) -> Option<f64> {
+    let mut lines = netstat.lines().filter_map(|line| line.strip_prefix("IpExt: "));
+    let (names, numbers) = (lines.next()?, lines.next()?);
+    names.split(' ').zip(numbers.split(' ')).find(|(name, _)| *name == column)?.1.parse().ok()
 }
 
 #[cfg(test)]
@@ -109,6 +134,17 @@ mod tests {
         let now = jiff::Timestamp::now().as_second() as f64;
         assert!(stat.resident_bytes > 100_000 && stat.virtual_bytes > stat.resident_bytes);
         assert!(stat.start_time_seconds <= now + 1.0 && stat.start_time_seconds > now - 86_400.0);
-        assert!(most_files().unwrap() > 0.0);
+    }
+
+    #[test]
+    fn limits_and_statistics() {
+        let limits = "Limit  Soft Limit  Hard Limit  Units\nMax open files            1024                 4096                 files\nMax address space         unlimited            unlimited            bytes\n";
+        assert_eq!(limit(limits, "Max open files"), Some(1024.0));
+        assert_eq!(limit(limits, "Max address space"), Some(u64::MAX as f64));
+        assert_eq!(limit(limits, "Max stack size"), None);
+        let netstat =
+            "TcpExt: SyncookiesSent\nTcpExt: 5\nIpExt: InNoRoutes InOctets OutOctets\nIpExt: 1 200 300\n";
+        assert_eq!(ip_statistic(netstat, "OutOctets"), Some(300.0));
+        assert_eq!(ip_statistic(netstat, "InPkts"), None);
     }
 }

@@ -54,7 +54,7 @@ where
         "/debug/pprof/profile" => profile::cpu(query).await,
         "/debug/pprof/heap" => profile::memory(),
         // Symbols are in the profile.
-        "/debug/pprof/symbol" => plain(StatusCode::OK, "num_symbols: 0\n"),
+        "/debug/pprof/symbol" => plain(StatusCode::OK, "num_symbols: 1\n"),
         "/debug/flags/v" if method == Method::PUT => {
             match Limited::new(body, LONGEST_LEVEL).collect().await {
                 Ok(level) => set_level(&String::from_utf8_lossy(&level.to_bytes())),

@@ -14,15 +14,14 @@ use tower::BoxError;
 
 use super::{
     metrics::{Metrics, exposition},
-    reply::{JSON, Reply, not_found, plain, reply},
+    reply::{JSON, Reply, TEXT, not_found, open, plain, reply},
 };
 
 /// What is shown besides metrics.
-#[derive(Clone, Debug, Default)]
 pub struct Pages {
     /// The mode at work, for `/proxyMode`.
     pub mode: &'static str,
-    /// The configuration in force as a KubeProxyConfiguration, for `/configz`. `None`: there is no such page.
+    /// The configuration as a KubeProxyConfiguration, for `/configz`. `None`: there is no such page.
     pub configuration: Option<Value>,
     /// Every flag with its value, for `/flagz`. `None`: the page is switched off.
     pub flags: Option<BTreeMap<String, String>>,
@@ -48,7 +47,7 @@ impl Pages {
             }
             "/metrics/slis" if head.method == Method::DELETE => {
                 metrics.slis.reset();
-                plain(StatusCode::OK, "metrics reset\n")
+                open(StatusCode::OK, TEXT, "metrics reset\n")
             }
             "/metrics/slis" => exposed(&head.headers, metrics.slis.encode()),
             "/proxyMode" => plain(StatusCode::OK, self.mode),
@@ -63,7 +62,7 @@ impl Pages {
                 metrics.slis.answered();
                 plain(StatusCode::OK, healthy(head.uri.query().unwrap_or_default()))
             }
-            "/healthz/ping" => plain(StatusCode::OK, "ok"),
+            "/healthz/ping" => open(StatusCode::OK, TEXT, "ok"),
             "/flagz" => match &self.flags {
                 Some(flags) => zpages::flags(&head.headers, flags),
                 None => not_found(),
@@ -91,7 +90,7 @@ fn exposed(headers: &HeaderMap, text: Result<String, fmt::Error>) -> Reply {
     let accept = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok());
     let format = exposition::Format::wanted(accept.unwrap_or_default());
     match text {
-        Ok(text) => super::reply::open(StatusCode::OK, format.content_type(), format.write(text)),
+        Ok(text) => open(StatusCode::OK, format.content_type(), format.write(text)),
         Err(error) => plain(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
     }
 }

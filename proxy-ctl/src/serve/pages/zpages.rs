@@ -117,21 +117,23 @@ fn page(
     let version = match format {
         Some(Format::Json(version) | Format::Yaml(version)) => version,
         Some(Format::Text) => return open(StatusCode::OK, TEXT, text()),
-        None => return not_acceptable(kind),
+        None => return not_acceptable(),
     };
     let api_version = format!("{GROUP}/{version}");
     let document = Document { kind, api_version, metadata: json!({"name": NAME}), content };
-    let written = if format == Some(Format::Yaml(version)) {
-        serde_saphyr::to_string(&document)
-            .map(|text| ("application/yaml", text))
-            .map_err(|error| error.to_string())
+    let (media, written) = if format == Some(Format::Yaml(version)) {
+        ("application/yaml", serde_saphyr::to_string(&document).map_err(|error| error.to_string()))
     } else {
-        serde_json::to_string(&document).map(|text| (JSON, text + "\n")).map_err(|error| error.to_string())
+        (JSON, serde_json::to_string(&document).map(|text| text + "\n").map_err(|error| error.to_string()))
     };
     let mut reply = match written {
-        Ok((media, text)) => open(StatusCode::OK, media, text),
+        Ok(text) => open(StatusCode::OK, media, text),
         Err(error) => return open(StatusCode::INTERNAL_SERVER_ERROR, TEXT, error),
     };
+    let media = format!("{media};g={GROUP};v={version};as={kind}");
+    if let Ok(media) = HeaderValue::try_from(media) {
+        reply.headers_mut().insert(header::CONTENT_TYPE, media);
+    }
     if version == "v1alpha1" {
         let page = kind.to_lowercase();
         let warning = format!(
@@ -144,11 +146,9 @@ fn page(
     reply
 }
 
-fn not_acceptable(kind: &str) -> Reply {
-    let message = format!(
-        "only the following media types are accepted: application/json;v=v1beta1;g={GROUP};as={kind}, \
-         application/yaml;v=v1beta1;g={GROUP};as={kind}, text/plain"
-    );
+fn not_acceptable() -> Reply {
+    let message =
+        "only the following media types are accepted: application/json, application/yaml, text/plain";
     let status = json!({
         "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
         "message": message, "reason": "NotAcceptable", "code": 406,

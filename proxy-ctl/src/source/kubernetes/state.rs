@@ -318,6 +318,20 @@ impl SourceState {
 }
 
 #[cfg(test)]
+impl SourceState {
+    /// Every family has a sample.
+    pub(crate) fn with_samples() -> Self {
+        let state = Self::new();
+        let kind = ResourceKind::Services;
+        state.listed(kind, ListMethod::Paged, 1);
+        state.failed(kind, &Failure::new(Reason::Timeout, "silence"));
+        state.set_denied(kind, Verb::Watch, true);
+        state.requests.sample();
+        state
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -1,0 +1,102 @@
+//! Every flag with its value, given or default, as text: what `/flagz` shows.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+use super::{
+    CommandLine, Config,
+    fields::field,
+    flags::{FLAGS, Flag, Sets, Takes},
+};
+
+impl CommandLine {
+    /// By name. What is only accepted, and not used, is left out.
+    pub fn values(&self) -> BTreeMap<String, String> {
+        let defaults = Config::default();
+        let used = FLAGS.iter().filter(|flag| !matches!(flag.sets, Sets::Nothing));
+        used.map(|flag| {
+            let value = self.value(flag.name).cloned().or_else(|| default_of(flag, &defaults));
+            (flag.name.to_owned(), text(flag.takes, value.as_ref()))
+        })
+        .collect()
+    }
+}
+
+fn default_of(flag: &'static Flag, defaults: &Config) -> Option<Value> {
+    let port = match flag.name {
+        "healthz-port" => defaults.healthz_bind_address,
+        "metrics-port" => defaults.metrics_bind_address,
+        _ => None,
+    };
+    let fields = || flag.fields().first().and_then(|path| field(path));
+    port.map(|address| address.port().into()).or_else(|| fields().map(|field| field.value(defaults)))
+}
+
+/// As Go writes it.
+fn text(takes: Takes, value: Option<&Value>) -> String {
+    match value {
+        Some(Value::String(text)) => text.clone(),
+        Some(Value::Bool(on)) => on.to_string(),
+        Some(Value::Number(number)) => number
+            .as_f64()
+            .filter(|_| number.is_f64())
+            .map_or_else(|| number.to_string(), |number| number.to_string()),
+        Some(Value::Object(gates)) => joined(gates.iter().map(|(gate, on)| format!("{gate}={on}"))),
+        Some(Value::Array(modules)) if matches!(takes, Takes::Modules) => {
+            let text = |module: &Value, name: &str| text(Takes::Level, module.get(name));
+            joined(
+                modules
+                    .iter()
+                    .map(|module| format!("{}={}", text(module, "filePattern"), text(module, "verbosity"))),
+            )
+        }
+        Some(Value::Array(items)) => {
+            format!("[{}]", joined(items.iter().map(|item| text(takes, Some(item)))))
+        }
+        None | Some(Value::Null) => match takes {
+            Takes::Switch | Takes::Version => "false".to_owned(),
+            Takes::List(_) => "[]".to_owned(),
+            Takes::Text(_)
+            | Takes::Integer
+            | Takes::Level
+            | Takes::Number
+            | Takes::Duration
+            | Takes::Gates
+            | Takes::Modules => String::new(),
+        },
+    }
+}
+
+fn joined(texts: impl Iterator<Item = String>) -> String {
+    texts.collect::<Vec<_>>().join(",")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn given_and_default_values() {
+        let given = ["--v=4", "--config=/x", "--feature-gates=A=true,B=false", "--vmodule=run=5"];
+        let given = given.into_iter().chain(["--nodeport-addresses=10.0.0.0/8,fd00::/8", "--profiling"]);
+        let values = CommandLine::parse(given.map(Into::into)).unwrap().values();
+        for (flag, value) in [
+            ("v", "4"),
+            ("config", "/x"),
+            ("feature-gates", "A=true,B=false"),
+            ("vmodule", "run=5"),
+            ("nodeport-addresses", "[10.0.0.0/8,fd00::/8]"),
+            ("profiling", "true"),
+            ("cleanup", "false"),
+            ("ipvs-exclude-cidrs", "[]"),
+            ("kube-api-qps", "5"),
+            ("healthz-port", "10256"),
+            ("conntrack-tcp-timeout-established", "24h0m0s"),
+            ("master", ""),
+        ] {
+            assert_eq!(values.get(flag).map(String::as_str), Some(value), "--{flag}");
+        }
+        assert_eq!(values.get("alsologtostderr"), None);
+    }
+}

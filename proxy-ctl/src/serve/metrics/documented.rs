@@ -1,0 +1,80 @@
+//! docs/metrics.md lists every family, with its type and labels, and no other.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use super::{exposition::Format, *};
+use crate::{
+    dataplane::{TableUsage, Usage},
+    events::Recorder,
+    source::kubernetes::SourceState,
+};
+
+const DOCUMENT: &str = include_str!("../../../../docs/metrics.md");
+
+/// Type and keys of labels.
+type Family = (String, BTreeSet<String>);
+
+fn documented() -> BTreeMap<String, Family> {
+    let rows = DOCUMENT.lines().filter(|line| line.starts_with("| `"));
+    rows.map(|row| {
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        let [_, name, kind, labels, what, _] = cells.as_slice() else { panic!("not four cells: {row}") };
+        assert!(!what.is_empty(), "{name} is not explained");
+        let labels = labels.split(',').map(|label| label.trim().trim_matches('`').to_owned());
+        let labels = labels.filter(|label| !label.is_empty()).collect();
+        (name.trim_matches('`').to_owned(), ((*kind).to_owned(), labels))
+    })
+    .collect()
+}
+
+fn key_of(pair: &str) -> &str {
+    pair.split('=').next().unwrap_or_default()
+}
+
+fn shown(text: &str) -> BTreeMap<String, Family> {
+    let mut families: BTreeMap<String, Family> = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '))
+        .map(|(name, kind)| (name.to_owned(), (kind.to_owned(), BTreeSet::new())))
+        .collect();
+    for sample in text.lines().filter(|line| !line.starts_with('#')) {
+        let (name, labels) = sample.split_once('{').unwrap_or((sample, ""));
+        let name = name.split(' ').next().unwrap_or_default();
+        let family = ["_bucket", "_sum", "_count"].into_iter().find_map(|part| name.strip_suffix(part));
+        let family = family.filter(|family| families.contains_key(*family)).unwrap_or(name);
+        let (_, keys) = families.get_mut(family).unwrap_or_else(|| panic!("{sample} is of no family"));
+        let labels = labels.rsplit_once('}').map_or("", |(labels, _)| labels);
+        // No value in this test has a comma before a quote and something else behind it.
+        let labels = labels.split("\",").map(key_of).filter(|key| !key.is_empty() && *key != "le");
+        keys.extend(labels.map(str::to_owned));
+        keys.insert(String::new());
+    }
+    for (name, (_, keys)) in &mut families {
+        assert!(keys.remove(""), "{name} has no sample: its labels are not known");
+    }
+    families
+}
+
+#[test]
+fn every_family_is_documented_and_no_other() {
+    let state = SourceState::with_samples();
+    let metrics = Metrics::new(None, state.odd_objects(), |registry| {
+        state.register(registry);
+        Recorder::silent().register(registry.sub_registry_with_prefix("proxy"));
+    });
+    metrics.usage.set(Usage {
+        tables: vec![TableUsage { name: "frontends4", used: 1, capacity: 2, bytes: 3 }],
+        reasons: vec![("no_endpoints", 4)],
+    });
+    metrics.synced(AddressFamily::Ipv4, Extent::Full, Duration::from_millis(1));
+    let shown = shown(&Format::Prometheus.write(metrics.encode().unwrap()));
+    let documented = documented();
+    for (name, family) in &shown {
+        assert_eq!(documented.get(name), Some(family), "{name} in docs/metrics.md and as it is");
+    }
+    let gone: Vec<&String> = documented.keys().filter(|name| !shown.contains_key(*name)).collect();
+    assert!(gone.is_empty(), "docs/metrics.md lists what there is not: {gone:?}");
+}

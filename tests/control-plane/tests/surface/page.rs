@@ -1,0 +1,271 @@
+//! One request and what came back, without what differs from run to run.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io::{Read, Write},
+    net::{Ipv4Addr, TcpStream},
+    time::Duration,
+};
+
+use anyhow::{Context, Result};
+use serde_json::{Map, Value, json};
+
+pub(crate) const HEALTHZ: u16 = 10256;
+pub(crate) const METRICS: u16 = 10249;
+
+/// What of an answer's body is kept.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Keep {
+    Text,
+    Json,
+    /// Status and headers only.
+    Nothing,
+}
+
+/// A request by name.
+pub(crate) struct Page {
+    pub(crate) name: &'static str,
+    pub(crate) port: u16,
+    pub(crate) method: &'static str,
+    pub(crate) path: &'static str,
+    pub(crate) accept: &'static str,
+    pub(crate) body: &'static str,
+    pub(crate) keep: Keep,
+}
+
+const fn get(name: &'static str, port: u16, path: &'static str, keep: Keep) -> Page {
+    Page { name, port, method: "GET", path, accept: "", body: "", keep }
+}
+
+const fn accepting(name: &'static str, path: &'static str, accept: &'static str, keep: Keep) -> Page {
+    Page { accept, ..get(name, METRICS, path, keep) }
+}
+
+const fn with(
+    name: &'static str,
+    port: u16,
+    method: &'static str,
+    path: &'static str,
+    body: &'static str,
+) -> Page {
+    Page { method, body, ..get(name, port, path, Keep::Text) }
+}
+
+/// What load balancers and kubelets ask, in each state of the Node.
+pub(crate) const HEALTH: &[Page] =
+    &[get("healthz", HEALTHZ, "/healthz", Keep::Json), get("livez", HEALTHZ, "/livez", Keep::Json)];
+
+pub(crate) const PAGES: &[Page] = &[
+    Page { keep: Keep::Json, ..with("healthz, POST", HEALTHZ, "POST", "/healthz", "") },
+    with("healthz, HEAD", HEALTHZ, "HEAD", "/healthz", ""),
+    get("healthz server, other path", HEALTHZ, "/metrics", Keep::Text),
+    get("healthz server, root", HEALTHZ, "/", Keep::Text),
+    get("root", METRICS, "/", Keep::Text),
+    get("other path", METRICS, "/nothing", Keep::Text),
+    get("livez of the metrics server", METRICS, "/livez", Keep::Text),
+    get("proxyMode", METRICS, "/proxyMode", Keep::Text),
+    with("proxyMode, POST", METRICS, "POST", "/proxyMode", ""),
+    with("proxyMode, HEAD", METRICS, "HEAD", "/proxyMode", ""),
+    with("metrics of SLIs, DELETE", METRICS, "DELETE", "/metrics/slis", ""),
+    get("healthz of the metrics server", METRICS, "/healthz", Keep::Text),
+    get("healthz of the metrics server, ping", METRICS, "/healthz/ping", Keep::Text),
+    get("healthz of the metrics server, verbose", METRICS, "/healthz?verbose", Keep::Text),
+    get(
+        "healthz of the metrics server, exclude",
+        METRICS,
+        "/healthz?verbose&exclude=ping&exclude=x",
+        Keep::Text,
+    ),
+    with("healthz of the metrics server, POST", METRICS, "POST", "/healthz", ""),
+    get("configz", METRICS, "/configz", Keep::Json),
+    with("configz, HEAD", METRICS, "HEAD", "/configz", ""),
+    get("metrics", METRICS, "/metrics", Keep::Nothing),
+    accepting(
+        "metrics, OpenMetrics",
+        "/metrics",
+        "application/openmetrics-text;version=1.0.0",
+        Keep::Nothing,
+    ),
+    with("metrics, HEAD", METRICS, "HEAD", "/metrics", ""),
+    get("metrics of SLIs", METRICS, "/metrics/slis", Keep::Nothing),
+    get("flagz", METRICS, "/flagz", Keep::Nothing),
+    accepting("flagz, any", "/flagz", "*/*", Keep::Nothing),
+    accepting("flagz, JSON", "/flagz", "application/json;v=v1beta1;g=config.k8s.io;as=Flagz", Keep::Json),
+    accepting(
+        "flagz, old JSON",
+        "/flagz",
+        "application/json;v=v1alpha1;g=config.k8s.io;as=Flagz",
+        Keep::Json,
+    ),
+    accepting("flagz, YAML", "/flagz", "application/yaml;v=v1beta1;g=config.k8s.io;as=Flagz", Keep::Nothing),
+    accepting("flagz, plain JSON", "/flagz", "application/json", Keep::Json),
+    get("statusz", METRICS, "/statusz", Keep::Nothing),
+    accepting(
+        "statusz, JSON",
+        "/statusz",
+        "application/json;v=v1beta1;g=config.k8s.io;as=Statusz",
+        Keep::Json,
+    ),
+    accepting(
+        "statusz, old JSON",
+        "/statusz",
+        "application/json;v=v1alpha1;g=config.k8s.io;as=Statusz",
+        Keep::Json,
+    ),
+    accepting(
+        "statusz, wrong kind",
+        "/statusz",
+        "application/json;v=v1beta1;g=config.k8s.io;as=Flagz",
+        Keep::Json,
+    ),
+    get("pprof, no slash", METRICS, "/debug/pprof", Keep::Text),
+    get("pprof", METRICS, "/debug/pprof/", Keep::Nothing),
+    get("pprof, other", METRICS, "/debug/pprof/nothing", Keep::Text),
+    get("pprof, profile", METRICS, "/debug/pprof/profile?seconds=1", Keep::Nothing),
+    get("pprof, heap", METRICS, "/debug/pprof/heap", Keep::Nothing),
+    get("pprof, goroutine", METRICS, "/debug/pprof/goroutine", Keep::Nothing),
+    get("pprof, trace", METRICS, "/debug/pprof/trace?seconds=1", Keep::Nothing),
+    get("pprof, symbol", METRICS, "/debug/pprof/symbol", Keep::Text),
+    get("flags", METRICS, "/debug/flags", Keep::Text),
+    get("flags, slash", METRICS, "/debug/flags/", Keep::Text),
+    get("flags, v", METRICS, "/debug/flags/v", Keep::Text),
+    with("flags, v, PUT 3", METRICS, "PUT", "/debug/flags/v", "3"),
+    with("flags, v, PUT x", METRICS, "PUT", "/debug/flags/v", "x"),
+    with("flags, v, PUT -1", METRICS, "PUT", "/debug/flags/v", "-1"),
+    with("flags, v, PUT nothing", METRICS, "PUT", "/debug/flags/v", ""),
+    get("debug, other", METRICS, "/debug/nothing", Keep::Text),
+];
+
+/// Headers that say something.
+const HEADERS: [&str; 6] =
+    ["content-type", "x-content-type-options", "location", "warning", "content-disposition", "allow"];
+
+const LIMIT: Duration = Duration::from_secs(30);
+
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    head: String,
+    body: Vec<u8>,
+}
+
+impl Page {
+    pub(crate) fn ask(&self) -> Result<Answer> {
+        let Self { name, port, method, path, accept, body, .. } = self;
+        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, *port))
+            .with_context(|| format!("connecting to port {port} for {name}"))?;
+        stream.set_read_timeout(Some(LIMIT)).context("setting a timeout")?;
+        // Nothing is chunked in HTTP/1.0, and the answer's end is the connection's.
+        let mut request = format!("{method} {path} HTTP/1.0\r\nHost: node\r\n");
+        if !accept.is_empty() {
+            request.push_str(&format!("Accept: {accept}\r\n"));
+        }
+        if *method == "PUT" || *method == "POST" {
+            request.push_str(&format!("Content-Length: {}\r\n", body.len()));
+        }
+        write!(stream, "{request}\r\n{body}").with_context(|| format!("asking for {name}"))?;
+        let mut bytes = Vec::new();
+        stream.read_to_end(&mut bytes).with_context(|| format!("reading {name}"))?;
+        let end = bytes.windows(4).position(|four| four == b"\r\n\r\n").context("no end of the headers")?;
+        let head = String::from_utf8_lossy(&bytes[..end]).into_owned();
+        let status = head.split(' ').nth(1).and_then(|code| code.parse().ok()).context("no status")?;
+        Ok(Answer { status, head, body: bytes.split_off(end + 4) })
+    }
+
+    /// The answer as it is recorded. `folder`: what is in it is called `<folder>`.
+    pub(crate) fn seen(&self, folder: &str) -> Result<Value> {
+        let answer = self.ask()?;
+        let mut seen = Map::new();
+        seen.insert("status".into(), answer.status.into());
+        for line in answer.head.lines().skip(1) {
+            if let Some((name, value)) = line.split_once(':')
+                && HEADERS.contains(&name.to_lowercase().as_str())
+            {
+                seen.insert(name.to_lowercase(), value.trim().into());
+            }
+        }
+        let text = String::from_utf8_lossy(&answer.body).replace(folder, "<folder>");
+        match self.keep {
+            Keep::Nothing => {}
+            Keep::Text => drop(seen.insert("body".into(), text.into())),
+            Keep::Json => {
+                let mut body = serde_json::from_str(&text).unwrap_or_else(|_| Value::from(text));
+                mask(&mut body);
+                seen.insert("body".into(), body);
+            }
+        }
+        Ok(seen.into())
+    }
+}
+
+impl Answer {
+    pub(crate) fn text(&self) -> String {
+        String::from_utf8_lossy(&self.body).into_owned()
+    }
+}
+
+/// Replaces times and versions.
+fn mask(value: &mut Value) {
+    match value {
+        Value::Object(fields) => {
+            for (name, field) in fields {
+                match name.as_str() {
+                    "uptimeSeconds" => *field = json!("<seconds>"),
+                    "goVersion" | "binaryVersion" => *field = json!("<version>"),
+                    _ => mask(field),
+                }
+            }
+        }
+        Value::Array(items) => items.iter_mut().for_each(mask),
+        Value::String(text) if is_time(text) => *value = json!("<time>"),
+        Value::String(_) | Value::Null | Value::Bool(_) | Value::Number(_) => {}
+    }
+}
+
+fn is_time(text: &str) -> bool {
+    let shape: String = text.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
+    shape.starts_with("0000-00-00T00:00:00") && shape.ends_with('Z')
+}
+
+/// Families by name: type and keys of labels, from the text format. A family without samples is left out.
+pub(crate) fn families(text: &str) -> BTreeMap<String, Value> {
+    let mut kinds: BTreeMap<&str, &str> = BTreeMap::new();
+    let mut labels: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
+    for line in text.lines() {
+        if let Some((name, kind)) = line.strip_prefix("# TYPE ").and_then(|rest| rest.split_once(' ')) {
+            kinds.insert(name, kind);
+        } else if !line.starts_with('#') && !line.is_empty() {
+            let end = line.find(['{', ' ']).unwrap_or(line.len());
+            let sample = &line[..end];
+            let parts =
+                ["_bucket", "_sum", "_count"].into_iter().filter_map(|part| sample.strip_suffix(part));
+            let histogram =
+                parts.into_iter().find(|name| matches!(kinds.get(name), Some(&"histogram" | &"summary")));
+            let Some((family, _)) = kinds.get_key_value(histogram.unwrap_or(sample)) else { continue };
+            let keys = labels.entry(family).or_default();
+            keys.extend(label_keys(&line[end..]).into_iter().filter(|key| key != "le" && key != "quantile"));
+        }
+    }
+    labels
+        .into_iter()
+        .map(|(name, labels)| (name.to_owned(), json!({"type": kinds.get(name), "labels": labels})))
+        .collect()
+}
+
+/// Of `{a="…",b="…"} 1`.
+fn label_keys(rest: &str) -> Vec<String> {
+    let mut keys = Vec::new();
+    let (mut key, mut quoted, mut escaped) = (String::new(), false, false);
+    for char in rest.chars() {
+        match char {
+            _ if escaped => escaped = false,
+            '\\' if quoted => escaped = true,
+            '"' => quoted = !quoted,
+            _ if quoted => {}
+            '}' => break,
+            '{' | ',' => key.clear(),
+            '=' => keys.push(std::mem::take(&mut key)),
+            other => key.push(other),
+        }
+    }
+    keys
+}

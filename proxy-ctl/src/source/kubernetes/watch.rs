@@ -33,8 +33,11 @@ use super::{
 };
 use crate::source::{Oddity, Update};
 
-/// Objects per page, as client-go asks for.
+/// Objects of the first page, as client-go asks for.
 const PAGE: u32 = 500;
+/// Pages shorter than this, in bytes, are followed by longer ones: each costs one of few requests a second.
+const SHORT_PAGE: usize = 2 << 20;
+const LONGEST_PAGE: u32 = 8000;
 /// For an answer to begin, and for the next page of a list.
 const ANSWER: Duration = Duration::from_secs(60);
 /// For the next object of a streaming list. An API server so old that it ignores the wish for one goes silent.
@@ -301,6 +304,7 @@ impl<W: Watched> Watcher<W> {
                 }
                 other => other?,
             };
+            params.limit = params.limit.map(|objects| next_page(objects, text.len()));
             let page: Page<'_> = serde_json::from_str(&text).map_err(kube::Error::SerdeError)?;
             for object in page.items.unwrap_or_default() {
                 self.listed(&mut listing, object)?;
@@ -508,6 +512,11 @@ impl<W: Watched> Watcher<W> {
     }
 }
 
+/// How many objects to ask for after a page of so many objects and bytes.
+fn next_page(objects: u32, bytes: usize) -> u32 {
+    if bytes < SHORT_PAGE { objects.saturating_mul(2).min(LONGEST_PAGE) } else { objects }
+}
+
 /// The next event; None at the end.
 async fn next(
     events: &mut (impl Stream<Item = Result<RawEvent, kube::Error>> + Unpin),
@@ -529,5 +538,26 @@ struct Listing<W: Watched> {
 impl<W: Watched> Default for Listing<W> {
     fn default() -> Self {
         Self { parsed: Vec::new(), objects: 0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_of_small_objects_grow_and_pages_of_large_ones_do_not() {
+        assert_eq!(next_page(PAGE, 600_000), 1000);
+        assert_eq!(next_page(PAGE, 5_000_000), PAGE);
+        assert_eq!(next_page(LONGEST_PAGE, 1000), LONGEST_PAGE);
+        let mut objects = PAGE;
+        let mut pages = 0;
+        let mut left = 10_000_u32;
+        while left > 0 {
+            pages += 1;
+            left = left.saturating_sub(objects);
+            objects = next_page(objects, objects as usize * 1000);
+        }
+        assert_eq!(pages, 5, "for 10,000 Services of 1 kB");
     }
 }

@@ -429,7 +429,8 @@ impl<T: Word> Access for Words<T> {
     }
 
     fn read(&self, config: &mut Config, value: &Value) -> Read<()> {
-        let word = typed(value, Value::as_str)?;
+        // YAML 1.1 reads a bare `off` as false.
+        let word = if *value == Value::Bool(false) { "off" } else { typed(value, Value::as_str)? };
         let why = if T::PLANNED.contains(&word) { Why::NotBuilt } else { Why::Limit };
         *(self.0)(config) = T::of(word).ok_or_else(|| Wrong::new(why, value))?;
         Ok(())

@@ -19,7 +19,12 @@ pub(super) struct Document {
 /// Strict first; what fails only because a field is there twice is read again with its last value.
 pub(super) fn parse(path: &Path, text: &str) -> Result<Document, Error> {
     let read = |duplicates| {
-        let options = serde_saphyr::options! { duplicate_keys: duplicates, with_snippet: false };
+        // As in YAML 1.1, which kube-proxy reads: 010 is eight.
+        let options = serde_saphyr::options! {
+            duplicate_keys: duplicates,
+            with_snippet: false,
+            legacy_octal_numbers: true,
+        };
         serde_saphyr::from_str_with_options::<Value>(text, options)
     };
     let (root, duplicates) = match read(DuplicateKeyPolicy::Error) {

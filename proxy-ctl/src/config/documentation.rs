@@ -147,8 +147,12 @@ fn differences(text: &mut String) {
          `logging.flushFrequency` as a duration, and a value that the mode does not use and that is not allowed as \
          its default.\n\
          - Flags of kube-proxy before 1.26 for its logger are accepted, and say that they have no effect.\n\
-         - An address without a port, and `--metrics-port=0`, are accepted wherever `--healthz-bind-address` and \
-         `--metrics-bind-address` are.\n\
+         - `--metrics-port=0` is accepted, and an address without a port also beside `--write-config-to`.\n\
+         - An empty `--cluster-cidr=` says nothing.\n\
+         - `logging.options.*.splitStream` of the file counts; kube-proxy loses it.\n\
+         - A file is one document; kube-proxy drops all but the first.\n\
+         - Gates that need other gates are not compared: those are of other parts of Kubernetes. Gates of 1.37 that \
+         concern kube-proxy are known.\n\
          - `--version=vX.Y.Z` is refused: this program has its own version.\n\n",
     );
 }

@@ -76,6 +76,7 @@ impl Effective {
         deciding.iter().for_each(|field| resolution.read(field));
         resolution.defaults_of_the_file();
         others.iter().for_each(|field| resolution.read(field));
+        resolution.what_kube_proxy_changes();
         resolution.deprecated_ports();
         resolution.ignored_flags();
         resolution.platform_defaults();
@@ -100,6 +101,8 @@ impl Effective {
         self.origins.get(index).copied()
     }
 }
+
+const ALPHA_LOGGING: &str = "LoggingAlphaOptions";
 
 struct File {
     path: PathBuf,
@@ -198,9 +201,7 @@ impl<'a> Resolution<'a> {
     }
 
     fn named(&self, path: &str) -> String {
-        let index = FIELDS.iter().position(|field| field.path == path);
-        let origin = index.and_then(|index| self.origins.get(index).copied()).unwrap_or(Origin::Default);
-        self.name(path, origin, "")
+        self.name(path, self.origin(path).unwrap_or(Origin::Default), "")
     }
 
     fn problem(&mut self, path: &str, must: impl fmt::Display) {
@@ -224,9 +225,38 @@ impl<'a> Resolution<'a> {
         }
     }
 
-    /// The port of `--healthz-port` is for an address without one; 0 ends the server.
+    /// The name of a flag is written as it is meant, that of a file as it stands there. A file's splitStream without its
+    /// gate is no error: kube-proxy loses the value before it looks.
+    fn what_kube_proxy_changes(&mut self) {
+        if let (Some(Origin::Flag(_)), Some(name)) =
+            (self.origin("hostnameOverride"), self.config.node_name())
+        {
+            self.config.hostname_override = Some(name);
+        }
+        if feature_gates::is_on(&self.config.feature_gates, ALPHA_LOGGING) {
+            return;
+        }
+        let from_file = |path| self.origin(path) == Some(Origin::File);
+        let (text, json) = ("logging.options.text.splitStream", "logging.options.json.splitStream");
+        let (text_is_lost, json_is_lost) = (from_file(text), from_file(json));
+        for (lost, path, routing) in [
+            (text_is_lost, text, &mut self.config.logging.text),
+            (json_is_lost, json, &mut self.config.logging.json),
+        ] {
+            if lost && std::mem::take(&mut routing.split_stream) {
+                self.warnings.push(format!("{path} is ignored: the feature gate {ALPHA_LOGGING} is off"));
+            }
+        }
+    }
+
+    fn origin(&self, path: &str) -> Option<Origin> {
+        let index = FIELDS.iter().position(|field| field.path == path)?;
+        self.origins.get(index).copied()
+    }
+
+    /// The port of `--healthz-port` is for an address without one; 0 ends the server, which a file cannot say.
     fn deprecated_ports(&mut self) {
-        if self.file.is_some() {
+        if self.file.is_some() || self.line.text("write-config-to").is_some() {
             return;
         }
         let ports = [
@@ -335,7 +365,7 @@ impl<'a> Resolution<'a> {
                 self.problem("logging.format", "text, because the feature gate LoggingBetaOptions is off");
             }
         }
-        if feature_gates::is_on(&self.config.feature_gates, "LoggingAlphaOptions") {
+        if feature_gates::is_on(&self.config.feature_gates, ALPHA_LOGGING) {
             return;
         }
         let needs_gate = |routing: &OutputRouting, split, buffer| {
@@ -355,7 +385,7 @@ impl<'a> Resolution<'a> {
             "logging.options.json.infoBufferSize",
         );
         for (path, allowed) in text.into_iter().chain(json).flatten() {
-            self.problem(path, format_args!("{allowed}, unless the feature gate LoggingAlphaOptions is on"));
+            self.problem(path, format_args!("{allowed}, unless the feature gate {ALPHA_LOGGING} is on"));
         }
     }
 }

@@ -1,0 +1,335 @@
+//! Our flags and configuration files against the real kube-proxy's: what is taken, what is refused and which field the
+//! error names, and what `--write-config-to` writes. Needs neither root nor network.
+//!
+//! What kube-proxy says is recorded in `recorded.json`:
+//!
+//!     KUBEBUILDER_ASSETS=DIR cargo test -p proxy-ctl --test configuration -- --ignored record
+//!
+//! With `KUBEBUILDER_ASSETS` set the recording is compared with the real one too.
+#![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
+
+mod oracle;
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use oracle::{Answer, Case, Recording, Verdict};
+use proxy_ctl::config::{FIELDS, FLAGS, Group, REMOVED, Takes, documentation};
+use serde_json::Value;
+
+const CORPUS: &str = include_str!("corpus.yaml");
+const FEATURE_GATES: &str = include_str!("../../src/config/feature_gates.txt");
+
+fn corpus() -> Vec<Case> {
+    let cases: Vec<Case> = serde_saphyr::from_str(CORPUS).unwrap();
+    let names: BTreeSet<_> = cases.iter().map(|case| &case.name).collect();
+    assert_eq!(names.len(), cases.len(), "two cases have one name");
+    cases
+}
+
+fn here(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
+}
+
+fn recording() -> Recording {
+    Recording::from_json(&fs::read_to_string(here("tests/configuration/recorded.json")).unwrap())
+}
+
+fn ours(case: &Case) -> Answer {
+    oracle::ask(&[Path::new(env!("CARGO_BIN_EXE_proxy-ctl")), Path::new("run")], case)
+}
+
+/// Ours without what only we have.
+fn comparable(document: &Value, theirs: &Value) -> Value {
+    let mut document = document.clone();
+    let object = document.as_object_mut().unwrap();
+    object.remove("ebpf");
+    // What becomes of no mode depends on the node; kube-proxy decides at once.
+    if object["mode"] == "" && theirs["mode"] == "iptables" {
+        object.insert("mode".to_owned(), "iptables".into());
+    }
+    document
+}
+
+/// Paths of the values in which two documents differ.
+fn differences(path: &str, one: &Value, other: &Value, found: &mut Vec<String>) {
+    match (one, other) {
+        (Value::Object(one), Value::Object(other)) => {
+            let names: BTreeSet<_> = one.keys().chain(other.keys()).collect();
+            for name in names {
+                let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+                let value = |object: &serde_json::Map<_, _>| object.get(name).cloned().unwrap_or_default();
+                differences(&path, &value(one), &value(other), found);
+            }
+        }
+        (one, other) if one == other => {}
+        (Value::Number(one), Value::Number(other)) if one.as_f64() == other.as_f64() => {}
+        _ => found.push(path.to_owned()),
+    }
+}
+
+/// What is wrong with our answer.
+fn compare(case: &Case, ours: &Answer, theirs: &Answer) -> Result<(), String> {
+    let listed = case.differs.as_ref();
+    let expected = listed.and_then(|differs| differs.ours);
+    if expected == Some(theirs.verdict()) {
+        return Err("is listed as different, but kube-proxy says the same".to_owned());
+    }
+    if ours.verdict() != expected.unwrap_or(theirs.verdict()) {
+        return Err(format!("ours: {ours:?}, kube-proxy: {theirs:?}"));
+    }
+    match (ours, theirs) {
+        (Answer::Accepted(ours), Answer::Accepted(theirs)) => {
+            let mut found = Vec::new();
+            differences("", &comparable(ours, theirs), theirs, &mut found);
+            let listed = listed.map(|differs| differs.paths.clone()).unwrap_or_default();
+            if found == listed { Ok(()) } else { Err(format!("{found:?} differ, listed are {listed:?}")) }
+        }
+        (Answer::Refused(ours), Answer::Refused(theirs)) => {
+            let lower = ours.to_lowercase();
+            let words: BTreeSet<_> = lower.split(|c: char| !c.is_ascii_alphanumeric() && c != '-').collect();
+            let missing = |name: &String| {
+                !words.contains(name.as_str()) && !words.contains(format!("--{name}").as_str())
+            };
+            let missing: Vec<_> = oracle::named(theirs).into_iter().filter(missing).collect();
+            if missing.is_empty() {
+                Ok(())
+            } else {
+                Err(format!("{missing:?} not named in {ours:?}, kube-proxy: {theirs:?}"))
+            }
+        }
+        (Answer::Accepted(_), Answer::Refused(_)) | (Answer::Refused(_), Answer::Accepted(_)) => Ok(()),
+    }
+}
+
+#[test]
+fn the_corpus_is_taken_as_kube_proxy_takes_it() {
+    let recording = recording();
+    let cases = corpus();
+    assert!(cases.len() >= 60, "{} cases", cases.len());
+    let wrong: Vec<String> = cases
+        .iter()
+        .filter_map(|case| {
+            let theirs = recording.answers.get(&case.name).expect("record the new case");
+            let problem = compare(case, &ours(case), theirs).err()?;
+            Some(format!("{}: {problem}", case.name))
+        })
+        .collect();
+    assert!(wrong.is_empty(), "{} of {} cases:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
+}
+
+#[test]
+fn every_refusal_of_kube_proxy_that_names_a_field_is_understood() {
+    let unnamed = ["time: ", "yaml:", "arguments", "shorthand"];
+    for (name, answer) in recording().answers {
+        if let Answer::Refused(error) = answer {
+            let by_name = !oracle::named(&error).is_empty();
+            assert!(by_name || unnamed.iter().any(|marker| error.contains(marker)), "{name}: {error}");
+        }
+    }
+}
+
+#[test]
+fn what_is_written_is_read_back_as_the_same() {
+    let folder = tempfile::TempDir::new().unwrap();
+    let (first, second) = (folder.path().join("first.yaml"), folder.path().join("second.yaml"));
+    for case in corpus() {
+        // A file cannot say that a zero is meant.
+        let zero = case.name.starts_with("zero ");
+        let Answer::Accepted(document) = ours(&case) else { continue };
+        fs::write(&first, serde_json::to_string(&document).unwrap()).unwrap();
+        let output = Command::new(env!("CARGO_BIN_EXE_proxy-ctl"))
+            .args([
+                "run".as_ref(),
+                "--config".as_ref(),
+                first.as_os_str(),
+                "--write-config-to".as_ref(),
+                second.as_os_str(),
+            ])
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}: {}", case.name, String::from_utf8_lossy(&output.stderr));
+        let again: Value = serde_saphyr::from_str(&fs::read_to_string(&second).unwrap()).unwrap();
+        assert_eq!(again == document, !zero, "{}: {again}", case.name);
+    }
+}
+
+#[test]
+fn every_flag_of_kube_proxy_is_ours() {
+    let recorded = recording().flags;
+    for (name, value) in &recorded {
+        let flag = FLAGS.iter().find(|flag| flag.name == name);
+        let flag = flag.unwrap_or_else(|| panic!("--{name} is missing"));
+        let switch = value.is_empty() || value.starts_with("version");
+        assert_eq!(flag.takes.value_name().is_none(), switch, "--{name} {value}");
+        let duration = value == "duration";
+        assert_eq!(flag.takes == Takes::Duration, duration, "--{name} {value}");
+    }
+    for flag in FLAGS.iter().filter(|flag| !matches!(flag.group, Group::Own | Group::Legacy)) {
+        assert!(recorded.contains_key(flag.name), "kube-proxy has no --{}", flag.name);
+    }
+    for (name, _) in REMOVED {
+        assert!(!recorded.contains_key(*name), "kube-proxy has --{name}");
+    }
+}
+
+#[test]
+fn every_field_that_kube_proxy_writes_is_ours() {
+    fn leaves(path: &str, value: &Value, found: &mut BTreeSet<String>) {
+        match value {
+            Value::Object(object) if !object.is_empty() && path != "featureGates" => {
+                for (name, value) in object {
+                    leaves(
+                        &if path.is_empty() { name.clone() } else { format!("{path}.{name}") },
+                        value,
+                        found,
+                    );
+                }
+            }
+            _ => {
+                found.insert(path.to_owned());
+            }
+        }
+    }
+    let mut written = BTreeSet::new();
+    for answer in recording().answers.values() {
+        if let Answer::Accepted(document) = answer {
+            leaves("", document, &mut written);
+        }
+    }
+    let own: BTreeSet<_> = FIELDS.iter().map(|field| field.path.to_owned()).collect();
+    let kind = BTreeSet::from(["apiVersion".to_owned(), "kind".to_owned()]);
+    let missing: Vec<_> = written.difference(&own).filter(|path| !kind.contains(*path)).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+    let invented: Vec<_> = own.difference(&written).filter(|path| !path.starts_with("ebpf.")).collect();
+    assert!(invented.is_empty(), "{invented:?}");
+}
+
+#[test]
+fn the_documentation_is_complete_and_current() {
+    let text = documentation::markdown();
+    for field in FIELDS {
+        assert!(text.contains(&format!("| `{}` |", field.path)), "{}", field.path);
+        assert!(!field.help.is_empty(), "{}", field.path);
+    }
+    for flag in FLAGS {
+        assert!(text.contains(&format!("`--{}", flag.name)), "{}", flag.name);
+        assert!(!flag.told().is_empty(), "{}", flag.name);
+    }
+    let written = fs::read_to_string(here("../docs/configuration.md")).unwrap_or_default();
+    assert!(written == text, "docs/configuration.md is old: run the command at its end");
+}
+
+#[test]
+#[ignore = "writes docs/configuration.md"]
+fn write_documentation() {
+    let path = here("../docs/configuration.md");
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, documentation::markdown()).unwrap();
+}
+
+#[test]
+#[ignore = "asks the real kube-proxy and writes recorded.json"]
+fn record() {
+    let kube_proxy = oracle::kube_proxy().expect("KUBEBUILDER_ASSETS must be the folder of kube-proxy");
+    let recording = oracle::record(&kube_proxy, &corpus());
+    fs::write(here("tests/configuration/recorded.json"), recording.to_json()).unwrap();
+}
+
+#[test]
+fn the_recording_is_what_the_real_one_says() {
+    let Some(kube_proxy) = oracle::kube_proxy() else {
+        eprintln!("skipped: KUBEBUILDER_ASSETS is not the folder of a kube-proxy");
+        return;
+    };
+    let (now, then) = (oracle::record(&kube_proxy, &corpus()), recording());
+    assert_eq!(now.version, then.version);
+    assert_eq!(now.flags, then.flags);
+    for (name, answer) in &now.answers {
+        assert_eq!(Some(answer), then.answers.get(name), "{name}");
+    }
+    assert_eq!(now.answers.len(), then.answers.len(), "a case is recorded that is gone");
+}
+
+#[test]
+fn the_real_one_takes_what_we_write() {
+    let Some(kube_proxy) = oracle::kube_proxy() else {
+        eprintln!("skipped: KUBEBUILDER_ASSETS is not the folder of a kube-proxy");
+        return;
+    };
+    let folder = tempfile::TempDir::new().unwrap();
+    let (first, second) = (folder.path().join("first.yaml"), folder.path().join("second.yaml"));
+    for case in corpus() {
+        let (Answer::Accepted(theirs), Answer::Accepted(ours)) =
+            (oracle::ask(&[&kube_proxy], &case), ours(&case))
+        else {
+            continue;
+        };
+        fs::write(&first, serde_saphyr::to_string(&ours).unwrap()).unwrap();
+        let output = Command::new(&kube_proxy)
+            .args(["--config".as_ref(), first.as_os_str(), "--write-config-to".as_ref(), second.as_os_str()])
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}: {}", case.name, String::from_utf8_lossy(&output.stderr));
+        let again: Value = serde_saphyr::from_str(&fs::read_to_string(&second).unwrap()).unwrap();
+        let mut found = Vec::new();
+        differences("", &again, &comparable(&ours, &theirs), &mut found);
+        // It loses this one of every file.
+        found.retain(|path| !path.ends_with("splitStream"));
+        assert_eq!(found.is_empty(), !case.name.starts_with("zero "), "{}: {found:?}", case.name);
+    }
+}
+
+#[test]
+fn the_real_one_knows_the_feature_gates() {
+    let Some(kube_proxy) = oracle::kube_proxy() else {
+        eprintln!("skipped: KUBEBUILDER_ASSETS is not the folder of a kube-proxy");
+        return;
+    };
+    let folder = tempfile::TempDir::new().unwrap();
+    let says = |gates: &str| {
+        let output = Command::new(&kube_proxy)
+            .arg(format!("--feature-gates={gates}"))
+            .args(["--write-config-to".as_ref(), folder.path().join("x").as_os_str()])
+            .output()
+            .unwrap();
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let known = FEATURE_GATES.split("# Of 1.37.").next().unwrap();
+    let gates: Vec<Vec<&str>> = known
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .map(|line| line.split_whitespace().collect())
+        .collect();
+    let set = |gate: &Vec<&str>, on: bool| format!("{}={on}", gate[0]);
+    let defaults: Vec<_> = gates.iter().map(|gate| set(gate, gate[2] == "on")).collect();
+    let together = says(&defaults.join(","));
+    assert!(!together.contains("command failed"), "{together}");
+    for gate in &gates {
+        let locked = says(&set(gate, gate[2] != "on")).contains("is locked to");
+        assert_eq!(locked, gate[1] == "locked", "{gate:?}");
+    }
+    let help = Command::new(&kube_proxy).arg("--help").output().unwrap();
+    for line in String::from_utf8(help.stdout).unwrap().lines().filter(|line| line.contains("=true|false ("))
+    {
+        let name = line.trim().split('=').next().unwrap();
+        assert!(gates.iter().any(|gate| gate[0] == name), "{name} is missing");
+    }
+}
+
+#[test]
+fn a_difference_is_one() {
+    let listed = corpus().into_iter().filter(|case| case.differs.is_some());
+    let recording = recording();
+    for case in listed {
+        let theirs = recording.answers[&case.name].verdict();
+        let differs = case.differs.unwrap();
+        assert_ne!(differs.ours, Some(theirs), "{}", case.name);
+        assert!(differs.ours.is_some() != !differs.paths.is_empty(), "{}", case.name);
+        assert!(differs.paths.is_empty() || theirs == Verdict::Accepted, "{}", case.name);
+    }
+}

@@ -56,7 +56,7 @@ fn refused(folder: &Path, output: &Output, message: &str) {
 #[rstest]
 #[case::wrong_value(
     "conntrack: {maxPerCore: -1}",
-    "config.yaml: conntrack.maxPerCore must be 0 or more, found -1"
+    "config.yaml: conntrack.maxPerCore must be from 0 to 2147483647, found -1"
 )]
 #[case::unknown_mode(
     "mode: fast",
@@ -81,9 +81,10 @@ fn a_wrong_configuration_names_the_field(#[case] body: &str, #[case] message: &s
 }
 
 #[rstest]
-#[case::mode(&["--proxy-mode", "fast"], "--proxy-mode")]
-#[case::verbosity(&["-v", "11"], "0..=10")]
-#[case::hostname(&["--hostname-override", " "], "--hostname-override must be the name of a Node")]
+#[case::unknown(&["--fast"], "--fast is not a known flag")]
+#[case::verbosity(&["-v", "-1"], "--v must be a whole number of 0 or more, found \"-1\"")]
+#[case::removed(&["--cleanup-iptables"], "--cleanup-iptables is gone: use --cleanup")]
+#[case::hostname(&["--hostname-override", " "], "--hostname-override (hostnameOverride) must be the name of a Node")]
 #[case::manifests(&["--manifests", "/nonexistent/manifests"], "--manifests /nonexistent/manifests must be a folder")]
 fn a_wrong_flag_names_itself(#[case] flags: &[&str], #[case] message: &str) {
     let folder = config("mode: ebpf");
@@ -124,6 +125,10 @@ fn a_command_line_that_is_not_understood_is_an_error(#[case] args: &[&str]) {
 #[case(&["services", "--help"], "proxy-ctl services kube-system/kube-dns:dns")]
 #[case(&["backends", "--help"], "JSON:")]
 #[case(&["cleanup", "--help"], "proxy-ctl cleanup")]
+#[case(&["probe", "--help"], "proxy-ctl probe --config")]
+#[case(&["config", "--help"], "proxy-ctl config --config")]
+#[case(&["completion", "--help"], "proxy-ctl completion bash")]
+#[case(&["man", "--help"], "proxy-ctl man --directory")]
 fn help_has_an_example(#[case] args: &[&str], #[case] example: &str) {
     let output = proxy_ctl(args);
     assert_eq!(output.status.code(), Some(0));
@@ -153,4 +158,134 @@ fn an_empty_state_says_what_to_do_next(#[values("table", "json")] format: &str) 
         }
     }
     assert!(!pins.exists());
+}
+
+/// A link to the program, by another name.
+fn called(name: &str, folder: &Path, args: &[&str]) -> Output {
+    let link = folder.join(name);
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_proxy-ctl"), &link).unwrap();
+    Command::new(link).args(args).current_dir(folder).output().unwrap()
+}
+
+#[test]
+fn called_kube_proxy_it_is_kube_proxy() {
+    let folder = config("oomScoreAdj: 7");
+    let output = called(
+        "kube-proxy",
+        folder.path(),
+        &["--config=config.yaml", "--hostname_override=Node-A", "--write-config-to=written.yaml"],
+    );
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let written = fs::read_to_string(folder.path().join("written.yaml")).unwrap();
+    let written: serde_json::Value = serde_saphyr::from_str(&written).unwrap();
+    assert_eq!((&written["oomScoreAdj"], &written["hostnameOverride"]), (&7.into(), &"node-a".into()));
+}
+
+#[rstest]
+#[case::version(&["--version"], "Kubernetes v1.36.1+proxy-ctl.")]
+#[case::version_for_programs(&["--version=raw"], "version.Info{Major:\"1\", Minor:\"36\"")]
+#[case::help(&["--help"], "--conntrack-max-per-core <INTEGER>")]
+#[case::short_help(&["-h"], "--healthz-bind-address <ADDRESS:PORT>")]
+fn called_kube_proxy_it_answers_like_kube_proxy(#[case] args: &[&str], #[case] answer: &str) {
+    let folder = TempDir::new().unwrap();
+    let output = called("kube-proxy", folder.path(), args);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(stdout(&output).contains(answer), "{}", stdout(&output));
+}
+
+#[test]
+fn called_by_any_other_name_it_has_commands() {
+    let folder = TempDir::new().unwrap();
+    let output = called("kube-proxy-2", folder.path(), &["--config=x"]);
+    assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
+    assert!(stderr(&output).contains("Usage: "), "{}", stderr(&output));
+}
+
+fn json(output: &Output) -> serde_json::Value {
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(output));
+    serde_json::from_str(&stdout(output)).unwrap()
+}
+
+#[test]
+fn config_tells_each_value_and_its_origin() {
+    let folder = config("conntrack: {min: 5}\nmode: ipvs");
+    let path = folder.path().join("config.yaml");
+    let args = ["config", "--config", path.to_str().unwrap(), "-v2", "--conntrack-min=6", "--output"];
+    let with = |format| proxy_ctl(&args.iter().copied().chain([format]).collect::<Vec<_>>());
+
+    let told = json(&with("json"));
+    let origin = |field: &str| {
+        let values = told["values"].as_array().unwrap();
+        values.iter().find(|value| value["field"] == field).unwrap()["origin"].clone()
+    };
+    assert_eq!(origin("conntrack.min"), "file");
+    assert_eq!(origin("conntrack.maxPerCore"), "default");
+    assert_eq!(origin("logging.verbosity"), "--v");
+    assert_eq!(told["config"]["conntrack"]["min"], 5);
+    assert!(told["warnings"][0].as_str().unwrap().starts_with("--conntrack-min is ignored"), "{told}");
+    // Of another mode.
+    assert!(!stdout(&with("table")).contains("nftables.syncPeriod"));
+    assert!(
+        stdout(&with("table"))
+            .lines()
+            .any(|line| line.starts_with("logging.verbosity") && line.ends_with("--v"))
+    );
+    let yaml: serde_json::Value = serde_saphyr::from_str(&stdout(&with("yaml"))).unwrap();
+    assert_eq!(yaml, told["config"]);
+    assert!(stderr(&with("xml")).contains("--output must be table, json or yaml, found \"xml\""));
+}
+
+#[test]
+fn probe_tells_facts_and_the_choice() {
+    let folder = config("ebpf: {socketLoadBalancing: off}");
+    let path = folder.path().join("config.yaml");
+    let output = proxy_ctl(&["probe", "-o", "json", "--config", path.to_str().unwrap()]);
+    let told: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert!(told["facts"]["kernel"].is_string() && told["facts"]["capabilities"].is_array(), "{told}");
+    // Whether this machine can do it, is its own affair.
+    assert_eq!(output.status.success(), told["choice"]["mode"] == "ebpf", "{told}");
+    assert_eq!(output.status.success(), told["refusal"].is_null(), "{told}");
+
+    let refused = proxy_ctl(&["probe", "--proxy-mode=ipvs"]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(
+        stdout(&refused).contains("mode asked for") && stdout(&refused).contains("ipvs"),
+        "{}",
+        stdout(&refused)
+    );
+    assert!(stderr(&refused).contains("mode ipvs is not built yet"), "{}", stderr(&refused));
+}
+
+#[rstest]
+#[case("bash", "complete -F")]
+#[case("zsh", "#compdef proxy-ctl")]
+#[case("fish", "complete -c proxy-ctl")]
+fn completions_know_commands_and_flags(#[case] shell: &str, #[case] mark: &str) {
+    let text = stdout(&proxy_ctl(&["completion", shell]));
+    assert!(text.contains(mark), "{text}");
+    for word in ["conntrack-max-per-core", "services", "write-config-to"] {
+        assert!(text.contains(word), "{word}");
+    }
+    if shell == "bash" {
+        let checked = Command::new("bash").args(["-n", "-c", &text]).output().unwrap();
+        assert!(checked.status.success(), "{}", stderr(&checked));
+    }
+}
+
+#[test]
+fn manual_pages_are_written() {
+    let folder = TempDir::new().unwrap();
+    let pages = folder.path().join("man1");
+    let output = proxy_ctl(&["man", "--directory", pages.to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let run = fs::read_to_string(pages.join("proxy-ctl-run.1")).unwrap();
+    assert!(run.contains("conntrack\\-max\\-per\\-core"), "{run}");
+    assert!(pages.join("proxy-ctl.1").exists() && pages.join("proxy-ctl-services.1").exists());
+}
+
+#[test]
+fn a_file_that_cannot_be_written_is_named() {
+    let folder = config("mode: ebpf");
+    let output = run(folder.path(), &["--write-config-to=/nonexistent/config.yaml"]);
+    refused(folder.path(), &output, "--write-config-to /nonexistent/config.yaml: cannot be written");
 }

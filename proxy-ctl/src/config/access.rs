@@ -339,10 +339,7 @@ fn in_range(value: &Value, range: &RangeInclusive<i64>) -> Read<i64> {
 }
 
 fn range_in_words(range: &RangeInclusive<i64>) -> String {
-    match (*range.start(), *range.end()) {
-        (start, HIGHEST_I32) => format!("{start} or more, up to 31 bits"),
-        (start, end) => format!("from {start} to {end}"),
-    }
+    format!("from {} to {}", range.start(), range.end())
 }
 
 impl<T: Copy + Into<i64> + TryFrom<i64>> Access for Whole<T> {

@@ -137,11 +137,8 @@ fn good(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
 }
 
 #[rstest]
-#[case("conntrack: {maxPerCore: -1}", "conntrack.maxPerCore must be 0 or more, up to 31 bits, found -1")]
-#[case(
-    "conntrack: {maxPerCore: many}",
-    "conntrack.maxPerCore must be 0 or more, up to 31 bits, found \"many\""
-)]
+#[case("conntrack: {maxPerCore: -1}", "conntrack.maxPerCore must be from 0 to 2147483647, found -1")]
+#[case("conntrack: {maxPerCore: many}", "conntrack.maxPerCore must be from 0 to 2147483647, found \"many\"")]
 #[case(
     "mode: kernelspace",
     "mode must be ebpf, nftables, iptables, ipvs or userspace, found \"kernelspace\""

@@ -27,9 +27,10 @@ const WIDTH: usize = 100;
 
 fn proxy_ctl() -> Command {
     let with = |flags: Vec<&'static Flag>| move |command: Command| with_flags(command, flags);
-    let run: Vec<_> = FLAGS.iter().collect();
-    let asking: Vec<_> =
-        OUTPUT.iter().chain(FLAGS.iter().filter(|flag| flag.sets != Sets::Nothing)).collect();
+    // `--bpffs` is of every command already.
+    let run: Vec<_> = FLAGS.iter().filter(|flag| flag.name != "bpffs").collect();
+    let effective = run.iter().copied().filter(|flag| flag.sets != Sets::Nothing);
+    let asking: Vec<_> = OUTPUT.iter().chain(effective).collect();
     Args::command()
         .mut_subcommand("run", with(run))
         .mut_subcommand("probe", with(asking.clone()))
@@ -42,6 +43,8 @@ pub(super) fn run() -> Command {
 
 pub(super) fn subcommand(name: &str) -> Command {
     let mut tree = proxy_ctl();
+    // What is of every command comes to each.
+    tree.build();
     tree.find_subcommand_mut(name).map(|command| command.clone()).unwrap_or(tree)
 }
 
@@ -56,9 +59,9 @@ pub(super) fn kube_proxy() -> Command {
 fn with_flags(command: Command, flags: Vec<&'static Flag>) -> Command {
     let grouped =
         Group::ALL.into_iter().flat_map(|group| flags.iter().filter(move |flag| flag.group == group));
-    let arguments = grouped.enumerate().map(|(place, flag)| argument(flag).display_order(place));
-    // `--bpffs` is of every command.
-    command.args(arguments.filter(|argument| argument.get_id() != "bpffs").collect::<Vec<_>>())
+    command.args(
+        grouped.enumerate().map(|(place, flag)| argument(flag).display_order(place)).collect::<Vec<_>>(),
+    )
 }
 
 fn argument(flag: &'static Flag) -> Arg {
@@ -113,8 +116,7 @@ mod tests {
     #[test]
     fn help_tells_every_flag() {
         let texts = [kube_proxy(), run()].map(|mut command| command.render_help().to_string());
-        let kube_proxy = FLAGS.iter().filter(|flag| flag.name != "bpffs");
-        for flag in kube_proxy {
+        for flag in FLAGS {
             let long = format!("--{}", flag.name);
             assert!(texts.iter().all(|text| text.contains(&long)), "{long}");
         }

@@ -44,6 +44,7 @@ scenarios! {
     an_address_that_is_taken_ends_it_with_an_event,
     init_only_sets_the_kernel_up_and_ends,
     kube_proxy_ends_alike,
+    kube_proxy_tells_the_same_event,
 }
 
 /// Nothing was skipped.
@@ -295,6 +296,37 @@ fn kube_proxy_ends_alike(world: &mut World) -> Result<Option<String>> {
     let _taken = TcpListener::bind(own.healthz())?;
     let mut proxy = start(json!({"mode": mode, "bindAddressHardFail": true}))?;
     proxy.ends()?.is(1, "address already in use")?;
+    Ok(None)
+}
+
+/// Field by field, but for the Node's name and the time.
+fn kube_proxy_tells_the_same_event(world: &mut World) -> Result<Option<String>> {
+    let Some(program) = Program::KubeProxy.installed() else {
+        return Ok(Some("no kube-proxy in KUBEBUILDER_ASSETS or on PATH".to_owned()));
+    };
+    let told = |own: &Node| -> Result<serde_json::Value> {
+        let mut event = world.event(own.name, "Starting")?;
+        let name = event["metadata"]["name"].as_str().unwrap_or_default().to_owned();
+        let number = name.strip_prefix(&format!("{}.", own.name)).unwrap_or_default();
+        ensure!(number.len() == 16 && u64::from_str_radix(number, 16).is_ok(), "its name is {name:?}");
+        let time = event["eventTime"].as_str().unwrap_or_default().to_owned();
+        ensure!(time.len() == "2026-01-01T00:00:00.000000Z".len(), "its time is {time:?}");
+        ensure!(event["regarding"]["name"] == own.name, "it regards {}", event["regarding"]);
+        event["metadata"] = json!({"namespace": event["metadata"]["namespace"]});
+        event["eventTime"] = json!(null);
+        event["regarding"]["name"] = json!(null);
+        Ok(event)
+    };
+    let (ours, theirs) = (Node::new(world, "told-by-us", 15)?, Node::new(world, "told-by-them", 16)?);
+    for own in [&ours, &theirs] {
+        world.apply(&node(own.name, ADDRESS, &[]))?;
+    }
+    let _ours = ours.start(&json!({}))?;
+    fs::write(theirs.config_file(), theirs.configuration(&json!({"mode": "nftables"})))?;
+    let config = theirs.config_file().display().to_string();
+    let _theirs = Proxy::start(&program, &["--config", &config])?;
+    let (ours, theirs) = (told(&ours)?, told(&theirs)?);
+    ensure!(ours == theirs, "we tell {ours}, kube-proxy tells {theirs}");
     Ok(None)
 }
 

@@ -76,7 +76,7 @@ fn failed(problem: &str) -> Reply {
 fn encode(report: &Report) -> Vec<u8> {
     let stacks = report.data.iter().map(|(sampled, count)| Stack {
         // Inlined functions stand beside the one that they are inlined in.
-        frames: sampled.frames.iter().flatten().map(pprof::Symbol::name).collect(),
+        frames: of_ours(sampled.frames.iter().flatten().map(pprof::Symbol::name)),
         thread: sampled.thread_name.clone(),
         samples: i64::try_from(*count).unwrap_or(i64::MAX),
     });
@@ -86,6 +86,37 @@ fn encode(report: &Report) -> Vec<u8> {
         report.timing.duration,
         FREQUENCY,
     )
+}
+
+/// Without the innermost functions if they are the sampler's own.
+fn of_ours(names: impl Iterator<Item = String>) -> Vec<String> {
+    let is_sampler = |name: &String| {
+        matches!(name.as_str(), "trace" | "trace_unsynchronized" | "perf_signal_handler")
+            || name.contains("pprof::")
+            || name.contains("backtrace::")
+    };
+    names.skip_while(is_sampler).map(|name| without_trait(&name)).collect()
+}
+
+/// `<a::B as c::D>::e` → `a::B::e`: what stands in angle brackets is not shown by the tools that read profiles.
+fn without_trait(name: &str) -> String {
+    let Some(inner) = name.strip_prefix('<') else { return name.to_owned() };
+    let mut depth = 1_u32;
+    let mut type_end = None;
+    for (at, char) in inner.char_indices() {
+        match char {
+            '<' => depth += 1,
+            // Not the arrow of a function's type.
+            '>' if !inner[..at].ends_with('-') => depth -= 1,
+            ' ' if depth == 1 && inner[at..].starts_with(" as ") => type_end = type_end.or(Some(at)),
+            _ => {}
+        }
+        if depth == 0 {
+            let of = &inner[..type_end.unwrap_or(at)];
+            return format!("{}{}", without_trait(of), &inner[at + 1..]);
+        }
+    }
+    name.to_owned()
 }
 
 /// No profile: which code has allocated what is not recorded. As text, so that nobody takes it for one.
@@ -99,4 +130,29 @@ pub(super) fn memory() -> Reply {
         allocator::report()
     );
     plain(StatusCode::OK, text)
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case("a::b::c", "a::b::c")]
+    #[case("<a::B as c::D>::e", "a::B::e")]
+    #[case("<a::B<c::D>>::e", "a::B<c::D>::e")]
+    #[case("<<a::B as c::D>::F as g::H>::i", "a::B::F::i")]
+    #[case("<fn() -> u8 as c::D>::e", "fn() -> u8::e")]
+    #[case("<broken", "<broken")]
+    fn names_without_traits(#[case] name: &str, #[case] shown: &str) {
+        assert_eq!(without_trait(name), shown);
+    }
+
+    #[test]
+    fn the_sampler_is_not_in_its_samples() {
+        let names = ["trace", "<pprof::Trace as x::Y>::trace", "a::work", "backtrace::trace", "main"];
+        let kept = of_ours(names.into_iter().map(str::to_owned));
+        assert_eq!(kept, ["a::work", "backtrace::trace", "main"]);
+    }
 }

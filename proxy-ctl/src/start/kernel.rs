@@ -410,6 +410,32 @@ mod tests {
     }
 
     #[test]
+    #[ignore = "needs root"]
+    fn as_root_what_is_mounted_read_only_is_left() {
+        use nix::{
+            mount::{MntFlags, MsFlags, mount, umount2},
+            sched::{CloneFlags, unshare},
+        };
+        let (root, kernel) = kernel(&[(NETFILTER[0], "65536\n"), (HASH_SIZE, "65536\n")]);
+        let path = root.path().to_owned();
+        let none = None::<&str>;
+        // In a thread, whose mounts nobody else sees.
+        let left = std::thread::spawn(move || {
+            unshare(CloneFlags::CLONE_NEWNS).unwrap();
+            mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+            mount(Some(&path), &path, none, MsFlags::MS_BIND, none).unwrap();
+            let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+            mount(none, &path, none, read_only, none).unwrap();
+            let left = kernel.set(&[MAX, HASH]);
+            umount2(&path, MntFlags::MNT_DETACH).unwrap();
+            left
+        });
+        let left = left.join().unwrap().unwrap();
+        assert_eq!(left.read_only, [root.path().join(NETFILTER[0])], "the hash table is large enough");
+        assert_eq!(fs::read_to_string(root.path().join(NETFILTER[0])).unwrap(), "65536\n");
+    }
+
+    #[test]
     fn a_hash_size_that_makes_no_sense_is_an_error_that_names_its_field() {
         let (_root, kernel) = kernel(&[(HASH_SIZE, "many\n")]);
         let error = kernel.set(&[HASH]).unwrap_err().to_string();

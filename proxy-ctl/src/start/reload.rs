@@ -69,6 +69,14 @@ mod tests {
 
     use super::*;
 
+    #[test]
+    fn what_is_taken_over_is_documented() {
+        let page = include_str!("../../../docs/life-cycle.md");
+        let listed: Vec<_> =
+            page.lines().filter_map(|line| line.strip_prefix("- `")?.split('`').next()).collect();
+        assert_eq!(listed, LIVE);
+    }
+
     #[rstest]
     #[case::nothing(json!({"mode": "ebpf"}), json!({"mode": "ebpf"}), &[], &[])]
     #[case::verbosity(

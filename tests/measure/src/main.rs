@@ -18,8 +18,9 @@ use control_plane::{ADMIN, ApiServer, Options, objects::Bulk};
 use lab::{
     Lab,
     address::gateway,
-    cluster::{FABRIC, PodProcesses},
+    cluster::{FABRIC, PodProcesses, node_name},
 };
+use serde_json::json;
 
 use crate::{metrics::Metrics, subject::Subject};
 
@@ -70,6 +71,14 @@ fn main() -> Result<()> {
     })?;
     let addresses = [lab.place("server-a")?.addresses.v4, lab.place("server-b")?.addresses.v4];
     server.run(async |api| change::create(&api, addresses).await)?;
+    // A proxy whose Node is missing waits for it.
+    let own = lab.place(&node_name(1))?.addresses.v4.to_string();
+    server.apply(&json!({
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": node_name(1)},
+        "status": {"addresses": [{"type": "InternalIP", "address": own}]},
+    }))?;
     let bulk = Bulk::new("many", arguments.services, arguments.endpoints);
     let label =
         format!("creating {} Services with {} endpoints each", arguments.services, arguments.endpoints);

@@ -3,6 +3,7 @@
 //!
 //! `cargo test -p control-plane --test life_cycle [-- [--list] [part of a name]]`; needs root and a built proxy-ctl.
 
+mod api_server;
 mod node;
 mod proxy;
 mod scenarios;

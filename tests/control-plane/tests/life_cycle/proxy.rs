@@ -157,7 +157,7 @@ pub(crate) fn answers(address: &str, path: &str, status: u16) -> Result<()> {
     .with_context(|| format!("{address}{path} is not as expected"))
 }
 
-/// The value of a metric without labels.
+/// The value of a metric, named with its labels.
 pub(crate) fn metric(address: &str, name: &str) -> Result<f64> {
     let (_, body) = get(address, "/metrics")?.with_context(|| format!("nobody listens on {address}"))?;
     let value = body.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));

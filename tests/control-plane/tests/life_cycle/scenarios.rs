@@ -8,6 +8,7 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 
 use crate::{
+    api_server::{an_api_server_that_is_away_changes_nothing, what_rbac_denies_is_named_and_the_rest_works},
     node::Node,
     proxy::{Proxy, answers, metric},
     until::{LIMIT, until},
@@ -43,12 +44,14 @@ scenarios! {
     sigterm_leaves_everything_at_work,
     an_address_that_is_taken_ends_it_with_an_event,
     init_only_sets_the_kernel_up_and_ends,
+    an_api_server_that_is_away_changes_nothing,
+    what_rbac_denies_is_named_and_the_rest_works,
     kube_proxy_ends_alike,
     kube_proxy_tells_the_same_event,
 }
 
 /// Nothing was skipped.
-struct Passed;
+pub(crate) struct Passed;
 
 impl From<Passed> for Option<String> {
     fn from(Passed: Passed) -> Self {
@@ -56,8 +59,8 @@ impl From<Passed> for Option<String> {
     }
 }
 
-const ADDRESS: &[&str] = &["192.0.2.1"];
-const PROGRAMMED: &str = "everything listed is programmed";
+pub(crate) const ADDRESS: &[&str] = &["192.0.2.1"];
+pub(crate) const PROGRAMMED: &str = "everything listed is programmed";
 
 fn a_late_node_is_waited_for(world: &mut World) -> Result<Passed> {
     let own = Node::new(world, "late", 1)?;

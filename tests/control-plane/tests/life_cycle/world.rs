@@ -56,6 +56,11 @@ impl World {
         self.runtime.block_on(objects::delete(&self.client, object))
     }
 
+    /// A token of this ServiceAccount.
+    pub(crate) fn token(&self, namespace: &str, account: &str) -> Result<String> {
+        self.runtime.block_on(objects::token(&self.client, namespace, account))
+    }
+
     /// Waits for an event about a Node, and answers with it.
     pub(crate) fn event(&self, node: &str, reason: &str) -> Result<Value> {
         let path = "/apis/events.k8s.io/v1/namespaces/default/events?limit=500";

@@ -222,7 +222,7 @@ pub struct Flow<A> {
     pub masquerade_port: u16,
     /// Key of `backends4/6`.
     pub backend_id: u32,
-    /// Index into `services`.
+    /// Index into `services`; `NO_SERVICE`: the client dialled the backend itself.
     pub service: u32,
     /// Nanoseconds since boot, suspend included; up to a second late.
     pub last_seen: u64,
@@ -249,6 +249,23 @@ pub struct SocketOrigin<A> {
     /// Index into `services`.
     pub service: u32,
 }
+
+/// Table `service_counters`, per-CPU array by index into `services`: what a service's clients did. Services with
+/// larger indexes than the table has places are not counted.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct ServiceCounters {
+    /// Sockets that were connected, unconnected sockets' first datagrams to it, and flows that were opened.
+    pub connections: u64,
+    /// Packets of flows, both directions. Those of sockets that were sent to a backend when they connected are not
+    /// seen.
+    pub packets: u64,
+    /// Bytes of these packets, as the hook sees them: with link header, several segments where they are merged.
+    pub bytes: u64,
+}
+
+/// An index into `services` that is never used.
+pub const NO_SERVICE: u32 = u32::MAX;
 
 /// Services that one unconnected UDP socket can talk to at the same time with exact answers.
 pub const DATAGRAM_ORIGINS: usize = 4;
@@ -303,7 +320,7 @@ const _: () = {
     assert!(size_of::<Flow<[u8; 4]>>() == 48 && size_of::<Flow<[u8; 16]>>() == 96);
     assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
     assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
-    assert!(size_of::<Settings>() == 48);
+    assert!(size_of::<Settings>() == 48 && size_of::<ServiceCounters>() == 24);
 };
 
 #[cfg(feature = "user")]
@@ -317,7 +334,7 @@ mod pod {
             unsafe impl aya::Pod for $t {}
         )* };
     }
-    pod!(Frontend, EndpointSet, Service, ServiceName, Slot4, Slot6, NodeAddress, Settings);
+    pod!(Frontend, EndpointSet, Service, ServiceName, Slot4, Slot6, NodeAddress, ServiceCounters, Settings);
 
     macro_rules! pod_of_family {
         ($($t:ident),* $(,)?) => { $(

@@ -84,4 +84,6 @@ pub struct Rewrite<A> {
     pub port: u16,
     /// Host byte order.
     pub other_port: u16,
+    /// Index into `services` that the packet counts for; `NO_SERVICE`: none, or it is counted elsewhere on its way.
+    pub service: u32,
 }

@@ -15,7 +15,7 @@ use proxy_common::{
 
 use crate::{
     maps,
-    tables::{Maps, count, settings},
+    tables::{Maps, count, count_connection, settings},
 };
 
 const EEXIST: i32 = -17;
@@ -158,6 +158,11 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn count(&self, reason: Reason) {
                 count(reason);
+            }
+
+            #[inline(always)]
+            fn count_connection(&self, service: u32) {
+                count_connection(service);
             }
         }
     };

@@ -44,6 +44,7 @@ tables! {
     datagrams6: SkStorage<DatagramOrigins<A6>>;
     settings: Array<Settings, 1>;
     counters: PerCpuArray<u64, { REASONS as usize }>;
+    service_counters: PerCpuArray<ServiceCounters, 1_024>;
     scratch4: PerCpuArray<Scratch<A4>, 1>;
     scratch6: PerCpuArray<Scratch<A6>, 1>;
 }

@@ -19,7 +19,7 @@ use proxy_common::{
 
 use crate::{
     globals,
-    tables::{Maps, SocketTables, count, settings},
+    tables::{Maps, SocketTables, count, count_connection, settings},
 };
 
 /// The system call goes on.
@@ -220,6 +220,7 @@ where
                 return conclude(Reason::SocketStorageFull);
             }
             redirect::<F>(ctx, &new);
+            count_connection(new.service);
             conclude(Reason::SocketConnected)
         }
         Err(reason) => {
@@ -276,6 +277,7 @@ where
             };
             socket::remember(known, &new);
             redirect::<F>(ctx, &new);
+            count_connection(new.service);
             conclude(Reason::SocketSent)
         }
         Err(reason) => {

@@ -114,3 +114,23 @@ pub(crate) fn count(reason: Reason) {
         unsafe { *counter = (*counter).wrapping_add(1) };
     }
 }
+
+/// Counts a connection of a service on this CPU.
+#[inline(always)]
+pub(crate) fn count_connection(service: u32) {
+    if let Some(counters) = maps::service_counters.get_ptr_mut(service) {
+        // SAFETY: as for `count`. Socket hooks may be preempted on a CPU: then one count may be lost.
+        unsafe { (*counters).connections = (*counters).connections.wrapping_add(1) };
+    }
+}
+
+/// Counts a packet of a service on this CPU.
+#[inline(always)]
+pub(crate) fn count_packet(service: u32, bytes: u32) {
+    if let Some(counters) = maps::service_counters.get_ptr_mut(service) {
+        // SAFETY: as for `count`.
+        let counters = unsafe { &mut *counters };
+        counters.packets = counters.packets.wrapping_add(1);
+        counters.bytes = counters.bytes.wrapping_add(u64::from(bytes));
+    }
+}

@@ -20,7 +20,7 @@ use crate::{
     nat::{self, Addresses},
     parse::{Network, Parsed},
     refuse::{self, Back, Refuse},
-    tables::{Maps, count},
+    tables::{Maps, count, count_packet},
 };
 
 /// Offset of the network header on a device with Ethernet headers. A VLAN tag is in the metadata by then.
@@ -168,6 +168,7 @@ fn translate<F: PacketFamily>(
     parsed: &Parsed<F::Address>,
     rewrite: &Rewrite<F::Address>,
 ) -> i32 {
+    count_packet(rewrite.service, ctx.len());
     match nat::rewrite::<F>(ctx, parsed, rewrite) {
         Ok(()) => TC_ACT_UNSPEC,
         Err(_) => pass_or_drop(Reason::RewriteFailed),

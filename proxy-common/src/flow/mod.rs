@@ -90,6 +90,8 @@ pub trait FlowTables<F: Family>: Tables<F> {
     fn random(&self) -> u32;
     /// Counts what is worth knowing beside the packet's own outcome.
     fn count(&self, reason: Reason);
+    /// Counts a flow of a service.
+    fn count_connection(&self, service: u32);
 }
 
 const SECOND: u64 = 1_000_000_000;
@@ -190,6 +192,7 @@ pub fn leaving<F: Family, T: FlowTables<F>>(
         address: flow.masquerade,
         port: flow.masquerade_port,
         other_port: packet.destination_port,
+        service: NO_SERVICE,
     })
 }
 
@@ -257,6 +260,7 @@ fn masqueraded_answer<F: Family, T: FlowTables<F>>(
         address: flow.client,
         port: flow.alias_port,
         other_port: packet.source_port,
+        service: NO_SERVICE,
     })
 }
 

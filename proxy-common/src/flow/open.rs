@@ -42,7 +42,8 @@ pub(super) fn open<F: Family, T: FlowTables<F>>(
             to_outside || hairpin
         }
         None => {
-            // Backend and service stay: while that endpoint lives, so does this flow.
+            // The backend's id stays: while that endpoint lives, so does this flow.
+            scratch.flow.service = NO_SERVICE;
             scratch.flow.backend = packet.destination;
             scratch.flow.backend_port = packet.destination_port;
             false
@@ -78,6 +79,7 @@ pub(super) fn open<F: Family, T: FlowTables<F>>(
     let inserted = tables.insert(Stage::Opening, &scratch.key, &scratch.flow);
     if inserted == Ok(()) {
         tables.count(Reason::FlowOpened);
+        tables.count_connection(scratch.flow.service);
         return Ok(());
     }
     let winner = tables.flow(Stage::Opening, &scratch.key);

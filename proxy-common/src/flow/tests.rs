@@ -65,6 +65,7 @@ struct Host {
     clock: Cell<u64>,
     dice: RefCell<VecDeque<u32>>,
     counted: RefCell<HashMap<Reason, u32>>,
+    connections: RefCell<HashMap<u32, u32>>,
     masquerade: Cell<A>,
     /// For aliases and masqueraded sources.
     ports: [[u16; 2]; 2],
@@ -100,6 +101,7 @@ impl Host {
             clock: Cell::new(100 * SECOND),
             dice: RefCell::default(),
             counted: RefCell::default(),
+            connections: RefCell::default(),
             masquerade: Cell::new(NODE),
             ports: [[20_000, 20_099], [1, 0]],
             until_full: Cell::new(None),
@@ -226,6 +228,10 @@ impl FlowTables<V4> for Host {
 
     fn count(&self, reason: Reason) {
         *self.counted.borrow_mut().entry(reason).or_default() += 1;
+    }
+
+    fn count_connection(&self, service: u32) {
+        *self.connections.borrow_mut().entry(service).or_default() += 1;
     }
 }
 
@@ -476,6 +482,8 @@ fn a_direct_connection_beside_a_flow_has_answers_of_its_own() {
     let alias = sent.other_port;
     assert_ne!(alias, CLIENT.1);
     host.assert_whole();
+    assert_eq!((flow.service, sent.service), (1, NO_SERVICE));
+    assert_eq!(host.connections.borrow().get(&1), Some(&1), "the direct one is no connection of the service");
     let again = host.arriving(&packet(CLIENT, endpoint, TCP_ACK), Origin::Workload).unwrap();
     assert_eq!(again.other_port, alias);
 

@@ -107,6 +107,7 @@ impl<A: Address> Flow<A> {
             address: self.backend,
             port: self.backend_port,
             other_port: self.alias_port,
+            service: self.service,
         }
     }
 
@@ -118,6 +119,7 @@ impl<A: Address> Flow<A> {
             address: self.frontend,
             port: self.frontend_port,
             other_port: self.client_port,
+            service: self.service,
         }
     }
 }

@@ -90,7 +90,7 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
     if let Some(pinned) = pinned {
         status.hooks = pinned.links()?.iter().map(|link| hook_view(link, &interfaces)).collect();
         status.hooks.sort_unstable();
-        let Usage { tables, reasons } = pinned.usage()?;
+        let Usage { tables, reasons, .. } = pinned.usage()?;
         status.tables = tables
             .into_iter()
             .map(|table| TableView {
@@ -126,14 +126,6 @@ pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path) -> anyhow::Result<()> {
     })
 }
 
-fn protocol(protocol: Protocol) -> &'static str {
-    match protocol {
-        Protocol::Tcp => "TCP",
-        Protocol::Udp => "UDP",
-        Protocol::Sctp => "SCTP",
-    }
-}
-
 fn state(terminating: bool) -> &'static str {
     if terminating { "terminating" } else { "active" }
 }
@@ -157,7 +149,7 @@ fn service_view(service: ServiceState, terminating: impl Fn(u32) -> bool) -> Ser
         namespace: name.service.namespace.to_string(),
         name: name.service.name.to_string(),
         port: name.port.to_string(),
-        protocol: protocol(name.protocol),
+        protocol: name.protocol.name(),
         family: match name.family {
             Family::Ipv4 => "IPv4",
             Family::Ipv6 => "IPv6",
@@ -185,7 +177,7 @@ fn backend_view(backend: BackendState) -> BackendView {
         id: backend.id,
         address: backend.address.ip(),
         port: backend.address.port(),
-        protocol: backend.protocol.map_or("unknown", protocol),
+        protocol: backend.protocol.map_or("unknown", Protocol::name),
         state: state(backend.terminating),
         local: backend.local,
         services: backend.uses,

@@ -155,6 +155,7 @@ pub struct Limits {
     pub flows: Option<u32>,
     pub opening_flows: Option<u32>,
     pub node_addresses: Option<u32>,
+    pub service_counters: Option<u32>,
 }
 
 /// What a kernel accepts for the largest of these tables with room to spare.

@@ -270,6 +270,8 @@ pub static FIELDS: &[Field] = fields! {
         "Rows of the tables opening_flows4 and opening_flows6 each.";
     "ebpf.limits.nodeAddresses", count(|c| &mut c.ebpf.limits.node_addresses);
         "Rows of the tables node_addresses4 and node_addresses6 each.";
+    "ebpf.limits.serviceCounters", count(|c| &mut c.ebpf.limits.service_counters);
+        "Rows of the table service_counters: service ports whose connections and bytes are counted.";
     "ebpf.cgroup", optional_folder(|c| &mut c.ebpf.cgroup);
         "The cgroup v2 folder whose processes are served. Empty: the mount in /proc/mounts.";
     "ebpf.bpffs", folder(|c| &mut c.ebpf.bpffs);

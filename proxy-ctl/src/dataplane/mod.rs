@@ -4,7 +4,7 @@
 
 use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
-use crate::model::desired::{Changes, DesiredPort};
+use crate::model::desired::{Changes, DesiredPort, ServicePortName};
 
 /// What every mode can do.
 pub trait Dataplane: Send {
@@ -73,6 +73,21 @@ pub struct Usage {
     pub tables: Vec<TableUsage>,
     /// By reason name; since the tables were created.
     pub reasons: Vec<(&'static str, u64)>,
+    /// Service ports in no order.
+    pub services: Vec<ServiceUsage>,
+    /// Service ports that there is no room to count.
+    pub uncounted_services: u64,
+}
+
+/// What the clients of a service port did since it is served; counters may wrap.
+#[derive(Clone, Debug)]
+pub struct ServiceUsage {
+    pub name: ServicePortName,
+    /// Sockets that were connected, and flows that were opened.
+    pub connections: u64,
+    /// Of flows, both directions; those of sockets are not seen.
+    pub packets: u64,
+    pub bytes: u64,
 }
 
 #[derive(Clone, Debug)]

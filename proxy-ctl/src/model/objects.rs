@@ -36,6 +36,14 @@ impl Family {
             IpAddr::V6(_) => Self::Ipv6,
         }
     }
+
+    /// As Kubernetes writes it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Ipv4 => "IPv4",
+            Self::Ipv6 => "IPv6",
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -52,6 +60,15 @@ impl Protocol {
             Self::Tcp => 6,
             Self::Udp => 17,
             Self::Sctp => 132,
+        }
+    }
+
+    /// As Kubernetes writes it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Tcp => "TCP",
+            Self::Udp => "UDP",
+            Self::Sctp => "SCTP",
         }
     }
 }

@@ -9,8 +9,11 @@ use tokio::{
 
 use super::*;
 use crate::{
-    dataplane::{Applied, TableUsage, Usage},
-    model::objects::{Family, Node},
+    dataplane::{Applied, ServiceUsage, TableUsage, Usage},
+    model::{
+        desired::ServicePortName,
+        objects::{Family, Node, ObjectName, Protocol},
+    },
     source::OddObjects,
 };
 
@@ -19,7 +22,19 @@ struct FixedUsage;
 impl UsageSource for FixedUsage {
     fn usage(&self) -> Pin<Box<dyn Future<Output = Option<Usage>> + Send + '_>> {
         let frontends = TableUsage { name: "frontends4", used: 3, capacity: 100, bytes: 4096 };
-        let usage = Usage { tables: vec![frontends], reasons: vec![("no_endpoints", 7)] };
+        let name = ServicePortName {
+            service: ObjectName::new("default", "web"),
+            port: "http".into(),
+            protocol: Protocol::Tcp,
+            family: Family::Ipv4,
+        };
+        let web = ServiceUsage { name, connections: 2, packets: 10, bytes: 1500 };
+        let usage = Usage {
+            tables: vec![frontends],
+            reasons: vec![("no_endpoints", 7)],
+            services: vec![web],
+            uncounted_services: 3,
+        };
         Box::pin(async { Some(usage) })
     }
 }
@@ -149,6 +164,9 @@ async fn metrics_in_the_text_format_that_kube_proxy_gives() {
         r#"proxy_table_bytes{table="frontends4"} 4096"#,
         "# TYPE proxy_reasons_total counter",
         r#"proxy_reasons_total{reason="no_endpoints",verdict="refuse"} 7"#,
+        r#"proxy_service_connections_total{namespace="default",service="web",port="http",protocol="TCP",ip_family="IPv4"} 2"#,
+        r#"proxy_service_bytes_total{namespace="default",service="web",port="http",protocol="TCP",ip_family="IPv4"} 1500"#,
+        "proxy_services_not_counted 3",
         "# TYPE process_cpu_seconds_total counter",
     ] {
         assert!(body.lines().any(|found| found == line), "{line} is not in\n{body}");

@@ -269,29 +269,69 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
     }
 }
 
-/// Sums over all CPUs of the values of a per-CPU array of u64.
-pub fn per_cpu_sums(fd: &OwnedFd) -> Result<Vec<u64>, CallError> {
-    const CALL: &str = "bpf(BPF_MAP_LOOKUP_ELEM)";
-    const PER_CPU_ARRAY: u32 = 6;
-    let info = bpf::map_info(fd.as_fd())?;
-    if info.kind != PER_CPU_ARRAY || info.key_size != 4 || info.value_size != 8 {
-        return Err(CallError::new(CALL, io::Error::from_raw_os_error(libc::EINVAL)));
+/// An array that has a value for each CPU in each place. Since Linux 4.6.
+#[derive(Debug)]
+pub struct PerCpuArray<V> {
+    fd: OwnedFd,
+    capacity: u32,
+    cpus: usize,
+    types: PhantomData<fn() -> V>,
+}
+
+impl<V: Pod + Default> PerCpuArray<V> {
+    /// The kernel pads each CPU's value to 8 bytes.
+    const PADDED: () = assert!(size_of::<V>().is_multiple_of(8));
+
+    /// Takes a per-CPU array whose values have the size of `V`; `EINVAL`: it is something else.
+    pub fn new(fd: OwnedFd) -> Result<Self, CallError> {
+        const PER_CPU_ARRAY: u32 = 6;
+        let () = Self::PADDED;
+        let info = bpf::map_info(fd.as_fd())?;
+        if info.kind != PER_CPU_ARRAY || info.key_size != 4 || info.value_size as usize != size_of::<V>() {
+            let source = io::Error::from_raw_os_error(libc::EINVAL);
+            return Err(CallError::new("adopting a per-CPU array", source));
+        }
+        let cpus = aya::util::nr_cpus().map_err(|(_, e)| CallError::new("counting CPUs", e))?;
+        Ok(Self { fd, capacity: info.max_entries, cpus, types: PhantomData })
     }
-    let cpus = aya::util::nr_cpus().map_err(|(_, e)| CallError::new("counting CPUs", e))?;
-    let mut values = vec![0_u64; cpus];
-    let mut sums = Vec::with_capacity(info.max_entries as usize);
-    for key in 0..info.max_entries {
-        let key: *const u32 = &key;
+
+    pub fn capacity(&self) -> u32 {
+        self.capacity
+    }
+
+    /// The value of each possible CPU. `ENOENT`: `index` is not below the capacity.
+    pub fn get(&self, index: u32) -> Result<Vec<V>, CallError> {
+        let mut values = vec![V::default(); self.cpus];
+        let target = values.as_mut_ptr();
+        self.call(bpf_cmd::BPF_MAP_LOOKUP_ELEM, "bpf(BPF_MAP_LOOKUP_ELEM)", index, target)?;
+        Ok(values)
+    }
+
+    /// Makes every CPU's value zero. `E2BIG`: `index` is not below the capacity.
+    pub fn clear(&self, index: u32) -> Result<(), CallError> {
+        let mut zeros = vec![V::default(); self.cpus];
+        self.call(bpf_cmd::BPF_MAP_UPDATE_ELEM, "bpf(BPF_MAP_UPDATE_ELEM)", index, zeros.as_mut_ptr())
+    }
+
+    /// `values`: as many as there are CPUs.
+    fn call(
+        &self,
+        command: bpf_cmd,
+        name: &'static str,
+        index: u32,
+        values: *mut V,
+    ) -> Result<(), CallError> {
+        let key: *const u32 = &index;
         let mut attr = Element {
-            map: number(fd.as_fd()),
+            map: number(self.fd.as_fd()),
             _padding: 0,
             key: address(key),
-            value: address(values.as_mut_ptr()),
+            value: address(values),
             flags: 0,
         };
-        // SAFETY: the kernel reads a key of 4 bytes and writes 8 bytes for each possible CPU.
-        unsafe { bpf::call(bpf_cmd::BPF_MAP_LOOKUP_ELEM, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
-        sums.push(values.iter().fold(0, |sum: u64, value| sum.wrapping_add(*value)));
+        // SAFETY: the kernel reads a key of 4 bytes, and reads or writes a value for each possible CPU; `new` has
+        // compared their size with the type, which needs no padding.
+        unsafe { bpf::call(command, &mut attr) }.map_err(|e| CallError::new(name, e))?;
+        Ok(())
     }
-    Ok(sums)
 }

@@ -294,7 +294,7 @@ fn cleanup_leaves_nothing_of_ours() {
     bpf::pin(packet_program(0).as_fd(), &foreign).unwrap();
     let removed = cleanup(&place.config.bpffs).unwrap();
     assert_eq!(removed.links.len(), 10);
-    assert_eq!(removed.tables.len(), 20);
+    assert_eq!(removed.tables.len(), 21);
     assert!(!place.config.bpffs.join("proxy-ctl").exists());
     assert!(foreign.exists());
     assert!(cleanup(&place.config.bpffs).unwrap().is_empty());

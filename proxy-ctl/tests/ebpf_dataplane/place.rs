@@ -50,6 +50,7 @@ impl Place {
             flows: Some(4_096),
             opening_flows: Some(1_024),
             node_addresses: Some(64),
+            service_counters: Some(4),
         };
         Some(Self { config: Ebpf { bpffs, limits, cgroup: Some(cgroup.clone()), ..Ebpf::default() }, cgroup })
     }

@@ -74,6 +74,44 @@ fn a_connection_to_a_service_reaches_its_backend() {
     assert_eq!(place.dial("10.96.0.1", 80), Ok("first".into()), "without a controller");
 }
 
+#[test]
+fn connections_are_counted_for_their_service() {
+    let Some(place) = Place::new() else { return };
+    // 0 is no service: there is room for one.
+    let limits = Limits { services: Some(2), ..place.config.limits };
+    let mut dataplane = EbpfDataplane::open(&Ebpf { limits, ..place.config.clone() }).unwrap();
+    let listening = serve("127.0.0.1", "first");
+    let web = |name: &str| shared([port(name, "10.96.0.1", vec![endpoint("127.0.0.1", listening)])]);
+    let connections = |dataplane: &EbpfDataplane| {
+        let usage = dataplane.usage().unwrap();
+        assert_eq!(usage.uncounted_services, 0);
+        usage.services.iter().map(|s| (s.name.service.name.to_string(), s.connections)).collect::<Vec<_>>()
+    };
+    dataplane.resync(&web("old")).unwrap();
+    for _ in 0..3 {
+        assert_eq!(place.dial("10.96.0.1", 80), Ok("first".into()));
+    }
+    assert_eq!(connections(&dataplane), [("old".to_owned(), 3)]);
+    let pinned = Pinned::open(&place.config.bpffs).unwrap();
+    assert_eq!(pinned.services().unwrap()[0].id, 1);
+    dataplane.resync(&[]).unwrap();
+    dataplane.resync(&web("new")).unwrap();
+    assert_eq!(pinned.services().unwrap()[0].id, 1);
+    assert_eq!(connections(&dataplane), [("new".to_owned(), 0)]);
+}
+
+#[test]
+fn services_beyond_the_room_for_counters_are_told() {
+    let Some(place) = Place::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let addresses = (1..=6).map(|n| format!("10.96.1.{n}"));
+    let ports = addresses.map(|address| port(&format!("to-{address}"), &address, Vec::new()));
+    dataplane.resync(&ports.map(std::sync::Arc::new).collect::<Vec<_>>()).unwrap();
+    let usage = dataplane.usage().unwrap();
+    // Room for 4, and 0 is no service.
+    assert_eq!((usage.services.len(), usage.uncounted_services), (3, 3));
+}
+
 /// Two services with the same endpoint, which then leaves the first: is its backend gone for that service's flows?
 fn backends_after_an_endpoint_left_one_of_two(protocol: Protocol) -> Option<[Vec<u32>; 2]> {
     let place = Place::new()?;

@@ -28,6 +28,7 @@ pub(crate) const PROGRAMS: [&str; 8] = [
 
 /// How many entries a table of established flows holds here.
 pub(crate) const FLOWS: u32 = 8;
+const SERVICES: u32 = 64;
 
 const TC_ACT_UNSPEC: u32 = u32::MAX;
 const TC_ACT_SHOT: u32 = 2;
@@ -176,8 +177,8 @@ impl World {
         loader.override_global("SOCKET_HOST_ONLY", &1u32, true);
         loader.override_global("CAN_REFUSE", &1u32, true);
         // Small: quick to make, and a full table is soon reached.
-        for name in ["services", "slots4", "slots6"] {
-            loader.map_max_entries(name, 64);
+        for name in ["services", "slots4", "slots6", "service_counters"] {
+            loader.map_max_entries(name, SERVICES);
         }
         for name in ["flows4", "flows6"] {
             loader.map_max_entries(name, FLOWS);
@@ -222,7 +223,27 @@ impl World {
             let zero = aya::maps::PerCpuValues::try_from(vec![0u64; cpus])?;
             counters.set(*reason as u32, zero, 0)?;
         }
+        let mut services = self.service_counters_table()?;
+        for id in 0..SERVICES {
+            let zero = aya::maps::PerCpuValues::try_from(vec![ServiceCounters::default(); cpus])?;
+            services.set(id, zero, 0)?;
+        }
         Ok(())
+    }
+
+    fn service_counters_table(&mut self) -> Result<PerCpuArray<&mut MapData, ServiceCounters>> {
+        Ok(PerCpuArray::try_from(self.ebpf.map_mut("service_counters").context("service_counters")?)?)
+    }
+
+    /// What was counted for a service since the tables were cleared.
+    pub(crate) fn service_counters(&mut self, id: u32) -> Result<ServiceCounters> {
+        let mut sum = ServiceCounters::default();
+        for of_cpu in self.service_counters_table()?.get(&id, 0)?.iter() {
+            sum.connections += of_cpu.connections;
+            sum.packets += of_cpu.packets;
+            sum.bytes += of_cpu.bytes;
+        }
+        Ok(sum)
     }
 
     pub(crate) fn set_settings(&mut self, settings: Settings) -> Result<()> {

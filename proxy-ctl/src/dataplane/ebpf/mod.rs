@@ -295,7 +295,12 @@ impl Dataplane for EbpfDataplane {
         ]);
         used.extend(used_by(&self.v4, &self.flows4)?);
         used.extend(used_by(&self.v6, &self.flows6)?);
-        Ok(status::usage(&self.paths.maps(), &self.shapes, &used)?)
+        let counted = self.shared.tables.service_counters.capacity();
+        used.insert(tables::SERVICE_COUNTERS, u64::from(counted.min(self.shared.ids.used())));
+        let v4 = self.v4.image.services.iter().map(|(name, published)| (published.id, name));
+        let v6 = self.v6.image.services.iter().map(|(name, published)| (published.id, name));
+        let maps = self.paths.maps();
+        Ok(status::usage(&maps, &self.shapes, &used, &self.shared.tables, v4.chain(v6))?)
     }
 }
 

@@ -18,7 +18,7 @@ use super::{
     family::Family,
     layout::{self, Arrangement, backend_flags},
     programmed::{BackendKey, Holds, Image, Published, Uses},
-    tables::{CommonTables, FamilyTables, SERVICES},
+    tables::{CommonTables, FamilyTables, SERVICE_COUNTERS, SERVICES},
 };
 use crate::{
     dataplane::Applied,
@@ -579,7 +579,12 @@ fn new_service_id(shared: &mut Shared) -> Result<u32, Error> {
         id = shared.ids.allocate(1);
     }
     let full = || Error::Full { table: SERVICES, capacity: shared.ids.capacity(), limit: "services" };
-    id.map(|range| range.first).ok_or_else(full)
+    let id = id.map(|range| range.first).ok_or_else(full)?;
+    let counters = &shared.tables.service_counters;
+    if id < counters.capacity() {
+        counters.clear(id).map_err(|source| Error::Table { table: SERVICE_COUNTERS, source })?;
+    }
+    Ok(id)
 }
 
 fn write_service(shared: &Shared, id: u32, service: &Service, applied: &mut Applied) -> Result<(), Error> {

@@ -21,13 +21,13 @@ use super::{
     family::Family,
     layout,
     paths::Paths,
-    tables::{COUNTERS, CommonTables, FamilyTables, Shape, open_pinned, shapes},
+    tables::{COUNTERS, CommonTables, FamilyTables, SERVICE_COUNTERS, Shape, open_pinned, shapes},
 };
 use crate::{
     config::Limits,
-    dataplane::{TableUsage, Usage},
+    dataplane::{ServiceUsage, TableUsage, Usage},
     model::{desired::ServicePortName, objects::Protocol},
-    sys::{CallError, bpf, map::per_cpu_sums},
+    sys::{CallError, bpf},
 };
 
 /// The pinned tables of this layout version, for reading.
@@ -186,6 +186,9 @@ impl Pinned {
         used.extend([(super::tables::SERVICES, names), (super::tables::SERVICE_NAMES, names)]);
         used.insert(super::tables::SETTINGS, 1);
         let services = self.services()?;
+        let counters = self.common.service_counters.capacity();
+        let counted = services.iter().filter(|service| service.id < counters).count();
+        used.insert(SERVICE_COUNTERS, counted as u64);
         for (table, family) in [
             (V4::SLOTS, crate::model::objects::Family::Ipv4),
             (V6::SLOTS, crate::model::objects::Family::Ipv6),
@@ -197,7 +200,8 @@ impl Pinned {
             });
             used.insert(table, slots.sum());
         }
-        usage(&self.paths.maps(), &shapes(&Limits::default()), &used)
+        let names = services.iter().map(|service| (service.id, &service.name));
+        usage(&self.paths.maps(), &shapes(&Limits::default()), &used, &self.common, names)
     }
 
     /// Names of the links: `cgroup_connect4`, `3_ingress`. Filters on clsact qdiscs are listed as `3_clsact`.
@@ -272,32 +276,56 @@ fn count_family<F: Family>(
 }
 
 /// Capacities and sizes of the tables in `maps`, with what is known of their use, and the counters.
-pub(super) fn usage(
+pub(super) fn usage<'a>(
     maps: &Path,
     shapes: &[Shape],
     used: &BTreeMap<&'static str, u64>,
+    common: &CommonTables,
+    services: impl Iterator<Item = (u32, &'a ServicePortName)>,
 ) -> Result<Usage, Error> {
-    let mut tables = Vec::with_capacity(shapes.len());
-    let mut reasons = Vec::new();
+    let mut usage = Usage { reasons: reasons(common)?, ..Usage::default() };
     for shape in shapes {
         let failed = |source: CallError| Error::Table { table: shape.name, source };
         let Some(fd) = open_pinned(&maps.join(shape.name)).map_err(failed)? else { continue };
         let info = bpf::map_info(std::os::fd::AsFd::as_fd(&fd)).map_err(failed)?;
-        tables.push(TableUsage {
+        usage.tables.push(TableUsage {
             name: shape.name,
             used: used.get(shape.name).copied().unwrap_or(0),
             capacity: u64::from(info.max_entries),
             bytes: bytes(&fd),
         });
-        if shape.name == COUNTERS {
-            let sums = per_cpu_sums(&fd).map_err(failed)?;
-            reasons = Reason::ALL
-                .iter()
-                .filter_map(|reason| Some((reason.name(), *sums.get(*reason as usize)?)))
-                .collect();
+    }
+    for (id, name) in services {
+        if id < common.service_counters.capacity() {
+            usage.services.push(service_usage(common, id, name)?);
+        } else {
+            usage.uncounted_services += 1;
         }
     }
-    Ok(Usage { tables, reasons })
+    Ok(usage)
+}
+
+fn reasons(common: &CommonTables) -> Result<Vec<(&'static str, u64)>, Error> {
+    let sum = |reason: &Reason| {
+        let values = common.counters.get(*reason as u32)?;
+        Ok((reason.name(), values.into_iter().fold(0, u64::wrapping_add)))
+    };
+    Reason::ALL
+        .iter()
+        .map(sum)
+        .collect::<Result<_, _>>()
+        .map_err(|source| Error::Table { table: COUNTERS, source })
+}
+
+fn service_usage(common: &CommonTables, id: u32, name: &ServicePortName) -> Result<ServiceUsage, Error> {
+    let failed = |source| Error::Table { table: SERVICE_COUNTERS, source };
+    let mut usage = ServiceUsage { name: name.clone(), connections: 0, packets: 0, bytes: 0 };
+    for counters in common.service_counters.get(id).map_err(failed)? {
+        usage.connections = usage.connections.wrapping_add(counters.connections);
+        usage.packets = usage.packets.wrapping_add(counters.packets);
+        usage.bytes = usage.bytes.wrapping_add(counters.bytes);
+    }
+    Ok(usage)
 }
 
 /// Bytes of kernel memory that a table takes, as the kernel accounts them; 0 if it does not tell.

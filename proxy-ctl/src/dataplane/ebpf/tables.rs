@@ -13,8 +13,8 @@ use aya::Pod;
 use proxy_common::{
     family::{V4, V6},
     layout::{
-        Backend, DatagramOrigins, Flow, FlowKey, Frontend, FrontendKey, NodeAddress, Service, ServiceName,
-        Settings, Slot4, Slot6, SocketOrigin,
+        Backend, DatagramOrigins, Flow, FlowKey, Frontend, FrontendKey, NodeAddress, Service,
+        ServiceCounters, ServiceName, Settings, Slot4, Slot6, SocketOrigin,
     },
     reason::REASONS,
 };
@@ -25,7 +25,7 @@ use crate::{
     sys::{
         CallError,
         bpf::{self, MapInfo},
-        map::Map,
+        map::{Map, PerCpuArray},
         mmap::SharedArray,
     },
 };
@@ -45,6 +45,7 @@ pub(super) const SERVICES: &str = "services";
 pub(super) const SERVICE_NAMES: &str = "service_names";
 pub(super) const SETTINGS: &str = "settings";
 pub(super) const COUNTERS: &str = "counters";
+pub(super) const SERVICE_COUNTERS: &str = "service_counters";
 
 /// What a table must look like.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -80,6 +81,10 @@ impl Shape {
         Self { kind, flags, limit: None, ..Self::hash::<u32, V>(name, entries, "") }
     }
 
+    fn per_cpu<V>(name: &'static str, entries: u32, limit: Option<&'static str>) -> Self {
+        Self { limit, expendable: true, ..Self::fixed::<V>(name, PER_CPU_ARRAY, entries, 0) }
+    }
+
     fn socket_storage<V>(name: &'static str) -> Self {
         Self::fixed::<V>(name, SK_STORAGE, 0, NO_PREALLOC)
     }
@@ -96,6 +101,7 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
     let backends = limits.backends.unwrap_or(262_144);
     let flows = limits.flows.unwrap_or(524_288);
     let opening = limits.opening_flows.unwrap_or(65_536);
+    let counters = limits.service_counters.unwrap_or(1_024);
     let addresses = limits.node_addresses.unwrap_or(1_024);
     vec![
         Shape::hash::<FrontendKey<A4>, Frontend>(V4::FRONTENDS, frontends, "frontends"),
@@ -117,7 +123,8 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
         Shape::socket_storage::<DatagramOrigins<A4>>("datagrams4"),
         Shape::socket_storage::<DatagramOrigins<A6>>("datagrams6"),
         Shape::fixed::<Settings>(SETTINGS, ARRAY, 1, 0),
-        Shape { expendable: true, ..Shape::fixed::<u64>(COUNTERS, PER_CPU_ARRAY, REASONS, 0) },
+        Shape::per_cpu::<u64>(COUNTERS, REASONS, None),
+        Shape::per_cpu::<ServiceCounters>(SERVICE_COUNTERS, counters, Some("serviceCounters")),
     ]
 }
 
@@ -257,6 +264,10 @@ fn shared<T: Pod>(folder: &Path, name: &'static str, writable: bool) -> Result<S
         .map_err(|source| Error::Table { table: name, source })
 }
 
+fn per_cpu<V: Pod + Default>(folder: &Path, name: &'static str) -> Result<PerCpuArray<V>, Error> {
+    PerCpuArray::new(pinned_table(folder, name)?).map_err(|source| Error::Table { table: name, source })
+}
+
 /// The tables of one family.
 #[derive(Debug)]
 pub(super) struct FamilyTables<F: Family> {
@@ -288,6 +299,8 @@ pub(super) struct CommonTables {
     pub(super) services: SharedArray<Service>,
     pub(super) names: Table<u32, ServiceName>,
     pub(super) settings: Table<u32, Settings>,
+    pub(super) counters: PerCpuArray<u64>,
+    pub(super) service_counters: PerCpuArray<ServiceCounters>,
 }
 
 impl CommonTables {
@@ -297,6 +310,8 @@ impl CommonTables {
             services: shared(folder, SERVICES, writable)?,
             names: Table::open(folder, SERVICE_NAMES, "services")?,
             settings: Table::open(folder, SETTINGS, "")?,
+            counters: per_cpu(folder, COUNTERS)?,
+            service_counters: per_cpu(folder, SERVICE_COUNTERS)?,
         })
     }
 }

@@ -7,8 +7,12 @@ use std::{
 
 use super::{exposition::Format, *};
 use crate::{
-    dataplane::{TableUsage, Usage},
+    dataplane::{ServiceUsage, TableUsage, Usage},
     events::Recorder,
+    model::{
+        desired::ServicePortName,
+        objects::{ObjectName, Protocol},
+    },
     source::kubernetes::SourceState,
 };
 
@@ -65,9 +69,17 @@ fn every_family_is_documented_and_no_other() {
         state.register(registry);
         Recorder::silent().register(registry.sub_registry_with_prefix("proxy"));
     });
+    let name = ServicePortName {
+        service: ObjectName::new("default", "web"),
+        port: "http".into(),
+        protocol: Protocol::Tcp,
+        family: AddressFamily::Ipv4,
+    };
     metrics.usage.set(Usage {
         tables: vec![TableUsage { name: "frontends4", used: 1, capacity: 2, bytes: 3 }],
         reasons: vec![("no_endpoints", 4)],
+        services: vec![ServiceUsage { name, connections: 5, packets: 6, bytes: 7 }],
+        uncounted_services: 8,
     });
     metrics.synced(AddressFamily::Ipv4, Extent::Full, Duration::from_millis(1));
     let shown = shown(&Format::Prometheus.write(metrics.encode().unwrap()));

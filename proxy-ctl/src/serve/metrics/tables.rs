@@ -9,7 +9,10 @@ use prometheus_client::{
 };
 use proxy_common::reason::{Reason, Verdict};
 
-use crate::dataplane::{TableUsage, Usage};
+use crate::{
+    dataplane::{ServiceUsage, TableUsage, Usage},
+    model::desired::ServicePortName,
+};
 
 #[derive(Debug, Default)]
 pub(super) struct LastUsage(Mutex<Usage>);
@@ -52,6 +55,34 @@ impl Collector for LastUsage {
             let labels = [("reason", *reason), ("verdict", verdict(reason))];
             ConstCounter::new(*count).encode(metric.encode_family(&labels)?)?;
         }
-        Ok(())
+        encode_services(&usage, &mut encoder)
     }
+}
+
+/// As many as `ebpf.limits.serviceCounters` has room for.
+fn encode_services(usage: &Usage, encoder: &mut DescriptorEncoder<'_>) -> std::fmt::Result {
+    type Value = fn(&ServiceUsage) -> u64;
+    let counters: [(&str, &str, Value); 3] = [
+        ("proxy_service_connections", "Connections to a service port.", |service| service.connections),
+        ("proxy_service_packets", "Packets of a service port's flows.", |service| service.packets),
+        ("proxy_service_bytes", "Bytes of a service port's flows.", |service| service.bytes),
+    ];
+    for (name, help, value) in counters {
+        let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+        for service in &usage.services {
+            let ServicePortName { service: object, port, protocol, family } = &service.name;
+            let labels = [
+                ("namespace", object.namespace.to_string()),
+                ("service", object.name.to_string()),
+                ("port", port.to_string()),
+                ("protocol", protocol.name().to_owned()),
+                ("ip_family", family.name().to_owned()),
+            ];
+            ConstCounter::new(value(service)).encode(metric.encode_family(&labels)?)?;
+        }
+    }
+    let help =
+        "Service ports whose connections are not counted: there are more than ebpf.limits.serviceCounters.";
+    let metric = encoder.encode_descriptor("proxy_services_not_counted", help, None, MetricType::Gauge)?;
+    ConstGauge::new(i64::try_from(usage.uncounted_services).unwrap_or(i64::MAX)).encode(metric)
 }

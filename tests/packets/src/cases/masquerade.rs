@@ -3,6 +3,7 @@
 use anyhow::{Result, ensure};
 use proxy_common::{
     flow::Stage,
+    layout::ServiceCounters,
     packet::{TCP_ACK, TCP_SYN},
     reason::Reason,
 };
@@ -39,7 +40,15 @@ fn remote<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     ensure!(s.flow_counts()? == (3, 3), "entries {:?}", s.flow_counts()?);
     s.send("uplink_egress", &second.to(REMOTE), Expect::Becomes(&second.to(REMOTE).from(node)))?;
     s.send("uplink_ingress", &answer, Expect::Becomes(&to_client))?;
-    s.counted(&[(Reason::FlowOpened, 1)])
+    s.counted(&[(Reason::FlowOpened, 1)])?;
+    // Each packet once, where it is between client and frontend.
+    let bytes: usize = [&first, &to_client, &second].iter().map(|packet| packet.bytes::<W>().len()).sum();
+    let counted = s.world.service_counters(1)?;
+    ensure!(
+        counted == ServiceCounters { connections: 1, packets: 3, bytes: bytes as u64 },
+        "{counted:?}, not {bytes} bytes"
+    );
+    Ok(())
 }
 
 fn hairpin<W: Tables>(s: &mut Scene<W>) -> Result<()> {

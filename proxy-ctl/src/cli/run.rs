@@ -37,7 +37,7 @@ use crate::{
         manifests::Manifests,
     },
     start::{self, event, kernel::Kernel},
-    sys::limits,
+    sys::{filesystem, limits},
 };
 
 /// Updates between the watchers and the dataplane's thread; then the watchers wait.
@@ -79,6 +79,11 @@ pub(super) fn run(line: CommandLine) -> anyhow::Result<()> {
     tracing::info!(mode = %choice.mode, node = %settings.node_name, why = choice.reasons.join("; "), "starting");
     if settings.init_only {
         start::prepare(requested(choice.mode), &settings.config, &Kernel::default(), &Recorder::silent())?;
+        let bpffs = &settings.config.ebpf.bpffs;
+        match choice.mode {
+            Mode::Ebpf => filesystem::provide_bpffs(bpffs)
+                .with_context(|| format!("mounting a bpffs on {}", bpffs.display()))?,
+        }
         tracing::info!("System initialized and --init-only specified");
         return Ok(());
     }

@@ -20,6 +20,10 @@ use lab::{
     namespace,
     objects::{Endpoint, Service},
 };
+use nix::{
+    mount::{MntFlags, MsFlags, mount, umount2},
+    sys::statfs::{BPF_FS_MAGIC, statfs},
+};
 use serde_json::{Value, json};
 
 use super::Outcome;
@@ -113,12 +117,17 @@ impl Container {
         let killed =
             Command::new("runc").args(["kill", &self.id, "TERM"]).status().context("starting runc")?;
         ensure!(killed.success(), "runc kill: {killed}\n{}", self.log());
+        self.wait()
+    }
+
+    /// Waits for its end; the exit code.
+    fn wait(&mut self) -> Result<Option<i32>> {
         let start = Instant::now();
         loop {
             if let Some(status) = self.runc.try_wait().context("waiting for runc")? {
                 return Ok(status.code());
             }
-            ensure!(start.elapsed() < PATIENCE, "it does not stop\n{}", self.log());
+            ensure!(start.elapsed() < PATIENCE, "it does not end\n{}", self.log());
             thread::sleep(Duration::from_millis(20));
         }
     }
@@ -164,10 +173,12 @@ struct Translation<'a> {
     node: &'a Place,
     /// Holds the configuration and the manifests.
     folder: &'a Path,
+    /// `/sys/fs/bpf` of the node.
+    bpffs: &'a Path,
 }
 
 impl Translation<'_> {
-    fn config(&self, container: &Value, arguments: &[&str]) -> Result<Value> {
+    fn config(&self, container: &Value) -> Result<Value> {
         let security = &container["securityContext"];
         let privileged = security["privileged"] == true;
         let added =
@@ -188,13 +199,20 @@ impl Translation<'_> {
         if !privileged {
             namespaces.push(json!({"type": "cgroup"}));
         }
+        // As containerd does: a mount cannot be wider than what it is in.
+        let mut propagations = Vec::new();
+        for mount in container["volumeMounts"].as_array().into_iter().flatten() {
+            propagations.push(propagation(mount)?);
+        }
+        let widest =
+            ["rshared", "rslave"].into_iter().find(|one| propagations.contains(one)).unwrap_or("rprivate");
         // As a node's kernel parameters look to a container.
         let read_only: &[&str] =
             if privileged { &[] } else { &["/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus"] };
         Ok(json!({
             "ociVersion": "1.0.2",
             "process": {
-                "args": arguments,
+                "args": command(container)?,
                 "cwd": "/",
                 "env": ["PATH=/usr/local/bin", format!("NODE_NAME={NODE}")],
                 "user": {"uid": 0, "gid": 0},
@@ -207,6 +225,7 @@ impl Translation<'_> {
                 "namespaces": namespaces,
                 "readonlyPaths": read_only,
                 "cgroupsPath": format!("/{}-container", self.lab.name()),
+                "rootfsPropagation": widest,
             },
         }))
     }
@@ -229,7 +248,7 @@ impl Translation<'_> {
             let source = match mount["name"].as_str().context("name")? {
                 "config" => self.folder.join("config"),
                 // These two are what the programs of this node see.
-                "bpffs" => self.lab.bpffs(1),
+                "bpffs" => self.bpffs.to_owned(),
                 "cgroup" => self.node.cgroup.clone(),
                 "xtables-lock" => self.folder.join("xtables.lock"),
                 "lib-modules" => self.folder.join("modules"),
@@ -240,21 +259,57 @@ impl Translation<'_> {
                 other => bail!("volume {other} is new here"),
             };
             let access = if mount["readOnly"] == true { "ro" } else { "rw" };
+            let propagation = propagation(mount)?;
             mounts.push(
-                json!({"destination": at, "type": "bind", "source": source, "options": ["rbind", access]}),
+                json!({"destination": at, "type": "bind", "source": source, "options": ["rbind", propagation, access]}),
             );
         }
         Ok(mounts)
     }
 }
 
-/// The arguments of the DaemonSet's container, with a folder of manifests in the API server's place.
-fn arguments(container: &Value) -> Result<Vec<String>> {
-    let command = container["command"].as_array().context("command")?;
-    let flags =
-        command.iter().skip(1).filter_map(Value::as_str).map(|word| word.replace("$(NODE_NAME)", NODE));
-    let program = ["/usr/local/bin/proxy-ctl", "run", "--manifests=/manifests"].map(str::to_owned);
-    Ok(program.into_iter().chain(flags).collect())
+fn propagation(mount: &Value) -> Result<&'static str> {
+    Ok(match mount["mountPropagation"].as_str() {
+        None | Some("None") => "rprivate",
+        Some("HostToContainer") => "rslave",
+        Some("Bidirectional") => "rshared",
+        Some(other) => bail!("mountPropagation {other}"),
+    })
+}
+
+/// A folder whose mounts are those of the containers too, without a bpffs yet.
+struct SharedFolder(PathBuf);
+
+impl SharedFolder {
+    fn new(path: PathBuf) -> Result<Self> {
+        fs::create_dir(&path).with_context(|| format!("making {}", path.display()))?;
+        let nothing = None::<&str>;
+        mount(Some(&path), &path, nothing, MsFlags::MS_BIND, nothing)
+            .context("mounting a folder on itself")?;
+        let shared = Self(path);
+        mount(nothing, &shared.0, nothing, MsFlags::MS_SHARED, nothing).context("sharing a mount")?;
+        Ok(shared)
+    }
+
+    fn is_bpffs(&self) -> Result<bool> {
+        Ok(statfs(&self.0).context("looking at a file system")?.filesystem_type() == BPF_FS_MAGIC)
+    }
+}
+
+impl Drop for SharedFolder {
+    fn drop(&mut self) {
+        // The bpffs, and the folder itself; an error means that nothing is mounted any more.
+        for _ in 0..2 {
+            let _ = umount2(&self.0, MntFlags::MNT_DETACH);
+        }
+    }
+}
+
+/// The command of a container of the DaemonSet, with a folder of manifests in the API server's place.
+fn command(container: &Value) -> Result<Vec<String>> {
+    let words = container["command"].as_array().context("command")?.iter().filter_map(Value::as_str);
+    let words = words.map(|word| word.replace("$(NODE_NAME)", NODE));
+    Ok(words.chain(["--manifests=/manifests".to_owned()]).collect())
 }
 
 pub(super) fn the_image_serves() -> Result<Outcome> {
@@ -290,8 +345,12 @@ pub(super) fn the_image_serves() -> Result<Outcome> {
     File::create(folder.join("xtables.lock")).context("making xtables.lock")?;
     let config = files::objects("manifests")?;
     let config =
-        files::of_kind(&config, "ConfigMap")?["data"]["config.conf"].as_str().context("config.conf")?;
-    fs::write(folder.join("config/config.conf"), config).context("writing config.conf")?;
+        files::of_kind(&config, "ConfigMap")?["data"]["config.conf"].as_str().context("no config.conf")?;
+    let mut config = files::documents(config)?.pop().context("config.conf is empty")?;
+    // These belong to the whole machine.
+    config["conntrack"] =
+        json!({"maxPerCore": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s"});
+    fs::write(folder.join("config/config.conf"), config.to_string()).context("writing config.conf")?;
 
     let mut objects = Objects::default();
     objects.set_node(NODE, node.addresses, ["10.244.1.0/24".to_owned(), "fd00:10:244:1::/64".to_owned()]);
@@ -315,16 +374,25 @@ pub(super) fn the_image_serves() -> Result<Outcome> {
         Ok(())
     };
 
-    for variant in ["least-capabilities/daemonset.yaml", "manifests/daemonset.yaml"] {
+    for (number, variant) in
+        ["least-capabilities/daemonset.yaml", "manifests/daemonset.yaml"].iter().enumerate()
+    {
+        // Goes with all that is pinned there before the next one comes.
+        let bpffs = SharedFolder::new(folder.join(format!("sys-fs-bpf-{number}")))?;
         let objects = files::objects(variant)?;
-        let container = &files::of_kind(&objects, "DaemonSet")?["spec"]["template"]["spec"]["containers"][0];
-        let translation = Translation { lab: &lab, node, folder };
-        let arguments = arguments(container)?;
-        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        let config = translation.config(container, &arguments)?;
+        let pod = &files::of_kind(&objects, "DaemonSet")?["spec"]["template"]["spec"];
+        let translation = Translation { lab: &lab, node, folder, bpffs: &bpffs.0 };
+        for container in pod["initContainers"].as_array().into_iter().flatten() {
+            let config = translation.config(container)?;
+            let mut preparing = Container::start(&bundle, &format!("{}-init", lab.name()), &config)?;
+            let code = preparing.wait()?;
+            ensure!(code == Some(0), "{variant}, init container: {code:?}\n{}", preparing.log());
+        }
+        let config = translation.config(&pod["containers"][0])?;
         let id = format!("{}-proxy", lab.name());
         let mut running = Container::start(&bundle, &id, &config)?;
         running.wait_until_healthy(node).context(variant)?;
+        ensure!(bpffs.is_bpffs()?, "{variant}: the bpffs is the container's alone");
         reach(variant)?;
         let code = running.stop()?;
         ensure!(code == Some(0), "{variant}: ended with {code:?}\n{}", running.log());

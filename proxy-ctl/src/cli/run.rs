@@ -319,8 +319,8 @@ fn pages(config: &Config, flags: BTreeMap<String, String>, mode: &'static str) -
     Pages {
         mode,
         configuration: Some(config.to_document()),
-        flags: config.has_alpha_gate("ComponentFlagz").then_some(flags),
-        status: config.has_alpha_gate("ComponentStatusz"),
+        flags: config.has_gate("ComponentFlagz").then_some(flags),
+        status: config.has_gate("ComponentStatusz"),
         profiling: config.enable_profiling,
     }
 }

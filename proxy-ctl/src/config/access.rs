@@ -267,11 +267,10 @@ pub(super) const fn quantity(at: Place<String>) -> At<String> {
                 let digits = text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.');
                 digits.len() < text.len() && SUFFIXES.contains(&digits)
             };
-            match value {
-                Value::Number(number) => Ok(number.to_string()),
-                Value::String(text) if is_quantity(text) => Ok(text.clone()),
-                _ => Err(Wrong::new(Why::Form, value)),
-            }
+            let number = || value.is_number().then(|| value.to_string());
+            typed(value, |value| {
+                number().or_else(|| value.as_str().filter(|text| is_quantity(text)).map(str::to_owned))
+            })
         },
         write: |text| Value::String(text.clone()),
     }

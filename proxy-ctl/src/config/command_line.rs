@@ -169,11 +169,9 @@ impl CommandLine {
     }
 
     pub fn version(&self) -> Option<Version> {
-        match self.value("version")? {
-            Value::Bool(true) => Some(Version::Short),
-            Value::String(_) => Some(Version::Long),
-            _ => None,
-        }
+        let asked = self.value("version")?;
+        let long = asked.is_string().then_some(Version::Long);
+        long.or_else(|| (asked.as_bool() == Some(true)).then_some(Version::Short))
     }
 
     /// What an operator should hear about the flags themselves.

@@ -91,13 +91,11 @@ pub(super) struct Shape {
 
 impl Shape {
     fn walk(&mut self, section: &str, value: &Value) {
-        let object = match value {
-            Value::Object(object) => object,
-            Value::Null => return,
-            other => {
-                self.problems.push(format!("{section} must be an object with fields, found {other}"));
-                return;
+        let Some(object) = value.as_object() else {
+            if !value.is_null() {
+                self.problems.push(format!("{section} must be an object with fields, found {value}"));
             }
+            return;
         };
         for (name, value) in object {
             let path = if section.is_empty() { name.clone() } else { format!("{section}.{name}") };
@@ -134,8 +132,9 @@ pub(super) fn of(config: &Config) -> Value {
     for field in FIELDS {
         let value = field.access.write(&mut config);
         let value = if field.counts_in(config.mode) { value } else { zero(&value) };
-        let own = field.path.starts_with("ebpf.") && (value.is_null() || value == "");
-        if !own && !(LEFT_OUT_IF_EMPTY.contains(&field.path) && is_empty(&value)) {
+        let nothing_of_ours = field.path.starts_with("ebpf.") && (value.is_null() || value == "");
+        let nothing = LEFT_OUT_IF_EMPTY.contains(&field.path) && is_empty(&value);
+        if !nothing_of_ours && !nothing {
             insert(&mut root, field.path, value);
         }
     }

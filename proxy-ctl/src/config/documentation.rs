@@ -86,7 +86,7 @@ fn default(value: &Value) -> String {
         Value::String(text) => format!("`{text}`"),
         Value::Array(list) if list.is_empty() => "empty".to_owned(),
         Value::Object(object) if object.is_empty() => "empty".to_owned(),
-        other => format!("`{other}`"),
+        Value::Bool(_) | Value::Number(_) | Value::Array(_) | Value::Object(_) => format!("`{value}`"),
     }
 }
 

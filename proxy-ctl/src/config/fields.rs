@@ -313,11 +313,11 @@ const FEATURE_GATES: At<Vec<(String, bool)>> = At {
     unset: Value::is_null,
     read: |value| {
         let object = value.as_object().ok_or_else(|| wrong_at(String::new(), Why::Form, value))?;
-        let gate = |(name, on): (&String, &Value)| match on {
-            Value::Bool(on) => Ok((name.clone(), *on)),
+        let gate = |(name, on): (&String, &Value)| {
             // Go's zero value.
-            Value::Null => Ok((name.clone(), false)),
-            other => Err(wrong_at(format!(".{name}"), Why::Form, other)),
+            let on_or_zero = on.as_bool().or_else(|| on.is_null().then_some(false));
+            let on = on_or_zero.ok_or_else(|| wrong_at(format!(".{name}"), Why::Form, on))?;
+            Ok((name.clone(), on))
         };
         object.iter().map(gate).collect()
     },

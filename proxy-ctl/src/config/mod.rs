@@ -320,8 +320,8 @@ impl Config {
         self.periods.sync
     }
 
-    /// Whether `gate` is on, where it is off unless asked for.
-    pub fn has_alpha_gate(&self, gate: &str) -> bool {
+    /// Whether `gate` is on: as it was set, else as its group was, else by default.
+    pub fn has_gate(&self, gate: &str) -> bool {
         feature_gates::is_on(&self.feature_gates, gate)
     }
 

@@ -161,11 +161,23 @@ impl Bulk {
         stream::iter(requests)
             .map(|(index, slice)| async move {
                 let object = if slice { self.slice(index) } else { self.service(index) };
-                if method == "POST" { create(client, &object).await } else { delete(client, &object).await }
+                if method == "POST" {
+                    create(client, &object).await.or_else(unless_there)
+                } else {
+                    delete(client, &object).await
+                }
             })
             .buffer_unordered(self.parallel)
             .try_for_each(|()| async { Ok(()) })
             .await
+    }
+}
+
+/// A busy API server may do what it is asked and not say so in time; then it is asked again.
+fn unless_there(error: anyhow::Error) -> Result<()> {
+    match error.downcast_ref::<kube::Error>() {
+        Some(kube::Error::Api(status)) if status.code == 409 => Ok(()),
+        _ => Err(error),
     }
 }
 

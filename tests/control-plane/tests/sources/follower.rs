@@ -23,6 +23,8 @@ use tokio::{
 use crate::world::World;
 
 const LIMIT: Duration = Duration::from_secs(60);
+/// For the creation of many objects on a busy machine.
+const WORK_LIMIT: Duration = Duration::from_secs(900);
 pub(crate) const NODE: &str = "node-under-test";
 
 /// Endpoints, as `address:port`, by service port, as `name:port`.
@@ -94,10 +96,20 @@ impl Follower {
         &mut self,
         world: &World,
         what: &str,
+        condition: impl FnMut(&Self) -> bool,
+    ) -> Result<()> {
+        self.wait_within(world, LIMIT, what, condition)
+    }
+
+    fn wait_within(
+        &mut self,
+        world: &World,
+        limit: Duration,
+        what: &str,
         mut condition: impl FnMut(&Self) -> bool,
     ) -> Result<()> {
         world.block_on(async {
-            let deadline = Instant::now() + LIMIT;
+            let deadline = Instant::now() + limit;
             while !condition(self) {
                 // Some conditions are about counters, which change without an update.
                 let look = (Instant::now() + Duration::from_millis(20)).min(deadline);
@@ -105,13 +117,33 @@ impl Follower {
                     Ok(Some(update)) => self.take(update),
                     Ok(None) => bail!("the source ended while waiting for {what}"),
                     Err(_) if Instant::now() >= deadline => {
-                        bail!("not within {} s: {what}; served: {:?}", LIMIT.as_secs(), self.served())
+                        let served: String = format!("{:?}", self.served()).chars().take(2000).collect();
+                        bail!("not within {} s: {what}; served: {served}", limit.as_secs())
                     }
                     Err(_) => {}
                 }
             }
             Ok(())
         })
+    }
+
+    /// Takes in updates while `work` is being done.
+    pub(crate) fn during<T: Send + 'static>(
+        &mut self,
+        world: &World,
+        work: impl Future<Output = Result<T>> + Send + 'static,
+    ) -> Result<T> {
+        let (sender, mut done) = tokio::sync::oneshot::channel();
+        let _working = world.spawn(async move {
+            // Whoever waits may have given up.
+            let _ = sender.send(work.await);
+        });
+        let mut outcome = None;
+        self.wait_within(world, WORK_LIMIT, "the end of the work", |_| {
+            outcome = done.try_recv().ok();
+            outcome.is_some()
+        })?;
+        outcome.context("the work ended without a word")?
     }
 
     fn take(&mut self, update: Update) {

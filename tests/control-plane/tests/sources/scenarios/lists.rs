@@ -88,8 +88,8 @@ pub(super) fn what_happened_before_a_compaction_is_seen_in_one_replace(world: &m
 pub(super) fn ten_thousand_services(world: &mut World) -> Result<()> {
     let mut follower = Follower::listed(world, PROXY)?;
     let bulk = Bulk::new(world.namespace(), 10_000, 10);
-    let client = world.client().clone();
-    let took = world.block_on(bulk.create(&client))?;
+    let (client, creating) = (world.client().clone(), bulk.clone());
+    let took = follower.during(world, async move { creating.create(&client).await })?;
     world.note(format!("10,000 services and slices created in {took:.1?}"));
     let endpoint = |index: usize| format!("{}:8080", bulk.address(index, 0));
     follower.wait(world, "all 10,000 with their endpoints", |follower| {

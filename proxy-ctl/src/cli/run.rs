@@ -219,7 +219,10 @@ impl Process {
             Live { state: from_api_server.then_some(state), hosts: hosts.clone(), configs: configs.clone() };
         let recorded = CancellationToken::new();
         let keep = recorder::keep(record.clone(), live, recorded.clone(), stop.clone());
-        tasks.spawn(async { Ok(keep.await) });
+        tasks.spawn(async {
+            keep.await;
+            Ok(())
+        });
 
         let life = Life {
             given,

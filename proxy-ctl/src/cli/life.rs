@@ -4,6 +4,7 @@
 use std::{convert::Infallible, net::IpAddr, sync::Arc};
 
 use anyhow::anyhow;
+use serde_json::Value;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
@@ -39,6 +40,8 @@ pub(super) struct Life {
     /// Nothing is written before the first.
     pub(super) hosts: watch::Sender<Option<Host>>,
     pub(super) configs: watch::Sender<Arc<Config>>,
+    /// The same, as `/configz` shows it.
+    pub(super) document: watch::Sender<Value>,
     pub(super) events: Recorder,
     pub(super) metrics: Arc<Metrics>,
     pub(super) stop: CancellationToken,
@@ -61,9 +64,9 @@ impl Life {
         let Self { nodes, node_addresses, hosts, stop, .. } = self;
         let following = Following {
             given: self.given,
-            config: self.config,
             mode: self.mode,
             configs: self.configs,
+            document: self.document,
             events: self.events,
             metrics: self.metrics,
             refused: None,
@@ -152,9 +155,9 @@ async fn watch_node(
 /// The configuration file while the process runs.
 struct Following {
     given: Given,
-    config: Arc<Config>,
     mode: RequestedMode,
     configs: watch::Sender<Arc<Config>>,
+    document: watch::Sender<Value>,
     events: Recorder,
     metrics: Arc<Metrics>,
     /// What is wrong with the file as it is now.
@@ -182,7 +185,8 @@ impl Following {
                     tracing::info!("the configuration file is valid again");
                 }
                 let new = Arc::new(settings.config);
-                let changes = Changes::between(&self.config.to_document(), &new.to_document());
+                let document = new.to_document();
+                let changes = Changes::between(&self.document.borrow(), &document);
                 if !changes.restart.is_empty() {
                     return Some(anyhow!(
                         "content of the proxy server's configuration file was updated: {} changed, which takes a new \
@@ -192,6 +196,7 @@ impl Following {
                 }
                 if !changes.live.is_empty() {
                     self.take_over(new, &changes.live);
+                    self.document.send_replace(document);
                 }
             }
             Err(error) => self.refuse(&error),
@@ -210,7 +215,6 @@ impl Following {
         {
             tracing::error!(%error, "the changed configuration could not be taken over completely");
         }
-        self.config = Arc::clone(&new);
         self.configs.send_replace(new);
     }
 

@@ -204,7 +204,8 @@ impl Process {
 
         let mut tasks = JoinSet::new();
         let flags = given.line.values();
-        let pages = pages(&config, flags, choice.mode.name());
+        let (document_in, document) = watch::channel(config.to_document());
+        let pages = pages(&config, document, flags, choice.mode.name());
         serve_http(&mut tasks, &config, pages, &health, &metrics, &stop);
         tasks.spawn(source.run(updates_in, Arc::clone(&metrics), stop.clone()));
         let record = Record {
@@ -233,6 +234,7 @@ impl Process {
             node_addresses: node_addresses.subscribe(),
             hosts: hosts_in,
             configs: configs_in,
+            document: document_in,
             events: events.clone(),
             metrics: Arc::clone(&metrics),
             stop: stop.clone(),
@@ -318,10 +320,15 @@ fn serve_http(
     }
 }
 
-fn pages(config: &Config, flags: BTreeMap<String, String>, mode: &'static str) -> Pages {
+fn pages(
+    config: &Config,
+    document: watch::Receiver<serde_json::Value>,
+    flags: BTreeMap<String, String>,
+    mode: &'static str,
+) -> Pages {
     Pages {
         mode,
-        configuration: Some(config.to_document()),
+        configuration: Some(document),
         flags: config.has_gate("ComponentFlagz").then_some(flags),
         status: config.has_gate("ComponentStatusz"),
         profiling: config.enable_profiling,

@@ -5,6 +5,7 @@ use std::{future::Future, pin::Pin, time::Duration};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
+    sync::watch,
 };
 
 use super::*;
@@ -55,7 +56,9 @@ fn free_address() -> SocketAddr {
 fn pages() -> Pages {
     Pages {
         mode: "ebpf",
-        configuration: Some(serde_json::json!({"kind": "KubeProxyConfiguration", "mode": "ebpf"})),
+        configuration: Some(
+            watch::channel(serde_json::json!({"kind": "KubeProxyConfiguration", "mode": "ebpf"})).1,
+        ),
         flags: Some([("v".to_owned(), "2".to_owned())].into()),
         status: true,
         profiling: true,

@@ -10,6 +10,7 @@ use std::{collections::BTreeMap, fmt};
 use http::{HeaderMap, Method, Request, StatusCode, header};
 use hyper::body::Body;
 use serde_json::{Value, json};
+use tokio::sync::watch;
 use tower::BoxError;
 
 use super::{
@@ -21,8 +22,8 @@ use super::{
 pub struct Pages {
     /// The mode at work, for `/proxyMode`.
     pub mode: &'static str,
-    /// The configuration as a KubeProxyConfiguration, for `/configz`. `None`: there is no such page.
-    pub configuration: Option<Value>,
+    /// The configuration in force as a KubeProxyConfiguration, for `/configz`. `None`: there is no such page.
+    pub configuration: Option<watch::Receiver<Value>>,
     /// Every flag with its value, for `/flagz`. `None`: the page is switched off.
     pub flags: Option<BTreeMap<String, String>>,
     /// Whether `/statusz` is there.
@@ -53,7 +54,7 @@ impl Pages {
             "/proxyMode" => plain(StatusCode::OK, self.mode),
             "/configz" => match &self.configuration {
                 Some(configuration) => {
-                    let all = json!({"kubeproxy.config.k8s.io": configuration});
+                    let all = json!({"kubeproxy.config.k8s.io": *configuration.borrow()});
                     reply(StatusCode::OK, JSON, all.to_string())
                 }
                 None => not_found(),

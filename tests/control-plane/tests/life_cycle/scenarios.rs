@@ -10,7 +10,7 @@ use serde_json::json;
 use crate::{
     api_server::{an_api_server_that_is_away_changes_nothing, what_rbac_denies_is_named_and_the_rest_works},
     node::Node,
-    proxy::{Proxy, answers, metric},
+    proxy::{Proxy, answers, get, metric},
     until::{LIMIT, until},
     world::{World, node},
 };
@@ -190,6 +190,8 @@ fn a_swapped_config_map_is_taken_over_or_ends_it(world: &mut World) -> Result<Pa
     let more = || Ok((metric(&own.metrics(), "proxy_resyncs_total")? > resyncs).then_some(()));
     until("a comparison at the new sync period", LIMIT, more, || proxy.log())?;
     ensure!(sysctl("nf_conntrack_tcp_timeout_close_wait")? == "1800", "the timeout is not in force");
+    let (_, shown) = get(&own.metrics(), "/configz")?.context("nobody listens")?;
+    ensure!(shown.contains(r#""verbosity":4"#), "/configz shows what was: {shown}");
     proxy.runs()?;
 
     own.swap_config_map(

@@ -321,3 +321,21 @@ fn what_somebody_else_has_changed_is_repaired() {
     assert_eq!(addresses.get(&[203, 0, 113, 9]).unwrap(), None);
     assert_eq!(metric("proxy_drift_total"), "4", "two frontends, a backend and an address");
 }
+
+#[test]
+fn from_its_first_moment_on_it_can_be_looked_at() {
+    let Some(node) = Node::new("first") else { return };
+    node.write_manifest(&manifest("10.244.0.2"));
+    let controller = node.serve_manifests();
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let mut starting = false;
+    while node.show("services") == Value::Array(Vec::new()) {
+        starting |= node.show("status")["controller"]["starting"] == true;
+        node.show("backends");
+        assert!(Instant::now() < deadline, "nothing is served");
+    }
+    let status = node.show("status");
+    assert_eq!(status["controller"]["starting"], false);
+    assert_eq!(status["controller"]["pid"], controller.child.id());
+    assert!(starting, "it was never seen starting");
+}

@@ -146,7 +146,8 @@ pub(super) struct StatusArgs {
 const STATUS_HELP: &str = "Example:
   proxy-ctl status
 
-JSON: {mode, reasons[], node, controller: {running, pid}, sources[]: {name, connected, objects, problem},
+JSON: {mode, reasons[], node, controller: {running, starting, pid}, sources[]: {name, connected, objects,
+  problem},
   hooks[]: {name, interface, role, kind}, tables[]: {name, used, capacity, bytes},
   counters[]: {reason, count}}; what is not known is null.";
 

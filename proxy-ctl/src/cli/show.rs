@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashSet,
+    io::Write as _,
     path::{Path, PathBuf},
 };
 
@@ -34,13 +35,39 @@ pub(super) fn bpffs(flag: Option<PathBuf>) -> PathBuf {
     flag.unwrap_or_else(|| PathBuf::from(DEFAULT_BPFFS))
 }
 
-/// `None`: nothing of ours is pinned there.
-fn pinned(bpffs: &Path) -> anyhow::Result<Option<Pinned>> {
-    match Pinned::open(bpffs) {
-        Ok(pinned) => Ok(Some(pinned)),
-        Err(ebpf::Error::NotThere(_)) => Ok(None),
-        Err(error) => Err(error.into()),
+enum Found {
+    Tables(Box<Pinned>),
+    /// A controller has begun, and has not made all tables yet.
+    Starting(u32),
+    Nothing,
+}
+
+fn pinned(bpffs: &Path) -> anyhow::Result<Found> {
+    let error = match Pinned::open(bpffs) {
+        Ok(pinned) => return Ok(Found::Tables(Box::new(pinned))),
+        Err(error) => error,
+    };
+    match (error, ebpf::status::controller(bpffs)) {
+        (error, Some(process)) if error.is_missing_tables() => Ok(Found::Starting(process)),
+        (ebpf::Error::NotThere(_), None) => Ok(Found::Nothing),
+        (error, _) => Err(error.into()),
     }
+}
+
+/// The tables, if they are there; says so if they only will be.
+fn tables(bpffs: &Path) -> anyhow::Result<Option<Box<Pinned>>> {
+    Ok(match pinned(bpffs)? {
+        Found::Tables(pinned) => Some(pinned),
+        Found::Starting(process) => {
+            // Nobody is left to tell if stderr is gone.
+            let _ = writeln!(
+                std::io::stderr(),
+                "proxy-ctl (process {process}) is starting: nothing is programmed yet"
+            );
+            None
+        }
+        Found::Nothing => None,
+    })
 }
 
 fn print<T: serde::Serialize>(
@@ -55,7 +82,7 @@ fn print<T: serde::Serialize>(
 }
 
 pub(super) fn services(args: &ServicesArgs, bpffs: &Path) -> anyhow::Result<()> {
-    let Some(pinned) = pinned(bpffs)? else {
+    let Some(pinned) = tables(bpffs)? else {
         let nothing: Vec<ServiceView> = Vec::new();
         return print(args.output, &nothing, || views::services(&nothing));
     };
@@ -75,7 +102,7 @@ pub(super) fn services(args: &ServicesArgs, bpffs: &Path) -> anyhow::Result<()> 
 }
 
 pub(super) fn backends(args: &BackendsArgs, bpffs: &Path) -> anyhow::Result<()> {
-    let backends: Vec<BackendView> = match pinned(bpffs)? {
+    let backends: Vec<BackendView> = match tables(bpffs)? {
         Some(pinned) => pinned.backends()?.into_iter().map(backend_view).collect(),
         None => Vec::new(),
     };
@@ -83,10 +110,16 @@ pub(super) fn backends(args: &BackendsArgs, bpffs: &Path) -> anyhow::Result<()> 
 }
 
 pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
-    let pinned = pinned(bpffs)?;
+    let pinned = match pinned(bpffs)? {
+        Found::Tables(pinned) => Some(pinned),
+        Found::Starting(_) | Found::Nothing => None,
+    };
     let record = Record::read(bpffs);
+    // It leaves its record once it has loaded its programs.
+    let speaks = |process: &u32| record.as_ref().is_some_and(|record| record.pid == *process);
+    let starting = ebpf::status::controller(bpffs).filter(|process| !speaks(process));
     let interfaces = record.as_ref().map(|record| record.interfaces.clone()).unwrap_or_default();
-    let mut status = StatusView::new(record, pinned.is_some());
+    let mut status = StatusView::new(record, pinned.is_some(), starting);
     if let Some(pinned) = pinned {
         status.hooks = pinned.links()?.iter().map(|link| hook_view(link, &interfaces)).collect();
         status.hooks.sort_unstable();

@@ -180,6 +180,8 @@ pub(super) struct StatusView {
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct ControllerView {
     pub(super) running: bool,
+    /// What is programmed is a predecessor's.
+    pub(super) starting: bool,
     pub(super) pid: Option<u32>,
 }
 
@@ -215,17 +217,18 @@ pub(super) struct CounterView {
 }
 
 impl StatusView {
-    /// `programmed`: tables are there. `holder`: process that holds the lock on them, if that can be told.
-    pub(super) fn new(record: Option<Record>, programmed: bool) -> Self {
-        let running = record.as_ref().is_some_and(Record::is_alive);
-        let pid = record.as_ref().filter(|_| running).map(|record| record.pid);
+    /// `programmed`: tables are there. `starting`: process that has begun and left no record yet.
+    pub(super) fn new(record: Option<Record>, programmed: bool, starting: Option<u32>) -> Self {
+        let alive = record.as_ref().is_some_and(Record::is_alive);
+        let running = alive || starting.is_some();
+        let pid = starting.or_else(|| record.as_ref().filter(|_| alive).map(|record| record.pid));
         let mode = record.as_ref().map(|record| record.mode.clone());
         Self {
             mode: mode.or_else(|| Some("ebpf".to_owned())).filter(|_| programmed || running),
             reasons: record.as_ref().map(|record| record.reasons.clone()).unwrap_or_default(),
             node: record.as_ref().map(|record| record.node.clone()),
-            controller: ControllerView { running, pid },
-            sources: record.filter(|_| running).map(|record| record.sources),
+            controller: ControllerView { running, starting: starting.is_some(), pid },
+            sources: record.filter(|_| alive).map(|record| record.sources),
             hooks: Vec::new(),
             tables: Vec::new(),
             counters: Vec::new(),
@@ -243,6 +246,9 @@ impl StatusView {
             line("node", node);
         }
         match (self.controller.running, self.controller.pid) {
+            (true, Some(pid)) if self.controller.starting => {
+                line("controller", &format!("starting, pid {pid}"));
+            }
             (true, Some(pid)) => line("controller", &format!("running, pid {pid}")),
             (true, None) => line("controller", "running"),
             (false, _) if self.mode.is_some() => {
@@ -366,9 +372,17 @@ mod tests {
     fn an_empty_state_says_what_to_do_next() {
         assert!(services(&[]).contains("proxy-ctl run"));
         assert!(backends(&[]).contains("proxy-ctl services"));
-        let status = StatusView::new(None, false);
+        let status = StatusView::new(None, false, None);
         assert!(status.text().contains("start it with `proxy-ctl run`"), "{}", status.text());
         assert_eq!(serde_json::to_value(&status).unwrap()["mode"], serde_json::Value::Null);
+    }
+
+    #[test]
+    fn a_controller_that_starts_is_told() {
+        let status = StatusView::new(None, false, Some(4711));
+        assert!(status.text().contains("controller  starting, pid 4711"), "{}", status.text());
+        let json = serde_json::to_value(&status).unwrap();
+        assert_eq!(json["controller"], serde_json::json!({"running": true, "starting": true, "pid": 4711}));
     }
 
     #[test]
@@ -382,7 +396,7 @@ mod tests {
             sources: vec![Source { name: "services".into(), connected: true, objects: 3, problem: None }],
             interfaces: Vec::new(),
         };
-        let mut status = StatusView::new(Some(record), true);
+        let mut status = StatusView::new(Some(record), true, None);
         status.tables.push(TableView { name: "frontends4".into(), used: 50, capacity: 1000, bytes: 4096 });
         status.counters.push(CounterView { reason: "no_endpoints".into(), count: 2 });
         status.counters.push(CounterView { reason: "slot_gone".into(), count: 0 });

@@ -37,6 +37,12 @@ pub fn try_lock(folder: &Path) -> io::Result<Attempt> {
     }
 }
 
+/// Process that holds the lock on `folder`, without asking for it; `None`: nobody, or the kernel does not tell.
+pub fn holder_of(folder: &Path) -> Option<u32> {
+    let inode = fs::metadata(folder).ok()?.ino();
+    holder(&fs::read_to_string("/proc/locks").ok()?, inode)
+}
+
 /// Process that holds a flock on `inode`, by a line such as
 /// `4: FLOCK  ADVISORY  WRITE 812 00:1c:24 0 EOF` of `/proc/locks`.
 fn holder(locks: &str, inode: u64) -> Option<u32> {
@@ -75,7 +81,9 @@ mod tests {
         let Attempt::Held(first) = try_lock(folder.path()).unwrap() else { panic!("free") };
         let Attempt::Taken(process) = try_lock(folder.path()).unwrap() else { panic!("taken") };
         assert_eq!(process, Some(std::process::id()));
+        assert_eq!(holder_of(folder.path()), process);
         drop(first);
+        assert_eq!(holder_of(folder.path()), None);
         assert!(matches!(try_lock(folder.path()).unwrap(), Attempt::Held(_)));
     }
 }

@@ -52,6 +52,14 @@ pub enum Error {
     NotThere(PathBuf),
 }
 
+impl Error {
+    /// Tables are not there, or not all of them.
+    pub fn is_missing_tables(&self) -> bool {
+        matches!(self, Self::NotThere(_))
+            || matches!(self, Self::Table { source, .. } if source.errno() == libc::ENOENT)
+    }
+}
+
 /// Who holds the lock.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Holder(pub Option<u32>);

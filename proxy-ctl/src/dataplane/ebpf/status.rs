@@ -27,7 +27,7 @@ use crate::{
     config::Limits,
     dataplane::{ServiceUsage, TableUsage, Usage},
     model::{desired::ServicePortName, objects::Protocol},
-    sys::{CallError, bpf},
+    sys::{CallError, bpf, lock},
 };
 
 /// The pinned tables of this layout version, for reading.
@@ -37,6 +37,12 @@ pub struct Pinned {
     v4: FamilyTables<V4>,
     v6: FamilyTables<V6>,
     paths: Paths,
+}
+
+/// The process at work on the tables below the bpffs at this path. It may only just have begun to make them. `None`:
+/// there is none, or the kernel does not tell, as for a process of another PID namespace.
+pub fn controller(bpffs: &Path) -> Option<u32> {
+    lock::holder_of(&Paths::new(bpffs).top)
 }
 
 /// A service port as the tables hold it.

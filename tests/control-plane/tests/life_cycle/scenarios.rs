@@ -47,6 +47,7 @@ scenarios! {
     an_api_server_that_is_away_changes_nothing,
     what_rbac_denies_is_named_and_the_rest_works,
     kube_proxy_ends_alike,
+    kernel_parameters_are_those_of_kube_proxy,
     kube_proxy_tells_the_same_event,
 }
 
@@ -335,8 +336,59 @@ fn kube_proxy_tells_the_same_event(world: &mut World) -> Result<Option<String>> 
     Ok(None)
 }
 
+fn kernel_parameters_are_those_of_kube_proxy(world: &mut World) -> Result<Option<String>> {
+    let Some(real) = Program::KubeProxy.installed() else {
+        return Ok(Some("no kube-proxy in KUBEBUILDER_ASSETS or on PATH".to_owned()));
+    };
+    let own = Node::new(world, "parameters", 15)?;
+    world.apply(&node(own.name, ADDRESS, &[]))?;
+    let sections = [
+        json!({"maxPerCore": 0}),
+        json!({
+            "maxPerCore": 0, "tcpEstablishedTimeout": "2h0m0.9s", "tcpCloseWaitTimeout": "90s", "udpTimeout": "25s",
+            "udpStreamTimeout": "50s", "tcpBeLiberal": true,
+        }),
+        json!({
+            "maxPerCore": 0, "tcpEstablishedTimeout": "0s", "tcpCloseWaitTimeout": "0s", "udpTimeout": "0s",
+            "udpStreamTimeout": "0s", "tcpBeLiberal": false,
+        }),
+    ];
+    for conntrack in sections {
+        let mut found = Vec::new();
+        for (program, mode) in [(&real, "nftables"), (&crate::proxy::program()?, "ebpf")] {
+            for parameter in PARAMETERS {
+                fs::write(path(parameter), if parameter.ends_with("liberal") { "0" } else { "77" })?;
+            }
+            let configuration = own.configuration(&json!({"mode": mode, "conntrack": conntrack}));
+            fs::write(own.config_file(), configuration)?;
+            let config = own.config_file().display().to_string();
+            let arguments: &[&str] = if mode == "ebpf" { &["run"] } else { &[] };
+            let arguments = [arguments, &["--config", &config, "--init-only"]].concat();
+            Proxy::start(program, &arguments)?
+                .ends()?
+                .is(0, "System initialized and --init-only specified")?;
+            found.push(PARAMETERS.iter().map(|name| Ok((*name, sysctl(name)?))).collect::<Result<Vec<_>>>()?);
+        }
+        ensure!(found[0] == found[1], "{conntrack}: kube-proxy {:?}, proxy-ctl {:?}", found[0], found[1]);
+    }
+    Ok(None)
+}
+
+/// Those of each network namespace.
+const PARAMETERS: [&str; 5] = [
+    "nf_conntrack_tcp_timeout_established",
+    "nf_conntrack_tcp_timeout_close_wait",
+    "nf_conntrack_udp_timeout",
+    "nf_conntrack_udp_timeout_stream",
+    "nf_conntrack_tcp_be_liberal",
+];
+
+fn path(parameter: &str) -> String {
+    format!("/proc/sys/net/netfilter/{parameter}")
+}
+
 /// In the network namespace of the scenarios.
 fn sysctl(name: &str) -> Result<String> {
-    let path = format!("/proc/sys/net/netfilter/{name}");
+    let path = path(name);
     Ok(fs::read_to_string(&path).with_context(|| format!("reading {path}"))?.trim().to_owned())
 }

@@ -295,10 +295,11 @@ impl SourceState {
     }
 
     pub(super) fn failed(&self, kind: ResourceKind, failure: &Failure) {
-        self.connected.get_or_create(&ByResource { resource: kind.plural() }).set(0);
         let reason = failure.reason.name();
         self.errors.get_or_create(&ByReason { resource: kind.plural(), reason }).inc();
+        // Whether the API server has it may not be known yet: then nobody misses it.
         if let Some(watching) = self.watched().get_mut(&kind) {
+            self.connected.get_or_create(&ByResource { resource: kind.plural() }).set(0);
             watching.problem = Some(failure.message.clone());
         }
     }
@@ -372,13 +373,16 @@ mod tests {
         let state = SourceState::new();
         state.end(ResourceKind::EndpointSlices);
         state.begin(ResourceKind::Endpoints);
+        state.failed(ResourceKind::ServiceCidrs, &Failure::new(Reason::Unreachable, "refused"));
         assert_eq!(state.kinds(), [ResourceKind::Services, ResourceKind::Endpoints, ResourceKind::Nodes]);
         let mut registry = Registry::default();
         state.register(&mut registry);
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
         assert!(text.contains("source_connected{resource=\"endpoints\"} 0"), "{text}");
-        assert!(!text.contains("source_connected{resource=\"endpointslices\"}"), "{text}");
+        for other in ["endpointslices", "servicecidrs"] {
+            assert!(!text.contains(&format!("source_connected{{resource=\"{other}\"}}")), "{text}");
+        }
     }
 
     #[test]

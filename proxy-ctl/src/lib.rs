@@ -12,3 +12,4 @@ pub mod serve;
 pub mod source;
 pub mod start;
 pub mod sys;
+pub mod version;

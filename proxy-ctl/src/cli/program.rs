@@ -3,7 +3,7 @@
 use std::{ffi::OsStr, path::Path};
 
 use super::{args, tree};
-use crate::config::{KUBE_PROXY_VERSION, Version};
+use crate::{config::Version, version};
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Program {
@@ -27,21 +27,17 @@ impl Program {
     }
 
     /// As kube-proxy says it: a semantic version, in which what is built by others follows the `+`.
-    pub(super) fn version(self, version: Version) -> String {
-        const OWN: &str = env!("CARGO_PKG_VERSION");
-        match (self, version) {
+    pub(super) fn version(self, asked: Version) -> String {
+        match (self, asked) {
             (Self::ProxyCtl, _) => format!("proxy-ctl {}\n", args::VERSION),
-            (Self::KubeProxy, Version::Short) => {
-                format!("Kubernetes v{KUBE_PROXY_VERSION}+proxy-ctl.{OWN}\n")
-            }
+            (Self::KubeProxy, Version::Short) => format!("Kubernetes {}\n", version::reported()),
             (Self::KubeProxy, Version::Long) => {
-                let mut numbers = KUBE_PROXY_VERSION.split('.');
+                let mut numbers = version::KUBE_PROXY.split('.');
                 let (major, minor) = (numbers.next().unwrap_or_default(), numbers.next().unwrap_or_default());
-                let (system, processor) = (std::env::consts::OS, std::env::consts::ARCH);
+                let (reported, platform) = (version::reported(), version::platform());
                 format!(
-                    "version.Info{{Major:{major:?}, Minor:{minor:?}, \
-                     GitVersion:\"v{KUBE_PROXY_VERSION}+proxy-ctl.{OWN}\", Compiler:\"rustc\", \
-                     Platform:\"{system}/{processor}\"}}\n"
+                    "version.Info{{Major:{major:?}, Minor:{minor:?}, GitVersion:{reported:?}, Compiler:\"rustc\", \
+                     Platform:{platform:?}}}\n"
                 )
             }
         }

@@ -105,7 +105,17 @@ fn node_name(config: &Config) -> anyhow::Result<Arc<str>> {
 
 /// Settings that ask kube-proxy for something that mode ebpf does not do.
 fn without_effect(config: &Config) -> Vec<String> {
-    let gates = config.feature_gates.iter().map(|(gate, _)| gate.as_str());
+    // These are about logs and pages, and groups of which they are part.
+    const USED: [&str; 6] = [
+        "AllAlpha",
+        "AllBeta",
+        "ComponentFlagz",
+        "ComponentStatusz",
+        "LoggingAlphaOptions",
+        "LoggingBetaOptions",
+    ];
+    let gates =
+        config.feature_gates.iter().map(|(gate, _)| gate.as_str()).filter(|gate| !USED.contains(gate));
     let unused: Vec<String> = config
         .masquerade_all
         .then(|| "masqueradeAll".to_owned())

@@ -5,9 +5,10 @@ use std::fmt::Write as _;
 use serde_json::Value;
 
 use super::{
-    Config, FIELDS, FLAGS, Field, Flag, Group, KUBE_PROXY_VERSION, REMOVED,
+    Config, FIELDS, FLAGS, Field, Flag, Group, REMOVED,
     fields::{API_VERSION, KIND},
 };
+use crate::version::KUBE_PROXY;
 
 /// The whole text. The same tables always give the same text.
 pub fn markdown() -> String {
@@ -15,7 +16,7 @@ pub fn markdown() -> String {
         "# Configuration\n\n\
          Generated from the tables in proxy-ctl/src/config (see the end); do not edit.\n\n\
          `proxy-ctl run`, and the same program called `kube-proxy`, takes the flags and the configuration file of \
-         kube-proxy {KUBE_PROXY_VERSION}. `proxy-ctl config` with the same flags shows what counts in the end, and \
+         kube-proxy {KUBE_PROXY}. `proxy-ctl config` with the same flags shows what counts in the end, and \
          where each value comes from.\n\n\
          - Where `--config` is given, the file counts, and flags for the same settings are ignored with a warning. \
          These win over the file: `--hostname-override`, `--bpffs`, and the logging flags (`--vmodule` adds to it).\n\

@@ -33,9 +33,6 @@ pub use flags::{FLAGS, Flag, Group, REMOVED, Sets, Takes};
 use ipnet::IpNet;
 pub use resolve::{Effective, Origin};
 
-/// The kube-proxy that this program takes the place of.
-pub const KUBE_PROXY_VERSION: &str = "1.36.1";
-
 /// `mode` of the file, `--proxy-mode` of the command line.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum RequestedMode {

@@ -17,20 +17,7 @@ const MINOR: &str = "36";
 /// The same, as `/statusz` has it.
 pub(in crate::serve) const EMULATED: &str = "1.36";
 
-/// The architecture by its name in Go.
-pub(in crate::serve) fn platform() -> String {
-    let architecture = match std::env::consts::ARCH {
-        "x86_64" => "amd64",
-        "aarch64" => "arm64",
-        other => other,
-    };
-    format!("{}/{architecture}", std::env::consts::OS)
-}
-
-/// Such as `v1.36.0+proxy-ctl.0.1.0`: dashboards compare major and minor with those of other components.
-pub(in crate::serve) fn version() -> String {
-    format!("v{MAJOR}.{MINOR}.0+proxy-ctl.{}", env!("CARGO_PKG_VERSION"))
-}
+pub(in crate::serve) use crate::version::{platform, reported as version};
 
 /// Shared with whoever counts the families.
 #[derive(Clone, Debug, Default)]

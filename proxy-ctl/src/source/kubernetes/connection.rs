@@ -1,7 +1,7 @@
 //! The HTTP client, and its renewal when the files that it was made from have changed.
 
 use std::{
-    env, fs, io,
+    fs, io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
@@ -28,7 +28,7 @@ use super::{
     rate_limit::RateLimit,
     requests::Requests,
 };
-use crate::config::KUBE_PROXY_VERSION;
+use crate::version;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// A dead peer is noticed after idle time + probes × interval: 30 s, as long as kube-proxy's HTTP/2 pings take.
@@ -169,13 +169,8 @@ fn unreadable(error: ConfigError) -> Failure {
 
 /// As API servers log it: first whom we stand in for, then who we are.
 pub(super) fn user_agent() -> String {
-    let architecture = match env::consts::ARCH {
-        "x86_64" => "amd64",
-        "aarch64" => "arm64",
-        other => other,
-    };
-    let (system, version) = (env::consts::OS, env!("CARGO_PKG_VERSION"));
-    format!("kube-proxy/v{KUBE_PROXY_VERSION} ({system}/{architecture}) proxy-ctl/{version}")
+    let (platform, own) = (version::platform(), env!("CARGO_PKG_VERSION"));
+    format!("kube-proxy/v{} ({platform}) proxy-ctl/{own}", version::KUBE_PROXY)
 }
 
 fn connect(loaded: Loaded, limit: &Arc<RateLimit>, requests: &Requests) -> Result<Client, kube::Error> {

@@ -81,8 +81,24 @@ async fn servers_with(pages: Pages) -> Servers {
     Servers { healthz: healthz_address, metrics: metrics_address, health, families, _stop: stop.drop_guard() }
 }
 
-/// Status line, headers and body.
+/// Status and body.
+async fn get_bytes(address: SocketAddr, path: &str) -> (u16, Vec<u8>) {
+    let answer = ask(address, path, "").await;
+    let end = answer.windows(4).position(|four| four == b"\r\n\r\n").unwrap();
+    let status = std::str::from_utf8(&answer[9..12]).unwrap().parse().unwrap();
+    (status, answer[end + 4..].to_vec())
+}
+
+/// Status, headers and body.
 async fn get(address: SocketAddr, path: &str, header: &str) -> (u16, String, String) {
+    let answer = String::from_utf8(ask(address, path, header).await).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, head.to_lowercase(), body.to_owned())
+}
+
+/// The whole answer.
+async fn ask(address: SocketAddr, path: &str, header: &str) -> Vec<u8> {
     let mut stream = loop {
         match TcpStream::connect(address).await {
             Ok(stream) => break stream,
@@ -91,11 +107,9 @@ async fn get(address: SocketAddr, path: &str, header: &str) -> (u16, String, Str
     };
     let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{header}\r\n");
     stream.write_all(request.as_bytes()).await.unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).await.unwrap();
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
-    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
-    (status, head.to_lowercase(), body.to_owned())
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).await.unwrap();
+    answer
 }
 
 #[tokio::test]
@@ -181,7 +195,7 @@ async fn metrics_in_the_text_format_that_kube_proxy_gives() {
 #[tokio::test]
 async fn metrics_as_open_metrics_for_those_who_ask() {
     let servers = servers().await;
-    let accept = "Accept: application/openmetrics-text;version=1.0.0,text/plain;q=0.5\r\n";
+    let accept = "Accept: application/openmetrics-text;version=1.0.0\r\n";
     let (_, head, body) = get(servers.metrics, "/metrics", accept).await;
     assert!(head.contains("application/openmetrics-text; version=1.0.0"), "{head}");
     assert!(body.contains("# TYPE proxy_writes counter\nproxy_writes_total 0\n"), "{body}");
@@ -202,4 +216,79 @@ async fn an_address_in_use_fails_at_once_only_if_asked_to() {
     assert!(!waiting.is_finished());
     stop.cancel();
     waiting.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn pages_that_kube_proxy_has_too() {
+    let servers = servers().await;
+    let page = async |path, header| get(servers.metrics, path, header).await;
+    let (status, head, body) = page("/configz", "").await;
+    assert_eq!(
+        (status, body.contains(r#"{"kubeproxy.config.k8s.io":{"kind":"KubeProxyConfiguration""#)),
+        (200, true)
+    );
+    assert!(head.contains("content-type: application/json") && head.contains("nosniff"), "{head}");
+    assert!(page("/flagz", "").await.2.contains("kube-proxy flagz\n"));
+    let json = "Accept: application/json;v=v1alpha1;g=config.k8s.io;as=Flagz\r\n";
+    let (status, head, body) = page("/flagz", json).await;
+    assert_eq!((status, body.contains(r#""flags":{"v":"2"}"#)), (200, true), "{body}");
+    assert!(head.contains("warning: 299 - ") && head.contains("application/json;g=config.k8s.io"), "{head}");
+    assert_eq!(page("/flagz", "Accept: application/json\r\n").await.0, 406);
+    assert!(page("/statusz", "").await.2.contains("Paths: /configz /flagz /healthz /metrics /proxyMode\n"));
+    assert!(page("/debug/pprof/heap", "").await.2.contains("VmRSS"));
+    assert_eq!(page("/debug/pprof", "").await.0, 302);
+    // No log was started in this test.
+    assert_eq!(page("/debug/flags/v", "").await.0, 406);
+}
+
+#[tokio::test]
+async fn what_is_switched_off_is_not_there() {
+    let servers = servers_with(Pages { flags: None, status: false, profiling: false, ..pages() }).await;
+    for path in ["/flagz", "/statusz", "/debug/pprof/", "/debug/pprof/profile?seconds=1", "/debug/flags/v"] {
+        assert_eq!(get(servers.metrics, path, "").await.0, 404, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn health_checks_of_the_metrics_server_are_counted_until_reset() {
+    let servers = servers().await;
+    get(servers.metrics, "/healthz", "").await;
+    get(servers.metrics, "/healthz?verbose", "").await;
+    let (_, _, text) = get(servers.metrics, "/metrics/slis", "").await;
+    let line = r#"kubernetes_healthchecks_total{name="ping",status="success",type="healthz"} 2"#;
+    assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+    servers.families.slis.reset();
+    let (_, _, text) = get(servers.metrics, "/metrics/slis", "").await;
+    assert!(!text.contains("kubernetes_health"), "{text}");
+}
+
+#[tokio::test]
+async fn a_cpu_profile_is_taken_one_at_a_time() {
+    let servers = servers().await;
+    let path = "/debug/pprof/profile?seconds=1";
+    let (one, other) = tokio::join!(get_bytes(servers.metrics, path), get_bytes(servers.metrics, path));
+    let mut statuses = [one.0, other.0];
+    statuses.sort_unstable();
+    assert_eq!(statuses, [200, 500]);
+    let profile = if one.0 == 200 { one.1 } else { other.1 };
+    // The first value type, and texts that every profile has.
+    assert!(profile.starts_with(&[0x0a, 4, 0x08, 1, 0x10, 2]));
+    assert!(profile.windows(11).any(|part| part == b"nanoseconds"));
+    assert_eq!(get(servers.metrics, "/debug/pprof/profile?seconds=601", "").await.0, 400);
+}
+
+#[tokio::test]
+async fn the_unspecified_address_answers_over_both_families() {
+    let stop = CancellationToken::new();
+    let health = Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30))));
+    let families = Arc::new(Metrics::new(None, OddObjects::default(), |_| {}));
+    let port = free_address().port();
+    let server = healthz(([0, 0, 0, 0], port).into(), true, health, families, stop.clone());
+    let server = tokio::spawn(server);
+    assert_eq!(get(([127, 0, 0, 1], port).into(), "/livez", "").await.0, 200);
+    if TcpListener::bind("[::1]:0").await.is_ok() {
+        assert_eq!(get(([0, 0, 0, 0, 0, 0, 0, 1], port).into(), "/livez", "").await.0, 200);
+    }
+    stop.cancel();
+    server.await.unwrap().unwrap();
 }

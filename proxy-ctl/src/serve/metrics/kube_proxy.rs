@@ -71,10 +71,11 @@ fn sync_buckets() -> Histogram {
     Histogram::new(exponential_buckets(0.001, 2.0, 15))
 }
 
-/// A quarter of a second to five minutes: the service-level indicator that SIG Scalability has defined.
+/// Zero, as kube-proxy has it, then a quarter of a second to five minutes: the service-level indicator that SIG
+/// Scalability has defined.
 fn programming_buckets() -> Histogram {
     let seconds = |range: std::ops::RangeInclusive<u32>, step: usize| range.step_by(step).map(f64::from);
-    let buckets = [0.25, 0.5].into_iter().chain(seconds(1..=59, 1)).chain(seconds(60..=115, 5));
+    let buckets = [0.0, 0.25, 0.5].into_iter().chain(seconds(1..=59, 1)).chain(seconds(60..=115, 5));
     Histogram::new(buckets.chain(seconds(120..=300, 30)))
 }
 

@@ -226,10 +226,11 @@ fn is_time(text: &str) -> bool {
     shape.starts_with("0000-00-00T00:00:00") && shape.ends_with('Z')
 }
 
-/// Families by name: type and keys of labels, from the text format. A family without samples is left out.
+/// Families by name: type, keys of labels and bounds of buckets, from the text format. A family without samples is left out.
 pub(crate) fn families(text: &str) -> BTreeMap<String, Value> {
     let mut kinds: BTreeMap<&str, &str> = BTreeMap::new();
     let mut labels: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
+    let mut bounds: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
     for line in text.lines() {
         if let Some((name, kind)) = line.strip_prefix("# TYPE ").and_then(|rest| rest.split_once(' ')) {
             kinds.insert(name, kind);
@@ -241,13 +242,22 @@ pub(crate) fn families(text: &str) -> BTreeMap<String, Value> {
             let histogram =
                 parts.into_iter().find(|name| matches!(kinds.get(name), Some(&"histogram" | &"summary")));
             let Some((family, _)) = kinds.get_key_value(histogram.unwrap_or(sample)) else { continue };
+            if let Some((_, rest)) = line.split_once("le=\"") {
+                bounds.entry(family).or_default().extend(rest.split('"').next().map(str::to_owned));
+            }
             let keys = labels.entry(family).or_default();
             keys.extend(label_keys(&line[end..]).into_iter().filter(|key| key != "le" && key != "quantile"));
         }
     }
     labels
         .into_iter()
-        .map(|(name, labels)| (name.to_owned(), json!({"type": kinds.get(name), "labels": labels})))
+        .map(|(name, labels)| {
+            let mut family = json!({"type": kinds.get(name), "labels": labels});
+            if let (Some(bounds), Some(fields)) = (bounds.get(name), family.as_object_mut()) {
+                fields.insert("bounds".into(), json!(bounds));
+            }
+            (name.to_owned(), family)
+        })
         .collect()
 }
 

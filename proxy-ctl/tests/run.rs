@@ -339,3 +339,38 @@ fn from_its_first_moment_on_it_can_be_looked_at() {
     assert_eq!(status["controller"]["pid"], controller.child.id());
     assert!(starting, "it was never seen starting");
 }
+
+#[test]
+fn a_changed_file_and_a_changed_node_are_followed_without_a_new_process() {
+    let Some(node) = Node::new("followed") else { return };
+    for address in ["192.0.2.1/32", "192.0.2.2/32"] {
+        let added = Command::new("ip").args(["address", "add", address, "dev", "lo"]).status().unwrap();
+        assert!(added.success());
+    }
+    node.write_manifest(&manifest("10.244.0.2"));
+    let mut controller = node.serve_manifests();
+    controller.wait_for("everything compared and written");
+    let addresses = node.table::<[u8; 4], NodeAddress>("node_addresses4");
+    let served_on = |expected: &[[u8; 4]]| {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        loop {
+            let mut found: Vec<_> =
+                addresses.read_all().unwrap().into_iter().map(|(address, _)| address).collect();
+            found.sort_unstable();
+            if found == expected {
+                return;
+            }
+            assert!(Instant::now() < deadline, "node ports are served on {found:?}, not on {expected:?}");
+            std::thread::yield_now();
+        }
+    };
+    let (first, second) = ([192, 0, 2, 1], [192, 0, 2, 2]);
+    served_on(&[[127, 0, 0, 1], first, second]);
+
+    node.configure("nodePortAddresses: [primary]\n");
+    controller.wait_for("it is taken over");
+    served_on(&[first]);
+    node.write_manifest(&manifest("10.244.0.2").replace("address: 192.0.2.1", "address: 192.0.2.2"));
+    served_on(&[second]);
+    assert_eq!(node.show("status")["controller"]["pid"], controller.child.id());
+}

@@ -55,7 +55,7 @@ pub(super) async fn cpu(query: &str) -> Reply {
     // Names are looked up now, which takes long.
     let encoded = tokio::task::spawn_blocking(move || {
         let report = guard.report().build().map_err(|error| error.to_string())?;
-        Ok::<_, String>(encode(&report))
+        encode(&report)
     });
     match encoded.await {
         Ok(Ok(profile)) => {
@@ -70,22 +70,32 @@ pub(super) async fn cpu(query: &str) -> Reply {
 }
 
 fn failed(problem: &str) -> Reply {
-    plain(StatusCode::INTERNAL_SERVER_ERROR, format!("Could not enable CPU profiling: {problem}\n"))
+    plain(StatusCode::INTERNAL_SERVER_ERROR, format!("Could not take a CPU profile: {problem}\n"))
 }
 
-fn encode(report: &Report) -> Vec<u8> {
+fn encode(report: &Report) -> Result<Vec<u8>, String> {
     let stacks = report.data.iter().map(|(sampled, count)| Stack {
         // Inlined functions stand beside the one that they are inlined in.
         frames: of_ours(sampled.frames.iter().flatten().map(pprof::Symbol::name)),
         thread: sampled.thread_name.clone(),
         samples: i64::try_from(*count).unwrap_or(i64::MAX),
     });
-    pprof_format::encode(
-        &stacks.collect::<Vec<_>>(),
-        report.timing.start_time,
-        report.timing.duration,
-        FREQUENCY,
-    )
+    let stacks = readable(stacks.collect())?;
+    Ok(pprof_format::encode(&stacks, report.timing.start_time, report.timing.duration, FREQUENCY))
+}
+
+/// An error if nothing but the sampler was seen: musl's signal trampoline has no unwind information, so that a build
+/// against it sees nothing behind the signal.
+fn readable(stacks: Vec<Stack>) -> Result<Vec<Stack>, String> {
+    let sampled = !stacks.is_empty();
+    let seen: Vec<Stack> = stacks.into_iter().filter(|stack| !stack.frames.is_empty()).collect();
+    if sampled && seen.is_empty() {
+        let process = std::process::id();
+        return Err(format!(
+            "this build cannot look behind a signal (it is static, with musl); use `perf record -g -p {process}`"
+        ));
+    }
+    Ok(seen)
 }
 
 /// Without the innermost functions if they are the sampler's own.
@@ -147,6 +157,20 @@ mod tests {
     #[case("<broken", "<broken")]
     fn names_without_traits(#[case] name: &str, #[case] shown: &str) {
         assert_eq!(without_trait(name), shown);
+    }
+
+    #[test]
+    fn a_profile_of_the_sampler_alone_is_an_error() {
+        let stack = |frames: &[&str]| Stack {
+            frames: of_ours(frames.iter().map(|name| (*name).to_owned())),
+            thread: "t".into(),
+            samples: 1,
+        };
+        let blind = ["backtrace::backtrace::trace_unsynchronized", "<pprof::Trace as x::Y>::trace"];
+        assert!(readable(vec![stack(&blind)]).unwrap_err().contains("perf record"));
+        assert_eq!(readable(vec![stack(&blind), stack(&["a::work"])]).unwrap().len(), 1);
+        // Nothing ran.
+        assert_eq!(readable(Vec::new()).unwrap().len(), 0);
     }
 
     #[test]

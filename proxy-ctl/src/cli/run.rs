@@ -6,7 +6,7 @@
 //! 4. Everything listed is written, and changes are followed: until a signal, a change that takes a new process, or a
 //!    failure. What was programmed stays when the process ends.
 
-use std::{collections::BTreeMap, path::PathBuf, sync::Arc, thread, time::Duration};
+use std::{collections::BTreeMap, io, net::SocketAddr, path::PathBuf, sync::Arc, thread, time::Duration};
 
 use anyhow::Context as _;
 use tokio::{
@@ -30,8 +30,8 @@ use crate::{
     events::Recorder,
     log,
     mode::{self, Choice, Mode, Request},
-    model::Update,
-    serve::{self, BindError, Health, Metrics, Pages, SharedHealth},
+    model::{Update, objects::ObjectName},
+    serve::{self, BindError, Health, HealthChecks, Metrics, Pages, SharedHealth},
     source::{
         kubernetes::{Kubernetes, SourceState},
         manifests::Manifests,
@@ -241,7 +241,14 @@ impl Process {
         };
         tasks.spawn(async { life.lead().await.map(|never| match never {}) });
 
-        let reports = Reports { health, metrics, node_addresses, nodes: nodes_in };
+        let health_checks = watch::Sender::default();
+        let checks =
+            serve_services(health_checks.subscribe(), Arc::clone(&health), events.clone(), stop.clone());
+        tasks.spawn(async {
+            checks.await;
+            Ok(())
+        });
+        let reports = Reports { health, metrics, node_addresses, nodes: nodes_in, health_checks };
         let controller = Controller::new(Arc::clone(&config), node_name, reports);
         let inputs = Inputs { updates, hosts, asks, configs, stop: stop.clone() };
         // Only whoever holds the lock of the pins speaks for them: one that is turned away leaves no record.
@@ -318,6 +325,19 @@ fn serve_http(
         let metrics = serve::metrics(address, hard_fail, pages, Arc::clone(metrics), stop.clone());
         tasks.spawn(async { Ok(metrics.await?) });
     }
+}
+
+async fn serve_services(
+    checks: watch::Receiver<HealthChecks>,
+    health: Arc<SharedHealth>,
+    events: Recorder,
+    stop: CancellationToken,
+) {
+    let failed = |service: &ObjectName, address: SocketAddr, error: &io::Error| {
+        tracing::error!(%service, %address, %error, "healthCheckNodePort: cannot listen, tried again every 5 s");
+        events.record(event::service_health_failed(service, address, error));
+    };
+    serve::service_health(checks, health, failed, stop).await;
 }
 
 fn pages(

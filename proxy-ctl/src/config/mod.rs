@@ -331,6 +331,23 @@ impl Config {
     }
 }
 
+impl Config {
+    /// Whether node ports are served on every address of both families.
+    pub fn serves_node_ports_everywhere(&self) -> bool {
+        let wanted = &self.node_port_addresses;
+        let covers_all = |v4: bool| {
+            let mut of_family = wanted.iter().filter(|one| one.family().is_none_or(|family| family == v4));
+            of_family.clone().next().is_none()
+                || of_family.any(|one| match one {
+                    NodePortAddress::All => true,
+                    NodePortAddress::Network(network) => network.prefix_len() == 0,
+                    NodePortAddress::Primary | NodePortAddress::Localhost => false,
+                })
+        };
+        covers_all(true) && covers_all(false)
+    }
+}
+
 pub(crate) const HEALTHZ_PORT: u16 = 10256;
 pub(crate) const METRICS_PORT: u16 = 10249;
 

@@ -28,7 +28,7 @@ use crate::{
         objects::{Family, Node},
     },
     node::NodeIps,
-    serve::{Extent, Metrics, Moment, Phase, SharedHealth},
+    serve::{Extent, HealthChecks, Listen, Metrics, Moment, Phase, SharedHealth},
 };
 
 /// What the controller tells the world.
@@ -40,6 +40,8 @@ pub struct Reports {
     pub node_addresses: watch::Sender<Option<Vec<IpAddr>>>,
     /// Every state of the own Node. Whoever has stopped listening is not told.
     pub nodes: mpsc::UnboundedSender<Option<Node>>,
+    /// What load balancers ask for, as it is programmed.
+    pub health_checks: watch::Sender<HealthChecks>,
 }
 
 /// Which lists have come in. Nothing is written before all have.
@@ -332,8 +334,26 @@ impl<D: Dataplane> Controller<D> {
         }
     }
 
+    /// Tells what load balancers may rely on: nothing before it is written.
+    fn tell_health_checks(&self) {
+        let Some(host) = &self.host else { return };
+        let addresses = if self.config.serves_node_ports_everywhere() {
+            Listen::Everywhere
+        } else {
+            let node_addresses = self.model.node().map(|node| node.addresses.as_slice()).unwrap_or_default();
+            Listen::On(selected(host, &self.config, node_addresses).node_port_addresses)
+        };
+        let now = HealthChecks { addresses, services: self.model.health_checks() };
+        self.reports.health_checks.send_if_modified(|told| {
+            let differ = *told != now;
+            *told = now;
+            differ
+        });
+    }
+
     /// Nothing waits any more.
     fn written(&mut self) {
+        self.tell_health_checks();
         self.reports.metrics.endpoint_changes.written();
         self.reports.metrics.service_changes.written();
         let now = Moment::now();

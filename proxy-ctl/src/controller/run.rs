@@ -192,6 +192,7 @@ mod tests {
             metrics: Arc::new(Metrics::new(None, OddObjects::default(), |_| {})),
             node_addresses: watch::Sender::new(None),
             nodes: mpsc::unbounded_channel().0,
+            health_checks: watch::Sender::default(),
         };
         let (_updates_in, updates) = mpsc::channel(1);
         let (_hosts_in, hosts) = watch::channel(None);

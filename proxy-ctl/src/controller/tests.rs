@@ -12,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::*;
 use crate::{
+    config::NodePortAddress,
     dataplane::{Interface, Role, ebpf},
     model::{
         desired::FrontendKind,
@@ -186,6 +187,7 @@ fn reports() -> Reports {
         metrics: Arc::new(Metrics::new(None, OddObjects::default(), |_| {})),
         node_addresses: watch::Sender::new(None),
         nodes: mpsc::unbounded_channel().0,
+        health_checks: watch::Sender::default(),
     }
 }
 
@@ -258,6 +260,28 @@ fn the_node_is_set_up_first_then_everything_is_written_at_once() {
     let [Call::SetHost(_), Call::Resync(ports)] = calls.as_slice() else { panic!("{calls:?}") };
     assert_eq!(*ports, ["default/a", "default/b"]);
     assert_eq!(fixture.write(), []);
+}
+
+#[test]
+fn load_balancers_are_told_what_is_written_and_not_before() {
+    let checked = Service { health_check_node_port: Some(32_000), ..service("a", "10.0.0.1") };
+    let everywhere = Fixture::serving(vec![checked.clone()]);
+    let told = everywhere.reports.health_checks.borrow().clone();
+    assert_eq!((told.addresses, told.services.len()), (Listen::Everywhere, 1));
+
+    let networks =
+        ["192.0.2.0/24", "2001:db8::/32"].map(|text| NodePortAddress::Network(text.parse().unwrap()));
+    let mut fixture = Fixture::new(Config { node_port_addresses: networks.into(), ..Config::default() });
+    fixture.take(Update::ReplaceServices(vec![checked]));
+    fixture.take(Update::ReplaceSlices(Vec::new()));
+    fixture.take(Update::Node(None));
+    fixture.controller.set_host(host(&["192.0.2.1", "198.51.100.1"]), fixture.now);
+    fixture.start();
+    assert_eq!(*fixture.reports.health_checks.borrow(), HealthChecks::default());
+    fixture.write();
+    let told = fixture.reports.health_checks.borrow().clone();
+    assert_eq!(told.addresses, Listen::On(["192.0.2.1".parse().unwrap()].into()));
+    assert_eq!((told.services[0].port, told.services[0].local_ready), (32_000, 0));
 }
 
 #[test]

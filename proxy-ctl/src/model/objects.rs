@@ -101,6 +101,16 @@ pub struct Service {
     pub health_check_node_port: Option<u16>,
 }
 
+/// What a load balancer that sends clients only to nodes with endpoints asks of this node.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct HealthCheck {
+    pub service: ObjectName,
+    /// `spec.healthCheckNodePort`.
+    pub port: u16,
+    /// Addresses of ready endpoints on this node; of two families the larger number, as pods have one of each.
+    pub local_ready: usize,
+}
+
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ServicePort {
     /// Empty where the Service has one unnamed port.

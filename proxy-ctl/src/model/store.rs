@@ -1,7 +1,7 @@
 //! [`Model`]: what the sources have told, and what follows from it.
 
 use std::{
-    collections::{BTreeMap, btree_map},
+    collections::{BTreeMap, BTreeSet, btree_map},
     mem,
     num::NonZeroI64,
     sync::Arc,
@@ -15,7 +15,7 @@ use super::{
     claims::{Claim, Claimant, Claims, Conflict},
     desired::{Changes, DesiredPort, ServicePortName},
     names::Names,
-    objects::{EndpointSlice, Family, Node, ObjectName, Service, ServiceSlices},
+    objects::{EndpointSlice, Family, HealthCheck, Node, ObjectName, Service, ServiceSlices},
     resolve,
     topology::Place,
 };
@@ -35,6 +35,8 @@ pub struct Model {
     service_cidrs: BTreeMap<Arc<str>, Vec<IpNet>>,
     claims: Claims,
     names: Names,
+    /// Those with a `healthCheckNodePort`.
+    health_checked: BTreeSet<ObjectName>,
     touched: BTreeMap<ObjectName, Families>,
     triggers: Vec<(Family, NonZeroI64)>,
     ports_computed: u64,
@@ -82,6 +84,7 @@ impl Model {
             service_cidrs: BTreeMap::new(),
             claims: Claims::default(),
             names: Names::default(),
+            health_checked: BTreeSet::new(),
             touched: BTreeMap::new(),
             triggers: Vec::new(),
             ports_computed: 0,
@@ -122,6 +125,11 @@ impl Model {
         }
         let name = service.name.clone();
         let previous = known.service.replace(service.clone());
+        if service.health_check_node_port.is_some() {
+            self.health_checked.insert(name.clone());
+        } else {
+            self.health_checked.remove(&name);
+        }
         if let Some(previous) = previous {
             self.withdraw_claims(&previous);
         }
@@ -132,6 +140,7 @@ impl Model {
     pub fn delete_service(&mut self, name: &ObjectName) {
         if let Some(service) = self.services.get_mut(name).and_then(|known| known.service.take()) {
             self.withdraw_claims(&service);
+            self.health_checked.remove(name);
             self.touch(name, Families::BOTH);
         }
     }
@@ -289,6 +298,18 @@ impl Model {
         self.claims.conflicts()
     }
 
+    /// The services whose endpoints here load balancers ask for, in the order of names.
+    pub fn health_checks(&self) -> Vec<HealthCheck> {
+        let all = self.health_checked.iter().filter_map(|name| {
+            let known = self.services.get(name)?;
+            let port = known.service.as_ref()?.health_check_node_port?;
+            let ready = |family| local_ready(&known.slices, family, &self.node_name);
+            let local_ready = Family::ALL.into_iter().map(ready).max().unwrap_or(0);
+            Some(HealthCheck { service: name.clone(), port, local_ready })
+        });
+        all.collect()
+    }
+
     /// How often a service port was computed since the start: the work that updates have made.
     pub fn ports_computed(&self) -> u64 {
         self.ports_computed
@@ -398,4 +419,12 @@ fn for_each_claim(service: &Service, mut claim: impl FnMut(Claim, &Arc<Claimant>
             }
         }
     }
+}
+
+/// Addresses of this family with a ready endpoint on the node.
+fn local_ready(slices: &[EndpointSlice], family: Family, node: &str) -> usize {
+    let of_family = slices.iter().filter(|slice| slice.family == family && !slice.ports.is_empty());
+    let endpoints = of_family.flat_map(|slice| &slice.endpoints);
+    let here = endpoints.filter(|endpoint| endpoint.ready && endpoint.node.as_deref() == Some(node));
+    here.map(|endpoint| endpoint.address).collect::<BTreeSet<_>>().len()
 }

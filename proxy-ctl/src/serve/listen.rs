@@ -51,7 +51,7 @@ pub(super) async fn listen(
 
 /// The unspecified address of either family means both, as to kube-proxy: load balancers probe `0.0.0.0:10256` over
 /// IPv6 too.
-fn bind(address: SocketAddr) -> io::Result<TcpListener> {
+pub(super) fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     if address.ip().is_unspecified() {
         match bind_both(address.port()) {
             // The kernel was started without IPv6.

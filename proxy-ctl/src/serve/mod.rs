@@ -7,6 +7,7 @@ mod listen;
 mod metrics;
 mod pages;
 mod reply;
+mod service_health;
 
 use std::{net::SocketAddr, sync::Arc};
 
@@ -15,6 +16,7 @@ use http::StatusCode;
 pub use listen::BindError;
 pub use metrics::{Extent, Metrics, Pending, Phase, UsageSource};
 pub use pages::Pages;
+pub use service_health::{HealthChecks, Listen, service_health};
 use tokio_util::sync::CancellationToken;
 
 use self::reply::{JSON, Reply, not_found, reply};

@@ -1,9 +1,12 @@
 //! What the cluster is told about this proxy's own life: events about its Node. Reasons, actions and types are
 //! kube-proxy's, so that what watches for them goes on working.
 
-use std::{fmt, path::PathBuf};
+use std::{fmt, net::SocketAddr, path::PathBuf};
 
-use crate::events::{Event, Type};
+use crate::{
+    events::{Event, Regarding, Type},
+    model::objects::ObjectName,
+};
 
 const START: &str = "StartKubeProxy";
 
@@ -20,6 +23,20 @@ pub fn healthz_failed(error: &dyn fmt::Display) -> Event {
 /// As [`healthz_failed`], for the address of /metrics.
 pub fn metrics_failed(error: &dyn fmt::Display) -> Event {
     Event::node(Type::Warning, "FailedToStartMetricServer", START, error.to_string())
+}
+
+/// The port that a load balancer asks for a Service's endpoints cannot be bound.
+pub fn service_health_failed(service: &ObjectName, address: SocketAddr, error: &dyn fmt::Display) -> Event {
+    Event {
+        event_type: Type::Warning,
+        regarding: Regarding::Service(service.clone()),
+        reason: "FailedToStartServiceHealthcheck",
+        action: "Listen",
+        note: format!(
+            "node port {} for the health check of service {service}: {address}: {error}",
+            address.port()
+        ),
+    }
 }
 
 /// Kernel parameters that could not be set because their file systems are mounted read-only. Newer kube-proxies end

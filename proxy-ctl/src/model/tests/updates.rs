@@ -372,3 +372,40 @@ fn ranges_of_service_addresses_are_known_and_change_no_port() {
     model.update(Update::ReplaceServiceCidrs(vec![]));
     assert!(shown(&model).is_empty() && model.take_changes().is_empty());
 }
+
+/// Pods have an address of each family, and count once.
+#[test]
+fn health_checks_count_ready_endpoints_of_this_node() {
+    let checked = |health_check_node_port| crate::model::objects::Service {
+        health_check_node_port,
+        ..service("shop/cart", &["10.96.0.2", "fd00::2"])
+    };
+    let local_ready = |model: &Model| -> Vec<(u16, usize)> {
+        model.health_checks().iter().map(|check| (check.port, check.local_ready)).collect()
+    };
+    let mut model = after(shop());
+    assert_eq!(local_ready(&model), []);
+    model.update(Update::ApplyService(checked(Some(32_000))));
+    assert_eq!(local_ready(&model), [(32_000, 0)]);
+    let not_ready = Endpoint { ready: false, serving: true, terminating: true, ..local("10.0.0.7") };
+    let slices = [
+        slice(
+            "shop/cart-1",
+            "cart",
+            vec![local("10.0.0.3"), local("10.0.0.4"), not_ready, remote("10.0.0.9")],
+        ),
+        slice("shop/cart-2", "cart", vec![local("fd00::3"), local("fd00::4")]),
+        slice("shop/cart-3", "cart", vec![local("10.0.0.3")]),
+    ];
+    for slice in slices {
+        model.update(Update::ApplySlice(slice));
+    }
+    assert_eq!(local_ready(&model), [(32_000, 2)]);
+    model.update(Update::ApplyService(checked(Some(32_001))));
+    assert_eq!(local_ready(&model), [(32_001, 2)]);
+    model.update(Update::ApplyService(checked(None)));
+    assert_eq!(local_ready(&model), []);
+    model.update(Update::ApplyService(checked(Some(32_002))));
+    model.update(Update::DeleteService(name("shop/cart")));
+    assert_eq!(local_ready(&model), []);
+}

@@ -1,0 +1,249 @@
+//! `healthCheckNodePort`: a small server for each Service whose load balancer sends clients only to nodes that have
+//! endpoints. Ports, headers and bodies are kube-proxy's.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
+
+use http::{HeaderName, HeaderValue, StatusCode};
+use tokio::sync::watch;
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use super::{
+    SharedHealth, connections, listen,
+    reply::{JSON, Reply, reply},
+};
+use crate::model::objects::{HealthCheck, ObjectName};
+
+/// The one that load balancers may weigh nodes by.
+const WEIGHT: HeaderName = HeaderName::from_static("x-load-balancing-endpoint-weight");
+/// Pause before addresses are tried again that could not be bound.
+const RETRY: Duration = Duration::from_secs(5);
+
+/// Where the servers listen.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Listen {
+    /// On every address of both families.
+    Everywhere,
+    On(BTreeSet<IpAddr>),
+}
+
+/// What is to be answered, as of the last write.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct HealthChecks {
+    pub addresses: Listen,
+    /// By name.
+    pub services: Vec<HealthCheck>,
+}
+
+impl Default for HealthChecks {
+    fn default() -> Self {
+        Self { addresses: Listen::Everywhere, services: Vec::new() }
+    }
+}
+
+impl HealthChecks {
+    /// Of two services with one port, which the API server does not allow, the first by name has it.
+    fn sockets(&self) -> BTreeMap<SocketAddr, ObjectName> {
+        let addresses: Vec<IpAddr> = match &self.addresses {
+            Listen::Everywhere => vec![Ipv4Addr::UNSPECIFIED.into()],
+            Listen::On(addresses) => addresses.iter().copied().collect(),
+        };
+        let mut sockets = BTreeMap::new();
+        for check in &self.services {
+            for address in &addresses {
+                let socket = SocketAddr::new(*address, check.port);
+                sockets.entry(socket).or_insert_with(|| check.service.clone());
+            }
+        }
+        sockets
+    }
+
+    fn local_ready(&self, service: &ObjectName) -> usize {
+        let found = self.services.binary_search_by(|check| check.service.cmp(service));
+        found.ok().and_then(|index| self.services.get(index)).map_or(0, |check| check.local_ready)
+    }
+}
+
+/// Listens for every service that `checks` names, until told to stop. `failed` hears of the addresses that cannot be
+/// bound, once until they can; they are tried again.
+pub async fn service_health(
+    mut checks: watch::Receiver<HealthChecks>,
+    health: Arc<SharedHealth>,
+    failed: impl Fn(&ObjectName, SocketAddr, &std::io::Error),
+    stop: CancellationToken,
+) {
+    let mut open: BTreeMap<SocketAddr, (ObjectName, DropGuard)> = BTreeMap::new();
+    let mut told: BTreeSet<(SocketAddr, ObjectName)> = BTreeSet::new();
+    loop {
+        let wanted = checks.borrow_and_update().sockets();
+        open.retain(|socket, (service, _)| wanted.get(socket) == Some(service));
+        told.retain(|(socket, service)| wanted.get(socket) == Some(service));
+        let mut all = true;
+        for (socket, service) in wanted {
+            if open.contains_key(&socket) {
+                continue;
+            }
+            match listen::bind(socket) {
+                Ok(listener) => {
+                    tracing::info!(%service, address = %socket, "healthCheckNodePort: listening");
+                    let guard = CancellationToken::new();
+                    let (checks, health, name) = (checks.clone(), Arc::clone(&health), service.clone());
+                    let answer = move |_| {
+                        let local_ready = checks.borrow().local_ready(&name);
+                        let reply = answer(&name, local_ready, health.report().healthy);
+                        async move { reply }
+                    };
+                    tokio::spawn(connections::serve(listener, answer, guard.clone()));
+                    told.remove(&(socket, service.clone()));
+                    open.insert(socket, (service, guard.drop_guard()));
+                }
+                Err(error) => {
+                    all = false;
+                    if told.insert((socket, service.clone())) {
+                        failed(&service, socket, &error);
+                    }
+                }
+            }
+        }
+        tokio::select! {
+            changed = checks.changed() => if changed.is_err() { return stop.cancelled().await },
+            () = tokio::time::sleep(RETRY), if !all => {}
+            () = stop.cancelled() => return,
+        }
+    }
+}
+
+fn answer(service: &ObjectName, local_ready: usize, healthy: bool) -> Reply {
+    let status = if local_ready > 0 && healthy { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    // Names of objects need no escapes.
+    let body = format!(
+        "{{\n\t\"service\": {{\n\t\t\"namespace\": \"{}\",\n\t\t\"name\": \"{}\"\n\t}},\n\t\"localEndpoints\": \
+         {local_ready},\n\t\"serviceProxyHealthy\": {healthy}\n}}",
+        service.namespace, service.name
+    );
+    let mut reply = reply(status, JSON, body);
+    reply.headers_mut().insert(WEIGHT, HeaderValue::from(local_ready));
+    reply
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use tokio::{
+        io::{AsyncReadExt as _, AsyncWriteExt as _},
+        net::{TcpListener, TcpStream},
+    };
+
+    use super::*;
+    use crate::serve::Health;
+
+    fn check(name: &str, port: u16, local_ready: usize) -> HealthCheck {
+        HealthCheck { service: ObjectName::new("shop", name), port, local_ready }
+    }
+
+    fn checks(services: Vec<HealthCheck>) -> HealthChecks {
+        HealthChecks { addresses: Listen::On([Ipv4Addr::LOCALHOST.into()].into()), services }
+    }
+
+    fn free_port() -> u16 {
+        std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    }
+
+    async fn get(port: u16) -> std::io::Result<String> {
+        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await?;
+        stream.write_all(b"GET /any HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n").await?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text).await?;
+        Ok(text)
+    }
+
+    /// Until the answer is as wanted.
+    async fn until(port: u16, wanted: impl Fn(&std::io::Result<String>) -> bool) -> std::io::Result<String> {
+        let deadline = tokio::time::Instant::now() + Duration::from_secs(30);
+        loop {
+            let answer = get(port).await;
+            if wanted(&answer) {
+                return answer;
+            }
+            assert!(tokio::time::Instant::now() < deadline, "{answer:?}");
+            tokio::task::yield_now().await;
+        }
+    }
+
+    fn start(
+        first: HealthChecks,
+        failed: impl Fn(&ObjectName, SocketAddr, &std::io::Error) + Send + 'static,
+    ) -> (watch::Sender<HealthChecks>, DropGuard) {
+        let (sender, receiver) = watch::channel(first);
+        let health = Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30))));
+        let stop = CancellationToken::new();
+        tokio::spawn({
+            let stop = stop.clone();
+            async move { service_health(receiver, health, failed, stop).await }
+        });
+        (sender, stop.drop_guard())
+    }
+
+    #[tokio::test]
+    async fn a_service_answers_with_its_endpoints_until_it_is_gone() {
+        let port = free_port();
+        let (sender, _stop) = start(checks(vec![check("web", port, 2)]), |_, _, _| {});
+        let answer = until(port, Result::is_ok).await.unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        for header in [
+            "content-type: application/json",
+            "x-content-type-options: nosniff",
+            "x-load-balancing-endpoint-weight: 2",
+        ] {
+            assert!(head.contains(header), "{head}");
+        }
+        assert_eq!(
+            body,
+            "{\n\t\"service\": {\n\t\t\"namespace\": \"shop\",\n\t\t\"name\": \"web\"\n\t},\n\t\"localEndpoints\": \
+             2,\n\t\"serviceProxyHealthy\": true\n}"
+        );
+
+        sender.send_replace(checks(vec![check("web", port, 0)]));
+        let answer = get(port).await.unwrap();
+        assert!(answer.starts_with("HTTP/1.1 503 ") && answer.contains("endpoint-weight: 0"), "{answer}");
+
+        let moved = free_port();
+        sender.send_replace(checks(vec![check("web", moved, 1)]));
+        until(moved, |answer| answer.as_ref().is_ok_and(|text| text.contains(" 200 "))).await.unwrap();
+        until(port, Result::is_err).await.unwrap_err();
+        sender.send_replace(checks(Vec::new()));
+        until(moved, Result::is_err).await.unwrap_err();
+    }
+
+    #[tokio::test]
+    async fn a_port_that_is_taken_is_told_once_and_tried_again() {
+        let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = taken.local_addr().unwrap().port();
+        let told = Arc::new(Mutex::new(Vec::new()));
+        let failures = Arc::clone(&told);
+        let (sender, _stop) = start(checks(vec![check("web", port, 1)]), move |service, socket, _| {
+            failures.lock().unwrap().push((service.to_string(), socket.port()));
+        });
+        let other = free_port();
+        sender.send_replace(checks(vec![check("other", other, 1), check("web", port, 1)]));
+        until(other, Result::is_ok).await.unwrap();
+        assert_eq!(*told.lock().unwrap(), [("shop/web".to_owned(), port)]);
+        drop(taken);
+        sender.send_replace(checks(vec![check("web", port, 1)]));
+        until(port, Result::is_ok).await.unwrap();
+        assert_eq!(told.lock().unwrap().len(), 1);
+    }
+
+    #[tokio::test]
+    async fn nobody_answers_200_while_the_proxy_is_not_healthy() {
+        let reply = answer(&ObjectName::new("shop", "web"), 3, false);
+        assert_eq!(reply.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(reply.headers()[WEIGHT], "3");
+    }
+}

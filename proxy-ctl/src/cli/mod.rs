@@ -68,7 +68,10 @@ fn serve(program: Program, flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyh
     }
     if line.is_on("cleanup") {
         let Config { ebpf, .. } = Settings::new(&line)?.config;
-        return show::cleanup(&CleanupArgs { output: OutputArgs::default() }, &ebpf.bpffs);
+        show::cleanup(&CleanupArgs { output: OutputArgs::default() }, &ebpf.bpffs)?;
+        return Ok(table::print(
+            "What another kube-proxy has left (iptables, ipvs, nftables) is not touched: --cleanup of that one removes it.\n",
+        )?);
     }
     run::run(line)
 }

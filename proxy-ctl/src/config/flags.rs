@@ -127,7 +127,12 @@ pub static FLAGS: &[Flag] = &[
         Sets::Other,
         "Write the configuration, with every default, to this file and exit.",
     ),
-    main("cleanup", Switch, Sets::Other, "Remove everything of ours from this node and exit."),
+    main(
+        "cleanup",
+        Switch,
+        Sets::Other,
+        "Remove everything of ours from this node and exit; rules of another kube-proxy stay.",
+    ),
     main("init-only", Switch, Sets::Other, "Do what needs all privileges, and exit."),
     main(
         "hostname-override",

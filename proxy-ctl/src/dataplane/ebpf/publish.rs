@@ -582,7 +582,10 @@ fn new_service_id(shared: &mut Shared) -> Result<u32, Error> {
     let id = id.map(|range| range.first).ok_or_else(full)?;
     let counters = &shared.tables.service_counters;
     if id < counters.capacity() {
-        counters.clear(id).map_err(|source| Error::Table { table: SERVICE_COUNTERS, source })?;
+        counters.clear(id).map_err(|source| {
+            shared.ids.release(Range { first: id, count: 1 });
+            Error::Table { table: SERVICE_COUNTERS, source }
+        })?;
     }
     Ok(id)
 }

@@ -8,16 +8,19 @@ use super::{
     CommandLine, Config,
     fields::field,
     flags::{FLAGS, Flag, Sets, Takes},
+    url::without_userinfo,
 };
 
 impl CommandLine {
-    /// By name. What is only accepted, and not used, is left out.
+    /// By name. What is only accepted, and not used, is left out, and so is a password.
     pub fn values(&self) -> BTreeMap<String, String> {
         let defaults = Config::default();
         let used = FLAGS.iter().filter(|flag| !matches!(flag.sets, Sets::Nothing));
         used.map(|flag| {
             let value = self.value(flag.name).cloned().or_else(|| default_of(flag, &defaults));
-            (flag.name.to_owned(), text(flag.takes, value.as_ref()))
+            let text = text(flag.takes, value.as_ref());
+            let shown = if flag.name == "master" { without_userinfo(&text) } else { text };
+            (flag.name.to_owned(), shown)
         })
         .collect()
     }
@@ -98,5 +101,12 @@ mod tests {
             assert_eq!(values.get(flag).map(String::as_str), Some(value), "--{flag}");
         }
         assert_eq!(values.get("alsologtostderr"), None);
+    }
+
+    #[test]
+    fn a_password_is_not_shown() {
+        let given = ["--master=https://user:secret@10.0.0.1:6443"];
+        let values = CommandLine::parse(given.map(Into::into)).unwrap().values();
+        assert_eq!(values["master"], "https://xxxxx@10.0.0.1:6443");
     }
 }

@@ -16,6 +16,7 @@ mod flag_values;
 mod flags;
 mod network;
 mod resolve;
+mod url;
 
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
@@ -32,6 +33,7 @@ pub use fields::{FIELDS, Field};
 pub use flags::{FLAGS, Flag, Group, REMOVED, Sets, Takes};
 use ipnet::IpNet;
 pub use resolve::{Effective, Origin};
+pub use url::without_userinfo;
 
 /// `mode` of the file, `--proxy-mode` of the command line.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

@@ -26,7 +26,7 @@ use super::{
     kubeconfig::{Config, ConfigError, Loaded},
     outage::Outage,
     rate_limit::RateLimit,
-    requests::Requests,
+    requests::{Requests, host},
 };
 use crate::version;
 
@@ -207,7 +207,7 @@ fn stack<C>(
 where
     C: hyper_util::client::legacy::connect::Connect + Clone + Send + Sync + 'static,
 {
-    let host = config.cluster_url.authority().map(ToString::to_string).unwrap_or_default();
+    let host = host(&config.cluster_url);
     let (limit, waits) = (Arc::clone(limit), requests.clone());
     let limit = AsyncFilterLayer::new(move |request: http::Request<Body>| {
         let (limit, waits, host) = (Arc::clone(&limit), waits.clone(), host.clone());

@@ -14,6 +14,8 @@ use kube::{
     config::{Cluster, Kubeconfig, KubeconfigError},
 };
 
+use crate::config::without_userinfo;
+
 /// What the user said about the API server.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Config {
@@ -67,7 +69,8 @@ impl Config {
     /// Reads and checks everything; no connection is made and no plugin is run.
     pub(super) fn load(&self) -> Result<Loaded, ConfigError> {
         let master = self.master.as_deref().map(|master| {
-            server_url(master).map_err(|problem| ConfigError::Master { value: master.to_owned(), problem })
+            let value = || without_userinfo(master);
+            server_url(master).map_err(|problem| ConfigError::Master { value: value(), problem })
         });
         let mut loaded = match (&self.kubeconfig, master.transpose()?) {
             (Some(path), master) => {
@@ -286,10 +289,11 @@ fn server_url(text: &str) -> Result<http::Uri, String> {
     if text.is_empty() {
         return Err("is missing".into());
     }
-    let url: http::Uri = text.parse().map_err(|error| format!("{text:?}: {error}"))?;
+    let shown = without_userinfo(text);
+    let url: http::Uri = text.parse().map_err(|error| format!("{shown:?}: {error}"))?;
     match url.scheme_str() {
         Some("https" | "http") if url.host().is_some_and(|host| !host.is_empty()) => Ok(url),
-        _ => Err(format!("{text:?} is not a URL that begins with https:// or http://")),
+        _ => Err(format!("{shown:?} is not a URL that begins with https:// or http://")),
     }
 }
 

@@ -110,7 +110,7 @@ impl Asked {
     fn new<B: Body>(request: &Request<B>) -> Self {
         Self {
             method: request.method().to_string(),
-            host: request.uri().authority().map(ToString::to_string).unwrap_or_default(),
+            host: host(request.uri()),
             bytes: request.body().size_hint().exact().unwrap_or(0),
             is_watch: is_watch(request.uri()),
             at: Instant::now(),
@@ -120,6 +120,12 @@ impl Asked {
     fn labels(&self) -> [Label; 2] {
         [("verb", self.method.clone()), ("host", self.host.clone())]
     }
+}
+
+/// With the port, if it has one; never with what stands before an `@`, which is a secret.
+pub(super) fn host(uri: &Uri) -> String {
+    let authority = uri.authority().map_or("", |authority| authority.as_str());
+    authority.rsplit('@').next().unwrap_or_default().to_owned()
 }
 
 fn is_watch(uri: &Uri) -> bool {
@@ -251,7 +257,7 @@ mod tests {
     async fn answers_times_and_sizes() {
         let text = counted(&[
             ("https://192.0.2.1:6443/api/v1/nodes", Some(200)),
-            ("https://192.0.2.1:6443/api/v1/nodes?limit=5", Some(403)),
+            ("https://user:secret@192.0.2.1:6443/api/v1/nodes?limit=5", Some(403)),
             ("https://192.0.2.1:6443/api/v1/nodes?limit=5&watch=true", Some(200)),
             ("https://192.0.2.1:6443/api/v1/nodes", None),
         ])

@@ -119,6 +119,8 @@ fn master_overrides_the_server_and_must_be_a_url() {
     );
     let error = with("192.0.2.9").load().unwrap_err().to_string();
     assert!(error.starts_with("--master=192.0.2.9: "), "{error}");
+    let error = with("ftp://user:secret@192.0.2.9").load().unwrap_err().to_string();
+    assert!(error.starts_with("--master=ftp://xxxxx@192.0.2.9: ") && !error.contains("secret"), "{error}");
 }
 
 #[test]

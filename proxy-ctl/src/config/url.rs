@@ -1,0 +1,29 @@
+//! URLs as people may see them.
+
+/// What stands for a user and a password, as Go's `URL.Redacted` has it.
+const HIDDEN: &str = "xxxxx";
+
+/// `https://user:secret@host` → `https://xxxxx@host`, also of a text that is no valid URL.
+pub fn without_userinfo(url: &str) -> String {
+    let Some(at) = url.rfind('@') else { return url.to_owned() };
+    let start = url[..at].find("://").map_or(0, |scheme| scheme + 3);
+    format!("{}{HIDDEN}{}", &url[..start], &url[at..])
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case("https://10.0.0.1:6443/path", "https://10.0.0.1:6443/path")]
+    #[case("https://user:secret@10.0.0.1:6443/", "https://xxxxx@10.0.0.1:6443/")]
+    #[case("https://token@[2001:db8::1]", "https://xxxxx@[2001:db8::1]")]
+    #[case::that_is_not_escaped("https://user:a/b@c?d@host", "https://xxxxx@host")]
+    #[case::without_a_scheme("user:secret@host", "xxxxx@host")]
+    #[case::nothing("", "")]
+    fn secrets_are_not_shown(#[case] url: &str, #[case] shown: &str) {
+        assert_eq!(without_userinfo(url), shown);
+    }
+}

@@ -25,8 +25,8 @@ use super::{
 };
 use crate::{
     config::{CommandLine, Config, RequestedMode},
-    controller::{self, Asks, Controller, Inputs, Reports},
-    dataplane::{self, ebpf::EbpfDataplane},
+    controller::{self, Asks, Controller, Ended, Inputs, Reports},
+    dataplane::ebpf::EbpfDataplane,
     events::Recorder,
     log,
     mode::{self, Choice, Mode, Request},
@@ -50,7 +50,7 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 /// What the user has said; the file of it may say something else later.
 #[derive(Clone, Debug)]
 pub(super) struct Given {
-    line: CommandLine,
+    pub(super) line: CommandLine,
 }
 
 impl Given {
@@ -362,7 +362,7 @@ fn start_dataplane(
     config: Arc<Config>,
     opened: impl FnOnce() + Send + 'static,
     runtime: tokio::runtime::Handle,
-) -> anyhow::Result<oneshot::Receiver<Result<(), dataplane::Error>>> {
+) -> anyhow::Result<oneshot::Receiver<Result<(), Ended>>> {
     let (end, ended) = oneshot::channel();
     let open = move || {
         let dataplane = EbpfDataplane::open(&config.ebpf)?;
@@ -381,10 +381,10 @@ fn start_dataplane(
 }
 
 /// It should not have ended.
-fn dataplane_ended(result: Result<Result<(), dataplane::Error>, oneshot::error::RecvError>) -> anyhow::Error {
+fn dataplane_ended(result: Result<Result<(), Ended>, oneshot::error::RecvError>) -> anyhow::Error {
     match result {
-        Ok(Ok(())) => anyhow::anyhow!("the sources ended"),
-        Ok(Err(error)) => anyhow::Error::new(error).context("starting the dataplane"),
-        Err(_) => anyhow::anyhow!("the dataplane's thread ended unexpectedly"),
+        Ok(Err(Ended::NotOpened(error))) => anyhow::Error::new(error).context("starting the dataplane"),
+        Ok(Err(error @ Ended::NoSources)) => error.into(),
+        Ok(Ok(())) | Err(_) => anyhow::anyhow!("the dataplane's thread ended unexpectedly"),
     }
 }

@@ -17,7 +17,7 @@ use std::{
 
 use tokio::sync::{mpsc, watch};
 
-pub use self::run::{Asks, Inputs, UsageAsk, run};
+pub use self::run::{Asks, Ended, Inputs, UsageAsk, run};
 use self::{latency::Latency, retry::Retry, surveys::Surveys};
 use crate::{
     config::Config,
@@ -258,6 +258,7 @@ impl<D: Dataplane> Controller<D> {
                     %error, next_attempt_in = ?pause,
                     "taking over the node's addresses and interfaces failed"
                 );
+                self.owed(now);
             }
         }
     }
@@ -313,7 +314,10 @@ impl<D: Dataplane> Controller<D> {
                 tell_drift(applied, metrics);
                 self.succeeded(applied, took, &Family::ALL, Extent::Full);
             }
-            Err(error) => self.failed(&error, now, "comparing what is programmed failed"),
+            Err(error) => {
+                self.failed(&error, now, "comparing what is programmed failed");
+                self.owed(now);
+            }
         }
     }
 
@@ -351,13 +355,16 @@ impl<D: Dataplane> Controller<D> {
         });
     }
 
-    /// Nothing waits any more.
+    /// No change waits any more.
     fn written(&mut self) {
         self.tell_health_checks();
         self.reports.metrics.endpoint_changes.written();
         self.reports.metrics.service_changes.written();
         let now = Moment::now();
         self.latency.written(now.time, &self.reports.metrics);
+        if self.dataplane.as_ref().is_some_and(|programmed| programmed.host.is_failing()) {
+            return;
+        }
         let mut health = self.reports.health.lock();
         for family in Family::ALL {
             health.updated(family, now);
@@ -369,6 +376,14 @@ impl<D: Dataplane> Controller<D> {
         self.reports.metrics.sync_errors.inc();
         let pause = programmed.resync.failed(now);
         tracing::error!(%error, next_attempt_in = ?pause, "{what}; what was served before is served on");
+    }
+
+    /// Something that concerns both families could not be written: it makes the node unhealthy if it takes too long.
+    fn owed(&self, now: Instant) {
+        let mut health = self.reports.health.lock();
+        for family in Family::ALL {
+            health.queued(family, now);
+        }
     }
 
     fn queued(&self, changes: &Changes, now: Instant) {

@@ -9,12 +9,14 @@ pub(super) struct Retry {
     at: Option<Instant>,
     next_pause: Duration,
     longest_pause: Duration,
+    /// The last attempt has failed.
+    failing: bool,
 }
 
 impl Retry {
     /// The first attempt is due now.
     pub(super) fn due(now: Instant, longest_pause: Duration) -> Self {
-        Self { at: Some(now), next_pause: FIRST_PAUSE.min(longest_pause), longest_pause }
+        Self { at: Some(now), next_pause: FIRST_PAUSE.min(longest_pause), longest_pause, failing: false }
     }
 
     /// There is something new to try: now.
@@ -30,6 +32,10 @@ impl Retry {
         self.at.is_some()
     }
 
+    pub(super) fn is_failing(&self) -> bool {
+        self.failing
+    }
+
     pub(super) fn at(&self) -> Option<Instant> {
         self.at
     }
@@ -40,11 +46,13 @@ impl Retry {
     }
 
     pub(super) fn succeeded(&mut self) {
-        *self = Self { at: None, next_pause: FIRST_PAUSE.min(self.longest_pause), ..*self };
+        let next_pause = FIRST_PAUSE.min(self.longest_pause);
+        *self = Self { at: None, next_pause, failing: false, ..*self };
     }
 
     /// Answers with the pause before the next attempt. An attempt that is already planned is not put off.
     pub(super) fn failed(&mut self, now: Instant) -> Duration {
+        self.failing = true;
         if let Some(at) = self.at.filter(|at| *at > now) {
             return at - now;
         }
@@ -72,8 +80,9 @@ mod tests {
             now += pause;
         }
         assert_eq!(pauses, [1, 2, 4, 5, 5]);
+        assert!(retry.is_failing());
         retry.succeeded();
-        assert!(!retry.is_pending());
+        assert!(!retry.is_pending() && !retry.is_failing());
         assert_eq!(retry.failed(now), Duration::from_secs(1));
     }
 

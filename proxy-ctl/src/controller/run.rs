@@ -22,8 +22,19 @@ use crate::{
 const GARBAGE_PERIOD: Duration = Duration::from_secs(1);
 /// Pause between two lines that say what is being waited for.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// The sources are gone: so long whoever runs them has to say why, and to stop everything. That says more.
+const LAST_WORD_OF_SOURCES: Duration = Duration::from_secs(1);
 /// Updates that are taken in before they are written: more than any channel holds.
 const MOST_AT_ONCE: usize = 65_536;
+
+/// Why the thread has ended without being told to.
+#[derive(Debug, thiserror::Error)]
+pub enum Ended {
+    #[error(transparent)]
+    NotOpened(#[from] Error),
+    #[error("the sources have ended, so that no change would be seen any more")]
+    NoSources,
+}
 
 /// Somebody wants to know the state of the tables.
 pub type UsageAsk = oneshot::Sender<Option<Usage>>;
@@ -60,16 +71,17 @@ enum Wake {
     Config,
     Time,
     Stop,
+    NoSources,
 }
 
-/// Runs on the calling thread until told to stop, or until `open` fails. `open` is called at once: the kernel takes
+/// Runs on the calling thread until told to stop, until `open` fails, or until there are no sources any more. `open` is called at once: the kernel takes
 /// about as long to check the programs as the sources take to list. Nothing is written before all have listed.
 pub fn run<D: Dataplane>(
     mut controller: Controller<D>,
     mut inputs: Inputs,
     open: impl FnOnce() -> Result<D, Error>,
     runtime: &tokio::runtime::Handle,
-) -> Result<(), Error> {
+) -> Result<(), Ended> {
     let started = Instant::now();
     controller.reports.health.lock().busy(started);
     let mut opened = Some(open()?);
@@ -90,6 +102,7 @@ pub fn run<D: Dataplane>(
         controller.reports.health.lock().busy(woken);
         match wake {
             Wake::Stop => return Ok(()),
+            Wake::NoSources => return Err(Ended::NoSources),
             Wake::Updates => batch.drain(..).for_each(|update| controller.take(update, woken)),
             Wake::Host => take_host(&mut controller, &mut inputs.hosts),
             Wake::Ask(answer) => {
@@ -135,11 +148,16 @@ impl Inputs {
             Ok(()) = self.hosts.changed() => Wake::Host,
             Ok(()) = self.configs.changed() => Wake::Config,
             received = self.updates.recv_many(batch, MOST_AT_ONCE) => {
-                if received == 0 { self.stop.cancelled().await; Wake::Stop } else { Wake::Updates }
+                if received == 0 { self.without_sources().await } else { Wake::Updates }
             }
             Some(ask) = self.asks.recv() => Wake::Ask(ask),
             () = tokio::time::sleep_until(until.into()) => Wake::Time,
         }
+    }
+
+    async fn without_sources(&self) -> Wake {
+        let stopped = tokio::time::timeout(LAST_WORD_OF_SOURCES, self.stop.cancelled()).await;
+        stopped.map_or(Wake::NoSources, |()| Wake::Stop)
     }
 }
 

@@ -47,6 +47,8 @@ struct Recording {
     programmed: BTreeMap<String, Arc<DesiredPort>>,
     /// The next so many calls that write fail.
     failures: usize,
+    /// Each comparison fails.
+    resync_fails: bool,
 }
 
 fn names<'a>(ports: impl IntoIterator<Item = &'a Arc<DesiredPort>>) -> Vec<String> {
@@ -69,9 +71,10 @@ impl Recorder {
 
     fn write(&self, call: Call, ports: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
         let mut recording = self.lock();
+        let fails = recording.failures > 0 || recording.resync_fails && matches!(call, Call::Resync(_));
         recording.calls.push(call);
-        if recording.failures > 0 {
-            recording.failures -= 1;
+        if fails {
+            recording.failures = recording.failures.saturating_sub(1);
             let full = CallError {
                 call: "bpf(BPF_MAP_UPDATE_ELEM)",
                 source: io::Error::from_raw_os_error(libc::E2BIG),
@@ -439,6 +442,44 @@ fn a_change_that_cannot_be_written_makes_the_node_unhealthy_in_time() {
     assert!(!healthy(&fixture, 61));
 }
 
+#[test]
+fn a_host_that_cannot_be_written_makes_the_node_unhealthy_in_time() {
+    let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
+    let at = |instant| Moment { instant, time: jiff::Timestamp::now() };
+    let healthy = |fixture: &Fixture, instant| fixture.reports.health.lock().report(at(instant)).healthy;
+    let began = fixture.now;
+    fixture.controller.set_host(host(&["192.0.2.1"]), began);
+    for _ in 0..10 {
+        // Changes of Services are written meanwhile.
+        fixture.recorder.fail(1);
+        fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
+        fixture.write();
+        fixture.later(Duration::from_secs(4));
+        fixture.controller.set_host(host(&["192.0.2.1"]), fixture.now);
+    }
+    assert!(healthy(&fixture, began + Duration::from_secs(59)));
+    assert!(!healthy(&fixture, began + Duration::from_secs(61)));
+    fixture.write();
+    assert!(healthy(&fixture, began + Duration::from_secs(100)));
+}
+
+#[test]
+fn a_comparison_that_cannot_be_made_makes_the_node_unhealthy_in_time() {
+    let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
+    fixture.recorder.lock().resync_fails = true;
+    fixture.later(PERIOD);
+    let began = fixture.now;
+    fixture.write();
+    let at = |instant| Moment { instant, time: jiff::Timestamp::now() };
+    let healthy = |fixture: &Fixture, instant| fixture.reports.health.lock().report(at(instant)).healthy;
+    assert!(healthy(&fixture, began + Duration::from_secs(59)));
+    assert!(!healthy(&fixture, began + Duration::from_secs(61)));
+    fixture.recorder.lock().resync_fails = false;
+    fixture.later(Duration::from_secs(1));
+    fixture.write();
+    assert!(healthy(&fixture, began + Duration::from_secs(100)));
+}
+
 const PERIOD: Duration = Duration::from_secs(30);
 
 #[test]
@@ -552,6 +593,24 @@ async fn the_thread_writes_after_all_lists() {
 
     stop.cancel();
     thread.join().unwrap().unwrap();
+}
+
+/// With the sources gone nothing would be followed any more, and nobody would notice.
+#[tokio::test]
+async fn without_sources_the_thread_ends_with_an_error() {
+    let (updates_in, updates) = mpsc::channel(1);
+    let (_hosts_in, hosts) = watch::channel(None);
+    let (_asks_in, asks) = mpsc::channel(1);
+    let config = Arc::new(Config::default());
+    let (_configs_in, configs) = watch::channel(Arc::clone(&config));
+    let controller = Controller::new(config, "node", reports());
+    let inputs = Inputs { updates, hosts, asks, configs, stop: CancellationToken::new() };
+    let runtime = tokio::runtime::Handle::current();
+    drop(updates_in);
+    let ended =
+        tokio::task::spawn_blocking(move || run(controller, inputs, || Ok(Recorder::default()), &runtime));
+    let ended = tokio::time::timeout(Duration::from_secs(30), ended).await.unwrap().unwrap();
+    assert!(ended.unwrap_err().to_string().starts_with("the sources have ended"));
 }
 
 #[tokio::test]

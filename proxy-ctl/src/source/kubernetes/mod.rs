@@ -15,11 +15,12 @@ mod requests;
 mod resource;
 mod state;
 mod watch;
+mod watchers;
 mod wire;
 
 use std::sync::Arc;
 
-use tokio::{sync::mpsc, task::JoinSet};
+use tokio::sync::mpsc;
 
 use self::{
     connection::Connection,
@@ -27,12 +28,15 @@ use self::{
     follow::Room,
     resource::{OwnNode, SERVED, Services},
     watch::Selection,
+    watchers::Watchers,
 };
 use super::Update;
+use crate::config::without_userinfo;
 
 pub use kubeconfig::{Config, ConfigError};
 pub use requests::Requests;
 pub use state::{ListMethod, ResourceKind, SourceState, Verb};
+pub use watchers::WatcherEnded;
 
 /// The API server for those who have something to tell it: same credentials, same rate as the watchers.
 #[derive(Clone)]
@@ -64,7 +68,7 @@ impl Kubernetes {
         node_name: impl Into<Arc<str>>,
         state: SourceState,
     ) -> Result<Self, ConfigError> {
-        let server = config.load()?.client.cluster_url.to_string();
+        let server = without_userinfo(&config.load()?.client.cluster_url.to_string());
         tracing::debug!(
             server,
             contentType = config.content_type,
@@ -76,7 +80,7 @@ impl Kubernetes {
         Ok(Self { server, connection, node_name: node_name.into(), state })
     }
 
-    /// The API server's address.
+    /// The API server's address, for people.
     pub fn server(&self) -> &str {
         &self.server
     }
@@ -89,17 +93,19 @@ impl Kubernetes {
     /// Watches until the receiver of `updates` is closed or the future is dropped. The first updates are one
     /// `Replace…` of each kind and `Update::Node`, each as soon as that list is complete. A failing API
     /// server is never an error here: it is logged, counted, and tried again.
-    pub async fn run(self, updates: mpsc::Sender<Update>) -> Result<(), ConfigError> {
-        let room = Room { connection: self.connection, updates, state: self.state };
+    ///
+    /// # Errors
+    /// A watcher has ended although somebody receives: what it watched would be stale from now on.
+    pub async fn run(self, updates: mpsc::Sender<Update>) -> Result<(), WatcherEnded> {
+        let room = Room { connection: self.connection, updates: updates.clone(), state: self.state };
         let served = Selection { labels: Some(SERVED.to_owned()), fields: None };
         let own = Selection { labels: None, fields: Some(format!("metadata.name={}", self.node_name)) };
 
-        let mut watchers = JoinSet::new();
-        watchers.spawn(room.clone().watch::<Services>(served));
-        watchers.spawn(room.clone().watch::<OwnNode>(own));
-        watchers.spawn(room.clone().watch_endpoints());
-        watchers.spawn(room.watch_service_cidrs());
-        while watchers.join_next().await.is_some() {}
-        Ok(())
+        let mut watchers = Watchers::default();
+        watchers.spawn(ResourceKind::Services, room.clone().watch::<Services>(served));
+        watchers.spawn(ResourceKind::Nodes, room.clone().watch::<OwnNode>(own));
+        watchers.spawn(ResourceKind::EndpointSlices, room.clone().watch_endpoints());
+        watchers.spawn(ResourceKind::ServiceCidrs, room.watch_service_cidrs());
+        watchers.first_end(&updates).await
     }
 }

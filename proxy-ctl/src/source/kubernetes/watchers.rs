@@ -1,0 +1,75 @@
+//! The tasks that watch, and what it means that one of them has ended.
+
+use tokio::{
+    sync::mpsc,
+    task::{Id, JoinSet},
+};
+
+use super::state::ResourceKind;
+use crate::source::Update;
+
+/// What this watcher brought is stale from now on: only a new process follows it again.
+#[derive(Debug, thiserror::Error)]
+#[error("watching {resource} has ended, which it never should: {problem}")]
+pub struct WatcherEnded {
+    resource: ResourceKind,
+    problem: String,
+}
+
+#[derive(Default)]
+pub(super) struct Watchers {
+    tasks: JoinSet<()>,
+    kinds: Vec<(Id, ResourceKind)>,
+}
+
+impl Watchers {
+    /// Begins at once.
+    pub(super) fn spawn(&mut self, kind: ResourceKind, watcher: impl Future<Output = ()> + Send + 'static) {
+        let id = self.tasks.spawn(watcher).id();
+        self.kinds.push((id, kind));
+    }
+
+    /// Waits until one ends; the others are then stopped. It is no error that nobody receives updates any more.
+    pub(super) async fn first_end(mut self, updates: &mpsc::Sender<Update>) -> Result<(), WatcherEnded> {
+        let (id, problem) = match self.tasks.join_next_with_id().await {
+            None => return Ok(()),
+            Some(Ok(_)) if updates.is_closed() => return Ok(()),
+            Some(Ok((id, ()))) => (id, "it went away".to_owned()),
+            Some(Err(error)) => (error.id(), error.to_string()),
+        };
+        match self.kinds.iter().find(|(task, _)| *task == id) {
+            Some(&(_, resource)) => Err(WatcherEnded { resource, problem }),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_watcher_that_panics_is_named() {
+        let (updates, _received) = mpsc::channel(1);
+        let mut watchers = Watchers::default();
+        watchers.spawn(ResourceKind::Services, std::future::pending());
+        watchers.spawn(ResourceKind::Nodes, async { panic!("no such field") });
+        let error = watchers.first_end(&updates).await.unwrap_err().to_string();
+        assert!(error.starts_with("watching nodes has ended"), "{error}");
+        assert!(error.contains("panicked") && error.contains("no such field"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_watcher_that_returns_is_an_error_while_somebody_receives() {
+        let (updates, received) = mpsc::channel(1);
+        let mut watchers = Watchers::default();
+        watchers.spawn(ResourceKind::EndpointSlices, async {});
+        let error = watchers.first_end(&updates).await.unwrap_err().to_string();
+        assert!(error.starts_with("watching endpointslices has ended"), "{error}");
+
+        drop(received);
+        let mut watchers = Watchers::default();
+        watchers.spawn(ResourceKind::EndpointSlices, async {});
+        watchers.first_end(&updates).await.unwrap();
+    }
+}

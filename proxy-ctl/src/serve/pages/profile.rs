@@ -7,7 +7,7 @@ use std::{
 };
 
 use http::StatusCode;
-use pprof::{ProfilerGuard, Report};
+use pprof::{ProfilerGuardBuilder, Report};
 
 use crate::{
     serve::{
@@ -20,7 +20,10 @@ use crate::{
 /// Samples a second of CPU time.
 const FREQUENCY: i32 = 100;
 const SECONDS: u64 = 30;
-const MOST_SECONDS: u64 = 600;
+pub(in crate::serve) const MOST_SECONDS: u64 = 600;
+/// Code in which no stack is taken: unwinding asks these for memory and locks, and would wait for itself if the signal
+/// came while they hold them.
+const LEFT_ALONE: [&str; 4] = ["libc", "libgcc", "pthread", "vdso"];
 
 /// A profile is being taken: signals and timer are the process's.
 static RUNNING: AtomicBool = AtomicBool::new(false);
@@ -41,13 +44,14 @@ impl Drop for Turn {
 
 /// Samples this process for `seconds=…` of the query.
 pub(super) async fn cpu(query: &str) -> Reply {
-    let seconds = query.split('&').find_map(|part| part.strip_prefix("seconds="));
-    let Ok(seconds @ 1..=MOST_SECONDS) = seconds.map_or(Ok(SECONDS), str::parse) else {
-        let problem = format!("seconds must be 1 to {MOST_SECONDS}, found {}\n", seconds.unwrap_or_default());
+    let seconds = seconds(query);
+    if seconds > MOST_SECONDS {
+        let problem = format!("seconds must be at most {MOST_SECONDS}, found {seconds}\n");
         return plain(StatusCode::BAD_REQUEST, problem);
-    };
+    }
     let Some(_turn) = Turn::take() else { return failed("CPU profiling is in use") };
-    let guard = match ProfilerGuard::new(FREQUENCY) {
+    let sampler = ProfilerGuardBuilder::default().frequency(FREQUENCY).blocklist(&LEFT_ALONE);
+    let guard = match sampler.build() {
         Ok(guard) => guard,
         Err(error) => return failed(&error.to_string()),
     };
@@ -67,6 +71,12 @@ pub(super) async fn cpu(query: &str) -> Reply {
         Ok(Err(error)) => failed(&error),
         Err(error) => failed(&error.to_string()),
     }
+}
+
+/// As Go: what is no number above zero asks for the default.
+fn seconds(query: &str) -> u64 {
+    let given = query.split('&').find_map(|part| part.strip_prefix("seconds="));
+    given.and_then(|text| text.parse().ok()).filter(|seconds| *seconds > 0).unwrap_or(SECONDS)
 }
 
 fn failed(problem: &str) -> Reply {
@@ -157,6 +167,17 @@ mod tests {
     #[case("<broken", "<broken")]
     fn names_without_traits(#[case] name: &str, #[case] shown: &str) {
         assert_eq!(without_trait(name), shown);
+    }
+
+    #[rstest]
+    #[case("", 30)]
+    #[case("seconds=0", 30)]
+    #[case("seconds=-1", 30)]
+    #[case("seconds=soon", 30)]
+    #[case("debug=0&seconds=5", 5)]
+    #[case("seconds=601", 601)]
+    fn seconds_of_a_profile(#[case] query: &str, #[case] expected: u64) {
+        assert_eq!(seconds(query), expected);
     }
 
     #[test]

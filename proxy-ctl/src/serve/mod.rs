@@ -9,7 +9,7 @@ mod pages;
 mod reply;
 mod service_health;
 
-use std::{net::SocketAddr, sync::Arc};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 pub use health::{Health, Moment, Report, SharedHealth};
 use http::StatusCode;
@@ -20,6 +20,10 @@ pub use service_health::{HealthChecks, Listen, service_health};
 use tokio_util::sync::CancellationToken;
 
 use self::reply::{JSON, Reply, not_found, reply};
+
+const HEALTH_ANSWER: Duration = Duration::from_secs(5);
+/// The longest CPU profile, and the time that it takes to look up its names.
+const LONGEST_ANSWER: Duration = Duration::from_secs(pages::LONGEST_PROFILE + 60);
 
 /// Answers `/healthz` and `/livez` until told to stop.
 pub async fn healthz(
@@ -34,7 +38,7 @@ pub async fn healthz(
         let reply = health_reply(request.uri().path(), &health, &metrics);
         async move { reply }
     };
-    connections::serve(listener, answer, stop).await;
+    connections::serve(listener, answer, HEALTH_ANSWER, stop).await;
     Ok(())
 }
 
@@ -52,7 +56,7 @@ pub async fn metrics(
         let (pages, metrics) = (Arc::clone(&pages), Arc::clone(&metrics));
         async move { pages.answer(request, &metrics).await }
     };
-    connections::serve(listener, answer, stop).await;
+    connections::serve(listener, answer, LONGEST_ANSWER, stop).await;
     Ok(())
 }
 

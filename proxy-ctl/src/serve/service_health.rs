@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::{
-    SharedHealth, connections, listen,
+    HEALTH_ANSWER, SharedHealth, connections, listen,
     reply::{JSON, Reply, reply},
 };
 use crate::model::objects::{HealthCheck, ObjectName};
@@ -97,7 +97,7 @@ pub async fn service_health(
                         let reply = answer(&name, local_ready, health.report().healthy);
                         async move { reply }
                     };
-                    tokio::spawn(connections::serve(listener, answer, guard.clone()));
+                    tokio::spawn(connections::serve(listener, answer, HEALTH_ANSWER, guard.clone()));
                     told.remove(&(socket, service.clone()));
                     open.insert(socket, (service, guard.drop_guard()));
                 }

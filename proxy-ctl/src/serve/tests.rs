@@ -292,3 +292,39 @@ async fn the_unspecified_address_answers_over_both_families() {
     stop.cancel();
     server.await.unwrap().unwrap();
 }
+
+#[tokio::test]
+async fn silent_connections_keep_nobody_from_an_answer() {
+    let servers = servers().await;
+    get(servers.healthz, "/livez", "").await;
+    let mut silent = Vec::new();
+    for _ in 0..300 {
+        silent.push(TcpStream::connect(servers.healthz).await.unwrap());
+    }
+    let answer = tokio::time::timeout(Duration::from_secs(1), get(servers.healthz, "/livez", "")).await;
+    assert_eq!(answer.expect("sooner than the silent ones are given up").0, 200);
+    assert_eq!(silent[0].read(&mut [0]).await.unwrap_or(0), 0);
+}
+
+#[tokio::test]
+async fn a_connection_without_a_whole_header_is_closed_soon() {
+    let servers = servers().await;
+    get(servers.healthz, "/livez", "").await;
+    let mut slow = TcpStream::connect(servers.healthz).await.unwrap();
+    slow.write_all(b"GET /livez HTTP/1.1\r\n").await.unwrap();
+    let closed = tokio::time::timeout(Duration::from_secs(8), slow.read_to_end(&mut Vec::new())).await;
+    closed.expect("it is closed").unwrap();
+}
+
+#[tokio::test]
+async fn a_body_that_does_not_come_is_not_waited_for() {
+    let servers = servers().await;
+    get(servers.metrics, "/healthz", "").await;
+    let mut slow = TcpStream::connect(servers.metrics).await.unwrap();
+    let head = b"PUT /debug/flags/v HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 1\r\n\r\n";
+    slow.write_all(head).await.unwrap();
+    let mut answer = Vec::new();
+    let read = tokio::time::timeout(Duration::from_secs(30), slow.read_to_end(&mut answer)).await;
+    read.expect("it is answered").unwrap();
+    assert!(answer.starts_with(b"HTTP/1.1 408"), "{}", String::from_utf8_lossy(&answer));
+}

@@ -1,8 +1,11 @@
 //! What `enableProfiling` adds: profiles below `/debug/pprof`, and the log level at `/debug/flags/v`.
 
+use std::time::Duration;
+
 use http::{Method, StatusCode};
 use http_body_util::{BodyExt as _, Limited};
 use hyper::body::Body;
+use tokio::time::timeout;
 use tower::BoxError;
 
 use super::profile;
@@ -13,6 +16,8 @@ use crate::{
 
 /// A log level has few digits.
 const LONGEST_LEVEL: usize = 1024;
+/// For the whole body of a request.
+const BODY_TIMEOUT: Duration = Duration::from_secs(5);
 
 const INDEX: &str = "<html>
 <head><title>/debug/pprof/</title></head>
@@ -56,9 +61,12 @@ where
         // Symbols are in the profile.
         "/debug/pprof/symbol" => plain(StatusCode::OK, "num_symbols: 1\n"),
         "/debug/flags/v" if method == Method::PUT => {
-            match Limited::new(body, LONGEST_LEVEL).collect().await {
-                Ok(level) => set_level(&String::from_utf8_lossy(&level.to_bytes())),
-                Err(error) => short(StatusCode::BAD_REQUEST, &format!("error reading request body: {error}")),
+            match timeout(BODY_TIMEOUT, Limited::new(body, LONGEST_LEVEL).collect()).await {
+                Err(_) => short(StatusCode::REQUEST_TIMEOUT, "the request's body did not come in time"),
+                Ok(Ok(level)) => set_level(&String::from_utf8_lossy(&level.to_bytes())),
+                Ok(Err(error)) => {
+                    short(StatusCode::BAD_REQUEST, &format!("error reading request body: {error}"))
+                }
             }
         }
         "/debug/flags/v" => short(StatusCode::NOT_ACCEPTABLE, "unsupported http method"),

@@ -5,6 +5,8 @@ mod pprof_format;
 mod profile;
 mod zpages;
 
+pub(super) use profile::MOST_SECONDS as LONGEST_PROFILE;
+
 use std::{collections::BTreeMap, fmt};
 
 use http::{HeaderMap, Method, Request, StatusCode, header};

@@ -9,7 +9,8 @@ use std::{
     io::{BufRead as _, BufReader, Read as _, Write as _},
     net::TcpStream,
     path::{Path, PathBuf},
-    process::{Child, ChildStderr, Command, ExitStatus, Output, Stdio},
+    process::{Child, Command, ExitStatus, Output, Stdio},
+    sync::mpsc,
     time::{Duration, Instant},
 };
 
@@ -26,6 +27,8 @@ use tempfile::TempDir;
 
 const BPFFS: &str = "/sys/fs/bpf";
 const METRICS: &str = "127.0.0.1:10249";
+/// Longest wait for a line of the log.
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// What a test has to itself; gone with it.
 struct Node {
@@ -105,7 +108,12 @@ impl Node {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let log = BufReader::new(child.stderr.take().unwrap());
+        let stderr = BufReader::new(child.stderr.take().unwrap());
+        let (lines, log) = mpsc::channel();
+        // Ends with the process, or with whoever listens.
+        std::thread::spawn(move || {
+            stderr.lines().map_while(Result::ok).try_for_each(|line| lines.send(line))
+        });
         Controller { child, log }
     }
 
@@ -143,20 +151,23 @@ impl Drop for Node {
 
 struct Controller {
     child: Child,
-    log: BufReader<ChildStderr>,
+    /// Line by line, of a thread that reads it: reading itself knows no deadline.
+    log: mpsc::Receiver<String>,
 }
 
 impl Controller {
-    /// Reads the log up to a line with `text`; the end of the log before it fails the test.
+    /// Reads the log up to a line with `text`; the end of the log before it fails the test, and so does [`PATIENCE`].
     fn wait_for(&mut self, text: &str) -> String {
         let mut seen = String::new();
+        let deadline = Instant::now() + PATIENCE;
         loop {
-            let mut line = String::new();
-            assert_ne!(self.log.read_line(&mut line).unwrap(), 0, "{text:?} is not in the log:\n{seen}");
+            let line = self.log.recv_timeout(deadline.saturating_duration_since(Instant::now()));
+            let line = line.unwrap_or_else(|error| panic!("{text:?} is not in the log, {error}:\n{seen}"));
             if line.contains(text) {
                 return line;
             }
             seen.push_str(&line);
+            seen.push('\n');
         }
     }
 

@@ -69,6 +69,7 @@ impl Life {
             document: self.document,
             events: self.events,
             metrics: self.metrics,
+            kernel: Kernel::default(),
             refused: None,
         };
         let node_change = async {
@@ -160,6 +161,7 @@ struct Following {
     document: watch::Sender<Value>,
     events: Recorder,
     metrics: Arc<Metrics>,
+    kernel: Kernel,
     /// What is wrong with the file as it is now.
     refused: Option<String>,
 }
@@ -184,9 +186,8 @@ impl Following {
                 if self.refused.take().is_some() {
                     tracing::info!("the configuration file is valid again");
                 }
-                let new = Arc::new(settings.config);
-                let document = new.to_document();
-                let changes = Changes::between(&self.document.borrow(), &document);
+                let new = settings.config;
+                let changes = Changes::between(&self.document.borrow(), &new.to_document());
                 if !changes.restart.is_empty() {
                     return Some(anyhow!(
                         "content of the proxy server's configuration file was updated: {} changed, which takes a new \
@@ -196,7 +197,6 @@ impl Following {
                 }
                 if !changes.live.is_empty() {
                     self.take_over(new, &changes.live);
-                    self.document.send_replace(document);
                 }
             }
             Err(error) => self.refuse(&error),
@@ -204,18 +204,27 @@ impl Following {
         None
     }
 
-    fn take_over(&mut self, new: Arc<Config>, fields: &[String]) {
+    /// What cannot be taken over keeps its former value, and so is different still when the file is compared again.
+    fn take_over(&mut self, mut new: Config, fields: &[String]) {
+        let former = Arc::clone(&self.configs.borrow());
         tracing::info!(changed = fields.join(", "), "the configuration file has changed; it is taken over");
         let changed = |name: &str| fields.iter().any(|field| field.starts_with(name));
         if changed("logging.verbosity") && !log::set_verbosity(new.logging.verbosity) {
             tracing::warn!("the log level of this process cannot be changed");
+            new.logging.verbosity = former.logging.verbosity;
         }
         if (changed("conntrack") || changed("oomScoreAdj"))
-            && let Err(error) = start::prepare(self.mode, &new, &Kernel::default(), &self.events)
+            && let Err(error) = start::prepare(self.mode, &new, &self.kernel, &self.events)
         {
-            tracing::error!(%error, "the changed configuration could not be taken over completely");
+            tracing::error!(
+                %error,
+                "the section conntrack of the changed configuration could not be taken over: the former one stays in \
+                 force until the file changes again"
+            );
+            new.conntrack = former.conntrack;
         }
-        self.configs.send_replace(new);
+        self.document.send_replace(new.to_document());
+        self.configs.send_replace(Arc::new(new));
     }
 
     /// kube-proxy would end here, and not start again.
@@ -231,5 +240,55 @@ impl Following {
         self.metrics.refused_configurations.inc();
         self.events.record(event::invalid_configuration(&problem));
         self.refused = Some(problem);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::{config::CommandLine, source::OddObjects};
+
+    const HEAD: &str = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
+
+    #[test]
+    fn what_cannot_be_taken_over_is_not_in_force_and_is_tried_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config.yaml");
+        let configure = |text: &str| fs::write(&path, format!("{HEAD}hostnameOverride: a\n{text}")).unwrap();
+        configure("oomScoreAdj: 0\nconntrack: {maxPerCore: 0}\n");
+        let flag = format!("--config={}", path.display());
+        let given = Given { line: CommandLine::parse([flag.into()]).unwrap() };
+        let config = Arc::new(given.settings().unwrap().config);
+        let root = folder.path().join("root");
+        // No file that a number could be read from.
+        let limit = root.join("proc/sys/net/netfilter/nf_conntrack_max");
+        fs::create_dir_all(&limit).unwrap();
+        let (configs, in_force) = watch::channel(Arc::clone(&config));
+        let (document, shown) = watch::channel(config.to_document());
+        let mut following = Following {
+            given,
+            mode: RequestedMode::Ebpf,
+            configs,
+            document,
+            events: Recorder::silent(),
+            metrics: Arc::new(Metrics::new(None, OddObjects::default(), |_| {})),
+            kernel: Kernel::below(&root),
+            refused: None,
+        };
+
+        configure("oomScoreAdj: 0\nconntrack: {maxPerCore: 1000}\niptables: {syncPeriod: 7s}\n");
+        assert!(following.compare().is_none());
+        assert_eq!(in_force.borrow().conntrack, config.conntrack);
+        assert_eq!(shown.borrow()["conntrack"]["maxPerCore"], 0);
+        assert_eq!(shown.borrow()["iptables"]["syncPeriod"], "7s");
+
+        fs::remove_dir(&limit).unwrap();
+        fs::write(&limit, "5\n").unwrap();
+        assert!(following.compare().is_none());
+        assert_eq!(in_force.borrow().conntrack.max_per_core, 1000);
+        assert_eq!(shown.borrow()["conntrack"]["maxPerCore"], 1000);
+        assert_ne!(fs::read_to_string(&limit).unwrap().trim(), "5");
     }
 }

@@ -122,7 +122,12 @@ fn without_effect(config: &Config) -> Vec<String> {
         .into_iter()
         .chain(gates.map(|gate| format!("featureGates.{gate}")))
         .collect();
-    unused.into_iter().map(|field| format!("{field} has no effect in mode ebpf")).collect()
+    let said = unused.into_iter().map(|field| format!("{field} has no effect in mode ebpf"));
+    // Zero asks for what is done.
+    let pause = config.periods.min_sync;
+    let waits = !pause.is_zero() && pause != Config::default().periods.min_sync;
+    let at_once = "minSyncPeriod has no effect in mode ebpf, which writes each change at once";
+    said.chain(waits.then(|| at_once.to_owned())).collect()
 }
 
 #[cfg(test)]
@@ -186,6 +191,14 @@ mod tests {
     fn what_has_no_effect_is_said() {
         let settings = settings("iptables: {masqueradeAll: true}\n", &[]);
         assert_eq!(settings.warnings, ["masqueradeAll has no effect in mode ebpf"]);
+    }
+
+    #[test]
+    fn a_shortest_pause_between_writes_has_no_effect() {
+        let warnings = |period| settings(&format!("iptables: {{minSyncPeriod: {period}}}\n"), &[]).warnings;
+        assert_eq!(warnings("1s"), [""; 0]);
+        assert_eq!(warnings("0s"), [""; 0]);
+        assert!(warnings("5s")[0].starts_with("minSyncPeriod has no effect"), "{:?}", warnings("5s"));
     }
 
     #[test]

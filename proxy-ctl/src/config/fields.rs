@@ -132,7 +132,7 @@ pub static FIELDS: &[Field] = fields! {
     "clientConnection.acceptContentTypes", optional_text(|c| &mut c.client_connection.accept_content_types);
         "Accept header of requests to the API server.";
     "clientConnection.contentType", text(|c| &mut c.client_connection.content_type);
-        "Content type of requests to the API server.";
+        "Accepted, and without effect: JSON is spoken whatever it says, which every API server understands.";
     "clientConnection.qps", number(|c| &mut c.client_connection.qps);
         "Requests a second to the API server. Negative: no limit.";
     "clientConnection.burst", whole_not_zero(|c| &mut c.client_connection.burst, NOT_NEGATIVE);
@@ -165,7 +165,7 @@ pub static FIELDS: &[Field] = fields! {
         "How often everything is compared with what is programmed, and the longest pause after a failure. Also in modes \
          ebpf and userspace.";
     "iptables.minSyncPeriod", period(|c| &mut c.periods.min_sync), Counts::InMode(in_others);
-        "Shortest pause between two syncs. Mode ebpf writes each change at once.";
+        "Shortest pause between two syncs. Without effect in mode ebpf, which writes each change at once.";
 
     "ipvs.syncPeriod", period(|c| &mut c.periods.sync), Counts::InMode(in_ipvs);
         "As iptables.syncPeriod, in mode ipvs.";

@@ -4,19 +4,19 @@
 use serde_json::Value;
 
 /// Fields, and sections with everything in them, that are taken over as the process goes.
-const LIVE: [&str; 11] = [
+const LIVE: [&str; 8] = [
     "conntrack",
     "ebpf.interfaces",
-    "iptables.minSyncPeriod",
     "iptables.syncPeriod",
-    "ipvs.minSyncPeriod",
     "ipvs.syncPeriod",
     "logging.verbosity",
-    "nftables.minSyncPeriod",
     "nftables.syncPeriod",
     "nodePortAddresses",
     "oomScoreAdj",
 ];
+
+/// Fields that nothing depends on in mode ebpf: a change of them is none.
+const UNUSED: [&str; 3] = ["iptables.minSyncPeriod", "ipvs.minSyncPeriod", "nftables.minSyncPeriod"];
 
 /// Names of the fields that are different, such as `logging.verbosity`.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
@@ -31,6 +31,7 @@ impl Changes {
     pub fn between(old: &Value, new: &Value) -> Self {
         let mut names = Vec::new();
         differences("", old, new, &mut names);
+        names.retain(|name| !UNUSED.contains(&name.as_str()));
         let (live, restart) = names.into_iter().partition(|name| is_live(name));
         Self { live, restart }
     }
@@ -96,6 +97,12 @@ mod tests {
         json!({"iptables": {"syncPeriod": "10s", "masqueradeBit": 15}}),
         &["iptables.syncPeriod"],
         &["iptables.masqueradeBit"],
+    )]
+    #[case::what_nobody_uses(
+        json!({"iptables": {"minSyncPeriod": "1s"}, "ipvs": {"minSyncPeriod": "1s"}}),
+        json!({"iptables": {"minSyncPeriod": "5s"}, "ipvs": {"minSyncPeriod": "0s"}}),
+        &[],
+        &[],
     )]
     #[case::a_whole_section(
         json!({"conntrack": {"min": 1, "tcpBeLiberal": false}}),

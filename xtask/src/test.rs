@@ -7,7 +7,8 @@ use clap::Args;
 
 use crate::{
     command::{as_root, built, cargo, find, is_root, run as execute},
-    image, setup,
+    image::{self, ForTests},
+    setup,
     suites::{Count, Kind, Report, Suite},
     vm,
 };
@@ -149,8 +150,11 @@ fn root_suites(arguments: &Arguments) -> Vec<Suite> {
     if deploy.name.contains(&arguments.suite) {
         println!("building an image, not optimised");
         match image::for_tests() {
-            Ok(file) => deploy.command.env("PROXY_IMAGE", file),
-            Err(error) => deploy.command.env("PROXY_NO_IMAGE", format!("{error:#}")),
+            Ok(ForTests::Built(file)) => deploy.command.env("PROXY_IMAGE", file),
+            // That check is skipped,
+            Ok(ForTests::Impossible(error)) => deploy.command.env("PROXY_NO_IMAGE", format!("{error:#}")),
+            // and fails here.
+            Err(error) => deploy.command.env("PROXY_BROKEN_IMAGE", format!("{error:#}")),
         };
     }
     suites.push(deploy);

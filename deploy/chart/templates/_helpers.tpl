@@ -32,7 +32,7 @@ k8s-app: proxy-ctl
 {{- $address := include "proxy-ctl.healthz" .root -}}
 httpGet:
   path: {{ .path }}
-  port: healthz
+  port: {{ include "proxy-ctl.port" $address }}
 {{- if or (hasPrefix "127." $address) (hasPrefix "[::1]" $address) }}
   host: {{ regexReplaceAll "^\\[?([^\\]]*?)\\]?:[0-9]+$" $address "${1}" | quote }}
 {{- end }}

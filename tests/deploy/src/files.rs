@@ -31,6 +31,20 @@ pub fn documents(text: &str) -> Result<Vec<Value>> {
 
 /// The documents of `deploy/<name>`, which is a file or a folder of them.
 pub fn objects(name: &str) -> Result<Vec<Value>> {
+    let mut objects = Vec::new();
+    for (file, text) in texts(name)? {
+        objects.extend(documents(&text).with_context(|| file.display().to_string())?);
+    }
+    Ok(objects)
+}
+
+/// The documents of `deploy/<name>/*.yaml` as a shell reads them: one text after the other, with nothing in between.
+pub fn joined(name: &str) -> Result<Vec<Value>> {
+    documents(&texts(name)?.into_iter().map(|(_, text)| text).collect::<String>())
+}
+
+/// `deploy/<name>`, or what ends in .yaml there, by name.
+fn texts(name: &str) -> Result<Vec<(PathBuf, String)>> {
     let path = path(name);
     let mut files = Vec::new();
     if path.is_dir() {
@@ -42,12 +56,11 @@ pub fn objects(name: &str) -> Result<Vec<Value>> {
     } else {
         files.push(path);
     }
-    let mut objects = Vec::new();
-    for file in files {
+    let read = |file: PathBuf| {
         let text = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
-        objects.extend(documents(&text).with_context(|| file.display().to_string())?);
-    }
-    Ok(objects)
+        Ok((file, text))
+    };
+    files.into_iter().map(read).collect()
 }
 
 /// Kind and name.

@@ -122,10 +122,14 @@ fn on_path(program: &str) -> Option<PathBuf> {
     env::split_paths(&path).map(|folder| folder.join(program)).find(|file| file.is_file())
 }
 
+/// From PATH, else from where it says itself that it is, else from where https://go.dev/doc/install puts it: into a
+/// folder that is on no PATH before somebody adds it.
 fn go() -> Result<PathBuf> {
+    let root = env::var_os("GOROOT").map(PathBuf::from);
+    let installed = root.into_iter().chain([PathBuf::from("/usr/local/go")]);
     on_path("go")
-        .or_else(|| Some(PathBuf::from("/usr/local/go/bin/go")).filter(|go| go.is_file()))
-        .context("there is no Go")
+        .or_else(|| installed.map(|root| root.join("bin/go")).find(|go| go.is_file()))
+        .context("there is no Go on PATH, in GOROOT or in /usr/local/go")
 }
 
 /// Other versions of the tools are another folder.

@@ -80,12 +80,31 @@ impl Profile {
     }
 }
 
+/// What a build needs that comes from elsewhere.
+pub(super) struct Toolchain {
+    architecture: Architecture,
+    /// A Python environment with Zig in it.
+    zig: PathBuf,
+}
+
+impl Toolchain {
+    /// Installs what is not there. An error: a tool is missing, or the network.
+    pub(super) fn install(architecture: Architecture) -> Result<Self> {
+        let triple = architecture.rust_target();
+        execute(Command::new("rustup").args(["-q", "target", "add", triple]).current_dir(workspace()))
+            .with_context(|| format!("installing Rust's standard library for {triple}"))?;
+        Ok(Self { architecture, zig: cache::python_environment(ZIG, "C compilers for static binaries")? })
+    }
+
+    pub(super) const fn architecture(&self) -> Architecture {
+        self.architecture
+    }
+}
+
 /// Builds proxy-ctl and returns where it is.
-pub(super) fn build(architecture: Architecture, profile: Profile) -> Result<PathBuf> {
-    let triple = architecture.rust_target();
-    execute(Command::new("rustup").args(["-q", "target", "add", triple]).current_dir(workspace()))
-        .with_context(|| format!("installing Rust's standard library for {triple}"))?;
-    let compiler = compiler(architecture)?;
+pub(super) fn build(toolchain: &Toolchain, profile: Profile) -> Result<PathBuf> {
+    let triple = toolchain.architecture.rust_target();
+    let compiler = compiler(toolchain)?;
     let variable = triple.replace('-', "_");
     let mut build = cargo(&["build", "-q", "-p", "proxy-ctl", "--bin", "proxy-ctl", "--target", triple]);
     build
@@ -115,9 +134,9 @@ fn flags() -> Vec<String> {
 }
 
 /// A folder with `cc` and `ar` for the architecture.
-fn compiler(architecture: Architecture) -> Result<PathBuf> {
-    let environment = cache::python_environment(ZIG, "C compilers for static binaries")?;
-    let zig = zig_in(&environment).ok_or_else(|| anyhow!("no zig in {}", environment.display()))?;
+fn compiler(toolchain: &Toolchain) -> Result<PathBuf> {
+    let Toolchain { architecture, zig: environment } = toolchain;
+    let zig = zig_in(environment).ok_or_else(|| anyhow!("no zig in {}", environment.display()))?;
     let folder = environment.join(architecture.name());
     fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
     let (zig, target) = (zig.display(), architecture.zig_target());

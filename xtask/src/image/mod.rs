@@ -16,7 +16,7 @@ use clap::Args;
 
 use self::{
     archive::Image,
-    cross::{Architecture, Profile},
+    cross::{Architecture, Profile, Toolchain},
 };
 use crate::{
     command::{output, target, workspace},
@@ -51,27 +51,40 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
         target().join("image").join(format!("proxy-ctl-{VERSION}-{}.oci.tar", architecture.name()))
     });
     let name = arguments.name.clone().unwrap_or_else(|| format!("localhost/proxy-ctl:{VERSION}"));
-    let digest = write(architecture, arguments.profile, &name, &file)?;
+    let digest = write(&Toolchain::install(architecture)?, arguments.profile, &name, &file)?;
     println!("{} holds {name} for {}, {digest}", file.display(), architecture.name());
     println!("load it by: ctr -n k8s.io images import FILE, podman load -i FILE, docker load -i FILE");
     Ok(ExitCode::SUCCESS)
 }
 
-/// For the tests: this machine's architecture, without optimisation.
-pub(crate) fn for_tests() -> Result<PathBuf> {
-    setup::install_for_containers()?;
+pub(crate) enum ForTests {
+    Built(PathBuf),
+    /// Why this machine cannot: a tool is missing, or the network.
+    Impossible(anyhow::Error),
+}
+
+/// For the tests: this machine's architecture, without optimisation. An error: it cannot be built from these sources.
+pub(crate) fn for_tests() -> Result<ForTests> {
+    let ready = || {
+        setup::install_for_containers()?;
+        Toolchain::install(Architecture::of_this_machine()?)
+    };
+    let toolchain = match ready() {
+        Ok(toolchain) => toolchain,
+        Err(error) => return Ok(ForTests::Impossible(error)),
+    };
     let file = target().join("image").join("test.oci.tar");
-    write(Architecture::of_this_machine()?, Profile::Dev, &format!("localhost/proxy-ctl:{VERSION}"), &file)?;
-    Ok(file)
+    write(&toolchain, Profile::Dev, &format!("localhost/proxy-ctl:{VERSION}"), &file)?;
+    Ok(ForTests::Built(file))
 }
 
 /// Returns the digest of the image.
-fn write(architecture: Architecture, profile: Profile, name: &str, file: &Path) -> Result<String> {
-    let binary = cross::build(architecture, profile)?;
+fn write(toolchain: &Toolchain, profile: Profile, name: &str, file: &Path) -> Result<String> {
+    let binary = cross::build(toolchain, profile)?;
     let binary = fs::read(&binary).with_context(|| format!("reading {}", binary.display()))?;
     let image = Image {
         name,
-        architecture: architecture.name(),
+        architecture: toolchain.architecture().name(),
         created: created()?,
         labels: labels(),
         binary: &binary,

@@ -9,7 +9,6 @@ use std::{
     process::{Child, Command, ExitStatus, Stdio},
     sync::{Arc, Mutex, PoisonError},
     thread::JoinHandle,
-    time::Duration,
 };
 
 use anyhow::{Context, Result, anyhow, ensure};
@@ -64,14 +63,10 @@ impl Proxy {
 
     /// Waits until the log says `text`.
     pub(crate) fn says(&self, text: &str) -> Result<()> {
-        self.says_within(text, LIMIT)
-    }
-
-    pub(crate) fn says_within(&self, text: &str, limit: Duration) -> Result<()> {
         let what = format!("{text:?} in the log");
         until(
             &what,
-            limit,
+            LIMIT,
             || Ok(self.log().contains(text).then_some(())),
             || format!("the log:\n{}", self.log()),
         )

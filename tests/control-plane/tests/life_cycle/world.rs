@@ -1,6 +1,9 @@
 //! What the scenarios share: a network namespace with a real API server in it.
 
-use std::process::Command;
+use std::{
+    path::Path,
+    process::{Command, Stdio},
+};
 
 use anyhow::{Context, Result, ensure};
 use control_plane::{ApiServer, Folder, Options, PROXY, objects};
@@ -11,12 +14,17 @@ use tokio::runtime::Runtime;
 
 use crate::until::{LIMIT, until};
 
+/// One of conntrack's parameters: they are there if the module is, in each network namespace.
+const CONNTRACK: &str = "/proc/sys/net/netfilter/nf_conntrack_udp_timeout";
+
 pub(crate) struct World {
     // Dropped in this order: what talks to the server before the server, its files last.
     runtime: Runtime,
     client: Client,
     pub(crate) server: ApiServer,
     pub(crate) directory: Folder,
+    /// Why the kernel parameters that the configuration's section conntrack is about are not there, if they are not.
+    pub(crate) without_conntrack: Option<String>,
 }
 
 impl World {
@@ -36,7 +44,7 @@ impl World {
             .build()
             .context("starting a runtime")?;
         let client = runtime.block_on(server.client())?;
-        let world = Self { runtime, client, server, directory };
+        let world = Self { runtime, client, server, directory, without_conntrack: load_conntrack() };
         world.apply(&objects::service("default", "web", 80))?;
         let slice = objects::endpoint_slice("default", "web-1", "web", &["10.0.0.1".parse()?], 8080);
         world.apply(&slice)?;
@@ -87,6 +95,23 @@ impl World {
         )
         .with_context(|| "the events of the cluster are not as expected")
     }
+}
+
+/// The module, where nothing on this machine has wanted it yet. Answers why it is not there.
+fn load_conntrack() -> Option<String> {
+    let there = || Path::new(CONNTRACK).exists();
+    if there() {
+        return None;
+    }
+    let output = Command::new("modprobe").arg("nf_conntrack").stdin(Stdio::null()).output();
+    if there() {
+        return None;
+    }
+    let said = match output {
+        Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        Err(error) => format!("starting modprobe: {error}"),
+    };
+    Some(format!("the kernel's nf_conntrack (CONFIG_NF_CONNTRACK) is not loaded; {said}"))
 }
 
 /// A Node with these addresses and pod CIDRs.

@@ -109,6 +109,8 @@ pub(super) fn wrong_values_are_refused() -> Result<Outcome> {
         ("privilged=false", "privilged"),
         ("privileged=sometimes", "privileged"),
         ("config.healthzBindAddress=0.0.0.0", "healthzBindAddress"),
+        // Not built yet: proxy-ctl would refuse it too, on every node.
+        ("config.mode=nftables", "mode"),
     ];
     for (value, named) in cases {
         match render(&[value]) {
@@ -122,7 +124,7 @@ pub(super) fn wrong_values_are_refused() -> Result<Outcome> {
 pub(super) fn the_chart_follows_its_values() -> Result<Outcome> {
     let objects = rendered!(&[
         "config.ebpf.socketLoadBalancing=host",
-        "config.mode=nftables",
+        "config.clientConnection.qps=7",
         "config.healthzBindAddress=127.0.0.1:11256",
         "monitoring.podMonitor.enabled=true",
         "monitoring.dashboard.enabled=true",
@@ -135,14 +137,17 @@ pub(super) fn the_chart_follows_its_values() -> Result<Outcome> {
     let config =
         map("proxy-ctl").and_then(|map| map["data"]["config.conf"].as_str()).context("config.conf")?;
     let config = files::documents(config)?.pop().context("config.conf is empty")?;
-    ensure!(config["ebpf"]["socketLoadBalancing"] == "host" && config["mode"] == "nftables", "{config}");
+    ensure!(config["ebpf"]["socketLoadBalancing"] == "host" && config["mode"] == "ebpf", "{config}");
+    // One field of a section leaves the chart's others in it alone.
+    let connection = &config["clientConnection"];
+    ensure!(connection["qps"] == 7 && connection["kubeconfig"].is_string(), "{config}");
     // What is scraped from outside must be reachable there.
     ensure!(config["metricsBindAddress"] == "0.0.0.0:10249", "{config}");
 
     let container = &files::of_kind(&objects, "DaemonSet")?["spec"]["template"]["spec"]["containers"][0];
     ensure!(container["image"] == "registry.example/proxy-ctl:9.9", "{container}");
-    ensure!(container["ports"][0]["containerPort"] == 11256, "{container}");
     for probe in ["startupProbe", "livenessProbe", "readinessProbe"] {
+        ensure!(container[probe]["httpGet"]["port"] == 11256, "{probe}: {container}");
         ensure!(container[probe]["httpGet"]["host"] == "127.0.0.1", "{probe}: {container}");
     }
 

@@ -28,6 +28,7 @@ type Check = (&'static str, fn() -> Result<Outcome>);
 
 const CHECKS: &[Check] = &[
     ("versions are those of the workspace", chart::versions_are_those_of_the_workspace),
+    ("manifests can be joined", objects::manifests_can_be_joined),
     ("the chart renders the manifests", chart::the_chart_renders_the_manifests),
     ("wrong values of the chart are refused", chart::wrong_values_are_refused),
     ("the chart follows its values", chart::the_chart_follows_its_values),

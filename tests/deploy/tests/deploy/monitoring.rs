@@ -22,6 +22,8 @@ const NODE: &str = "node1";
 const METRICS: &str = "127.0.0.1:10249";
 /// Longest wait for the proxy to have followed the API server.
 const PROGRAMMED: Duration = Duration::from_secs(60);
+/// Longest wait for a piece of an answer; then it is asked again.
+const ANSWER: Duration = Duration::from_secs(5);
 /// Prometheus makes this one itself, of each target.
 const OF_THE_SCRAPE: &str = "up";
 
@@ -149,6 +151,7 @@ fn binary() -> Result<PathBuf> {
 fn scrape(namespace: &str) -> Result<String> {
     namespace::within(namespace, || {
         let mut stream = TcpStream::connect(METRICS).context("connecting to /metrics")?;
+        stream.set_read_timeout(Some(ANSWER)).context("setting a timeout")?;
         write!(stream, "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer).context("reading /metrics")?;

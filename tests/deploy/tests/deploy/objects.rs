@@ -46,6 +46,16 @@ fn pod_of(daemon_set: &Value) -> Value {
     json!({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
 }
 
+/// `sed … deploy/manifests/*.yaml | kubectl apply -f -` of the README.
+pub(super) fn manifests_can_be_joined() -> Result<Outcome> {
+    for (folder, expected) in [("manifests", 4), ("monitoring", 2)] {
+        let (joined, apart) = (files::joined(folder)?, files::objects(folder)?);
+        ensure!(joined == apart, "{folder}: joined {joined:?}, apart {apart:?}");
+        ensure!(joined.len() == expected, "{folder}: {} objects", joined.len());
+    }
+    Ok(Outcome::Passed)
+}
+
 pub(super) fn the_api_server_accepts_everything() -> Result<Outcome> {
     let (_folder, server) = started!();
     let definitions = match tools::operator_definitions() {
@@ -84,6 +94,9 @@ pub(super) fn the_api_server_accepts_everything() -> Result<Outcome> {
             if object["kind"] == "Pod" {
                 // What system-node-critical stands for.
                 ensure!(stored["spec"]["priority"] == 2_000_001_000, "{stored}");
+                // On the host network each would be one that the scheduler wants free on the node.
+                let containers = stored["spec"]["containers"].as_array().context("containers")?;
+                ensure!(containers.iter().all(|container| container.get("ports").is_none()), "{stored}");
             }
         }
         // The checks do check.

@@ -26,7 +26,7 @@ use crate::{
             status::{BackendState, EndpointState, FrontendState, Pinned, ServiceState},
         },
     },
-    model::objects::{Family, Protocol},
+    model::objects::Protocol,
 };
 
 const DEFAULT_BPFFS: &str = "/sys/fs/bpf";
@@ -183,10 +183,7 @@ fn service_view(service: ServiceState, terminating: impl Fn(u32) -> bool) -> Ser
         name: name.service.name.to_string(),
         port: name.port.to_string(),
         protocol: name.protocol.name(),
-        family: match name.family {
-            Family::Ipv4 => "IPv4",
-            Family::Ipv6 => "IPv6",
-        },
+        family: name.family.name(),
         id,
         policy,
         frontends,
@@ -244,7 +241,10 @@ mod tests {
     use std::net::SocketAddr;
 
     use super::*;
-    use crate::model::{desired::ServicePortName, objects::ObjectName};
+    use crate::model::{
+        desired::ServicePortName,
+        objects::{Family, ObjectName},
+    };
 
     fn endpoint(address: &str, local: bool, backend: u32) -> EndpointState {
         EndpointState { address: address.parse::<SocketAddr>().unwrap(), local, backend }

@@ -331,9 +331,7 @@ impl Config {
         let mentioned = wanted.iter().any(|one| one.family().is_none_or(|v4| v4 == address.is_ipv4()));
         !mentioned || wanted.iter().any(|one| one.covers(address, node_addresses))
     }
-}
 
-impl Config {
     /// Whether node ports are served on every address of both families.
     pub fn serves_node_ports_everywhere(&self) -> bool {
         let wanted = &self.node_port_addresses;

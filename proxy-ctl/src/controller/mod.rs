@@ -10,6 +10,7 @@ mod surveys;
 mod unsupported;
 
 use std::{
+    collections::BTreeSet,
     net::IpAddr,
     sync::Arc,
     time::{Duration, Instant},
@@ -345,7 +346,7 @@ impl<D: Dataplane> Controller<D> {
             Listen::Everywhere
         } else {
             let node_addresses = self.model.node().map(|node| node.addresses.as_slice()).unwrap_or_default();
-            Listen::On(selected(host, &self.config, node_addresses).node_port_addresses)
+            Listen::On(node_port_addresses(host, &self.config, node_addresses))
         };
         let now = HealthChecks { addresses, services: self.model.health_checks() };
         self.reports.health_checks.send_if_modified(|told| {
@@ -453,10 +454,8 @@ impl<D> Programmed<D> {
 
 /// What the configuration leaves of the node's addresses and interfaces.
 fn selected(host: &Host, config: &Config, node_addresses: &[IpAddr]) -> Host {
-    let primary = NodeIps::detect(config.bind_address, node_addresses).known();
-    let serves = |address: &&IpAddr| config.serves_node_ports_on(**address, &primary);
     Host {
-        node_port_addresses: host.node_port_addresses.iter().filter(serves).copied().collect(),
+        node_port_addresses: node_port_addresses(host, config, node_addresses),
         masquerade_addresses: host.masquerade_addresses.clone(),
         interfaces: host
             .interfaces
@@ -465,6 +464,12 @@ fn selected(host: &Host, config: &Config, node_addresses: &[IpAddr]) -> Host {
             .cloned()
             .collect(),
     }
+}
+
+fn node_port_addresses(host: &Host, config: &Config, node_addresses: &[IpAddr]) -> BTreeSet<IpAddr> {
+    let primary = NodeIps::detect(config.bind_address, node_addresses).known();
+    let serves = |address: &&IpAddr| config.serves_node_ports_on(**address, &primary);
+    host.node_port_addresses.iter().filter(serves).copied().collect()
 }
 
 fn families_of(changes: &Changes) -> Vec<Family> {

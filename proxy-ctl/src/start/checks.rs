@@ -39,9 +39,9 @@ pub fn check(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Findings {
     let mut findings = Findings::default();
     findings.warnings.extend(node_ports(config, node));
     let wrong = other(node.ips.primary);
-    let cluster = format!("{}-{}", name(node.ips.primary), if node.dual_stack { "primary" } else { "only" });
+    let cluster = format!("{}-{}", node.ips.primary.name(), if node.dual_stack { "primary" } else { "only" });
     let mut odd = |fatal: bool, what: &str| {
-        let finding = format!("the cluster is {cluster}, but {what} has {} addresses only", name(wrong));
+        let finding = format!("the cluster is {cluster}, but {what} has {} addresses only", wrong.name());
         if fatal { &mut findings.fatal } else { &mut findings.warnings }.push(finding);
     };
     if only(&config.cluster_cidrs, wrong) {
@@ -82,7 +82,7 @@ fn node_ports(config: &Config, node: &NodeFacts) -> Option<String> {
             NodePortAddress::Network(network) => Family::of(network.addr()) == family,
         })
     };
-    let anywhere = |family| format!("node ports are served on every local {} address", name(family));
+    let anywhere = |family: Family| format!("node ports are served on every local {} address", family.name());
     if wanted.is_empty() {
         return Some(
             "nodePortAddresses is unset: node ports are served on every local address. Consider \
@@ -96,13 +96,13 @@ fn node_ports(config: &Config, node: &NodeFacts) -> Option<String> {
         });
     if !covers(primary) {
         let problem =
-            format!("nodePortAddresses has no {} address, the cluster's first family", name(primary));
+            format!("nodePortAddresses has no {} address, the cluster's first family", primary.name());
         return Some(format!("{problem}: {}", anywhere(primary)));
     }
     (dual_stack && !covers(other(primary))).then(|| {
         let problem = format!(
             "the cluster is dual-stack, but nodePortAddresses has no {} address",
-            name(other(primary))
+            other(primary).name()
         );
         format!("{problem}: {}", anywhere(other(primary)))
     })
@@ -116,13 +116,6 @@ fn other(family: Family) -> Family {
     match family {
         Family::Ipv4 => Family::Ipv6,
         Family::Ipv6 => Family::Ipv4,
-    }
-}
-
-fn name(family: Family) -> &'static str {
-    match family {
-        Family::Ipv4 => "IPv4",
-        Family::Ipv6 => "IPv6",
     }
 }
 

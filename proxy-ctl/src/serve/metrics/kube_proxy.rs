@@ -59,11 +59,7 @@ pub(super) struct KubeProxy {
 }
 
 fn label(family: AddressFamily) -> [Label; 1] {
-    let name = match family {
-        AddressFamily::Ipv4 => "IPv4",
-        AddressFamily::Ipv6 => "IPv6",
-    };
-    [("ip_family", name)]
+    [("ip_family", family.name())]
 }
 
 /// 1 ms to 16.384 s.

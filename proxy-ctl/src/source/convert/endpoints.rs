@@ -39,10 +39,7 @@ pub fn endpoints(object: &v1::Endpoints) -> (Option<ServiceSlices>, Vec<Oddity>)
 
 /// No object's name has a slash, so this is nobody else's.
 fn slice_name(service: &ObjectName, subset: usize, family: Family) -> ObjectName {
-    let family = match family {
-        Family::Ipv4 => "IPv4",
-        Family::Ipv6 => "IPv6",
-    };
+    let family = family.name();
     ObjectName::new(Arc::clone(&service.namespace), format!("{}/{subset}/{family}", service.name))
 }
 

@@ -6,6 +6,7 @@ mod discovery;
 pub mod failure;
 mod follow;
 mod health;
+mod kept;
 mod kubeconfig;
 mod legacy;
 mod oddities;

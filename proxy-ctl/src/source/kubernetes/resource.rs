@@ -1,4 +1,4 @@
-//! What is watched, and how it becomes updates.
+//! What is watched, and how it is parsed.
 
 use k8s_openapi::api::{
     core::v1::{Endpoints as KubeEndpoints, Node as KubeNode, Service as KubeService},
@@ -7,23 +7,21 @@ use k8s_openapi::api::{
 };
 use serde::de::DeserializeOwned;
 
-use super::{legacy, state::ResourceKind};
+use super::{kept::Kept, legacy, state::ResourceKind};
 use crate::{
-    model::objects::{EndpointSlice, Node, ObjectName, Service, ServiceCidr, ServiceSlices},
-    source::{Oddity, Update, convert},
+    model::objects::{EndpointSlice, Node, Service, ServiceCidr, ServiceSlices},
+    source::{Oddity, convert},
 };
 
 /// Objects that are someone else's, or nobody's, to serve. Both labels on both kinds: which of them
 /// kube-proxy looks at where has changed between its versions, and each is documented for Services.
 pub(super) const SERVED: &str = "!service.kubernetes.io/service-proxy-name,!service.kubernetes.io/headless";
 
-/// A kind of object with its way into the model.
+/// A version of a kind of object.
 pub(super) trait Watched: Send + 'static {
     type Object: kube::Resource<DynamicType = ()> + DeserializeOwned + Send;
-    type Parsed: Clone + PartialEq + Send + Sync;
+    type Parsed: Kept;
     const KIND: ResourceKind;
-    /// There is at most one: what repeats the last one is not sent again. A Node's heartbeats change nothing.
-    const SINGLE: bool = false;
     /// A newer API is watched instead as soon as there is one: asked again whenever the connection was lost.
     const STOPGAP: bool = false;
     /// As errors name it.
@@ -31,9 +29,6 @@ pub(super) trait Watched: Send + 'static {
 
     /// None: not served; what is wrong with it is in the list.
     fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>);
-    fn replace(all: Vec<Self::Parsed>) -> Update;
-    fn apply(one: Self::Parsed) -> Update;
-    fn delete(name: ObjectName) -> Update;
 }
 
 pub(super) struct Services;
@@ -47,18 +42,6 @@ impl Watched for Services {
     fn convert(object: &KubeService) -> (Option<Service>, Vec<Oddity>) {
         convert::service(object)
     }
-
-    fn replace(all: Vec<Service>) -> Update {
-        Update::ReplaceServices(all)
-    }
-
-    fn apply(one: Service) -> Update {
-        Update::ApplyService(one)
-    }
-
-    fn delete(name: ObjectName) -> Update {
-        Update::DeleteService(name)
-    }
 }
 
 pub(super) struct EndpointSlices;
@@ -71,18 +54,6 @@ impl Watched for EndpointSlices {
 
     fn convert(object: &KubeEndpointSlice) -> (Option<EndpointSlice>, Vec<Oddity>) {
         convert::endpoint_slice(object)
-    }
-
-    fn replace(all: Vec<EndpointSlice>) -> Update {
-        Update::ReplaceSlices(all)
-    }
-
-    fn apply(one: EndpointSlice) -> Update {
-        Update::ApplySlice(one)
-    }
-
-    fn delete(name: ObjectName) -> Update {
-        Update::DeleteSlice(name)
     }
 }
 
@@ -99,18 +70,6 @@ impl Watched for EndpointSlicesV1Beta1 {
     fn convert(object: &legacy::EndpointSlice) -> (Option<EndpointSlice>, Vec<Oddity>) {
         convert::endpoint_slice(&object.to_v1())
     }
-
-    fn replace(all: Vec<EndpointSlice>) -> Update {
-        Update::ReplaceSlices(all)
-    }
-
-    fn apply(one: EndpointSlice) -> Update {
-        Update::ApplySlice(one)
-    }
-
-    fn delete(name: ObjectName) -> Update {
-        Update::DeleteSlice(name)
-    }
 }
 
 /// core/v1, where there are no slices: one object a Service.
@@ -126,18 +85,6 @@ impl Watched for LegacyEndpoints {
     fn convert(object: &KubeEndpoints) -> (Option<ServiceSlices>, Vec<Oddity>) {
         convert::endpoints(object)
     }
-
-    fn replace(all: Vec<ServiceSlices>) -> Update {
-        Update::ReplaceSlices(all.into_iter().flat_map(|of| of.slices).collect())
-    }
-
-    fn apply(one: ServiceSlices) -> Update {
-        Update::ReplaceServiceSlices(one)
-    }
-
-    fn delete(name: ObjectName) -> Update {
-        Update::ReplaceServiceSlices(ServiceSlices { service: name, slices: Vec::new() })
-    }
 }
 
 pub(super) struct ServiceCidrs;
@@ -151,18 +98,6 @@ impl Watched for ServiceCidrs {
     fn convert(object: &KubeServiceCidr) -> (Option<ServiceCidr>, Vec<Oddity>) {
         let ranges = object.spec.as_ref().and_then(|spec| spec.cidrs.as_deref());
         convert::service_cidr(&object.metadata, ranges.unwrap_or_default())
-    }
-
-    fn replace(all: Vec<ServiceCidr>) -> Update {
-        Update::ReplaceServiceCidrs(all)
-    }
-
-    fn apply(one: ServiceCidr) -> Update {
-        Update::ApplyServiceCidr(one)
-    }
-
-    fn delete(name: ObjectName) -> Update {
-        Update::DeleteServiceCidr(name.name)
     }
 }
 
@@ -180,44 +115,18 @@ impl Watched for ServiceCidrsV1Beta1 {
         let ranges = object.spec.as_ref().and_then(|spec| spec.cidrs.as_deref());
         convert::service_cidr(&object.metadata, ranges.unwrap_or_default())
     }
-
-    fn replace(all: Vec<ServiceCidr>) -> Update {
-        ServiceCidrs::replace(all)
-    }
-
-    fn apply(one: ServiceCidr) -> Update {
-        ServiceCidrs::apply(one)
-    }
-
-    fn delete(name: ObjectName) -> Update {
-        ServiceCidrs::delete(name)
-    }
 }
 
-/// The own Node: one object or none, by field selector.
 pub(super) struct OwnNode;
 
 impl Watched for OwnNode {
     type Object = KubeNode;
     type Parsed = Node;
     const KIND: ResourceKind = ResourceKind::Nodes;
-    const SINGLE: bool = true;
     const NAME: &'static str = "Node";
 
     fn convert(object: &KubeNode) -> (Option<Node>, Vec<Oddity>) {
         let (node, oddities) = convert::node(object);
         (Some(node), oddities)
-    }
-
-    fn replace(mut all: Vec<Node>) -> Update {
-        Update::Node(all.pop())
-    }
-
-    fn apply(one: Node) -> Update {
-        Update::Node(Some(one))
-    }
-
-    fn delete(_: ObjectName) -> Update {
-        Update::Node(None)
     }
 }

@@ -26,6 +26,7 @@ use super::{
     connection::{Connection, Renewed},
     failure::{Failure, Reason},
     health::Health,
+    kept::Kept,
     oddities::Oddities,
     resource::Watched,
     state::{ListMethod, SourceState, Verb},
@@ -447,10 +448,10 @@ impl<W: Watched> Watcher<W> {
         debug!(resource = %W::KIND, objects = listing.objects, method = method.name(), "listed");
         self.state.listed(W::KIND, method, listing.objects);
         self.state.set_denied(W::KIND, Verb::List, false);
-        if W::SINGLE {
+        if W::Parsed::SINGLE {
             self.last = listing.parsed.last().cloned();
         }
-        self.send(W::replace(listing.parsed)).await?;
+        self.send(Kept::replace(listing.parsed)).await?;
         self.position = Some(version);
         self.failed_streams = 0;
         Ok(())
@@ -459,14 +460,14 @@ impl<W: Watched> Watcher<W> {
     async fn changed(&mut self, object: &RawValue, more: i64) -> Result<(), Stop> {
         let (meta, parsed) = self.parse(object)?;
         self.state.objects_changed(W::KIND, more);
-        if !W::SINGLE || self.last != parsed {
-            if W::SINGLE {
+        if !W::Parsed::SINGLE || self.last != parsed {
+            if W::Parsed::SINGLE {
                 self.last.clone_from(&parsed);
             }
             self.send(match parsed {
-                Some(parsed) => W::apply(parsed),
+                Some(parsed) => parsed.apply(),
                 // It may have been served until now.
-                None => W::delete(meta.name()),
+                None => W::Parsed::delete(meta.name()),
             })
             .await?;
         }
@@ -480,7 +481,7 @@ impl<W: Watched> Watcher<W> {
         self.state.objects_changed(W::KIND, -1);
         self.oddities.forget(&name.to_string());
         self.last = None;
-        self.send(W::delete(name)).await?;
+        self.send(W::Parsed::delete(name)).await?;
         self.reached(meta.resource_version);
         Ok(())
     }

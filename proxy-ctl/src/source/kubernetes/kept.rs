@@ -1,0 +1,89 @@
+//! What is kept of each kind of object, and how it is told to the model: the same for every version of its API.
+
+use crate::{
+    model::objects::{EndpointSlice, Node, ObjectName, Service, ServiceCidr, ServiceSlices},
+    source::Update,
+};
+
+/// An object that has been parsed.
+pub(super) trait Kept: Clone + PartialEq + Send + Sync + 'static {
+    /// There is at most one: what repeats the last one is not sent again. A Node's heartbeats change nothing.
+    const SINGLE: bool = false;
+
+    fn replace(all: Vec<Self>) -> Update;
+    fn apply(self) -> Update;
+    fn delete(name: ObjectName) -> Update;
+}
+
+impl Kept for Service {
+    fn replace(all: Vec<Self>) -> Update {
+        Update::ReplaceServices(all)
+    }
+
+    fn apply(self) -> Update {
+        Update::ApplyService(self)
+    }
+
+    fn delete(name: ObjectName) -> Update {
+        Update::DeleteService(name)
+    }
+}
+
+impl Kept for EndpointSlice {
+    fn replace(all: Vec<Self>) -> Update {
+        Update::ReplaceSlices(all)
+    }
+
+    fn apply(self) -> Update {
+        Update::ApplySlice(self)
+    }
+
+    fn delete(name: ObjectName) -> Update {
+        Update::DeleteSlice(name)
+    }
+}
+
+impl Kept for ServiceSlices {
+    fn replace(all: Vec<Self>) -> Update {
+        Update::ReplaceSlices(all.into_iter().flat_map(|of| of.slices).collect())
+    }
+
+    fn apply(self) -> Update {
+        Update::ReplaceServiceSlices(self)
+    }
+
+    fn delete(name: ObjectName) -> Update {
+        Update::ReplaceServiceSlices(Self { service: name, slices: Vec::new() })
+    }
+}
+
+impl Kept for ServiceCidr {
+    fn replace(all: Vec<Self>) -> Update {
+        Update::ReplaceServiceCidrs(all)
+    }
+
+    fn apply(self) -> Update {
+        Update::ApplyServiceCidr(self)
+    }
+
+    fn delete(name: ObjectName) -> Update {
+        Update::DeleteServiceCidr(name.name)
+    }
+}
+
+/// The own Node: one object or none, by field selector.
+impl Kept for Node {
+    const SINGLE: bool = true;
+
+    fn replace(mut all: Vec<Self>) -> Update {
+        Update::Node(all.pop())
+    }
+
+    fn apply(self) -> Update {
+        Update::Node(Some(self))
+    }
+
+    fn delete(_: ObjectName) -> Update {
+        Update::Node(None)
+    }
+}

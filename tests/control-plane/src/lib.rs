@@ -19,6 +19,7 @@ mod api_server;
 pub mod binaries;
 mod certificates;
 mod folder;
+pub mod go;
 mod kube_proxy;
 pub mod objects;
 mod process;

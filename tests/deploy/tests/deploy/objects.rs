@@ -6,7 +6,10 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use control_plane::{ApiServer, Options, binaries::Program};
+use control_plane::{
+    ApiServer, Options,
+    binaries::{self, Program},
+};
 use deploy::{api, files, tools};
 use serde_json::{Value, json};
 
@@ -114,7 +117,7 @@ pub(super) fn the_api_server_accepts_everything() -> Result<Outcome> {
 
 /// kubeadm's own manifests, from its source.
 fn kubeadm(constant: &str, values: &[(&str, &str)]) -> Result<Value> {
-    let module = tools::kubernetes_module("k8s.io/kubernetes")?;
+    let module = binaries::module().sources("k8s.io/kubernetes")?;
     let file = module.join("cmd/kubeadm/app/phases/addons/proxy/manifests.go");
     let source = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
     let template = source

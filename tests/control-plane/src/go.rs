@@ -1,0 +1,229 @@
+//! Programs that are Go modules: built from a module of this repository, once, and kept in a cache folder.
+
+use std::{
+    env, fs,
+    io::{BufRead, BufReader, IsTerminal, Write},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context, Result, bail};
+use nix::{
+    fcntl::{Flock, FlockArg},
+    unistd::{AccessFlags, access},
+};
+
+/// A folder with go.mod and go.sum.
+#[derive(Clone, Debug)]
+pub struct Module {
+    folder: PathBuf,
+    /// What the name of its cache folder begins with.
+    name: &'static str,
+}
+
+/// How a program of a module is built.
+#[derive(Clone, Debug)]
+pub struct Build<'a> {
+    /// What the program is called.
+    pub program: &'static str,
+    pub package: &'a str,
+    pub tags: &'a str,
+    pub linker_flags: &'a str,
+}
+
+impl Module {
+    pub const fn new(folder: PathBuf, name: &'static str) -> Self {
+        Self { folder, name }
+    }
+
+    /// `$XDG_CACHE_HOME/proxy-ctl/<name>-<hash of go.mod>`: other versions are another folder.
+    pub fn cache(&self) -> Result<PathBuf> {
+        let base = match env::var_os("XDG_CACHE_HOME").filter(|value| !value.is_empty()) {
+            Some(folder) => PathBuf::from(folder),
+            None => Path::new(&env::var_os("HOME").context("neither XDG_CACHE_HOME nor HOME is set")?)
+                .join(".cache"),
+        };
+        let hash = fnv1a(self.go_mod()?.as_bytes());
+        Ok(base.join("proxy-ctl").join(format!("{}-{hash:016x}", self.name)))
+    }
+
+    /// The version of a module that this one requires, such as `v1.36.1`.
+    pub fn required(&self, module: &str) -> Result<String> {
+        self.go_mod()?
+            .lines()
+            .find_map(|line| {
+                let line = line.trim().trim_start_matches("require ");
+                line.strip_prefix(module)?.strip_prefix(' ')?.split_whitespace().next()
+            })
+            .map(str::to_owned)
+            .with_context(|| format!("{} does not require {module}", self.folder.join("go.mod").display()))
+    }
+
+    /// Where the sources of a module are that this one requires; they are downloaded if need be.
+    pub fn sources(&self, module: &str) -> Result<PathBuf> {
+        self.run(&["mod", "download", module])?;
+        Ok(PathBuf::from(self.run(&["list", "-m", "-f", "{{.Dir}}", module])?.trim()))
+    }
+
+    /// What `go` prints to standard output when it is run in this module. An error without Go.
+    pub fn run(&self, arguments: &[&str]) -> Result<String> {
+        let mut command = self.go()?;
+        let output = command.args(arguments).output().context("starting go")?;
+        if !output.status.success() {
+            // With -json, errors are in the answer.
+            let said = [output.stderr, output.stdout].concat();
+            bail!("go {}: {}", arguments.join(" "), String::from_utf8_lossy(&said).trim());
+        }
+        String::from_utf8(output.stdout).with_context(|| format!("go {} prints no text", arguments.join(" ")))
+    }
+
+    /// The program, if an earlier build has left it in the cache.
+    pub fn built(&self, program: &str) -> Option<PathBuf> {
+        self.cache().ok().map(|cache| cache.join(program)).filter(|file| is_executable(file))
+    }
+
+    /// Builds the program, or takes what an earlier build has left. An error without Go.
+    pub fn build(&self, build: &Build<'_>) -> Result<PathBuf> {
+        let program = build.program;
+        let cache = self.cache()?;
+        fs::create_dir_all(&cache).with_context(|| format!("creating {}", cache.display()))?;
+        let lock = cache.join(format!("{program}.lock"));
+        let lock = fs::File::create(&lock).with_context(|| format!("creating {}", lock.display()))?;
+        let _building = Flock::lock(lock, FlockArg::LockExclusive)
+            .map_err(|(_, error)| error)
+            .with_context(|| format!("waiting for another build of {program}"))?;
+        let target = cache.join(program);
+        if is_executable(&target) {
+            return Ok(target);
+        }
+        // Complete or not there at all: an interrupted build must not look like a program.
+        let partial = cache.join(format!("{program}.partial"));
+        self.build_to(build, &partial)?;
+        fs::rename(&partial, &target).with_context(|| format!("renaming {}", partial.display()))?;
+        Ok(target)
+    }
+
+    fn build_to(&self, build: &Build<'_>, file: &Path) -> Result<()> {
+        let Build { program, package, tags, linker_flags } = build;
+        let packages = self.run(&["list", "-deps", "-tags", tags, package])?;
+        let mut progress = Progress::new(program, packages.lines().count());
+        let mut child = self
+            .go()?
+            .args(["build", "-v", "-trimpath", "-tags", tags, "-ldflags", linker_flags, "-o"])
+            .arg(file)
+            .arg(package)
+            .stderr(Stdio::piped())
+            .spawn()
+            .context("starting go")?;
+        let mut complaints = Vec::new();
+        for line in child.stderr.take().into_iter().flat_map(|stderr| BufReader::new(stderr).lines()) {
+            let line = line.context("reading what go says")?;
+            // `-v` names each package once it is built; whatever has blanks is something to tell.
+            if line.contains(' ') {
+                complaints.push(line);
+            } else {
+                progress.step();
+            }
+        }
+        let status = child.wait().context("waiting for go")?;
+        progress.end();
+        if !status.success() {
+            bail!("building {program} failed ({status}):\n{}", complaints.join("\n"));
+        }
+        Ok(())
+    }
+
+    fn go(&self) -> Result<Command> {
+        let mut command = Command::new(find_go()?);
+        command.current_dir(&self.folder).env("CGO_ENABLED", "0").stdin(Stdio::null());
+        Ok(command)
+    }
+
+    fn go_mod(&self) -> Result<String> {
+        let path = self.folder.join("go.mod");
+        fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
+    }
+}
+
+/// The program, if it is on PATH.
+pub fn on_path(program: &str) -> Option<PathBuf> {
+    let path = env::var_os("PATH")?;
+    env::split_paths(&path).map(|folder| folder.join(program)).find(|file| is_executable(file))
+}
+
+pub(crate) fn is_executable(file: &Path) -> bool {
+    file.is_file() && access(file, AccessFlags::X_OK).is_ok()
+}
+
+/// From PATH, else from where it says itself that it is, else from where https://go.dev/doc/install puts it: into a
+/// folder that is on no PATH before somebody adds it.
+fn find_go() -> Result<PathBuf> {
+    let root = env::var_os("GOROOT").map(PathBuf::from);
+    let installed = root.into_iter().chain([PathBuf::from("/usr/local/go")]);
+    on_path("go")
+        .or_else(|| installed.map(|root| root.join("bin/go")).find(|go| is_executable(go)))
+        .context("there is no Go on PATH, in GOROOT or in /usr/local/go")
+}
+
+/// FNV-1a: std's hasher may change with the compiler, and with it the name of the folder.
+fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+/// On a terminal one line that is overwritten; in a log a line for each tenth.
+struct Progress {
+    program: &'static str,
+    done: usize,
+    total: usize,
+    terminal: bool,
+}
+
+impl Progress {
+    fn new(program: &'static str, total: usize) -> Self {
+        eprintln!("building {program}: {total} packages, once, some minutes");
+        Self { program, done: 0, total: total.max(1), terminal: std::io::stderr().is_terminal() }
+    }
+
+    fn step(&mut self) {
+        self.done += 1;
+        let (program, done, total) = (self.program, self.done, self.total);
+        if self.terminal {
+            let mut stderr = std::io::stderr();
+            // A progress line that cannot be written is no reason to stop building.
+            let _ = write!(stderr, "\r{program}: {done} of {total} packages ").and_then(|()| stderr.flush());
+        } else if done % (total / 10).max(1) == 0 {
+            eprintln!("{program}: {done} of {total} packages");
+        }
+    }
+
+    /// Not every package is named: those of an earlier build are taken from Go's own cache.
+    fn end(&self) {
+        if self.terminal {
+            eprintln!();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_go_mod_requires_is_found_by_its_whole_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let text = "module x\nrequire a.b/c v1.2.3\nrequire (\n\ta.b/c/d v0.1.0 // indirect\n)\n";
+        fs::write(folder.path().join("go.mod"), text).unwrap();
+        let module = Module::new(folder.path().to_owned(), "x");
+        assert_eq!(module.required("a.b/c").unwrap(), "v1.2.3");
+        assert_eq!(module.required("a.b/c/d").unwrap(), "v0.1.0");
+        assert!(module.required("a.b").unwrap_err().to_string().contains("does not require a.b"));
+    }
+
+    #[test]
+    fn the_hash_is_fnv1a() {
+        assert_eq!(fnv1a(b""), 0xcbf2_9ce4_8422_2325);
+        assert_eq!(fnv1a(b"foobar"), 0x8594_4171_f739_67e8);
+    }
+}

@@ -7,13 +7,13 @@ use serde_json::{Value, json};
 use crate::{
     node::Node,
     proxy::{answers, metric},
-    scenarios::{ADDRESS, PROGRAMMED, Passed},
+    scenarios::{ADDRESS, PROGRAMMED},
     until::{LIMIT, until},
     world::{World, node},
 };
 
 /// How long is proved where no process has to run for it: see the scenarios of the source.
-pub(crate) fn an_api_server_that_is_away_changes_nothing(world: &mut World) -> Result<Passed> {
+pub(crate) fn an_api_server_that_is_away_changes_nothing(world: &mut World) -> Result<()> {
     let own = Node::new(world, "alone", 17)?;
     let late = Node::new(world, "alone-from-the-start", 18)?;
     for own in [&own, &late] {
@@ -50,7 +50,7 @@ pub(crate) fn an_api_server_that_is_away_changes_nothing(world: &mut World) -> R
         let told = proxy.log().lines().filter(|line| line.contains("Connection refused")).count();
         ensure!(told == 1, "one outage is told {told} times:\n{}", proxy.log());
     }
-    Ok(Passed)
+    Ok(())
 }
 
 /// The tables are there and empty.
@@ -71,7 +71,7 @@ fn role(rules: &[Value]) -> Value {
     })
 }
 
-pub(crate) fn what_rbac_denies_is_named_and_the_rest_works(world: &mut World) -> Result<Passed> {
+pub(crate) fn what_rbac_denies_is_named_and_the_rest_works(world: &mut World) -> Result<()> {
     world.apply(&json!({
         "apiVersion": "v1", "kind": "ServiceAccount",
         "metadata": {"namespace": "default", "name": "life-limited"},
@@ -113,5 +113,5 @@ pub(crate) fn what_rbac_denies_is_named_and_the_rest_works(world: &mut World) ->
         "ServiceCIDRs are denied still"
     );
     proxy.runs()?;
-    Ok(Passed)
+    Ok(())
 }

@@ -3,7 +3,7 @@
 use std::{fs, net::TcpListener};
 
 use anyhow::{Context, Result, ensure};
-use control_plane::binaries::Program;
+use control_plane::{KubeProxy, Outcome, Scenario, scenarios};
 use nix::sys::signal::Signal;
 use serde_json::json;
 
@@ -15,55 +15,32 @@ use crate::{
     world::{World, node},
 };
 
-pub(crate) struct Scenario {
-    pub(crate) name: &'static str,
-    /// Answers why it was skipped.
-    pub(crate) run: fn(&mut World) -> Result<Option<String>>,
-}
-
-macro_rules! scenarios {
-    ($($name:ident),+ $(,)?) => {
-        pub(crate) fn all() -> Vec<Scenario> {
-            vec![$(Scenario {
-                name: stringify!($name),
-                run: |world| $name(world).map(Into::into),
-            },)+]
-        }
-    };
-}
-
-scenarios! {
-    a_late_node_is_waited_for,
-    a_node_that_does_not_come_is_started_without,
-    another_node_address_ends_it,
-    a_deleted_node_ends_it_and_is_waited_for_again,
-    pod_cidrs_are_waited_for,
-    other_pod_cidrs_end_it,
-    a_swapped_config_map_is_taken_over_or_ends_it,
-    an_invalid_configuration_file_changes_nothing,
-    sigterm_leaves_everything_at_work,
-    an_address_that_is_taken_ends_it_with_an_event,
-    init_only_sets_the_kernel_up_and_ends,
-    an_api_server_that_is_away_changes_nothing,
-    what_rbac_denies_is_named_and_the_rest_works,
-    kube_proxy_ends_alike,
-    kernel_parameters_are_those_of_kube_proxy,
-    kube_proxy_tells_the_same_event,
-}
-
-/// Nothing was skipped.
-pub(crate) struct Passed;
-
-impl From<Passed> for Option<String> {
-    fn from(Passed: Passed) -> Self {
-        None
-    }
+/// In this order.
+pub(crate) fn all() -> Vec<Scenario<World>> {
+    scenarios![
+        a_late_node_is_waited_for,
+        a_node_that_does_not_come_is_started_without,
+        another_node_address_ends_it,
+        a_deleted_node_ends_it_and_is_waited_for_again,
+        pod_cidrs_are_waited_for,
+        other_pod_cidrs_end_it,
+        a_swapped_config_map_is_taken_over_or_ends_it,
+        an_invalid_configuration_file_changes_nothing,
+        sigterm_leaves_everything_at_work,
+        an_address_that_is_taken_ends_it_with_an_event,
+        init_only_sets_the_kernel_up_and_ends,
+        an_api_server_that_is_away_changes_nothing,
+        what_rbac_denies_is_named_and_the_rest_works,
+        kube_proxy_ends_alike,
+        kernel_parameters_are_those_of_kube_proxy,
+        kube_proxy_tells_the_same_event,
+    ]
 }
 
 pub(crate) const ADDRESS: &[&str] = &["192.0.2.1"];
 pub(crate) const PROGRAMMED: &str = "everything listed is programmed";
 
-fn a_late_node_is_waited_for(world: &mut World) -> Result<Passed> {
+fn a_late_node_is_waited_for(world: &mut World) -> Result<()> {
     let own = Node::new(world, "late", 1)?;
     let mut proxy = own.start(&json!({}))?;
     proxy.says("waiting for the Node and its addresses")?;
@@ -79,11 +56,11 @@ fn a_late_node_is_waited_for(world: &mut World) -> Result<Passed> {
     ensure!(starting["action"] == "StartKubeProxy" && starting["type"] == "Normal", "{starting}");
     ensure!(starting["reportingController"] == "kube-proxy", "{starting}");
     proxy.runs()?;
-    Ok(Passed)
+    Ok(())
 }
 
 /// The only scenario that takes as long as what it is about: half a minute.
-fn a_node_that_does_not_come_is_started_without(world: &mut World) -> Result<Passed> {
+fn a_node_that_does_not_come_is_started_without(world: &mut World) -> Result<()> {
     let own = Node::new(world, "never", 2)?;
     let mut proxy = own.start(&json!({}))?;
     proxy.says("waiting for the Node and its addresses")?;
@@ -97,10 +74,10 @@ fn a_node_that_does_not_come_is_started_without(world: &mut World) -> Result<Pas
     world.apply(&node(own.name, ADDRESS, &[]))?;
     proxy.ends()?.is(1, "NodeIPs changed for the node: they were none, now they are 192.0.2.1")?;
     own.serves()?;
-    Ok(Passed)
+    Ok(())
 }
 
-fn another_node_address_ends_it(world: &mut World) -> Result<Passed> {
+fn another_node_address_ends_it(world: &mut World) -> Result<()> {
     let own = Node::new(world, "moved", 3)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
     let mut proxy = own.start(&json!({}))?;
@@ -115,10 +92,10 @@ fn another_node_address_ends_it(world: &mut World) -> Result<Passed> {
     let proxy = own.start(&json!({}))?;
     proxy.says(PROGRAMMED)?;
     ensure!(proxy.log().contains("192.0.2.2"), "{}", proxy.log());
-    Ok(Passed)
+    Ok(())
 }
 
-fn a_deleted_node_ends_it_and_is_waited_for_again(world: &mut World) -> Result<Passed> {
+fn a_deleted_node_ends_it_and_is_waited_for_again(world: &mut World) -> Result<()> {
     let own = Node::new(world, "deleted", 4)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
     let mut proxy = own.start(&json!({}))?;
@@ -135,10 +112,10 @@ fn a_deleted_node_ends_it_and_is_waited_for_again(world: &mut World) -> Result<P
     proxy.says(PROGRAMMED)?;
     answers(&own.healthz(), "/healthz", 200)?;
     ensure!(metric(&own.metrics(), "proxy_writes_total")? == 0.0, "a start without changes writes nothing");
-    Ok(Passed)
+    Ok(())
 }
 
-fn pod_cidrs_are_waited_for(world: &mut World) -> Result<Passed> {
+fn pod_cidrs_are_waited_for(world: &mut World) -> Result<()> {
     let own = Node::new(world, "without-cidr", 5)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
     let mut proxy = own.start(&json!({"detectLocalMode": "NodeCIDR"}))?;
@@ -147,12 +124,12 @@ fn pod_cidrs_are_waited_for(world: &mut World) -> Result<Passed> {
     world.apply(&node(own.name, ADDRESS, &["10.1.0.0/24"]))?;
     proxy.says(PROGRAMMED)?;
     proxy.runs()?;
-    Ok(Passed)
+    Ok(())
 }
 
 /// The API server does not let the pod CIDRs of a Node change: it is deleted and made anew, while the proxy is not
 /// looking.
-fn other_pod_cidrs_end_it(world: &mut World) -> Result<Passed> {
+fn other_pod_cidrs_end_it(world: &mut World) -> Result<()> {
     let own = Node::new(world, "other-cidr", 6)?;
     world.apply(&node(own.name, ADDRESS, &["10.1.0.0/24"]))?;
     let mut proxy = own.start(&json!({"detectLocalMode": "NodeCIDR"}))?;
@@ -166,10 +143,10 @@ fn other_pod_cidrs_end_it(world: &mut World) -> Result<Passed> {
     world.server.restart()?;
     proxy.send(Signal::SIGCONT)?;
     proxy.ends()?.is(1, "PodCIDRs changed for the node: they were 10.1.0.0/24, now they are 10.2.0.0/24")?;
-    Ok(Passed)
+    Ok(())
 }
 
-fn a_swapped_config_map_is_taken_over_or_ends_it(world: &mut World) -> Result<Option<String>> {
+fn a_swapped_config_map_is_taken_over_or_ends_it(world: &mut World) -> Result<Outcome> {
     let own = Node::new(world, "config-map", 7)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
     let file = own.swap_config_map(&own.configuration(&json!({})))?;
@@ -210,10 +187,13 @@ fn a_swapped_config_map_is_taken_over_or_ends_it(world: &mut World) -> Result<Op
     own.serves()?;
     let proxy = own.start_with(&file, &[])?;
     proxy.says(PROGRAMMED)?;
-    Ok(world.without_conntrack.as_ref().map(|reason| format!("all but the timeout: {reason}")))
+    Ok(match &world.without_conntrack {
+        None => Outcome::Passed,
+        Some(reason) => Outcome::Skipped(format!("all but the timeout: {reason}")),
+    })
 }
 
-fn an_invalid_configuration_file_changes_nothing(world: &mut World) -> Result<Passed> {
+fn an_invalid_configuration_file_changes_nothing(world: &mut World) -> Result<()> {
     let own = Node::new(world, "invalid", 8)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
     let mut proxy = own.start(&json!({}))?;
@@ -227,10 +207,10 @@ fn an_invalid_configuration_file_changes_nothing(world: &mut World) -> Result<Pa
     fs::write(own.config_file(), own.configuration(&json!({})))?;
     proxy.says("the configuration file is valid again")?;
     proxy.runs()?;
-    Ok(Passed)
+    Ok(())
 }
 
-fn sigterm_leaves_everything_at_work(world: &mut World) -> Result<Passed> {
+fn sigterm_leaves_everything_at_work(world: &mut World) -> Result<()> {
     let own = Node::new(world, "terminated", 9)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
     let mut proxy = own.start(&json!({}))?;
@@ -240,10 +220,10 @@ fn sigterm_leaves_everything_at_work(world: &mut World) -> Result<Passed> {
     proxy.ends()?.is(0, "what is programmed goes on working")?;
     own.serves()?;
     ensure!(own.services()? == before, "{before}");
-    Ok(Passed)
+    Ok(())
 }
 
-fn an_address_that_is_taken_ends_it_with_an_event(world: &mut World) -> Result<Passed> {
+fn an_address_that_is_taken_ends_it_with_an_event(world: &mut World) -> Result<()> {
     for (name, number, reason) in [
         ("healthz-taken", 10, "FailedToStartProxierHealthcheck"),
         ("metrics-taken", 11, "FailedToStartMetricServer"),
@@ -257,10 +237,10 @@ fn an_address_that_is_taken_ends_it_with_an_event(world: &mut World) -> Result<P
         let event = world.event(own.name, reason)?;
         ensure!(event["type"] == "Warning" && event["action"] == "StartKubeProxy", "{event}");
     }
-    Ok(Passed)
+    Ok(())
 }
 
-fn init_only_sets_the_kernel_up_and_ends(world: &mut World) -> Result<Option<String>> {
+fn init_only_sets_the_kernel_up_and_ends(world: &mut World) -> Result<Outcome> {
     let own = Node::new(world, "init", 12)?;
     let conntrack =
         json!({"conntrack": {"maxPerCore": 0, "tcpEstablishedTimeout": "2h", "udpTimeout": "25s"}});
@@ -270,17 +250,18 @@ fn init_only_sets_the_kernel_up_and_ends(world: &mut World) -> Result<Option<Str
     proxy.ends()?.is(0, "System initialized and --init-only specified")?;
     ensure!(!own.has_pins(), "something is programmed");
     if let Some(reason) = &world.without_conntrack {
-        return Ok(Some(format!("all but the timeouts: {reason}")));
+        return Ok(Outcome::Skipped(format!("all but the timeouts: {reason}")));
     }
     ensure!(sysctl("nf_conntrack_tcp_timeout_established")? == "7200", "conntrack.tcpEstablishedTimeout");
     ensure!(sysctl("nf_conntrack_udp_timeout")? == "25", "conntrack.udpTimeout");
-    Ok(None)
+    Ok(Outcome::Passed)
 }
 
 /// What the real one does where it can be asked cheaply.
-fn kube_proxy_ends_alike(world: &mut World) -> Result<Option<String>> {
-    let Some(program) = Program::KubeProxy.installed() else {
-        return Ok(Some("no kube-proxy in KUBEBUILDER_ASSETS or on PATH".to_owned()));
+fn kube_proxy_ends_alike(world: &mut World) -> Result<Outcome> {
+    let program = match KubeProxy::binary() {
+        Ok(program) => program,
+        Err(error) => return Ok(Outcome::Skipped(format!("{error:#}"))),
     };
     let own = Node::new(world, "real", 14)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
@@ -308,13 +289,14 @@ fn kube_proxy_ends_alike(world: &mut World) -> Result<Option<String>> {
     let _taken = TcpListener::bind(own.healthz())?;
     let mut proxy = start(json!({"mode": mode, "bindAddressHardFail": true}))?;
     proxy.ends()?.is(1, "address already in use")?;
-    Ok(None)
+    Ok(Outcome::Passed)
 }
 
 /// Field by field, but for the Node's name and the time.
-fn kube_proxy_tells_the_same_event(world: &mut World) -> Result<Option<String>> {
-    let Some(program) = Program::KubeProxy.installed() else {
-        return Ok(Some("no kube-proxy in KUBEBUILDER_ASSETS or on PATH".to_owned()));
+fn kube_proxy_tells_the_same_event(world: &mut World) -> Result<Outcome> {
+    let program = match KubeProxy::binary() {
+        Ok(program) => program,
+        Err(error) => return Ok(Outcome::Skipped(format!("{error:#}"))),
     };
     let told = |own: &Node| -> Result<serde_json::Value> {
         let mut event = world.event(own.name, "Starting")?;
@@ -339,15 +321,16 @@ fn kube_proxy_tells_the_same_event(world: &mut World) -> Result<Option<String>> 
     let _theirs = Proxy::start(&program, &["--config", &config])?;
     let (ours, theirs) = (told(&ours)?, told(&theirs)?);
     ensure!(ours == theirs, "we tell {ours}, kube-proxy tells {theirs}");
-    Ok(None)
+    Ok(Outcome::Passed)
 }
 
-fn kernel_parameters_are_those_of_kube_proxy(world: &mut World) -> Result<Option<String>> {
-    let Some(real) = Program::KubeProxy.installed() else {
-        return Ok(Some("no kube-proxy in KUBEBUILDER_ASSETS or on PATH".to_owned()));
+fn kernel_parameters_are_those_of_kube_proxy(world: &mut World) -> Result<Outcome> {
+    let real = match KubeProxy::binary() {
+        Ok(real) => real,
+        Err(error) => return Ok(Outcome::Skipped(format!("{error:#}"))),
     };
     if let Some(reason) = &world.without_conntrack {
-        return Ok(Some(reason.clone()));
+        return Ok(Outcome::Skipped(reason.clone()));
     }
     let own = Node::new(world, "parameters", 15)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
@@ -380,7 +363,7 @@ fn kernel_parameters_are_those_of_kube_proxy(world: &mut World) -> Result<Option
         }
         ensure!(found[0] == found[1], "{conntrack}: kube-proxy {:?}, proxy-ctl {:?}", found[0], found[1]);
     }
-    Ok(None)
+    Ok(Outcome::Passed)
 }
 
 /// Those of each network namespace.

@@ -6,13 +6,19 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use control_plane::{ApiServer, Folder, Options, PROXY, objects};
+use control_plane::{ApiServer, Folder, Options, PROXY, binaries::Program, objects, scenarios};
 use kube::Client;
-use nix::sched::{CloneFlags, unshare};
+use nix::{
+    sched::{CloneFlags, unshare},
+    unistd::Uid,
+};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-use crate::until::{LIMIT, until};
+use crate::{
+    proxy,
+    until::{LIMIT, until},
+};
 
 /// One of conntrack's parameters: they are there if the module is, in each network namespace.
 const CONNTRACK: &str = "/proc/sys/net/netfilter/nf_conntrack_udp_timeout";
@@ -27,10 +33,20 @@ pub(crate) struct World {
     pub(crate) without_conntrack: Option<String>,
 }
 
-impl World {
+impl control_plane::World for World {
+    fn missing() -> Option<String> {
+        if !Uid::effective().is_root() {
+            return Some("needs root".to_owned());
+        }
+        if let Err(error) = proxy::program() {
+            return Some(error.to_string());
+        }
+        scenarios::missing(&[Program::Etcd, Program::KubeApiServer])
+    }
+
     /// Moves this process to a network namespace of its own, which ends with it. To be called before there are other
     /// threads.
-    pub(crate) fn start() -> Result<Self> {
+    fn start() -> Result<Self> {
         unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
         let up = Command::new("ip").args(["link", "set", "lo", "up"]).status().context("starting ip")?;
         ensure!(up.success(), "loopback does not come up");
@@ -50,7 +66,9 @@ impl World {
         world.apply(&slice)?;
         Ok(world)
     }
+}
 
+impl World {
     /// May do what system:node-proxier may.
     pub(crate) fn kubeconfig(&self) -> String {
         self.server.kubeconfig(PROXY).display().to_string()

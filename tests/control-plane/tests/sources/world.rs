@@ -19,8 +19,12 @@ pub(crate) struct World {
     notes: Vec<String>,
 }
 
-impl World {
-    pub(crate) fn start() -> Result<Self> {
+impl control_plane::World for World {
+    fn start() -> Result<Self> {
+        // What goes wrong here is meant to go wrong: only for those who ask with RUST_LOG.
+        if let Ok(filter) = tracing_subscriber::EnvFilter::try_from_default_env() {
+            tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+        }
         let directory = Folder::create()?;
         let options = Options { identities: vec![LIMITED], ..Options::default() };
         let server = ApiServer::start_with(directory.path(), options)?;
@@ -34,13 +38,20 @@ impl World {
     }
 
     /// Gives the next scenario a namespace of its own, named after it.
-    pub(crate) fn enter(&mut self, scenario: &str) -> Result<()> {
+    fn enter(&mut self, scenario: &str) -> Result<()> {
         self.namespace = scenario.replace('_', "-").chars().take(60).collect::<String>();
         self.namespace.truncate(self.namespace.trim_end_matches('-').len());
         let namespace = objects::namespace(&self.namespace);
         self.block_on(objects::apply(&self.client, &namespace))
     }
 
+    /// Measurements.
+    fn notes(&self) -> &[String] {
+        &self.notes
+    }
+}
+
+impl World {
     pub(crate) fn namespace(&self) -> &str {
         &self.namespace
     }
@@ -97,9 +108,5 @@ impl World {
     /// A measurement to be printed at the end.
     pub(crate) fn note(&mut self, note: String) {
         self.notes.push(note);
-    }
-
-    pub(crate) fn notes(&self) -> &[String] {
-        &self.notes
     }
 }

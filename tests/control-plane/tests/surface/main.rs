@@ -8,10 +8,10 @@ mod compare;
 mod page;
 mod stage;
 
-use std::{collections::BTreeMap, env, fs, path::PathBuf, process::ExitCode, time::Instant};
+use std::{collections::BTreeMap, env, fs, path::PathBuf, process::ExitCode};
 
 use anyhow::{Context, Result, bail};
-use control_plane::binaries::Program;
+use control_plane::{World, binaries::Program, scenarios};
 use nix::unistd::Uid;
 use serde_json::{Value, json};
 
@@ -21,31 +21,15 @@ use crate::{compare::Differences, stage::Stage};
 pub(crate) type Recording = BTreeMap<String, Value>;
 
 fn main() -> ExitCode {
-    let arguments: Vec<String> = env::args().skip(1).collect();
-    let start = Instant::now();
-    let outcome = match arguments.first().map(String::as_str) {
-        Some("--list") => {
-            println!("surface: test");
-            return ExitCode::SUCCESS;
-        }
+    let done = match env::args().nth(1).as_deref() {
         Some("--record") => record(),
         Some("--show") => show(),
-        _ => compare(),
+        _ => return scenarios::main("surface", scenarios![pages_and_metrics_are_those_of_kube_proxy]),
     };
-    let seconds = start.elapsed().as_secs_f32();
-    match outcome {
-        Ok(None) => {
-            println!("surface: 1 passed, 0 failed, 0 skipped ({seconds:.1} s)");
-            ExitCode::SUCCESS
-        }
-        Ok(Some(missing)) => {
-            println!("  skipped: {missing}");
-            println!("surface: 0 passed, 0 failed, 1 skipped ({seconds:.1} s)");
-            ExitCode::SUCCESS
-        }
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            println!("  FAILED  {error:#}");
-            println!("surface: 0 passed, 1 failed, 0 skipped ({seconds:.1} s)");
+            eprintln!("surface: {error:#}");
             ExitCode::FAILURE
         }
     }
@@ -69,18 +53,21 @@ fn proxy_ctl() -> Result<PathBuf> {
     built.filter(|path| path.exists()).context("no proxy-ctl: cargo build -p proxy-ctl builds it")
 }
 
-fn missing() -> Option<String> {
-    if !Uid::effective().is_root() {
-        return Some("needs root".into());
+impl World for Stage {
+    fn missing() -> Option<String> {
+        if !Uid::effective().is_root() {
+            return Some("needs root".into());
+        }
+        scenarios::missing(&[Program::Etcd, Program::KubeApiServer])
     }
-    [Program::Etcd, Program::KubeApiServer]
-        .into_iter()
-        .find_map(|program| program.path().err())
-        .map(|error| format!("{error:#}"))
+
+    fn start() -> Result<Self> {
+        Self::set()
+    }
 }
 
-fn record() -> Result<Option<String>> {
-    let missing = missing().or_else(|| Program::KubeProxy.path().err().map(|error| format!("{error:#}")));
+fn record() -> Result<()> {
+    let missing = Stage::missing().or_else(|| scenarios::missing(&[Program::KubeProxy]));
     if let Some(missing) = missing {
         bail!(missing);
     }
@@ -89,26 +76,21 @@ fn record() -> Result<Option<String>> {
     let text = serde_json::to_string_pretty(&json!(seen)).context("writing JSON")?;
     fs::write(recorded(), text + "\n").with_context(|| format!("writing {}", recorded().display()))?;
     println!("recorded {} pages and metrics", seen.len());
-    Ok(None)
+    Ok(())
 }
 
 /// Prints what ours shows, in the form of the recording.
-fn show() -> Result<Option<String>> {
+fn show() -> Result<()> {
     let stage = Stage::set()?;
     let seen = stage.proxy_ctl(&proxy_ctl()?)?.play(&stage)?;
     println!("{}", serde_json::to_string_pretty(&json!(seen)).context("writing JSON")?);
-    Ok(None)
+    Ok(())
 }
 
-fn compare() -> Result<Option<String>> {
-    if let Some(missing) = missing() {
-        return Ok(Some(missing));
-    }
+fn pages_and_metrics_are_those_of_kube_proxy(stage: &mut Stage) -> Result<()> {
     let text = fs::read_to_string(recorded()).with_context(|| format!("reading {}", recorded().display()))?;
     let theirs: Recording = serde_json::from_str(&text).context("the recording")?;
     let explained = Differences::read(&repository().join("docs/differences.md"))?;
-    let stage = Stage::set()?;
-    let ours = stage.proxy_ctl(&proxy_ctl()?)?.play(&stage)?;
-    explained.judge(&compare::all(&theirs, &ours))?;
-    Ok(None)
+    let ours = stage.proxy_ctl(&proxy_ctl()?)?.play(stage)?;
+    explained.judge(&compare::all(&theirs, &ours))
 }

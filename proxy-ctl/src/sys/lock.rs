@@ -12,7 +12,19 @@ use nix::fcntl::{Flock, FlockArg};
 /// Held until dropped.
 #[derive(Debug)]
 pub struct Lock {
-    _held: Flock<File>,
+    held: Flock<File>,
+}
+
+impl Lock {
+    /// Whether what is at `folder` now is what was locked. False: it is another folder of that name, or none.
+    pub fn is_of(&self, folder: &Path) -> io::Result<bool> {
+        let identity = |of: fs::Metadata| (of.dev(), of.ino());
+        match fs::metadata(folder) {
+            Ok(found) => Ok(identity(found) == identity(self.held.metadata()?)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(e) => Err(e),
+        }
+    }
 }
 
 /// What came of asking for the lock.
@@ -27,7 +39,7 @@ pub enum Attempt {
 pub fn try_lock(folder: &Path) -> io::Result<Attempt> {
     let file = File::open(folder)?;
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-        Ok(held) => Ok(Attempt::Held(Lock { _held: held })),
+        Ok(held) => Ok(Attempt::Held(Lock { held })),
         Err((file, nix::errno::Errno::EWOULDBLOCK)) => {
             let inode = file.metadata()?.ino();
             let holder = fs::read_to_string("/proc/locks").ok().and_then(|locks| holder(&locks, inode));
@@ -82,6 +94,8 @@ mod tests {
         let Attempt::Taken(process) = try_lock(folder.path()).unwrap() else { panic!("taken") };
         assert_eq!(process, Some(std::process::id()));
         assert_eq!(holder_of(folder.path()), process);
+        assert!(first.is_of(folder.path()).unwrap());
+        assert!(!first.is_of(&folder.path().join("nothing")).unwrap());
         drop(first);
         assert_eq!(holder_of(folder.path()), None);
         assert!(matches!(try_lock(folder.path()).unwrap(), Attempt::Held(_)));

@@ -12,7 +12,7 @@ use aya_obj::generated::bpf_attach_type;
 use proxy_ctl::{
     config::{Ebpf, SocketLoadBalancing},
     dataplane::{
-        Dataplane, Host, Interface, Role,
+        Applied, Dataplane, Host, Interface, Role,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
     },
     node,
@@ -146,6 +146,55 @@ fn a_link_that_somebody_removed_comes_back() {
     assert!(repaired_by(&mut || drop(dataplane.set_host(&host))), "when the host is set");
     remove();
     assert!(repaired_by(&mut || drop(dataplane.collect_garbage())), "by inspection now and then");
+}
+
+#[test]
+fn an_emptied_bpffs_is_filled_again_and_nobody_notices() {
+    let Some(place) = Place::new() else { return };
+    let interface = veth("dpa");
+    let listening = serve("127.0.0.1", "backend");
+    let wanted = shared([port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)])]);
+    let host = host(&[("dpa", Role::Workload)]);
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    dataplane.set_host(&host).unwrap();
+    dataplane.resync(&wanted).unwrap();
+    let program = first_on_ingress(interface);
+
+    let everything = place.config.bpffs.join("proxy-ctl");
+    fs::remove_dir_all(&everything).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !(place.table("services").exists() && links(&place) == named(interface)) {
+        assert!(Instant::now() < deadline, "pinned again within the collections of ten seconds");
+        assert_eq!(place.dial("10.96.0.1", 80), Ok("backend".into()));
+        dataplane.collect_garbage().unwrap();
+    }
+    assert_eq!(first_on_ingress(interface), program, "it was never detached");
+    assert!(
+        matches!(EbpfDataplane::open(&place.config), Err(Error::Locked { .. })),
+        "the new folder is locked"
+    );
+    drop(dataplane);
+    assert_eq!(
+        place.dial("10.96.0.1", 80),
+        Ok("backend".into()),
+        "what was pinned again outlives the controller"
+    );
+    let mut next = EbpfDataplane::open(&place.config).unwrap();
+    next.set_host(&host).unwrap();
+    assert_eq!(next.resync(&wanted).unwrap(), Applied::default());
+}
+
+#[test]
+fn pins_of_another_map_do_not_take_the_place_of_a_table() {
+    let Some(place) = Place::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])])).unwrap();
+    let id_of = |table: &str| bpf::map_info(bpf::pinned(&place.table(table)).unwrap().as_fd()).unwrap().id;
+    let services = id_of("services");
+    fs::remove_file(place.table("services")).unwrap();
+    bpf::pin(bpf::pinned(&place.table("settings")).unwrap().as_fd(), &place.table("services")).unwrap();
+    dataplane.set_host(&Host::default()).unwrap();
+    assert_eq!(id_of("services"), services);
 }
 
 #[test]

@@ -5,13 +5,12 @@
 
 use std::{
     collections::BTreeMap,
-    fs::{self, File},
-    io,
+    fs::File,
     os::{
         fd::{AsFd, OwnedFd},
         unix::fs::MetadataExt,
     },
-    path::{Path, PathBuf},
+    path::PathBuf,
 };
 
 use aya_obj::generated::bpf_attach_type;
@@ -19,9 +18,9 @@ use aya_obj::generated::bpf_attach_type;
 use super::{
     Error,
     load::{Programs, SOCKET_HOOKS, packet_program},
-    paths::Paths,
+    paths::{Paths, make_folder, names, remove_folder},
+    pins::LinkPins,
     publish::Failures,
-    tables::open_pinned,
 };
 use crate::{
     dataplane::Interface,
@@ -35,7 +34,6 @@ use crate::{
 const DIRECTIONS: [Direction; 2] = [Direction::Ingress, Direction::Egress];
 /// Of our filters.
 pub(super) const HANDLE: u32 = 0x7063;
-const CALLS_BETWEEN_INSPECTIONS: u32 = 10;
 /// Marks a clsact qdisc that we made, in the interface's folder.
 const MADE_QDISC: &str = "qdisc";
 
@@ -86,54 +84,23 @@ impl Cgroup {
     }
 }
 
-/// Makes the pinned link at `path` run `program` on what `is_target` accepts; `create` makes a new link there.
-/// Answers whether anything had to be done.
-fn ensure_link(
-    path: &Path,
-    program: &OwnedFd,
-    is_target: impl Fn(LinkTarget) -> bool,
-    create: impl Fn() -> Result<OwnedFd, CallError>,
-) -> Result<bool, CallError> {
-    let old = open_pinned(path)?;
-    if let Some(link) = &old {
-        let info = bpf::link_info(link.as_fd())?;
-        if is_target(info.target) {
-            if info.program == bpf::program_id(program.as_fd())? {
-                return Ok(false);
-            }
-            match bpf::link_update(link.as_fd(), program.as_fd()) {
-                Ok(()) => return Ok(true),
-                // The target vanished at this moment.
-                Err(e) if e.errno() == libc::ENOLINK => {}
-                Err(e) => return Err(e),
-            }
-        }
-    }
-    let new = create()?;
-    if old.is_some() {
-        fs::remove_file(path).map_err(|e| CallError { call: "unlinking the old pin", source: e })?;
-    }
-    bpf::pin(new.as_fd(), path)?;
-    Ok(true)
-}
-
 /// What is attached where.
 #[derive(Debug)]
 pub(super) struct Hooks {
     paths: Paths,
     programs: Programs,
     cgroup: Option<Cgroup>,
+    links: LinkPins,
     /// `None`: not tried yet.
     tcx: Option<bool>,
     interfaces: BTreeMap<u32, Interface>,
-    /// Of [`Hooks::tend`].
-    calls: u32,
 }
 
 impl Hooks {
     /// `cgroup`: where the socket hooks go; `None` detaches those of a predecessor.
     pub(super) fn new(paths: Paths, programs: Programs, cgroup: Option<Cgroup>) -> Self {
-        Self { paths, programs, cgroup, tcx: None, interfaces: BTreeMap::new(), calls: 0 }
+        let links = LinkPins::default();
+        Self { paths, programs, cgroup, links, tcx: None, interfaces: BTreeMap::new() }
     }
 
     /// Uses clsact filters also where the kernel has tcx.
@@ -142,25 +109,19 @@ impl Hooks {
     }
 
     /// Answers whether anything had to be done.
-    pub(super) fn attach_sockets(&self) -> Result<bool, Error> {
+    pub(super) fn attach_sockets(&mut self) -> Result<bool, Error> {
         let mut changed = false;
         for (name, hook) in SOCKET_HOOKS {
             let path = self.paths.links().join(format!("cgroup_{name}"));
             let Some(cgroup) = &self.cgroup else {
-                changed |= remove_link(&path)?;
+                changed |= self.links.remove(&path)?;
                 continue;
             };
             let program = self.programs.get(name)?;
-            changed |= ensure_link(
-                &path,
-                program,
-                |target| target == LinkTarget::Cgroup(cgroup.inode),
-                || bpf::link_cgroup(program.as_fd(), cgroup.fd.as_fd(), hook),
-            )
-            .map_err(|source| Error::Attach {
-                program: name,
-                target: cgroup.path.display().to_string(),
-                source,
+            let is_target = |target| target == LinkTarget::Cgroup(cgroup.inode);
+            let create = || bpf::link_cgroup(program.as_fd(), cgroup.fd.as_fd(), hook);
+            changed |= self.links.ensure(&path, program, is_target, create).map_err(|source| {
+                Error::Attach { program: name, target: cgroup.path.display().to_string(), source }
             })?;
         }
         Ok(changed)
@@ -197,25 +158,23 @@ impl Hooks {
         failures
     }
 
-    /// Removes the pins of links whose interface is gone; at every tenth call also looks whether somebody has removed
-    /// links of ours, and makes them anew.
+    /// Removes the pins of links whose interface is gone.
     pub(super) fn tend(&mut self) -> Result<(), Error> {
         let gone: Vec<u32> = self.interfaces.keys().copied().filter(|index| !exists(*index)).collect();
         for index in gone {
             self.detach(index)?;
         }
-        self.calls = self.calls.wrapping_add(1);
-        if self.calls.is_multiple_of(CALLS_BETWEEN_INSPECTIONS) {
-            self.repair().into_result()?;
-        }
         Ok(())
     }
 
-    fn repair(&mut self) -> Failures {
+    /// Looks whether somebody has removed links or filters of ours, and makes them anew.
+    pub(super) fn repair(&mut self) -> Failures {
         let mut failures = Failures::default();
         match self.attach_sockets() {
             Ok(false) => {}
-            Ok(true) => tracing::warn!("somebody had detached socket hooks; they are attached again"),
+            Ok(true) => {
+                tracing::warn!("somebody had removed socket hooks; they are attached and pinned again")
+            }
             Err(error) => failures.add("socket hooks", error),
         }
         let interfaces: Vec<Interface> = self.interfaces.values().cloned().collect();
@@ -224,7 +183,7 @@ impl Hooks {
                 Ok(false) => {}
                 Ok(true) => tracing::warn!(
                     interface = interface.name,
-                    "somebody had detached packet programs; they are attached again"
+                    "somebody had removed packet programs; they are attached and pinned again"
                 ),
                 Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {}
                 Err(error) => failures.add(&interface.name, error),
@@ -233,10 +192,14 @@ impl Hooks {
         failures
     }
 
-    /// Indexes of the interfaces that have links or filters of ours, by the pins.
+    /// Indexes of the interfaces that have links or filters of ours, by the pins, also those that somebody removed.
     fn attached(&self) -> Result<Vec<u32>, Error> {
-        let mut found: Vec<u32> = names(&self.paths.links())?
+        let links = names(&self.paths.links())?;
+        let held = self.links.paths().filter_map(|path| path.file_name()?.to_str());
+        let mut found: Vec<u32> = links
             .iter()
+            .map(String::as_str)
+            .chain(held)
             .filter_map(|name| name.split_once('_')?.0.parse().ok())
             .chain(names(&self.paths.clsact())?.iter().filter_map(|name| name.parse().ok()))
             .collect();
@@ -277,22 +240,19 @@ impl Hooks {
     }
 
     fn attach_tcx(
-        &self,
+        &mut self,
         index: u32,
         direction: Direction,
         name: &'static str,
     ) -> Result<Result<bool, CallError>, Error> {
+        let path = self.link_path(index, direction);
         let program = self.programs.get(name)?;
         let (hook, order) = match direction {
             Direction::Ingress => (bpf_attach_type::BPF_TCX_INGRESS, Order::First),
             Direction::Egress => (bpf_attach_type::BPF_TCX_EGRESS, Order::Last),
         };
-        Ok(ensure_link(
-            &self.link_path(index, direction),
-            program,
-            |target| target == LinkTarget::Tcx(index),
-            || bpf::link_tcx(program.as_fd(), index, hook, order),
-        ))
+        let create = || bpf::link_tcx(program.as_fd(), index, hook, order);
+        Ok(self.links.ensure(&path, program, |target| target == LinkTarget::Tcx(index), create))
     }
 
     fn attach_filter(
@@ -322,7 +282,7 @@ impl Hooks {
     fn detach(&mut self, index: u32) -> Result<(), Error> {
         self.interfaces.remove(&index);
         for direction in DIRECTIONS {
-            remove_link(&self.link_path(index, direction))?;
+            self.links.remove(&self.link_path(index, direction))?;
         }
         remove_filters(&self.paths, index)?;
         Ok(())
@@ -366,61 +326,4 @@ pub(super) fn remove_filters(paths: &Paths, index: u32) -> Result<usize, Error> 
     }
     remove_folder(&folder)?;
     Ok(removed)
-}
-
-fn make_folder(path: &Path) -> Result<(), Error> {
-    match fs::create_dir(path) {
-        Err(source) if source.kind() != io::ErrorKind::AlreadyExists => {
-            Err(Error::Folder { path: path.to_owned(), source })
-        }
-        Ok(()) | Err(_) => Ok(()),
-    }
-}
-
-pub(super) fn remove_folder(path: &Path) -> Result<bool, Error> {
-    removed(path, fs::remove_dir(path))
-}
-
-/// Detaches a link and removes its pin. False: nothing was pinned there.
-pub(super) fn remove_link(path: &Path) -> Result<bool, Error> {
-    let failed = |source| Error::Link { path: path.to_owned(), source };
-    if let Some(link) = open_pinned(path).map_err(failed)? {
-        match bpf::link_detach(link.as_fd()) {
-            // ENOLINK, ENOENT: what it was attached to is gone.
-            Err(e) if !matches!(e.errno(), libc::ENOLINK | libc::ENOENT | libc::EOPNOTSUPP) => {
-                return Err(failed(e));
-            }
-            Ok(()) | Err(_) => {}
-        }
-    }
-    remove_pin(path)
-}
-
-/// False: nothing was pinned there.
-pub(super) fn remove_pin(path: &Path) -> Result<bool, Error> {
-    removed(path, fs::remove_file(path))
-}
-
-fn removed(path: &Path, result: io::Result<()>) -> Result<bool, Error> {
-    match result {
-        Ok(()) => Ok(true),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(source) => Err(Error::Folder { path: path.to_owned(), source }),
-    }
-}
-
-/// Names in a folder, sorted; none if there is no folder.
-pub(super) fn names(folder: &Path) -> Result<Vec<String>, Error> {
-    let failed = |source| Error::Folder { path: folder.to_owned(), source };
-    let entries = match fs::read_dir(folder) {
-        Ok(entries) => entries,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(e) => return Err(failed(e)),
-    };
-    let mut names = entries
-        .map(|entry| entry.map(|entry| entry.file_name().to_string_lossy().into_owned()))
-        .collect::<io::Result<Vec<_>>>()
-        .map_err(failed)?;
-    names.sort_unstable();
-    Ok(names)
 }

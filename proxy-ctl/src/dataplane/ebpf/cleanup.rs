@@ -4,8 +4,9 @@ use std::path::Path;
 
 use super::{
     Error,
-    attach::{names, remove_filters, remove_folder, remove_link, remove_pin},
-    paths::Paths,
+    attach::remove_filters,
+    paths::{Paths, names, remove_folder},
+    pins::{remove_link, remove_pin},
 };
 
 /// What was removed, in the order in which it was.

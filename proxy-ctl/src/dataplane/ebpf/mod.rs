@@ -8,6 +8,7 @@ use std::{
     collections::BTreeMap,
     net::{IpAddr, UdpSocket},
     os::fd::AsFd,
+    path::PathBuf,
     sync::Arc,
 };
 
@@ -24,6 +25,7 @@ use self::{
     gc::Collector,
     load::LEARN_NAMESPACE,
     paths::Paths,
+    pins::TablePins,
     programmed::Image,
     publish::{Failures, Plane, Round, Shared, remove_service},
     tables::{CommonTables, FamilyTables, Shape},
@@ -32,7 +34,7 @@ use super::{Applied, Dataplane, Host, Usage};
 use crate::{
     config::{Ebpf, SocketLoadBalancing},
     model::desired::{Changes, DesiredPort},
-    sys::{CallError, clock, filesystem, grace::GracePeriod, limits, lock::Lock, namespace},
+    sys::{CallError, clock, filesystem, grace::GracePeriod, limits, namespace},
 };
 
 mod adopt;
@@ -47,6 +49,7 @@ mod kernel_log;
 mod layout;
 mod load;
 mod paths;
+mod pins;
 mod ports;
 mod programmed;
 mod publish;
@@ -70,9 +73,14 @@ pub struct EbpfDataplane {
     hooks: Hooks,
     host_namespace: u64,
     shapes: Vec<Shape>,
+    bpffs: PathBuf,
     paths: Paths,
-    _lock: Lock,
+    pins: TablePins,
+    /// Of [`Dataplane::collect_garbage`].
+    collections: u32,
 }
+
+const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
 
 impl EbpfDataplane {
     /// Takes over what is pinned, or makes it, and swaps this version's programs in. Tables are read here, but not
@@ -99,6 +107,7 @@ impl EbpfDataplane {
         let balancing = config.socket_load_balancing;
         let programs = load::load(&paths.maps(), &shapes, balancing, cookie.is_none())?;
 
+        let pins = TablePins::hold(&paths, &shapes, lock)?;
         let common = CommonTables::open(&paths.maps(), true)?;
         let v4 = plane::<V4>(&paths)?;
         let v6 = plane::<V6>(&paths)?;
@@ -124,7 +133,7 @@ impl EbpfDataplane {
         let grace = GracePeriod::new().map_err(Error::Grace)?;
         let ids = Ranges::new(common.services.len() as u32);
         let shared = Shared { tables: common, ids, next_backend: 0, backends_set_aside: 0, grace };
-        let dataplane = Self {
+        let mut dataplane = Self {
             shared,
             v4,
             v6,
@@ -133,8 +142,10 @@ impl EbpfDataplane {
             hooks: Hooks::new(paths.clone(), programs, cgroup),
             host_namespace,
             shapes,
+            bpffs: config.bpffs.clone(),
             paths,
-            _lock: lock,
+            pins,
+            collections: 0,
         };
         // Programs may be reading what a predecessor retired in its last moment.
         dataplane.shared.grace.wait().map_err(Error::Grace)?;
@@ -177,6 +188,18 @@ impl EbpfDataplane {
         })
     }
 
+    /// Pins again what is not pinned any more.
+    fn restore_pins(&mut self) -> Result<(), Error> {
+        let restored = self.pins.restore(&self.bpffs, &self.paths)?;
+        if !restored.is_empty() {
+            tracing::warn!(
+                tables = restored.join(" "),
+                "somebody had removed tables' pins; they are pinned again"
+            );
+        }
+        Ok(())
+    }
+
     fn adopt(&mut self) -> Result<Vec<u32>, Error> {
         let names = self.shared.adopt()?;
         let largest = self.v4.adopt(&self.shared, &names)?.max(self.v6.adopt(&self.shared, &names)?);
@@ -191,7 +214,7 @@ fn plane<F: Family>(paths: &Paths) -> Result<Plane<F>, Error> {
     Ok(Plane { tables, image })
 }
 
-fn cgroup_folder(config: &Ebpf) -> Result<std::path::PathBuf, Error> {
+fn cgroup_folder(config: &Ebpf) -> Result<PathBuf, Error> {
     if let Some(folder) = &config.cgroup {
         return Ok(folder.clone());
     }
@@ -264,6 +287,9 @@ impl Dataplane for EbpfDataplane {
             Ok(written) => applied.written += u64::from(written),
             Err(error) => failures.add("settings", error),
         }
+        if let Err(error) = self.restore_pins() {
+            failures.add("pins", error);
+        }
         failures.merge(self.hooks.follow(&host.interfaces));
         if let Err(error) = self.hooks.attach_sockets() {
             failures.add("socket hooks", error);
@@ -284,6 +310,11 @@ impl Dataplane for EbpfDataplane {
         self.flows4.collect(&self.v4.tables, now)?;
         self.flows6.collect(&self.v6.tables, now)?;
         self.hooks.tend()?;
+        self.collections = self.collections.wrapping_add(1);
+        if self.collections.is_multiple_of(COLLECTIONS_BETWEEN_INSPECTIONS) {
+            self.restore_pins()?;
+            self.hooks.repair().into_result()?;
+        }
         Ok(())
     }
 

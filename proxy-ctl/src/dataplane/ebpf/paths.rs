@@ -1,7 +1,7 @@
-//! Where our pins are, and the lock on them.
+//! Where our pins are, the lock on them, and their folders.
 
 use std::{
-    fs,
+    fs, io,
     path::{Path, PathBuf},
 };
 
@@ -62,5 +62,43 @@ impl Paths {
             Ok(Attempt::Taken(process)) => Err(Error::Locked { path, holder: Holder(process) }),
             Err(source) => Err(Error::Folder { path, source }),
         }
+    }
+}
+
+pub(super) fn make_folder(path: &Path) -> Result<(), Error> {
+    match fs::create_dir(path) {
+        Err(source) if source.kind() != io::ErrorKind::AlreadyExists => {
+            Err(Error::Folder { path: path.to_owned(), source })
+        }
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+pub(super) fn remove_folder(path: &Path) -> Result<bool, Error> {
+    removed(path, fs::remove_dir(path))
+}
+
+/// Names in a folder, sorted; none if there is no folder.
+pub(super) fn names(folder: &Path) -> Result<Vec<String>, Error> {
+    let failed = |source| Error::Folder { path: folder.to_owned(), source };
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(failed(e)),
+    };
+    let mut names = entries
+        .map(|entry| entry.map(|entry| entry.file_name().to_string_lossy().into_owned()))
+        .collect::<io::Result<Vec<_>>>()
+        .map_err(failed)?;
+    names.sort_unstable();
+    Ok(names)
+}
+
+/// False: it was not there.
+pub(super) fn removed(path: &Path, result: io::Result<()>) -> Result<bool, Error> {
+    match result {
+        Ok(()) => Ok(true),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(source) => Err(Error::Folder { path: path.to_owned(), source }),
     }
 }

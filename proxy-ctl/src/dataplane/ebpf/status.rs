@@ -212,10 +212,9 @@ impl Pinned {
 
     /// Names of the links: `cgroup_connect4`, `3_ingress`. Filters on clsact qdiscs are listed as `3_clsact`.
     pub fn links(&self) -> Result<Vec<String>, Error> {
-        let mut links = super::attach::names(&self.paths.links())?;
-        links.extend(
-            super::attach::names(&self.paths.clsact())?.iter().map(|index| format!("{index}_clsact")),
-        );
+        let mut links = super::paths::names(&self.paths.links())?;
+        links
+            .extend(super::paths::names(&self.paths.clsact())?.iter().map(|index| format!("{index}_clsact")));
         Ok(links)
     }
 }

@@ -1,0 +1,167 @@
+//! Keeps the pins there: a pin that somebody removes is what would outlive this process, not what works now.
+//!
+//! The controller holds a descriptor of all that it has pinned. So nothing is freed or detached when somebody empties
+//! the bpffs, and the same tables and links can be pinned again.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    os::fd::{AsFd, OwnedFd},
+    path::{Path, PathBuf},
+};
+
+use super::{
+    Error,
+    paths::Paths,
+    tables::{Shape, open_pinned},
+};
+use crate::sys::{
+    CallError,
+    bpf::{self, LinkTarget},
+    lock::Lock,
+};
+
+/// The tables, and the lock on the folder.
+#[derive(Debug)]
+pub(super) struct TablePins {
+    tables: Vec<(&'static str, OwnedFd)>,
+    lock: Lock,
+}
+
+impl TablePins {
+    /// Of what is pinned, all of which must be there.
+    pub(super) fn hold(paths: &Paths, shapes: &[Shape], lock: Lock) -> Result<Self, Error> {
+        let maps = paths.maps();
+        let held = |shape: &Shape| match bpf::pinned(&maps.join(shape.name)) {
+            Ok(fd) => Ok((shape.name, fd)),
+            Err(source) => Err(Error::Table { table: shape.name, source }),
+        };
+        Ok(Self { tables: shapes.iter().map(held).collect::<Result<_, _>>()?, lock })
+    }
+
+    /// Makes folders, lock and pins anew where they are gone. Answers which tables were not pinned.
+    pub(super) fn restore(&mut self, bpffs: &Path, paths: &Paths) -> Result<Vec<&'static str>, Error> {
+        paths.create(bpffs)?;
+        let failed = |source| Error::Folder { path: paths.top.clone(), source };
+        if !self.lock.is_of(&paths.top).map_err(failed)? {
+            self.lock = paths.lock()?;
+        }
+        let mut restored = Vec::new();
+        for (name, table) in &self.tables {
+            let again = pin_table(&paths.maps().join(name), table)
+                .map_err(|source| Error::Table { table: name, source })?;
+            if again {
+                restored.push(*name);
+            }
+        }
+        Ok(restored)
+    }
+}
+
+/// Answers whether anything had to be done.
+fn pin_table(path: &Path, table: &OwnedFd) -> Result<bool, CallError> {
+    if let Some(found) = open_pinned(path)? {
+        if bpf::map_info(found.as_fd())?.id == bpf::map_info(table.as_fd())?.id {
+            return Ok(false);
+        }
+        unlink(path)?;
+    }
+    bpf::pin(table.as_fd(), path)?;
+    Ok(true)
+}
+
+fn unlink(path: &Path) -> Result<(), CallError> {
+    fs::remove_file(path).map_err(|e| CallError { call: "unlinking the old pin", source: e })
+}
+
+/// Links by where they are pinned.
+#[derive(Debug, Default)]
+pub(super) struct LinkPins {
+    held: BTreeMap<PathBuf, OwnedFd>,
+}
+
+impl LinkPins {
+    /// Makes the link at `path` run `program` on what `is_target` accepts; `create` makes a new one.
+    /// Answers whether anything had to be done.
+    pub(super) fn ensure(
+        &mut self,
+        path: &Path,
+        program: &OwnedFd,
+        is_target: impl Fn(LinkTarget) -> bool,
+        create: impl Fn() -> Result<OwnedFd, CallError>,
+    ) -> Result<bool, CallError> {
+        let pinned = open_pinned(path)?;
+        let is_pinned = pinned.is_some();
+        if let Some(link) = pinned {
+            self.held.insert(path.to_owned(), link);
+        }
+        if let Some(link) = self.held.get(path) {
+            let info = bpf::link_info(link.as_fd())?;
+            if is_target(info.target) {
+                match run(link, info.program, program) {
+                    Ok(swapped) => {
+                        if !is_pinned {
+                            bpf::pin(link.as_fd(), path)?;
+                        }
+                        return Ok(swapped || !is_pinned);
+                    }
+                    // The target vanished at this moment.
+                    Err(e) if e.errno() == libc::ENOLINK => {}
+                    Err(e) => return Err(e),
+                }
+            }
+        }
+        let new = create()?;
+        if is_pinned {
+            unlink(path)?;
+        }
+        bpf::pin(new.as_fd(), path)?;
+        self.held.insert(path.to_owned(), new);
+        Ok(true)
+    }
+
+    /// Detaches the link and removes its pin. False: there was none.
+    pub(super) fn remove(&mut self, path: &Path) -> Result<bool, Error> {
+        let held = self.held.remove(path);
+        if let Some(link) = &held {
+            detach(link).map_err(|source| Error::Link { path: path.to_owned(), source })?;
+        }
+        Ok(remove_link(path)? || held.is_some())
+    }
+
+    /// Where links are pinned, or were.
+    pub(super) fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.held.keys().map(PathBuf::as_path)
+    }
+}
+
+/// Answers whether the link ran another program before.
+fn run(link: &OwnedFd, running: u32, program: &OwnedFd) -> Result<bool, CallError> {
+    if running == bpf::program_id(program.as_fd())? {
+        return Ok(false);
+    }
+    bpf::link_update(link.as_fd(), program.as_fd())?;
+    Ok(true)
+}
+
+/// Detaches a link and removes its pin. False: nothing was pinned there.
+pub(super) fn remove_link(path: &Path) -> Result<bool, Error> {
+    let failed = |source| Error::Link { path: path.to_owned(), source };
+    if let Some(link) = open_pinned(path).map_err(failed)? {
+        detach(&link).map_err(failed)?;
+    }
+    remove_pin(path)
+}
+
+fn detach(link: &OwnedFd) -> Result<(), CallError> {
+    match bpf::link_detach(link.as_fd()) {
+        // ENOLINK, ENOENT: what it was attached to is gone.
+        Err(e) if !matches!(e.errno(), libc::ENOLINK | libc::ENOENT | libc::EOPNOTSUPP) => Err(e),
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+/// False: nothing was pinned there.
+pub(super) fn remove_pin(path: &Path) -> Result<bool, Error> {
+    super::paths::removed(path, fs::remove_file(path))
+}

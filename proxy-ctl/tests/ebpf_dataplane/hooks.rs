@@ -428,3 +428,28 @@ fn the_node_is_followed_by_netlink() {
         watched.unwrap();
     });
 }
+
+#[test]
+fn a_filter_gives_way_to_others_that_hold_its_priority() {
+    let Some(place) = Place::new() else { return };
+    let interface = veth("dpa");
+    run("tc", "qdisc add dev dpa clsact");
+    run("tc", "filter add dev dpa ingress protocol ip prio 1 u32 match u32 0 0");
+    run("tc", "filter add dev dpa ingress protocol ip prio 2 u32 match u32 0 0");
+    let host = host(&[("dpa", Role::Workload)]);
+    let priorities = || -> Vec<u16> {
+        tc::filters(interface, Direction::Ingress).unwrap().iter().map(|filter| filter.priority).collect()
+    };
+    for _ in 0..2 {
+        let mut dataplane = EbpfDataplane::open(&place.config).unwrap().without_tcx();
+        dataplane.set_host(&host).unwrap();
+        assert_eq!(priorities(), [3], "and a restart finds it there");
+    }
+    run("tc", "filter del dev dpa ingress prio 1");
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap().without_tcx();
+    dataplane.set_host(&host).unwrap();
+    assert_eq!(priorities(), [3], "it stays where it is");
+    drop(dataplane);
+    assert_eq!(cleanup(&place.config.bpffs).unwrap().filters, 2);
+    assert!(run("tc", "filter show dev dpa ingress").contains("u32"));
+}

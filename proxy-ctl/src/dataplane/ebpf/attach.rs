@@ -37,11 +37,12 @@ pub(super) const HANDLE: u32 = 0x7063;
 /// Marks a clsact qdisc that we made, in the interface's folder.
 const MADE_QDISC: &str = "qdisc";
 
-/// First on ingress, last on egress: others' programs see backends.
-pub(super) fn priority(direction: Direction) -> u16 {
+/// Of our filters, the best first: first on ingress, last on egress, where others' programs see backends. A priority
+/// belongs to one kind of filter for one protocol, so another's may be taken.
+fn priorities(direction: Direction) -> [u16; 8] {
     match direction {
-        Direction::Ingress => 1,
-        Direction::Egress => 0xff00,
+        Direction::Ingress => [1, 2, 3, 4, 5, 6, 7, 8],
+        Direction::Egress => [0xff00, 0xfeff, 0xfefe, 0xfefd, 0xfefc, 0xfefb, 0xfefa, 0xfef9],
     }
 }
 
@@ -264,9 +265,13 @@ impl Hooks {
         let program = self.programs.get(name)?;
         let folder = self.paths.clsact().join(index.to_string());
         make_folder(&folder)?;
-        match is_filter(index, direction, program) {
-            Ok(true) => return Ok(Ok(false)),
-            Ok(false) => {}
+        let ours = match our_filter(index, direction) {
+            Ok(ours) => ours,
+            Err(e) => return Ok(Err(e)),
+        };
+        match bpf::program_id(program.as_fd()) {
+            Ok(id) if ours.is_some_and(|filter| filter.program == id) => return Ok(Ok(false)),
+            Ok(_) => {}
             Err(e) => return Ok(Err(e)),
         }
         match tc::add_clsact(index) {
@@ -274,9 +279,12 @@ impl Hooks {
             Ok(false) => {}
             Err(e) => return Ok(Err(e)),
         }
-        let replaced =
-            tc::replace_filter(index, direction, priority(direction), HANDLE, program.as_fd(), name);
-        Ok(replaced.map(|()| true))
+        let put = |priority| tc::replace_filter(index, direction, priority, HANDLE, program.as_fd(), name);
+        let placed = match ours {
+            Some(filter) => put(filter.priority),
+            None => first_accepted(priorities(direction), put),
+        };
+        Ok(placed.map(|()| true))
     }
 
     fn detach(&mut self, index: u32) -> Result<(), Error> {
@@ -289,11 +297,19 @@ impl Hooks {
     }
 }
 
-/// Does our filter run this program already?
-fn is_filter(index: u32, direction: Direction, program: &OwnedFd) -> Result<bool, CallError> {
-    let id = bpf::program_id(program.as_fd())?;
-    let ours = |filter: &tc::Filter| filter.priority == priority(direction) && filter.handle == HANDLE;
-    Ok(tc::filters(index, direction)?.iter().any(|filter| ours(filter) && filter.program == id))
+/// EINVAL: filters of another kind, or for another protocol, have this priority.
+fn first_accepted(priorities: [u16; 8], put: impl Fn(u16) -> Result<(), CallError>) -> Result<(), CallError> {
+    let [best, others @ ..] = priorities;
+    others.into_iter().fold(put(best), |placed, priority| match placed {
+        Err(e) if e.errno() == libc::EINVAL => put(priority),
+        placed => placed,
+    })
+}
+
+fn our_filter(index: u32, direction: Direction) -> Result<Option<tc::Filter>, CallError> {
+    let ours =
+        |filter: &tc::Filter| filter.handle == HANDLE && priorities(direction).contains(&filter.priority);
+    Ok(tc::filters(index, direction)?.into_iter().find(ours))
 }
 
 /// Is there an interface with this index in our network namespace?
@@ -313,8 +329,10 @@ pub(super) fn remove_filters(paths: &Paths, index: u32) -> Result<usize, Error> 
     let mut removed = 0;
     let mut others = false;
     for direction in DIRECTIONS {
-        let found = tc::remove_filter(index, direction, priority(direction), HANDLE).map_err(failed)?;
-        removed += usize::from(found);
+        if let Some(filter) = our_filter(index, direction).map_err(failed)? {
+            let found = tc::remove_filter(index, direction, filter.priority, HANDLE).map_err(failed)?;
+            removed += usize::from(found);
+        }
         others |= tc::has_filters(index, direction).map_err(failed)?;
     }
     let marker = folder.join(MADE_QDISC);

@@ -4,6 +4,7 @@ pub mod config;
 pub mod controller;
 pub mod dataplane;
 pub mod events;
+pub mod leftovers;
 pub mod log;
 pub mod mode;
 pub mod model;

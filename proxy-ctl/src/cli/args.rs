@@ -75,7 +75,8 @@ const PROBE_HELP: &str = "Examples:
 Nothing is changed. The exit code is 1 where the mode that was asked for cannot run here.
 
 JSON: {facts: {kernel, btf, cgroup2, bpffs, capabilities[], packetHook, refusesWith}, requested,
-  choice: {mode, reasons[]} or null, refusal: text or null}.";
+  choice: {mode, reasons[]} or null, refusal: text or null,
+  formerKubeProxy: {left[]: {place, what, count}, unknown[]}}.";
 
 /// Show the configuration that `run` would have, and where each value comes from
 #[derive(Debug, ClapArgs)]
@@ -149,7 +150,8 @@ const STATUS_HELP: &str = "Example:
 JSON: {mode, reasons[], node, controller: {running, starting, pid}, sources[]: {name, connected, objects,
   problem},
   hooks[]: {name, interface, role, kind}, tables[]: {name, used, capacity, bytes},
-  counters[]: {reason, count}}; what is not known is null.";
+  counters[]: {reason, count},
+  formerKubeProxy: {left[]: {place, what, count}, unknown[]}}; what is not known is null.";
 
 /// List what is served, or one service
 #[derive(Debug, ClapArgs)]
@@ -187,14 +189,22 @@ JSON: a list of {id, address, port, protocol, state, local, services}.";
 #[derive(Debug, ClapArgs)]
 #[command(after_help = CLEANUP_HELP)]
 pub(super) struct CleanupArgs {
+    /// Remove also what another kube-proxy has programmed, in any mode: not where one is at work
+    #[arg(long)]
+    pub(super) kube_proxy: bool,
     #[command(flatten)]
     pub(super) output: OutputArgs,
 }
 
-const CLEANUP_HELP: &str = "Example:
-  proxy-ctl cleanup
+const CLEANUP_HELP: &str = "Examples:
+  proxy-ctl cleanup                 # on the way back to kube-proxy
+  proxy-ctl cleanup --kube-proxy    # as `kube-proxy --cleanup`: whatever a service proxy has left
 
-Connections to services that the packet programs translate end with it. JSON: {removed: {links[], filters, tables[]}}.";
+Connections to services that the packet programs translate end with it. The exit code is 1 where something could not
+be removed.
+
+JSON: {removed: {links[], filters, tables[]}, problems[]}; with --kube-proxy also
+  kubeProxy: {removed[]: {place, what, count}, kept[]: {place, name, why}}.";
 
 fn absolute(text: &str) -> Result<PathBuf, String> {
     let path = PathBuf::from(text);

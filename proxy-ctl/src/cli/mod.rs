@@ -1,6 +1,7 @@
 //! The command line.
 
 mod args;
+mod cleanup;
 mod effective;
 mod facts;
 mod life;
@@ -45,7 +46,7 @@ pub fn main() -> ExitCode {
         Command::Status(status) => show::status(&status, &show::bpffs(bpffs)),
         Command::Services(services) => show::services(&services, &show::bpffs(bpffs)),
         Command::Backends(backends) => show::backends(&backends, &show::bpffs(bpffs)),
-        Command::Cleanup(cleanup) => show::cleanup(&cleanup, &show::bpffs(bpffs)),
+        Command::Cleanup(cleanup) => cleanup::cleanup(&cleanup, &show::bpffs(bpffs)),
         Command::Probe(probe) => probe::probe(probe.flags.flags, bpffs),
         Command::Config(config) => effective::show(config.flags.flags, bpffs),
         Command::Completion(completion) => tree::completion(completion.shell),
@@ -68,10 +69,8 @@ fn serve(program: Program, flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyh
     }
     if line.is_on("cleanup") {
         let Config { ebpf, .. } = Settings::new(&line)?.config;
-        show::cleanup(&CleanupArgs { output: OutputArgs::default() }, &ebpf.bpffs)?;
-        return Ok(table::print(
-            "What another kube-proxy has left (iptables, ipvs, nftables) is not touched: --cleanup of that one removes it.\n",
-        )?);
+        let everything = CleanupArgs { kube_proxy: true, output: OutputArgs::default() };
+        return cleanup::cleanup(&everything, &ebpf.bpffs);
     }
     run::run(line)
 }

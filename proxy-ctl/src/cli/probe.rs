@@ -12,9 +12,11 @@ use super::{
     facts, give_bpffs,
     table::{print, print_json, table},
     tree,
+    views::FormerView,
 };
 use crate::{
     config::{CommandLine, Effective, RequestedMode},
+    leftovers,
     mode::{self, BpfFilesystem, Choice, HostFacts, Refusal, Request},
 };
 
@@ -32,9 +34,10 @@ pub(super) fn probe(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Res
     let found = facts::gather(&config.ebpf);
     let request = Request { mode: config.mode, socket_load_balancing: config.ebpf.socket_load_balancing };
     let choice = mode::choose(request, &found);
+    let former = FormerView::new(&leftovers::find());
     match line.text("output") {
-        None | Some("table") => print(&in_words(&found, config.mode, &choice))?,
-        Some("json") => print_json(&as_json(&found, config.mode, &choice))?,
+        None | Some("table") => print(&in_words(&found, config.mode, &choice, &former))?,
+        Some("json") => print_json(&as_json(&found, config.mode, &choice, &former))?,
         Some(other) => bail!("--output must be table or json, found {other:?}"),
     }
     choice?;
@@ -72,7 +75,12 @@ fn requested(mode: RequestedMode) -> Option<String> {
     (mode != RequestedMode::Automatic).then(|| mode.to_string())
 }
 
-fn in_words(facts: &HostFacts, mode: RequestedMode, choice: &Result<Choice, Refusal>) -> String {
+fn in_words(
+    facts: &HostFacts,
+    mode: RequestedMode,
+    choice: &Result<Choice, Refusal>,
+    former: &FormerView,
+) -> String {
     let yes = |yes: bool| if yes { "yes" } else { "no" }.to_owned();
     let none = || "none".to_owned();
     let capabilities = held(facts).join(" ");
@@ -84,6 +92,7 @@ fn in_words(facts: &HostFacts, mode: RequestedMode, choice: &Result<Choice, Refu
         ["capabilities".to_owned(), if capabilities.is_empty() { none() } else { capabilities }],
         ["packet programs by".to_owned(), facts.packet_hook.name().to_owned()],
         ["no endpoint".to_owned(), refuses_with(facts).to_owned()],
+        ["another kube-proxy".to_owned(), former.text().unwrap_or_else(none)],
         ["mode asked for".to_owned(), requested(mode).unwrap_or_else(none)],
     ];
     let chosen = match choice {
@@ -97,7 +106,12 @@ fn in_words(facts: &HostFacts, mode: RequestedMode, choice: &Result<Choice, Refu
     table(["FACT", "FOUND"], rows.into_iter().chain(chosen))
 }
 
-fn as_json(facts: &HostFacts, mode: RequestedMode, choice: &Result<Choice, Refusal>) -> serde_json::Value {
+fn as_json(
+    facts: &HostFacts,
+    mode: RequestedMode,
+    choice: &Result<Choice, Refusal>,
+    former: &FormerView,
+) -> serde_json::Value {
     let chosen =
         choice.as_ref().ok().map(|choice| json!({"mode": choice.mode.name(), "reasons": choice.reasons}));
     json!({
@@ -113,5 +127,6 @@ fn as_json(facts: &HostFacts, mode: RequestedMode, choice: &Result<Choice, Refus
         "requested": requested(mode),
         "choice": chosen,
         "refusal": choice.as_ref().err().map(ToString::to_string),
+        "formerKubeProxy": former,
     })
 }

@@ -1,4 +1,4 @@
-//! `status`, `services`, `backends` and `cleanup`: they work on the pins, whether or not a controller runs.
+//! `status`, `services` and `backends`: they work on the pins, whether or not a controller runs.
 
 use std::{
     collections::HashSet,
@@ -9,12 +9,12 @@ use std::{
 use nix::net::if_::if_indextoname;
 
 use super::{
-    args::{BackendsArgs, CleanupArgs, Output, OutputArgs, ServicesArgs, StatusArgs},
+    args::{BackendsArgs, Output, OutputArgs, ServicesArgs, StatusArgs},
     record::{Interface, Record},
     table,
     views::{
-        self, BackendView, CounterView, EndpointView, FrontendKind, FrontendView, HookView, Policy,
-        ServiceView, StatusView, TableView,
+        self, BackendView, CounterView, EndpointView, FormerView, FrontendKind, FrontendView, HookView,
+        Policy, ServiceView, StatusView, TableView,
     },
 };
 use crate::{
@@ -22,10 +22,10 @@ use crate::{
         Usage,
         ebpf::{
             self,
-            cleanup::{self, Removed},
             status::{BackendState, EndpointState, FrontendState, Pinned, ServiceState},
         },
     },
+    leftovers,
     model::objects::Protocol,
 };
 
@@ -70,7 +70,7 @@ fn tables(bpffs: &Path) -> anyhow::Result<Option<Box<Pinned>>> {
     })
 }
 
-fn print<T: serde::Serialize>(
+pub(super) fn print<T: serde::Serialize>(
     output: OutputArgs,
     value: &T,
     text: impl FnOnce() -> String,
@@ -120,6 +120,7 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
     let starting = ebpf::status::controller(bpffs).filter(|process| !speaks(process));
     let interfaces = record.as_ref().map(|record| record.interfaces.clone()).unwrap_or_default();
     let mut status = StatusView::new(record, pinned.is_some(), starting);
+    status.former_kube_proxy = FormerView::new(&leftovers::find());
     if let Some(pinned) = pinned {
         status.hooks = pinned.links()?.iter().map(|link| hook_view(link, &interfaces)).collect();
         status.hooks.sort_unstable();
@@ -139,24 +140,6 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
             .collect();
     }
     print(args.output, &status, || status.text())
-}
-
-pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path) -> anyhow::Result<()> {
-    let removed = cleanup::cleanup(bpffs)?;
-    Record::remove(bpffs);
-    let Removed { links, filters, tables } = &removed;
-    let json = serde_json::json!({ "removed": { "links": links, "filters": filters, "tables": tables } });
-    print(args.output, &json, || {
-        if removed.is_empty() {
-            return format!("Nothing of proxy-ctl is in {}.\n", bpffs.display());
-        }
-        format!(
-            "proxy-ctl has removed {} links, {filters} filters and {} tables from {}.\n",
-            links.len(),
-            tables.len(),
-            bpffs.display()
-        )
-    })
 }
 
 fn state(terminating: bool) -> &'static str {

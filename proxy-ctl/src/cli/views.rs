@@ -9,6 +9,7 @@ use super::{
     record::{Record, Source},
     table::{bytes, table},
 };
+use crate::leftovers::{Found, Part};
 
 /// One service port in one family.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
@@ -165,6 +166,7 @@ pub(super) fn backends(backends: &[BackendView]) -> String {
 }
 
 #[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
 pub(super) struct StatusView {
     /// `None`: nothing is programmed.
     pub(super) mode: Option<String>,
@@ -175,6 +177,34 @@ pub(super) struct StatusView {
     pub(super) hooks: Vec<HookView>,
     pub(super) tables: Vec<TableView>,
     pub(super) counters: Vec<CounterView>,
+    pub(super) former_kube_proxy: FormerView,
+}
+
+/// What another kube-proxy has programmed on this node.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(super) struct FormerView {
+    pub(super) left: Vec<Part>,
+    /// Why there may be more than that.
+    pub(super) unknown: Vec<String>,
+}
+
+impl FormerView {
+    pub(super) fn new(found: &Found) -> Self {
+        Self { left: found.parts.clone(), unknown: found.problems.iter().map(ToString::to_string).collect() }
+    }
+
+    /// `None`: there is nothing to say.
+    pub(super) fn text(&self) -> Option<String> {
+        let left: Vec<String> = self.left.iter().map(Part::to_string).collect();
+        match (left.is_empty(), self.unknown.is_empty()) {
+            (true, true) => None,
+            (true, false) => Some(format!("not known: {}", self.unknown.join("; "))),
+            (false, true) => Some(left.join(", ")),
+            (false, false) => {
+                Some(format!("{}; not all is known: {}", left.join(", "), self.unknown.join("; ")))
+            }
+        }
+    }
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -232,6 +262,7 @@ impl StatusView {
             hooks: Vec::new(),
             tables: Vec::new(),
             counters: Vec::new(),
+            former_kube_proxy: FormerView::default(),
         }
     }
 
@@ -266,6 +297,9 @@ impl StatusView {
                 (Some(problem), false) => format!("not connected ({problem})"),
             };
             line("source", &format!("{}: {connected}, {} objects", source.name, source.objects));
+        }
+        if let Some(former) = self.former_kube_proxy.text() {
+            line("kube-proxy", &format!("another one's rules: {former}"));
         }
         self.tables_text(&mut text);
         text

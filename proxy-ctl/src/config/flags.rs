@@ -131,7 +131,7 @@ pub static FLAGS: &[Flag] = &[
         "cleanup",
         Switch,
         Sets::Other,
-        "Remove everything of ours from this node and exit; rules of another kube-proxy stay.",
+        "Remove everything of ours and of another kube-proxy, in any mode, from this node and exit.",
     ),
     main("init-only", Switch, Sets::Other, "Do what needs all privileges, and exit."),
     main(

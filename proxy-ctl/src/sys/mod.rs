@@ -12,6 +12,8 @@ pub mod lock;
 pub mod map;
 pub mod mmap;
 pub mod namespace;
+pub mod netlink;
+pub mod nftables;
 pub mod ready;
 pub mod tc;
 

@@ -1,0 +1,113 @@
+//! `cleanup`, and `--cleanup` as kube-proxy has it.
+
+use std::{io::Write as _, path::Path};
+
+use serde_json::json;
+
+use super::{args::CleanupArgs, record::Record, show::print, table::table};
+use crate::{
+    dataplane::ebpf::cleanup::{self, Removed},
+    leftovers::{self, Extent},
+};
+
+/// One thing that cannot be removed keeps no other; the error is kube-proxy's.
+pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path) -> anyhow::Result<()> {
+    let own = cleanup::cleanup(bpffs).map_err(anyhow::Error::from);
+    if own.is_ok() {
+        Record::remove(bpffs);
+    }
+    if !args.kube_proxy {
+        // Its own words say more than kube-proxy's.
+        return show(args, bpffs, &own?, None, &[]);
+    }
+    let former = leftovers::remove(Extent::Everything);
+    let (own, failure) = match own {
+        Ok(own) => (own, None),
+        Err(error) => (Removed::default(), Some(format!("{error:#}"))),
+    };
+    let problems: Vec<String> =
+        failure.into_iter().chain(former.problems.iter().map(ToString::to_string)).collect();
+    show(args, bpffs, &own, Some(&former), &problems)?;
+    if problems.is_empty() {
+        return Ok(());
+    }
+    for problem in &problems {
+        // Nobody is left to tell if stderr is gone.
+        let _ = writeln!(std::io::stderr(), "error: {problem}");
+    }
+    anyhow::bail!("encountered an error while tearing down rules")
+}
+
+fn show(
+    args: &CleanupArgs,
+    bpffs: &Path,
+    own: &Removed,
+    former: Option<&leftovers::Removed>,
+    problems: &[String],
+) -> anyhow::Result<()> {
+    let Removed { links, filters, tables } = own;
+    let mut view = json!({
+        "removed": { "links": links, "filters": filters, "tables": tables },
+        "problems": problems,
+    });
+    if let Some(former) = former {
+        view["kubeProxy"] = json!({ "removed": former.parts, "kept": former.kept });
+    }
+    print(args.output, &view, || in_words(bpffs, own, former))
+}
+
+fn in_words(bpffs: &Path, own: &Removed, former: Option<&leftovers::Removed>) -> String {
+    let place = bpffs.display();
+    let Some(former) = former else {
+        if own.is_empty() {
+            return format!("Nothing of proxy-ctl is in {place}.\n");
+        }
+        let (links, filters, tables) = (own.links.len(), own.filters, own.tables.len());
+        return format!(
+            "proxy-ctl has removed {links} links, {filters} filters and {tables} tables from {place}.\n"
+        );
+    };
+    let ours = [("links", own.links.len()), ("filters", own.filters), ("tables", own.tables.len())];
+    let ours = ours.into_iter().filter(|(_, count)| *count > 0);
+    let ours =
+        ours.map(|(what, count)| ["proxy-ctl".into(), place.to_string(), what.into(), count.to_string()]);
+    let theirs = former.parts.iter().map(|part| {
+        ["kube-proxy".into(), part.place.clone(), part.what.name().into(), part.count.to_string()]
+    });
+    let removed: Vec<_> = ours.chain(theirs).collect();
+    let mut text = if removed.is_empty() {
+        format!("Nothing of proxy-ctl is in {place}, and nothing was removed of another kube-proxy.\n")
+    } else {
+        table(["OF", "WHERE", "REMOVED", "NUMBER"], removed)
+    };
+    if !former.kept.is_empty() {
+        let kept = former.kept.iter().map(|kept| [kept.place.clone(), kept.name.clone(), kept.why.clone()]);
+        text.push('\n');
+        text.push_str(&table(["WHERE", "STAYS", "WHY"], kept));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::leftovers::{Kept, Part, What};
+
+    #[test]
+    fn what_was_removed_and_what_stays_is_told() {
+        let own = Removed { links: vec!["cgroup_connect4".into()], filters: 0, tables: Vec::new() };
+        let place = "nftables ip nat".to_owned();
+        let former = leftovers::Removed {
+            parts: vec![Part { place: place.clone(), what: What::Chains, count: 12 }],
+            kept: vec![Kept { place, name: "KUBE-SVC-A".into(), why: "emptied".into() }],
+            problems: Vec::new(),
+        };
+        let text = in_words(Path::new("/sys/fs/bpf"), &own, Some(&former));
+        let words: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(words[1], ["proxy-ctl", "/sys/fs/bpf", "links", "1"]);
+        assert_eq!(words[2], ["kube-proxy", "nftables", "ip", "nat", "chains", "12"]);
+        assert_eq!(words[5], ["nftables", "ip", "nat", "KUBE-SVC-A", "emptied"]);
+        let nothing = in_words(Path::new("/x"), &Removed::default(), Some(&leftovers::Removed::default()));
+        assert!(nothing.starts_with("Nothing of proxy-ctl"), "{nothing}");
+    }
+}

@@ -1,0 +1,181 @@
+//! Modes iptables (by iptables-nft) and nftables, and the rules of mode ipvs: all of them are in nf_tables, and go in one
+//! step.
+
+use std::collections::BTreeSet;
+
+use super::{
+    Error, Extent, Kept, Part, What, names,
+    plan::{self, Chain, Plan, Rule},
+};
+use crate::sys::{
+    CallError,
+    nftables::{Batch, NfTables, TableFamily},
+};
+
+/// Others may change the rules at the same time, and chains may turn out to be in use.
+const TRIES: usize = 8;
+
+/// A chain, wherever it is.
+type Address = (TableFamily, &'static str, String);
+
+/// What is there, without what it is used by.
+#[derive(Debug, Default)]
+struct Census {
+    /// Families with kube-proxy's own table.
+    tables: Vec<TableFamily>,
+    /// Tables of iptables that have chains of kube-proxy, with all their chains.
+    chains: Vec<(TableFamily, &'static str, Vec<Chain>)>,
+}
+
+impl Census {
+    fn take(nftables: &NfTables) -> Result<Self, CallError> {
+        let mut census = Self::default();
+        for family in TableFamily::ALL {
+            let tables = nftables.tables(family)?;
+            let has = |name: &str| tables.iter().any(|table| table == name);
+            if has(names::NFTABLES_TABLE) {
+                census.tables.push(family);
+            }
+            if !names::IPTABLES.into_iter().any(has) {
+                continue;
+            }
+            let all = nftables.chains(family)?;
+            for table in names::IPTABLES {
+                let chains: Vec<Chain> = all
+                    .iter()
+                    .filter(|chain| chain.table == table)
+                    .map(|chain| Chain { name: chain.name.clone(), base: chain.base, drops: chain.drops })
+                    .collect();
+                if !own(table, &chains).is_empty() {
+                    census.chains.push((family, table, chains));
+                }
+            }
+        }
+        Ok(census)
+    }
+}
+
+fn own<'a>(table: &str, chains: &'a [Chain]) -> Vec<&'a str> {
+    plan::own_chains(table, chains.iter().map(|chain| chain.name.as_str()))
+}
+
+fn place(family: TableFamily, table: &str) -> String {
+    format!("nftables {} {table}", family.name())
+}
+
+fn own_table(family: TableFamily) -> Part {
+    Part::new(place(family, names::NFTABLES_TABLE), What::Tables, 1)
+}
+
+/// What of kube-proxy is there. Nothing is changed.
+pub(super) fn find() -> Result<Vec<Part>, Error> {
+    let census = Census::take(&NfTables::open()?)?;
+    let tables = census.tables.iter().map(|family| own_table(*family));
+    let chains = census.chains.iter().map(|(family, table, chains)| {
+        Part::new(place(*family, table), What::Chains, own(table, chains).len())
+    });
+    Ok(tables.chain(chains).collect())
+}
+
+/// One table's part of a transaction.
+struct Share {
+    family: TableFamily,
+    table: &'static str,
+    plan: Plan<u64>,
+}
+
+/// Removes all that can be removed, in one transaction, and says what stays.
+pub(super) fn remove(extent: Extent) -> Result<(Vec<Part>, Vec<Kept>), Error> {
+    let nftables = NfTables::open()?;
+    let mut busy: BTreeSet<Address> = BTreeSet::new();
+    let mut last = None;
+    for _ in 0..TRIES {
+        let census = Census::take(&nftables)?;
+        let shares = shares(&nftables, &census, &busy, extent)?;
+        let (removed, kept) = told(&census, &shares);
+        if removed.is_empty() {
+            return Ok((removed, kept));
+        }
+        let (batch, deletions) = transaction(&census, &shares);
+        let refused = nftables.commit(batch)?;
+        if refused.is_empty() {
+            return Ok((removed, kept));
+        }
+        for refusal in refused {
+            let deleted = deletions.iter().find(|(message, _)| *message == refusal.message);
+            match (refusal.errno, deleted) {
+                (libc::EBUSY, Some((_, chain))) => {
+                    busy.insert(chain.clone());
+                }
+                // Somebody else was faster: what is there is read anew.
+                (libc::ENOENT | libc::EAGAIN | libc::ERESTART, _) => {}
+                (errno, _) => return Err(Error::refused(errno)),
+            }
+            last = Some(refusal.errno);
+        }
+    }
+    Err(Error::refused(last.unwrap_or(libc::EAGAIN)))
+}
+
+fn shares(
+    nftables: &NfTables,
+    census: &Census,
+    busy: &BTreeSet<Address>,
+    extent: Extent,
+) -> Result<Vec<Share>, CallError> {
+    let share = |(family, table, chains): &(TableFamily, &'static str, Vec<Chain>)| {
+        let mut rules = Vec::new();
+        for chain in chains.iter().filter(|chain| !names::is_chain(table, &chain.name)) {
+            let found = nftables.rules(*family, table, &chain.name)?;
+            rules.extend(found.into_iter().map(|rule| Rule {
+                chain: chain.name.clone(),
+                name: rule.handle,
+                comment: rule.comment,
+                targets: rule.targets,
+            }));
+        }
+        let here = |address: &&Address| address.0 == *family && address.1 == *table;
+        let busy = busy.iter().filter(here).map(|(_, _, chain)| chain.clone()).collect();
+        let plan = plan::plan(table, chains, &rules, &busy, extent);
+        Ok(Share { family: *family, table, plan })
+    };
+    census.chains.iter().map(share).collect()
+}
+
+/// Chains that nobody else uses are emptied before any is deleted, as they lead to each other.
+fn transaction(census: &Census, shares: &[Share]) -> (Batch, Vec<(u32, Address)>) {
+    let (mut batch, mut deletions) = (Batch::default(), Vec::new());
+    for Share { family, table, plan } in shares.iter().filter(|share| !share.plan.is_empty()) {
+        for (chain, handle) in &plan.rules {
+            batch.delete_rule(*family, table, chain, *handle);
+        }
+        for chain in &plan.emptied {
+            batch.flush_chain(*family, table, chain);
+        }
+        for chain in &plan.deleted {
+            deletions.push((batch.next(), (*family, *table, chain.clone())));
+            batch.delete_chain(*family, table, chain);
+        }
+    }
+    for family in &census.tables {
+        batch.delete_table(*family, names::NFTABLES_TABLE);
+    }
+    (batch, deletions)
+}
+
+fn told(census: &Census, shares: &[Share]) -> (Vec<Part>, Vec<Kept>) {
+    let (mut removed, mut kept) = (Vec::new(), Vec::new());
+    for Share { family, table, plan } in shares {
+        let place = place(*family, table);
+        removed.push(Part::new(place.clone(), What::Jumps, plan.rules.len()));
+        removed.push(Part::new(place.clone(), What::Chains, plan.deleted.len()));
+        let stays =
+            |(chain, why): &(String, plan::Why)| Kept::new(place.clone(), chain.clone(), why.to_string());
+        kept.extend(plan.kept.iter().map(stays));
+    }
+    for family in &census.tables {
+        removed.push(own_table(*family));
+    }
+    removed.retain(|part| part.count > 0);
+    (removed, kept)
+}

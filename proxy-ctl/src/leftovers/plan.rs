@@ -1,0 +1,243 @@
+//! Which rules and chains of a table of iptables are removed, and which are not. Pure: the same for nf_tables and for the
+//! text of iptables-save.
+
+use std::collections::BTreeSet;
+
+use super::{Extent, names};
+
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Chain {
+    pub name: String,
+    /// The kernel calls it.
+    pub base: bool,
+    /// What reaches its end is dropped.
+    pub drops: bool,
+}
+
+/// A rule of a chain that is not kube-proxy's. `R` is how it is named when it is removed.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Rule<R> {
+    pub chain: String,
+    pub name: R,
+    pub comment: Option<String>,
+    /// The chains that it leads to.
+    pub targets: Vec<String>,
+}
+
+/// Why a chain stays.
+#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub enum Why {
+    /// A rule of this chain, which is somebody else's, leads to it. It is empty now.
+    UsedBy(String),
+    /// Somebody else's rule, which could not be told, leads to it. It is empty now.
+    Used,
+    /// Somebody else's rule of this chain leads to it, and relies on what it does: it stays as it is.
+    Masquerades(String),
+    /// The policy of FORWARD is to drop: connections that are under way may need it. It stays as it is.
+    Forwards,
+}
+
+impl std::fmt::Display for Why {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::UsedBy(chain) => write!(f, "emptied; a rule in {chain} leads to it"),
+            Self::Used => f.write_str("emptied; somebody else's rule leads to it"),
+            Self::Masquerades(chain) => write!(f, "left as it is: a rule in {chain} has packets masqueraded by it"),
+            Self::Forwards => f.write_str(
+                "left as it is: the policy of FORWARD is DROP, and established connections may need what it accepts",
+            ),
+        }
+    }
+}
+
+/// To be done in this order.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Plan<R> {
+    /// Rules in chains of others, with these chains.
+    pub rules: Vec<(String, R)>,
+    pub emptied: Vec<String>,
+    /// All are among the emptied ones.
+    pub deleted: Vec<String>,
+    pub kept: Vec<(String, Why)>,
+}
+
+impl<R> Plan<R> {
+    /// Nothing is to be done.
+    pub fn is_empty(&self) -> bool {
+        self.rules.is_empty() && self.deleted.is_empty()
+    }
+}
+
+/// The chains of kube-proxy; none where there are only those that old kubelets make too.
+pub fn own_chains<'a>(table: &str, chains: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
+    let own: Vec<&str> = chains.into_iter().filter(|chain| names::is_chain(table, chain)).collect();
+    if own.iter().all(|chain| names::is_shared_chain(chain)) { Vec::new() } else { own }
+}
+
+/// `rules`: of all chains that are not kube-proxy's. `busy`: chains that the kernel would not delete.
+pub fn plan<R: Clone>(
+    table: &str,
+    chains: &[Chain],
+    rules: &[Rule<R>],
+    busy: &BTreeSet<String>,
+    extent: Extent,
+) -> Plan<R> {
+    let own: BTreeSet<&str> =
+        own_chains(table, chains.iter().map(|chain| chain.name.as_str())).into_iter().collect();
+    let is_base = |name: &str| chains.iter().any(|chain| chain.base && chain.name == name);
+    let leads_to_us = |rule: &&Rule<R>| rule.targets.iter().any(|target| own.contains(target.as_str()));
+    let (ours, foreign): (Vec<&Rule<R>>, Vec<&Rule<R>>) =
+        rules.iter().filter(leads_to_us).partition(|rule| {
+            is_base(&rule.chain) && rule.comment.as_deref().is_some_and(names::is_comment_of_jump)
+        });
+    let used_by = |chain: &str| {
+        let leads_there = |rule: &&&Rule<R>| rule.targets.iter().any(|target| target == chain);
+        foreign.iter().find(leads_there).map(|rule| rule.chain.clone())
+    };
+    let masqueraded = used_by(names::MARK_MASQUERADE);
+    let forward_drops = chains.iter().any(|chain| chain.name == "FORWARD" && chain.drops);
+    // Chains that go on doing what they do.
+    let whole = |chain: &str| match chain {
+        names::MARK_MASQUERADE | names::POSTROUTING => masqueraded.clone().map(Why::Masquerades),
+        names::FORWARD if forward_drops && extent == Extent::Served => Some(Why::Forwards),
+        _ => None,
+    };
+    let mut plan = Plan { rules: Vec::new(), emptied: Vec::new(), deleted: Vec::new(), kept: Vec::new() };
+    for rule in ours {
+        if rule.targets.iter().all(|target| whole(target).is_none()) {
+            plan.rules.push((rule.chain.clone(), rule.name.clone()));
+        }
+    }
+    for chain in own {
+        let name = chain.to_owned();
+        if let Some(why) = whole(chain) {
+            plan.kept.push((name, why));
+            continue;
+        }
+        plan.emptied.push(name.clone());
+        match used_by(chain) {
+            Some(by) => plan.kept.push((name, Why::UsedBy(by))),
+            None if busy.contains(chain) => plan.kept.push((name, Why::Used)),
+            None => plan.deleted.push(name),
+        }
+    }
+    plan
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chains(names: &[&str]) -> Vec<Chain> {
+        let base = |name: &str| matches!(name, "PREROUTING" | "POSTROUTING" | "OUTPUT" | "FORWARD" | "INPUT");
+        names.iter().map(|name| Chain { name: (*name).to_owned(), base: base(name), drops: false }).collect()
+    }
+
+    fn rule(chain: &str, name: u64, comment: &str, target: &str) -> Rule<u64> {
+        let comment = Some(comment.to_owned()).filter(|comment| !comment.is_empty());
+        Rule { chain: chain.to_owned(), name, comment, targets: vec![target.to_owned()] }
+    }
+
+    const PORTALS: &str = "kubernetes service portals";
+
+    fn nat() -> (Vec<Chain>, Vec<Rule<u64>>) {
+        let chains = chains(&[
+            "PREROUTING",
+            "POSTROUTING",
+            "CNI-HOSTPORT-DNAT",
+            "KUBE-SERVICES",
+            "KUBE-SVC-A",
+            "KUBE-SEP-B",
+            "KUBE-MARK-MASQ",
+            "KUBE-POSTROUTING",
+            "KUBE-KUBELET-CANARY",
+        ]);
+        let rules = vec![
+            rule("PREROUTING", 1, PORTALS, "KUBE-SERVICES"),
+            rule("PREROUTING", 2, "", "CNI-HOSTPORT-DNAT"),
+            rule("POSTROUTING", 3, "kubernetes postrouting rules", "KUBE-POSTROUTING"),
+        ];
+        (chains, rules)
+    }
+
+    fn of(table: &str, (chains, rules): &(Vec<Chain>, Vec<Rule<u64>>), extent: Extent) -> Plan<u64> {
+        plan(table, chains, rules, &BTreeSet::new(), extent)
+    }
+
+    #[test]
+    fn everything_of_kube_proxy_goes_and_nothing_else() {
+        let plan = of("nat", &nat(), Extent::Everything);
+        assert_eq!(plan.rules, [("PREROUTING".to_owned(), 1), ("POSTROUTING".to_owned(), 3)]);
+        assert_eq!(
+            plan.deleted,
+            ["KUBE-MARK-MASQ", "KUBE-POSTROUTING", "KUBE-SEP-B", "KUBE-SERVICES", "KUBE-SVC-A"]
+        );
+        assert_eq!(plan.emptied, plan.deleted);
+        assert_eq!(plan.kept, []);
+    }
+
+    #[test]
+    fn a_chain_that_somebody_uses_stays_empty() {
+        let mut nat = nat();
+        nat.1.push(rule("CNI-HOSTPORT-DNAT", 4, PORTALS, "KUBE-SVC-A"));
+        // Without kube-proxy's comment it is not kube-proxy's, wherever it is.
+        nat.1.push(rule("PREROUTING", 5, "mine", "KUBE-SERVICES"));
+        let plan = of("nat", &nat, Extent::Served);
+        assert_eq!(plan.rules.len(), 2);
+        assert!(plan.emptied.iter().any(|chain| chain == "KUBE-SVC-A"));
+        assert_eq!(plan.deleted, ["KUBE-MARK-MASQ", "KUBE-POSTROUTING", "KUBE-SEP-B"]);
+        let kept = [("KUBE-SERVICES", "PREROUTING"), ("KUBE-SVC-A", "CNI-HOSTPORT-DNAT")];
+        assert_eq!(plan.kept, kept.map(|(chain, by)| (chain.to_owned(), Why::UsedBy(by.to_owned()))));
+    }
+
+    #[test]
+    fn who_marks_packets_for_masquerading_still_gets_them_masqueraded() {
+        let mut nat = nat();
+        nat.1.push(rule("CNI-HOSTPORT-DNAT", 4, "", "KUBE-MARK-MASQ"));
+        for extent in [Extent::Served, Extent::Everything] {
+            let plan = of("nat", &nat, extent);
+            assert_eq!(plan.rules, [("PREROUTING".to_owned(), 1)]);
+            assert_eq!(plan.deleted, ["KUBE-SEP-B", "KUBE-SERVICES", "KUBE-SVC-A"]);
+            assert_eq!(plan.emptied, plan.deleted);
+            assert_eq!(plan.kept.len(), 2);
+        }
+    }
+
+    #[test]
+    fn what_accepts_forwarded_packets_stays_where_others_are_dropped() {
+        let mut filter = (chains(&["FORWARD", "KUBE-FORWARD", "KUBE-SERVICES"]), Vec::new());
+        filter.1.push(rule("FORWARD", 1, "kubernetes forwarding rules", "KUBE-FORWARD"));
+        filter.1.push(rule("FORWARD", 2, PORTALS, "KUBE-SERVICES"));
+        assert_eq!(of("filter", &filter, Extent::Served).deleted, ["KUBE-FORWARD", "KUBE-SERVICES"]);
+        filter.0[0].drops = true;
+        let served = of("filter", &filter, Extent::Served);
+        assert_eq!(served.rules, [("FORWARD".to_owned(), 2)]);
+        assert_eq!(served.deleted, ["KUBE-SERVICES"]);
+        assert_eq!(served.kept, [("KUBE-FORWARD".to_owned(), Why::Forwards)]);
+        assert_eq!(of("filter", &filter, Extent::Everything).deleted, ["KUBE-FORWARD", "KUBE-SERVICES"]);
+    }
+
+    #[test]
+    fn a_chain_that_the_kernel_would_not_delete_is_emptied() {
+        let (chains, rules) = nat();
+        let busy = BTreeSet::from(["KUBE-SEP-B".to_owned()]);
+        let plan = plan("nat", &chains, &rules, &busy, Extent::Everything);
+        assert!(!plan.deleted.contains(&"KUBE-SEP-B".to_owned()));
+        assert!(plan.emptied.contains(&"KUBE-SEP-B".to_owned()));
+        assert_eq!(plan.kept, [("KUBE-SEP-B".to_owned(), Why::Used)]);
+    }
+
+    #[test]
+    fn what_an_old_kubelet_has_made_is_not_kube_proxys() {
+        let chains = chains(&["POSTROUTING", "KUBE-MARK-MASQ", "KUBE-POSTROUTING", "KUBE-MARK-DROP"]);
+        let rules = [rule("POSTROUTING", 3, "kubernetes postrouting rules", "KUBE-POSTROUTING")];
+        assert!(of("nat", &(chains, rules.to_vec()), Extent::Everything).is_empty());
+    }
+
+    #[test]
+    fn what_stays_is_nothing_to_do_the_next_time() {
+        let chains = chains(&["PREROUTING", "KUBE-SVC-A"]);
+        let rules = [rule("PREROUTING", 4, "mine", "KUBE-SVC-A")];
+        assert!(of("nat", &(chains, rules.to_vec()), Extent::Everything).is_empty());
+    }
+}

@@ -1,0 +1,309 @@
+//! Netlink messages as bytes, and a socket that sends them and reads the answers: what the rooms for nf_tables, ipset
+//! and IPVS share.
+
+use std::io;
+
+use netlink_sys::{Socket, SocketAddr};
+
+pub const NLM_F_REQUEST: u16 = 0x1;
+pub const NLM_F_ACK: u16 = 0x4;
+pub const NLM_F_DUMP: u16 = 0x300;
+/// The list changed while it was read: something may be missing.
+const NLM_F_DUMP_INTR: u16 = 0x10;
+const NLMSG_ERROR: u16 = 2;
+const NLMSG_DONE: u16 = 3;
+const NLA_F_NESTED: u16 = 0x8000;
+/// The highest two bits of an attribute's type are flags.
+const NLA_TYPE: u16 = 0x3fff;
+
+const MESSAGE_HEADER: usize = 16;
+const ATTRIBUTE_HEADER: usize = 4;
+/// Tries of a dump that changes while it is read.
+const DUMP_TRIES: usize = 8;
+
+/// Messages, one after the other; header fields are in the machine's order of bytes.
+#[derive(Clone, Debug, Default)]
+pub struct Messages {
+    bytes: Vec<u8>,
+    /// Where the last message begins.
+    last: usize,
+    count: u32,
+}
+
+impl Messages {
+    /// Begins a message. `header`: of the protocol, such as `nfgenmsg`; its length must be a multiple of 4.
+    pub fn begin(&mut self, kind: u16, flags: u16, header: &[u8]) -> &mut Self {
+        self.last = self.bytes.len();
+        self.bytes.extend([0; 4]);
+        self.bytes.extend(kind.to_ne_bytes());
+        self.bytes.extend((flags | NLM_F_REQUEST).to_ne_bytes());
+        self.bytes.extend(self.count.to_ne_bytes());
+        self.bytes.extend([0; 4]);
+        self.bytes.extend(header);
+        self.count += 1;
+        self.close(self.last)
+    }
+
+    /// Number of messages; the next one's sequence number.
+    pub fn count(&self) -> u32 {
+        self.count
+    }
+
+    pub fn attribute(&mut self, kind: u16, value: &[u8]) -> &mut Self {
+        // An attribute holds at most 64 KiB; none here comes near.
+        let length = (ATTRIBUTE_HEADER + value.len()) as u16;
+        self.bytes.extend(length.to_ne_bytes());
+        self.bytes.extend(kind.to_ne_bytes());
+        self.bytes.extend(value);
+        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
+        self.close(self.last)
+    }
+
+    /// With a zero at its end.
+    pub fn text(&mut self, kind: u16, value: &str) -> &mut Self {
+        let mut bytes = Vec::with_capacity(value.len() + 1);
+        bytes.extend(value.as_bytes());
+        bytes.push(0);
+        self.attribute(kind, &bytes)
+    }
+
+    pub fn nested(&mut self, kind: u16, fill: impl FnOnce(&mut Self)) -> &mut Self {
+        let start = self.bytes.len();
+        self.attribute(kind | NLA_F_NESTED, &[]);
+        fill(self);
+        let length = (self.bytes.len() - start) as u16;
+        self.bytes[start..start + 2].copy_from_slice(&length.to_ne_bytes());
+        self
+    }
+
+    fn close(&mut self, start: usize) -> &mut Self {
+        let length = (self.bytes.len() - start) as u32;
+        self.bytes[start..start + 4].copy_from_slice(&length.to_ne_bytes());
+        self
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+fn half(bytes: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
+fn word(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
+/// Attributes one after the other, by type, with their values. Ends where the bytes stop making sense.
+#[derive(Clone, Copy, Debug)]
+pub struct Attributes<'a>(pub &'a [u8]);
+
+impl<'a> Attributes<'a> {
+    pub fn get(self, wanted: u16) -> Option<&'a [u8]> {
+        self.into_iter().find_map(|(kind, value)| (kind == wanted).then_some(value))
+    }
+
+    pub fn nested(self, wanted: u16) -> Option<Self> {
+        self.get(wanted).map(Attributes)
+    }
+
+    /// Up to its zero.
+    pub fn text(self, wanted: u16) -> Option<&'a str> {
+        text(self.get(wanted)?)
+    }
+}
+
+/// Up to the first zero; `None`: not UTF-8.
+pub fn text(bytes: &[u8]) -> Option<&str> {
+    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+    std::str::from_utf8(bytes.get(..end)?).ok()
+}
+
+impl<'a> Iterator for Attributes<'a> {
+    type Item = (u16, &'a [u8]);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let length = usize::from(half(self.0, 0)?);
+        let kind = half(self.0, 2)? & NLA_TYPE;
+        let value = self.0.get(ATTRIBUTE_HEADER..length)?;
+        self.0 = self.0.get(length.next_multiple_of(4)..).unwrap_or_default();
+        Some((kind, value))
+    }
+}
+
+/// What the kernel says to a message.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Answer<'a> {
+    /// Type, flags and what follows the header.
+    Message(u16, u16, &'a [u8]),
+    /// Error number, 0: done as asked. The sequence number is that of the request.
+    Verdict(i32, u32),
+    EndOfDump,
+}
+
+/// Gives every answer in `bytes` to `take`.
+fn each_answer(bytes: &[u8], mut take: impl FnMut(Answer<'_>)) {
+    let mut rest = bytes;
+    while let (Some(length), Some(kind), Some(flags), Some(sequence)) =
+        (word(rest, 0), half(rest, 4), half(rest, 6), word(rest, 8))
+    {
+        let length = length as usize;
+        let Some(body) = rest.get(MESSAGE_HEADER..length) else { return };
+        take(match kind {
+            NLMSG_ERROR => Answer::Verdict(word(body, 0).unwrap_or(0).cast_signed().wrapping_neg(), sequence),
+            NLMSG_DONE => Answer::EndOfDump,
+            kind => Answer::Message(kind, flags, body),
+        });
+        rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
+    }
+}
+
+/// A message that the kernel has refused.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Refused {
+    /// Its place among the messages that were sent.
+    pub message: u32,
+    pub errno: i32,
+}
+
+/// A connection to one protocol of the kernel.
+pub struct Connection(Socket);
+
+impl Connection {
+    pub fn open(protocol: isize) -> io::Result<Self> {
+        let mut socket = Socket::new(protocol)?;
+        socket.bind_auto()?;
+        socket.connect(&SocketAddr::new(0, 0))?;
+        Ok(Self(socket))
+    }
+
+    /// Sends one request and gives the type and body of each answer to `take`, until the kernel is done.
+    pub fn request(&self, request: &Messages, mut take: impl FnMut(u16, &[u8])) -> io::Result<()> {
+        self.0.send(request.bytes(), 0)?;
+        self.read(|kind, _, body| take(kind, body))
+    }
+
+    /// A list that is the same from its beginning to its end. `parse` may be called for an attempt that is thrown away.
+    pub fn dump<T>(&self, request: &Messages, parse: impl Fn(u16, &[u8]) -> Option<T>) -> io::Result<Vec<T>> {
+        for _ in 0..DUMP_TRIES {
+            let (mut list, mut whole) = (Vec::new(), true);
+            self.0.send(request.bytes(), 0)?;
+            let read = self.read(|kind, flags, body| {
+                whole &= flags & NLM_F_DUMP_INTR == 0;
+                list.extend(parse(kind, body));
+            });
+            match read {
+                Ok(()) if whole => return Ok(list),
+                Ok(()) => {}
+                Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Err(io::Error::other("the list kept changing while it was read"))
+    }
+
+    fn read(&self, mut take: impl FnMut(u16, u16, &[u8])) -> io::Result<()> {
+        let mut end = None;
+        while end.is_none() {
+            let (bytes, _) = self.0.recv_from_full()?;
+            each_answer(&bytes, |answer| match answer {
+                Answer::Message(kind, flags, body) => take(kind, flags, body),
+                Answer::Verdict(errno, _) => end = Some(errno),
+                Answer::EndOfDump => end = end.or(Some(0)),
+            });
+        }
+        match end {
+            None | Some(0) => Ok(()),
+            Some(errno) => Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
+
+    /// Sends all messages in one call; answers with those that were refused. For protocols that have answered when the
+    /// call comes back, as nfnetlink has.
+    pub fn send_at_once(
+        &self,
+        messages: &Messages,
+        room: impl FnOnce(&Socket) -> io::Result<()>,
+    ) -> io::Result<Vec<Refused>> {
+        room(&self.0)?;
+        self.0.send(messages.bytes(), 0)?;
+        self.0.set_non_blocking(true)?;
+        let mut refused = Vec::new();
+        let read = loop {
+            match self.0.recv_from_full() {
+                Ok((bytes, _)) => each_answer(&bytes, |answer| {
+                    if let Answer::Verdict(errno, message) = answer
+                        && errno != 0
+                    {
+                        refused.push(Refused { message, errno });
+                    }
+                }),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break Ok(()),
+                // More answers than there was room for: those that were read are enough to go on.
+                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) && !refused.is_empty() => {}
+                Err(error) => break Err(error),
+            }
+        };
+        self.0.set_non_blocking(false)?;
+        read.map(|()| refused)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_hold_their_lengths_and_places() {
+        let mut messages = Messages::default();
+        messages.begin(7, NLM_F_ACK, &[1, 0, 0, 0]).text(1, "filter");
+        messages.begin(8, 0, &[]).nested(4, |inner| {
+            inner.text(1, "a").attribute(2, &7_u32.to_be_bytes());
+        });
+        let bytes = messages.bytes();
+        assert_eq!((word(bytes, 0), half(bytes, 4), word(bytes, 8)), (Some(16 + 4 + 12), Some(7), Some(0)));
+        let second = &bytes[32..];
+        assert_eq!(
+            (word(second, 0), half(second, 4), word(second, 8)),
+            (Some(16 + 4 + 8 + 8), Some(8), Some(1))
+        );
+        let inner = Attributes(&second[16..]).nested(4).unwrap();
+        assert_eq!((inner.text(1), inner.get(2)), (Some("a"), Some(&[0, 0, 0, 7][..])));
+        assert_eq!(inner.get(3), None);
+    }
+
+    #[test]
+    fn answers_that_are_cut_off_end_the_list() {
+        let mut messages = Messages::default();
+        messages.begin(7, 0, &[]).text(1, "filter");
+        let bytes = messages.bytes();
+        let count = |bytes: &[u8]| {
+            let mut count = 0;
+            each_answer(bytes, |_| count += 1);
+            count
+        };
+        assert_eq!(count(bytes), 1);
+        assert_eq!(count(&bytes[..bytes.len() - 1]), 0);
+        assert_eq!(Attributes(&bytes[16..20]).next(), None);
+        // A length of zero would go on for ever.
+        assert_eq!(count(&[0; 64]), 0);
+        assert_eq!(Attributes(&[0; 8]).count(), 0);
+    }
+
+    #[test]
+    fn a_verdict_names_its_message() {
+        let mut bytes = Vec::new();
+        for part in [20_u32, 2, 9, 0] {
+            bytes.extend(part.to_ne_bytes());
+        }
+        bytes.extend((-libc::EBUSY).to_ne_bytes());
+        let mut answers = Vec::new();
+        each_answer(&bytes, |answer| {
+            if let Answer::Verdict(errno, message) = answer {
+                answers.push((errno, message));
+            }
+        });
+        assert_eq!(answers, [(libc::EBUSY, 9)]);
+    }
+}

@@ -1,0 +1,251 @@
+//! Tables, chains and rules of nf_tables, which iptables-nft uses too: listed, and removed in one step.
+
+use std::io;
+
+use netlink_sys::{Socket, protocols::NETLINK_NETFILTER};
+use nix::sys::socket::{setsockopt, sockopt::SndBufForce};
+
+use super::{
+    CallError,
+    netlink::{Attributes, Connection, Messages, NLM_F_DUMP, Refused, text},
+};
+
+const SUBSYSTEM: u16 = 10;
+const GETTABLE: u16 = SUBSYSTEM << 8 | 1;
+const DELTABLE: u16 = SUBSYSTEM << 8 | 2;
+const GETCHAIN: u16 = SUBSYSTEM << 8 | 4;
+const DELCHAIN: u16 = SUBSYSTEM << 8 | 5;
+const GETRULE: u16 = SUBSYSTEM << 8 | 7;
+const DELRULE: u16 = SUBSYSTEM << 8 | 8;
+const BATCH_BEGIN: u16 = 0x10;
+const BATCH_END: u16 = 0x11;
+
+const TABLE_NAME: u16 = 1;
+const CHAIN_TABLE: u16 = 1;
+const CHAIN_NAME: u16 = 3;
+const CHAIN_HOOK: u16 = 4;
+const CHAIN_POLICY: u16 = 5;
+const RULE_TABLE: u16 = 1;
+const RULE_CHAIN: u16 = 2;
+const RULE_HANDLE: u16 = 3;
+const RULE_EXPRESSIONS: u16 = 4;
+const RULE_USERDATA: u16 = 7;
+const EXPRESSION_NAME: u16 = 1;
+const EXPRESSION_DATA: u16 = 2;
+const IMMEDIATE_DATA: u16 = 2;
+const DATA_VERDICT: u16 = 2;
+const VERDICT_CHAIN: u16 = 2;
+const MATCH_NAME: u16 = 1;
+const MATCH_INFO: u16 = 3;
+const USERDATA_COMMENT: u8 = 0;
+
+const POLICY_DROP: [u8; 4] = 0_u32.to_be_bytes();
+
+/// The address family of a table.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub enum TableFamily {
+    Ipv4,
+    Ipv6,
+}
+
+impl TableFamily {
+    pub const ALL: [Self; 2] = [Self::Ipv4, Self::Ipv6];
+
+    /// As nft writes it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Ipv4 => "ip",
+            Self::Ipv6 => "ip6",
+        }
+    }
+
+    const fn number(self) -> u8 {
+        match self {
+            Self::Ipv4 => 2,
+            Self::Ipv6 => 10,
+        }
+    }
+
+    /// `nfgenmsg`: family, version, resource.
+    const fn header(self) -> [u8; 4] {
+        [self.number(), 0, 0, 0]
+    }
+}
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Chain {
+    pub table: String,
+    pub name: String,
+    /// The kernel calls it: it is not only jumped to.
+    pub base: bool,
+    /// What reaches its end is dropped.
+    pub drops: bool,
+}
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Rule {
+    pub handle: u64,
+    /// Of the match `comment` or of the rule itself.
+    pub comment: Option<String>,
+    /// The chains that it jumps or goes to; those in maps are not known.
+    pub targets: Vec<String>,
+}
+
+fn failed(call: &'static str) -> impl FnOnce(io::Error) -> CallError {
+    move |source| CallError::new(call, source)
+}
+
+/// What is removed in one step: all of it, or nothing.
+#[derive(Debug)]
+pub struct Batch(Messages);
+
+impl Default for Batch {
+    fn default() -> Self {
+        let mut messages = Messages::default();
+        messages.begin(BATCH_BEGIN, 0, &batch_header());
+        Self(messages)
+    }
+}
+
+fn batch_header() -> [u8; 4] {
+    let [high, low] = SUBSYSTEM.to_be_bytes();
+    [0, 0, high, low]
+}
+
+impl Batch {
+    /// Place of the message that comes next, as [`Refused::message`] names it.
+    pub fn next(&self) -> u32 {
+        self.0.count()
+    }
+
+    pub fn delete_rule(&mut self, family: TableFamily, table: &str, chain: &str, handle: u64) {
+        self.0
+            .begin(DELRULE, 0, &family.header())
+            .text(RULE_TABLE, table)
+            .text(RULE_CHAIN, chain)
+            .attribute(RULE_HANDLE, &handle.to_be_bytes());
+    }
+
+    /// Removes every rule of a chain.
+    pub fn flush_chain(&mut self, family: TableFamily, table: &str, chain: &str) {
+        self.0.begin(DELRULE, 0, &family.header()).text(RULE_TABLE, table).text(RULE_CHAIN, chain);
+    }
+
+    pub fn delete_chain(&mut self, family: TableFamily, table: &str, chain: &str) {
+        self.0.begin(DELCHAIN, 0, &family.header()).text(CHAIN_TABLE, table).text(CHAIN_NAME, chain);
+    }
+
+    /// With everything in it.
+    pub fn delete_table(&mut self, family: TableFamily, table: &str) {
+        self.0.begin(DELTABLE, 0, &family.header()).text(TABLE_NAME, table);
+    }
+}
+
+/// A connection to nf_tables of this thread's network namespace. Needs CAP_NET_ADMIN there.
+pub struct NfTables(Connection);
+
+impl NfTables {
+    pub fn open() -> Result<Self, CallError> {
+        Connection::open(NETLINK_NETFILTER).map(Self).map_err(failed("socket(NETLINK_NETFILTER)"))
+    }
+
+    /// None where the kernel has no nf_tables.
+    pub fn tables(&self, family: TableFamily) -> Result<Vec<String>, CallError> {
+        let mut request = Messages::default();
+        request.begin(GETTABLE, NLM_F_DUMP, &family.header());
+        let parse = |_, body: &[u8]| Some(of_family(family, body)?.text(TABLE_NAME)?.to_owned());
+        match self.0.dump(&request, parse) {
+            // What nfnetlink says of a subsystem that is not there.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
+                Ok(Vec::new())
+            }
+            tables => tables.map_err(failed("netlink NFT_MSG_GETTABLE")),
+        }
+    }
+
+    /// Of every table.
+    pub fn chains(&self, family: TableFamily) -> Result<Vec<Chain>, CallError> {
+        let mut request = Messages::default();
+        request.begin(GETCHAIN, NLM_F_DUMP, &family.header());
+        let parse = |_, body: &[u8]| chain(of_family(family, body)?);
+        self.0.dump(&request, parse).map_err(failed("netlink NFT_MSG_GETCHAIN"))
+    }
+
+    pub fn rules(&self, family: TableFamily, table: &str, chain: &str) -> Result<Vec<Rule>, CallError> {
+        let mut request = Messages::default();
+        request.begin(GETRULE, NLM_F_DUMP, &family.header()).text(RULE_TABLE, table).text(RULE_CHAIN, chain);
+        // Kernels before 4.12 list the rules of all chains.
+        let is_asked_for = |rule: &Attributes<'_>| {
+            rule.text(RULE_TABLE) == Some(table) && rule.text(RULE_CHAIN) == Some(chain)
+        };
+        let parse = |_, body: &[u8]| rule(of_family(family, body).filter(is_asked_for)?);
+        match self.0.dump(&request, parse) {
+            // Gone since it was listed.
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(Vec::new()),
+            rules => rules.map_err(failed("netlink NFT_MSG_GETRULE")),
+        }
+    }
+
+    /// Does all of it, or, if anything is refused, nothing.
+    pub fn commit(&self, batch: Batch) -> Result<Vec<Refused>, CallError> {
+        let mut messages = batch.0;
+        messages.begin(BATCH_END, 0, &batch_header());
+        let length = messages.bytes().len();
+        self.0
+            .send_at_once(&messages, |socket| make_room(socket, length))
+            .map_err(failed("netlink batch of nf_tables"))
+    }
+}
+
+/// A batch is one message of the socket, however long it is.
+fn make_room(socket: &Socket, length: usize) -> io::Result<()> {
+    const LEAST: usize = 256 * 1024;
+    Ok(setsockopt(socket, SndBufForce, &(length * 2).max(LEAST))?)
+}
+
+/// Attributes of an answer about this family.
+fn of_family(family: TableFamily, body: &[u8]) -> Option<Attributes<'_>> {
+    (body.first() == Some(&family.number())).then_some(Attributes(body.get(4..)?))
+}
+
+fn chain(chain: Attributes<'_>) -> Option<Chain> {
+    Some(Chain {
+        table: chain.text(CHAIN_TABLE)?.to_owned(),
+        name: chain.text(CHAIN_NAME)?.to_owned(),
+        base: chain.get(CHAIN_HOOK).is_some(),
+        drops: chain.get(CHAIN_POLICY) == Some(&POLICY_DROP),
+    })
+}
+
+fn rule(rule: Attributes<'_>) -> Option<Rule> {
+    let handle = u64::from_be_bytes(*rule.get(RULE_HANDLE)?.first_chunk()?);
+    let mut comment = rule.get(RULE_USERDATA).and_then(comment_in);
+    let mut targets = Vec::new();
+    for (_, expression) in rule.nested(RULE_EXPRESSIONS).into_iter().flatten() {
+        let expression = Attributes(expression);
+        let Some(data) = expression.nested(EXPRESSION_DATA) else { continue };
+        match expression.text(EXPRESSION_NAME) {
+            Some("immediate") => {
+                let verdict = data.nested(IMMEDIATE_DATA).and_then(|data| data.nested(DATA_VERDICT));
+                targets.extend(verdict.and_then(|verdict| verdict.text(VERDICT_CHAIN)).map(str::to_owned));
+            }
+            Some("match") if data.text(MATCH_NAME) == Some("comment") => {
+                comment = data.text(MATCH_INFO).map(str::to_owned).or(comment);
+            }
+            Some(_) | None => {}
+        }
+    }
+    Some(Rule { handle, comment, targets })
+}
+
+/// User data is a list of type, length and value, a byte each for the first two.
+fn comment_in(mut bytes: &[u8]) -> Option<String> {
+    loop {
+        let [kind, length, rest @ ..] = bytes else { return None };
+        let (value, after) = rest.split_at_checked(usize::from(*length))?;
+        if *kind == USERDATA_COMMENT {
+            return text(value).map(str::to_owned);
+        }
+        bytes = after;
+    }
+}

@@ -74,8 +74,9 @@ enum Wake {
     NoSources,
 }
 
-/// Runs on the calling thread until told to stop, until `open` fails, or until there are no sources any more. `open` is called at once: the kernel takes
-/// about as long to check the programs as the sources take to list. Nothing is written before all have listed.
+/// Runs on the calling thread until told to stop, until `open` fails, or until there are no sources any more. `open`
+/// is called at once: the kernel takes about as long to check the programs as the sources take to list. Nothing is
+/// written before all have listed.
 pub fn run<D: Dataplane>(
     mut controller: Controller<D>,
     mut inputs: Inputs,
@@ -158,91 +159,5 @@ impl Inputs {
     async fn without_sources(&self) -> Wake {
         let stopped = tokio::time::timeout(LAST_WORD_OF_SOURCES, self.stop.cancelled()).await;
         stopped.map_or(Wake::NoSources, |()| Wake::Stop)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::mpsc as channel;
-
-    use tokio::sync::watch;
-
-    use super::*;
-    use crate::{
-        controller::Reports,
-        dataplane::Applied,
-        model::desired::{Changes, DesiredPort},
-        serve::{Health, Metrics, Moment, SharedHealth},
-        source::OddObjects,
-    };
-
-    /// Has nothing to do.
-    struct Idle;
-
-    impl Dataplane for Idle {
-        fn apply(&mut self, _: &Changes) -> Result<Applied, Error> {
-            Ok(Applied::default())
-        }
-
-        fn resync(&mut self, _: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
-            Ok(Applied::default())
-        }
-
-        fn set_host(&mut self, _: &Host) -> Result<Applied, Error> {
-            Ok(Applied::default())
-        }
-
-        fn collect_garbage(&mut self) -> Result<(), Error> {
-            Ok(())
-        }
-
-        fn usage(&self) -> Result<Usage, Error> {
-            Ok(Usage::default())
-        }
-    }
-
-    #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
-    async fn a_call_that_does_not_come_back_is_unhealthy() {
-        let period = Duration::from_secs(30);
-        let health = Arc::new(SharedHealth::new(Health::new(period)));
-        let reports = Reports {
-            health: Arc::clone(&health),
-            metrics: Arc::new(Metrics::new(None, OddObjects::default(), |_| {})),
-            node_addresses: watch::Sender::new(None),
-            nodes: mpsc::unbounded_channel().0,
-            health_checks: watch::Sender::default(),
-        };
-        let (_updates_in, updates) = mpsc::channel(1);
-        let (_hosts_in, hosts) = watch::channel(None);
-        let (_asks_in, asks) = mpsc::channel(1);
-        let config = Arc::new(Config::default());
-        let (_configs_in, configs) = watch::channel(Arc::clone(&config));
-        let stop = CancellationToken::new();
-        let controller = Controller::new(config, "node", reports);
-        let inputs = Inputs { updates, hosts, asks, configs, stop: stop.clone() };
-        let runtime = tokio::runtime::Handle::current();
-        let (begun, began) = channel::channel();
-        let (end, ended) = channel::channel::<()>();
-        let thread = std::thread::spawn(move || {
-            let open = || {
-                begun.send(()).unwrap();
-                ended.recv().unwrap();
-                Ok(Idle)
-            };
-            run(controller, inputs, open, &runtime)
-        });
-        let healthy_in_a_minute = || {
-            let now = Moment::now();
-            let wait = Duration::from_secs(61);
-            health.lock().report(Moment { instant: now.instant + wait, time: now.time + wait }).healthy
-        };
-        began.recv().unwrap();
-        assert!(!healthy_in_a_minute());
-        end.send(()).unwrap();
-        while !healthy_in_a_minute() {
-            tokio::task::yield_now().await;
-        }
-        stop.cancel();
-        thread.join().unwrap().unwrap();
     }
 }

@@ -8,7 +8,6 @@ use std::{
 };
 
 use tokio::sync::{mpsc, watch};
-use tokio_util::sync::CancellationToken;
 
 use super::*;
 use crate::{
@@ -25,6 +24,8 @@ use crate::{
     source::OddObjects,
     sys::CallError,
 };
+
+mod thread;
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 enum Call {
@@ -546,84 +547,4 @@ fn a_new_configuration_is_taken_over_as_it_goes() {
     fixture.write();
     let late = Moment { instant: fixture.now + Duration::from_secs(10), time: jiff::Timestamp::now() };
     assert!(!fixture.reports.health.lock().report(late).healthy);
-}
-
-/// The thread: opens at once, writes only when everything is known, answers questions, ends when told.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_thread_writes_after_all_lists() {
-    let (updates_in, updates) = mpsc::channel(16);
-    let (hosts_in, hosts) = watch::channel(None);
-    let (asks_in, asks) = mpsc::channel(1);
-    let stop = CancellationToken::new();
-    let recorder = Recorder::default();
-    let (opened_in, mut opened) = mpsc::unbounded_channel();
-    let reports = reports();
-    let config = Arc::new(Config::default());
-    let (_configs_in, configs) = watch::channel(Arc::clone(&config));
-    let controller = Controller::new(config, "node", reports);
-    let inputs = Inputs { updates, hosts, asks, configs, stop: stop.clone() };
-    let runtime = tokio::runtime::Handle::current();
-    let of_thread = recorder.clone();
-    let thread = std::thread::spawn(move || {
-        let open = || {
-            opened_in.send(()).unwrap();
-            Ok(of_thread)
-        };
-        run(controller, inputs, open, &runtime)
-    });
-
-    updates_in.send(Update::ReplaceServices(vec![service("a", "10.0.0.1")])).await.unwrap();
-    updates_in.send(Update::ReplaceSlices(Vec::new())).await.unwrap();
-    hosts_in.send(Some(host(&[]))).unwrap();
-    let ask = Asks(asks_in);
-    opened.recv().await.unwrap();
-    assert!(ask.usage().await.is_none(), "the Node is missing");
-    assert_eq!(recorder.calls(), []);
-
-    updates_in.send(Update::Node(None)).await.unwrap();
-    let usage = loop {
-        if let Some(usage) = ask.usage().await {
-            break usage;
-        }
-    };
-    assert_eq!(usage.reasons, [("no_endpoints", 7)]);
-    let calls = recorder.calls();
-    assert!(matches!(calls.first(), Some(Call::SetHost(_))), "{calls:?}");
-    assert_eq!(calls.get(1), Some(&Call::Resync(vec!["default/a".into()])));
-
-    stop.cancel();
-    thread.join().unwrap().unwrap();
-}
-
-/// With the sources gone nothing would be followed any more, and nobody would notice.
-#[tokio::test]
-async fn without_sources_the_thread_ends_with_an_error() {
-    let (updates_in, updates) = mpsc::channel(1);
-    let (_hosts_in, hosts) = watch::channel(None);
-    let (_asks_in, asks) = mpsc::channel(1);
-    let config = Arc::new(Config::default());
-    let (_configs_in, configs) = watch::channel(Arc::clone(&config));
-    let controller = Controller::new(config, "node", reports());
-    let inputs = Inputs { updates, hosts, asks, configs, stop: CancellationToken::new() };
-    let runtime = tokio::runtime::Handle::current();
-    drop(updates_in);
-    let ended =
-        tokio::task::spawn_blocking(move || run(controller, inputs, || Ok(Recorder::default()), &runtime));
-    let ended = tokio::time::timeout(Duration::from_secs(30), ended).await.unwrap().unwrap();
-    assert!(ended.unwrap_err().to_string().starts_with("the sources have ended"));
-}
-
-#[tokio::test]
-async fn a_dataplane_that_does_not_open_ends_the_thread() {
-    let (_updates_in, updates) = mpsc::channel(1);
-    let (_hosts_in, hosts) = watch::channel(None);
-    let (_asks_in, asks) = mpsc::channel(1);
-    let config = Arc::new(Config::default());
-    let (_configs_in, configs) = watch::channel(Arc::clone(&config));
-    let controller = Controller::new(config, "node", reports());
-    let inputs = Inputs { updates, hosts, asks, configs, stop: CancellationToken::new() };
-    let runtime = tokio::runtime::Handle::current();
-    let open = || Err::<Recorder, _>(ebpf::Error::NoCgroup.into());
-    let ended = std::thread::spawn(move || run(controller, inputs, open, &runtime)).join().unwrap();
-    assert!(ended.unwrap_err().to_string().contains("ebpf.socketLoadBalancing"));
 }

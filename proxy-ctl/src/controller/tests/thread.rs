@@ -1,0 +1,119 @@
+//! The controller's thread: when it opens, writes, answers and ends.
+
+use std::{sync::mpsc as channel, thread::JoinHandle};
+
+use tokio_util::sync::CancellationToken;
+
+use super::*;
+use crate::{controller::run::Ended, serve::Moment};
+
+/// A controller on its thread, with the other ends of its channels.
+struct Thread {
+    updates: mpsc::Sender<Update>,
+    hosts: watch::Sender<Option<Host>>,
+    asks: Asks,
+    stop: CancellationToken,
+    reports: Reports,
+    ended: JoinHandle<Result<(), Ended>>,
+    _configs: watch::Sender<Arc<Config>>,
+}
+
+impl Thread {
+    fn start(open: impl FnOnce() -> Result<Recorder, Error> + Send + 'static) -> Self {
+        let config = Arc::new(Config::default());
+        let (updates_in, updates) = mpsc::channel(16);
+        let (hosts_in, hosts) = watch::channel(None);
+        let (asks_in, asks) = mpsc::channel(1);
+        let (configs_in, configs) = watch::channel(Arc::clone(&config));
+        let (stop, reports) = (CancellationToken::new(), reports());
+        let controller = Controller::new(config, "node", reports.clone());
+        let inputs = Inputs { updates, hosts, asks, configs, stop: stop.clone() };
+        let runtime = tokio::runtime::Handle::current();
+        let ended = std::thread::spawn(move || run(controller, inputs, open, &runtime));
+        Self {
+            updates: updates_in,
+            hosts: hosts_in,
+            asks: Asks(asks_in),
+            stop,
+            reports,
+            ended,
+            _configs: configs_in,
+        }
+    }
+
+    fn stop(self) {
+        self.stop.cancel();
+        self.ended.join().unwrap().unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn it_opens_at_once_and_writes_after_all_lists() {
+    let recorder = Recorder::default();
+    let of_thread = recorder.clone();
+    let (opened_in, mut opened) = mpsc::unbounded_channel();
+    let thread = Thread::start(move || {
+        opened_in.send(()).unwrap();
+        Ok(of_thread)
+    });
+
+    thread.updates.send(Update::ReplaceServices(vec![service("a", "10.0.0.1")])).await.unwrap();
+    thread.updates.send(Update::ReplaceSlices(Vec::new())).await.unwrap();
+    thread.hosts.send(Some(host(&[]))).unwrap();
+    opened.recv().await.unwrap();
+    assert!(thread.asks.usage().await.is_none(), "the Node is missing");
+    assert_eq!(recorder.calls(), []);
+
+    thread.updates.send(Update::Node(None)).await.unwrap();
+    let usage = loop {
+        if let Some(usage) = thread.asks.usage().await {
+            break usage;
+        }
+    };
+    assert_eq!(usage.reasons, [("no_endpoints", 7)]);
+    let calls = recorder.calls();
+    assert!(matches!(calls.first(), Some(Call::SetHost(_))), "{calls:?}");
+    assert_eq!(calls.get(1), Some(&Call::Resync(vec!["default/a".into()])));
+    thread.stop();
+}
+
+/// With the sources gone nothing would be followed any more, and nobody would notice.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_sources_it_ends_with_an_error() {
+    let Thread { updates, ended, .. } = Thread::start(|| Ok(Recorder::default()));
+    drop(updates);
+    let ended = tokio::task::spawn_blocking(move || ended.join().unwrap());
+    let ended = tokio::time::timeout(Duration::from_secs(30), ended).await.unwrap().unwrap();
+    assert!(ended.unwrap_err().to_string().starts_with("the sources have ended"));
+}
+
+#[tokio::test]
+async fn a_dataplane_that_does_not_open_ends_it() {
+    let thread = Thread::start(|| Err(ebpf::Error::NoCgroup.into()));
+    let ended = thread.ended.join().unwrap();
+    assert!(ended.unwrap_err().to_string().contains("ebpf.socketLoadBalancing"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn a_call_that_does_not_come_back_is_unhealthy() {
+    let (begun, began) = channel::channel();
+    let (end, ended) = channel::channel::<()>();
+    let thread = Thread::start(move || {
+        begun.send(()).unwrap();
+        ended.recv().unwrap();
+        Ok(Recorder::default())
+    });
+    let healthy_in_a_minute = || {
+        let now = Moment::now();
+        let wait = Duration::from_secs(61);
+        let later = Moment { instant: now.instant + wait, time: now.time + wait };
+        thread.reports.health.lock().report(later).healthy
+    };
+    began.recv().unwrap();
+    assert!(!healthy_in_a_minute());
+    end.send(()).unwrap();
+    while !healthy_in_a_minute() {
+        tokio::task::yield_now().await;
+    }
+    thread.stop();
+}

@@ -66,7 +66,8 @@ impl Settings {
             master: self.master.clone(),
             qps: connection.qps,
             burst: connection.burst,
-            content_type: connection.content_type.clone(),
+            content_type: connection.content_type,
+            accept_content_types: connection.accept_content_types.clone(),
         };
         Kubernetes::new(config, Arc::clone(&self.node_name), state).map_err(|error| {
             let ConfigError::NotInCluster { variable } = error else { return error.into() };

@@ -5,7 +5,7 @@ use std::{net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
 
 use serde_json::{Number, Value};
 
-use super::{Config, duration, network};
+use super::{Config, Encoding, duration, media, network};
 
 /// A value that a field does not take.
 #[derive(Debug)]
@@ -130,6 +130,27 @@ pub(super) const fn optional_text(at: Place<Option<String>>) -> At<Option<String
         unset: no_text,
         read: |value| Ok(Some(typed(value, Value::as_str)?.to_owned()).filter(|text| !text.is_empty())),
         write: |text| Value::String(text.clone().unwrap_or_default()),
+    }
+}
+
+pub(super) const fn encoding(at: Place<Encoding>) -> At<Encoding> {
+    At {
+        at,
+        kind: "media type",
+        allowed: "application/vnd.kubernetes.protobuf or application/json",
+        unset: no_text,
+        read: |value| parsed(value, Encoding::configured),
+        write: |encoding| Value::String(encoding.media_type().to_owned()),
+    }
+}
+
+/// Media types of an Accept header.
+pub(super) const fn accepted(at: Place<Option<String>>) -> At<Option<String>> {
+    At {
+        allowed: "application/vnd.kubernetes.protobuf, application/json or */*, or several with commas in between, each with \
+                  ;q=0.5 or the like if need be",
+        read: |value| parsed(value, media::accept).map(Some),
+        ..optional_text(at)
     }
 }
 

@@ -5,9 +5,9 @@ use serde_json::{Map, Value, json};
 use super::{
     Config, HEALTHZ_PORT, LocalMode, METRICS_PORT, ModuleVerbosity, NodePortAddress, RequestedMode,
     access::{
-        Access, At, Count, HIGHEST_I32, List, Listen, Place, Read, Why, Words, address,
-        duration_or_nanoseconds, file, folder, number, optional_folder, optional_text, optional_timeout,
-        period, quantity, switch, text, timeout, whole, whole_not_zero, wrong_at,
+        Access, At, Count, HIGHEST_I32, List, Listen, Place, Read, Why, Words, accepted, address,
+        duration_or_nanoseconds, encoding, file, folder, number, optional_folder, optional_text,
+        optional_timeout, period, quantity, switch, text, timeout, whole, whole_not_zero, wrong_at,
     },
     ebpf::{MOST_ENTRIES, NamePattern},
     network,
@@ -129,10 +129,10 @@ pub static FIELDS: &[Field] = fields! {
 
     "clientConnection.kubeconfig", file(|c| &mut c.client_connection.kubeconfig);
         "Credentials for the API server. Empty: the pod's service account.";
-    "clientConnection.acceptContentTypes", optional_text(|c| &mut c.client_connection.accept_content_types);
-        "Accept header of requests to the API server.";
-    "clientConnection.contentType", text(|c| &mut c.client_connection.content_type);
-        "Accepted, and without effect: JSON is spoken whatever it says, which every API server understands.";
+    "clientConnection.acceptContentTypes", accepted(|c| &mut c.client_connection.accept_content_types);
+        "Encodings that the API server may answer in: the Accept header. Empty: that of contentType, or else any.";
+    "clientConnection.contentType", encoding(|c| &mut c.client_connection.content_type);
+        "Encoding of what is sent to the API server, and what it is asked to answer in. application/cbor is JSON, as in kube-proxy.";
     "clientConnection.qps", number(|c| &mut c.client_connection.qps);
         "Requests a second to the API server. Negative: no limit.";
     "clientConnection.burst", whole_not_zero(|c| &mut c.client_connection.burst, NOT_NEGATIVE);

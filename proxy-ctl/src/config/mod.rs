@@ -14,6 +14,7 @@ mod feature_gates;
 mod fields;
 mod flag_values;
 mod flags;
+mod media;
 mod network;
 mod resolve;
 mod url;
@@ -32,6 +33,7 @@ pub use ebpf::{
 pub use fields::{FIELDS, Field};
 pub use flags::{FLAGS, Flag, Group, REMOVED, Sets, Takes};
 use ipnet::IpNet;
+pub use media::Encoding;
 pub use resolve::{Effective, Origin};
 pub use url::without_userinfo;
 
@@ -111,7 +113,7 @@ pub struct Config {
 pub struct ClientConnection {
     pub kubeconfig: Option<PathBuf>,
     pub accept_content_types: Option<String>,
-    pub content_type: String,
+    pub content_type: Encoding,
     /// Requests a second. Negative: as many as wanted.
     pub qps: f64,
     pub burst: u32,
@@ -359,7 +361,7 @@ impl Default for Config {
             client_connection: ClientConnection {
                 kubeconfig: None,
                 accept_content_types: None,
-                content_type: "application/vnd.kubernetes.protobuf".to_owned(),
+                content_type: Encoding::Protobuf,
                 qps: 5.0,
                 burst: 10,
             },

@@ -4,6 +4,7 @@
 //! [`Recorder::record`] never waits and never fails. What it is given goes through a bounded queue to a task that
 //! writes one event after the other, and tries again while the API server is away.
 
+mod object;
 mod series;
 mod writer;
 

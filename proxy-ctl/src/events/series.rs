@@ -6,7 +6,10 @@ use jiff::{SignedDuration, Timestamp};
 use rustc_hash::FxHashMap;
 use serde_json::{Value, json};
 
-use super::{Event, Regarding, Type};
+use super::{
+    Event, Regarding, Type,
+    object::{self, Metadata, Object, Reference},
+};
 
 /// A series that nothing was added to for this long is over.
 pub(super) const FINISHED_AFTER: Duration = Duration::from_secs(6 * 60);
@@ -150,47 +153,45 @@ impl Recorded {
         format!("{}/{}", self.collection(), self.name)
     }
 
-    pub(super) fn object(&self, reporter: &Reporter) -> Value {
+    pub(super) fn object(&self, reporter: &Reporter) -> Object {
         let event = &self.event;
-        let regarding = match &event.regarding {
-            Regarding::Node => json!({"apiVersion": "v1", "kind": "Node", "name": &*reporter.node_name}),
-            Regarding::Service(service) => json!({
-                "apiVersion": "v1", "kind": "Service",
-                "namespace": &*service.namespace, "name": &*service.name,
-            }),
+        let (kind, namespace) = match &event.regarding {
+            Regarding::Node => ("Node", ""),
+            Regarding::Service(service) => ("Service", &*service.namespace),
         };
-        let mut object = json!({
-            "apiVersion": "events.k8s.io/v1",
-            "kind": "Event",
-            "metadata": {"namespace": event.namespace(), "name": self.name},
-            "eventTime": micro_time(self.first),
-            "type": match event.event_type { Type::Normal => "Normal", Type::Warning => "Warning" },
-            "reason": event.reason,
-            "action": event.action,
-            "note": cut(event.note.clone(), LONGEST_NOTE),
-            "regarding": regarding,
-            "reportingController": CONTROLLER,
-            "reportingInstance": reporter.instance,
-        });
-        if let (Some(series), Some(fields)) = (self.series_value(), object.as_object_mut()) {
-            fields.insert("series".into(), series);
+        Object {
+            metadata: Metadata { name: self.name.clone(), namespace: event.namespace().to_owned() },
+            event_time: self.first.into(),
+            series: self.series(),
+            reporting_controller: CONTROLLER.to_owned(),
+            reporting_instance: reporter.instance.clone(),
+            action: event.action.to_owned(),
+            reason: event.reason.to_owned(),
+            regarding: Reference {
+                kind: kind.to_owned(),
+                namespace: namespace.to_owned(),
+                name: event.regarding_name(&reporter.node_name).to_owned(),
+                api_version: "v1".to_owned(),
+            },
+            note: cut(event.note.clone(), LONGEST_NOTE),
+            event_type: match event.event_type {
+                Type::Normal => "Normal".to_owned(),
+                Type::Warning => "Warning".to_owned(),
+            },
         }
-        object
     }
 
-    /// The change that writes the series as it is now.
+    /// The change that writes the series as it is now: JSON, whatever encoding objects have.
     pub(super) fn patch(&self) -> Value {
-        json!({"series": self.series_value()})
+        json!({"series": self.series()})
     }
 
-    fn series_value(&self) -> Option<Value> {
-        self.series.map(|series| json!({"count": series.count, "lastObservedTime": micro_time(series.last)}))
+    fn series(&self) -> Option<object::Series> {
+        self.series.map(|series| object::Series {
+            count: i32::try_from(series.count).unwrap_or(i32::MAX),
+            last_observed_time: series.last.into(),
+        })
     }
-}
-
-/// Six digits, as the API has it.
-fn micro_time(time: Timestamp) -> String {
-    format!("{time:.6}")
 }
 
 /// Unlike any other, as long as the clock goes on.
@@ -210,7 +211,7 @@ fn cut(mut text: String, longest: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::objects::ObjectName;
+    use crate::{config::Encoding, model::objects::ObjectName};
 
     fn at(seconds: i64) -> Timestamp {
         Timestamp::from_second(1_700_000_000 + seconds).unwrap()
@@ -218,6 +219,11 @@ mod tests {
 
     fn reporter() -> Reporter {
         Reporter::new("node-1".into(), "host-1")
+    }
+
+    fn json_of(recorded: &Recorded) -> Value {
+        let body = recorded.object(&reporter()).encode(Encoding::Json).unwrap();
+        serde_json::from_slice(&body).unwrap()
     }
 
     fn starting(note: &str) -> Event {
@@ -231,7 +237,7 @@ mod tests {
         };
         assert_eq!(recorded.collection(), "/apis/events.k8s.io/v1/namespaces/default/events");
         assert_eq!(
-            recorded.object(&reporter()),
+            json_of(&recorded),
             json!({
                 "apiVersion": "events.k8s.io/v1", "kind": "Event",
                 "metadata": {"namespace": "default", "name": "node-1.17979cfe362a0000"},
@@ -255,7 +261,7 @@ mod tests {
         let Todo::Create(recorded) = Aggregator::default().take(event, at(0), &reporter()) else {
             panic!("not new");
         };
-        let object = recorded.object(&reporter());
+        let object = json_of(&recorded);
         assert_eq!(object["metadata"]["namespace"], "shop");
         assert_eq!(object["regarding"]["kind"], "Service");
         assert_eq!(
@@ -321,7 +327,7 @@ mod tests {
         let Todo::Create(recorded) = Aggregator::default().take(event, at(0), &reporter()) else {
             panic!("not new");
         };
-        assert_eq!(recorded.object(&reporter())["note"].as_str().unwrap().len(), 1024);
+        assert_eq!(recorded.object(&reporter()).note.len(), 1024);
         assert_eq!(Reporter::new("n".into(), &"h".repeat(300)).instance.len(), 128);
     }
 }

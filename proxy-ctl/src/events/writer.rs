@@ -3,7 +3,6 @@
 use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
-use serde_json::Value;
 use tokio::{
     sync::mpsc,
     time::{Instant, sleep, sleep_until},
@@ -107,22 +106,25 @@ impl Writer {
     async fn attempt(&self, recorded: &Recorded, series: bool) -> Result<(), Failure> {
         if series {
             let path = recorded.path();
-            match self.send("PATCH", &path, "application/merge-patch+json", &recorded.patch()).await {
+            let patch = recorded.patch().to_string().into_bytes();
+            match self.send("PATCH", &path, "application/merge-patch+json", patch).await {
                 // It has expired, or was never written: the series is all that there is.
                 Err(failure) if failure.code == Some(404) => {}
                 other => return other,
             }
         }
-        let object = recorded.object(&self.reporter);
-        self.send("POST", &recorded.collection(), "application/json", &object).await
+        let encoding = self.api.encoding();
+        let object = recorded.object(&self.reporter).encode(encoding);
+        let object = object.map_err(|error| Failure::new(Reason::Malformed, error.to_string()))?;
+        self.send("POST", &recorded.collection(), encoding.media_type(), object).await
     }
 
-    async fn send(&self, method: &str, path: &str, content: &str, body: &Value) -> Result<(), Failure> {
-        let body = body.to_string().into_bytes();
+    async fn send(&self, method: &str, path: &str, content: &str, body: Vec<u8>) -> Result<(), Failure> {
         let request = || {
             http::Request::builder()
                 .method(method)
                 .uri(path)
+                .header(http::header::ACCEPT, self.api.accept())
                 .header(http::header::CONTENT_TYPE, content)
                 .body(body.clone())
         };

@@ -11,9 +11,11 @@ mod slice;
 use std::{fmt, num::NonZeroI64, sync::Arc};
 
 use jiff::Timestamp;
-use k8s_openapi::{api::core::v1, apimachinery::pkg::apis::meta::v1::ObjectMeta};
 
-use super::Oddity;
+use super::{
+    Oddity,
+    schema::{core, meta::ObjectMeta},
+};
 use crate::model::objects::{Node, ObjectName, Protocol, ServiceCidr};
 
 pub use endpoints::endpoints;
@@ -31,30 +33,26 @@ const ANNOTATION_TRIGGER_TIME: &str = "endpoints.kubernetes.io/last-change-trigg
 
 /// Namespace (`default` if there is none) and name.
 pub fn name(metadata: &ObjectMeta) -> ObjectName {
-    ObjectName::new(
-        metadata.namespace.as_deref().filter(|namespace| !namespace.is_empty()).unwrap_or("default"),
-        metadata.name.as_deref().unwrap_or_default(),
-    )
+    let namespace = Some(metadata.namespace.as_str()).filter(|namespace| !namespace.is_empty());
+    ObjectName::new(namespace.unwrap_or("default"), metadata.name.as_str())
 }
 
 /// The parts of this proxy's own Node that matter to it.
-pub fn node(node: &v1::Node) -> (Node, Vec<Oddity>) {
-    let name = node.metadata.name.as_deref().unwrap_or_default();
+pub fn node(node: &core::Node) -> (Node, Vec<Oddity>) {
+    let name = node.metadata.name.as_str();
     let mut oddities = Oddities::new(format!("Node {name}"));
-    let status = node.status.as_ref();
-    let listed = || status.into_iter().flat_map(|status| status.addresses.iter().flatten()).enumerate();
+    let listed = || node.status.addresses.iter().enumerate();
     let mut addresses = Vec::new();
     for kind in ["InternalIP", "ExternalIP"] {
-        for (index, address) in listed().filter(|(_, address)| address.type_ == kind) {
+        for (index, address) in listed().filter(|(_, address)| address.address_type == kind) {
             let field = || format!("status.addresses[{index}].address");
             addresses.extend(oddities.address(field, &address.address));
         }
     }
-    let spec = node.spec.as_ref();
     let mut pod_cidrs = Vec::new();
-    match spec.and_then(|spec| spec.pod_cidrs.as_deref()).unwrap_or_default() {
+    match node.spec.pod_cidrs.as_slice() {
         [] => {
-            let range = spec.and_then(|spec| spec.pod_cidr.as_deref());
+            let range = Some(node.spec.pod_cidr.as_str()).filter(|range| !range.is_empty());
             pod_cidrs.extend(range.and_then(|range| oddities.range(|| "spec.podCIDR".into(), range)));
         }
         ranges => {
@@ -63,7 +61,7 @@ pub fn node(node: &v1::Node) -> (Node, Vec<Oddity>) {
             }
         }
     }
-    let taints = spec.into_iter().flat_map(|spec| spec.taints.iter().flatten());
+    let taints = node.spec.taints.iter();
     let zone = label(&node.metadata, LABEL_ZONE).filter(|zone| !zone.is_empty());
     let node = Node {
         name: name.into(),
@@ -78,7 +76,7 @@ pub fn node(node: &v1::Node) -> (Node, Vec<Oddity>) {
 
 /// Always served; a range that does not parse is left out.
 pub fn service_cidr(metadata: &ObjectMeta, ranges: &[String]) -> (Option<ServiceCidr>, Vec<Oddity>) {
-    let name = metadata.name.as_deref().unwrap_or_default();
+    let name = metadata.name.as_str();
     let mut oddities = Oddities::new(format!("ServiceCIDR {name}"));
     let ranges = ranges.iter().enumerate();
     let ranges = ranges
@@ -90,13 +88,13 @@ pub fn service_cidr(metadata: &ObjectMeta, ranges: &[String]) -> (Option<Service
 /// When the change was made that this object follows, in nanoseconds since the epoch. Of use to a metric only: what is
 /// no time is no oddity.
 fn triggered(metadata: &ObjectMeta) -> Option<NonZeroI64> {
-    let text = metadata.annotations.as_ref()?.get(ANNOTATION_TRIGGER_TIME)?;
+    let text = metadata.annotations.get(ANNOTATION_TRIGGER_TIME)?;
     let time: Timestamp = text.parse().ok()?;
     i64::try_from(time.as_nanosecond()).ok().and_then(NonZeroI64::new)
 }
 
 fn label<'a>(metadata: &'a ObjectMeta, label: &str) -> Option<&'a str> {
-    metadata.labels.as_ref()?.get(label).map(String::as_str)
+    metadata.labels.get(label).map(String::as_str)
 }
 
 /// Whether this proxy is to leave the object alone.
@@ -147,12 +145,12 @@ impl Oddities {
         port
     }
 
-    fn protocol(&mut self, field: impl FnOnce() -> String, name: Option<&str>) -> Option<Protocol> {
+    fn protocol(&mut self, field: impl FnOnce() -> String, name: &str) -> Option<Protocol> {
         match name {
-            None | Some("" | "TCP") => Some(Protocol::Tcp),
-            Some("UDP") => Some(Protocol::Udp),
-            Some("SCTP") => Some(Protocol::Sctp),
-            Some(other) => {
+            "" | "TCP" => Some(Protocol::Tcp),
+            "UDP" => Some(Protocol::Udp),
+            "SCTP" => Some(Protocol::Sctp),
+            other => {
                 self.add(field(), format_args!("found {other:?}, must be TCP, UDP or SCTP"));
                 None
             }

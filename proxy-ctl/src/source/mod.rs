@@ -7,6 +7,7 @@
 pub mod convert;
 pub mod kubernetes;
 pub mod manifests;
+pub mod schema;
 
 use prometheus_client::{
     metrics::{counter::Counter, family::Family},

@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use k8s_openapi::api::core::v1;
-
 use super::{Oddities, Oddity, is_foreign, name, slice, triggered};
-use crate::model::objects::{Endpoint, EndpointPort, EndpointSlice, Family, ObjectName, ServiceSlices};
+use crate::{
+    model::objects::{Endpoint, EndpointPort, EndpointSlice, Family, ObjectName, ServiceSlices},
+    source::schema::core,
+};
 
 /// A slice for each subset and family. None: not to be used by this proxy (headless, another proxy's).
-pub fn endpoints(object: &v1::Endpoints) -> (Option<ServiceSlices>, Vec<Oddity>) {
+pub fn endpoints(object: &core::Endpoints) -> (Option<ServiceSlices>, Vec<Oddity>) {
     let service = name(&object.metadata);
     let mut oddities = Oddities::new(format!("Endpoints {service}"));
     if is_foreign(&object.metadata) {
@@ -16,7 +17,7 @@ pub fn endpoints(object: &v1::Endpoints) -> (Option<ServiceSlices>, Vec<Oddity>)
     }
     let triggered = triggered(&object.metadata);
     let mut slices = Vec::new();
-    for (index, subset) in object.subsets.iter().flatten().enumerate() {
+    for (index, subset) in object.subsets.iter().enumerate() {
         let ports = ports(subset, index, &mut oddities);
         let endpoints = addresses(subset, index, &mut oddities);
         for family in Family::ALL {
@@ -43,15 +44,14 @@ fn slice_name(service: &ObjectName, subset: usize, family: Family) -> ObjectName
     ObjectName::new(Arc::clone(&service.namespace), format!("{}/{subset}/{family}", service.name))
 }
 
-fn ports(subset: &v1::EndpointSubset, index: usize, oddities: &mut Oddities) -> Vec<EndpointPort> {
+fn ports(subset: &core::EndpointSubset, index: usize, oddities: &mut Oddities) -> Vec<EndpointPort> {
     let mut ports: Vec<EndpointPort> = Vec::new();
-    for (port_index, port) in subset.ports.iter().flatten().enumerate() {
+    for (port_index, port) in subset.ports.iter().enumerate() {
         let field = |name: &str| format!("subsets[{index}].ports[{port_index}]{name}");
         let number = oddities.port(|| field(".port"), port.port);
-        let protocol = oddities.protocol(|| field(".protocol"), port.protocol.as_deref());
+        let protocol = oddities.protocol(|| field(".protocol"), &port.protocol);
         let (Some(number), Some(protocol)) = (number, protocol) else { continue };
-        let name = port.name.as_deref().unwrap_or_default();
-        let port = EndpointPort { name: name.into(), protocol, port: number };
+        let port = EndpointPort { name: port.name.as_str().into(), protocol, port: number };
         if ports.contains(&port) {
             oddities.add(field(""), "is the same port a second time");
         } else {
@@ -62,12 +62,12 @@ fn ports(subset: &v1::EndpointSubset, index: usize, oddities: &mut Oddities) -> 
 }
 
 /// Endpoints know neither terminating ones nor hints.
-fn addresses(subset: &v1::EndpointSubset, index: usize, oddities: &mut Oddities) -> Vec<Endpoint> {
+fn addresses(subset: &core::EndpointSubset, index: usize, oddities: &mut Oddities) -> Vec<Endpoint> {
     let mut endpoints: Vec<Endpoint> = Vec::new();
     let ready = ("addresses", true, &subset.addresses);
     let not_ready = ("notReadyAddresses", false, &subset.not_ready_addresses);
     for (list, ready, addresses) in [ready, not_ready] {
-        for (number, endpoint) in addresses.iter().flatten().enumerate() {
+        for (number, endpoint) in addresses.iter().enumerate() {
             let field = || format!("subsets[{index}].{list}[{number}].ip");
             let Some(address) = oddities.address(field, &endpoint.ip) else { continue };
             if let Some(problem) = slice::unusable(address, Family::of(address)) {

@@ -3,10 +3,12 @@
 use std::net::IpAddr;
 
 use ipnet::IpNet;
-use k8s_openapi::api::core::v1;
 
 use super::{Oddities, Oddity, is_foreign, name};
-use crate::model::objects::{Family, Protocol, Service, ServicePort, TrafficPolicy};
+use crate::{
+    model::objects::{Family, Protocol, Service, ServicePort, TrafficPolicy},
+    source::schema::core,
+};
 
 /// Three hours: the API's default.
 const DEFAULT_AFFINITY_SECONDS: u32 = 10_800;
@@ -14,13 +16,12 @@ const DEFAULT_AFFINITY_SECONDS: u32 = 10_800;
 const MAX_AFFINITY_SECONDS: u32 = 86_400;
 
 /// None: not to be served by this proxy (headless, ExternalName, another proxy's, without an address).
-pub fn service(service: &v1::Service) -> (Option<Service>, Vec<Oddity>) {
+pub fn service(service: &core::Service) -> (Option<Service>, Vec<Oddity>) {
     let name = name(&service.metadata);
     let Some(spec) = &service.spec else { return (None, Vec::new()) };
-    let cluster_ip = spec.cluster_ip.as_deref().unwrap_or_default();
-    let first = spec.cluster_ips.as_ref().and_then(|addresses| addresses.first());
-    let headless = matches!(first.map_or(cluster_ip, String::as_str), "" | "None");
-    if headless || is_foreign(&service.metadata) || spec.type_.as_deref() == Some("ExternalName") {
+    let cluster_ip = spec.cluster_ips.first().unwrap_or(&spec.cluster_ip);
+    let headless = matches!(cluster_ip.as_str(), "" | "None");
+    if headless || is_foreign(&service.metadata) || spec.service_type == "ExternalName" {
         return (None, Vec::new());
     }
 
@@ -30,7 +31,7 @@ pub fn service(service: &v1::Service) -> (Option<Service>, Vec<Oddity>) {
         return (None, oddities.found);
     }
     let mut external_ips = Vec::new();
-    for (index, text) in spec.external_ips.iter().flatten().enumerate() {
+    for (index, text) in spec.external_ips.iter().enumerate() {
         let field = || format!("spec.externalIPs[{index}]");
         external_ips.extend(frontend_address(&mut oddities, field, text));
     }
@@ -43,16 +44,15 @@ pub fn service(service: &v1::Service) -> (Option<Service>, Vec<Oddity>) {
             "has no valid range: the load-balancer addresses are not served rather than open to everyone",
         );
     }
-    let external_policy =
-        policy(&mut oddities, "spec.externalTrafficPolicy", spec.external_traffic_policy.as_deref());
-    let health_check_node_port = spec.health_check_node_port.filter(|port| {
-        *port != 0 && spec.type_.as_deref() == Some("LoadBalancer") && external_policy == TrafficPolicy::Local
+    let external_policy = policy(&mut oddities, "spec.externalTrafficPolicy", &spec.external_traffic_policy);
+    let health_check_node_port = Some(spec.health_check_node_port).filter(|port| {
+        *port != 0 && spec.service_type == "LoadBalancer" && external_policy == TrafficPolicy::Local
     });
     let health_check_node_port =
         health_check_node_port.and_then(|port| oddities.port(|| "spec.healthCheckNodePort".into(), port));
 
     let service = Service {
-        created: service.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
+        created: service.metadata.creation_timestamp.as_ref().map_or(0, |time| time.seconds),
         ports: ports(spec, &mut oddities),
         cluster_ips,
         external_ips,
@@ -60,7 +60,7 @@ pub fn service(service: &v1::Service) -> (Option<Service>, Vec<Oddity>) {
         internal_policy: policy(
             &mut oddities,
             "spec.internalTrafficPolicy",
-            spec.internal_traffic_policy.as_deref(),
+            spec.internal_traffic_policy.as_deref().unwrap_or_default(),
         ),
         external_policy,
         affinity_seconds: affinity(spec, &mut oddities),
@@ -81,9 +81,9 @@ fn frontend_address(oddities: &mut Oddities, field: impl Fn() -> String, text: &
     Some(address)
 }
 
-fn cluster_ips(spec: &v1::ServiceSpec, oddities: &mut Oddities) -> Vec<IpAddr> {
-    let listed: Vec<(String, &str)> = match spec.cluster_ips.as_deref().unwrap_or_default() {
-        [] => vec![("spec.clusterIP".into(), spec.cluster_ip.as_deref().unwrap_or_default())],
+fn cluster_ips(spec: &core::ServiceSpec, oddities: &mut Oddities) -> Vec<IpAddr> {
+    let listed: Vec<(String, &str)> = match spec.cluster_ips.as_slice() {
+        [] => vec![("spec.clusterIP".into(), spec.cluster_ip.as_str())],
         several => {
             let numbered = several.iter().enumerate();
             numbered.map(|(index, text)| (format!("spec.clusterIPs[{index}]"), text.as_str())).collect()
@@ -102,11 +102,9 @@ fn cluster_ips(spec: &v1::ServiceSpec, oddities: &mut Oddities) -> Vec<IpAddr> {
     addresses
 }
 
-fn load_balancer_ips(service: &v1::Service, oddities: &mut Oddities) -> Vec<IpAddr> {
-    let status = service.status.as_ref().and_then(|status| status.load_balancer.as_ref());
-    let ingress = status.into_iter().flat_map(|status| status.ingress.iter().flatten());
+fn load_balancer_ips(service: &core::Service, oddities: &mut Oddities) -> Vec<IpAddr> {
     let mut addresses = Vec::new();
-    for (index, ingress) in ingress.enumerate() {
+    for (index, ingress) in service.status.load_balancer.ingress.iter().enumerate() {
         let path = format!("status.loadBalancer.ingress[{index}]");
         match ingress.ip_mode.as_deref() {
             None | Some("VIP") => {}
@@ -116,16 +114,16 @@ fn load_balancer_ips(service: &v1::Service, oddities: &mut Oddities) -> Vec<IpAd
                 continue;
             }
         }
-        if let Some(text) = ingress.ip.as_deref().filter(|text| !text.is_empty()) {
-            addresses.extend(frontend_address(oddities, || format!("{path}.ip"), text));
+        if !ingress.ip.is_empty() {
+            addresses.extend(frontend_address(oddities, || format!("{path}.ip"), &ingress.ip));
         }
     }
     addresses
 }
 
 /// None: there are ranges, but none that is valid.
-fn source_ranges(spec: &v1::ServiceSpec, oddities: &mut Oddities) -> Option<Vec<IpNet>> {
-    let listed = spec.load_balancer_source_ranges.as_deref().unwrap_or_default();
+fn source_ranges(spec: &core::ServiceSpec, oddities: &mut Oddities) -> Option<Vec<IpNet>> {
+    let listed = &spec.load_balancer_source_ranges;
     let mut ranges = Vec::with_capacity(listed.len());
     for (index, text) in listed.iter().enumerate() {
         ranges.extend(oddities.range(|| format!("spec.loadBalancerSourceRanges[{index}]"), text));
@@ -133,14 +131,14 @@ fn source_ranges(spec: &v1::ServiceSpec, oddities: &mut Oddities) -> Option<Vec<
     (listed.is_empty() || !ranges.is_empty()).then_some(ranges)
 }
 
-fn ports(spec: &v1::ServiceSpec, oddities: &mut Oddities) -> Vec<ServicePort> {
+fn ports(spec: &core::ServiceSpec, oddities: &mut Oddities) -> Vec<ServicePort> {
     let mut ports: Vec<ServicePort> = Vec::new();
-    for (index, port) in spec.ports.iter().flatten().enumerate() {
+    for (index, port) in spec.ports.iter().enumerate() {
         let path = format!("spec.ports[{index}]");
         let number = oddities.port(|| format!("{path}.port"), port.port);
-        let protocol = oddities.protocol(|| format!("{path}.protocol"), port.protocol.as_deref());
+        let protocol = oddities.protocol(|| format!("{path}.protocol"), &port.protocol);
         let (Some(number), Some(protocol)) = (number, protocol) else { continue };
-        let name = port.name.as_deref().unwrap_or_default();
+        let name = port.name.as_str();
         if ports.iter().any(|other| *other.name == *name && other.protocol == protocol) {
             oddities.add(
                 format!("{path}.name"),
@@ -155,7 +153,7 @@ fn ports(spec: &v1::ServiceSpec, oddities: &mut Oddities) -> Vec<ServicePort> {
             );
             continue;
         }
-        let node_port = port.node_port.filter(|number| *number != 0);
+        let node_port = Some(port.node_port).filter(|number| *number != 0);
         let node_port = node_port.and_then(|number| oddities.port(|| format!("{path}.nodePort"), number));
         let node_port = node_port.filter(|number| {
             let unique = unique_node_port(&ports, *number, protocol);
@@ -176,11 +174,11 @@ fn unique_node_port(ports: &[ServicePort], number: u16, protocol: Protocol) -> b
     !ports.iter().any(|other| other.node_port == Some(number) && other.protocol == protocol)
 }
 
-fn policy(oddities: &mut Oddities, field: &str, found: Option<&str>) -> TrafficPolicy {
+fn policy(oddities: &mut Oddities, field: &str, found: &str) -> TrafficPolicy {
     match found {
-        None | Some("" | "Cluster") => TrafficPolicy::Cluster,
-        Some("Local") => TrafficPolicy::Local,
-        Some(other) => {
+        "" | "Cluster" => TrafficPolicy::Cluster,
+        "Local" => TrafficPolicy::Local,
+        other => {
             oddities
                 .add(field, format_args!("found {other:?}, must be Cluster or Local; Cluster is assumed"));
             TrafficPolicy::Cluster
@@ -188,11 +186,11 @@ fn policy(oddities: &mut Oddities, field: &str, found: Option<&str>) -> TrafficP
     }
 }
 
-fn affinity(spec: &v1::ServiceSpec, oddities: &mut Oddities) -> Option<u32> {
-    match spec.session_affinity.as_deref() {
-        None | Some("" | "None") => return None,
-        Some("ClientIP") => {}
-        Some(other) => {
+fn affinity(spec: &core::ServiceSpec, oddities: &mut Oddities) -> Option<u32> {
+    match spec.session_affinity.as_str() {
+        "" | "None" => return None,
+        "ClientIP" => {}
+        other => {
             oddities.add(
                 "spec.sessionAffinity",
                 format_args!("found {other:?}, must be ClientIP or None; None is assumed"),

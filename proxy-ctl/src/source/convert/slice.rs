@@ -2,13 +2,14 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use k8s_openapi::api::discovery::v1;
-
 use super::{LABEL_SERVICE, Oddities, Oddity, is_foreign, label, name, triggered};
-use crate::model::objects::{Endpoint, EndpointPort, EndpointSlice, Family, Hints};
+use crate::{
+    model::objects::{Endpoint, EndpointPort, EndpointSlice, Family, Hints},
+    source::schema::discovery,
+};
 
 /// None: not to be used by this proxy (headless, another proxy's, host names, without a service).
-pub fn endpoint_slice(slice: &v1::EndpointSlice) -> (Option<EndpointSlice>, Vec<Oddity>) {
+pub fn endpoint_slice(slice: &discovery::EndpointSlice) -> (Option<EndpointSlice>, Vec<Oddity>) {
     let name = name(&slice.metadata);
     let mut oddities = Oddities::new(format!("EndpointSlice {name}"));
     if is_foreign(&slice.metadata) {
@@ -41,16 +42,17 @@ pub fn endpoint_slice(slice: &v1::EndpointSlice) -> (Option<EndpointSlice>, Vec<
     (Some(slice), oddities.found)
 }
 
-fn ports(slice: &v1::EndpointSlice, oddities: &mut Oddities) -> Vec<EndpointPort> {
+fn ports(slice: &discovery::EndpointSlice, oddities: &mut Oddities) -> Vec<EndpointPort> {
     let mut ports: Vec<EndpointPort> = Vec::new();
-    for (index, port) in slice.ports.iter().flatten().enumerate() {
+    for (index, port) in slice.ports.iter().enumerate() {
         let field = || format!("ports[{index}].port");
         let Some(number) = port.port else {
             oddities.add(field(), "is missing, must be 1 to 65535");
             continue;
         };
         let number = oddities.port(field, number);
-        let protocol = oddities.protocol(|| format!("ports[{index}].protocol"), port.protocol.as_deref());
+        let protocol = oddities
+            .protocol(|| format!("ports[{index}].protocol"), port.protocol.as_deref().unwrap_or_default());
         let (Some(port_number), Some(protocol)) = (number, protocol) else { continue };
         let name = port.name.as_deref().unwrap_or_default();
         let port = EndpointPort { name: name.into(), protocol, port: port_number };
@@ -63,7 +65,7 @@ fn ports(slice: &v1::EndpointSlice, oddities: &mut Oddities) -> Vec<EndpointPort
     ports
 }
 
-fn endpoints(slice: &v1::EndpointSlice, family: Family, oddities: &mut Oddities) -> Vec<Endpoint> {
+fn endpoints(slice: &discovery::EndpointSlice, family: Family, oddities: &mut Oddities) -> Vec<Endpoint> {
     let mut endpoints: Vec<Endpoint> = Vec::with_capacity(slice.endpoints.len());
     for (index, endpoint) in slice.endpoints.iter().enumerate() {
         // Only the first address has a meaning in the API.
@@ -77,15 +79,15 @@ fn endpoints(slice: &v1::EndpointSlice, family: Family, oddities: &mut Oddities)
             oddities.add(field(), format_args!("found {text:?}, {problem}"));
             continue;
         }
-        let conditions = endpoint.conditions.as_ref();
+        let conditions = &endpoint.conditions;
         let previous = endpoints.last();
         let node = endpoint.node_name.as_deref();
         let hints = endpoint.hints.as_ref().map(hints).filter(|hints| *hints != Hints::default());
         endpoints.push(Endpoint {
             address,
-            ready: conditions.and_then(|conditions| conditions.ready).unwrap_or(true),
-            serving: conditions.and_then(|conditions| conditions.serving).unwrap_or(true),
-            terminating: conditions.and_then(|conditions| conditions.terminating).unwrap_or(false),
+            ready: conditions.ready.unwrap_or(true),
+            serving: conditions.serving.unwrap_or(true),
+            terminating: conditions.terminating.unwrap_or(false),
             node: node.map(|node| match previous.and_then(|previous| previous.node.as_ref()) {
                 Some(same) if **same == *node => Arc::clone(same),
                 _ => Arc::from(node),
@@ -113,9 +115,9 @@ pub(super) fn unusable(address: IpAddr, family: Family) -> Option<&'static str> 
     }
 }
 
-fn hints(hints: &v1::EndpointHints) -> Hints {
+fn hints(hints: &discovery::EndpointHints) -> Hints {
     Hints {
-        zones: hints.for_zones.iter().flatten().map(|zone| zone.name.as_str().into()).collect(),
-        nodes: hints.for_nodes.iter().flatten().map(|node| node.name.as_str().into()).collect(),
+        zones: hints.for_zones.iter().map(|zone| zone.name.as_str().into()).collect(),
+        nodes: hints.for_nodes.iter().map(|node| node.name.as_str().into()).collect(),
     }
 }

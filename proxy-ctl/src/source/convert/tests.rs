@@ -3,6 +3,7 @@ use std::net::IpAddr;
 use serde_json::Value;
 
 use super::Oddity;
+use crate::source::schema::Object;
 
 mod endpoints;
 mod node;
@@ -31,4 +32,11 @@ fn shown(oddities: &[Oddity]) -> Vec<(&str, &str)> {
 
 fn ips(addresses: &[&str]) -> Vec<IpAddr> {
     addresses.iter().map(|address| address.parse().unwrap()).collect()
+}
+
+/// What JSON says; the same is read from its protobuf encoding.
+fn read<T: Object + PartialEq + std::fmt::Debug>(object: Value) -> T {
+    let object: T = serde_json::from_value(object).unwrap();
+    assert_eq!(T::decode(object.encode_to_vec().as_slice()).unwrap(), object);
+    object
 }

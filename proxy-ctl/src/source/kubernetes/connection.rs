@@ -7,6 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use bytes::Bytes;
+use http::HeaderValue;
 use hyper_util::{
     client::legacy::{
         Client as HttpClient,
@@ -22,13 +24,14 @@ use tower::{
 };
 
 use super::{
+    answer::Answer,
     failure::{Failure, Reason},
     kubeconfig::{Config, ConfigError, Loaded},
     outage::Outage,
     rate_limit::RateLimit,
     requests::{Requests, host},
 };
-use crate::version;
+use crate::{config::Encoding, version};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// A dead peer is noticed after idle time + probes × interval: 30 s, as long as kube-proxy's HTTP/2 pings take.
@@ -44,6 +47,8 @@ const ANSWER: Duration = Duration::from_secs(30);
 pub(super) struct Connection {
     config: Config,
     limit: Arc<RateLimit>,
+    /// Of requests for objects.
+    pub(super) accept: HeaderValue,
     requests: Requests,
     current: Mutex<Current>,
     /// Told when a watcher that had failed gets through again: the others need not sit out their delays.
@@ -72,10 +77,10 @@ pub(super) enum Renewed {
 }
 
 impl Connection {
-    pub(super) fn new(config: Config, requests: Requests) -> Self {
+    pub(super) fn new(config: Config, accept: HeaderValue, requests: Requests) -> Self {
         let limit = Arc::new(RateLimit::new(config.qps, config.burst));
         let current = Mutex::default();
-        Self { config, limit, requests, current, recovered: Notify::new(), outage: Outage::default() }
+        Self { config, limit, accept, requests, current, recovered: Notify::new(), outage: Outage::default() }
     }
 
     /// The client to use now, and its generation for [`Self::renew`]. Reads files, and runs the credential plugin
@@ -95,6 +100,11 @@ impl Connection {
         made.await.unwrap_or_else(|error| {
             Err(Failure::new(Reason::Credentials, format!("making a client: {error}")))
         })
+    }
+
+    /// Of the bodies that are sent.
+    pub(super) fn encoding(&self) -> Encoding {
+        self.config.content_type
     }
 
     fn ready(&self) -> Option<(Client, u64)> {
@@ -139,18 +149,19 @@ impl Connection {
         self.current.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends one request and returns its answer's text. Credentials that have changed are used at once.
+    /// Sends one request and returns its answer's body. Credentials that have changed are used at once.
     pub(super) async fn ask(
         self: &Arc<Self>,
         request: impl Fn() -> Result<http::Request<Vec<u8>>, http::Error>,
-    ) -> Result<String, Failure> {
+    ) -> Result<Bytes, Failure> {
         loop {
             let (client, generation) = self.client().await?;
             let request = request().map_err(|error| Failure::new(Reason::Malformed, error.to_string()))?;
-            let answer = tokio::time::timeout(ANSWER, client.request_text(request)).await;
-            let failure = match answer {
-                Ok(Ok(text)) => return Ok(text),
-                Ok(Err(error)) => Failure::from(error),
+            let answer =
+                async { Answer::new(client.send(request.map(Body::from)).await?).await?.whole().await };
+            let failure = match tokio::time::timeout(ANSWER, answer).await {
+                Ok(Ok(body)) => return Ok(body),
+                Ok(Err(failure)) => failure,
                 Err(_) => Failure::silence(ANSWER),
             };
             if !failure.reason.is_about_credentials()
@@ -252,7 +263,7 @@ pub(super) enum TokenFileError {
 #[derive(Clone)]
 struct TokenFile {
     path: PathBuf,
-    last: Arc<Mutex<Option<http::HeaderValue>>>,
+    last: Arc<Mutex<Option<HeaderValue>>>,
 }
 
 impl TokenFile {
@@ -260,7 +271,7 @@ impl TokenFile {
         Self { path, last: Arc::default() }
     }
 
-    fn read(&self) -> Result<http::HeaderValue, TokenFileError> {
+    fn read(&self) -> Result<HeaderValue, TokenFileError> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         match (read_token(&self.path), &*last) {
             (Ok(token), _) => Ok(last.insert(token).clone()),
@@ -275,14 +286,14 @@ impl TokenFile {
 
 /// The bearer token that `path` holds now. Requests are rare, so it is read for each: a token is used from
 /// the moment it is there. White space around it is not part of it.
-pub(super) fn read_token(path: &Path) -> Result<http::HeaderValue, TokenFileError> {
+pub(super) fn read_token(path: &Path) -> Result<HeaderValue, TokenFileError> {
     let text =
         fs::read_to_string(path).map_err(|source| TokenFileError::Read { path: path.to_owned(), source })?;
     let token = text.trim();
     if token.is_empty() {
         return Err(TokenFileError::Empty { path: path.to_owned() });
     }
-    let mut header = http::HeaderValue::try_from(format!("Bearer {token}"))
+    let mut header = HeaderValue::try_from(format!("Bearer {token}"))
         .map_err(|_| TokenFileError::Invalid { path: path.to_owned() })?;
     header.set_sensitive(true);
     Ok(header)

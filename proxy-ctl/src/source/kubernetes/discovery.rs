@@ -3,13 +3,14 @@
 
 use std::sync::Arc;
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::APIResourceList;
+use serde::Deserialize;
 use tracing::debug;
 
 use super::{
     connection::Connection,
     failure::{Failure, Reason},
 };
+use crate::config::Encoding;
 
 /// Where endpoints come from, best first.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -31,6 +32,18 @@ pub(super) enum ServiceCidrApi {
     V1Beta1,
     /// They are only known to the API server itself.
     Nowhere,
+}
+
+/// As much of an APIResourceList as is asked for.
+#[derive(Deserialize)]
+struct Resources {
+    #[serde(default)]
+    resources: Vec<Resource>,
+}
+
+#[derive(Deserialize)]
+struct Resource {
+    name: String,
 }
 
 /// An API that a room asks for, and how.
@@ -64,9 +77,11 @@ impl Choice for ServiceCidrApi {
 
 /// Whether the group and version has this resource. Who may not ask is told yes: then the list says.
 async fn serves(connection: &Arc<Connection>, version: &str, resource: &str) -> Result<bool, Failure> {
-    let request = || http::Request::get(format!("/apis/{version}")).body(Vec::new());
+    let json = Encoding::Json.media_type();
+    let request =
+        || http::Request::get(format!("/apis/{version}")).header(http::header::ACCEPT, json).body(Vec::new());
     match connection.ask(request).await {
-        Ok(text) => has(&text, resource),
+        Ok(body) => has(&body, resource),
         Err(failure) if failure.reason == Reason::NotServed => Ok(false),
         Err(failure) if failure.reason == Reason::Forbidden => {
             debug!("asking for what {version} has is not allowed, trying {resource}: {failure}");
@@ -76,8 +91,8 @@ async fn serves(connection: &Arc<Connection>, version: &str, resource: &str) -> 
     }
 }
 
-fn has(text: &str, resource: &str) -> Result<bool, Failure> {
-    let list: APIResourceList = serde_json::from_str(text)
+fn has(body: &[u8], resource: &str) -> Result<bool, Failure> {
+    let list: Resources = serde_json::from_slice(body)
         .map_err(|error| Failure::new(Reason::Malformed, format!("list of resources: {error}")))?;
     Ok(list.resources.iter().any(|served| served.name == resource))
 }
@@ -91,9 +106,9 @@ mod tests {
 
     #[test]
     fn a_resource_is_served_if_it_is_listed() {
-        assert!(has(RECORDED, "endpointslices").unwrap());
-        assert!(!has(RECORDED, "servicecidrs").unwrap());
-        assert_eq!(has("{}", "servicecidrs").ok(), Some(false));
-        assert_eq!(has("<html>", "servicecidrs").unwrap_err().reason, Reason::Malformed);
+        assert!(has(RECORDED.as_bytes(), "endpointslices").unwrap());
+        assert!(!has(RECORDED.as_bytes(), "servicecidrs").unwrap());
+        assert_eq!(has(b"{}", "servicecidrs").ok(), Some(false));
+        assert_eq!(has(b"<html>", "servicecidrs").unwrap_err().reason, Reason::Malformed);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{error::Error as StdError, fmt, io, time::Duration};
 
-use kube::core::Status;
+use crate::source::schema::meta::Status;
 
 /// Why a list or watch failed: the label of the error counter, and what state changes are judged by.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
@@ -111,8 +111,7 @@ impl fmt::Display for Failure {
 impl From<&Status> for Failure {
     fn from(status: &Status) -> Self {
         if status.code == 0 && status.message.is_empty() && status.reason.is_empty() {
-            // What kube makes of a line that is JSON, but neither an event nor a status.
-            return Self::new(Reason::Malformed, "the watch has brought something that is no event");
+            return Self::new(Reason::Malformed, "an error that says nothing");
         }
         let reason = match status.code {
             401 => Reason::Unauthorized,
@@ -129,11 +128,16 @@ impl From<&Status> for Failure {
         let retry_after = status
             .details
             .as_ref()
-            .map(|details| u64::from(details.retry_after_seconds))
+            .and_then(|details| u64::try_from(details.retry_after_seconds).ok())
             .filter(|seconds| *seconds > 0)
             .map(Duration::from_secs);
         let message = if status.message.is_empty() { &status.reason } else { &status.message };
-        Self { reason, message: format!("{message} ({})", status.code), retry_after, code: Some(status.code) }
+        Self {
+            reason,
+            message: format!("{message} ({})", status.code),
+            retry_after,
+            code: u16::try_from(status.code).ok(),
+        }
     }
 }
 
@@ -141,7 +145,6 @@ impl From<kube::Error> for Failure {
     #[expect(clippy::wildcard_enum_match_arm, reason = "the rest is told apart by its causes")]
     fn from(error: kube::Error) -> Self {
         let reason = match &error {
-            kube::Error::Api(status) => return Self::from(&**status),
             kube::Error::SerdeError(_) | kube::Error::FromUtf8(_) => Reason::Malformed,
             kube::Error::Auth(_) => Reason::Credentials,
             _ => connection_reason(&error),
@@ -172,6 +175,15 @@ fn connection_reason(error: &(dyn StdError + 'static)) -> Reason {
         next = cause.source();
     }
     reason
+}
+
+/// Whether an answer has come to an end without saying so.
+pub(super) fn ends_too_early(error: &(dyn StdError + 'static)) -> bool {
+    std::iter::successors(Some(error), |error| (*error).source()).any(|cause| {
+        let io = cause.downcast_ref::<io::Error>();
+        io.is_some_and(|io| io.kind() == io::ErrorKind::UnexpectedEof)
+            || cause.to_string().contains("unexpected EOF during chunk")
+    })
 }
 
 /// The error and its causes in one line, without repeating what a layer only passes on.

@@ -112,9 +112,9 @@ impl Room {
                 End::Unwanted => return Err(Unwanted),
                 End::AskAgain => {}
             }
-            let now = self.ask::<A>(W::KIND).await?;
+            let now = self.ask::<A>(W::RESOURCE).await?;
             if now != api {
-                info!(resource = %W::KIND, before = ?api, ?now, "the API server serves something else");
+                info!(resource = %W::RESOURCE, before = ?api, ?now, "the API server serves something else");
                 return Ok(now);
             }
         }

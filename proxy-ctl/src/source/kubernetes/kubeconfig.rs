@@ -9,12 +9,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use http::HeaderValue;
 use kube::{
     client::ConfigExt,
-    config::{Cluster, Kubeconfig, KubeconfigError},
+    config::{AuthInfo, Cluster, Kubeconfig, KubeconfigError},
 };
 
-use crate::config::without_userinfo;
+use crate::config::{Encoding, without_userinfo};
 
 /// What the user said about the API server.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -29,12 +30,16 @@ pub struct Config {
     pub qps: f64,
     /// `clientConnection.burst`: requests at once. 0: 10, as in client-go.
     pub burst: u32,
-    /// `clientConnection.contentType`. JSON is spoken whatever it says: each API server understands it.
-    pub content_type: String,
+    /// `clientConnection.contentType`: how bodies are encoded, and what is wanted for an answer.
+    pub content_type: Encoding,
+    /// `clientConnection.acceptContentTypes`: what is wanted for an answer instead.
+    pub accept_content_types: Option<String>,
 }
 
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
+    #[error("clientConnection.acceptContentTypes: {value:?} is no value of an HTTP header")]
+    Accept { value: String },
     #[error("kubeconfig {path}: cannot be read: {source}")]
     Read { path: PathBuf, source: io::Error },
     #[error("kubeconfig {path}: {problem}")]
@@ -66,6 +71,12 @@ pub(super) struct Loaded {
 const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 
 impl Config {
+    /// The Accept header of requests for objects, as client-go has it.
+    pub(super) fn accept(&self) -> Result<HeaderValue, ConfigError> {
+        let value = self.accept_content_types.clone().unwrap_or_else(|| self.content_type.preferred());
+        HeaderValue::try_from(&value).map_err(|_| ConfigError::Accept { value })
+    }
+
     /// Reads and checks everything; no connection is made and no plugin is run.
     pub(super) fn load(&self) -> Result<Loaded, ConfigError> {
         let master = self.master.as_deref().map(|master| {
@@ -73,24 +84,19 @@ impl Config {
             server_url(master).map_err(|problem| ConfigError::Master { value: value(), problem })
         });
         let mut loaded = match (&self.kubeconfig, master.transpose()?) {
-            (Some(path), master) => {
-                let mut loaded = from_kubeconfig(path)?;
-                if let Some(master) = master {
-                    loaded.client.cluster_url = master;
-                }
-                loaded
-            }
+            (Some(path), master) => from_kubeconfig(path, master)?,
             (None, Some(master)) => anonymous(master),
             (None, None) => in_cluster(Path::new(SERVICE_ACCOUNT), |variable| env::var(variable).ok())?,
         };
-        if let Ok(agent) = http::HeaderValue::try_from(super::connection::user_agent()) {
+        if let Ok(agent) = HeaderValue::try_from(super::connection::user_agent()) {
             loaded.client.headers.push((http::header::USER_AGENT, agent));
         }
         Ok(loaded)
     }
 }
 
-fn from_kubeconfig(path: &Path) -> Result<Loaded, ConfigError> {
+/// `master`: in the server's place.
+fn from_kubeconfig(path: &Path, master: Option<http::Uri>) -> Result<Loaded, ConfigError> {
     let field = |field: String, problem: String| ConfigError::Field { path: path.to_owned(), field, problem };
     let mut fingerprint = DefaultHasher::new();
     hash_file(path, &mut fingerprint)
@@ -111,18 +117,28 @@ fn from_kubeconfig(path: &Path) -> Result<Loaded, ConfigError> {
 
     let cluster = kubeconfig
         .clusters
-        .iter()
+        .iter_mut()
         .find(|cluster| cluster.name == context.cluster)
-        .and_then(|cluster| cluster.cluster.clone())
+        .and_then(|cluster| cluster.cluster.as_mut())
         .ok_or_else(|| {
             let problem = format!("no cluster is named {:?}", context.cluster);
             field(format!("contexts[name={context_name}].context.cluster"), problem)
         })?;
     let cluster_field = |name: &str| format!("clusters[name={}].cluster.{name}", context.cluster);
-    let server = cluster.server.as_deref().unwrap_or_default();
-    server_url(server).map_err(|problem| field(cluster_field("server"), problem))?;
-    let authority = check_cluster(&cluster, &mut fingerprint)
+    let server = match master {
+        Some(master) => {
+            // It was the other server's.
+            cluster.tls_server_name = None;
+            master
+        }
+        None => server_url(cluster.server.as_deref().unwrap_or_default())
+            .map_err(|problem| field(cluster_field("server"), problem))?,
+    };
+    cluster.server = Some(server.to_string());
+    let authority = check_cluster(cluster, &mut fingerprint)
         .map_err(|(name, problem)| field(cluster_field(name), problem))?;
+
+    let proxy_url = cluster.proxy_url.clone().filter(|url| !url.is_empty());
 
     // A context without a user is anonymous; one that names a user who is not there is a mistake.
     let user_name = context.user.clone().unwrap_or_default();
@@ -160,7 +176,6 @@ fn from_kubeconfig(path: &Path) -> Result<Loaded, ConfigError> {
         }
     }
 
-    let proxy_url = cluster.proxy_url.clone().filter(|url| !url.is_empty());
     let mut client = kube::Config::try_from(kubeconfig).map_err(|error| {
         use KubeconfigError::{LoadCertificateAuthority, ParseCertificates, ParseProxyUrl};
         if matches!(error, LoadCertificateAuthority(_) | ParseCertificates(_)) {
@@ -181,6 +196,11 @@ fn from_kubeconfig(path: &Path) -> Result<Loaded, ConfigError> {
         && url.scheme_str() != Some("http")
     {
         return Err(field(cluster_field("proxy-url"), format!("{url}: only http:// proxies can be used")));
+    }
+    // As client-go: nobody listens in on credentials, for they are not sent.
+    if server.scheme_str() == Some("http") {
+        client.auth_info = AuthInfo::default();
+        token_file = None;
     }
     let has_plugin = client.auth_info.exec.is_some();
     // The plugin is not run for this check.
@@ -285,15 +305,22 @@ fn single_cluster(cluster: Cluster) -> Kubeconfig {
     }
 }
 
+/// `host:port` is `http://host:port`. client-go's own rule, to take https where there are TLS settings, does not come to
+/// bear with a kubeconfig: they are only read for a server that begins with https.
 fn server_url(text: &str) -> Result<http::Uri, String> {
     if text.is_empty() {
         return Err("is missing".into());
     }
     let shown = without_userinfo(text);
-    let url: http::Uri = text.parse().map_err(|error| format!("{shown:?}: {error}"))?;
+    let whole = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
+    let url: http::Uri = whole.parse().map_err(|error| format!("{shown:?}: {error}"))?;
+    let has_host = url.host().is_some_and(|host| !host.is_empty());
+    let is_plain = whole.len() == text.len() || matches!(url.path(), "" | "/");
     match url.scheme_str() {
-        Some("https" | "http") if url.host().is_some_and(|host| !host.is_empty()) => Ok(url),
-        _ => Err(format!("{shown:?} is not a URL that begins with https:// or http://")),
+        Some("https" | "http") if has_host && is_plain => Ok(url),
+        _ => {
+            Err(format!("{shown:?} must be a host and a port, or a URL that begins with https:// or http://"))
+        }
     }
 }
 

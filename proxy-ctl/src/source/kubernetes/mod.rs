@@ -1,14 +1,15 @@
 //! Services, EndpointSlices and the own Node from an API server, and the ServiceCIDRs if it has any.
 
+mod answer;
 mod backoff;
 mod connection;
 mod discovery;
 pub mod failure;
 mod follow;
+mod frames;
 mod health;
 mod kept;
 mod kubeconfig;
-mod legacy;
 mod oddities;
 mod outage;
 mod rate_limit;
@@ -21,6 +22,7 @@ mod wire;
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use tokio::sync::mpsc;
 
 use self::{
@@ -32,24 +34,35 @@ use self::{
     watchers::Watchers,
 };
 use super::Update;
-use crate::config::without_userinfo;
+use crate::config::{Encoding, without_userinfo};
 
 pub use kubeconfig::{Config, ConfigError};
 pub use requests::Requests;
 pub use state::{ListMethod, ResourceKind, SourceState, Verb};
 pub use watchers::WatcherEnded;
+pub(crate) use wire::envelope;
 
 /// The API server for those who have something to tell it: same credentials, same rate as the watchers.
 #[derive(Clone)]
 pub struct Api(Arc<Connection>);
 
 impl Api {
+    /// How bodies are to be encoded.
+    pub(crate) fn encoding(&self) -> Encoding {
+        self.0.encoding()
+    }
+
+    /// Of requests for objects.
+    pub(crate) fn accept(&self) -> &http::HeaderValue {
+        &self.0.accept
+    }
+
     /// Sends one request. A client is made when it is first needed; credentials that have changed are used at
     /// once.
     pub(crate) async fn ask(
         &self,
         request: impl Fn() -> Result<http::Request<Vec<u8>>, http::Error>,
-    ) -> Result<String, Failure> {
+    ) -> Result<Bytes, Failure> {
         self.0.ask(request).await
     }
 }
@@ -70,14 +83,16 @@ impl Kubernetes {
         state: SourceState,
     ) -> Result<Self, ConfigError> {
         let server = without_userinfo(&config.load()?.client.cluster_url.to_string());
+        let accept = config.accept()?;
         tracing::debug!(
             server,
-            contentType = config.content_type,
+            contentType = config.content_type.media_type(),
+            accept = ?accept,
             qps = config.qps,
             burst = config.burst,
-            "the API server is spoken to in JSON"
+            "how the API server is spoken to"
         );
-        let connection = Arc::new(Connection::new(config, state.requests.clone()));
+        let connection = Arc::new(Connection::new(config, accept, state.requests.clone()));
         Ok(Self { server, connection, node_name: node_name.into(), state })
     }
 

@@ -1,16 +1,12 @@
 //! What is watched, and how it is parsed.
 
-use k8s_openapi::api::{
-    core::v1::{Endpoints as KubeEndpoints, Node as KubeNode, Service as KubeService},
-    discovery::v1::EndpointSlice as KubeEndpointSlice,
-    networking::{v1::ServiceCIDR as KubeServiceCidr, v1beta1::ServiceCIDR as KubeServiceCidrV1Beta1},
-};
-use serde::de::DeserializeOwned;
-
-use super::{kept::Kept, legacy, state::ResourceKind};
+use super::{kept::Kept, state::ResourceKind, wire::Kind};
 use crate::{
     model::objects::{EndpointSlice, Node, Service, ServiceCidr, ServiceSlices},
-    source::{Oddity, convert},
+    source::{
+        Oddity, convert,
+        schema::{Object, core, discovery, discovery_v1beta1, networking},
+    },
 };
 
 /// Objects that are someone else's, or nobody's, to serve. Both labels on both kinds: which of them
@@ -19,27 +15,33 @@ pub(super) const SERVED: &str = "!service.kubernetes.io/service-proxy-name,!serv
 
 /// A version of a kind of object.
 pub(super) trait Watched: Send + 'static {
-    type Object: kube::Resource<DynamicType = ()> + DeserializeOwned + Send;
+    type Object: Object + Send;
     type Parsed: Kept;
-    const KIND: ResourceKind;
+    const RESOURCE: ResourceKind;
+    const KIND: Kind;
     /// A newer API is watched instead as soon as there is one: asked again whenever the connection was lost.
     const STOPGAP: bool = false;
-    /// As errors name it.
-    const NAME: &'static str;
 
     /// None: not served; what is wrong with it is in the list.
     fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>);
+
+    /// Where all of them are.
+    fn path() -> String {
+        let (version, plural) = (Self::KIND.api_version, Self::RESOURCE.plural());
+        let root = if version.contains('/') { "/apis" } else { "/api" };
+        format!("{root}/{version}/{plural}")
+    }
 }
 
 pub(super) struct Services;
 
 impl Watched for Services {
-    type Object = KubeService;
+    type Object = core::Service;
     type Parsed = Service;
-    const KIND: ResourceKind = ResourceKind::Services;
-    const NAME: &'static str = "Service";
+    const RESOURCE: ResourceKind = ResourceKind::Services;
+    const KIND: Kind = Kind { api_version: "v1", kind: "Service" };
 
-    fn convert(object: &KubeService) -> (Option<Service>, Vec<Oddity>) {
+    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>) {
         convert::service(object)
     }
 }
@@ -47,12 +49,12 @@ impl Watched for Services {
 pub(super) struct EndpointSlices;
 
 impl Watched for EndpointSlices {
-    type Object = KubeEndpointSlice;
+    type Object = discovery::EndpointSlice;
     type Parsed = EndpointSlice;
-    const KIND: ResourceKind = ResourceKind::EndpointSlices;
-    const NAME: &'static str = "EndpointSlice";
+    const RESOURCE: ResourceKind = ResourceKind::EndpointSlices;
+    const KIND: Kind = Kind { api_version: "discovery.k8s.io/v1", kind: "EndpointSlice" };
 
-    fn convert(object: &KubeEndpointSlice) -> (Option<EndpointSlice>, Vec<Oddity>) {
+    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>) {
         convert::endpoint_slice(object)
     }
 }
@@ -61,13 +63,12 @@ impl Watched for EndpointSlices {
 pub(super) struct EndpointSlicesV1Beta1;
 
 impl Watched for EndpointSlicesV1Beta1 {
-    type Object = legacy::EndpointSlice;
+    type Object = discovery_v1beta1::EndpointSlice;
     type Parsed = EndpointSlice;
-    const KIND: ResourceKind = ResourceKind::EndpointSlices;
+    const RESOURCE: ResourceKind = ResourceKind::EndpointSlices;
+    const KIND: Kind = Kind { api_version: "discovery.k8s.io/v1beta1", kind: "EndpointSlice" };
     const STOPGAP: bool = true;
-    const NAME: &'static str = "EndpointSlice";
-
-    fn convert(object: &legacy::EndpointSlice) -> (Option<EndpointSlice>, Vec<Oddity>) {
+    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>) {
         convert::endpoint_slice(&object.to_v1())
     }
 }
@@ -76,13 +77,12 @@ impl Watched for EndpointSlicesV1Beta1 {
 pub(super) struct LegacyEndpoints;
 
 impl Watched for LegacyEndpoints {
-    type Object = KubeEndpoints;
+    type Object = core::Endpoints;
     type Parsed = ServiceSlices;
-    const KIND: ResourceKind = ResourceKind::Endpoints;
+    const RESOURCE: ResourceKind = ResourceKind::Endpoints;
+    const KIND: Kind = Kind { api_version: "v1", kind: "Endpoints" };
     const STOPGAP: bool = true;
-    const NAME: &'static str = "Endpoints";
-
-    fn convert(object: &KubeEndpoints) -> (Option<ServiceSlices>, Vec<Oddity>) {
+    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>) {
         convert::endpoints(object)
     }
 }
@@ -90,14 +90,13 @@ impl Watched for LegacyEndpoints {
 pub(super) struct ServiceCidrs;
 
 impl Watched for ServiceCidrs {
-    type Object = KubeServiceCidr;
+    type Object = networking::ServiceCidr;
     type Parsed = ServiceCidr;
-    const KIND: ResourceKind = ResourceKind::ServiceCidrs;
-    const NAME: &'static str = "ServiceCIDR";
+    const RESOURCE: ResourceKind = ResourceKind::ServiceCidrs;
+    const KIND: Kind = Kind { api_version: "networking.k8s.io/v1", kind: "ServiceCIDR" };
 
-    fn convert(object: &KubeServiceCidr) -> (Option<ServiceCidr>, Vec<Oddity>) {
-        let ranges = object.spec.as_ref().and_then(|spec| spec.cidrs.as_deref());
-        convert::service_cidr(&object.metadata, ranges.unwrap_or_default())
+    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>) {
+        convert::service_cidr(&object.metadata, &object.spec.cidrs)
     }
 }
 
@@ -105,27 +104,25 @@ impl Watched for ServiceCidrs {
 pub(super) struct ServiceCidrsV1Beta1;
 
 impl Watched for ServiceCidrsV1Beta1 {
-    type Object = KubeServiceCidrV1Beta1;
+    type Object = networking::ServiceCidr;
     type Parsed = ServiceCidr;
-    const KIND: ResourceKind = ResourceKind::ServiceCidrs;
+    const RESOURCE: ResourceKind = ResourceKind::ServiceCidrs;
+    const KIND: Kind = Kind { api_version: "networking.k8s.io/v1beta1", kind: "ServiceCIDR" };
     const STOPGAP: bool = true;
-    const NAME: &'static str = "ServiceCIDR";
-
-    fn convert(object: &KubeServiceCidrV1Beta1) -> (Option<ServiceCidr>, Vec<Oddity>) {
-        let ranges = object.spec.as_ref().and_then(|spec| spec.cidrs.as_deref());
-        convert::service_cidr(&object.metadata, ranges.unwrap_or_default())
+    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>) {
+        convert::service_cidr(&object.metadata, &object.spec.cidrs)
     }
 }
 
 pub(super) struct OwnNode;
 
 impl Watched for OwnNode {
-    type Object = KubeNode;
+    type Object = core::Node;
     type Parsed = Node;
-    const KIND: ResourceKind = ResourceKind::Nodes;
-    const NAME: &'static str = "Node";
+    const RESOURCE: ResourceKind = ResourceKind::Nodes;
+    const KIND: Kind = Kind { api_version: "v1", kind: "Node" };
 
-    fn convert(object: &KubeNode) -> (Option<Node>, Vec<Oddity>) {
+    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>) {
         let (node, oddities) = convert::node(object);
         (Some(node), oddities)
     }

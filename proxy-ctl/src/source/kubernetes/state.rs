@@ -17,7 +17,7 @@ use super::{
     failure::{Failure, Reason},
     requests::Requests,
 };
-use crate::source::OddObjects;
+use crate::{config::Encoding, source::OddObjects};
 
 /// What is watched, by the plural that RBAC rules and metrics use.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -122,6 +122,12 @@ struct ByReason {
     reason: &'static str,
 }
 
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, EncodeLabelSet)]
+struct ByEncoding {
+    resource: &'static str,
+    encoding: &'static str,
+}
+
 /// How a list was got.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum ListMethod {
@@ -153,6 +159,7 @@ pub struct SourceState {
     objects: Family<ByResource, Gauge>,
     last_event: Family<ByResource, Gauge<f64, AtomicU64>>,
     denied: Family<ByVerb, Gauge>,
+    encoding: Family<ByEncoding, Gauge>,
     watched: Arc<Mutex<BTreeMap<ResourceKind, Watching>>>,
 }
 
@@ -188,6 +195,9 @@ impl SourceState {
             self.connected.remove(&labels);
             self.objects.remove(&labels);
             self.last_event.remove(&labels);
+            for encoding in Encoding::ALL {
+                self.encoding.remove(&ByEncoding { resource: kind.plural(), encoding: encoding.name() });
+            }
             for verb in Verb::ALL {
                 self.denied.remove(&ByVerb { resource: kind.plural(), verb: verb.name() });
             }
@@ -215,6 +225,11 @@ impl SourceState {
             "denied",
             "1 while RBAC does not allow this verb for the resource",
             self.denied.clone(),
+        );
+        registry.register(
+            "encoding",
+            "1 for what the API server answered in when it was last asked for the resource",
+            self.encoding.clone(),
         );
         registry.register("objects", "Objects that match the selectors", self.objects.clone());
         registry.register(
@@ -254,6 +269,14 @@ impl SourceState {
         self.objects.get(&ByResource { resource: kind.plural() }).map_or(0, |gauge| gauge.get())
     }
 
+    /// What the API server answered in last.
+    pub fn encoding(&self, kind: ResourceKind) -> Option<Encoding> {
+        Encoding::ALL.into_iter().find(|encoding| {
+            let labels = ByEncoding { resource: kind.plural(), encoding: encoding.name() };
+            self.encoding.get(&labels).is_some_and(|gauge| gauge.get() == 1)
+        })
+    }
+
     /// Complete lists so far.
     pub fn lists(&self, kind: ResourceKind, method: ListMethod) -> u64 {
         self.lists.get_or_create(&ByMethod { resource: kind.plural(), method: method.name() }).get()
@@ -274,6 +297,18 @@ impl SourceState {
         self.lists.get_or_create(&ByMethod { resource: kind.plural(), method: method.name() }).inc();
         self.objects.get_or_create(&labels).set(i64::try_from(objects).unwrap_or(i64::MAX));
         self.heard_from(kind);
+    }
+
+    /// What an answer is in.
+    pub(super) fn answered_in(&self, kind: ResourceKind, encoding: Encoding) {
+        for other in Encoding::ALL {
+            let labels = ByEncoding { resource: kind.plural(), encoding: other.name() };
+            if other == encoding {
+                self.encoding.get_or_create(&labels).set(1);
+            } else {
+                self.encoding.remove(&labels);
+            }
+        }
     }
 
     pub(super) fn watch_started(&self, kind: ResourceKind) {
@@ -327,6 +362,7 @@ impl SourceState {
         state.listed(kind, ListMethod::Paged, 1);
         state.failed(kind, &Failure::new(Reason::Timeout, "silence"));
         state.set_denied(kind, Verb::Watch, true);
+        state.answered_in(kind, Encoding::Protobuf);
         state.requests.sample();
         state
     }
@@ -348,6 +384,8 @@ mod tests {
         state.failed(ResourceKind::Nodes, &Failure::new(Reason::Unreachable, "refused"));
         state.set_denied(ResourceKind::EndpointSlices, Verb::Watch, true);
         state.odd(ResourceKind::EndpointSlices, 2);
+        state.answered_in(ResourceKind::Services, Encoding::Json);
+        state.answered_in(ResourceKind::Services, Encoding::Protobuf);
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
         for line in [
@@ -363,6 +401,8 @@ mod tests {
         ] {
             assert!(text.lines().any(|found| found == line), "no {line} in\n{text}");
         }
+        let line = "proxy_source_encoding{resource=\"services\",encoding=\"protobuf\"} 1";
+        assert!(text.contains(line) && !text.contains("encoding=\"json\""), "{text}");
         assert!(
             text.contains("proxy_source_last_event_timestamp_seconds{resource=\"services\"} 1"),
             "{text}"

@@ -3,18 +3,17 @@
 //! the API server no longer knows that version, everything is listed again.
 //!
 //! kube's own watcher is not used: it never leaves streaming lists for paged ones, lists from
-//! whatever an API server's cache holds (possibly older than what was seen before), and gives up
-//! all objects of a page that has one it cannot read.
+//! whatever an API server's cache holds (possibly older than what was seen before), gives up
+//! all objects of a page that has one it cannot read, and reads JSON only.
 
-use std::{pin::pin, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
-use futures::{Stream, StreamExt};
 use kube::{
-    Client, Resource,
-    api::{ListParams, WatchEvent, WatchParams},
+    Client,
+    api::{ListParams, WatchParams},
+    client::Body,
     core::Request,
 };
-use serde_json::value::RawValue;
 use tokio::{
     sync::mpsc,
     time::{Instant, sleep, timeout},
@@ -22,6 +21,7 @@ use tokio::{
 use tracing::{debug, info};
 
 use super::{
+    answer::{Answer, Events},
     backoff::{Backoff, random},
     connection::{Connection, Renewed},
     failure::{Failure, Reason},
@@ -30,9 +30,9 @@ use super::{
     oddities::Oddities,
     resource::Watched,
     state::{ListMethod, SourceState, Verb},
-    wire::{Meta, Page, RawEvent},
+    wire::{Event, Meta, Page, Raw},
 };
-use crate::source::{Oddity, Update};
+use crate::source::{Oddity, Update, schema::Object as _};
 
 /// Objects of the first page, as client-go asks for.
 const PAGE: u32 = 500;
@@ -129,7 +129,7 @@ impl<W: Watched> Watcher<W> {
             selection,
             updates,
             state,
-            health: Health::new(W::KIND),
+            health: Health::new(W::RESOURCE),
             backoff: Backoff::default(),
             last_failure: None,
             oddities: Oddities::default(),
@@ -152,10 +152,10 @@ impl<W: Watched> Watcher<W> {
                 },
                 Err(failure) => (None, failure),
             };
-            self.state.failed(W::KIND, &failure);
+            self.state.failed(W::RESOURCE, &failure);
             let first = self.last_failure.replace(failure.reason) != Some(failure.reason);
             if failure.reason == Reason::Expired {
-                info!(resource = %W::KIND, "{failure}; listing again");
+                info!(resource = %W::RESOURCE, "{failure}; listing again");
                 self.position = None;
                 if first {
                     // The first in a row is the usual course of things, and every change waits for it.
@@ -167,13 +167,13 @@ impl<W: Watched> Watcher<W> {
                 delay = delay.max(wanted);
             }
             if failure.reason == Reason::NotServed && first {
-                info!(resource = %W::KIND, "{failure}; asking the API server what it serves");
+                info!(resource = %W::RESOURCE, "{failure}; asking the API server what it serves");
                 self.position = None;
                 return End::AskAgain;
             }
             match self.renew(generation, failure.reason).await {
                 Ok(Renewed::New) => {
-                    debug!(resource = %W::KIND, "{failure}; trying again with the credentials found now");
+                    debug!(resource = %W::RESOURCE, "{failure}; trying again with the credentials found now");
                     continue;
                 }
                 Ok(Renewed::Same | Renewed::Asked) => self.bad(&failure, delay),
@@ -203,7 +203,7 @@ impl<W: Watched> Watcher<W> {
     }
 
     fn bad(&mut self, failure: &Failure, delay: Duration) {
-        let denied = self.state.denied(W::KIND);
+        let denied = self.state.denied(W::RESOURCE);
         self.health.bad(&self.connection.outage, failure, &denied, delay);
     }
 
@@ -215,7 +215,7 @@ impl<W: Watched> Watcher<W> {
                 match self.stream(client).await {
                     Err(Stop::Failed(failure)) if failure.refuses_streaming() && self.position.is_none() => {
                         if !std::mem::replace(&mut self.refusal_told, true) {
-                            info!(resource = %W::KIND, "the API server refuses streaming lists, using pages: {failure}");
+                            info!(resource = %W::RESOURCE, "the API server refuses streaming lists, using pages: {failure}");
                         }
                     }
                     // Whoever may not watch may still list, and knows what there is.
@@ -234,15 +234,14 @@ impl<W: Watched> Watcher<W> {
             }
             other => other?,
         };
-        self.follow(pin!(events), Instant::now()).await
+        self.follow(events, Instant::now()).await
     }
 
     /// A list and the watch after it in one answer.
     async fn stream(&mut self, client: &Client) -> Result<Done, Stop> {
         // No version: the list is at least as new as this request.
-        let events = self.open(client, true, "").await?;
+        let mut events = self.open(client, true, "").await?;
         self.failed_streams += 1;
-        let mut events = pin!(events);
         let mut listing = Listing::<W>::default();
         loop {
             let event = next(&mut events, NEXT_OF_LIST).await.inspect_err(|failure| {
@@ -253,24 +252,23 @@ impl<W: Watched> Watcher<W> {
             match event
                 .ok_or_else(|| Failure::new(Reason::Disconnected, "the list ended before it was complete"))?
             {
-                WatchEvent::Added(object) | WatchEvent::Modified(object) => {
+                Event::Added(object) | Event::Modified(object) => {
                     self.listed(&mut listing, &object)?;
                 }
-                WatchEvent::Deleted(object) => {
-                    let name = Meta::of(&object)?.name();
+                Event::Deleted(object) => {
+                    let name = object.meta()?.name();
                     return Err(
                         Failure::new(Reason::Malformed, format!("deletion of {name} within a list")).into()
                     );
                 }
-                WatchEvent::Bookmark(bookmark) => {
-                    self.state.heard_from(W::KIND);
-                    if bookmark.metadata.annotations.contains_key("k8s.io/initial-events-end") {
-                        let version = bookmark.metadata.resource_version;
-                        self.replace(listing, version, ListMethod::Streamed).await?;
+                Event::Bookmark { resource_version, ends_list } => {
+                    self.state.heard_from(W::RESOURCE);
+                    if ends_list {
+                        self.replace(listing, resource_version, ListMethod::Streamed).await?;
                         break;
                     }
                 }
-                WatchEvent::Error(status) => return Err(Failure::from(&*status).into()),
+                Event::Error(failure) => return Err(failure.into()),
             }
         }
         self.follow(events, Instant::now()).await
@@ -278,7 +276,7 @@ impl<W: Watched> Watcher<W> {
 
     /// A list page by page; the watch is the next attempt.
     async fn list(&mut self, client: &Client) -> Result<Done, Stop> {
-        let request = Request::new(W::Object::url_path(&(), None));
+        let request = Request::new(W::path());
         let mut listing = Listing::<W>::default();
         let mut params = ListParams {
             label_selector: self.selection.labels.clone(),
@@ -289,15 +287,15 @@ impl<W: Watched> Watcher<W> {
         loop {
             // No version: as new as this request, from the first page to the last.
             let page_request = request.list(&params).map_err(kube::Error::BuildRequest)?;
-            let text = timeout(ANSWER, client.request_text(page_request))
+            let page = timeout(ANSWER, self.page(client, page_request))
                 .await
                 .map_err(|_| Failure::silence(ANSWER))?
-                .inspect_err(|error| self.answered(Verb::List, error));
-            let text = match text {
+                .inspect_err(|failure| self.answered(Verb::List, failure));
+            let (page, bytes) = match page {
                 // The pages took longer than the server keeps versions: all at once is slower for the
                 // server, but comes to an end.
-                Err(kube::Error::Api(status)) if status.code == 410 && params.continue_token.is_some() => {
-                    info!(resource = %W::KIND, "the pages of the list expired, listing all at once");
+                Err(failure) if failure.code == Some(410) && params.continue_token.is_some() => {
+                    info!(resource = %W::RESOURCE, "the pages of the list expired, listing all at once");
                     listing = Listing::default();
                     params.limit = None;
                     params.continue_token = None;
@@ -305,26 +303,33 @@ impl<W: Watched> Watcher<W> {
                 }
                 other => other?,
             };
-            params.limit = params.limit.map(|objects| next_page(objects, text.len()));
-            let page: Page<'_> = serde_json::from_str(&text).map_err(kube::Error::SerdeError)?;
-            for object in page.items.unwrap_or_default() {
-                self.listed(&mut listing, object)?;
+            params.limit = params.limit.map(|objects| next_page(objects, bytes));
+            for object in page.items {
+                self.listed(&mut listing, &object)?;
             }
-            params.continue_token = page.metadata.continue_token.filter(|token| !token.is_empty());
+            params.continue_token = Some(page.continue_token).filter(|token| !token.is_empty());
             if params.continue_token.is_none() {
-                let version = page.metadata.resource_version.unwrap_or_default();
-                self.replace(listing, version, ListMethod::Paged).await?;
+                self.replace(listing, page.resource_version, ListMethod::Paged).await?;
                 return Ok(Done::Listed);
             }
         }
     }
 
-    async fn open(
-        &self,
-        client: &Client,
-        with_list: bool,
-        version: &str,
-    ) -> Result<impl Stream<Item = Result<RawEvent, kube::Error>> + use<W>, Stop> {
+    /// Also how many bytes it had.
+    async fn page(&self, client: &Client, request: http::Request<Vec<u8>>) -> Result<(Page, usize), Failure> {
+        let answer = self.ask(client, request).await?;
+        let encoding = answer.encoding()?;
+        self.state.answered_in(W::RESOURCE, encoding);
+        let body = answer.whole().await?;
+        Ok((Page::read(encoding, &body, W::KIND)?, body.len()))
+    }
+
+    async fn ask(&self, client: &Client, mut request: http::Request<Vec<u8>>) -> Result<Answer, Failure> {
+        request.headers_mut().insert(http::header::ACCEPT, self.connection.accept.clone());
+        Answer::new(client.send(request.map(Body::from)).await?).await
+    }
+
+    async fn open(&self, client: &Client, with_list: bool, version: &str) -> Result<Events, Stop> {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "between 240 and 360")]
         let seconds = (WATCH_SECONDS.start + random() * (WATCH_SECONDS.end - WATCH_SECONDS.start)) as u32;
         let params = WatchParams {
@@ -334,26 +339,22 @@ impl<W: Watched> Watcher<W> {
             bookmarks: true,
             send_initial_events: with_list,
         };
-        let request = Request::new(W::Object::url_path(&(), None))
-            .watch(&params, version)
-            .map_err(kube::Error::BuildRequest)?;
-        let events = timeout(ANSWER, client.request_events::<Box<RawValue>>(request))
+        let request = Request::new(W::path()).watch(&params, version).map_err(kube::Error::BuildRequest)?;
+        let answer = timeout(ANSWER, self.ask(client, request))
             .await
             .map_err(|_| Failure::silence(ANSWER))?
-            .inspect_err(|error| self.answered(Verb::Watch, error))?;
+            .inspect_err(|failure| self.answered(Verb::Watch, failure))?;
+        self.state.answered_in(W::RESOURCE, answer.encoding()?);
+        let events = answer.events(W::KIND)?;
         for verb in [Some(Verb::Watch), with_list.then_some(Verb::List)].into_iter().flatten() {
-            self.state.set_denied(W::KIND, verb, false);
+            self.state.set_denied(W::RESOURCE, verb, false);
         }
-        self.state.watch_started(W::KIND);
+        self.state.watch_started(W::RESOURCE);
         Ok(events)
     }
 
     /// Passes on what changes, until the server ends the watch.
-    async fn follow(
-        &mut self,
-        mut events: impl Stream<Item = Result<RawEvent, kube::Error>> + Unpin,
-        started: Instant,
-    ) -> Result<Done, Stop> {
+    async fn follow(&mut self, mut events: Events, started: Instant) -> Result<Done, Stop> {
         self.good();
         let mut longest = Duration::from_secs_f64(WATCH_SECONDS.end) + MARGIN;
         let mut heard = false;
@@ -379,21 +380,20 @@ impl<W: Watched> Watcher<W> {
                 }
                 return Ok(Done::WatchEnded);
             };
-            if !matches!(event, WatchEvent::Error(_)) {
-                self.state.heard_from(W::KIND);
+            if !matches!(event, Event::Error(_)) {
+                self.state.heard_from(W::RESOURCE);
                 heard = true;
                 self.settled();
             }
             match event {
-                WatchEvent::Added(object) => self.changed(&object, 1).await?,
-                WatchEvent::Modified(object) => self.changed(&object, 0).await?,
-                WatchEvent::Deleted(object) => self.deleted(&object).await?,
-                WatchEvent::Bookmark(bookmark) => {
-                    self.reached(bookmark.metadata.resource_version);
+                Event::Added(object) => self.changed(&object, 1).await?,
+                Event::Modified(object) => self.changed(&object, 0).await?,
+                Event::Deleted(object) => self.deleted(&object).await?,
+                Event::Bookmark { resource_version, .. } => {
+                    self.reached(resource_version);
                     longest = longest.min(BOOKMARKS);
                 }
-                WatchEvent::Error(status) => {
-                    let failure = Failure::from(&*status);
+                Event::Error(failure) => {
                     // The server cannot go on from here for a reason of its own: start from a list.
                     if failure.reason == Reason::Refused {
                         self.position = None;
@@ -410,16 +410,16 @@ impl<W: Watched> Watcher<W> {
     }
 
     fn good(&mut self) {
-        self.state.heard_from(W::KIND);
+        self.state.heard_from(W::RESOURCE);
         if self.health.good(&self.connection.outage) {
             self.connection.recovered.notify_waiters();
         }
     }
 
     /// Notes whether RBAC has denied it.
-    fn answered(&self, verb: Verb, error: &kube::Error) {
-        if matches!(error, kube::Error::Api(status) if status.code == 403) {
-            self.state.set_denied(W::KIND, verb, true);
+    fn answered(&self, verb: Verb, failure: &Failure) {
+        if failure.reason == Reason::Forbidden {
+            self.state.set_denied(W::RESOURCE, verb, true);
         }
     }
 
@@ -429,7 +429,7 @@ impl<W: Watched> Watcher<W> {
         }
     }
 
-    fn listed(&mut self, listing: &mut Listing<W>, object: &RawValue) -> Result<(), Failure> {
+    fn listed(&mut self, listing: &mut Listing<W>, object: &Raw) -> Result<(), Failure> {
         listing.objects += 1;
         let (_, parsed) = self.parse(object)?;
         listing.parsed.extend(parsed);
@@ -445,9 +445,9 @@ impl<W: Watched> Watcher<W> {
         if version.is_empty() {
             return Err(Failure::new(Reason::Malformed, "the list has no resource version").into());
         }
-        debug!(resource = %W::KIND, objects = listing.objects, method = method.name(), "listed");
-        self.state.listed(W::KIND, method, listing.objects);
-        self.state.set_denied(W::KIND, Verb::List, false);
+        debug!(resource = %W::RESOURCE, objects = listing.objects, method = method.name(), "listed");
+        self.state.listed(W::RESOURCE, method, listing.objects);
+        self.state.set_denied(W::RESOURCE, Verb::List, false);
         if W::Parsed::SINGLE {
             self.last = listing.parsed.last().cloned();
         }
@@ -457,9 +457,9 @@ impl<W: Watched> Watcher<W> {
         Ok(())
     }
 
-    async fn changed(&mut self, object: &RawValue, more: i64) -> Result<(), Stop> {
+    async fn changed(&mut self, object: &Raw, more: i64) -> Result<(), Stop> {
         let (meta, parsed) = self.parse(object)?;
-        self.state.objects_changed(W::KIND, more);
+        self.state.objects_changed(W::RESOURCE, more);
         if !W::Parsed::SINGLE || self.last != parsed {
             if W::Parsed::SINGLE {
                 self.last.clone_from(&parsed);
@@ -475,10 +475,10 @@ impl<W: Watched> Watcher<W> {
         Ok(())
     }
 
-    async fn deleted(&mut self, object: &RawValue) -> Result<(), Stop> {
-        let meta = Meta::of(object)?;
+    async fn deleted(&mut self, object: &Raw) -> Result<(), Stop> {
+        let meta = object.meta()?;
         let name = meta.name();
-        self.state.objects_changed(W::KIND, -1);
+        self.state.objects_changed(W::RESOURCE, -1);
         self.oddities.forget(&name.to_string());
         self.last = None;
         self.send(W::Parsed::delete(name)).await?;
@@ -487,16 +487,16 @@ impl<W: Watched> Watcher<W> {
     }
 
     /// Fails only where the object cannot even be named.
-    fn parse(&mut self, object: &RawValue) -> Result<(Meta, Option<W::Parsed>), Failure> {
-        let (meta, parsed, oddities) = match serde_json::from_str::<W::Object>(object.get()) {
-            Ok(mut object) => {
+    fn parse(&mut self, object: &Raw) -> Result<(Meta, Option<W::Parsed>), Failure> {
+        let (meta, parsed, oddities) = match object.object::<W::Object>() {
+            Ok(object) => {
                 let (parsed, oddities) = W::convert(&object);
-                (Meta::take(object.meta_mut()), parsed, oddities)
+                (Meta::take(object.into_metadata()), parsed, oddities)
             }
             Err(error) => {
-                let meta = Meta::of(object)?;
+                let meta = object.meta()?;
                 let oddity = Oddity {
-                    object: format!("{} {}", W::NAME, meta.name()),
+                    object: format!("{} {}", W::KIND.kind, meta.name()),
                     field: String::from("(object)"),
                     problem: format!("cannot be read: {error}"),
                 };
@@ -504,7 +504,7 @@ impl<W: Watched> Watcher<W> {
             }
         };
         let new = self.oddities.tell(|| meta.name().to_string(), &oddities);
-        self.state.odd(W::KIND, new);
+        self.state.odd(W::RESOURCE, new);
         Ok((meta, parsed))
     }
 
@@ -519,14 +519,8 @@ fn next_page(objects: u32, bytes: usize) -> u32 {
 }
 
 /// The next event; None at the end.
-async fn next(
-    events: &mut (impl Stream<Item = Result<RawEvent, kube::Error>> + Unpin),
-    limit: Duration,
-) -> Result<Option<RawEvent>, Failure> {
-    match timeout(limit, events.next()).await {
-        Ok(event) => Ok(event.transpose()?),
-        Err(_) => Err(Failure::silence(limit)),
-    }
+async fn next(events: &mut Events, limit: Duration) -> Result<Option<Event>, Failure> {
+    timeout(limit, events.next()).await.unwrap_or_else(|_| Err(Failure::silence(limit)))
 }
 
 /// A list that is not complete yet: parsed objects only, the rest of each is already dropped.

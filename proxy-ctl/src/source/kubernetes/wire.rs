@@ -1,61 +1,78 @@
 //! As much of the API server's answers as must be understood before the objects in them.
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::api::WatchEvent;
+use bytes::Bytes;
+use prost::Message as _;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::failure::{Failure, Reason};
-use crate::model::objects::ObjectName;
+use crate::{
+    config::Encoding,
+    model::objects::ObjectName,
+    source::schema::{
+        Object,
+        meta::{
+            Bookmark, List, ListMeta, Named, NamedMeta, ObjectMeta, Status, TypeMeta, Unknown, WatchEvent,
+        },
+    },
+};
 
-/// An event whose object is still text: one that cannot be read must not hide the others.
-pub(super) type RawEvent = WatchEvent<Box<RawValue>>;
+/// Ends a streaming list.
+const INITIAL_EVENTS_END: &str = "k8s.io/initial-events-end";
+/// Begins everything in protobuf.
+const MAGIC: &[u8] = b"k8s\0";
 
-/// A page of a list, with its objects still text.
-#[derive(Deserialize)]
-pub(super) struct Page<'a> {
-    #[serde(default)]
-    pub(super) metadata: PageMeta,
-    #[serde(borrow)]
-    pub(super) items: Option<Vec<&'a RawValue>>,
+/// What an object is said to be, where protobuf says it: messages do not tell it themselves.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Kind {
+    pub(super) api_version: &'static str,
+    pub(super) kind: &'static str,
 }
 
-#[derive(Default, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub(super) struct PageMeta {
-    pub(super) resource_version: Option<String>,
-    #[serde(rename = "continue")]
-    pub(super) continue_token: Option<String>,
+/// An object that is still encoded: one that cannot be read must not hide the others.
+#[derive(Clone, Debug)]
+pub(super) struct Raw {
+    encoding: Encoding,
+    bytes: Bytes,
 }
 
-/// What must be known of an object even if the rest of it makes no sense.
-#[derive(Debug, Deserialize)]
-#[serde(rename_all = "camelCase")]
+impl Raw {
+    /// The error is for people.
+    pub(super) fn object<T: Object>(&self) -> Result<T, String> {
+        match self.encoding {
+            Encoding::Json => serde_json::from_slice(&self.bytes).map_err(|error| error.to_string()),
+            Encoding::Protobuf => T::decode(self.bytes.clone()).map_err(|error| error.to_string()),
+        }
+    }
+
+    /// Known even of an object that cannot be read otherwise.
+    pub(super) fn meta(&self) -> Result<Meta, Failure> {
+        let named = match self.encoding {
+            Encoding::Json => serde_json::from_slice(&self.bytes).map_err(|error| error.to_string()),
+            Encoding::Protobuf => Named::decode(self.bytes.clone()).map_err(|error| error.to_string()),
+        };
+        match named {
+            Ok(Named { metadata: NamedMeta { name, namespace, resource_version } }) if !name.is_empty() => {
+                Ok(Meta { namespace, name, resource_version })
+            }
+            Ok(_) => Err(malformed("an object without a name")),
+            Err(error) => Err(malformed(format!("an object without a name: {error}"))),
+        }
+    }
+}
+
+/// Which object, and which version of it.
+#[derive(Debug)]
 pub(super) struct Meta {
-    #[serde(default)]
     pub(super) namespace: String,
     pub(super) name: String,
-    #[serde(default)]
     pub(super) resource_version: String,
 }
 
 impl Meta {
-    pub(super) fn of(object: &RawValue) -> Result<Self, Failure> {
-        #[derive(Deserialize)]
-        struct Object {
-            metadata: Meta,
-        }
-        serde_json::from_str::<Object>(object.get())
-            .map(|object| object.metadata)
-            .map_err(|error| Failure::new(Reason::Malformed, format!("an object without a name: {error}")))
-    }
-
-    pub(super) fn take(meta: &mut ObjectMeta) -> Self {
-        Self {
-            namespace: meta.namespace.take().unwrap_or_default(),
-            name: meta.name.take().unwrap_or_default(),
-            resource_version: meta.resource_version.take().unwrap_or_default(),
-        }
+    pub(super) fn take(metadata: ObjectMeta) -> Self {
+        let ObjectMeta { namespace, name, resource_version, .. } = metadata;
+        Self { namespace, name, resource_version }
     }
 
     pub(super) fn name(&self) -> ObjectName {
@@ -63,29 +80,144 @@ impl Meta {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// A page of a list.
+#[derive(Debug)]
+pub(super) struct Page {
+    pub(super) items: Vec<Raw>,
+    pub(super) resource_version: String,
+    /// Empty: there are no more pages.
+    pub(super) continue_token: String,
+}
 
-    #[test]
-    fn watch_events_keep_the_text_of_their_object() {
-        let line = r#"{"type":"ADDED","object":{"metadata":{"name":"a","namespace":"b","resourceVersion":"7"},"x":1}}"#;
-        let WatchEvent::Added(object) = serde_json::from_str::<RawEvent>(line).unwrap() else {
-            panic!("not an addition");
+impl Page {
+    pub(super) fn read(encoding: Encoding, body: &Bytes, of: Kind) -> Result<Self, Failure> {
+        #[derive(Deserialize)]
+        struct JsonList<'a> {
+            #[serde(default)]
+            metadata: ListMeta,
+            #[serde(borrow)]
+            items: Option<Vec<&'a RawValue>>,
+        }
+        let (ListMeta { resource_version, continue_token }, items) = match encoding {
+            Encoding::Json => {
+                let list: JsonList<'_> = serde_json::from_slice(body).map_err(not_a("list"))?;
+                let items = list.items.unwrap_or_default();
+                (list.metadata, items.into_iter().map(|item| body.slice_ref(item.get().as_bytes())).collect())
+            }
+            Encoding::Protobuf => {
+                let list = unwrap(body, of, "List")?;
+                let list = List::decode(list).map_err(not_a("list"))?;
+                (list.metadata, list.items)
+            }
         };
-        let meta = Meta::of(&object).unwrap();
-        assert_eq!((meta.name().to_string().as_str(), meta.resource_version.as_str()), ("b/a", "7"));
+        let items = items.into_iter().map(|bytes| Raw { encoding, bytes }).collect();
+        Ok(Self { items, resource_version, continue_token })
     }
+}
 
-    #[test]
-    fn a_page_without_items_or_with_null_is_empty() {
-        for text in [
-            r#"{"metadata":{"resourceVersion":"3"},"items":null}"#,
-            r#"{"metadata":{"resourceVersion":"3"}}"#,
-        ] {
-            let page: Page<'_> = serde_json::from_str(text).unwrap();
-            assert!(page.items.unwrap_or_default().is_empty());
-            assert_eq!(page.metadata.resource_version.as_deref(), Some("3"));
+/// What a watch brings.
+#[derive(Debug)]
+pub(super) enum Event {
+    Added(Raw),
+    Modified(Raw),
+    Deleted(Raw),
+    Bookmark {
+        resource_version: String,
+        /// All that was there when a streaming list was asked for has been told.
+        ends_list: bool,
+    },
+    Error(Failure),
+}
+
+impl Event {
+    /// `frame`: one whole event.
+    pub(super) fn read(encoding: Encoding, frame: &Bytes, of: Kind) -> Result<Self, Failure> {
+        #[derive(Deserialize)]
+        struct JsonEvent<'a> {
+            #[serde(rename = "type")]
+            event_type: String,
+            #[serde(borrow)]
+            object: &'a RawValue,
+        }
+        let (event_type, object) = match encoding {
+            Encoding::Json => {
+                let event: JsonEvent<'_> = serde_json::from_slice(frame).map_err(not_a("watch event"))?;
+                (event.event_type, frame.slice_ref(event.object.get().as_bytes()))
+            }
+            Encoding::Protobuf => {
+                let event = WatchEvent::decode(frame.clone()).map_err(not_a("watch event"))?;
+                (event.event_type, event.object.raw)
+            }
+        };
+        let raw = || {
+            let bytes = match encoding {
+                Encoding::Json => object.clone(),
+                Encoding::Protobuf => unwrap(&object, of, "")?,
+            };
+            Ok::<_, Failure>(Raw { encoding, bytes })
+        };
+        match event_type.as_str() {
+            "ADDED" => Ok(Self::Added(raw()?)),
+            "MODIFIED" => Ok(Self::Modified(raw()?)),
+            "DELETED" => Ok(Self::Deleted(raw()?)),
+            "BOOKMARK" => {
+                let Raw { bytes, .. } = raw()?;
+                let Bookmark { metadata } = match encoding {
+                    Encoding::Json => serde_json::from_slice(&bytes).map_err(not_a("bookmark"))?,
+                    Encoding::Protobuf => Bookmark::decode(bytes).map_err(not_a("bookmark"))?,
+                };
+                let ends_list = metadata.annotations.contains_key(INITIAL_EVENTS_END);
+                Ok(Self::Bookmark { resource_version: metadata.resource_version, ends_list })
+            }
+            "ERROR" => Ok(Self::Error(Failure::from(&status(encoding, &object)?))),
+            other => Err(malformed(format!("a watch event of unknown type {other:?}"))),
         }
     }
+}
+
+/// The body of an answer that is an error, or what a watch ends with.
+pub(super) fn status(encoding: Encoding, body: &Bytes) -> Result<Status, Failure> {
+    const STATUS: Kind = Kind { api_version: "v1", kind: "Status" };
+    match encoding {
+        Encoding::Json => serde_json::from_slice(body).map_err(not_a("Status")),
+        Encoding::Protobuf => Status::decode(unwrap(body, STATUS, "")?).map_err(not_a("Status")),
+    }
+}
+
+/// The message within the envelope. `of`: what it must be, with `suffix` after its kind.
+fn unwrap(envelope: &Bytes, of: Kind, suffix: &str) -> Result<Bytes, Failure> {
+    if !envelope.starts_with(MAGIC) {
+        let found = envelope.get(..MAGIC.len()).unwrap_or(envelope);
+        return Err(malformed(format!(
+            "not a message of Kubernetes: it begins with {:?}",
+            found.escape_ascii().to_string()
+        )));
+    }
+    let unknown = Unknown::decode(envelope.slice(MAGIC.len()..)).map_err(not_a("message of Kubernetes"))?;
+    if !unknown.content_encoding.is_empty() {
+        return Err(malformed(format!("a message with content encoding {:?}", unknown.content_encoding)));
+    }
+    let (Kind { api_version, kind }, found) = (of, unknown.type_meta);
+    if found.api_version != api_version || found.kind.strip_suffix(suffix) != Some(kind) {
+        return Err(malformed(format!(
+            "found {:?} of {:?} where {kind}{suffix} of {api_version} was asked for",
+            found.kind, found.api_version
+        )));
+    }
+    Ok(unknown.raw)
+}
+
+/// What the API server takes for an object in protobuf.
+pub(crate) fn envelope(api_version: &str, kind: &str, message: Vec<u8>) -> Vec<u8> {
+    let type_meta = TypeMeta { api_version: api_version.to_owned(), kind: kind.to_owned() };
+    let unknown = Unknown { type_meta, raw: message.into(), ..Unknown::default() };
+    [MAGIC, &unknown.encode_to_vec()].concat()
+}
+
+fn malformed(problem: impl Into<String>) -> Failure {
+    Failure::new(Reason::Malformed, problem)
+}
+
+fn not_a<E: std::fmt::Display>(what: &str) -> impl FnOnce(E) -> Failure {
+    move |error| malformed(format!("not a {what}: {error}"))
 }

@@ -2,17 +2,16 @@
 
 use std::fmt;
 
-use k8s_openapi::{
-    api::{core::v1, discovery::v1 as discovery},
-    apimachinery::pkg::apis::meta::v1::ObjectMeta,
-};
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::Value;
 use serde_saphyr::Spanned;
 
 use crate::{
     model::objects::{EndpointSlice, Node, ObjectName, Service},
-    source::{Oddity, convert},
+    source::{
+        Oddity, convert,
+        schema::{core, discovery, meta::ObjectMeta},
+    },
 };
 
 const DISCOVERY: &str = "discovery.k8s.io/v1";
@@ -250,17 +249,17 @@ impl Reader<'_> {
             }
         };
         let metadata = header.metadata.as_ref();
-        let name = metadata.and_then(|metadata| metadata.name.clone()).filter(|name| !name.is_empty());
-        if name.is_none() {
+        let name = metadata.and_then(|metadata| metadata.name.clone()).unwrap_or_default();
+        if name.is_empty() {
             let field = text.field("metadata.name");
             let message = format!("is missing, must be the name of the {kind:?}");
             return self.broken(Broken::Unknown, Problem { field, message });
         }
-        let namespace = metadata.and_then(|metadata| metadata.namespace.clone());
+        let namespace = metadata.and_then(|metadata| metadata.namespace.clone()).unwrap_or_default();
         let name = convert::name(&ObjectMeta { name, namespace, ..ObjectMeta::default() });
         let identity = Identity { kind, name };
         match kind {
-            Kind::Service => self.typed(text, identity, |service: v1::Service| {
+            Kind::Service => self.typed(text, identity, |service: core::Service| {
                 let (converted, mut oddities) = convert::service(&service);
                 oddities.extend(without_cluster_ip(&service));
                 (converted.map(Object::Service), oddities)
@@ -270,7 +269,7 @@ impl Reader<'_> {
                 (slice.map(Object::EndpointSlice), oddities)
             }),
             Kind::Node if *identity.name.name == *self.node_name => {
-                self.typed(text, identity, |node: v1::Node| {
+                self.typed(text, identity, |node: core::Node| {
                     let (node, oddities) = convert::node(&node);
                     (Some(Object::Node(node)), oddities)
                 });
@@ -313,12 +312,12 @@ impl Reader<'_> {
 }
 
 /// An API server would have given it an address.
-fn without_cluster_ip(service: &v1::Service) -> Option<Oddity> {
+fn without_cluster_ip(service: &core::Service) -> Option<Oddity> {
     let spec = service.spec.as_ref();
     let is_set = |address: Option<&String>| address.is_some_and(|address| !address.is_empty());
-    let listed = spec.and_then(|spec| spec.cluster_ips.as_ref()).and_then(|addresses| addresses.first());
-    let external_name = spec.and_then(|spec| spec.type_.as_deref()) == Some("ExternalName");
-    let missing = !is_set(spec.and_then(|spec| spec.cluster_ip.as_ref())) && !is_set(listed);
+    let listed = spec.and_then(|spec| spec.cluster_ips.first());
+    let external_name = spec.is_some_and(|spec| spec.service_type == "ExternalName");
+    let missing = !is_set(spec.map(|spec| &spec.cluster_ip)) && !is_set(listed);
     (missing && !external_name).then(|| Oddity {
         object: format!("Service {}", convert::name(&service.metadata)),
         field: "spec.clusterIP".into(),

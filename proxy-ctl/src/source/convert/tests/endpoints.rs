@@ -1,8 +1,7 @@
-use k8s_openapi::api::core::v1;
 use rstest::rstest;
 use serde_json::{Value, json};
 
-use super::{super::*, merged};
+use super::{super::*, merged, read};
 use crate::model::objects::{EndpointSlice, Family, ServiceSlices};
 
 fn endpoints_with(changes: Value) -> (Option<ServiceSlices>, Vec<Oddity>) {
@@ -14,7 +13,7 @@ fn endpoints_with(changes: Value) -> (Option<ServiceSlices>, Vec<Oddity>) {
             "ports": [{"name": "http", "protocol": "TCP", "port": 8080}],
         }],
     });
-    let object: v1::Endpoints = serde_json::from_value(merged(object, changes)).unwrap();
+    let object = read::<core::Endpoints>(merged(object, changes));
     endpoints(&object)
 }
 

@@ -1,11 +1,10 @@
-use k8s_openapi::api::core::v1;
 use serde_json::{Value, json};
 
-use super::{super::*, ips, merged};
+use super::{super::*, ips, merged, read};
 
 fn node_with(changes: Value) -> (Node, Vec<Oddity>) {
     let object = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "here"}});
-    let object: v1::Node = serde_json::from_value(merged(object, changes)).unwrap();
+    let object = read::<core::Node>(merged(object, changes));
     node(&object)
 }
 

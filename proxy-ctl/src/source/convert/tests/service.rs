@@ -1,8 +1,7 @@
-use k8s_openapi::api::core::v1;
 use rstest::rstest;
 use serde_json::{Value, json};
 
-use super::{super::*, ips, merged, shown};
+use super::{super::*, ips, merged, read, shown};
 use crate::model::objects::{Service, ServicePort, TrafficPolicy};
 
 fn service_with(changes: Value) -> (Option<Service>, Vec<Oddity>) {
@@ -11,7 +10,7 @@ fn service_with(changes: Value) -> (Option<Service>, Vec<Oddity>) {
         "metadata": {"namespace": "shop", "name": "web", "creationTimestamp": "1970-01-02T00:00:00Z"},
         "spec": {"clusterIP": "10.96.0.1", "ports": [{"port": 80}]},
     });
-    let object: v1::Service = serde_json::from_value(merged(object, changes)).unwrap();
+    let object = read::<core::Service>(merged(object, changes));
     service(&object)
 }
 

@@ -1,9 +1,9 @@
-use k8s_openapi::api::discovery::v1;
 use rstest::rstest;
 use serde_json::{Value, json};
 
-use super::{super::*, ips, merged};
+use super::{super::*, ips, merged, read};
 use crate::model::objects::{Endpoint, EndpointPort, EndpointSlice, Family, Hints};
+use crate::source::schema::discovery;
 
 fn slice_with(changes: Value) -> (Option<EndpointSlice>, Vec<Oddity>) {
     let object = json!({
@@ -15,7 +15,7 @@ fn slice_with(changes: Value) -> (Option<EndpointSlice>, Vec<Oddity>) {
         "ports": [{"name": "http", "protocol": "TCP", "port": 8080}],
         "endpoints": [{"addresses": ["10.0.0.1"]}],
     });
-    let object: v1::EndpointSlice = serde_json::from_value(merged(object, changes)).unwrap();
+    let object = read::<discovery::EndpointSlice>(merged(object, changes));
     endpoint_slice(&object)
 }
 

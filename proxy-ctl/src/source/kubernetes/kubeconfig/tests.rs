@@ -55,10 +55,15 @@ fn a_good_one_is_taken_as_it_is() {
     "",
     "/kubeconfig: clusters[name=here].cluster.server: is missing"
 )]
-#[case::server_without_scheme(
-    "https://192",
-    "192",
-    "/kubeconfig: clusters[name=here].cluster.server: \"192.0.2.1:6443\" is not a URL"
+#[case::path_without_scheme(
+    "https://192.0.2.1:6443",
+    "192.0.2.1:6443/sub",
+    "/kubeconfig: clusters[name=here].cluster.server: \"192.0.2.1:6443/sub\" must be a host and a port, or a URL"
+)]
+#[case::another_scheme(
+    "https://192.0.2.1:6443",
+    "ftp://192.0.2.1",
+    "/kubeconfig: clusters[name=here].cluster.server: \"ftp://192.0.2.1\" must be a host and a port, or a URL"
 )]
 #[case::authority_file_missing(
     "server:",
@@ -104,7 +109,7 @@ fn a_missing_file_is_named() {
 }
 
 #[test]
-fn master_overrides_the_server_and_must_be_a_url() {
+fn master_overrides_the_server() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("kubeconfig");
     fs::write(&path, GOOD).unwrap();
@@ -117,10 +122,30 @@ fn master_overrides_the_server_and_must_be_a_url() {
         with("http://[2001:db8::1]:8080").load().unwrap().client.cluster_url,
         "http://[2001:db8::1]:8080/"
     );
-    let error = with("192.0.2.9").load().unwrap_err().to_string();
-    assert!(error.starts_with("--master=192.0.2.9: "), "{error}");
+    assert_eq!(with("192.0.2.9:8080").load().unwrap().client.cluster_url, "http://192.0.2.9:8080/");
+    let error = with("192.0.2.9/sub").load().unwrap_err().to_string();
+    assert!(error.starts_with("--master=192.0.2.9/sub: "), "{error}");
     let error = with("ftp://user:secret@192.0.2.9").load().unwrap_err().to_string();
     assert!(error.starts_with("--master=ftp://xxxxx@192.0.2.9: ") && !error.contains("secret"), "{error}");
+}
+
+/// As kube-proxy 1.36 does with such files, whatever they say of TLS.
+#[rstest]
+#[case("192.0.2.1:8080", "http://192.0.2.1:8080/")]
+#[case("localhost:8080/", "http://localhost:8080/")]
+#[case("[2001:db8::1]:8080", "http://[2001:db8::1]:8080/")]
+#[case("localhost", "http://localhost/")]
+#[case("http://192.0.2.1:8080/sub", "http://192.0.2.1:8080/sub")]
+fn a_server_without_tls_gets_no_credentials(#[case] server: &str, #[case] url: &str) {
+    let quoted = format!("'{server}', insecure-skip-tls-verify: true");
+    let plugin = "exec: {apiVersion: client.authentication.k8s.io/v1, command: /nonexistent/plugin}";
+    let text = GOOD.replace("'https://192.0.2.1:6443'", &quoted);
+    for user in ["token: secret", plugin, "username: me, password: secret"] {
+        let loaded = load(&text.replace("token: secret", user)).unwrap();
+        assert_eq!(loaded.client.cluster_url, url);
+        assert_eq!(format!("{:?}", loaded.client.auth_info), format!("{:?}", AuthInfo::default()));
+        assert_eq!((loaded.token_file, loaded.has_plugin), (None, false));
+    }
 }
 
 #[test]

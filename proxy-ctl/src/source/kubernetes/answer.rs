@@ -1,0 +1,115 @@
+//! An answer of the API server: an error, or something in one of the encodings.
+
+use bytes::{Bytes, BytesMut};
+use http::{Response, header::CONTENT_TYPE};
+use http_body_util::BodyExt as _;
+use kube::client::Body;
+
+use super::{
+    failure::{Failure, Reason, ends_too_early},
+    frames::Frames,
+    wire::{self, Event, Kind},
+};
+use crate::config::Encoding;
+
+/// Of an answer that is an error, no more than this is kept for people.
+const LONGEST_ERROR: usize = 500;
+
+pub(super) struct Answer {
+    encoding: Option<Encoding>,
+    content_type: String,
+    body: Body,
+}
+
+impl Answer {
+    /// Fails if the answer is an error, and with what its body says about it.
+    pub(super) async fn new(response: Response<Body>) -> Result<Self, Failure> {
+        let code = response.status();
+        let content_type = response.headers().get(CONTENT_TYPE);
+        let content_type =
+            content_type.map(|of| String::from_utf8_lossy(of.as_bytes()).into_owned()).unwrap_or_default();
+        let answer = Self { encoding: Encoding::of(&content_type), content_type, body: response.into_body() };
+        if !(code.is_client_error() || code.is_server_error()) {
+            return Ok(answer);
+        }
+        let encoding = answer.encoding;
+        let body = answer.whole().await?;
+        let status = encoding.and_then(|encoding| wire::status(encoding, &body).ok());
+        // Proxies on the way have other things to say, such as a page of HTML.
+        let mut status = status.unwrap_or_default();
+        if status.message.is_empty() && status.reason.is_empty() {
+            let text = &body[..body.len().min(LONGEST_ERROR)];
+            status.message = match String::from_utf8_lossy(text).trim() {
+                "" => code.to_string(),
+                text => text.to_owned(),
+            };
+        }
+        status.code = code.as_u16().into();
+        Err(Failure::from(&status))
+    }
+
+    pub(super) async fn whole(mut self) -> Result<Bytes, Failure> {
+        let mut whole = BytesMut::new();
+        while let Some(frame) = self.body.frame().await.transpose()? {
+            if let Ok(data) = frame.into_data() {
+                whole.extend_from_slice(&data);
+            }
+        }
+        Ok(whole.freeze())
+    }
+
+    /// For those who read it as it is said to be.
+    pub(super) fn encoding(&self) -> Result<Encoding, Failure> {
+        self.encoding.ok_or_else(|| {
+            let problem = format!(
+                "the answer's content type is {:?}, {} and {} can be read",
+                self.content_type,
+                Encoding::Protobuf.media_type(),
+                Encoding::Json.media_type()
+            );
+            Failure::new(Reason::Malformed, problem)
+        })
+    }
+
+    /// What a watch of this kind brings.
+    pub(super) fn events(self, of: Kind) -> Result<Events, Failure> {
+        let encoding = self.encoding()?;
+        Ok(Events { encoding, of, frames: Frames::new(encoding), body: self.body })
+    }
+}
+
+/// The events of a watch, one after the other.
+pub(super) struct Events {
+    encoding: Encoding,
+    of: Kind,
+    frames: Frames,
+    body: Body,
+}
+
+impl Events {
+    /// None at the end. Nothing is lost if the future is dropped.
+    pub(super) async fn next(&mut self) -> Result<Option<Event>, Failure> {
+        loop {
+            if let Some(frame) = self.frames.next()? {
+                return Event::read(self.encoding, &frame, self.of).map(Some);
+            }
+            match self.body.frame().await {
+                Some(Ok(frame)) => {
+                    if let Some(data) = frame.data_ref() {
+                        self.frames.push(data);
+                    }
+                }
+                // As old API servers end watches.
+                Some(Err(error)) if ends_too_early(&error) => return Ok(None),
+                Some(Err(error)) => return Err(error.into()),
+                None if self.frames.is_within_one() => {
+                    return Err(Failure::new(
+                        Reason::Disconnected,
+                        "the watch ended in the middle of an event",
+                    ));
+                }
+                None => return Ok(None),
+            }
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! apimachinery: meta/v1 and runtime.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use jiff::Timestamp;
+use serde::{Deserialize, Deserializer, de};
+
+use super::messages;
+
+messages! {
+    ObjectMeta {
+        (1, string) name: String,
+        (3, string) namespace: String,
+        (6, string) resource_version: String,
+        (8, message, optional) creation_timestamp: Option<Time>,
+        (9, message, optional) deletion_timestamp: Option<Time>,
+        (11, btree_map = "string, string") labels: BTreeMap<String, String>,
+        (12, btree_map = "string, string") annotations: BTreeMap<String, String>,
+    }
+
+    ListMeta {
+        (2, string) resource_version: String,
+        (3, string) continue_token as "continue": String,
+    }
+
+    /// How a request has ended, or why a watch has.
+    Status {
+        (3, string) message: String,
+        (4, string) reason: String,
+        (5, message, optional) details: Option<StatusDetails>,
+        (6, int32) code: i32,
+    }
+
+    StatusDetails {
+        (5, int32) retry_after_seconds: i32,
+    }
+
+    /// An object of any kind, as long as it has a name.
+    Named {
+        (1, message, required) metadata: NamedMeta,
+    }
+
+    NamedMeta {
+        (1, string) name: String,
+        (3, string) namespace: String,
+        (6, string) resource_version: String,
+    }
+
+    /// An object of which only a version and annotations are told.
+    Bookmark {
+        (1, message, required) metadata: BookmarkMeta,
+    }
+
+    BookmarkMeta {
+        (6, string) resource_version: String,
+        (12, btree_map = "string, string") annotations: BTreeMap<String, String>,
+    }
+}
+
+/// A moment. JSON has it as RFC 3339.
+#[derive(Clone, Copy, PartialEq, prost::Message)]
+pub struct Time {
+    /// Since the epoch.
+    #[prost(int64, tag = 1)]
+    pub seconds: i64,
+}
+
+impl<'de> Deserialize<'de> for Time {
+    fn deserialize<D: Deserializer<'de>>(value: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(value)?;
+        let time: Timestamp = text.parse().map_err(de::Error::custom)?;
+        Ok(Self { seconds: time.as_second() })
+    }
+}
+
+/// A list in protobuf, with its items still encoded: one that cannot be read must not hide the others.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct List {
+    #[prost(message, required, tag = 1)]
+    pub metadata: ListMeta,
+    #[prost(bytes = "bytes", repeated, tag = 2)]
+    pub items: Vec<Bytes>,
+}
+
+/// What a watch brings, in protobuf.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct WatchEvent {
+    #[prost(string, tag = 1)]
+    pub event_type: String,
+    #[prost(message, required, tag = 2)]
+    pub object: RawExtension,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct RawExtension {
+    #[prost(bytes = "bytes", tag = 1)]
+    pub raw: Bytes,
+}
+
+/// What stands around each object in protobuf, after four bytes that tell that it is one.
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct Unknown {
+    #[prost(message, required, tag = 1)]
+    pub type_meta: TypeMeta,
+    #[prost(bytes = "bytes", tag = 2)]
+    pub raw: Bytes,
+    #[prost(string, tag = 3)]
+    pub content_encoding: String,
+    #[prost(string, tag = 4)]
+    pub content_type: String,
+}
+
+#[derive(Clone, PartialEq, prost::Message)]
+pub struct TypeMeta {
+    #[prost(string, tag = 1)]
+    pub api_version: String,
+    #[prost(string, tag = 2)]
+    pub kind: String,
+}

@@ -1,5 +1,5 @@
-//! Netlink messages as bytes, and a socket that sends them and reads the answers: what the rooms for nf_tables, ipset
-//! and IPVS share.
+//! Netlink messages as bytes, and a socket that sends them and reads the answers: what `tc`, nf_tables, ipset and IPVS
+//! share.
 
 use std::io;
 

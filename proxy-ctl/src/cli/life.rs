@@ -1,11 +1,11 @@
 //! What happens to a proxy between its start and its end, beside following the sources: the node is set up, and then
 //! watched for what this process cannot take over.
 
-use std::{convert::Infallible, net::IpAddr, sync::Arc};
+use std::{convert::Infallible, net::IpAddr, sync::Arc, time::Duration};
 
 use anyhow::anyhow;
 use serde_json::Value;
-use tokio::sync::watch;
+use tokio::{sync::watch, time::timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::run::Given;
@@ -71,6 +71,8 @@ impl Life {
             metrics: self.metrics,
             kernel: Kernel::default(),
             refused: None,
+            owed: None,
+            first_pause: FIRST_PAUSE,
         };
         let node_change = async {
             match nodes {
@@ -164,7 +166,21 @@ struct Following {
     kernel: Kernel,
     /// What is wrong with the file as it is now.
     refused: Option<String>,
+    /// What of the file could not be taken over.
+    owed: Option<Owed>,
+    /// Before that is tried again for the first time.
+    first_pause: Duration,
 }
+
+/// It is tried again without anybody changing the file: what was in the way may be gone.
+#[derive(Debug, Eq, PartialEq)]
+struct Owed {
+    problem: String,
+    pause: Duration,
+}
+
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 impl Following {
     /// Ends with a change that needs a new process.
@@ -176,7 +192,10 @@ impl Following {
             if let Some(end) = self.compare() {
                 return end;
             }
-            file.changed().await;
+            match &self.owed {
+                Some(owed) => drop(timeout(owed.pause, file.changed()).await),
+                None => file.changed().await,
+            }
         }
     }
 
@@ -195,7 +214,9 @@ impl Following {
                         changes.restart.join(", ")
                     ));
                 }
-                if !changes.live.is_empty() {
+                if changes.live.is_empty() {
+                    self.owed = None;
+                } else {
                     self.take_over(new, &changes.live);
                 }
             }
@@ -207,24 +228,44 @@ impl Following {
     /// What cannot be taken over keeps its former value, and so is different still when the file is compared again.
     fn take_over(&mut self, mut new: Config, fields: &[String]) {
         let former = Arc::clone(&self.configs.borrow());
-        tracing::info!(changed = fields.join(", "), "the configuration file has changed; it is taken over");
-        let changed = |name: &str| fields.iter().any(|field| field.starts_with(name));
-        if changed("logging.verbosity") && !log::set_verbosity(new.logging.verbosity) {
+        let changed = fields.join(", ");
+        if self.owed.is_none() {
+            tracing::info!(changed, "the configuration file has changed; it is taken over");
+        }
+        let owed = self.owed.take();
+        let changes = |name: &str| fields.iter().any(|field| field.starts_with(name));
+        if changes("logging.verbosity") && !log::set_verbosity(new.logging.verbosity) {
             tracing::warn!("the log level of this process cannot be changed");
             new.logging.verbosity = former.logging.verbosity;
         }
-        if (changed("conntrack") || changed("oomScoreAdj"))
-            && let Err(error) = start::prepare(self.mode, &new, &self.kernel, &self.events)
-        {
-            tracing::error!(
-                %error,
-                "the section conntrack of the changed configuration could not be taken over: the former one stays in \
-                 force until the file changes again"
-            );
-            new.conntrack = former.conntrack;
+        if changes("conntrack") || changes("oomScoreAdj") {
+            match start::prepare(self.mode, &new, &self.kernel, &self.events) {
+                Ok(()) if owed.is_some() => {
+                    tracing::info!(changed, "the rest of the changed configuration is taken over now");
+                }
+                Ok(()) => {}
+                Err(error) => {
+                    self.owe(error.to_string(), owed);
+                    new.conntrack = former.conntrack;
+                }
+            }
         }
         self.document.send_replace(new.to_document());
         self.configs.send_replace(Arc::new(new));
+    }
+
+    /// `before`: what was owed until now. The same problem is told once.
+    fn owe(&mut self, problem: String, before: Option<Owed>) {
+        let pause = before.as_ref().map_or(self.first_pause, |before| (before.pause * 2).min(LONGEST_PAUSE));
+        if before.is_none_or(|before| before.problem != problem) {
+            tracing::error!(
+                problem,
+                next_attempt_in = ?pause,
+                "the section conntrack of the changed configuration could not be taken over: the former one stays in \
+                 force, and it is tried again"
+            );
+        }
+        self.owed = Some(Owed { problem, pause });
     }
 
     /// kube-proxy would end here, and not start again.
@@ -245,50 +286,135 @@ impl Following {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::{
+        fs,
+        path::{Path, PathBuf},
+    };
+
+    use tempfile::TempDir;
 
     use super::*;
     use crate::{config::CommandLine, source::OddObjects};
 
     const HEAD: &str = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
 
-    #[test]
-    fn what_cannot_be_taken_over_is_not_in_force_and_is_tried_again() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("config.yaml");
-        let configure = |text: &str| fs::write(&path, format!("{HEAD}hostnameOverride: a\n{text}")).unwrap();
-        configure("oomScoreAdj: 0\nconntrack: {maxPerCore: 0}\n");
-        let flag = format!("--config={}", path.display());
-        let given = Given { line: CommandLine::parse([flag.into()]).unwrap() };
-        let config = Arc::new(given.settings().unwrap().config);
-        let root = folder.path().join("root");
-        // No file that a number could be read from.
-        let limit = root.join("proc/sys/net/netfilter/nf_conntrack_max");
-        fs::create_dir_all(&limit).unwrap();
-        let (configs, in_force) = watch::channel(Arc::clone(&config));
-        let (document, shown) = watch::channel(config.to_document());
-        let mut following = Following {
-            given,
-            mode: RequestedMode::Ebpf,
-            configs,
-            document,
-            events: Recorder::silent(),
-            metrics: Arc::new(Metrics::new(None, OddObjects::default(), |_| {})),
-            kernel: Kernel::below(&root),
-            refused: None,
+    /// A proxy whose file says no more than this.
+    struct Scene {
+        folder: TempDir,
+        following: Following,
+        before: Arc<Config>,
+        in_force: watch::Receiver<Arc<Config>>,
+        shown: watch::Receiver<Value>,
+    }
+
+    impl Scene {
+        fn new() -> Self {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("config.yaml");
+            write(&path, "oomScoreAdj: 0\nconntrack: {maxPerCore: 0}\n");
+            let flag = format!("--config={}", path.display());
+            let given = Given { line: CommandLine::parse([flag.into()]).unwrap() };
+            let before = Arc::new(given.settings().unwrap().config);
+            let (configs, in_force) = watch::channel(Arc::clone(&before));
+            let (document, shown) = watch::channel(before.to_document());
+            let following = Following {
+                given,
+                mode: RequestedMode::Ebpf,
+                configs,
+                document,
+                events: Recorder::silent(),
+                metrics: Arc::new(Metrics::new(None, OddObjects::default(), |_| {})),
+                kernel: Kernel::below(&folder.path().join("root")),
+                refused: None,
+                owed: None,
+                first_pause: Duration::from_millis(1),
+            };
+            Self { folder, following, before, in_force, shown }
+        }
+    }
+
+    fn configure(folder: &TempDir, text: &str) {
+        write(&folder.path().join("config.yaml"), text);
+    }
+
+    fn limit_below(folder: &TempDir) -> PathBuf {
+        folder.path().join("root/proc/sys/net/netfilter/nf_conntrack_max")
+    }
+
+    /// No file that a number could be read from.
+    fn spoil(limit: &Path) {
+        fs::create_dir_all(limit).unwrap();
+    }
+
+    fn mend(limit: &Path) {
+        fs::remove_dir(limit).unwrap();
+        fs::write(limit, "5\n").unwrap();
+    }
+
+    /// As an editor does that renames: nobody reads half of it.
+    fn write(path: &Path, text: &str) {
+        let draft = path.with_extension("draft");
+        fs::write(&draft, format!("{HEAD}hostnameOverride: a\n{text}")).unwrap();
+        fs::rename(draft, path).unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_cannot_be_taken_over_is_tried_again_although_nobody_changes_the_file() {
+        let Scene { folder, following, mut in_force, .. } = Scene::new();
+        let limit = limit_below(&folder);
+        spoil(&limit);
+        configure(&folder, "oomScoreAdj: 0\nconntrack: {maxPerCore: 1000}\n");
+        let taken_over = async {
+            // Two attempts, of which the second is not the file's.
+            in_force.changed().await.unwrap();
+            in_force.changed().await.unwrap();
+            mend(&limit);
+            in_force.wait_for(|config| config.conntrack.max_per_core == 1000).await.unwrap();
         };
+        let most = Duration::from_secs(30);
+        tokio::select! {
+            end = following.follow() => panic!("{end}"),
+            done = timeout(most, taken_over) => done.unwrap(),
+        }
+    }
 
-        configure("oomScoreAdj: 0\nconntrack: {maxPerCore: 1000}\niptables: {syncPeriod: 7s}\n");
-        assert!(following.compare().is_none());
-        assert_eq!(in_force.borrow().conntrack, config.conntrack);
-        assert_eq!(shown.borrow()["conntrack"]["maxPerCore"], 0);
-        assert_eq!(shown.borrow()["iptables"]["syncPeriod"], "7s");
+    #[test]
+    fn attempts_become_rarer_and_end_when_nothing_is_owed() {
+        let mut scene = Scene::new();
+        let limit = limit_below(&scene.folder);
+        spoil(&limit);
+        configure(&scene.folder, "oomScoreAdj: 0\nconntrack: {maxPerCore: 1000}\n");
+        let mut pauses = Vec::new();
+        scene.following.first_pause = FIRST_PAUSE;
+        for _ in 0..8 {
+            assert!(scene.following.compare().is_none());
+            pauses.extend(scene.following.owed.as_ref().map(|owed| owed.pause.as_secs()));
+        }
+        assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60]);
+        configure(&scene.folder, "oomScoreAdj: 0\nconntrack: {maxPerCore: 0}\n");
+        assert!(scene.following.compare().is_none());
+        assert_eq!(scene.following.owed, None);
+    }
 
-        fs::remove_dir(&limit).unwrap();
-        fs::write(&limit, "5\n").unwrap();
-        assert!(following.compare().is_none());
-        assert_eq!(in_force.borrow().conntrack.max_per_core, 1000);
-        assert_eq!(shown.borrow()["conntrack"]["maxPerCore"], 1000);
+    #[test]
+    fn what_cannot_be_taken_over_is_not_in_force_until_it_can() {
+        let mut scene = Scene::new();
+        let limit = limit_below(&scene.folder);
+        spoil(&limit);
+        configure(
+            &scene.folder,
+            "oomScoreAdj: 0\nconntrack: {maxPerCore: 1000}\niptables: {syncPeriod: 7s}\n",
+        );
+        assert!(scene.following.compare().is_none());
+        assert_eq!(scene.in_force.borrow().conntrack, scene.before.conntrack);
+        assert_eq!(scene.shown.borrow()["conntrack"]["maxPerCore"], 0);
+        assert_eq!(scene.shown.borrow()["iptables"]["syncPeriod"], "7s");
+
+        mend(&limit);
+        assert!(scene.following.compare().is_none());
+        assert_eq!(scene.in_force.borrow().conntrack.max_per_core, 1000);
+        assert_eq!(scene.shown.borrow()["conntrack"]["maxPerCore"], 1000);
         assert_ne!(fs::read_to_string(&limit).unwrap().trim(), "5");
+        assert_eq!(scene.following.owed, None);
     }
 }

@@ -125,8 +125,8 @@ impl<D: Dataplane> Controller<D> {
                 if node.is_none() && !was_missing {
                     tracing::warn!(
                         node = %self.node_name,
-                        "there is no such Node: its zone and addresses are not known and /healthz answers 503; \
-                         --hostname-override must be the name of this node's Node"
+                        "there is no such Node, or it may not be read: its zone and addresses are not known and \
+                         /healthz answers 503; --hostname-override must be the name of this node's Node"
                     );
                 }
                 self.listed.node = true;

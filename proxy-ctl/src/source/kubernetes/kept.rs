@@ -10,6 +10,11 @@ pub(super) trait Kept: Clone + PartialEq + Send + Sync + 'static {
     /// There is at most one: what repeats the last one is not sent again. A Node's heartbeats change nothing.
     const SINGLE: bool = false;
 
+    /// What is told where RBAC does not allow to list what has never been listed; None: everyone waits until it does.
+    fn hidden() -> Option<Update> {
+        None
+    }
+
     fn replace(all: Vec<Self>) -> Update;
     fn apply(self) -> Update;
     fn delete(name: ObjectName) -> Update;
@@ -74,6 +79,11 @@ impl Kept for ServiceCidr {
 /// The own Node: one object or none, by field selector.
 impl Kept for Node {
     const SINGLE: bool = true;
+
+    /// Services are served without it, as where there is none.
+    fn hidden() -> Option<Update> {
+        Some(Update::Node(None))
+    }
 
     fn replace(mut all: Vec<Self>) -> Update {
         Update::Node(all.pop())

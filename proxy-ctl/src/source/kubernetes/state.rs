@@ -55,7 +55,7 @@ impl ResourceKind {
         }
     }
 
-    /// Whether everything else is written before it has been listed.
+    /// Whether it does not matter much that it cannot be listed.
     pub const fn is_optional(self) -> bool {
         match self {
             Self::ServiceCidrs => true,
@@ -67,7 +67,11 @@ impl ResourceKind {
     pub(super) const fn without(self) -> &'static str {
         match self {
             Self::ServiceCidrs => "the ranges of service addresses are not known, everything else works",
-            Self::Services | Self::EndpointSlices | Self::Endpoints | Self::Nodes => {
+            Self::Nodes => {
+                "after 30 s the proxy starts without its Node: Services are served, zone and addresses of the node are \
+                 not known, /healthz answers 503"
+            }
+            Self::Services | Self::EndpointSlices | Self::Endpoints => {
                 "nothing is written before it has been listed, what is programmed stays"
             }
         }

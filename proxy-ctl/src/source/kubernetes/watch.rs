@@ -113,6 +113,8 @@ pub(super) struct Watcher<W: Watched> {
     /// Streaming lists that failed since the last complete list.
     failed_streams: u32,
     refusal_told: bool,
+    /// Something was sent.
+    told: bool,
     /// What was sent last, where there is only one object.
     last: Option<W::Parsed>,
 }
@@ -136,6 +138,7 @@ impl<W: Watched> Watcher<W> {
             position: None,
             failed_streams: 0,
             refusal_told: false,
+            told: false,
             last: None,
         }
     }
@@ -181,6 +184,13 @@ impl<W: Watched> Watcher<W> {
                     let message = format!("{failure}; and the credentials cannot be read again: {error}");
                     self.bad(&Failure::new(Reason::Credentials, message), delay);
                 }
+            }
+            if self.state.denied(W::RESOURCE).contains(&Verb::List)
+                && !self.told
+                && let Some(hidden) = W::Parsed::hidden()
+                && let Err(Stop::Unwanted) = self.send(hidden).await
+            {
+                return End::Unwanted;
             }
             tokio::select! {
                 () = sleep(delay) => {}
@@ -508,7 +518,8 @@ impl<W: Watched> Watcher<W> {
         Ok((meta, parsed))
     }
 
-    async fn send(&self, update: Update) -> Result<(), Stop> {
+    async fn send(&mut self, update: Update) -> Result<(), Stop> {
+        self.told = true;
         self.updates.send(update).await.map_err(|_| Stop::Unwanted)
     }
 }

@@ -6,6 +6,7 @@
 mod api_server;
 mod node;
 mod proxy;
+mod rights;
 mod scenarios;
 mod until;
 mod world;

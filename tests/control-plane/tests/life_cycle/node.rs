@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 
 use crate::{
     proxy::{self, Proxy},
+    until::{LIMIT, until},
     world::World,
 };
 
@@ -117,6 +118,12 @@ impl Node {
         Proxy::start(&proxy::program()?, &arguments)
     }
 
+    /// Starts the real kube-proxy with this configuration in its file.
+    pub(crate) fn start_kube_proxy(&self, program: &Path, more: &Value) -> Result<Proxy> {
+        fs::write(self.config_file(), self.configuration(more)).context("writing the configuration")?;
+        Proxy::start(program, &["--config", &self.config_file().display().to_string()])
+    }
+
     fn command(&self, name: &str) -> Result<Output> {
         let mut command = Command::new(proxy::program()?);
         command.args([name, "--output", "json", "--bpffs"]).arg(&self.pins);
@@ -151,4 +158,11 @@ impl Drop for Node {
         let _ = fs::remove_dir(&self.pins);
         let _ = fs::remove_dir(&self.cgroup);
     }
+}
+
+/// The tables are there and empty.
+pub(crate) fn nothing_is_programmed(own: &Node) -> Result<()> {
+    let services = until("the tables", LIMIT, || Ok(own.services().ok()), String::new)?;
+    ensure!(services == json!([]), "programmed before all was listed: {services}");
+    Ok(())
 }

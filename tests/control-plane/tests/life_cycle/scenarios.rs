@@ -8,9 +8,12 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 
 use crate::{
-    api_server::{an_api_server_that_is_away_changes_nothing, what_rbac_denies_is_named_and_the_rest_works},
+    api_server::an_api_server_that_is_away_changes_nothing,
     node::Node,
     proxy::{Proxy, answers, get, metric},
+    rights::{
+        what_rbac_denies_is_named_and_comes_once_granted, without_the_right_to_read_nodes_services_work,
+    },
     until::{LIMIT, until},
     world::{World, node},
 };
@@ -30,7 +33,8 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
         an_address_that_is_taken_ends_it_with_an_event,
         init_only_sets_the_kernel_up_and_ends,
         an_api_server_that_is_away_changes_nothing,
-        what_rbac_denies_is_named_and_the_rest_works,
+        what_rbac_denies_is_named_and_comes_once_granted,
+        without_the_right_to_read_nodes_services_work,
         kube_proxy_ends_alike,
         kernel_parameters_are_those_of_kube_proxy,
         kube_proxy_tells_the_same_event,
@@ -265,11 +269,7 @@ fn kube_proxy_ends_alike(world: &mut World) -> Result<Outcome> {
     };
     let own = Node::new(world, "real", 14)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
-    let start = |more| -> Result<Proxy> {
-        fs::write(own.config_file(), own.configuration(&more))?;
-        let config = own.config_file().display().to_string();
-        Proxy::start(&program, &["--config", &config])
-    };
+    let start = |more| own.start_kube_proxy(&program, &more);
     let mode = "nftables";
 
     let mut proxy = start(json!({"mode": mode}))?;
@@ -316,9 +316,7 @@ fn kube_proxy_tells_the_same_event(world: &mut World) -> Result<Outcome> {
         world.apply(&node(own.name, ADDRESS, &[]))?;
     }
     let _ours = ours.start(&json!({}))?;
-    fs::write(theirs.config_file(), theirs.configuration(&json!({"mode": "nftables"})))?;
-    let config = theirs.config_file().display().to_string();
-    let _theirs = Proxy::start(&program, &["--config", &config])?;
+    let _theirs = theirs.start_kube_proxy(&program, &json!({"mode": "nftables"}))?;
     let (ours, theirs) = (told(&ours)?, told(&theirs)?);
     ensure!(ours == theirs, "we tell {ours}, kube-proxy tells {theirs}");
     Ok(Outcome::Passed)

@@ -1,0 +1,157 @@
+//! Scenarios of an API server that does not allow everything: what is denied is named, and the rest works.
+
+use anyhow::{Result, ensure};
+use control_plane::{KubeProxy, Outcome};
+use serde_json::{Value, json};
+
+use crate::{
+    node::{Node, nothing_is_programmed},
+    proxy::{answers, get, metric},
+    scenarios::{ADDRESS, PROGRAMMED},
+    world::{World, node},
+};
+
+/// A right of those that ClusterRole system:node-proxier grants, by API group and plural.
+type Right = (&'static str, &'static str);
+
+const SERVICES: Right = ("", "services");
+const SLICES: Right = ("discovery.k8s.io", "endpointslices");
+const NODES: Right = ("", "nodes");
+const RANGES: Right = ("networking.k8s.io", "servicecidrs");
+const EVENTS: Right = ("events.k8s.io", "events");
+
+/// A ServiceAccount with a role of its own.
+struct Account {
+    name: &'static str,
+    kubeconfig: String,
+}
+
+impl Account {
+    /// That may do this and nothing else.
+    fn with(world: &World, name: &'static str, rights: &[Right]) -> Result<Self> {
+        world.apply(&json!({
+            "apiVersion": "v1", "kind": "ServiceAccount",
+            "metadata": {"namespace": "default", "name": name},
+        }))?;
+        world.apply(&json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
+            "metadata": {"name": name},
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name},
+            "subjects": [{"kind": "ServiceAccount", "namespace": "default", "name": name}],
+        }))?;
+        let kubeconfig = world.server.kubeconfig_with(name, &world.token("default", name)?)?;
+        let account = Self { name, kubeconfig: kubeconfig.display().to_string() };
+        account.grant(world, rights)?;
+        Ok(account)
+    }
+
+    /// From now on it may do this and nothing else.
+    fn grant(&self, world: &World, rights: &[Right]) -> Result<()> {
+        let rules: Vec<Value> = rights
+            .iter()
+            .map(|(group, resource)| {
+                let verbs = if *resource == "events" { ["create", "patch"] } else { ["list", "watch"] };
+                json!({"apiGroups": [group], "resources": [resource], "verbs": verbs})
+            })
+            .collect();
+        world.apply(&json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole",
+            "metadata": {"name": self.name}, "rules": rules,
+        }))
+    }
+
+    /// What a proxy has to be told to be this account.
+    fn configuration(&self) -> Value {
+        json!({"clientConnection": {"kubeconfig": self.kubeconfig}})
+    }
+}
+
+fn is_denied(own: &Node, resource: &str) -> Result<()> {
+    for verb in ["list", "watch"] {
+        let name = format!("proxy_source_denied{{resource=\"{resource}\",verb=\"{verb}\"}}");
+        ensure!(metric(&own.metrics(), &name)? == 1.0, "{name}");
+    }
+    Ok(())
+}
+
+fn is_watched(own: &Node, resource: &str) -> Result<bool> {
+    Ok(metric(&own.metrics(), &format!("proxy_source_connected{{resource=\"{resource}\"}}"))? == 1.0)
+}
+
+/// Without Services or their endpoints there is nothing to serve; what is neither is not missed.
+pub(crate) fn what_rbac_denies_is_named_and_comes_once_granted(world: &mut World) -> Result<()> {
+    for (name, number, denied) in [("without-slices", 19, SLICES), ("without-services", 20, SERVICES)] {
+        let allowed: Vec<Right> =
+            [SERVICES, SLICES, NODES].into_iter().filter(|right| *right != denied).collect();
+        let account = Account::with(world, name, &allowed)?;
+        let own = Node::new(world, name, number)?;
+        world.apply(&node(own.name, ADDRESS, &[]))?;
+        let mut proxy = own.start(&account.configuration())?;
+        for (group, resource) in [denied, RANGES] {
+            proxy.says(&format!(
+                "the API server does not allow list and watch of {resource} in API group \\\"{group}\\\""
+            ))?;
+        }
+        nothing_is_programmed(&own)?;
+        is_denied(&own, denied.1)?;
+        answers(&own.healthz(), "/livez", 200)?;
+
+        account.grant(world, &[SERVICES, SLICES, NODES])?;
+        proxy.says(PROGRAMMED)?;
+        own.serves()?;
+        answers(&own.healthz(), "/healthz", 200)?;
+        proxy.says("nobody sees this proxy's events, everything else works")?;
+        ensure!(
+            is_watched(&own, denied.1)? && !is_watched(&own, "servicecidrs")?,
+            "ServiceCIDRs are denied still"
+        );
+        proxy.runs()?;
+    }
+    Ok(())
+}
+
+/// As where there is no such Node. kube-proxy waits, however long it takes, and opens no port.
+pub(crate) fn without_the_right_to_read_nodes_services_work(world: &mut World) -> Result<Outcome> {
+    let allowed = [SERVICES, SLICES, RANGES, EVENTS];
+    let account = Account::with(world, "without-nodes", &allowed)?;
+    let (own, real) = (Node::new(world, "without-nodes", 21)?, Node::new(world, "real-without-nodes", 22)?);
+    for own in [&own, &real] {
+        world.apply(&node(own.name, ADDRESS, &[]))?;
+    }
+    let mut configuration = account.configuration();
+    let mut proxy = own.start(&configuration)?;
+    configuration["mode"] = json!("nftables");
+    let kube_proxy = match KubeProxy::binary() {
+        Ok(program) => Ok(real.start_kube_proxy(&program, &configuration)?),
+        Err(error) => Err(format!("kube-proxy: {error:#}")),
+    };
+
+    proxy.says("the API server does not allow list and watch of nodes in API group")?;
+    proxy.says("Timed out waiting for node to exist")?;
+    proxy.says("Can't determine this node's IP, assuming loopback")?;
+    proxy.says(PROGRAMMED)?;
+    own.serves()?;
+    answers(&own.healthz(), "/livez", 200)?;
+    answers(&own.healthz(), "/healthz", 503)?;
+    is_denied(&own, "nodes")?;
+    world.event(own.name, "Starting")?;
+    proxy.runs()?;
+    if let Ok(kube_proxy) = &kube_proxy {
+        kube_proxy.says("cannot list resource \\\"nodes\\\"")?;
+        ensure!(get(&real.healthz(), "/livez")?.is_none(), "kube-proxy does not wait for the right any more");
+    }
+
+    account.grant(world, &[&allowed[..], &[NODES]].concat())?;
+    proxy.ends()?.is(1, "NodeIPs changed for the node: they were none, now they are 192.0.2.1")?;
+    own.serves()?;
+    let proxy = own.start(&account.configuration())?;
+    proxy.says(PROGRAMMED)?;
+    answers(&own.healthz(), "/healthz", 200)?;
+    Ok(match kube_proxy {
+        Ok(_) => {
+            answers(&real.healthz(), "/healthz", 200)?;
+            Outcome::Passed
+        }
+        Err(reason) => Outcome::Skipped(reason),
+    })
+}

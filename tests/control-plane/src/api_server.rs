@@ -51,6 +51,8 @@ pub struct Options {
     pub service_ranges: String,
     /// Known besides [`ADMIN`] and [`PROXY`]; RBAC grants them nothing.
     pub identities: Vec<Identity>,
+    /// Whether pods get the token of their service account, which then must exist (admission plugin ServiceAccount).
+    pub service_accounts: bool,
 }
 
 impl Default for Options {
@@ -61,6 +63,7 @@ impl Default for Options {
             flags: Vec::new(),
             service_ranges: "10.96.0.0/12,fd00:10:96::/112".into(),
             identities: Vec::new(),
+            service_accounts: false,
         }
     }
 }
@@ -187,7 +190,8 @@ impl ApiServer {
         self.directory.join(format!("{}.token", identity.name))
     }
 
-    fn authority_file(&self) -> PathBuf {
+    /// The CA that signed the API server's certificate, in a file.
+    pub fn authority_file(&self) -> PathBuf {
         self.directory.join("ca.crt")
     }
 
@@ -355,7 +359,6 @@ impl ApiServer {
             format!("--token-auth-file={}", directory.join("tokens.csv").display()),
             "--authorization-mode=RBAC".into(),
             "--anonymous-auth=false".into(),
-            "--disable-admission-plugins=ServiceAccount".into(),
             "--enable-priority-and-fairness=false".into(),
             "--max-requests-inflight=2000".into(),
             "--max-mutating-requests-inflight=1000".into(),
@@ -366,6 +369,9 @@ impl ApiServer {
         } else {
             format!("--advertise-address={}", options.address)
         });
+        if !options.service_accounts {
+            arguments.push("--disable-admission-plugins=ServiceAccount".into());
+        }
         arguments.extend(options.flags.iter().cloned());
         arguments
     }

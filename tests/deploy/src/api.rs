@@ -40,9 +40,13 @@ pub async fn store(client: &Client, object: &Value) -> Result<Value> {
 
 async fn create(client: &Client, object: &Value, query: &str) -> Result<Value> {
     let uri = format!("{}{query}", collection(object)?);
-    let request = http::Request::post(&uri).header(http::header::CONTENT_TYPE, "application/json");
-    let request = request.body(serde_json::to_vec(object)?)?;
-    client.request(request).await.with_context(|| format!("{} at {uri}", object["metadata"]["name"]))
+    post(client, &uri, object).await.with_context(|| object["metadata"]["name"].to_string())
+}
+
+pub async fn post(client: &Client, uri: &str, body: &Value) -> Result<Value> {
+    let request = http::Request::post(uri).header(http::header::CONTENT_TYPE, "application/json");
+    let request = request.body(serde_json::to_vec(body)?)?;
+    client.request(request).await.with_context(|| format!("POST {uri}"))
 }
 
 /// A strategic merge patch, as `kubectl patch` sends.

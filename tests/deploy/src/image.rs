@@ -10,6 +10,8 @@ use sha2::{Digest as _, Sha256};
 /// An OCI image layout in a tar file, with one image in it.
 pub struct Archive {
     files: BTreeMap<String, Vec<u8>>,
+    /// What it is called where it is loaded.
+    pub name: String,
     /// The image's configuration.
     pub config: Value,
     manifest: Value,
@@ -29,7 +31,9 @@ impl Archive {
         let index: Value = serde_json::from_slice(files.get("index.json").context("no index.json")?)?;
         let manifest: Value = serde_json::from_slice(blob(&files, &index["manifests"][0])?)?;
         let config = serde_json::from_slice(blob(&files, &manifest["config"])?)?;
-        Ok(Self { files, config, manifest })
+        let name = index["manifests"][0]["annotations"]["io.containerd.image.name"].as_str();
+        let name = name.context("the image has no name")?.to_owned();
+        Ok(Self { files, name, config, manifest })
     }
 
     /// Writes the root file system to `folder`.

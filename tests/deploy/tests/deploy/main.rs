@@ -1,12 +1,13 @@
 //! What deploy/ says is right, and works: chart and manifests are the same, the API server accepts them, rules and
-//! dashboard ask for metrics that exist, and the image does its work with what the manifests allow it.
+//! dashboard ask for metrics that exist, and pods of the DaemonSets do their work with what the manifests allow them.
 //!
 //! `cargo test -p deploy --test deploy [-- part of a name]`
 
 mod chart;
-mod container;
+mod cluster;
 mod monitoring;
 mod objects;
+mod pods;
 
 use std::{
     env,
@@ -37,7 +38,13 @@ const CHECKS: &[Check] = &[
     ("the API server accepts everything", objects::the_api_server_accepts_everything),
     ("rules and dashboard name metrics that exist", monitoring::metrics_exist),
     ("kubeadm's DaemonSet is patched and restored", objects::kubeadm_is_patched_and_restored),
-    ("the image serves with the capabilities of the manifests", container::the_image_serves),
+    ("the DaemonSet's pod serves", pods::the_manifests_serve),
+    (
+        "least capabilities serve, with containerd's seccomp profile",
+        pods::least_capabilities_serve_in_containerd,
+    ),
+    ("least capabilities serve, with Docker's seccomp profile", pods::least_capabilities_serve_in_docker),
+    ("kubeadm's DaemonSet, patched, serves", pods::kubeadm_patched_serves),
 ];
 
 fn main() -> ExitCode {

@@ -115,17 +115,22 @@ pub(super) fn the_api_server_accepts_everything() -> Result<Outcome> {
     Ok(Outcome::Passed)
 }
 
-/// kubeadm's own manifests, from its source.
-fn kubeadm(constant: &str, values: &[(&str, &str)]) -> Result<Value> {
+/// Where kubeadm has its own manifests. An error without Go, or network for the first time.
+pub(super) fn kubeadm_source() -> Result<String> {
     let module = binaries::module().sources("k8s.io/kubernetes")?;
     let file = module.join("cmd/kubeadm/app/phases/addons/proxy/manifests.go");
-    let source = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
+    fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))
+}
+
+/// One of kubeadm's own manifests.
+pub(super) fn kubeadm(source: &str, constant: &str, values: &[(&str, &str)]) -> Result<Value> {
     let template = source
         .split_once(&format!("{constant} = `"))
         .and_then(|(_, rest)| rest.split_once('`'))
-        .with_context(|| format!("{} has no {constant}", file.display()))?;
+        .with_context(|| format!("kubeadm has no {constant}"))?;
     let text = values.iter().fold(template.0.to_owned(), |text, (name, value)| {
-        text.replace(&format!("{{{{ .{name} }}}}"), value)
+        // Both ways of writing it are there.
+        text.replace(&format!("{{{{ .{name} }}}}"), value).replace(&format!("{{{{ .{name}}}}}"), value)
     });
     files::documents(&text)?.pop().with_context(|| format!("{constant} is empty"))
 }
@@ -136,10 +141,11 @@ pub(super) fn kubeadm_is_patched_and_restored() -> Result<Outcome> {
         ("ProxyConfigMap", "kube-proxy"),
         ("ProxyConfigMapKey", "config.conf"),
     ];
-    let original = match kubeadm("KubeProxyDaemonSet19", &values) {
-        Ok(original) => original,
+    let source = match kubeadm_source() {
+        Ok(source) => source,
         Err(error) => return Ok(Outcome::Skipped(format!("{error:#}"))),
     };
+    let original = kubeadm(&source, "KubeProxyDaemonSet19", &values)?;
     let (_folder, server) = started!();
     let change = files::objects("kubeadm/patch.yaml")?.pop().context("patch.yaml is empty")?;
     server.run(async |client| {

@@ -1,0 +1,103 @@
+//! Containers under runc.
+
+use std::{
+    fs::{self, File},
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::Value;
+
+const BETWEEN_LOOKS: Duration = Duration::from_millis(20);
+
+/// A container; deleted with this.
+pub struct Container {
+    id: String,
+    runc: Child,
+    log: PathBuf,
+}
+
+impl Container {
+    /// `bundle` holds the image's files in `rootfs`; `log` is appended to.
+    pub fn start(bundle: &Path, id: &str, configuration: &Value, log: &Path) -> Result<Self> {
+        let file = bundle.join("config.json");
+        fs::write(file, serde_json::to_vec(configuration)?).context("writing config.json")?;
+        let output = File::options().create(true).append(true).open(log).context("opening the log")?;
+        let mut command = Command::new("runc");
+        command.args(["run", "--bundle"]).arg(bundle).arg(id).stdin(Stdio::null());
+        let runc = command.stdout(output.try_clone()?).stderr(output).spawn().context("starting runc")?;
+        Ok(Self { id: id.to_owned(), runc, log: log.to_owned() })
+    }
+
+    /// What it has printed.
+    pub fn log(&self) -> String {
+        fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// Its process, as this machine numbers it.
+    fn process(&self) -> Result<Pid> {
+        let output = Command::new("runc").args(["state", &self.id]).output().context("starting runc")?;
+        let state: Value = serde_json::from_slice(&output.stdout)
+            .with_context(|| format!("runc state: {}", String::from_utf8_lossy(&output.stderr)))?;
+        let id = state["pid"].as_i64().and_then(|id| i32::try_from(id).ok()).filter(|id| *id > 0);
+        Ok(Pid::from_raw(id.with_context(|| format!("no process: {state}"))?))
+    }
+
+    /// Whether its system calls pass a seccomp profile.
+    pub fn is_filtered(&self) -> Result<bool> {
+        let path = format!("/proc/{}/status", self.process()?);
+        let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+        let mode = status.lines().find_map(|line| line.strip_prefix("Seccomp:")).context("no Seccomp")?;
+        Ok(mode.trim() == "2")
+    }
+
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        kill(self.process()?, signal).with_context(|| format!("sending {signal}"))
+    }
+
+    /// Waits for its end, at most so long.
+    pub fn wait(&mut self, limit: Duration) -> Result<ExitStatus> {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.runc.try_wait().context("waiting for runc")? {
+                return Ok(status);
+            }
+            ensure!(start.elapsed() < limit, "it does not end within {limit:?}\n{}", self.log());
+            thread::sleep(BETWEEN_LOOKS);
+        }
+    }
+
+    /// Asks until the answer is there; an error when the time or the container is over.
+    pub fn until<T>(&mut self, limit: Duration, mut ask: impl FnMut() -> Result<T>) -> Result<T> {
+        let start = Instant::now();
+        loop {
+            let error = match ask() {
+                Ok(answer) => return Ok(answer),
+                Err(error) => error,
+            };
+            let ended = self.runc.try_wait().context("waiting for runc")?;
+            if ended.is_some() || start.elapsed() > limit {
+                let state = ended.map_or_else(|| "running".to_owned(), |status| status.to_string());
+                bail!("{error:#} ({state} after {:?})\n{}", start.elapsed(), self.log());
+            }
+            thread::sleep(BETWEEN_LOOKS);
+        }
+    }
+}
+
+impl Drop for Container {
+    fn drop(&mut self) {
+        let mut delete = Command::new("runc");
+        // An error means that it is gone already.
+        let _ = delete.args(["delete", "--force", &self.id]).stderr(Stdio::null()).status();
+        let _ = self.runc.kill();
+        let _ = self.runc.wait();
+    }
+}

@@ -1,0 +1,244 @@
+//! Pods of the DaemonSets in deploy/, as API server, kubelet and container runtime make them, on a node of a lab.
+
+use std::{fs, time::Duration};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use deploy::{api, files, kubelet::Probe, oci, runc::Container, seccomp::Runtime};
+use lab::{
+    Agent, Dial, Outcome as Dialled, Protocol,
+    address::{Addresses, FAMILIES, cluster_ip},
+    namespace,
+};
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+use super::{
+    Outcome,
+    cluster::{CLIENT, Cluster, NODE, Pod, SERVER},
+    objects,
+};
+
+const PORT: u16 = 80;
+/// For what has no limit of its own, on a busy machine too.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// What of the node's network the proxy sets: kube-proxy's default, a day.
+const ESTABLISHED: (&str, &str) = ("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_established", "86400");
+/// The kernel's own.
+const BEFORE: &str = "432000";
+
+pub(super) fn the_manifests_serve() -> Result<Outcome> {
+    pod_serves(Runtime::Containerd, |cluster| {
+        let files = ["manifests/rbac.yaml", "manifests/configmap.yaml", "manifests/daemonset.yaml"];
+        install(cluster, cluster.objects(&files)?)
+    })
+}
+
+pub(super) fn least_capabilities_serve_in_containerd() -> Result<Outcome> {
+    pod_serves(Runtime::Containerd, least_capabilities)
+}
+
+pub(super) fn least_capabilities_serve_in_docker() -> Result<Outcome> {
+    pod_serves(Runtime::Moby, least_capabilities)
+}
+
+fn least_capabilities(cluster: &Cluster) -> Result<Value> {
+    let files = ["manifests/rbac.yaml", "manifests/configmap.yaml", "least-capabilities/daemonset.yaml"];
+    install(cluster, cluster.objects(&files)?)
+}
+
+/// Stores them; returns the DaemonSet with its defaults.
+fn install(cluster: &Cluster, mut objects: Vec<Value>) -> Result<Value> {
+    for object in &mut objects {
+        if object["kind"] == "ConfigMap" {
+            leave_the_machine_alone(object)?;
+        }
+    }
+    cluster.store(&objects)?;
+    let daemon_set = files::of_kind(&objects, "DaemonSet")?;
+    let name = daemon_set["metadata"]["name"].as_str().context("metadata.name")?;
+    let path = format!("/apis/apps/v1/namespaces/kube-system/daemonsets/{name}");
+    cluster.server.run(async |client| api::get(&client, &path).await)
+}
+
+/// The limit of conntrack belongs to the whole machine, and cannot be set from a network namespace.
+fn leave_the_machine_alone(config_map: &mut Value) -> Result<()> {
+    let text = config_map["data"]["config.conf"].as_str().context("no config.conf")?;
+    let mut config = files::documents(text)?.pop().context("config.conf is empty")?;
+    config["conntrack"]["maxPerCore"] = 0.into();
+    config_map["data"]["config.conf"] = config.to_string().into();
+    Ok(())
+}
+
+pub(super) fn kubeadm_patched_serves() -> Result<Outcome> {
+    let source = match objects::kubeadm_source() {
+        Ok(source) => source,
+        Err(error) => return Ok(Outcome::Skipped(format!("{error:#}"))),
+    };
+    pod_serves(Runtime::Containerd, |cluster| {
+        let url = cluster.server.url();
+        // As kubeadm indents it into its template.
+        let indented = |line: &str| format!("    {line}\n");
+        let config: String = KUBEADM_CONFIG.lines().map(indented).collect();
+        let values = [
+            ("Image", "registry.k8s.io/kube-proxy:v1.36.1"),
+            ("ProxyConfigMap", "kube-proxy"),
+            ("ProxyConfigMapKey", "config.conf"),
+            ("ControlPlaneEndpoint", &url),
+            ("ProxyConfig", &config),
+        ];
+        let daemon_set = objects::kubeadm(&source, "KubeProxyDaemonSet19", &values)?;
+        let config_map = objects::kubeadm(&source, "KubeProxyConfigMap19", &values)?;
+        let account = json!({
+            "apiVersion": "v1", "kind": "ServiceAccount",
+            "metadata": {"namespace": "kube-system", "name": "kube-proxy"},
+        });
+        let binding = json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
+            "metadata": {"name": "kubeadm:node-proxier"},
+            "roleRef": {
+                "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "system:node-proxier",
+            },
+            "subjects": [{"kind": "ServiceAccount", "name": "kube-proxy", "namespace": "kube-system"}],
+        });
+        install(cluster, vec![account, binding, config_map, daemon_set.clone()])?;
+        let change = files::objects("kubeadm/patch.yaml")?.pop().context("patch.yaml is empty")?;
+        cluster.server.run(async |client| api::patch(&client, &daemon_set, &change).await)
+    })
+}
+
+/// What kubeadm 1.36.1 makes of a cluster whose pods have 10.244.0.0/16.
+const KUBEADM_CONFIG: &str = include_str!("kubeadm-config.conf");
+
+/// `install` stores objects and returns the DaemonSet. Its pod is run, used, killed, run again, ended and removed.
+fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>) -> Result<Outcome> {
+    if let Some(reason) = Cluster::lacks()? {
+        return Ok(Outcome::Skipped(reason));
+    }
+    let mut cluster = Cluster::start()?;
+    let node = cluster.lab.place(NODE)?.namespace.clone();
+    let daemon_set = install(&cluster)?;
+    let pod = cluster.pod_of(&daemon_set)?;
+    let mut pod = cluster.take(pod, seccomp)?;
+    let spec = pod.object["spec"].clone();
+    let _server = cluster.lab.server(SERVER)?;
+    let clients = [cluster.lab.agent(CLIENT)?, cluster.lab.agent(NODE)?];
+    let service = cluster_ip(80);
+    set(&node, BEFORE)?;
+
+    for container in spec["initContainers"].as_array().into_iter().flatten() {
+        let mut preparing = cluster.run(&mut pod, container)?;
+        let status = preparing.wait(PATIENCE)?;
+        ensure!(status.success(), "init container: {status}\n{}", preparing.log());
+        ensure!(established(&node)? == ESTABLISHED.1, "the init container sets no kernel parameters");
+        ensure!(cluster.node.has_bpffs()?, "the init container mounts no bpffs");
+    }
+    let container = &spec["containers"][0];
+    let mut running = cluster.run(&mut pod, container)?;
+    become_ready(&cluster, container, &mut running)?;
+    ensure!(cluster.node.has_bpffs()?, "the bpffs is the container's alone");
+    let filtered = running.is_filtered()?;
+    ensure!(filtered == oci::wants_default_seccomp(container)?, "seccomp: {filtered}");
+    ensure!(established(&node)? == ESTABLISHED.1, "a kernel parameter is not set\n{}", running.log());
+    cluster.add_service("web", service, PORT)?;
+    running.until(PATIENCE, || reach(&clients, service)).context("a new Service")?;
+
+    running.signal(Signal::SIGKILL)?;
+    let status = running.wait(PATIENCE)?;
+    ensure!(!status.success(), "it survives being killed: {status}");
+    reach(&clients, service).context("killed")?;
+    drop(running);
+    let mut running = cluster.run(&mut pod, container)?;
+    become_ready(&cluster, container, &mut running).context("after being killed")?;
+    reach(&clients, service).context("adopted")?;
+    let later = cluster_ip(81);
+    cluster.add_service("later", later, PORT)?;
+    running.until(PATIENCE, || reach(&clients, later)).context("a Service after being killed")?;
+
+    running.signal(Signal::SIGTERM)?;
+    let grace = spec["terminationGracePeriodSeconds"].as_u64().context("terminationGracePeriodSeconds")?;
+    let status = running.wait(Duration::from_secs(grace))?;
+    ensure!(status.success(), "ended with {status}\n{}", running.log());
+    reach(&clients, service).context("ended")?;
+    let log = running.log();
+    let complaint = log.lines().find(|line| {
+        let line = line.to_lowercase();
+        ["forbidden", "denied", "not permitted"].iter().any(|word| line.contains(word))
+    });
+    ensure!(complaint.is_none(), "something is not allowed: {complaint:?}\n{log}");
+    drop(running);
+    remove(&mut cluster, container)?;
+    ensure!(reach(&clients, service).is_err(), "it is still served");
+    Ok(Outcome::Passed)
+}
+
+/// What the README says of the way back: `kubectl debug node/… --profile=sysadmin -- proxy-ctl cleanup …`.
+fn remove(cluster: &mut Cluster, proxy: &Value) -> Result<()> {
+    let command = ["/usr/local/bin/proxy-ctl", "cleanup", "--bpffs", "/host/sys/fs/bpf"];
+    let readme = files::text("README.md")?;
+    ensure!(readme.contains(&command.join(" ")), "the README says it otherwise");
+    let pod = cluster.admit(&json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {"name": "node-debugger", "namespace": "kube-system"},
+        "spec": {
+            "nodeName": NODE, "hostNetwork": true, "hostPID": true, "hostIPC": true, "restartPolicy": "Never",
+            "tolerations": [{"operator": "Exists"}],
+            "volumes": [{"name": "host-root", "hostPath": {"path": "/"}}],
+            "containers": [{
+                "name": "debugger", "image": proxy["image"], "command": command,
+                "securityContext": {"privileged": true},
+                "volumeMounts": [{"name": "host-root", "mountPath": "/host"}],
+            }],
+        },
+    }))?;
+    let container = pod["spec"]["containers"][0].clone();
+    let mut pod: Pod = cluster.take(pod, Runtime::Containerd)?;
+    let mut cleaning = cluster.run(&mut pod, &container)?;
+    let status = cleaning.wait(PATIENCE)?;
+    ensure!(status.success(), "cleanup: {status}\n{}", cleaning.log());
+    let pins = cluster.node.bpffs().join("proxy-ctl");
+    ensure!(!pins.exists(), "{} is left", pins.display());
+    Ok(())
+}
+
+/// Asks the container's probes as the kubelet does: the others only after the startup probe.
+fn become_ready(cluster: &Cluster, container: &Value, running: &mut Container) -> Result<()> {
+    let network = &cluster.lab.place(NODE)?.namespace;
+    let mut asked = 0;
+    for name in ["startupProbe", "livenessProbe", "readinessProbe"] {
+        for address in cluster.addresses()?.both() {
+            let Some(probe) = Probe::of(container, name, address)? else { continue };
+            running
+                .until(probe.patience.min(PATIENCE), || namespace::within(network, || probe.ask()))
+                .with_context(|| name.to_owned())?;
+            asked += 1;
+        }
+    }
+    ensure!(asked > 0, "there are no probes");
+    Ok(())
+}
+
+/// From a pod and from the node, by both protocols and both families.
+fn reach(clients: &[Agent], service: Addresses) -> Result<()> {
+    for client in clients {
+        for protocol in [Protocol::Tcp, Protocol::Udp] {
+            for family in FAMILIES {
+                let target = (service.of(family), PORT).into();
+                let outcomes = client.dial(&Dial::new(protocol, target))?;
+                let answered = matches!(&outcomes[..], [Dialled::Answered(answer)] if answer.by == SERVER);
+                if !answered {
+                    bail!("{} -> {target} {protocol}: {outcomes:?}", client.name());
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn set(network: &str, value: &str) -> Result<()> {
+    namespace::within(network, || fs::write(ESTABLISHED.0, value).context("setting a kernel parameter"))
+}
+
+fn established(network: &str) -> Result<String> {
+    let text = namespace::within(network, || fs::read_to_string(ESTABLISHED.0).context("reading it"))?;
+    Ok(text.trim().to_owned())
+}

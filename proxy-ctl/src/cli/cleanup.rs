@@ -2,6 +2,7 @@
 
 use std::{io::Write as _, path::Path};
 
+use ipnet::IpNet;
 use serde_json::json;
 
 use super::{args::CleanupArgs, record::Record, show::print, table::table};
@@ -11,7 +12,9 @@ use crate::{
 };
 
 /// One thing that cannot be removed keeps no other; the error is kube-proxy's.
-pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path) -> anyhow::Result<()> {
+///
+/// `keeps`: `ipvs.excludeCIDRs`.
+pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<()> {
     let own = cleanup::cleanup(bpffs).map_err(anyhow::Error::from);
     if own.is_ok() {
         Record::remove(bpffs);
@@ -20,7 +23,7 @@ pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path) -> anyhow::Result<()> {
         // Its own words say more than kube-proxy's.
         return show(args, bpffs, &own?, None, &[]);
     }
-    let former = leftovers::remove(Extent::Everything);
+    let former = leftovers::remove(Extent::Everything, keeps);
     let (own, failure) = match own {
         Ok(own) => (own, None),
         Err(error) => (Removed::default(), Some(format!("{error:#}"))),
@@ -100,7 +103,7 @@ mod tests {
         let former = leftovers::Removed {
             parts: vec![Part { place: place.clone(), what: What::Chains, count: 12 }],
             kept: vec![Kept { place, name: "KUBE-SVC-A".into(), why: "emptied".into() }],
-            problems: Vec::new(),
+            ..leftovers::Removed::default()
         };
         let text = in_words(Path::new("/sys/fs/bpf"), &own, Some(&former));
         let words: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();

@@ -4,6 +4,7 @@ mod args;
 mod cleanup;
 mod effective;
 mod facts;
+mod former;
 mod life;
 mod probe;
 mod program;
@@ -46,7 +47,7 @@ pub fn main() -> ExitCode {
         Command::Status(status) => show::status(&status, &show::bpffs(bpffs)),
         Command::Services(services) => show::services(&services, &show::bpffs(bpffs)),
         Command::Backends(backends) => show::backends(&backends, &show::bpffs(bpffs)),
-        Command::Cleanup(cleanup) => cleanup::cleanup(&cleanup, &show::bpffs(bpffs)),
+        Command::Cleanup(cleanup) => cleanup::cleanup(&cleanup, &show::bpffs(bpffs), &[]),
         Command::Probe(probe) => probe::probe(probe.flags.flags, bpffs),
         Command::Config(config) => effective::show(config.flags.flags, bpffs),
         Command::Completion(completion) => tree::completion(completion.shell),
@@ -68,9 +69,9 @@ fn serve(program: Program, flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyh
         return effective::write(&line, path.as_ref());
     }
     if line.is_on("cleanup") {
-        let Config { ebpf, .. } = Settings::new(&line)?.config;
+        let Config { ebpf, ipvs, .. } = Settings::new(&line)?.config;
         let everything = CleanupArgs { kube_proxy: true, output: OutputArgs::default() };
-        return cleanup::cleanup(&everything, &ebpf.bpffs);
+        return cleanup::cleanup(&everything, &ebpf.bpffs, &ipvs.exclude_cidrs);
     }
     run::run(line)
 }

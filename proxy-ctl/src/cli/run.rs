@@ -18,6 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     facts,
+    former::Former,
     life::Life,
     record::{self, Record},
     recorder::{self, Live},
@@ -248,7 +249,22 @@ impl Process {
             checks.await;
             Ok(())
         });
-        let reports = Reports { health, metrics, node_addresses, nodes: nodes_in, health_checks };
+        let programmed = watch::Sender::default();
+        // What a folder of manifests tells need not be all that a kube-proxy serves.
+        if from_api_server {
+            let former =
+                Former { configs: configs.clone(), events: events.clone(), metrics: Arc::clone(&metrics) };
+            let programmed = programmed.subscribe();
+            let stop = stop.clone();
+            tasks.spawn(async move {
+                tokio::select! {
+                    () = former.follow(programmed) => {}
+                    () = stop.cancelled() => {}
+                }
+                Ok(())
+            });
+        }
+        let reports = Reports { health, metrics, node_addresses, nodes: nodes_in, health_checks, programmed };
         let controller = Controller::new(Arc::clone(&config), node_name, reports);
         let inputs = Inputs { updates, hosts, asks, configs, stop: stop.clone() };
         // Only whoever holds the lock of the pins speaks for them: one that is turned away leaves no record.

@@ -120,7 +120,7 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
     let starting = ebpf::status::controller(bpffs).filter(|process| !speaks(process));
     let interfaces = record.as_ref().map(|record| record.interfaces.clone()).unwrap_or_default();
     let mut status = StatusView::new(record, pinned.is_some(), starting);
-    status.former_kube_proxy = FormerView::new(&leftovers::find());
+    status.former_kube_proxy = FormerView::new(&leftovers::find(&[]));
     if let Some(pinned) = pinned {
         status.hooks = pinned.links()?.iter().map(|link| hook_view(link, &interfaces)).collect();
         status.hooks.sort_unstable();

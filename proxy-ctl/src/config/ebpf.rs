@@ -83,6 +83,8 @@ pub struct Ebpf {
     /// The cgroup v2 folder whose processes are served; `None`: the mount in /proc/mounts.
     pub cgroup: Option<PathBuf>,
     pub bpffs: PathBuf,
+    /// What another kube-proxy has left goes once everything is served.
+    pub remove_kube_proxy_rules: bool,
 }
 
 impl Default for Ebpf {
@@ -97,6 +99,7 @@ impl Default for Ebpf {
             limits: Limits::default(),
             cgroup: None,
             bpffs: PathBuf::from("/sys/fs/bpf"),
+            remove_kube_proxy_rules: true,
         }
     }
 }

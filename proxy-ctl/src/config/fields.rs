@@ -276,6 +276,9 @@ pub static FIELDS: &[Field] = fields! {
         "The cgroup v2 folder whose processes are served. Empty: the mount in /proc/mounts.";
     "ebpf.bpffs", folder(|c| &mut c.ebpf.bpffs);
         "Where the tables are pinned.";
+    "ebpf.removeKubeProxyRules", switch(|c| &mut c.ebpf.remove_kube_proxy_rules);
+        "Remove what another kube-proxy has left in the kernel, once, when everything is served: else it would go on \
+         leading to endpoints that are gone. false: leave it, to try both side by side. Not with --manifests.";
 };
 
 const fn count(at: Place<Option<u32>>) -> Count {

@@ -43,6 +43,8 @@ pub struct Reports {
     pub nodes: mpsc::UnboundedSender<Option<Node>>,
     /// What load balancers ask for, as it is programmed.
     pub health_checks: watch::Sender<HealthChecks>,
+    /// Everything that was listed is served: at least once, it need not be so now.
+    pub programmed: watch::Sender<bool>,
 }
 
 /// Which lists have come in. Nothing is written before all have.
@@ -370,6 +372,7 @@ impl<D: Dataplane> Controller<D> {
         for family in Family::ALL {
             health.updated(family, now);
         }
+        self.reports.programmed.send_if_modified(|programmed| !std::mem::replace(programmed, true));
     }
 
     fn failed(&mut self, error: &Error, now: Instant, what: &'static str) {

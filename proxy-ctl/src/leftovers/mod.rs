@@ -2,14 +2,18 @@
 //!
 //! Whoever swaps kube-proxy's image for ours leaves its rules behind: they go on leading to the endpoints of that time,
 //! and to whoever gets their addresses next. [`names`] knows what is kube-proxy's, [`plan`] decides; [`nft`] reads and
-//! writes nf_tables, where the rules of all modes are on most nodes.
+//! writes nf_tables, where the rules of all modes are on most nodes, [`legacy`] has those of iptables-legacy, and [`ipvs`]
+//! what mode ipvs has beside rules.
 //!
 //! Everything is done in the network namespace of the calling thread.
 
+mod ipvs;
+mod legacy;
 pub mod names;
 mod nft;
 pub mod plan;
 
+use ipnet::IpNet;
 use serde::Serialize;
 
 use crate::sys::CallError;
@@ -27,6 +31,13 @@ pub enum Extent {
 pub enum Error {
     #[error(transparent)]
     Call(#[from] CallError),
+    #[error(
+        "{place} has rules of kube-proxy, and the tools that can remove them, {program}-legacy-save and -restore, are \
+         not on PATH: call `kube-proxy --cleanup` of kube-proxy's own image on the node"
+    )]
+    NoLegacyTools { place: String, program: &'static str },
+    #[error("{program}: {problem}")]
+    Tool { program: String, problem: String },
 }
 
 impl Error {
@@ -43,14 +54,25 @@ pub enum What {
     Chains,
     /// With everything in them.
     Tables,
+    VirtualServers,
+    IpSets,
+    Devices,
 }
 
 impl What {
+    /// Of several.
     pub fn name(self) -> &'static str {
+        self.names().1
+    }
+
+    const fn names(self) -> (&'static str, &'static str) {
         match self {
-            Self::Jumps => "jumps",
-            Self::Chains => "chains",
-            Self::Tables => "tables",
+            Self::Jumps => ("jump", "jumps"),
+            Self::Chains => ("chain", "chains"),
+            Self::Tables => ("table", "tables"),
+            Self::VirtualServers => ("virtual server", "virtual servers"),
+            Self::IpSets => ("set", "sets"),
+            Self::Devices => ("device", "devices"),
         }
     }
 }
@@ -72,7 +94,8 @@ impl Part {
 
 impl std::fmt::Display for Part {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} {} in {}", self.count, self.what.name(), self.place)
+        let (one, several) = self.what.names();
+        write!(f, "{} {} in {}", self.count, if self.count == 1 { one } else { several }, self.place)
     }
 }
 
@@ -95,7 +118,21 @@ impl Kept {
 pub struct Removed {
     pub parts: Vec<Part>,
     pub kept: Vec<Kept>,
+    /// Virtual servers that have connections still, and take no new ones: to be removed later.
+    pub waiting: usize,
     pub problems: Vec<Error>,
+}
+
+impl Removed {
+    fn part(&mut self, place: String, what: What, count: usize) {
+        if count > 0 {
+            self.parts.push(Part::new(place, what, count));
+        }
+    }
+
+    fn note(&mut self, done: Result<(), Error>) {
+        self.problems.extend(done.err());
+    }
 }
 
 /// What is there; nothing is changed.
@@ -109,26 +146,40 @@ impl Found {
     pub fn count(&self) -> usize {
         self.parts.iter().map(|part| part.count).sum()
     }
+
+    fn note(&mut self, found: Result<Vec<Part>, Error>) {
+        match found {
+            Ok(parts) => self.parts.extend(parts),
+            Err(error) => self.problems.push(error),
+        }
+    }
 }
 
-pub fn find() -> Found {
+/// `keeps`: networks whose virtual servers are not kube-proxy's (`ipvs.excludeCIDRs`).
+pub fn find(keeps: &[IpNet]) -> Found {
     let mut found = Found::default();
-    match nft::find() {
-        Ok(parts) => found.parts.extend(parts),
-        Err(error) => found.problems.push(error),
-    }
+    found.note(nft::find());
+    found.note(legacy::find());
+    found.note(ipvs::find(keeps));
     found
 }
 
 /// Removes what can be removed: a problem in one place keeps nothing elsewhere. May be called again at any time.
-pub fn remove(extent: Extent) -> Removed {
+/// `keeps`: as for [`find`].
+pub fn remove(extent: Extent, keeps: &[IpNet]) -> Removed {
     let mut removed = Removed::default();
-    match nft::remove(extent) {
-        Ok((parts, kept)) => {
-            removed.parts.extend(parts);
-            removed.kept.extend(kept);
-        }
-        Err(error) => removed.problems.push(error),
+    let servers = ipvs::remove_servers(extent, keeps, &mut removed);
+    let servers_gone = servers.is_ok();
+    removed.note(servers);
+    let rules = nft::remove(extent, &mut removed);
+    removed.note(rules);
+    let legacy = legacy::remove(extent, &mut removed);
+    removed.note(legacy);
+    let sets = ipvs::remove_sets(&mut removed);
+    removed.note(sets);
+    if servers_gone {
+        let device = ipvs::remove_device(&mut removed);
+        removed.note(device);
     }
     removed
 }

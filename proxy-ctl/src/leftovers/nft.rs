@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use super::{
-    Error, Extent, Kept, Part, What, names,
+    Error, Extent, Kept, Part, Removed, What, names,
     plan::{self, Chain, Plan, Rule},
 };
 use crate::sys::{
@@ -85,21 +85,22 @@ struct Share {
 }
 
 /// Removes all that can be removed, in one transaction, and says what stays.
-pub(super) fn remove(extent: Extent) -> Result<(Vec<Part>, Vec<Kept>), Error> {
+pub(super) fn remove(extent: Extent, removed: &mut Removed) -> Result<(), Error> {
     let nftables = NfTables::open()?;
     let mut busy: BTreeSet<Address> = BTreeSet::new();
     let mut last = None;
     for _ in 0..TRIES {
         let census = Census::take(&nftables)?;
         let shares = shares(&nftables, &census, &busy, extent)?;
-        let (removed, kept) = told(&census, &shares);
-        if removed.is_empty() {
-            return Ok((removed, kept));
+        if census.tables.is_empty() && shares.iter().all(|share| share.plan.is_empty()) {
+            tell(&census, shares, removed);
+            return Ok(());
         }
         let (batch, deletions) = transaction(&census, &shares);
         let refused = nftables.commit(batch)?;
         if refused.is_empty() {
-            return Ok((removed, kept));
+            tell(&census, shares, removed);
+            return Ok(());
         }
         for refusal in refused {
             let deleted = deletions.iter().find(|(message, _)| *message == refusal.message);
@@ -163,19 +164,13 @@ fn transaction(census: &Census, shares: &[Share]) -> (Batch, Vec<(u32, Address)>
     (batch, deletions)
 }
 
-fn told(census: &Census, shares: &[Share]) -> (Vec<Part>, Vec<Kept>) {
-    let (mut removed, mut kept) = (Vec::new(), Vec::new());
+fn tell(census: &Census, shares: Vec<Share>, removed: &mut Removed) {
     for Share { family, table, plan } in shares {
-        let place = place(*family, table);
-        removed.push(Part::new(place.clone(), What::Jumps, plan.rules.len()));
-        removed.push(Part::new(place.clone(), What::Chains, plan.deleted.len()));
-        let stays =
-            |(chain, why): &(String, plan::Why)| Kept::new(place.clone(), chain.clone(), why.to_string());
-        kept.extend(plan.kept.iter().map(stays));
+        let place = place(family, table);
+        removed.part(place.clone(), What::Jumps, plan.rules.len());
+        removed.part(place.clone(), What::Chains, plan.deleted.len());
+        let stays = |(chain, why): (String, plan::Why)| Kept::new(place.clone(), chain, why.to_string());
+        removed.kept.extend(plan.kept.into_iter().map(stays));
     }
-    for family in &census.tables {
-        removed.push(own_table(*family));
-    }
-    removed.retain(|part| part.count > 0);
-    (removed, kept)
+    removed.parts.extend(census.tables.iter().map(|family| own_table(*family)));
 }

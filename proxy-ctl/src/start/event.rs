@@ -50,6 +50,16 @@ pub fn read_only(paths: &[PathBuf]) -> Event {
     Event::node(Type::Warning, "readOnlySysFS", START, note)
 }
 
+/// Rules of another kube-proxy, and why they are still there. kube-proxy has no such event.
+pub fn former_rules_stay(problem: &str) -> Event {
+    Event::node(Type::Warning, "KubeProxyRulesRemain", "RemoveKubeProxyRules", problem)
+}
+
+/// Rules of another kube-proxy that were removed are there again: one is at work. kube-proxy has no such event.
+pub fn former_rules_are_back(parts: &str) -> Event {
+    Event::node(Type::Warning, "KubeProxyRulesReturned", "RemoveKubeProxyRules", parts)
+}
+
 /// The configuration file was replaced by one that is not valid. kube-proxy has no such event.
 pub fn invalid_configuration(problem: &str) -> Event {
     Event::node(Type::Warning, "InvalidConfiguration", "ReadConfiguration", problem)

@@ -7,7 +7,10 @@ pub mod bpf;
 pub mod clock;
 pub mod filesystem;
 pub mod grace;
+pub mod ipset;
+pub mod ipvs;
 pub mod limits;
+pub mod link;
 pub mod lock;
 pub mod map;
 pub mod mmap;
@@ -16,6 +19,7 @@ pub mod netlink;
 pub mod nftables;
 pub mod ready;
 pub mod tc;
+pub mod xtables;
 
 /// A system call that failed.
 #[derive(Debug, thiserror::Error)]

@@ -192,6 +192,7 @@ fn reports() -> Reports {
         node_addresses: watch::Sender::new(None),
         nodes: mpsc::unbounded_channel().0,
         health_checks: watch::Sender::default(),
+        programmed: watch::Sender::default(),
     }
 }
 

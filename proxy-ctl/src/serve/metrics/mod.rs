@@ -65,6 +65,9 @@ pub struct Metrics {
     pub drift: Counter,
     /// Changed configuration files that were not valid.
     pub refused_configurations: Counter,
+    /// What another kube-proxy has in the kernel, when somebody has last looked.
+    pub former_rules: Gauge,
+    pub former_rule_errors: Counter,
     pub odd_objects: OddObjects,
     pub frontend_conflicts: Counter,
     pub listed: Gauge,
@@ -106,6 +109,8 @@ impl Metrics {
             resyncs: own.resyncs.clone(),
             drift: own.drift.clone(),
             refused_configurations: own.refused_configurations.clone(),
+            former_rules: own.former_rules.clone(),
+            former_rule_errors: own.former_rule_errors.clone(),
             odd_objects,
             frontend_conflicts: own.frontend_conflicts.clone(),
             listed: own.listed.clone(),

@@ -52,6 +52,8 @@ pub(super) struct Own {
     pub(super) resyncs: Counter,
     pub(super) drift: Counter,
     pub(super) refused_configurations: Counter,
+    pub(super) former_rules: Gauge,
+    pub(super) former_rule_errors: Counter,
     pub(super) frontend_conflicts: Counter,
     pub(super) listed: Gauge,
     pub(super) first_sync_seconds: Seconds,
@@ -79,6 +81,8 @@ impl Own {
             resyncs: Counter::default(),
             drift: Counter::default(),
             refused_configurations: Counter::default(),
+            former_rules: Gauge::default(),
+            former_rule_errors: Counter::default(),
             frontend_conflicts: Counter::default(),
             listed: Gauge::default(),
             first_sync_seconds: Seconds::default(),
@@ -109,6 +113,11 @@ impl Own {
                 &self.refused_configurations,
             ),
             (
+                "former_rule_errors",
+                "Attempts to remove what another kube-proxy has left that did not remove all of it",
+                &self.former_rule_errors,
+            ),
+            (
                 "frontend_conflicts",
                 "Frontends that several service ports have claimed",
                 &self.frontend_conflicts,
@@ -126,6 +135,11 @@ impl Own {
             "first_sync_duration_seconds",
             "From everything listed to everything programmed, at the start of the process",
             self.first_sync_seconds.clone(),
+        );
+        registry.register(
+            "former_rules",
+            "Chains, tables, sets, virtual servers and devices of another kube-proxy that are in the kernel",
+            self.former_rules.clone(),
         );
         registry.register("service_ports", "Service ports that are served", self.service_ports.clone());
         registry.register(

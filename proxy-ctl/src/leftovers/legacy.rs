@@ -1,0 +1,238 @@
+//! Modes iptables and ipvs on nodes whose iptables is the legacy one. The kernel can only replace a whole table there, and
+//! would undo what others change meanwhile. So its own tools are used where they are; else it is an error that says what
+//! to call.
+
+use std::{
+    collections::BTreeSet,
+    env,
+    ffi::OsString,
+    io::Write as _,
+    os::unix::fs::PermissionsExt as _,
+    path::PathBuf,
+    process::{Command, Stdio},
+};
+
+use super::{
+    Error, Extent, Kept, Part, Removed, What, names,
+    plan::{self, Chain, Plan, Rule},
+};
+use crate::sys::{nftables::TableFamily, xtables};
+
+fn program(family: TableFamily) -> &'static str {
+    match family {
+        TableFamily::Ipv4 => "iptables",
+        TableFamily::Ipv6 => "ip6tables",
+    }
+}
+
+fn place(family: TableFamily, table: &str) -> String {
+    format!("{}-legacy {table}", program(family))
+}
+
+/// Tables with chains of kube-proxy, and how many.
+fn tables() -> Result<Vec<(TableFamily, &'static str, usize)>, Error> {
+    let mut found = Vec::new();
+    for family in TableFamily::ALL {
+        let there = xtables::tables(family)?;
+        for table in names::IPTABLES.into_iter().filter(|table| there.iter().any(|name| name == table)) {
+            let chains = xtables::chains(family, table)?;
+            let count = plan::own_chains(table, chains.iter().map(String::as_str)).len();
+            if count > 0 {
+                found.push((family, table, count));
+            }
+        }
+    }
+    Ok(found)
+}
+
+pub(super) fn find() -> Result<Vec<Part>, Error> {
+    let part = |(family, table, count)| Part::new(place(family, table), What::Chains, count);
+    Ok(tables()?.into_iter().map(part).collect())
+}
+
+pub(super) fn remove(extent: Extent, removed: &mut Removed) -> Result<(), Error> {
+    for (family, table, _) in tables()? {
+        let tools = Tools::find(family)
+            .ok_or_else(|| Error::NoLegacyTools { place: place(family, table), program: program(family) })?;
+        let text = tools.save(table)?;
+        let (chains, rules) = parse(&text);
+        let plan = plan::plan(table, &chains, &rules, &BTreeSet::new(), extent);
+        if !plan.is_empty() {
+            tools.restore(table, restoration(table, &plan))?;
+        }
+        removed.part(place(family, table), What::Jumps, plan.rules.len());
+        removed.part(place(family, table), What::Chains, plan.deleted.len());
+        let stays =
+            |(chain, why): (String, plan::Why)| Kept::new(place(family, table), chain, why.to_string());
+        removed.kept.extend(plan.kept.into_iter().map(stays));
+    }
+    Ok(())
+}
+
+/// What iptables-restore is given: a chain that is named is emptied, or made.
+fn restoration(table: &str, plan: &Plan<String>) -> String {
+    let mut text = format!("*{table}\n");
+    for chain in &plan.emptied {
+        text.push_str(&format!(":{chain} - [0:0]\n"));
+    }
+    for (chain, rule) in &plan.rules {
+        text.push_str(&format!("-D {chain} {rule}\n"));
+    }
+    for chain in &plan.deleted {
+        text.push_str(&format!("-X {chain}\n"));
+    }
+    text + "COMMIT\n"
+}
+
+/// From what iptables-save prints: every chain, and the rules of those that are not kube-proxy's.
+fn parse(text: &str) -> (Vec<Chain>, Vec<Rule<String>>) {
+    let (mut chains, mut rules) = (Vec::new(), Vec::new());
+    let mut table = "";
+    for line in text.lines() {
+        if let Some(name) = line.strip_prefix('*') {
+            table = name;
+        } else if let Some(chain) = line.strip_prefix(':') {
+            let mut words = chain.split(' ');
+            let (name, policy) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
+            chains.push(Chain { name: name.to_owned(), base: policy != "-", drops: policy == "DROP" });
+        } else if let Some((chain, rule)) = line.strip_prefix("-A ").and_then(|rule| rule.split_once(' '))
+            && !names::is_chain(table, chain)
+        {
+            let words = words(rule);
+            let after = |flags: &[&str]| {
+                let at = words.iter().position(|(word, quoted)| !quoted && flags.contains(&word.as_str()))?;
+                words.get(at + 1).map(|(word, _)| word.clone())
+            };
+            rules.push(Rule {
+                chain: chain.to_owned(),
+                name: rule.to_owned(),
+                comment: after(&["--comment"]),
+                targets: after(&["-j", "-g"]).into_iter().collect(),
+            });
+        }
+    }
+    (chains, rules)
+}
+
+/// Words, and whether they stood in quotes, in which a backslash takes away the meaning of what follows.
+fn words(text: &str) -> Vec<(String, bool)> {
+    let (mut words, mut word) = (Vec::new(), (String::new(), false));
+    let (mut in_quotes, mut characters) = (false, text.chars());
+    while let Some(character) = characters.next() {
+        match character {
+            '"' => {
+                in_quotes = !in_quotes;
+                word.1 = true;
+            }
+            '\\' if in_quotes => word.0.extend(characters.next()),
+            ' ' if !in_quotes => words.push(std::mem::take(&mut word)),
+            _ => word.0.push(character),
+        }
+    }
+    words.push(word);
+    words.retain(|(word, quoted)| *quoted || !word.is_empty());
+    words
+}
+
+struct Tools {
+    save: PathBuf,
+    restore: PathBuf,
+}
+
+impl Tools {
+    /// Under their own names, or as the machine's iptables if that is the legacy one.
+    fn find(family: TableFamily) -> Option<Self> {
+        let program = program(family);
+        let named = |name: &str| {
+            Some(Self {
+                save: on_path(&format!("{name}-save"))?,
+                restore: on_path(&format!("{name}-restore"))?,
+            })
+        };
+        let is_legacy = |tools: &Self| {
+            let version = Command::new(&tools.save).arg("--version").stdin(Stdio::null()).output();
+            version.is_ok_and(|version| String::from_utf8_lossy(&version.stdout).contains("legacy"))
+        };
+        named(&format!("{program}-legacy")).or_else(|| named(program).filter(is_legacy))
+    }
+
+    fn save(&self, table: &str) -> Result<String, Error> {
+        let mut command = Command::new(&self.save);
+        command.args(["-t", table]);
+        output(command, String::new())
+    }
+
+    /// All of it or nothing.
+    fn restore(&self, table: &str, text: String) -> Result<(), Error> {
+        let mut command = Command::new(&self.restore);
+        command.args(["--noflush", "--counters", "--wait", "5", "-T", table]);
+        output(command, text).map(drop)
+    }
+}
+
+fn on_path(name: &str) -> Option<PathBuf> {
+    let is_program = |path: &PathBuf| {
+        path.metadata().is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
+    };
+    env::split_paths(&env::var_os("PATH")?).map(|folder| folder.join(name)).find(is_program)
+}
+
+fn output(mut command: Command, input: String) -> Result<String, Error> {
+    let name: OsString = command.get_program().to_owned();
+    let failed = |problem: String| Error::Tool { program: name.to_string_lossy().into_owned(), problem };
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(|error| failed(error.to_string()))?;
+    // These tools say nothing before they have read everything.
+    let written = child.stdin.take().map_or(Ok(()), |mut stdin| stdin.write_all(input.as_bytes()));
+    let output = child.wait_with_output().map_err(|error| failed(error.to_string()))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        return Err(failed(format!("{}: {said}", output.status)));
+    }
+    written.map_err(|error| failed(error.to_string()))?;
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SAVED: &str = r#"# Generated by iptables-save v1.8.9
+*nat
+:PREROUTING ACCEPT [10:600]
+:POSTROUTING ACCEPT [0:0]
+:KUBE-SERVICES - [0:0]
+:KUBE-SVC-A - [0:0]
+:MINE - [0:0]
+-A PREROUTING -m comment --comment "kubernetes service portals" -j KUBE-SERVICES
+-A PREROUTING -m comment --comment "they said \"-j KUBE-SERVICES\"" -j MINE
+-A KUBE-SERVICES -d 10.96.0.1/32 -p tcp -m comment --comment "default/web" -m tcp --dport 80 -j KUBE-SVC-A
+-A MINE -m comment --comment plain -g KUBE-SVC-A
+COMMIT
+"#;
+
+    #[test]
+    fn what_is_saved_becomes_what_is_restored() {
+        let (chains, rules) = parse(SAVED);
+        assert_eq!(chains.len(), 5);
+        assert!(chains[0].base && !chains[0].drops && !chains[2].base);
+        assert_eq!(rules.len(), 3);
+        assert_eq!(rules[1].comment.as_deref(), Some("they said \"-j KUBE-SERVICES\""));
+        assert_eq!(
+            (rules[1].targets.as_slice(), rules[2].targets.as_slice()),
+            (&["MINE".to_owned()][..], &["KUBE-SVC-A".to_owned()][..])
+        );
+        assert_eq!(rules[2].comment.as_deref(), Some("plain"));
+        let plan = plan::plan("nat", &chains, &rules, &BTreeSet::new(), Extent::Everything);
+        assert_eq!(
+            restoration("nat", &plan),
+            "*nat\n:KUBE-SERVICES - [0:0]\n:KUBE-SVC-A - [0:0]\n\
+             -D PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n\
+             -X KUBE-SERVICES\nCOMMIT\n"
+        );
+    }
+}

@@ -1,0 +1,158 @@
+//! Chains of iptables-legacy: the kernel's own interface of before nf_tables, read only. It can but replace a whole table,
+//! and would undo what others change meanwhile: writing is left to its tools, which know each other by a lock.
+
+use std::{
+    fs, io,
+    net::UdpSocket,
+    os::fd::{AsRawFd, OwnedFd},
+};
+
+use super::{CallError, netlink::text, nftables::TableFamily};
+
+const GET_INFO: libc::c_int = 64;
+const GET_ENTRIES: libc::c_int = 65;
+const NAME: usize = 32;
+/// `ipt_getinfo`: name, valid hooks, 5 entry points, 5 underflows, number of rules, their size.
+const INFO: usize = NAME + 4 + 20 + 20 + 4 + 4;
+const INFO_SIZE: usize = INFO - 4;
+/// `ipt_get_entries`: name, size, and the rules at an address that is a multiple of 8.
+const ENTRIES: usize = NAME + 8;
+/// Of `xt_entry_target`: size, name, revision.
+const TARGET_HEADER: usize = 32;
+/// A table may grow between the two calls.
+const TRIES: usize = 8;
+
+/// What differs between `ipt_entry` and `ip6t_entry`.
+struct Layout {
+    level: libc::c_int,
+    /// Where the offset of the target is; that of the next rule follows.
+    target_offset: usize,
+    tables: &'static str,
+    any: &'static str,
+}
+
+fn layout(family: TableFamily) -> Layout {
+    match family {
+        TableFamily::Ipv4 => Layout {
+            level: libc::SOL_IP,
+            target_offset: 88,
+            tables: "/proc/thread-self/net/ip_tables_names",
+            any: "0.0.0.0:0",
+        },
+        TableFamily::Ipv6 => Layout {
+            level: libc::SOL_IPV6,
+            target_offset: 140,
+            tables: "/proc/thread-self/net/ip6_tables_names",
+            any: "[::]:0",
+        },
+    }
+}
+
+/// Tables that are there; to ask for another one would make it. None where the kernel has no iptables-legacy.
+pub fn tables(family: TableFamily) -> Result<Vec<String>, CallError> {
+    match fs::read_to_string(layout(family).tables) {
+        Ok(names) => Ok(names.lines().map(str::to_owned).collect()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(CallError::new("read(ip_tables_names)", error)),
+    }
+}
+
+/// Names of the chains of `table` that somebody has made. Needs CAP_NET_ADMIN.
+pub fn chains(family: TableFamily, table: &str) -> Result<Vec<String>, CallError> {
+    let layout = layout(family);
+    let socket = UdpSocket::bind(layout.any).map_err(|e| CallError::new("socket(AF_INET)", e))?;
+    let socket = OwnedFd::from(socket);
+    for _ in 0..TRIES {
+        let mut info = vec![0; INFO];
+        named(&mut info, table);
+        get(&socket, layout.level, GET_INFO, &mut info, "getsockopt(IPT_SO_GET_INFO)")?;
+        let size = word(&info, INFO_SIZE).unwrap_or(0);
+        let mut entries = vec![0; ENTRIES + size as usize];
+        named(&mut entries, table);
+        entries[NAME..NAME + 4].copy_from_slice(&size.to_ne_bytes());
+        match get(&socket, layout.level, GET_ENTRIES, &mut entries, "getsockopt(IPT_SO_GET_ENTRIES)") {
+            Err(error) if error.errno() == libc::EAGAIN => {}
+            done => return done.map(|()| chain_names(&entries[ENTRIES..], layout.target_offset)),
+        }
+    }
+    Err(CallError::new("getsockopt(IPT_SO_GET_ENTRIES)", io::ErrorKind::ResourceBusy.into()))
+}
+
+fn named(buffer: &mut [u8], table: &str) {
+    // One byte stays zero.
+    let length = table.len().min(NAME - 1);
+    buffer[..length].copy_from_slice(&table.as_bytes()[..length]);
+}
+
+fn get(
+    socket: &OwnedFd,
+    level: libc::c_int,
+    option: libc::c_int,
+    buffer: &mut [u8],
+    call: &'static str,
+) -> Result<(), CallError> {
+    let mut length = buffer.len() as libc::socklen_t;
+    let (target, length_target): (*mut u8, *mut libc::socklen_t) = (buffer.as_mut_ptr(), &mut length);
+    // SAFETY: the kernel reads and writes at most `length` bytes at `target`.
+    let result = unsafe { libc::getsockopt(socket.as_raw_fd(), level, option, target.cast(), length_target) };
+    if result == 0 { Ok(()) } else { Err(CallError::last(call)) }
+}
+
+fn word(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
+fn half(bytes: &[u8], at: usize) -> Option<usize> {
+    Some(usize::from(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?)))
+}
+
+/// A chain that somebody has made begins with a rule whose target is ERROR, with its name; so does the table's end.
+fn chain_names(mut rules: &[u8], target_offset: usize) -> Vec<String> {
+    let mut names = Vec::new();
+    while let (Some(target), Some(next)) = (half(rules, target_offset), half(rules, target_offset + 2)) {
+        let name = |at: usize| rules.get(at..).and_then(text);
+        if name(target + 2) == Some("ERROR") {
+            names.extend(name(target + TARGET_HEADER).filter(|name| *name != "ERROR").map(str::to_owned));
+        }
+        if next == 0 {
+            break;
+        }
+        rules = rules.get(next..).unwrap_or_default();
+    }
+    names
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(target_offset: usize, target: &str, data: &str) -> Vec<u8> {
+        let target_at = target_offset + 24;
+        let mut rule = vec![0; target_at + 64];
+        let length = rule.len() as u16;
+        rule[target_offset..target_offset + 2].copy_from_slice(&(target_at as u16).to_ne_bytes());
+        rule[target_offset + 2..target_offset + 4].copy_from_slice(&length.to_ne_bytes());
+        rule[target_at + 2..target_at + 2 + target.len()].copy_from_slice(target.as_bytes());
+        let data_at = target_at + TARGET_HEADER;
+        rule[data_at..data_at + data.len()].copy_from_slice(data.as_bytes());
+        rule
+    }
+
+    #[test]
+    fn chains_are_found_by_their_heads() {
+        for offset in [88, 140] {
+            let table: Vec<u8> = [
+                ("", ""),
+                ("ERROR", "KUBE-SERVICES"),
+                ("DNAT", "KUBE"),
+                ("ERROR", "mine"),
+                ("ERROR", "ERROR"),
+            ]
+            .into_iter()
+            .flat_map(|(target, data)| rule(offset, target, data))
+            .collect();
+            assert_eq!(chain_names(&table, offset), ["KUBE-SERVICES", "mine"]);
+            assert_eq!(chain_names(&table[..rule(offset, "", "").len() + 10], offset), [""; 0]);
+        }
+    }
+}

@@ -43,7 +43,9 @@ fn or_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de>>(value: D
 }
 
 /// An object with metadata.
-pub trait Object: Default + prost::Message + serde::de::DeserializeOwned {
+pub trait Object:
+    Default + PartialEq + std::fmt::Debug + prost::Message + serde::de::DeserializeOwned
+{
     fn into_metadata(self) -> meta::ObjectMeta;
 }
 
@@ -65,6 +67,3 @@ objects!(
     discovery_v1beta1::EndpointSlice,
     networking::ServiceCidr
 );
-
-#[cfg(test)]
-mod tests;

@@ -52,7 +52,7 @@ pub fn service(service: &core::Service) -> (Option<Service>, Vec<Oddity>) {
         health_check_node_port.and_then(|port| oddities.port(|| "spec.healthCheckNodePort".into(), port));
 
     let service = Service {
-        created: service.metadata.creation_timestamp.as_ref().map_or(0, |time| time.seconds),
+        created: service.metadata.creation_timestamp.seconds,
         ports: ports(spec, &mut oddities),
         cluster_ips,
         external_ips,

@@ -35,7 +35,7 @@ fn ips(addresses: &[&str]) -> Vec<IpAddr> {
 }
 
 /// What JSON says; the same is read from its protobuf encoding.
-fn read<T: Object + PartialEq + std::fmt::Debug>(object: Value) -> T {
+fn read<T: Object>(object: Value) -> T {
     let object: T = serde_json::from_value(object).unwrap();
     assert_eq!(T::decode(object.encode_to_vec().as_slice()).unwrap(), object);
     object

@@ -113,3 +113,67 @@ impl Events {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STATUS: &[u8] = include_bytes!("recorded/status.protobuf");
+    const WATCH: &[u8] = include_bytes!("recorded/watch.protobuf");
+    const SERVICE: Kind = Kind { api_version: "v1", kind: "Service" };
+
+    async fn answer(code: u16, content_type: &str, body: &[u8]) -> Result<Answer, Failure> {
+        let response = Response::builder().status(code).header(CONTENT_TYPE, content_type);
+        Answer::new(response.body(Body::from(body.to_vec())).unwrap()).await
+    }
+
+    #[tokio::test]
+    async fn an_error_says_what_its_body_says_in_whatever_form() {
+        let denied =
+            br#"{"kind":"Status","message":"services is forbidden","reason":"Forbidden","code":403}"#;
+        for (code, content_type, body, reason, message) in [
+            (403, "application/json", denied.as_slice(), Reason::Forbidden, "services is forbidden (403)"),
+            (
+                410,
+                "application/vnd.kubernetes.protobuf",
+                STATUS,
+                Reason::Expired,
+                "too old resource version: 1 (7) (410)",
+            ),
+            (502, "text/html", b"<h1>Bad Gateway</h1>", Reason::Refused, "<h1>Bad Gateway</h1> (502)"),
+            (503, "application/vnd.kubernetes.protobuf", b"k8s\0\xff", Reason::Refused, "k8s"),
+            (401, "", b"", Reason::Unauthorized, "401 Unauthorized (401)"),
+        ] {
+            let failure = answer(code, content_type, body).await.err().unwrap();
+            assert_eq!((failure.reason, failure.code), (reason, Some(code)));
+            assert!(failure.message.starts_with(message), "{failure}");
+        }
+    }
+
+    #[tokio::test]
+    async fn what_cannot_be_read_is_named() {
+        let page = answer(200, "text/html; charset=utf-8", b"<h1>Sign in</h1>").await.unwrap();
+        let failure = page.events(SERVICE).err().unwrap();
+        assert_eq!(failure.reason, Reason::Malformed);
+        assert!(failure.message.contains("\"text/html; charset=utf-8\""), "{failure}");
+    }
+
+    #[tokio::test]
+    async fn a_watch_that_ends_within_an_event_has_failed() {
+        let content_type = "application/vnd.kubernetes.protobuf;stream=watch";
+        let mut whole = answer(200, content_type, WATCH).await.unwrap().events(SERVICE).unwrap();
+        let mut events = 0;
+        while whole.next().await.unwrap().is_some() {
+            events += 1;
+        }
+        assert_eq!(events, 6);
+        let cut = &WATCH[..WATCH.len() - 1];
+        let mut cut = answer(200, content_type, cut).await.unwrap().events(SERVICE).unwrap();
+        for _ in 0..5 {
+            assert!(cut.next().await.unwrap().is_some());
+        }
+        let failure = cut.next().await.unwrap_err();
+        assert_eq!(failure.reason, Reason::Disconnected);
+        assert!(failure.message.contains("in the middle of an event"), "{failure}");
+    }
+}

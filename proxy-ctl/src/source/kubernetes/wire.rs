@@ -221,3 +221,6 @@ fn malformed(problem: impl Into<String>) -> Failure {
 fn not_a<E: std::fmt::Display>(what: &str) -> impl FnOnce(E) -> Failure {
     move |error| malformed(format!("not a {what}: {error}"))
 }
+
+#[cfg(test)]
+mod tests;

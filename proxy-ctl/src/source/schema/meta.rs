@@ -13,7 +13,7 @@ messages! {
         (1, string) name: String,
         (3, string) namespace: String,
         (6, string) resource_version: String,
-        (8, message, optional) creation_timestamp: Option<Time>,
+        (8, message, required) creation_timestamp: Time,
         (9, message, optional) deletion_timestamp: Option<Time>,
         (11, btree_map = "string, string") labels: BTreeMap<String, String>,
         (12, btree_map = "string, string") annotations: BTreeMap<String, String>,

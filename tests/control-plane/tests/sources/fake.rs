@@ -23,6 +23,9 @@ const NODES: &str = "/api/v1/nodes";
 pub(crate) const SLICES: &str = "/apis/discovery.k8s.io/v1beta1/endpointslices";
 pub(crate) const SLICES_V1: &str = "/apis/discovery.k8s.io/v1/endpointslices";
 
+/// A content type and a body.
+pub(crate) type Spoilt = (&'static str, Vec<u8>);
+
 pub(crate) struct Fake {
     pub(crate) address: SocketAddr,
     shared: Arc<Shared>,
@@ -47,7 +50,7 @@ struct State {
     version: u64,
     requests: Vec<String>,
     /// What watches of a collection say instead of what they should.
-    spoilt: BTreeMap<String, String>,
+    spoilt: BTreeMap<String, Spoilt>,
 }
 
 impl Fake {
@@ -116,11 +119,11 @@ impl Fake {
         self.shared.era.send_modify(|era| *era += 1);
     }
 
-    /// All watches of services bring this line at once, and end.
-    pub(crate) fn spoil_services(&self, line: Option<String>) {
+    /// All watches of services bring this at once, and end.
+    pub(crate) fn spoil_services(&self, instead: Option<Spoilt>) {
         let mut state = self.shared.lock();
-        match line {
-            Some(line) => state.spoilt.insert(SERVICES.to_owned(), line),
+        match instead {
+            Some(instead) => state.spoilt.insert(SERVICES.to_owned(), instead),
             None => state.spoilt.remove(SERVICES),
         };
         drop(state);
@@ -282,13 +285,12 @@ fn status(code: u16, reason: &str, message: &str) -> Value {
 }
 
 async fn watch(mut client: TcpStream, shared: &Shared, path: &str, from: u64) -> Result<()> {
-    client
-        .write_all(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n")
-        .await?;
     let spoilt = shared.lock().spoilt.get(path).cloned();
-    if let Some(line) = spoilt {
-        client.write_all(format!("{line}\n").as_bytes()).await?;
-        return Ok(());
+    let content = spoilt.as_ref().map_or("application/json", |(content, _)| content);
+    let head = format!("HTTP/1.1 200 OK\r\nContent-Type: {content}\r\nConnection: close\r\n\r\n");
+    client.write_all(head.as_bytes()).await?;
+    if let Some((_, body)) = spoilt {
+        return Ok(client.write_all(&body).await?);
     }
     let mut told = from;
     let mut version = shared.version.subscribe();

@@ -8,9 +8,10 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use control_plane::Identity;
 use proxy_ctl::{
+    config::Encoding,
     model::{Model, Update},
     source::kubernetes::{Api, Config, Kubernetes, SourceState},
 };
@@ -54,7 +55,25 @@ impl Follower {
 
     /// Follows with this kubeconfig; waits for nothing.
     pub(crate) fn start_with(world: &World, kubeconfig: &Path) -> Result<Self> {
-        let config = Config { kubeconfig: Some(kubeconfig.to_owned()), ..Config::default() };
+        Self::start_as(world, Config { kubeconfig: Some(kubeconfig.to_owned()), ..Config::default() })
+    }
+
+    /// Follows and waits until everything has been listed, in this encoding.
+    pub(crate) fn listed_in(world: &World, identity: Identity, encoding: Encoding) -> Result<Self> {
+        let kubeconfig = Some(world.server.kubeconfig(identity));
+        let config = Config { kubeconfig, content_type: encoding, ..Config::default() };
+        let mut follower = Self::start_as(world, config)?;
+        follower.wait_listed(world)?;
+        for kind in follower.state.kinds() {
+            follower.wait(world, "a watch", |follower| follower.state.connected(kind))?;
+            let found = follower.state.encoding(kind);
+            ensure!(found == Some(encoding), "{kind} in {found:?}");
+        }
+        Ok(follower)
+    }
+
+    /// Follows as this says; waits for nothing.
+    pub(crate) fn start_as(world: &World, config: Config) -> Result<Self> {
         let state = SourceState::new();
         let source = Kubernetes::new(config, NODE, state.clone()).context("configuring the source")?;
         let api = source.api();
@@ -195,7 +214,7 @@ impl Drop for Follower {
 }
 
 /// A copy of the identity's kubeconfig with another address of the server.
-fn kubeconfig_at(world: &World, identity: Identity, server: SocketAddr) -> Result<PathBuf> {
+pub(crate) fn kubeconfig_at(world: &World, identity: Identity, server: SocketAddr) -> Result<PathBuf> {
     copy_at(world, &world.server.kubeconfig(identity), server)
 }
 

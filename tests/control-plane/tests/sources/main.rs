@@ -14,10 +14,10 @@ use std::{env, process::ExitCode};
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();
-    if let [flag, kubeconfig] = arguments.as_slice()
+    if let [flag, encoding, kubeconfig] = arguments.as_slice()
         && flag == measure::FLAG
     {
-        return match measure::list_once(kubeconfig) {
+        return match measure::list_once(encoding, kubeconfig) {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
                 eprintln!("sources: {error:#}");

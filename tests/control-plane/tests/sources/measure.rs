@@ -9,39 +9,48 @@ use std::{
 use anyhow::{Context, Result, bail};
 use control_plane::PROXY;
 use proxy_ctl::{
+    config::Encoding,
     model::{Model, Update},
     source::kubernetes::{Config, Kubernetes, ListMethod, ResourceKind, SourceState},
 };
 use tokio::sync::mpsc;
 
-use crate::{follower::NODE, world::World};
+use crate::{
+    follower::{NODE, kubeconfig_at},
+    relay::Relay,
+    world::World,
+};
 
 pub(crate) const FLAG: &str = "--list-once";
 
-/// Runs [`list_once`] and returns what it says.
-pub(crate) fn in_a_process(world: &World) -> Result<String> {
+/// Runs [`list_once`] and returns what it says, and how much the API server sent.
+pub(crate) fn in_a_process(world: &World, encoding: Encoding) -> Result<String> {
+    let relay = Relay::start(world)?;
     let output = Command::new(env::current_exe().context("our own program")?)
         .arg(FLAG)
-        .arg(world.server.kubeconfig(PROXY))
+        .arg(encoding.name())
+        .arg(kubeconfig_at(world, PROXY, relay.address)?)
         .output()
         .context("starting ourselves")?;
     if !output.status.success() {
         bail!("{}", String::from_utf8_lossy(&output.stderr).trim());
     }
-    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    let said = String::from_utf8_lossy(&output.stdout);
+    Ok(format!("{}, {:.1} MB from the API server", said.trim(), relay.answered() as f64 / 1e6))
 }
 
 /// Lists everything into a model and prints what that took.
-pub(crate) fn list_once(kubeconfig: &str) -> Result<()> {
+pub(crate) fn list_once(encoding: &str, kubeconfig: &str) -> Result<()> {
+    let encoding = Encoding::ALL.into_iter().find(|of| of.name() == encoding).context("no such encoding")?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()
         .context("starting a runtime")?;
-    let before = peak_memory()?;
+    let (before, cpu_before) = (peak_memory()?, cpu_time()?);
     let start = Instant::now();
     let state = SourceState::new();
-    let config = Config { kubeconfig: Some(kubeconfig.into()), ..Config::default() };
+    let config = Config { kubeconfig: Some(kubeconfig.into()), content_type: encoding, ..Config::default() };
     let source = Kubernetes::new(config, NODE, state.clone())?;
     let mut model = Model::new(NODE);
     let mut listed = Duration::ZERO;
@@ -59,7 +68,7 @@ pub(crate) fn list_once(kubeconfig: &str) -> Result<()> {
         source.abort();
         anyhow::Ok(())
     })?;
-    let peak_listing = peak_memory()?;
+    let (peak_listing, cpu) = (peak_memory()?, cpu_time()?.saturating_sub(cpu_before));
     model.take_changes();
     let endpoints: usize = model.desired().iter().map(|port| port.endpoints.all.len()).sum();
     let method = [ListMethod::Streamed, ListMethod::Paged]
@@ -67,15 +76,27 @@ pub(crate) fn list_once(kubeconfig: &str) -> Result<()> {
         .find(|method| state.lists(ResourceKind::EndpointSlices, *method) > 0)
         .context("no list")?;
     println!(
-        "{} services and {} slices with {endpoints} endpoints, {}: listed after {:.2} s, peak {} MiB (before: {} MiB)",
+        "{} services and {} slices with {endpoints} endpoints, {} in {}: listed after {:.2} s with {:.2} s of CPU, peak {} MiB (before: {} MiB)",
         state.objects(ResourceKind::Services),
         state.objects(ResourceKind::EndpointSlices),
         method.name(),
+        state.encoding(ResourceKind::EndpointSlices).map_or("nothing", Encoding::name),
         listed.as_secs_f64(),
+        cpu.as_secs_f64(),
         peak_listing >> 10,
         before >> 10,
     );
     Ok(())
+}
+
+/// Of this process so far, in user and kernel space; to 10 ms.
+fn cpu_time() -> Result<Duration> {
+    const TICKS_A_SECOND: u64 = 100;
+    let stat = fs::read_to_string("/proc/self/stat").context("/proc/self/stat")?;
+    // The name, which may have spaces, is in brackets; what follows begins with field 3.
+    let (_, fields) = stat.rsplit_once(") ").context("/proc/self/stat")?;
+    let ticks: u64 = fields.split(' ').skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum();
+    Ok(Duration::from_millis(ticks * 1000 / TICKS_A_SECOND))
 }
 
 /// In KiB.

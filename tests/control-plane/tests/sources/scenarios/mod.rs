@@ -24,6 +24,9 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
             headless_services_are_not_served,
             external_name_and_back,
             a_change_arrives_at_once;
+        lists:
+            both_encodings_say_the_same,
+            what_is_accepted_decides_the_answer;
         harness:
             an_api_server_lives_in_a_network_namespace;
         node:

@@ -153,12 +153,19 @@ pub(super) fn watches_that_always_fail_are_tried_ever_less(world: &mut World) ->
     fake.apply(&web);
     let expired =
         json!({"kind": "Status", "apiVersion": "v1", "code": 410, "reason": "Expired", "message": "too old"});
-    let cases = [
-        (format!("{{\"type\":\"ERROR\",\"object\":{expired}}}"), Reason::Expired),
-        ("{\"type\":\"GREETING\",\"object\":{}}".to_owned(), Reason::Malformed),
+    let expired = format!("{{\"type\":\"ERROR\",\"object\":{expired}}}\n");
+    let cases: [(_, &[u8], _); 3] = [
+        ("application/json", expired.as_bytes(), Reason::Expired),
+        ("application/json", b"{\"type\":\"GREETING\",\"object\":{}}\n", Reason::Malformed),
+        // A frame of three bytes which are no message.
+        (
+            "application/vnd.kubernetes.protobuf;stream=watch",
+            &[0, 0, 0, 3, 0xff, 0xff, 0xff],
+            Reason::Malformed,
+        ),
     ];
-    for (line, reason) in cases {
-        fake.spoil_services(Some(line));
+    for (content, body, reason) in cases {
+        fake.spoil_services(Some((content, body.to_vec())));
         let mut follower = Follower::start_with(world, &fake.kubeconfig(world)?)?;
         let begin = Instant::now();
         follower.wait(world, "three failures", |follower| {

@@ -27,6 +27,12 @@ pub(crate) struct Arguments {
     /// Do not look for missing programs first
     #[arg(long)]
     no_setup: bool,
+    /// What is skipped fails the run: for machines that are meant to lack nothing
+    #[arg(long)]
+    strict: bool,
+    /// With --strict: may be skipped all the same, if its suite, name or reason contains this; for several, give it again
+    #[arg(long, requires = "strict", value_name = "TEXT")]
+    may_skip: Vec<String>,
 }
 
 const LAST_LINES: usize = 60;
@@ -36,37 +42,60 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     if !arguments.no_setup {
         setup::run_setup()?;
     }
-    let mut total = Count::default();
+    let mut total = Total::default();
     let (checks, missing) = checks();
     for (name, program) in missing {
         println!("{name:<22} skipped: {program} is not installed");
-        total.skipped += 1;
+        total.count.skipped += 1;
+        total.skips.push(format!("{name}: skipped: {program} is not installed"));
     }
     for suite in checks.into_iter().chain([unit_suite()]) {
-        total += run_suite(suite, arguments)?;
+        total.add(suite, arguments)?;
     }
     build()?;
     for suite in root_suites(arguments) {
-        total += run_suite(suite, arguments)?;
+        total.add(suite, arguments)?;
     }
     if arguments.vm {
         for kernel in vm::KERNELS {
-            total += run_suite(vm::suite(kernel)?, arguments)?;
+            total.add(vm::suite(kernel)?, arguments)?;
         }
     }
     println!("in {} s", start.elapsed().as_secs());
-    println!("{total}");
-    Ok(if total.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let forbidden: Vec<&String> = total.skips.iter().filter(|skip| arguments.forbids(skip)).collect();
+    for skip in &forbidden {
+        println!("may not be skipped: {skip}");
+    }
+    println!("{}", total.count);
+    let succeeded = total.count.failed == 0 && forbidden.is_empty();
+    Ok(if succeeded { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn run_suite(suite: Suite, arguments: &Arguments) -> Result<Count> {
-    let name = suite.name;
-    if !name.contains(&arguments.suite) {
-        return Ok(Count::default());
+impl Arguments {
+    fn forbids(&self, skip: &str) -> bool {
+        self.strict && !self.may_skip.iter().any(|text| skip.contains(text))
     }
-    let report = suite.run()?;
-    print_report(name, &report);
-    Ok(report.count)
+}
+
+#[derive(Default)]
+struct Total {
+    count: Count,
+    /// What was skipped, with its suite and the reason.
+    skips: Vec<String>,
+}
+
+impl Total {
+    /// Runs the suite, if it is asked for.
+    fn add(&mut self, suite: Suite, arguments: &Arguments) -> Result<()> {
+        let name = suite.name;
+        if name.contains(&arguments.suite) {
+            let report = suite.run()?;
+            print_report(name, &report);
+            self.skips.extend(report.skips().map(|skip| format!("{name}: {skip}")));
+            self.count += report.count;
+        }
+        Ok(())
+    }
 }
 
 fn print_report(name: &str, report: &Report) {
@@ -112,7 +141,8 @@ fn checks() -> (Vec<Suite>, Vec<(&'static str, &'static str)>) {
 }
 
 fn unit_suite() -> Suite {
-    suite("unit", Kind::Tests, cargo(&["test", "-q", "--lib", "--bins", "--", "--skip", "as_root"]))
+    let tests = ["test", "-q", "--lib", "--bins", "--", "--show-output", "--skip", "as_root"];
+    suite("unit", Kind::Tests, cargo(&tests))
 }
 
 fn build() -> Result<()> {
@@ -136,10 +166,10 @@ fn root_suites(arguments: &Arguments) -> Vec<Suite> {
         suite(name, Kind::Tests, command)
     };
     let mut suites = vec![
-        tests("unit as root", &["-p", "proxy-ctl", "--lib", "--", "--ignored", "as_root"]),
-        tests("proxy-ctl", &["-p", "proxy-ctl", "-p", "proxy-common", "--test", "*"]),
+        tests("unit as root", &["-p", "proxy-ctl", "--lib", "--", "--show-output", "--ignored", "as_root"]),
+        tests("proxy-ctl", &["-p", "proxy-ctl", "-p", "proxy-common", "--test", "*", "--", "--show-output"]),
         tests("packets", &["-p", "packets"]),
-        tests("lab", &["-p", "lab", "--test", "cluster"]),
+        tests("lab", &["-p", "lab", "--test", "cluster", "--", "--show-output"]),
         behaviour("behaviour sockets", &["--proxy", "ebpf", "--path", "sockets"]),
         behaviour("behaviour packets", &["--proxy", "ebpf", "--path", "packets"]),
         behaviour("behaviour unseen", &["--proxy", "ebpf", "--path", "unseen"]),
@@ -163,4 +193,33 @@ fn root_suites(arguments: &Arguments) -> Vec<Suite> {
         suites.push(behaviour("kube-proxy nftables", &["--proxy", "kube-proxy-nftables"]));
     }
     suites
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::Arguments;
+
+    #[derive(clap::Parser)]
+    struct Command {
+        #[command(flatten)]
+        arguments: Arguments,
+    }
+
+    fn forbids(flags: &[&str], skip: &str) -> bool {
+        let words = [&["test"], flags].concat();
+        Command::try_parse_from(words).unwrap().arguments.forbids(skip)
+    }
+
+    #[test]
+    fn what_is_skipped_is_an_error_if_nobody_has_named_it() {
+        let skip = "advisories: skipped: the data it needs could not be fetched";
+        assert!(!forbids(&[], skip));
+        assert!(forbids(&["--strict"], skip));
+        assert!(!forbids(&["--strict", "--may-skip", "advisories"], skip));
+        assert!(forbids(&["--strict", "--may-skip", "packets"], skip));
+        assert!(!forbids(&["--strict", "--may-skip", "packets", "--may-skip", "fetched"], skip));
+        assert!(Command::try_parse_from(["test", "--may-skip", "all"]).is_err());
+    }
 }

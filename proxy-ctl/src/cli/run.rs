@@ -243,8 +243,13 @@ impl Process {
         tasks.spawn(async { life.lead().await.map(|never| match never {}) });
 
         let health_checks = watch::Sender::default();
-        let checks =
-            serve_services(health_checks.subscribe(), Arc::clone(&health), events.clone(), stop.clone());
+        let checks = serve_services(
+            Arc::clone(&node_name),
+            health_checks.subscribe(),
+            Arc::clone(&health),
+            events.clone(),
+            stop.clone(),
+        );
         tasks.spawn(async {
             checks.await;
             Ok(())
@@ -344,6 +349,7 @@ fn serve_http(
 }
 
 async fn serve_services(
+    node_name: Arc<str>,
     checks: watch::Receiver<HealthChecks>,
     health: Arc<SharedHealth>,
     events: Recorder,
@@ -351,7 +357,7 @@ async fn serve_services(
 ) {
     let failed = |service: &ObjectName, address: SocketAddr, error: &io::Error| {
         tracing::error!(%service, %address, %error, "healthCheckNodePort: cannot listen, tried again every 5 s");
-        events.record(event::service_health_failed(service, address, error));
+        events.record(event::service_health_failed(&node_name, service, address, error));
     };
     serve::service_health(checks, health, failed, stop).await;
 }

@@ -1,7 +1,7 @@
 //! What the cluster is told about this proxy's own life: events about its Node. Reasons, actions and types are
 //! kube-proxy's, so that what watches for them goes on working.
 
-use std::{fmt, net::SocketAddr, path::PathBuf};
+use std::{fmt, io, net::SocketAddr, path::PathBuf};
 
 use crate::{
     events::{Event, Regarding, Type},
@@ -25,18 +25,33 @@ pub fn metrics_failed(error: &dyn fmt::Display) -> Event {
     Event::node(Type::Warning, "FailedToStartMetricServer", START, error.to_string())
 }
 
-/// The port that a load balancer asks for a Service's endpoints cannot be bound.
-pub fn service_health_failed(service: &ObjectName, address: SocketAddr, error: &dyn fmt::Display) -> Event {
+/// The port that a load balancer asks for a Service's endpoints cannot be bound. `node`: the own Node's name.
+pub fn service_health_failed(
+    node: &str,
+    service: &ObjectName,
+    address: SocketAddr,
+    error: &io::Error,
+) -> Event {
+    let port = address.port();
+    let network = if address.is_ipv4() { "tcp4" } else { "tcp6" };
     Event {
         event_type: Type::Warning,
         regarding: Regarding::Service(service.clone()),
         reason: "FailedToStartServiceHealthcheck",
         action: "Listen",
         note: format!(
-            "node port {} for the health check of service {service}: {address}: {error}",
-            address.port()
+            "node {node} failed to start healthcheck \"{service}\" on port {port}: listen {network} {address}: bind: {}",
+            in_go(error)
         ),
     }
+}
+
+/// As Go's library says it: without a capital and without the number.
+fn in_go(error: &io::Error) -> String {
+    let text = error.to_string();
+    let text = text.split(" (os error").next().unwrap_or_default();
+    let mut chars = text.chars();
+    chars.next().into_iter().flat_map(char::to_lowercase).chain(chars).collect()
 }
 
 /// Kernel parameters that could not be set because their file systems are mounted read-only. Newer kube-proxies end
@@ -63,4 +78,19 @@ pub fn former_rules_are_back(parts: &str) -> Event {
 /// The configuration file was replaced by one that is not valid. kube-proxy has no such event.
 pub fn invalid_configuration(problem: &str) -> Event {
     Event::node(Type::Warning, "InvalidConfiguration", "ReadConfiguration", problem)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_that_is_taken_is_told_in_the_words_of_kube_proxy() {
+        let error = io::Error::from_raw_os_error(libc::EADDRINUSE);
+        let service = ObjectName::new("shop", "web");
+        let event = service_health_failed("a", &service, "192.0.2.1:32456".parse().unwrap(), &error);
+        let note = "node a failed to start healthcheck \"shop/web\" on port 32456: listen tcp4 192.0.2.1:32456: bind: \
+                    address already in use";
+        assert_eq!(event.note, note);
+    }
 }

@@ -6,8 +6,10 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::{Command, Output},
+    sync::LazyLock,
 };
 
+use control_plane::KubeProxy;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -194,10 +196,12 @@ fn settled(answer: Answer) -> Answer {
     Answer::Refused(words.join(" ").trim_matches('"').replace("\\\"", "\"").replace("\\\\", "\\"))
 }
 
-/// The real one, where it is.
+/// The real one: found, or built where there is Go.
 pub(crate) fn kube_proxy() -> Option<PathBuf> {
-    let folder = std::env::var_os("KUBEBUILDER_ASSETS")?;
-    Some(PathBuf::from(folder).join("kube-proxy")).filter(|path| path.exists())
+    static FOUND: LazyLock<Option<PathBuf>> = LazyLock::new(|| {
+        KubeProxy::here().unwrap().inspect_err(|reason| eprintln!("skipped: {reason}")).ok()
+    });
+    FOUND.clone()
 }
 
 pub(crate) fn record(kube_proxy: &Path, cases: &[Case]) -> Recording {

@@ -7,10 +7,11 @@ use std::{
     io::{Read, Write},
     net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream},
     path::{Path, PathBuf},
+    process::Command,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use kube::{Client, config::Kubeconfig};
 use serde_json::Value;
 
@@ -18,7 +19,7 @@ use crate::{
     binaries::Program,
     certificates::Certificates,
     objects,
-    process::{self, BETWEEN_LOOKS, Process},
+    process::{BETWEEN_LOOKS, Process, within},
 };
 
 const READY_LIMIT: Duration = Duration::from_secs(90);
@@ -102,8 +103,7 @@ impl ApiServer {
         let (client_url, peer_url) =
             (format!("http://127.0.0.1:{etcd_port}"), format!("http://127.0.0.1:{peer_port}"));
         let etcd = Process::start(
-            &etcd_program,
-            vec![
+            Command::new(&etcd_program).args([
                 "--name=etcd".into(),
                 format!("--data-dir={}", directory.join("etcd").display()),
                 format!("--listen-client-urls={client_url}"),
@@ -114,7 +114,7 @@ impl ApiServer {
                 // Nothing here must survive the machine.
                 "--unsafe-no-fsync".into(),
                 "--quota-backend-bytes=4294967296".into(),
-            ],
+            ]),
             &directory.join("etcd.log"),
             options.namespace.as_deref(),
         )?;
@@ -215,16 +215,12 @@ impl ApiServer {
     /// Runs `work` with a client as [`ADMIN`], on a thread of its own in the API server's namespace: for callers
     /// that are not asynchronous, or elsewhere.
     pub fn run<T: Send>(&self, work: impl AsyncFnOnce(Client) -> Result<T> + Send) -> Result<T> {
-        std::thread::scope(|scope| {
-            let worker = scope.spawn(|| {
-                process::enter(self.options.namespace.as_deref())?;
-                let runtime = tokio::runtime::Builder::new_current_thread()
-                    .enable_all()
-                    .build()
-                    .context("starting a runtime")?;
-                runtime.block_on(async { work(self.client().await?).await })
-            });
-            worker.join().map_err(|_| anyhow!("the thread that talks to the API server panicked"))?
+        within(self.options.namespace.as_deref(), || {
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .context("starting a runtime")?;
+            runtime.block_on(async { work(self.client().await?).await })
         })
     }
 
@@ -256,8 +252,9 @@ impl ApiServer {
         self.kill();
         self.write_tokens()?;
         let log = self.directory.join("kube-apiserver.log");
-        let arguments = self.arguments();
-        let server = Process::start(&self.program, arguments, &log, self.options.namespace.as_deref())?;
+        let mut command = Command::new(&self.program);
+        command.args(self.arguments());
+        let server = Process::start(&command, &log, self.options.namespace.as_deref())?;
         self.server = Some(server);
         self.wait_until_ready()
     }
@@ -318,7 +315,6 @@ impl ApiServer {
     /// A request to etcd's JSON gateway.
     fn etcd(&self, path: &str, body: &str) -> Result<Value> {
         let exchange = || -> Result<String> {
-            process::enter(self.options.namespace.as_deref())?;
             let address = SocketAddr::from((Ipv4Addr::LOCALHOST, self.etcd_port));
             let mut stream = TcpStream::connect(address).context("connecting to etcd")?;
             let length = body.len();
@@ -331,9 +327,7 @@ impl ApiServer {
             stream.read_to_string(&mut answer).context("reading from etcd")?;
             Ok(answer)
         };
-        let answer = std::thread::scope(|scope| {
-            scope.spawn(exchange).join().map_err(|_| anyhow!("the thread that talks to etcd panicked"))?
-        })?;
+        let answer = within(self.options.namespace.as_deref(), exchange)?;
         let (head, body) = answer.split_once("\r\n\r\n").context("etcd's answer has no body")?;
         if !head.lines().next().is_some_and(|status| status.contains(" 200 ")) {
             bail!("etcd {path}: {answer}");
@@ -442,8 +436,7 @@ fn random_token() -> String {
 
 /// Ports that nobody listens on in the namespace now.
 fn free_ports<const N: usize>(namespace: Option<&str>) -> Result<[u16; N]> {
-    let find = || -> Result<[u16; N]> {
-        process::enter(namespace)?;
+    within(namespace, || {
         // All are held until all are found, so that they differ.
         let mut listeners = Vec::new();
         let mut ports = [0; N];
@@ -454,8 +447,5 @@ fn free_ports<const N: usize>(namespace: Option<&str>) -> Result<[u16; N]> {
             listeners.push(listener);
         }
         Ok(ports)
-    };
-    std::thread::scope(|scope| {
-        scope.spawn(find).join().map_err(|_| anyhow!("the thread that looks for ports panicked"))?
     })
 }

@@ -49,6 +49,12 @@ impl Program {
             .or_else(|| go::on_path(self.name()).filter(|file| self != Self::Etcd || streams_lists(file)))
     }
 
+    /// Why it is not here and cannot be built, if so. A build that fails is another matter.
+    pub fn absent(self) -> Option<String> {
+        let error = self.installed().map_or_else(go::find_go, Ok).err()?;
+        Some(format!("{} is neither in KUBEBUILDER_ASSETS nor on PATH: {error}", self.name()))
+    }
+
     fn build(self) -> Result<PathBuf> {
         let (module, program) = (module(), self.name());
         let linker_flags = linker_flags(&module.required("k8s.io/kubernetes")?);

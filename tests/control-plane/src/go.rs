@@ -157,7 +157,7 @@ pub(crate) fn is_executable(file: &Path) -> bool {
 
 /// From PATH, else from where it says itself that it is, else from where https://go.dev/doc/install puts it: into a
 /// folder that is on no PATH before somebody adds it.
-fn find_go() -> Result<PathBuf> {
+pub(crate) fn find_go() -> Result<PathBuf> {
     let root = env::var_os("GOROOT").map(PathBuf::from);
     let installed = root.into_iter().chain([PathBuf::from("/usr/local/go")]);
     on_path("go")

@@ -1,4 +1,5 @@
-//! A child that never outlives its owner: killed when dropped, and by the kernel when this process dies.
+//! A child that never outlives its owner: killed when dropped, and by the kernel when this process dies; and work in
+//! another network namespace.
 
 use std::{
     fs::{self, File},
@@ -21,7 +22,8 @@ pub(crate) const BETWEEN_LOOKS: Duration = Duration::from_millis(10);
 /// An API server waits for watches to end, for a minute.
 const TERM_LIMIT: Duration = Duration::from_secs(3);
 
-pub(crate) struct Process {
+/// Killed when dropped.
+pub struct Process {
     name: String,
     child: Child,
     log: PathBuf,
@@ -30,24 +32,22 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Starts `program` in a named network namespace or, without a name, in ours; its output goes to `log`.
-    pub(crate) fn start(
-        program: &Path,
-        arguments: Vec<String>,
-        log: &Path,
-        namespace: Option<&str>,
-    ) -> Result<Self> {
+    /// Starts the program with arguments and environment of `command` in a named network namespace or, without a name,
+    /// in ours; its output is added to `log`.
+    pub fn start(command: &Command, log: &Path, namespace: Option<&str>) -> Result<Self> {
+        let program = Path::new(command.get_program());
         let name = program.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let output = File::options()
             .create(true)
             .append(true)
             .open(log)
             .with_context(|| format!("opening {}", log.display()))?;
-        let mut command = Command::new("setpriv");
-        command
+        let mut bound = Command::new("setpriv");
+        bound
             .args(["--pdeathsig", "KILL", "--"])
             .arg(program)
-            .args(arguments)
+            .args(command.get_args())
+            .envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))))
             .stdin(Stdio::null())
             .stdout(output.try_clone().context("duplicating the log")?)
             .stderr(output);
@@ -59,7 +59,7 @@ impl Process {
             .name(format!("parent of {name}"))
             .spawn(move || {
                 let child = enter(namespace.as_deref())
-                    .and_then(|()| command.spawn().context("starting setpriv (package util-linux)"));
+                    .and_then(|()| bound.spawn().context("starting setpriv (package util-linux)"));
                 if started.send(child).is_ok() {
                     // Ends with an error once the owner is gone, which is what is waited for.
                     let _ = owned.recv();
@@ -71,7 +71,7 @@ impl Process {
     }
 
     /// An error with the end of the log if the process has ended.
-    pub(crate) fn alive(&mut self) -> Result<()> {
+    pub fn alive(&mut self) -> Result<()> {
         match self.child.try_wait().with_context(|| format!("waiting for {}", self.name))? {
             None => Ok(()),
             Some(status) => {
@@ -80,14 +80,15 @@ impl Process {
         }
     }
 
-    pub(crate) fn last_words(&self) -> String {
+    /// The end of the log.
+    pub fn last_words(&self) -> String {
         let text = fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<&str> = text.lines().collect();
         lines[lines.len().saturating_sub(15)..].join("\n")
     }
 
     /// Asks the process to end and waits for it; after 3 s it is killed.
-    pub(crate) fn stop(mut self) -> Result<ExitStatus> {
+    pub fn stop(mut self) -> Result<ExitStatus> {
         let id = i32::try_from(self.child.id()).context("process id")?;
         kill(Pid::from_raw(id), Signal::SIGTERM).with_context(|| format!("stopping {}", self.name))?;
         let deadline = Instant::now() + TERM_LIMIT;
@@ -118,9 +119,20 @@ impl Drop for Process {
 }
 
 /// Moves the calling thread into a named network namespace.
-pub(crate) fn enter(namespace: Option<&str>) -> Result<()> {
+fn enter(namespace: Option<&str>) -> Result<()> {
     let Some(name) = namespace else { return Ok(()) };
     let path = Path::new("/run/netns").join(name);
     let file = File::open(&path).with_context(|| format!("opening {}", path.display()))?;
     setns(file, CloneFlags::CLONE_NEWNET).with_context(|| format!("entering {}", path.display()))
+}
+
+/// Does `work` on a thread of its own in a named network namespace or, without a name, in ours.
+pub fn within<T: Send>(namespace: Option<&str>, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    std::thread::scope(|scope| {
+        let worker = scope.spawn(|| {
+            enter(namespace)?;
+            work()
+        });
+        worker.join().map_err(|_| anyhow!("a thread in a network namespace panicked"))?
+    })
 }

@@ -71,7 +71,7 @@ pub trait World: Sized {
 
 /// Which of these is not there and cannot be built.
 pub fn missing(programs: &[Program]) -> Option<String> {
-    programs.iter().find_map(|program| program.path().err().map(|error| format!("{error:#}")))
+    programs.iter().find_map(|program| program.absent())
 }
 
 /// Does what the command line says. `title` begins the line that counts.

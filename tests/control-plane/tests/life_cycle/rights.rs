@@ -121,9 +121,9 @@ pub(crate) fn without_the_right_to_read_nodes_services_work(world: &mut World) -
     let mut configuration = account.configuration();
     let mut proxy = own.start(&configuration)?;
     configuration["mode"] = json!("nftables");
-    let kube_proxy = match KubeProxy::binary() {
+    let kube_proxy = match KubeProxy::here()? {
         Ok(program) => Ok(real.start_kube_proxy(&program, &configuration)?),
-        Err(error) => Err(format!("kube-proxy: {error:#}")),
+        Err(reason) => Err(reason),
     };
 
     proxy.says("the API server does not allow list and watch of nodes in API group")?;

@@ -263,9 +263,9 @@ fn init_only_sets_the_kernel_up_and_ends(world: &mut World) -> Result<Outcome> {
 
 /// What the real one does where it can be asked cheaply.
 fn kube_proxy_ends_alike(world: &mut World) -> Result<Outcome> {
-    let program = match KubeProxy::binary() {
+    let program = match KubeProxy::here()? {
         Ok(program) => program,
-        Err(error) => return Ok(Outcome::Skipped(format!("{error:#}"))),
+        Err(reason) => return Ok(Outcome::Skipped(reason)),
     };
     let own = Node::new(world, "real", 14)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
@@ -294,9 +294,9 @@ fn kube_proxy_ends_alike(world: &mut World) -> Result<Outcome> {
 
 /// Field by field, but for the Node's name and the time.
 fn kube_proxy_tells_the_same_event(world: &mut World) -> Result<Outcome> {
-    let program = match KubeProxy::binary() {
+    let program = match KubeProxy::here()? {
         Ok(program) => program,
-        Err(error) => return Ok(Outcome::Skipped(format!("{error:#}"))),
+        Err(reason) => return Ok(Outcome::Skipped(reason)),
     };
     let told = |own: &Node| -> Result<serde_json::Value> {
         let mut event = world.event(own.name, "Starting")?;
@@ -323,9 +323,9 @@ fn kube_proxy_tells_the_same_event(world: &mut World) -> Result<Outcome> {
 }
 
 fn kernel_parameters_are_those_of_kube_proxy(world: &mut World) -> Result<Outcome> {
-    let real = match KubeProxy::binary() {
+    let real = match KubeProxy::here()? {
         Ok(real) => real,
-        Err(error) => return Ok(Outcome::Skipped(format!("{error:#}"))),
+        Err(reason) => return Ok(Outcome::Skipped(reason)),
     };
     if let Some(reason) = &world.without_conntrack {
         return Ok(Outcome::Skipped(reason.clone()));

@@ -52,14 +52,22 @@ fn collect(path: &str, joint: &str, theirs: Option<&Value>, ours: Option<&Value>
     }
 }
 
-/// Differences that have a reason: the rows of a table in a Markdown file. `*` stands for any text.
+/// Differences that have a reason: the rows of tables in a Markdown file. `*` stands for any text. What is below a heading
+/// that ends with `mode …` is about that mode of kube-proxy only.
 pub(crate) struct Differences(Vec<String>);
 
 impl Differences {
-    pub(crate) fn read(path: &Path) -> Result<Self> {
+    pub(crate) fn read(path: &Path, mode: &str) -> Result<Self> {
         let text = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
         let mut patterns = Vec::new();
-        for line in text.lines().filter(|line| line.starts_with("| `")) {
+        let mut counts = true;
+        for line in text.lines() {
+            if line.starts_with('#') {
+                counts = line.rsplit_once("mode ").is_none_or(|(_, of)| of == mode);
+            }
+            if !counts || !line.starts_with("| `") {
+                continue;
+            }
             let cells: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
             let [pattern, reason] = cells.as_slice() else { bail!("{line} must have two cells") };
             ensure!(reason.len() > 10, "{pattern} has no reason in {}", path.display());

@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     io::{Read, Write},
-    net::{Ipv4Addr, TcpStream},
+    net::TcpStream,
     time::Duration,
 };
 
@@ -17,14 +17,18 @@ pub(crate) const METRICS: u16 = 10249;
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Keep {
     Text,
+    /// To the letter, but for times in quotes.
+    TextWithTimes,
     Json,
     /// Status and headers only.
     Nothing,
 }
 
 /// A request by name.
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Page {
     pub(crate) name: &'static str,
+    pub(crate) address: &'static str,
     pub(crate) port: u16,
     pub(crate) method: &'static str,
     pub(crate) path: &'static str,
@@ -33,8 +37,8 @@ pub(crate) struct Page {
     pub(crate) keep: Keep,
 }
 
-const fn get(name: &'static str, port: u16, path: &'static str, keep: Keep) -> Page {
-    Page { name, port, method: "GET", path, accept: "", body: "", keep }
+pub(crate) const fn get(name: &'static str, port: u16, path: &'static str, keep: Keep) -> Page {
+    Page { name, address: "127.0.0.1", port, method: "GET", path, accept: "", body: "", keep }
 }
 
 const fn accepting(name: &'static str, path: &'static str, accept: &'static str, keep: Keep) -> Page {
@@ -52,11 +56,13 @@ const fn with(
 }
 
 /// What load balancers and kubelets ask, in each state of the Node.
-pub(crate) const HEALTH: &[Page] =
-    &[get("healthz", HEALTHZ, "/healthz", Keep::Json), get("livez", HEALTHZ, "/livez", Keep::Json)];
+pub(crate) const HEALTH: &[Page] = &[
+    get("healthz", HEALTHZ, "/healthz", Keep::TextWithTimes),
+    get("livez", HEALTHZ, "/livez", Keep::TextWithTimes),
+];
 
 pub(crate) const PAGES: &[Page] = &[
-    Page { keep: Keep::Json, ..with("healthz, POST", HEALTHZ, "POST", "/healthz", "") },
+    Page { keep: Keep::TextWithTimes, ..with("healthz, POST", HEALTHZ, "POST", "/healthz", "") },
     with("healthz, HEAD", HEALTHZ, "HEAD", "/healthz", ""),
     get("healthz server, other path", HEALTHZ, "/metrics", Keep::Text),
     get("healthz server, root", HEALTHZ, "/", Keep::Text),
@@ -137,8 +143,15 @@ pub(crate) const PAGES: &[Page] = &[
 ];
 
 /// Headers that say something.
-const HEADERS: [&str; 6] =
-    ["content-type", "x-content-type-options", "location", "warning", "content-disposition", "allow"];
+const HEADERS: [&str; 7] = [
+    "content-type",
+    "x-content-type-options",
+    "location",
+    "warning",
+    "content-disposition",
+    "allow",
+    "x-load-balancing-endpoint-weight",
+];
 
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -150,9 +163,9 @@ pub(crate) struct Answer {
 
 impl Page {
     pub(crate) fn ask(&self) -> Result<Answer> {
-        let Self { name, port, method, path, accept, body, .. } = self;
-        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, *port))
-            .with_context(|| format!("connecting to port {port} for {name}"))?;
+        let Self { name, address, port, method, path, accept, body, .. } = self;
+        let mut stream = TcpStream::connect((*address, *port))
+            .with_context(|| format!("connecting to {address}:{port} for {name}"))?;
         stream.set_read_timeout(Some(LIMIT)).context("setting a timeout")?;
         // Nothing is chunked in HTTP/1.0, and the answer's end is the connection's.
         let mut request = format!("{method} {path} HTTP/1.0\r\nHost: node\r\n");
@@ -170,23 +183,32 @@ impl Page {
         let status = head.split(' ').nth(1).and_then(|code| code.parse().ok()).context("no status")?;
         Ok(Answer { status, head, body: bytes.split_off(end + 4) })
     }
+}
 
-    /// The answer as it is recorded. `folder`: what is in it is called `<folder>`.
-    pub(crate) fn seen(&self, folder: &str) -> Result<Value> {
-        let answer = self.ask()?;
+impl Answer {
+    pub(crate) fn text(&self) -> String {
+        String::from_utf8_lossy(&self.body).into_owned()
+    }
+
+    /// The answer as it is recorded. What is in one of `folders` is called `<folder>/…`.
+    pub(crate) fn seen(&self, keep: Keep, folders: &[&str]) -> Result<Value> {
         let mut seen = Map::new();
-        seen.insert("status".into(), answer.status.into());
-        for line in answer.head.lines().skip(1) {
+        seen.insert("status".into(), self.status.into());
+        for line in self.head.lines().skip(1) {
             if let Some((name, value)) = line.split_once(':')
                 && HEADERS.contains(&name.to_lowercase().as_str())
             {
                 seen.insert(name.to_lowercase(), value.trim().into());
             }
         }
-        let text = String::from_utf8_lossy(&answer.body).replace(folder, "<folder>");
-        match self.keep {
+        let text = folders.iter().fold(self.text(), |text, folder| text.replace(folder, "<folder>/"));
+        match keep {
             Keep::Nothing => {}
             Keep::Text => drop(seen.insert("body".into(), text.into())),
+            Keep::TextWithTimes => {
+                let parts = text.split('"').map(|part| if is_time(part) { "<time>" } else { part });
+                seen.insert("body".into(), parts.collect::<Vec<_>>().join("\"").into());
+            }
             Keep::Json => {
                 let mut body = serde_json::from_str(&text).unwrap_or_else(|_| Value::from(text));
                 mask(&mut body);
@@ -197,14 +219,8 @@ impl Page {
     }
 }
 
-impl Answer {
-    pub(crate) fn text(&self) -> String {
-        String::from_utf8_lossy(&self.body).into_owned()
-    }
-}
-
 /// Replaces times and versions.
-fn mask(value: &mut Value) {
+pub(crate) fn mask(value: &mut Value) {
     match value {
         Value::Object(fields) => {
             for (name, field) in fields {

@@ -1,0 +1,176 @@
+//! The cluster that all proxies see, and what happens to it.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use anyhow::{Context, Result};
+use control_plane::{ApiServer, Folder, Identity, Options, objects};
+use serde_json::{Value, json};
+
+use crate::network::{self, NODE_ADDRESS, SERVER};
+
+pub(crate) const NODE: &str = "node-a";
+/// A Service whose load balancer asks here.
+pub(crate) const CHECKED: (&str, u16) = ("checked", 32_456);
+/// RBAC grants it what [`Cluster::grant`] says.
+const PROXY: Identity = Identity { name: "proxy-under-test", user: "proxy-under-test", group: "" };
+
+pub(crate) struct Cluster {
+    server: ApiServer,
+    folder: Folder,
+}
+
+/// An endpoint of [`CHECKED`].
+#[derive(Clone, Copy)]
+pub(crate) enum Endpoint {
+    Here,
+    Elsewhere,
+    /// Here, on its way out, and still answering.
+    Leaving,
+}
+
+impl Cluster {
+    /// In a network of its own, see [`network::set_up`].
+    pub(crate) fn start() -> Result<Self> {
+        network::set_up()?;
+        let folder = Folder::create()?;
+        let address = SERVER.parse().context("an address")?;
+        let options = Options { address, identities: vec![PROXY], ..Options::default() };
+        let server = ApiServer::start_with(&folder.path().join("control-plane"), options)?;
+        let cluster = Self { server, folder };
+        cluster.taint(&[])?;
+        cluster.apply(&json!({
+            "apiVersion": "v1", "kind": "Service", "metadata": {"namespace": "default", "name": "web"},
+            "spec": {
+                "type": "NodePort", "externalTrafficPolicy": "Local", "clusterIP": "10.96.7.7",
+                "ports": [{"name": "main", "port": 80, "targetPort": 8080}],
+            },
+        }))?;
+        cluster.endpoints_of_web(1, None)?;
+        Ok(cluster)
+    }
+
+    pub(crate) fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    pub(crate) fn kubeconfig(&self) -> PathBuf {
+        self.server.kubeconfig(PROXY)
+    }
+
+    pub(crate) fn apply(&self, object: &Value) -> Result<()> {
+        self.server.apply(object)
+    }
+
+    /// What the proxies may list and watch, by API group and plural; events may be written.
+    pub(crate) fn grant(&self, readable: &[(&str, &str)]) -> Result<()> {
+        let rule = |group: &str, resource: &str, verbs: [&str; 2]| json!({"apiGroups": [group], "resources": [resource], "verbs": verbs});
+        let mut rules: Vec<Value> =
+            readable.iter().map(|(group, resource)| rule(group, resource, ["list", "watch"])).collect();
+        rules.push(rule("events.k8s.io", "events", ["create", "patch"]));
+        self.apply(&json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole",
+            "metadata": {"name": PROXY.name}, "rules": rules,
+        }))?;
+        self.apply(&json!({
+            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
+            "metadata": {"name": PROXY.name},
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": PROXY.name},
+            "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": PROXY.user}],
+        }))
+    }
+
+    /// The Node with these taints only.
+    pub(crate) fn taint(&self, keys: &[&str]) -> Result<()> {
+        let taints: Vec<Value> = keys.iter().map(|key| json!({"key": key, "effect": "NoSchedule"})).collect();
+        self.apply(&json!({
+            "apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE},
+            "spec": {"podCIDR": "10.0.0.0/24", "taints": taints},
+            "status": {"addresses": [{"type": "InternalIP", "address": NODE_ADDRESS}]},
+        }))
+    }
+
+    /// Begins to delete the Node, which somebody's finalizer holds up.
+    pub(crate) fn begin_to_delete_node(&self) -> Result<()> {
+        let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}});
+        let kept = json!({"metadata": {"finalizers": ["example.com/kept"]}});
+        self.server.run(async |client| {
+            objects::merge(&client, &node, &kept).await?;
+            objects::delete(&client, &node).await
+        })
+    }
+
+    /// So many, all on another node. `triggered`: the time of the change is told.
+    pub(crate) fn endpoints_of_web(&self, count: usize, triggered: Option<String>) -> Result<()> {
+        let annotations =
+            triggered.map(|time| json!({"endpoints.kubernetes.io/last-change-trigger-time": time}));
+        let endpoints: Vec<Value> = (0..count)
+            .map(|number| {
+                let address = format!("10.0.{}.{}", 1 + number / 250, 1 + number % 250);
+                json!({"addresses": [address], "conditions": {"ready": true}, "nodeName": "node-b"})
+            })
+            .collect();
+        self.apply(&slice("web", annotations, &endpoints))
+    }
+
+    /// A Service whose load balancer asks at this port.
+    pub(crate) fn health_checked(&self, name: &str, port: u16) -> Result<()> {
+        self.apply(&json!({
+            "apiVersion": "v1", "kind": "Service", "metadata": {"namespace": "default", "name": name},
+            "spec": {
+                "type": "LoadBalancer", "externalTrafficPolicy": "Local", "healthCheckNodePort": port,
+                "ports": [{"name": "main", "port": 80, "targetPort": 8080}],
+            },
+            "status": {"loadBalancer": {"ingress": [{"ip": "203.0.113.1"}]}},
+        }))
+    }
+
+    pub(crate) fn endpoints_of_checked(&self, endpoints: &[Endpoint]) -> Result<()> {
+        let endpoints: Vec<Value> = endpoints
+            .iter()
+            .enumerate()
+            .map(|(number, endpoint)| {
+                let node = if matches!(endpoint, Endpoint::Elsewhere) { "node-b" } else { NODE };
+                let leaves = matches!(endpoint, Endpoint::Leaving);
+                json!({
+                    "addresses": [format!("10.0.9.{}", 1 + number)], "nodeName": node,
+                    "conditions": {"ready": !leaves, "serving": true, "terminating": leaves},
+                })
+            })
+            .collect();
+        self.apply(&slice(CHECKED.0, None, &endpoints))
+    }
+
+    /// All that were written so far.
+    pub(crate) fn events(&self) -> Result<Vec<Value>> {
+        let path = "/apis/events.k8s.io/v1/namespaces/default/events?limit=500";
+        let list = self.server.run(async |client| objects::get(&client, path).await)?;
+        Ok(list["items"].as_array().cloned().unwrap_or_default())
+    }
+}
+
+fn slice(service: &str, annotations: Option<Value>, endpoints: &[Value]) -> Value {
+    json!({
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
+        "metadata": {
+            "namespace": "default", "name": format!("{service}-1"), "annotations": annotations,
+            "labels": {"kubernetes.io/service-name": service},
+        },
+        "addressType": "IPv4",
+        "endpoints": endpoints,
+        "ports": [{"name": "main", "protocol": "TCP", "port": 8080}],
+    })
+}
+
+/// A second from now, in RFC 3339.
+pub(crate) fn soon() -> Result<String> {
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock")?.as_secs();
+    let output = Command::new("date")
+        .args(["-u", "+%Y-%m-%dT%H:%M:%SZ", "-d", &format!("@{}", seconds + 1)])
+        .output()
+        .context("starting date")?;
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}

@@ -1,0 +1,234 @@
+//! One proxy: in a network namespace of its own, with the programs that it starts under our control.
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use control_plane::{Process, go, within};
+use proxy_ctl::sys::filesystem;
+use serde_json::{Value, json};
+
+use crate::{
+    cluster::{Cluster, NODE},
+    network::Namespace,
+    page::{Answer, HEALTH, METRICS, PAGES, Page},
+};
+
+/// Of kube-proxy.
+pub(crate) const MODES: [&str; 2] = ["iptables", "nftables"];
+/// Whatever waits for twice as long makes a proxy unhealthy.
+const SYNC_PERIOD: &str = "5s";
+const BPFFS: &str = "/sys/fs/bpf";
+/// More endpoints than this cannot be programmed by ours.
+pub(crate) const ROOM: usize = 100;
+const LIMIT: Duration = Duration::from_secs(90);
+const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
+/// What kube-proxy writes rules with.
+const TOOLS: [&str; 7] = [
+    "iptables",
+    "iptables-save",
+    "iptables-restore",
+    "ip6tables",
+    "ip6tables-save",
+    "ip6tables-restore",
+    "nft",
+];
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Program<'a> {
+    KubeProxy { program: &'a Path, mode: &'static str },
+    ProxyCtl { program: &'a Path },
+}
+
+impl Program<'_> {
+    fn mode(&self) -> &'static str {
+        match self {
+            Self::KubeProxy { mode, .. } => mode,
+            Self::ProxyCtl { .. } => "ebpf",
+        }
+    }
+}
+
+pub(crate) struct Peer<'a> {
+    program: Program<'a>,
+    folder: PathBuf,
+    /// Dropped before what it runs in.
+    process: Option<Process>,
+    pub(crate) namespace: Namespace,
+    place: Option<Place>,
+}
+
+/// What ours leaves on the machine; gone with it.
+struct Place {
+    program: PathBuf,
+    pins: PathBuf,
+    cgroup: PathBuf,
+}
+
+impl Place {
+    fn create(program: &Path) -> Result<Self> {
+        filesystem::provide_bpffs(Path::new(BPFFS)).context("mounting a bpffs")?;
+        let cgroups = filesystem::cgroup_root().context("looking for cgroup v2")?;
+        let own = format!("proxy-ctl-surface-{}", std::process::id());
+        let pins = Path::new(BPFFS).join(&own);
+        let cgroup = cgroups.context("cgroup v2 is not mounted")?.join(&own);
+        let place = Self { program: program.to_owned(), pins, cgroup };
+        for folder in [&place.pins, &place.cgroup] {
+            fs::create_dir(folder).with_context(|| format!("creating {}", folder.display()))?;
+        }
+        Ok(place)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        // What cannot be removed now is in folders of its own.
+        let _ = Command::new(&self.program).arg("cleanup").arg("--bpffs").arg(&self.pins).output();
+        let _ = fs::remove_dir(&self.pins);
+        let _ = fs::remove_dir(&self.cgroup);
+    }
+}
+
+impl<'a> Peer<'a> {
+    /// `number` tells it from all others. It is not started.
+    pub(crate) fn new(program: Program<'a>, number: u8, cluster: &Cluster) -> Result<Self> {
+        let folder = cluster.folder().join(program.mode());
+        fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        let place = match program {
+            Program::ProxyCtl { program } => Some(Place::create(program)?),
+            Program::KubeProxy { .. } => None,
+        };
+        let namespace = Namespace::create(number)?;
+        let peer = Self { program, folder, process: None, namespace, place };
+        peer.write_tools()?;
+        Ok(peer)
+    }
+
+    pub(crate) fn mode(&self) -> &'static str {
+        self.program.mode()
+    }
+
+    /// Names in the order of PATH's folders, each failing where a file says so.
+    fn write_tools(&self) -> Result<()> {
+        let folder = self.folder.join("bin");
+        fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        for tool in TOOLS {
+            // Where one is not installed, kube-proxy finds out by itself.
+            let Some(real) = go::on_path(tool) else { continue };
+            let (file, broken) = (folder.join(tool), self.broken());
+            let text = format!(
+                "#!/bin/sh\nif [ -e {broken} ]; then echo broken on purpose >&2; exit 1; fi\nexec {real} \"$@\"\n",
+                broken = broken.display(),
+                real = real.display(),
+            );
+            fs::write(&file, text).with_context(|| format!("writing {}", file.display()))?;
+            fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).context("making it executable")?;
+        }
+        Ok(())
+    }
+
+    fn broken(&self) -> PathBuf {
+        self.folder.join("broken")
+    }
+
+    /// From now on kube-proxy cannot write any rules.
+    pub(crate) fn break_tools(&self) -> Result<()> {
+        fs::write(self.broken(), "").with_context(|| format!("writing {}", self.broken().display()))
+    }
+
+    pub(crate) fn mend_tools(&self) -> Result<()> {
+        fs::remove_file(self.broken()).with_context(|| format!("removing {}", self.broken().display()))
+    }
+
+    /// The same file for all; only the mode and where ours keeps its tables differ. Ends what runs.
+    pub(crate) fn start(&mut self, cluster: &Cluster, more: &Value) -> Result<()> {
+        self.process = None;
+        let mode = self.mode();
+        let section = json!({"minSyncPeriod": "1ms", "syncPeriod": SYNC_PERIOD});
+        let mut configuration = json!({
+            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+            "kind": "KubeProxyConfiguration",
+            "mode": mode,
+            "hostnameOverride": NODE,
+            "clientConnection": {"kubeconfig": cluster.kubeconfig()},
+            "clusterCIDR": "10.0.0.0/8",
+            // The machine's own limits stay as they are.
+            "conntrack": {"maxPerCore": 0},
+            "enableProfiling": true,
+            "iptables": section,
+            "nftables": section,
+            "oomScoreAdj": -998,
+        });
+        if let Some(Place { pins, cgroup, .. }) = &self.place {
+            let limits = json!({"services": 100, "slots": 1000, "frontends": 100, "backends": ROOM});
+            configuration["ebpf"] = json!({"bpffs": pins, "cgroup": cgroup, "limits": limits});
+        }
+        for (field, value) in more.as_object().into_iter().flatten() {
+            configuration[field] = value.clone();
+        }
+        // All have a file of the same name, as it is shown.
+        let file = self.folder.join("config.yaml");
+        fs::write(&file, configuration.to_string()).with_context(|| format!("writing {}", file.display()))?;
+        let mut command = match self.program {
+            Program::KubeProxy { program, .. } => Command::new(program),
+            Program::ProxyCtl { program } => {
+                let mut command = Command::new(program);
+                command.arg("run");
+                command
+            }
+        };
+        let path = std::env::var("PATH").unwrap_or_default();
+        command.arg("--config").arg(&file).arg("-v=2");
+        command.env("PATH", format!("{}:{path}", self.folder.join("bin").display()));
+        let log = self.folder.join("log");
+        self.process = Some(Process::start(&command, &log, Some(&self.namespace.name))?);
+        Ok(())
+    }
+
+    /// Sends a request from the node itself.
+    pub(crate) fn ask(&self, page: &Page) -> Result<Answer> {
+        within(Some(&self.namespace.name), || page.ask())
+    }
+
+    /// An answer as it is recorded.
+    pub(crate) fn see(&self, page: &Page, cluster: &Cluster) -> Result<Value> {
+        let own = format!("{}/", self.folder.display());
+        let common = format!("{}/", cluster.folder().display());
+        self.ask(page)?.seen(page.keep, &[&own, &common])
+    }
+
+    pub(crate) fn metrics(&self, path: &'static str) -> Result<String> {
+        let page = PAGES.iter().find(|page| page.path == path && page.method == "GET");
+        let page = Page { accept: "", port: METRICS, ..*page.context("no such page")? };
+        let answer = self.ask(&page)?;
+        if answer.status != 200 {
+            bail!("{path} answers {}", answer.status);
+        }
+        Ok(answer.text())
+    }
+
+    pub(crate) fn until_healthz(&mut self, status: u16) -> Result<()> {
+        let [page, ..] = HEALTH else { bail!("no page") };
+        self.until(&format!("/healthz answers {status}"), |peer| Ok(peer.ask(page)?.status == status))
+    }
+
+    /// What cannot be asked is not so yet.
+    pub(crate) fn until(&mut self, what: &str, condition: impl Fn(&Self) -> Result<bool>) -> Result<()> {
+        let deadline = Instant::now() + LIMIT;
+        let mode = self.mode();
+        while !condition(self).unwrap_or(false) {
+            let process = self.process.as_mut().with_context(|| format!("{mode} does not run"))?;
+            process.alive()?;
+            if Instant::now() > deadline {
+                bail!("not so in mode {mode}: {what}; the log ends with\n{}", process.last_words());
+            }
+            std::thread::sleep(BETWEEN_LOOKS);
+        }
+        Ok(())
+    }
+}

@@ -4,6 +4,7 @@
 //! `cargo test -p control-plane --test life_cycle [-- [--list] [part of a name]]`; needs root and a built proxy-ctl.
 
 mod api_server;
+mod leftovers;
 mod node;
 mod proxy;
 mod rights;

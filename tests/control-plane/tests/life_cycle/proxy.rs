@@ -129,7 +129,8 @@ impl End {
 pub(crate) fn get(address: &str, path: &str) -> Result<Option<(u16, String)>> {
     let Ok(mut stream) = TcpStream::connect(address) else { return Ok(None) };
     stream.set_read_timeout(Some(LIMIT)).context("setting a timeout")?;
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").context("asking")?;
+    // 1.0: the answer is not cut into chunks.
+    write!(stream, "GET {path} HTTP/1.0\r\nHost: x\r\n\r\n").context("asking")?;
     let mut answer = String::new();
     stream.read_to_string(&mut answer).with_context(|| format!("reading {address}{path}"))?;
     let status = answer.split(' ').nth(1).and_then(|word| word.parse().ok());

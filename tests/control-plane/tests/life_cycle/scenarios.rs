@@ -9,6 +9,11 @@ use serde_json::json;
 
 use crate::{
     api_server::an_api_server_that_is_away_changes_nothing,
+    leftovers::{
+        a_kube_proxy_that_is_still_at_work_is_named_and_not_fought, clean_up_leaves_what_kube_proxys_leaves,
+        run_leaves_them_where_it_is_told_to, run_removes_them_and_connections_live_on,
+        what_others_use_of_kube_proxy_stays_and_is_named,
+    },
     node::Node,
     proxy::{Proxy, answers, get, metric},
     rights::{
@@ -38,6 +43,11 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
         kube_proxy_ends_alike,
         kernel_parameters_are_those_of_kube_proxy,
         kube_proxy_tells_the_same_event,
+        clean_up_leaves_what_kube_proxys_leaves,
+        what_others_use_of_kube_proxy_stays_and_is_named,
+        run_removes_them_and_connections_live_on,
+        run_leaves_them_where_it_is_told_to,
+        a_kube_proxy_that_is_still_at_work_is_named_and_not_fought,
     ]
 }
 

@@ -1,0 +1,446 @@
+//! What the real kube-proxy leaves, and who removes it: its own `--cleanup` says what must be left then.
+
+use std::{
+    collections::BTreeSet,
+    env, fs,
+    io::{Read as _, Write as _},
+    net::{SocketAddr, TcpListener, TcpStream},
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use control_plane::{KubeProxy, Outcome, objects};
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+use crate::{
+    node::Node,
+    proxy::{self, Proxy, answers, metric},
+    scenarios::{ADDRESS, PROGRAMMED},
+    until::{LIMIT, until},
+    world::{World, node},
+};
+
+const CLUSTER_IP: &str = "10.96.77.77";
+const ENDPOINT: &str = "10.0.0.77";
+const PORT: u16 = 8077;
+const REMOVED: &str = "removed what another kube-proxy had left";
+
+/// Somebody else's, in tables of their own and in those that kube-proxy uses too.
+const FOREIGN_TABLE: &str = "table inet mine { chain input { type filter hook input priority 5; \
+                             tcp dport 9 counter drop comment \"KUBE-SERVICES\"; }; }";
+const FOREIGN_RULES: [&str; 6] = [
+    "-t nat -N MINE",
+    "-t nat -A PREROUTING -m comment --comment mine -j MINE",
+    "-t nat -A MINE -p tcp --dport 81 -j REDIRECT --to-ports 82",
+    "-t filter -N KUBE-ROUTER-FORWARD",
+    "-t filter -A FORWARD -j KUBE-ROUTER-FORWARD",
+    "-t mangle -N KUBE-KUBELET-CANARY",
+];
+
+/// Which kernel interface kube-proxy's rules are in.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Tables {
+    /// Of mode nftables, or of mode iptables with iptables-nft.
+    Nft(&'static str),
+    /// Of mode iptables with iptables-legacy.
+    Legacy,
+}
+
+impl Tables {
+    fn mode(self) -> &'static str {
+        match self {
+            Self::Nft(mode) => mode,
+            Self::Legacy => "iptables",
+        }
+    }
+
+    fn variant(self) -> &'static str {
+        match self {
+            Self::Nft(_) => "nft",
+            Self::Legacy => "legacy",
+        }
+    }
+
+    /// Everything that is there, chain by chain in the order of their names: kube-proxy makes them in any. Counters
+    /// differ from one run to the next, and nobody asks for them.
+    fn dump(self) -> Result<String> {
+        let text = match self {
+            Self::Nft(_) => run("nft", &["list", "ruleset"])?,
+            Self::Legacy => {
+                run("iptables-legacy-save", &[])?
+                    + &run("ip6tables-legacy-save", &[])?.replace("\n*", "\n*IPv6 ")
+            }
+        };
+        let (mut table, mut chain, mut lines) = (String::new(), String::new(), Vec::new());
+        for line in text.lines().map(|line| without_counts(line.trim())) {
+            if line.starts_with("table ") || line.starts_with('*') {
+                (table, chain) = (line.clone(), String::new());
+            } else if line.starts_with("chain ") || line.starts_with(':') {
+                chain = line.trim_start_matches(':').to_owned();
+            } else if let Some((of, _)) = line.strip_prefix("-A ").and_then(|rule| rule.split_once(' ')) {
+                chain = of.to_owned();
+            }
+            if !line.is_empty() && !line.starts_with('#') && line != "}" && line != "COMMIT" {
+                lines.push((table.clone(), chain.clone(), line));
+            }
+        }
+        lines.sort_by(|a, b| (&a.0, &a.1).cmp(&(&b.0, &b.1)));
+        Ok(lines.into_iter().map(|(table, _, line)| format!("{table} {line}\n")).collect())
+    }
+
+    /// Both families, with all that is made at the start.
+    fn are_complete(self, dump: &str, own: &Node) -> bool {
+        let synced = |family: &str| {
+            let name = format!("kubeproxy_sync_proxy_rules_last_timestamp_seconds{{ip_family=\"{family}\"}}");
+            metric(&own.metrics(), &name).is_ok_and(|time| time > 0.0)
+        };
+        let canaries = dump.lines().filter(|line| line.contains("KUBE-PROXY-CANARY")).count();
+        dump.contains(CLUSTER_IP)
+            && dump.contains(ENDPOINT)
+            && (self.mode() != "iptables" || canaries == 6)
+            && ["IPv4", "IPv6"].into_iter().all(synced)
+    }
+}
+
+/// `packets 5 bytes 300` and `ACCEPT [5:300]` are zero.
+fn without_counts(line: &str) -> String {
+    let mut words: Vec<&str> = line.split(' ').collect();
+    for at in 1..words.len() {
+        if matches!(words[at - 1], "packets" | "bytes") {
+            words[at] = "0";
+        }
+    }
+    let line = words.join(" ");
+    match line.split_once(" [") {
+        Some((chain, _)) if line.starts_with(':') => chain.to_owned(),
+        _ => line,
+    }
+}
+
+fn run(program: &str, arguments: &[&str]) -> Result<String> {
+    let output = Command::new(program)
+        .args(arguments)
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("starting {program}"))?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{program} {arguments:?}: {}: {said}", output.status);
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// The real kube-proxy, with iptables of one kind; its rules are gone with the value.
+struct Former {
+    program: PathBuf,
+    tables: Tables,
+    /// Holds iptables and its like under the names that kube-proxy calls.
+    path: String,
+}
+
+impl Former {
+    /// `None`: why it cannot be tried here.
+    fn new(own: &Node, tables: Tables) -> Result<Result<Self, Outcome>> {
+        let program = match KubeProxy::binary() {
+            Ok(program) => program,
+            Err(error) => return Ok(Err(Outcome::Skipped(format!("{error:#}")))),
+        };
+        let multi = format!("xtables-{}-multi", tables.variant());
+        let found = env::split_paths(&env::var_os("PATH").unwrap_or_default())
+            .map(|folder| folder.join(&multi))
+            .find(|path| path.exists());
+        let Some(multi) = found else {
+            return Ok(Err(Outcome::Skipped(format!("{multi} is not installed"))));
+        };
+        let folder = own.config_file().with_file_name(format!("iptables-{}", tables.variant()));
+        fs::create_dir_all(&folder)?;
+        for name in ["iptables", "ip6tables"] {
+            for command in ["", "-save", "-restore"] {
+                let link = folder.join(format!("{name}{command}"));
+                if !link.exists() {
+                    symlink(&multi, link)?;
+                }
+            }
+        }
+        let path = format!("PATH={}:{}", folder.display(), env::var("PATH").unwrap_or_default());
+        let former = Self { program, tables, path };
+        former.reset()?;
+        Ok(Ok(former))
+    }
+
+    fn reset(&self) -> Result<()> {
+        run("nft", &["flush", "ruleset"])?;
+        if self.tables == Tables::Legacy {
+            for program in ["iptables-legacy", "ip6tables-legacy"] {
+                for table in ["nat", "filter", "mangle"] {
+                    run(program, &["-t", table, "-F"])?;
+                    run(program, &["-t", table, "-X"])?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn lay_foreign_rules(&self) -> Result<()> {
+        run("nft", &[FOREIGN_TABLE])?;
+        for family in ["iptables", "ip6tables"] {
+            for rule in FOREIGN_RULES {
+                let arguments: Vec<&str> = rule.split(' ').collect();
+                run(&format!("{family}-{}", self.tables.variant()), &arguments)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn start(&self, own: &Node, more: &Value) -> Result<Proxy> {
+        let mut configuration = json!({"mode": self.tables.mode()});
+        for (field, value) in more.as_object().into_iter().flatten() {
+            configuration[field] = value.clone();
+        }
+        fs::write(own.config_file(), own.configuration(&configuration))?;
+        let (program, file) = (self.program.display().to_string(), own.config_file().display().to_string());
+        let proxy = Proxy::start(Path::new("env"), &[&self.path, &program, "--config", &file])?;
+        until(
+            "kube-proxy's rules",
+            LIMIT,
+            || Ok(self.tables.are_complete(&self.tables.dump()?, own).then_some(())),
+            || format!("{}\n{}", proxy.log(), self.tables.dump().unwrap_or_default()),
+        )?;
+        Ok(proxy)
+    }
+
+    /// Programs everything, and ends.
+    fn leave_rules(&self, own: &Node) -> Result<()> {
+        let mut proxy = self.start(own, &json!({}))?;
+        proxy.send(Signal::SIGTERM)?;
+        proxy.ends()?;
+        Ok(())
+    }
+
+    fn clean_up(&self) -> Result<()> {
+        run("env", &[&self.path, &self.program.display().to_string(), "--cleanup"]).map(drop)
+    }
+}
+
+impl Drop for Former {
+    fn drop(&mut self) {
+        // The next scenario begins with the same.
+        let _ = self.reset();
+    }
+}
+
+/// `proxy-ctl cleanup --kube-proxy`: what it says of kube-proxy.
+fn clean_up() -> Result<Value> {
+    let program = proxy::program()?.display().to_string();
+    let nothing = "/sys/fs/bpf/proxy-ctl-life-nothing";
+    let text = run(&program, &["cleanup", "--kube-proxy", "--output", "json", "--bpffs", nothing])?;
+    let said: Value = serde_json::from_str(&text)?;
+    ensure!(said["problems"] == json!([]), "{said}");
+    Ok(said["kubeProxy"].clone())
+}
+
+/// A Service with a known address, a node port and an endpoint on this machine.
+fn publish(world: &World, own: &Node) -> Result<()> {
+    world.apply(&node(own.name, ADDRESS, &[]))?;
+    let mut service = objects::service("default", "leftovers", PORT);
+    service["spec"]["clusterIP"] = json!(CLUSTER_IP);
+    service["spec"]["type"] = json!("NodePort");
+    world.apply(&service)?;
+    let slice = objects::endpoint_slice("default", "leftovers-1", "leftovers", &[ENDPOINT.parse()?], PORT);
+    world.apply(&slice)
+}
+
+fn is_as(expected: &str, found: &str) -> Result<()> {
+    ensure!(expected == found, "expected\n{expected}\nfound\n{found}");
+    Ok(())
+}
+
+pub(crate) fn clean_up_leaves_what_kube_proxys_leaves(world: &mut World) -> Result<Outcome> {
+    let own = Node::new(world, "left", 40)?;
+    publish(world, &own)?;
+    let mut skipped = Vec::new();
+    for tables in [Tables::Nft("iptables"), Tables::Nft("nftables"), Tables::Legacy] {
+        let former = match Former::new(&own, tables)? {
+            Ok(former) => former,
+            Err(Outcome::Skipped(why)) => {
+                skipped.push(format!("{tables:?}: {why}"));
+                continue;
+            }
+            Err(Outcome::Passed) => continue,
+        };
+        former.lay_foreign_rules()?;
+        former.leave_rules(&own)?;
+        let programmed = tables.dump()?;
+        former.clean_up()?;
+        let expected = tables.dump()?;
+        ensure!(
+            expected != programmed && expected.contains("MINE"),
+            "{tables:?}: nothing to compare: {expected}"
+        );
+
+        former.reset()?;
+        former.lay_foreign_rules()?;
+        former.leave_rules(&own)?;
+        // It goes through its Services in any order.
+        let lines = |dump: &str| dump.lines().map(str::to_owned).collect::<BTreeSet<_>>();
+        ensure!(lines(&programmed) == lines(&tables.dump()?), "kube-proxy does not program the same twice");
+        let said = clean_up()?;
+        is_as(&expected, &tables.dump()?).with_context(|| format!("{tables:?}: {said}"))?;
+        ensure!(said["kept"] == json!([]), "{tables:?}: {said}");
+        let again = clean_up()?;
+        ensure!(again == json!({"removed": [], "kept": []}), "{tables:?}, once more: {again}");
+    }
+    Ok(if skipped.is_empty() { Outcome::Passed } else { Outcome::Skipped(skipped.join("; ")) })
+}
+
+pub(crate) fn what_others_use_of_kube_proxy_stays_and_is_named(world: &mut World) -> Result<Outcome> {
+    let own = Node::new(world, "used", 41)?;
+    publish(world, &own)?;
+    let former = match Former::new(&own, Tables::Nft("iptables"))? {
+        Ok(former) => former,
+        Err(skipped) => return Ok(skipped),
+    };
+    former.lay_foreign_rules()?;
+    former.leave_rules(&own)?;
+    for rule in ["-A MINE -s 10.9.0.0/16 -j KUBE-MARK-MASQ", "-A MINE -s 10.9.0.0/16 -j KUBE-NODEPORTS"] {
+        let arguments: Vec<&str> = ["-t", "nat"].into_iter().chain(rule.split(' ')).collect();
+        run("iptables-nft", &arguments)?;
+    }
+    // A map is not looked into.
+    run("nft", &["add rule ip filter KUBE-ROUTER-FORWARD tcp dport vmap { 7 : jump KUBE-FORWARD }"])?;
+    let rules_of = |chain: &str| run("iptables-nft", &["-t", "nat", "-S", chain]);
+    let (mine, masquerading) =
+        (rules_of("MINE")?, (rules_of("KUBE-MARK-MASQ")?, rules_of("KUBE-POSTROUTING")?));
+
+    let said = clean_up()?;
+    is_as(&mine, &rules_of("MINE")?)?;
+    ensure!(masquerading == (rules_of("KUBE-MARK-MASQ")?, rules_of("KUBE-POSTROUTING")?), "{said}");
+    ensure!(rules_of("POSTROUTING")?.contains("-j KUBE-POSTROUTING"), "packets are not masqueraded any more");
+    is_as("-N KUBE-NODEPORTS\n", &rules_of("KUBE-NODEPORTS")?)?;
+    let kept: Vec<&str> =
+        said["kept"].as_array().into_iter().flatten().filter_map(|kept| kept["name"].as_str()).collect();
+    let expected = ["KUBE-FORWARD", "KUBE-MARK-MASQ", "KUBE-NODEPORTS", "KUBE-POSTROUTING"];
+    ensure!(kept == expected, "{said}");
+    let forward = run("nft", &["list", "chain", "ip", "filter", "KUBE-FORWARD"])?;
+    ensure!(!forward.contains("accept"), "{forward}");
+    let ruleset = run("nft", &["list", "ruleset"])?;
+    ensure!(!ruleset.contains("KUBE-SERVICES {") && !ruleset.contains("KUBE-SVC-"), "{ruleset}");
+    Ok(Outcome::Passed)
+}
+
+/// A connection through the cluster IP to an endpoint that listens here.
+struct Connection {
+    client: TcpStream,
+    server: TcpStream,
+}
+
+impl Connection {
+    /// Netfilter translates its destination.
+    fn open() -> Result<Self> {
+        run("ip", &["address", "replace", &format!("{ENDPOINT}/32"), "dev", "lo"])?;
+        run("ip", &["route", "replace", "10.96.0.0/12", "dev", "lo"])?;
+        let listener = TcpListener::bind((ENDPOINT, PORT))?;
+        let address: SocketAddr = format!("{CLUSTER_IP}:{PORT}").parse()?;
+        let client =
+            TcpStream::connect_timeout(&address, Duration::from_secs(10)).context("the cluster IP")?;
+        let (server, _) = listener.accept()?;
+        ensure!(client.peer_addr()? == address, "it was translated when it was opened, not packet by packet");
+        for stream in [&client, &server] {
+            stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+        }
+        Ok(Self { client, server })
+    }
+
+    /// In both directions.
+    fn works(&self) -> Result<()> {
+        for (mut from, mut to) in [(&self.client, &self.server), (&self.server, &self.client)] {
+            from.write_all(b"ping")?;
+            let mut answer = [0; 4];
+            to.read_exact(&mut answer).context("the other end hears nothing")?;
+        }
+        Ok(())
+    }
+}
+
+pub(crate) fn run_removes_them_and_connections_live_on(world: &mut World) -> Result<Outcome> {
+    let own = Node::new(world, "taken-over", 42)?;
+    publish(world, &own)?;
+    for mode in ["iptables", "nftables"] {
+        let tables = Tables::Nft(mode);
+        let former = match Former::new(&own, tables)? {
+            Ok(former) => former,
+            Err(skipped) => return Ok(skipped),
+        };
+        former.lay_foreign_rules()?;
+        former.leave_rules(&own)?;
+        former.clean_up()?;
+        let expected = tables.dump()?;
+
+        former.leave_rules(&own)?;
+        let connection = Connection::open().with_context(|| format!("with kube-proxy's rules, {mode}"))?;
+        connection.works()?;
+        let mut proxy = own.start(&json!({}))?;
+        proxy.says(REMOVED)?;
+        is_as(&expected, &tables.dump()?).context(mode)?;
+        connection
+            .works()
+            .with_context(|| format!("after kube-proxy's rules of mode {mode} were removed"))?;
+        let log = proxy.log();
+        ensure!(log.find(PROGRAMMED) < log.find(REMOVED), "they were removed before all was served:\n{log}");
+        proxy.runs()?;
+    }
+    Ok(Outcome::Passed)
+}
+
+pub(crate) fn run_leaves_them_where_it_is_told_to(world: &mut World) -> Result<Outcome> {
+    let own = Node::new(world, "side-by-side", 43)?;
+    publish(world, &own)?;
+    let tables = Tables::Nft("nftables");
+    let former = match Former::new(&own, tables)? {
+        Ok(former) => former,
+        Err(skipped) => return Ok(skipped),
+    };
+    former.leave_rules(&own)?;
+    let left = tables.dump()?;
+    let mut configuration: Value = serde_json::from_str(&own.configuration(&json!({})))?;
+    configuration["ebpf"]["removeKubeProxyRules"] = json!(false);
+    fs::write(own.config_file(), configuration.to_string())?;
+    let proxy = own.start_with(&own.config_file(), &[])?;
+    proxy.says("rules of another kube-proxy are on this node and stay")?;
+    is_as(&left, &tables.dump()?)?;
+    ensure!(!proxy.log().contains(REMOVED));
+    Ok(Outcome::Passed)
+}
+
+pub(crate) fn a_kube_proxy_that_is_still_at_work_is_named_and_not_fought(
+    world: &mut World,
+) -> Result<Outcome> {
+    let (own, other) = (Node::new(world, "contested", 44)?, Node::new(world, "contesting", 45)?);
+    publish(world, &own)?;
+    publish(world, &other)?;
+    let tables = Tables::Nft("nftables");
+    let former = match Former::new(&other, tables)? {
+        Ok(former) => former,
+        Err(skipped) => return Ok(skipped),
+    };
+    former.leave_rules(&other)?;
+    let proxy = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
+    proxy.says(REMOVED)?;
+    answers(&own.healthz(), "/healthz", 200)?;
+    let left = "proxy_former_rules";
+    until(
+        "nothing of kube-proxy",
+        LIMIT,
+        || Ok((metric(&own.metrics(), left)? == 0.0).then_some(())),
+        || proxy.log(),
+    )?;
+
+    let _at_work = former.start(&other, &json!({}))?;
+    proxy.says("another kube-proxy is at work on this node")?;
+    world.event(own.name, "KubeProxyRulesReturned")?;
+    ensure!(metric(&own.metrics(), left)? > 0.0, "{left} does not tell of them");
+    ensure!(tables.dump()?.contains(CLUSTER_IP), "they were removed again");
+    Ok(Outcome::Passed)
+}

@@ -18,7 +18,7 @@ pub(crate) struct Arguments {
     /// Also run the scenarios against the real kube-proxy
     #[arg(long)]
     kube_proxy: bool,
-    /// Also run the core scenarios on kernels 5.10 and 6.12, in virtual machines
+    /// Also run the core scenarios on kernels 5.10 and 6.12 and on arm64, in virtual machines
     #[arg(long)]
     vm: bool,
     /// Only suites whose name contains this
@@ -57,8 +57,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
         total.add(suite, arguments)?;
     }
     if arguments.vm {
-        for kernel in vm::KERNELS {
-            total.add(vm::suite(kernel)?, arguments)?;
+        // Others are not downloaded.
+        for machine in vm::MACHINES.into_iter().filter(|machine| machine.name().contains(&arguments.suite)) {
+            total.add(machine.suite()?, arguments)?;
         }
     }
     println!("in {} s", start.elapsed().as_secs());

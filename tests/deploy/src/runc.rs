@@ -58,6 +58,16 @@ impl Container {
         Ok(mode.trim() == "2")
     }
 
+    /// What a command prints in it, as `kubectl exec` runs it.
+    pub fn exec(&self, command: &[&str]) -> Result<String> {
+        let output =
+            Command::new("runc").args(["exec", &self.id]).args(command).stdin(Stdio::null()).output();
+        let output = output.context("starting runc")?;
+        let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+        ensure!(output.status.success(), "{command:?}: {}: {}", output.status, text(&output.stderr));
+        Ok(text(&output.stdout))
+    }
+
     pub fn signal(&self, signal: Signal) -> Result<()> {
         kill(self.process()?, signal).with_context(|| format!("sending {signal}"))
     }

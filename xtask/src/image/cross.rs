@@ -103,11 +103,17 @@ impl Toolchain {
 
 /// Builds proxy-ctl and returns where it is.
 pub(super) fn build(toolchain: &Toolchain, profile: Profile) -> Result<PathBuf> {
+    Ok(build_packages(toolchain, profile, &["proxy-ctl"])?.join("proxy-ctl"))
+}
+
+/// Builds the programs of these packages and returns the folder that they are in.
+pub(super) fn build_packages(toolchain: &Toolchain, profile: Profile, packages: &[&str]) -> Result<PathBuf> {
     let triple = toolchain.architecture.rust_target();
     let compiler = compiler(toolchain)?;
     let variable = triple.replace('-', "_");
-    let mut build = cargo(&["build", "-q", "-p", "proxy-ctl", "--bin", "proxy-ctl", "--target", triple]);
+    let mut build = cargo(&["build", "-q", "--bins", "--target", triple]);
     build
+        .args(packages.iter().flat_map(|package| ["-p", package]))
         .args(["--profile", profile.name()])
         .env(format!("CC_{variable}"), compiler.join("cc"))
         .env(format!("AR_{variable}"), compiler.join("ar"))
@@ -115,7 +121,7 @@ pub(super) fn build(toolchain: &Toolchain, profile: Profile) -> Result<PathBuf> 
         .env("CARGO_ENCODED_RUSTFLAGS", flags().join("\u{1f}"))
         .env("CARGO_PROFILE_DEV_DEBUG", "false");
     execute(&mut build)?;
-    Ok(target().join(triple).join(profile.folder()).join("proxy-ctl"))
+    Ok(target().join(triple).join(profile.folder()))
 }
 
 /// Paths are remapped so that a binary does not tell where it was built.

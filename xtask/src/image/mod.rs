@@ -78,6 +78,11 @@ pub(crate) fn for_tests() -> Result<ForTests> {
     Ok(ForTests::Built(file))
 }
 
+/// Static programs of these packages, not optimised, for arm64; returns the folder that they are in.
+pub(crate) fn programs_for_arm64(packages: &[&str]) -> Result<PathBuf> {
+    cross::build_packages(&Toolchain::install(Architecture::Arm64)?, Profile::Dev, packages)
+}
+
 /// Returns the digest of the image.
 fn write(toolchain: &Toolchain, profile: Profile, name: &str, file: &Path) -> Result<String> {
     let binary = cross::build(toolchain, profile)?;

@@ -15,7 +15,7 @@ use anyhow::{Result, anyhow};
 
 use self::{
     plan::{BpfCompiler, BpfOffer, Facts, Invocation, Packages, Step},
-    tools::{CONTAINERS, PYTHON, TOOLS, Tool, VIRTUAL_MACHINES},
+    tools::{CONTAINERS, EMULATION, PYTHON, TOOLS, Tool, VIRTUAL_MACHINES},
 };
 use crate::command::{as_root, cargo, find, output, run as execute, workspace};
 
@@ -55,6 +55,11 @@ pub(crate) fn run(check: bool) -> Result<ExitCode> {
 /// What virtual machines need besides.
 pub(crate) fn install_for_vm() -> Result<()> {
     install(VIRTUAL_MACHINES)
+}
+
+/// What emulating another architecture needs besides.
+pub(crate) fn install_for_emulation() -> Result<()> {
+    install(EMULATION)
 }
 
 /// What running an image needs besides.
@@ -103,7 +108,7 @@ fn command(invocation: &Invocation) -> Command {
 }
 
 fn facts() -> Facts {
-    let programs = TOOLS.iter().chain(VIRTUAL_MACHINES).chain(CONTAINERS).chain(PYTHON);
+    let programs = TOOLS.iter().chain(VIRTUAL_MACHINES).chain(EMULATION).chain(CONTAINERS).chain(PYTHON);
     let programs = programs.map(|tool| tool.program).chain(plan::PROGRAMS);
     let mut present: BTreeSet<_> = programs.filter(|program| find(program).is_some()).collect();
     // Debian has a part of Python in a package of its own.

@@ -123,6 +123,16 @@ pub(super) const VIRTUAL_MACHINES: &[Tool] = &[
     },
 ];
 
+/// What emulating another architecture needs besides.
+pub(super) const EMULATION: &[Tool] = &[Tool {
+    program: "qemu-system-aarch64",
+    why: "arm64, emulated",
+    apt: "qemu-system-arm",
+    dnf: "qemu-system-aarch64-core",
+    pacman: "qemu-system-aarch64",
+    optional: false,
+}];
+
 /// What running an image needs besides.
 pub(super) const CONTAINERS: &[Tool] = &[Tool {
     program: "runc",

@@ -171,6 +171,18 @@ pub(super) fn kubeadm_is_patched_and_restored() -> Result<Outcome> {
         }
         api::dry_run(&client, &pod_of(&patched)).await?;
 
+        // What the README says to keep it off all nodes, and to let it on them again.
+        let readme = files::text("README.md")?;
+        for (value, kept) in [("\"off\"", Value::from("off")), ("null", Value::Null)] {
+            let text = format!(
+                r#"{{"spec":{{"template":{{"spec":{{"nodeSelector":{{"kube-proxy":{value}}}}}}}}}}}"#
+            );
+            ensure!(readme.contains(&text), "the README has no {text}");
+            let changed = api::patch(&client, &original, &serde_json::from_str(&text)?).await?;
+            let selector = &changed["spec"]["template"]["spec"]["nodeSelector"];
+            ensure!(selector["kube-proxy"] == kept && selector["kubernetes.io/os"] == "linux", "{selector}");
+        }
+
         // `kubectl rollout undo` sends the template of before in place of the one that is there.
         let mut template = before["spec"]["template"].clone();
         template["$patch"] = "replace".into();

@@ -141,6 +141,12 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
     ensure!(established(&node)? == ESTABLISHED.1, "a kernel parameter is not set\n{}", running.log());
     cluster.add_service("web", service, PORT)?;
     running.until(PATIENCE, || reach(&clients, service)).context("a new Service")?;
+    let readme = files::text("README.md")?;
+    for (command, told) in [("status", "ebpf"), ("services", "default/web")] {
+        ensure!(readme.contains(&format!("-- proxy-ctl {command}\n")), "the README says it otherwise");
+        let text = running.exec(&["proxy-ctl", command])?;
+        ensure!(text.contains(told), "{command}: {text}");
+    }
 
     running.signal(Signal::SIGKILL)?;
     let status = running.wait(PATIENCE)?;

@@ -1,0 +1,211 @@
+//! The core scenarios on arm64, emulated: a machine of its own, with its first file system as its only one.
+//!
+//! Debian's kernel for arm64 and the few programs that scenarios call, unpacked; and ours, cross-built as for the image.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    io::BufWriter,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context as _, Result, anyhow};
+
+use super::{Kernel, cpio::Archive, packages::PrivateApt};
+use crate::{
+    cache,
+    command::{run as execute, target},
+    image, setup,
+};
+
+const DEBIAN: &str = "arm64";
+/// What scenarios call, and what brings up the machine.
+const PROGRAMS: [&str; 3] = ["busybox-static", "iproute2", "kmod"];
+const SUITES: [&str; 2] = ["bookworm", "bookworm-security"];
+/// Of the kernel, with what they need.
+const MODULES: [&str; 8] = [
+    // Asked for by name, not by symbol, so it is not in modules.dep.
+    "crc32c_generic",
+    "veth",
+    "bridge",
+    "br_netfilter",
+    "nf_conntrack",
+    "dummy",
+    "sch_ingress",
+    "cls_bpf",
+];
+/// Of this repository.
+const OURS: [&str; 3] = ["proxy-ctl", "lab-agent", "behaviour"];
+/// Left out of the file system: nobody reads them there.
+const UNREAD: [&str; 3] = ["usr/share", "var", "usr/lib/aarch64-linux-gnu/gconv"];
+/// The guest's last line if all went well: its exit status does not come out of the machine.
+const SUCCEEDED: &str = "guest: succeeded";
+/// In seconds. A machine that hangs says nothing.
+const LONGEST: &str = "2400";
+
+/// As [`super::Machine::command`]; also builds the programs.
+pub(super) fn command(kernel: Kernel, filter: &str) -> Result<Command> {
+    setup::install_for_vm()?;
+    setup::install_for_emulation()?;
+    let folder = cache::folder("vm")?;
+    let kernel_files = kernel_files(kernel, &folder)?;
+    let userland = userland(&folder)?;
+    let programs = image::programs_for_arm64(&["proxy-ctl", "lab", "behaviour"])?;
+    let initial = target().join("vm").join("arm64.cpio");
+    pack(&initial, &kernel_files, &userland, &programs, filter)
+        .with_context(|| format!("writing {}", initial.display()))?;
+
+    let machine = format!(
+        "timeout {LONGEST} qemu-system-aarch64 -machine virt -cpu cortex-a72 -smp 1 -m 3G -nographic -no-reboot \
+         -nic none -kernel {} -initrd {} -append 'console=ttyAMA0 quiet panic=-1' </dev/null 2>&1",
+        kernel_files.image.display(),
+        initial.display()
+    );
+    let script = format!(
+        "status=1; while IFS= read -r line; do line=${{line%$'\\r'}}; printf '%s\\n' \"$line\"; \
+         if [[ $line == '{SUCCEEDED}' ]]; then status=0; fi; done < <({machine}); exit $status"
+    );
+    let mut command = Command::new("bash");
+    command.args(["-c", &script]).stdin(Stdio::null());
+    Ok(command)
+}
+
+struct KernelFiles {
+    image: PathBuf,
+    /// `…/lib/modules/<version>`.
+    modules: PathBuf,
+    version: String,
+}
+
+fn kernel_files(kernel: Kernel, cache: &Path) -> Result<KernelFiles> {
+    let folder = cache.join(format!("{}-{DEBIAN}", kernel.name()));
+    if super::image_in(&folder).is_none() {
+        super::download(kernel, DEBIAN, &folder)?;
+    }
+    let image = super::image_in(&folder).ok_or_else(|| anyhow!("no kernel in {}", folder.display()))?;
+    let name = image.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let version = name.trim_start_matches("vmlinuz-").to_owned();
+    let modules = ["lib/modules", "usr/lib/modules"].map(|at| folder.join(at).join(&version));
+    let modules = modules.into_iter().find(|at| at.is_dir());
+    let modules = modules.ok_or_else(|| anyhow!("no modules in {}", folder.display()))?;
+    if !modules.join("modules.dep").exists() {
+        execute(Command::new("depmod").arg("-b").arg(&folder).arg(&version))?;
+    }
+    Ok(KernelFiles { image, modules, version })
+}
+
+fn userland(cache: &Path) -> Result<PathBuf> {
+    let folder = cache.join("userland-arm64");
+    let complete = folder.join(".complete");
+    if !complete.exists() {
+        println!("downloading Debian's {} for {DEBIAN}", PROGRAMS.join(", "));
+        let apt = PrivateApt::create(&cache.join("apt-userland-arm64"), DEBIAN, &SUITES)?;
+        apt.unpack_with_dependencies(&PROGRAMS, &folder)?;
+        for unread in UNREAD {
+            let unread = folder.join(unread);
+            if unread.exists() {
+                fs::remove_dir_all(&unread).with_context(|| format!("removing {}", unread.display()))?;
+            }
+        }
+        // An interrupted download must not look like one.
+        fs::write(&complete, "").with_context(|| format!("writing {}", complete.display()))?;
+    }
+    Ok(folder)
+}
+
+fn pack(file: &Path, kernel: &KernelFiles, userland: &Path, programs: &Path, filter: &str) -> Result<()> {
+    if let Some(parent) = file.parent() {
+        fs::create_dir_all(parent)?;
+    }
+    let mut archive = Archive::new(BufWriter::new(fs::File::create(file)?));
+    archive.tree(userland, "")?;
+    for folder in ["dev", "proc", "sys", "run", "tmp", "root", "opt"] {
+        archive.folder(folder)?;
+    }
+    // What the first process writes to, before there is anything that would make it.
+    archive.device("dev/console", (5, 1))?;
+    for program in OURS {
+        archive.file(&format!("opt/{program}"), &programs.join(program))?;
+    }
+    add_modules(&mut archive, kernel)?;
+    archive.script("init", &init(filter))?;
+    archive.finish()?;
+    Ok(())
+}
+
+fn add_modules(archive: &mut Archive<BufWriter<fs::File>>, kernel: &KernelFiles) -> Result<()> {
+    let lists = ["modules.dep", "modules.dep.bin", "modules.alias", "modules.alias.bin", "modules.builtin"];
+    let also = ["modules.builtin.bin", "modules.symbols", "modules.symbols.bin", "modules.softdep"];
+    let dependencies = kernel.modules.join("modules.dep");
+    let dependencies =
+        fs::read_to_string(&dependencies).with_context(|| format!("reading {}", dependencies.display()))?;
+    let chosen = MODULES.iter().flat_map(|module| with_dependencies(&dependencies, module));
+    let chosen: BTreeSet<&str> = chosen.chain(lists).chain(also).collect();
+    let root = Path::new("lib/modules").join(&kernel.version);
+    let folders = chosen.iter().flat_map(|name| ancestors(&root.join(name)));
+    // In order, so that parents come first.
+    for folder in folders.collect::<BTreeSet<_>>() {
+        archive.folder(&folder)?;
+    }
+    for name in chosen {
+        let file = kernel.modules.join(name);
+        if file.exists() {
+            archive.file(&root.join(name).display().to_string(), &file)?;
+        }
+    }
+    Ok(())
+}
+
+/// The folders that a file is in.
+fn ancestors(file: &Path) -> Vec<String> {
+    let folders = file.ancestors().skip(1).map(|folder| folder.display().to_string());
+    folders.filter(|folder| !folder.is_empty()).collect()
+}
+
+/// The files of a module and of those that it needs, by `modules.dep`; none if it is built in.
+fn with_dependencies<'a>(dependencies: &'a str, module: &str) -> Vec<&'a str> {
+    let is_it = |file: &str| {
+        let name = file.rsplit('/').next().unwrap_or_default();
+        name.strip_prefix(module).is_some_and(|rest| rest.starts_with(".ko"))
+    };
+    let line = dependencies
+        .lines()
+        .filter_map(|line| line.split_once(": ").or_else(|| Some((line.strip_suffix(':')?, ""))));
+    line.filter(|(file, _)| is_it(file))
+        .flat_map(|(file, needed)| std::iter::once(file).chain(needed.split_whitespace()))
+        .collect()
+}
+
+/// The guest's first and only process: when it has run the scenarios, the machine is switched off.
+fn init(filter: &str) -> String {
+    let modules = MODULES.join(" ");
+    format!(
+        "#!/bin/busybox sh\n\
+         export PATH=/sbin:/bin:/usr/sbin:/usr/bin HOME=/root\n\
+         /bin/busybox mkdir -p /sys/fs/cgroup\n\
+         /bin/busybox --install -s /bin 2>/dev/null\n\
+         mount -t proc proc /proc; mount -t sysfs sysfs /sys; mount -t devtmpfs devtmpfs /dev\n\
+         mount -t cgroup2 cgroup2 /sys/fs/cgroup; mount -t bpf bpf /sys/fs/bpf\n\
+         mount -t tmpfs tmpfs /run; mount -t tmpfs tmpfs /tmp\n\
+         /sbin/modprobe -a {modules}\n\
+         ip link set lo up\n\
+         uname -rm\n\
+         LAB_PATIENCE=20 /opt/behaviour --core --verbose --path sockets --path packets --filter '{filter}' && echo '{SUCCEEDED}'\n\
+         poweroff -f\n"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::with_dependencies;
+
+    #[test]
+    fn a_module_comes_with_what_it_needs() {
+        let list = "kernel/net/veth.ko.xz:\nkernel/net/bridge/bridge.ko.xz: kernel/net/stp.ko.xz kernel/net/llc.ko.xz\n\
+                    kernel/net/bridge_x.ko: kernel/y.ko\n";
+        assert_eq!(with_dependencies(list, "veth"), ["kernel/net/veth.ko.xz"]);
+        assert_eq!(with_dependencies(list, "bridge").len(), 3);
+        assert!(with_dependencies(list, "built_in").is_empty());
+    }
+}

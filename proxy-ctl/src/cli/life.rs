@@ -324,7 +324,7 @@ mod tests {
                 document,
                 events: Recorder::silent(),
                 metrics: Arc::new(Metrics::new(None, OddObjects::default(), |_| {})),
-                kernel: Kernel::below(&folder.path().join("root")),
+                kernel: Kernel::below(folder.path().join("root")),
                 refused: None,
                 owed: None,
                 first_pause: Duration::from_millis(1),

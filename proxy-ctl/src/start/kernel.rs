@@ -180,7 +180,7 @@ impl Kernel {
                 Outcome::AsWanted => {}
                 Outcome::Set => {
                     tracing::info!(
-                        parameter = parameter.path,
+                        parameter = format!("/{}", parameter.path),
                         value = parameter.wanted.value(),
                         "Set sysctl"
                     );

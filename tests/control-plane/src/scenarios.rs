@@ -203,7 +203,8 @@ mod tests {
     #[test]
     fn each_is_judged_and_none_stops_the_others() {
         let mut diary = Diary::start().unwrap();
-        let count = run_in(&mut diary, &scenarios![panics, fails, skips, passes]);
+        let all = scenarios![panics, fails, skips, passes];
+        let count = run_in(&mut diary, &all);
         assert_eq!(count, Count { passed: 1, failed: 2, skipped: 1 });
         assert_eq!(diary.0, ["panics", "fails", "skips", "passes"]);
     }

@@ -42,8 +42,17 @@ impl Format {
     }
 }
 
+/// What is told of one name.
+#[derive(Default)]
+struct Family {
+    name: String,
+    head: String,
+    samples: Vec<String>,
+}
+
+/// Families by name, and the samples of each by their labels, as kube-proxy has them: two answers can be compared.
 fn to_prometheus(text: &str) -> String {
-    let mut written = String::with_capacity(text.len() + text.len() / 16);
+    let mut families: Vec<Family> = Vec::new();
     let mut help = None;
     for line in text.lines() {
         if let Some(rest) = line.strip_prefix("# HELP ") {
@@ -51,23 +60,52 @@ fn to_prometheus(text: &str) -> String {
         } else if let Some((name, kind)) = line.strip_prefix("# TYPE ").and_then(|rest| rest.split_once(' '))
         {
             let suffix = if kind == "counter" { "_total" } else { "" };
+            let mut family = Family { name: format!("{name}{suffix}"), ..Family::default() };
             if let Some((_, help)) = help.take().filter(|(of, _)| *of == name) {
-                push(&mut written, &["# HELP ", name, suffix, " ", help]);
+                push(&mut family.head, &["# HELP ", &family.name, " ", help]);
             }
-            push(
-                &mut written,
-                &["# TYPE ", name, suffix, " ", if kind == "unknown" { "untyped" } else { kind }],
-            );
-        } else if !line.starts_with('#') {
-            match line.split_once("le=\"").and_then(|(before, rest)| Some((before, rest.split_once('"')?))) {
-                Some((before, (bound, after))) if before.ends_with(['{', ',']) => {
-                    push(&mut written, &[before, "le=\"", &as_go_writes(bound), "\"", after]);
+            let kind = if kind == "unknown" { "untyped" } else { kind };
+            push(&mut family.head, &["# TYPE ", &family.name, " ", kind]);
+            families.push(family);
+        } else if !line.starts_with('#')
+            && let Some(family) = families.last_mut()
+        {
+            family.samples.push(match bound(line) {
+                Some((before, bound, after)) => {
+                    format!("{before}le=\"{}\"{after}", as_go_writes(bound))
                 }
-                _ => push(&mut written, &[line]),
-            }
+                None => line.to_owned(),
+            });
+        }
+    }
+    families.sort_by(|one, other| one.name.cmp(&other.name));
+    let mut written = String::with_capacity(text.len() + text.len() / 16);
+    for mut family in families {
+        // A histogram's buckets stay in their order: they have the same labels but for the bound.
+        family.samples.sort_by_cached_key(|sample| labels(sample));
+        written.push_str(&family.head);
+        for sample in &family.samples {
+            push(&mut written, &[sample]);
         }
     }
     written
+}
+
+/// What is before a bucket's upper bound, the bound, and what is after its closing quote.
+fn bound(sample: &str) -> Option<(&str, &str, &str)> {
+    let (before, rest) = sample.split_once("le=\"").filter(|(before, _)| before.ends_with(['{', ',']))?;
+    let (bound, after) = rest.split_once('"')?;
+    Some((before, bound, after))
+}
+
+/// Of a sample, without the upper bound of a bucket.
+fn labels(sample: &str) -> String {
+    let without_bound = match bound(sample) {
+        Some((before, _, after)) => Cow::from(format!("{before}{}", after.trim_start_matches(','))),
+        None => sample.into(),
+    };
+    let labels = without_bound.split_once('{').and_then(|(_, rest)| rest.rsplit_once('}'));
+    labels.map_or("", |(labels, _)| labels.trim_end_matches(',')).to_owned()
 }
 
 /// The upper bound of a bucket.
@@ -115,8 +153,8 @@ mod tests {
     #[case("4194304.0", "4.194304e+06")]
     #[case("+Inf", "+Inf")]
     fn bounds_are_written_as_kube_proxy_writes_them(#[case] ours: &str, #[case] theirs: &str) {
-        let open = format!("a_bucket{{le=\"{ours}\",verb=\"GET\"}} 5\n");
-        assert_eq!(Format::Prometheus.write(open), format!("a_bucket{{le=\"{theirs}\",verb=\"GET\"}} 5\n"));
+        let text = |bound: &str| format!("# TYPE a histogram\na_bucket{{le=\"{bound}\",verb=\"GET\"}} 5\n");
+        assert_eq!(Format::Prometheus.write(text(ours)), text(theirs));
     }
 
     #[test]
@@ -125,5 +163,20 @@ mod tests {
         let old = "# HELP a_total Changes.\n# TYPE a_total counter\na_total{code=\"200\"} 3\n# HELP b Depth.\n# TYPE b gauge\nb 1\n";
         assert_eq!(Format::Prometheus.write(open.into()), old);
         assert_eq!(Format::OpenMetrics.write(open.into()), open);
+    }
+
+    #[test]
+    fn families_and_samples_are_in_an_order_that_stays() {
+        let open = "# TYPE b histogram\n\
+                    b_sum{verb=\"PUT\"} 1\nb_count{verb=\"PUT\"} 1\n\
+                    b_bucket{le=\"2.0\",verb=\"PUT\"} 1\nb_bucket{le=\"10.0\",verb=\"PUT\"} 1\n\
+                    b_sum{verb=\"GET\"} 0\nb_bucket{verb=\"GET\",le=\"2.0\"} 0\nb_bucket{verb=\"GET\",le=\"10.0\"} 0\n\
+                    # TYPE a gauge\na{x=\"2\"} 0\na{x=\"1}\"} 5\n# EOF\n";
+        let old = "# TYPE a gauge\na{x=\"1}\"} 5\na{x=\"2\"} 0\n\
+                   # TYPE b histogram\n\
+                   b_sum{verb=\"GET\"} 0\nb_bucket{verb=\"GET\",le=\"2\"} 0\nb_bucket{verb=\"GET\",le=\"10\"} 0\n\
+                   b_sum{verb=\"PUT\"} 1\nb_count{verb=\"PUT\"} 1\n\
+                   b_bucket{le=\"2\",verb=\"PUT\"} 1\nb_bucket{le=\"10\",verb=\"PUT\"} 1\n";
+        assert_eq!(Format::Prometheus.write(open.into()), old);
     }
 }

@@ -32,7 +32,12 @@ pub(in crate::serve) fn started() -> Option<f64> {
 
 fn start_time(encoder: &mut DescriptorEncoder<'_>, seconds: Option<f64>) -> std::fmt::Result {
     let Some(seconds) = seconds else { return Ok(()) };
-    gauge(encoder, "process_start_time_seconds", "Start since the epoch.", seconds)
+    gauge(
+        encoder,
+        "process_start_time_seconds",
+        "When the process started, in seconds since the Unix epoch.",
+        seconds,
+    )
 }
 
 struct Stat {
@@ -45,10 +50,23 @@ struct Stat {
 impl Collector for Process {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> std::fmt::Result {
         if let Some(stat) = stat() {
-            counter(&mut encoder, "process_cpu_seconds", "CPU time, user and system.", stat.cpu_seconds)?;
+            counter(
+                &mut encoder,
+                "process_cpu_seconds",
+                "CPU time of the process, user and system, in seconds.",
+                stat.cpu_seconds,
+            )?;
             let gauges = [
-                ("process_resident_memory_bytes", "Resident memory.", stat.resident_bytes as f64),
-                ("process_virtual_memory_bytes", "Virtual memory.", stat.virtual_bytes as f64),
+                (
+                    "process_resident_memory_bytes",
+                    "Resident memory of the process, in bytes.",
+                    stat.resident_bytes as f64,
+                ),
+                (
+                    "process_virtual_memory_bytes",
+                    "Virtual memory of the process, in bytes.",
+                    stat.virtual_bytes as f64,
+                ),
             ];
             for (name, help, value) in gauges {
                 gauge(&mut encoder, name, help, value)?;
@@ -56,12 +74,21 @@ impl Collector for Process {
             start_time(&mut encoder, Some(stat.start_time_seconds))?;
         }
         if let Ok(files) = fs::read_dir("/proc/self/fd") {
-            gauge(&mut encoder, "process_open_fds", "Open file descriptors.", files.count() as f64)?;
+            gauge(
+                &mut encoder,
+                "process_open_fds",
+                "File descriptors that the process has open.",
+                files.count() as f64,
+            )?;
         }
         let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
         for (name, help, resource) in [
-            ("process_max_fds", "Most open file descriptors.", "Max open files"),
-            ("process_virtual_memory_max_bytes", "Most virtual memory.", "Max address space"),
+            ("process_max_fds", "File descriptors that the process may have open.", "Max open files"),
+            (
+                "process_virtual_memory_max_bytes",
+                "Virtual memory that the process may have, in bytes; 1.8e+19: no limit.",
+                "Max address space",
+            ),
         ] {
             if let Some(most) = limit(&limits, resource) {
                 gauge(&mut encoder, name, help, most)?;
@@ -69,8 +96,16 @@ impl Collector for Process {
         }
         let network = fs::read_to_string("/proc/self/net/netstat").unwrap_or_default();
         for (name, help, column) in [
-            ("process_network_receive_bytes", "Received in the process's network namespace.", "InOctets"),
-            ("process_network_transmit_bytes", "Sent from the process's network namespace.", "OutOctets"),
+            (
+                "process_network_receive_bytes",
+                "Bytes received over IP in the network namespace of the process.",
+                "InOctets",
+            ),
+            (
+                "process_network_transmit_bytes",
+                "Bytes sent over IP from the network namespace of the process.",
+                "OutOctets",
+            ),
         ] {
             if let Some(bytes) = ip_statistic(&network, column) {
                 counter(&mut encoder, name, help, bytes)?;

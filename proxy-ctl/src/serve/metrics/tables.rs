@@ -33,19 +33,28 @@ fn verdict(reason: &str) -> &'static str {
     }
 }
 
+/// What is kept with sockets has no size of its own, and these are as full as they will ever be: who divides by the
+/// capacity must not take them for tables that overflow.
+fn can_fill_up(table: &TableUsage) -> bool {
+    table.capacity > 0 && !["settings", "counters"].contains(&table.name)
+}
+
 impl Collector for LastUsage {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> std::fmt::Result {
         let usage = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        type Value = fn(&TableUsage) -> u64;
+        type Value = fn(&TableUsage) -> Option<u64>;
         let gauges: [(&str, &str, Value); 3] = [
-            ("proxy_table_used", "Entries in use.", |table| table.used),
-            ("proxy_table_capacity", "Entries that the table has room for.", |table| table.capacity),
-            ("proxy_table_bytes", "Kernel memory of the table.", |table| table.bytes),
+            ("proxy_table_used", "Entries in use.", |table| Some(table.used)),
+            ("proxy_table_capacity", "Entries that the table has room for, if it can fill up.", |table| {
+                can_fill_up(table).then_some(table.capacity)
+            }),
+            ("proxy_table_bytes", "Kernel memory of the table, in bytes.", |table| Some(table.bytes)),
         ];
         for (name, help, value) in gauges {
             let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
             for table in &usage.tables {
-                let gauge = ConstGauge::new(i64::try_from(value(table)).unwrap_or(i64::MAX));
+                let Some(value) = value(table) else { continue };
+                let gauge = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
                 gauge.encode(metric.encode_family(&[("table", table.name)])?)?;
             }
         }

@@ -69,7 +69,6 @@ pub(super) fn remove_sets(removed: &mut Removed) -> Result<(), Error> {
     for name in sets.names()?.into_iter().filter(|name| names::is_ip_set(name)) {
         match sets.destroy(&name)? {
             Destroyed::Done => count += 1,
-            Destroyed::Missing => {}
             Destroyed::InUse => {
                 removed.kept.push(Kept::new(SETS.into(), name, "a rule or another set uses it".into()));
             }

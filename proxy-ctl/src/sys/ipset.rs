@@ -26,9 +26,8 @@ const BUSY: i32 = 4100;
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Destroyed {
+    /// Or it was not there.
     Done,
-    /// It was not there.
-    Missing,
     InUse,
 }
 
@@ -63,7 +62,7 @@ impl IpSets {
         match self.0.request(&request, |_, _| ()) {
             Ok(()) => Ok(Destroyed::Done),
             Err(error) => match error.raw_os_error() {
-                Some(libc::ENOENT) => Ok(Destroyed::Missing),
+                Some(libc::ENOENT) => Ok(Destroyed::Done),
                 Some(BUSY) => Ok(Destroyed::InUse),
                 // The others from 4096 on are ipset's own numbers.
                 Some(own @ 4096..) => {
@@ -73,5 +72,64 @@ impl IpSets {
                 Some(_) | None => Err(CallError::new("netlink IPSET_CMD_DESTROY", error)),
             },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sched::{CloneFlags, unshare};
+
+    use super::*;
+
+    const CREATE: u16 = SUBSYSTEM << 8 | 2;
+    const ADD: u16 = SUBSYSTEM << 8 | 9;
+
+    fn create(sets: &IpSets, name: &str, kind: &str, revision: u8) {
+        let mut request = Messages::default();
+        request
+            .begin(CREATE, NLM_F_ACK, &HEADER)
+            .attribute(PROTOCOL, &VERSION)
+            .text(SET_NAME, name)
+            .text(3, kind)
+            .attribute(4, &[revision])
+            .attribute(5, &[2])
+            .nested(7, |_| ());
+        sets.0.request(&request, |_, _| ()).unwrap();
+    }
+
+    /// Puts the set `member` into the set `list`.
+    fn add(sets: &IpSets, list: &str, member: &str) {
+        let mut request = Messages::default();
+        request.begin(ADD, NLM_F_ACK, &HEADER).attribute(PROTOCOL, &VERSION).text(SET_NAME, list).nested(
+            7,
+            |inner| {
+                inner.text(18, member);
+            },
+        );
+        sets.0.request(&request, |_, _| ()).unwrap();
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_sets_are_listed_and_destroyed() {
+        // The thread ends with the test, and its network namespace with it.
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        let Some(sets) = IpSets::open().unwrap() else {
+            println!("skipped: the kernel's ip_set (CONFIG_IP_SET) is not loaded");
+            return;
+        };
+        assert_eq!(sets.names().unwrap(), [""; 0]);
+        create(&sets, "KUBE-CLUSTER-IP", "hash:ip,port", 1);
+        create(&sets, "KUBE-6-CLUSTER-IP", "hash:ip", 1);
+        create(&sets, "all", "list:set", 0);
+        add(&sets, "all", "KUBE-CLUSTER-IP");
+        let mut names = sets.names().unwrap();
+        names.sort_unstable();
+        assert_eq!(names, ["KUBE-6-CLUSTER-IP", "KUBE-CLUSTER-IP", "all"]);
+        assert_eq!(sets.destroy("KUBE-6-CLUSTER-IP").unwrap(), Destroyed::Done);
+        assert_eq!(sets.destroy("KUBE-6-CLUSTER-IP").unwrap(), Destroyed::Done);
+        assert_eq!(sets.destroy("KUBE-CLUSTER-IP").unwrap(), Destroyed::InUse);
+        assert_eq!(sets.destroy("all").unwrap(), Destroyed::Done);
+        assert_eq!(sets.destroy("KUBE-CLUSTER-IP").unwrap(), Destroyed::Done);
     }
 }

@@ -184,6 +184,14 @@ fn destination(destination: Attributes<'_>) -> Option<Destination> {
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        net::{SocketAddr, TcpListener, TcpStream},
+        process::Command,
+        time::Duration,
+    };
+
+    use nix::sched::{CloneFlags, unshare};
+
     use super::*;
 
     /// As the kernel lists `10.96.0.1:443 rr` and one real server of it, the parts that are read.
@@ -230,5 +238,79 @@ mod tests {
         assert_eq!(found.active, 3);
         let kinds: Vec<u16> = found.key.iter().map(|(kind, _)| *kind).collect();
         assert_eq!(kinds, [DEST_ADDRESS, DEST_PORT, DEST_FORWARDING, DEST_UPPER, DEST_LOWER]);
+    }
+
+    const NEW_SERVICE: u8 = 1;
+    const NEW_DEST: u8 = 5;
+
+    /// 127.0.0.2:80 leads to `real`.
+    fn serve(ipvs: &Ipvs, real: SocketAddr) {
+        let address = |last: u8| {
+            let mut address = [0; 16];
+            address[..4].copy_from_slice(&[127, 0, 0, last]);
+            address
+        };
+        let write_key = |service: &mut Messages| {
+            service
+                .attribute(SERVICE_FAMILY, &2_u16.to_ne_bytes())
+                .attribute(SERVICE_PROTOCOL, &6_u16.to_ne_bytes())
+                .attribute(SERVICE_ADDRESS, &address(2))
+                .attribute(SERVICE_PORT, &80_u16.to_be_bytes());
+        };
+        let mut request = Messages::default();
+        request.begin(ipvs.family, NLM_F_ACK, &header(NEW_SERVICE)).nested(SERVICE, |service| {
+            write_key(service);
+            service
+                .text(6, "rr")
+                .attribute(7, &[0, 0, 0, 0, 255, 255, 255, 255])
+                .attribute(8, &0_u32.to_ne_bytes())
+                .attribute(9, &u32::MAX.to_ne_bytes());
+        });
+        ipvs.connection.request(&request, |_, _| ()).unwrap();
+        let mut request = Messages::default();
+        request.begin(ipvs.family, NLM_F_ACK, &header(NEW_DEST)).nested(SERVICE, write_key).nested(
+            DEST,
+            |dest| {
+                dest.attribute(DEST_ADDRESS, &address(1))
+                    .attribute(DEST_PORT, &real.port().to_be_bytes())
+                    .attribute(DEST_FORWARDING, &0_u32.to_ne_bytes())
+                    .attribute(DEST_WEIGHT, &1_u32.to_ne_bytes())
+                    .attribute(DEST_UPPER, &0_u32.to_ne_bytes())
+                    .attribute(DEST_LOWER, &0_u32.to_ne_bytes());
+            },
+        );
+        ipvs.connection.request(&request, |_, _| ()).unwrap();
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_a_server_with_connections_takes_no_new_ones() {
+        // The thread ends with the test, and its network namespace with it.
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        let Some(ipvs) = Ipvs::open().unwrap() else {
+            println!("skipped: the kernel's ip_vs (CONFIG_IP_VS) is not loaded");
+            return;
+        };
+        assert!(Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap().success());
+        assert_eq!(ipvs.servers().unwrap(), []);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        serve(&ipvs, listener.local_addr().unwrap());
+        let servers = ipvs.servers().unwrap();
+        let [server] = servers.as_slice() else { panic!("{servers:?}") };
+        assert_eq!(server.address, Some([127, 0, 0, 2].into()));
+
+        assert_eq!(ipvs.quiesce(server).unwrap(), 0);
+        let dial = || TcpStream::connect_timeout(&([127, 0, 0, 2], 80).into(), Duration::from_secs(2));
+        let (client, (accepted, _)) = (dial().unwrap(), listener.accept().unwrap());
+        assert_eq!(ipvs.quiesce(server).unwrap(), 1);
+        assert!(dial().is_err(), "a new connection is taken");
+        assert_eq!(ipvs.servers().unwrap(), servers);
+        drop((client, accepted));
+        assert_eq!(ipvs.quiesce(server).unwrap(), 0);
+        ipvs.remove(server).unwrap();
+        assert_eq!(ipvs.servers().unwrap(), []);
+        // Once more is no error.
+        ipvs.remove(server).unwrap();
+        assert_eq!(ipvs.quiesce(server).unwrap(), 0);
     }
 }

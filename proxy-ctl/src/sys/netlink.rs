@@ -3,6 +3,7 @@
 
 use std::io;
 
+use bytes::BytesMut;
 use netlink_sys::{Socket, SocketAddr};
 
 pub const NLM_F_REQUEST: u16 = 0x1;
@@ -18,6 +19,8 @@ const NLA_TYPE: u16 = 0x3fff;
 
 const MESSAGE_HEADER: usize = 16;
 const ATTRIBUTE_HEADER: usize = 4;
+/// Room for answers that are read in one call: twice what the kernel puts together.
+const MOST_AT_ONCE: usize = 64 << 10;
 /// Tries of a dump that changes while it is read.
 const DUMP_TRIES: usize = 8;
 
@@ -203,10 +206,23 @@ impl Connection {
         Err(io::Error::other("the list kept changing while it was read"))
     }
 
+    /// The kernel fills as much as the longest buffer that it was given has room for: a list in small pieces takes it
+    /// longer than one in large ones, as it looks for its place in the list for each.
+    fn receive(&self, bytes: &mut BytesMut) -> io::Result<()> {
+        bytes.clear();
+        let length = self.0.recv(bytes, libc::MSG_TRUNC)?;
+        if length > bytes.len() {
+            return Err(io::Error::other(format!(
+                "an answer of {length} bytes is longer than any should be"
+            )));
+        }
+        Ok(())
+    }
+
     fn read(&self, mut take: impl FnMut(u16, u16, &[u8])) -> io::Result<()> {
-        let mut end = None;
+        let (mut end, mut bytes) = (None, BytesMut::with_capacity(MOST_AT_ONCE));
         while end.is_none() {
-            let (bytes, _) = self.0.recv_from_full()?;
+            self.receive(&mut bytes)?;
             each_answer(&bytes, |answer| match answer {
                 Answer::Message(kind, flags, body) => take(kind, flags, body),
                 Answer::Verdict(errno, _) => end = Some(errno),
@@ -229,10 +245,10 @@ impl Connection {
         room(&self.0)?;
         self.0.send(messages.bytes(), 0)?;
         self.0.set_non_blocking(true)?;
-        let mut refused = Vec::new();
+        let (mut refused, mut bytes) = (Vec::new(), BytesMut::with_capacity(MOST_AT_ONCE));
         let read = loop {
-            match self.0.recv_from_full() {
-                Ok((bytes, _)) => each_answer(&bytes, |answer| {
+            match self.receive(&mut bytes) {
+                Ok(()) => each_answer(&bytes, |answer| {
                     if let Answer::Verdict(errno, message) = answer
                         && errno != 0
                     {

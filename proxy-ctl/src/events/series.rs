@@ -210,8 +210,10 @@ fn cut(mut text: String, longest: usize) -> String {
 
 #[cfg(test)]
 mod tests {
+    use prost::Message as _;
+
     use super::*;
-    use crate::{config::Encoding, model::objects::ObjectName};
+    use crate::{config::Encoding, model::objects::ObjectName, source::schema::meta::Unknown};
 
     fn at(seconds: i64) -> Timestamp {
         Timestamp::from_second(1_700_000_000 + seconds).unwrap()
@@ -269,6 +271,37 @@ mod tests {
             (&json!("shop"), &json!("web"))
         );
         assert_eq!(recorded.path(), "/apis/events.k8s.io/v1/namespaces/shop/events/web.17979cfe362a0000");
+    }
+
+    /// As Kubernetes' own serializers write the same: `tests/kubernetes/cmd/encodings`.
+    #[test]
+    fn both_encodings_are_those_of_kubernetes() {
+        let event = Event {
+            event_type: Type::Warning,
+            regarding: Regarding::Service(ObjectName::new("shop", "web")),
+            reason: "FailedToStartServiceHealthcheck",
+            action: "Listen",
+            note: "address in use".into(),
+        };
+        let first = Timestamp::from_microsecond(1_700_000_000_123_456).unwrap();
+        let mut events = Aggregator::default();
+        events.take(event.clone(), first, &reporter());
+        let again = first + Duration::from_secs(10);
+        let Todo::Patch(recorded) = events.take(event, again, &reporter()) else { panic!("no series") };
+
+        let json = include_bytes!("../source/kubernetes/recorded/event.json");
+        let mut json: Value = serde_json::from_slice(json).unwrap();
+        let fields = json.as_object_mut().unwrap();
+        fields.retain(|name, _| !name.starts_with("deprecated"));
+        assert_eq!(json_of(&recorded), json);
+
+        let read = |envelope: &[u8]| {
+            let envelope = Unknown::decode(envelope.strip_prefix(b"k8s\0").unwrap()).unwrap();
+            (Object::decode(envelope.raw).unwrap(), envelope.type_meta)
+        };
+        let protobuf = include_bytes!("../source/kubernetes/recorded/event.protobuf");
+        let own = recorded.object(&reporter()).encode(Encoding::Protobuf).unwrap();
+        assert_eq!(read(&own), read(protobuf));
     }
 
     #[test]

@@ -12,8 +12,10 @@ use super::{
 };
 use crate::config::Encoding;
 
-/// Of an answer that is an error, no more than this is kept for people.
-const LONGEST_ERROR: usize = 500;
+/// Of an answer that is an error, no more bytes than this are read.
+const LONGEST_ERROR: usize = 1 << 20;
+/// And of one that is no Status, no more than this are shown.
+const SHOWN: usize = 500;
 
 pub(super) struct Answer {
     encoding: Option<Encoding>,
@@ -33,12 +35,12 @@ impl Answer {
             return Ok(answer);
         }
         let encoding = answer.encoding;
-        let body = answer.whole().await?;
+        let body = answer.read(LONGEST_ERROR).await?;
         let status = encoding.and_then(|encoding| wire::status(encoding, &body).ok());
         // Proxies on the way have other things to say, such as a page of HTML.
         let mut status = status.unwrap_or_default();
         if status.message.is_empty() && status.reason.is_empty() {
-            let text = &body[..body.len().min(LONGEST_ERROR)];
+            let text = &body[..body.len().min(SHOWN)];
             status.message = match String::from_utf8_lossy(text).trim() {
                 "" => code.to_string(),
                 text => text.to_owned(),
@@ -48,14 +50,21 @@ impl Answer {
         Err(Failure::from(&status))
     }
 
-    pub(super) async fn whole(mut self) -> Result<Bytes, Failure> {
-        let mut whole = BytesMut::new();
-        while let Some(frame) = self.body.frame().await.transpose()? {
+    pub(super) async fn whole(self) -> Result<Bytes, Failure> {
+        self.read(usize::MAX).await
+    }
+
+    /// No more is read once there are `enough` bytes.
+    async fn read(mut self, enough: usize) -> Result<Bytes, Failure> {
+        let mut read = BytesMut::new();
+        while read.len() < enough
+            && let Some(frame) = self.body.frame().await.transpose()?
+        {
             if let Ok(data) = frame.into_data() {
-                whole.extend_from_slice(&data);
+                read.extend_from_slice(&data);
             }
         }
-        Ok(whole.freeze())
+        Ok(read.freeze())
     }
 
     /// For those who read it as it is said to be.

@@ -145,7 +145,6 @@ impl From<kube::Error> for Failure {
     #[expect(clippy::wildcard_enum_match_arm, reason = "the rest is told apart by its causes")]
     fn from(error: kube::Error) -> Self {
         let reason = match &error {
-            kube::Error::SerdeError(_) | kube::Error::FromUtf8(_) => Reason::Malformed,
             kube::Error::Auth(_) => Reason::Credentials,
             _ => connection_reason(&error),
         };

@@ -66,6 +66,8 @@ pub(super) struct Loaded {
     pub(super) fingerprint: u64,
     /// The user's credentials come from a plugin.
     pub(super) has_plugin: bool,
+    /// There is a user, who is not told to a server without TLS.
+    pub(super) is_user_withheld: bool,
 }
 
 const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
@@ -198,7 +200,8 @@ fn from_kubeconfig(path: &Path, master: Option<http::Uri>) -> Result<Loaded, Con
         return Err(field(cluster_field("proxy-url"), format!("{url}: only http:// proxies can be used")));
     }
     // As client-go: nobody listens in on credentials, for they are not sent.
-    if server.scheme_str() == Some("http") {
+    let is_user_withheld = server.scheme_str() == Some("http") && !user_name.is_empty();
+    if is_user_withheld {
         client.auth_info = AuthInfo::default();
         token_file = None;
     }
@@ -212,7 +215,7 @@ fn from_kubeconfig(path: &Path, master: Option<http::Uri>) -> Result<Loaded, Con
             if certificate_authority { cluster_field(authority) } else { user_field("client-certificate") };
         field(name, error.to_string())
     })?;
-    Ok(Loaded { client, token_file, fingerprint: fingerprint.finish(), has_plugin })
+    Ok(Loaded { client, token_file, fingerprint: fingerprint.finish(), has_plugin, is_user_withheld })
 }
 
 /// Returns which of the two fields names the certificate authority.
@@ -245,7 +248,7 @@ fn parse_error(path: &Path, error: KubeconfigError) -> ConfigError {
 fn anonymous(server: http::Uri) -> Loaded {
     let mut client = kube::Config::new(server);
     client.proxy_url = None;
-    Loaded { client, token_file: None, fingerprint: 0, has_plugin: false }
+    Loaded { client, token_file: None, fingerprint: 0, has_plugin: false, is_user_withheld: false }
 }
 
 /// A pod's service account; `directory` holds `ca.crt` and `token`.
@@ -283,7 +286,13 @@ fn in_cluster(
     client.proxy_url = None;
     client.rustls_client_config().map_err(|error| unusable(error.to_string()))?;
     let fingerprint = fingerprint.finish();
-    Ok(Loaded { client, token_file: Some(token_file), fingerprint, has_plugin: false })
+    Ok(Loaded {
+        client,
+        token_file: Some(token_file),
+        fingerprint,
+        has_plugin: false,
+        is_user_withheld: false,
+    })
 }
 
 fn single_cluster(cluster: Cluster) -> Kubeconfig {

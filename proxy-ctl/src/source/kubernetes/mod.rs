@@ -82,7 +82,14 @@ impl Kubernetes {
         node_name: impl Into<Arc<str>>,
         state: SourceState,
     ) -> Result<Self, ConfigError> {
-        let server = without_userinfo(&config.load()?.client.cluster_url.to_string());
+        let loaded = config.load()?;
+        let server = without_userinfo(&loaded.client.cluster_url.to_string());
+        if loaded.is_user_withheld {
+            tracing::warn!(
+                server,
+                "the API server is spoken to without TLS, so it is not told the kubeconfig's user"
+            );
+        }
         let accept = config.accept()?;
         tracing::debug!(
             server,

@@ -144,7 +144,7 @@ fn a_server_without_tls_gets_no_credentials(#[case] server: &str, #[case] url: &
         let loaded = load(&text.replace("token: secret", user)).unwrap();
         assert_eq!(loaded.client.cluster_url, url);
         assert_eq!(format!("{:?}", loaded.client.auth_info), format!("{:?}", AuthInfo::default()));
-        assert_eq!((loaded.token_file, loaded.has_plugin), (None, false));
+        assert_eq!((loaded.token_file, loaded.has_plugin, loaded.is_user_withheld), (None, false, true));
     }
 }
 

@@ -22,14 +22,22 @@ impl Runtime {
         }
     }
 
-    /// `linux.seccomp` of a container with this OCI configuration. An error without Go, or network for the first time.
+    /// `linux.seccomp` of a container with this OCI configuration, which is written to `folder`.
     pub fn profile(self, configuration: &Value, folder: &Path) -> Result<Value> {
         let file = folder.join("seccomp-of.json");
         fs::write(&file, serde_json::to_vec(configuration)?)
             .with_context(|| format!("writing {}", file.display()))?;
-        let module = Module::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("seccomp"), "deploy-seccomp");
         let file = file.to_str().context("a folder whose name is no text")?;
-        let profile = module.run(&["run", ".", self.name(), file])?;
+        let profile = module().run(&["run", ".", self.name(), file])?;
         serde_json::from_str(&profile).context("the profile")
     }
+}
+
+/// An error without Go, or without the network for the first time.
+pub fn ready() -> Result<()> {
+    module().run(&["build", "-o", "/dev/null", "."]).map(drop)
+}
+
+fn module() -> Module {
+    Module::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("seccomp"), "deploy-seccomp")
 }

@@ -1,9 +1,21 @@
 //! Pods of the DaemonSets in deploy/, as API server, kubelet and container runtime make them, on a node of a lab.
 
-use std::{fs, time::Duration};
+use std::{
+    fs,
+    path::Path,
+    process::{Command, Stdio},
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use deploy::{api, files, kubelet::Probe, oci, runc::Container, seccomp::Runtime};
+use control_plane::go;
+use deploy::{
+    api, files,
+    kubelet::Probe,
+    oci,
+    runc::Container,
+    seccomp::{self, Runtime},
+};
 use lab::{
     Agent, Dial, Outcome as Dialled, Protocol,
     address::{Addresses, FAMILIES, cluster_ip},
@@ -34,16 +46,21 @@ pub(super) fn the_manifests_serve() -> Result<Outcome> {
 }
 
 pub(super) fn least_capabilities_serve_in_containerd() -> Result<Outcome> {
-    pod_serves(Runtime::Containerd, least_capabilities)
+    least_capabilities_serve(Runtime::Containerd)
 }
 
 pub(super) fn least_capabilities_serve_in_docker() -> Result<Outcome> {
-    pod_serves(Runtime::Moby, least_capabilities)
+    least_capabilities_serve(Runtime::Moby)
 }
 
-fn least_capabilities(cluster: &Cluster) -> Result<Value> {
-    let files = ["manifests/rbac.yaml", "manifests/configmap.yaml", "least-capabilities/daemonset.yaml"];
-    install(cluster, cluster.objects(&files)?)
+fn least_capabilities_serve(runtime: Runtime) -> Result<Outcome> {
+    if let Err(error) = seccomp::ready() {
+        return Ok(Outcome::Skipped(format!("{error:#}")));
+    }
+    pod_serves(runtime, |cluster| {
+        let files = ["manifests/rbac.yaml", "manifests/configmap.yaml", "least-capabilities/daemonset.yaml"];
+        install(cluster, cluster.objects(&files)?)
+    })
 }
 
 /// Stores them; returns the DaemonSet with its defaults.
@@ -109,6 +126,9 @@ pub(super) fn kubeadm_patched_serves() -> Result<Outcome> {
 /// What kubeadm 1.36.1 makes of a cluster whose pods have 10.244.0.0/16.
 const KUBEADM_CONFIG: &str = include_str!("kubeadm-config.conf");
 
+/// What mode nftables of a kube-proxy leaves on the node, in nft's language.
+const RULES: &str = "table ip kube-proxy { chain services { ip daddr 10.96.0.80 tcp dport 80 drop; }; }";
+
 /// `install` stores objects and returns the DaemonSet. Its pod is run, used, killed, run again, ended and removed.
 fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>) -> Result<Outcome> {
     if let Some(reason) = Cluster::lacks()? {
@@ -123,13 +143,19 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
     let _server = cluster.lab.server(SERVER)?;
     let clients = [cluster.lab.agent(CLIENT)?, cluster.lab.agent(NODE)?];
     let service = cluster_ip(80);
-    set(&node, BEFORE)?;
+    let has_conntrack = reset(&node)?;
+    let has_nft = go::on_path("nft").is_some();
+    if has_nft {
+        nft(&node, RULES)?;
+    }
 
     for container in spec["initContainers"].as_array().into_iter().flatten() {
         let mut preparing = cluster.run(&mut pod, container)?;
         let status = preparing.wait(PATIENCE)?;
         ensure!(status.success(), "init container: {status}\n{}", preparing.log());
-        ensure!(established(&node)? == ESTABLISHED.1, "the init container sets no kernel parameters");
+        if has_conntrack {
+            ensure_set(&node).context("the init container")?;
+        }
         ensure!(cluster.node.has_bpffs()?, "the init container mounts no bpffs");
     }
     let container = &spec["containers"][0];
@@ -138,7 +164,13 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
     ensure!(cluster.node.has_bpffs()?, "the bpffs is the container's alone");
     let filtered = running.is_filtered()?;
     ensure!(filtered == oci::wants_default_seccomp(container)?, "seccomp: {filtered}");
-    ensure!(established(&node)? == ESTABLISHED.1, "a kernel parameter is not set\n{}", running.log());
+    if has_conntrack {
+        ensure_set(&node)?;
+    }
+    if has_nft {
+        let gone = || ensure_gone(&nft(&node, "list tables")?);
+        running.until(PATIENCE, gone).context("the rules of a kube-proxy before")?;
+    }
     cluster.add_service("web", service, PORT)?;
     running.until(PATIENCE, || reach(&clients, service)).context("a new Service")?;
     let readme = files::text("README.md")?;
@@ -240,11 +272,34 @@ fn reach(clients: &[Agent], service: Addresses) -> Result<()> {
     Ok(())
 }
 
-fn set(network: &str, value: &str) -> Result<()> {
-    namespace::within(network, || fs::write(ESTABLISHED.0, value).context("setting a kernel parameter"))
+/// Gives the kernel parameter back its own value; false if this kernel has it not, as its module is not loaded.
+fn reset(network: &str) -> Result<bool> {
+    namespace::within(network, || {
+        let is_there = Path::new(ESTABLISHED.0).exists();
+        if is_there {
+            fs::write(ESTABLISHED.0, BEFORE).context("setting a kernel parameter")?;
+        }
+        Ok(is_there)
+    })
 }
 
-fn established(network: &str) -> Result<String> {
-    let text = namespace::within(network, || fs::read_to_string(ESTABLISHED.0).context("reading it"))?;
-    Ok(text.trim().to_owned())
+fn ensure_set(network: &str) -> Result<()> {
+    let read = || fs::read_to_string(ESTABLISHED.0).context("reading a kernel parameter");
+    let found = namespace::within(network, read)?;
+    ensure!(found.trim() == ESTABLISHED.1, "{} is {found}", ESTABLISHED.0);
+    Ok(())
+}
+
+/// What `nft` answers in a network namespace.
+fn nft(network: &str, script: &str) -> Result<String> {
+    let run = || Command::new("nft").arg(script).stdin(Stdio::null()).output().context("starting nft");
+    let output = namespace::within(network, run)?;
+    let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+    ensure!(output.status.success(), "nft {script}: {}", text(&output.stderr));
+    Ok(text(&output.stdout))
+}
+
+fn ensure_gone(tables: &str) -> Result<()> {
+    ensure!(!tables.contains("kube-proxy"), "still there: {tables}");
+    Ok(())
 }

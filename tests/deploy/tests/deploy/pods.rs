@@ -159,6 +159,8 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
         ensure!(cluster.node.has_bpffs()?, "the init container mounts no bpffs");
     }
     let container = &spec["containers"][0];
+    let probed = debug(&mut cluster, container, "probe", &["/usr/local/bin/proxy-ctl", "probe"])?;
+    ensure!(probed.contains("ebpf"), "{probed}");
     let mut running = cluster.run(&mut pod, container)?;
     become_ready(&cluster, container, &mut running)?;
     ensure!(cluster.node.has_bpffs()?, "the bpffs is the container's alone");
@@ -209,14 +211,21 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
     Ok(Outcome::Passed)
 }
 
-/// What the README says of the way back: `kubectl debug node/… --profile=sysadmin -- proxy-ctl cleanup …`.
+/// What the README says of the way back.
 fn remove(cluster: &mut Cluster, proxy: &Value) -> Result<()> {
-    let command = ["/usr/local/bin/proxy-ctl", "cleanup", "--bpffs", "/host/sys/fs/bpf"];
+    debug(cluster, proxy, "clean", &["/usr/local/bin/proxy-ctl", "cleanup", "--bpffs", "/host/sys/fs/bpf"])?;
+    let pins = cluster.node.bpffs().join("proxy-ctl");
+    ensure!(!pins.exists(), "{} is left", pins.display());
+    Ok(())
+}
+
+/// `kubectl debug node/… --profile=sysadmin -- …`; what it prints.
+fn debug(cluster: &mut Cluster, proxy: &Value, name: &str, command: &[&str]) -> Result<String> {
     let readme = files::text("README.md")?;
     ensure!(readme.contains(&command.join(" ")), "the README says it otherwise");
     let pod = cluster.admit(&json!({
         "apiVersion": "v1", "kind": "Pod",
-        "metadata": {"name": "node-debugger", "namespace": "kube-system"},
+        "metadata": {"name": format!("node-debugger-{name}"), "namespace": "kube-system"},
         "spec": {
             "nodeName": NODE, "hostNetwork": true, "hostPID": true, "hostIPC": true, "restartPolicy": "Never",
             "tolerations": [{"operator": "Exists"}],
@@ -230,12 +239,10 @@ fn remove(cluster: &mut Cluster, proxy: &Value) -> Result<()> {
     }))?;
     let container = pod["spec"]["containers"][0].clone();
     let mut pod: Pod = cluster.take(pod, Runtime::Containerd)?;
-    let mut cleaning = cluster.run(&mut pod, &container)?;
-    let status = cleaning.wait(PATIENCE)?;
-    ensure!(status.success(), "cleanup: {status}\n{}", cleaning.log());
-    let pins = cluster.node.bpffs().join("proxy-ctl");
-    ensure!(!pins.exists(), "{} is left", pins.display());
-    Ok(())
+    let mut running = cluster.run(&mut pod, &container)?;
+    let status = running.wait(PATIENCE)?;
+    ensure!(status.success(), "{command:?}: {status}\n{}", running.log());
+    Ok(running.log())
 }
 
 /// Asks the container's probes as the kubelet does: the others only after the startup probe.

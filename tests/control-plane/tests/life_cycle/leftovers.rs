@@ -5,7 +5,7 @@ use std::{
     env, fs,
     io::{Read as _, Write as _},
     net::{SocketAddr, TcpListener, TcpStream},
-    os::unix::fs::symlink,
+    os::unix::{fs::symlink, process::CommandExt as _},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::Duration,
@@ -231,11 +231,22 @@ impl Drop for Former {
     }
 }
 
+/// Nothing of ours is there.
+const NO_PINS: &str = "/sys/fs/bpf/proxy-ctl-life-nothing";
+
+/// Our `kube-proxy --cleanup`: what it prints.
+fn clean_up_as_kube_proxy() -> Result<String> {
+    let mut command = Command::new(proxy::program()?);
+    command.arg0("kube-proxy").args(["--cleanup", "--hostname-override=a", "--bpffs", NO_PINS]);
+    let output = command.stdin(Stdio::null()).output().context("starting proxy-ctl")?;
+    ensure!(output.status.success(), "{}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
 /// `proxy-ctl cleanup --kube-proxy`: what it says of kube-proxy.
 fn clean_up() -> Result<Value> {
     let program = proxy::program()?.display().to_string();
-    let nothing = "/sys/fs/bpf/proxy-ctl-life-nothing";
-    let text = run(&program, &["cleanup", "--kube-proxy", "--output", "json", "--bpffs", nothing])?;
+    let text = run(&program, &["cleanup", "--kube-proxy", "--output", "json", "--bpffs", NO_PINS])?;
     let said: Value = serde_json::from_str(&text)?;
     ensure!(said["problems"] == json!([]), "{said}");
     Ok(said["kubeProxy"].clone())
@@ -391,6 +402,36 @@ pub(crate) fn run_removes_them_and_connections_live_on(world: &mut World) -> Res
         ensure!(log.find(PROGRAMMED) < log.find(REMOVED), "they were removed before all was served:\n{log}");
         proxy.runs()?;
     }
+    Ok(Outcome::Passed)
+}
+
+pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(
+    world: &mut World,
+) -> Result<Outcome> {
+    let own = Node::new(world, "dropping", 46)?;
+    publish(world, &own)?;
+    let former = match Former::new(&own, Tables::Nft("iptables"))? {
+        Ok(former) => former,
+        Err(skipped) => return Ok(skipped),
+    };
+    let policy = |policy| run("iptables-nft", &["-P", "FORWARD", policy]);
+    policy("DROP")?;
+    former.leave_rules(&own)?;
+    let rules_of = |chain: &str| run("iptables-nft", &["-S", chain]);
+    let accepting = rules_of("KUBE-FORWARD")?;
+    ensure!(accepting.contains("RELATED,ESTABLISHED"), "{accepting}");
+    let proxy = own.start(&json!({}))?;
+    proxy.says(REMOVED)?;
+    proxy.says("the policy of FORWARD is DROP")?;
+    is_as(&accepting, &rules_of("KUBE-FORWARD")?)?;
+    let jump = "-A FORWARD -m comment --comment \"kubernetes forwarding rules\" -j KUBE-FORWARD";
+    is_as(&format!("-P FORWARD DROP\n{jump}\n"), &rules_of("FORWARD")?)?;
+    drop(proxy);
+    let said = clean_up_as_kube_proxy()?;
+    is_as("-P FORWARD DROP\n", &rules_of("FORWARD")?).context(said)?;
+    ensure!(rules_of("KUBE-FORWARD").is_err(), "it is still there");
+    let said = clean_up_as_kube_proxy()?;
+    ensure!(said.starts_with("Nothing of proxy-ctl"), "{said}");
     Ok(Outcome::Passed)
 }
 

@@ -406,7 +406,7 @@ fn start_dataplane(
 fn dataplane_ended(result: Result<Result<(), Ended>, oneshot::error::RecvError>) -> anyhow::Error {
     match result {
         Ok(Err(Ended::NotOpened(error))) => anyhow::Error::new(error).context("starting the dataplane"),
-        Ok(Err(error @ Ended::NoSources)) => error.into(),
+        Ok(Err(error @ (Ended::NoSources | Ended::TakenOver(_)))) => error.into(),
         Ok(Ok(())) | Err(_) => anyhow::anyhow!("the dataplane's thread ended unexpectedly"),
     }
 }

@@ -66,6 +66,8 @@ pub struct Controller<D> {
     reports: Reports,
     surveys: Surveys,
     latency: Latency,
+    /// By whom; nothing is written any more.
+    taken_over: Option<Error>,
 }
 
 /// The dataplane and what it still owes.
@@ -100,6 +102,7 @@ impl<D: Dataplane> Controller<D> {
             reports,
             surveys,
             latency: Latency::new(start.time),
+            taken_over: None,
         }
     }
 
@@ -213,6 +216,9 @@ impl<D: Dataplane> Controller<D> {
             programmed.host.ask(now);
         }
         self.write_host(host, now);
+        if self.taken_over.is_some() {
+            return;
+        }
         let started = Instant::now();
         let changes = self.model.take_changes();
         self.latency.received(self.model.take_triggers());
@@ -254,6 +260,7 @@ impl<D: Dataplane> Controller<D> {
                     tell_drift(applied, metrics);
                 }
             }
+            Err(error) if error.is_taken_over() => self.taken_over = Some(error),
             Err(error) => {
                 metrics.sync_errors.inc();
                 let pause = programmed.host.failed(now);
@@ -402,8 +409,16 @@ impl<D: Dataplane> Controller<D> {
     pub fn collect_garbage(&mut self) {
         let Some(programmed) = &mut self.dataplane else { return };
         let started = Instant::now();
-        let failure = programmed.dataplane.collect_garbage().err().map(|error| error.to_string());
+        let result = programmed.dataplane.collect_garbage();
         self.reports.metrics.phase(Phase::Collect, started.elapsed());
+        let failure = match result {
+            Ok(()) => None,
+            Err(error) if error.is_taken_over() => {
+                self.taken_over = Some(error);
+                return;
+            }
+            Err(error) => Some(error.to_string()),
+        };
         match (&failure, &programmed.garbage_failure) {
             (Some(error), before) if before.as_ref() != Some(error) => {
                 tracing::warn!(%error, "removing expired flows failed");

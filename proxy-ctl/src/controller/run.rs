@@ -34,6 +34,8 @@ pub enum Ended {
     NotOpened(#[from] Error),
     #[error("the sources have ended, so that no change would be seen any more")]
     NoSources,
+    #[error("this node is programmed by somebody else now: {0}")]
+    TakenOver(#[source] Error),
 }
 
 /// Somebody wants to know the state of the tables.
@@ -129,6 +131,9 @@ pub fn run<D: Dataplane>(
         } else if !controller.is_started() && patient_until <= now {
             tracing::warn!("waiting for {}", controller.waits_for().join(", "));
             patient_until = now + PATIENCE;
+        }
+        if let Some(error) = controller.taken_over.take() {
+            return Err(Ended::TakenOver(error));
         }
     }
 }

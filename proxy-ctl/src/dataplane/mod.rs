@@ -104,4 +104,12 @@ pub enum Error {
     Ebpf(#[from] ebpf::Error),
 }
 
+impl Error {
+    /// Somebody else programs this node now: trying again would take it from them.
+    pub fn is_taken_over(&self) -> bool {
+        let Self::Ebpf(error) = self;
+        matches!(error, ebpf::Error::Locked { .. })
+    }
+}
+
 pub mod ebpf;

@@ -148,6 +148,9 @@ fn a_link_that_somebody_removed_comes_back() {
     assert!(repaired_by(&mut || drop(dataplane.collect_garbage())), "by inspection now and then");
 }
 
+/// As the dataplane has it.
+const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
+
 #[test]
 fn an_emptied_bpffs_is_filled_again_and_nobody_notices() {
     let Some(place) = Place::new() else { return };
@@ -162,12 +165,12 @@ fn an_emptied_bpffs_is_filled_again_and_nobody_notices() {
 
     let everything = place.config.bpffs.join("proxy-ctl");
     fs::remove_dir_all(&everything).unwrap();
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while !(place.table("services").exists() && links(&place) == named(interface)) {
-        assert!(Instant::now() < deadline, "pinned again within the collections of ten seconds");
+    for _ in 0..COLLECTIONS_BETWEEN_INSPECTIONS {
         assert_eq!(place.dial("10.96.0.1", 80), Ok("backend".into()));
         dataplane.collect_garbage().unwrap();
     }
+    assert!(place.table("services").exists());
+    assert_eq!(links(&place), named(interface));
     assert_eq!(first_on_ingress(interface), program, "it was never detached");
     assert!(
         matches!(EbpfDataplane::open(&place.config), Err(Error::Locked { .. })),
@@ -182,6 +185,29 @@ fn an_emptied_bpffs_is_filled_again_and_nobody_notices() {
     let mut next = EbpfDataplane::open(&place.config).unwrap();
     next.set_host(&host).unwrap();
     assert_eq!(next.resync(&wanted).unwrap(), Applied::default());
+}
+
+#[test]
+fn the_pins_of_a_successor_are_its_own() {
+    let Some(place) = Place::new() else { return };
+    let interface = veth("dpa");
+    let host = host(&[("dpa", Role::Workload)]);
+    let mut former = EbpfDataplane::open(&place.config).unwrap();
+    former.set_host(&host).unwrap();
+    fs::remove_dir_all(place.config.bpffs.join("proxy-ctl")).unwrap();
+    let mut successor = EbpfDataplane::open(&place.config).unwrap();
+    successor.set_host(&host).unwrap();
+    let programs = || {
+        ["cgroup_connect4".to_owned(), format!("{interface}_ingress")].map(|link| program_of(&place, &link))
+    };
+    let theirs = programs();
+
+    assert!(former.set_host(&host).unwrap_err().is_taken_over());
+    let collections = (0..COLLECTIONS_BETWEEN_INSPECTIONS).map(|_| former.collect_garbage());
+    let errors: Vec<_> = collections.filter_map(Result::err).collect();
+    assert!(errors.iter().any(proxy_ctl::dataplane::Error::is_taken_over), "{errors:?}");
+    drop(former);
+    assert_eq!(programs(), theirs);
 }
 
 #[test]

@@ -50,6 +50,15 @@ struct Recording {
     failures: usize,
     /// Each comparison fails.
     resync_fails: bool,
+    /// Another controller is at work.
+    taken_over: bool,
+}
+
+impl Recording {
+    fn check_owner(&self) -> Result<(), Error> {
+        let holder = ebpf::Holder(Some(7));
+        if self.taken_over { Err(ebpf::Error::Locked { path: "/x".into(), holder }.into()) } else { Ok(()) }
+    }
 }
 
 fn names<'a>(ports: impl IntoIterator<Item = &'a Arc<DesiredPort>>) -> Vec<String> {
@@ -117,12 +126,14 @@ impl Dataplane for Recorder {
     }
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
+        self.lock().check_owner()?;
         self.write(Call::SetHost(host.clone()), &[])
     }
 
     fn collect_garbage(&mut self) -> Result<(), Error> {
-        self.lock().calls.push(Call::CollectGarbage);
-        Ok(())
+        let mut recording = self.lock();
+        recording.calls.push(Call::CollectGarbage);
+        recording.check_owner()
     }
 
     fn usage(&self) -> Result<Usage, Error> {
@@ -548,4 +559,14 @@ fn a_new_configuration_is_taken_over_as_it_goes() {
     fixture.write();
     let late = Moment { instant: fixture.now + Duration::from_secs(10), time: jiff::Timestamp::now() };
     assert!(!fixture.reports.health.lock().report(late).healthy);
+}
+
+#[test]
+fn nothing_is_written_once_somebody_else_programs_the_node() {
+    let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
+    fixture.recorder.lock().taken_over = true;
+    fixture.controller.set_host(host(&["192.0.2.1"]), fixture.now);
+    fixture.take(Update::ApplyService(service("b", "10.0.0.2")));
+    assert_eq!(fixture.write(), []);
+    assert!(fixture.controller.taken_over.is_some());
 }

@@ -117,3 +117,19 @@ async fn a_call_that_does_not_come_back_is_unhealthy() {
     }
     thread.stop();
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn it_ends_where_somebody_else_programs_the_node() {
+    let recorder = Recorder::default();
+    recorder.lock().taken_over = true;
+    let of_thread = recorder.clone();
+    let thread = Thread::start(move || Ok(of_thread));
+    thread.updates.send(Update::ReplaceServices(Vec::new())).await.unwrap();
+    thread.updates.send(Update::ReplaceSlices(Vec::new())).await.unwrap();
+    thread.updates.send(Update::Node(None)).await.unwrap();
+    thread.hosts.send(Some(host(&[]))).unwrap();
+    let Thread { ended, updates: _kept, .. } = thread;
+    let ended = tokio::task::spawn_blocking(move || ended.join().unwrap());
+    let ended = tokio::time::timeout(Duration::from_secs(30), ended).await.unwrap().unwrap();
+    assert!(ended.unwrap_err().to_string().contains("process 7"), "who it is");
+}

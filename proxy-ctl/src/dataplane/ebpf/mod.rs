@@ -287,8 +287,11 @@ impl Dataplane for EbpfDataplane {
             Ok(written) => applied.written += u64::from(written),
             Err(error) => failures.add("settings", error),
         }
-        if let Err(error) = self.restore_pins() {
-            failures.add("pins", error);
+        match self.restore_pins() {
+            Ok(()) => {}
+            // What is pinned there now is somebody else's.
+            Err(error @ Error::Locked { .. }) => return Err(error.into()),
+            Err(error) => failures.add("pins", error),
         }
         failures.merge(self.hooks.follow(&host.interfaces));
         if let Err(error) = self.hooks.attach_sockets() {

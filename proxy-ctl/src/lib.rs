@@ -9,6 +9,7 @@ pub mod log;
 pub mod mode;
 pub mod model;
 pub mod node;
+pub mod profile;
 pub mod serve;
 pub mod source;
 pub mod start;

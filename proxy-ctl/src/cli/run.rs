@@ -32,6 +32,7 @@ use crate::{
     log,
     mode::{self, Choice, Mode, Request},
     model::{Update, objects::ObjectName},
+    profile,
     serve::{self, BindError, Health, HealthChecks, Metrics, Pages, SharedHealth},
     source::{
         kubernetes::{Kubernetes, SourceState},
@@ -92,6 +93,11 @@ pub(super) fn run(line: CommandLine) -> anyhow::Result<()> {
     limits::return_freed_memory();
     if let Err(error) = limits::use_small_pages() {
         tracing::debug!(%error, "the memory of this process may be larger than it needs to be");
+    }
+    if settings.config.enable_profiling
+        && let Err(error) = profile::heap::switch_on()
+    {
+        tracing::warn!(%error, "there will be no heap profiles");
     }
     let state = SourceState::new();
     let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -18,10 +18,9 @@ use tracing_subscriber::{
     registry::LookupSpan,
 };
 
-pub(super) struct Text;
-pub(super) struct Json;
+use crate::config::LogFormat;
 
-impl<S, N> FormatEvent<S, N> for Text
+impl<S, N> FormatEvent<S, N> for LogFormat
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
     N: for<'a> FormatFields<'a> + 'static,
@@ -32,22 +31,11 @@ where
         mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
-        writeln!(writer, "{}", text(event.metadata(), &Fields::of(event), &Zoned::now()))
-    }
-}
-
-impl<S, N> FormatEvent<S, N> for Json
-where
-    S: Subscriber + for<'a> LookupSpan<'a>,
-    N: for<'a> FormatFields<'a> + 'static,
-{
-    fn format_event(
-        &self,
-        _: &FmtContext<'_, S, N>,
-        mut writer: Writer<'_>,
-        event: &Event<'_>,
-    ) -> fmt::Result {
-        writeln!(writer, "{}", json(event.metadata(), &Fields::of(event), &Zoned::now()))
+        let line = match self {
+            Self::Text => text,
+            Self::Json => json,
+        };
+        writeln!(writer, "{}", line(event.metadata(), &Fields::of(event), &Zoned::now()))
     }
 }
 
@@ -161,42 +149,16 @@ fn json(metadata: &Metadata<'_>, fields: &Fields, now: &Zoned) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::{
-        io,
-        sync::{Arc, Mutex},
-    };
+    use std::io;
 
     use serde_json::json;
-    use tracing_subscriber::layer::SubscriberExt;
+    use tracing::level_filters::LevelFilter;
 
     use super::*;
+    use crate::log::capture::logged;
 
-    #[derive(Clone, Default)]
-    struct Log(Arc<Mutex<Vec<u8>>>);
-
-    impl io::Write for Log {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().write(bytes)
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    fn logged<F>(format: F, work: impl FnOnce()) -> Vec<String>
-    where
-        F: for<'w> FormatEvent<tracing_subscriber::Registry, tracing_subscriber::fmt::format::DefaultFields>
-            + Send
-            + Sync
-            + 'static,
-    {
-        let log = Log::default();
-        let writer = log.clone();
-        let layer = tracing_subscriber::fmt::layer().event_format(format).with_writer(move || writer.clone());
-        tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), work);
-        let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
-        text.lines().map(str::to_owned).collect()
+    fn lines(format: LogFormat) -> Vec<String> {
+        logged(format, LevelFilter::TRACE, events)
     }
 
     fn events() {
@@ -208,7 +170,7 @@ mod tests {
 
     #[test]
     fn text_lines_have_the_header_of_klog() {
-        let lines = logged(Text, events);
+        let lines = lines(LogFormat::Text);
         let bodies: Vec<&str> = lines.iter().map(|line| line.split_once("] ").unwrap().1).collect();
         assert_eq!(
             bodies,
@@ -230,7 +192,7 @@ mod tests {
 
     #[test]
     fn json_lines_have_the_fields_of_klog() {
-        let lines = logged(Json, events);
+        let lines = lines(LogFormat::Json);
         let values: Vec<Value> = lines.iter().map(|line| serde_json::from_str(line).unwrap()).collect();
         let first = &values[0];
         assert_eq!((&first["msg"], &first["v"]), (&json!("starting \"it\""), &json!(0)));

@@ -2,6 +2,8 @@
 //! stdout. Levels are klog's too: `-v 0` tells what an operator needs, each step up tells more. The level can be
 //! changed while the process runs.
 
+#[cfg(test)]
+pub(crate) mod capture;
 mod klog;
 mod levels;
 
@@ -23,16 +25,11 @@ pub fn start(logging: &Logging) {
     use tracing_subscriber::{Layer, fmt, layer::SubscriberExt, util::SubscriberInitExt};
     let levels = Levels::new(logging.verbosity, logging.vmodule.clone());
     let (levels, handle) = reload::Layer::new(levels);
-    let layer = match logging.format {
-        LogFormat::Text => {
-            let streams = Streams { split: logging.text.split_stream };
-            fmt::layer().with_writer(streams).with_ansi(false).event_format(klog::Text).boxed()
-        }
-        LogFormat::Json => {
-            let streams = Streams { split: logging.json.split_stream };
-            fmt::layer().with_writer(streams).with_ansi(false).event_format(klog::Json).boxed()
-        }
+    let split = match logging.format {
+        LogFormat::Text => logging.text.split_stream,
+        LogFormat::Json => logging.json.split_stream,
     };
+    let layer = fmt::layer().with_writer(Streams { split }).with_ansi(false).event_format(logging.format);
     // The only error is that one is running already.
     if tracing_subscriber::registry().with(layer.with_filter(levels)).try_init().is_ok() {
         let _ = LEVELS.set(handle);

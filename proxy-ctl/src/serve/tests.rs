@@ -235,7 +235,6 @@ async fn pages_that_kube_proxy_has_too() {
     assert!(head.contains("warning: 299 - ") && head.contains("application/json;g=config.k8s.io"), "{head}");
     assert_eq!(page("/flagz", "Accept: application/json\r\n").await.0, 406);
     assert!(page("/statusz", "").await.2.contains("Paths: /configz /flagz /healthz /metrics /proxyMode\n"));
-    assert!(page("/debug/pprof/heap", "").await.2.contains("VmRSS"));
     assert_eq!(page("/debug/pprof", "").await.0, 302);
     // No log was started in this test.
     assert_eq!(page("/debug/flags/v", "").await.0, 406);
@@ -262,19 +261,130 @@ async fn health_checks_of_the_metrics_server_are_counted_until_reset() {
     assert!(!text.contains("kubernetes_health"), "{text}");
 }
 
+/// Names of the functions of each stack of a profile, the innermost first.
+fn stacks(profile: &[u8]) -> Vec<Vec<String>> {
+    let fields = wire::fields(profile);
+    let texts: Vec<String> = fields.bytes(6).map(|text| String::from_utf8(text.to_vec()).unwrap()).collect();
+    // Functions and locations have their numbers in the order in which they come.
+    let names: Vec<&str> =
+        fields.bytes(5).map(|function| texts[wire::fields(function).number(2)].as_str()).collect();
+    let stack = |sample| {
+        let locations = wire::fields(sample).bytes(1).next().map(wire::numbers).unwrap_or_default();
+        locations.into_iter().map(|location| names[location - 1].to_owned()).collect()
+    };
+    fields.bytes(2).map(stack).collect()
+}
+
+/// What protocol buffers consist of.
+mod wire {
+    pub(super) struct Fields<'a>(Vec<(usize, Value<'a>)>);
+
+    enum Value<'a> {
+        Number(usize),
+        Bytes(&'a [u8]),
+    }
+
+    impl<'a> Fields<'a> {
+        pub(super) fn number(&self, field: usize) -> usize {
+            let number = |(found, value): &(usize, Value)| match value {
+                Value::Number(number) if *found == field => Some(*number),
+                Value::Number(_) | Value::Bytes(_) => None,
+            };
+            self.0.iter().find_map(number).unwrap()
+        }
+
+        pub(super) fn bytes(&self, field: usize) -> impl Iterator<Item = &'a [u8]> {
+            self.0.iter().filter_map(move |(found, value)| match value {
+                Value::Bytes(bytes) if *found == field => Some(*bytes),
+                Value::Number(_) | Value::Bytes(_) => None,
+            })
+        }
+    }
+
+    pub(super) fn fields(mut message: &[u8]) -> Fields<'_> {
+        let mut fields = Vec::new();
+        while !message.is_empty() {
+            let key = number(&mut message);
+            let value = number(&mut message);
+            let value = match key & 7 {
+                0 => Value::Number(value),
+                2 => Value::Bytes(message.split_off(..value).unwrap()),
+                other => panic!("wire type {other}"),
+            };
+            fields.push((key >> 3, value));
+        }
+        Fields(fields)
+    }
+
+    pub(super) fn numbers(mut packed: &[u8]) -> Vec<usize> {
+        std::iter::from_fn(|| (!packed.is_empty()).then(|| number(&mut packed))).collect()
+    }
+
+    fn number(message: &mut &[u8]) -> usize {
+        let end = message.iter().position(|byte| byte & 0x80 == 0).unwrap();
+        let digits = message.split_off(..=end).unwrap();
+        digits.iter().rev().fold(0, |number, byte| number << 7 | usize::from(byte & 0x7f))
+    }
+}
+
+/// Works until it is told to stop.
+#[inline(never)]
+fn known_to_be_busy(stop: &CancellationToken) -> u64 {
+    let mut number = 0_u64;
+    while !stop.is_cancelled() {
+        for _ in 0..1000 {
+            number = std::hint::black_box(number.wrapping_mul(31).wrapping_add(7));
+        }
+    }
+    number
+}
+
 #[tokio::test]
-async fn a_cpu_profile_is_taken_one_at_a_time() {
+async fn a_cpu_profile_tells_who_is_busy_and_is_taken_one_at_a_time() {
     let servers = servers().await;
+    let stop = CancellationToken::new();
+    let busy = std::thread::Builder::new().name("busy".to_owned());
+    let busy = busy.spawn({
+        let stop = stop.clone();
+        move || known_to_be_busy(&stop)
+    });
     let path = "/debug/pprof/profile?seconds=1";
     let (one, other) = tokio::join!(get_bytes(servers.metrics, path), get_bytes(servers.metrics, path));
+    stop.cancel();
+    busy.unwrap().join().unwrap();
     let mut statuses = [one.0, other.0];
     statuses.sort_unstable();
     assert_eq!(statuses, [200, 500]);
     let profile = if one.0 == 200 { one.1 } else { other.1 };
-    // The first value type, and texts that every profile has.
-    assert!(profile.starts_with(&[0x0a, 4, 0x08, 1, 0x10, 2]));
-    assert!(profile.windows(11).any(|part| part == b"nanoseconds"));
+    let stacks = stacks(&profile);
+    let of_busy = stacks.iter().find(|stack| {
+        stack.iter().any(|name| name.ends_with("known_to_be_busy"))
+            // It was called by the thread's first functions.
+            && stack.iter().any(|name| name.contains("thread_start"))
+    });
+    assert!(of_busy.is_some(), "{stacks:#?}");
+    assert!(profile.windows(4).any(|part| part == b"busy"));
     assert_eq!(get(servers.metrics, "/debug/pprof/profile?seconds=601", "").await.0, 400);
+}
+
+#[tokio::test]
+async fn memory_by_call_site_comes_in_the_forms_that_are_asked_for() {
+    let servers = servers().await;
+    crate::profile::heap::switch_on().unwrap();
+    let (status, head, text) = get(servers.metrics, "/debug/pprof/heap?debug=1", "").await;
+    assert_eq!(status, 200);
+    assert!(head.contains("content-type: text/plain") && text.starts_with("heap profile: "), "{head}{text}");
+    assert!(text.contains("# VmRSS:") && text.contains("(mimalloc)"), "{text}");
+    for (path, name) in
+        [("heap", "heap"), ("heap?gc=1", "heap"), ("heap?debug=0", "heap"), ("allocs", "allocs")]
+    {
+        let answer = ask(servers.metrics, &format!("/debug/pprof/{path}"), "").await;
+        let head = String::from_utf8_lossy(&answer).to_lowercase();
+        assert!(head.starts_with("http/1.1 200"), "{path}: {head}");
+        assert!(head.contains("content-type: application/octet-stream"), "{path}: {head}");
+        assert!(head.contains(&format!("filename=\"{name}\"")), "{path}: {head}");
+        assert!(head.contains("inuse_objects") && head.contains("alloc_space"), "{path}: {head}");
+    }
 }
 
 #[tokio::test]

@@ -6,6 +6,7 @@ pub mod allocator;
 pub mod bpf;
 pub mod clock;
 pub mod filesystem;
+pub mod frames;
 pub mod grace;
 pub mod ipset;
 pub mod ipvs;
@@ -18,6 +19,7 @@ pub mod namespace;
 pub mod netlink;
 pub mod nftables;
 pub mod ready;
+pub mod sampler;
 pub mod tc;
 pub mod xtables;
 

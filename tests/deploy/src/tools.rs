@@ -44,6 +44,18 @@ impl Tool {
     }
 }
 
+/// Without Go nothing here is built, and profiles are not read.
+pub fn go_is_there() -> bool {
+    module().run(&["version"]).is_ok()
+}
+
+/// What `go tool pprof -top` shows of a profile: every function.
+pub fn top_of_profile(profile: &Path, kind: &str) -> Result<String> {
+    let kind = format!("-sample_index={kind}");
+    let file = profile.to_str().context("a path that is no text")?;
+    module().run(&["tool", "pprof", "-top", "-cum", "-nodefraction=0", "-nodecount=100000", &kind, file])
+}
+
 fn module() -> Module {
     Module::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tools"), "deploy-tools")
 }

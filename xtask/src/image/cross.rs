@@ -117,6 +117,7 @@ pub(super) fn build_packages(toolchain: &Toolchain, profile: Profile, packages: 
         .args(["--profile", profile.name()])
         .env(format!("CC_{variable}"), compiler.join("cc"))
         .env(format!("AR_{variable}"), compiler.join("ar"))
+        .env(format!("CFLAGS_{variable}"), "-fno-omit-frame-pointer")
         .env(format!("CARGO_TARGET_{}_LINKER", variable.to_uppercase()), "rust-lld")
         .env("CARGO_ENCODED_RUSTFLAGS", flags().join("\u{1f}"))
         .env("CARGO_PROFILE_DEV_DEBUG", "false");
@@ -124,7 +125,8 @@ pub(super) fn build_packages(toolchain: &Toolchain, profile: Profile, packages: 
     Ok(target().join(triple).join(profile.folder()))
 }
 
-/// Paths are remapped so that a binary does not tell where it was built.
+/// Call stacks are taken by frame pointers: these stand in place of the flags in `.cargo/config.toml`. Paths are remapped so
+/// that a binary does not tell where it was built.
 fn flags() -> Vec<String> {
     let home = env::var_os("CARGO_HOME").map(PathBuf::from);
     let home = home.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cargo")));
@@ -132,11 +134,13 @@ fn flags() -> Vec<String> {
     let remapped = folders
         .into_iter()
         .filter_map(|(folder, to)| Some(format!("--remap-path-prefix={}={to}", folder?.display())));
-    ["-Ctarget-feature=+crt-static", "-Clinker-flavor=ld.lld", "-Clink-self-contained=yes"]
-        .map(str::to_owned)
-        .into_iter()
-        .chain(remapped)
-        .collect()
+    let own = [
+        "-Cforce-frame-pointers=yes",
+        "-Ctarget-feature=+crt-static",
+        "-Clinker-flavor=ld.lld",
+        "-Clink-self-contained=yes",
+    ];
+    own.map(str::to_owned).into_iter().chain(remapped).collect()
 }
 
 /// A folder with `cc` and `ar` for the architecture.

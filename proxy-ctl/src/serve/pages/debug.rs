@@ -25,7 +25,9 @@ const INDEX: &str = "<html>
 <p>/debug/pprof/</p>
 <ul>
 <li><a href=\"profile?seconds=30\">profile</a>: where CPU time goes, for <code>go tool pprof</code></li>
-<li><a href=\"heap\">heap</a>: what the allocator knows about the memory of this process, as text</li>
+<li><a href=\"heap\">heap</a>: which code has allocated what is in use, for <code>go tool pprof</code>;
+<a href=\"heap?debug=1\">as text</a>, with what the kernel and the allocator know</li>
+<li><a href=\"allocs\">allocs</a>: the same, with all that was ever allocated first</li>
 </ul>
 <p>/debug/flags/v: PUT a number there to change the log level.</p>
 </body>
@@ -57,7 +59,8 @@ where
         "/debug/pprof" => redirect("/debug/pprof/"),
         "/debug/pprof/" => reply(StatusCode::OK, HTML, INDEX),
         "/debug/pprof/profile" => profile::cpu(query).await,
-        "/debug/pprof/heap" => profile::memory(),
+        "/debug/pprof/heap" => profile::memory("heap", None, query).await,
+        "/debug/pprof/allocs" => profile::memory("allocs", Some("alloc_space"), query).await,
         // Symbols are in the profile.
         "/debug/pprof/symbol" => plain(StatusCode::OK, "num_symbols: 1\n"),
         "/debug/flags/v" if method == Method::PUT => {

@@ -5,61 +5,89 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-/// A call stack and how often it was met.
+/// What is counted, and in which unit.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Kind(pub(super) &'static str, pub(super) &'static str);
+
+/// A call stack and what was counted in it, in the order of [`Profile::kinds`].
 #[derive(Clone, Debug)]
 pub(super) struct Stack {
     /// Names of functions, the innermost first.
     pub(super) frames: Vec<String>,
-    pub(super) thread: String,
-    pub(super) samples: i64,
+    pub(super) thread: Option<String>,
+    pub(super) counts: Vec<u64>,
 }
 
-/// `frequency`: samples a second of CPU time.
-pub(super) fn encode(stacks: &[Stack], start: SystemTime, duration: Duration, frequency: i32) -> Vec<u8> {
-    let mut strings = Numbered::starting_with("");
-    let mut functions = Numbered::default();
-    let nanoseconds = |duration: Duration| i64::try_from(duration.as_nanos()).unwrap_or(i64::MAX);
-    let period = 1_000_000_000 / i64::from(frequency.max(1));
-    let value_type = |strings: &mut Numbered, kind: &str, unit: &str| {
-        Message::default().number(1, strings.number(kind)).number(2, strings.number(unit))
-    };
+#[derive(Debug)]
+pub(super) struct Profile {
+    pub(super) kinds: &'static [Kind],
+    /// The one that is shown first, if it is not the last.
+    pub(super) default: Option<&'static str>,
+    pub(super) stacks: Vec<Stack>,
+    /// What is sampled, and how much of it there is to a sample.
+    pub(super) period: (Kind, u64),
+    pub(super) start: SystemTime,
+    /// `None`: it is of a moment.
+    pub(super) duration: Option<Duration>,
+    pub(super) comments: Vec<String>,
+}
 
-    let mut profile = Message::default();
-    let mut samples = Message::default();
-    let kinds = [("samples", "count"), ("cpu", "nanoseconds")];
-    for (kind, unit) in kinds {
-        profile = profile.message(1, value_type(&mut strings, kind, unit));
+impl Profile {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut strings = Numbered::starting_with("");
+        let mut functions = Numbered::default();
+        let nanoseconds = |duration: Duration| signed(duration.as_nanos());
+        let value_type = |strings: &mut Numbered, Kind(kind, unit): Kind| {
+            Message::default().number(1, strings.number(kind)).number(2, strings.number(unit))
+        };
+
+        let mut profile = Message::default();
+        let mut samples = Message::default();
+        for kind in self.kinds {
+            profile = profile.message(1, value_type(&mut strings, *kind));
+        }
+        for stack in &self.stacks {
+            let locations = stack.frames.iter().map(|frame| functions.number(frame) + 1).collect::<Vec<_>>();
+            let counts = stack.counts.iter().copied().map(signed).collect::<Vec<_>>();
+            let mut sample = Message::default().numbers(1, &locations).numbers(2, &counts);
+            if let Some(thread) = &stack.thread {
+                let label = Message::default().number(1, strings.number("thread"));
+                sample = sample.message(3, label.number(2, strings.number(thread)));
+            }
+            samples = samples.message(2, sample);
+        }
+        profile.0.extend(samples.0);
+        // A function is a location: addresses are not kept apart.
+        for (index, name) in functions.all.iter().enumerate() {
+            let id = index as i64 + 1;
+            let line = Message::default().number(1, id);
+            profile = profile.message(4, Message::default().number(1, id).message(4, line));
+            let name = strings.number(name);
+            profile = profile.message(5, Message::default().number(1, id).number(2, name).number(3, name));
+        }
+        let period = value_type(&mut strings, self.period.0);
+        let comments: Vec<i64> = self.comments.iter().map(|comment| strings.number(comment)).collect();
+        let default = self.default.map(|kind| strings.number(kind));
+        for text in &strings.all {
+            profile = profile.bytes(6, text.as_bytes());
+        }
+        profile = profile.number(9, nanoseconds(self.start.duration_since(UNIX_EPOCH).unwrap_or_default()));
+        if let Some(duration) = self.duration {
+            profile = profile.number(10, nanoseconds(duration));
+        }
+        profile = profile.message(11, period).number(12, signed(self.period.1));
+        if !comments.is_empty() {
+            profile = profile.numbers(13, &comments);
+        }
+        match default {
+            Some(default) => profile.number(14, default).0,
+            None => profile.0,
+        }
     }
-    for stack in stacks {
-        let locations = stack.frames.iter().map(|frame| functions.number(frame) + 1).collect::<Vec<_>>();
-        let thread =
-            Message::default().number(1, strings.number("thread")).number(2, strings.number(&stack.thread));
-        let sample = Message::default()
-            .numbers(1, &locations)
-            .numbers(2, &[stack.samples, stack.samples.saturating_mul(period)])
-            .message(3, thread);
-        samples = samples.message(2, sample);
-    }
-    profile.0.extend(samples.0);
-    // A function is a location: addresses are not kept apart.
-    for (index, name) in functions.all.iter().enumerate() {
-        let id = index as i64 + 1;
-        let line = Message::default().number(1, id);
-        profile = profile.message(4, Message::default().number(1, id).message(4, line));
-        let name = strings.number(name);
-        profile = profile.message(5, Message::default().number(1, id).number(2, name).number(3, name));
-    }
-    let cpu = value_type(&mut strings, "cpu", "nanoseconds");
-    for text in &strings.all {
-        profile = profile.bytes(6, text.as_bytes());
-    }
-    let start = start.duration_since(UNIX_EPOCH).unwrap_or_default();
-    profile
-        .number(9, nanoseconds(start))
-        .number(10, nanoseconds(duration))
-        .message(11, cpu)
-        .number(12, period)
-        .0
+}
+
+fn signed(number: impl TryInto<i64>) -> i64 {
+    number.try_into().unwrap_or(i64::MAX)
 }
 
 /// Texts by the order in which they were first named.
@@ -135,10 +163,19 @@ mod tests {
 
     #[test]
     fn a_small_profile_byte_by_byte() {
-        let stack =
-            Stack { frames: vec!["f".into(), "g".into(), "f".into()], thread: "t".into(), samples: 300 };
-        let encoded =
-            encode(&[stack], UNIX_EPOCH + Duration::from_nanos(7), Duration::from_nanos(5), 1_000_000_000);
+        let profile = Profile {
+            kinds: &[Kind("samples", "count"), Kind("cpu", "nanoseconds")],
+            default: None,
+            stacks: vec![Stack {
+                frames: vec!["f".into(), "g".into(), "f".into()],
+                thread: Some("t".into()),
+                counts: vec![300, 300],
+            }],
+            period: (Kind("cpu", "nanoseconds"), 1),
+            start: UNIX_EPOCH + Duration::from_nanos(7),
+            duration: Some(Duration::from_nanos(5)),
+            comments: Vec::new(),
+        };
         let expected: &[&[u8]] = &[
             &[0x0a, 4, 0x08, 1, 0x10, 2],
             &[0x0a, 4, 0x08, 3, 0x10, 4],
@@ -152,6 +189,26 @@ mod tests {
             b"\x32\x06thread\x32\x01t\x32\x01f\x32\x01g",
             &[0x48, 7, 0x50, 5, 0x5a, 4, 0x08, 3, 0x10, 4, 0x60, 1],
         ];
-        assert_eq!(encoded, expected.concat());
+        assert_eq!(profile.encode(), expected.concat());
+    }
+
+    #[test]
+    fn what_is_not_in_every_profile() {
+        let profile = Profile {
+            kinds: &[Kind("space", "bytes")],
+            default: Some("space"),
+            stacks: vec![Stack { frames: Vec::new(), thread: None, counts: vec![u64::MAX] }],
+            period: (Kind("space", "bytes"), 2),
+            start: UNIX_EPOCH,
+            duration: None,
+            comments: vec!["c".into()],
+        };
+        let expected: &[&[u8]] = &[
+            &[0x0a, 4, 0x08, 1, 0x10, 2],
+            &[0x12, 13, 0x0a, 0, 0x12, 9, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f],
+            b"\x32\x00\x32\x05space\x32\x05bytes\x32\x01c",
+            &[0x48, 0, 0x5a, 4, 0x08, 1, 0x10, 2, 0x60, 2, 0x6a, 1, 3, 0x70, 1],
+        ];
+        assert_eq!(profile.encode(), expected.concat());
     }
 }

@@ -1,155 +1,196 @@
-//! Where CPU time goes, and what is known about memory.
+//! Where CPU time and memory go, for `go tool pprof`; memory also as text.
 
 use std::{
+    fmt::Write as _,
     fs,
-    sync::atomic::{AtomicBool, Ordering},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
-use http::StatusCode;
-use pprof::{ProfilerGuardBuilder, Report};
+use http::{HeaderValue, StatusCode, header};
+use jiff::Timestamp;
 
 use crate::{
+    profile::{
+        cpu::{self, Recorded, Recording},
+        heap::{self, Amount, Snapshot},
+        names::Names,
+    },
     serve::{
-        pages::pprof_format::{self, Stack},
+        pages::pprof_format::{Kind, Profile, Stack},
         reply::{Reply, plain, reply},
     },
     sys::allocator,
 };
 
-/// Samples a second of CPU time.
-const FREQUENCY: i32 = 100;
 const SECONDS: u64 = 30;
 pub(in crate::serve) const MOST_SECONDS: u64 = 600;
-/// Code in which no stack is taken: unwinding asks these for memory and locks, and would wait for itself if the signal
-/// came while they hold them.
-const LEFT_ALONE: [&str; 4] = ["libc", "libgcc", "pthread", "vdso"];
 
-/// A profile is being taken: signals and timer are the process's.
-static RUNNING: AtomicBool = AtomicBool::new(false);
-
-struct Turn;
-
-impl Turn {
-    fn take() -> Option<Self> {
-        (!RUNNING.swap(true, Ordering::Acquire)).then_some(Self)
-    }
-}
-
-impl Drop for Turn {
-    fn drop(&mut self) {
-        RUNNING.store(false, Ordering::Release);
-    }
-}
+const CPU_TIME: Kind = Kind("cpu", "nanoseconds");
 
 /// Samples this process for `seconds=…` of the query.
 pub(super) async fn cpu(query: &str) -> Reply {
-    let seconds = seconds(query);
+    let seconds = positive(query, "seconds").unwrap_or(SECONDS);
     if seconds > MOST_SECONDS {
         let problem = format!("seconds must be at most {MOST_SECONDS}, found {seconds}\n");
         return plain(StatusCode::BAD_REQUEST, problem);
     }
-    let Some(_turn) = Turn::take() else { return failed("CPU profiling is in use") };
-    let sampler = ProfilerGuardBuilder::default().frequency(FREQUENCY).blocklist(&LEFT_ALONE);
-    let guard = match sampler.build() {
-        Ok(guard) => guard,
-        Err(error) => return failed(&error.to_string()),
+    let recording = match Recording::start() {
+        Ok(Some(recording)) => recording,
+        Ok(None) => return failed("CPU", "CPU profiling is in use"),
+        Err(error) => return failed("CPU", &error.to_string()),
     };
     tokio::time::sleep(Duration::from_secs(seconds)).await;
     // Names are looked up now, which takes long.
-    let encoded = tokio::task::spawn_blocking(move || {
-        let report = guard.report().build().map_err(|error| error.to_string())?;
-        encode(&report)
-    });
-    match encoded.await {
-        Ok(Ok(profile)) => {
-            let mut reply = reply(StatusCode::OK, "application/octet-stream", profile);
-            let disposition = http::HeaderValue::from_static("attachment; filename=\"profile\"");
-            reply.headers_mut().insert(http::header::CONTENT_DISPOSITION, disposition);
-            reply
+    match tokio::task::spawn_blocking(move || cpu_profile(recording.stop()).encode()).await {
+        Ok(profile) => download("profile", profile),
+        Err(error) => failed("CPU", &error.to_string()),
+    }
+}
+
+/// What the query asks for of all that was allocated since sampling began: text with `debug=1`, else a profile that
+/// is shown by `kind` first, if that is given. `gc=1` changes nothing: there is no garbage.
+pub(super) async fn memory(name: &'static str, kind: Option<&'static str>, query: &str) -> Reply {
+    let Some(snapshot) = heap::snapshot() else {
+        return failed("heap", "allocations are not sampled");
+    };
+    let as_text = positive(query, "debug").is_some();
+    let answer = move || {
+        if as_text {
+            plain(StatusCode::OK, heap_text(&snapshot))
+        } else {
+            download(name, heap_profile(snapshot, kind).encode())
         }
-        Ok(Err(error)) => failed(&error),
-        Err(error) => failed(&error.to_string()),
+    };
+    match tokio::task::spawn_blocking(answer).await {
+        Ok(reply) => reply,
+        Err(error) => failed("heap", &error.to_string()),
     }
 }
 
 /// As Go: what is no number above zero asks for the default.
-fn seconds(query: &str) -> u64 {
-    let given = query.split('&').find_map(|part| part.strip_prefix("seconds="));
-    given.and_then(|text| text.parse().ok()).filter(|seconds| *seconds > 0).unwrap_or(SECONDS)
+fn positive(query: &str, name: &str) -> Option<u64> {
+    let given = query.split('&').find_map(|part| part.strip_prefix(name)?.strip_prefix('='));
+    given.and_then(|text| text.parse().ok()).filter(|number| *number > 0)
 }
 
-fn failed(problem: &str) -> Reply {
-    plain(StatusCode::INTERNAL_SERVER_ERROR, format!("Could not take a CPU profile: {problem}\n"))
+fn failed(what: &str, problem: &str) -> Reply {
+    plain(StatusCode::INTERNAL_SERVER_ERROR, format!("Could not take a {what} profile: {problem}\n"))
 }
 
-fn encode(report: &Report) -> Result<Vec<u8>, String> {
-    let stacks = report.data.iter().map(|(sampled, count)| Stack {
-        // Inlined functions stand beside the one that they are inlined in.
-        frames: of_ours(sampled.frames.iter().flatten().map(pprof::Symbol::name)),
-        thread: sampled.thread_name.clone(),
-        samples: i64::try_from(*count).unwrap_or(i64::MAX),
+fn download(name: &str, profile: Vec<u8>) -> Reply {
+    let mut reply = reply(StatusCode::OK, "application/octet-stream", profile);
+    if let Ok(disposition) = HeaderValue::try_from(format!("attachment; filename=\"{name}\"")) {
+        reply.headers_mut().insert(header::CONTENT_DISPOSITION, disposition);
+    }
+    reply
+}
+
+fn cpu_profile(recorded: Recorded) -> Profile {
+    let mut names = Names::default();
+    let period = u64::try_from(cpu::PERIOD.as_nanos()).unwrap_or(u64::MAX);
+    let stacks = recorded.stacks.into_iter().map(|busy| Stack {
+        frames: names.of(&busy.frames),
+        thread: Some(busy.thread),
+        counts: vec![busy.samples, busy.samples.saturating_mul(period)],
     });
-    let stacks = readable(stacks.collect())?;
-    Ok(pprof_format::encode(&stacks, report.timing.start_time, report.timing.duration, FREQUENCY))
+    Profile {
+        kinds: &[Kind("samples", "count"), CPU_TIME],
+        default: None,
+        stacks: stacks.collect(),
+        period: (CPU_TIME, period),
+        start: recorded.since,
+        duration: Some(recorded.duration),
+        comments: Vec::new(),
+    }
 }
 
-/// An error if nothing but the sampler was seen: musl's signal trampoline has no unwind information, so that a build
-/// against it sees nothing behind the signal.
-fn readable(stacks: Vec<Stack>) -> Result<Vec<Stack>, String> {
-    let sampled = !stacks.is_empty();
-    let seen: Vec<Stack> = stacks.into_iter().filter(|stack| !stack.frames.is_empty()).collect();
-    if sampled && seen.is_empty() {
-        let process = std::process::id();
-        return Err(format!(
-            "this build cannot look behind a signal (it is static, with musl); use `perf record -g -p {process}`"
+fn heap_profile(snapshot: Snapshot, default: Option<&'static str>) -> Profile {
+    let mut names = Names::default();
+    let comments = remarks(&snapshot);
+    let stacks = snapshot.sites.into_iter().map(|site| Stack {
+        frames: names.of_call_site(&site.frames),
+        thread: None,
+        counts: vec![site.allocated.objects, site.allocated.bytes, site.in_use.objects, site.in_use.bytes],
+    });
+    Profile {
+        kinds: &[
+            Kind("alloc_objects", "count"),
+            Kind("alloc_space", "bytes"),
+            Kind("inuse_objects", "count"),
+            Kind("inuse_space", "bytes"),
+        ],
+        default,
+        stacks: stacks.collect(),
+        period: (Kind("space", "bytes"), heap::PERIOD),
+        start: SystemTime::now(),
+        duration: None,
+        comments,
+    }
+}
+
+/// What a reader must know to read it right.
+fn remarks(snapshot: &Snapshot) -> Vec<String> {
+    let since = Timestamp::try_from(snapshot.since).unwrap_or_default();
+    let mut remarks = vec![format!(
+        "Only what was allocated since {since:.0} is in here, extrapolated from a sample for each {} KiB.",
+        heap::PERIOD / 1024
+    )];
+    if snapshot.lost > 0 {
+        remarks.push(format!(
+            "There was no room for {} samples: what is in use is more than is told.",
+            snapshot.lost
         ));
     }
-    Ok(seen)
+    remarks
 }
 
-/// Without the innermost functions if they are the sampler's own.
-fn of_ours(names: impl Iterator<Item = String>) -> Vec<String> {
-    let is_sampler = |name: &String| {
-        matches!(name.as_str(), "trace" | "trace_unsynchronized" | "perf_signal_handler")
-            || name.contains("pprof::")
-            || name.contains("backtrace::")
+/// In the form of Go's, which tools read too, with what the kernel and the allocator know.
+fn heap_text(snapshot: &Snapshot) -> String {
+    let mut sites: Vec<_> = snapshot.sites.iter().collect();
+    sites.sort_by_key(|site| (std::cmp::Reverse(site.in_use.bytes), std::cmp::Reverse(site.allocated.bytes)));
+    let sum = |amounts: &mut dyn Iterator<Item = Amount>| {
+        amounts.fold(Amount::default(), |sum, more| Amount {
+            objects: sum.objects.saturating_add(more.objects),
+            bytes: sum.bytes.saturating_add(more.bytes),
+        })
     };
-    names.skip_while(is_sampler).map(|name| without_trait(&name)).collect()
-}
-
-/// `<a::B as c::D>::e` → `a::B::e`: what stands in angle brackets is not shown by the tools that read profiles.
-fn without_trait(name: &str) -> String {
-    let Some(inner) = name.strip_prefix('<') else { return name.to_owned() };
-    let mut depth = 1_u32;
-    let mut type_end = None;
-    for (at, char) in inner.char_indices() {
-        match char {
-            '<' => depth += 1,
-            // Not the arrow of a function's type.
-            '>' if !inner[..at].ends_with('-') => depth -= 1,
-            ' ' if depth == 1 && inner[at..].starts_with(" as ") => type_end = type_end.or(Some(at)),
-            _ => {}
+    let line = |in_use: Amount, allocated: Amount| {
+        format!("{}: {} [{}: {}] @", in_use.objects, in_use.bytes, allocated.objects, allocated.bytes)
+    };
+    let total = line(
+        sum(&mut sites.iter().map(|site| site.in_use)),
+        sum(&mut sites.iter().map(|site| site.allocated)),
+    );
+    let mut names = Names::default();
+    let mut text = format!("heap profile: {total} heapprofile\n");
+    // Writing to a String cannot fail.
+    for site in sites {
+        text.push_str(&line(site.in_use, site.allocated));
+        for address in &site.frames {
+            let _ = write!(text, " {address:#x}");
         }
-        if depth == 0 {
-            let of = &inner[..type_end.unwrap_or(at)];
-            return format!("{}{}", without_trait(of), &inner[at + 1..]);
+        text.push('\n');
+        for name in names.of_call_site(&site.frames) {
+            let _ = writeln!(text, "#\t{name}");
+        }
+        text.push('\n');
+    }
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let kernel = status.lines().filter(|line| line.starts_with("Vm") || line.starts_with("Rss"));
+    let remarks = remarks(snapshot);
+    let allocator = allocator::report();
+    let sections = [
+        ("", remarks.iter().map(String::as_str).collect::<Vec<_>>()),
+        ("What the kernel counts for this process", kernel.collect()),
+        ("What the allocator (mimalloc) knows", allocator.lines().collect()),
+    ];
+    for (title, lines) in sections {
+        let _ = writeln!(text, "# {title}");
+        for line in lines {
+            let _ = writeln!(text, "# {line}");
         }
     }
-    name.to_owned()
-}
-
-/// No profile: which code has allocated what is not recorded. As text, so that nobody takes it for one.
-pub(super) fn memory() -> Reply {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let lines = status.lines().filter(|line| line.starts_with("Vm") || line.starts_with("Rss"));
-    let kernel: String = lines.map(|line| format!("{line}\n")).collect();
-    let text = format!(
-        "Which code has allocated how much is not recorded: this is no profile for `go tool pprof`.\n\n\
-         # What the kernel counts for this process\n{kernel}\n# What the allocator (mimalloc) knows\n{}",
-        allocator::report()
-    );
-    plain(StatusCode::OK, text)
+    text
 }
 
 #[cfg(test)]
@@ -157,47 +198,55 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
+    use crate::profile::heap::Site;
 
     #[rstest]
-    #[case("a::b::c", "a::b::c")]
-    #[case("<a::B as c::D>::e", "a::B::e")]
-    #[case("<a::B<c::D>>::e", "a::B<c::D>::e")]
-    #[case("<<a::B as c::D>::F as g::H>::i", "a::B::F::i")]
-    #[case("<fn() -> u8 as c::D>::e", "fn() -> u8::e")]
-    #[case("<broken", "<broken")]
-    fn names_without_traits(#[case] name: &str, #[case] shown: &str) {
-        assert_eq!(without_trait(name), shown);
+    #[case("", None)]
+    #[case("seconds=0", None)]
+    #[case("seconds=-1", None)]
+    #[case("seconds=soon", None)]
+    #[case("debug=0&seconds=5", Some(5))]
+    #[case("seconds=601", Some(601))]
+    fn numbers_of_a_query(#[case] query: &str, #[case] expected: Option<u64>) {
+        assert_eq!(positive(query, "seconds"), expected);
     }
 
-    #[rstest]
-    #[case("", 30)]
-    #[case("seconds=0", 30)]
-    #[case("seconds=-1", 30)]
-    #[case("seconds=soon", 30)]
-    #[case("debug=0&seconds=5", 5)]
-    #[case("seconds=601", 601)]
-    fn seconds_of_a_profile(#[case] query: &str, #[case] expected: u64) {
-        assert_eq!(seconds(query), expected);
-    }
-
-    #[test]
-    fn a_profile_of_the_sampler_alone_is_an_error() {
-        let stack = |frames: &[&str]| Stack {
-            frames: of_ours(frames.iter().map(|name| (*name).to_owned())),
-            thread: "t".into(),
-            samples: 1,
+    fn snapshot(lost: u64) -> Snapshot {
+        let site = |bytes| Site {
+            frames: vec![1, 2],
+            allocated: Amount { objects: 4, bytes },
+            in_use: Amount { objects: 1, bytes: bytes / 4 },
         };
-        let blind = ["backtrace::backtrace::trace_unsynchronized", "<pprof::Trace as x::Y>::trace"];
-        assert!(readable(vec![stack(&blind)]).unwrap_err().contains("perf record"));
-        assert_eq!(readable(vec![stack(&blind), stack(&["a::work"])]).unwrap().len(), 1);
-        // Nothing ran.
-        assert_eq!(readable(Vec::new()).unwrap().len(), 0);
+        Snapshot { since: SystemTime::UNIX_EPOCH, sites: vec![site(400), site(4000)], lost }
     }
 
     #[test]
-    fn the_sampler_is_not_in_its_samples() {
-        let names = ["trace", "<pprof::Trace as x::Y>::trace", "a::work", "backtrace::trace", "main"];
-        let kept = of_ours(names.into_iter().map(str::to_owned));
-        assert_eq!(kept, ["a::work", "backtrace::trace", "main"]);
+    fn memory_as_text_has_the_largest_first_and_the_sum() {
+        let text = heap_text(&snapshot(0));
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(
+            lines[..6],
+            [
+                "heap profile: 2: 1100 [8: 4400] @ heapprofile",
+                "1: 1000 [4: 4000] @ 0x1 0x2",
+                "#\t[unknown]",
+                "",
+                "1: 100 [4: 400] @ 0x1 0x2",
+                "#\t[unknown]"
+            ]
+        );
+        assert!(lines[7..].iter().all(|line| line.starts_with('#')), "{text}");
+        assert!(
+            text.contains("since 1970-01-01T00:00:00Z is in here") && text.contains("# VmRSS:"),
+            "{text}"
+        );
+        assert!(!text.contains("no room"));
+    }
+
+    #[test]
+    fn samples_that_are_lost_are_told() {
+        let profile = heap_profile(snapshot(3), Some("alloc_space"));
+        assert!(profile.comments[1].contains("no room for 3 samples"), "{profile:?}");
+        assert_eq!(profile.stacks[1].counts, [4, 4000, 1, 1000]);
     }
 }

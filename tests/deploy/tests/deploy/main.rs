@@ -8,6 +8,7 @@ mod cluster;
 mod monitoring;
 mod objects;
 mod pods;
+mod profiles;
 
 use std::{
     env,

@@ -27,7 +27,7 @@ use serde_json::{Value, json};
 use super::{
     Outcome,
     cluster::{CLIENT, Cluster, NODE, Pod, SERVER},
-    objects,
+    objects, profiles,
 };
 
 const PORT: u16 = 80;
@@ -67,7 +67,7 @@ fn least_capabilities_serve(runtime: Runtime) -> Result<Outcome> {
 fn install(cluster: &Cluster, mut objects: Vec<Value>) -> Result<Value> {
     for object in &mut objects {
         if object["kind"] == "ConfigMap" {
-            leave_the_machine_alone(object)?;
+            change(object)?;
         }
     }
     cluster.store(&objects)?;
@@ -77,11 +77,12 @@ fn install(cluster: &Cluster, mut objects: Vec<Value>) -> Result<Value> {
     cluster.server.run(async |client| api::get(&client, &path).await)
 }
 
-/// The limit of conntrack belongs to the whole machine, and cannot be set from a network namespace.
-fn leave_the_machine_alone(config_map: &mut Value) -> Result<()> {
+/// The limit of conntrack belongs to the whole machine, and cannot be set from a network namespace. Profiles are looked at.
+fn change(config_map: &mut Value) -> Result<()> {
     let text = config_map["data"]["config.conf"].as_str().context("no config.conf")?;
     let mut config = files::documents(text)?.pop().context("config.conf is empty")?;
     config["conntrack"]["maxPerCore"] = 0.into();
+    config["enableProfiling"] = true.into();
     config_map["data"]["config.conf"] = config.to_string().into();
     Ok(())
 }
@@ -181,6 +182,7 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
         let text = running.exec(&["proxy-ctl", command])?;
         ensure!(text.contains(told), "{command}: {text}");
     }
+    profiles::name_our_functions(&node).with_context(|| format!("profiles\n{}", running.log()))?;
 
     running.signal(Signal::SIGKILL)?;
     let status = running.wait(PATIENCE)?;

@@ -1,0 +1,69 @@
+//! What `enableProfiling` shows of the image's program while it is busy: the tool that reads such profiles finds its
+//! functions in them.
+
+use std::{
+    fs,
+    io::{Read as _, Write as _},
+    net::TcpStream,
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use deploy::tools;
+use lab::namespace;
+
+const METRICS: &str = "127.0.0.1:10249";
+/// Names are looked up by code that is not optimised.
+const ANSWER: Duration = Duration::from_secs(60);
+/// Encodes metrics, which asking for them makes it do.
+const OURS: &str = "proxy_ctl::serve::metrics::";
+
+/// `namespace`: of the node.
+pub(super) fn name_our_functions(namespace: &str) -> Result<()> {
+    let folder = tempfile::tempdir().context("making a folder")?;
+    let get = |path: &str| namespace::within(namespace, || get(path));
+    let stop = AtomicBool::new(false);
+    let cpu = thread::scope(|scope| {
+        let busy = scope.spawn(|| -> Result<()> {
+            while !stop.load(Ordering::Relaxed) {
+                get("/metrics")?;
+            }
+            Ok(())
+        });
+        let cpu = get("/debug/pprof/profile?seconds=2");
+        stop.store(true, Ordering::Relaxed);
+        busy.join().map_err(|_| anyhow::anyhow!("asking for metrics panicked"))??;
+        cpu
+    })?;
+    let heap = get("/debug/pprof/heap?gc=1")?;
+    let text = get("/debug/pprof/heap?debug=1")?;
+    let text = String::from_utf8_lossy(&text);
+    ensure!(text.starts_with("heap profile: ") && text.contains(OURS), "heap as text:\n{text}");
+    for (name, kind, profile) in [("cpu", "cpu", &cpu), ("heap", "alloc_space", &heap)] {
+        let file = folder.path().join(format!("{name}.pprof"));
+        fs::write(&file, profile).with_context(|| format!("writing {}", file.display()))?;
+        let named = profile.windows(OURS.len()).any(|part| part == OURS.as_bytes());
+        ensure!(named, "no {OURS} in the {name} profile of {} bytes", profile.len());
+        if tools::go_is_there() {
+            let top = tools::top_of_profile(&file, kind)?;
+            ensure!(top.contains(OURS), "{name}: no {OURS} in\n{top}");
+        }
+    }
+    Ok(())
+}
+
+/// The body of an answer with status 200.
+fn get(path: &str) -> Result<Vec<u8>> {
+    let mut stream = TcpStream::connect(METRICS)?;
+    stream.set_read_timeout(Some(ANSWER))?;
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer)?;
+    let head = answer.windows(4).position(|part| part == b"\r\n\r\n").context("half an answer")?;
+    if !answer.starts_with(b"HTTP/1.1 200") {
+        bail!("{path}: {}", String::from_utf8_lossy(&answer));
+    }
+    Ok(answer.split_off(head + 4))
+}

@@ -214,9 +214,7 @@ impl Following {
                         changes.restart.join(", ")
                     ));
                 }
-                if changes.live.is_empty() {
-                    self.owed = None;
-                } else {
+                if !changes.live.is_empty() || self.owed.is_some() {
                     self.take_over(new, &changes.live);
                 }
             }
@@ -225,7 +223,8 @@ impl Following {
         None
     }
 
-    /// What cannot be taken over keeps its former value, and so is different still when the file is compared again.
+    /// What cannot be taken over keeps its former value. What is owed stays so until it has been done, whatever the file
+    /// says meanwhile: an attempt that failed may have been half of one.
     fn take_over(&mut self, mut new: Config, fields: &[String]) {
         let former = Arc::clone(&self.configs.borrow());
         let changed = fields.join(", ");
@@ -238,10 +237,10 @@ impl Following {
             tracing::warn!("the log level of this process cannot be changed");
             new.logging.verbosity = former.logging.verbosity;
         }
-        if changes("conntrack") || changes("oomScoreAdj") {
+        if owed.is_some() || changes("conntrack") || changes("oomScoreAdj") {
             match start::prepare(self.mode, &new, &self.kernel, &self.events) {
                 Ok(()) if owed.is_some() => {
-                    tracing::info!(changed, "the rest of the changed configuration is taken over now");
+                    tracing::info!("the rest of the changed configuration is taken over now");
                 }
                 Ok(()) => {}
                 Err(error) => {
@@ -393,6 +392,26 @@ mod tests {
         assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60]);
         configure(&scene.folder, "oomScoreAdj: 0\nconntrack: {maxPerCore: 0}\n");
         assert!(scene.following.compare().is_none());
+        assert_eq!(scene.following.owed, None);
+    }
+
+    #[test]
+    fn what_failed_is_owed_until_it_succeeds_although_the_file_says_nothing_new_of_it() {
+        let mut scene = Scene::new();
+        let limit = limit_below(&scene.folder);
+        let mut before = (*scene.before).clone();
+        before.conntrack.max_per_core = 1000;
+        scene.following.document.send_replace(before.to_document());
+        scene.following.configs.send_replace(Arc::new(before));
+        spoil(&limit);
+        configure(&scene.folder, "oomScoreAdj: 1\nconntrack: {maxPerCore: 1000}\n");
+        for _ in 0..3 {
+            assert!(scene.following.compare().is_none());
+            assert!(scene.following.owed.is_some());
+        }
+        mend(&limit);
+        assert!(scene.following.compare().is_none());
+        assert_ne!(fs::read_to_string(&limit).unwrap().trim(), "5");
         assert_eq!(scene.following.owed, None);
     }
 

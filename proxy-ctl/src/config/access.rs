@@ -43,6 +43,10 @@ pub(super) trait Access: Sync {
     /// Whether a file that says `value` says nothing.
     fn unset(&self, value: &Value) -> bool;
     fn read(&self, config: &mut Config, value: &Value) -> Read<()>;
+    /// Parts of a value that was read which mean nothing here, though they do to kube-proxy.
+    fn left_out(&self, _value: &Value) -> Vec<String> {
+        Vec::new()
+    }
     /// As the file would say it.
     fn write(&self, config: &mut Config) -> Value;
 }
@@ -133,24 +137,70 @@ pub(super) const fn optional_text(at: Place<Option<String>>) -> At<Option<String
     }
 }
 
-pub(super) const fn encoding(at: Place<Encoding>) -> At<Encoding> {
-    At {
-        at,
-        kind: "media type",
-        allowed: "application/vnd.kubernetes.protobuf or application/json",
-        unset: no_text,
-        read: |value| parsed(value, Encoding::configured),
-        write: |encoding| Value::String(encoding.media_type().to_owned()),
+/// Media types, of which it is enough that one can be read.
+pub(super) struct MediaTypes<T: 'static> {
+    types: At<T>,
+    left_out: fn(&str) -> Vec<String>,
+}
+
+impl<T> Access for MediaTypes<T> {
+    fn allowed(&self) -> String {
+        self.types.allowed()
+    }
+
+    fn kind(&self) -> &'static str {
+        self.types.kind()
+    }
+
+    fn unset(&self, value: &Value) -> bool {
+        self.types.unset(value)
+    }
+
+    fn read(&self, config: &mut Config, value: &Value) -> Read<()> {
+        self.types.read(config, value)
+    }
+
+    fn left_out(&self, value: &Value) -> Vec<String> {
+        value.as_str().map(self.left_out).unwrap_or_default()
+    }
+
+    fn write(&self, config: &mut Config) -> Value {
+        self.types.write(config)
+    }
+}
+
+fn no_types(value: &Value) -> bool {
+    value.is_null() || value.as_str().is_some_and(media::is_blank)
+}
+
+pub(super) const fn encoding(at: Place<Encoding>) -> MediaTypes<Encoding> {
+    MediaTypes {
+        types: At {
+            at,
+            kind: "media type",
+            allowed: "application/vnd.kubernetes.protobuf or application/json",
+            unset: no_types,
+            // A flag that is blank is a value of its own.
+            read: |value| {
+                if no_types(value) { Ok(Encoding::default()) } else { parsed(value, Encoding::configured) }
+            },
+            write: |encoding| Value::String(encoding.media_type().to_owned()),
+        },
+        left_out: media::not_sent,
     }
 }
 
 /// Media types of an Accept header.
-pub(super) const fn accepted(at: Place<Option<String>>) -> At<Option<String>> {
-    At {
-        allowed: "application/vnd.kubernetes.protobuf, application/json or */*, or several with commas in between, each with \
-                  ;q=0.5 or the like if need be",
-        read: |value| parsed(value, media::accept).map(Some),
-        ..optional_text(at)
+pub(super) const fn accepted(at: Place<Option<String>>) -> MediaTypes<Option<String>> {
+    MediaTypes {
+        types: At {
+            allowed: "application/vnd.kubernetes.protobuf, application/json or */*, or several with commas in between, each \
+                      with ;q=0.5 or the like if need be",
+            unset: no_types,
+            read: |value| parsed(value, media::accept).map(Some),
+            ..optional_text(at)
+        },
+        left_out: media::not_accepted,
     }
 }
 

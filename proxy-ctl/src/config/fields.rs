@@ -130,7 +130,7 @@ pub static FIELDS: &[Field] = fields! {
     "clientConnection.kubeconfig", file(|c| &mut c.client_connection.kubeconfig);
         "Credentials for the API server. Empty: the pod's service account.";
     "clientConnection.acceptContentTypes", accepted(|c| &mut c.client_connection.accept_content_types);
-        "Encodings that the API server may answer in: the Accept header. Empty: that of contentType, or else any.";
+        "Encodings that the API server may answer in: the Accept header. Empty: that of contentType, or else any. What cannot be read is left out with a warning, as long as something is left.";
     "clientConnection.contentType", encoding(|c| &mut c.client_connection.content_type);
         "Encoding of what is sent to the API server, and what it is asked to answer in. application/cbor is JSON, as in kube-proxy.";
     "clientConnection.qps", number(|c| &mut c.client_connection.qps);

@@ -172,7 +172,14 @@ impl<'a> Resolution<'a> {
         } else {
             field.access.read(&mut self.config, &value)
         };
-        let Err(wrong) = result else { return };
+        let Err(wrong) = result else {
+            let left_out = field.access.left_out(&value);
+            if !left_out.is_empty() {
+                let (name, left_out) = (self.name(field.path, origin, ""), left_out.join(", "));
+                self.warnings.push(format!("{name}: {left_out} cannot be read here and is left out"));
+            }
+            return;
+        };
         let unused = match field.counts {
             Counts::Always => false,
             Counts::InMode(_) => elsewhere,

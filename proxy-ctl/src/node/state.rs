@@ -13,7 +13,10 @@ use netlink_packet_route::{
 };
 
 use super::interfaces::{Kind, LinkFacts, Master, role};
-use crate::dataplane::{Host, Interface};
+use crate::{
+    dataplane::{Host, Interface},
+    leftovers::names::IPVS_DEVICE,
+};
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 struct Link {
@@ -79,8 +82,7 @@ impl State {
     /// The host, given the addresses of its Node object (best first; empty as long as they are not known).
     pub(super) fn host(&self, node_addresses: &[IpAddr]) -> Host {
         let uplinks: BTreeSet<u32> = self
-            .addresses
-            .iter()
+            .own_addresses()
             .filter(|(_, address)| node_addresses.contains(address))
             .map(|(index, _)| *index)
             .chain(self.default_routes.iter().map(|route| route.interface))
@@ -92,10 +94,20 @@ impl State {
         });
         let masquerade = [false, true].into_iter().filter_map(|v6| self.masquerade(v6, node_addresses));
         Host {
-            node_port_addresses: self.addresses.iter().map(|(_, ip)| *ip).filter(is_routable).collect(),
+            node_port_addresses: self.own_addresses().map(|(_, ip)| *ip).filter(is_routable).collect(),
             masquerade_addresses: masquerade.collect(),
             interfaces: interfaces.collect(),
         }
+    }
+
+    /// All but those of Services.
+    fn own_addresses(&self) -> impl Iterator<Item = &(u32, IpAddr)> {
+        self.addresses.iter().filter(|(index, _)| !self.is_of_services(*index))
+    }
+
+    /// The device to which kube-proxy's mode ipvs gives the addresses of Services.
+    fn is_of_services(&self, index: u32) -> bool {
+        self.links.get(&index).is_some_and(|link| link.name == IPVS_DEVICE)
     }
 
     fn facts(
@@ -110,7 +122,8 @@ impl State {
             loopback: link.loopback,
             kind: link.kind,
             master: link.master.map(|master| self.master(master, uplinks)),
-            node_address: self.addresses.range(of_this).any(|(_, ip)| node_addresses.contains(ip)),
+            node_address: !self.is_of_services(index)
+                && self.addresses.range(of_this).any(|(_, ip)| node_addresses.contains(ip)),
             default_route: self.default_routes.iter().any(|route| route.interface == index),
         }
     }
@@ -127,11 +140,11 @@ impl State {
 
     /// The node's own address, if this node has it; else one of the interface that the default route leaves by.
     fn masquerade(&self, v6: bool, node_addresses: &[IpAddr]) -> Option<IpAddr> {
-        let local = |ip: &IpAddr| self.addresses.iter().any(|(_, address)| address == ip);
+        let local = |ip: &IpAddr| self.own_addresses().any(|(_, address)| address == ip);
         let of_node = node_addresses.iter().find(|ip| ip.is_ipv6() == v6 && !ip.is_loopback() && local(ip));
         let by_route = || {
             let route = self.default_routes.iter().find(|route| route.v6 == v6)?;
-            let of_uplink = self.addresses.iter().filter(|(index, _)| *index == route.interface);
+            let of_uplink = self.own_addresses().filter(|(index, _)| *index == route.interface);
             of_uplink.map(|(_, ip)| ip).find(|ip| ip.is_ipv6() == v6 && is_routable(ip))
         };
         of_node.or_else(by_route).copied()
@@ -307,6 +320,18 @@ mod tests {
             ips(&["10.244.0.1", "127.0.0.1", "192.0.2.10"])
         );
         assert_eq!(host.masquerade_addresses, ips(&["192.0.2.10"]));
+    }
+
+    /// A node's own address may be on it too, as an external IP.
+    #[test]
+    fn addresses_of_services_that_mode_ipvs_has_left_are_not_the_nodes() {
+        let mut with_device = node();
+        with_device.apply(&new_link(5, "kube-ipvs0", Some(InfoKind::Dummy), None));
+        for ip in ["10.96.0.1", "10.96.0.10", "192.0.2.10"] {
+            with_device.apply(&new_address(5, ip));
+        }
+        let node_addresses = ips(&["10.96.0.1", "192.0.2.10"]);
+        assert_eq!(with_device.host(&node_addresses), node().host(&node_addresses));
     }
 
     #[test]

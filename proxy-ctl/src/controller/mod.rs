@@ -78,6 +78,8 @@ struct Programmed<D> {
     /// Everything was written at least once.
     complete: bool,
     host: Retry,
+    /// Nothing of the node is missing but addresses for node ports, perhaps.
+    attached: bool,
     resync: Retry,
     /// When everything is compared although nothing has failed.
     inspect_at: Instant,
@@ -183,6 +185,7 @@ impl<D: Dataplane> Controller<D> {
             listed_at: now,
             complete: false,
             host: Retry::due(now, self.config.sync_period()),
+            attached: false,
             resync: Retry::due(now, self.config.sync_period()),
             inspect_at: now + self.config.sync_period(),
             garbage_failure: None,
@@ -255,6 +258,7 @@ impl<D: Dataplane> Controller<D> {
         match done {
             Ok(applied) => {
                 programmed.host.succeeded();
+                programmed.attached = true;
                 metrics.applied(applied);
                 if why == Why::Inspection {
                     tell_drift(applied, metrics);
@@ -264,6 +268,7 @@ impl<D: Dataplane> Controller<D> {
             Err(error) => {
                 metrics.sync_errors.inc();
                 let pause = programmed.host.failed(now);
+                programmed.attached = error.is_of_node_addresses();
                 tracing::error!(
                     %error, next_attempt_in = ?pause,
                     "taking over the node's addresses and interfaces failed"
@@ -372,14 +377,16 @@ impl<D: Dataplane> Controller<D> {
         self.reports.metrics.service_changes.written();
         let now = Moment::now();
         self.latency.written(now.time, &self.reports.metrics);
-        if self.dataplane.as_ref().is_some_and(|programmed| programmed.host.is_failing()) {
-            return;
+        let Some(Programmed { host, attached, .. }) = &self.dataplane else { return };
+        if *attached {
+            self.reports.programmed.send_if_modified(|programmed| !std::mem::replace(programmed, true));
         }
-        let mut health = self.reports.health.lock();
-        for family in Family::ALL {
-            health.updated(family, now);
+        if !host.is_failing() {
+            let mut health = self.reports.health.lock();
+            for family in Family::ALL {
+                health.updated(family, now);
+            }
         }
-        self.reports.programmed.send_if_modified(|programmed| !std::mem::replace(programmed, true));
     }
 
     fn failed(&mut self, error: &Error, now: Instant, what: &'static str) {

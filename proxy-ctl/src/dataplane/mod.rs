@@ -105,6 +105,12 @@ pub enum Error {
 }
 
 impl Error {
+    /// Node ports are not served on all of the node's addresses. Everything else is served.
+    pub fn is_of_node_addresses(&self) -> bool {
+        let Self::Ebpf(error) = self;
+        matches!(error, ebpf::Error::NodeAddresses { .. })
+    }
+
     /// Somebody else programs this node now: trying again would take it from them.
     pub fn is_taken_over(&self) -> bool {
         let Self::Ebpf(error) = self;

@@ -50,6 +50,8 @@ struct Recording {
     failures: usize,
     /// Each comparison fails.
     resync_fails: bool,
+    /// There is no room for the node's addresses.
+    addresses_fail: bool,
     /// Another controller is at work.
     taken_over: bool,
 }
@@ -85,11 +87,7 @@ impl Recorder {
         recording.calls.push(call);
         if fails {
             recording.failures = recording.failures.saturating_sub(1);
-            let full = CallError {
-                call: "bpf(BPF_MAP_UPDATE_ELEM)",
-                source: io::Error::from_raw_os_error(libc::E2BIG),
-            };
-            return Err(ebpf::Error::Table { table: "frontends4", source: full }.into());
+            return Err(full("frontends4").into());
         }
         let mut applied = Applied::default();
         match recording.calls.last() {
@@ -115,6 +113,12 @@ impl Recorder {
     }
 }
 
+fn full(table: &'static str) -> ebpf::Error {
+    let source =
+        CallError { call: "bpf(BPF_MAP_UPDATE_ELEM)", source: io::Error::from_raw_os_error(libc::E2BIG) };
+    ebpf::Error::Table { table, source }
+}
+
 impl Dataplane for Recorder {
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
         let removed = changes.removed.iter().map(ToString::to_string).collect();
@@ -127,7 +131,12 @@ impl Dataplane for Recorder {
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
         self.lock().check_owner()?;
-        self.write(Call::SetHost(host.clone()), &[])
+        let written = self.write(Call::SetHost(host.clone()), &[]);
+        if self.lock().addresses_fail {
+            let source = Box::new(full("node_addresses4"));
+            return Err(ebpf::Error::NodeAddresses { source }.into());
+        }
+        written
     }
 
     fn collect_garbage(&mut self) -> Result<(), Error> {
@@ -276,6 +285,23 @@ fn the_node_is_set_up_first_then_everything_is_written_at_once() {
     let [Call::SetHost(_), Call::Resync(ports)] = calls.as_slice() else { panic!("{calls:?}") };
     assert_eq!(*ports, ["default/a", "default/b"]);
     assert_eq!(fixture.write(), []);
+}
+
+#[test]
+fn services_are_served_without_room_for_all_addresses_but_not_without_hooks() {
+    let mut fixture = Fixture::new(Config::default());
+    fixture.take(Update::ReplaceServices(vec![service("a", "10.0.0.1")]));
+    fixture.take(Update::ReplaceSlices(Vec::new()));
+    fixture.take(Update::Node(None));
+    fixture.controller.set_host(host(&["192.0.2.1"]), fixture.now);
+    fixture.start();
+    fixture.recorder.fail(1);
+    fixture.write();
+    assert!(!*fixture.reports.programmed.borrow());
+    fixture.recorder.lock().addresses_fail = true;
+    fixture.later(Duration::from_secs(1));
+    fixture.write();
+    assert!(*fixture.reports.programmed.borrow());
 }
 
 #[test]

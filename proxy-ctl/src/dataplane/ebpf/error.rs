@@ -48,6 +48,8 @@ pub enum Error {
     NameTooLong(ServicePortName),
     #[error("{failed} writes failed; the first, {what}: {source}")]
     Incomplete { failed: usize, what: String, source: Box<Error> },
+    #[error("not all addresses of this node serve node ports: {source}")]
+    NodeAddresses { source: Box<Error> },
     #[error("nothing of proxy-ctl is pinned in {}", .0.display())]
     NotThere(PathBuf),
 }

@@ -277,12 +277,6 @@ impl Dataplane for EbpfDataplane {
     fn set_host(&mut self, host: &Host) -> Result<Applied, super::Error> {
         let (mut applied, mut failures): (Applied, Failures) = Default::default();
         let addresses = [write_addresses(&self.v4.tables, host), write_addresses(&self.v6.tables, host)];
-        for written in addresses {
-            match written {
-                Ok(written) => applied += written,
-                Err(error) => failures.add("addresses of node ports", error),
-            }
-        }
         match self.write_node(host) {
             Ok(written) => applied.written += u64::from(written),
             Err(error) => failures.add("settings", error),
@@ -298,6 +292,9 @@ impl Dataplane for EbpfDataplane {
             failures.add("socket hooks", error);
         }
         failures.into_result()?;
+        for written in addresses {
+            applied += written.map_err(|source| Error::NodeAddresses { source: Box::new(source) })?;
+        }
         Ok(applied)
     }
 
@@ -373,14 +370,15 @@ fn write_addresses<F: Family>(tables: &FamilyTables<F>, host: &Host) -> Result<A
         .collect();
     let found: BTreeMap<_, _> = tables.node_addresses.read_all()?.into_iter().collect();
     let mut applied = Applied::default();
+    // These may take the room of the others.
+    for address in found.keys().filter(|address| !wanted.contains_key(*address)) {
+        applied.removed += u64::from(tables.node_addresses.remove(address)?);
+    }
     for (address, value) in &wanted {
         if found.get(address) != Some(value) {
             tables.node_addresses.set(address, value)?;
             applied.written += 1;
         }
-    }
-    for address in found.keys().filter(|address| !wanted.contains_key(*address)) {
-        applied.removed += u64::from(tables.node_addresses.remove(address)?);
     }
     Ok(applied)
 }

@@ -8,7 +8,7 @@ use serde_json::json;
 use super::{args::CleanupArgs, record::Record, show::print, table::table};
 use crate::{
     dataplane::ebpf::cleanup::{self, Removed},
-    leftovers::{self, Extent},
+    leftovers::{self, Extent, Owed},
 };
 
 /// One thing that cannot be removed keeps no other; the error is kube-proxy's.
@@ -23,7 +23,7 @@ pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyh
         // Its own words say more than kube-proxy's.
         return show(args, bpffs, &own?, None, &[]);
     }
-    let former = leftovers::remove(Extent::Everything, keeps);
+    let former = leftovers::remove(Extent::Everything, keeps, &Owed::everything());
     let (own, failure) = match own {
         Ok(own) => (own, None),
         Err(error) => (Removed::default(), Some(format!("{error:#}"))),

@@ -3,12 +3,12 @@
 
 use std::{sync::Arc, time::Duration};
 
-use tokio::sync::watch;
+use tokio::{sync::watch, time::Instant};
 
 use crate::{
     config::Config,
     events::Recorder,
-    leftovers::{self, Extent, Found, Part, Removed},
+    leftovers::{self, Extent, Found, Kept, Owed, Part, Removed},
     serve::Metrics,
     start::event,
 };
@@ -28,12 +28,13 @@ impl Former {
         if programmed.wait_for(|programmed| *programmed).await.is_err() {
             return;
         }
-        if self.configs.borrow().ebpf.remove_kube_proxy_rules {
-            self.remove().await;
+        let owed = if self.configs.borrow().ebpf.remove_kube_proxy_rules {
+            Owed::everything()
         } else {
             self.leave().await;
-        }
-        self.watch().await;
+            Owed::default()
+        };
+        self.remove_and_watch(owed).await;
     }
 
     async fn leave(&self) {
@@ -46,47 +47,23 @@ impl Former {
         }
     }
 
-    /// Until nothing is left that could be removed.
-    async fn remove(&self) {
-        let (mut pause, mut said) = (FIRST_PAUSE, String::new());
+    /// Removes what is owed, each part until that has succeeded once, and tells of what comes back. That is not removed
+    /// again: two that write the same rules in turns help nobody.
+    async fn remove_and_watch(&self, mut owed: Owed) {
+        let (mut pause, mut attempt_at) = (FIRST_PAUSE, Instant::now());
+        let (mut quiet, mut told) = (None, Told::default());
         loop {
-            let config = Arc::clone(&self.configs.borrow());
-            let removed =
-                blocking(move || leftovers::remove(Extent::Served, &config.ipvs.exclude_cidrs)).await;
-            tell(&removed);
-            if removed.problems.is_empty() && removed.waiting == 0 {
-                return;
+            let attempts = !owed.is_empty() && attempt_at <= Instant::now();
+            if attempts {
+                owed = self.remove(owed, pause, &mut told).await;
+                attempt_at = Instant::now() + pause;
+                pause = (pause * 2).min(LONGEST_PAUSE);
             }
-            let problems: Vec<_> = removed.problems.iter().map(ToString::to_string).collect();
-            let problems = problems.join("; ");
-            self.metrics.former_rule_errors.inc_by(u64::from(!problems.is_empty()));
-            if !problems.is_empty() && problems != said {
-                tracing::warn!(
-                    next_attempt_in = ?pause,
-                    "rules of another kube-proxy are still on this node, and lead to the endpoints of its time: {problems}"
-                );
-                self.events.record(event::former_rules_stay(&problems));
-                said = problems;
-            }
-            self.count(&self.look().await);
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(LONGEST_PAUSE);
-        }
-    }
-
-    /// Tells of what comes back. It is not removed again: two that write the same rules in turns help nobody.
-    async fn watch(&self) {
-        let quiet = self.look().await;
-        self.count(&quiet);
-        let mut told = false;
-        loop {
-            // In less time than this, a kube-proxy writes anew what it misses.
-            let period = self.configs.borrow().sync_period();
-            tokio::time::sleep(period).await;
             let found = self.look().await;
             self.count(&found);
-            let more = grown(&quiet.parts, &found.parts);
-            if !more.is_empty() && !told {
+            let before: &Vec<Part> = quiet.get_or_insert_with(|| found.parts.clone());
+            let more = grown(before, &found.parts);
+            if !more.is_empty() && !told.back {
                 let parts = in_words(&more);
                 tracing::warn!(
                     "another kube-proxy is at work on this node: its rules are there again ({parts}). Two proxies get in \
@@ -94,13 +71,41 @@ impl Former {
                 );
                 self.events.record(event::former_rules_are_back(&parts));
             }
-            told = !more.is_empty();
+            told.back = !more.is_empty();
+            if attempts {
+                quiet = Some(shrunk(before, &found.parts));
+            }
+            // In less time than this, a kube-proxy writes anew what it misses.
+            let next_look = Instant::now() + self.configs.borrow().sync_period();
+            let next = if owed.is_empty() { next_look } else { next_look.min(attempt_at) };
+            tokio::time::sleep_until(next).await;
         }
+    }
+
+    /// Answers with what is left to be removed. `pause`: until the next attempt.
+    async fn remove(&self, owed: Owed, pause: Duration, told: &mut Told) -> Owed {
+        let config = Arc::clone(&self.configs.borrow());
+        let kept_for = owed.clone();
+        let work = move || leftovers::remove(Extent::Served, &config.ipvs.exclude_cidrs, &owed);
+        let Some(removed) = blocking(work).await else { return kept_for };
+        told.removed(&removed);
+        let problems: Vec<_> = removed.problems.iter().map(ToString::to_string).collect();
+        let problems = problems.join("; ");
+        self.metrics.former_rule_errors.inc_by(u64::from(!problems.is_empty()));
+        if !problems.is_empty() && problems != told.problems {
+            tracing::warn!(
+                next_attempt_in = ?pause,
+                "rules of another kube-proxy are still on this node, and lead to the endpoints of its time: {problems}"
+            );
+            self.events.record(event::former_rules_stay(&problems));
+            told.problems = problems;
+        }
+        removed.owed
     }
 
     async fn look(&self) -> Found {
         let config = Arc::clone(&self.configs.borrow());
-        blocking(move || leftovers::find(&config.ipvs.exclude_cidrs)).await
+        blocking(move || leftovers::find(&config.ipvs.exclude_cidrs)).await.unwrap_or_default()
     }
 
     fn count(&self, found: &Found) {
@@ -108,27 +113,42 @@ impl Former {
     }
 }
 
-/// The calls to the kernel take long where there is much.
-async fn blocking<T: Default + Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
-        tracing::error!(%error, "looking for what another kube-proxy has left failed");
-        T::default()
-    })
+/// The calls to the kernel take long where there is much. `None`: it could not be done, which is told.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let failed = |error| tracing::error!(%error, "looking for what another kube-proxy has left failed");
+    tokio::task::spawn_blocking(work).await.map_err(failed).ok()
 }
 
-fn tell(removed: &Removed) {
-    if removed.parts.is_empty() {
-        return;
+/// What need not be told again.
+#[derive(Default)]
+struct Told {
+    problems: String,
+    waiting: usize,
+    kept: Vec<Kept>,
+    back: bool,
+}
+
+impl Told {
+    fn removed(&mut self, removed: &Removed) {
+        if !removed.parts.is_empty() {
+            tracing::info!("removed what another kube-proxy had left: {}", in_words(&removed.parts));
+        }
+        if removed.waiting > 0 && removed.waiting != self.waiting {
+            tracing::info!(
+                servers = removed.waiting,
+                "virtual servers of it stay until their connections have ended"
+            );
+        }
+        self.waiting = removed.waiting;
+        for kept in self.news(&removed.kept) {
+            tracing::warn!(place = kept.place, name = kept.name, "of another kube-proxy, {}", kept.why);
+        }
     }
-    tracing::info!("removed what another kube-proxy had left: {}", in_words(&removed.parts));
-    if removed.waiting > 0 {
-        tracing::info!(
-            servers = removed.waiting,
-            "virtual servers of it stay until their connections have ended"
-        );
-    }
-    for kept in &removed.kept {
-        tracing::warn!(place = kept.place, name = kept.name, "of another kube-proxy, {}", kept.why);
+
+    fn news<'a>(&mut self, kept: &'a [Kept]) -> Vec<&'a Kept> {
+        let news: Vec<_> = kept.iter().filter(|kept| !self.kept.contains(kept)).collect();
+        self.kept.extend(news.iter().map(|kept| (*kept).clone()));
+        news
     }
 }
 
@@ -143,6 +163,15 @@ fn grown(before: &[Part], now: &[Part]) -> Vec<Part> {
         same.map_or(0, |old| old.count)
     };
     now.iter().filter(|part| part.count > was(part)).cloned().collect()
+}
+
+/// What was there before and still is, at most as many.
+fn shrunk(before: &[Part], now: &[Part]) -> Vec<Part> {
+    let still = |old: &Part| {
+        let same = now.iter().find(|part| (&part.place, part.what) == (&old.place, old.what))?;
+        Some(Part { count: old.count.min(same.count), ..old.clone() })
+    };
+    before.iter().filter_map(still).collect()
 }
 
 #[cfg(test)]
@@ -160,5 +189,24 @@ mod tests {
         assert_eq!(grown(&before, &before), []);
         assert_eq!(grown(&before, &[part("nat", 2)]), []);
         assert_eq!(grown(&before, &[part("nat", 4), part("mangle", 1)]), [part("nat", 4), part("mangle", 1)]);
+    }
+
+    /// Chains that were removed at the second attempt, and written again by somebody.
+    #[test]
+    fn what_comes_back_after_it_was_removed_has_come_back() {
+        let first = [part("nat", 3), part("filter", 2)];
+        let second = shrunk(&first, &[part("filter", 2), part("mangle", 1)]);
+        assert_eq!(second, [part("filter", 2)]);
+        assert_eq!(grown(&second, &first), [part("nat", 3)]);
+        assert_eq!(shrunk(&first, &[part("nat", 1), part("filter", 9)]), [part("nat", 1), part("filter", 2)]);
+    }
+
+    #[test]
+    fn what_stays_is_told_once_whatever_was_removed() {
+        let kept = |name: &str| Kept { place: "nat".into(), name: name.into(), why: "in use".into() };
+        let mut told = Told::default();
+        assert_eq!(told.news(&[kept("KUBE-A")]), [&kept("KUBE-A")]);
+        assert_eq!(told.news(&[kept("KUBE-A"), kept("KUBE-B")]), [&kept("KUBE-B")]);
+        assert_eq!(told.news(&[kept("KUBE-B"), kept("KUBE-A")]), [&kept("KUBE-A"); 0]);
     }
 }

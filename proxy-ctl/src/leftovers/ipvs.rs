@@ -1,88 +1,428 @@
 //! Mode ipvs: virtual servers, the sets that its rules use, and the device that has the addresses.
 //!
-//! Where the device is, kube-proxy was at work in mode ipvs, and has removed every virtual server that was not its own
-//! but for those in ipvs.excludeCIDRs: what is there is kube-proxy's. Where it is not, nothing is. So the device goes
-//! last.
+//! A kube-proxy at work removes every virtual server that is not its own but for those in ipvs.excludeCIDRs. Since it has
+//! ended, others may have made theirs. Where its device is not, it was not at work. So the device goes last.
+
+use std::{collections::BTreeSet, net::IpAddr, ops::RangeInclusive};
 
 use ipnet::IpNet;
 
-use super::{Error, Extent, Kept, Part, Removed, What, names};
+use super::{Error, Extent, Found, Kept, Part, Removed, Scope, What, names};
 use crate::sys::{
     ipset::{Destroyed, IpSets},
-    ipvs::{Ipvs, VirtualServer},
+    ipvs::{Destination, Ipvs, VirtualServer, VirtualSocket},
     link,
 };
 
 const SERVERS: &str = "ipvs";
 const SETS: &str = "ipset";
+/// Of an API server that is not told otherwise.
+const NODE_PORTS: RangeInclusive<u16> = 30_000..=32_767;
 
-fn own_servers(ipvs: &Ipvs, keeps: &[IpNet]) -> Result<Vec<VirtualServer>, Error> {
+/// Addresses of this node, by what they say about who has made a virtual server for them.
+#[derive(Debug, Default)]
+struct Addresses {
+    /// kube-proxy gives its device the addresses of all Services that are not the node's anyway.
+    of_services: BTreeSet<IpAddr>,
+    of_node: BTreeSet<IpAddr>,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Owner {
+    KubeProxy,
+    Unknown,
+    Somebody,
+}
+
+impl Addresses {
+    /// `None`: kube-proxy's device is not there.
+    fn read() -> Result<Option<Self>, Error> {
+        let Some(device) = link::index(names::IPVS_DEVICE)? else { return Ok(None) };
+        let mut addresses = Self::default();
+        for (interface, address) in link::addresses()? {
+            if interface == device {
+                addresses.of_services.insert(address);
+            } else if !address.is_loopback() {
+                addresses.of_node.insert(address);
+            }
+        }
+        Ok(Some(addresses))
+    }
+
+    /// kube-proxy knows no virtual servers for marked packets.
+    fn owner(&self, socket: Option<VirtualSocket>, keeps: &[IpNet]) -> Owner {
+        let Some(socket) = socket.map(|socket| socket.address) else { return Owner::Somebody };
+        let address = socket.ip();
+        if keeps.iter().any(|network| network.contains(&address)) {
+            Owner::Somebody
+        } else if self.of_services.contains(&address)
+            || self.of_node.contains(&address) && NODE_PORTS.contains(&socket.port())
+        {
+            Owner::KubeProxy
+        } else {
+            Owner::Unknown
+        }
+    }
+}
+
+fn of_kube_proxy(ipvs: &Ipvs, addresses: &Addresses, keeps: &[IpNet]) -> Result<Vec<VirtualServer>, Error> {
     let mut servers = ipvs.servers()?;
-    servers.retain(|server| is_own(server, keeps));
+    servers.retain(|server| addresses.owner(server.socket, keeps) == Owner::KubeProxy);
     Ok(servers)
 }
 
-/// kube-proxy knows no virtual servers for marked packets.
-fn is_own(server: &VirtualServer, keeps: &[IpNet]) -> bool {
-    server.address.is_some_and(|address| !keeps.iter().any(|network| network.contains(&address)))
+pub(super) fn find(keeps: &[IpNet], found: &mut Found) {
+    let servers = find_servers(keeps);
+    found.note(servers);
+    let sets = find_sets();
+    found.note(sets);
 }
 
-pub(super) fn find(keeps: &[IpNet]) -> Result<Vec<Part>, Error> {
-    let mut parts = Vec::new();
-    if link::exists(names::IPVS_DEVICE)? {
-        if let Some(ipvs) = Ipvs::open()? {
-            parts.push(Part::new(SERVERS.into(), What::VirtualServers, own_servers(&ipvs, keeps)?.len()));
-        }
-        parts.push(Part::new(names::IPVS_DEVICE.into(), What::Devices, 1));
+fn find_servers(keeps: &[IpNet]) -> Result<Vec<Part>, Error> {
+    let Some(addresses) = Addresses::read()? else { return Ok(Vec::new()) };
+    let mut parts = vec![Part::new(names::IPVS_DEVICE.into(), What::Devices, 1)];
+    if let Some(ipvs) = Ipvs::open()? {
+        let own = of_kube_proxy(&ipvs, &addresses, keeps)?.len();
+        parts.extend((own > 0).then(|| Part::new(SERVERS.into(), What::VirtualServers, own)));
     }
-    if let Some(sets) = IpSets::open()? {
-        let own = sets.names()?.iter().filter(|name| names::is_ip_set(name)).count();
-        parts.push(Part::new(SETS.into(), What::IpSets, own));
-    }
-    parts.retain(|part| part.count > 0);
     Ok(parts)
 }
 
+fn find_sets() -> Result<Vec<Part>, Error> {
+    let Some(sets) = IpSets::open()? else { return Ok(Vec::new()) };
+    let own = sets.names()?.iter().filter(|name| names::is_ip_set(name)).count();
+    Ok((own > 0).then(|| Part::new(SETS.into(), What::IpSets, own)).into_iter().collect())
+}
+
+/// A virtual server that is still there.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) struct Remaining {
+    server: VirtualServer,
+    /// It was told to take no new connections.
+    quiesced: bool,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Step {
+    Remove,
+    Quiesce,
+    /// Somebody has put it into service again.
+    Leave,
+}
+
 /// Where others serve, a virtual server takes no new connections and stays until it has none.
-pub(super) fn remove_servers(extent: Extent, keeps: &[IpNet], removed: &mut Removed) -> Result<(), Error> {
-    if !link::exists(names::IPVS_DEVICE)? {
+fn step(extent: Extent, quiesced: bool, destinations: &[Destination]) -> Step {
+    let used = destinations.iter().any(|destination| destination.is_used);
+    let active = destinations.iter().any(|destination| destination.active > 0);
+    match extent {
+        Extent::Everything => Step::Remove,
+        Extent::Served if quiesced && used => Step::Leave,
+        Extent::Served if active => Step::Quiesce,
+        Extent::Served => Step::Remove,
+    }
+}
+
+pub(super) fn remove_servers(
+    extent: Extent,
+    keeps: &[IpNet],
+    scope: &Scope<Remaining>,
+    removed: &mut Removed,
+) {
+    if let Err(error) = try_remove_servers(extent, keeps, scope, removed) {
+        removed.owed.servers = scope.clone();
+        removed.note(Err(error));
+    }
+}
+
+/// An error: nothing was tried.
+fn try_remove_servers(
+    extent: Extent,
+    keeps: &[IpNet],
+    scope: &Scope<Remaining>,
+    removed: &mut Removed,
+) -> Result<(), Error> {
+    if scope.is_empty() {
         return Ok(());
     }
+    let Some(addresses) = Addresses::read()? else { return Ok(()) };
     let Some(ipvs) = Ipvs::open()? else { return Ok(()) };
-    let mut count = 0;
-    for server in own_servers(&ipvs, keeps)? {
-        if extent == Extent::Served && ipvs.quiesce(&server)? > 0 {
-            removed.waiting += 1;
-        } else {
-            ipvs.remove(&server)?;
-            count += 1;
+    let wanted = match scope {
+        Scope::Only(remaining) => remaining.clone(),
+        Scope::All => wanted(extent, keeps, &addresses, ipvs.servers()?, removed),
+    };
+    let (mut count, mut left) = (0, Vec::new());
+    for mut remaining in wanted {
+        match remove_server(extent, &ipvs, &remaining) {
+            Ok(Step::Remove) => count += 1,
+            Ok(Step::Quiesce) => {
+                remaining.quiesced = true;
+                removed.waiting += 1;
+                left.push(remaining);
+            }
+            Ok(Step::Leave) => {
+                let why = "somebody has put it into service again";
+                removed.kept.extend(kept(&remaining.server, why));
+            }
+            Err(error) => {
+                left.push(remaining);
+                removed.note(Err(error));
+            }
         }
     }
     removed.part(SERVERS.into(), What::VirtualServers, count);
+    removed.owed.servers = Scope::Only(left);
     Ok(())
 }
 
+/// Those to be removed; what may be kube-proxy's is named.
+fn wanted(
+    extent: Extent,
+    keeps: &[IpNet],
+    addresses: &Addresses,
+    servers: Vec<VirtualServer>,
+    removed: &mut Removed,
+) -> Vec<Remaining> {
+    let mut wanted = Vec::new();
+    for server in servers {
+        match (addresses.owner(server.socket, keeps), extent) {
+            (Owner::KubeProxy, _) | (Owner::Unknown, Extent::Everything) => {
+                wanted.push(Remaining { server, quiesced: false });
+            }
+            (Owner::Unknown, Extent::Served) => {
+                let why =
+                    "it may be somebody else's: it is neither for an address of kube-ipvs0 nor a node port";
+                removed.kept.extend(kept(&server, why));
+            }
+            (Owner::Somebody, _) => {}
+        }
+    }
+    wanted
+}
+
+fn kept(server: &VirtualServer, why: &str) -> Option<Kept> {
+    Some(Kept::new(SERVERS.into(), server.socket?.to_string(), why.to_owned()))
+}
+
+/// Answers with what was done.
+fn remove_server(extent: Extent, ipvs: &Ipvs, remaining: &Remaining) -> Result<Step, Error> {
+    let destinations = match extent {
+        Extent::Everything => Vec::new(),
+        Extent::Served => ipvs.destinations(&remaining.server)?,
+    };
+    let step = step(extent, remaining.quiesced, &destinations);
+    match step {
+        Step::Remove => ipvs.remove(&remaining.server)?,
+        Step::Quiesce => ipvs.quiesce(&remaining.server, &destinations)?,
+        Step::Leave => {}
+    }
+    Ok(step)
+}
+
 /// After the rules that use them.
-pub(super) fn remove_sets(removed: &mut Removed) -> Result<(), Error> {
+pub(super) fn remove_sets(scope: &Scope<String>, removed: &mut Removed) {
+    if let Err(error) = try_remove_sets(scope, removed) {
+        removed.owed.sets = scope.clone();
+        removed.note(Err(error));
+    }
+}
+
+/// An error: nothing was tried.
+fn try_remove_sets(scope: &Scope<String>, removed: &mut Removed) -> Result<(), Error> {
+    if scope.is_empty() {
+        return Ok(());
+    }
     let Some(sets) = IpSets::open()? else { return Ok(()) };
-    let mut count = 0;
-    for name in sets.names()?.into_iter().filter(|name| names::is_ip_set(name)) {
-        match sets.destroy(&name)? {
-            Destroyed::Done => count += 1,
-            Destroyed::InUse => {
+    let mut there = sets.names()?;
+    there.retain(|name| match scope {
+        Scope::All => names::is_ip_set(name),
+        Scope::Only(names) => names.contains(name),
+    });
+    let (mut count, mut left) = (0, Vec::new());
+    for name in there {
+        match sets.destroy(&name) {
+            Ok(Destroyed::Done) => count += 1,
+            // By rules that could not be removed yet.
+            Ok(Destroyed::InUse) if removed.owed.has_rules() => left.push(name),
+            Ok(Destroyed::InUse) => {
                 removed.kept.push(Kept::new(SETS.into(), name, "a rule or another set uses it".into()));
+            }
+            Err(error) => {
+                left.push(name);
+                removed.note(Err(error.into()));
             }
         }
     }
     removed.part(SETS.into(), What::IpSets, count);
+    removed.owed.sets = Scope::Only(left);
     Ok(())
 }
 
-/// After the virtual servers whose addresses it has.
-pub(super) fn remove_device(removed: &mut Removed) -> Result<(), Error> {
-    if removed.waiting == 0 && link::exists(names::IPVS_DEVICE)? {
-        link::delete(names::IPVS_DEVICE)?;
-        removed.part(names::IPVS_DEVICE.into(), What::Devices, 1);
+/// After the virtual servers whose addresses it has. It stays where a kube-proxy at work has made new ones meanwhile.
+pub(super) fn remove_device(keeps: &[IpNet], removed: &mut Removed) {
+    if !removed.owed.servers.is_empty() {
+        removed.owed.device = true;
+        return;
     }
+    let done = try_remove_device(keeps, removed);
+    removed.owed.device = done.is_err();
+    removed.note(done);
+}
+
+fn try_remove_device(keeps: &[IpNet], removed: &mut Removed) -> Result<(), Error> {
+    let Some(addresses) = Addresses::read()? else { return Ok(()) };
+    if let Some(ipvs) = Ipvs::open()?
+        && !of_kube_proxy(&ipvs, &addresses, keeps)?.is_empty()
+    {
+        return Ok(());
+    }
+    link::delete(names::IPVS_DEVICE)?;
+    removed.part(names::IPVS_DEVICE.into(), What::Devices, 1);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        net::{SocketAddr, TcpListener, TcpStream},
+        process::Command,
+        time::Duration,
+    };
+
+    use nix::sched::{CloneFlags, unshare};
+    use rstest::rstest;
+
+    use super::{super::Owed, *};
+    use crate::sys::ipvs::tests::serve;
+
+    #[rstest]
+    #[case::cluster_ip("10.96.0.1:443", Owner::KubeProxy)]
+    #[case::cluster_ip_of_ipv6("[fd00::a]:53", Owner::KubeProxy)]
+    #[case::node_port("192.0.2.10:30080", Owner::KubeProxy)]
+    #[case::node_port_of_ipv6("[2001:db8::10]:32767", Owner::KubeProxy)]
+    #[case::other_port_of_the_node("192.0.2.10:80", Owner::Unknown)]
+    #[case::port_after_the_range("192.0.2.10:32768", Owner::Unknown)]
+    #[case::address_of_no_link("198.51.100.1:30080", Owner::Unknown)]
+    #[case::excluded("192.0.2.99:30080", Owner::Somebody)]
+    fn virtual_servers_are_kube_proxys_by_their_address(#[case] socket: &str, #[case] expected: Owner) {
+        let ips = |texts: [&str; 2]| texts.map(|text| text.parse::<IpAddr>().unwrap()).into();
+        let mut of_node: BTreeSet<IpAddr> = ips(["192.0.2.10", "2001:db8::10"]);
+        of_node.insert([192, 0, 2, 99].into());
+        let addresses = Addresses { of_services: ips(["10.96.0.1", "fd00::a"]), of_node };
+        let keeps = ["192.0.2.96/29".parse().unwrap()];
+        let socket = VirtualSocket { protocol: 6, address: socket.parse().unwrap() };
+        assert_eq!(addresses.owner(Some(socket), &keeps), expected);
+        assert_eq!(addresses.owner(None, &keeps), Owner::Somebody);
+    }
+
+    const IDLE: Destination = Destination::new(true, 0);
+    const BUSY: Destination = Destination::new(true, 3);
+    const DRAINING: Destination = Destination::new(false, 1);
+
+    #[rstest]
+    #[case::idle(false, &[IDLE], Step::Remove)]
+    #[case::without_real_servers(false, &[], Step::Remove)]
+    #[case::one_has_connections(false, &[IDLE, BUSY], Step::Quiesce)]
+    #[case::kube_proxy_was_draining_it(false, &[DRAINING], Step::Quiesce)]
+    #[case::connections_last(true, &[DRAINING], Step::Quiesce)]
+    #[case::connections_have_ended(true, &[Destination::new(false, 0)], Step::Remove)]
+    #[case::in_service_again(true, &[DRAINING, IDLE], Step::Leave)]
+    fn steps(#[case] quiesced: bool, #[case] destinations: &[Destination], #[case] expected: Step) {
+        assert_eq!(step(Extent::Served, quiesced, destinations), expected);
+        assert_eq!(step(Extent::Everything, quiesced, destinations), Step::Remove);
+    }
+
+    fn ip(arguments: &str) -> bool {
+        Command::new("ip").args(arguments.split(' ')).status().unwrap().success()
+    }
+
+    fn kept_names(kept: &[Kept]) -> Vec<&str> {
+        let mut names: Vec<_> = kept.iter().map(|kept| kept.name.as_str()).collect();
+        names.sort_unstable();
+        names
+    }
+
+    fn sockets(ipvs: &Ipvs) -> Vec<String> {
+        let servers = ipvs.servers().unwrap();
+        let mut sockets: Vec<_> = servers.iter().map(|server| server.socket.unwrap().to_string()).collect();
+        sockets.sort_unstable();
+        sockets
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_virtual_servers_go_when_they_can_and_those_of_others_stay() {
+        // The thread ends with the test, and its network namespace with it.
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        let Some(ipvs) = Ipvs::open().unwrap() else {
+            println!("skipped: the kernel's ip_vs (CONFIG_IP_VS) is not loaded");
+            return;
+        };
+        if !ip("link add kube-ipvs0 type dummy") {
+            println!("skipped: the kernel has no dummy devices (CONFIG_DUMMY)");
+            return;
+        }
+        assert!(ip("link set lo up") && ip("address add 192.0.2.10/32 dev lo"));
+        for address in ["10.96.0.1/32", "10.96.0.2/32", "fd00:10:96::1/128"] {
+            assert!(ip(&format!("address add {address} dev kube-ipvs0")));
+        }
+        let listeners = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+        let real = listeners.each_ref().map(|listener| listener.local_addr().unwrap());
+        let of_ipv6: [SocketAddr; 1] = ["[fd00::1]:80".parse().unwrap()];
+        serve(&ipvs, "10.96.0.1:80", &real);
+        serve(&ipvs, "10.96.0.2:80", &real);
+        serve(&ipvs, "[fd00:10:96::1]:80", &of_ipv6);
+        serve(&ipvs, "192.0.2.10:30080", &real);
+        let foreign = ["192.0.2.10:80/TCP", "198.51.100.1:30080/TCP"];
+        serve(&ipvs, "192.0.2.10:80", &real);
+        serve(&ipvs, "198.51.100.1:30080", &real);
+        let excluded = "203.0.113.1:80/TCP";
+        serve(&ipvs, "203.0.113.1:80", &real);
+        let keeps = ["203.0.113.0/24".parse().unwrap()];
+
+        let mut found = Found::default();
+        find(&keeps, &mut found);
+        let parts: Vec<_> = found.parts.iter().map(Part::to_string).collect();
+        assert_eq!(parts, ["1 device in kube-ipvs0", "4 virtual servers in ipvs"]);
+
+        let client =
+            TcpStream::connect_timeout(&([10, 96, 0, 1], 80).into(), Duration::from_secs(2)).unwrap();
+        let remove = |extent, owed: &Owed| {
+            let removed = super::super::remove(extent, &keeps, owed);
+            assert!(removed.problems.is_empty(), "{:?}", removed.problems);
+            removed
+        };
+        let everything = Owed { nft: false, legacy: Vec::new(), ..Owed::everything() };
+        let removed = remove(Extent::Served, &everything);
+        assert_eq!((removed.waiting, removed.parts[0].count), (1, 3));
+        assert_eq!(kept_names(&removed.kept), foreign);
+        let left = ["10.96.0.1:80/TCP", foreign[0], foreign[1], excluded];
+        assert_eq!(sockets(&ipvs), left);
+        let waiting =
+            ipvs.servers().unwrap().into_iter().find(|server| {
+                server.socket.is_some_and(|socket| socket.address == ([10, 96, 0, 1], 80).into())
+            });
+        let destinations = ipvs.destinations(&waiting.unwrap()).unwrap();
+        assert!(destinations.len() == 2 && destinations.iter().all(|one| !one.is_used), "{destinations:?}");
+
+        // A kube-proxy at work writes anew what it misses.
+        serve(&ipvs, "10.96.0.2:80", &real);
+        let removed = remove(Extent::Served, &removed.owed);
+        assert_eq!((removed.waiting, removed.parts.len(), removed.kept.len()), (1, 0, 0));
+        drop((client, listeners));
+        let removed = remove(Extent::Served, &removed.owed);
+        assert_eq!((removed.waiting, removed.owed.is_empty()), (0, true));
+        assert_eq!(sockets(&ipvs), ["10.96.0.2:80/TCP", foreign[0], foreign[1], excluded]);
+        assert!(link::index(names::IPVS_DEVICE).unwrap().is_some());
+
+        let removed = remove(Extent::Served, &everything);
+        assert_eq!(sockets(&ipvs), [foreign[0], foreign[1], excluded]);
+        assert_eq!(kept_names(&removed.kept), foreign);
+        assert!(removed.owed.is_empty());
+        assert_eq!(link::index(names::IPVS_DEVICE).unwrap(), None);
+        // Where the device is not, nothing is taken for kube-proxy's.
+        assert_eq!(remove(Extent::Everything, &everything).parts, []);
+        assert!(ip("link add kube-ipvs0 type dummy"));
+        assert_eq!(remove(Extent::Everything, &everything).parts[0].count, 2);
+        assert_eq!(sockets(&ipvs), [excluded]);
+    }
 }

@@ -13,7 +13,7 @@ use std::{
 };
 
 use super::{
-    Error, Extent, Kept, Part, Removed, What, names,
+    Error, Extent, Found, Kept, Part, Removed, What, names,
     plan::{self, Chain, Plan, Rule},
 };
 use crate::sys::{nftables::TableFamily, xtables};
@@ -29,43 +29,55 @@ fn place(family: TableFamily, table: &str) -> String {
     format!("{}-legacy {table}", program(family))
 }
 
-/// Tables with chains of kube-proxy, and how many.
-fn tables() -> Result<Vec<(TableFamily, &'static str, usize)>, Error> {
-    let mut found = Vec::new();
-    for family in TableFamily::ALL {
-        let there = xtables::tables(family)?;
-        for table in names::IPTABLES.into_iter().filter(|table| there.iter().any(|name| name == table)) {
-            let chains = xtables::chains(family, table)?;
-            let count = plan::own_chains(table, chains.iter().map(String::as_str)).len();
-            if count > 0 {
-                found.push((family, table, count));
-            }
-        }
-    }
-    Ok(found)
+/// A table, and its family.
+pub(super) type Place = (TableFamily, &'static str);
+
+pub(super) fn places() -> impl Iterator<Item = Place> {
+    let of = |family| names::IPTABLES.into_iter().map(move |table| (family, table));
+    TableFamily::ALL.into_iter().flat_map(of)
 }
 
-pub(super) fn find() -> Result<Vec<Part>, Error> {
-    let part = |(family, table, count)| Part::new(place(family, table), What::Chains, count);
-    Ok(tables()?.into_iter().map(part).collect())
+/// How many chains of kube-proxy are there.
+fn own_chains((family, table): Place) -> Result<usize, Error> {
+    if !xtables::tables(family)?.iter().any(|name| name == table) {
+        return Ok(0);
+    }
+    let chains = xtables::chains(family, table)?;
+    Ok(plan::own_chains(table, chains.iter().map(String::as_str)).len())
 }
 
-pub(super) fn remove(extent: Extent, removed: &mut Removed) -> Result<(), Error> {
-    for (family, table, _) in tables()? {
-        let tools = Tools::find(family)
-            .ok_or_else(|| Error::NoLegacyTools { place: place(family, table), program: program(family) })?;
-        let text = tools.save(table)?;
-        let (chains, rules) = parse(&text);
-        let plan = plan::plan(table, &chains, &rules, &BTreeSet::new(), extent);
-        if !plan.is_empty() {
-            tools.restore(table, restoration(table, &plan))?;
-        }
-        removed.part(place(family, table), What::Jumps, plan.rules.len());
-        removed.part(place(family, table), What::Chains, plan.deleted.len());
-        let stays =
-            |(chain, why): (String, plan::Why)| Kept::new(place(family, table), chain, why.to_string());
-        removed.kept.extend(plan.kept.into_iter().map(stays));
+pub(super) fn find(found: &mut Found) {
+    for (family, table) in places() {
+        let part = |count| (count > 0).then(|| Part::new(place(family, table), What::Chains, count));
+        let parts = own_chains((family, table)).map(|count| part(count).into_iter().collect());
+        found.note(parts);
     }
+}
+
+pub(super) fn remove(extent: Extent, places: &[Place], removed: &mut Removed) {
+    for place in places {
+        if let Err(error) = remove_from(extent, *place, removed) {
+            removed.owed.legacy.push(*place);
+            removed.note(Err(error));
+        }
+    }
+}
+
+fn remove_from(extent: Extent, (family, table): Place, removed: &mut Removed) -> Result<(), Error> {
+    if own_chains((family, table))? == 0 {
+        return Ok(());
+    }
+    let tools = Tools::find(family).ok_or_else(|| Error::NoLegacyTools { program: program(family) })?;
+    let text = tools.save(table)?;
+    let (chains, rules) = parse(&text);
+    let plan = plan::plan(table, &chains, &rules, &BTreeSet::new(), extent);
+    if !plan.is_empty() {
+        tools.restore(table, restoration(table, &plan))?;
+    }
+    removed.part(place(family, table), What::Jumps, plan.rules.len());
+    removed.part(place(family, table), What::Chains, plan.deleted.len());
+    let stays = |(chain, why): (String, plan::Why)| Kept::new(place(family, table), chain, why.to_string());
+    removed.kept.extend(plan.kept.into_iter().map(stays));
     Ok(())
 }
 

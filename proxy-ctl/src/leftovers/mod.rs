@@ -32,10 +32,10 @@ pub enum Error {
     #[error(transparent)]
     Call(#[from] CallError),
     #[error(
-        "{place} has rules of kube-proxy, and the tools that can remove them, {program}-legacy-save and -restore, are \
-         not on PATH: call `kube-proxy --cleanup` of kube-proxy's own image on the node"
+        "{program}-legacy has rules of kube-proxy, and the tools that can remove them, {program}-legacy-save and \
+         -restore, are not on PATH: call `kube-proxy --cleanup` of kube-proxy's own image on the node"
     )]
-    NoLegacyTools { place: String, program: &'static str },
+    NoLegacyTools { program: &'static str },
     #[error("{program}: {problem}")]
     Tool { program: String, problem: String },
 }
@@ -113,6 +113,54 @@ impl Kept {
     }
 }
 
+#[derive(Clone, Debug, Eq, PartialEq)]
+enum Scope<T> {
+    All,
+    Only(Vec<T>),
+}
+
+impl<T> Scope<T> {
+    fn is_empty(&self) -> bool {
+        matches!(self, Self::Only(these) if these.is_empty())
+    }
+}
+
+impl<T> Default for Scope<T> {
+    fn default() -> Self {
+        Self::Only(Vec::new())
+    }
+}
+
+/// What is to be removed: everything at first, then what failed or waits. Nothing by default.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Owed {
+    servers: Scope<ipvs::Remaining>,
+    nft: bool,
+    legacy: Vec<legacy::Place>,
+    sets: Scope<String>,
+    device: bool,
+}
+
+impl Owed {
+    pub fn everything() -> Self {
+        Self {
+            servers: Scope::All,
+            nft: true,
+            legacy: legacy::places().collect(),
+            sets: Scope::All,
+            device: true,
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    fn has_rules(&self) -> bool {
+        self.nft || !self.legacy.is_empty()
+    }
+}
+
 /// What was done.
 #[derive(Debug, Default)]
 pub struct Removed {
@@ -121,6 +169,8 @@ pub struct Removed {
     /// Virtual servers that have connections still, and take no new ones: to be removed later.
     pub waiting: usize,
     pub problems: Vec<Error>,
+    /// What is to be tried again.
+    pub owed: Owed,
 }
 
 impl Removed {
@@ -130,8 +180,10 @@ impl Removed {
         }
     }
 
+    /// The same reason in several places is told once.
     fn note(&mut self, done: Result<(), Error>) {
-        self.problems.extend(done.err());
+        let known: Vec<_> = self.problems.iter().map(ToString::to_string).collect();
+        self.problems.extend(done.err().filter(|error| !known.contains(&error.to_string())));
     }
 }
 
@@ -150,7 +202,10 @@ impl Found {
     fn note(&mut self, found: Result<Vec<Part>, Error>) {
         match found {
             Ok(parts) => self.parts.extend(parts),
-            Err(error) => self.problems.push(error),
+            Err(error) => {
+                let known = self.problems.iter().any(|known| known.to_string() == error.to_string());
+                self.problems.extend((!known).then_some(error));
+            }
         }
     }
 }
@@ -159,27 +214,24 @@ impl Found {
 pub fn find(keeps: &[IpNet]) -> Found {
     let mut found = Found::default();
     found.note(nft::find());
-    found.note(legacy::find());
-    found.note(ipvs::find(keeps));
+    legacy::find(&mut found);
+    ipvs::find(keeps, &mut found);
     found
 }
 
-/// Removes what can be removed: a problem in one place keeps nothing elsewhere. May be called again at any time.
-/// `keeps`: as for [`find`].
-pub fn remove(extent: Extent, keeps: &[IpNet]) -> Removed {
+/// Removes what can be removed of `owed`: a problem in one place keeps nothing elsewhere. `keeps`: as for [`find`].
+pub fn remove(extent: Extent, keeps: &[IpNet], owed: &Owed) -> Removed {
     let mut removed = Removed::default();
-    let servers = ipvs::remove_servers(extent, keeps, &mut removed);
-    let servers_gone = servers.is_ok();
-    removed.note(servers);
-    let rules = nft::remove(extent, &mut removed);
-    removed.note(rules);
-    let legacy = legacy::remove(extent, &mut removed);
-    removed.note(legacy);
-    let sets = ipvs::remove_sets(&mut removed);
-    removed.note(sets);
-    if servers_gone {
-        let device = ipvs::remove_device(&mut removed);
-        removed.note(device);
+    ipvs::remove_servers(extent, keeps, &owed.servers, &mut removed);
+    if owed.nft {
+        let rules = nft::remove(extent, &mut removed);
+        removed.owed.nft = rules.is_err();
+        removed.note(rules);
+    }
+    legacy::remove(extent, &owed.legacy, &mut removed);
+    ipvs::remove_sets(&owed.sets, &mut removed);
+    if owed.device {
+        ipvs::remove_device(keeps, &mut removed);
     }
     removed
 }

@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
 };
 
 use netlink_sys::protocols::NETLINK_GENERIC;
@@ -52,16 +52,43 @@ type Key = Vec<(u16, Vec<u8>)>;
 pub struct VirtualServer {
     key: Key,
     /// `None`: it is for packets with a mark.
-    pub address: Option<IpAddr>,
+    pub socket: Option<VirtualSocket>,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct VirtualSocket {
+    /// IANA's number.
+    pub protocol: u16,
+    pub address: SocketAddr,
+}
+
+impl std::fmt::Display for VirtualSocket {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match i32::from(self.protocol) {
+            libc::IPPROTO_TCP => write!(f, "{}/TCP", self.address),
+            libc::IPPROTO_UDP => write!(f, "{}/UDP", self.address),
+            libc::IPPROTO_SCTP => write!(f, "{}/SCTP", self.address),
+            other => write!(f, "{}/{other}", self.address),
+        }
+    }
 }
 
 /// A real server behind a virtual one.
 #[derive(Clone, Debug, Eq, PartialEq)]
-struct Destination {
+pub struct Destination {
     key: Key,
     /// New connections go to it.
-    is_used: bool,
-    active: u32,
+    pub is_used: bool,
+    /// Connections that are under way.
+    pub active: u32,
+}
+
+impl Destination {
+    /// As no kernel lists it.
+    #[cfg(test)]
+    pub(crate) const fn new(is_used: bool, active: u32) -> Self {
+        Self { key: Vec::new(), is_used, active }
+    }
 }
 
 /// A connection to IPVS of this thread's network namespace. Needs CAP_NET_ADMIN there.
@@ -99,21 +126,22 @@ impl Ipvs {
         self.connection.dump(&request, parse).map_err(failed("netlink IPVS_CMD_GET_SERVICE"))
     }
 
-    /// Sends no new connections to any of its real servers; answers with the number of connections that are under way.
-    pub fn quiesce(&self, server: &VirtualServer) -> Result<u64, CallError> {
+    /// None if the virtual server is gone.
+    pub fn destinations(&self, server: &VirtualServer) -> Result<Vec<Destination>, CallError> {
         let mut request = Messages::default();
         request
             .begin(self.family, NLM_F_DUMP, &header(GET_DEST))
             .nested(SERVICE, |inner| write(&server.key, inner));
         let parse = |_, body: &[u8]| destination(Attributes(body.get(HEADER..)?).nested(DEST)?);
-        let destinations = match self.connection.dump(&request, parse) {
-            // Gone since it was listed.
-            Err(error) if is_gone(&error) => return Ok(0),
-            destinations => destinations.map_err(failed("netlink IPVS_CMD_GET_DEST"))?,
-        };
-        for destination in
-            destinations.iter().filter(|destination| destination.is_used && destination.active > 0)
-        {
+        match self.connection.dump(&request, parse) {
+            Err(error) if is_gone(&error) => Ok(Vec::new()),
+            destinations => destinations.map_err(failed("netlink IPVS_CMD_GET_DEST")),
+        }
+    }
+
+    /// Sends no new connections to any of `destinations`, the real servers of `server`.
+    pub fn quiesce(&self, server: &VirtualServer, destinations: &[Destination]) -> Result<(), CallError> {
+        for destination in destinations.iter().filter(|destination| destination.is_used) {
             let mut request = Messages::default();
             request
                 .begin(self.family, NLM_F_ACK, &header(SET_DEST))
@@ -124,7 +152,7 @@ impl Ipvs {
                 });
             self.command(&request, "netlink IPVS_CMD_SET_DEST")?;
         }
-        Ok(destinations.iter().map(|destination| u64::from(destination.active)).sum())
+        Ok(())
     }
 
     /// Ends its connections.
@@ -161,15 +189,21 @@ fn key(of: Attributes<'_>, kinds: &[u16]) -> Key {
 fn server(server: Attributes<'_>) -> Option<VirtualServer> {
     const KEY: [u16; 5] = [SERVICE_FAMILY, SERVICE_PROTOCOL, SERVICE_ADDRESS, SERVICE_PORT, SERVICE_MARK];
     let family = u16::from_ne_bytes(*server.get(SERVICE_FAMILY)?.first_chunk()?);
-    let address = server.get(SERVICE_ADDRESS).and_then(|bytes| match i32::from(family) {
-        libc::AF_INET => Some(Ipv4Addr::from(*bytes.first_chunk::<4>()?).into()),
-        libc::AF_INET6 => Some(Ipv6Addr::from(*bytes.first_chunk::<16>()?).into()),
-        _ => None,
-    });
-    Some(VirtualServer {
-        key: key(server, &KEY),
-        address: address.filter(|_| server.get(SERVICE_MARK).is_none()),
-    })
+    let address = || -> Option<IpAddr> {
+        let bytes = server.get(SERVICE_ADDRESS)?;
+        match i32::from(family) {
+            libc::AF_INET => Some(Ipv4Addr::from(*bytes.first_chunk::<4>()?).into()),
+            libc::AF_INET6 => Some(Ipv6Addr::from(*bytes.first_chunk::<16>()?).into()),
+            _ => None,
+        }
+    };
+    let socket = || {
+        let port = u16::from_be_bytes(*server.get(SERVICE_PORT)?.first_chunk()?);
+        let protocol = u16::from_ne_bytes(*server.get(SERVICE_PROTOCOL)?.first_chunk()?);
+        Some(VirtualSocket { protocol, address: SocketAddr::new(address()?, port) })
+    };
+    let marked = server.get(SERVICE_MARK).is_some();
+    Some(VirtualServer { key: key(server, &KEY), socket: if marked { None } else { socket() } })
 }
 
 fn destination(destination: Attributes<'_>) -> Option<Destination> {
@@ -183,7 +217,7 @@ fn destination(destination: Attributes<'_>) -> Option<Destination> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::{
         net::{SocketAddr, TcpListener, TcpStream},
         process::Command,
@@ -215,7 +249,7 @@ mod tests {
         let listed = listed();
         let body = &listed.bytes()[16 + HEADER..];
         let server = server(Attributes(body).nested(SERVICE).unwrap()).unwrap();
-        assert_eq!(server.address, Some([10, 96, 0, 1].into()));
+        assert_eq!(server.socket.unwrap().to_string(), "10.96.0.1:443/TCP");
         let kinds: Vec<u16> = server.key.iter().map(|(kind, _)| *kind).collect();
         assert_eq!(kinds, [SERVICE_FAMILY, SERVICE_PROTOCOL, SERVICE_ADDRESS, SERVICE_PORT]);
     }
@@ -243,43 +277,55 @@ mod tests {
     const NEW_SERVICE: u8 = 1;
     const NEW_DEST: u8 = 5;
 
-    /// 127.0.0.2:80 leads to `real`.
-    fn serve(ipvs: &Ipvs, real: SocketAddr) {
-        let address = |last: u8| {
-            let mut address = [0; 16];
-            address[..4].copy_from_slice(&[127, 0, 0, last]);
-            address
-        };
-        let write_key = |service: &mut Messages| {
+    fn padded(address: IpAddr) -> [u8; 16] {
+        let mut padded = [0; 16];
+        match address {
+            IpAddr::V4(address) => padded[..4].copy_from_slice(&address.octets()),
+            IpAddr::V6(address) => padded.copy_from_slice(&address.octets()),
+        }
+        padded
+    }
+
+    fn socket_key(socket: SocketAddr) -> impl Fn(&mut Messages) {
+        let family = if socket.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
+        move |service| {
             service
-                .attribute(SERVICE_FAMILY, &2_u16.to_ne_bytes())
+                .attribute(SERVICE_FAMILY, &(family as u16).to_ne_bytes())
                 .attribute(SERVICE_PROTOCOL, &6_u16.to_ne_bytes())
-                .attribute(SERVICE_ADDRESS, &address(2))
-                .attribute(SERVICE_PORT, &80_u16.to_be_bytes());
-        };
+                .attribute(SERVICE_ADDRESS, &padded(socket.ip()))
+                .attribute(SERVICE_PORT, &socket.port().to_be_bytes());
+        }
+    }
+
+    /// `socket` leads to each of `real` in turns, by TCP.
+    pub(crate) fn serve(ipvs: &Ipvs, socket: &str, real: &[SocketAddr]) {
+        let socket: SocketAddr = socket.parse().unwrap();
+        let netmask = if socket.is_ipv4() { u32::MAX } else { 128_u32 };
         let mut request = Messages::default();
         request.begin(ipvs.family, NLM_F_ACK, &header(NEW_SERVICE)).nested(SERVICE, |service| {
-            write_key(service);
+            socket_key(socket)(service);
             service
                 .text(6, "rr")
                 .attribute(7, &[0, 0, 0, 0, 255, 255, 255, 255])
                 .attribute(8, &0_u32.to_ne_bytes())
-                .attribute(9, &u32::MAX.to_ne_bytes());
+                .attribute(9, &netmask.to_ne_bytes());
         });
         ipvs.connection.request(&request, |_, _| ()).unwrap();
-        let mut request = Messages::default();
-        request.begin(ipvs.family, NLM_F_ACK, &header(NEW_DEST)).nested(SERVICE, write_key).nested(
-            DEST,
-            |dest| {
-                dest.attribute(DEST_ADDRESS, &address(1))
-                    .attribute(DEST_PORT, &real.port().to_be_bytes())
-                    .attribute(DEST_FORWARDING, &0_u32.to_ne_bytes())
-                    .attribute(DEST_WEIGHT, &1_u32.to_ne_bytes())
-                    .attribute(DEST_UPPER, &0_u32.to_ne_bytes())
-                    .attribute(DEST_LOWER, &0_u32.to_ne_bytes());
-            },
-        );
-        ipvs.connection.request(&request, |_, _| ()).unwrap();
+        for real in real {
+            let mut request = Messages::default();
+            request
+                .begin(ipvs.family, NLM_F_ACK, &header(NEW_DEST))
+                .nested(SERVICE, socket_key(socket))
+                .nested(DEST, |dest| {
+                    dest.attribute(DEST_ADDRESS, &padded(real.ip()))
+                        .attribute(DEST_PORT, &real.port().to_be_bytes())
+                        .attribute(DEST_FORWARDING, &0_u32.to_ne_bytes())
+                        .attribute(DEST_WEIGHT, &1_u32.to_ne_bytes())
+                        .attribute(DEST_UPPER, &0_u32.to_ne_bytes())
+                        .attribute(DEST_LOWER, &0_u32.to_ne_bytes());
+                });
+            ipvs.connection.request(&request, |_, _| ()).unwrap();
+        }
     }
 
     #[test]
@@ -293,24 +339,31 @@ mod tests {
         };
         assert!(Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap().success());
         assert_eq!(ipvs.servers().unwrap(), []);
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        serve(&ipvs, listener.local_addr().unwrap());
+        let listeners = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
+        serve(&ipvs, "127.0.0.2:80", &listeners.each_ref().map(|listener| listener.local_addr().unwrap()));
         let servers = ipvs.servers().unwrap();
         let [server] = servers.as_slice() else { panic!("{servers:?}") };
-        assert_eq!(server.address, Some([127, 0, 0, 2].into()));
+        assert_eq!(server.socket.unwrap().to_string(), "127.0.0.2:80/TCP");
 
-        assert_eq!(ipvs.quiesce(server).unwrap(), 0);
+        let count = |count: fn(&Destination) -> u32| -> u32 {
+            ipvs.destinations(server).unwrap().iter().map(count).sum()
+        };
+        let (used, active) = (|one: &Destination| u32::from(one.is_used), |one: &Destination| one.active);
+        assert_eq!((count(used), count(active)), (2, 0));
         let dial = || TcpStream::connect_timeout(&([127, 0, 0, 2], 80).into(), Duration::from_secs(2));
-        let (client, (accepted, _)) = (dial().unwrap(), listener.accept().unwrap());
-        assert_eq!(ipvs.quiesce(server).unwrap(), 1);
+        let client = dial().unwrap();
+        assert_eq!((count(used), count(active)), (2, 1));
+        ipvs.quiesce(server, &ipvs.destinations(server).unwrap()).unwrap();
+        // Nor does the real server that has no connection.
+        assert_eq!((count(used), count(active)), (0, 1));
         assert!(dial().is_err(), "a new connection is taken");
         assert_eq!(ipvs.servers().unwrap(), servers);
-        drop((client, accepted));
-        assert_eq!(ipvs.quiesce(server).unwrap(), 0);
+        drop((client, listeners));
+        assert_eq!(count(active), 0);
         ipvs.remove(server).unwrap();
         assert_eq!(ipvs.servers().unwrap(), []);
         // Once more is no error.
         ipvs.remove(server).unwrap();
-        assert_eq!(ipvs.quiesce(server).unwrap(), 0);
+        assert_eq!(ipvs.destinations(server).unwrap(), []);
     }
 }

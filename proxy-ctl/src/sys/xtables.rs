@@ -29,6 +29,7 @@ struct Layout {
     target_offset: usize,
     tables: &'static str,
     any: &'static str,
+    socket: &'static str,
 }
 
 fn layout(family: TableFamily) -> Layout {
@@ -38,12 +39,14 @@ fn layout(family: TableFamily) -> Layout {
             target_offset: 88,
             tables: "/proc/thread-self/net/ip_tables_names",
             any: "0.0.0.0:0",
+            socket: "socket(AF_INET)",
         },
         TableFamily::Ipv6 => Layout {
             level: libc::SOL_IPV6,
             target_offset: 140,
             tables: "/proc/thread-self/net/ip6_tables_names",
             any: "[::]:0",
+            socket: "socket(AF_INET6)",
         },
     }
 }
@@ -60,8 +63,12 @@ pub fn tables(family: TableFamily) -> Result<Vec<String>, CallError> {
 /// Names of the chains of `table` that somebody has made. Needs CAP_NET_ADMIN.
 pub fn chains(family: TableFamily, table: &str) -> Result<Vec<String>, CallError> {
     let layout = layout(family);
-    let socket = UdpSocket::bind(layout.any).map_err(|e| CallError::new("socket(AF_INET)", e))?;
-    let socket = OwnedFd::from(socket);
+    let socket = match UdpSocket::bind(layout.any) {
+        Ok(socket) => OwnedFd::from(socket),
+        // No packet of this family comes, whatever the tables hold.
+        Err(error) if error.raw_os_error() == Some(libc::EAFNOSUPPORT) => return Ok(Vec::new()),
+        Err(error) => return Err(CallError::new(layout.socket, error)),
+    };
     for _ in 0..TRIES {
         let mut info = vec![0; INFO];
         named(&mut info, table);

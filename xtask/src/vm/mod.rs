@@ -17,7 +17,7 @@ use clap::{Args, ValueEnum};
 
 use crate::{
     cache,
-    command::{as_root, built, cargo, find, run as execute},
+    command::{as_root, built, cargo, find, output, run as execute},
     setup,
     suites::{Kind, Suite},
 };
@@ -131,10 +131,14 @@ impl Machine {
 fn command(kernel: Kernel, filter: &str) -> Result<Command> {
     let vng = virtme()?;
     let image = image(kernel)?;
-    let behaviour = built("behaviour");
+    let (behaviour, tests) = (built("behaviour"), unit_tests()?);
+    // What a kube-proxy in mode ipvs leaves can only be where these modules are.
     let inside = format!(
-        "mount -t bpf bpf /sys/fs/bpf 2>/dev/null; ip link set lo up; uname -r; \
-         LAB_PATIENCE=10 {} --core --path sockets --path packets --filter '{filter}'",
+        "mount -t bpf bpf /sys/fs/bpf 2>/dev/null; ip link set lo up; uname -r; failed=0; \
+         modprobe -a ip_vs ip_vs_rr ip_set_hash_ip ip_set_hash_ipport ip_set_list_set dummy; \
+         {} --ignored --show-output ipvs:: ipset:: || failed=1; \
+         LAB_PATIENCE=10 {} --core --path sockets --path packets --filter '{filter}' || failed=1; exit $failed",
+        tests.display(),
         behaviour.display()
     );
     // The guest's own redirections lose what was written before, so the pipe is on this side.
@@ -148,6 +152,25 @@ fn command(kernel: Kernel, filter: &str) -> Result<Command> {
     let mut command = as_root("bash");
     command.args(["-c", &script, &inside]).stdin(Stdio::null());
     Ok(command)
+}
+
+/// Builds proxy-ctl's own tests: the program.
+fn unit_tests() -> Result<PathBuf> {
+    let told = output(&mut cargo(&[
+        "test",
+        "-q",
+        "-p",
+        "proxy-ctl",
+        "--lib",
+        "--no-run",
+        "--message-format",
+        "json",
+    ]))?;
+    let program = told.lines().find_map(|line| {
+        let message: serde_json::Value = serde_json::from_str(line).ok()?;
+        Some(PathBuf::from(message["executable"].as_str()?))
+    });
+    program.ok_or_else(|| anyhow!("cargo does not tell where proxy-ctl's tests are"))
 }
 
 /// virtme-ng: from PATH, or installed into a Python environment of its own.

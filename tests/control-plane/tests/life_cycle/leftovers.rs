@@ -427,6 +427,11 @@ pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(
     let jump = "-A FORWARD -m comment --comment \"kubernetes forwarding rules\" -j KUBE-FORWARD";
     is_as(&format!("-P FORWARD DROP\n{jump}\n"), &rules_of("FORWARD")?)?;
     drop(proxy);
+    // Nothing is left to remove, and what stays is told all the same.
+    let proxy = own.start(&json!({}))?;
+    proxy.says("the policy of FORWARD is DROP")?;
+    ensure!(!proxy.log().contains(REMOVED), "{}", proxy.log());
+    drop(proxy);
     let said = clean_up_as_kube_proxy()?;
     is_as("-P FORWARD DROP\n", &rules_of("FORWARD")?).context(said)?;
     ensure!(rules_of("KUBE-FORWARD").is_err(), "it is still there");
@@ -483,5 +488,47 @@ pub(crate) fn a_kube_proxy_that_is_still_at_work_is_named_and_not_fought(
     world.event(own.name, "KubeProxyRulesReturned")?;
     ensure!(metric(&own.metrics(), left)? > 0.0, "{left} does not tell of them");
     ensure!(tables.dump()?.contains(CLUSTER_IP), "they were removed again");
+    Ok(Outcome::Passed)
+}
+
+/// Legacy rules cannot be removed without their tools, and that is tried again and again.
+pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_fought(
+    world: &mut World,
+) -> Result<Outcome> {
+    let own = Node::new(world, "half-removed", 47)?;
+    publish(world, &own)?;
+    let _clean = match Former::new(&own, Tables::Legacy)? {
+        Ok(former) => former,
+        Err(skipped) => return Ok(skipped),
+    };
+    let tables = || run("nft", &["list", "tables"]);
+    for table in ["nat", "mangle"] {
+        run("iptables-legacy", &["-t", table, "-N", "KUBE-SVC-A"])?;
+    }
+    run("nft", &["add table ip kube-proxy"])?;
+    fs::write(own.config_file(), own.configuration(&json!({"iptables": {"syncPeriod": "1s"}})))?;
+    let (program, file) = (proxy::program()?.display().to_string(), own.config_file().display().to_string());
+    let proxy = Proxy::start(Path::new("env"), &["PATH=/nowhere", &program, "run", "--config", &file])?;
+    proxy.says(REMOVED)?;
+    proxy.says("iptables-legacy-save and -restore, are not on PATH")?;
+    let left = |count: f64| {
+        let counted = || Ok((metric(&own.metrics(), "proxy_former_rules")? == count).then_some(()));
+        until(&format!("{count} left"), LIMIT, counted, || proxy.log())
+    };
+    left(2.0)?;
+    ensure!(!tables()?.contains("kube-proxy"), "it was not removed");
+
+    run("nft", &["add table ip kube-proxy"])?;
+    proxy.says("another kube-proxy is at work on this node")?;
+    let attempts = || metric(&own.metrics(), "proxy_former_rule_errors_total");
+    let before = attempts()?;
+    until("more attempts", LIMIT, || Ok((attempts()? >= before + 2.0).then_some(())), || proxy.log())?;
+    ensure!(tables()?.contains("kube-proxy"), "it was removed again");
+    left(3.0)?;
+
+    // By somebody else.
+    run("iptables-legacy", &["-t", "mangle", "-X", "KUBE-SVC-A"])?;
+    left(2.0)?;
+    ensure!(proxy.log().matches("are not on PATH").count() == 1, "{}", proxy.log());
     Ok(Outcome::Passed)
 }

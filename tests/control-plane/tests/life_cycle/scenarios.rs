@@ -12,6 +12,7 @@ use crate::{
     leftovers::{
         a_kube_proxy_that_is_still_at_work_is_named_and_not_fought, clean_up_leaves_what_kube_proxys_leaves,
         run_leaves_them_where_it_is_told_to, run_removes_them_and_connections_live_on,
+        what_comes_back_while_something_else_cannot_be_removed_is_not_fought,
         what_forwarded_connections_need_stays_where_others_are_dropped,
         what_others_use_of_kube_proxy_stays_and_is_named,
     },
@@ -50,6 +51,7 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
         what_forwarded_connections_need_stays_where_others_are_dropped,
         run_leaves_them_where_it_is_told_to,
         a_kube_proxy_that_is_still_at_work_is_named_and_not_fought,
+        what_comes_back_while_something_else_cannot_be_removed_is_not_fought,
     ]
 }
 

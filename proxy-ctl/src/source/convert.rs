@@ -63,6 +63,7 @@ pub fn node(node: &core::Node) -> (Node, Vec<Oddity>) {
     }
     let taints = node.spec.taints.iter();
     let zone = label(&node.metadata, LABEL_ZONE).filter(|zone| !zone.is_empty());
+    let zone = zone.and_then(|zone| oddities.name(|| format!("metadata.labels[{LABEL_ZONE}]"), zone));
     let node = Node {
         name: name.into(),
         zone: zone.map(Arc::from),
@@ -93,6 +94,11 @@ fn triggered(metadata: &ObjectMeta) -> Option<NonZeroI64> {
     i64::try_from(time.as_nanosecond()).ok().and_then(NonZeroI64::new)
 }
 
+/// Whether all of a name was text when it was read.
+pub fn is_whole(text: &str) -> bool {
+    !text.contains(char::REPLACEMENT_CHARACTER)
+}
+
 fn label<'a>(metadata: &'a ObjectMeta, label: &str) -> Option<&'a str> {
     metadata.labels.get(label).map(String::as_str)
 }
@@ -119,6 +125,15 @@ impl Oddities {
             field: field.into(),
             problem: problem.to_string(),
         });
+    }
+
+    /// What two things are told to be the same by: where part of it was no text they may be different.
+    fn name<'t>(&mut self, field: impl FnOnce() -> String, text: &'t str) -> Option<&'t str> {
+        let is_whole = is_whole(text);
+        if !is_whole {
+            self.add(field(), format_args!("found {text:?}, must be UTF-8"));
+        }
+        is_whole.then_some(text)
     }
 
     fn address(&mut self, field: impl FnOnce() -> String, text: &str) -> Option<std::net::IpAddr> {

@@ -7,6 +7,7 @@
 pub mod core;
 pub mod discovery;
 pub mod discovery_v1beta1;
+pub mod lenient;
 pub mod meta;
 pub mod networking;
 
@@ -23,6 +24,7 @@ macro_rules! messages {
         $(
             $(#[$attribute])*
             #[derive(Clone, PartialEq, prost::Message, serde::Deserialize)]
+            #[prost(prost_path = "crate::source::schema::lenient")]
             #[serde(default, rename_all = "camelCase")]
             pub struct $message {
                 $(

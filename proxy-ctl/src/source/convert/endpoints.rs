@@ -50,8 +50,9 @@ fn ports(subset: &core::EndpointSubset, index: usize, oddities: &mut Oddities) -
         let field = |name: &str| format!("subsets[{index}].ports[{port_index}]{name}");
         let number = oddities.port(|| field(".port"), port.port);
         let protocol = oddities.protocol(|| field(".protocol"), &port.protocol);
-        let (Some(number), Some(protocol)) = (number, protocol) else { continue };
-        let port = EndpointPort { name: port.name.as_str().into(), protocol, port: number };
+        let name = oddities.name(|| field(".name"), &port.name);
+        let (Some(number), Some(protocol), Some(name)) = (number, protocol, name) else { continue };
+        let port = EndpointPort { name: name.into(), protocol, port: number };
         if ports.contains(&port) {
             oddities.add(field(""), "is the same port a second time");
         } else {

@@ -137,8 +137,8 @@ fn ports(spec: &core::ServiceSpec, oddities: &mut Oddities) -> Vec<ServicePort> 
         let path = format!("spec.ports[{index}]");
         let number = oddities.port(|| format!("{path}.port"), port.port);
         let protocol = oddities.protocol(|| format!("{path}.protocol"), &port.protocol);
-        let (Some(number), Some(protocol)) = (number, protocol) else { continue };
-        let name = port.name.as_str();
+        let name = oddities.name(|| format!("{path}.name"), &port.name);
+        let (Some(number), Some(protocol), Some(name)) = (number, protocol, name) else { continue };
         if ports.iter().any(|other| *other.name == *name && other.protocol == protocol) {
             oddities.add(
                 format!("{path}.name"),

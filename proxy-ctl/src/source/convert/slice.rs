@@ -53,8 +53,9 @@ fn ports(slice: &discovery::EndpointSlice, oddities: &mut Oddities) -> Vec<Endpo
         let number = oddities.port(field, number);
         let protocol = oddities
             .protocol(|| format!("ports[{index}].protocol"), port.protocol.as_deref().unwrap_or_default());
-        let (Some(port_number), Some(protocol)) = (number, protocol) else { continue };
         let name = port.name.as_deref().unwrap_or_default();
+        let name = oddities.name(|| format!("ports[{index}].name"), name);
+        let (Some(port_number), Some(protocol), Some(name)) = (number, protocol, name) else { continue };
         let port = EndpointPort { name: name.into(), protocol, port: port_number };
         if ports.contains(&port) {
             oddities.add(format!("ports[{index}]"), "is the same port a second time");

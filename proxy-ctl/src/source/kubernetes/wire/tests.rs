@@ -186,15 +186,53 @@ fn one_object_that_cannot_be_read_hides_no_other() {
     assert_eq!(second.object::<core::Service>().unwrap().metadata.name, "web");
 }
 
+/// With a byte in the place of each `~` that is no text.
+fn spoilt(object: &impl prost::Message) -> Raw {
+    let bytes = object.encode_to_vec();
+    let bytes = bytes.into_iter().map(|byte| if byte == b'~' { 0xe9 } else { byte }).collect::<Vec<_>>();
+    Raw { encoding: Encoding::Protobuf, bytes: bytes.into() }
+}
+
 #[test]
-fn what_is_no_text_is_an_error_of_that_object() {
-    let named = Named { metadata: NamedMeta { name: "ab".into(), ..NamedMeta::default() } }.encode_to_vec();
-    let broken: Vec<u8> = named.iter().map(|byte| if *byte == b'a' { 0xff } else { *byte }).collect();
-    let page = Page::read(Encoding::Protobuf, &protobuf_list(&[&broken]), SERVICE).unwrap();
-    let error = page.items[0].object::<core::Service>().unwrap_err();
-    assert!(error.contains("UTF-8"), "{error}");
-    let failure = page.items[0].meta().unwrap_err();
-    assert!(failure.reason == Reason::Malformed && failure.message.contains("UTF-8"), "{failure}");
+fn what_is_no_text_is_read_as_the_api_server_writes_it_in_json() {
+    let mut web = objects::<Services>(recorded!("services")).remove(0);
+    web.metadata.annotations.insert("drink".into(), "caf~".into());
+    let whole = Services::convert(&web);
+    let read: core::Service = spoilt(&web).object().unwrap();
+    assert_eq!(read.metadata.annotations["drink"], "caf\u{fffd}");
+    assert_eq!(Services::convert(&read), whole);
+    assert_eq!(spoilt(&web).meta().unwrap().name().to_string(), "shop/web");
+}
+
+#[test]
+fn names_and_addresses_that_are_no_text_are_left_out() {
+    let problems = |oddities: Vec<Oddity>| {
+        oddities.into_iter().map(|of| format!("{} {}", of.field, of.problem)).collect::<Vec<_>>()
+    };
+    let mut web = objects::<Services>(recorded!("services")).remove(0);
+    let spec = web.spec.as_mut().unwrap();
+    spec.ports[0].name = "htt~".into();
+    spec.external_ips[0] = "192.0.2.~".into();
+    let (served, oddities) = Services::convert(&spoilt(&web).object().unwrap());
+    let served = served.unwrap();
+    assert_eq!((served.ports.len(), served.external_ips.len()), (1, 1));
+    let address = "found \"192.0.2.\u{fffd}\", must be an IPv4 or IPv6 address";
+    assert_eq!(
+        problems(oddities),
+        [
+            format!("spec.externalIPs[0] {address}"),
+            "spec.ports[0].name found \"htt\u{fffd}\", must be UTF-8".to_owned(),
+        ]
+    );
+    let mut slice = objects::<EndpointSlices>(recorded!("endpointslices")).remove(0);
+    slice.ports[0].name = Some("htt~".into());
+    let (served, oddities) = EndpointSlices::convert(&spoilt(&slice).object().unwrap());
+    assert!(served.unwrap().ports.iter().all(|port| port.name.is_ascii()));
+    assert_eq!(problems(oddities), ["ports[0].name found \"htt\u{fffd}\", must be UTF-8"]);
+    let mut node = objects::<OwnNode>(recorded!("nodes")).remove(0);
+    node.metadata.labels.insert("topology.kubernetes.io/zone".into(), "z~".into());
+    let (served, oddities) = OwnNode::convert(&spoilt(&node).object().unwrap());
+    assert_eq!((served.unwrap().zone, oddities.len()), (None, 1));
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! What is kept of each kind of object, and how it is told to the model: the same for every version of its API.
 
+use std::sync::Arc;
+
 use crate::{
     model::objects::{EndpointSlice, Node, ObjectName, Service, ServiceCidr, ServiceSlices},
     source::Update,
@@ -15,12 +17,18 @@ pub(super) trait Kept: Clone + PartialEq + Send + Sync + 'static {
         None
     }
 
+    /// As a deletion has it.
+    fn name(&self) -> ObjectName;
     fn replace(all: Vec<Self>) -> Update;
     fn apply(self) -> Update;
     fn delete(name: ObjectName) -> Update;
 }
 
 impl Kept for Service {
+    fn name(&self) -> ObjectName {
+        self.name.clone()
+    }
+
     fn replace(all: Vec<Self>) -> Update {
         Update::ReplaceServices(all)
     }
@@ -35,6 +43,10 @@ impl Kept for Service {
 }
 
 impl Kept for EndpointSlice {
+    fn name(&self) -> ObjectName {
+        self.name.clone()
+    }
+
     fn replace(all: Vec<Self>) -> Update {
         Update::ReplaceSlices(all)
     }
@@ -49,6 +61,10 @@ impl Kept for EndpointSlice {
 }
 
 impl Kept for ServiceSlices {
+    fn name(&self) -> ObjectName {
+        self.service.clone()
+    }
+
     fn replace(all: Vec<Self>) -> Update {
         Update::ReplaceSlices(all.into_iter().flat_map(|of| of.slices).collect())
     }
@@ -63,6 +79,10 @@ impl Kept for ServiceSlices {
 }
 
 impl Kept for ServiceCidr {
+    fn name(&self) -> ObjectName {
+        ObjectName::new("", Arc::clone(&self.name))
+    }
+
     fn replace(all: Vec<Self>) -> Update {
         Update::ReplaceServiceCidrs(all)
     }
@@ -83,6 +103,10 @@ impl Kept for Node {
     /// Services are served without it, as where there is none.
     fn hidden() -> Option<Update> {
         Some(Update::Node(None))
+    }
+
+    fn name(&self) -> ObjectName {
+        ObjectName::new("", Arc::clone(&self.name))
     }
 
     fn replace(mut all: Vec<Self>) -> Update {

@@ -6,7 +6,7 @@
 //! whatever an API server's cache holds (possibly older than what was seen before), gives up
 //! all objects of a page that has one it cannot read, and reads JSON only.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::HashSet, sync::Arc, time::Duration};
 
 use kube::{
     Client,
@@ -32,7 +32,10 @@ use super::{
     state::{ListMethod, SourceState, Verb},
     wire::{Event, Meta, Page, Raw},
 };
-use crate::source::{Oddity, Update, schema::Object as _};
+use crate::{
+    model::objects::ObjectName,
+    source::{Oddity, Update, convert, schema::Object as _},
+};
 
 /// Objects of the first page, as client-go asks for.
 const PAGE: u32 = 500;
@@ -91,6 +94,15 @@ impl From<kube::Error> for Stop {
     }
 }
 
+/// What an object means to us.
+enum Sense<P> {
+    Served(P),
+    /// Somebody else's, nobody's, or nothing that could be served.
+    NotServed,
+    /// Nobody knows whether it has changed in what matters: what it was last stays in force.
+    Unreadable,
+}
+
 /// Which objects.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Selection {
@@ -117,6 +129,8 @@ pub(super) struct Watcher<W: Watched> {
     told: bool,
     /// What was sent last, where there is only one object.
     last: Option<W::Parsed>,
+    /// What those who take the updates have.
+    served: HashSet<ObjectName>,
 }
 
 impl<W: Watched> Watcher<W> {
@@ -140,6 +154,7 @@ impl<W: Watched> Watcher<W> {
             refusal_told: false,
             told: false,
             last: None,
+            served: HashSet::new(),
         }
     }
 
@@ -441,8 +456,11 @@ impl<W: Watched> Watcher<W> {
 
     fn listed(&mut self, listing: &mut Listing<W>, object: &Raw) -> Result<(), Failure> {
         listing.objects += 1;
-        let (_, parsed) = self.parse(object)?;
-        listing.parsed.extend(parsed);
+        match self.parse(object)? {
+            (_, Sense::Served(parsed)) => listing.parsed.push(parsed),
+            (_, Sense::NotServed) => {}
+            (meta, Sense::Unreadable) => listing.unreadable.push(meta.name()),
+        }
         Ok(())
     }
 
@@ -455,31 +473,60 @@ impl<W: Watched> Watcher<W> {
         if version.is_empty() {
             return Err(Failure::new(Reason::Malformed, "the list has no resource version").into());
         }
-        debug!(resource = %W::RESOURCE, objects = listing.objects, method = method.name(), "listed");
-        self.state.listed(W::RESOURCE, method, listing.objects);
+        let Listing { parsed, mut unreadable, objects } = listing;
+        debug!(resource = %W::RESOURCE, objects, method = method.name(), "listed");
+        self.state.listed(W::RESOURCE, method, objects);
         self.state.set_denied(W::RESOURCE, Verb::List, false);
-        if W::Parsed::SINGLE {
-            self.last = listing.parsed.last().cloned();
+        unreadable.retain(|name| self.served.contains(name));
+        let keeps = !unreadable.is_empty();
+        let now: HashSet<_> = parsed.iter().map(Kept::name).chain(unreadable).collect();
+        let before = std::mem::replace(&mut self.served, now);
+        if W::Parsed::SINGLE && !keeps {
+            self.last = parsed.last().cloned();
         }
-        self.send(Kept::replace(listing.parsed)).await?;
+        if keeps {
+            // As a whole the list would take away what it has and cannot tell.
+            for gone in before.into_iter().filter(|name| !self.served.contains(name)).collect::<Vec<_>>() {
+                self.send(W::Parsed::delete(gone)).await?;
+            }
+            for parsed in parsed {
+                self.send(parsed.apply()).await?;
+            }
+        } else {
+            self.send(Kept::replace(parsed)).await?;
+        }
         self.position = Some(version);
         self.failed_streams = 0;
         Ok(())
     }
 
     async fn changed(&mut self, object: &Raw, more: i64) -> Result<(), Stop> {
-        let (meta, parsed) = self.parse(object)?;
+        let (meta, sense) = self.parse(object)?;
         self.state.objects_changed(W::RESOURCE, more);
+        let parsed = match sense {
+            Sense::Served(parsed) => Some(parsed),
+            Sense::NotServed => None,
+            Sense::Unreadable => {
+                self.reached(meta.resource_version);
+                return Ok(());
+            }
+        };
         if !W::Parsed::SINGLE || self.last != parsed {
             if W::Parsed::SINGLE {
                 self.last.clone_from(&parsed);
             }
-            self.send(match parsed {
-                Some(parsed) => parsed.apply(),
+            let update = match parsed {
+                Some(parsed) => {
+                    self.served.insert(parsed.name());
+                    parsed.apply()
+                }
                 // It may have been served until now.
-                None => W::Parsed::delete(meta.name()),
-            })
-            .await?;
+                None => {
+                    self.served.remove(&meta.name());
+                    W::Parsed::delete(meta.name())
+                }
+            };
+            self.send(update).await?;
         }
         self.reached(meta.resource_version);
         Ok(())
@@ -491,31 +538,45 @@ impl<W: Watched> Watcher<W> {
         self.state.objects_changed(W::RESOURCE, -1);
         self.oddities.forget(&name.to_string());
         self.last = None;
+        self.served.remove(&name);
         self.send(W::Parsed::delete(name)).await?;
         self.reached(meta.resource_version);
         Ok(())
     }
 
     /// Fails only where the object cannot even be named.
-    fn parse(&mut self, object: &Raw) -> Result<(Meta, Option<W::Parsed>), Failure> {
-        let (meta, parsed, oddities) = match object.object::<W::Object>() {
+    fn parse(&mut self, object: &Raw) -> Result<(Meta, Sense<W::Parsed>), Failure> {
+        let odd = |meta: &Meta, field: &str, problem: String| Oddity {
+            object: format!("{} {}", W::KIND.kind, meta.name()),
+            field: field.to_owned(),
+            problem,
+        };
+        let (meta, sense, oddities) = match object.object::<W::Object>() {
             Ok(object) => {
                 let (parsed, oddities) = W::convert(&object);
-                (Meta::take(object.into_metadata()), parsed, oddities)
+                let sense = parsed.map_or(Sense::NotServed, Sense::Served);
+                (Meta::take(object.into_metadata()), sense, oddities)
             }
             Err(error) => {
                 let meta = object.meta()?;
-                let oddity = Oddity {
-                    object: format!("{} {}", W::KIND.kind, meta.name()),
-                    field: String::from("(object)"),
-                    problem: format!("cannot be read: {error}"),
+                let kept = if self.served.contains(&meta.name()) {
+                    "; what it was when it could be read stays in force"
+                } else {
+                    ""
                 };
-                (meta, None, vec![oddity])
+                let oddity = odd(&meta, "(object)", format!("cannot be read: {error}{kept}"));
+                (meta, Sense::Unreadable, vec![oddity])
             }
+        };
+        let (sense, oddities) = if convert::is_whole(&meta.namespace) && convert::is_whole(&meta.name) {
+            (sense, oddities)
+        } else {
+            // Two of them may look the same.
+            (Sense::NotServed, vec![odd(&meta, "metadata.name", String::from("must be UTF-8"))])
         };
         let new = self.oddities.tell(|| meta.name().to_string(), &oddities);
         self.state.odd(W::RESOURCE, new);
-        Ok((meta, parsed))
+        Ok((meta, sense))
     }
 
     async fn send(&mut self, update: Update) -> Result<(), Stop> {
@@ -537,19 +598,124 @@ async fn next(events: &mut Events, limit: Duration) -> Result<Option<Event>, Fai
 /// A list that is not complete yet: parsed objects only, the rest of each is already dropped.
 struct Listing<W: Watched> {
     parsed: Vec<W::Parsed>,
+    unreadable: Vec<ObjectName>,
     /// Received, also those that are not served.
     objects: usize,
 }
 
 impl<W: Watched> Default for Listing<W> {
     fn default() -> Self {
-        Self { parsed: Vec::new(), objects: 0 }
+        Self { parsed: Vec::new(), unreadable: Vec::new(), objects: 0 }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use bytes::Bytes;
+    use serde_json::{Value, json};
+
+    use super::{
+        super::resource::{OwnNode, Services},
+        *,
+    };
+    use crate::config::Encoding;
+
+    fn watcher<W: Watched>() -> (Watcher<W>, mpsc::Receiver<Update>) {
+        let config = super::super::Config::default();
+        let (accept, state) = (config.accept().unwrap(), SourceState::new());
+        let connection = Arc::new(Connection::new(config, accept, state.requests.clone()));
+        let (updates, receiver) = mpsc::channel(64);
+        (Watcher::new(connection, Selection::default(), updates, state), receiver)
+    }
+
+    fn raw(object: &Value) -> Raw {
+        let list = serde_json::to_vec(&json!({"metadata": {}, "items": [object]})).unwrap();
+        Page::read(Encoding::Json, &Bytes::from(list), Services::KIND).unwrap().items.remove(0)
+    }
+
+    /// What a list of these comes to, in short.
+    async fn list<W: Watched>(watcher: &mut Watcher<W>, objects: &[Value]) {
+        let mut listing = Listing::default();
+        for object in objects {
+            watcher.listed(&mut listing, &raw(object)).unwrap();
+        }
+        let listed = watcher.replace(listing, "1".into(), ListMethod::Paged).await;
+        assert!(listed.is_ok());
+    }
+
+    fn told(updates: &mut mpsc::Receiver<Update>) -> Vec<String> {
+        let mut told = Vec::new();
+        while let Ok(update) = updates.try_recv() {
+            told.push(match update {
+                Update::ReplaceServices(all) => {
+                    let names: Vec<_> = all.iter().map(|of| of.name.to_string()).collect();
+                    format!("all: {}", names.join(" "))
+                }
+                Update::ApplyService(of) => format!("apply {}", of.name),
+                Update::DeleteService(name) => format!("delete {name}"),
+                Update::Node(node) => format!("node {:?}", node.map(|node| node.name)),
+                other => format!("{other:?}"),
+            });
+        }
+        told
+    }
+
+    fn service(name: &str) -> Value {
+        let spec = json!({"clusterIP": "10.96.0.1", "ports": [{"port": 80}]});
+        json!({"metadata": {"namespace": "a", "name": name, "resourceVersion": "1"}, "spec": spec})
+    }
+
+    fn unreadable(name: &str) -> Value {
+        json!({"metadata": {"namespace": "a", "name": name, "resourceVersion": "1"}, "spec": "x", "status": 1})
+    }
+
+    #[tokio::test]
+    async fn what_cannot_be_read_stays_as_it_was_until_it_is_deleted() {
+        let (mut watcher, mut updates) = watcher::<Services>();
+        list(&mut watcher, &[service("web"), service("gone"), unreadable("odd")]).await;
+        assert_eq!(told(&mut updates), ["all: a/web a/gone"]);
+        assert!(watcher.changed(&raw(&unreadable("web")), 0).await.is_ok());
+        assert_eq!(told(&mut updates), [""; 0]);
+        list(&mut watcher, &[unreadable("web"), service("new"), unreadable("odd")]).await;
+        assert_eq!(told(&mut updates), ["delete a/gone", "apply a/new"]);
+        list(&mut watcher, &[unreadable("web"), service("new")]).await;
+        assert_eq!(told(&mut updates), ["apply a/new"]);
+        assert!(watcher.deleted(&raw(&unreadable("web"))).await.is_ok());
+        assert_eq!(told(&mut updates), ["delete a/web"]);
+        list(&mut watcher, &[unreadable("web"), service("new")]).await;
+        assert_eq!(told(&mut updates), ["all: a/new"]);
+        assert!(watcher.changed(&raw(&service("web")), 0).await.is_ok());
+        let mut foreign = service("web");
+        foreign["spec"]["type"] = json!("ExternalName");
+        assert!(watcher.changed(&raw(&foreign), 0).await.is_ok());
+        list(&mut watcher, &[unreadable("web")]).await;
+        assert_eq!(told(&mut updates), ["apply a/web", "delete a/web", "all: "]);
+    }
+
+    #[tokio::test]
+    async fn the_node_stays_as_it_was_while_it_cannot_be_read() {
+        let (mut watcher, mut updates) = watcher::<OwnNode>();
+        let node = |name: &str| json!({"metadata": {"name": name, "resourceVersion": "1"}});
+        let odd = json!({"metadata": {"name": "n", "resourceVersion": "1"}, "spec": "x"});
+        list(&mut watcher, &[node("n")]).await;
+        assert_eq!(told(&mut updates), ["node Some(\"n\")"]);
+        assert!(watcher.changed(&raw(&odd), 0).await.is_ok());
+        list(&mut watcher, std::slice::from_ref(&odd)).await;
+        assert!(watcher.changed(&raw(&node("n")), 0).await.is_ok());
+        assert_eq!(told(&mut updates), [""; 0]);
+        assert!(watcher.deleted(&raw(&odd)).await.is_ok());
+        list(&mut watcher, &[odd]).await;
+        assert_eq!(told(&mut updates), ["node None", "node None"]);
+    }
+
+    #[tokio::test]
+    async fn a_name_that_is_no_text_is_nobody() {
+        let (mut watcher, mut updates) = watcher::<Services>();
+        list(&mut watcher, &[service("we\u{fffd}"), service("web")]).await;
+        assert_eq!(told(&mut updates), ["all: a/web"]);
+        assert!(watcher.changed(&raw(&service("we\u{fffd}")), 1).await.is_ok());
+        assert_eq!(told(&mut updates), ["delete a/we\u{fffd}"]);
+    }
 
     #[test]
     fn pages_of_small_objects_grow_and_pages_of_large_ones_do_not() {

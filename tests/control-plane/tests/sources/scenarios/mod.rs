@@ -30,7 +30,8 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
         harness:
             an_api_server_lives_in_a_network_namespace;
         node:
-            the_node_comes_late_changes_and_is_recreated;
+            the_node_comes_late_changes_and_is_recreated,
+            what_is_no_text_is_served_all_the_same;
         access:
             the_role_of_kube_proxy_is_enough,
             what_rbac_denies_comes_once_granted,

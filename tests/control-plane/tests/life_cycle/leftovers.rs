@@ -503,7 +503,7 @@ pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_foug
     };
     let tables = || run("nft", &["list", "tables"]);
     for table in ["nat", "mangle"] {
-        run("iptables-legacy", &["-t", table, "-N", "KUBE-SVC-A"])?;
+        run("iptables-legacy", &["-t", table, "-N", "KUBE-PROXY-CANARY"])?;
     }
     run("nft", &["add table ip kube-proxy"])?;
     fs::write(own.config_file(), own.configuration(&json!({"iptables": {"syncPeriod": "1s"}})))?;
@@ -527,7 +527,7 @@ pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_foug
     left(3.0)?;
 
     // By somebody else.
-    run("iptables-legacy", &["-t", "mangle", "-X", "KUBE-SVC-A"])?;
+    run("iptables-legacy", &["-t", "mangle", "-X", "KUBE-PROXY-CANARY"])?;
     left(2.0)?;
     ensure!(proxy.log().matches("are not on PATH").count() == 1, "{}", proxy.log());
     Ok(Outcome::Passed)

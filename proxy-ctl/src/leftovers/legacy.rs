@@ -13,7 +13,7 @@ use std::{
 };
 
 use super::{
-    Error, Extent, Found, Kept, Part, Removed, What, names,
+    Error, Extent, Found, Kept, Part, Removed, What, names, nft,
     plan::{self, Chain, Plan, Rule},
 };
 use crate::sys::{nftables::TableFamily, xtables};
@@ -72,6 +72,9 @@ fn remove_from(extent: Extent, (family, table): Place, removed: &mut Removed) ->
     let (chains, rules) = parse(&text);
     let plan = plan::plan(table, &chains, &rules, &BTreeSet::new(), extent);
     if !plan.is_empty() {
+        if extent == Extent::Served && table == "nat" {
+            nft::hold(family, removed)?;
+        }
         tools.restore(table, restoration(table, &plan))?;
     }
     removed.part(place(family, table), What::Jumps, plan.rules.len());

@@ -8,6 +8,9 @@ pub const IPTABLES: [&str; 3] = ["filter", "nat", "mangle"];
 /// Of mode nftables, in both families: everything in it is kube-proxy's.
 pub const NFTABLES_TABLE: &str = "kube-proxy";
 
+/// A chain of [`NFTABLES_TABLE`]. Alone in it, it is what we have left of the table.
+pub const HOLDER: &str = "nat-postrouting";
+
 /// Of mode ipvs: has the addresses of all virtual servers that are not node ports.
 pub const IPVS_DEVICE: &str = "kube-ipvs0";
 

@@ -1,5 +1,10 @@
 //! Modes iptables (by iptables-nft) and nftables, and the rules of mode ipvs: all of them are in nf_tables, and go in one
 //! step.
+//!
+//! The kernel applies the translations that conntrack holds only while a chain of type nat is registered, and conntrack
+//! sees packets only while a rule asks it. Where the last of either goes with kube-proxy's rules, every connection that
+//! they have translated ends. So [`Extent::Served`] leaves a holder in each family: the table `kube-proxy` with one chain
+//! that has both and does nothing. kube-proxy takes it over or removes it, as it does with its own.
 
 use std::collections::BTreeSet;
 
@@ -9,6 +14,7 @@ use super::{
 };
 use crate::sys::{
     CallError,
+    netlink::Refused,
     nftables::{Batch, NfTables, TableFamily},
 };
 
@@ -23,6 +29,8 @@ type Address = (TableFamily, &'static str, String);
 struct Census {
     /// Families with kube-proxy's own table.
     tables: Vec<TableFamily>,
+    /// Families where that table is but a holder.
+    holders: Vec<TableFamily>,
     /// Tables of iptables that have chains of kube-proxy, with all their chains.
     chains: Vec<(TableFamily, &'static str, Vec<Chain>)>,
 }
@@ -33,13 +41,16 @@ impl Census {
         for family in TableFamily::ALL {
             let tables = nftables.tables(family)?;
             let has = |name: &str| tables.iter().any(|table| table == name);
-            if has(names::NFTABLES_TABLE) {
-                census.tables.push(family);
-            }
-            if !names::IPTABLES.into_iter().any(has) {
+            let own_table = has(names::NFTABLES_TABLE);
+            if !own_table && !names::IPTABLES.into_iter().any(has) {
                 continue;
             }
             let all = nftables.chains(family)?;
+            if own_table {
+                let mut chains = all.iter().filter(|chain| chain.table == names::NFTABLES_TABLE);
+                let is_holder = matches!((chains.next(), chains.next()), (Some(only), None) if only.name == names::HOLDER);
+                if is_holder { &mut census.holders } else { &mut census.tables }.push(family);
+            }
             for table in names::IPTABLES {
                 let chains: Vec<Chain> = all
                     .iter()
@@ -77,11 +88,69 @@ pub(super) fn find() -> Result<Vec<Part>, Error> {
     Ok(tables.chain(chains).collect())
 }
 
+/// Before rules that iptables-legacy has made go.
+pub(super) fn hold(family: TableFamily, removed: &mut Removed) -> Result<(), Error> {
+    let nftables = NfTables::open()?;
+    if nftables.tables(family)?.iter().any(|table| table == names::NFTABLES_TABLE) {
+        return Ok(());
+    }
+    let mut batch = Batch::default();
+    lay_holder(&mut batch, family);
+    match nftables.commit(batch)?.first() {
+        // Somebody else was faster.
+        None | Some(Refused { errno: libc::EEXIST, .. }) => {
+            removed.kept.push(holder(family));
+            Ok(())
+        }
+        Some(refused) => Err(Error::refused(refused.errno)),
+    }
+}
+
+fn lay_holder(batch: &mut Batch, family: TableFamily) {
+    batch.make_holder(family, names::NFTABLES_TABLE, names::HOLDER, "keeps connections translated");
+}
+
+fn holder(family: TableFamily) -> Kept {
+    Kept::new(
+        place(family, names::NFTABLES_TABLE),
+        names::HOLDER.to_owned(),
+        "made to do nothing: established connections are translated as long as it is there".to_owned(),
+    )
+}
+
 /// One table's part of a transaction.
 struct Share {
     family: TableFamily,
     table: &'static str,
     plan: Plan<u64>,
+}
+
+/// What happens to the tables `kube-proxy`.
+struct Tables {
+    deleted: Vec<TableFamily>,
+    /// Anew.
+    held: Vec<TableFamily>,
+}
+
+impl Tables {
+    fn new(census: &Census, shares: &[Share], extent: Extent) -> Self {
+        let mut deleted = census.tables.clone();
+        if extent == Extent::Everything {
+            deleted.extend(&census.holders);
+            return Self { deleted, held: Vec::new() };
+        }
+        let translates = |family: TableFamily| {
+            let in_iptables =
+                |share: &Share| (share.family, share.table) == (family, "nat") && !share.plan.is_empty();
+            deleted.contains(&family) || shares.iter().any(in_iptables) && !census.holders.contains(&family)
+        };
+        let held = TableFamily::ALL.into_iter().filter(|family| translates(*family)).collect();
+        Self { deleted, held }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.deleted.is_empty() && self.held.is_empty()
+    }
 }
 
 /// Removes all that can be removed, in one transaction, and says what stays.
@@ -92,14 +161,15 @@ pub(super) fn remove(extent: Extent, removed: &mut Removed) -> Result<(), Error>
     for _ in 0..TRIES {
         let census = Census::take(&nftables)?;
         let shares = shares(&nftables, &census, &busy, extent)?;
-        if census.tables.is_empty() && shares.iter().all(|share| share.plan.is_empty()) {
-            tell(&census, shares, removed);
+        let tables = Tables::new(&census, &shares, extent);
+        if tables.is_empty() && shares.iter().all(|share| share.plan.is_empty()) {
+            tell(&tables, shares, removed);
             return Ok(());
         }
-        let (batch, deletions) = transaction(&census, &shares);
+        let (batch, deletions) = transaction(&tables, &shares);
         let refused = nftables.commit(batch)?;
         if refused.is_empty() {
-            tell(&census, shares, removed);
+            tell(&tables, shares, removed);
             return Ok(());
         }
         for refusal in refused {
@@ -109,7 +179,7 @@ pub(super) fn remove(extent: Extent, removed: &mut Removed) -> Result<(), Error>
                     busy.insert(chain.clone());
                 }
                 // Somebody else was faster: what is there is read anew.
-                (libc::ENOENT | libc::EAGAIN | libc::ERESTART, _) => {}
+                (libc::ENOENT | libc::EEXIST | libc::EAGAIN | libc::ERESTART, _) => {}
                 (errno, _) => return Err(Error::refused(errno)),
             }
             last = Some(refusal.errno);
@@ -144,7 +214,7 @@ fn shares(
 }
 
 /// Chains that nobody else uses are emptied before any is deleted, as they lead to each other.
-fn transaction(census: &Census, shares: &[Share]) -> (Batch, Vec<(u32, Address)>) {
+fn transaction(tables: &Tables, shares: &[Share]) -> (Batch, Vec<(u32, Address)>) {
     let (mut batch, mut deletions) = (Batch::default(), Vec::new());
     for Share { family, table, plan } in shares.iter().filter(|share| !share.plan.is_empty()) {
         for (chain, handle) in &plan.rules {
@@ -158,13 +228,16 @@ fn transaction(census: &Census, shares: &[Share]) -> (Batch, Vec<(u32, Address)>
             batch.delete_chain(*family, table, chain);
         }
     }
-    for family in &census.tables {
+    for family in &tables.deleted {
         batch.delete_table(*family, names::NFTABLES_TABLE);
+    }
+    for family in &tables.held {
+        lay_holder(&mut batch, *family);
     }
     (batch, deletions)
 }
 
-fn tell(census: &Census, shares: Vec<Share>, removed: &mut Removed) {
+fn tell(tables: &Tables, shares: Vec<Share>, removed: &mut Removed) {
     for Share { family, table, plan } in shares {
         let place = place(family, table);
         removed.part(place.clone(), What::Jumps, plan.rules.len());
@@ -172,5 +245,6 @@ fn tell(census: &Census, shares: Vec<Share>, removed: &mut Removed) {
         let stays = |(chain, why): (String, plan::Why)| Kept::new(place.clone(), chain, why.to_string());
         removed.kept.extend(plan.kept.into_iter().map(stays));
     }
-    removed.parts.extend(census.tables.iter().map(|family| own_table(*family)));
+    removed.parts.extend(tables.deleted.iter().map(|family| own_table(*family)));
+    removed.kept.extend(tables.held.iter().map(|family| holder(*family)));
 }

@@ -1,4 +1,5 @@
-//! Tables, chains and rules of nf_tables, which iptables-nft uses too: listed, and removed in one step.
+//! Tables, chains and rules of nf_tables, which iptables-nft uses too: listed, and removed in one step. What is made is a
+//! table that keeps connections translated.
 
 use std::io;
 
@@ -7,14 +8,17 @@ use nix::sys::socket::{setsockopt, sockopt::SndBufForce};
 
 use super::{
     CallError,
-    netlink::{Attributes, Connection, Messages, NLM_F_DUMP, Refused, text},
+    netlink::{Attributes, Connection, Messages, NLM_F_APPEND, NLM_F_CREATE, NLM_F_DUMP, Refused, text},
 };
 
 const SUBSYSTEM: u16 = 10;
+const NEWTABLE: u16 = SUBSYSTEM << 8;
 const GETTABLE: u16 = SUBSYSTEM << 8 | 1;
 const DELTABLE: u16 = SUBSYSTEM << 8 | 2;
+const NEWCHAIN: u16 = SUBSYSTEM << 8 | 3;
 const GETCHAIN: u16 = SUBSYSTEM << 8 | 4;
 const DELCHAIN: u16 = SUBSYSTEM << 8 | 5;
+const NEWRULE: u16 = SUBSYSTEM << 8 | 6;
 const GETRULE: u16 = SUBSYSTEM << 8 | 7;
 const DELRULE: u16 = SUBSYSTEM << 8 | 8;
 const BATCH_BEGIN: u16 = 0x10;
@@ -25,11 +29,15 @@ const CHAIN_TABLE: u16 = 1;
 const CHAIN_NAME: u16 = 3;
 const CHAIN_HOOK: u16 = 4;
 const CHAIN_POLICY: u16 = 5;
+const CHAIN_TYPE: u16 = 7;
+const HOOK_NUMBER: u16 = 1;
+const HOOK_PRIORITY: u16 = 2;
 const RULE_TABLE: u16 = 1;
 const RULE_CHAIN: u16 = 2;
 const RULE_HANDLE: u16 = 3;
 const RULE_EXPRESSIONS: u16 = 4;
 const RULE_USERDATA: u16 = 7;
+const LIST_MEMBER: u16 = 1;
 const EXPRESSION_NAME: u16 = 1;
 const EXPRESSION_DATA: u16 = 2;
 const IMMEDIATE_DATA: u16 = 2;
@@ -37,7 +45,21 @@ const DATA_VERDICT: u16 = 2;
 const VERDICT_CHAIN: u16 = 2;
 const MATCH_NAME: u16 = 1;
 const MATCH_INFO: u16 = 3;
+const CT_REGISTER: u16 = 1;
+const CT_KEY: u16 = 2;
+const COMPARE_REGISTER: u16 = 1;
+const COMPARE_OPERATION: u16 = 2;
+const COMPARE_DATA: u16 = 3;
+const DATA_VALUE: u16 = 1;
 const USERDATA_COMMENT: u8 = 0;
+
+const POSTROUTING: u32 = 4;
+/// Where source addresses are translated.
+const PRIORITY: u32 = 100;
+const REGISTER: u32 = 1;
+const CT_DIRECTION: u32 = 1;
+const EQUAL: u32 = 0;
+const ORIGINAL: u8 = 0;
 
 const POLICY_DROP: [u8; 4] = 0_u32.to_be_bytes();
 
@@ -95,7 +117,7 @@ fn failed(call: &'static str) -> impl FnOnce(io::Error) -> CallError {
     move |source| CallError::new(call, source)
 }
 
-/// What is removed in one step: all of it, or nothing.
+/// What is done in one step: all of it, or nothing.
 #[derive(Debug)]
 pub struct Batch(Messages);
 
@@ -139,6 +161,57 @@ impl Batch {
     pub fn delete_table(&mut self, family: TableFamily, table: &str) {
         self.0.begin(DELTABLE, 0, &family.header()).text(TABLE_NAME, table);
     }
+
+    /// Makes a table that does nothing with any packet, but has the kernel go on translating the connections that it
+    /// knows: it does so only while there is a chain of type nat, of any hook, and a rule that asks conntrack. The table
+    /// must not be there, or be deleted before in this batch.
+    pub fn make_holder(&mut self, family: TableFamily, table: &str, chain: &str, comment: &str) {
+        let header = family.header();
+        self.0.begin(NEWTABLE, NLM_F_CREATE, &header).text(TABLE_NAME, table);
+        self.0
+            .begin(NEWCHAIN, NLM_F_CREATE, &header)
+            .text(CHAIN_TABLE, table)
+            .text(CHAIN_NAME, chain)
+            .nested(CHAIN_HOOK, |hook| {
+                hook.attribute(HOOK_NUMBER, &POSTROUTING.to_be_bytes())
+                    .attribute(HOOK_PRIORITY, &PRIORITY.to_be_bytes());
+            })
+            .text(CHAIN_TYPE, "nat");
+        self.0
+            .begin(NEWRULE, NLM_F_CREATE | NLM_F_APPEND, &header)
+            .text(RULE_TABLE, table)
+            .text(RULE_CHAIN, chain)
+            .nested(RULE_EXPRESSIONS, |list| {
+                expression(list, "ct", |ct| {
+                    ct.attribute(CT_REGISTER, &REGISTER.to_be_bytes())
+                        .attribute(CT_KEY, &CT_DIRECTION.to_be_bytes());
+                });
+                expression(list, "cmp", |compare| {
+                    compare
+                        .attribute(COMPARE_REGISTER, &REGISTER.to_be_bytes())
+                        .attribute(COMPARE_OPERATION, &EQUAL.to_be_bytes())
+                        .nested(COMPARE_DATA, |data| {
+                            data.attribute(DATA_VALUE, &[ORIGINAL]);
+                        });
+                });
+            })
+            .attribute(RULE_USERDATA, &user_data(comment));
+    }
+}
+
+fn expression(list: &mut Messages, name: &str, fill: impl FnOnce(&mut Messages)) {
+    list.nested(LIST_MEMBER, |expression| {
+        expression.text(EXPRESSION_NAME, name).nested(EXPRESSION_DATA, fill);
+    });
+}
+
+/// As nft writes a comment. It has room for 254 bytes.
+fn user_data(comment: &str) -> Vec<u8> {
+    let text = &comment.as_bytes()[..comment.len().min(254)];
+    let mut bytes = vec![USERDATA_COMMENT, text.len() as u8 + 1];
+    bytes.extend(text);
+    bytes.push(0);
+    bytes
 }
 
 /// A connection to nf_tables of this thread's network namespace. Needs CAP_NET_ADMIN there.

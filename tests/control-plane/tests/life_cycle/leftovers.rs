@@ -8,6 +8,7 @@ use std::{
     os::unix::{fs::symlink, process::CommandExt as _},
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    sync::LazyLock,
     time::Duration,
 };
 
@@ -394,7 +395,9 @@ pub(crate) fn run_removes_them_and_connections_live_on(world: &mut World) -> Res
         connection.works()?;
         let mut proxy = own.start(&json!({}))?;
         proxy.says(REMOVED)?;
-        is_as(&expected, &tables.dump()?).context(mode)?;
+        let (holders, others) = without_holders(&tables.dump()?);
+        is_as(&expected, &others).context(mode)?;
+        is_as(&HOLDERS, &holders).context(mode)?;
         connection
             .works()
             .with_context(|| format!("after kube-proxy's rules of mode {mode} were removed"))?;
@@ -403,6 +406,96 @@ pub(crate) fn run_removes_them_and_connections_live_on(world: &mut World) -> Res
         proxy.runs()?;
     }
     Ok(Outcome::Passed)
+}
+
+/// What is left of kube-proxy's table of mode nftables, in [`Tables::dump`]'s form.
+fn without_holders(dump: &str) -> (String, String) {
+    let is_of_holder = |line: &&str| line.contains(" kube-proxy { ");
+    let (holders, others): (Vec<&str>, Vec<&str>) = dump.split_inclusive('\n').partition(is_of_holder);
+    (holders.concat(), others.concat())
+}
+
+static HOLDERS: LazyLock<String> = LazyLock::new(|| {
+    let lines = |family: &str| {
+        let table = format!("table {family} kube-proxy {{");
+        [
+            table.as_str(),
+            "chain nat-postrouting {",
+            "type nat hook postrouting priority srcnat; policy accept;",
+            "ct direction original comment \"keeps connections translated\"",
+        ]
+        .map(|line| format!("{table} {line}\n"))
+        .concat()
+    };
+    lines("ip") + &lines("ip6")
+});
+
+/// As a process that our kube-proxy serves.
+fn connect_within(own: &Node) -> Result<()> {
+    let connect = "echo $$ > \"$0/cgroup.procs\" && exec 3<> \"/dev/tcp/$1/$2\"";
+    let (cgroup, port) = (own.cgroup().display().to_string(), PORT.to_string());
+    run("timeout", &["10", "bash", "-c", connect, &cgroup, CLUSTER_IP, &port]).map(drop)
+}
+
+/// Nobody else's rule is there that keeps the kernel translating.
+pub(crate) fn connections_that_it_leaves_live_on_where_nobody_else_translates(
+    world: &mut World,
+) -> Result<Outcome> {
+    let own = Node::new(world, "translated", 47)?;
+    publish(world, &own)?;
+    let in_nftables = Tables::Nft("nftables");
+    let mut skipped = Vec::new();
+    // What iptables-legacy has made once is there as long as the network namespace is.
+    for tables in [Tables::Nft("iptables"), in_nftables, Tables::Legacy] {
+        let former = match Former::new(&own, tables)? {
+            Ok(former) => former,
+            Err(Outcome::Skipped(why)) => {
+                skipped.push(format!("{tables:?}: {why}"));
+                continue;
+            }
+            Err(Outcome::Passed) => continue,
+        };
+        former.leave_rules(&own)?;
+        let connection =
+            Connection::open().with_context(|| format!("{tables:?}, with kube-proxy's rules"))?;
+        connection.works()?;
+        let proxy = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
+        proxy.says(REMOVED)?;
+        proxy.says("established connections are translated as long as it is there")?;
+        connection.works().with_context(|| format!("{tables:?}, without kube-proxy's rules"))?;
+        ensure!(!tables.dump()?.contains("KUBE-S"), "{tables:?}: kube-proxy's rules are still there");
+        is_as(&HOLDERS, &without_holders(&in_nftables.dump()?).0).with_context(|| format!("{tables:?}"))?;
+        let _listener = TcpListener::bind((ENDPOINT, PORT))?;
+        let address: SocketAddr = format!("{CLUSTER_IP}:{PORT}").parse()?;
+        let others = TcpStream::connect_timeout(&address, Duration::from_secs(1));
+        ensure!(others.is_err(), "{tables:?}: somebody else serves still");
+        connect_within(&own).with_context(|| format!("{tables:?}: a new connection"))?;
+        until(
+            "nothing of kube-proxy",
+            LIMIT,
+            || Ok((metric(&own.metrics(), "proxy_former_rules")? == 0.0).then_some(())),
+            || proxy.log(),
+        )?;
+        drop(proxy);
+
+        let again = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
+        again.says(PROGRAMMED)?;
+        until(
+            "a look at kube-proxy's rules",
+            LIMIT,
+            || Ok((metric(&own.metrics(), "proxy_resyncs_total")? > 1.0).then_some(())),
+            || again.log(),
+        )?;
+        ensure!(!again.log().contains("another kube-proxy"), "{tables:?}, once more:\n{}", again.log());
+        connection.works().with_context(|| format!("{tables:?}, after another start"))?;
+        drop(again);
+
+        let said = clean_up()?;
+        let (holders, _) = without_holders(&in_nftables.dump()?);
+        is_as("", &holders).with_context(|| format!("{tables:?}: {said}"))?;
+        ensure!(said["kept"] == json!([]) && said["removed"] != json!([]), "{tables:?}: {said}");
+    }
+    Ok(if skipped.is_empty() { Outcome::Passed } else { Outcome::Skipped(skipped.join("; ")) })
 }
 
 pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(

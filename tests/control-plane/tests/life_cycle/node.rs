@@ -49,6 +49,10 @@ impl Node {
         Ok(node)
     }
 
+    pub(crate) fn cgroup(&self) -> &Path {
+        &self.cgroup
+    }
+
     pub(crate) fn healthz(&self) -> String {
         format!("127.0.0.1:{}", self.first_port)
     }

@@ -70,7 +70,9 @@ fn remove_from(extent: Extent, (family, table): Place, removed: &mut Removed) ->
     let tools = Tools::find(family).ok_or_else(|| Error::NoLegacyTools { program: program(family) })?;
     let text = tools.save(table)?;
     let (chains, rules) = parse(&text);
-    let plan = plan::plan(table, &chains, &rules, &BTreeSet::new(), extent);
+    let is_filled = |chain: &str| Ok(text.contains(&format!("\n-A {chain} ")));
+    let plan =
+        plan::plan(table, &chains, &rules, &BTreeSet::new(), extent).without_done::<Error>(is_filled)?;
     if !plan.is_empty() {
         if extent == Extent::Served && table == "nat" {
             nft::hold(family, removed)?;
@@ -118,11 +120,13 @@ fn parse(text: &str) -> (Vec<Chain>, Vec<Rule<String>>) {
                 let at = words.iter().position(|(word, quoted)| !quoted && flags.contains(&word.as_str()))?;
                 words.get(at + 1).map(|(word, _)| word.clone())
             };
+            let targets: Vec<String> = after(&["-j", "-g"]).into_iter().collect();
             rules.push(Rule {
                 chain: chain.to_owned(),
                 name: rule.to_owned(),
                 comment: after(&["--comment"]),
-                targets: after(&["-j", "-g"]).into_iter().collect(),
+                drops: targets.iter().any(|target| matches!(target.as_str(), "DROP" | "REJECT")),
+                targets,
             });
         }
     }

@@ -80,7 +80,8 @@ fn own_table(family: TableFamily) -> Part {
 
 /// What of kube-proxy is there. Nothing is changed.
 pub(super) fn find() -> Result<Vec<Part>, Error> {
-    let census = Census::take(&NfTables::open()?)?;
+    let Some(nftables) = NfTables::open()? else { return Ok(Vec::new()) };
+    let census = Census::take(&nftables)?;
     let tables = census.tables.iter().map(|family| own_table(*family));
     let chains = census.chains.iter().map(|(family, table, chains)| {
         Part::new(place(*family, table), What::Chains, own(table, chains).len())
@@ -90,7 +91,7 @@ pub(super) fn find() -> Result<Vec<Part>, Error> {
 
 /// Before rules that iptables-legacy has made go.
 pub(super) fn hold(family: TableFamily, removed: &mut Removed) -> Result<(), Error> {
-    let nftables = NfTables::open()?;
+    let Some(nftables) = NfTables::load()? else { return Ok(()) };
     if nftables.tables(family)?.iter().any(|table| table == names::NFTABLES_TABLE) {
         return Ok(());
     }
@@ -102,6 +103,8 @@ pub(super) fn hold(family: TableFamily, removed: &mut Removed) -> Result<(), Err
             removed.kept.push(holder(family));
             Ok(())
         }
+        // A kernel without nf_tables: nothing can be held.
+        Some(Refused { errno: libc::EINVAL | libc::EOPNOTSUPP, .. }) => Ok(()),
         Some(refused) => Err(Error::refused(refused.errno)),
     }
 }
@@ -155,7 +158,7 @@ impl Tables {
 
 /// Removes all that can be removed, in one transaction, and says what stays.
 pub(super) fn remove(extent: Extent, removed: &mut Removed) -> Result<(), Error> {
-    let nftables = NfTables::open()?;
+    let Some(nftables) = NfTables::open()? else { return Ok(()) };
     let mut busy: BTreeSet<Address> = BTreeSet::new();
     let mut last = None;
     for _ in 0..TRIES {
@@ -203,11 +206,13 @@ fn shares(
                 name: rule.handle,
                 comment: rule.comment,
                 targets: rule.targets,
+                drops: rule.drops,
             }));
         }
         let here = |address: &&Address| address.0 == *family && address.1 == *table;
         let busy = busy.iter().filter(here).map(|(_, _, chain)| chain.clone()).collect();
-        let plan = plan::plan(table, chains, &rules, &busy, extent);
+        let is_filled = |chain: &str| Ok(!nftables.rules(*family, table, chain)?.is_empty());
+        let plan = plan::plan(table, chains, &rules, &busy, extent).without_done(is_filled)?;
         Ok(Share { family: *family, table, plan })
     };
     census.chains.iter().map(share).collect()

@@ -22,6 +22,8 @@ pub struct Rule<R> {
     pub comment: Option<String>,
     /// The chains that it leads to.
     pub targets: Vec<String>,
+    /// It drops or rejects packets.
+    pub drops: bool,
 }
 
 /// Why a chain stays.
@@ -31,9 +33,10 @@ pub enum Why {
     UsedBy(String),
     /// Somebody else's rule, which could not be told, leads to it. It is empty now.
     Used,
-    /// Somebody else's rule of this chain leads to it, and relies on what it does: it stays as it is.
-    Masquerades(String),
-    /// The policy of FORWARD is to drop: connections that are under way may need it. It stays as it is.
+    /// Somebody else's rule, of this chain if it could be told, leads to it, and relies on what it does: it stays as it
+    /// is.
+    Masquerades(Option<String>),
+    /// FORWARD drops or rejects: connections that are under way may need it. It stays as it is.
     Forwards,
 }
 
@@ -42,9 +45,14 @@ impl std::fmt::Display for Why {
         match self {
             Self::UsedBy(chain) => write!(f, "emptied; a rule in {chain} leads to it"),
             Self::Used => f.write_str("emptied; somebody else's rule leads to it"),
-            Self::Masquerades(chain) => write!(f, "left as it is: a rule in {chain} has packets masqueraded by it"),
+            Self::Masquerades(Some(chain)) => {
+                write!(f, "left as it is: a rule in {chain} has packets masqueraded by it")
+            }
+            Self::Masquerades(None) => {
+                f.write_str("left as it is: somebody else's rule has packets masqueraded by it")
+            }
             Self::Forwards => f.write_str(
-                "left as it is: the policy of FORWARD is DROP, and established connections may need what it accepts",
+                "left as it is: FORWARD drops or rejects others, and established connections may need what it accepts",
             ),
         }
     }
@@ -56,7 +64,7 @@ pub struct Plan<R> {
     /// Rules in chains of others, with these chains.
     pub rules: Vec<(String, R)>,
     pub emptied: Vec<String>,
-    /// All are among the emptied ones.
+    /// Chains that nobody else uses. All are among the emptied ones.
     pub deleted: Vec<String>,
     pub kept: Vec<(String, Why)>,
 }
@@ -64,7 +72,20 @@ pub struct Plan<R> {
 impl<R> Plan<R> {
     /// Nothing is to be done.
     pub fn is_empty(&self) -> bool {
-        self.rules.is_empty() && self.deleted.is_empty()
+        self.rules.is_empty() && self.emptied.is_empty()
+    }
+
+    /// Leaves out what is done already: chains that stay, and have no rules. `is_filled`: asked of those that stay.
+    pub fn without_done<E>(mut self, is_filled: impl Fn(&str) -> Result<bool, E>) -> Result<Self, E> {
+        let mut emptied = Vec::with_capacity(self.emptied.len());
+        let stays: BTreeSet<&str> = self.kept.iter().map(|(chain, _)| chain.as_str()).collect();
+        for chain in self.emptied {
+            if !stays.contains(chain.as_str()) || is_filled(&chain)? {
+                emptied.push(chain);
+            }
+        }
+        self.emptied = emptied;
+        Ok(self)
     }
 }
 
@@ -94,11 +115,16 @@ pub fn plan<R: Clone>(
         let leads_there = |rule: &&&Rule<R>| rule.targets.iter().any(|target| target == chain);
         foreign.iter().find(leads_there).map(|rule| rule.chain.clone())
     };
-    let masqueraded = used_by(names::MARK_MASQUERADE);
-    let forward_drops = chains.iter().any(|chain| chain.name == "FORWARD" && chain.drops);
+    // A verdict map is not looked into: that it leads somewhere shows when the kernel would not delete that chain.
+    let masqueraded = [names::MARK_MASQUERADE, names::POSTROUTING].into_iter().find_map(|chain| {
+        let by = used_by(chain);
+        (by.is_some() || busy.contains(chain)).then_some(Why::Masquerades(by))
+    });
+    let forward_drops = chains.iter().any(|chain| chain.name == "FORWARD" && chain.drops)
+        || reachable("FORWARD", rules).iter().any(|rule| rule.drops);
     // Chains that go on doing what they do.
     let whole = |chain: &str| match chain {
-        names::MARK_MASQUERADE | names::POSTROUTING => masqueraded.clone().map(Why::Masquerades),
+        names::MARK_MASQUERADE | names::POSTROUTING => masqueraded.clone(),
         names::FORWARD if forward_drops && extent == Extent::Served => Some(Why::Forwards),
         _ => None,
     };
@@ -124,6 +150,18 @@ pub fn plan<R: Clone>(
     plan
 }
 
+/// The rules of a chain and of all that it leads to.
+fn reachable<'a, R>(chain: &'a str, rules: &'a [Rule<R>]) -> Vec<&'a Rule<R>> {
+    let (mut seen, mut next, mut found) = (BTreeSet::from([chain]), vec![chain], Vec::new());
+    while let Some(chain) = next.pop() {
+        for rule in rules.iter().filter(|rule| rule.chain == chain) {
+            found.push(rule);
+            next.extend(rule.targets.iter().map(String::as_str).filter(|target| seen.insert(target)));
+        }
+    }
+    found
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -135,7 +173,7 @@ mod tests {
 
     fn rule(chain: &str, name: u64, comment: &str, target: &str) -> Rule<u64> {
         let comment = Some(comment.to_owned()).filter(|comment| !comment.is_empty());
-        Rule { chain: chain.to_owned(), name, comment, targets: vec![target.to_owned()] }
+        Rule { chain: chain.to_owned(), name, comment, targets: vec![target.to_owned()], drops: false }
     }
 
     const PORTALS: &str = "kubernetes service portals";
@@ -218,6 +256,35 @@ mod tests {
     }
 
     #[test]
+    fn a_rule_that_rejects_is_as_a_policy_that_drops() {
+        let mut filter = (chains(&["FORWARD", "INPUT", "KUBE-FORWARD", "MINE", "LAST"]), Vec::new());
+        filter.1.push(rule("FORWARD", 1, "kubernetes forwarding rules", "KUBE-FORWARD"));
+        filter.1.push(rule("FORWARD", 2, "", "MINE"));
+        filter.1.push(rule("MINE", 3, "", "LAST"));
+        filter.1.push(rule("LAST", 4, "", "MINE"));
+        filter.1.push(Rule { drops: true, ..rule("INPUT", 5, "", "MINE") });
+        assert_eq!(of("filter", &filter, Extent::Served).deleted, ["KUBE-FORWARD"]);
+        filter.1.push(Rule { targets: Vec::new(), drops: true, ..rule("LAST", 6, "", "") });
+        let served = of("filter", &filter, Extent::Served);
+        assert!(served.is_empty());
+        assert_eq!(served.kept, [("KUBE-FORWARD".to_owned(), Why::Forwards)]);
+        assert_eq!(of("filter", &filter, Extent::Everything).deleted, ["KUBE-FORWARD"]);
+    }
+
+    #[test]
+    fn masquerading_stays_for_a_rule_that_could_not_be_told() {
+        let (chains, rules) = nat();
+        for used in ["KUBE-MARK-MASQ", "KUBE-POSTROUTING"] {
+            let busy = BTreeSet::from([used.to_owned()]);
+            let plan = plan("nat", &chains, &rules, &busy, Extent::Everything);
+            assert_eq!(plan.rules, [("PREROUTING".to_owned(), 1)]);
+            assert_eq!(plan.emptied, ["KUBE-SEP-B", "KUBE-SERVICES", "KUBE-SVC-A"]);
+            let kept = ["KUBE-MARK-MASQ", "KUBE-POSTROUTING"];
+            assert_eq!(plan.kept, kept.map(|chain| (chain.to_owned(), Why::Masquerades(None))));
+        }
+    }
+
+    #[test]
     fn a_chain_that_the_kernel_would_not_delete_is_emptied() {
         let (chains, rules) = nat();
         let busy = BTreeSet::from(["KUBE-SEP-B".to_owned()]);
@@ -235,9 +302,13 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_is_nothing_to_do_the_next_time() {
+    fn what_stays_is_emptied_once() {
         let chains = chains(&["PREROUTING", "KUBE-SVC-A"]);
         let rules = [rule("PREROUTING", 4, "mine", "KUBE-SVC-A")];
-        assert!(of("nat", &(chains, rules.to_vec()), Extent::Everything).is_empty());
+        let plan = || of("nat", &(chains.clone(), rules.to_vec()), Extent::Everything);
+        let with = |filled: bool| plan().without_done(|_| Ok::<_, ()>(filled)).unwrap();
+        assert_eq!((with(true).is_empty(), with(true).emptied), (false, vec!["KUBE-SVC-A".to_owned()]));
+        assert!(with(false).is_empty());
+        assert_eq!(with(false).kept, with(true).kept);
     }
 }

@@ -1,7 +1,11 @@
 //! Netlink messages as bytes, and a socket that sends them and reads the answers: what `tc`, nf_tables, ipset and IPVS
 //! share.
 
-use std::io;
+use std::{
+    io,
+    ops::Range,
+    sync::atomic::{AtomicU32, Ordering},
+};
 
 use bytes::BytesMut;
 use netlink_sys::{Socket, SocketAddr};
@@ -20,11 +24,15 @@ const NLA_F_NESTED: u16 = 0x8000;
 const NLA_TYPE: u16 = 0x3fff;
 
 const MESSAGE_HEADER: usize = 16;
+/// Where a message's sequence number is.
+const SEQUENCE: Range<usize> = 8..12;
 const ATTRIBUTE_HEADER: usize = 4;
 /// Room for answers that are read in one call: twice what the kernel puts together.
 const MOST_AT_ONCE: usize = 64 << 10;
 /// Tries of a dump that changes while it is read.
 const DUMP_TRIES: usize = 8;
+/// The messages of a batch have smaller sequence numbers: their places.
+const FIRST_REQUEST: u32 = 1 << 31;
 
 /// Messages, one after the other; header fields are in the machine's order of bytes.
 #[derive(Clone, Debug, Default)]
@@ -142,25 +150,63 @@ impl<'a> Iterator for Attributes<'a> {
 enum Answer<'a> {
     /// Type, flags and what follows the header.
     Message(u16, u16, &'a [u8]),
-    /// Error number, 0: done as asked. The sequence number is that of the request.
-    Verdict(i32, u32),
-    EndOfDump,
+    /// Error number, 0: done as asked.
+    Verdict(i32),
+    /// Error number, 0: nothing went wrong; and flags, as of a message.
+    EndOfDump(i32, u16),
 }
 
-/// Gives every answer in `bytes` to `take`.
-fn each_answer(bytes: &[u8], mut take: impl FnMut(Answer<'_>)) {
+/// Gives every answer in `bytes` to `take`, with the sequence number of the request that it answers.
+fn each_answer(bytes: &[u8], mut take: impl FnMut(Answer<'_>, u32)) {
     let mut rest = bytes;
     while let (Some(length), Some(kind), Some(flags), Some(sequence)) =
         (word(rest, 0), half(rest, 4), half(rest, 6), word(rest, 8))
     {
         let length = length as usize;
         let Some(body) = rest.get(MESSAGE_HEADER..length) else { return };
-        take(match kind {
-            NLMSG_ERROR => Answer::Verdict(word(body, 0).unwrap_or(0).cast_signed().wrapping_neg(), sequence),
-            NLMSG_DONE => Answer::EndOfDump,
+        let errno = || word(body, 0).unwrap_or(0).cast_signed().wrapping_neg();
+        let answer = match kind {
+            NLMSG_ERROR => Answer::Verdict(errno()),
+            // What is not negative there is no error.
+            NLMSG_DONE => Answer::EndOfDump(errno().max(0), flags),
             kind => Answer::Message(kind, flags, body),
-        });
+        };
+        take(answer, sequence);
         rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
+    }
+}
+
+/// The answers to one request, as far as they were read.
+#[derive(Debug)]
+struct Reading {
+    sequence: u32,
+    flags: u16,
+    /// Error number; 0: none.
+    end: Option<i32>,
+}
+
+impl Reading {
+    fn new(sequence: u32) -> Self {
+        Self { sequence, flags: 0, end: None }
+    }
+
+    fn go_on(&mut self, bytes: &[u8], take: &mut impl FnMut(u16, &[u8])) {
+        each_answer(bytes, |answer, sequence| {
+            if sequence != self.sequence || self.end.is_some() {
+                return;
+            }
+            match answer {
+                Answer::Message(kind, flags, body) => {
+                    self.flags |= flags;
+                    take(kind, body);
+                }
+                Answer::Verdict(errno) => self.end = Some(errno),
+                Answer::EndOfDump(errno, flags) => {
+                    self.flags |= flags;
+                    self.end = Some(errno);
+                }
+            }
+        });
     }
 }
 
@@ -173,34 +219,34 @@ pub struct Refused {
 }
 
 /// A connection to one protocol of the kernel.
-pub struct Connection(Socket);
+pub struct Connection {
+    socket: Socket,
+    /// Sequence number of the next request, so that nothing that is left of another is taken for its answer.
+    next: AtomicU32,
+}
 
 impl Connection {
     pub fn open(protocol: isize) -> io::Result<Self> {
         let mut socket = Socket::new(protocol)?;
         socket.bind_auto()?;
         socket.connect(&SocketAddr::new(0, 0))?;
-        Ok(Self(socket))
+        Ok(Self { socket, next: AtomicU32::new(FIRST_REQUEST) })
     }
 
     /// Sends one request and gives the type and body of each answer to `take`, until the kernel is done.
     pub fn request(&self, request: &Messages, mut take: impl FnMut(u16, &[u8])) -> io::Result<()> {
-        self.0.send(request.bytes(), 0)?;
-        self.read(|kind, _, body| take(kind, body))
+        let sequence = self.send(request)?;
+        self.read(sequence, |kind, body| take(kind, body)).map(drop)
     }
 
     /// A list that is the same from its beginning to its end. `parse` may be called for an attempt that is thrown away.
     pub fn dump<T>(&self, request: &Messages, parse: impl Fn(u16, &[u8]) -> Option<T>) -> io::Result<Vec<T>> {
         for _ in 0..DUMP_TRIES {
-            let (mut list, mut whole) = (Vec::new(), true);
-            self.0.send(request.bytes(), 0)?;
-            let read = self.read(|kind, flags, body| {
-                whole &= flags & NLM_F_DUMP_INTR == 0;
-                list.extend(parse(kind, body));
-            });
-            match read {
-                Ok(()) if whole => return Ok(list),
-                Ok(()) => {}
+            let mut list = Vec::new();
+            let sequence = self.send(request)?;
+            match self.read(sequence, |kind, body| list.extend(parse(kind, body))) {
+                Ok(flags) if flags & NLM_F_DUMP_INTR == 0 => return Ok(list),
+                Ok(_) => {}
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
                 Err(error) => return Err(error),
             }
@@ -208,11 +254,22 @@ impl Connection {
         Err(io::Error::other("the list kept changing while it was read"))
     }
 
+    /// Sends a single request with a sequence number of its own, and answers with that.
+    fn send(&self, request: &Messages) -> io::Result<u32> {
+        let sequence = self.next.fetch_add(1, Ordering::Relaxed) | FIRST_REQUEST;
+        let mut bytes = request.bytes().to_vec();
+        if let Some(field) = bytes.get_mut(SEQUENCE) {
+            field.copy_from_slice(&sequence.to_ne_bytes());
+        }
+        self.socket.send(&bytes, 0)?;
+        Ok(sequence)
+    }
+
     /// The kernel fills as much as the longest buffer that it was given has room for: a list in small pieces takes it
     /// longer than one in large ones, as it looks for its place in the list for each.
     fn receive(&self, bytes: &mut BytesMut) -> io::Result<()> {
         bytes.clear();
-        let length = self.0.recv(bytes, libc::MSG_TRUNC)?;
+        let length = self.socket.recv(bytes, libc::MSG_TRUNC)?;
         if length > bytes.len() {
             return Err(io::Error::other(format!(
                 "an answer of {length} bytes is longer than any should be"
@@ -221,18 +278,15 @@ impl Connection {
         Ok(())
     }
 
-    fn read(&self, mut take: impl FnMut(u16, u16, &[u8])) -> io::Result<()> {
-        let (mut end, mut bytes) = (None, BytesMut::with_capacity(MOST_AT_ONCE));
-        while end.is_none() {
+    /// Answers with all flags that the answers have.
+    fn read(&self, sequence: u32, mut take: impl FnMut(u16, &[u8])) -> io::Result<u16> {
+        let (mut reading, mut bytes) = (Reading::new(sequence), BytesMut::with_capacity(MOST_AT_ONCE));
+        while reading.end.is_none() {
             self.receive(&mut bytes)?;
-            each_answer(&bytes, |answer| match answer {
-                Answer::Message(kind, flags, body) => take(kind, flags, body),
-                Answer::Verdict(errno, _) => end = Some(errno),
-                Answer::EndOfDump => end = end.or(Some(0)),
-            });
+            reading.go_on(&bytes, &mut take);
         }
-        match end {
-            None | Some(0) => Ok(()),
+        match reading.end {
+            None | Some(0) => Ok(reading.flags),
             Some(errno) => Err(io::Error::from_raw_os_error(errno)),
         }
     }
@@ -244,15 +298,16 @@ impl Connection {
         messages: &Messages,
         room: impl FnOnce(&Socket) -> io::Result<()>,
     ) -> io::Result<Vec<Refused>> {
-        room(&self.0)?;
-        self.0.send(messages.bytes(), 0)?;
-        self.0.set_non_blocking(true)?;
+        room(&self.socket)?;
+        self.socket.send(messages.bytes(), 0)?;
+        self.socket.set_non_blocking(true)?;
         let (mut refused, mut bytes) = (Vec::new(), BytesMut::with_capacity(MOST_AT_ONCE));
         let read = loop {
             match self.receive(&mut bytes) {
-                Ok(()) => each_answer(&bytes, |answer| {
-                    if let Answer::Verdict(errno, message) = answer
+                Ok(()) => each_answer(&bytes, |answer, message| {
+                    if let Answer::Verdict(errno) = answer
                         && errno != 0
+                        && message < messages.count()
                     {
                         refused.push(Refused { message, errno });
                     }
@@ -263,7 +318,7 @@ impl Connection {
                 Err(error) => break Err(error),
             }
         };
-        self.0.set_non_blocking(false)?;
+        self.socket.set_non_blocking(false)?;
         read.map(|()| refused)
     }
 }
@@ -298,7 +353,7 @@ mod tests {
         let bytes = messages.bytes();
         let count = |bytes: &[u8]| {
             let mut count = 0;
-            each_answer(bytes, |_| count += 1);
+            each_answer(bytes, |_, _| count += 1);
             count
         };
         assert_eq!(count(bytes), 1);
@@ -317,11 +372,41 @@ mod tests {
         }
         bytes.extend((-libc::EBUSY).to_ne_bytes());
         let mut answers = Vec::new();
-        each_answer(&bytes, |answer| {
-            if let Answer::Verdict(errno, message) = answer {
+        each_answer(&bytes, |answer, message| {
+            if let Answer::Verdict(errno) = answer {
                 answers.push((errno, message));
             }
         });
         assert_eq!(answers, [(libc::EBUSY, 9)]);
+    }
+
+    fn answer(kind: u16, flags: u16, sequence: u32, body: i32) -> Vec<u8> {
+        let mut bytes = 20_u32.to_ne_bytes().to_vec();
+        bytes.extend(kind.to_ne_bytes());
+        bytes.extend(flags.to_ne_bytes());
+        bytes.extend(sequence.to_ne_bytes());
+        bytes.extend([0; 4]);
+        bytes.extend(body.to_ne_bytes());
+        bytes
+    }
+
+    #[test]
+    fn the_end_of_a_list_tells_whether_it_is_whole() {
+        let read = |answers: &[Vec<u8>]| {
+            let (mut reading, mut messages) = (Reading::new(0), 0);
+            reading.go_on(&answers.concat(), &mut |_, _| messages += 1);
+            (reading.end, reading.flags & NLM_F_DUMP_INTR != 0, messages)
+        };
+        let message = || answer(32, 2, 0, 0);
+        assert_eq!(read(&[message()]), (None, false, 1));
+        assert_eq!(read(&[message(), answer(NLMSG_DONE, 2, 0, 0)]), (Some(0), false, 1));
+        assert_eq!(read(&[answer(NLMSG_DONE, 2, 0, -libc::EINTR)]), (Some(libc::EINTR), false, 0));
+        assert_eq!(read(&[answer(NLMSG_DONE, 2 | NLM_F_DUMP_INTR, 0, 0)]), (Some(0), true, 0));
+        assert_eq!(
+            read(&[answer(32, NLM_F_DUMP_INTR, 0, 0), answer(NLMSG_DONE, 2, 0, 0)]),
+            (Some(0), true, 1)
+        );
+        // Of another request.
+        assert_eq!(read(&[answer(32, 2, 5, 0), answer(NLMSG_DONE, 2, 5, 0)]), (None, false, 0));
     }
 }

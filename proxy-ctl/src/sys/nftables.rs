@@ -1,7 +1,7 @@
 //! Tables, chains and rules of nf_tables, which iptables-nft uses too: listed, and removed in one step. What is made is a
 //! table that keeps connections translated.
 
-use std::io;
+use std::{fs, io, path::Path};
 
 use netlink_sys::{Socket, protocols::NETLINK_NETFILTER};
 use nix::sys::socket::{setsockopt, sockopt::SndBufForce};
@@ -42,7 +42,9 @@ const EXPRESSION_NAME: u16 = 1;
 const EXPRESSION_DATA: u16 = 2;
 const IMMEDIATE_DATA: u16 = 2;
 const DATA_VERDICT: u16 = 2;
+const VERDICT_CODE: u16 = 1;
 const VERDICT_CHAIN: u16 = 2;
+const TARGET_NAME: u16 = 1;
 const MATCH_NAME: u16 = 1;
 const MATCH_INFO: u16 = 3;
 const CT_REGISTER: u16 = 1;
@@ -61,6 +63,8 @@ const CT_DIRECTION: u32 = 1;
 const EQUAL: u32 = 0;
 const ORIGINAL: u8 = 0;
 
+/// `NF_DROP`, as a verdict.
+const VERDICT_DROP: [u8; 4] = 0_u32.to_be_bytes();
 const POLICY_DROP: [u8; 4] = 0_u32.to_be_bytes();
 
 /// The address family of a table.
@@ -111,6 +115,8 @@ pub struct Rule {
     pub comment: Option<String>,
     /// The chains that it jumps or goes to; those in maps are not known.
     pub targets: Vec<String>,
+    /// It drops or rejects packets.
+    pub drops: bool,
 }
 
 fn failed(call: &'static str) -> impl FnOnce(io::Error) -> CallError {
@@ -218,8 +224,22 @@ fn user_data(comment: &str) -> Vec<u8> {
 pub struct NfTables(Connection);
 
 impl NfTables {
-    pub fn open() -> Result<Self, CallError> {
-        Connection::open(NETLINK_NETFILTER).map(Self).map_err(failed("socket(NETLINK_NETFILTER)"))
+    /// `None`: the kernel has no nf_tables, or its module is not loaded: then nothing is in it.
+    pub fn open() -> Result<Option<Self>, CallError> {
+        if !is_loaded() {
+            return Ok(None);
+        }
+        Self::load()
+    }
+
+    /// The first use has the kernel load what it has as modules. `None`: it has no netfilter netlink.
+    pub fn load() -> Result<Option<Self>, CallError> {
+        match Connection::open(NETLINK_NETFILTER) {
+            Err(error) if error.raw_os_error() == Some(libc::EPROTONOSUPPORT) => Ok(None),
+            connection => {
+                connection.map(|kernel| Some(Self(kernel))).map_err(failed("socket(NETLINK_NETFILTER)"))
+            }
+        }
     }
 
     /// None where the kernel has no nf_tables.
@@ -270,6 +290,26 @@ impl NfTables {
     }
 }
 
+/// To ask the kernel would load the module. Where it cannot be told whether it is built in, it is taken for that.
+fn is_loaded() -> bool {
+    let sockets = fs::read_to_string("/proc/thread-self/net/netlink");
+    if sockets.is_ok_and(|sockets| !has_netfilter(&sockets)) {
+        return false;
+    }
+    if Path::new("/sys/module/nf_tables").exists() {
+        return true;
+    }
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let built_in = fs::read_to_string(format!("/lib/modules/{}/modules.builtin", release.trim()));
+    built_in.map_or(true, |modules| modules.lines().any(|module| module.ends_with("/nf_tables.ko")))
+}
+
+/// `sockets`: the kernel's list of netlink sockets, its own ones among them, with the protocol in the second column.
+fn has_netfilter(sockets: &str) -> bool {
+    let protocol = NETLINK_NETFILTER.to_string();
+    sockets.lines().any(|socket| socket.split_whitespace().nth(1) == Some(protocol.as_str()))
+}
+
 /// A batch is one message of the socket, however long it is.
 fn make_room(socket: &Socket, length: usize) -> io::Result<()> {
     const LEAST: usize = 256 * 1024;
@@ -293,22 +333,25 @@ fn chain(chain: Attributes<'_>) -> Option<Chain> {
 fn rule(rule: Attributes<'_>) -> Option<Rule> {
     let handle = u64::from_be_bytes(*rule.get(RULE_HANDLE)?.first_chunk()?);
     let mut comment = rule.get(RULE_USERDATA).and_then(comment_in);
-    let mut targets = Vec::new();
+    let (mut targets, mut drops) = (Vec::new(), false);
     for (_, expression) in rule.nested(RULE_EXPRESSIONS).into_iter().flatten() {
         let expression = Attributes(expression);
         let Some(data) = expression.nested(EXPRESSION_DATA) else { continue };
         match expression.text(EXPRESSION_NAME) {
             Some("immediate") => {
                 let verdict = data.nested(IMMEDIATE_DATA).and_then(|data| data.nested(DATA_VERDICT));
+                drops |= verdict.and_then(|verdict| verdict.get(VERDICT_CODE)) == Some(&VERDICT_DROP);
                 targets.extend(verdict.and_then(|verdict| verdict.text(VERDICT_CHAIN)).map(str::to_owned));
             }
             Some("match") if data.text(MATCH_NAME) == Some("comment") => {
                 comment = data.text(MATCH_INFO).map(str::to_owned).or(comment);
             }
+            Some("reject") => drops = true,
+            Some("target") => drops |= matches!(data.text(TARGET_NAME), Some("DROP" | "REJECT")),
             Some(_) | None => {}
         }
     }
-    Some(Rule { handle, comment, targets })
+    Some(Rule { handle, comment, targets, drops })
 }
 
 /// User data is a list of type, length and value, a byte each for the first two.
@@ -320,5 +363,85 @@ fn comment_in(mut bytes: &[u8]) -> Option<String> {
             return text(value).map(str::to_owned);
         }
         bytes = after;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sched::{CloneFlags, unshare};
+
+    use super::*;
+
+    #[test]
+    fn netfilter_is_found_among_the_kernels_sockets() {
+        let none = "sk               Eth Pid        Groups   Rmem\n\
+                    00000000d2a1c8f1 0   12         00000551 0\n00000000a75c2d1e 15  0          00000000 0\n";
+        assert!(!has_netfilter(none));
+        assert!(has_netfilter(&format!("{none}000000003c5e5b0f 12  0          00000000 0\n")));
+    }
+
+    #[test]
+    fn a_rule_tells_where_it_leads_and_whether_it_drops() {
+        let read = |fill: &dyn Fn(&mut Messages)| {
+            let mut message = Messages::default();
+            message
+                .begin(NEWRULE, 0, &[])
+                .attribute(RULE_HANDLE, &7_u64.to_be_bytes())
+                .nested(RULE_EXPRESSIONS, |list| fill(list))
+                .attribute(RULE_USERDATA, &user_data("mine"));
+            let rule = rule(Attributes(&message.bytes()[16..])).unwrap();
+            assert_eq!((rule.handle, rule.comment.as_deref()), (7, Some("mine")));
+            (rule.targets, rule.drops)
+        };
+        let verdict = |list: &mut Messages, code: i32, chain: Option<&str>| {
+            expression(list, "immediate", |data| {
+                data.nested(IMMEDIATE_DATA, |data| {
+                    data.nested(DATA_VERDICT, |verdict| {
+                        verdict.attribute(VERDICT_CODE, &code.to_be_bytes());
+                        chain.map(|chain| verdict.text(VERDICT_CHAIN, chain).count());
+                    });
+                });
+            });
+        };
+        assert_eq!(read(&|list| verdict(list, libc::NF_DROP, None)), (vec![], true));
+        assert_eq!(read(&|list| verdict(list, libc::NF_ACCEPT, None)), (vec![], false));
+        assert_eq!(read(&|list| verdict(list, -3, Some("MINE"))), (vec!["MINE".to_owned()], false));
+        assert_eq!(read(&|list| expression(list, "reject", |_| ())), (vec![], true));
+        let target = |name: &'static str| {
+            move |list: &mut Messages| {
+                expression(list, "target", |data| {
+                    data.text(TARGET_NAME, name);
+                });
+            }
+        };
+        assert_eq!(read(&target("REJECT")), (vec![], true));
+        assert_eq!(read(&target("MASQUERADE")), (vec![], false));
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_a_holder_is_made_and_replaced_in_one_step() {
+        // The thread ends with the test, and its network namespace with it.
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        let Some(nftables) = NfTables::load().unwrap() else {
+            println!("skipped: the kernel has no netfilter netlink (CONFIG_NETFILTER_NETLINK)");
+            return;
+        };
+        for family in TableFamily::ALL {
+            for there in [false, true] {
+                let mut batch = Batch::default();
+                if there {
+                    batch.delete_table(family, "held");
+                }
+                batch.make_holder(family, "held", "nat-postrouting", "why");
+                assert_eq!(nftables.commit(batch).unwrap(), []);
+                assert_eq!(nftables.tables(family).unwrap(), ["held"]);
+                let chains = nftables.chains(family).unwrap();
+                assert_eq!((chains.len(), chains[0].base, chains[0].drops), (1, true, false));
+                let rules = nftables.rules(family, "held", "nat-postrouting").unwrap();
+                assert_eq!((rules.len(), rules[0].comment.as_deref()), (1, Some("why")));
+                assert!(rules[0].targets.is_empty() && !rules[0].drops);
+            }
+        }
     }
 }

@@ -515,7 +515,7 @@ pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(
     ensure!(accepting.contains("RELATED,ESTABLISHED"), "{accepting}");
     let proxy = own.start(&json!({}))?;
     proxy.says(REMOVED)?;
-    proxy.says("the policy of FORWARD is DROP")?;
+    proxy.says("left as it is: FORWARD drops or rejects others")?;
     is_as(&accepting, &rules_of("KUBE-FORWARD")?)?;
     let jump = "-A FORWARD -m comment --comment \"kubernetes forwarding rules\" -j KUBE-FORWARD";
     is_as(&format!("-P FORWARD DROP\n{jump}\n"), &rules_of("FORWARD")?)?;

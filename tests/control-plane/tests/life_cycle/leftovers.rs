@@ -342,6 +342,59 @@ pub(crate) fn what_others_use_of_kube_proxy_stays_and_is_named(world: &mut World
     Ok(Outcome::Passed)
 }
 
+pub(crate) fn who_masquerades_by_a_map_still_does(world: &mut World) -> Result<Outcome> {
+    let own = Node::new(world, "mapped", 48)?;
+    publish(world, &own)?;
+    let former = match Former::new(&own, Tables::Nft("iptables"))? {
+        Ok(former) => former,
+        Err(skipped) => return Ok(skipped),
+    };
+    former.leave_rules(&own)?;
+    run("nft", &["add chain ip nat HOSTPORT"])?;
+    run("nft", &["add rule ip nat HOSTPORT tcp dport vmap { 8080 : jump KUBE-MARK-MASQ }"])?;
+    let masquerading = || {
+        let chains = ["KUBE-MARK-MASQ", "KUBE-POSTROUTING", "POSTROUTING"];
+        let rules = chains.map(|chain| run("nft", &["-s", "list", "chain", "ip", "nat", chain]));
+        rules.into_iter().collect::<Result<String>>()
+    };
+    let expected = masquerading()?;
+    ensure!(expected.contains("jump KUBE-POSTROUTING") && expected.contains("masquerade"), "{expected}");
+    let said = clean_up()?;
+    is_as(&expected, &masquerading()?).context(said)?;
+    let ruleset = run("nft", &["list", "ruleset"])?;
+    ensure!(!ruleset.contains("KUBE-SERVICES {"), "{ruleset}");
+    Ok(Outcome::Passed)
+}
+
+pub(crate) fn a_chain_that_only_others_lead_to_is_emptied(world: &mut World) -> Result<Outcome> {
+    let own = Node::new(world, "emptied", 49)?;
+    let mut skipped = Vec::new();
+    for tables in [Tables::Nft("iptables"), Tables::Legacy] {
+        let _former = match Former::new(&own, tables)? {
+            Ok(former) => former,
+            Err(Outcome::Skipped(why)) => {
+                skipped.push(format!("{tables:?}: {why}"));
+                continue;
+            }
+            Err(Outcome::Passed) => continue,
+        };
+        let iptables = |arguments: &str| {
+            let program = format!("iptables-{}", tables.variant());
+            run(&program, &["-t", "nat"].into_iter().chain(arguments.split(' ')).collect::<Vec<_>>())
+        };
+        iptables("-N KUBE-SERVICES")?;
+        iptables("-A KUBE-SERVICES -d 10.96.0.9/32 -p tcp --dport 80 -j DNAT --to-destination 10.0.0.9:80")?;
+        iptables("-A PREROUTING -j KUBE-SERVICES")?;
+        for _ in 0..2 {
+            let said = clean_up()?;
+            is_as("-N KUBE-SERVICES\n", &iptables("-S KUBE-SERVICES")?)
+                .with_context(|| format!("{tables:?}"))?;
+            ensure!(said["kept"][0]["name"] == "KUBE-SERVICES", "{tables:?}: {said}");
+        }
+    }
+    Ok(if skipped.is_empty() { Outcome::Passed } else { Outcome::Skipped(skipped.join("; ")) })
+}
+
 /// A connection through the cluster IP to an endpoint that listens here.
 struct Connection {
     client: TcpStream,
@@ -507,29 +560,31 @@ pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(
         Ok(former) => former,
         Err(skipped) => return Ok(skipped),
     };
-    let policy = |policy| run("iptables-nft", &["-P", "FORWARD", policy]);
-    policy("DROP")?;
-    former.leave_rules(&own)?;
     let rules_of = |chain: &str| run("iptables-nft", &["-S", chain]);
-    let accepting = rules_of("KUBE-FORWARD")?;
-    ensure!(accepting.contains("RELATED,ESTABLISHED"), "{accepting}");
-    let proxy = own.start(&json!({}))?;
-    proxy.says(REMOVED)?;
-    proxy.says("left as it is: FORWARD drops or rejects others")?;
-    is_as(&accepting, &rules_of("KUBE-FORWARD")?)?;
-    let jump = "-A FORWARD -m comment --comment \"kubernetes forwarding rules\" -j KUBE-FORWARD";
-    is_as(&format!("-P FORWARD DROP\n{jump}\n"), &rules_of("FORWARD")?)?;
-    drop(proxy);
-    // Nothing is left to remove, and what stays is told all the same.
-    let proxy = own.start(&json!({}))?;
-    proxy.says("the policy of FORWARD is DROP")?;
-    ensure!(!proxy.log().contains(REMOVED), "{}", proxy.log());
-    drop(proxy);
-    let said = clean_up_as_kube_proxy()?;
-    is_as("-P FORWARD DROP\n", &rules_of("FORWARD")?).context(said)?;
-    ensure!(rules_of("KUBE-FORWARD").is_err(), "it is still there");
-    let said = clean_up_as_kube_proxy()?;
-    ensure!(said.starts_with("Nothing of proxy-ctl"), "{said}");
+    let jump = "-A FORWARD -m comment --comment \"kubernetes forwarding rules\" -j KUBE-FORWARD\n";
+    for refusing in ["-P FORWARD DROP", "-A FORWARD -j REJECT --reject-with icmp-host-prohibited"] {
+        former.reset()?;
+        run("iptables-nft", &refusing.split(' ').collect::<Vec<_>>())?;
+        let foreign = rules_of("FORWARD")?;
+        former.leave_rules(&own)?;
+        let accepting = rules_of("KUBE-FORWARD")?;
+        ensure!(accepting.contains("RELATED,ESTABLISHED"), "{accepting}");
+        let proxy = own.start(&json!({}))?;
+        proxy.says(REMOVED)?;
+        proxy.says("left as it is: FORWARD drops or rejects others")?;
+        is_as(&accepting, &rules_of("KUBE-FORWARD")?)?;
+        let policy = foreign.lines().next().unwrap_or_default();
+        is_as(
+            &foreign.replacen(&format!("{policy}\n"), &format!("{policy}\n{jump}"), 1),
+            &rules_of("FORWARD")?,
+        )?;
+        drop(proxy);
+        let said = clean_up_as_kube_proxy()?;
+        is_as(&foreign, &rules_of("FORWARD")?).context(said)?;
+        ensure!(rules_of("KUBE-FORWARD").is_err(), "it is still there");
+        let said = clean_up_as_kube_proxy()?;
+        ensure!(said.starts_with("Nothing of proxy-ctl"), "{said}");
+    }
     Ok(Outcome::Passed)
 }
 

@@ -10,12 +10,13 @@ use serde_json::json;
 use crate::{
     api_server::an_api_server_that_is_away_changes_nothing,
     leftovers::{
+        a_chain_that_only_others_lead_to_is_emptied,
         a_kube_proxy_that_is_still_at_work_is_named_and_not_fought, clean_up_leaves_what_kube_proxys_leaves,
         connections_that_it_leaves_live_on_where_nobody_else_translates, run_leaves_them_where_it_is_told_to,
         run_removes_them_and_connections_live_on,
         what_comes_back_while_something_else_cannot_be_removed_is_not_fought,
         what_forwarded_connections_need_stays_where_others_are_dropped,
-        what_others_use_of_kube_proxy_stays_and_is_named,
+        what_others_use_of_kube_proxy_stays_and_is_named, who_masquerades_by_a_map_still_does,
     },
     node::Node,
     proxy::{Proxy, answers, get, metric},
@@ -49,6 +50,8 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
         connections_that_it_leaves_live_on_where_nobody_else_translates,
         clean_up_leaves_what_kube_proxys_leaves,
         what_others_use_of_kube_proxy_stays_and_is_named,
+        who_masquerades_by_a_map_still_does,
+        a_chain_that_only_others_lead_to_is_emptied,
         run_removes_them_and_connections_live_on,
         what_forwarded_connections_need_stays_where_others_are_dropped,
         run_leaves_them_where_it_is_told_to,

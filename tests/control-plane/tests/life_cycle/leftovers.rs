@@ -494,7 +494,7 @@ fn connect_within(own: &Node) -> Result<()> {
 pub(crate) fn connections_that_it_leaves_live_on_where_nobody_else_translates(
     world: &mut World,
 ) -> Result<Outcome> {
-    let own = Node::new(world, "translated", 47)?;
+    let own = Node::new(world, "translated", 50)?;
     publish(world, &own)?;
     let in_nftables = Tables::Nft("nftables");
     let mut skipped = Vec::new();
@@ -649,11 +649,12 @@ pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_foug
         Ok(former) => former,
         Err(skipped) => return Ok(skipped),
     };
-    let tables = || run("nft", &["list", "tables"]);
+    let ruleset = || run("nft", &["list", "ruleset"]);
+    let serving = "chain services";
     for table in ["nat", "mangle"] {
         run("iptables-legacy", &["-t", table, "-N", "KUBE-PROXY-CANARY"])?;
     }
-    run("nft", &["add table ip kube-proxy"])?;
+    run("nft", &["add table ip kube-proxy; add chain ip kube-proxy services"])?;
     fs::write(own.config_file(), own.configuration(&json!({"iptables": {"syncPeriod": "1s"}})))?;
     let (program, file) = (proxy::program()?.display().to_string(), own.config_file().display().to_string());
     let proxy = Proxy::start(Path::new("env"), &["PATH=/nowhere", &program, "run", "--config", &file])?;
@@ -664,14 +665,14 @@ pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_foug
         until(&format!("{count} left"), LIMIT, counted, || proxy.log())
     };
     left(2.0)?;
-    ensure!(!tables()?.contains("kube-proxy"), "it was not removed");
+    ensure!(!ruleset()?.contains(serving), "it was not removed");
 
-    run("nft", &["add table ip kube-proxy"])?;
+    run("nft", &["add chain ip kube-proxy services"])?;
     proxy.says("another kube-proxy is at work on this node")?;
     let attempts = || metric(&own.metrics(), "proxy_former_rule_errors_total");
     let before = attempts()?;
     until("more attempts", LIMIT, || Ok((attempts()? >= before + 2.0).then_some(())), || proxy.log())?;
-    ensure!(tables()?.contains("kube-proxy"), "it was removed again");
+    ensure!(ruleset()?.contains(serving), "it was removed again");
     left(3.0)?;
 
     // By somebody else.

@@ -654,7 +654,13 @@ mod tests {
                 Update::ApplyService(of) => format!("apply {}", of.name),
                 Update::DeleteService(name) => format!("delete {name}"),
                 Update::Node(node) => format!("node {:?}", node.map(|node| node.name)),
-                other => format!("{other:?}"),
+                other @ (Update::ReplaceSlices(_)
+                | Update::ApplySlice(_)
+                | Update::DeleteSlice(_)
+                | Update::ReplaceServiceSlices(_)
+                | Update::ReplaceServiceCidrs(_)
+                | Update::ApplyServiceCidr(_)
+                | Update::DeleteServiceCidr(_)) => panic!("{other:?}"),
             });
         }
         told

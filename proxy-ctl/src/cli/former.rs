@@ -207,6 +207,6 @@ mod tests {
         let mut told = Told::default();
         assert_eq!(told.news(&[kept("KUBE-A")]), [&kept("KUBE-A")]);
         assert_eq!(told.news(&[kept("KUBE-A"), kept("KUBE-B")]), [&kept("KUBE-B")]);
-        assert_eq!(told.news(&[kept("KUBE-B"), kept("KUBE-A")]), [&kept("KUBE-A"); 0]);
+        assert!(told.news(&[kept("KUBE-B"), kept("KUBE-A")]).is_empty());
     }
 }

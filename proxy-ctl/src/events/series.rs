@@ -223,6 +223,16 @@ mod tests {
         Reporter::new("node-1".into(), "host-1")
     }
 
+    fn about_a_service() -> Event {
+        Event {
+            event_type: Type::Warning,
+            regarding: Regarding::Service(ObjectName::new("shop", "web")),
+            reason: "FailedToStartServiceHealthcheck",
+            action: "Listen",
+            note: "address in use".into(),
+        }
+    }
+
     fn json_of(recorded: &Recorded) -> Value {
         let body = recorded.object(&reporter()).encode(Encoding::Json).unwrap();
         serde_json::from_slice(&body).unwrap()
@@ -253,13 +263,7 @@ mod tests {
 
     #[test]
     fn an_event_about_a_service_is_in_its_namespace() {
-        let event = Event {
-            event_type: Type::Warning,
-            regarding: Regarding::Service(ObjectName::new("shop", "web")),
-            reason: "FailedToStartServiceHealthcheck",
-            action: "Listen",
-            note: "address in use".into(),
-        };
+        let event = about_a_service();
         let Todo::Create(recorded) = Aggregator::default().take(event, at(0), &reporter()) else {
             panic!("not new");
         };
@@ -276,13 +280,7 @@ mod tests {
     /// As Kubernetes' own serializers write the same: `tests/kubernetes/cmd/encodings`.
     #[test]
     fn both_encodings_are_those_of_kubernetes() {
-        let event = Event {
-            event_type: Type::Warning,
-            regarding: Regarding::Service(ObjectName::new("shop", "web")),
-            reason: "FailedToStartServiceHealthcheck",
-            action: "Listen",
-            note: "address in use".into(),
-        };
+        let event = about_a_service();
         let first = Timestamp::from_microsecond(1_700_000_000_123_456).unwrap();
         let mut events = Aggregator::default();
         events.take(event.clone(), first, &reporter());

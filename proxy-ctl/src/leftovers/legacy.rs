@@ -13,7 +13,7 @@ use std::{
 };
 
 use super::{
-    Error, Extent, Found, Kept, Part, Removed, What, names, nft,
+    Error, Extent, Found, Part, Removed, What, names, nft,
     plan::{self, Chain, Plan, Rule},
 };
 use crate::sys::{nftables::TableFamily, xtables};
@@ -79,10 +79,7 @@ fn remove_from(extent: Extent, (family, table): Place, removed: &mut Removed) ->
         }
         tools.restore(table, restoration(table, &plan))?;
     }
-    removed.part(place(family, table), What::Jumps, plan.rules.len());
-    removed.part(place(family, table), What::Chains, plan.deleted.len());
-    let stays = |(chain, why): (String, plan::Why)| Kept::new(place(family, table), chain, why.to_string());
-    removed.kept.extend(plan.kept.into_iter().map(stays));
+    removed.plan(&place(family, table), plan);
     Ok(())
 }
 

@@ -16,6 +16,7 @@ pub mod plan;
 use ipnet::IpNet;
 use serde::Serialize;
 
+use self::plan::{Plan, Why};
 use crate::sys::CallError;
 
 /// How much is removed.
@@ -180,10 +181,24 @@ impl Removed {
         }
     }
 
-    /// The same reason in several places is told once.
+    /// What a plan, once it was carried out, has done.
+    fn plan<R>(&mut self, place: &str, plan: Plan<R>) {
+        self.part(place.to_owned(), What::Jumps, plan.rules.len());
+        self.part(place.to_owned(), What::Chains, plan.deleted.len());
+        let stays = |(chain, why): (String, Why)| Kept::new(place.to_owned(), chain, why.to_string());
+        self.kept.extend(plan.kept.into_iter().map(stays));
+    }
+
     fn note(&mut self, done: Result<(), Error>) {
-        let known: Vec<_> = self.problems.iter().map(ToString::to_string).collect();
-        self.problems.extend(done.err().filter(|error| !known.contains(&error.to_string())));
+        done.unwrap_or_else(|error| tell_once(&mut self.problems, error));
+    }
+}
+
+/// The same reason may hold in several places.
+fn tell_once(problems: &mut Vec<Error>, error: Error) {
+    let text = error.to_string();
+    if problems.iter().all(|known| known.to_string() != text) {
+        problems.push(error);
     }
 }
 
@@ -202,10 +217,7 @@ impl Found {
     fn note(&mut self, found: Result<Vec<Part>, Error>) {
         match found {
             Ok(parts) => self.parts.extend(parts),
-            Err(error) => {
-                let known = self.problems.iter().any(|known| known.to_string() == error.to_string());
-                self.problems.extend((!known).then_some(error));
-            }
+            Err(error) => tell_once(&mut self.problems, error),
         }
     }
 }

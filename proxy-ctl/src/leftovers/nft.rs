@@ -165,12 +165,9 @@ pub(super) fn remove(extent: Extent, removed: &mut Removed) -> Result<(), Error>
         let census = Census::take(&nftables)?;
         let shares = shares(&nftables, &census, &busy, extent)?;
         let tables = Tables::new(&census, &shares, extent);
-        if tables.is_empty() && shares.iter().all(|share| share.plan.is_empty()) {
-            tell(&tables, shares, removed);
-            return Ok(());
-        }
         let (batch, deletions) = transaction(&tables, &shares);
-        let refused = nftables.commit(batch)?;
+        let nothing_to_do = tables.is_empty() && shares.iter().all(|share| share.plan.is_empty());
+        let refused = if nothing_to_do { Vec::new() } else { nftables.commit(batch)? };
         if refused.is_empty() {
             tell(&tables, shares, removed);
             return Ok(());
@@ -244,11 +241,7 @@ fn transaction(tables: &Tables, shares: &[Share]) -> (Batch, Vec<(u32, Address)>
 
 fn tell(tables: &Tables, shares: Vec<Share>, removed: &mut Removed) {
     for Share { family, table, plan } in shares {
-        let place = place(family, table);
-        removed.part(place.clone(), What::Jumps, plan.rules.len());
-        removed.part(place.clone(), What::Chains, plan.deleted.len());
-        let stays = |(chain, why): (String, plan::Why)| Kept::new(place.clone(), chain, why.to_string());
-        removed.kept.extend(plan.kept.into_iter().map(stays));
+        removed.plan(&place(family, table), plan);
     }
     removed.parts.extend(tables.deleted.iter().map(|family| own_table(*family)));
     removed.kept.extend(tables.held.iter().map(|family| holder(*family)));

@@ -43,7 +43,7 @@ impl IpSets {
         let connection = Connection::open(NETLINK_NETFILTER);
         connection
             .map(|connection| Some(Self(connection)))
-            .map_err(|e| CallError::new("socket(NETLINK_NETFILTER)", e))
+            .map_err(CallError::of("socket(NETLINK_NETFILTER)"))
     }
 
     pub fn names(&self) -> Result<Vec<String>, CallError> {
@@ -53,7 +53,7 @@ impl IpSets {
             .attribute(PROTOCOL, &VERSION)
             .attribute(FLAGS, &NAMES_ONLY.to_be_bytes());
         let parse = |_, body: &[u8]| Some(Attributes(body.get(HEADER.len()..)?).text(SET_NAME)?.to_owned());
-        self.0.dump(&request, parse).map_err(|e| CallError::new("netlink IPSET_CMD_LIST", e))
+        self.0.dump(&request, parse).map_err(CallError::of("netlink IPSET_CMD_LIST"))
     }
 
     pub fn destroy(&self, name: &str) -> Result<Destroyed, CallError> {

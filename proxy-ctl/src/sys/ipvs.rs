@@ -1,15 +1,12 @@
 //! Virtual servers of IPVS: listed, quiesced and removed.
 
-use std::{
-    io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
-};
+use std::{io, net::SocketAddr};
 
 use netlink_sys::protocols::NETLINK_GENERIC;
 
 use super::{
     CallError,
-    netlink::{Attributes, Connection, Messages, NLM_F_ACK, NLM_F_DUMP},
+    netlink::{Attributes, Connection, Messages, NLM_F_ACK, NLM_F_DUMP, ip_address},
 };
 
 const CONTROL: u16 = 0x10;
@@ -97,14 +94,11 @@ pub struct Ipvs {
     family: u16,
 }
 
-fn failed(call: &'static str) -> impl FnOnce(io::Error) -> CallError {
-    move |source| CallError::new(call, source)
-}
-
 impl Ipvs {
     /// `None`: the kernel has no IPVS, or its module is not loaded.
     pub fn open() -> Result<Option<Self>, CallError> {
-        let connection = Connection::open(NETLINK_GENERIC).map_err(failed("socket(NETLINK_GENERIC)"))?;
+        let connection =
+            Connection::open(NETLINK_GENERIC).map_err(CallError::of("socket(NETLINK_GENERIC)"))?;
         let mut request = Messages::default();
         request.begin(CONTROL, NLM_F_ACK, &header(GET_FAMILY)).text(FAMILY_NAME, "IPVS");
         let mut family = None;
@@ -114,7 +108,7 @@ impl Ipvs {
         });
         match answered {
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(None),
-            Err(error) => Err(failed("netlink CTRL_CMD_GETFAMILY")(error)),
+            Err(error) => Err(CallError::of("netlink CTRL_CMD_GETFAMILY")(error)),
             Ok(()) => Ok(family.map(|family| Self { connection, family })),
         }
     }
@@ -123,7 +117,7 @@ impl Ipvs {
         let mut request = Messages::default();
         request.begin(self.family, NLM_F_DUMP, &header(GET_SERVICE));
         let parse = |_, body: &[u8]| server(Attributes(body.get(HEADER..)?).nested(SERVICE)?);
-        self.connection.dump(&request, parse).map_err(failed("netlink IPVS_CMD_GET_SERVICE"))
+        self.connection.dump(&request, parse).map_err(CallError::of("netlink IPVS_CMD_GET_SERVICE"))
     }
 
     /// None if the virtual server is gone.
@@ -135,7 +129,7 @@ impl Ipvs {
         let parse = |_, body: &[u8]| destination(Attributes(body.get(HEADER..)?).nested(DEST)?);
         match self.connection.dump(&request, parse) {
             Err(error) if is_gone(&error) => Ok(Vec::new()),
-            destinations => destinations.map_err(failed("netlink IPVS_CMD_GET_DEST")),
+            destinations => destinations.map_err(CallError::of("netlink IPVS_CMD_GET_DEST")),
         }
     }
 
@@ -166,7 +160,7 @@ impl Ipvs {
 
     fn command(&self, request: &Messages, call: &'static str) -> Result<(), CallError> {
         match self.connection.request(request, |_, _| ()) {
-            Err(error) if !is_gone(&error) => Err(failed(call)(error)),
+            Err(error) if !is_gone(&error) => Err(CallError::of(call)(error)),
             Ok(()) | Err(_) => Ok(()),
         }
     }
@@ -189,18 +183,11 @@ fn key(of: Attributes<'_>, kinds: &[u16]) -> Key {
 fn server(server: Attributes<'_>) -> Option<VirtualServer> {
     const KEY: [u16; 5] = [SERVICE_FAMILY, SERVICE_PROTOCOL, SERVICE_ADDRESS, SERVICE_PORT, SERVICE_MARK];
     let family = u16::from_ne_bytes(*server.get(SERVICE_FAMILY)?.first_chunk()?);
-    let address = || -> Option<IpAddr> {
-        let bytes = server.get(SERVICE_ADDRESS)?;
-        match i32::from(family) {
-            libc::AF_INET => Some(Ipv4Addr::from(*bytes.first_chunk::<4>()?).into()),
-            libc::AF_INET6 => Some(Ipv6Addr::from(*bytes.first_chunk::<16>()?).into()),
-            _ => None,
-        }
-    };
     let socket = || {
+        let address = ip_address(family.into(), server.get(SERVICE_ADDRESS)?)?;
         let port = u16::from_be_bytes(*server.get(SERVICE_PORT)?.first_chunk()?);
         let protocol = u16::from_ne_bytes(*server.get(SERVICE_PROTOCOL)?.first_chunk()?);
-        Some(VirtualSocket { protocol, address: SocketAddr::new(address()?, port) })
+        Some(VirtualSocket { protocol, address: SocketAddr::new(address, port) })
     };
     let marked = server.get(SERVICE_MARK).is_some();
     Some(VirtualServer { key: key(server, &KEY), socket: if marked { None } else { socket() } })
@@ -219,7 +206,7 @@ fn destination(destination: Attributes<'_>) -> Option<Destination> {
 #[cfg(test)]
 pub(crate) mod tests {
     use std::{
-        net::{SocketAddr, TcpListener, TcpStream},
+        net::{IpAddr, SocketAddr, TcpListener, TcpStream},
         process::Command,
         time::Duration,
     };

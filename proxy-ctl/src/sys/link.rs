@@ -1,13 +1,13 @@
 //! Network interfaces.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 
 use netlink_sys::protocols::NETLINK_ROUTE;
 use nix::{errno::Errno, net::if_::if_nametoindex};
 
 use super::{
     CallError,
-    netlink::{Attributes, Connection, Messages, NLM_F_ACK, NLM_F_DUMP},
+    netlink::{Attributes, Connection, Messages, NLM_F_ACK, NLM_F_DUMP, ip_address},
 };
 
 const RTM_DELLINK: u16 = 17;
@@ -32,11 +32,11 @@ pub fn index(name: &str) -> Result<Option<u32>, CallError> {
 
 /// Every address of this thread's network namespace, with the index of its interface.
 pub fn addresses() -> Result<Vec<(u32, IpAddr)>, CallError> {
-    let failed = |source| CallError::new("netlink RTM_GETADDR", source);
-    let connection = Connection::open(NETLINK_ROUTE).map_err(failed)?;
     let mut request = Messages::default();
     request.begin(RTM_GETADDR, NLM_F_DUMP, &ANY_ADDRESS);
-    connection.dump(&request, |_, body| address(body)).map_err(failed)
+    let listed = Connection::open(NETLINK_ROUTE)
+        .and_then(|connection| connection.dump(&request, |_, body| address(body)));
+    listed.map_err(CallError::of("netlink RTM_GETADDR"))
 }
 
 fn address(body: &[u8]) -> Option<(u32, IpAddr)> {
@@ -44,29 +44,27 @@ fn address(body: &[u8]) -> Option<(u32, IpAddr)> {
     let [family, _, _, _, index @ ..] = *header;
     let attributes = Attributes(attributes);
     let bytes = attributes.get(IFA_LOCAL).or_else(|| attributes.get(IFA_ADDRESS))?;
-    let address = match i32::from(family) {
-        libc::AF_INET => Ipv4Addr::from(*bytes.first_chunk::<4>()?).into(),
-        libc::AF_INET6 => Ipv6Addr::from(*bytes.first_chunk::<16>()?).into(),
-        _ => return None,
-    };
-    Some((u32::from_ne_bytes(index), address))
+    Some((u32::from_ne_bytes(index), ip_address(family.into(), bytes)?))
 }
 
 /// One that is not there is no error.
 pub fn delete(name: &str) -> Result<(), CallError> {
-    let failed = |source| CallError::new("netlink RTM_DELLINK", source);
-    let connection = Connection::open(NETLINK_ROUTE).map_err(failed)?;
     let mut request = Messages::default();
     request.begin(RTM_DELLINK, NLM_F_ACK, &HEADER).text(IFLA_IFNAME, name);
-    match connection.request(&request, |_, _| ()) {
-        Err(error) if error.raw_os_error() != Some(libc::ENODEV) => Err(failed(error)),
-        Ok(()) | Err(_) => Ok(()),
+    let deleted =
+        Connection::open(NETLINK_ROUTE).and_then(|connection| connection.request(&request, |_, _| ()));
+    match deleted {
+        Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Ok(()),
+        deleted => deleted.map_err(CallError::of("netlink RTM_DELLINK")),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::process::Command;
+    use std::{
+        net::{Ipv4Addr, Ipv6Addr},
+        process::Command,
+    };
 
     use nix::sched::{CloneFlags, unshare};
 

@@ -37,6 +37,11 @@ impl CallError {
         Self { call, source }
     }
 
+    /// For `map_err`.
+    pub(crate) fn of(call: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::new(call, source)
+    }
+
     pub(crate) fn last(call: &'static str) -> Self {
         Self { call, source: io::Error::last_os_error() }
     }

@@ -3,6 +3,7 @@
 
 use std::{
     io,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr},
     ops::Range,
     sync::atomic::{AtomicU32, Ordering},
 };
@@ -104,7 +105,8 @@ fn half(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
-fn word(bytes: &[u8], at: usize) -> Option<u32> {
+/// In the machine's order of bytes.
+pub fn word(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
@@ -124,6 +126,15 @@ impl<'a> Attributes<'a> {
     /// Up to its zero.
     pub fn text(self, wanted: u16) -> Option<&'a str> {
         text(self.get(wanted)?)
+    }
+}
+
+/// An address that begins `bytes`; `None`: too few, or of another family than AF_INET and AF_INET6.
+pub fn ip_address(family: i32, bytes: &[u8]) -> Option<IpAddr> {
+    match family {
+        libc::AF_INET => Some(Ipv4Addr::from(*bytes.first_chunk::<4>()?).into()),
+        libc::AF_INET6 => Some(Ipv6Addr::from(*bytes.first_chunk::<16>()?).into()),
+        _ => None,
     }
 }
 

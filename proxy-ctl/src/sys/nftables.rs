@@ -119,10 +119,6 @@ pub struct Rule {
     pub drops: bool,
 }
 
-fn failed(call: &'static str) -> impl FnOnce(io::Error) -> CallError {
-    move |source| CallError::new(call, source)
-}
-
 /// What is done in one step: all of it, or nothing.
 #[derive(Debug)]
 pub struct Batch(Messages);
@@ -236,9 +232,9 @@ impl NfTables {
     pub fn load() -> Result<Option<Self>, CallError> {
         match Connection::open(NETLINK_NETFILTER) {
             Err(error) if error.raw_os_error() == Some(libc::EPROTONOSUPPORT) => Ok(None),
-            connection => {
-                connection.map(|kernel| Some(Self(kernel))).map_err(failed("socket(NETLINK_NETFILTER)"))
-            }
+            connection => connection
+                .map(|kernel| Some(Self(kernel)))
+                .map_err(CallError::of("socket(NETLINK_NETFILTER)")),
         }
     }
 
@@ -252,7 +248,7 @@ impl NfTables {
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
                 Ok(Vec::new())
             }
-            tables => tables.map_err(failed("netlink NFT_MSG_GETTABLE")),
+            tables => tables.map_err(CallError::of("netlink NFT_MSG_GETTABLE")),
         }
     }
 
@@ -261,7 +257,7 @@ impl NfTables {
         let mut request = Messages::default();
         request.begin(GETCHAIN, NLM_F_DUMP, &family.header());
         let parse = |_, body: &[u8]| chain(of_family(family, body)?);
-        self.0.dump(&request, parse).map_err(failed("netlink NFT_MSG_GETCHAIN"))
+        self.0.dump(&request, parse).map_err(CallError::of("netlink NFT_MSG_GETCHAIN"))
     }
 
     pub fn rules(&self, family: TableFamily, table: &str, chain: &str) -> Result<Vec<Rule>, CallError> {
@@ -275,7 +271,7 @@ impl NfTables {
         match self.0.dump(&request, parse) {
             // Gone since it was listed.
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(Vec::new()),
-            rules => rules.map_err(failed("netlink NFT_MSG_GETRULE")),
+            rules => rules.map_err(CallError::of("netlink NFT_MSG_GETRULE")),
         }
     }
 
@@ -286,7 +282,7 @@ impl NfTables {
         let length = messages.bytes().len();
         self.0
             .send_at_once(&messages, |socket| make_room(socket, length))
-            .map_err(failed("netlink batch of nf_tables"))
+            .map_err(CallError::of("netlink batch of nf_tables"))
     }
 }
 

@@ -1,15 +1,12 @@
 //! BPF filters on the clsact qdisc, for kernels without tcx (before 6.6).
 
-use std::{
-    io,
-    os::fd::{AsRawFd, BorrowedFd},
-};
+use std::os::fd::{AsRawFd, BorrowedFd};
 
 use netlink_sys::protocols::NETLINK_ROUTE;
 
 use super::{
     CallError,
-    netlink::{Attributes, Connection, Messages, NLM_F_ACK, NLM_F_DUMP},
+    netlink::{Attributes, Connection, Messages, NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, word},
 };
 
 /// Which way packets go through the interface.
@@ -30,7 +27,6 @@ pub struct Filter {
 
 const NLM_F_REPLACE: u16 = 0x100;
 const NLM_F_EXCL: u16 = 0x200;
-const NLM_F_CREATE: u16 = 0x400;
 
 const RTM_NEWQDISC: u16 = 36;
 const RTM_DELQDISC: u16 = 37;
@@ -75,11 +71,7 @@ fn message(kind: u16, flags: u16, interface: u32, handle: u32, parent: u32, info
 
 fn request(call: &'static str, message: &Messages) -> Result<(), CallError> {
     let asked = Connection::open(NETLINK_ROUTE).and_then(|kernel| kernel.request(message, |_, _| ()));
-    asked.map_err(|e| CallError::new(call, e))
-}
-
-fn word(bytes: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
+    asked.map_err(CallError::of(call))
 }
 
 /// Makes the clsact qdisc. False: there is one already.
@@ -153,7 +145,7 @@ fn list<T>(
         Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::EINVAL | libc::ENODEV)) => {
             Ok(Vec::new())
         }
-        listed => listed.map_err(|e: io::Error| CallError::new("netlink RTM_GETTFILTER", e)),
+        listed => listed.map_err(CallError::of("netlink RTM_GETTFILTER")),
     }
 }
 

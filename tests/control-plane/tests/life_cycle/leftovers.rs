@@ -142,18 +142,18 @@ struct Former {
 }
 
 impl Former {
-    /// `None`: why it cannot be tried here.
-    fn new(own: &Node, tables: Tables) -> Result<Result<Self, Outcome>> {
+    /// Or why it cannot be tried here.
+    fn new(own: &Node, tables: Tables) -> Result<Result<Self, String>> {
         let program = match KubeProxy::binary() {
             Ok(program) => program,
-            Err(error) => return Ok(Err(Outcome::Skipped(format!("{error:#}")))),
+            Err(error) => return Ok(Err(format!("{error:#}"))),
         };
         let multi = format!("xtables-{}-multi", tables.variant());
         let found = env::split_paths(&env::var_os("PATH").unwrap_or_default())
             .map(|folder| folder.join(&multi))
             .find(|path| path.exists());
         let Some(multi) = found else {
-            return Ok(Err(Outcome::Skipped(format!("{multi} is not installed"))));
+            return Ok(Err(format!("{multi} is not installed")));
         };
         let folder = own.config_file().with_file_name(format!("iptables-{}", tables.variant()));
         fs::create_dir_all(&folder)?;
@@ -232,6 +232,18 @@ impl Drop for Former {
     }
 }
 
+/// Plays a scene with kube-proxy's rules of each kind; tells which could not be tried.
+fn with_each(own: &Node, kinds: &[Tables], mut scene: impl FnMut(&Former) -> Result<()>) -> Result<Outcome> {
+    let mut skipped = Vec::new();
+    for tables in kinds {
+        match Former::new(own, *tables)? {
+            Ok(former) => scene(&former)?,
+            Err(why) => skipped.push(format!("{tables:?}: {why}")),
+        }
+    }
+    Ok(if skipped.is_empty() { Outcome::Passed } else { Outcome::Skipped(skipped.join("; ")) })
+}
+
 /// Nothing of ours is there.
 const NO_PINS: &str = "/sys/fs/bpf/proxy-ctl-life-nothing";
 
@@ -272,16 +284,8 @@ fn is_as(expected: &str, found: &str) -> Result<()> {
 pub(crate) fn clean_up_leaves_what_kube_proxys_leaves(world: &mut World) -> Result<Outcome> {
     let own = Node::new(world, "left", 40)?;
     publish(world, &own)?;
-    let mut skipped = Vec::new();
-    for tables in [Tables::Nft("iptables"), Tables::Nft("nftables"), Tables::Legacy] {
-        let former = match Former::new(&own, tables)? {
-            Ok(former) => former,
-            Err(Outcome::Skipped(why)) => {
-                skipped.push(format!("{tables:?}: {why}"));
-                continue;
-            }
-            Err(Outcome::Passed) => continue,
-        };
+    with_each(&own, &[Tables::Nft("iptables"), Tables::Nft("nftables"), Tables::Legacy], |former| {
+        let tables = former.tables;
         former.lay_foreign_rules()?;
         former.leave_rules(&own)?;
         let programmed = tables.dump()?;
@@ -303,8 +307,8 @@ pub(crate) fn clean_up_leaves_what_kube_proxys_leaves(world: &mut World) -> Resu
         ensure!(said["kept"] == json!([]), "{tables:?}: {said}");
         let again = clean_up()?;
         ensure!(again == json!({"removed": [], "kept": []}), "{tables:?}, once more: {again}");
-    }
-    Ok(if skipped.is_empty() { Outcome::Passed } else { Outcome::Skipped(skipped.join("; ")) })
+        Ok(())
+    })
 }
 
 pub(crate) fn what_others_use_of_kube_proxy_stays_and_is_named(world: &mut World) -> Result<Outcome> {
@@ -312,7 +316,7 @@ pub(crate) fn what_others_use_of_kube_proxy_stays_and_is_named(world: &mut World
     publish(world, &own)?;
     let former = match Former::new(&own, Tables::Nft("iptables"))? {
         Ok(former) => former,
-        Err(skipped) => return Ok(skipped),
+        Err(why) => return Ok(Outcome::Skipped(why)),
     };
     former.lay_foreign_rules()?;
     former.leave_rules(&own)?;
@@ -347,7 +351,7 @@ pub(crate) fn who_masquerades_by_a_map_still_does(world: &mut World) -> Result<O
     publish(world, &own)?;
     let former = match Former::new(&own, Tables::Nft("iptables"))? {
         Ok(former) => former,
-        Err(skipped) => return Ok(skipped),
+        Err(why) => return Ok(Outcome::Skipped(why)),
     };
     former.leave_rules(&own)?;
     run("nft", &["add chain ip nat HOSTPORT"])?;
@@ -368,16 +372,8 @@ pub(crate) fn who_masquerades_by_a_map_still_does(world: &mut World) -> Result<O
 
 pub(crate) fn a_chain_that_only_others_lead_to_is_emptied(world: &mut World) -> Result<Outcome> {
     let own = Node::new(world, "emptied", 49)?;
-    let mut skipped = Vec::new();
-    for tables in [Tables::Nft("iptables"), Tables::Legacy] {
-        let _former = match Former::new(&own, tables)? {
-            Ok(former) => former,
-            Err(Outcome::Skipped(why)) => {
-                skipped.push(format!("{tables:?}: {why}"));
-                continue;
-            }
-            Err(Outcome::Passed) => continue,
-        };
+    with_each(&own, &[Tables::Nft("iptables"), Tables::Legacy], |former| {
+        let tables = former.tables;
         let iptables = |arguments: &str| {
             let program = format!("iptables-{}", tables.variant());
             run(&program, &["-t", "nat"].into_iter().chain(arguments.split(' ')).collect::<Vec<_>>())
@@ -391,8 +387,8 @@ pub(crate) fn a_chain_that_only_others_lead_to_is_emptied(world: &mut World) -> 
                 .with_context(|| format!("{tables:?}"))?;
             ensure!(said["kept"][0]["name"] == "KUBE-SERVICES", "{tables:?}: {said}");
         }
-    }
-    Ok(if skipped.is_empty() { Outcome::Passed } else { Outcome::Skipped(skipped.join("; ")) })
+        Ok(())
+    })
 }
 
 /// A connection through the cluster IP to an endpoint that listens here.
@@ -432,12 +428,9 @@ impl Connection {
 pub(crate) fn run_removes_them_and_connections_live_on(world: &mut World) -> Result<Outcome> {
     let own = Node::new(world, "taken-over", 42)?;
     publish(world, &own)?;
-    for mode in ["iptables", "nftables"] {
-        let tables = Tables::Nft(mode);
-        let former = match Former::new(&own, tables)? {
-            Ok(former) => former,
-            Err(skipped) => return Ok(skipped),
-        };
+    with_each(&own, &[Tables::Nft("iptables"), Tables::Nft("nftables")], |former| {
+        let tables = former.tables;
+        let mode = tables.mode();
         former.lay_foreign_rules()?;
         former.leave_rules(&own)?;
         former.clean_up()?;
@@ -456,9 +449,8 @@ pub(crate) fn run_removes_them_and_connections_live_on(world: &mut World) -> Res
             .with_context(|| format!("after kube-proxy's rules of mode {mode} were removed"))?;
         let log = proxy.log();
         ensure!(log.find(PROGRAMMED) < log.find(REMOVED), "they were removed before all was served:\n{log}");
-        proxy.runs()?;
-    }
-    Ok(Outcome::Passed)
+        proxy.runs()
+    })
 }
 
 /// What is left of kube-proxy's table of mode nftables, in [`Tables::dump`]'s form.
@@ -497,17 +489,9 @@ pub(crate) fn connections_that_it_leaves_live_on_where_nobody_else_translates(
     let own = Node::new(world, "translated", 50)?;
     publish(world, &own)?;
     let in_nftables = Tables::Nft("nftables");
-    let mut skipped = Vec::new();
     // What iptables-legacy has made once is there as long as the network namespace is.
-    for tables in [Tables::Nft("iptables"), in_nftables, Tables::Legacy] {
-        let former = match Former::new(&own, tables)? {
-            Ok(former) => former,
-            Err(Outcome::Skipped(why)) => {
-                skipped.push(format!("{tables:?}: {why}"));
-                continue;
-            }
-            Err(Outcome::Passed) => continue,
-        };
+    with_each(&own, &[Tables::Nft("iptables"), in_nftables, Tables::Legacy], |former| {
+        let tables = former.tables;
         former.leave_rules(&own)?;
         let connection =
             Connection::open().with_context(|| format!("{tables:?}, with kube-proxy's rules"))?;
@@ -547,8 +531,8 @@ pub(crate) fn connections_that_it_leaves_live_on_where_nobody_else_translates(
         let (holders, _) = without_holders(&in_nftables.dump()?);
         is_as("", &holders).with_context(|| format!("{tables:?}: {said}"))?;
         ensure!(said["kept"] == json!([]) && said["removed"] != json!([]), "{tables:?}: {said}");
-    }
-    Ok(if skipped.is_empty() { Outcome::Passed } else { Outcome::Skipped(skipped.join("; ")) })
+        Ok(())
+    })
 }
 
 pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(
@@ -558,7 +542,7 @@ pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(
     publish(world, &own)?;
     let former = match Former::new(&own, Tables::Nft("iptables"))? {
         Ok(former) => former,
-        Err(skipped) => return Ok(skipped),
+        Err(why) => return Ok(Outcome::Skipped(why)),
     };
     let rules_of = |chain: &str| run("iptables-nft", &["-S", chain]);
     let jump = "-A FORWARD -m comment --comment \"kubernetes forwarding rules\" -j KUBE-FORWARD\n";
@@ -594,7 +578,7 @@ pub(crate) fn run_leaves_them_where_it_is_told_to(world: &mut World) -> Result<O
     let tables = Tables::Nft("nftables");
     let former = match Former::new(&own, tables)? {
         Ok(former) => former,
-        Err(skipped) => return Ok(skipped),
+        Err(why) => return Ok(Outcome::Skipped(why)),
     };
     former.leave_rules(&own)?;
     let left = tables.dump()?;
@@ -617,7 +601,7 @@ pub(crate) fn a_kube_proxy_that_is_still_at_work_is_named_and_not_fought(
     let tables = Tables::Nft("nftables");
     let former = match Former::new(&other, tables)? {
         Ok(former) => former,
-        Err(skipped) => return Ok(skipped),
+        Err(why) => return Ok(Outcome::Skipped(why)),
     };
     former.leave_rules(&other)?;
     let proxy = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
@@ -647,7 +631,7 @@ pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_foug
     publish(world, &own)?;
     let _clean = match Former::new(&own, Tables::Legacy)? {
         Ok(former) => former,
-        Err(skipped) => return Ok(skipped),
+        Err(why) => return Ok(Outcome::Skipped(why)),
     };
     let ruleset = || run("nft", &["list", "ruleset"]);
     let serving = "chain services";

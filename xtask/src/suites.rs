@@ -78,9 +78,11 @@ pub(crate) struct Report {
     pub(crate) notes: Vec<String>,
     /// The test of cargo's harness whose output comes, until it says that it is skipped.
     test: Option<String>,
+    /// What comes was printed by tests that passed, or names them.
+    of_successes: bool,
     /// Tests that say that they are skipped, and have passed for cargo's harness.
     passed_for_cargo: u64,
-    /// Everything that was printed.
+    /// Everything that was printed, but for what is about tests that passed.
     pub(crate) text: String,
     pub(crate) elapsed: Duration,
 }
@@ -141,6 +143,11 @@ impl Report {
         if kind == Kind::Tests {
             self.count += Count::in_line(line).unwrap_or_default();
         }
+        self.of_successes = match line {
+            "successes:" => true,
+            "failures:" => false,
+            _ => self.of_successes && !line.starts_with("test result:"),
+        };
         if let Some(name) = line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----")) {
             self.test = Some(name.to_owned());
         } else if let Some(reason) = line.strip_prefix("skipped: ") {
@@ -148,11 +155,13 @@ impl Report {
                 self.passed_for_cargo += 1;
                 self.notes.push(format!("{SKIPPED} {name}: {reason}"));
             }
-        } else if is_note(line) {
+        } else if is_note(line) && !self.of_successes {
             self.notes.push(line.trim().to_owned());
         }
-        self.text.push_str(line);
-        self.text.push('\n');
+        if !self.of_successes {
+            self.text.push_str(line);
+            self.text.push('\n');
+        }
     }
 }
 
@@ -211,5 +220,29 @@ mod tests {
         let skips: Vec<&str> = report.skips().collect();
         assert_eq!(skips, ["skipped [ebpf] a case: no such kernel", "skipped links::survive: needs root"]);
         assert_eq!((report.count.passed, report.passed_for_cargo), (3, 1));
+    }
+
+    #[test]
+    fn what_failed_is_not_buried_under_what_passed() {
+        let mut report = Report::default();
+        for line in [
+            "successes:",
+            "---- a::runner::counts stdout ----",
+            "  FAILED  a case of its own: no",
+            "successes:",
+            "    a::runner::counts",
+            "failures:",
+            "---- b stdout ----",
+            "panicked at b.rs",
+            "failures:",
+            "    b",
+            "test result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s",
+        ] {
+            report.take(line, Kind::Tests);
+        }
+        assert_eq!(report.notes, [""; 0]);
+        let told: Vec<&str> = report.text.lines().take(3).collect();
+        assert_eq!(told, ["failures:", "---- b stdout ----", "panicked at b.rs"]);
+        assert!(report.text.contains("test result: FAILED"));
     }
 }

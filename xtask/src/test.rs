@@ -142,7 +142,8 @@ fn checks() -> (Vec<Suite>, Vec<(&'static str, &'static str)>) {
 }
 
 fn unit_suite() -> Suite {
-    let tests = ["test", "-q", "--lib", "--bins", "--", "--show-output", "--skip", "as_root"];
+    let tests =
+        ["test", "-q", "--no-fail-fast", "--lib", "--bins", "--", "--show-output", "--skip", "as_root"];
     suite("unit", Kind::Tests, cargo(&tests))
 }
 
@@ -153,7 +154,7 @@ fn build() -> Result<()> {
 /// Tests in network namespaces, with programs loaded into the kernel.
 fn root_suites(arguments: &Arguments) -> Vec<Suite> {
     let tests = |name: &'static str, selection: &[&str]| {
-        let mut command = cargo(&["test", "-q"]);
+        let mut command = cargo(&["test", "-q", "--no-fail-fast"]);
         command.args(selection);
         if !is_root() {
             command.env("CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER", "sudo --preserve-env");

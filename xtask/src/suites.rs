@@ -140,14 +140,14 @@ impl Report {
 
     /// A line of standard output.
     fn take(&mut self, line: &str, kind: Kind) {
-        if kind == Kind::Tests {
-            self.count += Count::in_line(line).unwrap_or_default();
-        }
         self.of_successes = match line {
             "successes:" => true,
             "failures:" => false,
             _ => self.of_successes && !line.starts_with("test result:"),
         };
+        if kind == Kind::Tests && !self.of_successes {
+            self.count += Count::in_line(line).unwrap_or_default();
+        }
         if let Some(name) = line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----")) {
             self.test = Some(name.to_owned());
         } else if let Some(reason) = line.strip_prefix("skipped: ") {
@@ -223,12 +223,13 @@ mod tests {
     }
 
     #[test]
-    fn what_failed_is_not_buried_under_what_passed() {
+    fn what_tests_that_passed_print_is_no_result() {
         let mut report = Report::default();
         for line in [
             "successes:",
             "---- a::runner::counts stdout ----",
             "  FAILED  a case of its own: no",
+            "its scenarios: 1 passed, 1 failed, 0 skipped (0.0 s)",
             "successes:",
             "    a::runner::counts",
             "failures:",
@@ -241,6 +242,7 @@ mod tests {
             report.take(line, Kind::Tests);
         }
         assert_eq!(report.notes, [""; 0]);
+        assert_eq!(report.count, Count { passed: 1, failed: 1, skipped: 0 });
         let told: Vec<&str> = report.text.lines().take(3).collect();
         assert_eq!(told, ["failures:", "---- b stdout ----", "panicked at b.rs"]);
         assert!(report.text.contains("test result: FAILED"));

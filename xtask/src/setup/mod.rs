@@ -7,6 +7,7 @@ mod tools;
 
 use std::{
     collections::BTreeSet,
+    io::{self, IsTerminal as _},
     path::{Path, PathBuf},
     process::{Command, ExitCode},
 };
@@ -104,6 +105,10 @@ fn command(invocation: &Invocation) -> Command {
     };
     command.args(&invocation.arguments).current_dir(workspace());
     command.envs(invocation.environment.iter().map(|(name, value)| (name, value)));
+    if !io::stderr().is_terminal() {
+        // Nobody watches the hundreds of crates that cargo names.
+        command.env("CARGO_TERM_QUIET", "true");
+    }
     command
 }
 

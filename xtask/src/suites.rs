@@ -82,8 +82,10 @@ pub(crate) struct Report {
     of_successes: bool,
     /// Tests that say that they are skipped, and have passed for cargo's harness.
     passed_for_cargo: u64,
-    /// Everything that was printed, but for what is about tests that passed.
+    /// Standard output, but for what is about tests that passed.
     pub(crate) text: String,
+    /// Standard error.
+    pub(crate) errors: String,
     pub(crate) elapsed: Duration,
 }
 
@@ -111,14 +113,14 @@ impl Suite {
         }
         if let Some(Ok(text)) = errors.map(thread::JoinHandle::join) {
             report.notes.extend(text.lines().filter(|line| is_note(line)).map(str::trim).map(str::to_owned));
-            report.text.push_str(&text);
+            report.errors = text;
         }
         report.count.passed = report.count.passed.saturating_sub(report.passed_for_cargo);
         report.count.skipped += report.passed_for_cargo;
         let succeeded = child.wait().with_context(|| format!("waiting for {}", self.name))?.success();
         match self.kind {
             Kind::Check | Kind::Online if succeeded => report.count.passed += 1,
-            Kind::Online if !report.text.contains("error[") => {
+            Kind::Online if !report.errors.contains("error[") && !report.text.contains("error[") => {
                 report.count.skipped += 1;
                 report.notes.push("skipped: the data it needs could not be fetched".into());
             }

@@ -104,9 +104,11 @@ fn print_report(name: &str, report: &Report) {
         println!("  {}", note.trim());
     }
     if report.count.failed > 0 {
-        let lines: Vec<&str> = report.text.lines().collect();
-        for line in lines.get(lines.len().saturating_sub(LAST_LINES)..).unwrap_or_default() {
-            println!("  | {line}");
+        for text in [&report.text, &report.errors] {
+            let lines: Vec<&str> = text.lines().collect();
+            for line in lines.get(lines.len().saturating_sub(LAST_LINES)..).unwrap_or_default() {
+                println!("  | {line}");
+            }
         }
     }
     println!("{name:<22} {:<42} {:>6.1} s", report.count.to_string(), report.elapsed.as_secs_f32());

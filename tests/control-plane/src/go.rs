@@ -5,6 +5,8 @@ use std::{
     io::{BufRead, BufReader, IsTerminal, Write},
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    thread,
+    time::Duration,
 };
 
 use anyhow::{Context, Result, bail};
@@ -30,6 +32,8 @@ pub struct Build<'a> {
     pub tags: &'a str,
     pub linker_flags: &'a str,
 }
+
+const PAUSES_BETWEEN_DOWNLOADS: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(20)];
 
 impl Module {
     pub const fn new(folder: PathBuf, name: &'static str) -> Self {
@@ -61,7 +65,7 @@ impl Module {
 
     /// Where the sources of a module are that this one requires; they are downloaded if need be.
     pub fn sources(&self, module: &str) -> Result<PathBuf> {
-        self.run(&["mod", "download", module])?;
+        self.download(&["mod", "download", module])?;
         Ok(PathBuf::from(self.run(&["list", "-m", "-f", "{{.Dir}}", module])?.trim()))
     }
 
@@ -71,10 +75,24 @@ impl Module {
         let output = command.args(arguments).output().context("starting go")?;
         if !output.status.success() {
             // With -json, errors are in the answer.
-            let said = [output.stderr, output.stdout].concat();
+            let answer = if arguments.contains(&"-json") { output.stdout } else { Vec::new() };
+            let said = [output.stderr, answer].concat();
             bail!("go {}: {}", arguments.join(" "), String::from_utf8_lossy(&said).trim());
         }
         String::from_utf8(output.stdout).with_context(|| format!("go {} prints no text", arguments.join(" ")))
+    }
+
+    /// [`run`](Self::run), of what downloads modules: each attempt has fewer to get.
+    pub fn download(&self, arguments: &[&str]) -> Result<String> {
+        let mut answer = self.run(arguments);
+        for pause in PAUSES_BETWEEN_DOWNLOADS {
+            if let Err(error) = &answer {
+                eprintln!("{error:#}; trying again in {} s", pause.as_secs());
+                thread::sleep(pause);
+                answer = self.run(arguments);
+            }
+        }
+        answer
     }
 
     /// The program, if an earlier build has left it in the cache.
@@ -105,7 +123,7 @@ impl Module {
 
     fn build_to(&self, build: &Build<'_>, file: &Path) -> Result<()> {
         let Build { program, package, tags, linker_flags } = build;
-        let packages = self.run(&["list", "-deps", "-tags", tags, package])?;
+        let packages = self.download(&["list", "-deps", "-tags", tags, package])?;
         let mut progress = Progress::new(program, packages.lines().count());
         let mut child = self
             .go()?

@@ -35,7 +35,7 @@ impl Runtime {
 
 /// An error without Go, or without the network for the first time.
 pub fn ready() -> Result<()> {
-    module().run(&["build", "-o", "/dev/null", "."]).map(drop)
+    module().download(&["build", "-o", "/dev/null", "."]).map(drop)
 }
 
 fn module() -> Module {

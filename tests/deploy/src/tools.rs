@@ -62,7 +62,7 @@ fn module() -> Module {
 
 /// Definitions of prometheus-operator's custom resources, as it publishes them. An error without Go or network.
 pub fn operator_definitions() -> Result<Vec<Value>> {
-    let answer = module().run(&["mod", "download", "-json", OPERATOR])?;
+    let answer = module().download(&["mod", "download", "-json", OPERATOR])?;
     let answer: Value = serde_json::from_str(&answer).context("the answer of go mod download")?;
     let folder = answer["Dir"].as_str().context("go mod download does not tell where")?;
     let folder = Path::new(folder).join("example/prometheus-operator-crd");

@@ -5,7 +5,10 @@ use std::{
     env, fs,
     io::{Read as _, Write as _},
     net::{SocketAddr, TcpListener, TcpStream},
-    os::unix::{fs::symlink, process::CommandExt as _},
+    os::unix::{
+        fs::{PermissionsExt as _, symlink},
+        process::CommandExt as _,
+    },
     path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::LazyLock,
@@ -663,5 +666,47 @@ pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_foug
     run("iptables-legacy", &["-t", "mangle", "-X", "KUBE-PROXY-CANARY"])?;
     left(2.0)?;
     ensure!(proxy.log().matches("are not on PATH").count() == 1, "{}", proxy.log());
+    Ok(Outcome::Passed)
+}
+
+/// Each table of iptables-legacy is replaced on its own.
+pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut World) -> Result<Outcome> {
+    let own = Node::new(world, "one-refused", 52)?;
+    publish(world, &own)?;
+    let _clean = match Former::new(&own, Tables::Legacy)? {
+        Ok(former) => former,
+        Err(why) => return Ok(Outcome::Skipped(why)),
+    };
+    for table in ["nat", "mangle", "filter"] {
+        run("iptables-legacy", &["-t", table, "-N", "KUBE-PROXY-CANARY"])?;
+    }
+    let folder = own.config_file().with_file_name("refusing");
+    fs::create_dir_all(&folder)?;
+    let (refuses, restore) = (folder.join("refuses"), folder.join("iptables-legacy-restore"));
+    fs::write(&refuses, "")?;
+    let script = format!(
+        "#!/bin/sh\nif [ -e {} ] && [ \"${{*#*-T mangle}}\" != \"$*\" ]; then echo 'no such luck' >&2; exit 4; fi\n\
+         exec xtables-legacy-multi iptables-legacy-restore \"$@\"\n",
+        refuses.display()
+    );
+    fs::write(&restore, script)?;
+    fs::set_permissions(&restore, fs::Permissions::from_mode(0o755))?;
+    fs::write(own.config_file(), own.configuration(&json!({"iptables": {"syncPeriod": "1s"}})))?;
+    let path = format!("PATH={}:{}", folder.display(), env::var("PATH").unwrap_or_default());
+    let (program, file) = (proxy::program()?.display().to_string(), own.config_file().display().to_string());
+    let proxy = Proxy::start(Path::new("env"), &[&path, &program, "run", "--config", &file])?;
+    proxy.says("iptables-legacy-restore: exit status: 4: no such luck")?;
+    let left = |count: f64| {
+        let counted = || Ok((metric(&own.metrics(), "proxy_former_rules")? == count).then_some(()));
+        until(&format!("{count} left"), LIMIT, counted, || proxy.log())
+    };
+    left(1.0)?;
+    let tables = || Tables::Legacy.dump();
+    let canaries = |dump: &str| dump.lines().filter(|line| line.contains("KUBE-PROXY-CANARY")).count();
+    ensure!(canaries(&tables()?) == 1 && tables()?.contains("*mangle :KUBE-PROXY-CANARY"), "{}", tables()?);
+
+    fs::remove_file(&refuses)?;
+    left(0.0)?;
+    ensure!(canaries(&tables()?) == 0, "{}", tables()?);
     Ok(Outcome::Passed)
 }

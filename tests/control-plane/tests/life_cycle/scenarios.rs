@@ -11,7 +11,8 @@ use crate::{
     api_server::an_api_server_that_is_away_changes_nothing,
     leftovers::{
         a_chain_that_only_others_lead_to_is_emptied,
-        a_kube_proxy_that_is_still_at_work_is_named_and_not_fought, clean_up_leaves_what_kube_proxys_leaves,
+        a_kube_proxy_that_is_still_at_work_is_named_and_not_fought,
+        a_legacy_table_that_cannot_be_written_keeps_no_other, clean_up_leaves_what_kube_proxys_leaves,
         connections_that_it_leaves_live_on_where_nobody_else_translates, run_leaves_them_where_it_is_told_to,
         run_removes_them_and_connections_live_on,
         what_comes_back_while_something_else_cannot_be_removed_is_not_fought,
@@ -57,6 +58,7 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
         run_leaves_them_where_it_is_told_to,
         a_kube_proxy_that_is_still_at_work_is_named_and_not_fought,
         what_comes_back_while_something_else_cannot_be_removed_is_not_fought,
+        a_legacy_table_that_cannot_be_written_keeps_no_other,
     ]
 }
 

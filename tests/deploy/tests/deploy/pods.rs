@@ -171,7 +171,7 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
         ensure_set(&node)?;
     }
     if has_nft {
-        let gone = || ensure_gone(&nft(&node, "list tables")?);
+        let gone = || ensure_gone(&nft(&node, "list ruleset")?);
         running.until(PATIENCE, gone).context("the rules of a kube-proxy before")?;
     }
     cluster.add_service("web", service, PORT)?;
@@ -313,7 +313,7 @@ fn nft(network: &str, script: &str) -> Result<String> {
     Ok(text(&output.stdout))
 }
 
-fn ensure_gone(tables: &str) -> Result<()> {
-    ensure!(!tables.contains("kube-proxy"), "still there: {tables}");
+fn ensure_gone(rules: &str) -> Result<()> {
+    ensure!(!rules.contains("chain services"), "still there: {rules}");
     Ok(())
 }

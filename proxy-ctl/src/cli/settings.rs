@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Context as _, bail};
 
 use crate::{
-    config::{CommandLine, Config, Effective},
+    config::{CommandLine, Config, Effective, is_gone_gate},
     source::kubernetes::{self, ConfigError, Kubernetes, SourceState},
 };
 
@@ -64,7 +64,7 @@ impl Settings {
         let config = kubernetes::Config {
             kubeconfig: connection.kubeconfig.clone(),
             master: self.master.clone(),
-            qps: connection.qps,
+            qps: connection.qps.into(),
             burst: connection.burst,
             content_type: connection.content_type,
             accept_content_types: connection.accept_content_types.clone(),
@@ -117,6 +117,8 @@ fn without_effect(config: &Config) -> Vec<String> {
     ];
     let gates =
         config.feature_gates.iter().map(|(gate, _)| gate.as_str()).filter(|gate| !USED.contains(gate));
+    // Of those that are gone it is said already.
+    let gates = gates.filter(|gate| !is_gone_gate(gate));
     let unused: Vec<String> = config
         .masquerade_all
         .then(|| "masqueradeAll".to_owned())

@@ -247,23 +247,25 @@ pub(super) const fn folder(at: Place<PathBuf>) -> At<PathBuf> {
     }
 }
 
-pub(super) const fn number(at: Place<f64>) -> At<f64> {
+/// As Go's float32: what is too small for it is zero.
+pub(super) const fn number(at: Place<f32>) -> At<f32> {
     At {
         at,
         kind: "number",
-        allowed: "a number",
-        unset: is_zero,
-        read: |value| typed(value, Value::as_f64),
-        // Go writes 5.0 as 5.
+        allowed: "a number that fits into a float of 32 bits",
+        unset: |value| value.is_null() || as_float(value) == Some(0.0),
+        read: |value| typed(value, as_float),
+        // Go writes 5.0 as 5, and of a fraction what a float of 32 bits needs.
         write: |number| {
-            let whole =
-                (number.fract() == 0.0 && number.abs() < f64::from(i32::MAX)).then_some(*number as i64);
-            whole
-                .map(Value::from)
-                .or_else(|| Number::from_f64(*number).map(Value::Number))
-                .unwrap_or_default()
+            let whole = (number.fract() == 0.0 && number.abs() < 1e9).then_some(*number as i64);
+            let fraction = || number.to_string().parse().ok().and_then(Number::from_f64);
+            whole.map(Value::from).or_else(|| fraction().map(Value::Number)).unwrap_or_default()
         },
     }
+}
+
+fn as_float(value: &Value) -> Option<f32> {
+    value.as_f64().map(|number| number as f32).filter(|number| number.is_finite())
 }
 
 pub(super) const fn address(at: Place<std::net::IpAddr>) -> At<std::net::IpAddr> {
@@ -272,7 +274,7 @@ pub(super) const fn address(at: Place<std::net::IpAddr>) -> At<std::net::IpAddr>
         kind: "IP address",
         allowed: "an IP address",
         unset: no_text,
-        read: |value| parsed(value, network::address),
+        read: |value| parsed(value, |text| Some(network::address(text)?.to_canonical())),
         write: |address| Value::String(address.to_string()),
     }
 }
@@ -316,7 +318,7 @@ pub(super) const fn duration_or_nanoseconds(at: Place<Duration>) -> At<Duration>
         unset: |value| is_zero(value) || value.as_str().and_then(duration::parse) == Some(0),
         read: |value| {
             let nanoseconds =
-                typed(value, |value| value.as_i64().or_else(|| duration::parse(value.as_str()?)))?;
+                typed(value, |value| as_whole(value).or_else(|| duration::parse(value.as_str()?)))?;
             match u64::try_from(nanoseconds) {
                 Ok(0) | Err(_) => Err(Wrong::new(Why::Limit, value)),
                 Ok(nanoseconds) => Ok(Duration::from_nanos(nanoseconds)),
@@ -398,13 +400,14 @@ pub(super) const fn whole_not_zero<T>(at: Place<T>, range: RangeInclusive<i64>) 
 pub(super) const HIGHEST_I32: i64 = i32::MAX as i64;
 
 /// 5.0 is the whole number 5.
-fn as_whole(value: &Value) -> Option<i64> {
+pub(super) fn as_whole(value: &Value) -> Option<i64> {
     let whole_float = |number: f64| (number.fract() == 0.0 && number.abs() < 1e15).then_some(number as i64);
     value.as_i64().or_else(|| whole_float(value.as_f64()?))
 }
 
 fn in_range(value: &Value, range: &RangeInclusive<i64>) -> Read<i64> {
-    let number = typed(value, as_whole)?;
+    let fits = |number: &i64| i32::try_from(*number).is_ok();
+    let number = typed(value, |value| as_whole(value).filter(fits))?;
     if range.contains(&number) { Ok(number) } else { Err(Wrong::new(Why::Limit, value)) }
 }
 

@@ -16,16 +16,30 @@ pub(super) struct Document {
     pub(super) warnings: Vec<String>,
 }
 
+fn options(duplicates: DuplicateKeyPolicy) -> serde_saphyr::Options {
+    serde_saphyr::options! {
+        duplicate_keys: duplicates,
+        with_snippet: false,
+        // As in YAML 1.1, which kube-proxy reads: 010 is eight.
+        legacy_octal_numbers: true,
+        // One anchor may be used often; how much comes of it stays bounded.
+        budget: serde_saphyr::budget! { enforce_alias_anchor_ratio: false },
+    }
+}
+
 /// Strict first; what fails only because a field is there twice is read again with its last value.
 pub(super) fn parse(path: &Path, text: &str) -> Result<Document, Error> {
     let read = |duplicates| {
-        // As in YAML 1.1, which kube-proxy reads: 010 is eight.
-        let options = serde_saphyr::options! {
-            duplicate_keys: duplicates,
-            with_snippet: false,
-            legacy_octal_numbers: true,
-        };
-        serde_saphyr::from_str_with_options::<Value>(text, options)
+        let single = serde_saphyr::from_str_with_options(text, options(duplicates));
+        let Err(error) = single else { return single };
+        if !matches!(error.without_snippet(), serde_saphyr::Error::MultipleDocuments { .. }) {
+            return Err(error);
+        }
+        // Empty ones, as after a `---` at the end, are left out.
+        match serde_saphyr::from_multiple_with_options::<Value>(text, options(duplicates)).as_deref_mut() {
+            Ok([only]) => Ok(only.take()),
+            Ok(_) | Err(_) => Err(error),
+        }
     };
     let (root, duplicates) = match read(DuplicateKeyPolicy::Error) {
         Ok(root) => (root, None),

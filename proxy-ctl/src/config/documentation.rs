@@ -144,16 +144,18 @@ fn differences(text: &mut String) {
          what becomes of it depends on the node; kube-proxy writes `iptables`.\n\
          - The section `ebpf` is ours; kube-proxy warns of it and reads on.\n\
          - `nodePortAddresses`: `primary`, `localhost`, `all` and networks may stand together, as from 1.37 on.\n\
-         - Addresses and networks are written in their usual form (`010.0.0.0/8` as `10.0.0.0/8`), \
+         - Addresses and networks are written in their usual form (`010.0.0.0/8` and \
+         `::ffff:10.0.0.0/104` as `10.0.0.0/8`), \
          `logging.flushFrequency` as a duration, and a value that the mode does not use and that is not allowed as \
          its default.\n\
          - Flags of kube-proxy before 1.26 for its logger are accepted, and say that they have no effect.\n\
          - `--metrics-port=0` is accepted, and an address without a port also beside `--write-config-to`.\n\
          - An empty `--cluster-cidr=` says nothing.\n\
          - `logging.options.*.splitStream` of the file counts; kube-proxy loses it.\n\
-         - A file is one document; kube-proxy drops all but the first.\n\
+         - A file is one document, and empty ones beside it are left out; kube-proxy drops all but the first.\n\
          - Gates that need other gates are not compared: those are of other parts of Kubernetes. Gates of 1.37 that \
-         concern kube-proxy are known.\n\
+         concern kube-proxy are known. Those of older versions that are gone are accepted with a warning.\n\
+         - `showHiddenMetricsForVersion`: also `1.36`, which is right for 1.37.\n\
          - `--version=vX.Y.Z` is refused: this program has its own version.\n\n",
     );
 }

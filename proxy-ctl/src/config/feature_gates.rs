@@ -16,6 +16,8 @@ enum Stage {
     Locked,
     /// No part of a group, and not locked.
     Other,
+    /// Older versions have it. What it was about is always done.
+    Gone,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +34,7 @@ static GATES: LazyLock<FxHashMap<&'static str, Gate>> = LazyLock::new(|| {
             "alpha" => Stage::Alpha,
             "beta" => Stage::Beta,
             "locked" => Stage::Locked,
+            "gone" => Stage::Gone,
             _ => Stage::Other,
         };
         Some((name, Gate { stage, on: on == "on" }))
@@ -46,9 +49,14 @@ pub(super) fn is_on(set: &[(String, bool)], gate: &str) -> bool {
     let group = known.and_then(|gate| match gate.stage {
         Stage::Alpha => said("AllAlpha"),
         Stage::Beta => said("AllBeta"),
-        Stage::Locked | Stage::Other => None,
+        Stage::Locked | Stage::Other | Stage::Gone => None,
     });
     said(gate).or(group).unwrap_or_else(|| known.is_some_and(|gate| gate.on))
+}
+
+/// Whether only older versions have it.
+pub fn is_gone(gate: &str) -> bool {
+    GATES.get(gate).is_some_and(|gate| gate.stage == Stage::Gone)
 }
 
 /// Gates that cannot be set so, and what is wrong with each.
@@ -85,6 +93,7 @@ mod tests {
 
     #[rstest]
     #[case(&[("AllAlpha", true), ("NFTablesProxyMode", true), ("WatchList", false)], &[])]
+    #[case(&[("TopologyAwareHints", true), ("ProxyTerminatingEndpoints", false)], &[])]
     #[case(&[("NoSuch", true)], &["NoSuch must be the name of a feature gate"])]
     #[case(&[("NFTablesProxyMode", false)], &["NFTablesProxyMode must be true, found false: it cannot be changed any more"])]
     fn checked(#[case] gates: &[(&str, bool)], #[case] problems: &[&str]) {

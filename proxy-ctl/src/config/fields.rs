@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 use super::{
     Config, HEALTHZ_PORT, LocalMode, METRICS_PORT, ModuleVerbosity, NodePortAddress, RequestedMode,
     access::{
-        Access, At, Count, HIGHEST_I32, List, Listen, Place, Read, Why, Words, accepted, address,
+        Access, At, Count, HIGHEST_I32, List, Listen, Place, Read, Why, Words, accepted, address, as_whole,
         duration_or_nanoseconds, encoding, file, folder, number, optional_folder, optional_text,
         optional_timeout, period, quantity, switch, text, timeout, whole, whole_not_zero, wrong_at,
     },
@@ -296,13 +296,13 @@ const fn patterns(at: Place<Vec<NamePattern>>) -> List<NamePattern> {
     }
 }
 
-/// The version that this program takes the place of is 1.36.
-const PREVIOUS_VERSION: &str = "1.35";
+/// Those before 1.36, which this program takes the place of, and before 1.37, the newest.
+const PREVIOUS_VERSIONS: [&str; 2] = ["1.35", "1.36"];
 
 const HIDDEN_METRICS: At<Option<String>> = At {
-    allowed: "1.35, the version before, or nothing",
+    allowed: "1.35 or 1.36, the version before, or nothing",
     read: |value| match value.as_str() {
-        Some(PREVIOUS_VERSION) => Ok(Some(PREVIOUS_VERSION.to_owned())),
+        Some(version) if PREVIOUS_VERSIONS.contains(&version) => Ok(Some(version.to_owned())),
         Some(_) => Err(wrong_at(String::new(), Why::Limit, value)),
         None => Err(wrong_at(String::new(), Why::Form, value)),
     },
@@ -351,7 +351,7 @@ fn read_module(index: usize, module: &Value) -> Read<ModuleVerbosity> {
     };
     let verbosity = match object.get("verbosity") {
         None | Some(Value::Null) => 0,
-        Some(verbosity) => verbosity.as_u64().ok_or_else(|| wrong(Why::Form))?,
+        Some(verbosity) => as_whole(verbosity).ok_or_else(|| wrong(Why::Form))?,
     };
     let verbosity = u32::try_from(verbosity).ok().filter(|verbosity| i64::from(*verbosity) <= HIGHEST_I32);
     match verbosity {

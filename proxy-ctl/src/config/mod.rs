@@ -30,6 +30,7 @@ pub use command_line::{CommandLine, FlagError, Version};
 pub use ebpf::{
     Algorithm, Ebpf, Forwarding, Interfaces, Limits, NamePattern, SocketLoadBalancing, SourceAddress, Xdp,
 };
+pub use feature_gates::is_gone as is_gone_gate;
 pub use fields::{FIELDS, Field};
 pub use flags::{FLAGS, Flag, Group, REMOVED, Sets, Takes};
 use ipnet::IpNet;
@@ -115,7 +116,7 @@ pub struct ClientConnection {
     pub accept_content_types: Option<String>,
     pub content_type: Encoding,
     /// Requests a second. Negative: as many as wanted.
-    pub qps: f64,
+    pub qps: f32,
     pub burst: u32,
 }
 

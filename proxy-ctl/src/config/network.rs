@@ -3,7 +3,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use ipnet::IpNet;
+use ipnet::{IpNet, Ipv4Net};
 
 pub(super) fn address(text: &str) -> Option<IpAddr> {
     if text.contains(':') {
@@ -34,7 +34,14 @@ pub(super) fn network(text: &str) -> Option<IpNet> {
     if length.is_empty() || !length.bytes().all(|byte| byte.is_ascii_digit()) {
         return None;
     }
-    IpNet::new(address(ip)?, length.parse().ok()?).ok()
+    let (address, length) = (address(ip)?, length.parse::<u8>().ok()?);
+    // An IPv4 network that is written as one of IPv6 is one of IPv4.
+    match (address.to_canonical(), length.checked_sub(96)) {
+        (IpAddr::V4(mapped), Some(length)) if address.is_ipv6() => {
+            Ipv4Net::new(mapped, length).map(Into::into).ok()
+        }
+        _ => IpNet::new(address, length).ok(),
+    }
 }
 
 /// `address:port`, `[address]:port`, or an address alone, which takes `port`.
@@ -76,6 +83,10 @@ mod tests {
     #[case("10.0.0.0/8", Some("10.0.0.0/8"))]
     #[case("010.1.2.3/8", Some("10.1.2.3/8"))]
     #[case("fd00::/48", Some("fd00::/48"))]
+    #[case("::ffff:10.0.0.0/104", Some("10.0.0.0/8"))]
+    #[case("::ffff:0:0/96", Some("0.0.0.0/0"))]
+    #[case("::ffff:10.0.0.0/64", Some("::ffff:10.0.0.0/64"))]
+    #[case("::ffff:10.0.0.0/129", None)]
     #[case("10.0.0.0/33", None)]
     #[case("10.0.0.0/+8", None)]
     #[case("10.0.0.0", None)]

@@ -326,6 +326,10 @@ impl<'a> Resolution<'a> {
         let gates = self.named("featureGates");
         let wrong = feature_gates::wrong(&self.config.feature_gates);
         self.problems.extend(wrong.map(|(gate, problem)| format!("{gates}.{gate} {problem}")));
+        let gone = self.config.feature_gates.iter().filter(|(gate, _)| feature_gates::is_gone(gate));
+        let gone =
+            gone.map(|(gate, _)| format!("{gates}.{gate} is ignored: the gate is gone, and always on"));
+        self.warnings.extend(gone);
         if self
             .line
             .value("hostname-override")

@@ -114,6 +114,12 @@ fn json_is_read_too() {
     config.healthz_bind_address == Some("[::]:10256".parse().unwrap())
         && config.metrics_bind_address == Some("[::1]:10249".parse().unwrap())
 })]
+#[case::ipv4_as_ipv6("bindAddress: '::ffff:10.0.0.1'\nclusterCIDR: '::ffff:10.0.0.0/104,fd00::/48'", |config: &Config| {
+    config.healthz_bind_address == Some("0.0.0.0:10256".parse().unwrap())
+        && config.bind_address == IpAddr::from([10, 0, 0, 1])
+        && config.cluster_cidrs == ["10.0.0.0/8".parse().unwrap(), "fd00::/48".parse().unwrap()]
+})]
+#[case::too_small_for_the_type("clientConnection: {qps: 1e-50}", |config: &Config| config.client_connection.qps == 5.0)]
 #[case::hostname_is_lowered("hostnameOverride: ' Node-A '", |config: &Config| {
     config.node_name().as_deref() == Some("node-a")
 })]
@@ -154,6 +160,14 @@ fn good(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
 #[case(
     "configSyncPeriod: -1s",
     "configSyncPeriod must be a duration of 0s or more, such as \"30s\" or \"1h0m0s\", found \"-1s\""
+)]
+#[case(
+    "nftables: {masqueradeBit: 3000000000}",
+    "nftables.masqueradeBit must be from 0 to 31, found 3000000000"
+)]
+#[case(
+    "clientConnection: {qps: 1e39}",
+    "clientConnection.qps must be a number that fits into a float of 32 bits, found 1e+39"
 )]
 #[case("oomScoreAdj: 1001", "oomScoreAdj must be from -1000 to 1000, found 1001")]
 #[case("iptables: {masqueradeBit: 32}", "iptables.masqueradeBit must be from 0 to 31, found 32")]
@@ -271,6 +285,13 @@ fn origins(#[case] body: &str, #[case] flags: &[&str], #[case] field: &str, #[ca
     let head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
     let effective = Effective::of_text(Path::new("f"), &format!("{head}{body}"), &line(flags)).unwrap();
     assert_eq!(effective.origin(field), Some(origin));
+}
+
+#[test]
+fn a_gate_that_is_gone_is_a_warning() {
+    let loaded = parse("featureGates: {TopologyAwareHints: false, AllAlpha: false}").unwrap();
+    let warning = "config.yaml: featureGates.TopologyAwareHints is ignored: the gate is gone, and always on";
+    assert_eq!(loaded.warnings, [warning]);
 }
 
 #[rstest]

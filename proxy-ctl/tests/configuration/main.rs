@@ -124,7 +124,7 @@ fn the_corpus_is_taken_as_kube_proxy_takes_it() {
 
 #[test]
 fn every_refusal_of_kube_proxy_that_names_a_field_is_understood() {
-    let unnamed = ["time: ", "yaml:", "arguments", "shorthand"];
+    let unnamed = ["time: ", "invalid duration ", "yaml:", "arguments", "shorthand"];
     for (name, answer) in recording().answers {
         if let Answer::Refused(error) = answer {
             let by_name = !oracle::named(&error).is_empty();
@@ -298,6 +298,9 @@ fn the_real_one_knows_the_feature_gates() {
     for gate in &gates {
         let locked = says(&set(gate, gate[2] != "on")).contains("is locked to");
         assert_eq!(locked, gate[1] == "locked", "{gate:?}");
+    }
+    for gate in FEATURE_GATES.lines().filter_map(|line| line.strip_suffix(" gone on")) {
+        assert!(says(&format!("{gate}=true")).contains("unrecognized feature gate"), "{gate}");
     }
     let help = Command::new(&kube_proxy).arg("--help").output().unwrap();
     for line in String::from_utf8(help.stdout).unwrap().lines().filter(|line| line.contains("=true|false ("))

@@ -113,11 +113,11 @@ enum Step {
 /// Where others serve, a virtual server takes no new connections and stays until it has none.
 fn step(extent: Extent, quiesced: bool, destinations: &[Destination]) -> Step {
     let used = destinations.iter().any(|destination| destination.is_used);
-    let active = destinations.iter().any(|destination| destination.active > 0);
+    let known = destinations.iter().any(|destination| destination.connections > 0);
     match extent {
         Extent::Everything => Step::Remove,
         Extent::Served if quiesced && used => Step::Leave,
-        Extent::Served if active => Step::Quiesce,
+        Extent::Served if known => Step::Quiesce,
         Extent::Served => Step::Remove,
     }
 }
@@ -292,7 +292,7 @@ mod tests {
     use rstest::rstest;
 
     use super::{super::Owed, *};
-    use crate::sys::ipvs::tests::serve;
+    use crate::sys::ipvs::tests::{forgotten, serve};
 
     #[rstest]
     #[case::cluster_ip("10.96.0.1:443", Owner::KubeProxy)]
@@ -401,7 +401,8 @@ mod tests {
             ipvs.servers().unwrap().into_iter().find(|server| {
                 server.socket.is_some_and(|socket| socket.address == ([10, 96, 0, 1], 80).into())
             });
-        let destinations = ipvs.destinations(&waiting.unwrap()).unwrap();
+        let waiting = waiting.unwrap();
+        let destinations = ipvs.destinations(&waiting).unwrap();
         assert!(destinations.len() == 2 && destinations.iter().all(|one| !one.is_used), "{destinations:?}");
 
         // A kube-proxy at work writes anew what it misses.
@@ -409,6 +410,7 @@ mod tests {
         let removed = remove(Extent::Served, &removed.owed);
         assert_eq!((removed.waiting, removed.parts.len(), removed.kept.len()), (1, 0, 0));
         drop((client, listeners));
+        forgotten(&ipvs, &waiting);
         let removed = remove(Extent::Served, &removed.owed);
         assert_eq!((removed.waiting, removed.owed.is_empty()), (0, true));
         assert_eq!(sockets(&ipvs), ["10.96.0.2:80/TCP", foreign[0], foreign[1], excluded]);

@@ -33,6 +33,7 @@ const DEST_WEIGHT: u16 = 4;
 const DEST_UPPER: u16 = 5;
 const DEST_LOWER: u16 = 6;
 const DEST_ACTIVE: u16 = 7;
+const DEST_INACTIVE: u16 = 8;
 const DEST_FAMILY: u16 = 11;
 
 /// `genlmsghdr`.
@@ -76,15 +77,16 @@ pub struct Destination {
     key: Key,
     /// New connections go to it.
     pub is_used: bool,
-    /// Connections that are under way.
-    pub active: u32,
+    /// Connections that the kernel knows: of TCP until some time after their end, of UDP until nothing has come for some
+    /// time. Those of UDP, and those of TCP that one end has closed, are what it calls inactive.
+    pub connections: u32,
 }
 
 impl Destination {
     /// As no kernel lists it.
     #[cfg(test)]
-    pub(crate) const fn new(is_used: bool, active: u32) -> Self {
-        Self { key: Vec::new(), is_used, active }
+    pub(crate) const fn new(is_used: bool, connections: u32) -> Self {
+        Self { key: Vec::new(), is_used, connections }
     }
 }
 
@@ -199,7 +201,7 @@ fn destination(destination: Attributes<'_>) -> Option<Destination> {
     Some(Destination {
         key: key(destination, &KEY),
         is_used: number(DEST_WEIGHT)? != 0,
-        active: number(DEST_ACTIVE)?,
+        connections: number(DEST_ACTIVE)?.saturating_add(number(DEST_INACTIVE)?),
     })
 }
 
@@ -208,7 +210,7 @@ pub(crate) mod tests {
     use std::{
         net::{IpAddr, SocketAddr, TcpListener, TcpStream},
         process::Command,
-        time::Duration,
+        time::{Duration, Instant},
     };
 
     use nix::sched::{CloneFlags, unshare};
@@ -253,10 +255,10 @@ pub(crate) mod tests {
             .attribute(DEST_UPPER, &0_u32.to_ne_bytes())
             .attribute(DEST_LOWER, &0_u32.to_ne_bytes())
             .attribute(DEST_ACTIVE, &3_u32.to_ne_bytes())
-            .attribute(8, &1_u32.to_ne_bytes());
+            .attribute(DEST_INACTIVE, &2_u32.to_ne_bytes());
         let found = destination(Attributes(&messages.bytes()[16..])).unwrap();
         assert!(found.is_used);
-        assert_eq!(found.active, 3);
+        assert_eq!(found.connections, 5);
         let kinds: Vec<u16> = found.key.iter().map(|(kind, _)| *kind).collect();
         assert_eq!(kinds, [DEST_ADDRESS, DEST_PORT, DEST_FORWARDING, DEST_UPPER, DEST_LOWER]);
     }
@@ -315,6 +317,15 @@ pub(crate) mod tests {
         }
     }
 
+    /// Waits until none of its connections is known. One that was reset is for 10 seconds.
+    pub(crate) fn forgotten(ipvs: &Ipvs, server: &VirtualServer) {
+        let limit = Instant::now() + Duration::from_mins(1);
+        while ipvs.destinations(server).unwrap().iter().any(|destination| destination.connections > 0) {
+            assert!(Instant::now() < limit, "its connections are known for ever");
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
     #[test]
     #[ignore = "needs root"]
     fn as_root_a_server_with_connections_takes_no_new_ones() {
@@ -335,18 +346,18 @@ pub(crate) mod tests {
         let count = |count: fn(&Destination) -> u32| -> u32 {
             ipvs.destinations(server).unwrap().iter().map(count).sum()
         };
-        let (used, active) = (|one: &Destination| u32::from(one.is_used), |one: &Destination| one.active);
-        assert_eq!((count(used), count(active)), (2, 0));
+        let (used, known) = (|one: &Destination| u32::from(one.is_used), |one: &Destination| one.connections);
+        assert_eq!((count(used), count(known)), (2, 0));
         let dial = || TcpStream::connect_timeout(&([127, 0, 0, 2], 80).into(), Duration::from_secs(2));
         let client = dial().unwrap();
-        assert_eq!((count(used), count(active)), (2, 1));
+        assert_eq!((count(used), count(known)), (2, 1));
         ipvs.quiesce(server, &ipvs.destinations(server).unwrap()).unwrap();
         // Nor does the real server that has no connection.
-        assert_eq!((count(used), count(active)), (0, 1));
+        assert_eq!((count(used), count(known)), (0, 1));
         assert!(dial().is_err(), "a new connection is taken");
         assert_eq!(ipvs.servers().unwrap(), servers);
         drop((client, listeners));
-        assert_eq!(count(active), 0);
+        forgotten(&ipvs, server);
         ipvs.remove(server).unwrap();
         assert_eq!(ipvs.servers().unwrap(), []);
         // Once more is no error.

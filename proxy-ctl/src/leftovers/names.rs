@@ -1,6 +1,6 @@
 //! What kube-proxy calls its own, in all its modes and versions. The kubelet's chains are not among it:
-//! KUBE-KUBELET-CANARY, KUBE-IPTABLES-HINT, KUBE-MARK-DROP, and KUBE-FIREWALL, which kube-proxy makes too and leaves to
-//! the kubelet.
+//! KUBE-KUBELET-CANARY, KUBE-IPTABLES-HINT, KUBE-MARK-DROP, and KUBE-FIREWALL of the table filter, which kube-proxy makes
+//! too and leaves to the kubelet.
 
 /// The tables of iptables that it has chains in.
 pub const IPTABLES: [&str; 3] = ["filter", "nat", "mangle"];
@@ -20,9 +20,11 @@ pub const POSTROUTING: &str = "KUBE-POSTROUTING";
 /// Accepts what is forwarded for a Service; leads nowhere.
 pub const FORWARD: &str = "KUBE-FORWARD";
 
-const NAT: [&str; 8] = [
+const NAT: [&str; 9] = [
     MARK_MASQUERADE,
     POSTROUTING,
+    // Of older versions in mode ipvs.
+    "KUBE-FIREWALL",
     "KUBE-LOAD-BALANCER",
     "KUBE-NODE-PORT",
     "KUBE-NODEPORTS",
@@ -122,6 +124,7 @@ mod tests {
     #[case("mangle", "KUBE-PROXY-CANARY", true)]
     #[case("filter", "KUBE-SVC-TCOU7JCQXEZGVUNU", false)]
     #[case("filter", "KUBE-FIREWALL", false)]
+    #[case("nat", "KUBE-FIREWALL", true)]
     #[case("nat", "KUBE-MARK-DROP", false)]
     #[case("mangle", "KUBE-IPTABLES-HINT", false)]
     #[case("nat", "KUBE-KUBELET-CANARY", false)]

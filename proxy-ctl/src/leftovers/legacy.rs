@@ -37,13 +37,13 @@ pub(super) fn places() -> impl Iterator<Item = Place> {
     TableFamily::ALL.into_iter().flat_map(of)
 }
 
-/// How many chains of kube-proxy are there.
+/// How many chains that only a kube-proxy makes are there.
 fn own_chains((family, table): Place) -> Result<usize, Error> {
     if !xtables::tables(family)?.iter().any(|name| name == table) {
         return Ok(0);
     }
     let chains = xtables::chains(family, table)?;
-    Ok(plan::own_chains(table, chains.iter().map(String::as_str)).len())
+    Ok(plan::count(table, chains.iter().map(String::as_str)))
 }
 
 pub(super) fn find(found: &mut Found) {

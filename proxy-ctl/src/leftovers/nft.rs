@@ -84,7 +84,8 @@ pub(super) fn find() -> Result<Vec<Part>, Error> {
     let census = Census::take(&nftables)?;
     let tables = census.tables.iter().map(|family| own_table(*family));
     let chains = census.chains.iter().map(|(family, table, chains)| {
-        Part::new(place(*family, table), What::Chains, own(table, chains).len())
+        let names = chains.iter().map(|chain| chain.name.as_str());
+        Part::new(place(*family, table), What::Chains, plan::count(table, names))
     });
     Ok(tables.chain(chains).collect())
 }

@@ -95,6 +95,12 @@ pub fn own_chains<'a>(table: &str, chains: impl IntoIterator<Item = &'a str>) ->
     if own.iter().all(|chain| names::is_shared_chain(chain)) { Vec::new() } else { own }
 }
 
+/// How many chains only a kube-proxy makes: one that is made anew tells of a kube-proxy at work.
+pub fn count<'a>(table: &str, chains: impl IntoIterator<Item = &'a str>) -> usize {
+    let only_its = |chain: &&str| names::is_chain(table, chain) && !names::is_shared_chain(chain);
+    chains.into_iter().filter(only_its).count()
+}
+
 /// `rules`: of all chains that are not kube-proxy's. `busy`: chains that the kernel would not delete.
 pub fn plan<R: Clone>(
     table: &str,
@@ -299,6 +305,16 @@ mod tests {
         let chains = chains(&["POSTROUTING", "KUBE-MARK-MASQ", "KUBE-POSTROUTING", "KUBE-MARK-DROP"]);
         let rules = [rule("POSTROUTING", 3, "kubernetes postrouting rules", "KUBE-POSTROUTING")];
         assert!(of("nat", &(chains, rules.to_vec()), Extent::Everything).is_empty());
+    }
+
+    /// Its rule for masquerading had been removed, and another chain stays.
+    #[test]
+    fn an_old_kubelet_that_starts_anew_is_no_kube_proxy() {
+        let before = ["KUBE-SERVICES", "KUBE-KUBELET-CANARY"];
+        let after = [before[0], before[1], "KUBE-MARK-MASQ", "KUBE-POSTROUTING"];
+        assert_eq!((count("nat", before), count("nat", after)), (1, 1));
+        assert_eq!(count("nat", ["KUBE-MARK-MASQ", "KUBE-POSTROUTING"]), 0);
+        assert_eq!(own_chains("nat", after), [after[0], after[2], after[3]]);
     }
 
     #[test]

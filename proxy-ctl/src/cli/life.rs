@@ -1,7 +1,7 @@
 //! What happens to a proxy between its start and its end, beside following the sources: the node is set up, and then
 //! watched for what this process cannot take over.
 
-use std::{convert::Infallible, net::IpAddr, sync::Arc, time::Duration};
+use std::{convert::Infallible, net::IpAddr, pin::pin, sync::Arc, time::Duration};
 
 use anyhow::anyhow;
 use serde_json::Value;
@@ -173,8 +173,10 @@ struct Following {
 }
 
 /// It is tried again without anybody changing the file: what was in the way may be gone.
-#[derive(Debug, Eq, PartialEq)]
+#[derive(Debug)]
 struct Owed {
+    /// The configuration that is to be in force.
+    wanted: Config,
     problem: String,
     pause: Duration,
 }
@@ -192,9 +194,16 @@ impl Following {
             if let Some(end) = self.compare() {
                 return end;
             }
-            match &self.owed {
-                Some(owed) => drop(timeout(owed.pause, file.changed()).await),
-                None => file.changed().await,
+            // One wait, however often something is tried meanwhile: it knows what was taken away a moment ago.
+            let mut changed = pin!(file.changed());
+            while let Some(owed) = &self.owed {
+                if timeout(owed.pause, changed.as_mut()).await.is_ok() {
+                    break;
+                }
+                self.try_again();
+            }
+            if self.owed.is_none() {
+                changed.await;
             }
         }
     }
@@ -223,6 +232,15 @@ impl Following {
         None
     }
 
+    /// Without another look at the file, which somebody may just be replacing.
+    fn try_again(&mut self) {
+        if let Some(owed) = &self.owed {
+            let wanted = owed.wanted.clone();
+            let changes = Changes::between(&self.document.borrow(), &wanted.to_document());
+            self.take_over(wanted, &changes.live);
+        }
+    }
+
     /// What cannot be taken over keeps its former value. What is owed stays so until it has been done, whatever the file
     /// says meanwhile: an attempt that failed may have been half of one.
     fn take_over(&mut self, mut new: Config, fields: &[String]) {
@@ -244,7 +262,7 @@ impl Following {
                 }
                 Ok(()) => {}
                 Err(error) => {
-                    self.owe(error.to_string(), owed);
+                    self.owe(new.clone(), error.to_string(), owed);
                     new.conntrack = former.conntrack;
                 }
             }
@@ -254,7 +272,7 @@ impl Following {
     }
 
     /// `before`: what was owed until now. The same problem is told once.
-    fn owe(&mut self, problem: String, before: Option<Owed>) {
+    fn owe(&mut self, wanted: Config, problem: String, before: Option<Owed>) {
         let pause = before.as_ref().map_or(self.first_pause, |before| (before.pause * 2).min(LONGEST_PAUSE));
         if before.is_none_or(|before| before.problem != problem) {
             tracing::error!(
@@ -264,7 +282,7 @@ impl Following {
                  force, and it is tried again"
             );
         }
-        self.owed = Some(Owed { problem, pause });
+        self.owed = Some(Owed { wanted, problem, pause });
     }
 
     /// kube-proxy would end here, and not start again.
@@ -392,7 +410,23 @@ mod tests {
         assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60]);
         configure(&scene.folder, "oomScoreAdj: 0\nconntrack: {maxPerCore: 0}\n");
         assert!(scene.following.compare().is_none());
-        assert_eq!(scene.following.owed, None);
+        assert!(scene.following.owed.is_none());
+    }
+
+    #[test]
+    fn what_is_owed_is_tried_again_while_the_file_is_being_replaced() {
+        let mut scene = Scene::new();
+        let limit = limit_below(&scene.folder);
+        spoil(&limit);
+        configure(&scene.folder, "oomScoreAdj: 0\nconntrack: {maxPerCore: 1000}\n");
+        assert!(scene.following.compare().is_none());
+        fs::remove_file(scene.folder.path().join("config.yaml")).unwrap();
+        scene.following.try_again();
+        assert!(scene.following.owed.is_some());
+        mend(&limit);
+        scene.following.try_again();
+        assert!(scene.following.owed.is_none() && scene.following.refused.is_none());
+        assert_eq!(scene.in_force.borrow().conntrack.max_per_core, 1000);
     }
 
     #[test]
@@ -412,7 +446,7 @@ mod tests {
         mend(&limit);
         assert!(scene.following.compare().is_none());
         assert_ne!(fs::read_to_string(&limit).unwrap().trim(), "5");
-        assert_eq!(scene.following.owed, None);
+        assert!(scene.following.owed.is_none());
     }
 
     #[test]
@@ -434,6 +468,6 @@ mod tests {
         assert_eq!(scene.in_force.borrow().conntrack.max_per_core, 1000);
         assert_eq!(scene.shown.borrow()["conntrack"]["maxPerCore"], 1000);
         assert_ne!(fs::read_to_string(&limit).unwrap().trim(), "5");
-        assert_eq!(scene.following.owed, None);
+        assert!(scene.following.owed.is_none());
     }
 }

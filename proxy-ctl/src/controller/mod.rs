@@ -479,8 +479,10 @@ impl<D> Programmed<D> {
 
 /// What the configuration leaves of the node's addresses and interfaces.
 fn selected(host: &Host, config: &Config, node_addresses: &[IpAddr]) -> Host {
+    let mut node_port_addresses = node_port_addresses(host, config, node_addresses);
+    node_port_addresses.retain(|address| config.iptables.localhost_node_ports || !address.is_loopback());
     Host {
-        node_port_addresses: node_port_addresses(host, config, node_addresses),
+        node_port_addresses,
         masquerade_addresses: host.masquerade_addresses.clone(),
         interfaces: host
             .interfaces

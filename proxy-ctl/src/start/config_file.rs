@@ -14,7 +14,7 @@ use nix::{
     errno::Errno,
     sys::inotify::{AddWatchFlags, InitFlags, Inotify, InotifyEvent, WatchDescriptor},
 };
-use tokio::io::unix::AsyncFd;
+use tokio::{io::unix::AsyncFd, time::Instant};
 
 use crate::sys::ready::{self, Watching};
 
@@ -47,6 +47,7 @@ pub struct ConfigFile {
     /// `None`: this process may not have one, and only looks from time to time.
     inotify: Option<AsyncFd<Watching>>,
     watched: Vec<(WatchDescriptor, Step)>,
+    look_again: Duration,
 }
 
 impl ConfigFile {
@@ -60,7 +61,7 @@ impl ConfigFile {
             })
             .ok();
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-        let mut file = Self { path, inotify, watched: Vec::new() };
+        let mut file = Self { path, inotify, watched: Vec::new(), look_again: LOOK_AGAIN };
         file.follow();
         file
     }
@@ -72,15 +73,15 @@ impl ConfigFile {
     /// Completes when the file may have become another one.
     pub async fn changed(&mut self) {
         let Some(inotify) = &self.inotify else {
-            tokio::time::sleep(LOOK_AGAIN).await;
+            tokio::time::sleep(self.look_again).await;
             return;
         };
-        let mut limit = LOOK_AGAIN;
-        // Ends when nothing more has come for the limit, too.
-        while let Ok(told) = tokio::time::timeout(limit, told(inotify, &self.watched)).await {
+        let mut deadline = Instant::now() + self.look_again;
+        // Whatever else goes on in its folder.
+        while let Ok(told) = tokio::time::timeout_at(deadline, told(inotify, &self.watched)).await {
             match told {
                 Told::Changed => break,
-                Told::Removed => limit = REPLACEMENT,
+                Told::Removed => deadline = deadline.min(Instant::now() + REPLACEMENT),
                 Told::Nothing => {}
                 Told::Failed(error) => {
                     tracing::warn!(%error, "changes of the configuration file are seen only every {LOOK_AGAIN:?}");
@@ -320,6 +321,27 @@ mod tests {
         is_noticed(&mut file).await;
         fs::write(other.join("target-2"), "four").unwrap();
         is_noticed(&mut file).await;
+    }
+
+    #[tokio::test]
+    async fn a_busy_folder_keeps_nobody_from_looking() {
+        let (_folder, path) = folder();
+        let config = path.join("config");
+        fs::write(&config, "one").unwrap();
+        let mut file = ConfigFile::watch(&config);
+        let pause = Duration::from_millis(10);
+        file.look_again = 50 * pause;
+        let busy = async {
+            loop {
+                fs::write(path.join("other"), "two").unwrap();
+                tokio::time::sleep(pause).await;
+            }
+        };
+        let busy = timeout(SOON, busy);
+        tokio::select! {
+            () = file.changed() => {}
+            _ = busy => panic!("nobody has looked"),
+        }
     }
 
     #[tokio::test]

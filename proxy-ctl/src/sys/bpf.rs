@@ -12,7 +12,7 @@ use std::{
 
 use aya_obj::generated::{bpf_attach_type, bpf_cmd};
 
-use super::CallError;
+use super::{CallError, sampler::Undisturbed};
 
 /// Calls `bpf(2)`; answers with the (non-negative) result.
 ///
@@ -330,6 +330,7 @@ pub fn load_program(
     instructions: &[u64],
 ) -> Result<OwnedFd, CallError> {
     const CALL: &str = "bpf(BPF_PROG_LOAD)";
+    let _undisturbed = Undisturbed::begin()?;
     let license = c"GPL";
     let mut attr = ProgramLoad {
         kind,

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
+use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, SigmaskHow, Signal, sigaction};
 
 use super::{
     CallError,
@@ -76,6 +76,35 @@ impl<O> Drop for Sampler<O> {
     fn drop(&mut self) {
         self.stop();
         TAKEN.store(false, SeqCst);
+    }
+}
+
+/// No sampler interrupts the calling thread, until it is dropped: for calls that the kernel gives up when a signal
+/// comes, as checking a program does (EAGAIN).
+#[derive(Debug)]
+pub struct Undisturbed {
+    /// What was blocked before; it belongs to this thread.
+    before: SigSet,
+    of_thread: PhantomData<*const ()>,
+}
+
+impl Undisturbed {
+    /// # Errors
+    /// Those of pthread_sigmask(3).
+    pub fn begin() -> Result<Self, CallError> {
+        let mut own = SigSet::empty();
+        own.add(Signal::SIGPROF);
+        let before = own
+            .thread_swap_mask(SigmaskHow::SIG_BLOCK)
+            .map_err(|errno| CallError::new("pthread_sigmask(SIGPROF)", errno.into()))?;
+        Ok(Self { before, of_thread: PhantomData })
+    }
+}
+
+impl Drop for Undisturbed {
+    fn drop(&mut self) {
+        // It was this thread's mask a moment ago.
+        let _ = self.before.thread_set_mask();
     }
 }
 

@@ -5,10 +5,16 @@ use std::{
     fs,
     net::IpAddr,
     os::fd::{AsFd, OwnedFd},
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
     time::{Duration, Instant},
 };
 
 use aya_obj::generated::bpf_attach_type;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::gettid,
+};
 use proxy_ctl::{
     config::{Ebpf, SocketLoadBalancing},
     dataplane::{
@@ -18,6 +24,8 @@ use proxy_ctl::{
     node,
     sys::{
         bpf::{self, LinkTarget, Order},
+        frames::Frames,
+        sampler::{Observer, Sampler, ThreadName},
         tc::{self, Direction},
     },
 };
@@ -478,4 +486,45 @@ fn a_filter_gives_way_to_others_that_hold_its_priority() {
     drop(dataplane);
     assert_eq!(cleanup(&place.config.bpffs).unwrap().filters, 2);
     assert!(run("tc", "filter show dev dpa ingress").contains("u32"));
+}
+
+struct Nobody;
+
+impl Observer for Nobody {
+    fn interrupted(_: &Frames, _: ThreadName) {}
+}
+
+/// The kernel gives up checking a program when a signal comes, and a CPU profile sends many.
+#[test]
+fn programs_are_loaded_while_a_cpu_profile_is_taken() {
+    let Some(place) = Place::new() else { return };
+    let _sampler = Sampler::<Nobody>::start(Duration::from_millis(1)).unwrap().unwrap();
+    let (loader, done) = (gettid(), AtomicBool::new(false));
+    let loaded = thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::SeqCst) {
+                // The kernel prefers the thread that is named.
+                kill(loader, Signal::SIGPROF).unwrap();
+                thread::sleep(Duration::from_micros(50));
+            }
+        });
+        let loaded = EbpfDataplane::open(&place.config).map(drop);
+        done.store(true, Ordering::SeqCst);
+        loaded
+    });
+    assert!(loaded.is_ok(), "{loaded:?}");
+}
+
+#[test]
+fn where_there_is_no_room_for_all_addresses_the_nodes_own_are_served() {
+    let Some(place) = Place::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let own: IpAddr = "192.0.2.9".parse().unwrap();
+    let mut host = host(&[]);
+    host.masquerade_addresses = vec![own];
+    host.node_port_addresses = (1..=70).map(|last| IpAddr::from([10, 9, 0, last])).chain([own]).collect();
+    let error = dataplane.set_host(&host).unwrap_err();
+    assert!(error.is_of_node_addresses(), "{error}");
+    let served = Pinned::open(&place.config.bpffs).unwrap().node().unwrap().node_port_addresses;
+    assert!(served.len() == 64 && served.contains(&(own, false)), "{served:?}");
 }

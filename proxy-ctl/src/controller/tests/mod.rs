@@ -413,6 +413,22 @@ fn the_configuration_chooses_interfaces_and_node_port_addresses() {
 }
 
 #[test]
+fn without_localhost_node_ports_loopback_addresses_serve_none() {
+    for (localhost_node_ports, served) in
+        [(true, &["127.0.0.1", "192.0.2.1", "::1"][..]), (false, &["192.0.2.1"])]
+    {
+        let mut config = Config::default();
+        config.iptables.localhost_node_ports = localhost_node_ports;
+        let mut fixture = Fixture::new(config);
+        fixture.controller.set_host(host(&["127.0.0.1", "192.0.2.1", "::1"]), fixture.now);
+        fixture.start();
+        let written = fixture.write();
+        let [Call::SetHost(written), ..] = written.as_slice() else { panic!("{written:?}") };
+        assert_eq!(written.node_port_addresses, served.iter().map(|ip| address(ip)).collect());
+    }
+}
+
+#[test]
 fn source_ranges_close_the_load_balancer_addresses() {
     let mut fixture = Fixture::serving(Vec::new());
     let mut open = service("a", "10.0.0.1");

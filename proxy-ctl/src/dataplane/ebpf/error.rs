@@ -23,6 +23,8 @@ pub enum Error {
     Table { table: &'static str, source: CallError },
     #[error("the kernel programs cannot be loaded: {0}")]
     Load(#[source] Box<aya::EbpfError>),
+    #[error("signals cannot be kept off while the kernel programs are loaded: {0}")]
+    Signals(#[source] CallError),
     #[cfg(feature = "debug-log")]
     #[error("the log of the kernel programs cannot be followed: {0}")]
     KernelLog(#[source] io::Error),
@@ -55,6 +57,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// No room for all of them; any other error is one of the node's whole dataplane.
+    pub(super) fn of_node_addresses(self) -> Self {
+        if matches!(self, Self::Full { .. }) { Self::NodeAddresses { source: Box::new(self) } } else { self }
+    }
+
     /// Tables are not there, or not all of them.
     pub fn is_missing_tables(&self) -> bool {
         matches!(self, Self::NotThere(_))

@@ -17,7 +17,7 @@ use super::{Error, tables::Shape};
 use crate::{
     config::SocketLoadBalancing,
     dataplane::{Interface, Role},
-    sys::tc::Direction,
+    sys::{sampler::Undisturbed, tc::Direction},
 };
 
 /// The kernel programs, as the build script compiled them.
@@ -82,6 +82,8 @@ pub(super) fn load(
     balancing: SocketLoadBalancing,
     learn_namespace: bool,
 ) -> Result<Programs, Error> {
+    // The kernel stops checking a program when a signal comes.
+    let _undisturbed = Undisturbed::begin().map_err(Error::Signals)?;
     let host_only = u32::from(balancing == SocketLoadBalancing::Host);
     let host_packets = u32::from(balancing == SocketLoadBalancing::Off);
     let can_refuse = u32::from(

@@ -293,7 +293,7 @@ impl Dataplane for EbpfDataplane {
         }
         failures.into_result()?;
         for written in addresses {
-            applied += written.map_err(|source| Error::NodeAddresses { source: Box::new(source) })?;
+            applied += written.map_err(Error::of_node_addresses)?;
         }
         Ok(applied)
     }
@@ -374,7 +374,10 @@ fn write_addresses<F: Family>(tables: &FamilyTables<F>, host: &Host) -> Result<A
     for address in found.keys().filter(|address| !wanted.contains_key(*address)) {
         applied.removed += u64::from(tables.node_addresses.remove(address)?);
     }
-    for (address, value) in &wanted {
+    // Where there is no room for all, the Node's own are not those that it lacks.
+    let first: Vec<_> = host.masquerade_addresses.iter().filter_map(|ip| F::address(*ip)).collect();
+    let (first, others): (Vec<_>, Vec<_>) = wanted.iter().partition(|(address, _)| first.contains(address));
+    for (address, value) in first.into_iter().chain(others) {
         if found.get(address) != Some(value) {
             tables.node_addresses.set(address, value)?;
             applied.written += 1;

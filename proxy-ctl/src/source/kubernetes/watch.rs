@@ -485,12 +485,13 @@ impl<W: Watched> Watcher<W> {
             self.last = parsed.last().cloned();
         }
         if keeps {
-            // As a whole the list would take away what it has and cannot tell.
-            for gone in before.into_iter().filter(|name| !self.served.contains(name)).collect::<Vec<_>>() {
-                self.send(W::Parsed::delete(gone)).await?;
-            }
+            // As a whole the list would take away what it has and cannot tell. What comes in another's place is there
+            // before that goes: the receiver may write at any moment between.
             for parsed in parsed {
                 self.send(parsed.apply()).await?;
+            }
+            for gone in before.into_iter().filter(|name| !self.served.contains(name)).collect::<Vec<_>>() {
+                self.send(W::Parsed::delete(gone)).await?;
             }
         } else {
             self.send(Kept::replace(parsed)).await?;
@@ -683,7 +684,7 @@ mod tests {
         assert!(watcher.changed(&raw(&unreadable("web")), 0).await.is_ok());
         assert_eq!(told(&mut updates), [""; 0]);
         list(&mut watcher, &[unreadable("web"), service("new"), unreadable("odd")]).await;
-        assert_eq!(told(&mut updates), ["delete a/gone", "apply a/new"]);
+        assert_eq!(told(&mut updates), ["apply a/new", "delete a/gone"]);
         list(&mut watcher, &[unreadable("web"), service("new")]).await;
         assert_eq!(told(&mut updates), ["apply a/new"]);
         assert!(watcher.deleted(&raw(&unreadable("web"))).await.is_ok());

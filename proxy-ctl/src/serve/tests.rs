@@ -214,6 +214,16 @@ async fn an_address_in_use_fails_at_once_only_if_asked_to() {
     let waiting = tokio::spawn(metrics(address, false, pages(), families, stop.clone()));
     tokio::task::yield_now().await;
     assert!(!waiting.is_finished());
+    drop(taken);
+    let answers = async {
+        while TcpStream::connect(address).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    };
+    // The next attempt is 5 s after the first.
+    tokio::time::timeout(Duration::from_secs(60), answers).await.unwrap();
+    let (status, ..) = get(address, "/metrics", "").await;
+    assert_eq!(status, 200);
     stop.cancel();
     waiting.await.unwrap().unwrap();
 }

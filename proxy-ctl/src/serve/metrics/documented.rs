@@ -5,6 +5,8 @@ use std::{
     time::Duration,
 };
 
+use proxy_common::reason::{Reason, Verdict};
+
 use super::{exposition::Format, *};
 use crate::{
     dataplane::{ServiceUsage, TableUsage, Usage},
@@ -21,8 +23,11 @@ const DOCUMENT: &str = include_str!("../../../../docs/metrics.md");
 /// Type and keys of labels.
 type Family = (String, BTreeSet<String>);
 
+const REASONS: &str = "\n## Reasons\n";
+
 fn documented() -> BTreeMap<String, Family> {
-    let rows = DOCUMENT.lines().filter(|line| line.starts_with("| `"));
+    let (families, _) = DOCUMENT.split_once(REASONS).unwrap();
+    let rows = families.lines().filter(|line| line.starts_with("| `"));
     rows.map(|row| {
         let cells: Vec<&str> = row.split('|').map(str::trim).collect();
         let [_, name, kind, labels, what, _] = cells.as_slice() else { panic!("not four cells: {row}") };
@@ -89,4 +94,26 @@ fn every_family_is_documented_and_no_other() {
     }
     let gone: Vec<&String> = documented.keys().filter(|name| !shown.contains_key(*name)).collect();
     assert!(gone.is_empty(), "docs/metrics.md lists what there is not: {gone:?}");
+}
+
+#[test]
+fn every_reason_is_explained_and_no_other() {
+    let (_, rows) = DOCUMENT.split_once(REASONS).unwrap();
+    let explained: Vec<(&str, &str)> = rows
+        .lines()
+        .filter_map(|row| row.strip_prefix("| `"))
+        .map(|row| {
+            let (name, rest) = row.split_once("` | `").unwrap();
+            let (verdict, what) = rest.split_once("` | ").unwrap();
+            assert!(what.len() > 10, "{name} is not explained");
+            (name, verdict)
+        })
+        .collect();
+    let verdict = |reason: &Reason| match reason.verdict() {
+        Verdict::Pass => "pass",
+        Verdict::Refuse => "refuse",
+        Verdict::Drop => "drop",
+    };
+    let all: Vec<_> = Reason::ALL.iter().map(|reason| (reason.name(), verdict(reason))).collect();
+    assert_eq!(explained, all);
 }

@@ -236,6 +236,28 @@ fn config_tells_each_value_and_its_origin() {
 }
 
 #[test]
+fn what_a_file_cannot_say_is_a_warning() {
+    let output = proxy_ctl(&[
+        "config",
+        "--healthz-port=0",
+        "--iptables-min-sync-period=0",
+        "--profiling",
+        "--output",
+        "yaml",
+    ]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let told = stderr(&output);
+    let lost: Vec<_> = told.lines().filter(|line| line.contains("cannot be said in a file")).collect();
+    assert_eq!(
+        lost,
+        [
+            "warning: healthzBindAddress - cannot be said in a file, where it means 0.0.0.0:10256",
+            "warning: iptables.minSyncPeriod 0s cannot be said in a file, where it means 1s",
+        ]
+    );
+}
+
+#[test]
 fn probe_tells_facts_and_the_choice() {
     let folder = config("ebpf: {socketLoadBalancing: off}");
     let path = folder.path().join("config.yaml");

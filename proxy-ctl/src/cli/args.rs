@@ -90,7 +90,8 @@ const CONFIG_HELP: &str = "Examples:
   proxy-ctl config --config /var/lib/kube-proxy/config.conf --hostname-override node1
   proxy-ctl config --conntrack-min=0 --output yaml > config.conf
 
-FORMAT is table, json or yaml. YAML is a file that gives the same configuration, as from --write-config-to.
+FORMAT is table, json or yaml. YAML is a file that gives the same configuration, as from --write-config-to; what a
+file cannot say, such as the zero of --iptables-min-sync-period=0 or --healthz-port=0, is told as a warning.
 
 JSON: {config, values[]: {field, value, origin}, warnings[]}; origin is default, file or --FLAG.";
 

@@ -20,6 +20,7 @@ use crate::config::{CommandLine, Config, Effective};
 pub(super) fn write(line: &CommandLine, path: &Path) -> anyhow::Result<()> {
     let effective = load(line)?;
     warn(&effective.warnings);
+    warn(&not_for_a_file(&effective.config));
     fs::write(path, yaml(&effective.config)?)
         .with_context(|| format!("--write-config-to {}: cannot be written", path.display()))?;
     eprintln!("the configuration is in {}", path.display());
@@ -34,6 +35,14 @@ fn warn(warnings: &[String]) {
     for warning in warnings {
         eprintln!("warning: {warning}");
     }
+}
+
+fn not_for_a_file(config: &Config) -> Vec<String> {
+    let told = |(field, meant): (&crate::config::Field, Value)| {
+        let value = text(&field.value(config));
+        format!("{} {value} cannot be said in a file, where it means {}", field.path, text(&meant))
+    };
+    config.not_for_a_file().into_iter().map(told).collect()
 }
 
 fn yaml(config: &Config) -> anyhow::Result<String> {
@@ -58,6 +67,7 @@ pub(super) fn show(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Resu
         }
         Some("yaml") => {
             warn(&effective.warnings);
+            warn(&not_for_a_file(&effective.config));
             Ok(print(&yaml(&effective.config)?)?)
         }
         Some("json") => {

@@ -110,6 +110,9 @@ impl Life {
         };
         let facts = NodeFacts { ips, pod_cidrs, dual_stack: start::is_dual_stack() };
         tracing::info!(primary = ?ips.primary, dual_stack = facts.dual_stack, "address families");
+        if let Some(nothing) = checks::nothing_is_local(&self.config, local_by, &facts) {
+            tracing::info!(ip_family = ips.primary.name(), "{nothing}");
+        }
         let findings = checks::check(&self.config, local_by, &facts);
         for warning in &findings.warnings {
             tracing::warn!("{warning}");

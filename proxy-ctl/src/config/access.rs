@@ -5,7 +5,7 @@ use std::{net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
 
 use serde_json::{Number, Value};
 
-use super::{Config, Encoding, duration, media, network};
+use super::{Config, Encoding, duration, media, network, quantity};
 
 /// A value that a field does not take.
 #[derive(Debug)]
@@ -329,27 +329,19 @@ pub(super) const fn duration_or_nanoseconds(at: Place<Duration>) -> At<Duration>
 }
 
 /// A Kubernetes quantity.
-pub(super) const fn quantity(at: Place<String>) -> At<String> {
+pub(super) const fn bytes(at: Place<String>) -> At<String> {
     At {
         at,
         kind: "quantity",
         allowed: "a quantity such as \"0\" or \"64Ki\"",
         unset: |value| is_zero(value) || value.as_str() == Some("0"),
         read: |value| {
-            let is_quantity = |text: &str| {
-                let digits = text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.');
-                digits.len() < text.len() && SUFFIXES.contains(&digits)
-            };
             let number = || value.is_number().then(|| value.to_string());
-            typed(value, |value| {
-                number().or_else(|| value.as_str().filter(|text| is_quantity(text)).map(str::to_owned))
-            })
+            typed(value, |value| quantity::canonical(&value.as_str().map(str::to_owned).or_else(number)?))
         },
         write: |text| Value::String(text.clone()),
     }
 }
-
-const SUFFIXES: [&str; 13] = ["", "k", "K", "M", "G", "T", "P", "E", "Ki", "Mi", "Gi", "Ti", "Pi"];
 
 /// An address on which something is served.
 pub(super) struct Listen {

@@ -187,6 +187,7 @@ const SWITCH: &str = "true or false";
 const INTEGER: &str = "a whole number of 32 bits";
 const LEVEL: &str = "a whole number of 0 or more";
 const GATES: &str = "a list such as A=true,B=false";
+const LIST: &str = "a list such as a,b or \"a\",\"b\"";
 const MODULES: &str = "a list such as file=2,other*=4";
 
 /// The text of a flag as the value that the file would have; or what it must be.
@@ -203,7 +204,7 @@ fn read(takes: Takes, text: &str) -> Result<Value, &'static str> {
         Takes::Duration => duration::parse(text)
             .map(|_| Value::String(text.to_owned()))
             .ok_or("a duration such as 30s or 1h0m0s"),
-        Takes::List(_) => Ok(listed(text).map(Value::from).collect()),
+        Takes::List(_) => list(text).map(|parts| parts.into_iter().map(Value::from).collect()).ok_or(LIST),
         Takes::Gates => {
             let gate = |pair: &str| {
                 let (name, on) = pair.split_once('=')?;
@@ -225,6 +226,51 @@ fn read(takes: Takes, text: &str) -> Result<Value, &'static str> {
     }
 }
 
+/// A line of CSV; what follows it says nothing, as with kube-proxy.
+fn list(text: &str) -> Option<Vec<String>> {
+    if text.is_empty() {
+        return Some(Vec::new());
+    }
+    let mut rest = text.trim_start_matches(['\r', '\n']);
+    if rest.is_empty() {
+        return None;
+    }
+    let mut parts = Vec::new();
+    loop {
+        let (part, after) = match rest.strip_prefix('"') {
+            Some(quoted) => unquoted(quoted)?,
+            None => {
+                let (part, after) = rest.split_at(rest.find([',', '\n']).unwrap_or(rest.len()));
+                (part.strip_suffix('\r').unwrap_or(part).to_owned(), after)
+            }
+        };
+        if part.contains('"') && !rest.starts_with('"') {
+            return None;
+        }
+        parts.push(part);
+        match after.strip_prefix(',') {
+            Some(next) => rest = next,
+            None => return Some(parts),
+        }
+    }
+}
+
+/// The text before the quote that ends it, in which two quotes are one; and what comes after.
+fn unquoted(text: &str) -> Option<(String, &str)> {
+    let mut part = String::new();
+    let mut rest = text;
+    loop {
+        let (before, after) = rest.split_once('"')?;
+        part.push_str(before);
+        let Some(next) = after.strip_prefix('"') else {
+            let ends = after.is_empty() || after.starts_with([',', '\n']) || after.starts_with("\r\n");
+            return ends.then_some((part, after));
+        };
+        part.push('"');
+        rest = next;
+    }
+}
+
 fn listed(text: &str) -> impl Iterator<Item = &str> {
     text.split(',').filter(|part| !part.is_empty())
 }
@@ -242,7 +288,13 @@ fn level(text: &str) -> Option<u32> {
     text.parse().ok().filter(|level| digits && *level <= i32::MAX.unsigned_abs())
 }
 
-/// With Go's prefixes: 0x, 0o, 0b, and 0 alone for octal.
+/// Underscores stand between digits.
+fn without_underscores(digits: &str) -> Option<String> {
+    let misplaced = digits.starts_with('_') || digits.ends_with('_') || digits.contains("__");
+    (!misplaced).then(|| digits.replace('_', ""))
+}
+
+/// With Go's underscores and prefixes: 0x, 0o, 0b, and 0 alone for octal.
 fn integer(text: &str) -> Option<i32> {
     let (negative, rest) = match text.strip_prefix('-') {
         Some(rest) => (true, rest),
@@ -256,10 +308,12 @@ fn integer(text: &str) -> Option<i32> {
         (_, Some(octal)) if !octal.is_empty() => (octal, 8),
         _ => (lower.as_str(), 10),
     };
+    // One may follow a prefix.
+    let digits = if radix == 10 { digits } else { digits.strip_prefix('_').unwrap_or(digits) };
     if !digits.starts_with(|c: char| c.is_ascii_hexdigit()) {
         return None;
     }
-    let number = i64::from_str_radix(digits, radix).ok()?;
+    let number = i64::from_str_radix(&without_underscores(digits)?, radix).ok()?;
     i32::try_from(if negative { -number } else { number }).ok()
 }
 
@@ -291,6 +345,12 @@ mod tests {
     #[case::lists_grow(&["--nodeport-addresses=a,b", "--nodeport-addresses", "c"], "nodeport-addresses", json!(["a", "b", "c"]))]
     #[case::gates_merge(&["--feature-gates=A=true,B=false", "--feature-gates= B = 1,"], "feature-gates", json!({"A": true, "B": true}))]
     #[case::modules(&["--vmodule=a=1,b*=2"], "vmodule", json!([{"filePattern": "a", "verbosity": 1}, {"filePattern": "b*", "verbosity": 2}]))]
+    #[case::csv(&["--nodeport-addresses=\"a\",\"b\"\",c\"\r\nd"], "nodeport-addresses", json!(["a", "b\",c"]))]
+    #[case::csv_on_the_second_line(&["--nodeport-addresses=\na,,b\n"], "nodeport-addresses", json!(["a", "", "b"]))]
+    #[case::an_empty_list(&["--nodeport-addresses="], "nodeport-addresses", json!([]))]
+    #[case::underscores(&["--conntrack-min=1_000"], "conntrack-min", json!(1000))]
+    #[case::underscores_after_a_prefix(&["--conntrack-min=0x_1_0"], "conntrack-min", json!(16))]
+    #[case::underscores_after_a_zero(&["--conntrack-min=0_7"], "conntrack-min", json!(7))]
     #[case::duration(&["--config-sync-period=1h"], "config-sync-period", json!("1h"))]
     #[case::nothing_after_the_dashes(&["--v=1", "--", ""], "v", json!(1))]
     fn good(#[case] arguments: &[&str], #[case] flag: &str, #[case] value: Value) {
@@ -306,6 +366,12 @@ mod tests {
     #[case(&["--conntrack-min"], "--conntrack-min needs a value")]
     #[case(&["--conntrack-min=1e3"], "--conntrack-min must be a whole number of 32 bits, found \"1e3\"")]
     #[case(&["--conntrack-min=99999999999"], "--conntrack-min must be a whole number of 32 bits, found \"99999999999\"")]
+    #[case(&["--conntrack-min=_1"], "--conntrack-min must be a whole number of 32 bits, found \"_1\"")]
+    #[case(&["--conntrack-min=1__0"], "--conntrack-min must be a whole number of 32 bits, found \"1__0\"")]
+    #[case(&["--conntrack-min=0x__1"], "--conntrack-min must be a whole number of 32 bits, found \"0x__1\"")]
+    #[case(&["--nodeport-addresses=\"a"], "--nodeport-addresses must be a list such as a,b or \"a\",\"b\", found \"\\\"a\"")]
+    #[case(&["--nodeport-addresses=\"a\"b"], "--nodeport-addresses must be a list such as a,b or \"a\",\"b\", found \"\\\"a\\\"b\"")]
+    #[case(&["--nodeport-addresses=a\"b"], "--nodeport-addresses must be a list such as a,b or \"a\",\"b\", found \"a\\\"b\"")]
     #[case(&["--profiling=yes"], "--profiling must be true or false, found \"yes\"")]
     #[case(&["--profiling", "false"], "\"false\" is not a flag: nothing but flags is taken")]
     #[case(&["--", "x"], "\"x\" is not a flag: nothing but flags is taken")]

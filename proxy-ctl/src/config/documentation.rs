@@ -146,6 +146,7 @@ fn differences(text: &mut String) {
          - `nodePortAddresses`: `primary`, `localhost`, `all` and networks may stand together, as from 1.37 on.\n\
          - Addresses and networks are written in their usual form (`010.0.0.0/8` and \
          `::ffff:10.0.0.0/104` as `10.0.0.0/8`), \
+         quantities too (`+1Ki` as `1Ki`), an empty list as null, \
          `logging.flushFrequency` as a duration, and a value that the mode does not use and that is not allowed as \
          its default.\n\
          - Flags of kube-proxy before 1.26 for its logger are accepted, and say that they have no effect.\n\

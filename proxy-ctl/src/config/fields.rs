@@ -6,8 +6,8 @@ use super::{
     Config, HEALTHZ_PORT, LocalMode, METRICS_PORT, ModuleVerbosity, NodePortAddress, RequestedMode,
     access::{
         Access, At, Count, HIGHEST_I32, List, Listen, Place, Read, Why, Words, accepted, address, as_whole,
-        duration_or_nanoseconds, encoding, file, folder, number, optional_folder, optional_text,
-        optional_timeout, period, quantity, switch, text, timeout, whole, whole_not_zero, wrong_at,
+        bytes, duration_or_nanoseconds, encoding, file, folder, number, optional_folder, optional_text,
+        optional_timeout, period, switch, text, timeout, whole, whole_not_zero, wrong_at,
     },
     ebpf::{MOST_ENTRIES, NamePattern},
     network,
@@ -148,12 +148,12 @@ pub static FIELDS: &[Field] = fields! {
         "Verbosity of single source files, by pattern. Only in format text.";
     "logging.options.text.splitStream", switch(|c| &mut c.logging.text.split_stream);
         "Format text: only errors to stderr. Needs the feature gate LoggingAlphaOptions.";
-    "logging.options.text.infoBufferSize", quantity(|c| &mut c.logging.text.info_buffer_size);
-        "Format text: bytes that are buffered. Needs the feature gate LoggingAlphaOptions.";
+    "logging.options.text.infoBufferSize", bytes(|c| &mut c.logging.text.info_buffer_size);
+        "Format text: bytes that are buffered. Without effect: each line is written at once here. Needs the feature gate LoggingAlphaOptions.";
     "logging.options.json.splitStream", switch(|c| &mut c.logging.json.split_stream);
         "Format json: only errors to stderr. Needs the feature gate LoggingAlphaOptions.";
-    "logging.options.json.infoBufferSize", quantity(|c| &mut c.logging.json.info_buffer_size);
-        "Format json: bytes that are buffered. Needs the feature gate LoggingAlphaOptions.";
+    "logging.options.json.infoBufferSize", bytes(|c| &mut c.logging.json.info_buffer_size);
+        "Format json: bytes that are buffered. Without effect: each line is written at once here. Needs the feature gate LoggingAlphaOptions.";
 
     "iptables.masqueradeBit", whole(|c| &mut c.iptables.masquerade_bit, BIT);
         "Bit of the packet mark that asks for masquerading, in modes iptables and ipvs.";
@@ -197,13 +197,16 @@ pub static FIELDS: &[Field] = fields! {
         "As iptables.minSyncPeriod, in mode nftables.";
 
     "detectLocalMode", Words(|c| &mut c.detect_local_mode);
-        "How traffic of the node's own pods is told from other traffic.";
+        "How traffic of the node's own pods is told from other traffic. Mode ebpf does not need to tell it: all that this \
+         still does is that NodeCIDR waits for spec.podCIDRs of the Node, and ends the process when they change.";
     "detectLocal.bridgeInterface", text(|c| &mut c.bridge_interface);
-        "The bridge of the pods; needed where detectLocalMode is BridgeInterface.";
+        "The bridge of the pods; needed where detectLocalMode is BridgeInterface. Mode ebpf does not use it.";
     "detectLocal.interfaceNamePrefix", text(|c| &mut c.interface_name_prefix);
-        "How the names of the pods' interfaces begin; needed where detectLocalMode is InterfaceNamePrefix.";
+        "How the names of the pods' interfaces begin; needed where detectLocalMode is InterfaceNamePrefix. Mode ebpf does \
+         not use it.";
     "clusterCIDR", CLUSTER_CIDR, Counts::Used(|config| config.detect_local_mode == LocalMode::ClusterCidr);
-        "The pods' networks.";
+        "The pods' networks. Mode ebpf does not use them, but checks them: networks of another family than a \
+         single-stack node's end the process.";
     "nodePortAddresses", List {
             at: |c| &mut c.node_port_addresses, kind: "list of networks or words",
             allowed: "a network such as \"10.0.0.0/8\", or primary, localhost or all", parse: NodePortAddress::parse,

@@ -174,7 +174,7 @@ pub static FLAGS: &[Flag] = &[
         "log-text-info-buffer-size",
         Text("QUANTITY"),
         "logging.options.text.infoBufferSize",
-        "Format text: bytes that are buffered.",
+        "Format text: bytes that are buffered. Without effect.",
     ),
     logging(
         "log-json-split-stream",
@@ -186,7 +186,7 @@ pub static FLAGS: &[Flag] = &[
         "log-json-info-buffer-size",
         Text("QUANTITY"),
         "logging.options.json.infoBufferSize",
-        "Format json: bytes that are buffered.",
+        "Format json: bytes that are buffered. Without effect.",
     ),
     set("proxy-mode", Text("MODE"), &["mode"]),
     set("kubeconfig", Text("FILE"), &["clientConnection.kubeconfig"]),

@@ -16,6 +16,7 @@ mod flag_values;
 mod flags;
 mod media;
 mod network;
+mod quantity;
 mod resolve;
 mod url;
 
@@ -153,7 +154,7 @@ pub struct ModuleVerbosity {
 pub struct OutputRouting {
     /// Errors to stderr, everything else to stdout.
     pub split_stream: bool,
-    /// A Kubernetes quantity of bytes.
+    /// A Kubernetes quantity of bytes, in its usual form.
     pub info_buffer_size: String,
 }
 
@@ -306,9 +307,18 @@ impl Config {
     }
 
     /// Every field as a file of `kubeproxy.config.k8s.io/v1alpha1` says it, defaults too. Read back, it gives the
-    /// same configuration; but a sync period of zero, which only a flag can say, means the default there.
+    /// same configuration, but for [`Config::not_for_a_file`].
     pub fn to_document(&self) -> serde_json::Value {
         document::of(self)
+    }
+
+    /// What only flags can say, such as a pause of zero: a file that says the same means something else. Each with
+    /// what the file would mean.
+    pub fn not_for_a_file(&self) -> Vec<(&'static Field, serde_json::Value)> {
+        let Some(read) = Effective::of_document(self.to_document()) else { return Vec::new() };
+        let differs = |field: &&Field| field.value(&read.config) != field.value(self);
+        let used = FIELDS.iter().filter(|field| field.counts_in(self.mode)).filter(differs);
+        used.map(|field| (field, field.value(&read.config))).collect()
     }
 
     /// `None`: the host's name.

@@ -17,7 +17,7 @@ use super::{
     document::{self, Document},
     duration, feature_gates,
     fields::{Counts, DECIDING, FIELDS, Field},
-    flags::{Flag, Sets},
+    flags::{Flag, Group, Sets},
     network,
 };
 
@@ -63,6 +63,12 @@ impl Effective {
     pub(super) fn of_text(path: &Path, text: &str, line: &CommandLine) -> Result<Self, Error> {
         let document = document::parse(path, text)?;
         Self::resolve(Some(&File { path: path.to_owned(), document }), line)
+    }
+
+    /// `None`: there is something wrong with it.
+    pub(super) fn of_document(root: Value) -> Option<Self> {
+        let document = Document { root, warnings: Vec::new() };
+        Self::resolve(Some(&File { path: PathBuf::new(), document }), &CommandLine::default()).ok()
     }
 
     pub(super) fn resolve_flags(line: &CommandLine) -> Result<Self, Error> {
@@ -145,8 +151,8 @@ impl<'a> Resolution<'a> {
         };
         let mut given = self.line.given();
         let (flag, value) = given.find(|(flag, _)| counts(flag) && flag.fields().contains(&field.path))?;
-        // Text that says nothing changes nothing; as with kube-proxy, a flag's zero is a value of its own.
-        (value != "").then(|| (flag, value.clone()))
+        // Text that says nothing changes nothing, but to the logger; as with kube-proxy, a flag's zero is a value of its own.
+        (value != "" || flag.group == Group::Logging).then(|| (flag, value.clone()))
     }
 
     fn read(&mut self, field: &'static Field) {

@@ -275,6 +275,21 @@ fn what_is_written_gives_the_same_configuration(#[case] flags: &[&str]) {
     assert_eq!(read.warnings, [""; 0]);
 }
 
+#[test]
+fn what_a_file_cannot_say() {
+    let lost = |flags: &[&str]| {
+        let config = Effective::resolve_flags(&line(flags)).unwrap().config;
+        let lost =
+            config.not_for_a_file().into_iter().map(|(field, meant)| format!("{} {meant}", field.path));
+        lost.collect::<Vec<_>>()
+    };
+    assert_eq!(
+        lost(&["--healthz-port=0", "--iptables-min-sync-period=0", "--kube-api-qps=0"]),
+        ["healthzBindAddress \"0.0.0.0:10256\"", "clientConnection.qps 5", "iptables.minSyncPeriod \"1s\"",]
+    );
+    assert_eq!(lost(&["--proxy-mode=nftables", "--profiling", "--conntrack-min=0"]), [""; 0]);
+}
+
 #[rstest]
 #[case::of_a_file("iptables: {masqueradeBit: 3}", &["--iptables-masquerade-bit=4"], "iptables.masqueradeBit", Origin::File)]
 #[case::default("", &["--iptables-masquerade-bit=4"], "iptables.masqueradeBit", Origin::Default)]
@@ -309,6 +324,15 @@ fn a_gate_that_is_gone_is_a_warning() {
 #[case(
     &["--logging-format=json", "--vmodule=a=1"],
     "--vmodule (logging.vmodule) must be empty, because logging.format is json"
+)]
+#[case(&["--logging-format="], "--logging-format (logging.format) must be text or json, found \"\"")]
+#[case(
+    &["--log-json-info-buffer-size="],
+    "--log-json-info-buffer-size (logging.options.json.infoBufferSize) must be a quantity such as \"0\" or \"64Ki\", found \"\""
+)]
+#[case(
+    &["--nodeport-addresses=10.0.0.0/8,"],
+    "--nodeport-addresses (nodePortAddresses[1]) must be a network such as \"10.0.0.0/8\", or primary, localhost or all, found \"\""
 )]
 #[case(&["--healthz-port=70000"], "--healthz-port must be from 0 to 65535, found 70000")]
 #[case(

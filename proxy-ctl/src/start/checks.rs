@@ -67,6 +67,23 @@ pub fn check(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Findings {
     findings
 }
 
+/// That no traffic can be told to be local, in kube-proxy's words. Mode ebpf need not tell it.
+pub fn nothing_is_local(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Option<&'static str> {
+    let (networks, nothing) = match local_by {
+        LocalBy::ClusterCidr => (
+            &config.cluster_cidrs,
+            "Detect-local-mode set to ClusterCIDR, but no cluster CIDR specified for primary IP family",
+        ),
+        LocalBy::NodeCidr => (
+            &node.pod_cidrs,
+            "Detect-local-mode set to NodeCIDR, but no PodCIDR defined at node for primary IP family",
+        ),
+        LocalBy::Interface => return None,
+    };
+    let has_primary = networks.iter().any(|network| Family::of(network.addr()) == node.ips.primary);
+    (!has_primary).then_some(nothing)
+}
+
 fn listens_on(address: impl Into<Option<SocketAddr>>) -> Option<IpAddr> {
     address.into().map(|address| address.ip())
 }
@@ -164,6 +181,23 @@ mod tests {
         let config = Config { cluster_cidrs: networks(cluster), ..quiet() };
         let Findings { warnings, fatal } = check(&config, local_by, &node(addresses, dual_stack));
         assert_eq!((warnings.len(), fatal.len()), expected, "{warnings:?} {fatal:?}");
+    }
+
+    #[rstest]
+    #[case::none(LocalBy::ClusterCidr, &[], Some("ClusterCIDR, but no cluster CIDR specified"))]
+    #[case::of_the_other_family(LocalBy::NodeCidr, &["fd00::/64"], Some("NodeCIDR, but no PodCIDR defined"))]
+    #[case::of_both(LocalBy::ClusterCidr, &["fd00::/64", "10.0.0.0/8"], None)]
+    #[case::not_asked(LocalBy::Interface, &[], None)]
+    fn networks_that_tell_nothing(
+        #[case] local_by: LocalBy,
+        #[case] all: &[&str],
+        #[case] expected: Option<&str>,
+    ) {
+        let config = Config { cluster_cidrs: networks(all), ..quiet() };
+        let facts = NodeFacts { pod_cidrs: networks(all), ..node(V4, true) };
+        let found = nothing_is_local(&config, local_by, &facts);
+        assert_eq!(found.is_some(), expected.is_some(), "{found:?}");
+        assert!(found.zip(expected).is_none_or(|(found, text)| found.contains(text)), "{found:?}");
     }
 
     #[rstest]

@@ -124,7 +124,7 @@ fn the_corpus_is_taken_as_kube_proxy_takes_it() {
 
 #[test]
 fn every_refusal_of_kube_proxy_that_names_a_field_is_understood() {
-    let unnamed = ["time: ", "invalid duration ", "yaml:", "arguments", "shorthand"];
+    let unnamed = ["time: ", "invalid duration ", "quantit", "yaml:", "arguments", "shorthand"];
     for (name, answer) in recording().answers {
         if let Answer::Refused(error) = answer {
             let by_name = !oracle::named(&error).is_empty();

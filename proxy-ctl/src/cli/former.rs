@@ -28,17 +28,19 @@ impl Former {
         if programmed.wait_for(|programmed| *programmed).await.is_err() {
             return;
         }
+        let mut told = Told::default();
         let owed = if self.configs.borrow().ebpf.remove_kube_proxy_rules {
             Owed::everything()
         } else {
-            self.leave().await;
+            self.leave(&mut told).await;
             Owed::default()
         };
-        self.remove_and_watch(owed).await;
+        self.remove_and_watch(owed, told).await;
     }
 
-    async fn leave(&self) {
+    async fn leave(&self, told: &mut Told) {
         let found = self.look().await;
+        told.unknown(&found);
         if !found.parts.is_empty() {
             tracing::warn!(
                 "rules of another kube-proxy are on this node and stay, as ebpf.removeKubeProxyRules is false: {}",
@@ -49,9 +51,9 @@ impl Former {
 
     /// Removes what is owed, each part until that has succeeded once, and tells of what comes back. That is not removed
     /// again: two that write the same rules in turns help nobody.
-    async fn remove_and_watch(&self, mut owed: Owed) {
+    async fn remove_and_watch(&self, mut owed: Owed, mut told: Told) {
         let (mut pause, mut attempt_at) = (FIRST_PAUSE, Instant::now());
-        let (mut quiet, mut told) = (None, Told::default());
+        let mut quiet = Quiet::default();
         loop {
             let attempts = !owed.is_empty() && attempt_at <= Instant::now();
             if attempts {
@@ -59,21 +61,21 @@ impl Former {
                 attempt_at = Instant::now() + pause;
                 pause = (pause * 2).min(LONGEST_PAUSE);
             }
+            quiet.removal |= attempts;
             let found = self.look().await;
-            self.count(&found);
-            let before: &Vec<Part> = quiet.get_or_insert_with(|| found.parts.clone());
-            let more = grown(before, &found.parts);
-            if !more.is_empty() && !told.back {
-                let parts = in_words(&more);
-                tracing::warn!(
-                    "another kube-proxy is at work on this node: its rules are there again ({parts}). Two proxies get in \
-                     each other's way: end that one, then start this one anew, which removes them"
-                );
-                self.events.record(event::former_rules_are_back(&parts));
-            }
-            told.back = !more.is_empty();
-            if attempts {
-                quiet = Some(shrunk(before, &found.parts));
+            told.unknown(&found);
+            if found.problems.is_empty() {
+                self.count(&found);
+                let more = quiet.look(&found.parts);
+                if !more.is_empty() && !told.back {
+                    let parts = in_words(&more);
+                    tracing::warn!(
+                        "another kube-proxy is at work on this node: its rules are there again ({parts}). Two proxies get \
+                         in each other's way: end that one, then start this one anew, which removes them"
+                    );
+                    self.events.record(event::former_rules_are_back(&parts));
+                }
+                told.back = !more.is_empty();
             }
             // In less time than this, a kube-proxy writes anew what it misses.
             let next_look = Instant::now() + self.configs.borrow().sync_period();
@@ -105,7 +107,7 @@ impl Former {
 
     async fn look(&self) -> Found {
         let config = Arc::clone(&self.configs.borrow());
-        blocking(move || leftovers::find(&config.ipvs.exclude_cidrs)).await.unwrap_or_default()
+        blocking(move || leftovers::find(&config.ipvs.exclude_cidrs)).await.unwrap_or_else(Found::unknown)
     }
 
     fn count(&self, found: &Found) {
@@ -119,16 +121,52 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) 
     tokio::task::spawn_blocking(work).await.map_err(failed).ok()
 }
 
+/// What is there while no other kube-proxy is at work.
+#[derive(Default)]
+struct Quiet {
+    /// `None`: nothing has been seen yet.
+    parts: Option<Vec<Part>>,
+    /// Something may have been removed since.
+    removal: bool,
+}
+
+impl Quiet {
+    /// `now`: all that is there. Answers with what somebody has written since.
+    fn look(&mut self, now: &[Part]) -> Vec<Part> {
+        let before = self.parts.get_or_insert_with(|| now.to_vec());
+        let more = grown(before, now);
+        if std::mem::take(&mut self.removal) {
+            *before = shrunk(before, now);
+        }
+        more
+    }
+}
+
 /// What need not be told again.
 #[derive(Default)]
 struct Told {
     problems: String,
+    /// Why it is not known what is there.
+    unknown: String,
     waiting: usize,
     kept: Vec<Kept>,
     back: bool,
 }
 
 impl Told {
+    /// Answers whether there was something to tell.
+    fn unknown(&mut self, found: &Found) -> bool {
+        let unknown = found.problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+        let news = !unknown.is_empty() && unknown != self.unknown;
+        if news {
+            tracing::warn!(
+                "what another kube-proxy has left cannot be told, nor whether one is at work: {unknown}"
+            );
+        }
+        self.unknown = unknown;
+        news
+    }
+
     fn removed(&mut self, removed: &Removed) {
         if !removed.parts.is_empty() {
             tracing::info!("removed what another kube-proxy had left: {}", in_words(&removed.parts));
@@ -177,7 +215,7 @@ fn shrunk(before: &[Part], now: &[Part]) -> Vec<Part> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::leftovers::What;
+    use crate::{leftovers::What, sys::CallError};
 
     fn part(place: &str, count: usize) -> Part {
         Part { place: place.to_owned(), what: What::Chains, count }
@@ -199,6 +237,34 @@ mod tests {
         assert_eq!(second, [part("filter", 2)]);
         assert_eq!(grown(&second, &first), [part("nat", 3)]);
         assert_eq!(shrunk(&first, &[part("nat", 1), part("filter", 9)]), [part("nat", 1), part("filter", 2)]);
+    }
+
+    /// What could not be looked at is neither gone nor back.
+    #[test]
+    fn a_look_that_failed_changes_nothing() {
+        let mut quiet = Quiet { removal: true, ..Quiet::default() };
+        let stays = [part("nat", 3), part("filter", 2)];
+        assert_eq!(quiet.look(&stays), []);
+        assert_eq!(quiet.look(&stays), []);
+        // An attempt, and no look after it.
+        quiet.removal = true;
+        assert_eq!(quiet.look(&stays[..1]), []);
+        assert_eq!(quiet.look(&stays), stays[1..]);
+        // That is not fought, and stays said.
+        assert_eq!(quiet.look(&stays), stays[1..]);
+    }
+
+    #[test]
+    fn why_nothing_is_known_is_told_once_while_it_stays_the_same() {
+        let found = |call: Option<&'static str>| {
+            let problem = |call| CallError::new(call, std::io::ErrorKind::TimedOut.into()).into();
+            Found { parts: vec![part("nat", 3)], problems: call.map(problem).into_iter().collect() }
+        };
+        let mut told = Told::default();
+        let calls = [None, Some("a"), Some("a"), Some("b"), None, Some("b")];
+        let news = calls.map(|call| told.unknown(&found(call)));
+        assert_eq!(news, [false, true, false, true, false, true]);
+        assert_eq!(Found::unknown().problems.len(), 1);
     }
 
     #[test]

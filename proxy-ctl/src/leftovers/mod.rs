@@ -37,6 +37,8 @@ pub enum Error {
          -restore, are not on PATH: call `kube-proxy --cleanup` of kube-proxy's own image on the node"
     )]
     NoLegacyTools { program: &'static str },
+    #[error("the look for it has failed")]
+    NotLooked,
     #[error("{program}: {problem}")]
     Tool { program: String, problem: String },
 }
@@ -210,6 +212,11 @@ pub struct Found {
 }
 
 impl Found {
+    /// Nobody has looked.
+    pub fn unknown() -> Self {
+        Self { parts: Vec::new(), problems: vec![Error::NotLooked] }
+    }
+
     pub fn count(&self) -> usize {
         self.parts.iter().map(|part| part.count).sum()
     }

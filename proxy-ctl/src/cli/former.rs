@@ -150,6 +150,7 @@ struct Told {
     unknown: String,
     waiting: usize,
     kept: Vec<Kept>,
+    not_held: Vec<String>,
     back: bool,
 }
 
@@ -178,6 +179,14 @@ impl Told {
             );
         }
         self.waiting = removed.waiting;
+        for place in removed.not_held.iter().filter(|place| !self.not_held.contains(place)) {
+            tracing::warn!(
+                place,
+                "connections that another kube-proxy's rules have translated end, unless somebody else translates: the \
+                 kernel lacks what would keep them (nf_tables with nft_chain_nat and nft_ct)"
+            );
+        }
+        self.not_held.extend_from_slice(&removed.not_held);
         for kept in self.news(&removed.kept) {
             tracing::warn!(place = kept.place, name = kept.name, "of another kube-proxy, {}", kept.why);
         }

@@ -169,6 +169,9 @@ impl Owed {
 pub struct Removed {
     pub parts: Vec<Part>,
     pub kept: Vec<Kept>,
+    /// Places where nothing could be left that has the kernel go on translating: connections that the rules there have
+    /// translated end, unless somebody else's rules translate too.
+    pub not_held: Vec<String>,
     /// Virtual servers that have connections still, and take no new ones: to be removed later.
     pub waiting: usize,
     pub problems: Vec<Error>,

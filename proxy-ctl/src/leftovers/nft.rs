@@ -6,7 +6,7 @@
 //! they have translated ends. So [`Extent::Served`] leaves a holder in each family: the table `kube-proxy` with one chain
 //! that has both and does nothing. kube-proxy takes it over or removes it, as it does with its own.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, ops::Range};
 
 use super::{
     Error, Extent, Kept, Part, Removed, What, names,
@@ -92,26 +92,51 @@ pub(super) fn find() -> Result<Vec<Part>, Error> {
 
 /// Before rules that iptables-legacy has made go.
 pub(super) fn hold(family: TableFamily, removed: &mut Removed) -> Result<(), Error> {
-    let Some(nftables) = NfTables::load()? else { return Ok(()) };
+    let Some(nftables) = NfTables::load()? else {
+        removed.not_held.push(place(family, names::NFTABLES_TABLE));
+        return Ok(());
+    };
     if nftables.tables(family)?.iter().any(|table| table == names::NFTABLES_TABLE) {
         return Ok(());
     }
     let mut batch = Batch::default();
-    lay_holder(&mut batch, family);
-    match nftables.commit(batch)?.first() {
+    // Where there is no nf_tables, the beginning of the batch is refused.
+    let holders = [(family, 0..lay_holder(&mut batch, family).end)];
+    let refused = nftables.commit(batch)?;
+    if !cannot_be_held(&refused, &holders).is_empty() {
+        removed.not_held.push(place(family, names::NFTABLES_TABLE));
+        return Ok(());
+    }
+    match refused.first() {
         // Somebody else was faster.
         None | Some(Refused { errno: libc::EEXIST, .. }) => {
             removed.kept.push(holder(family));
             Ok(())
         }
-        // A kernel without nf_tables: nothing can be held.
-        Some(Refused { errno: libc::EINVAL | libc::EOPNOTSUPP, .. }) => Ok(()),
         Some(refused) => Err(Error::refused(refused.errno)),
     }
 }
 
-fn lay_holder(batch: &mut Batch, family: TableFamily) {
-    batch.make_holder(family, names::NFTABLES_TABLE, names::HOLDER, "keeps connections translated");
+/// A family's holder, and the places of its messages in a transaction.
+type Holder = (TableFamily, Range<u32>);
+
+fn lay_holder(batch: &mut Batch, family: TableFamily) -> Range<u32> {
+    batch.make_holder(family, names::NFTABLES_TABLE, names::HOLDER, "keeps connections translated")
+}
+
+/// Families for which this kernel can make no holder, whoever changes what meanwhile: it has no nf_tables, or not all that
+/// is needed. The first refusal says why; others follow from it.
+fn cannot_be_held(refused: &[Refused], holders: &[Holder]) -> Vec<TableFamily> {
+    let first = |messages: &Range<u32>| {
+        let of_holder = refused.iter().filter(|refused| messages.contains(&refused.message));
+        of_holder.min_by_key(|refused| refused.message).map(|refused| refused.errno)
+    };
+    let cannot = |errno| matches!(errno, libc::ENOENT | libc::EINVAL | libc::EOPNOTSUPP | libc::EAFNOSUPPORT);
+    holders
+        .iter()
+        .filter(|(_, messages)| first(messages).is_some_and(cannot))
+        .map(|(family, _)| *family)
+        .collect()
 }
 
 fn holder(family: TableFamily) -> Kept {
@@ -134,22 +159,25 @@ struct Tables {
     deleted: Vec<TableFamily>,
     /// Anew.
     held: Vec<TableFamily>,
+    /// Would be, if the kernel could.
+    not_held: Vec<TableFamily>,
 }
 
 impl Tables {
-    fn new(census: &Census, shares: &[Share], extent: Extent) -> Self {
+    fn new(census: &Census, shares: &[Share], unable: &[TableFamily], extent: Extent) -> Self {
         let mut deleted = census.tables.clone();
         if extent == Extent::Everything {
             deleted.extend(&census.holders);
-            return Self { deleted, held: Vec::new() };
+            return Self { deleted, held: Vec::new(), not_held: Vec::new() };
         }
         let translates = |family: TableFamily| {
             let in_iptables =
                 |share: &Share| (share.family, share.table) == (family, "nat") && !share.plan.is_empty();
             deleted.contains(&family) || shares.iter().any(in_iptables) && !census.holders.contains(&family)
         };
-        let held = TableFamily::ALL.into_iter().filter(|family| translates(*family)).collect();
-        Self { deleted, held }
+        let wanted = TableFamily::ALL.into_iter().filter(|family| translates(*family));
+        let (not_held, held) = wanted.partition(|family| unable.contains(family));
+        Self { deleted, held, not_held }
     }
 
     fn is_empty(&self) -> bool {
@@ -161,19 +189,29 @@ impl Tables {
 pub(super) fn remove(extent: Extent, removed: &mut Removed) -> Result<(), Error> {
     let Some(nftables) = NfTables::open()? else { return Ok(()) };
     let mut busy: BTreeSet<Address> = BTreeSet::new();
+    let mut unable = Vec::new();
     let mut last = None;
     for _ in 0..TRIES {
         let census = Census::take(&nftables)?;
         let shares = shares(&nftables, &census, &busy, extent)?;
-        let tables = Tables::new(&census, &shares, extent);
-        let (batch, deletions) = transaction(&tables, &shares);
+        let tables = Tables::new(&census, &shares, &unable, extent);
+        let Transaction { batch, deletions, holders } = transaction(&tables, &shares);
         let nothing_to_do = tables.is_empty() && shares.iter().all(|share| share.plan.is_empty());
         let refused = if nothing_to_do { Vec::new() } else { nftables.commit(batch)? };
         if refused.is_empty() {
             tell(&tables, shares, removed);
             return Ok(());
         }
+        let not_held = cannot_be_held(&refused, &holders);
+        let is_of_holder = |refusal: &Refused| {
+            let mut of_these = holders.iter().filter(|(family, _)| not_held.contains(family));
+            of_these.any(|(_, messages)| messages.contains(&refusal.message))
+        };
         for refusal in refused {
+            last = Some(refusal.errno);
+            if is_of_holder(&refusal) {
+                continue;
+            }
             let deleted = deletions.iter().find(|(message, _)| *message == refusal.message);
             match (refusal.errno, deleted) {
                 (libc::EBUSY, Some((_, chain))) => {
@@ -183,8 +221,8 @@ pub(super) fn remove(extent: Extent, removed: &mut Removed) -> Result<(), Error>
                 (libc::ENOENT | libc::EEXIST | libc::EAGAIN | libc::ERESTART, _) => {}
                 (errno, _) => return Err(Error::refused(errno)),
             }
-            last = Some(refusal.errno);
         }
+        unable.extend(not_held);
     }
     Err(Error::refused(last.unwrap_or(libc::EAGAIN)))
 }
@@ -216,8 +254,15 @@ fn shares(
     census.chains.iter().map(share).collect()
 }
 
+struct Transaction {
+    batch: Batch,
+    /// Chains, with the places of the messages that delete them.
+    deletions: Vec<(u32, Address)>,
+    holders: Vec<Holder>,
+}
+
 /// Chains that nobody else uses are emptied before any is deleted, as they lead to each other.
-fn transaction(tables: &Tables, shares: &[Share]) -> (Batch, Vec<(u32, Address)>) {
+fn transaction(tables: &Tables, shares: &[Share]) -> Transaction {
     let (mut batch, mut deletions) = (Batch::default(), Vec::new());
     for Share { family, table, plan } in shares.iter().filter(|share| !share.plan.is_empty()) {
         for (chain, handle) in &plan.rules {
@@ -234,10 +279,8 @@ fn transaction(tables: &Tables, shares: &[Share]) -> (Batch, Vec<(u32, Address)>
     for family in &tables.deleted {
         batch.delete_table(*family, names::NFTABLES_TABLE);
     }
-    for family in &tables.held {
-        lay_holder(&mut batch, *family);
-    }
-    (batch, deletions)
+    let holders = tables.held.iter().map(|family| (*family, lay_holder(&mut batch, *family))).collect();
+    Transaction { batch, deletions, holders }
 }
 
 fn tell(tables: &Tables, shares: Vec<Share>, removed: &mut Removed) {
@@ -246,4 +289,45 @@ fn tell(tables: &Tables, shares: Vec<Share>, removed: &mut Removed) {
     }
     removed.parts.extend(tables.deleted.iter().map(|family| own_table(*family)));
     removed.kept.extend(tables.held.iter().map(|family| holder(*family)));
+    let not_held = tables.not_held.iter().map(|family| place(*family, names::NFTABLES_TABLE));
+    removed.not_held.extend(not_held);
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    const HELD: [TableFamily; 2] = TableFamily::ALL;
+
+    #[rstest]
+    #[case::all_is_well(&[], &[])]
+    #[case::no_chain_of_type_nat(&[(8, libc::ENOENT), (9, libc::ENOENT)], &[HELD[0]])]
+    #[case::no_expression_in_either(&[(9, libc::ENOENT), (12, libc::ENOENT)], &HELD)]
+    #[case::no_nf_tables(&[(7, libc::EOPNOTSUPP)], &[HELD[0]])]
+    #[case::somebody_else_has_made_it(&[(7, libc::EEXIST), (8, libc::ENOENT)], &[])]
+    #[case::whatever_the_order(&[(8, libc::ENOENT), (7, libc::EPERM)], &[])]
+    #[case::something_else_is_gone(&[(6, libc::ENOENT), (3, libc::EBUSY)], &[])]
+    fn what_cannot_be_held_shows_in_the_refusals(
+        #[case] refused: &[(u32, i32)],
+        #[case] expected: &[TableFamily],
+    ) {
+        let refused: Vec<_> =
+            refused.iter().map(|(message, errno)| Refused { message: *message, errno: *errno }).collect();
+        assert_eq!(cannot_be_held(&refused, &[(HELD[0], 7..10), (HELD[1], 10..13)]), expected);
+    }
+
+    #[test]
+    fn what_cannot_be_held_goes_all_the_same() {
+        let census = Census { tables: HELD.to_vec(), ..Census::default() };
+        let tables = |unable: &[TableFamily]| Tables::new(&census, &[], unable, Extent::Served);
+        let (whole, partly) = (tables(&[]), tables(&[HELD[0]]));
+        assert_eq!((whole.deleted.as_slice(), whole.held.as_slice()), (&HELD[..], &HELD[..]));
+        assert!(whole.not_held.is_empty());
+        assert_eq!(partly.deleted, HELD);
+        assert_eq!((partly.held, partly.not_held), (vec![HELD[1]], vec![HELD[0]]));
+        let places: Vec<_> = transaction(&whole, &[]).holders;
+        assert_eq!(places, [(HELD[0], 3..6), (HELD[1], 6..9)]);
+    }
 }

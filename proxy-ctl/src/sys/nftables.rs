@@ -1,7 +1,7 @@
 //! Tables, chains and rules of nf_tables, which iptables-nft uses too: listed, and removed in one step. What is made is a
 //! table that keeps connections translated.
 
-use std::{fs, io, path::Path};
+use std::{fs, io, ops::Range, path::Path};
 
 use netlink_sys::{Socket, protocols::NETLINK_NETFILTER};
 use nix::sys::socket::{setsockopt, sockopt::SndBufForce};
@@ -167,7 +167,27 @@ impl Batch {
     /// Makes a table that does nothing with any packet, but has the kernel go on translating the connections that it
     /// knows: it does so only while there is a chain of type nat, of any hook, and a rule that asks conntrack. The table
     /// must not be there, or be deleted before in this batch.
-    pub fn make_holder(&mut self, family: TableFamily, table: &str, chain: &str, comment: &str) {
+    ///
+    /// Answers with the places of its messages. A kernel that cannot make it refuses the first of them that it knows
+    /// nothing of, with ENOENT, where it has no chains of type nat (nft_chain_nat) or no expression ct (nft_ct).
+    pub fn make_holder(
+        &mut self,
+        family: TableFamily,
+        table: &str,
+        chain: &str,
+        comment: &str,
+    ) -> Range<u32> {
+        self.make_holder_of(family, table, (chain, "nat"), comment)
+    }
+
+    fn make_holder_of(
+        &mut self,
+        family: TableFamily,
+        table: &str,
+        (chain, chain_type): (&str, &str),
+        comment: &str,
+    ) -> Range<u32> {
+        let first = self.next();
         let header = family.header();
         self.0.begin(NEWTABLE, NLM_F_CREATE, &header).text(TABLE_NAME, table);
         self.0
@@ -178,7 +198,7 @@ impl Batch {
                 hook.attribute(HOOK_NUMBER, &POSTROUTING.to_be_bytes())
                     .attribute(HOOK_PRIORITY, &PRIORITY.to_be_bytes());
             })
-            .text(CHAIN_TYPE, "nat");
+            .text(CHAIN_TYPE, chain_type);
         self.0
             .begin(NEWRULE, NLM_F_CREATE | NLM_F_APPEND, &header)
             .text(RULE_TABLE, table)
@@ -198,6 +218,7 @@ impl Batch {
                 });
             })
             .attribute(RULE_USERDATA, &user_data(comment));
+        first..self.next()
     }
 }
 
@@ -412,6 +433,27 @@ mod tests {
         };
         assert_eq!(read(&target("REJECT")), (vec![], true));
         assert_eq!(read(&target("MASQUERADE")), (vec![], false));
+    }
+
+    /// As one without chains of type nat.
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_a_kernel_that_can_make_no_holder_says_enoent() {
+        // The thread ends with the test, and its network namespace with it.
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        let Some(nftables) = NfTables::load().unwrap() else {
+            println!("skipped: the kernel has no netfilter netlink (CONFIG_NETFILTER_NETLINK)");
+            return;
+        };
+        for family in TableFamily::ALL {
+            let mut batch = Batch::default();
+            let messages = batch.make_holder_of(family, "held", ("chain", "unheard-of"), "why");
+            assert_eq!(messages, 1..4);
+            // The rule's chain is not there.
+            let refused = [2, 3].map(|message| Refused { message, errno: libc::ENOENT });
+            assert_eq!(nftables.commit(batch).unwrap(), refused);
+            assert_eq!(nftables.tables(family).unwrap(), [""; 0]);
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use tokio::{sync::watch, time::Instant};
 use crate::{
     config::Config,
     events::Recorder,
-    leftovers::{self, Extent, Found, Kept, Owed, Part, Removed},
+    leftovers::{Extent, Found, Kept, Leftovers, Owed, Part, Removed},
     serve::Metrics,
     start::event,
 };
@@ -28,18 +28,18 @@ impl Former {
         if programmed.wait_for(|programmed| *programmed).await.is_err() {
             return;
         }
-        let mut told = Told::default();
+        let (mut leftovers, mut told) = (Leftovers::default(), Told::default());
         let owed = if self.configs.borrow().ebpf.remove_kube_proxy_rules {
             Owed::everything()
         } else {
-            self.leave(&mut told).await;
+            self.leave(&mut leftovers, &mut told).await;
             Owed::default()
         };
-        self.remove_and_watch(owed, told).await;
+        self.remove_and_watch(owed, leftovers, told).await;
     }
 
-    async fn leave(&self, told: &mut Told) {
-        let found = self.look().await;
+    async fn leave(&self, leftovers: &mut Leftovers, told: &mut Told) {
+        let found = self.look(leftovers).await;
         told.unknown(&found);
         if !found.parts.is_empty() {
             tracing::warn!(
@@ -51,18 +51,18 @@ impl Former {
 
     /// Removes what is owed, each part until that has succeeded once, and tells of what comes back. That is not removed
     /// again: two that write the same rules in turns help nobody.
-    async fn remove_and_watch(&self, mut owed: Owed, mut told: Told) {
+    async fn remove_and_watch(&self, mut owed: Owed, mut leftovers: Leftovers, mut told: Told) {
         let (mut pause, mut attempt_at) = (FIRST_PAUSE, Instant::now());
         let mut quiet = Quiet::default();
         loop {
             let attempts = !owed.is_empty() && attempt_at <= Instant::now();
             if attempts {
-                owed = self.remove(owed, pause, &mut told).await;
+                owed = self.remove(&mut leftovers, owed, pause, &mut told).await;
                 attempt_at = Instant::now() + pause;
                 pause = (pause * 2).min(LONGEST_PAUSE);
             }
             quiet.removal |= attempts;
-            let found = self.look().await;
+            let found = self.look(&mut leftovers).await;
             told.unknown(&found);
             if found.problems.is_empty() {
                 self.count(&found);
@@ -85,11 +85,13 @@ impl Former {
     }
 
     /// Answers with what is left to be removed. `pause`: until the next attempt.
-    async fn remove(&self, owed: Owed, pause: Duration, told: &mut Told) -> Owed {
+    async fn remove(&self, leftovers: &mut Leftovers, owed: Owed, pause: Duration, told: &mut Told) -> Owed {
         let config = Arc::clone(&self.configs.borrow());
         let kept_for = owed.clone();
-        let work = move || leftovers::remove(Extent::Served, &config.ipvs.exclude_cidrs, &owed);
-        let Some(removed) = blocking(work).await else { return kept_for };
+        let work = move |leftovers: &mut Leftovers| {
+            leftovers.remove(Extent::Served, &config.ipvs.exclude_cidrs, &owed)
+        };
+        let Some(removed) = blocking(leftovers, work).await else { return kept_for };
         told.removed(&removed);
         let problems: Vec<_> = removed.problems.iter().map(ToString::to_string).collect();
         let problems = problems.join("; ");
@@ -105,9 +107,10 @@ impl Former {
         removed.owed
     }
 
-    async fn look(&self) -> Found {
+    async fn look(&self, leftovers: &mut Leftovers) -> Found {
         let config = Arc::clone(&self.configs.borrow());
-        blocking(move || leftovers::find(&config.ipvs.exclude_cidrs)).await.unwrap_or_else(Found::unknown)
+        let work = move |leftovers: &mut Leftovers| leftovers.find(&config.ipvs.exclude_cidrs);
+        blocking(leftovers, work).await.unwrap_or_else(Found::unknown)
     }
 
     fn count(&self, found: &Found) {
@@ -116,9 +119,16 @@ impl Former {
 }
 
 /// The calls to the kernel take long where there is much. `None`: it could not be done, which is told.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+async fn blocking<T: Send + 'static>(
+    leftovers: &mut Leftovers,
+    work: impl FnOnce(&mut Leftovers) -> T + Send + 'static,
+) -> Option<T> {
+    let mut lent = std::mem::take(leftovers);
+    let work = move || (work(&mut lent), lent);
     let failed = |error| tracing::error!(%error, "looking for what another kube-proxy has left failed");
-    tokio::task::spawn_blocking(work).await.map_err(failed).ok()
+    let (done, back) = tokio::task::spawn_blocking(work).await.map_err(failed).ok()?;
+    *leftovers = back;
+    Some(done)
 }
 
 /// What is there while no other kube-proxy is at work.

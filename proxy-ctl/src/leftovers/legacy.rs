@@ -3,7 +3,7 @@
 //! to call.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     env,
     ffi::OsString,
     io::Write as _,
@@ -37,36 +37,50 @@ pub(super) fn places() -> impl Iterator<Item = Place> {
     TableFamily::ALL.into_iter().flat_map(of)
 }
 
-/// How many chains that only a kube-proxy makes are there.
-fn own_chains((family, table): Place) -> Result<usize, Error> {
-    if !xtables::tables(family)?.iter().any(|name| name == table) {
-        return Ok(0);
-    }
-    let chains = xtables::chains(family, table)?;
-    Ok(plan::count(table, chains.iter().map(String::as_str)))
-}
+/// How many chains of kube-proxy were in each table at the last look, and what the kernel has told of it then. The kernel
+/// gives out a table but as a whole: it is read only when it has changed.
+#[derive(Debug, Default)]
+pub(super) struct Seen(BTreeMap<Place, (xtables::Outline, usize)>);
 
-pub(super) fn find(found: &mut Found) {
-    for (family, table) in places() {
-        let part = |count| (count > 0).then(|| Part::new(place(family, table), What::Chains, count));
-        let parts = own_chains((family, table)).map(|count| part(count).into_iter().collect());
-        found.note(parts);
+impl Seen {
+    /// How many chains that only a kube-proxy makes are there.
+    fn own_chains(&mut self, (family, table): Place) -> Result<usize, Error> {
+        if !xtables::tables(family)?.iter().any(|name| name == table) {
+            return Ok(0);
+        }
+        if let Some((outline, count)) = self.0.get(&(family, table))
+            && xtables::outline(family, table)?.as_ref() == Some(outline)
+        {
+            return Ok(*count);
+        }
+        let Some((outline, chains)) = xtables::chains(family, table)? else { return Ok(0) };
+        let count = plan::count(table, chains.iter().map(String::as_str));
+        self.0.insert((family, table), (outline, count));
+        Ok(count)
     }
-}
 
-pub(super) fn remove(extent: Extent, places: &[Place], removed: &mut Removed) {
-    for place in places {
-        if let Err(error) = remove_from(extent, *place, removed) {
-            removed.owed.legacy.push(*place);
-            removed.note(Err(error));
+    pub(super) fn find(&mut self, found: &mut Found) {
+        for (family, table) in places() {
+            let part = |count| (count > 0).then(|| Part::new(place(family, table), What::Chains, count));
+            let parts = self.own_chains((family, table)).map(|count| part(count).into_iter().collect());
+            found.note(parts);
+        }
+    }
+
+    pub(super) fn remove(&mut self, extent: Extent, places: &[Place], removed: &mut Removed) {
+        for place in places {
+            let there = self.own_chains(*place);
+            let done =
+                there.and_then(|count| if count > 0 { remove_from(extent, *place, removed) } else { Ok(()) });
+            if let Err(error) = done {
+                removed.owed.legacy.push(*place);
+                removed.note(Err(error));
+            }
         }
     }
 }
 
 fn remove_from(extent: Extent, (family, table): Place, removed: &mut Removed) -> Result<(), Error> {
-    if own_chains((family, table))? == 0 {
-        return Ok(());
-    }
     let tools = Tools::find(family).ok_or_else(|| Error::NoLegacyTools { program: program(family) })?;
     let text = tools.save(table)?;
     let (chains, rules) = parse(&text);
@@ -215,7 +229,43 @@ fn output(mut command: Command, input: String) -> Result<String, Error> {
 
 #[cfg(test)]
 mod tests {
+    use nix::sched::{CloneFlags, unshare};
+
     use super::*;
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_a_table_is_read_only_when_it_has_changed() {
+        // The thread ends with the test, and its network namespace with it.
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        let run = |arguments: &str| {
+            let output = Command::new("iptables-legacy").args(arguments.split(' ')).output();
+            output.is_ok_and(|output| output.status.success())
+        };
+        if !run("-t nat -N KUBE-SERVICES") {
+            println!("skipped: iptables-legacy is not installed, or the kernel has none");
+            return;
+        }
+        let nat = (TableFamily::Ipv4, "nat");
+        let mut seen = Seen::default();
+        assert_eq!(seen.own_chains(nat).unwrap(), 1);
+        // Not what is there: so it shows where it comes from.
+        seen.0.get_mut(&nat).unwrap().1 = 7;
+        assert_eq!(seen.own_chains(nat).unwrap(), 7);
+        // Of another table.
+        assert!(run("-t filter -N KUBE-FORWARD"));
+        assert_eq!((seen.own_chains(nat).unwrap(), seen.own_chains((nat.0, "filter")).unwrap()), (7, 1));
+        for (change, expected) in [
+            ("-t nat -A KUBE-SERVICES -p tcp -j RETURN", 1),
+            ("-t nat -N KUBE-NODEPORTS", 2),
+            ("-t nat -X KUBE-NODEPORTS", 1),
+            ("-t nat -N MINE", 1),
+        ] {
+            seen.0.get_mut(&nat).unwrap().1 = 7;
+            assert!(run(change), "{change}");
+            assert_eq!(seen.own_chains(nat).unwrap(), expected, "{change}");
+        }
+    }
 
     const SAVED: &str = r#"# Generated by iptables-save v1.8.9
 *nat

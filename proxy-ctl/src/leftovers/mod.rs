@@ -232,28 +232,47 @@ impl Found {
     }
 }
 
-/// `keeps`: networks whose virtual servers are not kube-proxy's (`ipvs.excludeCIDRs`).
-pub fn find(keeps: &[IpNet]) -> Found {
-    let mut found = Found::default();
-    found.note(nft::find());
-    legacy::find(&mut found);
-    ipvs::find(keeps, &mut found);
-    found
+/// For whoever finds and removes again and again: remembers what takes long to look at.
+#[derive(Debug, Default)]
+pub struct Leftovers {
+    legacy: legacy::Seen,
 }
 
-/// Removes what can be removed of `owed`: a problem in one place keeps nothing elsewhere. `keeps`: as for [`find`].
+impl Leftovers {
+    /// `keeps`: networks whose virtual servers are not kube-proxy's (`ipvs.excludeCIDRs`).
+    pub fn find(&mut self, keeps: &[IpNet]) -> Found {
+        let mut found = Found::default();
+        found.note(nft::find());
+        self.legacy.find(&mut found);
+        ipvs::find(keeps, &mut found);
+        found
+    }
+
+    /// Removes what can be removed of `owed`: a problem in one place keeps nothing elsewhere. `keeps`: as for
+    /// [`Self::find`].
+    pub fn remove(&mut self, extent: Extent, keeps: &[IpNet], owed: &Owed) -> Removed {
+        let mut removed = Removed::default();
+        ipvs::remove_servers(extent, keeps, &owed.servers, &mut removed);
+        if owed.nft {
+            let rules = nft::remove(extent, &mut removed);
+            removed.owed.nft = rules.is_err();
+            removed.note(rules);
+        }
+        self.legacy.remove(extent, &owed.legacy, &mut removed);
+        ipvs::remove_sets(&owed.sets, &mut removed);
+        if owed.device {
+            ipvs::remove_device(keeps, &mut removed);
+        }
+        removed
+    }
+}
+
+/// Once; as [`Leftovers::find`].
+pub fn find(keeps: &[IpNet]) -> Found {
+    Leftovers::default().find(keeps)
+}
+
+/// Once; as [`Leftovers::remove`].
 pub fn remove(extent: Extent, keeps: &[IpNet], owed: &Owed) -> Removed {
-    let mut removed = Removed::default();
-    ipvs::remove_servers(extent, keeps, &owed.servers, &mut removed);
-    if owed.nft {
-        let rules = nft::remove(extent, &mut removed);
-        removed.owed.nft = rules.is_err();
-        removed.note(rules);
-    }
-    legacy::remove(extent, &owed.legacy, &mut removed);
-    ipvs::remove_sets(&owed.sets, &mut removed);
-    if owed.device {
-        ipvs::remove_device(keeps, &mut removed);
-    }
-    removed
+    Leftovers::default().remove(extent, keeps, owed)
 }

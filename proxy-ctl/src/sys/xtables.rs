@@ -60,29 +60,54 @@ pub fn tables(family: TableFamily) -> Result<Vec<String>, CallError> {
     }
 }
 
-/// Names of the chains of `table` that somebody has made. Needs CAP_NET_ADMIN.
-pub fn chains(family: TableFamily, table: &str) -> Result<Vec<String>, CallError> {
+/// What the kernel tells of a table without its rules: how many they are, their size, and where those of each chain of its
+/// own begin and end. A change that leaves all of that as it was cannot be seen by it.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Outline(Vec<u8>);
+
+/// Takes no time, however long the table is. `None`: no packet of this family comes. Needs CAP_NET_ADMIN.
+pub fn outline(family: TableFamily, table: &str) -> Result<Option<Outline>, CallError> {
+    let Some(socket) = socket(family)? else { return Ok(None) };
+    read_outline(&socket, family, table).map(Some)
+}
+
+/// Names of the chains of `table` that somebody has made. Takes memory and time as the table does: 150 MB for 310,000
+/// rules. `None`: no packet of this family comes. Needs CAP_NET_ADMIN.
+pub fn chains(family: TableFamily, table: &str) -> Result<Option<(Outline, Vec<String>)>, CallError> {
     let layout = layout(family);
-    let socket = match UdpSocket::bind(layout.any) {
-        Ok(socket) => OwnedFd::from(socket),
-        // No packet of this family comes, whatever the tables hold.
-        Err(error) if error.raw_os_error() == Some(libc::EAFNOSUPPORT) => return Ok(Vec::new()),
-        Err(error) => return Err(CallError::new(layout.socket, error)),
-    };
+    let Some(socket) = socket(family)? else { return Ok(None) };
     for _ in 0..TRIES {
-        let mut info = vec![0; INFO];
-        named(&mut info, table);
-        get(&socket, layout.level, GET_INFO, &mut info, "getsockopt(IPT_SO_GET_INFO)")?;
-        let size = word(&info, INFO_SIZE).unwrap_or(0);
+        let outline = read_outline(&socket, family, table)?;
+        let size = word(&outline.0, INFO_SIZE).unwrap_or(0);
         let mut entries = vec![0; ENTRIES + size as usize];
         named(&mut entries, table);
         entries[NAME..NAME + 4].copy_from_slice(&size.to_ne_bytes());
         match get(&socket, layout.level, GET_ENTRIES, &mut entries, "getsockopt(IPT_SO_GET_ENTRIES)") {
             Err(error) if error.errno() == libc::EAGAIN => {}
-            done => return done.map(|()| chain_names(&entries[ENTRIES..], layout.target_offset)),
+            done => {
+                return done
+                    .map(|()| Some((outline, chain_names(&entries[ENTRIES..], layout.target_offset))));
+            }
         }
     }
     Err(CallError::new("getsockopt(IPT_SO_GET_ENTRIES)", io::ErrorKind::ResourceBusy.into()))
+}
+
+/// `None`: the kernel does without this family, whatever the tables hold.
+fn socket(family: TableFamily) -> Result<Option<OwnedFd>, CallError> {
+    let layout = layout(family);
+    match UdpSocket::bind(layout.any) {
+        Ok(socket) => Ok(Some(socket.into())),
+        Err(error) if error.raw_os_error() == Some(libc::EAFNOSUPPORT) => Ok(None),
+        Err(error) => Err(CallError::new(layout.socket, error)),
+    }
+}
+
+fn read_outline(socket: &OwnedFd, family: TableFamily, table: &str) -> Result<Outline, CallError> {
+    let mut info = vec![0; INFO];
+    named(&mut info, table);
+    get(socket, layout(family).level, GET_INFO, &mut info, "getsockopt(IPT_SO_GET_INFO)")?;
+    Ok(Outline(info))
 }
 
 fn named(buffer: &mut [u8], table: &str) {

@@ -6,6 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 const FOLDER: &str = "/run/proxy-ctl";
@@ -20,6 +21,9 @@ pub(super) struct Record {
     pub(super) mode: String,
     pub(super) reasons: Vec<String>,
     pub(super) sources: Vec<Source>,
+    /// `ipvs.excludeCIDRs`: networks whose virtual servers are not kube-proxy's.
+    #[serde(rename = "excludeCIDRs")]
+    pub(super) exclude_cidrs: Vec<String>,
     /// Those that packet programs are attached to.
     pub(super) interfaces: Vec<Interface>,
 }
@@ -68,6 +72,11 @@ impl Record {
         let _ = fs::remove_file(Self::path(bpffs));
     }
 
+    /// What cannot be read there, nothing has written.
+    pub(super) fn keeps(&self) -> Vec<IpNet> {
+        self.exclude_cidrs.iter().filter_map(|network| network.parse().ok()).collect()
+    }
+
     /// Whether the process that wrote it is still there.
     pub(super) fn is_alive(&self) -> bool {
         began(self.pid).is_some_and(|began| began == self.began)
@@ -90,6 +99,19 @@ mod tests {
         let record = Record { pid, began: began(pid).unwrap(), ..Record::default() };
         assert!(record.is_alive());
         assert!(!Record { began: record.began + 1, ..record }.is_alive());
+    }
+
+    #[test]
+    fn what_is_written_is_read_and_an_older_one_too() {
+        let keeps: Vec<IpNet> = vec!["203.0.113.0/24".parse().unwrap(), "fd00::/8".parse().unwrap()];
+        let exclude_cidrs = keeps.iter().map(IpNet::to_string).collect();
+        let record = Record { pid: 7, exclude_cidrs, ..Record::default() };
+        assert_eq!(record.keeps(), keeps);
+        let text = serde_json::to_string(&record).unwrap();
+        assert!(text.contains(r#""excludeCIDRs":["203.0.113.0/24","fd00::/8"]"#), "{text}");
+        assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record);
+        let older: Record = serde_json::from_str(r#"{"pid": 7, "mode": "ebpf"}"#).unwrap();
+        assert_eq!((older.pid, older.keeps()), (7, Vec::new()));
     }
 
     #[test]

@@ -9,6 +9,7 @@
 use std::{collections::BTreeMap, io, net::SocketAddr, path::PathBuf, sync::Arc, thread, time::Duration};
 
 use anyhow::Context as _;
+use ipnet::IpNet;
 use tokio::{
     signal::unix::{SignalKind, signal},
     sync::{mpsc, oneshot, watch},
@@ -221,6 +222,8 @@ impl Process {
             node: node_name.to_string(),
             mode: choice.mode.name().to_owned(),
             reasons: choice.reasons,
+            // Another value ends the process.
+            exclude_cidrs: config.ipvs.exclude_cidrs.iter().map(IpNet::to_string).collect(),
             ..Record::default()
         };
         let live =

@@ -119,8 +119,9 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
     let speaks = |process: &u32| record.as_ref().is_some_and(|record| record.pid == *process);
     let starting = ebpf::status::controller(bpffs).filter(|process| !speaks(process));
     let interfaces = record.as_ref().map(|record| record.interfaces.clone()).unwrap_or_default();
+    let keeps = record.as_ref().map(Record::keeps).unwrap_or_default();
     let mut status = StatusView::new(record, pinned.is_some(), starting);
-    status.former_kube_proxy = FormerView::new(&leftovers::find(&[]));
+    status.former_kube_proxy = FormerView::new(&leftovers::find(&keeps));
     if let Some(pinned) = pinned {
         status.hooks = pinned.links()?.iter().map(|link| hook_view(link, &interfaces)).collect();
         status.hooks.sort_unstable();

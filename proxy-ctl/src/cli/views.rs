@@ -428,7 +428,7 @@ mod tests {
             mode: "ebpf".into(),
             reasons: vec!["ebpf was asked for".into(), "the kernel is 6.12".into()],
             sources: vec![Source { name: "services".into(), connected: true, objects: 3, problem: None }],
-            interfaces: Vec::new(),
+            ..Record::default()
         };
         let mut status = StatusView::new(Some(record), true, None);
         status.tables.push(TableView { name: "frontends4".into(), used: 50, capacity: 1000, bytes: 4096 });

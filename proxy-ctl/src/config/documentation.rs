@@ -136,27 +136,75 @@ fn meaning(flag: &'static Flag) -> String {
     }
 }
 
-/// Held by tests/configuration, which has a case for each.
+/// What is taken or written otherwise than by kube-proxy, by item. tests/configuration has a case of each.
+pub const DIFFERENCES: &[(&str, &str)] = &[
+    (
+        "modes",
+        "also `ebpf` and `userspace`. An empty mode stays empty in what `--write-config-to` writes, because what becomes of \
+         it depends on the node; kube-proxy writes `iptables`.",
+    ),
+    ("our section", "`ebpf`. kube-proxy warns of it and reads on."),
+    (
+        "node port addresses",
+        "`primary`, `localhost`, `all` and networks may stand together, as from 1.37 on.",
+    ),
+    (
+        "served addresses",
+        "`--metrics-port=0` is accepted, and an address without a port also beside `--write-config-to`.",
+    ),
+    (
+        "encodings",
+        "of `contentType` and `acceptContentTypes` only what can be read here is kept; where nothing is left, \
+         it is an error. `application/cbor` is JSON, and a blank text says nothing. kube-proxy takes any text, and then \
+         fails at what it asks for or sends.",
+    ),
+    (
+        "usual forms",
+        "addresses, ports and networks are written in their usual form (`010.0.0.0/8` and `::ffff:10.0.0.0/104` as \
+         `10.0.0.0/8`, `:080` and `:+80` as `:80`), quantities too (`+1Ki` as `1Ki`), an empty list as null, and \
+         `logging.flushFrequency` as a duration.",
+    ),
+    (
+        "unused values",
+        "a value that the mode does not use and that is not allowed is a warning, and is written as its default.",
+    ),
+    ("split streams", "`logging.options.*.splitStream` of the file counts; kube-proxy loses it."),
+    (
+        "documents",
+        "a file is one document, and empty ones beside it are left out; kube-proxy drops all but the first, whatever they are.",
+    ),
+    (
+        "YAML",
+        "`tRUE` is a boolean, and `%YAML 1.2` may stand in front. Text in UTF-16 is refused, and so are more than 256 brackets in \
+         each other.",
+    ),
+    (
+        "JSON",
+        "is read as YAML: a comma too many and comments are accepted, and `1e2` is an integer. Half of a surrogate pair is \
+         refused.",
+    ),
+    (
+        "numbers of flags",
+        "`--kube-api-qps` is decimal: neither `0x1p4` nor `1_0`. Integers are as in kube-proxy.",
+    ),
+    ("empty flags", "an empty `--cluster-cidr=` says nothing."),
+    (
+        "the old logger",
+        "flags that kube-proxy had for it before 1.26 are accepted, and say that they have no effect.",
+    ),
+    (
+        "feature gates",
+        "those that need others are not compared: they are of other parts of Kubernetes. Gates of 1.37 that concern kube-proxy \
+         are known. Those of older versions that are gone, and always on since, are accepted with a warning.",
+    ),
+    ("hidden metrics", "`showHiddenMetricsForVersion` may also be `1.36`, which is right for 1.37."),
+    ("version", "`--version=vX.Y.Z` is refused: this program has its own version."),
+];
+
 fn differences(text: &mut String) {
-    text.push_str(
-        "\n## Where it differs from kube-proxy\n\n\
-         - `mode`: also `ebpf` and `userspace`. An empty mode stays empty in what `--write-config-to` writes, because \
-         what becomes of it depends on the node; kube-proxy writes `iptables`.\n\
-         - The section `ebpf` is ours; kube-proxy warns of it and reads on.\n\
-         - `nodePortAddresses`: `primary`, `localhost`, `all` and networks may stand together, as from 1.37 on.\n\
-         - Addresses and networks are written in their usual form (`010.0.0.0/8` and \
-         `::ffff:10.0.0.0/104` as `10.0.0.0/8`), \
-         quantities too (`+1Ki` as `1Ki`), an empty list as null, \
-         `logging.flushFrequency` as a duration, and a value that the mode does not use and that is not allowed as \
-         its default.\n\
-         - Flags of kube-proxy before 1.26 for its logger are accepted, and say that they have no effect.\n\
-         - `--metrics-port=0` is accepted, and an address without a port also beside `--write-config-to`.\n\
-         - An empty `--cluster-cidr=` says nothing.\n\
-         - `logging.options.*.splitStream` of the file counts; kube-proxy loses it.\n\
-         - A file is one document, and empty ones beside it are left out; kube-proxy drops all but the first.\n\
-         - Gates that need other gates are not compared: those are of other parts of Kubernetes. Gates of 1.37 that \
-         concern kube-proxy are known. Those of older versions that are gone are accepted with a warning.\n\
-         - `showHiddenMetricsForVersion`: also `1.36`, which is right for 1.37.\n\
-         - `--version=vX.Y.Z` is refused: this program has its own version.\n\n",
-    );
+    text.push_str("\n## Where it differs from kube-proxy\n\n");
+    for (item, told) in DIFFERENCES {
+        let _ = writeln!(text, "- {item}: {told}");
+    }
+    text.push('\n');
 }

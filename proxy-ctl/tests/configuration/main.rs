@@ -124,7 +124,8 @@ fn the_corpus_is_taken_as_kube_proxy_takes_it() {
 
 #[test]
 fn every_refusal_of_kube_proxy_that_names_a_field_is_understood() {
-    let unnamed = ["time: ", "invalid duration ", "quantit", "yaml:", "arguments", "shorthand"];
+    let unnamed =
+        ["time: ", "json parse error", "invalid duration ", "quantit", "yaml:", "arguments", "shorthand"];
     for (name, answer) in recording().answers {
         if let Answer::Refused(error) = answer {
             let by_name = !oracle::named(&error).is_empty();
@@ -313,6 +314,8 @@ fn the_real_one_knows_the_feature_gates() {
 #[test]
 fn a_difference_is_one() {
     let listed = corpus().into_iter().filter(|case| case.differs.is_some());
+    let told: BTreeSet<_> = documentation::DIFFERENCES.iter().map(|(item, _)| *item).collect();
+    let mut shown = BTreeSet::new();
     let recording = recording();
     for case in listed {
         let theirs = recording.answers[&case.name].verdict();
@@ -320,5 +323,9 @@ fn a_difference_is_one() {
         assert_ne!(differs.ours, Some(theirs), "{}", case.name);
         assert_eq!(differs.ours.is_some(), differs.paths.is_empty(), "{}", case.name);
         assert!(differs.paths.is_empty() || theirs == Verdict::Accepted, "{}", case.name);
+        assert!(told.contains(differs.item.as_str()), "{}: {} is no item", case.name, differs.item);
+        shown.insert(differs.item);
     }
+    let without_case: Vec<_> = told.iter().filter(|item| !shown.contains(**item)).collect();
+    assert!(without_case.is_empty(), "{without_case:?}");
 }

@@ -29,6 +29,8 @@ pub(crate) struct Case {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Difference {
+    /// Of docs/configuration.md.
+    pub(crate) item: String,
     #[serde(rename = "why")]
     _why: String,
     pub(crate) ours: Option<Verdict>,

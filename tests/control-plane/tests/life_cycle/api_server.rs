@@ -1,18 +1,24 @@
 //! Scenarios of an API server that is away.
 
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
 use anyhow::{Result, ensure};
-use control_plane::objects;
+use control_plane::{PROXY, objects};
 use serde_json::json;
 
 use crate::{
     node::{Node, nothing_is_programmed},
-    proxy::answers,
+    proxy::{answers, metric},
     scenarios::{ADDRESS, PROGRAMMED},
     until::{LIMIT, until},
     world::{World, node},
 };
 
-/// How long is proved where no process has to run for it: see the scenarios of the source.
+const OUTAGE: Duration = Duration::from_secs(60);
+
 pub(crate) fn an_api_server_that_is_away_changes_nothing(world: &mut World) -> Result<()> {
     let own = Node::new(world, "alone", 17)?;
     let late = Node::new(world, "alone-from-the-start", 18)?;
@@ -24,14 +30,25 @@ pub(crate) fn an_api_server_that_is_away_changes_nothing(world: &mut World) -> R
     own.serves()?;
 
     world.server.kill();
+    let away_since = Instant::now();
     proxy.says("Connection refused")?;
     let mut started_late = late.start(&json!({}))?;
     started_late.says("Connection refused")?;
+    world.server.replace_token(PROXY);
+    thread::sleep(OUTAGE.saturating_sub(away_since.elapsed()));
     answers(&own.healthz(), "/healthz", 200)?;
     own.serves()?;
     nothing_is_programmed(&late)?;
 
     world.server.start_again()?;
+    let refused = "proxy_source_errors_total{resource=\"services\",reason=\"unauthorized\"}";
+    for own in [&own, &late] {
+        // A family without a sample has none of this reason yet.
+        let is_refused = || Ok(metric(&own.metrics(), refused).is_ok_and(|count| count > 0.0).then_some(()));
+        until("the former token to be refused", LIMIT, is_refused, || proxy.log())?;
+    }
+    nothing_is_programmed(&late)?;
+    world.server.publish_token(PROXY)?;
     let added = objects::service("default", "added", 81);
     world.apply(&added)?;
     proxy.says("again after")?;

@@ -83,6 +83,13 @@ impl Proxy {
         kill(Pid::from_raw(id), signal).with_context(|| format!("sending {signal}"))
     }
 
+    /// How readily the kernel ends it when memory is short.
+    pub(crate) fn oom_score(&self) -> Result<String> {
+        let file = format!("/proc/{}/oom_score_adj", self.child.id());
+        let text = std::fs::read_to_string(&file).with_context(|| format!("reading {file}"))?;
+        Ok(text.trim().to_owned())
+    }
+
     /// Waits for its end.
     pub(crate) fn ends(&mut self) -> Result<End> {
         let Self { child, log, reader } = self;

@@ -19,7 +19,7 @@ use crate::{
         what_forwarded_connections_need_stays_where_others_are_dropped,
         what_others_use_of_kube_proxy_stays_and_is_named, who_masquerades_by_a_map_still_does,
     },
-    node::Node,
+    node::{Node, nothing_is_programmed},
     proxy::{Proxy, answers, get, metric},
     rights::{
         what_rbac_denies_is_named_and_comes_once_granted, without_the_right_to_read_nodes_services_work,
@@ -37,6 +37,7 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
         a_deleted_node_ends_it_and_is_waited_for_again,
         pod_cidrs_are_waited_for,
         other_pod_cidrs_end_it,
+        pod_cidrs_of_another_family_end_it,
         a_swapped_config_map_is_taken_over_or_ends_it,
         an_invalid_configuration_file_changes_nothing,
         sigterm_leaves_everything_at_work,
@@ -182,6 +183,14 @@ fn other_pod_cidrs_end_it(world: &mut World) -> Result<()> {
     Ok(())
 }
 
+fn pod_cidrs_of_another_family_end_it(world: &mut World) -> Result<()> {
+    let own = Node::new(world, "other-family", 53)?;
+    world.apply(&node(own.name, ADDRESS, &["2001:db8:1::/64"]))?;
+    let mut proxy = own.start(&json!({"detectLocalMode": "NodeCIDR"}))?;
+    proxy.ends()?.is(1, "configuration is incorrect: the cluster is IPv4-primary, but spec.podCIDRs")?;
+    nothing_is_programmed(&own)
+}
+
 fn a_swapped_config_map_is_taken_over_or_ends_it(world: &mut World) -> Result<Outcome> {
     let own = Node::new(world, "config-map", 7)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
@@ -249,8 +258,10 @@ fn an_invalid_configuration_file_changes_nothing(world: &mut World) -> Result<()
 fn sigterm_leaves_everything_at_work(world: &mut World) -> Result<()> {
     let own = Node::new(world, "terminated", 9)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
-    let mut proxy = own.start(&json!({}))?;
+    // Lower than it is takes CAP_SYS_RESOURCE.
+    let mut proxy = own.start(&json!({"oomScoreAdj": 321}))?;
     proxy.says(PROGRAMMED)?;
+    ensure!(proxy.oom_score()? == "321", "oomScoreAdj is {}", proxy.oom_score()?);
     let before = own.services()?;
     proxy.send(Signal::SIGTERM)?;
     proxy.ends()?.is(0, "what is programmed goes on working")?;

@@ -160,7 +160,7 @@ pub static FIELDS: &[Field] = fields! {
     "iptables.masqueradeAll", switch(|c| &mut c.masquerade_all), Counts::InMode(not_in_nftables);
         "Masquerade everything that is sent to a cluster IP. In every mode but nftables.";
     "iptables.localhostNodePorts", switch(|c| &mut c.iptables.localhost_node_ports);
-        "Serve node ports on 127.0.0.1, in mode iptables.";
+        "Serve node ports on 127.0.0.1 in mode iptables, on all loopback addresses in mode ebpf.";
     "iptables.syncPeriod", period(|c| &mut c.periods.sync), Counts::InMode(in_others);
         "How often everything is compared with what is programmed, and the longest pause after a failure. Also in modes \
          ebpf and userspace.";

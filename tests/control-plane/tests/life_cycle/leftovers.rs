@@ -2,7 +2,9 @@
 
 use std::{
     collections::BTreeSet,
-    env, fs,
+    env,
+    ffi::OsStr,
+    fs,
     io::{Read as _, Write as _},
     net::{SocketAddr, TcpListener, TcpStream},
     os::unix::{
@@ -10,7 +12,7 @@ use std::{
         process::CommandExt as _,
     },
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::{Command, Output, Stdio},
     sync::LazyLock,
     time::Duration,
 };
@@ -250,11 +252,16 @@ fn with_each(own: &Node, kinds: &[Tables], mut scene: impl FnMut(&Former) -> Res
 /// Nothing of ours is there.
 const NO_PINS: &str = "/sys/fs/bpf/proxy-ctl-life-nothing";
 
-/// Our `kube-proxy --cleanup`: what it prints.
-fn clean_up_as_kube_proxy() -> Result<String> {
+/// Our `kube-proxy --cleanup`. `path`: where it finds programs.
+fn try_clean_up_as_kube_proxy(path: &OsStr) -> Result<Output> {
     let mut command = Command::new(proxy::program()?);
     command.arg0("kube-proxy").args(["--cleanup", "--hostname-override=a", "--bpffs", NO_PINS]);
-    let output = command.stdin(Stdio::null()).output().context("starting proxy-ctl")?;
+    command.env("PATH", path).stdin(Stdio::null()).output().context("starting proxy-ctl")
+}
+
+/// What it prints.
+fn clean_up_as_kube_proxy() -> Result<String> {
+    let output = try_clean_up_as_kube_proxy(&env::var_os("PATH").unwrap_or_default())?;
     ensure!(output.status.success(), "{}: {}", output.status, String::from_utf8_lossy(&output.stderr));
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
@@ -677,6 +684,7 @@ pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut W
         Ok(former) => former,
         Err(why) => return Ok(Outcome::Skipped(why)),
     };
+    clean_up_fails_where_something_stays()?;
     for table in ["nat", "mangle", "filter"] {
         run("iptables-legacy", &["-t", table, "-N", "KUBE-PROXY-CANARY"])?;
     }
@@ -709,4 +717,25 @@ pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut W
     left(0.0)?;
     ensure!(canaries(&tables()?) == 0, "{}", tables()?);
     Ok(Outcome::Passed)
+}
+
+/// Without the tools of iptables-legacy, with kube-proxy's words.
+fn clean_up_fails_where_something_stays() -> Result<()> {
+    let canary = |action: &str| run("iptables-legacy", &["-t", "mangle", action, "KUBE-PROXY-CANARY"]);
+    canary("-N")?;
+    run("nft", &["add table ip kube-proxy; add chain ip kube-proxy services"])?;
+    for also_of_nftables in [true, false] {
+        let output = try_clean_up_as_kube_proxy(OsStr::new("/nowhere"))?;
+        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        ensure!(output.status.code() == Some(1), "{}: {out}{err}", output.status);
+        ensure!(err.contains("encountered an error while tearing down rules"), "{err}");
+        ensure!(err.contains("iptables-legacy-save and -restore, are not on PATH"), "{err}");
+        ensure!(out.contains("nftables ip kube-proxy") == also_of_nftables, "{out}");
+        let ruleset = run("nft", &["list", "ruleset"])?;
+        ensure!(!ruleset.contains("table ip kube-proxy"), "{ruleset}");
+        canary("-S").context("it was removed, and said not to be")?;
+    }
+    let said = clean_up_as_kube_proxy()?;
+    ensure!(canary("-S").is_err(), "{said}");
+    Ok(())
 }

@@ -19,9 +19,7 @@ use crate::config::{CommandLine, Config, Effective};
 /// As a file that gives the same configuration.
 pub(super) fn write(line: &CommandLine, path: &Path) -> anyhow::Result<()> {
     let effective = load(line)?;
-    warn(&effective.warnings);
-    warn(&not_for_a_file(&effective.config));
-    fs::write(path, yaml(&effective.config)?)
+    fs::write(path, as_file(&effective)?)
         .with_context(|| format!("--write-config-to {}: cannot be written", path.display()))?;
     eprintln!("the configuration is in {}", path.display());
     Ok(())
@@ -45,8 +43,11 @@ fn not_for_a_file(config: &Config) -> Vec<String> {
     config.not_for_a_file().into_iter().map(told).collect()
 }
 
-fn yaml(config: &Config) -> anyhow::Result<String> {
-    Ok(serde_saphyr::to_string(&config.to_document())?)
+/// YAML, after warning of what it cannot say.
+fn as_file(effective: &Effective) -> anyhow::Result<String> {
+    warn(&effective.warnings);
+    warn(&not_for_a_file(&effective.config));
+    Ok(serde_saphyr::to_string(&effective.config.to_document())?)
 }
 
 pub(super) fn show(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
@@ -65,11 +66,7 @@ pub(super) fn show(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Resu
             let rows = effective.values().into_iter().map(row);
             Ok(print(&table(["FIELD", "VALUE", "ORIGIN"], rows))?)
         }
-        Some("yaml") => {
-            warn(&effective.warnings);
-            warn(&not_for_a_file(&effective.config));
-            Ok(print(&yaml(&effective.config)?)?)
-        }
+        Some("yaml") => Ok(print(&as_file(&effective)?)?),
         Some("json") => {
             let values: Vec<_> = effective
                 .values()

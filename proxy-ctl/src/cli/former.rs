@@ -8,7 +8,7 @@ use tokio::{sync::watch, time::Instant};
 use crate::{
     config::Config,
     events::Recorder,
-    leftovers::{Extent, Found, Kept, Leftovers, Owed, Part, Removed},
+    leftovers::{Error, Extent, Found, Kept, Leftovers, Owed, Part, Removed},
     serve::Metrics,
     start::event,
 };
@@ -93,8 +93,7 @@ impl Former {
         };
         let Some(removed) = blocking(leftovers, work).await else { return kept_for };
         told.removed(&removed);
-        let problems: Vec<_> = removed.problems.iter().map(ToString::to_string).collect();
-        let problems = problems.join("; ");
+        let problems = joined(&removed.problems);
         self.metrics.former_rule_errors.inc_by(u64::from(!problems.is_empty()));
         if !problems.is_empty() && problems != told.problems {
             tracing::warn!(
@@ -129,6 +128,10 @@ async fn blocking<T: Send + 'static>(
     let (done, back) = tokio::task::spawn_blocking(work).await.map_err(failed).ok()?;
     *leftovers = back;
     Some(done)
+}
+
+fn joined(problems: &[Error]) -> String {
+    problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
 }
 
 /// What is there while no other kube-proxy is at work.
@@ -167,7 +170,7 @@ struct Told {
 impl Told {
     /// Answers whether there was something to tell.
     fn unknown(&mut self, found: &Found) -> bool {
-        let unknown = found.problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+        let unknown = joined(&found.problems);
         let news = !unknown.is_empty() && unknown != self.unknown;
         if news {
             tracing::warn!(

@@ -241,12 +241,12 @@ fn list(text: &str) -> Option<Vec<String>> {
             Some(quoted) => unquoted(quoted)?,
             None => {
                 let (part, after) = rest.split_at(rest.find([',', '\n']).unwrap_or(rest.len()));
+                if part.contains('"') {
+                    return None;
+                }
                 (part.strip_suffix('\r').unwrap_or(part).to_owned(), after)
             }
         };
-        if part.contains('"') && !rest.starts_with('"') {
-            return None;
-        }
         parts.push(part);
         match after.strip_prefix(',') {
             Some(next) => rest = next,

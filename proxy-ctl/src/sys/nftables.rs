@@ -435,16 +435,21 @@ mod tests {
         assert_eq!(read(&target("MASQUERADE")), (vec![], false));
     }
 
+    /// Of a network namespace that ends with the test, as its thread does. `None`: says that the test is skipped.
+    fn of_own_namespace() -> Option<NfTables> {
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        let nftables = NfTables::load().unwrap();
+        if nftables.is_none() {
+            println!("skipped: the kernel has no netfilter netlink (CONFIG_NETFILTER_NETLINK)");
+        }
+        nftables
+    }
+
     /// As one without chains of type nat.
     #[test]
     #[ignore = "needs root"]
     fn as_root_a_kernel_that_can_make_no_holder_says_enoent() {
-        // The thread ends with the test, and its network namespace with it.
-        unshare(CloneFlags::CLONE_NEWNET).unwrap();
-        let Some(nftables) = NfTables::load().unwrap() else {
-            println!("skipped: the kernel has no netfilter netlink (CONFIG_NETFILTER_NETLINK)");
-            return;
-        };
+        let Some(nftables) = of_own_namespace() else { return };
         for family in TableFamily::ALL {
             let mut batch = Batch::default();
             let messages = batch.make_holder_of(family, "held", ("chain", "unheard-of"), "why");
@@ -459,12 +464,7 @@ mod tests {
     #[test]
     #[ignore = "needs root"]
     fn as_root_a_holder_is_made_and_replaced_in_one_step() {
-        // The thread ends with the test, and its network namespace with it.
-        unshare(CloneFlags::CLONE_NEWNET).unwrap();
-        let Some(nftables) = NfTables::load().unwrap() else {
-            println!("skipped: the kernel has no netfilter netlink (CONFIG_NETFILTER_NETLINK)");
-            return;
-        };
+        let Some(nftables) = of_own_namespace() else { return };
         for family in TableFamily::ALL {
             for there in [false, true] {
                 let mut batch = Batch::default();

@@ -633,6 +633,19 @@ pub(crate) fn a_kube_proxy_that_is_still_at_work_is_named_and_not_fought(
     Ok(Outcome::Passed)
 }
 
+/// Starts proxy-ctl, which finds programs here, and looks every second.
+fn start_with_path(own: &Node, path: &str) -> Result<Proxy> {
+    fs::write(own.config_file(), own.configuration(&json!({"iptables": {"syncPeriod": "1s"}})))?;
+    let (program, file) = (proxy::program()?.display().to_string(), own.config_file().display().to_string());
+    Proxy::start(Path::new("env"), &[&format!("PATH={path}"), &program, "run", "--config", &file])
+}
+
+/// Waits until so many pieces of kube-proxy are counted.
+fn are_left(own: &Node, proxy: &Proxy, count: f64) -> Result<()> {
+    let counted = || Ok((metric(&own.metrics(), "proxy_former_rules")? == count).then_some(()));
+    until(&format!("{count} left"), LIMIT, counted, || proxy.log())
+}
+
 /// Legacy rules cannot be removed without their tools, and that is tried again and again.
 pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_fought(
     world: &mut World,
@@ -649,15 +662,10 @@ pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_foug
         run("iptables-legacy", &["-t", table, "-N", "KUBE-PROXY-CANARY"])?;
     }
     run("nft", &["add table ip kube-proxy; add chain ip kube-proxy services"])?;
-    fs::write(own.config_file(), own.configuration(&json!({"iptables": {"syncPeriod": "1s"}})))?;
-    let (program, file) = (proxy::program()?.display().to_string(), own.config_file().display().to_string());
-    let proxy = Proxy::start(Path::new("env"), &["PATH=/nowhere", &program, "run", "--config", &file])?;
+    let proxy = start_with_path(&own, "/nowhere")?;
     proxy.says(REMOVED)?;
     proxy.says("iptables-legacy-save and -restore, are not on PATH")?;
-    let left = |count: f64| {
-        let counted = || Ok((metric(&own.metrics(), "proxy_former_rules")? == count).then_some(()));
-        until(&format!("{count} left"), LIMIT, counted, || proxy.log())
-    };
+    let left = |count| are_left(&own, &proxy, count);
     left(2.0)?;
     ensure!(!ruleset()?.contains(serving), "it was not removed");
 
@@ -699,15 +707,10 @@ pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut W
     );
     fs::write(&restore, script)?;
     fs::set_permissions(&restore, fs::Permissions::from_mode(0o755))?;
-    fs::write(own.config_file(), own.configuration(&json!({"iptables": {"syncPeriod": "1s"}})))?;
-    let path = format!("PATH={}:{}", folder.display(), env::var("PATH").unwrap_or_default());
-    let (program, file) = (proxy::program()?.display().to_string(), own.config_file().display().to_string());
-    let proxy = Proxy::start(Path::new("env"), &[&path, &program, "run", "--config", &file])?;
+    let path = format!("{}:{}", folder.display(), env::var("PATH").unwrap_or_default());
+    let proxy = start_with_path(&own, &path)?;
     proxy.says("iptables-legacy-restore: exit status: 4: no such luck")?;
-    let left = |count: f64| {
-        let counted = || Ok((metric(&own.metrics(), "proxy_former_rules")? == count).then_some(()));
-        until(&format!("{count} left"), LIMIT, counted, || proxy.log())
-    };
+    let left = |count| are_left(&own, &proxy, count);
     left(1.0)?;
     let tables = || Tables::Legacy.dump();
     let canaries = |dump: &str| dump.lines().filter(|line| line.contains("KUBE-PROXY-CANARY")).count();

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::source::kubernetes::{
     Api,
-    failure::{Failure, Reason},
+    failure::{Failure, FailureReason},
 };
 
 /// Attempts for each event, with this pause in between: as client-go.
@@ -115,7 +115,7 @@ impl Writer {
         }
         let encoding = self.api.encoding();
         let object = recorded.object(&self.reporter).encode(encoding);
-        let object = object.map_err(|error| Failure::new(Reason::Malformed, error.to_string()))?;
+        let object = object.map_err(|error| Failure::new(FailureReason::Malformed, error.to_string()))?;
         self.send("POST", &recorded.collection(), encoding.media_type(), object).await
     }
 
@@ -136,7 +136,7 @@ impl Writer {
         self.counts.add(Outcome::Refused);
         if std::mem::replace(&mut self.refusal_told, true) {
             debug!("the API server does not take an event: {failure}");
-        } else if failure.reason == Reason::Forbidden {
+        } else if failure.reason == FailureReason::Forbidden {
             warn!(
                 "the API server does not allow create and patch of events in API group \"events.k8s.io\": {failure}; \
                  nobody sees this proxy's events, everything else works; ClusterRole system:node-proxier grants it"
@@ -178,7 +178,7 @@ mod tests {
         #[case] series: bool,
         #[case] again: bool,
     ) {
-        let failure = Failure { code, ..Failure::new(Reason::Refused, "") };
+        let failure = Failure { code, ..Failure::new(FailureReason::Refused, "") };
         assert_eq!(is_worth_another_attempt(&failure, series), again);
     }
 }

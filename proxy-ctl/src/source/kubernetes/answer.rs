@@ -6,7 +6,7 @@ use http_body_util::BodyExt as _;
 use kube::client::Body;
 
 use super::{
-    failure::{Failure, Reason, ends_too_early},
+    failure::{Failure, FailureReason, ends_too_early},
     frames::Frames,
     wire::{self, Event, Kind},
 };
@@ -76,7 +76,7 @@ impl Answer {
                 Encoding::Protobuf.media_type(),
                 Encoding::Json.media_type()
             );
-            Failure::new(Reason::Malformed, problem)
+            Failure::new(FailureReason::Malformed, problem)
         })
     }
 
@@ -113,7 +113,7 @@ impl Events {
                 Some(Err(error)) => return Err(error.into()),
                 None if self.frames.is_within_one() => {
                     return Err(Failure::new(
-                        Reason::Disconnected,
+                        FailureReason::Disconnected,
                         "the watch ended in the middle of an event",
                     ));
                 }
@@ -141,17 +141,23 @@ mod tests {
         let denied =
             br#"{"kind":"Status","message":"services is forbidden","reason":"Forbidden","code":403}"#;
         for (code, content_type, body, reason, message) in [
-            (403, "application/json", denied.as_slice(), Reason::Forbidden, "services is forbidden (403)"),
+            (
+                403,
+                "application/json",
+                denied.as_slice(),
+                FailureReason::Forbidden,
+                "services is forbidden (403)",
+            ),
             (
                 410,
                 "application/vnd.kubernetes.protobuf",
                 STATUS,
-                Reason::Expired,
+                FailureReason::Expired,
                 "too old resource version: 1 (7) (410)",
             ),
-            (502, "text/html", b"<h1>Bad Gateway</h1>", Reason::Refused, "<h1>Bad Gateway</h1> (502)"),
-            (503, "application/vnd.kubernetes.protobuf", b"k8s\0\xff", Reason::Refused, "k8s"),
-            (401, "", b"", Reason::Unauthorized, "401 Unauthorized (401)"),
+            (502, "text/html", b"<h1>Bad Gateway</h1>", FailureReason::Refused, "<h1>Bad Gateway</h1> (502)"),
+            (503, "application/vnd.kubernetes.protobuf", b"k8s\0\xff", FailureReason::Refused, "k8s"),
+            (401, "", b"", FailureReason::Unauthorized, "401 Unauthorized (401)"),
         ] {
             let failure = answer(code, content_type, body).await.err().unwrap();
             assert_eq!((failure.reason, failure.code), (reason, Some(code)));
@@ -163,7 +169,7 @@ mod tests {
     async fn what_cannot_be_read_is_named() {
         let page = answer(200, "text/html; charset=utf-8", b"<h1>Sign in</h1>").await.unwrap();
         let failure = page.events(SERVICE).err().unwrap();
-        assert_eq!(failure.reason, Reason::Malformed);
+        assert_eq!(failure.reason, FailureReason::Malformed);
         assert!(failure.message.contains("\"text/html; charset=utf-8\""), "{failure}");
     }
 
@@ -182,7 +188,7 @@ mod tests {
             assert!(cut.next().await.unwrap().is_some());
         }
         let failure = cut.next().await.unwrap_err();
-        assert_eq!(failure.reason, Reason::Disconnected);
+        assert_eq!(failure.reason, FailureReason::Disconnected);
         assert!(failure.message.contains("in the middle of an event"), "{failure}");
     }
 }

@@ -1,8 +1,7 @@
 //! The HTTP client, and its renewal when the files that it was made from have changed.
 
 use std::{
-    fs, io,
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
@@ -25,13 +24,14 @@ use tower::{
 
 use super::{
     answer::Answer,
-    failure::{Failure, Reason},
+    failure::{Failure, FailureReason},
     kubeconfig::{Config, ConfigError, Loaded},
     outage::Outage,
     rate_limit::RateLimit,
     requests::{Requests, host},
+    token_file::TokenFile,
 };
-use crate::{config::Encoding, version};
+use crate::config::Encoding;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// A dead peer is noticed after idle time + probes × interval: 30 s, as long as kube-proxy's HTTP/2 pings take.
@@ -98,7 +98,7 @@ impl Connection {
             }
         });
         made.await.unwrap_or_else(|error| {
-            Err(Failure::new(Reason::Credentials, format!("making a client: {error}")))
+            Err(Failure::new(FailureReason::Credentials, format!("making a client: {error}")))
         })
     }
 
@@ -115,7 +115,11 @@ impl Connection {
 
     /// To be called when a client of this generation has failed. Reads the files again, and if they have
     /// changed makes a new client; also if they have not, where a plugin's credentials were not accepted.
-    pub(super) async fn renew(self: &Arc<Self>, generation: u64, reason: Reason) -> Result<Renewed, Failure> {
+    pub(super) async fn renew(
+        self: &Arc<Self>,
+        generation: u64,
+        reason: FailureReason,
+    ) -> Result<Renewed, Failure> {
         let connection = Arc::clone(self);
         let renewed = tokio::task::spawn_blocking(move || {
             let mut current = connection.lock();
@@ -124,7 +128,7 @@ impl Connection {
             }
             let fingerprint = connection.config.load().map_err(unreadable)?.fingerprint;
             let changed = fingerprint != current.fingerprint;
-            let ask = current.has_plugin && reason == Reason::Unauthorized;
+            let ask = current.has_plugin && reason == FailureReason::Unauthorized;
             if !changed && !ask {
                 return Ok(Renewed::Same);
             }
@@ -156,7 +160,8 @@ impl Connection {
     ) -> Result<Bytes, Failure> {
         loop {
             let (client, generation) = self.client().await?;
-            let request = request().map_err(|error| Failure::new(Reason::Malformed, error.to_string()))?;
+            let request =
+                request().map_err(|error| Failure::new(FailureReason::Malformed, error.to_string()))?;
             let answer =
                 async { Answer::new(client.send(request.map(Body::from)).await?).await?.whole().await };
             let failure = match tokio::time::timeout(ANSWER, answer).await {
@@ -175,13 +180,7 @@ impl Connection {
 
 #[expect(clippy::needless_pass_by_value, reason = "as map_err wants it")]
 fn unreadable(error: ConfigError) -> Failure {
-    Failure::new(Reason::Credentials, error.to_string())
-}
-
-/// As API servers log it: first whom we stand in for, then who we are.
-pub(super) fn user_agent() -> String {
-    let (platform, own) = (version::platform(), env!("CARGO_PKG_VERSION"));
-    format!("kube-proxy/v{} ({platform}) proxy-ctl/{own}", version::KUBE_PROXY)
+    Failure::new(FailureReason::Credentials, error.to_string())
 }
 
 fn connect(loaded: Loaded, limit: &Arc<RateLimit>, requests: &Requests) -> Result<Client, kube::Error> {
@@ -246,74 +245,4 @@ where
         .map_err(BoxError::from)
         .service(requests.measure(http));
     Ok(Client::new(service, config.default_namespace.clone()))
-}
-
-#[derive(Debug, thiserror::Error)]
-pub(super) enum TokenFileError {
-    #[error("token file {path}: {source}")]
-    Read { path: PathBuf, source: io::Error },
-    #[error("token file {path}: is empty")]
-    Empty { path: PathBuf },
-    #[error("token file {path}: holds characters that no token has")]
-    Invalid { path: PathBuf },
-}
-
-/// A token file that may be gone for a while, or for good: what it held last is used then, as client-go does for
-/// those who remove it to keep it from others.
-#[derive(Clone)]
-struct TokenFile {
-    path: PathBuf,
-    last: Arc<Mutex<Option<HeaderValue>>>,
-}
-
-impl TokenFile {
-    fn new(path: PathBuf) -> Self {
-        Self { path, last: Arc::default() }
-    }
-
-    fn read(&self) -> Result<HeaderValue, TokenFileError> {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        match (read_token(&self.path), &*last) {
-            (Ok(token), _) => Ok(last.insert(token).clone()),
-            (Err(error), Some(token)) => {
-                tracing::debug!("{error}; using the token that was read last");
-                Ok(token.clone())
-            }
-            (Err(error), None) => Err(error),
-        }
-    }
-}
-
-/// The bearer token that `path` holds now. Requests are rare, so it is read for each: a token is used from
-/// the moment it is there. White space around it is not part of it.
-pub(super) fn read_token(path: &Path) -> Result<HeaderValue, TokenFileError> {
-    let text =
-        fs::read_to_string(path).map_err(|source| TokenFileError::Read { path: path.to_owned(), source })?;
-    let token = text.trim();
-    if token.is_empty() {
-        return Err(TokenFileError::Empty { path: path.to_owned() });
-    }
-    let mut header = HeaderValue::try_from(format!("Bearer {token}"))
-        .map_err(|_| TokenFileError::Invalid { path: path.to_owned() })?;
-    header.set_sensitive(true);
-    Ok(header)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_token_is_kept_when_its_file_is_removed_and_replaced_when_that_changes() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("token");
-        let token = TokenFile::new(path.clone());
-        assert!(token.read().unwrap_err().to_string().contains("No such file"));
-        fs::write(&path, "first").unwrap();
-        assert_eq!(token.read().unwrap(), "Bearer first");
-        fs::remove_file(&path).unwrap();
-        assert_eq!(token.read().unwrap(), "Bearer first");
-        fs::write(&path, "second").unwrap();
-        assert_eq!(token.read().unwrap(), "Bearer second");
-    }
 }

@@ -8,7 +8,7 @@ use tracing::debug;
 
 use super::{
     connection::Connection,
-    failure::{Failure, Reason},
+    failure::{Failure, FailureReason},
 };
 use crate::config::Encoding;
 
@@ -82,8 +82,8 @@ async fn serves(connection: &Arc<Connection>, version: &str, resource: &str) -> 
         || http::Request::get(format!("/apis/{version}")).header(http::header::ACCEPT, json).body(Vec::new());
     match connection.ask(request).await {
         Ok(body) => has(&body, resource),
-        Err(failure) if failure.reason == Reason::NotServed => Ok(false),
-        Err(failure) if failure.reason == Reason::Forbidden => {
+        Err(failure) if failure.reason == FailureReason::NotServed => Ok(false),
+        Err(failure) if failure.reason == FailureReason::Forbidden => {
             debug!("asking for what {version} has is not allowed, trying {resource}: {failure}");
             Ok(true)
         }
@@ -93,7 +93,7 @@ async fn serves(connection: &Arc<Connection>, version: &str, resource: &str) -> 
 
 fn has(body: &[u8], resource: &str) -> Result<bool, Failure> {
     let list: Resources = serde_json::from_slice(body)
-        .map_err(|error| Failure::new(Reason::Malformed, format!("list of resources: {error}")))?;
+        .map_err(|error| Failure::new(FailureReason::Malformed, format!("list of resources: {error}")))?;
     Ok(list.resources.iter().any(|served| served.name == resource))
 }
 
@@ -109,6 +109,6 @@ mod tests {
         assert!(has(RECORDED.as_bytes(), "endpointslices").unwrap());
         assert!(!has(RECORDED.as_bytes(), "servicecidrs").unwrap());
         assert_eq!(has(b"{}", "servicecidrs").ok(), Some(false));
-        assert_eq!(has(b"<html>", "servicecidrs").unwrap_err().reason, Reason::Malformed);
+        assert_eq!(has(b"<html>", "servicecidrs").unwrap_err().reason, FailureReason::Malformed);
     }
 }

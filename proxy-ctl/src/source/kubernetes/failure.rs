@@ -2,11 +2,12 @@
 
 use std::{error::Error as StdError, fmt, io, time::Duration};
 
+use super::token_file::TokenFileError;
 use crate::source::schema::meta::Status;
 
 /// Why a list or watch failed: the label of the error counter, and what state changes are judged by.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
-pub enum Reason {
+pub enum FailureReason {
     /// The credentials are not (or no longer) accepted: 401.
     Unauthorized,
     /// RBAC does not allow it: 403.
@@ -33,7 +34,7 @@ pub enum Reason {
     Credentials,
 }
 
-impl Reason {
+impl FailureReason {
     /// Label value of the metric.
     pub const fn name(self) -> &'static str {
         match self {
@@ -75,7 +76,7 @@ impl Reason {
 /// A failed list or watch.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    pub(crate) reason: Reason,
+    pub(crate) reason: FailureReason,
     /// For people.
     pub(crate) message: String,
     /// What the server asked for.
@@ -85,20 +86,20 @@ pub(crate) struct Failure {
 }
 
 impl Failure {
-    pub(crate) fn new(reason: Reason, message: impl Into<String>) -> Self {
+    pub(crate) fn new(reason: FailureReason, message: impl Into<String>) -> Self {
         Self { reason, message: message.into(), retry_after: None, code: None }
     }
 
     pub(super) fn silence(limit: Duration) -> Self {
         let seconds = limit.as_secs();
-        Self::new(Reason::Timeout, format!("nothing heard from the API server for {seconds} s"))
+        Self::new(FailureReason::Timeout, format!("nothing heard from the API server for {seconds} s"))
     }
 
     /// Whether a streaming list may have failed because it was a streaming one: 422 where the feature is
     /// switched off or unknown, 500 where the API server's etcd is too old for it, who knows what from a
     /// proxy in between. Not where any request would have failed.
     pub(super) fn refuses_streaming(&self) -> bool {
-        self.reason == Reason::Refused && !matches!(self.code, None | Some(502..=504))
+        self.reason == FailureReason::Refused && !matches!(self.code, None | Some(502..=504))
     }
 }
 
@@ -111,19 +112,19 @@ impl fmt::Display for Failure {
 impl From<&Status> for Failure {
     fn from(status: &Status) -> Self {
         if status.code == 0 && status.message.is_empty() && status.reason.is_empty() {
-            return Self::new(Reason::Malformed, "an error that says nothing");
+            return Self::new(FailureReason::Malformed, "an error that says nothing");
         }
         let reason = match status.code {
-            401 => Reason::Unauthorized,
-            403 => Reason::Forbidden,
-            404 => Reason::NotServed,
-            410 => Reason::Expired,
-            429 => Reason::Throttled,
+            401 => FailureReason::Unauthorized,
+            403 => FailureReason::Forbidden,
+            404 => FailureReason::NotServed,
+            410 => FailureReason::Expired,
+            429 => FailureReason::Throttled,
             // "Too large resource version": the server's history is older than ours, after a restored backup.
             504 if status.reason == "Timeout" && status.message.contains("resource version") => {
-                Reason::Expired
+                FailureReason::Expired
             }
-            _ => Reason::Refused,
+            _ => FailureReason::Refused,
         };
         let retry_after = status
             .details
@@ -145,7 +146,7 @@ impl From<kube::Error> for Failure {
     #[expect(clippy::wildcard_enum_match_arm, reason = "the rest is told apart by its causes")]
     fn from(error: kube::Error) -> Self {
         let reason = match &error {
-            kube::Error::Auth(_) => Reason::Credentials,
+            kube::Error::Auth(_) => FailureReason::Credentials,
             _ => connection_reason(&error),
         };
         Self::new(reason, chain(&error))
@@ -153,23 +154,23 @@ impl From<kube::Error> for Failure {
 }
 
 /// Finds the cause of a transport error: the layers in between wrap it differently.
-fn connection_reason(error: &(dyn StdError + 'static)) -> Reason {
-    let mut reason = Reason::Disconnected;
+fn connection_reason(error: &(dyn StdError + 'static)) -> FailureReason {
+    let mut reason = FailureReason::Disconnected;
     let mut next = Some(error);
     while let Some(cause) = next {
         let text = cause.to_string();
-        if cause.is::<super::connection::TokenFileError>() || cause.is::<kube::client::AuthError>() {
-            return Reason::Credentials;
+        if cause.is::<TokenFileError>() || cause.is::<kube::client::AuthError>() {
+            return FailureReason::Credentials;
         }
         if text.contains("certificate") || text.contains("fatal alert") {
-            return Reason::Tls;
+            return FailureReason::Tls;
         }
         if cause.downcast_ref::<io::Error>().is_some_and(|io| io.kind() == io::ErrorKind::TimedOut) {
-            reason = Reason::Timeout;
+            reason = FailureReason::Timeout;
         }
         if text.contains("dns error") || text.contains("tcp connect error") || text.contains("tcp open error")
         {
-            reason = Reason::Unreachable;
+            reason = FailureReason::Unreachable;
         }
         next = cause.source();
     }

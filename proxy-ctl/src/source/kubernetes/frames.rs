@@ -2,7 +2,7 @@
 
 use bytes::{Buf as _, Bytes, BytesMut};
 
-use super::failure::{Failure, Reason};
+use super::failure::{Failure, FailureReason};
 use crate::config::Encoding;
 
 /// Longest event, as in client-go.
@@ -72,7 +72,7 @@ impl Frames {
 
 fn too_long(length: usize) -> Failure {
     let problem = format!("a watch event of {length} bytes or more, {LONGEST} are the most that is read");
-    Failure::new(Reason::Malformed, problem)
+    Failure::new(FailureReason::Malformed, problem)
 }
 
 #[cfg(test)]
@@ -124,7 +124,7 @@ mod tests {
         let mut frames = Frames::new(Encoding::Protobuf);
         frames.push(&[0x7f, 0xff, 0xff, 0xff]);
         let failure = frames.next().unwrap_err();
-        assert_eq!(failure.reason, Reason::Malformed);
+        assert_eq!(failure.reason, FailureReason::Malformed);
         assert!(failure.message.contains("2147483647 bytes"), "{failure}");
     }
 
@@ -134,7 +134,7 @@ mod tests {
         frames.push(&vec![b'x'; LONGEST]);
         assert!(frames.next().unwrap().is_none());
         frames.push(b"x");
-        assert_eq!(frames.next().unwrap_err().reason, Reason::Malformed);
+        assert_eq!(frames.next().unwrap_err().reason, FailureReason::Malformed);
     }
 
     #[test]

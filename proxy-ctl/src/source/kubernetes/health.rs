@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use tracing::{debug, error, info, warn};
 
 use super::{
-    failure::{Failure, Reason},
+    failure::{Failure, FailureReason},
     outage::Outage,
     state::{ResourceKind, Verb},
 };
@@ -21,7 +21,7 @@ pub(super) struct Health {
 
 #[derive(Debug)]
 struct Failing {
-    reason: Reason,
+    reason: FailureReason,
     since: Instant,
     attempts: u32,
     /// Whether anything of it has been told at more than debug level.
@@ -76,7 +76,7 @@ impl Health {
         }
         failing.told = true;
         match failure.reason {
-            Reason::Forbidden => {
+            FailureReason::Forbidden => {
                 let group = kind.group();
                 let verbs: Vec<&str> = denied.iter().map(|verb| verb.name()).collect();
                 let verbs = if verbs.is_empty() { "list and watch".to_owned() } else { verbs.join(" and ") };
@@ -91,17 +91,17 @@ impl Health {
                     error!(resource = %kind, verbs, reason, "{text}");
                 }
             }
-            Reason::Unauthorized | Reason::Credentials | Reason::Tls => {
+            FailureReason::Unauthorized | FailureReason::Credentials | FailureReason::Tls => {
                 error!(resource = %kind, reason, "{failure}; next attempt in {retry:.1} s");
             }
-            Reason::NotServed
-            | Reason::Expired
-            | Reason::Throttled
-            | Reason::Refused
-            | Reason::Unreachable
-            | Reason::Disconnected
-            | Reason::Timeout
-            | Reason::Malformed => {
+            FailureReason::NotServed
+            | FailureReason::Expired
+            | FailureReason::Throttled
+            | FailureReason::Refused
+            | FailureReason::Unreachable
+            | FailureReason::Disconnected
+            | FailureReason::Timeout
+            | FailureReason::Malformed => {
                 warn!(resource = %kind, reason, "{failure}; what is programmed stays; next attempt in {retry:.1} s");
             }
         }
@@ -124,7 +124,7 @@ mod tests {
         let lines = logged(|| {
             let outage = Outage::default();
             let mut health = Health::new(ResourceKind::EndpointSlices);
-            for reason in [Reason::Unreachable, Reason::Forbidden] {
+            for reason in [FailureReason::Unreachable, FailureReason::Forbidden] {
                 for _ in 0..50 {
                     let failure = Failure::new(reason, "it says why");
                     health.bad(&outage, &failure, &[Verb::Watch, Verb::List], Duration::from_secs(1));
@@ -152,7 +152,7 @@ mod tests {
                 health.good(&outage);
             }
             for health in &mut all {
-                let failure = Failure::new(Reason::Unreachable, "connection refused");
+                let failure = Failure::new(FailureReason::Unreachable, "connection refused");
                 health.bad(&outage, &failure, &[], Duration::from_secs(1));
             }
             for health in &mut all {
@@ -167,7 +167,7 @@ mod tests {
     #[test]
     fn what_is_not_needed_is_no_error() {
         let lines = logged(|| {
-            let failure = Failure::new(Reason::Forbidden, "403");
+            let failure = Failure::new(FailureReason::Forbidden, "403");
             let mut health = Health::new(ResourceKind::ServiceCidrs);
             health.bad(&Outage::default(), &failure, &[], Duration::from_secs(1));
         });

@@ -15,7 +15,11 @@ use kube::{
     config::{AuthInfo, Cluster, Kubeconfig, KubeconfigError},
 };
 
-use crate::config::{Encoding, without_userinfo};
+use super::token_file::read_token;
+use crate::{
+    config::{Encoding, without_userinfo},
+    version,
+};
 
 /// What the user said about the API server.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -90,7 +94,7 @@ impl Config {
             (None, Some(master)) => anonymous(master),
             (None, None) => in_cluster(Path::new(SERVICE_ACCOUNT), |variable| env::var(variable).ok())?,
         };
-        if let Ok(agent) = HeaderValue::try_from(super::connection::user_agent()) {
+        if let Ok(agent) = HeaderValue::try_from(user_agent()) {
             loaded.client.headers.push((http::header::USER_AGENT, agent));
         }
         Ok(loaded)
@@ -171,7 +175,7 @@ fn from_kubeconfig(path: &Path, master: Option<http::Uri>) -> Result<Loaded, Con
             if user.token.is_none()
                 && let Some(file) = user.token_file.take()
             {
-                super::connection::read_token(Path::new(&file))
+                read_token(Path::new(&file))
                     .map_err(|error| field(user_field("tokenFile"), error.to_string()))?;
                 token_file = Some(PathBuf::from(file));
             }
@@ -269,7 +273,7 @@ fn in_cluster(
     })?;
 
     let token_file = directory.join("token");
-    super::connection::read_token(&token_file)
+    read_token(&token_file)
         .map_err(|error| ConfigError::Parse { path: token_file.clone(), problem: error.to_string() })?;
     let certificate_file = directory.join("ca.crt");
     let mut fingerprint = DefaultHasher::new();
@@ -331,6 +335,12 @@ fn server_url(text: &str) -> Result<http::Uri, String> {
             Err(format!("{shown:?} must be a host and a port, or a URL that begins with https:// or http://"))
         }
     }
+}
+
+/// As API servers log it: first whom we stand in for, then who we are.
+fn user_agent() -> String {
+    let (platform, own) = (version::platform(), env!("CARGO_PKG_VERSION"));
+    format!("kube-proxy/v{} ({platform}) proxy-ctl/{own}", version::KUBE_PROXY)
 }
 
 fn hash_file(path: &Path, hasher: &mut DefaultHasher) -> io::Result<()> {

@@ -16,6 +16,7 @@ mod rate_limit;
 mod requests;
 mod resource;
 mod state;
+mod token_file;
 mod watch;
 mod watchers;
 mod wire;

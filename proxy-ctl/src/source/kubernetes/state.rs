@@ -14,7 +14,7 @@ use prometheus_client::{
 };
 
 use super::{
-    failure::{Failure, Reason},
+    failure::{Failure, FailureReason},
     requests::Requests,
 };
 use crate::{config::Encoding, source::OddObjects};
@@ -291,8 +291,8 @@ impl SourceState {
         self.watches.get_or_create(&ByResource { resource: kind.plural() }).get()
     }
 
-    /// Failures so far for one reason, such as `unauthorized`; see [`Reason`].
-    pub fn errors(&self, kind: ResourceKind, reason: Reason) -> u64 {
+    /// Failures so far for one reason, such as `unauthorized`; see [`FailureReason`].
+    pub fn errors(&self, kind: ResourceKind, reason: FailureReason) -> u64 {
         self.errors.get_or_create(&ByReason { resource: kind.plural(), reason: reason.name() }).get()
     }
 
@@ -364,7 +364,7 @@ impl SourceState {
         let state = Self::new();
         let kind = ResourceKind::Services;
         state.listed(kind, ListMethod::Paged, 1);
-        state.failed(kind, &Failure::new(Reason::Timeout, "silence"));
+        state.failed(kind, &Failure::new(FailureReason::Timeout, "silence"));
         state.set_denied(kind, Verb::Watch, true);
         state.answered_in(kind, Encoding::Protobuf);
         state.requests.sample();
@@ -385,7 +385,7 @@ mod tests {
         state.watch_started(ResourceKind::Services);
         state.listed(ResourceKind::Services, ListMethod::Streamed, 3);
         state.objects_changed(ResourceKind::Services, -1);
-        state.failed(ResourceKind::Nodes, &Failure::new(Reason::Unreachable, "refused"));
+        state.failed(ResourceKind::Nodes, &Failure::new(FailureReason::Unreachable, "refused"));
         state.set_denied(ResourceKind::EndpointSlices, Verb::Watch, true);
         state.odd(ResourceKind::EndpointSlices, 2);
         state.answered_in(ResourceKind::Services, Encoding::Json);
@@ -417,7 +417,7 @@ mod tests {
         let state = SourceState::new();
         state.end(ResourceKind::EndpointSlices);
         state.begin(ResourceKind::Endpoints);
-        state.failed(ResourceKind::ServiceCidrs, &Failure::new(Reason::Unreachable, "refused"));
+        state.failed(ResourceKind::ServiceCidrs, &Failure::new(FailureReason::Unreachable, "refused"));
         assert_eq!(state.kinds(), [ResourceKind::Services, ResourceKind::Endpoints, ResourceKind::Nodes]);
         let mut registry = Registry::default();
         state.register(&mut registry);
@@ -432,7 +432,8 @@ mod tests {
     #[test]
     fn a_problem_is_kept_until_the_server_is_heard_again() {
         let state = SourceState::new();
-        state.failed(ResourceKind::Services, &Failure::new(Reason::Forbidden, "services is forbidden"));
+        state
+            .failed(ResourceKind::Services, &Failure::new(FailureReason::Forbidden, "services is forbidden"));
         state.set_denied(ResourceKind::Services, Verb::Watch, true);
         assert_eq!(state.problem(ResourceKind::Services).as_deref(), Some("services is forbidden"));
         assert_eq!(state.denied(ResourceKind::Services), [Verb::Watch]);

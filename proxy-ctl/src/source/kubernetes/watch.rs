@@ -24,7 +24,7 @@ use super::{
     answer::{Answer, Events},
     backoff::{Backoff, random},
     connection::{Connection, Renewed},
-    failure::{Failure, Reason},
+    failure::{Failure, FailureReason},
     health::Health,
     kept::Kept,
     oddities::Oddities,
@@ -118,7 +118,7 @@ pub(super) struct Watcher<W: Watched> {
     health: Health,
     backoff: Backoff,
     /// Why the last attempt failed; None once a watch has settled.
-    last_failure: Option<Reason>,
+    last_failure: Option<FailureReason>,
     oddities: Oddities,
     /// Everything up to this resource version has been sent; None: nothing, list first.
     position: Option<String>,
@@ -172,7 +172,7 @@ impl<W: Watched> Watcher<W> {
             };
             self.state.failed(W::RESOURCE, &failure);
             let first = self.last_failure.replace(failure.reason) != Some(failure.reason);
-            if failure.reason == Reason::Expired {
+            if failure.reason == FailureReason::Expired {
                 info!(resource = %W::RESOURCE, "{failure}; listing again");
                 self.position = None;
                 if first {
@@ -184,7 +184,7 @@ impl<W: Watched> Watcher<W> {
             if let Some(wanted) = failure.retry_after {
                 delay = delay.max(wanted);
             }
-            if failure.reason == Reason::NotServed && first {
+            if failure.reason == FailureReason::NotServed && first {
                 info!(resource = %W::RESOURCE, "{failure}; asking the API server what it serves");
                 self.position = None;
                 return End::AskAgain;
@@ -197,7 +197,7 @@ impl<W: Watched> Watcher<W> {
                 Ok(Renewed::Same | Renewed::Asked) => self.bad(&failure, delay),
                 Err(error) => {
                     let message = format!("{failure}; and the credentials cannot be read again: {error}");
-                    self.bad(&Failure::new(Reason::Credentials, message), delay);
+                    self.bad(&Failure::new(FailureReason::Credentials, message), delay);
                 }
             }
             if self.state.denied(W::RESOURCE).contains(&Verb::List)
@@ -213,13 +213,13 @@ impl<W: Watched> Watcher<W> {
                 () = self.connection.recovered.notified() => self.backoff.reset(),
                 () = self.updates.closed() => return End::Unwanted,
             }
-            if W::STOPGAP || failure.reason == Reason::NotServed {
+            if W::STOPGAP || failure.reason == FailureReason::NotServed {
                 return End::AskAgain;
             }
         }
     }
 
-    async fn renew(&self, generation: Option<u64>, reason: Reason) -> Result<Renewed, Failure> {
+    async fn renew(&self, generation: Option<u64>, reason: FailureReason) -> Result<Renewed, Failure> {
         match generation {
             Some(generation) => self.connection.renew(generation, reason).await,
             // There is no client yet: it will be made from what the files say then.
@@ -245,14 +245,14 @@ impl<W: Watched> Watcher<W> {
                     }
                     // Whoever may not watch may still list, and knows what there is.
                     Err(Stop::Failed(failure))
-                        if failure.reason == Reason::Forbidden && self.position.is_none() => {}
+                        if failure.reason == FailureReason::Forbidden && self.position.is_none() => {}
                     other => return other,
                 }
             }
             return self.list(client).await;
         };
         let events = match self.open(client, false, &version).await {
-            Err(Stop::Failed(failure)) if failure.reason == Reason::Forbidden => {
+            Err(Stop::Failed(failure)) if failure.reason == FailureReason::Forbidden => {
                 // What happens meanwhile is seen by listing again.
                 self.position = None;
                 return Err(failure.into());
@@ -270,21 +270,23 @@ impl<W: Watched> Watcher<W> {
         let mut listing = Listing::<W>::default();
         loop {
             let event = next(&mut events, NEXT_OF_LIST).await.inspect_err(|failure| {
-                if failure.reason == Reason::Timeout {
+                if failure.reason == FailureReason::Timeout {
                     self.failed_streams = STREAM_ATTEMPTS;
                 }
             })?;
-            match event
-                .ok_or_else(|| Failure::new(Reason::Disconnected, "the list ended before it was complete"))?
-            {
+            match event.ok_or_else(|| {
+                Failure::new(FailureReason::Disconnected, "the list ended before it was complete")
+            })? {
                 Event::Added(object) | Event::Modified(object) => {
                     self.listed(&mut listing, &object)?;
                 }
                 Event::Deleted(object) => {
                     let name = object.meta()?.name();
-                    return Err(
-                        Failure::new(Reason::Malformed, format!("deletion of {name} within a list")).into()
-                    );
+                    return Err(Failure::new(
+                        FailureReason::Malformed,
+                        format!("deletion of {name} within a list"),
+                    )
+                    .into());
                 }
                 Event::Bookmark { resource_version, ends_list } => {
                     self.state.heard_from(W::RESOURCE);
@@ -393,15 +395,17 @@ impl<W: Watched> Watcher<W> {
             }
             let event = event.inspect_err(|failure| {
                 // The same would come again from here.
-                if failure.reason == Reason::Malformed {
+                if failure.reason == FailureReason::Malformed {
                     self.position = None;
                 }
             })?;
             let Some(event) = event else {
                 if !heard && started.elapsed() < SHORTEST_WATCH {
-                    return Err(
-                        Failure::new(Reason::Disconnected, "the watch ended as soon as it began").into()
-                    );
+                    return Err(Failure::new(
+                        FailureReason::Disconnected,
+                        "the watch ended as soon as it began",
+                    )
+                    .into());
                 }
                 return Ok(Done::WatchEnded);
             };
@@ -420,7 +424,7 @@ impl<W: Watched> Watcher<W> {
                 }
                 Event::Error(failure) => {
                     // The server cannot go on from here for a reason of its own: start from a list.
-                    if failure.reason == Reason::Refused {
+                    if failure.reason == FailureReason::Refused {
                         self.position = None;
                     }
                     return Err(failure.into());
@@ -443,7 +447,7 @@ impl<W: Watched> Watcher<W> {
 
     /// Notes whether RBAC has denied it.
     fn answered(&self, verb: Verb, failure: &Failure) {
-        if failure.reason == Reason::Forbidden {
+        if failure.reason == FailureReason::Forbidden {
             self.state.set_denied(W::RESOURCE, verb, true);
         }
     }
@@ -471,7 +475,7 @@ impl<W: Watched> Watcher<W> {
         method: ListMethod,
     ) -> Result<(), Stop> {
         if version.is_empty() {
-            return Err(Failure::new(Reason::Malformed, "the list has no resource version").into());
+            return Err(Failure::new(FailureReason::Malformed, "the list has no resource version").into());
         }
         let Listing { parsed, mut unreadable, objects } = listing;
         debug!(resource = %W::RESOURCE, objects, method = method.name(), "listed");

@@ -5,7 +5,7 @@ use prost::Message as _;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::failure::{Failure, Reason};
+use super::failure::{Failure, FailureReason};
 use crate::{
     config::Encoding,
     model::objects::ObjectName,
@@ -215,7 +215,7 @@ pub(crate) fn envelope(api_version: &str, kind: &str, message: Vec<u8>) -> Vec<u
 }
 
 fn malformed(problem: impl Into<String>) -> Failure {
-    Failure::new(Reason::Malformed, problem)
+    Failure::new(FailureReason::Malformed, problem)
 }
 
 fn not_a<E: std::fmt::Display>(what: &str) -> impl FnOnce(E) -> Failure {

@@ -165,9 +165,9 @@ fn a_token_file_is_read_without_the_white_space_around_it() {
     let loaded = Config { kubeconfig: Some(path), ..Config::default() }.load().unwrap();
     let file = loaded.token_file.unwrap();
     assert_eq!(file, folder.path().join("token"));
-    assert_eq!(super::super::connection::read_token(&file).unwrap(), "Bearer secret");
+    assert_eq!(read_token(&file).unwrap(), "Bearer secret");
     fs::write(&file, "\n").unwrap();
-    let error = super::super::connection::read_token(&file).unwrap_err().to_string();
+    let error = read_token(&file).unwrap_err().to_string();
     assert!(error.ends_with("is empty"), "{error}");
 }
 

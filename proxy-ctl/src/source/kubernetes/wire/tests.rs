@@ -124,7 +124,7 @@ fn other_objects_are_the_same_in_both_encodings() {
 fn an_error_is_the_same_in_both_encodings() {
     for (encoding, body) in recorded!("status") {
         let failure = Failure::from(&status(encoding, &Bytes::from_static(body)).unwrap());
-        assert_eq!((failure.reason, failure.code), (Reason::Expired, Some(410)), "{encoding:?}");
+        assert_eq!((failure.reason, failure.code), (FailureReason::Expired, Some(410)), "{encoding:?}");
         assert_eq!(failure.message, "too old resource version: 1 (7) (410)");
         assert_eq!(failure.retry_after.unwrap().as_secs(), 5);
     }
@@ -146,7 +146,7 @@ fn a_watch_is_the_same_in_both_encodings() {
         };
         let web: core::Service = added.object().unwrap();
         assert_eq!((web.metadata.name.as_str(), web.spec.unwrap().ports.len()), ("web", 2));
-        assert_eq!(expired.reason, Reason::Expired);
+        assert_eq!(expired.reason, FailureReason::Expired);
         let [
             Event::Bookmark { resource_version: end, ends_list: true },
             Event::Modified(headless),
@@ -247,7 +247,7 @@ fn what_was_not_asked_for_is_named() {
         (message("v1", "Service"), "found \"Service\" of \"v1\""),
     ] {
         let failure = Page::read(Encoding::Protobuf, &body, SERVICE).unwrap_err();
-        assert_eq!(failure.reason, Reason::Malformed);
+        assert_eq!(failure.reason, FailureReason::Malformed);
         assert!(failure.message.contains(problem), "{failure}");
     }
     let greeting = br#"{"type":"GREETING","object":{}}"#.as_slice();

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use control_plane::objects;
 use proxy_ctl::{
     events::{Event, Outcome, Recorder, Type},
-    source::kubernetes::{ListMethod, ResourceKind, Verb, failure::Reason},
+    source::kubernetes::{ListMethod, ResourceKind, Verb, failure::FailureReason},
 };
 use serde_json::{Value, json};
 
@@ -75,7 +75,7 @@ pub(super) fn the_role_of_kube_proxy_is_enough(world: &mut World) -> Result<()> 
         ranges(follower) == ["10.96.0.0/12", "fd00:10:96::/112"]
     })?;
     for kind in all {
-        ensure!(follower.state.errors(kind, Reason::Forbidden) == 0, "{kind} is forbidden");
+        ensure!(follower.state.errors(kind, FailureReason::Forbidden) == 0, "{kind} is forbidden");
         ensure!(
             follower.state.lists(kind, ListMethod::Streamed) == 1,
             "{kind} was not listed by a streaming list"
@@ -139,8 +139,8 @@ pub(super) fn what_rbac_denies_comes_once_granted(world: &mut World) -> Result<(
     let mut follower = Follower::start(world, LIMITED)?;
     follower.wait_served(world, &[("web:main", &[])])?;
     follower.wait(world, "being denied", |follower| {
-        follower.state.errors(ResourceKind::EndpointSlices, Reason::Forbidden) >= 2
-            && follower.state.errors(ResourceKind::ServiceCidrs, Reason::Forbidden) >= 1
+        follower.state.errors(ResourceKind::EndpointSlices, FailureReason::Forbidden) >= 2
+            && follower.state.errors(ResourceKind::ServiceCidrs, FailureReason::Forbidden) >= 1
     })?;
     ensure!(follower.state.connected(ResourceKind::Services), "services are watched");
     ensure!(!follower.state.connected(ResourceKind::EndpointSlices), "slices cannot be watched");
@@ -225,7 +225,7 @@ pub(super) fn revoked_tokens_are_replaced(world: &mut World) -> Result<()> {
                 relay.cut();
                 relay.mend();
             }
-            all(|follower, kind| follower.state.errors(kind, Reason::Unauthorized) > 0)
+            all(|follower, kind| follower.state.errors(kind, FailureReason::Unauthorized) > 0)
         })?;
     }
     world.create(&world.service("after"))?;

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use control_plane::PROXY;
-use proxy_ctl::source::kubernetes::failure::Reason;
+use proxy_ctl::source::kubernetes::failure::FailureReason;
 
 use crate::{follower::Follower, world::World};
 
@@ -15,7 +15,11 @@ pub(super) fn a_new_token_in_the_file_is_used(world: &mut World) -> Result<()> {
     world.server.restart()?;
     world.create(&world.service("after"))?;
     follower.wait(world, "the old token being refused", |follower| {
-        follower.state.kinds().into_iter().all(|kind| follower.state.errors(kind, Reason::Unauthorized) > 0)
+        follower
+            .state
+            .kinds()
+            .into_iter()
+            .all(|kind| follower.state.errors(kind, FailureReason::Unauthorized) > 0)
     })?;
     ensure!(follower.served().len() == 1, "nothing can have come, nothing may have gone");
     world.server.publish_token(PROXY)?;
@@ -39,7 +43,7 @@ pub(super) fn new_certificates_in_the_files_are_used(world: &mut World) -> Resul
     world.create(&world.service("after"))?;
     for follower in [&mut by_token, &mut by_certificate] {
         follower.wait(world, "the new certificate being refused", |follower| {
-            follower.state.kinds().into_iter().all(|kind| follower.state.errors(kind, Reason::Tls) > 0)
+            follower.state.kinds().into_iter().all(|kind| follower.state.errors(kind, FailureReason::Tls) > 0)
         })?;
         ensure!(follower.served().len() == 1, "nothing can have come, nothing may have gone");
     }
@@ -47,7 +51,11 @@ pub(super) fn new_certificates_in_the_files_are_used(world: &mut World) -> Resul
     let served: [(&str, &[&str]); 2] = [("after:main", &[]), ("before:main", &[])];
     by_token.wait_served(world, &served)?;
     by_certificate.wait(world, "our old certificate being refused", |follower| {
-        follower.state.kinds().into_iter().all(|kind| follower.state.errors(kind, Reason::Unauthorized) > 0)
+        follower
+            .state
+            .kinds()
+            .into_iter()
+            .all(|kind| follower.state.errors(kind, FailureReason::Unauthorized) > 0)
     })?;
     certificate(world)?;
     by_certificate.wait_served(world, &served)

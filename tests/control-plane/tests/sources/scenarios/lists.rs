@@ -5,7 +5,7 @@ use control_plane::{PROXY, objects::Bulk};
 use proxy_ctl::{
     config::Encoding,
     model::{Update, objects::Service},
-    source::kubernetes::{Config, ListMethod, ResourceKind, failure::Reason},
+    source::kubernetes::{Config, ListMethod, ResourceKind, failure::FailureReason},
 };
 use serde_json::json;
 
@@ -178,7 +178,7 @@ pub(super) fn what_happened_before_a_compaction_is_seen_in_one_replace(world: &m
         "{services}, {slices} replacements, {others} other updates"
     );
     for kind in [ResourceKind::Services, ResourceKind::EndpointSlices] {
-        ensure!(follower.state.errors(kind, Reason::Expired) > 0, "410 was counted for {kind}");
+        ensure!(follower.state.errors(kind, FailureReason::Expired) > 0, "410 was counted for {kind}");
         ensure!(lists(&follower, kind) == 2, "{kind} were listed {} times", lists(&follower, kind));
     }
     Ok(())

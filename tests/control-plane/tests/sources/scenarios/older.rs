@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use control_plane::PROXY;
-use proxy_ctl::source::kubernetes::{ListMethod, ResourceKind, failure::Reason};
+use proxy_ctl::source::kubernetes::{ListMethod, ResourceKind, failure::FailureReason};
 use serde_json::{Value, json};
 
 use crate::{
@@ -155,13 +155,13 @@ pub(super) fn watches_that_always_fail_are_tried_ever_less(world: &mut World) ->
         json!({"kind": "Status", "apiVersion": "v1", "code": 410, "reason": "Expired", "message": "too old"});
     let expired = format!("{{\"type\":\"ERROR\",\"object\":{expired}}}\n");
     let cases: [(_, &[u8], _); 3] = [
-        ("application/json", expired.as_bytes(), Reason::Expired),
-        ("application/json", b"{\"type\":\"GREETING\",\"object\":{}}\n", Reason::Malformed),
+        ("application/json", expired.as_bytes(), FailureReason::Expired),
+        ("application/json", b"{\"type\":\"GREETING\",\"object\":{}}\n", FailureReason::Malformed),
         // A frame of three bytes which are no message.
         (
             "application/vnd.kubernetes.protobuf;stream=watch",
             &[0, 0, 0, 3, 0xff, 0xff, 0xff],
-            Reason::Malformed,
+            FailureReason::Malformed,
         ),
     ];
     for (content, body, reason) in cases {

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use control_plane::PROXY;
 use proxy_ctl::{
     events::{Event, Outcome, Recorder, Type},
-    source::kubernetes::failure::Reason,
+    source::kubernetes::failure::FailureReason,
 };
 
 use crate::{
@@ -40,7 +40,7 @@ pub(super) fn an_api_server_that_is_away_for_a_minute(world: &mut World) -> Resu
     let mut late = Follower::start(world, PROXY)?;
     recorder.record(Event::node(Type::Normal, "Starting", "StartKubeProxy", ""));
     late.wait(world, "a start without an API server", |late| {
-        late.state.kinds().into_iter().all(|kind| late.state.errors(kind, Reason::Unreachable) > 0)
+        late.state.kinds().into_iter().all(|kind| late.state.errors(kind, FailureReason::Unreachable) > 0)
     })?;
     let mark = follower.log.len();
     follower.wait(world, "half of the time", |_| killed.elapsed() > AWAY / 2)?;

@@ -1,0 +1,79 @@
+//! A bearer token that somebody else writes into a file, such as the kubelet.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use http::HeaderValue;
+
+#[derive(Debug, thiserror::Error)]
+pub(super) enum TokenFileError {
+    #[error("token file {path}: {source}")]
+    Read { path: PathBuf, source: io::Error },
+    #[error("token file {path}: is empty")]
+    Empty { path: PathBuf },
+    #[error("token file {path}: holds characters that no token has")]
+    Invalid { path: PathBuf },
+}
+
+/// A token file that may be gone for a while, or for good: what it held last is used then, as client-go does for
+/// those who remove it to keep it from others.
+#[derive(Clone)]
+pub(super) struct TokenFile {
+    path: PathBuf,
+    last: Arc<Mutex<Option<HeaderValue>>>,
+}
+
+impl TokenFile {
+    pub(super) fn new(path: PathBuf) -> Self {
+        Self { path, last: Arc::default() }
+    }
+
+    pub(super) fn read(&self) -> Result<HeaderValue, TokenFileError> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        match (read_token(&self.path), &*last) {
+            (Ok(token), _) => Ok(last.insert(token).clone()),
+            (Err(error), Some(token)) => {
+                tracing::debug!("{error}; using the token that was read last");
+                Ok(token.clone())
+            }
+            (Err(error), None) => Err(error),
+        }
+    }
+}
+
+/// The bearer token that `path` holds now. Requests are rare, so it is read for each: a token is used from
+/// the moment it is there. White space around it is not part of it.
+pub(super) fn read_token(path: &Path) -> Result<HeaderValue, TokenFileError> {
+    let text =
+        fs::read_to_string(path).map_err(|source| TokenFileError::Read { path: path.to_owned(), source })?;
+    let token = text.trim();
+    if token.is_empty() {
+        return Err(TokenFileError::Empty { path: path.to_owned() });
+    }
+    let mut header = HeaderValue::try_from(format!("Bearer {token}"))
+        .map_err(|_| TokenFileError::Invalid { path: path.to_owned() })?;
+    header.set_sensitive(true);
+    Ok(header)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_is_kept_when_its_file_is_removed_and_replaced_when_that_changes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("token");
+        let token = TokenFile::new(path.clone());
+        assert!(token.read().unwrap_err().to_string().contains("No such file"));
+        fs::write(&path, "first").unwrap();
+        assert_eq!(token.read().unwrap(), "Bearer first");
+        fs::remove_file(&path).unwrap();
+        assert_eq!(token.read().unwrap(), "Bearer first");
+        fs::write(&path, "second").unwrap();
+        assert_eq!(token.read().unwrap(), "Bearer second");
+    }
+}

@@ -5,10 +5,11 @@ use std::{io::Write as _, path::Path};
 use ipnet::IpNet;
 use serde_json::json;
 
-use super::{args::CleanupArgs, record::Record, show::print, table::table};
+use super::{args::CleanupArgs, show::print, table::table};
 use crate::{
     dataplane::ebpf::cleanup::{self, Removed},
     leftovers::{self, Extent, Owed},
+    process::Record,
 };
 
 /// One thing that cannot be removed keeps no other; the error is kube-proxy's.

@@ -3,15 +3,8 @@
 mod args;
 mod cleanup;
 mod effective;
-mod facts;
-mod former;
-mod life;
 mod probe;
 mod program;
-mod record;
-mod recorder;
-mod run;
-mod settings;
 mod show;
 mod table;
 mod tree;
@@ -24,9 +17,11 @@ use clap::{Parser, error::ErrorKind};
 use self::{
     args::{Args, CleanupArgs, Command, OutputArgs},
     program::Program,
-    settings::Settings,
 };
-use crate::config::{CommandLine, Config};
+use crate::{
+    config::{CommandLine, Config},
+    process::{self, Settings},
+};
 
 /// A flag or the configuration is wrong, or the work failed.
 const FAILED: u8 = 1;
@@ -73,7 +68,7 @@ fn serve(program: Program, flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyh
         let everything = CleanupArgs { kube_proxy: true, output: OutputArgs::default() };
         return cleanup::cleanup(&everything, &ebpf.bpffs, &ipvs.exclude_cidrs);
     }
-    run::run(line)
+    process::run(line)
 }
 
 /// `--bpffs` stood before the command.

@@ -9,7 +9,7 @@ use anyhow::bail;
 use serde_json::json;
 
 use super::{
-    facts, give_bpffs,
+    give_bpffs,
     table::{print, print_json, table},
     tree,
     views::FormerView,
@@ -18,6 +18,7 @@ use crate::{
     config::{CommandLine, Effective, RequestedMode},
     leftovers,
     mode::{self, BpfFilesystem, Choice, HostFacts, Refusal, Request},
+    node::facts,
 };
 
 pub(super) fn probe(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Result<()> {

@@ -10,7 +10,6 @@ use nix::net::if_::if_indextoname;
 
 use super::{
     args::{BackendsArgs, Output, OutputArgs, ServicesArgs, StatusArgs},
-    record::{Interface, Record},
     table,
     views::{
         self, BackendView, CounterView, EndpointView, FormerView, FrontendKind, FrontendView, HookView,
@@ -27,6 +26,7 @@ use crate::{
     },
     leftovers,
     model::objects::Protocol,
+    process::record::{Interface, Record},
 };
 
 const DEFAULT_BPFFS: &str = "/sys/fs/bpf";

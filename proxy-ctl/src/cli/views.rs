@@ -5,11 +5,11 @@ use std::net::{IpAddr, SocketAddr};
 
 use serde::Serialize;
 
-use super::{
-    record::{Record, Source},
-    table::{bytes, table},
+use super::table::{bytes, table};
+use crate::{
+    leftovers::{Found, Part},
+    process::record::{Record, Source},
 };
-use crate::leftovers::{Found, Part};
 
 /// One service port in one family.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]

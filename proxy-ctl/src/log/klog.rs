@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! I1121 10:57:29.123456    4711 run.rs:83] "starting" mode="ebpf"
-//! {"ts":1763722649123.456,"caller":"cli/run.rs:83","msg":"starting","v":0,"mode":"ebpf"}
+//! {"ts":1763722649123.456,"caller":"process/run.rs:83","msg":"starting","v":0,"mode":"ebpf"}
 //! ```
 
 use std::fmt::{self, Write as _};

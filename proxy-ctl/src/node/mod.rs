@@ -1,5 +1,6 @@
-//! The node's own addresses and interfaces, followed by netlink.
+//! The node: what it can do, and its own addresses and interfaces, followed by netlink.
 
+pub mod facts;
 mod interfaces;
 mod netlink;
 mod primary;

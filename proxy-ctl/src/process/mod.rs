@@ -1,4 +1,5 @@
-//! From a checked configuration to a node that may be programmed, in kube-proxy's order; and what ends that life.
+//! The running proxy: from a checked configuration to a node that may be programmed, in kube-proxy's order, and to its
+//! end.
 //!
 //! 1. [`node`]: the own Node and its addresses, waited for up to 30 s; its pod CIDRs up to 5 min, where local traffic
 //!    is told by them.
@@ -12,12 +13,19 @@
 pub mod checks;
 pub mod config_file;
 pub mod event;
+mod former;
 pub mod kernel;
+mod life;
 pub mod node;
 pub mod oom;
+pub mod record;
+mod recorder;
 pub mod reload;
+mod run;
+pub mod settings;
 
 use self::kernel::Kernel;
+pub use self::{record::Record, run::run, settings::Settings};
 use crate::{
     config::{Config, RequestedMode},
     events::Recorder,

@@ -8,7 +8,16 @@ use serde_json::Value;
 use tokio::{sync::watch, time::timeout};
 use tokio_util::sync::CancellationToken;
 
-use super::run::Given;
+use super::{
+    self as process,
+    checks::{self, LocalBy, NodeFacts},
+    config_file::ConfigFile,
+    event,
+    kernel::Kernel,
+    node::{Nodes, Patience},
+    reload::Changes,
+    run::Given,
+};
 use crate::{
     config::{Config, LocalMode, RequestedMode},
     dataplane::Host,
@@ -17,15 +26,6 @@ use crate::{
     model::objects::Node,
     node::{self, NodeIps},
     serve::Metrics,
-    start::{
-        self,
-        checks::{self, LocalBy, NodeFacts},
-        config_file::ConfigFile,
-        event,
-        kernel::Kernel,
-        node::{Nodes, Patience},
-        reload::Changes,
-    },
 };
 
 pub(super) struct Life {
@@ -54,11 +54,11 @@ impl Life {
         let by_pod_cidrs = local_by == LocalBy::NodeCidr;
         let node = match &mut self.nodes {
             Some(nodes) => {
-                start::node::settle(&self.node_name, nodes, by_pod_cidrs, Patience::default()).await?
+                process::node::settle(&self.node_name, nodes, by_pod_cidrs, Patience::default()).await?
             }
             None => None,
         };
-        start::prepare(self.mode, &self.config, &Kernel::default(), &self.events)?;
+        process::prepare(self.mode, &self.config, &Kernel::default(), &self.events)?;
         self.check(local_by, node.as_ref())?;
         self.events.record(event::starting());
         let Self { nodes, node_addresses, hosts, stop, .. } = self;
@@ -76,7 +76,7 @@ impl Life {
         };
         let node_change = async {
             match nodes {
-                Some(mut nodes) => start::node::changed(&mut nodes, node, by_pod_cidrs).await,
+                Some(mut nodes) => process::node::changed(&mut nodes, node, by_pod_cidrs).await,
                 None => std::future::pending().await,
             }
         };
@@ -108,7 +108,7 @@ impl Life {
             (LocalBy::NodeCidr, Some(node)) => node.pod_cidrs.clone(),
             _ => Vec::new(),
         };
-        let facts = NodeFacts { ips, pod_cidrs, dual_stack: start::is_dual_stack() };
+        let facts = NodeFacts { ips, pod_cidrs, dual_stack: process::is_dual_stack() };
         tracing::info!(primary = ?ips.primary, dual_stack = facts.dual_stack, "address families");
         if let Some(nothing) = checks::nothing_is_local(&self.config, local_by, &facts) {
             tracing::info!(ip_family = ips.primary.name(), "{nothing}");
@@ -259,7 +259,7 @@ impl Following {
             new.logging.verbosity = former.logging.verbosity;
         }
         if owed.is_some() || changes("conntrack") || changes("oomScoreAdj") {
-            match start::prepare(self.mode, &new, &self.kernel, &self.events) {
+            match process::prepare(self.mode, &new, &self.kernel, &self.events) {
                 Ok(()) if owed.is_some() => {
                     tracing::info!("the rest of the changed configuration is taken over now");
                 }

@@ -13,38 +13,38 @@ const FOLDER: &str = "/run/proxy-ctl";
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase", default)]
-pub(super) struct Record {
-    pub(super) pid: u32,
+pub struct Record {
+    pub pid: u32,
     /// Clock ticks since boot at which the process began: tells it from a later one with the same number.
-    pub(super) began: u64,
-    pub(super) node: String,
-    pub(super) mode: String,
-    pub(super) reasons: Vec<String>,
-    pub(super) sources: Vec<Source>,
+    pub began: u64,
+    pub node: String,
+    pub mode: String,
+    pub reasons: Vec<String>,
+    pub sources: Vec<Source>,
     /// `ipvs.excludeCIDRs`: networks whose virtual servers are not kube-proxy's.
     #[serde(rename = "excludeCIDRs")]
-    pub(super) exclude_cidrs: Vec<String>,
+    pub exclude_cidrs: Vec<String>,
     /// Those that packet programs are attached to.
-    pub(super) interfaces: Vec<Interface>,
+    pub interfaces: Vec<Interface>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase", default)]
-pub(super) struct Interface {
-    pub(super) index: u32,
-    pub(super) name: String,
+pub struct Interface {
+    pub index: u32,
+    pub name: String,
     /// `workload` or `uplink`.
-    pub(super) role: String,
+    pub role: String,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase", default)]
-pub(super) struct Source {
-    pub(super) name: String,
-    pub(super) connected: bool,
-    pub(super) objects: i64,
+pub struct Source {
+    pub name: String,
+    pub connected: bool,
+    pub objects: i64,
     /// Why it is not connected.
-    pub(super) problem: Option<String>,
+    pub problem: Option<String>,
 }
 
 impl Record {
@@ -54,12 +54,12 @@ impl Record {
         Path::new(FOLDER).join(format!("{name}.json"))
     }
 
-    pub(super) fn read(bpffs: &Path) -> Option<Self> {
+    pub fn read(bpffs: &Path) -> Option<Self> {
         serde_json::from_str(&fs::read_to_string(Self::path(bpffs)).ok()?).ok()
     }
 
     /// A reader finds the old or the new text, never half of it.
-    pub(super) fn write(&self, bpffs: &Path) -> io::Result<()> {
+    pub fn write(&self, bpffs: &Path) -> io::Result<()> {
         let path = Self::path(bpffs);
         fs::create_dir_all(FOLDER)?;
         let draft = path.with_extension(format!("{}.new", self.pid));
@@ -67,24 +67,24 @@ impl Record {
         fs::rename(draft, path)
     }
 
-    pub(super) fn remove(bpffs: &Path) {
+    pub fn remove(bpffs: &Path) {
         // It is only a hint: one that cannot be removed names a process that is gone.
         let _ = fs::remove_file(Self::path(bpffs));
     }
 
     /// What cannot be read there, nothing has written.
-    pub(super) fn keeps(&self) -> Vec<IpNet> {
+    pub fn keeps(&self) -> Vec<IpNet> {
         self.exclude_cidrs.iter().filter_map(|network| network.parse().ok()).collect()
     }
 
     /// Whether the process that wrote it is still there.
-    pub(super) fn is_alive(&self) -> bool {
+    pub fn is_alive(&self) -> bool {
         began(self.pid).is_some_and(|began| began == self.began)
     }
 }
 
 /// Field 22 of /proc/<pid>/stat. The name before it may hold spaces.
-pub(super) fn began(pid: u32) -> Option<u64> {
+pub fn began(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
 }

@@ -2,7 +2,7 @@
 //!
 //! 1. Everything that is said is read and checked, and the mode is chosen. Nothing has been touched so far.
 //! 2. The servers answer, the sources list, the dataplane's thread loads its programs.
-//! 3. [`Life`]: the node is set up, in the order of [`crate::start`].
+//! 3. [`Life`]: the node is set up, in the order of [`super`].
 //! 4. Everything listed is written, and changes are followed: until a signal, a change that takes a new process, or a
 //!    failure. What was programmed stays when the process ends.
 
@@ -18,8 +18,9 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    facts,
+    event,
     former::Former,
+    kernel::Kernel,
     life::Life,
     record::{self, Record},
     recorder::{self, Live},
@@ -33,13 +34,13 @@ use crate::{
     log,
     mode::{self, Choice, Mode, Request},
     model::{Update, objects::ObjectName},
+    node::facts,
     profile,
     serve::{self, BindError, Health, HealthChecks, Metrics, Pages, SharedHealth},
     source::{
         kubernetes::{Kubernetes, SourceState},
         manifests::Manifests,
     },
-    start::{self, event, kernel::Kernel},
     sys::{filesystem, limits},
 };
 
@@ -66,7 +67,7 @@ impl Given {
     }
 }
 
-pub(super) fn run(line: CommandLine) -> anyhow::Result<()> {
+pub fn run(line: CommandLine) -> anyhow::Result<()> {
     let given = Given { line };
     let settings = given.settings()?;
     log::start(&settings.config.logging);
@@ -81,7 +82,7 @@ pub(super) fn run(line: CommandLine) -> anyhow::Result<()> {
     let choice = mode::choose(request, &facts::gather(&settings.config.ebpf))?;
     tracing::info!(mode = %choice.mode, node = %settings.node_name, why = choice.reasons.join("; "), "starting");
     if settings.init_only {
-        start::prepare(requested(choice.mode), &settings.config, &Kernel::default(), &Recorder::silent())?;
+        super::prepare(requested(choice.mode), &settings.config, &Kernel::default(), &Recorder::silent())?;
         let bpffs = &settings.config.ebpf.bpffs;
         match choice.mode {
             Mode::Ebpf => filesystem::provide_bpffs(bpffs)

@@ -14,20 +14,20 @@ use crate::{
 
 /// What the user wants, complete.
 #[derive(Debug)]
-pub(super) struct Settings {
-    pub(super) config: Config,
-    pub(super) node_name: Arc<str>,
+pub struct Settings {
+    pub config: Config,
+    pub node_name: Arc<str>,
     /// `--master`.
-    pub(super) master: Option<String>,
-    pub(super) manifests: Option<PathBuf>,
+    pub master: Option<String>,
+    pub manifests: Option<PathBuf>,
     /// Do what needs all privileges, and exit.
-    pub(super) init_only: bool,
-    pub(super) warnings: Vec<String>,
+    pub init_only: bool,
+    pub warnings: Vec<String>,
 }
 
 impl Settings {
     /// Reads the file of `--config`. Asked again later, it may say something else.
-    pub(super) fn new(line: &CommandLine) -> anyhow::Result<Self> {
+    pub fn new(line: &CommandLine) -> anyhow::Result<Self> {
         let Effective { config, warnings, .. } = Effective::load(line.text("config").map(Path::new), line)?;
         let mut settings = Self {
             node_name: node_name(&config)?,
@@ -59,7 +59,7 @@ impl Settings {
     }
 
     /// The API server's watchers, ready to run; all that can be wrong with their configuration is an error here.
-    pub(super) fn kubernetes(&self, state: SourceState) -> anyhow::Result<Kubernetes> {
+    pub fn kubernetes(&self, state: SourceState) -> anyhow::Result<Kubernetes> {
         let connection = &self.config.client_connection;
         let config = kubernetes::Config {
             kubeconfig: connection.kubeconfig.clone(),

@@ -5,12 +5,12 @@ use std::{sync::Arc, time::Duration};
 
 use tokio::{sync::watch, time::Instant};
 
+use super::event;
 use crate::{
     config::Config,
     events::Recorder,
     leftovers::{Error, Extent, Found, Kept, Leftovers, Owed, Part, Removed},
     serve::Metrics,
-    start::event,
 };
 
 const FIRST_PAUSE: Duration = Duration::from_secs(1);

@@ -16,7 +16,7 @@ const CAP_PERFMON: u32 = 38;
 const CAP_BPF: u32 = 39;
 
 /// What the configuration names must be there before anything is made.
-pub(super) fn check(config: &Ebpf) -> anyhow::Result<()> {
+pub fn check(config: &Ebpf) -> anyhow::Result<()> {
     let Some(cgroup) = &config.cgroup else { return Ok(()) };
     let needed = config.socket_load_balancing != SocketLoadBalancing::Off;
     let found = filesystem::is_cgroup2(cgroup);
@@ -34,7 +34,7 @@ pub(super) fn check(config: &Ebpf) -> anyhow::Result<()> {
     }
 }
 
-pub(super) fn gather(config: &Ebpf) -> HostFacts {
+pub fn gather(config: &Ebpf) -> HostFacts {
     let kernel_release = read("/proc/sys/kernel/osrelease");
     let version = KernelVersion::parse(&kernel_release).unwrap_or_default();
     let capabilities = capabilities(&read("/proc/self/status"));

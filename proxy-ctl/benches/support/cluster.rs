@@ -6,7 +6,8 @@ use std::{
 };
 
 use proxy_ctl::model::objects::{
-    Endpoint, EndpointPort, EndpointSlice, Family, ObjectName, Protocol, Service, ServicePort, TrafficPolicy,
+    Endpoint, EndpointPort, EndpointSlice, IpFamily, ObjectName, Protocol, Service, ServicePort,
+    TrafficPolicy,
 };
 
 pub(crate) const NODES: u32 = 100;
@@ -44,7 +45,7 @@ pub(crate) fn slice(number: u32, endpoints: u32) -> EndpointSlice {
     EndpointSlice {
         name: ObjectName::new(format!("namespace-{}", number % 100), format!("service-{number}-x7k2p")),
         service: format!("service-{number}").into(),
-        family: Family::Ipv4,
+        family: IpFamily::Ipv4,
         ports: vec![EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port: 8080 }],
         endpoints: (number * endpoints..(number + 1) * endpoints).map(endpoint).collect(),
         triggered: None,

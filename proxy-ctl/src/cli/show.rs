@@ -227,7 +227,7 @@ mod tests {
     use super::*;
     use crate::model::{
         desired::ServicePortName,
-        objects::{Family, ObjectName},
+        objects::{IpFamily, ObjectName},
     };
 
     fn endpoint(address: &str, local: bool, backend: u32) -> EndpointState {
@@ -241,7 +241,7 @@ mod tests {
                 service: ObjectName::new("default", "web"),
                 port: "http".into(),
                 protocol: Protocol::Tcp,
-                family: Family::Ipv4,
+                family: IpFamily::Ipv4,
             },
             frontends: vec![
                 FrontendState { address: None, port: 30080, external: true },

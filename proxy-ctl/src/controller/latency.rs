@@ -4,7 +4,7 @@ use std::num::NonZeroI64;
 
 use jiff::Timestamp;
 
-use crate::{model::objects::Family, serve::Metrics};
+use crate::{model::objects::IpFamily, serve::Metrics};
 
 /// Triggers that are kept while nothing can be written; those above are not measured.
 const MOST_WAITING: usize = 65_536;
@@ -14,7 +14,7 @@ const MOST_WAITING: usize = 65_536;
 pub(super) struct Latency {
     /// What was triggered earlier waited for this process, not for its work.
     since: Timestamp,
-    waiting: Vec<(Family, Timestamp)>,
+    waiting: Vec<(IpFamily, Timestamp)>,
 }
 
 impl Latency {
@@ -22,9 +22,9 @@ impl Latency {
         Self { since, waiting: Vec::new() }
     }
 
-    pub(super) fn received(&mut self, triggers: Vec<(Family, NonZeroI64)>) {
+    pub(super) fn received(&mut self, triggers: Vec<(IpFamily, NonZeroI64)>) {
         let room = MOST_WAITING - self.waiting.len();
-        let time = |(family, triggered): (Family, NonZeroI64)| {
+        let time = |(family, triggered): (IpFamily, NonZeroI64)| {
             Some((family, Timestamp::from_nanosecond(i128::from(triggered.get())).ok()?))
         };
         let new = triggers.into_iter().filter_map(time).filter(|(_, time)| *time > self.since);
@@ -53,9 +53,9 @@ mod tests {
         let metrics = Metrics::new(None, crate::source::OddObjects::default(), |_| {});
         let mut latency = Latency::new("2026-01-01T00:00:00Z".parse().unwrap());
         latency.received(vec![
-            (Family::Ipv4, at("2025-12-31T23:59:59Z")),
-            (Family::Ipv4, at("2026-01-01T00:00:01.5Z")),
-            (Family::Ipv6, at("2026-01-01T00:00:01Z")),
+            (IpFamily::Ipv4, at("2025-12-31T23:59:59Z")),
+            (IpFamily::Ipv4, at("2026-01-01T00:00:01.5Z")),
+            (IpFamily::Ipv6, at("2026-01-01T00:00:01Z")),
         ]);
         latency.written("2026-01-01T00:00:02Z".parse().unwrap(), &metrics);
         latency.written("2026-01-01T00:00:09Z".parse().unwrap(), &metrics);

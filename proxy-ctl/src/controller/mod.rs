@@ -3,11 +3,11 @@
 //! [`Controller`] is plain: given updates and the time it calls the dataplane, and says when it wants to be
 //! called again. [`run`] is the thread around it.
 
+mod coverage;
 mod latency;
 mod retry;
 mod run;
-mod surveys;
-mod unsupported;
+mod service_metrics;
 
 use std::{
     collections::BTreeSet,
@@ -18,15 +18,18 @@ use std::{
 
 use tokio::sync::{mpsc, watch};
 
-pub use self::run::{Asks, Ended, Inputs, UsageAsk, run};
-use self::{latency::Latency, retry::Retry, surveys::Surveys};
+pub use self::{
+    coverage::Coverage,
+    run::{Asks, Ended, Inputs, UsageAsk, run},
+};
+use self::{coverage::CoverageTracker, latency::Latency, retry::Retry, service_metrics::ServiceMetrics};
 use crate::{
     config::Config,
     dataplane::{Applied, Dataplane, Error, Host, Usage},
     model::{
         Model, Update,
-        desired::{Changes, DesiredPort},
-        objects::{Family, Node},
+        desired::Changes,
+        objects::{IpFamily, Node},
     },
     node::NodeIps,
     serve::{Extent, HealthChecks, Listen, Metrics, Moment, Phase, SharedHealth},
@@ -43,8 +46,8 @@ pub struct Reports {
     pub nodes: mpsc::UnboundedSender<Option<Node>>,
     /// What load balancers ask for, as it is programmed.
     pub health_checks: watch::Sender<HealthChecks>,
-    /// Everything that was listed is served: at least once, it need not be so now.
-    pub programmed: watch::Sender<bool>,
+    /// Whether everything listed is programmed, and the service ports that are not served as asked.
+    pub coverage: watch::Sender<Coverage>,
 }
 
 /// Which lists have come in. Nothing is written before all have.
@@ -64,7 +67,8 @@ pub struct Controller<D> {
     host: Option<Host>,
     dataplane: Option<Programmed<D>>,
     reports: Reports,
-    surveys: Surveys,
+    coverage: CoverageTracker,
+    service_metrics: ServiceMetrics,
     latency: Latency,
     /// By whom; nothing is written any more.
     taken_over: Option<Error>,
@@ -90,10 +94,11 @@ impl<D: Dataplane> Controller<D> {
     pub fn new(config: Arc<Config>, node_name: impl Into<Arc<str>>, reports: Reports) -> Self {
         let start = Moment::now();
         let node_name = node_name.into();
-        for family in Family::ALL {
+        for family in IpFamily::ALL {
             reports.health.lock().updated(family, start);
         }
-        let surveys = Surveys::new(Arc::clone(&reports.metrics));
+        let coverage = CoverageTracker::new(reports.coverage.clone(), Arc::clone(&reports.metrics));
+        let service_metrics = ServiceMetrics::new(Arc::clone(&reports.metrics));
         Self {
             config,
             model: Model::new(Arc::clone(&node_name)),
@@ -102,7 +107,8 @@ impl<D: Dataplane> Controller<D> {
             host: None,
             dataplane: None,
             reports,
-            surveys,
+            coverage,
+            service_metrics,
             latency: Latency::new(start.time),
             taken_over: None,
         }
@@ -227,11 +233,11 @@ impl<D: Dataplane> Controller<D> {
         self.latency.received(self.model.take_triggers());
         if !changes.is_empty() {
             self.reports.metrics.phase(Phase::Compute, started.elapsed());
-            self.surveys.changed(&changes, &self.model);
+            self.service_metrics.changed(&changes, &self.model);
             self.queued(&changes, now);
         }
-        let changes = unsupported::leave_out_of_changes(changes);
         let Some(programmed) = &mut self.dataplane else { return };
+        let changes = self.coverage.changed(changes, &programmed.dataplane);
         if programmed.resync.is_due(now) {
             self.resync(now);
         } else if programmed.complete && !changes.is_empty() {
@@ -292,7 +298,7 @@ impl<D: Dataplane> Controller<D> {
 
     fn resync(&mut self, now: Instant) {
         let Some(programmed) = &mut self.dataplane else { return };
-        let desired = unsupported::leave_out(self.model.desired());
+        let desired = CoverageTracker::servable(self.model.desired(), &programmed.dataplane);
         let started = Instant::now();
         let result = programmed.dataplane.resync(&desired);
         let took = started.elapsed();
@@ -307,7 +313,7 @@ impl<D: Dataplane> Controller<D> {
                     tracing::info!(ports = desired.len(), ?took, "everything listed is programmed");
                 }
                 programmed.complete = true;
-                self.succeeded(applied, took, &Family::ALL, Extent::Full);
+                self.succeeded(applied, took, &IpFamily::ALL, Extent::Full);
             }
             Err(error) => self.failed(&error, now, "writing everything failed"),
         }
@@ -317,7 +323,7 @@ impl<D: Dataplane> Controller<D> {
     /// else's doing.
     fn inspect(&mut self, now: Instant) {
         let Some(programmed) = &mut self.dataplane else { return };
-        let desired = unsupported::leave_out(self.model.desired());
+        let desired = CoverageTracker::servable(self.model.desired(), &programmed.dataplane);
         let started = Instant::now();
         let result = programmed.dataplane.resync(&desired);
         let took = started.elapsed();
@@ -327,7 +333,7 @@ impl<D: Dataplane> Controller<D> {
         match result {
             Ok(applied) => {
                 tell_drift(applied, metrics);
-                self.succeeded(applied, took, &Family::ALL, Extent::Full);
+                self.succeeded(applied, took, &IpFamily::ALL, Extent::Full);
             }
             Err(error) => {
                 self.failed(&error, now, "comparing what is programmed failed");
@@ -336,7 +342,7 @@ impl<D: Dataplane> Controller<D> {
         }
     }
 
-    fn succeeded(&mut self, applied: Applied, took: Duration, families: &[Family], extent: Extent) {
+    fn succeeded(&mut self, applied: Applied, took: Duration, families: &[IpFamily], extent: Extent) {
         let metrics = &self.reports.metrics;
         metrics.applied(applied);
         for family in families {
@@ -378,12 +384,10 @@ impl<D: Dataplane> Controller<D> {
         let now = Moment::now();
         self.latency.written(now.time, &self.reports.metrics);
         let Some(Programmed { host, attached, .. }) = &self.dataplane else { return };
-        if *attached {
-            self.reports.programmed.send_if_modified(|programmed| !std::mem::replace(programmed, true));
-        }
+        self.coverage.written(*attached);
         if !host.is_failing() {
             let mut health = self.reports.health.lock();
-            for family in Family::ALL {
+            for family in IpFamily::ALL {
                 health.updated(family, now);
             }
         }
@@ -399,7 +403,7 @@ impl<D: Dataplane> Controller<D> {
     /// Something that concerns both families could not be written: it makes the node unhealthy if it takes too long.
     fn owed(&self, now: Instant) {
         let mut health = self.reports.health.lock();
-        for family in Family::ALL {
+        for family in IpFamily::ALL {
             health.queued(family, now);
         }
     }
@@ -499,16 +503,13 @@ fn node_port_addresses(host: &Host, config: &Config, node_addresses: &[IpAddr]) 
     host.node_port_addresses.iter().filter(serves).copied().collect()
 }
 
-fn families_of(changes: &Changes) -> Vec<Family> {
+fn families_of(changes: &Changes) -> Vec<IpFamily> {
     let names = changes.changed.iter().map(|port| &port.name).chain(&changes.removed);
-    let mut families: Vec<Family> = names.map(|name| name.family).collect();
+    let mut families: Vec<IpFamily> = names.map(|name| name.family).collect();
     families.sort_unstable();
     families.dedup();
     families
 }
-
-/// Shorthand of this room.
-type Ports = Vec<Arc<DesiredPort>>;
 
 #[cfg(test)]
 mod tests;

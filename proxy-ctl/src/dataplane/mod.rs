@@ -4,6 +4,11 @@
 
 use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
+pub mod ebpf;
+mod supports;
+
+pub use supports::{Effect, Unsupported, servable};
+
 use crate::model::desired::{Changes, DesiredPort, ServicePortName};
 
 /// What every mode can do.
@@ -23,6 +28,9 @@ pub trait Dataplane: Send {
 
     /// How full and how large the tables are, and the counters by reason, for metrics.
     fn usage(&self) -> Result<Usage, Error>;
+
+    /// What this mode does not honour of the service port; empty: it is served as its Service asks.
+    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported>;
 }
 
 /// The node as its dataplane sees it.
@@ -117,5 +125,3 @@ impl Error {
         matches!(error, ebpf::Error::Locked { .. })
     }
 }
-
-pub mod ebpf;

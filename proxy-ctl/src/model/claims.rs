@@ -8,7 +8,7 @@ use rustc_hash::FxHashMap;
 
 use super::{
     desired::{Frontend, ServicePortName},
-    objects::{Family, ObjectName, Protocol},
+    objects::{IpFamily, ObjectName, Protocol},
 };
 
 /// What only one service port can have.
@@ -24,8 +24,8 @@ impl Claim {
         Self { address: frontend.address, port: frontend.port, protocol }
     }
 
-    pub(super) fn family(self) -> Family {
-        Family::of(self.address)
+    pub(super) fn family(self) -> IpFamily {
+        IpFamily::of(self.address)
     }
 }
 
@@ -40,7 +40,7 @@ pub(super) struct Claimant {
 }
 
 impl Claimant {
-    fn name(&self, family: Family) -> ServicePortName {
+    fn name(&self, family: IpFamily) -> ServicePortName {
         ServicePortName {
             service: self.service.clone(),
             port: Arc::clone(&self.port),

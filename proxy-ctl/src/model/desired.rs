@@ -2,7 +2,7 @@
 
 use std::{fmt, net::IpAddr, sync::Arc};
 
-use super::objects::{Family, ObjectName, Protocol};
+use super::objects::{IpFamily, ObjectName, Protocol};
 
 /// Identity of a service port in one family.
 #[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -11,7 +11,7 @@ pub struct ServicePortName {
     /// Empty where the Service has one unnamed port.
     pub port: Arc<str>,
     pub protocol: Protocol,
-    pub family: Family,
+    pub family: IpFamily,
 }
 
 impl fmt::Display for ServicePortName {

@@ -22,12 +22,12 @@ impl fmt::Display for ObjectName {
 }
 
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
-pub enum Family {
+pub enum IpFamily {
     Ipv4,
     Ipv6,
 }
 
-impl Family {
+impl IpFamily {
     pub const ALL: [Self; 2] = [Self::Ipv4, Self::Ipv6];
 
     pub fn of(address: IpAddr) -> Self {
@@ -126,7 +126,7 @@ pub struct EndpointSlice {
     pub name: ObjectName,
     /// Name of the Service, which is in the slice's namespace.
     pub service: Arc<str>,
-    pub family: Family,
+    pub family: IpFamily,
     pub ports: Vec<EndpointPort>,
     pub endpoints: Vec<Endpoint>,
     /// When the Pod or Service changed that made the cluster write this slice, if the cluster says so: nanoseconds

@@ -8,21 +8,21 @@ use std::{
 use super::{
     claims::{Claim, Claims},
     desired::{DesiredPort, Endpoints, Frontend, FrontendKind, ServicePortName},
-    objects::{EndpointSlice, Family, Service, ServicePort},
+    objects::{EndpointSlice, IpFamily, Service, ServicePort},
     topology::{self, Candidate, Place, Policies},
 };
 
 /// Whether the service is served in this family. As with kube-proxy, the cluster IPs decide: external and
 /// load-balancer addresses of another family have no endpoints either.
-pub(super) fn serves(service: &Service, family: Family) -> bool {
-    service.cluster_ips.iter().any(|address| Family::of(*address) == family)
+pub(super) fn serves(service: &Service, family: IpFamily) -> bool {
+    service.cluster_ips.iter().any(|address| IpFamily::of(*address) == family)
 }
 
 /// What the service port claims in this family: each address and port once, under its first kind.
-pub(super) fn frontends(service: &Service, port: &ServicePort, family: Family) -> Vec<Frontend> {
+pub(super) fn frontends(service: &Service, port: &ServicePort, family: IpFamily) -> Vec<Frontend> {
     let unspecified: IpAddr = match family {
-        Family::Ipv4 => Ipv4Addr::UNSPECIFIED.into(),
-        Family::Ipv6 => Ipv6Addr::UNSPECIFIED.into(),
+        IpFamily::Ipv4 => Ipv4Addr::UNSPECIFIED.into(),
+        IpFamily::Ipv6 => Ipv6Addr::UNSPECIFIED.into(),
     };
     let of = |kind, addresses| {
         let addresses: &[IpAddr] = addresses;
@@ -36,7 +36,7 @@ pub(super) fn frontends(service: &Service, port: &ServicePort, family: Family) -
         .chain(node_port)
         .chain(of(FrontendKind::ExternalIp, &service.external_ips))
         .chain(of(FrontendKind::LoadBalancer, &service.load_balancer_ips))
-        .filter(|frontend| Family::of(frontend.address) == family)
+        .filter(|frontend| IpFamily::of(frontend.address) == family)
     {
         if !frontends.iter().any(|seen| seen.address == frontend.address && seen.port == frontend.port) {
             frontends.push(frontend);
@@ -63,7 +63,7 @@ pub(super) fn desired_port(
     frontends.retain(|frontend| {
         claims.is_owned_by(Claim::new(frontend, port.protocol), &service.name, &port.name)
     });
-    let source_ranges = service.source_ranges.iter().filter(|range| Family::of(range.addr()) == family);
+    let source_ranges = service.source_ranges.iter().filter(|range| IpFamily::of(range.addr()) == family);
     DesiredPort {
         name,
         frontends,
@@ -75,7 +75,7 @@ pub(super) fn desired_port(
 
 fn endpoints(
     port: &ServicePort,
-    family: Family,
+    family: IpFamily,
     slices: &[EndpointSlice],
     policies: Policies,
     place: Place<'_>,
@@ -103,7 +103,7 @@ fn endpoints(
 }
 
 /// Identity of the port in the family.
-pub(super) fn port_name(service: &Service, port: &ServicePort, family: Family) -> ServicePortName {
+pub(super) fn port_name(service: &Service, port: &ServicePort, family: IpFamily) -> ServicePortName {
     ServicePortName {
         service: service.name.clone(),
         port: Arc::clone(&port.name),

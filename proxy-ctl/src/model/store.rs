@@ -15,7 +15,7 @@ use super::{
     claims::{Claim, Claimant, Claims, Conflict},
     desired::{Changes, DesiredPort, ServicePortName},
     names::Names,
-    objects::{EndpointSlice, Family, HealthCheck, Node, ObjectName, Service, ServiceSlices},
+    objects::{EndpointSlice, HealthCheck, IpFamily, Node, ObjectName, Service, ServiceSlices},
     resolve,
     topology::Place,
 };
@@ -38,7 +38,7 @@ pub struct Model {
     /// Those with a `healthCheckNodePort`.
     health_checked: BTreeSet<ObjectName>,
     touched: BTreeMap<ObjectName, Families>,
-    triggers: Vec<(Family, NonZeroI64)>,
+    triggers: Vec<(IpFamily, NonZeroI64)>,
     ports_computed: u64,
 }
 
@@ -61,14 +61,14 @@ struct Families {
 impl Families {
     const BOTH: Self = Self { ipv4: true, ipv6: true };
 
-    fn only(family: Family) -> Self {
-        Self { ipv4: family == Family::Ipv4, ipv6: family == Family::Ipv6 }
+    fn only(family: IpFamily) -> Self {
+        Self { ipv4: family == IpFamily::Ipv4, ipv6: family == IpFamily::Ipv6 }
     }
 
-    fn contain(self, family: Family) -> bool {
+    fn contain(self, family: IpFamily) -> bool {
         match family {
-            Family::Ipv4 => self.ipv4,
-            Family::Ipv6 => self.ipv6,
+            IpFamily::Ipv4 => self.ipv4,
+            IpFamily::Ipv6 => self.ipv6,
         }
     }
 }
@@ -281,7 +281,7 @@ impl Model {
 
     /// Of each slice that is different since the last call: when the change was triggered that made it so
     /// ([`EndpointSlice::triggered`]).
-    pub fn take_triggers(&mut self) -> Vec<(Family, NonZeroI64)> {
+    pub fn take_triggers(&mut self) -> Vec<(IpFamily, NonZeroI64)> {
         mem::take(&mut self.triggers)
     }
 
@@ -304,7 +304,7 @@ impl Model {
             let known = self.services.get(name)?;
             let port = known.service.as_ref()?.health_check_node_port?;
             let ready = |family| local_ready(&known.slices, family, &self.node_name);
-            let local_ready = Family::ALL.into_iter().map(ready).max().unwrap_or(0);
+            let local_ready = IpFamily::ALL.into_iter().map(ready).max().unwrap_or(0);
             Some(HealthCheck { service: name.clone(), port, local_ready })
         });
         all.collect()
@@ -324,7 +324,7 @@ impl Model {
         for (service, port) in
             known.service.iter().flat_map(|service| service.ports.iter().map(move |port| (service, port)))
         {
-            for family in Family::ALL.into_iter().filter(|family| resolve::serves(service, *family)) {
+            for family in IpFamily::ALL.into_iter().filter(|family| resolve::serves(service, *family)) {
                 let name = resolve::port_name(service, port, family);
                 let previous = named(&before, &name);
                 if let Some(previous) = previous
@@ -413,7 +413,7 @@ fn for_each_claim(service: &Service, mut claim: impl FnMut(Claim, &Arc<Claimant>
             port: Arc::clone(&port.name),
             protocol: port.protocol,
         });
-        for family in Family::ALL.into_iter().filter(|family| resolve::serves(service, *family)) {
+        for family in IpFamily::ALL.into_iter().filter(|family| resolve::serves(service, *family)) {
             for frontend in resolve::frontends(service, port, family) {
                 claim(Claim::new(&frontend, port.protocol), &claimant);
             }
@@ -422,7 +422,7 @@ fn for_each_claim(service: &Service, mut claim: impl FnMut(Claim, &Arc<Claimant>
 }
 
 /// Addresses of this family with a ready endpoint on the node.
-fn local_ready(slices: &[EndpointSlice], family: Family, node: &str) -> usize {
+fn local_ready(slices: &[EndpointSlice], family: IpFamily, node: &str) -> usize {
     let of_family = slices.iter().filter(|slice| slice.family == family && !slice.ports.is_empty());
     let endpoints = of_family.flat_map(|slice| &slice.endpoints);
     let here = endpoints.filter(|endpoint| endpoint.ready && endpoint.node.as_deref() == Some(node));

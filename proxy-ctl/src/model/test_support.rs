@@ -5,7 +5,7 @@ use std::{net::IpAddr, sync::Arc};
 use super::{
     desired::{DesiredPort, ServicePortName},
     objects::{
-        Endpoint, EndpointPort, EndpointSlice, Family, Hints, Node, ObjectName, Protocol, Service,
+        Endpoint, EndpointPort, EndpointSlice, Hints, IpFamily, Node, ObjectName, Protocol, Service,
         ServicePort, TrafficPolicy,
     },
 };
@@ -88,7 +88,7 @@ pub(crate) fn slice(text: &str, service: &str, endpoints: Vec<Endpoint>) -> Endp
     EndpointSlice {
         name: name(text),
         service: service.into(),
-        family: endpoints.first().map_or(Family::Ipv4, |endpoint| Family::of(endpoint.address)),
+        family: endpoints.first().map_or(IpFamily::Ipv4, |endpoint| IpFamily::of(endpoint.address)),
         ports: vec![target("", 8080)],
         endpoints,
         triggered: None,
@@ -150,7 +150,7 @@ pub(crate) fn node(zone: Option<&str>) -> Node {
 }
 
 /// `namespace/name`, port, family of a TCP service port.
-pub(crate) fn port_name(service: &str, port: &str, family: Family) -> ServicePortName {
+pub(crate) fn port_name(service: &str, port: &str, family: IpFamily) -> ServicePortName {
     ServicePortName { service: name(service), port: port.into(), protocol: Protocol::Tcp, family }
 }
 

@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use crate::model::objects::Family;
+use crate::model::objects::IpFamily;
 
 /// The first address and the first of the other family, of those of a Node, best first.
 pub fn host_addresses(addresses: &[IpAddr]) -> Vec<IpAddr> {
@@ -15,7 +15,7 @@ pub fn host_addresses(addresses: &[IpAddr]) -> Vec<IpAddr> {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct NodeIps {
     /// The family of a cluster that has only one.
-    pub primary: Family,
+    pub primary: IpFamily,
     pub ipv4: Ipv4Addr,
     pub ipv6: Ipv6Addr,
 }
@@ -24,12 +24,12 @@ impl NodeIps {
     /// `bind_address` of the configuration wins, unless it is unspecified, over the addresses of the Node.
     pub fn detect(bind_address: IpAddr, addresses: &[IpAddr]) -> Self {
         let mut detected =
-            Self { primary: Family::Ipv4, ipv4: Ipv4Addr::LOCALHOST, ipv6: Ipv6Addr::LOCALHOST };
+            Self { primary: IpFamily::Ipv4, ipv4: Ipv4Addr::LOCALHOST, ipv6: Ipv6Addr::LOCALHOST };
         let hosts = host_addresses(addresses);
         for address in
             hosts.iter().rev().copied().chain(Some(bind_address).filter(|one| !one.is_unspecified()))
         {
-            detected.primary = Family::of(address);
+            detected.primary = IpFamily::of(address);
             match address {
                 IpAddr::V4(address) => detected.ipv4 = address,
                 IpAddr::V6(address) => detected.ipv6 = address,
@@ -38,10 +38,10 @@ impl NodeIps {
         detected
     }
 
-    pub fn of(&self, family: Family) -> IpAddr {
+    pub fn of(&self, family: IpFamily) -> IpAddr {
         match family {
-            Family::Ipv4 => self.ipv4.into(),
-            Family::Ipv6 => self.ipv6.into(),
+            IpFamily::Ipv4 => self.ipv4.into(),
+            IpFamily::Ipv6 => self.ipv6.into(),
         }
     }
 
@@ -52,7 +52,7 @@ impl NodeIps {
 
     /// Those that are known.
     pub fn known(&self) -> Vec<IpAddr> {
-        Family::ALL
+        IpFamily::ALL
             .map(|family| self.of(family))
             .into_iter()
             .filter(|address| !address.is_loopback())
@@ -71,19 +71,19 @@ mod tests {
     }
 
     #[rstest]
-    #[case::nothing_known("0.0.0.0", &[], Family::Ipv4, "127.0.0.1", "::1")]
-    #[case::one("0.0.0.0", &["192.0.2.1"], Family::Ipv4, "192.0.2.1", "::1")]
-    #[case::dual_stack("0.0.0.0", &["192.0.2.1", "2001:db8::1"], Family::Ipv4, "192.0.2.1", "2001:db8::1")]
-    #[case::v6_first("0.0.0.0", &["2001:db8::1", "192.0.2.1"], Family::Ipv6, "192.0.2.1", "2001:db8::1")]
-    #[case::only_the_first_of_a_family("::", &["192.0.2.1", "192.0.2.2"], Family::Ipv4, "192.0.2.1", "::1")]
-    #[case::bind_address_wins("192.0.2.9", &["192.0.2.1", "2001:db8::1"], Family::Ipv4, "192.0.2.9", "2001:db8::1")]
+    #[case::nothing_known("0.0.0.0", &[], IpFamily::Ipv4, "127.0.0.1", "::1")]
+    #[case::one("0.0.0.0", &["192.0.2.1"], IpFamily::Ipv4, "192.0.2.1", "::1")]
+    #[case::dual_stack("0.0.0.0", &["192.0.2.1", "2001:db8::1"], IpFamily::Ipv4, "192.0.2.1", "2001:db8::1")]
+    #[case::v6_first("0.0.0.0", &["2001:db8::1", "192.0.2.1"], IpFamily::Ipv6, "192.0.2.1", "2001:db8::1")]
+    #[case::only_the_first_of_a_family("::", &["192.0.2.1", "192.0.2.2"], IpFamily::Ipv4, "192.0.2.1", "::1")]
+    #[case::bind_address_wins("192.0.2.9", &["192.0.2.1", "2001:db8::1"], IpFamily::Ipv4, "192.0.2.9", "2001:db8::1")]
     #[case::bind_address_sets_the_family(
-        "2001:db8::9", &["192.0.2.1", "2001:db8::1"], Family::Ipv6, "192.0.2.1", "2001:db8::9"
+        "2001:db8::9", &["192.0.2.1", "2001:db8::1"], IpFamily::Ipv6, "192.0.2.1", "2001:db8::9"
     )]
     fn detection(
         #[case] bind_address: &str,
         #[case] addresses: &[&str],
-        #[case] primary: Family,
+        #[case] primary: IpFamily,
         #[case] ipv4: &str,
         #[case] ipv6: &str,
     ) {

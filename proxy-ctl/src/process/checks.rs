@@ -7,7 +7,7 @@ use ipnet::IpNet;
 
 use crate::{
     config::{Config, NodePortAddress},
-    model::objects::Family,
+    model::objects::IpFamily,
     node::NodeIps,
 };
 
@@ -59,7 +59,7 @@ pub fn check(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Findings {
             ("metricsBindAddress", listens_on(config.metrics_bind_address)),
         ];
         for (field, address) in addresses {
-            if address.is_some_and(|address| !address.is_unspecified() && Family::of(address) == wrong) {
+            if address.is_some_and(|address| !address.is_unspecified() && IpFamily::of(address) == wrong) {
                 odd(false, field);
             }
         }
@@ -80,7 +80,7 @@ pub fn nothing_is_local(config: &Config, local_by: LocalBy, node: &NodeFacts) ->
         ),
         LocalBy::Interface => return None,
     };
-    let has_primary = networks.iter().any(|network| Family::of(network.addr()) == node.ips.primary);
+    let has_primary = networks.iter().any(|network| IpFamily::of(network.addr()) == node.ips.primary);
     (!has_primary).then_some(nothing)
 }
 
@@ -92,14 +92,15 @@ fn listens_on(address: impl Into<Option<SocketAddr>>) -> Option<IpAddr> {
 fn node_ports(config: &Config, node: &NodeFacts) -> Option<String> {
     let primary = node.ips.primary;
     let wanted = &config.node_port_addresses;
-    let covers = |family: Family| {
+    let covers = |family: IpFamily| {
         wanted.iter().any(|address| match address {
             NodePortAddress::Primary => !node.ips.of(family).is_loopback(),
             NodePortAddress::Localhost | NodePortAddress::All => true,
-            NodePortAddress::Network(network) => Family::of(network.addr()) == family,
+            NodePortAddress::Network(network) => IpFamily::of(network.addr()) == family,
         })
     };
-    let anywhere = |family: Family| format!("node ports are served on every local {} address", family.name());
+    let anywhere =
+        |family: IpFamily| format!("node ports are served on every local {} address", family.name());
     if wanted.is_empty() {
         return Some(
             "nodePortAddresses is unset: node ports are served on every local address. Consider \
@@ -109,7 +110,7 @@ fn node_ports(config: &Config, node: &NodeFacts) -> Option<String> {
     }
     let dual_stack =
         [&config.cluster_cidrs, &config.ipvs.exclude_cidrs, &node.pod_cidrs].into_iter().any(|networks| {
-            Family::ALL.iter().all(|family| networks.iter().any(|one| Family::of(one.addr()) == *family))
+            IpFamily::ALL.iter().all(|family| networks.iter().any(|one| IpFamily::of(one.addr()) == *family))
         });
     if !covers(primary) {
         let problem =
@@ -125,14 +126,14 @@ fn node_ports(config: &Config, node: &NodeFacts) -> Option<String> {
     })
 }
 
-fn only(networks: &[IpNet], family: Family) -> bool {
-    !networks.is_empty() && networks.iter().all(|network| Family::of(network.addr()) == family)
+fn only(networks: &[IpNet], family: IpFamily) -> bool {
+    !networks.is_empty() && networks.iter().all(|network| IpFamily::of(network.addr()) == family)
 }
 
-fn other(family: Family) -> Family {
+fn other(family: IpFamily) -> IpFamily {
     match family {
-        Family::Ipv4 => Family::Ipv6,
-        Family::Ipv6 => Family::Ipv4,
+        IpFamily::Ipv4 => IpFamily::Ipv6,
+        IpFamily::Ipv6 => IpFamily::Ipv4,
     }
 }
 

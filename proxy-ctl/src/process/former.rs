@@ -8,6 +8,7 @@ use tokio::{sync::watch, time::Instant};
 use super::event;
 use crate::{
     config::Config,
+    controller::Coverage,
     events::Recorder,
     leftovers::{Error, Extent, Found, Kept, Leftovers, Owed, Part, Removed},
     serve::Metrics,
@@ -24,8 +25,8 @@ pub(super) struct Former {
 
 impl Former {
     /// Does not end, unless nothing will ever be served.
-    pub(super) async fn follow(self, mut programmed: watch::Receiver<bool>) {
-        if programmed.wait_for(|programmed| *programmed).await.is_err() {
+    pub(super) async fn follow(self, mut coverage: watch::Receiver<Coverage>) {
+        if coverage.wait_for(|coverage| coverage.programmed).await.is_err() {
             return;
         }
         let (mut leftovers, mut told) = (Leftovers::default(), Told::default());

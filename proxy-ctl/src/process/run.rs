@@ -264,22 +264,22 @@ impl Process {
             checks.await;
             Ok(())
         });
-        let programmed = watch::Sender::default();
+        let coverage = watch::Sender::default();
         // What a folder of manifests tells need not be all that a kube-proxy serves.
         if from_api_server {
             let former =
                 Former { configs: configs.clone(), events: events.clone(), metrics: Arc::clone(&metrics) };
-            let programmed = programmed.subscribe();
+            let coverage = coverage.subscribe();
             let stop = stop.clone();
             tasks.spawn(async move {
                 tokio::select! {
-                    () = former.follow(programmed) => {}
+                    () = former.follow(coverage) => {}
                     () = stop.cancelled() => {}
                 }
                 Ok(())
             });
         }
-        let reports = Reports { health, metrics, node_addresses, nodes: nodes_in, health_checks, programmed };
+        let reports = Reports { health, metrics, node_addresses, nodes: nodes_in, health_checks, coverage };
         let controller = Controller::new(Arc::clone(&config), node_name, reports);
         let inputs = Inputs { updates, hosts, asks, configs, stop: stop.clone() };
         // Only whoever holds the lock of the pins speaks for them: one that is turned away leaves no record.

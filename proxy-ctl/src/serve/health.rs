@@ -10,7 +10,7 @@ use std::{
 use jiff::Timestamp;
 use serde::Serialize;
 
-use crate::model::objects::{Family, Node};
+use crate::model::objects::{IpFamily, Node};
 
 /// Taint that the cluster autoscaler puts on a node before it deletes it.
 const TO_BE_DELETED: &str = "ToBeDeletedByClusterAutoscaler";
@@ -58,12 +58,12 @@ impl Health {
     }
 
     /// A change of this family waits to be written.
-    pub fn queued(&mut self, family: Family, now: Instant) {
+    pub fn queued(&mut self, family: IpFamily, now: Instant) {
         self.family(family).oldest_pending.get_or_insert(now);
     }
 
     /// Everything of this family has been written.
-    pub fn updated(&mut self, family: Family, now: Moment) {
+    pub fn updated(&mut self, family: IpFamily, now: Moment) {
         *self.family(family) = FamilyHealth { last_updated: Some(now), oldest_pending: None };
     }
 
@@ -83,10 +83,10 @@ impl Health {
         });
     }
 
-    fn family(&mut self, family: Family) -> &mut FamilyHealth {
+    fn family(&mut self, family: IpFamily) -> &mut FamilyHealth {
         match family {
-            Family::Ipv4 => &mut self.families[0],
-            Family::Ipv6 => &mut self.families[1],
+            IpFamily::Ipv4 => &mut self.families[0],
+            IpFamily::Ipv6 => &mut self.families[1],
         }
     }
 
@@ -211,7 +211,7 @@ mod tests {
         let start = Moment::now();
         let mut health = Health::new(PERIOD);
         assert!(healthy(&health, start));
-        health.updated(Family::Ipv4, start);
+        health.updated(IpFamily::Ipv4, start);
         assert!(healthy(&health, after(start, 100_000)));
     }
 
@@ -219,12 +219,12 @@ mod tests {
     fn a_change_that_waits_for_two_sync_periods_is_unhealthy_until_written() {
         let start = Moment::now();
         let mut health = Health::new(PERIOD);
-        health.updated(Family::Ipv6, start);
-        health.queued(Family::Ipv6, start.instant);
-        health.queued(Family::Ipv6, after(start, 50).instant);
+        health.updated(IpFamily::Ipv6, start);
+        health.queued(IpFamily::Ipv6, start.instant);
+        health.queued(IpFamily::Ipv6, after(start, 50).instant);
         assert!(healthy(&health, after(start, 59)));
         assert!(!healthy(&health, after(start, 60)));
-        health.updated(Family::Ipv6, after(start, 61));
+        health.updated(IpFamily::Ipv6, after(start, 61));
         assert!(healthy(&health, after(start, 62)));
     }
 
@@ -232,7 +232,7 @@ mod tests {
     fn a_call_that_does_not_end_is_unhealthy_until_it_ends() {
         let start = Moment::now();
         let mut health = Health::new(PERIOD);
-        for family in Family::ALL {
+        for family in IpFamily::ALL {
             health.updated(family, start);
         }
         health.busy(start.instant);
@@ -249,7 +249,7 @@ mod tests {
     fn nothing_is_unhealthy_before_the_first_update() {
         let start = Moment::now();
         let mut health = Health::new(PERIOD);
-        health.queued(Family::Ipv4, start.instant);
+        health.queued(IpFamily::Ipv4, start.instant);
         assert!(healthy(&health, after(start, 1000)));
     }
 
@@ -279,14 +279,14 @@ mod tests {
     fn bodies() {
         let start = Moment { instant: Instant::now(), time: "2026-01-01T00:00:00Z".parse().unwrap() };
         let mut health = Health::new(PERIOD);
-        health.updated(Family::Ipv4, start);
+        health.updated(IpFamily::Ipv4, start);
         health.set_node(Some(&Node::default()));
         let report = health.report(after(start, 5));
         assert_eq!(
             report.body(true, true),
             r#"{"lastUpdated":"2026-01-01T00:00:05Z","currentTime":"2026-01-01T00:00:05Z","nodeEligible":true,"healthy":true,"status":{"IPv4":{"lastUpdated":"2026-01-01T00:00:00Z","healthy":true}}}"#
         );
-        health.queued(Family::Ipv4, start.instant);
+        health.queued(IpFamily::Ipv4, start.instant);
         let report = health.report(after(start, 60));
         assert_eq!(
             report.body(false, false),

@@ -13,7 +13,7 @@ use crate::{
     dataplane::{Applied, ServiceUsage, TableUsage, Usage},
     model::{
         desired::ServicePortName,
-        objects::{Family, Node, ObjectName, Protocol},
+        objects::{IpFamily, Node, ObjectName, Protocol},
     },
     source::OddObjects,
 };
@@ -27,7 +27,7 @@ impl UsageSource for FixedUsage {
             service: ObjectName::new("default", "web"),
             port: "http".into(),
             protocol: Protocol::Tcp,
-            family: Family::Ipv4,
+            family: IpFamily::Ipv4,
         };
         let web = ServiceUsage { name, connections: 2, packets: 10, bytes: 1500 };
         let usage = Usage {
@@ -115,7 +115,7 @@ async fn ask(address: SocketAddr, path: &str, header: &str) -> Vec<u8> {
 #[tokio::test]
 async fn healthz_asks_the_node_and_livez_does_not() {
     let servers = servers().await;
-    servers.health.lock().updated(Family::Ipv4, Moment::now());
+    servers.health.lock().updated(IpFamily::Ipv4, Moment::now());
     let (status, head, body) = get(servers.healthz, "/healthz", "").await;
     assert_eq!(status, 503);
     assert!(head.contains("content-type: application/json"), "{head}");
@@ -153,7 +153,7 @@ async fn proxy_mode_and_health_of_the_metrics_server() {
 async fn metrics_in_the_text_format_that_kube_proxy_gives() {
     let servers = servers().await;
     servers.families.applied(Applied { written: 5, removed: 2 });
-    servers.families.synced(Family::Ipv4, Extent::Full, Duration::from_millis(3));
+    servers.families.synced(IpFamily::Ipv4, Extent::Full, Duration::from_millis(3));
     servers.families.endpoint_changes.received(2);
     servers.families.service_changes.received(1);
     servers.families.service_changes.written();

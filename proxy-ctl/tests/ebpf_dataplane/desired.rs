@@ -4,10 +4,10 @@ use std::{net::IpAddr, sync::Arc};
 
 use proxy_ctl::model::{
     desired::{DesiredPort, Endpoint, Endpoints, Frontend, FrontendKind, ServicePortName},
-    objects::{Family, ObjectName, Protocol},
+    objects::{IpFamily, ObjectName, Protocol},
 };
 
-pub fn name(service: &str, family: Family) -> ServicePortName {
+pub fn name(service: &str, family: IpFamily) -> ServicePortName {
     ServicePortName {
         service: ObjectName::new("test", service),
         port: "http".into(),
@@ -31,7 +31,7 @@ pub fn endpoints(all: Vec<Endpoint>) -> Endpoints {
 pub fn port(service: &str, cluster_ip: &str, all: Vec<Endpoint>) -> DesiredPort {
     let address: IpAddr = cluster_ip.parse().unwrap();
     DesiredPort {
-        name: name(service, Family::of(address)),
+        name: name(service, IpFamily::of(address)),
         frontends: vec![Frontend { kind: FrontendKind::ClusterIp, address, port: 80 }],
         endpoints: endpoints(all),
         affinity_seconds: None,
@@ -41,8 +41,8 @@ pub fn port(service: &str, cluster_ip: &str, all: Vec<Endpoint>) -> DesiredPort 
 
 pub fn with_node_port(mut port: DesiredPort, node_port: u16) -> DesiredPort {
     let address = match port.name.family {
-        Family::Ipv4 => IpAddr::from([0; 4]),
-        Family::Ipv6 => IpAddr::from([0; 16]),
+        IpFamily::Ipv4 => IpAddr::from([0; 4]),
+        IpFamily::Ipv6 => IpAddr::from([0; 16]),
     };
     port.frontends.push(Frontend { kind: FrontendKind::NodePort, address, port: node_port });
     port

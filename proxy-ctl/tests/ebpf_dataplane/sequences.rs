@@ -10,7 +10,7 @@ use proxy_ctl::{
     },
     model::{
         desired::{Changes, DesiredPort, Endpoint},
-        objects::Family,
+        objects::IpFamily,
     },
 };
 
@@ -112,7 +112,7 @@ fn changes_leave_what_a_resync_would() {
                     }
                     None => {
                         now.remove(&step.service);
-                        changes.removed.push(name(&format!("s{}", step.service), Family::Ipv4));
+                        changes.removed.push(name(&format!("s{}", step.service), IpFamily::Ipv4));
                     }
                 }
                 dataplane.apply(&changes).unwrap();
@@ -151,7 +151,7 @@ fn a_thousand_changes_leak_neither_slots_nor_ids() {
         let changed = if removed.is_empty() { vec![Arc::new(port)] } else { Vec::new() };
         dataplane.apply(&Changes { changed, removed }).unwrap();
     }
-    let removed = (0..7).map(|n| name(&format!("s{n}"), Family::Ipv4)).collect();
+    let removed = (0..7).map(|n| name(&format!("s{n}"), IpFamily::Ipv4)).collect();
     dataplane.apply(&Changes { changed: Vec::new(), removed }).unwrap();
     dataplane.collect_garbage().unwrap();
     let usage = dataplane.usage().unwrap();

@@ -12,9 +12,9 @@ use tokio::sync::{mpsc, watch};
 use super::*;
 use crate::{
     config::NodePortAddress,
-    dataplane::{Interface, Role, ebpf},
+    dataplane::{Effect, Interface, Role, Unsupported, ebpf},
     model::{
-        desired::FrontendKind,
+        desired::{DesiredPort, FrontendKind},
         objects::{
             Endpoint, EndpointPort, EndpointSlice, Node, ObjectName, Protocol, Service, ServicePort,
             TrafficPolicy,
@@ -113,6 +113,12 @@ impl Recorder {
     }
 }
 
+const AFFINITY: Unsupported =
+    Unsupported { field: "affinity", effect: Effect::ServedDifferently, instead: "any endpoint" };
+const RANGES: Unsupported =
+    Unsupported { field: "ranges", effect: Effect::Without(FrontendKind::LoadBalancer), instead: "closed" };
+const SCTP: Unsupported = Unsupported { field: "protocol", effect: Effect::NotServed, instead: "not served" };
+
 fn full(table: &'static str) -> ebpf::Error {
     let source =
         CallError { call: "bpf(BPF_MAP_UPDATE_ELEM)", source: io::Error::from_raw_os_error(libc::E2BIG) };
@@ -148,6 +154,15 @@ impl Dataplane for Recorder {
     fn usage(&self) -> Result<Usage, Error> {
         Ok(Usage { reasons: vec![("no_endpoints", 7)], ..Usage::default() })
     }
+
+    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
+        let all = [
+            (port.affinity_seconds.is_some(), AFFINITY),
+            (!port.source_ranges.is_empty(), RANGES),
+            (port.name.protocol == Protocol::Sctp, SCTP),
+        ];
+        all.into_iter().filter(|(asked, _)| *asked).map(|(_, one)| one).collect()
+    }
 }
 
 fn address(text: &str) -> IpAddr {
@@ -174,7 +189,7 @@ fn slice(service: &str, endpoint: &str) -> EndpointSlice {
     EndpointSlice {
         name: ObjectName::new("default", format!("{service}-1")),
         service: service.into(),
-        family: Family::of(address(endpoint)),
+        family: IpFamily::of(address(endpoint)),
         ports: vec![EndpointPort { name: "".into(), protocol: Protocol::Tcp, port: 8080 }],
         endpoints: vec![Endpoint {
             address: address(endpoint),
@@ -212,7 +227,7 @@ fn reports() -> Reports {
         node_addresses: watch::Sender::new(None),
         nodes: mpsc::unbounded_channel().0,
         health_checks: watch::Sender::default(),
-        programmed: watch::Sender::default(),
+        coverage: watch::Sender::default(),
     }
 }
 
@@ -297,11 +312,11 @@ fn services_are_served_without_room_for_all_addresses_but_not_without_hooks() {
     fixture.start();
     fixture.recorder.fail(1);
     fixture.write();
-    assert!(!*fixture.reports.programmed.borrow());
+    assert!(!fixture.reports.coverage.borrow().programmed);
     fixture.recorder.lock().addresses_fail = true;
     fixture.later(Duration::from_secs(1));
     fixture.write();
-    assert!(*fixture.reports.programmed.borrow());
+    assert!(fixture.reports.coverage.borrow().programmed);
 }
 
 #[test]
@@ -428,8 +443,13 @@ fn without_localhost_node_ports_loopback_addresses_serve_none() {
     }
 }
 
+fn unsupported(fixture: &Fixture) -> Vec<(String, Vec<Unsupported>)> {
+    let coverage = fixture.reports.coverage.borrow();
+    coverage.unsupported.iter().map(|(name, all)| (name.to_string(), all.clone())).collect()
+}
+
 #[test]
-fn source_ranges_close_the_load_balancer_addresses() {
+fn frontends_that_the_mode_does_not_support_are_not_written() {
     let mut fixture = Fixture::serving(Vec::new());
     let mut open = service("a", "10.0.0.1");
     open.load_balancer_ips = vec![address("203.0.113.1")];
@@ -440,26 +460,56 @@ fn source_ranges_close_the_load_balancer_addresses() {
         ports[0].frontends.iter().map(|frontend| frontend.kind).collect::<Vec<_>>()
     };
     assert!(kinds(&fixture).contains(&FrontendKind::LoadBalancer));
+    assert_eq!(unsupported(&fixture), []);
 
-    fixture
-        .take(Update::ApplyService(Service { source_ranges: vec!["10.0.0.0/8".parse().unwrap()], ..open }));
+    let ranges = vec!["10.0.0.0/8".parse().unwrap()];
+    fixture.take(Update::ApplyService(Service { source_ranges: ranges, ..open }));
     fixture.write();
     assert_eq!(kinds(&fixture), [FrontendKind::ClusterIp]);
-    assert!(fixture.metric("proxy_odd_objects_total{resource=\"services\"} 1"));
+    assert_eq!(unsupported(&fixture), [("default/a".into(), vec![RANGES])]);
+    fixture.later(PERIOD);
+    fixture.write();
+    assert_eq!(kinds(&fixture), [FrontendKind::ClusterIp], "a comparison knows it too");
 }
 
 #[test]
-fn sctp_ports_are_left_out_and_said_once() {
+fn a_port_that_the_mode_does_not_support_is_left_out_and_named() {
     let mut fixture = Fixture::serving(Vec::new());
     let mut both = service("a", "10.0.0.1");
     both.ports.push(ServicePort { name: "s".into(), protocol: Protocol::Sctp, port: 81, node_port: None });
     fixture.take(Update::ApplyService(both.clone()));
     assert_eq!(fixture.write(), [Call::Apply(vec!["default/a".into()], vec![])]);
-    fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
-    fixture.write();
-    assert!(fixture.metric("proxy_odd_objects_total{resource=\"services\"} 1"));
+    assert_eq!(unsupported(&fixture), [("default/a:s".into(), vec![SCTP])]);
+    assert!(fixture.metric("proxy_service_ports 1"));
+    assert!(fixture.metric("proxy_unsupported_service_ports{field=\"protocol\"} 1"));
     fixture.take(Update::DeleteService(both.name));
     assert_eq!(fixture.write(), [Call::Apply(vec![], vec!["default/a".into()])]);
+    assert_eq!(unsupported(&fixture), []);
+    assert!(fixture.metric("proxy_unsupported_service_ports{field=\"protocol\"} 0"));
+}
+
+/// What relies on a port being served must not hear of it too early.
+#[test]
+fn a_port_is_named_as_unsupported_until_its_new_state_is_written() {
+    let closed = Service { source_ranges: vec!["10.0.0.0/8".parse().unwrap()], ..service("a", "10.0.0.1") };
+    let mut fixture = Fixture::serving(vec![closed]);
+    assert_eq!(unsupported(&fixture).len(), 1);
+    fixture.recorder.fail(1);
+    fixture.take(Update::ApplyService(service("a", "10.0.0.1")));
+    fixture.write();
+    assert_eq!(unsupported(&fixture).len(), 1);
+    fixture.later(Duration::from_secs(1));
+    fixture.write();
+    assert_eq!(unsupported(&fixture), []);
+}
+
+#[test]
+fn a_port_that_lacks_affinity_alone_is_served() {
+    let sticky = Service { affinity_seconds: Some(10_800), ..service("a", "10.0.0.1") };
+    let fixture = Fixture::serving(vec![sticky]);
+    assert_eq!(unsupported(&fixture), [("default/a".into(), vec![AFFINITY])]);
+    assert_eq!(fixture.reports.coverage.borrow().unserved().count(), 0);
+    assert!(fixture.recorder.lock().programmed.contains_key("default/a"));
 }
 
 #[test]

@@ -18,7 +18,7 @@ use crate::model::objects;
 pub(super) trait Family:
     family::Family<Address: Pod + Hash + Ord + Send + Debug, Slot: Pod + PartialEq + Send + Debug>
 {
-    const FAMILY: objects::Family;
+    const FAMILY: objects::IpFamily;
     /// Names of the tables.
     const FRONTENDS: &'static str;
     const SLOTS: &'static str;
@@ -34,7 +34,7 @@ pub(super) trait Family:
 }
 
 impl Family for V4 {
-    const FAMILY: objects::Family = objects::Family::Ipv4;
+    const FAMILY: objects::IpFamily = objects::IpFamily::Ipv4;
     const FRONTENDS: &'static str = "frontends4";
     const SLOTS: &'static str = "slots4";
     const BACKENDS: &'static str = "backends4";
@@ -59,7 +59,7 @@ impl Family for V4 {
 }
 
 impl Family for V6 {
-    const FAMILY: objects::Family = objects::Family::Ipv6;
+    const FAMILY: objects::IpFamily = objects::IpFamily::Ipv6;
     const FRONTENDS: &'static str = "frontends6";
     const SLOTS: &'static str = "slots6";
     const BACKENDS: &'static str = "backends6";

@@ -109,8 +109,8 @@ pub(super) fn name(port: &ServicePortName) -> Option<ServiceName> {
         port: padded(&port.port)?,
         protocol: port.protocol.number(),
         family: match port.family {
-            objects::Family::Ipv4 => 4,
-            objects::Family::Ipv6 => 6,
+            objects::IpFamily::Ipv4 => 4,
+            objects::IpFamily::Ipv6 => 6,
         },
     })
 }
@@ -126,8 +126,8 @@ pub(super) fn port_name(name: &ServiceName) -> Option<ServicePortName> {
         port: text(&name.port)?,
         protocol: protocol(name.protocol)?,
         family: match name.family {
-            4 => objects::Family::Ipv4,
-            6 => objects::Family::Ipv6,
+            4 => objects::IpFamily::Ipv4,
+            6 => objects::IpFamily::Ipv6,
             _ => return None,
         },
     })
@@ -217,7 +217,7 @@ mod tests {
                 service: ObjectName::new("default", "web"),
                 port: "http".into(),
                 protocol: Protocol::Tcp,
-                family: objects::Family::Ipv4,
+                family: objects::IpFamily::Ipv4,
             },
             frontends,
             endpoints: Endpoints::default(),
@@ -270,7 +270,7 @@ mod tests {
             service: ObjectName::new(namespace, service),
             port: port.into(),
             protocol: Protocol::Udp,
-            family: objects::Family::Ipv6,
+            family: objects::IpFamily::Ipv6,
         };
         assert_eq!(port_name(&name(&original).unwrap()), Some(original));
     }

@@ -30,7 +30,7 @@ use self::{
     publish::{Failures, Plane, Round, Shared, remove_service},
     tables::{CommonTables, FamilyTables, Shape},
 };
-use super::{Applied, Dataplane, Host, Usage};
+use super::{Applied, Dataplane, Host, Unsupported, Usage};
 use crate::{
     config::{Ebpf, SocketLoadBalancing},
     model::desired::{Changes, DesiredPort},
@@ -54,6 +54,7 @@ mod ports;
 mod programmed;
 mod publish;
 pub mod status;
+mod supports;
 mod tables;
 
 pub use self::{
@@ -332,6 +333,10 @@ impl Dataplane for EbpfDataplane {
         let v6 = self.v6.image.services.iter().map(|(name, published)| (published.id, name));
         let maps = self.paths.maps();
         Ok(status::usage(&maps, &self.shapes, &used, &self.shared.tables, v4.chain(v6))?)
+    }
+
+    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
+        supports::supports(port)
     }
 }
 

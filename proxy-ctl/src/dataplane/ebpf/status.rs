@@ -131,8 +131,8 @@ impl Pinned {
             let Some(name) = layout::port_name(&name) else { continue };
             let service = self.common.services.get(id as usize).unwrap_or_default();
             let endpoints = |set| match name.family {
-                crate::model::objects::Family::Ipv4 => read_set(&self.v4, set),
-                crate::model::objects::Family::Ipv6 => read_set(&self.v6, set),
+                crate::model::objects::IpFamily::Ipv4 => read_set(&self.v4, set),
+                crate::model::objects::IpFamily::Ipv6 => read_set(&self.v6, set),
             };
             let Service { cluster, internal, external, flags, affinity_seconds } = service;
             let (cluster, internal, external) =
@@ -196,8 +196,8 @@ impl Pinned {
         let counted = services.iter().filter(|service| service.id < counters).count();
         used.insert(SERVICE_COUNTERS, counted as u64);
         for (table, family) in [
-            (V4::SLOTS, crate::model::objects::Family::Ipv4),
-            (V6::SLOTS, crate::model::objects::Family::Ipv6),
+            (V4::SLOTS, crate::model::objects::IpFamily::Ipv4),
+            (V6::SLOTS, crate::model::objects::IpFamily::Ipv6),
         ] {
             let of_family = services.iter().filter(|service| service.name.family == family);
             let slots = of_family.map(|service| {

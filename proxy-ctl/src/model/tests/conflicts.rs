@@ -5,7 +5,7 @@ use rstest::rstest;
 use crate::model::{
     Model,
     desired::{Changes, DesiredPort, Frontend, FrontendKind},
-    objects::{Family::Ipv4, Protocol, Service},
+    objects::{IpFamily::Ipv4, Protocol, Service},
     test_support::*,
 };
 

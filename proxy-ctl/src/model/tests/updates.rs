@@ -5,7 +5,7 @@ use rstest::rstest;
 use crate::model::{
     Model, Update,
     desired::Changes,
-    objects::{Endpoint, Family::Ipv4, Protocol, ServiceCidr, ServiceSlices},
+    objects::{Endpoint, IpFamily::Ipv4, Protocol, ServiceCidr, ServiceSlices},
     test_support::*,
 };
 

@@ -9,7 +9,7 @@ use proxy_common::reason::{Reason, Verdict};
 
 use super::{exposition::Format, *};
 use crate::{
-    dataplane::{ServiceUsage, TableUsage, Usage},
+    dataplane::{Effect, ServiceUsage, TableUsage, Unsupported, Usage},
     events::Recorder,
     model::{
         desired::ServicePortName,
@@ -78,7 +78,7 @@ fn every_family_is_documented_and_no_other() {
         service: ObjectName::new("default", "web"),
         port: "http".into(),
         protocol: Protocol::Tcp,
-        family: AddressFamily::Ipv4,
+        family: IpFamily::Ipv4,
     };
     metrics.usage.set(Usage {
         tables: vec![TableUsage { name: "frontends4", used: 1, capacity: 2, bytes: 3 }],
@@ -86,7 +86,8 @@ fn every_family_is_documented_and_no_other() {
         services: vec![ServiceUsage { name, connections: 5, packets: 6, bytes: 7 }],
         uncounted_services: 8,
     });
-    metrics.synced(AddressFamily::Ipv4, Extent::Full, Duration::from_millis(1));
+    metrics.unsupported(&[Unsupported { field: "spec.x", effect: Effect::NotServed, instead: "" }], 1);
+    metrics.synced(IpFamily::Ipv4, Extent::Full, Duration::from_millis(1));
     let shown = shown(&Format::Prometheus.write(metrics.encode().unwrap()));
     let documented = documented();
     for (name, family) in &shown {

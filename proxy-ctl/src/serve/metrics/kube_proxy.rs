@@ -14,7 +14,7 @@ use prometheus_client::{
 };
 
 use super::{ByFamily, Label, Seconds};
-use crate::model::objects::Family as AddressFamily;
+use crate::model::objects::IpFamily;
 
 /// How much a write has looked at.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -58,7 +58,7 @@ pub(super) struct KubeProxy {
     pub(super) livez: Family<[(&'static str, String); 1], Counter>,
 }
 
-fn label(family: AddressFamily) -> [Label; 1] {
+fn label(family: IpFamily) -> [Label; 1] {
     [("ip_family", family.name())]
 }
 
@@ -100,7 +100,7 @@ impl KubeProxy {
 
     /// Rates and alerts need a first value.
     fn show_all(&self) {
-        for family in AddressFamily::ALL {
+        for family in IpFamily::ALL {
             let label = label(family);
             for histogram in [&self.sync, &self.full_sync, &self.partial_sync, &self.programming] {
                 drop(histogram.get_or_create(&label));
@@ -173,11 +173,11 @@ impl KubeProxy {
         registry.register("proxy_livez", "Answers of /livez", self.livez.clone());
     }
 
-    pub(super) fn queued(&self, family: AddressFamily) {
+    pub(super) fn queued(&self, family: IpFamily) {
         self.queued_last.get_or_create(&label(family)).set(since_epoch());
     }
 
-    pub(super) fn synced(&self, family: AddressFamily, extent: Extent, took: Duration) {
+    pub(super) fn synced(&self, family: IpFamily, extent: Extent, took: Duration) {
         let part = match extent {
             Extent::Full => &self.full_sync,
             Extent::Partial => &self.partial_sync,
@@ -188,11 +188,11 @@ impl KubeProxy {
         self.synced_last.get_or_create(&label(family)).set(since_epoch());
     }
 
-    pub(super) fn programmed(&self, family: AddressFamily, seconds: f64) {
+    pub(super) fn programmed(&self, family: IpFamily, seconds: f64) {
         self.programming.get_or_create(&label(family)).observe(seconds);
     }
 
-    pub(super) fn without_local_endpoints(&self, family: AddressFamily, internal: i64, external: i64) {
+    pub(super) fn without_local_endpoints(&self, family: IpFamily, internal: i64, external: i64) {
         for (policy, ports) in [("internal", internal), ("external", external)] {
             self.no_local_endpoints.get_or_create(&[("traffic_policy", policy), label(family)[0]]).set(ports);
         }

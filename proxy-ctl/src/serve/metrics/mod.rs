@@ -30,8 +30,8 @@ use self::{
     kube_proxy::KubeProxy, kubernetes::About, own::Own, process::Process, slis::Slis, tables::LastUsage,
 };
 use crate::{
-    dataplane::{Applied, Usage},
-    model::objects::Family as AddressFamily,
+    dataplane::{Applied, Unsupported, Usage},
+    model::objects::IpFamily,
     source::OddObjects,
 };
 
@@ -126,17 +126,17 @@ impl Metrics {
     }
 
     /// A change of this family waits to be written.
-    pub fn queued(&self, family: AddressFamily) {
+    pub fn queued(&self, family: IpFamily) {
         self.kube_proxy.queued(family);
     }
 
     /// A write for this family went well.
-    pub fn synced(&self, family: AddressFamily, extent: Extent, took: Duration) {
+    pub fn synced(&self, family: IpFamily, extent: Extent, took: Duration) {
         self.kube_proxy.synced(family, extent, took);
     }
 
     /// A change in the cluster is served here, so many seconds after it was made.
-    pub fn programmed(&self, family: AddressFamily, seconds: f64) {
+    pub fn programmed(&self, family: IpFamily, seconds: f64) {
         self.kube_proxy.programmed(family, seconds);
     }
 
@@ -144,11 +144,15 @@ impl Metrics {
         self.own.applied(applied);
     }
 
+    pub fn unsupported(&self, fields: &[Unsupported], change: i64) {
+        self.own.unsupported(fields, change);
+    }
+
     pub fn phase(&self, phase: Phase, took: Duration) {
         self.own.phase(phase, took);
     }
 
-    pub fn without_local_endpoints(&self, family: AddressFamily, internal: i64, external: i64) {
+    pub fn without_local_endpoints(&self, family: IpFamily, internal: i64, external: i64) {
         self.kube_proxy.without_local_endpoints(family, internal, external);
     }
 

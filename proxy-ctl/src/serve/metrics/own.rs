@@ -13,7 +13,10 @@ use prometheus_client::{
 };
 
 use super::{Label, Seconds};
-use crate::{dataplane::Applied, source::OddObjects};
+use crate::{
+    dataplane::{Applied, Unsupported},
+    source::OddObjects,
+};
 
 /// What the controller spends its time with.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -58,6 +61,7 @@ pub(super) struct Own {
     pub(super) listed: Gauge,
     pub(super) first_sync_seconds: Seconds,
     pub(super) service_ports: Gauge,
+    unsupported_service_ports: Family<[Label; 1], Gauge>,
     phases: Family<[Label; 1], Histogram, fn() -> Histogram>,
     pub(super) odd_objects: OddObjects,
 }
@@ -87,6 +91,7 @@ impl Own {
             listed: Gauge::default(),
             first_sync_seconds: Seconds::default(),
             service_ports: Gauge::default(),
+            unsupported_service_ports: Family::default(),
             phases,
             odd_objects,
         }
@@ -143,6 +148,11 @@ impl Own {
         );
         registry.register("service_ports", "Service ports that are served", self.service_ports.clone());
         registry.register(
+            "unsupported_service_ports",
+            "Service ports with a field that the mode does not honour",
+            self.unsupported_service_ports.clone(),
+        );
+        registry.register(
             "phase_duration_seconds",
             "What the controller's thread spends its time with",
             self.phases.clone(),
@@ -153,6 +163,13 @@ impl Own {
     pub(super) fn applied(&self, applied: Applied) {
         self.writes.inc_by(applied.written);
         self.removals.inc_by(applied.removed);
+    }
+
+    /// Counts a service port that does not get these fields honoured, or no longer counts it (`change` -1).
+    pub(super) fn unsupported(&self, fields: &[Unsupported], change: i64) {
+        for unsupported in fields {
+            self.unsupported_service_ports.get_or_create(&[("field", unsupported.field)]).inc_by(change);
+        }
     }
 
     pub(super) fn phase(&self, phase: Phase, took: Duration) {

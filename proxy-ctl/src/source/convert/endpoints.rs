@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Oddities, Oddity, is_foreign, name, slice, triggered};
 use crate::{
-    model::objects::{Endpoint, EndpointPort, EndpointSlice, Family, ObjectName, ServiceSlices},
+    model::objects::{Endpoint, EndpointPort, EndpointSlice, IpFamily, ObjectName, ServiceSlices},
     source::schema::core,
 };
 
@@ -20,9 +20,12 @@ pub fn endpoints(object: &core::Endpoints) -> (Option<ServiceSlices>, Vec<Oddity
     for (index, subset) in object.subsets.iter().enumerate() {
         let ports = ports(subset, index, &mut oddities);
         let endpoints = addresses(subset, index, &mut oddities);
-        for family in Family::ALL {
-            let endpoints: Vec<Endpoint> =
-                endpoints.iter().filter(|endpoint| Family::of(endpoint.address) == family).cloned().collect();
+        for family in IpFamily::ALL {
+            let endpoints: Vec<Endpoint> = endpoints
+                .iter()
+                .filter(|endpoint| IpFamily::of(endpoint.address) == family)
+                .cloned()
+                .collect();
             if !endpoints.is_empty() {
                 slices.push(EndpointSlice {
                     name: slice_name(&service, index, family),
@@ -39,7 +42,7 @@ pub fn endpoints(object: &core::Endpoints) -> (Option<ServiceSlices>, Vec<Oddity
 }
 
 /// No object's name has a slash, so this is nobody else's.
-fn slice_name(service: &ObjectName, subset: usize, family: Family) -> ObjectName {
+fn slice_name(service: &ObjectName, subset: usize, family: IpFamily) -> ObjectName {
     let family = family.name();
     ObjectName::new(Arc::clone(&service.namespace), format!("{}/{subset}/{family}", service.name))
 }
@@ -71,7 +74,7 @@ fn addresses(subset: &core::EndpointSubset, index: usize, oddities: &mut Odditie
         for (number, endpoint) in addresses.iter().enumerate() {
             let field = || format!("subsets[{index}].{list}[{number}].ip");
             let Some(address) = oddities.address(field, &endpoint.ip) else { continue };
-            if let Some(problem) = slice::unusable(address, Family::of(address)) {
+            if let Some(problem) = slice::unusable(address, IpFamily::of(address)) {
                 oddities.add(field(), format_args!("found {:?}, {problem}", endpoint.ip));
                 continue;
             }

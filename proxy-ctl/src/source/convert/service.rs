@@ -6,7 +6,7 @@ use ipnet::IpNet;
 
 use super::{Oddities, Oddity, is_foreign, name};
 use crate::{
-    model::objects::{Family, Protocol, Service, ServicePort, TrafficPolicy},
+    model::objects::{IpFamily, Protocol, Service, ServicePort, TrafficPolicy},
     source::schema::core,
 };
 
@@ -92,8 +92,8 @@ fn cluster_ips(spec: &core::ServiceSpec, oddities: &mut Oddities) -> Vec<IpAddr>
     let mut addresses: Vec<IpAddr> = Vec::with_capacity(listed.len());
     for (field, text) in listed {
         let Some(address) = frontend_address(oddities, || field.clone(), text) else { continue };
-        let family = Family::of(address);
-        if addresses.iter().any(|other| Family::of(*other) == family) {
+        let family = IpFamily::of(address);
+        if addresses.iter().any(|other| IpFamily::of(*other) == family) {
             oddities.add(field, format_args!("found {text:?}, must be at most one address of each family"));
         } else {
             addresses.push(address);

@@ -4,7 +4,7 @@ use std::{net::IpAddr, sync::Arc};
 
 use super::{LABEL_SERVICE, Oddities, Oddity, is_foreign, label, name, triggered};
 use crate::{
-    model::objects::{Endpoint, EndpointPort, EndpointSlice, Family, Hints},
+    model::objects::{Endpoint, EndpointPort, EndpointSlice, Hints, IpFamily},
     source::schema::discovery,
 };
 
@@ -16,8 +16,8 @@ pub fn endpoint_slice(slice: &discovery::EndpointSlice) -> (Option<EndpointSlice
         return (None, Vec::new());
     }
     let family = match slice.address_type.as_str() {
-        "IPv4" => Family::Ipv4,
-        "IPv6" => Family::Ipv6,
+        "IPv4" => IpFamily::Ipv4,
+        "IPv6" => IpFamily::Ipv6,
         "FQDN" => return (None, Vec::new()),
         other => {
             oddities.add("addressType", format_args!("found {other:?}, must be IPv4, IPv6 or FQDN"));
@@ -66,7 +66,7 @@ fn ports(slice: &discovery::EndpointSlice, oddities: &mut Oddities) -> Vec<Endpo
     ports
 }
 
-fn endpoints(slice: &discovery::EndpointSlice, family: Family, oddities: &mut Oddities) -> Vec<Endpoint> {
+fn endpoints(slice: &discovery::EndpointSlice, family: IpFamily, oddities: &mut Oddities) -> Vec<Endpoint> {
     let mut endpoints: Vec<Endpoint> = Vec::with_capacity(slice.endpoints.len());
     for (index, endpoint) in slice.endpoints.iter().enumerate() {
         // Only the first address has a meaning in the API.
@@ -103,11 +103,11 @@ fn endpoints(slice: &discovery::EndpointSlice, family: Family, oddities: &mut Od
 }
 
 /// Why an endpoint of a slice of this family cannot have this address.
-pub(super) fn unusable(address: IpAddr, family: Family) -> Option<&'static str> {
-    if Family::of(address) != family {
+pub(super) fn unusable(address: IpAddr, family: IpFamily) -> Option<&'static str> {
+    if IpFamily::of(address) != family {
         Some(match family {
-            Family::Ipv4 => "must be an IPv4 address: addressType is IPv4",
-            Family::Ipv6 => "must be an IPv6 address: addressType is IPv6",
+            IpFamily::Ipv4 => "must be an IPv4 address: addressType is IPv4",
+            IpFamily::Ipv6 => "must be an IPv6 address: addressType is IPv6",
         })
     } else if address.is_unspecified() || address.is_multicast() {
         Some("must be the address of one host")

@@ -2,7 +2,7 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::{super::*, merged, read};
-use crate::model::objects::{EndpointSlice, Family, ServiceSlices};
+use crate::model::objects::{EndpointSlice, IpFamily, ServiceSlices};
 
 fn endpoints_with(changes: Value) -> (Option<ServiceSlices>, Vec<Oddity>) {
     let object = json!({
@@ -64,9 +64,9 @@ fn subsets_and_families_are_slices_of_their_own() {
     assert_eq!(
         shown,
         [
-            ("web/0/IPv4", Family::Ipv4, 80, 1),
-            ("web/0/IPv6", Family::Ipv6, 80, 1),
-            ("web/1/IPv4", Family::Ipv4, 81, 1),
+            ("web/0/IPv4", IpFamily::Ipv4, 80, 1),
+            ("web/0/IPv6", IpFamily::Ipv6, 80, 1),
+            ("web/1/IPv4", IpFamily::Ipv4, 81, 1),
         ]
     );
 }

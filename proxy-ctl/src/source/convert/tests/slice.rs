@@ -2,7 +2,7 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::{super::*, ips, merged, read};
-use crate::model::objects::{Endpoint, EndpointPort, EndpointSlice, Family, Hints};
+use crate::model::objects::{Endpoint, EndpointPort, EndpointSlice, Hints, IpFamily};
 use crate::source::schema::discovery;
 
 fn slice_with(changes: Value) -> (Option<EndpointSlice>, Vec<Oddity>) {
@@ -61,7 +61,7 @@ fn every_field_of_a_slice() {
         EndpointSlice {
             name: ObjectName::new("shop", "web-1"),
             service: "web".into(),
-            family: Family::Ipv4,
+            family: IpFamily::Ipv4,
             ports: vec![port("http", Protocol::Tcp, 8080), port("dns", Protocol::Udp, 53)],
             endpoints: vec![first, second],
             triggered: None,

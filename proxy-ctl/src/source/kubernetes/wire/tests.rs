@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    model::objects::{Family, TrafficPolicy},
+    model::objects::{IpFamily, TrafficPolicy},
     source::{
         Oddity,
         kubernetes::{
@@ -82,7 +82,7 @@ fn a_service_is_the_same_in_both_encodings() {
 #[test]
 fn a_slice_is_the_same_in_both_encodings_and_versions() {
     let slice = served::<EndpointSlices>(recorded!("endpointslices"));
-    assert_eq!((&*slice.service, slice.family, slice.ports[0].port), ("web", Family::Ipv4, 8080));
+    assert_eq!((&*slice.service, slice.family, slice.ports[0].port), ("web", IpFamily::Ipv4, 8080));
     assert_eq!(slice.triggered.unwrap().get(), 1_767_323_045_678_000_000);
     let [first, second] = slice.endpoints.as_slice() else { panic!("{slice:?}") };
     assert_eq!((first.ready, first.serving, first.terminating), (false, true, true));

@@ -1,0 +1,132 @@
+//! Which service ports the mode serves as their Services ask, and which it does not.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use rustc_hash::FxHashSet;
+use tokio::sync::watch;
+
+use crate::{
+    dataplane::{Dataplane, Unsupported, servable},
+    model::desired::{Changes, DesiredPort, ServicePortName},
+    serve::Metrics,
+};
+
+/// How much of what is listed the node serves.
+#[derive(Clone, Debug, Default)]
+pub struct Coverage {
+    /// Everything listed that the mode can serve is programmed: at least once, it need not be so now.
+    pub programmed: bool,
+    /// Service ports that the mode does not serve as their Services ask. A port leaves when its new state is written.
+    pub unsupported: BTreeMap<ServicePortName, Vec<Unsupported>>,
+}
+
+impl Coverage {
+    /// Service ports of which some frontend is not served.
+    pub fn unserved(&self) -> impl Iterator<Item = (&ServicePortName, &Unsupported)> {
+        let all = self.unsupported.iter().flat_map(|(name, all)| all.iter().map(move |one| (name, one)));
+        all.filter(|(_, one)| one.leaves_unserved())
+    }
+}
+
+/// Keeps a [`Coverage`] up to date. The cost of a change follows the change.
+pub(super) struct CoverageTracker {
+    coverage: watch::Sender<Coverage>,
+    metrics: Arc<Metrics>,
+    /// Service ports that the dataplane was given.
+    served: FxHashSet<ServicePortName>,
+    /// Service ports that leave the coverage with the next write.
+    leaving: BTreeSet<ServicePortName>,
+}
+
+impl CoverageTracker {
+    pub(super) fn new(coverage: watch::Sender<Coverage>, metrics: Arc<Metrics>) -> Self {
+        Self { coverage, metrics, served: FxHashSet::default(), leaving: BTreeSet::new() }
+    }
+
+    /// Answers with what the dataplane can serve of the changes.
+    pub(super) fn changed(&mut self, changes: Changes, dataplane: &impl Dataplane) -> Changes {
+        let mut servable_changes = Changes::default();
+        let mut unsupported = Vec::new();
+        for port in changes.changed {
+            let (name, reasons) = (port.name.clone(), dataplane.supports(&port));
+            if let Some(port) = servable(port, &reasons) {
+                self.served.insert(name.clone());
+                servable_changes.changed.push(port);
+            } else if self.served.remove(&name) {
+                servable_changes.removed.push(name.clone());
+            }
+            if reasons.is_empty() {
+                self.leave(name);
+            } else {
+                self.leaving.remove(&name);
+                unsupported.push((name, reasons));
+            }
+        }
+        for name in changes.removed {
+            if self.served.remove(&name) {
+                servable_changes.removed.push(name.clone());
+            }
+            self.leave(name);
+        }
+        self.metrics.service_ports.set(i64::try_from(self.served.len()).unwrap_or(i64::MAX));
+        self.enter(unsupported);
+        servable_changes
+    }
+
+    /// Everything of `desired` that the dataplane can serve.
+    pub(super) fn servable(
+        desired: Vec<Arc<DesiredPort>>,
+        dataplane: &impl Dataplane,
+    ) -> Vec<Arc<DesiredPort>> {
+        let served = |port: Arc<DesiredPort>| {
+            let unsupported = dataplane.supports(&port);
+            servable(port, &unsupported)
+        };
+        desired.into_iter().filter_map(served).collect()
+    }
+
+    /// Everything that changed has been written. `attached`: and clients reach it.
+    pub(super) fn written(&mut self, attached: bool) {
+        let leaving = std::mem::take(&mut self.leaving);
+        self.coverage.send_if_modified(|coverage| {
+            let mut modified = attached && !std::mem::replace(&mut coverage.programmed, attached);
+            for name in leaving {
+                if let Some(reasons) = coverage.unsupported.remove(&name) {
+                    self.metrics.unsupported(&reasons, -1);
+                    modified = true;
+                }
+            }
+            modified
+        });
+    }
+
+    fn leave(&mut self, name: ServicePortName) {
+        if self.coverage.borrow().unsupported.contains_key(&name) {
+            self.leaving.insert(name);
+        }
+    }
+
+    fn enter(&self, unsupported: Vec<(ServicePortName, Vec<Unsupported>)>) {
+        self.coverage.send_if_modified(|coverage| {
+            let mut modified = false;
+            for (name, reasons) in unsupported {
+                let before = coverage.unsupported.get(&name).map(Vec::as_slice).unwrap_or_default();
+                if before == reasons {
+                    continue;
+                }
+                for one in reasons.iter().filter(|one| !before.contains(one)) {
+                    let (service_port, field) = (&name, one.field);
+                    tracing::warn!(%service_port, field, "{}", one.instead);
+                }
+                self.metrics.unsupported(before, -1);
+                self.metrics.unsupported(&reasons, 1);
+                coverage.unsupported.insert(name, reasons);
+                modified = true;
+            }
+            modified
+        });
+    }
+}

@@ -1,0 +1,110 @@
+//! Metrics about all Services together, kept up to date by what changes.
+
+use std::sync::Arc;
+
+use rustc_hash::FxHashMap;
+
+use crate::{
+    model::{
+        Conflict, Model,
+        desired::{Changes, DesiredPort, FrontendKind, ServicePortName},
+        objects::IpFamily,
+    },
+    serve::Metrics,
+};
+
+/// Which traffic policies of a service port leave it without an endpoint here although there are some elsewhere.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+struct WithoutLocal {
+    internal: bool,
+    external: bool,
+}
+
+impl WithoutLocal {
+    fn of(port: &DesiredPort) -> Self {
+        let endpoints = &port.endpoints;
+        let is_external = port.frontends.iter().any(|frontend| frontend.kind != FrontendKind::ClusterIp);
+        Self {
+            internal: endpoints.any && endpoints.internal.is_empty(),
+            external: endpoints.any && is_external && endpoints.external.is_empty(),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    internal: i64,
+    external: i64,
+}
+
+impl Counts {
+    fn add(&mut self, port: WithoutLocal, sign: i64) {
+        self.internal += sign * i64::from(port.internal);
+        self.external += sign * i64::from(port.external);
+    }
+}
+
+pub(super) struct ServiceMetrics {
+    metrics: Arc<Metrics>,
+    /// Service ports without a local endpoint; never the default.
+    without_local: FxHashMap<ServicePortName, WithoutLocal>,
+    ipv4: Counts,
+    ipv6: Counts,
+    conflicts: Vec<Conflict>,
+}
+
+impl ServiceMetrics {
+    pub(super) fn new(metrics: Arc<Metrics>) -> Self {
+        Self {
+            metrics,
+            without_local: FxHashMap::default(),
+            ipv4: Counts::default(),
+            ipv6: Counts::default(),
+            conflicts: Vec::new(),
+        }
+    }
+
+    /// `changes` are as the model gave them.
+    pub(super) fn changed(&mut self, changes: &Changes, model: &Model) {
+        for name in &changes.removed {
+            self.set_without_local(name, WithoutLocal::default());
+        }
+        for port in &changes.changed {
+            self.set_without_local(&port.name, WithoutLocal::of(port));
+        }
+        for (family, counts) in [(IpFamily::Ipv4, self.ipv4), (IpFamily::Ipv6, self.ipv6)] {
+            self.metrics.without_local_endpoints(family, counts.internal, counts.external);
+        }
+        self.set_conflicts(model.conflicts());
+    }
+
+    fn set_without_local(&mut self, name: &ServicePortName, now: WithoutLocal) {
+        let before = if now == WithoutLocal::default() {
+            self.without_local.remove(name)
+        } else {
+            self.without_local.insert(name.clone(), now)
+        };
+        let counts = match name.family {
+            IpFamily::Ipv4 => &mut self.ipv4,
+            IpFamily::Ipv6 => &mut self.ipv6,
+        };
+        counts.add(before.unwrap_or_default(), -1);
+        counts.add(now, 1);
+    }
+
+    fn set_conflicts(&mut self, now: Vec<Conflict>) {
+        if now == self.conflicts {
+            return;
+        }
+        for conflict in now.iter().filter(|conflict| !self.conflicts.contains(conflict)) {
+            self.metrics.frontend_conflicts.inc();
+            let Conflict { address, port, protocol, winner, losers } = conflict;
+            let losers: Vec<_> = losers.iter().map(ToString::to_string).collect();
+            tracing::warn!(
+                %address, port, ?protocol, served = %winner, not_served = losers.join(", "),
+                "several Services claim the same frontend; the oldest Service has it"
+            );
+        }
+        self.conflicts = now;
+    }
+}

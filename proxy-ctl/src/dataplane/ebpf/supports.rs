@@ -1,0 +1,103 @@
+//! What this mode cannot do yet, and what it does instead.
+
+use crate::{
+    dataplane::{Effect, Unsupported},
+    model::{
+        desired::{DesiredPort, FrontendKind},
+        objects::Protocol,
+    },
+};
+
+const SESSION_AFFINITY: Unsupported = Unsupported {
+    field: "spec.sessionAffinity",
+    effect: Effect::ServedDifferently,
+    instead: "not built yet: each connection may reach another endpoint",
+};
+
+const SOURCE_RANGES: Unsupported = Unsupported {
+    field: "spec.loadBalancerSourceRanges",
+    effect: Effect::Without(FrontendKind::LoadBalancer),
+    instead: "not built yet: the load-balancer addresses are not served, so that nobody else gets in",
+};
+
+const SCTP: Unsupported = Unsupported {
+    field: "spec.ports[].protocol",
+    effect: Effect::NotServed,
+    instead: "SCTP is not built yet: the port is not served",
+};
+
+pub(super) fn supports(port: &DesiredPort) -> Vec<Unsupported> {
+    let has_load_balancer = || port.frontends.iter().any(|one| one.kind == FrontendKind::LoadBalancer);
+    let asked = [
+        (port.affinity_seconds.is_some(), SESSION_AFFINITY),
+        (!port.source_ranges.is_empty() && has_load_balancer(), SOURCE_RANGES),
+        (port.name.protocol == Protocol::Sctp, SCTP),
+    ];
+    asked.into_iter().filter(|(asked, _)| *asked).map(|(_, unsupported)| unsupported).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::{
+        dataplane::servable,
+        model::{
+            Model,
+            desired::DesiredPort,
+            objects::{Service, ServicePort},
+            test_support::service,
+        },
+    };
+
+    /// The only port of the Service, in IPv4.
+    fn port(change: impl FnOnce(&mut Service)) -> Arc<DesiredPort> {
+        let mut service = service("default/web", &["10.0.0.1"]);
+        service.load_balancer_ips = vec!["203.0.113.1".parse().unwrap()];
+        change(&mut service);
+        let mut model = Model::new("node");
+        model.apply_service(service);
+        Arc::clone(&model.take_changes().changed[0])
+    }
+
+    #[test]
+    fn a_port_without_special_wishes_is_supported() {
+        let port = port(|_| {});
+        assert_eq!(supports(&port), []);
+        assert_eq!(servable(Arc::clone(&port), &[]), Some(port));
+    }
+
+    #[test]
+    fn affinity_alone_leaves_every_frontend_served() {
+        let port = port(|service| service.affinity_seconds = Some(10_800));
+        assert_eq!(supports(&port), [SESSION_AFFINITY]);
+        assert!(!SESSION_AFFINITY.leaves_unserved());
+        assert_eq!(servable(Arc::clone(&port), &supports(&port)), Some(port));
+    }
+
+    #[test]
+    fn source_ranges_close_the_load_balancer_addresses() {
+        let ranges = vec!["10.0.0.0/8".parse().unwrap()];
+        let closed = port(|service| service.source_ranges = ranges.clone());
+        assert_eq!(supports(&closed), [SOURCE_RANGES]);
+        let kinds = |port: &DesiredPort| port.frontends.iter().map(|one| one.kind).collect::<Vec<_>>();
+        let served = servable(Arc::clone(&closed), &supports(&closed)).unwrap();
+        assert_eq!(kinds(&served), [FrontendKind::ClusterIp]);
+        let without_address = port(|service| {
+            service.source_ranges = ranges;
+            service.load_balancer_ips.clear();
+        });
+        assert_eq!(supports(&without_address), [], "there is no address that the ranges could close");
+    }
+
+    #[test]
+    fn sctp_is_not_served() {
+        let port = port(|service| {
+            service.ports =
+                vec![ServicePort { name: "".into(), protocol: Protocol::Sctp, port: 81, node_port: None }];
+        });
+        assert_eq!(supports(&port), [SCTP]);
+        assert_eq!(servable(Arc::clone(&port), &supports(&port)), None);
+    }
+}

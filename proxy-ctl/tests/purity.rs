@@ -166,7 +166,7 @@ fn the_search_finds_what_it_looks_for() {
         use super::{tokio_like, kubernetes};
         use crate::{
             model::Model,
-            source::Oddity,
+            source::InvalidField,
         };
         // use aya::Ebpf;
         /* libc::c_int */
@@ -177,7 +177,7 @@ fn the_search_finds_what_it_looks_for() {
         forbidden(source),
         [
             "aya",
-            "crate::source::Oddity",
+            "crate::source::InvalidField",
             "kube::Api",
             "kube::runtime::watcher",
             "std::fs::File",

@@ -314,7 +314,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::{config::CommandLine, source::OddObjects};
+    use crate::{config::CommandLine, source::InvalidObjects};
 
     const HEAD: &str = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
 
@@ -343,7 +343,7 @@ mod tests {
                 configs,
                 document,
                 events: Recorder::silent(),
-                metrics: Arc::new(Metrics::new(None, OddObjects::default(), |_| {})),
+                metrics: Arc::new(Metrics::new(None, InvalidObjects::default(), |_| {})),
                 kernel: Kernel::below(folder.path().join("root")),
                 refused: None,
                 owed: None,

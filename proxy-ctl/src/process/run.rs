@@ -152,11 +152,11 @@ impl Source {
                 }
             }
             Self::Manifests(manifests) => {
-                let odd = move |oddity: crate::source::Oddity| {
-                    metrics.odd_objects.found(oddity.resource(), 1);
-                    tracing::warn!(object = oddity.object, field = oddity.field, "{}", oddity.problem);
+                let report = move |field: crate::source::InvalidField| {
+                    metrics.invalid_objects.found(field.resource(), 1);
+                    tracing::warn!(object = field.object, field = field.field, "{}", field.problem);
                 };
-                manifests.run(updates, odd, stop).await?;
+                manifests.run(updates, report, stop).await?;
             }
         }
         Ok(())
@@ -209,7 +209,8 @@ impl Process {
                 events.register(registry.sub_registry_with_prefix("proxy"));
             }
         };
-        let metrics = Arc::new(Metrics::new(Some(Box::new(Asks(asks_in))), state.odd_objects(), register));
+        let metrics =
+            Arc::new(Metrics::new(Some(Box::new(Asks(asks_in))), state.invalid_objects(), register));
 
         let mut tasks = JoinSet::new();
         let flags = given.line.values();

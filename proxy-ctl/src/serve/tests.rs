@@ -15,7 +15,7 @@ use crate::{
         desired::ServicePortName,
         objects::{IpFamily, Node, ObjectName, Protocol},
     },
-    source::OddObjects,
+    source::InvalidObjects,
 };
 
 struct FixedUsage;
@@ -72,7 +72,7 @@ async fn servers() -> Servers {
 async fn servers_with(pages: Pages) -> Servers {
     let stop = CancellationToken::new();
     let health = Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30))));
-    let families = Arc::new(Metrics::new(Some(Box::new(FixedUsage)), OddObjects::default(), |_| {}));
+    let families = Arc::new(Metrics::new(Some(Box::new(FixedUsage)), InvalidObjects::default(), |_| {}));
     let (healthz_address, metrics_address) = (free_address(), free_address());
     let task = healthz(healthz_address, true, Arc::clone(&health), Arc::clone(&families), stop.clone());
     tokio::spawn(async move { task.await.unwrap() });
@@ -206,7 +206,7 @@ async fn metrics_as_open_metrics_for_those_who_ask() {
 async fn an_address_in_use_fails_at_once_only_if_asked_to() {
     let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = taken.local_addr().unwrap();
-    let families = Arc::new(Metrics::new(None, OddObjects::default(), |_| {}));
+    let families = Arc::new(Metrics::new(None, InvalidObjects::default(), |_| {}));
     let stop = CancellationToken::new();
     let error = metrics(address, true, pages(), Arc::clone(&families), stop.clone()).await.unwrap_err();
     assert!(error.to_string().contains(&address.to_string()), "{error}");
@@ -401,7 +401,7 @@ async fn memory_by_call_site_comes_in_the_forms_that_are_asked_for() {
 async fn the_unspecified_address_answers_over_both_families() {
     let stop = CancellationToken::new();
     let health = Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30))));
-    let families = Arc::new(Metrics::new(None, OddObjects::default(), |_| {}));
+    let families = Arc::new(Metrics::new(None, InvalidObjects::default(), |_| {}));
     let port = free_address().port();
     let server = healthz(([0, 0, 0, 0], port).into(), true, health, families, stop.clone());
     let server = tokio::spawn(server);

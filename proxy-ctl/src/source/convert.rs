@@ -1,7 +1,7 @@
 //! Kubernetes objects → model objects. Both sources parse here.
 //!
-//! What kube-proxy skips is skipped without a word. What is odd (an address that does not parse, a port out of
-//! range) is left out with an [`Oddity`], and the rest of the object is served.
+//! What kube-proxy skips is skipped without a word. An invalid field (an address that does not parse, a port out of
+//! range) is left out with an [`InvalidField`], and the rest of the object is served.
 
 mod address;
 mod endpoints;
@@ -13,7 +13,7 @@ use std::{fmt, num::NonZeroI64, sync::Arc};
 use jiff::Timestamp;
 
 use super::{
-    Oddity,
+    InvalidField,
     schema::{core, meta::ObjectMeta},
 };
 use crate::model::objects::{Node, ObjectName, Protocol, ServiceCidr};
@@ -38,32 +38,32 @@ pub fn name(metadata: &ObjectMeta) -> ObjectName {
 }
 
 /// The parts of this proxy's own Node that matter to it.
-pub fn node(node: &core::Node) -> (Node, Vec<Oddity>) {
+pub fn node(node: &core::Node) -> (Node, Vec<InvalidField>) {
     let name = node.metadata.name.as_str();
-    let mut oddities = Oddities::new(format!("Node {name}"));
+    let mut invalid = InvalidFields::new(format!("Node {name}"));
     let listed = || node.status.addresses.iter().enumerate();
     let mut addresses = Vec::new();
     for kind in ["InternalIP", "ExternalIP"] {
         for (index, address) in listed().filter(|(_, address)| address.address_type == kind) {
             let field = || format!("status.addresses[{index}].address");
-            addresses.extend(oddities.address(field, &address.address));
+            addresses.extend(invalid.address(field, &address.address));
         }
     }
     let mut pod_cidrs = Vec::new();
     match node.spec.pod_cidrs.as_slice() {
         [] => {
             let range = Some(node.spec.pod_cidr.as_str()).filter(|range| !range.is_empty());
-            pod_cidrs.extend(range.and_then(|range| oddities.range(|| "spec.podCIDR".into(), range)));
+            pod_cidrs.extend(range.and_then(|range| invalid.range(|| "spec.podCIDR".into(), range)));
         }
         ranges => {
             for (index, range) in ranges.iter().enumerate() {
-                pod_cidrs.extend(oddities.range(|| format!("spec.podCIDRs[{index}]"), range));
+                pod_cidrs.extend(invalid.range(|| format!("spec.podCIDRs[{index}]"), range));
             }
         }
     }
     let taints = node.spec.taints.iter();
     let zone = label(&node.metadata, LABEL_ZONE).filter(|zone| !zone.is_empty());
-    let zone = zone.and_then(|zone| oddities.name(|| format!("metadata.labels[{LABEL_ZONE}]"), zone));
+    let zone = zone.and_then(|zone| invalid.name(|| format!("metadata.labels[{LABEL_ZONE}]"), zone));
     let node = Node {
         name: name.into(),
         zone: zone.map(Arc::from),
@@ -72,22 +72,21 @@ pub fn node(node: &core::Node) -> (Node, Vec<Oddity>) {
         being_deleted: node.metadata.deletion_timestamp.is_some(),
         taints: taints.map(|taint| taint.key.as_str().into()).collect(),
     };
-    (node, oddities.found)
+    (node, invalid.found)
 }
 
 /// Always served; a range that does not parse is left out.
-pub fn service_cidr(metadata: &ObjectMeta, ranges: &[String]) -> (Option<ServiceCidr>, Vec<Oddity>) {
+pub fn service_cidr(metadata: &ObjectMeta, ranges: &[String]) -> (Option<ServiceCidr>, Vec<InvalidField>) {
     let name = metadata.name.as_str();
-    let mut oddities = Oddities::new(format!("ServiceCIDR {name}"));
+    let mut invalid = InvalidFields::new(format!("ServiceCIDR {name}"));
     let ranges = ranges.iter().enumerate();
-    let ranges = ranges
-        .filter_map(|(index, range)| oddities.range(|| format!("spec.cidrs[{index}]"), range))
-        .collect();
-    (Some(ServiceCidr { name: name.into(), ranges }), oddities.found)
+    let ranges =
+        ranges.filter_map(|(index, range)| invalid.range(|| format!("spec.cidrs[{index}]"), range)).collect();
+    (Some(ServiceCidr { name: name.into(), ranges }), invalid.found)
 }
 
 /// When the change was made that this object follows, in nanoseconds since the epoch. Of use to a metric only: what is
-/// no time is no oddity.
+/// no time is not invalid.
 fn triggered(metadata: &ObjectMeta) -> Option<NonZeroI64> {
     let text = metadata.annotations.get(ANNOTATION_TRIGGER_TIME)?;
     let time: Timestamp = text.parse().ok()?;
@@ -108,19 +107,19 @@ fn is_foreign(metadata: &ObjectMeta) -> bool {
     label(metadata, LABEL_PROXY_NAME).is_some() || label(metadata, LABEL_HEADLESS).is_some()
 }
 
-/// Collects what is odd about one object.
-struct Oddities {
+/// Collects the invalid fields of one object.
+struct InvalidFields {
     object: String,
-    found: Vec<Oddity>,
+    found: Vec<InvalidField>,
 }
 
-impl Oddities {
+impl InvalidFields {
     fn new(object: String) -> Self {
         Self { object, found: Vec::new() }
     }
 
     fn add(&mut self, field: impl Into<String>, problem: impl fmt::Display) {
-        self.found.push(Oddity {
+        self.found.push(InvalidField {
             object: self.object.clone(),
             field: field.into(),
             problem: problem.to_string(),

@@ -16,9 +16,9 @@ use prometheus_client::{
 
 pub use crate::model::Update;
 
-/// Something odd about one object; the rest of it is served.
+/// A field of an object that cannot be served as it is; the rest of the object is served.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
-pub struct Oddity {
+pub struct InvalidField {
     /// `Service ns/name`, `EndpointSlice ns/name`, …
     pub object: String,
     /// Path of the field, such as `spec.ports[1].nodePort`.
@@ -27,7 +27,7 @@ pub struct Oddity {
     pub problem: String,
 }
 
-impl Oddity {
+impl InvalidField {
     /// What kind of object it is about, by the plural that RBAC rules and metrics use.
     pub fn resource(&self) -> &'static str {
         let kind = self.object.split(' ').next().unwrap_or_default();
@@ -42,9 +42,9 @@ impl Oddity {
 
 /// Counts fields of objects that cannot be served as they are; clones count together.
 #[derive(Clone, Debug)]
-pub struct OddObjects(Family<[(&'static str, &'static str); 1], Counter>);
+pub struct InvalidObjects(Family<[(&'static str, &'static str); 1], Counter>);
 
-impl Default for OddObjects {
+impl Default for InvalidObjects {
     fn default() -> Self {
         let counts = Family::<[(&'static str, &'static str); 1], Counter>::default();
         for resource in ["services", "endpointslices", "nodes"] {
@@ -54,7 +54,7 @@ impl Default for OddObjects {
     }
 }
 
-impl OddObjects {
+impl InvalidObjects {
     /// `resource`: by its plural.
     pub fn found(&self, resource: &'static str, problems: usize) {
         let problems = u64::try_from(problems).unwrap_or(u64::MAX);
@@ -63,7 +63,7 @@ impl OddObjects {
 
     pub fn register(&self, registry: &mut Registry) {
         registry.register(
-            "odd_objects",
+            "invalid_objects",
             "Fields of objects that cannot be served as they are",
             self.0.clone(),
         );

@@ -21,7 +21,7 @@ use crate::{
         },
     },
     serve::{Health, UsageSource as _},
-    source::OddObjects,
+    source::InvalidObjects,
     sys::CallError,
 };
 
@@ -223,7 +223,7 @@ struct Fixture {
 fn reports() -> Reports {
     Reports {
         health: Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30)))),
-        metrics: Arc::new(Metrics::new(None, OddObjects::default(), |_| {})),
+        metrics: Arc::new(Metrics::new(None, InvalidObjects::default(), |_| {})),
         node_addresses: watch::Sender::new(None),
         nodes: mpsc::unbounded_channel().0,
         health_checks: watch::Sender::default(),

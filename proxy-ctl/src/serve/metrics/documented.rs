@@ -70,7 +70,7 @@ fn shown(text: &str) -> BTreeMap<String, Family> {
 #[test]
 fn every_family_is_documented_and_no_other() {
     let state = SourceState::with_samples();
-    let metrics = Metrics::new(None, state.odd_objects(), |registry| {
+    let metrics = Metrics::new(None, state.invalid_objects(), |registry| {
         state.register(registry);
         Recorder::silent().register(registry.sub_registry_with_prefix("proxy"));
     });

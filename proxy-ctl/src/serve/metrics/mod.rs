@@ -32,7 +32,7 @@ use self::{
 use crate::{
     dataplane::{Applied, Unsupported, Usage},
     model::objects::IpFamily,
-    source::OddObjects,
+    source::InvalidObjects,
 };
 
 type Label = (&'static str, &'static str);
@@ -68,7 +68,7 @@ pub struct Metrics {
     /// What another kube-proxy has in the kernel, when somebody has last looked.
     pub former_rules: Gauge,
     pub former_rule_errors: Counter,
-    pub odd_objects: OddObjects,
+    pub invalid_objects: InvalidObjects,
     pub frontend_conflicts: Counter,
     pub listed: Gauge,
     pub first_sync_seconds: Gauge<f64, AtomicU64>,
@@ -82,15 +82,15 @@ impl std::fmt::Debug for Metrics {
 }
 
 impl Metrics {
-    /// `usage_source`: `None` shows no tables. `odd_objects`: what the source counts. `register` adds the families
+    /// `usage_source`: `None` shows no tables. `invalid_objects`: what the source counts. `register` adds the families
     /// of others.
     pub fn new(
         usage_source: Option<Box<dyn UsageSource>>,
-        odd_objects: OddObjects,
+        invalid_objects: InvalidObjects,
         register: impl FnOnce(&mut Registry),
     ) -> Self {
         let (usage, about) = (Arc::new(LastUsage::default()), About::default());
-        let (kube_proxy, own) = (KubeProxy::new(), Own::new(odd_objects.clone()));
+        let (kube_proxy, own) = (KubeProxy::new(), Own::new(invalid_objects.clone()));
         let mut registry = Registry::default();
         kube_proxy.register(&mut registry);
         own.register(&mut registry);
@@ -111,7 +111,7 @@ impl Metrics {
             refused_configurations: own.refused_configurations.clone(),
             former_rules: own.former_rules.clone(),
             former_rule_errors: own.former_rule_errors.clone(),
-            odd_objects,
+            invalid_objects,
             frontend_conflicts: own.frontend_conflicts.clone(),
             listed: own.listed.clone(),
             first_sync_seconds: own.first_sync_seconds.clone(),

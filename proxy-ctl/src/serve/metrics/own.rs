@@ -15,7 +15,7 @@ use prometheus_client::{
 use super::{Label, Seconds};
 use crate::{
     dataplane::{Applied, Unsupported},
-    source::OddObjects,
+    source::InvalidObjects,
 };
 
 /// What the controller spends its time with.
@@ -63,7 +63,7 @@ pub(super) struct Own {
     pub(super) service_ports: Gauge,
     unsupported_service_ports: Family<[Label; 1], Gauge>,
     phases: Family<[Label; 1], Histogram, fn() -> Histogram>,
-    pub(super) odd_objects: OddObjects,
+    pub(super) invalid_objects: InvalidObjects,
 }
 
 /// 10 µs to 42 s.
@@ -72,7 +72,7 @@ fn phase_buckets() -> Histogram {
 }
 
 impl Own {
-    pub(super) fn new(odd_objects: OddObjects) -> Self {
+    pub(super) fn new(invalid_objects: InvalidObjects) -> Self {
         let phases: Family<[Label; 1], Histogram, fn() -> Histogram> =
             Family::new_with_constructor(phase_buckets);
         for phase in Phase::ALL {
@@ -93,7 +93,7 @@ impl Own {
             service_ports: Gauge::default(),
             unsupported_service_ports: Family::default(),
             phases,
-            odd_objects,
+            invalid_objects,
         }
     }
 
@@ -157,7 +157,7 @@ impl Own {
             "What the controller's thread spends its time with",
             self.phases.clone(),
         );
-        self.odd_objects.register(registry);
+        self.invalid_objects.register(registry);
     }
 
     pub(super) fn applied(&self, applied: Applied) {

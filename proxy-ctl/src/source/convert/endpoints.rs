@@ -2,24 +2,24 @@
 
 use std::sync::Arc;
 
-use super::{Oddities, Oddity, is_foreign, name, slice, triggered};
+use super::{InvalidField, InvalidFields, is_foreign, name, slice, triggered};
 use crate::{
     model::objects::{Endpoint, EndpointPort, EndpointSlice, IpFamily, ObjectName, ServiceSlices},
     source::schema::core,
 };
 
 /// A slice for each subset and family. None: not to be used by this proxy (headless, another proxy's).
-pub fn endpoints(object: &core::Endpoints) -> (Option<ServiceSlices>, Vec<Oddity>) {
+pub fn endpoints(object: &core::Endpoints) -> (Option<ServiceSlices>, Vec<InvalidField>) {
     let service = name(&object.metadata);
-    let mut oddities = Oddities::new(format!("Endpoints {service}"));
+    let mut invalid = InvalidFields::new(format!("Endpoints {service}"));
     if is_foreign(&object.metadata) {
         return (None, Vec::new());
     }
     let triggered = triggered(&object.metadata);
     let mut slices = Vec::new();
     for (index, subset) in object.subsets.iter().enumerate() {
-        let ports = ports(subset, index, &mut oddities);
-        let endpoints = addresses(subset, index, &mut oddities);
+        let ports = ports(subset, index, &mut invalid);
+        let endpoints = addresses(subset, index, &mut invalid);
         for family in IpFamily::ALL {
             let endpoints: Vec<Endpoint> = endpoints
                 .iter()
@@ -38,7 +38,7 @@ pub fn endpoints(object: &core::Endpoints) -> (Option<ServiceSlices>, Vec<Oddity
             }
         }
     }
-    (Some(ServiceSlices { service, slices }), oddities.found)
+    (Some(ServiceSlices { service, slices }), invalid.found)
 }
 
 /// No object's name has a slash, so this is nobody else's.
@@ -47,17 +47,17 @@ fn slice_name(service: &ObjectName, subset: usize, family: IpFamily) -> ObjectNa
     ObjectName::new(Arc::clone(&service.namespace), format!("{}/{subset}/{family}", service.name))
 }
 
-fn ports(subset: &core::EndpointSubset, index: usize, oddities: &mut Oddities) -> Vec<EndpointPort> {
+fn ports(subset: &core::EndpointSubset, index: usize, invalid: &mut InvalidFields) -> Vec<EndpointPort> {
     let mut ports: Vec<EndpointPort> = Vec::new();
     for (port_index, port) in subset.ports.iter().enumerate() {
         let field = |name: &str| format!("subsets[{index}].ports[{port_index}]{name}");
-        let number = oddities.port(|| field(".port"), port.port);
-        let protocol = oddities.protocol(|| field(".protocol"), &port.protocol);
-        let name = oddities.name(|| field(".name"), &port.name);
+        let number = invalid.port(|| field(".port"), port.port);
+        let protocol = invalid.protocol(|| field(".protocol"), &port.protocol);
+        let name = invalid.name(|| field(".name"), &port.name);
         let (Some(number), Some(protocol), Some(name)) = (number, protocol, name) else { continue };
         let port = EndpointPort { name: name.into(), protocol, port: number };
         if ports.contains(&port) {
-            oddities.add(field(""), "is the same port a second time");
+            invalid.add(field(""), "is the same port a second time");
         } else {
             ports.push(port);
         }
@@ -66,16 +66,16 @@ fn ports(subset: &core::EndpointSubset, index: usize, oddities: &mut Oddities) -
 }
 
 /// Endpoints know neither terminating ones nor hints.
-fn addresses(subset: &core::EndpointSubset, index: usize, oddities: &mut Oddities) -> Vec<Endpoint> {
+fn addresses(subset: &core::EndpointSubset, index: usize, invalid: &mut InvalidFields) -> Vec<Endpoint> {
     let mut endpoints: Vec<Endpoint> = Vec::new();
     let ready = ("addresses", true, &subset.addresses);
     let not_ready = ("notReadyAddresses", false, &subset.not_ready_addresses);
     for (list, ready, addresses) in [ready, not_ready] {
         for (number, endpoint) in addresses.iter().enumerate() {
             let field = || format!("subsets[{index}].{list}[{number}].ip");
-            let Some(address) = oddities.address(field, &endpoint.ip) else { continue };
+            let Some(address) = invalid.address(field, &endpoint.ip) else { continue };
             if let Some(problem) = slice::unusable(address, IpFamily::of(address)) {
-                oddities.add(field(), format_args!("found {:?}, {problem}", endpoint.ip));
+                invalid.add(field(), format_args!("found {:?}, {problem}", endpoint.ip));
                 continue;
             }
             let previous = endpoints.last().and_then(|previous| previous.node.as_ref());

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::{Oddities, Oddity, is_foreign, name};
+use super::{InvalidField, InvalidFields, is_foreign, name};
 use crate::{
     model::objects::{IpFamily, Protocol, Service, ServicePort, TrafficPolicy},
     source::schema::core,
@@ -16,7 +16,7 @@ const DEFAULT_AFFINITY_SECONDS: u32 = 10_800;
 const MAX_AFFINITY_SECONDS: u32 = 86_400;
 
 /// None: not to be served by this proxy (headless, ExternalName, another proxy's, without an address).
-pub fn service(service: &core::Service) -> (Option<Service>, Vec<Oddity>) {
+pub fn service(service: &core::Service) -> (Option<Service>, Vec<InvalidField>) {
     let name = name(&service.metadata);
     let Some(spec) = &service.spec else { return (None, Vec::new()) };
     let cluster_ip = spec.cluster_ips.first().unwrap_or(&spec.cluster_ip);
@@ -25,63 +25,63 @@ pub fn service(service: &core::Service) -> (Option<Service>, Vec<Oddity>) {
         return (None, Vec::new());
     }
 
-    let mut oddities = Oddities::new(format!("Service {name}"));
-    let cluster_ips = cluster_ips(spec, &mut oddities);
+    let mut invalid = InvalidFields::new(format!("Service {name}"));
+    let cluster_ips = cluster_ips(spec, &mut invalid);
     if cluster_ips.is_empty() {
-        return (None, oddities.found);
+        return (None, invalid.found);
     }
     let mut external_ips = Vec::new();
     for (index, text) in spec.external_ips.iter().enumerate() {
         let field = || format!("spec.externalIPs[{index}]");
-        external_ips.extend(frontend_address(&mut oddities, field, text));
+        external_ips.extend(frontend_address(&mut invalid, field, text));
     }
-    let mut load_balancer_ips = load_balancer_ips(service, &mut oddities);
-    let source_ranges = source_ranges(spec, &mut oddities);
+    let mut load_balancer_ips = load_balancer_ips(service, &mut invalid);
+    let source_ranges = source_ranges(spec, &mut invalid);
     if source_ranges.is_none() && !load_balancer_ips.is_empty() {
         load_balancer_ips.clear();
-        oddities.add(
+        invalid.add(
             "spec.loadBalancerSourceRanges",
             "has no valid range: the load-balancer addresses are not served rather than open to everyone",
         );
     }
-    let external_policy = policy(&mut oddities, "spec.externalTrafficPolicy", &spec.external_traffic_policy);
+    let external_policy = policy(&mut invalid, "spec.externalTrafficPolicy", &spec.external_traffic_policy);
     let health_check_node_port = Some(spec.health_check_node_port).filter(|port| {
         *port != 0 && spec.service_type == "LoadBalancer" && external_policy == TrafficPolicy::Local
     });
     let health_check_node_port =
-        health_check_node_port.and_then(|port| oddities.port(|| "spec.healthCheckNodePort".into(), port));
+        health_check_node_port.and_then(|port| invalid.port(|| "spec.healthCheckNodePort".into(), port));
 
     let service = Service {
         created: service.metadata.creation_timestamp.seconds,
-        ports: ports(spec, &mut oddities),
+        ports: ports(spec, &mut invalid),
         cluster_ips,
         external_ips,
         load_balancer_ips,
         internal_policy: policy(
-            &mut oddities,
+            &mut invalid,
             "spec.internalTrafficPolicy",
             spec.internal_traffic_policy.as_deref().unwrap_or_default(),
         ),
         external_policy,
-        affinity_seconds: affinity(spec, &mut oddities),
+        affinity_seconds: affinity(spec, &mut invalid),
         source_ranges: source_ranges.unwrap_or_default(),
         health_check_node_port,
         name,
     };
-    (Some(service), oddities.found)
+    (Some(service), invalid.found)
 }
 
 /// An address that clients can dial.
-fn frontend_address(oddities: &mut Oddities, field: impl Fn() -> String, text: &str) -> Option<IpAddr> {
-    let address = oddities.address(&field, text)?;
+fn frontend_address(invalid: &mut InvalidFields, field: impl Fn() -> String, text: &str) -> Option<IpAddr> {
+    let address = invalid.address(&field, text)?;
     if address.is_unspecified() || address.is_multicast() {
-        oddities.add(field(), format_args!("found {text:?}, must be the address of one destination"));
+        invalid.add(field(), format_args!("found {text:?}, must be the address of one destination"));
         return None;
     }
     Some(address)
 }
 
-fn cluster_ips(spec: &core::ServiceSpec, oddities: &mut Oddities) -> Vec<IpAddr> {
+fn cluster_ips(spec: &core::ServiceSpec, invalid: &mut InvalidFields) -> Vec<IpAddr> {
     let listed: Vec<(String, &str)> = match spec.cluster_ips.as_slice() {
         [] => vec![("spec.clusterIP".into(), spec.cluster_ip.as_str())],
         several => {
@@ -91,10 +91,10 @@ fn cluster_ips(spec: &core::ServiceSpec, oddities: &mut Oddities) -> Vec<IpAddr>
     };
     let mut addresses: Vec<IpAddr> = Vec::with_capacity(listed.len());
     for (field, text) in listed {
-        let Some(address) = frontend_address(oddities, || field.clone(), text) else { continue };
+        let Some(address) = frontend_address(invalid, || field.clone(), text) else { continue };
         let family = IpFamily::of(address);
         if addresses.iter().any(|other| IpFamily::of(*other) == family) {
-            oddities.add(field, format_args!("found {text:?}, must be at most one address of each family"));
+            invalid.add(field, format_args!("found {text:?}, must be at most one address of each family"));
         } else {
             addresses.push(address);
         }
@@ -102,7 +102,7 @@ fn cluster_ips(spec: &core::ServiceSpec, oddities: &mut Oddities) -> Vec<IpAddr>
     addresses
 }
 
-fn load_balancer_ips(service: &core::Service, oddities: &mut Oddities) -> Vec<IpAddr> {
+fn load_balancer_ips(service: &core::Service, invalid: &mut InvalidFields) -> Vec<IpAddr> {
     let mut addresses = Vec::new();
     for (index, ingress) in service.status.load_balancer.ingress.iter().enumerate() {
         let path = format!("status.loadBalancer.ingress[{index}]");
@@ -110,55 +110,55 @@ fn load_balancer_ips(service: &core::Service, oddities: &mut Oddities) -> Vec<Ip
             None | Some("VIP") => {}
             Some("Proxy") => continue,
             Some(other) => {
-                oddities.add(format!("{path}.ipMode"), format_args!("found {other:?}, must be VIP or Proxy"));
+                invalid.add(format!("{path}.ipMode"), format_args!("found {other:?}, must be VIP or Proxy"));
                 continue;
             }
         }
         if !ingress.ip.is_empty() {
-            addresses.extend(frontend_address(oddities, || format!("{path}.ip"), &ingress.ip));
+            addresses.extend(frontend_address(invalid, || format!("{path}.ip"), &ingress.ip));
         }
     }
     addresses
 }
 
 /// None: there are ranges, but none that is valid.
-fn source_ranges(spec: &core::ServiceSpec, oddities: &mut Oddities) -> Option<Vec<IpNet>> {
+fn source_ranges(spec: &core::ServiceSpec, invalid: &mut InvalidFields) -> Option<Vec<IpNet>> {
     let listed = &spec.load_balancer_source_ranges;
     let mut ranges = Vec::with_capacity(listed.len());
     for (index, text) in listed.iter().enumerate() {
-        ranges.extend(oddities.range(|| format!("spec.loadBalancerSourceRanges[{index}]"), text));
+        ranges.extend(invalid.range(|| format!("spec.loadBalancerSourceRanges[{index}]"), text));
     }
     (listed.is_empty() || !ranges.is_empty()).then_some(ranges)
 }
 
-fn ports(spec: &core::ServiceSpec, oddities: &mut Oddities) -> Vec<ServicePort> {
+fn ports(spec: &core::ServiceSpec, invalid: &mut InvalidFields) -> Vec<ServicePort> {
     let mut ports: Vec<ServicePort> = Vec::new();
     for (index, port) in spec.ports.iter().enumerate() {
         let path = format!("spec.ports[{index}]");
-        let number = oddities.port(|| format!("{path}.port"), port.port);
-        let protocol = oddities.protocol(|| format!("{path}.protocol"), &port.protocol);
-        let name = oddities.name(|| format!("{path}.name"), &port.name);
+        let number = invalid.port(|| format!("{path}.port"), port.port);
+        let protocol = invalid.protocol(|| format!("{path}.protocol"), &port.protocol);
+        let name = invalid.name(|| format!("{path}.name"), &port.name);
         let (Some(number), Some(protocol), Some(name)) = (number, protocol, name) else { continue };
         if ports.iter().any(|other| *other.name == *name && other.protocol == protocol) {
-            oddities.add(
+            invalid.add(
                 format!("{path}.name"),
                 format_args!("found {name:?} a second time, must be unique within the Service"),
             );
             continue;
         }
         if ports.iter().any(|other| other.port == number && other.protocol == protocol) {
-            oddities.add(
+            invalid.add(
                 format!("{path}.port"),
                 format_args!("found {number} a second time, must be unique within the Service and protocol"),
             );
             continue;
         }
         let node_port = Some(port.node_port).filter(|number| *number != 0);
-        let node_port = node_port.and_then(|number| oddities.port(|| format!("{path}.nodePort"), number));
+        let node_port = node_port.and_then(|number| invalid.port(|| format!("{path}.nodePort"), number));
         let node_port = node_port.filter(|number| {
             let unique = unique_node_port(&ports, *number, protocol);
             if !unique {
-                oddities.add(
+                invalid.add(
                     format!("{path}.nodePort"),
                     format_args!("found {number} a second time, must be unique within the protocol"),
                 );
@@ -174,24 +174,23 @@ fn unique_node_port(ports: &[ServicePort], number: u16, protocol: Protocol) -> b
     !ports.iter().any(|other| other.node_port == Some(number) && other.protocol == protocol)
 }
 
-fn policy(oddities: &mut Oddities, field: &str, found: &str) -> TrafficPolicy {
+fn policy(invalid: &mut InvalidFields, field: &str, found: &str) -> TrafficPolicy {
     match found {
         "" | "Cluster" => TrafficPolicy::Cluster,
         "Local" => TrafficPolicy::Local,
         other => {
-            oddities
-                .add(field, format_args!("found {other:?}, must be Cluster or Local; Cluster is assumed"));
+            invalid.add(field, format_args!("found {other:?}, must be Cluster or Local; Cluster is assumed"));
             TrafficPolicy::Cluster
         }
     }
 }
 
-fn affinity(spec: &core::ServiceSpec, oddities: &mut Oddities) -> Option<u32> {
+fn affinity(spec: &core::ServiceSpec, invalid: &mut InvalidFields) -> Option<u32> {
     match spec.session_affinity.as_str() {
         "" | "None" => return None,
         "ClientIP" => {}
         other => {
-            oddities.add(
+            invalid.add(
                 "spec.sessionAffinity",
                 format_args!("found {other:?}, must be ClientIP or None; None is assumed"),
             );
@@ -204,7 +203,7 @@ fn affinity(spec: &core::ServiceSpec, oddities: &mut Oddities) -> Option<u32> {
     };
     let valid = u32::try_from(seconds).ok().filter(|seconds| (1..=MAX_AFFINITY_SECONDS).contains(seconds));
     if valid.is_none() {
-        oddities.add(
+        invalid.add(
             "spec.sessionAffinityConfig.clientIP.timeoutSeconds",
             format_args!(
                 "found {seconds}, must be 1 to {MAX_AFFINITY_SECONDS}; {DEFAULT_AFFINITY_SECONDS} is assumed"

@@ -2,16 +2,16 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use super::{LABEL_SERVICE, Oddities, Oddity, is_foreign, label, name, triggered};
+use super::{InvalidField, InvalidFields, LABEL_SERVICE, is_foreign, label, name, triggered};
 use crate::{
     model::objects::{Endpoint, EndpointPort, EndpointSlice, Hints, IpFamily},
     source::schema::discovery,
 };
 
 /// None: not to be used by this proxy (headless, another proxy's, host names, without a service).
-pub fn endpoint_slice(slice: &discovery::EndpointSlice) -> (Option<EndpointSlice>, Vec<Oddity>) {
+pub fn endpoint_slice(slice: &discovery::EndpointSlice) -> (Option<EndpointSlice>, Vec<InvalidField>) {
     let name = name(&slice.metadata);
-    let mut oddities = Oddities::new(format!("EndpointSlice {name}"));
+    let mut invalid = InvalidFields::new(format!("EndpointSlice {name}"));
     if is_foreign(&slice.metadata) {
         return (None, Vec::new());
     }
@@ -20,45 +20,45 @@ pub fn endpoint_slice(slice: &discovery::EndpointSlice) -> (Option<EndpointSlice
         "IPv6" => IpFamily::Ipv6,
         "FQDN" => return (None, Vec::new()),
         other => {
-            oddities.add("addressType", format_args!("found {other:?}, must be IPv4, IPv6 or FQDN"));
-            return (None, oddities.found);
+            invalid.add("addressType", format_args!("found {other:?}, must be IPv4, IPv6 or FQDN"));
+            return (None, invalid.found);
         }
     };
     let Some(service) = label(&slice.metadata, LABEL_SERVICE).filter(|service| !service.is_empty()) else {
-        oddities.add(
+        invalid.add(
             format!("metadata.labels[{LABEL_SERVICE}]"),
             "is missing, must be the name of the slice's Service",
         );
-        return (None, oddities.found);
+        return (None, invalid.found);
     };
     let slice = EndpointSlice {
         service: service.into(),
         family,
-        ports: ports(slice, &mut oddities),
-        endpoints: endpoints(slice, family, &mut oddities),
+        ports: ports(slice, &mut invalid),
+        endpoints: endpoints(slice, family, &mut invalid),
         triggered: triggered(&slice.metadata),
         name,
     };
-    (Some(slice), oddities.found)
+    (Some(slice), invalid.found)
 }
 
-fn ports(slice: &discovery::EndpointSlice, oddities: &mut Oddities) -> Vec<EndpointPort> {
+fn ports(slice: &discovery::EndpointSlice, invalid: &mut InvalidFields) -> Vec<EndpointPort> {
     let mut ports: Vec<EndpointPort> = Vec::new();
     for (index, port) in slice.ports.iter().enumerate() {
         let field = || format!("ports[{index}].port");
         let Some(number) = port.port else {
-            oddities.add(field(), "is missing, must be 1 to 65535");
+            invalid.add(field(), "is missing, must be 1 to 65535");
             continue;
         };
-        let number = oddities.port(field, number);
-        let protocol = oddities
+        let number = invalid.port(field, number);
+        let protocol = invalid
             .protocol(|| format!("ports[{index}].protocol"), port.protocol.as_deref().unwrap_or_default());
         let name = port.name.as_deref().unwrap_or_default();
-        let name = oddities.name(|| format!("ports[{index}].name"), name);
+        let name = invalid.name(|| format!("ports[{index}].name"), name);
         let (Some(port_number), Some(protocol), Some(name)) = (number, protocol, name) else { continue };
         let port = EndpointPort { name: name.into(), protocol, port: port_number };
         if ports.contains(&port) {
-            oddities.add(format!("ports[{index}]"), "is the same port a second time");
+            invalid.add(format!("ports[{index}]"), "is the same port a second time");
         } else {
             ports.push(port);
         }
@@ -66,18 +66,22 @@ fn ports(slice: &discovery::EndpointSlice, oddities: &mut Oddities) -> Vec<Endpo
     ports
 }
 
-fn endpoints(slice: &discovery::EndpointSlice, family: IpFamily, oddities: &mut Oddities) -> Vec<Endpoint> {
+fn endpoints(
+    slice: &discovery::EndpointSlice,
+    family: IpFamily,
+    invalid: &mut InvalidFields,
+) -> Vec<Endpoint> {
     let mut endpoints: Vec<Endpoint> = Vec::with_capacity(slice.endpoints.len());
     for (index, endpoint) in slice.endpoints.iter().enumerate() {
         // Only the first address has a meaning in the API.
         let field = || format!("endpoints[{index}].addresses[0]");
         let Some(text) = endpoint.addresses.first() else {
-            oddities.add(field(), "is missing, must be an address");
+            invalid.add(field(), "is missing, must be an address");
             continue;
         };
-        let Some(address) = oddities.address(field, text) else { continue };
+        let Some(address) = invalid.address(field, text) else { continue };
         if let Some(problem) = unusable(address, family) {
-            oddities.add(field(), format_args!("found {text:?}, {problem}"));
+            invalid.add(field(), format_args!("found {text:?}, {problem}"));
             continue;
         }
         let conditions = &endpoint.conditions;

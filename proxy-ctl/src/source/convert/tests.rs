@@ -2,7 +2,7 @@ use std::net::IpAddr;
 
 use serde_json::Value;
 
-use super::Oddity;
+use super::InvalidField;
 use crate::source::schema::Object;
 
 mod endpoints;
@@ -26,8 +26,8 @@ fn merged(mut object: Value, changes: Value) -> Value {
     object
 }
 
-fn shown(oddities: &[Oddity]) -> Vec<(&str, &str)> {
-    oddities.iter().map(|oddity| (oddity.field.as_str(), oddity.problem.as_str())).collect()
+fn shown(invalid: &[InvalidField]) -> Vec<(&str, &str)> {
+    invalid.iter().map(|field| (field.field.as_str(), field.problem.as_str())).collect()
 }
 
 fn ips(addresses: &[&str]) -> Vec<IpAddr> {

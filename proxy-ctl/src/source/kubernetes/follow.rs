@@ -11,11 +11,12 @@ use super::{
     connection::Connection,
     discovery::{Choice, EndpointsApi, ServiceCidrApi},
     health::Health,
+    kind::ResourceKind,
     resource::{
         EndpointSlices, EndpointSlicesV1Beta1, LegacyEndpoints, SERVED, ServiceCidrs, ServiceCidrsV1Beta1,
         Watched,
     },
-    state::{ResourceKind, SourceState},
+    state::SourceState,
     watch::{End, Selection, Watcher},
 };
 use crate::source::Update;

@@ -7,8 +7,8 @@ use tracing::{debug, error, info, warn};
 
 use super::{
     failure::{Failure, FailureReason},
+    kind::{ResourceKind, Verb},
     outage::Outage,
-    state::{ResourceKind, Verb},
 };
 
 #[derive(Debug)]

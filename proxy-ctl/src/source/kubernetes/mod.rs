@@ -9,10 +9,11 @@ mod follow;
 mod frames;
 mod health;
 mod kept;
+mod kind;
 mod kubeconfig;
-mod oddities;
 mod outage;
 mod rate_limit;
+mod reported;
 mod requests;
 mod resource;
 mod state;
@@ -37,9 +38,10 @@ use self::{
 use super::Update;
 use crate::config::{Encoding, without_userinfo};
 
+pub use kind::{ResourceKind, Verb};
 pub use kubeconfig::{Config, ConfigError};
 pub use requests::Requests;
-pub use state::{ListMethod, ResourceKind, SourceState, Verb};
+pub use state::{ListMethod, SourceState};
 pub use watchers::WatcherEnded;
 pub(crate) use wire::envelope;
 

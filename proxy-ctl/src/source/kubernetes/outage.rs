@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use super::{failure::FailureReason, state::ResourceKind};
+use super::{failure::FailureReason, kind::ResourceKind};
 
 /// Shared by all watchers of one API server.
 #[derive(Debug, Default)]

@@ -1,10 +1,10 @@
 //! What is watched, and how it is parsed.
 
-use super::{kept::Kept, state::ResourceKind, wire::Kind};
+use super::{kept::Kept, kind::ResourceKind, wire::Kind};
 use crate::{
     model::objects::{EndpointSlice, Node, Service, ServiceCidr, ServiceSlices},
     source::{
-        Oddity, convert,
+        InvalidField, convert,
         schema::{Object, core, discovery, discovery_v1beta1, networking},
     },
 };
@@ -23,7 +23,7 @@ pub(super) trait Watched: Send + 'static {
     const STOPGAP: bool = false;
 
     /// None: not served; what is wrong with it is in the list.
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>);
+    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>);
 
     /// Where all of them are.
     fn path() -> String {
@@ -41,7 +41,7 @@ impl Watched for Services {
     const RESOURCE: ResourceKind = ResourceKind::Services;
     const KIND: Kind = Kind { api_version: "v1", kind: "Service" };
 
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>) {
+    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
         convert::service(object)
     }
 }
@@ -54,7 +54,7 @@ impl Watched for EndpointSlices {
     const RESOURCE: ResourceKind = ResourceKind::EndpointSlices;
     const KIND: Kind = Kind { api_version: "discovery.k8s.io/v1", kind: "EndpointSlice" };
 
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>) {
+    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
         convert::endpoint_slice(object)
     }
 }
@@ -68,7 +68,7 @@ impl Watched for EndpointSlicesV1Beta1 {
     const RESOURCE: ResourceKind = ResourceKind::EndpointSlices;
     const KIND: Kind = Kind { api_version: "discovery.k8s.io/v1beta1", kind: "EndpointSlice" };
     const STOPGAP: bool = true;
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>) {
+    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
         convert::endpoint_slice(&object.to_v1())
     }
 }
@@ -82,7 +82,7 @@ impl Watched for LegacyEndpoints {
     const RESOURCE: ResourceKind = ResourceKind::Endpoints;
     const KIND: Kind = Kind { api_version: "v1", kind: "Endpoints" };
     const STOPGAP: bool = true;
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>) {
+    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
         convert::endpoints(object)
     }
 }
@@ -95,7 +95,7 @@ impl Watched for ServiceCidrs {
     const RESOURCE: ResourceKind = ResourceKind::ServiceCidrs;
     const KIND: Kind = Kind { api_version: "networking.k8s.io/v1", kind: "ServiceCIDR" };
 
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>) {
+    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
         convert::service_cidr(&object.metadata, &object.spec.cidrs)
     }
 }
@@ -109,7 +109,7 @@ impl Watched for ServiceCidrsV1Beta1 {
     const RESOURCE: ResourceKind = ResourceKind::ServiceCidrs;
     const KIND: Kind = Kind { api_version: "networking.k8s.io/v1beta1", kind: "ServiceCIDR" };
     const STOPGAP: bool = true;
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>) {
+    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
         convert::service_cidr(&object.metadata, &object.spec.cidrs)
     }
 }
@@ -122,8 +122,8 @@ impl Watched for OwnNode {
     const RESOURCE: ResourceKind = ResourceKind::Nodes;
     const KIND: Kind = Kind { api_version: "v1", kind: "Node" };
 
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<Oddity>) {
-        let (node, oddities) = convert::node(object);
-        (Some(node), oddities)
+    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
+        let (node, invalid) = convert::node(object);
+        (Some(node), invalid)
     }
 }

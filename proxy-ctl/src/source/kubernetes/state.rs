@@ -2,7 +2,6 @@
 
 use std::{
     collections::BTreeMap,
-    fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -15,93 +14,10 @@ use prometheus_client::{
 
 use super::{
     failure::{Failure, FailureReason},
+    kind::{ResourceKind, Verb},
     requests::Requests,
 };
-use crate::{config::Encoding, source::OddObjects};
-
-/// What is watched, by the plural that RBAC rules and metrics use.
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
-pub enum ResourceKind {
-    Services,
-    EndpointSlices,
-    /// Instead of slices, where the API server has none.
-    Endpoints,
-    Nodes,
-    /// Where the API server has them.
-    ServiceCidrs,
-}
-
-impl ResourceKind {
-    pub const ALL: [Self; 5] =
-        [Self::Services, Self::EndpointSlices, Self::Endpoints, Self::Nodes, Self::ServiceCidrs];
-
-    /// As in `kubectl get …` and in a ClusterRole's `resources`.
-    pub const fn plural(self) -> &'static str {
-        match self {
-            Self::Services => "services",
-            Self::EndpointSlices => "endpointslices",
-            Self::Endpoints => "endpoints",
-            Self::Nodes => "nodes",
-            Self::ServiceCidrs => "servicecidrs",
-        }
-    }
-
-    /// As in a ClusterRole's `apiGroups`; empty for the core group.
-    pub const fn group(self) -> &'static str {
-        match self {
-            Self::Services | Self::Endpoints | Self::Nodes => "",
-            Self::EndpointSlices => "discovery.k8s.io",
-            Self::ServiceCidrs => "networking.k8s.io",
-        }
-    }
-
-    /// Whether it does not matter much that it cannot be listed.
-    pub const fn is_optional(self) -> bool {
-        match self {
-            Self::ServiceCidrs => true,
-            Self::Services | Self::EndpointSlices | Self::Endpoints | Self::Nodes => false,
-        }
-    }
-
-    /// What it means that it cannot be watched.
-    pub(super) const fn without(self) -> &'static str {
-        match self {
-            Self::ServiceCidrs => "the ranges of service addresses are not known, everything else works",
-            Self::Nodes => {
-                "after 30 s the proxy starts without its Node: Services are served, zone and addresses of the node are \
-                 not known, /healthz answers 503"
-            }
-            Self::Services | Self::EndpointSlices | Self::Endpoints => {
-                "nothing is written before it has been listed, what is programmed stays"
-            }
-        }
-    }
-}
-
-/// What RBAC allows or denies.
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
-pub enum Verb {
-    List,
-    Watch,
-}
-
-impl Verb {
-    pub const ALL: [Self; 2] = [Self::List, Self::Watch];
-
-    /// As in a ClusterRole's `verbs`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::List => "list",
-            Self::Watch => "watch",
-        }
-    }
-}
-
-impl fmt::Display for ResourceKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.plural())
-    }
-}
+use crate::{config::Encoding, source::InvalidObjects};
 
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, EncodeLabelSet)]
 struct ByResource {
@@ -156,7 +72,7 @@ pub struct SourceState {
     lists: Family<ByMethod, Counter>,
     watches: Family<ByResource, Counter>,
     errors: Family<ByReason, Counter>,
-    odd_objects: OddObjects,
+    invalid_objects: InvalidObjects,
     /// Of the client: requests and answers.
     pub requests: Requests,
     connected: Family<ByResource, Gauge>,
@@ -212,9 +128,9 @@ impl SourceState {
         self.watched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where odd objects are counted, which whoever shows them registers.
-    pub fn odd_objects(&self) -> OddObjects {
-        self.odd_objects.clone()
+    /// Where invalid objects are counted, which whoever shows them registers.
+    pub fn invalid_objects(&self) -> InvalidObjects {
+        self.invalid_objects.clone()
     }
 
     /// Registers all other metrics: `proxy_source_…` and `rest_client_…`.
@@ -352,8 +268,8 @@ impl SourceState {
         }
     }
 
-    pub(super) fn odd(&self, kind: ResourceKind, problems: usize) {
-        self.odd_objects.found(kind.plural(), problems);
+    pub(super) fn found_invalid(&self, kind: ResourceKind, problems: usize) {
+        self.invalid_objects.found(kind.plural(), problems);
     }
 }
 
@@ -381,13 +297,13 @@ mod tests {
         let mut registry = Registry::default();
         let state = SourceState::new();
         state.register(&mut registry);
-        state.odd_objects().register(registry.sub_registry_with_prefix("proxy"));
+        state.invalid_objects().register(registry.sub_registry_with_prefix("proxy"));
         state.watch_started(ResourceKind::Services);
         state.listed(ResourceKind::Services, ListMethod::Streamed, 3);
         state.objects_changed(ResourceKind::Services, -1);
         state.failed(ResourceKind::Nodes, &Failure::new(FailureReason::Unreachable, "refused"));
         state.set_denied(ResourceKind::EndpointSlices, Verb::Watch, true);
-        state.odd(ResourceKind::EndpointSlices, 2);
+        state.found_invalid(ResourceKind::EndpointSlices, 2);
         state.answered_in(ResourceKind::Services, Encoding::Json);
         state.answered_in(ResourceKind::Services, Encoding::Protobuf);
         let mut text = String::new();
@@ -397,7 +313,7 @@ mod tests {
             "proxy_source_watches_total{resource=\"services\"} 1",
             "proxy_source_watches_total{resource=\"nodes\"} 0",
             "proxy_source_errors_total{resource=\"nodes\",reason=\"unreachable\"} 1",
-            "proxy_odd_objects_total{resource=\"endpointslices\"} 2",
+            "proxy_invalid_objects_total{resource=\"endpointslices\"} 2",
             "proxy_source_connected{resource=\"services\"} 1",
             "proxy_source_connected{resource=\"nodes\"} 0",
             "proxy_source_objects{resource=\"services\"} 2",

@@ -27,14 +27,15 @@ use super::{
     failure::{Failure, FailureReason},
     health::Health,
     kept::Kept,
-    oddities::Oddities,
+    kind::Verb,
+    reported::Reported,
     resource::Watched,
-    state::{ListMethod, SourceState, Verb},
+    state::{ListMethod, SourceState},
     wire::{Event, Meta, Page, Raw},
 };
 use crate::{
     model::objects::ObjectName,
-    source::{Oddity, Update, convert, schema::Object as _},
+    source::{InvalidField, Update, convert, schema::Object as _},
 };
 
 /// Objects of the first page, as client-go asks for.
@@ -119,7 +120,7 @@ pub(super) struct Watcher<W: Watched> {
     backoff: Backoff,
     /// Why the last attempt failed; None once a watch has settled.
     last_failure: Option<FailureReason>,
-    oddities: Oddities,
+    reported: Reported,
     /// Everything up to this resource version has been sent; None: nothing, list first.
     position: Option<String>,
     /// Streaming lists that failed since the last complete list.
@@ -148,7 +149,7 @@ impl<W: Watched> Watcher<W> {
             health: Health::new(W::RESOURCE),
             backoff: Backoff::default(),
             last_failure: None,
-            oddities: Oddities::default(),
+            reported: Reported::default(),
             position: None,
             failed_streams: 0,
             refusal_told: false,
@@ -541,7 +542,7 @@ impl<W: Watched> Watcher<W> {
         let meta = object.meta()?;
         let name = meta.name();
         self.state.objects_changed(W::RESOURCE, -1);
-        self.oddities.forget(&name.to_string());
+        self.reported.forget(&name.to_string());
         self.last = None;
         self.served.remove(&name);
         self.send(W::Parsed::delete(name)).await?;
@@ -551,16 +552,16 @@ impl<W: Watched> Watcher<W> {
 
     /// Fails only where the object cannot even be named.
     fn parse(&mut self, object: &Raw) -> Result<(Meta, Sense<W::Parsed>), Failure> {
-        let odd = |meta: &Meta, field: &str, problem: String| Oddity {
+        let invalid_field = |meta: &Meta, field: &str, problem: String| InvalidField {
             object: format!("{} {}", W::KIND.kind, meta.name()),
             field: field.to_owned(),
             problem,
         };
-        let (meta, sense, oddities) = match object.object::<W::Object>() {
+        let (meta, sense, invalid) = match object.object::<W::Object>() {
             Ok(object) => {
-                let (parsed, oddities) = W::convert(&object);
+                let (parsed, invalid) = W::convert(&object);
                 let sense = parsed.map_or(Sense::NotServed, Sense::Served);
-                (Meta::take(object.into_metadata()), sense, oddities)
+                (Meta::take(object.into_metadata()), sense, invalid)
             }
             Err(error) => {
                 let meta = object.meta()?;
@@ -569,18 +570,18 @@ impl<W: Watched> Watcher<W> {
                 } else {
                     ""
                 };
-                let oddity = odd(&meta, "(object)", format!("cannot be read: {error}{kept}"));
-                (meta, Sense::Unreadable, vec![oddity])
+                let field = invalid_field(&meta, "(object)", format!("cannot be read: {error}{kept}"));
+                (meta, Sense::Unreadable, vec![field])
             }
         };
-        let (sense, oddities) = if convert::is_whole(&meta.namespace) && convert::is_whole(&meta.name) {
-            (sense, oddities)
+        let (sense, invalid) = if convert::is_whole(&meta.namespace) && convert::is_whole(&meta.name) {
+            (sense, invalid)
         } else {
             // Two of them may look the same.
-            (Sense::NotServed, vec![odd(&meta, "metadata.name", String::from("must be UTF-8"))])
+            (Sense::NotServed, vec![invalid_field(&meta, "metadata.name", String::from("must be UTF-8"))])
         };
-        let new = self.oddities.tell(|| meta.name().to_string(), &oddities);
-        self.state.odd(W::RESOURCE, new);
+        let new = self.reported.tell(|| meta.name().to_string(), &invalid);
+        self.state.found_invalid(W::RESOURCE, new);
         Ok((meta, sense))
     }
 
@@ -683,11 +684,11 @@ mod tests {
     #[tokio::test]
     async fn what_cannot_be_read_stays_as_it_was_until_it_is_deleted() {
         let (mut watcher, mut updates) = watcher::<Services>();
-        list(&mut watcher, &[service("web"), service("gone"), unreadable("odd")]).await;
+        list(&mut watcher, &[service("web"), service("gone"), unreadable("broken")]).await;
         assert_eq!(told(&mut updates), ["all: a/web a/gone"]);
         assert!(watcher.changed(&raw(&unreadable("web")), 0).await.is_ok());
         assert_eq!(told(&mut updates), [""; 0]);
-        list(&mut watcher, &[unreadable("web"), service("new"), unreadable("odd")]).await;
+        list(&mut watcher, &[unreadable("web"), service("new"), unreadable("broken")]).await;
         assert_eq!(told(&mut updates), ["apply a/new", "delete a/gone"]);
         list(&mut watcher, &[unreadable("web"), service("new")]).await;
         assert_eq!(told(&mut updates), ["apply a/new"]);
@@ -707,15 +708,15 @@ mod tests {
     async fn the_node_stays_as_it_was_while_it_cannot_be_read() {
         let (mut watcher, mut updates) = watcher::<OwnNode>();
         let node = |name: &str| json!({"metadata": {"name": name, "resourceVersion": "1"}});
-        let odd = json!({"metadata": {"name": "n", "resourceVersion": "1"}, "spec": "x"});
+        let broken = json!({"metadata": {"name": "n", "resourceVersion": "1"}, "spec": "x"});
         list(&mut watcher, &[node("n")]).await;
         assert_eq!(told(&mut updates), ["node Some(\"n\")"]);
-        assert!(watcher.changed(&raw(&odd), 0).await.is_ok());
-        list(&mut watcher, std::slice::from_ref(&odd)).await;
+        assert!(watcher.changed(&raw(&broken), 0).await.is_ok());
+        list(&mut watcher, std::slice::from_ref(&broken)).await;
         assert!(watcher.changed(&raw(&node("n")), 0).await.is_ok());
         assert_eq!(told(&mut updates), [""; 0]);
-        assert!(watcher.deleted(&raw(&odd)).await.is_ok());
-        list(&mut watcher, &[odd]).await;
+        assert!(watcher.deleted(&raw(&broken)).await.is_ok());
+        list(&mut watcher, &[broken]).await;
         assert_eq!(told(&mut updates), ["node None", "node None"]);
     }
 

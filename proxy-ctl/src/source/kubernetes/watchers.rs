@@ -5,7 +5,7 @@ use tokio::{
     task::{Id, JoinSet},
 };
 
-use super::state::ResourceKind;
+use super::kind::ResourceKind;
 use crate::source::Update;
 
 /// What this watcher brought is stale from now on: only a new process follows it again.

@@ -9,7 +9,7 @@ use serde_saphyr::Spanned;
 use crate::{
     model::objects::{EndpointSlice, Node, ObjectName, Service},
     source::{
-        Oddity, convert,
+        InvalidField, convert,
         schema::{core, discovery, meta::ObjectMeta},
     },
 };
@@ -62,7 +62,7 @@ pub(super) enum Broken {
 pub(super) struct Parsed {
     pub(super) objects: Vec<(Identity, Object)>,
     pub(super) broken: Vec<Broken>,
-    pub(super) oddities: Vec<Oddity>,
+    pub(super) invalid: Vec<InvalidField>,
 }
 
 /// What can be said of a document before its kind is known.
@@ -260,18 +260,18 @@ impl Reader<'_> {
         let identity = Identity { kind, name };
         match kind {
             Kind::Service => self.typed(text, identity, |service: core::Service| {
-                let (converted, mut oddities) = convert::service(&service);
-                oddities.extend(without_cluster_ip(&service));
-                (converted.map(Object::Service), oddities)
+                let (converted, mut invalid) = convert::service(&service);
+                invalid.extend(without_cluster_ip(&service));
+                (converted.map(Object::Service), invalid)
             }),
             Kind::EndpointSlice => self.typed(text, identity, |slice: discovery::EndpointSlice| {
-                let (slice, oddities) = convert::endpoint_slice(&slice);
-                (slice.map(Object::EndpointSlice), oddities)
+                let (slice, invalid) = convert::endpoint_slice(&slice);
+                (slice.map(Object::EndpointSlice), invalid)
             }),
             Kind::Node if *identity.name.name == *self.node_name => {
                 self.typed(text, identity, |node: core::Node| {
-                    let (node, oddities) = convert::node(&node);
-                    (Some(Object::Node(node)), oddities)
+                    let (node, invalid) = convert::node(&node);
+                    (Some(Object::Node(node)), invalid)
                 });
             }
             Kind::Node => self.parsed.objects.push((identity, Object::NotServed)),
@@ -282,22 +282,22 @@ impl Reader<'_> {
         &mut self,
         text: &Text<'_>,
         identity: Identity,
-        convert: impl FnOnce(T) -> (Option<Object>, Vec<Oddity>),
+        convert: impl FnOnce(T) -> (Option<Object>, Vec<InvalidField>),
     ) {
         let object = match text.read::<T>() {
             Ok(object) => object,
             Err(problem) => return self.broken(Broken::Object(identity), problem),
         };
-        let (object, oddities) = convert(object);
+        let (object, invalid) = convert(object);
         match object {
             Some(object) => self.parsed.objects.push((identity, object)),
-            None if oddities.is_empty() => self.parsed.objects.push((identity, Object::NotServed)),
+            None if invalid.is_empty() => self.parsed.objects.push((identity, Object::NotServed)),
             None => self.parsed.broken.push(Broken::Object(identity)),
         }
-        self.parsed.oddities.extend(oddities.into_iter().map(|oddity| Oddity {
-            object: format!("{}: {}", self.place, oddity.object),
-            field: text.field(&oddity.field),
-            problem: oddity.problem,
+        self.parsed.invalid.extend(invalid.into_iter().map(|field| InvalidField {
+            object: format!("{}: {}", self.place, field.object),
+            field: text.field(&field.field),
+            problem: field.problem,
         }));
     }
 
@@ -306,19 +306,19 @@ impl Reader<'_> {
             Broken::Object(identity) => format!("{}: {identity}", self.place),
             Broken::Unknown => self.place.clone(),
         };
-        self.parsed.oddities.push(Oddity { object, field: problem.field, problem: problem.message });
+        self.parsed.invalid.push(InvalidField { object, field: problem.field, problem: problem.message });
         self.parsed.broken.push(broken);
     }
 }
 
 /// An API server would have given it an address.
-fn without_cluster_ip(service: &core::Service) -> Option<Oddity> {
+fn without_cluster_ip(service: &core::Service) -> Option<InvalidField> {
     let spec = service.spec.as_ref();
     let is_set = |address: Option<&String>| address.is_some_and(|address| !address.is_empty());
     let listed = spec.and_then(|spec| spec.cluster_ips.first());
     let external_name = spec.is_some_and(|spec| spec.service_type == "ExternalName");
     let missing = !is_set(spec.map(|spec| &spec.cluster_ip)) && !is_set(listed);
-    (missing && !external_name).then(|| Oddity {
+    (missing && !external_name).then(|| InvalidField {
         object: format!("Service {}", convert::name(&service.metadata)),
         field: "spec.clusterIP".into(),
         problem: "is missing, must be an address, or None for a headless Service".into(),

@@ -13,7 +13,7 @@ use std::{
 use super::document::{self, Broken, Identity, Kind, Object};
 use crate::{
     model::objects::{EndpointSlice, Node, Service},
-    source::Oddity,
+    source::InvalidField,
 };
 
 const EXTENSIONS: [&str; 3] = ["yaml", "yml", "json"];
@@ -25,7 +25,7 @@ pub(super) struct Listing {
     pub(super) slices: Vec<EndpointSlice>,
     pub(super) node: Option<Node>,
     /// Those that the listing before did not have.
-    pub(super) oddities: Vec<Oddity>,
+    pub(super) invalid: Vec<InvalidField>,
 }
 
 #[derive(Debug)]
@@ -33,7 +33,7 @@ pub(super) struct Folder {
     path: PathBuf,
     node_name: Arc<str>,
     files: BTreeMap<String, File>,
-    reported: HashSet<Oddity>,
+    reported: HashSet<InvalidField>,
 }
 
 #[derive(Debug, Default)]
@@ -41,7 +41,7 @@ struct File {
     /// None: could not be read.
     text: Option<String>,
     objects: Vec<Held>,
-    oddities: Vec<Oddity>,
+    invalid: Vec<InvalidField>,
 }
 
 #[derive(Clone, Debug)]
@@ -88,7 +88,7 @@ impl Folder {
                 for held in &mut file.objects {
                     held.kept = true;
                 }
-                file.oddities = vec![Oddity { object: name, field: String::new(), problem }];
+                file.invalid = vec![InvalidField { object: name, field: String::new(), problem }];
                 return;
             }
         };
@@ -104,14 +104,14 @@ impl Folder {
         let fresh =
             parsed.objects.into_iter().map(|(identity, object)| Held { identity, object, kept: false });
         file.objects = fresh.chain(kept).collect();
-        file.oddities = parsed.oddities;
+        file.invalid = parsed.invalid;
         file.text = Some(text);
     }
 
     /// Of several versions of an object, the first that stands in a file now counts, in the order of file names.
     fn merge(&mut self) -> Listing {
         let mut chosen: BTreeMap<&Identity, (&str, &Held)> = BTreeMap::new();
-        let mut oddities: HashSet<Oddity> = HashSet::new();
+        let mut invalid: HashSet<InvalidField> = HashSet::new();
         let held = || {
             let files = self.files.iter();
             files.flat_map(|(name, file)| file.objects.iter().map(move |held| (name.as_str(), held)))
@@ -123,7 +123,7 @@ impl Folder {
                 continue;
             };
             if !held.kept {
-                oddities.insert(Oddity {
+                invalid.insert(InvalidField {
                     object: format!("{file}: {}", held.identity),
                     field: "metadata.name".into(),
                     problem: format!("is also in {first}, which counts; must be unique"),
@@ -144,7 +144,7 @@ impl Folder {
         if listing.node.is_none() && other_nodes.is_empty() {
             listing.node = Some(Node { name: Arc::clone(&self.node_name), ..Node::default() });
         } else if listing.node.is_none() {
-            oddities.insert(Oddity {
+            invalid.insert(InvalidField {
                 object: format!("Node {}", self.node_name),
                 field: "metadata.name".into(),
                 problem: format!(
@@ -153,16 +153,16 @@ impl Folder {
                 ),
             });
         }
-        let found = self.files.values().flat_map(|file| &file.oddities).cloned().collect::<Vec<_>>();
-        let mut duplicates: Vec<Oddity> = oddities.drain().collect();
+        let found = self.files.values().flat_map(|file| &file.invalid).cloned().collect::<Vec<_>>();
+        let mut duplicates: Vec<InvalidField> = invalid.drain().collect();
         duplicates.sort_by(|a, b| a.object.cmp(&b.object));
         let all = found.into_iter().chain(duplicates);
         let mut now = HashSet::new();
-        for oddity in all {
-            if !self.reported.contains(&oddity) && !now.contains(&oddity) {
-                listing.oddities.push(oddity.clone());
+        for field in all {
+            if !self.reported.contains(&field) && !now.contains(&field) {
+                listing.invalid.push(field.clone());
             }
-            now.insert(oddity);
+            now.insert(field);
         }
         self.reported = now;
         listing

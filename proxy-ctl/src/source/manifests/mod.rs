@@ -38,7 +38,7 @@ use self::{
     folder::{Folder, Listing},
     watch::Watch,
 };
-use super::{Oddity, Update};
+use super::{InvalidField, Update};
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -79,14 +79,14 @@ impl Manifests {
     }
 
     /// Sends what the folder holds, at once and after every change, until `stop` or until nobody receives.
-    /// `odd` is told what is left out, once until it is mended.
+    /// `report` is told what is left out, once until it is mended.
     ///
     /// # Errors
     /// The folder can no longer be watched.
     pub async fn run(
         mut self,
         updates: mpsc::Sender<Update>,
-        odd: impl Fn(Oddity) + Send + Sync,
+        report: impl Fn(InvalidField) + Send + Sync,
         stop: CancellationToken,
     ) -> Result<(), Error> {
         loop {
@@ -94,7 +94,7 @@ impl Manifests {
             (self.folder, listing) = list(self.folder).await?;
             match listing {
                 Ok(listing) => {
-                    listing.oddities.into_iter().for_each(&odd);
+                    listing.invalid.into_iter().for_each(&report);
                     let all = [
                         Update::Node(listing.node),
                         Update::ReplaceServices(listing.services),
@@ -107,7 +107,7 @@ impl Manifests {
                         }
                     }
                 }
-                Err(source) => odd(Oddity {
+                Err(source) => report(InvalidField {
                     object: self.folder.path().display().to_string(),
                     field: String::new(),
                     problem: format!("{source}; what was read before stays"),
@@ -139,8 +139,8 @@ pub async fn run(
     folder: &Path,
     node_name: impl Into<Arc<str>>,
     updates: mpsc::Sender<Update>,
-    odd: impl Fn(Oddity) + Send + Sync,
+    report: impl Fn(InvalidField) + Send + Sync,
     stop: CancellationToken,
 ) -> Result<(), Error> {
-    Manifests::open(folder, node_name)?.run(updates, odd, stop).await
+    Manifests::open(folder, node_name)?.run(updates, report, stop).await
 }

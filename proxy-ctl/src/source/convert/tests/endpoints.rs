@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use super::{super::*, merged, read};
 use crate::model::objects::{EndpointSlice, IpFamily, ServiceSlices};
 
-fn endpoints_with(changes: Value) -> (Option<ServiceSlices>, Vec<Oddity>) {
+fn endpoints_with(changes: Value) -> (Option<ServiceSlices>, Vec<InvalidField>) {
     let object = json!({
         "apiVersion": "v1", "kind": "Endpoints",
         "metadata": {"namespace": "shop", "name": "web"},
@@ -18,8 +18,8 @@ fn endpoints_with(changes: Value) -> (Option<ServiceSlices>, Vec<Oddity>) {
 }
 
 fn slices(changes: Value) -> Vec<EndpointSlice> {
-    let (found, oddities) = endpoints_with(changes);
-    assert_eq!(oddities, []);
+    let (found, invalid) = endpoints_with(changes);
+    assert_eq!(invalid, []);
     let found = found.unwrap();
     assert_eq!(found.service, ObjectName::new("shop", "web"));
     found.slices
@@ -104,11 +104,11 @@ fn endpoints_of_others_are_skipped_without_a_word(#[case] changes: Value) {
     json!([{"addresses": [{"ip": "10.0.0.1"}], "ports": [{"port": 80}, {"port": 80}]}]),
     "subsets[0].ports[1]", "second time"
 )]
-fn an_odd_part_is_named_and_left_out(#[case] subsets: Value, #[case] field: &str, #[case] problem: &str) {
-    let (found, oddities) = endpoints_with(json!({"subsets": subsets}));
-    let [oddity] = oddities.as_slice() else { panic!("{oddities:?}") };
-    assert_eq!((oddity.object.as_str(), oddity.field.as_str()), ("Endpoints shop/web", field));
-    assert!(oddity.problem.contains(problem), "{oddities:?}");
+fn an_invalid_part_is_named_and_left_out(#[case] subsets: Value, #[case] field: &str, #[case] problem: &str) {
+    let (found, invalid) = endpoints_with(json!({"subsets": subsets}));
+    let [found_field] = invalid.as_slice() else { panic!("{invalid:?}") };
+    assert_eq!((found_field.object.as_str(), found_field.field.as_str()), ("Endpoints shop/web", field));
+    assert!(found_field.problem.contains(problem), "{invalid:?}");
     let slices = found.unwrap().slices;
     assert_eq!((slices.len(), slices[0].endpoints.len(), slices[0].ports.len()), (1, 1, 1));
 }
@@ -117,11 +117,11 @@ fn an_odd_part_is_named_and_left_out(#[case] subsets: Value, #[case] field: &str
 fn ranges_of_a_service_cidr() {
     let metadata = serde_json::from_value(json!({"name": "kubernetes"})).unwrap();
     let ranges = ["10.96.0.0/12", "10.0.0.0/33", "fd00::/112"].map(str::to_owned);
-    let (found, oddities) = service_cidr(&metadata, &ranges);
+    let (found, invalid) = service_cidr(&metadata, &ranges);
     let found = found.unwrap();
     assert_eq!((&*found.name, found.ranges.len()), ("kubernetes", 2));
     assert_eq!(
-        (oddities[0].object.as_str(), oddities[0].field.as_str()),
+        (invalid[0].object.as_str(), invalid[0].field.as_str()),
         ("ServiceCIDR kubernetes", "spec.cidrs[1]")
     );
 }

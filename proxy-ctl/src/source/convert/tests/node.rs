@@ -2,7 +2,7 @@ use serde_json::{Value, json};
 
 use super::{super::*, ips, merged, read};
 
-fn node_with(changes: Value) -> (Node, Vec<Oddity>) {
+fn node_with(changes: Value) -> (Node, Vec<InvalidField>) {
     let object = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "here"}});
     let object = read::<core::Node>(merged(object, changes));
     node(&object)
@@ -10,7 +10,7 @@ fn node_with(changes: Value) -> (Node, Vec<Oddity>) {
 
 #[test]
 fn every_field_of_a_node() {
-    let (node, oddities) = node_with(json!({
+    let (node, invalid) = node_with(json!({
         "metadata": {
             "labels": {"topology.kubernetes.io/zone": "z1"}, "deletionTimestamp": "2026-01-01T00:00:00Z",
         },
@@ -25,7 +25,7 @@ fn every_field_of_a_node() {
             {"type": "InternalIP", "address": "2001:db8::1"},
         ]},
     }));
-    assert_eq!(oddities, []);
+    assert_eq!(invalid, []);
     assert_eq!(
         node,
         Node {
@@ -41,21 +41,20 @@ fn every_field_of_a_node() {
 
 #[test]
 fn what_a_node_leaves_out_is_empty() {
-    let (node, oddities) = node_with(json!({"metadata": {"labels": {"topology.kubernetes.io/zone": ""}}}));
-    assert_eq!(oddities, []);
+    let (node, invalid) = node_with(json!({"metadata": {"labels": {"topology.kubernetes.io/zone": ""}}}));
+    assert_eq!(invalid, []);
     assert_eq!(node, Node { name: "here".into(), ..Node::default() });
 }
 
 #[test]
-fn odd_parts_of_a_node_are_left_out() {
-    let (node, oddities) = node_with(json!({
+fn invalid_parts_of_a_node_are_left_out() {
+    let (node, invalid) = node_with(json!({
         "spec": {"podCIDR": "10.0.0.0"},
         "status": {"addresses": [
             {"type": "InternalIP", "address": "here.example"}, {"type": "InternalIP", "address": "192.168.0.2"},
         ]},
     }));
-    let fields: Vec<_> =
-        oddities.iter().map(|oddity| (oddity.object.as_str(), oddity.field.as_str())).collect();
+    let fields: Vec<_> = invalid.iter().map(|field| (field.object.as_str(), field.field.as_str())).collect();
     assert_eq!(fields, [("Node here", "status.addresses[0].address"), ("Node here", "spec.podCIDR")]);
     assert_eq!(node.addresses, ips(&["192.168.0.2"]));
     assert!(node.pod_cidrs.is_empty());

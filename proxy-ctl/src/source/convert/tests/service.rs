@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use super::{super::*, ips, merged, read, shown};
 use crate::model::objects::{Service, ServicePort, TrafficPolicy};
 
-fn service_with(changes: Value) -> (Option<Service>, Vec<Oddity>) {
+fn service_with(changes: Value) -> (Option<Service>, Vec<InvalidField>) {
     let object = json!({
         "apiVersion": "v1", "kind": "Service",
         "metadata": {"namespace": "shop", "name": "web", "creationTimestamp": "1970-01-02T00:00:00Z"},
@@ -14,10 +14,10 @@ fn service_with(changes: Value) -> (Option<Service>, Vec<Oddity>) {
     service(&object)
 }
 
-/// What is served, where nothing is odd.
+/// What is served, where everything is valid.
 fn good_service(changes: Value) -> Service {
-    let (service, oddities) = service_with(changes);
-    assert_eq!(oddities, []);
+    let (service, invalid) = service_with(changes);
+    assert_eq!(invalid, []);
     service.unwrap()
 }
 
@@ -109,7 +109,7 @@ fn services_of_others_are_skipped_without_a_word(#[case] changes: Value) {
 #[case::leading_zeros(json!({"spec": {"externalIPs": ["010.001.000.008"]}}), &["10.1.0.8"])]
 #[case::not_octal(json!({"spec": {"externalIPs": ["192.168.099.010"]}}), &["192.168.99.10"])]
 #[case::mapped(json!({"spec": {"externalIPs": ["::ffff:192.0.2.1"]}}), &["192.0.2.1"])]
-fn odd_looking_addresses_are_what_kube_proxy_takes_them_for(
+fn unusual_looking_addresses_are_what_kube_proxy_takes_them_for(
     #[case] changes: Value,
     #[case] expected: &[&str],
 ) {
@@ -198,17 +198,17 @@ fn leading_zeros_of_load_balancer_addresses_and_ranges_are_decimal() {
     json!({"spec": {"type": "LoadBalancer", "externalTrafficPolicy": "Local", "healthCheckNodePort": -1}}),
     &["spec.healthCheckNodePort"], "found -1, must be 1 to 65535"
 )]
-fn an_odd_part_of_a_service_is_left_out(
+fn an_invalid_part_of_a_service_is_left_out(
     #[case] changes: Value,
     #[case] fields: &[&str],
     #[case] problem: &str,
 ) {
-    let (service, oddities) = service_with(changes);
-    let found = shown(&oddities);
+    let (service, invalid) = service_with(changes);
+    let found = shown(&invalid);
     assert_eq!(found.iter().map(|(field, _)| *field).collect::<Vec<_>>(), fields, "{found:?}");
     assert!(found[0].1.contains(problem), "{found:?}");
-    assert!(oddities.iter().all(|oddity| oddity.object == "Service shop/web"));
-    // What is not odd is served.
+    assert!(invalid.iter().all(|field| field.object == "Service shop/web"));
+    // What is valid is served.
     let service = service.unwrap();
     assert_eq!(service.cluster_ips, ips(&["10.96.0.1"]));
     assert_eq!(
@@ -223,13 +223,13 @@ fn an_odd_part_of_a_service_is_left_out(
 
 #[test]
 fn of_two_equal_node_ports_the_first_is_served() {
-    let (service, oddities) = service_with(json!({"spec": {"ports": [
+    let (service, invalid) = service_with(json!({"spec": {"ports": [
         {"name": "a", "port": 80, "nodePort": 30080},
         {"name": "b", "port": 81, "nodePort": 30080},
         {"name": "c", "port": 80, "nodePort": 30080, "protocol": "UDP"},
     ]}}));
     assert_eq!(
-        shown(&oddities),
+        shown(&invalid),
         [("spec.ports[1].nodePort", "found 30080 a second time, must be unique within the protocol")]
     );
     let node_ports: Vec<_> = service.unwrap().ports.iter().map(|port| port.node_port).collect();
@@ -238,18 +238,18 @@ fn of_two_equal_node_ports_the_first_is_served() {
 
 #[test]
 fn without_any_valid_cluster_ip_a_service_is_not_served() {
-    let (service, oddities) = service_with(json!({"spec": {"clusterIP": "10.96.0"}}));
+    let (service, invalid) = service_with(json!({"spec": {"clusterIP": "10.96.0"}}));
     assert_eq!(service, None);
-    assert_eq!(shown(&oddities), [("spec.clusterIP", "found \"10.96.0\", must be an IPv4 or IPv6 address")]);
+    assert_eq!(shown(&invalid), [("spec.clusterIP", "found \"10.96.0\", must be an IPv4 or IPv6 address")]);
 }
 
 #[test]
 fn without_any_valid_source_range_load_balancer_addresses_are_not_open_to_everyone() {
-    let (service, oddities) = service_with(json!({
+    let (service, invalid) = service_with(json!({
         "spec": {"loadBalancerSourceRanges": ["everyone"], "externalIPs": ["192.0.2.1"]},
         "status": {"loadBalancer": {"ingress": [{"ip": "198.51.100.1"}]}},
     }));
-    let fields: Vec<_> = oddities.iter().map(|oddity| oddity.field.as_str()).collect();
+    let fields: Vec<_> = invalid.iter().map(|field| field.field.as_str()).collect();
     assert_eq!(fields, ["spec.loadBalancerSourceRanges[0]", "spec.loadBalancerSourceRanges"]);
     let service = service.unwrap();
     assert!(service.load_balancer_ips.is_empty(), "{service:?}");

@@ -5,7 +5,7 @@ use super::{super::*, ips, merged, read};
 use crate::model::objects::{Endpoint, EndpointPort, EndpointSlice, Hints, IpFamily};
 use crate::source::schema::discovery;
 
-fn slice_with(changes: Value) -> (Option<EndpointSlice>, Vec<Oddity>) {
+fn slice_with(changes: Value) -> (Option<EndpointSlice>, Vec<InvalidField>) {
     let object = json!({
         "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
         "metadata": {
@@ -20,8 +20,8 @@ fn slice_with(changes: Value) -> (Option<EndpointSlice>, Vec<Oddity>) {
 }
 
 fn good_slice(changes: Value) -> EndpointSlice {
-    let (slice, oddities) = slice_with(changes);
-    assert_eq!(oddities, []);
+    let (slice, invalid) = slice_with(changes);
+    assert_eq!(invalid, []);
     slice.unwrap()
 }
 
@@ -107,14 +107,11 @@ fn slices_of_others_are_skipped_without_a_word(#[case] changes: Value) {
 )]
 #[case::address_type(json!({"addressType": "ipv4"}), "addressType", "found \"ipv4\", must be IPv4, IPv6 or FQDN")]
 fn a_slice_that_cannot_be_used_is_named(#[case] changes: Value, #[case] field: &str, #[case] problem: &str) {
-    let (slice, oddities) = slice_with(changes);
+    let (slice, invalid) = slice_with(changes);
     assert_eq!(slice, None);
-    assert_eq!(oddities.len(), 1);
-    assert_eq!(
-        (oddities[0].object.as_str(), oddities[0].field.as_str()),
-        ("EndpointSlice shop/web-1", field)
-    );
-    assert!(oddities[0].problem.contains(problem), "{oddities:?}");
+    assert_eq!(invalid.len(), 1);
+    assert_eq!((invalid[0].object.as_str(), invalid[0].field.as_str()), ("EndpointSlice shop/web-1", field));
+    assert!(invalid[0].problem.contains(problem), "{invalid:?}");
 }
 
 #[rstest]
@@ -153,11 +150,15 @@ fn a_slice_that_cannot_be_used_is_named(#[case] changes: Value, #[case] field: &
     json!({"endpoints": [{"addresses": ["10.0.0.1"]}, {"addresses": ["224.0.0.1"]}]}),
     "endpoints[1].addresses[0]", "must be the address of one host"
 )]
-fn an_odd_part_of_a_slice_is_left_out(#[case] changes: Value, #[case] field: &str, #[case] problem: &str) {
-    let (slice, oddities) = slice_with(changes);
-    assert_eq!(oddities.len(), 1, "{oddities:?}");
-    assert_eq!(oddities[0].field, field);
-    assert!(oddities[0].problem.contains(problem), "{oddities:?}");
+fn an_invalid_part_of_a_slice_is_left_out(
+    #[case] changes: Value,
+    #[case] field: &str,
+    #[case] problem: &str,
+) {
+    let (slice, invalid) = slice_with(changes);
+    assert_eq!(invalid.len(), 1, "{invalid:?}");
+    assert_eq!(invalid[0].field, field);
+    assert!(invalid[0].problem.contains(problem), "{invalid:?}");
     let slice = slice.unwrap();
     assert_eq!(slice.ports.iter().map(|port| port.port).collect::<Vec<_>>(), [8080]);
     assert_eq!(

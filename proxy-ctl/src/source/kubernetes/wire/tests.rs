@@ -7,7 +7,7 @@ use super::*;
 use crate::{
     model::objects::{IpFamily, TrafficPolicy},
     source::{
-        Oddity,
+        InvalidField,
         kubernetes::{
             frames::Frames,
             resource::{
@@ -46,10 +46,10 @@ fn objects<W: Watched>(lists: [(Encoding, &'static [u8]); 2]) -> Vec<W::Object> 
     json
 }
 
-/// The first of them as it is served, without oddities.
+/// The first of them as it is served, without invalid.
 fn served<W: Watched>(lists: [(Encoding, &'static [u8]); 2]) -> W::Parsed {
-    let (parsed, oddities) = W::convert(&objects::<W>(lists)[0]);
-    assert_eq!(oddities, Vec::<Oddity>::new());
+    let (parsed, invalid) = W::convert(&objects::<W>(lists)[0]);
+    assert_eq!(invalid, Vec::<InvalidField>::new());
     parsed.unwrap()
 }
 
@@ -206,19 +206,19 @@ fn what_is_no_text_is_read_as_the_api_server_writes_it_in_json() {
 
 #[test]
 fn names_and_addresses_that_are_no_text_are_left_out() {
-    let problems = |oddities: Vec<Oddity>| {
-        oddities.into_iter().map(|of| format!("{} {}", of.field, of.problem)).collect::<Vec<_>>()
+    let problems = |invalid: Vec<InvalidField>| {
+        invalid.into_iter().map(|of| format!("{} {}", of.field, of.problem)).collect::<Vec<_>>()
     };
     let mut web = objects::<Services>(recorded!("services")).remove(0);
     let spec = web.spec.as_mut().unwrap();
     spec.ports[0].name = "htt~".into();
     spec.external_ips[0] = "192.0.2.~".into();
-    let (served, oddities) = Services::convert(&spoilt(&web).object().unwrap());
+    let (served, invalid) = Services::convert(&spoilt(&web).object().unwrap());
     let served = served.unwrap();
     assert_eq!((served.ports.len(), served.external_ips.len()), (1, 1));
     let address = "found \"192.0.2.\u{fffd}\", must be an IPv4 or IPv6 address";
     assert_eq!(
-        problems(oddities),
+        problems(invalid),
         [
             format!("spec.externalIPs[0] {address}"),
             "spec.ports[0].name found \"htt\u{fffd}\", must be UTF-8".to_owned(),
@@ -226,13 +226,13 @@ fn names_and_addresses_that_are_no_text_are_left_out() {
     );
     let mut slice = objects::<EndpointSlices>(recorded!("endpointslices")).remove(0);
     slice.ports[0].name = Some("htt~".into());
-    let (served, oddities) = EndpointSlices::convert(&spoilt(&slice).object().unwrap());
+    let (served, invalid) = EndpointSlices::convert(&spoilt(&slice).object().unwrap());
     assert!(served.unwrap().ports.iter().all(|port| port.name.is_ascii()));
-    assert_eq!(problems(oddities), ["ports[0].name found \"htt\u{fffd}\", must be UTF-8"]);
+    assert_eq!(problems(invalid), ["ports[0].name found \"htt\u{fffd}\", must be UTF-8"]);
     let mut node = objects::<OwnNode>(recorded!("nodes")).remove(0);
     node.metadata.labels.insert("topology.kubernetes.io/zone".into(), "z~".into());
-    let (served, oddities) = OwnNode::convert(&spoilt(&node).object().unwrap());
-    assert_eq!((served.unwrap().zone, oddities.len()), (None, 1));
+    let (served, invalid) = OwnNode::convert(&spoilt(&node).object().unwrap());
+    assert_eq!((served.unwrap().zone, invalid.len()), (None, 1));
 }
 
 #[test]

@@ -36,9 +36,9 @@ fn identities(parsed: &Parsed) -> Vec<String> {
     parsed.objects.iter().map(|(identity, _)| identity.to_string()).collect()
 }
 
-fn oddities(parsed: &Parsed) -> Vec<(&str, &str, &str)> {
-    let shown = parsed.oddities.iter();
-    shown.map(|odd| (odd.object.as_str(), odd.field.as_str(), odd.problem.as_str())).collect()
+fn invalid(parsed: &Parsed) -> Vec<(&str, &str, &str)> {
+    let shown = parsed.invalid.iter();
+    shown.map(|of| (of.object.as_str(), of.field.as_str(), of.problem.as_str())).collect()
 }
 
 const ALL: &[&str] = &["Service shop/web", "EndpointSlice shop/web-1", "Node here"];
@@ -65,7 +65,7 @@ const ALL: &[&str] = &["Service shop/web", "EndpointSlice shop/web-1", "Node her
 #[case::only_comments("# nothing\n\n---\n# more\n".into(), &[])]
 fn reads_documents(#[case] text: String, #[case] expected: &[&str]) {
     let parsed = read(&text);
-    assert_eq!(oddities(&parsed), []);
+    assert_eq!(invalid(&parsed), []);
     assert_eq!(identities(&parsed), expected);
 }
 
@@ -82,7 +82,7 @@ fn reads_json() {
     let line = list.replace('\n', " ");
     for text in [list, tabs, line] {
         let parsed = read(&text);
-        assert_eq!(oddities(&parsed), [], "{text}");
+        assert_eq!(invalid(&parsed), [], "{text}");
         assert_eq!(identities(&parsed), ALL[..2]);
         assert_eq!(parsed.objects, read(&format!("{WEB}---\n{SLICE}")).objects);
     }
@@ -91,9 +91,9 @@ fn reads_json() {
 #[rstest]
 #[case::headless(WEB.replace("10.96.0.1", "None"))]
 #[case::external_name(WEB.replace("clusterIP: 10.96.0.1", "type: ExternalName"))]
-fn what_is_not_for_this_proxy_is_no_oddity(#[case] text: String) {
+fn what_is_not_for_this_proxy_is_not_invalid(#[case] text: String) {
     let parsed = read(&text);
-    assert_eq!(oddities(&parsed), []);
+    assert_eq!(invalid(&parsed), []);
     assert_eq!(parsed.objects[0].1, Object::NotServed);
 }
 
@@ -124,7 +124,7 @@ fn what_is_not_for_this_proxy_is_no_oddity(#[case] text: String) {
     WEB.replace("clusterIP: 10.96.0.1", "type: NodePort"),
     "web.yaml, document 2: Service shop/web", "spec.clusterIP", "is missing, must be an address"
 )]
-#[case::odd_address(
+#[case::invalid_address(
     WEB.replace("10.96.0.1", "10.96.0.256"),
     "web.yaml, document 2: Service shop/web", "spec.clusterIP", "found \"10.96.0.256\", must be an IPv4 or IPv6"
 )]
@@ -143,7 +143,7 @@ fn a_broken_document_is_named_and_leaves_the_others(
     // The first has nine lines.
     let parsed = read(&format!("{SLICE}---\n{broken}---\n{NODE}"));
     assert_eq!(identities(&parsed), ALL[1..]);
-    let found = oddities(&parsed);
+    let found = invalid(&parsed);
     assert_eq!(found.len(), 1, "{found:?}");
     assert_eq!((found[0].0, found[0].1), (object, field), "{found:?}");
     assert!(found[0].2.contains(problem), "{found:?}");
@@ -160,16 +160,16 @@ fn a_broken_item_leaves_the_other_items() {
     );
     let parsed = read(&text);
     assert_eq!(identities(&parsed), [ALL[1]]);
-    assert_eq!(oddities(&parsed)[0].1, "items[0].metadata.name");
+    assert_eq!(invalid(&parsed)[0].1, "items[0].metadata.name");
 }
 
 #[test]
-fn odd_part_is_left_out_and_the_rest_is_served() {
+fn an_invalid_part_is_left_out_and_the_rest_is_served() {
     let parsed = read(&WEB.replace("- port: 80", "- {name: a, port: 80}\n  - {name: b, port: 0}"));
     let Object::Service(service) = &parsed.objects[0].1 else { panic!("{parsed:?}") };
     assert_eq!(service.ports.len(), 1);
     assert_eq!(
-        oddities(&parsed),
+        invalid(&parsed),
         [("web.yaml, document 1: Service shop/web", "spec.ports[1].port", "found 0, must be 1 to 65535")]
     );
     assert_eq!(parsed.broken, []);
@@ -180,6 +180,6 @@ fn many_documents_and_large_lists_are_read() {
     let services: String =
         (0..3000).map(|n| WEB.replace("name: web", &format!("name: web-{n}")) + "---\n").collect();
     let parsed = read(&services);
-    assert_eq!(oddities(&parsed), []);
+    assert_eq!(invalid(&parsed), []);
     assert_eq!(parsed.objects.len(), 3000);
 }

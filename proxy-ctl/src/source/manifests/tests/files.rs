@@ -44,8 +44,8 @@ fn shown(listing: &Listing) -> Vec<String> {
     services.map(|service| format!("{} {}", service.name.name, service.cluster_ips[0])).collect()
 }
 
-fn odd(listing: &Listing) -> Vec<&str> {
-    listing.oddities.iter().map(|oddity| oddity.object.as_str()).collect()
+fn invalid(listing: &Listing) -> Vec<&str> {
+    listing.invalid.iter().map(|field| field.object.as_str()).collect()
 }
 
 const A: &str = "a 10.96.0.1";
@@ -83,7 +83,7 @@ fn two() -> String {
 fn a_file_that_was_good_becomes(
     #[case] text: Option<String>,
     #[case] expected: &[&str],
-    #[case] oddities: &[&str],
+    #[case] expected_invalid: &[&str],
 ) {
     let mut setup = Setup::new();
     setup.write("web.yaml", &two());
@@ -96,16 +96,16 @@ fn a_file_that_was_good_becomes(
     let listing = setup.list();
     let expected: Vec<_> = expected.iter().copied().chain(["z 10.96.0.99"]).collect();
     assert_eq!(shown(&listing), expected);
-    assert_eq!(odd(&listing), oddities);
+    assert_eq!(invalid(&listing), expected_invalid);
     // The same again is no news, and loses nothing.
     let again = setup.list();
     assert_eq!(shown(&again), expected);
-    assert_eq!(odd(&again), [""; 0]);
+    assert_eq!(invalid(&again), [""; 0]);
     // Mended, all is as it was.
     setup.write("web.yaml", &two());
     let mended = setup.list();
     assert_eq!(shown(&mended), [A, B, "z 10.96.0.99"]);
-    assert_eq!(odd(&mended), [""; 0]);
+    assert_eq!(invalid(&mended), [""; 0]);
 }
 
 #[test]
@@ -113,9 +113,9 @@ fn what_breaks_again_is_told_again() {
     let mut setup = Setup::new();
     for _ in 0..2 {
         setup.write("web.yaml", "kind: [\n");
-        assert_eq!(odd(&setup.list()), ["web.yaml, document 1"]);
+        assert_eq!(invalid(&setup.list()), ["web.yaml, document 1"]);
         setup.write("web.yaml", &two());
-        assert_eq!(odd(&setup.list()), [""; 0]);
+        assert_eq!(invalid(&setup.list()), [""; 0]);
     }
 }
 
@@ -125,7 +125,7 @@ fn a_document_broken_from_the_start_is_left_out() {
     setup.write("web.yaml", &two().replace("10.96.0.2", "10.96.0.x"));
     let listing = setup.list();
     assert_eq!(shown(&listing), [A]);
-    assert_eq!(listing.oddities[0].field, "spec.clusterIP");
+    assert_eq!(listing.invalid[0].field, "spec.clusterIP");
 }
 
 #[test]
@@ -136,7 +136,7 @@ fn bytes_that_are_no_text_keep_the_file_as_it_was() {
     fs::write(setup.path().join("web.yaml"), [0xff, 0xfe, 0x00]).unwrap();
     let listing = setup.list();
     assert_eq!(shown(&listing), [A, B]);
-    assert_eq!(odd(&listing), ["web.yaml"]);
+    assert_eq!(invalid(&listing), ["web.yaml"]);
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn of_two_files_with_one_object_the_first_counts() {
     setup.write("2.yaml", &service("a", "10.96.0.2"));
     let listing = setup.list();
     assert_eq!(shown(&listing), [A]);
-    assert_eq!(odd(&listing), ["2.yaml: Service default/a"]);
+    assert_eq!(invalid(&listing), ["2.yaml: Service default/a"]);
     fs::remove_file(setup.path().join("1.yaml")).unwrap();
     assert_eq!(shown(&setup.list()), ["a 10.96.0.2"]);
 }
@@ -160,7 +160,7 @@ fn an_object_that_moved_out_of_a_broken_file_counts_where_it_is() {
     setup.write("2.yaml", &service("b", "10.96.0.9"));
     let listing = setup.list();
     assert_eq!(shown(&listing), [A, "b 10.96.0.9"]);
-    assert_eq!(odd(&listing), ["1.yaml, document 1"]);
+    assert_eq!(invalid(&listing), ["1.yaml, document 1"]);
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn only_manifest_files_are_read() {
     );
     let listing = setup.list();
     assert_eq!(shown(&listing), [A, B]);
-    assert_eq!(odd(&listing), [""; 0]);
+    assert_eq!(invalid(&listing), [""; 0]);
 }
 
 #[test]
@@ -195,8 +195,8 @@ fn the_own_node_is_found() {
     setup.write("nodes.yaml", &node("there", "z2"));
     let listing = setup.list();
     assert_eq!(listing.node, None);
-    assert_eq!(odd(&listing), ["Node here"]);
-    assert!(listing.oddities[0].problem.contains("found only there; --hostname-override"), "{listing:?}");
+    assert_eq!(invalid(&listing), ["Node here"]);
+    assert!(listing.invalid[0].problem.contains("found only there; --hostname-override"), "{listing:?}");
 }
 
 #[test]
@@ -207,7 +207,7 @@ fn without_any_node_there_is_one_of_which_nothing_is_known() {
         files.iter().for_each(|(name, text)| setup.write(name, text));
         let listing = setup.list();
         assert_eq!(listing.node.as_ref(), Some(&unknown));
-        assert_eq!(odd(&listing), [""; 0]);
+        assert_eq!(invalid(&listing), [""; 0]);
     }
 }
 
@@ -220,6 +220,6 @@ fn a_pipe_is_named_and_not_opened() {
     setup.write("1.yaml", &service("a", "10.96.0.1"));
     let listing = setup.list();
     assert_eq!(shown(&listing), [A]);
-    assert_eq!(odd(&listing), ["endless.yaml", "pipe.yaml"]);
-    assert!(listing.oddities[0].problem.contains("must be a regular file"), "{listing:?}");
+    assert_eq!(invalid(&listing), ["endless.yaml", "pipe.yaml"]);
+    assert!(listing.invalid[0].problem.contains("must be a regular file"), "{listing:?}");
 }

@@ -17,7 +17,7 @@ use super::{
     super::{Error, Manifests, run},
     files::service,
 };
-use crate::source::{Oddity, Update};
+use crate::source::{InvalidField, Update};
 
 /// Only a failing test waits so long.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -26,7 +26,7 @@ struct Running {
     /// Holds the folder.
     parent: TempDir,
     updates: mpsc::Receiver<Update>,
-    oddities: Arc<Mutex<Vec<Oddity>>>,
+    invalid: Arc<Mutex<Vec<InvalidField>>>,
     stop: CancellationToken,
     task: JoinHandle<Result<(), Error>>,
 }
@@ -39,12 +39,12 @@ impl Running {
         fs::create_dir(&folder).unwrap();
         fill(&folder);
         let (sender, updates) = mpsc::channel(1);
-        let (stop, oddities) = (CancellationToken::new(), Arc::new(Mutex::new(Vec::new())));
-        let told = Arc::clone(&oddities);
+        let (stop, invalid) = (CancellationToken::new(), Arc::new(Mutex::new(Vec::new())));
+        let told = Arc::clone(&invalid);
         let manifests = Manifests::open(&folder, "here").unwrap();
-        let odd = move |oddity| told.lock().unwrap().push(oddity);
-        let task = tokio::spawn(manifests.run(sender, odd, stop.clone()));
-        Self { parent, updates, oddities, stop, task }
+        let report = move |field| told.lock().unwrap().push(field);
+        let task = tokio::spawn(manifests.run(sender, report, stop.clone()));
+        Self { parent, updates, invalid, stop, task }
     }
 
     fn folder(&self) -> PathBuf {
@@ -74,8 +74,8 @@ impl Running {
         assert!(result.is_ok(), "expected {expected:?}, last were {last:?}");
     }
 
-    fn odd(&self) -> Vec<String> {
-        self.oddities.lock().unwrap().iter().map(|oddity| oddity.object.clone()).collect()
+    fn invalid(&self) -> Vec<String> {
+        self.invalid.lock().unwrap().iter().map(|field| field.object.clone()).collect()
     }
 }
 
@@ -109,7 +109,7 @@ async fn files_come_change_and_go() {
     running.until(&["c"]).await;
     fs::rename(running.folder().join("1.yaml"), running.folder().join("1.off")).unwrap();
     running.until(&[]).await;
-    assert_eq!(running.odd(), [""; 0]);
+    assert_eq!(running.invalid(), [""; 0]);
 }
 
 #[tokio::test]
@@ -182,7 +182,7 @@ async fn a_broken_document_is_told_once_and_keeps_what_was() {
     running.until(&["a", "b"]).await;
     running.write("c.yaml", &service("c", "10.96.0.3"));
     running.until(&["a", "b", "c"]).await;
-    assert_eq!(running.odd(), ["a.yaml, document 1"]);
+    assert_eq!(running.invalid(), ["a.yaml, document 1"]);
 }
 
 #[tokio::test]
@@ -225,8 +225,7 @@ async fn a_folder_that_is_none_is_an_error_at_once() {
     fs::write(&file, "").unwrap();
     for folder in [parent.path().join("missing"), file] {
         let (sender, mut updates) = mpsc::channel(1);
-        let error =
-            run(&folder, "here", sender, |oddity| panic!("{oddity:?}"), CancellationToken::new()).await;
+        let error = run(&folder, "here", sender, |field| panic!("{field:?}"), CancellationToken::new()).await;
         let Err(error @ Error::Folder { .. }) = error else { panic!("{error:?}") };
         assert!(
             error.to_string().starts_with(&format!("manifests folder {}: ", folder.display())),

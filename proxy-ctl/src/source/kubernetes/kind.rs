@@ -1,0 +1,87 @@
+//! The kinds of object that are watched, and what RBAC may deny about them.
+
+use std::fmt;
+
+/// What is watched, by the plural that RBAC rules and metrics use.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub enum ResourceKind {
+    Services,
+    EndpointSlices,
+    /// Instead of slices, where the API server has none.
+    Endpoints,
+    Nodes,
+    /// Where the API server has them.
+    ServiceCidrs,
+}
+
+impl ResourceKind {
+    pub const ALL: [Self; 5] =
+        [Self::Services, Self::EndpointSlices, Self::Endpoints, Self::Nodes, Self::ServiceCidrs];
+
+    /// As in `kubectl get …` and in a ClusterRole's `resources`.
+    pub const fn plural(self) -> &'static str {
+        match self {
+            Self::Services => "services",
+            Self::EndpointSlices => "endpointslices",
+            Self::Endpoints => "endpoints",
+            Self::Nodes => "nodes",
+            Self::ServiceCidrs => "servicecidrs",
+        }
+    }
+
+    /// As in a ClusterRole's `apiGroups`; empty for the core group.
+    pub const fn group(self) -> &'static str {
+        match self {
+            Self::Services | Self::Endpoints | Self::Nodes => "",
+            Self::EndpointSlices => "discovery.k8s.io",
+            Self::ServiceCidrs => "networking.k8s.io",
+        }
+    }
+
+    /// Whether it does not matter much that it cannot be listed.
+    pub const fn is_optional(self) -> bool {
+        match self {
+            Self::ServiceCidrs => true,
+            Self::Services | Self::EndpointSlices | Self::Endpoints | Self::Nodes => false,
+        }
+    }
+
+    /// What it means that it cannot be watched.
+    pub(super) const fn without(self) -> &'static str {
+        match self {
+            Self::ServiceCidrs => "the ranges of service addresses are not known, everything else works",
+            Self::Nodes => {
+                "after 30 s the proxy starts without its Node: Services are served, zone and addresses of the node are \
+                 not known, /healthz answers 503"
+            }
+            Self::Services | Self::EndpointSlices | Self::Endpoints => {
+                "nothing is written before it has been listed, what is programmed stays"
+            }
+        }
+    }
+}
+
+/// What RBAC allows or denies.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub enum Verb {
+    List,
+    Watch,
+}
+
+impl Verb {
+    pub const ALL: [Self; 2] = [Self::List, Self::Watch];
+
+    /// As in a ClusterRole's `verbs`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::List => "list",
+            Self::Watch => "watch",
+        }
+    }
+}
+
+impl fmt::Display for ResourceKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.plural())
+    }
+}

@@ -11,6 +11,7 @@ pub mod model;
 pub mod node;
 pub mod process;
 pub mod profile;
+pub mod report;
 pub mod serve;
 pub mod source;
 pub mod sys;

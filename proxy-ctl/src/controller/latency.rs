@@ -4,7 +4,7 @@ use std::num::NonZeroI64;
 
 use jiff::Timestamp;
 
-use crate::{model::objects::IpFamily, serve::Metrics};
+use crate::{model::objects::IpFamily, report::Metrics};
 
 /// Triggers that are kept while nothing can be written; those above are not measured.
 const MOST_WAITING: usize = 65_536;

@@ -32,7 +32,7 @@ use crate::{
         objects::{IpFamily, Node},
     },
     node::NodeIps,
-    serve::{Extent, HealthChecks, Listen, Metrics, Moment, Phase, SharedHealth},
+    report::{HealthCheckAddresses, HealthChecks, Metrics, Moment, Phase, SharedHealth, SyncKind},
 };
 
 /// What the controller tells the world.
@@ -291,7 +291,7 @@ impl<D: Dataplane> Controller<D> {
         let took = started.elapsed();
         self.reports.metrics.phase(Phase::Write, took);
         match result {
-            Ok(applied) => self.succeeded(applied, took, &families_of(changes), Extent::Partial),
+            Ok(applied) => self.succeeded(applied, took, &families_of(changes), SyncKind::Partial),
             Err(error) => self.failed(&error, now, "writing changes failed"),
         }
     }
@@ -313,7 +313,7 @@ impl<D: Dataplane> Controller<D> {
                     tracing::info!(ports = desired.len(), ?took, "everything listed is programmed");
                 }
                 programmed.complete = true;
-                self.succeeded(applied, took, &IpFamily::ALL, Extent::Full);
+                self.succeeded(applied, took, &IpFamily::ALL, SyncKind::Full);
             }
             Err(error) => self.failed(&error, now, "writing everything failed"),
         }
@@ -333,7 +333,7 @@ impl<D: Dataplane> Controller<D> {
         match result {
             Ok(applied) => {
                 tell_drift(applied, metrics);
-                self.succeeded(applied, took, &IpFamily::ALL, Extent::Full);
+                self.succeeded(applied, took, &IpFamily::ALL, SyncKind::Full);
             }
             Err(error) => {
                 self.failed(&error, now, "comparing what is programmed failed");
@@ -342,15 +342,15 @@ impl<D: Dataplane> Controller<D> {
         }
     }
 
-    fn succeeded(&mut self, applied: Applied, took: Duration, families: &[IpFamily], extent: Extent) {
+    fn succeeded(&mut self, applied: Applied, took: Duration, families: &[IpFamily], kind: SyncKind) {
         let metrics = &self.reports.metrics;
         metrics.applied(applied);
         for family in families {
-            metrics.synced(*family, extent, took);
+            metrics.synced(*family, kind, took);
         }
-        let what = match extent {
-            Extent::Full => "everything compared and written",
-            Extent::Partial => "changes written",
+        let what = match kind {
+            SyncKind::Full => "everything compared and written",
+            SyncKind::Partial => "changes written",
         };
         let (written, removed) = (applied.written, applied.removed);
         tracing::debug!(written, removed, ?took, "{what}");
@@ -363,10 +363,10 @@ impl<D: Dataplane> Controller<D> {
     fn tell_health_checks(&self) {
         let Some(host) = &self.host else { return };
         let addresses = if self.config.serves_node_ports_everywhere() {
-            Listen::Everywhere
+            HealthCheckAddresses::All
         } else {
             let node_addresses = self.model.node().map(|node| node.addresses.as_slice()).unwrap_or_default();
-            Listen::On(node_port_addresses(host, &self.config, node_addresses))
+            HealthCheckAddresses::Only(node_port_addresses(host, &self.config, node_addresses))
         };
         let now = HealthChecks { addresses, services: self.model.health_checks() };
         self.reports.health_checks.send_if_modified(|told| {

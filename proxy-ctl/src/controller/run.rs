@@ -15,7 +15,7 @@ use crate::{
     config::Config,
     dataplane::{Dataplane, Error, Host, Usage},
     model::Update,
-    serve::UsageSource,
+    report::UsageSource,
 };
 
 /// Pause between two removals of expired flows.

@@ -11,7 +11,7 @@ use crate::{
     controller::Coverage,
     events::Recorder,
     leftovers::{Error, Extent, Found, Kept, Leftovers, Owed, Part, Removed},
-    serve::Metrics,
+    report::Metrics,
 };
 
 const FIRST_PAUSE: Duration = Duration::from_secs(1);

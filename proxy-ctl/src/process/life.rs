@@ -25,7 +25,7 @@ use crate::{
     log,
     model::objects::Node,
     node::{self, NodeIps},
-    serve::Metrics,
+    report::Metrics,
 };
 
 pub(super) struct Life {

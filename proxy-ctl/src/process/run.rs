@@ -36,7 +36,8 @@ use crate::{
     model::{Update, objects::ObjectName},
     node::facts,
     profile,
-    serve::{self, BindError, Health, HealthChecks, Metrics, Pages, SharedHealth},
+    report::{Health, HealthChecks, Metrics, SharedHealth},
+    serve::{self, BindError, Pages},
     source::{
         kubernetes::{Kubernetes, SourceState},
         manifests::Manifests,

@@ -2,24 +2,24 @@
 //! `metricsBindAddress`, with the paths, names and bodies of kube-proxy.
 
 mod connections;
-mod health;
+#[cfg(test)]
+mod documented;
+mod exposition;
 mod listen;
-mod metrics;
 mod pages;
 mod reply;
 mod service_health;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-pub use health::{Health, Moment, Report, SharedHealth};
 use http::StatusCode;
 pub use listen::BindError;
-pub use metrics::{Extent, Metrics, Pending, Phase, UsageSource};
 pub use pages::Pages;
-pub use service_health::{HealthChecks, Listen, service_health};
+pub use service_health::service_health;
 use tokio_util::sync::CancellationToken;
 
 use self::reply::{JSON, Reply, not_found, reply};
+use crate::report::{Metrics, SharedHealth};
 
 const HEALTH_ANSWER: Duration = Duration::from_secs(5);
 /// The longest CPU profile, and the time that it takes to look up its names.
@@ -51,10 +51,10 @@ pub async fn metrics(
     stop: CancellationToken,
 ) -> Result<(), BindError> {
     let Some(listener) = listen::listen("metrics", address, hard_fail, &stop).await? else { return Ok(()) };
-    let pages = Arc::new(pages);
+    let (pages, slis) = (Arc::new(pages), Arc::<pages::Slis>::default());
     let answer = move |request| {
-        let (pages, metrics) = (Arc::clone(&pages), Arc::clone(&metrics));
-        async move { pages.answer(request, &metrics).await }
+        let (pages, metrics, slis) = (Arc::clone(&pages), Arc::clone(&metrics), Arc::clone(&slis));
+        async move { pages.answer(request, &metrics, &slis).await }
     };
     connections::serve(listener, answer, LONGEST_ANSWER, stop).await;
     Ok(())

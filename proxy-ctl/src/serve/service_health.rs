@@ -3,7 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::{IpAddr, Ipv4Addr, SocketAddr},
+    net::SocketAddr,
     sync::Arc,
     time::Duration,
 };
@@ -13,60 +13,18 @@ use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::{
-    HEALTH_ANSWER, SharedHealth, connections, listen,
+    HEALTH_ANSWER, connections, listen,
     reply::{JSON, Reply, reply},
 };
-use crate::model::objects::{HealthCheck, ObjectName};
+use crate::{
+    model::objects::ObjectName,
+    report::{HealthChecks, SharedHealth},
+};
 
 /// The one that load balancers may weigh nodes by.
 const WEIGHT: HeaderName = HeaderName::from_static("x-load-balancing-endpoint-weight");
 /// Pause before addresses are tried again that could not be bound.
 const RETRY: Duration = Duration::from_secs(5);
-
-/// Where the servers listen.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub enum Listen {
-    /// On every address of both families.
-    Everywhere,
-    On(BTreeSet<IpAddr>),
-}
-
-/// What is to be answered, as of the last write.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub struct HealthChecks {
-    pub addresses: Listen,
-    /// By name.
-    pub services: Vec<HealthCheck>,
-}
-
-impl Default for HealthChecks {
-    fn default() -> Self {
-        Self { addresses: Listen::Everywhere, services: Vec::new() }
-    }
-}
-
-impl HealthChecks {
-    /// Of two services with one port, which the API server does not allow, the first by name has it.
-    fn sockets(&self) -> BTreeMap<SocketAddr, ObjectName> {
-        let addresses: Vec<IpAddr> = match &self.addresses {
-            Listen::Everywhere => vec![Ipv4Addr::UNSPECIFIED.into()],
-            Listen::On(addresses) => addresses.iter().copied().collect(),
-        };
-        let mut sockets = BTreeMap::new();
-        for check in &self.services {
-            for address in &addresses {
-                let socket = SocketAddr::new(*address, check.port);
-                sockets.entry(socket).or_insert_with(|| check.service.clone());
-            }
-        }
-        sockets
-    }
-
-    fn local_ready(&self, service: &ObjectName) -> usize {
-        let found = self.services.binary_search_by(|check| check.service.cmp(service));
-        found.ok().and_then(|index| self.services.get(index)).map_or(0, |check| check.local_ready)
-    }
-}
 
 /// Listens for every service that `checks` names, until told to stop. `failed` hears of the addresses that cannot be
 /// bound, once until they can; they are tried again.
@@ -132,7 +90,7 @@ fn answer(service: &ObjectName, local_ready: usize, healthy: bool) -> Reply {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
+    use std::{net::Ipv4Addr, sync::Mutex};
 
     use tokio::{
         io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -140,14 +98,17 @@ mod tests {
     };
 
     use super::*;
-    use crate::serve::Health;
+    use crate::{
+        model::objects::HealthCheck,
+        report::{Health, HealthCheckAddresses},
+    };
 
     fn check(name: &str, port: u16, local_ready: usize) -> HealthCheck {
         HealthCheck { service: ObjectName::new("shop", name), port, local_ready }
     }
 
     fn checks(services: Vec<HealthCheck>) -> HealthChecks {
-        HealthChecks { addresses: Listen::On([Ipv4Addr::LOCALHOST.into()].into()), services }
+        HealthChecks { addresses: HealthCheckAddresses::Only([Ipv4Addr::LOCALHOST.into()].into()), services }
     }
 
     fn free_port() -> u16 {

@@ -15,10 +15,11 @@ use crate::{
         desired::ServicePortName,
         objects::{IpFamily, Node, ObjectName, Protocol},
     },
+    report::{Health, Phase, SyncKind, UsageSource},
     source::InvalidObjects,
 };
 
-struct FixedUsage;
+pub(super) struct FixedUsage;
 
 impl UsageSource for FixedUsage {
     fn usage(&self) -> Pin<Box<dyn Future<Output = Option<Usage>> + Send + '_>> {
@@ -99,13 +100,18 @@ async fn get(address: SocketAddr, path: &str, header: &str) -> (u16, String, Str
 
 /// The whole answer.
 async fn ask(address: SocketAddr, path: &str, header: &str) -> Vec<u8> {
+    request(address, "GET", path, header).await
+}
+
+/// The whole answer.
+async fn request(address: SocketAddr, method: &str, path: &str, header: &str) -> Vec<u8> {
     let mut stream = loop {
         match TcpStream::connect(address).await {
             Ok(stream) => break stream,
             Err(_) => tokio::task::yield_now().await,
         }
     };
-    let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{header}\r\n");
+    let request = format!("{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{header}\r\n");
     stream.write_all(request.as_bytes()).await.unwrap();
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).await.unwrap();
@@ -153,7 +159,7 @@ async fn proxy_mode_and_health_of_the_metrics_server() {
 async fn metrics_in_the_text_format_that_kube_proxy_gives() {
     let servers = servers().await;
     servers.families.applied(Applied { written: 5, removed: 2 });
-    servers.families.synced(IpFamily::Ipv4, Extent::Full, Duration::from_millis(3));
+    servers.families.synced(IpFamily::Ipv4, SyncKind::Full, Duration::from_millis(3));
     servers.families.endpoint_changes.received(2);
     servers.families.service_changes.received(1);
     servers.families.service_changes.written();
@@ -266,7 +272,7 @@ async fn health_checks_of_the_metrics_server_are_counted_until_reset() {
     let (_, _, text) = get(servers.metrics, "/metrics/slis", "").await;
     let line = r#"kubernetes_healthchecks_total{name="ping",status="success",type="healthz"} 2"#;
     assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
-    servers.families.slis.reset();
+    request(servers.metrics, "DELETE", "/metrics/slis", "").await;
     let (_, _, text) = get(servers.metrics, "/metrics/slis", "").await;
     assert!(!text.contains("kubernetes_health"), "{text}");
 }

@@ -20,7 +20,7 @@ use crate::{
             TrafficPolicy,
         },
     },
-    serve::{Health, UsageSource as _},
+    report::{Health, UsageSource as _},
     source::InvalidObjects,
     sys::CallError,
 };
@@ -324,7 +324,7 @@ fn load_balancers_are_told_what_is_written_and_not_before() {
     let checked = Service { health_check_node_port: Some(32_000), ..service("a", "10.0.0.1") };
     let everywhere = Fixture::serving(vec![checked.clone()]);
     let told = everywhere.reports.health_checks.borrow().clone();
-    assert_eq!((told.addresses, told.services.len()), (Listen::Everywhere, 1));
+    assert_eq!((told.addresses, told.services.len()), (HealthCheckAddresses::All, 1));
 
     let networks =
         ["192.0.2.0/24", "2001:db8::/32"].map(|text| NodePortAddress::Network(text.parse().unwrap()));
@@ -337,7 +337,7 @@ fn load_balancers_are_told_what_is_written_and_not_before() {
     assert_eq!(*fixture.reports.health_checks.borrow(), HealthChecks::default());
     fixture.write();
     let told = fixture.reports.health_checks.borrow().clone();
-    assert_eq!(told.addresses, Listen::On(["192.0.2.1".parse().unwrap()].into()));
+    assert_eq!(told.addresses, HealthCheckAddresses::Only(["192.0.2.1".parse().unwrap()].into()));
     assert_eq!((told.services[0].port, told.services[0].local_ready), (32_000, 0));
 }
 

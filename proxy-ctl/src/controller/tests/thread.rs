@@ -5,7 +5,7 @@ use std::{sync::mpsc as channel, thread::JoinHandle};
 use tokio_util::sync::CancellationToken;
 
 use super::*;
-use crate::{controller::run::Ended, serve::Moment};
+use crate::{controller::run::Ended, report::Moment};
 
 /// A controller on its thread, with the other ends of its channels.
 struct Thread {

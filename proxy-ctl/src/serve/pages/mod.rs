@@ -3,6 +3,7 @@
 mod debug;
 mod pprof_format;
 mod profile;
+mod slis;
 mod zpages;
 
 pub(super) use profile::MOST_SECONDS as LONGEST_PROFILE;
@@ -16,9 +17,11 @@ use tokio::sync::watch;
 use tower::BoxError;
 
 use super::{
-    metrics::{Metrics, exposition},
+    exposition,
     reply::{JSON, Reply, TEXT, not_found, open, plain, reply},
 };
+use crate::report::Metrics;
+pub(super) use slis::Slis;
 
 /// What is shown besides metrics.
 pub struct Pages {
@@ -38,7 +41,7 @@ pub struct Pages {
 const PATHS: [&str; 4] = ["/configz", "/healthz", "/metrics", "/proxyMode"];
 
 impl Pages {
-    pub(super) async fn answer<B>(&self, request: Request<B>, metrics: &Metrics) -> Reply
+    pub(super) async fn answer<B>(&self, request: Request<B>, metrics: &Metrics, slis: &Slis) -> Reply
     where
         B: Body<Error: Into<BoxError>>,
     {
@@ -49,10 +52,10 @@ impl Pages {
                 exposed(&head.headers, metrics.encode())
             }
             "/metrics/slis" if head.method == Method::DELETE => {
-                metrics.slis.reset();
+                slis.reset();
                 open(StatusCode::OK, TEXT, "metrics reset\n")
             }
-            "/metrics/slis" => exposed(&head.headers, metrics.slis.encode()),
+            "/metrics/slis" => exposed(&head.headers, slis.encode()),
             "/proxyMode" => plain(StatusCode::OK, self.mode),
             "/configz" => match &self.configuration {
                 Some(configuration) => {
@@ -62,7 +65,7 @@ impl Pages {
                 None => not_found(),
             },
             "/healthz" => {
-                metrics.slis.answered();
+                slis.answered();
                 plain(StatusCode::OK, healthy(head.uri.query().unwrap_or_default()))
             }
             "/healthz/ping" => open(StatusCode::OK, TEXT, "ok"),

@@ -7,9 +7,9 @@ use jiff::Timestamp;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::serve::{
-    metrics::{kubernetes, process},
-    reply::{JSON, Reply, TEXT, open},
+use crate::{
+    report::{kubernetes, process},
+    serve::reply::{JSON, Reply, TEXT, open},
 };
 
 /// How kube-proxy calls itself on these pages.

@@ -18,7 +18,7 @@ const METRICS: &str = "127.0.0.1:10249";
 /// Names are looked up by code that is not optimised.
 const ANSWER: Duration = Duration::from_secs(60);
 /// Encodes metrics, which asking for them makes it do.
-const OURS: &str = "proxy_ctl::serve::metrics::";
+const OURS: &str = "proxy_ctl::report::metrics::";
 
 /// `namespace`: of the node.
 pub(super) fn name_our_functions(namespace: &str) -> Result<()> {

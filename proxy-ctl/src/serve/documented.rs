@@ -7,18 +7,16 @@ use std::{
 
 use proxy_common::reason::{Reason, Verdict};
 
-use super::{exposition::Format, *};
+use super::{exposition::Format, tests::FixedUsage};
 use crate::{
-    dataplane::{Effect, ServiceUsage, TableUsage, Unsupported, Usage},
+    dataplane::{Effect, Unsupported},
     events::Recorder,
-    model::{
-        desired::ServicePortName,
-        objects::{ObjectName, Protocol},
-    },
+    model::objects,
+    report::{Metrics, SyncKind},
     source::kubernetes::SourceState,
 };
 
-const DOCUMENT: &str = include_str!("../../../../docs/metrics.md");
+const DOCUMENT: &str = include_str!("../../../docs/metrics.md");
 
 /// Type and keys of labels.
 type Family = (String, BTreeSet<String>);
@@ -67,27 +65,16 @@ fn shown(text: &str) -> BTreeMap<String, Family> {
     families
 }
 
-#[test]
-fn every_family_is_documented_and_no_other() {
+#[tokio::test]
+async fn every_family_is_documented_and_no_other() {
     let state = SourceState::with_samples();
-    let metrics = Metrics::new(None, state.invalid_objects(), |registry| {
+    let metrics = Metrics::new(Some(Box::new(FixedUsage)), state.invalid_objects(), |registry| {
         state.register(registry);
         Recorder::silent().register(registry.sub_registry_with_prefix("proxy"));
     });
-    let name = ServicePortName {
-        service: ObjectName::new("default", "web"),
-        port: "http".into(),
-        protocol: Protocol::Tcp,
-        family: IpFamily::Ipv4,
-    };
-    metrics.usage.set(Usage {
-        tables: vec![TableUsage { name: "frontends4", used: 1, capacity: 2, bytes: 3 }],
-        reasons: vec![("no_endpoints", 4)],
-        services: vec![ServiceUsage { name, connections: 5, packets: 6, bytes: 7 }],
-        uncounted_services: 8,
-    });
+    metrics.refresh().await;
     metrics.unsupported(&[Unsupported { field: "spec.x", effect: Effect::NotServed, instead: "" }], 1);
-    metrics.synced(IpFamily::Ipv4, Extent::Full, Duration::from_millis(1));
+    metrics.synced(objects::IpFamily::Ipv4, SyncKind::Full, Duration::from_millis(1));
     let shown = shown(&Format::Prometheus.write(metrics.encode().unwrap()));
     let documented = documented();
     for (name, family) in &shown {

@@ -90,13 +90,13 @@ impl Health {
         }
     }
 
-    pub fn report(&self, now: Moment) -> Report {
+    pub fn report(&self, now: Moment) -> HealthReport {
         let families = self.families.map(|family| {
             let late = |since: Instant| now.instant.saturating_duration_since(since) >= self.timeout;
             let healthy = !family.oldest_pending.is_some_and(late) && !self.busy_since.is_some_and(late);
             family.last_updated.map(|moment| FamilyReport { last_updated: moment.time, healthy })
         });
-        Report {
+        HealthReport {
             now: now.time,
             healthy: families.iter().flatten().all(|family| family.healthy),
             node_eligible: self.node_eligible,
@@ -114,7 +114,7 @@ struct FamilyReport {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct Report {
+pub struct HealthReport {
     now: Timestamp,
     pub healthy: bool,
     pub node_eligible: bool,
@@ -148,9 +148,9 @@ impl Status {
     }
 }
 
-impl Report {
+impl HealthReport {
     /// One line of JSON. `well`: the answer is 200, and the time of the last update is then the current time.
-    pub(super) fn body(&self, with_node: bool, well: bool) -> String {
+    pub(crate) fn body(&self, with_node: bool, well: bool) -> String {
         let newest = self.families.iter().flatten().map(|family| family.last_updated).max();
         let [v4, v6] = self.families;
         let body = Body {
@@ -184,7 +184,7 @@ impl SharedHealth {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub fn report(&self) -> Report {
+    pub fn report(&self) -> HealthReport {
         self.lock().report(Moment::now())
     }
 }

@@ -9,7 +9,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use super::process;
+use crate::report::process;
 
 /// Answers of `/healthz` since the start or the last reset; all of them were good.
 #[derive(Debug, Default)]

@@ -1,14 +1,10 @@
 //! The metric families: kube-proxy's own names where they have a meaning here, and `proxy_…` for what only
 //! this proxy knows. docs/metrics.md lists all of them.
 
-#[cfg(test)]
-mod documented;
-pub(super) mod exposition;
 mod kube_proxy;
-pub(super) mod kubernetes;
+pub(crate) mod kubernetes;
 mod own;
-pub(super) mod process;
-pub(super) mod slis;
+pub(crate) mod process;
 mod tables;
 
 use std::{
@@ -18,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-pub use kube_proxy::{Extent, Pending};
+pub use kube_proxy::{Pending, SyncKind};
 pub use own::Phase;
 use prometheus_client::{
     encoding::text,
@@ -26,9 +22,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use self::{
-    kube_proxy::KubeProxy, kubernetes::About, own::Own, process::Process, slis::Slis, tables::LastUsage,
-};
+use self::{kube_proxy::KubeProxy, kubernetes::About, own::Own, process::Process, tables::LastUsage};
 use crate::{
     dataplane::{Applied, Unsupported, Usage},
     model::objects::IpFamily,
@@ -55,7 +49,6 @@ pub struct Metrics {
     usage_source: Option<Box<dyn UsageSource>>,
     kube_proxy: KubeProxy,
     own: Own,
-    pub(super) slis: Slis,
     /// Changes that were received and are not yet written.
     pub endpoint_changes: Pending,
     pub service_changes: Pending,
@@ -102,7 +95,6 @@ impl Metrics {
             registry,
             usage,
             usage_source,
-            slis: Slis::default(),
             endpoint_changes: kube_proxy.endpoint_changes.clone(),
             service_changes: kube_proxy.service_changes.clone(),
             sync_errors: own.sync_errors.clone(),
@@ -131,8 +123,8 @@ impl Metrics {
     }
 
     /// A write for this family went well.
-    pub fn synced(&self, family: IpFamily, extent: Extent, took: Duration) {
-        self.kube_proxy.synced(family, extent, took);
+    pub fn synced(&self, family: IpFamily, kind: SyncKind, took: Duration) {
+        self.kube_proxy.synced(family, kind, took);
     }
 
     /// A change in the cluster is served here, so many seconds after it was made.
@@ -157,13 +149,13 @@ impl Metrics {
     }
 
     /// An answer of the health server.
-    pub(super) fn answered(&self, ready: bool, code: u16) {
+    pub(crate) fn answered(&self, ready: bool, code: u16) {
         let family = if ready { &self.kube_proxy.healthz } else { &self.kube_proxy.livez };
         family.get_or_create(&[("code", code.to_string())]).inc();
     }
 
     /// Asks for the state of the tables as it is now.
-    pub(super) async fn refresh(&self) {
+    pub(crate) async fn refresh(&self) {
         let Some(source) = &self.usage_source else { return };
         if let Ok(Some(usage)) = tokio::time::timeout(USAGE_WAIT, source.usage()).await {
             self.usage.set(usage);

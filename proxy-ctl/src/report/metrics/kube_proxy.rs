@@ -18,7 +18,7 @@ use crate::model::objects::IpFamily;
 
 /// How much a write has looked at.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Extent {
+pub enum SyncKind {
     /// Everything.
     Full,
     /// What had changed.
@@ -177,10 +177,10 @@ impl KubeProxy {
         self.queued_last.get_or_create(&label(family)).set(since_epoch());
     }
 
-    pub(super) fn synced(&self, family: IpFamily, extent: Extent, took: Duration) {
-        let part = match extent {
-            Extent::Full => &self.full_sync,
-            Extent::Partial => &self.partial_sync,
+    pub(super) fn synced(&self, family: IpFamily, kind: SyncKind, took: Duration) {
+        let part = match kind {
+            SyncKind::Full => &self.full_sync,
+            SyncKind::Partial => &self.partial_sync,
         };
         for histogram in [&self.sync, part] {
             histogram.get_or_create(&label(family)).observe(took.as_secs_f64());

@@ -17,7 +17,7 @@ pub(super) struct Process;
 
 /// Only when the process started.
 #[derive(Debug)]
-pub(super) struct StartTime;
+pub(crate) struct StartTime;
 
 impl Collector for StartTime {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> std::fmt::Result {
@@ -26,7 +26,7 @@ impl Collector for StartTime {
 }
 
 /// Seconds since the epoch.
-pub(in crate::serve) fn started() -> Option<f64> {
+pub(crate) fn started() -> Option<f64> {
     stat().map(|stat| stat.start_time_seconds)
 }
 

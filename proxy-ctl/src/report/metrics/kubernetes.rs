@@ -15,9 +15,9 @@ use prometheus_client::{
 const MAJOR: &str = "1";
 const MINOR: &str = "36";
 /// The same, as `/statusz` has it.
-pub(in crate::serve) const EMULATED: &str = "1.36";
+pub(crate) const EMULATED: &str = "1.36";
 
-pub(in crate::serve) use crate::version::{platform, reported as version};
+pub(crate) use crate::version::{platform, reported as version};
 
 /// Shared with whoever counts the families.
 #[derive(Clone, Debug, Default)]

@@ -9,7 +9,7 @@ const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset
 const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8; escaping=underscores";
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(in crate::serve) enum Format {
+pub(super) enum Format {
     OpenMetrics,
     Prometheus,
 }
@@ -17,7 +17,7 @@ pub(in crate::serve) enum Format {
 impl Format {
     /// By the request's `Accept` header. Prometheus takes both formats and likes OpenMetrics better; it gets the format
     /// that kube-proxy gives, because the other writes `le="1.0"` for `le="1"`, which is another time series.
-    pub(in crate::serve) fn wanted(accept: &str) -> Self {
+    pub(super) fn wanted(accept: &str) -> Self {
         let takes = |kind: &str| accept.split(',').any(|choice| choice.trim_start().starts_with(kind));
         if takes("application/openmetrics-text") && !takes("text/plain") {
             Self::OpenMetrics
@@ -26,7 +26,7 @@ impl Format {
         }
     }
 
-    pub(in crate::serve) fn content_type(self) -> &'static str {
+    pub(super) fn content_type(self) -> &'static str {
         match self {
             Self::OpenMetrics => OPEN_METRICS,
             Self::Prometheus => PROMETHEUS,
@@ -34,7 +34,7 @@ impl Format {
     }
 
     /// `text` is OpenMetrics.
-    pub(in crate::serve) fn write(self, text: String) -> String {
+    pub(super) fn write(self, text: String) -> String {
         match self {
             Self::OpenMetrics => text,
             Self::Prometheus => to_prometheus(&text),

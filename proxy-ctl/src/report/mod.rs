@@ -1,0 +1,10 @@
+//! What the controller reports and the HTTP servers show: health, health checks of Services, metrics.
+
+mod health;
+mod health_checks;
+mod metrics;
+
+pub use health::{Health, HealthReport, Moment, SharedHealth};
+pub use health_checks::{HealthCheckAddresses, HealthChecks};
+pub use metrics::{Metrics, Pending, Phase, SyncKind, UsageSource};
+pub(crate) use metrics::{kubernetes, process};

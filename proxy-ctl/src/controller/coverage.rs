@@ -11,7 +11,7 @@ use tokio::sync::watch;
 use crate::{
     dataplane::{Dataplane, Unsupported, servable},
     model::desired::{Changes, DesiredPort, ServicePortName},
-    serve::Metrics,
+    report::Metrics,
 };
 
 /// How much of what is listed the node serves.

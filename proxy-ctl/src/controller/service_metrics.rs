@@ -10,7 +10,7 @@ use crate::{
         desired::{Changes, DesiredPort, FrontendKind, ServicePortName},
         objects::IpFamily,
     },
-    serve::Metrics,
+    report::Metrics,
 };
 
 /// Which traffic policies of a service port leave it without an endpoint here although there are some elsewhere.

@@ -15,7 +15,7 @@ use crate::{
         desired::ServicePortName,
         objects::{IpFamily, Node, ObjectName, Protocol},
     },
-    report::{Health, Phase, SyncKind, UsageSource},
+    report::{Health, Moment, SyncKind, UsageSource},
     source::InvalidObjects,
 };
 

@@ -8,6 +8,11 @@ use proxy_common::{
     reason::Reason,
 };
 
+/// Offset of the network header on a device with Ethernet headers. A VLAN tag is in the metadata by then.
+pub(crate) const ETHERNET: u32 = 14;
+/// Offset of the network header on a device without Ethernet headers.
+pub(crate) const BARE: u32 = 0;
+
 /// A packet and where in it its headers begin.
 pub(crate) struct Parsed<A> {
     pub(crate) packet: Packet<A>,

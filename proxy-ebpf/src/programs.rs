@@ -9,12 +9,12 @@ use aya_ebpf::{
 use proxy_common::select::Origin;
 
 use crate::{
-    socket,
-    tc::{self, BARE, ETHERNET},
+    parse::{BARE, ETHERNET},
+    socket, tc,
 };
 
 macro_rules! socket_hooks {
-    ($($hook:ident)+) => {
+    ($($hook:ident: $attach_type:ident;)+) => {
         $(
             #[cgroup_sock_addr($hook)]
             pub fn $hook(ctx: SockAddrContext) -> i32 {
@@ -24,31 +24,41 @@ macro_rules! socket_hooks {
     };
 }
 
-socket_hooks! { connect4 connect6 sendmsg4 sendmsg6 recvmsg4 recvmsg6 getpeername4 getpeername6 }
+proxy_common::socket_programs!(socket_hooks);
 
 #[cgroup_sock_addr(connect4)]
 pub fn learn_namespace(ctx: SockAddrContext) -> i32 {
     socket::learn_namespace(&ctx)
 }
 
+macro_rules! on_packet {
+    (Ingress, $ctx:expr, $network:expr, $peers:expr) => {
+        tc::ingress($ctx, $network, $peers)
+    };
+    (Egress, $ctx:expr, $network:expr, $peers:expr) => {
+        tc::egress($ctx, $network, $peers)
+    };
+}
+
+/// Where those are whom an interface of this role leads to.
+macro_rules! peers {
+    (Workload) => {
+        Origin::Workload
+    };
+    (Uplink) => {
+        Origin::Outside
+    };
+}
+
 macro_rules! packet_hooks {
-    ($($name:ident: $direction:ident, $network:expr, $peers:expr;)+) => {
+    ($($name:ident: ($role:ident, $direction:ident, $ethernet:literal);)+) => {
         $(
             #[classifier]
             pub fn $name(ctx: TcContext) -> i32 {
-                tc::$direction(&ctx, $network, $peers)
+                on_packet!($direction, &ctx, if $ethernet { ETHERNET } else { BARE }, peers!($role))
             }
         )+
     };
 }
 
-packet_hooks! {
-    workload_ingress: ingress, ETHERNET, Origin::Workload;
-    workload_ingress_l3: ingress, BARE, Origin::Workload;
-    workload_egress: egress, ETHERNET, Origin::Workload;
-    workload_egress_l3: egress, BARE, Origin::Workload;
-    uplink_ingress: ingress, ETHERNET, Origin::Outside;
-    uplink_ingress_l3: ingress, BARE, Origin::Outside;
-    uplink_egress: egress, ETHERNET, Origin::Outside;
-    uplink_egress_l3: egress, BARE, Origin::Outside;
-}
+proxy_common::packet_programs!(packet_hooks);

@@ -13,7 +13,10 @@ use proxy_common::{
     packet::{TCP_ACK, TCP_RST},
 };
 
-use crate::{nat::Addresses, parse::Parsed, tc::ETHERNET};
+use crate::{
+    nat::Addresses,
+    parse::{ETHERNET, Parsed},
+};
 
 const HOP_LIMIT: u8 = 64;
 

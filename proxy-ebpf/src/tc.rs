@@ -23,11 +23,6 @@ use crate::{
     tables::{Maps, count, count_packet},
 };
 
-/// Offset of the network header on a device with Ethernet headers. A VLAN tag is in the metadata by then.
-pub(crate) const ETHERNET: u32 = 14;
-/// On a device without.
-pub(crate) const BARE: u32 = 0;
-
 // Ethertypes as the context has them, in network order.
 const IPV4: u32 = 0x0800u16.to_be() as u32;
 const IPV6: u32 = 0x86ddu16.to_be() as u32;

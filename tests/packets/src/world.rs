@@ -9,22 +9,12 @@ use aya::{
 use proxy_common::{
     family::{V4, V6},
     flow::Stage,
+    inventory::{program, table},
     layout::*,
     reason::Reason,
 };
 
 use crate::wire::{Endpoint, Wire};
-
-pub(crate) const PROGRAMS: [&str; 8] = [
-    "workload_ingress",
-    "workload_egress",
-    "uplink_ingress",
-    "uplink_egress",
-    "workload_ingress_l3",
-    "workload_egress_l3",
-    "uplink_ingress_l3",
-    "uplink_egress_l3",
-];
 
 /// How many entries a table of established flows holds here.
 pub(crate) const FLOWS: u32 = 8;
@@ -155,10 +145,10 @@ macro_rules! tables {
 
 fn flow_table(stage: Stage, digit: &str) -> &'static str {
     match (stage, digit) {
-        (Stage::Established, "4") => "flows4",
-        (Stage::Established, _) => "flows6",
-        (Stage::Opening, "4") => "opening_flows4",
-        (Stage::Opening, _) => "opening_flows6",
+        (Stage::Established, "4") => table::flows4,
+        (Stage::Established, _) => table::flows6,
+        (Stage::Opening, "4") => table::opening_flows4,
+        (Stage::Opening, _) => table::opening_flows6,
     }
 }
 
@@ -177,14 +167,14 @@ impl World {
         loader.override_global("SOCKET_HOST_ONLY", &1u32, true);
         loader.override_global("CAN_REFUSE", &1u32, true);
         // Small: quick to make, and a full table is soon reached.
-        for name in ["services", "slots4", "slots6", "service_counters"] {
+        for name in [table::services, table::slots4, table::slots6, table::service_counters] {
             loader.map_max_entries(name, SERVICES);
         }
-        for name in ["flows4", "flows6"] {
+        for name in [table::flows4, table::flows6] {
             loader.map_max_entries(name, FLOWS);
         }
         let mut ebpf = loader.load(object).context("loading the object")?;
-        for name in PROGRAMS {
+        for name in program::ON_INTERFACES {
             let program: &mut SchedClassifier =
                 ebpf.program_mut(name).with_context(|| format!("no program {name}"))?.try_into()?;
             program.load().with_context(|| format!("loading {name}"))?;
@@ -218,7 +208,7 @@ impl World {
         self.set_settings(Settings { masquerade_ports: [[1, 0]; 2], ..Settings::default() })?;
         let cpus = aya::util::nr_cpus().map_err(|(file, error)| anyhow::anyhow!("{file}: {error}"))?;
         let mut counters =
-            PerCpuArray::<_, u64>::try_from(self.ebpf.map_mut("counters").context("counters")?)?;
+            PerCpuArray::<_, u64>::try_from(self.ebpf.map_mut(table::counters).context(table::counters)?)?;
         for reason in Reason::ALL {
             let zero = aya::maps::PerCpuValues::try_from(vec![0u64; cpus])?;
             counters.set(*reason as u32, zero, 0)?;
@@ -232,7 +222,9 @@ impl World {
     }
 
     fn service_counters_table(&mut self) -> Result<PerCpuArray<&mut MapData, ServiceCounters>> {
-        Ok(PerCpuArray::try_from(self.ebpf.map_mut("service_counters").context("service_counters")?)?)
+        Ok(PerCpuArray::try_from(
+            self.ebpf.map_mut(table::service_counters).context(table::service_counters)?,
+        )?)
     }
 
     /// What was counted for a service since the tables were cleared.
@@ -247,16 +239,17 @@ impl World {
     }
 
     pub(crate) fn set_settings(&mut self, settings: Settings) -> Result<()> {
-        Ok(array(&mut self.ebpf, "settings")?.set(0, settings, 0)?)
+        Ok(array(&mut self.ebpf, table::settings)?.set(0, settings, 0)?)
     }
 
     pub(crate) fn set_service(&mut self, id: u32, service: Service) -> Result<()> {
-        Ok(array(&mut self.ebpf, "services")?.set(id, service, 0)?)
+        Ok(array(&mut self.ebpf, table::services)?.set(id, service, 0)?)
     }
 
     /// Reasons counted since the tables were cleared.
     pub(crate) fn counted(&mut self) -> Result<Vec<(Reason, u64)>> {
-        let counters = PerCpuArray::<_, u64>::try_from(self.ebpf.map_mut("counters").context("counters")?)?;
+        let counters =
+            PerCpuArray::<_, u64>::try_from(self.ebpf.map_mut(table::counters).context(table::counters)?)?;
         let mut counted = Vec::new();
         for reason in Reason::ALL {
             let count: u64 = counters.get(&(*reason as u32), 0)?.iter().sum();

@@ -11,7 +11,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use super::{
     Error,
     allocate::{Range, Ranges},
-    family::Family,
+    family::TableFamily,
     layout,
     programmed::{BackendKey, Holds, Image, Published, Uses},
     publish::{Plane, Shared},
@@ -72,7 +72,7 @@ impl Shared {
     }
 }
 
-impl<F: Family> Plane<F> {
+impl<F: TableFamily> Plane<F> {
     /// Reads this family's tables anew. Returns the largest backend id found.
     pub(super) fn adopt(&mut self, shared: &Shared, names: &Names) -> Result<u32, Error> {
         let frontends: FxHashMap<_, _> = self.tables.frontends.read_all()?.into_iter().collect();

@@ -112,7 +112,7 @@ impl Hooks {
     /// Answers whether anything had to be done.
     pub(super) fn attach_sockets(&mut self) -> Result<bool, Error> {
         let mut changed = false;
-        for (name, hook) in SOCKET_HOOKS {
+        for &(name, hook) in SOCKET_HOOKS {
             let path = self.paths.links().join(format!("cgroup_{name}"));
             let Some(cgroup) = &self.cgroup else {
                 changed |= self.links.remove(&path)?;

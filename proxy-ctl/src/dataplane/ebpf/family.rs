@@ -9,13 +9,14 @@ use std::{
 use aya::Pod;
 use proxy_common::{
     family::{self, V4, V6},
+    inventory::table,
     layout::{Slot4, Slot6},
 };
 
 use crate::model::objects;
 
 /// One address family, as controller and tables see it.
-pub(super) trait Family:
+pub(super) trait TableFamily:
     family::Family<Address: Pod + Hash + Ord + Send + Debug, Slot: Pod + PartialEq + Send + Debug>
 {
     const FAMILY: objects::IpFamily;
@@ -33,14 +34,14 @@ pub(super) trait Family:
     fn slot(address: Self::Address, port: u16, backend: u32, flags: u32) -> Self::Slot;
 }
 
-impl Family for V4 {
+impl TableFamily for V4 {
     const FAMILY: objects::IpFamily = objects::IpFamily::Ipv4;
-    const FRONTENDS: &'static str = "frontends4";
-    const SLOTS: &'static str = "slots4";
-    const BACKENDS: &'static str = "backends4";
-    const FLOWS: &'static str = "flows4";
-    const OPENING_FLOWS: &'static str = "opening_flows4";
-    const NODE_ADDRESSES: &'static str = "node_addresses4";
+    const FRONTENDS: &'static str = table::frontends4;
+    const SLOTS: &'static str = table::slots4;
+    const BACKENDS: &'static str = table::backends4;
+    const FLOWS: &'static str = table::flows4;
+    const OPENING_FLOWS: &'static str = table::opening_flows4;
+    const NODE_ADDRESSES: &'static str = table::node_addresses4;
 
     fn address(address: IpAddr) -> Option<[u8; 4]> {
         match address {
@@ -58,14 +59,14 @@ impl Family for V4 {
     }
 }
 
-impl Family for V6 {
+impl TableFamily for V6 {
     const FAMILY: objects::IpFamily = objects::IpFamily::Ipv6;
-    const FRONTENDS: &'static str = "frontends6";
-    const SLOTS: &'static str = "slots6";
-    const BACKENDS: &'static str = "backends6";
-    const FLOWS: &'static str = "flows6";
-    const OPENING_FLOWS: &'static str = "opening_flows6";
-    const NODE_ADDRESSES: &'static str = "node_addresses6";
+    const FRONTENDS: &'static str = table::frontends6;
+    const SLOTS: &'static str = table::slots6;
+    const BACKENDS: &'static str = table::backends6;
+    const FLOWS: &'static str = table::flows6;
+    const OPENING_FLOWS: &'static str = table::opening_flows6;
+    const NODE_ADDRESSES: &'static str = table::node_addresses6;
 
     fn address(address: IpAddr) -> Option<[u8; 16]> {
         match address {

@@ -5,7 +5,7 @@ use proxy_common::{
     layout::{FLOW_BACKEND_CLOSED, FLOW_CLIENT_CLOSED, FLOW_MASQUERADED, FLOW_RESET, Flow, FlowKey},
 };
 
-use super::{Error, family::Family, tables::FamilyTables};
+use super::{Error, family::TableFamily, tables::FamilyTables};
 use crate::sys::map::Cursor;
 
 /// Entries looked at in one call and table: a table of half a million is walked in half a minute.
@@ -56,18 +56,18 @@ enum Stage {
 
 /// Both flow tables of one family.
 #[derive(Debug)]
-pub(super) struct Collector<F: Family> {
+pub(super) struct Collector<F: TableFamily> {
     opening: Walk<F::Address>,
     established: Walk<F::Address>,
 }
 
-impl<F: Family> Default for Collector<F> {
+impl<F: TableFamily> Default for Collector<F> {
     fn default() -> Self {
         Self { opening: Walk::default(), established: Walk::default() }
     }
 }
 
-impl<F: Family> Collector<F> {
+impl<F: TableFamily> Collector<F> {
     /// Entries in `opening_flows` and `flows`, as of the last complete walk.
     pub(super) fn counted(&self) -> (u64, u64) {
         (self.opening.counted, self.established.counted)
@@ -119,7 +119,7 @@ fn is_expired<A>(entries: &[Flow<A>], now: u64) -> bool {
     entries.iter().all(|flow| age_seconds(flow, now) >= lifetime_seconds(flow.protocol, flags))
 }
 
-fn remove_if_expired<F: Family>(
+fn remove_if_expired<F: TableFamily>(
     tables: &FamilyTables<F>,
     flow: &Flow<F::Address>,
     now: u64,

@@ -7,7 +7,7 @@ use proxy_common::layout::{
     SERVICE_HAS_ENDPOINTS, ServiceName,
 };
 
-use super::{allocate::Range, family::Family};
+use super::{allocate::Range, family::TableFamily};
 use crate::model::{
     desired::{DesiredPort, Endpoint, Endpoints, FrontendKind, ServicePortName},
     objects::{self, ObjectName, Protocol},
@@ -71,7 +71,7 @@ pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
 
 /// Keys of the port's frontends with their `FRONTEND_*` flags, in order, each once. Load-balancer addresses of a
 /// Service with source ranges are left out: the tables cannot hold the ranges, and open to all would be wrong.
-pub(super) fn frontends<F: Family>(port: &DesiredPort) -> Vec<(FrontendKey<F::Address>, u32)> {
+pub(super) fn frontends<F: TableFamily>(port: &DesiredPort) -> Vec<(FrontendKey<F::Address>, u32)> {
     let mut keys: Vec<_> = port
         .frontends
         .iter()

@@ -12,6 +12,7 @@ use aya::{
     sys::{BpfHelper, is_helper_supported},
 };
 use aya_obj::generated::bpf_attach_type;
+use proxy_common::inventory::program;
 
 use super::{Error, tables::Shape};
 use crate::{
@@ -23,31 +24,14 @@ use crate::{
 /// The kernel programs, as the build script compiled them.
 pub static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/proxy-ebpf"));
 
+macro_rules! socket_hooks {
+    ($($name:ident: $hook:ident;)+) => {
+        &[$((stringify!($name), bpf_attach_type::$hook),)+]
+    };
+}
+
 /// Programs on the cgroup, by name and hook.
-pub(super) const SOCKET_HOOKS: [(&str, bpf_attach_type); 8] = [
-    ("connect4", bpf_attach_type::BPF_CGROUP_INET4_CONNECT),
-    ("connect6", bpf_attach_type::BPF_CGROUP_INET6_CONNECT),
-    ("sendmsg4", bpf_attach_type::BPF_CGROUP_UDP4_SENDMSG),
-    ("sendmsg6", bpf_attach_type::BPF_CGROUP_UDP6_SENDMSG),
-    ("recvmsg4", bpf_attach_type::BPF_CGROUP_UDP4_RECVMSG),
-    ("recvmsg6", bpf_attach_type::BPF_CGROUP_UDP6_RECVMSG),
-    ("getpeername4", bpf_attach_type::BPF_CGROUP_INET4_GETPEERNAME),
-    ("getpeername6", bpf_attach_type::BPF_CGROUP_INET6_GETPEERNAME),
-];
-
-/// Tells the controller its own network namespace, where the kernel does not: attached to connect4 for a moment.
-pub(super) const LEARN_NAMESPACE: &str = "learn_namespace";
-
-const PACKET_PROGRAMS: [&str; 8] = [
-    "workload_ingress",
-    "workload_egress",
-    "uplink_ingress",
-    "uplink_egress",
-    "workload_ingress_l3",
-    "workload_egress_l3",
-    "uplink_ingress_l3",
-    "uplink_egress_l3",
-];
+pub(super) const SOCKET_HOOKS: &[(&str, bpf_attach_type)] = proxy_common::socket_programs!(socket_hooks);
 
 /// Loaded programs by name.
 #[derive(Debug, Default)]
@@ -63,16 +47,14 @@ impl Programs {
 
 /// Name of the program for packets that go through `interface` in this direction.
 pub(super) fn packet_program(interface: &Interface, direction: Direction) -> &'static str {
-    match (interface.role, direction, interface.ethernet) {
-        (Role::Workload, Direction::Ingress, true) => "workload_ingress",
-        (Role::Workload, Direction::Egress, true) => "workload_egress",
-        (Role::Uplink, Direction::Ingress, true) => "uplink_ingress",
-        (Role::Uplink, Direction::Egress, true) => "uplink_egress",
-        (Role::Workload, Direction::Ingress, false) => "workload_ingress_l3",
-        (Role::Workload, Direction::Egress, false) => "workload_egress_l3",
-        (Role::Uplink, Direction::Ingress, false) => "uplink_ingress_l3",
-        (Role::Uplink, Direction::Egress, false) => "uplink_egress_l3",
+    macro_rules! program_of {
+        ($($name:ident: ($role:ident, $direction:ident, $ethernet:literal);)+) => {
+            match (interface.role, direction, interface.ethernet) {
+                $((Role::$role, Direction::$direction, $ethernet) => stringify!($name),)+
+            }
+        };
     }
+    proxy_common::packet_programs!(program_of)
 }
 
 /// Loads the programs that this configuration needs. Tables that are not pinned in `maps` yet are made there.
@@ -111,9 +93,9 @@ pub(super) fn load(
         }
     }
     if learn_namespace {
-        programs.load_socket(&mut object, LEARN_NAMESPACE)?;
+        programs.load_socket(&mut object, program::learn_namespace)?;
     }
-    for name in PACKET_PROGRAMS {
+    for name in program::ON_INTERFACES {
         programs.load_packet(&mut object, name)?;
     }
     Ok(programs)

@@ -15,15 +15,15 @@ use std::{
 use aya_obj::generated::bpf_attach_type;
 use proxy_common::{
     family::{V4, V6},
+    inventory::{program, table},
     layout::{NODE_ADDRESS_LOOPBACK, NodeAddress, Settings},
 };
 
 use self::{
     allocate::Ranges,
     attach::{Cgroup, Hooks},
-    family::Family,
+    family::TableFamily,
     gc::Collector,
-    load::LEARN_NAMESPACE,
     paths::Paths,
     pins::TablePins,
     programmed::Image,
@@ -119,7 +119,7 @@ impl EbpfDataplane {
                     .map_err(|source| Error::Folder { path: "/proc/self/cgroup".into(), source })?
                     .ok_or(Error::NoCgroup)?;
                 let connect4 = bpf_attach_type::BPF_CGROUP_INET4_CONNECT;
-                let link = Cgroup::open(own)?.attach(&programs, LEARN_NAMESPACE, connect4)?;
+                let link = Cgroup::open(own)?.attach(&programs, program::learn_namespace, connect4)?;
                 let learned = learn_namespace(&common, &probe);
                 drop(link);
                 learned?
@@ -209,7 +209,7 @@ impl EbpfDataplane {
     }
 }
 
-fn plane<F: Family>(paths: &Paths) -> Result<Plane<F>, Error> {
+fn plane<F: TableFamily>(paths: &Paths) -> Result<Plane<F>, Error> {
     let tables = FamilyTables::open(&paths.maps(), true)?;
     let image = Image::empty(tables.slots.len() as u32);
     Ok(Plane { tables, image })
@@ -244,7 +244,7 @@ fn learn_namespace(tables: &CommonTables, probe: &UdpSocket) -> Result<u64, Erro
     Ok(learned)
 }
 
-fn finish<F: Family>(round: Round<F>, applied: &mut Applied, failures: &mut Failures) {
+fn finish<F: TableFamily>(round: Round<F>, applied: &mut Applied, failures: &mut Failures) {
     *applied += round.applied;
     failures.merge(round.failures);
 }
@@ -321,14 +321,14 @@ impl Dataplane for EbpfDataplane {
 
     fn usage(&self) -> Result<Usage, super::Error> {
         let mut used = BTreeMap::from([
-            (tables::SERVICES, u64::from(self.shared.ids.used().saturating_sub(1))),
-            (tables::SERVICE_NAMES, (self.v4.image.services.len() + self.v6.image.services.len()) as u64),
-            (tables::SETTINGS, 1),
+            (table::services, u64::from(self.shared.ids.used().saturating_sub(1))),
+            (table::service_names, (self.v4.image.services.len() + self.v6.image.services.len()) as u64),
+            (table::settings, 1),
         ]);
         used.extend(used_by(&self.v4, &self.flows4)?);
         used.extend(used_by(&self.v6, &self.flows6)?);
         let counted = self.shared.tables.service_counters.capacity();
-        used.insert(tables::SERVICE_COUNTERS, u64::from(counted.min(self.shared.ids.used())));
+        used.insert(table::service_counters, u64::from(counted.min(self.shared.ids.used())));
         let v4 = self.v4.image.services.iter().map(|(name, published)| (published.id, name));
         let v6 = self.v6.image.services.iter().map(|(name, published)| (published.id, name));
         let maps = self.paths.maps();
@@ -340,18 +340,25 @@ impl Dataplane for EbpfDataplane {
     }
 }
 
-fn apply<F: Family>(plane: &mut Plane<F>, shared: &mut Shared, changes: &Changes) -> Round<F> {
+fn apply<F: TableFamily>(plane: &mut Plane<F>, shared: &mut Shared, changes: &Changes) -> Round<F> {
     let changed = changes.changed.iter().filter(|port| port.name.family == F::FAMILY);
     let removed = changes.removed.iter().filter(|name| name.family == F::FAMILY);
     plane.apply(shared, changed, removed)
 }
 
-fn resync<F: Family>(plane: &mut Plane<F>, shared: &mut Shared, desired: &[Arc<DesiredPort>]) -> Round<F> {
+fn resync<F: TableFamily>(
+    plane: &mut Plane<F>,
+    shared: &mut Shared,
+    desired: &[Arc<DesiredPort>],
+) -> Round<F> {
     let desired: Vec<_> = desired.iter().filter(|port| port.name.family == F::FAMILY).collect();
     plane.resync(shared, &desired)
 }
 
-fn used_by<F: Family>(plane: &Plane<F>, flows: &Collector<F>) -> Result<[(&'static str, u64); 6], Error> {
+fn used_by<F: TableFamily>(
+    plane: &Plane<F>,
+    flows: &Collector<F>,
+) -> Result<[(&'static str, u64); 6], Error> {
     let (opening, established) = flows.counted();
     Ok([
         (F::FRONTENDS, plane.image.frontends.len() as u64),
@@ -364,7 +371,7 @@ fn used_by<F: Family>(plane: &Plane<F>, flows: &Collector<F>) -> Result<[(&'stat
 }
 
 /// Makes `node_addresses4/6` hold exactly the host's addresses.
-fn write_addresses<F: Family>(tables: &FamilyTables<F>, host: &Host) -> Result<Applied, Error> {
+fn write_addresses<F: TableFamily>(tables: &FamilyTables<F>, host: &Host) -> Result<Applied, Error> {
     let wanted: BTreeMap<F::Address, NodeAddress> = host
         .node_port_addresses
         .iter()

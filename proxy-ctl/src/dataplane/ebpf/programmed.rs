@@ -11,13 +11,13 @@ use rustc_hash::FxHashMap;
 
 use super::{
     allocate::{Range, Ranges},
-    family::Family,
+    family::TableFamily,
 };
 use crate::model::desired::{self, DesiredPort, ServicePortName};
 
 /// One family's part of what is programmed.
 #[derive(Debug)]
-pub(super) struct Image<F: Family> {
+pub(super) struct Image<F: TableFamily> {
     pub(super) frontends: FxHashMap<FrontendKey<F::Address>, Frontend>,
     pub(super) services: FxHashMap<ServicePortName, Published<F>>,
     pub(super) backends: FxHashMap<BackendKey<F::Address>, Uses>,
@@ -29,7 +29,7 @@ pub(super) struct Image<F: Family> {
 
 /// A service port in the tables.
 #[derive(Debug)]
-pub(super) struct Published<F: Family> {
+pub(super) struct Published<F: TableFamily> {
     /// Index into `services`.
     pub(super) id: u32,
     /// `None`: its slots are unusable (out of bounds, or another's).
@@ -141,7 +141,7 @@ impl Uses {
     }
 }
 
-impl<F: Family> Image<F> {
+impl<F: TableFamily> Image<F> {
     /// Of empty tables.
     pub(super) fn empty(slots: u32) -> Self {
         Self {

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use proxy_common::{
     family::Slot as _,
+    inventory::{Limit, table},
     layout::{BACKEND_LOCAL, Backend, EndpointSet, Frontend, FrontendKey, Service, ServiceName},
 };
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -15,10 +16,10 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use super::{
     Error,
     allocate::{Range, Ranges},
-    family::Family,
+    family::TableFamily,
     layout::{self, Arrangement, backend_flags},
     programmed::{BackendKey, Holds, Image, Published, Uses},
-    tables::{CommonTables, FamilyTables, SERVICE_COUNTERS, SERVICES},
+    tables::{CommonTables, FamilyTables},
 };
 use crate::{
     dataplane::Applied,
@@ -60,14 +61,14 @@ impl Shared {
 
 /// The tables of one family and what is in them.
 #[derive(Debug)]
-pub(super) struct Plane<F: Family> {
+pub(super) struct Plane<F: TableFamily> {
     pub(super) tables: FamilyTables<F>,
     pub(super) image: Image<F>,
 }
 
 /// What one call of the dataplane does to one family.
 #[derive(Debug)]
-pub(super) struct Round<F: Family> {
+pub(super) struct Round<F: TableFamily> {
     pub(super) applied: Applied,
     pub(super) failures: Failures,
     names: Vec<(u32, ServiceName)>,
@@ -80,7 +81,7 @@ pub(super) struct Round<F: Family> {
     inserted: Vec<BackendKey<F::Address>>,
 }
 
-impl<F: Family> Default for Round<F> {
+impl<F: TableFamily> Default for Round<F> {
     fn default() -> Self {
         Self {
             applied: Applied::default(),
@@ -125,7 +126,7 @@ impl Failures {
     }
 }
 
-impl<F: Family> Plane<F> {
+impl<F: TableFamily> Plane<F> {
     /// Writes ports that are new or different, and removes others.
     pub(super) fn apply<'a>(
         &mut self,
@@ -398,8 +399,11 @@ impl<F: Family> Plane<F> {
         round: &mut Round<F>,
     ) -> Result<(Range, Arrangement), Error> {
         let arrangement = Arrangement::of(endpoints);
-        let full =
-            || Error::Full { table: F::SLOTS, capacity: self.tables.slots.len() as u32, limit: "slots" };
+        let full = || Error::Full {
+            table: F::SLOTS,
+            capacity: self.tables.slots.len() as u32,
+            limit: Limit::Slots.name(),
+        };
         let count = u32::try_from(arrangement.slots.len()).map_err(|_| full())?;
         let mut range = self.image.slots.allocate(count);
         if range.is_none() && self.image.slots.has_retired() {
@@ -565,7 +569,10 @@ impl<F: Family> Plane<F> {
     }
 }
 
-fn backend_key<F: Family>(port: &ServicePortName, endpoint: &Endpoint) -> Option<BackendKey<F::Address>> {
+fn backend_key<F: TableFamily>(
+    port: &ServicePortName,
+    endpoint: &Endpoint,
+) -> Option<BackendKey<F::Address>> {
     let address = F::address(endpoint.address)?;
     let (protocol, owner) = (port.protocol.number(), layout::owner(port));
     Some(BackendKey { address, port: endpoint.port, protocol, owner })
@@ -578,13 +585,17 @@ fn new_service_id(shared: &mut Shared) -> Result<u32, Error> {
         shared.ids.grace_period_over();
         id = shared.ids.allocate(1);
     }
-    let full = || Error::Full { table: SERVICES, capacity: shared.ids.capacity(), limit: "services" };
+    let full = || Error::Full {
+        table: table::services,
+        capacity: shared.ids.capacity(),
+        limit: Limit::Services.name(),
+    };
     let id = id.map(|range| range.first).ok_or_else(full)?;
     let counters = &shared.tables.service_counters;
     if id < counters.capacity() {
         counters.clear(id).map_err(|source| {
             shared.ids.release(Range { first: id, count: 1 });
-            Error::Table { table: SERVICE_COUNTERS, source }
+            Error::Table { table: table::service_counters, source }
         })?;
     }
     Ok(id)
@@ -596,7 +607,7 @@ fn write_service(shared: &Shared, id: u32, service: &Service, applied: &mut Appl
         return Ok(());
     }
     let capacity = shared.tables.services.len() as u32;
-    Err(Error::Full { table: SERVICES, capacity, limit: "services" })
+    Err(Error::Full { table: table::services, capacity, limit: Limit::Services.name() })
 }
 
 pub(super) fn remove_service(shared: &Shared, id: u32, applied: &mut Applied) -> Result<(), Error> {

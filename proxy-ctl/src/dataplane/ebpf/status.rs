@@ -9,6 +9,7 @@ use std::{
 
 use proxy_common::{
     family::{Slot as _, V4, V6},
+    inventory::table,
     layout::{
         BACKEND_LOCAL, BACKEND_TERMINATING, EndpointSet, FRONTEND_EXTERNAL, NODE_ADDRESS_LOOPBACK,
         SCOPE_NODE_PORT, SERVICE_HAS_ENDPOINTS, Service,
@@ -18,10 +19,10 @@ use proxy_common::{
 
 use super::{
     Error,
-    family::Family,
+    family::TableFamily,
     layout,
     paths::Paths,
-    tables::{COUNTERS, CommonTables, FamilyTables, SERVICE_COUNTERS, Shape, open_pinned, shapes},
+    tables::{CommonTables, FamilyTables, Shape, open_pinned, shapes},
 };
 use crate::{
     config::Limits,
@@ -189,12 +190,12 @@ impl Pinned {
         count_family(&self.v4, &mut used)?;
         count_family(&self.v6, &mut used)?;
         let names = self.common.names.read_all()?.len() as u64;
-        used.extend([(super::tables::SERVICES, names), (super::tables::SERVICE_NAMES, names)]);
-        used.insert(super::tables::SETTINGS, 1);
+        used.extend([(table::services, names), (table::service_names, names)]);
+        used.insert(table::settings, 1);
         let services = self.services()?;
         let counters = self.common.service_counters.capacity();
         let counted = services.iter().filter(|service| service.id < counters).count();
-        used.insert(SERVICE_COUNTERS, counted as u64);
+        used.insert(table::service_counters, counted as u64);
         for (table, family) in [
             (V4::SLOTS, crate::model::objects::IpFamily::Ipv4),
             (V6::SLOTS, crate::model::objects::IpFamily::Ipv6),
@@ -219,7 +220,7 @@ impl Pinned {
     }
 }
 
-fn read_frontends<F: Family>(
+fn read_frontends<F: TableFamily>(
     tables: &FamilyTables<F>,
     of_service: &mut BTreeMap<u32, Vec<FrontendState>>,
 ) -> Result<(), Error> {
@@ -233,7 +234,7 @@ fn read_frontends<F: Family>(
     Ok(())
 }
 
-fn read_set<F: Family>(tables: &FamilyTables<F>, set: EndpointSet) -> Vec<EndpointState> {
+fn read_set<F: TableFamily>(tables: &FamilyTables<F>, set: EndpointSet) -> Vec<EndpointState> {
     let places = set.first..set.first.saturating_add(set.count);
     let slots = places.map_while(|place| tables.slots.get(place as usize));
     slots
@@ -245,7 +246,10 @@ fn read_set<F: Family>(tables: &FamilyTables<F>, set: EndpointSet) -> Vec<Endpoi
         .collect()
 }
 
-fn read_backends<F: Family>(tables: &FamilyTables<F>, into: &mut Vec<BackendState>) -> Result<(), Error> {
+fn read_backends<F: TableFamily>(
+    tables: &FamilyTables<F>,
+    into: &mut Vec<BackendState>,
+) -> Result<(), Error> {
     let found = tables.backends.read_all()?;
     into.extend(found.into_iter().map(|(id, backend)| BackendState {
         id,
@@ -258,7 +262,10 @@ fn read_backends<F: Family>(tables: &FamilyTables<F>, into: &mut Vec<BackendStat
     Ok(())
 }
 
-fn read_addresses<F: Family>(tables: &FamilyTables<F>, into: &mut Vec<(IpAddr, bool)>) -> Result<(), Error> {
+fn read_addresses<F: TableFamily>(
+    tables: &FamilyTables<F>,
+    into: &mut Vec<(IpAddr, bool)>,
+) -> Result<(), Error> {
     let found = tables.node_addresses.read_all()?;
     into.extend(
         found.into_iter().map(|(address, value)| (F::ip(address), value.flags & NODE_ADDRESS_LOOPBACK != 0)),
@@ -266,7 +273,7 @@ fn read_addresses<F: Family>(tables: &FamilyTables<F>, into: &mut Vec<(IpAddr, b
     Ok(())
 }
 
-fn count_family<F: Family>(
+fn count_family<F: TableFamily>(
     tables: &FamilyTables<F>,
     used: &mut BTreeMap<&'static str, u64>,
 ) -> Result<(), Error> {
@@ -319,11 +326,11 @@ fn reasons(common: &CommonTables) -> Result<Vec<(&'static str, u64)>, Error> {
         .iter()
         .map(sum)
         .collect::<Result<_, _>>()
-        .map_err(|source| Error::Table { table: COUNTERS, source })
+        .map_err(|source| Error::Table { table: table::counters, source })
 }
 
 fn service_usage(common: &CommonTables, id: u32, name: &ServicePortName) -> Result<ServiceUsage, Error> {
-    let failed = |source| Error::Table { table: SERVICE_COUNTERS, source };
+    let failed = |source| Error::Table { table: table::service_counters, source };
     let mut usage = ServiceUsage { name: name.clone(), connections: 0, packets: 0, bytes: 0 };
     for counters in common.service_counters.get(id).map_err(failed)? {
         usage.connections = usage.connections.wrapping_add(counters.connections);

@@ -11,7 +11,7 @@ use std::{
 
 use aya::Pod;
 use proxy_common::{
-    family::{V4, V6},
+    inventory::{Limit, table},
     layout::{
         Backend, DatagramOrigins, Flow, FlowKey, Frontend, FrontendKey, NodeAddress, Service,
         ServiceCounters, ServiceName, Settings, Slot4, Slot6, SocketOrigin,
@@ -19,7 +19,7 @@ use proxy_common::{
     reason::REASONS,
 };
 
-use super::{Error, family::Family};
+use super::{Error, family::TableFamily};
 use crate::{
     config::Limits,
     sys::{
@@ -41,12 +41,6 @@ const MMAPABLE: u32 = 1 << 10;
 /// Flags that say how a map is accessed through one descriptor, not what it is.
 const IGNORED_FLAGS: u32 = (1 << 3) | (1 << 4);
 
-pub(super) const SERVICES: &str = "services";
-pub(super) const SERVICE_NAMES: &str = "service_names";
-pub(super) const SETTINGS: &str = "settings";
-pub(super) const COUNTERS: &str = "counters";
-pub(super) const SERVICE_COUNTERS: &str = "service_counters";
-
 /// What a table must look like.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Shape {
@@ -56,76 +50,77 @@ pub(super) struct Shape {
     value: usize,
     pub(super) entries: u32,
     flags: u32,
-    /// Field of `ebpf.limits` that sets `entries`.
-    pub(super) limit: Option<&'static str>,
+    /// What sets `entries`.
+    pub(super) limit: Option<Limit>,
     /// May start empty without hurting an established flow or the next resync.
     expendable: bool,
 }
 
 impl Shape {
-    fn hash<K, V>(name: &'static str, entries: u32, limit: &'static str) -> Self {
+    fn new<K, V>(name: &'static str, kind: u32, flags: u32, entries: (u32, Option<Limit>)) -> Self {
         let (key, value) = (size_of::<K>(), size_of::<V>());
-        let limit = Some(limit);
-        Self { name, kind: HASH, key, value, entries, flags: NO_PREALLOC, limit, expendable: false }
-    }
-
-    fn lru<K, V>(name: &'static str, entries: u32, limit: &'static str) -> Self {
-        Self { kind: LRU_HASH, flags: 0, expendable: true, ..Self::hash::<K, V>(name, entries, limit) }
-    }
-
-    fn shared_array<V>(name: &'static str, entries: u32, limit: &'static str) -> Self {
-        Self { kind: ARRAY, flags: MMAPABLE, ..Self::hash::<u32, V>(name, entries, limit) }
-    }
-
-    fn fixed<V>(name: &'static str, kind: u32, entries: u32, flags: u32) -> Self {
-        Self { kind, flags, limit: None, ..Self::hash::<u32, V>(name, entries, "") }
-    }
-
-    fn per_cpu<V>(name: &'static str, entries: u32, limit: Option<&'static str>) -> Self {
-        Self { limit, expendable: true, ..Self::fixed::<V>(name, PER_CPU_ARRAY, entries, 0) }
-    }
-
-    fn socket_storage<V>(name: &'static str) -> Self {
-        Self::fixed::<V>(name, SK_STORAGE, 0, NO_PREALLOC)
+        let expendable = matches!(kind, LRU_HASH | PER_CPU_ARRAY);
+        let (entries, limit) = entries;
+        Self { name, kind, key, value, entries, flags, limit, expendable }
     }
 }
 
 type A4 = [u8; 4];
 type A6 = [u8; 16];
 
-/// Every table, in the order of the layout.
+/// Every table, in the order of the inventory.
 pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
-    let frontends = limits.frontends.unwrap_or(131_072);
-    let services = limits.services.unwrap_or(131_072);
-    let slots = limits.slots.unwrap_or(524_288);
-    let backends = limits.backends.unwrap_or(262_144);
-    let flows = limits.flows.unwrap_or(524_288);
-    let opening = limits.opening_flows.unwrap_or(65_536);
-    let counters = limits.service_counters.unwrap_or(1_024);
-    let addresses = limits.node_addresses.unwrap_or(1_024);
-    vec![
-        Shape::hash::<FrontendKey<A4>, Frontend>(V4::FRONTENDS, frontends, "frontends"),
-        Shape::hash::<FrontendKey<A6>, Frontend>(V6::FRONTENDS, frontends, "frontends"),
-        Shape::shared_array::<Service>(SERVICES, services, "services"),
-        Shape::hash::<u32, ServiceName>(SERVICE_NAMES, services, "services"),
-        Shape::shared_array::<Slot4>(V4::SLOTS, slots, "slots"),
-        Shape::shared_array::<Slot6>(V6::SLOTS, slots, "slots"),
-        Shape::hash::<u32, Backend<A4>>(V4::BACKENDS, backends, "backends"),
-        Shape::hash::<u32, Backend<A6>>(V6::BACKENDS, backends, "backends"),
-        Shape::hash::<FlowKey<A4>, Flow<A4>>(V4::FLOWS, flows, "flows"),
-        Shape::hash::<FlowKey<A6>, Flow<A6>>(V6::FLOWS, flows, "flows"),
-        Shape::lru::<FlowKey<A4>, Flow<A4>>(V4::OPENING_FLOWS, opening, "openingFlows"),
-        Shape::lru::<FlowKey<A6>, Flow<A6>>(V6::OPENING_FLOWS, opening, "openingFlows"),
-        Shape::hash::<A4, NodeAddress>(V4::NODE_ADDRESSES, addresses, "nodeAddresses"),
-        Shape::hash::<A6, NodeAddress>(V6::NODE_ADDRESSES, addresses, "nodeAddresses"),
-        Shape::socket_storage::<SocketOrigin<A4>>("socket_origin4"),
-        Shape::socket_storage::<SocketOrigin<A6>>("socket_origin6"),
-        Shape::socket_storage::<DatagramOrigins<A4>>("datagrams4"),
-        Shape::socket_storage::<DatagramOrigins<A6>>("datagrams6"),
-        Shape::fixed::<Settings>(SETTINGS, ARRAY, 1, 0),
-        Shape::per_cpu::<u64>(COUNTERS, REASONS, None),
-        Shape::per_cpu::<ServiceCounters>(SERVICE_COUNTERS, counters, Some("serviceCounters")),
-    ]
+    macro_rules! kind {
+        (hash) => {
+            (HASH, NO_PREALLOC)
+        };
+        (lru_hash) => {
+            (LRU_HASH, 0)
+        };
+        (array) => {
+            (ARRAY, 0)
+        };
+        (shared_array) => {
+            (ARRAY, MMAPABLE)
+        };
+        (per_cpu_array) => {
+            (PER_CPU_ARRAY, 0)
+        };
+        (socket_storage) => {
+            (SK_STORAGE, NO_PREALLOC)
+        };
+    }
+    macro_rules! entries {
+        ([$limit:ident]) => {
+            (entries(limits, Limit::$limit), Some(Limit::$limit))
+        };
+        ($entries:tt) => {
+            ($entries, None)
+        };
+    }
+    macro_rules! shapes {
+        ($($name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => {
+            vec![$({
+                let (kind, flags) = kind!($kind);
+                Shape::new::<$key, $value>(stringify!($name), kind, flags, entries!($entries))
+            },)+]
+        };
+    }
+    proxy_common::tables!(shapes)
+}
+
+fn entries(limits: &Limits, limit: Limit) -> u32 {
+    let configured = match limit {
+        Limit::Frontends => limits.frontends,
+        Limit::Services => limits.services,
+        Limit::Slots => limits.slots,
+        Limit::Backends => limits.backends,
+        Limit::Flows => limits.flows,
+        Limit::OpeningFlows => limits.opening_flows,
+        Limit::NodeAddresses => limits.node_addresses,
+        Limit::ServiceCounters => limits.service_counters,
+    };
+    configured.unwrap_or(limit.default_entries())
 }
 
 /// How a pinned table differs from what is expected: found, then expected.
@@ -134,7 +129,7 @@ pub enum Difference {
     Kind(u32, u32),
     KeySize(u32, usize),
     ValueSize(u32, usize),
-    Entries(u32, u32, Option<&'static str>),
+    Entries(u32, u32, Option<Limit>),
     Flags(u32, u32),
 }
 
@@ -145,7 +140,7 @@ impl fmt::Display for Difference {
             Self::KeySize(found, expected) => write!(f, "has keys of {found} bytes, not {expected}"),
             Self::ValueSize(found, expected) => write!(f, "has values of {found} bytes, not {expected}"),
             Self::Entries(found, expected, Some(limit)) => {
-                write!(f, "has room for {found} entries, but ebpf.limits.{limit} is {expected}")
+                write!(f, "has room for {found} entries, but ebpf.limits.{} is {expected}", limit.name())
             }
             Self::Entries(found, expected, None) => {
                 write!(f, "has room for {found} entries, not {expected}")
@@ -205,12 +200,12 @@ pub(super) fn open_pinned(path: &Path) -> Result<Option<OwnedFd>, CallError> {
 #[derive(Debug)]
 pub(super) struct Table<K, V> {
     pub(super) name: &'static str,
-    limit: &'static str,
+    limit: Option<Limit>,
     map: Map<K, V>,
 }
 
 impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
-    pub(super) fn open(folder: &Path, name: &'static str, limit: &'static str) -> Result<Self, Error> {
+    pub(super) fn open(folder: &Path, name: &'static str, limit: Option<Limit>) -> Result<Self, Error> {
         let fd = pinned_table(folder, name)?;
         let map =
             Map::new(fd).map_err(|source| Error::Table { table: name, source })?.map_err(|mismatch| {
@@ -227,8 +222,10 @@ impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
     }
 
     fn error(&self, source: CallError) -> Error {
-        match source.errno() {
-            libc::E2BIG => Error::Full { table: self.name, capacity: self.map.capacity(), limit: self.limit },
+        match self.limit {
+            Some(limit) if source.errno() == libc::E2BIG => {
+                Error::Full { table: self.name, capacity: self.map.capacity(), limit: limit.name() }
+            }
             _ => Error::Table { table: self.name, source },
         }
     }
@@ -270,7 +267,7 @@ fn per_cpu<V: Pod + Default>(folder: &Path, name: &'static str) -> Result<PerCpu
 
 /// The tables of one family.
 #[derive(Debug)]
-pub(super) struct FamilyTables<F: Family> {
+pub(super) struct FamilyTables<F: TableFamily> {
     pub(super) frontends: Table<FrontendKey<F::Address>, Frontend>,
     pub(super) slots: SharedArray<F::Slot>,
     pub(super) backends: Table<u32, Backend<F::Address>>,
@@ -279,16 +276,16 @@ pub(super) struct FamilyTables<F: Family> {
     pub(super) node_addresses: Table<F::Address, NodeAddress>,
 }
 
-impl<F: Family> FamilyTables<F> {
+impl<F: TableFamily> FamilyTables<F> {
     /// Opens what is pinned in `folder`.
     pub(super) fn open(folder: &Path, writable: bool) -> Result<Self, Error> {
         Ok(Self {
-            frontends: Table::open(folder, F::FRONTENDS, "frontends")?,
+            frontends: Table::open(folder, F::FRONTENDS, Some(Limit::Frontends))?,
             slots: shared(folder, F::SLOTS, writable)?,
-            backends: Table::open(folder, F::BACKENDS, "backends")?,
-            flows: Table::open(folder, F::FLOWS, "flows")?,
-            opening_flows: Table::open(folder, F::OPENING_FLOWS, "openingFlows")?,
-            node_addresses: Table::open(folder, F::NODE_ADDRESSES, "nodeAddresses")?,
+            backends: Table::open(folder, F::BACKENDS, Some(Limit::Backends))?,
+            flows: Table::open(folder, F::FLOWS, Some(Limit::Flows))?,
+            opening_flows: Table::open(folder, F::OPENING_FLOWS, Some(Limit::OpeningFlows))?,
+            node_addresses: Table::open(folder, F::NODE_ADDRESSES, Some(Limit::NodeAddresses))?,
         })
     }
 }
@@ -307,11 +304,11 @@ impl CommonTables {
     /// Opens what is pinned in `folder`.
     pub(super) fn open(folder: &Path, writable: bool) -> Result<Self, Error> {
         Ok(Self {
-            services: shared(folder, SERVICES, writable)?,
-            names: Table::open(folder, SERVICE_NAMES, "services")?,
-            settings: Table::open(folder, SETTINGS, "")?,
-            counters: per_cpu(folder, COUNTERS)?,
-            service_counters: per_cpu(folder, SERVICE_COUNTERS)?,
+            services: shared(folder, table::services, writable)?,
+            names: Table::open(folder, table::service_names, Some(Limit::Services))?,
+            settings: Table::open(folder, table::settings, None)?,
+            counters: per_cpu(folder, table::counters)?,
+            service_counters: per_cpu(folder, table::service_counters)?,
         })
     }
 }
@@ -321,7 +318,7 @@ mod tests {
     use super::*;
 
     fn expected() -> (Shape, MapInfo) {
-        let shape = Shape::hash::<u32, u64>("some", 7, "backends");
+        let shape = Shape::new::<u32, u64>("some", HASH, NO_PREALLOC, (7, Some(Limit::Backends)));
         let found =
             MapInfo { kind: HASH, id: 1, key_size: 4, value_size: 8, max_entries: 7, flags: NO_PREALLOC };
         (shape, found)
@@ -350,7 +347,7 @@ mod tests {
                 Some(Difference::Kind(ARRAY, HASH)),
                 Some(Difference::KeySize(8, 4)),
                 Some(Difference::ValueSize(4, 8)),
-                Some(Difference::Entries(8, 7, Some("backends"))),
+                Some(Difference::Entries(8, 7, Some(Limit::Backends))),
                 Some(Difference::Flags(0, NO_PREALLOC)),
             ]
         );

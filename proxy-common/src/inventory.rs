@@ -1,0 +1,126 @@
+//! Every table and every kernel program, listed once: the kernel crate defines them from these lists, the controller
+//! sizes, checks, opens and attaches them by the same.
+
+macro_rules! limits {
+    ($($limit:ident: $name:literal, $default:literal;)+) => {
+        /// A size that users set.
+        #[derive(Clone, Copy, Debug, Eq, PartialEq)]
+        pub enum Limit { $($limit,)+ }
+
+        impl Limit {
+            /// Field of `ebpf.limits`.
+            pub const fn name(self) -> &'static str {
+                match self { $(Self::$limit => $name,)+ }
+            }
+
+            /// Entries of each table that it sizes, where users say nothing.
+            pub const fn default_entries(self) -> u32 {
+                match self { $(Self::$limit => $default,)+ }
+            }
+        }
+    };
+}
+
+limits! {
+    Frontends: "frontends", 131_072;
+    Services: "services", 131_072;
+    Slots: "slots", 524_288;
+    Backends: "backends", 262_144;
+    Flows: "flows", 524_288;
+    OpeningFlows: "openingFlows", 65_536;
+    NodeAddresses: "nodeAddresses", 1_024;
+    ServiceCounters: "serviceCounters", 1_024;
+}
+
+/// Calls the macro `$define` with every pinned table, as `name: kind(key, value), entries`. The types are those of
+/// `layout`, with `A4` and `A6` for the addresses; entries in brackets are a [`Limit`].
+#[macro_export]
+macro_rules! tables {
+    ($define:ident) => {
+        $define! {
+            frontends4: hash(FrontendKey<A4>, Frontend), [Frontends];
+            frontends6: hash(FrontendKey<A6>, Frontend), [Frontends];
+            services: shared_array(u32, Service), [Services];
+            service_names: hash(u32, ServiceName), [Services];
+            slots4: shared_array(u32, Slot4), [Slots];
+            slots6: shared_array(u32, Slot6), [Slots];
+            backends4: hash(u32, Backend<A4>), [Backends];
+            backends6: hash(u32, Backend<A6>), [Backends];
+            flows4: hash(FlowKey<A4>, Flow<A4>), [Flows];
+            flows6: hash(FlowKey<A6>, Flow<A6>), [Flows];
+            opening_flows4: lru_hash(FlowKey<A4>, Flow<A4>), [OpeningFlows];
+            opening_flows6: lru_hash(FlowKey<A6>, Flow<A6>), [OpeningFlows];
+            node_addresses4: hash(A4, NodeAddress), [NodeAddresses];
+            node_addresses6: hash(A6, NodeAddress), [NodeAddresses];
+            socket_origin4: socket_storage(u32, SocketOrigin<A4>), 0;
+            socket_origin6: socket_storage(u32, SocketOrigin<A6>), 0;
+            datagrams4: socket_storage(u32, DatagramOrigins<A4>), 0;
+            datagrams6: socket_storage(u32, DatagramOrigins<A6>), 0;
+            settings: array(u32, Settings), 1;
+            counters: per_cpu_array(u32, u64), REASONS;
+            service_counters: per_cpu_array(u32, ServiceCounters), [ServiceCounters];
+        }
+    };
+}
+
+/// Calls the macro `$define` with every program on the cgroup, as `name: attach type`.
+#[macro_export]
+macro_rules! socket_programs {
+    ($define:ident) => {
+        $define! {
+            connect4: BPF_CGROUP_INET4_CONNECT;
+            connect6: BPF_CGROUP_INET6_CONNECT;
+            sendmsg4: BPF_CGROUP_UDP4_SENDMSG;
+            sendmsg6: BPF_CGROUP_UDP6_SENDMSG;
+            recvmsg4: BPF_CGROUP_UDP4_RECVMSG;
+            recvmsg6: BPF_CGROUP_UDP6_RECVMSG;
+            getpeername4: BPF_CGROUP_INET4_GETPEERNAME;
+            getpeername6: BPF_CGROUP_INET6_GETPEERNAME;
+        }
+    };
+}
+
+/// Calls the macro `$define` with every program on an interface, as `name: (role of the interface, direction, has
+/// Ethernet header)`.
+#[macro_export]
+macro_rules! packet_programs {
+    ($define:ident) => {
+        $define! {
+            workload_ingress: (Workload, Ingress, true);
+            workload_egress: (Workload, Egress, true);
+            uplink_ingress: (Uplink, Ingress, true);
+            uplink_egress: (Uplink, Egress, true);
+            workload_ingress_l3: (Workload, Ingress, false);
+            workload_egress_l3: (Workload, Egress, false);
+            uplink_ingress_l3: (Uplink, Ingress, false);
+            uplink_egress_l3: (Uplink, Egress, false);
+        }
+    };
+}
+
+/// Names of the tables.
+#[expect(non_upper_case_globals, reason = "a constant is spelled as the table that it names")]
+pub mod table {
+    macro_rules! names {
+        ($($name:ident: $kind:ident $types:tt, $entries:tt;)+) => {
+            $(pub const $name: &str = stringify!($name);)+
+        };
+    }
+    tables!(names);
+}
+
+/// Names of the programs.
+#[expect(non_upper_case_globals, reason = "a constant is spelled as the program that it names")]
+pub mod program {
+    macro_rules! names {
+        ($($name:ident: $place:tt;)+) => {
+            $(pub const $name: &str = stringify!($name);)+
+            /// Every program on an interface.
+            pub const ON_INTERFACES: &[&str] = &[$($name,)+];
+        };
+    }
+    packet_programs!(names);
+
+    /// On connect4 for a moment: tells the controller its own network namespace where the kernel does not.
+    pub const learn_namespace: &str = "learn_namespace";
+}

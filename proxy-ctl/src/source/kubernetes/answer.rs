@@ -1,9 +1,12 @@
 //! An answer of the API server: an error, or something in one of the encodings.
 
+use std::time::Duration;
+
 use bytes::{Bytes, BytesMut};
 use http::{Response, header::CONTENT_TYPE};
 use http_body_util::BodyExt as _;
 use kube::client::Body;
+use tokio::time::timeout;
 
 use super::{
     failure::{Failure, FailureReason, ends_too_early},
@@ -12,6 +15,8 @@ use super::{
 };
 use crate::config::Encoding;
 
+/// The API server must send the beginning of an answer, and each next part of it, within this time.
+pub(super) const SILENCE: Duration = Duration::from_secs(60);
 /// Of an answer that is an error, no more bytes than this are read.
 const LONGEST_ERROR: usize = 1 << 20;
 /// And of one that is no Status, no more than this are shown.
@@ -35,7 +40,7 @@ impl Answer {
             return Ok(answer);
         }
         let encoding = answer.encoding;
-        let body = answer.read(LONGEST_ERROR).await?;
+        let body = read(answer.body, LONGEST_ERROR, SILENCE).await?;
         let status = encoding.and_then(|encoding| wire::status(encoding, &body).ok());
         // Proxies on the way have other things to say, such as a page of HTML.
         let mut status = status.unwrap_or_default();
@@ -51,20 +56,7 @@ impl Answer {
     }
 
     pub(super) async fn whole(self) -> Result<Bytes, Failure> {
-        self.read(usize::MAX).await
-    }
-
-    /// No more is read once there are `enough` bytes.
-    async fn read(mut self, enough: usize) -> Result<Bytes, Failure> {
-        let mut read = BytesMut::new();
-        while read.len() < enough
-            && let Some(frame) = self.body.frame().await.transpose()?
-        {
-            if let Ok(data) = frame.into_data() {
-                read.extend_from_slice(&data);
-            }
-        }
-        Ok(read.freeze())
+        read(self.body, usize::MAX, SILENCE).await
     }
 
     /// For those who read it as it is said to be.
@@ -85,6 +77,22 @@ impl Answer {
         let encoding = self.encoding()?;
         Ok(Events { encoding, of, frames: Frames::new(encoding), body: self.body })
     }
+}
+
+/// No more is read once there are `enough` bytes. `silence`: how long each part may take.
+async fn read<B>(mut body: B, enough: usize, silence: Duration) -> Result<Bytes, Failure>
+where
+    B: hyper::body::Body<Data = Bytes, Error = kube::Error> + Unpin,
+{
+    let mut read = BytesMut::new();
+    while read.len() < enough {
+        let frame = timeout(silence, body.frame()).await.map_err(|_| Failure::silence(silence))?;
+        let Some(frame) = frame.transpose()? else { break };
+        if let Ok(data) = frame.into_data() {
+            read.extend_from_slice(&data);
+        }
+    }
+    Ok(read.freeze())
 }
 
 /// The events of a watch, one after the other.
@@ -125,6 +133,14 @@ impl Events {
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        pin::Pin,
+        task::{Context, Poll, ready},
+    };
+
+    use hyper::body::Frame;
+    use tokio::time::{Sleep, sleep};
+
     use super::*;
 
     const STATUS: &[u8] = include_bytes!("recorded/status.protobuf");
@@ -162,6 +178,39 @@ mod tests {
             let failure = answer(code, content_type, body).await.err().unwrap();
             assert_eq!((failure.reason, failure.code), (reason, Some(code)));
             assert!(failure.message.starts_with(message), "{failure}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_long_answer_may_take_its_time_but_not_fall_silent() {
+        let slow = Trickle { left: 12, pause: Duration::from_millis(100), next: None };
+        let whole = read(slow, usize::MAX, Duration::from_secs(1)).await.unwrap();
+        assert_eq!(whole.len(), 12, "each part in time, and all of them after the limit");
+        let silent = Trickle { left: 1, pause: Duration::from_secs(600), next: None };
+        let failure = read(silent, usize::MAX, Duration::from_millis(10)).await.unwrap_err();
+        assert_eq!(failure.reason, FailureReason::Timeout);
+    }
+
+    /// Brings a byte after each pause.
+    struct Trickle {
+        left: u32,
+        pause: Duration,
+        next: Option<Pin<Box<Sleep>>>,
+    }
+
+    impl hyper::body::Body for Trickle {
+        type Data = Bytes;
+        type Error = kube::Error;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            context: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, kube::Error>>> {
+            let Some(left) = self.left.checked_sub(1) else { return Poll::Ready(None) };
+            let pause = self.pause;
+            ready!(self.next.get_or_insert_with(|| Box::pin(sleep(pause))).as_mut().poll(context));
+            (self.left, self.next) = (left, None);
+            Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(b"x")))))
         }
     }
 

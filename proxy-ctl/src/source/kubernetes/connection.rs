@@ -26,7 +26,6 @@ use super::{
     answer::Answer,
     failure::{Failure, FailureReason},
     kubeconfig::{Config, ConfigError, Loaded},
-    outage::Outage,
     rate_limit::RateLimit,
     requests::{Requests, host},
     token_file::TokenFile,
@@ -53,7 +52,6 @@ pub(super) struct Connection {
     current: Mutex<Current>,
     /// Told when a watcher that had failed gets through again: the others need not sit out their delays.
     pub(super) recovered: Notify,
-    pub(super) outage: Outage,
 }
 
 #[derive(Default)]
@@ -80,7 +78,7 @@ impl Connection {
     pub(super) fn new(config: Config, accept: HeaderValue, requests: Requests) -> Self {
         let limit = Arc::new(RateLimit::new(config.qps, config.burst));
         let current = Mutex::default();
-        Self { config, limit, accept, requests, current, recovered: Notify::new(), outage: Outage::default() }
+        Self { config, limit, accept, requests, current, recovered: Notify::new() }
     }
 
     /// The client to use now, and its generation for [`Self::renew`]. Reads files, and runs the credential plugin

@@ -46,12 +46,12 @@ struct Resource {
     name: String,
 }
 
-/// An API that a room asks for, and how.
-pub(super) trait Choice: Copy + Eq + std::fmt::Debug + Send + Sync + 'static {
+/// The versions of an API of which one is watched.
+pub(super) trait ServedApi: Copy + Eq + std::fmt::Debug + Send + Sync + 'static {
     fn ask(connection: &Arc<Connection>) -> impl Future<Output = Result<Self, Failure>> + Send;
 }
 
-impl Choice for EndpointsApi {
+impl ServedApi for EndpointsApi {
     async fn ask(connection: &Arc<Connection>) -> Result<Self, Failure> {
         Ok(if serves(connection, "discovery.k8s.io/v1", "endpointslices").await? {
             Self::SlicesV1
@@ -63,7 +63,7 @@ impl Choice for EndpointsApi {
     }
 }
 
-impl Choice for ServiceCidrApi {
+impl ServedApi for ServiceCidrApi {
     async fn ask(connection: &Arc<Connection>) -> Result<Self, Failure> {
         Ok(if serves(connection, "networking.k8s.io/v1", "servicecidrs").await? {
             Self::V1

@@ -1,55 +1,42 @@
-//! One room's way through the versions of its API: asks what the API server serves, watches that, and asks again
-//! where the answer may have changed: the API server was upgraded, or goes back to an older version.
+//! A watcher's way through the versions of its API. The newest is watched without asking; where the API server does not
+//! serve it, it is asked what it serves, and again where the answer may have changed: the API server was upgraded, or
+//! goes back to an older version.
 
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
-use tokio::{sync::mpsc, time::sleep};
+use tokio::time::sleep;
 use tracing::{debug, info};
 
 use super::{
     backoff::{Backoff, random},
-    connection::Connection,
-    discovery::{Choice, EndpointsApi, ServiceCidrApi},
-    health::Health,
+    context::WatchContext,
+    discovery::{EndpointsApi, ServedApi, ServiceCidrApi},
     kind::ResourceKind,
+    query::Query,
     resource::{
-        EndpointSlices, EndpointSlicesV1Beta1, LegacyEndpoints, SERVED, ServiceCidrs, ServiceCidrsV1Beta1,
-        Watched,
+        EndpointSlices, EndpointSlicesV1Beta1, LegacyEndpoints, SERVED_SELECTOR, ServiceCidrs,
+        ServiceCidrsV1Beta1, Watched,
     },
-    state::SourceState,
-    watch::{End, Selection, Watcher},
+    watcher::{End, Watcher},
 };
 use crate::source::Update;
 
 /// An API server that had no ServiceCIDRs is asked again after this time, whatever happens.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// What every watcher needs.
-#[derive(Clone)]
-pub(super) struct Room {
-    pub(super) connection: Arc<Connection>,
-    pub(super) updates: mpsc::Sender<Update>,
-    pub(super) state: SourceState,
-}
+/// Nobody receives the updates any more.
+pub(super) struct ReceiverGone;
 
-/// Nobody takes the updates any more.
-pub(super) struct Unwanted;
-
-impl Room {
-    fn watcher<W: Watched>(&self, selection: Selection) -> Watcher<W> {
-        Watcher::new(Arc::clone(&self.connection), selection, self.updates.clone(), self.state.clone())
-    }
-
+impl WatchContext {
     /// A kind that every API server has in the same version.
-    pub(super) async fn watch<W: Watched>(self, selection: Selection) {
-        let mut watcher = self.watcher::<W>(selection);
-        while watcher.run().await == End::AskAgain {}
+    pub(super) async fn watch<W: Watched>(self, query: Query<W>) {
+        let mut watcher = Watcher::new(self, query);
+        while watcher.run().await == End::AskWhatIsServed {}
     }
 
     /// EndpointSlices, or what stands for them.
     pub(super) async fn watch_endpoints(self) {
-        let served = || Selection { labels: Some(SERVED.to_owned()), fields: None };
-        let mut next = self.ask(ResourceKind::EndpointSlices).await;
+        let mut next = Ok(EndpointsApi::SlicesV1);
         while let Ok(api) = next {
             let (kind, other) = match api {
                 EndpointsApi::SlicesV1 | EndpointsApi::SlicesV1Beta1 => {
@@ -60,14 +47,16 @@ impl Room {
             self.state.end(other);
             self.state.begin(kind);
             next = match api {
-                EndpointsApi::SlicesV1 => self.watch_while::<EndpointSlices, _>(served(), api).await,
+                EndpointsApi::SlicesV1 => {
+                    self.watch_while(Query::<EndpointSlices>::with_labels(SERVED_SELECTOR), api).await
+                }
                 EndpointsApi::SlicesV1Beta1 => {
                     info!("the API server has no discovery.k8s.io/v1: watching EndpointSlices of v1beta1");
-                    self.watch_while::<EndpointSlicesV1Beta1, _>(served(), api).await
+                    self.watch_while(Query::<EndpointSlicesV1Beta1>::with_labels(SERVED_SELECTOR), api).await
                 }
                 EndpointsApi::Endpoints => {
                     info!("the API server has no EndpointSlices: watching Endpoints");
-                    self.watch_while::<LegacyEndpoints, _>(served(), api).await
+                    self.watch_while(Query::<LegacyEndpoints>::with_labels(SERVED_SELECTOR), api).await
                 }
             };
         }
@@ -75,71 +64,70 @@ impl Room {
 
     /// ServiceCIDRs, where there are any.
     pub(super) async fn watch_service_cidrs(self) {
-        let all = Selection::default;
-        let mut next = self.ask(ResourceKind::ServiceCidrs).await;
+        let mut next = Ok(ServiceCidrApi::V1);
         while let Ok(api) = next {
             next = match api {
                 ServiceCidrApi::V1 => {
                     self.state.begin(ResourceKind::ServiceCidrs);
-                    self.watch_while::<ServiceCidrs, _>(all(), api).await
+                    self.watch_while(Query::<ServiceCidrs>::all(), api).await
                 }
                 ServiceCidrApi::V1Beta1 => {
                     self.state.begin(ResourceKind::ServiceCidrs);
-                    self.watch_while::<ServiceCidrsV1Beta1, _>(all(), api).await
+                    self.watch_while(Query::<ServiceCidrsV1Beta1>::all(), api).await
                 }
                 ServiceCidrApi::Nowhere => self.without_service_cidrs().await,
             };
         }
     }
 
-    /// Until the connection was lost and found again: it may be another server then.
-    async fn without_service_cidrs(&self) -> Result<ServiceCidrApi, Unwanted> {
+    /// Returns once the connection was lost and found again: it may be another server then.
+    async fn without_service_cidrs(&self) -> Result<ServiceCidrApi, ReceiverGone> {
         self.state.end(ResourceKind::ServiceCidrs);
-        self.updates.send(Update::ReplaceServiceCidrs(Vec::new())).await.map_err(|_| Unwanted)?;
+        self.updates.send(Update::ReplaceServiceCidrs(Vec::new())).await.map_err(|_| ReceiverGone)?;
         debug!("the API server has no ServiceCIDRs");
         tokio::select! {
             () = self.connection.recovered.notified() => {}
             () = sleep(PATIENCE) => {}
-            () = self.updates.closed() => return Err(Unwanted),
+            () = self.updates.closed() => return Err(ReceiverGone),
         }
         self.ask(ResourceKind::ServiceCidrs).await
     }
 
     /// Watches `W` until the API server's answer is another one than `api`.
-    async fn watch_while<W: Watched, A: Choice>(&self, selection: Selection, api: A) -> Result<A, Unwanted> {
-        let mut watcher = self.watcher::<W>(selection);
+    async fn watch_while<W: Watched, A: ServedApi>(
+        &self,
+        query: Query<W>,
+        api: A,
+    ) -> Result<A, ReceiverGone> {
+        let mut watcher = Watcher::new(self.clone(), query);
         loop {
             match watcher.run().await {
-                End::Unwanted => return Err(Unwanted),
-                End::AskAgain => {}
+                End::ReceiverGone => return Err(ReceiverGone),
+                End::AskWhatIsServed => {}
             }
             let now = self.ask::<A>(W::RESOURCE).await?;
             if now != api {
-                info!(resource = %W::RESOURCE, before = ?api, ?now, "the API server serves something else");
+                info!(resource = %W::RESOURCE, before = ?api, ?now, "the API server serves another version");
                 return Ok(now);
             }
         }
     }
 
     /// Asks until there is an answer.
-    async fn ask<A: Choice>(&self, kind: ResourceKind) -> Result<A, Unwanted> {
-        let mut health = Health::new(kind);
+    async fn ask<A: ServedApi>(&self, kind: ResourceKind) -> Result<A, ReceiverGone> {
         let mut backoff = Backoff::default();
         loop {
             let failure = match A::ask(&self.connection).await {
-                Ok(answer) => {
-                    self.connection.outage.ends(kind);
-                    return Ok(answer);
-                }
+                Ok(answer) => return Ok(answer),
                 Err(failure) => failure,
             };
             self.state.failed(kind, &failure);
             let delay = backoff.next(random());
-            health.bad(&self.connection.outage, &failure, &[], delay);
+            self.state.log_failure(kind, &failure, delay);
             tokio::select! {
                 () = sleep(delay) => {}
                 () = self.connection.recovered.notified() => backoff.reset(),
-                () = self.updates.closed() => return Err(Unwanted),
+                () = self.updates.closed() => return Err(ReceiverGone),
             }
         }
     }

@@ -1,22 +1,28 @@
-//! Says in the log when a resource stops and starts being watched: once per change, not per attempt, and what
-//! all resources have in common only once.
+//! Which kinds are watched and what is wrong with each. The log says when a kind stops and starts being watched: once a
+//! change, not once an attempt, and what all kinds have in common only once.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
 
 use tracing::{debug, error, info, warn};
 
 use super::{
     failure::{Failure, FailureReason},
     kind::{ResourceKind, Verb},
-    outage::Outage,
 };
 
-#[derive(Debug)]
-pub(super) struct Health {
-    kind: ResourceKind,
+/// Of all kinds that are watched, or would be if the API server allowed it.
+#[derive(Debug, Default)]
+pub(super) struct Health(pub(super) BTreeMap<ResourceKind, KindHealth>);
+
+#[derive(Debug, Default)]
+pub(super) struct KindHealth {
+    /// Why the kind is not being watched now, for people.
+    pub(super) problem: Option<String>,
     failing: Option<Failing>,
-    /// Whether the resource was ever watched.
-    ever: bool,
+    was_watched: bool,
 }
 
 #[derive(Debug)]
@@ -24,89 +30,101 @@ struct Failing {
     reason: FailureReason,
     since: Instant,
     attempts: u32,
-    /// Whether anything of it has been told at more than debug level.
-    told: bool,
+    /// At more than debug level.
+    is_logged: bool,
 }
 
 impl Health {
-    pub(super) fn new(kind: ResourceKind) -> Self {
-        Self { kind, failing: None, ever: false }
-    }
-
-    /// Returns true if it had been failing.
-    pub(super) fn good(&mut self, outage: &Outage) -> bool {
-        let kind = self.kind;
-        let first = !std::mem::replace(&mut self.ever, true);
-        let Some(failing) = self.failing.take() else {
-            if first {
+    /// A watch has begun. Returns whether the kind was failing.
+    pub(super) fn works(&mut self, kind: ResourceKind) -> bool {
+        let health = self.0.entry(kind).or_default();
+        let is_first = !std::mem::replace(&mut health.was_watched, true);
+        let Some(Failing { since, attempts, is_logged, .. }) = health.failing.take() else {
+            if is_first {
                 info!(resource = %kind, "watching {kind}");
             }
             return false;
         };
-        outage.ends(kind);
-        let seconds = failing.since.elapsed().as_secs_f64();
-        let failed_attempts = failing.attempts;
-        if failing.told {
-            info!(resource = %kind, failed_attempts, "watching {kind} again after {seconds:.1} s");
-        } else if first {
-            info!(resource = %kind, failed_attempts, "watching {kind}");
+        let seconds = since.elapsed().as_secs_f64();
+        if is_logged {
+            info!(resource = %kind, failed_attempts = attempts, "watching {kind} again after {seconds:.1} s");
+        } else if is_first {
+            info!(resource = %kind, failed_attempts = attempts, "watching {kind}");
         } else {
-            debug!(resource = %kind, failed_attempts, "watching {kind} again after {seconds:.1} s");
+            debug!(resource = %kind, failed_attempts = attempts, "watching {kind} again after {seconds:.1} s");
         }
         true
     }
 
     /// `denied`: which verbs RBAC does not allow, if it is that.
-    pub(super) fn bad(&mut self, outage: &Outage, failure: &Failure, denied: &[Verb], retry_in: Duration) {
-        let kind = self.kind;
-        let reason = failure.reason.name();
-        let retry = retry_in.as_secs_f64();
-        let failing = self.failing.get_or_insert_with(|| Failing {
-            reason: failure.reason,
+    pub(super) fn fails(
+        &mut self,
+        kind: ResourceKind,
+        failure: &Failure,
+        denied: &[Verb],
+        retry_in: Duration,
+    ) {
+        let reason = failure.reason;
+        let is_known_of_another = reason.is_about_the_server()
+            && self.0.iter().any(|(other, health)| {
+                *other != kind && health.failing.as_ref().is_some_and(|failing| failing.reason == reason)
+            });
+        // A kind that the API server may not have is not missed.
+        let is_watched = self.0.contains_key(&kind);
+        let mut unwatched = KindHealth::default();
+        let health = self.0.get_mut(&kind).unwrap_or(&mut unwatched);
+        let is_same = health.failing.as_ref().is_some_and(|failing| failing.reason == reason);
+        let failing = health.failing.get_or_insert_with(|| Failing {
+            reason,
             since: Instant::now(),
             attempts: 0,
-            told: false,
+            is_logged: false,
         });
         failing.attempts += 1;
-        let same = failing.attempts > 1 && failing.reason == failure.reason;
-        failing.reason = failure.reason;
-        if same || !outage.begins(kind, failure.reason) {
+        failing.reason = reason;
+        if is_same || is_known_of_another || !is_watched {
+            let (reason, retry) = (reason.name(), retry_in.as_secs_f64());
             debug!(resource = %kind, reason, "{failure}; next attempt in {retry:.1} s");
-            return;
-        }
-        failing.told = true;
-        match failure.reason {
-            FailureReason::Forbidden => {
-                let group = kind.group();
-                let verbs: Vec<&str> = denied.iter().map(|verb| verb.name()).collect();
-                let verbs = if verbs.is_empty() { "list and watch".to_owned() } else { verbs.join(" and ") };
-                let outcome = kind.without();
-                let text = format!(
-                    "the API server does not allow {verbs} of {kind} in API group {group:?}: {failure}; {outcome}; \
-                     ClusterRole system:node-proxier grants it; next attempt in {retry:.1} s"
-                );
-                if kind.is_optional() {
-                    warn!(resource = %kind, verbs, reason, "{text}");
-                } else {
-                    error!(resource = %kind, verbs, reason, "{text}");
-                }
-            }
-            FailureReason::Unauthorized | FailureReason::Credentials | FailureReason::Tls => {
-                error!(resource = %kind, reason, "{failure}; next attempt in {retry:.1} s");
-            }
-            FailureReason::NotServed
-            | FailureReason::Expired
-            | FailureReason::Throttled
-            | FailureReason::Refused
-            | FailureReason::Unreachable
-            | FailureReason::Disconnected
-            | FailureReason::Timeout
-            | FailureReason::Malformed => {
-                warn!(resource = %kind, reason, "{failure}; what is programmed stays; next attempt in {retry:.1} s");
-            }
+        } else {
+            failing.is_logged = true;
+            log(kind, failure, denied, retry_in);
         }
     }
 }
+
+fn log(kind: ResourceKind, failure: &Failure, denied: &[Verb], retry_in: Duration) {
+    let (reason, retry) = (failure.reason.name(), retry_in.as_secs_f64());
+    match failure.reason {
+        FailureReason::Forbidden => {
+            let (group, outcome) = (kind.group(), kind.without());
+            let verbs: Vec<&str> = denied.iter().map(|verb| verb.name()).collect();
+            let verbs = if verbs.is_empty() { "list and watch".to_owned() } else { verbs.join(" and ") };
+            let text = format!(
+                "the API server does not allow {verbs} of {kind} in API group {group:?}: {failure}; {outcome}; \
+                 ClusterRole system:node-proxier grants it; next attempt in {retry:.1} s"
+            );
+            if kind.is_optional() {
+                warn!(resource = %kind, verbs, reason, "{text}");
+            } else {
+                error!(resource = %kind, verbs, reason, "{text}");
+            }
+        }
+        FailureReason::Unauthorized | FailureReason::Credentials | FailureReason::Tls => {
+            error!(resource = %kind, reason, "{failure}; next attempt in {retry:.1} s");
+        }
+        FailureReason::NotServed
+        | FailureReason::Expired
+        | FailureReason::Throttled
+        | FailureReason::Refused
+        | FailureReason::Unreachable
+        | FailureReason::Disconnected
+        | FailureReason::Timeout
+        | FailureReason::Malformed => {
+            warn!(resource = %kind, reason, "{failure}; what is programmed stays; next attempt in {retry:.1} s");
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use tracing::level_filters::LevelFilter;
@@ -115,61 +133,81 @@ mod tests {
     use super::*;
     use crate::log::capture;
 
-    fn logged(work: impl FnOnce()) -> Vec<String> {
-        capture::logged(format().without_time(), LevelFilter::INFO, work)
+    const SECOND: Duration = Duration::from_secs(1);
+    const KINDS: [ResourceKind; 3] =
+        [ResourceKind::Services, ResourceKind::EndpointSlices, ResourceKind::Nodes];
+
+    /// What is logged above debug level while these kinds are watched.
+    fn logged(work: impl FnOnce(&mut Health)) -> Vec<String> {
+        let mut health = Health::default();
+        for kind in KINDS.into_iter().chain([ResourceKind::ServiceCidrs]) {
+            health.0.entry(kind).or_default();
+        }
+        capture::logged(format().without_time(), LevelFilter::INFO, || work(&mut health))
     }
 
     #[test]
-    fn a_change_is_told_once_however_often_it_is_tried() {
-        let lines = logged(|| {
-            let outage = Outage::default();
-            let mut health = Health::new(ResourceKind::EndpointSlices);
+    fn a_change_is_logged_once_however_often_it_is_tried() {
+        let lines = logged(|health| {
             for reason in [FailureReason::Unreachable, FailureReason::Forbidden] {
                 for _ in 0..50 {
                     let failure = Failure::new(reason, "it says why");
-                    health.bad(&outage, &failure, &[Verb::Watch, Verb::List], Duration::from_secs(1));
+                    health.fails(ResourceKind::EndpointSlices, &failure, &[Verb::Watch, Verb::List], SECOND);
                 }
             }
             for _ in 0..50 {
-                health.good(&outage);
+                health.works(ResourceKind::EndpointSlices);
             }
         });
         assert_eq!(lines.len(), 3, "{lines:#?}");
         assert!(lines[0].contains(" WARN ") && lines[0].contains("it says why"), "{}", lines[0]);
-        let denied = "ERROR";
         let names = "watch and list of endpointslices in API group \"discovery.k8s.io\"";
-        assert!(lines[1].contains(denied) && lines[1].contains(names), "{}", lines[1]);
+        assert!(lines[1].contains("ERROR") && lines[1].contains(names), "{}", lines[1]);
         assert!(lines[2].contains("watching endpointslices again"), "{}", lines[2]);
         assert!(lines[2].contains("failed_attempts=100"), "{}", lines[2]);
     }
+
     #[test]
-    fn an_api_server_that_is_away_is_one_line_whatever_is_watched() {
-        let lines = logged(|| {
-            let outage = Outage::default();
-            let kinds = [ResourceKind::Services, ResourceKind::EndpointSlices, ResourceKind::Nodes];
-            let mut all = kinds.map(Health::new);
-            for health in &mut all {
-                health.good(&outage);
+    fn an_api_server_that_is_away_is_one_line_an_outage_whatever_is_watched() {
+        let lines = logged(|health| {
+            for kind in KINDS {
+                health.works(kind);
             }
-            for health in &mut all {
-                let failure = Failure::new(FailureReason::Unreachable, "connection refused");
-                health.bad(&outage, &failure, &[], Duration::from_secs(1));
-            }
-            for health in &mut all {
-                assert!(health.good(&outage));
+            for _ in 0..2 {
+                for kind in KINDS {
+                    let failure = Failure::new(FailureReason::Unreachable, "connection refused");
+                    health.fails(kind, &failure, &[], SECOND);
+                }
+                for kind in KINDS {
+                    assert!(health.works(kind));
+                }
             }
         });
-        assert_eq!(lines.len(), 5, "{lines:#?}");
-        assert!(lines[3].contains(" WARN ") && lines[3].contains("connection refused"), "{lines:#?}");
-        assert!(lines[4].contains("watching services again"), "{lines:#?}");
+        assert_eq!(lines.len(), 7, "{lines:#?}");
+        for outage in [&lines[3..5], &lines[5..7]] {
+            assert!(outage[0].contains(" WARN ") && outage[0].contains("connection refused"), "{lines:#?}");
+            assert!(outage[1].contains("watching services again"), "{lines:#?}");
+        }
+    }
+
+    #[test]
+    fn what_concerns_one_kind_is_logged_for_each_and_another_failure_too() {
+        let lines = logged(|health| {
+            for reason in [FailureReason::Forbidden, FailureReason::Unauthorized] {
+                for kind in KINDS {
+                    health.fails(kind, &Failure::new(reason, "it says why"), &[], SECOND);
+                }
+            }
+        });
+        assert_eq!(lines.len(), 4, "{lines:#?}");
     }
 
     #[test]
     fn what_is_not_needed_is_no_error() {
-        let lines = logged(|| {
+        let lines = logged(|health| {
             let failure = Failure::new(FailureReason::Forbidden, "403");
-            let mut health = Health::new(ResourceKind::ServiceCidrs);
-            health.bad(&Outage::default(), &failure, &[], Duration::from_secs(1));
+            health.fails(ResourceKind::ServiceCidrs, &failure, &[], SECOND);
+            health.fails(ResourceKind::Endpoints, &failure, &[], SECOND);
         });
         assert_eq!(lines.len(), 1, "{lines:#?}");
         assert!(lines[0].contains(" WARN ") && lines[0].contains("everything else works"), "{lines:#?}");

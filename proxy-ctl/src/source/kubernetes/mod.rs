@@ -3,22 +3,24 @@
 mod answer;
 mod backoff;
 mod connection;
+mod context;
 mod discovery;
 pub mod failure;
 mod follow;
 mod frames;
 mod health;
-mod kept;
 mod kind;
 mod kubeconfig;
-mod outage;
+mod objects;
+mod parsed;
+mod query;
 mod rate_limit;
-mod reported;
 mod requests;
 mod resource;
 mod state;
+mod streaming;
 mod token_file;
-mod watch;
+mod watcher;
 mod watchers;
 mod wire;
 
@@ -29,10 +31,10 @@ use tokio::sync::mpsc;
 
 use self::{
     connection::Connection,
+    context::WatchContext,
     failure::Failure,
-    follow::Room,
-    resource::{OwnNode, SERVED, Services},
-    watch::Selection,
+    query::Query,
+    resource::{OwnNode, SERVED_SELECTOR, Services},
     watchers::Watchers,
 };
 use super::Update;
@@ -123,15 +125,16 @@ impl Kubernetes {
     /// # Errors
     /// A watcher has ended although somebody receives: what it watched would be stale from now on.
     pub async fn run(self, updates: mpsc::Sender<Update>) -> Result<(), WatcherEnded> {
-        let room = Room { connection: self.connection, updates: updates.clone(), state: self.state };
-        let served = Selection { labels: Some(SERVED.to_owned()), fields: None };
-        let own = Selection { labels: None, fields: Some(format!("metadata.name={}", self.node_name)) };
+        let (connection, state) = (self.connection, self.state);
+        let context = WatchContext { connection, updates: updates.clone(), state, streaming: Arc::default() };
+        let served = Query::with_labels(SERVED_SELECTOR);
+        let own = Query::with_fields(format!("metadata.name={}", self.node_name));
 
         let mut watchers = Watchers::default();
-        watchers.spawn(ResourceKind::Services, room.clone().watch::<Services>(served));
-        watchers.spawn(ResourceKind::Nodes, room.clone().watch::<OwnNode>(own));
-        watchers.spawn(ResourceKind::EndpointSlices, room.clone().watch_endpoints());
-        watchers.spawn(ResourceKind::ServiceCidrs, room.watch_service_cidrs());
+        watchers.spawn(ResourceKind::Services, context.clone().watch::<Services>(served));
+        watchers.spawn(ResourceKind::Nodes, context.clone().watch::<OwnNode>(own));
+        watchers.spawn(ResourceKind::EndpointSlices, context.clone().watch_endpoints());
+        watchers.spawn(ResourceKind::ServiceCidrs, context.watch_service_cidrs());
         watchers.first_end(&updates).await
     }
 }

@@ -1,6 +1,6 @@
 //! What is watched, and how it is parsed.
 
-use super::{kept::Kept, kind::ResourceKind, wire::Kind};
+use super::{kind::ResourceKind, parsed::ParsedObject, wire::Kind};
 use crate::{
     model::objects::{EndpointSlice, Node, Service, ServiceCidr, ServiceSlices},
     source::{
@@ -9,18 +9,38 @@ use crate::{
     },
 };
 
-/// Objects that are someone else's, or nobody's, to serve. Both labels on both kinds: which of them
+/// Leaves out objects that another proxy serves, or none. Both labels on both kinds: which of them
 /// kube-proxy looks at where has changed between its versions, and each is documented for Services.
-pub(super) const SERVED: &str = "!service.kubernetes.io/service-proxy-name,!service.kubernetes.io/headless";
+pub(super) const SERVED_SELECTOR: &str =
+    "!service.kubernetes.io/service-proxy-name,!service.kubernetes.io/headless";
+
+/// How a version of a kind stands to the others that API servers have or had.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Version {
+    /// There are no others.
+    Only,
+    Newest,
+    /// The newest is watched instead as soon as there is one: asked again whenever the connection was lost.
+    Stopgap,
+}
+
+impl Version {
+    pub(super) fn is_stopgap(self) -> bool {
+        self == Self::Stopgap
+    }
+
+    pub(super) fn has_others(self) -> bool {
+        self != Self::Only
+    }
+}
 
 /// A version of a kind of object.
 pub(super) trait Watched: Send + 'static {
     type Object: Object + Send;
-    type Parsed: Kept;
+    type Parsed: ParsedObject;
     const RESOURCE: ResourceKind;
     const KIND: Kind;
-    /// A newer API is watched instead as soon as there is one: asked again whenever the connection was lost.
-    const STOPGAP: bool = false;
+    const VERSION: Version = Version::Only;
 
     /// None: not served; what is wrong with it is in the list.
     fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>);
@@ -53,6 +73,7 @@ impl Watched for EndpointSlices {
     type Parsed = EndpointSlice;
     const RESOURCE: ResourceKind = ResourceKind::EndpointSlices;
     const KIND: Kind = Kind { api_version: "discovery.k8s.io/v1", kind: "EndpointSlice" };
+    const VERSION: Version = Version::Newest;
 
     fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
         convert::endpoint_slice(object)
@@ -67,7 +88,8 @@ impl Watched for EndpointSlicesV1Beta1 {
     type Parsed = EndpointSlice;
     const RESOURCE: ResourceKind = ResourceKind::EndpointSlices;
     const KIND: Kind = Kind { api_version: "discovery.k8s.io/v1beta1", kind: "EndpointSlice" };
-    const STOPGAP: bool = true;
+    const VERSION: Version = Version::Stopgap;
+
     fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
         convert::endpoint_slice(&object.to_v1())
     }
@@ -81,7 +103,8 @@ impl Watched for LegacyEndpoints {
     type Parsed = ServiceSlices;
     const RESOURCE: ResourceKind = ResourceKind::Endpoints;
     const KIND: Kind = Kind { api_version: "v1", kind: "Endpoints" };
-    const STOPGAP: bool = true;
+    const VERSION: Version = Version::Stopgap;
+
     fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
         convert::endpoints(object)
     }
@@ -94,6 +117,7 @@ impl Watched for ServiceCidrs {
     type Parsed = ServiceCidr;
     const RESOURCE: ResourceKind = ResourceKind::ServiceCidrs;
     const KIND: Kind = Kind { api_version: "networking.k8s.io/v1", kind: "ServiceCIDR" };
+    const VERSION: Version = Version::Newest;
 
     fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
         convert::service_cidr(&object.metadata, &object.spec.cidrs)
@@ -108,7 +132,8 @@ impl Watched for ServiceCidrsV1Beta1 {
     type Parsed = ServiceCidr;
     const RESOURCE: ResourceKind = ResourceKind::ServiceCidrs;
     const KIND: Kind = Kind { api_version: "networking.k8s.io/v1beta1", kind: "ServiceCIDR" };
-    const STOPGAP: bool = true;
+    const VERSION: Version = Version::Stopgap;
+
     fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
         convert::service_cidr(&object.metadata, &object.spec.cidrs)
     }

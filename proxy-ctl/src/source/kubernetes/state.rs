@@ -1,51 +1,31 @@
 //! What the watchers know about themselves: counters and gauges for /metrics, /healthz and `status`.
 
 use std::{
-    collections::BTreeMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use prometheus_client::{
-    encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::Registry,
 };
 
 use super::{
     failure::{Failure, FailureReason},
+    health::{Health, KindHealth},
     kind::{ResourceKind, Verb},
     requests::Requests,
 };
 use crate::{config::Encoding, source::InvalidObjects};
 
-#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, EncodeLabelSet)]
-struct ByResource {
-    resource: &'static str,
+type Labels<const N: usize> = [(&'static str, &'static str); N];
+
+fn of(kind: ResourceKind) -> Labels<1> {
+    [("resource", kind.plural())]
 }
 
-#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, EncodeLabelSet)]
-struct ByMethod {
-    resource: &'static str,
-    method: &'static str,
-}
-
-#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, EncodeLabelSet)]
-struct ByVerb {
-    resource: &'static str,
-    verb: &'static str,
-}
-
-#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, EncodeLabelSet)]
-struct ByReason {
-    resource: &'static str,
-    reason: &'static str,
-}
-
-#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq, EncodeLabelSet)]
-struct ByEncoding {
-    resource: &'static str,
-    encoding: &'static str,
+fn of_with(kind: ResourceKind, name: &'static str, value: &'static str) -> Labels<2> {
+    [("resource", kind.plural()), (name, value)]
 }
 
 /// How a list was got.
@@ -53,15 +33,15 @@ struct ByEncoding {
 pub enum ListMethod {
     /// A watch that begins with all objects (`sendInitialEvents`, Kubernetes 1.32 and newer).
     Streamed,
-    /// Page by page.
-    Paged,
+    /// Everything in one answer.
+    Whole,
 }
 
 impl ListMethod {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Streamed => "streamed",
-            Self::Paged => "paged",
+            Self::Whole => "whole",
         }
     }
 }
@@ -69,24 +49,18 @@ impl ListMethod {
 /// Shared by the watchers and whoever reports about them; clones see the same values.
 #[derive(Clone, Debug, Default)]
 pub struct SourceState {
-    lists: Family<ByMethod, Counter>,
-    watches: Family<ByResource, Counter>,
-    errors: Family<ByReason, Counter>,
+    lists: Family<Labels<2>, Counter>,
+    watches: Family<Labels<1>, Counter>,
+    errors: Family<Labels<2>, Counter>,
     invalid_objects: InvalidObjects,
     /// Of the client: requests and answers.
     pub requests: Requests,
-    connected: Family<ByResource, Gauge>,
-    objects: Family<ByResource, Gauge>,
-    last_event: Family<ByResource, Gauge<f64, AtomicU64>>,
-    denied: Family<ByVerb, Gauge>,
-    encoding: Family<ByEncoding, Gauge>,
-    watched: Arc<Mutex<BTreeMap<ResourceKind, Watching>>>,
-}
-
-/// One kind as `status` tells it.
-#[derive(Clone, Debug, Default)]
-struct Watching {
-    problem: Option<String>,
+    connected: Family<Labels<1>, Gauge>,
+    objects: Family<Labels<1>, Gauge>,
+    last_event: Family<Labels<1>, Gauge<f64, AtomicU64>>,
+    denied: Family<Labels<2>, Gauge>,
+    encoding: Family<Labels<2>, Gauge>,
+    health: Arc<Mutex<Health>>,
 }
 
 impl SourceState {
@@ -100,8 +74,8 @@ impl SourceState {
 
     /// This kind is to be watched from now on.
     pub(super) fn begin(&self, kind: ResourceKind) {
-        let labels = ByResource { resource: kind.plural() };
-        if self.watched().insert(kind, Watching::default()).is_none() {
+        let labels = of(kind);
+        if self.health().0.insert(kind, KindHealth::default()).is_none() {
             self.connected.get_or_create(&labels).set(0);
             self.objects.get_or_create(&labels).set(0);
             self.watches.get_or_create(&labels).inc_by(0);
@@ -110,22 +84,22 @@ impl SourceState {
 
     /// This kind is not watched any more: the API server does not have it.
     pub(super) fn end(&self, kind: ResourceKind) {
-        let labels = ByResource { resource: kind.plural() };
-        if self.watched().remove(&kind).is_some() {
+        let labels = of(kind);
+        if self.health().0.remove(&kind).is_some() {
             self.connected.remove(&labels);
             self.objects.remove(&labels);
             self.last_event.remove(&labels);
             for encoding in Encoding::ALL {
-                self.encoding.remove(&ByEncoding { resource: kind.plural(), encoding: encoding.name() });
+                self.encoding.remove(&of_with(kind, "encoding", encoding.name()));
             }
             for verb in Verb::ALL {
-                self.denied.remove(&ByVerb { resource: kind.plural(), verb: verb.name() });
+                self.denied.remove(&of_with(kind, "verb", verb.name()));
             }
         }
     }
 
-    fn watched(&self) -> MutexGuard<'_, BTreeMap<ResourceKind, Watching>> {
-        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
+    fn health(&self) -> MutexGuard<'_, Health> {
+        self.health.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Where invalid objects are counted, which whoever shows them registers.
@@ -161,60 +135,58 @@ impl SourceState {
 
     /// What is watched, or would be if the API server allowed it.
     pub fn kinds(&self) -> Vec<ResourceKind> {
-        self.watched().keys().copied().collect()
+        self.health().0.keys().copied().collect()
     }
 
     /// Why the resource is not being watched now, for people.
     pub fn problem(&self, kind: ResourceKind) -> Option<String> {
-        self.watched().get(&kind)?.problem.clone()
+        self.health().0.get(&kind)?.problem.clone()
     }
 
     /// The verbs that RBAC does not allow. Without `watch` a resource is listed again and again.
     pub fn denied(&self, kind: ResourceKind) -> Vec<Verb> {
         let denied = |verb: &Verb| {
-            self.denied
-                .get(&ByVerb { resource: kind.plural(), verb: verb.name() })
-                .is_some_and(|gauge| gauge.get() == 1)
+            self.denied.get(&of_with(kind, "verb", verb.name())).is_some_and(|gauge| gauge.get() == 1)
         };
         Verb::ALL.into_iter().filter(denied).collect()
     }
 
     /// Whether the resource is being watched now.
     pub fn connected(&self, kind: ResourceKind) -> bool {
-        self.connected.get(&ByResource { resource: kind.plural() }).is_some_and(|gauge| gauge.get() == 1)
+        self.connected.get(&of(kind)).is_some_and(|gauge| gauge.get() == 1)
     }
 
     /// Objects that match the selectors, also those that are not served.
     pub fn objects(&self, kind: ResourceKind) -> i64 {
-        self.objects.get(&ByResource { resource: kind.plural() }).map_or(0, |gauge| gauge.get())
+        self.objects.get(&of(kind)).map_or(0, |gauge| gauge.get())
     }
 
     /// What the API server answered in last.
     pub fn encoding(&self, kind: ResourceKind) -> Option<Encoding> {
         Encoding::ALL.into_iter().find(|encoding| {
-            let labels = ByEncoding { resource: kind.plural(), encoding: encoding.name() };
+            let labels = of_with(kind, "encoding", encoding.name());
             self.encoding.get(&labels).is_some_and(|gauge| gauge.get() == 1)
         })
     }
 
     /// Complete lists so far.
     pub fn lists(&self, kind: ResourceKind, method: ListMethod) -> u64 {
-        self.lists.get_or_create(&ByMethod { resource: kind.plural(), method: method.name() }).get()
+        self.lists.get_or_create(&of_with(kind, "method", method.name())).get()
     }
 
     /// Watches started so far.
     pub fn watches(&self, kind: ResourceKind) -> u64 {
-        self.watches.get_or_create(&ByResource { resource: kind.plural() }).get()
+        self.watches.get_or_create(&of(kind)).get()
     }
 
     /// Failures so far for one reason, such as `unauthorized`; see [`FailureReason`].
     pub fn errors(&self, kind: ResourceKind, reason: FailureReason) -> u64 {
-        self.errors.get_or_create(&ByReason { resource: kind.plural(), reason: reason.name() }).get()
+        self.errors.get_or_create(&of_with(kind, "reason", reason.name())).get()
     }
 
     pub(super) fn listed(&self, kind: ResourceKind, method: ListMethod, objects: usize) {
-        let labels = ByResource { resource: kind.plural() };
-        self.lists.get_or_create(&ByMethod { resource: kind.plural(), method: method.name() }).inc();
+        let labels = of(kind);
+        self.lists.get_or_create(&of_with(kind, "method", method.name())).inc();
         self.objects.get_or_create(&labels).set(i64::try_from(objects).unwrap_or(i64::MAX));
         self.heard_from(kind);
     }
@@ -222,7 +194,7 @@ impl SourceState {
     /// What an answer is in.
     pub(super) fn answered_in(&self, kind: ResourceKind, encoding: Encoding) {
         for other in Encoding::ALL {
-            let labels = ByEncoding { resource: kind.plural(), encoding: other.name() };
+            let labels = of_with(kind, "encoding", other.name());
             if other == encoding {
                 self.encoding.get_or_create(&labels).set(1);
             } else {
@@ -232,35 +204,47 @@ impl SourceState {
     }
 
     pub(super) fn watch_started(&self, kind: ResourceKind) {
-        self.watches.get_or_create(&ByResource { resource: kind.plural() }).inc();
+        self.watches.get_or_create(&of(kind)).inc();
     }
 
     pub(super) fn objects_changed(&self, kind: ResourceKind, by: i64) {
-        self.objects.get_or_create(&ByResource { resource: kind.plural() }).inc_by(by);
+        self.objects.get_or_create(&of(kind)).inc_by(by);
     }
 
     pub(super) fn heard_from(&self, kind: ResourceKind) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-        let labels = ByResource { resource: kind.plural() };
+        let labels = of(kind);
         self.connected.get_or_create(&labels).set(1);
         self.last_event.get_or_create(&labels).set(now);
-        if let Some(watching) = self.watched().get_mut(&kind) {
-            watching.problem = None;
+        if let Some(health) = self.health().0.get_mut(&kind) {
+            health.problem = None;
         }
     }
 
     pub(super) fn failed(&self, kind: ResourceKind, failure: &Failure) {
         let reason = failure.reason.name();
-        self.errors.get_or_create(&ByReason { resource: kind.plural(), reason }).inc();
+        self.errors.get_or_create(&of_with(kind, "reason", reason)).inc();
         // Whether the API server has it may not be known yet: then nobody misses it.
-        if let Some(watching) = self.watched().get_mut(&kind) {
-            self.connected.get_or_create(&ByResource { resource: kind.plural() }).set(0);
-            watching.problem = Some(failure.message.clone());
+        if let Some(health) = self.health().0.get_mut(&kind) {
+            self.connected.get_or_create(&of(kind)).set(0);
+            health.problem = Some(failure.message.clone());
         }
     }
 
+    /// Logs a failure unless that is known.
+    pub(super) fn log_failure(&self, kind: ResourceKind, failure: &Failure, retry_in: Duration) {
+        let denied = self.denied(kind);
+        self.health().fails(kind, failure, &denied, retry_in);
+    }
+
+    /// A watch has begun. Returns whether the kind was failing.
+    pub(super) fn works(&self, kind: ResourceKind) -> bool {
+        self.heard_from(kind);
+        self.health().works(kind)
+    }
+
     pub(super) fn set_denied(&self, kind: ResourceKind, verb: Verb, denied: bool) {
-        let labels = ByVerb { resource: kind.plural(), verb: verb.name() };
+        let labels = of_with(kind, "verb", verb.name());
         if denied {
             self.denied.get_or_create(&labels).set(1);
         } else if let Some(gauge) = self.denied.get(&labels) {
@@ -279,7 +263,7 @@ impl SourceState {
     pub(crate) fn with_samples() -> Self {
         let state = Self::new();
         let kind = ResourceKind::Services;
-        state.listed(kind, ListMethod::Paged, 1);
+        state.listed(kind, ListMethod::Whole, 1);
         state.failed(kind, &Failure::new(FailureReason::Timeout, "silence"));
         state.set_denied(kind, Verb::Watch, true);
         state.answered_in(kind, Encoding::Protobuf);

@@ -51,7 +51,7 @@ pub(super) enum Object {
 
 /// A document that could not be read.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(super) enum Broken {
+pub(super) enum InvalidDocument {
     /// Which object it would have been.
     Object(Identity),
     /// It may be any.
@@ -61,7 +61,7 @@ pub(super) enum Broken {
 #[derive(Debug, Default)]
 pub(super) struct Parsed {
     pub(super) objects: Vec<(Identity, Object)>,
-    pub(super) broken: Vec<Broken>,
+    pub(super) broken: Vec<InvalidDocument>,
     pub(super) invalid: Vec<InvalidField>,
 }
 
@@ -88,9 +88,9 @@ struct List {
 
 /// `file` is for messages. `node_name`: other Nodes are left out.
 pub(super) fn parse(file: &str, text: &str, node_name: &str) -> Parsed {
-    let mut reader = Reader { node_name, place: String::new(), parsed: Parsed::default() };
+    let mut reader = Reader { node_name, origin: String::new(), parsed: Parsed::default() };
     for (index, document) in split(text).into_iter().enumerate() {
-        reader.place = format!("{file}, document {}", index + 1);
+        reader.origin = format!("{file}, document {}", index + 1);
         reader.document(&document);
     }
     reader.parsed
@@ -191,7 +191,7 @@ fn path<E>(error: &serde_path_to_error::Error<E>) -> String {
 struct Reader<'a> {
     node_name: &'a str,
     /// File and document.
-    place: String,
+    origin: String,
     parsed: Parsed,
 }
 
@@ -200,7 +200,7 @@ impl Reader<'_> {
         let text = Text::Document(document);
         let header = match text.read::<Header>() {
             Ok(header) => header,
-            Err(problem) => return self.broken(Broken::Unknown, problem),
+            Err(problem) => return self.broken(InvalidDocument::Unknown, problem),
         };
         let is_list = header.kind.as_deref().is_some_and(|kind| kind.ends_with("List"));
         if !is_list {
@@ -213,11 +213,11 @@ impl Reader<'_> {
                     let text = Text::Item(&item.value, number, line);
                     match text.read::<Header>() {
                         Ok(header) => self.object(&text, &header),
-                        Err(problem) => self.broken(Broken::Unknown, problem),
+                        Err(problem) => self.broken(InvalidDocument::Unknown, problem),
                     }
                 }
             }
-            Err(problem) => self.broken(Broken::Unknown, problem),
+            Err(problem) => self.broken(InvalidDocument::Unknown, problem),
         }
     }
 
@@ -227,7 +227,7 @@ impl Reader<'_> {
             (_, None | Some("")) => {
                 let field = text.field("kind");
                 let message = "is missing, must be Service, EndpointSlice, Node or List".into();
-                return self.broken(Broken::Unknown, Problem { field, message });
+                return self.broken(InvalidDocument::Unknown, Problem { field, message });
             }
             ("v1", Some("Service")) => Kind::Service,
             ("v1", Some("Node")) => Kind::Node,
@@ -236,15 +236,15 @@ impl Reader<'_> {
                 let right = if kind == "EndpointSlice" { DISCOVERY } else { "v1" };
                 let field = text.field("apiVersion");
                 let message = format!("is missing, must be {right}");
-                return self.broken(Broken::Unknown, Problem { field, message });
+                return self.broken(InvalidDocument::Unknown, Problem { field, message });
             }
             (other, Some("EndpointSlice")) if other.starts_with("discovery.k8s.io/") => {
                 let field = text.field("apiVersion");
                 let message = format!("found {other:?}, must be {DISCOVERY}");
-                return self.broken(Broken::Unknown, Problem { field, message });
+                return self.broken(InvalidDocument::Unknown, Problem { field, message });
             }
             (api_version, Some(kind)) => {
-                tracing::debug!("{}: {api_version} {kind} is of no use here", self.place);
+                tracing::debug!("{}: {api_version} {kind} is of no use here", self.origin);
                 return;
             }
         };
@@ -253,7 +253,7 @@ impl Reader<'_> {
         if name.is_empty() {
             let field = text.field("metadata.name");
             let message = format!("is missing, must be the name of the {kind:?}");
-            return self.broken(Broken::Unknown, Problem { field, message });
+            return self.broken(InvalidDocument::Unknown, Problem { field, message });
         }
         let namespace = metadata.and_then(|metadata| metadata.namespace.clone()).unwrap_or_default();
         let name = convert::name(&ObjectMeta { name, namespace, ..ObjectMeta::default() });
@@ -286,25 +286,25 @@ impl Reader<'_> {
     ) {
         let object = match text.read::<T>() {
             Ok(object) => object,
-            Err(problem) => return self.broken(Broken::Object(identity), problem),
+            Err(problem) => return self.broken(InvalidDocument::Object(identity), problem),
         };
         let (object, invalid) = convert(object);
         match object {
             Some(object) => self.parsed.objects.push((identity, object)),
             None if invalid.is_empty() => self.parsed.objects.push((identity, Object::NotServed)),
-            None => self.parsed.broken.push(Broken::Object(identity)),
+            None => self.parsed.broken.push(InvalidDocument::Object(identity)),
         }
         self.parsed.invalid.extend(invalid.into_iter().map(|field| InvalidField {
-            object: format!("{}: {}", self.place, field.object),
+            object: format!("{}: {}", self.origin, field.object),
             field: text.field(&field.field),
             problem: field.problem,
         }));
     }
 
-    fn broken(&mut self, broken: Broken, problem: Problem) {
+    fn broken(&mut self, broken: InvalidDocument, problem: Problem) {
         let object = match &broken {
-            Broken::Object(identity) => format!("{}: {identity}", self.place),
-            Broken::Unknown => self.place.clone(),
+            InvalidDocument::Object(identity) => format!("{}: {identity}", self.origin),
+            InvalidDocument::Unknown => self.origin.clone(),
         };
         self.parsed.invalid.push(InvalidField { object, field: problem.field, problem: problem.message });
         self.parsed.broken.push(broken);

@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use super::document::{self, Broken, Identity, Kind, Object};
+use super::document::{self, Identity, InvalidDocument, Kind, Object};
 use crate::{
     model::objects::{EndpointSlice, Node, Service},
     source::InvalidField,
@@ -40,16 +40,16 @@ pub(super) struct Folder {
 struct File {
     /// None: could not be read.
     text: Option<String>,
-    objects: Vec<Held>,
+    objects: Vec<FileObject>,
     invalid: Vec<InvalidField>,
 }
 
 #[derive(Clone, Debug)]
-struct Held {
+struct FileObject {
     identity: Identity,
     object: Object,
     /// Of an earlier text of the file.
-    kept: bool,
+    is_former: bool,
 }
 
 impl Folder {
@@ -86,7 +86,7 @@ impl Folder {
             Err(problem) => {
                 file.text = None;
                 for held in &mut file.objects {
-                    held.kept = true;
+                    held.is_former = true;
                 }
                 file.invalid = vec![InvalidField { object: name, field: String::new(), problem }];
                 return;
@@ -94,15 +94,18 @@ impl Folder {
         };
         let parsed = document::parse(&name, &text, &self.node_name);
         let present: BTreeSet<&Identity> = parsed.objects.iter().map(|(identity, _)| identity).collect();
-        let anything = parsed.broken.contains(&Broken::Unknown);
+        let anything = parsed.broken.contains(&InvalidDocument::Unknown);
         let before = std::mem::take(&mut file.objects);
         let kept = before.into_iter().filter(|held| {
             !present.contains(&held.identity)
-                && (anything || parsed.broken.contains(&Broken::Object(held.identity.clone())))
+                && (anything || parsed.broken.contains(&InvalidDocument::Object(held.identity.clone())))
         });
-        let kept: Vec<_> = kept.map(|held| Held { kept: true, ..held }).collect();
-        let fresh =
-            parsed.objects.into_iter().map(|(identity, object)| Held { identity, object, kept: false });
+        let kept: Vec<_> = kept.map(|held| FileObject { is_former: true, ..held }).collect();
+        let fresh = parsed.objects.into_iter().map(|(identity, object)| FileObject {
+            identity,
+            object,
+            is_former: false,
+        });
         file.objects = fresh.chain(kept).collect();
         file.invalid = parsed.invalid;
         file.text = Some(text);
@@ -110,19 +113,19 @@ impl Folder {
 
     /// Of several versions of an object, the first that stands in a file now counts, in the order of file names.
     fn merge(&mut self) -> Listing {
-        let mut chosen: BTreeMap<&Identity, (&str, &Held)> = BTreeMap::new();
+        let mut chosen: BTreeMap<&Identity, (&str, &FileObject)> = BTreeMap::new();
         let mut invalid: HashSet<InvalidField> = HashSet::new();
         let held = || {
             let files = self.files.iter();
             files.flat_map(|(name, file)| file.objects.iter().map(move |held| (name.as_str(), held)))
         };
-        let fresh = held().filter(|(_, held)| !held.kept);
-        for (file, held) in fresh.chain(held().filter(|(_, held)| held.kept)) {
+        let fresh = held().filter(|(_, held)| !held.is_former);
+        for (file, held) in fresh.chain(held().filter(|(_, held)| held.is_former)) {
             let Some((first, _)) = chosen.get(&held.identity) else {
                 chosen.insert(&held.identity, (file, held));
                 continue;
             };
-            if !held.kept {
+            if !held.is_former {
                 invalid.insert(InvalidField {
                     object: format!("{file}: {}", held.identity),
                     field: "metadata.name".into(),

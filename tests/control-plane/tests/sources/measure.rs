@@ -71,7 +71,7 @@ pub(crate) fn list_once(encoding: &str, kubeconfig: &str) -> Result<()> {
     let (peak_listing, cpu) = (peak_memory()?, cpu_time()?.saturating_sub(cpu_before));
     model.take_changes();
     let endpoints: usize = model.desired().iter().map(|port| port.endpoints.all.len()).sum();
-    let method = [ListMethod::Streamed, ListMethod::Paged]
+    let method = [ListMethod::Streamed, ListMethod::Whole]
         .into_iter()
         .find(|method| state.lists(ResourceKind::EndpointSlices, *method) > 0)
         .context("no list")?;

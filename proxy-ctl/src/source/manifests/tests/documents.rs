@@ -2,7 +2,7 @@
 
 use rstest::rstest;
 
-use super::super::document::{Broken, Object, Parsed, parse};
+use super::super::document::{InvalidDocument, Object, Parsed, parse};
 
 const WEB: &str = "\
 apiVersion: v1
@@ -148,8 +148,13 @@ fn a_broken_document_is_named_and_leaves_the_others(
     assert_eq!((found[0].0, found[0].1), (object, field), "{found:?}");
     assert!(found[0].2.contains(problem), "{found:?}");
     let known = object.ends_with("shop/web");
-    assert_eq!(matches!(parsed.broken.as_slice(), [Broken::Object(_)]), known, "{:?}", parsed.broken);
-    assert_eq!(matches!(parsed.broken.as_slice(), [Broken::Unknown]), !known, "{:?}", parsed.broken);
+    assert_eq!(
+        matches!(parsed.broken.as_slice(), [InvalidDocument::Object(_)]),
+        known,
+        "{:?}",
+        parsed.broken
+    );
+    assert_eq!(matches!(parsed.broken.as_slice(), [InvalidDocument::Unknown]), !known, "{:?}", parsed.broken);
 }
 
 #[test]

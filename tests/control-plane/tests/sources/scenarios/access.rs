@@ -182,7 +182,7 @@ pub(super) fn a_resource_that_may_be_listed_only_is_listed_again(world: &mut Wor
     world.create(&world.service("second"))?;
     follower.wait_served(world, &[("first:main", &[]), ("second:main", &[])])?;
     ensure!(follower.state.denied(ResourceKind::Services) == [Verb::Watch], "watch is denied, list is not");
-    ensure!(follower.state.lists(ResourceKind::Services, ListMethod::Paged) >= 2, "by listing again");
+    ensure!(follower.state.lists(ResourceKind::Services, ListMethod::Whole) >= 2, "by listing again");
 
     grant(world, &[&[("", "services", BOTH)], rest.as_slice()].concat())?;
     follower.wait(world, "the watch", |follower| {

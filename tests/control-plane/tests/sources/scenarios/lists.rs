@@ -12,7 +12,7 @@ use serde_json::json;
 use crate::{follower::Follower, measure, relay::Relay, world::World};
 
 fn lists(follower: &Follower, kind: ResourceKind) -> u64 {
-    [ListMethod::Streamed, ListMethod::Paged]
+    [ListMethod::Streamed, ListMethod::Whole]
         .into_iter()
         .map(|method| follower.state.lists(kind, method))
         .sum()
@@ -217,7 +217,7 @@ pub(super) fn ten_thousand_services(world: &mut World) -> Result<()> {
 }
 
 /// Also lists the ten thousand, if they are there, in pages.
-pub(super) fn refused_streaming_lists_become_pages(world: &mut World) -> Result<()> {
+pub(super) fn refused_streaming_lists_become_plain_ones(world: &mut World) -> Result<()> {
     world.server.set_flags(vec!["--feature-gates=WatchList=false".into()]);
     world.server.restart()?;
     let bulk = Bulk::new(world.namespace(), 1_100, 1);
@@ -228,7 +228,7 @@ pub(super) fn refused_streaming_lists_become_pages(world: &mut World) -> Result<
     ensure!(follower.served().len() == 1_100, "{} services are served", follower.served().len());
     for kind in follower.state.kinds() {
         let streamed = follower.state.lists(kind, ListMethod::Streamed);
-        let paged = follower.state.lists(kind, ListMethod::Paged);
+        let paged = follower.state.lists(kind, ListMethod::Whole);
         ensure!((streamed, paged) == (0, 1), "{kind}: {streamed} streamed lists, {paged} in pages");
     }
     // And the watch goes on behind the last page.
@@ -236,7 +236,7 @@ pub(super) fn refused_streaming_lists_become_pages(world: &mut World) -> Result<
     follower.wait(world, "the deletion", |follower| follower.served().len() == 1_099)?;
     for encoding in Encoding::ALL {
         let note = measure::in_a_process(world, encoding)?;
-        ensure!(note.contains(&format!("paged in {}", encoding.name())), "{note}");
+        ensure!(note.contains(&format!("whole in {}", encoding.name())), "{note}");
         world.note(note);
     }
     world.server.set_flags(Vec::new());

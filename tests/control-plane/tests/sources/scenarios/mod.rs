@@ -40,6 +40,7 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
         older:
             slices_of_v1beta1_are_watched,
             watches_that_always_fail_are_tried_ever_less,
+            everything_is_listed_and_watched_within_the_burst,
             without_slices_endpoints_are_watched;
         outage:
             an_api_server_that_is_away_for_a_minute;
@@ -51,6 +52,6 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
             a_new_token_in_the_file_is_used,
             new_certificates_in_the_files_are_used;
         lists:
-            refused_streaming_lists_become_pages;
+            refused_streaming_lists_become_plain_ones;
     ]
 }

@@ -50,7 +50,7 @@ pub(super) fn without_slices_endpoints_are_watched(world: &mut World) -> Result<
         "watched: {:?}",
         follower.state.kinds()
     );
-    ensure!(follower.state.lists(ResourceKind::Endpoints, ListMethod::Paged) == 1, "listed in pages");
+    ensure!(follower.state.lists(ResourceKind::Endpoints, ListMethod::Whole) == 1, "listed in pages");
     // One that followed before the server went back follows too.
     before.wait_served(world, &served)?;
     ensure!(before.state.kinds().contains(&ResourceKind::Endpoints), "{:?}", before.state.kinds());
@@ -173,7 +173,7 @@ pub(super) fn watches_that_always_fail_are_tried_ever_less(world: &mut World) ->
         })?;
         // One at once, if at all; then after at least 0.8 s.
         ensure!(begin.elapsed() >= Duration::from_millis(800), "{reason:?}: within {:?}", begin.elapsed());
-        let lists = follower.state.lists(ResourceKind::Services, ListMethod::Paged);
+        let lists = follower.state.lists(ResourceKind::Services, ListMethod::Whole);
         let most = most_lists(begin.elapsed());
         ensure!((3..=most).contains(&lists), "{reason:?}: {lists} lists for 3 failures, at most {most}");
         follower.wait_served(world, &[("web:main", &[])])?;
@@ -187,5 +187,28 @@ pub(super) fn watches_that_always_fail_are_tried_ever_less(world: &mut World) ->
         follower.wait_served(world, &[("other:main", &[]), ("web:main", &[])])?;
         fake.delete(&other);
     }
+    Ok(())
+}
+
+/// An API server that knows no streaming lists, and the limits that kube-proxy has by default.
+pub(super) fn everything_is_listed_and_watched_within_the_burst(world: &mut World) -> Result<()> {
+    const BURST: usize = 10;
+    let fake = Fake::start(world)?;
+    fake.upgrade(Vec::new());
+    let mut follower = Follower::start_with(world, &fake.kubeconfig(world)?)?;
+    follower.wait_listed(world)?;
+    follower.wait(world, "all watches", |follower| {
+        follower.state.kinds().into_iter().all(|kind| follower.state.watches(kind) > 0)
+    })?;
+    let requests = fake.requests();
+    ensure!(requests.len() <= BURST, "{} requests: {requests:#?}", requests.len());
+    let streams = requests.iter().filter(|request| request.contains("sendInitialEvents=true")).count();
+    ensure!(streams == 1, "{streams} streaming lists after the first was refused: {requests:#?}");
+    let mut lists =
+        requests.iter().filter(|request| request.contains('?') && !request.contains("watch=true"));
+    ensure!(
+        lists.all(|list| list.contains("resourceVersion=0")),
+        "a first list asks for more than the API server has in memory: {requests:#?}"
+    );
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! What is kept of each kind of object, and how it is told to the model: the same for every version of its API.
+//! What each kind of object is parsed into, and the updates about it: the same for every version of its API.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::{
 };
 
 /// An object that has been parsed.
-pub(super) trait Kept: Clone + PartialEq + Send + Sync + 'static {
+pub(super) trait ParsedObject: Clone + PartialEq + Send + Sync + 'static {
     /// There is at most one: what repeats the last one is not sent again. A Node's heartbeats change nothing.
     const SINGLE: bool = false;
 
@@ -24,7 +24,7 @@ pub(super) trait Kept: Clone + PartialEq + Send + Sync + 'static {
     fn delete(name: ObjectName) -> Update;
 }
 
-impl Kept for Service {
+impl ParsedObject for Service {
     fn name(&self) -> ObjectName {
         self.name.clone()
     }
@@ -42,7 +42,7 @@ impl Kept for Service {
     }
 }
 
-impl Kept for EndpointSlice {
+impl ParsedObject for EndpointSlice {
     fn name(&self) -> ObjectName {
         self.name.clone()
     }
@@ -60,7 +60,7 @@ impl Kept for EndpointSlice {
     }
 }
 
-impl Kept for ServiceSlices {
+impl ParsedObject for ServiceSlices {
     fn name(&self) -> ObjectName {
         self.service.clone()
     }
@@ -78,7 +78,7 @@ impl Kept for ServiceSlices {
     }
 }
 
-impl Kept for ServiceCidr {
+impl ParsedObject for ServiceCidr {
     fn name(&self) -> ObjectName {
         ObjectName::new("", Arc::clone(&self.name))
     }
@@ -97,7 +97,7 @@ impl Kept for ServiceCidr {
 }
 
 /// The own Node: one object or none, by field selector.
-impl Kept for Node {
+impl ParsedObject for Node {
     const SINGLE: bool = true;
 
     /// Services are served without it, as where there is none.

@@ -1,0 +1,207 @@
+//! What the receiver has of one kind of object: lists and changes in, updates out. Pure but for the log.
+
+use std::{
+    collections::{HashMap, HashSet},
+    mem,
+};
+
+use tracing::warn;
+
+use super::{
+    failure::Failure,
+    parsed::ParsedObject,
+    resource::Watched,
+    wire::{Meta, Raw},
+};
+use crate::{
+    model::objects::ObjectName,
+    source::{InvalidField, Update, convert, schema::Object as _},
+};
+
+/// What an object comes to.
+enum Content<P> {
+    Served(P),
+    /// It belongs to another proxy, or has nothing that could be served.
+    NotServed,
+    /// The object cannot be parsed; the last valid version stays in force.
+    Unreadable,
+}
+
+/// An object of a list or of a watch.
+pub(super) struct Received<P> {
+    name: ObjectName,
+    pub(super) resource_version: String,
+    content: Content<P>,
+    invalid: Vec<InvalidField>,
+}
+
+impl<P: ParsedObject> Received<P> {
+    /// Fails only where the object cannot even be named.
+    pub(super) fn parse<W: Watched<Parsed = P>>(object: &Raw) -> Result<Self, Failure> {
+        let (meta, content, invalid) = match object.object::<W::Object>() {
+            Ok(object) => {
+                let (parsed, invalid) = W::convert(&object);
+                let content = parsed.map_or(Content::NotServed, Content::Served);
+                (Meta::take(object.into_metadata()), content, invalid)
+            }
+            Err(error) => {
+                let meta = object.meta()?;
+                let problem =
+                    format!("cannot be parsed: {error}; the last valid version, if any, stays in force");
+                let field = invalid_field::<W>(&meta, "(object)", problem);
+                (meta, Content::Unreadable, vec![field])
+            }
+        };
+        let (content, invalid) = if convert::is_whole(&meta.namespace) && convert::is_whole(&meta.name) {
+            (content, invalid)
+        } else {
+            // Two objects may have the same name once what is not UTF-8 in them is replaced.
+            (Content::NotServed, vec![invalid_field::<W>(&meta, "metadata.name", "must be UTF-8".to_owned())])
+        };
+        Ok(Self { name: meta.name(), resource_version: meta.resource_version, content, invalid })
+    }
+}
+
+fn invalid_field<W: Watched>(meta: &Meta, field: &str, problem: String) -> InvalidField {
+    InvalidField { object: format!("{} {}", W::KIND.kind, meta.name()), field: field.to_owned(), problem }
+}
+
+/// A list that is not complete yet: parsed objects only, the rest of each is already dropped.
+pub(super) struct Listing<P> {
+    parsed: Vec<P>,
+    unreadable: Vec<ObjectName>,
+    invalid: Vec<(ObjectName, Vec<InvalidField>)>,
+    /// Received, also those that are not served.
+    pub(super) objects: usize,
+}
+
+impl<P> Default for Listing<P> {
+    fn default() -> Self {
+        Self { parsed: Vec::new(), unreadable: Vec::new(), invalid: Vec::new(), objects: 0 }
+    }
+}
+
+impl<P: ParsedObject> Listing<P> {
+    pub(super) fn add(&mut self, received: Received<P>) {
+        let Received { name, content, invalid, .. } = received;
+        self.objects += 1;
+        if !invalid.is_empty() {
+            self.invalid.push((name.clone(), invalid));
+        }
+        match content {
+            Content::Served(parsed) => self.parsed.push(parsed),
+            Content::NotServed => {}
+            Content::Unreadable => self.unreadable.push(name),
+        }
+    }
+
+    /// The object was deleted, or comes again, before the list was complete.
+    pub(super) fn remove(&mut self, name: &ObjectName) {
+        self.objects = self.objects.saturating_sub(1);
+        self.parsed.retain(|parsed| parsed.name() != *name);
+        self.unreadable.retain(|unreadable| unreadable != name);
+        self.invalid.retain(|(invalid, _)| invalid != name);
+    }
+
+    pub(super) fn exchange(&mut self, received: Received<P>) {
+        self.remove(&received.name);
+        self.add(received);
+    }
+}
+
+/// What the receiver of the updates has, and what was logged.
+pub(super) struct Tracked<P> {
+    served: HashSet<ObjectName>,
+    /// What was logged of each object that is invalid now.
+    invalid: HashMap<ObjectName, Vec<InvalidField>>,
+    /// What was sent last, where there is only one object.
+    last: Option<P>,
+}
+
+impl<P> Default for Tracked<P> {
+    fn default() -> Self {
+        Self { served: HashSet::new(), invalid: HashMap::new(), last: None }
+    }
+}
+
+impl<P: ParsedObject> Tracked<P> {
+    /// Also returns how many invalid fields are new.
+    pub(super) fn replace(&mut self, listing: Listing<P>) -> (Vec<Update>, usize) {
+        let Listing { parsed, mut unreadable, invalid, .. } = listing;
+        let mut logged = mem::take(&mut self.invalid);
+        let mut new = 0;
+        for (name, fields) in invalid {
+            self.invalid.extend(logged.remove_entry(&name));
+            new += self.log_invalid(name, fields);
+        }
+        unreadable.retain(|name| self.served.contains(name));
+        let keeps = !unreadable.is_empty();
+        let now = parsed.iter().map(P::name).chain(unreadable).collect();
+        let before = mem::replace(&mut self.served, now);
+        if !keeps {
+            if P::SINGLE {
+                self.last = parsed.last().cloned();
+            }
+            return (vec![P::replace(parsed)], new);
+        }
+        // A replacement would take away the last valid version of what is unreadable now. What comes in another's place
+        // is applied before that is deleted: the receiver may write at any moment between.
+        let gone = before.into_iter().filter(|name| !self.served.contains(name)).map(P::delete);
+        (parsed.into_iter().map(P::apply).chain(gone).collect(), new)
+    }
+
+    /// An object was added or has changed. Also returns how many invalid fields are new.
+    pub(super) fn change(&mut self, received: Received<P>) -> (Option<Update>, usize) {
+        let Received { name, content, invalid, .. } = received;
+        let new = self.log_invalid(name.clone(), invalid);
+        let parsed = match content {
+            Content::Served(parsed) => Some(parsed),
+            Content::NotServed => None,
+            Content::Unreadable => return (None, new),
+        };
+        if P::SINGLE && self.last == parsed {
+            return (None, new);
+        }
+        if P::SINGLE {
+            self.last.clone_from(&parsed);
+        }
+        let update = match parsed {
+            Some(parsed) => {
+                self.served.insert(parsed.name());
+                parsed.apply()
+            }
+            // It may have been served until now.
+            None => {
+                self.served.remove(&name);
+                P::delete(name)
+            }
+        };
+        (Some(update), new)
+    }
+
+    pub(super) fn delete(&mut self, name: ObjectName) -> Update {
+        self.invalid.remove(&name);
+        self.served.remove(&name);
+        self.last = None;
+        P::delete(name)
+    }
+
+    /// Logs the invalid fields of an object, unless the same were logged before; returns how many were logged.
+    fn log_invalid(&mut self, name: ObjectName, invalid: Vec<InvalidField>) -> usize {
+        if invalid.is_empty() && self.invalid.is_empty() {
+            return 0;
+        }
+        let is_known = self.invalid.remove(&name).unwrap_or_default() == invalid;
+        let new = if is_known { 0 } else { invalid.len() };
+        for InvalidField { object, field, problem } in invalid.iter().take(new) {
+            warn!(object, field, "{problem}");
+        }
+        if !invalid.is_empty() {
+            self.invalid.insert(name, invalid);
+        }
+        new
+    }
+}
+
+#[cfg(test)]
+mod tests;

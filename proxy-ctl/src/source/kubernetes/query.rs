@@ -1,0 +1,117 @@
+//! The requests for one kind of object: its list and its watch.
+
+use std::{marker::PhantomData, time::Duration};
+
+use kube::{
+    Client,
+    api::{ListParams, WatchParams},
+    client::Body,
+    core::Request,
+};
+use tokio::time::timeout;
+
+use super::{
+    answer::{Answer, Events, SILENCE},
+    backoff::random,
+    context::WatchContext,
+    failure::{Failure, FailureReason},
+    kind::Verb,
+    resource::Watched,
+    wire::Page,
+};
+
+/// How long a watch lasts before the server ends it: 4 to 6 minutes, so that nodes do not renew together.
+const SHORTEST_WATCH: Duration = Duration::from_secs(240);
+pub(super) const LONGEST_WATCH: Duration = Duration::from_secs(360);
+
+/// Which objects of a kind.
+pub(super) struct Query<W> {
+    labels: Option<&'static str>,
+    fields: Option<String>,
+    kind: PhantomData<fn() -> W>,
+}
+
+impl<W: Watched> Query<W> {
+    pub(super) fn all() -> Self {
+        Self { labels: None, fields: None, kind: PhantomData }
+    }
+
+    pub(super) fn with_labels(labels: &'static str) -> Self {
+        Self { labels: Some(labels), ..Self::all() }
+    }
+
+    pub(super) fn with_fields(fields: String) -> Self {
+        Self { fields: Some(fields), ..Self::all() }
+    }
+
+    /// Everything in one answer, not older than `version`. Pages are not asked for: API servers answer them from etcd.
+    pub(super) async fn list(
+        &self,
+        context: &WatchContext,
+        client: &Client,
+        version: &str,
+    ) -> Result<Page, Failure> {
+        let params = ListParams {
+            label_selector: self.labels.map(str::to_owned),
+            field_selector: self.fields.clone(),
+            resource_version: (!version.is_empty()).then(|| version.to_owned()),
+            ..ListParams::default()
+        };
+        let request = Request::new(W::path()).list(&params).map_err(kube::Error::BuildRequest)?;
+        let answer = self.ask(context, client, request, Verb::List).await?;
+        let encoding = answer.encoding()?;
+        let page = Page::read(encoding, &answer.whole().await?, W::KIND)?;
+        if !page.continue_token.is_empty() {
+            let problem = "the list is one of several pages, which were not asked for";
+            return Err(Failure::new(FailureReason::Malformed, problem));
+        }
+        context.state.set_denied(W::RESOURCE, Verb::List, false);
+        Ok(page)
+    }
+
+    /// What changes after `version`. `with_list`: at first everything that there is, not older than `version`.
+    pub(super) async fn watch(
+        &self,
+        context: &WatchContext,
+        client: &Client,
+        version: &str,
+        with_list: bool,
+    ) -> Result<Events, Failure> {
+        let lasts = SHORTEST_WATCH + (LONGEST_WATCH - SHORTEST_WATCH).mul_f64(random());
+        let params = WatchParams {
+            label_selector: self.labels.map(str::to_owned),
+            field_selector: self.fields.clone(),
+            timeout: u32::try_from(lasts.as_secs()).ok(),
+            bookmarks: true,
+            send_initial_events: with_list,
+        };
+        let request = Request::new(W::path()).watch(&params, version).map_err(kube::Error::BuildRequest)?;
+        let events = self.ask(context, client, request, Verb::Watch).await?.events(W::KIND)?;
+        context.state.set_denied(W::RESOURCE, Verb::Watch, false);
+        if with_list {
+            context.state.set_denied(W::RESOURCE, Verb::List, false);
+        }
+        context.state.watch_started(W::RESOURCE);
+        Ok(events)
+    }
+
+    /// Returns when the answer has begun.
+    async fn ask(
+        &self,
+        context: &WatchContext,
+        client: &Client,
+        mut request: http::Request<Vec<u8>>,
+        verb: Verb,
+    ) -> Result<Answer, Failure> {
+        request.headers_mut().insert(http::header::ACCEPT, context.connection.accept.clone());
+        let answer = async { Answer::new(client.send(request.map(Body::from)).await?).await };
+        let answer = timeout(SILENCE, answer).await.unwrap_or_else(|_| Err(Failure::silence(SILENCE)));
+        let answer = answer.inspect_err(|failure| {
+            if failure.reason == FailureReason::Forbidden {
+                context.state.set_denied(W::RESOURCE, verb, true);
+            }
+        })?;
+        context.state.answered_in(W::RESOURCE, answer.encoding()?);
+        Ok(answer)
+    }
+}

@@ -1,0 +1,88 @@
+//! Whether the API server answers streaming lists: asked once, for all kinds.
+
+use std::time::Duration;
+
+use tokio::{sync::watch, time::timeout};
+
+/// A kind waits no longer for another one's answer.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+enum Knowledge {
+    #[default]
+    Unknown,
+    /// One kind has asked; the others wait for its answer, since each refusal would cost a request.
+    Asked,
+    Accepted,
+    Refused,
+}
+
+/// Shared by all watchers of one API server.
+#[derive(Debug, Default)]
+pub(super) struct StreamingLists(watch::Sender<Knowledge>);
+
+impl StreamingLists {
+    /// Whether to ask for a streaming list. The first to call is told yes, and must report the answer.
+    pub(super) async fn may_be_asked_for(&self) -> bool {
+        let is_first = self.0.send_if_modified(|knowledge| {
+            let is_first = *knowledge == Knowledge::Unknown;
+            if is_first {
+                *knowledge = Knowledge::Asked;
+            }
+            is_first
+        });
+        if is_first {
+            return true;
+        }
+        let mut answer = self.0.subscribe();
+        // Without an answer in time everybody asks.
+        drop(timeout(PATIENCE, answer.wait_for(|knowledge| *knowledge != Knowledge::Asked)).await);
+        *self.0.borrow() != Knowledge::Refused
+    }
+
+    pub(super) fn accepted(&self) {
+        self.learn(Knowledge::Accepted);
+    }
+
+    /// Returns whether that is new.
+    pub(super) fn refused(&self) -> bool {
+        self.learn(Knowledge::Refused)
+    }
+
+    /// The request failed for another reason.
+    pub(super) fn not_answered(&self) {
+        if *self.0.borrow() == Knowledge::Asked {
+            self.learn(Knowledge::Unknown);
+        }
+    }
+
+    fn learn(&self, new: Knowledge) -> bool {
+        self.0.send_replace(new) != new
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_refusal_is_learned_once_for_all_kinds() {
+        let streaming = StreamingLists::default();
+        assert!(streaming.may_be_asked_for().await, "the first asks");
+        let others = async { tokio::join!(streaming.may_be_asked_for(), streaming.may_be_asked_for()) };
+        let (others, new) = tokio::join!(others, async { streaming.refused() });
+        assert_eq!((others, new), ((false, false), true), "the others wait for its answer");
+        assert!(!streaming.refused() && !streaming.may_be_asked_for().await);
+    }
+
+    #[tokio::test]
+    async fn after_a_failure_that_says_nothing_everybody_asks() {
+        let streaming = StreamingLists::default();
+        assert!(streaming.may_be_asked_for().await);
+        let (other, ()) = tokio::join!(streaming.may_be_asked_for(), async { streaming.not_answered() });
+        assert!(other);
+        streaming.accepted();
+        streaming.not_answered();
+        assert!(streaming.may_be_asked_for().await);
+    }
+}

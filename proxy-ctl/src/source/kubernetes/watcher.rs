@@ -1,0 +1,429 @@
+//! One kind of object, listed and watched for ever: a list goes out as one `Replace…`, what changes afterwards as it
+//! comes. Where a connection was lost the watch goes on from the last version seen; where the API server no longer knows
+//! that version, everything is listed again.
+//!
+//! kube's own watcher is not used: it never leaves streaming lists for plain ones, may list what is older than what was
+//! seen before, gives up all objects of a list that has one it cannot read, and reads JSON only.
+
+use std::time::Duration;
+
+use kube::Client;
+use tokio::time::{Instant, sleep, timeout};
+use tracing::{debug, info};
+
+use super::{
+    answer::Events,
+    backoff::{Backoff, random},
+    connection::Renewed,
+    context::WatchContext,
+    failure::{Failure, FailureReason},
+    kind::Verb,
+    objects::{Listing, Received, Tracked},
+    parsed::ParsedObject as _,
+    query::{LONGEST_WATCH, Query},
+    resource::Watched,
+    state::ListMethod,
+    wire::{Event, Raw},
+};
+use crate::source::Update;
+
+/// For the next object of a streaming list. An API server so old that it ignores the wish for one goes silent.
+const NEXT_OF_LIST: Duration = Duration::from_secs(20);
+/// A watch that is silent for this much longer than it should last is dead.
+const MARGIN: Duration = Duration::from_secs(10);
+/// So is one that has brought a bookmark, as API servers do each minute, and then nothing for this long.
+const BOOKMARKS: Duration = Duration::from_secs(180);
+/// A watch that ends sooner without having brought anything is a failure, not a renewal.
+const SHORTEST_WATCH: Duration = Duration::from_secs(1);
+/// One that has lasted this long, or has brought something, shows that what failed before is over.
+const SETTLED: Duration = Duration::from_secs(5);
+/// Failed streaming lists in a row, after which a plain one is tried.
+const STREAM_ATTEMPTS: u32 = 2;
+
+/// Why a watcher has ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum End {
+    ReceiverGone,
+    /// The API server may serve another version. The watcher can be run again.
+    AskWhatIsServed,
+}
+
+/// What an attempt that went well has come to.
+enum Done {
+    Listed,
+    /// As watches do after some minutes.
+    WatchEnded,
+}
+
+/// Why an attempt has ended early.
+enum Stop {
+    Failed(Failure),
+    ReceiverGone,
+}
+
+impl From<Failure> for Stop {
+    fn from(failure: Failure) -> Self {
+        Self::Failed(failure)
+    }
+}
+
+/// Where the next attempt begins.
+#[derive(Clone, Debug, Eq, PartialEq)]
+enum Start {
+    /// With a list that is not older than this resource version. "0" is what the API server has in memory, as client-go
+    /// begins; "" is the newest, which costs a read of etcd.
+    List(String),
+    /// Everything up to this resource version has been sent.
+    Watch(String),
+}
+
+impl Start {
+    /// Objects may have been missed: list them.
+    fn relist(&mut self) {
+        if let Self::Watch(seen) = self {
+            *self = Self::List(std::mem::take(seen));
+        }
+    }
+
+    /// The API server does not have this version: not any more if it is watched from, and not yet, or never after a
+    /// restored backup, if it is listed.
+    fn expired(&mut self) {
+        *self = match std::mem::replace(self, Self::List(String::new())) {
+            Self::Watch(seen) => Self::List(seen),
+            Self::List(_) => Self::List(String::new()),
+        };
+    }
+}
+
+pub(super) struct Watcher<W: Watched> {
+    context: WatchContext,
+    query: Query<W>,
+    backoff: Backoff,
+    /// Why the last attempt failed; None once a watch has settled.
+    last_failure: Option<FailureReason>,
+    start: Start,
+    /// Streaming lists that failed since the last complete list.
+    failed_streams: u32,
+    tracked: Tracked<W::Parsed>,
+    has_sent: bool,
+}
+
+impl<W: Watched> Watcher<W> {
+    pub(super) fn new(context: WatchContext, query: Query<W>) -> Self {
+        Self {
+            context,
+            query,
+            backoff: Backoff::default(),
+            last_failure: None,
+            start: Start::List("0".to_owned()),
+            failed_streams: 0,
+            tracked: Tracked::default(),
+            has_sent: false,
+        }
+    }
+
+    /// Lists and watches, whatever fails in between.
+    pub(super) async fn run(&mut self) -> End {
+        loop {
+            let (generation, failure) = match self.context.connection.client().await {
+                Ok((client, generation)) => match self.attempt(&client).await {
+                    Ok(Done::WatchEnded) if W::VERSION.is_stopgap() => return End::AskWhatIsServed,
+                    Ok(Done::Listed | Done::WatchEnded) => continue,
+                    Err(Stop::ReceiverGone) => return End::ReceiverGone,
+                    Err(Stop::Failed(failure)) => (Some(generation), failure),
+                },
+                Err(failure) => (None, failure),
+            };
+            if let Some(end) = self.failed(generation, failure).await {
+                return end;
+            }
+        }
+    }
+
+    /// Returns when it is time for the next attempt.
+    async fn failed(&mut self, generation: Option<u64>, failure: Failure) -> Option<End> {
+        self.context.state.failed(W::RESOURCE, &failure);
+        let reason = failure.reason;
+        let is_first = self.last_failure.replace(reason) != Some(reason);
+        if reason == FailureReason::Expired {
+            info!(resource = %W::RESOURCE, "{failure}; listing again");
+            self.start.expired();
+            if is_first {
+                // The first in a row is the usual course of things, and every change waits for it.
+                return None;
+            }
+        }
+        if is_first && self.may_be_another_version(reason) {
+            info!(resource = %W::RESOURCE, "{failure}; asking the API server what it serves");
+            self.start.relist();
+            return Some(End::AskWhatIsServed);
+        }
+        let delay = self.backoff.next(random()).max(failure.retry_after.unwrap_or_default());
+        let failure = match self.renew(generation, reason).await {
+            Ok(Renewed::New) => {
+                debug!(resource = %W::RESOURCE, "{failure}; trying again with the credentials found now");
+                return None;
+            }
+            Ok(Renewed::Same | Renewed::Asked) => failure,
+            Err(error) => {
+                let message = format!("{failure}; and the credentials cannot be read again: {error}");
+                Failure::new(FailureReason::Credentials, message)
+            }
+        };
+        self.context.state.log_failure(W::RESOURCE, &failure, delay);
+        if self.send_hidden().await.is_err() {
+            return Some(End::ReceiverGone);
+        }
+        tokio::select! {
+            () = sleep(delay) => {}
+            // Another watcher gets through again: what went wrong before says nothing any more.
+            () = self.context.connection.recovered.notified() => self.backoff.reset(),
+            () = self.context.updates.closed() => return Some(End::ReceiverGone),
+        }
+        let asks = W::VERSION.is_stopgap() || self.may_be_another_version(reason);
+        asks.then_some(End::AskWhatIsServed)
+    }
+
+    /// Whether the failure may come from a version that the API server does not serve: RBAC is asked before that.
+    fn may_be_another_version(&self, reason: FailureReason) -> bool {
+        W::VERSION.has_others()
+            && (reason == FailureReason::NotServed || reason == FailureReason::Forbidden && !self.has_sent)
+    }
+
+    async fn renew(&self, generation: Option<u64>, reason: FailureReason) -> Result<Renewed, Failure> {
+        match generation {
+            Some(generation) => self.context.connection.renew(generation, reason).await,
+            // There is no client yet: it will be made from what the files say then.
+            None => Ok(Renewed::Same),
+        }
+    }
+
+    /// What cannot be listed as RBAC does not allow it is not waited for, if it can be done without.
+    async fn send_hidden(&mut self) -> Result<(), Stop> {
+        match W::Parsed::hidden() {
+            Some(hidden)
+                if !self.has_sent && self.context.state.denied(W::RESOURCE).contains(&Verb::List) =>
+            {
+                self.send(hidden).await
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Lists if need be and watches until the server ends the watch.
+    async fn attempt(&mut self, client: &Client) -> Result<Done, Stop> {
+        let events = match self.start.clone() {
+            Start::Watch(version) => {
+                self.query.watch(&self.context, client, &version, false).await.inspect_err(|failure| {
+                    if failure.reason == FailureReason::Forbidden {
+                        // What happens meanwhile is seen by listing again.
+                        self.start.relist();
+                    }
+                })?
+            }
+            Start::List(version) => match self.list(client, &version).await? {
+                Some(events) => events,
+                None => return Ok(Done::Listed),
+            },
+        };
+        self.follow(events, Instant::now()).await
+    }
+
+    /// Returns the watch that goes on behind a streaming list; None: the watch is the next attempt.
+    async fn list(&mut self, client: &Client, version: &str) -> Result<Option<Events>, Stop> {
+        // Servers that have only a stopgap do not know streaming lists.
+        let streams = !W::VERSION.is_stopgap() && self.failed_streams < STREAM_ATTEMPTS;
+        if streams && self.context.streaming.may_be_asked_for().await {
+            match self.stream(client, version).await {
+                Ok(events) => return Ok(Some(events)),
+                Err(Stop::Failed(failure)) if failure.refuses_streaming() => {
+                    if self.context.streaming.refused() {
+                        info!(resource = %W::RESOURCE, "the API server refuses streaming lists, using plain ones: {failure}");
+                    }
+                }
+                Err(stop) => {
+                    self.context.streaming.not_answered();
+                    // Whoever may not watch may still list, and knows what there is.
+                    if !matches!(&stop, Stop::Failed(failure) if failure.reason == FailureReason::Forbidden) {
+                        return Err(stop);
+                    }
+                }
+            }
+        }
+        let page = self.query.list(&self.context, client, version).await?;
+        let mut listing = Listing::default();
+        for object in page.items {
+            listing.add(Received::parse::<W>(&object)?);
+        }
+        self.replace(listing, page.resource_version, ListMethod::Whole).await?;
+        Ok(None)
+    }
+
+    /// A list and the watch after it in one answer.
+    async fn stream(&mut self, client: &Client, version: &str) -> Result<Events, Stop> {
+        let mut events = self.query.watch(&self.context, client, version, true).await?;
+        self.context.streaming.accepted();
+        self.failed_streams += 1;
+        let mut listing = Listing::default();
+        loop {
+            let event = next(&mut events, NEXT_OF_LIST).await.inspect_err(|failure| {
+                if failure.reason == FailureReason::Timeout {
+                    self.context.streaming.refused();
+                }
+            })?;
+            let ended = || Failure::new(FailureReason::Disconnected, "the list ended before it was complete");
+            match event.ok_or_else(ended)? {
+                Event::Added(object) => listing.add(Received::parse::<W>(&object)?),
+                Event::Modified(object) => listing.exchange(Received::parse::<W>(&object)?),
+                Event::Deleted(object) => listing.remove(&object.meta()?.name()),
+                Event::Bookmark { resource_version, ends_list: true } => {
+                    self.replace(listing, resource_version, ListMethod::Streamed).await?;
+                    return Ok(events);
+                }
+                Event::Bookmark { ends_list: false, .. } => self.context.state.heard_from(W::RESOURCE),
+                Event::Error(failure) => return Err(failure.into()),
+            }
+        }
+    }
+
+    /// Passes on what changes, until the server ends the watch.
+    async fn follow(&mut self, mut events: Events, started: Instant) -> Result<Done, Stop> {
+        if self.context.state.works(W::RESOURCE) {
+            self.context.connection.recovered.notify_waiters();
+        }
+        let mut longest = LONGEST_WATCH + MARGIN;
+        let mut heard = false;
+        loop {
+            let event = tokio::select! {
+                event = next(&mut events, longest) => event,
+                () = self.context.updates.closed() => return Err(Stop::ReceiverGone),
+            };
+            if started.elapsed() >= SETTLED {
+                self.settled();
+            }
+            let event = event.inspect_err(|failure| {
+                // The same would come again from here.
+                if failure.reason == FailureReason::Malformed {
+                    self.start.relist();
+                }
+            })?;
+            match event {
+                None if !heard && started.elapsed() < SHORTEST_WATCH => {
+                    let problem = "the watch ended as soon as it began";
+                    return Err(Failure::new(FailureReason::Disconnected, problem).into());
+                }
+                None => return Ok(Done::WatchEnded),
+                Some(Event::Error(failure)) => {
+                    // The server cannot go on from here for a reason of its own: start from a list.
+                    if failure.reason == FailureReason::Refused {
+                        self.start.relist();
+                    }
+                    return Err(failure.into());
+                }
+                Some(event) => {
+                    self.context.state.heard_from(W::RESOURCE);
+                    heard = true;
+                    self.settled();
+                    if matches!(event, Event::Bookmark { .. }) {
+                        longest = longest.min(BOOKMARKS);
+                    }
+                    self.take(event).await?;
+                }
+            }
+        }
+    }
+
+    async fn take(&mut self, event: Event) -> Result<(), Stop> {
+        match event {
+            Event::Added(object) => self.changed(&object, 1).await,
+            Event::Modified(object) => self.changed(&object, 0).await,
+            Event::Deleted(object) => {
+                let meta = object.meta()?;
+                self.context.state.objects_changed(W::RESOURCE, -1);
+                let update = self.tracked.delete(meta.name());
+                self.send(update).await?;
+                self.reached(meta.resource_version);
+                Ok(())
+            }
+            Event::Bookmark { resource_version, .. } => {
+                self.reached(resource_version);
+                Ok(())
+            }
+            Event::Error(failure) => Err(failure.into()),
+        }
+    }
+
+    async fn changed(&mut self, object: &Raw, more: i64) -> Result<(), Stop> {
+        let received = Received::parse::<W>(object)?;
+        let version = received.resource_version.clone();
+        self.context.state.objects_changed(W::RESOURCE, more);
+        let (update, new) = self.tracked.change(received);
+        self.context.state.found_invalid(W::RESOURCE, new);
+        if let Some(update) = update {
+            self.send(update).await?;
+        }
+        self.reached(version);
+        Ok(())
+    }
+
+    async fn replace(
+        &mut self,
+        listing: Listing<W::Parsed>,
+        version: String,
+        method: ListMethod,
+    ) -> Result<(), Stop> {
+        if version.is_empty() {
+            return Err(Failure::new(FailureReason::Malformed, "the list has no resource version").into());
+        }
+        debug!(resource = %W::RESOURCE, objects = listing.objects, method = method.name(), "listed");
+        self.context.state.listed(W::RESOURCE, method, listing.objects);
+        let (updates, new) = self.tracked.replace(listing);
+        self.context.state.found_invalid(W::RESOURCE, new);
+        for update in updates {
+            self.send(update).await?;
+        }
+        self.start = Start::Watch(version);
+        self.failed_streams = 0;
+        Ok(())
+    }
+
+    fn settled(&mut self) {
+        self.backoff.reset();
+        self.last_failure = None;
+    }
+
+    fn reached(&mut self, version: String) {
+        if !version.is_empty() {
+            self.start = Start::Watch(version);
+        }
+    }
+
+    async fn send(&mut self, update: Update) -> Result<(), Stop> {
+        self.has_sent = true;
+        self.context.updates.send(update).await.map_err(|_| Stop::ReceiverGone)
+    }
+}
+
+/// The next event; None at the end.
+async fn next(events: &mut Events, limit: Duration) -> Result<Option<Event>, Failure> {
+    timeout(limit, events.next()).await.unwrap_or_else(|_| Err(Failure::silence(limit)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_are_never_older_than_what_was_seen_until_the_server_does_not_have_that() {
+        let mut start = Start::Watch("7".to_owned());
+        start.relist();
+        assert_eq!(start, Start::List("7".to_owned()));
+        start.relist();
+        assert_eq!(start, Start::List("7".to_owned()));
+        start.expired();
+        assert_eq!(start, Start::List(String::new()));
+        let mut start = Start::Watch("8".to_owned());
+        start.expired();
+        assert_eq!(start, Start::List("8".to_owned()));
+    }
+}

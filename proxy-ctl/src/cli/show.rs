@@ -137,7 +137,7 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
             .collect();
         status.counters = reasons
             .into_iter()
-            .map(|(reason, count)| CounterView { reason: reason.to_owned(), count })
+            .map(|reason| CounterView { reason: reason.name.to_owned(), count: reason.count })
             .collect();
     }
     print(args.output, &status, || status.text())

@@ -79,12 +79,21 @@ impl std::ops::AddAssign for Applied {
 #[derive(Clone, Debug, Default)]
 pub struct Usage {
     pub tables: Vec<TableUsage>,
-    /// By reason name; since the tables were created.
-    pub reasons: Vec<(&'static str, u64)>,
+    /// Decisions since the tables were created.
+    pub reasons: Vec<ReasonUsage>,
     /// Service ports in no order.
     pub services: Vec<ServiceUsage>,
     /// Service ports that there is no room to count.
     pub uncounted_services: u64,
+}
+
+/// How often packets or calls met one decision.
+#[derive(Clone, Debug)]
+pub struct ReasonUsage {
+    pub name: &'static str,
+    /// What becomes of them: `pass`, `refuse` or `drop`.
+    pub verdict: &'static str,
+    pub count: u64,
 }
 
 /// What the clients of a service port did since it is served; counters may wrap.
@@ -103,6 +112,8 @@ pub struct TableUsage {
     pub name: &'static str,
     pub used: u64,
     pub capacity: u64,
+    /// New entries are refused or evict others when all of `capacity` is used.
+    pub can_fill_up: bool,
     pub bytes: u64,
 }
 

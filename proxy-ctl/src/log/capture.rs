@@ -1,4 +1,4 @@
-//! What tests see of the log.
+//! The log as tests read it.
 
 use std::{
     io::{self, Write},
@@ -25,7 +25,7 @@ impl Write for Log {
     }
 }
 
-/// The lines that `work` tells in this thread, up to a level.
+/// The lines that `work` logs in this thread, up to a level.
 pub(crate) fn logged<F>(format: F, level: LevelFilter, work: impl FnOnce()) -> Vec<String>
 where
     F: FormatEvent<Registry, DefaultFields> + Send + Sync + 'static,

@@ -131,7 +131,7 @@ fn json(metadata: &Metadata<'_>, fields: &Fields, now: &Zoned) -> String {
     let message = Value::from(fields.message.as_str());
     let mut line = format!(r#"{{"ts":{milliseconds},"caller":{},"msg":{message}"#, Value::from(caller));
     let verbosity = match *metadata.level() {
-        // Errors have none: they are told at every one.
+        // Errors have none: they are logged at every verbosity.
         Level::ERROR => None,
         Level::DEBUG => Some(4),
         Level::TRACE => Some(6),

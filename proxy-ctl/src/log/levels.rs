@@ -1,4 +1,4 @@
-//! What is told at which verbosity.
+//! Which events are logged at which verbosity.
 
 use tracing::{Metadata, Subscriber, level_filters::LevelFilter, subscriber::Interest};
 use tracing_subscriber::{
@@ -24,7 +24,7 @@ impl Levels {
         Self { modules, targets: targets(verbosity) }
     }
 
-    fn told(&self, metadata: &Metadata<'_>) -> bool {
+    fn is_logged(&self, metadata: &Metadata<'_>) -> bool {
         let of_module = || {
             let file = metadata.file()?;
             let module = self.modules.iter().find(|module| names(&module.file_pattern, file))?;
@@ -36,11 +36,11 @@ impl Levels {
 
 impl<S: Subscriber> Filter<S> for Levels {
     fn enabled(&self, metadata: &Metadata<'_>, _: &Context<'_, S>) -> bool {
-        self.told(metadata)
+        self.is_logged(metadata)
     }
 
     fn callsite_enabled(&self, metadata: &'static Metadata<'static>) -> Interest {
-        if self.told(metadata) { Interest::always() } else { Interest::never() }
+        if self.is_logged(metadata) { Interest::always() } else { Interest::never() }
     }
 }
 
@@ -110,8 +110,8 @@ mod tests {
     #[case(6, "proxy_ctl::model", Level::TRACE, true)]
     #[case(9, "hyper::proto", Level::DEBUG, true)]
     #[case(0, "hyper::proto", Level::WARN, true)]
-    fn levels(#[case] verbosity: u32, #[case] target: &str, #[case] level: Level, #[case] told: bool) {
-        assert_eq!(targets(verbosity).would_enable(target, &level), told);
+    fn levels(#[case] verbosity: u32, #[case] target: &str, #[case] level: Level, #[case] logged: bool) {
+        assert_eq!(targets(verbosity).would_enable(target, &level), logged);
     }
 
     #[rstest]

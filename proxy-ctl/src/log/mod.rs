@@ -1,5 +1,5 @@
 //! The log as klog writes it: `text` or `json`, to stderr or, if the streams are split, errors there and the rest to
-//! stdout. Levels are klog's too: `-v 0` tells what an operator needs, each step up tells more. The level can be
+//! stdout. Levels are klog's too: `-v 0` logs what an operator needs, each step up logs more. The level can be
 //! changed while the process runs.
 
 #[cfg(test)]
@@ -36,7 +36,7 @@ pub fn start(logging: &Logging) {
     }
 }
 
-/// From now on what `-v verbosity` tells is told; `--vmodule` stays in force. False: no log was started.
+/// Changes `-v`; `--vmodule` stays in force. False: no log was started.
 pub fn set_verbosity(verbosity: u32) -> bool {
     let change = |levels: &mut Levels| *levels = Levels::new(verbosity, std::mem::take(&mut levels.modules));
     LEVELS.get().is_some_and(|handle| handle.modify(change).is_ok())

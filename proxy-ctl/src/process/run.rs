@@ -35,7 +35,6 @@ use crate::{
     mode::{self, Choice, Mode, Request},
     model::{Update, objects::ObjectName},
     node::facts,
-    profile,
     report::{Health, HealthChecks, Metrics, SharedHealth},
     serve::{self, BindError, Pages},
     source::{
@@ -96,11 +95,6 @@ pub fn run(line: CommandLine) -> anyhow::Result<()> {
     limits::return_freed_memory();
     if let Err(error) = limits::use_small_pages() {
         tracing::debug!(%error, "the memory of this process may be larger than it needs to be");
-    }
-    if settings.config.enable_profiling
-        && let Err(error) = profile::heap::switch_on()
-    {
-        tracing::warn!(%error, "there will be no heap profiles");
     }
     let state = SourceState::new();
     let runtime = tokio::runtime::Builder::new_multi_thread()

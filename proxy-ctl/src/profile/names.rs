@@ -4,17 +4,6 @@ use std::{collections::HashMap, ffi::c_void};
 
 /// What stands for an innermost address in no function that is known, such as one of the kernel's vDSO.
 const UNKNOWN: &str = "[unknown]";
-/// What lies between a function and the allocator: how its containers ask for memory.
-const ON_THE_WAY_TO_MEMORY: [&str; 8] = [
-    "proxy_ctl::sys::",
-    "proxy_ctl::profile::",
-    "__r",
-    "alloc::",
-    "core::",
-    "hashbrown::",
-    "bytes::",
-    "std::alloc::",
-];
 
 /// Names that were looked up. Until it is dropped, the symbols of the program are kept in memory.
 #[derive(Debug, Default)]
@@ -36,11 +25,6 @@ impl Names {
         }
         names
     }
-
-    /// As [`Self::of`], from the function that wanted memory on.
-    pub fn of_call_site(&mut self, frames: &[usize]) -> Vec<String> {
-        from_call_site(self.of(frames))
-    }
 }
 
 impl Drop for Names {
@@ -56,12 +40,6 @@ fn look_up(address: usize) -> Vec<String> {
         names.extend(symbol.name().map(|name| without_trait(&format!("{name:#}"))));
     });
     names
-}
-
-fn from_call_site(mut names: Vec<String>) -> Vec<String> {
-    let is_on_the_way = |name: &String| ON_THE_WAY_TO_MEMORY.iter().any(|start| name.starts_with(start));
-    let call_site = names.iter().position(|name| !is_on_the_way(name)).unwrap_or(0);
-    names.split_off(call_site)
 }
 
 /// `<a::B as c::D>::e` → `a::B::e`: what stands in angle brackets is not shown by the tools that read profiles.
@@ -90,7 +68,6 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::sys::frames::{self, Frames};
 
     #[rstest]
     #[case("a::b::c", "a::b::c")]
@@ -104,24 +81,16 @@ mod tests {
     }
 
     #[test]
-    fn a_stack_names_the_functions_that_called_each_other() {
+    fn an_address_in_a_function_has_its_name() {
         #[inline(never)]
-        fn inner() -> Vec<String> {
-            std::hint::black_box(Names::default().of(Frames::here().addresses()))
+        fn known() -> u32 {
+            std::hint::black_box(7)
         }
-        #[inline(never)]
-        fn outer() -> Vec<String> {
-            std::hint::black_box(inner())
-        }
-        frames::prepare().unwrap();
-        let names = outer();
-        let place = |function: &str| {
-            let named =
-                |name: &String| name.starts_with("proxy_ctl::profile::names") && name.ends_with(function);
-            names.iter().position(named).unwrap_or_else(|| panic!("{function}: {names:#?}"))
-        };
-        assert_eq!(place("::inner"), 0);
-        assert_eq!(place("::outer"), 1);
+        let inside = known as fn() -> u32 as usize + 1;
+        let names = Names::default().of(&[inside]);
+        let named =
+            |name: &String| name.starts_with("proxy_ctl::profile::names") && name.ends_with("::known");
+        assert!(names.iter().any(named), "{names:?}");
     }
 
     #[test]
@@ -129,14 +98,5 @@ mod tests {
         let mut names = Names::default();
         assert_eq!(names.of(&[1, 1]), ["[unknown]"]);
         assert_eq!(names.of(&[]), [""; 0]);
-    }
-
-    #[rstest]
-    #[case(&["alloc::vec::Vec<T>::push", "a::b", "alloc::c"], &["a::b", "alloc::c"])]
-    #[case(&["__rust_alloc", "alloc::alloc", "hashbrown::raw", "a::b"], &["a::b"])]
-    #[case(&["alloc::a", "core::b"], &["alloc::a", "core::b"])]
-    #[case(&[], &[])]
-    fn memory_is_that_of_the_function_that_wanted_it(#[case] stack: &[&str], #[case] kept: &[&str]) {
-        assert_eq!(from_call_site(stack.iter().map(|name| (*name).to_owned()).collect()), kept);
     }
 }

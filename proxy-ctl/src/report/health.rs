@@ -1,6 +1,6 @@
 //! Whether this node's proxy keeps up, by the rules of kube-proxy: a family is unhealthy when a change has
 //! been waiting for [`Health::timeout`] without a successful sync; a node that is being deleted is not eligible.
-//! One rule is ours: all families are unhealthy when the dataplane has been in one call for so long.
+//! One rule is not kube-proxy's: all families are unhealthy when one call of the dataplane takes longer than the timeout.
 
 use std::{
     sync::{Mutex, MutexGuard, PoisonError},
@@ -15,7 +15,7 @@ use crate::model::objects::{IpFamily, Node};
 /// Taint that the cluster autoscaler puts on a node before it deletes it.
 const TO_BE_DELETED: &str = "ToBeDeletedByClusterAutoscaler";
 
-/// One moment, for measuring and for people.
+/// One moment on two clocks: monotonic for measuring, wall clock for people.
 #[derive(Clone, Copy, Debug)]
 pub struct Moment {
     pub instant: Instant,

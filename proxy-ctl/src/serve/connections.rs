@@ -1,5 +1,6 @@
-//! A small HTTP/1 server: one task a connection, bounded in number and in the time that everything may take. Whoever is
-//! silent, or slow to take an answer, loses the place to the next who comes: nobody can keep others from an answer.
+//! An HTTP/1 server on hyper with one task for each connection. The number of connections is bounded, and so is the time
+//! of every step. When all connections are in use, a new one takes the place of the oldest without a request in progress:
+//! silent clients keep nobody from an answer.
 
 use std::{
     collections::BTreeMap,
@@ -24,20 +25,20 @@ use tokio_util::sync::CancellationToken;
 use super::reply::{Reply, plain};
 
 const MOST_CONNECTIONS: usize = 128;
-/// For the header of a request, and between two requests.
+/// Limit for the header of a request, and between two requests.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(2);
-/// Then a connection ends after the answer that it is at.
+/// Age at which a connection is closed, after the answer in progress.
 const LONGEST_CONNECTION: Duration = Duration::from_secs(600);
-/// Pause after accept failed, which is nearly always for want of file descriptors.
+/// Pause after accept failed, nearly always because there are no file descriptors left.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// `longest`: for one answer; then it is 503.
+/// `longest`: limit for one answer; a later one is 503.
 pub(super) async fn serve<H, F>(listener: TcpListener, answer: H, longest: Duration, stop: CancellationToken)
 where
     H: Fn(Request<Incoming>) -> F + Clone + Send + Sync + 'static,
     F: Future<Output = Reply> + Send + 'static,
 {
-    let places = Places::default();
+    let connections = Connections::default();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
@@ -51,47 +52,49 @@ where
                 continue;
             }
         };
-        let Some(place) = places.take() else {
-            tracing::debug!("every HTTP connection is being answered: one more is turned away");
+        let Some(admission) = connections.admit() else {
+            tracing::debug!("a connection was closed: every other one is answering a request");
             continue;
         };
         let (answer, stop) = (answer.clone(), stop.clone());
         tokio::spawn(async move {
             tokio::select! {
-                () = converse(stream, answer, longest, &place.seat) => {}
-                () = place.seat.lost.cancelled() => tracing::debug!("an idle HTTP connection made room for another"),
+                () = converse(stream, answer, longest, &admission.connection) => {}
+                () = admission.connection.evicted.cancelled() => {
+                    tracing::debug!("an idle HTTP connection was closed for a new one");
+                }
                 () = stop.cancelled() => {}
             }
         });
     }
 }
 
-async fn converse<H, F>(stream: TcpStream, answer: H, longest: Duration, seat: &Seat)
+async fn converse<H, F>(stream: TcpStream, answer: H, longest: Duration, connection: &Connection)
 where
     H: Fn(Request<Incoming>) -> F,
     F: Future<Output = Reply>,
 {
     let service = service_fn(|request| {
-        seat.answering.store(true, Ordering::Relaxed);
+        connection.answering.store(true, Ordering::Relaxed);
         let response = timeout(longest, answer(request));
         async move {
             let late = |_| plain(StatusCode::SERVICE_UNAVAILABLE, "The answer took too long\n");
             let response = response.await.unwrap_or_else(late);
-            seat.answering.store(false, Ordering::Relaxed);
+            connection.answering.store(false, Ordering::Relaxed);
             Ok::<_, std::convert::Infallible>(response)
         }
     });
-    let mut connection = pin!(
+    let mut http = pin!(
         http1::Builder::new()
             .timer(TokioTimer::new())
             .header_read_timeout(HEADER_TIMEOUT)
             .serve_connection(TokioIo::new(stream), service)
     );
     let ended = tokio::select! {
-        ended = connection.as_mut() => ended,
+        ended = http.as_mut() => ended,
         () = sleep(LONGEST_CONNECTION) => {
-            connection.as_mut().graceful_shutdown();
-            timeout(longest, connection).await.unwrap_or(Ok(()))
+            http.as_mut().graceful_shutdown();
+            timeout(longest, http).await.unwrap_or(Ok(()))
         }
     };
     if let Err(error) = ended {
@@ -99,55 +102,57 @@ where
     }
 }
 
-/// What there is of connections, oldest first.
+/// The open connections of one server.
 #[derive(Clone, Default)]
-struct Places(Arc<Mutex<Seats>>);
+struct Connections(Arc<Mutex<Open>>);
 
 #[derive(Default)]
-struct Seats {
-    next: u64,
-    taken: BTreeMap<u64, Arc<Seat>>,
+struct Open {
+    next_number: u64,
+    /// The oldest first.
+    by_number: BTreeMap<u64, Arc<Connection>>,
 }
 
 #[derive(Default)]
-struct Seat {
+struct Connection {
     /// A request is being answered.
     answering: AtomicBool,
-    lost: CancellationToken,
+    evicted: CancellationToken,
 }
 
-/// Free again when dropped.
-struct Place {
-    places: Places,
+/// Counts a connection as open until it is dropped.
+struct Admission {
+    connections: Connections,
     number: u64,
-    seat: Arc<Seat>,
+    connection: Arc<Connection>,
 }
 
-impl Places {
-    /// The oldest connection on which nothing is being answered makes room; `None`: there is no such one.
-    fn take(&self) -> Option<Place> {
-        let mut seats = self.lock();
-        if seats.taken.len() >= MOST_CONNECTIONS {
-            let idle = seats.taken.iter().find(|(_, seat)| !seat.answering.load(Ordering::Relaxed));
+impl Connections {
+    /// Evicts the oldest connection that answers nothing if there are too many. `None`: all of them answer a request.
+    fn admit(&self) -> Option<Admission> {
+        let mut open = self.lock();
+        if open.by_number.len() >= MOST_CONNECTIONS {
+            let mut all = open.by_number.iter();
+            let idle = all.find(|(_, connection)| !connection.answering.load(Ordering::Relaxed));
             let number = idle.map(|(number, _)| *number)?;
-            if let Some(seat) = seats.taken.remove(&number) {
-                seat.lost.cancel();
+            if let Some(connection) = open.by_number.remove(&number) {
+                connection.evicted.cancel();
             }
         }
-        let (number, seat) = (seats.next, Arc::<Seat>::default());
-        seats.next += 1;
-        seats.taken.insert(number, Arc::clone(&seat));
-        Some(Place { places: self.clone(), number, seat })
+        let (number, connection) = (open.next_number, Arc::<Connection>::default());
+        open.next_number += 1;
+        open.by_number.insert(number, Arc::clone(&connection));
+        Some(Admission { connections: self.clone(), number, connection })
     }
 
-    fn lock(&self) -> MutexGuard<'_, Seats> {
+    fn lock(&self) -> MutexGuard<'_, Open> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Drop for Place {
+impl Drop for Admission {
     fn drop(&mut self) {
-        self.places.lock().taken.remove(&self.number);
+        self.connections.lock().by_number.remove(&self.number);
     }
 }
 
@@ -155,30 +160,33 @@ impl Drop for Place {
 mod tests {
     use super::*;
 
-    #[test]
-    fn the_oldest_that_is_idle_makes_room() {
-        let places = Places::default();
-        let mut taken: Vec<Place> = std::iter::from_fn(|| places.take()).take(MOST_CONNECTIONS).collect();
-        taken[0].seat.answering.store(true, Ordering::Relaxed);
-        taken.push(places.take().unwrap());
-        let lost: Vec<u64> =
-            taken.iter().filter(|place| place.seat.lost.is_cancelled()).map(|place| place.number).collect();
-        assert_eq!(lost, [1]);
-        // One that has lost its place does not free another's.
-        taken.remove(1);
-        assert_eq!(places.lock().taken.len(), MOST_CONNECTIONS);
-        taken.remove(0);
-        assert_eq!(places.lock().taken.len(), MOST_CONNECTIONS - 1);
+    fn fill(connections: &Connections) -> Vec<Admission> {
+        std::iter::from_fn(|| connections.admit()).take(MOST_CONNECTIONS).collect()
     }
 
     #[test]
-    fn what_is_being_answered_is_not_given_up() {
-        let places = Places::default();
-        let taken: Vec<Place> = std::iter::from_fn(|| places.take()).take(MOST_CONNECTIONS).collect();
-        for place in &taken {
-            place.seat.answering.store(true, Ordering::Relaxed);
+    fn the_oldest_idle_connection_is_evicted_for_a_new_one() {
+        let connections = Connections::default();
+        let mut admitted = fill(&connections);
+        admitted[0].connection.answering.store(true, Ordering::Relaxed);
+        admitted.push(connections.admit().unwrap());
+        let evicted = admitted.iter().filter(|one| one.connection.evicted.is_cancelled());
+        assert_eq!(evicted.map(|one| one.number).collect::<Vec<_>>(), [1]);
+        // The end of an evicted connection makes no room: its place is taken already.
+        admitted.remove(1);
+        assert_eq!(connections.lock().by_number.len(), MOST_CONNECTIONS);
+        admitted.remove(0);
+        assert_eq!(connections.lock().by_number.len(), MOST_CONNECTIONS - 1);
+    }
+
+    #[test]
+    fn a_connection_that_answers_a_request_is_not_evicted() {
+        let connections = Connections::default();
+        let admitted = fill(&connections);
+        for one in &admitted {
+            one.connection.answering.store(true, Ordering::Relaxed);
         }
-        assert!(places.take().is_none());
-        assert!(taken.iter().all(|place| !place.seat.lost.is_cancelled()));
+        assert!(connections.admit().is_none());
+        assert!(admitted.iter().all(|one| !one.connection.evicted.is_cancelled()));
     }
 }

@@ -1,7 +1,7 @@
 //! The two text formats that scrapers ask for.
 //!
 //! Metrics are encoded as OpenMetrics. kube-proxy answers in the older Prometheus text format unless asked
-//! otherwise, and so do we: there a counter's family bears the name of its samples, `_total` included.
+//! otherwise, and so does this proxy: in that format a counter's family bears the name of its samples, `_total` included.
 
 use std::borrow::Cow;
 
@@ -15,7 +15,7 @@ pub(super) enum Format {
 }
 
 impl Format {
-    /// By the request's `Accept` header. Prometheus takes both formats and likes OpenMetrics better; it gets the format
+    /// By the request's `Accept` header. Prometheus takes both formats and prefers OpenMetrics; it gets the format
     /// that kube-proxy gives, because the other writes `le="1.0"` for `le="1"`, which is another time series.
     pub(super) fn wanted(accept: &str) -> Self {
         let takes = |kind: &str| accept.split(',').any(|choice| choice.trim_start().starts_with(kind));
@@ -42,7 +42,7 @@ impl Format {
     }
 }
 
-/// What is told of one name.
+/// One metric family in the Prometheus format.
 #[derive(Default)]
 struct Family {
     name: String,

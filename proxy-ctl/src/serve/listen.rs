@@ -1,4 +1,4 @@
-//! Where the servers listen.
+//! Binding the addresses of the servers.
 
 use std::{
     io,
@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 /// Pause between two attempts to bind an address.
 const RETRY: Duration = Duration::from_secs(5);
-/// Connections that wait to be accepted.
+/// Limit of the connections that wait to be accepted.
 const BACKLOG: u32 = 1024;
 
 #[derive(Debug, thiserror::Error)]
@@ -23,7 +23,7 @@ pub struct BindError {
     pub source: io::Error,
 }
 
-/// Binds, again and again unless `hard_fail`. `None`: told to stop before it worked.
+/// Binds; retries unless `hard_fail`. `None`: `stop` was cancelled before an attempt succeeded.
 pub(super) async fn listen(
     purpose: &'static str,
     address: SocketAddr,

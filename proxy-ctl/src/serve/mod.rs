@@ -1,5 +1,5 @@
-//! What the controller tells over HTTP: health on `healthzBindAddress`, metrics and what people debug with on
-//! `metricsBindAddress`, with the paths, names and bodies of kube-proxy.
+//! The HTTP servers: health on `healthzBindAddress`, metrics and pages for debugging on `metricsBindAddress`, with the
+//! paths, names and bodies of kube-proxy.
 
 mod connections;
 #[cfg(test)]
@@ -25,7 +25,7 @@ const HEALTH_ANSWER: Duration = Duration::from_secs(5);
 /// The longest CPU profile, and the time that it takes to look up its names.
 const LONGEST_ANSWER: Duration = Duration::from_secs(pages::LONGEST_PROFILE + 60);
 
-/// Answers `/healthz` and `/livez` until told to stop.
+/// Answers `/healthz` and `/livez` until `stop` is cancelled.
 pub async fn healthz(
     address: SocketAddr,
     hard_fail: bool,
@@ -42,7 +42,7 @@ pub async fn healthz(
     Ok(())
 }
 
-/// Answers `/metrics` and the other [`Pages`] until told to stop.
+/// Answers `/metrics` and the other [`Pages`] until `stop` is cancelled.
 pub async fn metrics(
     address: SocketAddr,
     hard_fail: bool,
@@ -60,7 +60,7 @@ pub async fn metrics(
     Ok(())
 }
 
-/// Any method will do, as with kube-proxy.
+/// Every method is accepted, as by kube-proxy.
 fn health_reply(path: &str, health: &SharedHealth, metrics: &Metrics) -> Reply {
     let ready = match path {
         "/healthz" => true,

@@ -9,7 +9,7 @@ use std::{
 };
 
 use http::{HeaderName, HeaderValue, StatusCode};
-use tokio::sync::watch;
+use tokio::{net::TcpListener, sync::watch, task::JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::{
@@ -21,26 +21,29 @@ use crate::{
     report::{HealthChecks, SharedHealth},
 };
 
-/// The one that load balancers may weigh nodes by.
+/// The header that load balancers may weigh nodes by.
 const WEIGHT: HeaderName = HeaderName::from_static("x-load-balancing-endpoint-weight");
 /// Pause before addresses are tried again that could not be bound.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// Listens for every service that `checks` names, until told to stop. `failed` hears of the addresses that cannot be
-/// bound, once until they can; they are tried again.
+/// Listens for every Service that `checks` names, until `stop` is cancelled. `failed` is called once for an address that cannot
+/// be bound; it is tried again until it can be.
 pub async fn service_health(
     mut checks: watch::Receiver<HealthChecks>,
     health: Arc<SharedHealth>,
     failed: impl Fn(&ObjectName, SocketAddr, &std::io::Error),
     stop: CancellationToken,
 ) {
-    let mut open: BTreeMap<SocketAddr, (ObjectName, DropGuard)> = BTreeMap::new();
-    let mut told: BTreeSet<(SocketAddr, ObjectName)> = BTreeSet::new();
+    let mut open: BTreeMap<SocketAddr, Server> = BTreeMap::new();
+    let mut reported: BTreeSet<(SocketAddr, ObjectName)> = BTreeSet::new();
     loop {
         let wanted = checks.borrow_and_update().sockets();
-        open.retain(|socket, (service, _)| wanted.get(socket) == Some(service));
-        told.retain(|(socket, service)| wanted.get(socket) == Some(service));
-        let mut all = true;
+        // Closed before another is opened: the port of one Service may have passed to another.
+        let unwanted = open.extract_if(.., |socket, server| wanted.get(socket) != Some(&server.service));
+        for (_, server) in unwanted.collect::<Vec<_>>() {
+            server.close().await;
+        }
+        reported.retain(|(socket, service)| wanted.get(socket) == Some(service));
         for (socket, service) in wanted {
             if open.contains_key(&socket) {
                 continue;
@@ -48,20 +51,14 @@ pub async fn service_health(
             match listen::bind(socket) {
                 Ok(listener) => {
                     tracing::info!(%service, address = %socket, "healthCheckNodePort: listening");
-                    let guard = CancellationToken::new();
-                    let (checks, health, name) = (checks.clone(), Arc::clone(&health), service.clone());
-                    let answer = move |_| {
-                        let local_ready = checks.borrow().local_ready(&name);
-                        let reply = answer(&name, local_ready, health.report().healthy);
-                        async move { reply }
-                    };
-                    tokio::spawn(connections::serve(listener, answer, HEALTH_ANSWER, guard.clone()));
-                    told.remove(&(socket, service.clone()));
-                    open.insert(socket, (service, guard.drop_guard()));
+                    reported.remove(&(socket, service.clone()));
+                    open.insert(
+                        socket,
+                        Server::start(listener, service, checks.clone(), Arc::clone(&health)),
+                    );
                 }
                 Err(error) => {
-                    all = false;
-                    if told.insert((socket, service.clone())) {
+                    if reported.insert((socket, service.clone())) {
                         failed(&service, socket, &error);
                     }
                 }
@@ -69,8 +66,42 @@ pub async fn service_health(
         }
         tokio::select! {
             changed = checks.changed() => if changed.is_err() { return stop.cancelled().await },
-            () = tokio::time::sleep(RETRY), if !all => {}
+            () = tokio::time::sleep(RETRY), if !reported.is_empty() => {}
             () = stop.cancelled() => return,
+        }
+    }
+}
+
+/// Answers for one Service on one address, until it is closed or dropped.
+struct Server {
+    service: ObjectName,
+    task: JoinHandle<()>,
+    stop: DropGuard,
+}
+
+impl Server {
+    fn start(
+        listener: TcpListener,
+        service: ObjectName,
+        checks: watch::Receiver<HealthChecks>,
+        health: Arc<SharedHealth>,
+    ) -> Self {
+        let stop = CancellationToken::new();
+        let name = service.clone();
+        let answer = move |_| {
+            let local_ready = checks.borrow().local_ready(&name);
+            let reply = answer(&name, local_ready, health.report().healthy);
+            async move { reply }
+        };
+        let task = tokio::spawn(connections::serve(listener, answer, HEALTH_ANSWER, stop.clone()));
+        Self { service, task, stop: stop.drop_guard() }
+    }
+
+    /// When this returns, the address is free.
+    async fn close(self) {
+        drop(self.stop);
+        if let Err(error) = self.task.await {
+            tracing::error!(service = %self.service, %error, "healthCheckNodePort: the server ended unexpectedly");
         }
     }
 }
@@ -94,7 +125,7 @@ mod tests {
 
     use tokio::{
         io::{AsyncReadExt as _, AsyncWriteExt as _},
-        net::{TcpListener, TcpStream},
+        net::TcpStream,
     };
 
     use super::*;
@@ -183,26 +214,41 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_port_that_is_taken_is_told_once_and_tried_again() {
+    async fn a_port_in_use_is_reported_once_and_tried_again() {
         let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = taken.local_addr().unwrap().port();
-        let told = Arc::new(Mutex::new(Vec::new()));
-        let failures = Arc::clone(&told);
+        let reported = Arc::new(Mutex::new(Vec::new()));
+        let failures = Arc::clone(&reported);
         let (sender, _stop) = start(checks(vec![check("web", port, 1)]), move |service, socket, _| {
             failures.lock().unwrap().push((service.to_string(), socket.port()));
         });
         let other = free_port();
         sender.send_replace(checks(vec![check("other", other, 1), check("web", port, 1)]));
         until(other, Result::is_ok).await.unwrap();
-        assert_eq!(*told.lock().unwrap(), [("shop/web".to_owned(), port)]);
+        assert_eq!(*reported.lock().unwrap(), [("shop/web".to_owned(), port)]);
         drop(taken);
         sender.send_replace(checks(vec![check("web", port, 1)]));
         until(port, Result::is_ok).await.unwrap();
-        assert_eq!(told.lock().unwrap().len(), 1);
+        assert_eq!(reported.lock().unwrap().len(), 1);
     }
 
     #[tokio::test]
-    async fn nobody_answers_200_while_the_proxy_is_not_healthy() {
+    async fn a_port_that_passes_to_another_service_answers_for_it_without_a_failure() {
+        let port = free_port();
+        let (failed, mut failures) = tokio::sync::mpsc::unbounded_channel();
+        let (sender, _stop) = start(checks(vec![check("blue", port, 1)]), move |service, _, _| {
+            failed.send(service.to_string()).unwrap();
+        });
+        until(port, |answer| answer.as_ref().is_ok_and(|text| text.contains("blue"))).await.unwrap();
+        sender.send_replace(checks(vec![check("green", port, 1)]));
+        tokio::select! {
+            answer = until(port, |answer| answer.as_ref().is_ok_and(|text| text.contains("green"))) => drop(answer),
+            service = failures.recv() => panic!("{service:?} has found its port in use"),
+        }
+    }
+
+    #[tokio::test]
+    async fn an_unhealthy_proxy_answers_503_although_there_are_endpoints() {
         let reply = answer(&ObjectName::new("shop", "web"), 3, false);
         assert_eq!(reply.status(), StatusCode::SERVICE_UNAVAILABLE);
         assert_eq!(reply.headers()[WEIGHT], "3");

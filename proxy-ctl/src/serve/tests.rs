@@ -10,7 +10,7 @@ use tokio::{
 
 use super::*;
 use crate::{
-    dataplane::{Applied, ServiceUsage, TableUsage, Usage},
+    dataplane::{Applied, ReasonUsage, ServiceUsage, TableUsage, Usage},
     model::{
         desired::ServicePortName,
         objects::{IpFamily, Node, ObjectName, Protocol},
@@ -23,7 +23,8 @@ pub(super) struct FixedUsage;
 
 impl UsageSource for FixedUsage {
     fn usage(&self) -> Pin<Box<dyn Future<Output = Option<Usage>> + Send + '_>> {
-        let frontends = TableUsage { name: "frontends4", used: 3, capacity: 100, bytes: 4096 };
+        let frontends =
+            TableUsage { name: "frontends4", used: 3, capacity: 100, can_fill_up: true, bytes: 4096 };
         let name = ServicePortName {
             service: ObjectName::new("default", "web"),
             port: "http".into(),
@@ -33,7 +34,7 @@ impl UsageSource for FixedUsage {
         let web = ServiceUsage { name, connections: 2, packets: 10, bytes: 1500 };
         let usage = Usage {
             tables: vec![frontends],
-            reasons: vec![("no_endpoints", 7)],
+            reasons: vec![ReasonUsage { name: "no_endpoints", verdict: "refuse", count: 7 }],
             services: vec![web],
             uncounted_services: 3,
         };
@@ -278,69 +279,13 @@ async fn health_checks_of_the_metrics_server_are_counted_until_reset() {
 }
 
 /// Names of the functions of each stack of a profile, the innermost first.
-fn stacks(profile: &[u8]) -> Vec<Vec<String>> {
-    let fields = wire::fields(profile);
-    let texts: Vec<String> = fields.bytes(6).map(|text| String::from_utf8(text.to_vec()).unwrap()).collect();
-    // Functions and locations have their numbers in the order in which they come.
-    let names: Vec<&str> =
-        fields.bytes(5).map(|function| texts[wire::fields(function).number(2)].as_str()).collect();
-    let stack = |sample| {
-        let locations = wire::fields(sample).bytes(1).next().map(wire::numbers).unwrap_or_default();
-        locations.into_iter().map(|location| names[location - 1].to_owned()).collect()
+fn stacks(profile: &pages::Profile) -> Vec<Vec<&str>> {
+    let name = |location: &u64| {
+        // Functions and locations have their numbers in the order in which they come.
+        let function = profile.functions[*location as usize - 1];
+        profile.strings[function.name as usize].as_str()
     };
-    fields.bytes(2).map(stack).collect()
-}
-
-/// What protocol buffers consist of.
-mod wire {
-    pub(super) struct Fields<'a>(Vec<(usize, Value<'a>)>);
-
-    enum Value<'a> {
-        Number(usize),
-        Bytes(&'a [u8]),
-    }
-
-    impl<'a> Fields<'a> {
-        pub(super) fn number(&self, field: usize) -> usize {
-            let number = |(found, value): &(usize, Value)| match value {
-                Value::Number(number) if *found == field => Some(*number),
-                Value::Number(_) | Value::Bytes(_) => None,
-            };
-            self.0.iter().find_map(number).unwrap()
-        }
-
-        pub(super) fn bytes(&self, field: usize) -> impl Iterator<Item = &'a [u8]> {
-            self.0.iter().filter_map(move |(found, value)| match value {
-                Value::Bytes(bytes) if *found == field => Some(*bytes),
-                Value::Number(_) | Value::Bytes(_) => None,
-            })
-        }
-    }
-
-    pub(super) fn fields(mut message: &[u8]) -> Fields<'_> {
-        let mut fields = Vec::new();
-        while !message.is_empty() {
-            let key = number(&mut message);
-            let value = number(&mut message);
-            let value = match key & 7 {
-                0 => Value::Number(value),
-                2 => Value::Bytes(message.split_off(..value).unwrap()),
-                other => panic!("wire type {other}"),
-            };
-            fields.push((key >> 3, value));
-        }
-        Fields(fields)
-    }
-
-    pub(super) fn numbers(mut packed: &[u8]) -> Vec<usize> {
-        std::iter::from_fn(|| (!packed.is_empty()).then(|| number(&mut packed))).collect()
-    }
-
-    fn number(message: &mut &[u8]) -> usize {
-        let end = message.iter().position(|byte| byte & 0x80 == 0).unwrap();
-        let digits = message.split_off(..=end).unwrap();
-        digits.iter().rev().fold(0, |number, byte| number << 7 | usize::from(byte & 0x7f))
-    }
+    profile.samples.iter().map(|sample| sample.location_ids.iter().map(name).collect()).collect()
 }
 
 /// Works until it is told to stop.
@@ -372,34 +317,25 @@ async fn a_cpu_profile_tells_who_is_busy_and_is_taken_one_at_a_time() {
     statuses.sort_unstable();
     assert_eq!(statuses, [200, 500]);
     let profile = if one.0 == 200 { one.1 } else { other.1 };
+    let profile = <pages::Profile as prost::Message>::decode(profile.as_slice()).unwrap();
     let stacks = stacks(&profile);
     let of_busy = stacks.iter().find(|stack| {
-        stack.iter().any(|name| name.ends_with("known_to_be_busy"))
+        stack.first().is_some_and(|name| name.ends_with("known_to_be_busy"))
             // It was called by the thread's first functions.
             && stack.iter().any(|name| name.contains("thread_start"))
     });
     assert!(of_busy.is_some(), "{stacks:#?}");
-    assert!(profile.windows(4).any(|part| part == b"busy"));
+    assert!(profile.strings.iter().any(|text| text == "busy"));
     assert_eq!(get(servers.metrics, "/debug/pprof/profile?seconds=601", "").await.0, 400);
 }
 
 #[tokio::test]
-async fn memory_by_call_site_comes_in_the_forms_that_are_asked_for() {
+async fn a_heap_profile_is_refused_with_what_to_look_at_instead() {
     let servers = servers().await;
-    crate::profile::heap::switch_on().unwrap();
-    let (status, head, text) = get(servers.metrics, "/debug/pprof/heap?debug=1", "").await;
-    assert_eq!(status, 200);
-    assert!(head.contains("content-type: text/plain") && text.starts_with("heap profile: "), "{head}{text}");
-    assert!(text.contains("# VmRSS:") && text.contains("(mimalloc)"), "{text}");
-    for (path, name) in
-        [("heap", "heap"), ("heap?gc=1", "heap"), ("heap?debug=0", "heap"), ("allocs", "allocs")]
-    {
-        let answer = ask(servers.metrics, &format!("/debug/pprof/{path}"), "").await;
-        let head = String::from_utf8_lossy(&answer).to_lowercase();
-        assert!(head.starts_with("http/1.1 200"), "{path}: {head}");
-        assert!(head.contains("content-type: application/octet-stream"), "{path}: {head}");
-        assert!(head.contains(&format!("filename=\"{name}\"")), "{path}: {head}");
-        assert!(head.contains("inuse_objects") && head.contains("alloc_space"), "{path}: {head}");
+    for path in ["/debug/pprof/heap", "/debug/pprof/heap?debug=1", "/debug/pprof/allocs"] {
+        let (status, _, body) = get(servers.metrics, path, "").await;
+        assert_eq!(status, 501, "{path}");
+        assert!(body.contains("process_resident_memory_bytes on /metrics"), "{path}: {body}");
     }
 }
 

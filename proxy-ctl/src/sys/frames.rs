@@ -1,5 +1,5 @@
 //! Call stacks by frame pointers: no unwind tables, no locks, no memory of the heap, so that they can be taken in
-//! signal handlers and inside the allocator. All Rust code of this workspace is compiled with frame pointers
+//! signal handlers. All Rust code of this workspace is compiled with frame pointers
 //! (`.cargo/config.toml`, `cargo xtask image`).
 //!
 //! Code without them (hand-written assembly, musl's own C code) leaves any value in the register. So what it points to is
@@ -12,7 +12,7 @@ use nix::errno::Errno;
 use super::CallError;
 
 /// Frames beyond are left out: the outermost ones.
-pub const DEEPEST: usize = 128;
+pub(super) const DEEPEST: usize = 128;
 /// No stack is larger; a frame further away than this is none.
 const LARGEST_STACK: usize = 64 << 20;
 const WORD: usize = size_of::<usize>();
@@ -26,7 +26,7 @@ static MEMORY: OnceLock<File> = OnceLock::new();
 ///
 /// # Errors
 /// There is no /proc.
-pub fn prepare() -> Result<(), CallError> {
+pub(super) fn prepare() -> Result<(), CallError> {
     if MEMORY.get().is_none() {
         let memory =
             File::open("/proc/self/mem").map_err(|error| CallError::new("open(/proc/self/mem)", error))?;
@@ -37,28 +37,18 @@ pub fn prepare() -> Result<(), CallError> {
 }
 
 /// A call stack: where each function goes on when the one that it called returns, the innermost first.
-pub struct Frames {
+pub(super) struct Frames {
     addresses: [usize; DEEPEST],
     count: usize,
 }
 
 impl Frames {
-    pub fn addresses(&self) -> &[usize] {
+    pub(super) fn addresses(&self) -> &[usize] {
         self.addresses.get(..self.count).unwrap_or_default()
     }
 
     const fn empty() -> Self {
         Self { addresses: [0; DEEPEST], count: 0 }
-    }
-
-    /// Of the caller. Leaves errno as it was.
-    #[inline(never)]
-    pub fn here() -> Self {
-        let _errno = KeptErrno::now();
-        let frame = frame_pointer();
-        let mut frames = Self::empty();
-        frames.follow(frame, frame);
-        frames
     }
 
     /// Of the code that a signal has interrupted. Leaves errno as it was.
@@ -154,22 +144,6 @@ impl Registers {
     }
 }
 
-#[inline(always)]
-fn frame_pointer() -> usize {
-    let frame: usize;
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: copies a register.
-    unsafe {
-        std::arch::asm!("mov {}, rbp", out(reg) frame, options(nomem, nostack, preserves_flags));
-    }
-    #[cfg(target_arch = "aarch64")]
-    // SAFETY: copies a register.
-    unsafe {
-        std::arch::asm!("mov {}, x29", out(reg) frame, options(nomem, nostack, preserves_flags));
-    }
-    frame
-}
-
 /// Puts errno back: the interrupted code may be about to read it.
 struct KeptErrno(i32);
 
@@ -187,34 +161,15 @@ impl Drop for KeptErrno {
 
 #[cfg(test)]
 mod tests {
-    use std::{hint::black_box, io};
+    use std::io;
 
     use super::*;
-
-    #[inline(never)]
-    fn descend(depth: usize) -> Frames {
-        let found = if depth == 0 { Frames::here() } else { descend(depth - 1) };
-        black_box(&found);
-        found
-    }
 
     fn follow(frame: usize, stack: usize) -> Vec<usize> {
         prepare().unwrap();
         let mut frames = Frames::empty();
         frames.follow(frame, stack);
         frames.addresses().to_vec()
-    }
-
-    #[test]
-    fn each_call_is_a_frame() {
-        prepare().unwrap();
-        let (shallow, deep) = (descend(3), descend(8));
-        assert_eq!(deep.addresses().len(), shallow.addresses().len() + 5);
-        // The innermost is where `descend` goes on, and recursion goes on at one place.
-        let [innermost, calls @ ..] = deep.addresses() else { panic!("no frames") };
-        assert_eq!(shallow.addresses()[0], *innermost);
-        assert!(calls[..7].iter().all(|address| *address == calls[0]), "{:x?}", deep.addresses());
-        assert_eq!(descend(2 * DEEPEST).addresses().len(), DEEPEST);
     }
 
     #[test]
@@ -240,7 +195,8 @@ mod tests {
             assert_eq!(follow(address, address), [0; 0], "{address:x}");
         }
         Errno::EXDEV.set();
-        descend(1);
+        let nowhere = Registers { instruction: 6, frame: WORD, stack: WORD };
+        assert_eq!(Frames::interrupted(nowhere).addresses(), [7]);
         assert_eq!(io::Error::last_os_error().raw_os_error(), Some(libc::EXDEV));
     }
 }

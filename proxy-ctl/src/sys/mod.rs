@@ -2,11 +2,10 @@
 
 use std::io;
 
-pub mod allocator;
 pub mod bpf;
 pub mod clock;
 pub mod filesystem;
-pub mod frames;
+mod frames;
 pub mod grace;
 pub mod ipset;
 pub mod ipvs;

@@ -1,11 +1,17 @@
-//! Interrupts this process in proportion to the CPU time that it uses, and tells where it was.
+//! Interrupts this process in proportion to the CPU time that it uses (SIGPROF), and keeps the call stacks that it was in
+//! until they are collected.
+//!
+//! The signal handler neither waits, locks nor allocates: it writes to static slots, which cost no memory before they are
+//! used.
 
 use std::{
     ffi::{c_int, c_void},
     marker::PhantomData,
     ptr,
-    sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst},
-    thread,
+    sync::atomic::{
+        AtomicBool, AtomicU8, AtomicU64, AtomicUsize,
+        Ordering::{Acquire, Relaxed, Release, SeqCst},
+    },
     time::Duration,
 };
 
@@ -13,29 +19,32 @@ use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, SigmaskHow, Signa
 
 use super::{
     CallError,
-    frames::{self, Frames, Registers},
+    frames::{self, DEEPEST, Frames, Registers},
 };
 
-/// Is told of every interruption, in a signal handler: it may neither wait nor allocate.
-pub trait Observer {
-    fn interrupted(frames: &Frames, thread: ThreadName);
-}
+/// Samples that are kept until they are collected.
+const SLOTS: usize = 512;
 
-/// Ends with zero bytes.
-pub type ThreadName = [u8; 16];
-
-/// The timer and the signal are somebody's.
+/// A sampler exists.
 static TAKEN: AtomicBool = AtomicBool::new(false);
-/// Interruptions are told.
-static TOLD: AtomicBool = AtomicBool::new(false);
-/// Threads in the handler.
-static AT_WORK: AtomicU32 = AtomicU32::new(0);
+static SAMPLES: [Slot; SLOTS] = [const { Slot::new() }; SLOTS];
+static NEXT: AtomicUsize = AtomicUsize::new(0);
+static MISSED: AtomicU64 = AtomicU64::new(0);
+
+/// Where a thread was interrupted.
+#[derive(Clone, Debug, Eq, Hash, PartialEq)]
+pub struct Sample {
+    /// Name of the thread; ends with zero bytes.
+    pub thread: [u8; 16],
+    /// Addresses behind the calls, the innermost first.
+    pub frames: Vec<usize>,
+}
 
 /// The process's timer and signal (SIGPROF), until it is dropped.
 #[derive(Debug)]
-pub struct Sampler<O>(PhantomData<O>);
+pub struct Sampler(());
 
-impl<O: Observer> Sampler<O> {
+impl Sampler {
     /// `None`: there is one already.
     ///
     /// # Errors
@@ -45,37 +54,88 @@ impl<O: Observer> Sampler<O> {
         if TAKEN.swap(true, SeqCst) {
             return Ok(None);
         }
-        let sampler = Self(PhantomData);
+        let sampler = Self(());
+        sampler.collect(drop);
+        MISSED.store(0, Relaxed);
         // Calls that can go on are not interrupted.
         let flags = SaFlags::SA_RESTART | SaFlags::SA_SIGINFO;
-        let action = SigAction::new(SigHandler::SigAction(handle::<O>), flags, SigSet::empty());
+        let action = SigAction::new(SigHandler::SigAction(handle), flags, SigSet::empty());
         // SAFETY: `handle` may run at any time: it calls nothing that waits or allocates. It stays installed, as a
         // signal may still be on its way when the timer has been stopped.
         unsafe { sigaction(Signal::SIGPROF, &action) }
             .map_err(|errno| CallError::new("sigaction(SIGPROF)", errno.into()))?;
-        TOLD.store(true, SeqCst);
         set_timer(period)?;
         Ok(Some(sampler))
     }
-}
 
-impl<O> Sampler<O> {
-    /// When this returns, the observer is told no more, and is at work in no thread.
-    pub fn stop(&self) {
-        // Stopping a timer with valid arguments cannot fail.
-        let _ = set_timer(Duration::ZERO);
-        TOLD.store(false, SeqCst);
-        // Whoever came before sees to its end: it waits for nobody.
-        while AT_WORK.load(SeqCst) > 0 {
-            thread::yield_now();
-        }
+    /// Hands over every sample that was taken since the last time.
+    pub fn collect(&self, each: impl FnMut(Sample)) {
+        SAMPLES.iter().filter_map(Slot::take).for_each(each);
+    }
+
+    /// Samples that there was no slot for.
+    pub fn missed(&self) -> u64 {
+        MISSED.load(Relaxed)
     }
 }
 
-impl<O> Drop for Sampler<O> {
+impl Drop for Sampler {
     fn drop(&mut self) {
-        self.stop();
+        // Stopping a timer with valid arguments cannot fail.
+        let _ = set_timer(Duration::ZERO);
         TAKEN.store(false, SeqCst);
+    }
+}
+
+const FREE: u8 = 0;
+const WRITING: u8 = 1;
+const READY: u8 = 2;
+
+/// Room for a sample. One signal handler writes it, then the owner of the [`Sampler`] takes it.
+struct Slot {
+    state: AtomicU8,
+    thread: [AtomicU8; 16],
+    length: AtomicUsize,
+    frames: [AtomicUsize; DEEPEST],
+}
+
+impl Slot {
+    const fn new() -> Self {
+        Self {
+            state: AtomicU8::new(FREE),
+            thread: [const { AtomicU8::new(0) }; 16],
+            length: AtomicUsize::new(0),
+            frames: [const { AtomicUsize::new(0) }; DEEPEST],
+        }
+    }
+
+    /// False: the slot is not free.
+    fn put(&self, thread: [u8; 16], frames: &[usize]) -> bool {
+        if self.state.compare_exchange(FREE, WRITING, Acquire, Relaxed).is_err() {
+            return false;
+        }
+        for (place, byte) in self.thread.iter().zip(thread) {
+            place.store(byte, Relaxed);
+        }
+        for (place, frame) in self.frames.iter().zip(frames) {
+            place.store(*frame, Relaxed);
+        }
+        self.length.store(frames.len().min(DEEPEST), Relaxed);
+        self.state.store(READY, Release);
+        true
+    }
+
+    fn take(&self) -> Option<Sample> {
+        if self.state.load(Acquire) != READY {
+            return None;
+        }
+        let frames = self.frames.iter().take(self.length.load(Relaxed));
+        let sample = Sample {
+            thread: self.thread.each_ref().map(|byte| byte.load(Relaxed)),
+            frames: frames.map(|frame| frame.load(Relaxed)).collect(),
+        };
+        self.state.store(FREE, Release);
+        Some(sample)
     }
 }
 
@@ -108,17 +168,18 @@ impl Drop for Undisturbed {
     }
 }
 
-extern "C" fn handle<O: Observer>(_: c_int, _: *mut libc::siginfo_t, context: *mut c_void) {
-    AT_WORK.fetch_add(1, SeqCst);
+extern "C" fn handle(_: c_int, _: *mut libc::siginfo_t, context: *mut c_void) {
     // SAFETY: with SA_SIGINFO the third argument is the interrupted context, this handler's alone while it runs.
     let context = unsafe { context.cast::<libc::ucontext_t>().as_ref() };
-    if let Some(context) = context.filter(|_| TOLD.load(SeqCst)) {
-        O::interrupted(&Frames::interrupted(Registers::of(context)), thread_name());
+    let Some(context) = context.filter(|_| TAKEN.load(SeqCst)) else { return };
+    let frames = Frames::interrupted(Registers::of(context));
+    let slot = &SAMPLES[NEXT.fetch_add(1, Relaxed) % SLOTS];
+    if !slot.put(thread_name(), frames.addresses()) {
+        MISSED.fetch_add(1, Relaxed);
     }
-    AT_WORK.fetch_sub(1, SeqCst);
 }
 
-fn thread_name() -> ThreadName {
+fn thread_name() -> [u8; 16] {
     let mut name = [0; 16];
     // SAFETY: the kernel writes up to 16 bytes to `name`. It cannot fail, and so leaves errno alone.
     unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
@@ -133,4 +194,23 @@ fn set_timer(period: Duration) -> Result<(), CallError> {
     // SAFETY: reads `timer`, and writes nothing.
     let result = unsafe { libc::setitimer(libc::ITIMER_PROF, &timer, ptr::null_mut()) };
     if result == 0 { Ok(()) } else { Err(CallError::last("setitimer(ITIMER_PROF)")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_holds_one_sample_until_it_is_taken() {
+        let slot = Slot::new();
+        assert_eq!(slot.take(), None);
+        let deep: Vec<usize> = (0..DEEPEST + 1).collect();
+        for frames in [&[1, 2, 3][..], &deep, &[]] {
+            assert!(slot.put(*b"a thread of ours", frames));
+            assert!(!slot.put([0; 16], &[7]));
+            let kept = frames[..frames.len().min(DEEPEST)].to_vec();
+            assert_eq!(slot.take(), Some(Sample { thread: *b"a thread of ours", frames: kept }));
+            assert_eq!(slot.take(), None);
+        }
+    }
 }

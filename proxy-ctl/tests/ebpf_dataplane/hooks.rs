@@ -24,8 +24,7 @@ use proxy_ctl::{
     node,
     sys::{
         bpf::{self, LinkTarget, Order},
-        frames::Frames,
-        sampler::{Observer, Sampler, ThreadName},
+        sampler::Sampler,
         tc::{self, Direction},
     },
 };
@@ -488,17 +487,11 @@ fn a_filter_gives_way_to_others_that_hold_its_priority() {
     assert!(run("tc", "filter show dev dpa ingress").contains("u32"));
 }
 
-struct Nobody;
-
-impl Observer for Nobody {
-    fn interrupted(_: &Frames, _: ThreadName) {}
-}
-
 /// The kernel gives up checking a program when a signal comes, and a CPU profile sends many.
 #[test]
 fn programs_are_loaded_while_a_cpu_profile_is_taken() {
     let Some(place) = Place::new() else { return };
-    let _sampler = Sampler::<Nobody>::start(Duration::from_millis(1)).unwrap().unwrap();
+    let _sampler = Sampler::start(Duration::from_millis(1)).unwrap().unwrap();
     let (loader, done) = (gettid(), AtomicBool::new(false));
     let loaded = thread::scope(|scope| {
         scope.spawn(|| {

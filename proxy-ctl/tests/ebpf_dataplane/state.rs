@@ -274,6 +274,6 @@ fn usage_counts_entries_and_memory() {
         assert_eq!([used("frontends4"), used("frontends6"), used("services")], [3, 1, 3]);
         assert_eq!([used("backends4"), used("backends6"), used("slots4"), used("slots6")], [2, 1, 2, 1]);
         assert!(usage.tables.iter().all(|table| table.bytes > 0 || table.capacity == 0));
-        assert!(usage.reasons.iter().any(|(name, _)| *name == "no_endpoints"));
+        assert!(usage.reasons.iter().any(|reason| reason.name == "no_endpoints"));
     }
 }

@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, watch};
 use super::*;
 use crate::{
     config::NodePortAddress,
-    dataplane::{Effect, Interface, Role, Unsupported, ebpf},
+    dataplane::{Effect, Interface, ReasonUsage, Role, Unsupported, ebpf},
     model::{
         desired::{DesiredPort, FrontendKind},
         objects::{
@@ -152,7 +152,8 @@ impl Dataplane for Recorder {
     }
 
     fn usage(&self) -> Result<Usage, Error> {
-        Ok(Usage { reasons: vec![("no_endpoints", 7)], ..Usage::default() })
+        let no_endpoints = ReasonUsage { name: "no_endpoints", verdict: "refuse", count: 7 };
+        Ok(Usage { reasons: vec![no_endpoints], ..Usage::default() })
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {

@@ -70,7 +70,7 @@ async fn it_opens_at_once_and_writes_after_all_lists() {
             break usage;
         }
     };
-    assert_eq!(usage.reasons, [("no_endpoints", 7)]);
+    assert_eq!((usage.reasons[0].name, usage.reasons[0].count), ("no_endpoints", 7));
     let calls = recorder.calls();
     assert!(matches!(calls.first(), Some(Call::SetHost(_))), "{calls:?}");
     assert_eq!(calls.get(1), Some(&Call::Resync(vec!["default/a".into()])));

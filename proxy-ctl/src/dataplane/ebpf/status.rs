@@ -14,7 +14,7 @@ use proxy_common::{
         BACKEND_LOCAL, BACKEND_TERMINATING, EndpointSet, FRONTEND_EXTERNAL, NODE_ADDRESS_LOOPBACK,
         SCOPE_NODE_PORT, SERVICE_HAS_ENDPOINTS, Service,
     },
-    reason::Reason,
+    reason::{Reason, Verdict},
 };
 
 use super::{
@@ -26,7 +26,7 @@ use super::{
 };
 use crate::{
     config::Limits,
-    dataplane::{ServiceUsage, TableUsage, Usage},
+    dataplane::{ReasonUsage, ServiceUsage, TableUsage, Usage},
     model::{desired::ServicePortName, objects::Protocol},
     sys::{CallError, bpf, lock},
 };
@@ -304,6 +304,8 @@ pub(super) fn usage<'a>(
             name: shape.name,
             used: used.get(shape.name).copied().unwrap_or(0),
             capacity: u64::from(info.max_entries),
+            // Storage of sockets has no size of its own; the other two always have all their entries.
+            can_fill_up: info.max_entries > 0 && ![table::settings, table::counters].contains(&shape.name),
             bytes: bytes(&fd),
         });
     }
@@ -317,10 +319,15 @@ pub(super) fn usage<'a>(
     Ok(usage)
 }
 
-fn reasons(common: &CommonTables) -> Result<Vec<(&'static str, u64)>, Error> {
+fn reasons(common: &CommonTables) -> Result<Vec<ReasonUsage>, Error> {
     let sum = |reason: &Reason| {
         let values = common.counters.get(*reason as u32)?;
-        Ok((reason.name(), values.into_iter().fold(0, u64::wrapping_add)))
+        let verdict = match reason.verdict() {
+            Verdict::Pass => "pass",
+            Verdict::Refuse => "refuse",
+            Verdict::Drop => "drop",
+        };
+        Ok(ReasonUsage { name: reason.name(), verdict, count: values.into_iter().fold(0, u64::wrapping_add) })
     };
     Reason::ALL
         .iter()

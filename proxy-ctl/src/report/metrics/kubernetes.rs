@@ -19,7 +19,7 @@ pub(crate) const EMULATED: &str = "1.36";
 
 pub(crate) use crate::version::{platform, reported as version};
 
-/// Shared with whoever counts the families.
+/// The count of families is set once all are registered.
 #[derive(Clone, Debug, Default)]
 pub(super) struct About {
     pub(super) families: Arc<OnceLock<u64>>,

@@ -5,7 +5,7 @@ mod kube_proxy;
 pub(crate) mod kubernetes;
 mod own;
 pub(crate) mod process;
-mod tables;
+mod usage;
 
 use std::{
     future::Future,
@@ -22,7 +22,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use self::{kube_proxy::KubeProxy, kubernetes::About, own::Own, process::Process, tables::LastUsage};
+use self::{kube_proxy::KubeProxy, kubernetes::About, own::Own, process::Process, usage::LastUsage};
 use crate::{
     dataplane::{Applied, Unsupported, Usage},
     model::objects::IpFamily,
@@ -33,7 +33,7 @@ type Label = (&'static str, &'static str);
 type ByFamily<M> = Family<[Label; 1], M, fn() -> M>;
 type Seconds = Gauge<f64, AtomicU64>;
 
-/// Longest wait of a scrape for fresh table numbers; then the last known ones are shown.
+/// Limit for the wait of a scrape for fresh usage; then the last known usage is shown.
 const USAGE_WAIT: Duration = Duration::from_secs(2);
 
 /// Where a scrape gets the state of the tables.
@@ -58,7 +58,7 @@ pub struct Metrics {
     pub drift: Counter,
     /// Changed configuration files that were not valid.
     pub refused_configurations: Counter,
-    /// What another kube-proxy has in the kernel, when somebody has last looked.
+    /// Objects of another kube-proxy in the kernel, as of the last look.
     pub former_rules: Gauge,
     pub former_rule_errors: Counter,
     pub invalid_objects: InvalidObjects,

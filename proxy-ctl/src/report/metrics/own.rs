@@ -29,7 +29,7 @@ pub enum Phase {
     Compare,
     /// Taking over addresses and interfaces.
     Node,
-    /// Removing what nobody uses any more.
+    /// Removing expired flows and unused entries.
     Collect,
 }
 

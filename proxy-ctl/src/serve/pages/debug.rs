@@ -25,14 +25,14 @@ const INDEX: &str = "<html>
 <p>/debug/pprof/</p>
 <ul>
 <li><a href=\"profile?seconds=30\">profile</a>: where CPU time goes, for <code>go tool pprof</code></li>
-<li><a href=\"heap\">heap</a>: which code has allocated what is in use, for <code>go tool pprof</code>;
-<a href=\"heap?debug=1\">as text</a>, with what the kernel and the allocator know</li>
-<li><a href=\"allocs\">allocs</a>: the same, with all that was ever allocated first</li>
 </ul>
 <p>/debug/flags/v: PUT a number there to change the log level.</p>
 </body>
 </html>
 ";
+
+const NO_HEAP_PROFILE: &str =
+    "proxy-ctl takes no heap profiles; process_resident_memory_bytes on /metrics is its memory\n";
 
 const FLAGS: &str = "<html>
 <head>
@@ -59,8 +59,7 @@ where
         "/debug/pprof" => redirect("/debug/pprof/"),
         "/debug/pprof/" => reply(StatusCode::OK, HTML, INDEX),
         "/debug/pprof/profile" => profile::cpu(query).await,
-        "/debug/pprof/heap" => profile::memory("heap", None, query).await,
-        "/debug/pprof/allocs" => profile::memory("allocs", Some("alloc_space"), query).await,
+        "/debug/pprof/heap" | "/debug/pprof/allocs" => plain(StatusCode::NOT_IMPLEMENTED, NO_HEAP_PROFILE),
         // Symbols are in the profile.
         "/debug/pprof/symbol" => plain(StatusCode::OK, "num_symbols: 1\n"),
         "/debug/flags/v" if method == Method::PUT => {

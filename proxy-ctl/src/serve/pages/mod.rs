@@ -1,11 +1,13 @@
 //! The pages of the metrics server.
 
 mod debug;
-mod pprof_format;
+mod pprof;
 mod profile;
 mod slis;
 mod zpages;
 
+#[cfg(test)]
+pub(super) use pprof::Profile;
 pub(super) use profile::MOST_SECONDS as LONGEST_PROFILE;
 
 use std::{collections::BTreeMap, fmt};

@@ -1,4 +1,4 @@
-//! The tables as they were last seen.
+//! The usage of the dataplane, as of the last look.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -7,7 +7,6 @@ use prometheus_client::{
     encoding::{DescriptorEncoder, EncodeMetric},
     metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge},
 };
-use proxy_common::reason::{Reason, Verdict};
 
 use crate::{
     dataplane::{ServiceUsage, TableUsage, Usage},
@@ -23,22 +22,6 @@ impl LastUsage {
     }
 }
 
-/// What happens to a packet or call that is counted under this reason.
-fn verdict(reason: &str) -> &'static str {
-    match Reason::ALL.iter().find(|one| one.name() == reason).map(|reason| reason.verdict()) {
-        Some(Verdict::Pass) => "pass",
-        Some(Verdict::Refuse) => "refuse",
-        Some(Verdict::Drop) => "drop",
-        None => "unknown",
-    }
-}
-
-/// What is kept with sockets has no size of its own, and these are as full as they will ever be: who divides by the
-/// capacity must not take them for tables that overflow.
-fn can_fill_up(table: &TableUsage) -> bool {
-    table.capacity > 0 && !["settings", "counters"].contains(&table.name)
-}
-
 impl Collector for LastUsage {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> std::fmt::Result {
         let usage = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -46,7 +29,7 @@ impl Collector for LastUsage {
         let gauges: [(&str, &str, Value); 3] = [
             ("proxy_table_used", "Entries in use.", |table| Some(table.used)),
             ("proxy_table_capacity", "Entries that the table has room for, if it can fill up.", |table| {
-                can_fill_up(table).then_some(table.capacity)
+                table.can_fill_up.then_some(table.capacity)
             }),
             ("proxy_table_bytes", "Kernel memory of the table, in bytes.", |table| Some(table.bytes)),
         ];
@@ -60,9 +43,9 @@ impl Collector for LastUsage {
         }
         let help = "Decisions of the datapath, by reason and by what became of the packet or call.";
         let mut metric = encoder.encode_descriptor("proxy_reasons", help, None, MetricType::Counter)?;
-        for (reason, count) in &usage.reasons {
-            let labels = [("reason", *reason), ("verdict", verdict(reason))];
-            ConstCounter::new(*count).encode(metric.encode_family(&labels)?)?;
+        for reason in &usage.reasons {
+            let labels = [("reason", reason.name), ("verdict", reason.verdict)];
+            ConstCounter::new(reason.count).encode(metric.encode_family(&labels)?)?;
         }
         encode_services(&usage, &mut encoder)
     }

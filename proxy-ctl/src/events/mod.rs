@@ -1,33 +1,41 @@
-//! Events of events.k8s.io/v1, as kube-proxy records them: about the Node or a Service, repeated ones counted in
-//! a series.
+//! Events of events.k8s.io/v1, as kube-proxy records them: about the Node or a Service, repeated ones as a series.
 //!
 //! [`Recorder::record`] never waits and never fails. What it is given goes through a bounded queue to a task that
-//! writes one event after the other, and tries again while the API server is away.
+//! writes one event after the other with kube's recorder, and tries again while the API server is away.
 
-mod object;
-mod series;
-mod writer;
+use std::{sync::Arc, time::Duration};
 
-use std::sync::Arc;
-
-use jiff::Timestamp;
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::runtime::events::{self as kube_events, Reporter};
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family},
     registry::Registry,
 };
-use tokio::sync::{mpsc, oneshot};
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::sleep,
+};
+use tracing::{debug, warn};
 
-use crate::{model::objects::ObjectName, source::kubernetes::Api};
+use crate::{
+    model::objects::ObjectName,
+    source::kubernetes::{
+        Api,
+        failure::{Failure, FailureReason},
+    },
+};
 
 /// Events that wait for the API server; as many as client-go keeps.
 const QUEUE: usize = 1000;
+/// Attempts for each event, with this pause in between: as client-go.
+const ATTEMPTS: u32 = 12;
+const PAUSE: Duration = Duration::from_secs(10);
+/// Longest note that the API server takes, in bytes.
+const LONGEST_NOTE: usize = 1024;
+const CONTROLLER: &str = "kube-proxy";
 
-#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
-pub enum Type {
-    Normal,
-    Warning,
-}
+pub use kube::runtime::events::EventType as Type;
 
 /// What an event is about.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
@@ -66,8 +74,6 @@ impl Event {
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Outcome {
     Written,
-    /// Counted in the series of an earlier one, which is written from time to time.
-    Aggregated,
     /// The queue was full.
     Dropped,
     /// The API server does not want it.
@@ -77,13 +83,12 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    const ALL: [Self; 5] = [Self::Written, Self::Aggregated, Self::Dropped, Self::Refused, Self::GivenUp];
+    const ALL: [Self; 4] = [Self::Written, Self::Dropped, Self::Refused, Self::GivenUp];
 
     /// Label value of the metric.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Written => "written",
-            Self::Aggregated => "aggregated",
             Self::Dropped => "dropped",
             Self::Refused => "refused",
             Self::GivenUp => "given_up",
@@ -118,7 +123,7 @@ pub struct Recorder {
 /// What the writer gets to do.
 #[derive(Debug)]
 enum Job {
-    Record(Event, Timestamp),
+    Record(Event),
     /// Answered when everything before it is done.
     Flush(oneshot::Sender<()>),
 }
@@ -129,7 +134,16 @@ impl Recorder {
     pub fn new(api: Api, node_name: impl Into<Arc<str>>, host: &str) -> Self {
         let (queue, jobs) = mpsc::channel(QUEUE);
         let counts = Counts::default();
-        let writer = writer::Writer::new(api, node_name.into(), host, counts.clone());
+        let instance = Some(format!("{CONTROLLER}-{host}"));
+        let writer = Writer {
+            recorder: kube_events::Recorder::new(
+                api.client(),
+                Reporter { controller: CONTROLLER.to_owned(), instance },
+            ),
+            node_name: node_name.into(),
+            counts: counts.clone(),
+            refusal_logged: false,
+        };
         tokio::spawn(writer.run(jobs));
         Self { queue: Some(queue), counts }
     }
@@ -157,7 +171,7 @@ impl Recorder {
         let Event { event_type, regarding, reason, action, note } = &event;
         tracing::debug!(?event_type, ?regarding, reason, action, note, "event");
         let Some(queue) = &self.queue else { return };
-        if queue.try_send(Job::Record(event, Timestamp::now())).is_err() {
+        if queue.try_send(Job::Record(event)).is_err() {
             self.counts.add(Outcome::Dropped);
         }
     }
@@ -174,8 +188,98 @@ impl Recorder {
     }
 }
 
+/// The task that writes events.
+struct Writer {
+    recorder: kube_events::Recorder,
+    node_name: Arc<str>,
+    counts: Counts,
+    refusal_logged: bool,
+}
+
+impl Writer {
+    /// Ends when nobody can record any more.
+    async fn run(mut self, mut jobs: mpsc::Receiver<Job>) {
+        while let Some(job) = jobs.recv().await {
+            match job {
+                Job::Record(event) => self.write(event).await,
+                // Whoever waited may have given up.
+                Job::Flush(done) => drop(done.send(())),
+            }
+        }
+    }
+
+    async fn write(&mut self, event: Event) {
+        let (event, regarding) = published(event, &self.node_name);
+        for attempt in 1..=ATTEMPTS {
+            let failure = match self.recorder.publish(&event, &regarding).await {
+                Ok(()) => return self.counts.add(Outcome::Written),
+                Err(error) => Failure::from(error),
+            };
+            if !is_worth_another_attempt(&failure) {
+                return self.refused(&failure);
+            }
+            debug!(attempt, "an event waits for the API server: {failure}");
+            if attempt < ATTEMPTS {
+                sleep(failure.retry_after.unwrap_or(PAUSE).max(PAUSE)).await;
+            }
+        }
+        warn!(reason = event.reason, "an event was not written: the API server is away");
+        self.counts.add(Outcome::GivenUp);
+    }
+
+    /// Once at warning level: whatever is refused now will be next time.
+    fn refused(&mut self, failure: &Failure) {
+        self.counts.add(Outcome::Refused);
+        if std::mem::replace(&mut self.refusal_logged, true) {
+            debug!("the API server does not take an event: {failure}");
+        } else if failure.reason == FailureReason::Forbidden {
+            warn!(
+                "the API server does not allow create and patch of events in API group \"events.k8s.io\": {failure}; \
+                 nobody sees this proxy's events, everything else works; ClusterRole system:node-proxier grants it"
+            );
+        } else {
+            warn!("the API server does not take an event: {failure}");
+        }
+    }
+}
+
+/// As kube's recorder takes it.
+fn published(event: Event, node_name: &str) -> (kube_events::Event, ObjectReference) {
+    let (kind, namespace, name) = match &event.regarding {
+        Regarding::Node => ("Node", None, node_name),
+        Regarding::Service(service) => ("Service", Some(service.namespace.to_string()), &*service.name),
+    };
+    let regarding = ObjectReference {
+        api_version: Some("v1".to_owned()),
+        kind: Some(kind.to_owned()),
+        name: Some(name.to_owned()),
+        namespace,
+        ..ObjectReference::default()
+    };
+    let mut note = event.note;
+    note.truncate(note.floor_char_boundary(LONGEST_NOTE));
+    let event = kube_events::Event {
+        type_: event.event_type,
+        reason: event.reason.to_owned(),
+        note: Some(note),
+        action: event.action.to_owned(),
+        secondary: None,
+    };
+    (event, regarding)
+}
+
+/// Whether the API server may take the very same event later.
+fn is_worth_another_attempt(failure: &Failure) -> bool {
+    match failure.code {
+        Some(401 | 429) | None => true,
+        Some(code) => code >= 500,
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use rstest::rstest;
+
     use super::*;
 
     #[test]
@@ -186,7 +290,7 @@ mod tests {
             recorder.record(Event::node(Type::Normal, "Starting", "StartKubeProxy", number.to_string()));
         }
         assert_eq!(recorder.count(Outcome::Dropped), 3);
-        let Some(Job::Record(first, _)) = jobs.blocking_recv() else { panic!("nothing waits") };
+        let Some(Job::Record(first)) = jobs.blocking_recv() else { panic!("nothing waits") };
         assert_eq!(first.note, "0");
     }
 
@@ -204,8 +308,35 @@ mod tests {
         Recorder::silent().register(&mut registry);
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
-        for outcome in ["written", "aggregated", "dropped", "refused", "given_up"] {
+        for outcome in ["written", "dropped", "refused", "given_up"] {
             assert!(text.contains(&format!("events_total{{outcome=\"{outcome}\"}} 0")), "{text}");
         }
+    }
+
+    #[rstest]
+    #[case::no_connection(None, true)]
+    #[case::expired_token(Some(401), true)]
+    #[case::forbidden(Some(403), false)]
+    #[case::no_such_api(Some(404), false)]
+    #[case::invalid(Some(422), false)]
+    #[case::throttled(Some(429), true)]
+    #[case::starting(Some(503), true)]
+    fn what_may_succeed_later_is_tried_again(#[case] code: Option<u16>, #[case] again: bool) {
+        let failure = Failure { code, ..Failure::new(FailureReason::Refused, "") };
+        assert_eq!(is_worth_another_attempt(&failure), again);
+    }
+
+    #[test]
+    fn an_event_about_a_service_is_in_its_namespace_and_one_about_the_node_in_none() {
+        let event = Event::node(Type::Warning, "Starting", "StartKubeProxy", "ä".repeat(1000));
+        let service =
+            Event { regarding: Regarding::Service(ObjectName::new("shop", "web")), ..event.clone() };
+        let named = |event| {
+            let (event, of) = published(event, "node-1");
+            assert_eq!(event.note.unwrap().len(), LONGEST_NOTE);
+            [of.kind, of.namespace, of.name].map(Option::unwrap_or_default)
+        };
+        assert_eq!(named(event), ["Node", "", "node-1"]);
+        assert_eq!(named(service), ["Service", "shop", "web"]);
     }
 }

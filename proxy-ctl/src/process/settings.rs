@@ -70,11 +70,11 @@ impl Settings {
             accept_content_types: connection.accept_content_types.clone(),
         };
         Kubernetes::new(config, Arc::clone(&self.node_name), state).map_err(|error| {
-            let ConfigError::NotInCluster { variable } = error else { return error.into() };
+            let ConfigError::NotInCluster = error else { return error.into() };
             anyhow::anyhow!(
                 "there is nowhere to get Services from: give --kubeconfig FILE (or clientConnection.kubeconfig in \
-                 the file of --config), or --manifests DIR, or run in a pod with a service account ({variable} is \
-                 not set)"
+                 the file of --config), or --manifests DIR, or run in a pod with a service account \
+                 (KUBERNETES_SERVICE_HOST or KUBERNETES_SERVICE_PORT is not set)"
             )
         })
     }

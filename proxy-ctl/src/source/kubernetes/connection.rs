@@ -2,12 +2,12 @@
 
 use std::{
     path::PathBuf,
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use bytes::Bytes;
-use http::HeaderValue;
+use http::{HeaderValue, Response, StatusCode};
 use hyper_util::{
     client::legacy::{
         Client as HttpClient,
@@ -15,8 +15,9 @@ use hyper_util::{
     },
     rt::TokioExecutor,
 };
+use jiff::{SignedDuration, Timestamp};
 use kube::client::{Body, Client, ConfigExt};
-use tokio::sync::Notify;
+use tokio::sync::{Mutex, Notify};
 use tower::{
     BoxError, ServiceBuilder,
     filter::{AsyncFilterLayer, FilterLayer},
@@ -25,12 +26,12 @@ use tower::{
 use super::{
     answer::Answer,
     failure::{Failure, FailureReason},
-    kubeconfig::{Config, ConfigError, Loaded},
+    kubeconfig::{Config, Loaded},
+    plugin,
     rate_limit::RateLimit,
     requests::{Requests, host},
     token_file::TokenFile,
 };
-use crate::config::Encoding;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// A dead peer is noticed after idle time + probes × interval: 30 s, as long as kube-proxy's HTTP/2 pings take.
@@ -41,6 +42,8 @@ const KEEPALIVE_PROBES: u32 = 3;
 const UNACKNOWLEDGED: Duration = Duration::from_secs(30);
 /// For the answer to a request that is neither a list nor a watch.
 const ANSWER: Duration = Duration::from_secs(30);
+/// A plugin is asked again this long before its credentials expire.
+const EXPIRES_SOON: SignedDuration = SignedDuration::from_secs(60);
 
 /// What all watchers share: one client, one set of credentials, one rate.
 pub(super) struct Connection {
@@ -49,6 +52,7 @@ pub(super) struct Connection {
     /// Of requests for objects.
     pub(super) accept: HeaderValue,
     requests: Requests,
+    /// Locked while the files are read and the plugin runs, so that it runs once for all.
     current: Mutex<Current>,
     /// Told when a watcher that had failed gets through again: the others need not sit out their delays.
     pub(super) recovered: Notify,
@@ -56,104 +60,103 @@ pub(super) struct Connection {
 
 #[derive(Default)]
 struct Current {
-    /// None until it is first asked for.
+    /// None: to be made by whoever needs it next.
     client: Option<Client>,
     generation: u64,
     fingerprint: u64,
     has_plugin: bool,
+    /// When the plugin's credentials expire, if it has said so.
+    expires: Option<Timestamp>,
+    /// Why the last attempt to make a client failed, and when.
+    failure: Option<(Instant, Failure)>,
+}
+
+impl Current {
+    fn usable(&self) -> Option<(Client, u64)> {
+        let expires_soon = self.expires.is_some_and(|at| at.duration_since(Timestamp::now()) < EXPIRES_SOON);
+        self.client.clone().filter(|_| !expires_soon).map(|client| (client, self.generation))
+    }
 }
 
 /// What has become of a client that failed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Renewed {
-    /// It is as good as any.
+    /// It is as good as any, or may be so: a plugin is asked again.
     Same,
     /// There is another one, made from other files: try it at once.
     New,
-    /// The credential plugin was asked again. Nobody knows whether its answer is better.
-    Asked,
 }
 
 impl Connection {
     pub(super) fn new(config: Config, accept: HeaderValue, requests: Requests) -> Self {
         let limit = Arc::new(RateLimit::new(config.qps, config.burst));
-        let current = Mutex::default();
-        Self { config, limit, accept, requests, current, recovered: Notify::new() }
+        Self { config, limit, accept, requests, current: Mutex::default(), recovered: Notify::new() }
     }
 
-    /// The client to use now, and its generation for [`Self::renew`]. Reads files, and runs the credential plugin
-    /// if the kubeconfig names one, when it is first called.
-    pub(super) async fn client(self: &Arc<Self>) -> Result<(Client, u64), Failure> {
-        if let Some(client) = self.ready() {
+    /// The client to use now, and its generation for [`Self::renew`]. Where there is none, reads files, and runs the
+    /// credential plugin if the kubeconfig names one.
+    pub(super) async fn client(&self) -> Result<(Client, u64), Failure> {
+        let asked = Instant::now();
+        let mut current = self.current.lock().await;
+        if let Some(client) = current.usable() {
             return Ok(client);
         }
-        let connection = Arc::clone(self);
-        let made = tokio::task::spawn_blocking(move || {
-            let mut current = connection.lock();
-            match &current.client {
-                Some(client) => Ok((client.clone(), current.generation)),
-                None => connection.make(&mut current),
+        if let Some((_, failure)) = current.failure.as_ref().filter(|(failed, _)| *failed >= asked) {
+            return Err(failure.clone());
+        }
+        match self.make(current.generation + 1).await {
+            Ok((client, made)) => {
+                *current = made;
+                Ok((client, current.generation))
             }
-        });
-        made.await.unwrap_or_else(|error| {
-            Err(Failure::new(FailureReason::Credentials, format!("making a client: {error}")))
-        })
-    }
-
-    /// Of the bodies that are sent.
-    pub(super) fn encoding(&self) -> Encoding {
-        self.config.content_type
-    }
-
-    fn ready(&self) -> Option<(Client, u64)> {
-        // Whoever holds it longer runs a plugin: that is no place to wait for on this thread.
-        let current = self.current.try_lock().ok()?;
-        current.client.clone().map(|client| (client, current.generation))
-    }
-
-    /// To be called when a client of this generation has failed. Reads the files again, and if they have
-    /// changed makes a new client; also if they have not, where a plugin's credentials were not accepted.
-    pub(super) async fn renew(
-        self: &Arc<Self>,
-        generation: u64,
-        reason: FailureReason,
-    ) -> Result<Renewed, Failure> {
-        let connection = Arc::clone(self);
-        let renewed = tokio::task::spawn_blocking(move || {
-            let mut current = connection.lock();
-            if current.generation != generation {
-                return Ok(Renewed::New);
+            Err(failure) => {
+                current.failure = Some((Instant::now(), failure.clone()));
+                Err(failure)
             }
-            let fingerprint = connection.config.load().map_err(unreadable)?.fingerprint;
-            let changed = fingerprint != current.fingerprint;
-            let ask = current.has_plugin && reason == FailureReason::Unauthorized;
-            if !changed && !ask {
-                return Ok(Renewed::Same);
-            }
-            connection.make(&mut current)?;
-            Ok(if changed { Renewed::New } else { Renewed::Asked })
-        });
-        // Reading files may take its time, but the other watchers must not wait for it. It is cancelled at the end
-        // of the process only.
-        renewed.await.unwrap_or(Ok(Renewed::Same))
+        }
     }
 
-    fn make(&self, current: &mut Current) -> Result<(Client, u64), Failure> {
-        let loaded = self.config.load().map_err(unreadable)?;
-        let (fingerprint, has_plugin) = (loaded.fingerprint, loaded.has_plugin);
+    async fn make(&self, generation: u64) -> Result<(Client, Current), Failure> {
+        let mut loaded = self.load().await?;
+        let mut expires = None;
+        if let Some(plugin) = &loaded.plugin {
+            let user = &mut loaded.client.auth_info;
+            expires = plugin::ask(plugin, user, plugin::LIMIT)
+                .await
+                .map_err(|error| Failure::new(FailureReason::Credentials, error.to_string()))?;
+        }
+        let (fingerprint, has_plugin) = (loaded.fingerprint, loaded.plugin.is_some());
         let client = connect(loaded, &self.limit, &self.requests)?;
-        let generation = current.generation + 1;
-        *current = Current { client: Some(client.clone()), generation, fingerprint, has_plugin };
-        Ok((client, generation))
+        let kept = Some(client.clone());
+        Ok((client, Current { client: kept, generation, fingerprint, has_plugin, expires, failure: None }))
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Current> {
-        self.current.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The file system may take its time: no thread that runs other tasks waits for it.
+    async fn load(&self) -> Result<Loaded, Failure> {
+        let config = self.config.clone();
+        let unreadable = |problem: String| Failure::new(FailureReason::Credentials, problem);
+        let loaded = tokio::task::spawn_blocking(move || config.load());
+        let loaded = loaded.await.map_err(|error| unreadable(format!("reading credentials: {error}")))?;
+        loaded.map_err(|error| unreadable(error.to_string()))
+    }
+
+    /// To be called when a client of this generation has failed. Reads the files again; if they have changed, or a
+    /// plugin's credentials were not accepted, the next client is a new one.
+    pub(super) async fn renew(&self, generation: u64, reason: FailureReason) -> Result<Renewed, Failure> {
+        let mut current = self.current.lock().await;
+        if current.generation != generation {
+            return Ok(Renewed::New);
+        }
+        let changed = self.load().await?.fingerprint != current.fingerprint;
+        if changed || (current.has_plugin && reason == FailureReason::Unauthorized) {
+            current.client = None;
+        }
+        Ok(if changed { Renewed::New } else { Renewed::Same })
     }
 
     /// Sends one request and returns its answer's body. Credentials that have changed are used at once.
     pub(super) async fn ask(
-        self: &Arc<Self>,
+        &self,
         request: impl Fn() -> Result<http::Request<Vec<u8>>, http::Error>,
     ) -> Result<Bytes, Failure> {
         loop {
@@ -174,11 +177,35 @@ impl Connection {
             }
         }
     }
-}
 
-#[expect(clippy::needless_pass_by_value, reason = "as map_err wants it")]
-fn unreadable(error: ConfigError) -> Failure {
-    Failure::new(FailureReason::Credentials, error.to_string())
+    /// A client that outlives its credentials: each request goes through whichever client is current. Requests that
+    /// fail over them are not repeated, but the next one has the new ones.
+    pub(super) fn lasting_client(self: &Arc<Self>) -> Client {
+        let connection = Arc::clone(self);
+        let service = tower::service_fn(move |request| {
+            let connection = Arc::clone(&connection);
+            async move { connection.send(request).await.map_err(BoxError::from) }
+        });
+        Client::new(service, "default")
+    }
+
+    async fn send(&self, request: http::Request<Body>) -> Result<Response<Body>, Failure> {
+        let (client, generation) = self.client().await?;
+        let answer = tokio::time::timeout(ANSWER, client.send(request)).await;
+        let answer =
+            answer.map_or_else(|_| Err(Failure::silence(ANSWER)), |sent| sent.map_err(Failure::from));
+        let reason = match &answer {
+            Err(failure) => Some(failure.reason),
+            Ok(response) if response.status() == StatusCode::UNAUTHORIZED => {
+                Some(FailureReason::Unauthorized)
+            }
+            Ok(_) => None,
+        };
+        if let Some(reason) = reason.filter(|reason| reason.is_about_credentials()) {
+            self.renew(generation, reason).await?;
+        }
+        answer
+    }
 }
 
 fn connect(loaded: Loaded, limit: &Arc<RateLimit>, requests: &Requests) -> Result<Client, kube::Error> {
@@ -216,7 +243,7 @@ where
     C: hyper_util::client::legacy::connect::Connect + Clone + Send + Sync + 'static,
 {
     let host = host(&config.cluster_url);
-    let (limit, waits) = (Arc::clone(limit), requests.clone());
+    let (limit, waits, requests) = (Arc::clone(limit), requests.clone(), requests.clone());
     let limit = AsyncFilterLayer::new(move |request: http::Request<Body>| {
         let (limit, waits, host) = (Arc::clone(&limit), waits.clone(), host.clone());
         async move {
@@ -241,6 +268,94 @@ where
         .option_layer(config.auth_layer()?)
         .option_layer(token)
         .map_err(BoxError::from)
-        .service(requests.measure(http));
+        .service_fn(move |request| {
+            let (requests, http) = (requests.clone(), http.clone());
+            requests.measure(request, async move |request| http.request(request).await)
+        });
     Ok(Client::new(service, config.default_namespace.clone()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use tempfile::TempDir;
+
+    use super::*;
+
+    /// With a plugin that notes each run in the file `runs` and then does this.
+    fn with_plugin(folder: &TempDir, script: &str) -> Connection {
+        let kubeconfig = folder.path().join("kubeconfig");
+        let runs = folder.path().join("runs");
+        let command = serde_json::json!(["-c", format!("echo >> {}; {script}", runs.display())]);
+        let text = format!(
+            "{{current-context: c, contexts: [{{name: c, context: {{cluster: c, user: u}}}}], \
+             clusters: [{{name: c, cluster: {{server: 'https://192.0.2.1'}}}}], \
+             users: [{{name: u, user: {{exec: {{command: /bin/sh, args: {command}}}}}}}]}}"
+        );
+        fs::write(&kubeconfig, text).unwrap();
+        let config = Config { kubeconfig: Some(kubeconfig), ..Config::default() };
+        Connection::new(config, HeaderValue::from_static("*/*"), Requests::default())
+    }
+
+    fn runs(folder: &TempDir) -> usize {
+        fs::read_to_string(folder.path().join("runs")).unwrap().lines().count()
+    }
+
+    #[tokio::test]
+    async fn a_failing_plugin_runs_once_for_all_who_wait_for_it_and_is_named_to_each() {
+        let folder = tempfile::tempdir().unwrap();
+        let connection = with_plugin(&folder, "exit 3");
+        let (first, second) = tokio::join!(connection.client(), connection.client());
+        for failure in [first.err().unwrap(), second.err().unwrap()] {
+            assert_eq!(failure.reason, FailureReason::Credentials);
+            assert!(failure.message.starts_with("credential plugin /bin/sh: failed"), "{failure}");
+        }
+        assert_eq!(runs(&folder), 1);
+        assert!(connection.client().await.is_err());
+        assert_eq!(runs(&folder), 2, "the next attempt is a new one");
+    }
+
+    #[tokio::test]
+    async fn a_plugin_is_asked_again_when_its_credentials_expire_or_are_not_accepted() {
+        let answer = |expires: &str| format!("echo '{{\"status\": {{\"token\": \"t\"{expires}}}}}'");
+        let folder = tempfile::tempdir().unwrap();
+        let connection = with_plugin(&folder, &answer(""));
+        for _ in 0..3 {
+            assert_eq!(connection.client().await.ok().unwrap().1, 1);
+        }
+        assert_eq!(connection.renew(1, FailureReason::Tls).await.unwrap(), Renewed::Same);
+        assert_eq!(connection.client().await.ok().unwrap().1, 1);
+        assert_eq!(connection.renew(1, FailureReason::Unauthorized).await.unwrap(), Renewed::Same);
+        assert_eq!(connection.client().await.ok().unwrap().1, 2);
+        assert_eq!(runs(&folder), 2);
+
+        let folder = tempfile::tempdir().unwrap();
+        let expired = r#", "expirationTimestamp": "2020-01-01T00:00:00Z""#;
+        let connection = with_plugin(&folder, &answer(expired));
+        for generation in 1..=2 {
+            assert_eq!(connection.client().await.ok().unwrap().1, generation);
+        }
+    }
+
+    #[tokio::test]
+    async fn changed_files_make_a_new_client() {
+        let folder = tempfile::tempdir().unwrap();
+        let kubeconfig = folder.path().join("kubeconfig");
+        let text = "{current-context: c, contexts: [{name: c, context: {cluster: c}}], \
+                    clusters: [{name: c, cluster: {server: 'http://192.0.2.1'}}]}";
+        fs::write(&kubeconfig, text).unwrap();
+        let config = Config { kubeconfig: Some(kubeconfig.clone()), ..Config::default() };
+        let connection = Connection::new(config, HeaderValue::from_static("*/*"), Requests::default());
+        connection.client().await.ok().unwrap();
+        assert_eq!(connection.renew(1, FailureReason::Tls).await.unwrap(), Renewed::Same);
+        fs::write(&kubeconfig, text.replace("192.0.2.1", "192.0.2.2")).unwrap();
+        assert_eq!(connection.renew(1, FailureReason::Tls).await.unwrap(), Renewed::New);
+        assert_eq!(connection.client().await.ok().unwrap().1, 2);
+        assert_eq!(
+            connection.renew(1, FailureReason::Tls).await.unwrap(),
+            Renewed::New,
+            "by another watcher"
+        );
+    }
 }

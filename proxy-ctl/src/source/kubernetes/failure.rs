@@ -1,6 +1,6 @@
 //! What can go wrong between a watcher and the API server, and what each means for the next attempt.
 
-use std::{error::Error as StdError, fmt, io, time::Duration};
+use std::{error::Error as StdError, io, iter, time::Duration};
 
 use super::token_file::TokenFileError;
 use crate::source::schema::meta::Status;
@@ -73,8 +73,9 @@ impl FailureReason {
     }
 }
 
-/// A failed list or watch.
-#[derive(Debug)]
+/// A failed request.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{message}")]
 pub(crate) struct Failure {
     pub(crate) reason: FailureReason,
     /// For people.
@@ -90,6 +91,33 @@ impl Failure {
         Self { reason, message: message.into(), retry_after: None, code: None }
     }
 
+    /// The API server's answer is an error; `retry_after` in seconds, 0 if it does not say.
+    fn refused(code: i32, reason: &str, message: &str, retry_after: i64) -> Self {
+        if code == 0 && message.is_empty() && reason.is_empty() {
+            return Self::new(FailureReason::Malformed, "an error that says nothing");
+        }
+        let kind = match code {
+            401 => FailureReason::Unauthorized,
+            403 => FailureReason::Forbidden,
+            404 => FailureReason::NotServed,
+            410 => FailureReason::Expired,
+            429 => FailureReason::Throttled,
+            // "Too large resource version": the server's history is older than ours, after a restored backup.
+            504 if reason == "Timeout" && message.contains("resource version") => FailureReason::Expired,
+            _ => FailureReason::Refused,
+        };
+        let message = if message.is_empty() { reason } else { message };
+        Self {
+            reason: kind,
+            message: format!("{message} ({code})"),
+            retry_after: u64::try_from(retry_after)
+                .ok()
+                .filter(|seconds| *seconds > 0)
+                .map(Duration::from_secs),
+            code: u16::try_from(code).ok(),
+        }
+    }
+
     pub(super) fn silence(limit: Duration) -> Self {
         let seconds = limit.as_secs();
         Self::new(FailureReason::Timeout, format!("nothing heard from the API server for {seconds} s"))
@@ -103,100 +131,156 @@ impl Failure {
     }
 }
 
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
-    }
-}
-
 impl From<&Status> for Failure {
     fn from(status: &Status) -> Self {
-        if status.code == 0 && status.message.is_empty() && status.reason.is_empty() {
-            return Self::new(FailureReason::Malformed, "an error that says nothing");
-        }
-        let reason = match status.code {
-            401 => FailureReason::Unauthorized,
-            403 => FailureReason::Forbidden,
-            404 => FailureReason::NotServed,
-            410 => FailureReason::Expired,
-            429 => FailureReason::Throttled,
-            // "Too large resource version": the server's history is older than ours, after a restored backup.
-            504 if status.reason == "Timeout" && status.message.contains("resource version") => {
-                FailureReason::Expired
-            }
-            _ => FailureReason::Refused,
-        };
-        let retry_after = status
-            .details
-            .as_ref()
-            .and_then(|details| u64::try_from(details.retry_after_seconds).ok())
-            .filter(|seconds| *seconds > 0)
-            .map(Duration::from_secs);
-        let message = if status.message.is_empty() { &status.reason } else { &status.message };
-        Self {
-            reason,
-            message: format!("{message} ({})", status.code),
-            retry_after,
-            code: u16::try_from(status.code).ok(),
-        }
+        let retry_after = status.details.as_ref().map_or(0, |details| details.retry_after_seconds);
+        Self::refused(status.code, &status.reason, &status.message, retry_after.into())
     }
 }
 
 impl From<kube::Error> for Failure {
     #[expect(clippy::wildcard_enum_match_arm, reason = "the rest is told apart by its causes")]
     fn from(error: kube::Error) -> Self {
-        let reason = match &error {
-            kube::Error::Auth(_) => FailureReason::Credentials,
-            _ => connection_reason(&error),
-        };
-        Self::new(reason, chain(&error))
+        match error {
+            kube::Error::Api(status) => {
+                let retry_after = status.details.as_ref().map_or(0, |details| details.retry_after_seconds);
+                Self::refused(status.code.into(), &status.reason, &status.message, retry_after.into())
+            }
+            kube::Error::Service(source) => match source.downcast::<Self>() {
+                Ok(failure) => *failure,
+                Err(source) => Self::new(transport_reason(&*source), chain(&*source)),
+            },
+            error => Self::new(transport_reason(&error), chain(&error)),
+        }
     }
 }
 
-/// Finds the cause of a transport error: the layers in between wrap it differently.
-fn connection_reason(error: &(dyn StdError + 'static)) -> FailureReason {
+/// The layers between a request and its cause wrap it differently: the innermost that is known decides.
+fn transport_reason(error: &(dyn StdError + 'static)) -> FailureReason {
     let mut reason = FailureReason::Disconnected;
-    let mut next = Some(error);
-    while let Some(cause) = next {
-        let text = cause.to_string();
+    for cause in causes(error) {
         if cause.is::<TokenFileError>() || cause.is::<kube::client::AuthError>() {
             return FailureReason::Credentials;
         }
-        if text.contains("certificate") || text.contains("fatal alert") {
+        if cause.is::<rustls::Error>() {
             return FailureReason::Tls;
         }
         if cause.downcast_ref::<io::Error>().is_some_and(|io| io.kind() == io::ErrorKind::TimedOut) {
-            reason = FailureReason::Timeout;
+            return FailureReason::Timeout;
         }
-        if text.contains("dns error") || text.contains("tcp connect error") || text.contains("tcp open error")
-        {
+        let client = cause.downcast_ref::<hyper_util::client::legacy::Error>();
+        if client.is_some_and(hyper_util::client::legacy::Error::is_connect) {
             reason = FailureReason::Unreachable;
         }
-        next = cause.source();
     }
     reason
 }
 
-/// Whether an answer has come to an end without saying so.
+/// The error and what caused it. An [`io::Error`] names its content as its source only where that has one itself.
+fn causes<'a>(error: &'a (dyn StdError + 'static)) -> impl Iterator<Item = &'a (dyn StdError + 'static)> {
+    iter::successors(Some(error), |&cause: &&'a (dyn StdError + 'static)| {
+        match cause.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
+            Some(content) => Some(content as &'a (dyn StdError + 'static)),
+            None => cause.source(),
+        }
+    })
+}
+
+/// Whether an answer has ended in the middle.
 pub(super) fn ends_too_early(error: &(dyn StdError + 'static)) -> bool {
-    std::iter::successors(Some(error), |error| (*error).source()).any(|cause| {
+    causes(error).any(|cause| {
         let io = cause.downcast_ref::<io::Error>();
         io.is_some_and(|io| io.kind() == io::ErrorKind::UnexpectedEof)
-            || cause.to_string().contains("unexpected EOF during chunk")
     })
 }
 
 /// The error and its causes in one line, without repeating what a layer only passes on.
 fn chain(error: &(dyn StdError + 'static)) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text.push_str(": ");
-            text.push_str(&cause_text);
+    causes(error).map(ToString::to_string).fold(String::new(), |mut text, cause| {
+        if !text.contains(&cause) {
+            let colon = if text.is_empty() { "" } else { ": " };
+            text.push_str(colon);
+            text.push_str(&cause);
         }
-        next = cause.source();
+        text
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::BodyExt as _;
+    use rstest::rstest;
+    use tokio::{
+        io::{AsyncReadExt as _, AsyncWriteExt as _},
+        net::TcpListener,
+    };
+
+    use super::{super::connection::Connection, *};
+    use crate::source::kubernetes::{Config, Requests};
+
+    fn connection(server: String) -> Connection {
+        let config = Config { master: Some(server), ..Config::default() };
+        Connection::new(config, http::HeaderValue::from_static("*/*"), Requests::default())
     }
-    text
+
+    async fn failure(server: String) -> Failure {
+        connection(server).ask(|| http::Request::get("/").body(Vec::new())).await.unwrap_err()
+    }
+
+    /// Answers the first bytes of each connection with these, and closes it.
+    async fn server(answer: &'static [u8]) -> u16 {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        tokio::spawn(async move {
+            while let Ok((mut connection, _)) = listener.accept().await {
+                let _ = connection.read(&mut [0; 4096]).await;
+                let _ = connection.write_all(answer).await;
+            }
+        });
+        port
+    }
+
+    #[rstest]
+    #[case::fatal_alert("https", b"\x15\x03\x03\x00\x02\x02\x30", FailureReason::Tls)]
+    #[case::server_without_tls("https", b"HTTP/1.1 400 Bad Request\r\n\r\n", FailureReason::Tls)]
+    #[case::closed_during_the_handshake("https", b"", FailureReason::Unreachable)]
+    #[case::closed_without_an_answer("http", b"", FailureReason::Disconnected)]
+    #[case::words_about_a_certificate(
+        "http",
+        b"HTTP/1.1 500 Oops\r\nContent-Length: 15\r\n\r\nbad certificate",
+        FailureReason::Refused
+    )]
+    #[tokio::test]
+    async fn a_cause_is_told_by_its_type(
+        #[case] scheme: &str,
+        #[case] answer: &'static [u8],
+        #[case] expected: FailureReason,
+    ) {
+        let failure = failure(format!("{scheme}://127.0.0.1:{}", server(answer).await)).await;
+        assert_eq!(failure.reason, expected, "{failure}");
+    }
+
+    #[tokio::test]
+    async fn a_name_that_is_not_found_and_a_port_without_a_listener_are_unreachable() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let closed = listener.local_addr().unwrap();
+        drop(listener);
+        // The resolver refuses the empty label, so nobody is asked.
+        for server in [format!("http://{closed}"), "http://certificate..invalid:1".to_owned()] {
+            let failure = failure(server).await;
+            assert_eq!(failure.reason, FailureReason::Unreachable, "{failure}");
+        }
+    }
+
+    #[rstest]
+    #[case::within_a_chunk(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhe")]
+    #[case::before_a_chunk(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n")]
+    #[tokio::test]
+    async fn an_answer_that_breaks_off_has_ended_too_early(#[case] answer: &'static [u8]) {
+        let server = format!("http://127.0.0.1:{}", server(answer).await);
+        let (client, _) = connection(server).client().await.unwrap();
+        let request = http::Request::get("/").body(kube::client::Body::empty()).unwrap();
+        let error = client.send(request).await.unwrap().into_body().collect().await.unwrap_err();
+        assert!(ends_too_early(&error), "{error:?}");
+    }
 }

@@ -8,7 +8,7 @@ use tokio::time::sleep;
 use tracing::{debug, info};
 
 use super::{
-    backoff::{Backoff, random},
+    backoff::Backoff,
     context::WatchContext,
     discovery::{EndpointsApi, ServedApi, ServiceCidrApi},
     kind::ResourceKind,
@@ -122,7 +122,7 @@ impl WatchContext {
                 Err(failure) => failure,
             };
             self.state.failed(kind, &failure);
-            let delay = backoff.next(random());
+            let delay = backoff.next();
             self.state.log_failure(kind, &failure, delay);
             tokio::select! {
                 () = sleep(delay) => {}

@@ -3,16 +3,16 @@
 //! before anything else happens.
 
 use std::{
-    env, fs,
+    fs,
     hash::{DefaultHasher, Hash, Hasher},
     io,
     path::{Path, PathBuf},
 };
 
-use http::HeaderValue;
+use http::{HeaderValue, Uri};
 use kube::{
-    client::ConfigExt,
-    config::{AuthInfo, Cluster, Kubeconfig, KubeconfigError},
+    client::{ConfigExt, RustlsTlsError},
+    config::{AuthInfo, ExecConfig, InClusterError, Kubeconfig, KubeconfigError},
 };
 
 use super::token_file::read_token;
@@ -53,28 +53,28 @@ pub enum ConfigError {
     #[error("--master={value}: {problem}; a URL such as https://10.0.0.1:6443 is needed")]
     Master { value: String, problem: String },
     #[error(
-        "{variable} is not set: outside a pod the API server must be named by --kubeconfig or clientConnection.kubeconfig"
+        "KUBERNETES_SERVICE_HOST or KUBERNETES_SERVICE_PORT is not set: outside a pod the API server must be named by \
+         --kubeconfig or clientConnection.kubeconfig"
     )]
-    NotInCluster { variable: &'static str },
-    #[error("{variable}={value}: {problem}")]
-    InCluster { variable: &'static str, value: String, problem: String },
+    NotInCluster,
+    #[error("the pod's service account in /var/run/secrets/kubernetes.io/serviceaccount: {problem}")]
+    InCluster { problem: String },
 }
 
-/// Configuration as read from its files at one moment.
-#[derive(Clone, Debug)]
+/// Configuration as read from its files at one moment. Not for the log: it holds credentials.
+#[derive(Clone)]
 pub(super) struct Loaded {
-    /// Without the token file: that is read for every request.
+    /// Without token file and plugin.
     pub(super) client: kube::Config,
+    /// Read for every request.
     pub(super) token_file: Option<PathBuf>,
+    /// Whose credentials `client` still lacks.
+    pub(super) plugin: Option<ExecConfig>,
     /// Changes when a file that went into `client` has other contents.
     pub(super) fingerprint: u64,
-    /// The user's credentials come from a plugin.
-    pub(super) has_plugin: bool,
     /// There is a user, who is not told to a server without TLS.
     pub(super) is_user_withheld: bool,
 }
-
-const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 
 impl Config {
     /// The Accept header of requests for objects, as client-go has it.
@@ -91,8 +91,9 @@ impl Config {
         });
         let mut loaded = match (&self.kubeconfig, master.transpose()?) {
             (Some(path), master) => from_kubeconfig(path, master)?,
-            (None, Some(master)) => anonymous(master),
-            (None, None) => in_cluster(Path::new(SERVICE_ACCOUNT), |variable| env::var(variable).ok())?,
+            // An API server that asks nobody who they are, such as one behind `kubectl proxy`.
+            (None, Some(master)) => Loaded::new(kube::Config::new(master)),
+            (None, None) => in_cluster()?,
         };
         if let Ok(agent) = HeaderValue::try_from(user_agent()) {
             loaded.client.headers.push((http::header::USER_AGENT, agent));
@@ -101,232 +102,186 @@ impl Config {
     }
 }
 
-/// `master`: in the server's place.
-fn from_kubeconfig(path: &Path, master: Option<http::Uri>) -> Result<Loaded, ConfigError> {
-    let field = |field: String, problem: String| ConfigError::Field { path: path.to_owned(), field, problem };
-    let mut fingerprint = DefaultHasher::new();
-    hash_file(path, &mut fingerprint)
-        .map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
-    let mut kubeconfig = Kubeconfig::read_from(path).map_err(|error| parse_error(path, error))?;
-
-    let context_name = kubeconfig
-        .current_context
-        .clone()
-        .filter(|name| !name.is_empty())
-        .ok_or_else(|| field("current-context".into(), "is missing".into()))?;
-    let context = kubeconfig
-        .contexts
-        .iter()
-        .find(|context| context.name == context_name)
-        .and_then(|context| context.context.clone())
-        .ok_or_else(|| field("current-context".into(), format!("no context is named {context_name:?}")))?;
-
-    let cluster = kubeconfig
-        .clusters
-        .iter_mut()
-        .find(|cluster| cluster.name == context.cluster)
-        .and_then(|cluster| cluster.cluster.as_mut())
-        .ok_or_else(|| {
-            let problem = format!("no cluster is named {:?}", context.cluster);
-            field(format!("contexts[name={context_name}].context.cluster"), problem)
-        })?;
-    let cluster_field = |name: &str| format!("clusters[name={}].cluster.{name}", context.cluster);
-    let server = match master {
-        Some(master) => {
-            // It was the other server's.
-            cluster.tls_server_name = None;
-            master
-        }
-        None => server_url(cluster.server.as_deref().unwrap_or_default())
-            .map_err(|problem| field(cluster_field("server"), problem))?,
-    };
-    cluster.server = Some(server.to_string());
-    let authority = check_cluster(cluster, &mut fingerprint)
-        .map_err(|(name, problem)| field(cluster_field(name), problem))?;
-
-    let proxy_url = cluster.proxy_url.clone().filter(|url| !url.is_empty());
-
-    // A context without a user is anonymous; one that names a user who is not there is a mistake.
-    let user_name = context.user.clone().unwrap_or_default();
-    let user_field = |name: &str| format!("users[name={user_name}].user.{name}");
-    let mut token_file = None;
-    if !user_name.is_empty() {
-        let user = kubeconfig.auth_infos.iter_mut().find(|user| user.name == user_name).ok_or_else(|| {
-            let problem = format!("no user is named {user_name:?}");
-            field(format!("contexts[name={context_name}].context.user"), problem)
-        })?;
-        if let Some(user) = &mut user.auth_info {
-            for (name, file) in
-                [("client-certificate", &user.client_certificate), ("client-key", &user.client_key)]
-            {
-                if let Some(file) = file {
-                    hash_file(Path::new(file), &mut fingerprint)
-                        .map_err(|error| field(user_field(name), format!("{file}: {error}")))?;
-                }
-            }
-            let certificate = user.client_certificate.is_some() || user.client_certificate_data.is_some();
-            let key = user.client_key.is_some() || user.client_key_data.is_some();
-            match (certificate, key) {
-                (true, false) => return Err(field(user_field("client-key"), "is missing".into())),
-                (false, true) => return Err(field(user_field("client-certificate"), "is missing".into())),
-                (true, true) | (false, false) => {}
-            }
-            // As in client-go, a token in the kubeconfig itself wins over a file.
-            if user.token.is_none()
-                && let Some(file) = user.token_file.take()
-            {
-                read_token(Path::new(&file))
-                    .map_err(|error| field(user_field("tokenFile"), error.to_string()))?;
-                token_file = Some(PathBuf::from(file));
-            }
-        }
+impl Loaded {
+    /// Takes out what kube is not to do itself. As in client-go, a token wins over a token file, which wins over a
+    /// plugin.
+    fn new(mut client: kube::Config) -> Self {
+        let user = &mut client.auth_info;
+        let (token_file, plugin) = (user.token_file.take(), user.exec.take());
+        let token_file = token_file.filter(|_| user.token.is_none()).map(PathBuf::from);
+        let plugin = plugin.filter(|_| user.token.is_none() && token_file.is_none());
+        Self { client, token_file, plugin, fingerprint: 0, is_user_withheld: false }
     }
 
-    let mut client = kube::Config::try_from(kubeconfig).map_err(|error| {
-        use KubeconfigError::{LoadCertificateAuthority, ParseCertificates, ParseProxyUrl};
-        if matches!(error, LoadCertificateAuthority(_) | ParseCertificates(_)) {
-            field(cluster_field(authority), error.to_string())
-        } else if matches!(error, ParseProxyUrl(_)) {
-            field(cluster_field("proxy-url"), error.to_string())
-        } else {
-            parse_error(path, error)
+    /// As client-go: nobody listens in on credentials, for they are not sent.
+    fn without_user(self) -> Self {
+        let mut anonymous = Self { token_file: None, plugin: None, is_user_withheld: true, ..self };
+        anonymous.client.auth_info = AuthInfo::default();
+        anonymous
+    }
+}
+
+/// What the current context of a kubeconfig names: kube's errors do not always say which it was.
+struct Names {
+    context: String,
+    cluster: String,
+    user: String,
+}
+
+impl Names {
+    fn of(kubeconfig: &Kubeconfig) -> Self {
+        let context = kubeconfig.current_context.clone().unwrap_or_default();
+        let named = kubeconfig.contexts.iter().find(|named| named.name == context);
+        let named = named.and_then(|named| named.context.clone()).unwrap_or_default();
+        Self { context, cluster: named.cluster, user: named.user.unwrap_or_default() }
+    }
+
+    fn in_context(&self, field: &str) -> String {
+        format!("contexts[name={}].context.{field}", self.context)
+    }
+
+    fn in_cluster(&self, field: &str) -> String {
+        format!("clusters[name={}].cluster.{field}", self.cluster)
+    }
+
+    fn in_user(&self, field: &str) -> String {
+        format!("users[name={}].user.{field}", self.user)
+    }
+
+    /// The field that an error is about.
+    #[expect(clippy::wildcard_enum_match_arm, reason = "the rest is about the whole file")]
+    fn field(&self, error: &KubeconfigError) -> Option<String> {
+        Some(match error {
+            KubeconfigError::CurrentContextNotSet | KubeconfigError::LoadContext(_) => {
+                "current-context".into()
+            }
+            KubeconfigError::LoadClusterOfContext(_) => self.in_context("cluster"),
+            KubeconfigError::MissingClusterUrl | KubeconfigError::ParseClusterUrl(_) => {
+                self.in_cluster("server")
+            }
+            KubeconfigError::ParseProxyUrl(_) => self.in_cluster("proxy-url"),
+            KubeconfigError::LoadCertificateAuthority(_) | KubeconfigError::ParseCertificates(_) => {
+                self.in_cluster("certificate-authority")
+            }
+            KubeconfigError::LoadClientCertificate(_) => self.in_user("client-certificate"),
+            KubeconfigError::LoadClientKey(_) => self.in_user("client-key"),
+            _ => return None,
+        })
+    }
+
+    #[expect(clippy::wildcard_enum_match_arm, reason = "the rest is about certificate and key")]
+    fn field_of_tls(&self, error: &kube::Error) -> String {
+        match error {
+            kube::Error::InferKubeconfig(error) => self.field(error).unwrap_or_else(|| "users".into()),
+            kube::Error::RustlsTls(RustlsTlsError::AddRootCertificate(_)) => {
+                self.in_cluster("certificate-authority")
+            }
+            _ => self.in_user("client-certificate"),
         }
+    }
+}
+
+/// `master`: in the server's place.
+fn from_kubeconfig(path: &Path, master: Option<Uri>) -> Result<Loaded, ConfigError> {
+    let wrong = |field: String, problem: String| ConfigError::Field { path: path.to_owned(), field, problem };
+    let mut kubeconfig = Kubeconfig::read_from(path).map_err(|error| unusable(path, error))?;
+    let names = Names::of(&kubeconfig);
+    let cluster = kubeconfig.clusters.iter_mut().find(|named| named.name == names.cluster);
+    let mut proxy = None;
+    if let Some(cluster) = cluster.and_then(|named| named.cluster.as_mut()) {
+        let server = match master {
+            Some(master) => {
+                // It was the other server's.
+                cluster.tls_server_name = None;
+                master
+            }
+            None => server_url(cluster.server.as_deref().unwrap_or_default())
+                .map_err(|problem| wrong(names.in_cluster("server"), problem))?,
+        };
+        cluster.server = Some(server.to_string());
+        proxy = cluster.proxy_url.clone().filter(|url| !url.is_empty());
+    }
+    // kube takes a user who is not there for nobody.
+    if !names.user.is_empty() && !kubeconfig.auth_infos.iter().any(|named| named.name == names.user) {
+        return Err(wrong(names.in_context("user"), format!("no user is named {:?}", names.user)));
+    }
+    let mut client = kube::Config::try_from(kubeconfig).map_err(|error| match names.field(&error) {
+        Some(field) => wrong(field, error.to_string()),
+        None => unusable(path, error),
     })?;
     // Only what the file says: with HTTPS_PROXY meant for others the way to the API server would lead
     // out of the cluster and back.
-    client.proxy_url = match proxy_url.map(|url| url.parse::<http::Uri>()).transpose() {
-        Ok(url) => url,
-        Err(error) => return Err(field(cluster_field("proxy-url"), error.to_string())),
-    };
+    client.proxy_url = client.proxy_url.filter(|_| proxy.is_some());
     if let Some(url) = &client.proxy_url
         && url.scheme_str() != Some("http")
     {
-        return Err(field(cluster_field("proxy-url"), format!("{url}: only http:// proxies can be used")));
+        let url = without_userinfo(&url.to_string());
+        return Err(wrong(names.in_cluster("proxy-url"), format!("{url}: only http:// proxies can be used")));
     }
-    // As client-go: nobody listens in on credentials, for they are not sent.
-    let is_user_withheld = server.scheme_str() == Some("http") && !user_name.is_empty();
-    if is_user_withheld {
-        client.auth_info = AuthInfo::default();
-        token_file = None;
+    let mut loaded = Loaded::new(client);
+    if loaded.client.cluster_url.scheme_str() == Some("http") && !names.user.is_empty() {
+        loaded = loaded.without_user();
     }
-    let has_plugin = client.auth_info.exec.is_some();
-    // The plugin is not run for this check.
-    let mut checked = client.clone();
-    checked.auth_info.exec = None;
-    checked.rustls_client_config().map_err(|error| {
-        let certificate_authority = error.to_string().contains("root certificate");
-        let name =
-            if certificate_authority { cluster_field(authority) } else { user_field("client-certificate") };
-        field(name, error.to_string())
-    })?;
-    Ok(Loaded { client, token_file, fingerprint: fingerprint.finish(), has_plugin, is_user_withheld })
+    if let Some(file) = &loaded.token_file {
+        read_token(file).map_err(|error| wrong(names.in_user("tokenFile"), error.to_string()))?;
+    }
+    let tls = loaded.client.rustls_client_config();
+    tls.map_err(|error| wrong(names.field_of_tls(&error), error.to_string()))?;
+    loaded.fingerprint = fingerprint(path, &loaded.client)
+        .map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+    Ok(loaded)
 }
 
-/// Returns which of the two fields names the certificate authority.
-fn check_cluster(
-    cluster: &Cluster,
-    fingerprint: &mut DefaultHasher,
-) -> Result<&'static str, (&'static str, String)> {
-    if cluster.certificate_authority_data.is_some() {
-        return Ok("certificate-authority-data");
+/// Of the contents of all files.
+fn fingerprint(kubeconfig: &Path, client: &kube::Config) -> io::Result<u64> {
+    let user = &client.auth_info;
+    let mut hasher = DefaultHasher::new();
+    fs::read(kubeconfig)?.hash(&mut hasher);
+    client.root_cert.hash(&mut hasher);
+    for file in [&user.client_certificate, &user.client_key].into_iter().flatten() {
+        fs::read(file)?.hash(&mut hasher);
     }
-    let name = "certificate-authority";
-    if let Some(file) = &cluster.certificate_authority {
-        hash_file(Path::new(file), fingerprint).map_err(|error| (name, format!("{file}: {error}")))?;
-    }
-    Ok(name)
+    Ok(hasher.finish())
 }
 
-#[expect(clippy::wildcard_enum_match_arm, reason = "the rest of them say what is wrong")]
-fn parse_error(path: &Path, error: KubeconfigError) -> ConfigError {
-    match error {
-        KubeconfigError::ReadConfig(source, path) => ConfigError::Read { path, source },
+#[expect(clippy::wildcard_enum_match_arm, reason = "the rest of them says what is wrong")]
+fn unusable(path: &Path, error: KubeconfigError) -> ConfigError {
+    let problem = match error {
+        KubeconfigError::ReadConfig(source, path) => return ConfigError::Read { path, source },
+        // What follows the first line shows the file, and what is secret in it.
         KubeconfigError::Parse(error) => {
-            ConfigError::Parse { path: path.to_owned(), problem: format!("not a kubeconfig: {error}") }
+            format!("not a kubeconfig: {}", error.to_string().lines().next().unwrap_or_default())
         }
-        error => ConfigError::Parse { path: path.to_owned(), problem: error.to_string() },
-    }
-}
-
-/// An API server that asks nobody who they are, such as one behind `kubectl proxy`.
-fn anonymous(server: http::Uri) -> Loaded {
-    let mut client = kube::Config::new(server);
-    client.proxy_url = None;
-    Loaded { client, token_file: None, fingerprint: 0, has_plugin: false, is_user_withheld: false }
-}
-
-/// A pod's service account; `directory` holds `ca.crt` and `token`.
-fn in_cluster(
-    directory: &Path,
-    variable: impl Fn(&'static str) -> Option<String>,
-) -> Result<Loaded, ConfigError> {
-    let get = |name| {
-        variable(name).filter(|value| !value.is_empty()).ok_or(ConfigError::NotInCluster { variable: name })
+        error => error.to_string(),
     };
-    let host = get("KUBERNETES_SERVICE_HOST")?;
-    let port = get("KUBERNETES_SERVICE_PORT")?;
-    let authority = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
-    let url = server_url(&format!("https://{authority}")).map_err(|problem| ConfigError::InCluster {
-        variable: "KUBERNETES_SERVICE_HOST",
-        value: host,
-        problem,
+    ConfigError::Parse { path: path.to_owned(), problem }
+}
+
+/// A pod's service account.
+#[expect(clippy::wildcard_enum_match_arm, reason = "the rest of them says what is wrong")]
+fn in_cluster() -> Result<Loaded, ConfigError> {
+    let problem = |problem: String| ConfigError::InCluster { problem };
+    let client = kube::Config::incluster_env().map_err(|error| match error {
+        InClusterError::ReadEnvironmentVariable(_) => ConfigError::NotInCluster,
+        error => problem(error.to_string()),
     })?;
-
-    let token_file = directory.join("token");
-    read_token(&token_file)
-        .map_err(|error| ConfigError::Parse { path: token_file.clone(), problem: error.to_string() })?;
-    let certificate_file = directory.join("ca.crt");
-    let mut fingerprint = DefaultHasher::new();
-    hash_file(&certificate_file, &mut fingerprint)
-        .map_err(|source| ConfigError::Read { path: certificate_file.clone(), source })?;
-    let cluster = Cluster {
-        server: Some(url.to_string()),
-        certificate_authority: Some(certificate_file.display().to_string()),
-        ..Cluster::default()
-    };
-    let unusable = |problem: String| ConfigError::Parse { path: certificate_file.clone(), problem };
-    let mut client =
-        kube::Config::try_from(single_cluster(cluster)).map_err(|error| unusable(error.to_string()))?;
-    client.proxy_url = None;
-    client.rustls_client_config().map_err(|error| unusable(error.to_string()))?;
-    let fingerprint = fingerprint.finish();
-    Ok(Loaded {
-        client,
-        token_file: Some(token_file),
-        fingerprint,
-        has_plugin: false,
-        is_user_withheld: false,
-    })
-}
-
-fn single_cluster(cluster: Cluster) -> Kubeconfig {
-    let name = "in-cluster".to_owned();
-    let context = kube::config::Context { cluster: name.clone(), ..Default::default() };
-    Kubeconfig {
-        clusters: vec![kube::config::NamedCluster {
-            name: name.clone(),
-            cluster: Some(cluster),
-            ..Default::default()
-        }],
-        contexts: vec![kube::config::NamedContext {
-            name: name.clone(),
-            context: Some(context),
-            ..Default::default()
-        }],
-        current_context: Some(name),
-        ..Kubeconfig::default()
+    client.rustls_client_config().map_err(|error| problem(error.to_string()))?;
+    let loaded = Loaded::new(client);
+    if let Some(file) = &loaded.token_file {
+        read_token(file).map_err(|error| problem(error.to_string()))?;
     }
+    Ok(loaded)
 }
 
-/// `host:port` is `http://host:port`. client-go's own rule, to take https where there are TLS settings, does not come to
-/// bear with a kubeconfig: they are only read for a server that begins with https.
-fn server_url(text: &str) -> Result<http::Uri, String> {
+/// `host:port` is `http://host:port`, which kube does not know. client-go's own rule, to take https where there are TLS
+/// settings, does not come to bear with a kubeconfig: they are only read for a server that begins with https.
+fn server_url(text: &str) -> Result<Uri, String> {
     if text.is_empty() {
         return Err("is missing".into());
     }
     let shown = without_userinfo(text);
     let whole = if text.contains("://") { text.to_owned() } else { format!("http://{text}") };
-    let url: http::Uri = whole.parse().map_err(|error| format!("{shown:?}: {error}"))?;
+    let url: Uri = whole.parse().map_err(|error| format!("{shown:?}: {error}"))?;
     let has_host = url.host().is_some_and(|host| !host.is_empty());
     let is_plain = whole.len() == text.len() || matches!(url.path(), "" | "/");
     match url.scheme_str() {
@@ -341,11 +296,6 @@ fn server_url(text: &str) -> Result<http::Uri, String> {
 fn user_agent() -> String {
     let (platform, own) = (version::platform(), env!("CARGO_PKG_VERSION"));
     format!("kube-proxy/v{} ({platform}) proxy-ctl/{own}", version::KUBE_PROXY)
-}
-
-fn hash_file(path: &Path, hasher: &mut DefaultHasher) -> io::Result<()> {
-    fs::read(path)?.hash(hasher);
-    Ok(())
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ mod kind;
 mod kubeconfig;
 mod objects;
 mod parsed;
+mod plugin;
 mod query;
 mod rate_limit;
 mod requests;
@@ -26,49 +27,31 @@ mod wire;
 
 use std::sync::Arc;
 
-use bytes::Bytes;
 use tokio::sync::mpsc;
 
 use self::{
     connection::Connection,
     context::WatchContext,
-    failure::Failure,
     query::Query,
     resource::{OwnNode, SERVED_SELECTOR, Services},
     watchers::Watchers,
 };
 use super::Update;
-use crate::config::{Encoding, without_userinfo};
+use crate::config::without_userinfo;
 
 pub use kind::{ResourceKind, Verb};
 pub use kubeconfig::{Config, ConfigError};
 pub use requests::Requests;
 pub use state::{ListMethod, SourceState};
 pub use watchers::WatcherEnded;
-pub(crate) use wire::envelope;
 
 /// The API server for those who have something to tell it: same credentials, same rate as the watchers.
 #[derive(Clone)]
 pub struct Api(Arc<Connection>);
 
 impl Api {
-    /// How bodies are to be encoded.
-    pub(crate) fn encoding(&self) -> Encoding {
-        self.0.encoding()
-    }
-
-    /// Of requests for objects.
-    pub(crate) fn accept(&self) -> &http::HeaderValue {
-        &self.0.accept
-    }
-
-    /// Sends one request. A client is made when it is first needed; credentials that have changed are used at
-    /// once.
-    pub(crate) async fn ask(
-        &self,
-        request: impl Fn() -> Result<http::Request<Vec<u8>>, http::Error>,
-    ) -> Result<Bytes, Failure> {
-        self.0.ask(request).await
+    pub(crate) fn client(&self) -> kube::Client {
+        self.0.lasting_client()
     }
 }
 

@@ -12,7 +12,6 @@ use tokio::time::timeout;
 
 use super::{
     answer::{Answer, Events, SILENCE},
-    backoff::random,
     context::WatchContext,
     failure::{Failure, FailureReason},
     kind::Verb,
@@ -77,7 +76,7 @@ impl<W: Watched> Query<W> {
         version: &str,
         with_list: bool,
     ) -> Result<Events, Failure> {
-        let lasts = SHORTEST_WATCH + (LONGEST_WATCH - SHORTEST_WATCH).mul_f64(random());
+        let lasts = SHORTEST_WATCH + (LONGEST_WATCH - SHORTEST_WATCH).mul_f64(fastrand::f64());
         let params = WatchParams {
             label_selector: self.labels.map(str::to_owned),
             field_selector: self.fields.clone(),

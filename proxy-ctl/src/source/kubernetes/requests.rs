@@ -1,19 +1,15 @@
 //! What the client has asked the API server, as client-go counts it.
 
-use std::{
-    pin::Pin,
-    task::{Context, Poll},
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
-use bytes::Buf as _;
+use bytes::{Buf, Bytes};
 use http::{Method, Request, Response, Uri};
-use hyper::body::{Body, Frame, SizeHint};
+use http_body_util::BodyExt as _;
+use hyper::body::{Body, Frame};
 use prometheus_client::{
     metrics::{counter::Counter, family::Family, histogram::Histogram},
     registry::Registry,
 };
-use tower::Service;
 
 type Label = (&'static str, String);
 type ByVerb = Family<[Label; 2], Histogram, fn() -> Histogram>;
@@ -76,9 +72,25 @@ impl Requests {
         }
     }
 
-    /// Counts what goes through `inner`, whose requests have whole URIs.
-    pub(super) fn measure<S>(&self, inner: S) -> Measured<S> {
-        Measured { inner, requests: self.clone() }
+    /// Sends a request, whose URI is whole, and counts it and its answer.
+    pub(super) async fn measure<B: Body, C: Body<Data = Bytes>, E>(
+        self,
+        request: Request<B>,
+        send: impl AsyncFnOnce(Request<B>) -> Result<Response<C>, E>,
+    ) -> Result<Response<impl Body<Data = Bytes, Error = C::Error>>, E> {
+        let asked = Asked::new(&request);
+        let answer = send(request).await;
+        let code = answer.as_ref().map_or(NO_ANSWER.into(), |answer| answer.status().as_u16().to_string());
+        self.answered(&asked, code);
+        let answer = answer?;
+        let size = (!asked.is_watch).then(|| self.response_size.get_or_create(&asked.labels()).clone());
+        let mut size = Size { bytes: 0, histogram: size };
+        Ok(answer.map(|body| {
+            body.map_frame(move |frame| {
+                size.add(&frame);
+                frame
+            })
+        }))
     }
 
     /// A request to `host` waited for its turn.
@@ -132,79 +144,23 @@ fn is_watch(uri: &Uri) -> bool {
     uri.query().is_some_and(|query| query.split('&').any(|part| matches!(part, "watch=true" | "watch=1")))
 }
 
-#[derive(Clone)]
-pub(super) struct Measured<S> {
-    inner: S,
-    requests: Requests,
-}
-
-impl<S, B, C> Service<Request<B>> for Measured<S>
-where
-    S: Service<Request<B>, Response = Response<C>, Future: Send + 'static>,
-    B: Body,
-{
-    type Response = Response<Counted<C>>;
-    type Error = S::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, S::Error>> + Send>>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(context)
-    }
-
-    fn call(&mut self, request: Request<B>) -> Self::Future {
-        let asked = Asked::new(&request);
-        let requests = self.requests.clone();
-        let answer = self.inner.call(request);
-        Box::pin(async move {
-            let answer = answer.await;
-            let code =
-                answer.as_ref().map_or(NO_ANSWER.into(), |answer| answer.status().as_u16().to_string());
-            requests.answered(&asked, code);
-            let size =
-                (!asked.is_watch).then(|| requests.response_size.get_or_create(&asked.labels()).clone());
-            Ok(answer?.map(|inner| Counted { inner, bytes: 0, size }))
-        })
-    }
-}
-
-/// An answer's body, whose size is observed when it has been read or is given up.
-pub(super) struct Counted<B> {
-    inner: B,
+/// The size of an answer, which is observed when it has been read or is given up.
+struct Size {
     bytes: u64,
     /// `None`: a watch, which has no size that would say anything.
-    size: Option<Histogram>,
+    histogram: Option<Histogram>,
 }
 
-impl<B: Body + Unpin> Body for Counted<B> {
-    type Data = B::Data;
-    type Error = B::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
-        let polled = Pin::new(&mut self.inner).poll_frame(context);
-        if let Poll::Ready(Some(Ok(frame))) = &polled
-            && let Some(data) = frame.data_ref()
-        {
-            self.bytes += data.remaining() as u64;
-        }
-        polled
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
+impl Size {
+    fn add(&mut self, frame: &Frame<Bytes>) {
+        self.bytes += frame.data_ref().map_or(0, |data| data.remaining() as u64);
     }
 }
 
-impl<B> Drop for Counted<B> {
+impl Drop for Size {
     fn drop(&mut self) {
-        if let Some(size) = &self.size {
-            size.observe(self.bytes as f64);
+        if let Some(histogram) = &self.histogram {
+            histogram.observe(self.bytes as f64);
         }
     }
 }
@@ -222,9 +178,7 @@ impl Requests {
 
 #[cfg(test)]
 mod tests {
-    use bytes::Bytes;
-    use http_body_util::{BodyExt as _, Full};
-    use tower::{ServiceExt as _, service_fn};
+    use http_body_util::Full;
 
     use super::*;
 
@@ -232,17 +186,15 @@ mod tests {
     async fn counted(requests: &[(&str, Option<u16>)]) -> String {
         let counts = Requests::default();
         for &(uri, status) in requests {
-            let server = service_fn(move |_: Request<Full<Bytes>>| async move {
-                match status {
-                    Some(status) => {
-                        let body = Full::new(Bytes::from_static(b"0123456789"));
-                        Ok(Response::builder().status(status).body(body).unwrap())
-                    }
-                    None => Err("connection refused"),
+            let server = async |_: Request<Full<Bytes>>| match status {
+                Some(status) => {
+                    let body = Full::new(Bytes::from_static(b"0123456789"));
+                    Ok(Response::builder().status(status).body(body).unwrap())
                 }
-            });
+                None => Err("connection refused"),
+            };
             let request = Request::get(uri).body(Full::new(Bytes::new())).unwrap();
-            if let Ok(answer) = counts.measure(server).oneshot(request).await {
+            if let Ok(answer) = counts.clone().measure(request, server).await {
                 answer.into_body().collect().await.unwrap();
             }
         }

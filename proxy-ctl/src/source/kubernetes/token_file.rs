@@ -1,4 +1,7 @@
 //! A bearer token that somebody else writes into a file, such as the kubelet.
+//!
+//! kube reads such files too, but sends the line break at their end, which no header may hold, and goes on with the
+//! old token for up to a minute.
 
 use std::{
     fs, io,

@@ -13,7 +13,7 @@ use tracing::{debug, info};
 
 use super::{
     answer::Events,
-    backoff::{Backoff, random},
+    backoff::Backoff,
     connection::Renewed,
     context::WatchContext,
     failure::{Failure, FailureReason},
@@ -158,13 +158,13 @@ impl<W: Watched> Watcher<W> {
             self.start.relist();
             return Some(End::AskWhatIsServed);
         }
-        let delay = self.backoff.next(random()).max(failure.retry_after.unwrap_or_default());
+        let delay = self.backoff.next().max(failure.retry_after.unwrap_or_default());
         let failure = match self.renew(generation, reason).await {
             Ok(Renewed::New) => {
                 debug!(resource = %W::RESOURCE, "{failure}; trying again with the credentials found now");
                 return None;
             }
-            Ok(Renewed::Same | Renewed::Asked) => failure,
+            Ok(Renewed::Same) => failure,
             Err(error) => {
                 let message = format!("{failure}; and the credentials cannot be read again: {error}");
                 Failure::new(FailureReason::Credentials, message)

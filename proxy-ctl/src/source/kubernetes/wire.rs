@@ -11,9 +11,7 @@ use crate::{
     model::objects::ObjectName,
     source::schema::{
         Object,
-        meta::{
-            Bookmark, List, ListMeta, Named, NamedMeta, ObjectMeta, Status, TypeMeta, Unknown, WatchEvent,
-        },
+        meta::{Bookmark, List, ListMeta, Named, NamedMeta, ObjectMeta, Status, Unknown, WatchEvent},
     },
 };
 
@@ -205,13 +203,6 @@ fn unwrap(envelope: &Bytes, of: Kind, suffix: &str) -> Result<Bytes, Failure> {
         )));
     }
     Ok(unknown.raw)
-}
-
-/// What the API server takes for an object in protobuf.
-pub(crate) fn envelope(api_version: &str, kind: &str, message: Vec<u8>) -> Vec<u8> {
-    let type_meta = TypeMeta { api_version: api_version.to_owned(), kind: kind.to_owned() };
-    let unknown = Unknown { type_meta, raw: message.into(), ..Unknown::default() };
-    [MAGIC, &unknown.encode_to_vec()].concat()
 }
 
 fn malformed(problem: impl Into<String>) -> Failure {

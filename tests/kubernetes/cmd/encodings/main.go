@@ -13,7 +13,6 @@ import (
 	core "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	discoveryv1beta1 "k8s.io/api/discovery/v1beta1"
-	events "k8s.io/api/events/v1"
 	networking "k8s.io/api/networking/v1"
 	networkingv1beta1 "k8s.io/api/networking/v1beta1"
 	meta "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -174,15 +173,6 @@ func main() {
 	write("servicecidrs-v1beta1", networkingv1beta1.SchemeGroupVersion, &networkingv1beta1.ServiceCIDRList{ListMeta: list, Items: []networkingv1beta1.ServiceCIDR{
 		{ObjectMeta: metadata("kubernetes"), Spec: networkingv1beta1.ServiceCIDRSpec{CIDRs: cidrs}},
 	}})
-
-	first := time.Date(2023, 11, 14, 22, 13, 20, 123456000, time.UTC)
-	write("event", events.SchemeGroupVersion, &events.Event{
-		ObjectMeta: meta.ObjectMeta{Name: "web.17979cfe3d85ca00", Namespace: "shop"},
-		EventTime:  meta.NewMicroTime(first), ReportingController: "kube-proxy", ReportingInstance: "kube-proxy-host-1",
-		Series: &events.EventSeries{Count: 2, LastObservedTime: meta.NewMicroTime(first.Add(10 * time.Second))},
-		Action: "Listen", Reason: "FailedToStartServiceHealthcheck", Note: "address in use", Type: "Warning",
-		Regarding: core.ObjectReference{Kind: "Service", Namespace: "shop", Name: "web", APIVersion: "v1"},
-	})
 
 	expired := &meta.Status{
 		Status: "Failure", Code: 410, Reason: "Expired", Message: "too old resource version: 1 (7)",

@@ -15,9 +15,16 @@ use crate::{
                 ServiceCidrsV1Beta1, Services, Watched,
             },
         },
-        schema::{Object, core},
+        schema::{Object, core, meta::TypeMeta},
     },
 };
+
+/// What the API server takes for an object in protobuf.
+fn envelope(api_version: &str, kind: &str, message: Vec<u8>) -> Vec<u8> {
+    let type_meta = TypeMeta { api_version: api_version.to_owned(), kind: kind.to_owned() };
+    let unknown = Unknown { type_meta, raw: message.into(), ..Unknown::default() };
+    [MAGIC, &unknown.encode_to_vec()].concat()
+}
 
 macro_rules! recorded {
     ($name:literal) => {

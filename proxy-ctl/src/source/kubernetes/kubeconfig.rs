@@ -122,13 +122,13 @@ impl Loaded {
 }
 
 /// What the current context of a kubeconfig names: kube's errors do not always say which it was.
-struct Names {
+struct ContextNames {
     context: String,
     cluster: String,
     user: String,
 }
 
-impl Names {
+impl ContextNames {
     fn of(kubeconfig: &Kubeconfig) -> Self {
         let context = kubeconfig.current_context.clone().unwrap_or_default();
         let named = kubeconfig.contexts.iter().find(|named| named.name == context);
@@ -185,7 +185,7 @@ impl Names {
 fn from_kubeconfig(path: &Path, master: Option<Uri>) -> Result<Loaded, ConfigError> {
     let wrong = |field: String, problem: String| ConfigError::Field { path: path.to_owned(), field, problem };
     let mut kubeconfig = Kubeconfig::read_from(path).map_err(|error| unusable(path, error))?;
-    let names = Names::of(&kubeconfig);
+    let names = ContextNames::of(&kubeconfig);
     let cluster = kubeconfig.clusters.iter_mut().find(|named| named.name == names.cluster);
     let mut proxy = None;
     if let Some(cluster) = cluster.and_then(|named| named.cluster.as_mut()) {

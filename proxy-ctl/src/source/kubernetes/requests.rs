@@ -78,7 +78,7 @@ impl Requests {
         request: Request<B>,
         send: impl AsyncFnOnce(Request<B>) -> Result<Response<C>, E>,
     ) -> Result<Response<impl Body<Data = Bytes, Error = C::Error>>, E> {
-        let asked = Asked::new(&request);
+        let asked = SentRequest::new(&request);
         let answer = send(request).await;
         let code = answer.as_ref().map_or(NO_ANSWER.into(), |answer| answer.status().as_u16().to_string());
         self.answered(&asked, code);
@@ -99,8 +99,8 @@ impl Requests {
         self.limited.get_or_create(&labels).observe(time.as_secs_f64());
     }
 
-    fn answered(&self, asked: &Asked, code: String) {
-        let Asked { method, host, .. } = asked;
+    fn answered(&self, asked: &SentRequest, code: String) {
+        let SentRequest { method, host, .. } = asked;
         self.answers
             .get_or_create(&[("code", code), ("method", method.clone()), ("host", host.clone())])
             .inc();
@@ -110,7 +110,7 @@ impl Requests {
 }
 
 /// One request.
-struct Asked {
+struct SentRequest {
     method: String,
     host: String,
     bytes: u64,
@@ -118,7 +118,7 @@ struct Asked {
     at: Instant,
 }
 
-impl Asked {
+impl SentRequest {
     fn new<B: Body>(request: &Request<B>) -> Self {
         Self {
             method: request.method().to_string(),
@@ -169,7 +169,7 @@ impl Drop for Size {
 impl Requests {
     /// Every family has a sample.
     pub(super) fn sample(&self) {
-        let asked = Asked::new(&Request::new(kube::client::Body::empty()));
+        let asked = SentRequest::new(&Request::new(kube::client::Body::empty()));
         self.waited(&Method::GET, String::new(), Duration::ZERO);
         self.answered(&asked, NO_ANSWER.into());
         self.response_size.get_or_create(&asked.labels()).observe(0.0);

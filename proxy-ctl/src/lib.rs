@@ -9,6 +9,7 @@ pub mod log;
 pub mod mode;
 pub mod model;
 pub mod node;
+pub mod path_watch;
 pub mod process;
 pub mod profile;
 pub mod report;

@@ -22,7 +22,6 @@ mod document;
 mod folder;
 #[cfg(test)]
 mod tests;
-mod watch;
 
 use std::{
     io,
@@ -30,51 +29,48 @@ use std::{
     sync::Arc,
 };
 
-use nix::errno::Errno;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use self::{
-    folder::{Folder, Listing},
-    watch::Watch,
-};
+use self::folder::{Folder, Listing};
 use super::{InvalidField, Update};
+use crate::path_watch::PathWatch;
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("manifests folder {folder}: {source}; must be a folder of .yaml, .yml or .json files")]
     Folder { folder: PathBuf, source: io::Error },
-    #[error("watching manifests folder {folder} failed in {call}: {source}{}", hint(*.source))]
-    Watch { folder: PathBuf, call: &'static str, source: Errno },
+    #[error("watching manifests folder {folder} failed: {source}{}", hint(source))]
+    Watch { folder: PathBuf, source: notify::Error },
     #[error("reading manifests folder {folder} was interrupted")]
     Interrupted { folder: PathBuf },
 }
 
-fn hint(errno: Errno) -> &'static str {
-    if errno == Errno::ENOSPC {
-        "; raise sysctl fs.inotify.max_user_watches"
-    } else if errno == Errno::EMFILE {
-        "; raise sysctl fs.inotify.max_user_instances"
-    } else {
-        ""
+fn hint(error: &notify::Error) -> &'static str {
+    if matches!(error.kind, notify::ErrorKind::MaxFilesWatch) {
+        return "; raise sysctl fs.inotify.max_user_watches";
     }
+    let full = |error: &io::Error| error.raw_os_error() == Some(libc::EMFILE);
+    if matches!(&error.kind, notify::ErrorKind::Io(error) if full(error)) {
+        return "; raise sysctl fs.inotify.max_user_instances";
+    }
+    ""
 }
 
 /// A folder that is being watched.
 pub struct Manifests {
     folder: Folder,
-    watch: Watch,
+    watch: PathWatch,
 }
 
 impl Manifests {
-    /// Must be called within a tokio runtime.
-    ///
     /// # Errors
     /// The folder does not exist, is no folder, or cannot be read or watched.
     pub fn open(folder: &Path, node_name: impl Into<Arc<str>>) -> Result<Self, Error> {
         std::fs::read_dir(folder).map_err(|source| Error::Folder { folder: folder.to_owned(), source })?;
         // Watched before it is first read: nothing is missed.
-        let watch = Watch::new(folder)?;
+        let watch =
+            PathWatch::new(folder).map_err(|source| Error::Watch { folder: folder.to_owned(), source })?;
         Ok(Self { folder: Folder::new(folder.to_owned(), node_name.into()), watch })
     }
 
@@ -114,7 +110,9 @@ impl Manifests {
                 }),
             }
             tokio::select! {
-                changed = self.watch.changed() => changed?,
+                changed = self.watch.changed() => {
+                    changed.map_err(|source| Error::Watch { folder: self.folder.path().to_owned(), source })?;
+                }
                 () = stop.cancelled() => return Ok(()),
             }
         }

@@ -75,7 +75,7 @@ fn refused(folder: &Path, output: &Output, message: &str) {
     "clientConnection: {kubeconfig: /nonexistent/kubeconfig}",
     "kubeconfig /nonexistent/kubeconfig: cannot be read"
 )]
-fn a_wrong_configuration_names_the_field(#[case] body: &str, #[case] message: &str) {
+fn error_names_the_invalid_field(#[case] body: &str, #[case] message: &str) {
     let folder = config(body);
     refused(folder.path(), &run(folder.path(), &[]), message);
 }
@@ -86,13 +86,13 @@ fn a_wrong_configuration_names_the_field(#[case] body: &str, #[case] message: &s
 #[case::removed(&["--cleanup-iptables"], "--cleanup-iptables is gone: use --cleanup")]
 #[case::hostname(&["--hostname-override", " "], "--hostname-override (hostnameOverride) must be the name of a Node")]
 #[case::manifests(&["--manifests", "/nonexistent/manifests"], "--manifests /nonexistent/manifests must be a folder")]
-fn a_wrong_flag_names_itself(#[case] flags: &[&str], #[case] message: &str) {
+fn error_names_the_invalid_flag(#[case] flags: &[&str], #[case] message: &str) {
     let folder = config("mode: ebpf");
     refused(folder.path(), &run(folder.path(), flags), message);
 }
 
 #[rstest]
-fn without_a_source_the_ways_are_named(
+fn without_a_source_the_error_lists_the_possible_sources(
     #[values("--kubeconfig FILE", "--manifests DIR", "in a pod")] way: &str,
 ) {
     let folder = config("mode: ebpf");
@@ -100,7 +100,7 @@ fn without_a_source_the_ways_are_named(
 }
 
 #[test]
-fn a_missing_file_is_named() {
+fn error_names_the_missing_file() {
     let folder = TempDir::new().unwrap();
     let output = run(folder.path(), &[]);
     refused(folder.path(), &output, "config.yaml: cannot be read: No such file");
@@ -112,7 +112,7 @@ fn a_missing_file_is_named() {
 #[case(&["fly"])]
 #[case(&[])]
 #[case(&["run", "--manifests", "/m", "--kubeconfig", "/k"])]
-fn a_command_line_that_is_not_understood_is_an_error(#[case] args: &[&str]) {
+fn invalid_command_lines(#[case] args: &[&str]) {
     let output = proxy_ctl(args);
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     assert!(stdout(&output).is_empty());
@@ -136,7 +136,7 @@ fn help_has_an_example(#[case] args: &[&str], #[case] example: &str) {
 }
 
 #[test]
-fn the_version_tells_how_the_object_was_built() {
+fn version_includes_the_build_of_the_bpf_object() {
     let output = proxy_ctl(&["--version"]);
     assert_eq!(output.status.code(), Some(0));
     let text = stdout(&output);
@@ -145,7 +145,7 @@ fn the_version_tells_how_the_object_was_built() {
 }
 
 #[rstest]
-fn an_empty_state_says_what_to_do_next(#[values("table", "json")] format: &str) {
+fn empty_state_prints_the_next_step(#[values("table", "json")] format: &str) {
     let folder = TempDir::new().unwrap();
     let pins = folder.path().join("bpf");
     for command in ["status", "services", "backends", "cleanup"] {
@@ -168,7 +168,7 @@ fn called(name: &str, folder: &Path, args: &[&str]) -> Output {
 }
 
 #[test]
-fn called_kube_proxy_it_is_kube_proxy() {
+fn under_the_name_kube_proxy_it_takes_its_flags() {
     let folder = config("oomScoreAdj: 7");
     let output = called(
         "kube-proxy",
@@ -186,7 +186,7 @@ fn called_kube_proxy_it_is_kube_proxy() {
 #[case::version_for_programs(&["--version=raw"], "version.Info{Major:\"1\", Minor:\"36\"")]
 #[case::help(&["--help"], "--conntrack-max-per-core <INTEGER>")]
 #[case::short_help(&["-h"], "--healthz-bind-address <ADDRESS:PORT>")]
-fn called_kube_proxy_it_answers_like_kube_proxy(#[case] args: &[&str], #[case] answer: &str) {
+fn under_the_name_kube_proxy_it_prints_its_version_and_help(#[case] args: &[&str], #[case] answer: &str) {
     let folder = TempDir::new().unwrap();
     let output = called("kube-proxy", folder.path(), args);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
@@ -194,7 +194,7 @@ fn called_kube_proxy_it_answers_like_kube_proxy(#[case] args: &[&str], #[case] a
 }
 
 #[test]
-fn called_by_any_other_name_it_has_commands() {
+fn under_any_other_name_it_has_commands() {
     let folder = TempDir::new().unwrap();
     let output = called("kube-proxy-2", folder.path(), &["--config=x"]);
     assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
@@ -207,7 +207,7 @@ fn json(output: &Output) -> serde_json::Value {
 }
 
 #[test]
-fn config_tells_each_value_and_its_origin() {
+fn config_prints_each_value_and_its_origin() {
     let folder = config("conntrack: {min: 5}\nmode: ipvs");
     let path = folder.path().join("config.yaml");
     let args = ["config", "--config", path.to_str().unwrap(), "-v2", "--conntrack-min=6", "--output"];
@@ -236,7 +236,7 @@ fn config_tells_each_value_and_its_origin() {
 }
 
 #[test]
-fn what_a_file_cannot_say_is_a_warning() {
+fn settings_that_a_file_cannot_have_are_warnings() {
     let output = proxy_ctl(&[
         "config",
         "--healthz-port=0",
@@ -258,7 +258,7 @@ fn what_a_file_cannot_say_is_a_warning() {
 }
 
 #[test]
-fn probe_tells_facts_and_the_choice() {
+fn probe_prints_facts_and_the_chosen_mode() {
     let folder = config("ebpf: {socketLoadBalancing: off}");
     let path = folder.path().join("config.yaml");
     let output = proxy_ctl(&["probe", "-o", "json", "--config", path.to_str().unwrap()]);
@@ -282,7 +282,7 @@ fn probe_tells_facts_and_the_choice() {
 #[case("bash", "complete -F")]
 #[case("zsh", "#compdef proxy-ctl")]
 #[case("fish", "complete -c proxy-ctl")]
-fn completions_know_commands_and_flags(#[case] shell: &str, #[case] mark: &str) {
+fn completions_have_commands_and_flags(#[case] shell: &str, #[case] mark: &str) {
     let text = stdout(&proxy_ctl(&["completion", shell]));
     assert!(text.contains(mark), "{text}");
     for word in ["conntrack-max-per-core", "services", "write-config-to"] {
@@ -306,7 +306,7 @@ fn manual_pages_are_written() {
 }
 
 #[test]
-fn a_file_that_cannot_be_written_is_named() {
+fn error_names_a_file_that_cannot_be_written() {
     let folder = config("mode: ebpf");
     let output = run(folder.path(), &["--write-config-to=/nonexistent/config.yaml"]);
     refused(folder.path(), &output, "--write-config-to /nonexistent/config.yaml: cannot be written");

@@ -1,4 +1,4 @@
-//! `config` and `--write-config-to`: the configuration that counts, and where it comes from.
+//! `config` and `--write-config-to`: the configuration that applies, and where it comes from.
 
 use std::{
     ffi::OsString,
@@ -10,7 +10,7 @@ use anyhow::{Context as _, bail};
 use serde_json::{Value, json};
 
 use super::{
-    give_bpffs,
+    add_global_bpffs,
     table::{print, print_json, table},
     tree,
 };
@@ -36,14 +36,14 @@ fn warn(warnings: &[String]) {
 }
 
 fn not_for_a_file(config: &Config) -> Vec<String> {
-    let told = |(field, meant): (&crate::config::Field, Value)| {
+    let message = |(field, meant): (&crate::config::Field, Value)| {
         let value = text(&field.value(config));
         format!("{} {value} cannot be said in a file, where it means {}", field.path, text(&meant))
     };
-    config.not_for_a_file().into_iter().map(told).collect()
+    config.not_for_a_file().into_iter().map(message).collect()
 }
 
-/// YAML, after warning of what it cannot say.
+/// YAML, after warnings of what it cannot express.
 fn as_file(effective: &Effective) -> anyhow::Result<String> {
     warn(&effective.warnings);
     warn(&not_for_a_file(&effective.config));
@@ -52,7 +52,7 @@ fn as_file(effective: &Effective) -> anyhow::Result<String> {
 
 pub(super) fn show(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
     let mut line = CommandLine::parse_with(&tree::OUTPUT, flags)?;
-    give_bpffs(&mut line, bpffs)?;
+    add_global_bpffs(&mut line, bpffs);
     if line.is_on("help") {
         return tree::help(tree::subcommand("config"));
     }

@@ -23,10 +23,10 @@ use crate::{
     process::{self, Settings},
 };
 
-/// A flag or the configuration is wrong, or the work failed.
+/// Exit code where a flag or the configuration is invalid, or the work failed.
 const FAILED: u8 = 1;
 
-/// Runs the program; everything that it says about itself goes to stderr.
+/// Runs the program. Errors and warnings go to stderr.
 pub fn main() -> ExitCode {
     let mut arguments = std::env::args_os();
     let program = Program::of(arguments.next().as_deref());
@@ -53,12 +53,12 @@ pub fn main() -> ExitCode {
 /// `run`, or kube-proxy: does what the flags say.
 fn serve(program: Program, flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
     let mut line = CommandLine::parse(flags)?;
-    give_bpffs(&mut line, bpffs)?;
+    add_global_bpffs(&mut line, bpffs);
     if line.is_on("help") {
         return tree::help(program.command());
     }
-    if let Some(version) = line.version() {
-        return Ok(table::print(&program.version(version))?);
+    if let Some(format) = line.version() {
+        return Ok(table::print(&program.version(format))?);
     }
     if let Some(path) = line.text("write-config-to") {
         return effective::write(&line, path.as_ref());
@@ -71,13 +71,10 @@ fn serve(program: Program, flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyh
     process::run(line)
 }
 
-/// `--bpffs` stood before the command.
-fn give_bpffs(line: &mut CommandLine, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
-    match bpffs {
-        Some(bpffs) if line.text("bpffs").is_none() => {
-            Ok(line.give_named("bpffs", &bpffs.to_string_lossy())?)
-        }
-        Some(_) | None => Ok(()),
+/// `--bpffs` before the command, unless it is also given after it.
+fn add_global_bpffs(line: &mut CommandLine, bpffs: Option<PathBuf>) {
+    if let Some(bpffs) = bpffs.filter(|_| line.text("bpffs").is_none()) {
+        line.give_text("bpffs", &bpffs.to_string_lossy());
     }
 }
 
@@ -85,22 +82,22 @@ fn exit(done: anyhow::Result<()>) -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Nobody is left to tell if stderr is gone.
-            let _ = writeln!(std::io::stderr(), "error: {}", told(&error));
+            // Without stderr there is nowhere to report.
+            let _ = writeln!(std::io::stderr(), "error: {}", message(&error));
             ExitCode::from(FAILED)
         }
     }
 }
 
-/// The error and its causes, but those that the text before them already ends on or quotes.
-fn told(error: &anyhow::Error) -> String {
-    error.chain().map(ToString::to_string).fold(String::new(), |told, cause| {
-        if told.is_empty() {
+/// The error and its causes, without those that are part of the text before them.
+fn message(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).fold(String::new(), |message, cause| {
+        if message.is_empty() {
             cause
-        } else if told.contains(&cause) {
-            told
+        } else if message.contains(&cause) {
+            message
         } else {
-            format!("{told}: {cause}")
+            format!("{message}: {cause}")
         }
     })
 }

@@ -9,7 +9,7 @@ use anyhow::bail;
 use serde_json::json;
 
 use super::{
-    give_bpffs,
+    add_global_bpffs,
     table::{print, print_json, table},
     tree,
     views::FormerView,
@@ -23,7 +23,7 @@ use crate::{
 
 pub(super) fn probe(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
     let mut line = CommandLine::parse_with(&tree::OUTPUT, flags)?;
-    give_bpffs(&mut line, bpffs)?;
+    add_global_bpffs(&mut line, bpffs);
     if line.is_on("help") {
         return tree::help(tree::subcommand("probe"));
     }

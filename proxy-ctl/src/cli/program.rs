@@ -1,9 +1,9 @@
-//! By which name the program was called.
+//! The name by which the program was called.
 
 use std::{ffi::OsStr, path::Path};
 
 use super::{args, tree};
-use crate::{config::Version, version};
+use crate::{config::VersionFormat, version};
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Program {
@@ -26,12 +26,12 @@ impl Program {
         }
     }
 
-    /// As kube-proxy says it: a semantic version, in which what is built by others follows the `+`.
-    pub(super) fn version(self, asked: Version) -> String {
-        match (self, asked) {
+    /// In the form of kube-proxy: a semantic version, with ours as the build metadata after `+`.
+    pub(super) fn version(self, format: VersionFormat) -> String {
+        match (self, format) {
             (Self::ProxyCtl, _) => format!("proxy-ctl {}\n", args::VERSION),
-            (Self::KubeProxy, Version::Short) => format!("Kubernetes {}\n", version::reported()),
-            (Self::KubeProxy, Version::Long) => {
+            (Self::KubeProxy, VersionFormat::Short) => format!("Kubernetes {}\n", version::reported()),
+            (Self::KubeProxy, VersionFormat::Long) => {
                 let mut numbers = version::KUBE_PROXY.split('.');
                 let (major, minor) = (numbers.next().unwrap_or_default(), numbers.next().unwrap_or_default());
                 let (reported, platform) = (version::reported(), version::platform());
@@ -63,9 +63,9 @@ mod tests {
 
     #[test]
     fn the_version_has_the_form_of_kube_proxy() {
-        let text = Program::KubeProxy.version(Version::Short);
+        let text = Program::KubeProxy.version(VersionFormat::Short);
         assert!(text.starts_with("Kubernetes v1.36.1+proxy-ctl."), "{text}");
         assert_eq!(text.lines().count(), 1);
-        assert!(Program::KubeProxy.version(Version::Long).contains("Major:\"1\", Minor:\"36\""));
+        assert!(Program::KubeProxy.version(VersionFormat::Long).contains("Major:\"1\", Minor:\"36\""));
     }
 }

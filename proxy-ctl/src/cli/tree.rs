@@ -1,22 +1,22 @@
-//! All commands and flags as one tree: for help texts, completions and manual pages. It is made from the table of
-//! flags, which the parser goes by too.
+//! All commands and flags as one tree, for help texts, completions and manual pages. The flags of `run` come from the table
+//! that they are parsed by.
 
 use std::{fs, io, path::Path};
 
 use anyhow::Context as _;
-use clap::{Arg, ArgAction, Command, CommandFactory as _};
+use clap::{Command, CommandFactory as _};
 
 use super::{
     args::{Args, Shell},
     table,
 };
-use crate::config::{FLAGS, Flag, Group, Sets, Takes};
+use crate::config::{FLAGS, Flag, Group, Sets, ValueKind};
 
-/// The flag that `config` and `probe` have beside those of `run`.
+/// The flag that `config` and `probe` have besides those of `run`.
 pub(super) static OUTPUT: [Flag; 1] = [Flag {
     name: "output",
     short: Some('o'),
-    takes: Takes::Text("FORMAT"),
+    value: ValueKind::Text("FORMAT"),
     sets: Sets::Other,
     group: Group::Main,
     deprecated: None,
@@ -27,7 +27,7 @@ const WIDTH: usize = 100;
 
 fn proxy_ctl() -> Command {
     let with = |flags: Vec<&'static Flag>| move |command: Command| with_flags(command, flags);
-    // `--bpffs` is of every command already.
+    // `--bpffs` is global.
     let run: Vec<_> = FLAGS.iter().filter(|flag| flag.name != "bpffs").collect();
     let effective = run.iter().copied().filter(|flag| flag.sets != Sets::Nothing);
     let asking: Vec<_> = OUTPUT.iter().chain(effective).collect();
@@ -43,7 +43,7 @@ pub(super) fn run() -> Command {
 
 pub(super) fn subcommand(name: &str) -> Command {
     let mut tree = proxy_ctl();
-    // What is of every command comes to each.
+    // Copies global arguments into each subcommand.
     tree.build();
     tree.find_subcommand_mut(name).map(|command| command.clone()).unwrap_or(tree)
 }
@@ -59,25 +59,8 @@ pub(super) fn kube_proxy() -> Command {
 fn with_flags(command: Command, flags: Vec<&'static Flag>) -> Command {
     let grouped =
         Group::ALL.into_iter().flat_map(|group| flags.iter().filter(move |flag| flag.group == group));
-    command.args(
-        grouped.enumerate().map(|(place, flag)| argument(flag).display_order(place)).collect::<Vec<_>>(),
-    )
-}
-
-fn argument(flag: &'static Flag) -> Arg {
-    let help = match flag.deprecated {
-        Some(why) => format!("{} Deprecated: {why}.", flag.told()),
-        None => flag.told().to_owned(),
-    };
-    let argument = Arg::new(flag.name).long(flag.name).help(help).help_heading(flag.group.heading());
-    let argument = match flag.short {
-        Some(letter) => argument.short(letter),
-        None => argument,
-    };
-    match flag.takes.value_name() {
-        Some(name) => argument.value_name(name).action(ArgAction::Append),
-        None => argument.action(ArgAction::SetTrue),
-    }
+    let arguments = grouped.enumerate().map(|(position, flag)| flag.argument().display_order(position));
+    command.args(arguments.collect::<Vec<_>>())
 }
 
 pub(super) fn help(mut command: Command) -> anyhow::Result<()> {
@@ -108,13 +91,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_trees_are_sound() {
+    fn clap_accepts_the_trees() {
         proxy_ctl().debug_assert();
         kube_proxy().debug_assert();
     }
 
     #[test]
-    fn help_tells_every_flag() {
+    fn help_lists_every_flag() {
         let texts = [kube_proxy(), run()].map(|mut command| command.render_help().to_string());
         for flag in FLAGS {
             let long = format!("--{}", flag.name);

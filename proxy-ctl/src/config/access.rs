@@ -1,102 +1,104 @@
-//! Where the value of a field lies in a [`Config`], what may stand there, and how it is read and written. Each kind of
-//! value is told once, for the file, the flags, the documentation and what is written back.
+//! The types of the fields: what each allows, and how a value of the file or a flag is read into a [`Config`] and written
+//! back.
 
-use std::{net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::PathBuf,
+    time::Duration,
+};
 
 use serde_json::{Number, Value};
 
-use super::{Config, Encoding, duration, media, network, quantity};
+use super::{Config, Encoding, IgnoredText, duration, media};
 
 /// A value that a field does not take.
 #[derive(Debug)]
-pub(super) struct Wrong {
-    /// Which part of the value, such as `[1]`; or nothing.
+pub(super) struct InvalidValue {
+    /// Which part of the value, such as `[1]`; empty for the whole.
     pub(super) part: String,
     pub(super) found: String,
-    pub(super) why: Why,
+    pub(super) problem: Problem,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Why {
-    /// Not of the field's type: no document with it can be read.
-    Form,
-    /// Of the right type, but not among the allowed values.
-    Limit,
-    /// A word that will mean something one day.
+pub(super) enum Problem {
+    /// kube-proxy refuses the whole file.
+    WrongType,
+    /// Of the right type, but outside the allowed values.
+    NotAllowed,
+    /// A word that is reserved for something planned.
     NotBuilt,
 }
 
-impl Wrong {
-    fn new(why: Why, found: &Value) -> Self {
-        Self { part: String::new(), found: found.to_string(), why }
+impl InvalidValue {
+    pub(super) fn new(problem: Problem, found: &Value) -> Self {
+        Self { part: String::new(), found: found.to_string(), problem }
+    }
+
+    pub(super) fn at(self, part: String) -> Self {
+        Self { part, ..self }
     }
 }
 
-pub(super) type Read<T> = Result<T, Wrong>;
+pub(super) type Parsed<T> = Result<T, InvalidValue>;
 
-/// What a field can do. The value of a file is JSON as it stands there; that of a flag is made to be.
+/// A field of any type. Flags are turned into the JSON that the file would have.
 pub(super) trait Access: Sync {
-    /// What may stand there, to follow "must be".
+    /// The allowed values, to follow "must be".
     fn allowed(&self) -> String;
     /// The word for its type in the documentation.
-    fn kind(&self) -> &'static str;
-    /// Whether a file that says `value` says nothing.
+    fn type_name(&self) -> &'static str;
+    /// Whether this value in a file means the default.
     fn unset(&self, value: &Value) -> bool;
-    fn read(&self, config: &mut Config, value: &Value) -> Read<()>;
-    /// Parts of a value that was read which mean nothing here, though they do to kube-proxy.
-    fn left_out(&self, _value: &Value) -> Vec<String> {
-        Vec::new()
-    }
+    fn read(&self, config: &mut Config, value: &Value) -> Parsed<()>;
     /// As the file would say it.
     fn write(&self, config: &mut Config) -> Value;
 }
 
-/// A place in the configuration.
-pub(super) type Place<T> = fn(&mut Config) -> &mut T;
+pub(super) type Locate<T> = fn(&mut Config) -> &mut T;
 
-/// A value of which everything is said by four functions.
-pub(super) struct At<T: 'static> {
-    pub(super) at: Place<T>,
-    pub(super) kind: &'static str,
-    pub(super) allowed: &'static str,
+/// A field of one type, and where its value is stored.
+pub(super) struct TypedField<T: 'static> {
+    pub(super) locate: Locate<T>,
+    pub(super) type_name: &'static str,
+    pub(super) allowed: fn() -> String,
     pub(super) unset: fn(&Value) -> bool,
-    pub(super) read: fn(&Value) -> Read<T>,
+    pub(super) read: fn(&Value) -> Parsed<T>,
     pub(super) write: fn(&T) -> Value,
 }
 
-impl<T> Access for At<T> {
+impl<T> Access for TypedField<T> {
     fn allowed(&self) -> String {
-        self.allowed.to_owned()
+        (self.allowed)()
     }
 
-    fn kind(&self) -> &'static str {
-        self.kind
+    fn type_name(&self) -> &'static str {
+        self.type_name
     }
 
     fn unset(&self, value: &Value) -> bool {
         (self.unset)(value)
     }
 
-    fn read(&self, config: &mut Config, value: &Value) -> Read<()> {
-        *(self.at)(config) = (self.read)(value)?;
+    fn read(&self, config: &mut Config, value: &Value) -> Parsed<()> {
+        *(self.locate)(config) = (self.read)(value)?;
         Ok(())
     }
 
     fn write(&self, config: &mut Config) -> Value {
-        (self.write)((self.at)(config))
+        (self.write)((self.locate)(config))
     }
 }
 
-fn typed<'v, T>(value: &'v Value, read: impl FnOnce(&'v Value) -> Option<T>) -> Read<T> {
-    read(value).ok_or_else(|| Wrong::new(Why::Form, value))
+pub(super) fn typed<'v, T>(value: &'v Value, read: impl FnOnce(&'v Value) -> Option<T>) -> Parsed<T> {
+    read(value).ok_or_else(|| InvalidValue::new(Problem::WrongType, value))
 }
 
-/// Text that means something.
-fn parsed<T>(value: &Value, parse: impl FnOnce(&str) -> Option<T>) -> Read<T> {
-    parse(typed(value, Value::as_str)?).ok_or_else(|| Wrong::new(Why::Limit, value))
+pub(super) fn parsed<T>(value: &Value, parse: impl FnOnce(&str) -> Option<T>) -> Parsed<T> {
+    parse(typed(value, Value::as_str)?).ok_or_else(|| InvalidValue::new(Problem::NotAllowed, value))
 }
 
-fn no_text(value: &Value) -> bool {
+pub(super) fn is_empty_text(value: &Value) -> bool {
     value.is_null() || value.as_str() == Some("")
 }
 
@@ -104,366 +106,270 @@ fn is_zero(value: &Value) -> bool {
     value.is_null() || value.as_f64() == Some(0.0)
 }
 
-pub(super) const fn switch(at: Place<bool>) -> At<bool> {
-    At {
-        at,
-        kind: "boolean",
-        allowed: "true or false",
+pub(super) const fn switch(locate: Locate<bool>) -> TypedField<bool> {
+    TypedField {
+        locate,
+        type_name: "boolean",
+        allowed: || "true or false".to_owned(),
         unset: Value::is_null,
         read: |value| typed(value, Value::as_bool),
         write: |on| Value::Bool(*on),
     }
 }
 
-pub(super) const fn text(at: Place<String>) -> At<String> {
-    At {
-        at,
-        kind: "text",
-        allowed: "text",
-        unset: no_text,
+pub(super) const fn text(locate: Locate<String>) -> TypedField<String> {
+    TypedField {
+        locate,
+        type_name: "text",
+        allowed: || "text".to_owned(),
+        unset: is_empty_text,
         read: |value| Ok(typed(value, Value::as_str)?.to_owned()),
         write: |text| Value::String(text.clone()),
     }
 }
 
-pub(super) const fn optional_text(at: Place<Option<String>>) -> At<Option<String>> {
-    At {
-        at,
-        kind: "text",
-        allowed: "text",
-        unset: no_text,
+pub(super) const fn optional_text(locate: Locate<Option<String>>) -> TypedField<Option<String>> {
+    TypedField {
+        locate,
+        type_name: "text",
+        allowed: || "text".to_owned(),
+        unset: is_empty_text,
         read: |value| Ok(Some(typed(value, Value::as_str)?.to_owned()).filter(|text| !text.is_empty())),
         write: |text| Value::String(text.clone().unwrap_or_default()),
     }
 }
 
-/// Media types, of which it is enough that one can be read.
-pub(super) struct MediaTypes<T: 'static> {
-    types: At<T>,
-    left_out: fn(&str) -> Vec<String>,
-}
-
-impl<T> Access for MediaTypes<T> {
-    fn allowed(&self) -> String {
-        self.types.allowed()
-    }
-
-    fn kind(&self) -> &'static str {
-        self.types.kind()
-    }
-
-    fn unset(&self, value: &Value) -> bool {
-        self.types.unset(value)
-    }
-
-    fn read(&self, config: &mut Config, value: &Value) -> Read<()> {
-        self.types.read(config, value)
-    }
-
-    fn left_out(&self, value: &Value) -> Vec<String> {
-        value.as_str().map(self.left_out).unwrap_or_default()
-    }
-
-    fn write(&self, config: &mut Config) -> Value {
-        self.types.write(config)
+/// Text that is checked and dropped, as kube-proxy does.
+pub(super) const fn ignored_text(locate: Locate<IgnoredText>) -> TypedField<IgnoredText> {
+    TypedField {
+        locate,
+        type_name: "text",
+        allowed: || "text".to_owned(),
+        unset: Value::is_null,
+        read: |value| typed(value, Value::as_str).map(|_| IgnoredText),
+        write: |_| Value::String(String::new()),
     }
 }
 
-fn no_types(value: &Value) -> bool {
-    value.is_null() || value.as_str().is_some_and(media::is_blank)
+pub(super) const fn encoding(locate: Locate<Encoding>) -> TypedField<Encoding> {
+    TypedField {
+        locate,
+        type_name: "media type",
+        allowed: || "application/vnd.kubernetes.protobuf or application/json".to_owned(),
+        unset: is_empty_text,
+        read: |value| parsed(value, Encoding::of),
+        write: |encoding| Value::String(encoding.media_type().to_owned()),
+    }
 }
 
-pub(super) const fn encoding(at: Place<Encoding>) -> MediaTypes<Encoding> {
-    MediaTypes {
-        types: At {
-            at,
-            kind: "media type",
-            allowed: "application/vnd.kubernetes.protobuf or application/json",
-            unset: no_types,
-            // A flag that is blank is a value of its own.
-            read: |value| {
-                if no_types(value) { Ok(Encoding::default()) } else { parsed(value, Encoding::configured) }
-            },
-            write: |encoding| Value::String(encoding.media_type().to_owned()),
+/// An Accept header.
+pub(super) const fn accept_header(locate: Locate<Option<String>>) -> TypedField<Option<String>> {
+    TypedField {
+        allowed: || {
+            "application/vnd.kubernetes.protobuf, application/json or */*, or several separated by commas"
+                .to_owned()
         },
-        left_out: media::not_sent,
+        read: |value| parsed(value, |text| media::is_acceptable(text).then(|| Some(text.to_owned()))),
+        ..optional_text(locate)
     }
 }
 
-/// Media types of an Accept header.
-pub(super) const fn accepted(at: Place<Option<String>>) -> MediaTypes<Option<String>> {
-    MediaTypes {
-        types: At {
-            allowed: "application/vnd.kubernetes.protobuf, application/json or */*, or several with commas in between, each \
-                      with ;q=0.5 or the like if need be",
-            unset: no_types,
-            read: |value| parsed(value, media::accept).map(Some),
-            ..optional_text(at)
-        },
-        left_out: media::not_accepted,
-    }
-}
-
-pub(super) const fn file(at: Place<Option<PathBuf>>) -> At<Option<PathBuf>> {
-    At {
-        at,
-        kind: "path",
-        allowed: "the path of a file",
-        unset: no_text,
+pub(super) const fn file(locate: Locate<Option<PathBuf>>) -> TypedField<Option<PathBuf>> {
+    TypedField {
+        locate,
+        type_name: "path",
+        allowed: || "the path of a file".to_owned(),
+        unset: is_empty_text,
         read: |value| Ok(Some(PathBuf::from(typed(value, Value::as_str)?))),
-        write: write_path,
+        write: |path| {
+            Value::String(path.as_ref().map(|path| path.to_string_lossy().into_owned()).unwrap_or_default())
+        },
     }
 }
 
-fn write_path(path: &Option<PathBuf>) -> Value {
-    Value::String(path.as_ref().map(|path| path.to_string_lossy().into_owned()).unwrap_or_default())
-}
-
-const FOLDER: &str = "an absolute path";
-
-fn absolute(value: &Value) -> Read<PathBuf> {
+fn absolute(value: &Value) -> Parsed<PathBuf> {
     parsed(value, |text| Some(PathBuf::from(text)).filter(|path| path.is_absolute()))
 }
 
-pub(super) const fn optional_folder(at: Place<Option<PathBuf>>) -> At<Option<PathBuf>> {
-    At {
-        at,
-        kind: "path",
-        allowed: FOLDER,
-        unset: no_text,
+pub(super) const fn optional_folder(locate: Locate<Option<PathBuf>>) -> TypedField<Option<PathBuf>> {
+    TypedField {
+        allowed: || "an absolute path".to_owned(),
         read: |value| absolute(value).map(Some),
-        write: write_path,
+        ..file(locate)
     }
 }
 
-pub(super) const fn folder(at: Place<PathBuf>) -> At<PathBuf> {
-    At {
-        at,
-        kind: "path",
-        allowed: FOLDER,
-        unset: no_text,
+pub(super) const fn folder(locate: Locate<PathBuf>) -> TypedField<PathBuf> {
+    TypedField {
+        locate,
+        type_name: "path",
+        allowed: || "an absolute path".to_owned(),
+        unset: is_empty_text,
         read: absolute,
         write: |path| Value::String(path.to_string_lossy().into_owned()),
     }
 }
 
-/// As Go's float32: what is too small for it is zero.
-pub(super) const fn number(at: Place<f32>) -> At<f32> {
-    At {
-        at,
-        kind: "number",
-        allowed: "a number that fits into a float of 32 bits",
-        unset: |value| value.is_null() || as_float(value) == Some(0.0),
-        read: |value| typed(value, as_float),
-        // Go writes 5.0 as 5, and of a fraction what a float of 32 bits needs.
+pub(super) const fn number(locate: Locate<f64>) -> TypedField<f64> {
+    TypedField {
+        locate,
+        type_name: "number",
+        allowed: || "a number".to_owned(),
+        unset: is_zero,
+        read: |value| typed(value, Value::as_f64),
+        // Go writes 5.0 as 5.
         write: |number| {
             let whole = (number.fract() == 0.0 && number.abs() < 1e9).then_some(*number as i64);
-            let fraction = || number.to_string().parse().ok().and_then(Number::from_f64);
-            whole.map(Value::from).or_else(|| fraction().map(Value::Number)).unwrap_or_default()
+            whole
+                .map(Value::from)
+                .or_else(|| Number::from_f64(*number).map(Value::Number))
+                .unwrap_or_default()
         },
     }
 }
 
-fn as_float(value: &Value) -> Option<f32> {
-    value.as_f64().map(|number| number as f32).filter(|number| number.is_finite())
-}
-
-pub(super) const fn address(at: Place<std::net::IpAddr>) -> At<std::net::IpAddr> {
-    At {
-        at,
-        kind: "IP address",
-        allowed: "an IP address",
-        unset: no_text,
-        read: |value| parsed(value, |text| Some(network::address(text)?.to_canonical())),
+/// IPv4 written as IPv6 (`::ffff:10.0.0.1`) is IPv4.
+pub(super) const fn address(locate: Locate<IpAddr>) -> TypedField<IpAddr> {
+    TypedField {
+        locate,
+        type_name: "IP address",
+        allowed: || "an IP address".to_owned(),
+        unset: is_empty_text,
+        read: |value| parsed(value, |text| Some(text.parse::<IpAddr>().ok()?.to_canonical())),
         write: |address| Value::String(address.to_string()),
     }
 }
 
-/// 0 or more; zero and absent mean the default.
-pub(super) const fn period(at: Place<Duration>) -> At<Duration> {
-    At { unset: |value| value.as_str().and_then(duration::parse) == Some(0), ..timeout(at) }
-}
-
-/// 0 or more; zero is a value, null means the default.
-pub(super) const fn optional_timeout(at: Place<Duration>) -> At<Duration> {
-    At { unset: Value::is_null, ..timeout(at) }
-}
-
-/// 0 or more; zero is the default. As with kube-proxy, null is not a duration.
-pub(super) const fn timeout(at: Place<Duration>) -> At<Duration> {
-    At {
-        at,
-        kind: "duration",
-        allowed: "a duration of 0s or more, such as \"30s\" or \"1h0m0s\"",
-        unset: |_| false,
+/// `address:port`, `[address]:port`, or an address alone, which takes `PORT`.
+pub(super) const fn listen_address<const PORT: u16>(
+    locate: Locate<Option<SocketAddr>>,
+) -> TypedField<Option<SocketAddr>> {
+    TypedField {
+        locate,
+        type_name: "address and port",
+        allowed: || format!("an IP address and a port from 1 to 65535, such as \"0.0.0.0:{PORT}\""),
+        unset: is_empty_text,
         read: |value| {
-            let nanoseconds = typed(value, |value| duration::parse(value.as_str()?))?;
-            let unsigned = u64::try_from(nanoseconds).map_err(|_| Wrong::new(Why::Limit, value))?;
-            Ok(Duration::from_nanos(unsigned))
+            let address = |text: &str| {
+                text.parse().or_else(|_| Ok::<_, ()>(SocketAddr::new(text.parse().map_err(drop)?, PORT)))
+            };
+            parsed(value, |text| address(text).ok().filter(|address| address.port() != 0)).map(Some)
         },
-        write: write_duration,
+        write: |address| Value::String(address.map(|address| address.to_string()).unwrap_or_default()),
     }
 }
 
-fn write_duration(duration: &Duration) -> Value {
-    Value::String(duration::format(*duration))
+/// 0 or more; zero and absent mean the default.
+pub(super) const fn period(locate: Locate<Duration>) -> TypedField<Duration> {
+    TypedField { unset: |value| value.as_str().and_then(duration::parse) == Some(0), ..timeout(locate) }
+}
+
+/// 0 or more; zero is a value, null means the default.
+pub(super) const fn optional_timeout(locate: Locate<Duration>) -> TypedField<Duration> {
+    TypedField { unset: Value::is_null, ..timeout(locate) }
+}
+
+/// 0 or more; zero is the default. As with kube-proxy, null is not a duration.
+pub(super) const fn timeout(locate: Locate<Duration>) -> TypedField<Duration> {
+    TypedField {
+        locate,
+        type_name: "duration",
+        allowed: || "a duration of 0s or more, such as \"30s\" or \"1h0m0s\"".to_owned(),
+        unset: |_| false,
+        read: |value| {
+            let nanoseconds = typed(value, |value| duration::parse(value.as_str()?))?;
+            let unsigned =
+                u64::try_from(nanoseconds).map_err(|_| InvalidValue::new(Problem::NotAllowed, value))?;
+            Ok(Duration::from_nanos(unsigned))
+        },
+        write: |duration| Value::String(duration::format(*duration)),
+    }
 }
 
 /// A duration, or a whole number of nanoseconds; zero means the default.
-pub(super) const fn duration_or_nanoseconds(at: Place<Duration>) -> At<Duration> {
-    At {
-        at,
-        kind: "duration",
-        allowed: "a duration above 0s such as \"5s\", or nanoseconds",
+pub(super) const fn duration_or_nanoseconds(locate: Locate<Duration>) -> TypedField<Duration> {
+    TypedField {
+        allowed: || "a duration above 0s such as \"5s\", or nanoseconds".to_owned(),
         unset: |value| is_zero(value) || value.as_str().and_then(duration::parse) == Some(0),
         read: |value| {
             let nanoseconds =
                 typed(value, |value| as_whole(value).or_else(|| duration::parse(value.as_str()?)))?;
             match u64::try_from(nanoseconds) {
-                Ok(0) | Err(_) => Err(Wrong::new(Why::Limit, value)),
+                Ok(0) | Err(_) => Err(InvalidValue::new(Problem::NotAllowed, value)),
                 Ok(nanoseconds) => Ok(Duration::from_nanos(nanoseconds)),
             }
         },
-        write: write_duration,
+        ..timeout(locate)
     }
 }
 
-/// A Kubernetes quantity.
-pub(super) const fn bytes(at: Place<String>) -> At<String> {
-    At {
-        at,
-        kind: "quantity",
-        allowed: "a quantity such as \"0\" or \"64Ki\"",
-        unset: |value| is_zero(value) || value.as_str() == Some("0"),
+/// A Kubernetes quantity, kept as it is written: nothing here depends on its size.
+pub(super) const fn quantity(locate: Locate<String>) -> TypedField<String> {
+    TypedField {
+        type_name: "quantity",
+        allowed: || "a quantity such as \"0\" or \"64Ki\"".to_owned(),
+        unset: |value| is_zero(value) || matches!(value.as_str(), Some("" | "0")),
         read: |value| {
             let number = || value.is_number().then(|| value.to_string());
-            typed(value, |value| quantity::canonical(&value.as_str().map(str::to_owned).or_else(number)?))
+            typed(value, |value| value.as_str().map(str::to_owned).or_else(number))
         },
-        write: |text| Value::String(text.clone()),
+        ..text(locate)
     }
 }
 
-/// An address on which something is served.
-pub(super) struct Listen {
-    pub(super) at: Place<Option<SocketAddr>>,
-    /// For an address alone.
-    pub(super) port: u16,
-}
+pub(super) const MAX_I32: i64 = i32::MAX as i64;
 
-impl Access for Listen {
-    fn allowed(&self) -> String {
-        format!("an IP address and a port from 1 to 65535, such as \"0.0.0.0:{}\"", self.port)
-    }
-
-    fn kind(&self) -> &'static str {
-        "address and port"
-    }
-
-    fn unset(&self, value: &Value) -> bool {
-        no_text(value)
-    }
-
-    fn read(&self, config: &mut Config, value: &Value) -> Read<()> {
-        *(self.at)(config) = Some(parsed(value, |text| network::listen_address(text, self.port))?);
-        Ok(())
-    }
-
-    fn write(&self, config: &mut Config) -> Value {
-        Value::String((self.at)(config).map(|address| address.to_string()).unwrap_or_default())
-    }
-}
-
-/// A whole number, in a field that Go holds in 32 bits.
-pub(super) struct Whole<T: 'static> {
-    pub(super) at: Place<T>,
-    pub(super) range: RangeInclusive<i64>,
-    /// A file's 0 means the default.
-    pub(super) zero_is_unset: bool,
-}
-
-pub(super) const fn whole<T>(at: Place<T>, range: RangeInclusive<i64>) -> Whole<T> {
-    Whole { at, range, zero_is_unset: false }
-}
-
-pub(super) const fn whole_not_zero<T>(at: Place<T>, range: RangeInclusive<i64>) -> Whole<T> {
-    Whole { at, range, zero_is_unset: true }
-}
-
-pub(super) const HIGHEST_I32: i64 = i32::MAX as i64;
-
-/// 5.0 is the whole number 5.
+/// Helm writes large whole numbers as `1e+06`.
 pub(super) fn as_whole(value: &Value) -> Option<i64> {
     let whole_float = |number: f64| (number.fract() == 0.0 && number.abs() < 1e15).then_some(number as i64);
     value.as_i64().or_else(|| whole_float(value.as_f64()?))
 }
 
-fn in_range(value: &Value, range: &RangeInclusive<i64>) -> Read<i64> {
-    let fits = |number: &i64| i32::try_from(*number).is_ok();
-    let number = typed(value, |value| as_whole(value).filter(fits))?;
-    if range.contains(&number) { Ok(number) } else { Err(Wrong::new(Why::Limit, value)) }
+/// kube-proxy reads every integer into 32 bits first.
+fn in_range<T: TryFrom<i64>>(value: &Value, min: i64, max: i64) -> Parsed<T> {
+    let number = typed(value, |value| as_whole(value).filter(|number| i32::try_from(*number).is_ok()))?;
+    let allowed = Some(number).filter(|number| (min..=max).contains(number));
+    let not_allowed = || InvalidValue::new(Problem::NotAllowed, value);
+    allowed.and_then(|number| T::try_from(number).ok()).ok_or_else(not_allowed)
 }
 
-fn range_in_words(range: &RangeInclusive<i64>) -> String {
-    format!("from {} to {}", range.start(), range.end())
-}
-
-impl<T: Copy + Into<i64> + TryFrom<i64>> Access for Whole<T> {
-    fn allowed(&self) -> String {
-        range_in_words(&self.range)
-    }
-
-    fn kind(&self) -> &'static str {
-        "integer"
-    }
-
-    fn unset(&self, value: &Value) -> bool {
-        value.is_null() || (self.zero_is_unset && is_zero(value))
-    }
-
-    fn read(&self, config: &mut Config, value: &Value) -> Read<()> {
-        let number = in_range(value, &self.range)?;
-        *(self.at)(config) = T::try_from(number).map_err(|_| Wrong::new(Why::Limit, value))?;
-        Ok(())
-    }
-
-    fn write(&self, config: &mut Config) -> Value {
-        Value::from((*(self.at)(config)).into())
+pub(super) const fn integer<T, const MIN: i64, const MAX: i64>(locate: Locate<T>) -> TypedField<T>
+where
+    T: Copy + Into<i64> + TryFrom<i64>,
+{
+    TypedField {
+        locate,
+        type_name: "integer",
+        allowed: || format!("from {MIN} to {MAX}"),
+        unset: Value::is_null,
+        read: |value| in_range(value, MIN, MAX),
+        write: |number| Value::from((*number).into()),
     }
 }
 
-/// A number of table rows; `None`: the default of the dataplane.
-pub(super) struct Count {
-    pub(super) at: Place<Option<u32>>,
-    pub(super) most: u32,
+/// A number of table entries; `None`: the default of the dataplane.
+pub(super) const fn table_size<const MAX: i64>(locate: Locate<Option<u32>>) -> TypedField<Option<u32>> {
+    TypedField {
+        locate,
+        type_name: "integer",
+        allowed: || format!("from 1 to {MAX}"),
+        unset: Value::is_null,
+        read: |value| in_range(value, 1, MAX).map(Some),
+        write: |size| size.map(Value::from).unwrap_or_default(),
+    }
 }
 
-impl Access for Count {
-    fn allowed(&self) -> String {
-        range_in_words(&(1..=i64::from(self.most)))
-    }
-
-    fn kind(&self) -> &'static str {
-        "integer"
-    }
-
-    fn unset(&self, value: &Value) -> bool {
-        value.is_null()
-    }
-
-    fn read(&self, config: &mut Config, value: &Value) -> Read<()> {
-        *(self.at)(config) = u32::try_from(in_range(value, &(1..=i64::from(self.most)))?).ok();
-        Ok(())
-    }
-
-    fn write(&self, config: &mut Config) -> Value {
-        (*(self.at)(config)).map(Value::from).unwrap_or_default()
-    }
+pub(super) const fn integer_not_zero<T, const MIN: i64, const MAX: i64>(locate: Locate<T>) -> TypedField<T>
+where
+    T: Copy + Into<i64> + TryFrom<i64>,
+{
+    TypedField { unset: is_zero, ..integer::<T, MIN, MAX>(locate) }
 }
 
 /// One of a few words.
-pub trait Word: Copy + PartialEq + 'static {
+pub trait Keyword: Copy + PartialEq + 'static {
     const WORDS: &'static [(&'static str, Self)];
-    /// Right, but what they ask for is not built yet.
+    /// Reserved, but not built yet.
     const PLANNED: &'static [&'static str] = &[];
 
     fn word(self) -> &'static str {
@@ -475,85 +381,56 @@ pub trait Word: Copy + PartialEq + 'static {
     }
 }
 
-pub(super) struct Words<T: 'static>(pub(super) Place<T>);
-
-impl<T: Word> Access for Words<T> {
-    fn allowed(&self) -> String {
-        one_of(T::WORDS.iter().map(|(word, _)| *word))
-    }
-
-    fn kind(&self) -> &'static str {
-        "word"
-    }
-
-    fn unset(&self, value: &Value) -> bool {
-        no_text(value)
-    }
-
-    fn read(&self, config: &mut Config, value: &Value) -> Read<()> {
-        // YAML 1.1 reads a bare `off` as false.
-        let word = if *value == Value::Bool(false) { "off" } else { typed(value, Value::as_str)? };
-        let why = if T::PLANNED.contains(&word) { Why::NotBuilt } else { Why::Limit };
-        *(self.0)(config) = T::of(word).ok_or_else(|| Wrong::new(why, value))?;
-        Ok(())
-    }
-
-    fn write(&self, config: &mut Config) -> Value {
-        Value::String((self.0)(config).word().to_owned())
+pub(super) const fn keyword<T: Keyword>(locate: Locate<T>) -> TypedField<T> {
+    TypedField {
+        locate,
+        type_name: "word",
+        allowed: || one_of(T::WORDS.iter().map(|(word, _)| *word)),
+        unset: is_empty_text,
+        read: |value| {
+            // YAML 1.1 reads a bare `off` as false.
+            let word = if *value == Value::Bool(false) { "off" } else { typed(value, Value::as_str)? };
+            let problem = if T::PLANNED.contains(&word) { Problem::NotBuilt } else { Problem::NotAllowed };
+            T::of(word).ok_or_else(|| InvalidValue::new(problem, value))
+        },
+        write: |keyword| Value::String(keyword.word().to_owned()),
     }
 }
 
-/// A list of texts, each of which means something.
-pub(super) struct List<T: 'static> {
-    pub(super) at: Place<Vec<T>>,
-    pub(super) kind: &'static str,
-    /// What each of them must be.
-    pub(super) allowed: &'static str,
-    pub(super) parse: fn(&str) -> Option<T>,
-    pub(super) write: fn(&T) -> String,
-    /// An empty list is written as null, as kube-proxy does.
-    pub(super) null_if_empty: bool,
+/// What a list of texts consists of.
+pub(super) trait ListItem: ToString + Sized + 'static {
+    const LIST: &'static str;
+    /// What each item must be.
+    const ALLOWED: &'static str;
+    /// kube-proxy writes its empty lists as null.
+    const EMPTY: Value = Value::Null;
+
+    fn parse(text: &str) -> Option<Self>;
 }
 
-impl<T> Access for List<T> {
-    fn allowed(&self) -> String {
-        self.allowed.to_owned()
+pub(super) const fn list<T: ListItem>(locate: Locate<Vec<T>>) -> TypedField<Vec<T>> {
+    TypedField {
+        locate,
+        type_name: T::LIST,
+        allowed: || T::ALLOWED.to_owned(),
+        unset: Value::is_null,
+        read: |value| {
+            let item = |(index, value): (usize, &Value)| {
+                parsed(value, T::parse).map_err(|invalid| invalid.at(format!("[{index}]")))
+            };
+            typed(value, Value::as_array)?.iter().enumerate().map(item).collect()
+        },
+        write: |list| {
+            if list.is_empty() {
+                return T::EMPTY;
+            }
+            list.iter().map(|item| Value::String(item.to_string())).collect()
+        },
     }
-
-    fn kind(&self) -> &'static str {
-        self.kind
-    }
-
-    fn unset(&self, value: &Value) -> bool {
-        value.is_null()
-    }
-
-    fn read(&self, config: &mut Config, value: &Value) -> Read<()> {
-        let one = |(index, value): (usize, &Value)| {
-            let at_index = |wrong: Wrong| Wrong { part: format!("[{index}]"), ..wrong };
-            parsed(value, self.parse).map_err(at_index)
-        };
-        let values = typed(value, Value::as_array)?;
-        *(self.at)(config) = values.iter().enumerate().map(one).collect::<Read<_>>()?;
-        Ok(())
-    }
-
-    fn write(&self, config: &mut Config) -> Value {
-        let list = (self.at)(config);
-        if list.is_empty() && self.null_if_empty {
-            return Value::Null;
-        }
-        Value::Array(list.iter().map(|one| Value::String((self.write)(one))).collect())
-    }
-}
-
-/// Wrong at a part of the value.
-pub(super) fn wrong_at(part: String, why: Why, found: &Value) -> Wrong {
-    Wrong { part, ..Wrong::new(why, found) }
 }
 
 /// `a`, `a or b`, `a, b or c`.
-pub(super) fn one_of<'w>(words: impl IntoIterator<Item = &'w str>) -> String {
+fn one_of<'w>(words: impl IntoIterator<Item = &'w str>) -> String {
     let words: Vec<_> = words.into_iter().collect();
     match words.split_last() {
         Some((last, [])) => (*last).to_owned(),

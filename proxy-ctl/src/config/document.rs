@@ -10,52 +10,47 @@ use super::{
     fields::{API_VERSION, FIELDS, KIND},
 };
 
-/// A file that has been read: nothing of it is checked but that it is one document of our kind.
+/// A file of our kind, whose fields are not checked yet.
 pub(super) struct Document {
     pub(super) root: Value,
     pub(super) warnings: Vec<String>,
 }
 
 fn options(duplicates: DuplicateKeyPolicy) -> serde_saphyr::Options {
-    serde_saphyr::options! {
-        duplicate_keys: duplicates,
-        with_snippet: false,
-        // As in YAML 1.1, which kube-proxy reads: 010 is eight.
-        legacy_octal_numbers: true,
-        // One anchor may be used often; how much comes of it stays bounded.
-        budget: serde_saphyr::budget! { enforce_alias_anchor_ratio: false },
-    }
+    serde_saphyr::options! { duplicate_keys: duplicates, with_snippet: false }
 }
 
-/// Strict first; what fails only because a field is there twice is read again with its last value.
 pub(super) fn parse(path: &Path, text: &str) -> Result<Document, Error> {
-    let read = |duplicates| {
-        let single = serde_saphyr::from_str_with_options(text, options(duplicates));
-        let Err(error) = single else { return single };
-        if !matches!(error.without_snippet(), serde_saphyr::Error::MultipleDocuments { .. }) {
-            return Err(error);
-        }
-        // Empty ones, as after a `---` at the end, are left out.
-        match serde_saphyr::from_multiple_with_options::<Value>(text, options(duplicates)).as_deref_mut() {
-            Ok([only]) => Ok(only.take()),
-            Ok(_) | Err(_) => Err(error),
-        }
-    };
-    let (root, duplicates) = match read(DuplicateKeyPolicy::Error) {
-        Ok(root) => (root, None),
-        Err(strict) => match read(DuplicateKeyPolicy::LastWins) {
-            Ok(root) => (root, Some(strict.to_string())),
-            Err(error) => return Err(Error::Syntax { path: path.to_owned(), problem: problem(&error) }),
-        },
-    };
     let at = path.display();
+    let (root, duplicates) =
+        read(text).map_err(|error| Error::Syntax { path: path.to_owned(), problem: problem(&error) })?;
     let problems = kind_problems(&root);
     if !problems.is_empty() {
         return Err(Error::Values(problems.iter().map(|problem| format!("{at}: {problem}")).collect()));
     }
-    let duplicates =
-        duplicates.map(|problem| format!("{at}: the last of two equal fields counts: {problem}"));
-    Ok(Document { root, warnings: duplicates.into_iter().collect() })
+    let warning = |error| format!("{at}: the last of two equal fields counts: {error}");
+    Ok(Document { root, warnings: duplicates.map(warning).into_iter().collect() })
+}
+
+/// A text with duplicate fields is read with the last of each, and their error comes along.
+fn read(text: &str) -> Result<(Value, Option<serde_saphyr::Error>), serde_saphyr::Error> {
+    match read_with(text, DuplicateKeyPolicy::Error) {
+        Ok(root) => Ok((root, None)),
+        Err(strict) => Ok((read_with(text, DuplicateKeyPolicy::LastWins)?, Some(strict))),
+    }
+}
+
+/// Of several documents all but one must be empty, as after a `---` at the end.
+fn read_with(text: &str, duplicates: DuplicateKeyPolicy) -> Result<Value, serde_saphyr::Error> {
+    let single = serde_saphyr::from_str_with_options(text, options(duplicates));
+    let Err(error) = single else { return single };
+    if !matches!(error.without_snippet(), serde_saphyr::Error::MultipleDocuments { .. }) {
+        return Err(error);
+    }
+    match serde_saphyr::from_multiple_with_options::<Value>(text, options(duplicates)).as_deref_mut() {
+        Ok([only]) => Ok(only.take()),
+        Ok(_) | Err(_) => Err(error),
+    }
 }
 
 fn problem(error: &serde_saphyr::Error) -> String {
@@ -84,26 +79,27 @@ fn kind_problems(root: &Value) -> Vec<String> {
 }
 
 impl Document {
-    /// `None`: absent, or something above it is.
+    /// `None`: the field or a section above it is absent.
     pub(super) fn value(&self, path: &str) -> Option<&Value> {
         path.split('.').try_fold(&self.root, |value, name| value.get(name))
     }
 
-    /// Sections that are no objects, as problems; fields that nobody knows.
-    pub(super) fn shape(&self) -> Shape {
-        let mut shape = Shape::default();
-        shape.walk("", &self.root);
-        shape
+    pub(super) fn structure(&self) -> Structure {
+        let mut structure = Structure::default();
+        structure.walk("", &self.root);
+        structure
     }
 }
 
 #[derive(Default)]
-pub(super) struct Shape {
+pub(super) struct Structure {
+    /// Sections that are not objects.
     pub(super) problems: Vec<String>,
+    /// Paths of fields that are in no table.
     pub(super) unknown: Vec<String>,
 }
 
-impl Shape {
+impl Structure {
     fn walk(&mut self, section: &str, value: &Value) {
         let Some(object) = value.as_object() else {
             if !value.is_null() {
@@ -129,7 +125,7 @@ fn is_type(path: &str) -> bool {
     path == "apiVersion" || path == "kind"
 }
 
-/// Left out where they say nothing, as kube-proxy does.
+/// Left out where they are empty, as kube-proxy does.
 const LEFT_OUT_IF_EMPTY: [&str; 5] = [
     "featureGates",
     "logging.vmodule",
@@ -145,17 +141,17 @@ pub(super) fn of(config: &Config) -> Value {
     let mut config = config.clone();
     for field in FIELDS {
         let value = field.access.write(&mut config);
-        let value = if field.counts_in(config.mode) { value } else { zero(&value) };
-        let nothing_of_ours = field.path.starts_with("ebpf.") && (value.is_null() || value == "");
-        let nothing = LEFT_OUT_IF_EMPTY.contains(&field.path) && is_empty(&value);
-        if !nothing_of_ours && !nothing {
+        let value = if field.applies_in(config.mode) { value } else { zero(&value) };
+        let unset_of_ours = field.path.starts_with("ebpf.") && (value.is_null() || value == "");
+        let left_out = LEFT_OUT_IF_EMPTY.contains(&field.path) && is_empty(&value);
+        if !unset_of_ours && !left_out {
             insert(&mut root, field.path, value);
         }
     }
     Value::Object(root)
 }
 
-/// What a section that does not count says.
+/// The value in a section that does not apply.
 fn zero(value: &Value) -> Value {
     if value.is_boolean() { Value::Bool(false) } else { Value::from("0s") }
 }

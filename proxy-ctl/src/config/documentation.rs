@@ -16,11 +16,11 @@ pub fn markdown() -> String {
         "# Configuration\n\n\
          Generated from the tables in proxy-ctl/src/config (see the end); do not edit.\n\n\
          `proxy-ctl run`, and the same program called `kube-proxy`, takes the flags and the configuration file of \
-         kube-proxy {KUBE_PROXY}. `proxy-ctl config` with the same flags shows what counts in the end, and \
+         kube-proxy {KUBE_PROXY}. `proxy-ctl config` with the same flags shows the configuration that applies, and \
          where each value comes from.\n\n\
-         - Where `--config` is given, the file counts, and flags for the same settings are ignored with a warning. \
-         These win over the file: `--hostname-override`, `--bpffs`, and the logging flags (`--vmodule` adds to it).\n\
-         - A field that nobody knows and a field that is there twice are warnings, as with kube-proxy. Any other \
+         - Where `--config` is given, the file is used, and flags for the same settings are ignored with a warning. \
+         These flags override the file: `--hostname-override`, `--bpffs`, and the logging flags (`--vmodule` adds to it).\n\
+         - An unknown field and a duplicate field are warnings, as with kube-proxy. Any other \
          mistake ends the program with exit code 1 before anything is touched, with one line for each that names the \
          file, the field or flag, and what is allowed.\n\
          - Zero values (`0s`, `null`, `\"\"`), which kubeadm writes for most fields, mean the default, except where \
@@ -56,7 +56,7 @@ fn fields(text: &mut String) {
             text,
             "| `{}` | {} | {} | {} | {} | {} |",
             field.path,
-            field.kind(),
+            field.type_name(),
             default(&field.access.write(&mut config)),
             cell(&field.allowed()),
             cell(field.help),
@@ -103,7 +103,7 @@ fn flags_of(field: &Field) -> String {
 fn flags(text: &mut String) {
     text.push_str(
         "\n## Flags\n\n`--flag=value` or `--flag value`; a switch is `--flag` or `--flag=false`. `-` may be written \
-         as `_`. Integers may be hexadecimal (`0x10`); durations are Go's (`1h0m0s`).\n",
+         as `_`. Durations are Go's (`1h0m0s`).\n",
     );
     for group in Group::ALL {
         let _ = write!(text, "\n### {}\n\n| flag | sets | meaning |\n|---|---|---|\n", group.heading());
@@ -112,7 +112,7 @@ fn flags(text: &mut String) {
         }
     }
     text.push_str(
-        "\n### Gone\n\nThese are errors that say what takes their place.\n\n| flag | instead |\n|---|---|\n",
+        "\n### Gone\n\nThese are errors that name the replacement.\n\n| flag | instead |\n|---|---|\n",
     );
     for (name, instead) in REMOVED {
         let _ = writeln!(text, "| `--{name}` | {instead} |");
@@ -121,7 +121,7 @@ fn flags(text: &mut String) {
 
 fn usage(flag: &Flag) -> String {
     let short = flag.short.map(|letter| format!("`-{letter}`, ")).unwrap_or_default();
-    let value = flag.takes.value_name().map(|name| format!("={name}")).unwrap_or_default();
+    let value = flag.value.placeholder().map(|name| format!("={name}")).unwrap_or_default();
     format!("{short}`--{}{value}`", flag.name)
 }
 
@@ -131,17 +131,17 @@ fn fields_of(flag: &'static Flag) -> String {
 
 fn meaning(flag: &'static Flag) -> String {
     match flag.deprecated {
-        Some(why) => format!("{} Deprecated: {why}.", cell(flag.told())),
-        None => cell(flag.told()),
+        Some(why) => format!("{} Deprecated: {why}.", cell(flag.description())),
+        None => cell(flag.description()),
     }
 }
 
-/// What is taken or written otherwise than by kube-proxy, by item. tests/configuration has a case of each.
+/// Differences from kube-proxy, by item. tests/configuration has a case of each.
 pub const DIFFERENCES: &[(&str, &str)] = &[
     (
         "modes",
-        "also `ebpf` and `userspace`. An empty mode stays empty in what `--write-config-to` writes, because what becomes of \
-         it depends on the node; kube-proxy writes `iptables`.",
+        "also `ebpf` and `userspace`. An empty mode stays empty in what `--write-config-to` writes, because the mode that \
+         is chosen depends on the node; kube-proxy writes `iptables`.",
     ),
     ("our section", "`ebpf`. kube-proxy warns of it and reads on."),
     (
@@ -154,57 +154,36 @@ pub const DIFFERENCES: &[(&str, &str)] = &[
     ),
     (
         "encodings",
-        "of `contentType` and `acceptContentTypes` only what can be read here is kept; where nothing is left, \
-         it is an error. `application/cbor` is JSON, and a blank text says nothing. kube-proxy takes any text, and then \
-         fails at what it asks for or sends.",
+        "`contentType` and `acceptContentTypes` are an error where they name an encoding other than JSON and protobuf; \
+         kube-proxy takes any text, and then fails when it asks for or sends that encoding.",
     ),
-    (
-        "usual forms",
-        "addresses, ports and networks are written in their usual form (`010.0.0.0/8` and `::ffff:10.0.0.0/104` as \
-         `10.0.0.0/8`, `:080` and `:+80` as `:80`), quantities too (`+1Ki` as `1Ki`), an empty list as null, and \
-         `logging.flushFrequency` as a duration.",
-    ),
+    ("normal forms", "`logging.flushFrequency` is written as a duration, and an empty list as null."),
     (
         "unused values",
         "a value that the mode does not use and that is not allowed is a warning, and is written as its default.",
     ),
-    ("split streams", "`logging.options.*.splitStream` of the file counts; kube-proxy loses it."),
+    ("split streams", "`logging.options.*.splitStream` of a file has an effect; kube-proxy loses it."),
     (
         "documents",
-        "a file is one document, and empty ones beside it are left out; kube-proxy drops all but the first, whatever they are.",
+        "a file is one document, and empty ones beside it are skipped; kube-proxy skips all but the first.",
     ),
-    (
-        "YAML",
-        "`tRUE` is a boolean, and `%YAML 1.2` may stand in front. Text in UTF-16 is refused, and so are more than 256 brackets in \
-         each other.",
-    ),
-    (
-        "JSON",
-        "is read as YAML: a comma too many and comments are accepted, and `1e2` is an integer. Half of a surrogate pair is \
-         refused.",
-    ),
-    (
-        "numbers of flags",
-        "`--kube-api-qps` is decimal: neither `0x1p4` nor `1_0`. Integers are as in kube-proxy.",
-    ),
-    ("empty flags", "an empty `--cluster-cidr=` says nothing."),
+    ("empty flags", "an empty `--cluster-cidr=` is as if it were not given."),
     (
         "the old logger",
-        "flags that kube-proxy had for it before 1.26 are accepted, and say that they have no effect.",
+        "flags that kube-proxy had for it before 1.26 are accepted with a warning that they have no effect.",
     ),
     (
         "feature gates",
-        "those that need others are not compared: they are of other parts of Kubernetes. Gates of 1.37 that concern kube-proxy \
-         are known. Those of older versions that are gone, and always on since, are accepted with a warning.",
+        "dependencies between gates are not checked: such gates concern other parts of Kubernetes. Gates of 1.37 that concern \
+         kube-proxy are known. Gates of older versions that are always on since are accepted with a warning.",
     ),
     ("hidden metrics", "`showHiddenMetricsForVersion` may also be `1.36`, which is right for 1.37."),
-    ("version", "`--version=vX.Y.Z` is refused: this program has its own version."),
 ];
 
 fn differences(text: &mut String) {
     text.push_str("\n## Where it differs from kube-proxy\n\n");
-    for (item, told) in DIFFERENCES {
-        let _ = writeln!(text, "- {item}: {told}");
+    for (item, difference) in DIFFERENCES {
+        let _ = writeln!(text, "- {item}: {difference}");
     }
     text.push('\n');
 }

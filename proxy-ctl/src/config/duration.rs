@@ -2,65 +2,21 @@
 
 use std::time::Duration;
 
-const UNITS: [(&str, u64); 8] = [
-    ("ns", 1),
-    ("us", 1_000),
-    ("µs", 1_000),
-    ("μs", 1_000),
-    ("ms", 1_000_000),
-    ("s", 1_000_000_000),
-    ("m", 60_000_000_000),
-    ("h", 3_600_000_000_000),
-];
-
-/// Nanoseconds, which may be negative. `None`: not a duration, or more than 63 bits of them.
+/// Nanoseconds, which may be negative. `None`: not a duration, or one of more than 292 years.
 pub(super) fn parse(text: &str) -> Option<i64> {
-    let (negative, unsigned) = match text.strip_prefix('-') {
-        Some(rest) => (true, rest),
-        None => (false, text.strip_prefix('+').unwrap_or(text)),
-    };
-    let nanoseconds = i64::try_from(unsigned_nanoseconds(unsigned)?).ok()?;
-    Some(if negative { -nanoseconds } else { nanoseconds })
-}
-
-fn unsigned_nanoseconds(text: &str) -> Option<u64> {
-    if text == "0" {
-        return Some(0);
-    }
-    if text.is_empty() {
+    let unsigned = text.strip_prefix(['+', '-']).unwrap_or(text);
+    // kube's parser takes an empty text as zero, and panics at numbers that are negative or too large.
+    let mut numbers = unsigned.split(char::is_alphabetic);
+    let bounded = numbers.all(|number| number.len() <= 15 && !number.starts_with(['+', '-']));
+    if unsigned.is_empty() || unsigned.len() > 64 || !bounded {
         return None;
     }
-    let mut rest = text;
-    let mut total: u64 = 0;
-    while !rest.is_empty() {
-        let number_length = rest.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(rest.len());
-        let (number, after) = rest.split_at(number_length);
-        let unit_length = after.find(|c: char| c.is_ascii_digit() || c == '.').unwrap_or(after.len());
-        let (unit, after) = after.split_at(unit_length);
-        let (_, scale) = UNITS.iter().find(|(name, _)| *name == unit)?;
-        total = total.checked_add(scaled(number, *scale)?)?;
-        rest = after;
-    }
-    Some(total)
+    let duration: kube::core::Duration = text.parse().ok()?;
+    let nanoseconds = i64::try_from(Duration::from(duration).as_nanos()).ok()?;
+    Some(if duration.is_negative() { -nanoseconds } else { nanoseconds })
 }
 
-/// A decimal number of units; digits below a nanosecond are cut off, as Go does.
-fn scaled(number: &str, scale: u64) -> Option<u64> {
-    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
-    if whole.is_empty() && fraction.is_empty() {
-        return None;
-    }
-    let whole: u64 = if whole.is_empty() { 0 } else { whole.parse().ok()? };
-    let mut part: u64 = 0;
-    let mut place = scale;
-    for digit in fraction.chars() {
-        place /= 10;
-        part += u64::from(digit.to_digit(10)?) * place;
-    }
-    whole.checked_mul(scale)?.checked_add(part)
-}
-
-/// As Go prints it: `1h0m0s`, `1.5ms`.
+/// As Go prints it: `1h0m0s`, `1.5ms`. kube prints `3600s`.
 pub(super) fn format(duration: Duration) -> String {
     let nanos = duration.subsec_nanos();
     if duration.as_secs() == 0 {
@@ -118,6 +74,10 @@ mod tests {
     #[case(".s")]
     #[case("1.2.3s")]
     #[case("9999999999h")]
+    #[case::too_large_for_64_bits_of_seconds("99999999999999999999h")]
+    #[case::several_that_are_too_large_together("999999999999999h999999999999999h")]
+    #[case::a_sign_in_the_middle("1m-5s")]
+    #[case::two_signs("--5s")]
     fn bad(#[case] text: &str) {
         assert_eq!(parse(text), None);
     }

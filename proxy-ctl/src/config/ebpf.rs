@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::Word;
+use super::Keyword;
 
 /// Whose connections the socket hooks translate.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -16,7 +16,7 @@ pub enum SocketLoadBalancing {
     Off,
 }
 
-impl Word for SocketLoadBalancing {
+impl Keyword for SocketLoadBalancing {
     const WORDS: &'static [(&'static str, Self)] =
         &[("all", Self::All), ("host", Self::Host), ("off", Self::Off)];
 }
@@ -30,7 +30,7 @@ pub enum Xdp {
     Off,
 }
 
-impl Word for Xdp {
+impl Keyword for Xdp {
     const WORDS: &'static [(&'static str, Self)] = &[("auto", Self::Auto), ("off", Self::Off)];
     const PLANNED: &'static [&'static str] = &["native", "generic"];
 }
@@ -42,7 +42,7 @@ pub enum SourceAddress {
     Preserve,
 }
 
-impl Word for SourceAddress {
+impl Keyword for SourceAddress {
     const WORDS: &'static [(&'static str, Self)] = &[("preserve", Self::Preserve)];
     const PLANNED: &'static [&'static str] = &["masquerade"];
 }
@@ -54,7 +54,7 @@ pub enum Forwarding {
     Snat,
 }
 
-impl Word for Forwarding {
+impl Keyword for Forwarding {
     const WORDS: &'static [(&'static str, Self)] = &[("snat", Self::Snat)];
     const PLANNED: &'static [&'static str] = &["dsr", "hybrid"];
 }
@@ -66,7 +66,7 @@ pub enum Algorithm {
     Random,
 }
 
-impl Word for Algorithm {
+impl Keyword for Algorithm {
     const WORDS: &'static [(&'static str, Self)] = &[("random", Self::Random)];
     const PLANNED: &'static [&'static str] = &["maglev", "leastConnection"];
 }
@@ -83,7 +83,7 @@ pub struct Ebpf {
     /// The cgroup v2 folder whose processes are served; `None`: the mount in /proc/mounts.
     pub cgroup: Option<PathBuf>,
     pub bpffs: PathBuf,
-    /// What another kube-proxy has left goes once everything is served.
+    /// Remove what another kube-proxy has left, once everything is served.
     pub remove_kube_proxy_rules: bool,
 }
 
@@ -128,12 +128,12 @@ pub struct NamePattern {
 
 impl NamePattern {
     /// `IFNAMSIZ` without the final zero.
-    const LONGEST: usize = 15;
+    const MAX_LENGTH: usize = 15;
 
     pub fn parse(text: &str) -> Option<Self> {
         let (name, prefix) = text.strip_suffix('*').map_or((text, false), |name| (name, true));
         let forbidden = |c: char| c == '*' || c == '/' || c.is_whitespace();
-        let usable = !text.is_empty() && name.len() <= Self::LONGEST && !name.contains(forbidden);
+        let usable = !text.is_empty() && name.len() <= Self::MAX_LENGTH && !name.contains(forbidden);
         usable.then(|| Self { name: name.to_owned(), prefix })
     }
 
@@ -161,5 +161,5 @@ pub struct Limits {
     pub service_counters: Option<u32>,
 }
 
-/// What a kernel accepts for the largest of these tables with room to spare.
-pub(super) const MOST_ENTRIES: u32 = 1 << 26;
+/// Kernels accept more even for the largest of these tables.
+pub(super) const MAX_ENTRIES: i64 = 1 << 26;

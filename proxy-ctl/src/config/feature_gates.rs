@@ -1,5 +1,4 @@
-//! The feature gates that kube-proxy knows. Most are of other parts of Kubernetes; a name that is none is refused, as
-//! there.
+//! The feature gates that kube-proxy knows. Most concern other parts of Kubernetes; an unknown name is refused, as there.
 
 use std::sync::LazyLock;
 
@@ -14,9 +13,9 @@ enum Stage {
     Beta,
     /// Cannot be changed any more.
     Locked,
-    /// No part of a group, and not locked.
+    /// In no group, and not locked.
     Other,
-    /// Older versions have it. What it was about is always done.
+    /// Only older versions have it; the feature is always on.
     Gone,
 }
 
@@ -44,14 +43,14 @@ static GATES: LazyLock<FxHashMap<&'static str, Gate>> = LazyLock::new(|| {
 
 /// A gate, then all gates of its stage, then its default.
 pub(super) fn is_on(set: &[(String, bool)], gate: &str) -> bool {
-    let said = |name: &str| set.iter().find(|(set, _)| set == name).map(|(_, on)| *on);
+    let setting = |name: &str| set.iter().find(|(set, _)| set == name).map(|(_, on)| *on);
     let known = GATES.get(gate);
     let group = known.and_then(|gate| match gate.stage {
-        Stage::Alpha => said("AllAlpha"),
-        Stage::Beta => said("AllBeta"),
+        Stage::Alpha => setting("AllAlpha"),
+        Stage::Beta => setting("AllBeta"),
         Stage::Locked | Stage::Other | Stage::Gone => None,
     });
-    said(gate).or(group).unwrap_or_else(|| known.is_some_and(|gate| gate.on))
+    setting(gate).or(group).unwrap_or_else(|| known.is_some_and(|gate| gate.on))
 }
 
 /// Whether only older versions have it.
@@ -59,8 +58,8 @@ pub fn is_gone(gate: &str) -> bool {
     GATES.get(gate).is_some_and(|gate| gate.stage == Stage::Gone)
 }
 
-/// Gates that cannot be set so, and what is wrong with each.
-pub(super) fn wrong(set: &[(String, bool)]) -> impl Iterator<Item = (&str, String)> {
+/// Gates that cannot be set so, each with the problem.
+pub(super) fn invalid(set: &[(String, bool)]) -> impl Iterator<Item = (&str, String)> {
     set.iter().filter_map(|(name, on)| match GATES.get(name.as_str()) {
         None => Some((name.as_str(), "must be the name of a feature gate".to_owned())),
         Some(Gate { stage: Stage::Locked, on: locked }) if locked != on => {
@@ -98,7 +97,7 @@ mod tests {
     #[case(&[("NFTablesProxyMode", false)], &["NFTablesProxyMode must be true, found false: it cannot be changed any more"])]
     fn checked(#[case] gates: &[(&str, bool)], #[case] problems: &[&str]) {
         let gates = set(gates);
-        let found: Vec<_> = wrong(&gates).map(|(gate, problem)| format!("{gate} {problem}")).collect();
+        let found: Vec<_> = invalid(&gates).map(|(gate, problem)| format!("{gate} {problem}")).collect();
         assert_eq!(found, problems);
     }
 }

@@ -5,12 +5,12 @@ use serde_json::{Map, Value, json};
 use super::{
     Config, HEALTHZ_PORT, LocalMode, METRICS_PORT, ModuleVerbosity, NodePortAddress, RequestedMode,
     access::{
-        Access, At, Count, HIGHEST_I32, List, Listen, Place, Read, Why, Words, accepted, address, as_whole,
-        bytes, duration_or_nanoseconds, encoding, file, folder, number, optional_folder, optional_text,
-        optional_timeout, period, switch, text, timeout, whole, whole_not_zero, wrong_at,
+        Access, InvalidValue, ListItem, MAX_I32, Problem, TypedField, accept_header, address, as_whole,
+        duration_or_nanoseconds, encoding, file, folder, ignored_text, integer, integer_not_zero,
+        is_empty_text, keyword, list, listen_address, number, optional_folder, optional_text,
+        optional_timeout, parsed, period, quantity, switch, table_size, text, timeout, typed,
     },
-    ebpf::{MOST_ENTRIES, NamePattern},
-    network,
+    ebpf::{MAX_ENTRIES, NamePattern},
 };
 
 pub(super) const API_VERSION: &str = "kubeproxy.config.k8s.io/v1alpha1";
@@ -21,30 +21,30 @@ pub struct Field {
     /// As `conntrack.maxPerCore`.
     pub path: &'static str,
     pub(super) access: &'static dyn Access,
-    pub(super) counts: Counts,
+    pub(super) applies: Applies,
     /// What it means, for people.
     pub help: &'static str,
 }
 
-/// When a field's value counts.
+/// When a field's value applies.
 #[derive(Clone, Copy)]
-pub(super) enum Counts {
+pub(super) enum Applies {
     Always,
-    /// Its place belongs to the section of the mode: in another section the value is left out, as kube-proxy does.
+    /// Several sections set the same setting, and only that of the mode applies, as with kube-proxy.
     InMode(fn(RequestedMode) -> bool),
-    /// Where it is not used, a value that is not allowed is none.
-    Used(fn(&Config) -> bool),
+    /// Elsewhere a value that is not allowed is replaced by the default.
+    WhenUsed(fn(&Config) -> bool),
 }
 
 impl Field {
-    /// What it may be, to follow "must be".
+    /// The allowed values, to follow "must be".
     pub fn allowed(&self) -> String {
         self.access.allowed()
     }
 
     /// The word for its type.
-    pub fn kind(&self) -> &'static str {
-        self.access.kind()
+    pub fn type_name(&self) -> &'static str {
+        self.access.type_name()
     }
 
     /// Its value as the file would say it.
@@ -52,10 +52,10 @@ impl Field {
         self.access.write(&mut config.clone())
     }
 
-    pub(super) fn counts_in(&self, mode: RequestedMode) -> bool {
-        match self.counts {
-            Counts::InMode(counts) => counts(mode),
-            Counts::Always | Counts::Used(_) => true,
+    pub(super) fn applies_in(&self, mode: RequestedMode) -> bool {
+        match self.applies {
+            Applies::InMode(applies) => applies(mode),
+            Applies::Always | Applies::WhenUsed(_) => true,
         }
     }
 }
@@ -86,37 +86,34 @@ fn in_others(mode: RequestedMode) -> bool {
     !in_ipvs(mode) && !in_nftables(mode)
 }
 
-const IPVS: Counts = Counts::Used(|config| in_ipvs(config.mode));
-const NFTABLES: Counts = Counts::Used(|config| in_nftables(config.mode));
+const IPVS: Applies = Applies::WhenUsed(|config| in_ipvs(config.mode));
+const NFTABLES: Applies = Applies::WhenUsed(|config| in_nftables(config.mode));
 
-const BIT: std::ops::RangeInclusive<i64> = 0..=31;
-const NOT_NEGATIVE: std::ops::RangeInclusive<i64> = 0..=HIGHEST_I32;
-const NETWORK: &str = "a network such as \"10.0.0.0/8\" or \"fd00::/108\"";
-const PATTERN: &str = "an interface name of at most 15 characters, with a * at its end for a prefix";
+const MAX_BIT: i64 = 31;
 
 macro_rules! fields {
-    ($($path:literal, $access:expr $(, $counts:expr)?; $help:literal;)*) => {
-        &[$(Field { path: $path, access: &$access, counts: fields!(@ $($counts)?), help: $help },)*]
+    ($($path:literal, $access:expr $(, $applies:expr)?; $help:literal;)*) => {
+        &[$(Field { path: $path, access: &$access, applies: fields!(@ $($applies)?), help: $help },)*]
     };
-    (@) => { Counts::Always };
-    (@ $counts:expr) => { $counts };
+    (@) => { Applies::Always };
+    (@ $applies:expr) => { $applies };
 }
 
-/// The first fields decide about others: about which section counts, and what healthz and metrics default to.
+/// The first fields are read first: the mode says which section applies, the bind address what healthz and metrics default to.
 pub(super) const DECIDING: usize = 2;
 
 /// In the order in which they are read.
 pub static FIELDS: &[Field] = fields! {
-    "mode", Words(|c| &mut c.mode);
+    "mode", keyword(|c| &mut c.mode);
         "How the node is programmed. Empty: ebpf. kube-proxy knows iptables, ipvs and nftables.";
     "bindAddress", address(|c| &mut c.bind_address);
         "The node's own address, where it is not that of its Node object. Nothing is bound to it. An IPv6 address in \
          the file makes healthz and metrics default to IPv6.";
     "hostnameOverride", optional_text(|c| &mut c.hostname_override);
         "Name of this node's Node object. Empty: the host's name, in lower case.";
-    "healthzBindAddress", Listen { at: |c| &mut c.healthz_bind_address, port: HEALTHZ_PORT };
+    "healthzBindAddress", listen_address::<HEALTHZ_PORT>(|c| &mut c.healthz_bind_address);
         "Where /healthz and /livez are served. An address alone takes port 10256.";
-    "metricsBindAddress", Listen { at: |c| &mut c.metrics_bind_address, port: METRICS_PORT };
+    "metricsBindAddress", listen_address::<METRICS_PORT>(|c| &mut c.metrics_bind_address);
         "Where /metrics, /proxyMode and /configz are served. An address alone takes port 10249.";
     "bindAddressHardFail", switch(|c| &mut c.bind_address_hard_fail);
         "A healthz or metrics address that cannot be bound ends the process.";
@@ -129,54 +126,51 @@ pub static FIELDS: &[Field] = fields! {
 
     "clientConnection.kubeconfig", file(|c| &mut c.client_connection.kubeconfig);
         "Credentials for the API server. Empty: the pod's service account.";
-    "clientConnection.acceptContentTypes", accepted(|c| &mut c.client_connection.accept_content_types);
-        "Encodings that the API server may answer in: the Accept header. Empty: that of contentType, or else any. What cannot be read is left out with a warning, as long as something is left.";
+    "clientConnection.acceptContentTypes", accept_header(|c| &mut c.client_connection.accept_content_types);
+        "Encodings that the API server may answer in: the Accept header. Empty: that of contentType, or else any.";
     "clientConnection.contentType", encoding(|c| &mut c.client_connection.content_type);
-        "Encoding of what is sent to the API server, and what it is asked to answer in. application/cbor is JSON, as in kube-proxy.";
+        "Encoding of what is sent to the API server, and what it is asked to answer in.";
     "clientConnection.qps", number(|c| &mut c.client_connection.qps);
         "Requests a second to the API server. Negative: no limit.";
-    "clientConnection.burst", whole_not_zero(|c| &mut c.client_connection.burst, NOT_NEGATIVE);
+    "clientConnection.burst", integer_not_zero::<_, 0, MAX_I32>(|c| &mut c.client_connection.burst);
         "Requests that may be sent at once before qps counts.";
 
-    "logging.format", Words(|c| &mut c.logging.format);
+    "logging.format", keyword(|c| &mut c.logging.format);
         "Form of the log. json needs the feature gate LoggingBetaOptions, which is on.";
     "logging.flushFrequency", duration_or_nanoseconds(|c| &mut c.logging.flush_frequency);
         "Longest time between two flushes of the log. Each line is written at once here.";
-    "logging.verbosity", whole(|c| &mut c.logging.verbosity, NOT_NEGATIVE);
+    "logging.verbosity", integer::<_, 0, MAX_I32>(|c| &mut c.logging.verbosity);
         "How much is logged: 0 is what an operator needs, 4 for looking for a fault, 6 and more for developers.";
     "logging.vmodule", VMODULE;
         "Verbosity of single source files, by pattern. Only in format text.";
     "logging.options.text.splitStream", switch(|c| &mut c.logging.text.split_stream);
         "Format text: only errors to stderr. Needs the feature gate LoggingAlphaOptions.";
-    "logging.options.text.infoBufferSize", bytes(|c| &mut c.logging.text.info_buffer_size);
+    "logging.options.text.infoBufferSize", quantity(|c| &mut c.logging.text.info_buffer_size);
         "Format text: bytes that are buffered. Without effect: each line is written at once here. Needs the feature gate LoggingAlphaOptions.";
     "logging.options.json.splitStream", switch(|c| &mut c.logging.json.split_stream);
         "Format json: only errors to stderr. Needs the feature gate LoggingAlphaOptions.";
-    "logging.options.json.infoBufferSize", bytes(|c| &mut c.logging.json.info_buffer_size);
+    "logging.options.json.infoBufferSize", quantity(|c| &mut c.logging.json.info_buffer_size);
         "Format json: bytes that are buffered. Without effect: each line is written at once here. Needs the feature gate LoggingAlphaOptions.";
 
-    "iptables.masqueradeBit", whole(|c| &mut c.iptables.masquerade_bit, BIT);
+    "iptables.masqueradeBit", integer::<_, 0, MAX_BIT>(|c| &mut c.iptables.masquerade_bit);
         "Bit of the packet mark that asks for masquerading, in modes iptables and ipvs.";
-    "iptables.masqueradeAll", switch(|c| &mut c.masquerade_all), Counts::InMode(not_in_nftables);
+    "iptables.masqueradeAll", switch(|c| &mut c.masquerade_all), Applies::InMode(not_in_nftables);
         "Masquerade everything that is sent to a cluster IP. In every mode but nftables.";
     "iptables.localhostNodePorts", switch(|c| &mut c.iptables.localhost_node_ports);
         "Serve node ports on 127.0.0.1 in mode iptables, on all loopback addresses in mode ebpf.";
-    "iptables.syncPeriod", period(|c| &mut c.periods.sync), Counts::InMode(in_others);
+    "iptables.syncPeriod", period(|c| &mut c.periods.sync), Applies::InMode(in_others);
         "How often everything is compared with what is programmed, and the longest pause after a failure. Also in modes \
          ebpf and userspace.";
-    "iptables.minSyncPeriod", period(|c| &mut c.periods.min_sync), Counts::InMode(in_others);
+    "iptables.minSyncPeriod", period(|c| &mut c.periods.min_sync), Applies::InMode(in_others);
         "Shortest pause between two syncs. Without effect in mode ebpf, which writes each change at once.";
 
-    "ipvs.syncPeriod", period(|c| &mut c.periods.sync), Counts::InMode(in_ipvs);
+    "ipvs.syncPeriod", period(|c| &mut c.periods.sync), Applies::InMode(in_ipvs);
         "As iptables.syncPeriod, in mode ipvs.";
-    "ipvs.minSyncPeriod", period(|c| &mut c.periods.min_sync), Counts::InMode(in_ipvs);
+    "ipvs.minSyncPeriod", period(|c| &mut c.periods.min_sync), Applies::InMode(in_ipvs);
         "As iptables.minSyncPeriod, in mode ipvs. Its default is 0s in a file.";
     "ipvs.scheduler", text(|c| &mut c.ipvs.scheduler);
         "IPVS scheduler. Empty: rr.";
-    "ipvs.excludeCIDRs", List {
-            at: |c| &mut c.ipvs.exclude_cidrs, kind: "list of networks", allowed: NETWORK, parse: network::network,
-            write: ToString::to_string, null_if_empty: true,
-        }, IPVS;
+    "ipvs.excludeCIDRs", list(|c| &mut c.ipvs.exclude_cidrs), IPVS;
         "Virtual servers in these networks are left alone.";
     "ipvs.strictARP", switch(|c| &mut c.ipvs.strict_arp);
         "Set arp_ignore to 1 and arp_announce to 2.";
@@ -187,16 +181,16 @@ pub static FIELDS: &[Field] = fields! {
     "ipvs.udpTimeout", timeout(|c| &mut c.ipvs.udp_timeout), IPVS;
         "Idle time of IPVS UDP. 0s: left as it is.";
 
-    "nftables.masqueradeBit", whole(|c| &mut c.nftables.masquerade_bit, BIT), NFTABLES;
+    "nftables.masqueradeBit", integer::<_, 0, MAX_BIT>(|c| &mut c.nftables.masquerade_bit), NFTABLES;
         "Bit of the packet mark that asks for masquerading, in mode nftables.";
-    "nftables.masqueradeAll", switch(|c| &mut c.masquerade_all), Counts::InMode(in_nftables);
+    "nftables.masqueradeAll", switch(|c| &mut c.masquerade_all), Applies::InMode(in_nftables);
         "As iptables.masqueradeAll, in mode nftables.";
-    "nftables.syncPeriod", period(|c| &mut c.periods.sync), Counts::InMode(in_nftables);
+    "nftables.syncPeriod", period(|c| &mut c.periods.sync), Applies::InMode(in_nftables);
         "As iptables.syncPeriod, in mode nftables.";
-    "nftables.minSyncPeriod", period(|c| &mut c.periods.min_sync), Counts::InMode(in_nftables);
+    "nftables.minSyncPeriod", period(|c| &mut c.periods.min_sync), Applies::InMode(in_nftables);
         "As iptables.minSyncPeriod, in mode nftables.";
 
-    "detectLocalMode", Words(|c| &mut c.detect_local_mode);
+    "detectLocalMode", keyword(|c| &mut c.detect_local_mode);
         "How traffic of the node's own pods is told from other traffic. Mode ebpf does not need to tell it: all that this \
          still does is that NodeCIDR waits for spec.podCIDRs of the Node, and ends the process when they change.";
     "detectLocal.bridgeInterface", text(|c| &mut c.bridge_interface);
@@ -204,21 +198,17 @@ pub static FIELDS: &[Field] = fields! {
     "detectLocal.interfaceNamePrefix", text(|c| &mut c.interface_name_prefix);
         "How the names of the pods' interfaces begin; needed where detectLocalMode is InterfaceNamePrefix. Mode ebpf does \
          not use it.";
-    "clusterCIDR", CLUSTER_CIDR, Counts::Used(|config| config.detect_local_mode == LocalMode::ClusterCidr);
+    "clusterCIDR", CLUSTER_CIDR, Applies::WhenUsed(|config| config.detect_local_mode == LocalMode::ClusterCidr);
         "The pods' networks. Mode ebpf does not use them, but checks them: networks of another family than a \
          single-stack node's end the process.";
-    "nodePortAddresses", List {
-            at: |c| &mut c.node_port_addresses, kind: "list of networks or words",
-            allowed: "a network such as \"10.0.0.0/8\", or primary, localhost or all", parse: NodePortAddress::parse,
-            write: ToString::to_string, null_if_empty: true,
-        };
+    "nodePortAddresses", list(|c| &mut c.node_port_addresses);
         "The node's addresses on which node ports are served. Empty: all; in mode nftables, primary.";
-    "oomScoreAdj", whole(|c| &mut c.oom_score_adj, -1000..=1000);
+    "oomScoreAdj", integer::<_, -1000, 1000>(|c| &mut c.oom_score_adj);
         "oom_score_adj of this process.";
 
-    "conntrack.maxPerCore", whole(|c| &mut c.conntrack.max_per_core, NOT_NEGATIVE);
+    "conntrack.maxPerCore", integer::<_, 0, MAX_I32>(|c| &mut c.conntrack.max_per_core);
         "nf_conntrack_max for each core. 0: left as it is, and min is ignored.";
-    "conntrack.min", whole(|c| &mut c.conntrack.min, NOT_NEGATIVE);
+    "conntrack.min", integer::<_, 0, MAX_I32>(|c| &mut c.conntrack.min);
         "Lowest nf_conntrack_max.";
     "conntrack.tcpEstablishedTimeout", optional_timeout(|c| &mut c.conntrack.tcp_established_timeout);
         "nf_conntrack_tcp_timeout_established. 0s: left as it is.";
@@ -232,7 +222,7 @@ pub static FIELDS: &[Field] = fields! {
         "nf_conntrack_udp_timeout_stream. 0s: left as it is.";
     "configSyncPeriod", period(|c| &mut c.config_sync_period);
         "How often the API server is asked anew. Accepted: watches and relists make it needless here.";
-    "portRange", UNUSED;
+    "portRange", ignored_text(|c| &mut c.port_range);
         "Once for mode userspace; without meaning.";
 
     "winkernel.networkName", text(|c| &mut c.winkernel.network_name);
@@ -243,37 +233,37 @@ pub static FIELDS: &[Field] = fields! {
     "winkernel.forwardHealthCheckVip", switch(|c| &mut c.winkernel.forward_health_check_vip); "For Windows.";
     "windowsRunAsService", switch(|c| &mut c.windows_run_as_service); "For Windows.";
 
-    "ebpf.socketLoadBalancing", Words(|c| &mut c.ebpf.socket_load_balancing);
+    "ebpf.socketLoadBalancing", keyword(|c| &mut c.ebpf.socket_load_balancing);
         "Whose connections are sent to their backend when they connect: all, those of every process on the node; host, \
          those of the node's own network namespace; off, nobody's, every packet is translated.";
-    "ebpf.sourceAddress", Words(|c| &mut c.ebpf.source_address);
+    "ebpf.sourceAddress", keyword(|c| &mut c.ebpf.source_address);
         "The source address that a backend sees. preserve: the client's, where the answer comes back.";
-    "ebpf.xdp", Words(|c| &mut c.ebpf.xdp);
+    "ebpf.xdp", keyword(|c| &mut c.ebpf.xdp);
         "Whether packets from outside are translated before the network stack. auto: where it can be done, which is \
          nowhere yet.";
-    "ebpf.forwarding", Words(|c| &mut c.ebpf.forwarding);
+    "ebpf.forwarding", keyword(|c| &mut c.ebpf.forwarding);
         "How packets from outside reach a backend on another node.";
-    "ebpf.algorithm", Words(|c| &mut c.ebpf.algorithm);
+    "ebpf.algorithm", keyword(|c| &mut c.ebpf.algorithm);
         "How the backend of a new connection is chosen.";
-    "ebpf.interfaces.include", patterns(|c| &mut c.ebpf.interfaces.include);
+    "ebpf.interfaces.include", list(|c| &mut c.ebpf.interfaces.include);
         "Interfaces that packet programs are attached to. Empty: all.";
-    "ebpf.interfaces.exclude", patterns(|c| &mut c.ebpf.interfaces.exclude);
+    "ebpf.interfaces.exclude", list(|c| &mut c.ebpf.interfaces.exclude);
         "Interfaces that no packet program is attached to.";
-    "ebpf.limits.frontends", count(|c| &mut c.ebpf.limits.frontends);
+    "ebpf.limits.frontends", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.frontends);
         "Rows of the tables frontends4 and frontends6 each.";
-    "ebpf.limits.services", count(|c| &mut c.ebpf.limits.services);
+    "ebpf.limits.services", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.services);
         "Rows of the table services.";
-    "ebpf.limits.slots", count(|c| &mut c.ebpf.limits.slots);
+    "ebpf.limits.slots", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.slots);
         "Rows of the tables slots4 and slots6 each: endpoints, counted for each service.";
-    "ebpf.limits.backends", count(|c| &mut c.ebpf.limits.backends);
+    "ebpf.limits.backends", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.backends);
         "Rows of the tables backends4 and backends6 each.";
-    "ebpf.limits.flows", count(|c| &mut c.ebpf.limits.flows);
+    "ebpf.limits.flows", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.flows);
         "Rows of the tables flows4 and flows6 each; a flow takes two or three.";
-    "ebpf.limits.openingFlows", count(|c| &mut c.ebpf.limits.opening_flows);
+    "ebpf.limits.openingFlows", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.opening_flows);
         "Rows of the tables opening_flows4 and opening_flows6 each.";
-    "ebpf.limits.nodeAddresses", count(|c| &mut c.ebpf.limits.node_addresses);
+    "ebpf.limits.nodeAddresses", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.node_addresses);
         "Rows of the tables node_addresses4 and node_addresses6 each.";
-    "ebpf.limits.serviceCounters", count(|c| &mut c.ebpf.limits.service_counters);
+    "ebpf.limits.serviceCounters", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.service_counters);
         "Rows of the table service_counters: service ports whose connections and bytes are counted.";
     "ebpf.cgroup", optional_folder(|c| &mut c.ebpf.cgroup);
         "The cgroup v2 folder whose processes are served. Empty: the mount in /proc/mounts.";
@@ -284,60 +274,74 @@ pub static FIELDS: &[Field] = fields! {
          leading to endpoints that are gone. false: leave it, to try both side by side. Not with --manifests.";
 };
 
-const fn count(at: Place<Option<u32>>) -> Count {
-    Count { at, most: MOST_ENTRIES }
-}
+impl ListItem for ipnet::IpNet {
+    const LIST: &'static str = "list of networks";
+    const ALLOWED: &'static str = "a network such as \"10.0.0.0/8\" or \"fd00::/108\"";
 
-const fn patterns(at: Place<Vec<NamePattern>>) -> List<NamePattern> {
-    List {
-        at,
-        kind: "list of names",
-        allowed: PATTERN,
-        parse: NamePattern::parse,
-        write: ToString::to_string,
-        null_if_empty: false,
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
     }
 }
 
-/// Those before 1.36, which this program takes the place of, and before 1.37, the newest.
+impl ListItem for NodePortAddress {
+    const LIST: &'static str = "list of networks or words";
+    const ALLOWED: &'static str = "a network such as \"10.0.0.0/8\", or primary, localhost or all";
+
+    fn parse(text: &str) -> Option<Self> {
+        Self::parse(text)
+    }
+}
+
+impl ListItem for NamePattern {
+    const LIST: &'static str = "list of names";
+    const ALLOWED: &'static str =
+        "an interface name of at most 15 characters, with a * at its end for a prefix";
+    const EMPTY: Value = Value::Array(Vec::new());
+
+    fn parse(text: &str) -> Option<Self> {
+        Self::parse(text)
+    }
+}
+
+/// The versions before 1.36, which this program replaces, and before 1.37, the newest.
 const PREVIOUS_VERSIONS: [&str; 2] = ["1.35", "1.36"];
 
-const HIDDEN_METRICS: At<Option<String>> = At {
-    allowed: "1.35 or 1.36, the version before, or nothing",
-    read: |value| match value.as_str() {
-        Some(version) if PREVIOUS_VERSIONS.contains(&version) => Ok(Some(version.to_owned())),
-        Some(_) => Err(wrong_at(String::new(), Why::Limit, value)),
-        None => Err(wrong_at(String::new(), Why::Form, value)),
+const HIDDEN_METRICS: TypedField<Option<String>> = TypedField {
+    allowed: || "1.35 or 1.36, the version before, or nothing".to_owned(),
+    read: |value| {
+        parsed(value, |version| PREVIOUS_VERSIONS.contains(&version).then(|| Some(version.to_owned())))
     },
     ..optional_text(|c| &mut c.show_hidden_metrics_for_version)
 };
 
-const FEATURE_GATES: At<Vec<(String, bool)>> = At {
-    at: |c| &mut c.feature_gates,
-    kind: "names with true or false",
-    allowed: "true or false",
+const FEATURE_GATES: TypedField<Vec<(String, bool)>> = TypedField {
+    locate: |c| &mut c.feature_gates,
+    type_name: "names with true or false",
+    allowed: || "true or false".to_owned(),
     unset: Value::is_null,
     read: |value| {
-        let object = value.as_object().ok_or_else(|| wrong_at(String::new(), Why::Form, value))?;
         let gate = |(name, on): (&String, &Value)| {
-            // Go's zero value.
-            let on_or_zero = on.as_bool().or_else(|| on.is_null().then_some(false));
-            let on = on_or_zero.ok_or_else(|| wrong_at(format!(".{name}"), Why::Form, on))?;
-            Ok((name.clone(), on))
+            // Go reads null as false.
+            let on = if on.is_null() { Ok(false) } else { typed(on, Value::as_bool) };
+            Ok((name.clone(), on.map_err(|invalid| invalid.at(format!(".{name}")))?))
         };
-        object.iter().map(gate).collect()
+        typed(value, Value::as_object)?.iter().map(gate).collect()
     },
     write: |gates| gates.iter().map(|(name, on)| (name.clone(), json!(on))).collect::<Map<_, _>>().into(),
 };
 
-const VMODULE: At<Vec<ModuleVerbosity>> = At {
-    at: |c| &mut c.logging.vmodule,
-    kind: "list of {filePattern, verbosity}",
-    allowed: "a list of {filePattern, verbosity}: a file name without = and comma, and 0 or more",
+const VMODULE: TypedField<Vec<ModuleVerbosity>> = TypedField {
+    locate: |c| &mut c.logging.vmodule,
+    type_name: "list of {filePattern, verbosity}",
+    allowed: || {
+        "a list of {filePattern, verbosity}: a file name without = and comma, and 0 or more".to_owned()
+    },
     unset: Value::is_null,
     read: |value| {
-        let list = value.as_array().ok_or_else(|| wrong_at(String::new(), Why::Form, value))?;
-        list.iter().enumerate().map(|(index, module)| read_module(index, module)).collect()
+        let module = |(index, module): (usize, &Value)| {
+            read_module(module).map_err(|problem| InvalidValue::new(problem, module).at(format!("[{index}]")))
+        };
+        typed(value, Value::as_array)?.iter().enumerate().map(module).collect()
     },
     write: |modules| {
         let module = |module: &ModuleVerbosity| json!({"filePattern": module.file_pattern, "verbosity": module.verbosity});
@@ -345,70 +349,39 @@ const VMODULE: At<Vec<ModuleVerbosity>> = At {
     },
 };
 
-fn read_module(index: usize, module: &Value) -> Read<ModuleVerbosity> {
-    let wrong = |why| wrong_at(format!("[{index}]"), why, module);
-    let object = module.as_object().ok_or_else(|| wrong(Why::Form))?;
-    let pattern = match object.get("filePattern") {
-        None | Some(Value::Null) => "",
-        Some(pattern) => pattern.as_str().ok_or_else(|| wrong(Why::Form))?,
-    };
-    let verbosity = match object.get("verbosity") {
-        None | Some(Value::Null) => 0,
-        Some(verbosity) => as_whole(verbosity).ok_or_else(|| wrong(Why::Form))?,
-    };
-    let verbosity = u32::try_from(verbosity).ok().filter(|verbosity| i64::from(*verbosity) <= HIGHEST_I32);
+fn read_module(module: &Value) -> Result<ModuleVerbosity, Problem> {
+    let object = module.as_object().ok_or(Problem::WrongType)?;
+    let given = |name: &str| object.get(name).filter(|value| !value.is_null());
+    let pattern = given("filePattern").map_or(Some(""), Value::as_str).ok_or(Problem::WrongType)?;
+    let verbosity = given("verbosity").map_or(Some(0), as_whole).ok_or(Problem::WrongType)?;
+    let verbosity = i32::try_from(verbosity).ok().and_then(|verbosity| u32::try_from(verbosity).ok());
     match verbosity {
         Some(verbosity) if !pattern.is_empty() && !pattern.contains(['=', ',']) => {
             Ok(ModuleVerbosity { file_pattern: pattern.to_owned(), verbosity })
         }
-        _ => Err(wrong(Why::Limit)),
+        _ => Err(Problem::NotAllowed),
     }
 }
 
-const CLUSTER_CIDR: At<Vec<ipnet::IpNet>> = At {
-    at: |c| &mut c.cluster_cidrs,
-    kind: "text",
-    allowed: "one network, or two of different families separated by a comma",
-    unset: |value| value.is_null() || value.as_str() == Some(""),
-    read: |value| {
-        let text = value.as_str().ok_or_else(|| wrong_at(String::new(), Why::Form, value))?;
-        let networks: Option<Vec<_>> = text.split(',').map(network::network).collect();
-        let allowed = |networks: &Vec<ipnet::IpNet>| match networks.as_slice() {
-            [_] => true,
-            [one, other] => one.addr().is_ipv4() != other.addr().is_ipv4(),
-            _ => false,
-        };
-        networks.filter(allowed).ok_or_else(|| wrong_at(String::new(), Why::Limit, value))
-    },
+const CLUSTER_CIDR: TypedField<Vec<ipnet::IpNet>> = TypedField {
+    locate: |c| &mut c.cluster_cidrs,
+    type_name: "text",
+    allowed: || "one network, or two of different families separated by a comma".to_owned(),
+    unset: is_empty_text,
+    read: |value| parsed(value, cluster_cidrs),
     write: |networks| {
         let texts: Vec<_> = networks.iter().map(ToString::to_string).collect();
         Value::String(texts.join(","))
     },
 };
 
-/// Text that is read and dropped, as kube-proxy does.
-struct Dropped;
-
-const UNUSED: Dropped = Dropped;
-
-impl Access for Dropped {
-    fn allowed(&self) -> String {
-        "text".to_owned()
-    }
-
-    fn kind(&self) -> &'static str {
-        "text"
-    }
-
-    fn unset(&self, value: &Value) -> bool {
-        value.is_null()
-    }
-
-    fn read(&self, _: &mut Config, value: &Value) -> Read<()> {
-        if value.is_string() { Ok(()) } else { Err(wrong_at(String::new(), Why::Form, value)) }
-    }
-
-    fn write(&self, _: &mut Config) -> Value {
-        Value::String(String::new())
-    }
+fn cluster_cidrs(text: &str) -> Option<Vec<ipnet::IpNet>> {
+    let networks: Vec<ipnet::IpNet> =
+        text.split(',').map(|network| network.parse().ok()).collect::<Option<_>>()?;
+    let allowed = match networks.as_slice() {
+        [_] => true,
+        [one, other] => one.addr().is_ipv4() != other.addr().is_ipv4(),
+        _ => false,
+    };
+    allowed.then_some(networks)
 }

@@ -7,18 +7,18 @@ use serde_json::Value;
 use super::{
     CommandLine, Config,
     fields::field,
-    flags::{FLAGS, Flag, Sets, Takes},
+    flags::{FLAGS, Flag, Sets, ValueKind},
     url::without_userinfo,
 };
 
 impl CommandLine {
-    /// By name. What is only accepted, and not used, is left out, and so is a password.
+    /// By name, without flags that have no effect, and without passwords.
     pub fn values(&self) -> BTreeMap<String, String> {
         let defaults = Config::default();
         let used = FLAGS.iter().filter(|flag| !matches!(flag.sets, Sets::Nothing));
         used.map(|flag| {
             let value = self.value(flag.name).cloned().or_else(|| default_of(flag, &defaults));
-            let text = text(flag.takes, value.as_ref());
+            let text = text(flag.value, value.as_ref());
             let shown = if flag.name == "master" { without_userinfo(&text) } else { text };
             (flag.name.to_owned(), shown)
         })
@@ -37,7 +37,7 @@ fn default_of(flag: &'static Flag, defaults: &Config) -> Option<Value> {
 }
 
 /// As Go writes it.
-fn text(takes: Takes, value: Option<&Value>) -> String {
+fn text(kind: ValueKind, value: Option<&Value>) -> String {
     match value {
         Some(Value::String(text)) => text.clone(),
         Some(Value::Bool(on)) => on.to_string(),
@@ -46,8 +46,8 @@ fn text(takes: Takes, value: Option<&Value>) -> String {
             .filter(|_| number.is_f64())
             .map_or_else(|| number.to_string(), |number| number.to_string()),
         Some(Value::Object(gates)) => joined(gates.iter().map(|(gate, on)| format!("{gate}={on}"))),
-        Some(Value::Array(modules)) if matches!(takes, Takes::Modules) => {
-            let text = |module: &Value, name: &str| text(Takes::Level, module.get(name));
+        Some(Value::Array(modules)) if matches!(kind, ValueKind::Modules) => {
+            let text = |module: &Value, name: &str| text(ValueKind::Level, module.get(name));
             joined(
                 modules
                     .iter()
@@ -55,18 +55,12 @@ fn text(takes: Takes, value: Option<&Value>) -> String {
             )
         }
         Some(Value::Array(items)) => {
-            format!("[{}]", joined(items.iter().map(|item| text(takes, Some(item)))))
+            format!("[{}]", joined(items.iter().map(|item| text(kind, Some(item)))))
         }
-        None | Some(Value::Null) => match takes {
-            Takes::Switch | Takes::Version => "false".to_owned(),
-            Takes::List(_) => "[]".to_owned(),
-            Takes::Text(_)
-            | Takes::Integer
-            | Takes::Level
-            | Takes::Number
-            | Takes::Duration
-            | Takes::Gates
-            | Takes::Modules => String::new(),
+        None | Some(Value::Null) => match kind.placeholder() {
+            None => "false".to_owned(),
+            Some(_) if matches!(kind, ValueKind::List(_)) => "[]".to_owned(),
+            Some(_) => String::new(),
         },
     }
 }

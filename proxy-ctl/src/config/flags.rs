@@ -1,4 +1,7 @@
-//! The table of every flag of `run`: kube-proxy's, those that it once had, and our own.
+//! The table of every flag of `run`: kube-proxy's, those of its older versions, and our own. clap parses and shows flags
+//! by it.
+
+use clap::{Arg, ArgAction};
 
 /// One flag.
 #[derive(Clone, Copy, Debug)]
@@ -6,7 +9,7 @@ pub struct Flag {
     /// Without dashes; each `-` in it may also be written as `_`.
     pub name: &'static str,
     pub short: Option<char>,
-    pub takes: Takes,
+    pub value: ValueKind,
     pub sets: Sets,
     pub group: Group,
     /// Why it should not be used any more.
@@ -14,16 +17,16 @@ pub struct Flag {
     pub help: &'static str,
 }
 
-/// What follows the flag, as Go reads it.
+/// The value that follows a flag.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Takes {
+pub enum ValueKind {
     /// `--flag`, `--flag=false`.
     Switch,
-    /// With the word that stands for it in the help text.
+    /// With its placeholder in the help text.
     Text(&'static str),
-    /// 32 bits; `0x10` and the like too.
+    /// 32 bits.
     Integer,
-    /// Decimal, 31 bits.
+    /// 31 bits, not negative.
     Level,
     Number,
     Duration,
@@ -37,9 +40,9 @@ pub enum Takes {
     Version,
 }
 
-impl Takes {
-    /// What stands for the value in the help text; `None`: no value is needed.
-    pub fn value_name(self) -> Option<&'static str> {
+impl ValueKind {
+    /// The placeholder in the help text; `None`: no value is needed.
+    pub fn placeholder(self) -> Option<&'static str> {
         match self {
             Self::Switch | Self::Version => None,
             Self::Text(name) | Self::List(name) => Some(name),
@@ -57,14 +60,14 @@ impl Takes {
 pub enum Sets {
     /// These fields, whichever the mode uses. Ignored where there is a file.
     Fields(&'static [&'static str]),
-    /// This field, also over what the file says.
-    Wins(&'static str),
-    /// Something that the file cannot say.
+    /// This field, and the flag overrides the file.
+    Override(&'static str),
+    /// A setting that the file does not have.
     Other,
     Nothing,
 }
 
-/// Under which heading a flag is told.
+/// The heading in the help text.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Group {
     Main,
@@ -88,36 +91,36 @@ impl Group {
     }
 }
 
-const fn flag(group: Group, name: &'static str, takes: Takes, sets: Sets, help: &'static str) -> Flag {
-    Flag { name, short: None, takes, sets, group, deprecated: None, help }
+const fn flag(group: Group, name: &'static str, value: ValueKind, sets: Sets, help: &'static str) -> Flag {
+    Flag { name, short: None, value, sets, group, deprecated: None, help }
 }
 
-const fn main(name: &'static str, takes: Takes, sets: Sets, help: &'static str) -> Flag {
-    flag(Group::Main, name, takes, sets, help)
+const fn main(name: &'static str, value: ValueKind, sets: Sets, help: &'static str) -> Flag {
+    flag(Group::Main, name, value, sets, help)
 }
 
-const fn own(name: &'static str, takes: Takes, sets: Sets, help: &'static str) -> Flag {
-    flag(Group::Own, name, takes, sets, help)
+const fn own(name: &'static str, value: ValueKind, sets: Sets, help: &'static str) -> Flag {
+    flag(Group::Own, name, value, sets, help)
 }
 
-const fn logging(name: &'static str, takes: Takes, field: &'static str, help: &'static str) -> Flag {
-    flag(Group::Logging, name, takes, Sets::Wins(field), help)
+const fn logging(name: &'static str, value: ValueKind, field: &'static str, help: &'static str) -> Flag {
+    flag(Group::Logging, name, value, Sets::Override(field), help)
 }
 
 /// Its help is that of the field.
-const fn set(name: &'static str, takes: Takes, fields: &'static [&'static str]) -> Flag {
-    flag(Group::Settings, name, takes, Sets::Fields(fields), "")
+const fn set(name: &'static str, value: ValueKind, fields: &'static [&'static str]) -> Flag {
+    flag(Group::Settings, name, value, Sets::Fields(fields), "")
 }
 
 /// Of the logger that kube-proxy had before 1.26.
-const fn klog(name: &'static str, takes: Takes) -> Flag {
+const fn klog(name: &'static str, value: ValueKind) -> Flag {
     Flag {
         deprecated: Some("it has no effect: the log goes to stderr"),
-        ..flag(Group::Legacy, name, takes, Sets::Nothing, "Of kube-proxy before 1.26. No effect.")
+        ..flag(Group::Legacy, name, value, Sets::Nothing, "Of kube-proxy before 1.26. No effect.")
     }
 }
 
-use Takes::{Duration, Gates, Integer, Level, List, Modules, Number, Switch, Text, Version};
+use ValueKind::{Duration, Gates, Integer, Level, List, Modules, Number, Switch, Text, Version};
 
 pub static FLAGS: &[Flag] = &[
     main("config", Text("FILE"), Sets::Other, "The KubeProxyConfiguration file, YAML or JSON."),
@@ -137,7 +140,7 @@ pub static FLAGS: &[Flag] = &[
     main(
         "hostname-override",
         Text("NAME"),
-        Sets::Wins("hostnameOverride"),
+        Sets::Override("hostnameOverride"),
         "Name of this node's Node object [default: the host's name in lower case].",
     ),
     main("master", Text("URL"), Sets::Other, "The API server's address, instead of the kubeconfig's."),
@@ -149,7 +152,7 @@ pub static FLAGS: &[Flag] = &[
         Sets::Other,
         "Serve the Services, EndpointSlices and the Node in the YAML and JSON files of this folder, without an API server.",
     ),
-    own("bpffs", Text("DIR"), Sets::Wins("ebpf.bpffs"), "Where the tables are pinned."),
+    own("bpffs", Text("DIR"), Sets::Override("ebpf.bpffs"), "Where the tables are pinned."),
     Flag { short: Some('v'), ..logging("v", Level, "logging.verbosity", "How much is logged: 0 to 10.") },
     logging(
         "vmodule",
@@ -262,7 +265,7 @@ pub static FLAGS: &[Flag] = &[
     klog("stderrthreshold", Text("SEVERITY")),
 ];
 
-/// Flags that are gone, and what takes their place.
+/// Flags that kube-proxy no longer has, and what to use instead.
 pub static REMOVED: &[(&str, &str)] = &[
     ("azure-container-registry-config", "nothing takes its place, leave it out"),
     ("cleanup-iptables", "use --cleanup"),
@@ -285,17 +288,34 @@ impl Flag {
     pub fn fields(&'static self) -> &'static [&'static str] {
         match &self.sets {
             Sets::Fields(fields) => fields,
-            Sets::Wins(field) => std::slice::from_ref(field),
+            Sets::Override(field) => std::slice::from_ref(field),
             Sets::Other | Sets::Nothing => &[],
         }
     }
 
-    /// What it does, for people.
-    pub fn told(&'static self) -> &'static str {
+    /// Its help text, or that of its field.
+    pub fn description(&'static self) -> &'static str {
         if !self.help.is_empty() {
             return self.help;
         }
         let field = self.fields().first().and_then(|path| super::fields::field(path));
         field.map_or("", |field| field.help)
+    }
+
+    /// For help texts, completions and manual pages.
+    pub fn argument(&'static self) -> Arg {
+        let help = match self.deprecated {
+            Some(why) => format!("{} Deprecated: {why}.", self.description()),
+            None => self.description().to_owned(),
+        };
+        let argument = Arg::new(self.name).long(self.name).help(help).help_heading(self.group.heading());
+        let argument = match self.short {
+            Some(letter) => argument.short(letter),
+            None => argument,
+        };
+        match self.value.placeholder() {
+            Some(name) => argument.value_name(name).action(ArgAction::Append),
+            None => argument.action(ArgAction::SetTrue),
+        }
     }
 }

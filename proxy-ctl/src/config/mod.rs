@@ -1,8 +1,7 @@
-//! What `run` is told: a `KubeProxyConfiguration` as kube-proxy reads it, with our own section `ebpf`, and the flags.
+//! The configuration of `run`: a `KubeProxyConfiguration` as kube-proxy reads it, with our own section `ebpf`, and the flags.
 //!
-//! [`fields`] and [`flags`] are the two tables of everything that can be said. A file and a command line are
-//! [`Effective::resolve`]d once into a [`Config`], in which everything is validated and defaulted; the parser, the
-//! documentation and what is written back all go by the tables.
+//! [`fields`] and [`flags`] are the two tables of all settings. A file and a command line are resolved once into a
+//! [`Config`], in which everything is validated and defaulted; the parsers, the documentation and the writer use the tables.
 
 mod access;
 mod command_line;
@@ -15,8 +14,6 @@ mod fields;
 mod flag_values;
 mod flags;
 mod media;
-mod network;
-mod quantity;
 mod resolve;
 mod url;
 
@@ -26,14 +23,14 @@ use std::{
     time::Duration,
 };
 
-pub use access::Word;
-pub use command_line::{CommandLine, FlagError, Version};
+pub use access::Keyword;
+pub use command_line::{CommandLine, FlagError, VersionFormat};
 pub use ebpf::{
     Algorithm, Ebpf, Forwarding, Interfaces, Limits, NamePattern, SocketLoadBalancing, SourceAddress, Xdp,
 };
 pub use feature_gates::is_gone as is_gone_gate;
 pub use fields::{FIELDS, Field};
-pub use flags::{FLAGS, Flag, Group, REMOVED, Sets, Takes};
+pub use flags::{FLAGS, Flag, Group, REMOVED, Sets, ValueKind};
 use ipnet::IpNet;
 pub use media::Encoding;
 pub use resolve::{Effective, Origin};
@@ -42,7 +39,7 @@ pub use url::without_userinfo;
 /// `mode` of the file, `--proxy-mode` of the command line.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum RequestedMode {
-    /// Nothing was asked for.
+    /// No mode was asked for.
     #[default]
     Automatic,
     Ebpf,
@@ -52,7 +49,7 @@ pub enum RequestedMode {
     Userspace,
 }
 
-impl Word for RequestedMode {
+impl Keyword for RequestedMode {
     const WORDS: &'static [(&'static str, Self)] = &[
         ("ebpf", Self::Ebpf),
         ("nftables", Self::Nftables),
@@ -68,7 +65,7 @@ impl std::fmt::Display for RequestedMode {
     }
 }
 
-/// Everything the file and the flags can say, true from here on.
+/// All settings of the file and the flags, valid and with their defaults.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
     /// In the order of their names. Each is known.
@@ -108,6 +105,7 @@ pub struct Config {
     pub oom_score_adj: i32,
     pub conntrack: Conntrack,
     pub config_sync_period: Duration,
+    pub port_range: IgnoredText,
     pub ebpf: Ebpf,
 }
 
@@ -117,7 +115,7 @@ pub struct ClientConnection {
     pub accept_content_types: Option<String>,
     pub content_type: Encoding,
     /// Requests a second. Negative: as many as wanted.
-    pub qps: f32,
+    pub qps: f64,
     pub burst: u32,
 }
 
@@ -128,7 +126,7 @@ pub enum LogFormat {
     Json,
 }
 
-impl Word for LogFormat {
+impl Keyword for LogFormat {
     const WORDS: &'static [(&'static str, Self)] = &[("text", Self::Text), ("json", Self::Json)];
 }
 
@@ -154,7 +152,7 @@ pub struct ModuleVerbosity {
 pub struct OutputRouting {
     /// Errors to stderr, everything else to stdout.
     pub split_stream: bool,
-    /// A Kubernetes quantity of bytes, in its usual form.
+    /// A Kubernetes quantity of bytes, as it was written. Without effect.
     pub info_buffer_size: String,
 }
 
@@ -206,6 +204,10 @@ pub struct Winkernel {
     pub forward_health_check_vip: bool,
 }
 
+/// A text without meaning, which is not kept.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct IgnoredText;
+
 /// How traffic of the node's own pods is told from other traffic.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum LocalMode {
@@ -216,7 +218,7 @@ pub enum LocalMode {
     InterfaceNamePrefix,
 }
 
-impl Word for LocalMode {
+impl Keyword for LocalMode {
     const WORDS: &'static [(&'static str, Self)] = &[
         ("ClusterCIDR", Self::ClusterCidr),
         ("NodeCIDR", Self::NodeCidr),
@@ -242,7 +244,7 @@ impl NodePortAddress {
             "primary" => Some(Self::Primary),
             "localhost" => Some(Self::Localhost),
             "all" => Some(Self::All),
-            network => network::network(network).map(Self::Network),
+            network => network.parse().ok().map(Self::Network),
         }
     }
 
@@ -312,12 +314,12 @@ impl Config {
         document::of(self)
     }
 
-    /// What only flags can say, such as a pause of zero: a file that says the same means something else. Each with
-    /// what the file would mean.
+    /// Settings that only flags can have, such as a pause of zero, which means the default in a file. Each with the value
+    /// that the file would have.
     pub fn not_for_a_file(&self) -> Vec<(&'static Field, serde_json::Value)> {
         let Some(read) = Effective::of_document(self.to_document()) else { return Vec::new() };
         let differs = |field: &&Field| field.value(&read.config) != field.value(self);
-        let used = FIELDS.iter().filter(|field| field.counts_in(self.mode)).filter(differs);
+        let used = FIELDS.iter().filter(|field| field.applies_in(self.mode)).filter(differs);
         used.map(|field| (field, field.value(&read.config))).collect()
     }
 
@@ -415,6 +417,7 @@ impl Default for Config {
                 tcp_be_liberal: false,
             },
             config_sync_period: 900 * second,
+            port_range: IgnoredText,
             ebpf: Ebpf::default(),
         }
     }

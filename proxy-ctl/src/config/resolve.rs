@@ -1,4 +1,4 @@
-//! Defaults, the file and the flags into one configuration, with the origin of each value.
+//! Merges defaults, the file and the flags into one configuration, with the origin of each value.
 
 use std::{
     fmt,
@@ -10,15 +10,14 @@ use std::{
 use serde_json::Value;
 
 use super::{
-    Config, Error, HEALTHZ_PORT, LocalMode, LogFormat, METRICS_PORT, NodePortAddress, OutputRouting,
-    RequestedMode, Word as _,
-    access::Why,
+    Config, Error, HEALTHZ_PORT, Keyword as _, LocalMode, LogFormat, METRICS_PORT, NodePortAddress,
+    RequestedMode,
+    access::{InvalidValue, Problem},
     command_line::CommandLine,
     document::{self, Document},
     duration, feature_gates,
-    fields::{Counts, DECIDING, FIELDS, Field},
+    fields::{Applies, DECIDING, FIELDS, Field},
     flags::{Flag, Group, Sets},
-    network,
 };
 
 /// Where a value comes from.
@@ -40,13 +39,13 @@ impl fmt::Display for Origin {
     }
 }
 
-/// What counts in the end.
+/// The configuration that applies.
 #[derive(Clone, Debug)]
 pub struct Effective {
     pub config: Config,
     /// Of each of [`FIELDS`].
     origins: Vec<Origin>,
-    /// What an operator should hear: unknown fields, flags that are ignored.
+    /// For the operator: unknown fields, ignored flags.
     pub warnings: Vec<String>,
 }
 
@@ -65,7 +64,7 @@ impl Effective {
         Self::resolve(Some(&File { path: path.to_owned(), document }), line)
     }
 
-    /// `None`: there is something wrong with it.
+    /// `None`: it is invalid.
     pub(super) fn of_document(root: Value) -> Option<Self> {
         let document = Document { root, warnings: Vec::new() };
         Self::resolve(Some(&File { path: PathBuf::new(), document }), &CommandLine::default()).ok()
@@ -77,12 +76,13 @@ impl Effective {
 
     fn resolve(file: Option<&File>, line: &CommandLine) -> Result<Self, Error> {
         let mut resolution = Resolution::new(file, line);
-        resolution.shape();
+        resolution.check_structure();
         let (deciding, others) = FIELDS.split_at(DECIDING);
         deciding.iter().for_each(|field| resolution.read(field));
         resolution.defaults_of_the_file();
         others.iter().for_each(|field| resolution.read(field));
-        resolution.what_kube_proxy_changes();
+        resolution.normalize_host_name();
+        resolution.drop_split_streams_of_the_file();
         resolution.deprecated_ports();
         resolution.ignored_flags();
         resolution.platform_defaults();
@@ -98,7 +98,7 @@ impl Effective {
     /// Every field with its value, as the file would say it, and where that comes from. Fields of a section that the
     /// mode does not use are left out.
     pub fn values(&self) -> Vec<(&'static Field, Value, Origin)> {
-        let used = FIELDS.iter().zip(&self.origins).filter(|(field, _)| field.counts_in(self.config.mode));
+        let used = FIELDS.iter().zip(&self.origins).filter(|(field, _)| field.applies_in(self.config.mode));
         used.map(|(field, origin)| (field, field.value(&self.config), *origin)).collect()
     }
 
@@ -109,6 +109,8 @@ impl Effective {
 }
 
 const ALPHA_LOGGING: &str = "LoggingAlphaOptions";
+const TEXT_SPLIT_STREAM: &str = "logging.options.text.splitStream";
+const JSON_SPLIT_STREAM: &str = "logging.options.json.splitStream";
 
 struct File {
     path: PathBuf,
@@ -132,36 +134,35 @@ impl<'a> Resolution<'a> {
         Self { file, line, config: Config::default(), origins, warnings, problems: Vec::new() }
     }
 
-    fn shape(&mut self) {
+    fn check_structure(&mut self) {
         let Some(file) = self.file else { return };
         let at = file.path.display();
-        let shape = file.document.shape();
-        self.problems.extend(shape.problems.iter().map(|problem| format!("{at}: {problem}")));
-        let unknown =
-            shape.unknown.iter().map(|field| format!("{at}: {field} is not a known field, ignored"));
-        self.warnings.extend(unknown);
+        let structure = file.document.structure();
+        self.problems.extend(structure.problems.iter().map(|problem| format!("{at}: {problem}")));
+        let unknown = structure.unknown.iter();
+        self.warnings.extend(unknown.map(|field| format!("{at}: {field} is not a known field, ignored")));
     }
 
-    /// The flag that says what `field` is, if one is given that counts.
+    /// The flag that sets `field`, if one is given that is not ignored.
     fn flag(&self, field: &Field) -> Option<(&'static Flag, Value)> {
-        let counts = |flag: &Flag| match flag.sets {
+        let applies = |flag: &Flag| match flag.sets {
             Sets::Fields(_) => self.file.is_none(),
-            Sets::Wins(_) => true,
+            Sets::Override(_) => true,
             Sets::Other | Sets::Nothing => false,
         };
         let mut given = self.line.given();
-        let (flag, value) = given.find(|(flag, _)| counts(flag) && flag.fields().contains(&field.path))?;
-        // Text that says nothing changes nothing, but to the logger; as with kube-proxy, a flag's zero is a value of its own.
+        let (flag, value) = given.find(|(flag, _)| applies(flag) && flag.fields().contains(&field.path))?;
+        // As with kube-proxy: an empty text changes nothing, but for the logger; a zero is a value.
         (value != "" || flag.group == Group::Logging).then(|| (flag, value.clone()))
     }
 
-    fn read(&mut self, field: &'static Field) {
+    fn given_value(&self, field: &Field) -> (Origin, Option<Value>) {
         let from_file = self.file.and_then(|file| file.document.value(field.path));
         let from_file = from_file.filter(|value| !field.access.unset(value));
-        let (origin, value) = match (self.flag(field), from_file) {
-            // The modules of both count, the flag's first.
+        match (self.flag(field), from_file) {
+            // The modules of both apply, the flag's first.
             (Some((flag, Value::Array(mut modules))), Some(Value::Array(more)))
-                if flag.sets == Sets::Wins(field.path) =>
+                if flag.sets == Sets::Override(field.path) =>
             {
                 modules.extend(more.iter().cloned());
                 (Origin::Flag(flag.name), Some(Value::Array(modules)))
@@ -169,42 +170,40 @@ impl<'a> Resolution<'a> {
             (Some((flag, value)), _) => (Origin::Flag(flag.name), Some(value)),
             (None, Some(value)) => (Origin::File, Some(value.clone())),
             (None, None) => (Origin::Default, None),
+        }
+    }
+
+    fn read(&mut self, field: &'static Field) {
+        let (origin, value) = self.given_value(field);
+        let applies = field.applies_in(self.config.mode);
+        let mut discarded = (!applies).then(|| self.config.clone());
+        let config = discarded.as_mut().unwrap_or(&mut self.config);
+        let result = value.map_or(Ok(()), |value| field.access.read(config, &value));
+        self.origins.push(if applies { origin } else { Origin::Default });
+        let Err(invalid) = result else { return };
+        let used = match field.applies {
+            Applies::Always => true,
+            Applies::InMode(_) => applies,
+            Applies::WhenUsed(used) => used(&self.config),
         };
-        let elsewhere = !field.counts_in(self.config.mode);
-        self.origins.push(if elsewhere { Origin::Default } else { origin });
-        let Some(value) = value else { return };
-        let result = if elsewhere {
-            field.access.read(&mut self.config.clone(), &value)
-        } else {
-            field.access.read(&mut self.config, &value)
-        };
-        let Err(wrong) = result else {
-            let left_out = field.access.left_out(&value);
-            if !left_out.is_empty() {
-                let (name, left_out) = (self.name(field.path, origin, ""), left_out.join(", "));
-                self.warnings.push(format!("{name}: {left_out} cannot be read here and is left out"));
-            }
-            return;
-        };
-        let unused = match field.counts {
-            Counts::Always => false,
-            Counts::InMode(_) => elsewhere,
-            Counts::Used(used) => !used(&self.config),
-        };
-        let (part, allowed, found) = (&wrong.part, field.allowed(), &wrong.found);
-        let name = self.name(field.path, origin, part);
-        if unused && wrong.why == Why::Limit {
+        self.report(field, origin, &invalid, used);
+    }
+
+    fn report(&mut self, field: &Field, origin: Origin, invalid: &InvalidValue, used: bool) {
+        let InvalidValue { part, found, problem } = invalid;
+        let (name, allowed) = (self.name(field.path, origin, part), field.allowed());
+        if !used && *problem == Problem::NotAllowed {
             if let Some(origin) = self.origins.last_mut() {
                 *origin = Origin::Default;
             }
             self.warnings.push(format!("{name} is ignored, and should be {allowed}, found {found}"));
         } else {
-            let later = if wrong.why == Why::NotBuilt { ", which is not built yet" } else { "" };
-            self.problems.push(format!("{name} must be {allowed}, found {found}{later}"));
+            let planned = if *problem == Problem::NotBuilt { ", which is not built yet" } else { "" };
+            self.problems.push(format!("{name} must be {allowed}, found {found}{planned}"));
         }
     }
 
-    /// What an error calls a field: by the file or the flag that said it.
+    /// The name of a field in an error: with the file or the flag that set it.
     fn name(&self, path: &str, origin: Origin, part: &str) -> String {
         match (origin, self.file) {
             (Origin::Flag(flag), _) => format!("--{flag} ({path}{part})"),
@@ -222,7 +221,7 @@ impl<'a> Resolution<'a> {
         self.problems.push(problem);
     }
 
-    /// Two defaults of a file depend on what else it says. Those of the flags do not.
+    /// Some defaults of a file depend on its other fields. Those of the flags do not.
     fn defaults_of_the_file(&mut self) {
         if self.file.is_none() {
             return;
@@ -238,25 +237,26 @@ impl<'a> Resolution<'a> {
         }
     }
 
-    /// The name of a flag is written as it is meant, that of a file as it stands there. A file's splitStream without its
-    /// gate is no error: kube-proxy loses the value before it looks.
-    fn what_kube_proxy_changes(&mut self) {
+    /// The file's name is normalized when it is used, and written back as it is.
+    fn normalize_host_name(&mut self) {
         if let (Some(Origin::Flag(_)), Some(name)) =
             (self.origin("hostnameOverride"), self.config.node_name())
         {
             self.config.hostname_override = Some(name);
         }
+    }
+
+    /// Without the feature gate they are an error in a flag, but kube-proxy ignores them in a file.
+    fn drop_split_streams_of_the_file(&mut self) {
         if feature_gates::is_on(&self.config.feature_gates, ALPHA_LOGGING) {
             return;
         }
-        let from_file = |path| self.origin(path) == Some(Origin::File);
-        let (text, json) = ("logging.options.text.splitStream", "logging.options.json.splitStream");
-        let (text_is_lost, json_is_lost) = (from_file(text), from_file(json));
-        for (lost, path, routing) in [
-            (text_is_lost, text, &mut self.config.logging.text),
-            (json_is_lost, json, &mut self.config.logging.json),
-        ] {
-            if lost && std::mem::take(&mut routing.split_stream) {
+        let from_file =
+            [TEXT_SPLIT_STREAM, JSON_SPLIT_STREAM].map(|path| self.origin(path) == Some(Origin::File));
+        let logging = &mut self.config.logging;
+        let streams = [(TEXT_SPLIT_STREAM, &mut logging.text), (JSON_SPLIT_STREAM, &mut logging.json)];
+        for ((path, routing), from_file) in streams.into_iter().zip(from_file) {
+            if from_file && std::mem::take(&mut routing.split_stream) {
                 self.warnings.push(format!("{path} is ignored: the feature gate {ALPHA_LOGGING} is off"));
             }
         }
@@ -267,7 +267,7 @@ impl<'a> Resolution<'a> {
         self.origins.get(index).copied()
     }
 
-    /// The port of `--healthz-port` is for an address without one; 0 ends the server, which a file cannot say.
+    /// The port of `--healthz-port` is for an address without one. 0 disables the server, which a file cannot do.
     fn deprecated_ports(&mut self) {
         if self.file.is_some() || self.line.text("write-config-to").is_some() {
             return;
@@ -278,7 +278,7 @@ impl<'a> Resolution<'a> {
         ];
         for (flag, address_flag, address) in ports {
             let Some(port) = self.line.value(flag).and_then(Value::as_i64) else { continue };
-            let alone = self.line.text(address_flag).and_then(network::address);
+            let alone = self.line.text(address_flag).and_then(|text| text.parse().ok());
             match (u16::try_from(port), alone) {
                 (Ok(0), _) => *address = None,
                 (Ok(port), Some(alone)) => *address = Some(SocketAddr::new(alone, port)),
@@ -297,7 +297,7 @@ impl<'a> Resolution<'a> {
         let Some(file) = self.file else { return };
         let ignored = self.line.given().filter(|(flag, _)| matches!(flag.sets, Sets::Fields(_)));
         let warning = |(flag, _): (&Flag, _)| {
-            format!("--{} is ignored: what counts is the file {}", flag.name, file.path.display())
+            format!("--{} is ignored: the file {} is used instead", flag.name, file.path.display())
         };
         let ignored: Vec<_> = ignored.map(warning).collect();
         self.warnings.extend(ignored);
@@ -309,43 +309,42 @@ impl<'a> Resolution<'a> {
         }
     }
 
-    /// What can only be said of several values together.
+    /// Checks that concern several fields.
     fn check(&mut self) {
         self.check_periods();
-        let needed = match self.config.detect_local_mode {
-            LocalMode::BridgeInterface => {
-                Some(("detectLocal.bridgeInterface", &self.config.bridge_interface))
-            }
-            LocalMode::InterfaceNamePrefix => {
-                Some(("detectLocal.interfaceNamePrefix", &self.config.interface_name_prefix))
-            }
-            LocalMode::ClusterCidr | LocalMode::NodeCidr => None,
-        };
-        if let Some((path, _)) = needed.filter(|(_, name)| name.is_empty()) {
-            let mode = self.config.detect_local_mode.word();
-            self.problem(
-                path,
-                format_args!("an interface name because of detectLocalMode {mode}, found nothing"),
-            );
-        }
+        self.check_local_detection();
         self.check_logging();
-        let gates = self.named("featureGates");
-        let wrong = feature_gates::wrong(&self.config.feature_gates);
-        self.problems.extend(wrong.map(|(gate, problem)| format!("{gates}.{gate} {problem}")));
-        let gone = self.config.feature_gates.iter().filter(|(gate, _)| feature_gates::is_gone(gate));
-        let gone =
-            gone.map(|(gate, _)| format!("{gates}.{gate} is ignored: the gate is gone, and always on"));
-        self.warnings.extend(gone);
-        if self
-            .line
-            .value("hostname-override")
-            .and_then(Value::as_str)
-            .is_some_and(|name| !name.is_empty() && name.trim().is_empty())
-        {
-            self.problems.push(
-                "--hostname-override (hostnameOverride) must be the name of a Node, found nothing".to_owned(),
-            );
+        self.check_feature_gates();
+        let name = self.line.value("hostname-override").and_then(Value::as_str).unwrap_or_default();
+        if !name.is_empty() && name.trim().is_empty() {
+            self.problem("hostnameOverride", "the name of a Node, found nothing");
         }
+    }
+
+    fn check_local_detection(&mut self) {
+        let (path, name) = match self.config.detect_local_mode {
+            LocalMode::BridgeInterface => ("detectLocal.bridgeInterface", &self.config.bridge_interface),
+            LocalMode::InterfaceNamePrefix => {
+                ("detectLocal.interfaceNamePrefix", &self.config.interface_name_prefix)
+            }
+            LocalMode::ClusterCidr | LocalMode::NodeCidr => return,
+        };
+        if name.is_empty() {
+            let mode = self.config.detect_local_mode.word();
+            let must = format!("an interface name because of detectLocalMode {mode}, found nothing");
+            self.problem(path, must);
+        }
+    }
+
+    fn check_feature_gates(&mut self) {
+        let name = self.named("featureGates");
+        let gates = &self.config.feature_gates;
+        let invalid = feature_gates::invalid(gates);
+        self.problems.extend(invalid.map(|(gate, problem)| format!("{name}.{gate} {problem}")));
+        let gone = gates.iter().filter(|(gate, _)| feature_gates::is_gone(gate));
+        let warning =
+            |(gate, _): &(String, bool)| format!("{name}.{gate} is ignored: the gate is gone, and always on");
+        self.warnings.extend(gone.map(warning));
     }
 
     fn check_periods(&mut self) {
@@ -385,23 +384,15 @@ impl<'a> Resolution<'a> {
         if feature_gates::is_on(&self.config.feature_gates, ALPHA_LOGGING) {
             return;
         }
-        let needs_gate = |routing: &OutputRouting, split, buffer| {
-            let split = routing.split_stream.then_some((split, "false"));
-            let buffer = (routing.info_buffer_size != "0").then_some((buffer, "0"));
-            [split, buffer]
-        };
-        let logging = &self.config.logging;
-        let text = needs_gate(
-            &logging.text,
-            "logging.options.text.splitStream",
-            "logging.options.text.infoBufferSize",
-        );
-        let json = needs_gate(
-            &logging.json,
-            "logging.options.json.splitStream",
-            "logging.options.json.infoBufferSize",
-        );
-        for (path, allowed) in text.into_iter().chain(json).flatten() {
+        let mut needs_gate = Vec::new();
+        for (split_stream, buffer_size, routing) in [
+            (TEXT_SPLIT_STREAM, "logging.options.text.infoBufferSize", &self.config.logging.text),
+            (JSON_SPLIT_STREAM, "logging.options.json.infoBufferSize", &self.config.logging.json),
+        ] {
+            needs_gate.extend(routing.split_stream.then_some((split_stream, "false")));
+            needs_gate.extend((routing.info_buffer_size != "0").then_some((buffer_size, "0")));
+        }
+        for (path, allowed) in needs_gate {
             self.problem(path, format_args!("{allowed}, unless the feature gate {ALPHA_LOGGING} is on"));
         }
     }

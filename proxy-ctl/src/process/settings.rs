@@ -64,7 +64,7 @@ impl Settings {
         let config = kubernetes::Config {
             kubeconfig: connection.kubeconfig.clone(),
             master: self.master.clone(),
-            qps: connection.qps.into(),
+            qps: connection.qps,
             burst: connection.burst,
             content_type: connection.content_type,
             accept_content_types: connection.accept_content_types.clone(),

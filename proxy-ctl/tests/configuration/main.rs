@@ -1,7 +1,7 @@
-//! Our flags and configuration files against the real kube-proxy's: what is taken, what is refused and which field the
-//! error names, and what `--write-config-to` writes. Needs no root.
+//! Flags and configuration files, compared with the real kube-proxy: which are accepted, which field an error names, and
+//! what `--write-config-to` writes. Needs no root.
 //!
-//! What kube-proxy says is recorded in `recorded.json`:
+//! The answers of kube-proxy are recorded in `recorded.json`:
 //!
 //!     cargo test -p proxy-ctl --test configuration -- --ignored record
 //!
@@ -18,7 +18,7 @@ use std::{
 };
 
 use oracle::{Answer, Case, Recording, Verdict};
-use proxy_ctl::config::{FIELDS, FLAGS, Group, REMOVED, Takes, documentation};
+use proxy_ctl::config::{FIELDS, FLAGS, Group, REMOVED, ValueKind, documentation};
 use serde_json::Value;
 
 const CORPUS: &str = include_str!("corpus.yaml");
@@ -43,12 +43,12 @@ fn ours(case: &Case) -> Answer {
     oracle::ask(&[Path::new(env!("CARGO_BIN_EXE_proxy-ctl")), Path::new("run")], case)
 }
 
-/// Ours without what only we have.
+/// Our document without fields that kube-proxy does not have.
 fn comparable(document: &Value, theirs: &Value) -> Value {
     let mut document = document.clone();
     let object = document.as_object_mut().unwrap();
     object.remove("ebpf");
-    // What becomes of no mode depends on the node; kube-proxy decides at once.
+    // Without a mode, ours is chosen on the node; kube-proxy chooses at once.
     if object["mode"] == "" && theirs["mode"] == "iptables" {
         object.insert("mode".to_owned(), "iptables".into());
     }
@@ -72,12 +72,12 @@ fn differences(path: &str, one: &Value, other: &Value, found: &mut Vec<String>) 
     }
 }
 
-/// What is wrong with our answer.
+/// The difference between two answers that is not listed.
 fn compare(case: &Case, ours: &Answer, theirs: &Answer) -> Result<(), String> {
     let listed = case.differs.as_ref();
     let expected = listed.and_then(|differs| differs.ours);
     if expected == Some(theirs.verdict()) {
-        return Err("is listed as different, but kube-proxy says the same".to_owned());
+        return Err("is listed as different, but the answers are the same".to_owned());
     }
     if ours.verdict() != expected.unwrap_or(theirs.verdict()) {
         return Err(format!("ours: {ours:?}, kube-proxy: {theirs:?}"));
@@ -107,7 +107,7 @@ fn compare(case: &Case, ours: &Answer, theirs: &Answer) -> Result<(), String> {
 }
 
 #[test]
-fn the_corpus_is_taken_as_kube_proxy_takes_it() {
+fn corpus_is_accepted_as_by_kube_proxy() {
     let recording = recording();
     let cases = corpus();
     assert!(cases.len() >= 60, "{} cases", cases.len());
@@ -123,7 +123,7 @@ fn the_corpus_is_taken_as_kube_proxy_takes_it() {
 }
 
 #[test]
-fn every_refusal_of_kube_proxy_that_names_a_field_is_understood() {
+fn every_field_that_an_error_of_kube_proxy_names_is_recognized() {
     let unnamed =
         ["time: ", "json parse error", "invalid duration ", "quantit", "yaml:", "arguments", "shorthand"];
     for (name, answer) in recording().answers {
@@ -135,11 +135,11 @@ fn every_refusal_of_kube_proxy_that_names_a_field_is_understood() {
 }
 
 #[test]
-fn what_is_written_is_read_back_as_the_same() {
+fn written_files_are_read_back_as_the_same() {
     let folder = tempfile::TempDir::new().unwrap();
     let (first, second) = (folder.path().join("first.yaml"), folder.path().join("second.yaml"));
     for case in corpus() {
-        // A file cannot say that a zero is meant.
+        // Zero means the default in a file.
         let zero = case.name.starts_with("zero ");
         let Answer::Accepted(document) = ours(&case) else { continue };
         fs::write(&first, serde_json::to_string(&document).unwrap()).unwrap();
@@ -160,15 +160,15 @@ fn what_is_written_is_read_back_as_the_same() {
 }
 
 #[test]
-fn every_flag_of_kube_proxy_is_ours() {
+fn we_have_every_flag_of_kube_proxy() {
     let recorded = recording().flags;
     for (name, value) in &recorded {
         let flag = FLAGS.iter().find(|flag| flag.name == name);
         let flag = flag.unwrap_or_else(|| panic!("--{name} is missing"));
         let switch = value.is_empty() || value.starts_with("version");
-        assert_eq!(flag.takes.value_name().is_none(), switch, "--{name} {value}");
+        assert_eq!(flag.value.placeholder().is_none(), switch, "--{name} {value}");
         let duration = value == "duration";
-        assert_eq!(flag.takes == Takes::Duration, duration, "--{name} {value}");
+        assert_eq!(flag.value == ValueKind::Duration, duration, "--{name} {value}");
     }
     for flag in FLAGS.iter().filter(|flag| !matches!(flag.group, Group::Own | Group::Legacy)) {
         assert!(recorded.contains_key(flag.name), "kube-proxy has no --{}", flag.name);
@@ -179,7 +179,7 @@ fn every_flag_of_kube_proxy_is_ours() {
 }
 
 #[test]
-fn every_field_that_kube_proxy_writes_is_ours() {
+fn we_have_every_field_that_kube_proxy_writes() {
     fn leaves(path: &str, value: &Value, found: &mut BTreeSet<String>) {
         let section = value.as_object().filter(|object| !object.is_empty() && path != "featureGates");
         let Some(section) = section else {
@@ -206,7 +206,7 @@ fn every_field_that_kube_proxy_writes_is_ours() {
 }
 
 #[test]
-fn the_documentation_is_complete_and_current() {
+fn documentation_is_complete_and_current() {
     let text = documentation::markdown();
     for field in FIELDS {
         assert!(text.contains(&format!("| `{}` |", field.path)), "{}", field.path);
@@ -214,10 +214,10 @@ fn the_documentation_is_complete_and_current() {
     }
     for flag in FLAGS {
         assert!(text.contains(&format!("`--{}", flag.name)), "{}", flag.name);
-        assert!(!flag.told().is_empty(), "{}", flag.name);
+        assert!(!flag.description().is_empty(), "{}", flag.name);
     }
     let written = fs::read_to_string(here("../docs/configuration.md")).unwrap_or_default();
-    assert!(written == text, "docs/configuration.md is old: run the command at its end");
+    assert!(written == text, "docs/configuration.md is out of date: run the command at its end");
 }
 
 #[test]
@@ -237,7 +237,7 @@ fn record() {
 }
 
 #[test]
-fn the_recording_is_what_the_real_one_says() {
+fn recording_matches_the_real_kube_proxy() {
     let Some(kube_proxy) = oracle::kube_proxy() else { return };
     let (now, then) = (oracle::record(&kube_proxy, &corpus()), recording());
     assert_eq!(now.version, then.version);
@@ -249,7 +249,7 @@ fn the_recording_is_what_the_real_one_says() {
 }
 
 #[test]
-fn the_real_one_takes_what_we_write() {
+fn real_kube_proxy_accepts_what_we_write() {
     let Some(kube_proxy) = oracle::kube_proxy() else { return };
     let folder = tempfile::TempDir::new().unwrap();
     let (first, second) = (folder.path().join("first.yaml"), folder.path().join("second.yaml"));
@@ -275,10 +275,10 @@ fn the_real_one_takes_what_we_write() {
 }
 
 #[test]
-fn the_real_one_knows_the_feature_gates() {
+fn real_kube_proxy_has_the_feature_gates() {
     let Some(kube_proxy) = oracle::kube_proxy() else { return };
     let folder = tempfile::TempDir::new().unwrap();
-    let says = |gates: &str| {
+    let answer_to = |gates: &str| {
         let output = Command::new(&kube_proxy)
             .arg(format!("--feature-gates={gates}"))
             .args(["--write-config-to".as_ref(), folder.path().join("x").as_os_str()])
@@ -294,14 +294,14 @@ fn the_real_one_knows_the_feature_gates() {
         .collect();
     let set = |gate: &Vec<&str>, on: bool| format!("{}={on}", gate[0]);
     let defaults: Vec<_> = gates.iter().map(|gate| set(gate, gate[2] == "on")).collect();
-    let together = says(&defaults.join(","));
+    let together = answer_to(&defaults.join(","));
     assert!(!together.contains("command failed"), "{together}");
     for gate in &gates {
-        let locked = says(&set(gate, gate[2] != "on")).contains("is locked to");
+        let locked = answer_to(&set(gate, gate[2] != "on")).contains("is locked to");
         assert_eq!(locked, gate[1] == "locked", "{gate:?}");
     }
     for gate in FEATURE_GATES.lines().filter_map(|line| line.strip_suffix(" gone on")) {
-        assert!(says(&format!("{gate}=true")).contains("unrecognized feature gate"), "{gate}");
+        assert!(answer_to(&format!("{gate}=true")).contains("unrecognized feature gate"), "{gate}");
     }
     let help = Command::new(&kube_proxy).arg("--help").output().unwrap();
     for line in String::from_utf8(help.stdout).unwrap().lines().filter(|line| line.contains("=true|false ("))
@@ -312,9 +312,9 @@ fn the_real_one_knows_the_feature_gates() {
 }
 
 #[test]
-fn a_difference_is_one() {
+fn listed_differences_exist_and_are_documented() {
     let listed = corpus().into_iter().filter(|case| case.differs.is_some());
-    let told: BTreeSet<_> = documentation::DIFFERENCES.iter().map(|(item, _)| *item).collect();
+    let documented: BTreeSet<_> = documentation::DIFFERENCES.iter().map(|(item, _)| *item).collect();
     let mut shown = BTreeSet::new();
     let recording = recording();
     for case in listed {
@@ -323,9 +323,9 @@ fn a_difference_is_one() {
         assert_ne!(differs.ours, Some(theirs), "{}", case.name);
         assert_eq!(differs.ours.is_some(), differs.paths.is_empty(), "{}", case.name);
         assert!(differs.paths.is_empty() || theirs == Verdict::Accepted, "{}", case.name);
-        assert!(told.contains(differs.item.as_str()), "{}: {} is no item", case.name, differs.item);
+        assert!(documented.contains(differs.item.as_str()), "{}: {} is no item", case.name, differs.item);
         shown.insert(differs.item);
     }
-    let without_case: Vec<_> = told.iter().filter(|item| !shown.contains(**item)).collect();
+    let without_case: Vec<_> = documented.iter().filter(|item| !shown.contains(**item)).collect();
     assert!(without_case.is_empty(), "{without_case:?}");
 }

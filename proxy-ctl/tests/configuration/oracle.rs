@@ -1,4 +1,4 @@
-//! The real kube-proxy: what it says to a case, live or as it was recorded.
+//! The answers of the real kube-proxy to each case, live or recorded.
 
 use std::{
     collections::BTreeMap,
@@ -45,12 +45,12 @@ pub(crate) enum Verdict {
     Refused,
 }
 
-/// What a program says to a case.
+/// The answer of a program to a case.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Answer {
     /// The document that it wrote.
     Accepted(Value),
-    /// The last line that it said.
+    /// What it printed on stderr.
     Refused(String),
 }
 
@@ -72,51 +72,51 @@ pub(crate) struct Recording {
     pub(crate) answers: BTreeMap<String, Answer>,
 }
 
-/// [`Recording`] as it is kept: of each document only what is not the default.
+/// [`Recording`] as it is stored: of each document only what differs from the defaults.
 #[derive(Deserialize, Serialize)]
-struct Kept {
+struct StoredRecording {
     version: String,
     flags: BTreeMap<String, String>,
     defaults: Value,
-    answers: BTreeMap<String, KeptAnswer>,
+    answers: BTreeMap<String, StoredAnswer>,
 }
 
 #[derive(Deserialize, Serialize)]
 #[serde(rename_all = "camelCase")]
-enum KeptAnswer {
+enum StoredAnswer {
     /// By path.
     Accepted(BTreeMap<String, Value>),
     Refused(String),
 }
 
-/// The case whose document the others are told by.
+/// The case whose document holds the defaults.
 const DEFAULTS: &str = "no file and no flag";
 
 impl Recording {
     pub(crate) fn to_json(&self) -> String {
         let Answer::Accepted(defaults) = &self.answers[DEFAULTS] else { panic!("no defaults") };
-        let kept = |answer: &Answer| match answer {
-            Answer::Refused(error) => KeptAnswer::Refused(error.clone()),
+        let stored = |answer: &Answer| match answer {
+            Answer::Refused(error) => StoredAnswer::Refused(error.clone()),
             Answer::Accepted(document) => {
                 let mut changes = BTreeMap::new();
                 difference("", defaults, document, &mut changes);
-                KeptAnswer::Accepted(changes)
+                StoredAnswer::Accepted(changes)
             }
         };
-        let kept = Kept {
+        let recording = StoredRecording {
             version: self.version.clone(),
             flags: self.flags.clone(),
             defaults: defaults.clone(),
-            answers: self.answers.iter().map(|(name, answer)| (name.clone(), kept(answer))).collect(),
+            answers: self.answers.iter().map(|(name, answer)| (name.clone(), stored(answer))).collect(),
         };
-        serde_json::to_string_pretty(&kept).unwrap() + "\n"
+        serde_json::to_string_pretty(&recording).unwrap() + "\n"
     }
 
     pub(crate) fn from_json(text: &str) -> Self {
-        let Kept { version, flags, defaults, answers } = serde_json::from_str(text).unwrap();
-        let answer = |kept| match kept {
-            KeptAnswer::Refused(error) => Answer::Refused(error),
-            KeptAnswer::Accepted(changes) => {
+        let StoredRecording { version, flags, defaults, answers } = serde_json::from_str(text).unwrap();
+        let answer = |stored| match stored {
+            StoredAnswer::Refused(error) => Answer::Refused(error),
+            StoredAnswer::Accepted(changes) => {
                 let mut document = defaults.clone();
                 changes.into_iter().for_each(|(path, value)| put(&mut document, &path, value));
                 Answer::Accepted(document)
@@ -125,7 +125,7 @@ impl Recording {
         Self {
             version,
             flags,
-            answers: answers.into_iter().map(|(name, kept)| (name, answer(kept))).collect(),
+            answers: answers.into_iter().map(|(name, stored)| (name, answer(stored))).collect(),
         }
     }
 }
@@ -176,23 +176,23 @@ pub(crate) fn ask(program: &[&Path], case: &Case) -> Answer {
 }
 
 fn answer(output: &Output, written: &Path) -> Answer {
-    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     if output.status.success() {
         let text = fs::read_to_string(written).unwrap();
         return Answer::Accepted(serde_saphyr::from_str(&text).unwrap());
     }
-    assert_eq!(output.status.code(), Some(1), "{told}");
-    assert!(!written.exists(), "{told}");
-    Answer::Refused(told)
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(!written.exists(), "{stderr}");
+    Answer::Refused(stderr)
 }
 
-/// What kube-proxy says without what changes from run to run.
-fn settled(answer: Answer) -> Answer {
-    let Answer::Refused(told) = answer else { return answer };
-    let error = match told.rsplit_once("err=") {
+/// The answer without parts that change from run to run.
+fn normalized(answer: Answer) -> Answer {
+    let Answer::Refused(stderr) = answer else { return answer };
+    let error = match stderr.rsplit_once("err=") {
         Some((_, error)) => error,
         // The help text comes before or after.
-        None => told.lines().find(|line| line.starts_with("Error: ")).unwrap_or(&told),
+        None => stderr.lines().find(|line| line.starts_with("Error: ")).unwrap_or(&stderr),
     };
     let words: Vec<_> = error.split_whitespace().collect();
     Answer::Refused(words.join(" ").trim_matches('"').replace("\\\"", "\"").replace("\\\\", "\\"))
@@ -207,14 +207,14 @@ pub(crate) fn kube_proxy() -> Option<PathBuf> {
 }
 
 pub(crate) fn record(kube_proxy: &Path, cases: &[Case]) -> Recording {
-    let say = |flag: &str| {
+    let output_of = |flag: &str| {
         let output = Command::new(kube_proxy).arg(flag).output().unwrap();
         String::from_utf8(output.stdout).unwrap()
     };
-    let answers = cases.iter().map(|case| (case.name.clone(), settled(ask(&[kube_proxy], case))));
+    let answers = cases.iter().map(|case| (case.name.clone(), normalized(ask(&[kube_proxy], case))));
     Recording {
-        version: say("--version").trim().to_owned(),
-        flags: say("--help").lines().filter_map(flag).collect(),
+        version: output_of("--version").trim().to_owned(),
+        flags: output_of("--help").lines().filter_map(flag).collect(),
         answers: answers.collect(),
     }
 }

@@ -19,11 +19,11 @@ use crate::{
 const DOCUMENT: &str = include_str!("../../../docs/metrics.md");
 
 /// Type and keys of labels.
-type Family = (String, BTreeSet<String>);
+type MetricFamily = (String, BTreeSet<String>);
 
 const REASONS: &str = "\n## Reasons\n";
 
-fn documented() -> BTreeMap<String, Family> {
+fn documented() -> BTreeMap<String, MetricFamily> {
     let (families, _) = DOCUMENT.split_once(REASONS).unwrap();
     let rows = families.lines().filter(|line| line.starts_with("| `"));
     rows.map(|row| {
@@ -41,8 +41,8 @@ fn key_of(pair: &str) -> &str {
     pair.split('=').next().unwrap_or_default()
 }
 
-fn shown(text: &str) -> BTreeMap<String, Family> {
-    let mut families: BTreeMap<String, Family> = text
+fn shown(text: &str) -> BTreeMap<String, MetricFamily> {
+    let mut families: BTreeMap<String, MetricFamily> = text
         .lines()
         .filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '))
         .map(|(name, kind)| (name.to_owned(), (kind.to_owned(), BTreeSet::new())))

@@ -44,7 +44,7 @@ impl Format {
 
 /// One metric family in the Prometheus format.
 #[derive(Default)]
-struct Family {
+struct MetricFamily {
     name: String,
     head: String,
     samples: Vec<String>,
@@ -52,7 +52,7 @@ struct Family {
 
 /// Families by name, and the samples of each by their labels, as kube-proxy has them: two answers can be compared.
 fn to_prometheus(text: &str) -> String {
-    let mut families: Vec<Family> = Vec::new();
+    let mut families: Vec<MetricFamily> = Vec::new();
     let mut help = None;
     for line in text.lines() {
         if let Some(rest) = line.strip_prefix("# HELP ") {
@@ -60,7 +60,7 @@ fn to_prometheus(text: &str) -> String {
         } else if let Some((name, kind)) = line.strip_prefix("# TYPE ").and_then(|rest| rest.split_once(' '))
         {
             let suffix = if kind == "counter" { "_total" } else { "" };
-            let mut family = Family { name: format!("{name}{suffix}"), ..Family::default() };
+            let mut family = MetricFamily { name: format!("{name}{suffix}"), ..MetricFamily::default() };
             if let Some((_, help)) = help.take().filter(|(of, _)| *of == name) {
                 push(&mut family.head, &["# HELP ", &family.name, " ", help]);
             }

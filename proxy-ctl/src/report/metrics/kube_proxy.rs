@@ -13,7 +13,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use super::{ByFamily, Label, Seconds};
+use super::{ByIpFamily, Label, Seconds};
 use crate::model::objects::IpFamily;
 
 /// How much a write has looked at.
@@ -44,13 +44,13 @@ impl Pending {
 }
 
 #[derive(Debug)]
-pub(super) struct KubeProxy {
-    sync: ByFamily<Histogram>,
-    full_sync: ByFamily<Histogram>,
-    partial_sync: ByFamily<Histogram>,
-    synced_last: ByFamily<Seconds>,
-    queued_last: ByFamily<Seconds>,
-    programming: ByFamily<Histogram>,
+pub(super) struct KubeProxyMetrics {
+    sync: ByIpFamily<Histogram>,
+    full_sync: ByIpFamily<Histogram>,
+    partial_sync: ByIpFamily<Histogram>,
+    synced_last: ByIpFamily<Seconds>,
+    queued_last: ByIpFamily<Seconds>,
+    programming: ByIpFamily<Histogram>,
     no_local_endpoints: Family<[Label; 2], Gauge>,
     pub(super) endpoint_changes: Pending,
     pub(super) service_changes: Pending,
@@ -79,7 +79,7 @@ fn since_epoch() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
-impl KubeProxy {
+impl KubeProxyMetrics {
     pub(super) fn new() -> Self {
         let new = Self {
             sync: Family::new_with_constructor(sync_buckets),

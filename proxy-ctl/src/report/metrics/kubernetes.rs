@@ -21,11 +21,11 @@ pub(crate) use crate::version::{platform, reported as version};
 
 /// The count of families is set once all are registered.
 #[derive(Clone, Debug, Default)]
-pub(super) struct About {
+pub(super) struct ComponentInfo {
     pub(super) families: Arc<OnceLock<u64>>,
 }
 
-impl Collector for About {
+impl Collector for ComponentInfo {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let (version, platform) = (version(), platform());
         let build = [

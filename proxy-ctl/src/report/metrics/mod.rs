@@ -22,7 +22,10 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use self::{kube_proxy::KubeProxy, kubernetes::About, own::Own, process::Process, usage::LastUsage};
+use self::{
+    kube_proxy::KubeProxyMetrics, kubernetes::ComponentInfo, own::ProxyMetrics, process::Process,
+    usage::LastUsage,
+};
 use crate::{
     dataplane::{Applied, Unsupported, Usage},
     model::objects::IpFamily,
@@ -30,7 +33,7 @@ use crate::{
 };
 
 type Label = (&'static str, &'static str);
-type ByFamily<M> = Family<[Label; 1], M, fn() -> M>;
+type ByIpFamily<M> = Family<[Label; 1], M, fn() -> M>;
 type Seconds = Gauge<f64, AtomicU64>;
 
 /// Limit for the wait of a scrape for fresh usage; then the last known usage is shown.
@@ -47,8 +50,8 @@ pub struct Metrics {
     registry: Registry,
     usage: Arc<LastUsage>,
     usage_source: Option<Box<dyn UsageSource>>,
-    kube_proxy: KubeProxy,
-    own: Own,
+    kube_proxy: KubeProxyMetrics,
+    own: ProxyMetrics,
     /// Changes that were received and are not yet written.
     pub endpoint_changes: Pending,
     pub service_changes: Pending,
@@ -82,14 +85,14 @@ impl Metrics {
         invalid_objects: InvalidObjects,
         register: impl FnOnce(&mut Registry),
     ) -> Self {
-        let (usage, about) = (Arc::new(LastUsage::default()), About::default());
-        let (kube_proxy, own) = (KubeProxy::new(), Own::new(invalid_objects.clone()));
+        let (usage, component) = (Arc::new(LastUsage::default()), ComponentInfo::default());
+        let (kube_proxy, own) = (KubeProxyMetrics::new(), ProxyMetrics::new(invalid_objects.clone()));
         let mut registry = Registry::default();
         kube_proxy.register(&mut registry);
         own.register(&mut registry);
         register(&mut registry);
         registry.register_collector(Box::new(Arc::clone(&usage)));
-        registry.register_collector(Box::new(about.clone()));
+        registry.register_collector(Box::new(component.clone()));
         registry.register_collector(Box::new(Process));
         let metrics = Self {
             registry,
@@ -113,7 +116,7 @@ impl Metrics {
         };
         let families = metrics.encode().unwrap_or_default();
         let families = families.lines().filter(|line| line.starts_with("# TYPE ")).count();
-        about.families.get_or_init(|| families as u64);
+        component.families.get_or_init(|| families as u64);
         metrics
     }
 

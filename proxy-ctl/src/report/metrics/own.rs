@@ -48,7 +48,7 @@ impl Phase {
 }
 
 #[derive(Debug)]
-pub(super) struct Own {
+pub(super) struct ProxyMetrics {
     writes: Counter,
     removals: Counter,
     pub(super) sync_errors: Counter,
@@ -71,7 +71,7 @@ fn phase_buckets() -> Histogram {
     Histogram::new(exponential_buckets(0.000_01, 4.0, 12))
 }
 
-impl Own {
+impl ProxyMetrics {
     pub(super) fn new(invalid_objects: InvalidObjects) -> Self {
         let phases: Family<[Label; 1], Histogram, fn() -> Histogram> =
             Family::new_with_constructor(phase_buckets);

@@ -1,7 +1,7 @@
 //! Kubernetes objects → model objects. Both sources parse here.
 //!
-//! What kube-proxy skips is skipped without a word. An invalid field (an address that does not parse, a port out of
-//! range) is left out with an [`InvalidField`], and the rest of the object is served.
+//! Objects that kube-proxy skips silently are skipped silently. An invalid field (an address that does not parse, a port
+//! out of range) is left out with an [`InvalidField`], and the rest of the object is served.
 
 mod address;
 mod endpoints;
@@ -22,9 +22,9 @@ pub use endpoints::endpoints;
 pub use service::service;
 pub use slice::endpoint_slice;
 
-/// Another proxy serves what carries this label, whatever its value.
+/// Objects with this label belong to another proxy, whatever the label's value.
 const LABEL_PROXY_NAME: &str = "service.kubernetes.io/service-proxy-name";
-/// Nobody serves what carries this label.
+/// Objects with this label are headless: no proxy serves them.
 const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
 const LABEL_SERVICE: &str = "kubernetes.io/service-name";
 const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
@@ -126,7 +126,7 @@ impl InvalidFields {
         });
     }
 
-    /// What two things are told to be the same by: where part of it was no text they may be different.
+    /// A name that identifies something. It must be UTF-8: two names may look the same once invalid bytes are replaced.
     fn name<'t>(&mut self, field: impl FnOnce() -> String, text: &'t str) -> Option<&'t str> {
         let is_whole = is_whole(text);
         if !is_whole {

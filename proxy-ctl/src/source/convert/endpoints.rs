@@ -41,7 +41,7 @@ pub fn endpoints(object: &core::Endpoints) -> (Option<ServiceSlices>, Vec<Invali
     (Some(ServiceSlices { service, slices }), invalid.found)
 }
 
-/// No object's name has a slash, so this is nobody else's.
+/// No object's name has a slash, so the name belongs to no other slice.
 fn slice_name(service: &ObjectName, subset: usize, family: IpFamily) -> ObjectName {
     let family = family.name();
     ObjectName::new(Arc::clone(&service.namespace), format!("{}/{subset}/{family}", service.name))

@@ -29,7 +29,7 @@ pub(super) struct Answer {
 }
 
 impl Answer {
-    /// Fails if the answer is an error, and with what its body says about it.
+    /// Fails if the answer is an error; the failure has the message of its body.
     pub(super) async fn new(response: Response<Body>) -> Result<Self, Failure> {
         let code = response.status();
         let content_type = response.headers().get(CONTENT_TYPE);
@@ -59,7 +59,7 @@ impl Answer {
         read(self.body, usize::MAX, SILENCE).await
     }
 
-    /// For those who read it as it is said to be.
+    /// The encoding that the content type names.
     pub(super) fn encoding(&self) -> Result<Encoding, Failure> {
         self.encoding.ok_or_else(|| {
             let problem = format!(
@@ -72,7 +72,7 @@ impl Answer {
         })
     }
 
-    /// What a watch of this kind brings.
+    /// The events of a watch of this kind.
     pub(super) fn events(self, of: Kind) -> Result<Events, Failure> {
         let encoding = self.encoding()?;
         Ok(Events { encoding, of, frames: Frames::new(encoding), body: self.body })

@@ -75,7 +75,8 @@ impl ServedApi for ServiceCidrApi {
     }
 }
 
-/// Whether the group and version has this resource. Who may not ask is told yes: then the list says.
+/// Whether the group and version has this resource. Where RBAC does not allow the question the answer is yes: the list
+/// itself will show.
 async fn serves(connection: &Arc<Connection>, version: &str, resource: &str) -> Result<bool, Failure> {
     let json = Encoding::Json.media_type();
     let request =

@@ -1,4 +1,4 @@
-//! What a watch brings is cut into events: lines of JSON, or messages of protobuf with their length before them.
+//! The body of a watch is cut into events: lines of JSON, or messages of protobuf with their length before them.
 
 use bytes::{Buf as _, Bytes, BytesMut};
 
@@ -10,7 +10,7 @@ const LONGEST: usize = 16 << 20;
 /// Of a message: four bytes, big endian.
 const LENGTH: usize = 4;
 
-/// Holds what has come of events that are not whole yet.
+/// Holds the parts of events that are not complete yet.
 pub(super) struct Frames {
     encoding: Encoding,
     buffer: BytesMut,
@@ -32,7 +32,7 @@ impl Frames {
         !self.buffer.is_empty()
     }
 
-    /// The next whole event; None: more must come first.
+    /// The next complete event; None: more data must arrive first.
     pub(super) fn next(&mut self) -> Result<Option<Bytes>, Failure> {
         match self.encoding {
             Encoding::Json => self.line(),

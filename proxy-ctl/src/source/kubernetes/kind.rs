@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// What is watched, by the plural that RBAC rules and metrics use.
+/// A kind of object that is watched, by the plural that RBAC rules and metrics use.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum ResourceKind {
     Services,
@@ -46,7 +46,7 @@ impl ResourceKind {
         }
     }
 
-    /// What it means that it cannot be watched.
+    /// The consequence, where the kind cannot be watched.
     pub(super) const fn without(self) -> &'static str {
         match self {
             Self::ServiceCidrs => "the ranges of service addresses are not known, everything else works",
@@ -61,7 +61,7 @@ impl ResourceKind {
     }
 }
 
-/// What RBAC allows or denies.
+/// A verb that RBAC allows or denies.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum Verb {
     List,

@@ -45,7 +45,7 @@ pub use requests::Requests;
 pub use state::{ListMethod, SourceState};
 pub use watchers::WatcherEnded;
 
-/// The API server for those who have something to tell it: same credentials, same rate as the watchers.
+/// For requests beside the watches: same credentials, same rate limit.
 #[derive(Clone)]
 pub struct Api(Arc<Connection>);
 
@@ -106,7 +106,7 @@ impl Kubernetes {
     /// server is never an error here: it is logged, counted, and tried again.
     ///
     /// # Errors
-    /// A watcher has ended although somebody receives: what it watched would be stale from now on.
+    /// A watcher has ended although updates are still received: its objects would be stale from now on.
     pub async fn run(self, updates: mpsc::Sender<Update>) -> Result<(), WatcherEnded> {
         let (connection, state) = (self.connection, self.state);
         let context = WatchContext { connection, updates: updates.clone(), state, streaming: Arc::default() };

@@ -12,7 +12,7 @@ pub(super) trait ParsedObject: Clone + PartialEq + Send + Sync + 'static {
     /// There is at most one: what repeats the last one is not sent again. A Node's heartbeats change nothing.
     const SINGLE: bool = false;
 
-    /// What is told where RBAC does not allow to list what has never been listed; None: everyone waits until it does.
+    /// The update that is sent where RBAC does not allow the first list; None: the receiver waits until RBAC allows it.
     fn hidden() -> Option<Update> {
         None
     }

@@ -1,4 +1,4 @@
-//! What is watched, and how it is parsed.
+//! The kinds and API versions that are watched, and how their objects are parsed.
 
 use super::{kind::ResourceKind, parsed::ParsedObject, wire::Kind};
 use crate::{
@@ -42,7 +42,7 @@ pub(super) trait Watched: Send + 'static {
     const KIND: Kind;
     const VERSION: Version = Version::Only;
 
-    /// None: not served; what is wrong with it is in the list.
+    /// None: the object is not served. The second value has its invalid fields.
     fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>);
 
     /// Where all of them are.

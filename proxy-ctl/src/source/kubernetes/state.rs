@@ -1,4 +1,4 @@
-//! What the watchers know about themselves: counters and gauges for /metrics, /healthz and `status`.
+//! The state of the watchers: counters and gauges for /metrics, /healthz and `status`.
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
@@ -102,7 +102,7 @@ impl SourceState {
         self.health.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where invalid objects are counted, which whoever shows them registers.
+    /// The counter of invalid objects; the server of metrics registers it.
     pub fn invalid_objects(&self) -> InvalidObjects {
         self.invalid_objects.clone()
     }
@@ -133,7 +133,7 @@ impl SourceState {
         );
     }
 
-    /// What is watched, or would be if the API server allowed it.
+    /// The kinds that are watched, or would be if the API server allowed it.
     pub fn kinds(&self) -> Vec<ResourceKind> {
         self.health().0.keys().copied().collect()
     }
@@ -161,7 +161,7 @@ impl SourceState {
         self.objects.get(&of(kind)).map_or(0, |gauge| gauge.get())
     }
 
-    /// What the API server answered in last.
+    /// The encoding of the API server's last answer.
     pub fn encoding(&self, kind: ResourceKind) -> Option<Encoding> {
         Encoding::ALL.into_iter().find(|encoding| {
             let labels = of_with(kind, "encoding", encoding.name());
@@ -191,7 +191,7 @@ impl SourceState {
         self.heard_from(kind);
     }
 
-    /// What an answer is in.
+    /// Notes the encoding of an answer.
     pub(super) fn answered_in(&self, kind: ResourceKind, encoding: Encoding) {
         for other in Encoding::ALL {
             let labels = of_with(kind, "encoding", other.name());
@@ -224,7 +224,7 @@ impl SourceState {
     pub(super) fn failed(&self, kind: ResourceKind, failure: &Failure) {
         let reason = failure.reason.name();
         self.errors.get_or_create(&of_with(kind, "reason", reason)).inc();
-        // Whether the API server has it may not be known yet: then nobody misses it.
+        // A kind that the API server may not have is not missed.
         if let Some(health) = self.health().0.get_mut(&kind) {
             self.connected.get_or_create(&of(kind)).set(0);
             health.problem = Some(failure.message.clone());

@@ -1,4 +1,4 @@
-//! The tasks that watch, and what it means that one of them has ended.
+//! The tasks of the watchers, and the error when one of them ends.
 
 use tokio::{
     sync::mpsc,
@@ -8,7 +8,7 @@ use tokio::{
 use super::kind::ResourceKind;
 use crate::source::Update;
 
-/// What this watcher brought is stale from now on: only a new process follows it again.
+/// The objects of this watcher are stale from now on: only a new process watches them again.
 #[derive(Debug, thiserror::Error)]
 #[error("watching {resource} has ended, which it never should: {problem}")]
 pub struct WatcherEnded {

@@ -20,7 +20,7 @@ const INITIAL_EVENTS_END: &str = "k8s.io/initial-events-end";
 /// Begins everything in protobuf.
 const MAGIC: &[u8] = b"k8s\0";
 
-/// What an object is said to be, where protobuf says it: messages do not tell it themselves.
+/// API version and kind. In protobuf the envelope states them, the message does not.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Kind {
     pub(super) api_version: &'static str,
@@ -113,7 +113,7 @@ impl Page {
     }
 }
 
-/// What a watch brings.
+/// An event of a watch.
 #[derive(Debug)]
 pub(super) enum Event {
     Added(Raw),
@@ -121,7 +121,7 @@ pub(super) enum Event {
     Deleted(Raw),
     Bookmark {
         resource_version: String,
-        /// All that was there when a streaming list was asked for has been told.
+        /// Every object that existed when a streaming list was asked for has been sent.
         ends_list: bool,
     },
     Error(Failure),
@@ -173,7 +173,7 @@ impl Event {
     }
 }
 
-/// The body of an answer that is an error, or what a watch ends with.
+/// The body of an error, or the last event of a watch.
 pub(super) fn status(encoding: Encoding, body: &Bytes) -> Result<Status, Failure> {
     const STATUS: Kind = Kind { api_version: "v1", kind: "Status" };
     match encoding {

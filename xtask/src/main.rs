@@ -3,6 +3,7 @@
 mod cache;
 mod command;
 mod demo;
+mod fresh;
 mod image;
 mod setup;
 mod suites;

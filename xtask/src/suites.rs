@@ -1,4 +1,4 @@
-//! What a test suite is, and how its result is read from what it prints.
+//! What a test suite is, and how its result is read: from the words of cargo's own harness, which all suites print.
 
 use std::{
     io::{BufRead as _, BufReader, IsTerminal as _, Write as _},
@@ -31,26 +31,14 @@ impl std::fmt::Display for Count {
 }
 
 impl Count {
-    /// From `test result: ok. 3 passed; 0 failed; 1 ignored; …` and from `name: 3 passed, 0 failed, 1 skipped`.
+    /// From `test result: ok. 3 passed; 0 failed; 1 ignored; …`.
     fn in_line(line: &str) -> Option<Self> {
-        if !line.starts_with("test result:") && !line.contains(" passed, ") {
-            return None;
-        }
-        let mut count = Self::default();
-        let mut known = false;
-        let words: Vec<&str> = line.split([' ', ',', ';', '.']).filter(|word| !word.is_empty()).collect();
-        for pair in words.windows(2) {
-            let [number, what] = pair else { continue };
-            let Ok(number) = number.parse::<u64>() else { continue };
-            match *what {
-                "passed" => count.passed = number,
-                "failed" => count.failed = number,
-                "skipped" | "ignored" => count.skipped = number,
-                _ => continue,
-            }
-            known = true;
-        }
-        known.then_some(count)
+        let (_, counts) = line.strip_prefix("test result: ")?.split_once(". ")?;
+        let count = |what| {
+            let mut counts = counts.split("; ").filter_map(|count| count.split_once(' '));
+            counts.find_map(|(number, of)| (of == what).then_some(number)?.parse().ok())
+        };
+        Some(Self { passed: count("passed")?, failed: count("failed")?, skipped: count("ignored")? })
     }
 }
 
@@ -61,7 +49,7 @@ pub(crate) enum Kind {
     Check,
     /// One check that needs the network: skipped where that fails.
     Online,
-    /// Summaries of cargo's test harness or of ours.
+    /// Tests of cargo's harness, or of one that prints the same.
     Tests,
 }
 
@@ -74,19 +62,28 @@ pub(crate) struct Suite {
 #[derive(Default)]
 pub(crate) struct Report {
     pub(crate) count: Count,
-    /// Lines that say what was skipped and why, or what failed.
-    pub(crate) notes: Vec<String>,
-    /// The test of cargo's harness whose output comes, until it says that it is skipped.
-    test: Option<String>,
-    /// What comes was printed by tests that passed, or names them.
-    of_successes: bool,
-    /// Tests that say that they are skipped, and have passed for cargo's harness.
-    passed_for_cargo: u64,
+    /// What was skipped: name and reason.
+    pub(crate) skips: Vec<String>,
+    /// Names of the tests that failed.
+    pub(crate) failures: Vec<String>,
+    section: Section,
+    /// How many tests, since the last summary, have passed for cargo's harness and say that they are skipped.
+    skipped_of_passed: u64,
     /// Standard output, but for what is about tests that passed.
     pub(crate) text: String,
     /// Standard error.
     pub(crate) errors: String,
     pub(crate) elapsed: Duration,
+}
+
+/// Where in the output of a test program a line is.
+#[derive(Debug, Default, Eq, PartialEq)]
+enum Section {
+    #[default]
+    Tests,
+    /// What tests printed that passed: of this one, until it says that it is skipped.
+    Successes(Option<String>),
+    Failures,
 }
 
 impl Suite {
@@ -109,22 +106,24 @@ impl Suite {
         for line in child.stdout.take().into_iter().flat_map(|out| BufReader::new(out).lines()) {
             let line = line.with_context(|| format!("reading what {} prints", self.name))?;
             show(self.name, &line, start);
-            report.take(&line, self.kind);
+            match self.kind {
+                // A virtual machine ends its lines as a terminal does.
+                Kind::Tests => report.take(line.trim_end()),
+                Kind::Check | Kind::Online => report.keep(&line),
+            }
         }
         if let Some(Ok(text)) = errors.map(thread::JoinHandle::join) {
-            report.notes.extend(text.lines().filter(|line| is_note(line)).map(str::trim).map(str::to_owned));
             report.errors = text;
         }
-        report.count.passed = report.count.passed.saturating_sub(report.passed_for_cargo);
-        report.count.skipped += report.passed_for_cargo;
         let succeeded = child.wait().with_context(|| format!("waiting for {}", self.name))?.success();
         match self.kind {
             Kind::Check | Kind::Online if succeeded => report.count.passed += 1,
             Kind::Online if !report.errors.contains("error[") && !report.text.contains("error[") => {
                 report.count.skipped += 1;
-                report.notes.push("skipped: the data it needs could not be fetched".into());
+                report.skips.push("the data it needs could not be fetched".to_owned());
             }
             Kind::Check | Kind::Online => report.count.failed += 1,
+            // It was not built, or died.
             Kind::Tests if !succeeded && report.count.failed == 0 => report.count.failed += 1,
             Kind::Tests => {}
         }
@@ -135,43 +134,59 @@ impl Suite {
 }
 
 impl Report {
-    /// What was skipped, and why.
-    pub(crate) fn skips(&self) -> impl Iterator<Item = &str> {
-        self.notes.iter().map(String::as_str).filter(|note| note.starts_with(SKIPPED))
-    }
-
-    /// A line of standard output.
-    fn take(&mut self, line: &str, kind: Kind) {
-        self.of_successes = match line {
-            "successes:" => true,
-            "failures:" => false,
-            _ => self.of_successes && !line.starts_with("test result:"),
+    /// A line of a test program.
+    fn take(&mut self, line: &str) {
+        let summary = Count::in_line(line);
+        self.section = match (line, std::mem::take(&mut self.section)) {
+            _ if summary.is_some() => Section::Tests,
+            ("successes:", _) => Section::Successes(None),
+            ("failures:", _) => Section::Failures,
+            (_, Section::Successes(test)) => Section::Successes(self.take_printed(line, test)),
+            (_, section) => section,
         };
-        if kind == Kind::Tests && !self.of_successes {
-            self.count += Count::in_line(line).unwrap_or_default();
+        if let Some(mut count) = summary {
+            let skipped = std::mem::take(&mut self.skipped_of_passed);
+            count.passed = count.passed.saturating_sub(skipped);
+            count.skipped += skipped;
+            self.count += count;
         }
-        if let Some(name) = line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----")) {
-            self.test = Some(name.to_owned());
-        } else if let Some(reason) = line.strip_prefix("skipped: ") {
-            if let Some(name) = self.test.take() {
-                self.passed_for_cargo += 1;
-                self.notes.push(format!("{SKIPPED} {name}: {reason}"));
-            }
-        } else if is_note(line) && !self.of_successes {
-            self.notes.push(line.trim().to_owned());
-        }
-        if !self.of_successes {
-            self.text.push_str(line);
-            self.text.push('\n');
+        match &self.section {
+            Section::Successes(_) => {}
+            Section::Failures => self.keep(line),
+            Section::Tests => match line.strip_prefix("test ").and_then(|rest| rest.split_once(" ... ")) {
+                Some((_, "ok")) => {}
+                Some((name, outcome)) => self.take_outcome(name.trim(), outcome),
+                None => self.keep(line),
+            },
         }
     }
-}
 
-const SKIPPED: &str = "skipped";
+    fn take_outcome(&mut self, name: &str, outcome: &str) {
+        if let Some(reason) = outcome.strip_prefix("ignored") {
+            // cargo's own harness puts a comma before the reason, libtest-mimic brackets around it.
+            let bracketed = reason.strip_prefix(" (").and_then(|rest| rest.strip_suffix(')'));
+            let reason = bracketed.or_else(|| reason.strip_prefix(", ")).unwrap_or("no reason is given");
+            self.skips.push(format!("{name}: {reason}"));
+        } else if outcome == "FAILED" {
+            self.failures.push(name.to_owned());
+        }
+    }
 
-fn is_note(line: &str) -> bool {
-    let line = line.trim_start();
-    line.starts_with(SKIPPED) || line.starts_with("FAILED")
+    /// A line that a test printed that passed for cargo, which is `skipped: <reason>` if it did not do what it should.
+    fn take_printed(&mut self, line: &str, test: Option<String>) -> Option<String> {
+        if let Some(name) = line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----")) {
+            return Some(name.to_owned());
+        }
+        let (Some(reason), Some(name)) = (line.strip_prefix("skipped: "), &test) else { return test };
+        self.skips.push(format!("{name}: {reason}"));
+        self.skipped_of_passed += 1;
+        None
+    }
+
+    fn keep(&mut self, line: &str) {
+        self.text.push_str(line);
+        self.text.push('\n');
+    }
 }
 
 /// The line that shows what is going on, cut to the width of a terminal.
@@ -193,60 +208,91 @@ fn clear() {
 
 #[cfg(test)]
 mod tests {
-    use super::{Count, Kind, Report};
+    use super::{Count, Report};
 
-    #[test]
-    fn counts_are_read_from_both_forms_and_from_nothing_else() {
-        let cargo =
-            "test result: ok. 12 passed; 3 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.01s";
-        assert_eq!(Count::in_line(cargo), Some(Count { passed: 12, failed: 3, skipped: 1 }));
-        let ours = "behaviour[ebpf sockets]: 10 passed, 0 failed, 2 skipped (3.0 s)";
-        assert_eq!(Count::in_line(ours), Some(Count { passed: 10, failed: 0, skipped: 2 }));
-        assert_eq!(Count::in_line("  passed  [ebpf] a pod reaches 3 endpoints"), None);
+    fn read(lines: &str) -> Report {
+        let mut report = Report::default();
+        lines.lines().for_each(|line| report.take(line.trim_start()));
+        report
     }
 
     #[test]
-    fn a_skip_is_told_by_name_also_where_the_harness_counts_it_as_passed() {
-        let mut report = Report::default();
-        for line in [
-            "  skipped [ebpf] a case: no such kernel",
-            "successes:",
-            "---- links::survive stdout ----",
-            "some words",
-            "skipped: needs root",
-            "skipped: needs root",
-            "test result: ok. 3 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s",
-        ] {
-            report.take(line, Kind::Tests);
-        }
-        let skips: Vec<&str> = report.skips().collect();
-        assert_eq!(skips, ["skipped [ebpf] a case: no such kernel", "skipped links::survive: needs root"]);
-        assert_eq!((report.count.passed, report.passed_for_cargo), (3, 1));
+    fn counts_are_those_of_the_summaries() {
+        let report = read(
+            "test a ... ok
+             test result: ok. 12 passed; 3 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.01s
+
+             running 1 test
+             test b ... ok
+             test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s",
+        );
+        assert_eq!(report.count, Count { passed: 13, failed: 3, skipped: 1 });
+        assert_eq!(Count::in_line("test ebpf: 3 passed, by hand ... ok"), None);
     }
 
     #[test]
-    fn what_tests_that_passed_print_is_no_result() {
-        let mut report = Report::default();
-        for line in [
-            "successes:",
-            "---- a::runner::counts stdout ----",
-            "  FAILED  a case of its own: no",
-            "its scenarios: 1 passed, 1 failed, 0 skipped (0.0 s)",
-            "successes:",
-            "    a::runner::counts",
-            "failures:",
-            "---- b stdout ----",
-            "panicked at b.rs",
-            "failures:",
-            "    b",
-            "test result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s",
-        ] {
-            report.take(line, Kind::Tests);
-        }
-        assert_eq!(report.notes, [""; 0]);
-        assert_eq!(report.count, Count { passed: 1, failed: 1, skipped: 0 });
-        let told: Vec<&str> = report.text.lines().take(3).collect();
-        assert_eq!(told, ["failures:", "---- b stdout ----", "panicked at b.rs"]);
-        assert!(report.text.contains("test result: FAILED"));
+    fn a_skipped_test_is_told_by_name_and_reason_in_each_form() {
+        let report = read(
+            "test own ... ignored, needs ip_vs (CONFIG_IP_VS)
+             test ebpf/off: a case (TCP IPv4)      ... ignored (packets stay on lo (as always))
+             test without_reason ... ignored
+             test links::survive ... ok
+
+             successes:
+
+             ---- links::survive stdout ----
+             some words
+             skipped: needs root
+             skipped: needs root
+
+             successes:
+                 links::survive
+
+             test result: ok. 1 passed; 0 failed; 3 ignored; 0 measured; 0 filtered out; finished in 0.01s",
+        );
+        let told = [
+            "own: needs ip_vs (CONFIG_IP_VS)",
+            "ebpf/off: a case (TCP IPv4): packets stay on lo (as always)",
+            "without_reason: no reason is given",
+            "links::survive: needs root",
+        ];
+        assert_eq!(report.skips, told);
+        assert_eq!(report.count, Count { passed: 0, failed: 0, skipped: 4 });
+    }
+
+    #[test]
+    fn what_is_shown_of_a_failure_is_about_what_failed() {
+        let report = read(
+            "test a ... ok
+             test b ... FAILED
+             test c ... FAILED
+
+             successes:
+
+             ---- a stdout ----
+             test result of its own, 1 failed
+
+             successes:
+                 a
+
+             failures:
+
+             ---- b stdout ----
+             skipped: the rest, as this is wrong
+             panicked at b.rs
+
+             ---- c ----
+             the answer is 41
+
+             failures:
+                 b
+                 c
+             test result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s",
+        );
+        assert_eq!(report.failures, ["b", "c"]);
+        assert_eq!(report.skips, [""; 0]);
+        assert_eq!(report.count, Count { passed: 1, failed: 2, skipped: 0 });
+        assert!(report.text.contains("panicked at b.rs") && report.text.contains("the answer is 41"));
+        assert!(!report.text.contains("---- a"), "{}", report.text);
     }
 }

@@ -1,12 +1,20 @@
 //! Runs every suite, quick ones first, and prints one line for each.
+//!
+//! All of cargo's work is asked for without `-p`: with another choice of packages cargo enables other features of what they
+//! depend on, and builds everything anew.
 
-use std::{process::ExitCode, time::Instant};
+use std::{
+    fs,
+    process::{Command, ExitCode},
+    time::Instant,
+};
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use clap::Args;
 
 use crate::{
-    command::{as_root, built, cargo, find, is_root, run as execute},
+    command::{cargo, find, is_root, run as execute, workspace},
+    fresh,
     image::{self, ForTests},
     setup,
     suites::{Count, Kind, Report, Suite},
@@ -27,6 +35,9 @@ pub(crate) struct Arguments {
     /// Do not look for missing programs first
     #[arg(long)]
     no_setup: bool,
+    /// As on a fresh machine: HEAD in a clean clone, with nothing in any cache; all of it is removed at the end
+    #[arg(long)]
+    fresh: bool,
     /// What is skipped fails the run: for machines that are meant to lack nothing
     #[arg(long)]
     strict: bool,
@@ -38,6 +49,9 @@ pub(crate) struct Arguments {
 const LAST_LINES: usize = 60;
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
+    if arguments.fresh {
+        return fresh::run();
+    }
     let start = Instant::now();
     if !arguments.no_setup {
         setup::run_setup()?;
@@ -47,13 +61,13 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     for (name, program) in missing {
         println!("{name:<22} skipped: {program} is not installed");
         total.count.skipped += 1;
-        total.skips.push(format!("{name}: skipped: {program} is not installed"));
+        total.skips.push(format!("{name}: {program} is not installed"));
     }
-    for suite in checks.into_iter().chain([unit_suite()]) {
+    for suite in checks.into_iter().chain(user_suites()) {
         total.add(suite, arguments)?;
     }
     build()?;
-    for suite in root_suites(arguments) {
+    for suite in root_suites(arguments)? {
         total.add(suite, arguments)?;
     }
     if arguments.vm {
@@ -92,7 +106,7 @@ impl Total {
         if name.contains(&arguments.suite) {
             let report = suite.run()?;
             print_report(name, &report);
-            self.skips.extend(report.skips().map(|skip| format!("{name}: {skip}")));
+            self.skips.extend(report.skips.iter().map(|skip| format!("{name}: {skip}")));
             self.count += report.count;
         }
         Ok(())
@@ -100,8 +114,11 @@ impl Total {
 }
 
 fn print_report(name: &str, report: &Report) {
-    for note in &report.notes {
-        println!("  {}", note.trim());
+    for skip in &report.skips {
+        println!("  skipped {skip}");
+    }
+    for failure in &report.failures {
+        println!("  FAILED  {failure}");
     }
     if report.count.failed > 0 {
         for text in [&report.text, &report.errors] {
@@ -114,7 +131,7 @@ fn print_report(name: &str, report: &Report) {
     println!("{name:<22} {:<42} {:>6.1} s", report.count.to_string(), report.elapsed.as_secs_f32());
 }
 
-fn suite(name: &'static str, kind: Kind, command: std::process::Command) -> Suite {
+fn suite(name: &'static str, kind: Kind, command: Command) -> Suite {
     Suite { name, kind, command }
 }
 
@@ -143,44 +160,66 @@ fn checks() -> (Vec<Suite>, Vec<(&'static str, &'static str)>) {
     (suites, missing)
 }
 
-fn unit_suite() -> Suite {
-    let tests =
-        ["test", "-q", "--no-fail-fast", "--lib", "--bins", "--", "--show-output", "--skip", "as_root"];
-    suite("unit", Kind::Tests, cargo(&tests))
+/// Tests of this choice of cargo's, with what is given to their harness.
+fn tests(name: &'static str, choice: &[&str], harness: &[&str]) -> Suite {
+    let mut command = cargo(&["test", "--no-fail-fast"]);
+    command.args(choice).args(["--", "--show-output"]).args(harness);
+    suite(name, Kind::Tests, command)
 }
 
-fn build() -> Result<()> {
-    execute(&mut cargo(&["build", "-q", "-p", "proxy-ctl", "-p", "lab", "-p", "behaviour", "--bins"]))
-}
-
-/// Tests in network namespaces, with programs loaded into the kernel.
-fn root_suites(arguments: &Arguments) -> Vec<Suite> {
-    let tests = |name: &'static str, selection: &[&str]| {
-        let mut command = cargo(&["test", "-q", "--no-fail-fast"]);
-        command.args(selection);
-        if !is_root() {
-            command.env("CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER", "sudo --preserve-env");
-            command.env("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER", "sudo --preserve-env");
+/// [`tests`] in network namespaces, with programs loaded into the kernel.
+fn tests_as_root(name: &'static str, choice: &[&str], harness: &[&str]) -> Suite {
+    let mut suite = tests(name, choice, harness);
+    if !is_root() {
+        for variable in
+            ["X86_64", "AARCH64"].map(|cpu| format!("CARGO_TARGET_{cpu}_UNKNOWN_LINUX_GNU_RUNNER"))
+        {
+            suite.command.env(variable, "sudo --preserve-env");
         }
-        suite(name, Kind::Tests, command)
-    };
-    let behaviour = |name: &'static str, flags: &[&str]| {
-        let mut command = as_root(built("behaviour"));
-        command.args(flags);
-        suite(name, Kind::Tests, command)
-    };
+    }
+    suite
+}
+
+/// What needs no root. Programs of others are built here: later suites enter network namespaces, where nothing can be
+/// downloaded, and caches belong to whom they are for.
+fn user_suites() -> [Suite; 2] {
+    [
+        tests("unit", &["--lib", "--bin", "xtask"], &["--skip", "as_root"]),
+        tests("programs of others", &["--test", "programs"], &[]),
+    ]
+}
+
+/// The programs that suites start, and the suites.
+fn build() -> Result<()> {
+    execute(&mut cargo(&["test", "-q", "--no-run", "--tests"]))
+}
+
+/// proxy-ctl's own, by the names of their files and folders.
+fn tests_of_proxy_ctl() -> Result<Vec<String>> {
+    let folder = workspace().join("proxy-ctl/tests");
+    let found = fs::read_dir(&folder).with_context(|| format!("reading {}", folder.display()))?;
+    let names = found.map(|test| Ok(test?.path().file_stem().unwrap_or_default().display().to_string()));
+    names.collect::<Result<_>>().with_context(|| format!("reading {}", folder.display()))
+}
+
+fn root_suites(arguments: &Arguments) -> Result<Vec<Suite>> {
+    let own = tests_of_proxy_ctl()?;
+    let own: Vec<&str> = own.iter().flat_map(|name| ["--test", name]).collect();
+    let behaviour = |name: &'static str, flags: &[&str]| tests_as_root(name, &["--bin", "behaviour"], flags);
     let mut suites = vec![
-        tests("unit as root", &["-p", "proxy-ctl", "--lib", "--", "--show-output", "--ignored", "as_root"]),
-        tests("proxy-ctl", &["-p", "proxy-ctl", "-p", "proxy-common", "--test", "*", "--", "--show-output"]),
-        tests("packets", &["-p", "packets"]),
-        tests("lab", &["-p", "lab", "--test", "cluster", "--", "--show-output"]),
-        behaviour("behaviour sockets", &["--proxy", "ebpf", "--path", "sockets"]),
-        behaviour("behaviour packets", &["--proxy", "ebpf", "--path", "packets"]),
-        behaviour("behaviour unseen", &["--proxy", "ebpf", "--path", "unseen"]),
-        behaviour("behaviour off", &["--proxy", "ebpf", "--path", "off"]),
-        tests("control plane", &["-p", "control-plane", "--tests"]),
+        tests_as_root("unit as root", &["--lib"], &["--ignored", "as_root"]),
+        tests_as_root("proxy-ctl", &own, &[]),
+        tests_as_root("packets", &["--test", "packets"], &[]),
+        tests_as_root("lab", &["--test", "cluster"], &[]),
+        behaviour("behaviour sockets", &["--path", "sockets"]),
+        behaviour("behaviour packets", &["--path", "packets"]),
+        behaviour("behaviour unseen", &["--path", "unseen"]),
+        behaviour("behaviour off", &["--path", "off"]),
+        tests_as_root("sources", &["--test", "sources"], &[]),
+        tests_as_root("life cycle", &["--test", "life_cycle"], &[]),
+        tests_as_root("surface", &["--test", "surface"], &[]),
     ];
-    let mut deploy = tests("deploy", &["-p", "deploy", "--test", "deploy"]);
+    let mut deploy = tests_as_root("deploy", &["--test", "deploy"], &[]);
     if deploy.name.contains(&arguments.suite) {
         println!("building an image, not optimised");
         match image::for_tests() {
@@ -196,7 +235,7 @@ fn root_suites(arguments: &Arguments) -> Vec<Suite> {
         suites.push(behaviour("kube-proxy iptables", &["--proxy", "kube-proxy-iptables"]));
         suites.push(behaviour("kube-proxy nftables", &["--proxy", "kube-proxy-nftables"]));
     }
-    suites
+    Ok(suites)
 }
 
 #[cfg(test)]
@@ -218,7 +257,7 @@ mod tests {
 
     #[test]
     fn what_is_skipped_is_an_error_if_nobody_has_named_it() {
-        let skip = "advisories: skipped: the data it needs could not be fetched";
+        let skip = "advisories: the data it needs could not be fetched";
         assert!(!forbids(&[], skip));
         assert!(forbids(&["--strict"], skip));
         assert!(!forbids(&["--strict", "--may-skip", "advisories"], skip));

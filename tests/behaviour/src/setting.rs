@@ -67,13 +67,22 @@ impl Setting {
 
 impl fmt::Display for Setting {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (self.proxy, self.path) {
-            (ProxyKind::Ebpf, PathKind::Sockets) => formatter.write_str("ebpf sockets"),
-            (ProxyKind::Ebpf, PathKind::Packets) => formatter.write_str("ebpf packets"),
-            (ProxyKind::Ebpf, PathKind::Unseen) => formatter.write_str("ebpf unseen"),
-            (ProxyKind::Ebpf, PathKind::Off) => formatter.write_str("ebpf off"),
-            (ProxyKind::KubeProxyIptables, _) => formatter.write_str("kube-proxy iptables"),
-            (ProxyKind::KubeProxyNftables, _) => formatter.write_str("kube-proxy nftables"),
-        }
+        let name = match self.proxy {
+            ProxyKind::KubeProxyIptables => "kube-proxy/iptables",
+            ProxyKind::KubeProxyNftables => "kube-proxy/nftables",
+            ProxyKind::Ebpf => return write!(formatter, "ebpf/{}", self.path),
+        };
+        formatter.write_str(name)
+    }
+}
+
+impl fmt::Display for PathKind {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Sockets => "sockets",
+            Self::Packets => "packets",
+            Self::Unseen => "unseen",
+            Self::Off => "off",
+        })
     }
 }

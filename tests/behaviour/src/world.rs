@@ -13,7 +13,7 @@ use lab::{
 
 use crate::{
     cast::{PODS, PORT, ROLES, Role, SENTINEL_INDEX},
-    proxy::{Binaries, Feed, Proxy},
+    proxy::{Feed, Proxy},
     setting::{PathKind, ProxyKind, Setting},
 };
 
@@ -33,8 +33,8 @@ pub struct World {
 
 impl World {
     /// Builds the lab, starts the proxies and waits until they serve the whole cast.
-    pub fn new(setting: Setting, binaries: &Binaries) -> Result<Self> {
-        Self::with_roles(setting, binaries, setting.proxy.is_kube_proxy(), |lab, objects| {
+    pub fn new(setting: Setting) -> Result<Self> {
+        Self::with_roles(setting, setting.proxy.is_kube_proxy(), |lab, objects| {
             ROLES.iter().try_for_each(|role| role.publish(lab, objects, role.endpoints))
         })
     }
@@ -42,7 +42,6 @@ impl World {
     /// As [`World::new`], with services of the caller's choice, from a folder of manifests or an API server.
     pub fn with_roles(
         setting: Setting,
-        binaries: &Binaries,
         api_server: bool,
         publish: impl FnOnce(&Lab, &mut Objects) -> Result<()>,
     ) -> Result<Self> {
@@ -63,10 +62,8 @@ impl World {
         }
         publish(&lab, &mut objects)?;
         let feed = if api_server { Feed::api_server(&lab)? } else { Feed::manifests(&lab)? };
-        let proxies = NODES
-            .map(|node| Proxy::new(&lab, setting, binaries, &feed, node))
-            .into_iter()
-            .collect::<Result<_>>()?;
+        let proxies =
+            NODES.map(|node| Proxy::new(&lab, setting, &feed, node)).into_iter().collect::<Result<_>>()?;
         let mut world = Self { setting, objects, agents, proxies, feed, sentinel: 0, late_pods: 0, lab };
         world.publish()?;
         for proxy in &mut world.proxies {

@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Context, Result};
 
-use crate::go::{self, Build, Module};
+use crate::go::{self, Module};
 
 /// A program of the control plane.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -34,10 +34,10 @@ impl Program {
 
     /// Finds the program, or builds it. The error says what is missing and where it was looked for.
     pub fn path(self) -> Result<PathBuf> {
-        match self.installed() {
-            Some(found) => Ok(found),
-            None => self.build(),
+        if self.installed().is_none() {
+            build(&[self])?;
         }
+        self.installed().with_context(|| format!("{} is not there after it was built", self.name()))
     }
 
     /// The program, if nothing has to be built for it.
@@ -55,14 +55,37 @@ impl Program {
         Some(format!("{} is neither in KUBEBUILDER_ASSETS nor on PATH: {error}", self.name()))
     }
 
-    fn build(self) -> Result<PathBuf> {
-        let (module, program) = (module(), self.name());
-        let linker_flags = linker_flags(&module.required("k8s.io/kubernetes")?);
-        let package = format!("./cmd/{program}");
-        module
-            .build(&Build { program, package: &package, tags: "", linker_flags: &linker_flags })
-            .with_context(|| format!("{program} is neither in KUBEBUILDER_ASSETS nor on PATH"))
+    const fn package(self) -> &'static str {
+        match self {
+            Self::Etcd => "./cmd/etcd",
+            Self::KubeApiServer => "./cmd/kube-apiserver",
+            Self::KubeProxy => "./cmd/kube-proxy",
+        }
     }
+}
+
+/// Builds what is not there. Answers why it cannot be, where there is no Go to build it with. To be called before
+/// a network namespace is entered: from there nothing can be downloaded.
+pub fn provide(programs: &[Program]) -> Result<Option<String>> {
+    if let Some(reason) = programs.iter().find_map(|program| program.absent()) {
+        return Ok(Some(reason));
+    }
+    let missing: Vec<Program> =
+        programs.iter().copied().filter(|program| program.installed().is_none()).collect();
+    build(&missing).map(|()| None)
+}
+
+fn build(programs: &[Program]) -> Result<()> {
+    if programs.is_empty() {
+        return Ok(());
+    }
+    let module = module();
+    let version = linker_flags(&module.required("k8s.io/kubernetes")?);
+    let packages: Vec<&str> = programs.iter().map(|program| program.package()).collect();
+    let names: Vec<&str> = programs.iter().map(|program| program.name()).collect();
+    module.with_linker_flags(&version).build(&packages).with_context(|| {
+        format!("neither in KUBEBUILDER_ASSETS nor on PATH, so to be built: {}", names.join(", "))
+    })
 }
 
 /// The Go module with the real programs.
@@ -92,9 +115,7 @@ fn linker_flags(version: &str) -> String {
     let major = numbers.next().unwrap_or_default();
     let minor = numbers.next().unwrap_or_default();
     let prefix = "k8s.io/component-base/version";
-    format!(
-        "-s -w -X {prefix}.gitVersion={version} -X {prefix}.gitMajor={major} -X {prefix}.gitMinor={minor}"
-    )
+    format!("-X {prefix}.gitVersion={version} -X {prefix}.gitMajor={major} -X {prefix}.gitMinor={minor}")
 }
 
 #[cfg(test)]

@@ -15,29 +15,29 @@ use nix::{
     unistd::{AccessFlags, access},
 };
 
-/// A folder with go.mod and go.sum.
+/// A folder with go.mod and go.sum, and how programs are built from it.
 #[derive(Clone, Debug)]
 pub struct Module {
     folder: PathBuf,
     /// What the name of its cache folder begins with.
     name: &'static str,
-}
-
-/// How a program of a module is built.
-#[derive(Clone, Debug)]
-pub struct Build<'a> {
-    /// What the program is called.
-    pub program: &'static str,
-    pub package: &'a str,
-    pub tags: &'a str,
-    pub linker_flags: &'a str,
+    tags: &'static str,
+    linker_flags: String,
 }
 
 const PAUSES_BETWEEN_DOWNLOADS: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(20)];
 
 impl Module {
-    pub const fn new(folder: PathBuf, name: &'static str) -> Self {
-        Self { folder, name }
+    pub fn new(folder: PathBuf, name: &'static str) -> Self {
+        Self { folder, name, tags: "", linker_flags: "-s -w".to_owned() }
+    }
+
+    pub fn with_tags(self, tags: &'static str) -> Self {
+        Self { tags, ..self }
+    }
+
+    pub fn with_linker_flags(self, flags: &str) -> Self {
+        Self { linker_flags: format!("{} {flags}", self.linker_flags), ..self }
     }
 
     /// `$XDG_CACHE_HOME/proxy-ctl/<name>-<hash of go.mod>`: other versions are another folder.
@@ -100,36 +100,41 @@ impl Module {
         self.cache().ok().map(|cache| cache.join(program)).filter(|file| is_executable(file))
     }
 
-    /// Builds the program, or takes what an earlier build has left. An error without Go.
-    pub fn build(&self, build: &Build<'_>) -> Result<PathBuf> {
-        let program = build.program;
+    /// Builds the programs of these packages that no earlier build has left, all in one go. An error without Go.
+    pub fn build(&self, packages: &[&str]) -> Result<()> {
         let cache = self.cache()?;
         fs::create_dir_all(&cache).with_context(|| format!("creating {}", cache.display()))?;
-        let lock = cache.join(format!("{program}.lock"));
+        let lock = cache.join("lock");
         let lock = fs::File::create(&lock).with_context(|| format!("creating {}", lock.display()))?;
         let _building = Flock::lock(lock, FlockArg::LockExclusive)
             .map_err(|(_, error)| error)
-            .with_context(|| format!("waiting for another build of {program}"))?;
-        let target = cache.join(program);
-        if is_executable(&target) {
-            return Ok(target);
+            .with_context(|| format!("waiting for another build in {}", cache.display()))?;
+        let missing: Vec<&str> =
+            packages.iter().copied().filter(|package| self.built(program_of(package)).is_none()).collect();
+        if missing.is_empty() {
+            return Ok(());
         }
         // Complete or not there at all: an interrupted build must not look like a program.
-        let partial = cache.join(format!("{program}.partial"));
-        self.build_to(build, &partial)?;
-        fs::rename(&partial, &target).with_context(|| format!("renaming {}", partial.display()))?;
-        Ok(target)
+        let partial = cache.join("partial");
+        fs::create_dir_all(&partial).with_context(|| format!("creating {}", partial.display()))?;
+        self.build_to(&missing, &partial)?;
+        for program in missing.into_iter().map(program_of) {
+            let (from, to) = (partial.join(program), cache.join(program));
+            fs::rename(&from, &to).with_context(|| format!("renaming {}", from.display()))?;
+        }
+        Ok(())
     }
 
-    fn build_to(&self, build: &Build<'_>, file: &Path) -> Result<()> {
-        let Build { program, package, tags, linker_flags } = build;
-        let packages = self.download(&["list", "-deps", "-tags", tags, package])?;
-        let mut progress = Progress::new(program, packages.lines().count());
+    fn build_to(&self, packages: &[&str], folder: &Path) -> Result<()> {
+        let names: Vec<&str> = packages.iter().copied().map(program_of).collect();
+        let names = names.join(", ");
+        let dependencies = self.download(&[&["list", "-deps", "-tags", self.tags], packages].concat())?;
+        let mut progress = Progress::new(&names, dependencies.lines().count());
         let mut child = self
             .go()?
-            .args(["build", "-v", "-trimpath", "-tags", tags, "-ldflags", linker_flags, "-o"])
-            .arg(file)
-            .arg(package)
+            .args(["build", "-v", "-trimpath", "-tags", self.tags, "-ldflags", &self.linker_flags, "-o"])
+            .arg(folder)
+            .args(packages)
             .stderr(Stdio::piped())
             .spawn()
             .context("starting go")?;
@@ -146,7 +151,7 @@ impl Module {
         let status = child.wait().context("waiting for go")?;
         progress.end();
         if !status.success() {
-            bail!("building {program} failed ({status}):\n{}", complaints.join("\n"));
+            bail!("building {names} failed ({status}):\n{}", complaints.join("\n"));
         }
         Ok(())
     }
@@ -161,6 +166,11 @@ impl Module {
         let path = self.folder.join("go.mod");
         fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
     }
+}
+
+/// What `go build` calls the program of a package.
+fn program_of(package: &str) -> &str {
+    package.rsplit('/').next().unwrap_or(package)
 }
 
 /// The program, if it is on PATH.
@@ -191,28 +201,28 @@ fn fnv1a(bytes: &[u8]) -> u64 {
 }
 
 /// On a terminal one line that is overwritten; in a log a line for each tenth.
-struct Progress {
-    program: &'static str,
+struct Progress<'a> {
+    programs: &'a str,
     done: usize,
     total: usize,
     terminal: bool,
 }
 
-impl Progress {
-    fn new(program: &'static str, total: usize) -> Self {
-        eprintln!("building {program}: {total} packages, once, some minutes");
-        Self { program, done: 0, total: total.max(1), terminal: std::io::stderr().is_terminal() }
+impl<'a> Progress<'a> {
+    fn new(programs: &'a str, total: usize) -> Self {
+        eprintln!("building {programs}: {total} packages, once, some minutes");
+        Self { programs, done: 0, total: total.max(1), terminal: std::io::stderr().is_terminal() }
     }
 
     fn step(&mut self) {
         self.done += 1;
-        let (program, done, total) = (self.program, self.done, self.total);
+        let (programs, done, total) = (self.programs, self.done, self.total);
         if self.terminal {
             let mut stderr = std::io::stderr();
             // A progress line that cannot be written is no reason to stop building.
-            let _ = write!(stderr, "\r{program}: {done} of {total} packages ").and_then(|()| stderr.flush());
+            let _ = write!(stderr, "\r{programs}: {done} of {total} packages ").and_then(|()| stderr.flush());
         } else if done % (total / 10).max(1) == 0 {
-            eprintln!("{program}: {done} of {total} packages");
+            eprintln!("{programs}: {done} of {total} packages");
         }
     }
 

@@ -23,10 +23,8 @@ pub mod go;
 mod kube_proxy;
 pub mod objects;
 mod process;
-pub mod scenarios;
 
 pub use api_server::{ADMIN, ApiServer, Identity, Options, PROXY};
 pub use folder::Folder;
 pub use kube_proxy::KubeProxy;
 pub use process::{Process, within};
-pub use scenarios::{Outcome, Scenario, World};

@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use control_plane::go::{self, Build, Module};
+use control_plane::go::{self, Module};
 use serde_json::Value;
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -26,27 +26,37 @@ impl Tool {
         }
     }
 
-    const fn build(self) -> Build<'static> {
-        let (package, tags) = match self {
-            Self::Helm => ("helm.sh/helm/v4/cmd/helm", ""),
-            // Without the clients of every cloud.
-            Self::Promtool => ("github.com/prometheus/prometheus/cmd/promtool", "remove_all_sd"),
-        };
-        Build { program: self.name(), package, tags, linker_flags: "-s -w" }
+    const fn package(self) -> &'static str {
+        match self {
+            Self::Helm => "helm.sh/helm/v4/cmd/helm",
+            Self::Promtool => "github.com/prometheus/prometheus/cmd/promtool",
+        }
+    }
+
+    fn installed(self) -> Option<PathBuf> {
+        go::on_path(self.name()).or_else(|| module().built(self.name()))
     }
 
     /// An error if it is not there and cannot be built.
     pub fn path(self) -> Result<PathBuf> {
-        if let Some(found) = go::on_path(self.name()) {
-            return Ok(found);
-        }
-        module().build(&self.build()).with_context(|| format!("{} is not on PATH", self.name()))
+        provide(&[self])?;
+        self.installed().with_context(|| format!("{} is not there after it was built", self.name()))
     }
 }
 
-/// Without Go nothing here is built, and profiles are not read.
-pub fn go_is_there() -> bool {
-    module().run(&["version"]).is_ok()
+/// Builds what is not there.
+pub fn provide(tools: &[Tool]) -> Result<()> {
+    let missing: Vec<&str> =
+        tools.iter().filter(|tool| tool.installed().is_none()).map(|tool| tool.package()).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    module().build(&missing).with_context(|| format!("not on PATH, so to be built: {}", missing.join(", ")))
+}
+
+/// Why there is no Go: without it nothing here is built, and profiles are not read.
+pub fn go() -> Result<(), String> {
+    module().run(&["version"]).map(drop).map_err(|error| format!("{error:#}"))
 }
 
 /// What `go tool pprof -top` shows of a profile: every function.
@@ -57,7 +67,9 @@ pub fn top_of_profile(profile: &Path, kind: &str) -> Result<String> {
 }
 
 fn module() -> Module {
+    // Promtool without the clients of every cloud.
     Module::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tools"), "deploy-tools")
+        .with_tags("remove_all_sd")
 }
 
 /// Definitions of prometheus-operator's custom resources, as it publishes them. An error without Go or network.

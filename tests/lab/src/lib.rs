@@ -9,6 +9,7 @@ pub mod cgroup;
 pub mod cluster;
 pub mod namespace;
 pub mod objects;
+pub mod programs;
 pub mod wait;
 
 pub use agent::{
@@ -17,3 +18,4 @@ pub use agent::{
 };
 pub use cluster::{Lab, Place};
 pub use objects::Objects;
+pub use programs::program;

@@ -34,7 +34,7 @@ impl Subject {
     ) -> Result<Self> {
         let node = node_name(1);
         let (program, mode) = match proxy {
-            Proxy::Ebpf => (proxy_ctl.map_or_else(beside, Ok)?, "ebpf"),
+            Proxy::Ebpf => (proxy_ctl.map_or_else(|| lab::program("proxy-ctl"), Ok)?, "ebpf"),
             Proxy::KubeProxyIptables => (KubeProxy::binary()?, "iptables"),
             Proxy::KubeProxyNftables => (KubeProxy::binary()?, "nftables"),
         };
@@ -91,15 +91,5 @@ impl Drop for Subject {
         if let Err(error) = self.kill() {
             eprintln!("measure: {error:#}");
         }
-    }
-}
-
-fn beside() -> Result<PathBuf> {
-    let own = std::env::current_exe().context("finding the running binary")?;
-    let found = own.with_file_name("proxy-ctl");
-    if found.exists() {
-        Ok(found)
-    } else {
-        anyhow::bail!("no {}: cargo build -p proxy-ctl builds it", found.display())
     }
 }

@@ -1,7 +1,7 @@
 //! Packets through the loaded TC programs, by BPF_PROG_TEST_RUN.
 //!
 //! A case fills the tables, sends packets through programs, and says what comes out and what is counted. Needs root.
-//! An argument runs only the cases whose name contains it.
+//! `cargo test --test packets [-- [--list] [part of a name]]`; with `-- --bench` nanoseconds a packet.
 
 #![expect(clippy::unwrap_used, reason = "a header that cannot be encoded is a broken case")]
 
@@ -13,8 +13,13 @@ mod world;
 use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
-use nix::sched::{CloneFlags, unshare};
+use nix::{
+    sched::{CloneFlags, unshare},
+    unistd::Uid,
+};
+use scenario::{Scenario, Started};
 
+use cases::Case;
 use world::World;
 
 /// The embedded object, or the one that PROXY_EBPF_OBJECT names.
@@ -25,31 +30,17 @@ fn object() -> Result<Vec<u8>> {
     }
 }
 
-fn run(filter: &str) -> Result<bool> {
-    // Programs ask for routes: here there are none, whatever the machine has.
-    unshare(CloneFlags::CLONE_NEWNET).context("a network namespace of its own")?;
-    let object = object()?;
-    let mut worlds = [World::load(&object, 0)?, World::load(&object, 1)?];
-    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    for case in cases::all() {
-        if !case.name.contains(filter) {
-            skipped += 1;
-            continue;
-        }
-        let world = &mut worlds[usize::from(case.host_packets)];
-        match world.clear().and_then(|()| (case.run)(world)) {
-            Ok(()) => {
-                passed += 1;
-                println!("ok      {}", case.name);
-            }
-            Err(error) => {
-                failed += 1;
-                println!("FAILED  {}: {error:#}", case.name);
-            }
-        }
+/// Without `HOST_PACKETS`, and with it.
+type Worlds = [World; 2];
+
+fn start() -> Result<Started<Worlds>> {
+    if !Uid::effective().is_root() {
+        return Ok(Err("loading BPF programs needs root".to_owned()));
     }
-    println!("packets: {passed} passed, {failed} failed, {skipped} skipped");
-    Ok(failed == 0)
+    // Programs ask for routes: here there are none, whatever the machine has.
+    unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
+    let object = object()?;
+    Ok(Ok([World::load(&object, 0)?, World::load(&object, 1)?]))
 }
 
 fn main() -> ExitCode {
@@ -62,13 +53,12 @@ fn main() -> ExitCode {
             }
         };
     }
-    let filter = std::env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
-    match run(&filter) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("{error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    let cases = cases::all().into_iter().map(|Case { name, host_packets, run }| {
+        Scenario::new(name, move |worlds: &mut Worlds| {
+            let world = &mut worlds[usize::from(host_packets)];
+            world.clear()?;
+            run(world)
+        })
+    });
+    scenario::main(start, cases)
 }

@@ -191,7 +191,7 @@ fn init(filter: &str) -> String {
          /sbin/modprobe -a {modules}\n\
          ip link set lo up\n\
          uname -rm\n\
-         LAB_PATIENCE=20 /opt/behaviour --core --verbose --path sockets --path packets --filter '{filter}' && echo '{SUCCEEDED}'\n\
+         LAB_PATIENCE=20 /opt/behaviour --core --path sockets --path packets '{filter}' && echo '{SUCCEEDED}'\n\
          poweroff -f\n"
     )
 }

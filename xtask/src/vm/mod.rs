@@ -17,7 +17,7 @@ use clap::{Args, ValueEnum};
 
 use crate::{
     cache,
-    command::{as_root, built, cargo, find, output, run as execute},
+    command::{as_root, cargo, find, output},
     setup,
     suites::{Kind, Suite},
 };
@@ -93,9 +93,6 @@ impl Kernel {
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     setup::run_setup()?;
     let machine = Machine { kernel: arguments.kernel, arch: arguments.arch };
-    if machine.arch == Architecture::Amd64 {
-        execute(&mut cargo(&["build", "-q", "-p", "proxy-ctl", "-p", "lab", "-p", "behaviour", "--bins"]))?;
-    }
     let status = machine.command(&arguments.filter)?.status().context("starting the virtual machine")?;
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -131,13 +128,13 @@ impl Machine {
 fn command(kernel: Kernel, filter: &str) -> Result<Command> {
     let vng = virtme()?;
     let image = image(kernel)?;
-    let (behaviour, tests) = (built("behaviour"), unit_tests()?);
+    let (behaviour, tests) = programs()?;
     // What a kube-proxy in mode ipvs leaves can only be where these modules are.
     let inside = format!(
         "mount -t bpf bpf /sys/fs/bpf 2>/dev/null; ip link set lo up; uname -r; failed=0; \
          modprobe -a ip_vs ip_vs_rr ip_set_hash_ip ip_set_hash_ipport ip_set_list_set dummy; \
          {} --ignored --show-output ipvs:: ipset:: || failed=1; \
-         LAB_PATIENCE=10 {} --core --path sockets --path packets --filter '{filter}' || failed=1; exit $failed",
+         LAB_PATIENCE=10 {} --core --path sockets --path packets '{filter}' || failed=1; exit $failed",
         tests.display(),
         behaviour.display()
     );
@@ -154,23 +151,24 @@ fn command(kernel: Kernel, filter: &str) -> Result<Command> {
     Ok(command)
 }
 
-/// Builds proxy-ctl's own tests: the program.
-fn unit_tests() -> Result<PathBuf> {
-    let told = output(&mut cargo(&[
-        "test",
-        "-q",
-        "-p",
-        "proxy-ctl",
-        "--lib",
-        "--no-run",
-        "--message-format",
-        "json",
-    ]))?;
-    let program = told.lines().find_map(|line| {
-        let message: serde_json::Value = serde_json::from_str(line).ok()?;
-        Some(PathBuf::from(message["executable"].as_str()?))
-    });
-    program.ok_or_else(|| anyhow!("cargo does not tell where proxy-ctl's tests are"))
+/// Builds what runs inside, and answers where the behaviour scenarios and proxy-ctl's own tests are.
+fn programs() -> Result<(PathBuf, PathBuf)> {
+    // Tests of proxy-ctl and lab, so that cargo also builds proxy-ctl and lab-agent.
+    let choice = ["--lib", "--bin", "behaviour", "--test", "cli", "--test", "cluster"];
+    let mut build = cargo(&["test", "-q", "--no-run", "--message-format", "json"]);
+    let told = output(build.args(choice))?;
+    let built: Vec<serde_json::Value> =
+        told.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let program = |target: &str| {
+        let is_it = |message: &&serde_json::Value| {
+            message["target"]["name"] == target && message["profile"]["test"] == true
+        };
+        let found = built.iter().filter(is_it).find_map(|message| message["executable"].as_str());
+        found
+            .map(PathBuf::from)
+            .with_context(|| format!("cargo does not tell where the tests of {target} are"))
+    };
+    Ok((program("behaviour")?, program("proxy_ctl")?))
 }
 
 /// virtme-ng: from PATH, or installed into a Python environment of its own.

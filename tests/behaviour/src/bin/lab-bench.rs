@@ -4,7 +4,6 @@ use std::{net::SocketAddr, process::ExitCode};
 
 use anyhow::{Result, ensure};
 use behaviour::{
-    proxy::Binaries,
     setting::{PathKind, ProxyKind, Setting},
     world::World,
 };
@@ -70,9 +69,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         }
         for services in [1, arguments.services] {
             let setting = Setting { proxy: ProxyKind::Ebpf, path };
-            let world = World::with_roles(setting, &Binaries::find(), false, |lab, objects| {
-                publish(lab, objects, services)
-            })?;
+            let world = World::with_roles(setting, false, |lab, objects| publish(lab, objects, services))?;
             for protocol in [Protocol::Tcp, Protocol::Udp] {
                 measure(arguments, &world, protocol, services)?;
             }
@@ -130,12 +127,7 @@ fn measure(arguments: &Arguments, world: &World, protocol: Protocol, services: u
     }
     let ratios =
         directs.iter().zip(&throughs).map(|(direct, through)| through.per_second / direct.per_second);
-    let path = match world.setting.path {
-        PathKind::Sockets => "sockets",
-        PathKind::Packets => "packets",
-        PathKind::Unseen => "unseen",
-        PathKind::Off => "off",
-    };
+    let path = world.setting.path.to_string();
     println!(
         "{path:<9} {protocol:<9} {services:>9} | {:>10.0} {:>10.0} {:>6.3} | {:>9.0} {:>9.0}",
         median(directs.iter().map(|rate| rate.per_second)),

@@ -11,7 +11,6 @@ use std::{
 use anyhow::{Context as _, Result};
 use behaviour::{
     cast::{BALANCED, ON_NODE2, Role},
-    proxy::Binaries,
     setting::{PathKind, ProxyKind, Setting},
     world::World,
 };
@@ -84,7 +83,7 @@ fn run(arguments: &Arguments) -> Result<u64> {
     println!("starting proxy-ctl on both nodes; it reads Services and EndpointSlices from {source}");
     let setting = Setting { proxy: ProxyKind::Ebpf, path: PathKind::Sockets };
     let start = Instant::now();
-    let mut world = World::with_roles(setting, &Binaries::find(), arguments.api_server, |lab, objects| {
+    let mut world = World::with_roles(setting, arguments.api_server, |lab, objects| {
         [WEB, QUEUE].iter().try_for_each(|role| role.publish(lab, objects, role.endpoints))
     })?;
     println!("both serve after {:.1} s", start.elapsed().as_secs_f32());

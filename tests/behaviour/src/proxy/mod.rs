@@ -6,45 +6,29 @@ mod proxy_ctl;
 
 use std::{
     fs::{self, File},
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Child, Command, ExitStatus, Stdio},
 };
 
-use anyhow::{Context as _, Result, anyhow};
+use anyhow::{Context as _, Result};
 use lab::{Lab, Objects, address::NodeNumber, cluster::node_name};
+
+use nix::unistd::Uid;
 
 use crate::setting::{ProxyKind, Setting};
 use api_server::ApiServer;
-use control_plane::binaries::Program;
+use control_plane::binaries::{self, Program};
 
-/// Where the programs are.
-#[derive(Clone, Debug, Default)]
-pub struct Binaries {
-    pub proxy_ctl: Option<PathBuf>,
-}
-
-impl Binaries {
-    /// `PROXY_CTL`, or proxy-ctl beside the running binary.
-    pub fn find() -> Self {
-        let beside = std::env::current_exe().ok().map(|own| own.with_file_name("proxy-ctl"));
-        let proxy_ctl =
-            std::env::var_os("PROXY_CTL").map(PathBuf::from).or(beside).filter(|path| path.exists());
-        Self { proxy_ctl }
+/// Why this proxy cannot be tested here, if it cannot. Builds the real ones if need be.
+pub fn missing_for(proxy: ProxyKind) -> Result<Option<String>> {
+    if !Uid::effective().is_root() {
+        return Ok(Some("network namespaces need root".to_owned()));
     }
-
-    fn proxy_ctl(&self) -> Result<&Path> {
-        self.proxy_ctl.as_deref().ok_or_else(|| anyhow!("no proxy-ctl: cargo build -p proxy-ctl builds it"))
-    }
-
-    /// Why this proxy cannot be tested here, if it cannot. Builds the real ones if need be.
-    pub fn missing_for(&self, proxy: ProxyKind) -> Option<String> {
-        let found = match proxy {
-            ProxyKind::Ebpf => self.proxy_ctl().map(drop),
-            ProxyKind::KubeProxyIptables | ProxyKind::KubeProxyNftables => {
-                Program::KubeProxy.path().and_then(|_| Program::KubeApiServer.path()).map(drop)
-            }
-        };
-        found.err().map(|error| error.to_string())
+    match proxy {
+        ProxyKind::Ebpf => Ok(lab::program("proxy-ctl").err().map(|error| error.to_string())),
+        ProxyKind::KubeProxyIptables | ProxyKind::KubeProxyNftables => {
+            binaries::provide(&[Program::Etcd, Program::KubeApiServer, Program::KubeProxy])
+        }
     }
 }
 
@@ -86,16 +70,10 @@ pub struct Proxy {
 const LOG_LINES: usize = 25;
 
 impl Proxy {
-    pub fn new(
-        lab: &Lab,
-        setting: Setting,
-        binaries: &Binaries,
-        feed: &Feed,
-        node: NodeNumber,
-    ) -> Result<Self> {
+    pub fn new(lab: &Lab, setting: Setting, feed: &Feed, node: NodeNumber) -> Result<Self> {
         let (program, arguments) = match setting.proxy {
             ProxyKind::Ebpf => {
-                (binaries.proxy_ctl()?.to_owned(), proxy_ctl::arguments(lab, setting.path, feed, node)?)
+                (lab::program("proxy-ctl")?, proxy_ctl::arguments(lab, setting.path, feed, node)?)
             }
             ProxyKind::KubeProxyIptables => {
                 (Program::KubeProxy.path()?, kube_proxy::arguments(lab, "iptables", feed, node)?)

@@ -18,13 +18,14 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use control_plane::{KubeProxy, Outcome, objects};
+use control_plane::{KubeProxy, objects};
 use nix::sys::signal::Signal;
+use scenario::Outcome;
 use serde_json::{Value, json};
 
 use crate::{
     node::Node,
-    proxy::{self, Proxy, answers, metric},
+    proxy::{Proxy, answers, metric},
     scenarios::{ADDRESS, PROGRAMMED},
     until::{LIMIT, until},
     world::{World, node},
@@ -254,7 +255,7 @@ const NO_PINS: &str = "/sys/fs/bpf/proxy-ctl-life-nothing";
 
 /// Our `kube-proxy --cleanup`. `path`: where it finds programs.
 fn try_clean_up_as_kube_proxy(path: &OsStr) -> Result<Output> {
-    let mut command = Command::new(proxy::program()?);
+    let mut command = Command::new(lab::program("proxy-ctl")?);
     command.arg0("kube-proxy").args(["--cleanup", "--hostname-override=a", "--bpffs", NO_PINS]);
     command.env("PATH", path).stdin(Stdio::null()).output().context("starting proxy-ctl")
 }
@@ -268,7 +269,7 @@ fn clean_up_as_kube_proxy() -> Result<String> {
 
 /// `proxy-ctl cleanup --kube-proxy`: what it says of kube-proxy.
 fn clean_up() -> Result<Value> {
-    let program = proxy::program()?.display().to_string();
+    let program = lab::program("proxy-ctl")?.display().to_string();
     let text = run(&program, &["cleanup", "--kube-proxy", "--output", "json", "--bpffs", NO_PINS])?;
     let said: Value = serde_json::from_str(&text)?;
     ensure!(said["problems"] == json!([]), "{said}");
@@ -636,7 +637,8 @@ pub(crate) fn a_kube_proxy_that_is_still_at_work_is_named_and_not_fought(
 /// Starts proxy-ctl, which finds programs here, and looks every second.
 fn start_with_path(own: &Node, path: &str) -> Result<Proxy> {
     fs::write(own.config_file(), own.configuration(&json!({"iptables": {"syncPeriod": "1s"}})))?;
-    let (program, file) = (proxy::program()?.display().to_string(), own.config_file().display().to_string());
+    let (program, file) =
+        (lab::program("proxy-ctl")?.display().to_string(), own.config_file().display().to_string());
     Proxy::start(Path::new("env"), &[&format!("PATH={path}"), &program, "run", "--config", &file])
 }
 

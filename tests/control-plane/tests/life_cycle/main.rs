@@ -1,7 +1,7 @@
 //! The life of `proxy-ctl run` against a real API server: how it starts, and what ends it. Each scenario starts the
 //! program on a node of its own; the real kube-proxy, where it is installed, says how a scenario ends for it.
 //!
-//! `cargo test -p control-plane --test life_cycle [-- [--list] [part of a name]]`; needs root and a built proxy-ctl.
+//! `cargo test --test life_cycle [-- [--list] [part of a name]]`; needs root and a built proxy-ctl.
 
 mod api_server;
 mod leftovers;
@@ -15,5 +15,5 @@ mod world;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    control_plane::scenarios::main("life cycle", scenarios::all())
+    scenario::main(world::World::start, scenarios::all())
 }

@@ -11,7 +11,7 @@ use proxy_ctl::sys::filesystem;
 use serde_json::{Value, json};
 
 use crate::{
-    proxy::{self, Proxy},
+    proxy::Proxy,
     until::{LIMIT, until},
     world::World,
 };
@@ -119,7 +119,7 @@ impl Node {
         let config = config.display().to_string();
         let mut arguments = vec!["run", "--config", &config];
         arguments.extend(flags);
-        Proxy::start(&proxy::program()?, &arguments)
+        Proxy::start(&lab::program("proxy-ctl")?, &arguments)
     }
 
     /// Starts the real kube-proxy with this configuration in its file.
@@ -129,7 +129,7 @@ impl Node {
     }
 
     fn command(&self, name: &str) -> Result<Output> {
-        let mut command = Command::new(proxy::program()?);
+        let mut command = Command::new(lab::program("proxy-ctl")?);
         command.args([name, "--output", "json", "--bpffs"]).arg(&self.pins);
         command.output().context("starting proxy-ctl")
     }

@@ -1,30 +1,22 @@
 //! A proxy as a process: its log, its servers, its end.
 
 use std::{
-    env,
     io::{BufRead as _, BufReader, Read as _, Write as _},
     net::TcpStream,
     os::unix::process::ExitStatusExt as _,
-    path::{Path, PathBuf},
+    path::Path,
     process::{Child, Command, ExitStatus, Stdio},
     sync::{Arc, Mutex, PoisonError},
     thread::JoinHandle,
 };
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
 
 use crate::until::{LIMIT, until};
-
-/// `PROXY_CTL`, or what cargo has built beside this test.
-pub(crate) fn program() -> Result<PathBuf> {
-    let beside = env::current_exe().ok().and_then(|own| Some(own.parent()?.parent()?.join("proxy-ctl")));
-    let found = env::var_os("PROXY_CTL").map(PathBuf::from).or(beside).filter(|path| path.exists());
-    found.ok_or_else(|| anyhow!("no proxy-ctl: cargo build -p proxy-ctl builds it"))
-}
 
 /// Killed when dropped.
 pub(crate) struct Proxy {

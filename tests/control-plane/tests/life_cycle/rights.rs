@@ -1,7 +1,8 @@
 //! Scenarios of an API server that does not allow everything: what is denied is named, and the rest works.
 
 use anyhow::{Result, ensure};
-use control_plane::{KubeProxy, Outcome};
+use control_plane::KubeProxy;
+use scenario::Outcome;
 use serde_json::{Value, json};
 
 use crate::{

@@ -3,8 +3,9 @@
 use std::{fs, net::TcpListener};
 
 use anyhow::{Context, Result, ensure};
-use control_plane::{KubeProxy, Outcome, Scenario, scenarios};
+use control_plane::KubeProxy;
 use nix::sys::signal::Signal;
+use scenario::{Outcome, Scenario, scenarios};
 use serde_json::json;
 
 use crate::{
@@ -388,7 +389,7 @@ fn kernel_parameters_are_those_of_kube_proxy(world: &mut World) -> Result<Outcom
     ];
     for conntrack in sections {
         let mut found = Vec::new();
-        for (program, mode) in [(&real, "nftables"), (&crate::proxy::program()?, "ebpf")] {
+        for (program, mode) in [(&real, "nftables"), (&lab::program("proxy-ctl")?, "ebpf")] {
             for parameter in PARAMETERS {
                 fs::write(path(parameter), if parameter.ends_with("liberal") { "0" } else { "77" })?;
             }

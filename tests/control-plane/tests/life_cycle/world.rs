@@ -6,19 +6,21 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use control_plane::{ApiServer, Folder, Options, PROXY, binaries::Program, objects, scenarios};
+use control_plane::{
+    ApiServer, Folder, KubeProxy, Options, PROXY,
+    binaries::{self, Program},
+    objects,
+};
 use kube::Client;
 use nix::{
     sched::{CloneFlags, unshare},
     unistd::Uid,
 };
+use scenario::Started;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-use crate::{
-    proxy,
-    until::{LIMIT, until},
-};
+use crate::until::{LIMIT, until};
 
 /// One of conntrack's parameters: they are there if the module is, in each network namespace.
 const CONNTRACK: &str = "/proc/sys/net/netfilter/nf_conntrack_udp_timeout";
@@ -33,20 +35,21 @@ pub(crate) struct World {
     pub(crate) without_conntrack: Option<String>,
 }
 
-impl control_plane::World for World {
-    fn missing() -> Option<String> {
-        if !Uid::effective().is_root() {
-            return Some("needs root".to_owned());
-        }
-        if let Err(error) = proxy::program() {
-            return Some(error.to_string());
-        }
-        scenarios::missing(&[Program::Etcd, Program::KubeApiServer])
-    }
-
+impl World {
     /// Moves this process to a network namespace of its own, which ends with it. To be called before there are other
-    /// threads.
-    fn start() -> Result<Self> {
+    /// threads. Answers what this machine lacks, if so.
+    pub(crate) fn start() -> Result<Started<Self>> {
+        if !Uid::effective().is_root() {
+            return Ok(Err("needs root".to_owned()));
+        }
+        if let Err(error) = lab::program("proxy-ctl") {
+            return Ok(Err(error.to_string()));
+        }
+        // From the network namespace nothing can be downloaded.
+        if let Some(reason) = binaries::provide(&[Program::Etcd, Program::KubeApiServer])? {
+            return Ok(Err(reason));
+        }
+        let _without_it_some_scenarios_are_skipped = KubeProxy::here()?;
         unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
         let up = Command::new("ip").args(["link", "set", "lo", "up"]).status().context("starting ip")?;
         ensure!(up.success(), "loopback does not come up");
@@ -64,11 +67,9 @@ impl control_plane::World for World {
         world.apply(&objects::service("default", "web", 80))?;
         let slice = objects::endpoint_slice("default", "web-1", "web", &["10.0.0.1".parse()?], 8080);
         world.apply(&slice)?;
-        Ok(world)
+        Ok(Ok(world))
     }
-}
 
-impl World {
     /// May do what system:node-proxier may.
     pub(crate) fn kubeconfig(&self) -> String {
         self.server.kubeconfig(PROXY).display().to_string()

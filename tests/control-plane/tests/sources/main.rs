@@ -1,7 +1,7 @@
 //! The Kubernetes source and the model behind it, against a real API server. One server for all scenarios,
 //! one namespace for each.
 //!
-//! `cargo test -p control-plane --test sources [-- [--list] [part of a name]]`
+//! `cargo test --test sources [-- [--list] [part of a name]]`
 
 mod fake;
 mod follower;
@@ -11,6 +11,9 @@ mod scenarios;
 mod world;
 
 use std::{env, process::ExitCode};
+
+use scenario::Scenario;
+use world::World;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();
@@ -25,5 +28,6 @@ fn main() -> ExitCode {
             }
         };
     }
-    control_plane::scenarios::main("sources", scenarios::all())
+    let in_its_namespace = |scenario: Scenario<World>| scenario.after(World::enter);
+    scenario::main(World::start, scenarios::all().into_iter().map(in_its_namespace))
 }

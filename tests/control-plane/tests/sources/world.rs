@@ -1,8 +1,13 @@
 //! What the scenarios share: the API server, a client of it, a runtime.
 
 use anyhow::{Context, Result};
-use control_plane::{ApiServer, Folder, Identity, Options, objects};
+use control_plane::{
+    ApiServer, Folder, Identity, Options,
+    binaries::{self, Program},
+    objects,
+};
 use kube::Client;
+use scenario::Started;
 use serde_json::Value;
 use tokio::{runtime::Runtime, task::JoinHandle};
 
@@ -16,11 +21,14 @@ pub(crate) struct World {
     pub(crate) directory: Folder,
     client: Client,
     namespace: String,
-    notes: Vec<String>,
 }
 
-impl control_plane::World for World {
-    fn start() -> Result<Self> {
+impl World {
+    /// Answers what this machine lacks, if so.
+    pub(crate) fn start() -> Result<Started<Self>> {
+        if let Some(reason) = binaries::provide(&[Program::Etcd, Program::KubeApiServer])? {
+            return Ok(Err(reason));
+        }
         // What goes wrong here is meant to go wrong: only for those who ask with RUST_LOG.
         if let Ok(filter) = tracing_subscriber::EnvFilter::try_from_default_env() {
             tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
@@ -34,24 +42,17 @@ impl control_plane::World for World {
             .build()
             .context("starting a runtime")?;
         let client = runtime.block_on(server.client())?;
-        Ok(Self { runtime, server, directory, client, namespace: String::new(), notes: Vec::new() })
+        Ok(Ok(Self { runtime, server, directory, client, namespace: String::new() }))
     }
 
     /// Gives the next scenario a namespace of its own, named after it.
-    fn enter(&mut self, scenario: &str) -> Result<()> {
+    pub(crate) fn enter(&mut self, scenario: &str) -> Result<()> {
         self.namespace = scenario.replace('_', "-").chars().take(60).collect::<String>();
         self.namespace.truncate(self.namespace.trim_end_matches('-').len());
         let namespace = objects::namespace(&self.namespace);
         self.block_on(objects::apply(&self.client, &namespace))
     }
 
-    /// Measurements.
-    fn notes(&self) -> &[String] {
-        &self.notes
-    }
-}
-
-impl World {
     pub(crate) fn namespace(&self) -> &str {
         &self.namespace
     }
@@ -105,8 +106,8 @@ impl World {
         self.block_on(objects::get(&self.client, path))
     }
 
-    /// A measurement to be printed at the end.
-    pub(crate) fn note(&mut self, note: String) {
-        self.notes.push(note);
+    /// Tells people a measurement.
+    pub(crate) fn note(&self, note: String) {
+        eprintln!("measured: {note}");
     }
 }

@@ -3,9 +3,9 @@
 //! docs/differences.md: each line there must be met, and nothing else may differ. Where there is no Go to build
 //! kube-proxy with, what it showed when it was recorded is compared instead.
 //!
-//! `cargo test -p control-plane --test surface` compares. Needs root.
-//! `cargo test -p control-plane --test surface -- --record` makes the recordings, from the real kube-proxy.
-//! `cargo test -p control-plane --test surface -- --show` prints what each shows.
+//! `cargo test --test surface` compares. Needs root.
+//! `cargo test --test surface -- --record` makes the recordings, from the real kube-proxy.
+//! `cargo test --test surface -- --show` prints what each shows.
 
 mod cluster;
 mod compare;
@@ -17,12 +17,17 @@ mod script;
 use std::{collections::BTreeMap, env, fs, path::PathBuf, process::ExitCode};
 
 use anyhow::{Context, Result, bail, ensure};
-use control_plane::{KubeProxy, Outcome, World, binaries::Program, scenarios};
+use control_plane::{
+    KubeProxy,
+    binaries::{self, Program},
+};
 use nix::unistd::Uid;
+use scenario::{Outcome, Started, scenarios};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::{
-    compare::{Differences, Found},
+    compare::Differences,
     peer::{MODES, Program as Of},
     script::play,
 };
@@ -40,7 +45,7 @@ fn main() -> ExitCode {
                 what_is_shown_is_what_kube_proxy_shows_in_mode_nftables,
                 the_recordings_are_what_kube_proxy_shows,
             ];
-            return scenarios::main("surface", all);
+            return scenario::main(Shown::start, all);
         }
     };
     match done {
@@ -59,16 +64,13 @@ struct Shown {
     live: Result<BTreeMap<&'static str, Recording>, String>,
 }
 
-impl World for Shown {
-    fn missing() -> Option<String> {
-        if !Uid::effective().is_root() {
-            return Some("needs root".into());
+impl Shown {
+    /// Answers what this machine lacks, if so.
+    fn start() -> Result<Started<Self>> {
+        if let Some(missing) = missing()? {
+            return Ok(Err(missing));
         }
-        scenarios::missing(&[Program::Etcd, Program::KubeApiServer])
-    }
-
-    fn start() -> Result<Self> {
-        let (kube_proxy, ours) = (KubeProxy::here()?, proxy_ctl()?);
+        let (kube_proxy, ours) = (KubeProxy::here()?, lab::program("proxy-ctl")?);
         let theirs = kube_proxy.iter().flat_map(|program| MODES.map(|mode| Of::KubeProxy { program, mode }));
         let programs: Vec<Of<'_>> = theirs.chain([Of::ProxyCtl { program: &ours }]).collect();
         let mut seen = play(&programs)?;
@@ -77,52 +79,82 @@ impl World for Shown {
             Ok(_) => Ok(MODES.into_iter().zip(seen).collect()),
             Err(reason) => Err(reason.clone()),
         };
-        Ok(Self { ours, live })
+        Ok(Ok(Self { ours, live }))
     }
+}
+
+fn missing() -> Result<Option<String>> {
+    if !Uid::effective().is_root() {
+        return Ok(Some("needs root".to_owned()));
+    }
+    binaries::provide(&[Program::Etcd, Program::KubeApiServer])
 }
 
 fn repository() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-fn recorded(mode: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(format!("tests/surface/kube-proxy-v1.36.1-{mode}.json"))
+/// What kube-proxy showed when it was recorded: in both modes, and in one only. An entry a line.
+#[derive(Default, Deserialize, Serialize)]
+struct Recordings {
+    both: Recording,
+    iptables: Recording,
+    nftables: Recording,
 }
 
-fn recording(mode: &str) -> Result<Recording> {
-    let path = recorded(mode);
-    let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
-    serde_json::from_str(&text).with_context(|| format!("reading {}", path.display()))
-}
-
-/// proxy-ctl beside this test, or `PROXY_CTL`.
-fn proxy_ctl() -> Result<PathBuf> {
-    if let Some(path) = env::var_os("PROXY_CTL") {
-        return Ok(path.into());
+impl Recordings {
+    fn path() -> PathBuf {
+        PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/surface/kube-proxy-v1.36.1.json")
     }
-    let own = env::current_exe().context("the path of this program")?;
-    let built = own.parent().and_then(|deps| deps.parent()).map(|folder| folder.join("proxy-ctl"));
-    built.filter(|path| path.exists()).context("no proxy-ctl: cargo build -p proxy-ctl builds it")
+
+    fn read() -> Result<Self> {
+        let path = Self::path();
+        let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+        serde_json::from_str(&text).with_context(|| format!("reading {}", path.display()))
+    }
+
+    fn of(iptables: Recording, nftables: Recording) -> Self {
+        let is_in = |other: &Recording, (name, value): (&String, &Value)| other.get(name) == Some(value);
+        let mut this = Self { both: iptables.clone(), iptables, nftables };
+        this.both.retain(|name, value| is_in(&this.nftables, (name, value)));
+        for own in [&mut this.iptables, &mut this.nftables] {
+            own.retain(|name, _| !this.both.contains_key(name));
+        }
+        this
+    }
+
+    fn write(&self) -> Result<()> {
+        let line = |(name, value): (&String, &Value)| format!("{}: {value}", json!(name));
+        let part = |name: &str, of: &Recording| {
+            format!("\"{name}\": {{\n{}\n}}", of.iter().map(line).collect::<Vec<_>>().join(",\n"))
+        };
+        let parts = [("both", &self.both), ("iptables", &self.iptables), ("nftables", &self.nftables)];
+        let text = parts.map(|(name, of)| part(name, of)).join(",\n");
+        let path = Self::path();
+        fs::write(&path, format!("{{\n{text}\n}}\n")).with_context(|| format!("writing {}", path.display()))
+    }
+
+    fn in_mode(self, mode: &str) -> Recording {
+        let own = if mode == "iptables" { self.iptables } else { self.nftables };
+        self.both.into_iter().chain(own).collect()
+    }
 }
 
 fn record() -> Result<()> {
-    if let Some(missing) = Shown::missing() {
+    if let Some(missing) = missing()? {
         bail!(missing);
     }
     let program = KubeProxy::binary()?;
-    let programs = MODES.map(|mode| Of::KubeProxy { program: &program, mode });
-    for (mode, seen) in MODES.into_iter().zip(play(&programs)?) {
-        let text = serde_json::to_string_pretty(&json!(seen)).context("writing JSON")?;
-        let path = recorded(mode);
-        fs::write(&path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
-        println!("recorded {} pages and metrics of mode {mode}", seen.len());
-    }
-    Ok(())
+    let seen = play(&MODES.map(|mode| Of::KubeProxy { program: &program, mode }))?;
+    let [iptables, nftables]: [Recording; 2] =
+        seen.try_into().ok().context("another number of modes than were recorded")?;
+    println!("recorded {} and {} pages and metrics", iptables.len(), nftables.len());
+    Recordings::of(iptables, nftables).write()
 }
 
 /// In the form of the recordings.
 fn show() -> Result<()> {
-    let shown = Shown::start()?;
+    let shown = Shown::start()?.map_err(anyhow::Error::msg)?;
     let all = json!({"ebpf": shown.ours, "kube-proxy": shown.live.map_err(anyhow::Error::msg)?});
     println!("{}", serde_json::to_string_pretty(&all).context("writing JSON")?);
     Ok(())
@@ -146,7 +178,7 @@ impl Shown {
                 Ok(Outcome::Passed)
             }
             Err(reason) => {
-                explained.judge(&compare::all(&recording(mode)?, &self.ours))?;
+                explained.judge(&compare::all(&Recordings::read()?.in_mode(mode), &self.ours))?;
                 Ok(Outcome::Skipped(format!("compared with the recording, all is well: {reason}")))
             }
         }
@@ -159,7 +191,7 @@ fn the_recordings_are_what_kube_proxy_shows(shown: &mut Shown) -> Result<Outcome
         Err(reason) => return Ok(Outcome::Skipped(reason.clone())),
     };
     for (mode, live) in live {
-        let found: Found = compare::all(&recording(mode)?, live);
+        let found = compare::all(&Recordings::read()?.in_mode(mode), live);
         ensure!(found.is_empty(), "mode {mode}: record again, as described in {}: {found:#?}", file!());
     }
     Ok(Outcome::Passed)

@@ -7,9 +7,8 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use deploy::{files, tools::Tool};
+use scenario::Outcome;
 use serde_json::Value;
-
-use super::Outcome;
 
 /// What the chart asks for, and the manifests have.
 const SERVER: &str = "apiServer=https://api-server.example:6443";

@@ -1,7 +1,7 @@
 //! What deploy/ says is right, and works: chart and manifests are the same, the API server accepts them, rules and
 //! dashboard ask for metrics that exist, and pods of the DaemonSets do their work with what the manifests allow them.
 //!
-//! `cargo test -p deploy --test deploy [-- part of a name]`
+//! `cargo test --test deploy [-- [--list] [part of a name]]`
 
 mod chart;
 mod cluster;
@@ -10,25 +10,14 @@ mod objects;
 mod pods;
 mod profiles;
 
-use std::{
-    env,
-    panic::{AssertUnwindSafe, catch_unwind},
-    process::ExitCode,
-    time::Instant,
-};
+use std::process::ExitCode;
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
+use scenario::{Outcome, Scenario};
 
-/// How a check ended that did not fail.
-enum Outcome {
-    Passed,
-    /// What this machine lacks.
-    Skipped(String),
-}
+type Check = fn() -> Result<Outcome>;
 
-type Check = (&'static str, fn() -> Result<Outcome>);
-
-const CHECKS: &[Check] = &[
+const CHECKS: &[(&str, Check)] = &[
     ("versions are those of the workspace", chart::versions_are_those_of_the_workspace),
     ("manifests can be joined", objects::manifests_can_be_joined),
     ("the chart renders the manifests", chart::the_chart_renders_the_manifests),
@@ -49,29 +38,6 @@ const CHECKS: &[Check] = &[
 ];
 
 fn main() -> ExitCode {
-    let filter = env::args().skip(1).find(|argument| !argument.starts_with('-')).unwrap_or_default();
-    let start = Instant::now();
-    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    for (name, check) in CHECKS.iter().filter(|(name, _)| name.contains(&filter)) {
-        let start = Instant::now();
-        let judged = catch_unwind(AssertUnwindSafe(check)).unwrap_or_else(|_| Err(anyhow!("panicked")));
-        let seconds = start.elapsed().as_secs_f32();
-        match judged {
-            Ok(Outcome::Passed) => {
-                passed += 1;
-                println!("  passed  {name} ({seconds:.1} s)");
-            }
-            Ok(Outcome::Skipped(reason)) => {
-                skipped += 1;
-                println!("  skipped {name}: {reason}");
-            }
-            Err(error) => {
-                failed += 1;
-                println!("  FAILED  {name}: {error:#}");
-            }
-        }
-    }
-    let seconds = start.elapsed().as_secs_f32();
-    println!("deploy: {passed} passed, {failed} failed, {skipped} skipped ({seconds:.1} s)");
-    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    let checks = CHECKS.iter().map(|(name, check)| Scenario::new(*name, |()| check()));
+    scenario::main(|| Ok(Ok(())), checks)
 }

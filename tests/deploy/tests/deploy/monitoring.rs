@@ -2,21 +2,22 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs::File,
+    fs::{self, File},
     io::{Read as _, Write as _},
     net::TcpStream,
-    path::PathBuf,
     process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use control_plane::{ApiServer, Options, PROXY, binaries::Program};
+use control_plane::{
+    ApiServer, Options, PROXY,
+    binaries::{self, Program},
+};
 use deploy::{files, promql, tools::Tool};
 use lab::{Lab, namespace};
+use scenario::Outcome;
 use serde_json::{Value, json};
-
-use super::Outcome;
 
 const NODE: &str = "node1";
 const METRICS: &str = "127.0.0.1:10249";
@@ -47,8 +48,14 @@ fn expressions(dashboard: &Value) -> Vec<String> {
     queries.chain(variables).collect()
 }
 
+/// What Prometheus itself reads, without its operator.
+fn rule_file() -> Result<Value> {
+    let object = files::objects("chart/files/prometheusrule.yaml")?.pop().context("no rules")?;
+    Ok(object["spec"].clone())
+}
+
 fn rules() -> Result<Vec<(String, String)>> {
-    let rules = files::documents(&files::text("chart/files/rules.yaml")?)?.pop().context("no rules")?;
+    let rules = rule_file()?;
     let groups = rules["groups"].as_array().context("groups")?;
     let alerts = groups.iter().flat_map(|group| group["rules"].as_array().into_iter().flatten());
     let text = |rule: &Value, field: &str| rule[field].as_str().map(str::to_owned).context(field.to_owned());
@@ -102,10 +109,10 @@ pub(super) fn rules_fire_when_they_should() -> Result<Outcome> {
         Ok(promtool) => promtool,
         Err(error) => return Ok(Outcome::Skipped(format!("{error:#}"))),
     };
+    let folder = tempfile::tempdir().context("making a folder")?;
     let run = |arguments: &[&str]| {
         let mut command = Command::new(&promtool);
-        let output =
-            command.args(arguments).current_dir(env!("CARGO_MANIFEST_DIR")).stdin(Stdio::null()).output();
+        let output = command.args(arguments).current_dir(folder.path()).stdin(Stdio::null()).output();
         let output = output.context("starting promtool")?;
         let said = [output.stdout, output.stderr].concat();
         ensure!(
@@ -116,9 +123,12 @@ pub(super) fn rules_fire_when_they_should() -> Result<Outcome> {
         );
         Ok(())
     };
-    run(&["check", "rules", "../../deploy/chart/files/rules.yaml"])?;
-    run(&["test", "rules", "rules.test.yaml"])?;
     let tests = include_str!("../../rules.test.yaml");
+    for (name, text) in [("rules.yaml", rule_file()?.to_string()), ("rules.test.yaml", tests.to_owned())] {
+        fs::write(folder.path().join(name), text).with_context(|| format!("writing {name}"))?;
+    }
+    run(&["check", "rules", "rules.yaml"])?;
+    run(&["test", "rules", "rules.test.yaml"])?;
     for (alert, _) in rules()? {
         ensure!(tests.matches(&alert).count() >= 2, "{alert} is not tested both quiet and firing");
     }
@@ -140,14 +150,6 @@ impl Drop for Proxy {
     }
 }
 
-/// The binary of the workspace, beside the one that runs.
-fn binary() -> Result<PathBuf> {
-    let own = std::env::current_exe().context("finding the running binary")?;
-    let found =
-        own.ancestors().skip(1).take(2).map(|folder| folder.join("proxy-ctl")).find(|file| file.is_file());
-    found.context("proxy-ctl is not built: cargo build -p proxy-ctl")
-}
-
 fn scrape(namespace: &str) -> Result<String> {
     namespace::within(namespace, || {
         let mut stream = TcpStream::connect(METRICS).context("connecting to /metrics")?;
@@ -164,10 +166,8 @@ fn exposition() -> Result<Result<String, String>> {
     if !nix::unistd::geteuid().is_root() {
         return Ok(Err("network namespaces need root".to_owned()));
     }
-    for program in [Program::Etcd, Program::KubeApiServer] {
-        if let Err(error) = program.path() {
-            return Ok(Err(format!("{error:#}")));
-        }
+    if let Some(reason) = binaries::provide(&[Program::Etcd, Program::KubeApiServer])? {
+        return Ok(Err(reason));
     }
     let lab = Lab::new()?;
     let place = lab.place(NODE)?;
@@ -186,9 +186,9 @@ fn exposition() -> Result<Result<String, String>> {
         "conntrack": {"maxPerCore": 0},
         "ebpf": {"cgroup": place.cgroup, "bpffs": lab.bpffs(1)},
     });
-    std::fs::write(&config, text.to_string()).context("writing the configuration")?;
+    fs::write(&config, text.to_string()).context("writing the configuration")?;
     let log = lab.directory().join("proxy.log");
-    let mut command = lab.command(place, &binary()?)?;
+    let mut command = lab.command(place, &lab::program("proxy-ctl")?)?;
     command.args(["run", "--hostname-override", NODE]).arg("--config").arg(&config);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&log).context("making the log")?);
     let mut proxy = Proxy(command.spawn().context("starting proxy-ctl")?);
@@ -203,7 +203,7 @@ fn exposition() -> Result<Result<String, String>> {
             }
             let ended = proxy.0.try_wait().context("waiting for proxy-ctl")?;
             if ended.is_some() || start.elapsed() > PROGRAMMED {
-                let log = std::fs::read_to_string(&log).unwrap_or_default();
+                let log = fs::read_to_string(&log).unwrap_or_default();
                 bail!("no {awaited} ({ended:?}): {answer:?}\n{log}");
             }
             std::thread::sleep(Duration::from_millis(50));

@@ -11,19 +11,18 @@ use control_plane::{
     binaries::{self, Program},
 };
 use deploy::{api, files, tools};
+use scenario::Outcome;
 use serde_json::{Value, json};
 
-use super::{Outcome, chart};
+use super::chart;
 
 /// Longest wait for a new kind to be served.
 const SERVED: Duration = Duration::from_secs(30);
 
 /// A server in a folder that goes with it; the reason if there is none.
 fn start() -> Result<Result<(tempfile::TempDir, ApiServer), String>> {
-    for program in [Program::Etcd, Program::KubeApiServer] {
-        if let Err(error) = program.path() {
-            return Ok(Err(format!("{error:#}")));
-        }
+    if let Some(reason) = binaries::provide(&[Program::Etcd, Program::KubeApiServer])? {
+        return Ok(Err(reason));
     }
     let folder = tempfile::TempDir::new().context("making a folder")?;
     let options = Options { flags: vec!["--allow-privileged=true".to_owned()], ..Options::default() };

@@ -22,10 +22,10 @@ use lab::{
     namespace,
 };
 use nix::sys::signal::Signal;
+use scenario::Outcome;
 use serde_json::{Value, json};
 
 use super::{
-    Outcome,
     cluster::{CLIENT, Cluster, NODE, Pod, SERVER},
     objects, profiles,
 };

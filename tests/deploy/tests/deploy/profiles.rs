@@ -41,7 +41,7 @@ pub(super) fn name_our_functions(namespace: &str) -> Result<()> {
     fs::write(&file, &cpu).with_context(|| format!("writing {}", file.display()))?;
     let named = cpu.windows(OURS.len()).any(|part| part == OURS.as_bytes());
     ensure!(named, "no {OURS} in the CPU profile of {} bytes", cpu.len());
-    if tools::go_is_there() {
+    if tools::go().is_ok() {
         let top = tools::top_of_profile(&file, "cpu")?;
         ensure!(top.contains(OURS), "no {OURS} in\n{top}");
     }

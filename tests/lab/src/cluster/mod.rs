@@ -163,7 +163,7 @@ impl Lab {
     }
 
     fn enter(&self, place: &Place) -> Result<Command> {
-        let mut command = Command::new(agent_binary()?);
+        let mut command = Command::new(crate::program("lab-agent")?);
         command.arg("--netns").arg(namespace::path(&place.namespace)).arg("--cgroup").arg(&place.cgroup);
         // The terminal's Ctrl-C goes to the lab only, which then ends its processes.
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
@@ -200,21 +200,6 @@ impl Lab {
     pub fn keep(&mut self) {
         self.directory.keep();
     }
-}
-
-/// `LAB_AGENT`, or the binary next to the running one.
-pub fn agent_binary() -> Result<PathBuf> {
-    if let Some(path) = std::env::var_os("LAB_AGENT") {
-        return Ok(path.into());
-    }
-    let own = std::env::current_exe().context("finding the running binary")?;
-    let found = own
-        .ancestors()
-        .skip(1)
-        .take(2)
-        .map(|folder| folder.join("lab-agent"))
-        .find(|candidate| candidate.exists());
-    found.ok_or_else(|| anyhow!("no lab-agent beside {}: cargo build -p lab builds it", own.display()))
 }
 
 fn mount_bpf(target: &Path) -> Result<()> {

@@ -24,7 +24,7 @@ pub(crate) struct Case {
     pub(crate) run: Run,
 }
 
-type Run = Box<dyn Fn(&mut World) -> Result<()>>;
+type Run = Box<dyn Fn(&mut World) -> Result<()> + Send>;
 
 type Body<W> = fn(&mut Scene<W>) -> Result<()>;
 

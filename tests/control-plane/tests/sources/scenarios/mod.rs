@@ -9,7 +9,7 @@ mod objects;
 mod older;
 mod outage;
 
-use control_plane::{Scenario, scenarios};
+use scenario::{Scenario, scenarios};
 
 use crate::world::World;
 

@@ -1,4 +1,4 @@
-//! A lab with a proxy on each node and the whole cast.
+//! A lab with a proxy on each node and every fixture.
 
 use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 
@@ -12,7 +12,7 @@ use lab::{
 };
 
 use crate::{
-    cast::{PODS, PORT, ROLES, Role, SENTINEL_INDEX},
+    fixtures::{PODS, PORT, SENTINEL_INDEX, SERVICES, ServiceFixture},
     proxy::{Feed, Proxy},
     setting::{PathKind, ProxyKind, Setting},
 };
@@ -32,15 +32,15 @@ pub struct World {
 }
 
 impl World {
-    /// Builds the lab, starts the proxies and waits until they serve the whole cast.
+    /// Builds the lab, starts the proxies and waits until they serve every fixture.
     pub fn new(setting: Setting) -> Result<Self> {
-        Self::with_roles(setting, setting.proxy.is_kube_proxy(), |lab, objects| {
-            ROLES.iter().try_for_each(|role| role.publish(lab, objects, role.endpoints))
+        Self::with_services(setting, setting.proxy.is_kube_proxy(), |lab, objects| {
+            SERVICES.iter().try_for_each(|service| service.publish(lab, objects, service.endpoints))
         })
     }
 
     /// As [`World::new`], with services of the caller's choice, from a folder of manifests or an API server.
-    pub fn with_roles(
+    pub fn with_services(
         setting: Setting,
         api_server: bool,
         publish: impl FnOnce(&Lab, &mut Objects) -> Result<()>,
@@ -77,8 +77,8 @@ impl World {
         self.agents.get(name).ok_or_else(|| anyhow!("no agent {name}"))
     }
 
-    pub fn addresses(&self, place: &str) -> Result<Addresses> {
-        Ok(self.lab.place(place)?.addresses)
+    pub fn addresses(&self, name: &str) -> Result<Addresses> {
+        Ok(self.lab.netns(name)?.addresses)
     }
 
     /// Every address that a node itself may have as a source.
@@ -110,14 +110,14 @@ impl World {
         proxy.ok_or_else(|| anyhow!("no node {node}"))?.start(lab)
     }
 
-    /// Gives a role other endpoints, and waits until every node has followed.
-    pub fn set_endpoints(&mut self, role: &Role, endpoints: &[&str]) -> Result<()> {
-        role.publish(&self.lab, &mut self.objects, endpoints)?;
+    /// Gives a service other endpoints, and waits until every node has followed.
+    pub fn set_endpoints(&mut self, service: &ServiceFixture, endpoints: &[&str]) -> Result<()> {
+        service.publish(&self.lab, &mut self.objects, endpoints)?;
         self.settle()
     }
 
-    pub fn remove_service(&mut self, role: &Role) -> Result<()> {
-        self.objects.remove_service(role.name);
+    pub fn remove_service(&mut self, service: &ServiceFixture) -> Result<()> {
+        self.objects.remove_service(service.name);
         self.settle()
     }
 
@@ -191,14 +191,19 @@ impl World {
         Ok(name)
     }
 
-    /// The cluster IP of a role with the port of every service.
-    pub fn cluster_ip(&self, role: &Role, family: Family) -> SocketAddr {
-        SocketAddr::new(cluster_ip(role.index).of(family), PORT)
+    /// The cluster IP of a service with the port of every service.
+    pub fn cluster_ip(&self, service: &ServiceFixture, family: Family) -> SocketAddr {
+        SocketAddr::new(cluster_ip(service.index).of(family), PORT)
     }
 
-    /// The node port of a role on a node's own address.
-    pub fn node_port(&self, role: &Role, node: NodeNumber, family: Family) -> Result<SocketAddr> {
-        let port = role.node_port.ok_or_else(|| anyhow!("{} has no node port", role.name))?;
+    /// The node port of a service on a node's own address.
+    pub fn node_port(
+        &self,
+        service: &ServiceFixture,
+        node: NodeNumber,
+        family: Family,
+    ) -> Result<SocketAddr> {
+        let port = service.node_port.ok_or_else(|| anyhow!("{} has no node port", service.name))?;
         Ok(SocketAddr::new(address::node(node).of(family), port))
     }
 

@@ -1,6 +1,6 @@
 //! A small cluster in network namespaces: two nodes, pods on both, a client outside, IPv4 and IPv6.
 //!
-//! [`Lab`] builds it and takes it down again; [`Agent`] is a process in one of its places that dials and
+//! [`Lab`] builds it and takes it down again; [`Agent`] is a process in one of its network namespaces that dials and
 //! serves as it is told; [`Objects`] are the Kubernetes objects that a proxy under test reads.
 
 pub mod address;
@@ -16,6 +16,6 @@ pub use agent::{
     client::Agent,
     protocol::{Answer, Dial, Outcome, Protocol, Reply, Request, Tally},
 };
-pub use cluster::{Lab, Place};
+pub use cluster::{Lab, Netns};
 pub use objects::Objects;
 pub use programs::program;

@@ -32,8 +32,8 @@ fn everybody_reaches_everybody_and_nothing_stays() -> Result<()> {
         .collect::<Result<Vec<_>>>()?;
     for client in &agents {
         for server in &agents {
-            let from = lab.place(client.name())?;
-            let to = lab.place(server.name())?;
+            let from = lab.netns(client.name())?;
+            let to = lab.netns(server.name())?;
             // There is no way between pods and the world outside, as in most clusters.
             if (from.name == OUTSIDE) != (to.name == OUTSIDE)
                 && [from, to].iter().any(|place| pods.contains(&&*place.name))
@@ -53,7 +53,7 @@ fn everybody_reaches_everybody_and_nothing_stays() -> Result<()> {
         }
     }
     let name = lab.name().to_owned();
-    let cgroup = lab.place("routed")?.cgroup.clone();
+    let cgroup = lab.netns("routed")?.cgroup.clone();
     let directory = lab.directory().to_owned();
     assert!(cgroup.exists() && directory.exists());
     drop(agents);

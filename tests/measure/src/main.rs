@@ -63,16 +63,16 @@ fn main() -> Result<()> {
 
     let options = Options {
         address: gateway().v4.into(),
-        namespace: Some(lab.place(FABRIC)?.namespace.clone()),
+        namespace: Some(lab.netns(FABRIC)?.namespace.clone()),
         ..Options::default()
     };
     let server = step("starting etcd and kube-apiserver", || {
         ApiServer::start_with(&lab.directory().join("control-plane"), options)
     })?;
-    let addresses = [lab.place("server-a")?.addresses.v4, lab.place("server-b")?.addresses.v4];
+    let addresses = [lab.netns("server-a")?.addresses.v4, lab.netns("server-b")?.addresses.v4];
     server.run(async |api| change::create(&api, addresses).await)?;
     // A proxy whose Node is missing waits for it.
-    let own = lab.place(&node_name(1))?.addresses.v4.to_string();
+    let own = lab.netns(&node_name(1))?.addresses.v4.to_string();
     server.apply(&json!({
         "apiVersion": "v1",
         "kind": "Node",

@@ -47,7 +47,7 @@ impl Subject {
             "conntrack": {"maxPerCore": 0},
         });
         if proxy == Proxy::Ebpf {
-            configuration["ebpf"] = json!({"cgroup": lab.place(&node)?.cgroup, "bpffs": lab.bpffs(1)});
+            configuration["ebpf"] = json!({"cgroup": lab.netns(&node)?.cgroup, "bpffs": lab.bpffs(1)});
         }
         let file = lab.directory().join("measured.yaml");
         fs::write(&file, configuration.to_string()).with_context(|| format!("writing {}", file.display()))?;
@@ -57,7 +57,7 @@ impl Subject {
 
     pub(crate) fn start(&mut self, lab: &Lab) -> Result<()> {
         let log = File::options().create(true).append(true).open(&self.log).context("opening a log")?;
-        let mut command = lab.command(lab.place(&node_name(1))?, &self.program)?;
+        let mut command = lab.command(lab.netns(&node_name(1))?, &self.program)?;
         if self.program.ends_with("proxy-ctl") {
             command.arg("run");
         }

@@ -13,7 +13,7 @@ use proxy_common::{
 
 use crate::{
     cases::scene::{CLIENT, CLUSTER_IP, Scene},
-    wire::{Place, tcp},
+    wire::{KnownAddress, tcp},
     world::{Tables, World},
 };
 
@@ -26,7 +26,7 @@ pub(crate) fn run(world: &mut World) -> Result<()> {
 }
 
 fn family<W: Tables>(world: &mut World) -> Result<()> {
-    const OTHER: (Place, u16) = (Place::OtherClusterIp, 8080);
+    const OTHER: (KnownAddress, u16) = (KnownAddress::OtherClusterIp, 8080);
     world.clear()?;
     let mut scene = Scene::<W>::new(world, PROTOCOL_TCP);
     scene.service(1, &[(1, OTHER, true)])?;
@@ -40,9 +40,17 @@ fn family<W: Tables>(world: &mut World) -> Result<()> {
     foreign[12] = 0x88;
     let packets = [
         ("neither IPv4 nor IPv6", "workload_ingress", foreign),
-        ("not a service", "workload_ingress", tcp(CLIENT, (Place::Stranger, 80), TCP_ACK).bytes::<W>()),
+        (
+            "not a service",
+            "workload_ingress",
+            tcp(CLIENT, (KnownAddress::Stranger, 80), TCP_ACK).bytes::<W>(),
+        ),
         ("known flow, translated", "workload_ingress", tcp(CLIENT, CLUSTER_IP, TCP_ACK).bytes::<W>()),
-        ("leaving, no flow", "workload_egress", tcp(CLIENT, (Place::Stranger, 80), TCP_ACK).bytes::<W>()),
+        (
+            "leaving, no flow",
+            "workload_egress",
+            tcp(CLIENT, (KnownAddress::Stranger, 80), TCP_ACK).bytes::<W>(),
+        ),
     ];
     for (name, program, packet) in packets {
         let mut rounds =

@@ -13,7 +13,7 @@ use proxy_common::{
 
 /// Who is who. The same numbers in both families; see [`Wire::address`].
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Place {
+pub(crate) enum KnownAddress {
     Client = 1,
     ClusterIp = 3,
     OtherClusterIp = 4,
@@ -25,7 +25,7 @@ pub(crate) enum Place {
     External = 10,
 }
 
-pub(crate) type Endpoint = (Place, u16);
+pub(crate) type Endpoint = (KnownAddress, u16);
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Link {
@@ -159,7 +159,7 @@ pub(crate) trait Wire: Family<Address: std::fmt::Debug> {
 
     /// Chosen such that a packet without Ethernet header has the family's ethertype at bytes 12 and 13, inside
     /// its source address: BPF_PROG_TEST_RUN reads the protocol from there.
-    fn address(place: Place) -> Self::Address;
+    fn address(place: KnownAddress) -> Self::Address;
     fn transport(segment: &Segment) -> Vec<u8>;
     fn packet(segment: &Segment, protocol: u8, transport: &[u8]) -> Vec<u8>;
     /// The ICMP error that tells the sender of `segment` that nobody listens.
@@ -169,7 +169,7 @@ pub(crate) trait Wire: Family<Address: std::fmt::Debug> {
 impl Wire for V4 {
     const NAME: &'static str = "ipv4";
 
-    fn address(place: Place) -> [u8; 4] {
+    fn address(place: KnownAddress) -> [u8; 4] {
         [8, 0, 77, place as u8]
     }
 
@@ -243,7 +243,7 @@ impl Wire for V4 {
 impl Wire for V6 {
     const NAME: &'static str = "ipv6";
 
-    fn address(place: Place) -> [u8; 16] {
+    fn address(place: KnownAddress) -> [u8; 16] {
         [0xfd, 0, 0, 0, 0x86, 0xdd, 0, 0, 0, 0, 0, 0, 0, 0, 0x77, place as u8]
     }
 

@@ -69,7 +69,7 @@ fn run(arguments: &Arguments) -> Result<()> {
         }
         for services in [1, arguments.services] {
             let setting = Setting { proxy: ProxyKind::Ebpf, path };
-            let world = World::with_roles(setting, false, |lab, objects| publish(lab, objects, services))?;
+            let world = World::with_services(setting, false, |lab, objects| publish(lab, objects, services))?;
             for protocol in [Protocol::Tcp, Protocol::Udp] {
                 measure(arguments, &world, protocol, services)?;
             }
@@ -79,7 +79,7 @@ fn run(arguments: &Arguments) -> Result<()> {
 }
 
 fn publish(lab: &Lab, objects: &mut Objects, services: u16) -> Result<()> {
-    let server = lab.place(SERVER)?.addresses;
+    let server = lab.netns(SERVER)?.addresses;
     let service = Service::new("measured", cluster_ip(INDEX), PORT, BYTE_PORT, None);
     objects.set_service(&service, &[Endpoint::ready(server, 1)]);
     for other in 1..services {

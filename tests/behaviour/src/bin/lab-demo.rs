@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use behaviour::{
-    cast::{BALANCED, ON_NODE2, Role},
+    fixtures::{BALANCED, ON_NODE2, ServiceFixture},
     setting::{PathKind, ProxyKind, Setting},
     world::World,
 };
@@ -40,8 +40,9 @@ struct Arguments {
 }
 
 /// One endpoint on node 1, two on node 2, and a node port.
-const WEB: Role = Role { name: "web", endpoints: &["web-1", "web-2", "web-3"], ..BALANCED };
-const QUEUE: Role = Role { name: "queue", node_port: None, ..ON_NODE2 };
+const WEB: ServiceFixture =
+    ServiceFixture { name: "web", endpoints: &["web-1", "web-2", "web-3"], ..BALANCED };
+const QUEUE: ServiceFixture = ServiceFixture { name: "queue", node_port: None, ..ON_NODE2 };
 
 const TOPOLOGY: &str =
     "      outside 192.0.2.100 ──┬── fabric 192.0.2.0/24, 2001:db8:c0::/64 ──┬────────────────┐
@@ -83,8 +84,8 @@ fn run(arguments: &Arguments) -> Result<u64> {
     println!("starting proxy-ctl on both nodes; it reads Services and EndpointSlices from {source}");
     let setting = Setting { proxy: ProxyKind::Ebpf, path: PathKind::Sockets };
     let start = Instant::now();
-    let mut world = World::with_roles(setting, arguments.api_server, |lab, objects| {
-        [WEB, QUEUE].iter().try_for_each(|role| role.publish(lab, objects, role.endpoints))
+    let mut world = World::with_services(setting, arguments.api_server, |lab, objects| {
+        [WEB, QUEUE].iter().try_for_each(|service| service.publish(lab, objects, service.endpoints))
     })?;
     println!("both serve after {:.1} s", start.elapsed().as_secs_f32());
 

@@ -7,8 +7,8 @@ use lab::{Dial, Outcome, cluster::NODES, wait};
 
 use crate::{
     case::{Case, Variant, Variants},
-    cast::{BALANCED, CHANGING},
     check,
+    fixtures::{BALANCED, CHANGING},
     world::World,
 };
 

@@ -8,8 +8,8 @@ use lab::{
 
 use crate::{
     case::{Case, Variant, Variants},
-    cast::{BALANCED, EMPTY, LONER1, LONER2, ON_NODE1, ON_NODE2},
     check,
+    fixtures::{BALANCED, EMPTY, LONER1, LONER2, ON_NODE1, ON_NODE2},
     world::World,
 };
 
@@ -52,8 +52,8 @@ fn from_host(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn hairpin(world: &mut World, variant: Variant) -> Result<()> {
-    for (role, client) in [(&LONER1, "client-1"), (&LONER2, "client-2")] {
-        let target = world.cluster_ip(role, variant.family);
+    for (service, client) in [(&LONER1, "client-1"), (&LONER2, "client-2")] {
+        let target = world.cluster_ip(service, variant.family);
         let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(5))?;
         check::answered_by(&outcomes, &[client])?;
     }
@@ -70,9 +70,9 @@ fn refused(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn apart(world: &mut World, variant: Variant) -> Result<()> {
-    for (role, server) in [(&ON_NODE1, "web-1"), (&ON_NODE2, "web-2")] {
+    for (service, server) in [(&ON_NODE1, "web-1"), (&ON_NODE2, "web-2")] {
         for client in ["client-1", "client-2"] {
-            let target = world.cluster_ip(role, variant.family);
+            let target = world.cluster_ip(service, variant.family);
             let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(10))?;
             check::answered_by(&outcomes, &[server])?;
         }
@@ -81,8 +81,8 @@ fn apart(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn large(world: &mut World, variant: Variant) -> Result<()> {
-    for role in [&ON_NODE1, &ON_NODE2] {
-        let target = world.cluster_ip(role, variant.family);
+    for service in [&ON_NODE1, &ON_NODE2] {
+        let target = world.cluster_ip(service, variant.family);
         let outcomes = world.dial("client-1", &Dial::new(Protocol::Tcp, target).payload(5_000))?;
         for answer in check::answered(&outcomes)? {
             ensure!(answer.bytes == 5_000, "{} of 5000 bytes arrived", answer.bytes);
@@ -92,8 +92,8 @@ fn large(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn same_source_port(world: &mut World, variant: Variant) -> Result<()> {
-    for (role, server) in [(&ON_NODE1, "web-1"), (&ON_NODE2, "web-2"), (&ON_NODE1, "web-1")] {
-        let target = world.cluster_ip(role, variant.family);
+    for (service, server) in [(&ON_NODE1, "web-1"), (&ON_NODE2, "web-2"), (&ON_NODE1, "web-1")] {
+        let target = world.cluster_ip(service, variant.family);
         let outcomes = world.dial("client-1", &Dial::new(variant.protocol, target).source_port(23_456))?;
         check::answered_by(&outcomes, &[server])?;
     }

@@ -11,8 +11,8 @@ use lab::{
 
 use crate::{
     case::{Case, Variant, Variants},
-    cast::{BALANCED, EMPTY, ON_NODE1, ON_NODE2},
     check,
+    fixtures::{BALANCED, EMPTY, ON_NODE1, ON_NODE2},
     setting::{PathKind, ProxyKind, Setting},
     world::World,
 };
@@ -75,8 +75,8 @@ fn pod_to_own_node(world: &mut World, variant: Variant) -> Result<()> {
 fn pod_preserved(world: &mut World, variant: Variant) -> Result<()> {
     for (client, node) in [("client-1", 1), ("client-2", 2)] {
         let own = world.addresses(client)?;
-        for role in [&ON_NODE1, &ON_NODE2] {
-            let target = world.node_port(role, node, variant.family)?;
+        for service in [&ON_NODE1, &ON_NODE2] {
+            let target = world.node_port(service, node, variant.family)?;
             let outcomes = world.dial(client, &Dial::new(variant.protocol, target))?;
             for answer in check::answered(&outcomes)? {
                 let seen = answer.source;
@@ -126,18 +126,18 @@ fn host_to_other_node(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn outside_to_local(world: &mut World, variant: Variant) -> Result<()> {
-    for (role, node) in [(&ON_NODE1, 1), (&ON_NODE2, 2)] {
-        let target = world.node_port(role, node, variant.family)?;
+    for (service, node) in [(&ON_NODE1, 1), (&ON_NODE2, 2)] {
+        let target = world.node_port(service, node, variant.family)?;
         let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target).times(10))?;
-        check::answered_by(&outcomes, role.endpoints)?;
+        check::answered_by(&outcomes, service.endpoints)?;
     }
     Ok(())
 }
 
 fn outside_preserved(world: &mut World, variant: Variant) -> Result<()> {
     let outside = world.addresses(OUTSIDE)?;
-    for (role, node) in [(&ON_NODE1, 1), (&ON_NODE2, 2)] {
-        let target = world.node_port(role, node, variant.family)?;
+    for (service, node) in [(&ON_NODE1, 1), (&ON_NODE2, 2)] {
+        let target = world.node_port(service, node, variant.family)?;
         let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target))?;
         for answer in check::answered(&outcomes)? {
             let seen = answer.source;
@@ -148,10 +148,10 @@ fn outside_preserved(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn outside_to_remote(world: &mut World, variant: Variant) -> Result<()> {
-    for (role, node) in [(&ON_NODE2, 1), (&ON_NODE1, 2)] {
-        let target = world.node_port(role, node, variant.family)?;
+    for (service, node) in [(&ON_NODE2, 1), (&ON_NODE1, 2)] {
+        let target = world.node_port(service, node, variant.family)?;
         let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target).times(10))?;
-        for answer in check::answered_by(&outcomes, role.endpoints)? {
+        for answer in check::answered_by(&outcomes, service.endpoints)? {
             let seen = answer.source;
             ensure!(world.is_node_address(node, seen.ip()), "{} saw {seen}, not node{node}", answer.by);
         }

@@ -6,8 +6,8 @@ use lab::{Dial, cluster::OUTSIDE};
 use super::node_port::within_the_node;
 use crate::{
     case::{Case, Variant, Variants},
-    cast::{EXTERNAL_LOCAL_ON_NODE1, INTERNAL_LOCAL, INTERNAL_LOCAL_ON_NODE2},
     check,
+    fixtures::{EXTERNAL_LOCAL_ON_NODE1, INTERNAL_LOCAL, INTERNAL_LOCAL_ON_NODE2},
     world::World,
 };
 

@@ -7,8 +7,8 @@ use lab::{agent::protocol::Load, cluster::NODES, wait};
 
 use crate::{
     case::{Case, Variant, Variants},
-    cast::{BALANCED, CHANGING, ON_NODE2},
     check,
+    fixtures::{BALANCED, CHANGING, ON_NODE2},
     setting::Setting,
     world::World,
 };

@@ -5,8 +5,8 @@ use lab::{Dial, Protocol, address::mapped};
 
 use crate::{
     case::{Case, Variant, Variants},
-    cast::{BALANCED, EMPTY, ON_NODE1, ON_NODE2},
     check,
+    fixtures::{BALANCED, EMPTY, ON_NODE1, ON_NODE2},
     world::World,
 };
 
@@ -45,13 +45,13 @@ fn unconnected(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn shared(world: &mut World, variant: Variant) -> Result<()> {
-    let targets = [&ON_NODE1, &ON_NODE2].map(|role| world.cluster_ip(role, variant.family));
+    let targets = [&ON_NODE1, &ON_NODE2].map(|service| world.cluster_ip(service, variant.family));
     let outcomes = world.agent("client-1")?.dial_shared(&targets, 5, false)?;
     check_shared(&outcomes, &targets)
 }
 
 fn shared_mapped(world: &mut World, variant: Variant) -> Result<()> {
-    let targets = [&ON_NODE1, &ON_NODE2].map(|role| world.cluster_ip(role, variant.family));
+    let targets = [&ON_NODE1, &ON_NODE2].map(|service| world.cluster_ip(service, variant.family));
     let outcomes = world.agent("client-1")?.dial_shared(&targets, 5, true)?;
     check_shared(&outcomes, &targets.map(mapped))
 }

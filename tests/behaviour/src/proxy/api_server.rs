@@ -17,7 +17,7 @@ impl ApiServer {
     pub fn start(lab: &Lab) -> Result<Self> {
         let options = Options {
             address: gateway().v4.into(),
-            namespace: Some(lab.place(FABRIC)?.namespace.clone()),
+            namespace: Some(lab.netns(FABRIC)?.namespace.clone()),
             ..Options::default()
         };
         let server = control_plane::ApiServer::start_with(&lab.directory().join("control-plane"), options)?;

@@ -88,9 +88,9 @@ impl Proxy {
 
     /// Starts the process; a former log is continued.
     pub fn start(&mut self, lab: &Lab) -> Result<()> {
-        let place = lab.place(&node_name(self.node))?;
+        let netns = lab.netns(&node_name(self.node))?;
         let log = File::options().create(true).append(true).open(&self.log).context("opening a log")?;
-        let mut command = lab.command(place, &self.program)?;
+        let mut command = lab.command(netns, &self.program)?;
         command.args(&self.arguments).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         self.process = Some(command.spawn().with_context(|| format!("starting {}", self.program.display()))?);
         Ok(())
@@ -114,9 +114,9 @@ impl Proxy {
         Some(self.process.as_ref()?.id())
     }
 
-    /// Another command of the same program in the node's place, e.g. `services`.
+    /// Another command of the same program in the node's network namespace, e.g. `services`.
     pub fn tool(&self, lab: &Lab, arguments: &[&str]) -> Result<Command> {
-        let mut command = lab.command(lab.place(&node_name(self.node))?, &self.program)?;
+        let mut command = lab.command(lab.netns(&node_name(self.node))?, &self.program)?;
         command.args(arguments);
         Ok(command)
     }

@@ -24,7 +24,7 @@ pub(super) fn arguments(lab: &Lab, path: PathKind, feed: &Feed, node: NodeNumber
                 PathKind::Packets => "host",
                 PathKind::Off => "off",
             },
-            "cgroup": lab.place(&name)?.cgroup,
+            "cgroup": lab.netns(&name)?.cgroup,
             "bpffs": lab.bpffs(node),
         },
     });

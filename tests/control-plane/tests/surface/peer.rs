@@ -60,32 +60,32 @@ pub(crate) struct Peer<'a> {
     /// Dropped before what it runs in.
     process: Option<Process>,
     pub(crate) namespace: Namespace,
-    place: Option<Place>,
+    own_folders: Option<OwnFolders>,
 }
 
 /// What ours leaves on the machine; gone with it.
-struct Place {
+struct OwnFolders {
     program: PathBuf,
     pins: PathBuf,
     cgroup: PathBuf,
 }
 
-impl Place {
+impl OwnFolders {
     fn create(program: &Path) -> Result<Self> {
         filesystem::provide_bpffs(Path::new(BPFFS)).context("mounting a bpffs")?;
         let cgroups = filesystem::cgroup_root().context("looking for cgroup v2")?;
         let own = format!("proxy-ctl-surface-{}", std::process::id());
         let pins = Path::new(BPFFS).join(&own);
         let cgroup = cgroups.context("cgroup v2 is not mounted")?.join(&own);
-        let place = Self { program: program.to_owned(), pins, cgroup };
-        for folder in [&place.pins, &place.cgroup] {
+        let folders = Self { program: program.to_owned(), pins, cgroup };
+        for folder in [&folders.pins, &folders.cgroup] {
             fs::create_dir(folder).with_context(|| format!("creating {}", folder.display()))?;
         }
-        Ok(place)
+        Ok(folders)
     }
 }
 
-impl Drop for Place {
+impl Drop for OwnFolders {
     fn drop(&mut self) {
         // What cannot be removed now is in folders of its own.
         let _ = Command::new(&self.program).arg("cleanup").arg("--bpffs").arg(&self.pins).output();
@@ -99,12 +99,12 @@ impl<'a> Peer<'a> {
     pub(crate) fn new(program: Program<'a>, number: u8, cluster: &Cluster) -> Result<Self> {
         let folder = cluster.folder().join(program.mode());
         fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
-        let place = match program {
-            Program::ProxyCtl { program } => Some(Place::create(program)?),
+        let own_folders = match program {
+            Program::ProxyCtl { program } => Some(OwnFolders::create(program)?),
             Program::KubeProxy { .. } => None,
         };
         let namespace = Namespace::create(number)?;
-        let peer = Self { program, folder, process: None, namespace, place };
+        let peer = Self { program, folder, process: None, namespace, own_folders };
         peer.write_tools()?;
         Ok(peer)
     }
@@ -164,7 +164,7 @@ impl<'a> Peer<'a> {
             "nftables": section,
             "oomScoreAdj": -998,
         });
-        if let Some(Place { pins, cgroup, .. }) = &self.place {
+        if let Some(OwnFolders { pins, cgroup, .. }) = &self.own_folders {
             let limits = json!({"services": 100, "slots": 1000, "frontends": 100, "backends": ROOM});
             configuration["ebpf"] = json!({"bpffs": pins, "cgroup": cgroup, "limits": limits});
         }

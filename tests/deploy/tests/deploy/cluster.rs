@@ -64,10 +64,10 @@ impl Cluster {
         let bundle = lab.directory().join("bundle");
         fs::create_dir_all(&bundle).context("making the bundle")?;
         image.unpack(&bundle.join("rootfs"))?;
-        let node = NodeFiles::create(&lab.directory().join("node"), &lab.place(NODE)?.cgroup)?;
+        let node = NodeFiles::create(&lab.directory().join("node"), &lab.netns(NODE)?.cgroup)?;
         let options = Options {
             address: gateway().v4.into(),
-            namespace: Some(lab.place(FABRIC)?.namespace.clone()),
+            namespace: Some(lab.netns(FABRIC)?.namespace.clone()),
             flags: vec!["--allow-privileged=true".to_owned()],
             service_accounts: true,
             ..Options::default()
@@ -101,7 +101,7 @@ impl Cluster {
 
     /// The node's.
     pub(super) fn addresses(&self) -> Result<Addresses> {
-        Ok(self.lab.place(NODE)?.addresses)
+        Ok(self.lab.netns(NODE)?.addresses)
     }
 
     fn publish(&self, objects: &Objects) -> Result<()> {
@@ -117,7 +117,7 @@ impl Cluster {
     pub(super) fn add_service(&self, name: &str, at: Addresses, port: u16) -> Result<()> {
         let mut objects = Objects::default();
         let service = Service::new(name, at, port, lab::cluster::SERVER_PORT, None);
-        objects.set_service(&service, &[Endpoint::ready(self.lab.place(SERVER)?.addresses, 1)]);
+        objects.set_service(&service, &[Endpoint::ready(self.lab.netns(SERVER)?.addresses, 1)]);
         self.publish(&objects)
     }
 
@@ -172,7 +172,7 @@ impl Cluster {
         let environment =
             self.server.run(async |client| kubelet::environment(&client, object, container).await)?;
         let prepared = oci::Prepared { environment, volumes: pod.volumes.clone() };
-        let network = namespace::path(&self.lab.place(NODE)?.namespace);
+        let network = namespace::path(&self.lab.netns(NODE)?.namespace);
         let cgroup = format!("/{}-container", self.lab.name());
         let placement = oci::Placement { network_namespace: &network, cgroup: &cgroup };
         let mut configuration =

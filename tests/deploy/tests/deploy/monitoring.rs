@@ -76,9 +76,10 @@ pub(super) fn the_dashboard_opens_without_editing() -> Result<Outcome> {
     for panel in panels(&dashboard) {
         let title = panel["title"].as_str().context("a panel without title")?;
         ensure!(ids.insert(panel["id"].as_u64().context("id")?), "{title}: another panel has its id");
-        let place = |name: &str| panel["gridPos"][name].as_u64().with_context(|| format!("{title}: {name}"));
-        for x in place("x")?..place("x")? + place("w")? {
-            for y in place("y")?..place("y")? + place("h")? {
+        let position =
+            |name: &str| panel["gridPos"][name].as_u64().with_context(|| format!("{title}: {name}"));
+        for x in position("x")?..netns("x")? + position("w")? {
+            for y in position("y")?..netns("y")? + position("h")? {
                 ensure!(x < 24, "{title} is wider than the page");
                 let other = taken.insert((x, y), title);
                 ensure!(other.is_none(), "{title} lies over {other:?}");
@@ -170,12 +171,12 @@ fn exposition() -> Result<Result<String, String>> {
         return Ok(Err(reason));
     }
     let lab = Lab::new()?;
-    let place = lab.place(NODE)?;
-    let options = Options { namespace: Some(place.namespace.clone()), ..Options::default() };
+    let node = lab.netns(NODE)?;
+    let options = Options { namespace: Some(node.namespace.clone()), ..Options::default() };
     let mut server = ApiServer::start_with(&lab.directory().join("api-server"), options)?;
     server.apply(&json!({
         "apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE},
-        "status": {"addresses": [{"type": "InternalIP", "address": place.addresses.v4.to_string()}]},
+        "status": {"addresses": [{"type": "InternalIP", "address": node.addresses.v4.to_string()}]},
     }))?;
     let config = lab.directory().join("config.json");
     let text = json!({
@@ -184,11 +185,11 @@ fn exposition() -> Result<Result<String, String>> {
         "clientConnection": {"kubeconfig": server.kubeconfig(PROXY)},
         "mode": "ebpf",
         "conntrack": {"maxPerCore": 0},
-        "ebpf": {"cgroup": place.cgroup, "bpffs": lab.bpffs(1)},
+        "ebpf": {"cgroup": node.cgroup, "bpffs": lab.bpffs(1)},
     });
     fs::write(&config, text.to_string()).context("writing the configuration")?;
     let log = lab.directory().join("proxy.log");
-    let mut command = lab.command(place, &lab::program("proxy-ctl")?)?;
+    let mut command = lab.command(node, &lab::program("proxy-ctl")?)?;
     command.args(["run", "--hostname-override", NODE]).arg("--config").arg(&config);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&log).context("making the log")?);
     let mut proxy = Proxy(command.spawn().context("starting proxy-ctl")?);
@@ -196,7 +197,7 @@ fn exposition() -> Result<Result<String, String>> {
     for awaited in ["proxy_sources_listed 1", "proxy_source_errors_total{"] {
         let start = Instant::now();
         loop {
-            let answer = scrape(&place.namespace);
+            let answer = scrape(&node.namespace);
             let found = answer.as_ref().is_ok_and(|text| text.lines().any(|line| line.starts_with(awaited)));
             if found {
                 break;
@@ -210,7 +211,7 @@ fn exposition() -> Result<Result<String, String>> {
         }
         server.kill();
     }
-    scrape(&place.namespace).map(Ok)
+    scrape(&node.namespace).map(Ok)
 }
 
 pub(super) fn metrics_exist() -> Result<Outcome> {

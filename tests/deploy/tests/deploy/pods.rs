@@ -136,7 +136,7 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
         return Ok(Outcome::Skipped(reason));
     }
     let mut cluster = Cluster::start()?;
-    let node = cluster.lab.place(NODE)?.namespace.clone();
+    let node = cluster.lab.netns(NODE)?.namespace.clone();
     let daemon_set = install(&cluster)?;
     let pod = cluster.pod_of(&daemon_set)?;
     let mut pod = cluster.take(pod, seccomp)?;
@@ -254,7 +254,7 @@ fn debug(cluster: &mut Cluster, proxy: &Value, name: &str, command: &[&str]) -> 
 
 /// Asks the container's probes as the kubelet does: the others only after the startup probe.
 fn become_ready(cluster: &Cluster, container: &Value, running: &mut Container) -> Result<()> {
-    let network = &cluster.lab.place(NODE)?.namespace;
+    let network = &cluster.lab.netns(NODE)?.namespace;
     let mut asked = 0;
     for name in ["startupProbe", "livenessProbe", "readinessProbe"] {
         for address in cluster.addresses()?.both() {

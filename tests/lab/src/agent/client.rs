@@ -24,7 +24,7 @@ struct Wires {
 }
 
 impl Agent {
-    /// Starts an agent with a command that runs it in its place.
+    /// Starts an agent with a command that runs it in its network namespace.
     pub fn start(name: &str, mut command: Command) -> Result<Self> {
         let mut child = command
             .stdin(Stdio::piped())

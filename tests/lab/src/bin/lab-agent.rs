@@ -1,4 +1,4 @@
-//! Enters a place of the lab, then serves requests, or becomes the given command.
+//! Enters a network namespace of the lab, then serves requests, or becomes the given command.
 
 use std::{net::SocketAddr, os::unix::process::CommandExt as _, path::PathBuf, process::Command};
 

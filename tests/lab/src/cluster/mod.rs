@@ -28,7 +28,7 @@ pub const BYTE_PORT: u16 = 9_090;
 
 /// Somewhere in the lab that processes run: a node, a pod, the client outside, the fabric.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct Netns {
     pub name: String,
     /// Name of its network namespace.
     pub namespace: String,
@@ -51,7 +51,7 @@ pub enum PodProcesses {
 pub struct Lab {
     directory: removal::LabDirectory,
     cgroup: PathBuf,
-    places: BTreeMap<String, Place>,
+    netns: BTreeMap<String, Netns>,
     pods: [u8; 2],
 }
 
@@ -74,18 +74,18 @@ impl Lab {
         let name = format!("px{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let cgroup = cgroup::mount_point()?.join(&name);
         let directory = removal::LabDirectory::create(&name)?;
-        let mut lab = Self { directory, cgroup, places: BTreeMap::new(), pods: [0; 2] };
-        lab.add_place(FABRIC, address::gateway(), None)?;
+        let mut lab = Self { directory, cgroup, netns: BTreeMap::new(), pods: [0; 2] };
+        lab.add_netns(FABRIC, address::gateway(), None)?;
         topology::build_fabric(lab.fabric()?)?;
         for number in NODES {
             let name = node_name(number);
-            lab.add_place(&name, address::node(number), Some(number))?;
-            topology::connect(lab.fabric()?, lab.place(&name)?)?;
-            topology::build_node(lab.place(&name)?, number)?;
+            lab.add_netns(&name, address::node(number), Some(number))?;
+            topology::connect(lab.fabric()?, lab.netns(&name)?)?;
+            topology::build_node(lab.netns(&name)?, number)?;
             mount_bpf(&lab.bpffs(number))?;
         }
-        lab.add_place(OUTSIDE, address::outside(), None)?;
-        topology::connect(lab.fabric()?, lab.place(OUTSIDE)?)?;
+        lab.add_netns(OUTSIDE, address::outside(), None)?;
+        topology::connect(lab.fabric()?, lab.netns(OUTSIDE)?)?;
         Ok(lab)
     }
 
@@ -104,25 +104,21 @@ impl Lab {
         self.directory().join(format!("bpf{node}"))
     }
 
-    fn fabric(&self) -> Result<&Place> {
-        self.place(FABRIC)
+    fn fabric(&self) -> Result<&Netns> {
+        self.netns(FABRIC)
     }
 
     /// A node (`node1`, `node2`), a pod by its name, [`OUTSIDE`] or [`FABRIC`].
-    pub fn place(&self, name: &str) -> Result<&Place> {
-        self.places.get(name).ok_or_else(|| anyhow!("the lab has no {name}"))
+    pub fn netns(&self, name: &str) -> Result<&Netns> {
+        self.netns.get(name).ok_or_else(|| anyhow!("the lab has no {name}"))
     }
 
-    pub fn places(&self) -> impl Iterator<Item = &Place> {
-        self.places.values()
-    }
-
-    fn add_place(&mut self, name: &str, addresses: Addresses, node: Option<NodeNumber>) -> Result<()> {
+    fn add_netns(&mut self, name: &str, addresses: Addresses, node: Option<NodeNumber>) -> Result<()> {
         let cgroup = self.cgroup.join(name);
-        self.add_place_in(name, cgroup, addresses, node)
+        self.add_netns_in(name, cgroup, addresses, node)
     }
 
-    fn add_place_in(
+    fn add_netns_in(
         &mut self,
         name: &str,
         cgroup: PathBuf,
@@ -133,67 +129,67 @@ impl Lab {
         let namespace = format!("{}-{name}", self.name());
         namespace::ip(None, &format!("netns add {namespace}\n"))?;
         topology::prepare(&namespace)?;
-        let place = Place { name: name.to_owned(), namespace, cgroup, addresses, node };
-        self.places.insert(name.to_owned(), place);
+        let netns = Netns { name: name.to_owned(), namespace, cgroup, addresses, node };
+        self.netns.insert(name.to_owned(), netns);
         Ok(())
     }
 
     /// Starts a pod's network: a routed veth on node 1, a bridge port on node 2.
-    pub fn add_pod(&mut self, node: NodeNumber, name: &str, processes: PodProcesses) -> Result<&Place> {
-        let node_place = self.place(&node_name(node))?.clone();
+    pub fn add_pod(&mut self, node: NodeNumber, name: &str, processes: PodProcesses) -> Result<&Netns> {
+        let node_netns = self.netns(&node_name(node))?.clone();
         let count =
             self.pods.get_mut(usize::from(node).wrapping_sub(1)).ok_or_else(|| anyhow!("no node {node}"))?;
         *count += 1;
         let addresses = address::pod(node, *count + 1);
         let cgroup = match processes {
-            PodProcesses::InNodeCgroup => node_place.cgroup.join(name),
+            PodProcesses::InNodeCgroup => node_netns.cgroup.join(name),
             PodProcesses::Elsewhere => self.cgroup.join("elsewhere").join(name),
         };
-        self.add_place_in(name, cgroup, addresses, Some(node))?;
-        let pod = self.place(name)?;
-        topology::connect_pod(&node_place, pod)?;
+        self.add_netns_in(name, cgroup, addresses, Some(node))?;
+        let pod = self.netns(name)?;
+        topology::connect_pod(&node_netns, pod)?;
         Ok(pod)
     }
 
-    /// A command that will run in a place: in its network namespace and its cgroup.
-    pub fn command(&self, place: &Place, program: &Path) -> Result<Command> {
-        let mut command = self.enter(place)?;
+    /// A command that will run in a network namespace of the lab and in its cgroup.
+    pub fn command(&self, netns: &Netns, program: &Path) -> Result<Command> {
+        let mut command = self.enter(netns)?;
         command.arg("--").arg(program);
         Ok(command)
     }
 
-    fn enter(&self, place: &Place) -> Result<Command> {
+    fn enter(&self, netns: &Netns) -> Result<Command> {
         let mut command = Command::new(crate::program("lab-agent")?);
-        command.arg("--netns").arg(namespace::path(&place.namespace)).arg("--cgroup").arg(&place.cgroup);
+        command.arg("--netns").arg(namespace::path(&netns.namespace)).arg("--cgroup").arg(&netns.cgroup);
         // The terminal's Ctrl-C goes to the lab only, which then ends its processes.
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         Ok(command)
     }
 
-    /// Starts an agent in a place.
-    pub fn agent(&self, place: &str) -> Result<Agent> {
-        let place = self.place(place)?;
-        Agent::start(&place.name, self.enter(place)?)
+    /// Starts an agent in a network namespace.
+    pub fn agent(&self, name: &str) -> Result<Agent> {
+        let netns = self.netns(name)?;
+        Agent::start(&netns.name, self.enter(netns)?)
     }
 
-    /// Starts an agent that serves on the place's addresses under the place's name.
-    pub fn server(&self, place: &str) -> Result<Agent> {
-        let agent = self.agent(place)?;
-        let addresses = self.place(place)?.addresses;
+    /// Starts an agent that serves on the addresses of a network namespace, under its name.
+    pub fn server(&self, name: &str) -> Result<Agent> {
+        let agent = self.agent(name)?;
+        let addresses = self.netns(name)?.addresses;
         agent.serve(&addresses.with_port(SERVER_PORT))?;
         agent.serve_bytes(&addresses.with_port(BYTE_PORT))?;
         Ok(agent)
     }
 
     /// Starts a server that lives as long as the lab, also when this process has ended.
-    pub fn lasting_server(&self, place: &str) -> Result<()> {
-        let place = self.place(place)?;
-        let mut command = self.enter(place)?;
-        command.args(["--serve", &place.name]);
-        for address in place.addresses.with_port(SERVER_PORT) {
+    pub fn lasting_server(&self, name: &str) -> Result<()> {
+        let netns = self.netns(name)?;
+        let mut command = self.enter(netns)?;
+        command.args(["--serve", &netns.name]);
+        for address in netns.addresses.with_port(SERVER_PORT) {
             command.arg(format!("--address={address}"));
         }
-        command.stdin(Stdio::null()).spawn().with_context(|| format!("serving in {}", place.name)).map(drop)
+        command.stdin(Stdio::null()).spawn().with_context(|| format!("serving in {}", netns.name)).map(drop)
     }
 
     /// Leaves everything up when this is dropped; the next lab of another process will not remove it either.

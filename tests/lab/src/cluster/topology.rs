@@ -10,7 +10,7 @@
 
 use anyhow::{Result, bail};
 
-use super::{NODES, Place};
+use super::{NODES, Netns};
 use crate::{
     address::{self, NodeNumber},
     namespace::{ip, sysctl},
@@ -52,7 +52,7 @@ fn forward(namespace: &str) -> Result<()> {
 }
 
 /// The bridge between everything, and the gateway that knows no way on.
-pub(super) fn build_fabric(fabric: &Place) -> Result<()> {
+pub(super) fn build_fabric(fabric: &Netns) -> Result<()> {
     forward(&fabric.namespace)?;
     // Netfilter has no business on this bridge.
     sysctl(
@@ -72,19 +72,19 @@ pub(super) fn build_fabric(fabric: &Place) -> Result<()> {
 }
 
 /// Plugs a node or the client outside into the fabric as `eth0`.
-pub(super) fn connect(fabric: &Place, place: &Place) -> Result<()> {
-    let port = &place.name;
+pub(super) fn connect(fabric: &Netns, netns: &Netns) -> Result<()> {
+    let port = &netns.name;
     ip(
         None,
         &format!(
             "link add {port} netns {} type veth peer name eth0 netns {}\n",
-            fabric.namespace, place.namespace
+            fabric.namespace, netns.namespace
         ),
     )?;
     ip(Some(&fabric.namespace), &format!("link set {port} master br0 up\n"))?;
-    let (own, gateway) = (place.addresses, address::gateway());
+    let (own, gateway) = (netns.addresses, address::gateway());
     ip(
-        Some(&place.namespace),
+        Some(&netns.namespace),
         &format!(
             "link set eth0 up\naddr add {}/24 dev eth0\naddr add {}/64 dev eth0 nodad\n\
              route add default via {}\nroute add ::/0 via {}\n",
@@ -94,7 +94,7 @@ pub(super) fn connect(fabric: &Place, place: &Place) -> Result<()> {
 }
 
 /// Forwarding, routes to the other node's pods, and on node 2 the pods' bridge.
-pub(super) fn build_node(node: &Place, number: NodeNumber) -> Result<()> {
+pub(super) fn build_node(node: &Netns, number: NodeNumber) -> Result<()> {
     forward(&node.namespace)?;
     // As kubeadm asks for: traffic between pods of a bridge passes netfilter.
     sysctl(
@@ -120,7 +120,7 @@ pub(super) fn build_node(node: &Place, number: NodeNumber) -> Result<()> {
     ip(Some(&node.namespace), &script)
 }
 
-pub(super) fn connect_pod(node: &Place, pod: &Place) -> Result<()> {
+pub(super) fn connect_pod(node: &Netns, pod: &Netns) -> Result<()> {
     match pod.node {
         Some(1) => connect_routed(node, pod),
         Some(2) => connect_bridged(node, pod),
@@ -128,11 +128,11 @@ pub(super) fn connect_pod(node: &Place, pod: &Place) -> Result<()> {
     }
 }
 
-fn interface(prefix: &str, pod: &Place) -> String {
+fn interface(prefix: &str, pod: &Netns) -> String {
     format!("{prefix}{}", pod.addresses.v4.octets()[3])
 }
 
-fn connect_routed(node: &Place, pod: &Place) -> Result<()> {
+fn connect_routed(node: &Netns, pod: &Netns) -> Result<()> {
     let host_side = interface("cali", pod);
     let own = pod.addresses;
     ip(
@@ -163,7 +163,7 @@ fn connect_routed(node: &Place, pod: &Place) -> Result<()> {
     )
 }
 
-fn connect_bridged(node: &Place, pod: &Place) -> Result<()> {
+fn connect_bridged(node: &Netns, pod: &Netns) -> Result<()> {
     let host_side = interface("veth", pod);
     let (own, gateway) = (pod.addresses, address::pod(2, 1));
     ip(

@@ -10,7 +10,7 @@ use proxy_common::{
 
 use super::{Group, Scene, scene::*};
 use crate::{
-    wire::Place,
+    wire::KnownAddress,
     world::{FLOWS, Tables},
 };
 
@@ -31,7 +31,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("one client port through two frontends to one backend", alias);
 }
 
-const OTHER: (Place, u16) = (Place::RemoteBackend, 9090);
+const OTHER: (KnownAddress, u16) = (KnownAddress::RemoteBackend, 9090);
 
 fn mid_connection<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.cluster_ip()?;
@@ -158,7 +158,7 @@ fn flows_full<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.cluster_ip()?;
     let flows = FLOWS as u16 / 2 + 1;
     for port in 1..=flows {
-        let first = s.first((Place::Client, port), CLUSTER_IP);
+        let first = s.first((KnownAddress::Client, port), CLUSTER_IP);
         s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
         let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
         s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
@@ -175,7 +175,7 @@ fn young<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     const BUSY: u16 = 32_700;
     const BATCH: u16 = 100;
     s.cluster_ip()?;
-    let first = |s: &Scene<W>, port: u16| s.first((Place::Client, port), CLUSTER_IP);
+    let first = |s: &Scene<W>, port: u16| s.first((KnownAddress::Client, port), CLUSTER_IP);
     for _round in 0..2 {
         for port in 1..=BUSY {
             s.send("workload_ingress", &first(s, port), Expect::Becomes(&first(s, port).to(LOCAL)))?;
@@ -216,9 +216,9 @@ fn refreshed<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 }
 
 fn alias<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.masquerade_as(Place::Node, MASQUERADE_PORTS)?;
+    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     s.cluster_ip()?;
-    let other = (Place::OtherClusterIp, 443);
+    let other = (KnownAddress::OtherClusterIp, 443);
     s.frontend(other, 1, 0)?;
     let first = s.first(CLIENT, CLUSTER_IP);
     s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;

@@ -10,7 +10,7 @@ use proxy_common::{
 };
 
 use super::{Group, Scene, refusals::refused, scene::*};
-use crate::{wire::Place, world::Tables};
+use crate::{wire::KnownAddress, world::Tables};
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.host::<W>("of the node itself to a backend elsewhere and back", remote);
@@ -20,10 +20,10 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("of the node itself, balanced by its socket", switched_off);
 }
 
-const PROCESS: (Place, u16) = (Place::Node, 45_000);
+const PROCESS: (KnownAddress, u16) = (KnownAddress::Node, 45_000);
 
-fn there_and_back<W: Tables>(s: &mut Scene<W>, backend: (Place, u16), ingress: &str) -> Result<()> {
-    s.masquerade_as(Place::Node, MASQUERADE_PORTS)?;
+fn there_and_back<W: Tables>(s: &mut Scene<W>, backend: (KnownAddress, u16), ingress: &str) -> Result<()> {
+    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     let first = s.first(PROCESS, CLUSTER_IP);
     let output = s.world.run("uplink_egress", &first.bytes::<W>())?;
     let flow = s.flow_of(Stage::Opening, PROCESS)?;

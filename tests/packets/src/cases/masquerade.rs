@@ -9,7 +9,7 @@ use proxy_common::{
 };
 
 use super::{Group, Scene, scene::*};
-use crate::{wire::Place, world::Tables};
+use crate::{wire::KnownAddress, world::Tables};
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("from outside to a backend elsewhere and back", remote);
@@ -21,14 +21,14 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 }
 
 fn remote<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.masquerade_as(Place::Node, MASQUERADE_PORTS)?;
+    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     s.service(1, &[(12, REMOTE, false)])?;
     s.node_port(1)?;
     let first = s.first(CLIENT, NODE_PORT);
     s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
     let flow = s.flow_of(Stage::Opening, CLIENT)?;
     ensure!(MASQUERADE_PORTS.iter().any(|[low, high]| (*low..=*high).contains(&flow.masquerade_port)));
-    let node = (Place::Node, flow.masquerade_port);
+    let node = (KnownAddress::Node, flow.masquerade_port);
     s.send("uplink_egress", &first.to(REMOTE), Expect::Becomes(&first.to(REMOTE).from(node)))?;
     let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
     let to_client = answer.to(CLIENT);
@@ -56,7 +56,7 @@ fn hairpin<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 }
 
 fn hairpin_from_server_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.masquerade_as(Place::Node, MASQUERADE_PORTS)?;
+    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     s.cluster_ip()?;
     let first = s.first(LOCAL, CLUSTER_IP);
     // Its own port would make both directions look the same inside the node.
@@ -69,14 +69,14 @@ fn hairpin_from_server_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 
 /// `port` is the client's, `inside` what the node sees instead.
 fn hairpin_from<W: Tables>(s: &mut Scene<W>, port: u16, inside: u16) -> Result<()> {
-    s.masquerade_as(Place::Node, MASQUERADE_PORTS)?;
+    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     s.cluster_ip()?;
     let client = (LOCAL.0, port);
     let client_inside = (LOCAL.0, inside);
     let first = s.first(client, CLUSTER_IP);
     let to_backend = first.from(client_inside).to(LOCAL);
     s.send("workload_ingress", &first, Expect::Becomes(&to_backend))?;
-    let node = (Place::Node, s.flow_of(Stage::Opening, client)?.masquerade_port);
+    let node = (KnownAddress::Node, s.flow_of(Stage::Opening, client)?.masquerade_port);
     s.send("workload_egress", &to_backend, Expect::Becomes(&to_backend.from(node)))?;
     let answer = to_backend.from(node).answer(TCP_SYN | TCP_ACK);
     let to_client = answer.to(client_inside);
@@ -94,26 +94,26 @@ fn no_address<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 }
 
 fn exhausted<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.masquerade_as(Place::Node, MASQUERADE_PORTS)?;
+    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     s.service(1, &[(12, REMOTE, false)])?;
     s.node_port(1)?;
     // As many as there are ports, each with another.
     for client in 1..=8 {
-        let first = s.first((Place::Client, client), NODE_PORT);
+        let first = s.first((KnownAddress::Client, client), NODE_PORT);
         s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
     }
-    s.send("uplink_ingress", &s.first((Place::Client, 9), NODE_PORT), Expect::Dropped)?;
+    s.send("uplink_ingress", &s.first((KnownAddress::Client, 9), NODE_PORT), Expect::Dropped)?;
     // Another backend's ports are all free.
-    s.service(1, &[(13, (Place::OtherNode, 8080), false)])?;
-    let first = s.first((Place::Client, 10), NODE_PORT);
-    s.send("uplink_ingress", &first, Expect::Becomes(&first.to((Place::OtherNode, 8080))))?;
+    s.service(1, &[(13, (KnownAddress::OtherNode, 8080), false)])?;
+    let first = s.first((KnownAddress::Client, 10), NODE_PORT);
+    s.send("uplink_ingress", &first, Expect::Becomes(&first.to((KnownAddress::OtherNode, 8080))))?;
     ensure!(s.flow_counts()? == (27, 0), "entries {:?}", s.flow_counts()?);
     s.counted(&[(Reason::FlowOpened, 9), (Reason::MasqueradePortsExhausted, 1)])
 }
 
 fn foreign_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.masquerade_as(Place::Node, MASQUERADE_PORTS)?;
-    let packet = s.packet(REMOTE, (Place::Node, 20_001), TCP_ACK);
+    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+    let packet = s.packet(REMOTE, (KnownAddress::Node, 20_001), TCP_ACK);
     s.send("uplink_ingress", &packet, Expect::Untouched)?;
     s.counted(&[])
 }

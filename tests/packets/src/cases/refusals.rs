@@ -9,7 +9,7 @@ use proxy_common::{
 
 use super::{Group, Scene, scene::*};
 use crate::{
-    wire::{Extra, Link, Place, Segment},
+    wire::{Extra, KnownAddress, Link, Segment},
     world::Tables,
 };
 
@@ -90,7 +90,7 @@ fn service_gone<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 
 fn no_local_endpoint<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.service_without_local_endpoint(1)?;
-    s.frontend((Place::External, 80), 1, proxy_common::layout::FRONTEND_EXTERNAL)?;
-    s.send("uplink_ingress", &s.first(CLIENT, (Place::External, 80)), Expect::Dropped)?;
+    s.frontend((KnownAddress::External, 80), 1, proxy_common::layout::FRONTEND_EXTERNAL)?;
+    s.send("uplink_ingress", &s.first(CLIENT, (KnownAddress::External, 80)), Expect::Dropped)?;
     s.counted(&[(Reason::NoLocalEndpoints, 1)])
 }

@@ -6,15 +6,15 @@ use anyhow::{Result, bail, ensure};
 use proxy_common::{flow::Stage, layout::*, reason::Reason};
 
 use crate::{
-    wire::{Endpoint, Place, Segment, tcp, udp},
+    wire::{Endpoint, KnownAddress, Segment, tcp, udp},
     world::{FlowKeyOf, FlowOf, Tables, Verdict, World},
 };
 
-pub(crate) const CLIENT: Endpoint = (Place::Client, 40_000);
-pub(crate) const CLUSTER_IP: Endpoint = (Place::ClusterIp, 80);
-pub(crate) const LOCAL: Endpoint = (Place::LocalBackend, 8080);
-pub(crate) const REMOTE: Endpoint = (Place::RemoteBackend, 8080);
-pub(crate) const NODE_PORT: Endpoint = (Place::Node, 30_080);
+pub(crate) const CLIENT: Endpoint = (KnownAddress::Client, 40_000);
+pub(crate) const CLUSTER_IP: Endpoint = (KnownAddress::ClusterIp, 80);
+pub(crate) const LOCAL: Endpoint = (KnownAddress::LocalBackend, 8080);
+pub(crate) const REMOTE: Endpoint = (KnownAddress::RemoteBackend, 8080);
+pub(crate) const NODE_PORT: Endpoint = (KnownAddress::Node, 30_080);
 pub(crate) const MASQUERADE_PORTS: [[u16; 2]; 2] = [[20_000, 20_003], [20_010, 20_013]];
 
 pub(crate) enum Expect<'a> {
@@ -115,7 +115,7 @@ impl<'w, W: Tables> Scene<'w, W> {
         self.frontend(CLUSTER_IP, 1, 0)
     }
 
-    pub(crate) fn masquerade_as(&mut self, place: Place, ports: [[u16; 2]; 2]) -> Result<()> {
+    pub(crate) fn masquerade_as(&mut self, place: KnownAddress, ports: [[u16; 2]; 2]) -> Result<()> {
         let mut settings = Settings { masquerade_ports: ports, ..Settings::default() };
         W::set_masquerade(&mut settings, W::address(place));
         self.world.set_settings(settings)

@@ -9,7 +9,7 @@ use proxy_common::{
 
 use super::{Group, Scene, scene::*};
 use crate::{
-    wire::{Link, Place, Segment},
+    wire::{KnownAddress, Link, Segment},
     world::Tables,
 };
 
@@ -27,7 +27,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 
 fn not_a_service<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.cluster_ip()?;
-    let packet = s.first(CLIENT, (Place::Stranger, 80));
+    let packet = s.first(CLIENT, (KnownAddress::Stranger, 80));
     for program in ["workload_ingress", "uplink_ingress", "workload_egress", "uplink_egress"] {
         s.send(program, &packet, Expect::Untouched)?;
     }
@@ -47,8 +47,8 @@ fn without_ethernet<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 /// The first packet, its answer, and the packet that follows; in between each passes the backend's side.
 fn there_and_back<W: Tables>(
     s: &mut Scene<W>,
-    frontend: (Place, u16),
-    backend: (Place, u16),
+    frontend: (KnownAddress, u16),
+    backend: (KnownAddress, u16),
     ingress: &str,
     egress: &str,
     link: Link,
@@ -86,13 +86,13 @@ fn node_port_from_outside<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 
 fn load_balancer_address<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.service(1, &[(11, LOCAL, true)])?;
-    s.frontend((Place::External, 443), 1, FRONTEND_EXTERNAL)?;
-    there_and_back(s, (Place::External, 443), LOCAL, "uplink_ingress", "uplink_egress", Link::Ethernet)
+    s.frontend((KnownAddress::External, 443), 1, FRONTEND_EXTERNAL)?;
+    there_and_back(s, (KnownAddress::External, 443), LOCAL, "uplink_ingress", "uplink_egress", Link::Ethernet)
 }
 
 fn other_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.cluster_ip()?;
-    let packet = s.first(CLIENT, (Place::ClusterIp, 81));
+    let packet = s.first(CLIENT, (KnownAddress::ClusterIp, 81));
     s.send("workload_ingress", &packet, Expect::Untouched)?;
     s.counted(&[])
 }
@@ -100,7 +100,7 @@ fn other_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 fn loopback<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.service(1, &[(11, LOCAL, true)])?;
     s.node_port(1)?;
-    let address = W::address(Place::Node);
+    let address = W::address(KnownAddress::Node);
     W::put_node_address(&mut s.world.ebpf, address, proxy_common::layout::NODE_ADDRESS_LOOPBACK)?;
     let packet = s.first(CLIENT, NODE_PORT);
     s.send("workload_ingress", &packet, Expect::Untouched)?;

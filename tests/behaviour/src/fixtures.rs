@@ -10,7 +10,7 @@ use lab::{
 /// Port of every service.
 pub const PORT: u16 = 80;
 
-/// A pod of the cast.
+/// A pod that every case finds.
 pub struct Pod {
     pub name: &'static str,
     pub node: NodeNumber,
@@ -32,8 +32,8 @@ impl Pod {
     }
 }
 
-/// A service of the cast.
-pub struct Role {
+/// A service that every case finds, and its endpoints.
+pub struct ServiceFixture {
     pub name: &'static str,
     /// Of its cluster IPs.
     pub index: u16,
@@ -43,11 +43,11 @@ pub struct Role {
     pub external_local: bool,
 }
 
-const fn role(name: &'static str, index: u16, endpoints: &'static [&'static str]) -> Role {
-    Role { name, index, node_port: None, endpoints, internal_local: false, external_local: false }
+const fn service(name: &'static str, index: u16, endpoints: &'static [&'static str]) -> ServiceFixture {
+    ServiceFixture { name, index, node_port: None, endpoints, internal_local: false, external_local: false }
 }
 
-impl Role {
+impl ServiceFixture {
     const fn node_port(mut self, port: u16) -> Self {
         self.node_port = Some(port);
         self
@@ -65,24 +65,26 @@ impl Role {
 }
 
 /// One endpoint on each node.
-pub const BALANCED: Role = role("balanced", 16, &["web-1", "web-2"]).node_port(30_080);
+pub const BALANCED: ServiceFixture = service("balanced", 16, &["web-1", "web-2"]).node_port(30_080);
 /// Endpoint on node 1 only.
-pub const ON_NODE1: Role = role("on-node1", 17, &["web-1"]).node_port(30_081);
+pub const ON_NODE1: ServiceFixture = service("on-node1", 17, &["web-1"]).node_port(30_081);
 /// Endpoint on node 2 only.
-pub const ON_NODE2: Role = role("on-node2", 18, &["web-2"]).node_port(30_082);
+pub const ON_NODE2: ServiceFixture = service("on-node2", 18, &["web-2"]).node_port(30_082);
 /// Its only endpoint is the client on node 1.
-pub const LONER1: Role = role("loner-1", 19, &["client-1"]);
+pub const LONER1: ServiceFixture = service("loner-1", 19, &["client-1"]);
 /// Its only endpoint is the client on node 2.
-pub const LONER2: Role = role("loner-2", 20, &["client-2"]);
-pub const EMPTY: Role = role("empty", 21, &[]).node_port(30_083);
-pub const INTERNAL_LOCAL: Role = role("internal-local", 22, &["web-1", "web-2"]).internal_local();
-pub const INTERNAL_LOCAL_ON_NODE2: Role = role("internal-local-on-node2", 23, &["web-2"]).internal_local();
-pub const EXTERNAL_LOCAL_ON_NODE1: Role =
-    role("external-local-on-node1", 24, &["web-1"]).node_port(30_084).external_local();
+pub const LONER2: ServiceFixture = service("loner-2", 20, &["client-2"]);
+pub const EMPTY: ServiceFixture = service("empty", 21, &[]).node_port(30_083);
+pub const INTERNAL_LOCAL: ServiceFixture =
+    service("internal-local", 22, &["web-1", "web-2"]).internal_local();
+pub const INTERNAL_LOCAL_ON_NODE2: ServiceFixture =
+    service("internal-local-on-node2", 23, &["web-2"]).internal_local();
+pub const EXTERNAL_LOCAL_ON_NODE1: ServiceFixture =
+    service("external-local-on-node1", 24, &["web-1"]).node_port(30_084).external_local();
 /// What scenarios change.
-pub const CHANGING: Role = role("changing", 25, &["web-1", "web-2"]);
+pub const CHANGING: ServiceFixture = service("changing", 25, &["web-1", "web-2"]);
 
-pub const ROLES: [Role; 10] = [
+pub const SERVICES: [ServiceFixture; 10] = [
     BALANCED,
     ON_NODE1,
     ON_NODE2,
@@ -98,7 +100,7 @@ pub const ROLES: [Role; 10] = [
 /// Index of the service by which a proxy shows that it has read everything before.
 pub const SENTINEL_INDEX: u16 = 250;
 
-impl Role {
+impl ServiceFixture {
     pub fn service(&self) -> Service {
         let mut service = Service::new(self.name, cluster_ip(self.index), PORT, SERVER_PORT, self.node_port);
         service.internal_local = self.internal_local;
@@ -111,7 +113,7 @@ impl Role {
         let endpoints = endpoints
             .iter()
             .map(|name| {
-                let pod = lab.place(name)?;
+                let pod = lab.netns(name)?;
                 Ok(Endpoint::ready(pod.addresses, pod.node.unwrap_or_default()))
             })
             .collect::<anyhow::Result<Vec<_>>>()?;

@@ -36,9 +36,11 @@ impl From<Outcome> for Completion {
     }
 }
 
+type Run<W> = Box<dyn FnOnce(&mut W) -> Result<Outcome> + Send>;
+
 pub struct Scenario<W> {
     pub name: String,
-    run: Box<dyn FnOnce(&mut W) -> Result<Outcome> + Send>,
+    run: Run<W>,
 }
 
 impl<W: 'static> Scenario<W> {
@@ -78,8 +80,10 @@ pub struct Shared<W>(Arc<Mutex<State<W>>>);
 /// A world, or the reason why this machine cannot have it.
 pub type Started<W> = Result<W, String>;
 
+type Start<W> = Box<dyn FnOnce() -> Result<Started<W>> + Send>;
+
 enum State<W> {
-    New(Box<dyn FnOnce() -> Result<Started<W>> + Send>),
+    New(Start<W>),
     Here(W),
     Missing(String),
     Failed(String),

@@ -70,6 +70,9 @@ pub struct EndpointSet {
 /// Some endpoint is usable somewhere: an empty set then means "drop" (traffic policy Local without a local
 /// endpoint), otherwise "refuse".
 pub const SERVICE_HAS_ENDPOINTS: u32 = 1;
+/// Traffic policies, for people: the endpoint sets are what they have led to.
+pub const SERVICE_INTERNAL_LOCAL: u32 = 2;
+pub const SERVICE_EXTERNAL_LOCAL: u32 = 4;
 
 /// Table `services`, mmapable array by service id: one entry for each service port and family. All zero: unused.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

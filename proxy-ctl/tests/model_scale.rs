@@ -3,7 +3,7 @@
 #[path = "../benches/support/cluster.rs"]
 mod cluster;
 
-use proxy_ctl::model::Model;
+use proxy_ctl::model::{Model, objects::Endpoint};
 
 /// Memory of this process that is not of files, in KiB.
 fn resident_kib() -> Option<u64> {
@@ -36,4 +36,28 @@ fn ten_thousand_services_fit_in_30_mb_and_one_change_is_one_port() {
     assert_eq!(changes.changed.len(), 1);
     assert_eq!(changes.changed[0].endpoints.all.len(), 11);
     assert_eq!(model.ports_computed(), u64::from(SERVICES) + 1);
+}
+
+#[test]
+fn one_change_is_one_health_check_however_many_there_are() {
+    const SERVICES: u32 = 1_000;
+    let mut model = Model::new(cluster::NODE);
+    for number in 0..SERVICES {
+        let mut service = cluster::service(number);
+        service.health_check_node_port = Some(30_000 + number as u16);
+        model.apply_service(service);
+        model.apply_slice(cluster::slice(number, 10));
+    }
+    model.take_changes();
+    assert_eq!(model.take_health_checks().len(), SERVICES as usize);
+    assert_eq!(model.health_checks_computed(), u64::from(SERVICES));
+
+    let mut slice = cluster::slice(500, 10);
+    slice.endpoints.push(Endpoint { node: Some(cluster::NODE.into()), ..cluster::endpoint(SERVICES * 10) });
+    model.apply_slice(slice);
+    model.take_changes();
+    assert_eq!(model.take_health_checks().len(), 1);
+    assert_eq!(model.health_checks_computed(), u64::from(SERVICES) + 1);
+    assert!(model.take_changes().is_empty() && model.take_health_checks().is_empty());
+    assert_eq!(model.health_checks_computed(), u64::from(SERVICES) + 1);
 }

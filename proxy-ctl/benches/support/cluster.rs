@@ -32,6 +32,7 @@ pub(crate) fn service(number: u32) -> Service {
         cluster_ips: vec![address(172, number)],
         external_ips: vec![],
         load_balancer_ips: vec![],
+        proxied_load_balancer_ips: vec![],
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         affinity_seconds: None,

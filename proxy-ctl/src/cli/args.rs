@@ -168,7 +168,7 @@ const SERVICES_HELP: &str = "Examples:
   proxy-ctl services
   proxy-ctl services kube-system/kube-dns:dns
 
-ENDPOINTS is local/all, for clients in the cluster. POLICY: which clients get endpoints of this node only.
+LOCAL/ALL ENDPOINTS counts those on this node and all, for clients in the cluster. POLICY: which clients get endpoints of this node only.
 
 JSON: a list of {namespace, name, port, protocol, family, id, policy, frontends[]: {kind, address, port},
   endpoints[]: {address, port, local, state}, internalEndpoints, externalEndpoints}.";

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::{args::CleanupArgs, show::print, table::table};
 use crate::{
-    dataplane::ebpf::cleanup::{self, Removed},
+    dataplane::{self, Removed},
     leftovers::{self, Extent, Owed},
     process::Record,
 };
@@ -16,7 +16,7 @@ use crate::{
 ///
 /// `keeps`: `ipvs.excludeCIDRs`.
 pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<()> {
-    let own = cleanup::cleanup(bpffs).map_err(anyhow::Error::from);
+    let own = dataplane::cleanup(bpffs).map_err(anyhow::Error::from);
     if own.is_ok() {
         Record::remove(bpffs);
     }

@@ -18,14 +18,10 @@ use super::{
 };
 use crate::{
     dataplane::{
-        Usage,
-        ebpf::{
-            self,
-            status::{BackendState, EndpointState, FrontendState, Pinned, ServiceState},
-        },
+        self, BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, ServiceSnapshot, Snapshot, Usage,
     },
     leftovers,
-    model::objects::Protocol,
+    model::objects::{Protocol, TrafficPolicy},
     process::record::{Interface, Record},
 };
 
@@ -35,39 +31,19 @@ pub(super) fn bpffs(flag: Option<PathBuf>) -> PathBuf {
     flag.unwrap_or_else(|| PathBuf::from(DEFAULT_BPFFS))
 }
 
-enum Found {
-    Tables(Box<Pinned>),
-    /// A controller has begun, and has not made all tables yet.
-    Starting(u32),
-    Nothing,
-}
-
-fn pinned(bpffs: &Path) -> anyhow::Result<Found> {
-    let error = match Pinned::open(bpffs) {
-        Ok(pinned) => return Ok(Found::Tables(Box::new(pinned))),
-        Err(error) => error,
-    };
-    match (error, ebpf::status::controller(bpffs)) {
-        (error, Some(process)) if error.is_missing_tables() => Ok(Found::Starting(process)),
-        (ebpf::Error::NotThere(_), None) => Ok(Found::Nothing),
-        (error, _) => Err(error.into()),
+/// What is programmed; says so if it only will be.
+fn snapshot(bpffs: &Path) -> anyhow::Result<Option<Snapshot>> {
+    if let Some((_, programmed)) = dataplane::read(bpffs)? {
+        return Ok(Some(programmed.snapshot()?));
     }
-}
-
-/// The tables, if they are there; says so if they only will be.
-fn tables(bpffs: &Path) -> anyhow::Result<Option<Box<Pinned>>> {
-    Ok(match pinned(bpffs)? {
-        Found::Tables(pinned) => Some(pinned),
-        Found::Starting(process) => {
-            // Nobody is left to tell if stderr is gone.
-            let _ = writeln!(
-                std::io::stderr(),
-                "proxy-ctl (process {process}) is starting: nothing is programmed yet"
-            );
-            None
-        }
-        Found::Nothing => None,
-    })
+    if let Some(process) = dataplane::controller(bpffs) {
+        // There is nobody to tell if stderr is gone.
+        let _ = writeln!(
+            std::io::stderr(),
+            "proxy-ctl (process {process}) is starting: nothing is programmed yet"
+        );
+    }
+    Ok(None)
 }
 
 pub(super) fn print<T: serde::Serialize>(
@@ -82,16 +58,15 @@ pub(super) fn print<T: serde::Serialize>(
 }
 
 pub(super) fn services(args: &ServicesArgs, bpffs: &Path) -> anyhow::Result<()> {
-    let Some(pinned) = tables(bpffs)? else {
+    let Some(Snapshot { services, backends, .. }) = snapshot(bpffs)? else {
         let nothing: Vec<ServiceView> = Vec::new();
         return print(args.output, &nothing, || views::services(&nothing));
     };
-    let backends = pinned.backends()?;
     let terminating: HashSet<u32> =
         backends.iter().filter(|backend| backend.terminating).map(|backend| backend.id).collect();
     let terminating = |id| terminating.contains(&id);
     let mut services: Vec<ServiceView> =
-        pinned.services()?.into_iter().map(|service| service_view(service, terminating)).collect();
+        services.into_iter().map(|service| service_view(service, terminating)).collect();
     if let Some(wanted) = &args.name {
         services.retain(|service| service.matches(wanted));
         if services.is_empty() {
@@ -102,30 +77,26 @@ pub(super) fn services(args: &ServicesArgs, bpffs: &Path) -> anyhow::Result<()> 
 }
 
 pub(super) fn backends(args: &BackendsArgs, bpffs: &Path) -> anyhow::Result<()> {
-    let backends: Vec<BackendView> = match tables(bpffs)? {
-        Some(pinned) => pinned.backends()?.into_iter().map(backend_view).collect(),
-        None => Vec::new(),
-    };
+    let backends = snapshot(bpffs)?.map(|snapshot| snapshot.backends).unwrap_or_default();
+    let backends: Vec<BackendView> = backends.into_iter().map(backend_view).collect();
     print(args.output, &backends, || views::backends(&backends))
 }
 
 pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
-    let pinned = match pinned(bpffs)? {
-        Found::Tables(pinned) => Some(pinned),
-        Found::Starting(_) | Found::Nothing => None,
-    };
+    let programmed = dataplane::read(bpffs)?;
     let record = Record::read(bpffs);
     // It leaves its record once it has loaded its programs.
     let speaks = |process: &u32| record.as_ref().is_some_and(|record| record.pid == *process);
-    let starting = ebpf::status::controller(bpffs).filter(|process| !speaks(process));
+    let starting = dataplane::controller(bpffs).filter(|process| !speaks(process));
     let interfaces = record.as_ref().map(|record| record.interfaces.clone()).unwrap_or_default();
     let keeps = record.as_ref().map(Record::keeps).unwrap_or_default();
-    let mut status = StatusView::new(record, pinned.is_some(), starting);
+    let mut status = StatusView::new(record, programmed.as_ref().map(|(mode, _)| *mode), starting);
     status.former_kube_proxy = FormerView::new(&leftovers::find(&keeps));
-    if let Some(pinned) = pinned {
-        status.hooks = pinned.links()?.iter().map(|link| hook_view(link, &interfaces)).collect();
+    if let Some((_, programmed)) = programmed {
+        let hooks = programmed.snapshot()?.hooks;
+        status.hooks = hooks.into_iter().map(|hook| hook_view(hook, &interfaces)).collect();
         status.hooks.sort_unstable();
-        let Usage { tables, reasons, .. } = pinned.usage()?;
+        let Usage { tables, reasons, .. } = programmed.usage()?;
         status.tables = tables
             .into_iter()
             .map(|table| TableView {
@@ -147,14 +118,17 @@ fn state(terminating: bool) -> &'static str {
     if terminating { "terminating" } else { "active" }
 }
 
-fn service_view(service: ServiceState, terminating: impl Fn(u32) -> bool) -> ServiceView {
-    let ServiceState { id, name, frontends, cluster, internal, external, .. } = service;
-    // Sets list their endpoints in the same order. Nobody comes from outside where no frontend lets them.
+fn service_view(service: ServiceSnapshot, terminating: impl Fn(u32) -> bool) -> ServiceView {
+    let ServiceSnapshot { id, name, frontends, cluster, internal, external, .. } = service;
+    // The external policy is without effect where no frontend can be dialled from outside.
     let is_external = frontends.iter().any(|frontend| frontend.external);
-    let policy = Policy::of(internal == cluster, !is_external || external == cluster);
+    let policy = Policy::of(
+        service.internal_policy == TrafficPolicy::Local,
+        is_external && service.external_policy == TrafficPolicy::Local,
+    );
     // What clients of the cluster get: with a cluster IP only, that is the internal set.
     let shown = if cluster.is_empty() { &internal } else { &cluster };
-    let endpoint = |endpoint: &EndpointState| EndpointView {
+    let endpoint = |endpoint: &EndpointSnapshot| EndpointView {
         address: endpoint.address.ip(),
         port: endpoint.address.port(),
         local: endpoint.local,
@@ -177,7 +151,7 @@ fn service_view(service: ServiceState, terminating: impl Fn(u32) -> bool) -> Ser
     }
 }
 
-fn frontend_view(frontend: FrontendState) -> FrontendView {
+fn frontend_view(frontend: FrontendSnapshot) -> FrontendView {
     let kind = match (frontend.address, frontend.external) {
         (None, _) => FrontendKind::NodePort,
         (Some(_), true) => FrontendKind::External,
@@ -186,7 +160,7 @@ fn frontend_view(frontend: FrontendState) -> FrontendView {
     FrontendView { kind, address: frontend.address, port: frontend.port }
 }
 
-fn backend_view(backend: BackendState) -> BackendView {
+fn backend_view(backend: BackendSnapshot) -> BackendView {
     BackendView {
         id: backend.id,
         address: backend.address.ip(),
@@ -198,20 +172,13 @@ fn backend_view(backend: BackendState) -> BackendView {
     }
 }
 
-/// `cgroup_connect4`, `3_ingress`, or `3_clsact` for both directions.
-fn hook_view(link: &str, interfaces: &[Interface]) -> HookView {
-    let (place, hook) = link.split_once('_').unwrap_or(("", link));
-    let (name, kind) = match (place, hook) {
-        ("cgroup", hook) => (hook, "cgroup"),
-        (_, "clsact") => ("ingress, egress", "clsact"),
-        (_, hook) => (hook, "tcx"),
-    };
-    let index: Option<u32> = place.parse().ok();
-    let known = interfaces.iter().find(|interface| Some(interface.index) == index);
+fn hook_view(hook: Hook, interfaces: &[Interface]) -> HookView {
+    let Hook { name, interface, kind } = hook;
+    let known = interfaces.iter().find(|known| Some(known.index) == interface);
     let here = |index: u32| if_indextoname(index).ok().and_then(|name| name.into_string().ok());
     HookView {
-        name: name.to_owned(),
-        interface: index.map(|index| match known {
+        name,
+        interface: interface.map(|index| match known {
             Some(known) => known.name.clone(),
             None => here(index).unwrap_or_else(|| format!("number {index}")),
         }),
@@ -230,12 +197,12 @@ mod tests {
         objects::{IpFamily, ObjectName},
     };
 
-    fn endpoint(address: &str, local: bool, backend: u32) -> EndpointState {
-        EndpointState { address: address.parse::<SocketAddr>().unwrap(), local, backend }
+    fn endpoint(address: &str, local: bool, backend: u32) -> EndpointSnapshot {
+        EndpointSnapshot { address: address.parse::<SocketAddr>().unwrap(), local, backend }
     }
 
-    fn web(internal: Vec<EndpointState>, external: Vec<EndpointState>) -> ServiceState {
-        ServiceState {
+    fn web(internal: Vec<EndpointSnapshot>, external: Vec<EndpointSnapshot>) -> ServiceSnapshot {
+        ServiceSnapshot {
             id: 7,
             name: ServicePortName {
                 service: ObjectName::new("default", "web"),
@@ -244,13 +211,15 @@ mod tests {
                 family: IpFamily::Ipv4,
             },
             frontends: vec![
-                FrontendState { address: None, port: 30080, external: true },
-                FrontendState { address: Some([10, 96, 0, 1].into()), port: 80, external: false },
+                FrontendSnapshot { address: None, port: 30080, external: true },
+                FrontendSnapshot { address: Some([10, 96, 0, 1].into()), port: 80, external: false },
             ],
             cluster: vec![endpoint("10.1.0.1:8080", true, 1), endpoint("10.1.0.2:8080", false, 2)],
             internal,
             external,
             any_endpoints: true,
+            internal_policy: TrafficPolicy::Cluster,
+            external_policy: TrafficPolicy::Local,
             affinity_seconds: 0,
         }
     }
@@ -267,6 +236,13 @@ mod tests {
     }
 
     #[test]
+    fn a_local_policy_is_one_also_where_all_endpoints_are_local() {
+        let all = vec![endpoint("10.1.0.1:8080", true, 1), endpoint("10.1.0.2:8080", true, 2)];
+        let service = ServiceSnapshot { cluster: all.clone(), ..web(all.clone(), all) };
+        assert_eq!(service_view(service, |_| false).policy, Policy::ExternalLocal);
+    }
+
+    #[test]
     fn a_service_that_nobody_dials_from_outside_has_no_policy_for_them() {
         let all = web(Vec::new(), Vec::new()).cluster;
         let mut service = web(all, Vec::new());
@@ -276,18 +252,14 @@ mod tests {
 
     #[test]
     fn hooks_are_named_for_people() {
-        let of_socket = hook_view("cgroup_connect4", &[]);
-        assert_eq!((of_socket.name.as_str(), of_socket.kind.as_str()), ("connect4", "cgroup"));
-        assert_eq!(of_socket.interface, None);
-        let of_loopback = hook_view("1_ingress", &[]);
-        assert_eq!(of_loopback.interface.as_deref(), Some("lo"));
-        assert_eq!(of_loopback.kind, "tcx");
+        let hook = |interface| Hook { name: "ingress".into(), interface, kind: "tcx" };
+        assert_eq!(hook_view(hook(None), &[]).interface, None);
+        assert_eq!(hook_view(hook(Some(1)), &[]).interface.as_deref(), Some("lo"));
         let uplink = Interface { index: 7, name: "eth0".into(), role: "uplink".into() };
-        let of_uplink = hook_view("7_egress", &[uplink]);
+        let of_uplink = hook_view(hook(Some(7)), &[uplink]);
         assert_eq!(
             (of_uplink.interface.as_deref(), of_uplink.role.as_deref()),
             (Some("eth0"), Some("uplink"))
         );
-        assert_eq!(hook_view("1_clsact", &[]).kind, "clsact");
     }
 }

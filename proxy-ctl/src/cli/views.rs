@@ -8,6 +8,7 @@ use serde::Serialize;
 use super::table::{bytes, table};
 use crate::{
     leftovers::{Found, Part},
+    mode::Mode,
     process::record::{Record, Source},
 };
 
@@ -66,7 +67,7 @@ pub(super) struct EndpointView {
     pub(super) state: &'static str,
 }
 
-/// Which clients get endpoints of this node only, as far as it makes a difference now.
+/// Which clients get endpoints of this node only.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) enum Policy {
@@ -77,13 +78,13 @@ pub(super) enum Policy {
 }
 
 impl Policy {
-    /// By whether the sets for cluster IPs and for clients from outside are the set of the whole cluster.
-    pub(super) fn of(internal_is_cluster: bool, external_is_cluster: bool) -> Self {
-        match (internal_is_cluster, external_is_cluster) {
-            (true, true) => Self::Cluster,
-            (false, true) => Self::InternalLocal,
-            (true, false) => Self::ExternalLocal,
-            (false, false) => Self::Local,
+    /// By whether the policies for clients of the cluster IP and for clients from outside are Local.
+    pub(super) fn of(internal_is_local: bool, external_is_local: bool) -> Self {
+        match (internal_is_local, external_is_local) {
+            (false, false) => Self::Cluster,
+            (true, false) => Self::InternalLocal,
+            (false, true) => Self::ExternalLocal,
+            (true, true) => Self::Local,
         }
     }
 
@@ -133,7 +134,7 @@ pub(super) fn services(services: &[ServiceView]) -> String {
             service.policy.text().to_owned(),
         ]
     });
-    table(["SERVICE", "PROTOCOL", "FRONTENDS", "ENDPOINTS", "POLICY"], rows)
+    table(["SERVICE", "PROTOCOL", "FRONTENDS", "LOCAL/ALL ENDPOINTS", "POLICY"], rows)
 }
 
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
@@ -247,14 +248,14 @@ pub(super) struct CounterView {
 }
 
 impl StatusView {
-    /// `programmed`: tables are there. `starting`: process that has begun and left no record yet.
-    pub(super) fn new(record: Option<Record>, programmed: bool, starting: Option<u32>) -> Self {
+    /// `programmed`: by what is on the node. `starting`: process that has begun and left no record yet.
+    pub(super) fn new(record: Option<Record>, programmed: Option<Mode>, starting: Option<u32>) -> Self {
         let alive = record.as_ref().is_some_and(Record::is_alive);
         let running = alive || starting.is_some();
         let pid = starting.or_else(|| record.as_ref().filter(|_| alive).map(|record| record.pid));
         let mode = record.as_ref().map(|record| record.mode.clone());
         Self {
-            mode: mode.or_else(|| Some("ebpf".to_owned())).filter(|_| programmed || running),
+            mode: mode.filter(|_| running).or_else(|| programmed.map(|mode| mode.name().to_owned())),
             reasons: record.as_ref().map(|record| record.reasons.clone()).unwrap_or_default(),
             node: record.as_ref().map(|record| record.node.clone()),
             controller: ControllerView { running, starting: starting.is_some(), pid },
@@ -349,7 +350,7 @@ mod tests {
             protocol: "UDP",
             family: "IPv4",
             id: 3,
-            policy: Policy::of(true, false),
+            policy: Policy::of(false, true),
             frontends: vec![
                 FrontendView {
                     kind: FrontendKind::ClusterIp,
@@ -368,7 +369,7 @@ mod tests {
     fn a_service_for_people() {
         let text = services(&[dns()]);
         let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-        assert_eq!(lines[0], ["SERVICE", "PROTOCOL", "FRONTENDS", "ENDPOINTS", "POLICY"]);
+        assert_eq!(lines[0], ["SERVICE", "PROTOCOL", "FRONTENDS", "LOCAL/ALL", "ENDPOINTS", "POLICY"]);
         assert_eq!(
             lines[1],
             ["kube-system/kube-dns:dns", "UDP", "10.96.0.10:53", "1/3", "external", "Local"]
@@ -406,14 +407,14 @@ mod tests {
     fn an_empty_state_says_what_to_do_next() {
         assert!(services(&[]).contains("proxy-ctl run"));
         assert!(backends(&[]).contains("proxy-ctl services"));
-        let status = StatusView::new(None, false, None);
+        let status = StatusView::new(None, None, None);
         assert!(status.text().contains("start it with `proxy-ctl run`"), "{}", status.text());
         assert_eq!(serde_json::to_value(&status).unwrap()["mode"], serde_json::Value::Null);
     }
 
     #[test]
     fn a_controller_that_starts_is_told() {
-        let status = StatusView::new(None, false, Some(4711));
+        let status = StatusView::new(None, None, Some(4711));
         assert!(status.text().contains("controller  starting, pid 4711"), "{}", status.text());
         let json = serde_json::to_value(&status).unwrap();
         assert_eq!(json["controller"], serde_json::json!({"running": true, "starting": true, "pid": 4711}));
@@ -430,7 +431,7 @@ mod tests {
             sources: vec![Source { name: "services".into(), connected: true, objects: 3, problem: None }],
             ..Record::default()
         };
-        let mut status = StatusView::new(Some(record), true, None);
+        let mut status = StatusView::new(Some(record), Some(Mode::Ebpf), None);
         status.tables.push(TableView { name: "frontends4".into(), used: 50, capacity: 1000, bytes: 4096 });
         status.counters.push(CounterView { reason: "no_endpoints".into(), count: 2 });
         status.counters.push(CounterView { reason: "slot_gone".into(), count: 0 });

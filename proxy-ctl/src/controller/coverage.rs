@@ -47,7 +47,7 @@ impl CoverageTracker {
     }
 
     /// Answers with what the dataplane can serve of the changes.
-    pub(super) fn changed(&mut self, changes: Changes, dataplane: &impl Dataplane) -> Changes {
+    pub(super) fn changed(&mut self, changes: Changes, dataplane: &dyn Dataplane) -> Changes {
         let mut servable_changes = Changes::default();
         let mut unsupported = Vec::new();
         for port in changes.changed {
@@ -79,7 +79,7 @@ impl CoverageTracker {
     /// Everything of `desired` that the dataplane can serve.
     pub(super) fn servable(
         desired: Vec<Arc<DesiredPort>>,
-        dataplane: &impl Dataplane,
+        dataplane: &dyn Dataplane,
     ) -> Vec<Arc<DesiredPort>> {
         let served = |port: Arc<DesiredPort>| {
             let unsupported = dataplane.supports(&port);

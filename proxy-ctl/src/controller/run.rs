@@ -13,17 +13,18 @@ use tokio_util::sync::CancellationToken;
 use super::Controller;
 use crate::{
     config::Config,
-    dataplane::{Dataplane, Error, Host, Usage},
+    dataplane::{Dataplane, Error, NodeNetwork, Usage},
     model::Update,
     report::UsageSource,
 };
 
 /// Pause between two removals of expired flows.
 const GARBAGE_PERIOD: Duration = Duration::from_secs(1);
-/// Pause between two lines that say what is being waited for.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// The sources are gone: so long whoever runs them has to say why, and to stop everything. That says more.
-const LAST_WORD_OF_SOURCES: Duration = Duration::from_secs(1);
+/// Pause between two log lines that say what is being waited for.
+const WAIT_REPORT_PERIOD: Duration = Duration::from_secs(10);
+/// When the sources have ended, whoever runs them stops the process with their error, which says more than
+/// [`Ended::NoSources`]. This long it may take.
+const SOURCE_ERROR_GRACE: Duration = Duration::from_secs(1);
 /// Updates that are taken in before they are written: more than any channel holds.
 const MOST_AT_ONCE: usize = 65_536;
 
@@ -32,20 +33,20 @@ const MOST_AT_ONCE: usize = 65_536;
 pub enum Ended {
     #[error(transparent)]
     NotOpened(#[from] Error),
-    #[error("the sources have ended, so that no change would be seen any more")]
+    #[error("the sources have ended: no change would be seen any more")]
     NoSources,
     #[error("this node is programmed by somebody else now: {0}")]
     TakenOver(#[source] Error),
 }
 
-/// Somebody wants to know the state of the tables.
-pub type UsageAsk = oneshot::Sender<Option<Usage>>;
+/// Asks for the state of the tables.
+pub type UsageRequest = oneshot::Sender<Option<Usage>>;
 
-/// The asking end.
+/// Where the state of the tables is asked for.
 #[derive(Clone, Debug)]
-pub struct Asks(pub mpsc::Sender<UsageAsk>);
+pub struct UsageRequests(pub mpsc::Sender<UsageRequest>);
 
-impl UsageSource for Asks {
+impl UsageSource for UsageRequests {
     fn usage(&self) -> Pin<Box<dyn Future<Output = Option<Usage>> + Send + '_>> {
         Box::pin(async {
             let (answer, answered) = oneshot::channel();
@@ -59,8 +60,8 @@ impl UsageSource for Asks {
 pub struct Inputs {
     pub updates: mpsc::Receiver<Update>,
     /// `None` until the node is known.
-    pub hosts: watch::Receiver<Option<Host>>,
-    pub asks: mpsc::Receiver<UsageAsk>,
+    pub networks: watch::Receiver<Option<NodeNetwork>>,
+    pub usage_requests: mpsc::Receiver<UsageRequest>,
     /// What the configuration is now, as far as it is taken over without a new process.
     pub configs: watch::Receiver<Arc<Config>>,
     pub stop: CancellationToken,
@@ -68,8 +69,8 @@ pub struct Inputs {
 
 enum Wake {
     Updates,
-    Host,
-    Ask(UsageAsk),
+    Network,
+    Usage(UsageRequest),
     Config,
     Time,
     Stop,
@@ -79,10 +80,10 @@ enum Wake {
 /// Runs on the calling thread until told to stop, until `open` fails, or until there are no sources any more. `open`
 /// is called at once: the kernel takes about as long to check the programs as the sources take to list. Nothing is
 /// written before all have listed.
-pub fn run<D: Dataplane>(
-    mut controller: Controller<D>,
+pub fn run(
+    mut controller: Controller,
     mut inputs: Inputs,
-    open: impl FnOnce() -> Result<D, Error>,
+    open: impl FnOnce() -> Result<Box<dyn Dataplane>, Error>,
     runtime: &tokio::runtime::Handle,
 ) -> Result<(), Ended> {
     let started = Instant::now();
@@ -91,11 +92,11 @@ pub fn run<D: Dataplane>(
     tracing::debug!(took = ?started.elapsed(), "dataplane opened");
     let mut batch = Vec::new();
     let mut garbage_at = Instant::now() + GARBAGE_PERIOD;
-    let mut patient_until = Instant::now() + PATIENCE;
-    take_host(&mut controller, &mut inputs.hosts);
+    let mut report_wait_at = Instant::now() + WAIT_REPORT_PERIOD;
+    take_network(&mut controller, &mut inputs.networks);
     loop {
         let until = match controller.wants_call_at() {
-            _ if !controller.is_started() => patient_until,
+            _ if !controller.is_started() => report_wait_at,
             Some(retry_at) => retry_at.min(garbage_at),
             None => garbage_at,
         };
@@ -106,9 +107,9 @@ pub fn run<D: Dataplane>(
         match wake {
             Wake::Stop => return Ok(()),
             Wake::NoSources => return Err(Ended::NoSources),
-            Wake::Updates => batch.drain(..).for_each(|update| controller.take(update, woken)),
-            Wake::Host => take_host(&mut controller, &mut inputs.hosts),
-            Wake::Ask(answer) => {
+            Wake::Updates => batch.drain(..).for_each(|update| controller.take(update)),
+            Wake::Network => take_network(&mut controller, &mut inputs.networks),
+            Wake::Usage(answer) => {
                 // Whoever asked may have gone.
                 let _ = answer.send(controller.usage());
                 continue;
@@ -128,9 +129,9 @@ pub fn run<D: Dataplane>(
         if controller.is_started() && garbage_at <= now {
             controller.collect_garbage();
             garbage_at = Instant::now() + GARBAGE_PERIOD;
-        } else if !controller.is_started() && patient_until <= now {
+        } else if !controller.is_started() && report_wait_at <= now {
             tracing::warn!("waiting for {}", controller.waits_for().join(", "));
-            patient_until = now + PATIENCE;
+            report_wait_at = now + WAIT_REPORT_PERIOD;
         }
         if let Some(error) = controller.taken_over.take() {
             return Err(Ended::TakenOver(error));
@@ -138,10 +139,10 @@ pub fn run<D: Dataplane>(
     }
 }
 
-fn take_host<D: Dataplane>(controller: &mut Controller<D>, hosts: &mut watch::Receiver<Option<Host>>) {
-    let host = hosts.borrow_and_update().clone();
-    if let Some(host) = host {
-        controller.set_host(host, Instant::now());
+fn take_network(controller: &mut Controller, networks: &mut watch::Receiver<Option<NodeNetwork>>) {
+    let network = networks.borrow_and_update().clone();
+    if let Some(network) = network {
+        controller.set_network(network);
     }
 }
 
@@ -151,18 +152,18 @@ impl Inputs {
         tokio::select! {
             biased;
             () = self.stop.cancelled() => Wake::Stop,
-            Ok(()) = self.hosts.changed() => Wake::Host,
+            Ok(()) = self.networks.changed() => Wake::Network,
             Ok(()) = self.configs.changed() => Wake::Config,
             received = self.updates.recv_many(batch, MOST_AT_ONCE) => {
                 if received == 0 { self.without_sources().await } else { Wake::Updates }
             }
-            Some(ask) = self.asks.recv() => Wake::Ask(ask),
+            Some(request) = self.usage_requests.recv() => Wake::Usage(request),
             () = tokio::time::sleep_until(until.into()) => Wake::Time,
         }
     }
 
     async fn without_sources(&self) -> Wake {
-        let stopped = tokio::time::timeout(LAST_WORD_OF_SOURCES, self.stop.cancelled()).await;
+        let stopped = tokio::time::timeout(SOURCE_ERROR_GRACE, self.stop.cancelled()).await;
         stopped.map_or(Wake::NoSources, |()| Wake::Stop)
     }
 }

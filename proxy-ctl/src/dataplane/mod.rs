@@ -1,18 +1,36 @@
-//! A mode programs the node: one folder each behind one trait.
+//! A mode programs the node: one folder each behind one trait, opened, read and cleaned by name in one place.
 //!
 //! A dataplane is used from one thread; calls block on system calls and are short.
 
-use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
+use std::{sync::Arc, time::Duration};
 
 pub mod ebpf;
+mod error;
+mod host;
+mod modes;
+mod snapshot;
 mod supports;
 
+pub use error::{Error, ErrorKind};
+pub use host::{Host, Interface, LocalTraffic, NodeNetwork, Role};
+pub use modes::{Removed, cleanup, controller, open, read, reasons};
+pub use snapshot::{
+    BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, ServiceSnapshot, Snapshot,
+};
 pub use supports::{Effect, Unsupported, servable};
 
 use crate::model::desired::{Changes, DesiredPort, ServicePortName};
 
+/// What is programmed on the node, by a controller at work or one that is gone.
+pub trait Programmed {
+    fn snapshot(&self) -> Result<Snapshot, Error>;
+
+    /// How full and how large the tables are, and the counters by reason, for metrics.
+    fn usage(&self) -> Result<Usage, Error>;
+}
+
 /// What every mode can do.
-pub trait Dataplane: Send {
+pub trait Dataplane: Programmed + Send {
     /// Writes what changed. After an error the dataplane serves the old or the new state of each service
     /// port, and the caller tries again with [`Dataplane::resync`].
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error>;
@@ -26,39 +44,11 @@ pub trait Dataplane: Send {
     /// Removes what nobody uses any more (expired flows, interfaces that are gone). Called about once a second.
     fn collect_garbage(&mut self) -> Result<(), Error>;
 
-    /// How full and how large the tables are, and the counters by reason, for metrics.
-    fn usage(&self) -> Result<Usage, Error>;
+    /// Shortest interval between two calls of [`Dataplane::apply`]. `configured`: the mode's `minSyncPeriod`.
+    fn min_interval(&self, configured: Duration) -> Duration;
 
     /// What this mode does not honour of the service port; empty: it is served as its Service asks.
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported>;
-}
-
-/// The node as its dataplane sees it.
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub struct Host {
-    /// Every address on which node ports are served; loopback ones serve the host's own processes only.
-    pub node_port_addresses: BTreeSet<IpAddr>,
-    /// Source of translated flows, at most one of each family.
-    pub masquerade_addresses: Vec<IpAddr>,
-    pub interfaces: Vec<Interface>,
-}
-
-#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
-pub struct Interface {
-    pub index: u32,
-    pub name: String,
-    pub role: Role,
-    /// False: packets start at the IP header (tun, wireguard, ipip).
-    pub ethernet: bool,
-}
-
-/// Where an interface leads.
-#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-pub enum Role {
-    /// To pods.
-    Workload,
-    /// To other nodes and the outside.
-    Uplink,
 }
 
 /// What a call has written: table entries, rules or the like.
@@ -111,28 +101,9 @@ pub struct ServiceUsage {
 pub struct TableUsage {
     pub name: &'static str,
     pub used: u64,
+    /// 0: it has no size of its own.
     pub capacity: u64,
     /// New entries are refused or evict others when all of `capacity` is used.
     pub can_fill_up: bool,
     pub bytes: u64,
-}
-
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error(transparent)]
-    Ebpf(#[from] ebpf::Error),
-}
-
-impl Error {
-    /// Node ports are not served on all of the node's addresses. Everything else is served.
-    pub fn is_of_node_addresses(&self) -> bool {
-        let Self::Ebpf(error) = self;
-        matches!(error, ebpf::Error::NodeAddresses { .. })
-    }
-
-    /// Somebody else programs this node now: trying again would take it from them.
-    pub fn is_taken_over(&self) -> bool {
-        let Self::Ebpf(error) = self;
-        matches!(error, ebpf::Error::Locked { .. })
-    }
 }

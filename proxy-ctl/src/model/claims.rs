@@ -11,7 +11,7 @@ use super::{
     objects::{IpFamily, ObjectName, Protocol},
 };
 
-/// What only one service port can have.
+/// A frontend of which only one service port can be the owner.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) struct Claim {
     address: IpAddr,
@@ -71,49 +71,55 @@ pub(super) struct Claims {
 }
 
 impl Claims {
-    /// Answers with the service port that has lost the frontend to this one.
-    pub(super) fn add(&mut self, claim: Claim, claimant: &Arc<Claimant>) -> Option<Arc<Claimant>> {
+    /// Answers with the other claimants if the frontend has a new owner because of this one.
+    pub(super) fn add(&mut self, claim: Claim, claimant: &Arc<Claimant>) -> Vec<Arc<Claimant>> {
         let Some(owner) = self.owners.get_mut(&claim) else {
             self.owners.insert(claim, Arc::clone(claimant));
-            return None;
+            return Vec::new();
         };
         let waiting = self.waiting.entry(claim).or_default();
         if claimant < owner {
-            let displaced = std::mem::replace(owner, Arc::clone(claimant));
-            waiting.insert(Arc::clone(&displaced));
-            Some(displaced)
+            waiting.insert(std::mem::replace(owner, Arc::clone(claimant)));
+            waiting.iter().cloned().collect()
         } else {
             waiting.insert(Arc::clone(claimant));
-            None
+            Vec::new()
         }
     }
 
-    /// Answers with the service port that has the frontend now.
-    pub(super) fn withdraw(&mut self, claim: Claim, claimant: &Claimant) -> Option<Arc<Claimant>> {
-        let owns = self.owners.get(&claim).is_some_and(|owner| **owner == *claimant);
+    /// Answers with the other claimants if the frontend has a new owner because this one is gone.
+    pub(super) fn withdraw(&mut self, claim: Claim, claimant: &Claimant) -> Vec<Arc<Claimant>> {
+        let owned = self.owners.get(&claim).is_some_and(|owner| **owner == *claimant);
         let Some(waiting) = self.waiting.get_mut(&claim) else {
-            if owns {
+            if owned {
                 self.owners.remove(&claim);
             }
-            return None;
+            return Vec::new();
         };
-        let heir = if owns {
-            waiting.pop_first()
+        let mut concerned = Vec::new();
+        if owned {
+            concerned.extend(waiting.iter().cloned());
+            if let Some(successor) = waiting.pop_first() {
+                self.owners.insert(claim, successor);
+            }
         } else {
             waiting.remove(claimant);
-            None
-        };
+        }
         if waiting.is_empty() {
             self.waiting.remove(&claim);
         }
-        if let Some(heir) = &heir {
-            self.owners.insert(claim, Arc::clone(heir));
-        }
-        heir
+        concerned
     }
 
-    pub(super) fn is_owned_by(&self, claim: Claim, service: &ObjectName, port: &str) -> bool {
-        self.owners.get(&claim).is_some_and(|owner| owner.service == *service && *owner.port == *port)
+    /// Who has the frontend if it is not this service port.
+    pub(super) fn other_owner(
+        &self,
+        claim: Claim,
+        service: &ObjectName,
+        port: &str,
+    ) -> Option<ServicePortName> {
+        let other = |owner: &&Arc<Claimant>| owner.service != *service || *owner.port != *port;
+        Some(self.owners.get(&claim).filter(other)?.name(claim.family()))
     }
 
     /// In the order of address, port and protocol.

@@ -2,10 +2,12 @@
 
 use std::{fmt, net::IpAddr, sync::Arc};
 
-use super::objects::{IpFamily, ObjectName, Protocol};
+use serde::Serialize;
+
+use super::objects::{IpFamily, ObjectName, Protocol, TrafficPolicy};
 
 /// Identity of a service port in one family.
-#[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+#[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct ServicePortName {
     pub service: ObjectName,
     /// Empty where the Service has one unnamed port.
@@ -26,7 +28,12 @@ impl fmt::Display for ServicePortName {
 pub struct DesiredPort {
     pub name: ServicePortName,
     pub frontends: Vec<Frontend>,
+    /// Frontends that the Service asks for and that are not to be served here; mostly none.
+    pub unserved: Box<[UnservedFrontend]>,
     pub endpoints: Endpoints,
+    pub internal_policy: TrafficPolicy,
+    pub external_policy: TrafficPolicy,
+    pub health_check_node_port: Option<u16>,
     /// Seconds of client-IP affinity.
     pub affinity_seconds: Option<u32>,
     /// Of this family; empty: everyone may use the load-balancer addresses.
@@ -50,6 +57,20 @@ pub struct Frontend {
     pub port: u16,
 }
 
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct UnservedFrontend {
+    pub frontend: Frontend,
+    pub reason: UnservedReason,
+}
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum UnservedReason {
+    /// This service port claims the same frontend, and its Service is older.
+    OwnedBy(ServicePortName),
+    /// A load-balancer address with ipMode Proxy: packets to it must reach the load balancer.
+    NotVirtual,
+}
+
 /// The endpoint choice of reference kube-proxy (`CategorizeEndpoints`), resolved for this node.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Endpoints {
@@ -63,6 +84,8 @@ pub struct Endpoints {
     pub external: Vec<u32>,
     /// Some endpoint is usable somewhere in the cluster: an empty set then drops instead of refusing.
     pub any: bool,
+    /// Endpoints that no set uses and that still serve: flows that they have go on.
+    pub unused: Box<[Endpoint]>,
 }
 
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]

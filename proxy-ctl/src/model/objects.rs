@@ -2,8 +2,10 @@
 
 use std::{fmt, net::IpAddr, num::NonZeroI64, sync::Arc};
 
+use serde::Serialize;
+
 /// Namespace and name of an object.
-#[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+#[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct ObjectName {
     pub namespace: Arc<str>,
     pub name: Arc<str>,
@@ -21,9 +23,11 @@ impl fmt::Display for ObjectName {
     }
 }
 
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub enum IpFamily {
+    #[serde(rename = "IPv4")]
     Ipv4,
+    #[serde(rename = "IPv6")]
     Ipv6,
 }
 
@@ -46,7 +50,8 @@ impl IpFamily {
     }
 }
 
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "UPPERCASE")]
 pub enum Protocol {
     Tcp,
     Udp,
@@ -73,7 +78,7 @@ impl Protocol {
     }
 }
 
-#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq, Serialize)]
 pub enum TrafficPolicy {
     #[default]
     Cluster,
@@ -93,6 +98,8 @@ pub struct Service {
     pub external_ips: Vec<IpAddr>,
     /// Load-balancer addresses with ipMode VIP.
     pub load_balancer_ips: Vec<IpAddr>,
+    /// Load-balancer addresses with ipMode Proxy: packets to them must reach the load balancer.
+    pub proxied_load_balancer_ips: Vec<IpAddr>,
     pub internal_policy: TrafficPolicy,
     pub external_policy: TrafficPolicy,
     /// Length of client-IP affinity in seconds.
@@ -101,7 +108,7 @@ pub struct Service {
     pub health_check_node_port: Option<u16>,
 }
 
-/// What a load balancer that sends clients only to nodes with endpoints asks of this node.
+/// What this node answers a load balancer that sends clients only to nodes with endpoints.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct HealthCheck {
     pub service: ObjectName,

@@ -7,9 +7,11 @@ use std::{
 
 use super::{
     claims::{Claim, Claims},
-    desired::{DesiredPort, Endpoints, Frontend, FrontendKind, ServicePortName},
+    desired::{
+        DesiredPort, Endpoints, Frontend, FrontendKind, ServicePortName, UnservedFrontend, UnservedReason,
+    },
     objects::{EndpointSlice, IpFamily, Service, ServicePort},
-    topology::{self, Candidate, Place, Policies},
+    topology::{self, Candidate, NodeTopology, Policies},
 };
 
 /// Whether the service is served in this family. As with kube-proxy, the cluster IPs decide: external and
@@ -51,23 +53,38 @@ pub(super) fn desired_port(
     port: &ServicePort,
     slices: &[EndpointSlice],
     claims: &Claims,
-    place: Place<'_>,
+    here: NodeTopology<'_>,
 ) -> DesiredPort {
     let family = name.family;
-    let mut frontends = frontends(service, port, family);
+    let claimed = frontends(service, port, family);
     let policies = Policies {
         internal: service.internal_policy,
         external: service.external_policy,
-        externally_accessible: frontends.iter().any(|frontend| frontend.kind != FrontendKind::ClusterIp),
+        externally_accessible: claimed.iter().any(|frontend| frontend.kind != FrontendKind::ClusterIp),
     };
-    frontends.retain(|frontend| {
-        claims.is_owned_by(Claim::new(frontend, port.protocol), &service.name, &port.name)
-    });
+    let (mut frontends, mut unserved) = (Vec::with_capacity(claimed.len()), Vec::new());
+    for frontend in claimed {
+        match claims.other_owner(Claim::new(&frontend, port.protocol), &service.name, &port.name) {
+            None => frontends.push(frontend),
+            Some(owner) => {
+                unserved.push(UnservedFrontend { frontend, reason: UnservedReason::OwnedBy(owner) });
+            }
+        }
+    }
+    let proxied = service.proxied_load_balancer_ips.iter().filter(|ip| IpFamily::of(**ip) == family);
+    unserved.extend(proxied.map(|&address| UnservedFrontend {
+        frontend: Frontend { kind: FrontendKind::LoadBalancer, address, port: port.port },
+        reason: UnservedReason::NotVirtual,
+    }));
     let source_ranges = service.source_ranges.iter().filter(|range| IpFamily::of(range.addr()) == family);
     DesiredPort {
         name,
         frontends,
-        endpoints: endpoints(port, family, slices, policies, place),
+        unserved: unserved.into(),
+        internal_policy: service.internal_policy,
+        external_policy: service.external_policy,
+        health_check_node_port: service.health_check_node_port,
+        endpoints: endpoints(port, family, slices, policies, here),
         affinity_seconds: service.affinity_seconds,
         source_ranges: source_ranges.copied().collect(),
     }
@@ -78,7 +95,7 @@ fn endpoints(
     family: IpFamily,
     slices: &[EndpointSlice],
     policies: Policies,
-    place: Place<'_>,
+    here: NodeTopology<'_>,
 ) -> Endpoints {
     let mut candidates = Vec::new();
     for slice in slices.iter().filter(|slice| slice.family == family) {
@@ -87,7 +104,7 @@ fn endpoints(
             candidates.extend(slice.endpoints.iter().map(|endpoint| Candidate {
                 endpoint,
                 port: target.port,
-                local: endpoint.node.as_deref() == Some(place.node),
+                local: endpoint.node.as_deref() == Some(here.node),
             }));
         }
     }
@@ -99,7 +116,7 @@ fn endpoints(
         (endpoint.address, candidate.port, std::cmp::Reverse(running))
     });
     candidates.dedup_by_key(|candidate| (candidate.endpoint.address, candidate.port));
-    topology::choose(&candidates, policies, place)
+    topology::choose(&candidates, policies, here)
 }
 
 /// Identity of the port in the family.

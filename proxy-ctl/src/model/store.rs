@@ -17,7 +17,7 @@ use super::{
     names::Names,
     objects::{EndpointSlice, HealthCheck, IpFamily, Node, ObjectName, Service, ServiceSlices},
     resolve,
-    topology::Place,
+    topology::NodeTopology,
 };
 
 /// Services and endpoint slices as the sources told them, and the desired state as of the last
@@ -28,15 +28,17 @@ use super::{
 pub struct Model {
     node_name: Arc<str>,
     node: Option<Node>,
-    services: FxHashMap<ObjectName, Box<Known>>,
+    services: FxHashMap<ObjectName, Box<KnownService>>,
     /// The service, in the slice's namespace, of every slice.
     slices: FxHashMap<ObjectName, Arc<str>>,
     /// By the name of their ServiceCIDR.
     service_cidrs: BTreeMap<Arc<str>, Vec<IpNet>>,
     claims: Claims,
     names: Names,
-    /// Those with a `healthCheckNodePort`.
-    health_checked: BTreeSet<ObjectName>,
+    /// Of the services with a `healthCheckNodePort`.
+    health_checks: FxHashMap<ObjectName, HealthCheck>,
+    changed_health_checks: BTreeSet<ObjectName>,
+    health_checks_computed: u64,
     touched: BTreeMap<ObjectName, Families>,
     triggers: Vec<(IpFamily, NonZeroI64)>,
     ports_computed: u64,
@@ -44,7 +46,7 @@ pub struct Model {
 
 /// Everything about one service name. Slices may come before their service and outlive it.
 #[derive(Debug, Default)]
-struct Known {
+struct KnownService {
     service: Option<Service>,
     /// By name.
     slices: Vec<EndpointSlice>,
@@ -84,7 +86,9 @@ impl Model {
             service_cidrs: BTreeMap::new(),
             claims: Claims::default(),
             names: Names::default(),
-            health_checked: BTreeSet::new(),
+            health_checks: FxHashMap::default(),
+            changed_health_checks: BTreeSet::new(),
+            health_checks_computed: 0,
             touched: BTreeMap::new(),
             triggers: Vec::new(),
             ports_computed: 0,
@@ -125,11 +129,6 @@ impl Model {
         }
         let name = service.name.clone();
         let previous = known.service.replace(service.clone());
-        if service.health_check_node_port.is_some() {
-            self.health_checked.insert(name.clone());
-        } else {
-            self.health_checked.remove(&name);
-        }
         if let Some(previous) = previous {
             self.withdraw_claims(&previous);
         }
@@ -140,7 +139,6 @@ impl Model {
     pub fn delete_service(&mut self, name: &ObjectName) {
         if let Some(service) = self.services.get_mut(name).and_then(|known| known.service.take()) {
             self.withdraw_claims(&service);
-            self.health_checked.remove(name);
             self.touch(name, Families::BOTH);
         }
     }
@@ -235,7 +233,7 @@ impl Model {
         ranges
     }
 
-    /// Of the node, its zone matters here.
+    /// The zone of the node decides which endpoints are used.
     pub fn set_node(&mut self, node: Option<Node>) {
         let previous = mem::replace(&mut self.node, node);
         let before = previous.and_then(|node| node.zone);
@@ -259,9 +257,14 @@ impl Model {
         }
     }
 
-    /// The own Node, as last told.
+    /// This node's Node, as last told.
     pub fn node(&self) -> Option<&Node> {
         self.node.as_ref()
+    }
+
+    /// Something was updated since the last [`Model::take_changes`].
+    pub fn has_changes(&self) -> bool {
+        !self.touched.is_empty()
     }
 
     /// What all updates since the last call have changed: each service port once, as it is now, in the
@@ -270,6 +273,7 @@ impl Model {
         let mut changes = Changes::default();
         for (name, families) in mem::take(&mut self.touched) {
             self.resolve(&name, families, &mut changes);
+            self.resolve_health_check(&name);
             if self.services.get(&name).is_some_and(|known| {
                 known.service.is_none() && known.slices.is_empty() && known.desired.is_empty()
             }) {
@@ -298,16 +302,11 @@ impl Model {
         self.claims.conflicts()
     }
 
-    /// The services whose endpoints here load balancers ask for, in the order of names.
-    pub fn health_checks(&self) -> Vec<HealthCheck> {
-        let all = self.health_checked.iter().filter_map(|name| {
-            let known = self.services.get(name)?;
-            let port = known.service.as_ref()?.health_check_node_port?;
-            let ready = |family| local_ready(&known.slices, family, &self.node_name);
-            let local_ready = IpFamily::ALL.into_iter().map(ready).max().unwrap_or(0);
-            Some(HealthCheck { service: name.clone(), port, local_ready })
-        });
-        all.collect()
+    /// What load balancers are to be answered now, of each service for which [`Model::take_changes`] has changed
+    /// it since the last call. `None`: they do not ask for this service any more.
+    pub fn take_health_checks(&mut self) -> Vec<(ObjectName, Option<HealthCheck>)> {
+        let changed = mem::take(&mut self.changed_health_checks).into_iter();
+        changed.map(|name| (name.clone(), self.health_checks.get(&name).cloned())).collect()
     }
 
     /// How often a service port was computed since the start: the work that updates have made.
@@ -315,10 +314,35 @@ impl Model {
         self.ports_computed
     }
 
+    /// As [`Model::ports_computed`], of health checks.
+    pub fn health_checks_computed(&self) -> u64 {
+        self.health_checks_computed
+    }
+
+    fn resolve_health_check(&mut self, name: &ObjectName) {
+        let Some(known) = self.services.get(name) else { return };
+        let port = known.service.as_ref().and_then(|service| service.health_check_node_port);
+        let check = port.map(|port| {
+            self.health_checks_computed += 1;
+            let ready = |family| local_ready(&known.slices, family, &self.node_name);
+            let local_ready = IpFamily::ALL.into_iter().map(ready).max().unwrap_or(0);
+            HealthCheck { service: name.clone(), port, local_ready }
+        });
+        if self.health_checks.get(name) != check.as_ref() {
+            self.changed_health_checks.insert(name.clone());
+            match check {
+                Some(check) => self.health_checks.insert(name.clone(), check),
+                None => self.health_checks.remove(name),
+            };
+        }
+    }
+
     fn resolve(&mut self, name: &ObjectName, families: Families, changes: &mut Changes) {
         let Some(known) = self.services.get_mut(name) else { return };
-        let place =
-            Place { node: &self.node_name, zone: self.node.as_ref().and_then(|node| node.zone.as_deref()) };
+        let here = NodeTopology {
+            node: &self.node_name,
+            zone: self.node.as_ref().and_then(|node| node.zone.as_deref()),
+        };
         let before = mem::take(&mut known.desired);
         let mut now = Vec::new();
         for (service, port) in
@@ -334,7 +358,7 @@ impl Model {
                     continue;
                 }
                 self.ports_computed += 1;
-                let port = resolve::desired_port(name, service, port, &known.slices, &self.claims, place);
+                let port = resolve::desired_port(name, service, port, &known.slices, &self.claims, here);
                 match previous {
                     Some(previous) if **previous == port => now.push(Arc::clone(previous)),
                     _ => {
@@ -353,16 +377,16 @@ impl Model {
 
     fn add_claims(&mut self, service: &Service) {
         for_each_claim(service, |claim, claimant| {
-            if let Some(displaced) = self.claims.add(claim, claimant) {
-                touch(&mut self.touched, &displaced.service, Families::only(claim.family()));
+            for other in self.claims.add(claim, claimant) {
+                touch(&mut self.touched, &other.service, Families::only(claim.family()));
             }
         });
     }
 
     fn withdraw_claims(&mut self, service: &Service) {
         for_each_claim(service, |claim, claimant| {
-            if let Some(heir) = self.claims.withdraw(claim, claimant) {
-                touch(&mut self.touched, &heir.service, Families::only(claim.family()));
+            for other in self.claims.withdraw(claim, claimant) {
+                touch(&mut self.touched, &other.service, Families::only(claim.family()));
             }
         });
     }
@@ -402,6 +426,7 @@ fn normalize(service: &mut Service) {
     service.cluster_ips.shrink_to_fit();
     service.external_ips.shrink_to_fit();
     service.load_balancer_ips.shrink_to_fit();
+    service.proxied_load_balancer_ips.shrink_to_fit();
     service.source_ranges.shrink_to_fit();
 }
 

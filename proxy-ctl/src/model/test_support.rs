@@ -32,6 +32,7 @@ pub(crate) fn service(text: &str, cluster_ips: &[&str]) -> Service {
         cluster_ips: cluster_ips.iter().map(|address| ip(address)).collect(),
         external_ips: vec![],
         load_balancer_ips: vec![],
+        proxied_load_balancer_ips: vec![],
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         affinity_seconds: None,

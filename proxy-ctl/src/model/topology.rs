@@ -5,9 +5,9 @@ use super::{
     objects::{self, TrafficPolicy},
 };
 
-/// Where the choice is made.
+/// The node that the choice is made for.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place<'a> {
+pub(super) struct NodeTopology<'a> {
     pub(super) node: &'a str,
     pub(super) zone: Option<&'a str>,
 }
@@ -45,7 +45,16 @@ impl Candidate<'_> {
         self.endpoint.ready
     }
 
-    /// Still answers, though it is to go.
+    fn serves(&self) -> bool {
+        self.endpoint.ready || self.endpoint.serving
+    }
+
+    fn desired(&self) -> Endpoint {
+        let objects::Endpoint { address, terminating, .. } = *self.endpoint;
+        Endpoint { address, port: self.port, local: self.local, terminating }
+    }
+
+    /// The pod is being stopped and still answers.
     fn draining(&self) -> bool {
         self.endpoint.serving && self.endpoint.terminating
     }
@@ -73,34 +82,34 @@ enum Rule {
 }
 
 impl Rule {
-    fn takes(self, candidate: &Candidate<'_>, place: Place<'_>) -> bool {
+    fn takes(self, candidate: &Candidate<'_>, here: NodeTopology<'_>) -> bool {
         match self {
             Self::Nobody => false,
             Self::Ready => candidate.ready(),
-            Self::ReadyForNode => candidate.ready() && candidate.hints_node(place.node),
-            Self::ReadyForZone => candidate.ready() && candidate.hints_zone(place.zone),
+            Self::ReadyForNode => candidate.ready() && candidate.hints_node(here.node),
+            Self::ReadyForZone => candidate.ready() && candidate.hints_zone(here.zone),
             Self::ReadyHere => candidate.ready() && candidate.local,
             Self::Draining => candidate.draining(),
             Self::DrainingHere => candidate.draining() && candidate.local,
         }
     }
 
-    fn or_else(self, other: Self, candidates: &[Candidate<'_>], place: Place<'_>) -> Self {
-        if candidates.iter().any(|candidate| self.takes(candidate, place)) { self } else { other }
+    fn or_else(self, other: Self, candidates: &[Candidate<'_>], here: NodeTopology<'_>) -> Self {
+        if candidates.iter().any(|candidate| self.takes(candidate, here)) { self } else { other }
     }
 }
 
 /// Hints count only where every ready endpoint has one: a single endpoint without is a sign that the
 /// hints are being introduced or withdrawn.
-fn cluster_rule(candidates: &[Candidate<'_>], place: Place<'_>) -> Rule {
+fn cluster_rule(candidates: &[Candidate<'_>], here: NodeTopology<'_>) -> Rule {
     let (mut node_hints, mut zone_hints) = (true, true);
     let (mut for_node, mut for_zone) = (false, false);
     for candidate in candidates.iter().filter(|candidate| candidate.ready()) {
         let hints = candidate.endpoint.hints.as_ref();
         node_hints &= hints.is_some_and(|hints| !hints.nodes.is_empty());
         zone_hints &= hints.is_some_and(|hints| !hints.zones.is_empty());
-        for_node |= candidate.hints_node(place.node);
-        for_zone |= candidate.hints_zone(place.zone);
+        for_node |= candidate.hints_node(here.node);
+        for_zone |= candidate.hints_zone(here.zone);
     }
     if node_hints && for_node {
         Rule::ReadyForNode
@@ -112,34 +121,30 @@ fn cluster_rule(candidates: &[Candidate<'_>], place: Place<'_>) -> Rule {
 }
 
 /// `candidates` are without duplicates and in the order of address and port.
-pub(super) fn choose(candidates: &[Candidate<'_>], policies: Policies, place: Place<'_>) -> Endpoints {
+pub(super) fn choose(candidates: &[Candidate<'_>], policies: Policies, here: NodeTopology<'_>) -> Endpoints {
     let cluster_rule = if policies.uses_cluster() {
-        cluster_rule(candidates, place).or_else(Rule::Draining, candidates, place)
+        cluster_rule(candidates, here).or_else(Rule::Draining, candidates, here)
     } else {
         Rule::Nobody
     };
     let local_rule = if policies.uses_local() {
-        Rule::ReadyHere.or_else(Rule::DrainingHere, candidates, place)
+        Rule::ReadyHere.or_else(Rule::DrainingHere, candidates, here)
     } else {
         Rule::Nobody
     };
 
     let mut all = Vec::with_capacity(candidates.len());
-    let (mut cluster, mut local) = (Vec::new(), Vec::new());
-    for here in [true, false] {
-        for candidate in candidates.iter().filter(|candidate| candidate.local == here) {
-            let in_cluster = cluster_rule.takes(candidate, place);
-            let in_local = local_rule.takes(candidate, place);
+    let (mut cluster, mut local, mut unused) = (Vec::new(), Vec::new(), Vec::new());
+    for is_local in [true, false] {
+        for candidate in candidates.iter().filter(|candidate| candidate.local == is_local) {
+            let in_cluster = cluster_rule.takes(candidate, here);
+            let in_local = local_rule.takes(candidate, here);
             if !in_cluster && !in_local {
+                unused.extend(candidate.serves().then(|| candidate.desired()));
                 continue;
             }
             let index = all.len() as u32;
-            all.push(Endpoint {
-                address: candidate.endpoint.address,
-                port: candidate.port,
-                local: candidate.local,
-                terminating: candidate.endpoint.terminating,
-            });
+            all.push(candidate.desired());
             if in_cluster {
                 cluster.push(index);
             }
@@ -160,5 +165,5 @@ pub(super) fn choose(candidates: &[Candidate<'_>], policies: Policies, place: Pl
     let any = !cluster.is_empty()
         || (policies.uses_local()
             && candidates.iter().any(|candidate| candidate.ready() || candidate.draining()));
-    Endpoints { all, cluster, internal, external, any }
+    Endpoints { all, cluster, internal, external, any, unused: unused.into() }
 }

@@ -11,7 +11,7 @@ use tokio::{io::unix::AsyncFd, sync::watch};
 use tokio_util::sync::CancellationToken;
 
 use super::state::State;
-use crate::{dataplane::Host, sys::ready};
+use crate::{dataplane::NodeNetwork, sys::ready};
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -35,7 +35,7 @@ const DUMP_TRIES: usize = 5;
 /// those of the Node object, best first; empty as long as they are not known.
 pub async fn watch(
     mut node_addresses: watch::Receiver<Vec<IpAddr>>,
-    hosts: watch::Sender<Option<Host>>,
+    hosts: watch::Sender<Option<NodeNetwork>>,
     stop: CancellationToken,
 ) -> Result<(), Error> {
     // Subscribed before the dump, so that no change falls between them.

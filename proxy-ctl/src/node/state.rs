@@ -1,4 +1,4 @@
-//! Netlink messages → the node's links, addresses and default routes → [`Host`]. Pure.
+//! Netlink messages → the node's links, addresses and default routes → [`NodeNetwork`]. Pure.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,7 +14,7 @@ use netlink_packet_route::{
 
 use super::interfaces::{Kind, LinkFacts, Master, role};
 use crate::{
-    dataplane::{Host, Interface},
+    dataplane::{Interface, NodeNetwork},
     leftovers::names::IPVS_DEVICE,
 };
 
@@ -80,7 +80,7 @@ impl State {
     }
 
     /// The host, given the addresses of its Node object (best first; empty as long as they are not known).
-    pub(super) fn host(&self, node_addresses: &[IpAddr]) -> Host {
+    pub(super) fn host(&self, node_addresses: &[IpAddr]) -> NodeNetwork {
         let uplinks: BTreeSet<u32> = self
             .own_addresses()
             .filter(|(_, address)| node_addresses.contains(address))
@@ -93,8 +93,8 @@ impl State {
             Some(Interface { index: *index, name: link.name.clone(), role, ethernet: link.ethernet })
         });
         let masquerade = [false, true].into_iter().filter_map(|v6| self.masquerade(v6, node_addresses));
-        Host {
-            node_port_addresses: self.own_addresses().map(|(_, ip)| *ip).filter(is_routable).collect(),
+        NodeNetwork {
+            addresses: self.own_addresses().map(|(_, ip)| *ip).filter(is_routable).collect(),
             masquerade_addresses: masquerade.collect(),
             interfaces: interfaces.collect(),
         }
@@ -303,7 +303,7 @@ mod tests {
         ])
     }
 
-    fn roles(host: &Host) -> Vec<(&str, Role)> {
+    fn roles(host: &NodeNetwork) -> Vec<(&str, Role)> {
         host.interfaces.iter().map(|interface| (interface.name.as_str(), interface.role)).collect()
     }
 
@@ -316,7 +316,7 @@ mod tests {
         let host = node().host(&[]);
         assert_eq!(roles(&host), [("eth0", Role::Uplink), ("veth1", Role::Workload)]);
         assert_eq!(
-            host.node_port_addresses.into_iter().collect::<Vec<_>>(),
+            host.addresses.into_iter().collect::<Vec<_>>(),
             ips(&["10.244.0.1", "127.0.0.1", "192.0.2.10"])
         );
         assert_eq!(host.masquerade_addresses, ips(&["192.0.2.10"]));
@@ -374,7 +374,7 @@ mod tests {
         let host = state.host(&[]);
         assert_eq!(roles(&host), [("veth1", Role::Workload)]);
         assert!(host.masquerade_addresses.is_empty());
-        assert!(!host.node_port_addresses.contains(&ips(&["192.0.2.10"])[0]));
+        assert!(!host.addresses.contains(&ips(&["192.0.2.10"])[0]));
     }
 
     #[test]
@@ -390,7 +390,7 @@ mod tests {
     fn an_address_that_goes_is_gone() {
         let mut state = node();
         state.apply(&RouteNetlinkMessage::DelAddress(address(3, "10.244.0.1")));
-        assert!(!state.host(&[]).node_port_addresses.contains(&ips(&["10.244.0.1"])[0]));
+        assert!(!state.host(&[]).addresses.contains(&ips(&["10.244.0.1"])[0]));
     }
 
     #[test]
@@ -398,7 +398,7 @@ mod tests {
         let mut message = address(2, "198.51.100.2");
         message.attributes.push(AddressAttribute::Local("198.51.100.1".parse().unwrap()));
         let state = state([RouteNetlinkMessage::NewAddress(message)]);
-        let addresses: Vec<_> = state.host(&[]).node_port_addresses.into_iter().collect();
+        let addresses: Vec<_> = state.host(&[]).addresses.into_iter().collect();
         assert_eq!(addresses, ips(&["198.51.100.1"]));
     }
 

@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     config::{Config, LocalMode, RequestedMode},
-    dataplane::Host,
+    dataplane::NodeNetwork,
     events::Recorder,
     log,
     model::objects::Node,
@@ -38,7 +38,7 @@ pub(super) struct Life {
     pub(super) nodes: Option<Nodes>,
     pub(super) node_addresses: watch::Receiver<Option<Vec<IpAddr>>>,
     /// Nothing is written before the first.
-    pub(super) hosts: watch::Sender<Option<Host>>,
+    pub(super) hosts: watch::Sender<Option<NodeNetwork>>,
     pub(super) configs: watch::Sender<Arc<Config>>,
     /// The same, as `/configz` shows it.
     pub(super) document: watch::Sender<Value>,
@@ -136,7 +136,7 @@ fn local_by(config: &Config) -> LocalBy {
 /// told which interfaces lead outside.
 async fn watch_node(
     mut known: watch::Receiver<Option<Vec<IpAddr>>>,
-    hosts: watch::Sender<Option<Host>>,
+    hosts: watch::Sender<Option<NodeNetwork>>,
     stop: CancellationToken,
 ) -> Result<(), node::Error> {
     let Ok(first) = known.wait_for(Option::is_some).await.map(|first| first.clone().unwrap_or_default())

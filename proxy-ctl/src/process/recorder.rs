@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 use super::record::{self, Record};
 use crate::{
     config::Config,
-    dataplane::{Host, Role},
+    dataplane::{NodeNetwork, Role},
     source::kubernetes::{ResourceKind, SourceState},
 };
 
@@ -18,7 +18,7 @@ const PERIOD: Duration = Duration::from_secs(1);
 pub(super) struct Live {
     /// `None`: the manifests tell nothing about themselves.
     pub(super) state: Option<SourceState>,
-    pub(super) hosts: watch::Receiver<Option<Host>>,
+    pub(super) hosts: watch::Receiver<Option<NodeNetwork>>,
     pub(super) configs: watch::Receiver<Arc<Config>>,
 }
 

@@ -28,8 +28,8 @@ use super::{
 };
 use crate::{
     config::{CommandLine, Config, RequestedMode},
-    controller::{self, Asks, Controller, Ended, Inputs, Reports},
-    dataplane::ebpf::EbpfDataplane,
+    controller::{self, Controller, Ended, Inputs, Reports, UsageRequests},
+    dataplane,
     events::Recorder,
     log,
     mode::{self, Choice, Mode, Request},
@@ -205,7 +205,7 @@ impl Process {
             }
         };
         let metrics =
-            Arc::new(Metrics::new(Some(Box::new(Asks(asks_in))), state.invalid_objects(), register));
+            Arc::new(Metrics::new(Some(Box::new(UsageRequests(asks_in))), state.invalid_objects(), register));
 
         let mut tasks = JoinSet::new();
         let flags = given.line.values();
@@ -213,6 +213,7 @@ impl Process {
         let pages = pages(&config, document, flags, choice.mode.name());
         serve_http(&mut tasks, &config, pages, &health, &metrics, &stop);
         tasks.spawn(source.run(updates_in, Arc::clone(&metrics), stop.clone()));
+        let mode = choice.mode;
         let record = Record {
             pid: std::process::id(),
             began: record::began(std::process::id()).unwrap_or(0),
@@ -277,7 +278,7 @@ impl Process {
         }
         let reports = Reports { health, metrics, node_addresses, nodes: nodes_in, health_checks, coverage };
         let controller = Controller::new(Arc::clone(&config), node_name, reports);
-        let inputs = Inputs { updates, hosts, asks, configs, stop: stop.clone() };
+        let inputs = Inputs { updates, networks: hosts, usage_requests: asks, configs, stop: stop.clone() };
         // Only whoever holds the lock of the pins speaks for them: one that is turned away leaves no record.
         let bpffs = config.ebpf.bpffs.clone();
         let opened = move || {
@@ -286,7 +287,7 @@ impl Process {
             }
             recorded.cancel();
         };
-        let mut ended = start_dataplane(controller, inputs, config, opened, runtime)?;
+        let mut ended = start_dataplane(controller, inputs, mode, config, opened, runtime)?;
         let end = loop {
             tokio::select! {
                 _ = terminate.recv() => break End::Signal("SIGTERM"),
@@ -385,15 +386,16 @@ fn pages(
 
 /// The thread that blocks on system calls. The answer comes when it ends.
 fn start_dataplane(
-    controller: Controller<EbpfDataplane>,
+    controller: Controller,
     inputs: Inputs,
+    mode: Mode,
     config: Arc<Config>,
     opened: impl FnOnce() + Send + 'static,
     runtime: tokio::runtime::Handle,
 ) -> anyhow::Result<oneshot::Receiver<Result<(), Ended>>> {
     let (end, ended) = oneshot::channel();
     let open = move || {
-        let dataplane = EbpfDataplane::open(&config.ebpf)?;
+        let dataplane = dataplane::open(mode, &config)?;
         opened();
         Ok(dataplane)
     };

@@ -19,13 +19,12 @@ pub enum HealthCheckAddresses {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct HealthChecks {
     pub addresses: HealthCheckAddresses,
-    /// Sorted by name.
-    pub services: Vec<HealthCheck>,
+    pub services: BTreeMap<ObjectName, HealthCheck>,
 }
 
 impl Default for HealthChecks {
     fn default() -> Self {
-        Self { addresses: HealthCheckAddresses::All, services: Vec::new() }
+        Self { addresses: HealthCheckAddresses::All, services: BTreeMap::new() }
     }
 }
 
@@ -38,7 +37,7 @@ impl HealthChecks {
             HealthCheckAddresses::Only(addresses) => addresses.iter().copied().collect(),
         };
         let mut sockets = BTreeMap::new();
-        for check in &self.services {
+        for check in self.services.values() {
             for address in &addresses {
                 let socket = SocketAddr::new(*address, check.port);
                 sockets.entry(socket).or_insert_with(|| check.service.clone());
@@ -49,7 +48,6 @@ impl HealthChecks {
 
     /// Ready endpoints of the Service on this node.
     pub fn local_ready(&self, service: &ObjectName) -> usize {
-        let found = self.services.binary_search_by(|check| check.service.cmp(service));
-        found.ok().and_then(|index| self.services.get(index)).map_or(0, |check| check.local_ready)
+        self.services.get(service).map_or(0, |check| check.local_ready)
     }
 }

@@ -5,12 +5,11 @@ use std::{
     time::Duration,
 };
 
-use proxy_common::reason::{Reason, Verdict};
-
 use super::{exposition::Format, tests::FixedUsage};
 use crate::{
-    dataplane::{Effect, Unsupported},
+    dataplane::{self, Effect, Unsupported},
     events::Recorder,
+    mode::Mode,
     model::objects,
     report::{Metrics, SyncKind},
     source::kubernetes::SourceState,
@@ -97,11 +96,5 @@ fn every_reason_is_explained_and_no_other() {
             (name, verdict)
         })
         .collect();
-    let verdict = |reason: &Reason| match reason.verdict() {
-        Verdict::Pass => "pass",
-        Verdict::Refuse => "refuse",
-        Verdict::Drop => "drop",
-    };
-    let all: Vec<_> = Reason::ALL.iter().map(|reason| (reason.name(), verdict(reason))).collect();
-    assert_eq!(explained, all);
+    assert_eq!(explained, dataplane::reasons(Mode::Ebpf));
 }

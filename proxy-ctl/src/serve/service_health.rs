@@ -139,6 +139,7 @@ mod tests {
     }
 
     fn checks(services: Vec<HealthCheck>) -> HealthChecks {
+        let services = services.into_iter().map(|check| (check.service.clone(), check)).collect();
         HealthChecks { addresses: HealthCheckAddresses::Only([Ipv4Addr::LOCALHOST.into()].into()), services }
     }
 

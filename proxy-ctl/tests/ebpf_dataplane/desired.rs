@@ -4,7 +4,7 @@ use std::{net::IpAddr, sync::Arc};
 
 use proxy_ctl::model::{
     desired::{DesiredPort, Endpoint, Endpoints, Frontend, FrontendKind, ServicePortName},
-    objects::{IpFamily, ObjectName, Protocol},
+    objects::{IpFamily, ObjectName, Protocol, TrafficPolicy},
 };
 
 pub fn name(service: &str, family: IpFamily) -> ServicePortName {
@@ -24,7 +24,14 @@ pub fn endpoint(address: &str, port: u16) -> Endpoint {
 pub fn endpoints(all: Vec<Endpoint>) -> Endpoints {
     let every: Vec<u32> = (0..all.len() as u32).collect();
     let any = !all.is_empty();
-    Endpoints { all, cluster: every.clone(), internal: every.clone(), external: every, any }
+    Endpoints {
+        all,
+        cluster: every.clone(),
+        internal: every.clone(),
+        external: every,
+        any,
+        unused: Box::default(),
+    }
 }
 
 /// A service port with a cluster IP on port 80.
@@ -33,6 +40,10 @@ pub fn port(service: &str, cluster_ip: &str, all: Vec<Endpoint>) -> DesiredPort 
     DesiredPort {
         name: name(service, IpFamily::of(address)),
         frontends: vec![Frontend { kind: FrontendKind::ClusterIp, address, port: 80 }],
+        unserved: Box::default(),
+        internal_policy: TrafficPolicy::Cluster,
+        external_policy: TrafficPolicy::Cluster,
+        health_check_node_port: None,
         endpoints: endpoints(all),
         affinity_seconds: None,
         source_ranges: Vec::new(),

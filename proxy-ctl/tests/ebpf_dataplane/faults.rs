@@ -6,8 +6,8 @@ use proxy_common::layout::{Backend, EndpointSet, Frontend, FrontendKey, Service,
 use proxy_ctl::{
     config::{Ebpf, Limits},
     dataplane::{
-        Applied, Dataplane, Error,
-        ebpf::{self, EbpfDataplane, status::Pinned},
+        Applied, Dataplane, EndpointSnapshot,
+        ebpf::{self, EbpfDataplane},
     },
     model::desired::{Changes, DesiredPort},
     sys::{bpf, map::Map},
@@ -32,22 +32,20 @@ fn table<K: aya::Pod + Default, V: aya::Pod + Default>(place: &Place, name: &str
 
 /// Names and contents, without the ids, which a repair may change.
 fn shown(place: &Place) -> String {
-    let pinned = Pinned::open(&place.config.bpffs).unwrap();
-    let services = pinned.services().unwrap().into_iter().map(|service| {
-        let set = |set: &[ebpf::status::EndpointState]| -> Vec<_> {
-            set.iter().map(|e| (e.address, e.local)).collect()
-        };
+    let snapshot = place.snapshot();
+    let services = snapshot.services.into_iter().map(|service| {
+        let set = |set: &[EndpointSnapshot]| -> Vec<_> { set.iter().map(|e| (e.address, e.local)).collect() };
         let sets = [set(&service.cluster), set(&service.internal), set(&service.external)];
         format!("{} {:?} {sets:?} {}\n", service.name, service.frontends, service.any_endpoints)
     });
-    let backends = pinned.backends().unwrap().into_iter();
+    let backends = snapshot.backends.into_iter();
     services.chain(backends.map(|b| format!("{} {}\n", b.address, b.uses))).collect()
 }
 
 type Fault = fn(&Place);
 
 fn id_of(place: &Place, service: &str) -> u32 {
-    let services = Pinned::open(&place.config.bpffs).unwrap().services().unwrap();
+    let services = place.snapshot().services;
     services.iter().find(|found| &*found.name.service.name == service).unwrap().id
 }
 
@@ -195,12 +193,11 @@ fn a_full_table_is_named_and_leaves_the_others_working() {
         port("large", "10.96.0.2", large),
         port("late", "10.96.0.3", vec![endpoint("10.0.0.2", 80)]),
     ]);
-    let Error::Ebpf(error) =
-        dataplane.apply(&Changes { changed: changed.clone(), removed: Vec::new() }).unwrap_err();
+    let error = dataplane.apply(&Changes { changed: changed.clone(), removed: Vec::new() }).unwrap_err();
     let text = error.to_string();
     assert!(text.contains("test/large") && text.contains("table backends4 is full: 3 entries"), "{text}");
     let served = || -> Vec<_> {
-        let services = Pinned::open(&place.config.bpffs).unwrap().services().unwrap();
+        let services = place.snapshot().services;
         services.iter().map(|service| service.name.service.name.to_string()).collect()
     };
     assert!(served().contains(&"small".to_owned()));
@@ -254,8 +251,8 @@ fn names_that_no_table_holds_are_refused_alone() {
     let long = port(&"x".repeat(65), "10.96.0.1", vec![endpoint("10.0.0.1", 80)]);
     let error = dataplane.resync(&shared([long, port("web", "10.96.0.2", Vec::new())])).unwrap_err();
     assert!(error.to_string().contains("at most 64 bytes"), "{error}");
-    assert_eq!(Pinned::open(&place.config.bpffs).unwrap().services().unwrap().len(), 1);
-    assert!(Pinned::open(&place.config.bpffs).unwrap().backends().unwrap().is_empty());
+    assert_eq!(place.snapshot().services.len(), 1);
+    assert!(place.snapshot().backends.is_empty());
 }
 
 #[test]

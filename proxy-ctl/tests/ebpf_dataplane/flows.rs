@@ -2,7 +2,7 @@
 
 use proxy_common::layout::{FLOW_ANSWERED, FLOW_MASQUERADED, FLOW_RESET, Flow, FlowKey, PROTOCOL_TCP};
 use proxy_ctl::{
-    dataplane::{Dataplane, ebpf::EbpfDataplane},
+    dataplane::{Dataplane, Programmed as _, ebpf::EbpfDataplane},
     sys::{bpf, clock, map::Map},
 };
 

@@ -18,7 +18,7 @@ use nix::{
 use proxy_ctl::{
     config::{Ebpf, SocketLoadBalancing},
     dataplane::{
-        Applied, Dataplane, Host, Interface, Role,
+        Applied, Dataplane, Hook, Host, Interface, NodeNetwork, Role,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
     },
     node,
@@ -69,8 +69,13 @@ fn host(interfaces: &[(&str, Role)]) -> Host {
 }
 
 fn links(place: &Place) -> BTreeSet<String> {
-    let all = Pinned::open(&place.config.bpffs).unwrap().links().unwrap();
-    all.into_iter().filter(|name| !name.starts_with("cgroup_")).collect()
+    let of_interfaces = |hook: Hook| Some((hook.interface?, hook));
+    let names =
+        place.snapshot().hooks.into_iter().filter_map(of_interfaces).map(|(index, hook)| match hook.kind {
+            "clsact" => format!("{index}_clsact"),
+            _ => format!("{index}_{}", hook.name),
+        });
+    names.collect()
 }
 
 fn named(index: u32) -> BTreeSet<String> {
@@ -398,8 +403,7 @@ fn socket_hooks_are_detached_when_they_are_switched_off() {
     assert_eq!(place.dial("10.96.0.1", 80), Ok("backend".into()), "the packet programs are not there yet");
     dataplane.set_host(&Host::default()).unwrap();
     place.dial("10.96.0.1", 80).unwrap_err();
-    let left = Pinned::open(&place.config.bpffs).unwrap().links().unwrap();
-    assert_eq!(left, [""; 0]);
+    assert_eq!(place.snapshot().hooks, []);
 }
 
 #[test]
@@ -415,7 +419,10 @@ fn host_balancing_is_for_the_nodes_own_namespace() {
 }
 
 /// Waits for a state of the host; panics after ten seconds with the last one.
-async fn until(hosts: &mut tokio::sync::watch::Receiver<Option<Host>>, holds: impl Fn(&Host) -> bool) {
+async fn until(
+    hosts: &mut tokio::sync::watch::Receiver<Option<NodeNetwork>>,
+    holds: impl Fn(&NodeNetwork) -> bool,
+) {
     let waiting = hosts.wait_for(|host| host.as_ref().is_some_and(&holds));
     let result = tokio::time::timeout(Duration::from_secs(10), waiting).await.map(|found| found.is_ok());
     assert_eq!(result, Ok(true), "{:?}", hosts.borrow());
@@ -431,9 +438,9 @@ fn the_node_is_followed_by_netlink() {
         let stop = CancellationToken::new();
         let watching = node::watch(node_addresses, sender, stop.clone());
         let changing = async {
-            until(&mut hosts, |host| host.interfaces.is_empty() && host.node_port_addresses.len() == 2).await;
+            until(&mut hosts, |host| host.interfaces.is_empty() && host.addresses.len() == 2).await;
             veth("dpa");
-            let role = |host: &Host, name| {
+            let role = |host: &NodeNetwork, name| {
                 host.interfaces
                     .iter()
                     .find(|interface| interface.name == name)
@@ -442,7 +449,7 @@ fn the_node_is_followed_by_netlink() {
             until(&mut hosts, |host| role(host, "dpa") == Some(Role::Workload)).await;
             let own: IpAddr = "192.0.2.1".parse().unwrap();
             run("ip", "address add 192.0.2.1/24 dev dpa");
-            until(&mut hosts, |host| host.node_port_addresses.contains(&own)).await;
+            until(&mut hosts, |host| host.addresses.contains(&own)).await;
             addresses.send(vec![own]).unwrap();
             until(&mut hosts, |host| {
                 role(host, "dpa") == Some(Role::Uplink) && host.masquerade_addresses == [own]
@@ -518,6 +525,6 @@ fn where_there_is_no_room_for_all_addresses_the_nodes_own_are_served() {
     host.node_port_addresses = (1..=70).map(|last| IpAddr::from([10, 9, 0, last])).chain([own]).collect();
     let error = dataplane.set_host(&host).unwrap_err();
     assert!(error.is_of_node_addresses(), "{error}");
-    let served = Pinned::open(&place.config.bpffs).unwrap().node().unwrap().node_port_addresses;
+    let served = place.snapshot().node.node_port_addresses;
     assert!(served.len() == 64 && served.contains(&(own, false)), "{served:?}");
 }

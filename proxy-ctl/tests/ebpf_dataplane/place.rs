@@ -11,7 +11,10 @@ use std::{
 use nix::sched::{CloneFlags, unshare};
 use proxy_ctl::{
     config::{Ebpf, Limits},
-    dataplane::ebpf::cleanup::cleanup,
+    dataplane::{
+        Programmed as _, Snapshot,
+        ebpf::{cleanup::cleanup, status::Pinned},
+    },
     sys::filesystem,
 };
 
@@ -53,6 +56,11 @@ impl Place {
             service_counters: Some(4),
         };
         Some(Self { config: Ebpf { bpffs, limits, cgroup: Some(cgroup.clone()), ..Ebpf::default() }, cgroup })
+    }
+
+    /// What is programmed, read from the pins.
+    pub fn snapshot(&self) -> Snapshot {
+        Pinned::open(&self.config.bpffs).unwrap().snapshot().unwrap()
     }
 
     pub fn pins(&self, below: &str) -> PathBuf {

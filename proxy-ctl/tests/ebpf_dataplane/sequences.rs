@@ -1,16 +1,16 @@
 //! Any sequence of changes leaves what a resync from scratch would.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, net::SocketAddr, sync::Arc};
 
 use proptest::{prelude::*, test_runner::TestRunner};
 use proxy_ctl::{
     dataplane::{
-        Applied, Dataplane,
-        ebpf::{EbpfDataplane, status::Pinned},
+        Applied, BackendSnapshot, Dataplane, EndpointSnapshot, FrontendSnapshot, Programmed as _,
+        ServiceSnapshot, Snapshot, ebpf::EbpfDataplane,
     },
     model::{
-        desired::{Changes, DesiredPort, Endpoint},
-        objects::IpFamily,
+        desired::{Changes, DesiredPort, Endpoint, Frontend, FrontendKind, ServicePortName},
+        objects::{IpFamily, Protocol, TrafficPolicy},
     },
 };
 
@@ -65,31 +65,86 @@ fn desired(step: &Step) -> Option<DesiredPort> {
         let mut internal: Vec<u32> = subset.iter().map(|index| index.index(count) as u32).collect();
         internal.sort_unstable();
         internal.dedup();
+        port.internal_policy =
+            if internal.is_empty() { TrafficPolicy::Local } else { TrafficPolicy::Cluster };
         port.endpoints.internal = internal;
     }
     // Of all services one has the node port: whichever came last.
     Some(if node_port { with_node_port(port, 30_000 + u16::from(n)) } else { port })
 }
 
-/// Contents of the tables by service, backend ids left out.
-fn shown(place: &Place) -> BTreeMap<String, String> {
-    let pinned = Pinned::open(&place.config.bpffs).unwrap();
-    let mut shown = BTreeMap::new();
-    for service in pinned.services().unwrap() {
-        let set = |set: &[proxy_ctl::dataplane::ebpf::status::EndpointState]| -> Vec<_> {
-            set.iter().map(|endpoint| (endpoint.address, endpoint.local)).collect()
+/// A snapshot without the numbers that the mode has given.
+#[derive(Debug, Default, Eq, PartialEq)]
+struct Contents {
+    services: BTreeMap<ServicePortName, Service>,
+    /// By address, port and protocol: how many service ports use it, whether it is local, and terminating.
+    backends: BTreeMap<(SocketAddr, Protocol), (u32, bool, bool)>,
+}
+
+#[derive(Debug, Eq, PartialEq)]
+struct Service {
+    frontends: Vec<FrontendSnapshot>,
+    /// Cluster, internal and external: address, and whether it is local.
+    sets: [Vec<(SocketAddr, bool)>; 3],
+    any_endpoints: bool,
+    policies: [TrafficPolicy; 2],
+    affinity_seconds: u32,
+}
+
+fn programmed(snapshot: Snapshot) -> Contents {
+    let set = |set: Vec<EndpointSnapshot>| set.into_iter().map(|one| (one.address, one.local)).collect();
+    let service = |one: ServiceSnapshot| {
+        let service = Service {
+            frontends: one.frontends,
+            sets: [set(one.cluster), set(one.internal), set(one.external)],
+            any_endpoints: one.any_endpoints,
+            policies: [one.internal_policy, one.external_policy],
+            affinity_seconds: one.affinity_seconds,
         };
-        let sets = [set(&service.cluster), set(&service.internal), set(&service.external)];
-        shown.insert(
-            service.name.to_string(),
-            format!("{:?} {sets:?} {}", service.frontends, service.any_endpoints),
-        );
+        (one.name, service)
+    };
+    let backend =
+        |one: BackendSnapshot| ((one.address, one.protocol.unwrap()), (one.uses, one.local, one.terminating));
+    Contents {
+        services: snapshot.services.into_iter().map(service).collect(),
+        backends: snapshot.backends.into_iter().map(backend).collect(),
     }
-    for backend in pinned.backends().unwrap() {
-        let text = format!("{} {} {}", backend.uses, backend.local, backend.terminating);
-        shown.insert(backend.address.to_string(), text);
+}
+
+fn wanted<'a>(desired: impl Iterator<Item = &'a Arc<DesiredPort>>) -> Contents {
+    let mut contents = Contents::default();
+    for port in desired {
+        let DesiredPort { name, endpoints, .. } = &**port;
+        let address = |one: &Endpoint| SocketAddr::new(one.address, one.port);
+        let set = |indexes: &[u32]| {
+            let all = indexes.iter().map(|index| &endpoints.all[*index as usize]);
+            all.map(|one| (address(one), one.local)).collect()
+        };
+        let mut frontends: Vec<_> = port.frontends.iter().map(frontend).collect();
+        frontends.sort_unstable();
+        let service = Service {
+            frontends,
+            sets: [set(&endpoints.cluster), set(&endpoints.internal), set(&endpoints.external)],
+            any_endpoints: endpoints.any,
+            policies: [port.internal_policy, port.external_policy],
+            affinity_seconds: port.affinity_seconds.unwrap_or(0),
+        };
+        contents.services.insert(name.clone(), service);
+        for one in &endpoints.all {
+            let unused = (0, false, true);
+            let backend = contents.backends.entry((address(one), name.protocol)).or_insert(unused);
+            *backend = (backend.0 + 1, backend.1 || one.local, backend.2 && one.terminating);
+        }
     }
-    shown
+    contents
+}
+
+fn frontend(frontend: &Frontend) -> FrontendSnapshot {
+    FrontendSnapshot {
+        address: (frontend.kind != FrontendKind::NodePort).then_some(frontend.address),
+        port: frontend.port,
+        external: frontend.kind != FrontendKind::ClusterIp,
+    }
 }
 
 #[test]
@@ -116,6 +171,7 @@ fn changes_leave_what_a_resync_would() {
                     }
                 }
                 dataplane.apply(&changes).unwrap();
+                prop_assert_eq!(programmed(dataplane.snapshot().unwrap()), wanted(now.values()));
                 if step.collect {
                     dataplane.collect_garbage().unwrap();
                 }
@@ -127,12 +183,13 @@ fn changes_leave_what_a_resync_would() {
                 }
             }
             let all: Vec<_> = now.values().cloned().collect();
-            let by_changes = shown(&place);
+            let by_changes = programmed(place.snapshot());
+            prop_assert_eq!(&by_changes, &wanted(now.values()), "the pins say the same");
             prop_assert_eq!(dataplane.resync(&all).unwrap(), Applied::default(), "nothing is left to do");
             dataplane.resync(&[]).unwrap();
-            prop_assert!(shown(&place).is_empty());
+            prop_assert_eq!(programmed(place.snapshot()), Contents::default());
             dataplane.resync(&all).unwrap();
-            prop_assert_eq!(shown(&place), by_changes);
+            prop_assert_eq!(programmed(place.snapshot()), by_changes);
             Ok(())
         })
         .unwrap();

@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Instant};
 
 use proxy_ctl::{
     config::{Ebpf, Limits},
-    dataplane::{Applied, Dataplane, ebpf::EbpfDataplane},
+    dataplane::{Applied, Dataplane, Programmed as _, ebpf::EbpfDataplane},
     model::desired::{Changes, DesiredPort},
 };
 

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use proxy_ctl::{
     config::{Ebpf, Limits},
     dataplane::{
-        Applied, Dataplane, Host,
+        Applied, Dataplane, Host, Programmed as _,
         ebpf::{EbpfDataplane, Error, Holder, cleanup::cleanup, status::Pinned},
     },
     model::{desired::Changes, objects::Protocol},
@@ -30,9 +30,9 @@ fn a_resync_writes_what_is_desired() {
     let Some(place) = Place::new() else { return };
     let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
     dataplane.resync(&web(&["10.0.0.1", "10.0.0.2"])).unwrap();
-    let pinned = Pinned::open(&place.config.bpffs).unwrap();
+    let snapshot = place.snapshot();
 
-    let services = pinned.services().unwrap();
+    let services = snapshot.services;
     let shown: Vec<_> = services
         .iter()
         .map(|service| {
@@ -51,7 +51,7 @@ fn a_resync_writes_what_is_desired() {
         ("test/web:http", "fd00::1:80", "[fd00:10::1]:8080", true),
     ];
     assert_eq!(shown, expected.map(|(n, f, c, any)| (n.into(), f.into(), c.into(), any)));
-    let backends = pinned.backends().unwrap();
+    let backends = snapshot.backends;
     assert_eq!(backends.len(), 3);
     assert!(backends.iter().all(|backend| backend.uses == 1 && !backend.terminating));
 }
@@ -92,11 +92,10 @@ fn connections_are_counted_for_their_service() {
         assert_eq!(place.dial("10.96.0.1", 80), Ok("first".into()));
     }
     assert_eq!(connections(&dataplane), [("old".to_owned(), 3)]);
-    let pinned = Pinned::open(&place.config.bpffs).unwrap();
-    assert_eq!(pinned.services().unwrap()[0].id, 1);
+    assert_eq!(place.snapshot().services[0].id, 1);
     dataplane.resync(&[]).unwrap();
     dataplane.resync(&web("new")).unwrap();
-    assert_eq!(pinned.services().unwrap()[0].id, 1);
+    assert_eq!(place.snapshot().services[0].id, 1);
     assert_eq!(connections(&dataplane), [("new".to_owned(), 0)]);
 }
 
@@ -123,7 +122,7 @@ fn backends_after_an_endpoint_left_one_of_two(protocol: Protocol) -> Option<[Vec
         port
     };
     let uses = || {
-        let backends = Pinned::open(&place.config.bpffs).unwrap().backends().unwrap();
+        let backends = place.snapshot().backends;
         let mut uses: Vec<u32> = backends.iter().map(|backend| backend.uses).collect();
         uses.sort_unstable();
         uses
@@ -168,11 +167,11 @@ fn a_restart_writes_nothing() {
     assert_ne!(first.set_host(&host).unwrap(), Applied::default());
     assert_ne!(first.resync(&desired).unwrap(), Applied::default());
     drop(first);
-    let before = Pinned::open(&place.config.bpffs).unwrap().services().unwrap();
+    let before = place.snapshot().services;
     let mut second = EbpfDataplane::open(&place.config).unwrap();
     assert_eq!(second.set_host(&host).unwrap(), Applied::default());
     assert_eq!(second.resync(&desired).unwrap(), Applied::default());
-    assert_eq!(Pinned::open(&place.config.bpffs).unwrap().services().unwrap(), before);
+    assert_eq!(place.snapshot().services, before);
 }
 
 #[test]
@@ -181,16 +180,16 @@ fn changes_while_nobody_was_there_are_caught_up() {
     let mut first = EbpfDataplane::open(&place.config).unwrap();
     first.resync(&web(&["10.0.0.1", "10.0.0.2"])).unwrap();
     drop(first);
-    let before = Pinned::open(&place.config.bpffs).unwrap().backends().unwrap();
+    let before = place.snapshot().backends;
     let mut second = EbpfDataplane::open(&place.config).unwrap();
     let desired =
         shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.2", 8080), endpoint("10.0.0.3", 8080)])]);
     second.resync(&desired).unwrap();
-    let pinned = Pinned::open(&place.config.bpffs).unwrap();
-    let services = pinned.services().unwrap();
+    let snapshot = place.snapshot();
+    let services = snapshot.services;
     assert_eq!(services.len(), 1);
     assert_eq!(services[0].frontends.len(), 1, "the node port is gone");
-    let after = pinned.backends().unwrap();
+    let after = snapshot.backends;
     let addresses: Vec<_> = after.iter().map(|backend| backend.address.to_string()).collect();
     assert_eq!(addresses, ["10.0.0.2:8080", "10.0.0.3:8080"]);
     let largest = before.iter().map(|backend| backend.id).max().unwrap();
@@ -208,7 +207,7 @@ fn a_frontend_moves_to_another_service_without_a_hole() {
     let applied = dataplane.apply(&Changes { changed: shared([new]), removed }).unwrap();
     // Service and its name, and the backend; the frontend itself was overwritten.
     assert_eq!(applied.removed, 3);
-    let services = Pinned::open(&place.config.bpffs).unwrap().services().unwrap();
+    let services = place.snapshot().services;
     assert_eq!(services.len(), 1);
     assert_eq!(services[0].frontends.len(), 1);
     assert_eq!(&*services[0].name.service.name, "new");

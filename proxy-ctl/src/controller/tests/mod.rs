@@ -2,9 +2,9 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    io,
     net::IpAddr,
     sync::{Mutex, PoisonError},
+    time::Duration,
 };
 
 use tokio::sync::{mpsc, watch};
@@ -12,17 +12,16 @@ use tokio::sync::{mpsc, watch};
 use super::*;
 use crate::{
     config::NodePortAddress,
-    dataplane::{Effect, Interface, ReasonUsage, Role, Unsupported, ebpf},
+    dataplane::{Applied, Effect, ErrorKind, Host, Interface, Programmed, Role, Snapshot, Unsupported},
     model::{
-        desired::{DesiredPort, FrontendKind},
+        desired::{Changes, DesiredPort, FrontendKind},
         objects::{
-            Endpoint, EndpointPort, EndpointSlice, Node, ObjectName, Protocol, Service, ServicePort,
-            TrafficPolicy,
+            Endpoint, EndpointPort, EndpointSlice, Node, ObjectName, Protocol, Service, ServiceCidr,
+            ServicePort, TrafficPolicy,
         },
     },
-    report::{Health, UsageSource as _},
+    report::{Health, HealthCheckAddresses, UsageSource as _},
     source::InvalidObjects,
-    sys::CallError,
 };
 
 mod thread;
@@ -54,12 +53,13 @@ struct Recording {
     addresses_fail: bool,
     /// Another controller is at work.
     taken_over: bool,
+    /// The mode keeps `minSyncPeriod`.
+    paced: bool,
 }
 
 impl Recording {
     fn check_owner(&self) -> Result<(), Error> {
-        let holder = ebpf::Holder(Some(7));
-        if self.taken_over { Err(ebpf::Error::Locked { path: "/x".into(), holder }.into()) } else { Ok(()) }
+        if self.taken_over { Err(Error::new(ErrorKind::TakenOver, "process 7 has it")) } else { Ok(()) }
     }
 }
 
@@ -87,7 +87,7 @@ impl Recorder {
         recording.calls.push(call);
         if fails {
             recording.failures = recording.failures.saturating_sub(1);
-            return Err(full("frontends4").into());
+            return Err(full());
         }
         let mut applied = Applied::default();
         match recording.calls.last() {
@@ -119,10 +119,18 @@ const RANGES: Unsupported =
     Unsupported { field: "ranges", effect: Effect::Without(FrontendKind::LoadBalancer), instead: "closed" };
 const SCTP: Unsupported = Unsupported { field: "protocol", effect: Effect::NotServed, instead: "not served" };
 
-fn full(table: &'static str) -> ebpf::Error {
-    let source =
-        CallError { call: "bpf(BPF_MAP_UPDATE_ELEM)", source: io::Error::from_raw_os_error(libc::E2BIG) };
-    ebpf::Error::Table { table, source }
+fn full() -> Error {
+    Error::new(ErrorKind::Other, "table frontends4 is full")
+}
+
+impl Programmed for Recorder {
+    fn snapshot(&self) -> Result<Snapshot, Error> {
+        Ok(Snapshot::default())
+    }
+
+    fn usage(&self) -> Result<Usage, Error> {
+        Ok(Usage { uncounted_services: 7, ..Usage::default() })
+    }
 }
 
 impl Dataplane for Recorder {
@@ -139,8 +147,7 @@ impl Dataplane for Recorder {
         self.lock().check_owner()?;
         let written = self.write(Call::SetHost(host.clone()), &[]);
         if self.lock().addresses_fail {
-            let source = Box::new(full("node_addresses4"));
-            return Err(ebpf::Error::NodeAddresses { source }.into());
+            return Err(Error::new(ErrorKind::NodeAddresses, "table node_addresses4 is full"));
         }
         written
     }
@@ -151,9 +158,8 @@ impl Dataplane for Recorder {
         recording.check_owner()
     }
 
-    fn usage(&self) -> Result<Usage, Error> {
-        let no_endpoints = ReasonUsage { name: "no_endpoints", verdict: "refuse", count: 7 };
-        Ok(Usage { reasons: vec![no_endpoints], ..Usage::default() })
+    fn min_interval(&self, configured: Duration) -> Duration {
+        if self.lock().paced { configured } else { Duration::ZERO }
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
@@ -178,6 +184,7 @@ fn service(name: &str, cluster_ip: &str) -> Service {
         cluster_ips: vec![address(cluster_ip)],
         external_ips: Vec::new(),
         load_balancer_ips: Vec::new(),
+        proxied_load_balancer_ips: Vec::new(),
         internal_policy: TrafficPolicy::Cluster,
         external_policy: TrafficPolicy::Cluster,
         affinity_seconds: None,
@@ -204,18 +211,18 @@ fn slice(service: &str, endpoint: &str) -> EndpointSlice {
     }
 }
 
-fn host(addresses: &[&str]) -> Host {
+fn network(addresses: &[&str]) -> NodeNetwork {
     let interface =
         |name: &str| Interface { index: 2, name: name.into(), role: Role::Uplink, ethernet: true };
-    Host {
-        node_port_addresses: addresses.iter().map(|text| address(text)).collect(),
+    NodeNetwork {
+        addresses: addresses.iter().map(|text| address(text)).collect(),
         masquerade_addresses: Vec::new(),
         interfaces: vec![interface("eth0"), interface("docker0")],
     }
 }
 
 struct Fixture {
-    controller: Controller<Recorder>,
+    controller: Controller,
     recorder: Recorder,
     reports: Reports,
     now: Instant,
@@ -246,7 +253,7 @@ impl Fixture {
         fixture.take(Update::ReplaceServices(services));
         fixture.take(Update::ReplaceSlices(Vec::new()));
         fixture.take(Update::Node(None));
-        fixture.controller.set_host(host(&[]), fixture.now);
+        fixture.controller.set_network(network(&[]));
         fixture.start();
         fixture.write();
         fixture.recorder.calls();
@@ -254,11 +261,11 @@ impl Fixture {
     }
 
     fn take(&mut self, update: Update) {
-        self.controller.take(update, self.now);
+        self.controller.take(update);
     }
 
     fn start(&mut self) {
-        self.controller.start(self.recorder.clone(), self.now);
+        self.controller.start(Box::new(self.recorder.clone()), self.now);
     }
 
     fn write(&mut self) -> Vec<Call> {
@@ -284,7 +291,7 @@ fn it_is_ready_when_all_have_listed_and_the_node_is_known() {
     assert!(!fixture.controller.is_ready());
     fixture.take(Update::Node(None));
     assert!(!fixture.controller.is_ready());
-    fixture.controller.set_host(host(&[]), fixture.now);
+    fixture.controller.set_network(network(&[]));
     assert!(fixture.controller.is_ready());
 }
 
@@ -294,7 +301,7 @@ fn the_node_is_set_up_first_then_everything_is_written_at_once() {
     fixture.take(Update::ReplaceServices(vec![service("a", "10.0.0.1"), service("b", "10.0.0.2")]));
     fixture.take(Update::ReplaceSlices(Vec::new()));
     fixture.take(Update::Node(None));
-    fixture.controller.set_host(host(&["192.0.2.1"]), fixture.now);
+    fixture.controller.set_network(network(&["192.0.2.1"]));
     assert_eq!(fixture.write(), []);
     fixture.start();
     let calls = fixture.write();
@@ -309,7 +316,7 @@ fn services_are_served_without_room_for_all_addresses_but_not_without_hooks() {
     fixture.take(Update::ReplaceServices(vec![service("a", "10.0.0.1")]));
     fixture.take(Update::ReplaceSlices(Vec::new()));
     fixture.take(Update::Node(None));
-    fixture.controller.set_host(host(&["192.0.2.1"]), fixture.now);
+    fixture.controller.set_network(network(&["192.0.2.1"]));
     fixture.start();
     fixture.recorder.fail(1);
     fixture.write();
@@ -333,13 +340,16 @@ fn load_balancers_are_told_what_is_written_and_not_before() {
     fixture.take(Update::ReplaceServices(vec![checked]));
     fixture.take(Update::ReplaceSlices(Vec::new()));
     fixture.take(Update::Node(None));
-    fixture.controller.set_host(host(&["192.0.2.1", "198.51.100.1"]), fixture.now);
+    fixture.controller.set_network(network(&["192.0.2.1", "198.51.100.1"]));
     fixture.start();
     assert_eq!(*fixture.reports.health_checks.borrow(), HealthChecks::default());
     fixture.write();
     let told = fixture.reports.health_checks.borrow().clone();
     assert_eq!(told.addresses, HealthCheckAddresses::Only(["192.0.2.1".parse().unwrap()].into()));
-    assert_eq!((told.services[0].port, told.services[0].local_ready), (32_000, 0));
+    assert_eq!(
+        told.services.values().map(|check| (check.port, check.local_ready)).collect::<Vec<_>>(),
+        [(32_000, 0)]
+    );
 }
 
 #[test]
@@ -389,7 +399,7 @@ fn without_a_first_success_nothing_is_written_piecemeal() {
     {
         fixture.take(update);
     }
-    fixture.controller.set_host(host(&[]), fixture.now);
+    fixture.controller.set_network(network(&[]));
     fixture.start();
     fixture.recorder.fail(2);
     assert!(matches!(fixture.write().as_slice(), [Call::SetHost(_), Call::Resync(_)]));
@@ -414,7 +424,7 @@ fn the_configuration_chooses_interfaces_and_node_port_addresses() {
     assert_eq!(*told.borrow(), None);
     fixture.take(Update::Node(Some(node.clone())));
     assert_eq!(*told.borrow(), Some(node.addresses.clone()));
-    fixture.controller.set_host(host(&["192.0.2.1", "192.0.2.2"]), fixture.now);
+    fixture.controller.set_network(network(&["192.0.2.1", "192.0.2.2"]));
     fixture.start();
     let set = |calls: Vec<Call>| match calls.into_iter().next() {
         Some(Call::SetHost(host)) => host,
@@ -436,7 +446,7 @@ fn without_localhost_node_ports_loopback_addresses_serve_none() {
         let mut config = Config::default();
         config.iptables.localhost_node_ports = localhost_node_ports;
         let mut fixture = Fixture::new(config);
-        fixture.controller.set_host(host(&["127.0.0.1", "192.0.2.1", "::1"]), fixture.now);
+        fixture.controller.set_network(network(&["127.0.0.1", "192.0.2.1", "::1"]));
         fixture.start();
         let written = fixture.write();
         let [Call::SetHost(written), ..] = written.as_slice() else { panic!("{written:?}") };
@@ -554,14 +564,14 @@ fn a_host_that_cannot_be_written_makes_the_node_unhealthy_in_time() {
     let at = |instant| Moment { instant, time: jiff::Timestamp::now() };
     let healthy = |fixture: &Fixture, instant| fixture.reports.health.lock().report(at(instant)).healthy;
     let began = fixture.now;
-    fixture.controller.set_host(host(&["192.0.2.1"]), began);
+    fixture.controller.set_network(network(&["192.0.2.1"]));
     for _ in 0..10 {
         // Changes of Services are written meanwhile.
         fixture.recorder.fail(1);
         fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
         fixture.write();
         fixture.later(Duration::from_secs(4));
-        fixture.controller.set_host(host(&["192.0.2.1"]), fixture.now);
+        fixture.controller.set_network(network(&["192.0.2.1"]));
     }
     assert!(healthy(&fixture, began + Duration::from_secs(59)));
     assert!(!healthy(&fixture, began + Duration::from_secs(61)));
@@ -655,10 +665,43 @@ fn a_new_configuration_is_taken_over_as_it_goes() {
 }
 
 #[test]
+fn a_mode_that_keeps_the_shortest_interval_gets_changes_together() {
+    let mut fixture = Fixture::new(Config::default());
+    fixture.recorder.lock().paced = true;
+    for update in [Update::ReplaceServices(Vec::new()), Update::ReplaceSlices(Vec::new()), Update::Node(None)]
+    {
+        fixture.take(update);
+    }
+    fixture.controller.set_network(network(&[]));
+    fixture.start();
+    fixture.write();
+    let mut writes = Vec::new();
+    for name in ["a", "b", "c"] {
+        fixture.take(Update::ApplyService(service(name, "10.0.0.1")));
+        writes.push(fixture.write().len());
+    }
+    assert_eq!(writes, [1, 0, 0], "a burst of two, with what was written first");
+    assert_eq!(fixture.controller.wants_call_at(), Some(fixture.now + Duration::from_secs(1)));
+    fixture.later(Duration::from_secs(1));
+    assert_eq!(fixture.write(), [Call::Apply(vec!["default/b".into(), "default/c".into()], vec![])]);
+}
+
+#[test]
+fn the_host_is_written_anew_when_the_ranges_of_services_change() {
+    let mut fixture = Fixture::serving(Vec::new());
+    let range: ipnet::IpNet = "10.96.0.0/12".parse().unwrap();
+    let cidr = ServiceCidr { name: "kubernetes".into(), ranges: vec![range] };
+    fixture.take(Update::ApplyServiceCidr(cidr));
+    let calls = fixture.write();
+    let [Call::SetHost(host)] = calls.as_slice() else { panic!("{calls:?}") };
+    assert_eq!(host.service_cidrs, [range]);
+}
+
+#[test]
 fn nothing_is_written_once_somebody_else_programs_the_node() {
     let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
     fixture.recorder.lock().taken_over = true;
-    fixture.controller.set_host(host(&["192.0.2.1"]), fixture.now);
+    fixture.controller.set_network(network(&["192.0.2.1"]));
     fixture.take(Update::ApplyService(service("b", "10.0.0.2")));
     assert_eq!(fixture.write(), []);
     assert!(fixture.controller.taken_over.is_some());

@@ -8,23 +8,7 @@ use super::{
     paths::{Paths, names, remove_folder},
     pins::{remove_link, remove_pin},
 };
-
-/// What was removed, in the order in which it was.
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub struct Removed {
-    /// Names of links: `cgroup_connect4`, `3_ingress`.
-    pub links: Vec<String>,
-    /// Number of filters on clsact qdiscs.
-    pub filters: usize,
-    /// Names of tables.
-    pub tables: Vec<String>,
-}
-
-impl Removed {
-    pub fn is_empty(&self) -> bool {
-        *self == Self::default()
-    }
-}
+use crate::dataplane::Removed;
 
 /// Detaches the programs first, then removes the tables, of every layout version. Nothing of ours there: nothing is
 /// done. A controller at work: [`Error::Locked`].

@@ -3,7 +3,11 @@
 use std::{io, net::IpAddr, path::PathBuf};
 
 use super::tables::Difference;
-use crate::{model::desired::ServicePortName, sys::CallError};
+use crate::{
+    dataplane::{self, ErrorKind},
+    model::desired::ServicePortName,
+    sys::CallError,
+};
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -62,10 +66,27 @@ impl Error {
         if matches!(self, Self::Full { .. }) { Self::NodeAddresses { source: Box::new(self) } } else { self }
     }
 
+    pub fn is_not_there(&self) -> bool {
+        matches!(self, Self::NotThere(_))
+    }
+
     /// Tables are not there, or not all of them.
     pub fn is_missing_tables(&self) -> bool {
         matches!(self, Self::NotThere(_))
             || matches!(self, Self::Table { source, .. } if source.errno() == libc::ENOENT)
+    }
+}
+
+impl From<Error> for dataplane::Error {
+    fn from(error: Error) -> Self {
+        let kind = if matches!(error, Error::NodeAddresses { .. }) {
+            ErrorKind::NodeAddresses
+        } else if matches!(error, Error::Locked { .. }) {
+            ErrorKind::TakenOver
+        } else {
+            ErrorKind::Other
+        };
+        Self::new(kind, error)
     }
 }
 

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use proxy_common::layout::{
     BACKEND_LOCAL, EndpointSet, FRONTEND_EXTERNAL, FrontendKey, NAME_BYTES, SCOPE_ADDRESS, SCOPE_NODE_PORT,
-    SERVICE_HAS_ENDPOINTS, ServiceName,
+    SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, ServiceName,
 };
 
 use super::{allocate::Range, family::TableFamily};
 use crate::model::{
     desired::{DesiredPort, Endpoint, Endpoints, FrontendKind, ServicePortName},
-    objects::{self, ObjectName, Protocol},
+    objects::{self, ObjectName, Protocol, TrafficPolicy},
 };
 
 /// Where a service port's endpoint sets lie among its slots, first slot of the service = 0.
@@ -61,8 +61,13 @@ pub(super) fn span(sets: [EndpointSet; 3]) -> Range {
     Range { first, count: u32::try_from(end - u64::from(first)).unwrap_or(u32::MAX) }
 }
 
-pub(super) fn service_flags(endpoints: &Endpoints) -> u32 {
-    if endpoints.any { SERVICE_HAS_ENDPOINTS } else { 0 }
+pub(super) fn service_flags(port: &DesiredPort) -> u32 {
+    let flags = [
+        (port.endpoints.any, SERVICE_HAS_ENDPOINTS),
+        (port.internal_policy == TrafficPolicy::Local, SERVICE_INTERNAL_LOCAL),
+        (port.external_policy == TrafficPolicy::Local, SERVICE_EXTERNAL_LOCAL),
+    ];
+    flags.into_iter().filter(|(is_set, _)| *is_set).fold(0, |all, (_, flag)| all | flag)
 }
 
 pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
@@ -173,6 +178,7 @@ mod tests {
             internal: internal.to_vec(),
             external: external.to_vec(),
             any: count > 0,
+            unused: Box::default(),
         }
     }
 
@@ -220,6 +226,10 @@ mod tests {
                 family: objects::IpFamily::Ipv4,
             },
             frontends,
+            unserved: Box::default(),
+            internal_policy: TrafficPolicy::Cluster,
+            external_policy: TrafficPolicy::Cluster,
+            health_check_node_port: None,
             endpoints: Endpoints::default(),
             affinity_seconds: None,
             source_ranges: Vec::new(),

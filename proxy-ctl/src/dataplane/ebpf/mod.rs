@@ -10,6 +10,7 @@ use std::{
     os::fd::AsFd,
     path::PathBuf,
     sync::Arc,
+    time::Duration,
 };
 
 use aya_obj::generated::bpf_attach_type;
@@ -17,6 +18,7 @@ use proxy_common::{
     family::{V4, V6},
     inventory::{program, table},
     layout::{NODE_ADDRESS_LOOPBACK, NodeAddress, Settings},
+    reason::Reason,
 };
 
 use self::{
@@ -28,9 +30,10 @@ use self::{
     pins::TablePins,
     programmed::Image,
     publish::{Failures, Plane, Round, Shared, remove_service},
+    status::{Pinned, Reader},
     tables::{CommonTables, FamilyTables, Shape},
 };
-use super::{Applied, Dataplane, Host, Unsupported, Usage};
+use super::{Applied, Dataplane, Host, Programmed, Snapshot, Unsupported, Usage, modes::Entry};
 use crate::{
     config::{Ebpf, SocketLoadBalancing},
     model::desired::{Changes, DesiredPort},
@@ -80,6 +83,19 @@ pub struct EbpfDataplane {
     /// Of [`Dataplane::collect_garbage`].
     collections: u32,
 }
+
+pub(super) const ENTRY: Entry = Entry {
+    open: |config| Ok(Box::new(EbpfDataplane::open(&config.ebpf)?)),
+    read: |bpffs| match Pinned::open(bpffs) {
+        Ok(pinned) => Ok(Some(Box::new(pinned))),
+        Err(error) if error.is_not_there() => Ok(None),
+        Err(error) if error.is_missing_tables() && status::controller(bpffs).is_some() => Ok(None),
+        Err(error) => Err(error.into()),
+    },
+    controller: status::controller,
+    cleanup: |bpffs| Ok(cleanup::cleanup(bpffs)?),
+    reasons: || Reason::ALL.iter().map(|reason| (reason.name(), status::verdict(*reason))).collect(),
+};
 
 const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
 
@@ -249,6 +265,29 @@ fn finish<F: TableFamily>(round: Round<F>, applied: &mut Applied, failures: &mut
     failures.merge(round.failures);
 }
 
+impl Programmed for EbpfDataplane {
+    fn snapshot(&self) -> Result<Snapshot, super::Error> {
+        let (v4, v6) = (&self.v4.tables, &self.v6.tables);
+        Ok(Reader { common: &self.shared.tables, v4, v6, paths: &self.paths }.snapshot()?)
+    }
+
+    fn usage(&self) -> Result<Usage, super::Error> {
+        let mut used = BTreeMap::from([
+            (table::services, u64::from(self.shared.ids.used().saturating_sub(1))),
+            (table::service_names, (self.v4.image.services.len() + self.v6.image.services.len()) as u64),
+            (table::settings, 1),
+        ]);
+        used.extend(used_by(&self.v4, &self.flows4)?);
+        used.extend(used_by(&self.v6, &self.flows6)?);
+        let counted = self.shared.tables.service_counters.capacity();
+        used.insert(table::service_counters, u64::from(counted.min(self.shared.ids.used())));
+        let v4 = self.v4.image.services.iter().map(|(name, published)| (published.id, name));
+        let v6 = self.v6.image.services.iter().map(|(name, published)| (published.id, name));
+        let maps = self.paths.maps();
+        Ok(status::usage(&maps, &self.shapes, &used, &self.shared.tables, v4.chain(v6))?)
+    }
+}
+
 impl Dataplane for EbpfDataplane {
     fn apply(&mut self, changes: &Changes) -> Result<Applied, super::Error> {
         let Self { shared, v4, v6, .. } = self;
@@ -319,20 +358,9 @@ impl Dataplane for EbpfDataplane {
         Ok(())
     }
 
-    fn usage(&self) -> Result<Usage, super::Error> {
-        let mut used = BTreeMap::from([
-            (table::services, u64::from(self.shared.ids.used().saturating_sub(1))),
-            (table::service_names, (self.v4.image.services.len() + self.v6.image.services.len()) as u64),
-            (table::settings, 1),
-        ]);
-        used.extend(used_by(&self.v4, &self.flows4)?);
-        used.extend(used_by(&self.v6, &self.flows6)?);
-        let counted = self.shared.tables.service_counters.capacity();
-        used.insert(table::service_counters, u64::from(counted.min(self.shared.ids.used())));
-        let v4 = self.v4.image.services.iter().map(|(name, published)| (published.id, name));
-        let v6 = self.v6.image.services.iter().map(|(name, published)| (published.id, name));
-        let maps = self.paths.maps();
-        Ok(status::usage(&maps, &self.shapes, &used, &self.shared.tables, v4.chain(v6))?)
+    /// None: a change costs what it writes, so that each is written at once.
+    fn min_interval(&self, _configured: Duration) -> Duration {
+        Duration::ZERO
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {

@@ -336,7 +336,7 @@ impl<F: TableFamily> Plane<F> {
         round: &mut Round<F>,
     ) -> Result<(u32, Range), Error> {
         let endpoints = &port.endpoints;
-        let flags = layout::service_flags(endpoints);
+        let flags = layout::service_flags(port);
         let affinity_seconds = port.affinity_seconds.unwrap_or(0);
         let current = old.and_then(|old| shared.tables.services.get(old.id as usize)).unwrap_or_default();
         let same_sets = [

@@ -12,7 +12,7 @@ use proxy_common::{
     inventory::table,
     layout::{
         BACKEND_LOCAL, BACKEND_TERMINATING, EndpointSet, FRONTEND_EXTERNAL, NODE_ADDRESS_LOOPBACK,
-        SCOPE_NODE_PORT, SERVICE_HAS_ENDPOINTS, Service,
+        SCOPE_NODE_PORT, SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, Service,
     },
     reason::{Reason, Verdict},
 };
@@ -26,8 +26,11 @@ use super::{
 };
 use crate::{
     config::Limits,
-    dataplane::{ReasonUsage, ServiceUsage, TableUsage, Usage},
-    model::{desired::ServicePortName, objects::Protocol},
+    dataplane::{
+        self, BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, Programmed,
+        ReasonUsage, ServiceSnapshot, ServiceUsage, Snapshot, TableUsage, Usage,
+    },
+    model::{desired::ServicePortName, objects::TrafficPolicy},
     sys::{CallError, bpf, lock},
 };
 
@@ -46,64 +49,12 @@ pub fn controller(bpffs: &Path) -> Option<u32> {
     lock::holder_of(&Paths::new(bpffs).top)
 }
 
-/// A service port as the tables hold it.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub struct ServiceState {
-    /// Index into `services`.
-    pub id: u32,
-    pub name: ServicePortName,
-    pub frontends: Vec<FrontendState>,
-    pub cluster: Vec<EndpointState>,
-    /// For clients of the cluster IP.
-    pub internal: Vec<EndpointState>,
-    /// For clients from outside.
-    pub external: Vec<EndpointState>,
-    /// Some endpoint is usable somewhere: an empty set drops instead of refusing.
-    pub any_endpoints: bool,
-    pub affinity_seconds: u32,
-}
-
-#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-pub struct FrontendState {
-    /// `None`: a node port.
-    pub address: Option<IpAddr>,
-    pub port: u16,
-    /// Can be dialled from outside.
-    pub external: bool,
-}
-
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct EndpointState {
-    pub address: SocketAddr,
-    /// On this node.
-    pub local: bool,
-    /// Key of `backends4/6`.
-    pub backend: u32,
-}
-
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct BackendState {
-    /// Key of `backends4/6`.
-    pub id: u32,
-    pub address: SocketAddr,
-    /// `None`: a number that no protocol of Kubernetes has.
-    pub protocol: Option<Protocol>,
-    pub local: bool,
-    pub terminating: bool,
-    /// How many service ports use it.
-    pub uses: u32,
-}
-
-/// What the programs know of the node.
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub struct NodeState {
-    /// Where node ports are served; true: for the node's own processes only.
-    pub node_port_addresses: Vec<(IpAddr, bool)>,
-    pub masquerade_addresses: Vec<IpAddr>,
-    /// Inclusive.
-    pub masquerade_ports: Vec<(u16, u16)>,
-    /// Cookie of the node's network namespace.
-    pub host_namespace: u64,
+/// Reads the tables of a dataplane or of the pins.
+pub(super) struct Reader<'a> {
+    pub(super) common: &'a CommonTables,
+    pub(super) v4: &'a FamilyTables<V4>,
+    pub(super) v6: &'a FamilyTables<V6>,
+    pub(super) paths: &'a Paths,
 }
 
 impl Pinned {
@@ -122,31 +73,59 @@ impl Pinned {
         })
     }
 
+    fn reader(&self) -> Reader<'_> {
+        let Self { common, v4, v6, paths } = self;
+        Reader { common, v4, v6, paths }
+    }
+}
+
+impl Programmed for Pinned {
+    fn snapshot(&self) -> Result<Snapshot, dataplane::Error> {
+        Ok(self.reader().snapshot()?)
+    }
+
+    fn usage(&self) -> Result<Usage, dataplane::Error> {
+        Ok(self.reader().usage()?)
+    }
+}
+
+impl Reader<'_> {
+    pub(super) fn snapshot(&self) -> Result<Snapshot, Error> {
+        Ok(Snapshot {
+            services: self.services()?,
+            backends: self.backends()?,
+            node: self.node()?,
+            hooks: self.hooks()?,
+        })
+    }
+
     /// Service ports by name.
-    pub fn services(&self) -> Result<Vec<ServiceState>, Error> {
+    fn services(&self) -> Result<Vec<ServiceSnapshot>, Error> {
         let mut frontends = BTreeMap::new();
-        read_frontends(&self.v4, &mut frontends)?;
-        read_frontends(&self.v6, &mut frontends)?;
+        read_frontends(self.v4, &mut frontends)?;
+        read_frontends(self.v6, &mut frontends)?;
         let mut services = Vec::new();
         for (id, name) in self.common.names.read_all()? {
             let Some(name) = layout::port_name(&name) else { continue };
             let service = self.common.services.get(id as usize).unwrap_or_default();
             let endpoints = |set| match name.family {
-                crate::model::objects::IpFamily::Ipv4 => read_set(&self.v4, set),
-                crate::model::objects::IpFamily::Ipv6 => read_set(&self.v6, set),
+                crate::model::objects::IpFamily::Ipv4 => read_set(self.v4, set),
+                crate::model::objects::IpFamily::Ipv6 => read_set(self.v6, set),
             };
             let Service { cluster, internal, external, flags, affinity_seconds } = service;
             let (cluster, internal, external) =
                 (endpoints(cluster), endpoints(internal), endpoints(external));
             let mut frontends = frontends.remove(&id).unwrap_or_default();
             frontends.sort_unstable();
-            services.push(ServiceState {
+            services.push(ServiceSnapshot {
                 id,
                 frontends,
                 cluster,
                 internal,
                 external,
                 any_endpoints: flags & SERVICE_HAS_ENDPOINTS != 0,
+                internal_policy: policy(flags & SERVICE_INTERNAL_LOCAL != 0),
+                external_policy: policy(flags & SERVICE_EXTERNAL_LOCAL != 0),
                 affinity_seconds,
                 name,
             });
@@ -156,22 +135,22 @@ impl Pinned {
     }
 
     /// Backends by address.
-    pub fn backends(&self) -> Result<Vec<BackendState>, Error> {
+    fn backends(&self) -> Result<Vec<BackendSnapshot>, Error> {
         let mut backends = Vec::new();
-        read_backends(&self.v4, &mut backends)?;
-        read_backends(&self.v6, &mut backends)?;
+        read_backends(self.v4, &mut backends)?;
+        read_backends(self.v6, &mut backends)?;
         backends.sort_unstable_by_key(|backend| (backend.address, backend.id));
         Ok(backends)
     }
 
-    pub fn node(&self) -> Result<NodeState, Error> {
+    fn node(&self) -> Result<NodeSnapshot, Error> {
         let settings = self.common.settings.get(&0)?.unwrap_or_default();
         let mut node_port_addresses = Vec::new();
-        read_addresses(&self.v4, &mut node_port_addresses)?;
-        read_addresses(&self.v6, &mut node_port_addresses)?;
+        read_addresses(self.v4, &mut node_port_addresses)?;
+        read_addresses(self.v6, &mut node_port_addresses)?;
         node_port_addresses.sort_unstable();
         let masquerade = [V4::ip(settings.masquerade4), V6::ip(settings.masquerade6)];
-        Ok(NodeState {
+        Ok(NodeSnapshot {
             node_port_addresses,
             masquerade_addresses: masquerade.into_iter().filter(|ip| !ip.is_unspecified()).collect(),
             masquerade_ports: settings
@@ -185,10 +164,10 @@ impl Pinned {
     }
 
     /// How full the tables are, by counting; and the counters.
-    pub fn usage(&self) -> Result<Usage, Error> {
+    fn usage(&self) -> Result<Usage, Error> {
         let mut used = BTreeMap::new();
-        count_family(&self.v4, &mut used)?;
-        count_family(&self.v6, &mut used)?;
+        count_family(self.v4, &mut used)?;
+        count_family(self.v6, &mut used)?;
         let names = self.common.names.read_all()?.len() as u64;
         used.extend([(table::services, names), (table::service_names, names)]);
         used.insert(table::settings, 1);
@@ -208,24 +187,38 @@ impl Pinned {
             used.insert(table, slots.sum());
         }
         let names = services.iter().map(|service| (service.id, &service.name));
-        usage(&self.paths.maps(), &shapes(&Limits::default()), &used, &self.common, names)
+        usage(&self.paths.maps(), &shapes(&Limits::default()), &used, self.common, names)
     }
 
-    /// Names of the links: `cgroup_connect4`, `3_ingress`. Filters on clsact qdiscs are listed as `3_clsact`.
-    pub fn links(&self) -> Result<Vec<String>, Error> {
-        let mut links = super::paths::names(&self.paths.links())?;
-        links
-            .extend(super::paths::names(&self.paths.clsact())?.iter().map(|index| format!("{index}_clsact")));
-        Ok(links)
+    fn hooks(&self) -> Result<Vec<Hook>, Error> {
+        let links = super::paths::names(&self.paths.links())?;
+        let mut hooks: Vec<_> = links.iter().map(|link| hook(link)).collect();
+        for index in super::paths::names(&self.paths.clsact())? {
+            let interface = index.parse().ok();
+            hooks.push(Hook { name: "ingress, egress".into(), interface, kind: "clsact" });
+        }
+        hooks.sort_unstable();
+        Ok(hooks)
     }
+}
+
+/// From the name of its link: `cgroup_connect4`, `3_ingress`.
+fn hook(link: &str) -> Hook {
+    let (target, name) = link.split_once('_').unwrap_or(("", link));
+    let kind = if target == "cgroup" { "cgroup" } else { "tcx" };
+    Hook { name: name.to_owned(), interface: target.parse().ok(), kind }
+}
+
+fn policy(is_local: bool) -> TrafficPolicy {
+    if is_local { TrafficPolicy::Local } else { TrafficPolicy::Cluster }
 }
 
 fn read_frontends<F: TableFamily>(
     tables: &FamilyTables<F>,
-    of_service: &mut BTreeMap<u32, Vec<FrontendState>>,
+    of_service: &mut BTreeMap<u32, Vec<FrontendSnapshot>>,
 ) -> Result<(), Error> {
     for (key, frontend) in tables.frontends.read_all()? {
-        of_service.entry(frontend.service).or_default().push(FrontendState {
+        of_service.entry(frontend.service).or_default().push(FrontendSnapshot {
             address: (key.scope != SCOPE_NODE_PORT).then(|| F::ip(key.address)),
             port: key.port,
             external: frontend.flags & FRONTEND_EXTERNAL != 0,
@@ -234,11 +227,11 @@ fn read_frontends<F: TableFamily>(
     Ok(())
 }
 
-fn read_set<F: TableFamily>(tables: &FamilyTables<F>, set: EndpointSet) -> Vec<EndpointState> {
+fn read_set<F: TableFamily>(tables: &FamilyTables<F>, set: EndpointSet) -> Vec<EndpointSnapshot> {
     let places = set.first..set.first.saturating_add(set.count);
     let slots = places.map_while(|place| tables.slots.get(place as usize));
     slots
-        .map(|slot| EndpointState {
+        .map(|slot| EndpointSnapshot {
             address: SocketAddr::new(F::ip(slot.address()), slot.port()),
             local: slot.flags() & BACKEND_LOCAL != 0,
             backend: slot.backend(),
@@ -248,10 +241,10 @@ fn read_set<F: TableFamily>(tables: &FamilyTables<F>, set: EndpointSet) -> Vec<E
 
 fn read_backends<F: TableFamily>(
     tables: &FamilyTables<F>,
-    into: &mut Vec<BackendState>,
+    into: &mut Vec<BackendSnapshot>,
 ) -> Result<(), Error> {
     let found = tables.backends.read_all()?;
-    into.extend(found.into_iter().map(|(id, backend)| BackendState {
+    into.extend(found.into_iter().map(|(id, backend)| BackendSnapshot {
         id,
         address: SocketAddr::new(F::ip(backend.address), backend.port),
         protocol: layout::protocol(backend.protocol),
@@ -322,18 +315,22 @@ pub(super) fn usage<'a>(
 fn reasons(common: &CommonTables) -> Result<Vec<ReasonUsage>, Error> {
     let sum = |reason: &Reason| {
         let values = common.counters.get(*reason as u32)?;
-        let verdict = match reason.verdict() {
-            Verdict::Pass => "pass",
-            Verdict::Refuse => "refuse",
-            Verdict::Drop => "drop",
-        };
-        Ok(ReasonUsage { name: reason.name(), verdict, count: values.into_iter().fold(0, u64::wrapping_add) })
+        let count = values.into_iter().fold(0, u64::wrapping_add);
+        Ok(ReasonUsage { name: reason.name(), verdict: verdict(*reason), count })
     };
     Reason::ALL
         .iter()
         .map(sum)
         .collect::<Result<_, _>>()
         .map_err(|source| Error::Table { table: table::counters, source })
+}
+
+pub(super) fn verdict(reason: Reason) -> &'static str {
+    match reason.verdict() {
+        Verdict::Pass => "pass",
+        Verdict::Refuse => "refuse",
+        Verdict::Drop => "drop",
+    }
 }
 
 fn service_usage(common: &CommonTables, id: u32, name: &ServicePortName) -> Result<ServiceUsage, Error> {
@@ -364,6 +361,13 @@ fn memlock(fdinfo: &str) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn hooks_are_known_by_the_names_of_their_links() {
+        let hook_of = |name: &str, interface, kind| Hook { name: name.into(), interface, kind };
+        assert_eq!(hook("cgroup_connect4"), hook_of("connect4", None, "cgroup"));
+        assert_eq!(hook("7_egress"), hook_of("egress", Some(7), "tcx"));
+    }
 
     #[test]
     fn memory_is_read_from_fdinfo() {

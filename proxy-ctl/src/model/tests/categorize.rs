@@ -263,6 +263,10 @@ fn categorizes_endpoints(#[case] given: Given, #[case] expected: Expected) {
         service = service.node_port(30080);
     }
     model.apply_service(service);
+    let serves = |endpoint: &&Endpoint| endpoint.ready || endpoint.serving;
+    let mut serving: Vec<_> = given.endpoints.iter().filter(serves).collect();
+    serving.sort_by_key(|endpoint| (endpoint.node.as_deref() != Some(HERE), endpoint.address));
+    let mut serving: Vec<String> = serving.iter().map(|endpoint| endpoint.address.to_string()).collect();
     model.apply_slice(slice("shop/web-1", "web", given.endpoints));
     model.set_node(given.node);
     let changes = model.take_changes();
@@ -283,4 +287,8 @@ fn categorizes_endpoints(#[case] given: Given, #[case] expected: Expected) {
     let external = if given.node_port { by_policy(given.external) } else { vec![] };
     assert_eq!(shown(port, &endpoints.external), external, "external");
     assert_eq!(endpoints.any, expected.any, "any");
+    let unused: Vec<String> = endpoints.unused.iter().map(|one| one.address.to_string()).collect();
+    let is_unused = |address: &String| !endpoints.all.iter().any(|one| one.address.to_string() == *address);
+    serving.retain(is_unused);
+    assert_eq!(unused, serving, "unused");
 }

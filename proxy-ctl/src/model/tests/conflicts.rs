@@ -4,7 +4,7 @@ use rstest::rstest;
 
 use crate::model::{
     Model,
-    desired::{Changes, DesiredPort, Frontend, FrontendKind},
+    desired::{Changes, DesiredPort, Frontend, FrontendKind, UnservedFrontend, UnservedReason},
     objects::{IpFamily::Ipv4, Protocol, Service},
     test_support::*,
 };
@@ -159,4 +159,41 @@ fn an_address_listed_twice_is_one_frontend_of_its_first_kind() {
         [(CLUSTER_IP, "10.96.0.1".into(), 80), (EXTERNAL_IP, "192.0.2.1".into(), 80)]
     );
     assert_eq!(model.conflicts(), []);
+}
+
+#[test]
+fn a_port_names_who_owns_its_frontend_until_it_owns_it() {
+    let node_port = |text, ip: &str, created| service(text, &[ip]).created(created).node_port(30080);
+    let [old, middle, young] =
+        [("a/old", "10.96.0.1", 1), ("a/middle", "10.96.0.2", 2), ("a/young", "10.96.0.3", 3)]
+            .map(|(text, ip, created)| node_port(text, ip, created));
+    let mut model = model(vec![old, middle, young]);
+    let owners = |model: &mut Model| -> Vec<(String, String)> {
+        model.take_changes();
+        let ports = model.desired();
+        let unserved = ports.iter().flat_map(|port| port.unserved.iter().map(move |one| (port, one)));
+        let owner = |(port, unserved): (&std::sync::Arc<DesiredPort>, &UnservedFrontend)| {
+            assert_eq!((unserved.frontend.kind, unserved.frontend.port), (NODE_PORT, 30080));
+            let UnservedReason::OwnedBy(owner) = &unserved.reason else { panic!("{unserved:?}") };
+            (port.name.to_string(), owner.to_string())
+        };
+        unserved.map(owner).collect()
+    };
+    let pair = |port: &str, owner: &str| (port.to_owned(), owner.to_owned());
+    assert_eq!(owners(&mut model), [pair("a/middle", "a/old"), pair("a/young", "a/old")]);
+    model.delete_service(&name("a/old"));
+    assert_eq!(owners(&mut model), [pair("a/young", "a/middle")]);
+    model.delete_service(&name("a/middle"));
+    assert_eq!(owners(&mut model), []);
+}
+
+#[test]
+fn a_load_balancer_address_that_is_not_virtual_is_named_and_not_served() {
+    let proxied = vec![ip("203.0.113.7"), ip("2001:db8::7")];
+    let mut model =
+        model(vec![Service { proxied_load_balancer_ips: proxied, ..service("a/web", &["10.96.0.1"]) }]);
+    let port = model.take_changes().changed.remove(0);
+    assert_eq!(port.frontends.len(), 1);
+    let frontend = Frontend { kind: FrontendKind::LoadBalancer, address: ip("203.0.113.7"), port: 80 };
+    assert_eq!(*port.unserved, [UnservedFrontend { frontend, reason: UnservedReason::NotVirtual }]);
 }

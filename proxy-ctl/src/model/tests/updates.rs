@@ -380,13 +380,15 @@ fn health_checks_count_ready_endpoints_of_this_node() {
         health_check_node_port,
         ..service("shop/cart", &["10.96.0.2", "fd00::2"])
     };
-    let local_ready = |model: &Model| -> Vec<(u16, usize)> {
-        model.health_checks().iter().map(|check| (check.port, check.local_ready)).collect()
+    let changed = |model: &mut Model| -> Vec<Option<(u16, usize)>> {
+        model.take_changes();
+        let changed = model.take_health_checks().into_iter();
+        changed.map(|(_, check)| check.map(|check| (check.port, check.local_ready))).collect()
     };
     let mut model = after(shop());
-    assert_eq!(local_ready(&model), []);
+    assert_eq!(changed(&mut model), []);
     model.update(Update::ApplyService(checked(Some(32_000))));
-    assert_eq!(local_ready(&model), [(32_000, 0)]);
+    assert_eq!(changed(&mut model), [Some((32_000, 0))]);
     let not_ready = Endpoint { ready: false, serving: true, terminating: true, ..local("10.0.0.7") };
     let slices = [
         slice(
@@ -400,12 +402,18 @@ fn health_checks_count_ready_endpoints_of_this_node() {
     for slice in slices {
         model.update(Update::ApplySlice(slice));
     }
-    assert_eq!(local_ready(&model), [(32_000, 2)]);
+    assert_eq!(changed(&mut model), [Some((32_000, 2))]);
+    model.update(Update::ApplySlice(slice("shop/cart-4", "cart", vec![remote("10.0.0.8")])));
+    assert_eq!(changed(&mut model), [], "an endpoint elsewhere changes no answer");
     model.update(Update::ApplyService(checked(Some(32_001))));
-    assert_eq!(local_ready(&model), [(32_001, 2)]);
+    assert_eq!(changed(&mut model), [Some((32_001, 2))]);
     model.update(Update::ApplyService(checked(None)));
-    assert_eq!(local_ready(&model), []);
+    assert_eq!(changed(&mut model), [None]);
     model.update(Update::ApplyService(checked(Some(32_002))));
     model.update(Update::DeleteService(name("shop/cart")));
-    assert_eq!(local_ready(&model), []);
+    assert_eq!(changed(&mut model), [], "nothing was reported of it meanwhile");
+    model.update(Update::ApplyService(checked(Some(32_002))));
+    assert_eq!(changed(&mut model), [Some((32_002, 2))]);
+    model.update(Update::DeleteService(name("shop/cart")));
+    assert_eq!(changed(&mut model), [None]);
 }

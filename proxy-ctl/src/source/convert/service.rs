@@ -35,7 +35,7 @@ pub fn service(service: &core::Service) -> (Option<Service>, Vec<InvalidField>) 
         let field = || format!("spec.externalIPs[{index}]");
         external_ips.extend(frontend_address(&mut invalid, field, text));
     }
-    let mut load_balancer_ips = load_balancer_ips(service, &mut invalid);
+    let (mut load_balancer_ips, proxied_load_balancer_ips) = load_balancer_ips(service, &mut invalid);
     let source_ranges = source_ranges(spec, &mut invalid);
     if source_ranges.is_none() && !load_balancer_ips.is_empty() {
         load_balancer_ips.clear();
@@ -57,6 +57,7 @@ pub fn service(service: &core::Service) -> (Option<Service>, Vec<InvalidField>) 
         cluster_ips,
         external_ips,
         load_balancer_ips,
+        proxied_load_balancer_ips,
         internal_policy: policy(
             &mut invalid,
             "spec.internalTrafficPolicy",
@@ -102,23 +103,24 @@ fn cluster_ips(spec: &core::ServiceSpec, invalid: &mut InvalidFields) -> Vec<IpA
     addresses
 }
 
-fn load_balancer_ips(service: &core::Service, invalid: &mut InvalidFields) -> Vec<IpAddr> {
-    let mut addresses = Vec::new();
+/// Those with ipMode VIP and those with ipMode Proxy.
+fn load_balancer_ips(service: &core::Service, invalid: &mut InvalidFields) -> (Vec<IpAddr>, Vec<IpAddr>) {
+    let (mut virtual_ips, mut proxied) = (Vec::new(), Vec::new());
     for (index, ingress) in service.status.load_balancer.ingress.iter().enumerate() {
         let path = format!("status.loadBalancer.ingress[{index}]");
-        match ingress.ip_mode.as_deref() {
-            None | Some("VIP") => {}
-            Some("Proxy") => continue,
+        let addresses = match ingress.ip_mode.as_deref() {
+            None | Some("VIP") => &mut virtual_ips,
+            Some("Proxy") => &mut proxied,
             Some(other) => {
                 invalid.add(format!("{path}.ipMode"), format_args!("found {other:?}, must be VIP or Proxy"));
                 continue;
             }
-        }
+        };
         if !ingress.ip.is_empty() {
             addresses.extend(frontend_address(invalid, || format!("{path}.ip"), &ingress.ip));
         }
     }
-    addresses
+    (virtual_ips, proxied)
 }
 
 /// None: there are ranges, but none that is valid.

@@ -65,6 +65,7 @@ fn every_field_of_a_service() {
             cluster_ips: ips(&["10.96.0.1", "fd00::1"]),
             external_ips: ips(&["192.0.2.1", "2001:db8::1"]),
             load_balancer_ips: ips(&["198.51.100.1", "198.51.100.2"]),
+            proxied_load_balancer_ips: ips(&["198.51.100.3"]),
             internal_policy: TrafficPolicy::Cluster,
             external_policy: TrafficPolicy::Local,
             affinity_seconds: Some(60),

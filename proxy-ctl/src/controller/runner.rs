@@ -1,0 +1,251 @@
+//! When work is done: at once if something changed, but not more often than allowed; again after a failure, after a
+//! pause that doubles; and anew after the longest interval. kube-proxy's `BoundedFrequencyRunner`, as plain data.
+
+use std::time::{Duration, Instant};
+
+const FIRST_RETRY: Duration = Duration::from_secs(1);
+
+/// What a run has to do.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Run {
+    /// Only what was asked for.
+    Changes,
+    /// Everything: nothing was done yet, or the last run has failed.
+    Everything,
+    /// Everything, although nothing has changed since the last time.
+    Inspection,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Intervals {
+    /// Mean interval between runs for changes. Zero: each change runs at once.
+    pub(super) min: Duration,
+    /// This many runs for changes need not wait for `min`.
+    pub(super) burst: u32,
+    /// Interval after which everything is inspected; retries are not further apart either.
+    pub(super) max: Duration,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct BoundedRunner {
+    intervals: Intervals,
+    asked: bool,
+    /// When the runs so far are paid for, each with `min`.
+    paid_until: Instant,
+    everything_at: Option<Instant>,
+    inspection_at: Instant,
+    next_retry: Duration,
+    /// Everything was done at least once.
+    complete: bool,
+    failing: bool,
+}
+
+impl BoundedRunner {
+    /// Everything is due now.
+    pub(super) fn new(now: Instant, intervals: Intervals) -> Self {
+        Self {
+            intervals,
+            asked: false,
+            paid_until: now,
+            everything_at: Some(now),
+            inspection_at: now + intervals.max,
+            next_retry: FIRST_RETRY.min(intervals.max),
+            complete: false,
+            failing: false,
+        }
+    }
+
+    pub(super) fn set_intervals(&mut self, intervals: Intervals, now: Instant) {
+        self.intervals = intervals;
+        self.next_retry = self.next_retry.min(intervals.max);
+        self.inspection_at = self.inspection_at.min(now + intervals.max);
+    }
+
+    /// Something has changed.
+    pub(super) fn ask(&mut self) {
+        self.asked = true;
+    }
+
+    pub(super) fn due(&self, now: Instant) -> Option<Run> {
+        let runs = [
+            (self.everything_at, Run::Everything),
+            (self.changes_at(), Run::Changes),
+            (self.is_settled().then_some(self.inspection_at), Run::Inspection),
+        ];
+        runs.into_iter().find(|(at, _)| at.is_some_and(|at| at <= now)).map(|(_, run)| run)
+    }
+
+    /// When something will be due although nobody asks.
+    pub(super) fn next(&self) -> Option<Instant> {
+        let inspection = self.is_settled().then_some(self.inspection_at);
+        [self.everything_at, self.changes_at(), inspection].into_iter().flatten().min()
+    }
+
+    /// Nothing is planned but the next inspection: everything is done.
+    pub(super) fn is_settled(&self) -> bool {
+        self.complete && !self.asked && self.everything_at.is_none()
+    }
+
+    pub(super) fn is_complete(&self) -> bool {
+        self.complete
+    }
+
+    /// The last run has failed, and no run for everything has succeeded since.
+    pub(super) fn is_failing(&self) -> bool {
+        self.failing
+    }
+
+    pub(super) fn succeeded(&mut self, run: Run, now: Instant) {
+        self.ran(now);
+        if run != Run::Changes {
+            self.everything_at = None;
+            self.complete = true;
+            self.failing = false;
+            self.next_retry = FIRST_RETRY.min(self.intervals.max);
+            self.inspection_at = now + self.intervals.max;
+        }
+    }
+
+    /// Answers with the pause before everything is tried again. A retry that is already planned is not put off.
+    pub(super) fn failed(&mut self, now: Instant) -> Duration {
+        self.ran(now);
+        self.failing = true;
+        if let Some(at) = self.everything_at.filter(|at| *at > now) {
+            return at - now;
+        }
+        let pause = self.next_retry;
+        self.everything_at = Some(now + pause);
+        self.next_retry = (pause * 2).min(self.intervals.max);
+        pause
+    }
+
+    fn ran(&mut self, now: Instant) {
+        self.asked = false;
+        self.paid_until = self.paid_until.max(now) + self.intervals.min;
+    }
+
+    /// Changes alone cannot be written before everything was.
+    fn changes_at(&self) -> Option<Instant> {
+        let Intervals { min, burst, .. } = self.intervals;
+        let in_advance = min * burst.saturating_sub(1);
+        let at = self.paid_until.checked_sub(in_advance).unwrap_or(self.paid_until);
+        (self.asked && self.complete).then_some(at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn intervals(min: u64, burst: u32, max: u64) -> Intervals {
+        Intervals { min: SECOND * min as u32, burst, max: SECOND * max as u32 }
+    }
+
+    fn complete(now: Instant, intervals: Intervals) -> BoundedRunner {
+        let mut runner = BoundedRunner::new(now, intervals);
+        assert_eq!(runner.due(now), Some(Run::Everything));
+        runner.succeeded(Run::Everything, now);
+        runner
+    }
+
+    #[test]
+    fn everything_comes_first_and_then_changes_at_once() {
+        let now = Instant::now();
+        let mut runner = BoundedRunner::new(now, intervals(0, 1, 30));
+        runner.ask();
+        runner.failed(now);
+        runner.ask();
+        assert_eq!(runner.due(now), None, "changes alone are of no use before everything was written");
+        runner.succeeded(Run::Everything, now);
+        for _ in 0..100 {
+            assert_eq!(runner.due(now), None);
+            runner.ask();
+            assert_eq!(runner.due(now), Some(Run::Changes));
+            runner.succeeded(Run::Changes, now);
+        }
+    }
+
+    #[test]
+    fn pauses_double_up_to_the_longest_and_start_over_after_success() {
+        let mut now = Instant::now();
+        let mut runner = BoundedRunner::new(now, intervals(0, 1, 5));
+        let mut pauses = Vec::new();
+        for _ in 0..5 {
+            assert_eq!(runner.due(now), Some(Run::Everything));
+            let pause = runner.failed(now);
+            assert_eq!(runner.due(now), None);
+            assert_eq!(runner.next(), Some(now + pause));
+            pauses.push(pause.as_secs());
+            now += pause;
+        }
+        assert_eq!(pauses, [1, 2, 4, 5, 5]);
+        assert!(runner.is_failing());
+        runner.succeeded(Run::Everything, now);
+        assert!(runner.is_settled() && !runner.is_failing());
+        assert_eq!(runner.failed(now), SECOND);
+    }
+
+    #[test]
+    fn changes_go_on_while_a_retry_is_planned_and_do_not_put_it_off() {
+        let now = Instant::now();
+        let mut runner = complete(now, intervals(0, 1, 30));
+        runner.failed(now);
+        let soon = now + Duration::from_millis(900);
+        runner.ask();
+        assert_eq!(runner.due(soon), Some(Run::Changes));
+        assert_eq!(runner.failed(soon), Duration::from_millis(100));
+        runner.ask();
+        runner.succeeded(Run::Changes, soon);
+        assert!(runner.is_failing() && !runner.is_settled());
+        assert_eq!(runner.due(now + SECOND), Some(Run::Everything));
+    }
+
+    #[rstest]
+    #[case::one_each_interval(intervals(2, 1, 30), &[2, 4, 6])]
+    #[case::a_burst_first(intervals(2, 2, 30), &[0, 2, 4])]
+    fn changes_wait_for_the_shortest_interval(#[case] intervals: Intervals, #[case] expected: &[u64]) {
+        let start = Instant::now();
+        let mut now = start;
+        let mut runner = complete(now, intervals);
+        let mut ran = Vec::new();
+        for _ in 0..3 {
+            runner.ask();
+            now = runner.next().unwrap().max(now);
+            assert_eq!(runner.due(now), Some(Run::Changes));
+            runner.succeeded(Run::Changes, now);
+            ran.push((now - start).as_secs());
+        }
+        assert_eq!(ran, expected);
+    }
+
+    #[test]
+    fn an_inspection_comes_after_the_longest_interval_but_not_before_changes_and_retries() {
+        let start = Instant::now();
+        let mut runner = complete(start, intervals(0, 1, 30));
+        let late = start + SECOND * 30;
+        assert_eq!(runner.next(), Some(late));
+        assert_eq!(runner.due(late), Some(Run::Inspection));
+        runner.ask();
+        assert_eq!(runner.due(late), Some(Run::Changes));
+        runner.succeeded(Run::Changes, late);
+        assert_eq!(runner.due(late), Some(Run::Inspection), "changes are no inspection");
+        runner.failed(late);
+        assert_eq!(runner.due(late), None);
+        runner.succeeded(Run::Everything, late + SECOND);
+        assert_eq!(runner.next(), Some(late + SECOND * 31));
+    }
+
+    #[test]
+    fn a_shorter_longest_interval_counts_from_now() {
+        let start = Instant::now();
+        let mut runner = complete(start, intervals(0, 1, 30));
+        runner.set_intervals(intervals(0, 1, 5), start + SECOND);
+        assert_eq!(runner.next(), Some(start + SECOND * 6));
+        runner.set_intervals(intervals(0, 1, 60), start + SECOND);
+        assert_eq!(runner.next(), Some(start + SECOND * 6));
+    }
+}

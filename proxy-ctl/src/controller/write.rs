@@ -1,0 +1,251 @@
+//! What the controller writes to the dataplane, and what it reports of that.
+
+use std::time::{Duration, Instant};
+
+use super::{
+    ActiveDataplane, Controller,
+    coverage::CoverageTracker,
+    host::{host, node_port_addresses},
+    runner::Run,
+};
+use crate::{
+    dataplane::{Applied, Error},
+    model::{desired::Changes, objects::IpFamily},
+    report::{HealthCheckAddresses, Metrics, Moment, Phase, SyncKind},
+};
+
+impl Controller {
+    /// Writes what is due. Failures are logged, counted, and tried again at [`Controller::wants_call_at`].
+    pub fn write(&mut self, now: Instant) {
+        self.write_host(now);
+        if self.taken_over.is_some() {
+            return;
+        }
+        if self.model.has_changes()
+            && let Some(active) = &mut self.active
+        {
+            active.services.ask();
+        }
+        while let Some(run) = self.active.as_ref().and_then(|active| active.services.due(now)) {
+            match run {
+                Run::Changes => self.write_changes(now),
+                Run::Everything | Run::Inspection => self.write_everything(run, now),
+            }
+        }
+        if self.active.as_ref().is_some_and(|active| active.services.is_settled()) {
+            self.written();
+        }
+    }
+
+    fn write_host(&mut self, now: Instant) {
+        let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return };
+        let Some(run) = active.host.due(now) else { return };
+        let host = host(network, &self.config, self.model.node(), self.model.service_cidrs());
+        let metrics = &self.reports.metrics;
+        let started = Instant::now();
+        let done = active.dataplane.set_host(&host);
+        metrics.phase(Phase::Node, started.elapsed());
+        match done {
+            Ok(applied) => {
+                active.host.succeeded(if run == Run::Changes { Run::Everything } else { run }, now);
+                active.attached = true;
+                metrics.applied(applied);
+                if run == Run::Inspection {
+                    report_drift(applied, metrics);
+                }
+            }
+            Err(error) if error.is_taken_over() => self.taken_over = Some(error),
+            Err(error) => {
+                metrics.sync_errors.inc();
+                let pause = active.host.failed(now);
+                active.attached = error.is_of_node_addresses();
+                tracing::error!(
+                    %error, next_attempt_in = ?pause,
+                    "taking over the node's addresses and interfaces failed"
+                );
+                self.overdue(now);
+            }
+        }
+    }
+
+    /// What the model has changed, as far as the mode serves it.
+    fn take_changes(&mut self, now: Instant) -> Changes {
+        let Some(active) = &self.active else { return Changes::default() };
+        let started = Instant::now();
+        let changes = self.model.take_changes();
+        self.latency.received(self.model.take_triggers());
+        if changes.is_empty() {
+            return changes;
+        }
+        self.reports.metrics.phase(Phase::Compute, started.elapsed());
+        self.service_metrics.changed(&changes, &self.model);
+        for family in families_of(&changes) {
+            self.reports.health.lock().queued(family, now);
+            self.reports.metrics.queued(family);
+        }
+        self.coverage.changed(changes, active.dataplane.as_ref())
+    }
+
+    fn write_changes(&mut self, now: Instant) {
+        let changes = self.take_changes(now);
+        let Some(active) = &mut self.active else { return };
+        if changes.is_empty() {
+            active.services.succeeded(Run::Changes, now);
+            return;
+        }
+        let started = Instant::now();
+        let result = active.dataplane.apply(&changes);
+        let took = started.elapsed();
+        self.reports.metrics.phase(Phase::Write, took);
+        match result {
+            Ok(applied) => {
+                active.services.succeeded(Run::Changes, now);
+                self.report_written(applied, took, &families_of(&changes), SyncKind::Partial);
+            }
+            Err(error) => self.failed(&error, now, "writing changes failed"),
+        }
+    }
+
+    /// An inspection finds everything written already: what it has to write is somebody else's doing.
+    fn write_everything(&mut self, run: Run, now: Instant) {
+        self.take_changes(now);
+        let Some(active) = &mut self.active else { return };
+        let desired = CoverageTracker::servable(self.model.desired(), active.dataplane.as_ref());
+        let started = Instant::now();
+        let result = active.dataplane.resync(&desired);
+        let took = started.elapsed();
+        let metrics = &self.reports.metrics;
+        metrics.phase(Phase::Compare, took);
+        metrics.resyncs.inc();
+        match result {
+            Ok(applied) => {
+                if run == Run::Inspection {
+                    report_drift(applied, metrics);
+                }
+                if !active.services.is_complete() {
+                    let took = active.listed_at.elapsed();
+                    metrics.first_sync_seconds.set(took.as_secs_f64());
+                    tracing::info!(ports = desired.len(), ?took, "everything listed is programmed");
+                }
+                active.services.succeeded(run, now);
+                self.report_written(applied, took, &IpFamily::ALL, SyncKind::Full);
+            }
+            Err(error) => {
+                self.failed(&error, now, "writing everything failed");
+                self.overdue(now);
+            }
+        }
+    }
+
+    fn report_written(&self, applied: Applied, took: Duration, families: &[IpFamily], kind: SyncKind) {
+        let metrics = &self.reports.metrics;
+        metrics.applied(applied);
+        for family in families {
+            metrics.synced(*family, kind, took);
+        }
+        let Applied { written, removed } = applied;
+        match kind {
+            SyncKind::Full => tracing::debug!(written, removed, ?took, "everything compared and written"),
+            SyncKind::Partial => tracing::debug!(written, removed, ?took, "changes written"),
+        }
+    }
+
+    fn failed(&mut self, error: &Error, now: Instant, what: &'static str) {
+        let Some(active) = &mut self.active else { return };
+        self.reports.metrics.sync_errors.inc();
+        let pause = active.services.failed(now);
+        tracing::error!(%error, next_attempt_in = ?pause, "{what}; what was served before is served on");
+    }
+
+    /// Something of both families could not be written: the node becomes unhealthy if that lasts too long.
+    fn overdue(&self, now: Instant) {
+        let mut health = self.reports.health.lock();
+        for family in IpFamily::ALL {
+            health.queued(family, now);
+        }
+    }
+
+    /// No change of Services waits any more.
+    fn written(&mut self) {
+        self.report_health_checks();
+        self.reports.metrics.endpoint_changes.written();
+        self.reports.metrics.service_changes.written();
+        let now = Moment::now();
+        self.latency.written(now.time, &self.reports.metrics);
+        let Some(ActiveDataplane { host, attached, .. }) = &self.active else { return };
+        self.coverage.written(*attached);
+        if !host.is_failing() {
+            let mut health = self.reports.health.lock();
+            for family in IpFamily::ALL {
+                health.updated(family, now);
+            }
+        }
+    }
+
+    /// Reports what load balancers may rely on: nothing before it is written.
+    fn report_health_checks(&mut self) {
+        let Some(network) = &self.network else { return };
+        let addresses = if self.config.serves_node_ports_everywhere() {
+            HealthCheckAddresses::All
+        } else {
+            HealthCheckAddresses::Only(node_port_addresses(network, &self.config, self.model.node()))
+        };
+        let changed = self.model.take_health_checks();
+        self.reports.health_checks.send_if_modified(|reported| {
+            let modified = !changed.is_empty() || reported.addresses != addresses;
+            reported.addresses = addresses;
+            for (service, check) in changed {
+                match check {
+                    Some(check) => reported.services.insert(service, check),
+                    None => reported.services.remove(&service),
+                };
+            }
+            modified
+        });
+    }
+
+    /// Removes what nobody uses any more; a failure is logged when it begins and when it ends.
+    pub fn collect_garbage(&mut self) {
+        let Some(active) = &mut self.active else { return };
+        let started = Instant::now();
+        let result = active.dataplane.collect_garbage();
+        self.reports.metrics.phase(Phase::Collect, started.elapsed());
+        let failure = match result {
+            Ok(()) => None,
+            Err(error) if error.is_taken_over() => {
+                self.taken_over = Some(error);
+                return;
+            }
+            Err(error) => Some(error.to_string()),
+        };
+        match (&failure, &active.garbage_failure) {
+            (Some(error), before) if before.as_ref() != Some(error) => {
+                tracing::warn!(%error, "removing expired flows failed");
+            }
+            (None, Some(_)) => tracing::info!("expired flows are removed again"),
+            _ => {}
+        }
+        active.garbage_failure = failure;
+    }
+}
+
+/// What an inspection had to write was somebody else's doing.
+fn report_drift(applied: Applied, metrics: &Metrics) {
+    let Applied { written, removed } = applied;
+    metrics.drift.inc_by(written + removed);
+    if applied != Applied::default() {
+        tracing::warn!(
+            written,
+            removed,
+            "somebody had changed what is programmed; it is as it should be again"
+        );
+    }
+}
+
+fn families_of(changes: &Changes) -> Vec<IpFamily> {
+    let names = changes.changed.iter().map(|port| &port.name).chain(&changes.removed);
+    let mut families: Vec<IpFamily> = names.map(|name| name.family).collect();
+    families.sort_unstable();
+    families.dedup();
+    families
+}

@@ -1,0 +1,71 @@
+//! The node that a dataplane programs.
+
+use std::{collections::BTreeSet, net::IpAddr};
+
+use ipnet::IpNet;
+
+/// The node's own addresses and interfaces, as its kernel has them.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct NodeNetwork {
+    /// Every address that node ports could be served on.
+    pub addresses: BTreeSet<IpAddr>,
+    /// Source of translated flows, at most one of each family.
+    pub masquerade_addresses: Vec<IpAddr>,
+    pub interfaces: Vec<Interface>,
+}
+
+/// The node as its dataplane sees it: its network, what the configuration selects of that, and the cluster around it.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Host {
+    /// Every address on which node ports are served; loopback ones serve the host's own processes only.
+    pub node_port_addresses: BTreeSet<IpAddr>,
+    /// Source of translated flows, at most one of each family.
+    pub masquerade_addresses: Vec<IpAddr>,
+    pub interfaces: Vec<Interface>,
+    pub local_traffic: LocalTraffic,
+    /// Addresses of all pods of the cluster; empty: not known.
+    pub cluster_cidrs: Vec<IpNet>,
+    /// Addresses of the pods of this node; empty: not known.
+    pub pod_cidrs: Vec<IpNet>,
+    /// Ranges that cluster IPs are allocated from; empty: not known.
+    pub service_cidrs: Vec<IpNet>,
+    /// Traffic to cluster IPs is masqueraded whoever sends it.
+    pub masquerade_all: bool,
+    /// Bit of the packet mark that asks for masquerading, in modes that use one.
+    pub masquerade_bit: u8,
+}
+
+/// By what traffic of pods is told from traffic of outside clients.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum LocalTraffic {
+    /// The source is in one of these; none: it cannot be told.
+    FromCidrs(Vec<IpNet>),
+    /// It comes in by this bridge.
+    FromBridge(String),
+    /// It comes in by an interface whose name begins so.
+    FromInterfacePrefix(String),
+}
+
+impl Default for LocalTraffic {
+    fn default() -> Self {
+        Self::FromCidrs(Vec::new())
+    }
+}
+
+#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub struct Interface {
+    pub index: u32,
+    pub name: String,
+    pub role: Role,
+    /// False: packets start at the IP header (tun, wireguard, ipip).
+    pub ethernet: bool,
+}
+
+/// Where an interface leads.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub enum Role {
+    /// To pods.
+    Workload,
+    /// To other nodes and the outside.
+    Uplink,
+}

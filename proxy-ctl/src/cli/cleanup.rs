@@ -2,6 +2,7 @@
 
 use std::{io::Write as _, path::Path};
 
+use anyhow::Context as _;
 use ipnet::IpNet;
 use serde_json::json;
 
@@ -10,16 +11,14 @@ use crate::{
     dataplane::{self, Removed},
     leftovers::{self, Extent, Owed},
     process::Record,
+    sys::filesystem,
 };
 
 /// One thing that cannot be removed keeps no other; the error is kube-proxy's.
 ///
 /// `keeps`: `ipvs.excludeCIDRs`.
 pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<()> {
-    let own = dataplane::cleanup(bpffs).map_err(anyhow::Error::from);
-    if own.is_ok() {
-        Record::remove(bpffs);
-    }
+    let own = cleanup_own(bpffs);
     if !args.kube_proxy {
         // Its own words say more than kube-proxy's.
         return show(args, bpffs, &own?, None, &[]);
@@ -40,6 +39,14 @@ pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyh
         let _ = writeln!(std::io::stderr(), "error: {problem}");
     }
     anyhow::bail!("encountered an error while tearing down rules")
+}
+
+/// Tables, programs, and what was mounted or written beside them.
+fn cleanup_own(bpffs: &Path) -> anyhow::Result<Removed> {
+    let removed = dataplane::cleanup(bpffs)?;
+    Record::remove(bpffs);
+    filesystem::remove_own_cgroup2().context("unmounting cgroup v2 from /run/proxy-ctl/cgroup")?;
+    Ok(removed)
 }
 
 fn show(

@@ -17,7 +17,7 @@ use super::{
 use crate::{
     config::{CommandLine, Effective, RequestedMode},
     leftovers,
-    mode::{self, BpfFilesystem, Choice, HostFacts, Refusal, Request},
+    mode::{self, BpfFilesystem, Cgroup2, Choice, HostFacts, Refusal, Request},
     node::facts,
 };
 
@@ -69,7 +69,11 @@ fn refuses_with(facts: &HostFacts) -> &'static str {
 }
 
 fn cgroup2(facts: &HostFacts) -> Option<String> {
-    facts.cgroup2.as_ref().map(|path| path.display().to_string())
+    match &facts.cgroup2 {
+        Cgroup2::Mounted(folder) => Some(folder.display().to_string()),
+        Cgroup2::Mountable => Some("mountable".to_owned()),
+        Cgroup2::Missing => None,
+    }
 }
 
 fn requested(mode: RequestedMode) -> Option<String> {

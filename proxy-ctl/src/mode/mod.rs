@@ -57,6 +57,16 @@ pub enum BpfFilesystem {
     Missing,
 }
 
+/// Where the socket hooks are attached.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Cgroup2 {
+    /// The root of the hierarchy, or the folder that the configuration names.
+    Mounted(PathBuf),
+    /// It is not mounted, and this process may mount it.
+    Mountable,
+    Missing,
+}
+
 /// What this process may do.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Capabilities {
@@ -92,8 +102,7 @@ pub struct HostFacts {
     pub kernel_release: String,
     /// /sys/kernel/btf/vmlinux is there.
     pub btf: bool,
-    /// Where cgroup v2 is mounted.
-    pub cgroup2: Option<PathBuf>,
+    pub cgroup2: Cgroup2,
     pub bpffs: BpfFilesystem,
     pub capabilities: Capabilities,
     pub packet_hook: PacketHook,
@@ -154,7 +163,7 @@ fn obstacles(request: Request, facts: &HostFacts) -> Vec<String> {
         obstacles.push("the kernel has no BTF (/sys/kernel/btf/vmlinux; CONFIG_DEBUG_INFO_BTF)".to_owned());
     }
     let needs_cgroup = request.socket_load_balancing != SocketLoadBalancing::Off;
-    if needs_cgroup && cgroup2.is_none() {
+    if needs_cgroup && *cgroup2 == Cgroup2::Missing {
         obstacles.push(
             "cgroup v2 is not mounted: mount it, name it in ebpf.cgroup, or set ebpf.socketLoadBalancing to off"
                 .to_owned(),
@@ -211,7 +220,7 @@ mod tests {
         HostFacts {
             kernel_release: "6.12.9-amd64".into(),
             btf: true,
-            cgroup2: Some("/sys/fs/cgroup".into()),
+            cgroup2: Cgroup2::Mounted("/sys/fs/cgroup".into()),
             bpffs: BpfFilesystem::Mounted,
             capabilities: Capabilities { sys_admin: false, bpf: true, perfmon: true, net_admin: true },
             packet_hook: PacketHook::Tcx,
@@ -238,6 +247,7 @@ mod tests {
     #[case::old_kernel(RequestedMode::Ebpf, old(), "clsact")]
     #[case::old_kernel_refuses_otherwise(RequestedMode::Automatic, old(), "EPERM")]
     #[case::mountable(RequestedMode::Ebpf, HostFacts { bpffs: BpfFilesystem::Mountable, ..able() }, "tcx")]
+    #[case::mountable_cgroup(RequestedMode::Ebpf, HostFacts { cgroup2: Cgroup2::Mountable, ..able() }, "tcx")]
     #[case::all_of_root(
         RequestedMode::Ebpf,
         HostFacts {
@@ -256,7 +266,7 @@ mod tests {
     #[rstest]
     #[case::kernel(HostFacts { kernel_release: "5.4.0-200-generic".into(), ..able() }, "5.10 or newer is needed")]
     #[case::btf(HostFacts { btf: false, ..able() }, "BTF")]
-    #[case::cgroup(HostFacts { cgroup2: None, ..able() }, "ebpf.socketLoadBalancing")]
+    #[case::cgroup(HostFacts { cgroup2: Cgroup2::Missing, ..able() }, "ebpf.socketLoadBalancing")]
     #[case::bpffs(HostFacts { bpffs: BpfFilesystem::Missing, ..able() }, "mount -t bpf")]
     #[case::capability(
         HostFacts { capabilities: Capabilities { net_admin: false, ..able().capabilities }, ..able() },
@@ -272,7 +282,7 @@ mod tests {
     #[test]
     fn without_socket_hooks_no_cgroup_is_needed() {
         let request = Request { mode: RequestedMode::Ebpf, socket_load_balancing: SocketLoadBalancing::Off };
-        let facts = HostFacts { cgroup2: None, set_retval: false, ..able() };
+        let facts = HostFacts { cgroup2: Cgroup2::Missing, set_retval: false, ..able() };
         let choice = choose(request, &facts).unwrap();
         assert!(!choice.reasons.iter().any(|reason| reason.contains("EPERM")), "{:?}", choice.reasons);
     }

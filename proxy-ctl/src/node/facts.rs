@@ -6,7 +6,7 @@ use anyhow::bail;
 
 use crate::{
     config::{Ebpf, SocketLoadBalancing},
-    mode::{BpfFilesystem, Capabilities, HostFacts, KernelVersion, PacketHook},
+    mode::{BpfFilesystem, Capabilities, Cgroup2, HostFacts, KernelVersion, PacketHook},
     sys::{bpf, filesystem},
 };
 
@@ -40,7 +40,7 @@ pub fn gather(config: &Ebpf) -> HostFacts {
     let capabilities = capabilities(&read("/proc/self/status"));
     HostFacts {
         btf: Path::new("/sys/kernel/btf/vmlinux").exists(),
-        cgroup2: config.cgroup.clone().or_else(|| filesystem::cgroup_root().ok().flatten()),
+        cgroup2: cgroup2(config, capabilities.sys_admin),
         bpffs: bpffs(&config.bpffs, capabilities.sys_admin),
         capabilities,
         packet_hook: packet_hook(version),
@@ -71,6 +71,15 @@ fn has_set_retval() -> Option<bool> {
         Ok(_) => Some(true),
         Err(error) if error.errno() == libc::EPERM => None,
         Err(_) => Some(false),
+    }
+}
+
+fn cgroup2(config: &Ebpf, may_mount: bool) -> Cgroup2 {
+    let mounted = config.cgroup.clone().or_else(|| filesystem::cgroup_root().ok().flatten());
+    match mounted {
+        Some(folder) => Cgroup2::Mounted(folder),
+        None if may_mount && filesystem::can_mount_cgroup2() => Cgroup2::Mountable,
+        None => Cgroup2::Missing,
     }
 }
 

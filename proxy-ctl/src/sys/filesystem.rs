@@ -1,14 +1,26 @@
 //! The bpffs and the root of cgroup v2.
 
 use std::{
+    cmp::Reverse,
     fs, io,
+    os::fd::AsRawFd as _,
     path::{Path, PathBuf},
 };
 
 use nix::{
-    mount::{MsFlags, mount},
-    sys::statfs::{BPF_FS_MAGIC, CGROUP2_SUPER_MAGIC, statfs},
+    errno::Errno,
+    fcntl::{OFlag, open},
+    mount::{MntFlags, MsFlags, mount, umount2},
+    sys::{
+        stat::Mode,
+        statfs::{BPF_FS_MAGIC, CGROUP2_SUPER_MAGIC, statfs},
+    },
 };
+
+/// Nobody else's folder: on a node with the old hierarchies /sys/fs/cgroup is taken by them.
+const OWN_CGROUP_MOUNT: &str = "/run/proxy-ctl/cgroup";
+/// `PROC_CGROUP_INIT_INO` of the kernel.
+const INITIAL_CGROUP_NAMESPACE: &str = "cgroup:[4026531835]";
 
 /// Whether `path` exists and lies on a bpffs.
 pub fn is_bpffs(path: &Path) -> io::Result<bool> {
@@ -31,15 +43,48 @@ pub fn provide_bpffs(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Where the root of cgroup v2 is mounted.
+/// Where the cgroup v2 hierarchy is mounted, as close to its root as this process can see. A mount that another one
+/// hides does not count.
 pub fn cgroup_root() -> io::Result<Option<PathBuf>> {
-    Ok(cgroup_root_in(&fs::read_to_string("/proc/self/mountinfo")?))
+    // The mounts of the calling thread: `self` would be those of the main thread.
+    let mounts = cgroup_mounts(&fs::read_to_string("/proc/thread-self/mountinfo")?);
+    Ok(mounts.into_iter().find(CgroupMount::is_reachable).map(|mount| mount.point))
+}
+
+/// Whether [`provide_cgroup2`] would mount the whole hierarchy. In a cgroup namespace it would mount the namespace's part.
+pub fn can_mount_cgroup2() -> bool {
+    let supported = fs::read_to_string("/proc/filesystems");
+    let namespace = fs::read_link("/proc/thread-self/ns/cgroup");
+    supported.is_ok_and(|names| names.lines().any(|name| name.ends_with("\tcgroup2")))
+        && namespace.is_ok_and(|namespace| namespace.as_os_str() == INITIAL_CGROUP_NAMESPACE)
+}
+
+/// The mounted hierarchy, else one mounted on [`OWN_CGROUP_MOUNT`]; `None` where that cannot be done.
+pub fn provide_cgroup2() -> io::Result<Option<PathBuf>> {
+    if let Some(root) = cgroup_root()? {
+        return Ok(Some(root));
+    }
+    if !can_mount_cgroup2() {
+        return Ok(None);
+    }
+    fs::create_dir_all(OWN_CGROUP_MOUNT)?;
+    mount(Some("none"), OWN_CGROUP_MOUNT, Some("cgroup2"), MsFlags::empty(), None::<&str>)?;
+    Ok(Some(OWN_CGROUP_MOUNT.into()))
+}
+
+/// Undoes [`provide_cgroup2`]. Programs that are attached stay attached.
+pub fn remove_own_cgroup2() -> io::Result<()> {
+    match umount2(OWN_CGROUP_MOUNT, MntFlags::MNT_DETACH) {
+        Ok(()) => fs::remove_dir(OWN_CGROUP_MOUNT),
+        Err(Errno::EINVAL | Errno::ENOENT | Errno::EPERM) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
 }
 
 /// The cgroup v2 folder that this process is in.
 pub fn own_cgroup() -> io::Result<Option<PathBuf>> {
     let cgroups = fs::read_to_string("/proc/self/cgroup")?;
-    Ok(cgroup_root()?.zip(cgroup_path(&cgroups)).map(|(root, path)| root.join(path)))
+    Ok(provide_cgroup2()?.zip(cgroup_path(&cgroups)).map(|(root, path)| root.join(path)))
 }
 
 /// Path below the root, by the line of cgroup v2: `0::/system.slice/kubelet.service`.
@@ -47,24 +92,45 @@ fn cgroup_path(cgroups: &str) -> Option<&str> {
     cgroups.lines().find_map(|line| line.strip_prefix("0::/"))
 }
 
-/// `mountinfo` lines: `36 35 98:0 /root /mount/point options fields - type source options`. A mount of the hierarchy's
-/// root is better than a bind mount of a cgroup below it. In a cgroup namespace `/` is only that namespace's root, and
-/// what lies above it is `/..`: a container that is shown the node's cgroups has both.
-fn cgroup_root_in(mountinfo: &str) -> Option<PathBuf> {
-    let mut best: Option<(usize, PathBuf)> = None;
-    for line in mountinfo.lines() {
-        let Some((left, right)) = line.split_once(" - ") else { continue };
+/// A line of `mountinfo` about cgroup v2.
+#[derive(Debug, Eq, PartialEq)]
+struct CgroupMount {
+    id: u64,
+    height: usize,
+    point: PathBuf,
+}
+
+impl CgroupMount {
+    /// `36 35 98:0 /root /mount/point options fields - type source options`
+    fn parse(line: &str) -> Option<Self> {
+        let (left, right) = line.split_once(" - ")?;
         if right.split(' ').next() != Some("cgroup2") {
-            continue;
+            return None;
         }
-        let mut words = left.split(' ').skip(3);
-        let (Some(root), Some(point)) = (words.next(), words.next()) else { continue };
-        let height = height(root);
-        if best.as_ref().is_none_or(|(best, _)| height > *best) {
-            best = Some((height, PathBuf::from(unescape(point))));
-        }
+        let mut words = left.split(' ');
+        let id = words.next()?.parse().ok()?;
+        let (root, point) = (words.nth(2)?, words.next()?);
+        Some(Self { id, height: height(root), point: unescape(point).into() })
     }
-    best.map(|(_, point)| point)
+
+    fn is_reachable(&self) -> bool {
+        mount_id(&self.point).is_ok_and(|found| found == Some(self.id))
+    }
+}
+
+/// The ID of the mount that `path` leads to.
+fn mount_id(path: &Path) -> io::Result<Option<u64>> {
+    let folder = open(path, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty())?;
+    let info = fs::read_to_string(format!("/proc/thread-self/fdinfo/{}", folder.as_raw_fd()))?;
+    Ok(info.lines().find_map(|line| line.strip_prefix("mnt_id:")?.trim().parse().ok()))
+}
+
+/// Best first: a mount of the hierarchy's root is better than a bind mount of a cgroup below it. In a cgroup namespace `/`
+/// is only that namespace's root, and what lies above it is `/..`: a container that is shown the node's cgroups has both.
+fn cgroup_mounts(mountinfo: &str) -> Vec<CgroupMount> {
+    let mut mounts: Vec<_> = mountinfo.lines().filter_map(CgroupMount::parse).collect();
+    mounts.sort_by_key(|mount| Reverse(mount.height));
+    mounts
 }
 
 /// 0 for a cgroup below the root of our cgroup namespace, 1 for that root, and 1 more for each cgroup above it.
@@ -89,20 +155,26 @@ fn unescape(word: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use nix::sched::{CloneFlags, unshare};
+
     use super::*;
+
+    fn best(mountinfo: &str) -> Option<PathBuf> {
+        cgroup_mounts(mountinfo).into_iter().next().map(|mount| mount.point)
+    }
 
     #[test]
     fn the_root_of_the_hierarchy_is_preferred() {
         let mounts = "30 22 0:26 / /sys/fs/cgroup ro - tmpfs tmpfs ro\n\
             40 22 0:27 /pods /mnt/pods rw shared:4 - cgroup2 none rw\n\
             31 30 0:27 / /sys/fs/cgroup/unified rw shared:4 - cgroup2 none rw\n";
-        assert_eq!(cgroup_root_in(mounts), Some("/sys/fs/cgroup/unified".into()));
+        assert_eq!(best(mounts), Some("/sys/fs/cgroup/unified".into()));
     }
 
     #[test]
     fn a_mount_below_the_root_is_better_than_none() {
         let mounts = "40 22 0:27 /pods /mnt/a\\040b rw - cgroup2 none rw\n";
-        assert_eq!(cgroup_root_in(mounts), Some("/mnt/a b".into()));
+        assert_eq!(best(mounts), Some("/mnt/a b".into()));
     }
 
     #[test]
@@ -111,7 +183,7 @@ mod tests {
             31 22 0:26 /../../.. /host/cgroup ro - cgroup2 cgroup rw\n\
             32 22 0:26 /.. /pod ro - cgroup2 cgroup rw\n\
             33 22 0:26 /../other /sibling ro - cgroup2 cgroup rw\n";
-        assert_eq!(cgroup_root_in(mounts), Some("/host/cgroup".into()));
+        assert_eq!(best(mounts), Some("/host/cgroup".into()));
     }
 
     #[test]
@@ -126,6 +198,56 @@ mod tests {
 
     #[test]
     fn without_cgroup2_there_is_none() {
-        assert_eq!(cgroup_root_in("30 22 0:26 / /sys/fs/cgroup ro - cgroup cgroup ro\n"), None);
+        assert_eq!(best("30 22 0:26 / /sys/fs/cgroup ro - cgroup cgroup ro\n"), None);
+    }
+
+    /// A thread with mounts of its own and without any cgroup v2, as `ip netns exec` makes it. The thread's end undoes it.
+    fn without_cgroup2<T: Send + 'static>(scene: impl FnOnce() -> T + Send + 'static) -> T {
+        let thread = std::thread::spawn(|| {
+            let none = None::<&str>;
+            unshare(CloneFlags::CLONE_NEWNS).unwrap();
+            mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+            mount(none, "/run", Some("tmpfs"), MsFlags::empty(), none).unwrap();
+            while let Some(root) = cgroup_root().unwrap() {
+                umount2(&root, MntFlags::MNT_DETACH).unwrap();
+            }
+            scene()
+        });
+        thread.join().unwrap()
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_the_hierarchy_is_mounted_where_it_is_not() {
+        without_cgroup2(|| {
+            assert!(can_mount_cgroup2());
+            let own = Some(PathBuf::from(OWN_CGROUP_MOUNT));
+            assert_eq!(provide_cgroup2().unwrap(), own);
+            assert_eq!(cgroup_root().unwrap(), own);
+            assert_eq!(provide_cgroup2().unwrap(), own, "a second time");
+            assert!(own_cgroup().unwrap().unwrap().join("cgroup.procs").exists());
+            remove_own_cgroup2().unwrap();
+            assert!(cgroup_root().unwrap().is_none() && !Path::new(OWN_CGROUP_MOUNT).exists());
+            remove_own_cgroup2().unwrap();
+        });
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_a_hidden_mount_is_passed_over() {
+        without_cgroup2(|| {
+            let none = None::<&str>;
+            let old = Path::new("/run/old");
+            let unified = old.join("unified");
+            fs::create_dir(old).unwrap();
+            mount(none, old, Some("tmpfs"), MsFlags::empty(), none).unwrap();
+            fs::create_dir(&unified).unwrap();
+            mount(none, &unified, Some("cgroup2"), MsFlags::empty(), none).unwrap();
+            assert_eq!(cgroup_root().unwrap().as_ref(), Some(&unified));
+            mount(none, old, Some("cgroup2"), MsFlags::empty(), none).unwrap();
+            assert_eq!(cgroup_root().unwrap().as_deref(), Some(old));
+            mount(none, old, Some("tmpfs"), MsFlags::empty(), none).unwrap();
+            assert_eq!(cgroup_root().unwrap(), None);
+        });
     }
 }

@@ -1,13 +1,16 @@
 //! One writer at a time: an advisory lock on a folder, which the kernel drops with its holder.
 
 use std::{
-    fs::{self, File},
+    fs::{self, File, Metadata},
     io,
     os::unix::fs::MetadataExt,
     path::Path,
 };
 
-use nix::fcntl::{Flock, FlockArg};
+use nix::{
+    fcntl::{Flock, FlockArg},
+    sys::stat,
+};
 
 /// Held until dropped.
 #[derive(Debug)]
@@ -18,9 +21,8 @@ pub struct Lock {
 impl Lock {
     /// Whether what is at `folder` now is what was locked. False: it is another folder of that name, or none.
     pub fn is_of(&self, folder: &Path) -> io::Result<bool> {
-        let identity = |of: fs::Metadata| (of.dev(), of.ino());
         match fs::metadata(folder) {
-            Ok(found) => Ok(identity(found) == identity(self.held.metadata()?)),
+            Ok(found) => Ok(FileId::of(&found) == FileId::of(&self.held.metadata()?)),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
             Err(e) => Err(e),
         }
@@ -41,9 +43,10 @@ pub fn try_lock(folder: &Path) -> io::Result<Attempt> {
     match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
         Ok(held) => Ok(Attempt::Held(Lock { held })),
         Err((file, nix::errno::Errno::EWOULDBLOCK)) => {
-            let inode = file.metadata()?.ino();
-            let holder = fs::read_to_string("/proc/locks").ok().and_then(|locks| holder(&locks, inode));
-            Ok(Attempt::Taken(holder))
+            let locked = FileId::of(&file.metadata()?);
+            Ok(Attempt::Taken(
+                fs::read_to_string("/proc/locks").ok().and_then(|locks| holder(&locks, locked)),
+            ))
         }
         Err((_, errno)) => Err(errno.into()),
     }
@@ -51,40 +54,68 @@ pub fn try_lock(folder: &Path) -> io::Result<Attempt> {
 
 /// Process that holds the lock on `folder`, without asking for it; `None`: nobody, or the kernel does not tell.
 pub fn holder_of(folder: &Path) -> Option<u32> {
-    let inode = fs::metadata(folder).ok()?.ino();
-    holder(&fs::read_to_string("/proc/locks").ok()?, inode)
+    let locked = FileId::of(&fs::metadata(folder).ok()?);
+    holder(&fs::read_to_string("/proc/locks").ok()?, locked)
 }
 
-/// Process that holds a flock on `inode`, by a line such as
+/// Inode numbers are unique within one file system only, and those of a bpffs are small.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct FileId {
+    major: u64,
+    minor: u64,
+    inode: u64,
+}
+
+impl FileId {
+    fn of(found: &Metadata) -> Self {
+        Self { major: stat::major(found.dev()), minor: stat::minor(found.dev()), inode: found.ino() }
+    }
+
+    /// `00:1c:24`: the device in hexadecimal, the inode in decimal numbers.
+    fn parse(text: &str) -> Option<Self> {
+        let mut numbers = text.split(':');
+        let mut device = || u64::from_str_radix(numbers.next()?, 16).ok();
+        let (major, minor) = (device()?, device()?);
+        Some(Self { major, minor, inode: numbers.next()?.parse().ok()? })
+    }
+}
+
+/// Process that holds a flock on `file`, by a line such as
 /// `4: FLOCK  ADVISORY  WRITE 812 00:1c:24 0 EOF` of `/proc/locks`.
-fn holder(locks: &str, inode: u64) -> Option<u32> {
+fn holder(locks: &str, file: FileId) -> Option<u32> {
     locks.lines().find_map(|line| {
         let mut words = line.split_whitespace();
         if words.nth(1) != Some("FLOCK") {
             return None;
         }
         let process = words.nth(2)?.parse().ok()?;
-        let found = words.next()?.rsplit(':').next()?.parse::<u64>().ok()?;
-        (found == inode).then_some(process)
+        (FileId::parse(words.next()?)? == file).then_some(process)
     })
 }
 
 #[cfg(test)]
 mod tests {
+    use rstest::rstest;
+
     use super::*;
 
     const LOCKS: &str = "1: POSIX  ADVISORY  WRITE 77 00:1c:24 0 EOF\n\
         2: -> FLOCK  ADVISORY  WRITE 900 00:1c:24 0 EOF\n\
+        4: FLOCK  ADVISORY  WRITE 700 00:1d:24 0 EOF\n\
         3: FLOCK  ADVISORY  WRITE 812 00:1c:24 0 EOF\n";
 
-    #[test]
-    fn the_holder_of_a_flock_is_named() {
-        assert_eq!(holder(LOCKS, 24), Some(812));
-    }
-
-    #[test]
-    fn another_inode_has_no_holder() {
-        assert_eq!(holder(LOCKS, 25), None);
+    #[rstest]
+    #[case::locked(0, 0x1c, 24, Some(812))]
+    #[case::another_inode(0, 0x1c, 25, None)]
+    #[case::the_same_inode_of_another_device(0, 0x1d, 24, Some(700))]
+    #[case::the_same_inode_of_a_disk(8, 0x1c, 24, None)]
+    fn the_holder_of_a_flock(
+        #[case] major: u64,
+        #[case] minor: u64,
+        #[case] inode: u64,
+        #[case] expected: Option<u32>,
+    ) {
+        assert_eq!(holder(LOCKS, FileId { major, minor, inode }), expected);
     }
 
     #[test]

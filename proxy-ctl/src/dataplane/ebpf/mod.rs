@@ -235,7 +235,7 @@ fn cgroup_folder(config: &Ebpf) -> Result<PathBuf, Error> {
     if let Some(folder) = &config.cgroup {
         return Ok(folder.clone());
     }
-    filesystem::cgroup_root()
+    filesystem::provide_cgroup2()
         .map_err(|source| Error::Folder { path: "/proc/self/mountinfo".into(), source })?
         .ok_or(Error::NoCgroup)
 }

@@ -76,7 +76,7 @@ Nothing is changed. The exit code is 1 where the mode that was asked for cannot 
 
 JSON: {facts: {kernel, btf, cgroup2, bpffs, capabilities[], packetHook, refusesWith}, requested,
   choice: {mode, reasons[]} or null, refusal: text or null,
-  formerKubeProxy: {left[]: {place, what, count}, unknown[]}}.";
+  formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]}}.";
 
 /// Show the configuration that `run` would have, and where each value comes from
 #[derive(Debug, ClapArgs)]
@@ -152,7 +152,7 @@ JSON: {mode, reasons[], node, controller: {running, starting, pid}, sources[]: {
   problem},
   hooks[]: {name, interface, role, kind}, tables[]: {name, used, capacity, bytes},
   counters[]: {reason, count},
-  formerKubeProxy: {left[]: {place, what, count}, unknown[]}}; what is not known is null.";
+  formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]}}; what is not known is null.";
 
 /// List what is served, or one service
 #[derive(Debug, ClapArgs)]

@@ -9,7 +9,7 @@ use serde_json::json;
 use super::{args::CleanupArgs, show::print, table::table};
 use crate::{
     dataplane::{self, Removed},
-    leftovers::{self, Extent, Owed},
+    leftovers::{self, PendingRemoval, Purpose},
     process::Record,
     sys::filesystem,
 };
@@ -23,7 +23,7 @@ pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyh
         // Its own words say more than kube-proxy's.
         return show(args, bpffs, &own?, None, &[]);
     }
-    let former = leftovers::remove(Extent::Everything, keeps, &Owed::everything());
+    let former = leftovers::remove(Purpose::Cleanup, keeps, &PendingRemoval::everything());
     let (own, failure) = match own {
         Ok(own) => (own, None),
         Err(error) => (Removed::default(), Some(format!("{error:#}"))),
@@ -53,7 +53,7 @@ fn show(
     args: &CleanupArgs,
     bpffs: &Path,
     own: &Removed,
-    former: Option<&leftovers::Removed>,
+    former: Option<&leftovers::Removal>,
     problems: &[String],
 ) -> anyhow::Result<()> {
     let Removed { links, filters, tables } = own;
@@ -62,12 +62,12 @@ fn show(
         "problems": problems,
     });
     if let Some(former) = former {
-        view["kubeProxy"] = json!({ "removed": former.parts, "kept": former.kept });
+        view["kubeProxy"] = json!({ "removed": former.parts, "kept": former.retained });
     }
     print(args.output, &view, || in_words(bpffs, own, former))
 }
 
-fn in_words(bpffs: &Path, own: &Removed, former: Option<&leftovers::Removed>) -> String {
+fn in_words(bpffs: &Path, own: &Removed, former: Option<&leftovers::Removal>) -> String {
     let place = bpffs.display();
     let Some(former) = former else {
         if own.is_empty() {
@@ -91,8 +91,9 @@ fn in_words(bpffs: &Path, own: &Removed, former: Option<&leftovers::Removed>) ->
     } else {
         table(["OF", "WHERE", "REMOVED", "NUMBER"], removed)
     };
-    if !former.kept.is_empty() {
-        let kept = former.kept.iter().map(|kept| [kept.place.clone(), kept.name.clone(), kept.why.clone()]);
+    if !former.retained.is_empty() {
+        let kept =
+            former.retained.iter().map(|kept| [kept.place.clone(), kept.name.clone(), kept.why.clone()]);
         text.push('\n');
         text.push_str(&table(["WHERE", "STAYS", "WHY"], kept));
     }
@@ -102,23 +103,23 @@ fn in_words(bpffs: &Path, own: &Removed, former: Option<&leftovers::Removed>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::leftovers::{Kept, Part, What};
+    use crate::leftovers::{Part, PartKind, Retained};
 
     #[test]
     fn what_was_removed_and_what_stays_is_told() {
         let own = Removed { links: vec!["cgroup_connect4".into()], filters: 0, tables: Vec::new() };
         let place = "nftables ip nat".to_owned();
-        let former = leftovers::Removed {
-            parts: vec![Part { place: place.clone(), what: What::Chains, count: 12 }],
-            kept: vec![Kept { place, name: "KUBE-SVC-A".into(), why: "emptied".into() }],
-            ..leftovers::Removed::default()
+        let former = leftovers::Removal {
+            parts: vec![Part { place: place.clone(), what: PartKind::Chains, count: 12 }],
+            retained: vec![Retained { place, name: "KUBE-SVC-A".into(), why: "emptied".into() }],
+            ..leftovers::Removal::default()
         };
         let text = in_words(Path::new("/sys/fs/bpf"), &own, Some(&former));
         let words: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(words[1], ["proxy-ctl", "/sys/fs/bpf", "links", "1"]);
         assert_eq!(words[2], ["kube-proxy", "nftables", "ip", "nat", "chains", "12"]);
         assert_eq!(words[5], ["nftables", "ip", "nat", "KUBE-SVC-A", "emptied"]);
-        let nothing = in_words(Path::new("/x"), &Removed::default(), Some(&leftovers::Removed::default()));
+        let nothing = in_words(Path::new("/x"), &Removed::default(), Some(&leftovers::Removal::default()));
         assert!(nothing.starts_with("Nothing of proxy-ctl"), "{nothing}");
     }
 }

@@ -35,7 +35,7 @@ pub(super) fn probe(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Res
     let found = facts::gather(&config.ebpf);
     let request = Request { mode: config.mode, socket_load_balancing: config.ebpf.socket_load_balancing };
     let choice = mode::choose(request, &found);
-    let former = FormerView::new(&leftovers::find(&config.ipvs.exclude_cidrs));
+    let former = FormerView::new(&leftovers::find(&config.ipvs.exclude_cidrs), Vec::new());
     match line.text("output") {
         None | Some("table") => print(&in_words(&found, config.mode, &choice, &former))?,
         Some("json") => print_json(&as_json(&found, config.mode, &choice, &former))?,

@@ -90,8 +90,10 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
     let starting = dataplane::controller(bpffs).filter(|process| !speaks(process));
     let interfaces = record.as_ref().map(|record| record.interfaces.clone()).unwrap_or_default();
     let keeps = record.as_ref().map(Record::keeps).unwrap_or_default();
+    let held_back_by =
+        record.as_ref().filter(|record| record.is_alive()).map(|record| record.removal_blockers.clone());
     let mut status = StatusView::new(record, programmed.as_ref().map(|(mode, _)| *mode), starting);
-    status.former_kube_proxy = FormerView::new(&leftovers::find(&keeps));
+    status.former_kube_proxy = FormerView::new(&leftovers::find(&keeps), held_back_by.unwrap_or_default());
     if let Some((_, programmed)) = programmed {
         let hooks = programmed.snapshot()?.hooks;
         status.hooks = hooks.into_iter().map(|hook| hook_view(hook, &interfaces)).collect();

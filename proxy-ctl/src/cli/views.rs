@@ -185,26 +185,30 @@ pub(super) struct StatusView {
 #[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct FormerView {
     pub(super) left: Vec<Part>,
+    /// Service ports that are not served, for which it stays, and why.
+    pub(super) held_back_by: Vec<String>,
     /// Why there may be more than that.
     pub(super) unknown: Vec<String>,
 }
 
 impl FormerView {
-    pub(super) fn new(found: &Found) -> Self {
-        Self { left: found.parts.clone(), unknown: found.problems.iter().map(ToString::to_string).collect() }
+    pub(super) fn new(found: &Found, held_back_by: Vec<String>) -> Self {
+        let unknown = found.problems.iter().map(ToString::to_string).collect();
+        Self { left: found.parts.clone(), held_back_by, unknown }
     }
 
     /// `None`: there is nothing to say.
     pub(super) fn text(&self) -> Option<String> {
         let left: Vec<String> = self.left.iter().map(Part::to_string).collect();
-        match (left.is_empty(), self.unknown.is_empty()) {
-            (true, true) => None,
-            (true, false) => Some(format!("not known: {}", self.unknown.join("; "))),
-            (false, true) => Some(left.join(", ")),
-            (false, false) => {
-                Some(format!("{}; not all is known: {}", left.join(", "), self.unknown.join("; ")))
-            }
+        let mut text = left.join(", ");
+        if !self.held_back_by.is_empty() {
+            text.push_str(&format!("; held back by {}", self.held_back_by.join(", ")));
         }
+        if !self.unknown.is_empty() {
+            text.push_str(if left.is_empty() { "not known: " } else { "; not all is known: " });
+            text.push_str(&self.unknown.join("; "));
+        }
+        Some(text).filter(|text| !text.is_empty())
     }
 }
 

@@ -11,9 +11,9 @@ mod runner;
 mod service_metrics;
 mod write;
 
-use std::{net::IpAddr, sync::Arc, time::Instant};
+use std::{sync::Arc, time::Instant};
 
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 
 pub use self::{
     coverage::Coverage,
@@ -32,6 +32,7 @@ use crate::{
         Model, Update,
         objects::{IpFamily, Node},
     },
+    node::OwnNode,
     report::{HealthChecks, Metrics, Moment, SharedHealth},
 };
 
@@ -43,10 +44,7 @@ const BURST: u32 = 2;
 pub struct Reports {
     pub health: Arc<SharedHealth>,
     pub metrics: Arc<Metrics>,
-    /// Addresses of the own Node, best first; `None` before it was listed.
-    pub node_addresses: watch::Sender<Option<Vec<IpAddr>>>,
-    /// Every state of the own Node. A receiver that is gone gets nothing.
-    pub nodes: mpsc::UnboundedSender<Option<Node>>,
+    pub own_node: watch::Sender<OwnNode>,
     /// What load balancers are answered, as it is programmed.
     pub health_checks: watch::Sender<HealthChecks>,
     /// Whether everything listed is programmed, and the service ports that are not served as asked.
@@ -148,14 +146,8 @@ impl Controller {
         }
         self.listed.node = true;
         self.reports.health.lock().set_node(node);
-        // Nobody follows the Node where the source is a folder of manifests.
-        let _ = self.reports.nodes.send(node.cloned());
-        let addresses = node.map(|node| node.addresses.clone()).unwrap_or_default();
-        self.reports.node_addresses.send_if_modified(|reported| {
-            let differ = reported.as_ref() != Some(&addresses);
-            *reported = Some(addresses);
-            differ
-        });
+        let listed = node.map_or(OwnNode::Absent, |node| OwnNode::Present(node.clone()));
+        self.reports.own_node.send_replace(listed);
         let concerns = |node: &Node| (node.addresses.clone(), node.pod_cidrs.clone());
         if self.model.node().map(concerns) != node.map(concerns) {
             self.ask_for_host();

@@ -7,7 +7,7 @@ use std::{collections::BTreeSet, net::IpAddr, ops::RangeInclusive};
 
 use ipnet::IpNet;
 
-use super::{Error, Extent, Found, Kept, Part, Removed, Scope, What, names};
+use super::{Error, Found, Part, PartKind, Purpose, Removal, Retained, Selection, names};
 use crate::sys::{
     ipset::{Destroyed, IpSets},
     ipvs::{Destination, Ipvs, VirtualServer, VirtualSocket},
@@ -31,7 +31,7 @@ struct Addresses {
 enum Owner {
     KubeProxy,
     Unknown,
-    Somebody,
+    Other,
 }
 
 impl Addresses {
@@ -51,10 +51,10 @@ impl Addresses {
 
     /// kube-proxy knows no virtual servers for marked packets.
     fn owner(&self, socket: Option<VirtualSocket>, keeps: &[IpNet]) -> Owner {
-        let Some(socket) = socket.map(|socket| socket.address) else { return Owner::Somebody };
+        let Some(socket) = socket.map(|socket| socket.address) else { return Owner::Other };
         let address = socket.ip();
         if keeps.iter().any(|network| network.contains(&address)) {
-            Owner::Somebody
+            Owner::Other
         } else if self.of_services.contains(&address)
             || self.of_node.contains(&address) && NODE_PORTS.contains(&socket.port())
         {
@@ -80,10 +80,10 @@ pub(super) fn find(keeps: &[IpNet], found: &mut Found) {
 
 fn find_servers(keeps: &[IpNet]) -> Result<Vec<Part>, Error> {
     let Some(addresses) = Addresses::read()? else { return Ok(Vec::new()) };
-    let mut parts = vec![Part::new(names::IPVS_DEVICE.into(), What::Devices, 1)];
+    let mut parts = vec![Part::new(names::IPVS_DEVICE.into(), PartKind::Devices, 1)];
     if let Some(ipvs) = Ipvs::open()? {
         let own = of_kube_proxy(&ipvs, &addresses, keeps)?.len();
-        parts.extend((own > 0).then(|| Part::new(SERVERS.into(), What::VirtualServers, own)));
+        parts.extend((own > 0).then(|| Part::new(SERVERS.into(), PartKind::VirtualServers, own)));
     }
     Ok(parts)
 }
@@ -91,12 +91,12 @@ fn find_servers(keeps: &[IpNet]) -> Result<Vec<Part>, Error> {
 fn find_sets() -> Result<Vec<Part>, Error> {
     let Some(sets) = IpSets::open()? else { return Ok(Vec::new()) };
     let own = sets.names()?.iter().filter(|name| names::is_ip_set(name)).count();
-    Ok((own > 0).then(|| Part::new(SETS.into(), What::IpSets, own)).into_iter().collect())
+    Ok((own > 0).then(|| Part::new(SETS.into(), PartKind::IpSets, own)).into_iter().collect())
 }
 
 /// A virtual server that is still there.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(super) struct Remaining {
+pub(super) struct PendingServer {
     server: VirtualServer,
     /// It was told to take no new connections.
     quiesced: bool,
@@ -111,35 +111,35 @@ enum Step {
 }
 
 /// Where others serve, a virtual server takes no new connections and stays until it has none.
-fn step(extent: Extent, quiesced: bool, destinations: &[Destination]) -> Step {
+fn step(purpose: Purpose, quiesced: bool, destinations: &[Destination]) -> Step {
     let used = destinations.iter().any(|destination| destination.is_used);
     let known = destinations.iter().any(|destination| destination.connections > 0);
-    match extent {
-        Extent::Everything => Step::Remove,
-        Extent::Served if quiesced && used => Step::Leave,
-        Extent::Served if known => Step::Quiesce,
-        Extent::Served => Step::Remove,
+    match purpose {
+        Purpose::Cleanup => Step::Remove,
+        Purpose::TakeOver if quiesced && used => Step::Leave,
+        Purpose::TakeOver if known => Step::Quiesce,
+        Purpose::TakeOver => Step::Remove,
     }
 }
 
 pub(super) fn remove_servers(
-    extent: Extent,
+    purpose: Purpose,
     keeps: &[IpNet],
-    scope: &Scope<Remaining>,
-    removed: &mut Removed,
+    scope: &Selection<PendingServer>,
+    removed: &mut Removal,
 ) {
-    if let Err(error) = try_remove_servers(extent, keeps, scope, removed) {
-        removed.owed.servers = scope.clone();
+    if let Err(error) = try_remove_servers(purpose, keeps, scope, removed) {
+        removed.pending.servers = scope.clone();
         removed.note(Err(error));
     }
 }
 
 /// An error: nothing was tried.
 fn try_remove_servers(
-    extent: Extent,
+    purpose: Purpose,
     keeps: &[IpNet],
-    scope: &Scope<Remaining>,
-    removed: &mut Removed,
+    scope: &Selection<PendingServer>,
+    removed: &mut Removal,
 ) -> Result<(), Error> {
     if scope.is_empty() {
         return Ok(());
@@ -147,12 +147,12 @@ fn try_remove_servers(
     let Some(addresses) = Addresses::read()? else { return Ok(()) };
     let Some(ipvs) = Ipvs::open()? else { return Ok(()) };
     let wanted = match scope {
-        Scope::Only(remaining) => remaining.clone(),
-        Scope::All => wanted(extent, keeps, &addresses, ipvs.servers()?, removed),
+        Selection::Only(remaining) => remaining.clone(),
+        Selection::All => wanted(purpose, keeps, &addresses, ipvs.servers()?, removed),
     };
     let (mut count, mut left) = (0, Vec::new());
     for mut remaining in wanted {
-        match remove_server(extent, &ipvs, &remaining) {
+        match remove_server(purpose, &ipvs, &remaining) {
             Ok(Step::Remove) => count += 1,
             Ok(Step::Quiesce) => {
                 remaining.quiesced = true;
@@ -161,7 +161,7 @@ fn try_remove_servers(
             }
             Ok(Step::Leave) => {
                 let why = "somebody has put it into service again";
-                removed.kept.extend(kept(&remaining.server, why));
+                removed.retained.extend(kept(&remaining.server, why));
             }
             Err(error) => {
                 left.push(remaining);
@@ -169,47 +169,47 @@ fn try_remove_servers(
             }
         }
     }
-    removed.part(SERVERS.into(), What::VirtualServers, count);
-    removed.owed.servers = Scope::Only(left);
+    removed.part(SERVERS.into(), PartKind::VirtualServers, count);
+    removed.pending.servers = Selection::Only(left);
     Ok(())
 }
 
 /// Those to be removed; what may be kube-proxy's is named.
 fn wanted(
-    extent: Extent,
+    purpose: Purpose,
     keeps: &[IpNet],
     addresses: &Addresses,
     servers: Vec<VirtualServer>,
-    removed: &mut Removed,
-) -> Vec<Remaining> {
+    removed: &mut Removal,
+) -> Vec<PendingServer> {
     let mut wanted = Vec::new();
     for server in servers {
-        match (addresses.owner(server.socket, keeps), extent) {
-            (Owner::KubeProxy, _) | (Owner::Unknown, Extent::Everything) => {
-                wanted.push(Remaining { server, quiesced: false });
+        match (addresses.owner(server.socket, keeps), purpose) {
+            (Owner::KubeProxy, _) | (Owner::Unknown, Purpose::Cleanup) => {
+                wanted.push(PendingServer { server, quiesced: false });
             }
-            (Owner::Unknown, Extent::Served) => {
+            (Owner::Unknown, Purpose::TakeOver) => {
                 let why =
                     "it may be somebody else's: it is neither for an address of kube-ipvs0 nor a node port";
-                removed.kept.extend(kept(&server, why));
+                removed.retained.extend(kept(&server, why));
             }
-            (Owner::Somebody, _) => {}
+            (Owner::Other, _) => {}
         }
     }
     wanted
 }
 
-fn kept(server: &VirtualServer, why: &str) -> Option<Kept> {
-    Some(Kept::new(SERVERS.into(), server.socket?.to_string(), why.to_owned()))
+fn kept(server: &VirtualServer, why: &str) -> Option<Retained> {
+    Some(Retained::new(SERVERS.into(), server.socket?.to_string(), why.to_owned()))
 }
 
 /// Answers with what was done.
-fn remove_server(extent: Extent, ipvs: &Ipvs, remaining: &Remaining) -> Result<Step, Error> {
-    let destinations = match extent {
-        Extent::Everything => Vec::new(),
-        Extent::Served => ipvs.destinations(&remaining.server)?,
+fn remove_server(purpose: Purpose, ipvs: &Ipvs, remaining: &PendingServer) -> Result<Step, Error> {
+    let destinations = match purpose {
+        Purpose::Cleanup => Vec::new(),
+        Purpose::TakeOver => ipvs.destinations(&remaining.server)?,
     };
-    let step = step(extent, remaining.quiesced, &destinations);
+    let step = step(purpose, remaining.quiesced, &destinations);
     match step {
         Step::Remove => ipvs.remove(&remaining.server)?,
         Step::Quiesce => ipvs.quiesce(&remaining.server, &destinations)?,
@@ -219,32 +219,36 @@ fn remove_server(extent: Extent, ipvs: &Ipvs, remaining: &Remaining) -> Result<S
 }
 
 /// After the rules that use them.
-pub(super) fn remove_sets(scope: &Scope<String>, removed: &mut Removed) {
+pub(super) fn remove_sets(scope: &Selection<String>, removed: &mut Removal) {
     if let Err(error) = try_remove_sets(scope, removed) {
-        removed.owed.sets = scope.clone();
+        removed.pending.sets = scope.clone();
         removed.note(Err(error));
     }
 }
 
 /// An error: nothing was tried.
-fn try_remove_sets(scope: &Scope<String>, removed: &mut Removed) -> Result<(), Error> {
+fn try_remove_sets(scope: &Selection<String>, removed: &mut Removal) -> Result<(), Error> {
     if scope.is_empty() {
         return Ok(());
     }
     let Some(sets) = IpSets::open()? else { return Ok(()) };
     let mut there = sets.names()?;
     there.retain(|name| match scope {
-        Scope::All => names::is_ip_set(name),
-        Scope::Only(names) => names.contains(name),
+        Selection::All => names::is_ip_set(name),
+        Selection::Only(names) => names.contains(name),
     });
     let (mut count, mut left) = (0, Vec::new());
     for name in there {
         match sets.destroy(&name) {
             Ok(Destroyed::Done) => count += 1,
             // By rules that could not be removed yet.
-            Ok(Destroyed::InUse) if removed.owed.has_rules() => left.push(name),
+            Ok(Destroyed::InUse) if removed.pending.has_rules() => left.push(name),
             Ok(Destroyed::InUse) => {
-                removed.kept.push(Kept::new(SETS.into(), name, "a rule or another set uses it".into()));
+                removed.retained.push(Retained::new(
+                    SETS.into(),
+                    name,
+                    "a rule or another set uses it".into(),
+                ));
             }
             Err(error) => {
                 left.push(name);
@@ -252,23 +256,23 @@ fn try_remove_sets(scope: &Scope<String>, removed: &mut Removed) -> Result<(), E
             }
         }
     }
-    removed.part(SETS.into(), What::IpSets, count);
-    removed.owed.sets = Scope::Only(left);
+    removed.part(SETS.into(), PartKind::IpSets, count);
+    removed.pending.sets = Selection::Only(left);
     Ok(())
 }
 
 /// After the virtual servers whose addresses it has. It stays where a kube-proxy at work has made new ones meanwhile.
-pub(super) fn remove_device(keeps: &[IpNet], removed: &mut Removed) {
-    if !removed.owed.servers.is_empty() {
-        removed.owed.device = true;
+pub(super) fn remove_device(keeps: &[IpNet], removed: &mut Removal) {
+    if !removed.pending.servers.is_empty() {
+        removed.pending.device = true;
         return;
     }
     let done = try_remove_device(keeps, removed);
-    removed.owed.device = done.is_err();
+    removed.pending.device = done.is_err();
     removed.note(done);
 }
 
-fn try_remove_device(keeps: &[IpNet], removed: &mut Removed) -> Result<(), Error> {
+fn try_remove_device(keeps: &[IpNet], removed: &mut Removal) -> Result<(), Error> {
     let Some(addresses) = Addresses::read()? else { return Ok(()) };
     if let Some(ipvs) = Ipvs::open()?
         && !of_kube_proxy(&ipvs, &addresses, keeps)?.is_empty()
@@ -276,7 +280,7 @@ fn try_remove_device(keeps: &[IpNet], removed: &mut Removed) -> Result<(), Error
         return Ok(());
     }
     link::delete(names::IPVS_DEVICE)?;
-    removed.part(names::IPVS_DEVICE.into(), What::Devices, 1);
+    removed.part(names::IPVS_DEVICE.into(), PartKind::Devices, 1);
     Ok(())
 }
 
@@ -291,7 +295,7 @@ mod tests {
     use nix::sched::{CloneFlags, unshare};
     use rstest::rstest;
 
-    use super::{super::Owed, *};
+    use super::{super::PendingRemoval, *};
     use crate::sys::ipvs::tests::{forgotten, serve};
 
     #[rstest]
@@ -302,7 +306,7 @@ mod tests {
     #[case::other_port_of_the_node("192.0.2.10:80", Owner::Unknown)]
     #[case::port_after_the_range("192.0.2.10:32768", Owner::Unknown)]
     #[case::address_of_no_link("198.51.100.1:30080", Owner::Unknown)]
-    #[case::excluded("192.0.2.99:30080", Owner::Somebody)]
+    #[case::excluded("192.0.2.99:30080", Owner::Other)]
     fn virtual_servers_are_kube_proxys_by_their_address(#[case] socket: &str, #[case] expected: Owner) {
         let ips = |texts: [&str; 2]| texts.map(|text| text.parse::<IpAddr>().unwrap()).into();
         let mut of_node: BTreeSet<IpAddr> = ips(["192.0.2.10", "2001:db8::10"]);
@@ -311,7 +315,7 @@ mod tests {
         let keeps = ["192.0.2.96/29".parse().unwrap()];
         let socket = VirtualSocket { protocol: 6, address: socket.parse().unwrap() };
         assert_eq!(addresses.owner(Some(socket), &keeps), expected);
-        assert_eq!(addresses.owner(None, &keeps), Owner::Somebody);
+        assert_eq!(addresses.owner(None, &keeps), Owner::Other);
     }
 
     const IDLE: Destination = Destination::new(true, 0);
@@ -327,15 +331,15 @@ mod tests {
     #[case::connections_have_ended(true, &[Destination::new(false, 0)], Step::Remove)]
     #[case::in_service_again(true, &[DRAINING, IDLE], Step::Leave)]
     fn steps(#[case] quiesced: bool, #[case] destinations: &[Destination], #[case] expected: Step) {
-        assert_eq!(step(Extent::Served, quiesced, destinations), expected);
-        assert_eq!(step(Extent::Everything, quiesced, destinations), Step::Remove);
+        assert_eq!(step(Purpose::TakeOver, quiesced, destinations), expected);
+        assert_eq!(step(Purpose::Cleanup, quiesced, destinations), Step::Remove);
     }
 
     fn ip(arguments: &str) -> bool {
         Command::new("ip").args(arguments.split(' ')).status().unwrap().success()
     }
 
-    fn kept_names(kept: &[Kept]) -> Vec<&str> {
+    fn kept_names(kept: &[Retained]) -> Vec<&str> {
         let mut names: Vec<_> = kept.iter().map(|kept| kept.name.as_str()).collect();
         names.sort_unstable();
         names
@@ -386,15 +390,15 @@ mod tests {
 
         let client =
             TcpStream::connect_timeout(&([10, 96, 0, 1], 80).into(), Duration::from_secs(2)).unwrap();
-        let remove = |extent, owed: &Owed| {
-            let removed = super::super::remove(extent, &keeps, owed);
+        let remove = |purpose, pending: &PendingRemoval| {
+            let removed = super::super::remove(purpose, &keeps, pending);
             assert!(removed.problems.is_empty(), "{:?}", removed.problems);
             removed
         };
-        let everything = Owed { nft: false, legacy: Vec::new(), ..Owed::everything() };
-        let removed = remove(Extent::Served, &everything);
+        let everything = PendingRemoval { nft: false, legacy: Vec::new(), ..PendingRemoval::everything() };
+        let removed = remove(Purpose::TakeOver, &everything);
         assert_eq!((removed.waiting, removed.parts[0].count), (1, 3));
-        assert_eq!(kept_names(&removed.kept), foreign);
+        assert_eq!(kept_names(&removed.retained), foreign);
         let left = ["10.96.0.1:80/TCP", foreign[0], foreign[1], excluded];
         assert_eq!(sockets(&ipvs), left);
         let waiting =
@@ -407,24 +411,24 @@ mod tests {
 
         // A kube-proxy at work writes anew what it misses.
         serve(&ipvs, "10.96.0.2:80", &real);
-        let removed = remove(Extent::Served, &removed.owed);
-        assert_eq!((removed.waiting, removed.parts.len(), removed.kept.len()), (1, 0, 0));
+        let removed = remove(Purpose::TakeOver, &removed.pending);
+        assert_eq!((removed.waiting, removed.parts.len(), removed.retained.len()), (1, 0, 0));
         drop((client, listeners));
         forgotten(&ipvs, &waiting);
-        let removed = remove(Extent::Served, &removed.owed);
-        assert_eq!((removed.waiting, removed.owed.is_empty()), (0, true));
+        let removed = remove(Purpose::TakeOver, &removed.pending);
+        assert_eq!((removed.waiting, removed.pending.is_empty()), (0, true));
         assert_eq!(sockets(&ipvs), ["10.96.0.2:80/TCP", foreign[0], foreign[1], excluded]);
         assert!(link::index(names::IPVS_DEVICE).unwrap().is_some());
 
-        let removed = remove(Extent::Served, &everything);
+        let removed = remove(Purpose::TakeOver, &everything);
         assert_eq!(sockets(&ipvs), [foreign[0], foreign[1], excluded]);
-        assert_eq!(kept_names(&removed.kept), foreign);
-        assert!(removed.owed.is_empty());
+        assert_eq!(kept_names(&removed.retained), foreign);
+        assert!(removed.pending.is_empty());
         assert_eq!(link::index(names::IPVS_DEVICE).unwrap(), None);
         // Where the device is not, nothing is taken for kube-proxy's.
-        assert_eq!(remove(Extent::Everything, &everything).parts, []);
+        assert_eq!(remove(Purpose::Cleanup, &everything).parts, []);
         assert!(ip("link add kube-ipvs0 type dummy"));
-        assert_eq!(remove(Extent::Everything, &everything).parts[0].count, 2);
+        assert_eq!(remove(Purpose::Cleanup, &everything).parts[0].count, 2);
         assert_eq!(sockets(&ipvs), [excluded]);
     }
 }

@@ -13,7 +13,7 @@ use std::{
 };
 
 use super::{
-    Error, Extent, Found, Part, Removed, What, names, nft,
+    Error, Found, Part, PartKind, Purpose, Removal, names, nft,
     plan::{self, Chain, Plan, Rule},
 };
 use crate::sys::{nftables::TableFamily, xtables};
@@ -30,9 +30,9 @@ fn place(family: TableFamily, table: &str) -> String {
 }
 
 /// A table, and its family.
-pub(super) type Place = (TableFamily, &'static str);
+pub(super) type LegacyTable = (TableFamily, &'static str);
 
-pub(super) fn places() -> impl Iterator<Item = Place> {
+pub(super) fn tables() -> impl Iterator<Item = LegacyTable> {
     let of = |family| names::IPTABLES.into_iter().map(move |table| (family, table));
     TableFamily::ALL.into_iter().flat_map(of)
 }
@@ -40,11 +40,11 @@ pub(super) fn places() -> impl Iterator<Item = Place> {
 /// How many chains of kube-proxy were in each table at the last look, and what the kernel has told of it then. The kernel
 /// gives out a table but as a whole: it is read only when it has changed.
 #[derive(Debug, Default)]
-pub(super) struct Seen(BTreeMap<Place, (xtables::Outline, usize)>);
+pub(super) struct ChainCounts(BTreeMap<LegacyTable, (xtables::Outline, usize)>);
 
-impl Seen {
+impl ChainCounts {
     /// How many chains that only a kube-proxy makes are there.
-    fn own_chains(&mut self, (family, table): Place) -> Result<usize, Error> {
+    fn own_chains(&mut self, (family, table): LegacyTable) -> Result<usize, Error> {
         if !xtables::tables(family)?.iter().any(|name| name == table) {
             return Ok(0);
         }
@@ -60,35 +60,35 @@ impl Seen {
     }
 
     pub(super) fn find(&mut self, found: &mut Found) {
-        for (family, table) in places() {
-            let part = |count| (count > 0).then(|| Part::new(place(family, table), What::Chains, count));
+        for (family, table) in tables() {
+            let part = |count| (count > 0).then(|| Part::new(place(family, table), PartKind::Chains, count));
             let parts = self.own_chains((family, table)).map(|count| part(count).into_iter().collect());
             found.note(parts);
         }
     }
 
-    pub(super) fn remove(&mut self, extent: Extent, places: &[Place], removed: &mut Removed) {
+    pub(super) fn remove(&mut self, purpose: Purpose, places: &[LegacyTable], removed: &mut Removal) {
         for place in places {
             let there = self.own_chains(*place);
-            let done =
-                there.and_then(|count| if count > 0 { remove_from(extent, *place, removed) } else { Ok(()) });
+            let done = there
+                .and_then(|count| if count > 0 { remove_from(purpose, *place, removed) } else { Ok(()) });
             if let Err(error) = done {
-                removed.owed.legacy.push(*place);
+                removed.pending.legacy.push(*place);
                 removed.note(Err(error));
             }
         }
     }
 }
 
-fn remove_from(extent: Extent, (family, table): Place, removed: &mut Removed) -> Result<(), Error> {
+fn remove_from(purpose: Purpose, (family, table): LegacyTable, removed: &mut Removal) -> Result<(), Error> {
     let tools = Tools::find(family).ok_or_else(|| Error::NoLegacyTools { program: program(family) })?;
     let text = tools.save(table)?;
     let (chains, rules) = parse(&text);
     let is_filled = |chain: &str| Ok(text.contains(&format!("\n-A {chain} ")));
     let plan =
-        plan::plan(table, &chains, &rules, &BTreeSet::new(), extent).without_done::<Error>(is_filled)?;
+        plan::plan(table, &chains, &rules, &BTreeSet::new(), purpose).without_done::<Error>(is_filled)?;
     if !plan.is_empty() {
-        if extent == Extent::Served && table == "nat" {
+        if purpose == Purpose::TakeOver && table == "nat" {
             nft::hold(family, removed)?;
         }
         tools.restore(table, restoration(table, &plan))?;
@@ -247,7 +247,7 @@ mod tests {
             return;
         }
         let nat = (TableFamily::Ipv4, "nat");
-        let mut seen = Seen::default();
+        let mut seen = ChainCounts::default();
         assert_eq!(seen.own_chains(nat).unwrap(), 1);
         // Not what is there: so it shows where it comes from.
         seen.0.get_mut(&nat).unwrap().1 = 7;
@@ -293,7 +293,7 @@ COMMIT
             (&["MINE".to_owned()][..], &["KUBE-SVC-A".to_owned()][..])
         );
         assert_eq!(rules[2].comment.as_deref(), Some("plain"));
-        let plan = plan::plan("nat", &chains, &rules, &BTreeSet::new(), Extent::Everything);
+        let plan = plan::plan("nat", &chains, &rules, &BTreeSet::new(), Purpose::Cleanup);
         assert_eq!(
             restoration("nat", &plan),
             "*nat\n:KUBE-SERVICES - [0:0]\n:KUBE-SVC-A - [0:0]\n\

@@ -1,6 +1,6 @@
-//! What a former kube-proxy has left in the kernel, found and removed, in all its modes.
+//! Finds and removes what a former kube-proxy has left in the kernel, in all its modes.
 //!
-//! Whoever swaps kube-proxy's image for ours leaves its rules behind: they go on leading to the endpoints of that time,
+//! When kube-proxy's image is swapped for ours, its rules stay: they go on leading to the endpoints of that time,
 //! and to whoever gets their addresses next. [`names`] knows what is kube-proxy's, [`plan`] decides; [`nft`] reads and
 //! writes nf_tables, where the rules of all modes are on most nodes, [`legacy`] has those of iptables-legacy, and [`ipvs`]
 //! what mode ipvs has beside rules.
@@ -16,16 +16,16 @@ pub mod plan;
 use ipnet::IpNet;
 use serde::Serialize;
 
-use self::plan::{Plan, Why};
+use self::plan::{Plan, RetainReason};
 use crate::sys::CallError;
 
-/// How much is removed.
+/// Decides how much is removed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Extent {
-    /// What somebody else serves now. What else kube-proxy's rules do for connections that are under way stays.
-    Served,
-    /// Everything, as `kube-proxy --cleanup` does.
-    Everything,
+pub enum Purpose {
+    /// Another proxy serves now. What kube-proxy's rules do for established connections stays.
+    TakeOver,
+    /// Everything goes, as with `kube-proxy --cleanup`.
+    Cleanup,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -37,7 +37,7 @@ pub enum Error {
          -restore, are not on PATH: call `kube-proxy --cleanup` of kube-proxy's own image on the node"
     )]
     NoLegacyTools { program: &'static str },
-    #[error("the look for it has failed")]
+    #[error("looking for it has failed")]
     NotLooked,
     #[error("{program}: {problem}")]
     Tool { program: String, problem: String },
@@ -51,7 +51,7 @@ impl Error {
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub enum What {
+pub enum PartKind {
     /// Rules in chains of others.
     Jumps,
     Chains,
@@ -62,7 +62,7 @@ pub enum What {
     Devices,
 }
 
-impl What {
+impl PartKind {
     /// Of several.
     pub fn name(self) -> &'static str {
         self.names().1
@@ -85,12 +85,12 @@ impl What {
 pub struct Part {
     /// `nftables ip nat`
     pub place: String,
-    pub what: What,
+    pub what: PartKind,
     pub count: usize,
 }
 
 impl Part {
-    fn new(place: String, what: What, count: usize) -> Self {
+    fn new(place: String, what: PartKind, count: usize) -> Self {
         Self { place, what, count }
     }
 }
@@ -102,33 +102,33 @@ impl std::fmt::Display for Part {
     }
 }
 
-/// Something of kube-proxy that somebody else relies on.
+/// Something of kube-proxy that stays, because somebody else relies on it.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
-pub struct Kept {
+pub struct Retained {
     pub place: String,
     pub name: String,
     pub why: String,
 }
 
-impl Kept {
+impl Retained {
     fn new(place: String, name: String, why: String) -> Self {
         Self { place, name, why }
     }
 }
 
 #[derive(Clone, Debug, Eq, PartialEq)]
-enum Scope<T> {
+enum Selection<T> {
     All,
     Only(Vec<T>),
 }
 
-impl<T> Scope<T> {
+impl<T> Selection<T> {
     fn is_empty(&self) -> bool {
         matches!(self, Self::Only(these) if these.is_empty())
     }
 }
 
-impl<T> Default for Scope<T> {
+impl<T> Default for Selection<T> {
     fn default() -> Self {
         Self::Only(Vec::new())
     }
@@ -136,21 +136,21 @@ impl<T> Default for Scope<T> {
 
 /// What is to be removed: everything at first, then what failed or waits. Nothing by default.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub struct Owed {
-    servers: Scope<ipvs::Remaining>,
+pub struct PendingRemoval {
+    servers: Selection<ipvs::PendingServer>,
     nft: bool,
-    legacy: Vec<legacy::Place>,
-    sets: Scope<String>,
+    legacy: Vec<legacy::LegacyTable>,
+    sets: Selection<String>,
     device: bool,
 }
 
-impl Owed {
+impl PendingRemoval {
     pub fn everything() -> Self {
         Self {
-            servers: Scope::All,
+            servers: Selection::All,
             nft: true,
-            legacy: legacy::places().collect(),
-            sets: Scope::All,
+            legacy: legacy::tables().collect(),
+            sets: Selection::All,
             device: true,
         }
     }
@@ -166,41 +166,42 @@ impl Owed {
 
 /// What was done.
 #[derive(Debug, Default)]
-pub struct Removed {
+pub struct Removal {
     pub parts: Vec<Part>,
-    pub kept: Vec<Kept>,
-    /// Places where nothing could be left that has the kernel go on translating: connections that the rules there have
-    /// translated end, unless somebody else's rules translate too.
-    pub not_held: Vec<String>,
+    pub retained: Vec<Retained>,
+    /// Places where no holder could be made: connections that the rules there have translated end, unless somebody else's
+    /// rules translate too.
+    pub without_holder: Vec<String>,
     /// Virtual servers that have connections still, and take no new ones: to be removed later.
     pub waiting: usize,
     pub problems: Vec<Error>,
     /// What is to be tried again.
-    pub owed: Owed,
+    pub pending: PendingRemoval,
 }
 
-impl Removed {
-    fn part(&mut self, place: String, what: What, count: usize) {
+impl Removal {
+    fn part(&mut self, place: String, what: PartKind, count: usize) {
         if count > 0 {
             self.parts.push(Part::new(place, what, count));
         }
     }
 
-    /// What a plan, once it was carried out, has done.
+    /// Adds what a plan has done.
     fn plan<R>(&mut self, place: &str, plan: Plan<R>) {
-        self.part(place.to_owned(), What::Jumps, plan.rules.len());
-        self.part(place.to_owned(), What::Chains, plan.deleted.len());
-        let stays = |(chain, why): (String, Why)| Kept::new(place.to_owned(), chain, why.to_string());
-        self.kept.extend(plan.kept.into_iter().map(stays));
+        self.part(place.to_owned(), PartKind::Jumps, plan.rules.len());
+        self.part(place.to_owned(), PartKind::Chains, plan.deleted.len());
+        let stays =
+            |(chain, why): (String, RetainReason)| Retained::new(place.to_owned(), chain, why.to_string());
+        self.retained.extend(plan.retained.into_iter().map(stays));
     }
 
     fn note(&mut self, done: Result<(), Error>) {
-        done.unwrap_or_else(|error| tell_once(&mut self.problems, error));
+        done.unwrap_or_else(|error| add_once(&mut self.problems, error));
     }
 }
 
 /// The same reason may hold in several places.
-fn tell_once(problems: &mut Vec<Error>, error: Error) {
+fn add_once(problems: &mut Vec<Error>, error: Error) {
     let text = error.to_string();
     if problems.iter().all(|known| known.to_string() != text) {
         problems.push(error);
@@ -227,15 +228,15 @@ impl Found {
     fn note(&mut self, found: Result<Vec<Part>, Error>) {
         match found {
             Ok(parts) => self.parts.extend(parts),
-            Err(error) => tell_once(&mut self.problems, error),
+            Err(error) => add_once(&mut self.problems, error),
         }
     }
 }
 
-/// For whoever finds and removes again and again: remembers what takes long to look at.
+/// Remembers between two calls what takes long to read.
 #[derive(Debug, Default)]
 pub struct Leftovers {
-    legacy: legacy::Seen,
+    legacy: legacy::ChainCounts,
 }
 
 impl Leftovers {
@@ -248,19 +249,19 @@ impl Leftovers {
         found
     }
 
-    /// Removes what can be removed of `owed`: a problem in one place keeps nothing elsewhere. `keeps`: as for
+    /// Removes what can be removed of `pending`: a problem in one place keeps nothing elsewhere. `keeps`: as for
     /// [`Self::find`].
-    pub fn remove(&mut self, extent: Extent, keeps: &[IpNet], owed: &Owed) -> Removed {
-        let mut removed = Removed::default();
-        ipvs::remove_servers(extent, keeps, &owed.servers, &mut removed);
-        if owed.nft {
-            let rules = nft::remove(extent, &mut removed);
-            removed.owed.nft = rules.is_err();
+    pub fn remove(&mut self, purpose: Purpose, keeps: &[IpNet], pending: &PendingRemoval) -> Removal {
+        let mut removed = Removal::default();
+        ipvs::remove_servers(purpose, keeps, &pending.servers, &mut removed);
+        if pending.nft {
+            let rules = nft::remove(purpose, &mut removed);
+            removed.pending.nft = rules.is_err();
             removed.note(rules);
         }
-        self.legacy.remove(extent, &owed.legacy, &mut removed);
-        ipvs::remove_sets(&owed.sets, &mut removed);
-        if owed.device {
+        self.legacy.remove(purpose, &pending.legacy, &mut removed);
+        ipvs::remove_sets(&pending.sets, &mut removed);
+        if pending.device {
             ipvs::remove_device(keeps, &mut removed);
         }
         removed
@@ -273,6 +274,6 @@ pub fn find(keeps: &[IpNet]) -> Found {
 }
 
 /// Once; as [`Leftovers::remove`].
-pub fn remove(extent: Extent, keeps: &[IpNet], owed: &Owed) -> Removed {
-    Leftovers::default().remove(extent, keeps, owed)
+pub fn remove(purpose: Purpose, keeps: &[IpNet], pending: &PendingRemoval) -> Removal {
+    Leftovers::default().remove(purpose, keeps, pending)
 }

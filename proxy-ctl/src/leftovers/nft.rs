@@ -3,13 +3,13 @@
 //!
 //! The kernel applies the translations that conntrack holds only while a chain of type nat is registered, and conntrack
 //! sees packets only while a rule asks it. Where the last of either goes with kube-proxy's rules, every connection that
-//! they have translated ends. So [`Extent::Served`] leaves a holder in each family: the table `kube-proxy` with one chain
+//! they have translated ends. So [`Purpose::TakeOver`] leaves a holder in each family: the table `kube-proxy` with one chain
 //! that has both and does nothing. kube-proxy takes it over or removes it, as it does with its own.
 
 use std::{collections::BTreeSet, ops::Range};
 
 use super::{
-    Error, Extent, Kept, Part, Removed, What, names,
+    Error, Part, PartKind, Purpose, Removal, Retained, names,
     plan::{self, Chain, Plan, Rule},
 };
 use crate::sys::{
@@ -22,22 +22,22 @@ use crate::sys::{
 const TRIES: usize = 8;
 
 /// A chain, wherever it is.
-type Address = (TableFamily, &'static str, String);
+type ChainId = (TableFamily, &'static str, String);
 
 /// What is there, without what it is used by.
 #[derive(Debug, Default)]
-struct Census {
+struct Inventory {
     /// Families with kube-proxy's own table.
     tables: Vec<TableFamily>,
     /// Families where that table is but a holder.
     holders: Vec<TableFamily>,
-    /// Tables of iptables that have chains of kube-proxy, with all their chains.
+    /// OwnTables of iptables that have chains of kube-proxy, with all their chains.
     chains: Vec<(TableFamily, &'static str, Vec<Chain>)>,
 }
 
-impl Census {
+impl Inventory {
     fn take(nftables: &NfTables) -> Result<Self, CallError> {
-        let mut census = Self::default();
+        let mut inventory = Self::default();
         for family in TableFamily::ALL {
             let tables = nftables.tables(family)?;
             let has = |name: &str| tables.iter().any(|table| table == name);
@@ -49,7 +49,7 @@ impl Census {
             if own_table {
                 let mut chains = all.iter().filter(|chain| chain.table == names::NFTABLES_TABLE);
                 let is_holder = matches!((chains.next(), chains.next()), (Some(only), None) if only.name == names::HOLDER);
-                if is_holder { &mut census.holders } else { &mut census.tables }.push(family);
+                if is_holder { &mut inventory.holders } else { &mut inventory.tables }.push(family);
             }
             for table in names::IPTABLES {
                 let chains: Vec<Chain> = all
@@ -58,11 +58,11 @@ impl Census {
                     .map(|chain| Chain { name: chain.name.clone(), base: chain.base, drops: chain.drops })
                     .collect();
                 if !own(table, &chains).is_empty() {
-                    census.chains.push((family, table, chains));
+                    inventory.chains.push((family, table, chains));
                 }
             }
         }
-        Ok(census)
+        Ok(inventory)
     }
 }
 
@@ -75,25 +75,25 @@ fn place(family: TableFamily, table: &str) -> String {
 }
 
 fn own_table(family: TableFamily) -> Part {
-    Part::new(place(family, names::NFTABLES_TABLE), What::Tables, 1)
+    Part::new(place(family, names::NFTABLES_TABLE), PartKind::Tables, 1)
 }
 
 /// What of kube-proxy is there. Nothing is changed.
 pub(super) fn find() -> Result<Vec<Part>, Error> {
     let Some(nftables) = NfTables::open()? else { return Ok(Vec::new()) };
-    let census = Census::take(&nftables)?;
-    let tables = census.tables.iter().map(|family| own_table(*family));
-    let chains = census.chains.iter().map(|(family, table, chains)| {
+    let inventory = Inventory::take(&nftables)?;
+    let tables = inventory.tables.iter().map(|family| own_table(*family));
+    let chains = inventory.chains.iter().map(|(family, table, chains)| {
         let names = chains.iter().map(|chain| chain.name.as_str());
-        Part::new(place(*family, table), What::Chains, plan::count(table, names))
+        Part::new(place(*family, table), PartKind::Chains, plan::count(table, names))
     });
     Ok(tables.chain(chains).collect())
 }
 
 /// Before rules that iptables-legacy has made go.
-pub(super) fn hold(family: TableFamily, removed: &mut Removed) -> Result<(), Error> {
+pub(super) fn hold(family: TableFamily, removed: &mut Removal) -> Result<(), Error> {
     let Some(nftables) = NfTables::load()? else {
-        removed.not_held.push(place(family, names::NFTABLES_TABLE));
+        removed.without_holder.push(place(family, names::NFTABLES_TABLE));
         return Ok(());
     };
     if nftables.tables(family)?.iter().any(|table| table == names::NFTABLES_TABLE) {
@@ -101,16 +101,16 @@ pub(super) fn hold(family: TableFamily, removed: &mut Removed) -> Result<(), Err
     }
     let mut batch = Batch::default();
     // Where there is no nf_tables, the beginning of the batch is refused.
-    let holders = [(family, 0..lay_holder(&mut batch, family).end)];
+    let holders = [(family, 0..add_holder_messages(&mut batch, family).end)];
     let refused = nftables.commit(batch)?;
     if !cannot_be_held(&refused, &holders).is_empty() {
-        removed.not_held.push(place(family, names::NFTABLES_TABLE));
+        removed.without_holder.push(place(family, names::NFTABLES_TABLE));
         return Ok(());
     }
     match refused.first() {
         // Somebody else was faster.
         None | Some(Refused { errno: libc::EEXIST, .. }) => {
-            removed.kept.push(holder(family));
+            removed.retained.push(holder(family));
             Ok(())
         }
         Some(refused) => Err(Error::refused(refused.errno)),
@@ -120,7 +120,7 @@ pub(super) fn hold(family: TableFamily, removed: &mut Removed) -> Result<(), Err
 /// A family's holder, and the places of its messages in a transaction.
 type Holder = (TableFamily, Range<u32>);
 
-fn lay_holder(batch: &mut Batch, family: TableFamily) -> Range<u32> {
+fn add_holder_messages(batch: &mut Batch, family: TableFamily) -> Range<u32> {
     batch.make_holder(family, names::NFTABLES_TABLE, names::HOLDER, "keeps connections translated")
 }
 
@@ -139,8 +139,8 @@ fn cannot_be_held(refused: &[Refused], holders: &[Holder]) -> Vec<TableFamily> {
         .collect()
 }
 
-fn holder(family: TableFamily) -> Kept {
-    Kept::new(
+fn holder(family: TableFamily) -> Retained {
+    Retained::new(
         place(family, names::NFTABLES_TABLE),
         names::HOLDER.to_owned(),
         "made to do nothing: established connections are translated as long as it is there".to_owned(),
@@ -148,36 +148,37 @@ fn holder(family: TableFamily) -> Kept {
 }
 
 /// One table's part of a transaction.
-struct Share {
+struct TablePlan {
     family: TableFamily,
     table: &'static str,
     plan: Plan<u64>,
 }
 
 /// What happens to the tables `kube-proxy`.
-struct Tables {
+struct OwnTables {
     deleted: Vec<TableFamily>,
     /// Anew.
     held: Vec<TableFamily>,
     /// Would be, if the kernel could.
-    not_held: Vec<TableFamily>,
+    without_holder: Vec<TableFamily>,
 }
 
-impl Tables {
-    fn new(census: &Census, shares: &[Share], unable: &[TableFamily], extent: Extent) -> Self {
-        let mut deleted = census.tables.clone();
-        if extent == Extent::Everything {
-            deleted.extend(&census.holders);
-            return Self { deleted, held: Vec::new(), not_held: Vec::new() };
+impl OwnTables {
+    fn new(inventory: &Inventory, plans: &[TablePlan], unable: &[TableFamily], purpose: Purpose) -> Self {
+        let mut deleted = inventory.tables.clone();
+        if purpose == Purpose::Cleanup {
+            deleted.extend(&inventory.holders);
+            return Self { deleted, held: Vec::new(), without_holder: Vec::new() };
         }
         let translates = |family: TableFamily| {
-            let in_iptables =
-                |share: &Share| (share.family, share.table) == (family, "nat") && !share.plan.is_empty();
-            deleted.contains(&family) || shares.iter().any(in_iptables) && !census.holders.contains(&family)
+            let in_iptables = |table_plan: &TablePlan| {
+                (table_plan.family, table_plan.table) == (family, "nat") && !table_plan.plan.is_empty()
+            };
+            deleted.contains(&family) || plans.iter().any(in_iptables) && !inventory.holders.contains(&family)
         };
         let wanted = TableFamily::ALL.into_iter().filter(|family| translates(*family));
-        let (not_held, held) = wanted.partition(|family| unable.contains(family));
-        Self { deleted, held, not_held }
+        let (without_holder, held) = wanted.partition(|family| unable.contains(family));
+        Self { deleted, held, without_holder }
     }
 
     fn is_empty(&self) -> bool {
@@ -186,25 +187,25 @@ impl Tables {
 }
 
 /// Removes all that can be removed, in one transaction, and says what stays.
-pub(super) fn remove(extent: Extent, removed: &mut Removed) -> Result<(), Error> {
+pub(super) fn remove(purpose: Purpose, removed: &mut Removal) -> Result<(), Error> {
     let Some(nftables) = NfTables::open()? else { return Ok(()) };
-    let mut busy: BTreeSet<Address> = BTreeSet::new();
+    let mut busy: BTreeSet<ChainId> = BTreeSet::new();
     let mut unable = Vec::new();
     let mut last = None;
     for _ in 0..TRIES {
-        let census = Census::take(&nftables)?;
-        let shares = shares(&nftables, &census, &busy, extent)?;
-        let tables = Tables::new(&census, &shares, &unable, extent);
-        let Transaction { batch, deletions, holders } = transaction(&tables, &shares);
-        let nothing_to_do = tables.is_empty() && shares.iter().all(|share| share.plan.is_empty());
+        let inventory = Inventory::take(&nftables)?;
+        let plans = plans(&nftables, &inventory, &busy, purpose)?;
+        let tables = OwnTables::new(&inventory, &plans, &unable, purpose);
+        let Transaction { batch, deletions, holders } = transaction(&tables, &plans);
+        let nothing_to_do = tables.is_empty() && plans.iter().all(|table_plan| table_plan.plan.is_empty());
         let refused = if nothing_to_do { Vec::new() } else { nftables.commit(batch)? };
         if refused.is_empty() {
-            tell(&tables, shares, removed);
+            report(&tables, plans, removed);
             return Ok(());
         }
-        let not_held = cannot_be_held(&refused, &holders);
+        let without_holder = cannot_be_held(&refused, &holders);
         let is_of_holder = |refusal: &Refused| {
-            let mut of_these = holders.iter().filter(|(family, _)| not_held.contains(family));
+            let mut of_these = holders.iter().filter(|(family, _)| without_holder.contains(family));
             of_these.any(|(_, messages)| messages.contains(&refusal.message))
         };
         for refusal in refused {
@@ -222,18 +223,18 @@ pub(super) fn remove(extent: Extent, removed: &mut Removed) -> Result<(), Error>
                 (errno, _) => return Err(Error::refused(errno)),
             }
         }
-        unable.extend(not_held);
+        unable.extend(without_holder);
     }
     Err(Error::refused(last.unwrap_or(libc::EAGAIN)))
 }
 
-fn shares(
+fn plans(
     nftables: &NfTables,
-    census: &Census,
-    busy: &BTreeSet<Address>,
-    extent: Extent,
-) -> Result<Vec<Share>, CallError> {
-    let share = |(family, table, chains): &(TableFamily, &'static str, Vec<Chain>)| {
+    inventory: &Inventory,
+    busy: &BTreeSet<ChainId>,
+    purpose: Purpose,
+) -> Result<Vec<TablePlan>, CallError> {
+    let table_plan = |(family, table, chains): &(TableFamily, &'static str, Vec<Chain>)| {
         let mut rules = Vec::new();
         for chain in chains.iter().filter(|chain| !names::is_chain(table, &chain.name)) {
             let found = nftables.rules(*family, table, &chain.name)?;
@@ -245,26 +246,26 @@ fn shares(
                 drops: rule.drops,
             }));
         }
-        let here = |address: &&Address| address.0 == *family && address.1 == *table;
+        let here = |address: &&ChainId| address.0 == *family && address.1 == *table;
         let busy = busy.iter().filter(here).map(|(_, _, chain)| chain.clone()).collect();
         let is_filled = |chain: &str| Ok(!nftables.rules(*family, table, chain)?.is_empty());
-        let plan = plan::plan(table, chains, &rules, &busy, extent).without_done(is_filled)?;
-        Ok(Share { family: *family, table, plan })
+        let plan = plan::plan(table, chains, &rules, &busy, purpose).without_done(is_filled)?;
+        Ok(TablePlan { family: *family, table, plan })
     };
-    census.chains.iter().map(share).collect()
+    inventory.chains.iter().map(table_plan).collect()
 }
 
 struct Transaction {
     batch: Batch,
     /// Chains, with the places of the messages that delete them.
-    deletions: Vec<(u32, Address)>,
+    deletions: Vec<(u32, ChainId)>,
     holders: Vec<Holder>,
 }
 
 /// Chains that nobody else uses are emptied before any is deleted, as they lead to each other.
-fn transaction(tables: &Tables, shares: &[Share]) -> Transaction {
+fn transaction(tables: &OwnTables, plans: &[TablePlan]) -> Transaction {
     let (mut batch, mut deletions) = (Batch::default(), Vec::new());
-    for Share { family, table, plan } in shares.iter().filter(|share| !share.plan.is_empty()) {
+    for TablePlan { family, table, plan } in plans.iter().filter(|table_plan| !table_plan.plan.is_empty()) {
         for (chain, handle) in &plan.rules {
             batch.delete_rule(*family, table, chain, *handle);
         }
@@ -279,18 +280,19 @@ fn transaction(tables: &Tables, shares: &[Share]) -> Transaction {
     for family in &tables.deleted {
         batch.delete_table(*family, names::NFTABLES_TABLE);
     }
-    let holders = tables.held.iter().map(|family| (*family, lay_holder(&mut batch, *family))).collect();
+    let holders =
+        tables.held.iter().map(|family| (*family, add_holder_messages(&mut batch, *family))).collect();
     Transaction { batch, deletions, holders }
 }
 
-fn tell(tables: &Tables, shares: Vec<Share>, removed: &mut Removed) {
-    for Share { family, table, plan } in shares {
+fn report(tables: &OwnTables, plans: Vec<TablePlan>, removed: &mut Removal) {
+    for TablePlan { family, table, plan } in plans {
         removed.plan(&place(family, table), plan);
     }
     removed.parts.extend(tables.deleted.iter().map(|family| own_table(*family)));
-    removed.kept.extend(tables.held.iter().map(|family| holder(*family)));
-    let not_held = tables.not_held.iter().map(|family| place(*family, names::NFTABLES_TABLE));
-    removed.not_held.extend(not_held);
+    removed.retained.extend(tables.held.iter().map(|family| holder(*family)));
+    let without_holder = tables.without_holder.iter().map(|family| place(*family, names::NFTABLES_TABLE));
+    removed.without_holder.extend(without_holder);
 }
 
 #[cfg(test)]
@@ -320,13 +322,13 @@ mod tests {
 
     #[test]
     fn what_cannot_be_held_goes_all_the_same() {
-        let census = Census { tables: HELD.to_vec(), ..Census::default() };
-        let tables = |unable: &[TableFamily]| Tables::new(&census, &[], unable, Extent::Served);
+        let inventory = Inventory { tables: HELD.to_vec(), ..Inventory::default() };
+        let tables = |unable: &[TableFamily]| OwnTables::new(&inventory, &[], unable, Purpose::TakeOver);
         let (whole, partly) = (tables(&[]), tables(&[HELD[0]]));
         assert_eq!((whole.deleted.as_slice(), whole.held.as_slice()), (&HELD[..], &HELD[..]));
-        assert!(whole.not_held.is_empty());
+        assert!(whole.without_holder.is_empty());
         assert_eq!(partly.deleted, HELD);
-        assert_eq!((partly.held, partly.not_held), (vec![HELD[1]], vec![HELD[0]]));
+        assert_eq!((partly.held, partly.without_holder), (vec![HELD[1]], vec![HELD[0]]));
         let places: Vec<_> = transaction(&whole, &[]).holders;
         assert_eq!(places, [(HELD[0], 3..6), (HELD[1], 6..9)]);
     }

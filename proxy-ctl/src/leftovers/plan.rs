@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Extent, names};
+use super::{Purpose, names};
 
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Chain {
@@ -28,7 +28,7 @@ pub struct Rule<R> {
 
 /// Why a chain stays.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
-pub enum Why {
+pub enum RetainReason {
     /// A rule of this chain, which is somebody else's, leads to it. It is empty now.
     UsedBy(String),
     /// Somebody else's rule, which could not be told, leads to it. It is empty now.
@@ -40,7 +40,7 @@ pub enum Why {
     Forwards,
 }
 
-impl std::fmt::Display for Why {
+impl std::fmt::Display for RetainReason {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::UsedBy(chain) => write!(f, "emptied; a rule in {chain} leads to it"),
@@ -66,7 +66,7 @@ pub struct Plan<R> {
     pub emptied: Vec<String>,
     /// Chains that nobody else uses. All are among the emptied ones.
     pub deleted: Vec<String>,
-    pub kept: Vec<(String, Why)>,
+    pub retained: Vec<(String, RetainReason)>,
 }
 
 impl<R> Plan<R> {
@@ -78,7 +78,7 @@ impl<R> Plan<R> {
     /// Leaves out what is done already: chains that stay, and have no rules. `is_filled`: asked of those that stay.
     pub fn without_done<E>(mut self, is_filled: impl Fn(&str) -> Result<bool, E>) -> Result<Self, E> {
         let mut emptied = Vec::with_capacity(self.emptied.len());
-        let stays: BTreeSet<&str> = self.kept.iter().map(|(chain, _)| chain.as_str()).collect();
+        let stays: BTreeSet<&str> = self.retained.iter().map(|(chain, _)| chain.as_str()).collect();
         for chain in self.emptied {
             if !stays.contains(chain.as_str()) || is_filled(&chain)? {
                 emptied.push(chain);
@@ -107,7 +107,7 @@ pub fn plan<R: Clone>(
     chains: &[Chain],
     rules: &[Rule<R>],
     busy: &BTreeSet<String>,
-    extent: Extent,
+    purpose: Purpose,
 ) -> Plan<R> {
     let own: BTreeSet<&str> =
         own_chains(table, chains.iter().map(|chain| chain.name.as_str())).into_iter().collect();
@@ -124,17 +124,17 @@ pub fn plan<R: Clone>(
     // A verdict map is not looked into: that it leads somewhere shows when the kernel would not delete that chain.
     let masqueraded = [names::MARK_MASQUERADE, names::POSTROUTING].into_iter().find_map(|chain| {
         let by = used_by(chain);
-        (by.is_some() || busy.contains(chain)).then_some(Why::Masquerades(by))
+        (by.is_some() || busy.contains(chain)).then_some(RetainReason::Masquerades(by))
     });
     let forward_drops = chains.iter().any(|chain| chain.name == "FORWARD" && chain.drops)
         || reachable("FORWARD", rules).iter().any(|rule| rule.drops);
     // Chains that go on doing what they do.
     let whole = |chain: &str| match chain {
         names::MARK_MASQUERADE | names::POSTROUTING => masqueraded.clone(),
-        names::FORWARD if forward_drops && extent == Extent::Served => Some(Why::Forwards),
+        names::FORWARD if forward_drops && purpose == Purpose::TakeOver => Some(RetainReason::Forwards),
         _ => None,
     };
-    let mut plan = Plan { rules: Vec::new(), emptied: Vec::new(), deleted: Vec::new(), kept: Vec::new() };
+    let mut plan = Plan { rules: Vec::new(), emptied: Vec::new(), deleted: Vec::new(), retained: Vec::new() };
     for rule in ours {
         if rule.targets.iter().all(|target| whole(target).is_none()) {
             plan.rules.push((rule.chain.clone(), rule.name.clone()));
@@ -143,13 +143,13 @@ pub fn plan<R: Clone>(
     for chain in own {
         let name = chain.to_owned();
         if let Some(why) = whole(chain) {
-            plan.kept.push((name, why));
+            plan.retained.push((name, why));
             continue;
         }
         plan.emptied.push(name.clone());
         match used_by(chain) {
-            Some(by) => plan.kept.push((name, Why::UsedBy(by))),
-            None if busy.contains(chain) => plan.kept.push((name, Why::Used)),
+            Some(by) => plan.retained.push((name, RetainReason::UsedBy(by))),
+            None if busy.contains(chain) => plan.retained.push((name, RetainReason::Used)),
             None => plan.deleted.push(name),
         }
     }
@@ -204,20 +204,20 @@ mod tests {
         (chains, rules)
     }
 
-    fn of(table: &str, (chains, rules): &(Vec<Chain>, Vec<Rule<u64>>), extent: Extent) -> Plan<u64> {
-        plan(table, chains, rules, &BTreeSet::new(), extent)
+    fn of(table: &str, (chains, rules): &(Vec<Chain>, Vec<Rule<u64>>), purpose: Purpose) -> Plan<u64> {
+        plan(table, chains, rules, &BTreeSet::new(), purpose)
     }
 
     #[test]
     fn everything_of_kube_proxy_goes_and_nothing_else() {
-        let plan = of("nat", &nat(), Extent::Everything);
+        let plan = of("nat", &nat(), Purpose::Cleanup);
         assert_eq!(plan.rules, [("PREROUTING".to_owned(), 1), ("POSTROUTING".to_owned(), 3)]);
         assert_eq!(
             plan.deleted,
             ["KUBE-MARK-MASQ", "KUBE-POSTROUTING", "KUBE-SEP-B", "KUBE-SERVICES", "KUBE-SVC-A"]
         );
         assert_eq!(plan.emptied, plan.deleted);
-        assert_eq!(plan.kept, []);
+        assert_eq!(plan.retained, []);
     }
 
     #[test]
@@ -226,24 +226,27 @@ mod tests {
         nat.1.push(rule("CNI-HOSTPORT-DNAT", 4, PORTALS, "KUBE-SVC-A"));
         // Without kube-proxy's comment it is not kube-proxy's, wherever it is.
         nat.1.push(rule("PREROUTING", 5, "mine", "KUBE-SERVICES"));
-        let plan = of("nat", &nat, Extent::Served);
+        let plan = of("nat", &nat, Purpose::TakeOver);
         assert_eq!(plan.rules.len(), 2);
         assert!(plan.emptied.iter().any(|chain| chain == "KUBE-SVC-A"));
         assert_eq!(plan.deleted, ["KUBE-MARK-MASQ", "KUBE-POSTROUTING", "KUBE-SEP-B"]);
         let kept = [("KUBE-SERVICES", "PREROUTING"), ("KUBE-SVC-A", "CNI-HOSTPORT-DNAT")];
-        assert_eq!(plan.kept, kept.map(|(chain, by)| (chain.to_owned(), Why::UsedBy(by.to_owned()))));
+        assert_eq!(
+            plan.retained,
+            kept.map(|(chain, by)| (chain.to_owned(), RetainReason::UsedBy(by.to_owned())))
+        );
     }
 
     #[test]
     fn who_marks_packets_for_masquerading_still_gets_them_masqueraded() {
         let mut nat = nat();
         nat.1.push(rule("CNI-HOSTPORT-DNAT", 4, "", "KUBE-MARK-MASQ"));
-        for extent in [Extent::Served, Extent::Everything] {
-            let plan = of("nat", &nat, extent);
+        for purpose in [Purpose::TakeOver, Purpose::Cleanup] {
+            let plan = of("nat", &nat, purpose);
             assert_eq!(plan.rules, [("PREROUTING".to_owned(), 1)]);
             assert_eq!(plan.deleted, ["KUBE-SEP-B", "KUBE-SERVICES", "KUBE-SVC-A"]);
             assert_eq!(plan.emptied, plan.deleted);
-            assert_eq!(plan.kept.len(), 2);
+            assert_eq!(plan.retained.len(), 2);
         }
     }
 
@@ -252,13 +255,13 @@ mod tests {
         let mut filter = (chains(&["FORWARD", "KUBE-FORWARD", "KUBE-SERVICES"]), Vec::new());
         filter.1.push(rule("FORWARD", 1, "kubernetes forwarding rules", "KUBE-FORWARD"));
         filter.1.push(rule("FORWARD", 2, PORTALS, "KUBE-SERVICES"));
-        assert_eq!(of("filter", &filter, Extent::Served).deleted, ["KUBE-FORWARD", "KUBE-SERVICES"]);
+        assert_eq!(of("filter", &filter, Purpose::TakeOver).deleted, ["KUBE-FORWARD", "KUBE-SERVICES"]);
         filter.0[0].drops = true;
-        let served = of("filter", &filter, Extent::Served);
+        let served = of("filter", &filter, Purpose::TakeOver);
         assert_eq!(served.rules, [("FORWARD".to_owned(), 2)]);
         assert_eq!(served.deleted, ["KUBE-SERVICES"]);
-        assert_eq!(served.kept, [("KUBE-FORWARD".to_owned(), Why::Forwards)]);
-        assert_eq!(of("filter", &filter, Extent::Everything).deleted, ["KUBE-FORWARD", "KUBE-SERVICES"]);
+        assert_eq!(served.retained, [("KUBE-FORWARD".to_owned(), RetainReason::Forwards)]);
+        assert_eq!(of("filter", &filter, Purpose::Cleanup).deleted, ["KUBE-FORWARD", "KUBE-SERVICES"]);
     }
 
     #[test]
@@ -269,12 +272,12 @@ mod tests {
         filter.1.push(rule("MINE", 3, "", "LAST"));
         filter.1.push(rule("LAST", 4, "", "MINE"));
         filter.1.push(Rule { drops: true, ..rule("INPUT", 5, "", "MINE") });
-        assert_eq!(of("filter", &filter, Extent::Served).deleted, ["KUBE-FORWARD"]);
+        assert_eq!(of("filter", &filter, Purpose::TakeOver).deleted, ["KUBE-FORWARD"]);
         filter.1.push(Rule { targets: Vec::new(), drops: true, ..rule("LAST", 6, "", "") });
-        let served = of("filter", &filter, Extent::Served);
+        let served = of("filter", &filter, Purpose::TakeOver);
         assert!(served.is_empty());
-        assert_eq!(served.kept, [("KUBE-FORWARD".to_owned(), Why::Forwards)]);
-        assert_eq!(of("filter", &filter, Extent::Everything).deleted, ["KUBE-FORWARD"]);
+        assert_eq!(served.retained, [("KUBE-FORWARD".to_owned(), RetainReason::Forwards)]);
+        assert_eq!(of("filter", &filter, Purpose::Cleanup).deleted, ["KUBE-FORWARD"]);
     }
 
     #[test]
@@ -282,11 +285,11 @@ mod tests {
         let (chains, rules) = nat();
         for used in ["KUBE-MARK-MASQ", "KUBE-POSTROUTING"] {
             let busy = BTreeSet::from([used.to_owned()]);
-            let plan = plan("nat", &chains, &rules, &busy, Extent::Everything);
+            let plan = plan("nat", &chains, &rules, &busy, Purpose::Cleanup);
             assert_eq!(plan.rules, [("PREROUTING".to_owned(), 1)]);
             assert_eq!(plan.emptied, ["KUBE-SEP-B", "KUBE-SERVICES", "KUBE-SVC-A"]);
             let kept = ["KUBE-MARK-MASQ", "KUBE-POSTROUTING"];
-            assert_eq!(plan.kept, kept.map(|chain| (chain.to_owned(), Why::Masquerades(None))));
+            assert_eq!(plan.retained, kept.map(|chain| (chain.to_owned(), RetainReason::Masquerades(None))));
         }
     }
 
@@ -294,17 +297,17 @@ mod tests {
     fn a_chain_that_the_kernel_would_not_delete_is_emptied() {
         let (chains, rules) = nat();
         let busy = BTreeSet::from(["KUBE-SEP-B".to_owned()]);
-        let plan = plan("nat", &chains, &rules, &busy, Extent::Everything);
+        let plan = plan("nat", &chains, &rules, &busy, Purpose::Cleanup);
         assert!(!plan.deleted.contains(&"KUBE-SEP-B".to_owned()));
         assert!(plan.emptied.contains(&"KUBE-SEP-B".to_owned()));
-        assert_eq!(plan.kept, [("KUBE-SEP-B".to_owned(), Why::Used)]);
+        assert_eq!(plan.retained, [("KUBE-SEP-B".to_owned(), RetainReason::Used)]);
     }
 
     #[test]
     fn what_an_old_kubelet_has_made_is_not_kube_proxys() {
         let chains = chains(&["POSTROUTING", "KUBE-MARK-MASQ", "KUBE-POSTROUTING", "KUBE-MARK-DROP"]);
         let rules = [rule("POSTROUTING", 3, "kubernetes postrouting rules", "KUBE-POSTROUTING")];
-        assert!(of("nat", &(chains, rules.to_vec()), Extent::Everything).is_empty());
+        assert!(of("nat", &(chains, rules.to_vec()), Purpose::Cleanup).is_empty());
     }
 
     /// Its rule for masquerading had been removed, and another chain stays.
@@ -321,10 +324,10 @@ mod tests {
     fn what_stays_is_emptied_once() {
         let chains = chains(&["PREROUTING", "KUBE-SVC-A"]);
         let rules = [rule("PREROUTING", 4, "mine", "KUBE-SVC-A")];
-        let plan = || of("nat", &(chains.clone(), rules.to_vec()), Extent::Everything);
+        let plan = || of("nat", &(chains.clone(), rules.to_vec()), Purpose::Cleanup);
         let with = |filled: bool| plan().without_done(|_| Ok::<_, ()>(filled)).unwrap();
         assert_eq!((with(true).is_empty(), with(true).emptied), (false, vec!["KUBE-SVC-A".to_owned()]));
         assert!(with(false).is_empty());
-        assert_eq!(with(false).kept, with(true).kept);
+        assert_eq!(with(false).retained, with(true).retained);
     }
 }

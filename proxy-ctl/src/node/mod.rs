@@ -3,11 +3,13 @@
 pub mod facts;
 mod interfaces;
 mod netlink;
+mod own_node;
 mod primary;
 mod state;
 
 pub use self::{
     interfaces::{Ignored, Kind, LinkFacts, Master, role},
     netlink::{Error, watch},
+    own_node::OwnNode,
     primary::{NodeIps, host_addresses},
 };

@@ -1,6 +1,6 @@
 //! Asks the kernel for links, addresses and routes, and follows their changes.
 
-use std::{io, net::IpAddr};
+use std::io;
 
 use netlink_packet_core::{NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload};
 use netlink_packet_route::{
@@ -10,7 +10,7 @@ use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
 use tokio::{io::unix::AsyncFd, sync::watch};
 use tokio_util::sync::CancellationToken;
 
-use super::state::State;
+use super::{own_node::OwnNode, state::State};
 use crate::{dataplane::NodeNetwork, sys::ready};
 
 #[derive(Debug, thiserror::Error)]
@@ -31,19 +31,23 @@ const GROUPS: [u32; 5] = [1, 5, 9, 7, 11];
 const RECEIVE_BUFFER: usize = 1 << 20;
 const DUMP_TRIES: usize = 5;
 
-/// Sends the node as the kernel describes it, whenever it has become different, until `stop`. `node_addresses` are
-/// those of the Node object, best first; empty as long as they are not known.
+/// Sends the node as the kernel describes it, whenever it has become different, until `stop`. Waits for the first list of
+/// the own Node: its addresses say which interfaces lead outside.
 pub async fn watch(
-    mut node_addresses: watch::Receiver<Vec<IpAddr>>,
+    mut own_node: watch::Receiver<OwnNode>,
     hosts: watch::Sender<Option<NodeNetwork>>,
     stop: CancellationToken,
 ) -> Result<(), Error> {
+    tokio::select! {
+        listed = own_node.wait_for(OwnNode::is_listed) => if listed.is_err() { return Ok(()) },
+        () = stop.cancelled() => return Ok(()),
+    }
     // Subscribed before the dump, so that no change falls between them.
     let mut changes = subscribe()?;
     let mut state = dump().await?;
-    let mut addresses_known = true;
+    let mut own_node_told = true;
     loop {
-        let host = state.host(&node_addresses.borrow_and_update());
+        let host = state.host(own_node.borrow_and_update().addresses());
         hosts.send_if_modified(|sent| {
             let differs = sent.as_ref() != Some(&host);
             if differs {
@@ -54,7 +58,7 @@ pub async fn watch(
         tokio::select! {
             () = stop.cancelled() => return Ok(()),
             () = hosts.closed() => return Ok(()),
-            changed = node_addresses.changed(), if addresses_known => addresses_known = changed.is_ok(),
+            changed = own_node.changed(), if own_node_told => own_node_told = changed.is_ok(),
             ready = changes.readable_mut() => {
                 let mut ready = ready.map_err(failed("waiting for changes"))?;
                 if take_waiting(ready.get_inner_mut(), &mut state)? == Waiting::Lost {

@@ -13,29 +13,29 @@ use crate::{
 
 /// What the node is, as far as settings can contradict it.
 #[derive(Clone, Debug)]
-pub struct NodeFacts {
-    pub ips: NodeIps,
-    pub pod_cidrs: Vec<IpNet>,
+pub(super) struct NodeFacts {
+    pub(super) ips: NodeIps,
+    pub(super) pod_cidrs: Vec<IpNet>,
     /// The kernel has both address families.
-    pub dual_stack: bool,
+    pub(super) dual_stack: bool,
 }
 
 /// What is odd; `fatal` is what the proxy must not start with.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub struct Findings {
-    pub warnings: Vec<String>,
-    pub fatal: Vec<String>,
+pub(super) struct Findings {
+    pub(super) warnings: Vec<String>,
+    pub(super) fatal: Vec<String>,
 }
 
 /// How local traffic is told, as far as it matters here.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum LocalBy {
+pub(super) enum LocalBy {
     ClusterCidr,
     NodeCidr,
     Interface,
 }
 
-pub fn check(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Findings {
+pub(super) fn check(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Findings {
     let mut findings = Findings::default();
     findings.warnings.extend(node_ports(config, node));
     let wrong = other(node.ips.primary);
@@ -68,7 +68,7 @@ pub fn check(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Findings {
 }
 
 /// That no traffic can be told to be local, in kube-proxy's words. Mode ebpf need not tell it.
-pub fn nothing_is_local(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Option<&'static str> {
+pub(super) fn nothing_is_local(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Option<&'static str> {
     let (networks, nothing) = match local_by {
         LocalBy::ClusterCidr => (
             &config.cluster_cidrs,

@@ -11,22 +11,22 @@ use crate::{
 const START: &str = "StartKubeProxy";
 
 /// The node is set up, and the proxy begins to serve.
-pub fn starting() -> Event {
+pub(super) fn starting() -> Event {
     Event::node(Type::Normal, "Starting", START, "")
 }
 
 /// The address of /healthz cannot be bound, and `bindAddressHardFail` makes that the end.
-pub fn healthz_failed(error: &dyn fmt::Display) -> Event {
+pub(super) fn healthz_failed(error: &dyn fmt::Display) -> Event {
     Event::node(Type::Warning, "FailedToStartProxierHealthcheck", START, error.to_string())
 }
 
 /// As [`healthz_failed`], for the address of /metrics.
-pub fn metrics_failed(error: &dyn fmt::Display) -> Event {
+pub(super) fn metrics_failed(error: &dyn fmt::Display) -> Event {
     Event::node(Type::Warning, "FailedToStartMetricServer", START, error.to_string())
 }
 
 /// The port that a load balancer asks for a Service's endpoints cannot be bound. `node`: the own Node's name.
-pub fn service_health_failed(
+pub(super) fn service_health_failed(
     node: &str,
     service: &ObjectName,
     address: SocketAddr,
@@ -56,7 +56,7 @@ fn in_go(error: &io::Error) -> String {
 
 /// Kernel parameters that could not be set because their file systems are mounted read-only. Newer kube-proxies end
 /// instead.
-pub fn read_only(paths: &[PathBuf]) -> Event {
+pub(super) fn read_only(paths: &[PathBuf]) -> Event {
     let paths: Vec<_> = paths.iter().map(|path| path.display().to_string()).collect();
     let note = format!(
         "CRI error: /sys is read-only: cannot modify conntrack limits, problems may arise later ({})",
@@ -66,17 +66,17 @@ pub fn read_only(paths: &[PathBuf]) -> Event {
 }
 
 /// Rules of another kube-proxy, and why they are still there. kube-proxy has no such event.
-pub fn former_rules_stay(problem: &str) -> Event {
+pub(super) fn former_rules_stay(problem: &str) -> Event {
     Event::node(Type::Warning, "KubeProxyRulesRemain", "RemoveKubeProxyRules", problem)
 }
 
 /// Rules of another kube-proxy that were removed are there again: one is at work. kube-proxy has no such event.
-pub fn former_rules_are_back(parts: &str) -> Event {
+pub(super) fn former_rules_are_back(parts: &str) -> Event {
     Event::node(Type::Warning, "KubeProxyRulesReturned", "RemoveKubeProxyRules", parts)
 }
 
 /// The configuration file was replaced by one that is not valid. kube-proxy has no such event.
-pub fn invalid_configuration(problem: &str) -> Event {
+pub(super) fn invalid_configuration(problem: &str) -> Event {
     Event::node(Type::Warning, "InvalidConfiguration", "ReadConfiguration", problem)
 }
 

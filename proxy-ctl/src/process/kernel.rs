@@ -15,16 +15,16 @@ use crate::config::{Config, Conntrack, NodePortAddress, RequestedMode};
 
 /// A file of the kernel's that holds a number.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Parameter {
+pub(super) struct Parameter {
     /// From the root directory, without a slash in front.
-    pub path: &'static str,
-    pub wanted: Wanted,
+    pub(super) path: &'static str,
+    pub(super) wanted: Wanted,
     /// What of the configuration asks for it.
-    pub field: &'static str,
+    pub(super) field: &'static str,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Wanted {
+pub(super) enum Wanted {
     Exactly(u64),
     AtLeast(u64),
 }
@@ -60,7 +60,7 @@ const BRIDGE_NETFILTER: &str = "proc/sys/net/bridge/bridge-nf-call-iptables";
 const MOST_SCALED: u64 = 1 << 20;
 
 /// What `config` asks of a node with this many cores in `mode`, in the order of writing.
-pub fn wanted(mode: RequestedMode, config: &Config, cores: u32) -> Vec<Parameter> {
+pub(super) fn wanted(mode: RequestedMode, config: &Config, cores: u32) -> Vec<Parameter> {
     conntrack(&config.conntrack, cores).into_iter().chain(route_localnet(mode, config)).collect()
 }
 
@@ -118,7 +118,7 @@ fn route_localnet(mode: RequestedMode, config: &Config) -> Option<Parameter> {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub(super) enum Error {
     #[error("reading {} for {field}: {source}", path.display())]
     Read { path: PathBuf, field: &'static str, source: io::Error },
     #[error("setting {} to {value} for {field}: {source}{}", path.display(), hint(field, source))]
@@ -144,20 +144,20 @@ enum Outcome {
     AsWanted,
     Set,
     /// The kernel has no such parameter: its module is not loaded.
-    NotThere,
+    Missing,
     ReadOnly,
 }
 
 /// What could not be set, and is no reason to end.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub struct Left {
-    pub not_there: Vec<PathBuf>,
-    pub read_only: Vec<PathBuf>,
+pub(super) struct Skipped {
+    pub(super) missing: Vec<PathBuf>,
+    pub(super) read_only: Vec<PathBuf>,
 }
 
 /// The kernel's files below a root directory.
 #[derive(Clone, Debug)]
-pub struct Kernel {
+pub(super) struct Kernel {
     root: PathBuf,
 }
 
@@ -168,13 +168,13 @@ impl Default for Kernel {
 }
 
 impl Kernel {
-    pub fn below(root: impl Into<PathBuf>) -> Self {
+    pub(super) fn below(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
 
     /// Sets what is not as wanted, and says in the log what that was. The first that fails ends it.
-    pub fn set(&self, parameters: &[Parameter]) -> Result<Left, Error> {
-        let mut left = Left::default();
+    pub(super) fn set(&self, parameters: &[Parameter]) -> Result<Skipped, Error> {
+        let mut skipped = Skipped::default();
         for parameter in parameters {
             match self.set_one(parameter)? {
                 Outcome::AsWanted => {}
@@ -185,11 +185,11 @@ impl Kernel {
                         "Set sysctl"
                     );
                 }
-                Outcome::NotThere => left.not_there.push(self.path(parameter.path)),
-                Outcome::ReadOnly => left.read_only.push(self.path(parameter.path)),
+                Outcome::Missing => skipped.missing.push(self.path(parameter.path)),
+                Outcome::ReadOnly => skipped.read_only.push(self.path(parameter.path)),
             }
         }
-        Ok(left)
+        Ok(skipped)
     }
 
     fn set_one(&self, parameter: &Parameter) -> Result<Outcome, Error> {
@@ -197,7 +197,7 @@ impl Kernel {
         let path = self.path(path);
         match read(&path) {
             Ok(found) if wanted.is_met_by(found) => return Ok(Outcome::AsWanted),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Outcome::NotThere),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Outcome::Missing),
             // What is only to be raised must be known.
             Err(source) if matches!(wanted, Wanted::AtLeast(_)) => {
                 return Err(Error::Read { path, field, source });
@@ -213,7 +213,7 @@ impl Kernel {
     }
 
     /// CPUs of the machine that are switched on, whatever this process is confined to; `None`: not told.
-    pub fn cores(&self) -> Option<u32> {
+    pub(super) fn cores(&self) -> Option<u32> {
         let folder = self.path("sys/devices/system/cpu");
         let names = fs::read_dir(&folder).ok()?;
         let is_core = |name: &str| {
@@ -228,7 +228,7 @@ impl Kernel {
     }
 
     /// False: packets between pods on one bridge pass by iptables, on which `mode` depends.
-    pub fn shows_bridged_packets(&self, mode: RequestedMode) -> bool {
+    pub(super) fn shows_bridged_packets(&self, mode: RequestedMode) -> bool {
         let depends = matches!(mode, RequestedMode::Iptables | RequestedMode::Ipvs);
         !depends || read(&self.path(BRIDGE_NETFILTER)).is_ok_and(|on| on == 1)
     }
@@ -388,7 +388,7 @@ mod tests {
     #[case::unreadable("many\n", "131072")]
     fn a_limit_is_written_if_it_differs(#[case] before: &str, #[case] after: &str) {
         let (root, kernel) = kernel(&[(NETFILTER[0], before)]);
-        assert_eq!(kernel.set(&[MAX]).unwrap(), Left::default());
+        assert_eq!(kernel.set(&[MAX]).unwrap(), Skipped::default());
         assert_eq!(fs::read_to_string(root.path().join(NETFILTER[0])).unwrap(), after);
     }
 
@@ -404,8 +404,8 @@ mod tests {
     #[test]
     fn a_module_that_is_not_loaded_is_no_error() {
         let (root, kernel) = kernel(&[]);
-        let left = kernel.set(&[MAX, HASH]).unwrap();
-        assert_eq!(left.not_there, [root.path().join(NETFILTER[0]), root.path().join(HASH_SIZE)]);
+        let skipped = kernel.set(&[MAX, HASH]).unwrap();
+        assert_eq!(skipped.missing, [root.path().join(NETFILTER[0]), root.path().join(HASH_SIZE)]);
         assert!(fs::read_dir(root.path()).unwrap().next().is_none(), "nothing is made");
     }
 
@@ -420,18 +420,18 @@ mod tests {
         let path = root.path().to_owned();
         let none = None::<&str>;
         // In a thread, whose mounts nobody else sees.
-        let left = std::thread::spawn(move || {
+        let skipped = std::thread::spawn(move || {
             unshare(CloneFlags::CLONE_NEWNS).unwrap();
             mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
             mount(Some(&path), &path, none, MsFlags::MS_BIND, none).unwrap();
             let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
             mount(none, &path, none, read_only, none).unwrap();
-            let left = kernel.set(&[MAX, HASH]);
+            let skipped = kernel.set(&[MAX, HASH]);
             umount2(&path, MntFlags::MNT_DETACH).unwrap();
-            left
+            skipped
         });
-        let left = left.join().unwrap().unwrap();
-        assert_eq!(left.read_only, [root.path().join(NETFILTER[0])], "the hash table is large enough");
+        let skipped = skipped.join().unwrap().unwrap();
+        assert_eq!(skipped.read_only, [root.path().join(NETFILTER[0])], "the hash table is large enough");
         assert_eq!(fs::read_to_string(root.path().join(NETFILTER[0])).unwrap(), "65536\n");
     }
 

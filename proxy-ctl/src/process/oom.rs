@@ -6,7 +6,7 @@ const OWN: &str = "/proc/self/oom_score_adj";
 
 /// `score`: -1000 (never) to 1000. Without CAP_SYS_RESOURCE it can only be raised; as with kube-proxy, that is worth
 /// no more than a word.
-pub fn set_score(score: i32) {
+pub(super) fn set_score(score: i32) {
     set_score_in(Path::new(OWN), score);
 }
 

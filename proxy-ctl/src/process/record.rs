@@ -1,15 +1,26 @@
-//! What a controller leaves about itself for `status`: the mode, why, and how its sources are. The tables do
+//! What a running proxy leaves about itself for `status`: the mode, why, and how its sources are. The tables do
 //! not hold that. Written to /run, so that it does not outlive a reboot.
 
 use std::{
     fs, io,
     path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
 };
 
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    config::Config,
+    dataplane::{NodeNetwork, Role},
+    source::kubernetes::{ResourceKind, SourceState},
+};
 
 const FOLDER: &str = "/run/proxy-ctl";
+const PERIOD: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase", default)]
@@ -26,6 +37,8 @@ pub struct Record {
     pub exclude_cidrs: Vec<String>,
     /// Those that packet programs are attached to.
     pub interfaces: Vec<Interface>,
+    /// Service ports for which the rules of another kube-proxy stay, and why.
+    pub removal_blockers: Vec<String>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -72,7 +85,7 @@ impl Record {
         let _ = fs::remove_file(Self::path(bpffs));
     }
 
-    /// What cannot be read there, nothing has written.
+    /// [`Self::exclude_cidrs`] as networks.
     pub fn keeps(&self) -> Vec<IpNet> {
         self.exclude_cidrs.iter().filter_map(|network| network.parse().ok()).collect()
     }
@@ -87,6 +100,66 @@ impl Record {
 pub fn began(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+}
+
+/// What of the record changes while the process runs.
+pub(super) struct RecordInputs {
+    /// `None`: the manifests tell nothing about themselves.
+    pub(super) source_state: Option<SourceState>,
+    pub(super) networks: watch::Receiver<Option<NodeNetwork>>,
+    pub(super) configs: watch::Receiver<Arc<Config>>,
+    pub(super) removal_blockers: watch::Receiver<Vec<String>>,
+}
+
+/// Once the record was `written` first, writes it again whenever it has changed.
+pub(super) async fn keep(mut record: Record, inputs: RecordInputs, written: CancellationToken) {
+    written.cancelled().await;
+    let mut last: Option<Record> = None;
+    loop {
+        let config = Arc::clone(&inputs.configs.borrow());
+        record.sources = inputs.sources();
+        record.interfaces = inputs.interfaces(&config);
+        record.removal_blockers.clone_from(&inputs.removal_blockers.borrow());
+        if last.as_ref() != Some(&record) {
+            match record.write(&config.ebpf.bpffs) {
+                Ok(()) => last = Some(record.clone()),
+                Err(error) => {
+                    tracing::debug!(%error, "the record that `proxy-ctl status` reads is not up to date")
+                }
+            }
+        }
+        tokio::time::sleep(PERIOD).await;
+    }
+}
+
+impl RecordInputs {
+    fn sources(&self) -> Vec<Source> {
+        let source = |state: &SourceState, kind: ResourceKind| Source {
+            name: kind.plural().to_owned(),
+            connected: state.connected(kind),
+            objects: state.objects(kind),
+            problem: state.problem(kind),
+        };
+        let Some(state) = &self.source_state else { return Vec::new() };
+        state.kinds().into_iter().map(|kind| source(state, kind)).collect()
+    }
+
+    fn interfaces(&self, config: &Config) -> Vec<Interface> {
+        let networks = self.networks.borrow();
+        let interfaces = networks.iter().flat_map(|network| &network.interfaces);
+        interfaces
+            .filter(|interface| config.ebpf.interfaces.select(&interface.name))
+            .map(|interface| Interface {
+                index: interface.index,
+                name: interface.name.clone(),
+                role: match interface.role {
+                    Role::Workload => "workload",
+                    Role::Uplink => "uplink",
+                }
+                .to_owned(),
+            })
+            .collect()
+    }
 }
 
 #[cfg(test)]

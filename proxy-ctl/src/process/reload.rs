@@ -1,122 +1,227 @@
-//! What a changed configuration means for a proxy that runs: nothing, something that it takes over as it goes, or that
-//! it must be started anew. Pure.
+//! Follows the configuration file while the process runs.
 
+use std::{path::PathBuf, sync::Arc};
+
+use anyhow::anyhow;
 use serde_json::Value;
+use tokio::sync::watch;
 
-/// Fields, and sections with everything in them, that are taken over as the process goes.
-const LIVE: [&str; 8] = [
-    "conntrack",
-    "ebpf.interfaces",
-    "iptables.syncPeriod",
-    "ipvs.syncPeriod",
-    "logging.verbosity",
-    "nftables.syncPeriod",
-    "nodePortAddresses",
-    "oomScoreAdj",
-];
+use super::{
+    config_changes::ConfigChanges, config_file::ConfigFile, event, kernel::Kernel, set_up, settings::Settings,
+};
+use crate::{
+    config::{CommandLine, Config, RequestedMode},
+    events::Recorder,
+    log,
+    report::Metrics,
+};
 
-/// Fields that nothing depends on in mode ebpf: a change of them is none.
-const UNUSED: [&str; 3] = ["iptables.minSyncPeriod", "ipvs.minSyncPeriod", "nftables.minSyncPeriod"];
-
-/// Names of the fields that are different, such as `logging.verbosity`.
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub struct Changes {
-    pub live: Vec<String>,
-    /// They need a new process.
-    pub restart: Vec<String>,
+pub(super) struct Reload {
+    line: CommandLine,
+    mode: RequestedMode,
+    configs: watch::Sender<Arc<Config>>,
+    document: watch::Sender<Value>,
+    events: Recorder,
+    metrics: Arc<Metrics>,
+    kernel: Kernel,
+    /// The last valid configuration of the file, whether or not all of it is in force.
+    seen: Value,
+    /// What is wrong with the file as it is now.
+    problem: Option<String>,
 }
 
-impl Changes {
-    /// Between two documents of `kubeproxy.config.k8s.io/v1alpha1` that hold every field.
-    pub fn between(old: &Value, new: &Value) -> Self {
-        let mut names = Vec::new();
-        differences("", old, new, &mut names);
-        names.retain(|name| !UNUSED.contains(&name.as_str()));
-        let (live, restart) = names.into_iter().partition(|name| is_live(name));
-        Self { live, restart }
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.live.is_empty() && self.restart.is_empty()
-    }
-}
-
-fn is_live(name: &str) -> bool {
-    LIVE.iter()
-        .any(|live| name.strip_prefix(live).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
-}
-
-/// Lists are one value each.
-fn differences(path: &str, old: &Value, new: &Value, names: &mut Vec<String>) {
-    match (old, new) {
-        (Value::Object(before), Value::Object(now)) => {
-            let added = now.keys().filter(|name| !before.contains_key(*name));
-            for name in before.keys().chain(added) {
-                let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
-                let value =
-                    |object: &serde_json::Map<String, Value>| object.get(name).cloned().unwrap_or_default();
-                differences(&path, &value(before), &value(now), names);
-            }
+impl Reload {
+    /// `document` holds the same configuration as `configs`.
+    pub(super) fn new(
+        line: CommandLine,
+        mode: RequestedMode,
+        configs: watch::Sender<Arc<Config>>,
+        document: watch::Sender<Value>,
+        events: Recorder,
+        metrics: Arc<Metrics>,
+    ) -> Self {
+        let seen = document.borrow().clone();
+        Self {
+            line,
+            mode,
+            configs,
+            document,
+            events,
+            metrics,
+            kernel: Kernel::default(),
+            seen,
+            problem: None,
         }
-        (old, new) if old == new => {}
-        _ => names.push(path.to_owned()),
+    }
+
+    /// Ends with a change that takes a new process.
+    pub(super) async fn follow(mut self) -> anyhow::Error {
+        let Some(path) = self.line.text("config").map(PathBuf::from) else {
+            return std::future::pending().await;
+        };
+        // Watched before it is compared, so that nothing that has happened since the start is missed.
+        let mut file = ConfigFile::watch(&path);
+        loop {
+            if let Some(end) = self.compare() {
+                return end;
+            }
+            file.changed().await;
+        }
+    }
+
+    fn compare(&mut self) -> Option<anyhow::Error> {
+        let config = match Settings::new(&self.line) {
+            Ok(settings) => settings.config,
+            Err(error) => {
+                self.refuse(&error);
+                return None;
+            }
+        };
+        if self.problem.take().is_some() {
+            tracing::info!("the configuration file is valid again");
+        }
+        let document = config.to_document();
+        if document == self.seen {
+            return None;
+        }
+        self.seen = document;
+        let changes = ConfigChanges::between(&self.document.borrow(), &self.seen);
+        if !changes.restart.is_empty() {
+            return Some(anyhow!(
+                "content of the proxy server's configuration file was updated: {} changed, which takes a new process",
+                changes.restart.join(", ")
+            ));
+        }
+        if !changes.live.is_empty() {
+            self.take_over(config, &changes.live);
+        }
+        None
+    }
+
+    /// What cannot be taken over keeps its former value until the file changes again.
+    fn take_over(&self, mut new: Config, fields: &[String]) {
+        let former = Arc::clone(&self.configs.borrow());
+        tracing::info!(changed = fields.join(", "), "the configuration file has changed; it is taken over");
+        let changes = |name: &str| fields.iter().any(|field| field.starts_with(name));
+        if changes("logging.verbosity") && !log::set_verbosity(new.logging.verbosity) {
+            tracing::warn!("the log level of this process cannot be changed");
+            new.logging.verbosity = former.logging.verbosity;
+        }
+        if (changes("conntrack") || changes("oomScoreAdj"))
+            && let Err(error) = set_up::prepare(self.mode, &new, &self.kernel, &self.events)
+        {
+            tracing::error!(
+                %error,
+                "the section conntrack of the changed configuration could not be taken over: the former one stays in \
+                 force until the file changes again"
+            );
+            new.conntrack = former.conntrack;
+        }
+        self.document.send_replace(new.to_document());
+        self.configs.send_replace(Arc::new(new));
+    }
+
+    /// kube-proxy would end here, and not start again.
+    fn refuse(&mut self, error: &anyhow::Error) {
+        let problem = format!("{error:#}");
+        if self.problem.as_ref() == Some(&problem) {
+            return;
+        }
+        tracing::error!(
+            problem,
+            "the changed configuration file is not valid; the former configuration stays in force"
+        );
+        self.metrics.refused_configurations.inc();
+        self.events.record(event::invalid_configuration(&problem));
+        self.problem = Some(problem);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use rstest::rstest;
-    use serde_json::json;
+    use std::fs;
+
+    use tempfile::TempDir;
 
     use super::*;
+    use crate::source::InvalidObjects;
 
-    #[test]
-    fn what_is_taken_over_is_documented() {
-        let page = include_str!("../../../docs/life-cycle.md");
-        let listed: Vec<_> =
-            page.lines().filter_map(|line| line.strip_prefix("- `")?.split('`').next()).collect();
-        assert_eq!(listed, LIVE);
+    /// A proxy whose configuration file says `oomScoreAdj` and `conntrack`, and the kernel's file of the connection limit.
+    struct Scene {
+        folder: TempDir,
+        reload: Reload,
     }
 
-    #[rstest]
-    #[case::nothing(json!({"mode": "ebpf"}), json!({"mode": "ebpf"}), &[], &[])]
-    #[case::verbosity(
-        json!({"logging": {"verbosity": 0, "format": "text"}}),
-        json!({"logging": {"verbosity": 4, "format": "text"}}),
-        &["logging.verbosity"],
-        &[],
-    )]
-    #[case::format(
-        json!({"logging": {"verbosity": 0, "format": "text"}}),
-        json!({"logging": {"verbosity": 0, "format": "json"}}),
-        &[],
-        &["logging.format"],
-    )]
-    #[case::both(
-        json!({"iptables": {"syncPeriod": "30s", "masqueradeBit": 14}}),
-        json!({"iptables": {"syncPeriod": "10s", "masqueradeBit": 15}}),
-        &["iptables.syncPeriod"],
-        &["iptables.masqueradeBit"],
-    )]
-    #[case::what_nobody_uses(
-        json!({"iptables": {"minSyncPeriod": "1s"}, "ipvs": {"minSyncPeriod": "1s"}}),
-        json!({"iptables": {"minSyncPeriod": "5s"}, "ipvs": {"minSyncPeriod": "0s"}}),
-        &[],
-        &[],
-    )]
-    #[case::a_whole_section(
-        json!({"conntrack": {"min": 1, "tcpBeLiberal": false}}),
-        json!({"conntrack": {"min": 2, "tcpBeLiberal": true}}),
-        &["conntrack.min", "conntrack.tcpBeLiberal"],
-        &[],
-    )]
-    #[case::a_list(json!({"nodePortAddresses": null}), json!({"nodePortAddresses": ["primary"]}), &["nodePortAddresses"], &[])]
-    #[case::a_field_that_comes(json!({}), json!({"clusterCIDR": "10.0.0.0/8"}), &[], &["clusterCIDR"])]
-    #[case::a_field_that_goes(json!({"featureGates": {"A": true}}), json!({"featureGates": {}}), &[], &["featureGates.A"])]
-    #[case::a_name_that_begins_alike(json!({"conntrackers": 1}), json!({"conntrackers": 2}), &[], &["conntrackers"])]
-    fn what_changed(#[case] old: Value, #[case] new: Value, #[case] live: &[&str], #[case] restart: &[&str]) {
-        let changes = Changes::between(&old, &new);
-        assert_eq!(changes.live, live);
-        assert_eq!(changes.restart, restart);
+    const LIMIT: &str = "root/proc/sys/net/netfilter/nf_conntrack_max";
+
+    impl Scene {
+        fn new() -> Self {
+            let folder = tempfile::tempdir().unwrap();
+            write(&folder, "oomScoreAdj: 0\nconntrack: {maxPerCore: 0}\n");
+            let flag = format!("--config={}", folder.path().join("config.yaml").display());
+            let line = CommandLine::parse([flag.into()]).unwrap();
+            let config = Arc::new(Settings::new(&line).unwrap().config);
+            let reload = Reload {
+                kernel: Kernel::below(folder.path().join("root")),
+                ..Reload::new(
+                    line,
+                    RequestedMode::Ebpf,
+                    watch::Sender::new(Arc::clone(&config)),
+                    watch::Sender::new(config.to_document()),
+                    Recorder::silent(),
+                    Arc::new(Metrics::new(None, InvalidObjects::default(), |_| {})),
+                )
+            };
+            Self { folder, reload }
+        }
+
+        fn change(&mut self, text: &str) {
+            write(&self.folder, text);
+            assert!(self.reload.compare().is_none());
+        }
+
+        fn max_per_core(&self) -> u32 {
+            let in_force = self.reload.configs.borrow().conntrack.max_per_core;
+            assert_eq!(self.reload.document.borrow()["conntrack"]["maxPerCore"], in_force);
+            in_force
+        }
+    }
+
+    fn write(folder: &TempDir, text: &str) {
+        let head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
+        fs::write(folder.path().join("config.yaml"), format!("{head}hostnameOverride: a\n{text}")).unwrap();
+    }
+
+    #[test]
+    fn a_limit_that_cannot_be_written_keeps_its_former_value_until_the_file_changes_again() {
+        let mut scene = Scene::new();
+        let limit = scene.folder.path().join(LIMIT);
+        // No number can be read from a folder, and none written to it.
+        fs::create_dir_all(&limit).unwrap();
+        let changed = "conntrack: {maxPerCore: 1000}\niptables: {syncPeriod: 7s}\n";
+        scene.change(&format!("oomScoreAdj: 0\n{changed}"));
+        assert_eq!(scene.max_per_core(), 0);
+        assert_eq!(scene.reload.document.borrow()["iptables"]["syncPeriod"], "7s");
+
+        fs::remove_dir(&limit).unwrap();
+        fs::write(&limit, "5\n").unwrap();
+        scene.change(&format!("oomScoreAdj: 0\n{changed}"));
+        assert_eq!((scene.max_per_core(), fs::read_to_string(&limit).unwrap().as_str()), (0, "5\n"));
+        scene.change(&format!("oomScoreAdj: 1\n{changed}"));
+        assert_eq!(scene.max_per_core(), 1000);
+        assert_ne!(fs::read_to_string(&limit).unwrap(), "5\n");
+    }
+
+    #[test]
+    fn a_file_that_is_not_valid_changes_nothing() {
+        let mut scene = Scene::new();
+        scene.change("conntrack: {maxPerCore: -1}\n");
+        assert_eq!(scene.max_per_core(), 0);
+        assert!(scene.reload.problem.is_some());
+        assert_eq!(scene.reload.metrics.refused_configurations.get(), 1);
+        scene.change("conntrack: {maxPerCore: -1}\n");
+        assert_eq!(scene.reload.metrics.refused_configurations.get(), 1);
+        scene.change("oomScoreAdj: 0\nconntrack: {maxPerCore: 0}\n");
+        assert!(scene.reload.problem.is_none());
     }
 }

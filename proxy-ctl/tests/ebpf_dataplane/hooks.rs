@@ -21,7 +21,8 @@ use proxy_ctl::{
         Applied, Dataplane, Hook, Host, Interface, NodeNetwork, Role,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
     },
-    node,
+    model::objects::Node,
+    node::{self, OwnNode},
     sys::{
         bpf::{self, LinkTarget, Order},
         sampler::Sampler,
@@ -433,10 +434,10 @@ fn the_node_is_followed_by_netlink() {
     let Some(_place) = Place::new() else { return };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
-        let (addresses, node_addresses) = tokio::sync::watch::channel(Vec::new());
+        let (own_node, own_nodes) = tokio::sync::watch::channel(OwnNode::Absent);
         let (sender, mut hosts) = tokio::sync::watch::channel(None);
         let stop = CancellationToken::new();
-        let watching = node::watch(node_addresses, sender, stop.clone());
+        let watching = node::watch(own_nodes, sender, stop.clone());
         let changing = async {
             until(&mut hosts, |host| host.interfaces.is_empty() && host.addresses.len() == 2).await;
             veth("dpa");
@@ -450,13 +451,13 @@ fn the_node_is_followed_by_netlink() {
             let own: IpAddr = "192.0.2.1".parse().unwrap();
             run("ip", "address add 192.0.2.1/24 dev dpa");
             until(&mut hosts, |host| host.addresses.contains(&own)).await;
-            addresses.send(vec![own]).unwrap();
+            own_node.send(OwnNode::Present(Node { addresses: vec![own], ..Node::default() })).unwrap();
             until(&mut hosts, |host| {
                 role(host, "dpa") == Some(Role::Uplink) && host.masquerade_addresses == [own]
             })
             .await;
             run("ip", "route add default via 192.0.2.2");
-            addresses.send(Vec::new()).unwrap();
+            own_node.send(OwnNode::Absent).unwrap();
             until(&mut hosts, |host| host.masquerade_addresses == [own]).await;
             run("ip", "link set dpa down");
             until(&mut hosts, |host| role(host, "dpa") == Some(Role::Workload)).await;

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 
 use super::*;
 use crate::{
@@ -20,6 +20,7 @@ use crate::{
             ServicePort, TrafficPolicy,
         },
     },
+    node::OwnNode,
     report::{Health, HealthCheckAddresses, UsageSource as _},
     source::InvalidObjects,
 };
@@ -232,8 +233,7 @@ fn reports() -> Reports {
     Reports {
         health: Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30)))),
         metrics: Arc::new(Metrics::new(None, InvalidObjects::default(), |_| {})),
-        node_addresses: watch::Sender::new(None),
-        nodes: mpsc::unbounded_channel().0,
+        own_node: watch::Sender::default(),
         health_checks: watch::Sender::default(),
         coverage: watch::Sender::default(),
     }
@@ -420,10 +420,10 @@ fn the_configuration_chooses_interfaces_and_node_port_addresses() {
     std::fs::write(&path, text).unwrap();
     let mut fixture = Fixture::new(Config::load(&path).unwrap().config);
     let node = Node { addresses: vec![address("192.0.2.1")], ..Node::default() };
-    let told = fixture.reports.node_addresses.subscribe();
-    assert_eq!(*told.borrow(), None);
+    let own_node = fixture.reports.own_node.subscribe();
+    assert_eq!(*own_node.borrow(), OwnNode::NotListed);
     fixture.take(Update::Node(Some(node.clone())));
-    assert_eq!(*told.borrow(), Some(node.addresses.clone()));
+    assert_eq!(*own_node.borrow(), OwnNode::Present(node.clone()));
     fixture.controller.set_network(network(&["192.0.2.1", "192.0.2.2"]));
     fixture.start();
     let set = |calls: Vec<Call>| match calls.into_iter().next() {

@@ -2,6 +2,7 @@
 
 use std::{sync::mpsc as channel, thread::JoinHandle};
 
+use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::*;

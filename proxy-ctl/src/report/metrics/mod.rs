@@ -63,6 +63,7 @@ pub struct Metrics {
     pub refused_configurations: Counter,
     /// Objects of another kube-proxy in the kernel, as of the last look.
     pub former_rules: Gauge,
+    pub former_rule_blockers: Gauge,
     pub former_rule_errors: Counter,
     pub invalid_objects: InvalidObjects,
     pub frontend_conflicts: Counter,
@@ -105,6 +106,7 @@ impl Metrics {
             drift: own.drift.clone(),
             refused_configurations: own.refused_configurations.clone(),
             former_rules: own.former_rules.clone(),
+            former_rule_blockers: own.former_rule_blockers.clone(),
             former_rule_errors: own.former_rule_errors.clone(),
             invalid_objects,
             frontend_conflicts: own.frontend_conflicts.clone(),

@@ -56,6 +56,7 @@ pub(super) struct ProxyMetrics {
     pub(super) drift: Counter,
     pub(super) refused_configurations: Counter,
     pub(super) former_rules: Gauge,
+    pub(super) former_rule_blockers: Gauge,
     pub(super) former_rule_errors: Counter,
     pub(super) frontend_conflicts: Counter,
     pub(super) listed: Gauge,
@@ -86,6 +87,7 @@ impl ProxyMetrics {
             drift: Counter::default(),
             refused_configurations: Counter::default(),
             former_rules: Gauge::default(),
+            former_rule_blockers: Gauge::default(),
             former_rule_errors: Counter::default(),
             frontend_conflicts: Counter::default(),
             listed: Gauge::default(),
@@ -145,6 +147,11 @@ impl ProxyMetrics {
             "former_rules",
             "Chains, tables, sets, virtual servers and devices of another kube-proxy that are in the kernel",
             self.former_rules.clone(),
+        );
+        registry.register(
+            "former_rule_blockers",
+            "Service ports that are not served, for which the rules of another kube-proxy stay",
+            self.former_rule_blockers.clone(),
         );
         registry.register("service_ports", "Service ports that are served", self.service_ports.clone());
         registry.register(

@@ -603,6 +603,50 @@ pub(crate) fn run_leaves_them_where_it_is_told_to(world: &mut World) -> Result<O
     Ok(Outcome::Passed)
 }
 
+/// SCTP is not served; session affinity is served as if it were not asked for.
+pub(crate) fn rules_stay_while_a_service_port_is_not_served(world: &mut World) -> Result<Outcome> {
+    let own = Node::new(world, "held-back", 53)?;
+    publish(world, &own)?;
+    let mut sticky = objects::service("default", "sticky", PORT);
+    sticky["spec"]["sessionAffinity"] = json!("ClientIP");
+    let mut sctp = objects::service("default", "associations", PORT);
+    sctp["spec"]["ports"][0]["protocol"] = json!("SCTP");
+    world.apply(&sticky)?;
+    world.apply(&sctp)?;
+    let tables = Tables::Nft("nftables");
+    let former = match Former::new(&own, tables)? {
+        Ok(former) => former,
+        Err(why) => return Ok(Outcome::Skipped(why)),
+    };
+    former.leave_rules(&own)?;
+    let left = tables.dump()?;
+    let proxy = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
+    proxy.says("rules of another kube-proxy stay on this node")?;
+    proxy.says("default/associations:main (spec.ports[].protocol: ")?;
+    ensure!(!proxy.log().contains("default/sticky:main (spec"), "{}", proxy.log());
+    let event = world.event(own.name, "KubeProxyRulesRemain")?;
+    ensure!(event["note"].as_str().is_some_and(|note| note.contains("default/associations")), "{event}");
+    let blockers = |counted: f64, named: usize| {
+        let told = || {
+            let status = own.status()?;
+            let names = status["formerKubeProxy"]["heldBackBy"].as_array().map(Vec::len);
+            let count = metric(&own.metrics(), "proxy_former_rule_blockers")?;
+            Ok((count == counted && names == Some(named)).then_some(()))
+        };
+        until("what holds back the removal", LIMIT, told, || proxy.log())
+    };
+    blockers(1.0, 1)?;
+    ensure!(metric(&own.metrics(), "proxy_former_rules")? > 0.0, "{}", proxy.log());
+    is_as(&left, &tables.dump()?)?;
+
+    world.delete(&sctp)?;
+    proxy.says(REMOVED)?;
+    blockers(0.0, 0)?;
+    ensure!(!tables.dump()?.contains(CLUSTER_IP), "they are still there");
+    world.delete(&sticky)?;
+    Ok(Outcome::Passed)
+}
+
 pub(crate) fn a_kube_proxy_that_is_still_at_work_is_named_and_not_fought(
     world: &mut World,
 ) -> Result<Outcome> {

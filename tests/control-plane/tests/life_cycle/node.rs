@@ -140,6 +140,11 @@ impl Node {
         serde_json::from_slice(&output.stdout).with_context(|| format!("{output:?}"))
     }
 
+    pub(crate) fn status(&self) -> Result<Value> {
+        let output = self.command("status")?;
+        serde_json::from_slice(&output.stdout).with_context(|| format!("{output:?}"))
+    }
+
     /// Service `web` of the world leads to its endpoint.
     pub(crate) fn serves(&self) -> Result<()> {
         let services = self.services()?;

@@ -1,26 +1,23 @@
-//! The own Node at the start and afterwards: what must be known of it before this proxy is set up, and which of its
-//! changes end the process, so that it is set up anew. Limits and consequences are kube-proxy's.
+//! The own Node: what must be known of it before this proxy is set up, and which of its changes end the process, so that
+//! the proxy is set up anew. Limits and consequences are kube-proxy's.
 
 use std::{fmt, net::IpAddr, time::Duration};
 
 use ipnet::IpNet;
-use tokio::{
-    sync::mpsc,
-    time::{Instant, timeout_at},
+use tokio::{sync::watch, time::timeout};
+
+use crate::{
+    model::objects::Node,
+    node::{OwnNode, host_addresses},
 };
-
-use crate::{model::objects::Node, node::host_addresses};
-
-/// The own Node as the source tells it, from its first list on; `None`: there is none.
-pub type Nodes = mpsc::UnboundedReceiver<Option<Node>>;
 
 /// How long a Node is waited for that is not complete.
 #[derive(Clone, Copy, Debug)]
-pub struct Patience {
+pub(super) struct Patience {
     /// Then the proxy starts without addresses.
-    pub addresses: Duration,
+    addresses: Duration,
     /// Then the proxy ends.
-    pub pod_cidrs: Duration,
+    pod_cidrs: Duration,
 }
 
 impl Default for Patience {
@@ -30,7 +27,7 @@ impl Default for Patience {
 }
 
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-pub enum Error {
+pub(super) enum Error {
     #[error("timeout waiting for node {node:?} to exist")]
     NoNode { node: String },
     #[error("timeout waiting for PodCIDR allocation on node {node:?}, which detectLocalMode NodeCIDR needs")]
@@ -39,33 +36,31 @@ pub enum Error {
 
 /// Waits for the first list, however long the API server takes, then with `patience` for what is missing.
 /// `needs_pod_cidrs`: local traffic is told by the Node's pod CIDRs.
-pub async fn settle(
+pub(super) async fn wait_for(
     name: &str,
-    nodes: &mut Nodes,
+    own_node: &mut watch::Receiver<OwnNode>,
     needs_pod_cidrs: bool,
     patience: Patience,
 ) -> Result<Option<Node>, Error> {
-    let mut node = next(nodes).await;
-    let has_addresses = |node: &Node| !node.addresses.is_empty();
-    if !node.as_ref().is_some_and(has_addresses) {
+    wait_until(own_node, OwnNode::is_listed).await;
+    let has_addresses = |node: &OwnNode| !node.addresses().is_empty();
+    if !has_addresses(&own_node.borrow()) {
         tracing::info!(node = name, at_most = ?patience.addresses, "waiting for the Node and its addresses");
-        wait_until(nodes, &mut node, patience.addresses, has_addresses).await;
+        let _ = timeout(patience.addresses, wait_until(own_node, has_addresses)).await;
     }
-    let has_pod_cidrs = |node: &Node| !node.pod_cidrs.is_empty();
-    if needs_pod_cidrs && !node.as_ref().is_some_and(has_pod_cidrs) {
+    let has_pod_cidrs = |node: &OwnNode| node.node().is_some_and(|node| !node.pod_cidrs.is_empty());
+    if needs_pod_cidrs && !has_pod_cidrs(&own_node.borrow()) {
         tracing::info!(node = name, at_most = ?patience.pod_cidrs, "waiting for the Node's pod CIDRs");
-        wait_until(nodes, &mut node, patience.pod_cidrs, has_pod_cidrs).await;
-        match &node {
-            None => return Err(Error::NoNode { node: name.to_owned() }),
-            Some(node) if !has_pod_cidrs(node) => {
-                return Err(Error::NoPodCidr { node: name.to_owned() });
-            }
-            Some(_) => {}
-        }
+        let _ = timeout(patience.pod_cidrs, wait_until(own_node, has_pod_cidrs)).await;
     }
+    let node = own_node.borrow_and_update().node().cloned();
     match &node {
+        None if needs_pod_cidrs => return Err(Error::NoNode { node: name.to_owned() }),
+        Some(node) if needs_pod_cidrs && node.pod_cidrs.is_empty() => {
+            return Err(Error::NoPodCidr { node: name.to_owned() });
+        }
         None => tracing::error!(node = name, "Timed out waiting for node to exist"),
-        Some(node) if !has_addresses(node) => {
+        Some(node) if node.addresses.is_empty() => {
             tracing::error!(node = %node.name, "Timed out waiting for node to be assigned IPs");
         }
         Some(node) => {
@@ -76,32 +71,16 @@ pub async fn settle(
     Ok(node)
 }
 
-/// Never completes once nobody tells of Nodes any more: then the process is about to end.
-async fn next(nodes: &mut Nodes) -> Option<Node> {
-    match nodes.recv().await {
-        Some(node) => node,
-        None => std::future::pending().await,
-    }
-}
-
-async fn wait_until(
-    nodes: &mut Nodes,
-    node: &mut Option<Node>,
-    limit: Duration,
-    enough: impl Fn(&Node) -> bool,
-) {
-    let deadline = Instant::now() + limit;
-    while !node.as_ref().is_some_and(&enough) {
-        match timeout_at(deadline, next(nodes)).await {
-            Ok(told) => *node = told,
-            Err(_) => return,
-        }
+/// Never completes once nobody tells of the Node any more: then the process is about to end.
+async fn wait_until(own_node: &mut watch::Receiver<OwnNode>, enough: impl Fn(&OwnNode) -> bool) {
+    if own_node.wait_for(enough).await.is_err() {
+        std::future::pending().await
     }
 }
 
 /// A change of the Node that this proxy was not set up for.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-pub enum Change {
+pub(super) enum Change {
     #[error(
         "NodeIPs changed for the node: they were {}, now they are {}; the proxy must be started anew",
         list(before),
@@ -125,22 +104,29 @@ fn list<T: fmt::Display>(all: &[T]) -> String {
     all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Completes with the first change that matters. `before`: the Node by which this proxy was set up.
-pub async fn changed(nodes: &mut Nodes, before: Option<Node>, needs_pod_cidrs: bool) -> Change {
+/// Completes with the first change that matters. `before`: the Node by which this proxy was set up. A state between two
+/// looks may be missed: a Node that is as it was needs no new process, whatever it was meanwhile.
+pub(super) async fn changed(
+    own_node: &mut watch::Receiver<OwnNode>,
+    before: Option<Node>,
+    needs_pod_cidrs: bool,
+) -> Change {
     let mut exists = before.is_some();
     let before = before.unwrap_or_default();
     loop {
-        let now = next(nodes).await;
-        match (&now, exists) {
-            (None, true) => return Change::Deleted,
-            (None, false) => {}
-            (Some(now), _) => {
+        if own_node.changed().await.is_err() {
+            std::future::pending().await
+        }
+        match own_node.borrow_and_update().node() {
+            None if exists => return Change::Deleted,
+            None => {}
+            Some(now) => {
+                exists = true;
                 if let Some(change) = difference(&before, now, needs_pod_cidrs) {
                     return change;
                 }
             }
         }
-        exists = now.is_some();
     }
 }
 
@@ -167,13 +153,16 @@ mod tests {
         })
     }
 
-    /// The source has told these, and goes on running.
-    fn told(told: &[Option<Node>]) -> (mpsc::UnboundedSender<Option<Node>>, Nodes) {
-        let (teller, nodes) = mpsc::unbounded_channel();
-        for node in told {
-            teller.send(node.clone()).unwrap();
+    fn listed(node: &Option<Node>) -> OwnNode {
+        node.clone().map_or(OwnNode::Absent, OwnNode::Present)
+    }
+
+    /// The source lists one after the other, each once the one before was taken, and goes on running.
+    async fn list_each(own_node: &watch::Sender<OwnNode>, nodes: &[Option<Node>]) {
+        for node in nodes {
+            own_node.send_replace(listed(node));
+            tokio::task::yield_now().await;
         }
-        (teller, nodes)
     }
 
     /// Nothing more comes, so that nothing is waited for in vain for long.
@@ -200,19 +189,23 @@ mod tests {
         #[case] needs_pod_cidrs: bool,
         #[case] expected: Result<Option<Node>, Error>,
     ) {
-        let (_teller, mut nodes) = told(first);
-        assert_eq!(settle("a", &mut nodes, needs_pod_cidrs, SHORT).await, expected);
+        let own_node = watch::Sender::default();
+        let mut receiver = own_node.subscribe();
+        let waited = wait_for("a", &mut receiver, needs_pod_cidrs, SHORT);
+        let (found, ()) = tokio::join!(biased; waited, list_each(&own_node, first));
+        assert_eq!(found, expected);
     }
 
     #[tokio::test]
     async fn the_first_list_is_waited_for_without_a_limit() {
-        let (teller, mut nodes) = told(&[]);
-        let settled = settle("a", &mut nodes, true, SHORT);
-        tokio::pin!(settled);
+        let own_node = watch::Sender::default();
+        let mut receiver = own_node.subscribe();
+        let waited = wait_for("a", &mut receiver, true, SHORT);
+        tokio::pin!(waited);
         let much_longer = (SHORT.addresses + SHORT.pod_cidrs) * 3;
-        assert!(tokio::time::timeout(much_longer, &mut settled).await.is_err());
-        teller.send(node(&["192.0.2.1"], &["10.1.0.0/24"])).unwrap();
-        assert!(settled.await.unwrap().is_some());
+        assert!(timeout(much_longer, &mut waited).await.is_err());
+        own_node.send_replace(listed(&node(&["192.0.2.1"], &["10.1.0.0/24"])));
+        assert!(waited.await.unwrap().is_some());
     }
 
     fn addresses(before: &[&str], now: &[&str]) -> Option<Change> {
@@ -258,9 +251,22 @@ mod tests {
         #[case] needs_pod_cidrs: bool,
         #[case] expected: Option<Change>,
     ) {
-        let (_teller, mut nodes) = told(later);
-        let change = changed(&mut nodes, before, needs_pod_cidrs);
-        let change = tokio::time::timeout(Duration::from_millis(20), change).await.ok();
-        assert_eq!(change, expected);
+        let own_node = watch::Sender::default();
+        let mut receiver = own_node.subscribe();
+        let change = timeout(Duration::from_millis(20), changed(&mut receiver, before, needs_pod_cidrs));
+        let (change, ()) = tokio::join!(biased; change, list_each(&own_node, later));
+        assert_eq!(change.ok(), expected);
+    }
+
+    /// Both happened before anybody looked.
+    #[tokio::test]
+    async fn a_node_that_is_deleted_and_back_as_it_was_needs_no_new_process() {
+        let before = node(&["192.0.2.1"], &[]);
+        let own_node = watch::Sender::new(listed(&before));
+        let mut receiver = own_node.subscribe();
+        own_node.send_replace(OwnNode::Absent);
+        own_node.send_replace(listed(&before));
+        let change = timeout(Duration::from_millis(20), changed(&mut receiver, before, false));
+        assert!(change.await.is_err());
     }
 }

@@ -1,0 +1,122 @@
+//! What a changed configuration means for a running proxy: nothing, something that it takes over, or a new process. Pure.
+
+use serde_json::Value;
+
+/// Fields, and sections with everything in them, that the running process takes over.
+const LIVE: [&str; 8] = [
+    "conntrack",
+    "ebpf.interfaces",
+    "iptables.syncPeriod",
+    "ipvs.syncPeriod",
+    "logging.verbosity",
+    "nftables.syncPeriod",
+    "nodePortAddresses",
+    "oomScoreAdj",
+];
+
+/// Fields that nothing depends on in mode ebpf.
+const UNUSED: [&str; 3] = ["iptables.minSyncPeriod", "ipvs.minSyncPeriod", "nftables.minSyncPeriod"];
+
+/// Names of the fields that are different, such as `logging.verbosity`.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct ConfigChanges {
+    pub(super) live: Vec<String>,
+    /// They need a new process.
+    pub(super) restart: Vec<String>,
+}
+
+impl ConfigChanges {
+    /// Between two documents of `kubeproxy.config.k8s.io/v1alpha1` that hold every field.
+    pub(super) fn between(old: &Value, new: &Value) -> Self {
+        let mut names = Vec::new();
+        differences("", old, new, &mut names);
+        names.retain(|name| !UNUSED.contains(&name.as_str()));
+        let (live, restart) = names.into_iter().partition(|name| is_live(name));
+        Self { live, restart }
+    }
+}
+
+fn is_live(name: &str) -> bool {
+    LIVE.iter()
+        .any(|live| name.strip_prefix(live).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
+}
+
+/// Lists are one value each.
+fn differences(path: &str, old: &Value, new: &Value, names: &mut Vec<String>) {
+    match (old, new) {
+        (Value::Object(before), Value::Object(now)) => {
+            let added = now.keys().filter(|name| !before.contains_key(*name));
+            for name in before.keys().chain(added) {
+                let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+                let value =
+                    |object: &serde_json::Map<String, Value>| object.get(name).cloned().unwrap_or_default();
+                differences(&path, &value(before), &value(now), names);
+            }
+        }
+        (old, new) if old == new => {}
+        _ => names.push(path.to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn fields_that_are_taken_over_are_documented() {
+        let page = include_str!("../../../docs/life-cycle.md");
+        let listed: Vec<_> =
+            page.lines().filter_map(|line| line.strip_prefix("- `")?.split('`').next()).collect();
+        assert_eq!(listed, LIVE);
+    }
+
+    #[rstest]
+    #[case::nothing(json!({"mode": "ebpf"}), json!({"mode": "ebpf"}), &[], &[])]
+    #[case::verbosity(
+        json!({"logging": {"verbosity": 0, "format": "text"}}),
+        json!({"logging": {"verbosity": 4, "format": "text"}}),
+        &["logging.verbosity"],
+        &[],
+    )]
+    #[case::format(
+        json!({"logging": {"verbosity": 0, "format": "text"}}),
+        json!({"logging": {"verbosity": 0, "format": "json"}}),
+        &[],
+        &["logging.format"],
+    )]
+    #[case::both(
+        json!({"iptables": {"syncPeriod": "30s", "masqueradeBit": 14}}),
+        json!({"iptables": {"syncPeriod": "10s", "masqueradeBit": 15}}),
+        &["iptables.syncPeriod"],
+        &["iptables.masqueradeBit"],
+    )]
+    #[case::what_is_not_used(
+        json!({"iptables": {"minSyncPeriod": "1s"}, "ipvs": {"minSyncPeriod": "1s"}}),
+        json!({"iptables": {"minSyncPeriod": "5s"}, "ipvs": {"minSyncPeriod": "0s"}}),
+        &[],
+        &[],
+    )]
+    #[case::a_whole_section(
+        json!({"conntrack": {"min": 1, "tcpBeLiberal": false}}),
+        json!({"conntrack": {"min": 2, "tcpBeLiberal": true}}),
+        &["conntrack.min", "conntrack.tcpBeLiberal"],
+        &[],
+    )]
+    #[case::a_list(json!({"nodePortAddresses": null}), json!({"nodePortAddresses": ["primary"]}), &["nodePortAddresses"], &[])]
+    #[case::an_added_field(json!({}), json!({"clusterCIDR": "10.0.0.0/8"}), &[], &["clusterCIDR"])]
+    #[case::a_removed_field(json!({"featureGates": {"A": true}}), json!({"featureGates": {}}), &[], &["featureGates.A"])]
+    #[case::a_name_with_the_same_beginning(json!({"conntrackers": 1}), json!({"conntrackers": 2}), &[], &["conntrackers"])]
+    fn changed_fields(
+        #[case] old: Value,
+        #[case] new: Value,
+        #[case] live: &[&str],
+        #[case] restart: &[&str],
+    ) {
+        let changes = ConfigChanges::between(&old, &new);
+        assert_eq!(changes.live, live);
+        assert_eq!(changes.restart, restart);
+    }
+}

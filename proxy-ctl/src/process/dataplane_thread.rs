@@ -1,0 +1,50 @@
+//! The thread that blocks on the dataplane's system calls.
+
+use std::{sync::Arc, thread};
+
+use anyhow::Context as _;
+use tokio::sync::oneshot::{self, error::RecvError};
+
+use super::proxy::Proxy;
+use crate::{
+    controller::{self, Controller, Ended, Inputs},
+    dataplane,
+};
+
+pub(super) type DataplaneEnd = Result<(), Ended>;
+
+/// `opened` is called once the dataplane holds its lock. The answer comes when the thread ends.
+pub(super) fn start(
+    proxy: &Proxy,
+    inputs: Inputs,
+    opened: impl FnOnce() + Send + 'static,
+) -> anyhow::Result<oneshot::Receiver<DataplaneEnd>> {
+    let (end, ended) = oneshot::channel();
+    let controller =
+        Controller::new(Arc::clone(&proxy.config), Arc::clone(&proxy.node_name), proxy.reports());
+    let (mode, config) = (proxy.mode(), Arc::clone(&proxy.config));
+    let open = move || {
+        let dataplane = dataplane::open(mode, &config)?;
+        opened();
+        Ok(dataplane)
+    };
+    let runtime = tokio::runtime::Handle::current();
+    let body = move || {
+        // Whoever waits may have given up.
+        let _ = end.send(controller::run(controller, inputs, open, &runtime));
+    };
+    thread::Builder::new()
+        .name("dataplane".to_owned())
+        .spawn(body)
+        .context("starting the dataplane's thread")?;
+    Ok(ended)
+}
+
+/// The thread should not have ended.
+pub(super) fn failure(result: Result<DataplaneEnd, RecvError>) -> anyhow::Error {
+    match result {
+        Ok(Err(Ended::NotOpened(error))) => anyhow::Error::new(error).context("starting the dataplane"),
+        Ok(Err(error @ (Ended::NoSources | Ended::TakenOver(_)))) => error.into(),
+        Ok(Ok(())) | Err(_) => anyhow::anyhow!("the dataplane's thread ended unexpectedly"),
+    }
+}

@@ -1,0 +1,418 @@
+//! Removes what another kube-proxy has left, once this proxy serves all that it served, and watches for it from then on: a
+//! kube-proxy that is still at work writes it again.
+
+use std::{fmt::Display, sync::Arc, time::Duration};
+
+use tokio::{sync::watch, time::Instant};
+
+use super::event;
+use crate::{
+    config::Config,
+    controller::Coverage,
+    events::Recorder,
+    leftovers::{Found, Leftovers, Part, PendingRemoval, Purpose, Removal, Retained},
+    report::Metrics,
+};
+
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_mins(5);
+/// Service ports that hold back the removal and are named; the others are counted.
+const MOST_NAMED: usize = 10;
+
+pub(super) struct LeftoverRemoval {
+    pub(super) configs: watch::Receiver<Arc<Config>>,
+    pub(super) coverage: watch::Receiver<Coverage>,
+    /// What holds back the removal, for the record.
+    pub(super) blockers: watch::Sender<Vec<String>>,
+    pub(super) events: Recorder,
+    pub(super) metrics: Arc<Metrics>,
+}
+
+/// What is known and was reported so far.
+struct Progress {
+    leftovers: Leftovers,
+    pending: PendingRemoval,
+    next_attempt: Instant,
+    pause: Duration,
+    baseline: Baseline,
+    reported: Reported,
+}
+
+impl LeftoverRemoval {
+    /// Does not end, unless nothing will ever be served.
+    pub(super) async fn follow(mut self) {
+        if self.coverage.wait_for(|coverage| coverage.programmed).await.is_err() {
+            return;
+        }
+        let mut progress = self.begin().await;
+        loop {
+            self.look_and_remove(&mut progress).await;
+            // In less time than this, a kube-proxy writes anew what it misses.
+            let next_look = Instant::now() + self.configs.borrow().sync_period();
+            let held_back = !progress.reported.blockers.is_empty();
+            let attempts = !progress.pending.is_empty() && !held_back;
+            let next = if attempts { next_look.min(progress.next_attempt) } else { next_look };
+            tokio::select! {
+                () = tokio::time::sleep_until(next) => {}
+                _ = self.coverage.wait_for(|coverage| coverage.unserved().next().is_none()), if held_back => {}
+            }
+        }
+    }
+
+    /// With `ebpf.removeKubeProxyRules: false` nothing is to be removed.
+    async fn begin(&self) -> Progress {
+        let removes = self.configs.borrow().ebpf.remove_kube_proxy_rules;
+        let mut progress = Progress {
+            leftovers: Leftovers::default(),
+            pending: if removes { PendingRemoval::everything() } else { PendingRemoval::default() },
+            next_attempt: Instant::now(),
+            pause: FIRST_PAUSE,
+            baseline: Baseline::default(),
+            reported: Reported::default(),
+        };
+        if !removes {
+            let found = self.look(&mut progress.leftovers).await;
+            progress.reported.unknown(&found);
+            if !found.parts.is_empty() {
+                tracing::warn!(
+                    "rules of another kube-proxy are on this node and stay, as ebpf.removeKubeProxyRules is false: {}",
+                    joined(&found.parts)
+                );
+            }
+        }
+        progress
+    }
+
+    /// Tries to remove each part until that has succeeded once, and reports what comes back. That is not removed again:
+    /// two that write the same rules in turns help nobody.
+    async fn look_and_remove(&self, progress: &mut Progress) {
+        let blockers = blockers(&self.coverage.borrow());
+        let attempts =
+            blockers.is_empty() && !progress.pending.is_empty() && progress.next_attempt <= Instant::now();
+        if attempts {
+            self.remove(progress).await;
+            progress.baseline.removed_since = true;
+        }
+        let found = self.look(&mut progress.leftovers).await;
+        progress.reported.unknown(&found);
+        if found.parts.is_empty() && found.problems.is_empty() && !blockers.is_empty() {
+            // Whoever writes rules from now on is at work.
+            progress.pending = PendingRemoval::default();
+        }
+        let holds_back = !progress.pending.is_empty() && !found.parts.is_empty();
+        self.hold_back(if holds_back { blockers } else { Vec::new() }, &found.parts, &mut progress.reported);
+        if found.problems.is_empty() {
+            self.metrics.former_rules.set(i64::try_from(found.count()).unwrap_or(i64::MAX));
+            self.report_growth(&progress.baseline.update(&found.parts), &mut progress.reported);
+        }
+    }
+
+    async fn remove(&self, progress: &mut Progress) {
+        let config = Arc::clone(&self.configs.borrow());
+        let pending = progress.pending.clone();
+        let work = move |leftovers: &mut Leftovers| {
+            leftovers.remove(Purpose::TakeOver, &config.ipvs.exclude_cidrs, &pending)
+        };
+        if let Some(removal) = blocking(&mut progress.leftovers, work).await {
+            self.report_removal(&removal, progress);
+            progress.pending = removal.pending;
+        }
+        progress.next_attempt = Instant::now() + progress.pause;
+        progress.pause = (progress.pause * 2).min(LONGEST_PAUSE);
+    }
+
+    fn report_removal(&self, removal: &Removal, progress: &mut Progress) {
+        progress.reported.removal(removal);
+        if removal.problems.is_empty() {
+            return;
+        }
+        self.metrics.former_rule_errors.inc();
+        let problems = joined(&removal.problems);
+        if problems != progress.reported.problems {
+            tracing::warn!(
+                next_attempt_in = ?progress.pause,
+                "rules of another kube-proxy are still on this node, and lead to the endpoints of its time: {problems}"
+            );
+            self.events.record(event::former_rules_stay(&problems));
+            progress.reported.problems = problems;
+        }
+    }
+
+    /// `blockers`: empty where nothing is held back.
+    fn hold_back(&self, blockers: Vec<String>, parts: &[Part], reported: &mut Reported) {
+        if blockers == reported.blockers {
+            return;
+        }
+        if blockers.is_empty() {
+            tracing::info!("nothing holds back the removal of another kube-proxy's rules any more");
+        } else {
+            let (parts, blockers) = (joined(parts), joined(&blockers));
+            tracing::warn!(
+                "rules of another kube-proxy stay on this node ({parts}), as this proxy does not serve all that they may \
+                 serve: {blockers}. They are removed once it does, or those Services are gone"
+            );
+            self.events.record(event::former_rules_stay(&format!("held back by {blockers}")));
+        }
+        self.metrics.former_rule_blockers.set(i64::try_from(blockers.len()).unwrap_or(i64::MAX));
+        self.blockers.send_replace(blockers.clone());
+        reported.blockers = blockers;
+    }
+
+    fn report_growth(&self, grown: &[Part], reported: &mut Reported) {
+        if !grown.is_empty() && !reported.at_work {
+            let parts = joined(grown);
+            tracing::warn!(
+                "another kube-proxy is at work on this node: its rules are there again ({parts}). Two proxies get \
+                 in each other's way: end that one, then start this one anew, which removes them"
+            );
+            self.events.record(event::former_rules_are_back(&parts));
+        }
+        reported.at_work = !grown.is_empty();
+    }
+
+    async fn look(&self, leftovers: &mut Leftovers) -> Found {
+        let config = Arc::clone(&self.configs.borrow());
+        let work = move |leftovers: &mut Leftovers| leftovers.find(&config.ipvs.exclude_cidrs);
+        blocking(leftovers, work).await.unwrap_or_else(Found::unknown)
+    }
+}
+
+/// Service ports that this proxy does not serve, and why.
+fn blockers(coverage: &Coverage) -> Vec<String> {
+    let mut blockers: Vec<String> = coverage
+        .unserved()
+        .map(|(name, unsupported)| format!("{name} ({}: {})", unsupported.field, unsupported.instead))
+        .collect();
+    // Service ports of both families have the same name.
+    blockers.dedup();
+    let more = blockers.len().saturating_sub(MOST_NAMED);
+    if more > 0 {
+        blockers.truncate(MOST_NAMED);
+        blockers.push(format!("{more} more"));
+    }
+    blockers
+}
+
+/// The calls to the kernel take long where there is much. `None`: the work failed, which is in the log.
+async fn blocking<T: Send + 'static>(
+    leftovers: &mut Leftovers,
+    work: impl FnOnce(&mut Leftovers) -> T + Send + 'static,
+) -> Option<T> {
+    let mut lent = std::mem::take(leftovers);
+    let work = move || (work(&mut lent), lent);
+    let failed = |error| tracing::error!(%error, "looking for what another kube-proxy has left failed");
+    let (done, back) = tokio::task::spawn_blocking(work).await.map_err(failed).ok()?;
+    *leftovers = back;
+    Some(done)
+}
+
+fn joined(all: &[impl Display]) -> String {
+    all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// What is there while no other kube-proxy is at work.
+#[derive(Default)]
+struct Baseline {
+    /// `None`: nothing has been seen yet.
+    parts: Option<Vec<Part>>,
+    removed_since: bool,
+}
+
+impl Baseline {
+    /// `now`: all that is there. Answers with what somebody has written since.
+    fn update(&mut self, now: &[Part]) -> Vec<Part> {
+        let before = self.parts.get_or_insert_with(|| now.to_vec());
+        let more = grown(before, now);
+        if std::mem::take(&mut self.removed_since) {
+            *before = shrunk(before, now);
+        }
+        more
+    }
+}
+
+/// What is there now and was not, or was fewer.
+fn grown(before: &[Part], now: &[Part]) -> Vec<Part> {
+    let was = |part: &Part| {
+        let same = before.iter().find(|old| (&old.place, old.what) == (&part.place, part.what));
+        same.map_or(0, |old| old.count)
+    };
+    now.iter().filter(|part| part.count > was(part)).cloned().collect()
+}
+
+/// What was there before and still is, at most as many.
+fn shrunk(before: &[Part], now: &[Part]) -> Vec<Part> {
+    let still = |old: &Part| {
+        let same = now.iter().find(|part| (&part.place, part.what) == (&old.place, old.what))?;
+        Some(Part { count: old.count.min(same.count), ..old.clone() })
+    };
+    before.iter().filter_map(still).collect()
+}
+
+/// What is not reported again while it stays the same.
+#[derive(Default)]
+struct Reported {
+    problems: String,
+    /// Why it is not known what is there.
+    unknown: String,
+    waiting: usize,
+    retained: Vec<Retained>,
+    without_holder: Vec<String>,
+    blockers: Vec<String>,
+    /// Another kube-proxy is at work.
+    at_work: bool,
+}
+
+impl Reported {
+    /// Answers whether there was something to report.
+    fn unknown(&mut self, found: &Found) -> bool {
+        let unknown = joined(&found.problems);
+        let news = !unknown.is_empty() && unknown != self.unknown;
+        if news {
+            tracing::warn!(
+                "what another kube-proxy has left cannot be told, nor whether one is at work: {unknown}"
+            );
+        }
+        self.unknown = unknown;
+        news
+    }
+
+    fn removal(&mut self, removal: &Removal) {
+        if !removal.parts.is_empty() {
+            tracing::info!("removed what another kube-proxy had left: {}", joined(&removal.parts));
+        }
+        if removal.waiting > 0 && removal.waiting != self.waiting {
+            tracing::info!(
+                servers = removal.waiting,
+                "virtual servers of it stay until their connections have ended"
+            );
+        }
+        self.waiting = removal.waiting;
+        for place in removal.without_holder.iter().filter(|place| !self.without_holder.contains(place)) {
+            tracing::warn!(
+                place,
+                "connections that another kube-proxy's rules have translated end, unless somebody else translates: the \
+                 kernel lacks what would keep them (nf_tables with nft_chain_nat and nft_ct)"
+            );
+        }
+        self.without_holder.extend_from_slice(&removal.without_holder);
+        for retained in self.new_retained(&removal.retained) {
+            tracing::warn!(
+                place = retained.place,
+                name = retained.name,
+                "of another kube-proxy, {}",
+                retained.why
+            );
+        }
+    }
+
+    fn new_retained<'a>(&mut self, retained: &'a [Retained]) -> Vec<&'a Retained> {
+        let new: Vec<_> = retained.iter().filter(|one| !self.retained.contains(one)).collect();
+        self.retained.extend(new.iter().map(|one| (*one).clone()));
+        new
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        dataplane::{Effect, Unsupported},
+        leftovers::PartKind,
+        model::{
+            desired::{FrontendKind, ServicePortName},
+            objects::{IpFamily, ObjectName, Protocol},
+        },
+        sys::CallError,
+    };
+
+    fn part(place: &str, count: usize) -> Part {
+        Part { place: place.to_owned(), what: PartKind::Chains, count }
+    }
+
+    #[test]
+    fn what_stays_or_goes_has_not_come_back() {
+        let before = [part("nat", 3), part("filter", 2)];
+        assert_eq!(grown(&before, &before), []);
+        assert_eq!(grown(&before, &[part("nat", 2)]), []);
+        assert_eq!(grown(&before, &[part("nat", 4), part("mangle", 1)]), [part("nat", 4), part("mangle", 1)]);
+    }
+
+    /// Chains that were removed at the second attempt, and written again by somebody.
+    #[test]
+    fn what_comes_back_after_it_was_removed_has_come_back() {
+        let first = [part("nat", 3), part("filter", 2)];
+        let second = shrunk(&first, &[part("filter", 2), part("mangle", 1)]);
+        assert_eq!(second, [part("filter", 2)]);
+        assert_eq!(grown(&second, &first), [part("nat", 3)]);
+        assert_eq!(shrunk(&first, &[part("nat", 1), part("filter", 9)]), [part("nat", 1), part("filter", 2)]);
+    }
+
+    /// What could not be looked at is neither gone nor back.
+    #[test]
+    fn a_look_that_failed_changes_nothing() {
+        let mut baseline = Baseline { removed_since: true, ..Baseline::default() };
+        let stays = [part("nat", 3), part("filter", 2)];
+        assert_eq!(baseline.update(&stays), []);
+        assert_eq!(baseline.update(&stays), []);
+        // An attempt, and no look after it.
+        baseline.removed_since = true;
+        assert_eq!(baseline.update(&stays[..1]), []);
+        assert_eq!(baseline.update(&stays), stays[1..]);
+        // That is not fought, and stays said.
+        assert_eq!(baseline.update(&stays), stays[1..]);
+    }
+
+    #[test]
+    fn why_nothing_is_known_is_told_once_while_it_stays_the_same() {
+        let found = |call: Option<&'static str>| {
+            let problem = |call| CallError::new(call, std::io::ErrorKind::TimedOut.into()).into();
+            Found { parts: vec![part("nat", 3)], problems: call.map(problem).into_iter().collect() }
+        };
+        let mut reported = Reported::default();
+        let calls = [None, Some("a"), Some("a"), Some("b"), None, Some("b")];
+        let news = calls.map(|call| reported.unknown(&found(call)));
+        assert_eq!(news, [false, true, false, true, false, true]);
+        assert_eq!(Found::unknown().problems.len(), 1);
+    }
+
+    #[test]
+    fn what_stays_is_told_once_whatever_was_removed() {
+        let retained = |name: &str| Retained { place: "nat".into(), name: name.into(), why: "in use".into() };
+        let mut reported = Reported::default();
+        assert_eq!(reported.new_retained(&[retained("KUBE-A")]), [&retained("KUBE-A")]);
+        assert_eq!(reported.new_retained(&[retained("KUBE-A"), retained("KUBE-B")]), [&retained("KUBE-B")]);
+        assert!(reported.new_retained(&[retained("KUBE-B"), retained("KUBE-A")]).is_empty());
+    }
+
+    fn unserved(name: &str, effect: Effect) -> (ServicePortName, Vec<Unsupported>) {
+        let name = ServicePortName {
+            service: ObjectName::new("default", name),
+            port: "".into(),
+            protocol: Protocol::Tcp,
+            family: IpFamily::Ipv4,
+        };
+        (name, vec![Unsupported { field: "spec.x", effect, instead: "not served" }])
+    }
+
+    #[test]
+    fn what_is_served_otherwise_holds_nothing_back() {
+        let affinity = unserved("affinity", Effect::ServedDifferently);
+        let coverage = Coverage { programmed: true, unsupported: [affinity.clone()].into() };
+        assert_eq!(blockers(&coverage), [""; 0]);
+        let ranges = unserved("ranges", Effect::Without(FrontendKind::LoadBalancer));
+        let unsupported = [affinity, ranges, unserved("sctp", Effect::NotServed)].into();
+        let blockers = blockers(&Coverage { programmed: true, unsupported });
+        assert_eq!(blockers.len(), 2);
+        assert!(
+            blockers[0].contains("default/ranges") && blockers[0].contains("(spec.x: not served)"),
+            "{blockers:?}"
+        );
+    }
+
+    #[test]
+    fn some_of_many_blockers_are_named_and_the_others_counted() {
+        let unsupported = (10..30).map(|number| unserved(&format!("s{number}"), Effect::NotServed)).collect();
+        let blockers = blockers(&Coverage { programmed: true, unsupported });
+        assert_eq!((blockers.len(), blockers[MOST_NAMED].as_str()), (MOST_NAMED + 1, "10 more"));
+    }
+}

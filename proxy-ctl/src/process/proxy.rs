@@ -1,0 +1,267 @@
+//! What the tasks of a running proxy share, and the tasks.
+
+use std::{io, net::SocketAddr, sync::Arc};
+
+use ipnet::IpNet;
+use serde_json::Value;
+use tokio::{
+    sync::{mpsc, watch},
+    task::JoinSet,
+};
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    event,
+    leftover_removal::LeftoverRemoval,
+    own_node,
+    record::{self, Record, RecordInputs},
+    reload::Reload,
+    set_up,
+    settings::Settings,
+    source::Source,
+};
+use crate::{
+    config::{CommandLine, Config},
+    controller::{Coverage, Inputs, Reports, UsageRequests},
+    dataplane::NodeNetwork,
+    events::Recorder,
+    mode::{Choice, Mode},
+    model::{Update, objects::ObjectName},
+    node::{self, OwnNode},
+    report::{Health, HealthChecks, Metrics, SharedHealth},
+    serve::{self, Pages},
+    source::kubernetes::SourceState,
+};
+
+/// Updates between the watchers and the dataplane's thread; then the watchers wait.
+const UPDATES: usize = 4096;
+/// Questions to the dataplane's thread.
+const USAGE_REQUESTS: usize = 16;
+
+type Tasks = JoinSet<anyhow::Result<()>>;
+
+/// Each watch channel has one writer.
+pub(super) struct Proxy {
+    line: CommandLine,
+    /// As at the start.
+    pub(super) config: Arc<Config>,
+    pub(super) node_name: Arc<str>,
+    choice: Choice,
+    /// `None`: a folder of manifests. It need not tell all that a kube-proxy serves, and its Node is followed as it changes.
+    source_state: Option<SourceState>,
+    pub(super) events: Recorder,
+    health: Arc<SharedHealth>,
+    pub(super) metrics: Arc<Metrics>,
+    own_node: watch::Sender<OwnNode>,
+    /// Nothing is written before the first.
+    networks: watch::Sender<Option<NodeNetwork>>,
+    /// The configuration in force.
+    configs: watch::Sender<Arc<Config>>,
+    /// The same, as `/configz` shows it.
+    document: watch::Sender<Value>,
+    health_checks: watch::Sender<HealthChecks>,
+    coverage: watch::Sender<Coverage>,
+    removal_blockers: watch::Sender<Vec<String>>,
+    pub(super) stop: CancellationToken,
+}
+
+/// The ends of channels that have one owner each.
+pub(super) struct ProxyInputs {
+    pub(super) updates: mpsc::Sender<Update>,
+    pub(super) controller: Inputs,
+}
+
+impl Proxy {
+    pub(super) fn new(
+        line: CommandLine,
+        settings: Settings,
+        choice: Choice,
+        source: &Source,
+        source_state: SourceState,
+    ) -> anyhow::Result<(Self, ProxyInputs)> {
+        let from_api_server = matches!(source, Source::Kubernetes(_));
+        let config = Arc::new(settings.config);
+        let events = source.recorder(&settings.node_name)?;
+        let (usage_requests_in, usage_requests) = mpsc::channel(USAGE_REQUESTS);
+        let register = |registry: &mut _| {
+            if from_api_server {
+                source_state.register(registry);
+                events.register(registry.sub_registry_with_prefix("proxy"));
+            }
+        };
+        let metrics = Metrics::new(
+            Some(Box::new(UsageRequests(usage_requests_in))),
+            source_state.invalid_objects(),
+            register,
+        );
+        let proxy = Self {
+            line,
+            node_name: settings.node_name,
+            choice,
+            source_state: from_api_server.then_some(source_state),
+            events,
+            health: Arc::new(SharedHealth::new(Health::new(config.sync_period()))),
+            metrics: Arc::new(metrics),
+            own_node: watch::Sender::default(),
+            networks: watch::Sender::default(),
+            configs: watch::Sender::new(Arc::clone(&config)),
+            document: watch::Sender::new(config.to_document()),
+            health_checks: watch::Sender::default(),
+            coverage: watch::Sender::default(),
+            removal_blockers: watch::Sender::default(),
+            stop: CancellationToken::new(),
+            config,
+        };
+        let (updates_in, updates) = mpsc::channel(UPDATES);
+        let (networks, configs) = (proxy.networks.subscribe(), proxy.configs.subscribe());
+        let controller = Inputs { updates, networks, usage_requests, configs, stop: proxy.stop.clone() };
+        Ok((proxy, ProxyInputs { updates: updates_in, controller }))
+    }
+
+    pub(super) fn mode(&self) -> Mode {
+        self.choice.mode
+    }
+
+    /// What the controller writes.
+    pub(super) fn reports(&self) -> Reports {
+        Reports {
+            health: Arc::clone(&self.health),
+            metrics: Arc::clone(&self.metrics),
+            own_node: self.own_node.clone(),
+            health_checks: self.health_checks.clone(),
+            coverage: self.coverage.clone(),
+        }
+    }
+
+    pub(super) fn serve_http(&self, tasks: &mut Tasks) {
+        let hard_fail = self.config.bind_address_hard_fail;
+        if let Some(address) = self.config.healthz_bind_address {
+            let (health, metrics) = (Arc::clone(&self.health), Arc::clone(&self.metrics));
+            let healthz = serve::healthz(address, hard_fail, health, metrics, self.stop.clone());
+            tasks.spawn(async { Ok(healthz.await?) });
+        }
+        if let Some(address) = self.config.metrics_bind_address {
+            let metrics = Arc::clone(&self.metrics);
+            let metrics = serve::metrics(address, hard_fail, self.pages(), metrics, self.stop.clone());
+            tasks.spawn(async { Ok(metrics.await?) });
+        }
+    }
+
+    fn pages(&self) -> Pages {
+        Pages {
+            mode: self.choice.mode.name(),
+            configuration: Some(self.document.subscribe()),
+            flags: self.config.has_gate("ComponentFlagz").then(|| self.line.values()),
+            status: self.config.has_gate("ComponentStatusz"),
+            profiling: self.config.enable_profiling,
+        }
+    }
+
+    /// What load balancers ask at `healthCheckNodePort`.
+    pub(super) fn serve_service_health(&self, tasks: &mut Tasks) {
+        let (node_name, events) = (Arc::clone(&self.node_name), self.events.clone());
+        let failed = move |service: &ObjectName, address: SocketAddr, error: &io::Error| {
+            tracing::error!(%service, %address, %error, "healthCheckNodePort: cannot listen, tried again every 5 s");
+            events.record(event::service_health_failed(&node_name, service, address, error));
+        };
+        let (checks, health) = (self.health_checks.subscribe(), Arc::clone(&self.health));
+        let served = serve::service_health(checks, health, failed, self.stop.clone());
+        tasks.spawn(async {
+            served.await;
+            Ok(())
+        });
+    }
+
+    /// Sets the node up, then follows its addresses, its Node and the configuration file. The task ends only with what
+    /// must end the process.
+    pub(super) fn set_up_and_follow(&self, tasks: &mut Tasks) {
+        let mode = self.choice.mode.requested();
+        let (config, node_name) = (Arc::clone(&self.config), Arc::clone(&self.node_name));
+        let mut own_node = self.source_state.is_some().then(|| self.own_node.subscribe());
+        let events = self.events.clone();
+        let network_changes =
+            node::watch(self.own_node.subscribe(), self.networks.clone(), self.stop.clone());
+        let reload = Reload::new(
+            self.line.clone(),
+            mode,
+            self.configs.clone(),
+            self.document.clone(),
+            self.events.clone(),
+            Arc::clone(&self.metrics),
+        );
+        tasks.spawn(async move {
+            let node = set_up::set_up(mode, &config, &node_name, own_node.as_mut(), &events).await?;
+            let by_pod_cidrs = set_up::needs_pod_cidrs(&config);
+            let node_change = async {
+                match &mut own_node {
+                    Some(own_node) => own_node::changed(own_node, node, by_pod_cidrs).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                change = node_change => Err(change.into()),
+                error = reload.follow() => Err(error),
+                done = network_changes => Ok(done?),
+            }
+        });
+    }
+
+    pub(super) fn remove_leftovers(&self, tasks: &mut Tasks) {
+        if self.source_state.is_none() {
+            return;
+        }
+        let removal = LeftoverRemoval {
+            configs: self.configs.subscribe(),
+            coverage: self.coverage.subscribe(),
+            blockers: self.removal_blockers.clone(),
+            events: self.events.clone(),
+            metrics: Arc::clone(&self.metrics),
+        };
+        let stop = self.stop.clone();
+        tasks.spawn(async move {
+            tokio::select! {
+                () = removal.follow() => {}
+                () = stop.cancelled() => {}
+            }
+            Ok(())
+        });
+    }
+
+    /// The record is written first by what this answers with, and then whenever it has changed: only whoever holds the
+    /// dataplane's lock may write it.
+    pub(super) fn keep_record(&self, tasks: &mut Tasks) -> impl FnOnce() + Send + 'static {
+        let pid = std::process::id();
+        let record = Record {
+            pid,
+            began: record::began(pid).unwrap_or(0),
+            node: self.node_name.to_string(),
+            mode: self.choice.mode.name().to_owned(),
+            reasons: self.choice.reasons.clone(),
+            // Another value ends the process.
+            exclude_cidrs: self.config.ipvs.exclude_cidrs.iter().map(IpNet::to_string).collect(),
+            ..Record::default()
+        };
+        let inputs = RecordInputs {
+            source_state: self.source_state.clone(),
+            networks: self.networks.subscribe(),
+            configs: self.configs.subscribe(),
+            removal_blockers: self.removal_blockers.subscribe(),
+        };
+        let (written, stop) = (CancellationToken::new(), self.stop.clone());
+        let kept = record::keep(record.clone(), inputs, written.clone());
+        tasks.spawn(async move {
+            tokio::select! {
+                () = kept => {}
+                () = stop.cancelled() => {}
+            }
+            Ok(())
+        });
+        let bpffs = self.config.ebpf.bpffs.clone();
+        move || {
+            if let Err(error) = record.write(&bpffs) {
+                tracing::warn!(%error, "`proxy-ctl status` does not know about this process");
+            }
+            written.cancel();
+        }
+    }
+}

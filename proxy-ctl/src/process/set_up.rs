@@ -1,0 +1,129 @@
+//! From a checked configuration to a node that may be programmed, in kube-proxy's order: the own Node, kernel parameters,
+//! what of the configuration does not fit the node, and the event `Starting`.
+
+use std::{path::Path, thread};
+
+use anyhow::bail;
+use tokio::sync::watch;
+
+use super::{
+    checks::{self, LocalBy, NodeFacts},
+    event,
+    kernel::{self, Kernel},
+    oom,
+    own_node::{self, Patience},
+};
+use crate::{
+    config::{Config, LocalMode, RequestedMode},
+    events::Recorder,
+    model::objects::Node,
+    node::{NodeIps, OwnNode},
+};
+
+/// Answers with the Node by which the node was set up. `own_node`: `None` where it is followed without being waited for.
+pub(super) async fn set_up(
+    mode: RequestedMode,
+    config: &Config,
+    node_name: &str,
+    own_node: Option<&mut watch::Receiver<OwnNode>>,
+    events: &Recorder,
+) -> anyhow::Result<Option<Node>> {
+    let mut node = None;
+    let checked = own_node.is_some();
+    if let Some(own_node) = own_node {
+        let by_pod_cidrs = needs_pod_cidrs(config);
+        node = own_node::wait_for(node_name, own_node, by_pod_cidrs, Patience::default()).await?;
+    }
+    prepare(mode, config, &Kernel::default(), events)?;
+    if checked {
+        check(config, node.as_ref())?;
+    }
+    events.record(event::starting());
+    Ok(node)
+}
+
+/// Local traffic is told by the Node's pod CIDRs.
+pub(super) fn needs_pod_cidrs(config: &Config) -> bool {
+    local_by(config) == LocalBy::NodeCidr
+}
+
+fn local_by(config: &Config) -> LocalBy {
+    match config.detect_local_mode {
+        LocalMode::ClusterCidr => LocalBy::ClusterCidr,
+        LocalMode::NodeCidr => LocalBy::NodeCidr,
+        LocalMode::BridgeInterface | LocalMode::InterfaceNamePrefix => LocalBy::Interface,
+    }
+}
+
+/// What needs privileges, and outlives this process. May be done again at any time.
+pub(super) fn prepare(
+    mode: RequestedMode,
+    config: &Config,
+    kernel: &Kernel,
+    events: &Recorder,
+) -> Result<(), kernel::Error> {
+    oom::set_score(config.oom_score_adj);
+    let skipped = kernel.set(&kernel::wanted(mode, config, cores(kernel)))?;
+    if !skipped.missing.is_empty() {
+        tracing::warn!(
+            parameters = ?skipped.missing,
+            "the kernel does not have these parameters: nf_conntrack is not loaded; the section conntrack of the \
+             configuration has no effect before the next start"
+        );
+    }
+    if !skipped.read_only.is_empty() {
+        tracing::error!(
+            parameters = ?skipped.read_only,
+            "these are on read-only file systems and stay as they are: run once with --init-only and privileges, or \
+             set conntrack.maxPerCore and the timeouts to 0"
+        );
+        events.record(event::read_only(&skipped.read_only));
+    }
+    if !kernel.shows_bridged_packets(mode) {
+        tracing::warn!(
+            "Missing br-netfilter module or unset sysctl br-nf-call-iptables, proxy may not work as intended"
+        );
+    }
+    Ok(())
+}
+
+fn cores(kernel: &Kernel) -> u32 {
+    let usable = || thread::available_parallelism().map_or(1, usize::from);
+    kernel.cores().unwrap_or_else(|| u32::try_from(usable()).unwrap_or(u32::MAX))
+}
+
+/// Reports what of the configuration does not fit the node.
+fn check(config: &Config, node: Option<&Node>) -> anyhow::Result<()> {
+    let local_by = local_by(config);
+    let addresses = node.map(|node| node.addresses.as_slice()).unwrap_or_default();
+    let ips = NodeIps::detect(config.bind_address, addresses);
+    if ips.is_assumed() {
+        tracing::warn!(
+            "Can't determine this node's IP, assuming loopback; if this is incorrect, please set the \
+             --bind-address flag"
+        );
+    }
+    let pod_cidrs = match (local_by, node) {
+        (LocalBy::NodeCidr, Some(node)) => node.pod_cidrs.clone(),
+        _ => Vec::new(),
+    };
+    let facts = NodeFacts { ips, pod_cidrs, dual_stack: is_dual_stack() };
+    tracing::info!(primary = ?ips.primary, dual_stack = facts.dual_stack, "address families");
+    if let Some(nothing) = checks::nothing_is_local(config, local_by, &facts) {
+        tracing::info!(ip_family = ips.primary.name(), "{nothing}");
+    }
+    let findings = checks::check(config, local_by, &facts);
+    for warning in &findings.warnings {
+        tracing::warn!("{warning}");
+    }
+    if !findings.fatal.is_empty() {
+        bail!("kube-proxy configuration is incorrect: {}", findings.fatal.join("; "));
+    }
+    Ok(())
+}
+
+/// Whether the kernel has both address families.
+fn is_dual_stack() -> bool {
+    let disabled = std::fs::read_to_string("/proc/sys/net/ipv6/conf/all/disable_ipv6");
+    Path::new("/proc/net/if_inet6").exists() && disabled.map_or(true, |text| text.trim() != "1")
+}

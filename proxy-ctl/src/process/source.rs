@@ -1,0 +1,66 @@
+//! Where Services come from: the API server or a folder of manifests.
+
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+use super::settings::Settings;
+use crate::{
+    events::Recorder,
+    model::Update,
+    report::Metrics,
+    source::{
+        InvalidField,
+        kubernetes::{Kubernetes, SourceState},
+        manifests::Manifests,
+    },
+};
+
+pub(super) enum Source {
+    Kubernetes(Box<Kubernetes>),
+    Manifests(Manifests),
+}
+
+impl Source {
+    /// Must be called within the runtime.
+    pub(super) fn open(settings: &Settings, state: &SourceState) -> anyhow::Result<Self> {
+        match &settings.manifests {
+            Some(folder) => Ok(Self::Manifests(Manifests::open(folder, Arc::clone(&settings.node_name))?)),
+            None => Ok(Self::Kubernetes(Box::new(settings.kubernetes(state.clone())?))),
+        }
+    }
+
+    /// Must be called within the runtime.
+    pub(super) fn recorder(&self, node_name: &Arc<str>) -> anyhow::Result<Recorder> {
+        let Self::Kubernetes(kubernetes) = self else { return Ok(Recorder::silent()) };
+        let host = nix::unistd::gethostname().context("asking for the host's name")?;
+        Ok(Recorder::new(kubernetes.api(), Arc::clone(node_name), &host.to_string_lossy()))
+    }
+
+    pub(super) async fn run(
+        self,
+        updates: mpsc::Sender<Update>,
+        metrics: Arc<Metrics>,
+        stop: CancellationToken,
+    ) -> anyhow::Result<()> {
+        match self {
+            Self::Kubernetes(kubernetes) => {
+                tracing::info!(server = kubernetes.server(), "watching the API server");
+                tokio::select! {
+                    done = kubernetes.run(updates) => done?,
+                    () = stop.cancelled() => {}
+                }
+            }
+            Self::Manifests(manifests) => {
+                let report = move |field: InvalidField| {
+                    metrics.invalid_objects.found(field.resource(), 1);
+                    tracing::warn!(object = field.object, field = field.field, "{}", field.problem);
+                };
+                manifests.run(updates, report, stop).await?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -12,8 +12,9 @@ use behaviour::{
 use clap::{Parser, ValueEnum as _};
 use scenario::{Outcome, Scenario, Shared, Trial};
 
+// clap names a group of arguments after its struct, and the harness has `Arguments`.
 #[derive(Parser)]
-struct Arguments {
+struct Selection {
     #[command(flatten)]
     harness: scenario::Arguments,
     /// Only the small set
@@ -31,7 +32,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = Selection::parse();
     if let Err(error) = lab::cluster::remove_on_signals() {
         eprintln!("behaviour: {error:#}");
         return ExitCode::FAILURE;

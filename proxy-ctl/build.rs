@@ -110,9 +110,6 @@ impl Toolchain {
             .env("CARGO_TARGET_BPFEL_UNKNOWN_NONE_LINKER", &self.linker)
             // Without full debug information for every crate --btf lacks func_info, which kernels ask for.
             .env("CARGO_ENCODED_RUSTFLAGS", "-Cdebuginfo=2\u{1f}-Clink-arg=--btf");
-        if env::var_os("CARGO_FEATURE_DEBUG_LOG").is_some() {
-            cargo.args(["--features", "debug-log"]);
-        }
         let output = cargo.output().map_err(|error| format!("running {cargo:?} failed: {error}"))?;
         if output.status.success() {
             return Ok(());

@@ -107,6 +107,9 @@ pub mod table {
         };
     }
     tables!(names);
+
+    /// Not pinned: each load of the programs has its own.
+    pub const kernel_log: &str = "kernel_log";
 }
 
 /// Names of the programs.

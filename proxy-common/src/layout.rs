@@ -312,6 +312,22 @@ pub struct Settings {
     pub next_backend: u32,
 }
 
+/// Table `kernel_log`, array with one entry: whether the programs log, and how much they did. Each load of the programs
+/// has its own.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct LogControl {
+    /// Seconds since boot: when `lines` was last counted from 0.
+    pub second: u64,
+    /// Lines in that second, also those that were left out.
+    pub lines: u32,
+    /// 0: nothing is logged.
+    pub enabled: u32,
+}
+
+/// How much the programs log at most.
+pub const LOG_LINES_PER_SECOND: u32 = 20;
+
 const _: () = {
     assert!(size_of::<FrontendKey<[u8; 4]>>() == 8 && size_of::<FrontendKey<[u8; 16]>>() == 20);
     assert!(size_of::<Frontend>() == 8);
@@ -324,6 +340,7 @@ const _: () = {
     assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
     assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
     assert!(size_of::<Settings>() == 48 && size_of::<ServiceCounters>() == 24);
+    assert!(size_of::<LogControl>() == 16);
 };
 
 #[cfg(feature = "user")]
@@ -337,7 +354,18 @@ mod pod {
             unsafe impl aya::Pod for $t {}
         )* };
     }
-    pod!(Frontend, EndpointSet, Service, ServiceName, Slot4, Slot6, NodeAddress, ServiceCounters, Settings);
+    pod!(
+        Frontend,
+        EndpointSet,
+        Service,
+        ServiceName,
+        Slot4,
+        Slot6,
+        NodeAddress,
+        ServiceCounters,
+        Settings,
+        LogControl
+    );
 
     macro_rules! pod_of_family {
         ($($t:ident),* $(,)?) => { $(

@@ -95,7 +95,7 @@ pub fn remember<A: Address>(origins: &mut DatagramOrigins<A>, new: &SocketOrigin
 /// The application sends to an address that it may so far have known as a service's backend: answers from
 /// there are its own from now on.
 #[inline(always)]
-pub fn forget_backend<A: Address>(origins: &mut DatagramOrigins<A>, destination: &Destination<A>) {
+pub fn clear_origins_of_backend<A: Address>(origins: &mut DatagramOrigins<A>, destination: &Destination<A>) {
     for origin in &mut origins.origins {
         if origin.backend_port == destination.port && origin.backend == destination.address {
             *origin = SocketOrigin::default();
@@ -236,7 +236,7 @@ mod tests {
     #[test]
     fn sending_to_the_backend_itself_shows_the_backend() {
         let mut origins = remembering(&[(1, 1), (2, 2)]);
-        forget_backend(&mut origins, &udp([10, 244, 0, 1], 5353));
+        clear_origins_of_backend(&mut origins, &udp([10, 244, 0, 1], 5353));
         assert_eq!(shown_datagram(&origins, &[10, 244, 0, 1], 5353), None);
         assert!(shown_datagram(&origins, &[10, 244, 0, 2], 5353).is_some());
     }

@@ -45,8 +45,9 @@ macro_rules! define {
 
 proxy_common::tables!(define);
 
-// Not pinned: of use to the programs alone.
+// Not pinned: each load of the programs has its own.
 define! {
+    kernel_log: array(u32, LogControl), 1;
     scratch4: per_cpu_array(u32, Scratch<A4>), 1;
     scratch6: per_cpu_array(u32, Scratch<A6>), 1;
 }

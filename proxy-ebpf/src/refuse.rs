@@ -28,13 +28,13 @@ pub(crate) trait Refuse: Addresses {
     fn unreachable(ctx: &TcContext, parsed: &Parsed<Self::Address>) -> Result<(), i64>;
 }
 
-/// Where the client is, seen from the packet's interface.
+/// Which way an answer leaves the packet's interface, to reach the client.
 #[derive(Clone, Copy, Eq, PartialEq)]
-pub(crate) enum Back {
-    /// Beyond it.
-    Out,
-    /// On this node.
-    In,
+pub(crate) enum AnswerPath {
+    /// The client is beyond it.
+    OutOfInterface,
+    /// The client is on this node.
+    IntoNode,
 }
 
 /// Turns the packet into its refusal and sends it back.
@@ -42,7 +42,7 @@ pub(crate) enum Back {
 pub(crate) fn refuse<F: Refuse>(
     ctx: &TcContext,
     parsed: &Parsed<F::Address>,
-    back: Back,
+    path: AnswerPath,
 ) -> Result<i32, i64> {
     if parsed.packet.is_tcp() {
         reset::<F>(ctx, parsed)?;
@@ -64,7 +64,7 @@ pub(crate) fn refuse<F: Refuse>(
     }
     // SAFETY: a field of the context.
     let interface = unsafe { (*ctx.skb.skb).ifindex };
-    let flags = if back == Back::In { u64::from(BPF_F_INGRESS) } else { 0 };
+    let flags = if path == AnswerPath::IntoNode { u64::from(BPF_F_INGRESS) } else { 0 };
     // SAFETY: no pointers.
     let action = unsafe { bpf_redirect(interface, flags) };
     if action == i64::from(TC_ACT_REDIRECT) { Ok(action as i32) } else { Err(action) }

@@ -11,6 +11,7 @@ use aya_ebpf::{
 use proxy_common::{
     family::{Destination, Family, V4, V6},
     layout::*,
+    packet::Packet,
     reason::{Reason, Verdict},
     select::Origin,
     socket,
@@ -19,6 +20,7 @@ use proxy_common::{
 
 use crate::{
     globals,
+    log::LogAddress,
     tables::{Maps, SocketTables, count, count_connection, settings},
 };
 
@@ -29,8 +31,8 @@ const FAIL: i32 = 0;
 const ECONNREFUSED: i32 = 111;
 
 /// How an address lies in the context.
-pub(crate) trait Form {
-    type Family: SocketTables;
+pub(crate) trait AddressFormat {
+    type Family: SocketTables<Address: LogAddress>;
 
     fn read(ctx: &SockAddrContext) -> <Self::Family as Family>::Address;
     fn write(ctx: &SockAddrContext, address: &<Self::Family as Family>::Address);
@@ -43,7 +45,7 @@ struct Mapped4;
 /// IPv6.
 struct Inet6;
 
-impl Form for Inet4 {
+impl AddressFormat for Inet4 {
     type Family = V4;
 
     #[inline(always)]
@@ -71,7 +73,7 @@ fn set_word6(ctx: &SockAddrContext, index: usize, word: u32) {
     unsafe { write_volatile(addr_of_mut!((*ctx.sock_addr).user_ip6).cast::<u32>().add(index), word) };
 }
 
-impl Form for Mapped4 {
+impl AddressFormat for Mapped4 {
     type Family = V4;
 
     #[inline(always)]
@@ -85,7 +87,7 @@ impl Form for Mapped4 {
     }
 }
 
-impl Form for Inet6 {
+impl AddressFormat for Inet6 {
     type Family = V6;
 
     #[inline(always)]
@@ -141,12 +143,15 @@ fn protocol(ctx: &SockAddrContext) -> Option<u8> {
 }
 
 #[inline(always)]
-fn destination<F: Form>(ctx: &SockAddrContext, protocol: u8) -> Destination<<F::Family as Family>::Address> {
+fn destination<F: AddressFormat>(
+    ctx: &SockAddrContext,
+    protocol: u8,
+) -> Destination<<F::Family as Family>::Address> {
     Destination { address: F::read(ctx), port: port(ctx), protocol }
 }
 
 #[inline(always)]
-fn redirect<F: Form>(ctx: &SockAddrContext, origin: &SocketOrigin<<F::Family as Family>::Address>) {
+fn redirect<F: AddressFormat>(ctx: &SockAddrContext, origin: &SocketOrigin<<F::Family as Family>::Address>) {
     F::write(ctx, &origin.backend);
     set_port(ctx, origin.backend_port);
 }
@@ -174,11 +179,22 @@ fn random() -> u32 {
     unsafe { bpf_get_prandom_u32() }
 }
 
-/// The one place where a reason ends a system call.
+/// The one place where a reason ends a system call that named `destination`.
 #[inline(always)]
-fn conclude(reason: Reason) -> i32 {
+fn conclude<A: LogAddress>(reason: Reason, destination: &Destination<A>) -> i32 {
     if reason as u32 != Reason::NotAService as u32 {
         count(reason);
+    }
+    if reason.verdict() != Verdict::Pass {
+        let packet = Packet {
+            source: A::UNSPECIFIED,
+            destination: destination.address,
+            source_port: 0,
+            destination_port: destination.port,
+            protocol: destination.protocol,
+            tcp_flags: 0,
+        };
+        A::log_refusal(&packet, reason);
     }
     match reason.verdict() {
         Verdict::Pass => PROCEED,
@@ -204,7 +220,7 @@ pub(crate) fn connect6(ctx: &SockAddrContext) -> i32 {
 }
 
 #[inline(always)]
-fn connect<F: Form>(ctx: &SockAddrContext) -> i32
+fn connect<F: AddressFormat>(ctx: &SockAddrContext) -> i32
 where
     Maps: Tables<F::Family>,
 {
@@ -217,21 +233,21 @@ where
     match socket::connect(&Maps, &destination, origin, random()) {
         Ok(mut new) => {
             if !store(ctx, <F::Family as SocketTables>::socket_origin(), &mut new) {
-                return conclude(Reason::SocketStorageFull);
+                return conclude(Reason::SocketStorageFull, &destination);
             }
             redirect::<F>(ctx, &new);
             count_connection(new.service);
-            conclude(Reason::SocketConnected)
+            conclude(Reason::SocketConnected, &destination)
         }
         Err(reason) => {
             // The socket may have been connected to a service before.
-            forget(ctx, <F::Family as SocketTables>::socket_origin());
+            remove_stored(ctx, <F::Family as SocketTables>::socket_origin());
             if protocol == PROTOCOL_UDP {
                 if let Some(known) = stored(ctx, <F::Family as SocketTables>::datagram_origins()) {
-                    socket::forget_backend(known, &destination);
+                    socket::clear_origins_of_backend(known, &destination);
                 }
             }
-            conclude(reason)
+            conclude(reason, &destination)
         }
     }
 }
@@ -247,7 +263,7 @@ pub(crate) fn sendmsg6(ctx: &SockAddrContext) -> i32 {
 }
 
 #[inline(always)]
-fn sendmsg<F: Form>(ctx: &SockAddrContext) -> i32
+fn sendmsg<F: AddressFormat>(ctx: &SockAddrContext) -> i32
 where
     Maps: Tables<F::Family>,
 {
@@ -273,20 +289,20 @@ where
     match socket::connect(&Maps, &destination, origin, random()) {
         Ok(new) => {
             let Some(known) = stored_or_new(ctx, storage) else {
-                return conclude(Reason::SocketStorageFull);
+                return conclude(Reason::SocketStorageFull, &destination);
             };
             socket::remember(known, &new);
             redirect::<F>(ctx, &new);
             count_connection(new.service);
-            conclude(Reason::SocketSent)
+            conclude(Reason::SocketSent, &destination)
         }
         Err(reason) => {
             if let Some(known) = stored(ctx, storage) {
-                socket::forget_backend(known, &destination);
+                socket::clear_origins_of_backend(known, &destination);
             }
             // A socket connected to a service keeps its origin: the kernel itself names the backend here, when an
             // IPv4-mapped socket sends without an address.
-            conclude(reason)
+            conclude(reason, &destination)
         }
     }
 }
@@ -303,7 +319,7 @@ pub(crate) fn recvmsg6(ctx: &SockAddrContext) -> i32 {
 
 /// The sender of a datagram, as the application knows it.
 #[inline(always)]
-fn recvmsg<F: Form>(ctx: &SockAddrContext) -> i32 {
+fn recvmsg<F: AddressFormat>(ctx: &SockAddrContext) -> i32 {
     // One after the other: the verifier forbids what `or` of two pointers compiles to.
     if let Some(origin) = stored(ctx, <F::Family as SocketTables>::socket_origin()) {
         if let Some(shown) = socket::shown(origin, &F::read(ctx), port(ctx)) {
@@ -330,7 +346,7 @@ pub(crate) fn getpeername6(ctx: &SockAddrContext) -> i32 {
 }
 
 #[inline(always)]
-fn getpeername<F: Form>(ctx: &SockAddrContext) -> i32 {
+fn getpeername<F: AddressFormat>(ctx: &SockAddrContext) -> i32 {
     if let Some(origin) = stored(ctx, <F::Family as SocketTables>::socket_origin()) {
         if let Some(shown) = socket::shown(origin, &F::read(ctx), port(ctx)) {
             show::<F>(ctx, shown);
@@ -340,7 +356,7 @@ fn getpeername<F: Form>(ctx: &SockAddrContext) -> i32 {
 }
 
 #[inline(always)]
-fn show<F: Form>(ctx: &SockAddrContext, (address, port): (<F::Family as Family>::Address, u16)) {
+fn show<F: AddressFormat>(ctx: &SockAddrContext, (address, port): (<F::Family as Family>::Address, u16)) {
     F::write(ctx, &address);
     set_port(ctx, port);
 }
@@ -392,7 +408,7 @@ fn store<T: Copy>(ctx: &SockAddrContext, storage: &'static Storage<T>, new: &mut
 }
 
 #[inline(always)]
-fn forget<T>(ctx: &SockAddrContext, storage: &'static Storage<T>) {
+fn remove_stored<T>(ctx: &SockAddrContext, storage: &'static Storage<T>) {
     if stored(ctx, storage).is_some() {
         // SAFETY: the socket of the context.
         let socket = unsafe { (*ctx.sock_addr).__bindgen_anon_1.sk };

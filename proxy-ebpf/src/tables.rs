@@ -106,8 +106,6 @@ pub(crate) fn settings() -> Option<&'static Settings> {
 /// Counts a reason on this CPU.
 #[inline(always)]
 pub(crate) fn count(reason: Reason) {
-    #[cfg(feature = "debug-log")]
-    aya_log_ebpf::debug!((), "reason {}", reason as u32);
     if let Some(counter) = maps::counters.get_ptr_mut(reason as u32) {
         // SAFETY: a value of this CPU, in bounds; a program on a CPU is not interrupted by another of ours
         // that counts the same reason except in a nested receive, where one count may be lost.

@@ -17,9 +17,10 @@ use crate::{
     flow::FlowScratch,
     globals,
     host::{self, Route},
+    log::LogAddress,
     nat::{self, Addresses},
     parse::{Network, Parsed},
-    refuse::{self, Back, Refuse},
+    refuse::{self, AnswerPath, Refuse},
     tables::{Maps, count, count_packet},
 };
 
@@ -27,7 +28,7 @@ use crate::{
 const IPV4: u32 = 0x0800u16.to_be() as u32;
 const IPV6: u32 = 0x86ddu16.to_be() as u32;
 
-trait PacketFamily: Network + Addresses + Refuse + Route + FlowScratch {}
+trait PacketFamily: Network<Address: LogAddress> + Addresses + Refuse + Route + FlowScratch {}
 impl PacketFamily for V4 {}
 impl PacketFamily for V6 {}
 
@@ -74,7 +75,7 @@ where
     }
     match flow::arriving(&Maps, scratch, &parsed.packet, origin) {
         Ok(rewrite) => translate::<F>(ctx, &parsed, &rewrite),
-        Err(reason) => conclude::<F>(ctx, &parsed, reason, Back::Out),
+        Err(reason) => conclude::<F>(ctx, &parsed, reason, AnswerPath::OutOfInterface),
     }
 }
 
@@ -118,7 +119,7 @@ where
             }
             verdict => verdict,
         },
-        Err(reason) => conclude::<F>(ctx, parsed, reason, Back::In),
+        Err(reason) => conclude::<F>(ctx, parsed, reason, AnswerPath::IntoNode),
     }
 }
 
@@ -145,13 +146,18 @@ fn conclude<F: PacketFamily>(
     ctx: &TcContext,
     parsed: &Parsed<F::Address>,
     reason: Reason,
-    back: Back,
+    path: AnswerPath,
 ) -> i32 {
+    if reason.verdict() != Verdict::Pass {
+        // A copy: the packet itself need not lie in memory for the sake of the log.
+        let packet = parsed.packet;
+        F::Address::log_refusal(&packet, reason);
+    }
     if reason.verdict() != Verdict::Refuse {
         return pass_or_drop(reason);
     }
     count(reason);
-    match refuse::refuse::<F>(ctx, parsed, back) {
+    match refuse::refuse::<F>(ctx, parsed, path) {
         Ok(action) => action,
         Err(_) => pass_or_drop(Reason::RefusalFailed),
     }

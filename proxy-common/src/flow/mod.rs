@@ -9,6 +9,7 @@
 //! so a flood cannot fill the table that does not evict. The copies in the opening table stay until
 //! they age: a reader between two lookups would otherwise find neither.
 
+mod entries;
 mod open;
 #[cfg(test)]
 mod tests;
@@ -16,7 +17,10 @@ mod tuples;
 
 pub use tuples::lifetime_seconds;
 
-use self::open::{in_ranges, open};
+use self::{
+    entries::{establish, is_stale, refresh, remove},
+    open::{in_ranges, open},
+};
 use crate::{
     family::Family,
     layout::*,
@@ -94,13 +98,8 @@ pub trait FlowTables<F: Family>: Tables<F> {
     fn count_connection(&self, service: u32);
 }
 
-const SECOND: u64 = 1_000_000_000;
-/// An entry older than this is refreshed, together with its partners.
-const REFRESH_AFTER: u64 = SECOND;
 /// A SYN of the same client port is then a new connection.
 const ENDED: u32 = FLOW_CLIENT_CLOSED | FLOW_BACKEND_CLOSED | FLOW_RESET;
-/// What an entry keeps when it is copied: the rest is what one side said, in the entry of that side.
-const COPIED_FLAGS: u32 = FLOW_ANSWERED | FLOW_MASQUERADED | FLOW_FROM_HOST;
 
 /// A packet that enters the node, or one that a process of the node sends (`Origin::Host`).
 #[inline(always)]
@@ -116,7 +115,7 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
         return Ok(rewrite);
     }
     scratch.key = packet.key(TUPLE_FORWARD);
-    if let Some(rewrite) = known(tables, scratch, packet) {
+    if let Some(rewrite) = continue_flow(tables, scratch, packet) {
         return Ok(rewrite);
     }
     let Some(frontend) = select::find(tables, &packet.to(), origin) else {
@@ -151,18 +150,18 @@ fn direct<F: Family, T: FlowTables<F>>(
     if packet.is_tcp() {
         scratch.key = scratch.flow.forward_key();
         if united_flags(tables, stage, reply, &scratch.key) & ENDED != 0 {
-            forget(tables, scratch);
+            remove(tables, scratch);
             return Err(Reason::NotAService);
         }
     }
     match open(tables, scratch, packet, None, origin) {
         Ok(()) => Ok(scratch.flow.forward_rewrite()),
-        // Whether anybody still uses the older flow nobody knows; its next datagram would open it again.
+        // The older flow may be unused; if it is not, its next datagram opens it again.
         Err(Reason::AliasPortsExhausted) if !packet.is_tcp() => {
             scratch.key = packet.reversed_key(TUPLE_REPLY);
             if let Some((_, reply)) = lookup(tables, &scratch.key) {
                 scratch.flow = reply.read();
-                forget(tables, scratch);
+                remove(tables, scratch);
                 tables.count(Reason::FlowReplaced);
             }
             Err(Reason::NotAService)
@@ -275,7 +274,7 @@ fn lookup<F: Family, T: FlowTables<F>>(tables: &T, key: &FlowKey<F::Address>) ->
 /// A client's packet of a flow that goes on; `scratch.key` is its key. None: it has no flow, or one that ended
 /// and was removed.
 #[inline(always)]
-fn known<F: Family, T: FlowTables<F>>(
+fn continue_flow<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     packet: &Packet<F::Address>,
@@ -285,7 +284,7 @@ fn known<F: Family, T: FlowTables<F>>(
     if packet.opens() {
         if ended(tables, scratch, packet.protocol, stage, entry) {
             scratch.flow = entry.read();
-            forget(tables, scratch);
+            remove(tables, scratch);
             tables.count(Reason::FlowReplaced);
             return None;
         }
@@ -346,133 +345,4 @@ fn ended<F: Family, T: FlowTables<F>>(
         }
     }
     tables.backend(flow.backend_id).is_none()
-}
-
-/// Copies `scratch.flow` to the established ones. False: a key by which its answers were told has passed to another flow
-/// after the table evicted it, and the flow is removed.
-#[inline(never)]
-fn establish<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
-    let Scratch { key, flow } = scratch;
-    flow.last_seen = tables.now();
-    *key = flow.reply_key();
-    let mut copied = copy(tables, key, flow);
-    if copied == Copied::Whole && flow.is_masqueraded() {
-        *key = flow.masqueraded_reply_key();
-        copied = copy(tables, key, flow);
-    }
-    if copied == Copied::Whole {
-        *key = flow.forward_key();
-        copied = copy(tables, key, flow);
-    }
-    if copied == Copied::Whole {
-        return true;
-    }
-    withdraw(tables, Stage::Established, scratch);
-    if copied == Copied::Lost {
-        withdraw(tables, Stage::Opening, scratch);
-        tables.count(Reason::FlowReplaced);
-        return false;
-    }
-    tables.count(Reason::FlowsFull);
-    true
-}
-
-#[derive(Clone, Copy, Eq, PartialEq)]
-enum Copied {
-    Whole,
-    Full,
-    /// The key is another flow's.
-    Lost,
-}
-
-#[inline(always)]
-fn copy<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    key: &FlowKey<F::Address>,
-    flow: &Flow<F::Address>,
-) -> Copied {
-    if let Some((_, entry)) = lookup(tables, key)
-        && !entry.read().same_client_and_frontend(flow)
-    {
-        return Copied::Lost;
-    }
-    match tables.insert(Stage::Established, key, flow) {
-        Ok(()) | Err(InsertError::Exists) => Copied::Whole,
-        Err(InsertError::Full) => Copied::Full,
-    }
-}
-
-/// Removes the entries of `scratch.flow` from one table, but for those that are another flow's.
-#[inline(never)]
-fn withdraw<F: Family, T: FlowTables<F>>(tables: &T, stage: Stage, scratch: &mut Scratch<F::Address>) {
-    let Scratch { key, flow } = scratch;
-    for step in 0..3 {
-        *key = match step {
-            0 => flow.forward_key(),
-            1 => flow.reply_key(),
-            _ if flow.is_masqueraded() => flow.masqueraded_reply_key(),
-            _ => return,
-        };
-        if let Some(entry) = tables.flow(stage, key)
-            && entry.read().same_client_and_frontend(flow)
-        {
-            tables.remove(stage, key);
-        }
-    }
-}
-
-#[inline(always)]
-fn is_stale<F: Family, T: FlowTables<F>>(tables: &T, entry: T::Entry) -> bool {
-    // Another CPU's clock may be a little ahead.
-    tables.now().saturating_sub(entry.last_seen()) > REFRESH_AFTER
-}
-
-/// Tells every entry that the flow lives, and restores those that are missing.
-#[inline(never)]
-fn refresh<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-    stage: Stage,
-    entry: T::Entry,
-) {
-    scratch.flow = entry.read();
-    scratch.flow.last_seen = tables.now();
-    scratch.flow.flags &= COPIED_FLAGS;
-    scratch.key = scratch.flow.forward_key();
-    refresh_entry(tables, scratch, stage);
-    scratch.key = scratch.flow.reply_key();
-    refresh_entry(tables, scratch, stage);
-    if scratch.flow.is_masqueraded() {
-        scratch.key = scratch.flow.masqueraded_reply_key();
-        refresh_entry(tables, scratch, stage);
-    }
-}
-
-#[inline(always)]
-fn refresh_entry<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>, stage: Stage) {
-    match tables.flow(stage, &scratch.key) {
-        Some(entry) => entry.set_last_seen(scratch.flow.last_seen),
-        None => {
-            if tables.insert(stage, &scratch.key, &scratch.flow) == Ok(()) {
-                tables.count(Reason::FlowRestored);
-            }
-        }
-    }
-}
-
-/// Removes every entry of `scratch.flow`, forward first: while it is found its partners are.
-#[inline(never)]
-fn forget<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
-    let Scratch { key, flow } = scratch;
-    *key = flow.forward_key();
-    tables.remove(Stage::Established, key);
-    tables.remove(Stage::Opening, key);
-    *key = flow.reply_key();
-    tables.remove(Stage::Established, key);
-    tables.remove(Stage::Opening, key);
-    if flow.is_masqueraded() {
-        *key = flow.masqueraded_reply_key();
-        tables.remove(Stage::Established, key);
-        tables.remove(Stage::Opening, key);
-    }
 }

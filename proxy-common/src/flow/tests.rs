@@ -10,7 +10,7 @@ use std::{
 use proptest::prelude::*;
 use rstest::rstest;
 
-use super::{open::port_of, *};
+use super::{entries::REFRESH_AFTER, open::port_of, *};
 use crate::{
     family::V4,
     packet::{TCP_ACK, TCP_SYN},
@@ -25,6 +25,7 @@ const OTHER_FRONTEND: (A, u16) = ([10, 96, 0, 2], 443);
 const NODE: A = [192, 0, 2, 1];
 const BACKENDS: [A; 2] = [[10, 244, 1, 1], [10, 244, 1, 2]];
 const PORT: u16 = 8080;
+const SECOND: u64 = 1_000_000_000;
 /// Dice that choose the first and the last of a set.
 const FIRST: u32 = 0;
 const LAST: u32 = u32::MAX;

@@ -1,6 +1,10 @@
 //! What a resync leaves in the tables, and what a restart finds.
 
-use std::net::IpAddr;
+use std::{
+    io::{self, Write},
+    net::IpAddr,
+    sync::{Arc, Mutex},
+};
 
 use proxy_ctl::{
     config::{Ebpf, Limits},
@@ -10,13 +14,14 @@ use proxy_ctl::{
     },
     model::{desired::Changes, objects::Protocol},
 };
+use tracing::Level;
 
 use super::{
     desired::{endpoint, port, shared, with_node_port},
     place::{Place, serve},
 };
 
-fn web(backends: &[&str]) -> Vec<std::sync::Arc<proxy_ctl::model::desired::DesiredPort>> {
+fn web(backends: &[&str]) -> Vec<Arc<proxy_ctl::model::desired::DesiredPort>> {
     let all = backends.iter().map(|address| endpoint(address, 8080)).collect();
     shared([
         with_node_port(port("web", "10.96.0.1", all), 30080),
@@ -74,6 +79,47 @@ fn a_connection_to_a_service_reaches_its_backend() {
     assert_eq!(place.dial("10.96.0.1", 80), Ok("first".into()), "without a controller");
 }
 
+/// Log lines in memory.
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_refused_client_is_logged_while_debug_lines_are_told() {
+    let Some(place) = Place::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    dataplane.resync(&shared([port("empty", "10.96.0.2", Vec::new())])).unwrap();
+    let mut told_at = |level: Level| {
+        let lines = Lines::default();
+        let writer = lines.clone();
+        let subscriber = tracing_subscriber::fmt()
+            .with_max_level(level)
+            .with_ansi(false)
+            .with_writer(move || writer.clone())
+            .finish();
+        tracing::subscriber::with_default(subscriber, || {
+            dataplane.collect_garbage().unwrap();
+            place.dial("10.96.0.2", 80).unwrap_err();
+            dataplane.collect_garbage().unwrap();
+        });
+        String::from_utf8(lines.0.lock().unwrap().clone()).unwrap()
+    };
+    let line = "no_endpoints: protocol 6, from 0.0.0.0 port 0 to 10.96.0.2 port 80";
+    let quiet = told_at(Level::INFO);
+    assert!(!quiet.contains(line), "{quiet}");
+    let told = told_at(Level::DEBUG);
+    assert!(told.contains(line), "{told}");
+}
+
 #[test]
 fn connections_are_counted_for_their_service() {
     let Some(place) = Place::new() else { return };
@@ -105,7 +151,7 @@ fn services_beyond_the_room_for_counters_are_told() {
     let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
     let addresses = (1..=6).map(|n| format!("10.96.1.{n}"));
     let ports = addresses.map(|address| port(&format!("to-{address}"), &address, Vec::new()));
-    dataplane.resync(&ports.map(std::sync::Arc::new).collect::<Vec<_>>()).unwrap();
+    dataplane.resync(&ports.map(Arc::new).collect::<Vec<_>>()).unwrap();
     let usage = dataplane.usage().unwrap();
     // Room for 4, and 0 is no service.
     assert_eq!((usage.services.len(), usage.uncounted_services), (3, 3));

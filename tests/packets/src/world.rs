@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, bail};
 use aya::{
     Ebpf, EbpfLoader, Pod, TestRun as _, TestRunOptions,
-    maps::{Array, HashMap, MapData, PerCpuArray},
+    maps::{Array, HashMap, MapData, PerCpuArray, RingBuf},
     programs::SchedClassifier,
 };
 use proxy_common::{
@@ -206,6 +206,8 @@ impl World {
         V4::clear(&mut self.ebpf)?;
         V6::clear(&mut self.ebpf)?;
         self.set_settings(Settings { masquerade_ports: [[1, 0]; 2], ..Settings::default() })?;
+        self.switch_log(false)?;
+        self.logged()?;
         let cpus = aya::util::nr_cpus().map_err(|(file, error)| anyhow::anyhow!("{file}: {error}"))?;
         let mut counters =
             PerCpuArray::<_, u64>::try_from(self.ebpf.map_mut(table::counters).context(table::counters)?)?;
@@ -244,6 +246,22 @@ impl World {
 
     pub(crate) fn set_service(&mut self, id: u32, service: Service) -> Result<()> {
         Ok(array(&mut self.ebpf, table::services)?.set(id, service, 0)?)
+    }
+
+    pub(crate) fn switch_log(&mut self, on: bool) -> Result<()> {
+        let control = LogControl { enabled: on.into(), ..LogControl::default() };
+        Ok(array(&mut self.ebpf, table::kernel_log)?.set(0, control, 0)?)
+    }
+
+    /// How many lines the programs have logged since this was asked last.
+    pub(crate) fn logged(&mut self) -> Result<usize> {
+        const LINES: &str = "AYA_LOGS";
+        let mut lines = RingBuf::try_from(self.ebpf.map_mut(LINES).context(LINES)?)?;
+        let mut count = 0;
+        while lines.next().is_some() {
+            count += 1;
+        }
+        Ok(count)
     }
 
     /// Reasons counted since the tables were cleared.

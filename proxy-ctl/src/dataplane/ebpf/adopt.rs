@@ -13,7 +13,7 @@ use super::{
     allocate::{Range, Ranges},
     family::TableFamily,
     layout,
-    programmed::{BackendKey, Holds, Image, Published, Uses},
+    programmed::{BackendKey, Image, Published, UsedEndpoints, Uses},
     publish::{Plane, Shared},
 };
 use crate::model::desired::ServicePortName;
@@ -31,7 +31,7 @@ impl Shared {
     pub(super) fn adopt(&mut self) -> Result<Names, Error> {
         let mut names = self.tables.names.read_all()?;
         names.sort_unstable_by_key(|(id, _)| *id);
-        self.ids = self.ids.forget_owners();
+        self.ids = self.ids.without_owners();
         // 0 is what an empty frontend would point at.
         self.ids.claim(Range { first: 0, count: 1 });
         let mut found = Names { known: Vec::with_capacity(names.len()), strays: Vec::new() };
@@ -77,7 +77,7 @@ impl<F: TableFamily> Plane<F> {
     pub(super) fn adopt(&mut self, shared: &Shared, names: &Names) -> Result<u32, Error> {
         let frontends: FxHashMap<_, _> = self.tables.frontends.read_all()?.into_iter().collect();
         let (backends, stray_backends, largest) = self.adopt_backends()?;
-        let mut slots = self.image.slots.forget_owners();
+        let mut slots = self.image.slots.without_owners();
         let mut of_service = by_service(&frontends);
         let mut services = FxHashMap::default();
         for (id, name) in &names.known {
@@ -90,7 +90,7 @@ impl<F: TableFamily> Plane<F> {
                 id: *id,
                 range: claim(&mut slots, sets),
                 frontends: of_service.remove(id).unwrap_or_default().into(),
-                holds: Holds::Nothing,
+                used: UsedEndpoints::NotCounted,
             };
             services.insert(name.clone(), published);
         }

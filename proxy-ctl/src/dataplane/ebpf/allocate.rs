@@ -44,7 +44,7 @@ impl Ranges {
     }
 
     /// The same places with all free but those that wait for a grace period.
-    pub(super) fn forget_owners(&self) -> Self {
+    pub(super) fn without_owners(&self) -> Self {
         let mut fresh = Self::new(self.capacity);
         for range in &self.retired {
             if fresh.claim(*range) {
@@ -189,7 +189,7 @@ mod tests {
         let mut ranges = Ranges::new(10);
         let (kept, gone) = (ranges.allocate(4).unwrap(), ranges.allocate(4).unwrap());
         ranges.retire(gone);
-        let mut fresh = ranges.forget_owners();
+        let mut fresh = ranges.without_owners();
         assert_eq!(fresh.used(), 4);
         assert!(fresh.claim(kept));
         assert_eq!(fresh.allocate(3), None);

@@ -29,7 +29,6 @@ pub enum Error {
     Load(#[source] Box<aya::EbpfError>),
     #[error("signals cannot be kept off while the kernel programs are loaded: {0}")]
     Signals(#[source] CallError),
-    #[cfg(feature = "debug-log")]
     #[error("the log of the kernel programs cannot be followed: {0}")]
     KernelLog(#[source] io::Error),
     #[error("program {program}: {source}")]

@@ -1,33 +1,109 @@
-//! What the kernel programs log, into our own log: with the feature `debug-log` only.
+//! What the kernel programs log about refused and dropped clients, told in our own log. The programs log only while that
+//! tells debug lines (`-v 4`, also when set at run time).
 
-use std::{io, os::fd::AsFd as _, thread};
+use std::{fmt, io};
 
-use aya::Ebpf;
-use aya_log::EbpfLogger;
-use nix::{
-    errno::Errno,
-    poll::{PollFd, PollFlags, PollTimeout, poll},
+use aya::{
+    Ebpf,
+    maps::{Array, MapData},
 };
+use aya_log::EbpfLogger;
+use proxy_common::{
+    inventory::table,
+    layout::{LOG_LINES_PER_SECOND, LogControl},
+    reason::Reason,
+};
+use tracing::Level;
 
 use super::Error;
 
-/// Starts a thread that ends with the process. To be called before the programs are loaded from `object`.
-pub(super) fn follow(object: &mut Ebpf) -> Result<(), Error> {
-    let mut logger =
-        EbpfLogger::init(object).map_err(|error| Error::KernelLog(io::Error::other(error.to_string())))?;
-    let body = move || {
-        loop {
-            logger.flush();
-            let readable = poll(&mut [PollFd::new(logger.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE);
-            if let Err(error) = readable.map(drop).or_else(interrupted) {
-                tracing::warn!(%error, "the log of the kernel programs is no longer followed");
-                return;
-            }
-        }
-    };
-    thread::Builder::new().name("kernel-log".to_owned()).spawn(body).map(drop).map_err(Error::KernelLog)
+const TARGET: &str = "proxy_ebpf";
+
+/// The log of one load of the programs.
+pub(super) struct KernelLog {
+    control: Array<MapData, LogControl>,
+    lines: EbpfLogger<Lines>,
+    enabled: bool,
 }
 
-fn interrupted(error: Errno) -> Result<(), Errno> {
-    if error == Errno::EINTR { Ok(()) } else { Err(error) }
+impl fmt::Debug for KernelLog {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KernelLog").field("enabled", &self.enabled).finish_non_exhaustive()
+    }
+}
+
+impl KernelLog {
+    /// Before the programs are loaded from `object`.
+    pub(super) fn take(object: &mut Ebpf) -> Result<Self, Error> {
+        let control =
+            object.take_map(table::kernel_log).ok_or_else(|| failed("the object has no such table"))?;
+        Ok(Self {
+            control: Array::try_from(control).map_err(failed)?,
+            lines: EbpfLogger::init_with_logger(object, Lines).map_err(failed)?,
+            enabled: false,
+        })
+    }
+
+    /// Tells the lines that have come, and switches the programs' log where the level of ours has changed.
+    pub(super) fn follow(&mut self) -> Result<(), Error> {
+        self.lines.flush();
+        let enabled = tracing::enabled!(target: TARGET, Level::DEBUG);
+        if enabled != self.enabled {
+            let control = LogControl { enabled: enabled.into(), ..LogControl::default() };
+            self.control.set(0, control, 0).map_err(failed)?;
+            self.enabled = enabled;
+            if enabled {
+                tracing::debug!(
+                    target: TARGET,
+                    "the kernel programs log refused and dropped clients, at most {LOG_LINES_PER_SECOND} a second"
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+fn failed(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+    Error::KernelLog(io::Error::other(error))
+}
+
+/// Passes lines on to our log.
+struct Lines;
+
+impl log::Log for Lines {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        tracing::debug!(target: TARGET, "{}", with_name(&record.args().to_string()));
+    }
+
+    fn flush(&self) {}
+}
+
+/// `reason <number>: …` with the reason's name.
+fn with_name(line: &str) -> String {
+    let named = || {
+        let (number, rest) = line.strip_prefix("reason ")?.split_once(": ")?;
+        let number: u32 = number.parse().ok()?;
+        let reason = Reason::ALL.iter().find(|reason| **reason as u32 == number)?;
+        Some(format!("{}: {rest}", reason.name()))
+    };
+    named().unwrap_or_else(|| line.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case::known("reason 3: protocol 6", "no_endpoints: protocol 6")]
+    #[case::of_another_version("reason 63: protocol 6", "reason 63: protocol 6")]
+    #[case::without_reason("something else", "something else")]
+    fn reasons_have_their_name(#[case] line: &str, #[case] shown: &str) {
+        assert_eq!(with_name(line), shown);
+    }
 }

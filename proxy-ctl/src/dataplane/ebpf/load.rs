@@ -14,7 +14,7 @@ use aya::{
 use aya_obj::generated::bpf_attach_type;
 use proxy_common::inventory::program;
 
-use super::{Error, tables::Shape};
+use super::{Error, kernel_log::KernelLog, tables::Shape};
 use crate::{
     config::SocketLoadBalancing,
     dataplane::{Interface, Role},
@@ -63,7 +63,7 @@ pub(super) fn load(
     shapes: &[Shape],
     balancing: SocketLoadBalancing,
     learn_namespace: bool,
-) -> Result<Programs, Error> {
+) -> Result<(Programs, KernelLog), Error> {
     // The kernel stops checking a program when a signal comes.
     let _undisturbed = Undisturbed::begin().map_err(Error::Signals)?;
     let host_only = u32::from(balancing == SocketLoadBalancing::Host);
@@ -84,8 +84,7 @@ pub(super) fn load(
         }
     }
     let mut object = loader.load(OBJECT).map_err(|e| Error::Load(Box::new(e)))?;
-    #[cfg(feature = "debug-log")]
-    super::kernel_log::follow(&mut object)?;
+    let log = KernelLog::take(&mut object)?;
     let mut programs = Programs::default();
     if balancing != SocketLoadBalancing::Off {
         for (name, _) in SOCKET_HOOKS {
@@ -98,7 +97,7 @@ pub(super) fn load(
     for name in program::ON_INTERFACES {
         programs.load_packet(&mut object, name)?;
     }
-    Ok(programs)
+    Ok((programs, log))
 }
 
 impl Programs {

@@ -26,6 +26,7 @@ use self::{
     attach::{Cgroup, Hooks},
     family::TableFamily,
     gc::Collector,
+    kernel_log::KernelLog,
     paths::Paths,
     pins::TablePins,
     programmed::Image,
@@ -47,7 +48,6 @@ pub mod cleanup;
 mod error;
 mod family;
 mod gc;
-#[cfg(feature = "debug-log")]
 mod kernel_log;
 mod layout;
 mod load;
@@ -59,6 +59,7 @@ mod publish;
 pub mod status;
 mod supports;
 mod tables;
+mod uses;
 
 pub use self::{
     error::{Error, Holder},
@@ -80,6 +81,7 @@ pub struct EbpfDataplane {
     bpffs: PathBuf,
     paths: Paths,
     pins: TablePins,
+    log: KernelLog,
     /// Of [`Dataplane::collect_garbage`].
     collections: u32,
 }
@@ -122,7 +124,7 @@ impl EbpfDataplane {
             Err(e) => return Err(Error::Namespace(e)),
         };
         let balancing = config.socket_load_balancing;
-        let programs = load::load(&paths.maps(), &shapes, balancing, cookie.is_none())?;
+        let (programs, log) = load::load(&paths.maps(), &shapes, balancing, cookie.is_none())?;
 
         let pins = TablePins::hold(&paths, &shapes, lock)?;
         let common = CommonTables::open(&paths.maps(), true)?;
@@ -162,6 +164,7 @@ impl EbpfDataplane {
             bpffs: config.bpffs.clone(),
             paths,
             pins,
+            log,
             collections: 0,
         };
         // Programs may be reading what a predecessor retired in its last moment.
@@ -346,6 +349,7 @@ impl Dataplane for EbpfDataplane {
             v4.image.slots.grace_period_over();
             v6.image.slots.grace_period_over();
         }
+        self.log.follow()?;
         let now = clock::since_boot();
         self.flows4.collect(&self.v4.tables, now)?;
         self.flows6.collect(&self.v6.tables, now)?;

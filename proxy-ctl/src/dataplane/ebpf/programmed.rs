@@ -35,26 +35,26 @@ pub(super) struct Published<F: TableFamily> {
     /// `None`: its slots are unusable (out of bounds, or another's).
     pub(super) range: Option<Range>,
     pub(super) frontends: Box<[FrontendKey<F::Address>]>,
-    pub(super) holds: Holds,
+    pub(super) used: UsedEndpoints,
 }
 
 /// The endpoints that a published service port counts as used.
 #[derive(Debug)]
-pub(super) enum Holds {
+pub(super) enum UsedEndpoints {
     /// Those of the desired state that it was published from, which the model shares.
     Desired(Arc<DesiredPort>),
     /// Those that its slots refer to: adopted, and its new state could not be written.
     Adopted(Box<[desired::Endpoint]>),
     /// None yet: adopted, and not looked at since.
-    Nothing,
+    NotCounted,
 }
 
-impl Holds {
+impl UsedEndpoints {
     pub(super) fn endpoints(&self) -> &[desired::Endpoint] {
         match self {
             Self::Desired(port) => &port.endpoints.all,
             Self::Adopted(endpoints) => endpoints,
-            Self::Nothing => &[],
+            Self::NotCounted => &[],
         }
     }
 }

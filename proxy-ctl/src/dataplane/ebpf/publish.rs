@@ -7,23 +7,22 @@
 use std::sync::Arc;
 
 use proxy_common::{
-    family::Slot as _,
     inventory::{Limit, table},
-    layout::{BACKEND_LOCAL, Backend, EndpointSet, Frontend, FrontendKey, Service, ServiceName},
+    layout::{EndpointSet, Frontend, FrontendKey, Service, ServiceName},
 };
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashSet;
 
 use super::{
     Error,
     allocate::{Range, Ranges},
     family::TableFamily,
-    layout::{self, Arrangement, backend_flags},
-    programmed::{BackendKey, Holds, Image, Published, Uses},
+    layout::{self, Arrangement},
+    programmed::{BackendKey, Image, Published, UsedEndpoints},
     tables::{CommonTables, FamilyTables},
 };
 use crate::{
     dataplane::Applied,
-    model::desired::{DesiredPort, Endpoint, Endpoints, ServicePortName},
+    model::desired::{DesiredPort, Endpoints, ServicePortName},
     sys::grace::GracePeriod,
 };
 
@@ -44,7 +43,7 @@ pub(super) struct Shared {
 
 impl Shared {
     /// An id that no backend ever had, also if the controller is killed at this moment.
-    fn backend_id(&mut self, applied: &mut Applied) -> Result<u32, Error> {
+    pub(super) fn backend_id(&mut self, applied: &mut Applied) -> Result<u32, Error> {
         let id = self.next_backend;
         let next = id.checked_add(1).ok_or(Error::BackendIdsExhausted)?;
         if next > self.backends_set_aside {
@@ -76,9 +75,9 @@ pub(super) struct Round<F: TableFamily> {
     /// With the id of the service that had them.
     stale_frontends: Vec<(FrontendKey<F::Address>, u32)>,
     gone: Vec<(u32, Option<Range>)>,
-    touched: Vec<BackendKey<F::Address>>,
+    pub(super) touched: Vec<BackendKey<F::Address>>,
     /// Backends that this round has inserted, of which no slot in use can know.
-    inserted: Vec<BackendKey<F::Address>>,
+    pub(super) inserted: Vec<BackendKey<F::Address>>,
 }
 
 impl<F: TableFamily> Default for Round<F> {
@@ -135,7 +134,7 @@ impl<F: TableFamily> Plane<F> {
         removed: impl Iterator<Item = &'a ServicePortName>,
     ) -> Round<F> {
         let mut round = Round::default();
-        self.put_all(shared, changed, &mut round);
+        self.publish_all(shared, changed, &mut round);
         for name in removed {
             self.remove(name, &mut round);
         }
@@ -146,20 +145,20 @@ impl<F: TableFamily> Plane<F> {
     /// As [`Plane::apply`], on an image that was just adopted: what is not desired goes.
     pub(super) fn resync(&mut self, shared: &mut Shared, desired: &[&Arc<DesiredPort>]) -> Round<F> {
         let mut round = Round::default();
-        self.put_all(shared, desired.iter().copied(), &mut round);
+        self.publish_all(shared, desired.iter().copied(), &mut round);
         let wanted: FxHashSet<&ServicePortName> = desired.iter().map(|port| &port.name).collect();
         let undesired: Vec<_> =
             self.image.services.keys().filter(|name| !wanted.contains(name)).cloned().collect();
         for name in &undesired {
             self.remove(name, &mut round);
         }
-        self.hold_what_was_not_replaced();
+        self.use_adopted_endpoints();
         self.drop_strays(&mut round);
         self.retire(shared, &mut round);
         round
     }
 
-    fn put_all<'a>(
+    fn publish_all<'a>(
         &mut self,
         shared: &mut Shared,
         changed: impl Iterator<Item = &'a Arc<DesiredPort>> + Clone,
@@ -167,77 +166,23 @@ impl<F: TableFamily> Plane<F> {
     ) {
         self.add_backends(shared, changed.clone(), round);
         for port in changed {
-            if let Err(error) = self.put(shared, port, round) {
+            if let Err(error) = self.publish(shared, port, round) {
                 round.failures.add(&port.name, error);
-                self.make_room(round);
+                self.remove_unused_insertions(round);
             }
         }
         self.write_names(shared, round);
         self.write_frontends(round);
     }
 
-    /// Inserts the backends that are missing. One that does not fit fails the ports that need it, in `put`.
-    fn add_backends<'a>(
-        &mut self,
-        shared: &mut Shared,
-        changed: impl Iterator<Item = &'a Arc<DesiredPort>>,
-        round: &mut Round<F>,
-    ) {
-        let mut missing: FxHashMap<BackendKey<F::Address>, Uses> = FxHashMap::default();
-        for port in changed {
-            for endpoint in &port.endpoints.all {
-                let Some(key) = backend_key::<F>(&port.name, endpoint) else { continue };
-                if !self.image.backends.contains_key(&key) {
-                    missing.entry(key).or_default().add(endpoint);
-                }
-            }
-        }
-        let mut ids = Vec::with_capacity(missing.len());
-        let mut values = Vec::with_capacity(missing.len());
-        for (key, uses) in &mut missing {
-            let Ok(id) = shared.backend_id(&mut round.applied) else { break };
-            uses.id = id;
-            ids.push(id);
-            values.push(uses.wanted(key));
-        }
-        // The rest is tried again one by one, so the error is not lost.
-        let written = match self.tables.backends.set_all(&ids, &values) {
-            Ok(()) => ids.len(),
-            Err((done, _)) => done,
-        };
-        round.applied.written += written as u64;
-        for (id, backend) in ids.into_iter().zip(values).take(written) {
-            self.remember_backend(id, &backend, round);
-        }
-    }
-
-    fn remember_backend(&mut self, id: u32, backend: &Backend<F::Address>, round: &mut Round<F>) {
-        let key = BackendKey::of(backend);
-        self.image.backends.insert(key, Uses::of(id, backend));
-        round.touched.push(key);
-        round.inserted.push(key);
-    }
-
-    /// Removes the backends that were inserted for ports that do not fit, so that the next ones may.
-    fn make_room(&mut self, round: &mut Round<F>) {
-        for key in std::mem::take(&mut round.inserted) {
-            let Some(uses) = self.image.backends.get(&key).filter(|uses| uses.is_unused()) else { continue };
-            // After an error it stays, unused, until the end of the round.
-            if let Ok(found) = self.tables.backends.remove(&uses.id) {
-                round.applied.removed += u64::from(found);
-                self.image.backends.remove(&key);
-            }
-        }
-    }
-
     /// Publishes one port, all but its name and frontends, which are written together with those of others.
-    fn put(
+    fn publish(
         &mut self,
         shared: &mut Shared,
         port: &Arc<DesiredPort>,
         round: &mut Round<F>,
     ) -> Result<(), Error> {
-        let slots = self.hold(shared, port, round)?;
+        let slots = self.use_backends(shared, port, round)?;
         let old = self.image.services.remove_entry(&port.name);
         let (old_name, old) = old.map_or((None, None), |(name, old)| (Some(name), Some(old)));
         let (id, range) = match self.write_service(shared, port, &slots, old.as_ref(), round) {
@@ -246,7 +191,7 @@ impl<F: TableFamily> Plane<F> {
                 if let (Some(name), Some(old)) = (old_name, old) {
                     self.image.services.insert(name, old);
                 }
-                self.let_go(&port.name, &port.endpoints.all, round);
+                self.release_backends(&port.name, &port.endpoints.all, round);
                 return Err(error);
             }
         };
@@ -261,69 +206,13 @@ impl<F: TableFamily> Plane<F> {
         if let Some(old) = old {
             let stale = old.frontends.iter().filter(|key| !keys.contains(key));
             round.stale_frontends.extend(stale.map(|key| (*key, id)));
-            self.let_go(&port.name, old.holds.endpoints(), round);
+            self.release_backends(&port.name, old.used.endpoints(), round);
         }
-        let holds = Holds::Desired(Arc::clone(port));
+        let used = UsedEndpoints::Desired(Arc::clone(port));
         self.image
             .services
-            .insert(port.name.clone(), Published { id, range: Some(range), frontends: keys, holds });
+            .insert(port.name.clone(), Published { id, range: Some(range), frontends: keys, used });
         Ok(())
-    }
-
-    /// Counts the port's endpoints as used, inserts those that are missing, and says what a slot of each holds.
-    fn hold(
-        &mut self,
-        shared: &mut Shared,
-        port: &DesiredPort,
-        round: &mut Round<F>,
-    ) -> Result<Vec<F::Slot>, Error> {
-        let mut slots = Vec::with_capacity(port.endpoints.all.len());
-        for endpoint in &port.endpoints.all {
-            match self.hold_one(shared, port, endpoint, round) {
-                Ok(slot) => slots.push(slot),
-                Err(error) => {
-                    let held = &port.endpoints.all[..slots.len()];
-                    self.let_go(&port.name, held, round);
-                    return Err(error);
-                }
-            }
-        }
-        Ok(slots)
-    }
-
-    fn hold_one(
-        &mut self,
-        shared: &mut Shared,
-        port: &DesiredPort,
-        endpoint: &Endpoint,
-        round: &mut Round<F>,
-    ) -> Result<F::Slot, Error> {
-        let key = backend_key::<F>(&port.name, endpoint)
-            .ok_or_else(|| Error::ForeignAddress { port: port.name.clone(), address: endpoint.address })?;
-        if !self.image.backends.contains_key(&key) {
-            let mut uses = Uses::default();
-            uses.id = shared.backend_id(&mut round.applied)?;
-            uses.add(endpoint);
-            let backend = uses.wanted(&key);
-            self.tables.backends.set(&uses.id, &backend)?;
-            round.applied.written += 1;
-            self.remember_backend(uses.id, &backend, round);
-        }
-        let uses = self.image.backends.entry(key).or_default();
-        uses.add(endpoint);
-        let slot = F::slot(key.address, key.port, uses.id, backend_flags(endpoint));
-        round.touched.push(key);
-        Ok(slot)
-    }
-
-    fn let_go(&mut self, port: &ServicePortName, endpoints: &[Endpoint], round: &mut Round<F>) {
-        for endpoint in endpoints {
-            let Some(key) = backend_key::<F>(port, endpoint) else { continue };
-            if let Some(uses) = self.image.backends.get_mut(&key) {
-                uses.subtract(endpoint);
-                round.touched.push(key);
-            }
-        }
     }
 
     /// Writes slots and service where they differ; answers with the service's id and range.
@@ -462,36 +351,8 @@ impl<F: TableFamily> Plane<F> {
     fn remove(&mut self, name: &ServicePortName, round: &mut Round<F>) {
         let Some(old) = self.image.services.remove(name) else { return };
         round.stale_frontends.extend(old.frontends.iter().map(|key| (*key, old.id)));
-        self.let_go(name, old.holds.endpoints(), round);
+        self.release_backends(name, old.used.endpoints(), round);
         round.gone.push((old.id, old.range));
-    }
-
-    /// A port that was adopted and whose new state could not be written goes on being served as it is.
-    fn hold_what_was_not_replaced(&mut self) {
-        let Image { services, backends, .. } = &mut self.image;
-        for (name, published) in services {
-            if !matches!(published.holds, Holds::Nothing) {
-                continue;
-            }
-            let Some(range) = published.range else { continue };
-            let mut seen = FxHashSet::default();
-            let mut held = Vec::new();
-            for place in range.first..range.first + range.count {
-                let Some(slot) = self.tables.slots.get(place as usize) else { continue };
-                let (protocol, owner) = (name.protocol.number(), layout::owner(name));
-                let key = BackendKey { address: slot.address(), port: slot.port(), protocol, owner };
-                let Some(uses) = backends.get_mut(&key).filter(|_| seen.insert(key)) else { continue };
-                let endpoint = Endpoint {
-                    address: F::ip(key.address),
-                    port: key.port,
-                    local: slot.flags() & BACKEND_LOCAL != 0,
-                    terminating: false,
-                };
-                uses.add(&endpoint);
-                held.push(endpoint);
-            }
-            published.holds = Holds::Adopted(held.into());
-        }
     }
 
     /// Frontends that belong to nobody, and backends that nobody uses.
@@ -542,40 +403,6 @@ impl<F: TableFamily> Plane<F> {
         }
         self.write_uses(round);
     }
-
-    /// Brings the use counts in `backends4/6` up to date; removes backends without uses.
-    fn write_uses(&mut self, round: &mut Round<F>) {
-        for key in std::mem::take(&mut round.touched) {
-            let Some(uses) = self.image.backends.get_mut(&key) else { continue };
-            let wanted = uses.wanted(&key);
-            let result = if uses.is_unused() {
-                self.tables.backends.remove(&uses.id).map(|found| round.applied.removed += u64::from(found))
-            } else if uses.is_written(&wanted) {
-                Ok(())
-            } else {
-                self.tables.backends.set(&uses.id, &wanted).map(|()| round.applied.written += 1)
-            };
-            match result {
-                Ok(()) if uses.is_unused() => {
-                    self.image.backends.remove(&key);
-                }
-                Ok(()) => uses.wrote(&wanted),
-                Err(error) => {
-                    let what = format!("backend {} port {}", F::ip(key.address), key.port);
-                    round.failures.add(what, error);
-                }
-            }
-        }
-    }
-}
-
-fn backend_key<F: TableFamily>(
-    port: &ServicePortName,
-    endpoint: &Endpoint,
-) -> Option<BackendKey<F::Address>> {
-    let address = F::address(endpoint.address)?;
-    let (protocol, owner) = (port.protocol.number(), layout::owner(port));
-    Some(BackendKey { address, port: endpoint.port, protocol, owner })
 }
 
 fn new_service_id(shared: &mut Shared) -> Result<u32, Error> {

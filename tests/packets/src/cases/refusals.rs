@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use proxy_common::{
-    layout::PROTOCOL_TCP,
+    layout::{LOG_LINES_PER_SECOND, PROTOCOL_TCP},
     packet::{TCP_ACK, TCP_RST},
     reason::Reason,
 };
@@ -20,6 +20,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("refused: a packet with payload", with_payload);
     group.both::<W>("refused from outside: node port without endpoint", node_port);
     group.both::<W>("refused: the service is just being removed", service_gone);
+    group.both::<W>("refused: logged when asked for, a bounded number in a second", logged);
     group.both::<W>("dropped: endpoints elsewhere only and policy Local", no_local_endpoint);
 }
 
@@ -50,6 +51,24 @@ fn no_endpoint<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.frontend(CLUSTER_IP, 1, 0)?;
     let packet = s.first(CLIENT, CLUSTER_IP);
     expect_refused(s, "workload_ingress", &packet)
+}
+
+fn logged<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    const MORE_THAN_IN_TWO_SECONDS: usize = 2 * LOG_LINES_PER_SECOND as usize + 1;
+    s.service(1, &[])?;
+    s.frontend(CLUSTER_IP, 1, 0)?;
+    let packet = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &packet, Expect::Answered(refused::<W>(&packet)))?;
+    ensure!(s.world.logged()? == 0, "logged without being asked");
+    s.world.switch_log(true)?;
+    s.send("workload_ingress", &packet.to((KnownAddress::Stranger, 80)), Expect::Untouched)?;
+    ensure!(s.world.logged()? == 0, "a packet that is not refused was logged");
+    for _ in 0..MORE_THAN_IN_TWO_SECONDS {
+        s.send("workload_ingress", &packet, Expect::Answered(refused::<W>(&packet)))?;
+    }
+    let lines = s.world.logged()?;
+    ensure!((1..MORE_THAN_IN_TWO_SECONDS).contains(&lines), "{lines} lines");
+    Ok(())
 }
 
 fn no_endpoint_bare<W: Tables>(s: &mut Scene<W>) -> Result<()> {

@@ -1,0 +1,198 @@
+//! Who uses which backend: backends are inserted before the first slot refers to them, and removed when no service port
+//! uses them any more.
+
+use std::sync::Arc;
+
+use proxy_common::{
+    family::Slot as _,
+    layout::{BACKEND_LOCAL, Backend},
+};
+use rustc_hash::{FxHashMap, FxHashSet};
+
+use super::{
+    Error,
+    family::TableFamily,
+    layout::{self, backend_flags},
+    programmed::{BackendKey, Image, UsedEndpoints, Uses},
+    publish::{Plane, Round, Shared},
+};
+use crate::model::desired::{DesiredPort, Endpoint, ServicePortName};
+
+impl<F: TableFamily> Plane<F> {
+    /// Inserts the backends that are missing. One that does not fit fails the ports that need it, in `publish`.
+    pub(super) fn add_backends<'a>(
+        &mut self,
+        shared: &mut Shared,
+        changed: impl Iterator<Item = &'a Arc<DesiredPort>>,
+        round: &mut Round<F>,
+    ) {
+        let mut missing: FxHashMap<BackendKey<F::Address>, Uses> = FxHashMap::default();
+        for port in changed {
+            for endpoint in &port.endpoints.all {
+                let Some(key) = backend_key::<F>(&port.name, endpoint) else { continue };
+                if !self.image.backends.contains_key(&key) {
+                    missing.entry(key).or_default().add(endpoint);
+                }
+            }
+        }
+        let mut ids = Vec::with_capacity(missing.len());
+        let mut values = Vec::with_capacity(missing.len());
+        for (key, uses) in &mut missing {
+            let Ok(id) = shared.backend_id(&mut round.applied) else { break };
+            uses.id = id;
+            ids.push(id);
+            values.push(uses.wanted(key));
+        }
+        // The rest is tried again one by one, so the error is not lost.
+        let written = match self.tables.backends.set_all(&ids, &values) {
+            Ok(()) => ids.len(),
+            Err((done, _)) => done,
+        };
+        round.applied.written += written as u64;
+        for (id, backend) in ids.into_iter().zip(values).take(written) {
+            self.remember_backend(id, &backend, round);
+        }
+    }
+
+    fn remember_backend(&mut self, id: u32, backend: &Backend<F::Address>, round: &mut Round<F>) {
+        let key = BackendKey::of(backend);
+        self.image.backends.insert(key, Uses::of(id, backend));
+        round.touched.push(key);
+        round.inserted.push(key);
+    }
+
+    /// Removes the backends that were inserted for ports that do not fit, so that the next ones may.
+    pub(super) fn remove_unused_insertions(&mut self, round: &mut Round<F>) {
+        for key in std::mem::take(&mut round.inserted) {
+            let Some(uses) = self.image.backends.get(&key).filter(|uses| uses.is_unused()) else { continue };
+            // After an error it stays, unused, until the end of the round.
+            if let Ok(found) = self.tables.backends.remove(&uses.id) {
+                round.applied.removed += u64::from(found);
+                self.image.backends.remove(&key);
+            }
+        }
+    }
+
+    /// Counts the port's endpoints as used, inserts those that are missing, and says what the slot of each holds.
+    pub(super) fn use_backends(
+        &mut self,
+        shared: &mut Shared,
+        port: &DesiredPort,
+        round: &mut Round<F>,
+    ) -> Result<Vec<F::Slot>, Error> {
+        let mut slots = Vec::with_capacity(port.endpoints.all.len());
+        for endpoint in &port.endpoints.all {
+            match self.use_backend(shared, port, endpoint, round) {
+                Ok(slot) => slots.push(slot),
+                Err(error) => {
+                    let held = &port.endpoints.all[..slots.len()];
+                    self.release_backends(&port.name, held, round);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(slots)
+    }
+
+    fn use_backend(
+        &mut self,
+        shared: &mut Shared,
+        port: &DesiredPort,
+        endpoint: &Endpoint,
+        round: &mut Round<F>,
+    ) -> Result<F::Slot, Error> {
+        let key = backend_key::<F>(&port.name, endpoint)
+            .ok_or_else(|| Error::ForeignAddress { port: port.name.clone(), address: endpoint.address })?;
+        if !self.image.backends.contains_key(&key) {
+            let mut uses = Uses::default();
+            uses.id = shared.backend_id(&mut round.applied)?;
+            uses.add(endpoint);
+            let backend = uses.wanted(&key);
+            self.tables.backends.set(&uses.id, &backend)?;
+            round.applied.written += 1;
+            self.remember_backend(uses.id, &backend, round);
+        }
+        let uses = self.image.backends.entry(key).or_default();
+        uses.add(endpoint);
+        let slot = F::slot(key.address, key.port, uses.id, backend_flags(endpoint));
+        round.touched.push(key);
+        Ok(slot)
+    }
+
+    pub(super) fn release_backends(
+        &mut self,
+        port: &ServicePortName,
+        endpoints: &[Endpoint],
+        round: &mut Round<F>,
+    ) {
+        for endpoint in endpoints {
+            let Some(key) = backend_key::<F>(port, endpoint) else { continue };
+            if let Some(uses) = self.image.backends.get_mut(&key) {
+                uses.subtract(endpoint);
+                round.touched.push(key);
+            }
+        }
+    }
+
+    /// A port that was adopted and whose new state could not be written goes on being served as it is.
+    pub(super) fn use_adopted_endpoints(&mut self) {
+        let Image { services, backends, .. } = &mut self.image;
+        for (name, published) in services {
+            if !matches!(published.used, UsedEndpoints::NotCounted) {
+                continue;
+            }
+            let Some(range) = published.range else { continue };
+            let mut seen = FxHashSet::default();
+            let mut held = Vec::new();
+            for place in range.first..range.first + range.count {
+                let Some(slot) = self.tables.slots.get(place as usize) else { continue };
+                let (protocol, owner) = (name.protocol.number(), layout::owner(name));
+                let key = BackendKey { address: slot.address(), port: slot.port(), protocol, owner };
+                let Some(uses) = backends.get_mut(&key).filter(|_| seen.insert(key)) else { continue };
+                let endpoint = Endpoint {
+                    address: F::ip(key.address),
+                    port: key.port,
+                    local: slot.flags() & BACKEND_LOCAL != 0,
+                    terminating: false,
+                };
+                uses.add(&endpoint);
+                held.push(endpoint);
+            }
+            published.used = UsedEndpoints::Adopted(held.into());
+        }
+    }
+
+    /// Brings the use counts in `backends4/6` up to date; removes backends without uses.
+    pub(super) fn write_uses(&mut self, round: &mut Round<F>) {
+        for key in std::mem::take(&mut round.touched) {
+            let Some(uses) = self.image.backends.get_mut(&key) else { continue };
+            let wanted = uses.wanted(&key);
+            let result = if uses.is_unused() {
+                self.tables.backends.remove(&uses.id).map(|found| round.applied.removed += u64::from(found))
+            } else if uses.is_written(&wanted) {
+                Ok(())
+            } else {
+                self.tables.backends.set(&uses.id, &wanted).map(|()| round.applied.written += 1)
+            };
+            match result {
+                Ok(()) if uses.is_unused() => {
+                    self.image.backends.remove(&key);
+                }
+                Ok(()) => uses.wrote(&wanted),
+                Err(error) => {
+                    let what = format!("backend {} port {}", F::ip(key.address), key.port);
+                    round.failures.add(what, error);
+                }
+            }
+        }
+    }
+}
+
+fn backend_key<F: TableFamily>(
+    port: &ServicePortName,
+    endpoint: &Endpoint,
+) -> Option<BackendKey<F::Address>> {
+    let address = F::address(endpoint.address)?;
+    let (protocol, owner) = (port.protocol.number(), layout::owner(port));
+    Some(BackendKey { address, port: endpoint.port, protocol, owner })
+}

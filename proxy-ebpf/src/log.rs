@@ -1,0 +1,68 @@
+//! Log lines about clients that are refused or dropped, which is rare: no other packet comes by here. The controller
+//! switches them on and off in the table `kernel_log`.
+
+use core::ptr::{addr_of, read_volatile};
+
+use aya_ebpf::helpers::bpf_ktime_get_boot_ns;
+use aya_log_ebpf::debug;
+use proxy_common::{
+    layout::{Address, LOG_LINES_PER_SECOND},
+    packet::Packet,
+    reason::Reason,
+};
+
+use crate::maps;
+
+/// An address that a log line can show.
+pub(crate) trait LogAddress: Address {
+    /// The controller puts the reason's name in place of its number. A client whose socket has no address yet is
+    /// shown as the unspecified one.
+    fn log_refusal(packet: &Packet<Self>, reason: Reason);
+}
+
+macro_rules! log_address {
+    ($address:ty) => {
+        impl LogAddress for $address {
+            // A function of its own, so that its stack is not the caller's.
+            #[inline(never)]
+            fn log_refusal(packet: &Packet<Self>, reason: Reason) {
+                if is_due() {
+                    debug!(
+                        (),
+                        "reason {}: protocol {}, from {:i} port {} to {:i} port {}",
+                        reason as u32,
+                        packet.protocol,
+                        packet.source,
+                        packet.source_port,
+                        packet.destination,
+                        packet.destination_port
+                    );
+                }
+            }
+        }
+    };
+}
+
+log_address!([u8; 4]);
+log_address!([u8; 16]);
+
+/// Is the log switched on, and is there room for a line in this second? CPUs that count at the same moment may pass a
+/// few lines more.
+#[inline(always)]
+fn is_due() -> bool {
+    let Some(control) = maps::kernel_log.get_ptr_mut(0) else { return false };
+    // SAFETY: a map value in bounds; the controller writes it as a whole.
+    if unsafe { read_volatile(addr_of!((*control).enabled)) } == 0 {
+        return false;
+    }
+    // SAFETY: no arguments; since 5.8.
+    let second = unsafe { bpf_ktime_get_boot_ns() } / 1_000_000_000;
+    // SAFETY: as above. Other CPUs may count meanwhile: plain integers, of which any value is valid.
+    let control = unsafe { &mut *control };
+    if control.second != second {
+        control.second = second;
+        control.lines = 0;
+    }
+    control.lines = control.lines.wrapping_add(1);
+    control.lines <= LOG_LINES_PER_SECOND
+}

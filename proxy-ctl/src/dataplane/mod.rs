@@ -5,15 +5,17 @@
 use std::{sync::Arc, time::Duration};
 
 pub mod ebpf;
+mod entry;
 mod error;
 mod host;
 mod modes;
 mod snapshot;
 mod supports;
 
+pub use entry::Removed;
 pub use error::{Error, ErrorKind};
 pub use host::{Host, Interface, LocalTraffic, NodeNetwork, Role};
-pub use modes::{Removed, cleanup, controller, open, read, reasons};
+pub use modes::{cleanup, controller, open, read, reasons};
 pub use snapshot::{
     BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, ServiceSnapshot, Snapshot,
 };

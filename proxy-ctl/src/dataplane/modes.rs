@@ -2,10 +2,11 @@
 
 use std::path::Path;
 
-use super::{Dataplane, Error, Programmed, ebpf};
+use super::{
+    Dataplane, Error, ebpf,
+    entry::{BoxedProgrammed, Entry, Removed},
+};
 use crate::{config::Config, mode::Mode};
-
-type BoxedProgrammed = Box<dyn Programmed>;
 
 const ALL: [Mode; 1] = [Mode::Ebpf];
 
@@ -13,16 +14,6 @@ const fn entry(mode: Mode) -> &'static Entry {
     match mode {
         Mode::Ebpf => &ebpf::ENTRY,
     }
-}
-
-/// What is done with a mode where there is no dataplane of it.
-pub(super) struct Entry {
-    pub(super) open: fn(&Config) -> Result<Box<dyn Dataplane>, Error>,
-    /// `None`: nothing is programmed, or not all tables are there yet.
-    pub(super) read: fn(bpffs: &Path) -> Result<Option<BoxedProgrammed>, Error>,
-    pub(super) controller: fn(bpffs: &Path) -> Option<u32>,
-    pub(super) cleanup: fn(bpffs: &Path) -> Result<Removed, Error>,
-    pub(super) reasons: fn() -> Vec<(&'static str, &'static str)>,
 }
 
 /// The node's dataplane in this mode: takes over what a predecessor left.
@@ -44,23 +35,6 @@ pub fn read(bpffs: &Path) -> Result<Option<(Mode, BoxedProgrammed)>, Error> {
 /// tell, as for a process of another PID namespace.
 pub fn controller(bpffs: &Path) -> Option<u32> {
     ALL.iter().find_map(|mode| (entry(*mode).controller)(bpffs))
-}
-
-/// What was removed, in the order in which it was.
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub struct Removed {
-    /// Names of links: `cgroup_connect4`, `3_ingress`.
-    pub links: Vec<String>,
-    /// Number of filters on clsact qdiscs.
-    pub filters: usize,
-    /// Names of tables.
-    pub tables: Vec<String>,
-}
-
-impl Removed {
-    pub fn is_empty(&self) -> bool {
-        *self == Self::default()
-    }
 }
 
 /// Removes everything that any mode has programmed, and nothing else.

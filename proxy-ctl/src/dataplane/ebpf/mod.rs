@@ -34,7 +34,7 @@ use self::{
     status::{Pinned, Reader},
     tables::{CommonTables, FamilyTables, Shape},
 };
-use super::{Applied, Dataplane, Host, Programmed, Snapshot, Unsupported, Usage, modes::Entry};
+use super::{Applied, Dataplane, Host, Programmed, Snapshot, Unsupported, Usage, entry::Entry};
 use crate::{
     config::{Ebpf, SocketLoadBalancing},
     model::desired::{Changes, DesiredPort},

@@ -1,0 +1,35 @@
+//! What each mode gives to [`modes`](super::modes).
+
+use std::path::Path;
+
+use super::{Dataplane, Error, Programmed};
+use crate::config::Config;
+
+pub(super) type BoxedProgrammed = Box<dyn Programmed>;
+
+/// What is done with a mode where there is no dataplane of it.
+pub(super) struct Entry {
+    pub(super) open: fn(&Config) -> Result<Box<dyn Dataplane>, Error>,
+    /// `None`: nothing is programmed, or not all tables are there yet.
+    pub(super) read: fn(bpffs: &Path) -> Result<Option<BoxedProgrammed>, Error>,
+    pub(super) controller: fn(bpffs: &Path) -> Option<u32>,
+    pub(super) cleanup: fn(bpffs: &Path) -> Result<Removed, Error>,
+    pub(super) reasons: fn() -> Vec<(&'static str, &'static str)>,
+}
+
+/// What was removed, in the order in which it was.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Removed {
+    /// Names of links: `cgroup_connect4`, `3_ingress`.
+    pub links: Vec<String>,
+    /// Number of filters on clsact qdiscs.
+    pub filters: usize,
+    /// Names of tables.
+    pub tables: Vec<String>,
+}
+
+impl Removed {
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}

@@ -183,6 +183,7 @@ pub(super) struct StatusView {
 
 /// What another kube-proxy has programmed on this node.
 #[derive(Clone, Debug, Default, Serialize)]
+#[serde(rename_all = "camelCase")]
 pub(super) struct FormerView {
     pub(super) left: Vec<Part>,
     /// Service ports that are not served, for which it stays, and why.

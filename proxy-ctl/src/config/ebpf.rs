@@ -80,7 +80,7 @@ pub struct Ebpf {
     pub algorithm: Algorithm,
     pub interfaces: Interfaces,
     pub limits: Limits,
-    /// The cgroup v2 folder whose processes are served; `None`: the mount in /proc/mounts.
+    /// The cgroup v2 folder whose processes are served; `None`: the mount that opens.
     pub cgroup: Option<PathBuf>,
     pub bpffs: PathBuf,
     /// Remove what another kube-proxy has left, once everything is served.

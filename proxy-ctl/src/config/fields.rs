@@ -266,11 +266,11 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.limits.serviceCounters", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.service_counters);
         "Rows of the table service_counters: service ports whose connections and bytes are counted.";
     "ebpf.cgroup", optional_folder(|c| &mut c.ebpf.cgroup);
-        "The cgroup v2 folder whose processes are served. Empty: the mount in /proc/mounts.";
+        "The cgroup v2 folder whose processes are served. Empty: the mount that opens; where there is none, the hierarchy is mounted.";
     "ebpf.bpffs", folder(|c| &mut c.ebpf.bpffs);
         "Where the tables are pinned.";
     "ebpf.removeKubeProxyRules", switch(|c| &mut c.ebpf.remove_kube_proxy_rules);
-        "Remove what another kube-proxy has left in the kernel, once, when everything is served: else it would go on \
+        "Remove what another kube-proxy has left in the kernel, once, when every service port is served: else it would go on \
          leading to endpoints that are gone. false: leave it, to try both side by side. Not with --manifests.";
 };
 

@@ -18,6 +18,8 @@ use crate::{
 };
 
 const OUTAGE: Duration = Duration::from_secs(60);
+/// In the log where the API server cannot be reached: the first connection may be reset or refused.
+const UNREACHABLE: &str = "reason=\"unreachable\"";
 
 pub(crate) fn an_api_server_that_is_away_changes_nothing(world: &mut World) -> Result<()> {
     let own = Node::new(world, "alone", 17)?;
@@ -31,9 +33,9 @@ pub(crate) fn an_api_server_that_is_away_changes_nothing(world: &mut World) -> R
 
     world.server.kill();
     let away_since = Instant::now();
-    proxy.says("Connection refused")?;
+    proxy.says(UNREACHABLE)?;
     let mut started_late = late.start(&json!({}))?;
-    started_late.says("Connection refused")?;
+    started_late.says(UNREACHABLE)?;
     world.server.replace_token(PROXY);
     thread::sleep(OUTAGE.saturating_sub(away_since.elapsed()));
     answers(&own.healthz(), "/healthz", 200)?;
@@ -64,7 +66,7 @@ pub(crate) fn an_api_server_that_is_away_changes_nothing(world: &mut World) -> R
     for proxy in [&mut proxy, &mut started_late] {
         proxy.runs()?;
         // Four kinds of objects are watched, and each is tried more than once.
-        let told = proxy.log().lines().filter(|line| line.contains("Connection refused")).count();
+        let told = proxy.log().lines().filter(|line| line.contains(UNREACHABLE)).count();
         ensure!(told == 1, "one outage is told {told} times:\n{}", proxy.log());
     }
     Ok(())

@@ -22,22 +22,29 @@ enum Knowledge {
 pub(super) struct StreamingLists(watch::Sender<Knowledge>);
 
 impl StreamingLists {
-    /// Whether to ask for a streaming list. The first to call is told yes, and must report the answer.
+    /// Whether to ask for a streaming list. Whoever is told yes while nothing is known must report the answer.
     pub(super) async fn may_be_asked_for(&self) -> bool {
-        let is_first = self.0.send_if_modified(|knowledge| {
-            let is_first = *knowledge == Knowledge::Unknown;
-            if is_first {
-                *knowledge = Knowledge::Asked;
-            }
-            is_first
-        });
-        if is_first {
-            return true;
-        }
         let mut answer = self.0.subscribe();
-        // Without an answer in time everybody asks.
-        drop(timeout(PATIENCE, answer.wait_for(|knowledge| *knowledge != Knowledge::Asked)).await);
-        *self.0.borrow() != Knowledge::Refused
+        loop {
+            let asks = self.0.send_if_modified(|knowledge| {
+                let is_unknown = *knowledge == Knowledge::Unknown;
+                if is_unknown {
+                    *knowledge = Knowledge::Asked;
+                }
+                is_unknown
+            });
+            if asks {
+                return true;
+            }
+            // Without an answer in time everybody asks.
+            drop(timeout(PATIENCE, answer.wait_for(|knowledge| *knowledge != Knowledge::Asked)).await);
+            match *self.0.borrow() {
+                // The request failed for another reason: one of those that wait asks again.
+                Knowledge::Unknown => {}
+                Knowledge::Asked | Knowledge::Accepted => return true,
+                Knowledge::Refused => return false,
+            }
+        }
     }
 
     pub(super) fn accepted(&self) {
@@ -76,13 +83,19 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn after_a_failure_that_says_nothing_everybody_asks() {
+    async fn after_a_failure_that_says_nothing_one_of_those_that_wait_asks() {
         let streaming = StreamingLists::default();
         assert!(streaming.may_be_asked_for().await);
-        let (other, ()) = tokio::join!(streaming.may_be_asked_for(), async { streaming.not_answered() });
-        assert!(other);
-        streaming.accepted();
+        let ask = async || {
+            let asks = streaming.may_be_asked_for().await;
+            if asks {
+                streaming.refused();
+            }
+            asks
+        };
+        let (first, second, ()) = tokio::join!(ask(), ask(), async { streaming.not_answered() });
+        assert!(first != second, "one asks, the other learns that it was refused");
         streaming.not_answered();
-        assert!(streaming.may_be_asked_for().await);
+        assert!(!streaming.may_be_asked_for().await, "a later failure does not change what is known");
     }
 }

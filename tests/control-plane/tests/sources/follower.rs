@@ -165,6 +165,13 @@ impl Follower {
         outcome.context("the work ended without a word")?
     }
 
+    /// Takes in the updates that are there already.
+    pub(crate) fn take_received(&mut self) {
+        while let Ok(update) = self.updates.try_recv() {
+            self.take(update);
+        }
+    }
+
     fn take(&mut self, update: Update) {
         self.log.push(update.clone());
         self.model.update(update);

@@ -1,14 +1,24 @@
 //! What RBAC must allow, what happens where it does not, and tokens that end.
 
-use std::{fs, os::unix::fs::PermissionsExt as _, path::PathBuf};
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt as _,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use anyhow::{Context, Result, ensure};
 use control_plane::objects;
+use kube::{
+    Client,
+    config::{KubeConfigOptions, Kubeconfig},
+};
 use proxy_ctl::{
     events::{Event, Outcome, Recorder, Type},
     source::kubernetes::{ListMethod, ResourceKind, Verb, failure::FailureReason},
 };
 use serde_json::{Value, json};
+use tokio::time::{sleep, timeout};
 
 use crate::{
     follower::{Follower, NODE, copy_at},
@@ -197,13 +207,11 @@ pub(super) fn revoked_tokens_are_replaced(world: &mut World) -> Result<()> {
     let first = token(world)?;
     let plugin = plugin(world, "plugged", &first)?;
     let relay = Relay::start(world)?;
-    let mut followers = [
-        world.server.kubeconfig_with("rotated", &first)?,
-        world.server.kubeconfig_with_plugin("plugged", &plugin)?,
-    ]
-    .into_iter()
-    .map(|kubeconfig| Follower::start_with(world, &copy_at(world, &kubeconfig, relay.address)?))
-    .collect::<Result<Vec<_>>>()?;
+    let rotated = world.server.kubeconfig_with("rotated", &first)?;
+    let mut followers = [&rotated, &world.server.kubeconfig_with_plugin("plugged", &plugin)?]
+        .into_iter()
+        .map(|kubeconfig| Follower::start_with(world, &copy_at(world, kubeconfig, relay.address)?))
+        .collect::<Result<Vec<_>>>()?;
     world.create(&world.service("before"))?;
     for follower in &mut followers {
         follower.wait_served(world, &[("before:main", &[])])?;
@@ -214,17 +222,13 @@ pub(super) fn revoked_tokens_are_replaced(world: &mut World) -> Result<()> {
         "metadata": {"namespace": "kube-system", "name": ACCOUNT},
     }))?;
     account(world)?;
+    wait_refused(world, &rotated)?;
+    relay.cut();
+    relay.mend();
     for follower in &mut followers {
         follower.wait(world, "the old token being refused", |follower| {
-            let all = |has: fn(&Follower, ResourceKind) -> bool| {
-                follower.state.kinds().into_iter().all(|kind| has(follower, kind))
-            };
-            // The API server goes on believing a token for some seconds.
-            if all(|follower, kind| follower.state.connected(kind)) {
-                relay.cut();
-                relay.mend();
-            }
-            all(|follower, kind| follower.state.errors(kind, FailureReason::Unauthorized) > 0)
+            let mut kinds = follower.state.kinds().into_iter();
+            kinds.all(|kind| follower.state.errors(kind, FailureReason::Unauthorized) > 0)
         })?;
     }
     world.create(&world.service("after"))?;
@@ -242,6 +246,27 @@ pub(super) fn revoked_tokens_are_replaced(world: &mut World) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The API server goes on accepting a revoked token for some seconds.
+fn wait_refused(world: &World, kubeconfig: &Path) -> Result<()> {
+    world.block_on(async {
+        let config = Kubeconfig::read_from(kubeconfig)?;
+        let config = kube::Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await?;
+        let client = Client::try_from(config)?;
+        let refused = async {
+            loop {
+                let answer = objects::get(&client, "/api/v1/services?limit=1").await;
+                match answer.as_ref().map_err(|error| error.downcast_ref()) {
+                    Err(Some(kube::Error::Api(status))) if status.code == 401 => return,
+                    _ => sleep(Duration::from_millis(100)).await,
+                }
+            }
+        };
+        timeout(Duration::from_secs(60), refused)
+            .await
+            .context("the revoked token is still accepted after 60 s")
+    })
 }
 
 /// A credential plugin that hands out this token, without saying how long it is good for.

@@ -4,6 +4,11 @@ use std::sync::LazyLock;
 
 use rustc_hash::FxHashMap;
 
+/// Whether `externalIPs` of Services are served.
+pub const ALLOW_SERVICE_EXTERNAL_IPS: &str = "AllowServiceExternalIPs";
+/// Whether the API server is asked for streaming lists.
+pub const WATCH_LIST_CLIENT: &str = "WatchListClient";
+
 /// One line for each: name, stage, and on or off by default.
 const KNOWN: &str = include_str!("feature_gates.txt");
 
@@ -86,6 +91,9 @@ mod tests {
     #[case(&[("AllAlpha", true), ("LoggingAlphaOptions", false)], "LoggingAlphaOptions", false)]
     #[case(&[("AllBeta", false)], "LoggingBetaOptions", false)]
     #[case(&[("AllBeta", false)], "NFTablesProxyMode", true)]
+    #[case(&[("AllBeta", false)], WATCH_LIST_CLIENT, false)]
+    #[case(&[("AllBeta", false)], ALLOW_SERVICE_EXTERNAL_IPS, true)]
+    #[case(&[(ALLOW_SERVICE_EXTERNAL_IPS, false)], ALLOW_SERVICE_EXTERNAL_IPS, false)]
     fn gates_that_are_on(#[case] gates: &[(&str, bool)], #[case] gate: &str, #[case] on: bool) {
         assert_eq!(is_on(&set(gates), gate), on);
     }

@@ -122,7 +122,8 @@ pub static FIELDS: &[Field] = fields! {
     "showHiddenMetricsForVersion", HIDDEN_METRICS;
         "Show metrics that were hidden since this version. Only the previous minor version is allowed.";
     "featureGates", FEATURE_GATES;
-        "Kubernetes feature gates by name. Those that concern kube-proxy's own modes have no effect in mode ebpf.";
+        "Kubernetes feature gates by name. In effect: AllAlpha, AllBeta, AllowServiceExternalIPs (false: no externalIPs are \
+         served), ComponentFlagz, ComponentStatusz, LoggingAlphaOptions, LoggingBetaOptions, WatchListClient (false: plain lists only).";
 
     "clientConnection.kubeconfig", file(|c| &mut c.client_connection.kubeconfig);
         "Credentials for the API server. Empty: the pod's service account.";

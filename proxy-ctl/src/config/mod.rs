@@ -28,7 +28,7 @@ pub use command_line::{CommandLine, FlagError, VersionFormat};
 pub use ebpf::{
     Algorithm, Ebpf, Forwarding, Interfaces, Limits, NamePattern, SocketLoadBalancing, SourceAddress, Xdp,
 };
-pub use feature_gates::is_gone as is_gone_gate;
+pub use feature_gates::{ALLOW_SERVICE_EXTERNAL_IPS, WATCH_LIST_CLIENT, is_gone as is_gone_gate};
 pub use fields::{FIELDS, Field};
 pub use flags::{FLAGS, Flag, Group, REMOVED, Sets, ValueKind};
 use ipnet::IpNet;

@@ -26,7 +26,7 @@ use self::{
     service_metrics::ServiceMetrics,
 };
 use crate::{
-    config::Config,
+    config::{ALLOW_SERVICE_EXTERNAL_IPS, Config},
     dataplane::{Dataplane, Error, NodeNetwork, Usage},
     model::{
         Model, Update,
@@ -92,12 +92,14 @@ impl Controller {
     pub fn new(config: Arc<Config>, node_name: impl Into<Arc<str>>, reports: Reports) -> Self {
         let start = Moment::now();
         let node_name = node_name.into();
+        let model = Model::new(Arc::clone(&node_name));
+        let serves_external_ips = config.has_gate(ALLOW_SERVICE_EXTERNAL_IPS);
         for family in IpFamily::ALL {
             reports.health.lock().updated(family, start);
         }
         Self {
             config,
-            model: Model::new(Arc::clone(&node_name)),
+            model: if serves_external_ips { model } else { model.without_external_ips() },
             node_name,
             listed: Listed::default(),
             network: None,

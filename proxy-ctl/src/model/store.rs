@@ -28,6 +28,7 @@ use super::{
 pub struct Model {
     node_name: Arc<str>,
     node: Option<Node>,
+    serves_external_ips: bool,
     services: FxHashMap<ObjectName, Box<KnownService>>,
     /// The service, in the slice's namespace, of every slice.
     slices: FxHashMap<ObjectName, Arc<str>>,
@@ -81,6 +82,7 @@ impl Model {
         Self {
             node_name: node_name.into(),
             node: None,
+            serves_external_ips: true,
             services: FxHashMap::default(),
             slices: FxHashMap::default(),
             service_cidrs: BTreeMap::new(),
@@ -93,6 +95,11 @@ impl Model {
             triggers: Vec::new(),
             ports_computed: 0,
         }
+    }
+
+    /// As if no Service had `externalIPs`.
+    pub fn without_external_ips(self) -> Self {
+        Self { serves_external_ips: false, ..self }
     }
 
     /// Takes in what a source tells. Many updates can be taken in before one [`Model::take_changes`].
@@ -121,6 +128,9 @@ impl Model {
     }
 
     pub fn apply_service(&mut self, mut service: Service) {
+        if !self.serves_external_ips {
+            service.external_ips.clear();
+        }
         normalize(&mut service);
         self.names.share_service(&mut service);
         let known = self.services.entry(service.name.clone()).or_default();

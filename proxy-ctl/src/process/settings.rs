@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Context as _, bail};
 
 use crate::{
-    config::{CommandLine, Config, Effective, is_gone_gate},
+    config::{ALLOW_SERVICE_EXTERNAL_IPS, CommandLine, Config, Effective, WATCH_LIST_CLIENT, is_gone_gate},
     source::kubernetes::{self, ConfigError, Kubernetes, SourceState},
 };
 
@@ -60,16 +60,7 @@ impl Settings {
 
     /// The API server's watchers, ready to run; all that can be wrong with their configuration is an error here.
     pub fn kubernetes(&self, state: SourceState) -> anyhow::Result<Kubernetes> {
-        let connection = &self.config.client_connection;
-        let config = kubernetes::Config {
-            kubeconfig: connection.kubeconfig.clone(),
-            master: self.master.clone(),
-            qps: connection.qps,
-            burst: connection.burst,
-            content_type: connection.content_type,
-            accept_content_types: connection.accept_content_types.clone(),
-        };
-        Kubernetes::new(config, Arc::clone(&self.node_name), state).map_err(|error| {
+        Kubernetes::new(self.source(), Arc::clone(&self.node_name), state).map_err(|error| {
             let ConfigError::NotInCluster = error else { return error.into() };
             anyhow::anyhow!(
                 "there is nowhere to get Services from: give --kubeconfig FILE (or clientConnection.kubeconfig in \
@@ -77,6 +68,19 @@ impl Settings {
                  (KUBERNETES_SERVICE_HOST or KUBERNETES_SERVICE_PORT is not set)"
             )
         })
+    }
+
+    fn source(&self) -> kubernetes::Config {
+        let connection = &self.config.client_connection;
+        kubernetes::Config {
+            kubeconfig: connection.kubeconfig.clone(),
+            master: self.master.clone(),
+            qps: connection.qps,
+            burst: connection.burst,
+            content_type: connection.content_type,
+            accept_content_types: connection.accept_content_types.clone(),
+            plain_lists: !self.config.has_gate(WATCH_LIST_CLIENT),
+        }
     }
 }
 
@@ -106,8 +110,10 @@ fn node_name(config: &Config) -> anyhow::Result<Arc<str>> {
 
 /// Settings that ask kube-proxy for something that mode ebpf does not do.
 fn without_effect(config: &Config) -> Vec<String> {
-    // These are about logs and pages, and groups of which they are part.
-    const USED: [&str; 6] = [
+    // With the groups of which they are part.
+    const USED: [&str; 8] = [
+        ALLOW_SERVICE_EXTERNAL_IPS,
+        WATCH_LIST_CLIENT,
         "AllAlpha",
         "AllBeta",
         "ComponentFlagz",
@@ -194,6 +200,15 @@ mod tests {
     fn what_has_no_effect_is_said() {
         let settings = settings("iptables: {masqueradeAll: true}\n", &[]);
         assert_eq!(settings.warnings, ["masqueradeAll has no effect in mode ebpf"]);
+    }
+
+    #[test]
+    fn gates_that_kube_proxy_goes_by_are_not_said_to_have_no_effect() {
+        let body =
+            "featureGates: {AllowServiceExternalIPs: false, WatchListClient: false, CSIVolumeHealth: true}\n";
+        let settings = settings(body, &[]);
+        assert_eq!(settings.warnings, ["featureGates.CSIVolumeHealth has no effect in mode ebpf"]);
+        assert!(settings.source().plain_lists);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::{
     sync::LazyLock,
 };
 
-use control_plane::KubeProxy;
+use control_plane::{KubeProxy, binaries::Program};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -69,6 +69,8 @@ pub(crate) struct Recording {
     pub(crate) version: String,
     /// With the word for its value, which is empty for a switch.
     pub(crate) flags: BTreeMap<String, String>,
+    /// Stage and default, as `feature_gates.txt` has them.
+    pub(crate) feature_gates: BTreeMap<String, String>,
     pub(crate) answers: BTreeMap<String, Answer>,
 }
 
@@ -77,6 +79,7 @@ pub(crate) struct Recording {
 struct StoredRecording {
     version: String,
     flags: BTreeMap<String, String>,
+    feature_gates: BTreeMap<String, String>,
     defaults: Value,
     answers: BTreeMap<String, StoredAnswer>,
 }
@@ -106,6 +109,7 @@ impl Recording {
         let recording = StoredRecording {
             version: self.version.clone(),
             flags: self.flags.clone(),
+            feature_gates: self.feature_gates.clone(),
             defaults: defaults.clone(),
             answers: self.answers.iter().map(|(name, answer)| (name.clone(), stored(answer))).collect(),
         };
@@ -113,7 +117,8 @@ impl Recording {
     }
 
     pub(crate) fn from_json(text: &str) -> Self {
-        let StoredRecording { version, flags, defaults, answers } = serde_json::from_str(text).unwrap();
+        let StoredRecording { version, flags, feature_gates, defaults, answers } =
+            serde_json::from_str(text).unwrap();
         let answer = |stored| match stored {
             StoredAnswer::Refused(error) => Answer::Refused(error),
             StoredAnswer::Accepted(changes) => {
@@ -125,6 +130,7 @@ impl Recording {
         Self {
             version,
             flags,
+            feature_gates,
             answers: answers.into_iter().map(|(name, stored)| (name, answer(stored))).collect(),
         }
     }
@@ -201,7 +207,11 @@ fn normalized(answer: Answer) -> Answer {
 /// The real one: found, or built where there is Go.
 pub(crate) fn kube_proxy() -> Option<PathBuf> {
     static FOUND: LazyLock<Option<PathBuf>> = LazyLock::new(|| {
-        KubeProxy::here().unwrap().inspect_err(|reason| eprintln!("skipped: {reason}")).ok()
+        let gates = Program::FeatureGates.absent();
+        gates
+            .map_or_else(|| KubeProxy::here().unwrap(), Err)
+            .inspect_err(|reason| eprintln!("skipped: {reason}"))
+            .ok()
     });
     FOUND.clone()
 }
@@ -215,8 +225,22 @@ pub(crate) fn record(kube_proxy: &Path, cases: &[Case]) -> Recording {
     Recording {
         version: output_of("--version").trim().to_owned(),
         flags: output_of("--help").lines().filter_map(flag).collect(),
+        feature_gates: real_feature_gates(),
         answers: answers.collect(),
     }
+}
+
+/// Of the program that is built with the kube-proxy above. `--help` of that one leaves those out that are in no group.
+fn real_feature_gates() -> BTreeMap<String, String> {
+    let output = Command::new(Program::FeatureGates.path().unwrap()).output().unwrap();
+    feature_gates(&String::from_utf8(output.stdout).unwrap())
+}
+
+/// Lines of `name stage default`.
+pub(crate) fn feature_gates(text: &str) -> BTreeMap<String, String> {
+    let lines = text.lines().filter(|line| !line.starts_with('#'));
+    let gates = lines.map(|line| line.split_once(' ').unwrap());
+    gates.map(|(name, rest)| (name.to_owned(), rest.to_owned())).collect()
 }
 
 /// `      --config string      The path …` or `  -v, --v Level  …`.

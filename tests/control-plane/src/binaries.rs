@@ -21,6 +21,8 @@ pub enum Program {
     Etcd,
     KubeApiServer,
     KubeProxy,
+    /// Prints the feature gates of kube-proxy.
+    FeatureGates,
 }
 
 impl Program {
@@ -29,6 +31,7 @@ impl Program {
             Self::Etcd => "etcd",
             Self::KubeApiServer => "kube-apiserver",
             Self::KubeProxy => "kube-proxy",
+            Self::FeatureGates => "feature-gates",
         }
     }
 
@@ -60,6 +63,7 @@ impl Program {
             Self::Etcd => "./cmd/etcd",
             Self::KubeApiServer => "./cmd/kube-apiserver",
             Self::KubeProxy => "./cmd/kube-proxy",
+            Self::FeatureGates => "./cmd/feature-gates",
         }
     }
 }

@@ -19,7 +19,12 @@ fn main() -> ExitCode {
 }
 
 fn kubernetes_is_built((): &mut ()) -> Result<Outcome> {
-    let missing = binaries::provide(&[Program::Etcd, Program::KubeApiServer, Program::KubeProxy])?;
+    let missing = binaries::provide(&[
+        Program::Etcd,
+        Program::KubeApiServer,
+        Program::KubeProxy,
+        Program::FeatureGates,
+    ])?;
     Ok(missing.map_or(Outcome::Passed, Outcome::Skipped))
 }
 

@@ -249,7 +249,11 @@ impl Fixture {
 
     /// Services have been listed and written.
     fn serving(services: Vec<Service>) -> Self {
-        let mut fixture = Self::new(Config::default());
+        Self::with(Config::default(), services)
+    }
+
+    fn with(config: Config, services: Vec<Service>) -> Self {
+        let mut fixture = Self::new(config);
         fixture.take(Update::ReplaceServices(services));
         fixture.take(Update::ReplaceSlices(Vec::new()));
         fixture.take(Update::Node(None));
@@ -452,6 +456,23 @@ fn without_localhost_node_ports_loopback_addresses_serve_none() {
         let [Call::SetHost(written), ..] = written.as_slice() else { panic!("{written:?}") };
         assert_eq!(written.node_port_addresses, served.iter().map(|ip| address(ip)).collect());
     }
+}
+
+#[rstest::rstest]
+#[case::by_default(&[], &[FrontendKind::ClusterIp, FrontendKind::ExternalIp])]
+#[case::switched_off(&[("AllowServiceExternalIPs", false)], &[FrontendKind::ClusterIp])]
+fn external_ips_are_served_unless_the_feature_gate_says_otherwise(
+    #[case] gates: &[(&str, bool)],
+    #[case] expected: &[FrontendKind],
+) {
+    let feature_gates = gates.iter().map(|(name, on)| ((*name).to_owned(), *on)).collect();
+    let mut fixture = Fixture::with(Config { feature_gates, ..Config::default() }, Vec::new());
+    let external_ips = vec![address("192.0.2.1")];
+    fixture.take(Update::ApplyService(Service { external_ips, ..service("a", "10.0.0.1") }));
+    fixture.write();
+    let ports = fixture.recorder.lock().ports.clone();
+    let kinds: Vec<_> = ports[0].frontends.iter().map(|frontend| frontend.kind).collect();
+    assert_eq!(kinds, expected);
 }
 
 fn unsupported(fixture: &Fixture) -> Vec<(String, Vec<Unsupported>)> {

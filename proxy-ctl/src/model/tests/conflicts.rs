@@ -26,6 +26,19 @@ const CLUSTER_IP: FrontendKind = FrontendKind::ClusterIp;
 const NODE_PORT: FrontendKind = FrontendKind::NodePort;
 const EXTERNAL_IP: FrontendKind = FrontendKind::ExternalIp;
 
+#[test]
+fn without_external_ips_nobody_claims_them() {
+    let mut model = Model::new(HERE).without_external_ips();
+    let external = service("a/old", &["10.96.0.1"]).created(1).external_ip("192.0.2.1");
+    model.apply_service(external.load_balancer_ip("192.0.2.2").external_ip("192.0.2.2"));
+    model.apply_service(service("b/young", &["10.96.0.2"]).created(2).load_balancer_ip("192.0.2.1"));
+    model.take_changes();
+    let of = |service| frontends(&model.desired(), service).split_off(1);
+    assert_eq!(of("a/old"), [(FrontendKind::LoadBalancer, "192.0.2.2".to_owned(), 80)]);
+    assert_eq!(of("b/young"), [(FrontendKind::LoadBalancer, "192.0.2.1".to_owned(), 80)]);
+    assert!(model.conflicts().is_empty());
+}
+
 #[rstest]
 #[case::older_wins(
     service("a/young", &["10.96.0.1"]).created(2).node_port(30080),

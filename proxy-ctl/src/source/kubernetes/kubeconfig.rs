@@ -38,6 +38,8 @@ pub struct Config {
     pub content_type: Encoding,
     /// `clientConnection.acceptContentTypes`: what is wanted for an answer instead.
     pub accept_content_types: Option<String>,
+    /// Ask for no streaming list: the feature gate WatchListClient is off.
+    pub plain_lists: bool,
 }
 
 #[derive(Debug, thiserror::Error)]

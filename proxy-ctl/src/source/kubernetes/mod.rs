@@ -34,6 +34,7 @@ use self::{
     context::WatchContext,
     query::Query,
     resource::{OwnNode, SERVED_SELECTOR, Services},
+    streaming::StreamingLists,
     watchers::Watchers,
 };
 use super::Update;
@@ -61,6 +62,7 @@ pub struct Kubernetes {
     connection: Arc<Connection>,
     node_name: Arc<str>,
     state: SourceState,
+    streaming: StreamingLists,
 }
 
 impl Kubernetes {
@@ -87,8 +89,10 @@ impl Kubernetes {
             burst = config.burst,
             "how the API server is spoken to"
         );
+        let streaming =
+            if config.plain_lists { StreamingLists::unwanted() } else { StreamingLists::default() };
         let connection = Arc::new(Connection::new(config, accept, state.requests.clone()));
-        Ok(Self { server, connection, node_name: node_name.into(), state })
+        Ok(Self { server, connection, node_name: node_name.into(), state, streaming })
     }
 
     /// The API server's address, for people.
@@ -108,8 +112,8 @@ impl Kubernetes {
     /// # Errors
     /// A watcher has ended although updates are still received: its objects would be stale from now on.
     pub async fn run(self, updates: mpsc::Sender<Update>) -> Result<(), WatcherEnded> {
-        let (connection, state) = (self.connection, self.state);
-        let context = WatchContext { connection, updates: updates.clone(), state, streaming: Arc::default() };
+        let (connection, state, streaming) = (self.connection, self.state, Arc::new(self.streaming));
+        let context = WatchContext { connection, updates: updates.clone(), state, streaming };
         let served = Query::with_labels(SERVED_SELECTOR);
         let own = Query::with_fields(format!("metadata.name={}", self.node_name));
 

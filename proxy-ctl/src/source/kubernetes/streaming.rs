@@ -22,6 +22,11 @@ enum Knowledge {
 pub(super) struct StreamingLists(watch::Sender<Knowledge>);
 
 impl StreamingLists {
+    /// Nobody is to ask for them.
+    pub(super) fn unwanted() -> Self {
+        Self(watch::Sender::new(Knowledge::Refused))
+    }
+
     /// Whether to ask for a streaming list. Whoever is told yes while nothing is known must report the answer.
     pub(super) async fn may_be_asked_for(&self) -> bool {
         let mut answer = self.0.subscribe();
@@ -80,6 +85,11 @@ mod tests {
         let (others, new) = tokio::join!(others, async { streaming.refused() });
         assert_eq!((others, new), ((false, false), true), "the others wait for its answer");
         assert!(!streaming.refused() && !streaming.may_be_asked_for().await);
+    }
+
+    #[tokio::test]
+    async fn unwanted_ones_are_not_asked_for() {
+        assert!(!StreamingLists::unwanted().may_be_asked_for().await);
     }
 
     #[tokio::test]

@@ -152,7 +152,9 @@ JSON: {mode, reasons[], node, controller: {running, starting, pid}, sources[]: {
   problem},
   hooks[]: {name, interface, role, kind}, tables[]: {name, used, capacity, bytes},
   counters[]: {reason, count},
-  formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]}}; what is not known is null.";
+  formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]},
+  unsupported[]: {namespace, name, port, protocol, family, field, effect, instead}}; what is not known is
+  null. effect: servedDifferently, partlyServed or notServed.";
 
 /// List what is served, or one service
 #[derive(Debug, ClapArgs)]

@@ -1,7 +1,10 @@
 //! What is programmed, as tables and JSON show it. The JSON forms are a contract: fields are added, never
 //! renamed.
 
-use std::net::{IpAddr, SocketAddr};
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+};
 
 use serde::Serialize;
 
@@ -9,7 +12,7 @@ use super::table::{bytes, table};
 use crate::{
     leftovers::{Found, Part},
     mode::Mode,
-    process::record::{Record, Source},
+    process::record::{Record, Source, UnsupportedField},
 };
 
 /// One service port in one family.
@@ -179,6 +182,8 @@ pub(super) struct StatusView {
     pub(super) tables: Vec<TableView>,
     pub(super) counters: Vec<CounterView>,
     pub(super) former_kube_proxy: FormerView,
+    /// Fields of Services that are not honoured, by service port.
+    pub(super) unsupported: Vec<UnsupportedField>,
 }
 
 /// What another kube-proxy has programmed on this node.
@@ -264,6 +269,7 @@ impl StatusView {
             reasons: record.as_ref().map(|record| record.reasons.clone()).unwrap_or_default(),
             node: record.as_ref().map(|record| record.node.clone()),
             controller: ControllerView { running, starting: starting.is_some(), pid },
+            unsupported: record.as_ref().map(|record| record.unsupported.clone()).unwrap_or_default(),
             sources: record.filter(|_| alive).map(|record| record.sources),
             hooks: Vec::new(),
             tables: Vec::new(),
@@ -318,6 +324,8 @@ impl StatusView {
                 text.push_str(&part);
             }
         };
+        let unsupported: BTreeSet<_> = self.unsupported.iter().map(unsupported_row).collect();
+        part(unsupported.len(), table(["NOT SERVED AS ASKED", "FIELD", "EFFECT", "INSTEAD"], unsupported));
         let or_dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
         let hooks = self.hooks.iter().map(|hook| {
             [hook.name.clone(), or_dash(&hook.interface), or_dash(&hook.role), hook.kind.clone()]
@@ -333,6 +341,18 @@ impl StatusView {
         let counters = counted.iter().map(|counter| [counter.reason.clone(), counter.count.to_string()]);
         part(counted.len(), table(["REASON", "COUNT"], counters));
     }
+}
+
+/// The same for both families.
+fn unsupported_row(field: &UnsupportedField) -> [String; 4] {
+    let UnsupportedField { namespace, name, port, field, effect, instead, .. } = field;
+    let port = if port.is_empty() { String::new() } else { format!(":{port}") };
+    let effect = match effect.as_str() {
+        "notServed" => "not served",
+        "partlyServed" => "partly served",
+        _ => "served differently",
+    };
+    [format!("{namespace}/{name}{port}"), field.clone(), effect.to_owned(), instead.clone()]
 }
 
 #[cfg(test)]
@@ -423,6 +443,31 @@ mod tests {
         assert!(status.text().contains("controller  starting, pid 4711"), "{}", status.text());
         let json = serde_json::to_value(&status).unwrap();
         assert_eq!(json["controller"], serde_json::json!({"running": true, "starting": true, "pid": 4711}));
+    }
+
+    #[test]
+    fn service_ports_that_are_not_served_as_asked_are_listed_once_for_both_families() {
+        let field = |family: &str| UnsupportedField {
+            namespace: "shop".into(),
+            name: "web".into(),
+            port: "http".into(),
+            protocol: "TCP".into(),
+            family: family.into(),
+            field: "spec.loadBalancerSourceRanges".into(),
+            effect: "partlyServed".into(),
+            instead: "not built yet".into(),
+        };
+        let record = Record { unsupported: vec![field("IPv4"), field("IPv6")], ..Record::default() };
+        let status = StatusView::new(Some(record), Some(Mode::Ebpf), None);
+        let text = status.text();
+        let lines: Vec<&str> = text.lines().filter(|line| line.starts_with("shop/web:http")).collect();
+        let [line] = lines.as_slice() else { panic!("{text}") };
+        for part in ["spec.loadBalancerSourceRanges", "partly served", "not built yet"] {
+            assert!(line.contains(part), "{line}");
+        }
+        let json = serde_json::to_value(&status).unwrap();
+        assert_eq!(json["unsupported"][1]["family"], "IPv6");
+        assert_eq!(json["unsupported"][0]["effect"], "partlyServed");
     }
 
     #[test]

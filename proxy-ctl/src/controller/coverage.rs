@@ -5,6 +5,11 @@ use std::{
     sync::Arc,
 };
 
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeMetric},
+    metrics::{MetricType, gauge::ConstGauge},
+};
 use rustc_hash::FxHashSet;
 use tokio::sync::watch;
 
@@ -28,6 +33,34 @@ impl Coverage {
     pub fn unserved(&self) -> impl Iterator<Item = (&ServicePortName, &Unsupported)> {
         let all = self.unsupported.iter().flat_map(|(name, all)| all.iter().map(move |one| (name, one)));
         all.filter(|(_, one)| one.leaves_unserved())
+    }
+}
+
+/// Names in metrics the service ports of which some frontend is not served.
+#[derive(Debug)]
+pub struct UnservedPorts(pub watch::Receiver<Coverage>);
+
+/// A Service of a tenant must not make a scrape long. `proxy_unsupported_service_ports` counts all of them.
+const MOST_NAMED: usize = 100;
+
+impl Collector for UnservedPorts {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> std::fmt::Result {
+        let help = "Service ports of which some frontend is not served, by name; at most 100 of them.";
+        let mut metric =
+            encoder.encode_descriptor("proxy_unserved_service_port", help, None, MetricType::Gauge)?;
+        for (name, unsupported) in self.0.borrow().unserved().take(MOST_NAMED) {
+            let ServicePortName { service, port, protocol, family } = name;
+            let labels = [
+                ("namespace", &*service.namespace),
+                ("service", &*service.name),
+                ("port", port),
+                ("protocol", protocol.name()),
+                ("ip_family", family.name()),
+                ("field", unsupported.field),
+            ];
+            ConstGauge::new(1_i64).encode(metric.encode_family(&labels)?)?;
+        }
+        Ok(())
     }
 }
 

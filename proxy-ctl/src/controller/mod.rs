@@ -15,15 +15,15 @@ use std::{sync::Arc, time::Instant};
 
 use tokio::sync::watch;
 
-pub use self::{
-    coverage::Coverage,
-    run::{Ended, Inputs, UsageRequest, UsageRequests, run},
-};
 use self::{
     coverage::CoverageTracker,
     latency::Latency,
     runner::{BoundedRunner, Intervals},
     service_metrics::ServiceMetrics,
+};
+pub use self::{
+    coverage::{Coverage, UnservedPorts},
+    run::{Ended, Inputs, UsageRequest, UsageRequests, run},
 };
 use crate::{
     config::{ALLOW_SERVICE_EXTERNAL_IPS, Config},

@@ -26,6 +26,17 @@ pub enum Effect {
     NotServed,
 }
 
+impl Effect {
+    /// As `status` shows it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::ServedDifferently => "servedDifferently",
+            Self::Without(_) => "partlyServed",
+            Self::NotServed => "notServed",
+        }
+    }
+}
+
 impl Unsupported {
     /// Some frontend of the service port is not served.
     pub fn leaves_unserved(&self) -> bool {

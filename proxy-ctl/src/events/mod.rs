@@ -3,10 +3,21 @@
 //! [`Recorder::record`] never waits and never fails. What it is given goes through a bounded queue to a task that
 //! writes one event after the other with kube's recorder, and tries again while the API server is away.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    hash::{DefaultHasher, Hash as _, Hasher as _},
+    sync::Arc,
+    time::Duration,
+};
 
-use k8s_openapi::api::core::v1::ObjectReference;
-use kube::runtime::events::{self as kube_events, Reporter};
+use jiff::Timestamp;
+use k8s_openapi::{
+    api::{core::v1::ObjectReference, events::v1::Event as EventObject},
+    apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta},
+};
+use kube::{
+    api::PostParams,
+    runtime::events::{self as kube_events, Reporter},
+};
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family},
@@ -56,6 +67,8 @@ pub struct Event {
     pub action: &'static str,
     /// For people; cut after 1024 bytes.
     pub note: String,
+    /// Every node has the same to tell: the first to tell it does so for all.
+    pub of_all_nodes: bool,
 }
 
 impl Event {
@@ -66,7 +79,14 @@ impl Event {
         action: &'static str,
         note: impl Into<String>,
     ) -> Self {
-        Self { event_type, regarding: Regarding::Node, reason, action, note: note.into() }
+        Self {
+            event_type,
+            regarding: Regarding::Node,
+            reason,
+            action,
+            note: note.into(),
+            of_all_nodes: false,
+        }
     }
 }
 
@@ -135,11 +155,11 @@ impl Recorder {
         let (queue, jobs) = mpsc::channel(QUEUE);
         let counts = Counts::default();
         let instance = Some(format!("{CONTROLLER}-{host}"));
+        let reporter = Reporter { controller: CONTROLLER.to_owned(), instance };
         let writer = Writer {
-            recorder: kube_events::Recorder::new(
-                api.client(),
-                Reporter { controller: CONTROLLER.to_owned(), instance },
-            ),
+            client: api.client(),
+            reporter: reporter.clone(),
+            recorder: kube_events::Recorder::new(api.client(), reporter),
             node_name: node_name.into(),
             counts: counts.clone(),
             refusal_logged: false,
@@ -168,7 +188,7 @@ impl Recorder {
 
     /// Never blocks: if too many wait already, this one is dropped and counted.
     pub fn record(&self, event: Event) {
-        let Event { event_type, regarding, reason, action, note } = &event;
+        let Event { event_type, regarding, reason, action, note, .. } = &event;
         tracing::debug!(?event_type, ?regarding, reason, action, note, "event");
         let Some(queue) = &self.queue else { return };
         if queue.try_send(Job::Record(event)).is_err() {
@@ -190,6 +210,8 @@ impl Recorder {
 
 /// The task that writes events.
 struct Writer {
+    client: kube::Client,
+    reporter: Reporter,
     recorder: kube_events::Recorder,
     node_name: Arc<str>,
     counts: Counts,
@@ -209,9 +231,15 @@ impl Writer {
     }
 
     async fn write(&mut self, event: Event) {
+        let of_all_nodes = event.of_all_nodes;
         let (event, regarding) = published(event, &self.node_name);
         for attempt in 1..=ATTEMPTS {
-            let failure = match self.recorder.publish(&event, &regarding).await {
+            let written = if of_all_nodes {
+                self.create_unless_there(&event, &regarding).await
+            } else {
+                self.recorder.publish(&event, &regarding).await
+            };
+            let failure = match written {
                 Ok(()) => return self.counts.add(Outcome::Written),
                 Err(error) => Failure::from(error),
             };
@@ -225,6 +253,21 @@ impl Writer {
         }
         warn!(reason = event.reason, "an event was not written: the API server is away");
         self.counts.add(Outcome::GivenUp);
+    }
+
+    /// The name follows from what is told, so that one node creates it and the others find it there.
+    async fn create_unless_there(
+        &self,
+        event: &kube_events::Event,
+        regarding: &ObjectReference,
+    ) -> Result<(), kube::Error> {
+        let object = event_of_all_nodes(event, regarding, &self.reporter);
+        let namespace = regarding.namespace.as_deref().unwrap_or("default");
+        let events = kube::Api::<EventObject>::namespaced(self.client.clone(), namespace);
+        match events.create(&PostParams::default(), &object).await {
+            Err(kube::Error::Api(status)) if status.code == 409 => Ok(()),
+            done => done.map(drop),
+        }
     }
 
     /// Once at warning level: whatever is refused now will be next time.
@@ -266,6 +309,32 @@ fn published(event: Event, node_name: &str) -> (kube_events::Event, ObjectRefere
         secondary: None,
     };
     (event, regarding)
+}
+
+fn event_of_all_nodes(
+    event: &kube_events::Event,
+    regarding: &ObjectReference,
+    reporter: &Reporter,
+) -> EventObject {
+    let mut told = DefaultHasher::new();
+    (&event.reason, &event.note).hash(&mut told);
+    let name = format!("{}.{:016x}", regarding.name.as_deref().unwrap_or(CONTROLLER), told.finish());
+    EventObject {
+        metadata: ObjectMeta {
+            name: Some(name),
+            namespace: regarding.namespace.clone(),
+            ..ObjectMeta::default()
+        },
+        event_time: Some(MicroTime(Timestamp::now())),
+        type_: Some(format!("{:?}", event.type_)),
+        reason: Some(event.reason.clone()),
+        action: Some(event.action.clone()),
+        note: event.note.clone(),
+        regarding: Some(regarding.clone()),
+        reporting_controller: Some(reporter.controller.clone()),
+        reporting_instance: reporter.instance.clone(),
+        ..EventObject::default()
+    }
 }
 
 /// Whether the API server may take the very same event later.
@@ -338,5 +407,22 @@ mod tests {
         };
         assert_eq!(named(event), ["Node", "", "node-1"]);
         assert_eq!(named(service), ["Service", "shop", "web"]);
+    }
+
+    #[test]
+    fn what_all_nodes_tell_has_one_name_until_it_changes() {
+        let named = |node: &str, note: &str| {
+            let regarding = Regarding::Service(ObjectName::new("shop", "web"));
+            let event =
+                Event { regarding, ..Event::node(Type::Warning, "FieldNotHonoured", "ServeService", note) };
+            let (event, regarding) = published(event, node);
+            let reporter = Reporter { controller: CONTROLLER.to_owned(), instance: Some(node.to_owned()) };
+            let object = event_of_all_nodes(&event, &regarding, &reporter);
+            assert_eq!(object.type_.as_deref(), Some("Warning"));
+            object.metadata.name.unwrap()
+        };
+        assert!(named("a", "x").starts_with("web."), "{}", named("a", "x"));
+        assert_eq!(named("a", "x"), named("b", "x"));
+        assert_ne!(named("a", "x"), named("a", "y"));
     }
 }

@@ -43,6 +43,7 @@ pub(super) fn service_health_failed(
             "node {node} failed to start healthcheck \"{service}\" on port {port}: listen {network} {address}: bind: {}",
             in_go(error)
         ),
+        of_all_nodes: false,
     }
 }
 
@@ -73,6 +74,19 @@ pub(super) fn former_rules_stay(problem: &str) -> Event {
 /// Rules of another kube-proxy that were removed are there again: one is at work. kube-proxy has no such event.
 pub(super) fn former_rules_are_back(parts: &str) -> Event {
     Event::node(Type::Warning, "KubeProxyRulesReturned", "RemoveKubeProxyRules", parts)
+}
+
+/// What of a Service is not served as it asks. kube-proxy has no such event. `leaves_unserved`: clients cannot reach
+/// some of its frontends.
+pub(super) fn service_not_served_as_asked(service: ObjectName, leaves_unserved: bool, note: String) -> Event {
+    Event {
+        event_type: Type::Warning,
+        regarding: Regarding::Service(service),
+        reason: if leaves_unserved { "ServiceNotServed" } else { "FieldNotHonoured" },
+        action: "ServeService",
+        note,
+        of_all_nodes: true,
+    }
 }
 
 /// The configuration file was replaced by one that is not valid. kube-proxy has no such event.

@@ -24,5 +24,6 @@ mod run;
 mod set_up;
 mod settings;
 mod source;
+mod unsupported_services;
 
 pub use self::{record::Record, run::run, settings::Settings};

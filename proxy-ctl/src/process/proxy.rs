@@ -3,6 +3,7 @@
 use std::{io, net::SocketAddr, sync::Arc};
 
 use ipnet::IpNet;
+use prometheus_client::registry::Registry;
 use serde_json::Value;
 use tokio::{
     sync::{mpsc, watch},
@@ -19,10 +20,11 @@ use super::{
     set_up,
     settings::Settings,
     source::Source,
+    unsupported_services,
 };
 use crate::{
     config::{CommandLine, Config},
-    controller::{Coverage, Inputs, Reports, UsageRequests},
+    controller::{Coverage, Inputs, Reports, UnservedPorts, UsageRequests},
     dataplane::NodeNetwork,
     events::Recorder,
     mode::{Choice, Mode},
@@ -83,7 +85,10 @@ impl Proxy {
         let config = Arc::new(settings.config);
         let events = source.recorder(&settings.node_name)?;
         let (usage_requests_in, usage_requests) = mpsc::channel(USAGE_REQUESTS);
-        let register = |registry: &mut _| {
+        let coverage = watch::Sender::default();
+        let unserved = UnservedPorts(coverage.subscribe());
+        let register = |registry: &mut Registry| {
+            registry.register_collector(Box::new(unserved));
             if from_api_server {
                 source_state.register(registry);
                 events.register(registry.sub_registry_with_prefix("proxy"));
@@ -107,7 +112,7 @@ impl Proxy {
             configs: watch::Sender::new(Arc::clone(&config)),
             document: watch::Sender::new(config.to_document()),
             health_checks: watch::Sender::default(),
-            coverage: watch::Sender::default(),
+            coverage,
             removal_blockers: watch::Sender::default(),
             stop: CancellationToken::new(),
             config,
@@ -227,6 +232,19 @@ impl Proxy {
         });
     }
 
+    /// To be called before the record of a predecessor is replaced.
+    pub(super) fn tell_of_unsupported_services(&self, tasks: &mut Tasks) {
+        let told = Record::read(&self.config.ebpf.bpffs).unwrap_or_default().unsupported;
+        let (coverage, events, stop) = (self.coverage.subscribe(), self.events.clone(), self.stop.clone());
+        tasks.spawn(async move {
+            tokio::select! {
+                () = unsupported_services::follow(coverage, &told, events) => {}
+                () = stop.cancelled() => {}
+            }
+            Ok(())
+        });
+    }
+
     /// The record is written first by what this answers with, and then whenever it has changed: only whoever holds the
     /// dataplane's lock may write it.
     pub(super) fn keep_record(&self, tasks: &mut Tasks) -> impl FnOnce() + Send + 'static {
@@ -246,6 +264,7 @@ impl Proxy {
             networks: self.networks.subscribe(),
             configs: self.configs.subscribe(),
             removal_blockers: self.removal_blockers.subscribe(),
+            coverage: self.coverage.subscribe(),
         };
         let (written, stop) = (CancellationToken::new(), self.stop.clone());
         let kept = record::keep(record.clone(), inputs, written.clone());

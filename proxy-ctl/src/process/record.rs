@@ -15,7 +15,9 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     config::Config,
-    dataplane::{NodeNetwork, Role},
+    controller::Coverage,
+    dataplane::{Effect, NodeNetwork, Role},
+    model::objects::ObjectName,
     source::kubernetes::{ResourceKind, SourceState},
 };
 
@@ -39,6 +41,51 @@ pub struct Record {
     pub interfaces: Vec<Interface>,
     /// Service ports for which the rules of another kube-proxy stay, and why.
     pub removal_blockers: Vec<String>,
+    /// By service port.
+    pub unsupported: Vec<UnsupportedField>,
+}
+
+/// A field of a Service that is not honoured for one of its ports.
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct UnsupportedField {
+    pub namespace: String,
+    pub name: String,
+    /// Empty where the Service has one unnamed port.
+    pub port: String,
+    pub protocol: String,
+    pub family: String,
+    /// As Kubernetes names it: `spec.sessionAffinity`.
+    pub field: String,
+    /// `servedDifferently`, `partlyServed` or `notServed`.
+    pub effect: String,
+    /// What happens instead, for people.
+    pub instead: String,
+}
+
+impl UnsupportedField {
+    pub(super) fn all(coverage: &Coverage) -> Vec<Self> {
+        let all = coverage.unsupported.iter().flat_map(|(name, all)| all.iter().map(move |one| (name, one)));
+        all.map(|(name, one)| Self {
+            namespace: name.service.namespace.to_string(),
+            name: name.service.name.to_string(),
+            port: name.port.to_string(),
+            protocol: name.protocol.name().to_owned(),
+            family: name.family.name().to_owned(),
+            field: one.field.to_owned(),
+            effect: one.effect.name().to_owned(),
+            instead: one.instead.to_owned(),
+        })
+        .collect()
+    }
+
+    pub(super) fn service(&self) -> ObjectName {
+        ObjectName::new(self.namespace.as_str(), self.name.as_str())
+    }
+
+    pub(super) fn leaves_unserved(&self) -> bool {
+        self.effect != Effect::ServedDifferently.name()
+    }
 }
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -109,10 +156,11 @@ pub(super) struct RecordInputs {
     pub(super) networks: watch::Receiver<Option<NodeNetwork>>,
     pub(super) configs: watch::Receiver<Arc<Config>>,
     pub(super) removal_blockers: watch::Receiver<Vec<String>>,
+    pub(super) coverage: watch::Receiver<Coverage>,
 }
 
 /// Once the record was `written` first, writes it again whenever it has changed.
-pub(super) async fn keep(mut record: Record, inputs: RecordInputs, written: CancellationToken) {
+pub(super) async fn keep(mut record: Record, mut inputs: RecordInputs, written: CancellationToken) {
     written.cancelled().await;
     let mut last: Option<Record> = None;
     loop {
@@ -120,6 +168,9 @@ pub(super) async fn keep(mut record: Record, inputs: RecordInputs, written: Canc
         record.sources = inputs.sources();
         record.interfaces = inputs.interfaces(&config);
         record.removal_blockers.clone_from(&inputs.removal_blockers.borrow());
+        if inputs.coverage.has_changed().unwrap_or(false) {
+            record.unsupported = UnsupportedField::all(&inputs.coverage.borrow_and_update());
+        }
         if last.as_ref() != Some(&record) {
             match record.write(&config.ebpf.bpffs) {
                 Ok(()) => last = Some(record.clone()),

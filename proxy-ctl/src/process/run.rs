@@ -105,6 +105,7 @@ async fn serve(line: CommandLine, settings: Settings, choice: Choice) -> anyhow:
     tasks.spawn(source.run(inputs.updates, proxy.metrics.clone(), proxy.stop.clone()));
     proxy.set_up_and_follow(&mut tasks);
     proxy.remove_leftovers(&mut tasks);
+    proxy.tell_of_unsupported_services(&mut tasks);
     let opened = proxy.keep_record(&mut tasks);
     let mut ended = dataplane_thread::start(&proxy, inputs.controller, opened)?;
 

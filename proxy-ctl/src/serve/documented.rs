@@ -5,12 +5,18 @@ use std::{
     time::Duration,
 };
 
+use tokio::sync::watch;
+
 use super::{exposition::Format, tests::FixedUsage};
 use crate::{
+    controller::{Coverage, UnservedPorts},
     dataplane::{self, Effect, Unsupported},
     events::Recorder,
     mode::Mode,
-    model::objects,
+    model::{
+        desired::ServicePortName,
+        objects::{self, ObjectName},
+    },
     report::{Metrics, SyncKind},
     source::kubernetes::SourceState,
 };
@@ -67,12 +73,23 @@ fn shown(text: &str) -> BTreeMap<String, MetricFamily> {
 #[tokio::test]
 async fn every_family_is_documented_and_no_other() {
     let state = SourceState::with_samples();
+    let unsupported = Unsupported { field: "spec.x", effect: Effect::NotServed, instead: "" };
+    let name = ServicePortName {
+        service: ObjectName::new("shop", "web"),
+        port: "http".into(),
+        protocol: objects::Protocol::Tcp,
+        family: objects::IpFamily::Ipv4,
+    };
+    let unsupported = vec![unsupported];
+    let coverage = Coverage { programmed: true, unsupported: [(name, unsupported.clone())].into() };
+    let (_sender, coverage) = watch::channel(coverage);
     let metrics = Metrics::new(Some(Box::new(FixedUsage)), state.invalid_objects(), |registry| {
         state.register(registry);
+        registry.register_collector(Box::new(UnservedPorts(coverage)));
         Recorder::silent().register(registry.sub_registry_with_prefix("proxy"));
     });
     metrics.refresh().await;
-    metrics.unsupported(&[Unsupported { field: "spec.x", effect: Effect::NotServed, instead: "" }], 1);
+    metrics.unsupported(&unsupported, 1);
     metrics.synced(objects::IpFamily::Ipv4, SyncKind::Full, Duration::from_millis(1));
     let shown = shown(&Format::Prometheus.write(metrics.encode().unwrap()));
     let documented = documented();

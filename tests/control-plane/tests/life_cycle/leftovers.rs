@@ -626,6 +626,20 @@ pub(crate) fn rules_stay_while_a_service_port_is_not_served(world: &mut World) -
     ensure!(!proxy.log().contains("default/sticky:main (spec"), "{}", proxy.log());
     let event = world.event(own.name, "KubeProxyRulesRemain")?;
     ensure!(event["note"].as_str().is_some_and(|note| note.contains("default/associations")), "{event}");
+    let event = world.event_about("Service", "associations", "ServiceNotServed")?;
+    ensure!(event["note"].as_str().is_some_and(|note| note.contains("(port main): SCTP")), "{event}");
+    world.event_about("Service", "sticky", "FieldNotHonoured")?;
+    let unsupported = || {
+        let status = own.status()?;
+        let of = |name: &str| {
+            let all = status["unsupported"].as_array()?;
+            all.iter().find(|one| one["name"] == *name)?["effect"].as_str().map(str::to_owned)
+        };
+        let told = of("associations").as_deref() == Some("notServed")
+            && of("sticky").as_deref() == Some("servedDifferently");
+        Ok(told.then_some(()))
+    };
+    until("what status says is not served as asked", LIMIT, unsupported, || proxy.log())?;
     let blockers = |counted: f64, named: usize| {
         let told = || {
             let status = own.status()?;

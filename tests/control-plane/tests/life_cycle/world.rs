@@ -90,15 +90,20 @@ impl World {
 
     /// Waits for an event about a Node, and answers with it.
     pub(crate) fn event(&self, node: &str, reason: &str) -> Result<Value> {
+        self.event_about("Node", node, reason)
+    }
+
+    /// As [`World::event`], about an object of this kind, in namespace `default` or in none.
+    pub(crate) fn event_about(&self, kind: &str, name: &str, reason: &str) -> Result<Value> {
         let path = "/apis/events.k8s.io/v1/namespaces/default/events?limit=500";
         let is_it = |event: &Value| {
-            event["regarding"]["name"] == *node
+            event["regarding"]["name"] == *name
                 && event["reason"] == *reason
-                && event["regarding"]["kind"] == "Node"
+                && event["regarding"]["kind"] == *kind
         };
         let mut seen = Vec::new();
         until(
-            &format!("event {reason} about {node}"),
+            &format!("event {reason} about {kind} {name}"),
             LIMIT,
             || {
                 let list = self.runtime.block_on(objects::get(&self.client, path))?;

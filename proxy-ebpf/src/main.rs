@@ -34,7 +34,7 @@ fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
     loop {}
 }
 
-/// GPL-compatible, as helpers such as `bpf_redirect_neigh` ask for.
+/// GPL-compatible, as helpers such as `bpf_redirect_neigh` ask for. The same as `license` in Cargo.toml.
 #[cfg(target_arch = "bpf")]
 #[unsafe(link_section = "license")]
 #[unsafe(no_mangle)]

@@ -14,16 +14,23 @@ const BINARY: &str = "usr/local/bin/proxy-ctl";
 /// By this name the same binary is kube-proxy.
 const KUBE_PROXY: &str = "usr/local/bin/kube-proxy";
 
-/// An image with one program in it.
+/// An image with one program in it, for each architecture.
 pub(super) struct Image<'a> {
     /// With registry and tag.
     pub(super) name: &'a str,
-    pub(super) architecture: &'a str,
     /// Seconds since the epoch.
     pub(super) created: i64,
     pub(super) labels: BTreeMap<&'static str, String>,
-    pub(super) binary: &'a [u8],
+    pub(super) programs: &'a [Program],
 }
+
+pub(super) struct Program {
+    /// As container images say it: `amd64`.
+    pub(super) architecture: &'static str,
+    pub(super) binary: Vec<u8>,
+}
+
+const INDEX: &str = "application/vnd.oci.image.index.v1+json";
 
 /// A file of the layout, by the hash of its content.
 struct Blob {
@@ -60,40 +67,57 @@ fn sha256(content: &[u8]) -> String {
 }
 
 impl Image<'_> {
-    /// Writes the archive and returns the image's digest.
+    /// Writes the archive and returns the image's digest: of its manifest, or with several architectures of the list
+    /// of their manifests.
     pub(super) fn write(&self, archive: impl Write) -> Result<String> {
-        let files = self.files()?;
-        let layer = Blob::new("application/vnd.oci.image.layer.v1.tar+gzip", compressed(&files)?);
-        let config = Blob::json("application/vnd.oci.image.config.v1+json", &self.config(&files)?)?;
-        let manifest = Blob::json(
-            "application/vnd.oci.image.manifest.v1+json",
-            &json!({
-                "schemaVersion": 2,
-                "mediaType": "application/vnd.oci.image.manifest.v1+json",
-                "config": config.descriptor(),
-                "layers": [layer.descriptor()],
-            }),
-        )?;
-        let mut entry = manifest.descriptor();
-        entry["platform"] = json!({"os": "linux", "architecture": self.architecture});
-        entry["annotations"] = json!({
+        let mut blobs = Vec::new();
+        let mut manifests = Vec::new();
+        let mut docker = Vec::new();
+        for program in self.programs {
+            let files = self.files(&program.binary)?;
+            let layer = Blob::new("application/vnd.oci.image.layer.v1.tar+gzip", compressed(&files)?);
+            let config = self.config(program.architecture, &files)?;
+            let config = Blob::json("application/vnd.oci.image.config.v1+json", &config)?;
+            let manifest = Blob::json(
+                "application/vnd.oci.image.manifest.v1+json",
+                &json!({
+                    "schemaVersion": 2,
+                    "mediaType": "application/vnd.oci.image.manifest.v1+json",
+                    "config": config.descriptor(),
+                    "layers": [layer.descriptor()],
+                }),
+            )?;
+            let mut entry = manifest.descriptor();
+            entry["platform"] = json!({"os": "linux", "architecture": program.architecture});
+            manifests.push(entry);
+            docker.push(json!({"Config": config.path(), "RepoTags": [self.name], "Layers": [layer.path()]}));
+            blobs.extend([layer, config, manifest]);
+        }
+        let mut top = match <[Value; 1]>::try_from(manifests) {
+            Ok([manifest]) => manifest,
+            Err(manifests) => {
+                let list = json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": manifests});
+                let list = Blob::json(INDEX, &list)?;
+                let entry = list.descriptor();
+                blobs.push(list);
+                entry
+            }
+        };
+        top["annotations"] = json!({
             "org.opencontainers.image.ref.name": self.name,
             "io.containerd.image.name": self.name,
         });
-        let index = json!({
-            "schemaVersion": 2,
-            "mediaType": "application/vnd.oci.image.index.v1+json",
-            "manifests": [entry],
-        });
-        let docker = json!([{"Config": config.path(), "RepoTags": [self.name], "Layers": [layer.path()]}]);
-
-        let digest = format!("sha256:{}", manifest.digest);
+        let digest = top["digest"].as_str().context("a descriptor without a digest")?.to_owned();
+        let index = json!({"schemaVersion": 2, "mediaType": INDEX, "manifests": [top]});
         let mut contents = BTreeMap::from([
             ("oci-layout".to_owned(), br#"{"imageLayoutVersion":"1.0.0"}"#.to_vec()),
             ("index.json".to_owned(), serde_json::to_vec(&index)?),
-            ("manifest.json".to_owned(), serde_json::to_vec(&docker)?),
         ]);
-        contents.extend([layer, config, manifest].map(|blob| (blob.path(), blob.content)));
+        // This older form has one architecture only.
+        if let [_] = self.programs {
+            contents.insert("manifest.json".to_owned(), serde_json::to_vec(&docker)?);
+        }
+        contents.extend(blobs.into_iter().map(|blob| (blob.path(), blob.content)));
         let mut tar = Builder::new(archive);
         for folder in ["blobs/", "blobs/sha256/"] {
             self.append(&mut tar, EntryType::Directory, folder, 0o755, &[])?;
@@ -106,14 +130,14 @@ impl Image<'_> {
     }
 
     /// The root file system, as a tar file. The container runtime makes what it mounts on.
-    fn files(&self) -> Result<Vec<u8>> {
+    fn files(&self, binary: &[u8]) -> Result<Vec<u8>> {
         let mut tar = Builder::new(Vec::new());
         for folder in ["usr/", "usr/local/", "usr/local/bin/"] {
             self.append(&mut tar, EntryType::Directory, folder, 0o755, &[])?;
         }
         let mut link = self.header(EntryType::Symlink, 0o777, 0)?;
         tar.append_link(&mut link, KUBE_PROXY, "proxy-ctl")?;
-        self.append(&mut tar, EntryType::Regular, BINARY, 0o755, self.binary)?;
+        self.append(&mut tar, EntryType::Regular, BINARY, 0o755, binary)?;
         tar.into_inner().context("writing the layer")
     }
 
@@ -141,12 +165,12 @@ impl Image<'_> {
     }
 
     /// `files`: the layer before compression.
-    fn config(&self, files: &[u8]) -> Result<Value> {
+    fn config(&self, architecture: &str, files: &[u8]) -> Result<Value> {
         let created = jiff::Timestamp::from_second(self.created).context("when the image was made")?;
         let created = created.to_string();
         Ok(json!({
             "created": created,
-            "architecture": self.architecture,
+            "architecture": architecture,
             "os": "linux",
             "config": {
                 "Env": ["PATH=/usr/local/bin"],
@@ -172,14 +196,15 @@ mod tests {
 
     use super::*;
 
-    fn image(binary: &[u8]) -> Image<'_> {
+    fn written(programs: &[(&'static str, &[u8])]) -> Vec<u8> {
+        let programs: Vec<_> = programs
+            .iter()
+            .map(|(architecture, binary)| Program { architecture, binary: binary.to_vec() })
+            .collect();
         let labels = BTreeMap::from([("org.opencontainers.image.title", "proxy-ctl".to_owned())]);
-        Image { name: "localhost/proxy-ctl:1", architecture: "amd64", created: 1_700_000_000, labels, binary }
-    }
-
-    fn written(image: &Image<'_>) -> Vec<u8> {
+        let name = "localhost/proxy-ctl:1";
         let mut archive = Vec::new();
-        image.write(&mut archive).unwrap();
+        Image { name, created: 1_700_000_000, labels, programs: &programs }.write(&mut archive).unwrap();
         archive
     }
 
@@ -205,13 +230,36 @@ mod tests {
 
     #[test]
     fn the_same_image_gives_the_same_bytes_and_another_binary_does_not() {
-        assert_eq!(written(&image(b"program")), written(&image(b"program")));
-        assert_ne!(written(&image(b"program")), written(&image(b"another")));
+        assert_eq!(written(&[("amd64", b"program")]), written(&[("amd64", b"program")]));
+        assert_ne!(written(&[("amd64", b"program")]), written(&[("amd64", b"another")]));
+    }
+
+    #[test]
+    fn several_architectures_are_under_one_name() {
+        let contents = contents(&written(&[("amd64", b"program"), ("arm64", b"another")]));
+        let index: Value = serde_json::from_slice(&contents["index.json"]).unwrap();
+        assert_eq!(index["manifests"].as_array().unwrap().len(), 1);
+        assert_eq!(index["manifests"][0]["mediaType"], INDEX);
+        assert_eq!(index["manifests"][0]["annotations"]["io.containerd.image.name"], "localhost/proxy-ctl:1");
+        let list: Value = serde_json::from_slice(blob(&contents, &index["manifests"][0])).unwrap();
+        let found: Vec<_> = list["manifests"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|entry| {
+                let manifest: Value = serde_json::from_slice(blob(&contents, entry)).unwrap();
+                let config: Value = serde_json::from_slice(blob(&contents, &manifest["config"])).unwrap();
+                blob(&contents, &manifest["layers"][0]);
+                (entry["platform"]["architecture"].clone(), config["architecture"].clone())
+            })
+            .collect();
+        assert_eq!(found, [("amd64".into(), "amd64".into()), ("arm64".into(), "arm64".into())]);
+        assert!(!contents.contains_key("manifest.json"));
     }
 
     #[test]
     fn index_manifest_configuration_and_layer_are_found_by_their_hashes() {
-        let contents = contents(&written(&image(b"program")));
+        let contents = contents(&written(&[("amd64", b"program")]));
         let index: Value = serde_json::from_slice(&contents["index.json"]).unwrap();
         let entry = &index["manifests"][0];
         assert_eq!(entry["annotations"]["io.containerd.image.name"], "localhost/proxy-ctl:1");

@@ -20,7 +20,7 @@ use crate::{
 
 const ZIG: &str = "ziglang==0.15.2";
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, ValueEnum)]
 pub(crate) enum Architecture {
     Amd64,
     Arm64,

@@ -15,7 +15,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 
 use self::{
-    archive::Image,
+    archive::{Image, Program},
     cross::{Architecture, Profile, Toolchain},
 };
 use crate::{
@@ -25,10 +25,10 @@ use crate::{
 
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// The machines it is for [default: those like this one]
-    #[arg(long, value_enum)]
-    arch: Option<Architecture>,
-    /// Where the archive is written [default: target/image/proxy-ctl-<version>-<arch>.oci.tar]
+    /// The machines it is for; for several under one name: --arch amd64,arm64 [default: those like this one]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    arch: Vec<Architecture>,
+    /// Where the archive is written [default: target/image/proxy-ctl-<version>-<arch>.oci.tar, all.oci.tar for several]
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
     /// What it is called where it is loaded [default: localhost/proxy-ctl:<version>]
@@ -43,16 +43,21 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     setup::run_setup()?;
-    let architecture = match arguments.arch {
-        Some(architecture) => architecture,
-        None => Architecture::of_this_machine()?,
-    };
+    let mut architectures = arguments.arch.clone();
+    architectures.sort_unstable();
+    architectures.dedup();
+    if architectures.is_empty() {
+        architectures.push(Architecture::of_this_machine()?);
+    }
+    let names: Vec<_> = architectures.iter().map(|architecture| architecture.name()).collect();
     let file = arguments.output.clone().unwrap_or_else(|| {
-        target().join("image").join(format!("proxy-ctl-{VERSION}-{}.oci.tar", architecture.name()))
+        let suffix = if let [name] = names[..] { name } else { "all" };
+        target().join("image").join(format!("proxy-ctl-{VERSION}-{suffix}.oci.tar"))
     });
+    let toolchains: Vec<_> = architectures.into_iter().map(Toolchain::install).collect::<Result<_>>()?;
     let name = arguments.name.clone().unwrap_or_else(|| format!("localhost/proxy-ctl:{VERSION}"));
-    let digest = write(&Toolchain::install(architecture)?, arguments.profile, &name, &file)?;
-    println!("{} holds {name} for {}, {digest}", file.display(), architecture.name());
+    let digest = write(&toolchains, arguments.profile, &name, &file)?;
+    println!("{} holds {name} for {}, {digest}", file.display(), names.join(" and "));
     println!("load it by: ctr -n k8s.io images import FILE, podman load -i FILE, docker load -i FILE");
     Ok(ExitCode::SUCCESS)
 }
@@ -74,7 +79,7 @@ pub(crate) fn for_tests() -> Result<ForTests> {
         Err(error) => return Ok(ForTests::Impossible(error)),
     };
     let file = target().join("image").join("test.oci.tar");
-    write(&toolchain, Profile::Dev, &format!("localhost/proxy-ctl:{VERSION}"), &file)?;
+    write(&[toolchain], Profile::Dev, &format!("localhost/proxy-ctl:{VERSION}"), &file)?;
     Ok(ForTests::Built(file))
 }
 
@@ -84,16 +89,14 @@ pub(crate) fn programs_for_arm64(packages: &[&str]) -> Result<PathBuf> {
 }
 
 /// Returns the digest of the image.
-fn write(toolchain: &Toolchain, profile: Profile, name: &str, file: &Path) -> Result<String> {
-    let binary = cross::build(toolchain, profile)?;
-    let binary = fs::read(&binary).with_context(|| format!("reading {}", binary.display()))?;
-    let image = Image {
-        name,
-        architecture: toolchain.architecture().name(),
-        created: created()?,
-        labels: labels(),
-        binary: &binary,
+fn write(toolchains: &[Toolchain], profile: Profile, name: &str, file: &Path) -> Result<String> {
+    let program = |toolchain: &Toolchain| {
+        let binary = cross::build(toolchain, profile)?;
+        let binary = fs::read(&binary).with_context(|| format!("reading {}", binary.display()))?;
+        Ok(Program { architecture: toolchain.architecture().name(), binary })
     };
+    let programs = toolchains.iter().map(program).collect::<Result<Vec<_>>>()?;
+    let image = Image { name, created: created()?, labels: labels(), programs: &programs };
     if let Some(folder) = file.parent() {
         fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
     }

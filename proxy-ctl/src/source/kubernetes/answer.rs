@@ -11,15 +11,14 @@ use tokio::time::timeout;
 use super::{
     failure::{Failure, FailureReason, ends_too_early},
     frames::Frames,
+    secrets::LONGEST_ERROR,
     wire::{self, Event, Kind},
 };
 use crate::config::Encoding;
 
 /// The API server must send the beginning of an answer, and each next part of it, within this time.
 pub(super) const SILENCE: Duration = Duration::from_secs(60);
-/// Of an answer that is an error, no more bytes than this are read.
-const LONGEST_ERROR: usize = 1 << 20;
-/// And of one that is no Status, no more than this are shown.
+/// Of an error that is no Status, no more bytes than this are shown.
 const SHOWN: usize = 500;
 
 pub(super) struct Answer {

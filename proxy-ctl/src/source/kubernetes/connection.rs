@@ -30,6 +30,7 @@ use super::{
     plugin,
     rate_limit::RateLimit,
     requests::{Requests, host},
+    secrets::Secrets,
     token_file::TokenFile,
 };
 
@@ -208,7 +209,11 @@ impl Connection {
     }
 }
 
-fn connect(loaded: Loaded, limit: &Arc<RateLimit>, requests: &Requests) -> Result<Client, kube::Error> {
+pub(super) fn connect(
+    loaded: Loaded,
+    limit: &Arc<RateLimit>,
+    requests: &Requests,
+) -> Result<Client, kube::Error> {
     let Loaded { client: config, token_file, .. } = loaded;
     let mut tcp = HttpConnector::new();
     tcp.enforce_http(false);
@@ -267,10 +272,14 @@ where
         .layer(config.extra_headers_layer()?)
         .option_layer(config.auth_layer()?)
         .option_layer(token)
-        .map_err(BoxError::from)
-        .service_fn(move |request| {
+        .service_fn(move |request: http::Request<Body>| {
             let (requests, http) = (requests.clone(), http.clone());
-            requests.measure(request, async move |request| http.request(request).await)
+            let secrets = Secrets::of(request.headers());
+            async move {
+                let answer =
+                    requests.measure(request, async move |request| http.request(request).await).await;
+                secrets.cover(answer?).await
+            }
         });
     Ok(Client::new(service, config.default_namespace.clone()))
 }

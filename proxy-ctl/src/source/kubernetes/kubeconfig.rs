@@ -12,14 +12,17 @@ use std::{
 use http::{HeaderValue, Uri};
 use kube::{
     client::{ConfigExt, RustlsTlsError},
-    config::{AuthInfo, ExecConfig, InClusterError, Kubeconfig, KubeconfigError},
+    config::{AuthInfo, ExecConfig, InClusterError, Kubeconfig, KubeconfigError, LoadDataError},
 };
+use secrecy::ExposeSecret as _;
 
-use super::token_file::read_token;
+use super::token_file::{bearer, read_token};
 use crate::{
     config::{Encoding, without_userinfo},
     version,
 };
+
+const NO_PEM: &str = "is not in the form of PEM";
 
 /// What the user said about the API server.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -208,7 +211,7 @@ fn from_kubeconfig(path: &Path, master: Option<Uri>) -> Result<Loaded, ConfigErr
         return Err(wrong(names.in_context("user"), format!("no user is named {:?}", names.user)));
     }
     let mut client = kube::Config::try_from(kubeconfig).map_err(|error| match names.field(&error) {
-        Some(field) => wrong(field, error.to_string()),
+        Some(field) => wrong(field, without_data(&error)),
         None => unusable(path, error),
     })?;
     // Only what the file says: with HTTPS_PROXY meant for others the way to the API server would lead
@@ -227,8 +230,20 @@ fn from_kubeconfig(path: &Path, master: Option<Uri>) -> Result<Loaded, ConfigErr
     if let Some(file) = &loaded.token_file {
         read_token(file).map_err(|error| wrong(names.in_user("tokenFile"), error.to_string()))?;
     }
+    if let Some(token) = &loaded.client.auth_info.token
+        && let Err(error) = bearer(token.expose_secret())
+    {
+        return Err(wrong(names.in_user("token"), error.to_string()));
+    }
     let tls = loaded.client.rustls_client_config();
-    tls.map_err(|error| wrong(names.field_of_tls(&error), error.to_string()))?;
+    tls.map_err(|error| {
+        let problem = match &error {
+            kube::Error::InferKubeconfig(error) => without_data(error),
+            kube::Error::RustlsTls(RustlsTlsError::InvalidIdentityPem(_)) => NO_PEM.to_owned(),
+            error => error.to_string(),
+        };
+        wrong(names.field_of_tls(&error), problem)
+    })?;
     loaded.fingerprint = fingerprint(path, &loaded.client)
         .map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
     Ok(loaded)
@@ -246,14 +261,32 @@ fn fingerprint(kubeconfig: &Path, client: &kube::Config) -> io::Result<u64> {
     Ok(hasher.finish())
 }
 
+/// Decoders quote what they cannot decode.
+#[expect(clippy::wildcard_enum_match_arm, reason = "the rest of them says what is wrong")]
+fn without_data(error: &KubeconfigError) -> String {
+    match error {
+        KubeconfigError::LoadClientKey(LoadDataError::DecodeBase64(_))
+        | KubeconfigError::LoadClientCertificate(LoadDataError::DecodeBase64(_)) => {
+            "must be base64".to_owned()
+        }
+        KubeconfigError::ParseCertificates(_) => NO_PEM.to_owned(),
+        error => error.to_string(),
+    }
+}
+
 #[expect(clippy::wildcard_enum_match_arm, reason = "the rest of them says what is wrong")]
 fn unusable(path: &Path, error: KubeconfigError) -> ConfigError {
     let problem = match error {
         KubeconfigError::ReadConfig(source, path) => return ConfigError::Read { path, source },
-        // What follows the first line shows the file, and what is secret in it.
-        KubeconfigError::Parse(error) => {
-            format!("not a kubeconfig: {}", error.to_string().lines().next().unwrap_or_default())
-        }
+        // Its own words show the file, and what is secret in it.
+        KubeconfigError::Parse(error) => match error.location() {
+            Some(place) => format!(
+                "not a kubeconfig: what is in line {}, column {} cannot be read, or was not expected there",
+                place.line(),
+                place.column()
+            ),
+            None => "not a kubeconfig".to_owned(),
+        },
         error => error.to_string(),
     };
     ConfigError::Parse { path: path.to_owned(), problem }

@@ -18,6 +18,7 @@ mod query;
 mod rate_limit;
 mod requests;
 mod resource;
+mod secrets;
 mod state;
 mod streaming;
 mod token_file;

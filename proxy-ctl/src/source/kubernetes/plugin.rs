@@ -16,10 +16,10 @@ use serde::Deserialize;
 use serde_json::json;
 use tokio::process::{Child, Command};
 
+use super::token_file::bearer;
+
 /// A plugin that needs longer is ended.
 pub(super) const LIMIT: Duration = Duration::from_secs(30);
-/// Bytes of a failed plugin's standard error that are shown.
-const SHOWN: usize = 500;
 
 #[derive(Debug, thiserror::Error)]
 pub(super) enum PluginError {
@@ -38,8 +38,11 @@ pub(super) enum PluginError {
         "credential plugin {command}: no answer within {} s, so it was ended; run it by hand to see what it waits for", limit.as_secs()
     )]
     Silent { command: String, limit: Duration },
-    #[error("credential plugin {command}: failed with {status}: {stderr}")]
-    Failed { command: String, status: ExitStatus, stderr: String },
+    #[error(
+        "credential plugin {command}: failed with {status}; run it by hand to see why: what it wrote ({written} bytes) may \
+         hold credentials and is not shown"
+    )]
+    Failed { command: String, status: ExitStatus, written: usize },
     #[error("credential plugin {command}: {problem}")]
     Answer { command: String, problem: &'static str },
 }
@@ -76,9 +79,8 @@ pub(super) async fn ask(
     };
     let output = output.map_err(|source| PluginError::Start { command: command.clone(), source })?;
     if !output.status.success() {
-        let stderr = &output.stderr[..output.stderr.len().min(SHOWN)];
-        let stderr = String::from_utf8_lossy(stderr).trim().to_owned();
-        return Err(PluginError::Failed { command, status: output.status, stderr });
+        let written = output.stderr.len();
+        return Err(PluginError::Failed { command, status: output.status, written });
     }
     let problem = |problem| PluginError::Answer { command: command.clone(), problem };
     // The parser's own words would show what it has read, which is secret.
@@ -91,6 +93,9 @@ pub(super) async fn ask(
         }
         (_, Some(_), None) => return Err(problem("status.clientKeyData of its answer is missing")),
         (_, None, Some(_)) => return Err(problem("status.clientCertificateData of its answer is missing")),
+        (Some(token), _, _) if bearer(&token).is_err() => {
+            return Err(problem("status.token of its answer holds characters that no token has"));
+        }
         (token, certificate, key) => {
             user.token = token.map(Into::into);
             user.client_certificate_data = certificate.map(|pem| BASE64_STANDARD.encode(pem));
@@ -210,7 +215,10 @@ mod tests {
     }
 
     #[rstest]
-    #[case::it_fails("echo 'no such account' >&2; exit 3", "failed with exit status: 3: no such account")]
+    #[case::it_fails(
+        "echo secret >&2; exit 3",
+        "failed with exit status: 3; run it by hand to see why: what it wrote (7 bytes)"
+    )]
     #[case::no_credential("echo '{\"token\": '", "its answer is not an ExecCredential")]
     #[case::no_status("echo '{}'", "its answer has no status")]
     #[case::nothing_in_it("echo '{\"status\": {}}'", "neither token nor clientCertificateData")]
@@ -221,6 +229,10 @@ mod tests {
     #[case::time_that_is_none(
         "echo '{\"status\": {\"token\": \"secret\", \"expirationTimestamp\": \"soon\"}}'",
         "its answer is not an ExecCredential"
+    )]
+    #[case::token_that_no_header_can_hold(
+        r#"echo '{"status": {"token": "secret\u0001"}}'"#,
+        "status.token of its answer holds characters that no token has"
     )]
     #[tokio::test]
     async fn what_goes_wrong_is_said_without_the_credentials(#[case] script: &str, #[case] expected: &str) {

@@ -56,8 +56,16 @@ pub(super) fn read_token(path: &Path) -> Result<HeaderValue, TokenFileError> {
     if token.is_empty() {
         return Err(TokenFileError::Empty { path: path.to_owned() });
     }
-    let mut header = HeaderValue::try_from(format!("Bearer {token}"))
-        .map_err(|_| TokenFileError::Invalid { path: path.to_owned() })?;
+    bearer(token).map_err(|_| TokenFileError::Invalid { path: path.to_owned() })
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("holds characters that no token has")]
+pub(super) struct InvalidToken;
+
+/// The header that a token is sent in. kube panics over one that no header can hold.
+pub(super) fn bearer(token: &str) -> Result<HeaderValue, InvalidToken> {
+    let mut header = HeaderValue::try_from(format!("Bearer {token}")).map_err(|_| InvalidToken)?;
     header.set_sensitive(true);
     Ok(header)
 }

@@ -99,6 +99,11 @@ fn a_good_one_is_taken_as_it_is() {
     "tokenFile: token",
     "/kubeconfig: users[name=proxy].user.tokenFile: token file /token: No such file"
 )]
+#[case::token_that_no_header_can_hold(
+    "token: secret",
+    "token: \"secret\\x01\"",
+    "/kubeconfig: users[name=proxy].user.token: holds characters that no token has"
+)]
 fn a_mistake_is_named_by_file_and_field(#[case] right: &str, #[case] wrong: &str, #[case] expected: &str) {
     assert!(GOOD.contains(right));
     let error = load(&GOOD.replacen(right, wrong, 1)).err().unwrap();

@@ -62,6 +62,7 @@ pub(crate) fn an_api_server_that_is_away_changes_nothing(world: &mut World) -> R
     )?;
     started_late.says(PROGRAMMED)?;
     late.serves()?;
+    world.event(late.name, "Starting")?;
     world.delete(&added)?;
     for proxy in [&mut proxy, &mut started_late] {
         proxy.runs()?;

@@ -8,10 +8,9 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use control_plane::Identity;
 use proxy_ctl::{
-    config::Encoding,
     model::{Model, Update},
     source::kubernetes::{Api, Config, Kubernetes, SourceState},
 };
@@ -56,20 +55,6 @@ impl Follower {
     /// Follows with this kubeconfig; waits for nothing.
     pub(crate) fn start_with(world: &World, kubeconfig: &Path) -> Result<Self> {
         Self::start_as(world, Config { kubeconfig: Some(kubeconfig.to_owned()), ..Config::default() })
-    }
-
-    /// Follows and waits until everything has been listed, in this encoding.
-    pub(crate) fn listed_in(world: &World, identity: Identity, encoding: Encoding) -> Result<Self> {
-        let kubeconfig = Some(world.server.kubeconfig(identity));
-        let config = Config { kubeconfig, content_type: encoding, ..Config::default() };
-        let mut follower = Self::start_as(world, config)?;
-        follower.wait_listed(world)?;
-        for kind in follower.state.kinds() {
-            follower.wait(world, "a watch", |follower| follower.state.connected(kind))?;
-            let found = follower.state.encoding(kind);
-            ensure!(found == Some(encoding), "{kind} in {found:?}");
-        }
-        Ok(follower)
     }
 
     /// Follows as this says; waits for nothing.
@@ -163,13 +148,6 @@ impl Follower {
             outcome.is_some()
         })?;
         outcome.context("the work ended without a word")?
-    }
-
-    /// Takes in the updates that are there already.
-    pub(crate) fn take_received(&mut self) {
-        while let Ok(update) = self.updates.try_recv() {
-            self.take(update);
-        }
     }
 
     fn take(&mut self, update: Update) {

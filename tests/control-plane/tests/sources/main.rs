@@ -5,29 +5,16 @@
 
 mod fake;
 mod follower;
-mod measure;
 mod relay;
 mod scenarios;
 mod world;
 
-use std::{env, process::ExitCode};
+use std::process::ExitCode;
 
 use scenario::Scenario;
 use world::World;
 
 fn main() -> ExitCode {
-    let arguments: Vec<String> = env::args().skip(1).collect();
-    if let [flag, encoding, kubeconfig] = arguments.as_slice()
-        && flag == measure::FLAG
-    {
-        return match measure::list_once(encoding, kubeconfig) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => {
-                eprintln!("sources: {error:#}");
-                ExitCode::FAILURE
-            }
-        };
-    }
     let in_its_namespace = |scenario: Scenario<World>| scenario.after(World::enter);
     scenario::main(World::start, scenarios::all().into_iter().map(in_its_namespace))
 }

@@ -139,44 +139,6 @@ pub(super) fn grant(world: &World, rules: &[(&str, &str, &[&str])]) -> Result<()
 
 const BOTH: &[&str] = &["list", "watch"];
 
-/// Services, slices and the Node are needed; ServiceCIDRs and events are not.
-pub(super) fn what_rbac_denies_comes_once_granted(world: &mut World) -> Result<()> {
-    grant(world, &[("", "services", BOTH), ("", "nodes", BOTH)])?;
-    world.create(&world.service("web"))?;
-    world.create(&world.slice("web-1", "web", &[1]))?;
-
-    let mut follower = Follower::start(world, LIMITED)?;
-    follower.wait_served(world, &[("web:main", &[])])?;
-    follower.wait(world, "being denied", |follower| {
-        follower.state.errors(ResourceKind::EndpointSlices, FailureReason::Forbidden) >= 2
-            && follower.state.errors(ResourceKind::ServiceCidrs, FailureReason::Forbidden) >= 1
-    })?;
-    ensure!(follower.state.connected(ResourceKind::Services), "services are watched");
-    ensure!(!follower.state.connected(ResourceKind::EndpointSlices), "slices cannot be watched");
-    for kind in [ResourceKind::EndpointSlices, ResourceKind::ServiceCidrs] {
-        ensure!(follower.state.denied(kind) == Verb::ALL, "{kind}: denied {:?}", follower.state.denied(kind));
-        let problem = follower.state.problem(kind).unwrap_or_default();
-        ensure!(problem.contains(kind.plural()) && problem.contains("forbidden"), "{kind}: {problem:?}");
-    }
-    ensure!(follower.state.denied(ResourceKind::Services).is_empty(), "services are allowed");
-    ensure!(follower.replaced_slices() == 0, "nothing is sent before it has been listed");
-    let recorder = world.block_on(async { Recorder::new(follower.api.clone(), NODE, "host") });
-    recorder.record(Event::node(Type::Normal, "Starting", "StartKubeProxy", ""));
-    world.block_on(recorder.flush());
-    ensure!(recorder.count(Outcome::Refused) == 1, "the event is refused, once and for all");
-
-    // The rest works while ServiceCIDRs are still denied.
-    grant(
-        world,
-        &[("", "services", BOTH), ("", "nodes", BOTH), ("discovery.k8s.io", "endpointslices", BOTH)],
-    )?;
-    follower.wait_served(world, &[("web:main", &["10.0.0.1:8080"])])?;
-    ensure!(follower.state.connected(ResourceKind::EndpointSlices), "slices are watched");
-    ensure!(follower.state.denied(ResourceKind::EndpointSlices).is_empty(), "slices are allowed");
-    ensure!(!follower.state.connected(ResourceKind::ServiceCidrs), "ServiceCIDRs are still denied");
-    Ok(())
-}
-
 /// As kube-proxy: it lists again and again.
 pub(super) fn a_resource_that_may_be_listed_only_is_listed_again(world: &mut World) -> Result<()> {
     let rest: [(&str, &str, &[&str]); 3] = [

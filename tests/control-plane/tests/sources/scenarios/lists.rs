@@ -4,101 +4,18 @@ use anyhow::{Result, ensure};
 use control_plane::{PROXY, objects::Bulk};
 use proxy_ctl::{
     config::Encoding,
-    model::{Update, objects::Service},
+    model::Update,
     source::kubernetes::{Config, ListMethod, ResourceKind, failure::FailureReason},
 };
 use serde_json::json;
 
-use crate::{follower::Follower, measure, relay::Relay, world::World};
+use crate::{follower::Follower, relay::Relay, world::World};
 
 fn lists(follower: &Follower, kind: ResourceKind) -> u64 {
     [ListMethod::Streamed, ListMethod::Whole]
         .into_iter()
         .map(|method| follower.state.lists(kind, method))
         .sum()
-}
-
-/// Everything that is read of a Service and a slice, however it comes.
-pub(super) fn both_encodings_say_the_same(world: &mut World) -> Result<()> {
-    let mut web = world.service("web");
-    world.create(&web)?;
-    web["spec"] = json!({
-        "type": "LoadBalancer", "externalTrafficPolicy": "Local", "internalTrafficPolicy": "Local",
-        "ipFamilyPolicy": "PreferDualStack", "externalIPs": ["192.0.2.1", "2001:db8::1"],
-        "loadBalancerSourceRanges": ["203.0.113.0/25"], "sessionAffinity": "ClientIP",
-        "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 60}},
-        "ports": [{"name": "main", "port": 80}, {"name": "dns", "port": 53, "protocol": "UDP"}],
-    });
-    let ingress = json!([{"ip": "198.51.100.1"}, {"ip": "198.51.100.2", "ipMode": "Proxy"}]);
-    web["status"] = json!({"loadBalancer": {"ingress": ingress}});
-    let mut slice = world.slice("web-1", "web", &[1, 2]);
-    slice["metadata"]["annotations"] =
-        json!({"endpoints.kubernetes.io/last-change-trigger-time": "2026-01-02T03:04:05Z"});
-    let conditions = json!({"ready": false, "serving": true, "terminating": true});
-    slice["endpoints"][0] = json!({
-        "addresses": ["10.0.0.1"], "conditions": conditions, "nodeName": "node-1", "zone": "z1",
-        "hints": {"forZones": [{"name": "z1"}]},
-    });
-    world.create(&slice)?;
-
-    let mut followers = Vec::new();
-    for encoding in Encoding::ALL {
-        followers.push(Follower::listed_in(world, PROXY, encoding)?);
-    }
-    world.apply(&web)?;
-    slice["endpoints"][1]["conditions"] = json!({"ready": null});
-    world.apply(&slice)?;
-    let gone = world.service("gone");
-    world.create(&gone)?;
-    world.delete(&gone)?;
-    world.create(&world.service("last"))?;
-    let namespace = world.namespace().to_owned();
-    let mut told = Vec::new();
-    for follower in &mut followers {
-        let last = |update: &Update| matches!(update, Update::ApplyService(of) if &*of.name.name == "last");
-        follower.wait(world, "the last Service", |follower| follower.log.iter().any(last))?;
-        follower.wait(world, "the slice", |follower| {
-            let of_ours = |update: &Update| matches!(update, Update::ApplySlice(of) if *of.name.namespace == *namespace);
-            follower.log.iter().any(of_ours)
-        })?;
-        told.push(told_of(follower, &namespace));
-    }
-    ensure!(told[0] == told[1], "protobuf: {:#?}\nJSON: {:#?}", told[0], told[1]);
-    let everything = format!("{:?}", told[0]);
-    for part in [
-        "198.51.100.1",
-        "203.0.113.0/25",
-        "affinity_seconds: Some(60)",
-        "terminating: true",
-        "\"z1\"",
-        "DeleteService",
-    ] {
-        ensure!(everything.contains(part), "{part} is not in {everything}");
-    }
-    Ok(())
-}
-
-/// What a follower has been told of Services and slices of the namespace, each kind in order.
-fn told_of(follower: &Follower, namespace: &str) -> [Vec<Update>; 2] {
-    let (mut services, mut slices) = (Vec::new(), Vec::new());
-    for mut update in follower.log.iter().cloned() {
-        if let Update::ReplaceServices(all) = &mut update {
-            all.retain(|of| &*of.name.namespace == namespace);
-            services.push(update);
-        } else if let Update::ReplaceSlices(all) = &mut update {
-            all.retain(|of| &*of.name.namespace == namespace);
-            slices.push(update);
-        } else if let Update::ApplyService(Service { name, .. }) | Update::DeleteService(name) = &update
-            && &*name.namespace == namespace
-        {
-            services.push(update);
-        } else if let Update::ApplySlice(of) = &update
-            && &*of.name.namespace == namespace
-        {
-            slices.push(update);
-        }
-    }
-    [services, slices]
 }
 
 /// An API server may answer in what else is accepted.
@@ -208,37 +125,25 @@ pub(super) fn ten_thousand_services(world: &mut World) -> Result<()> {
     // Someone who comes now finds the same in one list.
     let listed = Follower::listed(world, PROXY)?;
     ensure!(listed.served() == served, "a list and a watch differ");
-    for encoding in Encoding::ALL {
-        let note = measure::in_a_process(world, encoding)?;
-        ensure!(note.contains(&format!("streamed in {}", encoding.name())), "{note}");
-        world.note(note);
-    }
     Ok(())
 }
 
-/// Also lists the ten thousand, if they are there, in pages.
 pub(super) fn refused_streaming_lists_become_plain_ones(world: &mut World) -> Result<()> {
     world.server.set_flags(vec!["--feature-gates=WatchList=false".into()]);
     world.server.restart()?;
-    let bulk = Bulk::new(world.namespace(), 1_100, 1);
-    let client = world.client().clone();
-    world.block_on(bulk.create(&client))?;
-
+    for name in ["stays", "goes"] {
+        world.create(&world.service(name))?;
+    }
     let mut follower = Follower::listed(world, PROXY)?;
-    ensure!(follower.served().len() == 1_100, "{} services are served", follower.served().len());
+    follower.wait_served(world, &[("goes:main", &[]), ("stays:main", &[])])?;
     for kind in follower.state.kinds() {
         let streamed = follower.state.lists(kind, ListMethod::Streamed);
-        let paged = follower.state.lists(kind, ListMethod::Whole);
-        ensure!((streamed, paged) == (0, 1), "{kind}: {streamed} streamed lists, {paged} in pages");
+        let whole = follower.state.lists(kind, ListMethod::Whole);
+        ensure!((streamed, whole) == (0, 1), "{kind}: {streamed} streamed lists, {whole} plain ones");
     }
-    // And the watch goes on behind the last page.
-    world.delete(&world.service("s-7"))?;
-    follower.wait(world, "the deletion", |follower| follower.served().len() == 1_099)?;
-    for encoding in Encoding::ALL {
-        let note = measure::in_a_process(world, encoding)?;
-        ensure!(note.contains(&format!("whole in {}", encoding.name())), "{note}");
-        world.note(note);
-    }
+    // And the watch goes on behind the list.
+    world.delete(&world.service("goes"))?;
+    follower.wait_served(world, &[("stays:main", &[])])?;
     world.server.set_flags(Vec::new());
     world.server.restart()
 }

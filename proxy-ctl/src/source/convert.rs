@@ -63,7 +63,6 @@ pub fn node(node: &core::Node) -> (Node, Vec<InvalidField>) {
     }
     let taints = node.spec.taints.iter();
     let zone = label(&node.metadata, LABEL_ZONE).filter(|zone| !zone.is_empty());
-    let zone = zone.and_then(|zone| invalid.name(|| format!("metadata.labels[{LABEL_ZONE}]"), zone));
     let node = Node {
         name: name.into(),
         zone: zone.map(Arc::from),
@@ -93,11 +92,6 @@ fn triggered(metadata: &ObjectMeta) -> Option<NonZeroI64> {
     i64::try_from(time.as_nanosecond()).ok().and_then(NonZeroI64::new)
 }
 
-/// Whether all of a name was text when it was read.
-pub fn is_whole(text: &str) -> bool {
-    !text.contains(char::REPLACEMENT_CHARACTER)
-}
-
 fn label<'a>(metadata: &'a ObjectMeta, label: &str) -> Option<&'a str> {
     metadata.labels.get(label).map(String::as_str)
 }
@@ -124,15 +118,6 @@ impl InvalidFields {
             field: field.into(),
             problem: problem.to_string(),
         });
-    }
-
-    /// A name that identifies something. It must be UTF-8: two names may look the same once invalid bytes are replaced.
-    fn name<'t>(&mut self, field: impl FnOnce() -> String, text: &'t str) -> Option<&'t str> {
-        let is_whole = is_whole(text);
-        if !is_whole {
-            self.add(field(), format_args!("found {text:?}, must be UTF-8"));
-        }
-        is_whole.then_some(text)
     }
 
     fn address(&mut self, field: impl FnOnce() -> String, text: &str) -> Option<std::net::IpAddr> {

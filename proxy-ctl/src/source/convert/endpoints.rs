@@ -53,9 +53,8 @@ fn ports(subset: &core::EndpointSubset, index: usize, invalid: &mut InvalidField
         let field = |name: &str| format!("subsets[{index}].ports[{port_index}]{name}");
         let number = invalid.port(|| field(".port"), port.port);
         let protocol = invalid.protocol(|| field(".protocol"), &port.protocol);
-        let name = invalid.name(|| field(".name"), &port.name);
-        let (Some(number), Some(protocol), Some(name)) = (number, protocol, name) else { continue };
-        let port = EndpointPort { name: name.into(), protocol, port: number };
+        let (Some(number), Some(protocol)) = (number, protocol) else { continue };
+        let port = EndpointPort { name: port.name.as_str().into(), protocol, port: number };
         if ports.contains(&port) {
             invalid.add(field(""), "is the same port a second time");
         } else {

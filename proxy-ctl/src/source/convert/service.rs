@@ -139,8 +139,8 @@ fn ports(spec: &core::ServiceSpec, invalid: &mut InvalidFields) -> Vec<ServicePo
         let path = format!("spec.ports[{index}]");
         let number = invalid.port(|| format!("{path}.port"), port.port);
         let protocol = invalid.protocol(|| format!("{path}.protocol"), &port.protocol);
-        let name = invalid.name(|| format!("{path}.name"), &port.name);
-        let (Some(number), Some(protocol), Some(name)) = (number, protocol, name) else { continue };
+        let name = port.name.as_str();
+        let (Some(number), Some(protocol)) = (number, protocol) else { continue };
         if ports.iter().any(|other| *other.name == *name && other.protocol == protocol) {
             invalid.add(
                 format!("{path}.name"),

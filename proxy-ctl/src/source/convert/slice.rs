@@ -54,8 +54,7 @@ fn ports(slice: &discovery::EndpointSlice, invalid: &mut InvalidFields) -> Vec<E
         let protocol = invalid
             .protocol(|| format!("ports[{index}].protocol"), port.protocol.as_deref().unwrap_or_default());
         let name = port.name.as_deref().unwrap_or_default();
-        let name = invalid.name(|| format!("ports[{index}].name"), name);
-        let (Some(port_number), Some(protocol), Some(name)) = (number, protocol, name) else { continue };
+        let (Some(port_number), Some(protocol)) = (number, protocol) else { continue };
         let port = EndpointPort { name: name.into(), protocol, port: port_number };
         if ports.contains(&port) {
             invalid.add(format!("ports[{index}]"), "is the same port a second time");

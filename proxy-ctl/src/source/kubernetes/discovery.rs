@@ -28,8 +28,6 @@ pub(super) enum EndpointsApi {
 pub(super) enum ServiceCidrApi {
     /// networking.k8s.io/v1, Kubernetes 1.33 and newer.
     V1,
-    /// networking.k8s.io/v1beta1, where it is switched on.
-    V1Beta1,
     /// They are only known to the API server itself.
     Nowhere,
 }
@@ -67,8 +65,6 @@ impl ServedApi for ServiceCidrApi {
     async fn ask(connection: &Arc<Connection>) -> Result<Self, Failure> {
         Ok(if serves(connection, "networking.k8s.io/v1", "servicecidrs").await? {
             Self::V1
-        } else if serves(connection, "networking.k8s.io/v1beta1", "servicecidrs").await? {
-            Self::V1Beta1
         } else {
             Self::Nowhere
         })

@@ -14,8 +14,7 @@ use super::{
     kind::ResourceKind,
     query::Query,
     resource::{
-        EndpointSlices, EndpointSlicesV1Beta1, LegacyEndpoints, SERVED_SELECTOR, ServiceCidrs,
-        ServiceCidrsV1Beta1, Watched,
+        EndpointSlices, EndpointSlicesV1Beta1, LegacyEndpoints, SERVED_SELECTOR, ServiceCidrs, Watched,
     },
     watcher::{End, Watcher},
 };
@@ -70,10 +69,6 @@ impl WatchContext {
                 ServiceCidrApi::V1 => {
                     self.state.begin(ResourceKind::ServiceCidrs);
                     self.watch_while(Query::<ServiceCidrs>::all(), api).await
-                }
-                ServiceCidrApi::V1Beta1 => {
-                    self.state.begin(ResourceKind::ServiceCidrs);
-                    self.watch_while(Query::<ServiceCidrsV1Beta1>::all(), api).await
                 }
                 ServiceCidrApi::Nowhere => self.without_service_cidrs().await,
             };

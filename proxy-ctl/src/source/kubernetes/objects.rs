@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     model::objects::ObjectName,
-    source::{InvalidField, Update, convert, schema::Object as _},
+    source::{InvalidField, Update, schema::Object as _},
 };
 
 /// What an object comes to.
@@ -40,7 +40,7 @@ impl<P: ParsedObject> Received<P> {
     pub(super) fn parse<W: Watched<Parsed = P>>(object: &Raw) -> Result<Self, Failure> {
         let (meta, content, invalid) = match object.object::<W::Object>() {
             Ok(object) => {
-                let (parsed, invalid) = W::convert(&object);
+                let (parsed, invalid) = W::CONVERT(&object);
                 let content = parsed.map_or(Content::NotServed, Content::Served);
                 (Meta::take(object.into_metadata()), content, invalid)
             }
@@ -48,22 +48,13 @@ impl<P: ParsedObject> Received<P> {
                 let meta = object.meta()?;
                 let problem =
                     format!("cannot be parsed: {error}; the last valid version, if any, stays in force");
-                let field = invalid_field::<W>(&meta, "(object)", problem);
+                let object = format!("{} {}", W::KIND.kind, meta.name());
+                let field = InvalidField { object, field: "(object)".to_owned(), problem };
                 (meta, Content::Unreadable, vec![field])
             }
         };
-        let (content, invalid) = if convert::is_whole(&meta.namespace) && convert::is_whole(&meta.name) {
-            (content, invalid)
-        } else {
-            // Two objects may have the same name once what is not UTF-8 in them is replaced.
-            (Content::NotServed, vec![invalid_field::<W>(&meta, "metadata.name", "must be UTF-8".to_owned())])
-        };
         Ok(Self { name: meta.name(), resource_version: meta.resource_version, content, invalid })
     }
-}
-
-fn invalid_field<W: Watched>(meta: &Meta, field: &str, problem: String) -> InvalidField {
-    InvalidField { object: format!("{} {}", W::KIND.kind, meta.name()), field: field.to_owned(), problem }
 }
 
 /// A list that is not complete yet: parsed objects only, the rest of each is already dropped.
@@ -142,12 +133,12 @@ impl<P: ParsedObject> Tracked<P> {
             if P::SINGLE {
                 self.last = parsed.last().cloned();
             }
-            return (vec![P::replace(parsed)], new);
+            return (vec![P::REPLACE(parsed)], new);
         }
         // A replacement would take away the last valid version of what is unreadable now. What comes in another's place
         // is applied before that is deleted: the receiver may write at any moment between.
-        let gone = before.into_iter().filter(|name| !self.served.contains(name)).map(P::delete);
-        (parsed.into_iter().map(P::apply).chain(gone).collect(), new)
+        let gone = before.into_iter().filter(|name| !self.served.contains(name)).map(P::DELETE);
+        (parsed.into_iter().map(P::APPLY).chain(gone).collect(), new)
     }
 
     /// An object was added or has changed. Also returns how many invalid fields are new.
@@ -168,12 +159,12 @@ impl<P: ParsedObject> Tracked<P> {
         let update = match parsed {
             Some(parsed) => {
                 self.served.insert(parsed.name());
-                parsed.apply()
+                P::APPLY(parsed)
             }
             // It may have been served until now.
             None => {
                 self.served.remove(&name);
-                P::delete(name)
+                P::DELETE(name)
             }
         };
         (Some(update), new)
@@ -183,7 +174,7 @@ impl<P: ParsedObject> Tracked<P> {
         self.invalid.remove(&name);
         self.served.remove(&name);
         self.last = None;
-        P::delete(name)
+        P::DELETE(name)
     }
 
     /// Logs the invalid fields of an object, unless the same were logged before; returns how many were logged.

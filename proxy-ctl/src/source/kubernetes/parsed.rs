@@ -13,111 +13,66 @@ pub(super) trait ParsedObject: Clone + PartialEq + Send + Sync + 'static {
     const SINGLE: bool = false;
 
     /// The update that is sent where RBAC does not allow the first list; None: the receiver waits until RBAC allows it.
-    fn hidden() -> Option<Update> {
-        None
-    }
+    const HIDDEN: Option<Update> = None;
+    const REPLACE: fn(Vec<Self>) -> Update;
+    const APPLY: fn(Self) -> Update;
+    const DELETE: fn(ObjectName) -> Update;
 
     /// As a deletion has it.
     fn name(&self) -> ObjectName;
-    fn replace(all: Vec<Self>) -> Update;
-    fn apply(self) -> Update;
-    fn delete(name: ObjectName) -> Update;
 }
 
 impl ParsedObject for Service {
+    const REPLACE: fn(Vec<Self>) -> Update = Update::ReplaceServices;
+    const APPLY: fn(Self) -> Update = Update::ApplyService;
+    const DELETE: fn(ObjectName) -> Update = Update::DeleteService;
+
     fn name(&self) -> ObjectName {
         self.name.clone()
-    }
-
-    fn replace(all: Vec<Self>) -> Update {
-        Update::ReplaceServices(all)
-    }
-
-    fn apply(self) -> Update {
-        Update::ApplyService(self)
-    }
-
-    fn delete(name: ObjectName) -> Update {
-        Update::DeleteService(name)
     }
 }
 
 impl ParsedObject for EndpointSlice {
+    const REPLACE: fn(Vec<Self>) -> Update = Update::ReplaceSlices;
+    const APPLY: fn(Self) -> Update = Update::ApplySlice;
+    const DELETE: fn(ObjectName) -> Update = Update::DeleteSlice;
+
     fn name(&self) -> ObjectName {
         self.name.clone()
-    }
-
-    fn replace(all: Vec<Self>) -> Update {
-        Update::ReplaceSlices(all)
-    }
-
-    fn apply(self) -> Update {
-        Update::ApplySlice(self)
-    }
-
-    fn delete(name: ObjectName) -> Update {
-        Update::DeleteSlice(name)
     }
 }
 
 impl ParsedObject for ServiceSlices {
+    const REPLACE: fn(Vec<Self>) -> Update =
+        |all| Update::ReplaceSlices(all.into_iter().flat_map(|of| of.slices).collect());
+    const APPLY: fn(Self) -> Update = Update::ReplaceServiceSlices;
+    const DELETE: fn(ObjectName) -> Update =
+        |service| Update::ReplaceServiceSlices(Self { service, slices: Vec::new() });
+
     fn name(&self) -> ObjectName {
         self.service.clone()
-    }
-
-    fn replace(all: Vec<Self>) -> Update {
-        Update::ReplaceSlices(all.into_iter().flat_map(|of| of.slices).collect())
-    }
-
-    fn apply(self) -> Update {
-        Update::ReplaceServiceSlices(self)
-    }
-
-    fn delete(name: ObjectName) -> Update {
-        Update::ReplaceServiceSlices(Self { service: name, slices: Vec::new() })
     }
 }
 
 impl ParsedObject for ServiceCidr {
+    const REPLACE: fn(Vec<Self>) -> Update = Update::ReplaceServiceCidrs;
+    const APPLY: fn(Self) -> Update = Update::ApplyServiceCidr;
+    const DELETE: fn(ObjectName) -> Update = |name| Update::DeleteServiceCidr(name.name);
+
     fn name(&self) -> ObjectName {
         ObjectName::new("", Arc::clone(&self.name))
-    }
-
-    fn replace(all: Vec<Self>) -> Update {
-        Update::ReplaceServiceCidrs(all)
-    }
-
-    fn apply(self) -> Update {
-        Update::ApplyServiceCidr(self)
-    }
-
-    fn delete(name: ObjectName) -> Update {
-        Update::DeleteServiceCidr(name.name)
     }
 }
 
-/// The own Node: one object or none, by field selector.
+/// The own Node: one object or none, by field selector. Services are served without it, as where there is none.
 impl ParsedObject for Node {
     const SINGLE: bool = true;
-
-    /// Services are served without it, as where there is none.
-    fn hidden() -> Option<Update> {
-        Some(Update::Node(None))
-    }
+    const HIDDEN: Option<Update> = Some(Update::Node(None));
+    const REPLACE: fn(Vec<Self>) -> Update = |mut all| Update::Node(all.pop());
+    const APPLY: fn(Self) -> Update = |node| Update::Node(Some(node));
+    const DELETE: fn(ObjectName) -> Update = |_| Update::Node(None);
 
     fn name(&self) -> ObjectName {
         ObjectName::new("", Arc::clone(&self.name))
-    }
-
-    fn replace(mut all: Vec<Self>) -> Update {
-        Update::Node(all.pop())
-    }
-
-    fn apply(self) -> Update {
-        Update::Node(Some(self))
-    }
-
-    fn delete(_: ObjectName) -> Update {
-        Update::Node(None)
     }
 }

@@ -34,16 +34,17 @@ impl Version {
     }
 }
 
+/// None: the object is not served. The second value has its invalid fields.
+type Conversion<W> = fn(&<W as Watched>::Object) -> (Option<<W as Watched>::Parsed>, Vec<InvalidField>);
+
 /// A version of a kind of object.
-pub(super) trait Watched: Send + 'static {
+pub(super) trait Watched: Sized + Send + 'static {
     type Object: Object + Send;
     type Parsed: ParsedObject;
     const RESOURCE: ResourceKind;
     const KIND: Kind;
     const VERSION: Version = Version::Only;
-
-    /// None: the object is not served. The second value has its invalid fields.
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>);
+    const CONVERT: Conversion<Self>;
 
     /// Where all of them are.
     fn path() -> String {
@@ -60,10 +61,7 @@ impl Watched for Services {
     type Parsed = Service;
     const RESOURCE: ResourceKind = ResourceKind::Services;
     const KIND: Kind = Kind { api_version: "v1", kind: "Service" };
-
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
-        convert::service(object)
-    }
+    const CONVERT: Conversion<Self> = convert::service;
 }
 
 pub(super) struct EndpointSlices;
@@ -74,10 +72,7 @@ impl Watched for EndpointSlices {
     const RESOURCE: ResourceKind = ResourceKind::EndpointSlices;
     const KIND: Kind = Kind { api_version: "discovery.k8s.io/v1", kind: "EndpointSlice" };
     const VERSION: Version = Version::Newest;
-
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
-        convert::endpoint_slice(object)
-    }
+    const CONVERT: Conversion<Self> = convert::endpoint_slice;
 }
 
 /// discovery.k8s.io/v1beta1, where there is no v1.
@@ -89,10 +84,7 @@ impl Watched for EndpointSlicesV1Beta1 {
     const RESOURCE: ResourceKind = ResourceKind::EndpointSlices;
     const KIND: Kind = Kind { api_version: "discovery.k8s.io/v1beta1", kind: "EndpointSlice" };
     const VERSION: Version = Version::Stopgap;
-
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
-        convert::endpoint_slice(&object.to_v1())
-    }
+    const CONVERT: Conversion<Self> = |object| convert::endpoint_slice(&object.to_v1());
 }
 
 /// core/v1, where there are no slices: one object a Service.
@@ -104,10 +96,7 @@ impl Watched for LegacyEndpoints {
     const RESOURCE: ResourceKind = ResourceKind::Endpoints;
     const KIND: Kind = Kind { api_version: "v1", kind: "Endpoints" };
     const VERSION: Version = Version::Stopgap;
-
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
-        convert::endpoints(object)
-    }
+    const CONVERT: Conversion<Self> = convert::endpoints;
 }
 
 pub(super) struct ServiceCidrs;
@@ -118,25 +107,7 @@ impl Watched for ServiceCidrs {
     const RESOURCE: ResourceKind = ResourceKind::ServiceCidrs;
     const KIND: Kind = Kind { api_version: "networking.k8s.io/v1", kind: "ServiceCIDR" };
     const VERSION: Version = Version::Newest;
-
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
-        convert::service_cidr(&object.metadata, &object.spec.cidrs)
-    }
-}
-
-/// networking.k8s.io/v1beta1, where there is no v1.
-pub(super) struct ServiceCidrsV1Beta1;
-
-impl Watched for ServiceCidrsV1Beta1 {
-    type Object = networking::ServiceCidr;
-    type Parsed = ServiceCidr;
-    const RESOURCE: ResourceKind = ResourceKind::ServiceCidrs;
-    const KIND: Kind = Kind { api_version: "networking.k8s.io/v1beta1", kind: "ServiceCIDR" };
-    const VERSION: Version = Version::Stopgap;
-
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
-        convert::service_cidr(&object.metadata, &object.spec.cidrs)
-    }
+    const CONVERT: Conversion<Self> = |object| convert::service_cidr(&object.metadata, &object.spec.cidrs);
 }
 
 pub(super) struct OwnNode;
@@ -146,9 +117,8 @@ impl Watched for OwnNode {
     type Parsed = Node;
     const RESOURCE: ResourceKind = ResourceKind::Nodes;
     const KIND: Kind = Kind { api_version: "v1", kind: "Node" };
-
-    fn convert(object: &Self::Object) -> (Option<Self::Parsed>, Vec<InvalidField>) {
+    const CONVERT: Conversion<Self> = |object| {
         let (node, invalid) = convert::node(object);
         (Some(node), invalid)
-    }
+    };
 }

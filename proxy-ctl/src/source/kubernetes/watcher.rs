@@ -200,7 +200,7 @@ impl<W: Watched> Watcher<W> {
 
     /// What cannot be listed as RBAC does not allow it is not waited for, if it can be done without.
     async fn send_hidden(&mut self) -> Result<(), Stop> {
-        match W::Parsed::hidden() {
+        match W::Parsed::HIDDEN {
             Some(hidden)
                 if !self.has_sent && self.context.state.denied(W::RESOURCE).contains(&Verb::List) =>
             {

@@ -1,4 +1,4 @@
-//! networking.k8s.io: v1 and v1beta1 are the same in what is used here.
+//! networking.k8s.io/v1.
 
 use super::{messages, meta::ObjectMeta};
 

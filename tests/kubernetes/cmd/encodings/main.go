@@ -14,7 +14,6 @@ import (
 	discovery "k8s.io/api/discovery/v1"
 	discoveryv1beta1 "k8s.io/api/discovery/v1beta1"
 	networking "k8s.io/api/networking/v1"
-	networkingv1beta1 "k8s.io/api/networking/v1beta1"
 	meta "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -169,9 +168,6 @@ func main() {
 	cidrs := []string{"10.96.0.0/12", "fd00::/112"}
 	write("servicecidrs", networking.SchemeGroupVersion, &networking.ServiceCIDRList{ListMeta: list, Items: []networking.ServiceCIDR{
 		{ObjectMeta: metadata("kubernetes"), Spec: networking.ServiceCIDRSpec{CIDRs: cidrs}},
-	}})
-	write("servicecidrs-v1beta1", networkingv1beta1.SchemeGroupVersion, &networkingv1beta1.ServiceCIDRList{ListMeta: list, Items: []networkingv1beta1.ServiceCIDR{
-		{ObjectMeta: metadata("kubernetes"), Spec: networkingv1beta1.ServiceCIDRSpec{CIDRs: cidrs}},
 	}})
 
 	expired := &meta.Status{

@@ -92,14 +92,6 @@ fn endpoints_of_others_are_skipped_without_a_word(#[case] changes: Value) {
     json!([{"addresses": [{"ip": "10.0.0.1"}], "notReadyAddresses": [{"ip": "224.0.0.1"}], "ports": [{"port": 80}]}]),
     "subsets[0].notReadyAddresses[0].ip", "must be the address of one host"
 )]
-#[case::port(
-    json!([{"addresses": [{"ip": "10.0.0.1"}], "ports": [{"port": 80}, {"port": 0}]}]),
-    "subsets[0].ports[1].port", "found 0"
-)]
-#[case::protocol(
-    json!([{"addresses": [{"ip": "10.0.0.1"}], "ports": [{"port": 80}, {"port": 1, "protocol": "ICMP"}]}]),
-    "subsets[0].ports[1].protocol", "found \"ICMP\""
-)]
 #[case::port_twice(
     json!([{"addresses": [{"ip": "10.0.0.1"}], "ports": [{"port": 80}, {"port": 80}]}]),
     "subsets[0].ports[1]", "second time"

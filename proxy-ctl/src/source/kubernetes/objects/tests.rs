@@ -101,15 +101,6 @@ fn the_node_keeps_its_last_valid_version_and_the_same_node_is_not_sent_again() {
 }
 
 #[test]
-fn a_name_that_is_not_utf8_is_not_served() {
-    let mut tracked = Tracked::default();
-    let all = [service("we\u{fffd}"), service("web")];
-    assert_eq!(list::<Services>(&mut tracked, &all), ["all: a/web"]);
-    let changed = change::<Services>(&mut tracked, &service("we\u{fffd}"));
-    assert_eq!(changed.as_deref(), Some("delete a/we\u{fffd}"));
-}
-
-#[test]
 fn what_is_deleted_or_changed_before_a_list_is_complete_is_not_listed_as_it_was() {
     let mut listing = listing::<Services>(&[service("web"), unreadable("gone"), service("db")]);
     listing.remove(&name("gone"));

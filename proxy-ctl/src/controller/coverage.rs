@@ -104,7 +104,7 @@ impl CoverageTracker {
             }
             self.leave(name);
         }
-        self.metrics.service_ports.set(i64::try_from(self.served.len()).unwrap_or(i64::MAX));
+        self.metrics.own.service_ports.set(i64::try_from(self.served.len()).unwrap_or(i64::MAX));
         self.enter(unsupported);
         servable_changes
     }
@@ -128,7 +128,7 @@ impl CoverageTracker {
             let mut modified = attached && !std::mem::replace(&mut coverage.programmed, attached);
             for name in leaving {
                 if let Some(reasons) = coverage.unsupported.remove(&name) {
-                    self.metrics.unsupported(&reasons, -1);
+                    self.metrics.own.unsupported(&reasons, -1);
                     modified = true;
                 }
             }
@@ -154,8 +154,8 @@ impl CoverageTracker {
                     let (service_port, field) = (&name, one.field);
                     tracing::warn!(%service_port, field, "{}", one.instead);
                 }
-                self.metrics.unsupported(before, -1);
-                self.metrics.unsupported(&reasons, 1);
+                self.metrics.own.unsupported(before, -1);
+                self.metrics.own.unsupported(&reasons, 1);
                 coverage.unsupported.insert(name, reasons);
                 modified = true;
             }

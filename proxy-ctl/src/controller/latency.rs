@@ -34,7 +34,7 @@ impl Latency {
     /// Everything received has been written by `now`.
     pub(super) fn written(&mut self, now: Timestamp, metrics: &Metrics) {
         for (family, triggered) in self.waiting.drain(..) {
-            metrics.programmed(family, now.duration_since(triggered).as_secs_f64());
+            metrics.kube_proxy.programmed(family, now.duration_since(triggered).as_secs_f64());
         }
     }
 }

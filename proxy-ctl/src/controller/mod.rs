@@ -119,15 +119,17 @@ impl Controller {
         match &update {
             Update::ReplaceServices(services) => {
                 self.listed.services = true;
-                metrics.service_changes.received(count(services.len()));
+                metrics.kube_proxy.service_changes.received(count(services.len()));
             }
             Update::ReplaceSlices(slices) => {
                 self.listed.slices = true;
-                metrics.endpoint_changes.received(count(slices.len()));
+                metrics.kube_proxy.endpoint_changes.received(count(slices.len()));
             }
-            Update::ApplyService(_) | Update::DeleteService(_) => metrics.service_changes.received(1),
+            Update::ApplyService(_) | Update::DeleteService(_) => {
+                metrics.kube_proxy.service_changes.received(1)
+            }
             Update::ApplySlice(_) | Update::DeleteSlice(_) | Update::ReplaceServiceSlices(_) => {
-                metrics.endpoint_changes.received(1);
+                metrics.kube_proxy.endpoint_changes.received(1);
             }
             Update::ReplaceServiceCidrs(_) | Update::ApplyServiceCidr(_) | Update::DeleteServiceCidr(_) => {
                 self.ask_for_host();
@@ -186,7 +188,7 @@ impl Controller {
 
     /// From now on changes are written to `dataplane`, everything first. `now`: when the last list came in.
     pub fn start(&mut self, dataplane: Box<dyn Dataplane>, now: Instant) {
-        self.reports.metrics.listed.set(1);
+        self.reports.metrics.own.listed.set(1);
         let services = service_intervals(dataplane.as_ref(), &self.config);
         self.active = Some(ActiveDataplane {
             dataplane,

@@ -73,7 +73,7 @@ impl ServiceMetrics {
             self.set_without_local(&port.name, WithoutLocal::of(port));
         }
         for (family, counts) in [(IpFamily::Ipv4, self.ipv4), (IpFamily::Ipv6, self.ipv6)] {
-            self.metrics.without_local_endpoints(family, counts.internal, counts.external);
+            self.metrics.kube_proxy.without_local_endpoints(family, counts.internal, counts.external);
         }
         self.set_conflicts(model.conflicts());
     }
@@ -97,7 +97,7 @@ impl ServiceMetrics {
             return;
         }
         for conflict in now.iter().filter(|conflict| !self.conflicts.contains(conflict)) {
-            self.metrics.frontend_conflicts.inc();
+            self.metrics.own.frontend_conflicts.inc();
             let Conflict { address, port, protocol, winner, losers } = conflict;
             let losers: Vec<_> = losers.iter().map(ToString::to_string).collect();
             tracing::warn!(

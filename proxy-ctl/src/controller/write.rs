@@ -44,19 +44,19 @@ impl Controller {
         let metrics = &self.reports.metrics;
         let started = Instant::now();
         let done = active.dataplane.set_host(&host);
-        metrics.phase(Phase::Node, started.elapsed());
+        metrics.own.phase(Phase::Node, started.elapsed());
         match done {
             Ok(applied) => {
                 active.host.succeeded(if run == Run::Changes { Run::Everything } else { run }, now);
                 active.attached = true;
-                metrics.applied(applied);
+                metrics.own.applied(applied);
                 if run == Run::Inspection {
                     report_drift(applied, metrics);
                 }
             }
             Err(error) if error.is_taken_over() => self.taken_over = Some(error),
             Err(error) => {
-                metrics.sync_errors.inc();
+                metrics.own.sync_errors.inc();
                 let pause = active.host.failed(now);
                 active.attached = error.is_of_node_addresses();
                 tracing::error!(
@@ -77,11 +77,11 @@ impl Controller {
         if changes.is_empty() {
             return changes;
         }
-        self.reports.metrics.phase(Phase::Compute, started.elapsed());
+        self.reports.metrics.own.phase(Phase::Compute, started.elapsed());
         self.service_metrics.changed(&changes, &self.model);
         for family in families_of(&changes) {
             self.reports.health.lock().queued(family, now);
-            self.reports.metrics.queued(family);
+            self.reports.metrics.kube_proxy.queued(family);
         }
         self.coverage.changed(changes, active.dataplane.as_ref())
     }
@@ -96,7 +96,7 @@ impl Controller {
         let started = Instant::now();
         let result = active.dataplane.apply(&changes);
         let took = started.elapsed();
-        self.reports.metrics.phase(Phase::Write, took);
+        self.reports.metrics.own.phase(Phase::Write, took);
         match result {
             Ok(applied) => {
                 active.services.succeeded(Run::Changes, now);
@@ -115,8 +115,8 @@ impl Controller {
         let result = active.dataplane.resync(&desired);
         let took = started.elapsed();
         let metrics = &self.reports.metrics;
-        metrics.phase(Phase::Compare, took);
-        metrics.resyncs.inc();
+        metrics.own.phase(Phase::Compare, took);
+        metrics.own.resyncs.inc();
         match result {
             Ok(applied) => {
                 if run == Run::Inspection {
@@ -124,7 +124,7 @@ impl Controller {
                 }
                 if !active.services.is_complete() {
                     let took = active.listed_at.elapsed();
-                    metrics.first_sync_seconds.set(took.as_secs_f64());
+                    metrics.own.first_sync_seconds.set(took.as_secs_f64());
                     tracing::info!(ports = desired.len(), ?took, "everything listed is programmed");
                 }
                 active.services.succeeded(run, now);
@@ -139,9 +139,9 @@ impl Controller {
 
     fn report_written(&self, applied: Applied, took: Duration, families: &[IpFamily], kind: SyncKind) {
         let metrics = &self.reports.metrics;
-        metrics.applied(applied);
+        metrics.own.applied(applied);
         for family in families {
-            metrics.synced(*family, kind, took);
+            metrics.kube_proxy.synced(*family, kind, took);
         }
         let Applied { written, removed } = applied;
         match kind {
@@ -152,7 +152,7 @@ impl Controller {
 
     fn failed(&mut self, error: &Error, now: Instant, what: &'static str) {
         let Some(active) = &mut self.active else { return };
-        self.reports.metrics.sync_errors.inc();
+        self.reports.metrics.own.sync_errors.inc();
         let pause = active.services.failed(now);
         tracing::error!(%error, next_attempt_in = ?pause, "{what}; what was served before is served on");
     }
@@ -168,8 +168,8 @@ impl Controller {
     /// No change of Services waits any more.
     fn written(&mut self) {
         self.report_health_checks();
-        self.reports.metrics.endpoint_changes.written();
-        self.reports.metrics.service_changes.written();
+        self.reports.metrics.kube_proxy.endpoint_changes.written();
+        self.reports.metrics.kube_proxy.service_changes.written();
         let now = Moment::now();
         self.latency.written(now.time, &self.reports.metrics);
         let Some(ActiveDataplane { host, attached, .. }) = &self.active else { return };
@@ -209,7 +209,7 @@ impl Controller {
         let Some(active) = &mut self.active else { return };
         let started = Instant::now();
         let result = active.dataplane.collect_garbage();
-        self.reports.metrics.phase(Phase::Collect, started.elapsed());
+        self.reports.metrics.own.phase(Phase::Collect, started.elapsed());
         let failure = match result {
             Ok(()) => None,
             Err(error) if error.is_taken_over() => {
@@ -232,7 +232,7 @@ impl Controller {
 /// What an inspection had to write was somebody else's doing.
 fn report_drift(applied: Applied, metrics: &Metrics) {
     let Applied { written, removed } = applied;
-    metrics.drift.inc_by(written + removed);
+    metrics.own.drift.inc_by(written + removed);
     if applied != Applied::default() {
         tracing::warn!(
             written,

@@ -55,7 +55,7 @@ impl Source {
             }
             Self::Manifests(manifests) => {
                 let report = move |field: InvalidField| {
-                    metrics.invalid_objects.found(field.resource(), 1);
+                    metrics.own.invalid_objects.found(field.resource(), 1);
                     tracing::warn!(object = field.object, field = field.field, "{}", field.problem);
                 };
                 manifests.run(updates, report, stop).await?;

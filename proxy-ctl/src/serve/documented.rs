@@ -89,8 +89,8 @@ async fn every_family_is_documented_and_no_other() {
         Recorder::silent().register(registry.sub_registry_with_prefix("proxy"));
     });
     metrics.refresh().await;
-    metrics.unsupported(&unsupported, 1);
-    metrics.synced(objects::IpFamily::Ipv4, SyncKind::Full, Duration::from_millis(1));
+    metrics.own.unsupported(&unsupported, 1);
+    metrics.kube_proxy.synced(objects::IpFamily::Ipv4, SyncKind::Full, Duration::from_millis(1));
     let shown = shown(&Format::Prometheus.write(metrics.encode().unwrap()));
     let documented = documented();
     for (name, family) in &shown {

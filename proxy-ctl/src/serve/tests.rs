@@ -147,23 +147,13 @@ async fn healthz_asks_the_node_and_livez_does_not() {
 }
 
 #[tokio::test]
-async fn proxy_mode_and_health_of_the_metrics_server() {
-    let servers = servers().await;
-    let (status, head, body) = get(servers.metrics, "/proxyMode", "").await;
-    assert_eq!((status, body.as_str()), (200, "ebpf"));
-    assert!(head.contains("text/plain") && head.contains("nosniff"), "{head}");
-    assert_eq!(get(servers.metrics, "/healthz", "").await.2, "ok");
-    assert_eq!(get(servers.metrics, "/nothing", "").await.0, 404);
-}
-
-#[tokio::test]
 async fn metrics_in_the_text_format_that_kube_proxy_gives() {
     let servers = servers().await;
-    servers.families.applied(Applied { written: 5, removed: 2 });
-    servers.families.synced(IpFamily::Ipv4, SyncKind::Full, Duration::from_millis(3));
-    servers.families.endpoint_changes.received(2);
-    servers.families.service_changes.received(1);
-    servers.families.service_changes.written();
+    servers.families.own.applied(Applied { written: 5, removed: 2 });
+    servers.families.kube_proxy.synced(IpFamily::Ipv4, SyncKind::Full, Duration::from_millis(3));
+    servers.families.kube_proxy.endpoint_changes.received(2);
+    servers.families.kube_proxy.service_changes.received(1);
+    servers.families.kube_proxy.service_changes.written();
     let (status, head, body) = get(servers.metrics, "/metrics", "").await;
     assert_eq!(status, 200);
     assert!(head.contains("content-type: text/plain; version=0.0.4"), "{head}");
@@ -236,28 +226,6 @@ async fn an_address_in_use_fails_at_once_only_if_asked_to() {
 }
 
 #[tokio::test]
-async fn pages_that_kube_proxy_has_too() {
-    let servers = servers().await;
-    let page = async |path, header| get(servers.metrics, path, header).await;
-    let (status, head, body) = page("/configz", "").await;
-    assert_eq!(
-        (status, body.contains(r#"{"kubeproxy.config.k8s.io":{"kind":"KubeProxyConfiguration""#)),
-        (200, true)
-    );
-    assert!(head.contains("content-type: application/json") && head.contains("nosniff"), "{head}");
-    assert!(page("/flagz", "").await.2.contains("kube-proxy flagz\n"));
-    let json = "Accept: application/json;v=v1alpha1;g=config.k8s.io;as=Flagz\r\n";
-    let (status, head, body) = page("/flagz", json).await;
-    assert_eq!((status, body.contains(r#""flags":{"v":"2"}"#)), (200, true), "{body}");
-    assert!(head.contains("warning: 299 - ") && head.contains("application/json;g=config.k8s.io"), "{head}");
-    assert_eq!(page("/flagz", "Accept: application/json\r\n").await.0, 406);
-    assert!(page("/statusz", "").await.2.contains("Paths: /configz /flagz /healthz /metrics /proxyMode\n"));
-    assert_eq!(page("/debug/pprof", "").await.0, 302);
-    // No log was started in this test.
-    assert_eq!(page("/debug/flags/v", "").await.0, 406);
-}
-
-#[tokio::test]
 async fn what_is_switched_off_is_not_there() {
     let servers = servers_with(Pages { flags: None, status: false, profiling: false, ..pages() }).await;
     for path in ["/flagz", "/statusz", "/debug/pprof/", "/debug/pprof/profile?seconds=1", "/debug/flags/v"] {
@@ -327,16 +295,6 @@ async fn a_cpu_profile_tells_who_is_busy_and_is_taken_one_at_a_time() {
     assert!(of_busy.is_some(), "{stacks:#?}");
     assert!(profile.strings.iter().any(|text| text == "busy"));
     assert_eq!(get(servers.metrics, "/debug/pprof/profile?seconds=601", "").await.0, 400);
-}
-
-#[tokio::test]
-async fn a_heap_profile_is_refused_with_what_to_look_at_instead() {
-    let servers = servers().await;
-    for path in ["/debug/pprof/heap", "/debug/pprof/heap?debug=1", "/debug/pprof/allocs"] {
-        let (status, _, body) = get(servers.metrics, path, "").await;
-        assert_eq!(status, 501, "{path}");
-        assert!(body.contains("process_resident_memory_bytes on /metrics"), "{path}: {body}");
-    }
 }
 
 #[tokio::test]

@@ -44,7 +44,7 @@ impl Pending {
 }
 
 #[derive(Debug)]
-pub(super) struct KubeProxyMetrics {
+pub struct KubeProxyMetrics {
     sync: ByIpFamily<Histogram>,
     full_sync: ByIpFamily<Histogram>,
     partial_sync: ByIpFamily<Histogram>,
@@ -52,8 +52,9 @@ pub(super) struct KubeProxyMetrics {
     queued_last: ByIpFamily<Seconds>,
     programming: ByIpFamily<Histogram>,
     no_local_endpoints: Family<[Label; 2], Gauge>,
-    pub(super) endpoint_changes: Pending,
-    pub(super) service_changes: Pending,
+    /// Changes that were received and are not yet written.
+    pub endpoint_changes: Pending,
+    pub service_changes: Pending,
     pub(super) healthz: Family<[(&'static str, String); 1], Counter>,
     pub(super) livez: Family<[(&'static str, String); 1], Counter>,
 }
@@ -173,11 +174,13 @@ impl KubeProxyMetrics {
         registry.register("proxy_livez", "Answers of /livez", self.livez.clone());
     }
 
-    pub(super) fn queued(&self, family: IpFamily) {
+    /// A change of this family waits to be written.
+    pub fn queued(&self, family: IpFamily) {
         self.queued_last.get_or_create(&label(family)).set(since_epoch());
     }
 
-    pub(super) fn synced(&self, family: IpFamily, kind: SyncKind, took: Duration) {
+    /// A write for this family went well.
+    pub fn synced(&self, family: IpFamily, kind: SyncKind, took: Duration) {
         let part = match kind {
             SyncKind::Full => &self.full_sync,
             SyncKind::Partial => &self.partial_sync,
@@ -188,11 +191,12 @@ impl KubeProxyMetrics {
         self.synced_last.get_or_create(&label(family)).set(since_epoch());
     }
 
-    pub(super) fn programmed(&self, family: IpFamily, seconds: f64) {
+    /// A change in the cluster is served here, so many seconds after it was made.
+    pub fn programmed(&self, family: IpFamily, seconds: f64) {
         self.programming.get_or_create(&label(family)).observe(seconds);
     }
 
-    pub(super) fn without_local_endpoints(&self, family: IpFamily, internal: i64, external: i64) {
+    pub fn without_local_endpoints(&self, family: IpFamily, internal: i64, external: i64) {
         for (policy, ports) in [("internal", internal), ("external", external)] {
             self.no_local_endpoints.get_or_create(&[("traffic_policy", policy), label(family)[0]]).set(ports);
         }

@@ -18,7 +18,7 @@ pub use kube_proxy::{Pending, SyncKind};
 pub use own::Phase;
 use prometheus_client::{
     encoding::text,
-    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    metrics::{family::Family, gauge::Gauge},
     registry::Registry,
 };
 
@@ -26,11 +26,7 @@ use self::{
     kube_proxy::KubeProxyMetrics, kubernetes::ComponentInfo, own::ProxyMetrics, process::Process,
     usage::LastUsage,
 };
-use crate::{
-    dataplane::{Applied, Unsupported, Usage},
-    model::objects::IpFamily,
-    source::InvalidObjects,
-};
+use crate::{dataplane::Usage, source::InvalidObjects};
 
 type Label = (&'static str, &'static str);
 type ByIpFamily<M> = Family<[Label; 1], M, fn() -> M>;
@@ -50,26 +46,8 @@ pub struct Metrics {
     registry: Registry,
     usage: Arc<LastUsage>,
     usage_source: Option<Box<dyn UsageSource>>,
-    kube_proxy: KubeProxyMetrics,
-    own: ProxyMetrics,
-    /// Changes that were received and are not yet written.
-    pub endpoint_changes: Pending,
-    pub service_changes: Pending,
-    pub sync_errors: Counter,
-    pub resyncs: Counter,
-    /// Entries that a resync had to repair.
-    pub drift: Counter,
-    /// Changed configuration files that were not valid.
-    pub refused_configurations: Counter,
-    /// Objects of another kube-proxy in the kernel, as of the last look.
-    pub former_rules: Gauge,
-    pub former_rule_blockers: Gauge,
-    pub former_rule_errors: Counter,
-    pub invalid_objects: InvalidObjects,
-    pub frontend_conflicts: Counter,
-    pub listed: Gauge,
-    pub first_sync_seconds: Gauge<f64, AtomicU64>,
-    pub service_ports: Gauge,
+    pub kube_proxy: KubeProxyMetrics,
+    pub own: ProxyMetrics,
 }
 
 impl std::fmt::Debug for Metrics {
@@ -87,70 +65,19 @@ impl Metrics {
         register: impl FnOnce(&mut Registry),
     ) -> Self {
         let (usage, component) = (Arc::new(LastUsage::default()), ComponentInfo::default());
-        let (kube_proxy, own) = (KubeProxyMetrics::new(), ProxyMetrics::new(invalid_objects.clone()));
+        let kube_proxy = KubeProxyMetrics::new();
         let mut registry = Registry::default();
         kube_proxy.register(&mut registry);
-        own.register(&mut registry);
+        let own = ProxyMetrics::register(&mut registry, invalid_objects);
         register(&mut registry);
         registry.register_collector(Box::new(Arc::clone(&usage)));
         registry.register_collector(Box::new(component.clone()));
         registry.register_collector(Box::new(Process));
-        let metrics = Self {
-            registry,
-            usage,
-            usage_source,
-            endpoint_changes: kube_proxy.endpoint_changes.clone(),
-            service_changes: kube_proxy.service_changes.clone(),
-            sync_errors: own.sync_errors.clone(),
-            resyncs: own.resyncs.clone(),
-            drift: own.drift.clone(),
-            refused_configurations: own.refused_configurations.clone(),
-            former_rules: own.former_rules.clone(),
-            former_rule_blockers: own.former_rule_blockers.clone(),
-            former_rule_errors: own.former_rule_errors.clone(),
-            invalid_objects,
-            frontend_conflicts: own.frontend_conflicts.clone(),
-            listed: own.listed.clone(),
-            first_sync_seconds: own.first_sync_seconds.clone(),
-            service_ports: own.service_ports.clone(),
-            kube_proxy,
-            own,
-        };
+        let metrics = Self { registry, usage, usage_source, kube_proxy, own };
         let families = metrics.encode().unwrap_or_default();
         let families = families.lines().filter(|line| line.starts_with("# TYPE ")).count();
         component.families.get_or_init(|| families as u64);
         metrics
-    }
-
-    /// A change of this family waits to be written.
-    pub fn queued(&self, family: IpFamily) {
-        self.kube_proxy.queued(family);
-    }
-
-    /// A write for this family went well.
-    pub fn synced(&self, family: IpFamily, kind: SyncKind, took: Duration) {
-        self.kube_proxy.synced(family, kind, took);
-    }
-
-    /// A change in the cluster is served here, so many seconds after it was made.
-    pub fn programmed(&self, family: IpFamily, seconds: f64) {
-        self.kube_proxy.programmed(family, seconds);
-    }
-
-    pub fn applied(&self, applied: Applied) {
-        self.own.applied(applied);
-    }
-
-    pub fn unsupported(&self, fields: &[Unsupported], change: i64) {
-        self.own.unsupported(fields, change);
-    }
-
-    pub fn phase(&self, phase: Phase, took: Duration) {
-        self.own.phase(phase, took);
-    }
-
-    pub fn without_local_endpoints(&self, family: IpFamily, internal: i64, external: i64) {
-        self.kube_proxy.without_local_endpoints(family, internal, external);
     }
 
     /// An answer of the health server.

@@ -121,23 +121,3 @@ fn healthy(query: &str) -> String {
     };
     format!("{ping}\n{warning}healthz check passed\n")
 }
-
-#[cfg(test)]
-mod tests {
-    use rstest::rstest;
-
-    use super::*;
-
-    #[rstest]
-    #[case("", "ok")]
-    #[case("exclude=ping", "ok")]
-    #[case("verbose", "[+]ping ok\nhealthz check passed\n")]
-    #[case("verbose=1&exclude=ping", "[+]ping excluded: ok\nhealthz check passed\n")]
-    #[case(
-        "verbose&exclude=a&exclude=b",
-        "[+]ping ok\nwarn: some health checks cannot be excluded: no matches for \"a\", \"b\"\nhealthz check passed\n"
-    )]
-    fn health_of_the_metrics_server(#[case] query: &str, #[case] body: &str) {
-        assert_eq!(healthy(query), body);
-    }
-}

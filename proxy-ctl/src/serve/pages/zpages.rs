@@ -155,23 +155,3 @@ fn not_acceptable() -> Reply {
     });
     open(StatusCode::NOT_ACCEPTABLE, JSON, format!("{status}\n"))
 }
-
-#[cfg(test)]
-mod tests {
-    use rstest::rstest;
-
-    use super::*;
-
-    #[rstest]
-    #[case("", Some(Format::Text))]
-    #[case("*/*", Some(Format::Text))]
-    #[case("text/plain", Some(Format::Text))]
-    #[case("application/json", None)]
-    #[case("application/json, text/plain", Some(Format::Text))]
-    #[case("application/json;v=v1beta1;g=config.k8s.io;as=Flagz", Some(Format::Json("v1beta1")))]
-    #[case("application/yaml; as=Flagz; g=config.k8s.io; v=v1alpha1", Some(Format::Yaml("v1alpha1")))]
-    #[case("application/json;v=v1beta1;g=config.k8s.io;as=Statusz", None)]
-    fn negotiation(#[case] accept: &str, #[case] format: Option<Format>) {
-        assert_eq!(wanted(accept, "Flagz"), format);
-    }
-}

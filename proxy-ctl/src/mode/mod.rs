@@ -20,13 +20,6 @@ impl Mode {
             Self::Ebpf => "ebpf",
         }
     }
-
-    /// As a configuration asks for it.
-    pub const fn requested(self) -> RequestedMode {
-        match self {
-            Self::Ebpf => RequestedMode::Ebpf,
-        }
-    }
 }
 
 impl fmt::Display for Mode {

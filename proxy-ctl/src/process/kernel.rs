@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use crate::config::{Config, Conntrack, NodePortAddress, RequestedMode};
+use crate::config::Conntrack;
 
 /// A file of the kernel's that holds a number.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -53,18 +53,12 @@ const NETFILTER: [&str; 6] = [
     "proc/sys/net/netfilter/nf_conntrack_udp_timeout_stream",
 ];
 const HASH_SIZE: &str = "sys/module/nf_conntrack/parameters/hashsize";
-const ROUTE_LOCALNET: &str = "proc/sys/net/ipv4/conf/all/route_localnet";
-const BRIDGE_NETFILTER: &str = "proc/sys/net/bridge/bridge-nf-call-iptables";
 
 /// The most that `maxPerCore` makes of a machine with many cores.
 const MOST_SCALED: u64 = 1 << 20;
 
-/// What `config` asks of a node with this many cores in `mode`, in the order of writing.
-pub(super) fn wanted(mode: RequestedMode, config: &Config, cores: u32) -> Vec<Parameter> {
-    conntrack(&config.conntrack, cores).into_iter().chain(route_localnet(mode, config)).collect()
-}
-
-fn conntrack(config: &Conntrack, cores: u32) -> Vec<Parameter> {
+/// What the configuration asks of a node with this many cores, in the order of writing.
+pub(super) fn wanted(config: &Conntrack, cores: u32) -> Vec<Parameter> {
     let [max, established, close_wait, be_liberal, udp, udp_stream] = NETFILTER;
     let mut parameters = Vec::new();
     let mut add = |path, wanted, field| parameters.push(Parameter { path, wanted, field });
@@ -97,44 +91,20 @@ fn conntrack_max(config: &Conntrack, cores: u32) -> Option<u64> {
     }
 }
 
-/// Only iptables leads packets from 127.0.0.1 to other machines. Elsewhere node ports on loopback addresses are
-/// translated before anything is routed, or are not served.
-fn route_localnet(mode: RequestedMode, config: &Config) -> Option<Parameter> {
-    let on_loopback = config.node_port_addresses.is_empty()
-        || config.node_port_addresses.iter().any(|address| match address {
-            NodePortAddress::Primary => false,
-            NodePortAddress::Localhost | NodePortAddress::All => true,
-            NodePortAddress::Network(network) => {
-                network.contains(&std::net::IpAddr::from([127, 0, 0, 1]))
-                    || network.addr().is_ipv4() && network.addr().is_loopback()
-            }
-        });
-    let needed = mode == RequestedMode::Iptables && config.iptables.localhost_node_ports && on_loopback;
-    needed.then_some(Parameter {
-        path: ROUTE_LOCALNET,
-        wanted: Wanted::Exactly(1),
-        field: "iptables.localhostNodePorts",
-    })
-}
-
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
     #[error("reading {} for {field}: {source}", path.display())]
     Read { path: PathBuf, field: &'static str, source: io::Error },
-    #[error("setting {} to {value} for {field}: {source}{}", path.display(), hint(field, source))]
+    #[error("setting {} to {value} for {field}: {source}{}", path.display(), hint(source))]
     Write { path: PathBuf, value: u64, field: &'static str, source: io::Error },
 }
 
-fn hint(field: &str, error: &io::Error) -> &'static str {
-    match (error.kind(), field) {
-        (io::ErrorKind::PermissionDenied, "iptables.localhostNodePorts") => {
-            "; this needs privileges, which --init-only uses once, or set iptables.localhostNodePorts: false"
-        }
-        (io::ErrorKind::PermissionDenied, _) => {
-            "; this needs privileges in the node's own network namespace, which --init-only uses once; 0 leaves \
-             the parameter as it is"
-        }
-        _ => "",
+fn hint(error: &io::Error) -> &'static str {
+    if error.kind() == io::ErrorKind::PermissionDenied {
+        "; this needs privileges in the node's own network namespace, which --init-only uses once; 0 leaves the \
+         parameter as it is"
+    } else {
+        ""
     }
 }
 
@@ -227,12 +197,6 @@ impl Kernel {
         u32::try_from(count).ok().filter(|count| *count > 0)
     }
 
-    /// False: packets between pods on one bridge pass by iptables, on which `mode` depends.
-    pub(super) fn shows_bridged_packets(&self, mode: RequestedMode) -> bool {
-        let depends = matches!(mode, RequestedMode::Iptables | RequestedMode::Ipvs);
-        !depends || read(&self.path(BRIDGE_NETFILTER)).is_ok_and(|on| on == 1)
-    }
-
     fn path(&self, path: &str) -> PathBuf {
         self.root.join(path)
     }
@@ -254,8 +218,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-
-    const SECOND: Duration = Duration::from_secs(1);
+    use crate::config::Config;
 
     fn untouched() -> Conntrack {
         Conntrack {
@@ -287,7 +250,7 @@ mod tests {
 
     #[test]
     fn defaults_are_those_of_kube_proxy() {
-        let wanted: Vec<_> = wanted(RequestedMode::Ebpf, &Config::default(), 8)
+        let wanted: Vec<_> = wanted(&Config::default().conntrack, 8)
             .into_iter()
             .map(|parameter| (parameter.path.rsplit('/').next().unwrap(), parameter.wanted))
             .collect();
@@ -304,64 +267,7 @@ mod tests {
 
     #[test]
     fn zero_leaves_everything_alone() {
-        assert_eq!(conntrack(&untouched(), 8), []);
-    }
-
-    #[test]
-    fn every_timeout_has_its_parameter() {
-        let config = Conntrack {
-            tcp_established_timeout: SECOND,
-            tcp_close_wait_timeout: 2 * SECOND,
-            udp_timeout: 3 * SECOND,
-            udp_stream_timeout: 4 * SECOND,
-            tcp_be_liberal: true,
-            ..untouched()
-        };
-        let mut found: Vec<_> = conntrack(&config, 1)
-            .into_iter()
-            .map(|parameter| (parameter.path.rsplit('/').next().unwrap(), parameter.wanted.value()))
-            .collect();
-        found.sort_unstable();
-        assert_eq!(
-            found,
-            [
-                ("nf_conntrack_tcp_be_liberal", 1),
-                ("nf_conntrack_tcp_timeout_close_wait", 2),
-                ("nf_conntrack_tcp_timeout_established", 1),
-                ("nf_conntrack_udp_timeout", 3),
-                ("nf_conntrack_udp_timeout_stream", 4),
-            ]
-        );
-    }
-
-    #[rstest]
-    #[case::iptables(RequestedMode::Iptables, true, &[], true)]
-    #[case::switched_off(RequestedMode::Iptables, false, &[], false)]
-    #[case::not_on_loopback(RequestedMode::Iptables, true, &["10.0.0.0/8"], false)]
-    #[case::primary_only(RequestedMode::Iptables, true, &["primary"], false)]
-    #[case::everywhere(RequestedMode::Iptables, true, &["0.0.0.0/0"], true)]
-    #[case::on_loopback(RequestedMode::Iptables, true, &["10.0.0.0/8", "127.0.0.0/8"], true)]
-    #[case::on_another_loopback_address(RequestedMode::Iptables, true, &["127.0.0.2/32"], true)]
-    #[case::only_of_ipv6(RequestedMode::Iptables, true, &["::/0"], false)]
-    #[case::ebpf(RequestedMode::Ebpf, true, &[], false)]
-    #[case::nftables(RequestedMode::Nftables, true, &[], false)]
-    #[case::ipvs(RequestedMode::Ipvs, true, &[], false)]
-    fn routing_from_loopback(
-        #[case] mode: RequestedMode,
-        #[case] localhost_node_ports: bool,
-        #[case] node_port_addresses: &[&str],
-        #[case] expected: bool,
-    ) {
-        let mut config = Config::default();
-        config.iptables.localhost_node_ports = localhost_node_ports;
-        config.node_port_addresses = node_port_addresses
-            .iter()
-            .map(|text| match *text {
-                "primary" => NodePortAddress::Primary,
-                network => NodePortAddress::Network(network.parse().unwrap()),
-            })
-            .collect();
-        assert_eq!(route_localnet(mode, &config).is_some(), expected);
+        assert_eq!(wanted(&untouched(), 8), []);
     }
 
     fn kernel(files: &[(&str, &str)]) -> (TempDir, Kernel) {
@@ -453,17 +359,5 @@ mod tests {
         ]);
         assert_eq!(kernel.cores(), Some(2));
         assert_eq!(Kernel::below(root.path().join("nothing")).cores(), None);
-    }
-
-    #[rstest]
-    #[case(RequestedMode::Iptables, Some("1\n"), true)]
-    #[case(RequestedMode::Iptables, Some("0\n"), false)]
-    #[case(RequestedMode::Ipvs, None, false)]
-    #[case(RequestedMode::Nftables, None, true)]
-    #[case(RequestedMode::Ebpf, None, true)]
-    fn bridged_packets(#[case] mode: RequestedMode, #[case] sysctl: Option<&str>, #[case] shown: bool) {
-        let files: Vec<_> = sysctl.map(|text| (BRIDGE_NETFILTER, text)).into_iter().collect();
-        let (_root, kernel) = kernel(&files);
-        assert_eq!(kernel.shows_bridged_packets(mode), shown);
     }
 }

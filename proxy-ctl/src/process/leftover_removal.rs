@@ -102,7 +102,7 @@ impl LeftoverRemoval {
         let holds_back = !progress.pending.is_empty() && !found.parts.is_empty();
         self.hold_back(if holds_back { blockers } else { Vec::new() }, &found.parts, &mut progress.reported);
         if found.problems.is_empty() {
-            self.metrics.former_rules.set(i64::try_from(found.count()).unwrap_or(i64::MAX));
+            self.metrics.own.former_rules.set(i64::try_from(found.count()).unwrap_or(i64::MAX));
             self.report_growth(&progress.baseline.update(&found.parts), &mut progress.reported);
         }
     }
@@ -126,7 +126,7 @@ impl LeftoverRemoval {
         if removal.problems.is_empty() {
             return;
         }
-        self.metrics.former_rule_errors.inc();
+        self.metrics.own.former_rule_errors.inc();
         let problems = joined(&removal.problems);
         if problems != progress.reported.problems {
             tracing::warn!(
@@ -153,7 +153,7 @@ impl LeftoverRemoval {
             );
             self.events.record(event::former_rules_stay(&format!("held back by {blockers}")));
         }
-        self.metrics.former_rule_blockers.set(i64::try_from(blockers.len()).unwrap_or(i64::MAX));
+        self.metrics.own.former_rule_blockers.set(i64::try_from(blockers.len()).unwrap_or(i64::MAX));
         self.blockers.send_replace(blockers.clone());
         reported.blockers = blockers;
     }
@@ -319,7 +319,7 @@ mod tests {
         dataplane::{Effect, Unsupported},
         leftovers::PartKind,
         model::{
-            desired::{FrontendKind, ServicePortName},
+            desired::ServicePortName,
             objects::{IpFamily, ObjectName, Protocol},
         },
         sys::CallError,
@@ -392,21 +392,6 @@ mod tests {
             family: IpFamily::Ipv4,
         };
         (name, vec![Unsupported { field: "spec.x", effect, instead: "not served" }])
-    }
-
-    #[test]
-    fn what_is_served_otherwise_holds_nothing_back() {
-        let affinity = unserved("affinity", Effect::ServedDifferently);
-        let coverage = Coverage { programmed: true, unsupported: [affinity.clone()].into() };
-        assert_eq!(blockers(&coverage), [""; 0]);
-        let ranges = unserved("ranges", Effect::Without(FrontendKind::LoadBalancer));
-        let unsupported = [affinity, ranges, unserved("sctp", Effect::NotServed)].into();
-        let blockers = blockers(&Coverage { programmed: true, unsupported });
-        assert_eq!(blockers.len(), 2);
-        assert!(
-            blockers[0].contains("default/ranges") && blockers[0].contains("(spec.x: not served)"),
-            "{blockers:?}"
-        );
     }
 
     #[test]

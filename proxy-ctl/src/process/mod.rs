@@ -15,7 +15,6 @@ mod dataplane_thread;
 mod event;
 mod kernel;
 mod leftover_removal;
-mod oom;
 mod own_node;
 mod proxy;
 pub mod record;

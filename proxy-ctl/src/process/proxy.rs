@@ -180,7 +180,6 @@ impl Proxy {
     /// Sets the node up, then follows its addresses, its Node and the configuration file. The task ends only with what
     /// must end the process.
     pub(super) fn set_up_and_follow(&self, tasks: &mut Tasks) {
-        let mode = self.choice.mode.requested();
         let (config, node_name) = (Arc::clone(&self.config), Arc::clone(&self.node_name));
         let mut own_node = self.source_state.is_some().then(|| self.own_node.subscribe());
         let events = self.events.clone();
@@ -188,14 +187,13 @@ impl Proxy {
             node::watch(self.own_node.subscribe(), self.networks.clone(), self.stop.clone());
         let reload = Reload::new(
             self.line.clone(),
-            mode,
             self.configs.clone(),
             self.document.clone(),
             self.events.clone(),
             Arc::clone(&self.metrics),
         );
         tasks.spawn(async move {
-            let node = set_up::set_up(mode, &config, &node_name, own_node.as_mut(), &events).await?;
+            let node = set_up::set_up(&config, &node_name, own_node.as_mut(), &events).await?;
             let by_pod_cidrs = set_up::needs_pod_cidrs(&config);
             let node_change = async {
                 match &mut own_node {

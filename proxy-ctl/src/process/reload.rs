@@ -10,7 +10,7 @@ use super::{
     config_changes::ConfigChanges, config_file::ConfigFile, event, kernel::Kernel, set_up, settings::Settings,
 };
 use crate::{
-    config::{CommandLine, Config, RequestedMode},
+    config::{CommandLine, Config},
     events::Recorder,
     log,
     report::Metrics,
@@ -18,7 +18,6 @@ use crate::{
 
 pub(super) struct Reload {
     line: CommandLine,
-    mode: RequestedMode,
     configs: watch::Sender<Arc<Config>>,
     document: watch::Sender<Value>,
     events: Recorder,
@@ -34,24 +33,13 @@ impl Reload {
     /// `document` holds the same configuration as `configs`.
     pub(super) fn new(
         line: CommandLine,
-        mode: RequestedMode,
         configs: watch::Sender<Arc<Config>>,
         document: watch::Sender<Value>,
         events: Recorder,
         metrics: Arc<Metrics>,
     ) -> Self {
         let seen = document.borrow().clone();
-        Self {
-            line,
-            mode,
-            configs,
-            document,
-            events,
-            metrics,
-            kernel: Kernel::default(),
-            seen,
-            problem: None,
-        }
+        Self { line, configs, document, events, metrics, kernel: Kernel::default(), seen, problem: None }
     }
 
     /// Ends with a change that takes a new process.
@@ -108,7 +96,7 @@ impl Reload {
             new.logging.verbosity = former.logging.verbosity;
         }
         if (changes("conntrack") || changes("oomScoreAdj"))
-            && let Err(error) = set_up::prepare(self.mode, &new, &self.kernel, &self.events)
+            && let Err(error) = set_up::prepare(&new, &self.kernel, &self.events)
         {
             tracing::error!(
                 %error,
@@ -131,7 +119,7 @@ impl Reload {
             problem,
             "the changed configuration file is not valid; the former configuration stays in force"
         );
-        self.metrics.refused_configurations.inc();
+        self.metrics.own.refused_configurations.inc();
         self.events.record(event::invalid_configuration(&problem));
         self.problem = Some(problem);
     }
@@ -165,7 +153,6 @@ mod tests {
                 kernel: Kernel::below(folder.path().join("root")),
                 ..Reload::new(
                     line,
-                    RequestedMode::Ebpf,
                     watch::Sender::new(Arc::clone(&config)),
                     watch::Sender::new(config.to_document()),
                     Recorder::silent(),
@@ -218,9 +205,9 @@ mod tests {
         scene.change("conntrack: {maxPerCore: -1}\n");
         assert_eq!(scene.max_per_core(), 0);
         assert!(scene.reload.problem.is_some());
-        assert_eq!(scene.reload.metrics.refused_configurations.get(), 1);
+        assert_eq!(scene.reload.metrics.own.refused_configurations.get(), 1);
         scene.change("conntrack: {maxPerCore: -1}\n");
-        assert_eq!(scene.reload.metrics.refused_configurations.get(), 1);
+        assert_eq!(scene.reload.metrics.own.refused_configurations.get(), 1);
         scene.change("oomScoreAdj: 0\nconntrack: {maxPerCore: 0}\n");
         assert!(scene.reload.problem.is_none());
     }

@@ -65,7 +65,7 @@ fn choose_mode(config: &Config) -> anyhow::Result<Choice> {
 
 /// `--init-only`: what needs all privileges.
 fn initialize(config: &Config, mode: Mode) -> anyhow::Result<()> {
-    set_up::prepare(mode.requested(), config, &Kernel::default(), &Recorder::silent())?;
+    set_up::prepare(config, &Kernel::default(), &Recorder::silent())?;
     let bpffs = &config.ebpf.bpffs;
     match mode {
         Mode::Ebpf => {

@@ -1,7 +1,7 @@
 //! From a checked configuration to a node that may be programmed, in kube-proxy's order: the own Node, kernel parameters,
 //! what of the configuration does not fit the node, and the event `Starting`.
 
-use std::{path::Path, thread};
+use std::{fs, path::Path, thread};
 
 use anyhow::bail;
 use tokio::sync::watch;
@@ -10,11 +10,10 @@ use super::{
     checks::{self, LocalBy, NodeFacts},
     event,
     kernel::{self, Kernel},
-    oom,
     own_node::{self, Patience},
 };
 use crate::{
-    config::{Config, LocalMode, RequestedMode},
+    config::{Config, LocalMode},
     events::Recorder,
     model::objects::Node,
     node::{NodeIps, OwnNode},
@@ -22,7 +21,6 @@ use crate::{
 
 /// Answers with the Node by which the node was set up. `own_node`: `None` where it is followed without being waited for.
 pub(super) async fn set_up(
-    mode: RequestedMode,
     config: &Config,
     node_name: &str,
     own_node: Option<&mut watch::Receiver<OwnNode>>,
@@ -34,7 +32,7 @@ pub(super) async fn set_up(
         let by_pod_cidrs = needs_pod_cidrs(config);
         node = own_node::wait_for(node_name, own_node, by_pod_cidrs, Patience::default()).await?;
     }
-    prepare(mode, config, &Kernel::default(), events)?;
+    prepare(config, &Kernel::default(), events)?;
     if checked {
         check(config, node.as_ref())?;
     }
@@ -56,14 +54,12 @@ fn local_by(config: &Config) -> LocalBy {
 }
 
 /// What needs privileges, and outlives this process. May be done again at any time.
-pub(super) fn prepare(
-    mode: RequestedMode,
-    config: &Config,
-    kernel: &Kernel,
-    events: &Recorder,
-) -> Result<(), kernel::Error> {
-    oom::set_score(config.oom_score_adj);
-    let skipped = kernel.set(&kernel::wanted(mode, config, cores(kernel)))?;
+pub(super) fn prepare(config: &Config, kernel: &Kernel, events: &Recorder) -> Result<(), kernel::Error> {
+    // Without CAP_SYS_RESOURCE it can only be raised; as with kube-proxy, that is worth no more than a word.
+    if let Err(error) = fs::write("/proc/self/oom_score_adj", config.oom_score_adj.to_string()) {
+        tracing::debug!(%error, score = config.oom_score_adj, "Failed to apply OOMScore");
+    }
+    let skipped = kernel.set(&kernel::wanted(&config.conntrack, cores(kernel)))?;
     if !skipped.missing.is_empty() {
         tracing::warn!(
             parameters = ?skipped.missing,
@@ -78,11 +74,6 @@ pub(super) fn prepare(
              set conntrack.maxPerCore and the timeouts to 0"
         );
         events.record(event::read_only(&skipped.read_only));
-    }
-    if !kernel.shows_bridged_packets(mode) {
-        tracing::warn!(
-            "Missing br-netfilter module or unset sysctl br-nf-call-iptables, proxy may not work as intended"
-        );
     }
     Ok(())
 }
@@ -124,6 +115,6 @@ fn check(config: &Config, node: Option<&Node>) -> anyhow::Result<()> {
 
 /// Whether the kernel has both address families.
 fn is_dual_stack() -> bool {
-    let disabled = std::fs::read_to_string("/proc/sys/net/ipv6/conf/all/disable_ipv6");
+    let disabled = fs::read_to_string("/proc/sys/net/ipv6/conf/all/disable_ipv6");
     Path::new("/proc/net/if_inet6").exists() && disabled.map_or(true, |text| text.trim() != "1")
 }

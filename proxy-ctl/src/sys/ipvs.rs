@@ -208,12 +208,9 @@ fn destination(destination: Attributes<'_>) -> Option<Destination> {
 #[cfg(test)]
 pub(crate) mod tests {
     use std::{
-        net::{IpAddr, SocketAddr, TcpListener, TcpStream},
-        process::Command,
+        net::{IpAddr, SocketAddr},
         time::{Duration, Instant},
     };
-
-    use nix::sched::{CloneFlags, unshare};
 
     use super::*;
 
@@ -324,44 +321,5 @@ pub(crate) mod tests {
             assert!(Instant::now() < limit, "its connections are known for ever");
             std::thread::sleep(Duration::from_millis(100));
         }
-    }
-
-    #[test]
-    #[ignore = "needs root"]
-    fn as_root_a_server_with_connections_takes_no_new_ones() {
-        // The thread ends with the test, and its network namespace with it.
-        unshare(CloneFlags::CLONE_NEWNET).unwrap();
-        let Some(ipvs) = Ipvs::open().unwrap() else {
-            println!("skipped: the kernel's ip_vs (CONFIG_IP_VS) is not loaded");
-            return;
-        };
-        assert!(Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap().success());
-        assert_eq!(ipvs.servers().unwrap(), []);
-        let listeners = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
-        serve(&ipvs, "127.0.0.2:80", &listeners.each_ref().map(|listener| listener.local_addr().unwrap()));
-        let servers = ipvs.servers().unwrap();
-        let [server] = servers.as_slice() else { panic!("{servers:?}") };
-        assert_eq!(server.socket.unwrap().to_string(), "127.0.0.2:80/TCP");
-
-        let count = |count: fn(&Destination) -> u32| -> u32 {
-            ipvs.destinations(server).unwrap().iter().map(count).sum()
-        };
-        let (used, known) = (|one: &Destination| u32::from(one.is_used), |one: &Destination| one.connections);
-        assert_eq!((count(used), count(known)), (2, 0));
-        let dial = || TcpStream::connect_timeout(&([127, 0, 0, 2], 80).into(), Duration::from_secs(2));
-        let client = dial().unwrap();
-        assert_eq!((count(used), count(known)), (2, 1));
-        ipvs.quiesce(server, &ipvs.destinations(server).unwrap()).unwrap();
-        // Nor does the real server that has no connection.
-        assert_eq!((count(used), count(known)), (0, 1));
-        assert!(dial().is_err(), "a new connection is taken");
-        assert_eq!(ipvs.servers().unwrap(), servers);
-        drop((client, listeners));
-        forgotten(&ipvs, server);
-        ipvs.remove(server).unwrap();
-        assert_eq!(ipvs.servers().unwrap(), []);
-        // Once more is no error.
-        ipvs.remove(server).unwrap();
-        assert_eq!(ipvs.destinations(server).unwrap(), []);
     }
 }

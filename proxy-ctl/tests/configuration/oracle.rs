@@ -9,7 +9,7 @@ use std::{
     sync::LazyLock,
 };
 
-use control_plane::{KubeProxy, binaries::Program};
+use control_plane::binaries::Program;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -209,7 +209,7 @@ pub(crate) fn kube_proxy() -> Option<PathBuf> {
     static FOUND: LazyLock<Option<PathBuf>> = LazyLock::new(|| {
         let gates = Program::FeatureGates.absent();
         gates
-            .map_or_else(|| KubeProxy::here().unwrap(), Err)
+            .map_or_else(|| Program::KubeProxy.here().unwrap(), Err)
             .inspect_err(|reason| eprintln!("skipped: {reason}"))
             .ok()
     });

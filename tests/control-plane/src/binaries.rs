@@ -58,6 +58,15 @@ impl Program {
         Some(format!("{} is neither in KUBEBUILDER_ASSETS nor on PATH: {error}", self.name()))
     }
 
+    /// For those who can do without it where there is no Go to build it with, and have to say why: that is the inner
+    /// error. A build that fails is the outer one.
+    pub fn here(self) -> Result<Result<PathBuf, String>> {
+        match self.absent() {
+            Some(reason) => Ok(Err(reason)),
+            None => self.path().map(Ok),
+        }
+    }
+
     const fn package(self) -> &'static str {
         match self {
             Self::Etcd => "./cmd/etcd",

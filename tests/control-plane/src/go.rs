@@ -2,14 +2,13 @@
 
 use std::{
     env, fs,
-    io::{BufRead, BufReader, IsTerminal, Write},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     thread,
     time::Duration,
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use nix::{
     fcntl::{Flock, FlockArg},
     unistd::{AccessFlags, access},
@@ -128,31 +127,16 @@ impl Module {
     fn build_to(&self, packages: &[&str], folder: &Path) -> Result<()> {
         let names: Vec<&str> = packages.iter().copied().map(program_of).collect();
         let names = names.join(", ");
-        let dependencies = self.download(&[&["list", "-deps", "-tags", self.tags], packages].concat())?;
-        let mut progress = Progress::new(&names, dependencies.lines().count());
-        let mut child = self
+        self.download(&[&["list", "-deps", "-tags", self.tags], packages].concat())?;
+        eprintln!("building {names}: once, some minutes");
+        let status = self
             .go()?
-            .args(["build", "-v", "-trimpath", "-tags", self.tags, "-ldflags", &self.linker_flags, "-o"])
+            .args(["build", "-trimpath", "-tags", self.tags, "-ldflags", &self.linker_flags, "-o"])
             .arg(folder)
             .args(packages)
-            .stderr(Stdio::piped())
-            .spawn()
+            .status()
             .context("starting go")?;
-        let mut complaints = Vec::new();
-        for line in child.stderr.take().into_iter().flat_map(|stderr| BufReader::new(stderr).lines()) {
-            let line = line.context("reading what go says")?;
-            // `-v` names each package once it is built; whatever has blanks is something to tell.
-            if line.contains(' ') {
-                complaints.push(line);
-            } else {
-                progress.step();
-            }
-        }
-        let status = child.wait().context("waiting for go")?;
-        progress.end();
-        if !status.success() {
-            bail!("building {names} failed ({status}):\n{}", complaints.join("\n"));
-        }
+        ensure!(status.success(), "building {names} failed ({status})");
         Ok(())
     }
 
@@ -198,40 +182,6 @@ fn fnv1a(bytes: &[u8]) -> u64 {
     bytes
         .iter()
         .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
-}
-
-/// On a terminal one line that is overwritten; in a log a line for each tenth.
-struct Progress<'a> {
-    programs: &'a str,
-    done: usize,
-    total: usize,
-    terminal: bool,
-}
-
-impl<'a> Progress<'a> {
-    fn new(programs: &'a str, total: usize) -> Self {
-        eprintln!("building {programs}: {total} packages, once, some minutes");
-        Self { programs, done: 0, total: total.max(1), terminal: std::io::stderr().is_terminal() }
-    }
-
-    fn step(&mut self) {
-        self.done += 1;
-        let (programs, done, total) = (self.programs, self.done, self.total);
-        if self.terminal {
-            let mut stderr = std::io::stderr();
-            // A progress line that cannot be written is no reason to stop building.
-            let _ = write!(stderr, "\r{programs}: {done} of {total} packages ").and_then(|()| stderr.flush());
-        } else if done % (total / 10).max(1) == 0 {
-            eprintln!("{programs}: {done} of {total} packages");
-        }
-    }
-
-    /// Not every package is named: those of an earlier build are taken from Go's own cache.
-    fn end(&self) {
-        if self.terminal {
-            eprintln!();
-        }
-    }
 }
 
 #[cfg(test)]

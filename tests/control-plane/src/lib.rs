@@ -18,13 +18,9 @@
 mod api_server;
 pub mod binaries;
 mod certificates;
-mod folder;
 pub mod go;
-mod kube_proxy;
 pub mod objects;
 mod process;
 
 pub use api_server::{ADMIN, ApiServer, Identity, Options, PROXY};
-pub use folder::Folder;
-pub use kube_proxy::KubeProxy;
 pub use process::{Process, within};

@@ -102,13 +102,6 @@ pub async fn get(client: &Client, path: &str) -> Result<Value> {
     client.request(request).await.with_context(|| format!("GET {path}"))
 }
 
-/// Deletes all objects of the kind of `object` in its namespace.
-pub async fn delete_all(client: &Client, object: &Value) -> Result<()> {
-    let path = path(object)?;
-    let collection = path.rsplit_once('/').map_or("", |(collection, _)| collection);
-    send(client, "DELETE", collection, None, &Value::Null).await
-}
-
 /// Many Services, each with one slice.
 #[derive(Clone, Debug)]
 pub struct Bulk {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use control_plane::KubeProxy;
+use control_plane::binaries::Program;
 use lab::{Agent, Lab, cluster::node_name, wait};
 use serde_json::json;
 
@@ -35,8 +35,8 @@ impl Subject {
         let node = node_name(1);
         let (program, mode) = match proxy {
             Proxy::Ebpf => (proxy_ctl.map_or_else(|| lab::program("proxy-ctl"), Ok)?, "ebpf"),
-            Proxy::KubeProxyIptables => (KubeProxy::binary()?, "iptables"),
-            Proxy::KubeProxyNftables => (KubeProxy::binary()?, "nftables"),
+            Proxy::KubeProxyIptables => (Program::KubeProxy.path()?, "iptables"),
+            Proxy::KubeProxyNftables => (Program::KubeProxy.path()?, "nftables"),
         };
         let mut configuration = json!({
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",

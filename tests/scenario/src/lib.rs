@@ -21,6 +21,11 @@ pub enum Outcome {
     Skipped(String),
 }
 
+/// Ends a scenario as skipped where it stands, as an error would. Says why.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct Skip(pub String);
+
 impl From<()> for Outcome {
     fn from((): ()) -> Self {
         Self::Passed
@@ -48,7 +53,8 @@ impl<W: 'static> Scenario<W> {
         name: impl Into<String>,
         run: impl FnOnce(&mut W) -> Result<O> + Send + 'static,
     ) -> Self {
-        Self { name: name.into(), run: Box::new(|world| run(world).map(Into::into)) }
+        let skipped = |error: anyhow::Error| error.downcast().map(|Skip(reason)| Outcome::Skipped(reason));
+        Self { name: name.into(), run: Box::new(move |world| run(world).map(Into::into).or_else(skipped)) }
     }
 
     /// The same scenario, which first prepares the world for itself, by its name.
@@ -172,6 +178,10 @@ mod tests {
         Ok(Outcome::Skipped("the kernel has no ip_vs".into()))
     }
 
+    fn skips_early(_: &mut Diary) -> Result<()> {
+        Err(Skip("the kernel has no ip_vs".into()).into())
+    }
+
     fn fails(_: &mut Diary) -> Result<()> {
         bail!("no")
     }
@@ -181,7 +191,7 @@ mod tests {
     }
 
     fn knows_all_before_it(diary: &mut Diary) -> Result<()> {
-        assert_eq!(diary.0, ["panics", "fails", "skips", "passes", "knows_all_before_it"]);
+        assert_eq!(diary.0, ["panics", "fails", "skips", "skips_early", "passes", "knows_all_before_it"]);
         Ok(())
     }
 
@@ -197,22 +207,22 @@ mod tests {
     }
 
     fn all() -> Vec<Scenario<Diary>> {
-        scenarios![panics, fails, skips, passes, knows_all_before_it]
+        scenarios![panics, fails, skips, skips_early, passes, knows_all_before_it]
     }
 
     #[test]
     fn each_scenario_is_judged_and_none_stops_the_others() {
         let shared = Shared::new(|| Ok(Ok(Diary::default())));
         let trials = shared.trials(all().into_iter().map(|scenario| scenario.after(remember)));
-        assert_eq!(counts(&[], trials), (2, 2, 1));
+        assert_eq!(counts(&[], trials), (2, 2, 2));
     }
 
     #[test]
     fn without_a_world_all_are_skipped_and_a_world_that_fails_fails_all() {
         let missing = Shared::new(|| Ok(Err("needs root".into())));
-        assert_eq!(counts(&[], missing.trials(all())), (0, 0, 5));
+        assert_eq!(counts(&[], missing.trials(all())), (0, 0, 6));
         let broken = Shared::new(|| bail!("no space left"));
-        assert_eq!(counts(&[], broken.trials(all())), (0, 5, 0));
+        assert_eq!(counts(&[], broken.trials(all())), (0, 6, 0));
     }
 
     #[test]

@@ -18,9 +18,9 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use control_plane::{KubeProxy, objects};
+use control_plane::{binaries::Program, objects};
 use nix::sys::signal::Signal;
-use scenario::Outcome;
+use scenario::{Outcome, Skip};
 use serde_json::{Value, json};
 
 use crate::{
@@ -150,7 +150,7 @@ struct Former {
 impl Former {
     /// Or why it cannot be tried here.
     fn new(own: &Node, tables: Tables) -> Result<Result<Self, String>> {
-        let program = match KubeProxy::binary() {
+        let program = match Program::KubeProxy.path() {
             Ok(program) => program,
             Err(error) => return Ok(Err(format!("{error:#}"))),
         };
@@ -322,13 +322,10 @@ pub(crate) fn clean_up_leaves_what_kube_proxys_leaves(world: &mut World) -> Resu
     })
 }
 
-pub(crate) fn what_others_use_of_kube_proxy_stays_and_is_named(world: &mut World) -> Result<Outcome> {
+pub(crate) fn what_others_use_of_kube_proxy_stays_and_is_named(world: &mut World) -> Result<()> {
     let own = Node::new(world, "used", 41)?;
     publish(world, &own)?;
-    let former = match Former::new(&own, Tables::Nft("iptables"))? {
-        Ok(former) => former,
-        Err(why) => return Ok(Outcome::Skipped(why)),
-    };
+    let former = Former::new(&own, Tables::Nft("iptables"))?.map_err(Skip)?;
     former.lay_foreign_rules()?;
     former.leave_rules(&own)?;
     for rule in ["-A MINE -s 10.9.0.0/16 -j KUBE-MARK-MASQ", "-A MINE -s 10.9.0.0/16 -j KUBE-NODEPORTS"] {
@@ -354,16 +351,13 @@ pub(crate) fn what_others_use_of_kube_proxy_stays_and_is_named(world: &mut World
     ensure!(!forward.contains("accept"), "{forward}");
     let ruleset = run("nft", &["list", "ruleset"])?;
     ensure!(!ruleset.contains("KUBE-SERVICES {") && !ruleset.contains("KUBE-SVC-"), "{ruleset}");
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
-pub(crate) fn who_masquerades_by_a_map_still_does(world: &mut World) -> Result<Outcome> {
+pub(crate) fn who_masquerades_by_a_map_still_does(world: &mut World) -> Result<()> {
     let own = Node::new(world, "mapped", 48)?;
     publish(world, &own)?;
-    let former = match Former::new(&own, Tables::Nft("iptables"))? {
-        Ok(former) => former,
-        Err(why) => return Ok(Outcome::Skipped(why)),
-    };
+    let former = Former::new(&own, Tables::Nft("iptables"))?.map_err(Skip)?;
     former.leave_rules(&own)?;
     run("nft", &["add chain ip nat HOSTPORT"])?;
     run("nft", &["add rule ip nat HOSTPORT tcp dport vmap { 8080 : jump KUBE-MARK-MASQ }"])?;
@@ -378,7 +372,7 @@ pub(crate) fn who_masquerades_by_a_map_still_does(world: &mut World) -> Result<O
     is_as(&expected, &masquerading()?).context(said)?;
     let ruleset = run("nft", &["list", "ruleset"])?;
     ensure!(!ruleset.contains("KUBE-SERVICES {"), "{ruleset}");
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
 pub(crate) fn a_chain_that_only_others_lead_to_is_emptied(world: &mut World) -> Result<Outcome> {
@@ -548,13 +542,10 @@ pub(crate) fn connections_that_it_leaves_live_on_where_nobody_else_translates(
 
 pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(
     world: &mut World,
-) -> Result<Outcome> {
+) -> Result<()> {
     let own = Node::new(world, "dropping", 46)?;
     publish(world, &own)?;
-    let former = match Former::new(&own, Tables::Nft("iptables"))? {
-        Ok(former) => former,
-        Err(why) => return Ok(Outcome::Skipped(why)),
-    };
+    let former = Former::new(&own, Tables::Nft("iptables"))?.map_err(Skip)?;
     let rules_of = |chain: &str| run("iptables-nft", &["-S", chain]);
     let jump = "-A FORWARD -m comment --comment \"kubernetes forwarding rules\" -j KUBE-FORWARD\n";
     for refusing in ["-P FORWARD DROP", "-A FORWARD -j REJECT --reject-with icmp-host-prohibited"] {
@@ -580,17 +571,14 @@ pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(
         let said = clean_up_as_kube_proxy()?;
         ensure!(said.starts_with("Nothing of proxy-ctl"), "{said}");
     }
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
-pub(crate) fn run_leaves_them_where_it_is_told_to(world: &mut World) -> Result<Outcome> {
+pub(crate) fn run_leaves_them_where_it_is_told_to(world: &mut World) -> Result<()> {
     let own = Node::new(world, "side-by-side", 43)?;
     publish(world, &own)?;
     let tables = Tables::Nft("nftables");
-    let former = match Former::new(&own, tables)? {
-        Ok(former) => former,
-        Err(why) => return Ok(Outcome::Skipped(why)),
-    };
+    let former = Former::new(&own, tables)?.map_err(Skip)?;
     former.leave_rules(&own)?;
     let left = tables.dump()?;
     let mut configuration: Value = serde_json::from_str(&own.configuration(&json!({})))?;
@@ -600,11 +588,11 @@ pub(crate) fn run_leaves_them_where_it_is_told_to(world: &mut World) -> Result<O
     proxy.says("rules of another kube-proxy are on this node and stay")?;
     is_as(&left, &tables.dump()?)?;
     ensure!(!proxy.log().contains(REMOVED));
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
 /// SCTP is not served; session affinity is served as if it were not asked for.
-pub(crate) fn rules_stay_while_a_service_port_is_not_served(world: &mut World) -> Result<Outcome> {
+pub(crate) fn rules_stay_while_a_service_port_is_not_served(world: &mut World) -> Result<()> {
     let own = Node::new(world, "held-back", 53)?;
     publish(world, &own)?;
     let mut sticky = objects::service("default", "sticky", PORT);
@@ -614,10 +602,7 @@ pub(crate) fn rules_stay_while_a_service_port_is_not_served(world: &mut World) -
     world.apply(&sticky)?;
     world.apply(&sctp)?;
     let tables = Tables::Nft("nftables");
-    let former = match Former::new(&own, tables)? {
-        Ok(former) => former,
-        Err(why) => return Ok(Outcome::Skipped(why)),
-    };
+    let former = Former::new(&own, tables)?.map_err(Skip)?;
     former.leave_rules(&own)?;
     let left = tables.dump()?;
     let proxy = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
@@ -658,20 +643,15 @@ pub(crate) fn rules_stay_while_a_service_port_is_not_served(world: &mut World) -
     blockers(0.0, 0)?;
     ensure!(!tables.dump()?.contains(CLUSTER_IP), "they are still there");
     world.delete(&sticky)?;
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
-pub(crate) fn a_kube_proxy_that_is_still_at_work_is_named_and_not_fought(
-    world: &mut World,
-) -> Result<Outcome> {
+pub(crate) fn a_kube_proxy_that_is_still_at_work_is_named_and_not_fought(world: &mut World) -> Result<()> {
     let (own, other) = (Node::new(world, "contested", 44)?, Node::new(world, "contesting", 45)?);
     publish(world, &own)?;
     publish(world, &other)?;
     let tables = Tables::Nft("nftables");
-    let former = match Former::new(&other, tables)? {
-        Ok(former) => former,
-        Err(why) => return Ok(Outcome::Skipped(why)),
-    };
+    let former = Former::new(&other, tables)?.map_err(Skip)?;
     former.leave_rules(&other)?;
     let proxy = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
     proxy.says(REMOVED)?;
@@ -689,7 +669,7 @@ pub(crate) fn a_kube_proxy_that_is_still_at_work_is_named_and_not_fought(
     world.event(own.name, "KubeProxyRulesReturned")?;
     ensure!(metric(&own.metrics(), left)? > 0.0, "{left} does not tell of them");
     ensure!(tables.dump()?.contains(CLUSTER_IP), "they were removed again");
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
 /// Starts proxy-ctl, which finds programs here, and looks every second.
@@ -709,13 +689,10 @@ fn are_left(own: &Node, proxy: &Proxy, count: f64) -> Result<()> {
 /// Legacy rules cannot be removed without their tools, and that is tried again and again.
 pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_fought(
     world: &mut World,
-) -> Result<Outcome> {
+) -> Result<()> {
     let own = Node::new(world, "half-removed", 47)?;
     publish(world, &own)?;
-    let _clean = match Former::new(&own, Tables::Legacy)? {
-        Ok(former) => former,
-        Err(why) => return Ok(Outcome::Skipped(why)),
-    };
+    let _clean = Former::new(&own, Tables::Legacy)?.map_err(Skip)?;
     let ruleset = || run("nft", &["list", "ruleset"]);
     let serving = "chain services";
     for table in ["nat", "mangle"] {
@@ -741,17 +718,14 @@ pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_foug
     run("iptables-legacy", &["-t", "mangle", "-X", "KUBE-PROXY-CANARY"])?;
     left(2.0)?;
     ensure!(proxy.log().matches("are not on PATH").count() == 1, "{}", proxy.log());
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
 /// Each table of iptables-legacy is replaced on its own.
-pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut World) -> Result<Outcome> {
+pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut World) -> Result<()> {
     let own = Node::new(world, "one-refused", 52)?;
     publish(world, &own)?;
-    let _clean = match Former::new(&own, Tables::Legacy)? {
-        Ok(former) => former,
-        Err(why) => return Ok(Outcome::Skipped(why)),
-    };
+    let _clean = Former::new(&own, Tables::Legacy)?.map_err(Skip)?;
     clean_up_fails_where_something_stays()?;
     for table in ["nat", "mangle", "filter"] {
         run("iptables-legacy", &["-t", table, "-N", "KUBE-PROXY-CANARY"])?;
@@ -779,7 +753,7 @@ pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut W
     fs::remove_file(&refuses)?;
     left(0.0)?;
     ensure!(canaries(&tables()?) == 0, "{}", tables()?);
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
 /// Without the tools of iptables-legacy, with kube-proxy's words.

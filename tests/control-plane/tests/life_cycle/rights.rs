@@ -1,8 +1,8 @@
 //! Scenarios of an API server that does not allow everything: what is denied is named, and the rest works.
 
 use anyhow::{Result, ensure};
-use control_plane::KubeProxy;
-use scenario::Outcome;
+use control_plane::binaries::Program;
+use scenario::Skip;
 use serde_json::{Value, json};
 
 use crate::{
@@ -112,7 +112,7 @@ pub(crate) fn what_rbac_denies_is_named_and_comes_once_granted(world: &mut World
 }
 
 /// As where there is no such Node. kube-proxy waits, however long it takes, and opens no port.
-pub(crate) fn without_the_right_to_read_nodes_services_work(world: &mut World) -> Result<Outcome> {
+pub(crate) fn without_the_right_to_read_nodes_services_work(world: &mut World) -> Result<()> {
     let allowed = [SERVICES, SLICES, RANGES, EVENTS];
     let account = Account::with(world, "without-nodes", &allowed)?;
     let (own, real) = (Node::new(world, "without-nodes", 21)?, Node::new(world, "real-without-nodes", 22)?);
@@ -122,7 +122,7 @@ pub(crate) fn without_the_right_to_read_nodes_services_work(world: &mut World) -
     let mut configuration = account.configuration();
     let mut proxy = own.start(&configuration)?;
     configuration["mode"] = json!("nftables");
-    let kube_proxy = match KubeProxy::here()? {
+    let kube_proxy = match Program::KubeProxy.here()? {
         Ok(program) => Ok(real.start_kube_proxy(&program, &configuration)?),
         Err(reason) => Err(reason),
     };
@@ -148,11 +148,6 @@ pub(crate) fn without_the_right_to_read_nodes_services_work(world: &mut World) -
     let proxy = own.start(&account.configuration())?;
     proxy.says(PROGRAMMED)?;
     answers(&own.healthz(), "/healthz", 200)?;
-    Ok(match kube_proxy {
-        Ok(_) => {
-            answers(&real.healthz(), "/healthz", 200)?;
-            Outcome::Passed
-        }
-        Err(reason) => Outcome::Skipped(reason),
-    })
+    kube_proxy.map_err(Skip)?;
+    answers(&real.healthz(), "/healthz", 200)
 }

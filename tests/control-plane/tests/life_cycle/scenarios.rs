@@ -3,9 +3,9 @@
 use std::{fs, net::TcpListener};
 
 use anyhow::{Context, Result, ensure};
-use control_plane::KubeProxy;
+use control_plane::binaries::Program;
 use nix::sys::signal::Signal;
-use scenario::{Outcome, Scenario, scenarios};
+use scenario::{Scenario, Skip, scenarios};
 use serde_json::json;
 
 use crate::{
@@ -89,10 +89,10 @@ fn a_late_node_is_waited_for(world: &mut World) -> Result<()> {
 }
 
 /// The only scenario that takes as long as what it is about: half a minute.
-fn a_node_that_does_not_come_is_started_without(world: &mut World) -> Result<Outcome> {
+fn a_node_that_does_not_come_is_started_without(world: &mut World) -> Result<()> {
     let (own, real) = (Node::new(world, "never", 2)?, Node::new(world, "real-never", 23)?);
     let mut proxy = own.start(&json!({}))?;
-    let kube_proxy = match KubeProxy::here()? {
+    let kube_proxy = match Program::KubeProxy.here()? {
         Ok(program) => Ok(real.start_kube_proxy(&program, &json!({"mode": "nftables"}))?),
         Err(reason) => Err(reason),
     };
@@ -111,10 +111,8 @@ fn a_node_that_does_not_come_is_started_without(world: &mut World) -> Result<Out
     world.apply(&node(own.name, ADDRESS, &[]))?;
     proxy.ends()?.is(1, "NodeIPs changed for the node: they were none, now they are 192.0.2.1")?;
     own.serves()?;
-    Ok(match kube_proxy {
-        Ok(_) => Outcome::Passed,
-        Err(reason) => Outcome::Skipped(reason),
-    })
+    kube_proxy.map_err(Skip)?;
+    Ok(())
 }
 
 fn another_node_address_ends_it(world: &mut World) -> Result<()> {
@@ -194,7 +192,7 @@ fn pod_cidrs_of_another_family_end_it(world: &mut World) -> Result<()> {
     nothing_is_programmed(&own)
 }
 
-fn a_swapped_config_map_is_taken_over_or_ends_it(world: &mut World) -> Result<Outcome> {
+fn a_swapped_config_map_is_taken_over_or_ends_it(world: &mut World) -> Result<()> {
     let own = Node::new(world, "config-map", 7)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
     let file = own.swap_config_map(&own.configuration(&json!({})))?;
@@ -235,10 +233,8 @@ fn a_swapped_config_map_is_taken_over_or_ends_it(world: &mut World) -> Result<Ou
     own.serves()?;
     let proxy = own.start_with(&file, &[])?;
     proxy.says(PROGRAMMED)?;
-    Ok(match &world.without_conntrack {
-        None => Outcome::Passed,
-        Some(reason) => Outcome::Skipped(format!("all but the timeout: {reason}")),
-    })
+    let missing = world.without_conntrack.as_ref();
+    missing.map_or(Ok(()), |reason| Err(Skip(format!("all but the timeout: {reason}")).into()))
 }
 
 fn an_invalid_configuration_file_changes_nothing(world: &mut World) -> Result<()> {
@@ -290,7 +286,7 @@ fn an_address_that_is_taken_ends_it_with_an_event(world: &mut World) -> Result<(
     Ok(())
 }
 
-fn init_only_sets_the_kernel_up_and_ends(world: &mut World) -> Result<Outcome> {
+fn init_only_sets_the_kernel_up_and_ends(world: &mut World) -> Result<()> {
     let own = Node::new(world, "init", 12)?;
     let conntrack =
         json!({"conntrack": {"maxPerCore": 0, "tcpEstablishedTimeout": "2h", "udpTimeout": "25s"}});
@@ -300,19 +296,16 @@ fn init_only_sets_the_kernel_up_and_ends(world: &mut World) -> Result<Outcome> {
     proxy.ends()?.is(0, "System initialized and --init-only specified")?;
     ensure!(!own.has_pins(), "something is programmed");
     if let Some(reason) = &world.without_conntrack {
-        return Ok(Outcome::Skipped(format!("all but the timeouts: {reason}")));
+        return Err(Skip(format!("all but the timeouts: {reason}")).into());
     }
     ensure!(sysctl("nf_conntrack_tcp_timeout_established")? == "7200", "conntrack.tcpEstablishedTimeout");
     ensure!(sysctl("nf_conntrack_udp_timeout")? == "25", "conntrack.udpTimeout");
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
 /// What the real one does where it can be asked cheaply.
-fn kube_proxy_ends_alike(world: &mut World) -> Result<Outcome> {
-    let program = match KubeProxy::here()? {
-        Ok(program) => program,
-        Err(reason) => return Ok(Outcome::Skipped(reason)),
-    };
+fn kube_proxy_ends_alike(world: &mut World) -> Result<()> {
+    let program = Program::KubeProxy.here()?.map_err(Skip)?;
     let own = Node::new(world, "real", 14)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
     let start = |more| own.start_kube_proxy(&program, &more);
@@ -335,15 +328,12 @@ fn kube_proxy_ends_alike(world: &mut World) -> Result<Outcome> {
     let _taken = TcpListener::bind(own.healthz())?;
     let mut proxy = start(json!({"mode": mode, "bindAddressHardFail": true}))?;
     proxy.ends()?.is(1, "address already in use")?;
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
 /// Field by field, but for the Node's name and the time.
-fn kube_proxy_tells_the_same_event(world: &mut World) -> Result<Outcome> {
-    let program = match KubeProxy::here()? {
-        Ok(program) => program,
-        Err(reason) => return Ok(Outcome::Skipped(reason)),
-    };
+fn kube_proxy_tells_the_same_event(world: &mut World) -> Result<()> {
+    let program = Program::KubeProxy.here()?.map_err(Skip)?;
     let told = |own: &Node| -> Result<serde_json::Value> {
         let mut event = world.event(own.name, "Starting")?;
         let name = event["metadata"]["name"].as_str().unwrap_or_default().to_owned();
@@ -365,17 +355,12 @@ fn kube_proxy_tells_the_same_event(world: &mut World) -> Result<Outcome> {
     let _theirs = theirs.start_kube_proxy(&program, &json!({"mode": "nftables"}))?;
     let (ours, theirs) = (told(&ours)?, told(&theirs)?);
     ensure!(ours == theirs, "we tell {ours}, kube-proxy tells {theirs}");
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
-fn kernel_parameters_are_those_of_kube_proxy(world: &mut World) -> Result<Outcome> {
-    let real = match KubeProxy::here()? {
-        Ok(real) => real,
-        Err(reason) => return Ok(Outcome::Skipped(reason)),
-    };
-    if let Some(reason) = &world.without_conntrack {
-        return Ok(Outcome::Skipped(reason.clone()));
-    }
+fn kernel_parameters_are_those_of_kube_proxy(world: &mut World) -> Result<()> {
+    let real = Program::KubeProxy.here()?.map_err(Skip)?;
+    world.without_conntrack.clone().map_or(Ok(()), |reason| Err(Skip(reason)))?;
     let own = Node::new(world, "parameters", 15)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
     let sections = [
@@ -407,7 +392,7 @@ fn kernel_parameters_are_those_of_kube_proxy(world: &mut World) -> Result<Outcom
         }
         ensure!(found[0] == found[1], "{conntrack}: kube-proxy {:?}, proxy-ctl {:?}", found[0], found[1]);
     }
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
 /// Those of each network namespace.

@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use control_plane::{
-    ApiServer, Folder, KubeProxy, Options, PROXY,
+    ApiServer, Options, PROXY,
     binaries::{self, Program},
     objects,
 };
@@ -18,6 +18,7 @@ use nix::{
 };
 use scenario::Started;
 use serde_json::{Value, json};
+use tempfile::TempDir;
 use tokio::runtime::Runtime;
 
 use crate::until::{LIMIT, until};
@@ -30,7 +31,7 @@ pub(crate) struct World {
     runtime: Runtime,
     client: Client,
     pub(crate) server: ApiServer,
-    pub(crate) directory: Folder,
+    pub(crate) directory: TempDir,
     /// Why the kernel parameters that the configuration's section conntrack is about are not there, if they are not.
     pub(crate) without_conntrack: Option<String>,
 }
@@ -49,11 +50,11 @@ impl World {
         if let Some(reason) = binaries::provide(&[Program::Etcd, Program::KubeApiServer])? {
             return Ok(Err(reason));
         }
-        let _without_it_some_scenarios_are_skipped = KubeProxy::here()?;
+        let _without_it_some_scenarios_are_skipped = Program::KubeProxy.here()?;
         unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
         let up = Command::new("ip").args(["link", "set", "lo", "up"]).status().context("starting ip")?;
         ensure!(up.success(), "loopback does not come up");
-        let directory = Folder::create()?;
+        let directory = TempDir::new()?;
         // Without a route to anywhere it does not find an address by itself.
         let options = Options { flags: vec!["--advertise-address=192.0.2.254".into()], ..Options::default() };
         let server = ApiServer::start_with(directory.path(), options)?;

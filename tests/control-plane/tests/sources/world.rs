@@ -2,13 +2,14 @@
 
 use anyhow::{Context, Result};
 use control_plane::{
-    ApiServer, Folder, Identity, Options,
+    ApiServer, Identity, Options,
     binaries::{self, Program},
     objects,
 };
 use kube::Client;
 use scenario::Started;
 use serde_json::Value;
+use tempfile::TempDir;
 use tokio::{runtime::Runtime, task::JoinHandle};
 
 /// RBAC grants it what a scenario grants it.
@@ -18,7 +19,7 @@ pub(crate) struct World {
     // Dropped in this order: what talks to the server before the server, its files last.
     runtime: Runtime,
     pub(crate) server: ApiServer,
-    pub(crate) directory: Folder,
+    pub(crate) directory: TempDir,
     client: Client,
     namespace: String,
 }
@@ -33,7 +34,7 @@ impl World {
         if let Ok(filter) = tracing_subscriber::EnvFilter::try_from_default_env() {
             tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
         }
-        let directory = Folder::create()?;
+        let directory = TempDir::new()?;
         let options = Options { identities: vec![LIMITED], ..Options::default() };
         let server = ApiServer::start_with(directory.path(), options)?;
         let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -7,8 +7,9 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use control_plane::{ApiServer, Folder, Identity, Options, objects};
+use control_plane::{ApiServer, Identity, Options, objects};
 use serde_json::{Value, json};
+use tempfile::TempDir;
 
 use crate::network::{self, NODE_ADDRESS, SERVER};
 
@@ -20,7 +21,7 @@ const PROXY: Identity = Identity { name: "proxy-under-test", user: "proxy-under-
 
 pub(crate) struct Cluster {
     server: ApiServer,
-    folder: Folder,
+    folder: TempDir,
 }
 
 /// An endpoint of [`CHECKED`].
@@ -36,7 +37,7 @@ impl Cluster {
     /// In a network of its own, see [`network::set_up`].
     pub(crate) fn start() -> Result<Self> {
         network::set_up()?;
-        let folder = Folder::create()?;
+        let folder = TempDir::new()?;
         let address = SERVER.parse().context("an address")?;
         let options = Options { address, identities: vec![PROXY], ..Options::default() };
         let server = ApiServer::start_with(&folder.path().join("control-plane"), options)?;

@@ -1,4 +1,4 @@
-//! What differs between two recordings, and which differences are explained.
+//! What differs between what two have shown, and which differences are explained.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -9,12 +9,12 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Map, Value};
 
-use crate::Recording;
+use crate::Seen;
 
 /// Differences in a few words, such as `page configz body.mode` or `metric go_threads missing`, with what each shows.
 pub(crate) type Found = BTreeMap<String, String>;
 
-pub(crate) fn all(theirs: &Recording, ours: &Recording) -> Found {
+pub(crate) fn all(theirs: &Seen, ours: &Seen) -> Found {
     let mut differences = Found::new();
     let names: BTreeSet<&String> = theirs.keys().chain(ours.keys()).collect();
     for name in names {

@@ -190,7 +190,7 @@ impl Answer {
         String::from_utf8_lossy(&self.body).into_owned()
     }
 
-    /// The answer as it is recorded. What is in one of `folders` is called `<folder>/…`.
+    /// The answer as it is compared. What is in one of `folders` is called `<folder>/…`.
     pub(crate) fn seen(&self, keep: Keep, folders: &[&str]) -> Result<Value> {
         let mut seen = Map::new();
         seen.insert("status".into(), self.status.into());

@@ -195,7 +195,7 @@ impl<'a> Peer<'a> {
         within(Some(&self.namespace.name), || page.ask())
     }
 
-    /// An answer as it is recorded.
+    /// An answer as it is compared.
     pub(crate) fn see(&self, page: &Page, cluster: &Cluster) -> Result<Value> {
         let own = format!("{}/", self.folder.display());
         let common = format!("{}/", cluster.folder().display());

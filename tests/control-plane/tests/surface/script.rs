@@ -8,7 +8,7 @@ use nix::unistd::gethostname;
 use serde_json::{Value, json};
 
 use crate::{
-    Recording,
+    Seen,
     cluster::{CHECKED, Cluster, Endpoint, soon},
     network::NODE_ADDRESS,
     page::{self, HEALTH, Keep, PAGES, Page, families, get},
@@ -26,15 +26,15 @@ const RIGHTS: [(&str, &str); 4] = [
 /// Peers with what was seen of them.
 struct Scene<'a> {
     cluster: Cluster,
-    peers: Vec<(Peer<'a>, Recording)>,
+    peers: Vec<(Peer<'a>, Seen)>,
 }
 
 /// Goes through all states with all programs at once. Answers what was seen of each.
-pub(crate) fn play(programs: &[Program<'_>]) -> Result<Vec<Recording>> {
+pub(crate) fn play(programs: &[Program<'_>]) -> Result<Vec<Seen>> {
     let cluster = Cluster::start()?;
     let peers = (1..)
         .zip(programs)
-        .map(|(number, program)| Ok((Peer::new(*program, number, &cluster)?, Recording::new())));
+        .map(|(number, program)| Ok((Peer::new(*program, number, &cluster)?, Seen::new())));
     let peers = peers.collect::<Result<_>>()?;
     let mut scene = Scene { cluster, peers };
     scene.begins()?;
@@ -49,7 +49,7 @@ pub(crate) fn play(programs: &[Program<'_>]) -> Result<Vec<Recording>> {
 }
 
 impl Scene<'_> {
-    fn each(&mut self, act: impl Fn(&Cluster, &mut Peer<'_>, &mut Recording) -> Result<()>) -> Result<()> {
+    fn each(&mut self, act: impl Fn(&Cluster, &mut Peer<'_>, &mut Seen) -> Result<()>) -> Result<()> {
         self.peers.iter_mut().try_for_each(|(peer, seen)| {
             let mode = peer.mode();
             act(&self.cluster, peer, seen).with_context(|| format!("in mode {mode}"))

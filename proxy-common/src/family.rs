@@ -1,6 +1,9 @@
 //! IPv4 and IPv6 as types, so that every decision is written once.
 
-use crate::layout::{Address, Slot4, Slot6};
+use crate::{
+    layout::{Address, Slot4, Slot6},
+    port::Port,
+};
 
 pub trait Family: Copy + 'static {
     type Address: Address;
@@ -27,9 +30,9 @@ impl Family for V6 {
 pub trait Slot: Copy + Default {
     type Address: Address;
 
+    fn new(address: Self::Address, port: Port, backend: u32, flags: u32) -> Self;
     fn address(&self) -> Self::Address;
-    /// Host byte order.
-    fn port(&self) -> u16;
+    fn port(&self) -> Port;
     /// Key of `backends4/6`; never 0 in a slot that is in use.
     fn backend(&self) -> u32;
     /// `BACKEND_*`.
@@ -42,13 +45,18 @@ macro_rules! slot {
             type Address = $address;
 
             #[inline(always)]
+            fn new(address: $address, port: Port, backend: u32, flags: u32) -> Self {
+                Self { address, port: port.number(), backend, flags, ..Self::default() }
+            }
+
+            #[inline(always)]
             fn address(&self) -> Self::Address {
                 self.address
             }
 
             #[inline(always)]
-            fn port(&self) -> u16 {
-                self.port
+            fn port(&self) -> Port {
+                Port::new(self.port)
             }
 
             #[inline(always)]
@@ -71,8 +79,7 @@ slot!(Slot6, [u8; 16]);
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Destination<A> {
     pub address: A,
-    /// Host byte order.
-    pub port: u16,
+    pub port: Port,
     /// IANA number.
     pub protocol: u8,
 }

@@ -1,12 +1,14 @@
 //! Keys and values of the BPF tables.
 //!
-//! `bpftool map dump name frontends4` is read by people, so ports are numbers in host byte order and
-//! addresses are bytes in the order they are written. There is no padding that is not a named field:
+//! `bpftool map dump name frontends4` is read by people, so ports are numbers in host byte order (a [`Port`] would be
+//! shown as a struct; methods give and take it) and addresses are bytes in the order they are written. There is no padding that is not a named field:
 //! a hash table compares keys byte by byte.
 //!
 //! Any change of a layout raises [`LAYOUT_VERSION`], the name of the folder that the tables are pinned in.
 
 use core::mem::{align_of, size_of};
+
+use crate::port::Port;
 
 /// Version of every layout in this file; the tables live in `<bpffs>/proxy-ctl/v<LAYOUT_VERSION>/`.
 pub const LAYOUT_VERSION: u32 = 1;
@@ -37,12 +39,23 @@ pub const SCOPE_NODE_PORT: u8 = 1;
 #[repr(C)]
 pub struct FrontendKey<A> {
     pub address: A,
-    /// Host byte order.
-    pub port: u16,
+    port: u16,
     /// IANA number.
     pub protocol: u8,
     /// `SCOPE_*`.
     pub scope: u8,
+}
+
+impl<A: Address> FrontendKey<A> {
+    #[inline(always)]
+    pub fn of_address(address: A, port: Port, protocol: u8) -> Self {
+        Self { address, port: port.number(), protocol, scope: SCOPE_ADDRESS }
+    }
+
+    #[inline(always)]
+    pub fn of_node_port(port: Port, protocol: u8) -> Self {
+        Self { address: A::UNSPECIFIED, port: port.number(), protocol, scope: SCOPE_NODE_PORT }
+    }
 }
 
 /// The frontend can be dialled from outside (node port, external IP, load-balancer IP): such clients
@@ -124,9 +137,8 @@ pub const BACKEND_LOCAL: u32 = 1;
 #[repr(C)]
 pub struct Slot4 {
     pub address: [u8; 4],
-    /// Host byte order.
-    pub port: u16,
-    pub _reserved: u16,
+    pub(crate) port: u16,
+    pub(crate) _reserved: u16,
     /// Key of `backends4`.
     pub backend: u32,
     /// `BACKEND_*`.
@@ -138,14 +150,13 @@ pub struct Slot4 {
 #[repr(C)]
 pub struct Slot6 {
     pub address: [u8; 16],
-    /// Host byte order.
-    pub port: u16,
-    pub _reserved: u16,
+    pub(crate) port: u16,
+    pub(crate) _reserved: u16,
     /// Key of `backends6`.
     pub backend: u32,
     /// `BACKEND_*`.
     pub flags: u32,
-    pub _reserved2: u32,
+    pub(crate) _reserved2: u32,
 }
 
 pub const BACKEND_ACTIVE: u8 = 1;
@@ -158,7 +169,7 @@ pub const BACKEND_TERMINATING: u8 = 2;
 #[repr(C)]
 pub struct Backend<A> {
     pub address: A,
-    /// Host byte order.
+    /// Host byte order; only for people and the controller.
     pub port: u16,
     /// IANA number.
     pub protocol: u8,
@@ -186,15 +197,28 @@ pub const TUPLE_MASQUERADED_REPLY: u8 = 2;
 pub struct FlowKey<A> {
     pub source: A,
     pub destination: A,
-    /// Host byte order.
-    pub source_port: u16,
-    /// Host byte order.
-    pub destination_port: u16,
+    source_port: u16,
+    destination_port: u16,
     /// IANA number.
     pub protocol: u8,
     /// `TUPLE_*`.
     pub tuple: u8,
-    pub _reserved: u16,
+    _reserved: u16,
+}
+
+impl<A> FlowKey<A> {
+    #[inline(always)]
+    pub(crate) fn new(source: (A, Port), destination: (A, Port), protocol: u8, tuple: u8) -> Self {
+        Self {
+            source: source.0,
+            destination: destination.0,
+            source_port: source.1.number(),
+            destination_port: destination.1.number(),
+            protocol,
+            tuple,
+            _reserved: 0,
+        }
+    }
 }
 
 /// An answer of the backend was seen.
@@ -219,10 +243,10 @@ pub struct Flow<A> {
     pub backend: A,
     /// Source address towards the backend if `FLOW_MASQUERADED`.
     pub masquerade: A,
-    pub client_port: u16,
-    pub frontend_port: u16,
-    pub backend_port: u16,
-    pub masquerade_port: u16,
+    client_port: u16,
+    frontend_port: u16,
+    backend_port: u16,
+    masquerade_port: u16,
     /// Key of `backends4/6`.
     pub backend_id: u32,
     /// Index into `services`; `NO_SERVICE`: the client dialled the backend itself.
@@ -233,10 +257,10 @@ pub struct Flow<A> {
     pub flags: u32,
     /// The client's port as the backend's side of this node sees it: differs from `client_port` only where the
     /// same client port already talks to the same backend through another frontend, and with `FLOW_FROM_HOST`.
-    pub alias_port: u16,
+    alias_port: u16,
     /// IANA number.
     pub protocol: u8,
-    pub _reserved: u8,
+    _reserved: u8,
 }
 
 /// Table `socket_origin4/6`, socket storage: what a connected socket dialled, and where it was sent.
@@ -245,12 +269,26 @@ pub struct Flow<A> {
 pub struct SocketOrigin<A> {
     pub frontend: A,
     pub backend: A,
-    pub frontend_port: u16,
-    pub backend_port: u16,
+    frontend_port: u16,
+    backend_port: u16,
     /// Key of `backends4/6`.
     pub backend_id: u32,
     /// Index into `services`.
     pub service: u32,
+}
+
+impl<A> SocketOrigin<A> {
+    #[inline(always)]
+    pub(crate) fn new(frontend: (A, Port), backend: (A, Port), backend_id: u32, service: u32) -> Self {
+        Self {
+            frontend: frontend.0,
+            backend: backend.0,
+            frontend_port: frontend.1.number(),
+            backend_port: backend.1.number(),
+            backend_id,
+            service,
+        }
+    }
 }
 
 /// Table `service_counters`, per-CPU array by index into `services`: what a service's clients did. Services with
@@ -327,6 +365,33 @@ pub struct LogControl {
 
 /// How much the programs log at most.
 pub const LOG_LINES_PER_SECOND: u32 = 20;
+
+/// Each port by the name of its role, and a method that sets it where code does.
+macro_rules! ports {
+    ($($table:ident: $($port:ident $($set:ident)?),+;)+) => { $(
+        impl<A> $table<A> { $(
+            #[inline(always)]
+            pub const fn $port(&self) -> Port {
+                Port::new(self.$port)
+            }
+
+            $(
+                #[inline(always)]
+                pub const fn $set(&mut self, port: Port) {
+                    self.$port = port.number();
+                }
+            )?
+        )+ }
+    )+ };
+}
+
+ports! {
+    FrontendKey: port;
+    FlowKey: source_port, destination_port set_destination_port;
+    Flow: client_port set_client_port, frontend_port set_frontend_port, backend_port set_backend_port,
+        masquerade_port set_masquerade_port, alias_port set_alias_port;
+    SocketOrigin: frontend_port, backend_port;
+}
 
 const _: () = {
     assert!(size_of::<FrontendKey<[u8; 4]>>() == 8 && size_of::<FrontendKey<[u8; 16]>>() == 20);

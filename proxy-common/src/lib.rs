@@ -8,6 +8,7 @@ pub mod flow;
 pub mod inventory;
 pub mod layout;
 pub mod packet;
+pub mod port;
 pub mod reason;
 pub mod select;
 pub mod socket;

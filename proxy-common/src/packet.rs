@@ -3,6 +3,7 @@
 use crate::{
     family::Destination,
     layout::{Address, FlowKey, PROTOCOL_TCP},
+    port::Port,
 };
 
 pub const TCP_FIN: u8 = 0x01;
@@ -10,13 +11,13 @@ pub const TCP_SYN: u8 = 0x02;
 pub const TCP_RST: u8 = 0x04;
 pub const TCP_ACK: u8 = 0x10;
 
-/// A TCP or UDP packet. Ports in host byte order.
+/// A TCP or UDP packet.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Packet<A> {
     pub source: A,
     pub destination: A,
-    pub source_port: u16,
-    pub destination_port: u16,
+    pub source_port: Port,
+    pub destination_port: Port,
     /// IANA number.
     pub protocol: u8,
     /// `TCP_*`; 0 for UDP.
@@ -43,29 +44,20 @@ impl<A: Address> Packet<A> {
     /// The key under which a flow has this packet as its `TUPLE_*`.
     #[inline(always)]
     pub fn key(&self, tuple: u8) -> FlowKey<A> {
-        FlowKey {
-            source: self.source,
-            destination: self.destination,
-            source_port: self.source_port,
-            destination_port: self.destination_port,
-            protocol: self.protocol,
-            tuple,
-            _reserved: 0,
-        }
+        let (source, destination) = self.ends();
+        FlowKey::new(source, destination, self.protocol, tuple)
     }
 
     /// As [`Packet::key`], for a packet in the other direction.
     #[inline(always)]
     pub fn reversed_key(&self, tuple: u8) -> FlowKey<A> {
-        FlowKey {
-            source: self.destination,
-            destination: self.source,
-            source_port: self.destination_port,
-            destination_port: self.source_port,
-            protocol: self.protocol,
-            tuple,
-            _reserved: 0,
-        }
+        let (source, destination) = self.ends();
+        FlowKey::new(destination, source, self.protocol, tuple)
+    }
+
+    #[inline(always)]
+    fn ends(&self) -> ((A, Port), (A, Port)) {
+        ((self.source, self.source_port), (self.destination, self.destination_port))
     }
 }
 
@@ -80,10 +72,8 @@ pub enum Side {
 pub struct Rewrite<A> {
     pub side: Side,
     pub address: A,
-    /// Host byte order.
-    pub port: u16,
-    /// Host byte order.
-    pub other_port: u16,
+    pub port: Port,
+    pub other_port: Port,
     /// Index into `services` that the packet counts for; `NO_SERVICE`: none, or it is counted elsewhere on its way.
     pub service: u32,
 }

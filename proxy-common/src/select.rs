@@ -25,23 +25,16 @@ pub fn find<F: Family>(
     destination: &Destination<F::Address>,
     origin: Origin,
 ) -> Option<Frontend> {
-    let mut key = FrontendKey {
-        address: destination.address,
-        port: destination.port,
-        protocol: destination.protocol,
-        scope: SCOPE_ADDRESS,
-    };
-    if let Some(frontend) = tables.frontend(&key) {
+    let Destination { address, port, protocol } = *destination;
+    if let Some(frontend) = tables.frontend(&FrontendKey::of_address(address, port, protocol)) {
         return Some(frontend);
     }
-    let node_address = tables.node_address(&destination.address)?;
+    let node_address = tables.node_address(&address)?;
     // A pod's loopback is its own.
     if node_address.flags & NODE_ADDRESS_LOOPBACK != 0 && origin != Origin::Host {
         return None;
     }
-    key.address = F::Address::UNSPECIFIED;
-    key.scope = SCOPE_NODE_PORT;
-    tables.frontend(&key)
+    tables.frontend(&FrontendKey::of_node_port(port, protocol))
 }
 
 /// A backend for a new connection to `frontend`. `random` decides among equals.
@@ -83,7 +76,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::{family::V4, tables::host::HostTables};
+    use crate::{family::V4, port::Port, tables::host::HostTables};
 
     const VIP: [u8; 4] = [10, 96, 0, 1];
     const NODE: [u8; 4] = [192, 0, 2, 1];
@@ -93,7 +86,7 @@ mod tests {
     fn tables() -> HostTables<V4> {
         let mut tables = HostTables::<V4>::default();
         for id in 1..=3u32 {
-            let slot = Slot4 { address: [10, 244, 0, id as u8], port: 8080, backend: id, ..Slot4::default() };
+            let slot = Slot4::new([10, 244, 0, id as u8], Port::new(8080), id, 0);
             tables.slots.insert(9 + id, slot);
         }
         let all = EndpointSet { first: 10, count: 3 };
@@ -106,10 +99,9 @@ mod tests {
             affinity_seconds: 0,
         };
         tables.services.insert(7, service);
-        let cluster_ip = FrontendKey { address: VIP, port: 80, protocol: PROTOCOL_TCP, scope: SCOPE_ADDRESS };
+        let cluster_ip = FrontendKey::of_address(VIP, Port::new(80), PROTOCOL_TCP);
         tables.frontends.insert(cluster_ip, Frontend { service: 7, flags: 0 });
-        let node_port =
-            FrontendKey { address: [0; 4], port: 30080, protocol: PROTOCOL_TCP, scope: SCOPE_NODE_PORT };
+        let node_port = FrontendKey::of_node_port(Port::new(30080), PROTOCOL_TCP);
         tables.frontends.insert(node_port, Frontend { service: 7, flags: FRONTEND_EXTERNAL });
         tables.node_addresses.insert(NODE, NodeAddress { flags: 0 });
         tables.node_addresses.insert(LOOPBACK, NodeAddress { flags: NODE_ADDRESS_LOOPBACK });
@@ -117,7 +109,7 @@ mod tests {
     }
 
     fn to(address: [u8; 4], port: u16) -> Destination<[u8; 4]> {
-        Destination { address, port, protocol: PROTOCOL_TCP }
+        Destination { address, port: Port::new(port), protocol: PROTOCOL_TCP }
     }
 
     #[rstest]

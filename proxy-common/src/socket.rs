@@ -4,6 +4,7 @@
 use crate::{
     family::{Destination, Family, Slot},
     layout::{Address, DatagramOrigins, SocketOrigin},
+    port::Port,
     reason::Reason,
     select::{self, Origin},
     tables::Tables,
@@ -19,14 +20,8 @@ pub fn connect<F: Family>(
 ) -> Result<SocketOrigin<F::Address>, Reason> {
     let frontend = select::find(tables, destination, origin).ok_or(Reason::NotAService)?;
     let slot = select::choose(tables, frontend, origin, random)?;
-    Ok(SocketOrigin {
-        frontend: destination.address,
-        frontend_port: destination.port,
-        backend: slot.address(),
-        backend_port: slot.port(),
-        backend_id: slot.backend(),
-        service: frontend.service,
-    })
+    let dialled = (destination.address, destination.port);
+    Ok(SocketOrigin::new(dialled, (slot.address(), slot.port()), slot.backend(), frontend.service))
 }
 
 /// The backend that a socket's earlier datagrams to `destination` went to, as long as it exists and the frontend is
@@ -39,7 +34,7 @@ pub fn remembered<F: Family>(
     client: Origin,
 ) -> Option<SocketOrigin<F::Address>> {
     for origin in &origins.origins {
-        if origin.frontend_port == destination.port && origin.frontend == destination.address {
+        if origin.frontend_port() == destination.port && origin.frontend == destination.address {
             return still_serves(tables, origin, destination, client).then_some(*origin);
         }
     }
@@ -55,7 +50,7 @@ pub fn remembered_peer<F: Family>(
     destination: &Destination<F::Address>,
     client: Origin,
 ) -> bool {
-    origin.frontend_port == destination.port
+    origin.frontend_port() == destination.port
         && origin.frontend == destination.address
         && still_serves(tables, origin, destination, client)
 }
@@ -76,8 +71,8 @@ fn still_serves<F: Family>(
 #[inline(always)]
 pub fn remember<A: Address>(origins: &mut DatagramOrigins<A>, new: &SocketOrigin<A>) {
     for origin in &mut origins.origins {
-        let same_frontend = origin.frontend_port == new.frontend_port && origin.frontend == new.frontend;
-        let same_backend = origin.backend_port == new.backend_port && origin.backend == new.backend;
+        let same_frontend = origin.frontend_port() == new.frontend_port() && origin.frontend == new.frontend;
+        let same_backend = origin.backend_port() == new.backend_port() && origin.backend == new.backend;
         if same_frontend || same_backend {
             *origin = *new;
             return;
@@ -97,7 +92,7 @@ pub fn remember<A: Address>(origins: &mut DatagramOrigins<A>, new: &SocketOrigin
 #[inline(always)]
 pub fn clear_origins_of_backend<A: Address>(origins: &mut DatagramOrigins<A>, destination: &Destination<A>) {
     for origin in &mut origins.origins {
-        if origin.backend_port == destination.port && origin.backend == destination.address {
+        if origin.backend_port() == destination.port && origin.backend == destination.address {
             *origin = SocketOrigin::default();
         }
     }
@@ -105,14 +100,14 @@ pub fn clear_origins_of_backend<A: Address>(origins: &mut DatagramOrigins<A>, de
 
 /// The frontend that the application believes to talk to, if `peer` is the backend it was given.
 #[inline(always)]
-pub fn shown<A: Address>(origin: &SocketOrigin<A>, peer: &A, port: u16) -> Option<(A, u16)> {
-    (origin.backend_port == port && origin.backend == *peer && origin.frontend_port != 0)
-        .then_some((origin.frontend, origin.frontend_port))
+pub fn shown<A: Address>(origin: &SocketOrigin<A>, peer: &A, port: Port) -> Option<(A, Port)> {
+    (origin.backend_port() == port && origin.backend == *peer && origin.frontend_port() != Port::NONE)
+        .then_some((origin.frontend, origin.frontend_port()))
 }
 
 /// As [`shown`], among the services that an unconnected socket talks to.
 #[inline(always)]
-pub fn shown_datagram<A: Address>(origins: &DatagramOrigins<A>, peer: &A, port: u16) -> Option<(A, u16)> {
+pub fn shown_datagram<A: Address>(origins: &DatagramOrigins<A>, peer: &A, port: Port) -> Option<(A, Port)> {
     for origin in &origins.origins {
         if let Some(frontend) = shown(origin, peer, port) {
             return Some(frontend);
@@ -128,19 +123,13 @@ mod tests {
     use super::*;
     use crate::{
         family::V4,
-        layout::{Backend, DATAGRAM_ORIGINS, Frontend, FrontendKey, PROTOCOL_UDP, SCOPE_ADDRESS},
+        layout::{Backend, DATAGRAM_ORIGINS, Frontend, FrontendKey, PROTOCOL_UDP},
         tables::host::HostTables,
     };
 
     fn origin(frontend: u8, backend: u8) -> SocketOrigin<[u8; 4]> {
-        SocketOrigin {
-            frontend: [10, 96, 0, frontend],
-            frontend_port: 53,
-            backend: [10, 244, 0, backend],
-            backend_port: 5353,
-            backend_id: u32::from(backend),
-            service: 1,
-        }
+        let frontend = ([10, 96, 0, frontend], Port::new(53));
+        SocketOrigin::new(frontend, ([10, 244, 0, backend], Port::new(5353)), u32::from(backend), 1)
     }
 
     fn remembering(origins: &[(u8, u8)]) -> DatagramOrigins<[u8; 4]> {
@@ -152,7 +141,7 @@ mod tests {
     }
 
     fn udp(address: [u8; 4], port: u16) -> Destination<[u8; 4]> {
-        Destination { address, port, protocol: PROTOCOL_UDP }
+        Destination { address, port: Port::new(port), protocol: PROTOCOL_UDP }
     }
 
     #[rstest]
@@ -176,8 +165,7 @@ mod tests {
         for id in backends {
             tables.backends.insert(*id, Backend::default());
         }
-        let key =
-            FrontendKey { address: [10, 96, 0, 1], port: 53, protocol: PROTOCOL_UDP, scope: SCOPE_ADDRESS };
+        let key = FrontendKey::of_address([10, 96, 0, 1], Port::new(53), PROTOCOL_UDP);
         tables.frontends.insert(key, Frontend { service, flags: 0 });
         tables
     }
@@ -217,18 +205,21 @@ mod tests {
         #[case] peer: [u8; 4],
         #[case] expected: Option<[u8; 4]>,
     ) {
-        assert_eq!(shown_datagram(&remembering(sent), &peer, 5353).map(|(address, _)| address), expected);
+        assert_eq!(
+            shown_datagram(&remembering(sent), &peer, Port::new(5353)).map(|(address, _)| address),
+            expected
+        );
     }
 
     #[test]
     fn the_oldest_service_makes_room() {
         let many: Vec<(u8, u8)> = (1..=DATAGRAM_ORIGINS as u8 + 1).map(|n| (n, n)).collect();
         let origins = remembering(&many);
-        assert_eq!(shown_datagram(&origins, &[10, 244, 0, 1], 5353), None);
+        assert_eq!(shown_datagram(&origins, &[10, 244, 0, 1], Port::new(5353)), None);
         for (frontend, backend) in &many[1..] {
             assert_eq!(
-                shown_datagram(&origins, &[10, 244, 0, *backend], 5353),
-                Some(([10, 96, 0, *frontend], 53))
+                shown_datagram(&origins, &[10, 244, 0, *backend], Port::new(5353)),
+                Some(([10, 96, 0, *frontend], Port::new(53)))
             );
         }
     }
@@ -237,12 +228,12 @@ mod tests {
     fn sending_to_the_backend_itself_shows_the_backend() {
         let mut origins = remembering(&[(1, 1), (2, 2)]);
         clear_origins_of_backend(&mut origins, &udp([10, 244, 0, 1], 5353));
-        assert_eq!(shown_datagram(&origins, &[10, 244, 0, 1], 5353), None);
-        assert!(shown_datagram(&origins, &[10, 244, 0, 2], 5353).is_some());
+        assert_eq!(shown_datagram(&origins, &[10, 244, 0, 1], Port::new(5353)), None);
+        assert!(shown_datagram(&origins, &[10, 244, 0, 2], Port::new(5353)).is_some());
     }
 
     #[test]
     fn an_unused_place_shows_nothing() {
-        assert_eq!(shown_datagram(&DatagramOrigins::<[u8; 4]>::default(), &[0; 4], 0), None);
+        assert_eq!(shown_datagram(&DatagramOrigins::<[u8; 4]>::default(), &[0; 4], Port::NONE), None);
     }
 }

@@ -10,6 +10,7 @@ use proxy_common::{
     family::{Family, V4, V6},
     flow::{FlowEntry, FlowTables, InsertError, Masquerade, Scratch, Stage},
     layout::*,
+    port::PortRanges,
     reason::Reason,
 };
 
@@ -136,10 +137,11 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn masquerade(&self) -> Masquerade<$address> {
                 match settings() {
-                    Some(settings) => {
-                        Masquerade { address: settings.$masquerade, ports: settings.masquerade_ports }
-                    }
-                    None => Masquerade { address: Address::UNSPECIFIED, ports: [[1, 0]; 2] },
+                    Some(settings) => Masquerade {
+                        address: settings.$masquerade,
+                        ports: PortRanges(settings.masquerade_ports),
+                    },
+                    None => Masquerade { address: Address::UNSPECIFIED, ports: PortRanges::EMPTY },
                 }
             }
 

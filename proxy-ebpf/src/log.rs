@@ -33,9 +33,9 @@ macro_rules! log_address {
                         reason as u32,
                         packet.protocol,
                         packet.source,
-                        packet.source_port,
+                        packet.source_port.number(),
                         packet.destination,
-                        packet.destination_port
+                        packet.destination_port.number()
                     );
                 }
             }

@@ -11,6 +11,7 @@ use aya_ebpf::{
 use proxy_common::{
     family::{Family, V4, V6},
     packet::{Rewrite, Side},
+    port::Port,
 };
 
 use crate::parse::Parsed;
@@ -135,13 +136,13 @@ fn replace_port(
     offset: u32,
     checksum: u32,
     flags: u64,
-    old: u16,
-    new: u16,
+    old: Port,
+    new: Port,
 ) -> Result<(), i64> {
     if old == new {
         return Ok(());
     }
-    let (from, to) = (u64::from(old.to_be()), u64::from(new.to_be()));
-    ctx.l4_csum_replace(checksum as usize, from, to, flags | 2)?;
-    ctx.store(offset as usize, &new.to_be_bytes(), 0)
+    let sum_of = |port: Port| u64::from(u16::from_ne_bytes(port.to_network()));
+    ctx.l4_csum_replace(checksum as usize, sum_of(old), sum_of(new), flags | 2)?;
+    ctx.store(offset as usize, &new.to_network(), 0)
 }

@@ -5,6 +5,7 @@ use proxy_common::{
     family::{Family, V4, V6},
     layout::{PROTOCOL_TCP, PROTOCOL_UDP},
     packet::Packet,
+    port::Port,
     reason::Reason,
 };
 
@@ -123,8 +124,8 @@ fn parse_transport<A>(
     let packet = Packet {
         source,
         destination,
-        source_port: u16::from_be_bytes([ports[0], ports[1]]),
-        destination_port: u16::from_be_bytes([ports[2], ports[3]]),
+        source_port: Port::from_network([ports[0], ports[1]]),
+        destination_port: Port::from_network([ports[2], ports[3]]),
         protocol,
         tcp_flags,
     };

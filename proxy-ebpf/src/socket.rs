@@ -12,6 +12,7 @@ use proxy_common::{
     family::{Destination, Family, V4, V6},
     layout::*,
     packet::Packet,
+    port::Port,
     reason::{Reason, Verdict},
     select::Origin,
     socket,
@@ -117,18 +118,18 @@ fn is_mapped(ctx: &SockAddrContext) -> bool {
     word6(ctx, 0) == 0 && word6(ctx, 1) == 0 && word6(ctx, 2) == u32::from_be(0xffff)
 }
 
-/// Host byte order.
 #[inline(always)]
-fn port(ctx: &SockAddrContext) -> u16 {
+fn port(ctx: &SockAddrContext) -> Port {
     // SAFETY: a field of the context; holds the port in network order in its first two bytes.
     let port = unsafe { read_volatile(addr_of!((*ctx.sock_addr).user_port)) };
-    u16::from_be(port as u16)
+    Port::from_network((port as u16).to_ne_bytes())
 }
 
 #[inline(always)]
-fn set_port(ctx: &SockAddrContext, port: u16) {
+fn set_port(ctx: &SockAddrContext, port: Port) {
+    let port = u32::from(u16::from_ne_bytes(port.to_network()));
     // SAFETY: a field of the context that these hooks may write.
-    unsafe { write_volatile(addr_of_mut!((*ctx.sock_addr).user_port), u32::from(port.to_be())) };
+    unsafe { write_volatile(addr_of_mut!((*ctx.sock_addr).user_port), port) };
 }
 
 /// IANA number of the socket's protocol, if it is one that services have.
@@ -153,7 +154,7 @@ fn destination<F: AddressFormat>(
 #[inline(always)]
 fn redirect<F: AddressFormat>(ctx: &SockAddrContext, origin: &SocketOrigin<<F::Family as Family>::Address>) {
     F::write(ctx, &origin.backend);
-    set_port(ctx, origin.backend_port);
+    set_port(ctx, origin.backend_port());
 }
 
 /// Is the socket in the node's own network namespace?
@@ -189,7 +190,7 @@ fn conclude<A: LogAddress>(reason: Reason, destination: &Destination<A>) -> i32 
         let packet = Packet {
             source: A::UNSPECIFIED,
             destination: destination.address,
-            source_port: 0,
+            source_port: Port::NONE,
             destination_port: destination.port,
             protocol: destination.protocol,
             tcp_flags: 0,
@@ -356,7 +357,7 @@ fn getpeername<F: AddressFormat>(ctx: &SockAddrContext) -> i32 {
 }
 
 #[inline(always)]
-fn show<F: AddressFormat>(ctx: &SockAddrContext, (address, port): (<F::Family as Family>::Address, u16)) {
+fn show<F: AddressFormat>(ctx: &SockAddrContext, (address, port): (<F::Family as Family>::Address, Port)) {
     F::write(ctx, &address);
     set_port(ctx, port);
 }

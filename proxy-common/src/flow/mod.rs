@@ -19,12 +19,13 @@ pub use tuples::lifetime_seconds;
 
 use self::{
     entries::{establish, is_stale, refresh, remove},
-    open::{in_ranges, open},
+    open::open,
 };
 use crate::{
     family::Family,
     layout::*,
     packet::{Packet, Rewrite, Side, TCP_FIN, TCP_RST},
+    port::PortRanges,
     reason::Reason,
     select::{self, Origin},
     tables::Tables,
@@ -70,8 +71,7 @@ pub struct Scratch<A> {
 pub struct Masquerade<A> {
     /// Unspecified: there is none.
     pub address: A,
-    /// As [`Settings::masquerade_ports`].
-    pub ports: [[u16; 2]; 2],
+    pub ports: PortRanges,
 }
 
 /// The flow tables, the clock and the dice.
@@ -189,7 +189,7 @@ pub fn leaving<F: Family, T: FlowTables<F>>(
     Ok(Rewrite {
         side: Side::Source,
         address: flow.masquerade,
-        port: flow.masquerade_port,
+        port: flow.masquerade_port(),
         other_port: packet.destination_port,
         service: NO_SERVICE,
     })
@@ -241,7 +241,7 @@ fn masqueraded_answer<F: Family, T: FlowTables<F>>(
     packet: &Packet<F::Address>,
 ) -> Option<Rewrite<F::Address>> {
     let masquerade = tables.masquerade();
-    if !in_ranges(&masquerade.ports, packet.destination_port) {
+    if !masquerade.ports.contain(packet.destination_port) {
         return None;
     }
     // Flows keep the address that they were opened with when the node prefers another one of its own.
@@ -257,7 +257,7 @@ fn masqueraded_answer<F: Family, T: FlowTables<F>>(
     Some(Rewrite {
         side: Side::Destination,
         address: flow.client,
-        port: flow.alias_port,
+        port: flow.alias_port(),
         other_port: packet.source_port,
         service: NO_SERVICE,
     })

@@ -6,6 +6,7 @@ use crate::{
     family::{Family, Slot as _},
     layout::*,
     packet::Packet,
+    port::Port,
     reason::Reason,
     select::{self, Origin},
 };
@@ -33,7 +34,7 @@ pub(super) fn open<F: Family, T: FlowTables<F>>(
             let slot = select::choose(tables, frontend, origin, tables.random())?;
             let flow = &mut scratch.flow;
             flow.backend = slot.address();
-            flow.backend_port = slot.port();
+            flow.set_backend_port(slot.port());
             flow.backend_id = slot.backend();
             flow.service = frontend.service;
             let remote = slot.flags() & BACKEND_LOCAL == 0;
@@ -45,7 +46,7 @@ pub(super) fn open<F: Family, T: FlowTables<F>>(
             // The backend's id stays: while that endpoint lives, so does this flow.
             scratch.flow.service = NO_SERVICE;
             scratch.flow.backend = packet.destination;
-            scratch.flow.backend_port = packet.destination_port;
+            scratch.flow.set_backend_port(packet.destination_port);
             false
         }
     };
@@ -53,14 +54,13 @@ pub(super) fn open<F: Family, T: FlowTables<F>>(
     flow.client = packet.source;
     flow.frontend = packet.destination;
     flow.masquerade = F::Address::UNSPECIFIED;
-    flow.client_port = packet.source_port;
-    flow.frontend_port = packet.destination_port;
-    flow.masquerade_port = 0;
+    flow.set_client_port(packet.source_port);
+    flow.set_frontend_port(packet.destination_port);
+    flow.set_masquerade_port(Port::NONE);
     flow.last_seen = tables.now();
     flow.flags = if origin == Origin::Host { FLOW_FROM_HOST } else { 0 };
-    flow.alias_port = packet.source_port;
+    flow.set_alias_port(packet.source_port);
     flow.protocol = packet.protocol;
-    flow._reserved = 0;
     if masqueraded {
         take_masquerade_port(tables, scratch)?;
     }
@@ -114,9 +114,9 @@ fn take_masquerade_port<F: Family, T: FlowTables<F>>(
     *key = flow.masqueraded_reply_key();
     let start = tables.random();
     for attempt in 0..MASQUERADE_TRIES {
-        let Some(port) = port_of(&masquerade.ports, start, attempt) else { break };
-        flow.masquerade_port = port;
-        key.destination_port = port;
+        let Some(port) = masquerade.ports.choose(start, attempt) else { break };
+        flow.set_masquerade_port(port);
+        key.set_destination_port(port);
         if tables.flow(Stage::Established, key).is_none()
             && tables.insert(Stage::Opening, key, flow) == Ok(())
         {
@@ -161,12 +161,12 @@ fn take_reply<F: Family, T: FlowTables<F>>(
     let own_port_at = if flow.flags & FLOW_FROM_HOST != 0 { ALIAS_TRIES - 1 } else { 0 };
     for attempt in 0..ALIAS_TRIES {
         let port =
-            if attempt == own_port_at { Some(flow.client_port) } else { port_of(&ports, start, attempt) };
+            if attempt == own_port_at { Some(flow.client_port()) } else { ports.choose(start, attempt) };
         let Some(port) = port else { continue };
-        flow.alias_port = port;
-        key.destination_port = port;
+        flow.set_alias_port(port);
+        key.set_destination_port(port);
         // A hairpin's two directions would look the same.
-        if flow.alias_port == flow.backend_port && flow.client == flow.backend {
+        if flow.alias_port() == flow.backend_port() && flow.client == flow.backend {
             continue;
         }
         if let Some((_, entry)) = lookup(tables, key) {
@@ -182,7 +182,7 @@ fn take_reply<F: Family, T: FlowTables<F>>(
         }
         match tables.insert(Stage::Opening, key, flow) {
             Ok(()) => {
-                if flow.alias_port != flow.client_port && flow.is_masqueraded() {
+                if flow.alias_port() != flow.client_port() && flow.is_masqueraded() {
                     let reply = *key;
                     *key = flow.masqueraded_reply_key();
                     tables.replace(Stage::Opening, key, flow);
@@ -202,38 +202,4 @@ fn take_reply<F: Family, T: FlowTables<F>>(
         }
     }
     Err(Reason::AliasPortsExhausted)
-}
-
-#[inline(always)]
-fn length(range: [u16; 2]) -> u32 {
-    if range[0] > range[1] { 0 } else { u32::from(range[1]) - u32::from(range[0]) + 1 }
-}
-
-#[inline(always)]
-pub(super) fn in_ranges(ranges: &[[u16; 2]; 2], port: u16) -> bool {
-    (ranges[0][0] <= port && port <= ranges[0][1]) || (ranges[1][0] <= port && port <= ranges[1][1])
-}
-
-/// The `attempt`th port after a random one; None if the ranges are empty.
-#[inline(always)]
-pub(super) fn port_of(ranges: &[[u16; 2]; 2], random: u32, attempt: u32) -> Option<u16> {
-    let (first, second) = (length(ranges[0]), length(ranges[1]));
-    let total = first + second;
-    if total == 0 {
-        return None;
-    }
-    // Scales 32 random bits to 0..total without a division.
-    let mut place = ((u64::from(random) * u64::from(total)) >> 32) as u32 + attempt;
-    if place >= total {
-        place -= total;
-    }
-    // A range shorter than the attempts is tried in part twice.
-    if place >= total {
-        place = 0;
-    }
-    Some(if place < first {
-        ranges[0][0].wrapping_add(place as u16)
-    } else {
-        ranges[1][0].wrapping_add((place - first) as u16)
-    })
 }

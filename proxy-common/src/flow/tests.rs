@@ -7,24 +7,24 @@ use std::{
     rc::Rc,
 };
 
-use proptest::prelude::*;
 use rstest::rstest;
 
-use super::{entries::REFRESH_AFTER, open::port_of, *};
+use super::{entries::REFRESH_AFTER, *};
 use crate::{
-    family::V4,
+    family::{Slot as _, V4},
     packet::{TCP_ACK, TCP_SYN},
+    port::Port,
     tables::host::HostTables,
 };
 
 type A = [u8; 4];
 
-const CLIENT: (A, u16) = ([203, 0, 113, 1], 40_000);
-const FRONTEND: (A, u16) = ([10, 96, 0, 1], 80);
-const OTHER_FRONTEND: (A, u16) = ([10, 96, 0, 2], 443);
+const CLIENT: (A, Port) = ([203, 0, 113, 1], Port::new(40_000));
+const FRONTEND: (A, Port) = ([10, 96, 0, 1], Port::new(80));
+const OTHER_FRONTEND: (A, Port) = ([10, 96, 0, 2], Port::new(443));
 const NODE: A = [192, 0, 2, 1];
 const BACKENDS: [A; 2] = [[10, 244, 1, 1], [10, 244, 1, 2]];
-const PORT: u16 = 8080;
+const PORT: Port = Port::new(8080);
 const SECOND: u64 = 1_000_000_000;
 /// Dice that choose the first and the last of a set.
 const FIRST: u32 = 0;
@@ -33,6 +33,14 @@ const LAST: u32 = u32::MAX;
 /// As the map element that the kernel hands out, it is shared and stays when it is removed.
 #[derive(Clone, Copy)]
 struct EntryRef(&'static Cell<Flow<A>>);
+
+impl EntryRef {
+    fn change(&self, change: impl FnOnce(&mut Flow<A>)) {
+        let mut flow = self.0.get();
+        change(&mut flow);
+        self.0.set(flow);
+    }
+}
 
 impl FlowEntry<A> for EntryRef {
     fn read(&self) -> Flow<A> {
@@ -48,11 +56,11 @@ impl FlowEntry<A> for EntryRef {
     }
 
     fn set_last_seen(&self, now: u64) {
-        self.0.set(Flow { last_seen: now, ..self.0.get() });
+        self.change(|flow| flow.last_seen = now);
     }
 
     fn add_flags(&self, flags: u32) {
-        self.0.set(Flow { flags: self.0.get().flags | flags, ..self.0.get() });
+        self.change(|flow| flow.flags |= flags);
     }
 }
 
@@ -69,7 +77,7 @@ struct Host {
     connections: RefCell<HashMap<u32, u32>>,
     masquerade: Cell<A>,
     /// For aliases and masqueraded sources.
-    ports: [[u16; 2]; 2],
+    ports: PortRanges,
     /// Counts down; at 0 the insertion fails as in a full table.
     until_full: Cell<Option<u32>>,
     /// Counts down; at 0 another CPU does this first.
@@ -81,9 +89,8 @@ impl Host {
     fn new() -> Self {
         let mut tables = HostTables::<V4>::default();
         for (index, address) in (0u32..).zip(BACKENDS) {
-            let slot = Slot4 { address, port: PORT, backend: index + 1, ..Slot4::default() };
-            tables.slots.insert(index, slot);
-            tables.backends.insert(index + 1, Backend { address, port: PORT, ..Backend::default() });
+            tables.slots.insert(index, Slot4::new(address, PORT, index + 1, 0));
+            tables.backends.insert(index + 1, Backend::default());
         }
         let set = EndpointSet { first: 0, count: 2 };
         let flags = SERVICE_HAS_ENDPOINTS;
@@ -92,7 +99,7 @@ impl Host {
             .insert(1, Service { cluster: set, internal: set, external: set, flags, affinity_seconds: 0 });
         for (address, port) in [FRONTEND, OTHER_FRONTEND] {
             for protocol in [PROTOCOL_TCP, PROTOCOL_UDP] {
-                let key = FrontendKey { address, port, protocol, scope: SCOPE_ADDRESS };
+                let key = FrontendKey::of_address(address, port, protocol);
                 tables.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
             }
         }
@@ -104,7 +111,7 @@ impl Host {
             counted: RefCell::default(),
             connections: RefCell::default(),
             masquerade: Cell::new(NODE),
-            ports: [[20_000, 20_099], [1, 0]],
+            ports: PortRanges([[20_000, 20_099], [1, 0]]),
             until_full: Cell::new(None),
             interruption: RefCell::default(),
         }
@@ -143,8 +150,8 @@ impl Host {
             for key in keys {
                 let partner = flows.get(&(*stage, key)).map(|partner| partner.get());
                 let same = |partner: Flow<A>| {
-                    (partner.backend, partner.alias_port, partner.masquerade_port)
-                        == (flow.backend, flow.alias_port, flow.masquerade_port)
+                    (partner.backend, partner.alias_port(), partner.masquerade_port())
+                        == (flow.backend, flow.alias_port(), flow.masquerade_port())
                 };
                 assert!(partner.is_some_and(same), "{stage:?} {key:?} of {flow:?}: {partner:?}");
             }
@@ -236,7 +243,7 @@ impl FlowTables<V4> for Host {
     }
 }
 
-fn packet(source: (A, u16), destination: (A, u16), tcp_flags: u8) -> Packet<A> {
+fn packet(source: (A, Port), destination: (A, Port), tcp_flags: u8) -> Packet<A> {
     Packet {
         source: source.0,
         destination: destination.0,
@@ -328,8 +335,10 @@ fn every_entry_restores_the_others(#[case] left: u8) {
     let translated = match left {
         TUPLE_FORWARD => host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), Origin::Outside),
         TUPLE_REPLY => host.leaving(&packet((flow.backend, PORT), CLIENT, TCP_ACK)),
-        _ => host
-            .arriving(&packet((flow.backend, PORT), (NODE, flow.masquerade_port), TCP_ACK), Origin::Outside),
+        _ => host.arriving(
+            &packet((flow.backend, PORT), (NODE, flow.masquerade_port()), TCP_ACK),
+            Origin::Outside,
+        ),
     };
     assert!(translated.is_ok());
     for key in keys {
@@ -345,7 +354,7 @@ fn flows_keep_the_address_that_they_were_opened_with() {
     let mut host = Host::new();
     let flow = establish_one(&host, Origin::Outside);
     host.masquerade.set(NEW);
-    let answer = packet((flow.backend, PORT), (NODE, flow.masquerade_port), TCP_ACK);
+    let answer = packet((flow.backend, PORT), (NODE, flow.masquerade_port()), TCP_ACK);
     assert_eq!(host.arriving(&answer, Origin::Outside), Err(Reason::NotAService), "not the node's any more");
     for own in [NODE, NEW] {
         host.tables.node_addresses.insert(own, NodeAddress::default());
@@ -383,9 +392,9 @@ fn a_client_port_at_one_backend_through_many_frontends_runs_out_of_aliases() {
     host.tables
         .services
         .insert(1, Service { cluster: set, internal: set, external: set, flags: 1, ..Service::default() });
-    let frontends = (1..=20u8).map(|n| ([10, 96, 1, n], 80u16));
+    let frontends = (1..=20u8).map(|n| ([10, 96, 1, n], Port::new(80)));
     for (address, port) in frontends.clone() {
-        let key = FrontendKey { address, port, protocol: PROTOCOL_TCP, scope: SCOPE_ADDRESS };
+        let key = FrontendKey::of_address(address, port, PROTOCOL_TCP);
         host.tables.frontends.insert(key, Frontend { service: 1, flags: 0 });
     }
     let opened: Vec<_> =
@@ -394,7 +403,7 @@ fn a_client_port_at_one_backend_through_many_frontends_runs_out_of_aliases() {
     let good = opened.iter().filter(|result| result.is_ok()).count();
     assert_eq!(good, 8);
     assert_eq!(opened.last(), Some(&Err(Reason::AliasPortsExhausted)));
-    let mut ports: Vec<u16> = opened.iter().flatten().map(|rewrite| rewrite.other_port).collect();
+    let mut ports: Vec<Port> = opened.iter().flatten().map(|rewrite| rewrite.other_port).collect();
     ports.dedup();
     assert_eq!(ports.len(), good);
     host.assert_whole();
@@ -404,7 +413,7 @@ fn a_client_port_at_one_backend_through_many_frontends_runs_out_of_aliases() {
 fn the_nodes_own_flows_are_told_apart() {
     let host = Host::new();
     let sent = host.arriving(&syn(), Origin::Host).unwrap();
-    let answered = |host: &Host, port: u16| {
+    let answered = |host: &Host, port: Port| {
         let packet = packet((BACKENDS[0], PORT), (CLIENT.0, port), TCP_SYN | TCP_ACK);
         let found = answer::<V4, _>(host, &mut Scratch::default(), &packet, FLOW_FROM_HOST);
         found.map(|rewrite| (rewrite.address, rewrite.port, rewrite.other_port))
@@ -436,7 +445,7 @@ fn the_nodes_own_flows_and_masqueraded_ones_share_one_pool_of_ports() {
 
 #[test]
 fn the_nodes_own_flow_keeps_its_port_where_there_is_no_other() {
-    let host = Host { ports: [[1, 0]; 2], ..Host::new() };
+    let host = Host { ports: PortRanges::EMPTY, ..Host::new() };
     assert_eq!(host.arriving(&syn(), Origin::Host).unwrap().other_port, CLIENT.1);
 }
 
@@ -450,25 +459,6 @@ fn the_nodes_own_flow_keeps_its_port_where_there_is_no_other() {
 #[case::datagrams(PROTOCOL_UDP, FLOW_ANSWERED, 120)]
 fn lifetimes(#[case] protocol: u8, #[case] flags: u32, #[case] seconds: u64) {
     assert_eq!(lifetime_seconds(protocol, flags), seconds);
-}
-
-proptest! {
-    #[test]
-    fn ports_come_from_the_ranges(ranges: [[u16; 2]; 2], random: u32, attempt in 0u32..16) {
-        match port_of(&ranges, random, attempt) {
-            Some(port) => prop_assert!(in_ranges(&ranges, port)),
-            None => prop_assert!(ranges.iter().all(|[first, last]| first > last)),
-        }
-    }
-
-    #[test]
-    fn attempts_try_different_ports(first in 1u16..60_000, random: u32) {
-        let ranges = [[first, first + 9], [first + 100, first + 109]];
-        let mut ports: Vec<_> = (0..16).map(|attempt| port_of(&ranges, random, attempt)).collect();
-        ports.sort_unstable();
-        ports.dedup();
-        prop_assert_eq!(ports.len(), 16);
-    }
 }
 
 /// The client port of a flow also dials the flow's backend itself: each answer goes to who asked.
@@ -506,9 +496,9 @@ fn a_direct_connection_after_a_flow_that_ended_is_no_flow() {
 }
 
 #[rstest]
-#[case::another_client_port((CLIENT.0, 40_001), TCP_SYN)]
+#[case::another_client_port((CLIENT.0, Port::new(40_001)), TCP_SYN)]
 #[case::in_the_middle_of_a_connection(CLIENT, TCP_ACK)]
-fn a_direct_packet_without_a_rival_passes(#[case] client: (A, u16), #[case] tcp_flags: u8) {
+fn a_direct_packet_without_a_rival_passes(#[case] client: (A, Port), #[case] tcp_flags: u8) {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
     let direct = packet(client, (flow.backend, PORT), tcp_flags);
@@ -518,7 +508,7 @@ fn a_direct_packet_without_a_rival_passes(#[case] client: (A, u16), #[case] tcp_
 /// Many client ports have dialled a service, and now dial its backend itself: no alias is left for the last one.
 #[test]
 fn datagrams_to_a_backend_itself_take_over_where_no_alias_is_left() {
-    let host = Host { ports: [[1, 0]; 2], ..Host::new() };
+    let host = Host { ports: PortRanges::EMPTY, ..Host::new() };
     let datagram = |from, to| Packet { protocol: PROTOCOL_UDP, ..packet(from, to, 0) };
     let opened = host.arriving(&datagram(CLIENT, FRONTEND), Origin::Workload).unwrap();
     let endpoint = (opened.address, opened.port);
@@ -534,7 +524,7 @@ fn datagrams_to_a_backend_itself_take_over_where_no_alias_is_left() {
 fn a_flow_whose_answers_are_anothers_by_now_is_opened_again() {
     let host = Host::new();
     let datagram = |from, to| Packet { protocol: PROTOCOL_UDP, ..packet(from, to, 0) };
-    let clients = [CLIENT, (CLIENT.0, CLIENT.1 + 1)];
+    let clients = [CLIENT, (CLIENT.0, Port::new(40_001))];
     let open = |client| {
         host.arriving(&datagram(client, FRONTEND), Origin::Workload).unwrap();
         // Its port is taken, so it gets an alias; the dice give both flows the same.

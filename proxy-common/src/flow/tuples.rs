@@ -3,6 +3,7 @@
 use crate::{
     layout::*,
     packet::{Rewrite, Side},
+    port::Port,
 };
 
 /// How long a flow that nothing is heard of is kept, in seconds. `flags` is the union of its entries' flags.
@@ -38,43 +39,25 @@ impl<A: Address> Flow<A> {
     /// What the client sends.
     #[inline(always)]
     pub fn forward_key(&self) -> FlowKey<A> {
-        FlowKey {
-            source: self.client,
-            destination: self.frontend,
-            source_port: self.client_port,
-            destination_port: self.frontend_port,
-            protocol: self.protocol,
-            tuple: TUPLE_FORWARD,
-            _reserved: 0,
-        }
+        let (client, frontend) = ((self.client, self.client_port()), (self.frontend, self.frontend_port()));
+        FlowKey::new(client, frontend, self.protocol, TUPLE_FORWARD)
     }
 
     /// What the backend answers, as netfilter and routing see it.
     #[inline(always)]
     pub fn reply_key(&self) -> FlowKey<A> {
-        FlowKey {
-            source: self.backend,
-            destination: self.client,
-            source_port: self.backend_port,
-            destination_port: self.alias_port,
-            protocol: self.protocol,
-            tuple: reply_tuple(self.flags),
-            _reserved: 0,
-        }
+        self.answer_key((self.client, self.alias_port()), reply_tuple(self.flags))
     }
 
     /// What the backend answers, if the flow is `FLOW_MASQUERADED`.
     #[inline(always)]
     pub fn masqueraded_reply_key(&self) -> FlowKey<A> {
-        FlowKey {
-            source: self.backend,
-            destination: self.masquerade,
-            source_port: self.backend_port,
-            destination_port: self.masquerade_port,
-            protocol: self.protocol,
-            tuple: TUPLE_MASQUERADED_REPLY,
-            _reserved: 0,
-        }
+        self.answer_key((self.masquerade, self.masquerade_port()), TUPLE_MASQUERADED_REPLY)
+    }
+
+    #[inline(always)]
+    fn answer_key(&self, to: (A, Port), tuple: u8) -> FlowKey<A> {
+        FlowKey::new((self.backend, self.backend_port()), to, self.protocol, tuple)
     }
 
     #[inline(always)]
@@ -84,8 +67,8 @@ impl<A: Address> Flow<A> {
 
     #[inline(always)]
     pub(super) fn same_client_and_frontend(&self, other: &Self) -> bool {
-        self.client_port == other.client_port
-            && self.frontend_port == other.frontend_port
+        self.client_port() == other.client_port()
+            && self.frontend_port() == other.frontend_port()
             && self.client == other.client
             && self.frontend == other.frontend
     }
@@ -93,9 +76,9 @@ impl<A: Address> Flow<A> {
     /// Of two flows of one client and frontend: do they have the same keys?
     #[inline(always)]
     pub(super) fn same_entries(&self, other: &Self) -> bool {
-        self.backend_port == other.backend_port
-            && self.alias_port == other.alias_port
-            && self.masquerade_port == other.masquerade_port
+        self.backend_port() == other.backend_port()
+            && self.alias_port() == other.alias_port()
+            && self.masquerade_port() == other.masquerade_port()
             && self.backend == other.backend
     }
 
@@ -105,8 +88,8 @@ impl<A: Address> Flow<A> {
         Rewrite {
             side: Side::Destination,
             address: self.backend,
-            port: self.backend_port,
-            other_port: self.alias_port,
+            port: self.backend_port(),
+            other_port: self.alias_port(),
             service: self.service,
         }
     }
@@ -117,8 +100,8 @@ impl<A: Address> Flow<A> {
         Rewrite {
             side: Side::Source,
             address: self.frontend,
-            port: self.frontend_port,
-            other_port: self.client_port,
+            port: self.frontend_port(),
+            other_port: self.client_port(),
             service: self.service,
         }
     }

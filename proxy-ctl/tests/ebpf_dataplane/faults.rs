@@ -2,7 +2,10 @@
 
 use std::{fs, os::fd::AsFd, sync::Arc};
 
-use proxy_common::layout::{Backend, EndpointSet, Frontend, FrontendKey, Service, ServiceName};
+use proxy_common::{
+    layout::{Backend, EndpointSet, Frontend, FrontendKey, Service, ServiceName},
+    port::Port,
+};
 use proxy_ctl::{
     config::{Ebpf, Limits},
     dataplane::{
@@ -136,7 +139,7 @@ fn frontend_missing(place: &Place) {
 }
 
 fn frontend_of_nobody(place: &Place) {
-    let key = FrontendKey { address: [10, 96, 9, 9], port: 80, protocol: 6, scope: 0 };
+    let key = FrontendKey::of_address([10, 96, 9, 9], Port::new(80), 6);
     let frontends = table::<FrontendKey<[u8; 4]>, Frontend>(place, "frontends4");
     frontends.set(&key, &Frontend { service: 200, flags: 0 }).unwrap();
 }

@@ -1,6 +1,9 @@
 //! Expired flows leave the tables whole, others stay whole.
 
-use proxy_common::layout::{FLOW_ANSWERED, FLOW_MASQUERADED, FLOW_RESET, Flow, FlowKey, PROTOCOL_TCP};
+use proxy_common::{
+    layout::{FLOW_ANSWERED, FLOW_MASQUERADED, FLOW_RESET, Flow, FlowKey, PROTOCOL_TCP},
+    port::Port,
+};
 use proxy_ctl::{
     dataplane::{Dataplane, Programmed as _, ebpf::EbpfDataplane},
     sys::{bpf, clock, map::Map},
@@ -15,22 +18,19 @@ fn open(place: &Place, table: &str) -> Flows {
 }
 
 /// A masqueraded flow that was reset: kept for ten seconds.
-fn reset(client_port: u16, last_seen: u64) -> Flow<[u8; 4]> {
-    Flow {
-        client: [192, 0, 2, 7],
-        frontend: [10, 96, 0, 1],
-        backend: [10, 0, 0, 1],
-        masquerade: [192, 0, 2, 1],
-        client_port,
-        alias_port: client_port,
-        frontend_port: 80,
-        backend_port: 8080,
-        masquerade_port: client_port,
-        flags: FLOW_ANSWERED | FLOW_MASQUERADED | FLOW_RESET,
-        protocol: PROTOCOL_TCP,
-        last_seen,
-        ..Flow::default()
-    }
+fn reset(client_port: Port, last_seen: u64) -> Flow<[u8; 4]> {
+    let mut flow = Flow::default();
+    (flow.client, flow.frontend) = ([192, 0, 2, 7], [10, 96, 0, 1]);
+    (flow.backend, flow.masquerade) = ([10, 0, 0, 1], [192, 0, 2, 1]);
+    flow.set_client_port(client_port);
+    flow.set_alias_port(client_port);
+    flow.set_frontend_port(Port::new(80));
+    flow.set_backend_port(Port::new(8080));
+    flow.set_masquerade_port(client_port);
+    flow.flags = FLOW_ANSWERED | FLOW_MASQUERADED | FLOW_RESET;
+    flow.protocol = PROTOCOL_TCP;
+    flow.last_seen = last_seen;
+    flow
 }
 
 fn keys(flow: &Flow<[u8; 4]>) -> [FlowKey<[u8; 4]>; 3] {
@@ -43,8 +43,8 @@ fn all_entries_of_a_flow_expire_together() {
     let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
     let (opening, established) = (open(&place, "opening_flows4"), open(&place, "flows4"));
     let now = clock::since_boot();
-    let long_ago = now - 15_000_000_000;
-    let (expired, alive) = (reset(1_000, long_ago), reset(2_000, long_ago));
+    let (kept, long_ago) = (Port::new(2_000), now - 15_000_000_000);
+    let (expired, alive) = (reset(Port::new(1_000), long_ago), reset(kept, long_ago));
     for key in keys(&expired) {
         established.set(&key, &expired).unwrap();
     }
@@ -54,13 +54,13 @@ fn all_entries_of_a_flow_expire_together() {
         established.set(&key, &alive).unwrap();
     }
     // One of its entries was seen just now.
-    established.set(&alive.reply_key(), &reset(2_000, now)).unwrap();
+    established.set(&alive.reply_key(), &reset(kept, now)).unwrap();
 
     dataplane.collect_garbage().unwrap();
     let mut left: Vec<_> =
-        established.read_all().unwrap().into_iter().map(|(_, flow)| flow.client_port).collect();
+        established.read_all().unwrap().into_iter().map(|(_, flow)| flow.client_port()).collect();
     left.sort_unstable();
-    assert_eq!(left, [2_000; 3]);
+    assert_eq!(left, [kept; 3]);
     assert!(opening.read_all().unwrap().is_empty());
     // The walk through the table of opening flows comes first, and has taken the expired flow away.
     let usage = dataplane.usage().unwrap();

@@ -7,10 +7,11 @@ use aya::{
     programs::SchedClassifier,
 };
 use proxy_common::{
-    family::{V4, V6},
+    family::{Slot as _, V4, V6},
     flow::Stage,
     inventory::{program, table},
     layout::*,
+    port::Port,
     reason::Reason,
 };
 
@@ -74,7 +75,7 @@ fn clear<K: Pod, V: Pod>(ebpf: &mut Ebpf, name: &str) -> Result<()> {
 }
 
 macro_rules! tables {
-    ($family:ty, $address:ty, $digit:literal, $slot:ident, $masquerade:ident) => {
+    ($family:ty, $address:ty, $digit:literal, $masquerade:ident) => {
         impl Tables for $family {
             fn put_frontend(ebpf: &mut Ebpf, key: FrontendKey<$address>, frontend: Frontend) -> Result<()> {
                 Ok(hash(ebpf, concat!("frontends", $digit))?.insert(key, frontend, 0)?)
@@ -87,8 +88,7 @@ macro_rules! tables {
                 backend: u32,
                 flags: u32,
             ) -> Result<()> {
-                let address = Self::address(endpoint.0);
-                let slot = $slot { address, port: endpoint.1, backend, flags, ..$slot::default() };
+                let slot = Self::Slot::new(Self::address(endpoint.0), Port::new(endpoint.1), backend, flags);
                 Ok(array(ebpf, concat!("slots", $digit))?.set(index, slot, 0)?)
             }
 
@@ -152,8 +152,8 @@ fn flow_table(stage: Stage, digit: &str) -> &'static str {
     }
 }
 
-tables!(V4, [u8; 4], "4", Slot4, masquerade4);
-tables!(V6, [u8; 16], "6", Slot6, masquerade6);
+tables!(V4, [u8; 4], "4", masquerade4);
+tables!(V6, [u8; 16], "6", masquerade6);
 
 pub(crate) struct World {
     pub(crate) ebpf: Ebpf,

@@ -10,7 +10,6 @@ use aya::Pod;
 use proxy_common::{
     family::{self, V4, V6},
     inventory::table,
-    layout::{Slot4, Slot6},
 };
 
 use crate::model::objects;
@@ -31,7 +30,6 @@ pub(super) trait TableFamily:
     /// `None`: of the other family.
     fn address(address: IpAddr) -> Option<Self::Address>;
     fn ip(address: Self::Address) -> IpAddr;
-    fn slot(address: Self::Address, port: u16, backend: u32, flags: u32) -> Self::Slot;
 }
 
 impl TableFamily for V4 {
@@ -53,10 +51,6 @@ impl TableFamily for V4 {
     fn ip(address: [u8; 4]) -> IpAddr {
         Ipv4Addr::from(address).into()
     }
-
-    fn slot(address: [u8; 4], port: u16, backend: u32, flags: u32) -> Slot4 {
-        Slot4 { address, port, backend, flags, ..Slot4::default() }
-    }
 }
 
 impl TableFamily for V6 {
@@ -77,9 +71,5 @@ impl TableFamily for V6 {
 
     fn ip(address: [u8; 16]) -> IpAddr {
         Ipv6Addr::from(address).into()
-    }
-
-    fn slot(address: [u8; 16], port: u16, backend: u32, flags: u32) -> Slot6 {
-        Slot6 { address, port, backend, flags, ..Slot6::default() }
     }
 }

@@ -152,9 +152,9 @@ fn remove_if_expired<F: TableFamily>(
 
 fn same_flow<A: PartialEq>(one: &Flow<A>, other: &Flow<A>) -> bool {
     one.client == other.client
-        && one.client_port == other.client_port
+        && one.client_port() == other.client_port()
         && one.frontend == other.frontend
-        && one.frontend_port == other.frontend_port
+        && one.frontend_port() == other.frontend_port()
         && one.backend_id == other.backend_id
 }
 
@@ -166,7 +166,9 @@ mod tests {
     use super::*;
 
     fn flow(protocol: u8, flags: u32, last_seen: u64) -> Flow<[u8; 4]> {
-        Flow { protocol, flags, last_seen: last_seen * SECOND, ..Flow::default() }
+        let mut flow = Flow::default();
+        (flow.protocol, flow.flags, flow.last_seen) = (protocol, flags, last_seen * SECOND);
+        flow
     }
 
     #[rstest]

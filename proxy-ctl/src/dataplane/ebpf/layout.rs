@@ -2,9 +2,12 @@
 
 use std::sync::Arc;
 
-use proxy_common::layout::{
-    BACKEND_LOCAL, EndpointSet, FRONTEND_EXTERNAL, FrontendKey, NAME_BYTES, SCOPE_ADDRESS, SCOPE_NODE_PORT,
-    SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, ServiceName,
+use proxy_common::{
+    layout::{
+        BACKEND_LOCAL, EndpointSet, FRONTEND_EXTERNAL, FrontendKey, NAME_BYTES, SERVICE_EXTERNAL_LOCAL,
+        SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, ServiceName,
+    },
+    port::Port,
 };
 
 use super::{allocate::Range, family::TableFamily};
@@ -82,21 +85,17 @@ pub(super) fn frontends<F: TableFamily>(port: &DesiredPort) -> Vec<(FrontendKey<
         .iter()
         .filter(|frontend| frontend.kind != FrontendKind::LoadBalancer || port.source_ranges.is_empty())
         .filter_map(|frontend| {
-            let (scope, flags) = match frontend.kind {
-                FrontendKind::ClusterIp => (SCOPE_ADDRESS, 0),
-                FrontendKind::NodePort => (SCOPE_NODE_PORT, FRONTEND_EXTERNAL),
-                FrontendKind::ExternalIp | FrontendKind::LoadBalancer => (SCOPE_ADDRESS, FRONTEND_EXTERNAL),
-            };
-            let address = if scope == SCOPE_NODE_PORT {
-                <F::Address as Default>::default()
-            } else {
-                F::address(frontend.address)?
-            };
-            let protocol = port.name.protocol.number();
-            Some((FrontendKey { address, port: frontend.port, protocol, scope }, flags))
+            let (number, protocol) = (Port::new(frontend.port), port.name.protocol.number());
+            let of_address =
+                || Some(FrontendKey::of_address(F::address(frontend.address)?, number, protocol));
+            Some(match frontend.kind {
+                FrontendKind::ClusterIp => (of_address()?, 0),
+                FrontendKind::NodePort => (FrontendKey::of_node_port(number, protocol), FRONTEND_EXTERNAL),
+                FrontendKind::ExternalIp | FrontendKind::LoadBalancer => (of_address()?, FRONTEND_EXTERNAL),
+            })
         })
         .collect();
-    keys.sort_unstable_by_key(|(key, flags)| (key.scope, key.address, key.port, *flags));
+    keys.sort_unstable_by_key(|(key, flags)| (key.scope, key.address, key.port(), *flags));
     keys.dedup_by_key(|(key, _)| *key);
     keys
 }
@@ -244,13 +243,13 @@ mod tests {
             frontend(FrontendKind::ClusterIp, "10.96.0.1", 80),
             frontend(FrontendKind::ExternalIp, "192.0.2.1", 80),
         ]);
-        let key = |address, port, scope| FrontendKey { address, port, protocol: 6, scope };
+        let http = |address| FrontendKey::of_address(address, Port::new(80), 6);
         assert_eq!(
             frontends::<V4>(&port),
             [
-                (key([10, 96, 0, 1], 80, SCOPE_ADDRESS), 0),
-                (key([192, 0, 2, 1], 80, SCOPE_ADDRESS), FRONTEND_EXTERNAL),
-                (key([0; 4], 30080, SCOPE_NODE_PORT), FRONTEND_EXTERNAL),
+                (http([10, 96, 0, 1]), 0),
+                (http([192, 0, 2, 1]), FRONTEND_EXTERNAL),
+                (FrontendKey::of_node_port(Port::new(30080), 6), FRONTEND_EXTERNAL),
             ]
         );
     }

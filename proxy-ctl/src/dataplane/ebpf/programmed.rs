@@ -4,8 +4,9 @@
 
 use std::sync::Arc;
 
-use proxy_common::layout::{
-    BACKEND_ACTIVE, BACKEND_LOCAL, BACKEND_TERMINATING, Backend, Frontend, FrontendKey,
+use proxy_common::{
+    layout::{BACKEND_ACTIVE, BACKEND_LOCAL, BACKEND_TERMINATING, Backend, Frontend, FrontendKey},
+    port::Port,
 };
 use rustc_hash::FxHashMap;
 
@@ -63,7 +64,7 @@ impl UsedEndpoints {
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(super) struct BackendKey<A> {
     pub(super) address: A,
-    pub(super) port: u16,
+    pub(super) port: Port,
     /// IANA number.
     pub(super) protocol: u8,
     /// As [`Backend::owner`].
@@ -73,7 +74,7 @@ pub(super) struct BackendKey<A> {
 impl<A: Copy> BackendKey<A> {
     pub(super) fn of(backend: &Backend<A>) -> Self {
         let Backend { address, port, protocol, owner, .. } = *backend;
-        Self { address, port, protocol, owner }
+        Self { address, port: Port::new(port), protocol, owner }
     }
 }
 
@@ -119,7 +120,7 @@ impl Uses {
     pub(super) fn wanted<A: Copy>(&self, key: &BackendKey<A>) -> Backend<A> {
         Backend {
             address: key.address,
-            port: key.port,
+            port: key.port.number(),
             protocol: key.protocol,
             state: if self.terminating < self.count { BACKEND_ACTIVE } else { BACKEND_TERMINATING },
             uses: self.count,
@@ -158,7 +159,8 @@ impl<F: TableFamily> Image<F> {
 mod tests {
     use super::*;
 
-    const KEY: BackendKey<[u8; 4]> = BackendKey { address: [10, 0, 0, 1], port: 80, protocol: 6, owner: 0 };
+    const KEY: BackendKey<[u8; 4]> =
+        BackendKey { address: [10, 0, 0, 1], port: Port::new(80), protocol: 6, owner: 0 };
 
     fn endpoint(terminating: bool, local: bool) -> desired::Endpoint {
         desired::Endpoint { address: [10, 0, 0, 1].into(), port: 80, local, terminating }

@@ -220,7 +220,7 @@ fn read_frontends<F: TableFamily>(
     for (key, frontend) in tables.frontends.read_all()? {
         of_service.entry(frontend.service).or_default().push(FrontendSnapshot {
             address: (key.scope != SCOPE_NODE_PORT).then(|| F::ip(key.address)),
-            port: key.port,
+            port: key.port().number(),
             external: frontend.flags & FRONTEND_EXTERNAL != 0,
         });
     }
@@ -232,7 +232,7 @@ fn read_set<F: TableFamily>(tables: &FamilyTables<F>, set: EndpointSet) -> Vec<E
     let slots = places.map_while(|place| tables.slots.get(place as usize));
     slots
         .map(|slot| EndpointSnapshot {
-            address: SocketAddr::new(F::ip(slot.address()), slot.port()),
+            address: SocketAddr::new(F::ip(slot.address()), slot.port().number()),
             local: slot.flags() & BACKEND_LOCAL != 0,
             backend: slot.backend(),
         })

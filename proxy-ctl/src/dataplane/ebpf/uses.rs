@@ -6,6 +6,7 @@ use std::sync::Arc;
 use proxy_common::{
     family::Slot as _,
     layout::{BACKEND_LOCAL, Backend},
+    port::Port,
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -114,7 +115,7 @@ impl<F: TableFamily> Plane<F> {
         }
         let uses = self.image.backends.entry(key).or_default();
         uses.add(endpoint);
-        let slot = F::slot(key.address, key.port, uses.id, backend_flags(endpoint));
+        let slot = F::Slot::new(key.address, key.port, uses.id, backend_flags(endpoint));
         round.touched.push(key);
         Ok(slot)
     }
@@ -151,7 +152,7 @@ impl<F: TableFamily> Plane<F> {
                 let Some(uses) = backends.get_mut(&key).filter(|_| seen.insert(key)) else { continue };
                 let endpoint = Endpoint {
                     address: F::ip(key.address),
-                    port: key.port,
+                    port: key.port.number(),
                     local: slot.flags() & BACKEND_LOCAL != 0,
                     terminating: false,
                 };
@@ -180,7 +181,7 @@ impl<F: TableFamily> Plane<F> {
                 }
                 Ok(()) => uses.wrote(&wanted),
                 Err(error) => {
-                    let what = format!("backend {} port {}", F::ip(key.address), key.port);
+                    let what = format!("backend {} port {}", F::ip(key.address), key.port.number());
                     round.failures.add(what, error);
                 }
             }
@@ -194,5 +195,5 @@ fn backend_key<F: TableFamily>(
 ) -> Option<BackendKey<F::Address>> {
     let address = F::address(endpoint.address)?;
     let (protocol, owner) = (port.protocol.number(), layout::owner(port));
-    Some(BackendKey { address, port: endpoint.port, protocol, owner })
+    Some(BackendKey { address, port: Port::new(endpoint.port), protocol, owner })
 }

@@ -227,7 +227,7 @@ fn alias<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     let mut aliases = Vec::new();
     for (key, flow) in s.flows(Stage::Opening)? {
         if key.tuple == TUPLE_REPLY && flow.frontend == W::address(other.0) {
-            aliases.push(flow.alias_port);
+            aliases.push(flow.alias_port().number());
         }
     }
     ensure!(aliases.len() == 1 && aliases[0] != CLIENT.1, "{aliases:?}");

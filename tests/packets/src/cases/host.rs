@@ -28,8 +28,8 @@ fn there_and_back<W: Tables>(s: &mut Scene<W>, backend: (KnownAddress, u16), ing
     let output = s.world.run("uplink_egress", &first.bytes::<W>())?;
     let flow = s.flow_of(Stage::Opening, PROCESS)?;
     ensure!(flow.flags == FLOW_FROM_HOST);
-    ensure!(flow.alias_port != PROCESS.1, "no alias");
-    let alias = (PROCESS.0, flow.alias_port);
+    ensure!(flow.alias_port().number() != PROCESS.1, "no alias");
+    let alias = (PROCESS.0, flow.alias_port().number());
     let inside = first.to(backend).from(alias);
     ensure!(output.packet == inside.bytes::<W>());
     // On the interface that leads to the backend.

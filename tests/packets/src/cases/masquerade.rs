@@ -27,8 +27,10 @@ fn remote<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     let first = s.first(CLIENT, NODE_PORT);
     s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
     let flow = s.flow_of(Stage::Opening, CLIENT)?;
-    ensure!(MASQUERADE_PORTS.iter().any(|[low, high]| (*low..=*high).contains(&flow.masquerade_port)));
-    let node = (KnownAddress::Node, flow.masquerade_port);
+    ensure!(
+        MASQUERADE_PORTS.iter().any(|[low, high]| (*low..=*high).contains(&flow.masquerade_port().number()))
+    );
+    let node = (KnownAddress::Node, flow.masquerade_port().number());
     s.send("uplink_egress", &first.to(REMOTE), Expect::Becomes(&first.to(REMOTE).from(node)))?;
     let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
     let to_client = answer.to(CLIENT);
@@ -61,7 +63,7 @@ fn hairpin_from_server_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     let first = s.first(LOCAL, CLUSTER_IP);
     // Its own port would make both directions look the same inside the node.
     let output = s.world.run("workload_ingress", &first.bytes::<W>())?;
-    let alias = s.flow_of(Stage::Opening, LOCAL)?.alias_port;
+    let alias = s.flow_of(Stage::Opening, LOCAL)?.alias_port().number();
     ensure!(alias != LOCAL.1);
     ensure!(output.packet == first.to(LOCAL).from((LOCAL.0, alias)).bytes::<W>());
     hairpin_from(s, LOCAL.1, alias)
@@ -76,7 +78,7 @@ fn hairpin_from<W: Tables>(s: &mut Scene<W>, port: u16, inside: u16) -> Result<(
     let first = s.first(client, CLUSTER_IP);
     let to_backend = first.from(client_inside).to(LOCAL);
     s.send("workload_ingress", &first, Expect::Becomes(&to_backend))?;
-    let node = (KnownAddress::Node, s.flow_of(Stage::Opening, client)?.masquerade_port);
+    let node = (KnownAddress::Node, s.flow_of(Stage::Opening, client)?.masquerade_port().number());
     s.send("workload_egress", &to_backend, Expect::Becomes(&to_backend.from(node)))?;
     let answer = to_backend.from(node).answer(TCP_SYN | TCP_ACK);
     let to_client = answer.to(client_inside);

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use anyhow::{Result, bail, ensure};
-use proxy_common::{flow::Stage, layout::*, reason::Reason};
+use proxy_common::{flow::Stage, layout::*, port::Port, reason::Reason};
 
 use crate::{
     wire::{Endpoint, KnownAddress, Segment, tcp, udp},
@@ -89,22 +89,12 @@ impl<'w, W: Tables> Scene<'w, W> {
     }
 
     pub(crate) fn frontend(&mut self, endpoint: Endpoint, service: u32, flags: u32) -> Result<()> {
-        let key = FrontendKey {
-            address: W::address(endpoint.0),
-            port: endpoint.1,
-            protocol: self.protocol,
-            scope: SCOPE_ADDRESS,
-        };
+        let key = FrontendKey::of_address(W::address(endpoint.0), Port::new(endpoint.1), self.protocol);
         W::put_frontend(&mut self.world.ebpf, key, Frontend { service, flags })
     }
 
     pub(crate) fn node_port(&mut self, service: u32) -> Result<()> {
-        let key = FrontendKey {
-            address: W::Address::UNSPECIFIED,
-            port: NODE_PORT.1,
-            protocol: self.protocol,
-            scope: SCOPE_NODE_PORT,
-        };
+        let key = FrontendKey::of_node_port(Port::new(NODE_PORT.1), self.protocol);
         W::put_frontend(&mut self.world.ebpf, key, Frontend { service, flags: FRONTEND_EXTERNAL })?;
         W::put_node_address(&mut self.world.ebpf, W::address(NODE_PORT.0), 0)
     }
@@ -173,8 +163,8 @@ impl<'w, W: Tables> Scene<'w, W> {
     /// The flow of a client, as its forward entry has it.
     pub(crate) fn flow_of(&mut self, stage: Stage, client: Endpoint) -> Result<FlowOf<W>> {
         for (key, flow) in self.flows(stage)? {
-            if key.tuple == TUPLE_FORWARD && key.source == W::address(client.0) && key.source_port == client.1
-            {
+            let source = (key.source, key.source_port().number());
+            if key.tuple == TUPLE_FORWARD && source == (W::address(client.0), client.1) {
                 return Ok(flow);
             }
         }

@@ -1,0 +1,109 @@
+//! Ports: as decisions pass them around, as packets have them, and as tables hold them.
+
+/// A port of TCP or UDP. A port in network order is never a number, only two bytes.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+#[repr(transparent)]
+pub struct Port(u16);
+
+impl Port {
+    /// Not a port of anybody: what is not known, or a place that is free.
+    pub const NONE: Self = Self(0);
+
+    /// Of a number in host byte order, as people and tables write it.
+    #[inline(always)]
+    pub const fn new(number: u16) -> Self {
+        Self(number)
+    }
+
+    /// Host byte order.
+    #[inline(always)]
+    pub const fn number(self) -> u16 {
+        self.0
+    }
+
+    /// As packets and the addresses of sockets have it.
+    #[inline(always)]
+    pub const fn from_network(bytes: [u8; 2]) -> Self {
+        Self(u16::from_be_bytes(bytes))
+    }
+
+    #[inline(always)]
+    pub const fn to_network(self) -> [u8; 2] {
+        self.0.to_be_bytes()
+    }
+}
+
+/// Ports for translated sources and aliases: up to two ranges, as [`crate::layout::Settings::masquerade_ports`].
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct PortRanges(pub [[u16; 2]; 2]);
+
+impl PortRanges {
+    pub const EMPTY: Self = Self([[1, 0]; 2]);
+
+    #[inline(always)]
+    pub fn contain(&self, Port(port): Port) -> bool {
+        let [first, second] = &self.0;
+        (first[0] <= port && port <= first[1]) || (second[0] <= port && port <= second[1])
+    }
+
+    /// The `attempt`th port after a random one; None if the ranges are empty.
+    #[inline(always)]
+    pub fn choose(&self, random: u32, attempt: u32) -> Option<Port> {
+        let [first, second] = &self.0;
+        let (in_first, total) = (length(*first), length(*first) + length(*second));
+        if total == 0 {
+            return None;
+        }
+        // Scales 32 random bits to 0..total without a division.
+        let mut place = ((u64::from(random) * u64::from(total)) >> 32) as u32 + attempt;
+        if place >= total {
+            place -= total;
+        }
+        // A range shorter than the attempts is tried in part twice.
+        if place >= total {
+            place = 0;
+        }
+        Some(Port(if place < in_first {
+            first[0].wrapping_add(place as u16)
+        } else {
+            second[0].wrapping_add((place - in_first) as u16)
+        }))
+    }
+}
+
+#[inline(always)]
+fn length(range: [u16; 2]) -> u32 {
+    if range[0] > range[1] { 0 } else { u32::from(range[1]) - u32::from(range[0]) + 1 }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn bytes_of_a_packet_are_in_network_order() {
+        assert_eq!(Port::from_network([0x1f, 0x90]), Port::new(8080));
+        assert_eq!(Port::new(8080).to_network(), [0x1f, 0x90]);
+    }
+
+    proptest! {
+        #[test]
+        fn ports_come_from_the_ranges(ranges: [[u16; 2]; 2], random: u32, attempt in 0u32..16) {
+            match PortRanges(ranges).choose(random, attempt) {
+                Some(port) => prop_assert!(PortRanges(ranges).contain(port)),
+                None => prop_assert!(ranges.iter().all(|[first, last]| first > last)),
+            }
+        }
+
+        #[test]
+        fn attempts_try_different_ports(first in 1u16..60_000, random: u32) {
+            let ranges = PortRanges([[first, first + 9], [first + 100, first + 109]]);
+            let mut ports: Vec<_> = (0..16).map(|attempt| ranges.choose(random, attempt)).collect();
+            ports.sort_unstable();
+            ports.dedup();
+            prop_assert_eq!(ports.len(), 16);
+        }
+    }
+}

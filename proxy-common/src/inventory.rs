@@ -2,7 +2,7 @@
 //! sizes, checks, opens and attaches them by the same.
 
 macro_rules! limits {
-    ($($limit:ident: $name:literal, $default:literal;)+) => {
+    ($($limit:ident $field:ident: $name:literal, $default:literal;)+) => {
         /// A size that users set.
         #[derive(Clone, Copy, Debug, Eq, PartialEq)]
         pub enum Limit { $($limit,)+ }
@@ -18,18 +18,34 @@ macro_rules! limits {
                 match self { $(Self::$limit => $default,)+ }
             }
         }
+
+        /// Entries that the tables have room for.
+        #[derive(Clone, Copy, Debug, Eq, PartialEq)]
+        pub struct Limits { $(pub $field: u32,)+ }
+
+        impl Default for Limits {
+            fn default() -> Self {
+                Self { $($field: $default,)+ }
+            }
+        }
+
+        impl Limits {
+            pub const fn entries(&self, limit: Limit) -> u32 {
+                match limit { $(Limit::$limit => self.$field,)+ }
+            }
+        }
     };
 }
 
 limits! {
-    Frontends: "frontends", 131_072;
-    Services: "services", 131_072;
-    Slots: "slots", 524_288;
-    Backends: "backends", 262_144;
-    Flows: "flows", 524_288;
-    OpeningFlows: "openingFlows", 65_536;
-    NodeAddresses: "nodeAddresses", 1_024;
-    ServiceCounters: "serviceCounters", 1_024;
+    Frontends frontends: "frontends", 131_072;
+    Services services: "services", 131_072;
+    Slots slots: "slots", 524_288;
+    Backends backends: "backends", 262_144;
+    Flows flows: "flows", 524_288;
+    OpeningFlows opening_flows: "openingFlows", 65_536;
+    NodeAddresses node_addresses: "nodeAddresses", 1_024;
+    ServiceCounters service_counters: "serviceCounters", 1_024;
 }
 
 /// Calls the macro `$define` with every pinned table, as `name: kind(key, value), entries`. The types are those of

@@ -40,7 +40,7 @@ impl InvalidValue {
     }
 }
 
-pub(super) type Parsed<T> = Result<T, InvalidValue>;
+pub(super) type ParseResult<T> = Result<T, InvalidValue>;
 
 /// A field of any type. Flags are turned into the JSON that the file would have.
 pub(super) trait Access: Sync {
@@ -50,7 +50,7 @@ pub(super) trait Access: Sync {
     fn type_name(&self) -> &'static str;
     /// Whether this value in a file means the default.
     fn unset(&self, value: &Value) -> bool;
-    fn read(&self, config: &mut Config, value: &Value) -> Parsed<()>;
+    fn read(&self, config: &mut Config, value: &Value) -> ParseResult<()>;
     /// As the file would say it.
     fn write(&self, config: &mut Config) -> Value;
 }
@@ -63,7 +63,7 @@ pub(super) struct TypedField<T: 'static> {
     pub(super) type_name: &'static str,
     pub(super) allowed: fn() -> String,
     pub(super) unset: fn(&Value) -> bool,
-    pub(super) read: fn(&Value) -> Parsed<T>,
+    pub(super) read: fn(&Value) -> ParseResult<T>,
     pub(super) write: fn(&T) -> Value,
 }
 
@@ -80,7 +80,7 @@ impl<T> Access for TypedField<T> {
         (self.unset)(value)
     }
 
-    fn read(&self, config: &mut Config, value: &Value) -> Parsed<()> {
+    fn read(&self, config: &mut Config, value: &Value) -> ParseResult<()> {
         *(self.locate)(config) = (self.read)(value)?;
         Ok(())
     }
@@ -90,11 +90,11 @@ impl<T> Access for TypedField<T> {
     }
 }
 
-pub(super) fn typed<'v, T>(value: &'v Value, read: impl FnOnce(&'v Value) -> Option<T>) -> Parsed<T> {
+pub(super) fn typed<'v, T>(value: &'v Value, read: impl FnOnce(&'v Value) -> Option<T>) -> ParseResult<T> {
     read(value).ok_or_else(|| InvalidValue::new(Problem::WrongType, value))
 }
 
-pub(super) fn parsed<T>(value: &Value, parse: impl FnOnce(&str) -> Option<T>) -> Parsed<T> {
+pub(super) fn parsed<T>(value: &Value, parse: impl FnOnce(&str) -> Option<T>) -> ParseResult<T> {
     parse(typed(value, Value::as_str)?).ok_or_else(|| InvalidValue::new(Problem::NotAllowed, value))
 }
 
@@ -187,7 +187,7 @@ pub(super) const fn file(locate: Locate<Option<PathBuf>>) -> TypedField<Option<P
     }
 }
 
-fn absolute(value: &Value) -> Parsed<PathBuf> {
+fn absolute(value: &Value) -> ParseResult<PathBuf> {
     parsed(value, |text| Some(PathBuf::from(text)).filter(|path| path.is_absolute()))
 }
 
@@ -326,7 +326,7 @@ pub(super) fn as_whole(value: &Value) -> Option<i64> {
 }
 
 /// kube-proxy reads every integer into 32 bits first.
-fn in_range<T: TryFrom<i64>>(value: &Value, min: i64, max: i64) -> Parsed<T> {
+fn in_range<T: TryFrom<i64>>(value: &Value, min: i64, max: i64) -> ParseResult<T> {
     let number = typed(value, |value| as_whole(value).filter(|number| i32::try_from(*number).is_ok()))?;
     let allowed = Some(number).filter(|number| (min..=max).contains(number));
     let not_allowed = || InvalidValue::new(Problem::NotAllowed, value);
@@ -344,18 +344,6 @@ where
         unset: Value::is_null,
         read: |value| in_range(value, MIN, MAX),
         write: |number| Value::from((*number).into()),
-    }
-}
-
-/// A number of table entries; `None`: the default of the dataplane.
-pub(super) const fn table_size<const MAX: i64>(locate: Locate<Option<u32>>) -> TypedField<Option<u32>> {
-    TypedField {
-        locate,
-        type_name: "integer",
-        allowed: || format!("from 1 to {MAX}"),
-        unset: Value::is_null,
-        read: |value| in_range(value, 1, MAX).map(Some),
-        write: |size| size.map(Value::from).unwrap_or_default(),
     }
 }
 

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+pub use proxy_common::inventory::Limits;
+
 use super::Keyword;
 
 /// Whose connections the socket hooks translate.
@@ -146,19 +148,6 @@ impl std::fmt::Display for NamePattern {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}{}", self.name, if self.prefix { "*" } else { "" })
     }
-}
-
-/// Entries that the tables have room for; `None`: the dataplane's default.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub struct Limits {
-    pub frontends: Option<u32>,
-    pub services: Option<u32>,
-    pub slots: Option<u32>,
-    pub backends: Option<u32>,
-    pub flows: Option<u32>,
-    pub opening_flows: Option<u32>,
-    pub node_addresses: Option<u32>,
-    pub service_counters: Option<u32>,
 }
 
 /// Kernels accept more even for the largest of these tables.

@@ -8,7 +8,7 @@ use super::{
         Access, InvalidValue, ListItem, MAX_I32, Problem, TypedField, accept_header, address, as_whole,
         duration_or_nanoseconds, encoding, file, folder, ignored_text, integer, integer_not_zero,
         is_empty_text, keyword, list, listen_address, number, optional_folder, optional_text,
-        optional_timeout, parsed, period, quantity, switch, table_size, text, timeout, typed,
+        optional_timeout, parsed, period, quantity, switch, text, timeout, typed,
     },
     ebpf::{MAX_ENTRIES, NamePattern},
 };
@@ -250,21 +250,21 @@ pub static FIELDS: &[Field] = fields! {
         "Interfaces that packet programs are attached to. Empty: all.";
     "ebpf.interfaces.exclude", list(|c| &mut c.ebpf.interfaces.exclude);
         "Interfaces that no packet program is attached to.";
-    "ebpf.limits.frontends", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.frontends);
+    "ebpf.limits.frontends", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.frontends);
         "Rows of the tables frontends4 and frontends6 each.";
-    "ebpf.limits.services", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.services);
+    "ebpf.limits.services", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.services);
         "Rows of the table services.";
-    "ebpf.limits.slots", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.slots);
+    "ebpf.limits.slots", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.slots);
         "Rows of the tables slots4 and slots6 each: endpoints, counted for each service.";
-    "ebpf.limits.backends", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.backends);
+    "ebpf.limits.backends", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.backends);
         "Rows of the tables backends4 and backends6 each.";
-    "ebpf.limits.flows", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.flows);
+    "ebpf.limits.flows", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.flows);
         "Rows of the tables flows4 and flows6 each; a flow takes two or three.";
-    "ebpf.limits.openingFlows", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.opening_flows);
+    "ebpf.limits.openingFlows", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.opening_flows);
         "Rows of the tables opening_flows4 and opening_flows6 each.";
-    "ebpf.limits.nodeAddresses", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.node_addresses);
+    "ebpf.limits.nodeAddresses", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.node_addresses);
         "Rows of the tables node_addresses4 and node_addresses6 each.";
-    "ebpf.limits.serviceCounters", table_size::<MAX_ENTRIES>(|c| &mut c.ebpf.limits.service_counters);
+    "ebpf.limits.serviceCounters", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.service_counters);
         "Rows of the table service_counters: service ports whose connections and bytes are counted.";
     "ebpf.cgroup", optional_folder(|c| &mut c.ebpf.cgroup);
         "The cgroup v2 folder whose processes are served. Empty: the mount that opens; where there is none, the hierarchy is mounted.";

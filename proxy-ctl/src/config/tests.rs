@@ -103,7 +103,7 @@ fn json_is_read_too() {
     let config = read("config.json", text).unwrap().config;
     assert_eq!(config.mode, RequestedMode::Ebpf);
     assert_eq!(config.ebpf.socket_load_balancing, SocketLoadBalancing::Host);
-    assert_eq!(config.ebpf.limits, Limits { flows: Some(1000), ..Limits::default() });
+    assert_eq!(config.ebpf.limits, Limits { flows: 1000, ..Limits::default() });
 }
 
 #[rstest]
@@ -204,6 +204,10 @@ fn valid(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
 #[case(
     "ebpf: {sourceAddress: masquerade}",
     "ebpf.sourceAddress must be preserve, found \"masquerade\", which is not built yet"
+)]
+#[case(
+    "conntrack: {min: 010}",
+    "conntrack.min must be written without a leading zero: 8, as kube-proxy reads it, or 10"
 )]
 #[case("ebpf: {limits: {flows: 0}}", "ebpf.limits.flows must be from 1 to 67108864, found 0")]
 #[case("ebpf: {bpffs: bpf}", "ebpf.bpffs must be an absolute path, found \"bpf\"")]

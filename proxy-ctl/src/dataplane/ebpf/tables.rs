@@ -92,7 +92,7 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
     }
     macro_rules! entries {
         ([$limit:ident]) => {
-            (entries(limits, Limit::$limit), Some(Limit::$limit))
+            (limits.entries(Limit::$limit), Some(Limit::$limit))
         };
         ($entries:tt) => {
             ($entries, None)
@@ -107,20 +107,6 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
         };
     }
     proxy_common::tables!(shapes)
-}
-
-fn entries(limits: &Limits, limit: Limit) -> u32 {
-    let configured = match limit {
-        Limit::Frontends => limits.frontends,
-        Limit::Services => limits.services,
-        Limit::Slots => limits.slots,
-        Limit::Backends => limits.backends,
-        Limit::Flows => limits.flows,
-        Limit::OpeningFlows => limits.opening_flows,
-        Limit::NodeAddresses => limits.node_addresses,
-        Limit::ServiceCounters => limits.service_counters,
-    };
-    configured.unwrap_or(limit.default_entries())
 }
 
 /// How a pinned table differs from what is expected: found, then expected.
@@ -355,7 +341,7 @@ mod tests {
 
     #[test]
     fn limits_override_the_defaults() {
-        let limits = Limits { backends: Some(5), ..Limits::default() };
+        let limits = Limits { backends: 5, ..Limits::default() };
         let entries = |name| shapes(&limits).iter().find(|shape| shape.name == name).unwrap().entries;
         assert_eq!((entries("backends6"), entries("frontends4")), (5, 131_072));
     }

@@ -31,6 +31,7 @@ const FORBIDDEN: &[&str] = &[
     "crate::cli",
     "crate::dataplane",
     "crate::node",
+    "crate::process",
     "crate::report",
     "crate::serve",
     "crate::source",

@@ -19,7 +19,7 @@ use rstest::rstest;
 
 use super::{
     desired::{endpoint, port, shared, with_node_port},
-    place::Place,
+    sandbox::Sandbox,
 };
 
 fn desired() -> Vec<Arc<DesiredPort>> {
@@ -29,13 +29,13 @@ fn desired() -> Vec<Arc<DesiredPort>> {
     shared([with_node_port(port("web", "10.96.0.1", all()), 30080), port("other", "10.96.0.2", all()), gap])
 }
 
-fn table<K: aya::Pod + Default, V: aya::Pod + Default>(place: &Place, name: &str) -> Map<K, V> {
-    Map::new(bpf::pinned(&place.table(name)).unwrap()).unwrap().unwrap()
+fn table<K: aya::Pod + Default, V: aya::Pod + Default>(sandbox: &Sandbox, name: &str) -> Map<K, V> {
+    Map::new(bpf::pinned(&sandbox.table(name)).unwrap()).unwrap().unwrap()
 }
 
 /// Names and contents, without the ids, which a repair may change.
-fn shown(place: &Place) -> String {
-    let snapshot = place.snapshot();
+fn shown(sandbox: &Sandbox) -> String {
+    let snapshot = sandbox.snapshot();
     let services = snapshot.services.into_iter().map(|service| {
         let set = |set: &[EndpointSnapshot]| -> Vec<_> { set.iter().map(|e| (e.address, e.local)).collect() };
         let sets = [set(&service.cluster), set(&service.internal), set(&service.external)];
@@ -45,107 +45,107 @@ fn shown(place: &Place) -> String {
     services.chain(backends.map(|b| format!("{} {}\n", b.address, b.uses))).collect()
 }
 
-type Fault = fn(&Place);
+type Fault = fn(&Sandbox);
 
-fn id_of(place: &Place, service: &str) -> u32 {
-    let services = place.snapshot().services;
+fn id_of(sandbox: &Sandbox, service: &str) -> u32 {
+    let services = sandbox.snapshot().services;
     services.iter().find(|found| &*found.name.service.name == service).unwrap().id
 }
 
-fn change_service(place: &Place, service: &str, change: impl FnOnce(&mut Service)) {
-    let services = table::<u32, Service>(place, "services");
-    let id = id_of(place, service);
+fn change_service(sandbox: &Sandbox, service: &str, change: impl FnOnce(&mut Service)) {
+    let services = table::<u32, Service>(sandbox, "services");
+    let id = id_of(sandbox, service);
     let mut value = services.get(&id).unwrap().unwrap();
     change(&mut value);
     services.set(&id, &value).unwrap();
 }
 
-fn backend_removed(place: &Place) {
-    let backends = table::<u32, Backend<[u8; 4]>>(place, "backends4");
+fn backend_removed(sandbox: &Sandbox) {
+    let backends = table::<u32, Backend<[u8; 4]>>(sandbox, "backends4");
     let (id, _) = backends.read_all().unwrap()[0];
     assert!(backends.remove(&id).unwrap());
 }
 
-fn backend_without_uses(place: &Place) {
+fn backend_without_uses(sandbox: &Sandbox) {
     let backend =
         Backend { address: [10, 0, 0, 99], port: 1, protocol: 6, state: 1, uses: 1, flags: 0, owner: 0 };
-    table::<u32, Backend<[u8; 4]>>(place, "backends4").set(&1_000_000, &backend).unwrap();
+    table::<u32, Backend<[u8; 4]>>(sandbox, "backends4").set(&1_000_000, &backend).unwrap();
 }
 
-fn backend_twice(place: &Place) {
-    let backends = table::<u32, Backend<[u8; 4]>>(place, "backends4");
+fn backend_twice(sandbox: &Sandbox) {
+    let backends = table::<u32, Backend<[u8; 4]>>(sandbox, "backends4");
     let (id, backend) = backends.read_all().unwrap()[0];
     backends.set(&(id + 5_000), &backend).unwrap();
 }
 
-fn wrong_use_count(place: &Place) {
-    let backends = table::<u32, Backend<[u8; 4]>>(place, "backends4");
+fn wrong_use_count(sandbox: &Sandbox) {
+    let backends = table::<u32, Backend<[u8; 4]>>(sandbox, "backends4");
     let (id, backend) = backends.read_all().unwrap()[0];
     backends.set(&id, &Backend { uses: 77, ..backend }).unwrap();
 }
 
-fn name_missing(place: &Place) {
-    assert!(table::<u32, ServiceName>(place, "service_names").remove(&id_of(place, "web")).unwrap());
+fn name_missing(sandbox: &Sandbox) {
+    assert!(table::<u32, ServiceName>(sandbox, "service_names").remove(&id_of(sandbox, "web")).unwrap());
 }
 
-fn name_without_service(place: &Place) {
-    let names = table::<u32, ServiceName>(place, "service_names");
+fn name_without_service(sandbox: &Sandbox) {
+    let names = table::<u32, ServiceName>(sandbox, "service_names");
     let (_, mut name) = names.read_all().unwrap()[0];
     name.name[0] = b'z';
     names.set(&400, &name).unwrap();
 }
 
-fn two_ids_of_one_name(place: &Place) {
-    let names = table::<u32, ServiceName>(place, "service_names");
+fn two_ids_of_one_name(sandbox: &Sandbox) {
+    let names = table::<u32, ServiceName>(sandbox, "service_names");
     let (_, name) = names.read_all().unwrap()[0];
     names.set(&400, &name).unwrap();
 }
 
-fn unreadable_name(place: &Place) {
+fn unreadable_name(sandbox: &Sandbox) {
     let name = ServiceName { family: 9, ..ServiceName::default() };
-    table::<u32, ServiceName>(place, "service_names").set(&400, &name).unwrap();
+    table::<u32, ServiceName>(sandbox, "service_names").set(&400, &name).unwrap();
 }
 
-fn service_empty(place: &Place) {
-    change_service(place, "web", |service| *service = Service::default());
+fn service_empty(sandbox: &Sandbox) {
+    change_service(sandbox, "web", |service| *service = Service::default());
 }
 
-fn service_without_name(place: &Place) {
+fn service_without_name(sandbox: &Sandbox) {
     let value = Service { flags: 1, ..Service::default() };
-    table::<u32, Service>(place, "services").set(&300, &value).unwrap();
+    table::<u32, Service>(sandbox, "services").set(&300, &value).unwrap();
 }
 
-fn slots_out_of_bounds(place: &Place) {
-    change_service(place, "web", |service| service.cluster = EndpointSet { first: 4_095, count: 2 });
+fn slots_out_of_bounds(sandbox: &Sandbox) {
+    change_service(sandbox, "web", |service| service.cluster = EndpointSet { first: 4_095, count: 2 });
 }
 
-fn slots_of_another(place: &Place) {
-    let other = table::<u32, Service>(place, "services").get(&id_of(place, "other")).unwrap().unwrap();
-    change_service(place, "web", |service| {
+fn slots_of_another(sandbox: &Sandbox) {
+    let other = table::<u32, Service>(sandbox, "services").get(&id_of(sandbox, "other")).unwrap().unwrap();
+    change_service(sandbox, "web", |service| {
         service.cluster = other.cluster;
         service.internal = other.internal;
         service.external = other.external;
     });
 }
 
-fn flags_lost(place: &Place) {
-    change_service(place, "web", |service| service.flags = 0);
+fn flags_lost(sandbox: &Sandbox) {
+    change_service(sandbox, "web", |service| service.flags = 0);
 }
 
-fn frontend_missing(place: &Place) {
-    let frontends = table::<FrontendKey<[u8; 4]>, Frontend>(place, "frontends4");
+fn frontend_missing(sandbox: &Sandbox) {
+    let frontends = table::<FrontendKey<[u8; 4]>, Frontend>(sandbox, "frontends4");
     let (key, _) = frontends.read_all().unwrap()[0];
     assert!(frontends.remove(&key).unwrap());
 }
 
-fn frontend_of_nobody(place: &Place) {
+fn frontend_of_nobody(sandbox: &Sandbox) {
     let key = FrontendKey::of_address([10, 96, 9, 9], Port::new(80), 6);
-    let frontends = table::<FrontendKey<[u8; 4]>, Frontend>(place, "frontends4");
+    let frontends = table::<FrontendKey<[u8; 4]>, Frontend>(sandbox, "frontends4");
     frontends.set(&key, &Frontend { service: 200, flags: 0 }).unwrap();
 }
 
-fn frontend_of_another(place: &Place) {
-    let frontends = table::<FrontendKey<[u8; 4]>, Frontend>(place, "frontends4");
+fn frontend_of_another(sandbox: &Sandbox) {
+    let frontends = table::<FrontendKey<[u8; 4]>, Frontend>(sandbox, "frontends4");
     let (key, frontend) = frontends.read_all().unwrap()[0];
     frontends.set(&key, &Frontend { service: frontend.service ^ 1, ..frontend }).unwrap();
 }
@@ -168,25 +168,25 @@ fn frontend_of_another(place: &Place) {
 #[case::frontend_of_nobody(frontend_of_nobody)]
 #[case::frontend_of_another(frontend_of_another)]
 fn the_next_resync_repairs(#[case] fault: Fault, #[values(false, true)] restart: bool) {
-    let Some(place) = Place::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.resync(&desired()).unwrap();
-    let whole = shown(&place);
-    fault(&place);
+    let whole = shown(&sandbox);
+    fault(&sandbox);
     if restart {
         drop(dataplane);
-        dataplane = EbpfDataplane::open(&place.config).unwrap();
+        dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     }
     assert_ne!(dataplane.resync(&desired()).unwrap(), Applied::default(), "the fault must be noticed");
-    assert_eq!(shown(&place), whole);
+    assert_eq!(shown(&sandbox), whole);
     assert_eq!(dataplane.resync(&desired()).unwrap(), Applied::default());
 }
 
 #[test]
 fn a_full_table_is_named_and_leaves_the_others_working() {
-    let Some(place) = Place::new() else { return };
-    let limits = Limits { backends: Some(3), ..place.config.limits };
-    let config = Ebpf { limits, ..place.config.clone() };
+    let Some(sandbox) = Sandbox::new() else { return };
+    let limits = Limits { backends: 3, ..sandbox.config.limits };
+    let config = Ebpf { limits, ..sandbox.config.clone() };
     let mut dataplane = EbpfDataplane::open(&config).unwrap();
     let small = port("small", "10.96.0.1", vec![endpoint("10.0.0.1", 80)]);
     dataplane.resync(&shared([small.clone()])).unwrap();
@@ -200,7 +200,7 @@ fn a_full_table_is_named_and_leaves_the_others_working() {
     let text = error.to_string();
     assert!(text.contains("test/large") && text.contains("table backends4 is full: 3 entries"), "{text}");
     let served = || -> Vec<_> {
-        let services = place.snapshot().services;
+        let services = sandbox.snapshot().services;
         services.iter().map(|service| service.name.service.name.to_string()).collect()
     };
     assert!(served().contains(&"small".to_owned()));
@@ -217,27 +217,27 @@ fn a_full_table_is_named_and_leaves_the_others_working() {
 
 #[test]
 fn a_service_whose_new_state_does_not_fit_keeps_the_old_one_across_a_restart() {
-    let Some(place) = Place::new() else { return };
-    let limits = Limits { slots: Some(4), ..place.config.limits };
-    let config = Ebpf { limits, ..place.config.clone() };
+    let Some(sandbox) = Sandbox::new() else { return };
+    let limits = Limits { slots: 4, ..sandbox.config.limits };
+    let config = Ebpf { limits, ..sandbox.config.clone() };
     let few = || shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80), endpoint("10.0.0.2", 80)])]);
     let mut dataplane = EbpfDataplane::open(&config).unwrap();
     dataplane.resync(&few()).unwrap();
-    let before = shown(&place);
+    let before = shown(&sandbox);
     drop(dataplane);
     let mut dataplane = EbpfDataplane::open(&config).unwrap();
     let many = (1..=5).map(|n| endpoint(&format!("10.0.1.{n}"), 80)).collect();
     let error = dataplane.resync(&shared([port("web", "10.96.0.1", many)])).unwrap_err().to_string();
     assert!(error.contains("table slots4 is full: 4 entries"), "{error}");
-    assert_eq!(shown(&place), before);
+    assert_eq!(shown(&sandbox), before);
     assert_eq!(dataplane.resync(&few()).unwrap(), Applied::default());
 }
 
 #[test]
 fn retired_slots_are_given_out_again_after_a_grace_period() {
-    let Some(place) = Place::new() else { return };
-    let limits = Limits { slots: Some(4), ..place.config.limits };
-    let mut dataplane = EbpfDataplane::open(&Ebpf { limits, ..place.config.clone() }).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    let limits = Limits { slots: 4, ..sandbox.config.limits };
+    let mut dataplane = EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap();
     for round in 1..20 {
         let changed = shared([port("web", "10.96.0.1", vec![endpoint(&format!("10.0.0.{round}"), 80); 1])]);
         dataplane.apply(&Changes { changed, removed: Vec::new() }).unwrap();
@@ -249,23 +249,23 @@ fn retired_slots_are_given_out_again_after_a_grace_period() {
 
 #[test]
 fn names_that_no_table_holds_are_refused_alone() {
-    let Some(place) = Place::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     let long = port(&"x".repeat(65), "10.96.0.1", vec![endpoint("10.0.0.1", 80)]);
     let error = dataplane.resync(&shared([long, port("web", "10.96.0.2", Vec::new())])).unwrap_err();
     assert!(error.to_string().contains("at most 64 bytes"), "{error}");
-    assert_eq!(place.snapshot().services.len(), 1);
-    assert!(place.snapshot().backends.is_empty());
+    assert_eq!(sandbox.snapshot().services.len(), 1);
+    assert!(sandbox.snapshot().backends.is_empty());
 }
 
 #[test]
 fn a_pin_that_is_no_table_of_ours_is_refused() {
-    let Some(place) = Place::new() else { return };
-    drop(EbpfDataplane::open(&place.config).unwrap());
-    fs::remove_file(place.table("flows4")).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    drop(EbpfDataplane::open(&sandbox.config).unwrap());
+    fs::remove_file(sandbox.table("flows4")).unwrap();
     let shape =
         bpf::MapInfo { kind: 2, key_size: 4, value_size: 4, max_entries: 1, ..bpf::MapInfo::default() };
-    bpf::pin(bpf::create_map(&shape, None).unwrap().as_fd(), &place.table("flows4")).unwrap();
-    let error = EbpfDataplane::open(&place.config).unwrap_err();
+    bpf::pin(bpf::create_map(&shape, None).unwrap().as_fd(), &sandbox.table("flows4")).unwrap();
+    let error = EbpfDataplane::open(&sandbox.config).unwrap_err();
     assert!(matches!(error, ebpf::Error::Shape { table: "flows4", .. }), "{error}");
 }

@@ -9,12 +9,12 @@ use proxy_ctl::{
     sys::{bpf, clock, map::Map},
 };
 
-use super::place::Place;
+use super::sandbox::Sandbox;
 
 type Flows = Map<FlowKey<[u8; 4]>, Flow<[u8; 4]>>;
 
-fn open(place: &Place, table: &str) -> Flows {
-    Map::new(bpf::pinned(&place.table(table)).unwrap()).unwrap().unwrap()
+fn open(sandbox: &Sandbox, table: &str) -> Flows {
+    Map::new(bpf::pinned(&sandbox.table(table)).unwrap()).unwrap().unwrap()
 }
 
 /// A masqueraded flow that was reset: kept for ten seconds.
@@ -39,9 +39,9 @@ fn keys(flow: &Flow<[u8; 4]>) -> [FlowKey<[u8; 4]>; 3] {
 
 #[test]
 fn all_entries_of_a_flow_expire_together() {
-    let Some(place) = Place::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
-    let (opening, established) = (open(&place, "opening_flows4"), open(&place, "flows4"));
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let (opening, established) = (open(&sandbox, "opening_flows4"), open(&sandbox, "flows4"));
     let now = clock::since_boot();
     let (kept, long_ago) = (Port::new(2_000), now - 15_000_000_000);
     let (expired, alive) = (reset(Port::new(1_000), long_ago), reset(kept, long_ago));

@@ -33,7 +33,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     desired::{endpoint, port, shared},
-    place::{Place, index, run, serve},
+    sandbox::{Sandbox, index, run, serve},
 };
 
 /// r0 = `value`; exit
@@ -69,10 +69,10 @@ fn host(interfaces: &[(&str, Role)]) -> Host {
     Host { interfaces: interfaces.collect(), ..Host::default() }
 }
 
-fn links(place: &Place) -> BTreeSet<String> {
+fn links(sandbox: &Sandbox) -> BTreeSet<String> {
     let of_interfaces = |hook: Hook| Some((hook.interface?, hook));
     let names =
-        place.snapshot().hooks.into_iter().filter_map(of_interfaces).map(|(index, hook)| match hook.kind {
+        sandbox.snapshot().hooks.into_iter().filter_map(of_interfaces).map(|(index, hook)| match hook.kind {
             "clsact" => format!("{index}_clsact"),
             _ => format!("{index}_{}", hook.name),
         });
@@ -83,70 +83,71 @@ fn named(index: u32) -> BTreeSet<String> {
     [format!("{index}_egress"), format!("{index}_ingress")].into()
 }
 
-fn program_of(place: &Place, link: &str) -> u32 {
-    let link = bpf::pinned(&place.pins("links").join(link)).unwrap();
+fn program_of(sandbox: &Sandbox, link: &str) -> u32 {
+    let link = bpf::pinned(&sandbox.pins("links").join(link)).unwrap();
     bpf::link_info(link.as_fd()).unwrap().program
 }
 
 #[test]
 fn interfaces_are_followed() {
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     let (first, second) = (veth("dpa"), veth("dpb"));
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.set_host(&host(&[("dpa", Role::Workload), ("dpb", Role::Uplink)])).unwrap();
-    assert_eq!(links(&place), &named(first) | &named(second));
+    assert_eq!(links(&sandbox), &named(first) | &named(second));
 
     // Another role is another program in the same link.
     let ingress = format!("{first}_ingress");
-    let workload = program_of(&place, &ingress);
+    let workload = program_of(&sandbox, &ingress);
     dataplane.set_host(&host(&[("dpa", Role::Uplink), ("dpb", Role::Uplink)])).unwrap();
-    assert_ne!(program_of(&place, &ingress), workload);
-    assert_eq!(program_of(&place, &ingress), program_of(&place, &format!("{second}_ingress")));
+    assert_ne!(program_of(&sandbox, &ingress), workload);
+    assert_eq!(program_of(&sandbox, &ingress), program_of(&sandbox, &format!("{second}_ingress")));
 
     dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
-    assert_eq!(links(&place), named(first));
+    assert_eq!(links(&sandbox), named(first));
     run("ip", "link del dpa");
     dataplane.collect_garbage().unwrap();
-    assert_eq!(links(&place), BTreeSet::new());
+    assert_eq!(links(&sandbox), BTreeSet::new());
 }
 
 #[test]
 fn a_restart_swaps_the_programs_and_keeps_the_links() {
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     let first = veth("dpa");
     let gone = veth("dpb");
     let both = host(&[("dpa", Role::Workload), ("dpb", Role::Workload)]);
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.set_host(&both).unwrap();
-    let before = program_of(&place, &format!("{first}_ingress"));
-    let socket_before = program_of(&place, "cgroup_connect4");
+    let before = program_of(&sandbox, &format!("{first}_ingress"));
+    let socket_before = program_of(&sandbox, "cgroup_connect4");
     // Its own descriptor shows that the link stays the same.
-    let link = bpf::pinned(&place.pins("links").join(format!("{first}_ingress"))).unwrap();
+    let link = bpf::pinned(&sandbox.pins("links").join(format!("{first}_ingress"))).unwrap();
     drop(dataplane);
     run("ip", "link del dpb");
-    assert_eq!(links(&place), &named(first) | &named(gone));
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    assert_eq!(links(&sandbox), &named(first) | &named(gone));
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
-    assert_eq!(links(&place), named(first), "what vanished meanwhile is noticed");
-    assert_ne!(program_of(&place, &format!("{first}_ingress")), before);
-    assert_ne!(program_of(&place, "cgroup_connect4"), socket_before);
+    assert_eq!(links(&sandbox), named(first), "what vanished meanwhile is noticed");
+    assert_ne!(program_of(&sandbox, &format!("{first}_ingress")), before);
+    assert_ne!(program_of(&sandbox, "cgroup_connect4"), socket_before);
     let info = bpf::link_info(link.as_fd()).unwrap();
     assert_eq!(info.target, LinkTarget::Tcx(first));
-    assert_eq!(info.program, program_of(&place, &format!("{first}_ingress")));
+    assert_eq!(info.program, program_of(&sandbox, &format!("{first}_ingress")));
 }
 
 #[test]
 fn a_link_that_somebody_removed_comes_back() {
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     let first = veth("dpa");
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     let host = host(&[("dpa", Role::Workload)]);
     dataplane.set_host(&host).unwrap();
     let remove = || {
-        fs::remove_file(place.pins("links").join(format!("{first}_ingress"))).unwrap();
-        fs::remove_file(place.pins("links").join("cgroup_connect4")).unwrap();
+        fs::remove_file(sandbox.pins("links").join(format!("{first}_ingress"))).unwrap();
+        fs::remove_file(sandbox.pins("links").join("cgroup_connect4")).unwrap();
     };
-    let all_there = || links(&place) == named(first) && place.pins("links").join("cgroup_connect4").exists();
+    let all_there =
+        || links(&sandbox) == named(first) && sandbox.pins("links").join("cgroup_connect4").exists();
     // The kernel detaches in the background; until it has, it refuses the same program a second time (EEXIST).
     let repaired_by = |tend: &mut dyn FnMut()| {
         let deadline = Instant::now() + Duration::from_secs(10);
@@ -166,52 +167,52 @@ const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
 
 #[test]
 fn an_emptied_bpffs_is_filled_again_and_nobody_notices() {
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     let interface = veth("dpa");
     let listening = serve("127.0.0.1", "backend");
     let wanted = shared([port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)])]);
     let host = host(&[("dpa", Role::Workload)]);
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.set_host(&host).unwrap();
     dataplane.resync(&wanted).unwrap();
     let program = first_on_ingress(interface);
 
-    let everything = place.config.bpffs.join("proxy-ctl");
+    let everything = sandbox.config.bpffs.join("proxy-ctl");
     fs::remove_dir_all(&everything).unwrap();
     for _ in 0..COLLECTIONS_BETWEEN_INSPECTIONS {
-        assert_eq!(place.dial("10.96.0.1", 80), Ok("backend".into()));
+        assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("backend".into()));
         dataplane.collect_garbage().unwrap();
     }
-    assert!(place.table("services").exists());
-    assert_eq!(links(&place), named(interface));
+    assert!(sandbox.table("services").exists());
+    assert_eq!(links(&sandbox), named(interface));
     assert_eq!(first_on_ingress(interface), program, "it was never detached");
     assert!(
-        matches!(EbpfDataplane::open(&place.config), Err(Error::Locked { .. })),
+        matches!(EbpfDataplane::open(&sandbox.config), Err(Error::Locked { .. })),
         "the new folder is locked"
     );
     drop(dataplane);
     assert_eq!(
-        place.dial("10.96.0.1", 80),
+        sandbox.dial("10.96.0.1", 80),
         Ok("backend".into()),
         "what was pinned again outlives the controller"
     );
-    let mut next = EbpfDataplane::open(&place.config).unwrap();
+    let mut next = EbpfDataplane::open(&sandbox.config).unwrap();
     next.set_host(&host).unwrap();
     assert_eq!(next.resync(&wanted).unwrap(), Applied::default());
 }
 
 #[test]
 fn the_pins_of_a_successor_are_its_own() {
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     let interface = veth("dpa");
     let host = host(&[("dpa", Role::Workload)]);
-    let mut former = EbpfDataplane::open(&place.config).unwrap();
+    let mut former = EbpfDataplane::open(&sandbox.config).unwrap();
     former.set_host(&host).unwrap();
-    fs::remove_dir_all(place.config.bpffs.join("proxy-ctl")).unwrap();
-    let mut successor = EbpfDataplane::open(&place.config).unwrap();
+    fs::remove_dir_all(sandbox.config.bpffs.join("proxy-ctl")).unwrap();
+    let mut successor = EbpfDataplane::open(&sandbox.config).unwrap();
     successor.set_host(&host).unwrap();
     let programs = || {
-        ["cgroup_connect4".to_owned(), format!("{interface}_ingress")].map(|link| program_of(&place, &link))
+        ["cgroup_connect4".to_owned(), format!("{interface}_ingress")].map(|link| program_of(&sandbox, &link))
     };
     let theirs = programs();
 
@@ -225,32 +226,32 @@ fn the_pins_of_a_successor_are_its_own() {
 
 #[test]
 fn pins_of_another_map_do_not_take_the_place_of_a_table() {
-    let Some(place) = Place::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])])).unwrap();
-    let id_of = |table: &str| bpf::map_info(bpf::pinned(&place.table(table)).unwrap().as_fd()).unwrap().id;
+    let id_of = |table: &str| bpf::map_info(bpf::pinned(&sandbox.table(table)).unwrap().as_fd()).unwrap().id;
     let services = id_of("services");
-    fs::remove_file(place.table("services")).unwrap();
-    bpf::pin(bpf::pinned(&place.table("settings")).unwrap().as_fd(), &place.table("services")).unwrap();
+    fs::remove_file(sandbox.table("services")).unwrap();
+    bpf::pin(bpf::pinned(&sandbox.table("settings")).unwrap().as_fd(), &sandbox.table("services")).unwrap();
     dataplane.set_host(&Host::default()).unwrap();
     assert_eq!(id_of("services"), services);
 }
 
 #[test]
 fn an_interface_that_vanishes_while_it_is_attached_is_no_error() {
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     veth("dpa");
     let host = host(&[("dpa", Role::Workload)]);
     run("ip", "link del dpa");
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.set_host(&host).unwrap();
-    assert_eq!(links(&place), BTreeSet::new());
+    assert_eq!(links(&sandbox), BTreeSet::new());
 }
 
 #[test]
 fn others_programs_stay_and_go_on_working() {
     const TCX_NEXT: i32 = -1;
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     let interface = veth("dpa");
     let listening = serve("127.0.0.1", "backend");
     let foreign_packets = bpf::link_tcx(
@@ -260,31 +261,31 @@ fn others_programs_stay_and_go_on_working() {
         Order::First,
     )
     .unwrap();
-    let cgroup = place.cgroup();
+    let cgroup = sandbox.cgroup();
     let connect4 = bpf_attach_type::BPF_CGROUP_INET4_CONNECT;
     let allows = bpf::link_cgroup(connect_program(1).as_fd(), cgroup.as_fd(), connect4).unwrap();
 
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
     dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)])])).unwrap();
-    assert_eq!(place.dial("10.96.0.1", 80), Ok("backend".into()));
-    assert_eq!(first_on_ingress(interface), program_of(&place, &format!("{interface}_ingress")));
+    assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("backend".into()));
+    assert_eq!(first_on_ingress(interface), program_of(&sandbox, &format!("{interface}_ingress")));
 
     // The other's verdict counts beside ours.
     let denies = bpf::link_cgroup(connect_program(0).as_fd(), cgroup.as_fd(), connect4).unwrap();
-    let error = place.dial("10.96.0.1", 80).unwrap_err();
+    let error = sandbox.dial("10.96.0.1", 80).unwrap_err();
     assert!(error.contains("not permitted"), "{error}");
     drop(denies);
 
     drop(dataplane);
-    let removed = cleanup(&place.config.bpffs).unwrap();
+    let removed = cleanup(&sandbox.config.bpffs).unwrap();
     assert_eq!(removed.links.len(), 10);
     assert_eq!(bpf::link_info(foreign_packets.as_fd()).unwrap().target, LinkTarget::Tcx(interface));
     let LinkTarget::Cgroup(inode) = bpf::link_info(allows.as_fd()).unwrap().target else { panic!("cgroup") };
     assert_ne!(inode, 0, "the other's program is still attached");
     let foreign = bpf::link_info(foreign_packets.as_fd()).unwrap().program;
     assert_eq!(first_on_ingress(interface), foreign);
-    place.dial("10.96.0.1", 80).unwrap_err();
+    sandbox.dial("10.96.0.1", 80).unwrap_err();
 }
 
 /// Id of the first tcx program, as bpftool lists it.
@@ -297,9 +298,9 @@ fn first_on_ingress(interface: u32) -> u32 {
 
 #[test]
 fn clsact_filters_do_the_same_where_tcx_is_missing() {
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     let interface = veth("dpa");
-    let open = || EbpfDataplane::open(&place.config).unwrap().without_tcx();
+    let open = || EbpfDataplane::open(&sandbox.config).unwrap().without_tcx();
     let host = host(&[("dpa", Role::Workload)]);
     let mut dataplane = open();
     match dataplane.set_host(&host) {
@@ -313,7 +314,7 @@ fn clsact_filters_do_the_same_where_tcx_is_missing() {
     let (ingress, egress) = (ours(Direction::Ingress), ours(Direction::Egress));
     assert_eq!((ingress.len(), egress.len()), (1, 1));
     assert!(ingress[0].priority < egress[0].priority);
-    assert_eq!(links(&place), [format!("{interface}_clsact")].into());
+    assert_eq!(links(&sandbox), [format!("{interface}_clsact")].into());
 
     drop(dataplane);
     let mut dataplane = open();
@@ -333,7 +334,7 @@ fn clsact_filters_do_the_same_where_tcx_is_missing() {
     let foreign = packet_program(-1);
     tc::replace_filter(interface, Direction::Egress, 7, 1, foreign.as_fd(), "foreign").unwrap();
     drop(dataplane);
-    let removed = cleanup(&place.config.bpffs).unwrap();
+    let removed = cleanup(&sandbox.config.bpffs).unwrap();
     assert_eq!(removed.filters, 2);
     assert_eq!(ours(Direction::Ingress), []);
     assert_eq!(ours(Direction::Egress).len(), 1);
@@ -342,9 +343,9 @@ fn clsact_filters_do_the_same_where_tcx_is_missing() {
 
 #[test]
 fn a_clsact_qdisc_of_ours_goes_with_the_last_filter() {
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     veth("dpa");
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap().without_tcx();
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap().without_tcx();
     if let Err(error) = dataplane.set_host(&host(&[("dpa", Role::Workload)])) {
         assert!(error.to_string().contains("No such file"), "{error}");
         println!("skipped: the kernel has no clsact qdisc or no cls_bpf");
@@ -353,7 +354,7 @@ fn a_clsact_qdisc_of_ours_goes_with_the_last_filter() {
     assert!(run("tc", "qdisc show dev dpa").contains("clsact"));
     dataplane.set_host(&Host::default()).unwrap();
     assert!(!run("tc", "qdisc show dev dpa").contains("clsact"));
-    assert_eq!(links(&place), BTreeSet::new());
+    assert_eq!(links(&sandbox), BTreeSet::new());
 
     // Filters of other kinds than ours keep it alive, too.
     dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
@@ -371,51 +372,51 @@ fn a_clsact_qdisc_of_ours_goes_with_the_last_filter() {
 
 #[test]
 fn cleanup_leaves_nothing_of_ours() {
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     veth("dpa");
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
     dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])])).unwrap();
     drop(dataplane);
     // Another's pin beside our folder.
-    let foreign = place.config.bpffs.join("foreign");
+    let foreign = sandbox.config.bpffs.join("foreign");
     bpf::pin(packet_program(0).as_fd(), &foreign).unwrap();
-    let removed = cleanup(&place.config.bpffs).unwrap();
+    let removed = cleanup(&sandbox.config.bpffs).unwrap();
     assert_eq!(removed.links.len(), 10);
     assert_eq!(removed.tables.len(), 21);
-    assert!(!place.config.bpffs.join("proxy-ctl").exists());
+    assert!(!sandbox.config.bpffs.join("proxy-ctl").exists());
     assert!(foreign.exists());
-    assert!(cleanup(&place.config.bpffs).unwrap().is_empty());
-    assert!(matches!(Pinned::open(&place.config.bpffs), Err(Error::NotThere(_))));
+    assert!(cleanup(&sandbox.config.bpffs).unwrap().is_empty());
+    assert!(matches!(Pinned::open(&sandbox.config.bpffs), Err(Error::NotThere(_))));
     fs::remove_file(foreign).unwrap();
 }
 
 #[test]
 fn socket_hooks_are_detached_when_they_are_switched_off() {
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     let listening = serve("127.0.0.1", "backend");
     let desired = shared([port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)])]);
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.resync(&desired).unwrap();
-    assert_eq!(place.dial("10.96.0.1", 80), Ok("backend".into()));
+    assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("backend".into()));
     drop(dataplane);
-    let off = Ebpf { socket_load_balancing: SocketLoadBalancing::Off, ..place.config.clone() };
+    let off = Ebpf { socket_load_balancing: SocketLoadBalancing::Off, ..sandbox.config.clone() };
     let mut dataplane = EbpfDataplane::open(&off).unwrap();
-    assert_eq!(place.dial("10.96.0.1", 80), Ok("backend".into()), "the packet programs are not there yet");
+    assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("backend".into()), "the packet programs are not there yet");
     dataplane.set_host(&Host::default()).unwrap();
-    place.dial("10.96.0.1", 80).unwrap_err();
-    assert_eq!(place.snapshot().hooks, []);
+    sandbox.dial("10.96.0.1", 80).unwrap_err();
+    assert_eq!(sandbox.snapshot().hooks, []);
 }
 
 #[test]
 fn host_balancing_is_for_the_nodes_own_namespace() {
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     let listening = serve("127.0.0.1", "backend");
-    let host_only = Ebpf { socket_load_balancing: SocketLoadBalancing::Host, ..place.config.clone() };
+    let host_only = Ebpf { socket_load_balancing: SocketLoadBalancing::Host, ..sandbox.config.clone() };
     let mut dataplane = EbpfDataplane::open(&host_only).unwrap();
     dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)])])).unwrap();
-    assert_eq!(place.dial("10.96.0.1", 80), Ok("backend".into()));
-    let elsewhere = place.in_cgroup("exec unshare -n bash -c 'exec 3<>/dev/tcp/10.96.0.1/80'");
+    assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("backend".into()));
+    let elsewhere = sandbox.in_cgroup("exec unshare -n bash -c 'exec 3<>/dev/tcp/10.96.0.1/80'");
     assert!(String::from_utf8_lossy(&elsewhere.stderr).contains("unreachable"), "{elsewhere:?}");
 }
 
@@ -431,7 +432,7 @@ async fn until(
 
 #[test]
 fn the_node_is_followed_by_netlink() {
-    let Some(_place) = Place::new() else { return };
+    let Some(_place) = Sandbox::new() else { return };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let (own_node, own_nodes) = tokio::sync::watch::channel(OwnNode::Absent);
@@ -472,7 +473,7 @@ fn the_node_is_followed_by_netlink() {
 
 #[test]
 fn a_filter_gives_way_to_others_that_hold_its_priority() {
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     let interface = veth("dpa");
     run("tc", "qdisc add dev dpa clsact");
     run("tc", "filter add dev dpa ingress protocol ip prio 1 u32 match u32 0 0");
@@ -482,23 +483,23 @@ fn a_filter_gives_way_to_others_that_hold_its_priority() {
         tc::filters(interface, Direction::Ingress).unwrap().iter().map(|filter| filter.priority).collect()
     };
     for _ in 0..2 {
-        let mut dataplane = EbpfDataplane::open(&place.config).unwrap().without_tcx();
+        let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap().without_tcx();
         dataplane.set_host(&host).unwrap();
         assert_eq!(priorities(), [3], "and a restart finds it there");
     }
     run("tc", "filter del dev dpa ingress prio 1");
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap().without_tcx();
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap().without_tcx();
     dataplane.set_host(&host).unwrap();
     assert_eq!(priorities(), [3], "it stays where it is");
     drop(dataplane);
-    assert_eq!(cleanup(&place.config.bpffs).unwrap().filters, 2);
+    assert_eq!(cleanup(&sandbox.config.bpffs).unwrap().filters, 2);
     assert!(run("tc", "filter show dev dpa ingress").contains("u32"));
 }
 
 /// The kernel gives up checking a program when a signal comes, and a CPU profile sends many.
 #[test]
 fn programs_are_loaded_while_a_cpu_profile_is_taken() {
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     let _sampler = Sampler::start(Duration::from_millis(1)).unwrap().unwrap();
     let (loader, done) = (gettid(), AtomicBool::new(false));
     let loaded = thread::scope(|scope| {
@@ -509,7 +510,7 @@ fn programs_are_loaded_while_a_cpu_profile_is_taken() {
                 thread::sleep(Duration::from_micros(50));
             }
         });
-        let loaded = EbpfDataplane::open(&place.config).map(drop);
+        let loaded = EbpfDataplane::open(&sandbox.config).map(drop);
         done.store(true, Ordering::SeqCst);
         loaded
     });
@@ -518,14 +519,14 @@ fn programs_are_loaded_while_a_cpu_profile_is_taken() {
 
 #[test]
 fn where_there_is_no_room_for_all_addresses_the_nodes_own_are_served() {
-    let Some(place) = Place::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     let own: IpAddr = "192.0.2.9".parse().unwrap();
     let mut host = host(&[]);
     host.masquerade_addresses = vec![own];
     host.node_port_addresses = (1..=70).map(|last| IpAddr::from([10, 9, 0, last])).chain([own]).collect();
     let error = dataplane.set_host(&host).unwrap_err();
     assert!(error.is_of_node_addresses(), "{error}");
-    let served = place.snapshot().node.node_port_addresses;
+    let served = sandbox.snapshot().node.node_port_addresses;
     assert!(served.len() == 64 && served.contains(&(own, false)), "{served:?}");
 }

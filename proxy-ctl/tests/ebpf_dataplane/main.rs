@@ -7,7 +7,7 @@ mod desired;
 mod faults;
 mod flows;
 mod hooks;
-mod place;
+mod sandbox;
 mod sequences;
 mod size;
 mod state;

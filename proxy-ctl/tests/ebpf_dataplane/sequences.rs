@@ -16,7 +16,7 @@ use proxy_ctl::{
 
 use super::{
     desired::{name, port, with_node_port},
-    place::Place,
+    sandbox::Sandbox,
 };
 
 #[derive(Clone, Debug)]
@@ -24,7 +24,7 @@ struct Step {
     service: u8,
     /// `None`: the service is removed.
     state: Option<(Vec<Endpoint>, Vec<prop::sample::Index>, bool)>,
-    restart: bool,
+    resync: bool,
     collect: bool,
 }
 
@@ -53,7 +53,7 @@ fn step() -> impl Strategy<Value = Step> {
     let subset = prop::collection::vec(any::<prop::sample::Index>(), 0..4);
     let state = prop::option::weighted(0.8, (all, subset, any::<bool>()));
     (0..5_u8, state, prop::bool::weighted(0.1), prop::bool::weighted(0.3))
-        .prop_map(|(service, state, restart, collect)| Step { service, state, restart, collect })
+        .prop_map(|(service, state, resync, collect)| Step { service, state, resync, collect })
 }
 
 fn desired(step: &Step) -> Option<DesiredPort> {
@@ -149,12 +149,13 @@ fn frontend(frontend: &Frontend) -> FrontendSnapshot {
 
 #[test]
 fn changes_leave_what_a_resync_would() {
-    let Some(place) = Place::new() else { return };
-    let config = ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() };
-    let sequence = prop::collection::vec(step(), 1..25);
+    let Some(sandbox) = Sandbox::new() else { return };
+    // Few and long: loading the programs takes two seconds, a step a millisecond.
+    let config = ProptestConfig { cases: 3, failure_persistence: None, ..ProptestConfig::default() };
+    let sequence = prop::collection::vec(step(), 50..150);
     TestRunner::new(config)
         .run(&sequence, |steps| {
-            let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+            let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
             let mut now: BTreeMap<u8, Arc<DesiredPort>> = BTreeMap::new();
             dataplane.resync(&[]).unwrap();
             for step in steps {
@@ -175,21 +176,22 @@ fn changes_leave_what_a_resync_would() {
                 if step.collect {
                     dataplane.collect_garbage().unwrap();
                 }
-                if step.restart {
-                    drop(dataplane);
-                    dataplane = EbpfDataplane::open(&place.config).unwrap();
+                // Reads the tables as a new controller does.
+                if step.resync {
                     let all: Vec<_> = now.values().cloned().collect();
                     prop_assert_eq!(dataplane.resync(&all).unwrap(), Applied::default());
                 }
             }
+            drop(dataplane);
+            let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
             let all: Vec<_> = now.values().cloned().collect();
-            let by_changes = programmed(place.snapshot());
+            let by_changes = programmed(sandbox.snapshot());
             prop_assert_eq!(&by_changes, &wanted(now.values()), "the pins say the same");
             prop_assert_eq!(dataplane.resync(&all).unwrap(), Applied::default(), "nothing is left to do");
             dataplane.resync(&[]).unwrap();
-            prop_assert_eq!(programmed(place.snapshot()), Contents::default());
+            prop_assert_eq!(programmed(sandbox.snapshot()), Contents::default());
             dataplane.resync(&all).unwrap();
-            prop_assert_eq!(programmed(place.snapshot()), by_changes);
+            prop_assert_eq!(programmed(sandbox.snapshot()), by_changes);
             Ok(())
         })
         .unwrap();
@@ -197,8 +199,8 @@ fn changes_leave_what_a_resync_would() {
 
 #[test]
 fn a_thousand_changes_leak_neither_slots_nor_ids() {
-    let Some(place) = Place::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     for round in 0..1_000_u32 {
         let n = round % 7;
         let all =

@@ -10,7 +10,7 @@ use proxy_ctl::{
 
 use super::{
     desired::{endpoint, port},
-    place::Place,
+    sandbox::Sandbox,
 };
 
 const SERVICES: u32 = 10_000;
@@ -32,8 +32,8 @@ fn resident_kib() -> u64 {
 #[test]
 #[ignore = "a measurement: run with --release -- --ignored --nocapture"]
 fn ten_thousand_services_with_ten_endpoints() {
-    let Some(place) = Place::new() else { return };
-    let config = Ebpf { limits: Limits::default(), ..place.config.clone() };
+    let Some(sandbox) = Sandbox::new() else { return };
+    let config = Ebpf { limits: Limits::default(), ..sandbox.config.clone() };
     let desired: Vec<_> = (0..SERVICES).map(|n| service(n, 10)).collect();
     let began = Instant::now();
     let mut dataplane = EbpfDataplane::open(&config).unwrap();

@@ -18,7 +18,7 @@ use tracing::Level;
 
 use super::{
     desired::{endpoint, port, shared, with_node_port},
-    place::{Place, serve},
+    sandbox::{Sandbox, serve},
 };
 
 fn web(backends: &[&str]) -> Vec<Arc<proxy_ctl::model::desired::DesiredPort>> {
@@ -32,10 +32,10 @@ fn web(backends: &[&str]) -> Vec<Arc<proxy_ctl::model::desired::DesiredPort>> {
 
 #[test]
 fn a_resync_writes_what_is_desired() {
-    let Some(place) = Place::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.resync(&web(&["10.0.0.1", "10.0.0.2"])).unwrap();
-    let snapshot = place.snapshot();
+    let snapshot = sandbox.snapshot();
 
     let services = snapshot.services;
     let shown: Vec<_> = services
@@ -63,8 +63,8 @@ fn a_resync_writes_what_is_desired() {
 
 #[test]
 fn a_connection_to_a_service_reaches_its_backend() {
-    let Some(place) = Place::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     let listening = serve("127.0.0.1", "first");
     dataplane
         .resync(&shared([
@@ -72,11 +72,11 @@ fn a_connection_to_a_service_reaches_its_backend() {
             port("empty", "10.96.0.2", Vec::new()),
         ]))
         .unwrap();
-    assert_eq!(place.dial("10.96.0.1", 80), Ok("first".into()));
-    let refused = place.dial("10.96.0.2", 80).unwrap_err();
+    assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("first".into()));
+    let refused = sandbox.dial("10.96.0.2", 80).unwrap_err();
     assert!(refused.contains("refused") || refused.contains("not permitted"), "{refused}");
     drop(dataplane);
-    assert_eq!(place.dial("10.96.0.1", 80), Ok("first".into()), "without a controller");
+    assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("first".into()), "without a controller");
 }
 
 /// Log lines in memory.
@@ -95,8 +95,8 @@ impl Write for Lines {
 
 #[test]
 fn a_refused_client_is_logged_while_debug_lines_are_told() {
-    let Some(place) = Place::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.resync(&shared([port("empty", "10.96.0.2", Vec::new())])).unwrap();
     let mut told_at = |level: Level| {
         let lines = Lines::default();
@@ -108,7 +108,7 @@ fn a_refused_client_is_logged_while_debug_lines_are_told() {
             .finish();
         tracing::subscriber::with_default(subscriber, || {
             dataplane.collect_garbage().unwrap();
-            place.dial("10.96.0.2", 80).unwrap_err();
+            sandbox.dial("10.96.0.2", 80).unwrap_err();
             dataplane.collect_garbage().unwrap();
         });
         String::from_utf8(lines.0.lock().unwrap().clone()).unwrap()
@@ -122,10 +122,10 @@ fn a_refused_client_is_logged_while_debug_lines_are_told() {
 
 #[test]
 fn connections_are_counted_for_their_service() {
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     // 0 is no service: there is room for one.
-    let limits = Limits { services: Some(2), ..place.config.limits };
-    let mut dataplane = EbpfDataplane::open(&Ebpf { limits, ..place.config.clone() }).unwrap();
+    let limits = Limits { services: 2, ..sandbox.config.limits };
+    let mut dataplane = EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap();
     let listening = serve("127.0.0.1", "first");
     let web = |name: &str| shared([port(name, "10.96.0.1", vec![endpoint("127.0.0.1", listening)])]);
     let connections = |dataplane: &EbpfDataplane| {
@@ -135,20 +135,20 @@ fn connections_are_counted_for_their_service() {
     };
     dataplane.resync(&web("old")).unwrap();
     for _ in 0..3 {
-        assert_eq!(place.dial("10.96.0.1", 80), Ok("first".into()));
+        assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("first".into()));
     }
     assert_eq!(connections(&dataplane), [("old".to_owned(), 3)]);
-    assert_eq!(place.snapshot().services[0].id, 1);
+    assert_eq!(sandbox.snapshot().services[0].id, 1);
     dataplane.resync(&[]).unwrap();
     dataplane.resync(&web("new")).unwrap();
-    assert_eq!(place.snapshot().services[0].id, 1);
+    assert_eq!(sandbox.snapshot().services[0].id, 1);
     assert_eq!(connections(&dataplane), [("new".to_owned(), 0)]);
 }
 
 #[test]
 fn services_beyond_the_room_for_counters_are_told() {
-    let Some(place) = Place::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     let addresses = (1..=6).map(|n| format!("10.96.1.{n}"));
     let ports = addresses.map(|address| port(&format!("to-{address}"), &address, Vec::new()));
     dataplane.resync(&ports.map(Arc::new).collect::<Vec<_>>()).unwrap();
@@ -159,8 +159,8 @@ fn services_beyond_the_room_for_counters_are_told() {
 
 /// Two services with the same endpoint, which then leaves the first: is its backend gone for that service's flows?
 fn backends_after_an_endpoint_left_one_of_two(protocol: Protocol) -> Option<[Vec<u32>; 2]> {
-    let place = Place::new()?;
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let sandbox = Sandbox::new()?;
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     let of = |service: &str, address: &str, all: &[&str]| {
         let all = all.iter().map(|address| endpoint(address, 53)).collect();
         let mut port = port(service, address, all);
@@ -168,7 +168,7 @@ fn backends_after_an_endpoint_left_one_of_two(protocol: Protocol) -> Option<[Vec
         port
     };
     let uses = || {
-        let backends = place.snapshot().backends;
+        let backends = sandbox.snapshot().backends;
         let mut uses: Vec<u32> = backends.iter().map(|backend| backend.uses).collect();
         uses.sort_unstable();
         uses
@@ -181,7 +181,7 @@ fn backends_after_an_endpoint_left_one_of_two(protocol: Protocol) -> Option<[Vec
     dataplane.apply(&changes).unwrap();
     drop(dataplane);
     let after = uses();
-    let mut again = EbpfDataplane::open(&place.config).unwrap();
+    let mut again = EbpfDataplane::open(&sandbox.config).unwrap();
     let desired = shared([of("a", "10.96.0.1", &["10.0.0.2"]), of("b", "10.96.0.2", &["10.0.0.1"])]);
     assert_eq!(again.resync(&desired).unwrap(), Applied::default());
     Some([before, after])
@@ -202,36 +202,36 @@ fn each_service_has_its_own_backends_for_udp() {
 
 #[test]
 fn a_restart_writes_nothing() {
-    let Some(place) = Place::new() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     let desired = web(&["10.0.0.1", "10.0.0.2"]);
     let host = Host {
         node_port_addresses: ["192.0.2.1".parse().unwrap(), IpAddr::from([127, 0, 0, 1])].into(),
         masquerade_addresses: vec!["192.0.2.1".parse().unwrap()],
         ..Host::default()
     };
-    let mut first = EbpfDataplane::open(&place.config).unwrap();
+    let mut first = EbpfDataplane::open(&sandbox.config).unwrap();
     assert_ne!(first.set_host(&host).unwrap(), Applied::default());
     assert_ne!(first.resync(&desired).unwrap(), Applied::default());
     drop(first);
-    let before = place.snapshot().services;
-    let mut second = EbpfDataplane::open(&place.config).unwrap();
+    let before = sandbox.snapshot().services;
+    let mut second = EbpfDataplane::open(&sandbox.config).unwrap();
     assert_eq!(second.set_host(&host).unwrap(), Applied::default());
     assert_eq!(second.resync(&desired).unwrap(), Applied::default());
-    assert_eq!(place.snapshot().services, before);
+    assert_eq!(sandbox.snapshot().services, before);
 }
 
 #[test]
 fn changes_while_nobody_was_there_are_caught_up() {
-    let Some(place) = Place::new() else { return };
-    let mut first = EbpfDataplane::open(&place.config).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut first = EbpfDataplane::open(&sandbox.config).unwrap();
     first.resync(&web(&["10.0.0.1", "10.0.0.2"])).unwrap();
     drop(first);
-    let before = place.snapshot().backends;
-    let mut second = EbpfDataplane::open(&place.config).unwrap();
+    let before = sandbox.snapshot().backends;
+    let mut second = EbpfDataplane::open(&sandbox.config).unwrap();
     let desired =
         shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.2", 8080), endpoint("10.0.0.3", 8080)])]);
     second.resync(&desired).unwrap();
-    let snapshot = place.snapshot();
+    let snapshot = sandbox.snapshot();
     let services = snapshot.services;
     assert_eq!(services.len(), 1);
     assert_eq!(services[0].frontends.len(), 1, "the node port is gone");
@@ -245,15 +245,15 @@ fn changes_while_nobody_was_there_are_caught_up() {
 
 #[test]
 fn a_frontend_moves_to_another_service_without_a_hole() {
-    let Some(place) = Place::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.resync(&shared([port("old", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])])).unwrap();
     let new = port("new", "10.96.0.1", vec![endpoint("10.0.0.2", 80)]);
     let removed = vec![super::desired::name("old", new.name.family)];
     let applied = dataplane.apply(&Changes { changed: shared([new]), removed }).unwrap();
     // Service and its name, and the backend; the frontend itself was overwritten.
     assert_eq!(applied.removed, 3);
-    let services = place.snapshot().services;
+    let services = sandbox.snapshot().services;
     assert_eq!(services.len(), 1);
     assert_eq!(services[0].frontends.len(), 1);
     assert_eq!(&*services[0].name.service.name, "new");
@@ -261,8 +261,8 @@ fn a_frontend_moves_to_another_service_without_a_hole() {
 
 #[test]
 fn one_endpoint_more_costs_only_its_service() {
-    let Some(place) = Place::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.resync(&web(&["10.0.0.1", "10.0.0.2"])).unwrap();
     let mut web = web(&["10.0.0.1", "10.0.0.2", "10.0.0.3"]);
     web.truncate(1);
@@ -273,23 +273,23 @@ fn one_endpoint_more_costs_only_its_service() {
 
 #[test]
 fn a_second_controller_is_told_who_is_at_work() {
-    let Some(place) = Place::new() else { return };
-    let first = EbpfDataplane::open(&place.config).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    let first = EbpfDataplane::open(&sandbox.config).unwrap();
     let own = Holder(Some(std::process::id()));
-    let second = EbpfDataplane::open(&place.config).unwrap_err();
+    let second = EbpfDataplane::open(&sandbox.config).unwrap_err();
     assert!(matches!(second, Error::Locked { holder, .. } if holder == own), "{second}");
-    let cleaning = cleanup(&place.config.bpffs).unwrap_err();
+    let cleaning = cleanup(&sandbox.config.bpffs).unwrap_err();
     assert!(matches!(cleaning, Error::Locked { holder, .. } if holder == own), "{cleaning}");
     drop(first);
-    EbpfDataplane::open(&place.config).unwrap();
+    EbpfDataplane::open(&sandbox.config).unwrap();
 }
 
 #[test]
 fn a_table_of_another_size_is_refused_by_name() {
-    let Some(place) = Place::new() else { return };
-    drop(EbpfDataplane::open(&place.config).unwrap());
-    let limits = Limits { backends: Some(77), ..place.config.limits };
-    let error = EbpfDataplane::open(&Ebpf { limits, ..place.config.clone() }).unwrap_err().to_string();
+    let Some(sandbox) = Sandbox::new() else { return };
+    drop(EbpfDataplane::open(&sandbox.config).unwrap());
+    let limits = Limits { backends: 77, ..sandbox.config.limits };
+    let error = EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap_err().to_string();
     assert!(
         error.contains("backends4") && error.contains("2048") && error.contains("ebpf.limits.backends is 77"),
         "{error}"
@@ -298,10 +298,10 @@ fn a_table_of_another_size_is_refused_by_name() {
 
 #[test]
 fn a_table_that_may_start_empty_is_made_anew() {
-    let Some(place) = Place::new() else { return };
-    drop(EbpfDataplane::open(&place.config).unwrap());
-    let limits = Limits { opening_flows: Some(2_048), ..place.config.limits };
-    let dataplane = EbpfDataplane::open(&Ebpf { limits, ..place.config.clone() }).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    drop(EbpfDataplane::open(&sandbox.config).unwrap());
+    let limits = Limits { opening_flows: 2_048, ..sandbox.config.limits };
+    let dataplane = EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap();
     let usage = dataplane.usage().unwrap();
     let table = usage.tables.iter().find(|table| table.name == "opening_flows4").unwrap();
     assert_eq!(table.capacity, 2_048);
@@ -309,11 +309,11 @@ fn a_table_that_may_start_empty_is_made_anew() {
 
 #[test]
 fn usage_counts_entries_and_memory() {
-    let Some(place) = Place::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&place.config).unwrap();
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.resync(&web(&["10.0.0.1", "10.0.0.2"])).unwrap();
     let by_controller = dataplane.usage().unwrap();
-    let by_pins = Pinned::open(&place.config.bpffs).unwrap().usage().unwrap();
+    let by_pins = Pinned::open(&sandbox.config.bpffs).unwrap().usage().unwrap();
     for usage in [by_controller, by_pins] {
         let used = |name| usage.tables.iter().find(|table| table.name == name).unwrap().used;
         assert_eq!([used("frontends4"), used("frontends6"), used("services")], [3, 1, 3]);

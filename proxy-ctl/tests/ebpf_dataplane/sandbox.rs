@@ -18,14 +18,14 @@ use proxy_ctl::{
     sys::filesystem,
 };
 
-pub struct Place {
+pub struct Sandbox {
     pub config: Ebpf,
     cgroup: PathBuf,
 }
 
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
-impl Place {
+impl Sandbox {
     /// `None`: not root; says that the test is skipped.
     pub fn new() -> Option<Self> {
         if !nix::unistd::geteuid().is_root() {
@@ -46,14 +46,14 @@ impl Place {
         let cgroup = root.join(&name);
         fs::create_dir(&cgroup).unwrap();
         let limits = Limits {
-            frontends: Some(1_024),
-            services: Some(512),
-            slots: Some(4_096),
-            backends: Some(2_048),
-            flows: Some(4_096),
-            opening_flows: Some(1_024),
-            node_addresses: Some(64),
-            service_counters: Some(4),
+            frontends: 1_024,
+            services: 512,
+            slots: 4_096,
+            backends: 2_048,
+            flows: 4_096,
+            opening_flows: 1_024,
+            node_addresses: 64,
+            service_counters: 4,
         };
         Some(Self { config: Ebpf { bpffs, limits, cgroup: Some(cgroup.clone()), ..Ebpf::default() }, cgroup })
     }
@@ -92,7 +92,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for Sandbox {
     fn drop(&mut self) {
         if let Err(error) = cleanup(&self.config.bpffs) {
             println!("left {}: {error}", self.config.bpffs.display());

@@ -1,6 +1,6 @@
-//! What a predecessor left in the tables, read into an image.
+//! What a predecessor left in the tables, as the controller remembers it.
 //!
-//! A controller may have been killed between any two writes. Whatever does not fit together is left out of the image,
+//! A controller may have been killed between any two writes. Whatever does not fit together is left out,
 //! so that the resync that follows writes it anew or removes it.
 
 use std::hash::Hash;
@@ -13,28 +13,28 @@ use super::{
     allocate::{Range, Ranges},
     family::TableFamily,
     layout,
-    programmed::{BackendKey, Image, Published, UsedEndpoints, Uses},
-    publish::{Plane, Shared},
+    programmed::{BackendKey, Entries, Published, UsedEndpoints, Uses},
+    publish::{Common, FamilyWriter},
 };
 use crate::model::desired::ServicePortName;
 
 /// What the tables that both families share say.
 #[derive(Debug)]
-pub(super) struct Names {
+pub(super) struct AdoptedNames {
     pub(super) known: Vec<(u32, ServicePortName)>,
     /// Services without a usable name.
     pub(super) strays: Vec<u32>,
 }
 
-impl Shared {
+impl Common {
     /// Reads names and services anew and makes the owners of service ids those that are found.
-    pub(super) fn adopt(&mut self) -> Result<Names, Error> {
+    pub(super) fn adopt(&mut self) -> Result<AdoptedNames, Error> {
         let mut names = self.tables.names.read_all()?;
         names.sort_unstable_by_key(|(id, _)| *id);
         self.ids = self.ids.without_owners();
         // 0 is what an empty frontend would point at.
         self.ids.claim(Range { first: 0, count: 1 });
-        let mut found = Names { known: Vec::with_capacity(names.len()), strays: Vec::new() };
+        let mut found = AdoptedNames { known: Vec::with_capacity(names.len()), strays: Vec::new() };
         let mut seen = FxHashSet::default();
         for (id, name) in names {
             let name = layout::port_name(&name).filter(|name| !seen.contains(name));
@@ -72,12 +72,12 @@ impl Shared {
     }
 }
 
-impl<F: TableFamily> Plane<F> {
+impl<F: TableFamily> FamilyWriter<F> {
     /// Reads this family's tables anew. Returns the largest backend id found.
-    pub(super) fn adopt(&mut self, shared: &Shared, names: &Names) -> Result<u32, Error> {
+    pub(super) fn adopt(&mut self, shared: &Common, names: &AdoptedNames) -> Result<u32, Error> {
         let frontends: FxHashMap<_, _> = self.tables.frontends.read_all()?.into_iter().collect();
         let (backends, stray_backends, largest) = self.adopt_backends()?;
-        let mut slots = self.image.slots.without_owners();
+        let mut slots = self.entries.slots.without_owners();
         let mut of_service = by_service(&frontends);
         let mut services = FxHashMap::default();
         for (id, name) in &names.known {
@@ -94,7 +94,7 @@ impl<F: TableFamily> Plane<F> {
             };
             services.insert(name.clone(), published);
         }
-        self.image = Image { frontends, services, backends, stray_backends, slots };
+        self.entries = Entries { frontends, services, backends, stray_backends, slots };
         Ok(largest)
     }
 

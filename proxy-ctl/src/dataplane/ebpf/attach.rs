@@ -168,13 +168,13 @@ impl Hooks {
         Ok(())
     }
 
-    /// Looks whether somebody has removed links or filters of ours, and makes them anew.
+    /// Attaches links and filters of ours again that another program has removed.
     pub(super) fn repair(&mut self) -> Failures {
         let mut failures = Failures::default();
         match self.attach_sockets() {
             Ok(false) => {}
             Ok(true) => {
-                tracing::warn!("somebody had removed socket hooks; they are attached and pinned again")
+                tracing::warn!("another program had removed socket hooks; they are attached and pinned again")
             }
             Err(error) => failures.add("socket hooks", error),
         }
@@ -184,7 +184,7 @@ impl Hooks {
                 Ok(false) => {}
                 Ok(true) => tracing::warn!(
                     interface = interface.name,
-                    "somebody had removed packet programs; they are attached and pinned again"
+                    "another program had removed packet programs; they are attached and pinned again"
                 ),
                 Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {}
                 Err(error) => failures.add(&interface.name, error),

@@ -11,7 +11,7 @@ use super::{
 use crate::dataplane::Removed;
 
 /// Detaches the programs first, then removes the tables, of every layout version. Nothing of ours there: nothing is
-/// done. A controller at work: [`Error::Locked`].
+/// done. If a controller runs: [`Error::Locked`].
 pub fn cleanup(bpffs: &Path) -> Result<Removed, Error> {
     let mut removed = Removed::default();
     let current = Paths::new(bpffs);

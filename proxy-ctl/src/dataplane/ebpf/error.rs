@@ -17,7 +17,7 @@ pub enum Error {
     NoBpffs { path: PathBuf, source: io::Error },
     #[error("no cgroup v2 is mounted; mount one or set ebpf.socketLoadBalancing: off")]
     NoCgroup,
-    #[error("another controller, {holder}, is at work on {}; stop it first", path.display())]
+    #[error("another controller, {holder}, runs on {}; stop it first", path.display())]
     Locked { path: PathBuf, holder: Holder },
     #[error("table {table} in {} {difference}; `proxy-ctl cleanup` removes it with all others", path.display())]
     Shape { table: &'static str, path: PathBuf, difference: Difference },

@@ -49,7 +49,7 @@ impl<A: Copy> Walk<A> {
 
 /// Which of the two flow tables.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Stage {
+enum FlowTable {
     Opening,
     Established,
 }
@@ -76,13 +76,13 @@ impl<F: TableFamily> Collector<F> {
     /// Looks at the next slice of both tables and removes expired flows, all their entries together. Answers how many
     /// entries were removed.
     pub(super) fn collect(&mut self, tables: &FamilyTables<F>, now: u64) -> Result<u64, Error> {
-        Ok(self.walk(tables, Stage::Opening, now)? + self.walk(tables, Stage::Established, now)?)
+        Ok(self.walk(tables, FlowTable::Opening, now)? + self.walk(tables, FlowTable::Established, now)?)
     }
 
-    fn walk(&mut self, tables: &FamilyTables<F>, stage: Stage, now: u64) -> Result<u64, Error> {
-        let (walk, table) = match stage {
-            Stage::Opening => (&mut self.opening, &tables.opening_flows),
-            Stage::Established => (&mut self.established, &tables.flows),
+    fn walk(&mut self, tables: &FamilyTables<F>, which: FlowTable, now: u64) -> Result<u64, Error> {
+        let (walk, table) = match which {
+            FlowTable::Opening => (&mut self.opening, &tables.opening_flows),
+            FlowTable::Established => (&mut self.established, &tables.flows),
         };
         if walk.rest > 0 {
             walk.rest -= 1;

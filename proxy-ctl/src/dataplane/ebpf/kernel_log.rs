@@ -1,5 +1,5 @@
-//! What the kernel programs log about refused and dropped clients, told in our own log. The programs log only while that
-//! tells debug lines (`-v 4`, also when set at run time).
+//! Writes what the kernel programs log about refused and dropped clients to our own log. The programs log only while its
+//! level is debug (`-v 4`, also when set at run time).
 
 use std::{fmt, io};
 
@@ -46,6 +46,7 @@ impl KernelLog {
 
     /// Tells the lines that have come, and switches the programs' log where the level of ours has changed.
     pub(super) fn follow(&mut self) -> Result<(), Error> {
+        // Panics on a record that it cannot parse. Only our own programs write to this buffer, which is not pinned.
         self.lines.flush();
         let enabled = tracing::enabled!(target: TARGET, Level::DEBUG);
         if enabled != self.enabled {

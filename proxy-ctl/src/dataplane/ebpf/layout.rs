@@ -139,7 +139,7 @@ pub(super) fn port_name(name: &ServiceName) -> Option<ServicePortName> {
 
 /// Whose the backends of a service port are, as `Backend::owner` has it: 0 for TCP, whose flows keep a backend that
 /// has left the service, else a number by its name (FNV-1a, so that another version finds the same). Two
-/// names with one number share backends, and lose no more than that.
+/// names with the same number share backends, which has no other effect.
 pub(super) fn owner(port: &ServicePortName) -> u32 {
     if port.protocol == Protocol::Tcp {
         return 0;

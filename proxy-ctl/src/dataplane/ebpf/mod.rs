@@ -29,8 +29,8 @@ use self::{
     kernel_log::KernelLog,
     paths::Paths,
     pins::TablePins,
-    programmed::Image,
-    publish::{Failures, Plane, Round, Shared, remove_service},
+    programmed::Entries,
+    publish::{Common, Failures, FamilyWriter, Writes, remove_service},
     status::{Pinned, Reader},
     tables::{CommonTables, FamilyTables, Shape},
 };
@@ -67,12 +67,12 @@ pub use self::{
     tables::Difference,
 };
 
-/// The tables and hooks of this node. Dropping it leaves all of them at work.
+/// The tables and hooks of this node. Dropping it leaves all of them in place.
 #[derive(Debug)]
 pub struct EbpfDataplane {
-    shared: Shared,
-    v4: Plane<V4>,
-    v6: Plane<V6>,
+    shared: Common,
+    v4: FamilyWriter<V4>,
+    v6: FamilyWriter<V6>,
     flows4: Collector<V4>,
     flows6: Collector<V6>,
     hooks: Hooks,
@@ -128,8 +128,8 @@ impl EbpfDataplane {
 
         let pins = TablePins::hold(&paths, &shapes, lock)?;
         let common = CommonTables::open(&paths.maps(), true)?;
-        let v4 = plane::<V4>(&paths)?;
-        let v6 = plane::<V6>(&paths)?;
+        let v4 = family_writer::<V4>(&paths)?;
+        let v6 = family_writer::<V6>(&paths)?;
         let host_namespace = match cookie {
             Some(cookie) => cookie,
             None => {
@@ -151,7 +151,7 @@ impl EbpfDataplane {
         };
         let grace = GracePeriod::new().map_err(Error::Grace)?;
         let ids = Ranges::new(common.services.len() as u32);
-        let shared = Shared { tables: common, ids, next_backend: 0, backends_set_aside: 0, grace };
+        let shared = Common { tables: common, ids, next_backend: 0, backends_set_aside: 0, grace };
         let mut dataplane = Self {
             shared,
             v4,
@@ -214,7 +214,7 @@ impl EbpfDataplane {
         if !restored.is_empty() {
             tracing::warn!(
                 tables = restored.join(" "),
-                "somebody had removed tables' pins; they are pinned again"
+                "another program had removed pins of tables; they are pinned again"
             );
         }
         Ok(())
@@ -228,10 +228,10 @@ impl EbpfDataplane {
     }
 }
 
-fn plane<F: TableFamily>(paths: &Paths) -> Result<Plane<F>, Error> {
+fn family_writer<F: TableFamily>(paths: &Paths) -> Result<FamilyWriter<F>, Error> {
     let tables = FamilyTables::open(&paths.maps(), true)?;
-    let image = Image::empty(tables.slots.len() as u32);
-    Ok(Plane { tables, image })
+    let entries = Entries::empty(tables.slots.len() as u32);
+    Ok(FamilyWriter { tables, entries })
 }
 
 fn cgroup_folder(config: &Ebpf) -> Result<PathBuf, Error> {
@@ -263,9 +263,9 @@ fn learn_namespace(tables: &CommonTables, probe: &UdpSocket) -> Result<u64, Erro
     Ok(learned)
 }
 
-fn finish<F: TableFamily>(round: Round<F>, applied: &mut Applied, failures: &mut Failures) {
-    *applied += round.applied;
-    failures.merge(round.failures);
+fn finish<F: TableFamily>(writes: Writes<F>, applied: &mut Applied, failures: &mut Failures) {
+    *applied += writes.applied;
+    failures.merge(writes.failures);
 }
 
 impl Programmed for EbpfDataplane {
@@ -277,15 +277,15 @@ impl Programmed for EbpfDataplane {
     fn usage(&self) -> Result<Usage, super::Error> {
         let mut used = BTreeMap::from([
             (table::services, u64::from(self.shared.ids.used().saturating_sub(1))),
-            (table::service_names, (self.v4.image.services.len() + self.v6.image.services.len()) as u64),
+            (table::service_names, (self.v4.entries.services.len() + self.v6.entries.services.len()) as u64),
             (table::settings, 1),
         ]);
         used.extend(used_by(&self.v4, &self.flows4)?);
         used.extend(used_by(&self.v6, &self.flows6)?);
         let counted = self.shared.tables.service_counters.capacity();
         used.insert(table::service_counters, u64::from(counted.min(self.shared.ids.used())));
-        let v4 = self.v4.image.services.iter().map(|(name, published)| (published.id, name));
-        let v6 = self.v6.image.services.iter().map(|(name, published)| (published.id, name));
+        let v4 = self.v4.entries.services.iter().map(|(name, published)| (published.id, name));
+        let v6 = self.v6.entries.services.iter().map(|(name, published)| (published.id, name));
         let maps = self.paths.maps();
         Ok(status::usage(&maps, &self.shapes, &used, &self.shared.tables, v4.chain(v6))?)
     }
@@ -310,7 +310,7 @@ impl Dataplane for EbpfDataplane {
         for id in strays {
             // Its id stays taken until the next resync: programs may be reading it.
             if let Err(error) = remove_service(shared, id, &mut applied) {
-                failures.add(format_args!("service {id}, which nobody wants"), error);
+                failures.add(format_args!("service {id}, which is not desired"), error);
             }
         }
         failures.into_result()?;
@@ -326,7 +326,7 @@ impl Dataplane for EbpfDataplane {
         }
         match self.restore_pins() {
             Ok(()) => {}
-            // What is pinned there now is somebody else's.
+            // Another controller's tables are pinned there now.
             Err(error @ Error::Locked { .. }) => return Err(error.into()),
             Err(error) => failures.add("pins", error),
         }
@@ -343,11 +343,11 @@ impl Dataplane for EbpfDataplane {
 
     fn collect_garbage(&mut self) -> Result<(), super::Error> {
         let Self { shared, v4, v6, .. } = self;
-        if shared.ids.has_retired() || v4.image.slots.has_retired() || v6.image.slots.has_retired() {
+        if shared.ids.has_retired() || v4.entries.slots.has_retired() || v6.entries.slots.has_retired() {
             shared.grace.wait().map_err(Error::Grace)?;
             shared.ids.grace_period_over();
-            v4.image.slots.grace_period_over();
-            v6.image.slots.grace_period_over();
+            v4.entries.slots.grace_period_over();
+            v6.entries.slots.grace_period_over();
         }
         self.log.follow()?;
         let now = clock::since_boot();
@@ -372,33 +372,33 @@ impl Dataplane for EbpfDataplane {
     }
 }
 
-fn apply<F: TableFamily>(plane: &mut Plane<F>, shared: &mut Shared, changes: &Changes) -> Round<F> {
+fn apply<F: TableFamily>(writer: &mut FamilyWriter<F>, shared: &mut Common, changes: &Changes) -> Writes<F> {
     let changed = changes.changed.iter().filter(|port| port.name.family == F::FAMILY);
     let removed = changes.removed.iter().filter(|name| name.family == F::FAMILY);
-    plane.apply(shared, changed, removed)
+    writer.apply(shared, changed, removed)
 }
 
 fn resync<F: TableFamily>(
-    plane: &mut Plane<F>,
-    shared: &mut Shared,
+    writer: &mut FamilyWriter<F>,
+    shared: &mut Common,
     desired: &[Arc<DesiredPort>],
-) -> Round<F> {
+) -> Writes<F> {
     let desired: Vec<_> = desired.iter().filter(|port| port.name.family == F::FAMILY).collect();
-    plane.resync(shared, &desired)
+    writer.resync(shared, &desired)
 }
 
 fn used_by<F: TableFamily>(
-    plane: &Plane<F>,
+    writer: &FamilyWriter<F>,
     flows: &Collector<F>,
 ) -> Result<[(&'static str, u64); 6], Error> {
     let (opening, established) = flows.counted();
     Ok([
-        (F::FRONTENDS, plane.image.frontends.len() as u64),
-        (F::SLOTS, u64::from(plane.image.slots.used())),
-        (F::BACKENDS, plane.image.backends.len() as u64),
+        (F::FRONTENDS, writer.entries.frontends.len() as u64),
+        (F::SLOTS, u64::from(writer.entries.slots.used())),
+        (F::BACKENDS, writer.entries.backends.len() as u64),
         (F::FLOWS, established),
         (F::OPENING_FLOWS, opening),
-        (F::NODE_ADDRESSES, plane.tables.node_addresses.read_all()?.len() as u64),
+        (F::NODE_ADDRESSES, writer.tables.node_addresses.read_all()?.len() as u64),
     ])
 }
 

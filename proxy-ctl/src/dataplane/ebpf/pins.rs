@@ -1,4 +1,4 @@
-//! Keeps the pins there: a pin that somebody removes is what would outlive this process, not what works now.
+//! Restores pins that another program removes: without them the tables and links would not outlive this process.
 //!
 //! The controller holds a descriptor of all that it has pinned. So nothing is freed or detached when somebody empties
 //! the bpffs, and the same tables and links can be pinned again.

@@ -18,7 +18,7 @@ use crate::model::desired::{self, DesiredPort, ServicePortName};
 
 /// One family's part of what is programmed.
 #[derive(Debug)]
-pub(super) struct Image<F: TableFamily> {
+pub(super) struct Entries<F: TableFamily> {
     pub(super) frontends: FxHashMap<FrontendKey<F::Address>, Frontend>,
     pub(super) services: FxHashMap<ServicePortName, Published<F>>,
     pub(super) backends: FxHashMap<BackendKey<F::Address>, Uses>,
@@ -142,7 +142,7 @@ impl Uses {
     }
 }
 
-impl<F: TableFamily> Image<F> {
+impl<F: TableFamily> Entries<F> {
     /// Of empty tables.
     pub(super) fn empty(slots: u32) -> Self {
         Self {

@@ -17,7 +17,7 @@ use super::{
     allocate::{Range, Ranges},
     family::TableFamily,
     layout::{self, Arrangement},
-    programmed::{BackendKey, Image, Published, UsedEndpoints},
+    programmed::{BackendKey, Entries, Published, UsedEndpoints},
     tables::{CommonTables, FamilyTables},
 };
 use crate::{
@@ -31,7 +31,7 @@ const BACKEND_ID_BLOCK: u32 = 1_024;
 
 /// What both families share.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct Common {
     pub(super) tables: CommonTables,
     /// Owners of `services`.
     pub(super) ids: Ranges,
@@ -41,7 +41,7 @@ pub(super) struct Shared {
     pub(super) grace: GracePeriod,
 }
 
-impl Shared {
+impl Common {
     /// An id that no backend ever had, also if the controller is killed at this moment.
     pub(super) fn backend_id(&mut self, applied: &mut Applied) -> Result<u32, Error> {
         let id = self.next_backend;
@@ -60,14 +60,14 @@ impl Shared {
 
 /// The tables of one family and what is in them.
 #[derive(Debug)]
-pub(super) struct Plane<F: TableFamily> {
+pub(super) struct FamilyWriter<F: TableFamily> {
     pub(super) tables: FamilyTables<F>,
-    pub(super) image: Image<F>,
+    pub(super) entries: Entries<F>,
 }
 
 /// What one call of the dataplane does to one family.
 #[derive(Debug)]
-pub(super) struct Round<F: TableFamily> {
+pub(super) struct Writes<F: TableFamily> {
     pub(super) applied: Applied,
     pub(super) failures: Failures,
     names: Vec<(u32, ServiceName)>,
@@ -76,11 +76,11 @@ pub(super) struct Round<F: TableFamily> {
     stale_frontends: Vec<(FrontendKey<F::Address>, u32)>,
     gone: Vec<(u32, Option<Range>)>,
     pub(super) touched: Vec<BackendKey<F::Address>>,
-    /// Backends that this round has inserted, of which no slot in use can know.
+    /// Backends that this call has inserted, of which no slot in use can know.
     pub(super) inserted: Vec<BackendKey<F::Address>>,
 }
 
-impl<F: TableFamily> Default for Round<F> {
+impl<F: TableFamily> Default for Writes<F> {
     fn default() -> Self {
         Self {
             applied: Applied::default(),
@@ -125,73 +125,73 @@ impl Failures {
     }
 }
 
-impl<F: TableFamily> Plane<F> {
+impl<F: TableFamily> FamilyWriter<F> {
     /// Writes ports that are new or different, and removes others.
     pub(super) fn apply<'a>(
         &mut self,
-        shared: &mut Shared,
+        shared: &mut Common,
         changed: impl Iterator<Item = &'a Arc<DesiredPort>> + Clone,
         removed: impl Iterator<Item = &'a ServicePortName>,
-    ) -> Round<F> {
-        let mut round = Round::default();
-        self.publish_all(shared, changed, &mut round);
+    ) -> Writes<F> {
+        let mut writes = Writes::default();
+        self.publish_all(shared, changed, &mut writes);
         for name in removed {
-            self.remove(name, &mut round);
+            self.remove(name, &mut writes);
         }
-        self.retire(shared, &mut round);
-        round
+        self.retire(shared, &mut writes);
+        writes
     }
 
-    /// As [`Plane::apply`], on an image that was just adopted: what is not desired goes.
-    pub(super) fn resync(&mut self, shared: &mut Shared, desired: &[&Arc<DesiredPort>]) -> Round<F> {
-        let mut round = Round::default();
-        self.publish_all(shared, desired.iter().copied(), &mut round);
+    /// As [`FamilyWriter::apply`], after adopting: what is not desired is removed.
+    pub(super) fn resync(&mut self, shared: &mut Common, desired: &[&Arc<DesiredPort>]) -> Writes<F> {
+        let mut writes = Writes::default();
+        self.publish_all(shared, desired.iter().copied(), &mut writes);
         let wanted: FxHashSet<&ServicePortName> = desired.iter().map(|port| &port.name).collect();
         let undesired: Vec<_> =
-            self.image.services.keys().filter(|name| !wanted.contains(name)).cloned().collect();
+            self.entries.services.keys().filter(|name| !wanted.contains(name)).cloned().collect();
         for name in &undesired {
-            self.remove(name, &mut round);
+            self.remove(name, &mut writes);
         }
         self.use_adopted_endpoints();
-        self.drop_strays(&mut round);
-        self.retire(shared, &mut round);
-        round
+        self.drop_strays(&mut writes);
+        self.retire(shared, &mut writes);
+        writes
     }
 
     fn publish_all<'a>(
         &mut self,
-        shared: &mut Shared,
+        shared: &mut Common,
         changed: impl Iterator<Item = &'a Arc<DesiredPort>> + Clone,
-        round: &mut Round<F>,
+        writes: &mut Writes<F>,
     ) {
-        self.add_backends(shared, changed.clone(), round);
+        self.add_backends(shared, changed.clone(), writes);
         for port in changed {
-            if let Err(error) = self.publish(shared, port, round) {
-                round.failures.add(&port.name, error);
-                self.remove_unused_insertions(round);
+            if let Err(error) = self.publish(shared, port, writes) {
+                writes.failures.add(&port.name, error);
+                self.remove_unused_insertions(writes);
             }
         }
-        self.write_names(shared, round);
-        self.write_frontends(round);
+        self.write_names(shared, writes);
+        self.write_frontends(writes);
     }
 
     /// Publishes one port, all but its name and frontends, which are written together with those of others.
     fn publish(
         &mut self,
-        shared: &mut Shared,
+        shared: &mut Common,
         port: &Arc<DesiredPort>,
-        round: &mut Round<F>,
+        writes: &mut Writes<F>,
     ) -> Result<(), Error> {
-        let slots = self.use_backends(shared, port, round)?;
-        let old = self.image.services.remove_entry(&port.name);
+        let slots = self.use_backends(shared, port, writes)?;
+        let old = self.entries.services.remove_entry(&port.name);
         let (old_name, old) = old.map_or((None, None), |(name, old)| (Some(name), Some(old)));
-        let (id, range) = match self.write_service(shared, port, &slots, old.as_ref(), round) {
+        let (id, range) = match self.write_service(shared, port, &slots, old.as_ref(), writes) {
             Ok(written) => written,
             Err(error) => {
                 if let (Some(name), Some(old)) = (old_name, old) {
-                    self.image.services.insert(name, old);
+                    self.entries.services.insert(name, old);
                 }
-                self.release_backends(&port.name, &port.endpoints.all, round);
+                self.release_backends(&port.name, &port.endpoints.all, writes);
                 return Err(error);
             }
         };
@@ -199,17 +199,17 @@ impl<F: TableFamily> Plane<F> {
         let keys: Box<[_]> = wanted.iter().map(|(key, _)| *key).collect();
         for (key, flags) in wanted {
             let frontend = Frontend { service: id, flags };
-            if self.image.frontends.get(&key) != Some(&frontend) {
-                round.frontends.push((key, frontend, port.name.clone()));
+            if self.entries.frontends.get(&key) != Some(&frontend) {
+                writes.frontends.push((key, frontend, port.name.clone()));
             }
         }
         if let Some(old) = old {
             let stale = old.frontends.iter().filter(|key| !keys.contains(key));
-            round.stale_frontends.extend(stale.map(|key| (*key, id)));
-            self.release_backends(&port.name, old.used.endpoints(), round);
+            writes.stale_frontends.extend(stale.map(|key| (*key, id)));
+            self.release_backends(&port.name, old.used.endpoints(), writes);
         }
         let used = UsedEndpoints::Desired(Arc::clone(port));
-        self.image
+        self.entries
             .services
             .insert(port.name.clone(), Published { id, range: Some(range), frontends: keys, used });
         Ok(())
@@ -218,11 +218,11 @@ impl<F: TableFamily> Plane<F> {
     /// Writes slots and service where they differ; answers with the service's id and range.
     fn write_service(
         &mut self,
-        shared: &mut Shared,
+        shared: &mut Common,
         port: &DesiredPort,
         slots: &[F::Slot],
         old: Option<&Published<F>>,
-        round: &mut Round<F>,
+        writes: &mut Writes<F>,
     ) -> Result<(u32, Range), Error> {
         let endpoints = &port.endpoints;
         let flags = layout::service_flags(port);
@@ -240,12 +240,12 @@ impl<F: TableFamily> Plane<F> {
         {
             let service = Service { flags, affinity_seconds, ..current };
             if service != current {
-                write_service(shared, *id, &service, &mut round.applied)?;
+                write_service(shared, *id, &service, &mut writes.applied)?;
             }
             return Ok((*id, *range));
         }
         let name = layout::name(&port.name).ok_or_else(|| Error::NameTooLong(port.name.clone()))?;
-        let (range, sets) = self.write_slots(shared, endpoints, slots, round)?;
+        let (range, sets) = self.write_slots(shared, endpoints, slots, writes)?;
         let service = Service {
             cluster: layout::placed(sets.cluster, range),
             internal: layout::placed(sets.internal, range),
@@ -258,15 +258,15 @@ impl<F: TableFamily> Plane<F> {
             None => match new_service_id(shared) {
                 Ok(id) => id,
                 Err(error) => {
-                    self.image.slots.release(range);
+                    self.entries.slots.release(range);
                     return Err(error);
                 }
             },
         };
-        write_service(shared, id, &service, &mut round.applied)?;
+        write_service(shared, id, &service, &mut writes.applied)?;
         match old {
-            Some(old) => self.image.slots.retire(old.range.unwrap_or_default()),
-            None => round.names.push((id, name)),
+            Some(old) => self.entries.slots.retire(old.range.unwrap_or_default()),
+            None => writes.names.push((id, name)),
         }
         Ok((id, range))
     }
@@ -282,10 +282,10 @@ impl<F: TableFamily> Plane<F> {
 
     fn write_slots(
         &mut self,
-        shared: &mut Shared,
+        shared: &mut Common,
         endpoints: &Endpoints,
         slots: &[F::Slot],
-        round: &mut Round<F>,
+        writes: &mut Writes<F>,
     ) -> Result<(Range, Arrangement), Error> {
         let arrangement = Arrangement::of(endpoints);
         let full = || Error::Full {
@@ -294,38 +294,38 @@ impl<F: TableFamily> Plane<F> {
             limit: Limit::Slots.name(),
         };
         let count = u32::try_from(arrangement.slots.len()).map_err(|_| full())?;
-        let mut range = self.image.slots.allocate(count);
-        if range.is_none() && self.image.slots.has_retired() {
+        let mut range = self.entries.slots.allocate(count);
+        if range.is_none() && self.entries.slots.has_retired() {
             shared.grace.wait().map_err(Error::Grace)?;
-            self.image.slots.grace_period_over();
-            range = self.image.slots.allocate(count);
+            self.entries.slots.grace_period_over();
+            range = self.entries.slots.allocate(count);
         }
         let range = range.ok_or_else(full)?;
         for (index, place) in arrangement.slots.iter().zip(range.first..) {
             let Some(slot) = slots.get(*index as usize) else { continue };
             if !self.tables.slots.set(place as usize, slot) {
                 let error = self.tables.slots.provide(place as usize).err();
-                self.image.slots.release(range);
+                self.entries.slots.release(range);
                 return Err(error.map_or_else(full, |source| Error::Table { table: F::SLOTS, source }));
             }
-            round.applied.written += 1;
+            writes.applied.written += 1;
         }
         Ok((range, arrangement))
     }
 
-    fn write_names(&mut self, shared: &Shared, round: &mut Round<F>) {
-        let (ids, names): (Vec<_>, Vec<_>) = std::mem::take(&mut round.names).into_iter().unzip();
+    fn write_names(&mut self, shared: &Common, writes: &mut Writes<F>) {
+        let (ids, names): (Vec<_>, Vec<_>) = std::mem::take(&mut writes.names).into_iter().unzip();
         match shared.tables.names.set_all(&ids, &names) {
-            Ok(()) => round.applied.written += ids.len() as u64,
+            Ok(()) => writes.applied.written += ids.len() as u64,
             Err((done, error)) => {
-                round.applied.written += done as u64;
-                round.failures.add("names of service ports", error);
+                writes.applied.written += done as u64;
+                writes.failures.add("names of service ports", error);
             }
         }
     }
 
-    fn write_frontends(&mut self, round: &mut Round<F>) {
-        let wanted = std::mem::take(&mut round.frontends);
+    fn write_frontends(&mut self, writes: &mut Writes<F>) {
+        let wanted = std::mem::take(&mut writes.frontends);
         let keys: Vec<_> = wanted.iter().map(|(key, ..)| *key).collect();
         let values: Vec<_> = wanted.iter().map(|(_, frontend, _)| *frontend).collect();
         let mut next = 0;
@@ -334,78 +334,78 @@ impl<F: TableFamily> Plane<F> {
                 Ok(()) => wanted.len() - next,
                 Err((done, error)) => {
                     if let Some((_, _, name)) = wanted.get(next + done) {
-                        round.failures.add(name, error);
+                        writes.failures.add(name, error);
                     }
                     done
                 }
             };
             for (key, frontend, _) in &wanted[next..next + written] {
-                self.image.frontends.insert(*key, *frontend);
+                self.entries.frontends.insert(*key, *frontend);
             }
-            round.applied.written += written as u64;
+            writes.applied.written += written as u64;
             // Beyond the one that failed, if one did.
             next += written + 1;
         }
     }
 
-    fn remove(&mut self, name: &ServicePortName, round: &mut Round<F>) {
-        let Some(old) = self.image.services.remove(name) else { return };
-        round.stale_frontends.extend(old.frontends.iter().map(|key| (*key, old.id)));
-        self.release_backends(name, old.used.endpoints(), round);
-        round.gone.push((old.id, old.range));
+    fn remove(&mut self, name: &ServicePortName, writes: &mut Writes<F>) {
+        let Some(old) = self.entries.services.remove(name) else { return };
+        writes.stale_frontends.extend(old.frontends.iter().map(|key| (*key, old.id)));
+        self.release_backends(name, old.used.endpoints(), writes);
+        writes.gone.push((old.id, old.range));
     }
 
-    /// Frontends that belong to nobody, and backends that nobody uses.
-    fn drop_strays(&mut self, round: &mut Round<F>) {
+    /// Removes frontends without a service, and backends without users.
+    fn drop_strays(&mut self, writes: &mut Writes<F>) {
         let owned: FxHashSet<_> =
-            self.image.services.values().flat_map(|published| published.frontends.iter()).collect();
-        let strays = self.image.frontends.iter().filter(|(key, _)| !owned.contains(key));
-        round.stale_frontends.extend(strays.map(|(key, frontend)| (*key, frontend.service)));
-        round.touched.extend(self.image.backends.keys());
-        for id in std::mem::take(&mut self.image.stray_backends) {
+            self.entries.services.values().flat_map(|published| published.frontends.iter()).collect();
+        let strays = self.entries.frontends.iter().filter(|(key, _)| !owned.contains(key));
+        writes.stale_frontends.extend(strays.map(|(key, frontend)| (*key, frontend.service)));
+        writes.touched.extend(self.entries.backends.keys());
+        for id in std::mem::take(&mut self.entries.stray_backends) {
             match self.tables.backends.remove(&id) {
-                Ok(found) => round.applied.removed += u64::from(found),
-                Err(error) => round.failures.add(format_args!("backend {id}"), error),
+                Ok(found) => writes.applied.removed += u64::from(found),
+                Err(error) => writes.failures.add(format_args!("backend {id}"), error),
             }
         }
     }
 
     /// Removes what is gone, after everything new is in place.
-    fn retire(&mut self, shared: &mut Shared, round: &mut Round<F>) {
+    fn retire(&mut self, shared: &mut Common, writes: &mut Writes<F>) {
         let mut still_dialled = FxHashSet::default();
-        for (key, id) in std::mem::take(&mut round.stale_frontends) {
+        for (key, id) in std::mem::take(&mut writes.stale_frontends) {
             // Another service may have taken it over.
-            if self.image.frontends.get(&key).is_none_or(|frontend| frontend.service != id) {
+            if self.entries.frontends.get(&key).is_none_or(|frontend| frontend.service != id) {
                 continue;
             }
             match self.tables.frontends.remove(&key) {
                 Ok(found) => {
-                    round.applied.removed += u64::from(found);
-                    self.image.frontends.remove(&key);
+                    writes.applied.removed += u64::from(found);
+                    self.entries.frontends.remove(&key);
                 }
                 Err(error) => {
                     still_dialled.insert(id);
-                    round.failures.add("a frontend that is gone", error);
+                    writes.failures.add("a frontend that is gone", error);
                 }
             }
         }
-        for (id, range) in std::mem::take(&mut round.gone) {
+        for (id, range) in std::mem::take(&mut writes.gone) {
             // Its frontend could not be removed: stays whole until the next resync.
             if still_dialled.contains(&id) {
                 continue;
             }
-            if let Err(error) = remove_service(shared, id, &mut round.applied) {
-                round.failures.add(format_args!("service {id}"), error);
+            if let Err(error) = remove_service(shared, id, &mut writes.applied) {
+                writes.failures.add(format_args!("service {id}"), error);
                 continue;
             }
             shared.ids.retire(Range { first: id, count: 1 });
-            self.image.slots.retire(range.unwrap_or_default());
+            self.entries.slots.retire(range.unwrap_or_default());
         }
-        self.write_uses(round);
+        self.write_uses(writes);
     }
 }
 
-fn new_service_id(shared: &mut Shared) -> Result<u32, Error> {
+fn new_service_id(shared: &mut Common) -> Result<u32, Error> {
     let mut id = shared.ids.allocate(1);
     if id.is_none() && shared.ids.has_retired() {
         shared.grace.wait().map_err(Error::Grace)?;
@@ -428,7 +428,7 @@ fn new_service_id(shared: &mut Shared) -> Result<u32, Error> {
     Ok(id)
 }
 
-fn write_service(shared: &Shared, id: u32, service: &Service, applied: &mut Applied) -> Result<(), Error> {
+fn write_service(shared: &Common, id: u32, service: &Service, applied: &mut Applied) -> Result<(), Error> {
     if shared.tables.services.set(id as usize, service) {
         applied.written += 1;
         return Ok(());
@@ -437,7 +437,7 @@ fn write_service(shared: &Shared, id: u32, service: &Service, applied: &mut Appl
     Err(Error::Full { table: table::services, capacity, limit: Limit::Services.name() })
 }
 
-pub(super) fn remove_service(shared: &Shared, id: u32, applied: &mut Applied) -> Result<(), Error> {
+pub(super) fn remove_service(shared: &Common, id: u32, applied: &mut Applied) -> Result<(), Error> {
     let found = shared.tables.services.get(id as usize).unwrap_or_default();
     if found != Service::default() && shared.tables.services.set(id as usize, &Service::default()) {
         applied.removed += 1;

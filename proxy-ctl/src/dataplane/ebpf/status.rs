@@ -43,7 +43,7 @@ pub struct Pinned {
     paths: Paths,
 }
 
-/// The process at work on the tables below the bpffs at this path. It may only just have begun to make them. `None`:
+/// The process that writes the tables below the bpffs at this path. It may only just have begun to make them. `None`:
 /// there is none, or the kernel does not tell, as for a process of another PID namespace.
 pub fn controller(bpffs: &Path) -> Option<u32> {
     lock::holder_of(&Paths::new(bpffs).top)

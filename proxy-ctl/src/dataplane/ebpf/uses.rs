@@ -14,24 +14,24 @@ use super::{
     Error,
     family::TableFamily,
     layout::{self, backend_flags},
-    programmed::{BackendKey, Image, UsedEndpoints, Uses},
-    publish::{Plane, Round, Shared},
+    programmed::{BackendKey, Entries, UsedEndpoints, Uses},
+    publish::{Common, FamilyWriter, Writes},
 };
 use crate::model::desired::{DesiredPort, Endpoint, ServicePortName};
 
-impl<F: TableFamily> Plane<F> {
+impl<F: TableFamily> FamilyWriter<F> {
     /// Inserts the backends that are missing. One that does not fit fails the ports that need it, in `publish`.
     pub(super) fn add_backends<'a>(
         &mut self,
-        shared: &mut Shared,
+        shared: &mut Common,
         changed: impl Iterator<Item = &'a Arc<DesiredPort>>,
-        round: &mut Round<F>,
+        writes: &mut Writes<F>,
     ) {
         let mut missing: FxHashMap<BackendKey<F::Address>, Uses> = FxHashMap::default();
         for port in changed {
             for endpoint in &port.endpoints.all {
                 let Some(key) = backend_key::<F>(&port.name, endpoint) else { continue };
-                if !self.image.backends.contains_key(&key) {
+                if !self.entries.backends.contains_key(&key) {
                     missing.entry(key).or_default().add(endpoint);
                 }
             }
@@ -39,7 +39,7 @@ impl<F: TableFamily> Plane<F> {
         let mut ids = Vec::with_capacity(missing.len());
         let mut values = Vec::with_capacity(missing.len());
         for (key, uses) in &mut missing {
-            let Ok(id) = shared.backend_id(&mut round.applied) else { break };
+            let Ok(id) = shared.backend_id(&mut writes.applied) else { break };
             uses.id = id;
             ids.push(id);
             values.push(uses.wanted(key));
@@ -49,27 +49,29 @@ impl<F: TableFamily> Plane<F> {
             Ok(()) => ids.len(),
             Err((done, _)) => done,
         };
-        round.applied.written += written as u64;
+        writes.applied.written += written as u64;
         for (id, backend) in ids.into_iter().zip(values).take(written) {
-            self.remember_backend(id, &backend, round);
+            self.remember_backend(id, &backend, writes);
         }
     }
 
-    fn remember_backend(&mut self, id: u32, backend: &Backend<F::Address>, round: &mut Round<F>) {
+    fn remember_backend(&mut self, id: u32, backend: &Backend<F::Address>, writes: &mut Writes<F>) {
         let key = BackendKey::of(backend);
-        self.image.backends.insert(key, Uses::of(id, backend));
-        round.touched.push(key);
-        round.inserted.push(key);
+        self.entries.backends.insert(key, Uses::of(id, backend));
+        writes.touched.push(key);
+        writes.inserted.push(key);
     }
 
     /// Removes the backends that were inserted for ports that do not fit, so that the next ones may.
-    pub(super) fn remove_unused_insertions(&mut self, round: &mut Round<F>) {
-        for key in std::mem::take(&mut round.inserted) {
-            let Some(uses) = self.image.backends.get(&key).filter(|uses| uses.is_unused()) else { continue };
-            // After an error it stays, unused, until the end of the round.
+    pub(super) fn remove_unused_insertions(&mut self, writes: &mut Writes<F>) {
+        for key in std::mem::take(&mut writes.inserted) {
+            let Some(uses) = self.entries.backends.get(&key).filter(|uses| uses.is_unused()) else {
+                continue;
+            };
+            // After an error it stays, unused, until the end of the call.
             if let Ok(found) = self.tables.backends.remove(&uses.id) {
-                round.applied.removed += u64::from(found);
-                self.image.backends.remove(&key);
+                writes.applied.removed += u64::from(found);
+                self.entries.backends.remove(&key);
             }
         }
     }
@@ -77,17 +79,17 @@ impl<F: TableFamily> Plane<F> {
     /// Counts the port's endpoints as used, inserts those that are missing, and says what the slot of each holds.
     pub(super) fn use_backends(
         &mut self,
-        shared: &mut Shared,
+        shared: &mut Common,
         port: &DesiredPort,
-        round: &mut Round<F>,
+        writes: &mut Writes<F>,
     ) -> Result<Vec<F::Slot>, Error> {
         let mut slots = Vec::with_capacity(port.endpoints.all.len());
         for endpoint in &port.endpoints.all {
-            match self.use_backend(shared, port, endpoint, round) {
+            match self.use_backend(shared, port, endpoint, writes) {
                 Ok(slot) => slots.push(slot),
                 Err(error) => {
                     let held = &port.endpoints.all[..slots.len()];
-                    self.release_backends(&port.name, held, round);
+                    self.release_backends(&port.name, held, writes);
                     return Err(error);
                 }
             }
@@ -97,26 +99,26 @@ impl<F: TableFamily> Plane<F> {
 
     fn use_backend(
         &mut self,
-        shared: &mut Shared,
+        shared: &mut Common,
         port: &DesiredPort,
         endpoint: &Endpoint,
-        round: &mut Round<F>,
+        writes: &mut Writes<F>,
     ) -> Result<F::Slot, Error> {
         let key = backend_key::<F>(&port.name, endpoint)
             .ok_or_else(|| Error::ForeignAddress { port: port.name.clone(), address: endpoint.address })?;
-        if !self.image.backends.contains_key(&key) {
+        if !self.entries.backends.contains_key(&key) {
             let mut uses = Uses::default();
-            uses.id = shared.backend_id(&mut round.applied)?;
+            uses.id = shared.backend_id(&mut writes.applied)?;
             uses.add(endpoint);
             let backend = uses.wanted(&key);
             self.tables.backends.set(&uses.id, &backend)?;
-            round.applied.written += 1;
-            self.remember_backend(uses.id, &backend, round);
+            writes.applied.written += 1;
+            self.remember_backend(uses.id, &backend, writes);
         }
-        let uses = self.image.backends.entry(key).or_default();
+        let uses = self.entries.backends.entry(key).or_default();
         uses.add(endpoint);
         let slot = F::Slot::new(key.address, key.port, uses.id, backend_flags(endpoint));
-        round.touched.push(key);
+        writes.touched.push(key);
         Ok(slot)
     }
 
@@ -124,20 +126,20 @@ impl<F: TableFamily> Plane<F> {
         &mut self,
         port: &ServicePortName,
         endpoints: &[Endpoint],
-        round: &mut Round<F>,
+        writes: &mut Writes<F>,
     ) {
         for endpoint in endpoints {
             let Some(key) = backend_key::<F>(port, endpoint) else { continue };
-            if let Some(uses) = self.image.backends.get_mut(&key) {
+            if let Some(uses) = self.entries.backends.get_mut(&key) {
                 uses.subtract(endpoint);
-                round.touched.push(key);
+                writes.touched.push(key);
             }
         }
     }
 
     /// A port that was adopted and whose new state could not be written goes on being served as it is.
     pub(super) fn use_adopted_endpoints(&mut self) {
-        let Image { services, backends, .. } = &mut self.image;
+        let Entries { services, backends, .. } = &mut self.entries;
         for (name, published) in services {
             if !matches!(published.used, UsedEndpoints::NotCounted) {
                 continue;
@@ -164,25 +166,25 @@ impl<F: TableFamily> Plane<F> {
     }
 
     /// Brings the use counts in `backends4/6` up to date; removes backends without uses.
-    pub(super) fn write_uses(&mut self, round: &mut Round<F>) {
-        for key in std::mem::take(&mut round.touched) {
-            let Some(uses) = self.image.backends.get_mut(&key) else { continue };
+    pub(super) fn write_uses(&mut self, writes: &mut Writes<F>) {
+        for key in std::mem::take(&mut writes.touched) {
+            let Some(uses) = self.entries.backends.get_mut(&key) else { continue };
             let wanted = uses.wanted(&key);
             let result = if uses.is_unused() {
-                self.tables.backends.remove(&uses.id).map(|found| round.applied.removed += u64::from(found))
+                self.tables.backends.remove(&uses.id).map(|found| writes.applied.removed += u64::from(found))
             } else if uses.is_written(&wanted) {
                 Ok(())
             } else {
-                self.tables.backends.set(&uses.id, &wanted).map(|()| round.applied.written += 1)
+                self.tables.backends.set(&uses.id, &wanted).map(|()| writes.applied.written += 1)
             };
             match result {
                 Ok(()) if uses.is_unused() => {
-                    self.image.backends.remove(&key);
+                    self.entries.backends.remove(&key);
                 }
                 Ok(()) => uses.wrote(&wanted),
                 Err(error) => {
                     let what = format!("backend {} port {}", F::ip(key.address), key.port.number());
-                    round.failures.add(what, error);
+                    writes.failures.add(what, error);
                 }
             }
         }

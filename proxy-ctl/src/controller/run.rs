@@ -1,4 +1,4 @@
-//! The controller's own thread: it blocks on system calls of the dataplane, so that nobody else has to.
+//! The controller's own thread, which blocks on system calls of the dataplane.
 
 use std::{
     future::Future,
@@ -35,7 +35,7 @@ pub enum Ended {
     NotOpened(#[from] Error),
     #[error("the sources have ended: no change would be seen any more")]
     NoSources,
-    #[error("this node is programmed by somebody else now: {0}")]
+    #[error("another controller programs this node now: {0}")]
     TakenOver(#[source] Error),
 }
 

@@ -7,7 +7,7 @@ const FIRST_RETRY: Duration = Duration::from_secs(1);
 
 /// What a run has to do.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Run {
+pub(super) enum RunScope {
     /// Only what was asked for.
     Changes,
     /// Everything: nothing was done yet, or the last run has failed.
@@ -66,13 +66,13 @@ impl BoundedRunner {
         self.asked = true;
     }
 
-    pub(super) fn due(&self, now: Instant) -> Option<Run> {
+    pub(super) fn due(&self, now: Instant) -> Option<RunScope> {
         let runs = [
-            (self.everything_at, Run::Everything),
-            (self.changes_at(), Run::Changes),
-            (self.is_settled().then_some(self.inspection_at), Run::Inspection),
+            (self.everything_at, RunScope::Everything),
+            (self.changes_at(), RunScope::Changes),
+            (self.is_settled().then_some(self.inspection_at), RunScope::Inspection),
         ];
-        runs.into_iter().find(|(at, _)| at.is_some_and(|at| at <= now)).map(|(_, run)| run)
+        runs.into_iter().find(|(at, _)| at.is_some_and(|at| at <= now)).map(|(_, scope)| scope)
     }
 
     /// When something will be due although nobody asks.
@@ -95,9 +95,9 @@ impl BoundedRunner {
         self.failing
     }
 
-    pub(super) fn succeeded(&mut self, run: Run, now: Instant) {
+    pub(super) fn succeeded(&mut self, scope: RunScope, now: Instant) {
         self.ran(now);
-        if run != Run::Changes {
+        if scope != RunScope::Changes {
             self.everything_at = None;
             self.complete = true;
             self.failing = false;
@@ -147,8 +147,8 @@ mod tests {
 
     fn complete(now: Instant, intervals: Intervals) -> BoundedRunner {
         let mut runner = BoundedRunner::new(now, intervals);
-        assert_eq!(runner.due(now), Some(Run::Everything));
-        runner.succeeded(Run::Everything, now);
+        assert_eq!(runner.due(now), Some(RunScope::Everything));
+        runner.succeeded(RunScope::Everything, now);
         runner
     }
 
@@ -160,12 +160,12 @@ mod tests {
         runner.failed(now);
         runner.ask();
         assert_eq!(runner.due(now), None, "changes alone are of no use before everything was written");
-        runner.succeeded(Run::Everything, now);
+        runner.succeeded(RunScope::Everything, now);
         for _ in 0..100 {
             assert_eq!(runner.due(now), None);
             runner.ask();
-            assert_eq!(runner.due(now), Some(Run::Changes));
-            runner.succeeded(Run::Changes, now);
+            assert_eq!(runner.due(now), Some(RunScope::Changes));
+            runner.succeeded(RunScope::Changes, now);
         }
     }
 
@@ -175,7 +175,7 @@ mod tests {
         let mut runner = BoundedRunner::new(now, intervals(0, 1, 5));
         let mut pauses = Vec::new();
         for _ in 0..5 {
-            assert_eq!(runner.due(now), Some(Run::Everything));
+            assert_eq!(runner.due(now), Some(RunScope::Everything));
             let pause = runner.failed(now);
             assert_eq!(runner.due(now), None);
             assert_eq!(runner.next(), Some(now + pause));
@@ -184,7 +184,7 @@ mod tests {
         }
         assert_eq!(pauses, [1, 2, 4, 5, 5]);
         assert!(runner.is_failing());
-        runner.succeeded(Run::Everything, now);
+        runner.succeeded(RunScope::Everything, now);
         assert!(runner.is_settled() && !runner.is_failing());
         assert_eq!(runner.failed(now), SECOND);
     }
@@ -196,12 +196,12 @@ mod tests {
         runner.failed(now);
         let soon = now + Duration::from_millis(900);
         runner.ask();
-        assert_eq!(runner.due(soon), Some(Run::Changes));
+        assert_eq!(runner.due(soon), Some(RunScope::Changes));
         assert_eq!(runner.failed(soon), Duration::from_millis(100));
         runner.ask();
-        runner.succeeded(Run::Changes, soon);
+        runner.succeeded(RunScope::Changes, soon);
         assert!(runner.is_failing() && !runner.is_settled());
-        assert_eq!(runner.due(now + SECOND), Some(Run::Everything));
+        assert_eq!(runner.due(now + SECOND), Some(RunScope::Everything));
     }
 
     #[rstest]
@@ -215,8 +215,8 @@ mod tests {
         for _ in 0..3 {
             runner.ask();
             now = runner.next().unwrap().max(now);
-            assert_eq!(runner.due(now), Some(Run::Changes));
-            runner.succeeded(Run::Changes, now);
+            assert_eq!(runner.due(now), Some(RunScope::Changes));
+            runner.succeeded(RunScope::Changes, now);
             ran.push((now - start).as_secs());
         }
         assert_eq!(ran, expected);
@@ -228,14 +228,14 @@ mod tests {
         let mut runner = complete(start, intervals(0, 1, 30));
         let late = start + SECOND * 30;
         assert_eq!(runner.next(), Some(late));
-        assert_eq!(runner.due(late), Some(Run::Inspection));
+        assert_eq!(runner.due(late), Some(RunScope::Inspection));
         runner.ask();
-        assert_eq!(runner.due(late), Some(Run::Changes));
-        runner.succeeded(Run::Changes, late);
-        assert_eq!(runner.due(late), Some(Run::Inspection), "changes are no inspection");
+        assert_eq!(runner.due(late), Some(RunScope::Changes));
+        runner.succeeded(RunScope::Changes, late);
+        assert_eq!(runner.due(late), Some(RunScope::Inspection), "changes are no inspection");
         runner.failed(late);
         assert_eq!(runner.due(late), None);
-        runner.succeeded(Run::Everything, late + SECOND);
+        runner.succeeded(RunScope::Everything, late + SECOND);
         assert_eq!(runner.next(), Some(late + SECOND * 31));
     }
 

@@ -6,7 +6,7 @@ use super::{
     ActiveDataplane, Controller,
     coverage::CoverageTracker,
     host::{host, node_port_addresses},
-    runner::Run,
+    runner::RunScope,
 };
 use crate::{
     dataplane::{Applied, Error},
@@ -26,10 +26,10 @@ impl Controller {
         {
             active.services.ask();
         }
-        while let Some(run) = self.active.as_ref().and_then(|active| active.services.due(now)) {
-            match run {
-                Run::Changes => self.write_changes(now),
-                Run::Everything | Run::Inspection => self.write_everything(run, now),
+        while let Some(scope) = self.active.as_ref().and_then(|active| active.services.due(now)) {
+            match scope {
+                RunScope::Changes => self.write_changes(now),
+                RunScope::Everything | RunScope::Inspection => self.write_everything(scope, now),
             }
         }
         if self.active.as_ref().is_some_and(|active| active.services.is_settled()) {
@@ -39,7 +39,7 @@ impl Controller {
 
     fn write_host(&mut self, now: Instant) {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return };
-        let Some(run) = active.host.due(now) else { return };
+        let Some(scope) = active.host.due(now) else { return };
         let host = host(network, &self.config, self.model.node(), self.model.service_cidrs());
         let metrics = &self.reports.metrics;
         let started = Instant::now();
@@ -47,10 +47,11 @@ impl Controller {
         metrics.own.phase(Phase::Node, started.elapsed());
         match done {
             Ok(applied) => {
-                active.host.succeeded(if run == Run::Changes { Run::Everything } else { run }, now);
+                let done = if scope == RunScope::Changes { RunScope::Everything } else { scope };
+                active.host.succeeded(done, now);
                 active.attached = true;
                 metrics.own.applied(applied);
-                if run == Run::Inspection {
+                if scope == RunScope::Inspection {
                     report_drift(applied, metrics);
                 }
             }
@@ -90,7 +91,7 @@ impl Controller {
         let changes = self.take_changes(now);
         let Some(active) = &mut self.active else { return };
         if changes.is_empty() {
-            active.services.succeeded(Run::Changes, now);
+            active.services.succeeded(RunScope::Changes, now);
             return;
         }
         let started = Instant::now();
@@ -99,15 +100,15 @@ impl Controller {
         self.reports.metrics.own.phase(Phase::Write, took);
         match result {
             Ok(applied) => {
-                active.services.succeeded(Run::Changes, now);
+                active.services.succeeded(RunScope::Changes, now);
                 self.report_written(applied, took, &families_of(&changes), SyncKind::Partial);
             }
             Err(error) => self.failed(&error, now, "writing changes failed"),
         }
     }
 
-    /// An inspection finds everything written already: what it has to write is somebody else's doing.
-    fn write_everything(&mut self, run: Run, now: Instant) {
+    /// Everything is written when an inspection begins: what it has to write, another program has changed.
+    fn write_everything(&mut self, scope: RunScope, now: Instant) {
         self.take_changes(now);
         let Some(active) = &mut self.active else { return };
         let desired = CoverageTracker::servable(self.model.desired(), active.dataplane.as_ref());
@@ -119,7 +120,7 @@ impl Controller {
         metrics.own.resyncs.inc();
         match result {
             Ok(applied) => {
-                if run == Run::Inspection {
+                if scope == RunScope::Inspection {
                     report_drift(applied, metrics);
                 }
                 if !active.services.is_complete() {
@@ -127,7 +128,7 @@ impl Controller {
                     metrics.own.first_sync_seconds.set(took.as_secs_f64());
                     tracing::info!(ports = desired.len(), ?took, "everything listed is programmed");
                 }
-                active.services.succeeded(run, now);
+                active.services.succeeded(scope, now);
                 self.report_written(applied, took, &IpFamily::ALL, SyncKind::Full);
             }
             Err(error) => {
@@ -229,7 +230,7 @@ impl Controller {
     }
 }
 
-/// What an inspection had to write was somebody else's doing.
+/// What an inspection had to write, another program had changed.
 fn report_drift(applied: Applied, metrics: &Metrics) {
     let Applied { written, removed } = applied;
     metrics.own.drift.inc_by(written + removed);
@@ -237,7 +238,7 @@ fn report_drift(applied: Applied, metrics: &Metrics) {
         tracing::warn!(
             written,
             removed,
-            "somebody had changed what is programmed; it is as it should be again"
+            "another program had changed the tables; the differences are repaired"
         );
     }
 }

@@ -118,7 +118,7 @@ pub struct Request {
 }
 
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Choice {
+pub struct ChosenMode {
     pub mode: Mode,
     /// Why this mode, and what is less than best on this node.
     pub reasons: Vec<String>,
@@ -132,7 +132,7 @@ pub enum Refusal {
     Impossible(Vec<String>),
 }
 
-pub fn choose(request: Request, facts: &HostFacts) -> Result<Choice, Refusal> {
+pub fn choose(request: Request, facts: &HostFacts) -> Result<ChosenMode, Refusal> {
     let asked = match request.mode {
         RequestedMode::Ebpf => "ebpf was asked for",
         RequestedMode::Automatic => "no mode was asked for, and this node can do ebpf",
@@ -146,7 +146,7 @@ pub fn choose(request: Request, facts: &HostFacts) -> Result<Choice, Refusal> {
         return Err(Refusal::Impossible(obstacles));
     }
     let reasons = std::iter::once(asked.to_owned()).chain(remarks(request, facts)).collect();
-    Ok(Choice { mode: Mode::Ebpf, reasons })
+    Ok(ChosenMode { mode: Mode::Ebpf, reasons })
 }
 
 /// Why the programs could not do their work here.

@@ -9,52 +9,52 @@ use super::objects::{EndpointSlice, Hints, Service};
 const SMALLEST_SWEEP: usize = 1024;
 
 #[derive(Debug, Default)]
-pub(super) struct Names {
-    strings: Shared<str>,
-    hints: Shared<Hints>,
+pub(super) struct NameInterner {
+    strings: Interner<str>,
+    hints: Interner<Hints>,
 }
 
-impl Names {
-    pub(super) fn share_service(&mut self, service: &mut Service) {
-        self.strings.share(&mut service.name.namespace);
-        self.strings.share(&mut service.name.name);
+impl NameInterner {
+    pub(super) fn intern_service(&mut self, service: &mut Service) {
+        self.strings.intern(&mut service.name.namespace);
+        self.strings.intern(&mut service.name.name);
         for port in &mut service.ports {
-            self.strings.share(&mut port.name);
+            self.strings.intern(&mut port.name);
         }
     }
 
-    pub(super) fn share_slice(&mut self, slice: &mut EndpointSlice) {
-        self.strings.share(&mut slice.name.namespace);
-        self.strings.share(&mut slice.service);
+    pub(super) fn intern_slice(&mut self, slice: &mut EndpointSlice) {
+        self.strings.intern(&mut slice.name.namespace);
+        self.strings.intern(&mut slice.service);
         for port in &mut slice.ports {
-            self.strings.share(&mut port.name);
+            self.strings.intern(&mut port.name);
         }
         for endpoint in &mut slice.endpoints {
             if let Some(node) = &mut endpoint.node {
-                self.strings.share(node);
+                self.strings.intern(node);
             }
             if let Some(hints) = &mut endpoint.hints {
-                self.hints.share(hints);
+                self.hints.intern(hints);
             }
         }
     }
 }
 
 #[derive(Debug)]
-struct Shared<T: ?Sized> {
+struct Interner<T: ?Sized> {
     known: FxHashSet<Arc<T>>,
     /// Number of names at which those that nobody else holds are dropped.
     sweep_at: usize,
 }
 
-impl<T: ?Sized> Default for Shared<T> {
+impl<T: ?Sized> Default for Interner<T> {
     fn default() -> Self {
         Self { known: FxHashSet::default(), sweep_at: SMALLEST_SWEEP }
     }
 }
 
-impl<T: ?Sized + Eq + std::hash::Hash> Shared<T> {
-    fn share(&mut self, name: &mut Arc<T>) {
+impl<T: ?Sized + Eq + std::hash::Hash> Interner<T> {
+    fn intern(&mut self, name: &mut Arc<T>) {
         if let Some(known) = self.known.get(&**name) {
             *name = Arc::clone(known);
             return;
@@ -73,24 +73,24 @@ mod tests {
 
     #[test]
     fn equal_names_share_one_allocation() {
-        let mut shared = Shared::default();
+        let mut interner = Interner::default();
         let (mut first, mut second): (Arc<str>, Arc<str>) = ("node-1".into(), "node-1".into());
-        shared.share(&mut first);
-        shared.share(&mut second);
+        interner.intern(&mut first);
+        interner.intern(&mut second);
         assert!(Arc::ptr_eq(&first, &second));
     }
 
     #[test]
-    fn names_that_nobody_holds_are_forgotten() {
-        let mut shared = Shared::default();
+    fn names_that_nobody_holds_are_dropped() {
+        let mut interner = Interner::default();
         let mut kept: Arc<str> = "kept".into();
-        shared.share(&mut kept);
+        interner.intern(&mut kept);
         for number in 0..SMALLEST_SWEEP * 10 {
-            shared.share(&mut Arc::from(format!("pod-{number}")));
+            interner.intern(&mut Arc::from(format!("pod-{number}")));
         }
-        assert!(shared.known.len() < SMALLEST_SWEEP, "{} names", shared.known.len());
+        assert!(interner.known.len() < SMALLEST_SWEEP, "{} names", interner.known.len());
         let mut again: Arc<str> = "kept".into();
-        shared.share(&mut again);
+        interner.intern(&mut again);
         assert!(Arc::ptr_eq(&kept, &again));
     }
 }

@@ -14,7 +14,7 @@ use super::{
     Update,
     claims::{Claim, Claimant, Claims, Conflict},
     desired::{Changes, DesiredPort, ServicePortName},
-    names::Names,
+    names::NameInterner,
     objects::{EndpointSlice, HealthCheck, IpFamily, Node, ObjectName, Service, ServiceSlices},
     resolve,
     topology::NodeTopology,
@@ -35,7 +35,7 @@ pub struct Model {
     /// By the name of their ServiceCIDR.
     service_cidrs: BTreeMap<Arc<str>, Vec<IpNet>>,
     claims: Claims,
-    names: Names,
+    names: NameInterner,
     /// Of the services with a `healthCheckNodePort`.
     health_checks: FxHashMap<ObjectName, HealthCheck>,
     changed_health_checks: BTreeSet<ObjectName>,
@@ -87,7 +87,7 @@ impl Model {
             slices: FxHashMap::default(),
             service_cidrs: BTreeMap::new(),
             claims: Claims::default(),
-            names: Names::default(),
+            names: NameInterner::default(),
             health_checks: FxHashMap::default(),
             changed_health_checks: BTreeSet::new(),
             health_checks_computed: 0,
@@ -132,7 +132,7 @@ impl Model {
             service.external_ips.clear();
         }
         normalize(&mut service);
-        self.names.share_service(&mut service);
+        self.names.intern_service(&mut service);
         let known = self.services.entry(service.name.clone()).or_default();
         if known.service.as_ref() == Some(&service) {
             return;
@@ -168,7 +168,7 @@ impl Model {
     }
 
     pub fn apply_slice(&mut self, mut slice: EndpointSlice) {
-        self.names.share_slice(&mut slice);
+        self.names.intern_slice(&mut slice);
         slice.ports.shrink_to_fit();
         slice.endpoints.shrink_to_fit();
         if self.slices.get(&slice.name).is_some_and(|service| *service != slice.service) {

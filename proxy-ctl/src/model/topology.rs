@@ -71,7 +71,7 @@ impl Candidate<'_> {
 
 /// Which of the candidates make a set.
 #[derive(Clone, Copy, Debug)]
-enum Rule {
+enum CandidateFilter {
     Nobody,
     Ready,
     ReadyForNode,
@@ -81,7 +81,7 @@ enum Rule {
     DrainingHere,
 }
 
-impl Rule {
+impl CandidateFilter {
     fn takes(self, candidate: &Candidate<'_>, here: NodeTopology<'_>) -> bool {
         match self {
             Self::Nobody => false,
@@ -101,7 +101,7 @@ impl Rule {
 
 /// Hints count only where every ready endpoint has one: a single endpoint without is a sign that the
 /// hints are being introduced or withdrawn.
-fn cluster_rule(candidates: &[Candidate<'_>], here: NodeTopology<'_>) -> Rule {
+fn cluster_rule(candidates: &[Candidate<'_>], here: NodeTopology<'_>) -> CandidateFilter {
     let (mut node_hints, mut zone_hints) = (true, true);
     let (mut for_node, mut for_zone) = (false, false);
     for candidate in candidates.iter().filter(|candidate| candidate.ready()) {
@@ -112,25 +112,25 @@ fn cluster_rule(candidates: &[Candidate<'_>], here: NodeTopology<'_>) -> Rule {
         for_zone |= candidate.hints_zone(here.zone);
     }
     if node_hints && for_node {
-        Rule::ReadyForNode
+        CandidateFilter::ReadyForNode
     } else if zone_hints && for_zone {
-        Rule::ReadyForZone
+        CandidateFilter::ReadyForZone
     } else {
-        Rule::Ready
+        CandidateFilter::Ready
     }
 }
 
 /// `candidates` are without duplicates and in the order of address and port.
 pub(super) fn choose(candidates: &[Candidate<'_>], policies: Policies, here: NodeTopology<'_>) -> Endpoints {
     let cluster_rule = if policies.uses_cluster() {
-        cluster_rule(candidates, here).or_else(Rule::Draining, candidates, here)
+        cluster_rule(candidates, here).or_else(CandidateFilter::Draining, candidates, here)
     } else {
-        Rule::Nobody
+        CandidateFilter::Nobody
     };
     let local_rule = if policies.uses_local() {
-        Rule::ReadyHere.or_else(Rule::DrainingHere, candidates, here)
+        CandidateFilter::ReadyHere.or_else(CandidateFilter::DrainingHere, candidates, here)
     } else {
-        Rule::Nobody
+        CandidateFilter::Nobody
     };
 
     let mut all = Vec::with_capacity(candidates.len());

@@ -52,7 +52,7 @@ struct Recording {
     resync_fails: bool,
     /// There is no room for the node's addresses.
     addresses_fail: bool,
-    /// Another controller is at work.
+    /// Another controller runs.
     taken_over: bool,
     /// The mode keeps `minSyncPeriod`.
     paced: bool,
@@ -639,7 +639,7 @@ fn after_a_sync_period_everything_is_compared_and_nothing_written() {
 }
 
 #[test]
-fn what_somebody_else_has_changed_is_repaired_and_counted() {
+fn changes_of_other_programs_are_repaired_and_counted() {
     let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1"), service("b", "10.0.0.2")]);
     fixture.recorder.lock().programmed.remove("default/b");
     fixture.later(PERIOD);

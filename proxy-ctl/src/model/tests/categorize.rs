@@ -11,7 +11,7 @@ use crate::model::{
     test_support::*,
 };
 
-struct Given {
+struct Input {
     internal: TrafficPolicy,
     external: TrafficPolicy,
     node_port: bool,
@@ -19,11 +19,11 @@ struct Given {
     endpoints: Vec<Endpoint>,
 }
 
-fn given(endpoints: Vec<Endpoint>) -> Given {
-    Given { internal: Cluster, external: Cluster, node_port: false, node: Some(node(None)), endpoints }
+fn input(endpoints: Vec<Endpoint>) -> Input {
+    Input { internal: Cluster, external: Cluster, node_port: false, node: Some(node(None)), endpoints }
 }
 
-impl Given {
+impl Input {
     fn internal_local(self) -> Self {
         Self { internal: Local, ..self }
     }
@@ -105,24 +105,24 @@ fn draining(endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
 }
 
 #[rstest]
-#[case::all_hints_and_zone_match(given(zone_hints()).zone("zone-a"), cluster(&[3, 6]))]
+#[case::all_hints_and_zone_match(input(zone_hints()).zone("zone-a"), cluster(&[3, 6]))]
 #[case::external_local_ignores_topology_for_local(
-    given(zone_hints_two_local()).zone("zone-a").node_port().external_local(),
+    input(zone_hints_two_local()).zone("zone-a").node_port().external_local(),
     both(&[3, 6], &[3, 4], &[3, 4, 6])
 )]
 #[case::internal_local_ignores_topology_for_local(
-    given(zone_hints_two_local()).zone("zone-a").node_port().internal_local(),
+    input(zone_hints_two_local()).zone("zone-a").node_port().internal_local(),
     both(&[3, 6], &[3, 4], &[3, 4, 6])
 )]
-#[case::no_node(Given { node: None, ..given(vec![remote("10.0.0.3").zones(&["zone-a"])]) }, cluster(&[3]))]
-#[case::node_without_zone(given(vec![remote("10.0.0.3").zones(&["zone-a"])]), cluster(&[3]))]
-#[case::empty_zone_label(given(vec![remote("10.0.0.3").zones(&["zone-a"])]).zone(""), cluster(&[3]))]
+#[case::no_node(Input { node: None, ..input(vec![remote("10.0.0.3").zones(&["zone-a"])]) }, cluster(&[3]))]
+#[case::node_without_zone(input(vec![remote("10.0.0.3").zones(&["zone-a"])]), cluster(&[3]))]
+#[case::empty_zone_label(input(vec![remote("10.0.0.3").zones(&["zone-a"])]).zone(""), cluster(&[3]))]
 #[case::node_in_different_zone(
-    given(vec![remote("10.0.0.3").zones(&["zone-a"]), remote("10.0.0.5").zones(&["zone-c"])]).zone("zone-b"),
+    input(vec![remote("10.0.0.3").zones(&["zone-a"]), remote("10.0.0.5").zones(&["zone-c"])]).zone("zone-b"),
     cluster(&[3, 5])
 )]
 #[case::unready_endpoint(
-    given(vec![
+    input(vec![
         remote("10.0.0.3").zones(&["zone-a"]),
         remote("10.0.0.4").zones(&["zone-b"]),
         remote("10.0.0.5").zones(&["zone-c"]),
@@ -131,7 +131,7 @@ fn draining(endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
     cluster(&[3])
 )]
 #[case::unready_endpoint_without_hint_does_not_switch_hints_off(
-    given(vec![
+    input(vec![
         remote("10.0.0.3").zones(&["zone-a"]),
         remote("10.0.0.4").zones(&["zone-b"]),
         remote("10.0.0.5").unready(),
@@ -139,7 +139,7 @@ fn draining(endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
     cluster(&[3])
 )]
 #[case::only_unready_in_same_zone(
-    given(vec![
+    input(vec![
         remote("10.0.0.3").zones(&["zone-a"]).unready(),
         remote("10.0.0.4").zones(&["zone-b"]),
         remote("10.0.0.5").zones(&["zone-c"]),
@@ -148,7 +148,7 @@ fn draining(endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
     cluster(&[4, 5])
 )]
 #[case::missing_hints(
-    given(vec![
+    input(vec![
         remote("10.0.0.3").zones(&["zone-a"]),
         remote("10.0.0.4").zones(&["zone-b"]),
         remote("10.0.0.5"),
@@ -157,7 +157,7 @@ fn draining(endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
     cluster(&[3, 4, 5, 6])
 )]
 #[case::multiple_hints_per_endpoint(
-    given(vec![
+    input(vec![
         remote("10.0.0.3").zones(&["zone-a", "zone-b", "zone-c"]),
         remote("10.0.0.4").zones(&["zone-b", "zone-c"]),
         remote("10.0.0.5").zones(&["zone-b", "zone-d"]),
@@ -165,10 +165,10 @@ fn draining(endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
     ]).zone("zone-c"),
     cluster(&[3, 4, 6])
 )]
-#[case::prefer_same_node(given(node_hints(HERE)).zone("zone-a"), cluster(&[3]))]
-#[case::prefer_same_node_without_zone(given(node_hints(HERE)), cluster(&[3]))]
+#[case::prefer_same_node(input(node_hints(HERE)).zone("zone-a"), cluster(&[3]))]
+#[case::prefer_same_node_without_zone(input(node_hints(HERE)), cluster(&[3]))]
 #[case::prefer_same_node_with_an_unhinted_endpoint(
-    given(vec![
+    input(vec![
         remote("10.0.0.3").hints(&["zone-a"], &[HERE]),
         remote("10.0.0.4"),
         remote("10.0.0.5").hints(&["zone-c"], &["node-3"]),
@@ -176,11 +176,11 @@ fn draining(endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
     cluster(&[3, 4, 5])
 )]
 #[case::prefer_same_node_without_endpoint_for_node_falls_back_to_zone(
-    given(node_hints("node-1")).zone("zone-a"),
+    input(node_hints("node-1")).zone("zone-a"),
     cluster(&[3, 6])
 )]
 #[case::conflicting_topology_and_localness_merges_all(
-    given(vec![
+    input(vec![
         local("10.0.0.0").zones(&["zone-a"]),
         local("10.0.0.1").zones(&["zone-b"]),
         remote("10.0.0.2").zones(&["zone-a"]),
@@ -188,50 +188,50 @@ fn draining(endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
     ]).zone("zone-a").node_port().internal_local(),
     both(&[0, 2], &[0, 1], &[0, 1, 2])
 )]
-#[case::internal_local_empty(given(vec![]).internal_local(), local_only(&[], false))]
-#[case::internal_local_all_remote(given(two_remote()).internal_local(), local_only(&[], true))]
-#[case::internal_local_all_local(given(two_local()).internal_local(), local_only(&[0, 1], true))]
-#[case::internal_local_some_local(given(local_and_remote()).internal_local(), local_only(&[0], true))]
+#[case::internal_local_empty(input(vec![]).internal_local(), local_only(&[], false))]
+#[case::internal_local_all_remote(input(two_remote()).internal_local(), local_only(&[], true))]
+#[case::internal_local_all_local(input(two_local()).internal_local(), local_only(&[0, 1], true))]
+#[case::internal_local_some_local(input(local_and_remote()).internal_local(), local_only(&[0], true))]
 #[case::internal_local_all_remote_and_dead(
-    given(vec![remote("10.0.0.0").dead(), remote("10.0.0.1").unready()]).internal_local(),
+    input(vec![remote("10.0.0.0").dead(), remote("10.0.0.1").unready()]).internal_local(),
     local_only(&[], false)
 )]
 #[case::cluster_all_not_ready(
-    given(vec![remote("10.0.0.0").unready(), remote("10.0.0.1").unready()]),
+    input(vec![remote("10.0.0.0").unready(), remote("10.0.0.1").unready()]),
     cluster(&[])
 )]
-#[case::cluster_some_ready(given(vec![remote("10.0.0.0").unready(), remote("10.0.0.1")]), cluster(&[1]))]
-#[case::cluster_all_terminating(given(draining(two_remote())), cluster(&[0, 1]))]
+#[case::cluster_some_ready(input(vec![remote("10.0.0.0").unready(), remote("10.0.0.1")]), cluster(&[1]))]
+#[case::cluster_all_terminating(input(draining(two_remote())), cluster(&[0, 1]))]
 #[case::cluster_all_terminating_ignores_hints(
-    given(draining(zone_hints())).zone("zone-a"),
+    input(draining(zone_hints())).zone("zone-a"),
     cluster(&[3, 4, 5, 6])
 )]
 #[case::cluster_terminating_not_serving(
-    given(vec![remote("10.0.0.0").draining().dead(), remote("10.0.0.1").draining()]),
+    input(vec![remote("10.0.0.0").draining().dead(), remote("10.0.0.1").draining()]),
     cluster(&[1])
 )]
 #[case::internal_local_external_cluster(
-    given(local_and_remote()).node_port().internal_local(),
+    input(local_and_remote()).node_port().internal_local(),
     both(&[0, 1], &[0], &[0, 1])
 )]
 #[case::internal_cluster_external_local(
-    given(local_and_remote()).node_port().external_local(),
+    input(local_and_remote()).node_port().external_local(),
     both(&[0, 1], &[0], &[0, 1])
 )]
 #[case::both_local(
-    given(local_and_remote()).node_port().internal_local().external_local(),
+    input(local_and_remote()).node_port().internal_local().external_local(),
     both(&[0, 1], &[0], &[0, 1])
 )]
 #[case::both_local_all_remote(
-    given(two_remote()).node_port().internal_local().external_local(),
+    input(two_remote()).node_port().internal_local().external_local(),
     both(&[0, 1], &[], &[0, 1])
 )]
 #[case::both_local_all_remote_and_terminating(
-    given(draining(two_remote())).node_port().internal_local().external_local(),
+    input(draining(two_remote())).node_port().internal_local().external_local(),
     both(&[0, 1], &[], &[0, 1])
 )]
 #[case::external_local_with_terminating(
-    given(vec![
+    input(vec![
         remote("10.0.0.0"),
         local("10.0.0.1").dead(),
         local("10.0.0.2").draining(),
@@ -240,35 +240,35 @@ fn draining(endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
     both(&[0], &[2], &[2, 0])
 )]
 #[case::external_local_not_externally_accessible(
-    given(vec![remote("10.0.0.0"), local("10.0.0.1")]).external_local(),
+    input(vec![remote("10.0.0.0"), local("10.0.0.1")]).external_local(),
     Expected { cluster: Some(&[1, 0]), local: None, all: &[1, 0], any: true }
 )]
 #[case::no_cluster_endpoints_for_internal_local_only(
-    given(vec![remote("10.0.0.0"), local("10.0.0.1")]).internal_local(),
+    input(vec![remote("10.0.0.0"), local("10.0.0.1")]).internal_local(),
     local_only(&[1], true)
 )]
-#[case::external_local_empty(given(vec![]).node_port().external_local(), both(&[], &[], &[]))]
+#[case::external_local_empty(input(vec![]).node_port().external_local(), both(&[], &[], &[]))]
 #[case::external_local_all_remote(
-    given(two_remote()).node_port().external_local(),
+    input(two_remote()).node_port().external_local(),
     both(&[0, 1], &[], &[0, 1])
 )]
 #[case::external_local_all_local(
-    given(two_local()).node_port().external_local(),
+    input(two_local()).node_port().external_local(),
     both(&[0, 1], &[0, 1], &[0, 1])
 )]
-fn categorizes_endpoints(#[case] given: Given, #[case] expected: Expected) {
+fn categorizes_endpoints(#[case] input: Input, #[case] expected: Expected) {
     let mut model = Model::new(HERE);
-    let mut service = service("shop/web", &["10.96.0.1"]).policies(given.internal, given.external);
-    if given.node_port {
+    let mut service = service("shop/web", &["10.96.0.1"]).policies(input.internal, input.external);
+    if input.node_port {
         service = service.node_port(30080);
     }
     model.apply_service(service);
     let serves = |endpoint: &&Endpoint| endpoint.ready || endpoint.serving;
-    let mut serving: Vec<_> = given.endpoints.iter().filter(serves).collect();
+    let mut serving: Vec<_> = input.endpoints.iter().filter(serves).collect();
     serving.sort_by_key(|endpoint| (endpoint.node.as_deref() != Some(HERE), endpoint.address));
     let mut serving: Vec<String> = serving.iter().map(|endpoint| endpoint.address.to_string()).collect();
-    model.apply_slice(slice("shop/web-1", "web", given.endpoints));
-    model.set_node(given.node);
+    model.apply_slice(slice("shop/web-1", "web", input.endpoints));
+    model.set_node(input.node);
     let changes = model.take_changes();
     let [port] = changes.changed.as_slice() else { panic!("{changes:?}") };
 
@@ -283,8 +283,8 @@ fn categorizes_endpoints(#[case] given: Given, #[case] expected: Expected) {
     let all: Vec<u32> = (0..endpoints.all.len() as u32).collect();
     assert_eq!(shown(port, &all), of(Some(expected.all)), "all");
     assert_eq!(shown(port, &endpoints.cluster), of(expected.cluster), "cluster");
-    assert_eq!(shown(port, &endpoints.internal), by_policy(given.internal), "internal");
-    let external = if given.node_port { by_policy(given.external) } else { vec![] };
+    assert_eq!(shown(port, &endpoints.internal), by_policy(input.internal), "internal");
+    let external = if input.node_port { by_policy(input.external) } else { vec![] };
     assert_eq!(shown(port, &endpoints.external), external, "external");
     assert_eq!(endpoints.any, expected.any, "any");
     let unused: Vec<String> = endpoints.unused.iter().map(|one| one.address.to_string()).collect();

@@ -192,7 +192,7 @@ JSON: a list of {id, address, port, protocol, state, local, services}.";
 #[derive(Debug, ClapArgs)]
 #[command(after_help = CLEANUP_HELP)]
 pub(super) struct CleanupArgs {
-    /// Remove also what another kube-proxy has programmed, in any mode: not where one is at work
+    /// Remove also what another kube-proxy has programmed, in any mode: not where one runs
     #[arg(long)]
     pub(super) kube_proxy: bool,
     #[command(flatten)]

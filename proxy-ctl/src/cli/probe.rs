@@ -17,7 +17,7 @@ use super::{
 use crate::{
     config::{CommandLine, Effective, RequestedMode},
     leftovers,
-    mode::{self, BpfFilesystem, Cgroup2, Choice, HostFacts, Refusal, Request},
+    mode::{self, BpfFilesystem, Cgroup2, ChosenMode, HostFacts, Refusal, Request},
     node::facts,
 };
 
@@ -83,7 +83,7 @@ fn requested(mode: RequestedMode) -> Option<String> {
 fn in_words(
     facts: &HostFacts,
     mode: RequestedMode,
-    choice: &Result<Choice, Refusal>,
+    choice: &Result<ChosenMode, Refusal>,
     former: &FormerView,
 ) -> String {
     let yes = |yes: bool| if yes { "yes" } else { "no" }.to_owned();
@@ -114,7 +114,7 @@ fn in_words(
 fn as_json(
     facts: &HostFacts,
     mode: RequestedMode,
-    choice: &Result<Choice, Refusal>,
+    choice: &Result<ChosenMode, Refusal>,
     former: &FormerView,
 ) -> serde_json::Value {
     let chosen =

@@ -1,7 +1,8 @@
 //! Mode ipvs: virtual servers, the sets that its rules use, and the device that has the addresses.
 //!
-//! A kube-proxy at work removes every virtual server that is not its own but for those in ipvs.excludeCIDRs. Since it has
-//! ended, others may have made theirs. Where its device is not, it was not at work. So the device goes last.
+//! A running kube-proxy in mode ipvs removes all virtual servers but its own and those in ipvs.excludeCIDRs; after it has
+//! ended, other programs may add theirs. The device kube-ipvs0 shows that kube-proxy was in mode ipvs, so it is removed
+//! last.
 
 use std::{collections::BTreeSet, net::IpAddr, ops::RangeInclusive};
 
@@ -16,13 +17,13 @@ use crate::sys::{
 
 const SERVERS: &str = "ipvs";
 const SETS: &str = "ipset";
-/// Of an API server that is not told otherwise.
+/// The API server's default `--service-node-port-range`.
 const NODE_PORTS: RangeInclusive<u16> = 30_000..=32_767;
 
-/// Addresses of this node, by what they say about who has made a virtual server for them.
+/// Addresses of this node. They show which virtual servers are kube-proxy's.
 #[derive(Debug, Default)]
 struct Addresses {
-    /// kube-proxy gives its device the addresses of all Services that are not the node's anyway.
+    /// On kube-ipvs0: the addresses of Services that no other interface has.
     of_services: BTreeSet<IpAddr>,
     of_node: BTreeSet<IpAddr>,
 }
@@ -94,11 +95,10 @@ fn find_sets() -> Result<Vec<Part>, Error> {
     Ok((own > 0).then(|| Part::new(SETS.into(), PartKind::IpSets, own)).into_iter().collect())
 }
 
-/// A virtual server that is still there.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct PendingServer {
     server: VirtualServer,
-    /// It was told to take no new connections.
+    /// It takes no new connections.
     quiesced: bool,
 }
 
@@ -106,11 +106,11 @@ pub(super) struct PendingServer {
 enum Step {
     Remove,
     Quiesce,
-    /// Somebody has put it into service again.
+    /// Another program has given it new connections again.
     Leave,
 }
 
-/// Where others serve, a virtual server takes no new connections and stays until it has none.
+/// On [`Purpose::TakeOver`] a virtual server takes no new connections and is removed once it has none.
 fn step(purpose: Purpose, quiesced: bool, destinations: &[Destination]) -> Step {
     let used = destinations.iter().any(|destination| destination.is_used);
     let known = destinations.iter().any(|destination| destination.connections > 0);
@@ -160,8 +160,8 @@ fn try_remove_servers(
                 left.push(remaining);
             }
             Ok(Step::Leave) => {
-                let why = "somebody has put it into service again";
-                removed.retained.extend(kept(&remaining.server, why));
+                let why = "another program sends it new connections again";
+                removed.retained.extend(retained(&remaining.server, why));
             }
             Err(error) => {
                 left.push(remaining);
@@ -174,7 +174,7 @@ fn try_remove_servers(
     Ok(())
 }
 
-/// Those to be removed; what may be kube-proxy's is named.
+/// The virtual servers to remove. Those of unknown origin that stay are added to `removed.retained`.
 fn wanted(
     purpose: Purpose,
     keeps: &[IpNet],
@@ -189,9 +189,8 @@ fn wanted(
                 wanted.push(PendingServer { server, quiesced: false });
             }
             (Owner::Unknown, Purpose::TakeOver) => {
-                let why =
-                    "it may be somebody else's: it is neither for an address of kube-ipvs0 nor a node port";
-                removed.retained.extend(kept(&server, why));
+                let why = "another program may have made it: it is neither for an address of kube-ipvs0 nor a node port";
+                removed.retained.extend(retained(&server, why));
             }
             (Owner::Other, _) => {}
         }
@@ -199,11 +198,10 @@ fn wanted(
     wanted
 }
 
-fn kept(server: &VirtualServer, why: &str) -> Option<Retained> {
+fn retained(server: &VirtualServer, why: &str) -> Option<Retained> {
     Some(Retained::new(SERVERS.into(), server.socket?.to_string(), why.to_owned()))
 }
 
-/// Answers with what was done.
 fn remove_server(purpose: Purpose, ipvs: &Ipvs, remaining: &PendingServer) -> Result<Step, Error> {
     let destinations = match purpose {
         Purpose::Cleanup => Vec::new(),
@@ -218,7 +216,7 @@ fn remove_server(purpose: Purpose, ipvs: &Ipvs, remaining: &PendingServer) -> Re
     Ok(step)
 }
 
-/// After the rules that use them.
+/// Must be called after the rules that use the sets are removed.
 pub(super) fn remove_sets(scope: &Selection<String>, removed: &mut Removal) {
     if let Err(error) = try_remove_sets(scope, removed) {
         removed.pending.sets = scope.clone();
@@ -241,7 +239,7 @@ fn try_remove_sets(scope: &Selection<String>, removed: &mut Removal) -> Result<(
     for name in there {
         match sets.destroy(&name) {
             Ok(Destroyed::Done) => count += 1,
-            // By rules that could not be removed yet.
+            // A rule that could not be removed yet uses it.
             Ok(Destroyed::InUse) if removed.pending.has_rules() => left.push(name),
             Ok(Destroyed::InUse) => {
                 removed.retained.push(Retained::new(
@@ -261,7 +259,7 @@ fn try_remove_sets(scope: &Selection<String>, removed: &mut Removal) -> Result<(
     Ok(())
 }
 
-/// After the virtual servers whose addresses it has. It stays where a kube-proxy at work has made new ones meanwhile.
+/// Must be called after the virtual servers are removed. The device stays if a running kube-proxy has added new ones.
 pub(super) fn remove_device(keeps: &[IpNet], removed: &mut Removal) {
     if !removed.pending.servers.is_empty() {
         removed.pending.device = true;
@@ -409,7 +407,7 @@ mod tests {
         let destinations = ipvs.destinations(&waiting).unwrap();
         assert!(destinations.len() == 2 && destinations.iter().all(|one| !one.is_used), "{destinations:?}");
 
-        // A kube-proxy at work writes anew what it misses.
+        // A running kube-proxy writes it again.
         serve(&ipvs, "10.96.0.2:80", &real);
         let removed = remove(Purpose::TakeOver, &removed.pending);
         assert_eq!((removed.waiting, removed.parts.len(), removed.retained.len()), (1, 0, 0));
@@ -425,7 +423,7 @@ mod tests {
         assert_eq!(kept_names(&removed.retained), foreign);
         assert!(removed.pending.is_empty());
         assert_eq!(link::index(names::IPVS_DEVICE).unwrap(), None);
-        // Where the device is not, nothing is taken for kube-proxy's.
+        // Without the device, no virtual server is taken for kube-proxy's.
         assert_eq!(remove(Purpose::Cleanup, &everything).parts, []);
         assert!(ip("link add kube-ipvs0 type dummy"));
         assert_eq!(remove(Purpose::Cleanup, &everything).parts[0].count, 2);

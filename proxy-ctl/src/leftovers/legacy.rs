@@ -1,6 +1,6 @@
-//! Modes iptables and ipvs on nodes whose iptables is the legacy one. The kernel can only replace a whole table there, and
-//! would undo what others change meanwhile. So its own tools are used where they are; else it is an error that says what
-//! to call.
+//! Rules of modes iptables and ipvs in iptables-legacy. The kernel can only replace a whole table there, which would undo
+//! changes that others make at the same time. So the rules are removed by iptables-legacy-save and -restore, which share a
+//! lock with other tools. Without these tools the removal is an error that says what to call.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -29,7 +29,6 @@ fn place(family: TableFamily, table: &str) -> String {
     format!("{}-legacy {table}", program(family))
 }
 
-/// A table, and its family.
 pub(super) type LegacyTable = (TableFamily, &'static str);
 
 pub(super) fn tables() -> impl Iterator<Item = LegacyTable> {
@@ -37,13 +36,13 @@ pub(super) fn tables() -> impl Iterator<Item = LegacyTable> {
     TableFamily::ALL.into_iter().flat_map(of)
 }
 
-/// How many chains of kube-proxy were in each table at the last look, and what the kernel has told of it then. The kernel
-/// gives out a table but as a whole: it is read only when it has changed.
+/// For each table: its outline when it was last read, and how many chains only a kube-proxy makes it had. The kernel only
+/// returns whole tables, so a table is read again only when its outline has changed.
 #[derive(Debug, Default)]
 pub(super) struct ChainCounts(BTreeMap<LegacyTable, (xtables::Outline, usize)>);
 
 impl ChainCounts {
-    /// How many chains that only a kube-proxy makes are there.
+    /// The number of chains in this table that only a kube-proxy makes.
     fn own_chains(&mut self, (family, table): LegacyTable) -> Result<usize, Error> {
         if !xtables::tables(family)?.iter().any(|name| name == table) {
             return Ok(0);
@@ -97,7 +96,7 @@ fn remove_from(purpose: Purpose, (family, table): LegacyTable, removed: &mut Rem
     Ok(())
 }
 
-/// What iptables-restore is given: a chain that is named is emptied, or made.
+/// The input of iptables-restore. A line `:CHAIN` empties the chain, or makes it.
 fn restoration(table: &str, plan: &Plan<String>) -> String {
     let mut text = format!("*{table}\n");
     for chain in &plan.emptied {
@@ -112,7 +111,7 @@ fn restoration(table: &str, plan: &Plan<String>) -> String {
     text + "COMMIT\n"
 }
 
-/// From what iptables-save prints: every chain, and the rules of those that are not kube-proxy's.
+/// Parses the output of iptables-save: every chain, and the rules of chains that are not kube-proxy's.
 fn parse(text: &str) -> (Vec<Chain>, Vec<Rule<String>>) {
     let (mut chains, mut rules) = (Vec::new(), Vec::new());
     let mut table = "";
@@ -144,7 +143,7 @@ fn parse(text: &str) -> (Vec<Chain>, Vec<Rule<String>>) {
     (chains, rules)
 }
 
-/// Words, and whether they stood in quotes, in which a backslash takes away the meaning of what follows.
+/// Words, and whether they were quoted. Within quotes a backslash escapes the next character.
 fn words(text: &str) -> Vec<(String, bool)> {
     let (mut words, mut word) = (Vec::new(), (String::new(), false));
     let (mut in_quotes, mut characters) = (false, text.chars());
@@ -170,7 +169,7 @@ struct Tools {
 }
 
 impl Tools {
-    /// Under their own names, or as the machine's iptables if that is the legacy one.
+    /// Looks for `iptables-legacy-save`, then for an `iptables-save` that is the legacy one.
     fn find(family: TableFamily) -> Option<Self> {
         let program = program(family);
         let named = |name: &str| {
@@ -192,7 +191,7 @@ impl Tools {
         output(command, String::new())
     }
 
-    /// All of it or nothing.
+    /// Atomic: iptables-restore commits the whole table or nothing.
     fn restore(&self, table: &str, text: String) -> Result<(), Error> {
         let mut command = Command::new(&self.restore);
         command.args(["--noflush", "--counters", "--wait", "5", "-T", table]);
@@ -216,7 +215,7 @@ fn output(mut command: Command, input: String) -> Result<String, Error> {
         .stderr(Stdio::piped())
         .spawn()
         .map_err(|error| failed(error.to_string()))?;
-    // These tools say nothing before they have read everything.
+    // These tools print nothing before they have read all input.
     let written = child.stdin.take().map_or(Ok(()), |mut stdin| stdin.write_all(input.as_bytes()));
     let output = child.wait_with_output().map_err(|error| failed(error.to_string()))?;
     if !output.status.success() {
@@ -249,7 +248,7 @@ mod tests {
         let nat = (TableFamily::Ipv4, "nat");
         let mut seen = ChainCounts::default();
         assert_eq!(seen.own_chains(nat).unwrap(), 1);
-        // Not what is there: so it shows where it comes from.
+        // A wrong count, to show that the second call does not read the table.
         seen.0.get_mut(&nat).unwrap().1 = 7;
         assert_eq!(seen.own_chains(nat).unwrap(), 7);
         // Of another table.

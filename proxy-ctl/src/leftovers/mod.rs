@@ -1,9 +1,9 @@
 //! Finds and removes what a former kube-proxy has left in the kernel, in all its modes.
 //!
-//! When kube-proxy's image is swapped for ours, its rules stay: they go on leading to the endpoints of that time,
-//! and to whoever gets their addresses next. [`names`] knows what is kube-proxy's, [`plan`] decides; [`nft`] reads and
-//! writes nf_tables, where the rules of all modes are on most nodes, [`legacy`] has those of iptables-legacy, and [`ipvs`]
-//! what mode ipvs has beside rules.
+//! When this proxy replaces kube-proxy, kube-proxy's rules stay: they translate to endpoints that may be gone, and whose
+//! addresses other pods may get. [`names`] lists what is kube-proxy's, [`plan`] decides what is removed. [`nft`] reads and
+//! writes nf_tables, which holds the rules of all modes on most nodes; [`legacy`] does so for iptables-legacy, and [`ipvs`]
+//! for virtual servers, sets and the device of mode ipvs.
 //!
 //! Everything is done in the network namespace of the calling thread.
 
@@ -19,12 +19,11 @@ use serde::Serialize;
 use self::plan::{Plan, RetainReason};
 use crate::sys::CallError;
 
-/// Decides how much is removed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Purpose {
-    /// Another proxy serves now. What kube-proxy's rules do for established connections stays.
+    /// This proxy serves in kube-proxy's place. Established connections that kube-proxy's rules translate go on.
     TakeOver,
-    /// Everything goes, as with `kube-proxy --cleanup`.
+    /// Removes everything, as `kube-proxy --cleanup` does.
     Cleanup,
 }
 
@@ -37,7 +36,7 @@ pub enum Error {
          -restore, are not on PATH: call `kube-proxy --cleanup` of kube-proxy's own image on the node"
     )]
     NoLegacyTools { program: &'static str },
-    #[error("looking for it has failed")]
+    #[error("the search for kube-proxy's rules did not finish; the log has the error")]
     NotLooked,
     #[error("{program}: {problem}")]
     Tool { program: String, problem: String },
@@ -52,10 +51,10 @@ impl Error {
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum PartKind {
-    /// Rules in chains of others.
+    /// Rules in chains that are not kube-proxy's, which lead to its chains.
     Jumps,
     Chains,
-    /// With everything in them.
+    /// Whole tables.
     Tables,
     VirtualServers,
     IpSets,
@@ -63,7 +62,6 @@ pub enum PartKind {
 }
 
 impl PartKind {
-    /// Of several.
     pub fn name(self) -> &'static str {
         self.names().1
     }
@@ -80,7 +78,7 @@ impl PartKind {
     }
 }
 
-/// Things of one kind in one place.
+/// Things of one kind in one table, or of IPVS or ipset.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Part {
     /// `nftables ip nat`
@@ -102,7 +100,7 @@ impl std::fmt::Display for Part {
     }
 }
 
-/// Something of kube-proxy that stays, because somebody else relies on it.
+/// Something of kube-proxy that is not removed, because another program uses it.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Retained {
     pub place: String,
@@ -134,7 +132,7 @@ impl<T> Default for Selection<T> {
     }
 }
 
-/// What is to be removed: everything at first, then what failed or waits. Nothing by default.
+/// What is still to be removed: everything at first, later what failed and what has connections. Empty by default.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct PendingRemoval {
     servers: Selection<ipvs::PendingServer>,
@@ -164,18 +162,17 @@ impl PendingRemoval {
     }
 }
 
-/// What was done.
 #[derive(Debug, Default)]
 pub struct Removal {
     pub parts: Vec<Part>,
     pub retained: Vec<Retained>,
-    /// Places where no holder could be made: connections that the rules there have translated end, unless somebody else's
-    /// rules translate too.
+    /// Places where no holder could be made: connections translated by the removed rules break, unless other rules
+    /// translate too.
     pub without_holder: Vec<String>,
-    /// Virtual servers that have connections still, and take no new ones: to be removed later.
+    /// Virtual servers that still have connections and take no new ones; they are removed later.
     pub waiting: usize,
     pub problems: Vec<Error>,
-    /// What is to be tried again.
+    /// What the next attempt has to remove.
     pub pending: PendingRemoval,
 }
 
@@ -186,7 +183,6 @@ impl Removal {
         }
     }
 
-    /// Adds what a plan has done.
     fn plan<R>(&mut self, place: &str, plan: Plan<R>) {
         self.part(place.to_owned(), PartKind::Jumps, plan.rules.len());
         self.part(place.to_owned(), PartKind::Chains, plan.deleted.len());
@@ -200,7 +196,7 @@ impl Removal {
     }
 }
 
-/// The same reason may hold in several places.
+/// One error may occur in several places; it is listed once.
 fn add_once(problems: &mut Vec<Error>, error: Error) {
     let text = error.to_string();
     if problems.iter().all(|known| known.to_string() != text) {
@@ -208,7 +204,7 @@ fn add_once(problems: &mut Vec<Error>, error: Error) {
     }
 }
 
-/// What is there; nothing is changed.
+/// What of a former kube-proxy is on the node.
 #[derive(Debug, Default)]
 pub struct Found {
     pub parts: Vec<Part>,
@@ -216,7 +212,7 @@ pub struct Found {
 }
 
 impl Found {
-    /// Nobody has looked.
+    /// The search failed.
     pub fn unknown() -> Self {
         Self { parts: Vec::new(), problems: vec![Error::NotLooked] }
     }
@@ -233,7 +229,7 @@ impl Found {
     }
 }
 
-/// Remembers between two calls what takes long to read.
+/// Keeps the chain counts of iptables-legacy between calls, because reading them takes long.
 #[derive(Debug, Default)]
 pub struct Leftovers {
     legacy: legacy::ChainCounts,
@@ -249,7 +245,7 @@ impl Leftovers {
         found
     }
 
-    /// Removes what can be removed of `pending`: a problem in one place keeps nothing elsewhere. `keeps`: as for
+    /// Removes what it can of `pending`; an error in one place does not stop the removal elsewhere. `keeps`: as for
     /// [`Self::find`].
     pub fn remove(&mut self, purpose: Purpose, keeps: &[IpNet], pending: &PendingRemoval) -> Removal {
         let mut removed = Removal::default();
@@ -268,12 +264,12 @@ impl Leftovers {
     }
 }
 
-/// Once; as [`Leftovers::find`].
+/// As [`Leftovers::find`], for one call.
 pub fn find(keeps: &[IpNet]) -> Found {
     Leftovers::default().find(keeps)
 }
 
-/// Once; as [`Leftovers::remove`].
+/// As [`Leftovers::remove`], for one call.
 pub fn remove(purpose: Purpose, keeps: &[IpNet], pending: &PendingRemoval) -> Removal {
     Leftovers::default().remove(purpose, keeps, pending)
 }

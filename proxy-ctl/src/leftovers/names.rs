@@ -1,6 +1,6 @@
-//! What kube-proxy calls its own, in all its modes and versions. The kubelet's chains are not among it:
-//! KUBE-KUBELET-CANARY, KUBE-IPTABLES-HINT, KUBE-MARK-DROP, and KUBE-FIREWALL of the table filter, which kube-proxy makes
-//! too and leaves to the kubelet.
+//! Names of kube-proxy's chains, tables, sets and device, in all its modes and versions. The kubelet's chains are not
+//! listed: KUBE-KUBELET-CANARY, KUBE-IPTABLES-HINT, KUBE-MARK-DROP, and KUBE-FIREWALL of the table filter, which kube-proxy
+//! makes too but does not remove.
 
 /// The tables of iptables that it has chains in.
 pub const IPTABLES: [&str; 3] = ["filter", "nat", "mangle"];
@@ -8,13 +8,13 @@ pub const IPTABLES: [&str; 3] = ["filter", "nat", "mangle"];
 /// Of mode nftables, in both families: everything in it is kube-proxy's.
 pub const NFTABLES_TABLE: &str = "kube-proxy";
 
-/// A chain of [`NFTABLES_TABLE`]. Alone in it, it is what we have left of the table.
+/// A chain of [`NFTABLES_TABLE`]. If it is the only chain there, this proxy has made it as a holder.
 pub const HOLDER: &str = "nat-postrouting";
 
 /// Of mode ipvs: has the addresses of all virtual servers that are not node ports.
 pub const IPVS_DEVICE: &str = "kube-ipvs0";
 
-/// Marks packets that are masqueraded by [`POSTROUTING`]. Plugins of container networks are told to use it too.
+/// Marks packets that [`POSTROUTING`] masquerades. CNI plugins use it too.
 pub const MARK_MASQUERADE: &str = "KUBE-MARK-MASQ";
 pub const POSTROUTING: &str = "KUBE-POSTROUTING";
 /// Accepts what is forwarded for a Service; leads nowhere.
@@ -49,7 +49,7 @@ const FILTER: [&str; 10] = [
     "KUBE-SOURCE-RANGES-FIREWALL",
 ];
 
-/// What stands at its jumps from the chains that the kernel calls.
+/// Comments of kube-proxy's jumps from base chains.
 const COMMENTS: [&str; 9] = [
     "kube-proxy firewall rules",
     "kubernetes externally-visible service portals",
@@ -62,7 +62,7 @@ const COMMENTS: [&str; 9] = [
     "kubernetes service portals",
 ];
 
-/// For IPv6, `KUBE-` is followed by `6-`, and what is longer than ipset allows is cut off.
+/// IPv6 sets have `KUBE-6-` for `KUBE-`, cut to the length that ipset allows.
 const IP_SETS: [&str; 17] = [
     "KUBE-LOOP-BACK",
     "KUBE-CLUSTER-IP",
@@ -94,7 +94,7 @@ pub fn is_chain(table: &str, chain: &str) -> bool {
     }
 }
 
-/// Kubelets before 1.28 make it too: alone, it does not tell of a kube-proxy.
+/// Kubelets before 1.28 make these chains too, so they do not show that there was a kube-proxy.
 pub fn is_shared_chain(chain: &str) -> bool {
     matches!(chain, MARK_MASQUERADE | POSTROUTING)
 }

@@ -1,10 +1,9 @@
-//! Modes iptables (by iptables-nft) and nftables, and the rules of mode ipvs: all of them are in nf_tables, and go in one
-//! step.
+//! Rules in nf_tables: of mode nftables, and of modes iptables and ipvs by iptables-nft. One transaction removes them.
 //!
-//! The kernel applies the translations that conntrack holds only while a chain of type nat is registered, and conntrack
-//! sees packets only while a rule asks it. Where the last of either goes with kube-proxy's rules, every connection that
-//! they have translated ends. So [`Purpose::TakeOver`] leaves a holder in each family: the table `kube-proxy` with one chain
-//! that has both and does nothing. kube-proxy takes it over or removes it, as it does with its own.
+//! The kernel translates established connections only while a chain of type nat is registered, and conntrack sees packets
+//! only while a rule uses it. If the removal took the last of either, every translated connection would break. So
+//! [`Purpose::TakeOver`] leaves a holder in each family: the table `kube-proxy` with one chain of type nat, whose rule uses
+//! conntrack and does nothing else. A kube-proxy that starts later replaces it like its own table.
 
 use std::{collections::BTreeSet, ops::Range};
 
@@ -18,20 +17,19 @@ use crate::sys::{
     nftables::{Batch, NfTables, TableFamily},
 };
 
-/// Others may change the rules at the same time, and chains may turn out to be in use.
+/// Attempts, as other programs may change the rules at the same time, and chains may turn out to be in use.
 const TRIES: usize = 8;
 
-/// A chain, wherever it is.
 type ChainId = (TableFamily, &'static str, String);
 
-/// What is there, without what it is used by.
+/// Tables and chains, without rules.
 #[derive(Debug, Default)]
 struct Inventory {
     /// Families with kube-proxy's own table.
     tables: Vec<TableFamily>,
-    /// Families where that table is but a holder.
+    /// Families where that table is only a holder.
     holders: Vec<TableFamily>,
-    /// OwnTables of iptables that have chains of kube-proxy, with all their chains.
+    /// Tables of iptables that have chains of kube-proxy, with all their chains.
     chains: Vec<(TableFamily, &'static str, Vec<Chain>)>,
 }
 
@@ -78,7 +76,6 @@ fn own_table(family: TableFamily) -> Part {
     Part::new(place(family, names::NFTABLES_TABLE), PartKind::Tables, 1)
 }
 
-/// What of kube-proxy is there. Nothing is changed.
 pub(super) fn find() -> Result<Vec<Part>, Error> {
     let Some(nftables) = NfTables::open()? else { return Ok(Vec::new()) };
     let inventory = Inventory::take(&nftables)?;
@@ -90,7 +87,7 @@ pub(super) fn find() -> Result<Vec<Part>, Error> {
     Ok(tables.chain(chains).collect())
 }
 
-/// Before rules that iptables-legacy has made go.
+/// Makes the holder before rules of iptables-legacy are removed.
 pub(super) fn hold(family: TableFamily, removed: &mut Removal) -> Result<(), Error> {
     let Some(nftables) = NfTables::load()? else {
         removed.without_holder.push(place(family, names::NFTABLES_TABLE));
@@ -100,7 +97,7 @@ pub(super) fn hold(family: TableFamily, removed: &mut Removal) -> Result<(), Err
         return Ok(());
     }
     let mut batch = Batch::default();
-    // Where there is no nf_tables, the beginning of the batch is refused.
+    // A kernel without nf_tables refuses the beginning of the batch.
     let holders = [(family, 0..add_holder_messages(&mut batch, family).end)];
     let refused = nftables.commit(batch)?;
     if !cannot_be_held(&refused, &holders).is_empty() {
@@ -108,7 +105,7 @@ pub(super) fn hold(family: TableFamily, removed: &mut Removal) -> Result<(), Err
         return Ok(());
     }
     match refused.first() {
-        // Somebody else was faster.
+        // Another program has made it.
         None | Some(Refused { errno: libc::EEXIST, .. }) => {
             removed.retained.push(holder(family));
             Ok(())
@@ -117,15 +114,15 @@ pub(super) fn hold(family: TableFamily, removed: &mut Removal) -> Result<(), Err
     }
 }
 
-/// A family's holder, and the places of its messages in a transaction.
+/// A family, and the messages of its holder in a transaction.
 type Holder = (TableFamily, Range<u32>);
 
 fn add_holder_messages(batch: &mut Batch, family: TableFamily) -> Range<u32> {
     batch.make_holder(family, names::NFTABLES_TABLE, names::HOLDER, "keeps connections translated")
 }
 
-/// Families for which this kernel can make no holder, whoever changes what meanwhile: it has no nf_tables, or not all that
-/// is needed. The first refusal says why; others follow from it.
+/// Families for which this kernel cannot make a holder, because it lacks nf_tables or a module. The first refusal of a
+/// holder's messages has the cause; later ones follow from it.
 fn cannot_be_held(refused: &[Refused], holders: &[Holder]) -> Vec<TableFamily> {
     let first = |messages: &Range<u32>| {
         let of_holder = refused.iter().filter(|refused| messages.contains(&refused.message));
@@ -143,11 +140,10 @@ fn holder(family: TableFamily) -> Retained {
     Retained::new(
         place(family, names::NFTABLES_TABLE),
         names::HOLDER.to_owned(),
-        "made to do nothing: established connections are translated as long as it is there".to_owned(),
+        "made by this proxy, without effect on new connections: the kernel translates established connections while it is there".to_owned(),
     )
 }
 
-/// One table's part of a transaction.
 struct TablePlan {
     family: TableFamily,
     table: &'static str,
@@ -157,9 +153,9 @@ struct TablePlan {
 /// What happens to the tables `kube-proxy`.
 struct OwnTables {
     deleted: Vec<TableFamily>,
-    /// Anew.
+    /// Families that get a holder.
     held: Vec<TableFamily>,
-    /// Would be, if the kernel could.
+    /// Families that need a holder, which the kernel cannot make.
     without_holder: Vec<TableFamily>,
 }
 
@@ -186,7 +182,7 @@ impl OwnTables {
     }
 }
 
-/// Removes all that can be removed, in one transaction, and says what stays.
+/// Removes everything in one transaction, and reports what stays.
 pub(super) fn remove(purpose: Purpose, removed: &mut Removal) -> Result<(), Error> {
     let Some(nftables) = NfTables::open()? else { return Ok(()) };
     let mut busy: BTreeSet<ChainId> = BTreeSet::new();
@@ -218,7 +214,7 @@ pub(super) fn remove(purpose: Purpose, removed: &mut Removal) -> Result<(), Erro
                 (libc::EBUSY, Some((_, chain))) => {
                     busy.insert(chain.clone());
                 }
-                // Somebody else was faster: what is there is read anew.
+                // Another program has changed the rules: the next attempt reads them again.
                 (libc::ENOENT | libc::EEXIST | libc::EAGAIN | libc::ERESTART, _) => {}
                 (errno, _) => return Err(Error::refused(errno)),
             }
@@ -257,12 +253,12 @@ fn plans(
 
 struct Transaction {
     batch: Batch,
-    /// Chains, with the places of the messages that delete them.
+    /// Chains, with the numbers of the messages that delete them.
     deletions: Vec<(u32, ChainId)>,
     holders: Vec<Holder>,
 }
 
-/// Chains that nobody else uses are emptied before any is deleted, as they lead to each other.
+/// All chains are emptied before any is deleted, because they jump to each other.
 fn transaction(tables: &OwnTables, plans: &[TablePlan]) -> Transaction {
     let (mut batch, mut deletions) = (Batch::default(), Vec::new());
     for TablePlan { family, table, plan } in plans.iter().filter(|table_plan| !table_plan.plan.is_empty()) {
@@ -308,7 +304,7 @@ mod tests {
     #[case::no_chain_of_type_nat(&[(8, libc::ENOENT), (9, libc::ENOENT)], &[HELD[0]])]
     #[case::no_expression_in_either(&[(9, libc::ENOENT), (12, libc::ENOENT)], &HELD)]
     #[case::no_nf_tables(&[(7, libc::EOPNOTSUPP)], &[HELD[0]])]
-    #[case::somebody_else_has_made_it(&[(7, libc::EEXIST), (8, libc::ENOENT)], &[])]
+    #[case::another_program_has_made_it(&[(7, libc::EEXIST), (8, libc::ENOENT)], &[])]
     #[case::whatever_the_order(&[(8, libc::ENOENT), (7, libc::EPERM)], &[])]
     #[case::something_else_is_gone(&[(6, libc::ENOENT), (3, libc::EBUSY)], &[])]
     fn what_cannot_be_held_shows_in_the_refusals(

@@ -1,5 +1,4 @@
-//! Which rules and chains of a table of iptables are removed, and which are not. Pure: the same for nf_tables and for the
-//! text of iptables-save.
+//! Decides which rules and chains of a table of iptables are removed. Pure: works for nf_tables and for iptables-save.
 
 use std::collections::BTreeSet;
 
@@ -8,35 +7,33 @@ use super::{Purpose, names};
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Chain {
     pub name: String,
-    /// The kernel calls it.
+    /// A base chain: the kernel calls it.
     pub base: bool,
-    /// What reaches its end is dropped.
+    /// Its policy is DROP.
     pub drops: bool,
 }
 
-/// A rule of a chain that is not kube-proxy's. `R` is how it is named when it is removed.
+/// A rule of a chain that is not kube-proxy's. `R` identifies it for removal: a handle, or its text.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Rule<R> {
     pub chain: String,
     pub name: R,
     pub comment: Option<String>,
-    /// The chains that it leads to.
+    /// The chains that it jumps to.
     pub targets: Vec<String>,
-    /// It drops or rejects packets.
     pub drops: bool,
 }
 
 /// Why a chain stays.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum RetainReason {
-    /// A rule of this chain, which is somebody else's, leads to it. It is empty now.
+    /// A rule of this chain, which is not kube-proxy's, jumps to it. It is emptied.
     UsedBy(String),
-    /// Somebody else's rule, which could not be told, leads to it. It is empty now.
+    /// An unknown rule that is not kube-proxy's jumps to it: the kernel does not delete it. It is emptied.
     Used,
-    /// Somebody else's rule, of this chain if it could be told, leads to it, and relies on what it does: it stays as it
-    /// is.
+    /// A rule that is not kube-proxy's, of this chain if it is known, uses it to masquerade. It is not changed.
     Masquerades(Option<String>),
-    /// FORWARD drops or rejects: connections that are under way may need it. It stays as it is.
+    /// FORWARD drops or rejects, and established connections may need what it accepts. It is not changed.
     Forwards,
 }
 
@@ -44,38 +41,37 @@ impl std::fmt::Display for RetainReason {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::UsedBy(chain) => write!(f, "emptied; a rule in {chain} leads to it"),
-            Self::Used => f.write_str("emptied; somebody else's rule leads to it"),
+            Self::Used => f.write_str("emptied; a rule that is not kube-proxy's leads to it"),
             Self::Masquerades(Some(chain)) => {
-                write!(f, "left as it is: a rule in {chain} has packets masqueraded by it")
+                write!(f, "not changed: a rule in {chain} uses it to masquerade")
             }
             Self::Masquerades(None) => {
-                f.write_str("left as it is: somebody else's rule has packets masqueraded by it")
+                f.write_str("not changed: a rule that is not kube-proxy's uses it to masquerade")
             }
             Self::Forwards => f.write_str(
-                "left as it is: FORWARD drops or rejects others, and established connections may need what it accepts",
+                "not changed: FORWARD drops or rejects packets, and established connections may need what this chain accepts",
             ),
         }
     }
 }
 
-/// To be done in this order.
+/// The fields are in the order of execution.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Plan<R> {
-    /// Rules in chains of others, with these chains.
+    /// Jumps of kube-proxy to delete, with the chains that they are in.
     pub rules: Vec<(String, R)>,
     pub emptied: Vec<String>,
-    /// Chains that nobody else uses. All are among the emptied ones.
+    /// Chains that no other rule uses. All of them are in `emptied` too.
     pub deleted: Vec<String>,
     pub retained: Vec<(String, RetainReason)>,
 }
 
 impl<R> Plan<R> {
-    /// Nothing is to be done.
     pub fn is_empty(&self) -> bool {
         self.rules.is_empty() && self.emptied.is_empty()
     }
 
-    /// Leaves out what is done already: chains that stay, and have no rules. `is_filled`: asked of those that stay.
+    /// Leaves out retained chains that are empty already. `is_filled` is only called for retained chains.
     pub fn without_done<E>(mut self, is_filled: impl Fn(&str) -> Result<bool, E>) -> Result<Self, E> {
         let mut emptied = Vec::with_capacity(self.emptied.len());
         let stays: BTreeSet<&str> = self.retained.iter().map(|(chain, _)| chain.as_str()).collect();
@@ -89,19 +85,19 @@ impl<R> Plan<R> {
     }
 }
 
-/// The chains of kube-proxy; none where there are only those that old kubelets make too.
+/// The chains of kube-proxy; none if all of them are chains that old kubelets make too.
 pub fn own_chains<'a>(table: &str, chains: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
     let own: Vec<&str> = chains.into_iter().filter(|chain| names::is_chain(table, chain)).collect();
     if own.iter().all(|chain| names::is_shared_chain(chain)) { Vec::new() } else { own }
 }
 
-/// How many chains only a kube-proxy makes: one that is made anew tells of a kube-proxy at work.
+/// The number of chains that only a kube-proxy makes. A growing number shows a running kube-proxy.
 pub fn count<'a>(table: &str, chains: impl IntoIterator<Item = &'a str>) -> usize {
     let only_its = |chain: &&str| names::is_chain(table, chain) && !names::is_shared_chain(chain);
     chains.into_iter().filter(only_its).count()
 }
 
-/// `rules`: of all chains that are not kube-proxy's. `busy`: chains that the kernel would not delete.
+/// `rules`: of all chains that are not kube-proxy's. `busy`: chains that the kernel has refused to delete.
 pub fn plan<R: Clone>(
     table: &str,
     chains: &[Chain],
@@ -121,14 +117,14 @@ pub fn plan<R: Clone>(
         let leads_there = |rule: &&&Rule<R>| rule.targets.iter().any(|target| target == chain);
         foreign.iter().find(leads_there).map(|rule| rule.chain.clone())
     };
-    // A verdict map is not looked into: that it leads somewhere shows when the kernel would not delete that chain.
+    // Verdict maps are not read: a chain that one jumps to is known by the kernel's refusal to delete it.
     let masqueraded = [names::MARK_MASQUERADE, names::POSTROUTING].into_iter().find_map(|chain| {
         let by = used_by(chain);
         (by.is_some() || busy.contains(chain)).then_some(RetainReason::Masquerades(by))
     });
     let forward_drops = chains.iter().any(|chain| chain.name == "FORWARD" && chain.drops)
         || reachable("FORWARD", rules).iter().any(|rule| rule.drops);
-    // Chains that go on doing what they do.
+    // Why a chain is not even emptied.
     let whole = |chain: &str| match chain {
         names::MARK_MASQUERADE | names::POSTROUTING => masqueraded.clone(),
         names::FORWARD if forward_drops && purpose == Purpose::TakeOver => Some(RetainReason::Forwards),
@@ -156,7 +152,7 @@ pub fn plan<R: Clone>(
     plan
 }
 
-/// The rules of a chain and of all that it leads to.
+/// The rules of a chain and of all chains that it jumps to, directly or not.
 fn reachable<'a, R>(chain: &'a str, rules: &'a [Rule<R>]) -> Vec<&'a Rule<R>> {
     let (mut seen, mut next, mut found) = (BTreeSet::from([chain]), vec![chain], Vec::new());
     while let Some(chain) = next.pop() {
@@ -224,7 +220,7 @@ mod tests {
     fn a_chain_that_somebody_uses_stays_empty() {
         let mut nat = nat();
         nat.1.push(rule("CNI-HOSTPORT-DNAT", 4, PORTALS, "KUBE-SVC-A"));
-        // Without kube-proxy's comment it is not kube-proxy's, wherever it is.
+        // Without kube-proxy's comment a rule is not kube-proxy's.
         nat.1.push(rule("PREROUTING", 5, "mine", "KUBE-SERVICES"));
         let plan = of("nat", &nat, Purpose::TakeOver);
         assert_eq!(plan.rules.len(), 2);
@@ -281,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn masquerading_stays_for_a_rule_that_could_not_be_told() {
+    fn masquerading_stays_for_an_unknown_rule() {
         let (chains, rules) = nat();
         for used in ["KUBE-MARK-MASQ", "KUBE-POSTROUTING"] {
             let busy = BTreeSet::from([used.to_owned()]);
@@ -310,7 +306,7 @@ mod tests {
         assert!(of("nat", &(chains, rules.to_vec()), Purpose::Cleanup).is_empty());
     }
 
-    /// Its rule for masquerading had been removed, and another chain stays.
+    /// The rule in POSTROUTING was removed before, and another chain is retained.
     #[test]
     fn an_old_kubelet_that_starts_anew_is_no_kube_proxy() {
         let before = ["KUBE-SERVICES", "KUBE-KUBELET-CANARY"];

@@ -1,5 +1,5 @@
-//! Settings that are valid but do not fit this node: of the wrong address family, or wider than most people want. Pure.
-//! What is said, and what ends the start, is as with kube-proxy.
+//! Finds settings that are valid but do not fit this node: of the wrong address family, or node ports on every address.
+//! Pure. Warnings and fatal findings are the same as kube-proxy's.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -20,14 +20,14 @@ pub(super) struct NodeFacts {
     pub(super) dual_stack: bool,
 }
 
-/// What is odd; `fatal` is what the proxy must not start with.
+/// With `fatal` findings the proxy must not start.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Findings {
     pub(super) warnings: Vec<String>,
     pub(super) fatal: Vec<String>,
 }
 
-/// How local traffic is told, as far as it matters here.
+/// How local traffic is detected (`detectLocalMode`).
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum LocalBy {
     ClusterCidr,
@@ -40,19 +40,19 @@ pub(super) fn check(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Fin
     findings.warnings.extend(node_ports(config, node));
     let wrong = other(node.ips.primary);
     let cluster = format!("{}-{}", node.ips.primary.name(), if node.dual_stack { "primary" } else { "only" });
-    let mut odd = |fatal: bool, what: &str| {
+    let mut add = |fatal: bool, what: &str| {
         let finding = format!("the cluster is {cluster}, but {what} has {} addresses only", wrong.name());
         if fatal { &mut findings.fatal } else { &mut findings.warnings }.push(finding);
     };
     if only(&config.cluster_cidrs, wrong) {
-        odd(local_by == LocalBy::ClusterCidr && !node.dual_stack, "clusterCIDR");
+        add(local_by == LocalBy::ClusterCidr && !node.dual_stack, "clusterCIDR");
     }
     if only(&node.pod_cidrs, wrong) {
-        odd(local_by == LocalBy::NodeCidr, "spec.podCIDRs of the Node");
+        add(local_by == LocalBy::NodeCidr, "spec.podCIDRs of the Node");
     }
     if !node.dual_stack {
         if only(&config.ipvs.exclude_cidrs, wrong) {
-            odd(false, "ipvs.excludeCIDRs");
+            add(false, "ipvs.excludeCIDRs");
         }
         let addresses = [
             ("healthzBindAddress", listens_on(config.healthz_bind_address)),
@@ -60,14 +60,14 @@ pub(super) fn check(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Fin
         ];
         for (field, address) in addresses {
             if address.is_some_and(|address| !address.is_unspecified() && IpFamily::of(address) == wrong) {
-                odd(false, field);
+                add(false, field);
             }
         }
     }
     findings
 }
 
-/// That no traffic can be told to be local, in kube-proxy's words. Mode ebpf need not tell it.
+/// kube-proxy's error for a detection mode without networks. Mode ebpf does not need them.
 pub(super) fn nothing_is_local(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Option<&'static str> {
     let (networks, nothing) = match local_by {
         LocalBy::ClusterCidr => (
@@ -88,7 +88,7 @@ fn listens_on(address: impl Into<Option<SocketAddr>>) -> Option<IpAddr> {
     address.into().map(|address| address.ip())
 }
 
-/// On which addresses node ports are served that nobody has asked for.
+/// Warns if node ports are served on addresses that `nodePortAddresses` does not name.
 fn node_ports(config: &Config, node: &NodeFacts) -> Option<String> {
     let primary = node.ips.primary;
     let wanted = &config.node_port_addresses;
@@ -156,7 +156,7 @@ mod tests {
     const V4: &[&str] = &["192.0.2.1"];
     const V6: &[&str] = &["2001:db8::1"];
 
-    /// Fits every node.
+    /// Gives no finding on any node.
     fn quiet() -> Config {
         let any: SocketAddr = "0.0.0.0:10249".parse().unwrap();
         Config {
@@ -189,7 +189,7 @@ mod tests {
     #[case::of_the_other_family(LocalBy::NodeCidr, &["fd00::/64"], Some("NodeCIDR, but no PodCIDR defined"))]
     #[case::of_both(LocalBy::ClusterCidr, &["fd00::/64", "10.0.0.0/8"], None)]
     #[case::not_asked(LocalBy::Interface, &[], None)]
-    fn networks_that_tell_nothing(
+    fn networks_that_do_not_detect_local_traffic(
         #[case] local_by: LocalBy,
         #[case] all: &[&str],
         #[case] expected: Option<&str>,

@@ -1,5 +1,4 @@
-//! What the cluster is told about this proxy's own life: events about its Node. Reasons, actions and types are
-//! kube-proxy's, so that what watches for them goes on working.
+//! Events about this node's proxy. Reasons, actions and types are kube-proxy's, so that existing alerts work.
 
 use std::{fmt, io, net::SocketAddr, path::PathBuf};
 
@@ -71,7 +70,7 @@ pub(super) fn former_rules_stay(problem: &str) -> Event {
     Event::node(Type::Warning, "KubeProxyRulesRemain", "RemoveKubeProxyRules", problem)
 }
 
-/// Rules of another kube-proxy that were removed are there again: one is at work. kube-proxy has no such event.
+/// Removed rules of another kube-proxy are there again: one runs. kube-proxy has no such event.
 pub(super) fn former_rules_are_back(parts: &str) -> Event {
     Event::node(Type::Warning, "KubeProxyRulesReturned", "RemoveKubeProxyRules", parts)
 }

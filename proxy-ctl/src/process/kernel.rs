@@ -108,9 +108,8 @@ fn hint(error: &io::Error) -> &'static str {
     }
 }
 
-/// What came of one parameter.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Outcome {
+enum ParameterOutcome {
     AsWanted,
     Set,
     /// The kernel has no such parameter: its module is not loaded.
@@ -118,7 +117,7 @@ enum Outcome {
     ReadOnly,
 }
 
-/// What could not be set, and is no reason to end.
+/// Parameters that could not be set, which does not end the start.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Skipped {
     pub(super) missing: Vec<PathBuf>,
@@ -142,33 +141,33 @@ impl Kernel {
         Self { root: root.into() }
     }
 
-    /// Sets what is not as wanted, and says in the log what that was. The first that fails ends it.
+    /// Sets parameters that differ, and logs their old values. Stops at the first error.
     pub(super) fn set(&self, parameters: &[Parameter]) -> Result<Skipped, Error> {
         let mut skipped = Skipped::default();
         for parameter in parameters {
             match self.set_one(parameter)? {
-                Outcome::AsWanted => {}
-                Outcome::Set => {
+                ParameterOutcome::AsWanted => {}
+                ParameterOutcome::Set => {
                     tracing::info!(
                         parameter = format!("/{}", parameter.path),
                         value = parameter.wanted.value(),
                         "Set sysctl"
                     );
                 }
-                Outcome::Missing => skipped.missing.push(self.path(parameter.path)),
-                Outcome::ReadOnly => skipped.read_only.push(self.path(parameter.path)),
+                ParameterOutcome::Missing => skipped.missing.push(self.path(parameter.path)),
+                ParameterOutcome::ReadOnly => skipped.read_only.push(self.path(parameter.path)),
             }
         }
         Ok(skipped)
     }
 
-    fn set_one(&self, parameter: &Parameter) -> Result<Outcome, Error> {
+    fn set_one(&self, parameter: &Parameter) -> Result<ParameterOutcome, Error> {
         let Parameter { path, wanted, field } = *parameter;
         let path = self.path(path);
         match read(&path) {
-            Ok(found) if wanted.is_met_by(found) => return Ok(Outcome::AsWanted),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Outcome::Missing),
-            // What is only to be raised must be known.
+            Ok(found) if wanted.is_met_by(found) => return Ok(ParameterOutcome::AsWanted),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(ParameterOutcome::Missing),
+            // A parameter that is only raised must be readable.
             Err(source) if matches!(wanted, Wanted::AtLeast(_)) => {
                 return Err(Error::Read { path, field, source });
             }
@@ -176,13 +175,13 @@ impl Kernel {
         }
         let value = wanted.value();
         match write(&path, value) {
-            Ok(()) => Ok(Outcome::Set),
-            Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => Ok(Outcome::ReadOnly),
+            Ok(()) => Ok(ParameterOutcome::Set),
+            Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => Ok(ParameterOutcome::ReadOnly),
             Err(source) => Err(Error::Write { path, value, field, source }),
         }
     }
 
-    /// CPUs of the machine that are switched on, whatever this process is confined to; `None`: not told.
+    /// Online CPUs of the machine, also those that this process may not use; `None`: unknown.
     pub(super) fn cores(&self) -> Option<u32> {
         let folder = self.path("sys/devices/system/cpu");
         let names = fs::read_dir(&folder).ok()?;
@@ -325,7 +324,7 @@ mod tests {
         let (root, kernel) = kernel(&[(NETFILTER[0], "65536\n"), (HASH_SIZE, "65536\n")]);
         let path = root.path().to_owned();
         let none = None::<&str>;
-        // In a thread, whose mounts nobody else sees.
+        // In a thread with a mount namespace of its own.
         let skipped = std::thread::spawn(move || {
             unshare(CloneFlags::CLONE_NEWNS).unwrap();
             mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();

@@ -1,5 +1,5 @@
-//! Removes what another kube-proxy has left, once this proxy serves all that it served, and watches for it from then on: a
-//! kube-proxy that is still at work writes it again.
+//! Removes the rules of another kube-proxy once this proxy serves every service port, then reports rules that come back: a
+//! kube-proxy that still runs writes them again.
 
 use std::{fmt::Display, sync::Arc, time::Duration};
 
@@ -28,7 +28,6 @@ pub(super) struct LeftoverRemoval {
     pub(super) metrics: Arc<Metrics>,
 }
 
-/// What is known and was reported so far.
 struct Progress {
     leftovers: Leftovers,
     pending: PendingRemoval,
@@ -39,7 +38,7 @@ struct Progress {
 }
 
 impl LeftoverRemoval {
-    /// Does not end, unless nothing will ever be served.
+    /// Ends only if the controller ends before everything is programmed.
     pub(super) async fn follow(mut self) {
         if self.coverage.wait_for(|coverage| coverage.programmed).await.is_err() {
             return;
@@ -47,7 +46,7 @@ impl LeftoverRemoval {
         let mut progress = self.begin().await;
         loop {
             self.look_and_remove(&mut progress).await;
-            // In less time than this, a kube-proxy writes anew what it misses.
+            // A running kube-proxy writes missing rules within its own sync period.
             let next_look = Instant::now() + self.configs.borrow().sync_period();
             let held_back = !progress.reported.blockers.is_empty();
             let attempts = !progress.pending.is_empty() && !held_back;
@@ -59,7 +58,7 @@ impl LeftoverRemoval {
         }
     }
 
-    /// With `ebpf.removeKubeProxyRules: false` nothing is to be removed.
+    /// With `ebpf.removeKubeProxyRules: false` nothing is pending.
     async fn begin(&self) -> Progress {
         let removes = self.configs.borrow().ebpf.remove_kube_proxy_rules;
         let mut progress = Progress {
@@ -83,8 +82,8 @@ impl LeftoverRemoval {
         progress
     }
 
-    /// Tries to remove each part until that has succeeded once, and reports what comes back. That is not removed again:
-    /// two that write the same rules in turns help nobody.
+    /// Removes each part until that has succeeded once. Rules that come back are reported and not removed again: two
+    /// proxies would write and remove them in turns.
     async fn look_and_remove(&self, progress: &mut Progress) {
         let blockers = blockers(&self.coverage.borrow());
         let attempts =
@@ -96,7 +95,7 @@ impl LeftoverRemoval {
         let found = self.look(&mut progress.leftovers).await;
         progress.reported.unknown(&found);
         if found.parts.is_empty() && found.problems.is_empty() && !blockers.is_empty() {
-            // Whoever writes rules from now on is at work.
+            // Rules that appear from now on are of a running kube-proxy.
             progress.pending = PendingRemoval::default();
         }
         let holds_back = !progress.pending.is_empty() && !found.parts.is_empty();
@@ -131,7 +130,7 @@ impl LeftoverRemoval {
         if problems != progress.reported.problems {
             tracing::warn!(
                 next_attempt_in = ?progress.pause,
-                "rules of another kube-proxy are still on this node, and lead to the endpoints of its time: {problems}"
+                "rules of another kube-proxy could not be removed, and may lead to endpoints that are gone: {problems}"
             );
             self.events.record(event::former_rules_stay(&problems));
             progress.reported.problems = problems;
@@ -144,12 +143,12 @@ impl LeftoverRemoval {
             return;
         }
         if blockers.is_empty() {
-            tracing::info!("nothing holds back the removal of another kube-proxy's rules any more");
+            tracing::info!("the removal of another kube-proxy's rules is no longer held back");
         } else {
             let (parts, blockers) = (joined(parts), joined(&blockers));
             tracing::warn!(
-                "rules of another kube-proxy stay on this node ({parts}), as this proxy does not serve all that they may \
-                 serve: {blockers}. They are removed once it does, or those Services are gone"
+                "rules of another kube-proxy stay on this node ({parts}), because this proxy does not serve: {blockers}. \
+                 They are removed once it serves them, or those Services are deleted"
             );
             self.events.record(event::former_rules_stay(&format!("held back by {blockers}")));
         }
@@ -159,15 +158,15 @@ impl LeftoverRemoval {
     }
 
     fn report_growth(&self, grown: &[Part], reported: &mut Reported) {
-        if !grown.is_empty() && !reported.at_work {
+        if !grown.is_empty() && !reported.other_runs {
             let parts = joined(grown);
             tracing::warn!(
-                "another kube-proxy is at work on this node: its rules are there again ({parts}). Two proxies get \
-                 in each other's way: end that one, then start this one anew, which removes them"
+                "another kube-proxy runs on this node: its rules are there again ({parts}). Two proxies must not run on one \
+                 node: stop that one, then restart this one, which removes its rules"
             );
             self.events.record(event::former_rules_are_back(&parts));
         }
-        reported.at_work = !grown.is_empty();
+        reported.other_runs = !grown.is_empty();
     }
 
     async fn look(&self, leftovers: &mut Leftovers) -> Found {
@@ -193,14 +192,14 @@ fn blockers(coverage: &Coverage) -> Vec<String> {
     blockers
 }
 
-/// The calls to the kernel take long where there is much. `None`: the work failed, which is in the log.
+/// Runs `work` on a thread of its own, because large rule sets take long to read. `None`: it panicked, which is logged.
 async fn blocking<T: Send + 'static>(
     leftovers: &mut Leftovers,
     work: impl FnOnce(&mut Leftovers) -> T + Send + 'static,
 ) -> Option<T> {
     let mut lent = std::mem::take(leftovers);
     let work = move || (work(&mut lent), lent);
-    let failed = |error| tracing::error!(%error, "looking for what another kube-proxy has left failed");
+    let failed = |error| tracing::error!(%error, "the search for another kube-proxy's rules failed");
     let (done, back) = tokio::task::spawn_blocking(work).await.map_err(failed).ok()?;
     *leftovers = back;
     Some(done)
@@ -210,16 +209,16 @@ fn joined(all: &[impl Display]) -> String {
     all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// What is there while no other kube-proxy is at work.
+/// The parts that are expected while no other kube-proxy runs.
 #[derive(Default)]
 struct Baseline {
-    /// `None`: nothing has been seen yet.
+    /// `None`: before the first search.
     parts: Option<Vec<Part>>,
     removed_since: bool,
 }
 
 impl Baseline {
-    /// `now`: all that is there. Answers with what somebody has written since.
+    /// Returns the parts of `now` that are new or larger.
     fn update(&mut self, now: &[Part]) -> Vec<Part> {
         let before = self.parts.get_or_insert_with(|| now.to_vec());
         let more = grown(before, now);
@@ -230,7 +229,7 @@ impl Baseline {
     }
 }
 
-/// What is there now and was not, or was fewer.
+/// The parts of `now` that are new or larger than `before`.
 fn grown(before: &[Part], now: &[Part]) -> Vec<Part> {
     let was = |part: &Part| {
         let same = before.iter().find(|old| (&old.place, old.what) == (&part.place, part.what));
@@ -239,7 +238,7 @@ fn grown(before: &[Part], now: &[Part]) -> Vec<Part> {
     now.iter().filter(|part| part.count > was(part)).cloned().collect()
 }
 
-/// What was there before and still is, at most as many.
+/// The parts of `before` that are still there, with the smaller count.
 fn shrunk(before: &[Part], now: &[Part]) -> Vec<Part> {
     let still = |old: &Part| {
         let same = now.iter().find(|part| (&part.place, part.what) == (&old.place, old.what))?;
@@ -248,29 +247,25 @@ fn shrunk(before: &[Part], now: &[Part]) -> Vec<Part> {
     before.iter().filter_map(still).collect()
 }
 
-/// What is not reported again while it stays the same.
+/// What was reported last, so that it is logged only when it changes.
 #[derive(Default)]
 struct Reported {
     problems: String,
-    /// Why it is not known what is there.
     unknown: String,
     waiting: usize,
     retained: Vec<Retained>,
     without_holder: Vec<String>,
     blockers: Vec<String>,
-    /// Another kube-proxy is at work.
-    at_work: bool,
+    other_runs: bool,
 }
 
 impl Reported {
-    /// Answers whether there was something to report.
+    /// Returns whether something was logged.
     fn unknown(&mut self, found: &Found) -> bool {
         let unknown = joined(&found.problems);
         let news = !unknown.is_empty() && unknown != self.unknown;
         if news {
-            tracing::warn!(
-                "what another kube-proxy has left cannot be told, nor whether one is at work: {unknown}"
-            );
+            tracing::warn!("it is unknown whether another kube-proxy runs or has left rules: {unknown}");
         }
         self.unknown = unknown;
         news
@@ -278,20 +273,20 @@ impl Reported {
 
     fn removal(&mut self, removal: &Removal) {
         if !removal.parts.is_empty() {
-            tracing::info!("removed what another kube-proxy had left: {}", joined(&removal.parts));
+            tracing::info!("removed rules of another kube-proxy: {}", joined(&removal.parts));
         }
         if removal.waiting > 0 && removal.waiting != self.waiting {
             tracing::info!(
                 servers = removal.waiting,
-                "virtual servers of it stay until their connections have ended"
+                "virtual servers of another kube-proxy stay until their connections have ended"
             );
         }
         self.waiting = removal.waiting;
         for place in removal.without_holder.iter().filter(|place| !self.without_holder.contains(place)) {
             tracing::warn!(
                 place,
-                "connections that another kube-proxy's rules have translated end, unless somebody else translates: the \
-                 kernel lacks what would keep them (nf_tables with nft_chain_nat and nft_ct)"
+                "connections that another kube-proxy's rules have translated break, unless other rules translate too: the \
+                 kernel lacks nf_tables with nft_chain_nat and nft_ct, which would keep them"
             );
         }
         self.without_holder.extend_from_slice(&removal.without_holder);
@@ -330,16 +325,16 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_or_goes_has_not_come_back() {
+    fn parts_that_stay_or_shrink_have_not_grown() {
         let before = [part("nat", 3), part("filter", 2)];
         assert_eq!(grown(&before, &before), []);
         assert_eq!(grown(&before, &[part("nat", 2)]), []);
         assert_eq!(grown(&before, &[part("nat", 4), part("mangle", 1)]), [part("nat", 4), part("mangle", 1)]);
     }
 
-    /// Chains that were removed at the second attempt, and written again by somebody.
+    /// Another kube-proxy has written chains again that the second attempt had removed.
     #[test]
-    fn what_comes_back_after_it_was_removed_has_come_back() {
+    fn parts_that_come_back_have_grown() {
         let first = [part("nat", 3), part("filter", 2)];
         let second = shrunk(&first, &[part("filter", 2), part("mangle", 1)]);
         assert_eq!(second, [part("filter", 2)]);
@@ -347,23 +342,23 @@ mod tests {
         assert_eq!(shrunk(&first, &[part("nat", 1), part("filter", 9)]), [part("nat", 1), part("filter", 2)]);
     }
 
-    /// What could not be looked at is neither gone nor back.
+    /// A search that failed shows neither removed nor new parts.
     #[test]
-    fn a_look_that_failed_changes_nothing() {
+    fn a_failed_search_changes_nothing() {
         let mut baseline = Baseline { removed_since: true, ..Baseline::default() };
         let stays = [part("nat", 3), part("filter", 2)];
         assert_eq!(baseline.update(&stays), []);
         assert_eq!(baseline.update(&stays), []);
-        // An attempt, and no look after it.
+        // An attempt whose search fails.
         baseline.removed_since = true;
         assert_eq!(baseline.update(&stays[..1]), []);
         assert_eq!(baseline.update(&stays), stays[1..]);
-        // That is not fought, and stays said.
+        // It is reported and not removed.
         assert_eq!(baseline.update(&stays), stays[1..]);
     }
 
     #[test]
-    fn why_nothing_is_known_is_told_once_while_it_stays_the_same() {
+    fn a_failed_search_is_logged_once_while_its_error_is_the_same() {
         let found = |call: Option<&'static str>| {
             let problem = |call| CallError::new(call, std::io::ErrorKind::TimedOut.into()).into();
             Found { parts: vec![part("nat", 3)], problems: call.map(problem).into_iter().collect() }
@@ -376,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stays_is_told_once_whatever_was_removed() {
+    fn a_retained_chain_is_logged_once() {
         let retained = |name: &str| Retained { place: "nat".into(), name: name.into(), why: "in use".into() };
         let mut reported = Reported::default();
         assert_eq!(reported.new_retained(&[retained("KUBE-A")]), [&retained("KUBE-A")]);

@@ -1,5 +1,5 @@
-//! The own Node: what must be known of it before this proxy is set up, and which of its changes end the process, so that
-//! the proxy is set up anew. Limits and consequences are kube-proxy's.
+//! The own Node: which of its fields must be known before the start, and which of its changes end the process, so that a
+//! new process is set up for them. Timeouts and reactions are kube-proxy's.
 
 use std::{fmt, net::IpAddr, time::Duration};
 
@@ -11,7 +11,7 @@ use crate::{
     node::{OwnNode, host_addresses},
 };
 
-/// How long a Node is waited for that is not complete.
+/// Timeouts of the wait for a complete Node.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Patience {
     /// Then the proxy starts without addresses.
@@ -35,7 +35,7 @@ pub(super) enum Error {
 }
 
 /// Waits for the first list, however long the API server takes, then with `patience` for what is missing.
-/// `needs_pod_cidrs`: local traffic is told by the Node's pod CIDRs.
+/// `needs_pod_cidrs`: `detectLocalMode` is NodeCIDR.
 pub(super) async fn wait_for(
     name: &str,
     own_node: &mut watch::Receiver<OwnNode>,
@@ -71,7 +71,7 @@ pub(super) async fn wait_for(
     Ok(node)
 }
 
-/// Never completes once nobody tells of the Node any more: then the process is about to end.
+/// Never completes after the source has ended, because then the process is about to end.
 async fn wait_until(own_node: &mut watch::Receiver<OwnNode>, enough: impl Fn(&OwnNode) -> bool) {
     if own_node.wait_for(enough).await.is_err() {
         std::future::pending().await
@@ -82,18 +82,18 @@ async fn wait_until(own_node: &mut watch::Receiver<OwnNode>, enough: impl Fn(&Ow
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub(super) enum Change {
     #[error(
-        "NodeIPs changed for the node: they were {}, now they are {}; the proxy must be started anew",
+        "NodeIPs changed for the node: they were {}, now they are {}; the proxy must be restarted",
         list(before),
         list(now)
     )]
     Addresses { before: Vec<IpAddr>, now: Vec<IpAddr> },
     #[error(
-        "PodCIDRs changed for the node: they were {}, now they are {}; the proxy must be started anew",
+        "PodCIDRs changed for the node: they were {}, now they are {}; the proxy must be restarted",
         list(before),
         list(now)
     )]
     PodCidrs { before: Vec<IpNet>, now: Vec<IpNet> },
-    #[error("Node is being deleted; the proxy must be started anew")]
+    #[error("Node is being deleted; the proxy must be restarted")]
     Deleted,
 }
 
@@ -104,8 +104,8 @@ fn list<T: fmt::Display>(all: &[T]) -> String {
     all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Completes with the first change that matters. `before`: the Node by which this proxy was set up. A state between two
-/// looks may be missed: a Node that is as it was needs no new process, whatever it was meanwhile.
+/// Completes with the first change that needs a new process. `before`: the Node by which this proxy was set up. A change
+/// that is undone between two updates may be missed; it needs no new process.
 pub(super) async fn changed(
     own_node: &mut watch::Receiver<OwnNode>,
     before: Option<Node>,
@@ -157,7 +157,7 @@ mod tests {
         node.clone().map_or(OwnNode::Absent, OwnNode::Present)
     }
 
-    /// The source lists one after the other, each once the one before was taken, and goes on running.
+    /// A source that lists these Nodes one after the other and does not end.
     async fn list_each(own_node: &watch::Sender<OwnNode>, nodes: &[Option<Node>]) {
         for node in nodes {
             own_node.send_replace(listed(node));
@@ -165,7 +165,7 @@ mod tests {
         }
     }
 
-    /// Nothing more comes, so that nothing is waited for in vain for long.
+    /// Short timeouts, for tests in which nothing more comes.
     const SHORT: Patience =
         Patience { addresses: Duration::from_millis(20), pod_cidrs: Duration::from_millis(20) };
 
@@ -248,7 +248,7 @@ mod tests {
         assert_eq!(change.ok(), expected);
     }
 
-    /// Both happened before anybody looked.
+    /// Both changes come before the first look.
     #[tokio::test]
     async fn a_node_that_is_deleted_and_back_as_it_was_needs_no_new_process() {
         let before = node(&["192.0.2.1"], &[]);

@@ -27,7 +27,7 @@ use crate::{
     controller::{Coverage, Inputs, Reports, UnservedPorts, UsageRequests},
     dataplane::NodeNetwork,
     events::Recorder,
-    mode::{Choice, Mode},
+    mode::{ChosenMode, Mode},
     model::{Update, objects::ObjectName},
     node::{self, OwnNode},
     report::{Health, HealthChecks, Metrics, SharedHealth},
@@ -48,7 +48,7 @@ pub(super) struct Proxy {
     /// As at the start.
     pub(super) config: Arc<Config>,
     pub(super) node_name: Arc<str>,
-    choice: Choice,
+    choice: ChosenMode,
     /// `None`: a folder of manifests. It need not tell all that a kube-proxy serves, and its Node is followed as it changes.
     source_state: Option<SourceState>,
     pub(super) events: Recorder,
@@ -77,7 +77,7 @@ impl Proxy {
     pub(super) fn new(
         line: CommandLine,
         settings: Settings,
-        choice: Choice,
+        choice: ChosenMode,
         source: &Source,
         source_state: SourceState,
     ) -> anyhow::Result<(Self, ProxyInputs)> {

@@ -1,5 +1,5 @@
-//! What a running proxy leaves about itself for `status`: the mode, why, and how its sources are. The tables do
-//! not hold that. Written to /run, so that it does not outlive a reboot.
+//! The record that a running proxy writes for `status`: the mode, its reasons, and the state of its sources, which the
+//! tables do not hold. It is in /run, so that it does not outlive a reboot.
 
 use std::{
     fs, io,
@@ -28,7 +28,7 @@ const PERIOD: Duration = Duration::from_secs(1);
 #[serde(rename_all = "camelCase", default)]
 pub struct Record {
     pub pid: u32,
-    /// Clock ticks since boot at which the process began: tells it from a later one with the same number.
+    /// Clock ticks from boot to the start of the process: a later process with the same number has another value.
     pub began: u64,
     pub node: String,
     pub mode: String,
@@ -128,7 +128,7 @@ impl Record {
     }
 
     pub fn remove(bpffs: &Path) {
-        // It is only a hint: one that cannot be removed names a process that is gone.
+        // A record that cannot be removed names a process that has ended, which readers check.
         let _ = fs::remove_file(Self::path(bpffs));
     }
 

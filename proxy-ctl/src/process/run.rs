@@ -22,7 +22,7 @@ use crate::{
     config::{CommandLine, Config},
     events::Recorder,
     log,
-    mode::{self, Choice, Mode, Request},
+    mode::{self, ChosenMode, Mode, Request},
     node::facts,
     serve::BindError,
     source::kubernetes::SourceState,
@@ -57,7 +57,7 @@ pub fn run(line: CommandLine) -> anyhow::Result<()> {
     done
 }
 
-fn choose_mode(config: &Config) -> anyhow::Result<Choice> {
+fn choose_mode(config: &Config) -> anyhow::Result<ChosenMode> {
     facts::check(&config.ebpf)?;
     let request = Request { mode: config.mode, socket_load_balancing: config.ebpf.socket_load_balancing };
     Ok(mode::choose(request, &facts::gather(&config.ebpf))?)
@@ -85,15 +85,14 @@ fn limit_memory() {
     }
 }
 
-/// Why the process ends.
-enum End {
+enum ExitCause {
     Signal(&'static str),
     /// The dataplane's thread is over.
     Dataplane(anyhow::Error),
     Task(anyhow::Error),
 }
 
-async fn serve(line: CommandLine, settings: Settings, choice: Choice) -> anyhow::Result<()> {
+async fn serve(line: CommandLine, settings: Settings, choice: ChosenMode) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
     let source_state = SourceState::new();
     let source = Source::open(&settings, &source_state)?;
@@ -109,13 +108,13 @@ async fn serve(line: CommandLine, settings: Settings, choice: Choice) -> anyhow:
     let opened = proxy.keep_record(&mut tasks);
     let mut ended = dataplane_thread::start(&proxy, inputs.controller, opened)?;
 
-    let end = tokio::select! {
-        signal = signals.next() => End::Signal(signal),
-        result = &mut ended => End::Dataplane(dataplane_thread::failure(result)),
-        error = first_failure(&mut tasks) => End::Task(error),
+    let cause = tokio::select! {
+        signal = signals.next() => ExitCause::Signal(signal),
+        result = &mut ended => ExitCause::Dataplane(dataplane_thread::failure(result)),
+        error = first_failure(&mut tasks) => ExitCause::Task(error),
     };
     proxy.stop.cancel();
-    finish(end, ended, &proxy.events).await
+    finish(cause, ended, &proxy.events).await
 }
 
 struct Signals {
@@ -153,17 +152,17 @@ async fn first_failure(tasks: &mut JoinSet<anyhow::Result<()>>) -> anyhow::Error
 
 /// Reports why the process ends, and waits for what is under way.
 async fn finish(
-    end: End,
+    cause: ExitCause,
     dataplane_end: oneshot::Receiver<DataplaneEnd>,
     events: &Recorder,
 ) -> anyhow::Result<()> {
-    let result = match end {
-        End::Dataplane(error) => return Err(error),
-        End::Signal(signal) => {
+    let result = match cause {
+        ExitCause::Dataplane(error) => return Err(error),
+        ExitCause::Signal(signal) => {
             tracing::info!(signal, "stopping; what is programmed goes on working");
             Ok(())
         }
-        End::Task(error) => {
+        ExitCause::Task(error) => {
             tracing::error!(
                 error = format!("{error:#}"),
                 "Error running ProxyServer; what is programmed goes on working"

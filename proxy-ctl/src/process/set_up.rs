@@ -19,7 +19,7 @@ use crate::{
     node::{NodeIps, OwnNode},
 };
 
-/// Answers with the Node by which the node was set up. `own_node`: `None` where it is followed without being waited for.
+/// Returns the Node by which the node was set up. `own_node`: `None` if the source need not have one.
 pub(super) async fn set_up(
     config: &Config,
     node_name: &str,
@@ -40,7 +40,7 @@ pub(super) async fn set_up(
     Ok(node)
 }
 
-/// Local traffic is told by the Node's pod CIDRs.
+/// Whether `detectLocalMode` is NodeCIDR.
 pub(super) fn needs_pod_cidrs(config: &Config) -> bool {
     local_by(config) == LocalBy::NodeCidr
 }
@@ -53,9 +53,9 @@ fn local_by(config: &Config) -> LocalBy {
     }
 }
 
-/// What needs privileges, and outlives this process. May be done again at any time.
+/// Sets kernel parameters, which needs privileges and outlives this process. Can be repeated.
 pub(super) fn prepare(config: &Config, kernel: &Kernel, events: &Recorder) -> Result<(), kernel::Error> {
-    // Without CAP_SYS_RESOURCE it can only be raised; as with kube-proxy, that is worth no more than a word.
+    // Without CAP_SYS_RESOURCE it can only be raised; a failure is only logged, as by kube-proxy.
     if let Err(error) = fs::write("/proc/self/oom_score_adj", config.oom_score_adj.to_string()) {
         tracing::debug!(%error, score = config.oom_score_adj, "Failed to apply OOMScore");
     }

@@ -34,7 +34,7 @@ use crate::{
 const CLUSTER_IP: &str = "10.96.77.77";
 const ENDPOINT: &str = "10.0.0.77";
 const PORT: u16 = 8077;
-const REMOVED: &str = "removed what another kube-proxy had left";
+const REMOVED: &str = "removed rules of another kube-proxy";
 
 /// Somebody else's, in tables of their own and in those that kube-proxy uses too.
 const FOREIGN_TABLE: &str = "table inet mine { chain input { type filter hook input priority 5; \
@@ -50,14 +50,14 @@ const FOREIGN_RULES: [&str; 6] = [
 
 /// Which kernel interface kube-proxy's rules are in.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Tables {
+enum RuleApi {
     /// Of mode nftables, or of mode iptables with iptables-nft.
     Nft(&'static str),
     /// Of mode iptables with iptables-legacy.
     Legacy,
 }
 
-impl Tables {
+impl RuleApi {
     fn mode(self) -> &'static str {
         match self {
             Self::Nft(mode) => mode,
@@ -140,16 +140,16 @@ fn run(program: &str, arguments: &[&str]) -> Result<String> {
 }
 
 /// The real kube-proxy, with iptables of one kind; its rules are gone with the value.
-struct Former {
+struct OldProxy {
     program: PathBuf,
-    tables: Tables,
+    tables: RuleApi,
     /// Holds iptables and its like under the names that kube-proxy calls.
     path: String,
 }
 
-impl Former {
+impl OldProxy {
     /// Or why it cannot be tried here.
-    fn new(own: &Node, tables: Tables) -> Result<Result<Self, String>> {
+    fn new(own: &Node, tables: RuleApi) -> Result<Result<Self, String>> {
         let program = match Program::KubeProxy.path() {
             Ok(program) => program,
             Err(error) => return Ok(Err(format!("{error:#}"))),
@@ -179,7 +179,7 @@ impl Former {
 
     fn reset(&self) -> Result<()> {
         run("nft", &["flush", "ruleset"])?;
-        if self.tables == Tables::Legacy {
+        if self.tables == RuleApi::Legacy {
             for program in ["iptables-legacy", "ip6tables-legacy"] {
                 for table in ["nat", "filter", "mangle"] {
                     run(program, &["-t", table, "-F"])?;
@@ -231,7 +231,7 @@ impl Former {
     }
 }
 
-impl Drop for Former {
+impl Drop for OldProxy {
     fn drop(&mut self) {
         // The next scenario begins with the same.
         let _ = self.reset();
@@ -239,12 +239,16 @@ impl Drop for Former {
 }
 
 /// Plays a scene with kube-proxy's rules of each kind; tells which could not be tried.
-fn with_each(own: &Node, kinds: &[Tables], mut scene: impl FnMut(&Former) -> Result<()>) -> Result<Outcome> {
+fn with_each(
+    own: &Node,
+    kinds: &[RuleApi],
+    mut scene: impl FnMut(&OldProxy) -> Result<()>,
+) -> Result<Outcome> {
     let mut skipped = Vec::new();
     for tables in kinds {
-        match Former::new(own, *tables)? {
+        match OldProxy::new(own, *tables)? {
             Ok(former) => scene(&former)?,
-            Err(why) => skipped.push(format!("{tables:?}: {why}")),
+            Err(reason) => skipped.push(format!("{tables:?}: {reason}")),
         }
     }
     Ok(if skipped.is_empty() { Outcome::Passed } else { Outcome::Skipped(skipped.join("; ")) })
@@ -295,7 +299,7 @@ fn is_as(expected: &str, found: &str) -> Result<()> {
 pub(crate) fn clean_up_leaves_what_kube_proxys_leaves(world: &mut World) -> Result<Outcome> {
     let own = Node::new(world, "left", 40)?;
     publish(world, &own)?;
-    with_each(&own, &[Tables::Nft("iptables"), Tables::Nft("nftables"), Tables::Legacy], |former| {
+    with_each(&own, &[RuleApi::Nft("iptables"), RuleApi::Nft("nftables"), RuleApi::Legacy], |former| {
         let tables = former.tables;
         former.lay_foreign_rules()?;
         former.leave_rules(&own)?;
@@ -325,7 +329,7 @@ pub(crate) fn clean_up_leaves_what_kube_proxys_leaves(world: &mut World) -> Resu
 pub(crate) fn what_others_use_of_kube_proxy_stays_and_is_named(world: &mut World) -> Result<()> {
     let own = Node::new(world, "used", 41)?;
     publish(world, &own)?;
-    let former = Former::new(&own, Tables::Nft("iptables"))?.map_err(Skip)?;
+    let former = OldProxy::new(&own, RuleApi::Nft("iptables"))?.map_err(Skip)?;
     former.lay_foreign_rules()?;
     former.leave_rules(&own)?;
     for rule in ["-A MINE -s 10.9.0.0/16 -j KUBE-MARK-MASQ", "-A MINE -s 10.9.0.0/16 -j KUBE-NODEPORTS"] {
@@ -357,7 +361,7 @@ pub(crate) fn what_others_use_of_kube_proxy_stays_and_is_named(world: &mut World
 pub(crate) fn who_masquerades_by_a_map_still_does(world: &mut World) -> Result<()> {
     let own = Node::new(world, "mapped", 48)?;
     publish(world, &own)?;
-    let former = Former::new(&own, Tables::Nft("iptables"))?.map_err(Skip)?;
+    let former = OldProxy::new(&own, RuleApi::Nft("iptables"))?.map_err(Skip)?;
     former.leave_rules(&own)?;
     run("nft", &["add chain ip nat HOSTPORT"])?;
     run("nft", &["add rule ip nat HOSTPORT tcp dport vmap { 8080 : jump KUBE-MARK-MASQ }"])?;
@@ -377,7 +381,7 @@ pub(crate) fn who_masquerades_by_a_map_still_does(world: &mut World) -> Result<(
 
 pub(crate) fn a_chain_that_only_others_lead_to_is_emptied(world: &mut World) -> Result<Outcome> {
     let own = Node::new(world, "emptied", 49)?;
-    with_each(&own, &[Tables::Nft("iptables"), Tables::Legacy], |former| {
+    with_each(&own, &[RuleApi::Nft("iptables"), RuleApi::Legacy], |former| {
         let tables = former.tables;
         let iptables = |arguments: &str| {
             let program = format!("iptables-{}", tables.variant());
@@ -433,7 +437,7 @@ impl Connection {
 pub(crate) fn run_removes_them_and_connections_live_on(world: &mut World) -> Result<Outcome> {
     let own = Node::new(world, "taken-over", 42)?;
     publish(world, &own)?;
-    with_each(&own, &[Tables::Nft("iptables"), Tables::Nft("nftables")], |former| {
+    with_each(&own, &[RuleApi::Nft("iptables"), RuleApi::Nft("nftables")], |former| {
         let tables = former.tables;
         let mode = tables.mode();
         former.lay_foreign_rules()?;
@@ -458,7 +462,7 @@ pub(crate) fn run_removes_them_and_connections_live_on(world: &mut World) -> Res
     })
 }
 
-/// What is left of kube-proxy's table of mode nftables, in [`Tables::dump`]'s form.
+/// What is left of kube-proxy's table of mode nftables, in [`RuleApi::dump`]'s form.
 fn without_holders(dump: &str) -> (String, String) {
     let is_of_holder = |line: &&str| line.contains(" kube-proxy { ");
     let (holders, others): (Vec<&str>, Vec<&str>) = dump.split_inclusive('\n').partition(is_of_holder);
@@ -493,9 +497,9 @@ pub(crate) fn connections_that_it_leaves_live_on_where_nobody_else_translates(
 ) -> Result<Outcome> {
     let own = Node::new(world, "translated", 50)?;
     publish(world, &own)?;
-    let in_nftables = Tables::Nft("nftables");
+    let in_nftables = RuleApi::Nft("nftables");
     // What iptables-legacy has made once is there as long as the network namespace is.
-    with_each(&own, &[Tables::Nft("iptables"), in_nftables, Tables::Legacy], |former| {
+    with_each(&own, &[RuleApi::Nft("iptables"), in_nftables, RuleApi::Legacy], |former| {
         let tables = former.tables;
         former.leave_rules(&own)?;
         let connection =
@@ -503,7 +507,7 @@ pub(crate) fn connections_that_it_leaves_live_on_where_nobody_else_translates(
         connection.works()?;
         let proxy = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
         proxy.says(REMOVED)?;
-        proxy.says("established connections are translated as long as it is there")?;
+        proxy.says("the kernel translates established connections while it is there")?;
         connection.works().with_context(|| format!("{tables:?}, without kube-proxy's rules"))?;
         ensure!(!tables.dump()?.contains("KUBE-S"), "{tables:?}: kube-proxy's rules are still there");
         is_as(&HOLDERS, &without_holders(&in_nftables.dump()?).0).with_context(|| format!("{tables:?}"))?;
@@ -545,7 +549,7 @@ pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(
 ) -> Result<()> {
     let own = Node::new(world, "dropping", 46)?;
     publish(world, &own)?;
-    let former = Former::new(&own, Tables::Nft("iptables"))?.map_err(Skip)?;
+    let former = OldProxy::new(&own, RuleApi::Nft("iptables"))?.map_err(Skip)?;
     let rules_of = |chain: &str| run("iptables-nft", &["-S", chain]);
     let jump = "-A FORWARD -m comment --comment \"kubernetes forwarding rules\" -j KUBE-FORWARD\n";
     for refusing in ["-P FORWARD DROP", "-A FORWARD -j REJECT --reject-with icmp-host-prohibited"] {
@@ -557,7 +561,7 @@ pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(
         ensure!(accepting.contains("RELATED,ESTABLISHED"), "{accepting}");
         let proxy = own.start(&json!({}))?;
         proxy.says(REMOVED)?;
-        proxy.says("left as it is: FORWARD drops or rejects others")?;
+        proxy.says("not changed: FORWARD drops or rejects packets")?;
         is_as(&accepting, &rules_of("KUBE-FORWARD")?)?;
         let policy = foreign.lines().next().unwrap_or_default();
         is_as(
@@ -577,8 +581,8 @@ pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(
 pub(crate) fn run_leaves_them_where_it_is_told_to(world: &mut World) -> Result<()> {
     let own = Node::new(world, "side-by-side", 43)?;
     publish(world, &own)?;
-    let tables = Tables::Nft("nftables");
-    let former = Former::new(&own, tables)?.map_err(Skip)?;
+    let tables = RuleApi::Nft("nftables");
+    let former = OldProxy::new(&own, tables)?.map_err(Skip)?;
     former.leave_rules(&own)?;
     let left = tables.dump()?;
     let mut configuration: Value = serde_json::from_str(&own.configuration(&json!({})))?;
@@ -601,8 +605,8 @@ pub(crate) fn rules_stay_while_a_service_port_is_not_served(world: &mut World) -
     sctp["spec"]["ports"][0]["protocol"] = json!("SCTP");
     world.apply(&sticky)?;
     world.apply(&sctp)?;
-    let tables = Tables::Nft("nftables");
-    let former = Former::new(&own, tables)?.map_err(Skip)?;
+    let tables = RuleApi::Nft("nftables");
+    let former = OldProxy::new(&own, tables)?.map_err(Skip)?;
     former.leave_rules(&own)?;
     let left = tables.dump()?;
     let proxy = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
@@ -650,8 +654,8 @@ pub(crate) fn a_kube_proxy_that_is_still_at_work_is_named_and_not_fought(world: 
     let (own, other) = (Node::new(world, "contested", 44)?, Node::new(world, "contesting", 45)?);
     publish(world, &own)?;
     publish(world, &other)?;
-    let tables = Tables::Nft("nftables");
-    let former = Former::new(&other, tables)?.map_err(Skip)?;
+    let tables = RuleApi::Nft("nftables");
+    let former = OldProxy::new(&other, tables)?.map_err(Skip)?;
     former.leave_rules(&other)?;
     let proxy = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
     proxy.says(REMOVED)?;
@@ -665,7 +669,7 @@ pub(crate) fn a_kube_proxy_that_is_still_at_work_is_named_and_not_fought(world: 
     )?;
 
     let _at_work = former.start(&other, &json!({}))?;
-    proxy.says("another kube-proxy is at work on this node")?;
+    proxy.says("another kube-proxy runs on this node")?;
     world.event(own.name, "KubeProxyRulesReturned")?;
     ensure!(metric(&own.metrics(), left)? > 0.0, "{left} does not tell of them");
     ensure!(tables.dump()?.contains(CLUSTER_IP), "they were removed again");
@@ -692,7 +696,7 @@ pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_foug
 ) -> Result<()> {
     let own = Node::new(world, "half-removed", 47)?;
     publish(world, &own)?;
-    let _clean = Former::new(&own, Tables::Legacy)?.map_err(Skip)?;
+    let _clean = OldProxy::new(&own, RuleApi::Legacy)?.map_err(Skip)?;
     let ruleset = || run("nft", &["list", "ruleset"]);
     let serving = "chain services";
     for table in ["nat", "mangle"] {
@@ -707,7 +711,7 @@ pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_foug
     ensure!(!ruleset()?.contains(serving), "it was not removed");
 
     run("nft", &["add chain ip kube-proxy services"])?;
-    proxy.says("another kube-proxy is at work on this node")?;
+    proxy.says("another kube-proxy runs on this node")?;
     let attempts = || metric(&own.metrics(), "proxy_former_rule_errors_total");
     let before = attempts()?;
     until("more attempts", LIMIT, || Ok((attempts()? >= before + 2.0).then_some(())), || proxy.log())?;
@@ -725,7 +729,7 @@ pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_foug
 pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut World) -> Result<()> {
     let own = Node::new(world, "one-refused", 52)?;
     publish(world, &own)?;
-    let _clean = Former::new(&own, Tables::Legacy)?.map_err(Skip)?;
+    let _clean = OldProxy::new(&own, RuleApi::Legacy)?.map_err(Skip)?;
     clean_up_fails_where_something_stays()?;
     for table in ["nat", "mangle", "filter"] {
         run("iptables-legacy", &["-t", table, "-N", "KUBE-PROXY-CANARY"])?;
@@ -746,7 +750,7 @@ pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut W
     proxy.says("iptables-legacy-restore: exit status: 4: no such luck")?;
     let left = |count| are_left(&own, &proxy, count);
     left(1.0)?;
-    let tables = || Tables::Legacy.dump();
+    let tables = || RuleApi::Legacy.dump();
     let canaries = |dump: &str| dump.lines().filter(|line| line.contains("KUBE-PROXY-CANARY")).count();
     ensure!(canaries(&tables()?) == 1 && tables()?.contains("*mangle :KUBE-PROXY-CANARY"), "{}", tables()?);
 

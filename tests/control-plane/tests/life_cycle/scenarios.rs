@@ -42,7 +42,7 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
         pod_cidrs_of_another_family_end_it,
         a_swapped_config_map_is_taken_over_or_ends_it,
         an_invalid_configuration_file_changes_nothing,
-        sigterm_leaves_everything_at_work,
+        sigterm_leaves_everything_in_place,
         an_address_that_is_taken_ends_it_with_an_event,
         init_only_sets_the_kernel_up_and_ends,
         an_api_server_that_is_away_changes_nothing,
@@ -50,7 +50,7 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
         without_the_right_to_read_nodes_services_work,
         kube_proxy_ends_alike,
         kernel_parameters_are_those_of_kube_proxy,
-        kube_proxy_tells_the_same_event,
+        kube_proxy_writes_the_same_event,
         connections_that_it_leaves_live_on_where_nobody_else_translates,
         clean_up_leaves_what_kube_proxys_leaves,
         what_others_use_of_kube_proxy_stays_and_is_named,
@@ -254,7 +254,7 @@ fn an_invalid_configuration_file_changes_nothing(world: &mut World) -> Result<()
     Ok(())
 }
 
-fn sigterm_leaves_everything_at_work(world: &mut World) -> Result<()> {
+fn sigterm_leaves_everything_in_place(world: &mut World) -> Result<()> {
     let own = Node::new(world, "terminated", 9)?;
     world.apply(&node(own.name, ADDRESS, &[]))?;
     // Lower than it is takes CAP_SYS_RESOURCE.

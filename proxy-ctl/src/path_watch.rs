@@ -24,11 +24,11 @@ pub struct PathWatch {
     watcher: RecommendedWatcher,
     /// The folders that are watched.
     folders: BTreeSet<PathBuf>,
-    shared: Arc<Shared>,
+    shared: Arc<SharedRoute>,
 }
 
 #[derive(Default)]
-struct Shared {
+struct SharedRoute {
     route: Mutex<Route>,
     /// Holds one notice, however many changes there are.
     changed: Notify,
@@ -46,7 +46,7 @@ impl PathWatch {
     /// # Errors
     /// A folder on the way cannot be watched.
     pub fn new(path: &Path) -> notify::Result<Self> {
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(SharedRoute::default());
         let receiver = Arc::clone(&shared);
         let watcher = notify::recommended_watcher(move |event| receiver.handle(event))?;
         let mut watch = Self { path: std::path::absolute(path)?, watcher, folders: BTreeSet::new(), shared };
@@ -103,7 +103,7 @@ fn is_gone(error: &notify::Error) -> bool {
     }
 }
 
-impl Shared {
+impl SharedRoute {
     fn handle(&self, event: notify::Result<Event>) {
         let concerns = |event: &Event| {
             let route = self.route.lock().unwrap_or_else(PoisonError::into_inner);

@@ -30,7 +30,7 @@ const METRICS: &str = "127.0.0.1:10249";
 /// Longest wait for a line of the log.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What a test has to itself; gone with it.
+/// The namespace, folders and cgroup of one test, removed on drop.
 struct Node {
     folder: TempDir,
     pins: PathBuf,
@@ -78,14 +78,14 @@ impl Node {
         self.folder.path().join("manifests")
     }
 
-    /// Seen whole or not at all.
+    /// Atomic: readers see the old or the new file.
     fn write_manifest(&self, text: &str) {
         let draft = self.folder.path().join("draft");
         fs::write(&draft, text).unwrap();
         fs::rename(draft, self.manifests().join("all.yaml")).unwrap();
     }
 
-    /// Says something more in the configuration, or something else.
+    /// Adds or replaces a field of the configuration.
     fn configure(&self, more: &str) {
         let path = self.folder.path().join("config.yaml");
         let text = fs::read_to_string(&path).unwrap();
@@ -94,7 +94,7 @@ impl Node {
         fs::rename(draft, path).unwrap();
     }
 
-    /// A pinned table, for whoever wants to spoil it.
+    /// A pinned table, to change behind the controller.
     fn table<K: Pod + Default, V: Pod + Default>(&self, name: &str) -> Map<K, V> {
         let path = self.pins.join(format!("proxy-ctl/v{LAYOUT_VERSION}/maps")).join(name);
         Map::new(bpf::pinned(&path).unwrap()).unwrap().unwrap()
@@ -110,7 +110,7 @@ impl Node {
             .unwrap();
         let stderr = BufReader::new(child.stderr.take().unwrap());
         let (lines, log) = mpsc::channel();
-        // Ends with the process, or with whoever listens.
+        // Ends with the process or the receiver.
         std::thread::spawn(move || {
             stderr.lines().map_while(Result::ok).try_for_each(|line| lines.send(line))
         });
@@ -151,7 +151,7 @@ impl Drop for Node {
 
 struct Controller {
     child: Child,
-    /// Line by line, of a thread that reads it: reading itself knows no deadline.
+    /// Lines of the log. A thread reads them, because a read has no deadline.
     log: mpsc::Receiver<String>,
 }
 
@@ -189,7 +189,7 @@ fn get(address: &str, path: &str) -> String {
     let mut stream = loop {
         match TcpStream::connect(address) {
             Ok(stream) => break stream,
-            // The server starts beside what the log told of.
+            // The server may start after the awaited log line.
             Err(error) => assert!(Instant::now() < deadline, "{address}: {error}"),
         }
         std::thread::yield_now();
@@ -303,7 +303,7 @@ fn without_an_api_server_nothing_is_served() {
 }
 
 #[test]
-fn what_somebody_else_has_changed_is_repaired() {
+fn changes_of_other_programs_are_repaired() {
     let Some(node) = Node::new("drift") else { return };
     node.configure("iptables: {syncPeriod: 1s}\n");
     node.write_manifest(&manifest("10.244.0.2"));
@@ -311,7 +311,7 @@ fn what_somebody_else_has_changed_is_repaired() {
     controller.wait_for("everything compared and written");
     let (services, backends) = (node.show("services"), node.show("backends"));
 
-    // Nobody has changed anything: it is compared, and nothing is written.
+    // Nothing was changed: the comparison writes nothing.
     let written = metric("proxy_writes_total");
     controller.wait_for("everything compared and written");
     assert_eq!((metric("proxy_writes_total"), metric("proxy_drift_total")), (written, "0".into()));
@@ -326,7 +326,7 @@ fn what_somebody_else_has_changed_is_repaired() {
     }
     let addresses = node.table::<[u8; 4], NodeAddress>("node_addresses4");
     addresses.set(&[203, 0, 113, 9], &NodeAddress::default()).unwrap();
-    controller.wait_for("somebody had changed what is programmed");
+    controller.wait_for("another program had changed the tables");
     controller.wait_for("everything compared and written");
     assert_eq!((node.show("services"), node.show("backends")), (services, backends));
     assert_eq!(addresses.get(&[203, 0, 113, 9]).unwrap(), None);
@@ -334,7 +334,7 @@ fn what_somebody_else_has_changed_is_repaired() {
 }
 
 #[test]
-fn from_its_first_moment_on_it_can_be_looked_at() {
+fn status_works_from_the_start_on() {
     let Some(node) = Node::new("first") else { return };
     node.write_manifest(&manifest("10.244.0.2"));
     let controller = node.serve_manifests();

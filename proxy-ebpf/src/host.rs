@@ -87,7 +87,7 @@ pub(crate) fn to_backend<F: Route>(
     redirected(unsafe { bpf_redirect_neigh(interface, core::ptr::null_mut(), 0, 0) })
 }
 
-/// Moves a pod's answer to where packets from the frontend come in.
+/// Redirects a pod's answer to the uplink's ingress, where reverse path filtering accepts the frontend's address.
 #[inline(always)]
 pub(crate) fn to_uplink<F: Route>(
     ctx: &TcContext,
@@ -107,7 +107,7 @@ fn redirected(action: i64) -> Option<i32> {
     (action == i64::from(TC_ACT_REDIRECT)).then_some(action as i32)
 }
 
-/// A packet that was moved here has another interface's link address, so the kernel took it for a stranger's.
+/// A redirected packet has the link address of another interface, so the kernel has marked it PACKET_OTHERHOST.
 #[inline(always)]
 pub(crate) fn accept(ctx: &TcContext) {
     const PACKET_HOST: u32 = 0;

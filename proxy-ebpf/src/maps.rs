@@ -1,4 +1,4 @@
-//! The tables. The controller sets other sizes when it loads the object, where it is told to.
+//! The tables. The controller sets the sizes of `ebpf.limits` when it loads the object.
 #![expect(non_upper_case_globals, reason = "a symbol is its table's name, which people read in bpftool")]
 
 use aya_ebpf::{

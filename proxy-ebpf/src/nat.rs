@@ -14,7 +14,7 @@ use proxy_common::{
     port::Port,
 };
 
-use crate::parse::Parsed;
+use crate::parse::ParsedPacket;
 
 const TCP_CHECKSUM: u32 = 16;
 const UDP_CHECKSUM: u32 = 6;
@@ -90,7 +90,7 @@ impl Addresses for V6 {
 #[inline(always)]
 pub(crate) fn rewrite<F: Addresses>(
     ctx: &TcContext,
-    parsed: &Parsed<F::Address>,
+    parsed: &ParsedPacket<F::Address>,
     rewrite: &Rewrite<F::Address>,
 ) -> Result<(), i64> {
     let packet = &parsed.packet;

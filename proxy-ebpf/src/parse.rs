@@ -15,7 +15,7 @@ pub(crate) const ETHERNET: u32 = 14;
 pub(crate) const BARE: u32 = 0;
 
 /// A packet and where in it its headers begin.
-pub(crate) struct Parsed<A> {
+pub(crate) struct ParsedPacket<A> {
     pub(crate) packet: Packet<A>,
     pub(crate) network: u32,
     pub(crate) transport: u32,
@@ -24,7 +24,7 @@ pub(crate) struct Parsed<A> {
 /// A family's network header.
 pub(crate) trait Network: Family {
     /// Fails with `NotAService` where the packet is not TCP or UDP.
-    fn parse(ctx: &TcContext, network: u32) -> Result<Parsed<Self::Address>, Reason>;
+    fn parse(ctx: &TcContext, network: u32) -> Result<ParsedPacket<Self::Address>, Reason>;
 }
 
 #[inline(always)]
@@ -40,7 +40,7 @@ const IPV6_HEADER: u32 = 40;
 
 impl Network for V4 {
     #[inline(always)]
-    fn parse(ctx: &TcContext, network: u32) -> Result<Parsed<[u8; 4]>, Reason> {
+    fn parse(ctx: &TcContext, network: u32) -> Result<ParsedPacket<[u8; 4]>, Reason> {
         let header: [u8; IPV4_HEADER as usize] = read(ctx, network)?;
         let protocol = header[9];
         if protocol != PROTOCOL_TCP && protocol != PROTOCOL_UDP {
@@ -69,7 +69,7 @@ const DESTINATION_OPTIONS: u8 = 60;
 
 impl Network for V6 {
     #[inline(always)]
-    fn parse(ctx: &TcContext, network: u32) -> Result<Parsed<[u8; 16]>, Reason> {
+    fn parse(ctx: &TcContext, network: u32) -> Result<ParsedPacket<[u8; 16]>, Reason> {
         let header: [u8; IPV6_HEADER as usize] = read(ctx, network)?;
         if header[0] >> 4 != 6 {
             return Err(Reason::Malformed);
@@ -87,7 +87,7 @@ impl Network for V6 {
                 return Err(Reason::NotAService);
             }
             let extension: [u8; 4] = read(ctx, transport)?;
-            // With segments left the destination is a way station.
+            // With segments left, the destination is not the final one.
             if next == ROUTING && extension[3] != 0 {
                 return Err(Reason::NotAService);
             }
@@ -113,7 +113,7 @@ fn parse_transport<A>(
     protocol: u8,
     source: A,
     destination: A,
-) -> Result<Parsed<A>, Reason> {
+) -> Result<ParsedPacket<A>, Reason> {
     let (ports, tcp_flags) = if protocol == PROTOCOL_TCP {
         let header: [u8; PORTS_AND_TCP_FLAGS] = read(ctx, transport)?;
         ([header[0], header[1], header[2], header[3]], header[TCP_FLAGS])
@@ -129,5 +129,5 @@ fn parse_transport<A>(
         protocol,
         tcp_flags,
     };
-    Ok(Parsed { packet, network, transport })
+    Ok(ParsedPacket { packet, network, transport })
 }

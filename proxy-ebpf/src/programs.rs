@@ -40,7 +40,7 @@ macro_rules! on_packet {
     };
 }
 
-/// Where those are whom an interface of this role leads to.
+/// The origin of clients behind an interface of this role.
 macro_rules! peers {
     (Workload) => {
         Origin::Workload

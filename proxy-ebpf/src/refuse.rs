@@ -1,5 +1,5 @@
-//! Answers in a service's name where it has no endpoint: RST for TCP, ICMP port unreachable for UDP, so that the
-//! client learns at once what a socket hook would have told it.
+//! Answers for a service without endpoints: RST for TCP, ICMP port unreachable for UDP, so that the client fails at once,
+//! as with a socket hook.
 
 use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
 
@@ -15,17 +15,17 @@ use proxy_common::{
 
 use crate::{
     nat::Addresses,
-    parse::{ETHERNET, Parsed},
+    parse::{ETHERNET, ParsedPacket},
 };
 
 const HOP_LIMIT: u8 = 64;
 
 /// What differs between the families in an answer.
 pub(crate) trait Refuse: Addresses {
-    /// Makes the packet go back: addresses swapped, lifetime fresh. The transport's checksum stays right.
-    fn turn_around(ctx: &TcContext, parsed: &Parsed<Self::Address>) -> Result<(), i64>;
+    /// Swaps the addresses and resets the lifetime. The transport's checksum stays valid.
+    fn turn_around(ctx: &TcContext, parsed: &ParsedPacket<Self::Address>) -> Result<(), i64>;
     /// Replaces the packet by the ICMP error that quotes it.
-    fn unreachable(ctx: &TcContext, parsed: &Parsed<Self::Address>) -> Result<(), i64>;
+    fn unreachable(ctx: &TcContext, parsed: &ParsedPacket<Self::Address>) -> Result<(), i64>;
 }
 
 /// Which way an answer leaves the packet's interface, to reach the client.
@@ -41,7 +41,7 @@ pub(crate) enum AnswerPath {
 #[inline(always)]
 pub(crate) fn refuse<F: Refuse>(
     ctx: &TcContext,
-    parsed: &Parsed<F::Address>,
+    parsed: &ParsedPacket<F::Address>,
     path: AnswerPath,
 ) -> Result<i32, i64> {
     if parsed.packet.is_tcp() {
@@ -74,7 +74,7 @@ pub(crate) fn refuse<F: Refuse>(
 /// then the checksum changes by the few words below, which the helpers get right also for a packet whose
 /// checksum is still to be filled in.
 #[inline(always)]
-fn reset<F: Refuse>(ctx: &TcContext, parsed: &Parsed<F::Address>) -> Result<(), i64> {
+fn reset<F: Refuse>(ctx: &TcContext, parsed: &ParsedPacket<F::Address>) -> Result<(), i64> {
     const CHECKSUM: u32 = 16;
     F::turn_around(ctx, parsed)?;
     let mut old: [u8; 16] = ctx.load(parsed.transport as usize)?;
@@ -105,7 +105,7 @@ fn reset<F: Refuse>(ctx: &TcContext, parsed: &Parsed<F::Address>) -> Result<(), 
     ctx.store(parsed.transport as usize, &new, 0)
 }
 
-/// ICMP type, code, checksum and four bytes of nothing.
+/// ICMP type, code, checksum and four unused bytes.
 const ICMP_HEADER: u32 = 8;
 /// As much of the transport as ICMP must quote: all of UDP's header.
 const QUOTED_TRANSPORT: u32 = 8;
@@ -116,7 +116,7 @@ const QUOTED_WORDS: u32 = 32;
 /// Moves the headers up to make room for `before` bytes, drops what follows them, and answers with their length
 /// and ones' complement sum.
 #[inline(always)]
-fn quote<A>(ctx: &TcContext, parsed: &Parsed<A>, before: u32) -> Result<(u32, u64), i64> {
+fn quote<A>(ctx: &TcContext, parsed: &ParsedPacket<A>, before: u32) -> Result<(u32, u64), i64> {
     let length = parsed.transport - parsed.network + QUOTED_TRANSPORT;
     let words = length / WORD;
     if words > QUOTED_WORDS {
@@ -170,7 +170,7 @@ fn sum4(word: [u8; 4]) -> u64 {
 
 impl Refuse for V4 {
     #[inline(always)]
-    fn turn_around(ctx: &TcContext, parsed: &Parsed<[u8; 4]>) -> Result<(), i64> {
+    fn turn_around(ctx: &TcContext, parsed: &ParsedPacket<[u8; 4]>) -> Result<(), i64> {
         const LIFETIME: u32 = 8;
         const CHECKSUM: u32 = 10;
         let old: [u8; 2] = ctx.load((parsed.network + LIFETIME) as usize)?;
@@ -183,7 +183,7 @@ impl Refuse for V4 {
     }
 
     #[inline(always)]
-    fn unreachable(ctx: &TcContext, parsed: &Parsed<[u8; 4]>) -> Result<(), i64> {
+    fn unreachable(ctx: &TcContext, parsed: &ParsedPacket<[u8; 4]>) -> Result<(), i64> {
         const HEADER: u32 = 20;
         const PROTOCOL_ICMP: u8 = 1;
         const PORT_UNREACHABLE: [u8; 4] = [3, 3, 0, 0];
@@ -207,7 +207,7 @@ impl Refuse for V4 {
 
 impl Refuse for V6 {
     #[inline(always)]
-    fn turn_around(ctx: &TcContext, parsed: &Parsed<[u8; 16]>) -> Result<(), i64> {
+    fn turn_around(ctx: &TcContext, parsed: &ParsedPacket<[u8; 16]>) -> Result<(), i64> {
         const LIFETIME: u32 = 7;
         store(ctx, parsed.network + LIFETIME, &HOP_LIMIT)?;
         ctx.store((parsed.network + Self::SOURCE) as usize, &parsed.packet.destination, 0)?;
@@ -215,7 +215,7 @@ impl Refuse for V6 {
     }
 
     #[inline(always)]
-    fn unreachable(ctx: &TcContext, parsed: &Parsed<[u8; 16]>) -> Result<(), i64> {
+    fn unreachable(ctx: &TcContext, parsed: &ParsedPacket<[u8; 16]>) -> Result<(), i64> {
         const HEADER: u32 = 40;
         const PROTOCOL_ICMP: u8 = 58;
         const PORT_UNREACHABLE: [u8; 4] = [1, 4, 0, 0];

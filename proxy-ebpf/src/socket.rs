@@ -1,5 +1,5 @@
 //! Socket hooks: a connection or datagram to a service is sent to a backend before there is a packet, and the
-//! application goes on seeing the address it dialled.
+//! application still sees the address it dialled.
 
 use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
 
@@ -199,7 +199,7 @@ fn conclude<A: LogAddress>(reason: Reason, destination: &Destination<A>) -> i32 
     }
     match reason.verdict() {
         Verdict::Pass => PROCEED,
-        // A dropped connect() would hang in user space: an error says the same sooner.
+        // A dropped connect() would wait for its timeout: an error ends it at once.
         Verdict::Refuse | Verdict::Drop => {
             if globals::CAN_REFUSE.load() == globals::ON {
                 // SAFETY: no pointers; the verifier prunes the call where the helper is missing (before 5.18).

@@ -19,7 +19,7 @@ use crate::{
     host::{self, Route},
     log::LogAddress,
     nat::{self, Addresses},
-    parse::{Network, Parsed},
+    parse::{Network, ParsedPacket},
     refuse::{self, AnswerPath, Refuse},
     tables::{Maps, count, count_packet},
 };
@@ -107,7 +107,7 @@ where
 fn send_for_host<F: PacketFamily>(
     ctx: &TcContext,
     scratch: &mut Scratch<F::Address>,
-    parsed: &Parsed<F::Address>,
+    parsed: &ParsedPacket<F::Address>,
 ) -> i32
 where
     Maps: FlowTables<F>,
@@ -127,7 +127,7 @@ where
 #[inline(always)]
 fn answer_host<F: PacketFamily>(
     ctx: &TcContext,
-    parsed: &Parsed<F::Address>,
+    parsed: &ParsedPacket<F::Address>,
     rewrite: &Rewrite<F::Address>,
     origin: Origin,
 ) -> i32 {
@@ -144,7 +144,7 @@ fn answer_host<F: PacketFamily>(
 #[inline(always)]
 fn conclude<F: PacketFamily>(
     ctx: &TcContext,
-    parsed: &Parsed<F::Address>,
+    parsed: &ParsedPacket<F::Address>,
     reason: Reason,
     path: AnswerPath,
 ) -> i32 {
@@ -166,7 +166,7 @@ fn conclude<F: PacketFamily>(
 #[inline(always)]
 fn translate<F: PacketFamily>(
     ctx: &TcContext,
-    parsed: &Parsed<F::Address>,
+    parsed: &ParsedPacket<F::Address>,
     rewrite: &Rewrite<F::Address>,
 ) -> i32 {
     count_packet(rewrite.service, ctx.len());

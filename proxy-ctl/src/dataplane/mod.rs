@@ -23,7 +23,7 @@ pub use supports::{Effect, Unsupported, servable};
 
 use crate::model::desired::{Changes, DesiredPort, ServicePortName};
 
-/// What is programmed on the node, by a controller at work or one that is gone.
+/// What is programmed on the node, by a controller that runs or has ended.
 pub trait Programmed {
     fn snapshot(&self) -> Result<Snapshot, Error>;
 

@@ -255,7 +255,7 @@ impl Writer {
         self.counts.add(Outcome::GivenUp);
     }
 
-    /// The name follows from what is told, so that one node creates it and the others find it there.
+    /// The name is a hash of the content, so that equal events of several nodes are one object.
     async fn create_unless_there(
         &self,
         event: &kube_events::Event,
@@ -270,7 +270,7 @@ impl Writer {
         }
     }
 
-    /// Once at warning level: whatever is refused now will be next time.
+    /// Warns once, because the next event will be refused too.
     fn refused(&mut self, failure: &Failure) {
         self.counts.add(Outcome::Refused);
         if std::mem::replace(&mut self.refusal_logged, true) {

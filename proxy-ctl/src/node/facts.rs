@@ -1,4 +1,4 @@
-//! What this node can do, looked up for [`crate::mode::choose`]. Nothing is changed.
+//! Reads the [`HostFacts`] of this node. Changes nothing.
 
 use std::{fs, path::Path};
 
@@ -15,7 +15,7 @@ const CAP_SYS_ADMIN: u32 = 21;
 const CAP_PERFMON: u32 = 38;
 const CAP_BPF: u32 = 39;
 
-/// What the configuration names must be there before anything is made.
+/// A folder named in the configuration must exist already.
 pub fn check(config: &Ebpf) -> anyhow::Result<()> {
     let Some(cgroup) = &config.cgroup else { return Ok(()) };
     let needed = config.socket_load_balancing != SocketLoadBalancing::Off;
@@ -61,7 +61,7 @@ fn packet_hook(version: KernelVersion) -> PacketHook {
     if version >= TCX { PacketHook::Tcx } else { PacketHook::Clsact }
 }
 
-/// Asks the verifier. `None`: this process may not ask.
+/// Loads a program that calls it. `None`: this process may not load programs.
 fn has_set_retval() -> Option<bool> {
     const CGROUP_SOCK_ADDR: u32 = 18;
     const INET4_CONNECT: u32 = 10;
@@ -83,7 +83,7 @@ fn cgroup2(config: &Ebpf, may_mount: bool) -> Cgroup2 {
     }
 }
 
-/// The folder may not be there yet: what counts is where it would be.
+/// A folder that does not exist yet is on the file system of its parent.
 fn bpffs(path: &Path, may_mount: bool) -> BpfFilesystem {
     let existing = path.ancestors().find(|ancestor| ancestor.exists());
     let mounted = existing.is_some_and(|existing| filesystem::is_bpffs(existing).unwrap_or(false));

@@ -1,8 +1,8 @@
-//! Which interfaces the packet programs belong on, and as what. Pure.
+//! Decides which interfaces get packet programs, and in which role. Pure.
 
 use crate::dataplane::Role;
 
-/// What matters of an interface.
+/// The properties of an interface that decide its role.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct LinkFacts {
     pub loopback: bool,
@@ -27,7 +27,7 @@ pub enum Kind {
     Bridge,
     Bond,
     Vrf,
-    /// Sends nowhere: dummy, ifb, nlmon.
+    /// Forwards to no network: dummy, ifb, nlmon.
     Sink,
     /// vlan, vxlan, wireguard, ipip, macvlan and the like: a network of its own.
     Network,
@@ -40,7 +40,7 @@ pub enum Master {
     Bond,
     /// A bridge; true: with a node address or default route, so that it is an uplink itself.
     Bridge(bool),
-    /// VRF, Open vSwitch and others: what the port gets is handed on as it is.
+    /// VRF, Open vSwitch and others, which do not change what the port receives.
     Other,
 }
 
@@ -57,12 +57,12 @@ pub enum Ignored {
     Bridge,
     #[error("VRF: packets are translated on its ports")]
     Vrf,
-    #[error("sends to nobody")]
+    #[error("forwards to no network")]
     Sink,
 }
 
-/// Where the interface leads, or why that does not matter. The first rule that fits decides; `ebpf.interfaces` of the
-/// configuration then takes away what it excludes.
+/// The role of the interface, or why it has none. The first matching rule decides; `ebpf.interfaces` is applied
+/// afterwards.
 pub fn role(link: &LinkFacts) -> Result<Role, Ignored> {
     if link.loopback {
         return Err(Ignored::Loopback);

@@ -27,12 +27,12 @@ fn failed(call: &'static str) -> impl FnOnce(io::Error) -> Error {
 
 /// Multicast groups: links, IPv4 and IPv6 addresses, IPv4 and IPv6 routes.
 const GROUPS: [u32; 5] = [1, 5, 9, 7, 11];
-/// Bytes for changes that we have not read yet; beyond, the kernel drops some and says so.
+/// Size of the socket's receive buffer. When it is full, the kernel drops changes and reports an overrun.
 const RECEIVE_BUFFER: usize = 1 << 20;
 const DUMP_TRIES: usize = 5;
 
-/// Sends the node as the kernel describes it, whenever it has become different, until `stop`. Waits for the first list of
-/// the own Node: its addresses say which interfaces lead outside.
+/// Sends the node's network whenever it changes, until `stop`. Waits for the first list of the own Node, whose addresses
+/// show which interfaces are uplinks.
 pub async fn watch(
     mut own_node: watch::Receiver<OwnNode>,
     hosts: watch::Sender<Option<NodeNetwork>>,
@@ -86,7 +86,7 @@ fn subscribe() -> Result<AsyncFd<Socket>, Error> {
 #[derive(Debug, Eq, PartialEq)]
 enum Waiting {
     Taken,
-    /// The kernel had to drop some.
+    /// The kernel has dropped changes.
     Lost,
 }
 
@@ -161,7 +161,7 @@ fn dump_one(
     Err(Error::Interrupted { what })
 }
 
-/// False: the list changed meanwhile, so that something may be missing.
+/// False: the list changed during the dump and may be incomplete.
 fn read_dump(socket: &Socket, state: &mut State) -> Result<bool, Error> {
     let (mut consistent, mut done, mut refused) = (true, false, None);
     while !done {

@@ -1,4 +1,4 @@
-//! Which of the Node's addresses are the node's own, one of each family. Pure; the order is kube-proxy's.
+//! Chooses one address of each family among the Node's addresses, in kube-proxy's order. Pure.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 

@@ -28,7 +28,7 @@ struct Link {
     master: Option<u32>,
 }
 
-/// A route to everywhere: metric first, so that the best is the first in order.
+/// A default route. Ordered by metric, so that the best one is first.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 struct DefaultRoute {
     v6: bool,
@@ -36,7 +36,7 @@ struct DefaultRoute {
     interface: u32,
 }
 
-/// What netlink has told so far.
+/// Links, addresses and default routes from all netlink messages so far.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct State {
     links: BTreeMap<u32, Link>,
@@ -151,7 +151,7 @@ impl State {
     }
 }
 
-/// Link-local IPv6 addresses mean nothing without an interface.
+/// Link-local IPv6 addresses are only valid together with an interface.
 fn is_routable(address: &IpAddr) -> bool {
     match address {
         IpAddr::V4(_) => true,
@@ -159,7 +159,7 @@ fn is_routable(address: &IpAddr) -> bool {
     }
 }
 
-/// Messages of the bridge family tell of ports only: a deletion there is not one of the link.
+/// Messages of the bridge family are about ports: a deletion there does not delete the link.
 fn is_whole(link: &LinkMessage) -> bool {
     link.header.interface_family == AddressFamily::Unspec
 }
@@ -183,7 +183,7 @@ fn parse_link(message: &LinkMessage) -> Link {
             _ => {}
         }
     }
-    // Virtual machines have taps. What has no link addresses is a tunnel: a VPN, flannel's udp backend.
+    // Taps of virtual machines have link addresses. Tun devices without them are tunnels: a VPN, flannel's udp backend.
     if link.kind == Kind::Tun && !link.ethernet {
         link.kind = Kind::Network;
     }

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-pub use self::names::Names;
+pub use self::names::SymbolNames;
 use crate::sys::{
     CallError,
     sampler::{Sample, Sampler},

@@ -5,13 +5,13 @@ use std::{collections::HashMap, ffi::c_void};
 /// What stands for an innermost address in no function that is known, such as one of the kernel's vDSO.
 const UNKNOWN: &str = "[unknown]";
 
-/// Names that were looked up. Until it is dropped, the symbols of the program are kept in memory.
+/// SymbolNames that were looked up. Until it is dropped, the symbols of the program are kept in memory.
 #[derive(Debug, Default)]
-pub struct Names {
+pub struct SymbolNames {
     known: HashMap<usize, Vec<String>>,
 }
 
-impl Names {
+impl SymbolNames {
     /// The functions of a call stack, the innermost first. There are more than addresses where functions are inlined,
     /// and fewer where an address is not known.
     pub fn of(&mut self, frames: &[usize]) -> Vec<String> {
@@ -27,7 +27,7 @@ impl Names {
     }
 }
 
-impl Drop for Names {
+impl Drop for SymbolNames {
     fn drop(&mut self) {
         backtrace::clear_symbol_cache();
     }
@@ -87,7 +87,7 @@ mod tests {
             std::hint::black_box(7)
         }
         let inside = known as fn() -> u32 as usize + 1;
-        let names = Names::default().of(&[inside]);
+        let names = SymbolNames::default().of(&[inside]);
         let named =
             |name: &String| name.starts_with("proxy_ctl::profile::names") && name.ends_with("::known");
         assert!(names.iter().any(named), "{names:?}");
@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn what_is_in_no_function_is_named_only_where_it_is_innermost() {
-        let mut names = Names::default();
+        let mut names = SymbolNames::default();
         assert_eq!(names.of(&[1, 1]), ["[unknown]"]);
         assert_eq!(names.of(&[]), [""; 0]);
     }

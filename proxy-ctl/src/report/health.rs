@@ -1,4 +1,4 @@
-//! Whether this node's proxy keeps up, by the rules of kube-proxy: a family is unhealthy when a change has
+//! The health of this node's proxy, by kube-proxy's rules: a family is unhealthy when a change has
 //! been waiting for [`Health::timeout`] without a successful sync; a node that is being deleted is not eligible.
 //! One rule is not kube-proxy's: all families are unhealthy when one call of the dataplane takes longer than the timeout.
 
@@ -15,7 +15,7 @@ use crate::model::objects::{IpFamily, Node};
 /// Taint that the cluster autoscaler puts on a node before it deletes it.
 const TO_BE_DELETED: &str = "ToBeDeletedByClusterAutoscaler";
 
-/// One moment on two clocks: monotonic for measuring, wall clock for people.
+/// One moment on two clocks: monotonic to measure, wall clock to show.
 #[derive(Clone, Copy, Debug)]
 pub struct Moment {
     pub instant: Instant,

@@ -1,6 +1,6 @@
 //! An HTTP/1 server on hyper with one task for each connection. The number of connections is bounded, and so is the time
-//! of every step. When all connections are in use, a new one takes the place of the oldest without a request in progress:
-//! silent clients keep nobody from an answer.
+//! of every step. When all connections are in use, a new one replaces the oldest without a request in progress, so that
+//! idle clients cannot block others.
 
 use std::{
     collections::BTreeMap,
@@ -172,7 +172,7 @@ mod tests {
         admitted.push(connections.admit().unwrap());
         let evicted = admitted.iter().filter(|one| one.connection.evicted.is_cancelled());
         assert_eq!(evicted.map(|one| one.number).collect::<Vec<_>>(), [1]);
-        // The end of an evicted connection makes no room: its place is taken already.
+        // An evicted connection was already removed from the count.
         admitted.remove(1);
         assert_eq!(connections.lock().by_number.len(), MOST_CONNECTIONS);
         admitted.remove(0);

@@ -55,7 +55,7 @@ impl Frames {
     pub(super) fn interrupted(registers: Registers) -> Self {
         let _errno = KeptErrno::now();
         let mut frames = Self::empty();
-        // As a return address would be: behind the instruction at work.
+        // Like a return address: behind the current instruction.
         frames.push(registers.instruction.wrapping_add(1));
         frames.follow(registers.frame, registers.stack);
         frames

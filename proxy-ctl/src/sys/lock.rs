@@ -19,7 +19,7 @@ pub struct Lock {
 }
 
 impl Lock {
-    /// Whether what is at `folder` now is what was locked. False: it is another folder of that name, or none.
+    /// False: the folder at this path was replaced or removed since it was locked.
     pub fn is_of(&self, folder: &Path) -> io::Result<bool> {
         match fs::metadata(folder) {
             Ok(found) => Ok(FileId::of(&found) == FileId::of(&self.held.metadata()?)),
@@ -29,11 +29,11 @@ impl Lock {
     }
 }
 
-/// What came of asking for the lock.
+/// The result of an attempt to lock.
 #[derive(Debug)]
 pub enum Attempt {
     Held(Lock),
-    /// By this process, if the kernel tells.
+    /// The process that holds it, if known.
     Taken(Option<u32>),
 }
 
@@ -52,7 +52,7 @@ pub fn try_lock(folder: &Path) -> io::Result<Attempt> {
     }
 }
 
-/// Process that holds the lock on `folder`, without asking for it; `None`: nobody, or the kernel does not tell.
+/// Process that holds the lock on `folder`, without asking for it; `None`: no process, or it is unknown.
 pub fn holder_of(folder: &Path) -> Option<u32> {
     let locked = FileId::of(&fs::metadata(folder).ok()?);
     holder(&fs::read_to_string("/proc/locks").ok()?, locked)

@@ -110,7 +110,7 @@ pub fn word(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
-/// Attributes one after the other, by type, with their values. Ends where the bytes stop making sense.
+/// Attributes one after the other, by type, with their values. Ends at the first malformed one.
 #[derive(Clone, Copy, Debug)]
 pub struct Attributes<'a>(pub &'a [u8]);
 
@@ -156,7 +156,7 @@ impl<'a> Iterator for Attributes<'a> {
     }
 }
 
-/// What the kernel says to a message.
+/// The kernel's answer to a message.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Answer<'a> {
     /// Type, flags and what follows the header.

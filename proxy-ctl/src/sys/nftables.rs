@@ -307,7 +307,7 @@ impl NfTables {
     }
 }
 
-/// To ask the kernel would load the module. Where it cannot be told whether it is built in, it is taken for that.
+/// A request to the kernel would load the module. If it is unknown whether it is built in, it counts as built in.
 fn is_loaded() -> bool {
     let sockets = fs::read_to_string("/proc/thread-self/net/netlink");
     if sockets.is_ok_and(|sockets| !has_netfilter(&sockets)) {

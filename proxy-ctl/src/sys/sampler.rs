@@ -57,7 +57,7 @@ impl Sampler {
         let sampler = Self(());
         sampler.collect(drop);
         MISSED.store(0, Relaxed);
-        // Calls that can go on are not interrupted.
+        // The kernel restarts interrupted system calls where it can.
         let flags = SaFlags::SA_RESTART | SaFlags::SA_SIGINFO;
         let action = SigAction::new(SigHandler::SigAction(handle), flags, SigSet::empty());
         // SAFETY: `handle` may run at any time: it calls nothing that waits or allocates. It stays installed, as a
@@ -163,7 +163,7 @@ impl Undisturbed {
 
 impl Drop for Undisturbed {
     fn drop(&mut self) {
-        // It was this thread's mask a moment ago.
+        // Restores a mask that was valid for this thread.
         let _ = self.before.thread_set_mask();
     }
 }

@@ -1,5 +1,5 @@
 //! Chains of iptables-legacy: the kernel's own interface of before nf_tables, read only. It can but replace a whole table,
-//! and would undo what others change meanwhile: writing is left to its tools, which know each other by a lock.
+//! and would undo changes that others make at the same time: only its tools write, which share a lock.
 
 use std::{
     fs, io,
@@ -93,7 +93,7 @@ pub fn chains(family: TableFamily, table: &str) -> Result<Option<(Outline, Vec<S
     Err(CallError::new("getsockopt(IPT_SO_GET_ENTRIES)", io::ErrorKind::ResourceBusy.into()))
 }
 
-/// `None`: the kernel does without this family, whatever the tables hold.
+/// `None`: the kernel has no such family.
 fn socket(family: TableFamily) -> Result<Option<OwnedFd>, CallError> {
     let layout = layout(family);
     match UdpSocket::bind(layout.any) {

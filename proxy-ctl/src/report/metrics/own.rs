@@ -109,7 +109,11 @@ impl ProxyMetrics {
             removals: new(ours, "removals", "Table entries removed to follow the sources"),
             sync_errors: new(ours, "sync_errors", "Writes that failed and are tried again"),
             resyncs: new(ours, "resyncs", "Comparisons of everything with the tables"),
-            drift: new(ours, "drift", "Table entries that somebody else had changed and that were repaired"),
+            drift: new(
+                ours,
+                "drift",
+                "Table entries that another program had changed and that were repaired",
+            ),
             refused_configurations: new(
                 ours,
                 "refused_configurations",

@@ -27,7 +27,7 @@ pub(super) use slis::Slis;
 
 /// What is shown besides metrics.
 pub struct Pages {
-    /// The mode at work, for `/proxyMode`.
+    /// The mode in use, for `/proxyMode`.
     pub mode: &'static str,
     /// The configuration in force as a KubeProxyConfiguration, for `/configz`. `None`: there is no such page.
     pub configuration: Option<watch::Receiver<Value>>,

@@ -8,7 +8,7 @@ use std::{
 
 use prost::Message;
 
-use crate::profile::{CpuProfile, Names, PERIOD};
+use crate::profile::{CpuProfile, PERIOD, SymbolNames};
 
 #[derive(Clone, PartialEq, Message)]
 pub(in crate::serve) struct Profile {
@@ -93,7 +93,7 @@ impl Profile {
         let cpu = ValueType { kind: strings.number("cpu"), unit: strings.number("nanoseconds") };
         let count = ValueType { kind: strings.number("samples"), unit: strings.number("count") };
         let thread = strings.number("thread");
-        let (period, mut names) = (nanoseconds(PERIOD), Names::default());
+        let (period, mut names) = (nanoseconds(PERIOD), SymbolNames::default());
         let samples = recorded.stacks.into_iter().map(|(stack, count)| {
             let name = String::from_utf8_lossy(&stack.thread);
             let label = Label { key: thread, text: strings.number(name.trim_end_matches('\0')) };

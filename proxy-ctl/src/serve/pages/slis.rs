@@ -1,4 +1,4 @@
-//! `/metrics/slis`: how often the metrics server itself was asked whether it is well, and what it said.
+//! `/metrics/slis`: how often `/healthz` of the metrics server was called, and its answers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

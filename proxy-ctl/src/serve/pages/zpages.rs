@@ -1,4 +1,4 @@
-//! `/flagz` and `/statusz`: text for people, or for those who name its kind a document.
+//! `/flagz` and `/statusz`: plain text, or JSON or YAML if the `Accept` header names its kind.
 
 use std::collections::BTreeMap;
 
@@ -51,7 +51,7 @@ fn wanted(accept: &str, kind: &str) -> Option<Format> {
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Document<T> {
+struct ZPage<T> {
     kind: &'static str,
     api_version: String,
     metadata: serde_json::Value,
@@ -120,7 +120,7 @@ fn page(
         None => return not_acceptable(),
     };
     let api_version = format!("{GROUP}/{version}");
-    let document = Document { kind, api_version, metadata: json!({"name": NAME}), content };
+    let document = ZPage { kind, api_version, metadata: json!({"name": NAME}), content };
     let (media, written) = if format == Some(Format::Yaml(version)) {
         ("application/yaml", serde_saphyr::to_string(&document).map_err(|error| error.to_string()))
     } else {

@@ -265,7 +265,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let closed = listener.local_addr().unwrap();
         drop(listener);
-        // The resolver refuses the empty label, so nobody is asked.
+        // The resolver refuses the empty label without a query.
         for server in [format!("http://{closed}"), "http://certificate..invalid:1".to_owned()] {
             let failure = failure(server).await;
             assert_eq!(failure.reason, FailureReason::Unreachable, "{failure}");

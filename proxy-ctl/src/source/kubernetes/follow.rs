@@ -16,7 +16,7 @@ use super::{
     resource::{
         EndpointSlices, EndpointSlicesV1Beta1, LegacyEndpoints, SERVED_SELECTOR, ServiceCidrs, Watched,
     },
-    watcher::{End, Watcher},
+    watcher::{EndReason, Watcher},
 };
 use crate::source::Update;
 
@@ -30,7 +30,7 @@ impl WatchContext {
     /// A kind that every API server has in the same version.
     pub(super) async fn watch<W: Watched>(self, query: Query<W>) {
         let mut watcher = Watcher::new(self, query);
-        while watcher.run().await == End::AskWhatIsServed {}
+        while watcher.run().await == EndReason::AskWhatIsServed {}
     }
 
     /// EndpointSlices, or what stands for them.
@@ -97,8 +97,8 @@ impl WatchContext {
         let mut watcher = Watcher::new(self.clone(), query);
         loop {
             match watcher.run().await {
-                End::ReceiverGone => return Err(ReceiverGone),
-                End::AskWhatIsServed => {}
+                EndReason::ReceiverGone => return Err(ReceiverGone),
+                EndReason::AskWhatIsServed => {}
             }
             let now = self.ask::<A>(W::RESOURCE).await?;
             if now != api {

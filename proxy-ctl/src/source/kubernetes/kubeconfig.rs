@@ -118,7 +118,7 @@ impl Loaded {
         Self { client, token_file, plugin, fingerprint: 0, is_user_withheld: false }
     }
 
-    /// As client-go: nobody listens in on credentials, for they are not sent.
+    /// As client-go: credentials are not sent without TLS.
     fn without_user(self) -> Self {
         let mut anonymous = Self { token_file: None, plugin: None, is_user_withheld: true, ..self };
         anonymous.client.auth_info = AuthInfo::default();

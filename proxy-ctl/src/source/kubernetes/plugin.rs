@@ -132,7 +132,7 @@ async fn output(child: Child, limit: Duration) -> Option<io::Result<Output>> {
     if output.is_err()
         && let Some(group) = group
     {
-        // It may have ended meanwhile, and the others of its group with it.
+        // It may have ended already, and its group with it.
         let _ = signal::killpg(Pid::from_raw(group), signal::Signal::SIGKILL);
     }
     output.ok()
@@ -205,7 +205,7 @@ mod tests {
         assert!(began.elapsed() < Duration::from_secs(60));
         assert!(error.starts_with("credential plugin /bin/sh: no answer within 1 s"), "{error}");
         let sleeper: i32 = fs::read_to_string(started).unwrap().trim().parse().unwrap();
-        // Killed, it stays for a moment until somebody has asked what became of it.
+        // A killed process stays a zombie until it is waited for.
         let deadline = Instant::now() + Duration::from_secs(10);
         let state = || fs::read_to_string(format!("/proc/{sleeper}/stat")).unwrap_or_default();
         while !state().is_empty() && !state().contains(") Z ") {

@@ -42,7 +42,7 @@ const STREAM_ATTEMPTS: u32 = 2;
 
 /// Why a watcher has ended.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum End {
+pub(super) enum EndReason {
     ReceiverGone,
     /// The API server may serve another version. The watcher can be run again.
     AskWhatIsServed,
@@ -123,13 +123,13 @@ impl<W: Watched> Watcher<W> {
     }
 
     /// Lists and watches, whatever fails in between.
-    pub(super) async fn run(&mut self) -> End {
+    pub(super) async fn run(&mut self) -> EndReason {
         loop {
             let (generation, failure) = match self.context.connection.client().await {
                 Ok((client, generation)) => match self.attempt(&client).await {
-                    Ok(Done::WatchEnded) if W::VERSION.is_stopgap() => return End::AskWhatIsServed,
+                    Ok(Done::WatchEnded) if W::VERSION.is_stopgap() => return EndReason::AskWhatIsServed,
                     Ok(Done::Listed | Done::WatchEnded) => continue,
-                    Err(Stop::ReceiverGone) => return End::ReceiverGone,
+                    Err(Stop::ReceiverGone) => return EndReason::ReceiverGone,
                     Err(Stop::Failed(failure)) => (Some(generation), failure),
                 },
                 Err(failure) => (None, failure),
@@ -141,7 +141,7 @@ impl<W: Watched> Watcher<W> {
     }
 
     /// Returns when it is time for the next attempt.
-    async fn failed(&mut self, generation: Option<u64>, failure: Failure) -> Option<End> {
+    async fn failed(&mut self, generation: Option<u64>, failure: Failure) -> Option<EndReason> {
         self.context.state.failed(W::RESOURCE, &failure);
         let reason = failure.reason;
         let is_first = self.last_failure.replace(reason) != Some(reason);
@@ -156,7 +156,7 @@ impl<W: Watched> Watcher<W> {
         if is_first && self.may_be_another_version(reason) {
             info!(resource = %W::RESOURCE, "{failure}; asking the API server what it serves");
             self.start.relist();
-            return Some(End::AskWhatIsServed);
+            return Some(EndReason::AskWhatIsServed);
         }
         let delay = self.backoff.next().max(failure.retry_after.unwrap_or_default());
         let failure = match self.renew(generation, reason).await {
@@ -172,16 +172,16 @@ impl<W: Watched> Watcher<W> {
         };
         self.context.state.log_failure(W::RESOURCE, &failure, delay);
         if self.send_hidden().await.is_err() {
-            return Some(End::ReceiverGone);
+            return Some(EndReason::ReceiverGone);
         }
         tokio::select! {
             () = sleep(delay) => {}
             // Another watcher gets through again: what went wrong before says nothing any more.
             () = self.context.connection.recovered.notified() => self.backoff.reset(),
-            () = self.context.updates.closed() => return Some(End::ReceiverGone),
+            () = self.context.updates.closed() => return Some(EndReason::ReceiverGone),
         }
         let asks = W::VERSION.is_stopgap() || self.may_be_another_version(reason);
-        asks.then_some(End::AskWhatIsServed)
+        asks.then_some(EndReason::AskWhatIsServed)
     }
 
     /// Whether the failure may come from a version that the API server does not serve: RBAC is asked before that.

@@ -29,7 +29,7 @@ impl Watchers {
         self.kinds.push((id, kind));
     }
 
-    /// Waits until one ends; the others are then stopped. It is no error that nobody receives updates any more.
+    /// Waits until one ends; the others are then stopped. A closed receiver is no error.
     pub(super) async fn first_end(mut self, updates: &mpsc::Sender<Update>) -> Result<(), WatcherEnded> {
         let (id, problem) = match self.tasks.join_next_with_id().await {
             None => return Ok(()),

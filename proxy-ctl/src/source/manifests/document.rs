@@ -59,7 +59,7 @@ pub(super) enum InvalidDocument {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Parsed {
+pub(super) struct ParsedFile {
     pub(super) objects: Vec<(Identity, Object)>,
     pub(super) broken: Vec<InvalidDocument>,
     pub(super) invalid: Vec<InvalidField>,
@@ -87,8 +87,8 @@ struct List {
 }
 
 /// `file` is for messages. `node_name`: other Nodes are left out.
-pub(super) fn parse(file: &str, text: &str, node_name: &str) -> Parsed {
-    let mut reader = Reader { node_name, origin: String::new(), parsed: Parsed::default() };
+pub(super) fn parse(file: &str, text: &str, node_name: &str) -> ParsedFile {
+    let mut reader = Reader { node_name, origin: String::new(), parsed: ParsedFile::default() };
     for (index, document) in split(text).into_iter().enumerate() {
         reader.origin = format!("{file}, document {}", index + 1);
         reader.document(&document);
@@ -98,7 +98,7 @@ pub(super) fn parse(file: &str, text: &str, node_name: &str) -> Parsed {
 
 /// Part of a file.
 #[derive(Debug, Eq, PartialEq)]
-struct Document<'a> {
+struct FilePart<'a> {
     text: &'a str,
     /// Lines of the file before it.
     lines_before: u64,
@@ -106,19 +106,19 @@ struct Document<'a> {
 
 /// At lines that start with `---`, which YAML allows nowhere else. A document that does not parse so leaves the
 /// next ones readable. Documents of blank lines, comments and directives are none.
-fn split(text: &str) -> Vec<Document<'_>> {
+fn split(text: &str) -> Vec<FilePart<'_>> {
     let mut documents = Vec::new();
     let (mut start, mut start_line) = (0, 0);
     let mut offset = 0;
     for (line, content) in text.split_inclusive('\n').enumerate() {
         let marker = content.strip_prefix("---");
         if marker.is_some_and(|rest| rest.is_empty() || rest.starts_with([' ', '\t', '\r', '\n'])) {
-            documents.push(Document { text: &text[start..offset], lines_before: start_line });
+            documents.push(FilePart { text: &text[start..offset], lines_before: start_line });
             (start, start_line) = (offset, line as u64);
         }
         offset += content.len();
     }
-    documents.push(Document { text: &text[start..], lines_before: start_line });
+    documents.push(FilePart { text: &text[start..], lines_before: start_line });
     documents.retain(|document| {
         let lines = document.text.trim_start_matches('\u{feff}').lines();
         let content = lines.map(|line| line.strip_prefix("---").unwrap_or(line).trim());
@@ -129,7 +129,7 @@ fn split(text: &str) -> Vec<Document<'_>> {
 
 /// Where an object's text is, and how to read it as a type.
 enum Text<'a> {
-    Document(&'a Document<'a>),
+    Document(&'a FilePart<'a>),
     /// Of a list, with its number and line.
     Item(&'a Value, usize, u64),
 }
@@ -192,11 +192,11 @@ struct Reader<'a> {
     node_name: &'a str,
     /// File and document.
     origin: String,
-    parsed: Parsed,
+    parsed: ParsedFile,
 }
 
 impl Reader<'_> {
-    fn document(&mut self, document: &Document<'_>) {
+    fn document(&mut self, document: &FilePart<'_>) {
         let text = Text::Document(document);
         let header = match text.read::<Header>() {
             Ok(header) => header,

@@ -2,7 +2,7 @@
 
 use rstest::rstest;
 
-use super::super::document::{InvalidDocument, Object, Parsed, parse};
+use super::super::document::{InvalidDocument, Object, ParsedFile, parse};
 
 const WEB: &str = "\
 apiVersion: v1
@@ -28,15 +28,15 @@ endpoints: [{addresses: [10.0.0.1]}]
 
 const NODE: &str = "apiVersion: v1\nkind: Node\nmetadata: {name: here}\n";
 
-fn read(text: &str) -> Parsed {
+fn read(text: &str) -> ParsedFile {
     parse("web.yaml", text, "here")
 }
 
-fn identities(parsed: &Parsed) -> Vec<String> {
+fn identities(parsed: &ParsedFile) -> Vec<String> {
     parsed.objects.iter().map(|(identity, _)| identity.to_string()).collect()
 }
 
-fn invalid(parsed: &Parsed) -> Vec<(&str, &str, &str)> {
+fn invalid(parsed: &ParsedFile) -> Vec<(&str, &str, &str)> {
     let shown = parsed.invalid.iter();
     shown.map(|of| (of.object.as_str(), of.field.as_str(), of.problem.as_str())).collect()
 }

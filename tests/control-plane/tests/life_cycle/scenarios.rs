@@ -332,7 +332,7 @@ fn kube_proxy_ends_alike(world: &mut World) -> Result<()> {
 }
 
 /// Field by field, but for the Node's name and the time.
-fn kube_proxy_tells_the_same_event(world: &mut World) -> Result<()> {
+fn kube_proxy_writes_the_same_event(world: &mut World) -> Result<()> {
     let program = Program::KubeProxy.here()?.map_err(Skip)?;
     let told = |own: &Node| -> Result<serde_json::Value> {
         let mut event = world.event(own.name, "Starting")?;

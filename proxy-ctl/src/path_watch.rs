@@ -308,15 +308,6 @@ mod tests {
     }
 
     #[test]
-    fn route_through_a_config_map() {
-        let (_folder, path) = folder();
-        let route = Route::of(&volume(&path));
-        let names = ["config.conf", "..data", "..1/config.conf"].map(|name| path.join(name));
-        assert_eq!(route.names, BTreeSet::from(names));
-        assert_eq!(route.target, path.join("..1/config.conf"));
-    }
-
-    #[test]
     fn links_in_a_circle() {
         let (_folder, path) = folder();
         symlink("b", path.join("a")).unwrap();

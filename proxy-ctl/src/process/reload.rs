@@ -198,17 +198,4 @@ mod tests {
         assert_eq!(scene.max_per_core(), 1000);
         assert_ne!(fs::read_to_string(&limit).unwrap(), "5\n");
     }
-
-    #[test]
-    fn a_file_that_is_not_valid_changes_nothing() {
-        let mut scene = Scene::new();
-        scene.change("conntrack: {maxPerCore: -1}\n");
-        assert_eq!(scene.max_per_core(), 0);
-        assert!(scene.reload.problem.is_some());
-        assert_eq!(scene.reload.metrics.own.refused_configurations.get(), 1);
-        scene.change("conntrack: {maxPerCore: -1}\n");
-        assert_eq!(scene.reload.metrics.own.refused_configurations.get(), 1);
-        scene.change("oomScoreAdj: 0\nconntrack: {maxPerCore: 0}\n");
-        assert!(scene.reload.problem.is_none());
-    }
 }

@@ -144,7 +144,6 @@ mod tests {
     use std::{ffi::OsString, io::Write as _};
 
     use super::*;
-    use crate::config::RequestedMode;
 
     fn file(body: &str) -> tempfile::NamedTempFile {
         let mut file = tempfile::NamedTempFile::new().unwrap();
@@ -158,25 +157,6 @@ mod tests {
         let config = format!("--config={}", file.path().display());
         let flags = flags.iter().copied().chain([config.as_str()]).map(OsString::from);
         Settings::new(&CommandLine::parse(flags).unwrap()).unwrap()
-    }
-
-    #[test]
-    fn the_file_wins_over_mode_and_kubeconfig_with_a_warning() {
-        let settings = settings(
-            "mode: iptables\n",
-            &["--proxy-mode=ebpf", "--kubeconfig=/flag", "--master=https://10.0.0.1"],
-        );
-        assert_eq!(settings.config.mode, RequestedMode::Iptables);
-        assert_eq!(settings.config.client_connection.kubeconfig, None);
-        assert_eq!(settings.master.as_deref(), Some("https://10.0.0.1"));
-        assert_eq!(settings.warnings.len(), 2, "{:?}", settings.warnings);
-    }
-
-    #[test]
-    fn logging_flags_win_over_the_file() {
-        let settings = settings("logging: {verbosity: 2}\n", &["-v4"]);
-        assert_eq!(settings.config.logging.verbosity, 4);
-        assert_eq!(settings.warnings, [""; 0]);
     }
 
     #[test]

@@ -264,33 +264,4 @@ mod tests {
         health.set_node(node.as_ref());
         assert_eq!(health.report(Moment::now()).node_eligible, eligible);
     }
-
-    #[test]
-    fn without_an_update_there_is_no_status() {
-        let start = Moment { instant: Instant::now(), time: "2026-01-01T00:00:00Z".parse().unwrap() };
-        let report = Health::new(PERIOD).report(start);
-        assert_eq!(
-            report.body(false, true),
-            r#"{"lastUpdated":"2026-01-01T00:00:00Z","currentTime":"2026-01-01T00:00:00Z","healthy":true}"#
-        );
-    }
-
-    #[test]
-    fn bodies() {
-        let start = Moment { instant: Instant::now(), time: "2026-01-01T00:00:00Z".parse().unwrap() };
-        let mut health = Health::new(PERIOD);
-        health.updated(IpFamily::Ipv4, start);
-        health.set_node(Some(&Node::default()));
-        let report = health.report(after(start, 5));
-        assert_eq!(
-            report.body(true, true),
-            r#"{"lastUpdated":"2026-01-01T00:00:05Z","currentTime":"2026-01-01T00:00:05Z","nodeEligible":true,"healthy":true,"status":{"IPv4":{"lastUpdated":"2026-01-01T00:00:00Z","healthy":true}}}"#
-        );
-        health.queued(IpFamily::Ipv4, start.instant);
-        let report = health.report(after(start, 60));
-        assert_eq!(
-            report.body(false, false),
-            r#"{"lastUpdated":"2026-01-01T00:00:00Z","currentTime":"2026-01-01T00:01:00Z","healthy":false,"status":{"IPv4":{"lastUpdated":"2026-01-01T00:00:00Z","healthy":false}}}"#
-        );
-    }
 }

@@ -460,26 +460,4 @@ mod tests {
             assert_eq!(nftables.tables(family).unwrap(), [""; 0]);
         }
     }
-
-    #[test]
-    #[ignore = "needs root"]
-    fn as_root_a_holder_is_made_and_replaced_in_one_step() {
-        let Some(nftables) = of_own_namespace() else { return };
-        for family in TableFamily::ALL {
-            for there in [false, true] {
-                let mut batch = Batch::default();
-                if there {
-                    batch.delete_table(family, "held");
-                }
-                batch.make_holder(family, "held", "nat-postrouting", "why");
-                assert_eq!(nftables.commit(batch).unwrap(), []);
-                assert_eq!(nftables.tables(family).unwrap(), ["held"]);
-                let chains = nftables.chains(family).unwrap();
-                assert_eq!((chains.len(), chains[0].base, chains[0].drops), (1, true, false));
-                let rules = nftables.rules(family, "held", "nat-postrouting").unwrap();
-                assert_eq!((rules.len(), rules[0].comment.as_deref()), (1, Some("why")));
-                assert!(rules[0].targets.is_empty() && !rules[0].drops);
-            }
-        }
-    }
 }

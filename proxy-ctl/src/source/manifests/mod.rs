@@ -128,17 +128,3 @@ async fn list(mut folder: Folder) -> Result<(Folder, io::Result<Listing>), Error
     });
     read.await.map_err(|_| Error::Interrupted { folder: path })
 }
-
-/// [`Manifests::open`] and [`Manifests::run`].
-///
-/// # Errors
-/// As these.
-pub async fn run(
-    folder: &Path,
-    node_name: impl Into<Arc<str>>,
-    updates: mpsc::Sender<Update>,
-    report: impl Fn(InvalidField) + Send + Sync,
-    stop: CancellationToken,
-) -> Result<(), Error> {
-    Manifests::open(folder, node_name)?.run(updates, report, stop).await
-}

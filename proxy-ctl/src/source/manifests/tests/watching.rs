@@ -14,7 +14,7 @@ use tokio::{sync::mpsc, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    super::{Error, Manifests, run},
+    super::{Error, Manifests},
     files::service,
 };
 use crate::source::{InvalidField, Update};
@@ -218,19 +218,16 @@ async fn it_ends_when_told_and_when_nobody_receives() {
     drop(parent);
 }
 
-#[tokio::test]
-async fn a_folder_that_is_none_is_an_error_at_once() {
+#[test]
+fn a_folder_that_is_none_is_an_error_at_once() {
     let parent = tempfile::tempdir().unwrap();
     let file = parent.path().join("file");
     fs::write(&file, "").unwrap();
     for folder in [parent.path().join("missing"), file] {
-        let (sender, mut updates) = mpsc::channel(1);
-        let error = run(&folder, "here", sender, |field| panic!("{field:?}"), CancellationToken::new()).await;
-        let Err(error @ Error::Folder { .. }) = error else { panic!("{error:?}") };
+        let Err(error) = Manifests::open(&folder, "here") else { panic!("{}", folder.display()) };
         assert!(
             error.to_string().starts_with(&format!("manifests folder {}: ", folder.display())),
             "{error}"
         );
-        assert_eq!(updates.recv().await, None);
     }
 }

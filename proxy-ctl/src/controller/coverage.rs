@@ -14,7 +14,7 @@ use rustc_hash::FxHashSet;
 use tokio::sync::watch;
 
 use crate::{
-    dataplane::{Dataplane, Unsupported, servable},
+    dataplane::{Dataplane, Unsupported, refused, servable},
     model::desired::{Changes, DesiredPort, ServicePortName},
     report::Metrics,
 };
@@ -24,7 +24,7 @@ use crate::{
 pub struct Coverage {
     /// Everything listed that the mode can serve is programmed: at least once, it need not be so now.
     pub programmed: bool,
-    /// Service ports that the mode does not serve as their Services ask. A port leaves when its new state is written.
+    /// Service ports that are not served as their Services ask. A port leaves when its new state is written.
     pub unsupported: BTreeMap<ServicePortName, Vec<Unsupported>>,
 }
 
@@ -84,7 +84,8 @@ impl CoverageTracker {
         let mut servable_changes = Changes::default();
         let mut unsupported = Vec::new();
         for port in changes.changed {
-            let (name, reasons) = (port.name.clone(), dataplane.supports(&port));
+            let name = port.name.clone();
+            let reasons = [dataplane.supports(&port), refused(&port)].concat();
             if let Some(port) = servable(port, &reasons) {
                 self.served.insert(name.clone());
                 servable_changes.changed.push(port);

@@ -96,15 +96,8 @@ impl ServiceMetrics {
         if now == self.conflicts {
             return;
         }
-        for conflict in now.iter().filter(|conflict| !self.conflicts.contains(conflict)) {
-            self.metrics.own.frontend_conflicts.inc();
-            let Conflict { address, port, protocol, winner, losers } = conflict;
-            let losers: Vec<_> = losers.iter().map(ToString::to_string).collect();
-            tracing::warn!(
-                %address, port, ?protocol, served = %winner, not_served = losers.join(", "),
-                "several Services claim the same frontend; the oldest Service has it"
-            );
-        }
+        let new = now.iter().filter(|conflict| !self.conflicts.contains(conflict)).count();
+        self.metrics.own.frontend_conflicts.inc_by(new as u64);
         self.conflicts = now;
     }
 }

@@ -19,7 +19,7 @@ pub use modes::{cleanup, controller, open, read, reasons};
 pub use snapshot::{
     BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, ServiceSnapshot, Snapshot,
 };
-pub use supports::{Effect, Unsupported, servable};
+pub use supports::{Effect, Unsupported, refused, servable};
 
 use crate::model::desired::{Changes, DesiredPort, ServicePortName};
 

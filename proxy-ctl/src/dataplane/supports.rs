@@ -1,19 +1,22 @@
-//! What a mode cannot do for a service port.
+//! What of a service port is not served as its Service asks: because the mode cannot do it, or because it must not be.
 //!
 //! The rule is to fail closed: an address that must be open to some clients only is not served at all.
 
-use std::sync::Arc;
+use std::{borrow::Cow, collections::BTreeMap, net::SocketAddr, sync::Arc};
 
-use crate::model::desired::{DesiredPort, FrontendKind};
+use crate::model::desired::{DesiredPort, Frontend, FrontendKind, UnservedReason};
 
-/// A field of a Service that a mode does not honour.
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+/// Frontends that a text names; the others are counted.
+const MOST_NAMED: usize = 3;
+
+/// A field of a Service that is not honoured.
+#[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Unsupported {
     /// As Kubernetes names it: `spec.sessionAffinity`.
     pub field: &'static str,
     pub effect: Effect,
     /// What happens instead, for people.
-    pub instead: &'static str,
+    pub instead: Cow<'static, str>,
 }
 
 /// What of the service port is served nevertheless.
@@ -23,6 +26,8 @@ pub enum Effect {
     ServedDifferently,
     /// Every frontend but those of this kind.
     Without(FrontendKind),
+    /// Every frontend but those that the model leaves out: nobody may take them.
+    Refused,
     NotServed,
 }
 
@@ -31,7 +36,7 @@ impl Effect {
     pub const fn name(self) -> &'static str {
         match self {
             Self::ServedDifferently => "servedDifferently",
-            Self::Without(_) => "partlyServed",
+            Self::Without(_) | Self::Refused => "partlyServed",
             Self::NotServed => "notServed",
         }
     }
@@ -42,6 +47,11 @@ impl Unsupported {
     pub fn leaves_unserved(&self) -> bool {
         self.effect != Effect::ServedDifferently
     }
+
+    /// Another kube-proxy may serve what is not served here, and should.
+    pub fn may_be_served_by_another(&self) -> bool {
+        self.leaves_unserved() && self.effect != Effect::Refused
+    }
 }
 
 /// The part of the port that the mode serves, mostly the port itself; `None`: nothing of it.
@@ -49,7 +59,7 @@ pub fn servable(port: Arc<DesiredPort>, unsupported: &[Unsupported]) -> Option<A
     let mut served = port;
     for one in unsupported {
         match one.effect {
-            Effect::ServedDifferently => {}
+            Effect::ServedDifferently | Effect::Refused => {}
             Effect::Without(kind) => {
                 Arc::make_mut(&mut served).frontends.retain(|frontend| frontend.kind != kind);
             }
@@ -57,4 +67,83 @@ pub fn servable(port: Arc<DesiredPort>, unsupported: &[Unsupported]) -> Option<A
         }
     }
     Some(served)
+}
+
+/// The frontends that the model leaves out, by field and reason.
+pub fn refused(port: &DesiredPort) -> Vec<Unsupported> {
+    let mut texts: BTreeMap<(&'static str, &'static str), (Vec<String>, usize)> = BTreeMap::new();
+    for unserved in &port.unserved {
+        let (why, by) = match &unserved.reason {
+            // The Service asks for that.
+            UnservedReason::NotVirtual => continue,
+            UnservedReason::OwnedBy(owner) => ("another Service has it", format!(" ({owner})")),
+            UnservedReason::ClusterIpOf(owner) => {
+                ("the address is another Service's ClusterIP", format!(" ({owner})"))
+            }
+            UnservedReason::SpecialAddress => {
+                ("loopback, link-local, multicast and unspecified addresses are not served", String::new())
+            }
+        };
+        let (named, more) = texts.entry((field(unserved.frontend.kind), why)).or_default();
+        if named.len() < MOST_NAMED {
+            named.push(format!("{}{by}", shown(&unserved.frontend)));
+        } else {
+            *more += 1;
+        }
+    }
+    let unsupported = texts.into_iter().map(|((field, why), (named, more))| {
+        let more = if more == 0 { String::new() } else { format!(" and {more} more") };
+        let instead = format!("not served: {}{more}; {why}", named.join(", ")).into();
+        Unsupported { field, effect: Effect::Refused, instead }
+    });
+    unsupported.collect()
+}
+
+/// What of a Service asks for frontends of this kind.
+pub(super) fn field(kind: FrontendKind) -> &'static str {
+    match kind {
+        FrontendKind::ClusterIp => "spec.clusterIPs",
+        FrontendKind::NodePort => "spec.ports[].nodePort",
+        FrontendKind::ExternalIp => "spec.externalIPs",
+        FrontendKind::LoadBalancer => "status.loadBalancer.ingress[].ip",
+    }
+}
+
+fn shown(frontend: &Frontend) -> String {
+    match frontend.kind {
+        FrontendKind::NodePort => frontend.port.to_string(),
+        _ => SocketAddr::new(frontend.address, frontend.port).to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{
+        Model,
+        test_support::{port, service},
+    };
+
+    #[test]
+    fn what_the_model_leaves_out_is_told_by_field_with_some_addresses() {
+        let mut thief = service("a/thief", &["10.96.0.1"]).created(-1).node_port(30080);
+        for address in ["10.96.0.2", "127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"] {
+            thief = thief.external_ip(address);
+        }
+        let victim = service("b/victim", &["10.96.0.2"]).ports(vec![port("http", 80).node_port(30080)]);
+        let mut model = Model::new("node");
+        model.replace_services(vec![thief, victim]);
+        let ports = model.take_changes().changed;
+        let told: Vec<_> = refused(&ports[0]).into_iter().map(|one| (one.field, one.instead)).collect();
+        let cluster_ip =
+            "not served: 10.96.0.2:80 (b/victim); the address is another Service's ClusterIP".into();
+        let special = "not served: 127.0.0.1:80, 127.0.0.2:80, 127.0.0.3:80 and 2 more; \
+                       loopback, link-local, multicast and unspecified addresses are not served";
+        assert_eq!(told, [("spec.externalIPs", special.into()), ("spec.externalIPs", cluster_ip)]);
+        let [lost] = refused(&ports[1]).try_into().unwrap();
+        assert_eq!(lost.field, "spec.ports[].nodePort");
+        assert_eq!(lost.instead, "not served: 30080 (a/thief); another Service has it");
+        assert!(lost.leaves_unserved() && !lost.may_be_served_by_another());
+        assert_eq!(servable(Arc::clone(&ports[1]), &[lost]), Some(Arc::clone(&ports[1])));
+    }
 }

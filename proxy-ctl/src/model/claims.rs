@@ -7,7 +7,7 @@ use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 use rustc_hash::FxHashMap;
 
 use super::{
-    desired::{Frontend, ServicePortName},
+    desired::{Frontend, FrontendKind, ServicePortName},
     objects::{IpFamily, ObjectName, Protocol},
 };
 
@@ -29,7 +29,29 @@ impl Claim {
     }
 }
 
-/// A service port; the lesser one has precedence.
+/// What the frontend is for its claimant; the lesser one has precedence. ClusterIPs and node ports are given out by the
+/// API server, the others are whatever somebody writes into a Service.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(super) enum Rank {
+    ClusterIp,
+    NodePort,
+    External,
+}
+
+impl Rank {
+    pub(super) fn of(kind: FrontendKind) -> Self {
+        match kind {
+            FrontendKind::ClusterIp => Self::ClusterIp,
+            FrontendKind::NodePort => Self::NodePort,
+            FrontendKind::ExternalIp | FrontendKind::LoadBalancer => Self::External,
+        }
+    }
+}
+
+/// The lesser one has precedence.
+type Bid = (Rank, Arc<Claimant>);
+
+/// A service port; of two with the same rank, the lesser one has precedence.
 #[derive(Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) struct Claimant {
     /// Seconds since the epoch.
@@ -65,31 +87,38 @@ pub struct Conflict {
 
 #[derive(Debug, Default)]
 pub(super) struct Claims {
-    owners: FxHashMap<Claim, Arc<Claimant>>,
+    owners: FxHashMap<Claim, Bid>,
     /// Claimants of frontends that another one owns; never an empty set.
-    waiting: FxHashMap<Claim, BTreeSet<Arc<Claimant>>>,
+    waiting: FxHashMap<Claim, BTreeSet<Bid>>,
 }
 
 impl Claims {
     /// Answers with the other claimants if the frontend has a new owner because of this one.
-    pub(super) fn add(&mut self, claim: Claim, claimant: &Arc<Claimant>) -> Vec<Arc<Claimant>> {
+    pub(super) fn add(&mut self, claim: Claim, rank: Rank, claimant: &Arc<Claimant>) -> Vec<Arc<Claimant>> {
+        let bid = (rank, Arc::clone(claimant));
         let Some(owner) = self.owners.get_mut(&claim) else {
-            self.owners.insert(claim, Arc::clone(claimant));
+            self.owners.insert(claim, bid);
             return Vec::new();
         };
         let waiting = self.waiting.entry(claim).or_default();
-        if claimant < owner {
-            waiting.insert(std::mem::replace(owner, Arc::clone(claimant)));
-            waiting.iter().cloned().collect()
+        if bid < *owner {
+            waiting.insert(std::mem::replace(owner, bid));
+            waiting.iter().map(|(_, claimant)| Arc::clone(claimant)).collect()
         } else {
-            waiting.insert(Arc::clone(claimant));
+            waiting.insert(bid);
             Vec::new()
         }
     }
 
     /// Answers with the other claimants if the frontend has a new owner because this one is gone.
-    pub(super) fn withdraw(&mut self, claim: Claim, claimant: &Claimant) -> Vec<Arc<Claimant>> {
-        let owned = self.owners.get(&claim).is_some_and(|owner| **owner == *claimant);
+    pub(super) fn withdraw(
+        &mut self,
+        claim: Claim,
+        rank: Rank,
+        claimant: &Arc<Claimant>,
+    ) -> Vec<Arc<Claimant>> {
+        let bid = (rank, Arc::clone(claimant));
+        let owned = self.owners.get(&claim) == Some(&bid);
         let Some(waiting) = self.waiting.get_mut(&claim) else {
             if owned {
                 self.owners.remove(&claim);
@@ -98,12 +127,12 @@ impl Claims {
         };
         let mut concerned = Vec::new();
         if owned {
-            concerned.extend(waiting.iter().cloned());
+            concerned.extend(waiting.iter().map(|(_, claimant)| Arc::clone(claimant)));
             if let Some(successor) = waiting.pop_first() {
                 self.owners.insert(claim, successor);
             }
         } else {
-            waiting.remove(claimant);
+            waiting.remove(&bid);
         }
         if waiting.is_empty() {
             self.waiting.remove(&claim);
@@ -118,8 +147,9 @@ impl Claims {
         service: &ObjectName,
         port: &str,
     ) -> Option<ServicePortName> {
-        let other = |owner: &&Arc<Claimant>| owner.service != *service || *owner.port != *port;
-        Some(self.owners.get(&claim).filter(other)?.name(claim.family()))
+        let (_, owner) = self.owners.get(&claim)?;
+        let is_other = owner.service != *service || *owner.port != *port;
+        is_other.then(|| owner.name(claim.family()))
     }
 
     /// In the order of address, port and protocol.
@@ -134,8 +164,8 @@ impl Claims {
                     address: claim.address,
                     port: claim.port,
                     protocol: claim.protocol,
-                    winner: self.owners.get(claim)?.name(family),
-                    losers: waiting.iter().map(|claimant| claimant.name(family)).collect(),
+                    winner: self.owners.get(claim)?.1.name(family),
+                    losers: waiting.iter().map(|(_, claimant)| claimant.name(family)).collect(),
                 })
             })
             .collect()

@@ -65,8 +65,12 @@ pub struct UnservedFrontend {
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum UnservedReason {
-    /// This service port claims the same frontend, and its Service is older.
+    /// This service port claims the same frontend, with precedence.
     OwnedBy(ServicePortName),
+    /// The address is the ClusterIP of this Service, whatever ports that has.
+    ClusterIpOf(ObjectName),
+    /// An external address that is no destination of its own: loopback, link-local, multicast and the like.
+    SpecialAddress,
     /// A load-balancer address with ipMode Proxy: packets to it must reach the load balancer.
     NotVirtual,
 }

@@ -4,6 +4,7 @@
 //! answers with [`desired::Changes`]: the service ports whose desired state is now different. No I/O, no
 //! clock, no async.
 
+mod addresses;
 mod claims;
 pub mod desired;
 mod names;

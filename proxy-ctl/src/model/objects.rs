@@ -90,7 +90,7 @@ pub enum TrafficPolicy {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Service {
     pub name: ObjectName,
-    /// Seconds since the epoch; decides between two services that claim the same frontend: older wins.
+    /// Seconds since the epoch; decides between two services that claim the same frontend as of the same kind: older wins.
     pub created: i64,
     pub ports: Vec<ServicePort>,
     /// At most one of each family.

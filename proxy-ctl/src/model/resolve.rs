@@ -6,6 +6,7 @@ use std::{
 };
 
 use super::{
+    addresses::{self, Addresses},
     claims::{Claim, Claims},
     desired::{
         DesiredPort, Endpoints, Frontend, FrontendKind, ServicePortName, UnservedFrontend, UnservedReason,
@@ -18,6 +19,26 @@ use super::{
 /// load-balancer addresses of another family have no endpoints either.
 pub(super) fn serves(service: &Service, family: IpFamily) -> bool {
     service.cluster_ips.iter().any(|address| IpFamily::of(*address) == family)
+}
+
+/// Who has which frontends and addresses.
+#[derive(Debug, Default)]
+pub(super) struct Owners {
+    pub(super) claims: Claims,
+    pub(super) addresses: Addresses,
+}
+
+impl Owners {
+    /// Why the service port does not get a frontend that it claims.
+    fn refuse(&self, service: &Service, port: &ServicePort, frontend: &Frontend) -> Option<UnservedReason> {
+        if matches!(frontend.kind, FrontendKind::ExternalIp | FrontendKind::LoadBalancer)
+            && let Some(other) = self.addresses.cluster_ip_of_other(frontend.address, &service.name)
+        {
+            return Some(UnservedReason::ClusterIpOf(other.clone()));
+        }
+        let claim = Claim::new(frontend, port.protocol);
+        self.claims.other_owner(claim, &service.name, &port.name).map(UnservedReason::OwnedBy)
+    }
 }
 
 /// What the service port claims in this family: each address and port once, under its first kind.
@@ -34,10 +55,12 @@ pub(super) fn frontends(service: &Service, port: &ServicePort, family: IpFamily)
         port.node_port.map(|port| Frontend { kind: FrontendKind::NodePort, address: unspecified, port });
 
     let mut frontends: Vec<Frontend> = Vec::with_capacity(1 + usize::from(node_port.is_some()));
+    let external = of(FrontendKind::ExternalIp, &service.external_ips)
+        .chain(of(FrontendKind::LoadBalancer, &service.load_balancer_ips))
+        .filter(|frontend| !addresses::is_special(frontend.address));
     for frontend in of(FrontendKind::ClusterIp, &service.cluster_ips)
         .chain(node_port)
-        .chain(of(FrontendKind::ExternalIp, &service.external_ips))
-        .chain(of(FrontendKind::LoadBalancer, &service.load_balancer_ips))
+        .chain(external)
         .filter(|frontend| IpFamily::of(frontend.address) == family)
     {
         if !frontends.iter().any(|seen| seen.address == frontend.address && seen.port == frontend.port) {
@@ -52,7 +75,7 @@ pub(super) fn desired_port(
     service: &Service,
     port: &ServicePort,
     slices: &[EndpointSlice],
-    claims: &Claims,
+    owners: &Owners,
     here: NodeTopology<'_>,
 ) -> DesiredPort {
     let family = name.family;
@@ -64,18 +87,25 @@ pub(super) fn desired_port(
     };
     let (mut frontends, mut unserved) = (Vec::with_capacity(claimed.len()), Vec::new());
     for frontend in claimed {
-        match claims.other_owner(Claim::new(&frontend, port.protocol), &service.name, &port.name) {
+        match owners.refuse(service, port, &frontend) {
             None => frontends.push(frontend),
-            Some(owner) => {
-                unserved.push(UnservedFrontend { frontend, reason: UnservedReason::OwnedBy(owner) });
-            }
+            Some(reason) => unserved.push(UnservedFrontend { frontend, reason }),
         }
     }
-    let proxied = service.proxied_load_balancer_ips.iter().filter(|ip| IpFamily::of(**ip) == family);
-    unserved.extend(proxied.map(|&address| UnservedFrontend {
-        frontend: Frontend { kind: FrontendKind::LoadBalancer, address, port: port.port },
-        reason: UnservedReason::NotVirtual,
-    }));
+    let (external, load_balancer) = (FrontendKind::ExternalIp, FrontendKind::LoadBalancer);
+    for (kind, addresses, reason) in [
+        (external, &service.external_ips, UnservedReason::SpecialAddress),
+        (load_balancer, &service.load_balancer_ips, UnservedReason::SpecialAddress),
+        (load_balancer, &service.proxied_load_balancer_ips, UnservedReason::NotVirtual),
+    ] {
+        let of_family = addresses.iter().filter(|address| IpFamily::of(**address) == family);
+        let concerned = of_family
+            .filter(|address| reason != UnservedReason::SpecialAddress || addresses::is_special(**address));
+        unserved.extend(concerned.map(|&address| UnservedFrontend {
+            frontend: Frontend { kind, address, port: port.port },
+            reason: reason.clone(),
+        }));
+    }
     let source_ranges = service.source_ranges.iter().filter(|range| IpFamily::of(range.addr()) == family);
     DesiredPort {
         name,

@@ -12,11 +12,11 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{
     Update,
-    claims::{Claim, Claimant, Claims, Conflict},
+    claims::{Claim, Claimant, Conflict, Rank},
     desired::{Changes, DesiredPort, ServicePortName},
     names::NameInterner,
     objects::{EndpointSlice, HealthCheck, IpFamily, Node, ObjectName, Service, ServiceSlices},
-    resolve,
+    resolve::{self, Owners},
     topology::NodeTopology,
 };
 
@@ -34,7 +34,7 @@ pub struct Model {
     slices: FxHashMap<ObjectName, Arc<str>>,
     /// By the name of their ServiceCIDR.
     service_cidrs: BTreeMap<Arc<str>, Vec<IpNet>>,
-    claims: Claims,
+    owners: Owners,
     names: NameInterner,
     /// Of the services with a `healthCheckNodePort`.
     health_checks: FxHashMap<ObjectName, HealthCheck>,
@@ -86,7 +86,7 @@ impl Model {
             services: FxHashMap::default(),
             slices: FxHashMap::default(),
             service_cidrs: BTreeMap::new(),
-            claims: Claims::default(),
+            owners: Owners::default(),
             names: NameInterner::default(),
             health_checks: FxHashMap::default(),
             changed_health_checks: BTreeSet::new(),
@@ -306,10 +306,10 @@ impl Model {
         desired
     }
 
-    /// The frontends that several service ports claim now: the older service has them, then the first by
-    /// namespace, name and port.
+    /// The frontends that several service ports claim now. A ClusterIP has precedence, then a node port, then the older
+    /// service, then the first by namespace, name and port.
     pub fn conflicts(&self) -> Vec<Conflict> {
-        self.claims.conflicts()
+        self.owners.claims.conflicts()
     }
 
     /// What load balancers are to be answered now, of each service for which [`Model::take_changes`] has changed
@@ -368,7 +368,7 @@ impl Model {
                     continue;
                 }
                 self.ports_computed += 1;
-                let port = resolve::desired_port(name, service, port, &known.slices, &self.claims, here);
+                let port = resolve::desired_port(name, service, port, &known.slices, &self.owners, here);
                 match previous {
                     Some(previous) if **previous == port => now.push(Arc::clone(previous)),
                     _ => {
@@ -386,19 +386,25 @@ impl Model {
     }
 
     fn add_claims(&mut self, service: &Service) {
-        for_each_claim(service, |claim, claimant| {
-            for other in self.claims.add(claim, claimant) {
+        for_each_claim(service, |claim, rank, claimant| {
+            for other in self.owners.claims.add(claim, rank, claimant) {
                 touch(&mut self.touched, &other.service, Families::only(claim.family()));
             }
         });
+        for other in self.owners.addresses.add(service) {
+            self.touch(&other, Families::BOTH);
+        }
     }
 
     fn withdraw_claims(&mut self, service: &Service) {
-        for_each_claim(service, |claim, claimant| {
-            for other in self.claims.withdraw(claim, claimant) {
+        for_each_claim(service, |claim, rank, claimant| {
+            for other in self.owners.claims.withdraw(claim, rank, claimant) {
                 touch(&mut self.touched, &other.service, Families::only(claim.family()));
             }
         });
+        for other in self.owners.addresses.remove(service) {
+            self.touch(&other, Families::BOTH);
+        }
     }
 
     fn touch(&mut self, service: &ObjectName, families: Families) {
@@ -440,7 +446,7 @@ fn normalize(service: &mut Service) {
     service.source_ranges.shrink_to_fit();
 }
 
-fn for_each_claim(service: &Service, mut claim: impl FnMut(Claim, &Arc<Claimant>)) {
+fn for_each_claim(service: &Service, mut claim: impl FnMut(Claim, Rank, &Arc<Claimant>)) {
     for port in &service.ports {
         let claimant = Arc::new(Claimant {
             created: service.created,
@@ -450,7 +456,7 @@ fn for_each_claim(service: &Service, mut claim: impl FnMut(Claim, &Arc<Claimant>
         });
         for family in IpFamily::ALL.into_iter().filter(|family| resolve::serves(service, *family)) {
             for frontend in resolve::frontends(service, port, family) {
-                claim(Claim::new(&frontend, port.protocol), &claimant);
+                claim(Claim::new(&frontend, port.protocol), Rank::of(frontend.kind), &claimant);
             }
         }
     }

@@ -9,8 +9,10 @@ use super::event;
 use crate::{
     config::Config,
     controller::Coverage,
+    dataplane::Unsupported,
     events::Recorder,
     leftovers::{Found, Leftovers, Part, PendingRemoval, Purpose, Removal, Retained},
+    model::desired::ServicePortName,
     report::Metrics,
 };
 
@@ -53,7 +55,7 @@ impl LeftoverRemoval {
             let next = if attempts { next_look.min(progress.next_attempt) } else { next_look };
             tokio::select! {
                 () = tokio::time::sleep_until(next) => {}
-                _ = self.coverage.wait_for(|coverage| coverage.unserved().next().is_none()), if held_back => {}
+                _ = self.coverage.wait_for(|coverage| removal_blockers(coverage).next().is_none()), if held_back => {}
             }
         }
     }
@@ -176,10 +178,14 @@ impl LeftoverRemoval {
     }
 }
 
+/// What that kube-proxy may serve and this proxy does not.
+fn removal_blockers(coverage: &Coverage) -> impl Iterator<Item = (&ServicePortName, &Unsupported)> {
+    coverage.unserved().filter(|(_, unsupported)| unsupported.may_be_served_by_another())
+}
+
 /// Service ports that this proxy does not serve, and why.
 fn blockers(coverage: &Coverage) -> Vec<String> {
-    let mut blockers: Vec<String> = coverage
-        .unserved()
+    let mut blockers: Vec<String> = removal_blockers(coverage)
         .map(|(name, unsupported)| format!("{name} ({}: {})", unsupported.field, unsupported.instead))
         .collect();
     // Service ports of both families have the same name.
@@ -311,12 +317,9 @@ impl Reported {
 mod tests {
     use super::*;
     use crate::{
-        dataplane::{Effect, Unsupported},
+        dataplane::Effect,
         leftovers::PartKind,
-        model::{
-            desired::ServicePortName,
-            objects::{IpFamily, ObjectName, Protocol},
-        },
+        model::objects::{IpFamily, ObjectName, Protocol},
         sys::CallError,
     };
 
@@ -386,7 +389,7 @@ mod tests {
             protocol: Protocol::Tcp,
             family: IpFamily::Ipv4,
         };
-        (name, vec![Unsupported { field: "spec.x", effect, instead: "not served" }])
+        (name, vec![Unsupported { field: "spec.x", effect, instead: "not served".into() }])
     }
 
     #[test]

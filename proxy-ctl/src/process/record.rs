@@ -74,7 +74,7 @@ impl UnsupportedField {
             family: name.family.name().to_owned(),
             field: one.field.to_owned(),
             effect: one.effect.name().to_owned(),
-            instead: one.instead.to_owned(),
+            instead: one.instead.to_string(),
         })
         .collect()
     }

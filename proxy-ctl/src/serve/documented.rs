@@ -73,7 +73,7 @@ fn shown(text: &str) -> BTreeMap<String, MetricFamily> {
 #[tokio::test]
 async fn every_family_is_documented_and_no_other() {
     let state = SourceState::with_samples();
-    let unsupported = Unsupported { field: "spec.x", effect: Effect::NotServed, instead: "" };
+    let unsupported = Unsupported { field: "spec.x", effect: Effect::NotServed, instead: "".into() };
     let name = ServicePortName {
         service: ObjectName::new("shop", "web"),
         port: "http".into(),

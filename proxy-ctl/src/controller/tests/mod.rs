@@ -1,6 +1,7 @@
 //! The controller with a dataplane that writes down what it is told.
 
 use std::{
+    borrow::Cow,
     collections::{BTreeMap, BTreeSet},
     net::IpAddr,
     sync::{Mutex, PoisonError},
@@ -114,11 +115,18 @@ impl Recorder {
     }
 }
 
-const AFFINITY: Unsupported =
-    Unsupported { field: "affinity", effect: Effect::ServedDifferently, instead: "any endpoint" };
-const RANGES: Unsupported =
-    Unsupported { field: "ranges", effect: Effect::Without(FrontendKind::LoadBalancer), instead: "closed" };
-const SCTP: Unsupported = Unsupported { field: "protocol", effect: Effect::NotServed, instead: "not served" };
+const AFFINITY: Unsupported = Unsupported {
+    field: "affinity",
+    effect: Effect::ServedDifferently,
+    instead: Cow::Borrowed("any endpoint"),
+};
+const RANGES: Unsupported = Unsupported {
+    field: "ranges",
+    effect: Effect::Without(FrontendKind::LoadBalancer),
+    instead: Cow::Borrowed("closed"),
+};
+const SCTP: Unsupported =
+    Unsupported { field: "protocol", effect: Effect::NotServed, instead: Cow::Borrowed("not served") };
 
 fn full() -> Error {
     Error::new(ErrorKind::Other, "table frontends4 is full")
@@ -521,6 +529,25 @@ fn a_port_that_the_mode_does_not_support_is_left_out_and_named() {
 }
 
 /// What relies on a port being served must not hear of it too early.
+#[test]
+fn a_frontend_that_another_service_has_is_named() {
+    let on_one_node_port = |name: &str, ip: &str| {
+        let mut service = service(name, ip);
+        service.ports[0].node_port = Some(30080);
+        service
+    };
+    let mut fixture =
+        Fixture::serving(vec![on_one_node_port("a", "10.0.0.1"), on_one_node_port("b", "10.0.0.2")]);
+    let told = unsupported(&fixture);
+    let [(name, reasons)] = told.as_slice() else { panic!("{told:?}") };
+    assert_eq!((name.as_str(), reasons[0].field), ("default/b", "spec.ports[].nodePort"));
+    assert!(reasons[0].instead.contains("30080 (default/a)"), "{reasons:?}");
+    assert!(fixture.metric("proxy_frontend_conflicts_total 1"));
+    fixture.take(Update::DeleteService(ObjectName::new("default", "a")));
+    fixture.write();
+    assert_eq!(unsupported(&fixture), []);
+}
+
 #[test]
 fn a_port_is_named_as_unsupported_until_its_new_state_is_written() {
     let closed = Service { source_ranges: vec!["10.0.0.0/8".parse().unwrap()], ..service("a", "10.0.0.1") };

@@ -1,5 +1,7 @@
 //! What this mode cannot do yet, and what it does instead.
 
+use std::borrow::Cow;
+
 use crate::{
     dataplane::{Effect, Unsupported},
     model::{
@@ -11,19 +13,21 @@ use crate::{
 const SESSION_AFFINITY: Unsupported = Unsupported {
     field: "spec.sessionAffinity",
     effect: Effect::ServedDifferently,
-    instead: "not built yet: each connection may reach another endpoint",
+    instead: Cow::Borrowed("not built yet: each connection may reach another endpoint"),
 };
 
 const SOURCE_RANGES: Unsupported = Unsupported {
     field: "spec.loadBalancerSourceRanges",
     effect: Effect::Without(FrontendKind::LoadBalancer),
-    instead: "not built yet: the load-balancer addresses are not served, so that nobody else gets in",
+    instead: Cow::Borrowed(
+        "not built yet: the load-balancer addresses are not served, so that nobody else gets in",
+    ),
 };
 
 const SCTP: Unsupported = Unsupported {
     field: "spec.ports[].protocol",
     effect: Effect::NotServed,
-    instead: "SCTP is not built yet: the port is not served",
+    instead: Cow::Borrowed("SCTP is not built yet: the port is not served"),
 };
 
 pub(super) fn supports(port: &DesiredPort) -> Vec<Unsupported> {

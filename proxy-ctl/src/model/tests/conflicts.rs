@@ -78,6 +78,77 @@ fn one_of_two_gets_the_node_port(#[case] first: Service, #[case] second: Service
     }
 }
 
+const LOAD_BALANCER: FrontendKind = FrontendKind::LoadBalancer;
+
+fn reasons(ports: &[std::sync::Arc<DesiredPort>], service: &str) -> Vec<(FrontendKind, UnservedReason)> {
+    let service = name(service);
+    let ports = ports.iter().filter(|port| port.name.service == service);
+    ports.flat_map(|port| &port.unserved).map(|one| (one.frontend.kind, one.reason.clone())).collect()
+}
+
+#[rstest]
+#[case::external_ip(service("a/thief", &["10.96.0.1"]).external_ip("10.96.0.2"), EXTERNAL_IP)]
+#[case::load_balancer_ip(service("a/thief", &["10.96.0.1"]).load_balancer_ip("10.96.0.2"), LOAD_BALANCER)]
+#[case::on_another_port(
+    service("a/thief", &["10.96.0.1"]).ports(vec![port("", 81)]).external_ip("10.96.0.2"), EXTERNAL_IP
+)]
+fn nobody_takes_the_cluster_ip_of_another(#[case] thief: Service, #[case] kind: FrontendKind) {
+    let victim = service("b/victim", &["10.96.0.2"]).created(9);
+    for services in [vec![thief.clone(), victim.clone()], vec![victim.clone(), thief.clone()]] {
+        let mut model = Model::new(HERE);
+        for service in services {
+            model.apply_service(service);
+            model.take_changes();
+        }
+        let desired = model.desired();
+        assert_eq!(frontends(&desired, "b/victim"), [(CLUSTER_IP, "10.96.0.2".into(), 80)]);
+        assert_eq!(frontends(&desired, "a/thief").len(), 1, "only its own ClusterIP");
+        let reason = UnservedReason::ClusterIpOf(name("b/victim"));
+        assert_eq!(reasons(&desired, "a/thief"), [(kind, reason)]);
+
+        model.delete_service(&name("b/victim"));
+        assert_eq!(changed(&model.take_changes()), ["a/thief"]);
+        assert_eq!(reasons(&model.desired(), "a/thief"), []);
+    }
+}
+
+#[test]
+fn between_external_addresses_the_older_service_wins_whatever_their_kind() {
+    let mut model = model(vec![
+        service("a/young", &["10.96.0.1"]).created(2).external_ip("192.0.2.1"),
+        service("b/old", &["10.96.0.2"]).created(1).load_balancer_ip("192.0.2.1"),
+    ]);
+    model.take_changes();
+    let owner = UnservedReason::OwnedBy(port_name("b/old", "", Ipv4));
+    assert_eq!(reasons(&model.desired(), "a/young"), [(EXTERNAL_IP, owner)]);
+}
+
+#[rstest]
+fn special_addresses_are_not_served(
+    #[values(
+        "127.0.0.1",
+        "127.8.9.1",
+        "169.254.169.254",
+        "0.0.0.0",
+        "224.0.0.1",
+        "255.255.255.255",
+        "::1",
+        "::",
+        "fe80::1",
+        "febf::1",
+        "ff02::1"
+    )]
+    address: &str,
+) {
+    let service = service("a/a", &["10.96.0.1", "fd00::1"]);
+    let mut model = model(vec![service.external_ip(address).load_balancer_ip(address)]);
+    model.take_changes();
+    let desired = model.desired();
+    assert!(frontends(&desired, "a/a").iter().all(|(kind, ..)| *kind == CLUSTER_IP), "{desired:?}");
+    let special = UnservedReason::SpecialAddress;
+    assert_eq!(reasons(&desired, "a/a"), [(EXTERNAL_IP, special.clone()), (LOAD_BALANCER, special)]);
+}
+
 fn changed(changes: &Changes) -> Vec<String> {
     changes.changed.iter().map(|port| port.name.to_string()).collect()
 }

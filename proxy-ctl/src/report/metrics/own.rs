@@ -149,7 +149,7 @@ impl ProxyMetrics {
             unsupported_service_ports: new(
                 ours,
                 "unsupported_service_ports",
-                "Service ports with a field that the mode does not honour",
+                "Service ports with a field that is not honoured",
             ),
             phases,
             invalid_objects,

@@ -32,8 +32,7 @@ pub fn service(service: &core::Service) -> (Option<Service>, Vec<InvalidField>) 
     }
     let mut external_ips = Vec::new();
     for (index, text) in spec.external_ips.iter().enumerate() {
-        let field = || format!("spec.externalIPs[{index}]");
-        external_ips.extend(frontend_address(&mut invalid, field, text));
+        external_ips.extend(invalid.address(|| format!("spec.externalIPs[{index}]"), text));
     }
     let (mut load_balancer_ips, proxied_load_balancer_ips) = load_balancer_ips(service, &mut invalid);
     let source_ranges = source_ranges(spec, &mut invalid);
@@ -72,8 +71,8 @@ pub fn service(service: &core::Service) -> (Option<Service>, Vec<InvalidField>) 
     (Some(service), invalid.found)
 }
 
-/// An address that clients can dial.
-fn frontend_address(invalid: &mut InvalidFields, field: impl Fn() -> String, text: &str) -> Option<IpAddr> {
+/// An address that clients can dial. Of external addresses the model says which those are.
+fn cluster_ip(invalid: &mut InvalidFields, field: impl Fn() -> String, text: &str) -> Option<IpAddr> {
     let address = invalid.address(&field, text)?;
     if address.is_unspecified() || address.is_multicast() {
         invalid.add(field(), format_args!("found {text:?}, must be the address of one destination"));
@@ -92,7 +91,7 @@ fn cluster_ips(spec: &core::ServiceSpec, invalid: &mut InvalidFields) -> Vec<IpA
     };
     let mut addresses: Vec<IpAddr> = Vec::with_capacity(listed.len());
     for (field, text) in listed {
-        let Some(address) = frontend_address(invalid, || field.clone(), text) else { continue };
+        let Some(address) = cluster_ip(invalid, || field.clone(), text) else { continue };
         let family = IpFamily::of(address);
         if addresses.iter().any(|other| IpFamily::of(*other) == family) {
             invalid.add(field, format_args!("found {text:?}, must be at most one address of each family"));
@@ -117,7 +116,7 @@ fn load_balancer_ips(service: &core::Service, invalid: &mut InvalidFields) -> (V
             }
         };
         if !ingress.ip.is_empty() {
-            addresses.extend(frontend_address(invalid, || format!("{path}.ip"), &ingress.ip));
+            addresses.extend(invalid.address(|| format!("{path}.ip"), &ingress.ip));
         }
     }
     (virtual_ips, proxied)

@@ -132,9 +132,9 @@ fn leading_zeros_of_load_balancer_addresses_and_ranges_are_decimal() {
     json!({"spec": {"externalIPs": ["192.0.2.1", "192.0.2.300", "192.0.2"]}}),
     &["spec.externalIPs[1]", "spec.externalIPs[2]"], "found \"192.0.2.300\", must be an IPv4 or IPv6 address"
 )]
-#[case::unspecified_external_ip(
-    json!({"spec": {"externalIPs": ["0.0.0.0", "::"]}}),
-    &["spec.externalIPs[0]", "spec.externalIPs[1]"], "must be the address of one destination"
+#[case::unspecified_cluster_ip(
+    json!({"spec": {"clusterIPs": ["10.96.0.1", "::"]}}),
+    &["spec.clusterIPs[1]"], "must be the address of one destination"
 )]
 #[case::load_balancer_ip(
     json!({"status": {"loadBalancer": {"ingress": [{"ip": "lb.example"}]}}}),

@@ -33,7 +33,7 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
         lists:
             a_broken_connection_goes_on_where_it_was,
             what_happened_before_a_compaction_is_seen_in_one_replace,
-            ten_thousand_services;
+            thousands_of_services;
         credentials:
             new_certificates_in_the_files_are_used;
         lists:

@@ -9,5 +9,4 @@ mod flows;
 mod hooks;
 mod sandbox;
 mod sequences;
-mod size;
 mod state;

@@ -191,6 +191,13 @@ impl World {
         Ok(name)
     }
 
+    /// Ends the API server that feeds the proxies, if one does.
+    pub fn kill_api_server(&mut self) {
+        if let Feed::ApiServer(server) = &mut self.feed {
+            server.kill();
+        }
+    }
+
     /// The cluster IP of a service with the port of every service.
     pub fn cluster_ip(&self, service: &ServiceFixture, family: Family) -> SocketAddr {
         SocketAddr::new(cluster_ip(service.index).of(family), PORT)

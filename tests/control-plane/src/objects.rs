@@ -175,7 +175,7 @@ fn unless_there(error: anyhow::Error) -> Result<()> {
 }
 
 /// `/api/v1/namespaces/ns/services/name` and the like.
-fn path(object: &Value) -> Result<String> {
+pub fn path(object: &Value) -> Result<String> {
     let text = |pointer: &str| object.pointer(pointer).and_then(Value::as_str);
     let version = text("/apiVersion").context("apiVersion is missing")?;
     let kind = text("/kind").context("kind is missing")?;
@@ -185,6 +185,12 @@ fn path(object: &Value) -> Result<String> {
         "EndpointSlice" => ("endpointslices", true),
         "Endpoints" => ("endpoints", true),
         "ServiceAccount" => ("serviceaccounts", true),
+        "ConfigMap" => ("configmaps", true),
+        "DaemonSet" => ("daemonsets", true),
+        "Pod" => ("pods", true),
+        "PodMonitor" => ("podmonitors", true),
+        "PrometheusRule" => ("prometheusrules", true),
+        "CustomResourceDefinition" => ("customresourcedefinitions", false),
         "ServiceCIDR" => ("servicecidrs", false),
         "Node" => ("nodes", false),
         "Namespace" => ("namespaces", false),

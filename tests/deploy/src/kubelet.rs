@@ -3,8 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs,
-    io::{Read as _, Write as _},
-    net::{IpAddr, SocketAddr, TcpStream},
+    net::{IpAddr, SocketAddr},
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     time::Duration,
@@ -12,6 +11,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use kube::Client;
+use lab::http;
 use serde_json::{Value, json};
 
 use super::{api, node::NodeFiles};
@@ -199,48 +199,9 @@ impl Probe {
     /// Asks once. An error says what a `kubectl describe` would show.
     pub fn ask(&self) -> Result<()> {
         let Self { address, path, timeout, .. } = self;
-        let failed = || format!("GET http://{address}{path}");
-        let mut stream = TcpStream::connect_timeout(address, *timeout).with_context(failed)?;
-        stream.set_read_timeout(Some(*timeout)).context("setting a timeout")?;
-        write!(
-            stream,
-            "GET {path} HTTP/1.1\r\nHost: {address}\r\nUser-Agent: kube-probe/1.36\r\nAccept: */*\r\n\
-             Connection: close\r\n\r\n"
-        )
-        .with_context(failed)?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).with_context(failed)?;
-        let status = answer.strip_prefix("HTTP/1.1 ").and_then(|rest| rest.get(..3)?.parse::<u16>().ok());
-        match status {
-            Some(200..=399) => Ok(()),
-            _ => bail!("{}: {answer}", failed()),
+        match http::get(*address, path, *timeout)? {
+            (200..=399, _) => Ok(()),
+            (status, body) => bail!("{path}: {status} {}", String::from_utf8_lossy(&body)),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_probe_is_asked_at_the_pods_address_as_often_as_it_says() {
-        let container = json!({"startupProbe": {
-            "httpGet": {"path": "/livez", "port": 10256, "scheme": "HTTP"},
-            "periodSeconds": 2, "failureThreshold": 180, "timeoutSeconds": 1, "successThreshold": 1,
-        }});
-        let address: IpAddr = "192.0.2.1".parse().unwrap();
-        let probe = Probe::of(&container, "startupProbe", address).unwrap().unwrap();
-        assert_eq!(probe.address, "192.0.2.1:10256".parse().unwrap());
-        assert_eq!(probe.patience, Duration::from_secs(360));
-        assert_eq!(Probe::of(&container, "livenessProbe", address).unwrap(), None);
-    }
-
-    #[test]
-    fn a_volume_is_read_through_the_link_that_a_change_replaces() {
-        let folder = tempfile::tempdir().unwrap();
-        let at = folder.path().join("config");
-        write_atomically(&at, &BTreeMap::from([("a.conf".to_owned(), "text".to_owned())])).unwrap();
-        assert_eq!(fs::read_to_string(at.join("a.conf")).unwrap(), "text");
-        assert_eq!(fs::read_link(at.join("a.conf")).unwrap(), Path::new("..data/a.conf"));
     }
 }

@@ -12,3 +12,8 @@ pub mod promql;
 pub mod runc;
 pub mod seccomp;
 pub mod tools;
+
+/// What is missing, as the reason to skip what needs it.
+pub fn skip(missing: impl Into<anyhow::Error>) -> anyhow::Error {
+    scenario::Skip(format!("{:#}", missing.into())).into()
+}

@@ -250,48 +250,6 @@ fn widest_propagation(container: &Value) -> Result<&'static str> {
 mod tests {
     use super::*;
 
-    fn pod(container: Value) -> Value {
-        json!({"spec": {"hostNetwork": true, "containers": [container]}})
-    }
-
-    fn of(container: &Value) -> Result<Value> {
-        let image = json!({"config": {"Entrypoint": ["/own"], "Cmd": ["--default"], "Env": ["PATH=/bin"]}});
-        let prepared = Prepared {
-            environment: BTreeMap::from([("NODE".to_owned(), "n1".to_owned())]),
-            volumes: BTreeMap::from([("bpffs".to_owned(), PathBuf::from("/node/sys/fs/bpf"))]),
-        };
-        let placement = Placement { network_namespace: Path::new("/run/netns/x"), cgroup: "/x" };
-        configuration(&pod(container.clone()), container, &image, &prepared, placement)
-    }
-
-    #[test]
-    fn the_command_takes_the_place_of_the_entry_point_and_variables_are_filled_in() {
-        let dropped = json!({"capabilities": {"drop": ["ALL"], "add": ["BPF"]}});
-        let found =
-            of(&json!({"command": ["/x", "--node=$(NODE)", "$(NO)"], "securityContext": dropped})).unwrap();
-        assert_eq!(found["process"]["args"], json!(["/x", "--node=n1", "$(NO)"]));
-        assert_eq!(found["process"]["env"], json!(["NODE=n1", "PATH=/bin"]));
-        assert_eq!(found["process"]["capabilities"]["effective"], json!(["CAP_BPF"]));
-        let found = of(&json!({"args": ["run"], "securityContext": dropped})).unwrap();
-        assert_eq!(found["process"]["args"], json!(["/own", "run"]));
-        let found = of(&json!({"securityContext": dropped})).unwrap();
-        assert_eq!(found["process"]["args"], json!(["/own", "--default"]));
-    }
-
-    #[test]
-    fn the_root_is_as_shared_as_the_widest_mount() {
-        let mount = |propagation: &str| json!({"name": "bpffs", "mountPath": "/sys/fs/bpf", "mountPropagation": propagation});
-        let found = of(&json!({
-            "securityContext": {"privileged": true},
-            "volumeMounts": [mount("HostToContainer"), mount("Bidirectional"), mount("None")],
-        }))
-        .unwrap();
-        assert_eq!(found["linux"]["rootfsPropagation"], "rshared");
-        let last = found["mounts"].as_array().unwrap().last().unwrap();
-        assert_eq!(last["options"], json!(["rbind", "rprivate", "rw"]));
-        assert_eq!(last["source"], "/node/sys/fs/bpf");
-    }
-
     #[test]
     fn what_nobody_here_understands_is_refused() {
         for (container, field) in [
@@ -303,7 +261,11 @@ mod tests {
             ),
             (json!({"securityContext": {}}), "not dropped"),
         ] {
-            let error = of(&container).unwrap_err().to_string();
+            let pod = json!({"spec": {"hostNetwork": true, "containers": [container]}});
+            let placement = Placement { network_namespace: Path::new("/run/netns/x"), cgroup: "/x" };
+            let image = json!({"config": {"Entrypoint": ["/own"]}});
+            let found = configuration(&pod, &container, &image, &Prepared::default(), placement);
+            let error = found.unwrap_err().to_string();
             assert!(error.contains(field), "{error}");
         }
     }

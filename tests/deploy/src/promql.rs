@@ -2,74 +2,21 @@
 
 use std::collections::BTreeSet;
 
-/// What looks like a metric's name and is none.
-const KEYWORDS: [&str; 12] = [
-    "and",
-    "or",
-    "unless",
-    "by",
-    "without",
-    "on",
-    "ignoring",
-    "group_left",
-    "group_right",
-    "offset",
-    "bool",
-    "inf",
-];
-/// These are followed by label names in parentheses.
-const GROUPING: [&str; 6] = ["by", "without", "on", "ignoring", "group_left", "group_right"];
+use regex::Regex;
 
 /// Names of the metrics in `expression`. Selectors without a name (`{__name__=…}`) are not looked into.
-pub fn metrics(expression: &str) -> BTreeSet<String> {
-    let mut found = BTreeSet::new();
-    let mut rest = expression.char_indices().peekable();
-    // Inside of {…}, […] and of the label lists after `by` there are no metrics.
-    let (mut skipped, mut labels_follow) = (0_u32, false);
-    while let Some((start, letter)) = rest.next() {
-        match letter {
-            '"' | '\'' | '`' => {
-                while let Some((_, next)) = rest.next() {
-                    if next == '\\' {
-                        rest.next();
-                    } else if next == letter {
-                        break;
-                    }
-                }
-            }
-            '{' | '[' => skipped += 1,
-            '}' | ']' => skipped = skipped.saturating_sub(1),
-            '(' if labels_follow || skipped > 0 => {
-                labels_follow = false;
-                skipped += 1;
-            }
-            ')' if skipped > 0 => skipped -= 1,
-            letter if letter.is_ascii_alphabetic() || letter == '_' || letter == ':' => {
-                let mut end = start + letter.len_utf8();
-                while let Some((at, next)) = rest.peek().copied() {
-                    if !(next.is_ascii_alphanumeric() || next == '_' || next == ':') {
-                        break;
-                    }
-                    end = at + next.len_utf8();
-                    rest.next();
-                }
-                let word = expression.get(start..end).unwrap_or_default();
-                let after = expression.get(end..).unwrap_or_default().trim_start();
-                let called =
-                    ["(", "by ", "by(", "without ", "without("].iter().any(|call| after.starts_with(call));
-                labels_follow = GROUPING.contains(&word);
-                if skipped == 0 && !called && !KEYWORDS.contains(&word.to_lowercase().as_str()) {
-                    found.insert(word.to_owned());
-                }
-            }
-            digit if digit.is_ascii_digit() => {
-                // A number may go on with letters: 1e3, 0x10, 5m.
-                while rest.next_if(|(_, next)| next.is_ascii_alphanumeric() || *next == '.').is_some() {}
-            }
-            _ => {}
-        }
+pub fn metrics(expression: &str) -> Result<BTreeSet<String>, regex::Error> {
+    let strings = Regex::new(r#""(\\.|[^"])*"|'(\\.|[^'])*'|`[^`]*`"#)?;
+    let selectors = Regex::new(r"\{[^}]*\}|\[[^\]]*\]")?;
+    let labels = Regex::new(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")?;
+    let functions_and_numbers = Regex::new(r"\w+\s*\(|\b[0-9][\w.]*")?;
+    let keywords = Regex::new(r"\b(and|or|unless|group_left|group_right|offset|bool|inf)\b")?;
+    let mut rest = expression.to_owned();
+    for no_metrics in [strings, selectors, labels, functions_and_numbers, keywords] {
+        rest = no_metrics.replace_all(&rest, " ").into_owned();
     }
-    found
+    let name = Regex::new(r"[a-zA-Z_:][\w:]*")?;
+    Ok(name.find_iter(&rest).map(|name| name.as_str().to_owned()).collect())
 }
 
 /// Metrics that an exposition declares, by the names that queries use: a histogram's series too.
@@ -92,7 +39,7 @@ mod tests {
     use super::*;
 
     fn of(expression: &str) -> Vec<String> {
-        metrics(expression).into_iter().collect()
+        metrics(expression).unwrap().into_iter().collect()
     }
 
     #[test]

@@ -7,6 +7,7 @@ pub mod address;
 pub mod agent;
 pub mod cgroup;
 pub mod cluster;
+pub mod http;
 pub mod namespace;
 pub mod objects;
 pub mod programs;
@@ -14,7 +15,7 @@ pub mod wait;
 
 pub use agent::{
     client::Agent,
-    protocol::{Answer, Dial, Outcome, Protocol, Reply, Request, Tally},
+    protocol::{Answer, Dial, Outcome, Protocol, Tally},
 };
 pub use cluster::{Lab, Netns};
 pub use objects::Objects;

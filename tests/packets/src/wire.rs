@@ -112,8 +112,19 @@ impl Segment {
     }
 
     pub(crate) fn bytes<W: Wire>(&self) -> Vec<u8> {
-        let transport = W::transport(self);
-        W::packet(self, self.protocol, &transport)
+        let ends = [W::address(self.source.0), W::address(self.destination.0)];
+        let header = if self.protocol == PROTOCOL_TCP {
+            let mut header = self.tcp_header();
+            header.checksum = W::tcp_checksum(&header, ends, &self.payload);
+            header.to_bytes().to_vec()
+        } else {
+            let mut header = self.udp_header();
+            if !self.without_checksum {
+                header.checksum = W::udp_checksum(&header, ends, &self.payload);
+            }
+            header.to_bytes().to_vec()
+        };
+        W::packet(self, self.protocol, &[&header[..], &self.payload].concat())
     }
 
     /// Ethernet header, if there is one.
@@ -160,7 +171,8 @@ pub(crate) trait Wire: Family<Address: std::fmt::Debug> {
     /// Chosen such that a packet without Ethernet header has the family's ethertype at bytes 12 and 13, inside
     /// its source address: BPF_PROG_TEST_RUN reads the protocol from there.
     fn address(place: KnownAddress) -> Self::Address;
-    fn transport(segment: &Segment) -> Vec<u8>;
+    fn tcp_checksum(header: &TcpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16;
+    fn udp_checksum(header: &UdpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16;
     fn packet(segment: &Segment, protocol: u8, transport: &[u8]) -> Vec<u8>;
     /// The ICMP error that tells the sender of `segment` that nobody listens.
     fn unreachable(segment: &Segment) -> Vec<u8>;
@@ -173,21 +185,12 @@ impl Wire for V4 {
         [8, 0, 77, place as u8]
     }
 
-    fn transport(segment: &Segment) -> Vec<u8> {
-        let (source, destination) = (Self::address(segment.source.0), Self::address(segment.destination.0));
-        let header = if segment.protocol == PROTOCOL_TCP {
-            let mut header = segment.tcp_header();
-            header.checksum = header.calc_checksum_ipv4_raw(source, destination, &segment.payload).unwrap();
-            header.to_bytes().to_vec()
-        } else {
-            let mut header = segment.udp_header();
-            if !segment.without_checksum {
-                header.checksum =
-                    header.calc_checksum_ipv4_raw(source, destination, &segment.payload).unwrap();
-            }
-            header.to_bytes().to_vec()
-        };
-        [header, segment.payload.clone()].concat()
+    fn tcp_checksum(header: &TcpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16 {
+        header.calc_checksum_ipv4_raw(ends[0], ends[1], payload).unwrap()
+    }
+
+    fn udp_checksum(header: &UdpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16 {
+        header.calc_checksum_ipv4_raw(ends[0], ends[1], payload).unwrap()
     }
 
     fn packet(segment: &Segment, protocol: u8, transport: &[u8]) -> Vec<u8> {
@@ -247,21 +250,12 @@ impl Wire for V6 {
         [0xfd, 0, 0, 0, 0x86, 0xdd, 0, 0, 0, 0, 0, 0, 0, 0, 0x77, place as u8]
     }
 
-    fn transport(segment: &Segment) -> Vec<u8> {
-        let (source, destination) = (Self::address(segment.source.0), Self::address(segment.destination.0));
-        let header = if segment.protocol == PROTOCOL_TCP {
-            let mut header = segment.tcp_header();
-            header.checksum = header.calc_checksum_ipv6_raw(source, destination, &segment.payload).unwrap();
-            header.to_bytes().to_vec()
-        } else {
-            let mut header = segment.udp_header();
-            if !segment.without_checksum {
-                header.checksum =
-                    header.calc_checksum_ipv6_raw(source, destination, &segment.payload).unwrap();
-            }
-            header.to_bytes().to_vec()
-        };
-        [header, segment.payload.clone()].concat()
+    fn tcp_checksum(header: &TcpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16 {
+        header.calc_checksum_ipv6_raw(ends[0], ends[1], payload).unwrap()
+    }
+
+    fn udp_checksum(header: &UdpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16 {
+        header.calc_checksum_ipv6_raw(ends[0], ends[1], payload).unwrap()
     }
 
     fn packet(segment: &Segment, protocol: u8, transport: &[u8]) -> Vec<u8> {

@@ -7,7 +7,7 @@ use aya::{
     programs::SchedClassifier,
 };
 use proxy_common::{
-    family::{Slot as _, V4, V6},
+    family::{Family, Slot as _, V4, V6},
     flow::Stage,
     inventory::{program, table},
     layout::*,
@@ -38,22 +38,89 @@ pub(crate) struct Output {
     pub(crate) packet: Vec<u8>,
 }
 
-pub(crate) type FlowOf<W> = Flow<<W as proxy_common::family::Family>::Address>;
-pub(crate) type FlowKeyOf<W> = FlowKey<<W as proxy_common::family::Family>::Address>;
+pub(crate) type FlowOf<W> = Flow<<W as Family>::Address>;
+pub(crate) type FlowKeyOf<W> = FlowKey<<W as Family>::Address>;
+type FlowTable<'a, W> = HashMap<&'a mut MapData, FlowKeyOf<W>, FlowOf<W>>;
 
 /// A family's tables.
-pub(crate) trait Tables: Wire {
-    fn put_frontend(ebpf: &mut Ebpf, key: FrontendKey<Self::Address>, frontend: Frontend) -> Result<()>;
-    fn put_slot(ebpf: &mut Ebpf, index: u32, endpoint: Endpoint, backend: u32, flags: u32) -> Result<()>;
-    fn put_backend(ebpf: &mut Ebpf, id: u32, backend: Backend<Self::Address>) -> Result<()>;
-    fn remove_backend(ebpf: &mut Ebpf, id: u32) -> Result<()>;
-    fn put_node_address(ebpf: &mut Ebpf, address: Self::Address, flags: u32) -> Result<()>;
-    fn put_flow(ebpf: &mut Ebpf, stage: Stage, key: FlowKeyOf<Self>, flow: FlowOf<Self>) -> Result<()>;
-    fn remove_flow(ebpf: &mut Ebpf, stage: Stage, key: FlowKeyOf<Self>) -> Result<()>;
-    fn flows(ebpf: &mut Ebpf, stage: Stage) -> Result<Vec<(FlowKeyOf<Self>, FlowOf<Self>)>>;
-    fn clear(ebpf: &mut Ebpf) -> Result<()>;
+pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
+    const FRONTENDS: &'static str;
+    const SLOTS: &'static str;
+    const BACKENDS: &'static str;
+    const NODE_ADDRESSES: &'static str;
+    const FLOWS: &'static str;
+    const OPENING_FLOWS: &'static str;
+
     fn set_masquerade(settings: &mut Settings, address: Self::Address);
+
+    fn put_frontend(ebpf: &mut Ebpf, key: FrontendKey<Self::Address>, frontend: Frontend) -> Result<()> {
+        Ok(hash(ebpf, Self::FRONTENDS)?.insert(key, frontend, 0)?)
+    }
+
+    fn put_slot(ebpf: &mut Ebpf, index: u32, endpoint: Endpoint, backend: u32, flags: u32) -> Result<()> {
+        let slot = Self::Slot::new(Self::address(endpoint.0), Port::new(endpoint.1), backend, flags);
+        Ok(array(ebpf, Self::SLOTS)?.set(index, slot, 0)?)
+    }
+
+    fn put_backend(ebpf: &mut Ebpf, id: u32, backend: Backend<Self::Address>) -> Result<()> {
+        Ok(hash(ebpf, Self::BACKENDS)?.insert(id, backend, 0)?)
+    }
+
+    fn remove_backend(ebpf: &mut Ebpf, id: u32) -> Result<()> {
+        Ok(hash::<u32, Backend<Self::Address>>(ebpf, Self::BACKENDS)?.remove(&id)?)
+    }
+
+    fn put_node_address(ebpf: &mut Ebpf, address: Self::Address, flags: u32) -> Result<()> {
+        Ok(hash(ebpf, Self::NODE_ADDRESSES)?.insert(address, NodeAddress { flags }, 0)?)
+    }
+
+    fn flow_table(ebpf: &mut Ebpf, stage: Stage) -> Result<FlowTable<'_, Self>> {
+        hash(
+            ebpf,
+            match stage {
+                Stage::Established => Self::FLOWS,
+                Stage::Opening => Self::OPENING_FLOWS,
+            },
+        )
+    }
+
+    fn put_flow(ebpf: &mut Ebpf, stage: Stage, key: FlowKeyOf<Self>, flow: FlowOf<Self>) -> Result<()> {
+        Ok(Self::flow_table(ebpf, stage)?.insert(key, flow, 0)?)
+    }
+
+    fn remove_flow(ebpf: &mut Ebpf, stage: Stage, key: FlowKeyOf<Self>) -> Result<()> {
+        Ok(Self::flow_table(ebpf, stage)?.remove(&key)?)
+    }
+
+    fn flows(ebpf: &mut Ebpf, stage: Stage) -> Result<Vec<(FlowKeyOf<Self>, FlowOf<Self>)>> {
+        Ok(Self::flow_table(ebpf, stage)?.iter().collect::<Result<Vec<_>, _>>()?)
+    }
+
+    fn clear(ebpf: &mut Ebpf) -> Result<()> {
+        clear(hash::<FrontendKey<Self::Address>, Frontend>(ebpf, Self::FRONTENDS)?)?;
+        clear(hash::<u32, Backend<Self::Address>>(ebpf, Self::BACKENDS)?)?;
+        clear(hash::<Self::Address, NodeAddress>(ebpf, Self::NODE_ADDRESSES)?)?;
+        clear(Self::flow_table(ebpf, Stage::Established)?)?;
+        clear(Self::flow_table(ebpf, Stage::Opening)?)
+    }
 }
+
+macro_rules! tables {
+    ($family:ty, $masquerade:ident, $($name:ident: $table:ident),+) => {
+        impl Tables for $family {
+            $(const $name: &'static str = table::$table;)+
+
+            fn set_masquerade(settings: &mut Settings, address: Self::Address) {
+                settings.$masquerade = address;
+            }
+        }
+    };
+}
+
+tables!(V4, masquerade4, FRONTENDS: frontends4, SLOTS: slots4, BACKENDS: backends4,
+    NODE_ADDRESSES: node_addresses4, FLOWS: flows4, OPENING_FLOWS: opening_flows4);
+tables!(V6, masquerade6, FRONTENDS: frontends6, SLOTS: slots6, BACKENDS: backends6,
+    NODE_ADDRESSES: node_addresses6, FLOWS: flows6, OPENING_FLOWS: opening_flows6);
 
 fn hash<'a, K: Pod, V: Pod>(ebpf: &'a mut Ebpf, name: &str) -> Result<HashMap<&'a mut MapData, K, V>> {
     let map = ebpf.map_mut(name).with_context(|| format!("no table {name}"))?;
@@ -65,95 +132,13 @@ fn array<'a, V: Pod>(ebpf: &'a mut Ebpf, name: &str) -> Result<Array<&'a mut Map
     Array::try_from(map).with_context(|| format!("table {name}"))
 }
 
-fn clear<K: Pod, V: Pod>(ebpf: &mut Ebpf, name: &str) -> Result<()> {
-    let mut map = hash::<K, V>(ebpf, name)?;
+fn clear<K: Pod, V: Pod>(mut map: HashMap<&mut MapData, K, V>) -> Result<()> {
     let keys = map.keys().collect::<Result<Vec<_>, _>>()?;
     for key in keys {
         map.remove(&key)?;
     }
     Ok(())
 }
-
-macro_rules! tables {
-    ($family:ty, $address:ty, $digit:literal, $masquerade:ident) => {
-        impl Tables for $family {
-            fn put_frontend(ebpf: &mut Ebpf, key: FrontendKey<$address>, frontend: Frontend) -> Result<()> {
-                Ok(hash(ebpf, concat!("frontends", $digit))?.insert(key, frontend, 0)?)
-            }
-
-            fn put_slot(
-                ebpf: &mut Ebpf,
-                index: u32,
-                endpoint: Endpoint,
-                backend: u32,
-                flags: u32,
-            ) -> Result<()> {
-                let slot = Self::Slot::new(Self::address(endpoint.0), Port::new(endpoint.1), backend, flags);
-                Ok(array(ebpf, concat!("slots", $digit))?.set(index, slot, 0)?)
-            }
-
-            fn put_backend(ebpf: &mut Ebpf, id: u32, backend: Backend<$address>) -> Result<()> {
-                Ok(hash(ebpf, concat!("backends", $digit))?.insert(id, backend, 0)?)
-            }
-
-            fn remove_backend(ebpf: &mut Ebpf, id: u32) -> Result<()> {
-                Ok(hash::<u32, Backend<$address>>(ebpf, concat!("backends", $digit))?.remove(&id)?)
-            }
-
-            fn put_node_address(ebpf: &mut Ebpf, address: $address, flags: u32) -> Result<()> {
-                Ok(hash::<$address, NodeAddress>(ebpf, concat!("node_addresses", $digit))?.insert(
-                    address,
-                    NodeAddress { flags },
-                    0,
-                )?)
-            }
-
-            fn put_flow(
-                ebpf: &mut Ebpf,
-                stage: Stage,
-                key: FlowKeyOf<Self>,
-                flow: FlowOf<Self>,
-            ) -> Result<()> {
-                Ok(hash(ebpf, flow_table(stage, $digit))?.insert(key, flow, 0)?)
-            }
-
-            fn remove_flow(ebpf: &mut Ebpf, stage: Stage, key: FlowKeyOf<Self>) -> Result<()> {
-                Ok(hash::<FlowKeyOf<Self>, FlowOf<Self>>(ebpf, flow_table(stage, $digit))?.remove(&key)?)
-            }
-
-            fn flows(ebpf: &mut Ebpf, stage: Stage) -> Result<Vec<(FlowKeyOf<Self>, FlowOf<Self>)>> {
-                let map = hash(ebpf, flow_table(stage, $digit))?;
-                Ok(map.iter().collect::<Result<Vec<_>, _>>()?)
-            }
-
-            fn clear(ebpf: &mut Ebpf) -> Result<()> {
-                clear::<FrontendKey<$address>, Frontend>(ebpf, concat!("frontends", $digit))?;
-                clear::<u32, Backend<$address>>(ebpf, concat!("backends", $digit))?;
-                clear::<$address, NodeAddress>(ebpf, concat!("node_addresses", $digit))?;
-                for stage in [Stage::Established, Stage::Opening] {
-                    clear::<FlowKeyOf<Self>, FlowOf<Self>>(ebpf, flow_table(stage, $digit))?;
-                }
-                Ok(())
-            }
-
-            fn set_masquerade(settings: &mut Settings, address: $address) {
-                settings.$masquerade = address;
-            }
-        }
-    };
-}
-
-fn flow_table(stage: Stage, digit: &str) -> &'static str {
-    match (stage, digit) {
-        (Stage::Established, "4") => table::flows4,
-        (Stage::Established, _) => table::flows6,
-        (Stage::Opening, "4") => table::opening_flows4,
-        (Stage::Opening, _) => table::opening_flows6,
-    }
-}
-
-tables!(V4, [u8; 4], "4", masquerade4);
-tables!(V6, [u8; 16], "6", masquerade6);
 
 pub(crate) struct World {
     pub(crate) ebpf: Ebpf,

@@ -11,144 +11,58 @@ pub(super) struct Tool {
     pub(super) optional: bool,
 }
 
+/// Program, its packages for apt, dnf and pacman, and what for.
+const fn needed(program: &'static str, [apt, dnf, pacman]: [&'static str; 3], why: &'static str) -> Tool {
+    Tool { program, why, apt, dnf, pacman, optional: false }
+}
+
+const fn optional(program: &'static str, packages: [&'static str; 3], why: &'static str) -> Tool {
+    Tool { optional: true, ..needed(program, packages, why) }
+}
+
 /// What building and testing needs.
 pub(super) const TOOLS: &[Tool] = &[
-    Tool {
-        program: "ip",
-        why: "network namespaces for the lab",
-        apt: "iproute2",
-        dnf: "iproute",
-        pacman: "iproute2",
-        optional: false,
-    },
-    Tool {
-        program: "cc",
-        why: "linking Rust programs",
-        apt: "gcc libc6-dev",
-        dnf: "gcc",
-        pacman: "gcc",
-        optional: false,
-    },
-    Tool {
-        program: "setpriv",
-        why: "the API server in tests ends with them",
-        apt: "util-linux",
-        dnf: "util-linux",
-        pacman: "util-linux",
-        optional: true,
-    },
-    Tool {
-        program: "bpftool",
-        why: "looking at tables, and tests of how they read",
-        apt: "bpftool",
-        dnf: "bpftool",
-        pacman: "bpf",
-        optional: true,
-    },
-    Tool {
-        program: "openssl",
-        why: "certificates of the API server in tests",
-        apt: "openssl",
-        dnf: "openssl",
-        pacman: "openssl",
-        optional: true,
-    },
-    Tool {
-        program: "etcd",
-        why: "the API server in tests",
-        apt: "etcd-server",
-        dnf: "etcd",
-        pacman: "etcd",
-        optional: true,
-    },
-    Tool {
-        program: "iptables",
-        why: "the real kube-proxy as oracle",
-        apt: "iptables",
-        dnf: "iptables-nft",
-        pacman: "iptables",
-        optional: true,
-    },
-    Tool {
-        program: "nft",
-        why: "the real kube-proxy as oracle",
-        apt: "nftables",
-        dnf: "nftables",
-        pacman: "nftables",
-        optional: true,
-    },
-    Tool {
-        program: "conntrack",
-        why: "the real kube-proxy as oracle",
-        apt: "conntrack",
-        dnf: "conntrack-tools",
-        pacman: "conntrack-tools",
-        optional: true,
-    },
+    needed("ip", ["iproute2", "iproute", "iproute2"], "network namespaces for the lab"),
+    needed("cc", ["gcc libc6-dev", "gcc", "gcc"], "linking Rust programs"),
+    optional("setpriv", ["util-linux", "util-linux", "util-linux"], "the API server in tests ends with them"),
+    optional("bpftool", ["bpftool", "bpftool", "bpf"], "looking at tables, and tests of how they read"),
+    optional("openssl", ["openssl", "openssl", "openssl"], "certificates of the API server in tests"),
+    optional("etcd", ["etcd-server", "etcd", "etcd"], "the API server in tests"),
+    optional("iptables", ["iptables", "iptables-nft", "iptables"], "the real kube-proxy as oracle"),
+    optional("nft", ["nftables", "nftables", "nftables"], "the real kube-proxy as oracle"),
+    optional(
+        "conntrack",
+        ["conntrack", "conntrack-tools", "conntrack-tools"],
+        "the real kube-proxy as oracle",
+    ),
 ];
 
 /// What virtual machines with other kernels need besides.
 pub(super) const VIRTUAL_MACHINES: &[Tool] = &[
-    Tool {
-        program: "qemu-system-x86_64",
-        why: "virtual machines with other kernels",
-        apt: "qemu-system-x86",
-        dnf: "qemu-system-x86-core",
-        pacman: "qemu-system-x86",
-        optional: false,
-    },
-    Tool {
-        program: "busybox",
-        why: "virtual machines with other kernels",
-        apt: "busybox-static",
-        dnf: "busybox",
-        pacman: "busybox",
-        optional: false,
-    },
-    Tool {
-        program: "depmod",
-        why: "virtual machines with other kernels",
-        apt: "kmod",
-        dnf: "kmod",
-        pacman: "kmod",
-        optional: false,
-    },
-    Tool {
-        program: "udevadm",
-        why: "virtual machines with other kernels",
-        apt: "udev",
-        dnf: "systemd-udev",
-        pacman: "systemd",
-        optional: false,
-    },
+    needed(
+        "qemu-system-x86_64",
+        ["qemu-system-x86", "qemu-system-x86-core", "qemu-system-x86"],
+        "virtual machines with other kernels",
+    ),
+    needed("busybox", ["busybox-static", "busybox", "busybox"], "virtual machines with other kernels"),
+    needed("depmod", ["kmod", "kmod", "kmod"], "virtual machines with other kernels"),
+    needed("udevadm", ["udev", "systemd-udev", "systemd"], "virtual machines with other kernels"),
 ];
 
 /// What emulating another architecture needs besides.
-pub(super) const EMULATION: &[Tool] = &[Tool {
-    program: "qemu-system-aarch64",
-    why: "arm64, emulated",
-    apt: "qemu-system-arm",
-    dnf: "qemu-system-aarch64-core",
-    pacman: "qemu-system-aarch64",
-    optional: false,
-}];
+pub(super) const EMULATION: &[Tool] = &[needed(
+    "qemu-system-aarch64",
+    ["qemu-system-arm", "qemu-system-aarch64-core", "qemu-system-aarch64"],
+    "arm64, emulated",
+)];
 
 /// What running an image needs besides.
-pub(super) const CONTAINERS: &[Tool] = &[Tool {
-    program: "runc",
-    why: "running the image with what the manifests allow it",
-    apt: "runc",
-    dnf: "runc",
-    pacman: "runc",
-    optional: false,
-}];
+pub(super) const CONTAINERS: &[Tool] =
+    &[needed("runc", ["runc", "runc", "runc"], "running the image with what the manifests allow it")];
 
 /// What installing Python packages needs.
-pub(super) const PYTHON: &[Tool] = &[Tool {
-    program: "python3",
-    why: "programs that come as Python packages",
-    apt: "python3 python3-venv",
-    dnf: "python3",
-    pacman: "python",
-    optional: false,
-}];
+pub(super) const PYTHON: &[Tool] = &[needed(
+    "python3",
+    ["python3 python3-venv", "python3", "python"],
+    "programs that come as Python packages",
+)];

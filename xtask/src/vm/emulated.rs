@@ -3,16 +3,15 @@
 //! Debian's kernel for arm64 and the few programs that scenarios call, unpacked; and ours, cross-built as for the image.
 
 use std::{
-    collections::BTreeSet,
     fs,
-    io::BufWriter,
+    os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
 use anyhow::{Context as _, Result, anyhow};
 
-use super::{Kernel, cpio::Archive, packages::PrivateApt};
+use super::{Kernel, packages::PrivateApt};
 use crate::{
     cache,
     command::{run as execute, target},
@@ -114,53 +113,46 @@ fn userland(cache: &Path) -> Result<PathBuf> {
     Ok(folder)
 }
 
+/// Puts together the file system below a folder, and packs it as the kernel unpacks it.
 fn pack(file: &Path, kernel: &KernelFiles, userland: &Path, programs: &Path, filter: &str) -> Result<()> {
-    if let Some(parent) = file.parent() {
-        fs::create_dir_all(parent)?;
+    let root = file.with_extension("root");
+    if root.exists() {
+        fs::remove_dir_all(&root)?;
     }
-    let mut archive = Archive::new(BufWriter::new(fs::File::create(file)?));
-    archive.tree(userland, "")?;
+    fs::create_dir_all(file.parent().unwrap_or(Path::new("/")))?;
+    execute(Command::new("cp").arg("-a").arg(userland).arg(&root))?;
     for folder in ["dev", "proc", "sys", "run", "tmp", "root", "opt"] {
-        archive.folder(folder)?;
+        fs::create_dir_all(root.join(folder))?;
     }
-    // What the first process writes to, before there is anything that would make it.
-    archive.device("dev/console", (5, 1))?;
     for program in OURS {
-        archive.file(&format!("opt/{program}"), &programs.join(program))?;
+        fs::copy(programs.join(program), root.join("opt").join(program))?;
     }
-    add_modules(&mut archive, kernel)?;
-    archive.script("init", &init(filter))?;
-    archive.finish()?;
-    Ok(())
+    copy_modules(kernel, &root)?;
+    let init_file = root.join("init");
+    fs::write(&init_file, init(filter))?;
+    fs::set_permissions(&init_file, fs::Permissions::from_mode(0o755))?;
+    let script = "find . | busybox cpio -o -H newc -R 0:0 >\"$0\"";
+    execute(Command::new("sh").args(["-c", script]).arg(file).current_dir(&root))
 }
 
-fn add_modules(archive: &mut Archive<BufWriter<fs::File>>, kernel: &KernelFiles) -> Result<()> {
-    let lists = ["modules.dep", "modules.dep.bin", "modules.alias", "modules.alias.bin", "modules.builtin"];
-    let also = ["modules.builtin.bin", "modules.symbols", "modules.symbols.bin", "modules.softdep"];
+/// The chosen modules with what they need, and the lists by which modprobe finds them.
+fn copy_modules(kernel: &KernelFiles, root: &Path) -> Result<()> {
+    let to = root.join("lib/modules").join(&kernel.version);
     let dependencies = kernel.modules.join("modules.dep");
     let dependencies =
         fs::read_to_string(&dependencies).with_context(|| format!("reading {}", dependencies.display()))?;
-    let chosen = MODULES.iter().flat_map(|module| with_dependencies(&dependencies, module));
-    let chosen: BTreeSet<&str> = chosen.chain(lists).chain(also).collect();
-    let root = Path::new("lib/modules").join(&kernel.version);
-    let folders = chosen.iter().flat_map(|name| ancestors(&root.join(name)));
-    // In order, so that parents come first.
-    for folder in folders.collect::<BTreeSet<_>>() {
-        archive.folder(&folder)?;
+    for file in MODULES.iter().flat_map(|module| with_dependencies(&dependencies, module)) {
+        let to = to.join(file);
+        fs::create_dir_all(to.parent().unwrap_or(root))?;
+        fs::copy(kernel.modules.join(file), to)?;
     }
-    for name in chosen {
-        let file = kernel.modules.join(name);
-        if file.exists() {
-            archive.file(&root.join(name).display().to_string(), &file)?;
+    for list in fs::read_dir(&kernel.modules)? {
+        let list = list?;
+        if list.file_type()?.is_file() {
+            fs::copy(list.path(), to.join(list.file_name()))?;
         }
     }
     Ok(())
-}
-
-/// The folders that a file is in.
-fn ancestors(file: &Path) -> Vec<String> {
-    let folders = file.ancestors().skip(1).map(|folder| folder.display().to_string());
-    folders.filter(|folder| !folder.is_empty()).collect()
 }
 
 /// The files of a module and of those that it needs, by `modules.dep`; none if it is built in.
@@ -186,6 +178,7 @@ fn init(filter: &str) -> String {
          /bin/busybox mkdir -p /sys/fs/cgroup\n\
          /bin/busybox --install -s /bin 2>/dev/null\n\
          mount -t proc proc /proc; mount -t sysfs sysfs /sys; mount -t devtmpfs devtmpfs /dev\n\
+         exec </dev/console >/dev/console 2>&1\n\
          mount -t cgroup2 cgroup2 /sys/fs/cgroup; mount -t bpf bpf /sys/fs/bpf\n\
          mount -t tmpfs tmpfs /run; mount -t tmpfs tmpfs /tmp\n\
          /sbin/modprobe -a {modules}\n\

@@ -2,7 +2,6 @@
 //!
 //! Kernel packages are unpacked into the cache folder; nothing of them is installed. arm64 is emulated.
 
-mod cpio;
 mod emulated;
 mod packages;
 
@@ -46,11 +45,8 @@ enum Architecture {
 pub(crate) enum Kernel {
     #[value(name = "5.10")]
     V5_10,
-    #[value(name = "6.1")]
-    V6_1,
     #[value(name = "6.12")]
     V6_12,
-    Newest,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -73,19 +69,15 @@ impl Kernel {
     fn name(self) -> &'static str {
         match self {
             Self::V5_10 => "5.10",
-            Self::V6_1 => "6.1",
             Self::V6_12 => "6.12",
-            Self::Newest => "newest",
         }
     }
 
-    /// How the names of its packages begin: the image, and what else belongs to it.
-    fn packages(self) -> &'static [&'static str] {
+    /// How the names of its packages begin.
+    const fn package(self) -> &'static str {
         match self {
-            Self::V5_10 => &["linux-image-5.10.0-"],
-            Self::V6_1 => &["linux-image-6.1.0-"],
-            Self::V6_12 => &["linux-image-6.12."],
-            Self::Newest => &["linux-binary-", "linux-modules-"],
+            Self::V5_10 => "linux-image-5.10.0-",
+            Self::V6_12 => "linux-image-6.12.",
         }
     }
 }
@@ -101,13 +93,9 @@ impl Machine {
     pub(crate) const fn name(self) -> &'static str {
         match (self.arch, self.kernel) {
             (Architecture::Amd64, Kernel::V5_10) => "vm 5.10",
-            (Architecture::Amd64, Kernel::V6_1) => "vm 6.1",
             (Architecture::Amd64, Kernel::V6_12) => "vm 6.12",
-            (Architecture::Amd64, Kernel::Newest) => "vm newest",
             (Architecture::Arm64, Kernel::V5_10) => "vm arm64 5.10",
-            (Architecture::Arm64, Kernel::V6_1) => "vm arm64 6.1",
             (Architecture::Arm64, Kernel::V6_12) => "vm arm64 6.12",
-            (Architecture::Arm64, Kernel::Newest) => "vm arm64 newest",
         }
     }
 
@@ -196,10 +184,7 @@ fn download(kernel: Kernel, architecture: &'static str, folder: &Path) -> Result
     let apt =
         PrivateApt::create(&cache::folder("vm")?.join(format!("apt-{architecture}")), architecture, &SUITES)?;
     let downloads = cache::folder("vm")?.join("packages");
-    for prefix in kernel.packages() {
-        apt.unpack(&apt.newest(prefix)?, &downloads, folder)?;
-    }
-    Ok(())
+    apt.unpack(&apt.newest(kernel.package())?, &downloads, folder)
 }
 
 fn image_in(folder: &Path) -> Option<PathBuf> {

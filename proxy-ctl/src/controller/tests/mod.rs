@@ -3,7 +3,6 @@
 use std::{
     borrow::Cow,
     collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
     sync::{Mutex, PoisonError},
     time::Duration,
 };
@@ -17,9 +16,9 @@ use crate::{
     model::{
         desired::{Changes, DesiredPort, FrontendKind},
         objects::{
-            Endpoint, EndpointPort, EndpointSlice, Node, ObjectName, Protocol, Service, ServiceCidr,
-            ServicePort, TrafficPolicy,
+            EndpointSlice, Node, ObjectName, Protocol, Service, ServiceCidr, ServicePort, TrafficPolicy,
         },
+        test_support::{self, ip, remote},
     },
     node::OwnNode,
     report::{Health, HealthCheckAddresses, UsageSource as _},
@@ -181,50 +180,19 @@ impl Dataplane for Recorder {
     }
 }
 
-fn address(text: &str) -> IpAddr {
-    text.parse().unwrap()
-}
-
 fn service(name: &str, cluster_ip: &str) -> Service {
-    Service {
-        name: ObjectName::new("default", name),
-        created: 0,
-        ports: vec![ServicePort { name: "".into(), protocol: Protocol::Tcp, port: 80, node_port: None }],
-        cluster_ips: vec![address(cluster_ip)],
-        external_ips: Vec::new(),
-        load_balancer_ips: Vec::new(),
-        proxied_load_balancer_ips: Vec::new(),
-        internal_policy: TrafficPolicy::Cluster,
-        external_policy: TrafficPolicy::Cluster,
-        affinity_seconds: None,
-        source_ranges: Vec::new(),
-        health_check_node_port: None,
-    }
+    test_support::service(&format!("default/{name}"), &[cluster_ip])
 }
 
 fn slice(service: &str, endpoint: &str) -> EndpointSlice {
-    EndpointSlice {
-        name: ObjectName::new("default", format!("{service}-1")),
-        service: service.into(),
-        family: IpFamily::of(address(endpoint)),
-        ports: vec![EndpointPort { name: "".into(), protocol: Protocol::Tcp, port: 8080 }],
-        endpoints: vec![Endpoint {
-            address: address(endpoint),
-            ready: true,
-            serving: true,
-            terminating: false,
-            node: Some("other".into()),
-            hints: None,
-        }],
-        triggered: None,
-    }
+    test_support::slice(&format!("default/{service}-1"), service, vec![remote(endpoint)])
 }
 
 fn network(addresses: &[&str]) -> NodeNetwork {
     let interface =
         |name: &str| Interface { index: 2, name: name.into(), role: Role::Uplink, ethernet: true };
     NodeNetwork {
-        addresses: addresses.iter().map(|text| address(text)).collect(),
+        addresses: addresses.iter().map(|text| ip(text)).collect(),
         masquerade_addresses: Vec::new(),
         interfaces: vec![interface("eth0"), interface("docker0")],
     }
@@ -255,18 +223,24 @@ impl Fixture {
         Self { controller, recorder: Recorder::default(), reports, now: Instant::now() }
     }
 
+    /// All has been listed, the node has these addresses and is set up. Nothing is written yet.
+    fn started(config: Config, services: Vec<Service>, addresses: &[&str]) -> Self {
+        let mut fixture = Self::new(config);
+        fixture.take(Update::ReplaceServices(services));
+        fixture.take(Update::ReplaceSlices(Vec::new()));
+        fixture.take(Update::Node(None));
+        fixture.controller.set_network(network(addresses));
+        fixture.start();
+        fixture
+    }
+
     /// Services have been listed and written.
     fn serving(services: Vec<Service>) -> Self {
         Self::with(Config::default(), services)
     }
 
     fn with(config: Config, services: Vec<Service>) -> Self {
-        let mut fixture = Self::new(config);
-        fixture.take(Update::ReplaceServices(services));
-        fixture.take(Update::ReplaceSlices(Vec::new()));
-        fixture.take(Update::Node(None));
-        fixture.controller.set_network(network(&[]));
-        fixture.start();
+        let mut fixture = Self::started(config, services, &[]);
         fixture.write();
         fixture.recorder.calls();
         fixture
@@ -287,6 +261,11 @@ impl Fixture {
 
     fn later(&mut self, wait: Duration) {
         self.now += wait;
+    }
+
+    fn is_healthy_after(&self, wait: Duration) -> bool {
+        let moment = Moment { instant: self.now + wait, time: jiff::Timestamp::now() };
+        self.reports.health.lock().report(moment).healthy
     }
 
     fn metric(&self, line: &str) -> bool {
@@ -324,12 +303,7 @@ fn the_node_is_set_up_first_then_everything_is_written_at_once() {
 
 #[test]
 fn services_are_served_without_room_for_all_addresses_but_not_without_hooks() {
-    let mut fixture = Fixture::new(Config::default());
-    fixture.take(Update::ReplaceServices(vec![service("a", "10.0.0.1")]));
-    fixture.take(Update::ReplaceSlices(Vec::new()));
-    fixture.take(Update::Node(None));
-    fixture.controller.set_network(network(&["192.0.2.1"]));
-    fixture.start();
+    let mut fixture = Fixture::started(Config::default(), vec![service("a", "10.0.0.1")], &["192.0.2.1"]);
     fixture.recorder.fail(1);
     fixture.write();
     assert!(!fixture.reports.coverage.borrow().programmed);
@@ -348,12 +322,8 @@ fn load_balancers_are_told_what_is_written_and_not_before() {
 
     let networks =
         ["192.0.2.0/24", "2001:db8::/32"].map(|text| NodePortAddress::Network(text.parse().unwrap()));
-    let mut fixture = Fixture::new(Config { node_port_addresses: networks.into(), ..Config::default() });
-    fixture.take(Update::ReplaceServices(vec![checked]));
-    fixture.take(Update::ReplaceSlices(Vec::new()));
-    fixture.take(Update::Node(None));
-    fixture.controller.set_network(network(&["192.0.2.1", "198.51.100.1"]));
-    fixture.start();
+    let config = Config { node_port_addresses: networks.into(), ..Config::default() };
+    let mut fixture = Fixture::started(config, vec![checked], &["192.0.2.1", "198.51.100.1"]);
     assert_eq!(*fixture.reports.health_checks.borrow(), HealthChecks::default());
     fixture.write();
     let told = fixture.reports.health_checks.borrow().clone();
@@ -372,7 +342,7 @@ fn all_waiting_updates_become_one_call() {
     }
     fixture.take(Update::DeleteService(ObjectName::new("default", "b")));
     assert_eq!(fixture.write(), [Call::Apply(vec!["default/a".into()], vec!["default/b".into()])]);
-    assert_eq!(fixture.recorder.lock().ports[0].endpoints.all[0].address, address("10.1.0.3"));
+    assert_eq!(fixture.recorder.lock().ports[0].endpoints.all[0].address, ip("10.1.0.3"));
     assert!(fixture.metric("kubeproxy_sync_proxy_rules_endpoint_changes_total 3"));
     assert!(fixture.metric("kubeproxy_sync_proxy_rules_endpoint_changes_pending 0"));
     assert_eq!(fixture.write(), []);
@@ -406,13 +376,7 @@ fn a_failed_write_is_repaired_by_a_resync_and_other_work_goes_on() {
 
 #[test]
 fn without_a_first_success_nothing_is_written_piecemeal() {
-    let mut fixture = Fixture::new(Config::default());
-    for update in [Update::ReplaceServices(Vec::new()), Update::ReplaceSlices(Vec::new()), Update::Node(None)]
-    {
-        fixture.take(update);
-    }
-    fixture.controller.set_network(network(&[]));
-    fixture.start();
+    let mut fixture = Fixture::started(Config::default(), Vec::new(), &[]);
     fixture.recorder.fail(2);
     assert!(matches!(fixture.write().as_slice(), [Call::SetHost(_), Call::Resync(_)]));
     fixture.take(Update::ApplyService(service("a", "10.0.0.1")));
@@ -431,7 +395,7 @@ fn the_configuration_chooses_interfaces_and_node_port_addresses() {
         nodePortAddresses: [primary]\nebpf: {interfaces: {exclude: [docker*]}}\n";
     std::fs::write(&path, text).unwrap();
     let mut fixture = Fixture::new(Config::load(&path).unwrap().config);
-    let node = Node { addresses: vec![address("192.0.2.1")], ..Node::default() };
+    let node = Node { addresses: vec![ip("192.0.2.1")], ..Node::default() };
     let own_node = fixture.reports.own_node.subscribe();
     assert_eq!(*own_node.borrow(), OwnNode::NotListed);
     fixture.take(Update::Node(Some(node.clone())));
@@ -443,11 +407,11 @@ fn the_configuration_chooses_interfaces_and_node_port_addresses() {
         other => panic!("{other:?}"),
     };
     let written = set(fixture.write());
-    assert_eq!(written.node_port_addresses, BTreeSet::from([address("192.0.2.1")]));
+    assert_eq!(written.node_port_addresses, BTreeSet::from([ip("192.0.2.1")]));
     assert_eq!(written.interfaces.iter().map(|one| one.name.as_str()).collect::<Vec<_>>(), ["eth0"]);
 
-    fixture.take(Update::Node(Some(Node { addresses: vec![address("192.0.2.2")], ..node })));
-    assert_eq!(set(fixture.write()).node_port_addresses, BTreeSet::from([address("192.0.2.2")]));
+    fixture.take(Update::Node(Some(Node { addresses: vec![ip("192.0.2.2")], ..node })));
+    assert_eq!(set(fixture.write()).node_port_addresses, BTreeSet::from([ip("192.0.2.2")]));
 }
 
 #[test]
@@ -462,7 +426,7 @@ fn without_localhost_node_ports_loopback_addresses_serve_none() {
         fixture.start();
         let written = fixture.write();
         let [Call::SetHost(written), ..] = written.as_slice() else { panic!("{written:?}") };
-        assert_eq!(written.node_port_addresses, served.iter().map(|ip| address(ip)).collect());
+        assert_eq!(written.node_port_addresses, served.iter().map(|address| ip(address)).collect());
     }
 }
 
@@ -492,7 +456,7 @@ fn unsupported(fixture: &Fixture) -> Vec<(String, Vec<Unsupported>)> {
 fn frontends_that_the_mode_does_not_support_are_not_written() {
     let mut fixture = Fixture::serving(Vec::new());
     let mut open = service("a", "10.0.0.1");
-    open.load_balancer_ips = vec![address("203.0.113.1")];
+    open.load_balancer_ips = vec![ip("203.0.113.1")];
     fixture.take(Update::ApplyService(open.clone()));
     fixture.write();
     let kinds = |fixture: &Fixture| {
@@ -598,20 +562,17 @@ fn a_change_that_cannot_be_written_makes_the_node_unhealthy_in_time() {
     fixture.recorder.fail(usize::MAX);
     fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
     fixture.write();
-    let at = |instant| Moment { instant, time: jiff::Timestamp::now() };
-    let healthy = |fixture: &Fixture, after| {
-        fixture.reports.health.lock().report(at(fixture.now + Duration::from_secs(after))).healthy
-    };
-    assert!(healthy(&fixture, 59));
-    assert!(!healthy(&fixture, 61));
+    assert!(fixture.is_healthy_after(Duration::from_secs(59)));
+    assert!(!fixture.is_healthy_after(Duration::from_secs(61)));
 }
 
 #[test]
 fn a_host_that_cannot_be_written_makes_the_node_unhealthy_in_time() {
     let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
-    let at = |instant| Moment { instant, time: jiff::Timestamp::now() };
-    let healthy = |fixture: &Fixture, instant| fixture.reports.health.lock().report(at(instant)).healthy;
     let began = fixture.now;
+    let healthy_after = |fixture: &Fixture, seconds| {
+        fixture.is_healthy_after((began + Duration::from_secs(seconds)).duration_since(fixture.now))
+    };
     fixture.controller.set_network(network(&["192.0.2.1"]));
     for _ in 0..10 {
         // Changes of Services are written meanwhile.
@@ -621,10 +582,10 @@ fn a_host_that_cannot_be_written_makes_the_node_unhealthy_in_time() {
         fixture.later(Duration::from_secs(4));
         fixture.controller.set_network(network(&["192.0.2.1"]));
     }
-    assert!(healthy(&fixture, began + Duration::from_secs(59)));
-    assert!(!healthy(&fixture, began + Duration::from_secs(61)));
+    assert!(healthy_after(&fixture, 59));
+    assert!(!healthy_after(&fixture, 61));
     fixture.write();
-    assert!(healthy(&fixture, began + Duration::from_secs(100)));
+    assert!(healthy_after(&fixture, 100));
 }
 
 #[test]
@@ -632,16 +593,13 @@ fn a_comparison_that_cannot_be_made_makes_the_node_unhealthy_in_time() {
     let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
     fixture.recorder.lock().resync_fails = true;
     fixture.later(PERIOD);
-    let began = fixture.now;
     fixture.write();
-    let at = |instant| Moment { instant, time: jiff::Timestamp::now() };
-    let healthy = |fixture: &Fixture, instant| fixture.reports.health.lock().report(at(instant)).healthy;
-    assert!(healthy(&fixture, began + Duration::from_secs(59)));
-    assert!(!healthy(&fixture, began + Duration::from_secs(61)));
+    assert!(fixture.is_healthy_after(Duration::from_secs(59)));
+    assert!(!fixture.is_healthy_after(Duration::from_secs(61)));
     fixture.recorder.lock().resync_fails = false;
     fixture.later(Duration::from_secs(1));
     fixture.write();
-    assert!(healthy(&fixture, began + Duration::from_secs(100)));
+    assert!(fixture.is_healthy_after(Duration::from_secs(99)));
 }
 
 const PERIOD: Duration = Duration::from_secs(30);
@@ -708,8 +666,7 @@ fn a_new_configuration_is_taken_over_as_it_goes() {
     fixture.recorder.fail(usize::MAX);
     fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
     fixture.write();
-    let late = Moment { instant: fixture.now + Duration::from_secs(10), time: jiff::Timestamp::now() };
-    assert!(!fixture.reports.health.lock().report(late).healthy);
+    assert!(!fixture.is_healthy_after(Duration::from_secs(10)));
 }
 
 #[test]

@@ -28,6 +28,11 @@ impl ApiServer {
         self.server.kubeconfig(ADMIN)
     }
 
+    /// Ends it as a crash would.
+    pub fn kill(&mut self) {
+        self.server.kill();
+    }
+
     /// Writes what differs from what was published before; the sentinel last.
     pub fn publish(&mut self, objects: &Objects) -> Result<()> {
         let gone: Vec<&Value> = self

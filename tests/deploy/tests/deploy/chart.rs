@@ -6,20 +6,14 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use deploy::{files, tools::Tool};
-use scenario::Outcome;
+use deploy::{files, skip, tools::Tool};
 use serde_json::Value;
 
 /// What the chart asks for, and the manifests have.
 const SERVER: &str = "apiServer=https://api-server.example:6443";
 
-/// `None`: there is no helm, and the reason.
-pub(super) fn render(values: &[&str]) -> Result<Result<Vec<Value>, String>> {
-    let helm = match Tool::Helm.path() {
-        Ok(helm) => helm,
-        Err(error) => return Ok(Err(format!("{error:#}"))),
-    };
-    let mut command = Command::new(helm);
+pub(super) fn render(values: &[&str]) -> Result<Vec<Value>> {
+    let mut command = Command::new(Tool::Helm.path().map_err(skip)?);
     command.args(["template", "proxy-ctl"]).arg(files::path("chart"));
     command.args(["--namespace", "kube-system", "--set", SERVER]);
     for value in values {
@@ -29,16 +23,7 @@ pub(super) fn render(values: &[&str]) -> Result<Result<Vec<Value>, String>> {
     if !output.status.success() {
         bail!("helm template: {}", String::from_utf8_lossy(&output.stderr).trim());
     }
-    files::documents(&String::from_utf8_lossy(&output.stdout)).map(Ok)
-}
-
-macro_rules! rendered {
-    ($values:expr) => {
-        match render($values)? {
-            Ok(objects) => objects,
-            Err(reason) => return Ok(Outcome::Skipped(reason)),
-        }
-    };
+    files::documents(&String::from_utf8_lossy(&output.stdout))
 }
 
 fn by_identity(objects: Vec<Value>) -> BTreeMap<(String, String), Value> {
@@ -55,53 +40,31 @@ fn same(rendered: Vec<Value>, written: Vec<Value>, what: &str) -> Result<()> {
         names(&written)
     );
     for (name, object) in &rendered {
-        let mut differences = Vec::new();
-        differ(object, &written[name], "", &mut differences);
-        ensure!(differences.is_empty(), "{what}: {} {}: {}", name.0, name.1, differences.join("; "));
+        let differences = json_patch::diff(&written[name], object);
+        ensure!(differences.is_empty(), "{what}: from the manifest to the chart's {name:?}: {differences}");
     }
     Ok(())
 }
 
-/// Where two values differ, with both.
-fn differ(chart: &Value, manifest: &Value, at: &str, differences: &mut Vec<String>) {
-    match (chart, manifest) {
-        (Value::Object(left), Value::Object(right)) => {
-            let names: std::collections::BTreeSet<_> = left.keys().chain(right.keys()).collect();
-            for name in names {
-                let (left, right) = (left.get(name), right.get(name));
-                let at = format!("{at}.{name}");
-                differ(left.unwrap_or(&Value::Null), right.unwrap_or(&Value::Null), &at, differences);
-            }
-        }
-        (Value::Array(left), Value::Array(right)) if left.len() == right.len() => {
-            for (index, (left, right)) in left.iter().zip(right).enumerate() {
-                differ(left, right, &format!("{at}[{index}]"), differences);
-            }
-        }
-        (left, right) if left == right => {}
-        (left, right) => differences.push(format!("{at}: the chart has {left}, the manifest has {right}")),
-    }
-}
+pub(super) fn the_chart_renders_the_manifests((): &mut ()) -> Result<()> {
+    same(render(&[])?, files::objects("manifests")?, "manifests")?;
 
-pub(super) fn the_chart_renders_the_manifests() -> Result<Outcome> {
-    same(rendered!(&[]), files::objects("manifests")?, "manifests")?;
-
-    let least = rendered!(&["privileged=false"]);
+    let least = render(&["privileged=false"])?;
     let daemon_set = least.into_iter().filter(|object| object["kind"] == "DaemonSet").collect();
     same(daemon_set, files::objects("least-capabilities")?, "least-capabilities")?;
 
     let monitored =
-        rendered!(&["monitoring.podMonitor.enabled=true", "monitoring.prometheusRule.enabled=true"]);
+        render(&["monitoring.podMonitor.enabled=true", "monitoring.prometheusRule.enabled=true"])?;
     let monitoring = monitored
         .into_iter()
         .filter(|object| ["PodMonitor", "PrometheusRule"].iter().any(|kind| object["kind"] == *kind))
         .collect();
     same(monitoring, files::objects("monitoring")?, "monitoring")?;
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
-pub(super) fn wrong_values_are_refused() -> Result<Outcome> {
-    drop(rendered!(&[]));
+pub(super) fn wrong_values_are_refused((): &mut ()) -> Result<()> {
+    drop(render(&[])?);
     let cases = [
         ("apiServer=", "apiServer is required"),
         ("apiServer=10.0.0.1:6443", "apiServer"),
@@ -117,11 +80,11 @@ pub(super) fn wrong_values_are_refused() -> Result<Outcome> {
             Err(error) => ensure!(format!("{error:#}").contains(named), "--set {value}: {error:#}"),
         }
     }
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
-pub(super) fn the_chart_follows_its_values() -> Result<Outcome> {
-    let objects = rendered!(&[
+pub(super) fn the_chart_follows_its_values((): &mut ()) -> Result<()> {
+    let objects = render(&[
         "config.ebpf.socketLoadBalancing=host",
         "config.clientConnection.qps=7",
         "config.healthzBindAddress=127.0.0.1:11256",
@@ -129,7 +92,7 @@ pub(super) fn the_chart_follows_its_values() -> Result<Outcome> {
         "monitoring.dashboard.enabled=true",
         "image.repository=registry.example/proxy-ctl",
         "image.tag=9.9",
-    ]);
+    ])?;
     let map = |name: &str| {
         objects.iter().find(|object| object["kind"] == "ConfigMap" && object["metadata"]["name"] == name)
     };
@@ -154,10 +117,10 @@ pub(super) fn the_chart_follows_its_values() -> Result<Outcome> {
     let text = dashboard["data"]["proxy-ctl.json"].as_str().context("proxy-ctl.json")?;
     let file: Value = serde_json::from_str(&files::text("chart/files/dashboard.json")?)?;
     ensure!(serde_json::from_str::<Value>(text)? == file, "the ConfigMap holds another dashboard");
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
-pub(super) fn versions_are_those_of_the_workspace() -> Result<Outcome> {
+pub(super) fn versions_are_those_of_the_workspace((): &mut ()) -> Result<()> {
     let version = env!("CARGO_PKG_VERSION");
     let chart = files::documents(&files::text("chart/Chart.yaml")?)?.pop().context("Chart.yaml is empty")?;
     ensure!(chart["version"] == version && chart["appVersion"] == version, "Chart.yaml: {chart}");
@@ -175,5 +138,5 @@ pub(super) fn versions_are_those_of_the_workspace() -> Result<Outcome> {
             "{file}: {images:?}"
         );
     }
-    Ok(Outcome::Passed)
+    Ok(())
 }

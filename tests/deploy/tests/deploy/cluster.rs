@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use control_plane::{ApiServer, Options, binaries::Program, objects as written};
-use deploy::{api, files, image::Archive, kubelet, node::NodeFiles, oci, runc::Container, seccomp};
+use deploy::{api, files, image::Archive, kubelet, node::NodeFiles, oci, runc::Container, seccomp, skip};
 use lab::{
     Lab, Objects,
     address::{Addresses, gateway},
@@ -16,6 +16,7 @@ use lab::{
     namespace,
     objects::{Endpoint, Service},
 };
+use scenario::Skip;
 use serde_json::{Value, json};
 
 pub(super) const NODE: &str = "node1";
@@ -36,26 +37,22 @@ pub(super) struct Cluster {
 }
 
 impl Cluster {
-    /// Why there can be none here.
-    pub(super) fn lacks() -> Result<Option<String>> {
+    pub(super) fn start() -> Result<Self> {
         if let Ok(error) = env::var("PROXY_BROKEN_IMAGE") {
             bail!("the image cannot be built: {error}");
         }
         if !nix::unistd::geteuid().is_root() {
-            return Ok(Some("containers need root".to_owned()));
+            bail!(Skip("containers need root".into()));
         }
         if let Ok(reason) = env::var("PROXY_NO_IMAGE") {
-            return Ok(Some(format!("there is no image: {reason}")));
+            bail!(Skip(format!("there is no image: {reason}")));
         }
-        if env::var_os("PROXY_IMAGE").is_none() {
-            return Ok(Some("PROXY_IMAGE names no archive: cargo xtask test --suite deploy".to_owned()));
+        let Some(image) = env::var_os("PROXY_IMAGE") else {
+            bail!(Skip("PROXY_IMAGE names no archive: cargo xtask test --suite deploy".into()));
+        };
+        for program in [Program::Etcd, Program::KubeApiServer] {
+            program.path().map_err(skip)?;
         }
-        let programs = [Program::Etcd, Program::KubeApiServer].map(Program::path);
-        Ok(programs.into_iter().find_map(Result::err).map(|error| format!("{error:#}")))
-    }
-
-    pub(super) fn start() -> Result<Self> {
-        let image = env::var_os("PROXY_IMAGE").context("PROXY_IMAGE")?;
         let image = Archive::open(Path::new(&image))?;
         let mut lab = Lab::new()?;
         for name in [CLIENT, SERVER] {

@@ -2,29 +2,26 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs::{self, File},
-    io::{Read as _, Write as _},
-    net::TcpStream,
-    process::{Child, Command, Stdio},
-    time::{Duration, Instant},
+    fs,
+    process::{Command, Stdio},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use control_plane::{
-    ApiServer, Options, PROXY,
-    binaries::{self, Program},
+use behaviour::{
+    proxy,
+    setting::{PathKind, ProxyKind, Setting},
+    world::World,
 };
-use deploy::{files, promql, tools::Tool};
-use lab::{Lab, namespace};
-use scenario::Outcome;
-use serde_json::{Value, json};
+use control_plane::binaries::{self, Program};
+use deploy::{files, promql, skip, tools::Tool};
+use lab::wait;
+use scenario::Skip;
+use serde_json::Value;
 
-const NODE: &str = "node1";
 const METRICS: &str = "127.0.0.1:10249";
-/// Longest wait for the proxy to have followed the API server.
-const PROGRAMMED: Duration = Duration::from_secs(60);
-/// Longest wait for a piece of an answer; then it is asked again.
-const ANSWER: Duration = Duration::from_secs(5);
+/// For the proxy to notice that the API server is gone.
+const PATIENCE: Duration = Duration::from_secs(60);
 /// Prometheus makes this one itself, of each target.
 const OF_THE_SCRAPE: &str = "up";
 
@@ -62,7 +59,7 @@ fn rules() -> Result<Vec<(String, String)>> {
     alerts.map(|rule| Ok((text(rule, "alert")?, text(rule, "expr")?))).collect()
 }
 
-pub(super) fn the_dashboard_opens_without_editing() -> Result<Outcome> {
+pub(super) fn the_dashboard_opens_without_editing((): &mut ()) -> Result<()> {
     let dashboard = dashboard()?;
     ensure!(dashboard.get("__inputs").is_none(), "Grafana would ask before it opens");
     let variables: Vec<_> = dashboard["templating"]["list"].as_array().into_iter().flatten().collect();
@@ -102,14 +99,11 @@ pub(super) fn the_dashboard_opens_without_editing() -> Result<Outcome> {
             ensure!(names.contains(name) || name == "__rate_interval", "{expression}: there is no ${name}");
         }
     }
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
-pub(super) fn rules_fire_when_they_should() -> Result<Outcome> {
-    let promtool = match Tool::Promtool.path() {
-        Ok(promtool) => promtool,
-        Err(error) => return Ok(Outcome::Skipped(format!("{error:#}"))),
-    };
+pub(super) fn rules_fire_when_they_should((): &mut ()) -> Result<()> {
+    let promtool = Tool::Promtool.path().map_err(skip)?;
     let folder = tempfile::tempdir().context("making a folder")?;
     let run = |arguments: &[&str]| {
         let mut command = Command::new(&promtool);
@@ -137,97 +131,42 @@ pub(super) fn rules_fire_when_they_should() -> Result<Outcome> {
         let plain = expression.replace("$__rate_interval", "5m");
         run(&["promql", "--experimental", "format", &plain]).with_context(|| expression.clone())?;
     }
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
-/// proxy-ctl on a node of a lab, ended with it.
-struct Proxy(Child);
-
-impl Drop for Proxy {
-    fn drop(&mut self) {
-        // An error means that it has ended already.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn scrape(namespace: &str) -> Result<String> {
-    namespace::within(namespace, || {
-        let mut stream = TcpStream::connect(METRICS).context("connecting to /metrics")?;
-        stream.set_read_timeout(Some(ANSWER)).context("setting a timeout")?;
-        write!(stream, "GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).context("reading /metrics")?;
-        Ok(answer)
-    })
-}
-
-/// What a proxy says of itself that follows a real API server.
-fn exposition() -> Result<Result<String, String>> {
-    if !nix::unistd::geteuid().is_root() {
-        return Ok(Err("network namespaces need root".to_owned()));
-    }
-    if let Some(reason) = binaries::provide(&[Program::Etcd, Program::KubeApiServer])? {
-        return Ok(Err(reason));
-    }
-    let lab = Lab::new()?;
-    let node = lab.netns(NODE)?;
-    let options = Options { namespace: Some(node.namespace.clone()), ..Options::default() };
-    let mut server = ApiServer::start_with(&lab.directory().join("api-server"), options)?;
-    server.apply(&json!({
-        "apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE},
-        "status": {"addresses": [{"type": "InternalIP", "address": node.addresses.v4.to_string()}]},
-    }))?;
-    let config = lab.directory().join("config.json");
-    let text = json!({
-        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
-        "kind": "KubeProxyConfiguration",
-        "clientConnection": {"kubeconfig": server.kubeconfig(PROXY)},
-        "mode": "ebpf",
-        "conntrack": {"maxPerCore": 0},
-        "ebpf": {"cgroup": node.cgroup, "bpffs": lab.bpffs(1)},
-    });
-    fs::write(&config, text.to_string()).context("writing the configuration")?;
-    let log = lab.directory().join("proxy.log");
-    let mut command = lab.command(node, &lab::program("proxy-ctl")?)?;
-    command.args(["run", "--hostname-override", NODE]).arg("--config").arg(&config);
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&log).context("making the log")?);
-    let mut proxy = Proxy(command.spawn().context("starting proxy-ctl")?);
-    // The first failure makes the metrics that count failures.
-    for awaited in ["proxy_sources_listed 1", "proxy_source_errors_total{"] {
-        let start = Instant::now();
-        loop {
-            let answer = scrape(&node.namespace);
-            let found = answer.as_ref().is_ok_and(|text| text.lines().any(|line| line.starts_with(awaited)));
-            if found {
-                break;
-            }
-            let ended = proxy.0.try_wait().context("waiting for proxy-ctl")?;
-            if ended.is_some() || start.elapsed() > PROGRAMMED {
-                let log = fs::read_to_string(&log).unwrap_or_default();
-                bail!("no {awaited} ({ended:?}): {answer:?}\n{log}");
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        }
-        server.kill();
-    }
-    scrape(&node.namespace).map(Ok)
-}
-
-pub(super) fn metrics_exist() -> Result<Outcome> {
-    let exposition = match exposition()? {
-        Ok(exposition) => exposition,
-        Err(reason) => return Ok(Outcome::Skipped(reason)),
+/// What a proxy says of itself that follows a real API server and then loses it: its first failure makes the metrics that
+/// count failures.
+fn exposition() -> Result<String> {
+    let missing = match proxy::missing_for(ProxyKind::Ebpf)? {
+        None => binaries::provide(&[Program::Etcd, Program::KubeApiServer])?,
+        missing => missing,
     };
+    if let Some(reason) = missing {
+        bail!(Skip(reason));
+    }
+    let setting = Setting { proxy: ProxyKind::Ebpf, path: PathKind::Sockets };
+    let mut world = World::with_services(setting, true, |_, _| Ok(()))?;
+    world.kill_api_server();
+    wait::until("a failure is counted", PATIENCE, || {
+        let failures = world.metric(1, "proxy_source_errors_total").map_err(|error| format!("{error:#}"))?;
+        Ok(failures.map(drop))
+    })
+    .with_context(|| world.logs())?;
+    let (_, body) = world.agent("node1")?.http_get(METRICS.parse()?, "/metrics")?;
+    Ok(body)
+}
+
+pub(super) fn rules_and_dashboard_name_metrics_that_exist((): &mut ()) -> Result<()> {
+    let exposition = exposition()?;
     let declared = promql::declared(&exposition);
     ensure!(declared.contains("proxy_build_info"), "that is no exposition: {exposition}");
     let mut missing = BTreeSet::new();
     for expression in rules()?.into_iter().map(|(_, expression)| expression).chain(expressions(&dashboard()?))
     {
-        let asked = promql::metrics(&expression);
+        let asked = promql::metrics(&expression)?;
         ensure!(!asked.is_empty(), "{expression} asks for nothing");
         missing.extend(asked.into_iter().filter(|name| name != OF_THE_SCRAPE && !declared.contains(name)));
     }
     ensure!(missing.is_empty(), "no such metrics: {missing:?}");
-    Ok(Outcome::Passed)
+    Ok(())
 }

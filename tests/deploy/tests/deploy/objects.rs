@@ -10,8 +10,8 @@ use control_plane::{
     ApiServer, Options,
     binaries::{self, Program},
 };
-use deploy::{api, files, tools};
-use scenario::Outcome;
+use deploy::{api, files, skip, tools};
+use scenario::Skip;
 use serde_json::{Value, json};
 
 use super::chart;
@@ -19,24 +19,15 @@ use super::chart;
 /// Longest wait for a new kind to be served.
 const SERVED: Duration = Duration::from_secs(30);
 
-/// A server in a folder that goes with it; the reason if there is none.
-fn start() -> Result<Result<(tempfile::TempDir, ApiServer), String>> {
+/// A server in a folder that goes with it.
+fn start() -> Result<(tempfile::TempDir, ApiServer)> {
     if let Some(reason) = binaries::provide(&[Program::Etcd, Program::KubeApiServer])? {
-        return Ok(Err(reason));
+        return Err(Skip(reason).into());
     }
     let folder = tempfile::TempDir::new().context("making a folder")?;
     let options = Options { flags: vec!["--allow-privileged=true".to_owned()], ..Options::default() };
     let server = ApiServer::start_with(folder.path(), options)?;
-    Ok(Ok((folder, server)))
-}
-
-macro_rules! started {
-    () => {
-        match start()? {
-            Ok(server) => server,
-            Err(reason) => return Ok(Outcome::Skipped(reason)),
-        }
-    };
+    Ok((folder, server))
 }
 
 /// A Pod as the DaemonSet controller would make it: its checks are stricter than the template's.
@@ -49,21 +40,18 @@ fn pod_of(daemon_set: &Value) -> Value {
 }
 
 /// `sed … deploy/manifests/*.yaml | kubectl apply -f -` of the README.
-pub(super) fn manifests_can_be_joined() -> Result<Outcome> {
+pub(super) fn manifests_can_be_joined((): &mut ()) -> Result<()> {
     for (folder, expected) in [("manifests", 4), ("monitoring", 2)] {
         let (joined, apart) = (files::joined(folder)?, files::objects(folder)?);
         ensure!(joined == apart, "{folder}: joined {joined:?}, apart {apart:?}");
         ensure!(joined.len() == expected, "{folder}: {} objects", joined.len());
     }
-    Ok(Outcome::Passed)
+    Ok(())
 }
 
-pub(super) fn the_api_server_accepts_everything() -> Result<Outcome> {
-    let (_folder, server) = started!();
-    let definitions = match tools::operator_definitions() {
-        Ok(definitions) => definitions,
-        Err(error) => return Ok(Outcome::Skipped(format!("{error:#}"))),
-    };
+pub(super) fn the_api_server_accepts_everything((): &mut ()) -> Result<()> {
+    let (_folder, server) = start()?;
+    let definitions = tools::operator_definitions().map_err(skip)?;
     let mut objects = files::objects("manifests")?;
     objects.extend(files::objects("least-capabilities")?);
     objects.extend(files::objects("monitoring")?);
@@ -72,8 +60,7 @@ pub(super) fn the_api_server_accepts_everything() -> Result<Outcome> {
         "monitoring.prometheusRule.enabled=true",
         "monitoring.dashboard.enabled=true",
     ];
-    // Without helm the chart is what other checks find it to be.
-    objects.extend(chart::render(&everything)?.unwrap_or_default());
+    objects.extend(chart::render(&everything)?);
     let pods: Vec<Value> =
         objects.iter().filter(|object| object["kind"] == "DaemonSet").map(pod_of).collect();
     objects.extend(pods);
@@ -110,13 +97,12 @@ pub(super) fn the_api_server_accepts_everything() -> Result<Outcome> {
         let role = role.as_str().context("roleRef.name")?;
         api::get(&client, &format!("/apis/rbac.authorization.k8s.io/v1/clusterroles/{role}")).await?;
         Ok(())
-    })?;
-    Ok(Outcome::Passed)
+    })
 }
 
-/// Where kubeadm has its own manifests. An error without Go, or network for the first time.
+/// Where kubeadm has its own manifests: Go gets them.
 pub(super) fn kubeadm_source() -> Result<String> {
-    let module = binaries::module().sources("k8s.io/kubernetes")?;
+    let module = binaries::module().sources("k8s.io/kubernetes").map_err(skip)?;
     let file = module.join("cmd/kubeadm/app/phases/addons/proxy/manifests.go");
     fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))
 }
@@ -134,18 +120,15 @@ pub(super) fn kubeadm(source: &str, constant: &str, values: &[(&str, &str)]) -> 
     files::documents(&text)?.pop().with_context(|| format!("{constant} is empty"))
 }
 
-pub(super) fn kubeadm_is_patched_and_restored() -> Result<Outcome> {
+pub(super) fn kubeadm_is_patched_and_restored((): &mut ()) -> Result<()> {
     let values = [
         ("Image", "registry.k8s.io/kube-proxy:v1.36.1"),
         ("ProxyConfigMap", "kube-proxy"),
         ("ProxyConfigMapKey", "config.conf"),
     ];
-    let source = match kubeadm_source() {
-        Ok(source) => source,
-        Err(error) => return Ok(Outcome::Skipped(format!("{error:#}"))),
-    };
+    let source = kubeadm_source()?;
     let original = kubeadm(&source, "KubeProxyDaemonSet19", &values)?;
-    let (_folder, server) = started!();
+    let (_folder, server) = start()?;
     let change = files::objects("kubeadm/patch.yaml")?.pop().context("patch.yaml is empty")?;
     server.run(async |client| {
         let before = api::store(&client, &original).await?;
@@ -188,6 +171,5 @@ pub(super) fn kubeadm_is_patched_and_restored() -> Result<Outcome> {
         let restored = api::patch(&client, &original, &json!({"spec": {"template": template}})).await?;
         ensure!(restored["spec"] == before["spec"], "restored: {}", restored["spec"]);
         Ok(())
-    })?;
-    Ok(Outcome::Passed)
+    })
 }

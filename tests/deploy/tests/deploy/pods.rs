@@ -15,14 +15,15 @@ use deploy::{
     oci,
     runc::Container,
     seccomp::{self, Runtime},
+    skip,
 };
 use lab::{
-    Agent, Dial, Outcome as Dialled, Protocol,
+    Agent, Dial, Outcome, Protocol,
     address::{Addresses, FAMILIES, cluster_ip},
     namespace,
 };
 use nix::sys::signal::Signal;
-use scenario::Outcome;
+use scenario::Skip;
 use serde_json::{Value, json};
 
 use super::{
@@ -38,25 +39,23 @@ const ESTABLISHED: (&str, &str) = ("/proc/sys/net/netfilter/nf_conntrack_tcp_tim
 /// The kernel's own.
 const BEFORE: &str = "432000";
 
-pub(super) fn the_manifests_serve() -> Result<Outcome> {
+pub(super) fn the_manifests_serve((): &mut ()) -> Result<()> {
     pod_serves(Runtime::Containerd, |cluster| {
         let files = ["manifests/rbac.yaml", "manifests/configmap.yaml", "manifests/daemonset.yaml"];
         install(cluster, cluster.objects(&files)?)
     })
 }
 
-pub(super) fn least_capabilities_serve_in_containerd() -> Result<Outcome> {
+pub(super) fn least_capabilities_serve_in_containerd((): &mut ()) -> Result<()> {
     least_capabilities_serve(Runtime::Containerd)
 }
 
-pub(super) fn least_capabilities_serve_in_docker() -> Result<Outcome> {
+pub(super) fn least_capabilities_serve_in_docker((): &mut ()) -> Result<()> {
     least_capabilities_serve(Runtime::Moby)
 }
 
-fn least_capabilities_serve(runtime: Runtime) -> Result<Outcome> {
-    if let Err(error) = seccomp::ready() {
-        return Ok(Outcome::Skipped(format!("{error:#}")));
-    }
+fn least_capabilities_serve(runtime: Runtime) -> Result<()> {
+    seccomp::ready().map_err(skip)?;
     pod_serves(runtime, |cluster| {
         let files = ["manifests/rbac.yaml", "manifests/configmap.yaml", "least-capabilities/daemonset.yaml"];
         install(cluster, cluster.objects(&files)?)
@@ -87,11 +86,8 @@ fn change(config_map: &mut Value) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn kubeadm_patched_serves() -> Result<Outcome> {
-    let source = match objects::kubeadm_source() {
-        Ok(source) => source,
-        Err(error) => return Ok(Outcome::Skipped(format!("{error:#}"))),
-    };
+pub(super) fn kubeadm_patched_serves((): &mut ()) -> Result<()> {
+    let source = objects::kubeadm_source()?;
     pod_serves(Runtime::Containerd, |cluster| {
         let url = cluster.server.url();
         // As kubeadm indents it into its template.
@@ -131,10 +127,7 @@ const KUBEADM_CONFIG: &str = include_str!("kubeadm-config.conf");
 const RULES: &str = "table ip kube-proxy { chain services { ip daddr 10.96.0.80 tcp dport 80 drop; }; }";
 
 /// `install` stores objects and returns the DaemonSet. Its pod is run, used, killed, run again, ended and removed.
-fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>) -> Result<Outcome> {
-    if let Some(reason) = Cluster::lacks()? {
-        return Ok(Outcome::Skipped(reason));
-    }
+fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>) -> Result<()> {
     let mut cluster = Cluster::start()?;
     let node = cluster.lab.netns(NODE)?.namespace.clone();
     let daemon_set = install(&cluster)?;
@@ -215,7 +208,7 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
         (!has_nft).then_some("whether a former kube-proxy's rules go, as nft is not installed"),
     ];
     let unseen: Vec<&str> = unseen.into_iter().flatten().collect();
-    Ok(if unseen.is_empty() { Outcome::Passed } else { Outcome::Skipped(unseen.join("; ")) })
+    if unseen.is_empty() { Ok(()) } else { Err(Skip(unseen.join("; ")).into()) }
 }
 
 /// What the README says of the way back.
@@ -276,7 +269,7 @@ fn reach(clients: &[Agent], service: Addresses) -> Result<()> {
             for family in FAMILIES {
                 let target = (service.of(family), PORT).into();
                 let outcomes = client.dial(&Dial::new(protocol, target))?;
-                let answered = matches!(&outcomes[..], [Dialled::Answered(answer)] if answer.by == SERVER);
+                let answered = matches!(&outcomes[..], [Outcome::Answered(answer)] if answer.by == SERVER);
                 if !answered {
                     bail!("{} -> {target} {protocol}: {outcomes:?}", client.name());
                 }

@@ -3,16 +3,14 @@
 
 use std::{
     fs,
-    io::{Read as _, Write as _},
-    net::TcpStream,
     sync::atomic::{AtomicBool, Ordering},
     thread,
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use deploy::tools;
-use lab::namespace;
+use lab::{http, namespace};
 
 const METRICS: &str = "127.0.0.1:10249";
 /// Names are looked up by code that is not optimised.
@@ -23,7 +21,11 @@ const OURS: &str = "proxy_ctl::report::metrics::";
 /// `namespace`: of the node.
 pub(super) fn name_our_functions(namespace: &str) -> Result<()> {
     let folder = tempfile::tempdir().context("making a folder")?;
-    let get = |path: &str| namespace::within(namespace, || get(path));
+    let get = |path: &str| -> Result<Vec<u8>> {
+        let (status, body) = namespace::within(namespace, || http::get(METRICS.parse()?, path, ANSWER))?;
+        ensure!(status == 200, "{path}: {status} {}", String::from_utf8_lossy(&body));
+        Ok(body)
+    };
     let stop = AtomicBool::new(false);
     let cpu = thread::scope(|scope| {
         let busy = scope.spawn(|| -> Result<()> {
@@ -46,18 +48,4 @@ pub(super) fn name_our_functions(namespace: &str) -> Result<()> {
         ensure!(top.contains(OURS), "no {OURS} in\n{top}");
     }
     Ok(())
-}
-
-/// The body of an answer with status 200.
-fn get(path: &str) -> Result<Vec<u8>> {
-    let mut stream = TcpStream::connect(METRICS)?;
-    stream.set_read_timeout(Some(ANSWER))?;
-    write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
-    let mut answer = Vec::new();
-    stream.read_to_end(&mut answer)?;
-    let head = answer.windows(4).position(|part| part == b"\r\n\r\n").context("half an answer")?;
-    if !answer.starts_with(b"HTTP/1.1 200") {
-        bail!("{path}: {}", String::from_utf8_lossy(&answer));
-    }
-    Ok(answer.split_off(head + 4))
 }

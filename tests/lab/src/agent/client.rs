@@ -8,6 +8,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, anyhow, bail};
+use serde::de::DeserializeOwned;
 
 use super::protocol::{Bench, Dial, Load, Outcome, Protocol, Rate, Reply, Request, Tally};
 
@@ -43,7 +44,7 @@ impl Agent {
     }
 
     /// Sends one request and waits for its reply.
-    pub fn ask(&self, request: &Request) -> Result<Reply> {
+    fn ask<T: DeserializeOwned>(&self, request: &Request) -> Result<T> {
         let mut wires = self.wires.lock().unwrap_or_else(PoisonError::into_inner);
         let mut line = serde_json::to_string(request)?;
         line.push('\n');
@@ -53,90 +54,60 @@ impl Agent {
         if wires.replies.read_line(&mut line).with_context(gone)? == 0 {
             bail!(gone());
         }
-        let reply = serde_json::from_str(&line).with_context(|| format!("reply of agent {}", self.name))?;
-        if let Reply::Error(text) = reply {
-            bail!("{}: {text}", self.name);
-        }
-        Ok(reply)
+        let reply: Reply =
+            serde_json::from_str(&line).with_context(|| format!("reply of agent {}", self.name))?;
+        let reply = reply.map_err(|text| anyhow!("{}: {text}", self.name))?;
+        serde_json::from_value(reply).with_context(|| format!("agent {} answered something else", self.name))
     }
 
     pub fn serve(&self, addresses: &[SocketAddr]) -> Result<()> {
-        self.ask(&Request::Serve { name: self.name.clone(), addresses: addresses.to_vec() }).map(drop)
+        self.ask(&Request::Serve { name: self.name.clone(), addresses: addresses.to_vec() })
     }
 
     pub fn serve_bytes(&self, addresses: &[SocketAddr]) -> Result<()> {
-        self.ask(&Request::ServeBytes { addresses: addresses.to_vec() }).map(drop)
+        self.ask(&Request::ServeBytes { addresses: addresses.to_vec() })
     }
 
     pub fn dial(&self, dial: &Dial) -> Result<Vec<Outcome>> {
-        self.outcomes(&Request::Dial(dial.clone()))
+        self.ask(&Request::Dial(dial.clone()))
     }
 
     pub fn dial_shared(&self, targets: &[SocketAddr], rounds: u32, mapped: bool) -> Result<Vec<Outcome>> {
-        self.outcomes(&Request::DialShared { targets: targets.to_vec(), rounds, mapped })
-    }
-
-    fn outcomes(&self, request: &Request) -> Result<Vec<Outcome>> {
-        let Reply::Outcomes(outcomes) = self.ask(request)? else {
-            bail!("agent {} answered something else", self.name)
-        };
-        Ok(outcomes)
+        self.ask(&Request::DialShared { targets: targets.to_vec(), rounds, mapped })
     }
 
     /// Opens a connection that stays open; returns its number and what the first request met.
     pub fn hold(&self, protocol: Protocol, target: SocketAddr) -> Result<(usize, Outcome)> {
-        let Reply::Held { connection, outcome } = self.ask(&Request::Hold { target, protocol })? else {
-            bail!("agent {} answered something else", self.name)
-        };
-        Ok((connection, outcome))
+        self.ask(&Request::Hold { target, protocol })
     }
 
     pub fn ping(&self, connection: usize) -> Result<Outcome> {
-        self.outcomes(&Request::Ping { connection })?
-            .pop()
-            .ok_or_else(|| anyhow!("agent {} sent no outcome", self.name))
+        self.ask(&Request::Ping { connection })
     }
 
     pub fn release(&self, connection: usize) -> Result<()> {
-        self.ask(&Request::Release { connection }).map(drop)
+        self.ask(&Request::Release { connection })
     }
 
     pub fn start_load(&self, load: &Load) -> Result<usize> {
-        let Reply::Number(number) = self.ask(&Request::StartLoad(load.clone()))? else {
-            bail!("agent {} answered something else", self.name)
-        };
-        Ok(number)
+        self.ask(&Request::StartLoad(load.clone()))
     }
 
     pub fn peek_load(&self, load: usize) -> Result<Tally> {
-        self.tally(&Request::PeekLoad { load })
+        self.ask(&Request::PeekLoad { load })
     }
 
     pub fn stop_load(&self, load: usize) -> Result<Tally> {
-        self.tally(&Request::StopLoad { load })
-    }
-
-    fn tally(&self, request: &Request) -> Result<Tally> {
-        let Reply::Tally(tally) = self.ask(request)? else {
-            bail!("agent {} answered something else", self.name)
-        };
-        Ok(tally)
+        self.ask(&Request::StopLoad { load })
     }
 
     pub fn bench(&self, bench: &Bench) -> Result<Rate> {
-        let Reply::Rate(rate) = self.ask(&Request::Bench(bench.clone()))? else {
-            bail!("agent {} answered something else", self.name)
-        };
-        Ok(rate)
+        self.ask(&Request::Bench(bench.clone()))
     }
 
     /// Status and body of `GET http://address/path`.
     pub fn http_get(&self, address: SocketAddr, path: &str) -> Result<(u16, String)> {
-        let Reply::Http { status, body } = self.ask(&Request::HttpGet { address, path: path.to_owned() })?
-        else {
-            bail!("agent {} answered something else", self.name)
-        };
-        Ok((status, body))
+        self.ask(&Request::HttpGet { address, path: path.to_owned() })
     }
 }
 

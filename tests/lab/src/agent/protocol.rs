@@ -6,6 +6,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub enum Protocol {
@@ -75,24 +76,8 @@ pub enum Request {
     },
 }
 
-#[derive(Clone, Debug, Deserialize, Serialize)]
-pub enum Reply {
-    Done,
-    Number(usize),
-    Outcomes(Vec<Outcome>),
-    Held {
-        connection: usize,
-        outcome: Outcome,
-    },
-    Tally(Tally),
-    Rate(Rate),
-    Http {
-        status: u16,
-        body: String,
-    },
-    /// The request itself could not be carried out.
-    Error(String),
-}
+/// What the request asks for as JSON, or why it could not be carried out.
+pub type Reply = Result<Value, String>;
 
 /// New connections (or sockets) one after another, each with one request.
 #[derive(Clone, Debug, Deserialize, Serialize)]

@@ -2,12 +2,12 @@
 
 use std::{
     collections::BTreeMap,
-    io::{self, BufRead as _, Read as _, Write as _},
-    net::{SocketAddr, TcpStream},
+    io::{self, BufRead as _, Write as _},
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, anyhow, bail};
+use anyhow::{Context as _, Result};
+use serde_json::{Value, to_value};
 
 use super::{
     bench,
@@ -16,6 +16,10 @@ use super::{
     protocol::{Reply, Request},
     serve,
 };
+use crate::http;
+
+/// For an answer over HTTP.
+const LIMIT: Duration = Duration::from_secs(5);
 
 /// Serves requests until standard input ends.
 pub fn run() -> Result<()> {
@@ -23,7 +27,7 @@ pub fn run() -> Result<()> {
     for line in io::stdin().lock().lines() {
         let request =
             serde_json::from_str(&line.context("reading a request")?).context("parsing a request")?;
-        let reply = session.carry_out(request).unwrap_or_else(|error| Reply::Error(format!("{error:#}")));
+        let reply: Reply = session.carry_out(request).map_err(|error| format!("{error:#}"));
         let mut out = io::stdout().lock();
         serde_json::to_writer(&mut out, &reply).context("writing a reply")?;
         out.write_all(b"\n").and_then(|()| out.flush()).context("writing a reply")?;
@@ -44,19 +48,19 @@ impl Session {
         self.next
     }
 
-    fn carry_out(&mut self, request: Request) -> Result<Reply> {
+    fn carry_out(&mut self, request: Request) -> Result<Value> {
         Ok(match request {
             Request::Serve { name, addresses } => {
                 serve::describe(&name, &addresses).with_context(|| format!("serving on {addresses:?}"))?;
-                Reply::Done
+                to_value(())
             }
             Request::ServeBytes { addresses } => {
                 serve::bytes(&addresses).with_context(|| format!("serving on {addresses:?}"))?;
-                Reply::Done
+                to_value(())
             }
-            Request::Dial(dial) => Reply::Outcomes(dial::dial(&dial)),
+            Request::Dial(dial) => to_value(dial::dial(&dial)),
             Request::DialShared { targets, rounds, mapped } => {
-                Reply::Outcomes(dial::shared(&targets, rounds, mapped)?)
+                to_value(dial::shared(&targets, rounds, mapped)?)
             }
             Request::Hold { target, protocol } => {
                 let mut held =
@@ -64,45 +68,32 @@ impl Session {
                 let outcome = held.ping();
                 let connection = self.number();
                 self.held.insert(connection, held);
-                Reply::Held { connection, outcome }
+                to_value((connection, outcome))
             }
             Request::Ping { connection } => {
-                let held =
-                    self.held.get_mut(&connection).ok_or_else(|| anyhow!("no connection {connection}"))?;
-                Reply::Outcomes(vec![held.ping()])
+                let held = self.held.get_mut(&connection);
+                to_value(held.with_context(|| format!("no connection {connection}"))?.ping())
             }
             Request::Release { connection } => {
                 self.held.remove(&connection);
-                Reply::Done
+                to_value(())
             }
             Request::StartLoad(load) => {
                 let number = self.number();
                 self.loads.insert(number, Running::start(&load));
-                Reply::Number(number)
+                to_value(number)
             }
             Request::PeekLoad { load } => {
-                Reply::Tally(self.loads.get(&load).ok_or_else(|| anyhow!("no load {load}"))?.tally())
+                to_value(self.loads.get(&load).with_context(|| format!("no load {load}"))?.tally())
             }
             Request::StopLoad { load } => {
-                Reply::Tally(self.loads.remove(&load).ok_or_else(|| anyhow!("no load {load}"))?.stop())
+                to_value(self.loads.remove(&load).with_context(|| format!("no load {load}"))?.stop())
             }
-            Request::Bench(bench) => Reply::Rate(bench::run(&bench)),
-            Request::HttpGet { address, path } => http_get(address, &path)?,
-        })
+            Request::Bench(bench) => to_value(bench::run(&bench)),
+            Request::HttpGet { address, path } => {
+                let (status, body) = http::get(address, &path, LIMIT)?;
+                to_value((status, String::from_utf8_lossy(&body)))
+            }
+        }?)
     }
-}
-
-fn http_get(address: SocketAddr, path: &str) -> Result<Reply> {
-    let limit = Duration::from_secs(5);
-    let mut stream = TcpStream::connect_timeout(&address, limit)?;
-    stream.set_read_timeout(Some(limit))?;
-    write!(stream, "GET {path} HTTP/1.0\r\nHost: {address}\r\nConnection: close\r\n\r\n")?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer)?;
-    let Some((head, body)) = answer.split_once("\r\n\r\n") else { bail!("no HTTP answer from {address}") };
-    let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
-    Ok(Reply::Http {
-        status: status.ok_or_else(|| anyhow!("no HTTP status from {address}"))?,
-        body: body.to_owned(),
-    })
 }

@@ -12,7 +12,7 @@ use anyhow::{Result, bail};
 
 use super::{NODES, Netns};
 use crate::{
-    address::{self, NodeNumber},
+    address::{self, Addresses, NodeNumber},
     namespace::{ip, sysctl},
 };
 
@@ -74,15 +74,20 @@ pub(super) fn build_fabric(fabric: &Netns) -> Result<()> {
 /// Plugs a node or the client outside into the fabric as `eth0`.
 pub(super) fn connect(fabric: &Netns, netns: &Netns) -> Result<()> {
     let port = &netns.name;
-    ip(
-        None,
-        &format!(
-            "link add {port} netns {} type veth peer name eth0 netns {}\n",
-            fabric.namespace, netns.namespace
-        ),
-    )?;
+    pair(fabric, port, netns)?;
     ip(Some(&fabric.namespace), &format!("link set {port} master br0 up\n"))?;
-    let (own, gateway) = (netns.addresses, address::gateway());
+    set_up(netns, address::gateway())
+}
+
+/// `name` in the first namespace and `eth0` in the other.
+fn pair(netns: &Netns, name: &str, other: &Netns) -> Result<()> {
+    let (here, there) = (&netns.namespace, &other.namespace);
+    ip(None, &format!("link add {name} netns {here} type veth peer name eth0 netns {there}\n"))
+}
+
+/// `eth0` with its addresses, and a way to everywhere.
+fn set_up(netns: &Netns, gateway: Addresses) -> Result<()> {
+    let own = netns.addresses;
     ip(
         Some(&netns.namespace),
         &format!(
@@ -135,13 +140,7 @@ fn interface(prefix: &str, pod: &Netns) -> String {
 fn connect_routed(node: &Netns, pod: &Netns) -> Result<()> {
     let host_side = interface("cali", pod);
     let own = pod.addresses;
-    ip(
-        None,
-        &format!(
-            "link add {host_side} netns {} type veth peer name eth0 netns {}\n",
-            node.namespace, pod.namespace
-        ),
-    )?;
+    pair(node, &host_side, pod)?;
     ip(
         Some(&node.namespace),
         &format!(
@@ -165,25 +164,11 @@ fn connect_routed(node: &Netns, pod: &Netns) -> Result<()> {
 
 fn connect_bridged(node: &Netns, pod: &Netns) -> Result<()> {
     let host_side = interface("veth", pod);
-    let (own, gateway) = (pod.addresses, address::pod(2, 1));
-    ip(
-        None,
-        &format!(
-            "link add {host_side} netns {} type veth peer name eth0 netns {}\n",
-            node.namespace, pod.namespace
-        ),
-    )?;
+    pair(node, &host_side, pod)?;
     // Hairpin, as the bridge CNI plugin sets it for pods that dial their own service.
     ip(
         Some(&node.namespace),
         &format!("link set {host_side} master cni0 up\nlink set {host_side} type bridge_slave hairpin on\n"),
     )?;
-    ip(
-        Some(&pod.namespace),
-        &format!(
-            "link set eth0 up\naddr add {}/24 dev eth0\naddr add {}/64 dev eth0 nodad\n\
-             route add default via {}\nroute add ::/0 via {}\n",
-            own.v4, own.v6, gateway.v4, gateway.v6
-        ),
-    )
+    set_up(pod, address::pod(2, 1))
 }

@@ -13,12 +13,18 @@ use crate::{
 };
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.both::<W>("with options, there and back", options);
-    group.both::<W>("with many options", many_options);
+    group.both::<W>("with options, there and back", |s| {
+        translated(s, |packet| Segment { extra: Extra::Options, ..packet })
+    });
+    group.both::<W>("with many options", |s| {
+        translated(s, |packet| Segment { extra: Extra::ManyOptions, ..packet })
+    });
     group.both::<W>("a fragment goes on untouched", fragment);
     group.both::<W>("cut short anywhere", cut_short);
     group.both::<W>("of every payload length up to 64", payloads);
-    group.udp::<W>("without checksum stays without", without_checksum);
+    group.udp::<W>("without checksum stays without", |s| {
+        translated(s, |packet| Segment { without_checksum: true, ..packet })
+    });
     group.udp::<W>("a checksum that comes out as 0", zero_checksum);
 }
 
@@ -28,15 +34,10 @@ fn expect_translated<W: Tables>(s: &mut Scene<W>, packet: &Segment) -> Result<()
     s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))
 }
 
-fn options<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+/// `change` makes the packet of the first one of a connection.
+fn translated<W: Tables>(s: &mut Scene<W>, change: fn(Segment) -> Segment) -> Result<()> {
     s.cluster_ip()?;
-    let packet = Segment { extra: Extra::Options, ..s.first(CLIENT, CLUSTER_IP) };
-    expect_translated(s, &packet)
-}
-
-fn many_options<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    let packet = Segment { extra: Extra::ManyOptions, ..s.first(CLIENT, CLUSTER_IP) };
+    let packet = change(s.first(CLIENT, CLUSTER_IP));
     expect_translated(s, &packet)
 }
 
@@ -73,12 +74,6 @@ fn payloads<W: Tables>(s: &mut Scene<W>) -> Result<()> {
         expect_translated(s, &packet)?;
     }
     s.counted(&[(Reason::FlowOpened, 65)])
-}
-
-fn without_checksum<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    let packet = Segment { without_checksum: true, ..s.first(CLIENT, CLUSTER_IP) };
-    expect_translated(s, &packet)
 }
 
 fn zero_checksum<W: Tables>(s: &mut Scene<W>) -> Result<()> {

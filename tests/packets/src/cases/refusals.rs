@@ -14,10 +14,16 @@ use crate::{
 };
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.both::<W>("refused: no endpoint", no_endpoint);
-    group.both::<W>("refused: no endpoint, device without Ethernet header", no_endpoint_bare);
-    group.both::<W>("refused: a packet with options", with_options);
-    group.both::<W>("refused: a packet with payload", with_payload);
+    group.both::<W>("refused: no endpoint", |s| no_endpoint(s, "workload_ingress", |packet| packet));
+    group.both::<W>("refused: no endpoint, device without Ethernet header", |s| {
+        no_endpoint(s, "workload_ingress_l3", |packet| Segment { link: Link::Bare, ..packet })
+    });
+    group.both::<W>("refused: a packet with options", |s| {
+        no_endpoint(s, "workload_ingress", |packet| Segment { extra: Extra::ManyOptions, ..packet })
+    });
+    group.both::<W>("refused: a packet with payload", |s| {
+        no_endpoint(s, "workload_ingress", |packet| Segment { payload: vec![0xa5; 333], ..packet })
+    });
     group.both::<W>("refused from outside: node port without endpoint", node_port);
     group.both::<W>("refused: the service is just being removed", service_gone);
     group.both::<W>("refused: logged when asked for, a bounded number in a second", logged);
@@ -46,11 +52,12 @@ fn expect_refused<W: Tables>(s: &mut Scene<W>, program: &str, packet: &Segment) 
     s.counted(&[(Reason::NoEndpoints, 1)])
 }
 
-fn no_endpoint<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+/// `change` makes the packet of the first one of a connection.
+fn no_endpoint<W: Tables>(s: &mut Scene<W>, program: &str, change: fn(Segment) -> Segment) -> Result<()> {
     s.service(1, &[])?;
     s.frontend(CLUSTER_IP, 1, 0)?;
-    let packet = s.first(CLIENT, CLUSTER_IP);
-    expect_refused(s, "workload_ingress", &packet)
+    let packet = change(s.first(CLIENT, CLUSTER_IP));
+    expect_refused(s, program, &packet)
 }
 
 fn logged<W: Tables>(s: &mut Scene<W>) -> Result<()> {
@@ -69,27 +76,6 @@ fn logged<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     let lines = s.world.logged()?;
     ensure!((1..MORE_THAN_IN_TWO_SECONDS).contains(&lines), "{lines} lines");
     Ok(())
-}
-
-fn no_endpoint_bare<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.service(1, &[])?;
-    s.frontend(CLUSTER_IP, 1, 0)?;
-    let packet = Segment { link: Link::Bare, ..s.first(CLIENT, CLUSTER_IP) };
-    expect_refused(s, "workload_ingress_l3", &packet)
-}
-
-fn with_options<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.service(1, &[])?;
-    s.frontend(CLUSTER_IP, 1, 0)?;
-    let packet = Segment { extra: Extra::ManyOptions, ..s.first(CLIENT, CLUSTER_IP) };
-    expect_refused(s, "workload_ingress", &packet)
-}
-
-fn with_payload<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.service(1, &[])?;
-    s.frontend(CLUSTER_IP, 1, 0)?;
-    let packet = Segment { payload: vec![0xa5; 333], ..s.first(CLIENT, CLUSTER_IP) };
-    expect_refused(s, "workload_ingress", &packet)
 }
 
 fn node_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {

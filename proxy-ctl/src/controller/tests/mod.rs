@@ -439,7 +439,7 @@ fn external_ips_are_served_unless_the_feature_gate_says_otherwise(
 ) {
     let feature_gates = gates.iter().map(|(name, on)| ((*name).to_owned(), *on)).collect();
     let mut fixture = Fixture::with(Config { feature_gates, ..Config::default() }, Vec::new());
-    let external_ips = vec![address("192.0.2.1")];
+    let external_ips = vec![ip("192.0.2.1")];
     fixture.take(Update::ApplyService(Service { external_ips, ..service("a", "10.0.0.1") }));
     fixture.write();
     let ports = fixture.recorder.lock().ports.clone();

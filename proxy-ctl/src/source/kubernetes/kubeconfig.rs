@@ -237,10 +237,12 @@ fn from_kubeconfig(path: &Path, master: Option<Uri>) -> Result<Loaded, ConfigErr
     }
     let tls = loaded.client.rustls_client_config();
     tls.map_err(|error| {
-        let problem = match &error {
-            kube::Error::InferKubeconfig(error) => without_data(error),
-            kube::Error::RustlsTls(RustlsTlsError::InvalidIdentityPem(_)) => NO_PEM.to_owned(),
-            error => error.to_string(),
+        let problem = if let kube::Error::InferKubeconfig(error) = &error {
+            without_data(error)
+        } else if let kube::Error::RustlsTls(RustlsTlsError::InvalidIdentityPem(_)) = &error {
+            NO_PEM.to_owned()
+        } else {
+            error.to_string()
         };
         wrong(names.field_of_tls(&error), problem)
     })?;

@@ -37,7 +37,7 @@ fn snapshot(bpffs: &Path) -> anyhow::Result<Option<Snapshot>> {
         return Ok(Some(programmed.snapshot()?));
     }
     if let Some(process) = dataplane::controller(bpffs) {
-        // There is nobody to tell if stderr is gone.
+        // A closed stderr cannot be reported.
         let _ = writeln!(
             std::io::stderr(),
             "proxy-ctl (process {process}) is starting: nothing is programmed yet"

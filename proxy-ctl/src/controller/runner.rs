@@ -75,7 +75,7 @@ impl BoundedRunner {
         runs.into_iter().find(|(at, _)| at.is_some_and(|at| at <= now)).map(|(_, scope)| scope)
     }
 
-    /// When something will be due although nobody asks.
+    /// When something will be due without a request.
     pub(super) fn next(&self) -> Option<Instant> {
         let inspection = self.is_settled().then_some(self.inspection_at);
         [self.everything_at, self.changes_at(), inspection].into_iter().flatten().min()

@@ -205,7 +205,7 @@ impl Controller {
         });
     }
 
-    /// Removes what nobody uses any more; a failure is logged when it begins and when it ends.
+    /// Removes what is no longer used; a failure is logged when it begins and when it ends.
     pub fn collect_garbage(&mut self) {
         let Some(active) = &mut self.active else { return };
         let started = Instant::now();

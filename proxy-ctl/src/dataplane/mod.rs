@@ -43,7 +43,7 @@ pub trait Dataplane: Programmed + Send {
     /// Takes over the node's own addresses and interfaces. Called before the first `resync`, and on change.
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error>;
 
-    /// Removes what nobody uses any more (expired flows, interfaces that are gone). Called about once a second.
+    /// Removes what is no longer used (expired flows, interfaces that are gone). Called about once a second.
     fn collect_garbage(&mut self) -> Result<(), Error>;
 
     /// Shortest interval between two calls of [`Dataplane::apply`]. `configured`: the mode's `minSyncPeriod`.

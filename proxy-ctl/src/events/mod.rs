@@ -219,7 +219,7 @@ struct Writer {
 }
 
 impl Writer {
-    /// Ends when nobody can record any more.
+    /// Ends when every [`Recorder`] is dropped.
     async fn run(mut self, mut jobs: mpsc::Receiver<Job>) {
         while let Some(job) = jobs.recv().await {
             match job {

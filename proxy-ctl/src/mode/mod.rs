@@ -95,7 +95,7 @@ impl PacketHook {
     }
 }
 
-/// What the node can do, gathered by whoever may look.
+/// What the node can do.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct HostFacts {
     /// As `uname -r`.

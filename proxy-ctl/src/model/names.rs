@@ -43,7 +43,7 @@ impl NameInterner {
 #[derive(Debug)]
 struct Interner<T: ?Sized> {
     known: FxHashSet<Arc<T>>,
-    /// Number of names at which those that nobody else holds are dropped.
+    /// Number of names at which those without another holder are dropped.
     sweep_at: usize,
 }
 

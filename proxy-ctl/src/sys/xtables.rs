@@ -71,7 +71,7 @@ pub fn outline(family: TableFamily, table: &str) -> Result<Option<Outline>, Call
     read_outline(&socket, family, table).map(Some)
 }
 
-/// Names of the chains of `table` that somebody has made. Takes memory and time as the table does: 150 MB for 310,000
+/// Names of the user-defined chains of `table`. Takes memory and time as the table does: 150 MB for 310,000
 /// rules. `None`: no packet of this family comes. Needs CAP_NET_ADMIN.
 pub fn chains(family: TableFamily, table: &str) -> Result<Option<(Outline, Vec<String>)>, CallError> {
     let layout = layout(family);
@@ -138,7 +138,7 @@ fn half(bytes: &[u8], at: usize) -> Option<usize> {
     Some(usize::from(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?)))
 }
 
-/// A chain that somebody has made begins with a rule whose target is ERROR, with its name; so does the table's end.
+/// A user-defined chain begins with a rule whose target is ERROR, with its name; so does the table's end.
 fn chain_names(mut rules: &[u8], target_offset: usize) -> Vec<String> {
     let mut names = Vec::new();
     while let (Some(target), Some(next)) = (half(rules, target_offset), half(rules, target_offset + 2)) {

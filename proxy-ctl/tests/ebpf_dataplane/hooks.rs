@@ -327,7 +327,7 @@ fn clsact_filters_do_the_same_where_tcx_is_missing() {
     for _ in 0..20 {
         dataplane.collect_garbage().unwrap();
     }
-    assert_eq!(ours(Direction::Ingress), swapped, "what somebody removed comes back");
+    assert_eq!(ours(Direction::Ingress), swapped, "removed programs are attached again");
     assert_eq!(ours(Direction::Egress).len(), 1);
 
     // Another's filter keeps the qdisc alive.

@@ -17,7 +17,7 @@ use nix::{
     unistd::Pid,
 };
 
-/// How often a condition is looked at that nobody announces.
+/// Interval between two looks at a condition.
 pub(crate) const BETWEEN_LOOKS: Duration = Duration::from_millis(10);
 /// An API server waits for watches to end, for a minute.
 const TERM_LIMIT: Duration = Duration::from_secs(3);

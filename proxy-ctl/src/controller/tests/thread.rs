@@ -78,7 +78,7 @@ async fn it_opens_at_once_and_writes_after_all_lists() {
     thread.stop();
 }
 
-/// With the sources gone nothing would be followed any more, and nobody would notice.
+/// Without sources no change would be followed, and no error would show it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_sources_it_ends_with_an_error() {
     let Thread { updates, ended, .. } = Thread::start(|| Ok(Box::new(Recorder::default())));

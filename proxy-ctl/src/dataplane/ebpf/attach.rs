@@ -193,7 +193,7 @@ impl Hooks {
         failures
     }
 
-    /// Indexes of the interfaces that have links or filters of ours, by the pins, also those that somebody removed.
+    /// Indexes of the interfaces that have links or filters of ours, by the pins, also those that another program has removed.
     fn attached(&self) -> Result<Vec<u32>, Error> {
         let links = names(&self.paths.links())?;
         let held = self.links.paths().filter_map(|path| path.file_name()?.to_str());
@@ -318,7 +318,7 @@ fn exists(index: u32) -> bool {
     nix::net::if_::if_indextoname(index).is_ok_and(|name| !name.is_empty())
 }
 
-/// Removes our filters from an interface, and the qdisc if it is ours and nobody else's. Answers how many filters
+/// Removes our filters from an interface, and the qdisc if it is ours and has no other filters. Answers how many filters
 /// there were.
 pub(super) fn remove_filters(paths: &Paths, index: u32) -> Result<usize, Error> {
     let folder = paths.clsact().join(index.to_string());

@@ -1,6 +1,6 @@
 //! Restores pins that another program removes: without them the tables and links would not outlive this process.
 //!
-//! The controller holds a descriptor of all that it has pinned. So nothing is freed or detached when somebody empties
+//! The controller holds a descriptor of all that it has pinned. So nothing is freed or detached when another program empties
 //! the bpffs, and the same tables and links can be pinned again.
 
 use std::{

@@ -93,7 +93,7 @@ pub(super) struct Uses {
 }
 
 impl Uses {
-    /// A backend that the tables hold as `backend` and that nobody counts as used yet.
+    /// A backend that the tables hold as `backend` and that has no counted users yet.
     pub(super) fn of<A>(id: u32, backend: &Backend<A>) -> Self {
         let mut uses = Self { id, ..Self::default() };
         uses.wrote(backend);

@@ -1,5 +1,5 @@
 //! The order of writes, so that a reader in the kernel finds the old or the new state of a service port, never a
-//! mixture: backends, slots (always a range nobody reads), the service (each endpoint set in one store), its name,
+//! mixture: backends, slots (always an unused range), the service (each endpoint set in one store), its name,
 //! its frontends; then what is gone, in the reverse order.
 //!
 //! One port that cannot be written keeps its old state and does not stop the others.

@@ -61,7 +61,7 @@ pub(super) struct Connection {
 
 #[derive(Default)]
 struct Current {
-    /// None: to be made by whoever needs it next.
+    /// None: the next caller makes it.
     client: Option<Client>,
     generation: u64,
     fingerprint: u64,

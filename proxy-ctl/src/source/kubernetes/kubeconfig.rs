@@ -96,7 +96,7 @@ impl Config {
         });
         let mut loaded = match (&self.kubeconfig, master.transpose()?) {
             (Some(path), master) => from_kubeconfig(path, master)?,
-            // An API server that asks nobody who they are, such as one behind `kubectl proxy`.
+            // An API server without authentication, such as one behind `kubectl proxy`.
             (None, Some(master)) => Loaded::new(kube::Config::new(master)),
             (None, None) => in_cluster()?,
         };
@@ -206,7 +206,7 @@ fn from_kubeconfig(path: &Path, master: Option<Uri>) -> Result<Loaded, ConfigErr
         cluster.server = Some(server.to_string());
         proxy = cluster.proxy_url.clone().filter(|url| !url.is_empty());
     }
-    // kube takes a user who is not there for nobody.
+    // kube takes an unknown user for no user.
     if !names.user.is_empty() && !kubeconfig.auth_infos.iter().any(|named| named.name == names.user) {
         return Err(wrong(names.in_context("user"), format!("no user is named {:?}", names.user)));
     }

@@ -46,7 +46,7 @@ impl ListMethod {
     }
 }
 
-/// Shared by the watchers and whoever reports about them; clones see the same values.
+/// Shared by the watchers and their readers; clones see the same values.
 #[derive(Clone, Debug, Default)]
 pub struct SourceState {
     lists: Family<Labels<2>, Counter>,

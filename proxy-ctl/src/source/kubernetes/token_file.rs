@@ -1,4 +1,4 @@
-//! A bearer token that somebody else writes into a file, such as the kubelet.
+//! A bearer token in a file that another program writes, such as the kubelet.
 //!
 //! kube reads such files too, but sends the line break at their end, which no header may hold, and goes on with the
 //! old token for up to a minute.

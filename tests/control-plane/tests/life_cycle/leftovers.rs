@@ -514,7 +514,7 @@ pub(crate) fn connections_that_it_leaves_live_on_where_nobody_else_translates(
         let _listener = TcpListener::bind((ENDPOINT, PORT))?;
         let address: SocketAddr = format!("{CLUSTER_IP}:{PORT}").parse()?;
         let others = TcpStream::connect_timeout(&address, Duration::from_secs(1));
-        ensure!(others.is_err(), "{tables:?}: somebody else serves still");
+        ensure!(others.is_err(), "{tables:?}: another program still serves");
         connect_within(&own).with_context(|| format!("{tables:?}: a new connection"))?;
         until(
             "nothing of kube-proxy",
@@ -718,7 +718,7 @@ pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_foug
     ensure!(ruleset()?.contains(serving), "it was removed again");
     left(3.0)?;
 
-    // By somebody else.
+    // Of another program.
     run("iptables-legacy", &["-t", "mangle", "-X", "KUBE-PROXY-CANARY"])?;
     left(2.0)?;
     ensure!(proxy.log().matches("are not on PATH").count() == 1, "{}", proxy.log());

@@ -1,4 +1,4 @@
-//! Waiting for a condition that nobody announces, with a limit.
+//! Polls a condition, with a limit.
 
 use std::time::{Duration, Instant};
 

@@ -26,13 +26,20 @@ pub struct Coverage {
     pub programmed: bool,
     /// Service ports that are not served as their Services ask. A port leaves when its new state is written.
     pub unsupported: BTreeMap<ServicePortName, Vec<Unsupported>>,
+    /// Service ports of which some frontends have no room.
+    pub without_room: BTreeMap<ServicePortName, Vec<Unsupported>>,
 }
 
 impl Coverage {
+    /// Everything that is not served as its Service asks.
+    pub fn exceptions(&self) -> impl Iterator<Item = (&ServicePortName, &Unsupported)> {
+        let ports = self.unsupported.iter().chain(&self.without_room);
+        ports.flat_map(|(name, all)| all.iter().map(move |one| (name, one)))
+    }
+
     /// Service ports of which some frontend is not served.
     pub fn unserved(&self) -> impl Iterator<Item = (&ServicePortName, &Unsupported)> {
-        let all = self.unsupported.iter().flat_map(|(name, all)| all.iter().map(move |one| (name, one)));
-        all.filter(|(_, one)| one.leaves_unserved())
+        self.exceptions().filter(|(_, one)| one.leaves_unserved())
     }
 }
 
@@ -137,6 +144,26 @@ impl CoverageTracker {
         });
     }
 
+    /// `now`: all of them.
+    pub(super) fn set_without_room(&self, now: BTreeMap<ServicePortName, Vec<Unsupported>>) {
+        self.coverage.send_if_modified(|coverage| {
+            if coverage.without_room == now {
+                return false;
+            }
+            for (name, reasons) in &now {
+                log_new(name, coverage.without_room.get(name).map_or(&[], Vec::as_slice), reasons);
+            }
+            for reasons in coverage.without_room.values() {
+                self.metrics.own.unsupported(reasons, -1);
+            }
+            for reasons in now.values() {
+                self.metrics.own.unsupported(reasons, 1);
+            }
+            coverage.without_room = now;
+            true
+        });
+    }
+
     fn leave(&mut self, name: ServicePortName) {
         if self.coverage.borrow().unsupported.contains_key(&name) {
             self.leaving.insert(name);
@@ -151,10 +178,7 @@ impl CoverageTracker {
                 if before == reasons {
                     continue;
                 }
-                for one in reasons.iter().filter(|one| !before.contains(one)) {
-                    let (service_port, field) = (&name, one.field);
-                    tracing::warn!(%service_port, field, "{}", one.instead);
-                }
+                log_new(&name, before, &reasons);
                 self.metrics.own.unsupported(before, -1);
                 self.metrics.own.unsupported(&reasons, 1);
                 coverage.unsupported.insert(name, reasons);
@@ -162,5 +186,11 @@ impl CoverageTracker {
             }
             modified
         });
+    }
+}
+
+fn log_new(service_port: &ServicePortName, before: &[Unsupported], now: &[Unsupported]) {
+    for Unsupported { field, instead, .. } in now.iter().filter(|one| !before.contains(one)) {
+        tracing::warn!(%service_port, field, "{instead}");
     }
 }

@@ -96,6 +96,9 @@ impl Controller {
         }
         let started = Instant::now();
         let result = active.dataplane.apply(&changes);
+        if let Some(ports) = active.dataplane.take_without_room() {
+            self.coverage.set_without_room(ports);
+        }
         let took = started.elapsed();
         self.reports.metrics.own.phase(Phase::Write, took);
         match result {
@@ -114,6 +117,9 @@ impl Controller {
         let desired = CoverageTracker::servable(self.model.desired(), active.dataplane.as_ref());
         let started = Instant::now();
         let result = active.dataplane.resync(&desired);
+        if let Some(ports) = active.dataplane.take_without_room() {
+            self.coverage.set_without_room(ports);
+        }
         let took = started.elapsed();
         let metrics = &self.reports.metrics;
         metrics.own.phase(Phase::Compare, took);

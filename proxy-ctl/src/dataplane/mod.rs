@@ -2,7 +2,7 @@
 //!
 //! A dataplane is used from one thread; calls block on system calls and are short.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 pub mod ebpf;
 mod entry;
@@ -51,6 +51,12 @@ pub trait Dataplane: Programmed + Send {
 
     /// What this mode does not honour of the service port; empty: it is served as its Service asks.
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported>;
+
+    /// All service ports with frontends that there is no room for, with the fields that ask for these; `None`: as at the
+    /// last call. They are served as soon as there is room.
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+        None
+    }
 }
 
 /// What a call has written: table entries, rules or the like.

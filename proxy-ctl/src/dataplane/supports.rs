@@ -28,6 +28,8 @@ pub enum Effect {
     Without(FrontendKind),
     /// Every frontend but those that the model leaves out: nobody may take them.
     Refused,
+    /// Every frontend but some of those that the field asks for: there is no room.
+    NoRoom,
     NotServed,
 }
 
@@ -36,7 +38,7 @@ impl Effect {
     pub const fn name(self) -> &'static str {
         match self {
             Self::ServedDifferently => "servedDifferently",
-            Self::Without(_) | Self::Refused => "partlyServed",
+            Self::Without(_) | Self::Refused | Self::NoRoom => "partlyServed",
             Self::NotServed => "notServed",
         }
     }
@@ -59,7 +61,7 @@ pub fn servable(port: Arc<DesiredPort>, unsupported: &[Unsupported]) -> Option<A
     let mut served = port;
     for one in unsupported {
         match one.effect {
-            Effect::ServedDifferently | Effect::Refused => {}
+            Effect::ServedDifferently | Effect::Refused | Effect::NoRoom => {}
             Effect::Without(kind) => {
                 Arc::make_mut(&mut served).frontends.retain(|frontend| frontend.kind != kind);
             }

@@ -395,7 +395,7 @@ mod tests {
     #[test]
     fn some_of_many_blockers_are_named_and_the_others_counted() {
         let unsupported = (10..30).map(|number| unserved(&format!("s{number}"), Effect::NotServed)).collect();
-        let blockers = blockers(&Coverage { programmed: true, unsupported });
+        let blockers = blockers(&Coverage { unsupported, ..Coverage::default() });
         assert_eq!((blockers.len(), blockers[MOST_NAMED].as_str()), (MOST_NAMED + 1, "10 more"));
     }
 }

@@ -65,7 +65,7 @@ pub struct UnsupportedField {
 
 impl UnsupportedField {
     pub(super) fn all(coverage: &Coverage) -> Vec<Self> {
-        let all = coverage.unsupported.iter().flat_map(|(name, all)| all.iter().map(move |one| (name, one)));
+        let all = coverage.exceptions();
         all.map(|(name, one)| Self {
             namespace: name.service.namespace.to_string(),
             name: name.service.name.to_string(),

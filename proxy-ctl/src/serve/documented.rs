@@ -81,7 +81,7 @@ async fn every_family_is_documented_and_no_other() {
         family: objects::IpFamily::Ipv4,
     };
     let unsupported = vec![unsupported];
-    let coverage = Coverage { programmed: true, unsupported: [(name, unsupported.clone())].into() };
+    let coverage = Coverage { unsupported: [(name, unsupported.clone())].into(), ..Coverage::default() };
     let (_sender, coverage) = watch::channel(coverage);
     let metrics = Metrics::new(Some(Box::new(FixedUsage)), state.invalid_objects(), |registry| {
         state.register(registry);

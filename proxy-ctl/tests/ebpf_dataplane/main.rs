@@ -7,6 +7,7 @@ mod desired;
 mod faults;
 mod flows;
 mod hooks;
+mod room;
 mod sandbox;
 mod sequences;
 mod state;

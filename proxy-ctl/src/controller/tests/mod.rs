@@ -14,7 +14,7 @@ use crate::{
     config::NodePortAddress,
     dataplane::{Applied, Effect, ErrorKind, Host, Interface, Programmed, Role, Snapshot, Unsupported},
     model::{
-        desired::{Changes, DesiredPort, FrontendKind},
+        desired::{Changes, DesiredPort, FrontendKind, ServicePortName},
         objects::{
             EndpointSlice, Node, ObjectName, Protocol, Service, ServiceCidr, ServicePort, TrafficPolicy,
         },
@@ -54,6 +54,8 @@ struct Recording {
     addresses_fail: bool,
     /// Another controller runs.
     taken_over: bool,
+    /// Service ports without room, if that has changed.
+    without_room: Option<BTreeMap<ServicePortName, Vec<Unsupported>>>,
     /// The mode keeps `minSyncPeriod`.
     paced: bool,
 }
@@ -164,6 +166,10 @@ impl Dataplane for Recorder {
         let mut recording = self.lock();
         recording.calls.push(Call::CollectGarbage);
         recording.check_owner()
+    }
+
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+        self.lock().without_room.take()
     }
 
     fn min_interval(&self, configured: Duration) -> Duration {
@@ -493,6 +499,35 @@ fn a_port_that_the_mode_does_not_support_is_left_out_and_named() {
 }
 
 /// What relies on a port being served must not hear of it too early.
+#[test]
+fn what_has_no_room_is_named_until_it_has_and_nothing_is_tried_again() {
+    let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
+    let full = Unsupported {
+        field: "spec.externalIPs",
+        effect: Effect::NoRoom,
+        instead: Cow::Borrowed("table frontends4 is full"),
+    };
+    let name = fixture.recorder.lock().ports[0].name.clone();
+    fixture.recorder.lock().without_room = Some([(name.clone(), vec![full.clone()])].into());
+    fixture.take(Update::ApplyService(service("b", "10.0.0.2")));
+    assert_eq!(fixture.write().len(), 1);
+    let named = |fixture: &Fixture| -> Vec<_> {
+        let coverage = fixture.reports.coverage.borrow();
+        coverage.unserved().map(|(name, one)| (name.clone(), one.clone())).collect()
+    };
+    assert_eq!(named(&fixture), [(name, full)]);
+    assert!(fixture.metric("proxy_unsupported_service_ports{field=\"spec.externalIPs\"} 1"));
+    // Another change, that has nothing to do with it.
+    fixture.take(Update::ApplyService(service("c", "10.0.0.3")));
+    fixture.write();
+    assert_eq!(named(&fixture).len(), 1);
+    fixture.recorder.lock().without_room = Some(BTreeMap::new());
+    fixture.take(Update::DeleteService(ObjectName::new("default", "b")));
+    fixture.write();
+    assert_eq!(named(&fixture), []);
+    assert!(fixture.metric("proxy_unsupported_service_ports{field=\"spec.externalIPs\"} 0"));
+}
+
 #[test]
 fn a_frontend_that_another_service_has_is_named() {
     let on_one_node_port = |name: &str, ip: &str| {

@@ -13,7 +13,7 @@ use super::{
     allocate::{Range, Ranges},
     family::TableFamily,
     layout,
-    programmed::{BackendKey, Entries, Published, UsedEndpoints, Uses},
+    programmed::{BackendKey, Entries, Published, UsedEndpoints, Uses, WithoutRoom},
     publish::{Common, FamilyWriter},
 };
 use crate::model::desired::ServicePortName;
@@ -94,7 +94,10 @@ impl<F: TableFamily> FamilyWriter<F> {
             };
             services.insert(name.clone(), published);
         }
-        self.entries = Entries { frontends, services, backends, stray_backends, slots };
+        // The writes that follow find them again.
+        let changed = self.entries.without_room.changed || !self.entries.without_room.frontends.is_empty();
+        let without_room = WithoutRoom { changed, ..WithoutRoom::none() };
+        self.entries = Entries { frontends, services, backends, stray_backends, slots, without_room };
         Ok(largest)
     }
 

@@ -37,7 +37,7 @@ use self::{
 use super::{Applied, Dataplane, Host, Programmed, Snapshot, Unsupported, Usage, entry::Entry};
 use crate::{
     config::{Ebpf, SocketLoadBalancing},
-    model::desired::{Changes, DesiredPort},
+    model::desired::{Changes, DesiredPort, ServicePortName},
     sys::{CallError, clock, filesystem, grace::GracePeriod, limits, namespace},
 };
 
@@ -47,6 +47,7 @@ mod attach;
 pub mod cleanup;
 mod error;
 mod family;
+mod fit;
 mod gc;
 mod kernel_log;
 mod layout;
@@ -56,6 +57,7 @@ mod pins;
 mod ports;
 mod programmed;
 mod publish;
+mod room;
 pub mod status;
 mod supports;
 mod tables;
@@ -369,6 +371,12 @@ impl Dataplane for EbpfDataplane {
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
         supports::supports(port)
+    }
+
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+        let v4 = std::mem::take(&mut self.v4.entries.without_room.changed);
+        let v6 = std::mem::take(&mut self.v6.entries.without_room.changed);
+        (v4 || v6).then(|| self.v4.without_room().into_iter().chain(self.v6.without_room()).collect())
     }
 }
 

@@ -26,6 +26,42 @@ pub(super) struct Entries<F: TableFamily> {
     pub(super) stray_backends: Vec<u32>,
     /// Owners of `slots4/6`.
     pub(super) slots: Ranges,
+    pub(super) without_room: WithoutRoom<F>,
+}
+
+/// What a key of `frontends4/6` is to hold, and for whom.
+pub(super) type Wanted<F> =
+    (FrontendKey<<F as proxy_common::family::Family>::Address>, Frontend, ServicePortName);
+
+/// Frontends that `frontends4/6` has no room for.
+#[derive(Debug)]
+pub(super) struct WithoutRoom<F: TableFamily> {
+    pub(super) frontends: FxHashMap<FrontendKey<F::Address>, (Frontend, ServicePortName)>,
+    /// Since this was asked for last.
+    pub(super) changed: bool,
+}
+
+impl<F: TableFamily> WithoutRoom<F> {
+    pub(super) fn none() -> Self {
+        Self { frontends: FxHashMap::default(), changed: false }
+    }
+
+    pub(super) fn holds(&self, key: &FrontendKey<F::Address>, frontend: &Frontend) -> bool {
+        self.frontends.get(key).is_some_and(|(waiting, _)| waiting == frontend)
+    }
+
+    pub(super) fn insert(&mut self, (key, frontend, name): Wanted<F>) {
+        self.frontends.insert(key, (frontend, name));
+        self.changed = true;
+    }
+
+    /// This service does not want it any more.
+    pub(super) fn remove(&mut self, key: &FrontendKey<F::Address>, service: u32) {
+        if self.frontends.get(key).is_some_and(|(waiting, _)| waiting.service == service) {
+            self.frontends.remove(key);
+            self.changed = true;
+        }
+    }
 }
 
 /// A service port in the tables.
@@ -151,6 +187,7 @@ impl<F: TableFamily> Entries<F> {
             backends: FxHashMap::default(),
             stray_backends: Vec::new(),
             slots: Ranges::new(slots),
+            without_room: WithoutRoom::none(),
         }
     }
 }

@@ -17,7 +17,7 @@ use super::{
     allocate::{Range, Ranges},
     family::TableFamily,
     layout::{self, Arrangement},
-    programmed::{BackendKey, Entries, Published, UsedEndpoints},
+    programmed::{BackendKey, Entries, Published, UsedEndpoints, Wanted},
     tables::{CommonTables, FamilyTables},
 };
 use crate::{
@@ -71,7 +71,7 @@ pub(super) struct Writes<F: TableFamily> {
     pub(super) applied: Applied,
     pub(super) failures: Failures,
     names: Vec<(u32, ServiceName)>,
-    frontends: Vec<(FrontendKey<F::Address>, Frontend, ServicePortName)>,
+    pub(super) frontends: Vec<Wanted<F>>,
     /// With the id of the service that had them.
     stale_frontends: Vec<(FrontendKey<F::Address>, u32)>,
     gone: Vec<(u32, Option<Range>)>,
@@ -199,13 +199,17 @@ impl<F: TableFamily> FamilyWriter<F> {
         let keys: Box<[_]> = wanted.iter().map(|(key, _)| *key).collect();
         for (key, flags) in wanted {
             let frontend = Frontend { service: id, flags };
-            if self.entries.frontends.get(&key) != Some(&frontend) {
+            let is_settled = self.entries.frontends.get(&key) == Some(&frontend)
+                || self.entries.without_room.holds(&key, &frontend);
+            if !is_settled {
                 writes.frontends.push((key, frontend, port.name.clone()));
             }
         }
         if let Some(old) = old {
-            let stale = old.frontends.iter().filter(|key| !keys.contains(key));
-            writes.stale_frontends.extend(stale.map(|key| (*key, id)));
+            for key in old.frontends.iter().filter(|key| !keys.contains(key)) {
+                writes.stale_frontends.push((*key, id));
+                self.entries.without_room.remove(key, id);
+            }
             self.release_backends(&port.name, old.used.endpoints(), writes);
         }
         let used = UsedEndpoints::Desired(Arc::clone(port));
@@ -325,7 +329,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 
     fn write_frontends(&mut self, writes: &mut Writes<F>) {
-        let wanted = std::mem::take(&mut writes.frontends);
+        let wanted = self.fit(writes);
         let keys: Vec<_> = wanted.iter().map(|(key, ..)| *key).collect();
         let values: Vec<_> = wanted.iter().map(|(_, frontend, _)| *frontend).collect();
         let mut next = 0;
@@ -350,7 +354,10 @@ impl<F: TableFamily> FamilyWriter<F> {
 
     fn remove(&mut self, name: &ServicePortName, writes: &mut Writes<F>) {
         let Some(old) = self.entries.services.remove(name) else { return };
-        writes.stale_frontends.extend(old.frontends.iter().map(|key| (*key, old.id)));
+        for key in &old.frontends {
+            writes.stale_frontends.push((*key, old.id));
+            self.entries.without_room.remove(key, old.id);
+        }
         self.release_backends(name, old.used.endpoints(), writes);
         writes.gone.push((old.id, old.range));
     }
@@ -389,6 +396,8 @@ impl<F: TableFamily> FamilyWriter<F> {
                 }
             }
         }
+        // What is gone has left room.
+        self.write_frontends(writes);
         for (id, range) in std::mem::take(&mut writes.gone) {
             // Its frontend could not be removed: stays whole until the next resync.
             if still_dialled.contains(&id) {

@@ -1,0 +1,124 @@
+//! Makes room in `frontends4/6`, and remembers what does not fit.
+
+use std::collections::BTreeMap;
+
+use proxy_common::{
+    inventory::Limit,
+    layout::{FRONTEND_EXTERNAL, Frontend, FrontendKey, SCOPE_ADDRESS, SCOPE_NODE_PORT},
+};
+use rustc_hash::FxHashMap;
+
+use super::{
+    family::TableFamily,
+    programmed::{UsedEndpoints, Wanted},
+    publish::{FamilyWriter, Writes},
+    room::{self, Demand, Plan},
+};
+use crate::{
+    dataplane::{Effect, Unsupported, supports},
+    model::desired::{FrontendKind, ServicePortName},
+};
+
+impl<F: TableFamily> FamilyWriter<F> {
+    /// The frontends of these writes, and those that wait, as far as there is room for them.
+    pub(super) fn fit(&mut self, writes: &mut Writes<F>) -> Vec<Wanted<F>> {
+        let wanted = std::mem::take(&mut writes.frontends);
+        let has_place = |(key, ..): &Wanted<F>| self.entries.frontends.contains_key(key);
+        let (mut fitting, new): (Vec<_>, Vec<_>) = wanted.into_iter().partition(has_place);
+        let free = (self.frontend_capacity() as usize).saturating_sub(self.entries.frontends.len());
+        let waiting = &mut self.entries.without_room;
+        if waiting.frontends.is_empty() && new.len() <= free {
+            fitting.extend(new);
+            return fitting;
+        }
+        if new.is_empty() && (free == 0 || waiting.frontends.is_empty()) {
+            return fitting;
+        }
+        waiting.changed = true;
+        let mut without_place: FxHashMap<_, _> = std::mem::take(&mut waiting.frontends);
+        without_place.extend(new.into_iter().map(|(key, frontend, name)| (key, (frontend, name))));
+        let without_place = without_place.into_iter().map(|(key, (frontend, name))| (key, frontend, name));
+        let (external, internal) = without_place.partition(|(key, frontend, _)| is_external(key, frontend));
+        let demand = Demand { free, internal, external, present: self.present_externals() };
+        let Plan { admit, evict, left_out } = room::plan(demand, |(_, _, name)| &name.service);
+        for one in evict {
+            match self.tables.frontends.remove(&one.0) {
+                Ok(found) => {
+                    writes.applied.removed += u64::from(found);
+                    self.entries.frontends.remove(&one.0);
+                    self.entries.without_room.insert(one);
+                }
+                Err(error) => writes.failures.add(&one.2, error),
+            }
+        }
+        for one in left_out {
+            self.entries.without_room.insert(one);
+        }
+        fitting.extend(admit);
+        fitting
+    }
+
+    fn frontend_capacity(&self) -> u32 {
+        self.tables.frontends.map().capacity()
+    }
+
+    fn present_externals(&self) -> Vec<Wanted<F>> {
+        let mut present = Vec::new();
+        for (name, published) in &self.entries.services {
+            for key in &published.frontends {
+                let Some(frontend) = self.entries.frontends.get(key) else { continue };
+                if frontend.service == published.id && is_external(key, frontend) {
+                    present.push((*key, *frontend, name.clone()));
+                }
+            }
+        }
+        present
+    }
+
+    /// The service ports of the frontends without room, each with the fields that ask for them.
+    pub(super) fn without_room(&self) -> BTreeMap<ServicePortName, Vec<Unsupported>> {
+        let mut all: BTreeMap<ServicePortName, Vec<Unsupported>> = BTreeMap::new();
+        for (key, (frontend, name)) in &self.entries.without_room.frontends {
+            let field = supports::field(self.kind(key, frontend, name));
+            let reasons = all.entry(name.clone()).or_default();
+            if !reasons.iter().any(|one| one.field == field) {
+                reasons.push(self.no_room(field));
+            }
+        }
+        for reasons in all.values_mut() {
+            reasons.sort_unstable();
+        }
+        all
+    }
+
+    fn no_room(&self, field: &'static str) -> Unsupported {
+        let (table, capacity, limit) = (F::FRONTENDS, self.frontend_capacity(), Limit::Frontends.name());
+        let instead = format!(
+            "not all of it is served: table {table} has room for {capacity} entries (ebpf.limits.{limit}) and is full"
+        );
+        Unsupported { field, effect: Effect::NoRoom, instead: instead.into() }
+    }
+
+    /// The tables do not tell external from load-balancer addresses: it is the one that the service port has.
+    fn kind(
+        &self,
+        key: &FrontendKey<F::Address>,
+        frontend: &Frontend,
+        name: &ServicePortName,
+    ) -> FrontendKind {
+        if key.scope == SCOPE_NODE_PORT {
+            return FrontendKind::NodePort;
+        }
+        if frontend.flags & FRONTEND_EXTERNAL == 0 {
+            return FrontendKind::ClusterIp;
+        }
+        let published = self.entries.services.get(name).map(|published| &published.used);
+        let Some(UsedEndpoints::Desired(port)) = published else { return FrontendKind::ExternalIp };
+        let has_external_ips = port.frontends.iter().any(|one| one.kind == FrontendKind::ExternalIp);
+        if has_external_ips { FrontendKind::ExternalIp } else { FrontendKind::LoadBalancer }
+    }
+}
+
+fn is_external<A>(key: &FrontendKey<A>, frontend: &Frontend) -> bool {
+    key.scope == SCOPE_ADDRESS && frontend.flags & FRONTEND_EXTERNAL != 0
+}

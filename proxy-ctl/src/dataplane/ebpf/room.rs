@@ -1,0 +1,139 @@
+//! Which frontends get a place where the table has not room for all. Pure.
+//!
+//! ClusterIPs and node ports come first: external addresses are whatever somebody writes into a Service. These share
+//! what is left, each Service as much as any other that wants more.
+
+use std::collections::BTreeMap;
+
+use crate::model::objects::ObjectName;
+
+/// What wants a place in a table, and what could give one up.
+#[derive(Debug)]
+pub(super) struct Demand<T> {
+    /// Places that nobody has.
+    pub(super) free: usize,
+    /// ClusterIPs and node ports without a place.
+    pub(super) internal: Vec<T>,
+    /// External addresses without a place.
+    pub(super) external: Vec<T>,
+    /// External addresses that have a place.
+    pub(super) present: Vec<T>,
+}
+
+#[derive(Debug, Eq, PartialEq)]
+pub(super) struct Plan<T> {
+    pub(super) admit: Vec<T>,
+    pub(super) evict: Vec<T>,
+    pub(super) left_out: Vec<T>,
+}
+
+struct Wishes<T> {
+    present: Vec<T>,
+    wanted: Vec<T>,
+}
+
+/// Once a plan is carried out, the next one for the same demand changes nothing.
+pub(super) fn plan<T>(demand: Demand<T>, owner: impl Fn(&T) -> &ObjectName) -> Plan<T> {
+    let Demand { free, internal: mut admit, external, present } = demand;
+    let room = free + present.len();
+    let mut left_out = admit.split_off(admit.len().min(room));
+    let mut evict = Vec::new();
+    let mut services: BTreeMap<ObjectName, Wishes<T>> = BTreeMap::new();
+    let mut add = |one: T, is_present: bool| {
+        let none = || Wishes { present: Vec::new(), wanted: Vec::new() };
+        let wishes = services.entry(owner(&one).clone()).or_insert_with(none);
+        if is_present { &mut wishes.present } else { &mut wishes.wanted }.push(one);
+    };
+    present.into_iter().for_each(|one| add(one, true));
+    external.into_iter().for_each(|one| add(one, false));
+    let mut services: Vec<Wishes<T>> = services.into_values().collect();
+    // Who has one more than others because there is no equal share for all keeps it.
+    services.sort_by_key(|service| (service.present.len() + service.wanted.len(), service.present.len()));
+    let mut room = room - admit.len();
+    let mut sharers = services.len();
+    for Wishes { mut present, mut wanted } in services {
+        let share = (room / sharers).min(present.len() + wanted.len());
+        (room, sharers) = (room - share, sharers - 1);
+        evict.extend(present.split_off(present.len().min(share)));
+        left_out.extend(wanted.split_off(wanted.len().min(share - present.len())));
+        admit.append(&mut wanted);
+    }
+    Plan { admit, evict, left_out }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    type Frontend = (ObjectName, u32);
+
+    fn of(service: u8, numbers: std::ops::Range<u32>) -> Vec<Frontend> {
+        let name = ObjectName::new("test", format!("{service}"));
+        numbers.map(|number| (name.clone(), number)).collect()
+    }
+
+    fn planned(demand: Demand<Frontend>) -> Plan<Frontend> {
+        plan(demand, |(owner, _)| owner)
+    }
+
+    #[test]
+    fn a_cluster_ip_takes_the_place_of_an_external_address() {
+        let demand = Demand { free: 0, internal: of(1, 0..2), external: Vec::new(), present: of(2, 0..3) };
+        let Plan { admit, evict, left_out } = planned(demand);
+        assert_eq!((admit, evict.len(), left_out), (of(1, 0..2), 2, Vec::new()));
+    }
+
+    #[test]
+    fn what_no_external_address_can_make_room_for_is_left_out() {
+        let demand = Demand { free: 1, internal: of(1, 0..4), external: of(3, 0..1), present: of(2, 0..1) };
+        let Plan { admit, evict, left_out } = planned(demand);
+        assert_eq!((admit, evict), (of(1, 0..2), of(2, 0..1)));
+        assert_eq!(left_out, [of(1, 2..4), of(3, 0..1)].concat());
+    }
+
+    #[test]
+    fn a_service_with_many_addresses_leaves_room_for_the_few_of_another() {
+        let demand = Demand { free: 0, internal: Vec::new(), external: of(2, 0..2), present: of(1, 0..100) };
+        let Plan { admit, evict, left_out } = planned(demand);
+        assert_eq!((admit, evict.len(), left_out), (of(2, 0..2), 2, Vec::new()));
+    }
+
+    proptest! {
+        #[test]
+        fn no_place_is_wasted_and_a_second_plan_changes_nothing(
+            free in 0..20_usize,
+            internal in 0..20_u32,
+            external in prop::collection::vec(0..20_u32, 0..5),
+            present in prop::collection::vec(0..20_u32, 0..5),
+        ) {
+            let all = |counts: &[u32], from: u32| -> Vec<Frontend> {
+                let services = counts.iter().zip(0..);
+                services.flat_map(|(count, service)| of(service, from..from + count)).collect()
+            };
+            let (external, present) = (all(&external, 0), all(&present, 100));
+            let demand = Demand {
+                free,
+                internal: of(9, 0..internal),
+                external: external.clone(),
+                present: present.clone(),
+            };
+            let Plan { admit, evict, left_out } = planned(demand);
+            let left_free = free + evict.len() - admit.len();
+            prop_assert!(left_free == 0 || (left_out.is_empty() && evict.is_empty()));
+            let is_internal = |one: &Frontend| one.0 == of(9, 0..1)[0].0;
+            let (internal, admitted): (Vec<_>, Vec<_>) = admit.into_iter().partition(is_internal);
+            prop_assert!(!left_out.iter().any(is_internal) || internal.len() == free + present.len());
+
+            let kept: Vec<_> = present.into_iter().filter(|one| !evict.contains(one)).collect();
+            let again = planned(Demand {
+                free: left_free,
+                internal: left_out.iter().filter(|one| is_internal(one)).cloned().collect(),
+                external: left_out.into_iter().chain(evict).filter(|one| !is_internal(one)).collect(),
+                present: [kept, admitted].concat(),
+            });
+            prop_assert_eq!((again.admit, again.evict), (Vec::new(), Vec::new()));
+        }
+    }
+}

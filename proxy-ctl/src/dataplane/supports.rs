@@ -114,7 +114,9 @@ pub(super) fn field(kind: FrontendKind) -> &'static str {
 fn shown(frontend: &Frontend) -> String {
     match frontend.kind {
         FrontendKind::NodePort => frontend.port.to_string(),
-        _ => SocketAddr::new(frontend.address, frontend.port).to_string(),
+        FrontendKind::ClusterIp | FrontendKind::ExternalIp | FrontendKind::LoadBalancer => {
+            SocketAddr::new(frontend.address, frontend.port).to_string()
+        }
     }
 }
 

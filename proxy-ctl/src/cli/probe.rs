@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::bail;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use super::{
     add_global_bpffs,
@@ -16,8 +16,8 @@ use super::{
 };
 use crate::{
     config::{CommandLine, Effective, RequestedMode},
-    leftovers,
-    mode::{self, BpfFilesystem, Cgroup2, ChosenMode, HostFacts, Refusal, Request},
+    dataplane, leftovers,
+    mode::{self, ChosenMode, Probe, Refusal, Requirement},
     node::facts,
 };
 
@@ -31,48 +31,29 @@ pub(super) fn probe(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Res
     for warning in warnings {
         eprintln!("warning: {warning}");
     }
-    facts::check(&config.ebpf)?;
-    let found = facts::gather(&config.ebpf);
-    let request = Request { mode: config.mode, socket_load_balancing: config.ebpf.socket_load_balancing };
-    let choice = mode::choose(request, &found);
+    let probes = dataplane::probe(&config, &facts::gather());
+    let choice = mode::choose(config.mode, &probes);
     let former = FormerView::new(&leftovers::find(&config.ipvs.exclude_cidrs), Vec::new());
     match line.text("output") {
-        None | Some("table") => print(&in_words(&found, config.mode, &choice, &former))?,
-        Some("json") => print_json(&as_json(&found, config.mode, &choice, &former))?,
+        None | Some("table") => print(&in_words(&probes, config.mode, &choice, &former))?,
+        Some("json") => print_json(&as_json(&probes, config.mode, &choice, &former))?,
         Some(other) => bail!("--output must be table or json, found {other:?}"),
     }
     choice?;
     Ok(())
 }
 
-fn bpffs_state(bpffs: BpfFilesystem) -> &'static str {
-    match bpffs {
-        BpfFilesystem::Mounted => "mounted",
-        BpfFilesystem::Mountable => "mountable",
-        BpfFilesystem::Missing => "missing",
-    }
+fn requirements(probes: &[Probe]) -> impl Iterator<Item = &Requirement> {
+    probes.iter().flat_map(|probe| &probe.requirements)
 }
 
-fn held(facts: &HostFacts) -> Vec<&'static str> {
-    let all = [
-        (facts.capabilities.sys_admin, "CAP_SYS_ADMIN"),
-        (facts.capabilities.bpf, "CAP_BPF"),
-        (facts.capabilities.perfmon, "CAP_PERFMON"),
-        (facts.capabilities.net_admin, "CAP_NET_ADMIN"),
-    ];
-    all.into_iter().filter(|(held, _)| *held).map(|(_, name)| name).collect()
-}
-
-/// What a client of a service without endpoints gets from `connect`.
-fn refuses_with(facts: &HostFacts) -> &'static str {
-    if facts.set_retval { "ECONNREFUSED" } else { "EPERM" }
-}
-
-fn cgroup2(facts: &HostFacts) -> Option<String> {
-    match &facts.cgroup2 {
-        Cgroup2::Mounted(folder) => Some(folder.display().to_string()),
-        Cgroup2::Mountable => Some("mountable".to_owned()),
-        Cgroup2::Missing => None,
+/// A requirement's `found`, for people.
+fn text(found: &Value) -> String {
+    match found {
+        Value::Bool(found) => if *found { "yes" } else { "no" }.to_owned(),
+        Value::String(found) => found.clone(),
+        Value::Array(found) if !found.is_empty() => found.iter().map(text).collect::<Vec<_>>().join(" "),
+        _ => "none".to_owned(),
     }
 }
 
@@ -81,22 +62,14 @@ fn requested(mode: RequestedMode) -> Option<String> {
 }
 
 fn in_words(
-    facts: &HostFacts,
+    probes: &[Probe],
     mode: RequestedMode,
     choice: &Result<ChosenMode, Refusal>,
     former: &FormerView,
 ) -> String {
-    let yes = |yes: bool| if yes { "yes" } else { "no" }.to_owned();
     let none = || "none".to_owned();
-    let capabilities = held(facts).join(" ");
+    let found = requirements(probes).map(|one| [one.name.to_owned(), text(&one.found)]);
     let rows = [
-        ["kernel".to_owned(), facts.kernel_release.clone()],
-        ["BTF".to_owned(), yes(facts.btf)],
-        ["cgroup v2".to_owned(), cgroup2(facts).unwrap_or_else(none)],
-        ["bpffs".to_owned(), bpffs_state(facts.bpffs).to_owned()],
-        ["capabilities".to_owned(), if capabilities.is_empty() { none() } else { capabilities }],
-        ["packet programs by".to_owned(), facts.packet_hook.name().to_owned()],
-        ["no endpoint".to_owned(), refuses_with(facts).to_owned()],
         ["another kube-proxy".to_owned(), former.text().unwrap_or_else(none)],
         ["mode asked for".to_owned(), requested(mode).unwrap_or_else(none)],
     ];
@@ -108,27 +81,20 @@ fn in_words(
         }
         Err(refusal) => vec![["mode".to_owned(), format!("none: {refusal}")]],
     };
-    table(["FACT", "FOUND"], rows.into_iter().chain(chosen))
+    table(["FACT", "FOUND"], found.chain(rows).chain(chosen))
 }
 
 fn as_json(
-    facts: &HostFacts,
+    probes: &[Probe],
     mode: RequestedMode,
     choice: &Result<ChosenMode, Refusal>,
     former: &FormerView,
-) -> serde_json::Value {
+) -> Value {
     let chosen =
         choice.as_ref().ok().map(|choice| json!({"mode": choice.mode.name(), "reasons": choice.reasons}));
+    let facts: Map<_, _> = requirements(probes).map(|one| (one.key.to_owned(), one.found.clone())).collect();
     json!({
-        "facts": {
-            "kernel": facts.kernel_release,
-            "btf": facts.btf,
-            "cgroup2": cgroup2(facts),
-            "bpffs": bpffs_state(facts.bpffs),
-            "capabilities": held(facts),
-            "packetHook": facts.packet_hook.name(),
-            "refusesWith": refuses_with(facts),
-        },
+        "facts": facts,
         "requested": requested(mode),
         "choice": chosen,
         "refusal": choice.as_ref().err().map(ToString::to_string),

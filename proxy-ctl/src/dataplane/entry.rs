@@ -3,12 +3,18 @@
 use std::path::Path;
 
 use super::{Dataplane, Error, Programmed};
-use crate::config::Config;
+use crate::{
+    config::Config,
+    mode::{HostFacts, Probe},
+};
 
 pub(super) type BoxedProgrammed = Box<dyn Programmed>;
 
 /// What is done with a mode where there is no dataplane of it.
 pub(super) struct Entry {
+    pub(super) probe: fn(&Config, &HostFacts) -> Probe,
+    /// Does what needs all privileges, for [`Entry::open`] in another process.
+    pub(super) prepare: fn(&Config) -> Result<(), Error>,
     pub(super) open: fn(&Config) -> Result<Box<dyn Dataplane>, Error>,
     /// `None`: nothing is programmed, or not all tables are there yet.
     pub(super) read: fn(bpffs: &Path) -> Result<Option<BoxedProgrammed>, Error>,

@@ -15,7 +15,7 @@ mod supports;
 pub use entry::Removed;
 pub use error::{Error, ErrorKind};
 pub use host::{Host, Interface, LocalTraffic, NodeNetwork, Role};
-pub use modes::{cleanup, controller, open, read, reasons};
+pub use modes::{cleanup, controller, open, prepare, probe, read, reasons};
 pub use snapshot::{
     BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, ServiceSnapshot, Snapshot,
 };

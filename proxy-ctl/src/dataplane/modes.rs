@@ -6,14 +6,28 @@ use super::{
     Dataplane, Error, ebpf,
     entry::{BoxedProgrammed, Entry, Removed},
 };
-use crate::{config::Config, mode::Mode};
+use crate::{
+    config::Config,
+    mode::{HostFacts, Mode, Probe},
+};
 
+/// The mode to prefer first.
 const ALL: [Mode; 1] = [Mode::Ebpf];
 
 const fn entry(mode: Mode) -> &'static Entry {
     match mode {
         Mode::Ebpf => &ebpf::ENTRY,
     }
+}
+
+/// What each mode needs, and whether this node has it.
+pub fn probe(config: &Config, host: &HostFacts) -> Vec<Probe> {
+    ALL.iter().map(|mode| (entry(*mode).probe)(config, host)).collect()
+}
+
+/// Does what needs all privileges to run in this mode.
+pub fn prepare(mode: Mode, config: &Config) -> Result<(), Error> {
+    (entry(mode).prepare)(config)
 }
 
 /// The node's dataplane in this mode: takes over what a predecessor left.

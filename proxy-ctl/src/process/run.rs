@@ -20,13 +20,14 @@ use super::{
 };
 use crate::{
     config::{CommandLine, Config},
+    dataplane,
     events::Recorder,
     log,
-    mode::{self, ChosenMode, Mode, Request},
+    mode::{self, ChosenMode, Mode},
     node::facts,
     serve::BindError,
     source::kubernetes::SourceState,
-    sys::{filesystem, limits},
+    sys::limits,
 };
 
 /// Longest wait for the dataplane's thread to finish the call that it is in.
@@ -58,22 +59,13 @@ pub fn run(line: CommandLine) -> anyhow::Result<()> {
 }
 
 fn choose_mode(config: &Config) -> anyhow::Result<ChosenMode> {
-    facts::check(&config.ebpf)?;
-    let request = Request { mode: config.mode, socket_load_balancing: config.ebpf.socket_load_balancing };
-    Ok(mode::choose(request, &facts::gather(&config.ebpf))?)
+    Ok(mode::choose(config.mode, &dataplane::probe(config, &facts::gather()))?)
 }
 
 /// `--init-only`: what needs all privileges.
 fn initialize(config: &Config, mode: Mode) -> anyhow::Result<()> {
     set_up::prepare(config, &Kernel::default(), &Recorder::silent())?;
-    let bpffs = &config.ebpf.bpffs;
-    match mode {
-        Mode::Ebpf => {
-            filesystem::provide_bpffs(bpffs)
-                .with_context(|| format!("mounting a bpffs on {}", bpffs.display()))?;
-            filesystem::provide_cgroup2().context("mounting cgroup v2")?;
-        }
-    }
+    dataplane::prepare(mode, config)?;
     tracing::info!("System initialized and --init-only specified");
     Ok(())
 }

@@ -55,6 +55,7 @@ mod load;
 mod paths;
 mod pins;
 mod ports;
+mod probe;
 mod programmed;
 mod publish;
 mod room;
@@ -89,6 +90,12 @@ pub struct EbpfDataplane {
 }
 
 pub(super) const ENTRY: Entry = Entry {
+    probe: |config, host| probe::probe(&config.ebpf, host),
+    prepare: |config| {
+        paths::provide_bpffs(&config.ebpf.bpffs)?;
+        provide_cgroup2()?;
+        Ok(())
+    },
     open: |config| Ok(Box::new(EbpfDataplane::open(&config.ebpf)?)),
     read: |bpffs| match Pinned::open(bpffs) {
         Ok(pinned) => Ok(Some(Box::new(pinned))),
@@ -240,9 +247,12 @@ fn cgroup_folder(config: &Ebpf) -> Result<PathBuf, Error> {
     if let Some(folder) = &config.cgroup {
         return Ok(folder.clone());
     }
+    provide_cgroup2()?.ok_or(Error::NoCgroup)
+}
+
+fn provide_cgroup2() -> Result<Option<PathBuf>, Error> {
     filesystem::provide_cgroup2()
-        .map_err(|source| Error::Folder { path: "/proc/self/mountinfo".into(), source })?
-        .ok_or(Error::NoCgroup)
+        .map_err(|source| Error::Folder { path: "/proc/self/mountinfo".into(), source })
 }
 
 /// Asks the program on connect4, which must be attached to a cgroup that this process is in.

@@ -46,8 +46,7 @@ impl Paths {
 
     /// Mounts the bpffs if necessary, and makes the folders.
     pub(super) fn create(&self, bpffs: &Path) -> Result<(), Error> {
-        filesystem::provide_bpffs(bpffs)
-            .map_err(|source| Error::NoBpffs { path: bpffs.to_owned(), source })?;
+        provide_bpffs(bpffs)?;
         for path in [self.maps(), self.links(), self.clsact()] {
             fs::create_dir_all(&path).map_err(|source| Error::Folder { path, source })?;
         }
@@ -63,6 +62,10 @@ impl Paths {
             Err(source) => Err(Error::Folder { path, source }),
         }
     }
+}
+
+pub(super) fn provide_bpffs(path: &Path) -> Result<(), Error> {
+    filesystem::provide_bpffs(path).map_err(|source| Error::NoBpffs { path: path.to_owned(), source })
 }
 
 pub(super) fn make_folder(path: &Path) -> Result<(), Error> {

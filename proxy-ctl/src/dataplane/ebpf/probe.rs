@@ -1,0 +1,287 @@
+//! What the eBPF mode needs of a node, and whether it is there. Nothing is changed.
+
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+};
+
+use crate::{
+    config::{Ebpf, SocketLoadBalancing},
+    mode::{Capabilities, HostFacts, Mode, Probe, Requirement},
+    sys::{bpf, filesystem},
+};
+
+/// The oldest kernel that the programs are made for.
+const OLDEST: KernelVersion = KernelVersion { major: 5, minor: 10 };
+const TCX: KernelVersion = KernelVersion { major: 6, minor: 6 };
+const SET_RETVAL: KernelVersion = KernelVersion { major: 5, minor: 18 };
+
+pub(super) fn probe(config: &Ebpf, host: &HostFacts) -> Probe {
+    answer(config.socket_load_balancing, host, &gather(config, host))
+}
+
+#[derive(Clone, Copy, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
+struct KernelVersion {
+    major: u32,
+    minor: u32,
+}
+
+impl KernelVersion {
+    /// From a release such as `6.1.0-rc7-amd64`.
+    fn parse(release: &str) -> Option<Self> {
+        let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse);
+        Some(Self { major: numbers.next()?.ok()?, minor: numbers.next()?.ok()? })
+    }
+}
+
+impl fmt::Display for KernelVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// What lies at the path where tables are to be pinned.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum BpfFilesystem {
+    Mounted,
+    /// Nothing is there, and this process may mount it.
+    Mountable,
+    Missing,
+}
+
+/// Where the socket hooks are attached.
+#[derive(Clone, Debug, Eq, PartialEq)]
+enum Cgroup2 {
+    /// The root of the hierarchy, or the folder that the configuration names.
+    Mounted(PathBuf),
+    /// It is not mounted, and this process may mount it.
+    Mountable,
+    /// What can be done.
+    Missing(String),
+}
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+struct Facts {
+    /// `None`: not known.
+    version: Option<KernelVersion>,
+    /// /sys/kernel/btf/vmlinux is there.
+    btf: bool,
+    cgroup2: Cgroup2,
+    bpffs: BpfFilesystem,
+    /// A refused connection fails with ECONNREFUSED (`bpf_set_retval`, 5.18), else with EPERM.
+    set_retval: bool,
+}
+
+fn gather(config: &Ebpf, host: &HostFacts) -> Facts {
+    let version = KernelVersion::parse(&host.kernel_release);
+    let may_mount = host.capabilities.sys_admin;
+    Facts {
+        version,
+        btf: Path::new("/sys/kernel/btf/vmlinux").exists(),
+        cgroup2: cgroup2(config.cgroup.as_deref(), may_mount),
+        bpffs: bpffs(&config.bpffs, may_mount),
+        set_retval: has_set_retval().unwrap_or(version >= Some(SET_RETVAL)),
+    }
+}
+
+/// Loads a program that calls it. `None`: this process may not load programs.
+fn has_set_retval() -> Option<bool> {
+    const CGROUP_SOCK_ADDR: u32 = 18;
+    const INET4_CONNECT: u32 = 10;
+    // r1 = 0; call bpf_set_retval; r0 = 1; exit
+    const PROGRAM: [u64; 4] = [0x0000_0000_0000_01b7, 0x0000_00bb_0000_0085, 0x0000_0001_0000_00b7, 0x95];
+    match bpf::load_program(CGROUP_SOCK_ADDR, INET4_CONNECT, &PROGRAM) {
+        Ok(_) => Some(true),
+        Err(error) if error.errno() == libc::EPERM => None,
+        Err(_) => Some(false),
+    }
+}
+
+fn cgroup2(configured: Option<&Path>, may_mount: bool) -> Cgroup2 {
+    if let Some(folder) = configured {
+        let found = match filesystem::is_cgroup2(folder) {
+            Ok(true) => return Cgroup2::Mounted(folder.to_owned()),
+            Ok(false) => format!("{}, which is on another filesystem", folder.display()),
+            Err(error) => format!("{}: {error}", folder.display()),
+        };
+        return Cgroup2::Missing(format!("ebpf.cgroup must be a folder of cgroup v2, found {found}"));
+    }
+    match filesystem::cgroup_root().ok().flatten() {
+        Some(folder) => Cgroup2::Mounted(folder),
+        None if may_mount && filesystem::can_mount_cgroup2() => Cgroup2::Mountable,
+        None => Cgroup2::Missing(
+            "cgroup v2 is not mounted: mount it, name it in ebpf.cgroup, or set ebpf.socketLoadBalancing to off"
+                .to_owned(),
+        ),
+    }
+}
+
+/// A folder that does not exist yet is on the file system of its parent.
+fn bpffs(path: &Path, may_mount: bool) -> BpfFilesystem {
+    let existing = path.ancestors().find(|ancestor| ancestor.exists());
+    let mounted = existing.is_some_and(|existing| filesystem::is_bpffs(existing).unwrap_or(false));
+    match (mounted, may_mount) {
+        (true, _) => BpfFilesystem::Mounted,
+        (false, true) => BpfFilesystem::Mountable,
+        (false, false) => BpfFilesystem::Missing,
+    }
+}
+
+fn answer(sockets: SocketLoadBalancing, host: &HostFacts, facts: &Facts) -> Probe {
+    let mut remarks = vec![format!("the kernel is {}", host.kernel_release)];
+    let has_tcx = facts.version >= Some(TCX);
+    remarks.push(if has_tcx {
+        "packet programs are attached by tcx".to_owned()
+    } else {
+        format!("packet programs are attached by clsact: the kernel has no tcx ({TCX})")
+    });
+    remarks.push(match sockets {
+        SocketLoadBalancing::All => "sockets of every process are translated when they connect".to_owned(),
+        SocketLoadBalancing::Host => {
+            "sockets of the node's own network namespace are translated when they connect".to_owned()
+        }
+        SocketLoadBalancing::Off => "sockets are left alone, every packet is translated".to_owned(),
+    });
+    if sockets != SocketLoadBalancing::Off && !facts.set_retval {
+        remarks.push(format!(
+            "a service without endpoints refuses connections with EPERM: the kernel has no bpf_set_retval \
+             ({SET_RETVAL})"
+        ));
+    }
+    let HostFacts { kernel_release, capabilities } = host;
+    let requirements = vec![
+        Requirement::new("kernel", "kernel", kernel_release.as_str())
+            .lacking(facts.version.is_some_and(|version| version < OLDEST), || {
+                format!("the kernel is {kernel_release}, {OLDEST} or newer is needed")
+            }),
+        Requirement::new("btf", "BTF", facts.btf).lacking(!facts.btf, || {
+            "the kernel has no BTF (/sys/kernel/btf/vmlinux; CONFIG_DEBUG_INFO_BTF)".to_owned()
+        }),
+        cgroup2_requirement(&facts.cgroup2, sockets),
+        bpffs_requirement(facts.bpffs),
+        capabilities_requirement(*capabilities),
+        Requirement::new("packetHook", "packet programs by", if has_tcx { "tcx" } else { "clsact" }),
+        // What a client of a service without endpoints gets from `connect`.
+        Requirement::new(
+            "refusesWith",
+            "no endpoint",
+            if facts.set_retval { "ECONNREFUSED" } else { "EPERM" },
+        ),
+    ];
+    Probe { mode: Mode::Ebpf, requirements, remarks }
+}
+
+fn cgroup2_requirement(cgroup2: &Cgroup2, sockets: SocketLoadBalancing) -> Requirement {
+    let requirement = |found: Option<String>| Requirement::new("cgroup2", "cgroup v2", found);
+    match cgroup2 {
+        Cgroup2::Mounted(folder) => requirement(Some(folder.display().to_string())),
+        Cgroup2::Mountable => requirement(Some("mountable".to_owned())),
+        Cgroup2::Missing(why) => {
+            requirement(None).lacking(sockets != SocketLoadBalancing::Off, || why.clone())
+        }
+    }
+}
+
+fn bpffs_requirement(bpffs: BpfFilesystem) -> Requirement {
+    let state = match bpffs {
+        BpfFilesystem::Mounted => "mounted",
+        BpfFilesystem::Mountable => "mountable",
+        BpfFilesystem::Missing => "missing",
+    };
+    Requirement::new("bpffs", "bpffs", state).lacking(bpffs == BpfFilesystem::Missing, || {
+        "there is no bpffs: mount -t bpf bpf /sys/fs/bpf, or name one in ebpf.bpffs".to_owned()
+    })
+}
+
+fn capabilities_requirement(capabilities: Capabilities) -> Requirement {
+    let Capabilities { sys_admin, bpf, perfmon, net_admin } = capabilities;
+    let held = [
+        (sys_admin, "CAP_SYS_ADMIN"),
+        (bpf, "CAP_BPF"),
+        (perfmon, "CAP_PERFMON"),
+        (net_admin, "CAP_NET_ADMIN"),
+    ];
+    let held: Vec<&str> = held.into_iter().filter(|(held, _)| *held).map(|(_, name)| name).collect();
+    let missing = |name: &'static str, purpose: &'static str| {
+        move || format!("{name} is missing, to {purpose} programs")
+    };
+    Requirement::new("capabilities", "capabilities", held)
+        .lacking(!sys_admin && !bpf, missing("CAP_BPF", "load"))
+        .lacking(!sys_admin && !perfmon, missing("CAP_PERFMON", "load"))
+        .lacking(!net_admin, missing("CAP_NET_ADMIN", "attach"))
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    const ALL: Capabilities = Capabilities { sys_admin: false, bpf: true, perfmon: true, net_admin: true };
+
+    fn able() -> Facts {
+        Facts {
+            version: KernelVersion::parse("6.12.9-amd64"),
+            btf: true,
+            cgroup2: Cgroup2::Mounted("/sys/fs/cgroup".into()),
+            bpffs: BpfFilesystem::Mounted,
+            set_retval: true,
+        }
+    }
+
+    fn old() -> Facts {
+        Facts { version: KernelVersion::parse("5.10.0-39-amd64"), set_retval: false, ..able() }
+    }
+
+    fn answer_with(sockets: SocketLoadBalancing, capabilities: Capabilities, facts: &Facts) -> Probe {
+        answer(sockets, &HostFacts { kernel_release: "its release".into(), capabilities }, facts)
+    }
+
+    #[rstest]
+    #[case::new_kernel(able(), ALL, "tcx")]
+    #[case::old_kernel(old(), ALL, "clsact")]
+    #[case::old_kernel_refuses_otherwise(old(), ALL, "EPERM")]
+    #[case::mountable(Facts { bpffs: BpfFilesystem::Mountable, ..able() }, ALL, "tcx")]
+    #[case::mountable_cgroup(Facts { cgroup2: Cgroup2::Mountable, ..able() }, ALL, "tcx")]
+    #[case::all_of_root(
+        able(),
+        Capabilities { sys_admin: true, net_admin: true, ..Capabilities::default() },
+        "its release"
+    )]
+    #[case::unknown_release(Facts { version: None, ..able() }, ALL, "its release")]
+    fn possible(#[case] facts: Facts, #[case] capabilities: Capabilities, #[case] remark: &str) {
+        let probe = answer_with(SocketLoadBalancing::All, capabilities, &facts);
+        assert_eq!(probe.obstacles().count(), 0, "{probe:?}");
+        assert!(probe.remarks.iter().any(|given| given.contains(remark)), "{:?}", probe.remarks);
+    }
+
+    #[rstest]
+    #[case::kernel(Facts { version: KernelVersion::parse("5.4.0"), ..able() }, ALL, "5.10 or newer is needed")]
+    #[case::btf(Facts { btf: false, ..able() }, ALL, "BTF")]
+    #[case::cgroup(Facts { cgroup2: cgroup2(Some(Path::new("/proc")), true), ..able() }, ALL, "found /proc")]
+    #[case::bpffs(Facts { bpffs: BpfFilesystem::Missing, ..able() }, ALL, "mount -t bpf")]
+    #[case::capability(able(), Capabilities { net_admin: false, ..ALL }, "CAP_NET_ADMIN is missing")]
+    fn impossible(#[case] facts: Facts, #[case] capabilities: Capabilities, #[case] obstacle: &str) {
+        let probe = answer_with(SocketLoadBalancing::All, capabilities, &facts);
+        let obstacles: Vec<_> = probe.obstacles().collect();
+        assert!(obstacles.len() == 1 && obstacles[0].contains(obstacle), "{obstacles:?}");
+    }
+
+    #[test]
+    fn without_socket_hooks_no_cgroup_is_needed() {
+        let facts = Facts { cgroup2: Cgroup2::Missing("no".into()), set_retval: false, ..able() };
+        let probe = answer_with(SocketLoadBalancing::Off, ALL, &facts);
+        assert_eq!(probe.obstacles().count(), 0, "{probe:?}");
+        assert!(!probe.remarks.iter().any(|remark| remark.contains("EPERM")), "{:?}", probe.remarks);
+    }
+
+    #[rstest]
+    #[case("6.12.9-amd64", Some((6, 12)))]
+    #[case("7.2-rc1", Some((7, 2)))]
+    #[case("5.10", Some((5, 10)))]
+    #[case("next-20261101", None)]
+    fn releases(#[case] release: &str, #[case] version: Option<(u32, u32)>) {
+        let parsed = KernelVersion::parse(release).map(|version| (version.major, version.minor));
+        assert_eq!(parsed, version);
+    }
+}

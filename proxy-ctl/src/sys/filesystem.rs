@@ -3,7 +3,7 @@
 use std::{
     cmp::Reverse,
     fs, io,
-    os::fd::AsRawFd as _,
+    os::{fd::AsRawFd as _, unix::fs::MetadataExt as _},
     path::{Path, PathBuf},
 };
 
@@ -38,9 +38,49 @@ pub fn provide_bpffs(path: &Path) -> io::Result<()> {
         fs::create_dir_all(path)?;
     }
     if !is_bpffs(path)? {
-        mount(Some("bpf"), path, Some("bpf"), MsFlags::empty(), None::<&str>)?;
+        // Without the mode, anybody may make folders in it.
+        let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
+        mount(Some("bpf"), path, Some("bpf"), flags, Some("mode=0700"))?;
     }
     Ok(())
+}
+
+/// Why what is pinned in a folder may be somebody else's.
+#[derive(Debug, Eq, PartialEq, thiserror::Error)]
+pub enum Untrusted {
+    #[error("is no folder; remove it, or name another folder in ebpf.bpffs")]
+    NoFolder,
+    #[error(
+        "belongs to user {0}, not to root, and so may what is pinned in it; remove it (`rm -r`), or name another folder in \
+         ebpf.bpffs"
+    )]
+    Owner(u32),
+    #[error(
+        "may be written by others than root (mode {0:04o}); `chmod go-w` it once you know that all in it is root's"
+    )]
+    Mode(u32),
+}
+
+/// Fails if others than root may pin in a folder, or put another in its place. Others may make files in a folder with the
+/// sticky bit, as a bpffs has it that was mounted without options, but touch none of root's.
+pub fn check_trusted(path: &Path) -> io::Result<()> {
+    let found = fs::symlink_metadata(path)?;
+    match distrust(found.is_dir(), found.uid(), found.mode() & 0o7777) {
+        Some(problem) => Err(io::Error::other(problem)),
+        None => Ok(()),
+    }
+}
+
+fn distrust(is_folder: bool, owner: u32, mode: u32) -> Option<Untrusted> {
+    const STICKY: u32 = 0o1000;
+    const OTHERS_WRITE: u32 = 0o022;
+    if !is_folder {
+        return Some(Untrusted::NoFolder);
+    }
+    if owner != 0 {
+        return Some(Untrusted::Owner(owner));
+    }
+    (mode & OTHERS_WRITE != 0 && mode & STICKY == 0).then_some(Untrusted::Mode(mode))
 }
 
 /// Where the cgroup v2 hierarchy is mounted, as close to its root as this process can see. A mount that another one
@@ -229,6 +269,38 @@ mod tests {
             remove_own_cgroup2().unwrap();
             assert!(cgroup_root().unwrap().is_none() && !Path::new(OWN_CGROUP_MOUNT).exists());
             remove_own_cgroup2().unwrap();
+        });
+    }
+
+    #[rstest::rstest]
+    #[case::ours(true, 0, 0o755, None)]
+    #[case::mounted_without_options(true, 0, 0o1777, None)]
+    #[case::a_file(false, 0, 0o700, Some(Untrusted::NoFolder))]
+    #[case::of_somebody_else(true, 1000, 0o700, Some(Untrusted::Owner(1000)))]
+    #[case::for_all(true, 0, 0o757, Some(Untrusted::Mode(0o757)))]
+    #[case::for_the_group(true, 0, 0o770, Some(Untrusted::Mode(0o770)))]
+    fn folders_that_others_can_pin_in_are_not_trusted(
+        #[case] is_folder: bool,
+        #[case] owner: u32,
+        #[case] mode: u32,
+        #[case] problem: Option<Untrusted>,
+    ) {
+        assert_eq!(distrust(is_folder, owner, mode), problem);
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_a_new_bpffs_is_for_root_alone() {
+        without_cgroup2(|| {
+            let path = Path::new("/run/bpf");
+            provide_bpffs(path).unwrap();
+            assert_eq!(fs::metadata(path).unwrap().mode() & 0o7777, 0o700);
+            let mounts = fs::read_to_string("/proc/thread-self/mountinfo").unwrap();
+            let line = mounts.lines().find(|line| line.contains(" /run/bpf ")).unwrap();
+            assert!(["nosuid", "nodev", "noexec"].iter().all(|flag| line.contains(flag)), "{line}");
+            check_trusted(path).unwrap();
+            std::os::unix::fs::chown(path, Some(1000), None).unwrap();
+            assert!(check_trusted(path).unwrap_err().to_string().starts_with("belongs to user 1000"));
         });
     }
 

@@ -14,19 +14,23 @@ use super::{
     bpf::{self, MapInfo, address, number},
 };
 
-/// The map's keys or values have another size than the types they would be read as.
+/// `enum bpf_map_type`, of the maps that have one value for each key.
+const HASH: u32 = 1;
+const ARRAY: u32 = 2;
+const LRU_HASH: u32 = 9;
+const ARRAY_OF_MAPS: u32 = 12;
+
+/// The map is not what its keys and values would be read as.
 #[derive(Debug, thiserror::Error)]
-#[error(
-    "a map with {found_key}-byte keys and {found_value}-byte values cannot be read as {key} and {value} bytes"
-)]
-pub struct SizeMismatch {
-    pub found_key: u32,
-    pub found_value: u32,
-    pub key: usize,
-    pub value: usize,
+pub enum Mismatch {
+    #[error("a BPF map of type {0} is neither a hash nor an array with one value for each key")]
+    Kind(u32),
+    #[error(
+        "a map with {found_key}-byte keys and {found_value}-byte values cannot be read as {key} and {value} bytes"
+    )]
+    Size { found_key: u32, found_value: u32, key: usize, value: usize },
 }
 
-/// Not for per-CPU maps: their values are one for each CPU.
 #[derive(Debug)]
 pub struct Map<K, V> {
     fd: OwnedFd,
@@ -71,13 +75,17 @@ pub enum Cursor<K> {
 const ENOTSUPP: i32 = 524;
 
 impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
-    /// Takes a map whose keys and values have the size of `K` and `V`.
-    pub fn new(fd: OwnedFd) -> Result<Result<Self, SizeMismatch>, CallError> {
+    /// Takes a map that has one value for each key, of the sizes of `K` and `V`. The kernel would write a per-CPU map's
+    /// values, which are one for each CPU, over what lies behind a `V`.
+    pub fn new(fd: OwnedFd) -> Result<Result<Self, Mismatch>, CallError> {
         let info = bpf::map_info(fd.as_fd())?;
+        if !matches!(info.kind, HASH | ARRAY | LRU_HASH | ARRAY_OF_MAPS) {
+            return Ok(Err(Mismatch::Kind(info.kind)));
+        }
         if info.key_size as usize == size_of::<K>() && info.value_size as usize == size_of::<V>() {
             return Ok(Ok(Self { fd, info, types: PhantomData }));
         }
-        Ok(Err(SizeMismatch {
+        Ok(Err(Mismatch::Size {
             found_key: info.key_size,
             found_value: info.value_size,
             key: size_of::<K>(),
@@ -173,6 +181,7 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         into: &mut Vec<(K, V)>,
     ) -> Result<Option<Cursor<K>>, CallError> {
         match cursor {
+            Cursor::Start if !self.has_batches() => self.read_keys(None, limit, into),
             Cursor::Start => self.read_batch(None, limit, into),
             Cursor::Bucket(bucket) => self.read_batch(Some(bucket), limit, into),
             Cursor::After(key) => self.read_keys(Some(key), limit, into),
@@ -189,6 +198,13 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         Ok(all)
     }
 
+    /// Whether the position within a batch is a number of 4 bytes: the bucket of a hash, the index of an array. In other
+    /// kinds it is as long as a key.
+    fn has_batches(&self) -> bool {
+        matches!(self.info.kind, HASH | LRU_HASH | ARRAY)
+    }
+
+    /// Of maps that have batches.
     fn read_batch(
         &self,
         from: Option<u32>,
@@ -212,8 +228,8 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
                 element_flags: 0,
                 flags: 0,
             };
-            // SAFETY: the kernel writes at most `count` keys and values, whose sizes `new` has compared, and a
-            // bucket number of 4 bytes (hash maps; the position in other kinds of map is as long as their key).
+            // SAFETY: the kernel writes at most `count` keys and values, whose sizes `new` has compared, and a position of
+            // 4 bytes, as `has_batches` says of this kind of map.
             let result = unsafe { bpf::call(bpf_cmd::BPF_MAP_LOOKUP_BATCH, &mut attr) };
             let errno = result.as_ref().map_or_else(|e| e.raw_os_error().unwrap_or(0), |_| 0);
             match errno {
@@ -333,5 +349,54 @@ impl<V: Pod + Default> PerCpuArray<V> {
         // compared their size with the type, which needs no padding.
         unsafe { bpf::call(command, &mut attr) }.map_err(|e| CallError::new(name, e))?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    const PER_CPU_HASH: u32 = 5;
+    const PER_CPU_ARRAY: u32 = 6;
+    const LPM_TRIE: u32 = 11;
+    const NO_PREALLOC: u32 = 1;
+
+    fn opened<V: Pod + Default>(kind: u32, flags: u32) -> Result<Map<u32, V>, String> {
+        let shape = MapInfo { kind, id: 0, key_size: 4, value_size: 8, max_entries: 8, flags };
+        Map::new(bpf::create_map(&shape, None).unwrap()).unwrap().map_err(|mismatch| mismatch.to_string())
+    }
+
+    #[rstest]
+    #[case::per_cpu_hash(PER_CPU_HASH, 0)]
+    #[case::per_cpu_array(PER_CPU_ARRAY, 0)]
+    #[case::trie(LPM_TRIE, NO_PREALLOC)]
+    #[ignore = "needs root: makes BPF maps"]
+    fn as_root_other_kinds_are_refused(#[case] kind: u32, #[case] flags: u32) {
+        let error = opened::<u64>(kind, flags).unwrap_err();
+        assert!(error.starts_with(&format!("a BPF map of type {kind} ")), "{error}");
+    }
+
+    #[rstest]
+    #[case::hash(HASH)]
+    #[case::lru(LRU_HASH)]
+    #[case::array(ARRAY)]
+    #[ignore = "needs root: makes BPF maps"]
+    fn as_root_every_kind_that_is_taken_can_be_read_in_batches(#[case] kind: u32) {
+        let map = opened::<u64>(kind, 0).unwrap();
+        for key in 0..8 {
+            map.set(&key, &u64::from(key)).unwrap();
+        }
+        assert!(map.has_batches());
+        let mut all = Vec::new();
+        let mut cursor = Some(Cursor::Start);
+        while let Some(at) = cursor {
+            cursor = map.read(at, 3, &mut all).unwrap();
+        }
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all, (0..8).map(|key| (key, u64::from(key))).collect::<Vec<_>>());
+        assert!(opened::<u32>(kind, 0).unwrap_err().contains("8-byte values"));
     }
 }

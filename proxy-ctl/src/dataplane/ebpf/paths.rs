@@ -2,6 +2,7 @@
 
 use std::{
     fs, io,
+    os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
 };
 
@@ -44,11 +45,15 @@ impl Paths {
         self.root.join("clsact")
     }
 
-    /// Mounts the bpffs if necessary, and makes the folders.
+    /// Mounts the bpffs if necessary, and makes the folders. Refuses any that somebody else may have put there.
     pub(super) fn create(&self, bpffs: &Path) -> Result<(), Error> {
         provide_bpffs(bpffs)?;
-        for path in [self.maps(), self.links(), self.clsact()] {
-            fs::create_dir_all(&path).map_err(|source| Error::Folder { path, source })?;
+        let bpffs =
+            fs::canonicalize(bpffs).map_err(|source| Error::Folder { path: bpffs.to_owned(), source })?;
+        trust(bpffs)?;
+        for path in [self.top.clone(), self.root.clone(), self.maps(), self.links(), self.clsact()] {
+            make_folder(&path)?;
+            trust(path)?;
         }
         Ok(())
     }
@@ -68,8 +73,13 @@ pub(super) fn provide_bpffs(path: &Path) -> Result<(), Error> {
     filesystem::provide_bpffs(path).map_err(|source| Error::NoBpffs { path: path.to_owned(), source })
 }
 
+fn trust(path: PathBuf) -> Result<(), Error> {
+    filesystem::check_trusted(&path).map_err(|source| Error::Folder { path, source })
+}
+
+/// For root alone.
 pub(super) fn make_folder(path: &Path) -> Result<(), Error> {
-    match fs::create_dir(path) {
+    match fs::DirBuilder::new().mode(0o700).create(path) {
         Err(source) if source.kind() != io::ErrorKind::AlreadyExists => {
             Err(Error::Folder { path: path.to_owned(), source })
         }
@@ -103,5 +113,37 @@ pub(super) fn removed(path: &Path, result: io::Result<()>) -> Result<bool, Error
         Ok(()) => Ok(true),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
         Err(source) => Err(Error::Folder { path: path.to_owned(), source }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt as _, chown};
+
+    use super::*;
+
+    #[test]
+    #[ignore = "needs root: makes folders on a bpffs"]
+    fn as_root_folders_of_others_are_refused_by_name() {
+        let bpffs = Path::new("/sys/fs/bpf").join(format!("proxy-ctl-trust-{}", std::process::id()));
+        filesystem::provide_bpffs(Path::new("/sys/fs/bpf")).unwrap();
+        fs::create_dir(&bpffs).unwrap();
+        let paths = Paths::new(&bpffs);
+        let refusal = || paths.create(&bpffs).err().map(|error| error.to_string());
+        assert_eq!(refusal(), None);
+        assert_eq!(fs::metadata(&paths.top).unwrap().permissions().mode() & 0o7777, 0o700);
+
+        for folder in [bpffs.clone(), paths.top.clone(), paths.maps(), paths.links()] {
+            chown(&folder, Some(1000), None).unwrap();
+            let expected = format!("{}: belongs to user 1000, not to root", folder.display());
+            assert!(refusal().unwrap().starts_with(&expected), "{:?}", refusal());
+            chown(&folder, Some(0), None).unwrap();
+            fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
+            let expected = format!("{}: may be written by others than root (mode 0777)", folder.display());
+            assert!(refusal().unwrap().starts_with(&expected), "{:?}", refusal());
+            fs::set_permissions(&folder, fs::Permissions::from_mode(0o700)).unwrap();
+        }
+        assert_eq!(refusal(), None);
+        fs::remove_dir_all(&bpffs).unwrap();
     }
 }

@@ -21,6 +21,9 @@ pub(super) const SILENCE: Duration = Duration::from_secs(60);
 /// Of an error that is no Status, no more bytes than this are shown.
 const SHOWN: usize = 500;
 
+/// Of a list: some 600,000 endpoints in JSON.
+pub(super) const LONGEST_LIST: usize = 256 << 20;
+
 pub(super) struct Answer {
     encoding: Option<Encoding>,
     content_type: String,
@@ -54,8 +57,10 @@ impl Answer {
         Err(Failure::from(&status))
     }
 
-    pub(super) async fn whole(self) -> Result<Bytes, Failure> {
-        read(self.body, usize::MAX, SILENCE).await
+    /// Fails if `what` has more than `most` bytes.
+    pub(super) async fn whole(self, what: &str, most: usize) -> Result<Bytes, Failure> {
+        let whole = read(self.body, most + 1, SILENCE).await?;
+        if whole.len() > most { Err(too_long(what, most)) } else { Ok(whole) }
     }
 
     /// The encoding that the content type names.
@@ -74,8 +79,17 @@ impl Answer {
     /// The events of a watch of this kind.
     pub(super) fn events(self, of: Kind) -> Result<Events, Failure> {
         let encoding = self.encoding()?;
-        Ok(Events { encoding, of, frames: Frames::new(encoding), body: self.body })
+        Ok(Events { encoding, of, frames: Frames::new(encoding), body: self.body, list: None })
     }
+}
+
+pub(super) fn list_of(kind: Kind) -> String {
+    format!("the list of objects of kind {}", kind.kind)
+}
+
+fn too_long(what: &str, most: usize) -> Failure {
+    let problem = format!("{what} is longer than {most} bytes, the most that is read");
+    Failure::new(FailureReason::Malformed, problem)
 }
 
 /// No more is read once there are `enough` bytes. `silence`: how long each part may take.
@@ -100,9 +114,20 @@ pub(super) struct Events {
     of: Kind,
     frames: Frames,
     body: Body,
+    /// Bytes that may still come before the list at the beginning ends.
+    list: Option<usize>,
 }
 
 impl Events {
+    /// They begin with a list, which must end within [`LONGEST_LIST`].
+    pub(super) fn begin_list(&mut self) {
+        self.list = Some(LONGEST_LIST);
+    }
+
+    pub(super) fn end_list(&mut self) {
+        self.list = None;
+    }
+
     /// None at the end. Nothing is lost if the future is dropped.
     pub(super) async fn next(&mut self) -> Result<Option<Event>, Failure> {
         loop {
@@ -112,6 +137,10 @@ impl Events {
             match self.body.frame().await {
                 Some(Ok(frame)) => {
                     if let Some(data) = frame.data_ref() {
+                        if let Some(left) = &mut self.list {
+                            let after = left.checked_sub(data.len());
+                            *left = after.ok_or_else(|| too_long(&list_of(self.of), LONGEST_LIST))?;
+                        }
                         self.frames.push(data);
                     }
                 }
@@ -211,6 +240,26 @@ mod tests {
             (self.left, self.next) = (left, None);
             Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(b"x")))))
         }
+    }
+
+    #[tokio::test]
+    async fn a_list_that_is_too_long_is_named_with_the_limit() {
+        let list = || answer(200, "application/json", b"12345");
+        let what = list_of(SERVICE);
+        assert_eq!(&*list().await.unwrap().whole(&what, 5).await.unwrap(), b"12345");
+        let failure = list().await.unwrap().whole(&what, 4).await.unwrap_err();
+        assert_eq!(failure.reason, FailureReason::Malformed);
+        let expected = "the list of objects of kind Service is longer than 4 bytes, the most that is read";
+        assert_eq!(failure.message, expected);
+
+        let content_type = "application/vnd.kubernetes.protobuf;stream=watch";
+        let mut events = answer(200, content_type, WATCH).await.unwrap().events(SERVICE).unwrap();
+        events.list = Some(WATCH.len() - 1);
+        let failure = events.next().await.err().unwrap();
+        assert!(failure.message.contains("kind Service is longer than"), "{failure}");
+        let mut events = answer(200, content_type, WATCH).await.unwrap().events(SERVICE).unwrap();
+        events.begin_list();
+        assert!(events.next().await.unwrap().is_some());
     }
 
     #[tokio::test]

@@ -43,6 +43,8 @@ const KEEPALIVE_PROBES: u32 = 3;
 const UNACKNOWLEDGED: Duration = Duration::from_secs(30);
 /// For the answer to a request that is neither a list nor a watch.
 const ANSWER: Duration = Duration::from_secs(30);
+/// Of such an answer, in bytes.
+const LONGEST_ANSWER: usize = 16 << 20;
 /// A plugin is asked again this long before its credentials expire.
 const EXPIRES_SOON: SignedDuration = SignedDuration::from_secs(60);
 
@@ -164,8 +166,12 @@ impl Connection {
             let (client, generation) = self.client().await?;
             let request =
                 request().map_err(|error| Failure::new(FailureReason::Malformed, error.to_string()))?;
-            let answer =
-                async { Answer::new(client.send(request.map(Body::from)).await?).await?.whole().await };
+            let answer = async {
+                Answer::new(client.send(request.map(Body::from)).await?)
+                    .await?
+                    .whole("the answer", LONGEST_ANSWER)
+                    .await
+            };
             let failure = match tokio::time::timeout(ANSWER, answer).await {
                 Ok(Ok(body)) => return Ok(body),
                 Ok(Err(failure)) => failure,

@@ -11,7 +11,7 @@ use kube::{
 use tokio::time::timeout;
 
 use super::{
-    answer::{Answer, Events, SILENCE},
+    answer::{Answer, Events, LONGEST_LIST, SILENCE, list_of},
     context::WatchContext,
     failure::{Failure, FailureReason},
     kind::Verb,
@@ -59,7 +59,7 @@ impl<W: Watched> Query<W> {
         let request = Request::new(W::path()).list(&params).map_err(kube::Error::BuildRequest)?;
         let answer = self.ask(context, client, request, Verb::List).await?;
         let encoding = answer.encoding()?;
-        let page = Page::read(encoding, &answer.whole().await?, W::KIND)?;
+        let page = Page::read(encoding, &answer.whole(&list_of(W::KIND), LONGEST_LIST).await?, W::KIND)?;
         if !page.continue_token.is_empty() {
             let problem = "the list is one of several pages, which were not asked for";
             return Err(Failure::new(FailureReason::Malformed, problem));
@@ -85,9 +85,10 @@ impl<W: Watched> Query<W> {
             send_initial_events: with_list,
         };
         let request = Request::new(W::path()).watch(&params, version).map_err(kube::Error::BuildRequest)?;
-        let events = self.ask(context, client, request, Verb::Watch).await?.events(W::KIND)?;
+        let mut events = self.ask(context, client, request, Verb::Watch).await?.events(W::KIND)?;
         context.state.set_denied(W::RESOURCE, Verb::Watch, false);
         if with_list {
+            events.begin_list();
             context.state.set_denied(W::RESOURCE, Verb::List, false);
         }
         context.state.watch_started(W::RESOURCE);

@@ -277,6 +277,7 @@ impl<W: Watched> Watcher<W> {
                 Event::Modified(object) => listing.exchange(Received::parse::<W>(&object)?),
                 Event::Deleted(object) => listing.remove(&object.meta()?.name()),
                 Event::Bookmark { resource_version, ends_list: true } => {
+                    events.end_list();
                     self.replace(listing, resource_version, ListMethod::Streamed).await?;
                     return Ok(events);
                 }

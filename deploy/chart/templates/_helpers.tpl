@@ -8,7 +8,11 @@ k8s-app: proxy-ctl
 
 {{/* KubeProxyConfiguration: the chart's own fields below those of the values. */}}
 {{- define "proxy-ctl.config" -}}
-{{- $metrics := ternary "0.0.0.0:10249" "127.0.0.1:10249" .Values.monitoring.podMonitor.enabled -}}
+{{- $open := .Values.monitoring.podMonitor.exposeToAnyone -}}
+{{- if and .Values.monitoring.podMonitor.enabled (not $open) (not .Values.config.metricsBindAddress) -}}
+{{- fail "monitoring.podMonitor.enabled: Prometheus can reach the metrics only where anyone who reaches a node can read the names and traffic of all Services. Accept that with monitoring.podMonitor.exposeToAnyone=true, or set config.metricsBindAddress yourself" -}}
+{{- end -}}
+{{- $metrics := ternary "0.0.0.0:10249" "127.0.0.1:10249" $open -}}
 {{- $own := dict
   "apiVersion" "kubeproxy.config.k8s.io/v1alpha1"
   "kind" "KubeProxyConfiguration"

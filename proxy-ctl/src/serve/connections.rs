@@ -1,10 +1,13 @@
 //! An HTTP/1 server on hyper with one task for each connection. The number of connections is bounded, and so is the time
-//! of every step. When all connections are in use, a new one replaces the oldest without a request in progress, so that
-//! idle clients cannot block others.
+//! of every step. No source has more than its share of them: a new connection takes the place of an idle one of its own source,
+//! or, when all places are taken, of the source that has most. Silent clients keep nobody from an answer, and a flood no other
+//! source. The node itself has places of its own, for the kubelet's probes.
 
 use std::{
+    cmp::Reverse,
     collections::BTreeMap,
     future::Future,
+    net::{IpAddr, Ipv6Addr},
     pin::pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -13,7 +16,7 @@ use std::{
     time::Duration,
 };
 
-use ::http::{Request, StatusCode};
+use ::http::{Extensions, Request, StatusCode};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
@@ -24,7 +27,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::reply::{Reply, plain};
 
+/// Of the node itself, and of all others.
 const MOST_CONNECTIONS: usize = 128;
+const MOST_OF_SOURCE: usize = 32;
 /// Limit for the header of a request, and between two requests.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Age at which a connection is closed, after the answer in progress.
@@ -44,22 +49,22 @@ where
             accepted = listener.accept() => accepted,
             () = stop.cancelled() => return,
         };
-        let stream = match accepted {
-            Ok((stream, _)) => stream,
+        let (peer, stream) = match accepted {
+            Ok((stream, peer)) => (Peer::of(&stream, peer.ip()), stream),
             Err(error) => {
                 tracing::debug!(%error, "accept");
                 sleep(ACCEPT_RETRY).await;
                 continue;
             }
         };
-        let Some(admission) = connections.admit() else {
+        let Some(admission) = connections.admit(peer) else {
             tracing::debug!("a connection was closed: every other one is answering a request");
             continue;
         };
         let (answer, stop) = (answer.clone(), stop.clone());
         tokio::spawn(async move {
             tokio::select! {
-                () = converse(stream, answer, longest, &admission.connection) => {}
+                () = converse(stream, peer, answer, longest, &admission.connection) => {}
                 () = admission.connection.evicted.cancelled() => {
                     tracing::debug!("an idle HTTP connection was closed for a new one");
                 }
@@ -69,12 +74,13 @@ where
     }
 }
 
-async fn converse<H, F>(stream: TcpStream, answer: H, longest: Duration, connection: &Connection)
+async fn converse<H, F>(stream: TcpStream, peer: Peer, answer: H, longest: Duration, connection: &Connection)
 where
     H: Fn(Request<Incoming>) -> F,
     F: Future<Output = Reply>,
 {
-    let service = service_fn(|request| {
+    let service = service_fn(|mut request: Request<Incoming>| {
+        request.extensions_mut().insert(peer);
         connection.answering.store(true, Ordering::Relaxed);
         let response = timeout(longest, answer(request));
         async move {
@@ -102,15 +108,47 @@ where
     }
 }
 
+/// Whom a connection is from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Peer {
+    address: IpAddr,
+    /// Of this node: the kubelet, which probes an address of the node from that same address.
+    is_own_node: bool,
+}
+
+impl Peer {
+    fn of(stream: &TcpStream, peer: IpAddr) -> Self {
+        let address = peer.to_canonical();
+        let ours = stream.local_addr().is_ok_and(|local| local.ip().to_canonical() == address);
+        Self { address, is_own_node: ours || address.is_loopback() }
+    }
+
+    /// As the request was received with.
+    pub(super) fn is_loopback(request: &Extensions) -> bool {
+        request.get::<Self>().is_some_and(|peer| peer.address.is_loopback())
+    }
+
+    /// What one client can have many of counts as one.
+    fn source(self) -> IpAddr {
+        match self.address {
+            IpAddr::V4(_) => self.address,
+            IpAddr::V6(address) => Ipv6Addr::from(u128::from(address) >> 64 << 64).into(),
+        }
+    }
+}
+
 /// The open connections of one server.
 #[derive(Clone, Default)]
-struct Connections(Arc<Mutex<Open>>);
+struct Connections {
+    own_node: Arc<Mutex<Open>>,
+    others: Arc<Mutex<Open>>,
+}
 
 #[derive(Default)]
 struct Open {
     next_number: u64,
-    /// The oldest first.
-    by_number: BTreeMap<u64, Arc<Connection>>,
+    /// Those of a source, the oldest first. No source is without any.
+    by_source: BTreeMap<IpAddr, BTreeMap<u64, Arc<Connection>>>,
 }
 
 #[derive(Default)]
@@ -122,71 +160,150 @@ struct Connection {
 
 /// Counts a connection as open until it is dropped.
 struct Admission {
-    connections: Connections,
+    among: Arc<Mutex<Open>>,
+    source: IpAddr,
     number: u64,
     connection: Arc<Connection>,
 }
 
 impl Connections {
-    /// Evicts the oldest connection that answers nothing if there are too many. `None`: all of them answer a request.
-    fn admit(&self) -> Option<Admission> {
-        let mut open = self.lock();
-        if open.by_number.len() >= MOST_CONNECTIONS {
-            let mut all = open.by_number.iter();
-            let idle = all.find(|(_, connection)| !connection.answering.load(Ordering::Relaxed));
-            let number = idle.map(|(number, _)| *number)?;
-            if let Some(connection) = open.by_number.remove(&number) {
-                connection.evicted.cancel();
-            }
+    /// `None`: all whose place it could take answer a request.
+    fn admit(&self, peer: Peer) -> Option<Admission> {
+        let among = if peer.is_own_node { &self.own_node } else { &self.others };
+        let source = peer.source();
+        let (number, connection) = lock(among).admit(source)?;
+        Some(Admission { among: Arc::clone(among), source, number, connection })
+    }
+}
+
+impl Open {
+    fn admit(&mut self, source: IpAddr) -> Option<(u64, Arc<Connection>)> {
+        if self.by_source.get(&source).is_some_and(|own| own.len() >= MOST_OF_SOURCE) {
+            self.evict_oldest_idle(source).then_some(())?;
+        } else if self.count() >= MOST_CONNECTIONS {
+            let mut crowds: Vec<_> =
+                self.by_source.iter().map(|(source, all)| (all.len(), *source)).collect();
+            crowds.sort_by_key(|(length, source)| {
+                let oldest = self.by_source[source].first_key_value().map(|(number, _)| *number);
+                (Reverse(*length), oldest)
+            });
+            crowds.into_iter().find(|(_, source)| self.evict_oldest_idle(*source))?;
         }
-        let (number, connection) = (open.next_number, Arc::<Connection>::default());
-        open.next_number += 1;
-        open.by_number.insert(number, Arc::clone(&connection));
-        Some(Admission { connections: self.clone(), number, connection })
+        let (number, connection) = (self.next_number, Arc::<Connection>::default());
+        self.next_number += 1;
+        self.by_source.entry(source).or_default().insert(number, Arc::clone(&connection));
+        Some((number, connection))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Open> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn count(&self) -> usize {
+        self.by_source.values().map(BTreeMap::len).sum()
     }
+
+    fn evict_oldest_idle(&mut self, source: IpAddr) -> bool {
+        let mut all = self.by_source.get(&source).into_iter().flatten();
+        let idle = all.find(|(_, connection)| !connection.answering.load(Ordering::Relaxed));
+        let Some(number) = idle.map(|(number, _)| *number) else { return false };
+        if let Some(connection) = self.remove(source, number) {
+            connection.evicted.cancel();
+        }
+        true
+    }
+
+    fn remove(&mut self, source: IpAddr, number: u64) -> Option<Arc<Connection>> {
+        let all = self.by_source.get_mut(&source)?;
+        let removed = all.remove(&number);
+        if all.is_empty() {
+            self.by_source.remove(&source);
+        }
+        removed
+    }
+}
+
+fn lock(open: &Mutex<Open>) -> MutexGuard<'_, Open> {
+    open.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Drop for Admission {
     fn drop(&mut self) {
-        self.connections.lock().by_number.remove(&self.number);
+        lock(&self.among).remove(self.source, self.number);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
+    use rstest::rstest;
+
     use super::*;
 
-    fn fill(connections: &Connections) -> Vec<Admission> {
-        std::iter::from_fn(|| connections.admit()).take(MOST_CONNECTIONS).collect()
+    fn from(source: u32) -> Peer {
+        Peer { address: Ipv4Addr::from_bits(0xc000_0200 + source).into(), is_own_node: false }
+    }
+
+    fn admit(connections: &Connections, source: u32, count: usize) -> Vec<Admission> {
+        std::iter::from_fn(|| connections.admit(from(source))).take(count).collect()
+    }
+
+    fn evicted(admitted: &[Admission]) -> Vec<u64> {
+        let evicted = admitted.iter().filter(|one| one.connection.evicted.is_cancelled());
+        evicted.map(|one| one.number).collect()
+    }
+
+    fn answers(admission: &Admission) {
+        admission.connection.answering.store(true, Ordering::Relaxed);
     }
 
     #[test]
-    fn the_oldest_idle_connection_is_evicted_for_a_new_one() {
+    fn a_source_that_has_its_share_gives_up_its_own_oldest_idle_connection() {
         let connections = Connections::default();
-        let mut admitted = fill(&connections);
-        admitted[0].connection.answering.store(true, Ordering::Relaxed);
-        admitted.push(connections.admit().unwrap());
-        let evicted = admitted.iter().filter(|one| one.connection.evicted.is_cancelled());
-        assert_eq!(evicted.map(|one| one.number).collect::<Vec<_>>(), [1]);
-        // An evicted connection was already removed from the count.
+        let other = admit(&connections, 2, 1);
+        let mut admitted = admit(&connections, 1, MOST_OF_SOURCE);
+        answers(&admitted[0]);
+        admitted.extend(admit(&connections, 1, 1));
+        assert_eq!((evicted(&admitted), evicted(&other)), (vec![2], vec![]));
+        // The end of an evicted connection makes no room: its place is taken already.
         admitted.remove(1);
-        assert_eq!(connections.lock().by_number.len(), MOST_CONNECTIONS);
-        admitted.remove(0);
-        assert_eq!(connections.lock().by_number.len(), MOST_CONNECTIONS - 1);
+        assert_eq!(lock(&connections.others).count(), MOST_OF_SOURCE + 1);
+        drop(admitted);
+        drop(other);
+        assert!(lock(&connections.others).by_source.is_empty());
+    }
+
+    #[test]
+    fn when_all_places_are_taken_the_source_with_most_of_them_gives_one_up() {
+        let connections = Connections::default();
+        let few = admit(&connections, 0, 2);
+        let mut crowds = Vec::new();
+        for source in 1.. {
+            let room = MOST_CONNECTIONS - lock(&connections.others).count();
+            if room == 0 {
+                break;
+            }
+            crowds.push(admit(&connections, source, MOST_OF_SOURCE.min(room)));
+        }
+        let new = admit(&connections, 99, 1);
+        assert_eq!(evicted(&few), [0; 0]);
+        assert_eq!(crowds.iter().flat_map(|crowd| evicted(crowd)).collect::<Vec<_>>(), [2]);
+        assert_eq!((new.len(), evicted(&new)), (1, vec![]));
     }
 
     #[test]
     fn a_connection_that_answers_a_request_is_not_evicted() {
         let connections = Connections::default();
-        let admitted = fill(&connections);
-        for one in &admitted {
-            one.connection.answering.store(true, Ordering::Relaxed);
-        }
-        assert!(connections.admit().is_none());
-        assert!(admitted.iter().all(|one| !one.connection.evicted.is_cancelled()));
+        let admitted: Vec<_> =
+            (0..4).flat_map(|source| admit(&connections, source, MOST_CONNECTIONS / 4)).collect();
+        admitted.iter().for_each(answers);
+        assert!(connections.admit(from(0)).is_none() && connections.admit(from(9)).is_none());
+        assert_eq!(evicted(&admitted), [0; 0]);
+        // The node itself has places of its own.
+        assert!(connections.admit(Peer { is_own_node: true, ..from(10) }).is_some());
+    }
+
+    #[rstest]
+    #[case("192.0.2.1", "192.0.2.1")]
+    #[case("2001:db8:1:2:3::4", "2001:db8:1:2::")]
+    fn who_counts_as_one_source(#[case] address: IpAddr, #[case] source: IpAddr) {
+        assert_eq!(Peer { address, is_own_node: false }.source(), source);
     }
 }

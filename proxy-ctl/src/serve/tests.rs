@@ -1,6 +1,11 @@
 //! The servers over real sockets on the loopback.
 
-use std::{future::Future, pin::Pin, time::Duration};
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::atomic::{AtomicUsize, Ordering},
+    time::Duration,
+};
 
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -347,4 +352,72 @@ async fn a_body_that_does_not_come_is_not_waited_for() {
     let read = tokio::time::timeout(Duration::from_secs(30), slow.read_to_end(&mut answer)).await;
     read.expect("it is answered").unwrap();
     assert!(answer.starts_with(b"HTTP/1.1 408"), "{}", String::from_utf8_lossy(&answer));
+}
+
+/// A connection to this port of 127.0.0.1 from another address of the loopback.
+async fn connect_from(source: [u8; 4], to: SocketAddr) -> std::io::Result<TcpStream> {
+    let socket = tokio::net::TcpSocket::new_v4()?;
+    socket.bind((source, 0).into())?;
+    socket.connect(to).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_flood_from_one_source_keeps_no_other_from_an_answer() {
+    const PROBES: usize = 200;
+    let servers = servers().await;
+    get(servers.healthz, "/livez", "").await;
+    let (stop, floods) = (CancellationToken::new(), Arc::<AtomicUsize>::default());
+    let flood = tokio::spawn({
+        let (address, stop, floods) = (servers.healthz, stop.clone(), Arc::clone(&floods));
+        async move {
+            let mut held = std::collections::VecDeque::new();
+            while !stop.is_cancelled() {
+                if let Ok(stream) = connect_from([127, 0, 0, 2], address).await {
+                    floods.fetch_add(1, Ordering::Relaxed);
+                    held.push_back(stream);
+                }
+                if held.len() > 400 {
+                    held.pop_front();
+                }
+            }
+        }
+    });
+    // Connected before the flood fills the port: with one order for all, the flood's next connections would end them.
+    let mut probes = Vec::new();
+    for _ in 0..8 {
+        probes.push(connect_from([127, 0, 0, 3], servers.healthz).await.unwrap());
+    }
+    let before = floods.load(Ordering::Relaxed);
+    while floods.load(Ordering::Relaxed) < before + 300 {
+        tokio::task::yield_now().await;
+    }
+    for number in 0..PROBES {
+        let mut stream = match probes.pop() {
+            Some(stream) => stream,
+            None => connect_from([127, 0, 0, 3], servers.healthz).await.unwrap(),
+        };
+        let answer = async {
+            stream.write_all(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await?;
+            let mut answer = Vec::new();
+            stream.read_to_end(&mut answer).await.map(|_| answer)
+        };
+        let answer = tokio::time::timeout(Duration::from_secs(5), answer).await.expect("in time");
+        assert!(answer.is_ok_and(|text| text.starts_with(b"HTTP/1.1 200")), "probe {number}");
+    }
+    stop.cancel();
+    flood.await.unwrap();
+}
+
+#[tokio::test]
+async fn profiles_and_the_log_level_are_for_loopback_only() {
+    let families = Metrics::new(None, InvalidObjects::default(), |_| {});
+    let slis = pages::Slis::default();
+    let ask = async |path: &str| {
+        let request = http::Request::get(path).body(http_body_util::Empty::<bytes::Bytes>::new()).unwrap();
+        pages().answer(request, &families, &slis).await.status()
+    };
+    for path in ["/debug/pprof/", "/debug/pprof/profile?seconds=1", "/debug/flags/v", "/debug/flags"] {
+        assert_eq!(ask(path).await, StatusCode::FORBIDDEN, "{path}");
+    }
+    assert_eq!(ask("/metrics").await, StatusCode::OK);
 }

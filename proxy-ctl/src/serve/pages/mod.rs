@@ -19,6 +19,7 @@ use tokio::sync::watch;
 use tower::BoxError;
 
 use super::{
+    connections::Peer,
     exposition,
     reply::{JSON, Reply, TEXT, not_found, open, plain, reply},
 };
@@ -35,7 +36,7 @@ pub struct Pages {
     pub flags: Option<BTreeMap<String, String>>,
     /// Whether `/statusz` is there.
     pub status: bool,
-    /// Whether the pages below `/debug` are there.
+    /// Whether the pages below `/debug` are there, for clients on loopback.
     pub profiling: bool,
 }
 
@@ -76,6 +77,12 @@ impl Pages {
                 None => not_found(),
             },
             "/statusz" if self.status => zpages::status(&head.headers, &self.paths()),
+            path if self.profiling && path.starts_with("/debug") && !Peer::is_loopback(&head.extensions) => {
+                plain(
+                    StatusCode::FORBIDDEN,
+                    "Answered on the node's loopback only, as by kubectl port-forward\n",
+                )
+            }
             path if self.profiling => {
                 debug::answer(path, &head.method, head.uri.query().unwrap_or_default(), body).await
             }

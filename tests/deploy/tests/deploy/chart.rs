@@ -46,6 +46,9 @@ fn same(rendered: Vec<Value>, written: Vec<Value>, what: &str) -> Result<()> {
     Ok(())
 }
 
+/// The operator's choice that anyone may read the metrics.
+const EXPOSED: &str = "monitoring.podMonitor.exposeToAnyone=true";
+
 pub(super) fn the_chart_renders_the_manifests((): &mut ()) -> Result<()> {
     same(render(&[])?, files::objects("manifests")?, "manifests")?;
 
@@ -54,7 +57,7 @@ pub(super) fn the_chart_renders_the_manifests((): &mut ()) -> Result<()> {
     same(daemon_set, files::objects("least-capabilities")?, "least-capabilities")?;
 
     let monitored =
-        render(&["monitoring.podMonitor.enabled=true", "monitoring.prometheusRule.enabled=true"])?;
+        render(&[EXPOSED, "monitoring.podMonitor.enabled=true", "monitoring.prometheusRule.enabled=true"])?;
     let monitoring = monitored
         .into_iter()
         .filter(|object| ["PodMonitor", "PrometheusRule"].iter().any(|kind| object["kind"] == *kind))
@@ -73,6 +76,8 @@ pub(super) fn wrong_values_are_refused((): &mut ()) -> Result<()> {
         ("config.healthzBindAddress=0.0.0.0", "healthzBindAddress"),
         // Not built yet: proxy-ctl would refuse it too, on every node.
         ("config.mode=nftables", "mode"),
+        // Who asks for a PodMonitor has not said that anyone may read the metrics.
+        ("monitoring.podMonitor.enabled=true", "monitoring.podMonitor.exposeToAnyone=true"),
     ];
     for (value, named) in cases {
         match render(&[value]) {
@@ -89,6 +94,7 @@ pub(super) fn the_chart_follows_its_values((): &mut ()) -> Result<()> {
         "config.clientConnection.qps=7",
         "config.healthzBindAddress=127.0.0.1:11256",
         "monitoring.podMonitor.enabled=true",
+        EXPOSED,
         "monitoring.dashboard.enabled=true",
         "image.repository=registry.example/proxy-ctl",
         "image.tag=9.9",

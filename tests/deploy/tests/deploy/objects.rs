@@ -57,6 +57,7 @@ pub(super) fn the_api_server_accepts_everything((): &mut ()) -> Result<()> {
     objects.extend(files::objects("monitoring")?);
     let everything = [
         "monitoring.podMonitor.enabled=true",
+        "monitoring.podMonitor.exposeToAnyone=true",
         "monitoring.prometheusRule.enabled=true",
         "monitoring.dashboard.enabled=true",
     ];

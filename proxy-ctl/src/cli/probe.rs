@@ -53,7 +53,8 @@ fn text(found: &Value) -> String {
         Value::Bool(found) => if *found { "yes" } else { "no" }.to_owned(),
         Value::String(found) => found.clone(),
         Value::Array(found) if !found.is_empty() => found.iter().map(text).collect::<Vec<_>>().join(" "),
-        _ => "none".to_owned(),
+        Value::Null | Value::Array(_) => "none".to_owned(),
+        Value::Number(_) | Value::Object(_) => found.to_string(),
     }
 }
 

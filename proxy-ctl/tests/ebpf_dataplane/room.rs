@@ -16,7 +16,7 @@ use super::{
 const ROOM: usize = 8;
 
 fn open(sandbox: &Sandbox) -> EbpfDataplane {
-    let limits = Limits { frontends: Some(ROOM as u32), ..sandbox.config.limits };
+    let limits = Limits { frontends: ROOM as u32, ..sandbox.config.limits };
     EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap()
 }
 

@@ -143,6 +143,9 @@ pub(super) fn refused_streaming_lists_become_plain_ones(world: &mut World) -> Re
     }
     let mut follower = Follower::listed(world, PROXY)?;
     follower.wait_served(world, &[("goes:main", &[]), ("stays:main", &[])])?;
+    follower.wait(world, "all lists", |follower| {
+        follower.state.kinds().into_iter().all(|kind| follower.state.connected(kind))
+    })?;
     for kind in follower.state.kinds() {
         let streamed = follower.state.lists(kind, ListMethod::Streamed);
         let whole = follower.state.lists(kind, ListMethod::Whole);

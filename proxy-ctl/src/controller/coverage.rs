@@ -136,7 +136,7 @@ impl CoverageTracker {
             let mut modified = attached && !std::mem::replace(&mut coverage.programmed, attached);
             for name in leaving {
                 if let Some(reasons) = coverage.unsupported.remove(&name) {
-                    self.metrics.own.unsupported(&reasons, -1);
+                    self.tell(&name, &reasons, &[]);
                     modified = true;
                 }
             }
@@ -150,16 +150,14 @@ impl CoverageTracker {
             if coverage.without_room == now {
                 return false;
             }
-            for (name, reasons) in &now {
-                log_new(name, coverage.without_room.get(name).map_or(&[], Vec::as_slice), reasons);
+            let before = std::mem::replace(&mut coverage.without_room, now);
+            let now = &coverage.without_room;
+            for (name, reasons) in before.iter().filter(|(name, _)| !now.contains_key(*name)) {
+                self.tell(name, reasons, &[]);
             }
-            for reasons in coverage.without_room.values() {
-                self.metrics.own.unsupported(reasons, -1);
+            for (name, reasons) in now {
+                self.tell(name, before.get(name).map(Vec::as_slice).unwrap_or_default(), reasons);
             }
-            for reasons in now.values() {
-                self.metrics.own.unsupported(reasons, 1);
-            }
-            coverage.without_room = now;
             true
         });
     }
@@ -178,19 +176,20 @@ impl CoverageTracker {
                 if before == reasons {
                     continue;
                 }
-                log_new(&name, before, &reasons);
-                self.metrics.own.unsupported(before, -1);
-                self.metrics.own.unsupported(&reasons, 1);
+                self.tell(&name, before, &reasons);
                 coverage.unsupported.insert(name, reasons);
                 modified = true;
             }
             modified
         });
     }
-}
 
-fn log_new(service_port: &ServicePortName, before: &[Unsupported], now: &[Unsupported]) {
-    for Unsupported { field, instead, .. } in now.iter().filter(|one| !before.contains(one)) {
-        tracing::warn!(%service_port, field, "{instead}");
+    /// Logs what is new of a service port's exceptions, and counts them.
+    fn tell(&self, service_port: &ServicePortName, before: &[Unsupported], now: &[Unsupported]) {
+        for Unsupported { field, instead, .. } in now.iter().filter(|one| !before.contains(one)) {
+            tracing::warn!(%service_port, field, "{instead}");
+        }
+        self.metrics.own.unsupported(before, -1);
+        self.metrics.own.unsupported(now, 1);
     }
 }

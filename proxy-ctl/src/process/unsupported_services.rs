@@ -1,6 +1,6 @@
 //! Tells the cluster of Services that are not served as they ask: one event for each Service and change.
 
-use std::{collections::BTreeMap, fmt::Write as _};
+use std::collections::BTreeMap;
 
 use tokio::sync::watch;
 
@@ -65,15 +65,12 @@ fn note(fields: &[&UnsupportedField]) -> String {
             ports.push(&field.port);
         }
     }
-    let mut note = String::new();
-    for ((field, instead), ports) in ports {
-        let separator = if note.is_empty() { "" } else { "; " };
+    let notes = ports.into_iter().map(|((field, instead), ports)| {
         let ports: Vec<&str> = ports.into_iter().filter(|port| !port.is_empty()).collect();
         let of = if ports.is_empty() { String::new() } else { format!(" (port {})", ports.join(", ")) };
-        // Writing to a String does not fail.
-        let _ = write!(note, "{separator}{field}{of}: {instead}");
-    }
-    note
+        format!("{field}{of}: {instead}")
+    });
+    notes.collect::<Vec<_>>().join("; ")
 }
 
 #[cfg(test)]

@@ -43,7 +43,8 @@ pub trait Dataplane: Programmed + Send {
     /// Takes over the node's own addresses and interfaces. Called before the first `resync`, and on change.
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error>;
 
-    /// Removes what is no longer used (expired flows, interfaces that are gone). Called about once a second.
+    /// Removes what is no longer used (expired flows, interfaces that are gone), and serves what this makes room for.
+    /// Called about once a second.
     fn collect_garbage(&mut self) -> Result<(), Error>;
 
     /// Shortest interval between two calls of [`Dataplane::apply`]. `configured`: the mode's `minSyncPeriod`.
@@ -52,7 +53,7 @@ pub trait Dataplane: Programmed + Send {
     /// What this mode does not honour of the service port; empty: it is served as its Service asks.
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported>;
 
-    /// All service ports with frontends that there is no room for, with the fields that ask for these; `None`: as at the
+    /// All service ports that there is no room for, whole or in part, with the fields that ask for it; `None`: as at the
     /// last call. They are served as soon as there is room.
     fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
         None

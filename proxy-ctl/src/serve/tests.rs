@@ -7,6 +7,7 @@ use std::{
     time::Duration,
 };
 
+use rstest::rstest;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -361,8 +362,13 @@ async fn connect_from(source: [u8; 4], to: SocketAddr) -> std::io::Result<TcpStr
     socket.connect(to).await
 }
 
+/// With one order for all connections, those of the flood would end the probes that are connected before it. Among many
+/// sources that have one connection each, the oldest gives way; a probe asks long before it is that.
+#[rstest]
+#[case::one_source(1, 8)]
+#[case::many_sources(50_000, 0)]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_flood_from_one_source_keeps_no_other_from_an_answer() {
+async fn a_flood_keeps_no_other_source_from_an_answer(#[case] sources: u32, #[case] connected_before: usize) {
     const PROBES: usize = 200;
     let servers = servers().await;
     get(servers.healthz, "/livez", "").await;
@@ -371,8 +377,12 @@ async fn a_flood_from_one_source_keeps_no_other_from_an_answer() {
         let (address, stop, floods) = (servers.healthz, stop.clone(), Arc::clone(&floods));
         async move {
             let mut held = std::collections::VecDeque::new();
-            while !stop.is_cancelled() {
-                if let Ok(stream) = connect_from([127, 0, 0, 2], address).await {
+            for number in (0..sources).cycle() {
+                if stop.is_cancelled() {
+                    return;
+                }
+                let source = std::net::Ipv4Addr::from_bits(0x7f01_0000 + number).octets();
+                if let Ok(stream) = connect_from(source, address).await {
                     floods.fetch_add(1, Ordering::Relaxed);
                     held.push_back(stream);
                 }
@@ -382,15 +392,15 @@ async fn a_flood_from_one_source_keeps_no_other_from_an_answer() {
             }
         }
     });
-    // Connected before the flood fills the port: with one order for all, the flood's next connections would end them.
     let mut probes = Vec::new();
-    for _ in 0..8 {
+    for _ in 0..connected_before {
         probes.push(connect_from([127, 0, 0, 3], servers.healthz).await.unwrap());
     }
     let before = floods.load(Ordering::Relaxed);
     while floods.load(Ordering::Relaxed) < before + 300 {
         tokio::task::yield_now().await;
     }
+    let (started, before) = (std::time::Instant::now(), floods.load(Ordering::Relaxed));
     for number in 0..PROBES {
         let mut stream = match probes.pop() {
             Some(stream) => stream,
@@ -404,6 +414,8 @@ async fn a_flood_from_one_source_keeps_no_other_from_an_answer() {
         let answer = tokio::time::timeout(Duration::from_secs(5), answer).await.expect("in time");
         assert!(answer.is_ok_and(|text| text.starts_with(b"HTTP/1.1 200")), "probe {number}");
     }
+    let connects = (floods.load(Ordering::Relaxed) - before) as f64;
+    println!("{:.0} connects a second during {PROBES} probes", connects / started.elapsed().as_secs_f64());
     stop.cancel();
     flood.await.unwrap();
 }

@@ -136,6 +136,30 @@ fn a_restart_swaps_the_programs_and_keeps_the_links() {
 }
 
 #[test]
+fn devices_without_an_ethernet_header_get_programs_of_their_own() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    run("ip", "tuntap add dpt mode tun");
+    run("ip", "tuntap add dpu mode tun");
+    let (tun, other, ethernet) = (index("dpt"), index("dpu"), veth("dpa"));
+    let mut host = host(&[("dpa", Role::Uplink), ("dpt", Role::Uplink), ("dpu", Role::Workload)]);
+    for interface in &mut host.interfaces {
+        interface.ethernet = interface.name == "dpa";
+    }
+    let programs = || [tun, other, ethernet].map(|index| program_of(&sandbox, &format!("{index}_ingress")));
+    let mut before = [0; 3];
+    for _ in 0..2 {
+        let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+        dataplane.set_host(&host).unwrap();
+        let now = programs();
+        assert!(now[0] != now[1] && now[0] != now[2], "by role and by header: {now:?}");
+        assert!(now.iter().all(|program| !before.contains(program)), "{before:?} run on: {now:?}");
+        dataplane.set_host(&host).unwrap();
+        assert_eq!(programs(), now, "nothing is loaded twice");
+        before = now;
+    }
+}
+
+#[test]
 fn a_link_that_somebody_removed_comes_back() {
     let Some(sandbox) = Sandbox::new() else { return };
     let first = veth("dpa");

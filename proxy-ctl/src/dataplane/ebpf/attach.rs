@@ -31,7 +31,7 @@ use crate::{
     },
 };
 
-const DIRECTIONS: [Direction; 2] = [Direction::Ingress, Direction::Egress];
+pub(super) const DIRECTIONS: [Direction; 2] = [Direction::Ingress, Direction::Egress];
 /// Of our filters.
 pub(super) const HANDLE: u32 = 0x7063;
 /// Marks a clsact qdisc that we made, in the interface's folder.
@@ -73,11 +73,11 @@ impl Cgroup {
     /// Attaches until the descriptor is dropped.
     pub(super) fn attach(
         &self,
-        programs: &Programs,
+        programs: &mut Programs,
         name: &'static str,
         hook: bpf_attach_type,
     ) -> Result<OwnedFd, Error> {
-        bpf::link_cgroup(programs.get(name)?.as_fd(), self.fd.as_fd(), hook).map_err(|source| Error::Attach {
+        bpf::link_cgroup(programs.get(name)?, self.fd.as_fd(), hook).map_err(|source| Error::Attach {
             program: name,
             target: self.path.display().to_string(),
             source,
@@ -120,7 +120,7 @@ impl Hooks {
             };
             let program = self.programs.get(name)?;
             let is_target = |target| target == LinkTarget::Cgroup(cgroup.inode);
-            let create = || bpf::link_cgroup(program.as_fd(), cgroup.fd.as_fd(), hook);
+            let create = || bpf::link_cgroup(program, cgroup.fd.as_fd(), hook);
             changed |= self.links.ensure(&path, program, is_target, create).map_err(|source| {
                 Error::Attach { program: name, target: cgroup.path.display().to_string(), source }
             })?;
@@ -213,7 +213,7 @@ impl Hooks {
     fn attach(&mut self, interface: &Interface) -> Result<bool, Error> {
         let mut changed = false;
         for direction in DIRECTIONS {
-            let program = packet_program(interface, direction);
+            let program = packet_program(interface.role, direction, interface.ethernet);
             let failed = |source| Error::Attach {
                 program,
                 target: format!("{} ({})", interface.name, word(direction)),
@@ -252,12 +252,12 @@ impl Hooks {
             Direction::Ingress => (bpf_attach_type::BPF_TCX_INGRESS, Order::First),
             Direction::Egress => (bpf_attach_type::BPF_TCX_EGRESS, Order::Last),
         };
-        let create = || bpf::link_tcx(program.as_fd(), index, hook, order);
+        let create = || bpf::link_tcx(program, index, hook, order);
         Ok(self.links.ensure(&path, program, |target| target == LinkTarget::Tcx(index), create))
     }
 
     fn attach_filter(
-        &self,
+        &mut self,
         index: u32,
         direction: Direction,
         name: &'static str,
@@ -269,7 +269,7 @@ impl Hooks {
             Ok(ours) => ours,
             Err(e) => return Ok(Err(e)),
         };
-        match bpf::program_id(program.as_fd()) {
+        match bpf::program_id(program) {
             Ok(id) if ours.is_some_and(|filter| filter.program == id) => return Ok(Ok(false)),
             Ok(_) => {}
             Err(e) => return Ok(Err(e)),
@@ -279,7 +279,7 @@ impl Hooks {
             Ok(false) => {}
             Err(e) => return Ok(Err(e)),
         }
-        let put = |priority| tc::replace_filter(index, direction, priority, HANDLE, program.as_fd(), name);
+        let put = |priority| tc::replace_filter(index, direction, priority, HANDLE, program, name);
         let placed = match ours {
             Some(filter) => put(filter.priority),
             None => first_accepted(priorities(direction), put),

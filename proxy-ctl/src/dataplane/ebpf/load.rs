@@ -1,23 +1,22 @@
 //! Loads the kernel programs, bound to the pinned tables.
 
 use std::{
-    collections::BTreeMap,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd as _, BorrowedFd},
     path::Path,
 };
 
 use aya::{
     Ebpf, EbpfLoader,
-    programs::{CgroupSockAddr, Program, ProgramError, ProgramType, SchedClassifier},
+    programs::{CgroupSockAddr, Program, ProgramType},
     sys::{BpfHelper, is_helper_supported},
 };
 use aya_obj::generated::bpf_attach_type;
 use proxy_common::inventory::program;
 
-use super::{Error, kernel_log::KernelLog, tables::Shape};
+use super::{Error, attach::DIRECTIONS, kernel_log::KernelLog, tables::Shape};
 use crate::{
     config::SocketLoadBalancing,
-    dataplane::{Interface, Role},
+    dataplane::Role,
     sys::{sampler::Undisturbed, tc::Direction},
 };
 
@@ -33,23 +32,33 @@ macro_rules! socket_hooks {
 /// Programs on the cgroup, by name and hook.
 pub(super) const SOCKET_HOOKS: &[(&str, bpf_attach_type)] = proxy_common::socket_programs!(socket_hooks);
 
-/// Loaded programs by name.
-#[derive(Debug, Default)]
-pub(super) struct Programs {
-    loaded: BTreeMap<&'static str, OwnedFd>,
-}
+/// The kernel programs, each loaded when it is first asked for: most nodes have no device that needs `_l3`.
+#[derive(Debug)]
+pub(super) struct Programs(Ebpf);
 
 impl Programs {
-    pub(super) fn get(&self, name: &'static str) -> Result<&OwnedFd, Error> {
-        self.loaded.get(name).ok_or(Error::NoProgram(name))
+    pub(super) fn get(&mut self, name: &'static str) -> Result<BorrowedFd<'_>, Error> {
+        let program = self.0.program_mut(name).ok_or(Error::NoProgram(name))?;
+        let failed = |source| Error::Program { program: name, source: Box::new(source) };
+        if program.fd().is_err() {
+            // The kernel stops checking a program when a signal comes.
+            let _undisturbed = Undisturbed::begin().map_err(Error::Signals)?;
+            let loaded = if let Program::SchedClassifier(program) = program {
+                program.load()
+            } else {
+                <&mut CgroupSockAddr>::try_from(&mut *program).and_then(CgroupSockAddr::load)
+            };
+            loaded.map_err(failed)?;
+        }
+        Ok(program.fd().map_err(failed)?.as_fd())
     }
 }
 
-/// Name of the program for packets that go through `interface` in this direction.
-pub(super) fn packet_program(interface: &Interface, direction: Direction) -> &'static str {
+/// Name of the program for packets in this direction through interfaces of this role, with an Ethernet header or without.
+pub(super) fn packet_program(role: Role, direction: Direction, ethernet: bool) -> &'static str {
     macro_rules! program_of {
         ($($name:ident: ($role:ident, $direction:ident, $ethernet:literal);)+) => {
-            match (interface.role, direction, interface.ethernet) {
+            match (role, direction, ethernet) {
                 $((Role::$role, Direction::$direction, $ethernet) => stringify!($name),)+
             }
         };
@@ -57,7 +66,7 @@ pub(super) fn packet_program(interface: &Interface, direction: Direction) -> &'s
     proxy_common::packet_programs!(program_of)
 }
 
-/// Loads the programs that this configuration needs. Tables that are not pinned in `maps` yet are made there.
+/// Loads the programs that every node with this configuration needs. Tables that are not pinned in `maps` yet are made there.
 pub(super) fn load(
     maps: &Path,
     shapes: &[Shape],
@@ -85,51 +94,19 @@ pub(super) fn load(
     }
     let mut object = loader.load(OBJECT).map_err(|e| Error::Load(Box::new(e)))?;
     let log = KernelLog::take(&mut object)?;
-    let mut programs = Programs::default();
+    let mut programs = Programs(object);
     if balancing != SocketLoadBalancing::Off {
         for (name, _) in SOCKET_HOOKS {
-            programs.load_socket(&mut object, name)?;
+            programs.get(name)?;
         }
     }
     if learn_namespace {
-        programs.load_socket(&mut object, program::learn_namespace)?;
+        programs.get(program::learn_namespace)?;
     }
-    for name in program::ON_INTERFACES {
-        programs.load_packet(&mut object, name)?;
+    for role in [Role::Workload, Role::Uplink] {
+        for direction in DIRECTIONS {
+            programs.get(packet_program(role, direction, true))?;
+        }
     }
     Ok((programs, log))
-}
-
-impl Programs {
-    fn load_socket(&mut self, object: &mut Ebpf, name: &'static str) -> Result<(), Error> {
-        let program: &mut CgroupSockAddr = typed(object, name)?;
-        let failed = |source| Error::Program { program: name, source: Box::new(source) };
-        program.load().map_err(failed)?;
-        self.keep(name, program.fd().map_err(failed)?.as_fd().try_clone_to_owned())
-    }
-
-    fn load_packet(&mut self, object: &mut Ebpf, name: &'static str) -> Result<(), Error> {
-        let program: &mut SchedClassifier = typed(object, name)?;
-        let failed = |source| Error::Program { program: name, source: Box::new(source) };
-        program.load().map_err(failed)?;
-        self.keep(name, program.fd().map_err(failed)?.as_fd().try_clone_to_owned())
-    }
-
-    fn keep(&mut self, name: &'static str, fd: std::io::Result<OwnedFd>) -> Result<(), Error> {
-        let fd =
-            fd.map_err(|e| Error::Program { program: name, source: Box::new(ProgramError::IOError(e)) })?;
-        self.loaded.insert(name, fd);
-        Ok(())
-    }
-}
-
-fn typed<'a, T>(object: &'a mut Ebpf, name: &'static str) -> Result<&'a mut T, Error>
-where
-    &'a mut T: TryFrom<&'a mut Program, Error = ProgramError>,
-{
-    object
-        .program_mut(name)
-        .ok_or(Error::NoProgram(name))?
-        .try_into()
-        .map_err(|source| Error::Program { program: name, source: Box::new(source) })
 }

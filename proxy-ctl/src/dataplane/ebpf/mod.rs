@@ -133,7 +133,7 @@ impl EbpfDataplane {
             Err(e) => return Err(Error::Namespace(e)),
         };
         let balancing = config.socket_load_balancing;
-        let (programs, log) = load::load(&paths.maps(), &shapes, balancing, cookie.is_none())?;
+        let (mut programs, log) = load::load(&paths.maps(), &shapes, balancing, cookie.is_none())?;
 
         let pins = TablePins::hold(&paths, &shapes, lock)?;
         let common = CommonTables::open(&paths.maps(), true)?;
@@ -146,7 +146,7 @@ impl EbpfDataplane {
                     .map_err(|source| Error::Folder { path: "/proc/self/cgroup".into(), source })?
                     .ok_or(Error::NoCgroup)?;
                 let connect4 = bpf_attach_type::BPF_CGROUP_INET4_CONNECT;
-                let link = Cgroup::open(own)?.attach(&programs, program::learn_namespace, connect4)?;
+                let link = Cgroup::open(own)?.attach(&mut programs, program::learn_namespace, connect4)?;
                 let learned = learn_namespace(&common, &probe);
                 drop(link);
                 learned?

@@ -6,7 +6,7 @@
 use std::{
     collections::BTreeMap,
     fs,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
 };
 
@@ -86,7 +86,7 @@ impl LinkPins {
     pub(super) fn ensure(
         &mut self,
         path: &Path,
-        program: &OwnedFd,
+        program: BorrowedFd<'_>,
         is_target: impl Fn(LinkTarget) -> bool,
         create: impl Fn() -> Result<OwnedFd, CallError>,
     ) -> Result<bool, CallError> {
@@ -136,11 +136,11 @@ impl LinkPins {
 }
 
 /// Answers whether the link ran another program before.
-fn run(link: &OwnedFd, running: u32, program: &OwnedFd) -> Result<bool, CallError> {
-    if running == bpf::program_id(program.as_fd())? {
+fn run(link: &OwnedFd, running: u32, program: BorrowedFd<'_>) -> Result<bool, CallError> {
+    if running == bpf::program_id(program)? {
         return Ok(false);
     }
-    bpf::link_update(link.as_fd(), program.as_fd())?;
+    bpf::link_update(link.as_fd(), program)?;
     Ok(true)
 }
 

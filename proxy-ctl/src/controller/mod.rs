@@ -23,11 +23,11 @@ use self::{
 };
 pub use self::{
     coverage::{Coverage, UnservedPorts},
-    run::{Ended, Inputs, UsageRequest, UsageRequests, run},
+    run::{Ended, Inputs, MetricsRequest, MetricsRequests, run},
 };
 use crate::{
     config::{ALLOW_SERVICE_EXTERNAL_IPS, Config},
-    dataplane::{Dataplane, Error, NodeNetwork, Usage},
+    dataplane::{Dataplane, Error, MetricFamily, NodeNetwork},
     model::{
         Model, Update,
         objects::{IpFamily, Node},
@@ -222,9 +222,9 @@ impl Controller {
         active.host.next().into_iter().chain(active.services.next()).min()
     }
 
-    pub fn usage(&self) -> Option<Usage> {
-        let usage = self.active.as_ref()?.dataplane.usage();
-        usage.inspect_err(|error| tracing::warn!(%error, "reading the state of the tables failed")).ok()
+    pub fn metrics(&self) -> Option<Vec<MetricFamily>> {
+        let families = self.active.as_ref()?.dataplane.metrics();
+        families.inspect_err(|error| tracing::warn!(%error, "reading the state of the tables failed")).ok()
     }
 }
 

@@ -13,9 +13,9 @@ use tokio_util::sync::CancellationToken;
 use super::Controller;
 use crate::{
     config::Config,
-    dataplane::{Dataplane, Error, NodeNetwork, Usage},
+    dataplane::{Dataplane, Error, MetricFamily, NodeNetwork},
     model::Update,
-    report::UsageSource,
+    report::ModeFamilies,
 };
 
 /// Pause between two removals of expired flows.
@@ -39,15 +39,15 @@ pub enum Ended {
     TakenOver(#[source] Error),
 }
 
-/// Asks for the state of the tables.
-pub type UsageRequest = oneshot::Sender<Option<Usage>>;
+/// Asks for the families of the mode.
+pub type MetricsRequest = oneshot::Sender<Option<Vec<MetricFamily>>>;
 
-/// Where the state of the tables is asked for.
+/// Where the families of the mode are asked for.
 #[derive(Clone, Debug)]
-pub struct UsageRequests(pub mpsc::Sender<UsageRequest>);
+pub struct MetricsRequests(pub mpsc::Sender<MetricsRequest>);
 
-impl UsageSource for UsageRequests {
-    fn usage(&self) -> Pin<Box<dyn Future<Output = Option<Usage>> + Send + '_>> {
+impl ModeFamilies for MetricsRequests {
+    fn families(&self) -> Pin<Box<dyn Future<Output = Option<Vec<MetricFamily>>> + Send + '_>> {
         Box::pin(async {
             let (answer, answered) = oneshot::channel();
             self.0.send(answer).await.ok()?;
@@ -61,7 +61,7 @@ pub struct Inputs {
     pub updates: mpsc::Receiver<Update>,
     /// `None` until the node is known.
     pub networks: watch::Receiver<Option<NodeNetwork>>,
-    pub usage_requests: mpsc::Receiver<UsageRequest>,
+    pub metrics_requests: mpsc::Receiver<MetricsRequest>,
     /// What the configuration is now, as far as it is taken over without a new process.
     pub configs: watch::Receiver<Arc<Config>>,
     pub stop: CancellationToken,
@@ -70,7 +70,7 @@ pub struct Inputs {
 enum Wake {
     Updates,
     Network,
-    Usage(UsageRequest),
+    Metrics(MetricsRequest),
     Config,
     Time,
     Stop,
@@ -109,9 +109,9 @@ pub fn run(
             Wake::NoSources => return Err(Ended::NoSources),
             Wake::Updates => batch.drain(..).for_each(|update| controller.take(update)),
             Wake::Network => take_network(&mut controller, &mut inputs.networks),
-            Wake::Usage(answer) => {
+            Wake::Metrics(answer) => {
                 // Whoever asked may have gone.
-                let _ = answer.send(controller.usage());
+                let _ = answer.send(controller.metrics());
                 continue;
             }
             Wake::Config => {
@@ -157,7 +157,7 @@ impl Inputs {
             received = self.updates.recv_many(batch, MOST_AT_ONCE) => {
                 if received == 0 { self.without_sources().await } else { Wake::Updates }
             }
-            Some(request) = self.usage_requests.recv() => Wake::Usage(request),
+            Some(request) = self.metrics_requests.recv() => Wake::Metrics(request),
             () = tokio::time::sleep_until(until.into()) => Wake::Time,
         }
     }

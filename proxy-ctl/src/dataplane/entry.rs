@@ -20,7 +20,6 @@ pub(super) struct Entry {
     pub(super) read: fn(bpffs: &Path) -> Result<Option<BoxedProgrammed>, Error>,
     pub(super) controller: fn(bpffs: &Path) -> Option<u32>,
     pub(super) cleanup: fn(bpffs: &Path) -> Result<Removed, Error>,
-    pub(super) reasons: fn() -> Vec<(&'static str, &'static str)>,
 }
 
 /// What was removed, in the order in which it was.

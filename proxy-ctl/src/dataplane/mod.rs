@@ -8,14 +8,18 @@ pub mod ebpf;
 mod entry;
 mod error;
 mod host;
+mod metrics;
 mod modes;
 mod snapshot;
 mod supports;
 
+#[cfg(test)]
+pub(crate) use ebpf::sample_metrics;
 pub use entry::Removed;
 pub use error::{Error, ErrorKind};
 pub use host::{Host, Interface, LocalTraffic, NodeNetwork, Role};
-pub use modes::{cleanup, controller, open, prepare, probe, read, reasons};
+pub use metrics::{Labels, MetricFamily, ServiceUsage};
+pub use modes::{cleanup, controller, open, prepare, probe, read};
 pub use snapshot::{
     BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, ServiceSnapshot, Snapshot,
 };
@@ -27,7 +31,7 @@ use crate::model::desired::{Changes, DesiredPort, ServicePortName};
 pub trait Programmed {
     fn snapshot(&self) -> Result<Snapshot, Error>;
 
-    /// How full and how large the tables are, and the counters by reason, for metrics.
+    /// How full and how large the tables are, and the counters by reason.
     fn usage(&self) -> Result<Usage, Error>;
 }
 
@@ -46,6 +50,9 @@ pub trait Dataplane: Programmed + Send {
     /// Removes what is no longer used (expired flows, interfaces that are gone), and serves what this makes room for.
     /// Called about once a second.
     fn collect_garbage(&mut self) -> Result<(), Error>;
+
+    /// The families of this mode, each with its samples as they are now.
+    fn metrics(&self) -> Result<Vec<MetricFamily>, Error>;
 
     /// Shortest interval between two calls of [`Dataplane::apply`]. `configured`: the mode's `minSyncPeriod`.
     fn min_interval(&self, configured: Duration) -> Duration;
@@ -80,10 +87,6 @@ pub struct Usage {
     pub tables: Vec<TableUsage>,
     /// Decisions since the tables were created.
     pub reasons: Vec<ReasonUsage>,
-    /// Service ports in no order.
-    pub services: Vec<ServiceUsage>,
-    /// Service ports that there is no room to count.
-    pub uncounted_services: u64,
 }
 
 /// How often packets or calls met one decision.
@@ -93,17 +96,6 @@ pub struct ReasonUsage {
     /// What becomes of them: `pass`, `refuse` or `drop`.
     pub verdict: &'static str,
     pub count: u64,
-}
-
-/// What the clients of a service port did since it is served; counters may wrap.
-#[derive(Clone, Debug)]
-pub struct ServiceUsage {
-    pub name: ServicePortName,
-    /// Sockets that were connected, and flows that were opened.
-    pub connections: u64,
-    /// Of flows, both directions; those of sockets are not seen.
-    pub packets: u64,
-    pub bytes: u64,
 }
 
 #[derive(Clone, Debug)]

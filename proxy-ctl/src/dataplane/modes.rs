@@ -62,8 +62,3 @@ pub fn cleanup(bpffs: &Path) -> Result<Removed, Error> {
     }
     Ok(all)
 }
-
-/// Every reason that a mode counts decisions by, with the verdict: `pass`, `refuse` or `drop`.
-pub fn reasons(mode: Mode) -> Vec<(&'static str, &'static str)> {
-    (entry(mode).reasons)()
-}

@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     config::{CommandLine, Config},
-    controller::{Coverage, Inputs, Reports, UnservedPorts, UsageRequests},
+    controller::{Coverage, Inputs, MetricsRequests, Reports, UnservedPorts},
     dataplane::NodeNetwork,
     events::Recorder,
     mode::{ChosenMode, Mode},
@@ -38,7 +38,7 @@ use crate::{
 /// Updates between the watchers and the dataplane's thread; then the watchers wait.
 const UPDATES: usize = 4096;
 /// Questions to the dataplane's thread.
-const USAGE_REQUESTS: usize = 16;
+const METRICS_REQUESTS: usize = 16;
 
 type Tasks = JoinSet<anyhow::Result<()>>;
 
@@ -84,7 +84,7 @@ impl Proxy {
         let from_api_server = matches!(source, Source::Kubernetes(_));
         let config = Arc::new(settings.config);
         let events = source.recorder(&settings.node_name)?;
-        let (usage_requests_in, usage_requests) = mpsc::channel(USAGE_REQUESTS);
+        let (metrics_requests_in, metrics_requests) = mpsc::channel(METRICS_REQUESTS);
         let coverage = watch::Sender::default();
         let unserved = UnservedPorts(coverage.subscribe());
         let register = |registry: &mut Registry| {
@@ -95,7 +95,7 @@ impl Proxy {
             }
         };
         let metrics = Metrics::new(
-            Some(Box::new(UsageRequests(usage_requests_in))),
+            Some(Box::new(MetricsRequests(metrics_requests_in))),
             source_state.invalid_objects(),
             register,
         );
@@ -119,7 +119,7 @@ impl Proxy {
         };
         let (updates_in, updates) = mpsc::channel(UPDATES);
         let (networks, configs) = (proxy.networks.subscribe(), proxy.configs.subscribe());
-        let controller = Inputs { updates, networks, usage_requests, configs, stop: proxy.stop.clone() };
+        let controller = Inputs { updates, networks, metrics_requests, configs, stop: proxy.stop.clone() };
         Ok((proxy, ProxyInputs { updates: updates_in, controller }))
     }
 

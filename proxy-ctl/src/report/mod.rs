@@ -6,5 +6,5 @@ mod metrics;
 
 pub use health::{Health, HealthReport, Moment, SharedHealth};
 pub use health_checks::{HealthCheckAddresses, HealthChecks};
-pub use metrics::{Metrics, Pending, Phase, SyncKind, UsageSource};
+pub use metrics::{Metrics, ModeFamilies, Pending, Phase, SyncKind};
 pub(crate) use metrics::{kubernetes, process};

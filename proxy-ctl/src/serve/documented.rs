@@ -7,12 +7,11 @@ use std::{
 
 use tokio::sync::watch;
 
-use super::{exposition::Format, tests::FixedUsage};
+use super::{exposition::Format, tests::SampleFamilies};
 use crate::{
     controller::{Coverage, UnservedPorts},
     dataplane::{self, Effect, Unsupported},
     events::Recorder,
-    mode::Mode,
     model::{
         desired::ServicePortName,
         objects::{self, ObjectName},
@@ -83,7 +82,7 @@ async fn every_family_is_documented_and_no_other() {
     let unsupported = vec![unsupported];
     let coverage = Coverage { unsupported: [(name, unsupported.clone())].into(), ..Coverage::default() };
     let (_sender, coverage) = watch::channel(coverage);
-    let metrics = Metrics::new(Some(Box::new(FixedUsage)), state.invalid_objects(), |registry| {
+    let metrics = Metrics::new(Some(Box::new(SampleFamilies)), state.invalid_objects(), |registry| {
         state.register(registry);
         registry.register_collector(Box::new(UnservedPorts(coverage)));
         Recorder::silent().register(registry.sub_registry_with_prefix("proxy"));
@@ -113,5 +112,8 @@ fn every_reason_is_explained_and_no_other() {
             (name, verdict)
         })
         .collect();
-    assert_eq!(explained, dataplane::reasons(Mode::Ebpf));
+    let families = dataplane::sample_metrics();
+    let reasons = families.iter().find(|family| family.name == "proxy_reasons").unwrap();
+    let counted = reasons.samples.iter().map(|(labels, _)| (&*labels[0].1, &*labels[1].1));
+    assert_eq!(explained, counted.collect::<Vec<_>>());
 }

@@ -16,35 +16,17 @@ use tokio::{
 
 use super::*;
 use crate::{
-    dataplane::{Applied, ReasonUsage, ServiceUsage, TableUsage, Usage},
-    model::{
-        desired::ServicePortName,
-        objects::{IpFamily, Node, ObjectName, Protocol},
-    },
-    report::{Health, Moment, SyncKind, UsageSource},
+    dataplane::{self, Applied, MetricFamily},
+    model::objects::{IpFamily, Node},
+    report::{Health, ModeFamilies, Moment, SyncKind},
     source::InvalidObjects,
 };
 
-pub(super) struct FixedUsage;
+pub(super) struct SampleFamilies;
 
-impl UsageSource for FixedUsage {
-    fn usage(&self) -> Pin<Box<dyn Future<Output = Option<Usage>> + Send + '_>> {
-        let frontends =
-            TableUsage { name: "frontends4", used: 3, capacity: 100, can_fill_up: true, bytes: 4096 };
-        let name = ServicePortName {
-            service: ObjectName::new("default", "web"),
-            port: "http".into(),
-            protocol: Protocol::Tcp,
-            family: IpFamily::Ipv4,
-        };
-        let web = ServiceUsage { name, connections: 2, packets: 10, bytes: 1500 };
-        let usage = Usage {
-            tables: vec![frontends],
-            reasons: vec![ReasonUsage { name: "no_endpoints", verdict: "refuse", count: 7 }],
-            services: vec![web],
-            uncounted_services: 3,
-        };
-        Box::pin(async { Some(usage) })
+impl ModeFamilies for SampleFamilies {
+    fn families(&self) -> Pin<Box<dyn Future<Output = Option<Vec<MetricFamily>>> + Send + '_>> {
+        Box::pin(async { Some(dataplane::sample_metrics()) })
     }
 }
 
@@ -80,7 +62,7 @@ async fn servers() -> Servers {
 async fn servers_with(pages: Pages) -> Servers {
     let stop = CancellationToken::new();
     let health = Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30))));
-    let families = Arc::new(Metrics::new(Some(Box::new(FixedUsage)), InvalidObjects::default(), |_| {}));
+    let families = Arc::new(Metrics::new(Some(Box::new(SampleFamilies)), InvalidObjects::default(), |_| {}));
     let (healthz_address, metrics_address) = (free_address(), free_address());
     let task = healthz(healthz_address, true, Arc::clone(&health), Arc::clone(&families), stop.clone());
     tokio::spawn(async move { task.await.unwrap() });

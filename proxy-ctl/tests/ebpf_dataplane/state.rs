@@ -120,6 +120,15 @@ fn a_refused_client_is_logged_while_debug_lines_are_told() {
     assert!(told.contains(line), "{told}");
 }
 
+/// Of each Service that is counted, and how many are not.
+fn service_connections(dataplane: &EbpfDataplane) -> (Vec<(String, u64)>, u64) {
+    let families = dataplane.metrics().unwrap();
+    let samples = |name| &families.iter().find(|family| family.name == name).unwrap().samples;
+    let counted = samples("proxy_service_connections").iter();
+    let counted = counted.map(|(labels, count)| (labels[1].1.to_string(), *count)).collect();
+    (counted, samples("proxy_services_not_counted")[0].1)
+}
+
 #[test]
 fn connections_are_counted_for_their_service() {
     let Some(sandbox) = Sandbox::new() else { return };
@@ -129,9 +138,9 @@ fn connections_are_counted_for_their_service() {
     let listening = serve("127.0.0.1", "first");
     let web = |name: &str| shared([port(name, "10.96.0.1", vec![endpoint("127.0.0.1", listening)])]);
     let connections = |dataplane: &EbpfDataplane| {
-        let usage = dataplane.usage().unwrap();
-        assert_eq!(usage.uncounted_services, 0);
-        usage.services.iter().map(|s| (s.name.service.name.to_string(), s.connections)).collect::<Vec<_>>()
+        let (counted, uncounted) = service_connections(dataplane);
+        assert_eq!(uncounted, 0);
+        counted
     };
     dataplane.resync(&web("old")).unwrap();
     for _ in 0..3 {
@@ -152,9 +161,9 @@ fn services_beyond_the_room_for_counters_are_told() {
     let addresses = (1..=6).map(|n| format!("10.96.1.{n}"));
     let ports = addresses.map(|address| port(&format!("to-{address}"), &address, Vec::new()));
     dataplane.resync(&ports.map(Arc::new).collect::<Vec<_>>()).unwrap();
-    let usage = dataplane.usage().unwrap();
+    let (counted, uncounted) = service_connections(&dataplane);
     // Room for 4, and 0 is no service.
-    assert_eq!((usage.services.len(), usage.uncounted_services), (3, 3));
+    assert_eq!((counted.len(), uncounted), (3, 3));
 }
 
 /// Two services with the same endpoint, which then leaves the first: is its backend gone for that service's flows?

@@ -12,7 +12,7 @@ use crate::{controller::run::Ended, report::Moment};
 struct Thread {
     updates: mpsc::Sender<Update>,
     networks: watch::Sender<Option<NodeNetwork>>,
-    usage_requests: UsageRequests,
+    metrics_requests: MetricsRequests,
     stop: CancellationToken,
     reports: Reports,
     ended: JoinHandle<Result<(), Ended>>,
@@ -24,17 +24,17 @@ impl Thread {
         let config = Arc::new(Config::default());
         let (updates_in, updates) = mpsc::channel(16);
         let (networks_in, networks) = watch::channel(None);
-        let (requests_in, usage_requests) = mpsc::channel(1);
+        let (requests_in, metrics_requests) = mpsc::channel(1);
         let (configs_in, configs) = watch::channel(Arc::clone(&config));
         let (stop, reports) = (CancellationToken::new(), reports());
         let controller = Controller::new(config, "node", reports.clone());
-        let inputs = Inputs { updates, networks, usage_requests, configs, stop: stop.clone() };
+        let inputs = Inputs { updates, networks, metrics_requests, configs, stop: stop.clone() };
         let runtime = tokio::runtime::Handle::current();
         let ended = std::thread::spawn(move || run(controller, inputs, open, &runtime));
         Self {
             updates: updates_in,
             networks: networks_in,
-            usage_requests: UsageRequests(requests_in),
+            metrics_requests: MetricsRequests(requests_in),
             stop,
             reports,
             ended,
@@ -62,16 +62,16 @@ async fn it_opens_at_once_and_writes_after_all_lists() {
     thread.updates.send(Update::ReplaceSlices(Vec::new())).await.unwrap();
     thread.networks.send(Some(network(&[]))).unwrap();
     opened.recv().await.unwrap();
-    assert!(thread.usage_requests.usage().await.is_none(), "the Node is missing");
+    assert!(thread.metrics_requests.families().await.is_none(), "the Node is missing");
     assert_eq!(recorder.calls(), []);
 
     thread.updates.send(Update::Node(None)).await.unwrap();
-    let usage = loop {
-        if let Some(usage) = thread.usage_requests.usage().await {
-            break usage;
+    let families = loop {
+        if let Some(families) = thread.metrics_requests.families().await {
+            break families;
         }
     };
-    assert_eq!(usage.uncounted_services, 7);
+    assert_eq!(families[0].name, "of_the_mode");
     let calls = recorder.calls();
     assert!(matches!(calls.first(), Some(Call::SetHost(_))), "{calls:?}");
     assert_eq!(calls.get(1), Some(&Call::Resync(vec!["default/a".into()])));

@@ -18,7 +18,6 @@ use proxy_common::{
     family::{V4, V6},
     inventory::{program, table},
     layout::{NODE_ADDRESS_LOOPBACK, NodeAddress, Settings},
-    reason::Reason,
 };
 
 use self::{
@@ -34,7 +33,7 @@ use self::{
     status::{Pinned, Reader},
     tables::{CommonTables, FamilyTables, Shape},
 };
-use super::{Applied, Dataplane, Host, Programmed, Snapshot, Unsupported, Usage, entry::Entry};
+use super::{Applied, Dataplane, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, entry::Entry};
 use crate::{
     config::{Ebpf, SocketLoadBalancing},
     model::desired::{Changes, DesiredPort, ServicePortName},
@@ -52,6 +51,7 @@ mod gc;
 mod kernel_log;
 mod layout;
 mod load;
+mod metrics;
 mod paths;
 mod pins;
 mod ports;
@@ -64,6 +64,8 @@ mod supports;
 mod tables;
 mod uses;
 
+#[cfg(test)]
+pub(crate) use self::metrics::sample_metrics;
 pub use self::{
     error::{Error, Holder},
     load::OBJECT,
@@ -105,7 +107,6 @@ pub(super) const ENTRY: Entry = Entry {
     },
     controller: status::controller,
     cleanup: |bpffs| Ok(cleanup::cleanup(bpffs)?),
-    reasons: || Reason::ALL.iter().map(|reason| (reason.name(), status::verdict(*reason))).collect(),
 };
 
 const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
@@ -296,10 +297,7 @@ impl Programmed for EbpfDataplane {
         used.extend(used_by(&self.v6, &self.flows6)?);
         let counted = self.shared.tables.service_counters.capacity();
         used.insert(table::service_counters, u64::from(counted.min(self.shared.ids.used())));
-        let v4 = self.v4.entries.services.iter().map(|(name, published)| (published.id, name));
-        let v6 = self.v6.entries.services.iter().map(|(name, published)| (published.id, name));
-        let maps = self.paths.maps();
-        Ok(status::usage(&maps, &self.shapes, &used, &self.shared.tables, v4.chain(v6))?)
+        Ok(status::usage(&self.paths.maps(), &self.shapes, &used, &self.shared.tables)?)
     }
 }
 
@@ -376,6 +374,13 @@ impl Dataplane for EbpfDataplane {
             self.hooks.repair().into_result()?;
         }
         Ok(())
+    }
+
+    fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
+        let v4 = self.v4.entries.services.iter().map(|(name, published)| (published.id, name));
+        let v6 = self.v6.entries.services.iter().map(|(name, published)| (published.id, name));
+        let (services, uncounted) = status::service_usage(&self.shared.tables, v4.chain(v6))?;
+        Ok(metrics::families(&self.usage()?, &services, uncounted))
     }
 
     /// None: a change costs what it writes, so that each is written at once.

@@ -186,8 +186,7 @@ impl Reader<'_> {
             });
             used.insert(table, slots.sum());
         }
-        let names = services.iter().map(|service| (service.id, &service.name));
-        usage(&self.paths.maps(), &shapes(&Limits::default()), &used, self.common, names)
+        usage(&self.paths.maps(), &shapes(&Limits::default()), &used, self.common)
     }
 
     fn hooks(&self) -> Result<Vec<Hook>, Error> {
@@ -281,14 +280,13 @@ fn count_family<F: TableFamily>(
 }
 
 /// Capacities and sizes of the tables in `maps`, with what is known of their use, and the counters.
-pub(super) fn usage<'a>(
+pub(super) fn usage(
     maps: &Path,
     shapes: &[Shape],
     used: &BTreeMap<&'static str, u64>,
     common: &CommonTables,
-    services: impl Iterator<Item = (u32, &'a ServicePortName)>,
 ) -> Result<Usage, Error> {
-    let mut usage = Usage { reasons: reasons(common)?, ..Usage::default() };
+    let mut usage = Usage { reasons: reasons(common)?, tables: Vec::new() };
     for shape in shapes {
         let failed = |source: CallError| Error::Table { table: shape.name, source };
         let Some(fd) = open_pinned(&maps.join(shape.name)).map_err(failed)? else { continue };
@@ -301,13 +299,6 @@ pub(super) fn usage<'a>(
             can_fill_up: info.max_entries > 0 && ![table::settings, table::counters].contains(&shape.name),
             bytes: bytes(&fd),
         });
-    }
-    for (id, name) in services {
-        if id < common.service_counters.capacity() {
-            usage.services.push(service_usage(common, id, name)?);
-        } else {
-            usage.uncounted_services += 1;
-        }
     }
     Ok(usage)
 }
@@ -333,15 +324,27 @@ pub(super) fn verdict(reason: Reason) -> &'static str {
     }
 }
 
-fn service_usage(common: &CommonTables, id: u32, name: &ServicePortName) -> Result<ServiceUsage, Error> {
+/// What the service ports have counted, and how many there is no room to count.
+pub(super) fn service_usage<'a>(
+    common: &CommonTables,
+    ports: impl Iterator<Item = (u32, &'a ServicePortName)>,
+) -> Result<(Vec<ServiceUsage>, u64), Error> {
     let failed = |source| Error::Table { table: table::service_counters, source };
-    let mut usage = ServiceUsage { name: name.clone(), connections: 0, packets: 0, bytes: 0 };
-    for counters in common.service_counters.get(id).map_err(failed)? {
-        usage.connections = usage.connections.wrapping_add(counters.connections);
-        usage.packets = usage.packets.wrapping_add(counters.packets);
-        usage.bytes = usage.bytes.wrapping_add(counters.bytes);
+    let (mut counted, mut uncounted) = (Vec::new(), 0);
+    for (id, name) in ports {
+        if id >= common.service_counters.capacity() {
+            uncounted += 1;
+            continue;
+        }
+        let mut usage = ServiceUsage { name: name.clone(), connections: 0, packets: 0, bytes: 0 };
+        for counters in common.service_counters.get(id).map_err(failed)? {
+            usage.connections = usage.connections.wrapping_add(counters.connections);
+            usage.packets = usage.packets.wrapping_add(counters.packets);
+            usage.bytes = usage.bytes.wrapping_add(counters.bytes);
+        }
+        counted.push(usage);
     }
-    Ok(usage)
+    Ok((counted, uncounted))
 }
 
 /// Bytes of kernel memory that a table takes, as the kernel accounts them; 0 if it does not tell.

@@ -2,7 +2,10 @@
 
 use std::{
     fmt,
-    sync::{Arc, OnceLock},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
 };
 
 use prometheus_client::{
@@ -19,10 +22,10 @@ pub(crate) const EMULATED: &str = "1.36";
 
 pub(crate) use crate::version::{platform, reported as version};
 
-/// The count of families is set once all are registered.
+/// The count of families follows those of the mode.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ComponentInfo {
-    pub(super) families: Arc<OnceLock<u64>>,
+    pub(super) families: Arc<AtomicU64>,
 }
 
 impl Collector for ComponentInfo {
@@ -47,7 +50,7 @@ impl Collector for ComponentInfo {
         let help = "Families on this page.";
         let mut families =
             encoder.encode_descriptor("registered_metrics", help, None, MetricType::Counter)?;
-        let count = self.families.get().copied().unwrap_or(0);
+        let count = self.families.load(Relaxed);
         ConstCounter::new(count).encode(families.encode_family(&labels)?)?;
         for (name, help) in [
             ("hidden_metrics", "Families that are not shown: none."),

@@ -3,14 +3,17 @@
 
 mod kube_proxy;
 pub(crate) mod kubernetes;
+mod mode;
 mod own;
 pub(crate) mod process;
-mod usage;
 
 use std::{
     future::Future,
     pin::Pin,
-    sync::{Arc, atomic::AtomicU64},
+    sync::{
+        Arc, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
     time::Duration,
 };
 
@@ -23,29 +26,30 @@ use prometheus_client::{
 };
 
 use self::{
-    kube_proxy::KubeProxyMetrics, kubernetes::ComponentInfo, own::ProxyMetrics, process::Process,
-    usage::LastUsage,
+    kube_proxy::KubeProxyMetrics, kubernetes::ComponentInfo, mode::ModeMetrics, own::ProxyMetrics,
+    process::Process,
 };
-use crate::{dataplane::Usage, source::InvalidObjects};
+use crate::{dataplane::MetricFamily, source::InvalidObjects};
 
 type Label = (&'static str, &'static str);
 type ByIpFamily<M> = Family<[Label; 1], M, fn() -> M>;
 type Seconds = Gauge<f64, AtomicU64>;
 
-/// Limit for the wait of a scrape for fresh usage; then the last known usage is shown.
-const USAGE_WAIT: Duration = Duration::from_secs(2);
+/// Limit for the wait of a scrape for the mode's families; then the last known ones are shown.
+const MODE_WAIT: Duration = Duration::from_secs(2);
 
-/// Where a scrape gets the state of the tables.
-pub trait UsageSource: Send + Sync {
+/// Where a scrape gets the families of the mode.
+pub trait ModeFamilies: Send + Sync {
     /// `None`: the dataplane does not answer.
-    fn usage(&self) -> Pin<Box<dyn Future<Output = Option<Usage>> + Send + '_>>;
+    fn families(&self) -> Pin<Box<dyn Future<Output = Option<Vec<MetricFamily>>> + Send + '_>>;
 }
 
 /// Every family of `/metrics`; the controller writes, scrapes read.
 pub struct Metrics {
     registry: Registry,
-    usage: Arc<LastUsage>,
-    usage_source: Option<Box<dyn UsageSource>>,
+    component: ComponentInfo,
+    mode: Arc<ModeMetrics>,
+    source: Option<Box<dyn ModeFamilies>>,
     pub kube_proxy: KubeProxyMetrics,
     pub own: ProxyMetrics,
 }
@@ -57,26 +61,26 @@ impl std::fmt::Debug for Metrics {
 }
 
 impl Metrics {
-    /// `usage_source`: `None` shows no tables. `invalid_objects`: what the source counts. `register` adds the families
+    /// `source`: `None` shows no families of a mode. `invalid_objects`: what the source counts. `register` adds the families
     /// of others.
     pub fn new(
-        usage_source: Option<Box<dyn UsageSource>>,
+        source: Option<Box<dyn ModeFamilies>>,
         invalid_objects: InvalidObjects,
         register: impl FnOnce(&mut Registry),
     ) -> Self {
-        let (usage, component) = (Arc::new(LastUsage::default()), ComponentInfo::default());
+        let (mode, component) = (Arc::new(ModeMetrics::default()), ComponentInfo::default());
         let kube_proxy = KubeProxyMetrics::new();
         let mut registry = Registry::default();
         kube_proxy.register(&mut registry);
         let own = ProxyMetrics::register(&mut registry, invalid_objects);
         register(&mut registry);
-        registry.register_collector(Box::new(Arc::clone(&usage)));
+        registry.register_collector(Box::new(Arc::clone(&mode)));
         registry.register_collector(Box::new(component.clone()));
         registry.register_collector(Box::new(Process));
-        let metrics = Self { registry, usage, usage_source, kube_proxy, own };
+        let metrics = Self { registry, component, mode, source, kube_proxy, own };
         let families = metrics.encode().unwrap_or_default();
         let families = families.lines().filter(|line| line.starts_with("# TYPE ")).count();
-        component.families.get_or_init(|| families as u64);
+        metrics.component.families.store(families as u64, Relaxed);
         metrics
     }
 
@@ -86,11 +90,14 @@ impl Metrics {
         family.get_or_create(&[("code", code.to_string())]).inc();
     }
 
-    /// Asks for the state of the tables as it is now.
+    /// Asks for the families of the mode as they are now.
     pub(crate) async fn refresh(&self) {
-        let Some(source) = &self.usage_source else { return };
-        if let Ok(Some(usage)) = tokio::time::timeout(USAGE_WAIT, source.usage()).await {
-            self.usage.set(usage);
+        let Some(source) = &self.source else { return };
+        if let Ok(Some(now)) = tokio::time::timeout(MODE_WAIT, source.families()).await {
+            let mut shown = self.mode.0.lock().unwrap_or_else(PoisonError::into_inner);
+            self.component.families.fetch_add(now.len() as u64, Relaxed);
+            self.component.families.fetch_sub(shown.len() as u64, Relaxed);
+            *shown = now;
         }
     }
 

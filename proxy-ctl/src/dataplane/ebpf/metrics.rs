@@ -1,0 +1,65 @@
+//! The metric families of this mode.
+
+use prometheus_client::metrics::MetricType;
+
+use crate::dataplane::{Labels, MetricFamily, ServiceUsage, TableUsage, Usage};
+
+pub(super) fn families(usage: &Usage, services: &[ServiceUsage], uncounted: u64) -> Vec<MetricFamily> {
+    let of_tables = |name, help, value: fn(&TableUsage) -> Option<u64>| {
+        let of_table = |table: &TableUsage| Some(([("table", table.name.into())].into(), value(table)?));
+        let samples = usage.tables.iter().filter_map(of_table).collect();
+        MetricFamily { name, help, kind: MetricType::Gauge, samples }
+    };
+    let reasons = usage.reasons.iter().map(|of| {
+        let labels: Labels = [("reason", of.name.into()), ("verdict", of.verdict.into())].into();
+        (labels, of.count)
+    });
+    let mut families = vec![
+        of_tables("proxy_table_used", "Entries in use.", |table| Some(table.used)),
+        of_tables(
+            "proxy_table_capacity",
+            "Entries that the table has room for, if it can fill up.",
+            |table| table.can_fill_up.then_some(table.capacity),
+        ),
+        of_tables("proxy_table_bytes", "Kernel memory of the table, in bytes.", |table| Some(table.bytes)),
+        MetricFamily {
+            name: "proxy_reasons",
+            help: "Decisions of the datapath, by reason and by what became of the packet or call.",
+            kind: MetricType::Counter,
+            samples: reasons.collect(),
+        },
+    ];
+    families.extend(MetricFamily::of_services(services));
+    families.push(MetricFamily {
+        name: "proxy_services_not_counted",
+        help: "Service ports whose connections are not counted: there are more than ebpf.limits.serviceCounters.",
+        kind: MetricType::Gauge,
+        samples: vec![([].into(), uncounted)],
+    });
+    families
+}
+
+/// A sample of each family, and of each reason.
+#[cfg(test)]
+pub(crate) fn sample_metrics() -> Vec<MetricFamily> {
+    use proxy_common::reason::Reason;
+
+    use crate::{
+        dataplane::ReasonUsage,
+        model::{
+            desired::ServicePortName,
+            objects::{IpFamily, ObjectName, Protocol},
+        },
+    };
+    let name = ServicePortName {
+        service: ObjectName::new("default", "web"),
+        port: "http".into(),
+        protocol: Protocol::Tcp,
+        family: IpFamily::Ipv4,
+    };
+    let web = ServiceUsage { name, connections: 2, packets: 10, bytes: 1500 };
+    let table = TableUsage { name: "frontends4", used: 3, capacity: 100, can_fill_up: true, bytes: 4096 };
+    let reason =
+        |of: &Reason| ReasonUsage { name: of.name(), verdict: super::status::verdict(*of), count: 7 };
+    families(&Usage { tables: vec![table], reasons: Reason::ALL.iter().map(reason).collect() }, &[web], 3)
+}

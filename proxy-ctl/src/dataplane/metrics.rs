@@ -1,0 +1,56 @@
+//! Metrics of a mode, as data: what shows them knows no mode's names.
+
+use std::sync::Arc;
+
+use prometheus_client::metrics::MetricType;
+
+use crate::model::desired::ServicePortName;
+
+/// What the clients of a service port did since it is served; counters may wrap.
+#[derive(Clone, Debug)]
+pub struct ServiceUsage {
+    pub name: ServicePortName,
+    /// Sockets that were connected, and flows that were opened.
+    pub connections: u64,
+    /// Of flows, both directions; those of sockets are not seen.
+    pub packets: u64,
+    pub bytes: u64,
+}
+
+pub type Labels = Arc<[(&'static str, Arc<str>)]>;
+
+/// A counter or a gauge.
+#[derive(Clone, Debug)]
+pub struct MetricFamily {
+    /// A counter's without `_total`.
+    pub name: &'static str,
+    pub help: &'static str,
+    pub kind: MetricType,
+    pub samples: Vec<(Labels, u64)>,
+}
+
+impl MetricFamily {
+    /// The families that count what clients of service ports do, in every mode that can.
+    pub(super) fn of_services(services: &[ServiceUsage]) -> [Self; 3] {
+        let labels: Vec<Labels> = services.iter().map(|service| labels_of(&service.name)).collect();
+        let family = |name, help, value: fn(&ServiceUsage) -> u64| {
+            let samples = labels.iter().cloned().zip(services.iter().map(value)).collect();
+            Self { name, help, kind: MetricType::Counter, samples }
+        };
+        [
+            family("proxy_service_connections", "Connections to a service port.", |of| of.connections),
+            family("proxy_service_packets", "Packets of a service port's flows.", |of| of.packets),
+            family("proxy_service_bytes", "Bytes of a service port's flows.", |of| of.bytes),
+        ]
+    }
+}
+
+fn labels_of(name: &ServicePortName) -> Labels {
+    Arc::new([
+        ("namespace", Arc::clone(&name.service.namespace)),
+        ("service", Arc::clone(&name.service.name)),
+        ("port", Arc::clone(&name.port)),
+        ("protocol", name.protocol.name().into()),
+        ("ip_family", name.family.name().into()),
+    ])
+}

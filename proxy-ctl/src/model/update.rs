@@ -1,8 +1,6 @@
 //! What a source tells the model.
 
-use std::sync::Arc;
-
-use super::objects::{EndpointSlice, Node, ObjectName, Service, ServiceCidr, ServiceSlices};
+use super::objects::{EndpointSlice, Node, ObjectName, Service, ServiceSlices};
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Update {
@@ -16,10 +14,6 @@ pub enum Update {
     DeleteSlice(ObjectName),
     /// Every slice of one Service, as one step.
     ReplaceServiceSlices(ServiceSlices),
-    /// Every ServiceCIDR there is. Nobody waits for it: older API servers have none.
-    ReplaceServiceCidrs(Vec<ServiceCidr>),
-    ApplyServiceCidr(ServiceCidr),
-    DeleteServiceCidr(Arc<str>),
     /// The own Node, or that there is none.
     Node(Option<Node>),
 }

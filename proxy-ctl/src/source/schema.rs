@@ -9,7 +9,6 @@ pub mod discovery;
 pub mod discovery_v1beta1;
 pub mod lenient;
 pub mod meta;
-pub mod networking;
 
 use serde::{Deserialize, Deserializer};
 
@@ -66,6 +65,5 @@ objects!(
     core::Endpoints,
     core::Node,
     discovery::EndpointSlice,
-    discovery_v1beta1::EndpointSlice,
-    networking::ServiceCidr
+    discovery_v1beta1::EndpointSlice
 );

@@ -191,7 +191,6 @@ pub fn path(object: &Value) -> Result<String> {
         "PodMonitor" => ("podmonitors", true),
         "PrometheusRule" => ("prometheusrules", true),
         "CustomResourceDefinition" => ("customresourcedefinitions", false),
-        "ServiceCIDR" => ("servicecidrs", false),
         "Node" => ("nodes", false),
         "Namespace" => ("namespaces", false),
         "ClusterRole" => ("clusterroles", false),

@@ -1,5 +1,4 @@
-//! What the API server serves: older ones lack EndpointSlices, or have them in an older version, and lack
-//! ServiceCIDRs.
+//! What the API server serves: older ones lack EndpointSlices, or have them in an older version.
 
 use std::sync::Arc;
 
@@ -23,15 +22,6 @@ pub(super) enum EndpointsApi {
     Endpoints,
 }
 
-/// Where the ranges of service addresses come from.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum ServiceCidrApi {
-    /// networking.k8s.io/v1, Kubernetes 1.33 and newer.
-    V1,
-    /// They are only known to the API server itself.
-    Nowhere,
-}
-
 /// As much of an APIResourceList as is asked for.
 #[derive(Deserialize)]
 struct Resources {
@@ -44,29 +34,15 @@ struct Resource {
     name: String,
 }
 
-/// The versions of an API of which one is watched.
-pub(super) trait ServedApi: Copy + Eq + std::fmt::Debug + Send + Sync + 'static {
-    fn ask(connection: &Arc<Connection>) -> impl Future<Output = Result<Self, Failure>> + Send;
-}
-
-impl ServedApi for EndpointsApi {
-    async fn ask(connection: &Arc<Connection>) -> Result<Self, Failure> {
+impl EndpointsApi {
+    /// The best that the API server has.
+    pub(super) async fn ask(connection: &Arc<Connection>) -> Result<Self, Failure> {
         Ok(if serves(connection, "discovery.k8s.io/v1", "endpointslices").await? {
             Self::SlicesV1
         } else if serves(connection, "discovery.k8s.io/v1beta1", "endpointslices").await? {
             Self::SlicesV1Beta1
         } else {
             Self::Endpoints
-        })
-    }
-}
-
-impl ServedApi for ServiceCidrApi {
-    async fn ask(connection: &Arc<Connection>) -> Result<Self, Failure> {
-        Ok(if serves(connection, "networking.k8s.io/v1", "servicecidrs").await? {
-            Self::V1
-        } else {
-            Self::Nowhere
         })
     }
 }
@@ -104,8 +80,8 @@ mod tests {
     #[test]
     fn a_resource_is_served_if_it_is_listed() {
         assert!(has(RECORDED.as_bytes(), "endpointslices").unwrap());
-        assert!(!has(RECORDED.as_bytes(), "servicecidrs").unwrap());
-        assert_eq!(has(b"{}", "servicecidrs").ok(), Some(false));
-        assert_eq!(has(b"<html>", "servicecidrs").unwrap_err().reason, FailureReason::Malformed);
+        assert!(!has(RECORDED.as_bytes(), "endpoints").unwrap());
+        assert_eq!(has(b"{}", "endpoints").ok(), Some(false));
+        assert_eq!(has(b"<html>", "endpoints").unwrap_err().reason, FailureReason::Malformed);
     }
 }

@@ -2,26 +2,18 @@
 //! serve it, it is asked what it serves, and again where the answer may have changed: the API server was upgraded, or
 //! goes back to an older version.
 
-use std::time::Duration;
-
 use tokio::time::sleep;
-use tracing::{debug, info};
+use tracing::info;
 
 use super::{
     backoff::Backoff,
     context::WatchContext,
-    discovery::{EndpointsApi, ServedApi, ServiceCidrApi},
+    discovery::EndpointsApi,
     kind::ResourceKind,
     query::Query,
-    resource::{
-        EndpointSlices, EndpointSlicesV1Beta1, LegacyEndpoints, SERVED_SELECTOR, ServiceCidrs, Watched,
-    },
+    resource::{EndpointSlices, EndpointSlicesV1Beta1, LegacyEndpoints, SERVED_SELECTOR, Watched},
     watcher::{EndReason, Watcher},
 };
-use crate::source::Update;
-
-/// An API server that had no ServiceCIDRs is asked again after this time, whatever happens.
-const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Nobody receives the updates any more.
 pub(super) struct ReceiverGone;
@@ -61,46 +53,19 @@ impl WatchContext {
         }
     }
 
-    /// ServiceCIDRs, where there are any.
-    pub(super) async fn watch_service_cidrs(self) {
-        let mut next = Ok(ServiceCidrApi::V1);
-        while let Ok(api) = next {
-            next = match api {
-                ServiceCidrApi::V1 => {
-                    self.state.begin(ResourceKind::ServiceCidrs);
-                    self.watch_while(Query::<ServiceCidrs>::all(), api).await
-                }
-                ServiceCidrApi::Nowhere => self.without_service_cidrs().await,
-            };
-        }
-    }
-
-    /// Returns once the connection was lost and found again: it may be another server then.
-    async fn without_service_cidrs(&self) -> Result<ServiceCidrApi, ReceiverGone> {
-        self.state.end(ResourceKind::ServiceCidrs);
-        self.updates.send(Update::ReplaceServiceCidrs(Vec::new())).await.map_err(|_| ReceiverGone)?;
-        debug!("the API server has no ServiceCIDRs");
-        tokio::select! {
-            () = self.connection.recovered.notified() => {}
-            () = sleep(PATIENCE) => {}
-            () = self.updates.closed() => return Err(ReceiverGone),
-        }
-        self.ask(ResourceKind::ServiceCidrs).await
-    }
-
     /// Watches `W` until the API server's answer is another one than `api`.
-    async fn watch_while<W: Watched, A: ServedApi>(
+    async fn watch_while<W: Watched>(
         &self,
         query: Query<W>,
-        api: A,
-    ) -> Result<A, ReceiverGone> {
+        api: EndpointsApi,
+    ) -> Result<EndpointsApi, ReceiverGone> {
         let mut watcher = Watcher::new(self.clone(), query);
         loop {
             match watcher.run().await {
                 EndReason::ReceiverGone => return Err(ReceiverGone),
                 EndReason::AskWhatIsServed => {}
             }
-            let now = self.ask::<A>(W::RESOURCE).await?;
+            let now = self.ask(W::RESOURCE).await?;
             if now != api {
                 info!(resource = %W::RESOURCE, before = ?api, ?now, "the API server serves another version");
                 return Ok(now);
@@ -109,10 +74,10 @@ impl WatchContext {
     }
 
     /// Asks until there is an answer.
-    async fn ask<A: ServedApi>(&self, kind: ResourceKind) -> Result<A, ReceiverGone> {
+    async fn ask(&self, kind: ResourceKind) -> Result<EndpointsApi, ReceiverGone> {
         let mut backoff = Backoff::default();
         loop {
-            let failure = match A::ask(&self.connection).await {
+            let failure = match EndpointsApi::ask(&self.connection).await {
                 Ok(answer) => return Ok(answer),
                 Err(failure) => failure,
             };

@@ -1,4 +1,4 @@
-//! Services, EndpointSlices and the own Node from an API server, and the ServiceCIDRs if it has any.
+//! Services, EndpointSlices and the own Node from an API server.
 
 mod answer;
 mod backoff;
@@ -121,8 +121,7 @@ impl Kubernetes {
         let mut watchers = Watchers::default();
         watchers.spawn(ResourceKind::Services, context.clone().watch::<Services>(served));
         watchers.spawn(ResourceKind::Nodes, context.clone().watch::<OwnNode>(own));
-        watchers.spawn(ResourceKind::EndpointSlices, context.clone().watch_endpoints());
-        watchers.spawn(ResourceKind::ServiceCidrs, context.watch_service_cidrs());
+        watchers.spawn(ResourceKind::EndpointSlices, context.watch_endpoints());
         watchers.first_end(&updates).await
     }
 }

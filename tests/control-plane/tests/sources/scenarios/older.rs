@@ -40,13 +40,7 @@ pub(super) fn without_slices_endpoints_are_watched(world: &mut World) -> Result<
     let mut follower = Follower::listed(world, PROXY)?;
     follower.wait_served(world, &served)?;
     ensure!(
-        follower.state.kinds()
-            == [
-                ResourceKind::Services,
-                ResourceKind::Endpoints,
-                ResourceKind::Nodes,
-                ResourceKind::ServiceCidrs
-            ],
+        follower.state.kinds() == [ResourceKind::Services, ResourceKind::Endpoints, ResourceKind::Nodes],
         "watched: {:?}",
         follower.state.kinds()
     );

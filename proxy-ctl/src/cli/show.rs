@@ -12,8 +12,8 @@ use super::{
     args::{BackendsArgs, Output, OutputArgs, ServicesArgs, StatusArgs},
     table,
     views::{
-        self, BackendView, CounterView, EndpointView, FormerView, FrontendKind, FrontendView, HookView,
-        Policy, ServiceView, StatusView, TableView,
+        self, BackendView, EndpointView, FormerView, FrontendKind, FrontendView, HookView, Policy,
+        ServiceView, StatusView,
     },
 };
 use crate::{
@@ -98,20 +98,7 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
         let hooks = programmed.snapshot()?.hooks;
         status.hooks = hooks.into_iter().map(|hook| hook_view(hook, &interfaces)).collect();
         status.hooks.sort_unstable();
-        let Usage { tables, reasons, .. } = programmed.usage()?;
-        status.tables = tables
-            .into_iter()
-            .map(|table| TableView {
-                name: table.name.to_owned(),
-                used: table.used,
-                capacity: table.capacity,
-                bytes: table.bytes,
-            })
-            .collect();
-        status.counters = reasons
-            .into_iter()
-            .map(|reason| CounterView { reason: reason.name.to_owned(), count: reason.count })
-            .collect();
+        Usage { tables: status.tables, reasons: status.counters } = programmed.usage()?;
     }
     print(args.output, &status, || status.text())
 }

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::table::{bytes, table};
 use crate::{
+    dataplane::{ReasonUsage, TableUsage},
     leftovers::{Found, Part},
     mode::Mode,
     process::record::{Record, Source, UnsupportedField},
@@ -179,8 +180,8 @@ pub(super) struct StatusView {
     pub(super) controller: ControllerView,
     pub(super) sources: Option<Vec<Source>>,
     pub(super) hooks: Vec<HookView>,
-    pub(super) tables: Vec<TableView>,
-    pub(super) counters: Vec<CounterView>,
+    pub(super) tables: Vec<TableUsage>,
+    pub(super) counters: Vec<ReasonUsage>,
     pub(super) former_kube_proxy: FormerView,
     /// Fields of Services that are not honoured, by service port.
     pub(super) unsupported: Vec<UnsupportedField>,
@@ -235,26 +236,6 @@ pub(super) struct HookView {
     pub(super) role: Option<String>,
     /// `cgroup`, `tcx` or `clsact`.
     pub(super) kind: String,
-}
-
-#[derive(Clone, Debug, Serialize)]
-pub(super) struct TableView {
-    pub(super) name: String,
-    pub(super) used: u64,
-    pub(super) capacity: u64,
-    pub(super) bytes: u64,
-}
-
-impl TableView {
-    fn full(&self) -> String {
-        format!("{:.1} %", self.used as f64 * 100.0 / self.capacity as f64)
-    }
-}
-
-#[derive(Clone, Debug, Serialize)]
-pub(super) struct CounterView {
-    pub(super) reason: String,
-    pub(super) count: u64,
 }
 
 impl StatusView {
@@ -334,11 +315,12 @@ impl StatusView {
         // Storage of sockets has no capacity: it lives and dies with them.
         let sized: Vec<_> = self.tables.iter().filter(|of| of.capacity > 0).collect();
         let tables = sized.iter().map(|of| {
-            [of.name.clone(), of.used.to_string(), of.capacity.to_string(), of.full(), bytes(of.bytes)]
+            let full = format!("{:.1} %", of.used as f64 * 100.0 / of.capacity as f64);
+            [of.name.to_owned(), of.used.to_string(), of.capacity.to_string(), full, bytes(of.bytes)]
         });
         part(sized.len(), table(["TABLE", "USED", "CAPACITY", "FULL", "MEMORY"], tables));
         let counted: Vec<_> = self.counters.iter().filter(|counter| counter.count > 0).collect();
-        let counters = counted.iter().map(|counter| [counter.reason.clone(), counter.count.to_string()]);
+        let counters = counted.iter().map(|counter| [counter.name.to_owned(), counter.count.to_string()]);
         part(counted.len(), table(["REASON", "COUNT"], counters));
     }
 }
@@ -482,9 +464,10 @@ mod tests {
             ..Record::default()
         };
         let mut status = StatusView::new(Some(record), Some(Mode::Ebpf), None);
-        status.tables.push(TableView { name: "frontends4".into(), used: 50, capacity: 1000, bytes: 4096 });
-        status.counters.push(CounterView { reason: "no_endpoints".into(), count: 2 });
-        status.counters.push(CounterView { reason: "slot_gone".into(), count: 0 });
+        let name = "frontends4";
+        status.tables.push(TableUsage { name, used: 50, capacity: 1000, can_fill_up: true, bytes: 4096 });
+        let counter = |name, count| ReasonUsage { name, verdict: "refuse", count };
+        status.counters = vec![counter("no_endpoints", 2), counter("slot_gone", 0)];
         let text = status.text();
         assert!(text.contains("mode        ebpf\n"), "{text}");
         assert!(text.contains("not running; what is programmed goes on working"), "{text}");

@@ -25,6 +25,8 @@ pub use snapshot::{
 };
 pub use supports::{Effect, Unsupported, refused, servable};
 
+use serde::Serialize;
+
 use crate::model::desired::{Changes, DesiredPort, ServicePortName};
 
 /// What is programmed on the node, by a controller that runs or has ended.
@@ -90,21 +92,24 @@ pub struct Usage {
 }
 
 /// How often packets or calls met one decision.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 pub struct ReasonUsage {
+    #[serde(rename = "reason")]
     pub name: &'static str,
     /// What becomes of them: `pass`, `refuse` or `drop`.
+    #[serde(skip)]
     pub verdict: &'static str,
     pub count: u64,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 pub struct TableUsage {
     pub name: &'static str,
     pub used: u64,
     /// 0: it has no size of its own.
     pub capacity: u64,
     /// New entries are refused or evict others when all of `capacity` is used.
+    #[serde(skip)]
     pub can_fill_up: bool,
     pub bytes: u64,
 }

@@ -1,12 +1,15 @@
 //! A hash or array map with typed keys and values.
 
 use std::{
-    io,
+    fmt, io,
     marker::PhantomData,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
-use aya::Pod;
+use aya::{
+    Pod,
+    maps::{MapData, MapError, PerCpuValues},
+};
 use aya_obj::generated::bpf_cmd;
 
 use super::{
@@ -286,70 +289,46 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
 }
 
 /// An array that has a value for each CPU in each place. Since Linux 4.6.
-#[derive(Debug)]
-pub struct PerCpuArray<V> {
-    fd: OwnedFd,
-    capacity: u32,
-    cpus: usize,
-    types: PhantomData<fn() -> V>,
+pub struct PerCpuArray<V: Pod>(aya::maps::PerCpuArray<MapData, V>);
+
+impl<V: Pod> fmt::Debug for PerCpuArray<V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PerCpuArray").finish_non_exhaustive()
+    }
 }
 
 impl<V: Pod + Default> PerCpuArray<V> {
-    /// The kernel pads each CPU's value to 8 bytes.
-    const PADDED: () = assert!(size_of::<V>().is_multiple_of(8));
-
-    /// Takes a per-CPU array whose values have the size of `V`; `EINVAL`: it is something else.
+    /// Takes a per-CPU array whose values have the size of `V`.
     pub fn new(fd: OwnedFd) -> Result<Self, CallError> {
-        const PER_CPU_ARRAY: u32 = 6;
-        let () = Self::PADDED;
-        let info = bpf::map_info(fd.as_fd())?;
-        if info.kind != PER_CPU_ARRAY || info.key_size != 4 || info.value_size as usize != size_of::<V>() {
-            let source = io::Error::from_raw_os_error(libc::EINVAL);
-            return Err(CallError::new("adopting a per-CPU array", source));
-        }
-        let cpus = aya::util::nr_cpus().map_err(|(_, e)| CallError::new("counting CPUs", e))?;
-        Ok(Self { fd, capacity: info.max_entries, cpus, types: PhantomData })
+        let map = MapData::from_fd(fd).and_then(aya::maps::Map::from_map_data).and_then(TryInto::try_into);
+        map.map(Self).map_err(|error| per_cpu_error("adopting a per-CPU array", error))
     }
 
     pub fn capacity(&self) -> u32 {
-        self.capacity
+        self.0.len()
     }
 
-    /// The value of each possible CPU. `ENOENT`: `index` is not below the capacity.
-    pub fn get(&self, index: u32) -> Result<Vec<V>, CallError> {
-        let mut values = vec![V::default(); self.cpus];
-        let target = values.as_mut_ptr();
-        self.call(bpf_cmd::BPF_MAP_LOOKUP_ELEM, "bpf(BPF_MAP_LOOKUP_ELEM)", index, target)?;
-        Ok(values)
+    /// The value of each possible CPU.
+    pub fn get(&self, index: u32) -> Result<PerCpuValues<V>, CallError> {
+        self.0.get(&index, 0).map_err(|error| per_cpu_error("bpf(BPF_MAP_LOOKUP_ELEM)", error))
     }
 
-    /// Makes every CPU's value zero. `E2BIG`: `index` is not below the capacity.
-    pub fn clear(&self, index: u32) -> Result<(), CallError> {
-        let mut zeros = vec![V::default(); self.cpus];
-        self.call(bpf_cmd::BPF_MAP_UPDATE_ELEM, "bpf(BPF_MAP_UPDATE_ELEM)", index, zeros.as_mut_ptr())
+    /// Makes every CPU's value zero.
+    pub fn clear(&mut self, index: u32) -> Result<(), CallError> {
+        let cpus = aya::util::nr_cpus().map_err(|(_, error)| CallError::new("counting CPUs", error))?;
+        let zeros =
+            PerCpuValues::try_from(vec![V::default(); cpus]).map_err(CallError::of("counting CPUs"))?;
+        self.0.set(index, zeros, 0).map_err(|error| per_cpu_error("bpf(BPF_MAP_UPDATE_ELEM)", error))
     }
+}
 
-    /// `values`: as many as there are CPUs.
-    fn call(
-        &self,
-        command: bpf_cmd,
-        name: &'static str,
-        index: u32,
-        values: *mut V,
-    ) -> Result<(), CallError> {
-        let key: *const u32 = &index;
-        let mut attr = Element {
-            map: number(self.fd.as_fd()),
-            _padding: 0,
-            key: address(key),
-            value: address(values),
-            flags: 0,
-        };
-        // SAFETY: the kernel reads a key of 4 bytes, and reads or writes a value for each possible CPU; `new` has
-        // compared their size with the type, which needs no padding.
-        unsafe { bpf::call(command, &mut attr) }.map_err(|e| CallError::new(name, e))?;
-        Ok(())
-    }
+#[expect(clippy::wildcard_enum_match_arm, reason = "only the kernel's errors have a number")]
+fn per_cpu_error(call: &'static str, error: MapError) -> CallError {
+    let source = match error {
+        MapError::SyscallError(error) => error.io_error,
+        other => io::Error::other(other),
+    };
+    CallError::new(call, source)
 }
 
 #[cfg(test)]

@@ -438,7 +438,7 @@ fn new_service_id(shared: &mut Common) -> Result<u32, Error> {
         id = shared.ids.allocate(1);
     }
     let id = id.map(|range| range.first).ok_or_else(|| services_full(shared.ids.capacity()))?;
-    let counters = &shared.tables.service_counters;
+    let counters = &mut shared.tables.service_counters;
     if id < counters.capacity() {
         counters.clear(id).map_err(|source| {
             shared.ids.release(Range { first: id, count: 1 });

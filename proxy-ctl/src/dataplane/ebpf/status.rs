@@ -306,7 +306,7 @@ pub(super) fn usage(
 fn reasons(common: &CommonTables) -> Result<Vec<ReasonUsage>, Error> {
     let sum = |reason: &Reason| {
         let values = common.counters.get(*reason as u32)?;
-        let count = values.into_iter().fold(0, u64::wrapping_add);
+        let count = values.iter().copied().fold(0, u64::wrapping_add);
         Ok(ReasonUsage { name: reason.name(), verdict: verdict(*reason), count })
     };
     Reason::ALL
@@ -337,7 +337,7 @@ pub(super) fn service_usage<'a>(
             continue;
         }
         let mut usage = ServiceUsage { name: name.clone(), connections: 0, packets: 0, bytes: 0 };
-        for counters in common.service_counters.get(id).map_err(failed)? {
+        for counters in common.service_counters.get(id).map_err(failed)?.iter() {
             usage.connections = usage.connections.wrapping_add(counters.connections);
             usage.packets = usage.packets.wrapping_add(counters.packets);
             usage.bytes = usage.bytes.wrapping_add(counters.bytes);

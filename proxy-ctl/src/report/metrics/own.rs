@@ -47,27 +47,47 @@ impl Phase {
     }
 }
 
-#[derive(Debug)]
-pub struct ProxyMetrics {
-    writes: Counter,
-    removals: Counter,
-    pub sync_errors: Counter,
-    pub resyncs: Counter,
-    /// Entries that a resync had to repair.
-    pub drift: Counter,
-    /// Changed configuration files that were not valid.
-    pub refused_configurations: Counter,
-    pub frontend_conflicts: Counter,
-    pub listed: Gauge,
-    pub first_sync_seconds: Seconds,
-    /// Objects of another kube-proxy in the kernel, as of the last look.
-    pub former_rules: Gauge,
-    pub former_rule_blockers: Gauge,
-    pub former_rule_errors: Counter,
-    pub service_ports: Gauge,
-    unsupported_service_ports: Family<[Label; 1], Gauge>,
-    phases: Family<[Label; 1], Histogram, fn() -> Histogram>,
-    pub invalid_objects: InvalidObjects,
+type ByPhase = Family<[Label; 1], Histogram, fn() -> Histogram>;
+
+/// `field: type = name of the family, its help;`
+macro_rules! families {
+    ($($visible:vis $field:ident: $metric:ty = $name:literal, $help:literal;)+) => {
+        #[derive(Debug)]
+        pub struct ProxyMetrics {
+            $(#[doc = $help] $visible $field: $metric,)+
+            phases: ByPhase,
+            pub invalid_objects: InvalidObjects,
+        }
+
+        impl ProxyMetrics {
+            fn new(registry: &mut Registry, phases: ByPhase, invalid_objects: InvalidObjects) -> Self {
+                Self { $($field: new(registry, $name, $help),)+ phases, invalid_objects }
+            }
+        }
+    };
+}
+
+families! {
+    writes: Counter = "writes", "Table entries written to follow the sources";
+    removals: Counter = "removals", "Table entries removed to follow the sources";
+    pub sync_errors: Counter = "sync_errors", "Writes that failed and are tried again";
+    pub resyncs: Counter = "resyncs", "Comparisons of everything with the tables";
+    pub drift: Counter = "drift", "Table entries that another program had changed and that were repaired";
+    pub refused_configurations: Counter =
+        "refused_configurations", "Changed configuration files that were not valid and are not in force";
+    pub frontend_conflicts: Counter = "frontend_conflicts", "Frontends that several service ports have claimed";
+    pub listed: Gauge = "sources_listed", "1 once every source has listed its objects";
+    pub first_sync_seconds: Seconds =
+        "first_sync_duration_seconds", "From everything listed to everything programmed, at the start of the process";
+    pub former_rules: Gauge =
+        "former_rules", "Chains, tables, sets, virtual servers and devices of another kube-proxy that are in the kernel";
+    pub former_rule_blockers: Gauge =
+        "former_rule_blockers", "Service ports that are not served, for which the rules of another kube-proxy stay";
+    pub former_rule_errors: Counter =
+        "former_rule_errors", "Attempts to remove what another kube-proxy has left that did not remove all of it";
+    pub service_ports: Gauge = "service_ports", "Service ports that are served";
+    unsupported_service_ports: Family<[Label; 1], Gauge> =
+        "unsupported_service_ports", "Service ports with a field that is not honoured";
 }
 
 /// 10 µs to 42 s.
@@ -92,68 +112,14 @@ impl ProxyMetrics {
         build.get_or_create(&labels).set(1);
         let registry = registry.sub_registry_with_prefix("proxy");
         registry.register("build_info", "What is running; always 1", build);
-        let phases: Family<[Label; 1], Histogram, fn() -> Histogram> =
-            Family::new_with_constructor(phase_buckets);
+        let phases: ByPhase = Family::new_with_constructor(phase_buckets);
         for phase in Phase::ALL {
             drop(phases.get_or_create(&[("phase", phase.name())]));
         }
-        registry.register(
-            "phase_duration_seconds",
-            "What the controller's thread spends its time with",
-            phases.clone(),
-        );
+        let help = "What the controller's thread spends its time with";
+        registry.register("phase_duration_seconds", help, phases.clone());
         invalid_objects.register(registry);
-        let ours = registry;
-        Self {
-            writes: new(ours, "writes", "Table entries written to follow the sources"),
-            removals: new(ours, "removals", "Table entries removed to follow the sources"),
-            sync_errors: new(ours, "sync_errors", "Writes that failed and are tried again"),
-            resyncs: new(ours, "resyncs", "Comparisons of everything with the tables"),
-            drift: new(
-                ours,
-                "drift",
-                "Table entries that another program had changed and that were repaired",
-            ),
-            refused_configurations: new(
-                ours,
-                "refused_configurations",
-                "Changed configuration files that were not valid and are not in force",
-            ),
-            frontend_conflicts: new(
-                ours,
-                "frontend_conflicts",
-                "Frontends that several service ports have claimed",
-            ),
-            listed: new(ours, "sources_listed", "1 once every source has listed its objects"),
-            first_sync_seconds: new(
-                ours,
-                "first_sync_duration_seconds",
-                "From everything listed to everything programmed, at the start of the process",
-            ),
-            former_rules: new(
-                ours,
-                "former_rules",
-                "Chains, tables, sets, virtual servers and devices of another kube-proxy that are in the kernel",
-            ),
-            former_rule_blockers: new(
-                ours,
-                "former_rule_blockers",
-                "Service ports that are not served, for which the rules of another kube-proxy stay",
-            ),
-            former_rule_errors: new(
-                ours,
-                "former_rule_errors",
-                "Attempts to remove what another kube-proxy has left that did not remove all of it",
-            ),
-            service_ports: new(ours, "service_ports", "Service ports that are served"),
-            unsupported_service_ports: new(
-                ours,
-                "unsupported_service_ports",
-                "Service ports with a field that is not honoured",
-            ),
-            phases,
-            invalid_objects,
-        }
+        Self::new(registry, phases, invalid_objects)
     }
 
     pub fn applied(&self, applied: Applied) {

@@ -31,7 +31,6 @@ pub(crate) fn started() -> Option<f64> {
 }
 
 fn start_time(encoder: &mut DescriptorEncoder<'_>, seconds: Option<f64>) -> std::fmt::Result {
-    let Some(seconds) = seconds else { return Ok(()) };
     gauge(
         encoder,
         "process_start_time_seconds",
@@ -49,78 +48,73 @@ struct Stat {
 
 impl Collector for Process {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> std::fmt::Result {
-        if let Some(stat) = stat() {
-            counter(
-                &mut encoder,
+        let read = |path| fs::read_to_string(path).unwrap_or_default();
+        let (limits, network) = (read("/proc/self/limits"), read("/proc/self/net/netstat"));
+        let stat = stat();
+        let of_stat = |value: fn(&Stat) -> f64| stat.as_ref().map(value);
+        let counters = [
+            (
                 "process_cpu_seconds",
                 "CPU time of the process, user and system, in seconds.",
-                stat.cpu_seconds,
-            )?;
-            let gauges = [
-                (
-                    "process_resident_memory_bytes",
-                    "Resident memory of the process, in bytes.",
-                    stat.resident_bytes as f64,
-                ),
-                (
-                    "process_virtual_memory_bytes",
-                    "Virtual memory of the process, in bytes.",
-                    stat.virtual_bytes as f64,
-                ),
-            ];
-            for (name, help, value) in gauges {
-                gauge(&mut encoder, name, help, value)?;
-            }
-            start_time(&mut encoder, Some(stat.start_time_seconds))?;
-        }
-        if let Ok(files) = fs::read_dir("/proc/self/fd") {
-            gauge(
-                &mut encoder,
-                "process_open_fds",
-                "File descriptors that the process has open.",
-                files.count() as f64,
-            )?;
-        }
-        let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
-        for (name, help, resource) in [
-            ("process_max_fds", "File descriptors that the process may have open.", "Max open files"),
-            (
-                "process_virtual_memory_max_bytes",
-                "Virtual memory that the process may have, in bytes; 1.8e+19: no limit.",
-                "Max address space",
+                of_stat(|stat| stat.cpu_seconds),
             ),
-        ] {
-            if let Some(most) = limit(&limits, resource) {
-                gauge(&mut encoder, name, help, most)?;
-            }
-        }
-        let network = fs::read_to_string("/proc/self/net/netstat").unwrap_or_default();
-        for (name, help, column) in [
             (
                 "process_network_receive_bytes",
                 "Bytes received over IP in the network namespace of the process.",
-                "InOctets",
+                ip_statistic(&network, "InOctets"),
             ),
             (
                 "process_network_transmit_bytes",
                 "Bytes sent over IP from the network namespace of the process.",
-                "OutOctets",
+                ip_statistic(&network, "OutOctets"),
             ),
-        ] {
-            if let Some(bytes) = ip_statistic(&network, column) {
-                counter(&mut encoder, name, help, bytes)?;
-            }
+        ];
+        for (name, help, value) in counters {
+            let Some(value) = value else { continue };
+            let counter = ConstCounter::new(value);
+            counter.encode(encoder.encode_descriptor(name, help, None, counter.metric_type())?)?;
         }
-        Ok(())
+        let gauges = [
+            (
+                "process_resident_memory_bytes",
+                "Resident memory of the process, in bytes.",
+                of_stat(|stat| stat.resident_bytes as f64),
+            ),
+            (
+                "process_virtual_memory_bytes",
+                "Virtual memory of the process, in bytes.",
+                of_stat(|stat| stat.virtual_bytes as f64),
+            ),
+            (
+                "process_open_fds",
+                "File descriptors that the process has open.",
+                fs::read_dir("/proc/self/fd").ok().map(|files| files.count() as f64),
+            ),
+            (
+                "process_max_fds",
+                "File descriptors that the process may have open.",
+                limit(&limits, "Max open files"),
+            ),
+            (
+                "process_virtual_memory_max_bytes",
+                "Virtual memory that the process may have, in bytes; 1.8e+19: no limit.",
+                limit(&limits, "Max address space"),
+            ),
+        ];
+        for (name, help, value) in gauges {
+            gauge(&mut encoder, name, help, value)?;
+        }
+        start_time(&mut encoder, of_stat(|stat| stat.start_time_seconds))
     }
 }
 
-fn counter(encoder: &mut DescriptorEncoder<'_>, name: &str, help: &str, value: f64) -> std::fmt::Result {
-    let counter = ConstCounter::new(value);
-    counter.encode(encoder.encode_descriptor(name, help, None, counter.metric_type())?)
-}
-
-fn gauge(encoder: &mut DescriptorEncoder<'_>, name: &str, help: &str, value: f64) -> std::fmt::Result {
+fn gauge(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    value: Option<f64>,
+) -> std::fmt::Result {
+    let Some(value) = value else { return Ok(()) };
     let gauge = ConstGauge::new(value);
     gauge.encode(encoder.encode_descriptor(name, help, None, gauge.metric_type())?)
 }

@@ -1,4 +1,4 @@
-//! Why the datapath did what it did: one number, one counter, one verdict for each.
+//! The reasons for the datapath's decisions. Each has one number, one counter and one verdict.
 
 /// What becomes of a packet or a system call.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -7,7 +7,7 @@ pub enum Verdict {
     Pass,
     /// The client is told at once: ECONNREFUSED, RST, or ICMP port unreachable.
     Refuse,
-    /// Vanishes.
+    /// Dropped; the client is not told.
     Drop,
 }
 
@@ -67,13 +67,13 @@ reasons! {
     TcpWithoutFlow = 20, Pass, "tcp_without_flow";
     /// A fragment, also a first one: without its ports the others would not find their flow.
     Fragment = 21, Pass, "fragment";
-    /// Headers that lie or are cut short; the stack judges them.
+    /// Headers are invalid or truncated; the packet is passed to the stack.
     Malformed = 22, Pass, "malformed";
     /// More IPv6 extension headers than are followed.
     ExtensionHeaders = 23, Pass, "extension_headers";
     /// The flow's entries could not be created.
     FlowNotCreated = 24, Drop, "flow_not_created";
-    /// Must leave with an address of this node, and has none to leave with.
+    /// The packet must be masqueraded, and the node has no address for that.
     NoMasqueradeAddress = 25, Drop, "no_masquerade_address";
     /// No free port was found for this backend among those tried.
     MasqueradePortsExhausted = 26, Drop, "masquerade_ports_exhausted";

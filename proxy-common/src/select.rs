@@ -30,7 +30,7 @@ pub fn find<F: Family>(
         return Some(frontend);
     }
     let node_address = tables.node_address(&address)?;
-    // A pod's loopback is its own.
+    // A pod's loopback addresses are not the node's.
     if node_address.flags & NODE_ADDRESS_LOOPBACK != 0 && origin != Origin::Host {
         return None;
     }

@@ -1,4 +1,4 @@
-//! The entries of a flow as one: copied to the established ones, refreshed, removed.
+//! Copies, refreshes and removes all entries of a flow together.
 
 use super::{FlowEntry as _, FlowTables, InsertError, Scratch, Stage, lookup};
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
 
 /// Nanoseconds. An entry older than this is refreshed, together with its partners.
 pub(super) const REFRESH_AFTER: u64 = 1_000_000_000;
-/// What an entry keeps when it is copied: the rest is what one side said, in the entry of that side.
+/// The flags that are copied with an entry. The others record what one side has sent, in the entry of that side.
 const COPIED_FLAGS: u32 = FLOW_ANSWERED | FLOW_MASQUERADED | FLOW_FROM_HOST;
 
 /// Copies `scratch.flow` to the established ones. False: a key by which its answers were told has passed to another flow
@@ -99,7 +99,7 @@ pub(super) fn is_stale<F: Family, T: FlowTables<F>>(tables: &T, entry: T::Entry)
     tables.now().saturating_sub(entry.last_seen()) > REFRESH_AFTER
 }
 
-/// Tells every entry that the flow lives, and restores those that are missing.
+/// Updates `last_seen` of every entry of the flow, and restores missing entries.
 #[inline(never)]
 pub(super) fn refresh<F: Family, T: FlowTables<F>>(
     tables: &T,

@@ -74,7 +74,7 @@ pub struct Masquerade<A> {
     pub ports: PortRanges,
 }
 
-/// The flow tables, the clock and the dice.
+/// The flow tables, the clock and the random numbers.
 pub trait FlowTables<F: Family>: Tables<F> {
     type Entry: FlowEntry<F::Address>;
 
@@ -92,7 +92,7 @@ pub trait FlowTables<F: Family>: Tables<F> {
     /// Nanoseconds since boot, suspend included.
     fn now(&self) -> u64;
     fn random(&self) -> u32;
-    /// Counts what is worth knowing beside the packet's own outcome.
+    /// Counts a reason in addition to that of the packet's outcome.
     fn count(&self, reason: Reason);
     /// Counts a flow of a service.
     fn count_connection(&self, service: u32);
@@ -312,7 +312,7 @@ fn continue_flow<F: Family, T: FlowTables<F>>(
     Some(entry.read().forward_rewrite())
 }
 
-/// What both sides have said; `partner` is the key of the flow's other entry.
+/// The flags that both sides have set; `partner` is the key of the flow's other entry.
 #[inline(always)]
 fn united_flags<F: Family, T: FlowTables<F>>(
     tables: &T,

@@ -1,5 +1,5 @@
-//! A connection's first packet: a backend, the ports by which its answers are told from others, and the entries, all or
-//! none of them.
+//! Opens a flow for the first packet of a connection: chooses the backend and the ports that identify its answers, and
+//! inserts all entries or none.
 
 use super::{ENDED, FlowEntry as _, FlowTables, InsertError, Scratch, Stage, lookup};
 use crate::{
@@ -17,7 +17,7 @@ const MASQUERADE_TRIES: u32 = 16;
 const ALIAS_TRIES: u32 = 8;
 
 /// The first packet of a connection: creates the flow, which is then in `scratch.flow`. One function for both
-/// cases, since a frame of the stack more is too many.
+/// cases, because one more stack frame would exceed the verifier's limit.
 ///
 /// With a frontend, a backend is chosen. Without one the packet is to an endpoint itself, and its answers would look
 /// like those of the flow that lies in `scratch.flow`: it becomes a flow beside that, which gets an alias port.
@@ -137,7 +137,7 @@ fn release_masquerade_port<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mu
     }
 }
 
-/// Whose a reply entry is.
+/// The flow that a reply entry belongs to.
 #[derive(Clone, Copy, Eq, PartialEq)]
 enum Reply {
     /// Inserted for our flow.
@@ -165,7 +165,7 @@ fn take_reply<F: Family, T: FlowTables<F>>(
         let Some(port) = port else { continue };
         flow.set_alias_port(port);
         key.set_destination_port(port);
-        // A hairpin's two directions would look the same.
+        // The two directions of a hairpin flow would have the same key.
         if flow.alias_port() == flow.backend_port() && flow.client == flow.backend {
             continue;
         }
@@ -176,7 +176,7 @@ fn take_reply<F: Family, T: FlowTables<F>>(
             if entry.flags() & ENDED == 0 {
                 return Ok(Reply::Winners);
             }
-            // All that is left of a connection that ended.
+            // The entry is the last one of a connection that has ended.
             tables.remove(Stage::Established, key);
             tables.remove(Stage::Opening, key);
         }
@@ -191,7 +191,7 @@ fn take_reply<F: Family, T: FlowTables<F>>(
                 return Ok(Reply::Ours);
             }
             Err(InsertError::Full) => return Err(Reason::FlowNotCreated),
-            // By another CPU, in between.
+            // Another CPU has inserted the key meanwhile.
             Err(InsertError::Exists) => {
                 if let Some(entry) = tables.flow(Stage::Opening, key)
                     && entry.read().same_client_and_frontend(flow)

@@ -1,4 +1,4 @@
-//! What a kernel cannot be made to do at will: races, tables that are full at one certain write, lost entries.
+//! Cases that a test cannot cause in the kernel: races, tables that are full at one certain write, lost entries.
 //! Round trips of real packets are in `tests/packets`.
 
 use std::{

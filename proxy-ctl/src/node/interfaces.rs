@@ -6,7 +6,7 @@ use crate::dataplane::Role;
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct LinkFacts {
     pub loopback: bool,
-    pub kind: Kind,
+    pub kind: LinkKind,
     /// What it is a port of.
     pub master: Option<Master>,
     /// One of the addresses by which the cluster knows this node.
@@ -17,7 +17,7 @@ pub struct LinkFacts {
 
 /// Kinds of devices, as far as they are treated differently.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Kind {
+pub enum LinkKind {
     /// No virtual device: a network card.
     Physical,
     /// One end of a pair whose other end is in a pod: veth, netkit.
@@ -74,12 +74,12 @@ pub fn role(link: &LinkFacts) -> Result<Role, Ignored> {
         return Ok(Role::Uplink);
     }
     match (link.kind, link.master) {
-        (Kind::Pair | Kind::Tun, _) => Ok(Role::Workload),
-        (Kind::Bridge, _) => Err(Ignored::Bridge),
-        (Kind::Vrf, _) => Err(Ignored::Vrf),
-        (Kind::Sink, _) => Err(Ignored::Sink),
+        (LinkKind::Pair | LinkKind::Tun, _) => Ok(Role::Workload),
+        (LinkKind::Bridge, _) => Err(Ignored::Bridge),
+        (LinkKind::Vrf, _) => Err(Ignored::Vrf),
+        (LinkKind::Sink, _) => Err(Ignored::Sink),
         (_, Some(Master::Bridge(true))) => Err(Ignored::BridgePort),
-        (Kind::Physical | Kind::Bond | Kind::Network, _) => Ok(Role::Uplink),
+        (LinkKind::Physical | LinkKind::Bond | LinkKind::Network, _) => Ok(Role::Uplink),
     }
 }
 
@@ -91,17 +91,17 @@ mod tests {
 
     const CARD: LinkFacts = LinkFacts {
         loopback: false,
-        kind: Kind::Physical,
+        kind: LinkKind::Physical,
         master: None,
         node_address: false,
         default_route: false,
     };
 
-    const fn of(kind: Kind) -> LinkFacts {
+    const fn of(kind: LinkKind) -> LinkFacts {
         LinkFacts { kind, ..CARD }
     }
 
-    const fn port(kind: Kind, master: Master) -> LinkFacts {
+    const fn port(kind: LinkKind, master: Master) -> LinkFacts {
         LinkFacts { kind, master: Some(master), ..CARD }
     }
 
@@ -109,21 +109,24 @@ mod tests {
     #[case::card(CARD, Ok(Role::Uplink))]
     #[case::card_with_the_node_address(LinkFacts { node_address: true, ..CARD }, Ok(Role::Uplink))]
     #[case::loopback(LinkFacts { loopback: true, node_address: true, ..CARD }, Err(Ignored::Loopback))]
-    #[case::card_in_a_bond(port(Kind::Physical, Master::Bond), Err(Ignored::BondPort))]
-    #[case::bond(of(Kind::Bond), Ok(Role::Uplink))]
-    #[case::card_in_the_uplink_bridge(port(Kind::Physical, Master::Bridge(true)), Err(Ignored::BridgePort))]
-    #[case::card_in_another_bridge(port(Kind::Physical, Master::Bridge(false)), Ok(Role::Uplink))]
-    #[case::uplink_bridge(LinkFacts { node_address: true, ..of(Kind::Bridge) }, Ok(Role::Uplink))]
-    #[case::pod_bridge(of(Kind::Bridge), Err(Ignored::Bridge))]
-    #[case::pod(of(Kind::Pair), Ok(Role::Workload))]
-    #[case::pod_on_a_bridge(port(Kind::Pair, Master::Bridge(false)), Ok(Role::Workload))]
-    #[case::pod_on_the_uplink_bridge(port(Kind::Pair, Master::Bridge(true)), Ok(Role::Workload))]
-    #[case::virtual_machine(of(Kind::Tun), Ok(Role::Workload))]
-    #[case::node_in_a_namespace(LinkFacts { default_route: true, ..of(Kind::Pair) }, Ok(Role::Uplink))]
-    #[case::tunnel_to_other_nodes(of(Kind::Network), Ok(Role::Uplink))]
-    #[case::vrf(of(Kind::Vrf), Err(Ignored::Vrf))]
-    #[case::card_in_a_vrf(port(Kind::Physical, Master::Other), Ok(Role::Uplink))]
-    #[case::dummy(of(Kind::Sink), Err(Ignored::Sink))]
+    #[case::card_in_a_bond(port(LinkKind::Physical, Master::Bond), Err(Ignored::BondPort))]
+    #[case::bond(of(LinkKind::Bond), Ok(Role::Uplink))]
+    #[case::card_in_the_uplink_bridge(
+        port(LinkKind::Physical, Master::Bridge(true)),
+        Err(Ignored::BridgePort)
+    )]
+    #[case::card_in_another_bridge(port(LinkKind::Physical, Master::Bridge(false)), Ok(Role::Uplink))]
+    #[case::uplink_bridge(LinkFacts { node_address: true, ..of(LinkKind::Bridge) }, Ok(Role::Uplink))]
+    #[case::pod_bridge(of(LinkKind::Bridge), Err(Ignored::Bridge))]
+    #[case::pod(of(LinkKind::Pair), Ok(Role::Workload))]
+    #[case::pod_on_a_bridge(port(LinkKind::Pair, Master::Bridge(false)), Ok(Role::Workload))]
+    #[case::pod_on_the_uplink_bridge(port(LinkKind::Pair, Master::Bridge(true)), Ok(Role::Workload))]
+    #[case::virtual_machine(of(LinkKind::Tun), Ok(Role::Workload))]
+    #[case::node_in_a_namespace(LinkFacts { default_route: true, ..of(LinkKind::Pair) }, Ok(Role::Uplink))]
+    #[case::tunnel_to_other_nodes(of(LinkKind::Network), Ok(Role::Uplink))]
+    #[case::vrf(of(LinkKind::Vrf), Err(Ignored::Vrf))]
+    #[case::card_in_a_vrf(port(LinkKind::Physical, Master::Other), Ok(Role::Uplink))]
+    #[case::dummy(of(LinkKind::Sink), Err(Ignored::Sink))]
     fn roles(#[case] link: LinkFacts, #[case] expected: Result<Role, Ignored>) {
         assert_eq!(role(&link), expected);
     }

@@ -8,7 +8,7 @@ mod primary;
 mod state;
 
 pub use self::{
-    interfaces::{Ignored, Kind, LinkFacts, Master, role},
+    interfaces::{Ignored, LinkFacts, LinkKind, Master, role},
     netlink::{Error, watch},
     own_node::OwnNode,
     primary::{NodeIps, host_addresses},

@@ -12,7 +12,7 @@ use netlink_packet_route::{
     route::{RouteAttribute, RouteHeader, RouteMessage, RouteType},
 };
 
-use super::interfaces::{Kind, LinkFacts, Master, role};
+use super::interfaces::{LinkFacts, LinkKind, Master, role};
 use crate::{
     dataplane::{Interface, NodeNetwork},
     leftovers::names::IPVS_DEVICE,
@@ -23,7 +23,7 @@ struct Link {
     name: String,
     loopback: bool,
     ethernet: bool,
-    kind: Kind,
+    kind: LinkKind,
     /// Index.
     master: Option<u32>,
 }
@@ -130,11 +130,17 @@ impl State {
 
     fn master(&self, index: u32, uplinks: &BTreeSet<u32>) -> Master {
         match self.links.get(&index).map(|link| link.kind) {
-            Some(Kind::Bond) => Master::Bond,
-            Some(Kind::Bridge) => Master::Bridge(uplinks.contains(&index)),
-            Some(Kind::Physical | Kind::Pair | Kind::Tun | Kind::Vrf | Kind::Sink | Kind::Network) | None => {
-                Master::Other
-            }
+            Some(LinkKind::Bond) => Master::Bond,
+            Some(LinkKind::Bridge) => Master::Bridge(uplinks.contains(&index)),
+            Some(
+                LinkKind::Physical
+                | LinkKind::Pair
+                | LinkKind::Tun
+                | LinkKind::Vrf
+                | LinkKind::Sink
+                | LinkKind::Network,
+            )
+            | None => Master::Other,
         }
     }
 
@@ -169,7 +175,7 @@ fn parse_link(message: &LinkMessage) -> Link {
         name: String::new(),
         loopback: message.header.flags.contains(LinkFlags::Loopback),
         ethernet: message.header.link_layer_type == LinkLayerType::Ether,
-        kind: Kind::Physical,
+        kind: LinkKind::Physical,
         master: None,
     };
     for attribute in &message.attributes {
@@ -178,29 +184,29 @@ fn parse_link(message: &LinkMessage) -> Link {
             LinkAttribute::IfName(name) => link.name.clone_from(name),
             LinkAttribute::Controller(index) => link.master = Some(*index),
             LinkAttribute::LinkInfo(infos) => {
-                link.kind = infos.iter().find_map(parse_kind).unwrap_or(Kind::Physical);
+                link.kind = infos.iter().find_map(parse_kind).unwrap_or(LinkKind::Physical);
             }
             _ => {}
         }
     }
     // Taps of virtual machines have link addresses. Tun devices without them are tunnels: a VPN, flannel's udp backend.
-    if link.kind == Kind::Tun && !link.ethernet {
-        link.kind = Kind::Network;
+    if link.kind == LinkKind::Tun && !link.ethernet {
+        link.kind = LinkKind::Network;
     }
     link
 }
 
-fn parse_kind(info: &LinkInfo) -> Option<Kind> {
+fn parse_kind(info: &LinkInfo) -> Option<LinkKind> {
     let LinkInfo::Kind(kind) = info else { return None };
     #[expect(clippy::wildcard_enum_match_arm, reason = "every other kind is a network of its own")]
     Some(match kind {
-        InfoKind::Veth | InfoKind::Netkit => Kind::Pair,
-        InfoKind::Tun => Kind::Tun,
-        InfoKind::Bridge => Kind::Bridge,
-        InfoKind::Bond | InfoKind::Team => Kind::Bond,
-        InfoKind::Vrf => Kind::Vrf,
-        InfoKind::Dummy | InfoKind::Ifb | InfoKind::Nlmon => Kind::Sink,
-        _ => Kind::Network,
+        InfoKind::Veth | InfoKind::Netkit => LinkKind::Pair,
+        InfoKind::Tun => LinkKind::Tun,
+        InfoKind::Bridge => LinkKind::Bridge,
+        InfoKind::Bond | InfoKind::Team => LinkKind::Bond,
+        InfoKind::Vrf => LinkKind::Vrf,
+        InfoKind::Dummy | InfoKind::Ifb | InfoKind::Nlmon => LinkKind::Sink,
+        _ => LinkKind::Network,
     })
 }
 

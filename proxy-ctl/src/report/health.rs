@@ -130,19 +130,19 @@ struct Body {
     #[serde(skip_serializing_if = "Option::is_none")]
     node_eligible: Option<bool>,
     healthy: bool,
-    #[serde(skip_serializing_if = "Status::is_empty")]
-    status: Status,
+    #[serde(skip_serializing_if = "FamilyReports::is_empty")]
+    status: FamilyReports,
 }
 
 #[derive(Serialize)]
-struct Status {
+struct FamilyReports {
     #[serde(rename = "IPv4", skip_serializing_if = "Option::is_none")]
     v4: Option<FamilyReport>,
     #[serde(rename = "IPv6", skip_serializing_if = "Option::is_none")]
     v6: Option<FamilyReport>,
 }
 
-impl Status {
+impl FamilyReports {
     fn is_empty(&self) -> bool {
         self.v4.is_none() && self.v6.is_none()
     }
@@ -158,7 +158,7 @@ impl HealthReport {
             current_time: self.now,
             node_eligible: with_node.then_some(self.node_eligible),
             healthy: self.healthy,
-            status: Status { v4, v6 },
+            status: FamilyReports { v4, v6 },
         };
         // Plain strings and flags: this cannot fail.
         serde_json::to_string(&body).unwrap_or_default()

@@ -74,8 +74,13 @@ where
     }
 }
 
-async fn converse<H, F>(stream: TcpStream, peer: Peer, answer: H, longest: Duration, connection: &Connection)
-where
+async fn converse<H, F>(
+    stream: TcpStream,
+    peer: Peer,
+    answer: H,
+    longest: Duration,
+    connection: &HttpConnection,
+) where
     H: Fn(Request<Incoming>) -> F,
     F: Future<Output = Reply>,
 {
@@ -148,11 +153,11 @@ struct Connections {
 struct Open {
     next_number: u64,
     /// Those of a source, the oldest first. No source is without any.
-    by_source: BTreeMap<IpAddr, BTreeMap<u64, Arc<Connection>>>,
+    by_source: BTreeMap<IpAddr, BTreeMap<u64, Arc<HttpConnection>>>,
 }
 
 #[derive(Default)]
-struct Connection {
+struct HttpConnection {
     /// A request is being answered.
     answering: AtomicBool,
     evicted: CancellationToken,
@@ -163,7 +168,7 @@ struct Admission {
     among: Arc<Mutex<Open>>,
     source: IpAddr,
     number: u64,
-    connection: Arc<Connection>,
+    connection: Arc<HttpConnection>,
 }
 
 impl Connections {
@@ -177,7 +182,7 @@ impl Connections {
 }
 
 impl Open {
-    fn admit(&mut self, source: IpAddr) -> Option<(u64, Arc<Connection>)> {
+    fn admit(&mut self, source: IpAddr) -> Option<(u64, Arc<HttpConnection>)> {
         if self.by_source.get(&source).is_some_and(|own| own.len() >= MOST_OF_SOURCE) {
             self.evict_oldest_idle(source).then_some(())?;
         } else if self.count() >= MOST_CONNECTIONS {
@@ -189,7 +194,7 @@ impl Open {
             });
             crowds.into_iter().find(|(_, source)| self.evict_oldest_idle(*source))?;
         }
-        let (number, connection) = (self.next_number, Arc::<Connection>::default());
+        let (number, connection) = (self.next_number, Arc::<HttpConnection>::default());
         self.next_number += 1;
         self.by_source.entry(source).or_default().insert(number, Arc::clone(&connection));
         Some((number, connection))
@@ -209,7 +214,7 @@ impl Open {
         true
     }
 
-    fn remove(&mut self, source: IpAddr, number: u64) -> Option<Arc<Connection>> {
+    fn remove(&mut self, source: IpAddr, number: u64) -> Option<Arc<HttpConnection>> {
         let all = self.by_source.get_mut(&source)?;
         let removed = all.remove(&number);
         if all.is_empty() {

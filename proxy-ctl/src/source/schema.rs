@@ -44,7 +44,7 @@ fn or_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de>>(value: D
 }
 
 /// An object with metadata.
-pub trait Object:
+pub trait ApiObject:
     Default + PartialEq + std::fmt::Debug + prost::Message + serde::de::DeserializeOwned
 {
     fn into_metadata(self) -> meta::ObjectMeta;
@@ -52,7 +52,7 @@ pub trait Object:
 
 macro_rules! objects {
     ($($object:ty),+) => {
-        $(impl Object for $object {
+        $(impl ApiObject for $object {
             fn into_metadata(self) -> meta::ObjectMeta {
                 self.metadata
             }

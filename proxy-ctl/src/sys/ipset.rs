@@ -6,7 +6,7 @@ use netlink_sys::protocols::NETLINK_NETFILTER;
 
 use super::{
     CallError,
-    netlink::{Attributes, Connection, Messages, NLM_F_ACK, NLM_F_DUMP},
+    netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_DUMP, NetlinkSocket},
 };
 
 const SUBSYSTEM: u16 = 6;
@@ -32,7 +32,7 @@ pub enum Destroyed {
 }
 
 /// A connection to ipset of this thread's network namespace. Needs CAP_NET_ADMIN there.
-pub struct IpSets(Connection);
+pub struct IpSets(NetlinkSocket);
 
 impl IpSets {
     /// `None`: the kernel has no ipset, or its module is not loaded.
@@ -40,7 +40,7 @@ impl IpSets {
         if !Path::new("/sys/module/ip_set").exists() {
             return Ok(None);
         }
-        let connection = Connection::open(NETLINK_NETFILTER);
+        let connection = NetlinkSocket::open(NETLINK_NETFILTER);
         connection
             .map(|connection| Some(Self(connection)))
             .map_err(CallError::of("socket(NETLINK_NETFILTER)"))

@@ -6,7 +6,7 @@ use netlink_sys::protocols::NETLINK_GENERIC;
 
 use super::{
     CallError,
-    netlink::{Attributes, Connection, Messages, NLM_F_ACK, NLM_F_DUMP, ip_address},
+    netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_DUMP, NetlinkSocket, ip_address},
 };
 
 const CONTROL: u16 = 0x10;
@@ -92,7 +92,7 @@ impl Destination {
 
 /// A connection to IPVS of this thread's network namespace. Needs CAP_NET_ADMIN there.
 pub struct Ipvs {
-    connection: Connection,
+    connection: NetlinkSocket,
     family: u16,
 }
 
@@ -100,7 +100,7 @@ impl Ipvs {
     /// `None`: the kernel has no IPVS, or its module is not loaded.
     pub fn open() -> Result<Option<Self>, CallError> {
         let connection =
-            Connection::open(NETLINK_GENERIC).map_err(CallError::of("socket(NETLINK_GENERIC)"))?;
+            NetlinkSocket::open(NETLINK_GENERIC).map_err(CallError::of("socket(NETLINK_GENERIC)"))?;
         let mut request = Messages::default();
         request.begin(CONTROL, NLM_F_ACK, &header(GET_FAMILY)).text(FAMILY_NAME, "IPVS");
         let mut family = None;

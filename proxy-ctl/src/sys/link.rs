@@ -7,7 +7,7 @@ use nix::{errno::Errno, net::if_::if_nametoindex};
 
 use super::{
     CallError,
-    netlink::{Attributes, Connection, Messages, NLM_F_ACK, NLM_F_DUMP, ip_address},
+    netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_DUMP, NetlinkSocket, ip_address},
 };
 
 const RTM_DELLINK: u16 = 17;
@@ -34,7 +34,7 @@ pub fn index(name: &str) -> Result<Option<u32>, CallError> {
 pub fn addresses() -> Result<Vec<(u32, IpAddr)>, CallError> {
     let mut request = Messages::default();
     request.begin(RTM_GETADDR, NLM_F_DUMP, &ANY_ADDRESS);
-    let listed = Connection::open(NETLINK_ROUTE)
+    let listed = NetlinkSocket::open(NETLINK_ROUTE)
         .and_then(|connection| connection.dump(&request, |_, body| address(body)));
     listed.map_err(CallError::of("netlink RTM_GETADDR"))
 }
@@ -52,7 +52,7 @@ pub fn delete(name: &str) -> Result<(), CallError> {
     let mut request = Messages::default();
     request.begin(RTM_DELLINK, NLM_F_ACK, &HEADER).text(IFLA_IFNAME, name);
     let deleted =
-        Connection::open(NETLINK_ROUTE).and_then(|connection| connection.request(&request, |_, _| ()));
+        NetlinkSocket::open(NETLINK_ROUTE).and_then(|connection| connection.request(&request, |_, _| ()));
     match deleted {
         Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Ok(()),
         deleted => deleted.map_err(CallError::of("netlink RTM_DELLINK")),

@@ -158,7 +158,7 @@ impl<'a> Iterator for Attributes<'a> {
 
 /// The kernel's answer to a message.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Answer<'a> {
+enum NetlinkAnswer<'a> {
     /// Type, flags and what follows the header.
     Message(u16, u16, &'a [u8]),
     /// Error number, 0: done as asked.
@@ -168,7 +168,7 @@ enum Answer<'a> {
 }
 
 /// Gives every answer in `bytes` to `take`, with the sequence number of the request that it answers.
-fn each_answer(bytes: &[u8], mut take: impl FnMut(Answer<'_>, u32)) {
+fn each_answer(bytes: &[u8], mut take: impl FnMut(NetlinkAnswer<'_>, u32)) {
     let mut rest = bytes;
     while let (Some(length), Some(kind), Some(flags), Some(sequence)) =
         (word(rest, 0), half(rest, 4), half(rest, 6), word(rest, 8))
@@ -177,10 +177,10 @@ fn each_answer(bytes: &[u8], mut take: impl FnMut(Answer<'_>, u32)) {
         let Some(body) = rest.get(MESSAGE_HEADER..length) else { return };
         let errno = || word(body, 0).unwrap_or(0).cast_signed().wrapping_neg();
         let answer = match kind {
-            NLMSG_ERROR => Answer::Verdict(errno()),
+            NLMSG_ERROR => NetlinkAnswer::Verdict(errno()),
             // What is not negative there is no error.
-            NLMSG_DONE => Answer::EndOfDump(errno().max(0), flags),
-            kind => Answer::Message(kind, flags, body),
+            NLMSG_DONE => NetlinkAnswer::EndOfDump(errno().max(0), flags),
+            kind => NetlinkAnswer::Message(kind, flags, body),
         };
         take(answer, sequence);
         rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
@@ -207,12 +207,12 @@ impl Reading {
                 return;
             }
             match answer {
-                Answer::Message(kind, flags, body) => {
+                NetlinkAnswer::Message(kind, flags, body) => {
                     self.flags |= flags;
                     take(kind, body);
                 }
-                Answer::Verdict(errno) => self.end = Some(errno),
-                Answer::EndOfDump(errno, flags) => {
+                NetlinkAnswer::Verdict(errno) => self.end = Some(errno),
+                NetlinkAnswer::EndOfDump(errno, flags) => {
                     self.flags |= flags;
                     self.end = Some(errno);
                 }
@@ -230,13 +230,13 @@ pub struct Refused {
 }
 
 /// A connection to one protocol of the kernel.
-pub struct Connection {
+pub struct NetlinkSocket {
     socket: Socket,
     /// Sequence number of the next request, so that nothing that is left of another is taken for its answer.
     next: AtomicU32,
 }
 
-impl Connection {
+impl NetlinkSocket {
     pub fn open(protocol: isize) -> io::Result<Self> {
         let mut socket = Socket::new(protocol)?;
         socket.bind_auto()?;
@@ -316,7 +316,7 @@ impl Connection {
         let read = loop {
             match self.receive(&mut bytes) {
                 Ok(()) => each_answer(&bytes, |answer, message| {
-                    if let Answer::Verdict(errno) = answer
+                    if let NetlinkAnswer::Verdict(errno) = answer
                         && errno != 0
                         && message < messages.count()
                     {
@@ -384,7 +384,7 @@ mod tests {
         bytes.extend((-libc::EBUSY).to_ne_bytes());
         let mut answers = Vec::new();
         each_answer(&bytes, |answer, message| {
-            if let Answer::Verdict(errno) = answer {
+            if let NetlinkAnswer::Verdict(errno) = answer {
                 answers.push((errno, message));
             }
         });

@@ -8,7 +8,7 @@ use nix::sys::socket::{setsockopt, sockopt::SndBufForce};
 
 use super::{
     CallError,
-    netlink::{Attributes, Connection, Messages, NLM_F_APPEND, NLM_F_CREATE, NLM_F_DUMP, Refused, text},
+    netlink::{Attributes, Messages, NLM_F_APPEND, NLM_F_CREATE, NLM_F_DUMP, NetlinkSocket, Refused, text},
 };
 
 const SUBSYSTEM: u16 = 10;
@@ -238,7 +238,7 @@ fn user_data(comment: &str) -> Vec<u8> {
 }
 
 /// A connection to nf_tables of this thread's network namespace. Needs CAP_NET_ADMIN there.
-pub struct NfTables(Connection);
+pub struct NfTables(NetlinkSocket);
 
 impl NfTables {
     /// `None`: the kernel has no nf_tables, or its module is not loaded: then nothing is in it.
@@ -251,7 +251,7 @@ impl NfTables {
 
     /// The first use has the kernel load what it has as modules. `None`: it has no netfilter netlink.
     pub fn load() -> Result<Option<Self>, CallError> {
-        match Connection::open(NETLINK_NETFILTER) {
+        match NetlinkSocket::open(NETLINK_NETFILTER) {
             Err(error) if error.raw_os_error() == Some(libc::EPROTONOSUPPORT) => Ok(None),
             connection => connection
                 .map(|kernel| Some(Self(kernel)))

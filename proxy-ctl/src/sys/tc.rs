@@ -6,7 +6,7 @@ use netlink_sys::protocols::NETLINK_ROUTE;
 
 use super::{
     CallError,
-    netlink::{Attributes, Connection, Messages, NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, word},
+    netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NetlinkSocket, word},
 };
 
 /// Which way packets go through the interface.
@@ -70,7 +70,7 @@ fn message(kind: u16, flags: u16, interface: u32, handle: u32, parent: u32, info
 }
 
 fn request(call: &'static str, message: &Messages) -> Result<(), CallError> {
-    let asked = Connection::open(NETLINK_ROUTE).and_then(|kernel| kernel.request(message, |_, _| ()));
+    let asked = NetlinkSocket::open(NETLINK_ROUTE).and_then(|kernel| kernel.request(message, |_, _| ()));
     asked.map_err(CallError::of(call))
 }
 
@@ -141,7 +141,7 @@ fn list<T>(
 ) -> Result<Vec<T>, CallError> {
     let request = message(RTM_GETTFILTER, NLM_F_DUMP, interface, 0, direction.parent(), 0);
     let parse = |kind, body: &[u8]| if kind == RTM_NEWTFILTER { parse(body) } else { None };
-    match Connection::open(NETLINK_ROUTE).and_then(|kernel| kernel.dump(&request, parse)) {
+    match NetlinkSocket::open(NETLINK_ROUTE).and_then(|kernel| kernel.dump(&request, parse)) {
         Err(e) if matches!(e.raw_os_error(), Some(libc::ENOENT | libc::EINVAL | libc::ENODEV)) => {
             Ok(Vec::new())
         }

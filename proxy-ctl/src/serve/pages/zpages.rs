@@ -66,7 +66,7 @@ struct Flags<'a> {
 
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Status<'a> {
+struct StatuszPage<'a> {
     start_time: String,
     uptime_seconds: i64,
     go_version: &'static str,
@@ -95,7 +95,7 @@ pub(super) fn status(headers: &HeaderMap, paths: &[&'static str]) -> Reply {
             started.strftime("%a %b %e %H:%M:%S UTC %Y"),
         )
     };
-    let content = Status {
+    let content = StatuszPage {
         start_time: started.to_string(),
         uptime_seconds: up,
         go_version: "",

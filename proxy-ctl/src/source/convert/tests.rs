@@ -3,7 +3,7 @@ use std::net::IpAddr;
 use serde_json::Value;
 
 use super::InvalidField;
-use crate::source::schema::Object;
+use crate::source::schema::ApiObject;
 
 mod endpoints;
 mod node;
@@ -35,7 +35,7 @@ fn ips(addresses: &[&str]) -> Vec<IpAddr> {
 }
 
 /// What JSON says; the same is read from its protobuf encoding.
-fn read<T: Object>(object: Value) -> T {
+fn read<T: ApiObject>(object: Value) -> T {
     let object: T = serde_json::from_value(object).unwrap();
     assert_eq!(T::decode(object.encode_to_vec().as_slice()).unwrap(), object);
     object

@@ -12,7 +12,7 @@ use super::{
     failure::{Failure, FailureReason, ends_too_early},
     frames::Frames,
     secrets::LONGEST_ERROR,
-    wire::{self, Event, Kind},
+    wire::{self, ApiType, Event},
 };
 use crate::config::Encoding;
 
@@ -24,13 +24,13 @@ const SHOWN: usize = 500;
 /// Of a list: some 600,000 endpoints in JSON.
 pub(super) const LONGEST_LIST: usize = 256 << 20;
 
-pub(super) struct Answer {
+pub(super) struct ApiAnswer {
     encoding: Option<Encoding>,
     content_type: String,
     body: Body,
 }
 
-impl Answer {
+impl ApiAnswer {
     /// Fails if the answer is an error; the failure has the message of its body.
     pub(super) async fn new(response: Response<Body>) -> Result<Self, Failure> {
         let code = response.status();
@@ -44,7 +44,7 @@ impl Answer {
         let encoding = answer.encoding;
         let body = read(answer.body, LONGEST_ERROR, SILENCE).await?;
         let status = encoding.and_then(|encoding| wire::status(encoding, &body).ok());
-        // Proxies on the way have other things to say, such as a page of HTML.
+        // A proxy on the way may answer with something else, such as a page of HTML.
         let mut status = status.unwrap_or_default();
         if status.message.is_empty() && status.reason.is_empty() {
             let text = &body[..body.len().min(SHOWN)];
@@ -77,13 +77,13 @@ impl Answer {
     }
 
     /// The events of a watch of this kind.
-    pub(super) fn events(self, of: Kind) -> Result<Events, Failure> {
+    pub(super) fn events(self, of: ApiType) -> Result<Events, Failure> {
         let encoding = self.encoding()?;
         Ok(Events { encoding, of, frames: Frames::new(encoding), body: self.body, list: None })
     }
 }
 
-pub(super) fn list_of(kind: Kind) -> String {
+pub(super) fn list_of(kind: ApiType) -> String {
     format!("the list of objects of kind {}", kind.kind)
 }
 
@@ -111,7 +111,7 @@ where
 /// The events of a watch, one after the other.
 pub(super) struct Events {
     encoding: Encoding,
-    of: Kind,
+    of: ApiType,
     frames: Frames,
     body: Body,
     /// Bytes that may still come before the list at the beginning ends.
@@ -173,11 +173,11 @@ mod tests {
 
     const STATUS: &[u8] = include_bytes!("recorded/status.protobuf");
     const WATCH: &[u8] = include_bytes!("recorded/watch.protobuf");
-    const SERVICE: Kind = Kind { api_version: "v1", kind: "Service" };
+    const SERVICE: ApiType = ApiType { api_version: "v1", kind: "Service" };
 
-    async fn answer(code: u16, content_type: &str, body: &[u8]) -> Result<Answer, Failure> {
+    async fn answer(code: u16, content_type: &str, body: &[u8]) -> Result<ApiAnswer, Failure> {
         let response = Response::builder().status(code).header(CONTENT_TYPE, content_type);
-        Answer::new(response.body(Body::from(body.to_vec())).unwrap()).await
+        ApiAnswer::new(response.body(Body::from(body.to_vec())).unwrap()).await
     }
 
     #[tokio::test]

@@ -24,7 +24,7 @@ use tower::{
 };
 
 use super::{
-    answer::Answer,
+    answer::ApiAnswer,
     failure::{Failure, FailureReason},
     kubeconfig::{Config, Loaded},
     plugin,
@@ -48,8 +48,8 @@ const LONGEST_ANSWER: usize = 16 << 20;
 /// A plugin is asked again this long before its credentials expire.
 const EXPIRES_SOON: SignedDuration = SignedDuration::from_secs(60);
 
-/// What all watchers share: one client, one set of credentials, one rate.
-pub(super) struct Connection {
+/// The client, its credentials and its rate limit, which all watchers share.
+pub(super) struct ApiConnection {
     config: Config,
     limit: Arc<RateLimit>,
     /// Of requests for objects.
@@ -57,7 +57,7 @@ pub(super) struct Connection {
     requests: Requests,
     /// Locked while the files are read and the plugin runs, so that it runs once for all.
     current: Mutex<Current>,
-    /// Told when a watcher that had failed gets through again: the others need not sit out their delays.
+    /// Notified when a watcher succeeds after failures, so that the others end their delays.
     pub(super) recovered: Notify,
 }
 
@@ -84,13 +84,13 @@ impl Current {
 /// What has become of a client that failed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Renewed {
-    /// It is as good as any, or may be so: a plugin is asked again.
+    /// The files are unchanged; a plugin is asked again.
     Same,
     /// There is another one, made from other files: try it at once.
     New,
 }
 
-impl Connection {
+impl ApiConnection {
     pub(super) fn new(config: Config, accept: HeaderValue, requests: Requests) -> Self {
         let limit = Arc::new(RateLimit::new(config.qps, config.burst));
         Self { config, limit, accept, requests, current: Mutex::default(), recovered: Notify::new() }
@@ -134,7 +134,7 @@ impl Connection {
         Ok((client, Current { client: kept, generation, fingerprint, has_plugin, expires, failure: None }))
     }
 
-    /// The file system may take its time: no thread that runs other tasks waits for it.
+    /// Reading files may block, so that it runs on a thread of its own.
     async fn load(&self) -> Result<Loaded, Failure> {
         let config = self.config.clone();
         let unreadable = |problem: String| Failure::new(FailureReason::Credentials, problem);
@@ -167,7 +167,7 @@ impl Connection {
             let request =
                 request().map_err(|error| Failure::new(FailureReason::Malformed, error.to_string()))?;
             let answer = async {
-                Answer::new(client.send(request.map(Body::from)).await?)
+                ApiAnswer::new(client.send(request.map(Body::from)).await?)
                     .await?
                     .whole("the answer", LONGEST_ANSWER)
                     .await
@@ -299,7 +299,7 @@ mod tests {
     use super::*;
 
     /// With a plugin that notes each run in the file `runs` and then does this.
-    fn with_plugin(folder: &TempDir, script: &str) -> Connection {
+    fn with_plugin(folder: &TempDir, script: &str) -> ApiConnection {
         let kubeconfig = folder.path().join("kubeconfig");
         let runs = folder.path().join("runs");
         let command = serde_json::json!(["-c", format!("echo >> {}; {script}", runs.display())]);
@@ -310,7 +310,7 @@ mod tests {
         );
         fs::write(&kubeconfig, text).unwrap();
         let config = Config { kubeconfig: Some(kubeconfig), ..Config::default() };
-        Connection::new(config, HeaderValue::from_static("*/*"), Requests::default())
+        ApiConnection::new(config, HeaderValue::from_static("*/*"), Requests::default())
     }
 
     fn runs(folder: &TempDir) -> usize {
@@ -361,7 +361,7 @@ mod tests {
                     clusters: [{name: c, cluster: {server: 'http://192.0.2.1'}}]}";
         fs::write(&kubeconfig, text).unwrap();
         let config = Config { kubeconfig: Some(kubeconfig.clone()), ..Config::default() };
-        let connection = Connection::new(config, HeaderValue::from_static("*/*"), Requests::default());
+        let connection = ApiConnection::new(config, HeaderValue::from_static("*/*"), Requests::default());
         connection.client().await.ok().unwrap();
         assert_eq!(connection.renew(1, FailureReason::Tls).await.unwrap(), Renewed::Same);
         fs::write(&kubeconfig, text.replace("192.0.2.1", "192.0.2.2")).unwrap();

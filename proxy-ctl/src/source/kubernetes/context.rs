@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
-use super::{connection::Connection, state::SourceState, streaming::StreamingLists};
+use super::{connection::ApiConnection, state::SourceState, streaming::StreamingLists};
 use crate::source::Update;
 
 #[derive(Clone)]
 pub(super) struct WatchContext {
-    pub(super) connection: Arc<Connection>,
+    pub(super) connection: Arc<ApiConnection>,
     pub(super) updates: mpsc::Sender<Update>,
     pub(super) state: SourceState,
     pub(super) streaming: Arc<StreamingLists>,

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use tracing::debug;
 
 use super::{
-    connection::Connection,
+    connection::ApiConnection,
     failure::{Failure, FailureReason},
 };
 use crate::config::Encoding;
@@ -36,7 +36,7 @@ struct Resource {
 
 impl EndpointsApi {
     /// The best that the API server has.
-    pub(super) async fn ask(connection: &Arc<Connection>) -> Result<Self, Failure> {
+    pub(super) async fn ask(connection: &Arc<ApiConnection>) -> Result<Self, Failure> {
         Ok(if serves(connection, "discovery.k8s.io/v1", "endpointslices").await? {
             Self::SlicesV1
         } else if serves(connection, "discovery.k8s.io/v1beta1", "endpointslices").await? {
@@ -47,9 +47,9 @@ impl EndpointsApi {
     }
 }
 
-/// Whether the group and version has this resource. Where RBAC does not allow the question the answer is yes: the list
-/// itself will show.
-async fn serves(connection: &Arc<Connection>, version: &str, resource: &str) -> Result<bool, Failure> {
+/// Whether the group and version has this resource. Where RBAC does not allow the request the result is true: the list
+/// will show whether it is served.
+async fn serves(connection: &Arc<ApiConnection>, version: &str, resource: &str) -> Result<bool, Failure> {
     let json = Encoding::Json.media_type();
     let request =
         || http::Request::get(format!("/apis/{version}")).header(http::header::ACCEPT, json).body(Vec::new());

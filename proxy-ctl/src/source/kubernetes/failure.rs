@@ -124,7 +124,7 @@ impl Failure {
     }
 
     /// Whether a streaming list may have failed because it was a streaming one: 422 where the feature is
-    /// switched off or unknown, 500 where the API server's etcd is too old for it, who knows what from a
+    /// switched off or unknown, 500 where the API server's etcd is too old for it, any other code from a
     /// proxy in between. Not where any request would have failed.
     pub(super) fn refuses_streaming(&self) -> bool {
         self.reason == FailureReason::Refused && !matches!(self.code, None | Some(502..=504))
@@ -155,7 +155,7 @@ impl From<kube::Error> for Failure {
     }
 }
 
-/// The layers between a request and its cause wrap it differently: the innermost that is known decides.
+/// Each layer wraps the cause in an error of its own: the innermost error of a known type decides.
 fn transport_reason(error: &(dyn StdError + 'static)) -> FailureReason {
     let mut reason = FailureReason::Disconnected;
     for cause in causes(error) {
@@ -215,12 +215,12 @@ mod tests {
         net::TcpListener,
     };
 
-    use super::{super::connection::Connection, *};
+    use super::{super::connection::ApiConnection, *};
     use crate::source::kubernetes::{Config, Requests};
 
-    fn connection(server: String) -> Connection {
+    fn connection(server: String) -> ApiConnection {
         let config = Config { master: Some(server), ..Config::default() };
-        Connection::new(config, http::HeaderValue::from_static("*/*"), Requests::default())
+        ApiConnection::new(config, http::HeaderValue::from_static("*/*"), Requests::default())
     }
 
     async fn failure(server: String) -> Failure {

@@ -1,6 +1,5 @@
-//! A watcher's way through the versions of its API. The newest is watched without asking; where the API server does not
-//! serve it, it is asked what it serves, and again where the answer may have changed: the API server was upgraded, or
-//! goes back to an older version.
+//! Selects the version of an API that is watched. The newest is watched first. Where the API server does not serve it,
+//! the API server is asked which versions it serves, and again whenever that may have changed by an upgrade or a downgrade.
 
 use tokio::time::sleep;
 use tracing::info;
@@ -25,7 +24,7 @@ impl WatchContext {
         while watcher.run().await == EndReason::AskWhatIsServed {}
     }
 
-    /// EndpointSlices, or what stands for them.
+    /// EndpointSlices, or Endpoints where the API server has none.
     pub(super) async fn watch_endpoints(self) {
         let mut next = Ok(EndpointsApi::SlicesV1);
         while let Ok(api) = next {

@@ -69,7 +69,7 @@ impl Health {
             && self.0.iter().any(|(other, health)| {
                 *other != kind && health.failing.as_ref().is_some_and(|failing| failing.reason == reason)
             });
-        // A kind that the API server may not have is not missed.
+        // A kind that the API server does not have is not reported.
         let is_watched = self.0.contains_key(&kind);
         let mut unwatched = KindHealth::default();
         let health = self.0.get_mut(&kind).unwrap_or(&mut unwatched);

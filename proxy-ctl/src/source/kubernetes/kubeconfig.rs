@@ -1,6 +1,5 @@
-//! Where the API server is and who we are to it: a kubeconfig file, or what a pod finds in its service
-//! account. Everything is read and checked here, so that what is wrong is named by file and field
-//! before anything else happens.
+//! The API server's address and the credentials for it, from a kubeconfig file or a pod's service account.
+//! All files are read and checked here, so that an error names file and field before anything is started.
 
 use std::{
     fs,
@@ -24,22 +23,22 @@ use crate::{
 
 const NO_PEM: &str = "is not in the form of PEM";
 
-/// What the user said about the API server.
+/// The settings for the API server.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Config {
     /// `--kubeconfig` or `clientConnection.kubeconfig`. Without it: the pod's service account. The
     /// variable KUBECONFIG is not consulted, as in kube-proxy.
     pub kubeconfig: Option<PathBuf>,
-    /// `--master`: overrides the server's address. Without a kubeconfig it is all that is known.
+    /// `--master`: overrides the server's address. Without a kubeconfig it is the only setting.
     pub master: Option<String>,
     /// `clientConnection.qps`: requests per second, watches included, once `burst` is used up. 0: 5, as in
     /// client-go; negative: no limit.
     pub qps: f64,
     /// `clientConnection.burst`: requests at once. 0: 10, as in client-go.
     pub burst: u32,
-    /// `clientConnection.contentType`: how bodies are encoded, and what is wanted for an answer.
+    /// `clientConnection.contentType`: the encoding of bodies, and the encoding that answers are requested in.
     pub content_type: Encoding,
-    /// `clientConnection.acceptContentTypes`: what is wanted for an answer instead.
+    /// `clientConnection.acceptContentTypes`: the encodings that answers are requested in instead.
     pub accept_content_types: Option<String>,
     /// Ask for no streaming list: the feature gate WatchListClient is off.
     pub plain_lists: bool,
@@ -77,7 +76,7 @@ pub(super) struct Loaded {
     pub(super) plugin: Option<ExecConfig>,
     /// Changes when a file that went into `client` has other contents.
     pub(super) fingerprint: u64,
-    /// There is a user, who is not told to a server without TLS.
+    /// There is a user, whose credentials are not sent to a server without TLS.
     pub(super) is_user_withheld: bool,
 }
 
@@ -108,7 +107,7 @@ impl Config {
 }
 
 impl Loaded {
-    /// Takes out what kube is not to do itself. As in client-go, a token wins over a token file, which wins over a
+    /// Removes what this program does itself instead of kube. As in client-go, a token wins over a token file, which wins over a
     /// plugin.
     fn new(mut client: kube::Config) -> Self {
         let user = &mut client.auth_info;
@@ -186,7 +185,7 @@ impl ContextNames {
     }
 }
 
-/// `master`: in the server's place.
+/// `master`: replaces the server's address.
 fn from_kubeconfig(path: &Path, master: Option<Uri>) -> Result<Loaded, ConfigError> {
     let wrong = |field: String, problem: String| ConfigError::Field { path: path.to_owned(), field, problem };
     let mut kubeconfig = Kubeconfig::read_from(path).map_err(|error| unusable(path, error))?;
@@ -196,7 +195,7 @@ fn from_kubeconfig(path: &Path, master: Option<Uri>) -> Result<Loaded, ConfigErr
     if let Some(cluster) = cluster.and_then(|named| named.cluster.as_mut()) {
         let server = match master {
             Some(master) => {
-                // It was the other server's.
+                // The name belongs to the replaced server.
                 cluster.tls_server_name = None;
                 master
             }
@@ -263,7 +262,7 @@ fn fingerprint(kubeconfig: &Path, client: &kube::Config) -> io::Result<u64> {
     Ok(hasher.finish())
 }
 
-/// Decoders quote what they cannot decode.
+/// A decoder's error quotes its input, which is secret.
 #[expect(clippy::wildcard_enum_match_arm, reason = "the rest of them says what is wrong")]
 fn without_data(error: &KubeconfigError) -> String {
     match error {
@@ -280,7 +279,7 @@ fn without_data(error: &KubeconfigError) -> String {
 fn unusable(path: &Path, error: KubeconfigError) -> ConfigError {
     let problem = match error {
         KubeconfigError::ReadConfig(source, path) => return ConfigError::Read { path, source },
-        // Its own words show the file, and what is secret in it.
+        // The parser's error quotes the file, which holds secrets.
         KubeconfigError::Parse(error) => match error.location() {
             Some(place) => format!(
                 "not a kubeconfig: what is in line {}, column {} cannot be read, or was not expected there",
@@ -311,7 +310,7 @@ fn in_cluster() -> Result<Loaded, ConfigError> {
 }
 
 /// `host:port` is `http://host:port`, which kube does not know. client-go's own rule, to take https where there are TLS
-/// settings, does not come to bear with a kubeconfig: they are only read for a server that begins with https.
+/// settings, does not apply to a kubeconfig: they are only read for a server that begins with https.
 fn server_url(text: &str) -> Result<Uri, String> {
     if text.is_empty() {
         return Err("is missing".into());
@@ -329,7 +328,7 @@ fn server_url(text: &str) -> Result<Uri, String> {
     }
 }
 
-/// As API servers log it: first whom we stand in for, then who we are.
+/// As API servers log it: first the impersonated user, then the real one.
 fn user_agent() -> String {
     let (platform, own) = (version::platform(), env!("CARGO_PKG_VERSION"));
     format!("kube-proxy/v{} ({platform}) proxy-ctl/{own}", version::KUBE_PROXY)

@@ -31,7 +31,7 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 
 use self::{
-    connection::Connection,
+    connection::ApiConnection,
     context::WatchContext,
     query::Query,
     resource::{OwnNode, SERVED_SELECTOR, Services},
@@ -49,7 +49,7 @@ pub use watchers::WatcherEnded;
 
 /// For requests beside the watches: same credentials, same rate limit.
 #[derive(Clone)]
-pub struct Api(Arc<Connection>);
+pub struct Api(Arc<ApiConnection>);
 
 impl Api {
     pub(crate) fn client(&self) -> kube::Client {
@@ -60,7 +60,7 @@ impl Api {
 /// The watchers, ready to run.
 pub struct Kubernetes {
     server: String,
-    connection: Arc<Connection>,
+    connection: Arc<ApiConnection>,
     node_name: Arc<str>,
     state: SourceState,
     streaming: StreamingLists,
@@ -92,7 +92,7 @@ impl Kubernetes {
         );
         let streaming =
             if config.plain_lists { StreamingLists::unwanted() } else { StreamingLists::default() };
-        let connection = Arc::new(Connection::new(config, accept, state.requests.clone()));
+        let connection = Arc::new(ApiConnection::new(config, accept, state.requests.clone()));
         Ok(Self { server, connection, node_name: node_name.into(), state, streaming })
     }
 

@@ -15,10 +15,10 @@ use super::{
 };
 use crate::{
     model::objects::ObjectName,
-    source::{InvalidField, Update, schema::Object as _},
+    source::{InvalidField, Update, schema::ApiObject as _},
 };
 
-/// What an object comes to.
+/// The result of parsing an object.
 enum Content<P> {
     Served(P),
     /// It belongs to another proxy, or has nothing that could be served.

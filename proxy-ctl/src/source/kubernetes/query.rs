@@ -11,7 +11,7 @@ use kube::{
 use tokio::time::timeout;
 
 use super::{
-    answer::{Answer, Events, LONGEST_LIST, SILENCE, list_of},
+    answer::{ApiAnswer, Events, LONGEST_LIST, SILENCE, list_of},
     context::WatchContext,
     failure::{Failure, FailureReason},
     kind::Verb,
@@ -102,9 +102,9 @@ impl<W: Watched> Query<W> {
         client: &Client,
         mut request: http::Request<Vec<u8>>,
         verb: Verb,
-    ) -> Result<Answer, Failure> {
+    ) -> Result<ApiAnswer, Failure> {
         request.headers_mut().insert(http::header::ACCEPT, context.connection.accept.clone());
-        let answer = async { Answer::new(client.send(request.map(Body::from)).await?).await };
+        let answer = async { ApiAnswer::new(client.send(request.map(Body::from)).await?).await };
         let answer = timeout(SILENCE, answer).await.unwrap_or_else(|_| Err(Failure::silence(SILENCE)));
         let answer = answer.inspect_err(|failure| {
             if failure.reason == FailureReason::Forbidden {

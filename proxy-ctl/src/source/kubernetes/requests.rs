@@ -147,7 +147,7 @@ fn is_watch(uri: &Uri) -> bool {
 /// The size of an answer, which is observed when it has been read or is given up.
 struct Size {
     bytes: u64,
-    /// `None`: a watch, which has no size that would say anything.
+    /// `None`: a watch, whose size has no meaning.
     histogram: Option<Histogram>,
 }
 

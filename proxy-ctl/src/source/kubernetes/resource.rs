@@ -1,11 +1,11 @@
 //! The kinds and API versions that are watched, and how their objects are parsed.
 
-use super::{kind::ResourceKind, parsed::ParsedObject, wire::Kind};
+use super::{kind::ResourceKind, parsed::ParsedObject, wire::ApiType};
 use crate::{
     model::objects::{EndpointSlice, Node, Service, ServiceSlices},
     source::{
         InvalidField, convert,
-        schema::{Object, core, discovery, discovery_v1beta1},
+        schema::{ApiObject, core, discovery, discovery_v1beta1},
     },
 };
 
@@ -39,10 +39,10 @@ type Conversion<W> = fn(&<W as Watched>::Object) -> (Option<<W as Watched>::Pars
 
 /// A version of a kind of object.
 pub(super) trait Watched: Sized + Send + 'static {
-    type Object: Object + Send;
+    type Object: ApiObject + Send;
     type Parsed: ParsedObject;
     const RESOURCE: ResourceKind;
-    const KIND: Kind;
+    const KIND: ApiType;
     const VERSION: Version = Version::Only;
     const CONVERT: Conversion<Self>;
 
@@ -60,7 +60,7 @@ impl Watched for Services {
     type Object = core::Service;
     type Parsed = Service;
     const RESOURCE: ResourceKind = ResourceKind::Services;
-    const KIND: Kind = Kind { api_version: "v1", kind: "Service" };
+    const KIND: ApiType = ApiType { api_version: "v1", kind: "Service" };
     const CONVERT: Conversion<Self> = convert::service;
 }
 
@@ -70,7 +70,7 @@ impl Watched for EndpointSlices {
     type Object = discovery::EndpointSlice;
     type Parsed = EndpointSlice;
     const RESOURCE: ResourceKind = ResourceKind::EndpointSlices;
-    const KIND: Kind = Kind { api_version: "discovery.k8s.io/v1", kind: "EndpointSlice" };
+    const KIND: ApiType = ApiType { api_version: "discovery.k8s.io/v1", kind: "EndpointSlice" };
     const VERSION: Version = Version::Newest;
     const CONVERT: Conversion<Self> = convert::endpoint_slice;
 }
@@ -82,7 +82,7 @@ impl Watched for EndpointSlicesV1Beta1 {
     type Object = discovery_v1beta1::EndpointSlice;
     type Parsed = EndpointSlice;
     const RESOURCE: ResourceKind = ResourceKind::EndpointSlices;
-    const KIND: Kind = Kind { api_version: "discovery.k8s.io/v1beta1", kind: "EndpointSlice" };
+    const KIND: ApiType = ApiType { api_version: "discovery.k8s.io/v1beta1", kind: "EndpointSlice" };
     const VERSION: Version = Version::Stopgap;
     const CONVERT: Conversion<Self> = |object| convert::endpoint_slice(&object.to_v1());
 }
@@ -94,7 +94,7 @@ impl Watched for LegacyEndpoints {
     type Object = core::Endpoints;
     type Parsed = ServiceSlices;
     const RESOURCE: ResourceKind = ResourceKind::Endpoints;
-    const KIND: Kind = Kind { api_version: "v1", kind: "Endpoints" };
+    const KIND: ApiType = ApiType { api_version: "v1", kind: "Endpoints" };
     const VERSION: Version = Version::Stopgap;
     const CONVERT: Conversion<Self> = convert::endpoints;
 }
@@ -105,7 +105,7 @@ impl Watched for OwnNode {
     type Object = core::Node;
     type Parsed = Node;
     const RESOURCE: ResourceKind = ResourceKind::Nodes;
-    const KIND: Kind = Kind { api_version: "v1", kind: "Node" };
+    const KIND: ApiType = ApiType { api_version: "v1", kind: "Node" };
     const CONVERT: Conversion<Self> = |object| {
         let (node, invalid) = convert::node(object);
         (Some(node), invalid)

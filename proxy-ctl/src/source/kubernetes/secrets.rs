@@ -1,4 +1,4 @@
-//! Keeps credentials out of what is told of an error: a proxy on the way may send a request back as its error page.
+//! Removes credentials from error messages: a proxy on the way may repeat the request in its error page.
 
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use bytes::{Bytes, BytesMut};

@@ -224,7 +224,7 @@ impl SourceState {
     pub(super) fn failed(&self, kind: ResourceKind, failure: &Failure) {
         let reason = failure.reason.name();
         self.errors.get_or_create(&of_with(kind, "reason", reason)).inc();
-        // A kind that the API server may not have is not missed.
+        // A kind that the API server does not have is not reported.
         if let Some(health) = self.health().0.get_mut(&kind) {
             self.connected.get_or_create(&of(kind)).set(0);
             health.problem = Some(failure.message.clone());

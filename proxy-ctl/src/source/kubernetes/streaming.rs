@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::{sync::watch, time::timeout};
 
-/// A kind waits no longer for another one's answer.
+/// The longest time that a kind waits for the answer to another kind's request.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -22,12 +22,12 @@ enum Knowledge {
 pub(super) struct StreamingLists(watch::Sender<Knowledge>);
 
 impl StreamingLists {
-    /// Nobody is to ask for them.
+    /// Streaming lists are not requested.
     pub(super) fn unwanted() -> Self {
         Self(watch::Sender::new(Knowledge::Refused))
     }
 
-    /// Whether to ask for a streaming list. Whoever is told yes while nothing is known must report the answer.
+    /// Whether to ask for a streaming list. A caller that gets `true` while nothing is known must report the answer.
     pub(super) async fn may_be_asked_for(&self) -> bool {
         let mut answer = self.0.subscribe();
         loop {
@@ -41,7 +41,7 @@ impl StreamingLists {
             if asks {
                 return true;
             }
-            // Without an answer in time everybody asks.
+            // After the timeout each kind asks for itself.
             drop(timeout(PATIENCE, answer.wait_for(|knowledge| *knowledge != Knowledge::Asked)).await);
             match *self.0.borrow() {
                 // The request failed for another reason: one of those that wait asks again.

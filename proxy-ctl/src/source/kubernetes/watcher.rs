@@ -1,8 +1,7 @@
-//! One kind of object, listed and watched for ever: a list goes out as one `Replace…`, what changes afterwards as it
-//! comes. Where a connection was lost the watch goes on from the last version seen; where the API server no longer knows
+//! Lists and watches one kind of object without end: a list is sent as one `Replace…`, each later change as one update. Where a connection was lost the watch goes on from the last version seen; where the API server no longer knows
 //! that version, everything is listed again.
 //!
-//! kube's own watcher is not used: it never leaves streaming lists for plain ones, may list what is older than what was
+//! kube's own watcher is not used: it never falls back from streaming lists to plain ones, may list what is older than what was
 //! seen before, gives up all objects of a list that has one it cannot read, and reads JSON only.
 
 use std::time::Duration;
@@ -27,15 +26,15 @@ use super::{
 };
 use crate::source::Update;
 
-/// For the next object of a streaming list. An API server so old that it ignores the wish for one goes silent.
+/// For the next object of a streaming list. An old API server ignores the request for one and sends nothing.
 const NEXT_OF_LIST: Duration = Duration::from_secs(20);
 /// A watch that is silent for this much longer than it should last is dead.
 const MARGIN: Duration = Duration::from_secs(10);
-/// So is one that has brought a bookmark, as API servers do each minute, and then nothing for this long.
+/// So is a watch that has received a bookmark, which API servers send each minute, and then nothing for this long.
 const BOOKMARKS: Duration = Duration::from_secs(180);
-/// A watch that ends sooner without having brought anything is a failure, not a renewal.
+/// A watch that ends sooner without an event is a failure, not a renewal.
 const SHORTEST_WATCH: Duration = Duration::from_secs(1);
-/// One that has lasted this long, or has brought something, shows that what failed before is over.
+/// A watch that has lasted this long, or has received an event, ends the earlier failures.
 const SETTLED: Duration = Duration::from_secs(5);
 /// Failed streaming lists in a row, after which a plain one is tried.
 const STREAM_ATTEMPTS: u32 = 2;
@@ -48,7 +47,7 @@ pub(super) enum EndReason {
     AskWhatIsServed,
 }
 
-/// What an attempt that went well has come to.
+/// The result of a successful attempt.
 enum Done {
     Listed,
     /// As watches do after some minutes.
@@ -149,7 +148,7 @@ impl<W: Watched> Watcher<W> {
             info!(resource = %W::RESOURCE, "{failure}; listing again");
             self.start.expired();
             if is_first {
-                // The first in a row is the usual course of things, and every change waits for it.
+                // A single expiry is normal: the list follows without a delay.
                 return None;
             }
         }
@@ -176,7 +175,7 @@ impl<W: Watched> Watcher<W> {
         }
         tokio::select! {
             () = sleep(delay) => {}
-            // Another watcher gets through again: what went wrong before says nothing any more.
+            // Another watcher has succeeded: earlier failures no longer count.
             () = self.context.connection.recovered.notified() => self.backoff.reset(),
             () = self.context.updates.closed() => return Some(EndReason::ReceiverGone),
         }
@@ -193,12 +192,12 @@ impl<W: Watched> Watcher<W> {
     async fn renew(&self, generation: Option<u64>, reason: FailureReason) -> Result<Renewed, Failure> {
         match generation {
             Some(generation) => self.context.connection.renew(generation, reason).await,
-            // There is no client yet: it will be made from what the files say then.
+            // There is no client yet: the next attempt makes one from the files.
             None => Ok(Renewed::Same),
         }
     }
 
-    /// What cannot be listed as RBAC does not allow it is not waited for, if it can be done without.
+    /// A kind that RBAC does not allow to list is not waited for, if services can be served without it.
     async fn send_hidden(&mut self) -> Result<(), Stop> {
         match W::Parsed::HIDDEN {
             Some(hidden)
@@ -216,7 +215,7 @@ impl<W: Watched> Watcher<W> {
             Start::Watch(version) => {
                 self.query.watch(&self.context, client, &version, false).await.inspect_err(|failure| {
                     if failure.reason == FailureReason::Forbidden {
-                        // What happens meanwhile is seen by listing again.
+                        // Changes in between are found by the next list.
                         self.start.relist();
                     }
                 })?
@@ -243,7 +242,7 @@ impl<W: Watched> Watcher<W> {
                 }
                 Err(stop) => {
                     self.context.streaming.not_answered();
-                    // Whoever may not watch may still list, and knows what there is.
+                    // An account that may not watch may still list.
                     if !matches!(&stop, Stop::Failed(failure) if failure.reason == FailureReason::Forbidden) {
                         return Err(stop);
                     }
@@ -303,7 +302,7 @@ impl<W: Watched> Watcher<W> {
                 self.settled();
             }
             let event = event.inspect_err(|failure| {
-                // The same would come again from here.
+                // A new watch from this version would receive the same event.
                 if failure.reason == FailureReason::Malformed {
                     self.start.relist();
                 }

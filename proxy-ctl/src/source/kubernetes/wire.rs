@@ -1,4 +1,4 @@
-//! As much of the API server's answers as must be understood before the objects in them.
+//! The envelopes of the API server's answers: lists, events and errors.
 
 use bytes::Bytes;
 use prost::Message as _;
@@ -10,7 +10,7 @@ use crate::{
     config::Encoding,
     model::objects::ObjectName,
     source::schema::{
-        Object,
+        ApiObject,
         meta::{Bookmark, List, ListMeta, Named, NamedMeta, ObjectMeta, Status, Unknown, WatchEvent},
     },
 };
@@ -22,7 +22,7 @@ const MAGIC: &[u8] = b"k8s\0";
 
 /// API version and kind. In protobuf the envelope states them, the message does not.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) struct Kind {
+pub(super) struct ApiType {
     pub(super) api_version: &'static str,
     pub(super) kind: &'static str,
 }
@@ -36,7 +36,7 @@ pub(super) struct Raw {
 
 impl Raw {
     /// The error is for people.
-    pub(super) fn object<T: Object>(&self) -> Result<T, String> {
+    pub(super) fn object<T: ApiObject>(&self) -> Result<T, String> {
         match self.encoding {
             Encoding::Json => serde_json::from_slice(&self.bytes).map_err(|error| error.to_string()),
             Encoding::Protobuf => T::decode(self.bytes.clone()).map_err(|error| error.to_string()),
@@ -88,7 +88,7 @@ pub(super) struct Page {
 }
 
 impl Page {
-    pub(super) fn read(encoding: Encoding, body: &Bytes, of: Kind) -> Result<Self, Failure> {
+    pub(super) fn read(encoding: Encoding, body: &Bytes, of: ApiType) -> Result<Self, Failure> {
         #[derive(Deserialize)]
         struct JsonList<'a> {
             #[serde(default)]
@@ -129,7 +129,7 @@ pub(super) enum Event {
 
 impl Event {
     /// `frame`: one whole event.
-    pub(super) fn read(encoding: Encoding, frame: &Bytes, of: Kind) -> Result<Self, Failure> {
+    pub(super) fn read(encoding: Encoding, frame: &Bytes, of: ApiType) -> Result<Self, Failure> {
         #[derive(Deserialize)]
         struct JsonEvent<'a> {
             #[serde(rename = "type")]
@@ -175,7 +175,7 @@ impl Event {
 
 /// The body of an error, or the last event of a watch.
 pub(super) fn status(encoding: Encoding, body: &Bytes) -> Result<Status, Failure> {
-    const STATUS: Kind = Kind { api_version: "v1", kind: "Status" };
+    const STATUS: ApiType = ApiType { api_version: "v1", kind: "Status" };
     match encoding {
         Encoding::Json => serde_json::from_slice(body).map_err(not_a("Status")),
         Encoding::Protobuf => Status::decode(unwrap(body, STATUS, "")?).map_err(not_a("Status")),
@@ -183,7 +183,7 @@ pub(super) fn status(encoding: Encoding, body: &Bytes) -> Result<Status, Failure
 }
 
 /// The message within the envelope. `of`: what it must be, with `suffix` after its kind.
-fn unwrap(envelope: &Bytes, of: Kind, suffix: &str) -> Result<Bytes, Failure> {
+fn unwrap(envelope: &Bytes, of: ApiType, suffix: &str) -> Result<Bytes, Failure> {
     if !envelope.starts_with(MAGIC) {
         let found = envelope.get(..MAGIC.len()).unwrap_or(envelope);
         return Err(malformed(format!(
@@ -195,7 +195,7 @@ fn unwrap(envelope: &Bytes, of: Kind, suffix: &str) -> Result<Bytes, Failure> {
     if !unknown.content_encoding.is_empty() {
         return Err(malformed(format!("a message with content encoding {:?}", unknown.content_encoding)));
     }
-    let (Kind { api_version, kind }, found) = (of, unknown.type_meta);
+    let (ApiType { api_version, kind }, found) = (of, unknown.type_meta);
     if found.api_version != api_version || found.kind.strip_suffix(suffix) != Some(kind) {
         return Err(malformed(format!(
             "found {:?} of {:?} where {kind}{suffix} of {api_version} was asked for",

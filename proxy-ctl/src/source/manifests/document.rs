@@ -17,7 +17,7 @@ use crate::{
 const DISCOVERY: &str = "discovery.k8s.io/v1";
 
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
-pub(super) enum Kind {
+pub(super) enum ManifestKind {
     Service,
     EndpointSlice,
     Node,
@@ -26,22 +26,22 @@ pub(super) enum Kind {
 /// What names an object: two documents with the same identity are versions of one object.
 #[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) struct Identity {
-    pub(super) kind: Kind,
+    pub(super) kind: ManifestKind,
     pub(super) name: ObjectName,
 }
 
 impl fmt::Display for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.kind {
-            Kind::Node => write!(f, "Node {}", self.name.name),
-            Kind::Service => write!(f, "Service {}", self.name),
-            Kind::EndpointSlice => write!(f, "EndpointSlice {}", self.name),
+            ManifestKind::Node => write!(f, "Node {}", self.name.name),
+            ManifestKind::Service => write!(f, "Service {}", self.name),
+            ManifestKind::EndpointSlice => write!(f, "EndpointSlice {}", self.name),
         }
     }
 }
 
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(super) enum Object {
+pub(super) enum ManifestObject {
     Service(Service),
     EndpointSlice(EndpointSlice),
     Node(Node),
@@ -60,7 +60,7 @@ pub(super) enum InvalidDocument {
 
 #[derive(Debug, Default)]
 pub(super) struct ParsedFile {
-    pub(super) objects: Vec<(Identity, Object)>,
+    pub(super) objects: Vec<(Identity, ManifestObject)>,
     pub(super) broken: Vec<InvalidDocument>,
     pub(super) invalid: Vec<InvalidField>,
 }
@@ -229,9 +229,9 @@ impl Reader<'_> {
                 let message = "is missing, must be Service, EndpointSlice, Node or List".into();
                 return self.broken(InvalidDocument::Unknown, Problem { field, message });
             }
-            ("v1", Some("Service")) => Kind::Service,
-            ("v1", Some("Node")) => Kind::Node,
-            (DISCOVERY, Some("EndpointSlice")) => Kind::EndpointSlice,
+            ("v1", Some("Service")) => ManifestKind::Service,
+            ("v1", Some("Node")) => ManifestKind::Node,
+            (DISCOVERY, Some("EndpointSlice")) => ManifestKind::EndpointSlice,
             ("", Some(kind @ ("Service" | "Node" | "EndpointSlice"))) => {
                 let right = if kind == "EndpointSlice" { DISCOVERY } else { "v1" };
                 let field = text.field("apiVersion");
@@ -259,22 +259,22 @@ impl Reader<'_> {
         let name = convert::name(&ObjectMeta { name, namespace, ..ObjectMeta::default() });
         let identity = Identity { kind, name };
         match kind {
-            Kind::Service => self.typed(text, identity, |service: core::Service| {
+            ManifestKind::Service => self.typed(text, identity, |service: core::Service| {
                 let (converted, mut invalid) = convert::service(&service);
                 invalid.extend(without_cluster_ip(&service));
-                (converted.map(Object::Service), invalid)
+                (converted.map(ManifestObject::Service), invalid)
             }),
-            Kind::EndpointSlice => self.typed(text, identity, |slice: discovery::EndpointSlice| {
+            ManifestKind::EndpointSlice => self.typed(text, identity, |slice: discovery::EndpointSlice| {
                 let (slice, invalid) = convert::endpoint_slice(&slice);
-                (slice.map(Object::EndpointSlice), invalid)
+                (slice.map(ManifestObject::EndpointSlice), invalid)
             }),
-            Kind::Node if *identity.name.name == *self.node_name => {
+            ManifestKind::Node if *identity.name.name == *self.node_name => {
                 self.typed(text, identity, |node: core::Node| {
                     let (node, invalid) = convert::node(&node);
-                    (Some(Object::Node(node)), invalid)
+                    (Some(ManifestObject::Node(node)), invalid)
                 });
             }
-            Kind::Node => self.parsed.objects.push((identity, Object::NotServed)),
+            ManifestKind::Node => self.parsed.objects.push((identity, ManifestObject::NotServed)),
         }
     }
 
@@ -282,7 +282,7 @@ impl Reader<'_> {
         &mut self,
         text: &Text<'_>,
         identity: Identity,
-        convert: impl FnOnce(T) -> (Option<Object>, Vec<InvalidField>),
+        convert: impl FnOnce(T) -> (Option<ManifestObject>, Vec<InvalidField>),
     ) {
         let object = match text.read::<T>() {
             Ok(object) => object,
@@ -291,7 +291,7 @@ impl Reader<'_> {
         let (object, invalid) = convert(object);
         match object {
             Some(object) => self.parsed.objects.push((identity, object)),
-            None if invalid.is_empty() => self.parsed.objects.push((identity, Object::NotServed)),
+            None if invalid.is_empty() => self.parsed.objects.push((identity, ManifestObject::NotServed)),
             None => self.parsed.broken.push(InvalidDocument::Object(identity)),
         }
         self.parsed.invalid.extend(invalid.into_iter().map(|field| InvalidField {

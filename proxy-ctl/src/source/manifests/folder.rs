@@ -10,7 +10,7 @@ use std::{
     sync::Arc,
 };
 
-use super::document::{self, Identity, InvalidDocument, Kind, Object};
+use super::document::{self, Identity, InvalidDocument, ManifestKind, ManifestObject};
 use crate::{
     model::objects::{EndpointSlice, Node, Service},
     source::InvalidField,
@@ -47,7 +47,7 @@ struct File {
 #[derive(Clone, Debug)]
 struct FileObject {
     identity: Identity,
-    object: Object,
+    object: ManifestObject,
     /// Of an earlier text of the file.
     is_former: bool,
 }
@@ -137,11 +137,13 @@ impl Folder {
         let mut other_nodes = Vec::new();
         for (identity, (_, held)) in chosen {
             match held.object.clone() {
-                Object::Service(service) => listing.services.push(service),
-                Object::EndpointSlice(slice) => listing.slices.push(slice),
-                Object::Node(node) => listing.node = Some(node),
-                Object::NotServed if identity.kind == Kind::Node => other_nodes.push(&*identity.name.name),
-                Object::NotServed => {}
+                ManifestObject::Service(service) => listing.services.push(service),
+                ManifestObject::EndpointSlice(slice) => listing.slices.push(slice),
+                ManifestObject::Node(node) => listing.node = Some(node),
+                ManifestObject::NotServed if identity.kind == ManifestKind::Node => {
+                    other_nodes.push(&*identity.name.name)
+                }
+                ManifestObject::NotServed => {}
             }
         }
         if listing.node.is_none() && other_nodes.is_empty() {

@@ -18,8 +18,8 @@ use crate::{
     log::capture::logged,
     source::kubernetes::{
         Config, Requests,
-        answer::Answer,
-        connection::{Connection, connect},
+        answer::ApiAnswer,
+        connection::{ApiConnection, connect},
         failure::Failure,
         plugin,
         rate_limit::RateLimit,
@@ -46,7 +46,7 @@ fn request() -> http::Request<Vec<u8>> {
 
 /// What is said of a request, and of one that is made for an event.
 async fn failures(config: Config) -> [String; 2] {
-    let connection = Connection::new(config, HeaderValue::from_static("*/*"), Requests::default());
+    let connection = ApiConnection::new(config, HeaderValue::from_static("*/*"), Requests::default());
     let connection = Arc::new(connection);
     let asked = connection.ask(|| Ok(request())).await.unwrap_err();
     let event = connection.lasting_client().request::<Value>(request()).await.unwrap_err();
@@ -61,7 +61,7 @@ async fn failures_without_tls(config: Config, port: u16) -> [String; 2] {
     }
     loaded.client.cluster_url = format!("http://127.0.0.1:{port}").parse().unwrap();
     let client = connect(loaded, &Arc::new(RateLimit::new(0.0, 0)), &Requests::default()).unwrap();
-    let asked = Answer::new(client.send(request().map(Body::from)).await.unwrap()).await.err().unwrap();
+    let asked = ApiAnswer::new(client.send(request().map(Body::from)).await.unwrap()).await.err().unwrap();
     let event = client.request::<Value>(request()).await.unwrap_err();
     [asked, Failure::from(event)].map(|failure| failure.to_string())
 }

@@ -12,7 +12,7 @@ use crate::{
             frames::Frames,
             resource::{EndpointSlices, EndpointSlicesV1Beta1, LegacyEndpoints, OwnNode, Services, Watched},
         },
-        schema::{Object, core, meta::TypeMeta},
+        schema::{ApiObject, core, meta::TypeMeta},
     },
 };
 
@@ -32,7 +32,7 @@ macro_rules! recorded {
     };
 }
 
-const SERVICE: Kind = Services::KIND;
+const SERVICE: ApiType = Services::KIND;
 
 /// The objects of a list, which are the same in both encodings.
 fn objects<W: Watched>(lists: [(Encoding, &'static [u8]); 2]) -> Vec<W::Object> {

@@ -2,7 +2,7 @@
 
 use rstest::rstest;
 
-use super::super::document::{InvalidDocument, Object, ParsedFile, parse};
+use super::super::document::{InvalidDocument, ManifestObject, ParsedFile, parse};
 
 const WEB: &str = "\
 apiVersion: v1
@@ -94,7 +94,7 @@ fn reads_json() {
 fn what_is_not_for_this_proxy_is_not_invalid(#[case] text: String) {
     let parsed = read(&text);
     assert_eq!(invalid(&parsed), []);
-    assert_eq!(parsed.objects[0].1, Object::NotServed);
+    assert_eq!(parsed.objects[0].1, ManifestObject::NotServed);
 }
 
 #[rstest]
@@ -171,7 +171,7 @@ fn a_broken_item_leaves_the_other_items() {
 #[test]
 fn an_invalid_part_is_left_out_and_the_rest_is_served() {
     let parsed = read(&WEB.replace("- port: 80", "- {name: a, port: 80}\n  - {name: b, port: 0}"));
-    let Object::Service(service) = &parsed.objects[0].1 else { panic!("{parsed:?}") };
+    let ManifestObject::Service(service) = &parsed.objects[0].1 else { panic!("{parsed:?}") };
     assert_eq!(service.ports.len(), 1);
     assert_eq!(
         invalid(&parsed),

@@ -8,6 +8,7 @@ pub mod image;
 pub mod kubelet;
 pub mod node;
 pub mod oci;
+pub mod oldest;
 pub mod promql;
 pub mod runc;
 pub mod seccomp;

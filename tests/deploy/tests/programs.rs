@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use control_plane::binaries::{self, Program};
 use deploy::{
-    seccomp,
+    oldest, seccomp,
     tools::{self, Tool},
 };
 use scenario::{Outcome, scenarios};
@@ -35,5 +35,6 @@ fn helm_and_promtool_are_built((): &mut ()) -> Result<()> {
 fn files_of_go_modules_are_here((): &mut ()) -> Result<()> {
     binaries::module().sources("k8s.io/kubernetes")?;
     tools::operator_definitions()?;
-    seccomp::ready()
+    seccomp::ready()?;
+    oldest::ready()
 }

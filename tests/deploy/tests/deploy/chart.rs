@@ -6,16 +6,22 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use deploy::{files, skip, tools::Tool};
+use deploy::{files, oldest, skip, tools::Tool};
 use serde_json::Value;
 
 /// What the chart asks for, and the manifests have.
 const SERVER: &str = "apiServer=https://api-server.example:6443";
 
 pub(super) fn render(values: &[&str]) -> Result<Vec<Value>> {
+    render_for(None, values)
+}
+
+/// As for a cluster of this version of Kubernetes.
+pub(super) fn render_for(version: Option<&str>, values: &[&str]) -> Result<Vec<Value>> {
     let mut command = Command::new(Tool::Helm.path().map_err(skip)?);
     command.args(["template", "proxy-ctl"]).arg(files::path("chart"));
     command.args(["--namespace", "kube-system", "--set", SERVER]);
+    command.args(version.map(|version| format!("--kube-version={version}")));
     for value in values {
         command.args(["--set", value]);
     }
@@ -123,6 +129,40 @@ pub(super) fn the_chart_follows_its_values((): &mut ()) -> Result<()> {
     let text = dashboard["data"]["proxy-ctl.json"].as_str().context("proxy-ctl.json")?;
     let file: Value = serde_json::from_str(&files::text("chart/files/dashboard.json")?)?;
     ensure!(serde_json::from_str::<Value>(text)? == file, "the ConfigMap holds another dashboard");
+    Ok(())
+}
+
+pub(super) fn the_oldest_kubernetes_knows_every_field((): &mut ()) -> Result<()> {
+    let oldest = oldest::version()?;
+    let annotation =
+        "/spec/template/metadata/annotations/container.apparmor.security.beta.kubernetes.io~1proxy-ctl";
+    let field = "/spec/template/spec/containers/0/securityContext/appArmorProfile/type";
+    let cases = [
+        (oldest.as_str(), Some("unconfined"), None),
+        ("1.29.9-vendor.1", Some("unconfined"), None),
+        ("1.30.0", None, Some("Unconfined")),
+    ];
+    for (version, annotated, set) in cases {
+        let objects = render_for(Some(version), &["privileged=false", "podAnnotations.own=kept"])?;
+        let daemon_set = files::of_kind(&objects, "DaemonSet")?;
+        let text = |pointer| daemon_set.pointer(pointer).and_then(Value::as_str);
+        let found = (text(annotation), text(field));
+        ensure!(found == (annotated, set), "Kubernetes {version}: {found:?}");
+        ensure!(text("/spec/template/metadata/annotations/own") == Some("kept"), "{daemon_set}");
+        if set.is_some() {
+            // The check does check: the field is newer.
+            let refused = format!("{:#}", oldest::read(&objects).err().context("a newer field is known")?);
+            ensure!(refused.contains("unknown field") && refused.contains("appArmorProfile"), "{refused}");
+        } else {
+            oldest::read(&objects)?;
+        }
+    }
+    oldest::read(&render_for(Some(&oldest), &[])?)?;
+    oldest::read(&files::objects("manifests")?)?;
+    ensure!(
+        render_for(Some("1.24.17"), &[]).is_err(),
+        "an older Kubernetes than the chart is for is accepted"
+    );
     Ok(())
 }
 

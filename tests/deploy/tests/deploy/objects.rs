@@ -10,7 +10,7 @@ use control_plane::{
     ApiServer, Options,
     binaries::{self, Program},
 };
-use deploy::{api, files, skip, tools};
+use deploy::{api, files, oldest, skip, tools};
 use scenario::Skip;
 use serde_json::{Value, json};
 
@@ -62,6 +62,7 @@ pub(super) fn the_api_server_accepts_everything((): &mut ()) -> Result<()> {
         "monitoring.dashboard.enabled=true",
     ];
     objects.extend(chart::render(&everything)?);
+    objects.extend(chart::render_for(Some(&oldest::version()?), &["privileged=false"])?);
     let pods: Vec<Value> =
         objects.iter().filter(|object| object["kind"] == "DaemonSet").map(pod_of).collect();
     objects.extend(pods);

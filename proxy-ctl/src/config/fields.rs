@@ -236,7 +236,7 @@ pub static FIELDS: &[Field] = fields! {
 
     "ebpf.socketLoadBalancing", keyword(|c| &mut c.ebpf.socket_load_balancing);
         "Whose connections are sent to their backend when they connect: all, those of every process on the node; host, \
-         those of the node's own network namespace; off, nobody's, every packet is translated.";
+         those of the node's own network namespace (for sidecars that redirect a pod's connections); off, nobody's, every packet is translated.";
     "ebpf.sourceAddress", keyword(|c| &mut c.ebpf.source_address);
         "The source address that a backend sees. preserve: the client's, where the answer comes back.";
     "ebpf.xdp", keyword(|c| &mut c.ebpf.xdp);

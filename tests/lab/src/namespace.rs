@@ -60,6 +60,16 @@ pub fn sysctl(namespace: &str, settings: &[(&str, &str)]) -> Result<()> {
     })
 }
 
+/// What `nft` answers in a namespace.
+pub fn nft(namespace: &str, script: &str) -> Result<String> {
+    let run = || Command::new("nft").arg(script).stdin(Stdio::null()).output().context("starting nft");
+    let output = within(namespace, run)?;
+    if !output.status.success() {
+        bail!("nft {script}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
 /// Runs lines of `ip`'s own language, in a namespace or (`None`) in ours.
 pub fn ip(namespace: Option<&str>, script: &str) -> Result<()> {
     let mut command = Command::new("ip");

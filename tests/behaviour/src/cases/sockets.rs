@@ -1,7 +1,8 @@
 //! What an application sees of its own socket.
 
-use anyhow::{Result, ensure};
-use lab::{Dial, Protocol, address::mapped};
+use anyhow::{Result, bail, ensure};
+use lab::{Dial, Protocol, address::mapped, cluster::SERVER_PORT, namespace};
+use scenario::Skip;
 
 use crate::{
     case::{Case, Variant, Variants},
@@ -19,6 +20,7 @@ pub(super) const CASES: &[Case] = &[
     Case::new("an unconnected mapped socket gets mapped answers", Variants::Udp, mapped_unconnected),
     Case::new("a non-blocking connect reaches every endpoint", Variants::Tcp, non_blocking),
     Case::new("a non-blocking connect is refused where nobody serves", Variants::Tcp, non_blocking_refused),
+    Case::new("a sidecar that redirects connections", Variants::Tcp, redirected),
     Case::new("connections to other addresses are left alone", Variants::All, direct),
 ];
 
@@ -100,9 +102,32 @@ fn non_blocking_refused(world: &mut World, variant: Variant) -> Result<()> {
     )
 }
 
+/// A sidecar's rule, as Istio's: what the pod's processes open comes to the sidecar, which asks where it was sent. A socket
+/// hook has chosen the backend before any rule of netfilter.
+fn redirected(world: &mut World, variant: Variant) -> Result<()> {
+    const SIDECAR: u16 = 15_001;
+    if control_plane::go::on_path("nft").is_none() {
+        bail!(Skip("nft is not installed".into()));
+    }
+    let client = world.lab.netns("client-1")?.namespace.clone();
+    let service = world.cluster_ip(&ON_NODE2, variant.family);
+    let backend = (world.addresses("web-2")?.of(variant.family), SERVER_PORT).into();
+    world.agent("client-1")?.serve(&[(variant.family.loopback(), SIDECAR).into()])?;
+    let chain = "type nat hook output priority -100";
+    let rule = format!("tcp dport {{ {}, {SERVER_PORT} }} redirect to :{SIDECAR}", service.port());
+    namespace::nft(&client, &format!("table inet sidecar {{ chain output {{ {chain}; {rule}; }}; }}"))?;
+    let outcomes = world.dial("client-1", &Dial::new(Protocol::Tcp, service));
+    namespace::nft(&client, "delete table inet sidecar")?;
+    let expected = if world.setting.pods_use_sockets() { backend } else { service };
+    for answer in check::answered_by(&outcomes?, &["client-1"])? {
+        ensure!(answer.original == Some(expected), "{:?}, expected {expected}", answer.original);
+    }
+    Ok(())
+}
+
 fn direct(world: &mut World, variant: Variant) -> Result<()> {
     for server in ["web-1", "web-2", "web-3"] {
-        let target = (world.addresses(server)?.of(variant.family), lab::cluster::SERVER_PORT).into();
+        let target = (world.addresses(server)?.of(variant.family), SERVER_PORT).into();
         for client in ["client-1", "client-2", "node1"] {
             let outcomes = world.dial(client, &Dial::new(variant.protocol, target))?;
             for answer in check::answered_by(&outcomes, &[server])? {

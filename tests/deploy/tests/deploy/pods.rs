@@ -1,11 +1,6 @@
 //! Pods of the DaemonSets in deploy/, as API server, kubelet and container runtime make them, on a node of a lab.
 
-use std::{
-    fs,
-    path::Path,
-    process::{Command, Stdio},
-    time::Duration,
-};
+use std::{fs, path::Path, time::Duration};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use control_plane::go;
@@ -140,7 +135,7 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
     let has_conntrack = reset(&node)?;
     let has_nft = go::on_path("nft").is_some();
     if has_nft {
-        nft(&node, RULES)?;
+        namespace::nft(&node, RULES)?;
     }
 
     for container in spec["initContainers"].as_array().into_iter().flatten() {
@@ -164,7 +159,7 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
         ensure_set(&node)?;
     }
     if has_nft {
-        let gone = || ensure_gone(&nft(&node, "list ruleset")?);
+        let gone = || ensure_gone(&namespace::nft(&node, "list ruleset")?);
         running.until(PATIENCE, gone).context("the rules of a kube-proxy before")?;
     }
     cluster.add_service("web", service, PORT)?;
@@ -295,15 +290,6 @@ fn ensure_set(network: &str) -> Result<()> {
     let found = namespace::within(network, read)?;
     ensure!(found.trim() == ESTABLISHED.1, "{} is {found}", ESTABLISHED.0);
     Ok(())
-}
-
-/// What `nft` answers in a network namespace.
-fn nft(network: &str, script: &str) -> Result<String> {
-    let run = || Command::new("nft").arg(script).stdin(Stdio::null()).output().context("starting nft");
-    let output = namespace::within(network, run)?;
-    let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
-    ensure!(output.status.success(), "nft {script}: {}", text(&output.stderr));
-    Ok(text(&output.stdout))
 }
 
 fn ensure_gone(rules: &str) -> Result<()> {

@@ -85,6 +85,7 @@ fn answered(answer: &[u8], peer: SocketAddr, start: Instant) -> io::Result<Outco
         peer,
         source: seen.source,
         server: seen.server,
+        original: seen.original,
         bytes: seen.bytes,
         micros: micros_since(start),
     }))

@@ -194,6 +194,8 @@ pub struct Answer {
     pub source: SocketAddr,
     /// The server's own address of this connection.
     pub server: SocketAddr,
+    /// What SO_ORIGINAL_DST tells the server of a TCP connection.
+    pub original: Option<SocketAddr>,
     /// Bytes of the request that reached the server.
     pub bytes: usize,
     /// From `connect` (or `sendto`) to the whole answer.

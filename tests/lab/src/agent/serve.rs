@@ -6,11 +6,15 @@
 
 use std::{
     io::{self, BufRead as _, BufReader, Read as _, Write as _},
-    net::{SocketAddr, TcpListener, TcpStream, UdpSocket},
+    net::{SocketAddr, SocketAddrV4, SocketAddrV6, TcpListener, TcpStream, UdpSocket},
     sync::Arc,
     thread,
 };
 
+use nix::sys::socket::{
+    SockaddrIn, SockaddrIn6, getsockopt,
+    sockopt::{Ip6tOriginalDst, OriginalDst},
+};
 use serde::{Deserialize, Serialize};
 
 use super::socket::reset_on_close;
@@ -26,6 +30,7 @@ pub struct Seen {
     pub by: String,
     pub source: SocketAddr,
     pub server: SocketAddr,
+    pub original: Option<SocketAddr>,
     pub bytes: usize,
 }
 
@@ -51,18 +56,31 @@ pub fn describe(name: &str, addresses: &[SocketAddr]) -> io::Result<()> {
 
 fn describe_stream(name: &str, mut stream: TcpStream) -> io::Result<()> {
     let (source, server) = (stream.peer_addr()?, stream.local_addr()?);
+    let original = original_destination(&stream, server);
     stream.set_nodelay(true)?;
     loop {
         let mut length = [0; 4];
         stream.read_exact(&mut length)?;
         if length == *b"GET " {
-            let seen = Seen { by: name.into(), source, server, bytes: 0 };
+            let seen = Seen { by: name.into(), source, server, original, bytes: 0 };
             return answer_http(stream, &serde_json::to_string(&seen)?);
         }
         let request = read_rest(&mut stream, length)?;
-        let seen = Seen { by: name.into(), source, server, bytes: request.len() };
+        let seen = Seen { by: name.into(), source, server, original, bytes: request.len() };
         write_frame(&mut stream, &serde_json::to_vec(&seen)?)?;
     }
+}
+
+/// Where the client sent it to before netfilter gave it to `server`. Without an entry of conntrack the kernel does not know.
+fn original_destination(stream: &TcpStream, server: SocketAddr) -> Option<SocketAddr> {
+    Some(match server {
+        SocketAddr::V4(_) => {
+            SocketAddrV4::from(SockaddrIn::from(getsockopt(stream, OriginalDst).ok()?)).into()
+        }
+        SocketAddr::V6(_) => {
+            SocketAddrV6::from(SockaddrIn6::from(getsockopt(stream, Ip6tOriginalDst).ok()?)).into()
+        }
+    })
 }
 
 fn answer_http(stream: TcpStream, body: &str) -> io::Result<()> {
@@ -83,7 +101,7 @@ fn describe_datagrams(name: &str, server: SocketAddr, socket: &UdpSocket) {
     loop {
         // ECONNREFUSED of a client that is gone: not this server's affair.
         let Ok((bytes, source)) = socket.recv_from(&mut request) else { continue };
-        let seen = Seen { by: name.into(), source, server, bytes };
+        let seen = Seen { by: name.into(), source, server, original: None, bytes };
         let Ok(answer) = serde_json::to_vec(&seen) else { continue };
         let _client_may_be_gone = socket.send_to(&answer, source);
     }

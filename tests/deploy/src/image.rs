@@ -2,9 +2,9 @@
 
 use std::{collections::BTreeMap, fs::File, io::Read as _, path::Path};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use flate2::read::GzDecoder;
-use serde_json::Value;
+use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 
 /// An OCI image layout in a tar file, with one image in it.
@@ -29,7 +29,12 @@ impl Archive {
             files.insert(entry.path()?.display().to_string(), content);
         }
         let index: Value = serde_json::from_slice(files.get("index.json").context("no index.json")?)?;
-        let manifest: Value = serde_json::from_slice(blob(&files, &index["manifests"][0])?)?;
+        let mut manifest: Value = serde_json::from_slice(blob(&files, &index["manifests"][0])?)?;
+        if let Some(list) = manifest["manifests"].as_array() {
+            let own = platform()?;
+            let own = list.iter().find(|entry| entry["platform"] == own);
+            manifest = serde_json::from_slice(blob(&files, own.context("not for this machine")?)?)?;
+        }
         let config = serde_json::from_slice(blob(&files, &manifest["config"])?)?;
         let name = index["manifests"][0]["annotations"]["io.containerd.image.name"].as_str();
         let name = name.context("the image has no name")?.to_owned();
@@ -44,6 +49,16 @@ impl Archive {
         }
         Ok(())
     }
+}
+
+/// This machine's, as an index writes it.
+fn platform() -> Result<Value> {
+    let architecture = match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => bail!("there are no images for {other}"),
+    };
+    Ok(json!({"os": "linux", "architecture": architecture}))
 }
 
 fn blob<'a>(files: &'a BTreeMap<String, Vec<u8>>, descriptor: &Value) -> Result<&'a [u8]> {

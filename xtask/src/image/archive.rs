@@ -13,6 +13,7 @@ use tar::{Builder, EntryType, Header};
 const BINARY: &str = "usr/local/bin/proxy-ctl";
 /// By this name the same binary is kube-proxy.
 const KUBE_PROXY: &str = "usr/local/bin/kube-proxy";
+const DOCUMENTS: &str = "usr/share/doc/proxy-ctl/";
 
 /// An image with one program in it, for each architecture.
 pub(super) struct Image<'a> {
@@ -22,6 +23,8 @@ pub(super) struct Image<'a> {
     pub(super) created: i64,
     pub(super) labels: BTreeMap<&'static str, String>,
     pub(super) programs: &'a [Program],
+    /// What accompanies the program, by name of file.
+    pub(super) documents: &'a [(&'static str, Vec<u8>)],
 }
 
 pub(super) struct Program {
@@ -138,6 +141,12 @@ impl Image<'_> {
         let mut link = self.header(EntryType::Symlink, 0o777, 0)?;
         tar.append_link(&mut link, KUBE_PROXY, "proxy-ctl")?;
         self.append(&mut tar, EntryType::Regular, BINARY, 0o755, binary)?;
+        for folder in ["usr/share/", "usr/share/doc/", DOCUMENTS] {
+            self.append(&mut tar, EntryType::Directory, folder, 0o755, &[])?;
+        }
+        for (name, text) in self.documents {
+            self.append(&mut tar, EntryType::Regular, &format!("{DOCUMENTS}{name}"), 0o644, text)?;
+        }
         tar.into_inner().context("writing the layer")
     }
 
@@ -203,8 +212,10 @@ mod tests {
             .collect();
         let labels = BTreeMap::from([("org.opencontainers.image.title", "proxy-ctl".to_owned())]);
         let name = "localhost/proxy-ctl:1";
+        let documents = &[("NOTICES", b"notices".to_vec())];
         let mut archive = Vec::new();
-        Image { name, created: 1_700_000_000, labels, programs: &programs }.write(&mut archive).unwrap();
+        let image = Image { name, created: 1_700_000_000, labels, programs: &programs, documents };
+        image.write(&mut archive).unwrap();
         archive
     }
 
@@ -234,70 +245,71 @@ mod tests {
         assert_ne!(written(&[("amd64", b"program")]), written(&[("amd64", b"another")]));
     }
 
-    #[test]
-    fn several_architectures_are_under_one_name() {
-        let contents = contents(&written(&[("amd64", b"program"), ("arm64", b"another")]));
-        let index: Value = serde_json::from_slice(&contents["index.json"]).unwrap();
-        assert_eq!(index["manifests"].as_array().unwrap().len(), 1);
-        assert_eq!(index["manifests"][0]["mediaType"], INDEX);
-        assert_eq!(index["manifests"][0]["annotations"]["io.containerd.image.name"], "localhost/proxy-ctl:1");
-        let list: Value = serde_json::from_slice(blob(&contents, &index["manifests"][0])).unwrap();
-        let found: Vec<_> = list["manifests"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|entry| {
-                let manifest: Value = serde_json::from_slice(blob(&contents, entry)).unwrap();
-                let config: Value = serde_json::from_slice(blob(&contents, &manifest["config"])).unwrap();
-                blob(&contents, &manifest["layers"][0]);
-                (entry["platform"]["architecture"].clone(), config["architecture"].clone())
-            })
-            .collect();
-        assert_eq!(found, [("amd64".into(), "amd64".into()), ("arm64".into(), "arm64".into())]);
-        assert!(!contents.contains_key("manifest.json"));
+    fn json(content: &[u8]) -> Value {
+        serde_json::from_slice(content).unwrap()
     }
 
-    #[test]
-    fn index_manifest_configuration_and_layer_are_found_by_their_hashes() {
-        let contents = contents(&written(&[("amd64", b"program")]));
-        let index: Value = serde_json::from_slice(&contents["index.json"]).unwrap();
-        let entry = &index["manifests"][0];
-        assert_eq!(entry["annotations"]["io.containerd.image.name"], "localhost/proxy-ctl:1");
-        assert_eq!(entry["platform"], json!({"os": "linux", "architecture": "amd64"}));
-        let manifest: Value = serde_json::from_slice(blob(&contents, entry)).unwrap();
-        let config: Value = serde_json::from_slice(blob(&contents, &manifest["config"])).unwrap();
+    /// The whole image of a program, found from its entry in an index.
+    fn check_image(contents: &BTreeMap<String, Vec<u8>>, entry: &Value, architecture: &str, program: &[u8]) {
+        assert_eq!(entry["platform"], json!({"os": "linux", "architecture": architecture}));
+        let manifest = json(blob(contents, entry));
+        let config = json(blob(contents, &manifest["config"]));
+        assert_eq!((&config["os"], &config["architecture"]), (&"linux".into(), &architecture.into()));
         assert_eq!(config["created"], "2023-11-14T22:13:20Z");
         assert_eq!(config["config"]["Entrypoint"], json!(["/usr/local/bin/proxy-ctl"]));
 
         let mut layer = Vec::new();
-        flate2::read::GzDecoder::new(blob(&contents, &manifest["layers"][0]))
-            .read_to_end(&mut layer)
-            .unwrap();
+        flate2::read::GzDecoder::new(blob(contents, &manifest["layers"][0])).read_to_end(&mut layer).unwrap();
         assert_eq!(config["rootfs"]["diff_ids"], json!([format!("sha256:{}", sha256(&layer))]));
         let mut files = tar::Archive::new(&layer[..]);
-        let found: Vec<_> = files
-            .entries()
-            .unwrap()
-            .map(|entry| {
-                let entry = entry.unwrap();
-                let link = entry.link_name().unwrap().map(|link| link.display().to_string());
-                (entry.path().unwrap().display().to_string(), entry.header().mode().unwrap(), link)
-            })
-            .collect();
-        let expected = [
-            ("usr/", 0o755, None),
-            ("usr/local/", 0o755, None),
-            ("usr/local/bin/", 0o755, None),
-            (KUBE_PROXY, 0o777, Some("proxy-ctl")),
-            (BINARY, 0o755, None),
+        let read = |entry: std::io::Result<tar::Entry<'_, &[u8]>>| {
+            let mut entry = entry.unwrap();
+            let mut content = Vec::new();
+            entry.read_to_end(&mut content).unwrap();
+            let link = entry.link_name().unwrap().map(|link| link.display().to_string());
+            let path = entry.path().unwrap().display().to_string();
+            (path, entry.header().mode().unwrap(), link.map_or(content, String::into_bytes))
+        };
+        let found: Vec<_> = files.entries().unwrap().map(read).collect();
+        let expected: [(&str, u32, &[u8]); 9] = [
+            ("usr/", 0o755, b""),
+            ("usr/local/", 0o755, b""),
+            ("usr/local/bin/", 0o755, b""),
+            (KUBE_PROXY, 0o777, b"proxy-ctl"),
+            (BINARY, 0o755, program),
+            ("usr/share/", 0o755, b""),
+            ("usr/share/doc/", 0o755, b""),
+            (DOCUMENTS, 0o755, b""),
+            ("usr/share/doc/proxy-ctl/NOTICES", 0o644, b"notices"),
         ];
-        assert_eq!(
-            found,
-            expected.map(|(path, mode, link)| (path.to_owned(), mode, link.map(str::to_owned)))
-        );
+        assert_eq!(found, expected.map(|(path, mode, content)| (path.to_owned(), mode, content.to_vec())));
+    }
 
-        let docker: Value = serde_json::from_slice(&contents["manifest.json"]).unwrap();
+    #[test]
+    fn an_image_for_one_architecture_is_found_by_its_hashes() {
+        let contents = contents(&written(&[("amd64", b"program")]));
+        let entry = &json(&contents["index.json"])["manifests"][0];
+        assert_eq!(entry["annotations"]["io.containerd.image.name"], "localhost/proxy-ctl:1");
+        check_image(&contents, entry, "amd64", b"program");
+
+        let docker = json(&contents["manifest.json"]);
         assert!(contents.contains_key(docker[0]["Layers"][0].as_str().unwrap()));
         assert!(contents.contains_key(docker[0]["Config"].as_str().unwrap()));
+    }
+
+    #[test]
+    fn images_for_several_architectures_are_under_one_name() {
+        let programs: [(&str, &[u8]); 2] = [("amd64", b"program"), ("arm64", b"another")];
+        let contents = contents(&written(&programs));
+        let index = json(&contents["index.json"]);
+        let [top] = &index["manifests"].as_array().unwrap()[..] else { panic!("{index}") };
+        assert_eq!(top["mediaType"], INDEX);
+        assert_eq!(top["annotations"]["io.containerd.image.name"], "localhost/proxy-ctl:1");
+        let list = json(blob(&contents, top));
+        assert_eq!(list["manifests"].as_array().unwrap().len(), 2);
+        for (entry, (architecture, program)) in list["manifests"].as_array().unwrap().iter().zip(programs) {
+            check_image(&contents, entry, architecture, program);
+        }
+        assert!(!contents.contains_key("manifest.json"));
     }
 }

@@ -10,12 +10,12 @@ use std::{
     process::Command,
 };
 
-use anyhow::{Context as _, Result, anyhow, bail};
+use anyhow::{Context as _, Result, bail};
 use clap::ValueEnum;
 
 use crate::{
     cache,
-    command::{cargo, find, run as execute, target, workspace},
+    command::{cargo, run as execute, target, workspace},
 };
 
 const ZIG: &str = "ziglang==0.15.2";
@@ -99,6 +99,16 @@ impl Toolchain {
     pub(super) const fn architecture(&self) -> Architecture {
         self.architecture
     }
+
+    pub(super) const fn target(&self) -> &'static str {
+        self.architecture.rust_target()
+    }
+
+    /// The licence of musl: Zig has it too, and its text.
+    pub(super) fn musl_notice(&self) -> Result<PathBuf> {
+        let zig = zig(&self.zig)?;
+        Ok(zig.with_file_name("lib").join("libc/musl/COPYRIGHT"))
+    }
 }
 
 /// Builds proxy-ctl and returns where it is.
@@ -146,7 +156,7 @@ fn flags() -> Vec<String> {
 /// A folder with `cc` and `ar` for the architecture.
 fn compiler(toolchain: &Toolchain) -> Result<PathBuf> {
     let Toolchain { architecture, zig: environment } = toolchain;
-    let zig = zig_in(environment).ok_or_else(|| anyhow!("no zig in {}", environment.display()))?;
+    let zig = zig(environment)?;
     let folder = environment.join(architecture.name());
     fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
     let (zig, target) = (zig.display(), architecture.zig_target());
@@ -161,12 +171,11 @@ fn compiler(toolchain: &Toolchain) -> Result<PathBuf> {
     Ok(folder)
 }
 
-fn zig_in(environment: &Path) -> Option<PathBuf> {
-    let library = fs::read_dir(environment.join("lib")).ok()?;
-    library
-        .filter_map(|found| Some(found.ok()?.path().join("site-packages/ziglang/zig")))
-        .find(|zig| zig.is_file())
-        .or_else(|| find("zig"))
+fn zig(environment: &Path) -> Result<PathBuf> {
+    let library = environment.join("lib");
+    let library = fs::read_dir(&library).with_context(|| format!("reading {}", library.display()))?;
+    let mut packages = library.filter_map(|found| Some(found.ok()?.path().join("site-packages/ziglang/zig")));
+    packages.find(|zig| zig.is_file()).with_context(|| format!("no zig in {}", environment.display()))
 }
 
 /// Left alone where it is as it should be: a new one would make cargo build everything again.

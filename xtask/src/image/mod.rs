@@ -1,6 +1,7 @@
 //! `cargo xtask image`: an OCI archive with one static binary, made without a container engine.
 
 mod archive;
+mod components;
 mod cross;
 
 use std::{
@@ -12,7 +13,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
-use clap::Args;
+use clap::{Args, ValueEnum as _};
 
 use self::{
     archive::{Image, Program},
@@ -56,8 +57,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     });
     let toolchains: Vec<_> = architectures.into_iter().map(Toolchain::install).collect::<Result<_>>()?;
     let name = arguments.name.clone().unwrap_or_else(|| format!("localhost/proxy-ctl:{VERSION}"));
-    let digest = write(&toolchains, arguments.profile, &name, &file)?;
+    let programs: Vec<_> =
+        toolchains.iter().map(|toolchain| program(toolchain, arguments.profile)).collect::<Result<_>>()?;
+    let digest = write(&toolchains, &programs, &name, &file)?;
     println!("{} holds {name} for {}, {digest}", file.display(), names.join(" and "));
+    println!("{}, and in the image with NOTICES: what it is made of", bill_beside(&file).display());
     println!("load it by: ctr -n k8s.io images import FILE, podman load -i FILE, docker load -i FILE");
     Ok(ExitCode::SUCCESS)
 }
@@ -68,7 +72,8 @@ pub(crate) enum ForTests {
     Impossible(anyhow::Error),
 }
 
-/// For the tests: this machine's architecture, without optimisation. An error: it cannot be built from these sources.
+/// For the tests: for this machine's architecture, without optimisation; for the other one there is no program in it, but all else
+/// is as it is for several. An error: it cannot be built from these sources.
 pub(crate) fn for_tests() -> Result<ForTests> {
     let ready = || {
         setup::install_for_containers()?;
@@ -79,7 +84,11 @@ pub(crate) fn for_tests() -> Result<ForTests> {
         Err(error) => return Ok(ForTests::Impossible(error)),
     };
     let file = target().join("image").join("test.oci.tar");
-    write(&[toolchain], Profile::Dev, &format!("localhost/proxy-ctl:{VERSION}"), &file)?;
+    let mut programs = vec![program(&toolchain, Profile::Dev)?];
+    let other = Architecture::value_variants().iter().find(|other| **other != toolchain.architecture());
+    programs
+        .extend(other.map(|other| Program { architecture: other.name(), binary: b"not for tests".to_vec() }));
+    write(&[toolchain], &programs, &format!("localhost/proxy-ctl:{VERSION}"), &file)?;
     Ok(ForTests::Built(file))
 }
 
@@ -88,18 +97,32 @@ pub(crate) fn programs_for_arm64(packages: &[&str]) -> Result<PathBuf> {
     cross::build_packages(&Toolchain::install(Architecture::Arm64)?, Profile::Dev, packages)
 }
 
-/// Returns the digest of the image.
-fn write(toolchains: &[Toolchain], profile: Profile, name: &str, file: &Path) -> Result<String> {
-    let program = |toolchain: &Toolchain| {
-        let binary = cross::build(toolchain, profile)?;
-        let binary = fs::read(&binary).with_context(|| format!("reading {}", binary.display()))?;
-        Ok(Program { architecture: toolchain.architecture().name(), binary })
-    };
-    let programs = toolchains.iter().map(program).collect::<Result<Vec<_>>>()?;
-    let image = Image { name, created: created()?, labels: labels(), programs: &programs };
+fn program(toolchain: &Toolchain, profile: Profile) -> Result<Program> {
+    let binary = cross::build(toolchain, profile)?;
+    let binary = fs::read(&binary).with_context(|| format!("reading {}", binary.display()))?;
+    Ok(Program { architecture: toolchain.architecture().name(), binary })
+}
+
+fn bill_beside(archive: &Path) -> PathBuf {
+    archive.with_extension("").with_extension("cdx.json")
+}
+
+/// Writes the archive, and the bill of materials beside it. Returns the digest of the image.
+fn write(toolchains: &[Toolchain], programs: &[Program], name: &str, file: &Path) -> Result<String> {
+    let created = created()?;
+    let components = components::linked(toolchains)?;
+    let bill = serde_json::to_vec_pretty(&components::bill_of_materials(&components, created)?)?;
     if let Some(folder) = file.parent() {
         fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
     }
+    let beside = bill_beside(file);
+    fs::write(&beside, &bill).with_context(|| format!("writing {}", beside.display()))?;
+    let documents = [
+        ("LICENSE", fs::read(workspace().join("LICENSE")).context("reading LICENSE")?),
+        ("NOTICES", components::notices(&components).into_bytes()),
+        ("sbom.cdx.json", bill),
+    ];
+    let image = Image { name, created, labels: labels(), programs, documents: &documents };
     let archive = fs::File::create(file).with_context(|| format!("creating {}", file.display()))?;
     let mut archive = BufWriter::new(archive);
     let digest = image.write(&mut archive)?;

@@ -36,24 +36,29 @@ pub(super) struct Cluster {
     bundle: PathBuf,
 }
 
+/// The image that was built for this test.
+pub(super) fn image() -> Result<Archive> {
+    if let Ok(error) = env::var("PROXY_BROKEN_IMAGE") {
+        bail!("the image cannot be built: {error}");
+    }
+    if let Ok(reason) = env::var("PROXY_NO_IMAGE") {
+        bail!(Skip(format!("there is no image: {reason}")));
+    }
+    let Some(image) = env::var_os("PROXY_IMAGE") else {
+        bail!(Skip("PROXY_IMAGE names no archive: cargo xtask test --suite deploy".into()));
+    };
+    Archive::open(Path::new(&image))
+}
+
 impl Cluster {
     pub(super) fn start() -> Result<Self> {
-        if let Ok(error) = env::var("PROXY_BROKEN_IMAGE") {
-            bail!("the image cannot be built: {error}");
-        }
         if !nix::unistd::geteuid().is_root() {
             bail!(Skip("containers need root".into()));
         }
-        if let Ok(reason) = env::var("PROXY_NO_IMAGE") {
-            bail!(Skip(format!("there is no image: {reason}")));
-        }
-        let Some(image) = env::var_os("PROXY_IMAGE") else {
-            bail!(Skip("PROXY_IMAGE names no archive: cargo xtask test --suite deploy".into()));
-        };
+        let image = image()?;
         for program in [Program::Etcd, Program::KubeApiServer] {
             program.path().map_err(skip)?;
         }
-        let image = Archive::open(Path::new(&image))?;
         let mut lab = Lab::new()?;
         for name in [CLIENT, SERVER] {
             lab.add_pod(1, name, PodProcesses::InNodeCgroup)?;

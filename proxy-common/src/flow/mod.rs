@@ -125,7 +125,8 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
         open(tables, scratch, packet, Some(frontend), origin)?;
         return Ok(scratch.flow.forward_rewrite());
     }
-    // Its flow may have been established between the two lookups.
+    // Its flow may have been established between the two lookups. The key may be another flow's by now, see `establish`.
+    scratch.key = packet.key(TUPLE_FORWARD);
     match tables.flow(Stage::Established, &scratch.key) {
         Some(entry) => Ok(entry.read().forward_rewrite()),
         None => Err(Reason::TcpWithoutFlow),

@@ -82,6 +82,8 @@ struct Host {
     until_full: Cell<Option<u32>>,
     /// Counts down; at 0 another CPU does this first.
     interruption: RefCell<Option<(u32, Interruption)>>,
+    /// Another CPU does this before the next lookup in the table of opening flows.
+    before_lookup: RefCell<Option<Interruption>>,
 }
 
 impl Host {
@@ -114,6 +116,7 @@ impl Host {
             ports: PortRanges([[20_000, 20_099], [1, 0]]),
             until_full: Cell::new(None),
             interruption: RefCell::default(),
+            before_lookup: RefCell::default(),
         }
     }
 
@@ -185,6 +188,11 @@ impl FlowTables<V4> for Host {
     type Entry = EntryRef;
 
     fn flow(&self, stage: Stage, key: &FlowKey<A>) -> Option<EntryRef> {
+        if stage == Stage::Opening
+            && let Some(other) = self.before_lookup.take()
+        {
+            other(self);
+        }
         self.flows.borrow().get(&(stage, *key)).copied().map(EntryRef)
     }
 
@@ -375,14 +383,20 @@ fn entries_are_left_alone_within_a_second() {
 
 #[test]
 fn established_between_the_two_lookups_is_found() {
-    // A reader that missed the established entry, and finds the opening one gone.
     let host = Host::new();
-    let flow = establish_one(&host, Origin::Workload);
-    for key in [flow.forward_key(), flow.reply_key()] {
-        host.remove(Stage::Opening, &key);
-    }
+    let opened = host.arriving(&syn(), Origin::Workload).unwrap();
+    host.leaving(&packet((opened.address, PORT), CLIENT, TCP_SYN | TCP_ACK)).unwrap();
     let ack = packet(CLIENT, FRONTEND, TCP_ACK);
-    assert_eq!(host.arriving(&ack, Origin::Workload).map(|r| r.address), Ok(flow.backend));
+    *host.before_lookup.borrow_mut() = Some(Box::new(move |host| {
+        host.arriving(&ack, Origin::Workload).unwrap();
+        let flow = host.flow(Stage::Established, &ack.key(TUPLE_FORWARD)).unwrap().read();
+        // The table of opening flows evicts the copies.
+        for key in [flow.forward_key(), flow.reply_key()] {
+            host.remove(Stage::Opening, &key);
+        }
+    }));
+    assert_eq!(host.arriving(&ack, Origin::Workload), Ok(opened));
+    assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (0, 2));
 }
 
 #[test]
@@ -539,5 +553,29 @@ fn a_flow_whose_answers_are_anothers_by_now_is_opened_again() {
     let again = host.arriving(&datagram(clients[0], (BACKENDS[0], PORT)), Origin::Workload).unwrap();
     assert_ne!(again.other_port, evicted);
     assert_eq!(host.leaving(&answer).unwrap().other_port, clients[1].1);
+    host.assert_whole();
+}
+
+/// As above: the other flow is established by then, and no packet of the first may enter its connection.
+#[test]
+fn a_connection_whose_answers_are_anothers_by_now_has_no_flow() {
+    let host = Host::new();
+    let open = |client| {
+        host.arriving(&packet(client, FRONTEND, TCP_SYN), Origin::Workload).unwrap();
+        // Its port is taken at this backend, so it gets an alias; the dice give both flows the same.
+        let alias =
+            host.arriving(&packet(client, OTHER_FRONTEND, TCP_SYN), Origin::Workload).unwrap().other_port;
+        let answer = packet((BACKENDS[0], PORT), (CLIENT.0, alias), TCP_SYN | TCP_ACK);
+        assert_eq!(host.leaving(&answer).unwrap().other_port, client.1);
+        answer
+    };
+    let answer = open(CLIENT);
+    host.remove(Stage::Opening, &answer.key(TUPLE_REPLY));
+    let other = (CLIENT.0, Port::new(40_001));
+    assert_eq!(open(other), answer);
+    host.arriving(&packet(other, OTHER_FRONTEND, TCP_ACK), Origin::Workload).unwrap();
+
+    let late = host.arriving(&packet(CLIENT, OTHER_FRONTEND, TCP_ACK), Origin::Workload);
+    assert_eq!(late, Err(Reason::TcpWithoutFlow));
     host.assert_whole();
 }

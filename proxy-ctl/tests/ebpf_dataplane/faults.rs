@@ -7,12 +7,11 @@ use proxy_common::{
     port::Port,
 };
 use proxy_ctl::{
-    config::{Ebpf, Limits},
     dataplane::{
         Applied, Dataplane, EndpointSnapshot,
         ebpf::{self, EbpfDataplane},
     },
-    model::desired::{Changes, DesiredPort},
+    model::desired::DesiredPort,
     sys::{bpf, map::Map},
 };
 use rstest::rstest;
@@ -180,20 +179,6 @@ fn the_next_resync_repairs(#[case] fault: Fault, #[values(false, true)] restart:
     assert_ne!(dataplane.resync(&desired()).unwrap(), Applied::default(), "the fault must be noticed");
     assert_eq!(shown(&sandbox), whole);
     assert_eq!(dataplane.resync(&desired()).unwrap(), Applied::default());
-}
-
-#[test]
-fn retired_slots_are_given_out_again_after_a_grace_period() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let limits = Limits { slots: 4, ..sandbox.config.limits };
-    let mut dataplane = EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap();
-    for round in 1..20 {
-        let changed = shared([port("web", "10.96.0.1", vec![endpoint(&format!("10.0.0.{round}"), 80); 1])]);
-        dataplane.apply(&Changes { changed, removed: Vec::new() }).unwrap();
-        if round % 2 == 0 {
-            dataplane.collect_garbage().unwrap();
-        }
-    }
 }
 
 #[test]

@@ -12,6 +12,7 @@ use std::{
 
 use aya_obj::generated::bpf_attach_type;
 use nix::{
+    sched::{CloneFlags, unshare},
     sys::signal::{Signal, kill},
     unistd::gettid,
 };
@@ -436,12 +437,31 @@ fn socket_hooks_are_detached_when_they_are_switched_off() {
 fn host_balancing_is_for_the_nodes_own_namespace() {
     let Some(sandbox) = Sandbox::new() else { return };
     let listening = serve("127.0.0.1", "backend");
-    let host_only = Ebpf { socket_load_balancing: SocketLoadBalancing::Host, ..sandbox.config.clone() };
-    let mut dataplane = EbpfDataplane::open(&host_only).unwrap();
-    dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)])])).unwrap();
-    assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("backend".into()));
-    let elsewhere = sandbox.in_cgroup("exec unshare -n bash -c 'exec 3<>/dev/tcp/10.96.0.1/80'");
-    assert!(String::from_utf8_lossy(&elsewhere.stderr).contains("unreachable"), "{elsewhere:?}");
+    let dial_both = |balancing| {
+        let config = Ebpf { socket_load_balancing: balancing, ..sandbox.config.clone() };
+        let mut dataplane = EbpfDataplane::open(&config).unwrap();
+        let of_pod = thread::scope(|scope| {
+            let in_pod = || {
+                unshare(CloneFlags::CLONE_NEWNET).unwrap();
+                run("ip", "link set lo up");
+                // So that a connection that is left alone is answered, too.
+                run("ip", "address add 10.96.0.1/32 dev lo");
+                let own = serve("10.96.0.1", "left alone");
+                let mut web = port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)]);
+                web.frontends[0].port = own;
+                dataplane.resync(&shared([web])).unwrap();
+                (own, sandbox.dial("10.96.0.1", own))
+            };
+            scope.spawn(in_pod).join().unwrap()
+        });
+        (sandbox.dial("10.96.0.1", of_pod.0), of_pod.1)
+    };
+    let backend = Ok("backend".to_owned());
+    assert_eq!(dial_both(SocketLoadBalancing::Host), (backend.clone(), Ok("left alone".into())));
+    let (of_node, of_pod) = dial_both(SocketLoadBalancing::All);
+    assert_eq!(of_node, backend);
+    let refused = of_pod.unwrap_err();
+    assert!(refused.contains("refused"), "the backend listens in the other namespace: {refused}");
 }
 
 /// Waits for a state of the host; panics after ten seconds with the last one.

@@ -6,6 +6,7 @@
 mod desired;
 mod faults;
 mod flows;
+mod grace;
 mod hooks;
 mod room;
 mod sandbox;

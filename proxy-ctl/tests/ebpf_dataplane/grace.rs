@@ -1,0 +1,144 @@
+//! Places in tables are given out again only when no program can be reading them.
+
+use std::{
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    thread,
+};
+
+use aya_obj::generated::bpf_attach_type;
+use proxy_ctl::{
+    config::{Ebpf, Limits},
+    dataplane::{Dataplane, ebpf::EbpfDataplane},
+    model::{desired::Changes, objects::IpFamily},
+    sys::{
+        bpf::{self, MapInfo},
+        grace::{GracePeriod, MapOfMaps},
+        map::Map,
+    },
+};
+
+use super::{
+    desired::{endpoint, name, port, shared},
+    sandbox::Sandbox,
+};
+
+/// A program of the cgroup that takes some milliseconds for a `connect`, and counts up to [`LAST`] meanwhile.
+struct SlowReader {
+    count: Map<u32, u32>,
+    _link: OwnedFd,
+}
+
+/// The verifier follows each round, and allows a million instructions.
+const LAST: u32 = 190_000;
+
+impl SlowReader {
+    fn new(sandbox: &Sandbox) -> Self {
+        const ARRAY: u32 = 2;
+        const CGROUP_SOCK_ADDR: u32 = 18;
+        let shape = MapInfo { kind: ARRAY, key_size: 4, value_size: 4, max_entries: 1, ..MapInfo::default() };
+        let count = Map::new(bpf::create_map(&shape, None).unwrap()).unwrap().unwrap();
+        let number = |value: u32| u64::from(value) << 32;
+        let map = u32::try_from(count.fd().as_raw_fd()).unwrap();
+        let instructions = [
+            // r6 = address of the count; r7 = 0
+            0x2618 | number(map),
+            0,
+            0x07b7,
+            // bpf_ktime_get_ns(); r7 += 1; count = r7; again if r7 < LAST
+            0x85 | number(5),
+            0x0707 | number(1),
+            0x7663,
+            0xfffc_07a5 | number(LAST),
+            // return 1
+            0x00b7 | number(1),
+            0x95,
+        ];
+        let connect4 = bpf_attach_type::BPF_CGROUP_INET4_CONNECT;
+        let program = bpf::load_program(CGROUP_SOCK_ADDR, connect4 as u32, &instructions).unwrap();
+        let link = bpf::link_cgroup(program.as_fd(), sandbox.cgroup().as_fd(), connect4).unwrap();
+        Self { count, _link: link }
+    }
+
+    fn counted(&self) -> u32 {
+        self.count.get(&0).unwrap().unwrap()
+    }
+
+    /// Does `work` after the program has begun; answers whether it has ended when `work` has.
+    fn has_ended_after(&self, sandbox: &Sandbox, work: impl FnOnce()) -> bool {
+        self.count.set(&0, &0).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| sandbox.dial("127.0.0.1", 1));
+            while self.counted() == 0 {
+                thread::yield_now();
+            }
+            work();
+            self.counted() == LAST
+        })
+    }
+}
+
+const ROUNDS: u32 = 10;
+
+#[test]
+fn both_ways_wait_for_programs_that_run() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let reader = SlowReader::new(&sandbox);
+    assert!(
+        (0..ROUNDS).any(|_| !reader.has_ended_after(&sandbox, || ())),
+        "the program is too quick to prove anything"
+    );
+    for grace in [GracePeriod::Membarrier, GracePeriod::MapOfMaps(MapOfMaps::new().unwrap())] {
+        for _ in 0..ROUNDS {
+            assert!(reader.has_ended_after(&sandbox, || grace.wait().unwrap()), "{grace:?}");
+        }
+    }
+}
+
+/// Each round needs what the round before last has given back.
+#[test]
+fn slots_are_given_out_again_after_a_grace_period() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let limits = Limits { slots: 2, ..sandbox.config.limits };
+    let mut dataplane = EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap();
+    let reader = SlowReader::new(&sandbox);
+    for round in 1..=ROUNDS {
+        let changed = shared([port("web", "10.96.0.1", vec![endpoint(&format!("10.0.0.{round}"), 80)])]);
+        let apply = || {
+            dataplane.apply(&Changes { changed, removed: Vec::new() }).unwrap();
+        };
+        assert!(reader.has_ended_after(&sandbox, apply) || round <= 2, "round {round}");
+    }
+}
+
+#[test]
+fn service_ids_are_given_out_again_after_a_grace_period() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let limits = Limits { services: 2, ..sandbox.config.limits };
+    let mut dataplane = EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap();
+    let reader = SlowReader::new(&sandbox);
+    let service = |round: u32| port(&round.to_string(), &format!("10.96.0.{round}"), Vec::new());
+    for round in 1..=ROUNDS {
+        let changes = Changes {
+            changed: shared([service(round)]),
+            removed: (round > 1).then(|| service(round - 1).name).into_iter().collect(),
+        };
+        let apply = || {
+            dataplane.apply(&changes).unwrap();
+        };
+        assert!(reader.has_ended_after(&sandbox, apply) || round <= 2, "round {round}");
+    }
+}
+
+#[test]
+fn collecting_garbage_waits_for_a_grace_period() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let reader = SlowReader::new(&sandbox);
+    for _ in 0..ROUNDS {
+        let changed = shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])]);
+        dataplane.apply(&Changes { changed, removed: Vec::new() }).unwrap();
+        let removed = vec![name("web", IpFamily::Ipv4)];
+        dataplane.apply(&Changes { changed: Vec::new(), removed }).unwrap();
+        assert!(reader.has_ended_after(&sandbox, || dataplane.collect_garbage().unwrap()));
+    }
+}

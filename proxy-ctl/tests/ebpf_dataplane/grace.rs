@@ -22,57 +22,63 @@ use super::{
     sandbox::Sandbox,
 };
 
-/// A program of the cgroup that takes some milliseconds for a `connect`, and counts up to [`LAST`] meanwhile.
+/// A program that a `connect` of the cgroup runs [`TIMES`], without a grace period in between: some 30 ms.
 struct SlowReader {
-    count: Map<u32, u32>,
-    _link: OwnedFd,
+    /// 32 bits each: how far the program is, and how often it has ended.
+    progress: Map<u32, u64>,
+    _links: Vec<OwnedFd>,
 }
 
-/// The verifier follows each round, and allows a million instructions.
-const LAST: u32 = 190_000;
+/// The verifier follows each round of the loop, and allows a million instructions.
+const LOOPS: u32 = 190_000;
+const TIMES: u64 = 8;
 
 impl SlowReader {
     fn new(sandbox: &Sandbox) -> Self {
         const ARRAY: u32 = 2;
         const CGROUP_SOCK_ADDR: u32 = 18;
-        let shape = MapInfo { kind: ARRAY, key_size: 4, value_size: 4, max_entries: 1, ..MapInfo::default() };
-        let count = Map::new(bpf::create_map(&shape, None).unwrap()).unwrap().unwrap();
+        let shape = MapInfo { kind: ARRAY, key_size: 4, value_size: 8, max_entries: 1, ..MapInfo::default() };
+        let progress = Map::new(bpf::create_map(&shape, None).unwrap()).unwrap().unwrap();
         let number = |value: u32| u64::from(value) << 32;
-        let map = u32::try_from(count.fd().as_raw_fd()).unwrap();
+        let map = u32::try_from(progress.fd().as_raw_fd()).unwrap();
         let instructions = [
-            // r6 = address of the count; r7 = 0
+            // r6 = address of the value; r7 = 0
             0x2618 | number(map),
             0,
             0x07b7,
-            // bpf_ktime_get_ns(); r7 += 1; count = r7; again if r7 < LAST
+            // bpf_ktime_get_ns(); r7 += 1; first half = r7; again if r7 < LOOPS
             0x85 | number(5),
             0x0707 | number(1),
             0x7663,
-            0xfffc_07a5 | number(LAST),
+            0xfffc_07a5 | number(LOOPS),
+            // r1 = second half; r1 += 1; second half = r1
+            0x0004_6161,
+            0x0107 | number(1),
+            0x0004_1663,
             // return 1
             0x00b7 | number(1),
             0x95,
         ];
         let connect4 = bpf_attach_type::BPF_CGROUP_INET4_CONNECT;
         let program = bpf::load_program(CGROUP_SOCK_ADDR, connect4 as u32, &instructions).unwrap();
-        let link = bpf::link_cgroup(program.as_fd(), sandbox.cgroup().as_fd(), connect4).unwrap();
-        Self { count, _link: link }
+        let link = |_| bpf::link_cgroup(program.as_fd(), sandbox.cgroup().as_fd(), connect4).unwrap();
+        Self { progress, _links: (0..TIMES).map(link).collect() }
     }
 
-    fn counted(&self) -> u32 {
-        self.count.get(&0).unwrap().unwrap()
+    fn progress(&self) -> u64 {
+        self.progress.get(&0).unwrap().unwrap()
     }
 
     /// Does `work` after the program has begun; answers whether it has ended when `work` has.
     fn has_ended_after(&self, sandbox: &Sandbox, work: impl FnOnce()) -> bool {
-        self.count.set(&0, &0).unwrap();
+        self.progress.set(&0, &0).unwrap();
         thread::scope(|scope| {
             scope.spawn(|| sandbox.dial("127.0.0.1", 1));
-            while self.counted() == 0 {
-                thread::yield_now();
+            while self.progress() == 0 {
+                std::hint::spin_loop();
             }
             work();
-            self.counted() == LAST
+            self.progress() >> 32 == TIMES
         })
     }
 }

@@ -263,13 +263,26 @@ fn pins_of_another_map_do_not_take_the_place_of_a_table() {
 }
 
 #[test]
-fn an_interface_that_vanishes_while_it_is_attached_is_no_error() {
+fn interfaces_that_vanish_while_they_are_attached_are_no_error() {
     let Some(sandbox) = Sandbox::new() else { return };
-    veth("dpa");
-    let host = host(&[("dpa", Role::Workload)]);
-    run("ip", "link del dpa");
+    let names: Vec<String> = (0..32).map(|n| format!("dp{n}")).collect();
+    let indexes: Vec<u32> = names.iter().map(|name| veth(name)).collect();
+    let of_names: Vec<_> = names.iter().map(|name| (name.as_str(), Role::Workload)).collect();
+    let host = host(&of_names);
     let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
     dataplane.set_host(&host).unwrap();
+    assert_eq!(links(&sandbox), indexes.into_iter().flat_map(named).collect());
+    thread::scope(|scope| {
+        let deleted =
+            scope.spawn(|| names.iter().for_each(|name| drop(run("ip", &format!("link del {name}")))));
+        while !deleted.is_finished() {
+            // So that all that are left are attached anew.
+            dataplane.set_host(&Host::default()).unwrap();
+            dataplane.set_host(&host).unwrap();
+        }
+    });
+    dataplane.set_host(&host).unwrap();
+    dataplane.set_host(&Host::default()).unwrap();
     assert_eq!(links(&sandbox), BTreeSet::new());
 }
 

@@ -90,10 +90,11 @@ fn has_set_retval() -> Result<bool> {
     Ok((major, minor) >= (5, 18))
 }
 
-/// Nobody answered, whatever the client saw.
-pub fn not_answered(outcomes: &[Outcome]) -> Result<()> {
+/// Every request vanished: it was neither answered nor refused. What netfilter drops of a local process is EPERM to it.
+pub fn dropped(setting: Setting, outcomes: &[Outcome]) -> Result<()> {
     for outcome in outcomes {
-        ensure!(!matches!(outcome, Outcome::Answered(_)), "expected no answer, found {outcome}");
+        let by_netfilter = setting.proxy.is_kube_proxy() && *outcome == Outcome::NotPermitted;
+        ensure!(by_netfilter || *outcome == Outcome::TimedOut, "expected dropped, found {outcome}");
     }
     ensure!(!outcomes.is_empty(), "no request was made");
     Ok(())

@@ -66,7 +66,7 @@ fn service_removed(world: &mut World, variant: Variant) -> Result<()> {
     let target = world.cluster_ip(&CHANGING, variant.family);
     for client in CLIENTS {
         let dial = Dial::new(variant.protocol, target).timeout_ms(300);
-        check::not_answered(&world.dial(client, &dial)?)?;
+        check::dropped(world.setting, &world.dial(client, &dial)?)?;
     }
     world.set_endpoints(&CHANGING, &["web-1"])?;
     expect(world, variant, &["web-1"])

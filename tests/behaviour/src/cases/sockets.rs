@@ -46,20 +46,24 @@ fn unconnected(world: &mut World, variant: Variant) -> Result<()> {
     Ok(())
 }
 
+/// Of an unconnected socket, each with a datagram to both targets.
+const ROUNDS: u32 = 5;
+
 fn shared(world: &mut World, variant: Variant) -> Result<()> {
     let targets = [&ON_NODE1, &ON_NODE2].map(|service| world.cluster_ip(service, variant.family));
-    let outcomes = world.agent("client-1")?.dial_shared(&targets, 5, false)?;
+    let outcomes = world.agent("client-1")?.dial_shared(&targets, ROUNDS, false)?;
     check_shared(&outcomes, &targets)
 }
 
 fn shared_mapped(world: &mut World, variant: Variant) -> Result<()> {
     let targets = [&ON_NODE1, &ON_NODE2].map(|service| world.cluster_ip(service, variant.family));
-    let outcomes = world.agent("client-1")?.dial_shared(&targets, 5, true)?;
+    let outcomes = world.agent("client-1")?.dial_shared(&targets, ROUNDS, true)?;
     check_shared(&outcomes, &targets.map(mapped))
 }
 
 fn check_shared(outcomes: &[lab::Outcome], targets: &[std::net::SocketAddr; 2]) -> Result<()> {
-    for pair in outcomes.chunks(2) {
+    ensure!(outcomes.len() == ROUNDS as usize * targets.len(), "{} outcomes: {outcomes:?}", outcomes.len());
+    for pair in outcomes.chunks(targets.len()) {
         for ((answer, target), server) in check::answered(pair)?.iter().zip(targets).zip(["web-1", "web-2"]) {
             ensure!(answer.by == server, "{target} was answered by {}", answer.by);
             ensure!(answer.peer == *target, "sent to {target}, answer is from {}", answer.peer);

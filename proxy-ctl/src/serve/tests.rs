@@ -294,8 +294,9 @@ async fn the_unspecified_address_answers_over_both_families() {
     let server = healthz(([0, 0, 0, 0], port).into(), true, health, families, stop.clone());
     let server = tokio::spawn(server);
     assert_eq!(get(([127, 0, 0, 1], port).into(), "/livez", "").await.0, 200);
-    if TcpListener::bind("[::1]:0").await.is_ok() {
-        assert_eq!(get(([0, 0, 0, 0, 0, 0, 0, 1], port).into(), "/livez", "").await.0, 200);
+    match TcpListener::bind("[::1]:0").await {
+        Ok(_) => assert_eq!(get(([0, 0, 0, 0, 0, 0, 0, 1], port).into(), "/livez", "").await.0, 200),
+        Err(error) => println!("skipped: whether it answers over IPv6: this machine has no ::1: {error}"),
     }
     stop.cancel();
     server.await.unwrap().unwrap();

@@ -73,6 +73,7 @@ macro_rules! tables {
             datagrams4: socket_storage(u32, DatagramOrigins<A4>), 0;
             datagrams6: socket_storage(u32, DatagramOrigins<A6>), 0;
             settings: array(u32, Settings), 1;
+            lease: array(u32, Lease), 1;
             counters: per_cpu_array(u32, u64), REASONS;
             service_counters: per_cpu_array(u32, ServiceCounters), [ServiceCounters];
         }

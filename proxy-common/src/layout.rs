@@ -350,6 +350,22 @@ pub struct Settings {
     pub next_backend: u32,
 }
 
+/// Table `lease`, array with one entry: how long the programs may rely on the tables without their controller.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct Lease {
+    /// Nanoseconds since boot, suspend included; 0: none.
+    pub end: u64,
+}
+
+impl Lease {
+    /// Nobody has followed changes since: the programs pass everything on untouched.
+    #[inline(always)]
+    pub const fn has_ended(&self, now: u64) -> bool {
+        self.end != 0 && now >= self.end
+    }
+}
+
 /// Table `kernel_log`, array with one entry: whether the programs log, and how much they did. Each load of the programs
 /// has its own.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -405,7 +421,7 @@ const _: () = {
     assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
     assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
     assert!(size_of::<Settings>() == 48 && size_of::<ServiceCounters>() == 24);
-    assert!(size_of::<LogControl>() == 16);
+    assert!(size_of::<Lease>() == 8 && size_of::<LogControl>() == 16);
 };
 
 #[cfg(feature = "user")]
@@ -429,6 +445,7 @@ mod pod {
         NodeAddress,
         ServiceCounters,
         Settings,
+        Lease,
         LogControl
     );
 
@@ -439,4 +456,20 @@ mod pod {
         )* };
     }
     pod_of_family!(FrontendKey, Backend, FlowKey, Flow, SocketOrigin);
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case::none(0, u64::MAX, false)]
+    #[case::goes_on(7, 6, false)]
+    #[case::just_now(7, 7, true)]
+    #[case::long_ago(7, u64::MAX, true)]
+    fn a_lease_ends(#[case] end: u64, #[case] now: u64, #[case] expected: bool) {
+        assert_eq!(Lease { end }.has_ended(now), expected);
+    }
 }

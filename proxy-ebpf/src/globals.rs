@@ -26,4 +26,6 @@ globals! {
     CAN_REFUSE: u32 = 0x6f66_6602;
     /// 1: packets of the node's own processes are translated (socket balancing is off).
     HOST_PACKETS: u32 = 0x6f66_6603;
+    /// 1: the programs pass everything on once the controller's lease has ended.
+    LEASE: u32 = 0x6f66_6604;
 }

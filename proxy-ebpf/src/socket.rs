@@ -22,7 +22,7 @@ use proxy_common::{
 use crate::{
     globals,
     log::LogAddress,
-    tables::{Maps, SocketTables, count, count_connection, settings},
+    tables::{Maps, SocketTables, count, count_connection, lease_has_ended, settings},
 };
 
 /// The system call goes on.
@@ -174,6 +174,20 @@ fn serves(origin: Origin) -> bool {
     globals::SOCKET_HOST_ONLY.load() != globals::ON || origin == Origin::Host
 }
 
+/// A backend, unless the lease has ended: then a destination is as one that is no service's, which also clears what the
+/// socket remembers of it.
+#[inline(always)]
+fn choose<F: AddressFormat>(
+    destination: &Destination<<F::Family as Family>::Address>,
+    origin: Origin,
+    ended: bool,
+) -> Result<SocketOrigin<<F::Family as Family>::Address>, Reason>
+where
+    Maps: Tables<F::Family>,
+{
+    if ended { Err(Reason::NotAService) } else { socket::connect(&Maps, destination, origin, random()) }
+}
+
 #[inline(always)]
 fn random() -> u32 {
     // SAFETY: no arguments.
@@ -231,7 +245,7 @@ where
         return PROCEED;
     }
     let destination = destination::<F>(ctx, protocol);
-    match socket::connect(&Maps, &destination, origin, random()) {
+    match choose::<F>(&destination, origin, lease_has_ended()) {
         Ok(mut new) => {
             if !store(ctx, <F::Family as SocketTables>::socket_origin(), &mut new) {
                 return conclude(Reason::SocketStorageFull, &destination);
@@ -273,21 +287,22 @@ where
         return PROCEED;
     }
     let destination = destination::<F>(ctx, PROTOCOL_UDP);
+    let ended = lease_has_ended();
     let connected = <F::Family as SocketTables>::socket_origin();
     if let Some(peer) = stored(ctx, connected) {
-        if socket::remembered_peer(&Maps, peer, &destination, origin) {
+        if !ended && socket::remembered_peer(&Maps, peer, &destination, origin) {
             redirect::<F>(ctx, peer);
             return PROCEED;
         }
     }
     let storage = <F::Family as SocketTables>::datagram_origins();
-    if let Some(known) = stored(ctx, storage) {
+    if !ended && let Some(known) = stored(ctx, storage) {
         if let Some(same) = socket::remembered(&Maps, known, &destination, origin) {
             redirect::<F>(ctx, &same);
             return PROCEED;
         }
     }
-    match socket::connect(&Maps, &destination, origin, random()) {
+    match choose::<F>(&destination, origin, ended) {
         Ok(new) => {
             let Some(known) = stored_or_new(ctx, storage) else {
                 return conclude(Reason::SocketStorageFull, &destination);

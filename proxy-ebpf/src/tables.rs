@@ -2,7 +2,7 @@
 
 use core::ptr::{addr_of, read_volatile};
 
-use aya_ebpf::btf_maps::SkStorage;
+use aya_ebpf::{btf_maps::SkStorage, helpers::bpf_ktime_get_boot_ns};
 use proxy_common::{
     family::{Family, V4, V6},
     layout::*,
@@ -10,7 +10,7 @@ use proxy_common::{
     tables::Tables,
 };
 
-use crate::maps;
+use crate::{globals, maps};
 
 /// The tables of one family.
 pub(crate) struct Maps;
@@ -101,6 +101,19 @@ fn read_set(set: *const EndpointSet) -> EndpointSet {
 #[inline(always)]
 pub(crate) fn settings() -> Option<&'static Settings> {
     maps::settings.get(0)
+}
+
+/// Has nobody followed changes for as long as the configuration allows? Without `ebpf.withdrawAfter` the verifier removes the lookup.
+#[inline(always)]
+pub(crate) fn lease_has_ended() -> bool {
+    if globals::LEASE.load() != globals::ON {
+        return false;
+    }
+    let Some(lease) = maps::lease.get_ptr(0) else { return false };
+    // SAFETY: of a map value, in bounds and aligned to 8; one load, as the controller may be renewing it.
+    let lease = Lease { end: unsafe { read_volatile(addr_of!((*lease).end)) } };
+    // SAFETY: no arguments; since 5.8.
+    lease.has_ended(unsafe { bpf_ktime_get_boot_ns() })
 }
 
 /// Counts a reason on this CPU.

@@ -21,7 +21,7 @@ use crate::{
     nat::{self, Addresses},
     parse::{Network, ParsedPacket},
     refuse::{self, AnswerPath, Refuse},
-    tables::{Maps, count, count_packet},
+    tables::{Maps, count, count_packet, lease_has_ended},
 };
 
 // Ethertypes as the context has them, in network order.
@@ -63,6 +63,9 @@ fn ingress_of<F: PacketFamily>(ctx: &TcContext, network: u32, origin: Origin) ->
 where
     Maps: FlowTables<F>,
 {
+    if lease_has_ended() {
+        return TC_ACT_UNSPEC;
+    }
     let parsed = match F::parse(ctx, network) {
         Ok(parsed) => parsed,
         Err(reason) => return pass_or_drop(reason),
@@ -84,6 +87,9 @@ fn egress_of<F: PacketFamily>(ctx: &TcContext, network: u32, peers: Origin) -> i
 where
     Maps: FlowTables<F>,
 {
+    if lease_has_ended() {
+        return TC_ACT_UNSPEC;
+    }
     let parsed = match F::parse(ctx, network) {
         Ok(parsed) => parsed,
         Err(reason) => return pass_or_drop(reason),

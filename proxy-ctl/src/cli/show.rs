@@ -95,7 +95,8 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
     let mut status = StatusView::new(record, programmed.as_ref().map(|(mode, _)| *mode), starting);
     status.former_kube_proxy = FormerView::new(&leftovers::find(&keeps), held_back_by.unwrap_or_default());
     if let Some((_, programmed)) = programmed {
-        let hooks = programmed.snapshot()?.hooks;
+        let Snapshot { hooks, lease, .. } = programmed.snapshot()?;
+        status.withdraws_in = lease.map(|left| left.as_secs() + u64::from(left.subsec_nanos() > 0));
         status.hooks = hooks.into_iter().map(|hook| hook_view(hook, &interfaces)).collect();
         status.hooks.sort_unstable();
         Usage { tables: status.tables, reasons: status.counters } = programmed.usage()?;

@@ -4,12 +4,14 @@
 use std::{
     collections::BTreeSet,
     net::{IpAddr, SocketAddr},
+    time::Duration,
 };
 
 use serde::Serialize;
 
 use super::table::{bytes, table};
 use crate::{
+    config::duration,
     dataplane::{ReasonUsage, TableUsage},
     leftovers::{Found, Part},
     mode::Mode,
@@ -180,6 +182,8 @@ pub(super) struct StatusView {
     pub(super) controller: ControllerView,
     pub(super) sources: Option<Vec<Source>>,
     pub(super) hooks: Vec<HookView>,
+    /// Seconds for which everything is served without a controller; 0: nothing is translated any more. `None`: without end.
+    pub(super) withdraws_in: Option<u64>,
     pub(super) tables: Vec<TableUsage>,
     pub(super) counters: Vec<ReasonUsage>,
     pub(super) former_kube_proxy: FormerView,
@@ -253,6 +257,7 @@ impl StatusView {
             unsupported: record.as_ref().map(|record| record.unsupported.clone()).unwrap_or_default(),
             sources: record.filter(|_| alive).map(|record| record.sources),
             hooks: Vec::new(),
+            withdraws_in: None,
             tables: Vec::new(),
             counters: Vec::new(),
             former_kube_proxy: FormerView::default(),
@@ -282,6 +287,16 @@ impl StatusView {
                 );
             }
             (false, _) => line("controller", "not running; start it with `proxy-ctl run`"),
+        }
+        match self.withdraws_in {
+            Some(0) => {
+                line("lease", "has ended: nothing is translated before a controller has listed everything")
+            }
+            Some(left) => {
+                let left = duration::format(Duration::from_secs(left));
+                line("lease", &format!("without a controller, nothing is translated in {left}"));
+            }
+            None => {}
         }
         for source in self.sources.iter().flatten() {
             let connected = match (&source.problem, source.connected) {
@@ -425,6 +440,19 @@ mod tests {
         assert!(status.text().contains("controller  starting, pid 4711"), "{}", status.text());
         let json = serde_json::to_value(&status).unwrap();
         assert_eq!(json["controller"], serde_json::json!({"running": true, "starting": true, "pid": 4711}));
+    }
+
+    #[rstest]
+    #[case::no_end(None, None)]
+    #[case::goes_on(Some(3_133), Some("nothing is translated in 52m13s"))]
+    #[case::has_ended(Some(0), Some("has ended: nothing is translated"))]
+    fn the_end_of_a_lease_is_told(#[case] withdraws_in: Option<u64>, #[case] expected: Option<&str>) {
+        let status = StatusView { withdraws_in, ..StatusView::new(None, Some(Mode::Ebpf), None) };
+        let text = status.text();
+        let line = text.lines().find(|line| line.starts_with("lease"));
+        assert_eq!(line.is_some(), expected.is_some(), "{text}");
+        assert!(line.unwrap_or_default().contains(expected.unwrap_or_default()), "{text}");
+        assert_eq!(serde_json::to_value(&status).unwrap()["withdrawsIn"], serde_json::json!(withdraws_in));
     }
 
     #[test]

@@ -17,7 +17,7 @@ pub(super) fn parse(text: &str) -> Option<i64> {
 }
 
 /// As Go prints it: `1h0m0s`, `1.5ms`. kube prints `3600s`.
-pub(super) fn format(duration: Duration) -> String {
+pub(crate) fn format(duration: Duration) -> String {
     let nanos = duration.subsec_nanos();
     if duration.as_secs() == 0 {
         return match nanos {

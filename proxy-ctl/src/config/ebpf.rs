@@ -1,6 +1,6 @@
 //! The section `ebpf`: settings that only this proxy has.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Duration};
 
 pub use proxy_common::inventory::Limits;
 
@@ -87,6 +87,8 @@ pub struct Ebpf {
     pub bpffs: PathBuf,
     /// Remove what another kube-proxy has left, once everything is served.
     pub remove_kube_proxy_rules: bool,
+    /// How long the node serves after its controller has gone; zero: without end.
+    pub withdraw_after: Duration,
 }
 
 impl Default for Ebpf {
@@ -102,6 +104,7 @@ impl Default for Ebpf {
             cgroup: None,
             bpffs: PathBuf::from("/sys/fs/bpf"),
             remove_kube_proxy_rules: true,
+            withdraw_after: Duration::ZERO,
         }
     }
 }

@@ -1,5 +1,7 @@
 //! The table of every field of the file. Where a value goes, what it may be, when it counts, and what it means.
 
+use std::time::Duration;
+
 use serde_json::{Map, Value, json};
 
 use super::{
@@ -273,6 +275,21 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.removeKubeProxyRules", switch(|c| &mut c.ebpf.remove_kube_proxy_rules);
         "Remove what another kube-proxy has left in the kernel, once, when every service port is served: else it would go on \
          leading to endpoints that are gone. false: leave it, to try both side by side. Not with --manifests.";
+    "ebpf.withdrawAfter", WITHDRAW_AFTER;
+        "How long the node serves what was programmed after its controller has gone. From then on nothing is translated, so that another          proxy's rules apply, and flows of the packet programs end. Choose more than any restart takes. 0s: without end.";
+};
+
+/// The lease is renewed about once a second at most, and not while much is being written.
+const SHORTEST_LEASE: Duration = Duration::from_secs(10);
+
+const WITHDRAW_AFTER: TypedField<Duration> = TypedField {
+    allowed: || "10s or more, such as \"1h\", or 0s for no end".to_owned(),
+    read: |value| {
+        let found = (timeout(|c| &mut c.ebpf.withdraw_after).read)(value)?;
+        let allowed = found.is_zero() || found >= SHORTEST_LEASE;
+        if allowed { Ok(found) } else { Err(InvalidValue::new(Problem::NotAllowed, value)) }
+    },
+    ..optional_timeout(|c| &mut c.ebpf.withdraw_after)
 };
 
 impl ListItem for ipnet::IpNet {

@@ -7,7 +7,7 @@ mod access;
 mod command_line;
 mod document;
 pub mod documentation;
-mod duration;
+pub(crate) mod duration;
 mod ebpf;
 mod feature_gates;
 mod fields;

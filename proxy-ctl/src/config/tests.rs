@@ -134,6 +134,8 @@ fn json_is_read_too() {
     config.ebpf.bpffs == Path::new("/run/bpf")
         && config.ebpf.cgroup.as_deref() == Some(Path::new("/sys/fs/cgroup/unified/x"))
 })]
+#[case::withdraw_after("ebpf: {withdrawAfter: 1h}", |config: &Config| config.ebpf.withdraw_after == Duration::from_hours(1))]
+#[case::no_lease("ebpf: {withdrawAfter: 0s}", |config: &Config| config.ebpf.withdraw_after == Duration::ZERO)]
 #[case::built_already("ebpf: {xdp: auto, forwarding: snat, algorithm: random, sourceAddress: preserve}", |_: &Config| true)]
 fn valid(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
     let loaded = parse(body).unwrap();
@@ -210,6 +212,10 @@ fn valid(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
     "conntrack.min must be written without a leading zero: 8, as kube-proxy reads it, or 10"
 )]
 #[case("ebpf: {limits: {flows: 0}}", "ebpf.limits.flows must be from 1 to 67108864, found 0")]
+#[case(
+    "ebpf: {withdrawAfter: 9s}",
+    "ebpf.withdrawAfter must be 10s or more, such as \"1h\", or 0s for no end, found \"9s\""
+)]
 #[case("ebpf: {bpffs: bpf}", "ebpf.bpffs must be an absolute path, found \"bpf\"")]
 #[case(
     "ebpf: {interfaces: {include: ['e*0']}}",

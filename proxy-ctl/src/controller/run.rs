@@ -96,7 +96,7 @@ pub fn run(
     take_network(&mut controller, &mut inputs.networks);
     loop {
         let until = match controller.wants_call_at() {
-            _ if !controller.is_started() => report_wait_at,
+            _ if !controller.is_started() => report_wait_at.min(garbage_at),
             Some(retry_at) => retry_at.min(garbage_at),
             None => garbage_at,
         };
@@ -126,16 +126,27 @@ pub fn run(
         }
         let now = Instant::now();
         controller.write(now);
-        if controller.is_started() && garbage_at <= now {
-            controller.collect_garbage();
+        if garbage_at <= now {
+            match &mut opened {
+                Some(waiting) => renew_lease(waiting.as_mut()),
+                None => controller.collect_garbage(),
+            }
             garbage_at = Instant::now() + GARBAGE_PERIOD;
-        } else if !controller.is_started() && report_wait_at <= now {
+        }
+        if !controller.is_started() && report_wait_at <= now {
             tracing::warn!("waiting for {}", controller.waits_for().join(", "));
             report_wait_at = now + WAIT_REPORT_PERIOD;
         }
         if let Some(error) = controller.taken_over.take() {
             return Err(Ended::TakenOver(error));
         }
+    }
+}
+
+/// What a predecessor has programmed serves until everything is listed.
+fn renew_lease(dataplane: &mut dyn Dataplane) {
+    if let Err(error) = dataplane.renew_lease() {
+        tracing::warn!(%error, "the lease of ebpf.withdrawAfter was not renewed");
     }
 }
 

@@ -49,6 +49,12 @@ pub trait Dataplane: Programmed + Send {
     /// Takes over the node's own addresses and interfaces. Called before the first `resync`, and on change.
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error>;
 
+    /// Says that there is a controller, where the mode needs to know. Called about once a second before the first `resync`; later
+    /// [`Dataplane::collect_garbage`] does so.
+    fn renew_lease(&mut self) -> Result<(), Error> {
+        Ok(())
+    }
+
     /// Removes what is no longer used (expired flows, interfaces that are gone), and serves what this makes room for.
     /// Called about once a second.
     fn collect_garbage(&mut self) -> Result<(), Error>;

@@ -1,6 +1,9 @@
 //! What is really programmed on the node, as data, whatever the mode.
 
-use std::net::{IpAddr, SocketAddr};
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 
 use serde::Serialize;
 
@@ -17,6 +20,9 @@ pub struct Snapshot {
     pub backends: Vec<BackendSnapshot>,
     pub node: NodeSnapshot,
     pub hooks: Vec<Hook>,
+    /// What is left of the time for which the node serves without its controller; zero: everything passes untouched. `None`: no
+    /// end.
+    pub lease: Option<Duration>,
 }
 
 /// A service port as the node serves it.

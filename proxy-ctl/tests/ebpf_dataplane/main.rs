@@ -8,6 +8,7 @@ mod faults;
 mod flows;
 mod grace;
 mod hooks;
+mod lease;
 mod room;
 mod sandbox;
 mod sequences;

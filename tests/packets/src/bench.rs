@@ -20,9 +20,14 @@ use crate::{
 const RUNS: u32 = 1_000_000;
 const ROUNDS: usize = 5;
 
-pub(crate) fn run(world: &mut World) -> Result<()> {
-    family::<V4>(world)?;
-    family::<V6>(world)
+pub(crate) fn run(object: &[u8]) -> Result<()> {
+    for (lease, name) in [(0, "without lease"), (1, "with a lease")] {
+        println!("{name}");
+        let mut world = World::load(object, 0, lease)?;
+        family::<V4>(&mut world)?;
+        family::<V6>(&mut world)?;
+    }
+    Ok(())
 }
 
 fn family<W: Tables>(world: &mut World) -> Result<()> {

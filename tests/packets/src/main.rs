@@ -40,12 +40,12 @@ fn start() -> Result<Started<Worlds>> {
     // Programs ask for routes: here there are none, whatever the machine has.
     unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
     let object = object()?;
-    Ok(Ok([World::load(&object, 0)?, World::load(&object, 1)?]))
+    Ok(Ok([World::load(&object, 0, 1)?, World::load(&object, 1, 1)?]))
 }
 
 fn main() -> ExitCode {
     if std::env::args().any(|argument| argument == "--bench") {
-        return match object().and_then(|object| bench::run(&mut World::load(&object, 0)?)) {
+        return match object().and_then(|object| bench::run(&object)) {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
                 eprintln!("{error:#}");

@@ -145,9 +145,9 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn load(object: &[u8], host_packets: u32) -> Result<Self> {
+    pub(crate) fn load(object: &[u8], host_packets: u32, lease: u32) -> Result<Self> {
         let mut loader = EbpfLoader::new();
-        loader.override_global("HOST_PACKETS", &host_packets, true);
+        loader.override_global("HOST_PACKETS", &host_packets, true).override_global("LEASE", &lease, true);
         // No packet may look different because of them: a constant of the same bytes once shared their place.
         loader.override_global("SOCKET_HOST_ONLY", &1u32, true);
         loader.override_global("CAN_REFUSE", &1u32, true);
@@ -191,6 +191,7 @@ impl World {
         V4::clear(&mut self.ebpf)?;
         V6::clear(&mut self.ebpf)?;
         self.set_settings(Settings { masquerade_ports: [[1, 0]; 2], ..Settings::default() })?;
+        self.set_lease_end(0)?;
         self.switch_log(false)?;
         self.logged()?;
         let cpus = aya::util::nr_cpus().map_err(|(file, error)| anyhow::anyhow!("{file}: {error}"))?;
@@ -227,6 +228,10 @@ impl World {
 
     pub(crate) fn set_settings(&mut self, settings: Settings) -> Result<()> {
         Ok(array(&mut self.ebpf, table::settings)?.set(0, settings, 0)?)
+    }
+
+    pub(crate) fn set_lease_end(&mut self, end: u64) -> Result<()> {
+        Ok(array(&mut self.ebpf, table::lease)?.set(0, Lease { end }, 0)?)
     }
 
     pub(crate) fn set_service(&mut self, id: u32, service: Service) -> Result<()> {

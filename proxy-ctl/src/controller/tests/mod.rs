@@ -59,6 +59,7 @@ struct Recording {
     without_room: Option<BTreeMap<ServicePortName, Vec<Unsupported>>>,
     /// The mode keeps `minSyncPeriod`.
     paced: bool,
+    renewals: usize,
 }
 
 impl Recording {
@@ -166,6 +167,11 @@ impl Dataplane for Recorder {
             return Err(Error::new(ErrorKind::NodeAddresses, "table node_addresses4 is full"));
         }
         written
+    }
+
+    fn renew_lease(&mut self) -> Result<(), Error> {
+        self.lock().renewals += 1;
+        Ok(())
     }
 
     fn collect_garbage(&mut self) -> Result<(), Error> {

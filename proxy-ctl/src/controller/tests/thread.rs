@@ -63,6 +63,13 @@ async fn it_opens_at_once_and_writes_after_all_lists() {
     thread.networks.send(Some(network(&[]))).unwrap();
     opened.recv().await.unwrap();
     assert!(thread.metrics_requests.families().await.is_none(), "the Node is missing");
+    // What a predecessor has programmed serves on however long the Node takes.
+    let renewed = async {
+        while recorder.lock().renewals == 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), renewed).await.unwrap();
     assert_eq!(recorder.calls(), []);
 
     thread.updates.send(Update::Node(None)).await.unwrap();

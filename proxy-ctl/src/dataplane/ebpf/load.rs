@@ -15,7 +15,7 @@ use proxy_common::inventory::program;
 
 use super::{Error, attach::DIRECTIONS, kernel_log::KernelLog, tables::Shape};
 use crate::{
-    config::SocketLoadBalancing,
+    config::{self, SocketLoadBalancing},
     dataplane::Role,
     sys::{sampler::Undisturbed, tc::Direction},
 };
@@ -70,11 +70,13 @@ pub(super) fn packet_program(role: Role, direction: Direction, ethernet: bool) -
 pub(super) fn load(
     maps: &Path,
     shapes: &[Shape],
-    balancing: SocketLoadBalancing,
+    config: &config::Ebpf,
     learn_namespace: bool,
 ) -> Result<(Programs, KernelLog), Error> {
     // The kernel stops checking a program when a signal comes.
     let _undisturbed = Undisturbed::begin().map_err(Error::Signals)?;
+    let balancing = config.socket_load_balancing;
+    let lease = u32::from(!config.withdraw_after.is_zero());
     let host_only = u32::from(balancing == SocketLoadBalancing::Host);
     let host_packets = u32::from(balancing == SocketLoadBalancing::Off);
     let can_refuse = u32::from(
@@ -85,7 +87,8 @@ pub(super) fn load(
     loader
         .override_global("SOCKET_HOST_ONLY", &host_only, true)
         .override_global("HOST_PACKETS", &host_packets, true)
-        .override_global("CAN_REFUSE", &can_refuse, true);
+        .override_global("CAN_REFUSE", &can_refuse, true)
+        .override_global("LEASE", &lease, true);
     for shape in shapes {
         loader.map_pin_path(shape.name, maps.join(shape.name));
         if shape.limit.is_some() {

@@ -26,6 +26,7 @@ use self::{
     family::TableFamily,
     gc::Collector,
     kernel_log::KernelLog,
+    lease::LeaseRenewal,
     paths::Paths,
     pins::TablePins,
     programmed::Entries,
@@ -50,6 +51,7 @@ mod fit;
 mod gc;
 mod kernel_log;
 mod layout;
+mod lease;
 mod load;
 mod metrics;
 mod paths;
@@ -87,6 +89,7 @@ pub struct EbpfDataplane {
     paths: Paths,
     pins: TablePins,
     log: KernelLog,
+    lease: LeaseRenewal,
     /// Of [`Dataplane::collect_garbage`].
     collections: u32,
 }
@@ -134,7 +137,7 @@ impl EbpfDataplane {
             Err(e) => return Err(Error::Namespace(e)),
         };
         let balancing = config.socket_load_balancing;
-        let (mut programs, log) = load::load(&paths.maps(), &shapes, balancing, cookie.is_none())?;
+        let (mut programs, log) = load::load(&paths.maps(), &shapes, config, cookie.is_none())?;
 
         let pins = TablePins::hold(&paths, &shapes, lock)?;
         let common = CommonTables::open(&paths.maps(), true)?;
@@ -159,6 +162,7 @@ impl EbpfDataplane {
                 Some(Cgroup::open(cgroup_folder(config)?)?)
             }
         };
+        let lease = LeaseRenewal::begin(config.withdraw_after, &common)?;
         let grace = GracePeriod::new().map_err(Error::Grace)?;
         let ids = Ranges::new(common.services.len() as u32);
         let shared = Common { tables: common, ids, next_backend: 0, backends_set_aside: 0, grace };
@@ -175,6 +179,7 @@ impl EbpfDataplane {
             paths,
             pins,
             log,
+            lease,
             collections: 0,
         };
         // Programs may be reading what a predecessor retired in its last moment.
@@ -292,6 +297,7 @@ impl Programmed for EbpfDataplane {
             (table::services, u64::from(self.shared.ids.used().saturating_sub(1))),
             (table::service_names, (self.v4.entries.services.len() + self.v6.entries.services.len()) as u64),
             (table::settings, 1),
+            (table::lease, 1),
         ]);
         used.extend(used_by(&self.v4, &self.flows4)?);
         used.extend(used_by(&self.v6, &self.flows6)?);
@@ -323,6 +329,10 @@ impl Dataplane for EbpfDataplane {
                 failures.add(format_args!("service {id}, which is not desired"), error);
             }
         }
+        // Also where something could not be written: the other service ports are served as they are desired.
+        if let Err(error) = self.lease.resume(&shared.tables.lease) {
+            failures.add("lease", error);
+        }
         failures.into_result()?;
         Ok(applied)
     }
@@ -351,7 +361,12 @@ impl Dataplane for EbpfDataplane {
         Ok(applied)
     }
 
+    fn renew_lease(&mut self) -> Result<(), super::Error> {
+        Ok(self.lease.renew(&self.shared.tables.lease)?)
+    }
+
     fn collect_garbage(&mut self) -> Result<(), super::Error> {
+        self.renew_lease()?;
         let Self { shared, v4, v6, .. } = self;
         if shared.ids.has_retired() || v4.entries.slots.has_retired() || v6.entries.slots.has_retired() {
             shared.grace.wait().map_err(Error::Grace)?;

@@ -5,13 +5,14 @@ use std::{
     net::{IpAddr, SocketAddr},
     os::fd::{AsRawFd, OwnedFd},
     path::Path,
+    time::Duration,
 };
 
 use proxy_common::{
     family::{Slot as _, V4, V6},
     inventory::table,
     layout::{
-        BACKEND_LOCAL, BACKEND_TERMINATING, EndpointSet, FRONTEND_EXTERNAL, NODE_ADDRESS_LOOPBACK,
+        BACKEND_LOCAL, BACKEND_TERMINATING, EndpointSet, FRONTEND_EXTERNAL, Lease, NODE_ADDRESS_LOOPBACK,
         SCOPE_NODE_PORT, SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, Service,
     },
     reason::{Reason, Verdict},
@@ -31,7 +32,7 @@ use crate::{
         ReasonUsage, ServiceSnapshot, ServiceUsage, Snapshot, TableUsage, Usage,
     },
     model::{desired::ServicePortName, objects::TrafficPolicy},
-    sys::{CallError, bpf, lock},
+    sys::{CallError, bpf, clock, lock},
 };
 
 /// The pinned tables of this layout version, for reading.
@@ -96,7 +97,13 @@ impl Reader<'_> {
             backends: self.backends()?,
             node: self.node()?,
             hooks: self.hooks()?,
+            lease: self.lease()?,
         })
+    }
+
+    fn lease(&self) -> Result<Option<Duration>, Error> {
+        let Lease { end } = self.common.lease.get(&0)?.unwrap_or_default();
+        Ok((end != 0).then(|| Duration::from_nanos(end.saturating_sub(clock::since_boot()))))
     }
 
     /// Service ports by name.
@@ -170,7 +177,7 @@ impl Reader<'_> {
         count_family(self.v6, &mut used)?;
         let names = self.common.names.read_all()?.len() as u64;
         used.extend([(table::services, names), (table::service_names, names)]);
-        used.insert(table::settings, 1);
+        used.extend([(table::settings, 1), (table::lease, 1)]);
         let services = self.services()?;
         let counters = self.common.service_counters.capacity();
         let counted = services.iter().filter(|service| service.id < counters).count();
@@ -295,8 +302,9 @@ pub(super) fn usage(
             name: shape.name,
             used: used.get(shape.name).copied().unwrap_or(0),
             capacity: u64::from(info.max_entries),
-            // Storage of sockets has no size of its own; the other two always have all their entries.
-            can_fill_up: info.max_entries > 0 && ![table::settings, table::counters].contains(&shape.name),
+            // Storage of sockets has no size of its own; the other three always have all their entries.
+            can_fill_up: info.max_entries > 0
+                && ![table::settings, table::lease, table::counters].contains(&shape.name),
             bytes: bytes(&fd),
         });
     }

@@ -13,7 +13,7 @@ use aya::Pod;
 use proxy_common::{
     inventory::{Limit, table},
     layout::{
-        Backend, DatagramOrigins, Flow, FlowKey, Frontend, FrontendKey, NodeAddress, Service,
+        Backend, DatagramOrigins, Flow, FlowKey, Frontend, FrontendKey, Lease, NodeAddress, Service,
         ServiceCounters, ServiceName, Settings, Slot4, Slot6, SocketOrigin,
     },
     reason::REASONS,
@@ -282,6 +282,7 @@ pub(super) struct CommonTables {
     pub(super) services: SharedArray<Service>,
     pub(super) names: Table<u32, ServiceName>,
     pub(super) settings: Table<u32, Settings>,
+    pub(super) lease: Table<u32, Lease>,
     pub(super) counters: PerCpuArray<u64>,
     pub(super) service_counters: PerCpuArray<ServiceCounters>,
 }
@@ -293,6 +294,7 @@ impl CommonTables {
             services: shared(folder, table::services, writable)?,
             names: Table::open(folder, table::service_names, Some(Limit::Services))?,
             settings: Table::open(folder, table::settings, None)?,
+            lease: Table::open(folder, table::lease, None)?,
             counters: per_cpu(folder, table::counters)?,
             service_counters: per_cpu(folder, table::service_counters)?,
         })

@@ -23,6 +23,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("to another port of a cluster IP", other_port);
     group.both::<W>("to a node port on loopback", loopback);
     group.both::<W>("of another protocol than the service", other_protocol);
+    group.both::<W>("after the controller's lease", after_the_lease);
 }
 
 fn not_a_service<W: Tables>(s: &mut Scene<W>) -> Result<()> {
@@ -32,6 +33,24 @@ fn not_a_service<W: Tables>(s: &mut Scene<W>) -> Result<()> {
         s.send(program, &packet, Expect::Untouched)?;
     }
     s.counted(&[])
+}
+
+/// Known flows too: where another proxy serves, a backend that it does not know would be a stale one.
+fn after_the_lease<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    let (known, new) = (s.first(CLIENT, CLUSTER_IP), s.first((CLIENT.0, CLIENT.1 + 1), CLUSTER_IP));
+    let answer = known.to(LOCAL).answer(TCP_SYN | TCP_ACK);
+    s.send("workload_ingress", &known, Expect::Becomes(&known.to(LOCAL)))?;
+    s.world.set_lease_end(1)?;
+    for (program, packet) in
+        [("workload_ingress", &known), ("workload_ingress", &new), ("workload_egress", &answer)]
+    {
+        s.send(program, packet, Expect::Untouched)?;
+    }
+    s.counted(&[(Reason::FlowOpened, 1)])?;
+    s.world.set_lease_end(u64::MAX)?;
+    s.send("workload_ingress", &new, Expect::Becomes(&new.to(LOCAL)))?;
+    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))
 }
 
 fn cluster_ip<W: Tables>(s: &mut Scene<W>) -> Result<()> {

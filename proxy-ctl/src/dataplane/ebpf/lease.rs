@@ -1,0 +1,65 @@
+//! The lease of `ebpf.withdrawAfter`. Where nobody renews it any more, the programs pass everything on from its end: the
+//! tables know nothing of what has changed since.
+
+use std::time::Duration;
+
+use proxy_common::layout::Lease;
+
+use super::{
+    Error,
+    tables::{CommonTables, Table},
+};
+use crate::sys::clock;
+
+/// Renewed when this part of it is over.
+const RENEWED_AFTER: u32 = 4;
+
+#[derive(Debug)]
+pub(super) struct LeaseRenewal {
+    /// Zero: there is no lease.
+    withdraw_after: Duration,
+    /// Nanoseconds since boot. `None`: a predecessor's lease has ended, and so the tables are not served before they hold what
+    /// is desired.
+    next: Option<u64>,
+}
+
+impl LeaseRenewal {
+    /// To be called before the programs that go by the lease are attached.
+    pub(super) fn begin(withdraw_after: Duration, tables: &CommonTables) -> Result<Self, Error> {
+        let table = &tables.lease;
+        if withdraw_after.is_zero() {
+            table.set(&0, &Lease::default())?;
+            return Ok(Self { withdraw_after, next: None });
+        }
+        let ended = table.get(&0)?.unwrap_or_default().has_ended(clock::since_boot());
+        let mut renewal = Self { withdraw_after, next: (!ended).then_some(0) };
+        renewal.renew(table)?;
+        Ok(renewal)
+    }
+
+    /// Called about once a second.
+    pub(super) fn renew(&mut self, table: &Table<u32, Lease>) -> Result<(), Error> {
+        let now = clock::since_boot();
+        if self.next.is_none_or(|next| now < next) {
+            return Ok(());
+        }
+        table.set(&0, &Lease { end: later(now, self.withdraw_after) })?;
+        self.next = Some(later(now, self.withdraw_after / RENEWED_AFTER));
+        Ok(())
+    }
+
+    /// The tables hold what is desired.
+    pub(super) fn resume(&mut self, table: &Table<u32, Lease>) -> Result<(), Error> {
+        if self.next.is_some() || self.withdraw_after.is_zero() {
+            return Ok(());
+        }
+        self.next = Some(0);
+        self.renew(table)?;
+        tracing::info!("the lease had ended before this start; services are served again");
+        Ok(())
+    }
+}
+
+fn later(now: u64, duration: Duration) -> u64 {
+    now.saturating_add(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
+}

@@ -31,6 +31,7 @@ pub(super) enum Command {
     Services(ServicesArgs),
     Backends(BackendsArgs),
     Cleanup(CleanupArgs),
+    RolloutStatus(RolloutArgs),
     Probe(ProbeArgs),
     Config(ConfigArgs),
     Completion(CompletionArgs),
@@ -150,7 +151,7 @@ const STATUS_HELP: &str = "Example:
 
 JSON: {mode, reasons[], node, controller: {running, starting, pid}, sources[]: {name, connected, objects,
   problem},
-  hooks[]: {name, interface, role, kind}, tables[]: {name, used, capacity, bytes},
+  hooks[]: {name, interface, role, kind}, withdrawsIn: seconds, tables[]: {name, used, capacity, bytes},
   counters[]: {reason, count},
   formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]},
   unsupported[]: {namespace, name, port, protocol, family, field, effect, instead}}; what is not known is
@@ -195,6 +196,9 @@ pub(super) struct CleanupArgs {
     /// Remove also what another kube-proxy has programmed, in any mode: not where one runs
     #[arg(long)]
     pub(super) kube_proxy: bool,
+    /// Afterwards wait for SIGTERM, as a pod of a DaemonSet must not end
+    #[arg(long)]
+    pub(super) stay: bool,
     #[command(flatten)]
     pub(super) output: OutputArgs,
 }
@@ -208,6 +212,19 @@ be removed.
 
 JSON: {removed: {links[], filters, tables[]}, problems[]}; with --kube-proxy also
   kubeProxy: {removed[]: {place, what, count}, kept[]: {place, name, why}}.";
+
+/// Wait until a DaemonSet is ready on every node, as `kubectl rollout status` does
+#[derive(Debug, ClapArgs)]
+#[command(after_help = ROLLOUT_HELP)]
+pub(super) struct RolloutArgs {
+    #[arg(value_name = "NAMESPACE/NAME")]
+    pub(super) daemon_set: String,
+}
+
+const ROLLOUT_HELP: &str = "Example:
+  proxy-ctl rollout-status kube-system/proxy-ctl-cleanup
+
+For a pod whose service account may get the DaemonSet: the chart waits so until all nodes are cleaned.";
 
 fn absolute(text: &str) -> Result<PathBuf, String> {
     let path = PathBuf::from(text);

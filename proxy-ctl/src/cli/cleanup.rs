@@ -4,6 +4,7 @@ use std::{io::Write as _, path::Path};
 
 use anyhow::Context as _;
 use ipnet::IpNet;
+use nix::sys::signal::{SigSet, Signal};
 use serde_json::json;
 
 use super::{args::CleanupArgs, show::print, table::table};
@@ -18,6 +19,17 @@ use crate::{
 ///
 /// `keeps`: `ipvs.excludeCIDRs`.
 pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<()> {
+    if !args.stay {
+        return remove(args, bpffs, keeps);
+    }
+    let ends: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
+    ends.thread_block().context("blocking SIGTERM")?;
+    remove(args, bpffs, keeps)?;
+    ends.wait().context("waiting for SIGTERM")?;
+    Ok(())
+}
+
+fn remove(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<()> {
     let own = cleanup_own(bpffs);
     if !args.kube_proxy {
         // Its own words say more than kube-proxy's.

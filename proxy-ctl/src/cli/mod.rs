@@ -5,6 +5,7 @@ mod cleanup;
 mod effective;
 mod probe;
 mod program;
+mod rollout;
 mod show;
 mod table;
 mod tree;
@@ -43,6 +44,7 @@ pub fn main() -> ExitCode {
         Command::Services(services) => show::services(&services, &show::bpffs(bpffs)),
         Command::Backends(backends) => show::backends(&backends, &show::bpffs(bpffs)),
         Command::Cleanup(cleanup) => cleanup::cleanup(&cleanup, &show::bpffs(bpffs), &[]),
+        Command::RolloutStatus(rollout) => rollout::wait(&rollout),
         Command::Probe(probe) => probe::probe(probe.flags.flags, bpffs),
         Command::Config(config) => effective::show(config.flags.flags, bpffs),
         Command::Completion(completion) => tree::completion(completion.shell),
@@ -65,7 +67,7 @@ fn serve(program: Program, flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyh
     }
     if line.is_on("cleanup") {
         let Config { ebpf, ipvs, .. } = Settings::new(&line)?.config;
-        let everything = CleanupArgs { kube_proxy: true, output: OutputArgs::default() };
+        let everything = CleanupArgs { kube_proxy: true, stay: false, output: OutputArgs::default() };
         return cleanup::cleanup(&everything, &ebpf.bpffs, &ipvs.exclude_cidrs);
     }
     process::run(line)

@@ -9,4 +9,5 @@ pub mod check;
 pub mod fixtures;
 pub mod proxy;
 pub mod setting;
+pub mod way_back;
 pub mod world;

@@ -7,6 +7,7 @@ use behaviour::{
     case::{Case, Variant},
     cases, proxy,
     setting::{PathKind, ProxyKind, Setting},
+    way_back,
     world::World,
 };
 use clap::{Parser, ValueEnum as _};
@@ -41,8 +42,22 @@ fn main() -> ExitCode {
     let paths = if arguments.path.is_empty() { PathKind::value_variants().to_vec() } else { arguments.path };
     let cases: Vec<&Case> = cases::all().filter(|case| case.core || !arguments.core).collect();
     let settings = Setting::matching(&proxies, &paths);
-    let trials = settings.into_iter().flat_map(|setting| trials(setting, &cases, arguments.logs));
-    scenario::run(arguments.harness, trials.collect())
+    let mut all: Vec<Trial> = Vec::new();
+    for setting in settings {
+        all.extend(trials(setting, &cases, arguments.logs));
+        if !arguments.core && way_back::concerns(setting) {
+            all.extend(way_back_trials(setting));
+        }
+    }
+    scenario::run(arguments.harness, all)
+}
+
+fn way_back_trials(setting: Setting) -> Vec<Trial> {
+    let lab = Shared::new(move || match proxy::missing_for(ProxyKind::KubeProxyNftables)? {
+        Some(reason) => Ok(Err(reason)),
+        None => way_back::world(setting).map(Ok),
+    });
+    lab.trials(way_back::SCENARIOS.map(|(name, run)| Scenario::new(format!("{setting}: {name}"), run)))
 }
 
 /// Each setting has a lab of its own.

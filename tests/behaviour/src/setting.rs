@@ -41,6 +41,8 @@ pub enum PathKind {
 pub struct Setting {
     pub proxy: ProxyKind,
     pub path: PathKind,
+    /// The hooks pass everything on 10 s after their controller has gone.
+    pub withdraws: bool,
 }
 
 impl Setting {
@@ -50,7 +52,7 @@ impl Setting {
         for proxy in proxies {
             for path in paths {
                 let path = if proxy.is_kube_proxy() { PathKind::Packets } else { *path };
-                let setting = Self { proxy: *proxy, path };
+                let setting = Self { proxy: *proxy, path, withdraws: false };
                 if !settings.contains(&setting) {
                     settings.push(setting);
                 }

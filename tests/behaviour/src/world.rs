@@ -100,6 +100,16 @@ impl World {
         self.start(node)
     }
 
+    /// Starts other proxies beside those that run; returns these.
+    pub fn swap(&mut self, setting: Setting) -> Result<Vec<Proxy>> {
+        let next = NODES.map(|node| Proxy::new(&self.lab, setting, &self.feed, node));
+        let next = next.into_iter().collect::<Result<Vec<_>>>()?;
+        let former = std::mem::replace(&mut self.proxies, next);
+        self.setting = setting;
+        self.proxies.iter_mut().try_for_each(|proxy| proxy.start(&self.lab))?;
+        Ok(former)
+    }
+
     pub fn kill(&mut self, node: NodeNumber) -> Result<()> {
         self.proxy(node)?.kill()
     }

@@ -8,6 +8,7 @@ import (
 	"os"
 
 	apps "k8s.io/api/apps/v1"
+	batch "k8s.io/api/batch/v1"
 	core "k8s.io/api/core/v1"
 	rbac "k8s.io/api/rbac/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -31,7 +32,7 @@ func read(file string) error {
 		return fmt.Errorf("reading %s: %w", file, err)
 	}
 	scheme := runtime.NewScheme()
-	kinds := runtime.NewSchemeBuilder(apps.AddToScheme, core.AddToScheme, rbac.AddToScheme)
+	kinds := runtime.NewSchemeBuilder(apps.AddToScheme, batch.AddToScheme, core.AddToScheme, rbac.AddToScheme)
 	if err := kinds.AddToScheme(scheme); err != nil {
 		return err
 	}

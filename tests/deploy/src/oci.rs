@@ -29,6 +29,7 @@ pub struct Prepared {
 }
 
 const POD_FIELDS: &[&str] = &[
+    "automountServiceAccountToken",
     "containers",
     "dnsPolicy",
     "enableServiceLinks",

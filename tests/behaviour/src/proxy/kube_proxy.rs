@@ -28,7 +28,7 @@ pub(super) fn arguments(lab: &Lab, mode: &str, feed: &Feed, node: NodeNumber) ->
         "iptables": at_once,
         "nftables": at_once,
     });
-    let file = lab.directory().join(format!("{name}.yaml"));
+    let file = lab.directory().join(format!("{name}-kube-proxy.yaml"));
     fs::write(&file, configuration.to_string()).with_context(|| format!("writing {}", file.display()))?;
     Ok(vec![format!("--config={}", file.display()), "-v=2".to_owned()])
 }

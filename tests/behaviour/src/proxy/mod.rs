@@ -72,9 +72,7 @@ const LOG_LINES: usize = 25;
 impl Proxy {
     pub fn new(lab: &Lab, setting: Setting, feed: &Feed, node: NodeNumber) -> Result<Self> {
         let (program, arguments) = match setting.proxy {
-            ProxyKind::Ebpf => {
-                (lab::program("proxy-ctl")?, proxy_ctl::arguments(lab, setting.path, feed, node)?)
-            }
+            ProxyKind::Ebpf => (lab::program("proxy-ctl")?, proxy_ctl::arguments(lab, setting, feed, node)?),
             ProxyKind::KubeProxyIptables => {
                 (Program::KubeProxy.path()?, kube_proxy::arguments(lab, "iptables", feed, node)?)
             }

@@ -7,9 +7,9 @@ use lab::{Lab, address::NodeNumber, cluster::node_name};
 use serde_json::json;
 
 use super::Feed;
-use crate::setting::PathKind;
+use crate::setting::{PathKind, Setting};
 
-pub(super) fn arguments(lab: &Lab, path: PathKind, feed: &Feed, node: NodeNumber) -> Result<Vec<String>> {
+pub(super) fn arguments(lab: &Lab, setting: Setting, feed: &Feed, node: NodeNumber) -> Result<Vec<String>> {
     let name = node_name(node);
     let mut configuration = json!({
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
@@ -19,7 +19,8 @@ pub(super) fn arguments(lab: &Lab, path: PathKind, feed: &Feed, node: NodeNumber
         "clusterCIDR": format!("{},{}", lab::address::POD_RANGE4, lab::address::POD_RANGE6),
         "conntrack": {"maxPerCore": 0},
         "ebpf": {
-            "socketLoadBalancing": match path {
+            "withdrawAfter": if setting.withdraws { "10s" } else { "0s" },
+            "socketLoadBalancing": match setting.path {
                 PathKind::Sockets | PathKind::Unseen => "all",
                 PathKind::Packets => "host",
                 PathKind::Off => "off",

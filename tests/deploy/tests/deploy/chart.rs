@@ -36,6 +36,16 @@ fn by_identity(objects: Vec<Value>) -> BTreeMap<(String, String), Value> {
     objects.into_iter().map(|object| (files::identity(&object), object)).collect()
 }
 
+/// What is installed, and what Helm makes for a moment: without the annotations that say when.
+pub(super) fn apart(objects: Vec<Value>) -> (Vec<Value>, Vec<Value>) {
+    let (mut hooks, installed): (Vec<Value>, Vec<Value>) =
+        objects.into_iter().partition(|object| object["metadata"]["annotations"]["helm.sh/hook"].is_string());
+    for hook in &mut hooks {
+        hook["metadata"].as_object_mut().map(|metadata| metadata.remove("annotations"));
+    }
+    (installed, hooks)
+}
+
 fn same(rendered: Vec<Value>, written: Vec<Value>, what: &str) -> Result<()> {
     let (rendered, written) = (by_identity(rendered), by_identity(written));
     let names = |objects: &BTreeMap<(String, String), Value>| objects.keys().cloned().collect::<Vec<_>>();
@@ -56,9 +66,12 @@ fn same(rendered: Vec<Value>, written: Vec<Value>, what: &str) -> Result<()> {
 const EXPOSED: &str = "monitoring.podMonitor.exposeToAnyone=true";
 
 pub(super) fn the_chart_renders_the_manifests((): &mut ()) -> Result<()> {
-    same(render(&[])?, files::objects("manifests")?, "manifests")?;
+    let (installed, hooks) = apart(render(&[])?);
+    same(installed, files::objects("manifests")?, "manifests")?;
+    let daemon_set = hooks.into_iter().filter(|object| object["kind"] == "DaemonSet").collect();
+    same(daemon_set, files::objects("cleanup")?, "cleanup")?;
 
-    let least = render(&["privileged=false"])?;
+    let (least, _) = apart(render(&["privileged=false"])?);
     let daemon_set = least.into_iter().filter(|object| object["kind"] == "DaemonSet").collect();
     same(daemon_set, files::objects("least-capabilities")?, "least-capabilities")?;
 
@@ -69,6 +82,49 @@ pub(super) fn the_chart_renders_the_manifests((): &mut ()) -> Result<()> {
         .filter(|object| ["PodMonitor", "PrometheusRule"].iter().any(|kind| object["kind"] == *kind))
         .collect();
     same(monitoring, files::objects("monitoring")?, "monitoring")?;
+    Ok(())
+}
+
+/// Helm deletes the DaemonSet only after hooks of pre-delete, and waits for no hook but Jobs and Pods; it makes them by weight.
+pub(super) fn an_uninstallation_waits_for_clean_nodes((): &mut ()) -> Result<()> {
+    let objects = render(&["image.tag=9.9", "image.repository=registry.example/proxy-ctl"])?;
+    let mut hooks = Vec::new();
+    for object in &objects {
+        let annotations = &object["metadata"]["annotations"];
+        let Some(hook) = annotations["helm.sh/hook"].as_str() else { continue };
+        ensure!(hook == "post-delete", "{object}");
+        let policy = &annotations["helm.sh/hook-delete-policy"];
+        ensure!(policy == "before-hook-creation,hook-succeeded", "{object}");
+        let weight = annotations["helm.sh/hook-weight"].as_str().context("a hook without a weight")?;
+        hooks.push((weight.to_owned(), files::identity(object).0));
+        for container in ["containers", "initContainers"] {
+            let containers = object["spec"]["template"]["spec"][container].as_array();
+            for container in containers.into_iter().flatten() {
+                ensure!(container["image"] == "registry.example/proxy-ctl:9.9", "{container}");
+            }
+        }
+    }
+    hooks.sort();
+    let expected =
+        [("0", "Role"), ("0", "RoleBinding"), ("0", "ServiceAccount"), ("1", "DaemonSet"), ("2", "Job")];
+    let expected = expected.map(|(weight, kind)| (weight.to_owned(), kind.to_owned()));
+    ensure!(hooks == expected, "{hooks:?}");
+
+    for (server, host, port) in [
+        ("https://10.0.0.1:6443", "10.0.0.1", "6443"),
+        ("https://10.0.0.1", "10.0.0.1", "443"),
+        ("https://api.example/", "api.example", "443"),
+        ("https://[fd00::1]:6443", "fd00::1", "6443"),
+        ("https://[fd00::1]", "fd00::1", "443"),
+    ] {
+        let objects = render(&[&format!("apiServer={server}")])?;
+        let job = files::of_kind(&objects, "Job")?;
+        let variables = &job["spec"]["template"]["spec"]["containers"][0]["env"];
+        let expected = serde_json::json!([
+            {"name": "KUBERNETES_SERVICE_HOST", "value": host}, {"name": "KUBERNETES_SERVICE_PORT", "value": port},
+        ]);
+        ensure!(*variables == expected, "{server}: {variables}");
+    }
     Ok(())
 }
 
@@ -172,7 +228,9 @@ pub(super) fn versions_are_those_of_the_workspace((): &mut ()) -> Result<()> {
     ensure!(chart["version"] == version && chart["appVersion"] == version, "Chart.yaml: {chart}");
     let image = format!("localhost/proxy-ctl:{version}");
     let pointers = ["/spec/template/spec/containers/0/image", "/spec/template/spec/initContainers/0/image"];
-    for (file, expected) in [("manifests", 1), ("least-capabilities", 2), ("kubeadm/patch.yaml", 1)] {
+    for (file, expected) in
+        [("manifests", 1), ("least-capabilities", 2), ("cleanup", 2), ("kubeadm/patch.yaml", 1)]
+    {
         let objects = files::objects(file)?;
         let images: Vec<_> = objects
             .iter()

@@ -175,15 +175,16 @@ impl Cluster {
             self.server.run(async |client| kubelet::environment(&client, object, container).await)?;
         let prepared = oci::Prepared { environment, volumes: pod.volumes.clone() };
         let network = namespace::path(&self.lab.netns(NODE)?.namespace);
-        let cgroup = format!("/{}-container", self.lab.name());
+        pod.started += 1;
+        let name = pod.object["metadata"]["name"].as_str().context("metadata.name")?;
+        let id = format!("{}-{name}-{}", self.lab.name(), pod.started);
+        let cgroup = format!("/{id}");
         let placement = oci::Placement { network_namespace: &network, cgroup: &cgroup };
         let mut configuration =
             oci::configuration(object, container, &self.image.config, &prepared, placement)?;
         if oci::wants_default_seccomp(container)? {
             configuration["linux"]["seccomp"] = pod.seccomp.profile(&configuration, &pod.folder)?;
         }
-        pod.started += 1;
-        let id = format!("{}-{}", self.lab.name(), pod.started);
         Container::start(&self.bundle, &id, &configuration, &pod.folder.join("log"))
     }
 }

@@ -21,15 +21,15 @@ fn main() -> ExitCode {
         scenarios![
             chart: versions_are_those_of_the_workspace;
             objects: manifests_can_be_joined;
-            chart: the_chart_renders_the_manifests, wrong_values_are_refused, the_chart_follows_its_values,
-                the_oldest_kubernetes_knows_every_field;
+            chart: the_chart_renders_the_manifests, an_uninstallation_waits_for_clean_nodes, wrong_values_are_refused,
+                the_chart_follows_its_values, the_oldest_kubernetes_knows_every_field;
             monitoring: the_dashboard_opens_without_editing, rules_fire_when_they_should;
             objects: the_api_server_accepts_everything;
             monitoring: rules_and_dashboard_name_metrics_that_exist;
             objects: kubeadm_is_patched_and_restored;
             documents: crates_that_the_binary_names_are_told;
             pods: the_manifests_serve, least_capabilities_serve_in_containerd, least_capabilities_serve_in_docker,
-                kubeadm_patched_serves;
+                kubeadm_patched_serves, the_chart_waits_until_all_nodes_are_clean;
         ],
     )
 }

@@ -30,12 +30,12 @@ fn start() -> Result<(tempfile::TempDir, ApiServer)> {
     Ok((folder, server))
 }
 
-/// A Pod as the DaemonSet controller would make it: its checks are stricter than the template's.
-fn pod_of(daemon_set: &Value) -> Value {
-    let template = &daemon_set["spec"]["template"];
+/// A Pod as the controller of DaemonSets or Jobs would make it: its checks are stricter than the template's.
+fn pod_of(owner: &Value) -> Value {
+    let template = &owner["spec"]["template"];
     let mut metadata = template["metadata"].clone();
     metadata["name"] = "sample".into();
-    metadata["namespace"] = daemon_set["metadata"]["namespace"].clone();
+    metadata["namespace"] = owner["metadata"]["namespace"].clone();
     json!({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
 }
 
@@ -54,6 +54,7 @@ pub(super) fn the_api_server_accepts_everything((): &mut ()) -> Result<()> {
     let definitions = tools::operator_definitions().map_err(skip)?;
     let mut objects = files::objects("manifests")?;
     objects.extend(files::objects("least-capabilities")?);
+    objects.extend(files::objects("cleanup")?);
     objects.extend(files::objects("monitoring")?);
     let everything = [
         "monitoring.podMonitor.enabled=true",
@@ -64,7 +65,7 @@ pub(super) fn the_api_server_accepts_everything((): &mut ()) -> Result<()> {
     objects.extend(chart::render(&everything)?);
     objects.extend(chart::render_for(Some(&oldest::version()?), &["privileged=false"])?);
     let pods: Vec<Value> =
-        objects.iter().filter(|object| object["kind"] == "DaemonSet").map(pod_of).collect();
+        objects.iter().filter(|object| object["spec"]["template"].is_object()).map(pod_of).collect();
     objects.extend(pods);
 
     server.run(async |client| {

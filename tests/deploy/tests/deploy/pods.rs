@@ -1,9 +1,9 @@
 //! Pods of the DaemonSets in deploy/, as API server, kubelet and container runtime make them, on a node of a lab.
 
-use std::{fs, path::Path, time::Duration};
+use std::{fs, path::Path, process::ExitStatus, time::Duration};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use control_plane::go;
+use control_plane::{go, objects as written};
 use deploy::{
     api, files,
     kubelet::Probe,
@@ -15,13 +15,14 @@ use deploy::{
 use lab::{
     Agent, Dial, Outcome, Protocol,
     address::{Addresses, FAMILIES, cluster_ip},
-    namespace,
+    namespace, wait,
 };
 use nix::sys::signal::Signal;
 use scenario::Skip;
 use serde_json::{Value, json};
 
 use super::{
+    chart,
     cluster::{CLIENT, Cluster, NODE, Pod, SERVER},
     objects, profiles,
 };
@@ -115,6 +116,44 @@ pub(super) fn kubeadm_patched_serves((): &mut ()) -> Result<()> {
     })
 }
 
+/// The hook of the chart that Helm waits for: with its own rights, and the API server where nobody serves cluster IPs.
+pub(super) fn the_chart_waits_until_all_nodes_are_clean((): &mut ()) -> Result<()> {
+    let mut cluster = Cluster::start()?;
+    let server = format!("apiServer={}", cluster.server.url());
+    let (_, hooks) = chart::apart(chart::render(&[&server])?);
+    let daemon_set = install(&cluster, hooks.clone())?;
+    let pod = cluster.pod_of(files::of_kind(&hooks, "Job")?)?;
+    let mut pod = cluster.take(pod, Runtime::Containerd)?;
+    let container = pod.object["spec"]["containers"][0].clone();
+    let mut waiting = cluster.run(&mut pod, &container)?;
+    let says = |waiting: &Container, expected: &str| {
+        wait::until(expected, PATIENCE, || {
+            let log = waiting.log();
+            if log.contains(expected) { Ok(Some(())) } else { Err(log) }
+        })
+    };
+    says(&waiting, "its controller has not seen it yet")?;
+    // As the controller of DaemonSets reports it.
+    let report = |ready: u64| {
+        let metadata = &daemon_set["metadata"];
+        let reported = json!({
+            "apiVersion": "apps/v1", "kind": "DaemonSet",
+            "metadata": {"namespace": metadata["namespace"], "name": metadata["name"]},
+            "status": {
+                "observedGeneration": metadata["generation"], "desiredNumberScheduled": 2, "currentNumberScheduled": 2,
+                "updatedNumberScheduled": 2, "numberMisscheduled": 0, "numberReady": ready, "numberAvailable": ready,
+            },
+        });
+        cluster.server.run(async |client| written::apply(&client, &reported).await)
+    };
+    report(1)?;
+    says(&waiting, "1 of 2 pods are ready")?;
+    report(2)?;
+    let status = waiting.wait(PATIENCE)?;
+    ensure!(status.success(), "ended with {status}\n{}", waiting.log());
+    Ok(())
+}
+
 /// What kubeadm 1.36.1 makes of a cluster whose pods have 10.244.0.0/16.
 const KUBEADM_CONFIG: &str = include_str!("kubeadm-config.conf");
 
@@ -184,6 +223,11 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
     cluster.add_service("later", later, PORT)?;
     running.until(PATIENCE, || reach(&clients, later)).context("a Service after being killed")?;
 
+    let mut way_back = WayBack::begin(&mut cluster)?;
+    let (status, log) = way_back.clean(&cluster)?;
+    ensure!(!status.success() && log.contains("another controller"), "under a controller: {status}\n{log}");
+    reach(&clients, later).context("a clean-up under a controller")?;
+
     running.signal(Signal::SIGTERM)?;
     let grace = spec["terminationGracePeriodSeconds"].as_u64().context("terminationGracePeriodSeconds")?;
     let status = running.wait(Duration::from_secs(grace))?;
@@ -196,7 +240,7 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
     });
     ensure!(complaint.is_none(), "something is not allowed: {complaint:?}\n{log}");
     drop(running);
-    remove(&mut cluster, container)?;
+    way_back.end(&cluster)?;
     ensure!(reach(&clients, service).is_err(), "it is still served");
     let unseen = [
         (!has_conntrack).then_some("whether kernel parameters are set, as the kernel has no conntrack"),
@@ -206,12 +250,45 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
     if unseen.is_empty() { Ok(()) } else { Err(Skip(unseen.join("; ")).into()) }
 }
 
-/// What the README says of the way back.
-fn remove(cluster: &mut Cluster, proxy: &Value) -> Result<()> {
-    debug(cluster, proxy, "clean", &["/usr/local/bin/proxy-ctl", "cleanup", "--bpffs", "/host/sys/fs/bpf"])?;
-    let pins = cluster.node.bpffs().join("proxy-ctl");
-    ensure!(!pins.exists(), "{} is left", pins.display());
-    Ok(())
+/// The pod of deploy/cleanup.
+struct WayBack {
+    pod: Pod,
+}
+
+impl WayBack {
+    /// What the README says of it.
+    fn begin(cluster: &mut Cluster) -> Result<Self> {
+        let readme = files::text("README.md")?;
+        ensure!(readme.contains("kubectl apply -f deploy/cleanup\n"), "the README says it otherwise");
+        let daemon_set = install(cluster, files::objects("cleanup")?)?;
+        let pod = cluster.pod_of(&daemon_set)?;
+        Ok(Self { pod: cluster.take(pod, Runtime::Containerd)? })
+    }
+
+    /// The init container: once, where the kubelet tries again.
+    fn clean(&mut self, cluster: &Cluster) -> Result<(ExitStatus, String)> {
+        let container = self.pod.object["spec"]["initContainers"][0].clone();
+        let mut cleaning = cluster.run(&mut self.pod, &container)?;
+        Ok((cleaning.wait(PATIENCE)?, cleaning.log()))
+    }
+
+    /// It cleans, stays, and ends with the pod.
+    fn end(mut self, cluster: &Cluster) -> Result<()> {
+        let (status, log) = self.clean(cluster)?;
+        ensure!(status.success(), "{status}\n{log}");
+        let pins = cluster.node.bpffs().join("proxy-ctl");
+        ensure!(!pins.exists(), "{} is left", pins.display());
+        let container = self.pod.object["spec"]["containers"][0].clone();
+        let mut staying = cluster.run(&mut self.pod, &container)?;
+        wait::until("the container that stays", PATIENCE, || {
+            let log = staying.log();
+            if log.contains("Nothing of proxy-ctl") { Ok(Some(())) } else { Err(log) }
+        })?;
+        staying.signal(Signal::SIGTERM)?;
+        let status = staying.wait(PATIENCE)?;
+        ensure!(status.success(), "ended with {status}\n{}", staying.log());
+        Ok(())
+    }
 }
 
 /// `kubectl debug node/… --profile=sysadmin -- …`; what it prints.

@@ -1,0 +1,157 @@
+//! From proxy-ctl to the real kube-proxy and back, while clients connect and endpoints change.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use lab::{
+    Dial, Protocol,
+    agent::protocol::{Load, Tally},
+    wait,
+};
+
+use crate::{
+    case::Variants,
+    check,
+    fixtures::CHANGING,
+    proxy::Proxy,
+    setting::{PathKind, ProxyKind, Setting},
+    world::World,
+};
+
+const CLIENTS: [&str; 3] = ["client-1", "client-2", "node1"];
+/// `ebpf.withdrawAfter`, and what a busy machine needs.
+const WITHDRAWN_WITHIN: Duration = Duration::from_secs(60);
+
+pub type Run = fn(&mut World) -> Result<()>;
+
+/// In order: each leaves proxy-ctl in charge.
+pub const SCENARIOS: [(&str, Run); 2] = [
+    ("a clean-up leaves the answers to kube-proxy, and the way back too", cleaned),
+    ("after the lease kube-proxy answers, until a controller is back", withdrawn),
+];
+
+/// Other paths have no other hooks.
+pub fn concerns(setting: Setting) -> bool {
+    setting.proxy == ProxyKind::Ebpf && matches!(setting.path, PathKind::Sockets | PathKind::Packets)
+}
+
+pub fn world(setting: Setting) -> Result<World> {
+    let setting = Setting { withdraws: true, ..setting };
+    World::with_services(setting, true, |lab, objects| CHANGING.publish(lab, objects, &["web-1"]))
+}
+
+fn cleaned(world: &mut World) -> Result<()> {
+    let ours = world.setting;
+    world.set_endpoints(&CHANGING, &["web-1"])?;
+    let loads = start_loads(world)?;
+    // As with a chart: kube-proxy comes first.
+    let mut former = world.swap(real(ours))?;
+    former.iter_mut().try_for_each(Proxy::kill)?;
+    // Hooks that nobody updates do not know the new sentinel: only kube-proxy answers for it.
+    world.set_endpoints(&CHANGING, &["web-2"])?;
+    only(world, "web-1").context("the hooks that are left: what a clean-up is for")?;
+    for proxy in &former {
+        tool(world, proxy, &["cleanup"])?;
+    }
+    // The kernel detaches in the background.
+    wait::until("the end of the hooks", WITHDRAWN_WITHIN, || {
+        only(world, "web-2").map(Some).map_err(|error| format!("{error:#}"))
+    })?;
+    only(world, "web-2").context("after the clean-up")?;
+
+    back_to(world, ours)?;
+    // What is under way when filters go is lost, once on each node; sockets do not notice.
+    let lost = if ours.path == PathKind::Sockets { 0 } else { 2 };
+    for (what, tally) in stop_loads(world, loads)? {
+        ensure!(tally.failed <= lost && tally.answered > 0, "{what}: {tally:?}");
+        ensure!(
+            ["web-1", "web-2"].iter().all(|name| tally.backends.contains_key(*name)),
+            "{what}: {tally:?}"
+        );
+    }
+    Ok(())
+}
+
+fn withdrawn(world: &mut World) -> Result<()> {
+    let ours = world.setting;
+    world.set_endpoints(&CHANGING, &["web-1"])?;
+    only(world, "web-1")?;
+    let mut former = world.swap(real(ours))?;
+    for proxy in &mut former {
+        let status = tool(world, proxy, &["status"])?;
+        ensure!(status.contains("without a controller, nothing is translated in"), "{status}");
+        proxy.kill()?;
+    }
+    world.set_endpoints(&CHANGING, &["web-2"])?;
+    wait::until("the end of the lease", WITHDRAWN_WITHIN, || {
+        let statuses = former.iter().map(|proxy| tool(world, proxy, &["status"]));
+        let statuses = statuses.collect::<Result<String>>().map_err(|error| format!("{error:#}"))?;
+        Ok((statuses.matches("has ended: nothing is translated").count() == former.len()).then_some(()))
+    })?;
+    only(world, "web-2").context("after the lease")?;
+    back_to(world, ours)
+}
+
+/// Our proxy takes over what it left, and what kube-proxy leaves.
+fn back_to(world: &mut World, ours: Setting) -> Result<()> {
+    for node in lab::cluster::NODES {
+        world.kill(node)?;
+    }
+    world.swap(ours)?;
+    world.set_endpoints(&CHANGING, &["web-1"])?;
+    only(world, "web-1").context("back")
+}
+
+fn real(ours: Setting) -> Setting {
+    Setting { proxy: ProxyKind::KubeProxyNftables, ..ours }
+}
+
+/// Every client is answered by this server alone, by each protocol and family.
+fn only(world: &World, server: &str) -> Result<()> {
+    for client in CLIENTS {
+        for variant in Variants::All.list() {
+            let dial = Dial::new(variant.protocol, world.cluster_ip(&CHANGING, variant.family)).times(20);
+            check::answered_by(&world.dial(client, &dial)?, &[server])
+                .with_context(|| format!("{client}, {variant}"))?;
+        }
+    }
+    Ok(())
+}
+
+type Loads = Vec<(&'static str, Protocol, usize)>;
+
+fn start_loads(world: &World) -> Result<Loads> {
+    let mut loads = Vec::new();
+    for client in CLIENTS {
+        for variant in Variants::All.list() {
+            let target = world.cluster_ip(&CHANGING, variant.family);
+            let load = Load {
+                target,
+                protocol: variant.protocol,
+                clients: 1,
+                pause_micros: 5_000,
+                timeout_ms: 2_000,
+            };
+            loads.push((client, variant.protocol, world.agent(client)?.start_load(&load)?));
+        }
+    }
+    Ok(loads)
+}
+
+fn stop_loads(world: &World, loads: Loads) -> Result<Vec<(String, Tally)>> {
+    let stop = |(client, protocol, load): (&str, Protocol, usize)| {
+        Ok((format!("{client}, {protocol}"), world.agent(client)?.stop_load(load)?))
+    };
+    loads.into_iter().map(stop).collect()
+}
+
+/// Output of a command of proxy-ctl on the node of `proxy`.
+fn tool(world: &World, proxy: &Proxy, arguments: &[&str]) -> Result<String> {
+    let mut command = proxy.tool(&world.lab, arguments)?;
+    let output =
+        command.arg("--bpffs").arg(world.lab.bpffs(proxy.node)).output().context("starting proxy-ctl")?;
+    if !output.status.success() {
+        bail!("{arguments:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}

@@ -18,7 +18,8 @@ pub enum Origin {
     Outside,
 }
 
-/// The frontend that serves `destination`, if any: the address itself, or a node port on an address of this node.
+/// The frontend that serves `destination`, if any: a ClusterIP, else a node port on an address of this node, else an
+/// external address.
 #[inline(always)]
 pub fn find<F: Family>(
     tables: &impl Tables<F>,
@@ -26,15 +27,16 @@ pub fn find<F: Family>(
     origin: Origin,
 ) -> Option<Frontend> {
     let Destination { address, port, protocol } = *destination;
-    if let Some(frontend) = tables.frontend(&FrontendKey::of_address(address, port, protocol)) {
-        return Some(frontend);
+    let of_address = tables.frontend(&FrontendKey::of_address(address, port, protocol));
+    if of_address.is_some_and(|frontend| frontend.flags & FRONTEND_EXTERNAL == 0) {
+        return of_address;
     }
-    let node_address = tables.node_address(&address)?;
+    let Some(node_address) = tables.node_address(&address) else { return of_address };
     // A pod's loopback addresses are not the node's.
     if node_address.flags & NODE_ADDRESS_LOOPBACK != 0 && origin != Origin::Host {
-        return None;
+        return of_address;
     }
-    tables.frontend(&FrontendKey::of_node_port(port, protocol))
+    tables.frontend(&FrontendKey::of_node_port(port, protocol)).or(of_address)
 }
 
 /// A backend for a new connection to `frontend`. `random` decides among equals.
@@ -123,6 +125,18 @@ mod tests {
     #[case::node_address_other_port(NODE, 80, Origin::Workload, false)]
     fn finds(#[case] address: [u8; 4], #[case] port: u16, #[case] origin: Origin, #[case] found: bool) {
         assert_eq!(find::<V4>(&tables(), &to(address, port), origin).is_some(), found);
+    }
+
+    /// Whoever creates a Service can write an address of the node into its `externalIPs`.
+    #[rstest]
+    #[case::the_number_of_a_node_port(30080, 7)]
+    #[case::another_port(80, 8)]
+    fn an_external_address_that_is_the_nodes_own(#[case] port: u16, #[case] service: u32) {
+        let mut tables = tables();
+        let external = FrontendKey::of_address(NODE, Port::new(port), PROTOCOL_TCP);
+        tables.frontends.insert(external, Frontend { service: 8, flags: FRONTEND_EXTERNAL });
+        let found = find::<V4>(&tables, &to(NODE, port), Origin::Outside).unwrap();
+        assert_eq!(found.service, service);
     }
 
     #[rstest]

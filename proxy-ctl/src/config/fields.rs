@@ -276,7 +276,8 @@ pub static FIELDS: &[Field] = fields! {
         "Remove what another kube-proxy has left in the kernel, once, when every service port is served: else it would go on \
          leading to endpoints that are gone. false: leave it, to try both side by side. Not with --manifests.";
     "ebpf.withdrawAfter", WITHDRAW_AFTER;
-        "How long the node serves what was programmed after its controller has gone. From then on nothing is translated, so that another          proxy's rules apply, and flows of the packet programs end. Choose more than any restart takes. 0s: without end.";
+        "How long the node serves what was programmed after its controller has gone. From then on nothing is translated, so that another \
+         proxy's rules apply, and flows of the packet programs end. Choose more than any restart takes. 0s: without end.";
 };
 
 /// The lease is renewed about once a second at most, and not while much is being written.

@@ -77,3 +77,25 @@ pub struct Rewrite<A> {
     /// Index into `services` that the packet counts for; `NO_SERVICE`: none, or it is counted elsewhere on its way.
     pub service: u32,
 }
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+    use crate::layout::PROTOCOL_UDP;
+
+    #[rstest]
+    #[case::syn(PROTOCOL_TCP, TCP_SYN, true)]
+    #[case::answered_syn(PROTOCOL_TCP, TCP_SYN | TCP_ACK, false)]
+    #[case::reset_syn(PROTOCOL_TCP, TCP_SYN | TCP_RST, false)]
+    #[case::syn_that_also_ends(PROTOCOL_TCP, TCP_SYN | TCP_FIN, true)]
+    #[case::ack(PROTOCOL_TCP, TCP_ACK, false)]
+    #[case::datagram(PROTOCOL_UDP, 0, true)]
+    fn what_opens_a_flow(#[case] protocol: u8, #[case] tcp_flags: u8, #[case] opens: bool) {
+        let (source, destination) = ([192, 0, 2, 1], [10, 96, 0, 1]);
+        let (source_port, destination_port) = (Port::new(40_000), Port::new(80));
+        let packet = Packet { source, destination, source_port, destination_port, protocol, tcp_flags };
+        assert_eq!(packet.opens(), opens);
+    }
+}

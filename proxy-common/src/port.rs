@@ -79,8 +79,29 @@ fn length(range: [u16; 2]) -> u32 {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use rstest::rstest;
 
     use super::*;
+
+    const RANGES: PortRanges = PortRanges([[10, 12], [20, 21]]);
+
+    #[test]
+    fn both_ends_of_both_ranges_are_contained() {
+        let contained: Vec<u16> = (0..100).filter(|port| RANGES.contain(Port::new(*port))).collect();
+        assert_eq!(contained, [10, 11, 12, 20, 21]);
+    }
+
+    #[rstest]
+    #[case::first(0, 0, 10)]
+    #[case::last_of_the_first_range(0, 2, 12)]
+    #[case::second_range(0, 3, 20)]
+    #[case::round_the_end(0, 5, 10)]
+    #[case::more_attempts_than_ports(u32::MAX, 7, 10)]
+    #[case::a_random_half(1 << 31, 0, 12)]
+    #[case::the_highest_random(u32::MAX, 0, 21)]
+    fn attempts_go_through_both_ranges(#[case] random: u32, #[case] attempt: u32, #[case] port: u16) {
+        assert_eq!(RANGES.choose(random, attempt), Some(Port::new(port)));
+    }
 
     #[test]
     fn bytes_of_a_packet_are_in_network_order() {

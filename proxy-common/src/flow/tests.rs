@@ -579,3 +579,64 @@ fn a_connection_whose_answers_are_anothers_by_now_has_no_flow() {
     assert_eq!(late, Err(Reason::TcpWithoutFlow));
     host.assert_whole();
 }
+
+#[derive(Clone, Copy, Debug)]
+enum Speaker {
+    Client,
+    Backend,
+}
+
+#[rstest]
+#[case::nobody_ended_it(Speaker::Client, TCP_ACK, false)]
+#[case::backend_goes_on(Speaker::Backend, TCP_ACK, false)]
+#[case::client_closed(Speaker::Client, TCP_FIN | TCP_ACK, true)]
+#[case::client_reset(Speaker::Client, TCP_RST, true)]
+#[case::backend_closed(Speaker::Backend, TCP_FIN | TCP_ACK, true)]
+#[case::backend_reset(Speaker::Backend, TCP_RST, true)]
+fn a_syn_on_a_connection_that_ended_chooses_anew(
+    #[case] speaker: Speaker,
+    #[case] said: u8,
+    #[case] ended: bool,
+    #[values(false, true)] backend_is_gone: bool,
+) {
+    let mut host = Host::new();
+    let flow = establish_one(&host, Origin::Workload);
+    match speaker {
+        Speaker::Client => host.arriving(&packet(CLIENT, FRONTEND, said), Origin::Workload).unwrap(),
+        Speaker::Backend => host.leaving(&packet((flow.backend, PORT), CLIENT, said)).unwrap(),
+    };
+    if backend_is_gone {
+        host.tables.backends.remove(&flow.backend_id);
+    }
+    host.dice.borrow_mut().push_back(LAST);
+    let backend = host.arriving(&syn(), Origin::Workload).unwrap().address;
+    assert_eq!(backend, if ended { BACKENDS[1] } else { BACKENDS[0] }, "a connection that is up stays");
+    assert_eq!(host.counted(Reason::FlowReplaced), u32::from(ended));
+}
+
+#[rstest]
+#[case::connection(PROTOCOL_TCP, TCP_SYN)]
+#[case::datagrams(PROTOCOL_UDP, 0)]
+fn what_was_never_answered_chooses_anew_when_its_backend_is_gone(
+    #[case] protocol: u8,
+    #[case] tcp_flags: u8,
+    #[values(false, true)] gone: bool,
+) {
+    let mut host = Host::new();
+    let first = Packet { protocol, ..packet(CLIENT, FRONTEND, tcp_flags) };
+    assert_eq!(host.arriving(&first, Origin::Workload).unwrap().address, BACKENDS[0]);
+    if gone {
+        host.tables.backends.remove(&1);
+    }
+    host.dice.borrow_mut().push_back(LAST);
+    let again = host.arriving(&first, Origin::Workload).unwrap().address;
+    assert_eq!(again, if gone { BACKENDS[1] } else { BACKENDS[0] });
+}
+
+#[test]
+fn a_client_that_was_never_answered_establishes_nothing() {
+    let host = Host::new();
+    host.arriving(&syn(), Origin::Workload).unwrap();
+    host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), Origin::Workload).unwrap();
+    assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (2, 0));
+}

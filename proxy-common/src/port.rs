@@ -104,6 +104,11 @@ mod tests {
     }
 
     #[test]
+    fn a_range_of_one_port_is_not_empty() {
+        assert_eq!(PortRanges([[5, 5], [1, 0]]).choose(u32::MAX, 0), Some(Port::new(5)));
+    }
+
+    #[test]
     fn bytes_of_a_packet_are_in_network_order() {
         assert_eq!(Port::from_network([0x1f, 0x90]), Port::new(8080));
         assert_eq!(Port::new(8080).to_network(), [0x1f, 0x90]);

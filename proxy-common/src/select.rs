@@ -161,6 +161,18 @@ mod tests {
     }
 
     #[rstest]
+    #[case::cluster_ip(VIP, 80, 1)]
+    #[case::node_port(NODE, 30080, 3)]
+    fn internal_policy_local(#[case] address: [u8; 4], #[case] port: u16, #[case] highest: u32) {
+        let mut tables = tables();
+        let service = tables.services.get_mut(&7).unwrap();
+        service.internal = service.external;
+        let frontend = find::<V4>(&tables, &to(address, port), Origin::Workload).unwrap();
+        let chosen = choose::<V4>(&tables, frontend, Origin::Workload, u32::MAX).unwrap();
+        assert_eq!(chosen.backend, highest);
+    }
+
+    #[rstest]
     #[case::nowhere(0, Reason::NoEndpoints)]
     #[case::elsewhere_only(SERVICE_HAS_ENDPOINTS, Reason::NoLocalEndpoints)]
     fn empty_set(#[case] flags: u32, #[case] reason: Reason) {

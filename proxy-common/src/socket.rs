@@ -123,7 +123,9 @@ mod tests {
     use super::*;
     use crate::{
         family::V4,
-        layout::{Backend, DATAGRAM_ORIGINS, Frontend, FrontendKey, PROTOCOL_UDP},
+        layout::{
+            Backend, DATAGRAM_ORIGINS, EndpointSet, Frontend, FrontendKey, PROTOCOL_UDP, Service, Slot4,
+        },
         tables::host::HostTables,
     };
 
@@ -168,6 +170,20 @@ mod tests {
         let key = FrontendKey::of_address([10, 96, 0, 1], Port::new(53), PROTOCOL_UDP);
         tables.frontends.insert(key, Frontend { service, flags: 0 });
         tables
+    }
+
+    #[rstest]
+    #[case::to_the_frontend([10, 96, 0, 1], Ok(origin(1, 1)))]
+    #[case::to_an_address_of_nobody([10, 96, 0, 2], Err(Reason::NotAService))]
+    fn a_socket_connects_to_a_backend(
+        #[case] address: [u8; 4],
+        #[case] expected: Result<SocketOrigin<[u8; 4]>, Reason>,
+    ) {
+        let mut tables = tables(&[1], 1);
+        let internal = EndpointSet { first: 4, count: 1 };
+        tables.services.insert(1, Service { internal, ..Service::default() });
+        tables.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
+        assert_eq!(connect(&tables, &udp(address, 53), Origin::Workload, 0), expected);
     }
 
     #[test]

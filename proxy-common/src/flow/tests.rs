@@ -498,11 +498,14 @@ fn a_direct_connection_beside_a_flow_has_answers_of_its_own() {
     assert_eq!((of_flow.address, of_flow.port, of_flow.other_port), (FRONTEND.0, FRONTEND.1, CLIENT.1));
 }
 
-#[test]
-fn a_direct_connection_after_a_flow_that_ended_is_no_flow() {
+#[rstest]
+#[case::client_closed(Speaker::Client, TCP_FIN | TCP_ACK)]
+#[case::client_reset(Speaker::Client, TCP_RST)]
+#[case::backend_closed(Speaker::Backend, TCP_FIN | TCP_ACK)]
+fn a_direct_connection_after_a_flow_that_ended_is_no_flow(#[case] speaker: Speaker, #[case] said: u8) {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
-    host.arriving(&packet(CLIENT, FRONTEND, TCP_RST), Origin::Workload).unwrap();
+    speaker.says(&host, &flow, said);
     let direct = packet(CLIENT, (flow.backend, PORT), TCP_SYN);
     assert_eq!(host.arriving(&direct, Origin::Workload), Err(Reason::NotAService));
     let answer = packet((flow.backend, PORT), CLIENT, TCP_SYN | TCP_ACK);
@@ -519,7 +522,27 @@ fn a_direct_packet_without_a_rival_passes(#[case] client: (A, Port), #[case] tcp
     assert_eq!(host.arriving(&direct, Origin::Workload), Err(Reason::NotAService));
 }
 
+#[test]
+fn what_comes_from_outside_to_a_cluster_ip_keeps_its_source() {
+    let mut host = Host::new();
+    let key = FrontendKey::of_address(FRONTEND.0, FRONTEND.1, PROTOCOL_TCP);
+    host.tables.frontends.insert(key, Frontend { service: 1, flags: 0 });
+    host.arriving(&syn(), Origin::Outside).unwrap();
+    assert_eq!(host.entries(Stage::Opening), 2);
+}
+
 /// Many client ports have dialled a service, and now dial its backend itself: no alias is left for the last one.
+#[test]
+fn a_connection_to_a_backend_itself_takes_over_from_no_other() {
+    let host = Host { ports: PortRanges::EMPTY, ..Host::new() };
+    let flow = establish_one(&host, Origin::Workload);
+    let direct = packet(CLIENT, (flow.backend, PORT), TCP_SYN);
+    assert_eq!(host.arriving(&direct, Origin::Workload), Err(Reason::AliasPortsExhausted));
+    let of_flow = host.leaving(&packet((flow.backend, PORT), CLIENT, TCP_ACK)).unwrap();
+    assert_eq!((of_flow.address, of_flow.port), FRONTEND);
+}
+
+/// As above.
 #[test]
 fn datagrams_to_a_backend_itself_take_over_where_no_alias_is_left() {
     let host = Host { ports: PortRanges::EMPTY, ..Host::new() };
@@ -586,6 +609,41 @@ enum Speaker {
     Backend,
 }
 
+impl Speaker {
+    fn says(self, host: &Host, flow: &Flow<A>, tcp_flags: u8) {
+        match self {
+            Self::Client => host.arriving(&packet(CLIENT, FRONTEND, tcp_flags), Origin::Workload).unwrap(),
+            Self::Backend => host.leaving(&packet((flow.backend, PORT), CLIENT, tcp_flags)).unwrap(),
+        };
+    }
+}
+
+/// Whose answers must come back through this node, and whose port must be another one.
+#[rstest]
+#[case::from_outside_to_another_node(CLIENT, Origin::Outside, 0, true, false)]
+#[case::from_outside_to_this_node(CLIENT, Origin::Outside, BACKEND_LOCAL, false, false)]
+#[case::from_a_pod(CLIENT, Origin::Workload, 0, false, false)]
+#[case::from_the_backends_own_port_elsewhere((CLIENT.0, PORT), Origin::Workload, 0, false, false)]
+#[case::from_the_backend_itself((BACKENDS[0], CLIENT.1), Origin::Workload, BACKEND_LOCAL, true, false)]
+#[case::from_the_backends_own_port((BACKENDS[0], PORT), Origin::Workload, BACKEND_LOCAL, true, true)]
+#[case::from_a_backend_in_the_nodes_namespace((BACKENDS[0], CLIENT.1), Origin::Host, BACKEND_LOCAL, false, true)]
+fn clients_and_how_their_flows_are_told_apart(
+    #[case] client: (A, Port),
+    #[case] origin: Origin,
+    #[case] slot_flags: u32,
+    #[case] masqueraded: bool,
+    #[case] alias: bool,
+) {
+    let mut host = Host::new();
+    host.tables.slots.insert(0, Slot4::new(BACKENDS[0], PORT, 1, slot_flags));
+    let first = packet(client, FRONTEND, TCP_SYN);
+    assert_eq!(host.arriving(&first, origin).unwrap().address, BACKENDS[0]);
+    let flow = host.flow(Stage::Opening, &first.key(TUPLE_FORWARD)).unwrap().read();
+    assert_eq!((flow.is_masqueraded(), flow.alias_port() != client.1), (masqueraded, alias));
+    assert_eq!(host.entries(Stage::Opening), if masqueraded { 3 } else { 2 });
+    host.assert_whole();
+}
+
 #[rstest]
 #[case::nobody_ended_it(Speaker::Client, TCP_ACK, false)]
 #[case::backend_goes_on(Speaker::Backend, TCP_ACK, false)]
@@ -601,10 +659,7 @@ fn a_syn_on_a_connection_that_ended_chooses_anew(
 ) {
     let mut host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
-    match speaker {
-        Speaker::Client => host.arriving(&packet(CLIENT, FRONTEND, said), Origin::Workload).unwrap(),
-        Speaker::Backend => host.leaving(&packet((flow.backend, PORT), CLIENT, said)).unwrap(),
-    };
+    speaker.says(&host, &flow, said);
     if backend_is_gone {
         host.tables.backends.remove(&flow.backend_id);
     }
@@ -633,10 +688,15 @@ fn what_was_never_answered_chooses_anew_when_its_backend_is_gone(
     assert_eq!(again, if gone { BACKENDS[1] } else { BACKENDS[0] });
 }
 
-#[test]
-fn a_client_that_was_never_answered_establishes_nothing() {
+#[rstest]
+#[case::nobody_answered(None)]
+#[case::the_backend_refused(Some(TCP_RST))]
+fn a_client_that_was_never_answered_establishes_nothing(#[case] answer: Option<u8>) {
     let host = Host::new();
     host.arriving(&syn(), Origin::Workload).unwrap();
+    if let Some(tcp_flags) = answer {
+        host.leaving(&packet((BACKENDS[0], PORT), CLIENT, tcp_flags)).unwrap();
+    }
     host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), Origin::Workload).unwrap();
     assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (2, 0));
 }

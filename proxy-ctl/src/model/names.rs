@@ -70,6 +70,7 @@ impl<T: ?Sized + Eq + std::hash::Hash> Interner<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::test_support::{remote, service, slice};
 
     #[test]
     fn equal_names_share_one_allocation() {
@@ -78,6 +79,35 @@ mod tests {
         interner.intern(&mut first);
         interner.intern(&mut second);
         assert!(Arc::ptr_eq(&first, &second));
+    }
+
+    #[test]
+    fn names_that_are_held_are_not_looked_at_again_before_there_are_twice_as_many() {
+        let mut interner = Interner::default();
+        let held: Vec<Arc<str>> = (0..=SMALLEST_SWEEP)
+            .map(|number| {
+                let mut name = Arc::from(format!("pod-{number}"));
+                interner.intern(&mut name);
+                name
+            })
+            .collect();
+        assert_eq!((held.len(), interner.sweep_at), (SMALLEST_SWEEP + 1, 2 * SMALLEST_SWEEP));
+    }
+
+    #[test]
+    fn services_and_slices_share_their_names() {
+        let mut interner = NameInterner::default();
+        let [mut first, mut second] = ["test/a", "test/b"].map(|name| service(name, &["10.96.0.1"]));
+        let [mut slice, mut other] =
+            ["test/a-1", "test/a-2"].map(|name| slice(name, "a", vec![remote("10.0.0.1")]));
+        interner.intern_service(&mut first);
+        interner.intern_service(&mut second);
+        interner.intern_slice(&mut slice);
+        interner.intern_slice(&mut other);
+        assert!(Arc::ptr_eq(&first.name.namespace, &second.name.namespace));
+        assert!(Arc::ptr_eq(&first.name.name, &slice.service));
+        let node = |slice: &EndpointSlice| slice.endpoints[0].node.clone().unwrap();
+        assert!(Arc::ptr_eq(&node(&slice), &node(&other)));
     }
 
     #[test]

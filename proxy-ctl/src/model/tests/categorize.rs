@@ -106,6 +106,10 @@ fn draining(endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
 
 #[rstest]
 #[case::all_hints_and_zone_match(input(zone_hints()).zone("zone-a"), cluster(&[3, 6]))]
+#[case::a_local_endpoint_that_is_for_another_zone(
+    input(zone_hints_two_local()).zone("zone-a"), cluster(&[3, 6]))]
+#[case::external_local_of_a_service_that_nobody_outside_reaches(
+    input(zone_hints_two_local()).zone("zone-a").external_local(), cluster(&[3, 6]))]
 #[case::external_local_ignores_topology_for_local(
     input(zone_hints_two_local()).zone("zone-a").node_port().external_local(),
     both(&[3, 6], &[3, 4], &[3, 4, 6])

@@ -96,7 +96,9 @@ impl Controller {
         }
         let started = Instant::now();
         let result = active.dataplane.apply(&changes);
-        self.coverage.take_without_room(active.dataplane.as_mut());
+        if let Some(ports) = active.dataplane.take_without_room() {
+            self.coverage.set_without_room(ports);
+        }
         let took = started.elapsed();
         self.reports.metrics.own.phase(Phase::Write, took);
         match result {
@@ -115,7 +117,9 @@ impl Controller {
         let desired = CoverageTracker::servable(self.model.desired(), active.dataplane.as_ref());
         let started = Instant::now();
         let result = active.dataplane.resync(&desired);
-        self.coverage.take_without_room(active.dataplane.as_mut());
+        if let Some(ports) = active.dataplane.take_without_room() {
+            self.coverage.set_without_room(ports);
+        }
         let took = started.elapsed();
         let metrics = &self.reports.metrics;
         metrics.own.phase(Phase::Compare, took);
@@ -212,7 +216,6 @@ impl Controller {
         let Some(active) = &mut self.active else { return };
         let started = Instant::now();
         let result = active.dataplane.collect_garbage();
-        self.coverage.take_without_room(active.dataplane.as_mut());
         self.reports.metrics.own.phase(Phase::Collect, started.elapsed());
         let failure = match result {
             Ok(()) => None,

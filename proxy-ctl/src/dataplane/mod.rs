@@ -55,8 +55,7 @@ pub trait Dataplane: Programmed + Send {
         Ok(())
     }
 
-    /// Removes what is no longer used (expired flows, interfaces that are gone), and serves what this makes room for.
-    /// Called about once a second.
+    /// Removes what is no longer used (expired flows, interfaces that are gone). Called about once a second.
     fn collect_garbage(&mut self) -> Result<(), Error>;
 
     /// The families of this mode, each with its samples as they are now.
@@ -68,7 +67,7 @@ pub trait Dataplane: Programmed + Send {
     /// What this mode does not honour of the service port; empty: it is served as its Service asks.
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported>;
 
-    /// All service ports that there is no room for, whole or in part, with the fields that ask for it; `None`: as at the
+    /// All service ports with frontends that there is no room for, with the fields that ask for these; `None`: as at the
     /// last call. They are served as soon as there is room.
     fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
         None

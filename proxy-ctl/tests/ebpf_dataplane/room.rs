@@ -1,14 +1,12 @@
-//! Who is served where a table has not room for all.
+//! Who is served where `frontends4` has not room for all.
 
 use std::{collections::BTreeMap, sync::Arc};
 
 use proxy_ctl::{
     config::{Ebpf, Limits},
-    dataplane::{Applied, Dataplane, Effect, ebpf::EbpfDataplane},
+    dataplane::{Applied, Dataplane, ebpf::EbpfDataplane},
     model::desired::{Changes, DesiredPort, Frontend, FrontendKind},
 };
-
-use rstest::rstest;
 
 use super::{
     desired::{endpoint, port, shared, with_node_port},
@@ -18,10 +16,7 @@ use super::{
 const ROOM: usize = 8;
 
 fn open(sandbox: &Sandbox) -> EbpfDataplane {
-    open_with(sandbox, Limits { frontends: ROOM as u32, ..sandbox.config.limits })
-}
-
-fn open_with(sandbox: &Sandbox, limits: Limits) -> EbpfDataplane {
+    let limits = Limits { frontends: ROOM as u32, ..sandbox.config.limits };
     EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap()
 }
 
@@ -122,64 +117,4 @@ fn cluster_ips_beyond_the_table_are_named_and_served_when_others_go() {
     dataplane.apply(&Changes { changed: Vec::new(), removed: vec![other.name.clone()] }).unwrap();
     assert_eq!(served(&sandbox)[name], 1);
     assert_eq!(without_room(&mut dataplane), Some(Vec::new()));
-}
-
-fn with_endpoints(name: &str, last: u8, count: u8) -> DesiredPort {
-    let endpoints = (1..=count).map(|n| endpoint(&format!("10.0.{last}.{n}"), 80)).collect();
-    port(name, &format!("10.96.0.{last}"), endpoints)
-}
-
-/// The tables have room for `small` with two endpoints and for `late`, but not for `large`.
-#[rstest]
-#[case::slots(|limits| Limits { slots: 6, ..limits }, "slots4 is full: 6 entries", "endpoints")]
-#[case::backends(|limits| Limits { backends: 6, ..limits }, "backends4 is full: 6 entries", "endpoints")]
-// The first entry is nobody's.
-#[case::services(|limits| Limits { services: 3, ..limits }, "services is full: 3 entries", "spec.ports")]
-fn a_service_that_a_full_table_keeps_out_is_named_and_served_when_there_is_room(
-    #[case] limit: fn(Limits) -> Limits,
-    #[case] full: &str,
-    #[case] field: &str,
-) {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = open_with(&sandbox, limit(sandbox.config.limits));
-    let [small, late, large] = [("small", 1, 2), ("late", 2, 1), ("large", 3, 4)]
-        .map(|(name, last, count)| with_endpoints(name, last, count));
-    // Slots are contiguous: those of `small` are next to the free ones.
-    dataplane.resync(&shared([late.clone(), small.clone()])).unwrap();
-    dataplane.apply(&change(shared([large.clone()]))).unwrap();
-    let told = dataplane.take_without_room().unwrap();
-    let [one] = told[&large.name].as_slice() else { panic!("{told:?}") };
-    assert_eq!((one.field, one.effect, told.len()), (field, Effect::NotServed, 1));
-    assert!(one.instead.starts_with(&format!("not served: table {full}")), "{}", one.instead);
-    let others = is(&[("late", 1), ("small", 1)]);
-    assert_eq!(served(&sandbox), others);
-    // Nor is it a failure of a later resync.
-    let all = shared([small.clone(), late, large.clone()]);
-    dataplane.resync(&all).unwrap();
-    assert_eq!(served(&sandbox), others);
-
-    dataplane.apply(&Changes { changed: Vec::new(), removed: vec![small.name] }).unwrap();
-    dataplane.collect_garbage().unwrap();
-    assert_eq!(served(&sandbox), is(&[("large", 1), ("late", 1)]));
-    assert_eq!(dataplane.take_without_room(), Some(BTreeMap::new()));
-}
-
-#[test]
-fn a_service_whose_new_state_has_no_room_keeps_the_old_one_across_a_restart() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let limits = Limits { slots: 4, ..sandbox.config.limits };
-    let [few, many] = [2, 5].map(|count| with_endpoints("web", 1, count));
-    let mut dataplane = open_with(&sandbox, limits);
-    dataplane.resync(&shared([few.clone()])).unwrap();
-    let before = sandbox.snapshot();
-    drop(dataplane);
-    let mut dataplane = open_with(&sandbox, limits);
-    dataplane.resync(&shared([many.clone()])).unwrap();
-    let told = dataplane.take_without_room().unwrap();
-    let [one] = told[&many.name].as_slice() else { panic!("{told:?}") };
-    assert_eq!(one.effect, Effect::NoRoom);
-    assert!(one.instead.starts_with("its former endpoints are served on: table slots4"), "{}", one.instead);
-    assert_eq!(sandbox.snapshot().services, before.services);
-    assert_eq!(dataplane.resync(&shared([few])).unwrap(), Applied::default());
-    assert_eq!(dataplane.take_without_room(), Some(BTreeMap::new()));
 }

@@ -77,11 +77,6 @@ impl Ranges {
         self.free_count -= range.count;
     }
 
-    /// A free range is large enough now.
-    pub(super) fn has_room_for(&self, count: u32) -> bool {
-        count == 0 || self.by_size.range((count, 0)..).next().is_some()
-    }
-
     /// `None`: no free range is large enough now.
     pub(super) fn allocate(&mut self, count: u32) -> Option<Range> {
         if count == 0 {

@@ -1,4 +1,4 @@
-//! Makes room in `frontends4/6`, and says what does not fit, there and in other tables.
+//! Makes room in `frontends4/6`, and remembers what does not fit.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,6 @@ use proxy_common::{
 use rustc_hash::FxHashMap;
 
 use super::{
-    error::FullTable,
     family::TableFamily,
     programmed::{UsedEndpoints, Wanted},
     publish::{FamilyWriter, Writes},
@@ -76,11 +75,9 @@ impl<F: TableFamily> FamilyWriter<F> {
         present
     }
 
-    /// The service ports that there is no room for, whole or in part, each with the fields that ask for it.
+    /// The service ports of the frontends without room, each with the fields that ask for them.
     pub(super) fn without_room(&self) -> BTreeMap<ServicePortName, Vec<Unsupported>> {
-        let ports = self.entries.without_room.ports.iter();
-        let mut all: BTreeMap<ServicePortName, Vec<Unsupported>> =
-            ports.map(|(name, (_, table))| (name.clone(), vec![self.not_written(name, *table)])).collect();
+        let mut all: BTreeMap<ServicePortName, Vec<Unsupported>> = BTreeMap::new();
         for (key, (frontend, name)) in &self.entries.without_room.frontends {
             let field = supports::field(self.kind(key, frontend, name));
             let reasons = all.entry(name.clone()).or_default();
@@ -92,16 +89,6 @@ impl<F: TableFamily> FamilyWriter<F> {
             reasons.sort_unstable();
         }
         all
-    }
-
-    fn not_written(&self, name: &ServicePortName, table: FullTable) -> Unsupported {
-        let field = if table.limit == Limit::Services { "spec.ports" } else { "endpoints" };
-        let (effect, instead) = if self.entries.services.contains_key(name) {
-            (Effect::NoRoom, format!("its former endpoints are served on: {table}"))
-        } else {
-            (Effect::NotServed, format!("not served: {table}"))
-        };
-        Unsupported { field, effect, instead: instead.into() }
     }
 
     fn no_room(&self, field: &'static str) -> Unsupported {

@@ -373,10 +373,6 @@ impl Dataplane for EbpfDataplane {
             shared.ids.grace_period_over();
             v4.entries.slots.grace_period_over();
             v6.entries.slots.grace_period_over();
-            let (mut applied, mut failures) = Default::default();
-            finish(v4.publish_waiting(shared), &mut applied, &mut failures);
-            finish(v6.publish_waiting(shared), &mut applied, &mut failures);
-            failures.into_result()?;
         }
         self.log.follow()?;
         let now = clock::since_boot();

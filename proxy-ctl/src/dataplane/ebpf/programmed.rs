@@ -2,7 +2,7 @@
 //!
 //! Endpoint sets and slots are not repeated here: they are read through the mapped tables.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::sync::Arc;
 
 use proxy_common::{
     layout::{BACKEND_ACTIVE, BACKEND_LOCAL, BACKEND_TERMINATING, Backend, Frontend, FrontendKey},
@@ -12,7 +12,6 @@ use rustc_hash::FxHashMap;
 
 use super::{
     allocate::{Range, Ranges},
-    error::FullTable,
     family::TableFamily,
 };
 use crate::model::desired::{self, DesiredPort, ServicePortName};
@@ -34,20 +33,17 @@ pub(super) struct Entries<F: TableFamily> {
 pub(super) type Wanted<F> =
     (FrontendKey<<F as proxy_common::family::Family>::Address>, Frontend, ServicePortName);
 
-/// What the tables have no room for.
+/// Frontends that `frontends4/6` has no room for.
 #[derive(Debug)]
 pub(super) struct WithoutRoom<F: TableFamily> {
-    /// Of `frontends4/6`.
     pub(super) frontends: FxHashMap<FrontendKey<F::Address>, (Frontend, ServicePortName)>,
-    /// Service ports that could not be written, each with the table that is full. What was served before is served on.
-    pub(super) ports: BTreeMap<ServicePortName, (Arc<DesiredPort>, FullTable)>,
     /// Since this was asked for last.
     pub(super) changed: bool,
 }
 
 impl<F: TableFamily> WithoutRoom<F> {
     pub(super) fn none() -> Self {
-        Self { frontends: FxHashMap::default(), ports: BTreeMap::new(), changed: false }
+        Self { frontends: FxHashMap::default(), changed: false }
     }
 
     pub(super) fn holds(&self, key: &FrontendKey<F::Address>, frontend: &Frontend) -> bool {
@@ -57,16 +53,6 @@ impl<F: TableFamily> WithoutRoom<F> {
     pub(super) fn insert(&mut self, (key, frontend, name): Wanted<F>) {
         self.frontends.insert(key, (frontend, name));
         self.changed = true;
-    }
-
-    pub(super) fn insert_port(&mut self, port: &Arc<DesiredPort>, table: FullTable) {
-        self.ports.insert(port.name.clone(), (Arc::clone(port), table));
-        self.changed = true;
-    }
-
-    /// It has been written, or is not desired any more.
-    pub(super) fn remove_port(&mut self, name: &ServicePortName) {
-        self.changed |= self.ports.remove(name).is_some();
     }
 
     /// This service does not want it any more.

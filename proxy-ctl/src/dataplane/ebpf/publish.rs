@@ -15,7 +15,6 @@ use rustc_hash::FxHashSet;
 use super::{
     Error,
     allocate::{Range, Ranges},
-    error::FullTable,
     family::TableFamily,
     layout::{self, Arrangement},
     programmed::{BackendKey, Entries, Published, UsedEndpoints, Wanted},
@@ -159,18 +158,6 @@ impl<F: TableFamily> FamilyWriter<F> {
         writes
     }
 
-    /// Publishes the ports that wait for room in `services`, `slots4/6` or `backends4/6`, where it has come.
-    pub(super) fn publish_waiting(&mut self, shared: &mut Common) -> Writes<F> {
-        let mut writes = Writes::default();
-        let waiting = self.entries.without_room.ports.values().map(|(port, _)| port);
-        let waiting: Vec<_> = waiting.filter(|port| self.has_room_for(shared, port)).cloned().collect();
-        if !waiting.is_empty() {
-            self.publish_all(shared, waiting.iter(), &mut writes);
-            self.retire(shared, &mut writes);
-        }
-        writes
-    }
-
     fn publish_all<'a>(
         &mut self,
         shared: &mut Common,
@@ -179,15 +166,10 @@ impl<F: TableFamily> FamilyWriter<F> {
     ) {
         self.add_backends(shared, changed.clone(), writes);
         for port in changed {
-            match self.publish(shared, port, writes) {
-                Ok(()) => {
-                    self.entries.without_room.remove_port(&port.name);
-                    continue;
-                }
-                Err(Error::Full(table)) => self.entries.without_room.insert_port(port, table),
-                Err(error) => writes.failures.add(&port.name, error),
+            if let Err(error) = self.publish(shared, port, writes) {
+                writes.failures.add(&port.name, error);
+                self.remove_unused_insertions(writes);
             }
-            self.remove_unused_insertions(writes);
         }
         self.write_names(shared, writes);
         self.write_frontends(writes);
@@ -310,8 +292,11 @@ impl<F: TableFamily> FamilyWriter<F> {
         writes: &mut Writes<F>,
     ) -> Result<(Range, Arrangement), Error> {
         let arrangement = Arrangement::of(endpoints);
-        let capacity = self.tables.slots.len() as u32;
-        let full = || Error::Full(FullTable { name: F::SLOTS, capacity, limit: Limit::Slots });
+        let full = || Error::Full {
+            table: F::SLOTS,
+            capacity: self.tables.slots.len() as u32,
+            limit: Limit::Slots.name(),
+        };
         let count = u32::try_from(arrangement.slots.len()).map_err(|_| full())?;
         let mut range = self.entries.slots.allocate(count);
         if range.is_none() && self.entries.slots.has_retired() {
@@ -368,7 +353,6 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 
     fn remove(&mut self, name: &ServicePortName, writes: &mut Writes<F>) {
-        self.entries.without_room.remove_port(name);
         let Some(old) = self.entries.services.remove(name) else { return };
         for key in &old.frontends {
             writes.stale_frontends.push((*key, old.id));
@@ -437,7 +421,12 @@ fn new_service_id(shared: &mut Common) -> Result<u32, Error> {
         shared.ids.grace_period_over();
         id = shared.ids.allocate(1);
     }
-    let id = id.map(|range| range.first).ok_or_else(|| services_full(shared.ids.capacity()))?;
+    let full = || Error::Full {
+        table: table::services,
+        capacity: shared.ids.capacity(),
+        limit: Limit::Services.name(),
+    };
+    let id = id.map(|range| range.first).ok_or_else(full)?;
     let counters = &mut shared.tables.service_counters;
     if id < counters.capacity() {
         counters.clear(id).map_err(|source| {
@@ -453,11 +442,8 @@ fn write_service(shared: &Common, id: u32, service: &Service, applied: &mut Appl
         applied.written += 1;
         return Ok(());
     }
-    Err(services_full(shared.tables.services.len() as u32))
-}
-
-fn services_full(capacity: u32) -> Error {
-    Error::Full(FullTable { name: table::services, capacity, limit: Limit::Services })
+    let capacity = shared.tables.services.len() as u32;
+    Err(Error::Full { table: table::services, capacity, limit: Limit::Services.name() })
 }
 
 pub(super) fn remove_service(shared: &Common, id: u32, applied: &mut Applied) -> Result<(), Error> {

@@ -13,7 +13,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use super::{
     Error,
     family::TableFamily,
-    layout::{self, Arrangement, backend_flags},
+    layout::{self, backend_flags},
     programmed::{BackendKey, Entries, UsedEndpoints, Uses},
     publish::{Common, FamilyWriter, Writes},
 };
@@ -53,17 +53,6 @@ impl<F: TableFamily> FamilyWriter<F> {
         for (id, backend) in ids.into_iter().zip(values).take(written) {
             self.remember_backend(id, &backend, writes);
         }
-    }
-
-    /// Every table but `frontends4/6` has room for what publishing the port writes.
-    pub(super) fn has_room_for(&self, shared: &Common, port: &DesiredPort) -> bool {
-        let Entries { backends, slots, services, .. } = &self.entries;
-        let keys = port.endpoints.all.iter().filter_map(|endpoint| backend_key::<F>(&port.name, endpoint));
-        let missing = keys.filter(|key| !backends.contains_key(key)).count();
-        let count = u32::try_from(Arrangement::of(&port.endpoints).slots.len());
-        backends.len() + missing <= self.tables.backends.map().capacity() as usize
-            && count.is_ok_and(|count| slots.has_room_for(count))
-            && (services.contains_key(&port.name) || shared.ids.has_room_for(1))
     }
 
     fn remember_backend(&mut self, id: u32, backend: &Backend<F::Address>, writes: &mut Writes<F>) {

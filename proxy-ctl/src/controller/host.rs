@@ -16,6 +16,7 @@ pub(super) fn host(network: &NodeNetwork, config: &Config, node: Option<&Node>) 
     let selected = network.interfaces.iter().filter(|one| config.ebpf.interfaces.select(&one.name));
     Host {
         node_port_addresses,
+        node_ports_everywhere: config.serves_node_ports_everywhere(),
         masquerade_addresses: network.masquerade_addresses.clone(),
         interfaces: selected.cloned().collect(),
         local_traffic: match config.detect_local_mode {

@@ -19,6 +19,8 @@ pub struct NodeNetwork {
 pub struct Host {
     /// Every address on which node ports are served; loopback ones serve the host's own processes only.
     pub node_port_addresses: BTreeSet<IpAddr>,
+    /// These are all of the node's addresses.
+    pub node_ports_everywhere: bool,
     /// Source of translated flows, at most one of each family.
     pub masquerade_addresses: Vec<IpAddr>,
     pub interfaces: Vec<Interface>,

@@ -10,6 +10,7 @@ mod error;
 mod host;
 mod metrics;
 mod modes;
+pub mod netfilter;
 mod snapshot;
 mod supports;
 

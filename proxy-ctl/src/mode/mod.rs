@@ -7,16 +7,26 @@ use serde_json::Value;
 use crate::config::RequestedMode;
 
 /// How a node is programmed.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum Mode {
     Ebpf,
+    Nftables,
+    Iptables,
+    Ipvs,
+    Userspace,
 }
 
 impl Mode {
+    pub const ALL: [Self; 5] = [Self::Ebpf, Self::Nftables, Self::Iptables, Self::Ipvs, Self::Userspace];
+
     /// As `/proxyMode` answers.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Ebpf => "ebpf",
+            Self::Nftables => "nftables",
+            Self::Iptables => "iptables",
+            Self::Ipvs => "ipvs",
+            Self::Userspace => "userspace",
         }
     }
 
@@ -24,6 +34,10 @@ impl Mode {
     const fn requested(self) -> RequestedMode {
         match self {
             Self::Ebpf => RequestedMode::Ebpf,
+            Self::Nftables => RequestedMode::Nftables,
+            Self::Iptables => RequestedMode::Iptables,
+            Self::Ipvs => RequestedMode::Ipvs,
+            Self::Userspace => RequestedMode::Userspace,
         }
     }
 }

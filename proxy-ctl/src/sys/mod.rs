@@ -15,6 +15,7 @@ pub mod lock;
 pub mod map;
 pub mod mmap;
 pub mod namespace;
+pub mod namespace_lock;
 pub mod netlink;
 pub mod nftables;
 pub mod ready;

@@ -16,7 +16,10 @@ use super::{
     Error, Found, Part, PartKind, Purpose, Removal, names, nft,
     plan::{self, Chain, Plan, Rule},
 };
-use crate::sys::{nftables::TableFamily, xtables};
+use crate::{
+    mode::Mode,
+    sys::{nftables::TableFamily, xtables},
+};
 
 fn program(family: TableFamily) -> &'static str {
     match family {
@@ -39,38 +42,55 @@ pub(super) fn tables() -> impl Iterator<Item = LegacyTable> {
 /// For each table: its outline when it was last read, and how many chains only a kube-proxy makes it had. The kernel only
 /// returns whole tables, so a table is read again only when its outline has changed.
 #[derive(Debug, Default)]
-pub(super) struct ChainCounts(BTreeMap<LegacyTable, (xtables::Outline, usize)>);
+pub(super) struct ChainCounts {
+    counts: BTreeMap<LegacyTable, (xtables::Outline, usize)>,
+    /// Modes whose chains were not counted.
+    at_work: Vec<Mode>,
+}
 
 impl ChainCounts {
     /// The number of chains in this table that only a kube-proxy makes.
-    fn own_chains(&mut self, (family, table): LegacyTable) -> Result<usize, Error> {
+    fn own_chains(&mut self, (family, table): LegacyTable, at_work: &[Mode]) -> Result<usize, Error> {
+        if self.at_work != at_work {
+            self.counts.clear();
+            self.at_work = at_work.to_vec();
+        }
         if !xtables::tables(family)?.iter().any(|name| name == table) {
             return Ok(0);
         }
-        if let Some((outline, count)) = self.0.get(&(family, table))
+        if let Some((outline, count)) = self.counts.get(&(family, table))
             && xtables::outline(family, table)?.as_ref() == Some(outline)
         {
             return Ok(*count);
         }
         let Some((outline, chains)) = xtables::chains(family, table)? else { return Ok(0) };
-        let count = plan::count(table, chains.iter().map(String::as_str));
-        self.0.insert((family, table), (outline, count));
+        let count = plan::count(table, chains.iter().map(String::as_str), at_work);
+        self.counts.insert((family, table), (outline, count));
         Ok(count)
     }
 
-    pub(super) fn find(&mut self, found: &mut Found) {
+    pub(super) fn find(&mut self, at_work: &[Mode], found: &mut Found) {
         for (family, table) in tables() {
             let part = |count| (count > 0).then(|| Part::new(place(family, table), PartKind::Chains, count));
-            let parts = self.own_chains((family, table)).map(|count| part(count).into_iter().collect());
+            let parts =
+                self.own_chains((family, table), at_work).map(|count| part(count).into_iter().collect());
             found.note(parts);
         }
     }
 
-    pub(super) fn remove(&mut self, purpose: Purpose, places: &[LegacyTable], removed: &mut Removal) {
+    pub(super) fn remove(
+        &mut self,
+        purpose: Purpose,
+        at_work: &[Mode],
+        places: &[LegacyTable],
+        removed: &mut Removal,
+    ) {
         for place in places {
-            let there = self.own_chains(*place);
-            let done = there
-                .and_then(|count| if count > 0 { remove_from(purpose, *place, removed) } else { Ok(()) });
+            let there = self.own_chains(*place, at_work);
+            let done = there.and_then(|count| match count {
+                0 => Ok(()),
+                _ => remove_from(purpose, at_work, *place, removed),
+            });
             if let Err(error) = done {
                 removed.pending.legacy.push(*place);
                 removed.note(Err(error));
@@ -79,15 +99,20 @@ impl ChainCounts {
     }
 }
 
-fn remove_from(purpose: Purpose, (family, table): LegacyTable, removed: &mut Removal) -> Result<(), Error> {
+fn remove_from(
+    purpose: Purpose,
+    at_work: &[Mode],
+    (family, table): LegacyTable,
+    removed: &mut Removal,
+) -> Result<(), Error> {
     let tools = Tools::find(family).ok_or_else(|| Error::NoLegacyTools { program: program(family) })?;
     let text = tools.save(table)?;
-    let (chains, rules) = parse(&text);
+    let (chains, rules) = parse(&text, at_work);
     let is_filled = |chain: &str| Ok(text.contains(&format!("\n-A {chain} ")));
-    let plan =
-        plan::plan(table, &chains, &rules, &BTreeSet::new(), purpose).without_done::<Error>(is_filled)?;
+    let plan = plan::plan(table, &chains, &rules, &BTreeSet::new(), purpose, at_work)
+        .without_done::<Error>(is_filled)?;
     if !plan.is_empty() {
-        if purpose == Purpose::TakeOver && table == "nat" {
+        if purpose == Purpose::TakeOver && table == "nat" && !names::translates(at_work) {
             nft::hold(family, removed)?;
         }
         tools.restore(table, restoration(table, &plan))?;
@@ -112,7 +137,7 @@ fn restoration(table: &str, plan: &Plan<String>) -> String {
 }
 
 /// Parses the output of iptables-save: every chain, and the rules of chains that are not kube-proxy's.
-fn parse(text: &str) -> (Vec<Chain>, Vec<Rule<String>>) {
+fn parse(text: &str, at_work: &[Mode]) -> (Vec<Chain>, Vec<Rule<String>>) {
     let (mut chains, mut rules) = (Vec::new(), Vec::new());
     let mut table = "";
     for line in text.lines() {
@@ -123,7 +148,7 @@ fn parse(text: &str) -> (Vec<Chain>, Vec<Rule<String>>) {
             let (name, policy) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
             chains.push(Chain { name: name.to_owned(), base: policy != "-", drops: policy == "DROP" });
         } else if let Some((chain, rule)) = line.strip_prefix("-A ").and_then(|rule| rule.split_once(' '))
-            && !names::is_chain(table, chain)
+            && !names::is_chain(table, chain, at_work)
         {
             let words = words(rule);
             let after = |flags: &[&str]| {
@@ -247,22 +272,25 @@ mod tests {
         }
         let nat = (TableFamily::Ipv4, "nat");
         let mut seen = ChainCounts::default();
-        assert_eq!(seen.own_chains(nat).unwrap(), 1);
+        assert_eq!(seen.own_chains(nat, &[]).unwrap(), 1);
         // A wrong count, to show that the second call does not read the table.
-        seen.0.get_mut(&nat).unwrap().1 = 7;
-        assert_eq!(seen.own_chains(nat).unwrap(), 7);
+        seen.counts.get_mut(&nat).unwrap().1 = 7;
+        assert_eq!(seen.own_chains(nat, &[]).unwrap(), 7);
         // Of another table.
         assert!(run("-t filter -N KUBE-FORWARD"));
-        assert_eq!((seen.own_chains(nat).unwrap(), seen.own_chains((nat.0, "filter")).unwrap()), (7, 1));
+        assert_eq!(
+            (seen.own_chains(nat, &[]).unwrap(), seen.own_chains((nat.0, "filter"), &[]).unwrap()),
+            (7, 1)
+        );
         for (change, expected) in [
             ("-t nat -A KUBE-SERVICES -p tcp -j RETURN", 1),
             ("-t nat -N KUBE-NODEPORTS", 2),
             ("-t nat -X KUBE-NODEPORTS", 1),
             ("-t nat -N MINE", 1),
         ] {
-            seen.0.get_mut(&nat).unwrap().1 = 7;
+            seen.counts.get_mut(&nat).unwrap().1 = 7;
             assert!(run(change), "{change}");
-            assert_eq!(seen.own_chains(nat).unwrap(), expected, "{change}");
+            assert_eq!(seen.own_chains(nat, &[]).unwrap(), expected, "{change}");
         }
     }
 
@@ -282,7 +310,7 @@ COMMIT
 
     #[test]
     fn what_is_saved_becomes_what_is_restored() {
-        let (chains, rules) = parse(SAVED);
+        let (chains, rules) = parse(SAVED, &[]);
         assert_eq!(chains.len(), 5);
         assert!(chains[0].base && !chains[0].drops && !chains[2].base);
         assert_eq!(rules.len(), 3);
@@ -292,7 +320,7 @@ COMMIT
             (&["MINE".to_owned()][..], &["KUBE-SVC-A".to_owned()][..])
         );
         assert_eq!(rules[2].comment.as_deref(), Some("plain"));
-        let plan = plan::plan("nat", &chains, &rules, &BTreeSet::new(), Purpose::Cleanup);
+        let plan = plan::plan("nat", &chains, &rules, &BTreeSet::new(), Purpose::Cleanup, &[]);
         assert_eq!(
             restoration("nat", &plan),
             "*nat\n:KUBE-SERVICES - [0:0]\n:KUBE-SVC-A - [0:0]\n\

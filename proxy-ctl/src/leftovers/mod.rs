@@ -7,6 +7,7 @@
 //!
 //! Everything is done in the network namespace of the calling thread.
 
+mod at_work;
 mod ipvs;
 mod legacy;
 pub mod names;
@@ -16,8 +17,11 @@ pub mod plan;
 use ipnet::IpNet;
 use serde::Serialize;
 
-use self::plan::{Plan, RetainReason};
-use crate::sys::CallError;
+use self::{
+    at_work::AtWork,
+    plan::{Plan, RetainReason},
+};
+use crate::{mode::Mode, sys::CallError};
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Purpose {
@@ -38,6 +42,13 @@ pub enum Error {
     NoLegacyTools { program: &'static str },
     #[error("the search for kube-proxy's rules did not finish; the log has the error")]
     NotLooked,
+    #[error(
+        "process {} runs in mode {mode}: its rules stay; end it first",
+        process.map_or("of another PID namespace".to_owned(), |process| process.to_string())
+    )]
+    AtWork { mode: Mode, process: Option<u32> },
+    #[error("locking mode {mode}: {source}")]
+    Lock { mode: Mode, source: std::io::Error },
     #[error("{program}: {problem}")]
     Tool { program: String, problem: String },
 }
@@ -239,26 +250,38 @@ impl Leftovers {
     /// `keeps`: networks whose virtual servers are not kube-proxy's (`ipvs.excludeCIDRs`).
     pub fn find(&mut self, keeps: &[IpNet]) -> Found {
         let mut found = Found::default();
-        found.note(nft::find());
-        self.legacy.find(&mut found);
-        ipvs::find(keeps, &mut found);
+        let at_work = at_work::modes();
+        found.note(nft::find(&at_work));
+        self.legacy.find(&at_work, &mut found);
+        if !at_work.contains(&Mode::Ipvs) {
+            ipvs::find(keeps, &mut found);
+        }
         found
     }
 
     /// Removes what it can of `pending`; an error in one place does not stop the removal elsewhere. `keeps`: as for
-    /// [`Self::find`].
+    /// [`Self::find`]. Meanwhile no mode begins whose rules these are.
     pub fn remove(&mut self, purpose: Purpose, keeps: &[IpNet], pending: &PendingRemoval) -> Removal {
         let mut removed = Removal::default();
-        ipvs::remove_servers(purpose, keeps, &pending.servers, &mut removed);
+        let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others();
+        if purpose == Purpose::Cleanup {
+            problems.into_iter().for_each(|problem| add_once(&mut removed.problems, problem));
+        }
+        let ipvs_stays = at_work.contains(&Mode::Ipvs);
+        if !ipvs_stays {
+            ipvs::remove_servers(purpose, keeps, &pending.servers, &mut removed);
+        }
         if pending.nft {
-            let rules = nft::remove(purpose, &mut removed);
+            let rules = nft::remove(purpose, &at_work, &mut removed);
             removed.pending.nft = rules.is_err();
             removed.note(rules);
         }
-        self.legacy.remove(purpose, &pending.legacy, &mut removed);
-        ipvs::remove_sets(&pending.sets, &mut removed);
-        if pending.device {
-            ipvs::remove_device(keeps, &mut removed);
+        self.legacy.remove(purpose, &at_work, &pending.legacy, &mut removed);
+        if !ipvs_stays {
+            ipvs::remove_sets(&pending.sets, &mut removed);
+            if pending.device {
+                ipvs::remove_device(keeps, &mut removed);
+            }
         }
         removed
     }

@@ -1,6 +1,8 @@
 //! Names of kube-proxy's chains, tables, sets and device, in all its modes and versions. The kubelet's chains are not
 //! listed: KUBE-KUBELET-CANARY, KUBE-IPTABLES-HINT, KUBE-MARK-DROP, and KUBE-FIREWALL of the table filter, which kube-proxy
-//! makes too but does not remove.
+//! makes too but does not remove. This proxy's own modes use the same names.
+
+use crate::mode::Mode;
 
 /// The tables of iptables that it has chains in.
 pub const IPTABLES: [&str; 3] = ["filter", "nat", "mangle"];
@@ -20,33 +22,41 @@ pub const POSTROUTING: &str = "KUBE-POSTROUTING";
 /// Accepts what is forwarded for a Service; leads nowhere.
 pub const FORWARD: &str = "KUBE-FORWARD";
 
-const NAT: [&str; 9] = [
-    MARK_MASQUERADE,
-    POSTROUTING,
-    // Of older versions in mode ipvs.
-    "KUBE-FIREWALL",
-    "KUBE-LOAD-BALANCER",
-    "KUBE-NODE-PORT",
-    "KUBE-NODEPORTS",
-    "KUBE-NODEPORT-CONTAINER",
-    "KUBE-PROXY-CANARY",
-    "KUBE-SERVICES",
+/// The modes that write a chain.
+type Writers = &'static [Mode];
+
+const IPTABLES_ONLY: Writers = &[Mode::Iptables];
+const IPVS_ONLY: Writers = &[Mode::Ipvs];
+const USERSPACE_ONLY: Writers = &[Mode::Userspace];
+const IPTABLES_AND_IPVS: Writers = &[Mode::Iptables, Mode::Ipvs];
+
+const NAT: [(&str, Writers); 9] = [
+    (MARK_MASQUERADE, IPTABLES_AND_IPVS),
+    (POSTROUTING, IPTABLES_AND_IPVS),
+    // Of older versions.
+    ("KUBE-FIREWALL", IPVS_ONLY),
+    ("KUBE-LOAD-BALANCER", IPVS_ONLY),
+    ("KUBE-NODE-PORT", IPVS_ONLY),
+    ("KUBE-NODEPORTS", IPTABLES_ONLY),
+    ("KUBE-NODEPORT-CONTAINER", USERSPACE_ONLY),
+    ("KUBE-PROXY-CANARY", IPTABLES_ONLY),
+    ("KUBE-SERVICES", IPTABLES_AND_IPVS),
 ];
 
-/// One chain for each service port, endpoint and so on; KUBE-XLB- up to 1.23.
+/// One chain for each service port, endpoint and so on, in mode iptables; KUBE-XLB- up to 1.23.
 const NAT_PREFIXES: [&str; 6] = ["KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-", "KUBE-SVC-", "KUBE-SVL-", "KUBE-XLB-"];
 
-const FILTER: [&str; 10] = [
-    FORWARD,
-    "KUBE-EXTERNAL-SERVICES",
-    "KUBE-IPVS-FILTER",
-    "KUBE-IPVS-OUT-FILTER",
-    "KUBE-NODE-PORT",
-    "KUBE-NODEPORTS",
-    "KUBE-PROXY-CANARY",
-    "KUBE-PROXY-FIREWALL",
-    "KUBE-SERVICES",
-    "KUBE-SOURCE-RANGES-FIREWALL",
+const FILTER: [(&str, Writers); 10] = [
+    (FORWARD, IPTABLES_AND_IPVS),
+    ("KUBE-EXTERNAL-SERVICES", IPTABLES_ONLY),
+    ("KUBE-IPVS-FILTER", IPVS_ONLY),
+    ("KUBE-IPVS-OUT-FILTER", IPVS_ONLY),
+    ("KUBE-NODE-PORT", IPVS_ONLY),
+    ("KUBE-NODEPORTS", IPTABLES_ONLY),
+    ("KUBE-PROXY-CANARY", IPTABLES_ONLY),
+    ("KUBE-PROXY-FIREWALL", IPTABLES_AND_IPVS),
+    ("KUBE-SERVICES", IPTABLES_ONLY),
+    ("KUBE-SOURCE-RANGES-FIREWALL", IPVS_ONLY),
 ];
 
 /// Comments of kube-proxy's jumps from base chains.
@@ -84,19 +94,39 @@ const IP_SETS: [&str; 17] = [
 ];
 const LONGEST_IP_SET: usize = 31;
 
-/// `table`: of iptables.
-pub fn is_chain(table: &str, chain: &str) -> bool {
+/// The modes that write this chain of a table of iptables; none: it is not kube-proxy's.
+fn writers(table: &str, chain: &str) -> Writers {
+    let listed = |all: &[(&str, Writers)]| {
+        all.iter().find_map(|(name, writers)| (*name == chain).then_some(*writers)).unwrap_or_default()
+    };
     match table {
-        "nat" => NAT.contains(&chain) || NAT_PREFIXES.iter().any(|prefix| chain.starts_with(prefix)),
-        "filter" => FILTER.contains(&chain),
-        "mangle" => chain == "KUBE-PROXY-CANARY",
-        _ => false,
+        "nat" if NAT_PREFIXES.iter().any(|prefix| chain.starts_with(prefix)) => IPTABLES_ONLY,
+        "nat" => listed(&NAT),
+        "filter" => listed(&FILTER),
+        "mangle" if chain == "KUBE-PROXY-CANARY" => IPTABLES_ONLY,
+        _ => &[],
     }
+}
+
+/// Whether a chain of a table of iptables is kube-proxy's, and of no mode that this proxy is in.
+pub fn is_chain(table: &str, chain: &str, at_work: &[Mode]) -> bool {
+    let writers = writers(table, chain);
+    !writers.is_empty() && !writers.iter().any(|mode| at_work.contains(mode))
 }
 
 /// Kubelets before 1.28 make these chains too, so they do not show that there was a kube-proxy.
 pub fn is_shared_chain(chain: &str) -> bool {
     matches!(chain, MARK_MASQUERADE | POSTROUTING)
+}
+
+/// Whether the table [`NFTABLES_TABLE`] is of a mode that this proxy is in.
+pub fn keeps_nftables_table(at_work: &[Mode]) -> bool {
+    at_work.iter().any(|mode| matches!(mode, Mode::Nftables | Mode::Userspace))
+}
+
+/// Whether the rules of a mode that this proxy is in have the kernel go on translating connections.
+pub fn translates(at_work: &[Mode]) -> bool {
+    at_work.iter().any(|mode| matches!(mode, Mode::Nftables | Mode::Iptables | Mode::Ipvs))
 }
 
 pub fn is_comment_of_jump(comment: &str) -> bool {
@@ -131,7 +161,24 @@ mod tests {
     #[case("filter", "KUBE-ROUTER-FORWARD", false)]
     #[case("raw", "KUBE-SERVICES", false)]
     fn chains_of_kube_proxy(#[case] table: &str, #[case] chain: &str, #[case] own: bool) {
-        assert_eq!(is_chain(table, chain), own);
+        assert_eq!(is_chain(table, chain, &[]), own);
+    }
+
+    #[rstest]
+    #[case("nat", "KUBE-SERVICES", &[Mode::Iptables], false)]
+    #[case("nat", "KUBE-SERVICES", &[Mode::Ipvs], false)]
+    #[case("nat", "KUBE-SERVICES", &[Mode::Ebpf, Mode::Nftables], true)]
+    #[case("nat", "KUBE-SVC-TCOU7JCQXEZGVUNU", &[Mode::Iptables], false)]
+    #[case("nat", "KUBE-SVC-TCOU7JCQXEZGVUNU", &[Mode::Ipvs], true)]
+    #[case("nat", "KUBE-LOAD-BALANCER", &[Mode::Iptables], true)]
+    #[case("nat", "MINE", &[Mode::Ebpf], false)]
+    fn chains_of_a_mode_at_work_are_no_leftovers(
+        #[case] table: &str,
+        #[case] chain: &str,
+        #[case] at_work: &[Mode],
+        #[case] leftover: bool,
+    ) {
+        assert_eq!(is_chain(table, chain, at_work), leftover);
     }
 
     #[rstest]

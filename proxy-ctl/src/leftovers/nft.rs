@@ -11,6 +11,7 @@ use super::{
     Error, Part, PartKind, Purpose, Removal, Retained, names,
     plan::{self, Chain, Plan, Rule},
 };
+use crate::mode::Mode;
 use crate::sys::{
     CallError,
     netlink::Refused,
@@ -34,12 +35,12 @@ struct Inventory {
 }
 
 impl Inventory {
-    fn take(nftables: &NfTables) -> Result<Self, CallError> {
+    fn take(nftables: &NfTables, at_work: &[Mode]) -> Result<Self, CallError> {
         let mut inventory = Self::default();
         for family in TableFamily::ALL {
             let tables = nftables.tables(family)?;
             let has = |name: &str| tables.iter().any(|table| table == name);
-            let own_table = has(names::NFTABLES_TABLE);
+            let own_table = has(names::NFTABLES_TABLE) && !names::keeps_nftables_table(at_work);
             if !own_table && !names::IPTABLES.into_iter().any(has) {
                 continue;
             }
@@ -55,7 +56,7 @@ impl Inventory {
                     .filter(|chain| chain.table == table)
                     .map(|chain| Chain { name: chain.name.clone(), base: chain.base, drops: chain.drops })
                     .collect();
-                if !own(table, &chains).is_empty() {
+                if !own(table, &chains, at_work).is_empty() {
                     inventory.chains.push((family, table, chains));
                 }
             }
@@ -64,8 +65,8 @@ impl Inventory {
     }
 }
 
-fn own<'a>(table: &str, chains: &'a [Chain]) -> Vec<&'a str> {
-    plan::own_chains(table, chains.iter().map(|chain| chain.name.as_str()))
+fn own<'a>(table: &str, chains: &'a [Chain], at_work: &[Mode]) -> Vec<&'a str> {
+    plan::own_chains(table, chains.iter().map(|chain| chain.name.as_str()), at_work)
 }
 
 fn place(family: TableFamily, table: &str) -> String {
@@ -76,13 +77,13 @@ fn own_table(family: TableFamily) -> Part {
     Part::new(place(family, names::NFTABLES_TABLE), PartKind::Tables, 1)
 }
 
-pub(super) fn find() -> Result<Vec<Part>, Error> {
+pub(super) fn find(at_work: &[Mode]) -> Result<Vec<Part>, Error> {
     let Some(nftables) = NfTables::open()? else { return Ok(Vec::new()) };
-    let inventory = Inventory::take(&nftables)?;
+    let inventory = Inventory::take(&nftables, at_work)?;
     let tables = inventory.tables.iter().map(|family| own_table(*family));
     let chains = inventory.chains.iter().map(|(family, table, chains)| {
         let names = chains.iter().map(|chain| chain.name.as_str());
-        Part::new(place(*family, table), PartKind::Chains, plan::count(table, names))
+        Part::new(place(*family, table), PartKind::Chains, plan::count(table, names, at_work))
     });
     Ok(tables.chain(chains).collect())
 }
@@ -160,10 +161,19 @@ struct OwnTables {
 }
 
 impl OwnTables {
-    fn new(inventory: &Inventory, plans: &[TablePlan], unable: &[TableFamily], purpose: Purpose) -> Self {
+    /// A mode at work on netfilter translates by itself: it needs no holder.
+    fn new(
+        inventory: &Inventory,
+        plans: &[TablePlan],
+        unable: &[TableFamily],
+        purpose: Purpose,
+        at_work: &[Mode],
+    ) -> Self {
         let mut deleted = inventory.tables.clone();
         if purpose == Purpose::Cleanup {
             deleted.extend(&inventory.holders);
+        }
+        if purpose == Purpose::Cleanup || names::translates(at_work) {
             return Self { deleted, held: Vec::new(), without_holder: Vec::new() };
         }
         let translates = |family: TableFamily| {
@@ -183,15 +193,15 @@ impl OwnTables {
 }
 
 /// Removes everything in one transaction, and reports what stays.
-pub(super) fn remove(purpose: Purpose, removed: &mut Removal) -> Result<(), Error> {
+pub(super) fn remove(purpose: Purpose, at_work: &[Mode], removed: &mut Removal) -> Result<(), Error> {
     let Some(nftables) = NfTables::open()? else { return Ok(()) };
     let mut busy: BTreeSet<ChainId> = BTreeSet::new();
     let mut unable = Vec::new();
     let mut last = None;
     for _ in 0..TRIES {
-        let inventory = Inventory::take(&nftables)?;
-        let plans = plans(&nftables, &inventory, &busy, purpose)?;
-        let tables = OwnTables::new(&inventory, &plans, &unable, purpose);
+        let inventory = Inventory::take(&nftables, at_work)?;
+        let plans = plans(&nftables, &inventory, &busy, purpose, at_work)?;
+        let tables = OwnTables::new(&inventory, &plans, &unable, purpose, at_work);
         let Transaction { batch, deletions, holders } = transaction(&tables, &plans);
         let nothing_to_do = tables.is_empty() && plans.iter().all(|table_plan| table_plan.plan.is_empty());
         let refused = if nothing_to_do { Vec::new() } else { nftables.commit(batch)? };
@@ -229,10 +239,11 @@ fn plans(
     inventory: &Inventory,
     busy: &BTreeSet<ChainId>,
     purpose: Purpose,
+    at_work: &[Mode],
 ) -> Result<Vec<TablePlan>, CallError> {
     let table_plan = |(family, table, chains): &(TableFamily, &'static str, Vec<Chain>)| {
         let mut rules = Vec::new();
-        for chain in chains.iter().filter(|chain| !names::is_chain(table, &chain.name)) {
+        for chain in chains.iter().filter(|chain| !names::is_chain(table, &chain.name, at_work)) {
             let found = nftables.rules(*family, table, &chain.name)?;
             rules.extend(found.into_iter().map(|rule| Rule {
                 chain: chain.name.clone(),
@@ -245,7 +256,7 @@ fn plans(
         let here = |address: &&ChainId| address.0 == *family && address.1 == *table;
         let busy = busy.iter().filter(here).map(|(_, _, chain)| chain.clone()).collect();
         let is_filled = |chain: &str| Ok(!nftables.rules(*family, table, chain)?.is_empty());
-        let plan = plan::plan(table, chains, &rules, &busy, purpose).without_done(is_filled)?;
+        let plan = plan::plan(table, chains, &rules, &busy, purpose, at_work).without_done(is_filled)?;
         Ok(TablePlan { family: *family, table, plan })
     };
     inventory.chains.iter().map(table_plan).collect()
@@ -319,7 +330,7 @@ mod tests {
     #[test]
     fn what_cannot_be_held_goes_all_the_same() {
         let inventory = Inventory { tables: HELD.to_vec(), ..Inventory::default() };
-        let tables = |unable: &[TableFamily]| OwnTables::new(&inventory, &[], unable, Purpose::TakeOver);
+        let tables = |unable: &[TableFamily]| OwnTables::new(&inventory, &[], unable, Purpose::TakeOver, &[]);
         let (whole, partly) = (tables(&[]), tables(&[HELD[0]]));
         assert_eq!((whole.deleted.as_slice(), whole.held.as_slice()), (&HELD[..], &HELD[..]));
         assert!(whole.without_holder.is_empty());

@@ -37,6 +37,11 @@ impl NamespaceLock {
         }
     }
 
+    /// By this or another process.
+    pub fn is_held(name: &str) -> bool {
+        address(name).is_ok_and(|address| UnixStream::connect_addr(&address).is_ok())
+    }
+
     /// The process that holds the name; `None`: none, or the kernel does not tell.
     pub fn holder(name: &str) -> Option<u32> {
         let stream = UnixStream::connect_addr(&address(name).ok()?).ok()?;
@@ -56,12 +61,13 @@ mod tests {
     #[test]
     fn the_second_asks_in_vain_until_the_first_lets_go() {
         let name = format!("test-{}", std::process::id());
-        assert_eq!(NamespaceLock::holder(&name), None);
+        assert!(!NamespaceLock::is_held(&name));
         let NamespaceAttempt::Held(first) = NamespaceLock::acquire(&name).unwrap() else { panic!("free") };
         let NamespaceAttempt::Taken(process) = NamespaceLock::acquire(&name).unwrap() else {
             panic!("taken")
         };
         assert_eq!(process, Some(std::process::id()));
+        assert!(NamespaceLock::is_held(&name));
         drop(first);
         assert_eq!(NamespaceLock::holder(&name), None);
         assert!(matches!(NamespaceLock::acquire(&name).unwrap(), NamespaceAttempt::Held(_)));

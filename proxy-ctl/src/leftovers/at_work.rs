@@ -1,0 +1,70 @@
+//! The modes that this proxy is in, here or in another process of this network namespace: their rules are no leftovers.
+//!
+//! A mode that writes under kube-proxy's names holds the lock of its name while it does.
+
+use super::Error;
+use crate::{
+    mode::Mode,
+    sys::namespace_lock::{NamespaceAttempt, NamespaceLock},
+};
+
+const MODES: [Mode; 4] = [Mode::Nftables, Mode::Iptables, Mode::Ipvs, Mode::Userspace];
+
+pub(super) fn modes() -> Vec<Mode> {
+    MODES.into_iter().filter(|mode| NamespaceLock::is_held(mode.name())).collect()
+}
+
+#[derive(Default)]
+pub(super) struct AtWork {
+    pub(super) modes: Vec<Mode>,
+    /// Of all other modes.
+    pub(super) locks: Vec<NamespaceLock>,
+    /// Why the modes are taken to be at work.
+    pub(super) problems: Vec<Error>,
+}
+
+impl AtWork {
+    /// While the locks are held, no further mode begins.
+    pub(super) fn lock_others() -> Self {
+        let mut all = Self::default();
+        for mode in MODES {
+            let problem = match NamespaceLock::acquire(mode.name()) {
+                Ok(NamespaceAttempt::Held(lock)) => {
+                    all.locks.push(lock);
+                    continue;
+                }
+                Ok(NamespaceAttempt::Taken(process)) => Error::AtWork { mode, process },
+                Err(source) => Error::Lock { mode, source },
+            };
+            all.modes.push(mode);
+            all.problems.push(problem);
+        }
+        all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sched::{CloneFlags, unshare};
+
+    use super::*;
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_the_mode_whose_lock_is_held_is_at_work() {
+        // The thread ends with the test, and its network namespace with it.
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        assert_eq!(modes(), []);
+        let NamespaceAttempt::Held(held) = NamespaceLock::acquire("iptables").unwrap() else {
+            panic!("free")
+        };
+        assert_eq!(modes(), [Mode::Iptables]);
+        let at_work = AtWork::lock_others();
+        assert_eq!((at_work.modes.as_slice(), at_work.locks.len()), (&[Mode::Iptables][..], 3));
+        let own = std::process::id().to_string();
+        assert!(at_work.problems[0].to_string().contains(&own), "{}", at_work.problems[0]);
+        drop(held);
+        drop(at_work);
+        assert_eq!(AtWork::lock_others().modes, []);
+    }
+}

@@ -62,12 +62,13 @@ fn shares<'a>(answers: &[&'a Answer]) -> BTreeMap<&'a str, usize> {
 
 /// Every request was refused, within a second.
 ///
-/// kube-proxy rejects with ICMP. The kernel overlooks that while `connect` still holds the socket, and then
+/// Netfilter rejects with ICMP. The kernel overlooks that while `connect` still holds the socket, and then
 /// takes it only after the SYN was sent again, a second later; to a local process the rejected datagram is EPERM.
 /// Where a socket hook cannot choose the error, `connect` fails with EPERM.
 pub fn refused_at_once(setting: Setting, outcomes: &[Outcome]) -> Result<()> {
-    let limit_micros = if setting.proxy.is_kube_proxy() { 4_000_000 } else { 1_000_000 };
-    let may_be_not_permitted = setting.proxy.is_kube_proxy() || !has_set_retval()?;
+    let by_icmp = setting.datapath().is_netfilter();
+    let limit_micros = if by_icmp { 4_000_000 } else { 1_000_000 };
+    let may_be_not_permitted = by_icmp || !has_set_retval()?;
     for outcome in outcomes {
         if may_be_not_permitted && *outcome == Outcome::NotPermitted {
             continue;
@@ -93,7 +94,7 @@ fn has_set_retval() -> Result<bool> {
 /// Every request vanished: it was neither answered nor refused. What netfilter drops of a local process is EPERM to it.
 pub fn dropped(setting: Setting, outcomes: &[Outcome]) -> Result<()> {
     for outcome in outcomes {
-        let by_netfilter = setting.proxy.is_kube_proxy() && *outcome == Outcome::NotPermitted;
+        let by_netfilter = setting.datapath().is_netfilter() && *outcome == Outcome::NotPermitted;
         ensure!(by_netfilter || *outcome == Outcome::TimedOut, "expected dropped, found {outcome}");
     }
     ensure!(!outcomes.is_empty(), "no request was made");

@@ -4,22 +4,86 @@ use std::fmt;
 
 use clap::ValueEnum;
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, ValueEnum)]
 pub enum ProxyKind {
     /// proxy-ctl in mode ebpf
     Ebpf,
+    /// proxy-ctl in mode nftables
+    Nftables,
+    /// proxy-ctl in mode iptables
+    Iptables,
+    /// proxy-ctl in mode ipvs
+    Ipvs,
+    /// proxy-ctl in mode userspace
+    Userspace,
     /// The real kube-proxy in mode iptables
     KubeProxyIptables,
     /// The real kube-proxy in mode nftables
     KubeProxyNftables,
 }
 
+/// What translates connections, whoever programs it.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Datapath {
+    Ebpf,
+    Nftables,
+    Iptables,
+    Ipvs,
+    Userspace,
+}
+
 impl ProxyKind {
+    /// Whose it is.
     pub fn is_kube_proxy(self) -> bool {
         match self {
-            Self::Ebpf => false,
+            Self::Ebpf | Self::Nftables | Self::Iptables | Self::Ipvs | Self::Userspace => false,
             Self::KubeProxyIptables | Self::KubeProxyNftables => true,
         }
+    }
+
+    pub fn datapath(self) -> Datapath {
+        match self {
+            Self::Ebpf => Datapath::Ebpf,
+            Self::Nftables | Self::KubeProxyNftables => Datapath::Nftables,
+            Self::Iptables | Self::KubeProxyIptables => Datapath::Iptables,
+            Self::Ipvs => Datapath::Ipvs,
+            Self::Userspace => Datapath::Userspace,
+        }
+    }
+}
+
+impl fmt::Display for ProxyKind {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_kube_proxy() {
+            formatter.write_str("kube-proxy/")?;
+        }
+        formatter.write_str(self.datapath().mode())
+    }
+}
+
+impl Datapath {
+    /// As `mode` of the configuration names it, and `/proxyMode`.
+    pub const fn mode(self) -> &'static str {
+        match self {
+            Self::Ebpf => "ebpf",
+            Self::Nftables => "nftables",
+            Self::Iptables => "iptables",
+            Self::Ipvs => "ipvs",
+            Self::Userspace => "userspace",
+        }
+    }
+
+    /// Netfilter's rules decide, which refuse a connection by ICMP.
+    pub const fn is_netfilter(self) -> bool {
+        match self {
+            Self::Nftables | Self::Iptables | Self::Ipvs => true,
+            Self::Ebpf | Self::Userspace => false,
+        }
+    }
+
+    /// What connections end with: the process that carries them.
+    pub const fn is_a_process(self) -> bool {
+        matches!(self, Self::Userspace)
     }
 }
 
@@ -40,19 +104,24 @@ pub enum PathKind {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Setting {
     pub proxy: ProxyKind,
+    /// Of mode ebpf. The others translate packets.
     pub path: PathKind,
     /// The hooks pass everything on 10 s after their controller has gone.
     pub withdraws: bool,
 }
 
 impl Setting {
+    pub const fn new(proxy: ProxyKind, path: PathKind) -> Self {
+        Self { proxy, path, withdraws: false }
+    }
+
     /// The settings that the given choices leave; paths are a matter of mode ebpf only.
     pub fn matching(proxies: &[ProxyKind], paths: &[PathKind]) -> Vec<Self> {
         let mut settings = Vec::new();
         for proxy in proxies {
             for path in paths {
-                let path = if proxy.is_kube_proxy() { PathKind::Packets } else { *path };
-                let setting = Self { proxy: *proxy, path, withdraws: false };
+                let path = if *proxy == ProxyKind::Ebpf { *path } else { PathKind::Packets };
+                let setting = Self::new(*proxy, path);
                 if !settings.contains(&setting) {
                     settings.push(setting);
                 }
@@ -61,20 +130,20 @@ impl Setting {
         settings
     }
 
+    pub fn datapath(self) -> Datapath {
+        self.proxy.datapath()
+    }
+
     /// Connections of pods are translated in the socket layer.
     pub fn pods_use_sockets(self) -> bool {
-        !self.proxy.is_kube_proxy() && self.path == PathKind::Sockets
+        self.proxy == ProxyKind::Ebpf && self.path == PathKind::Sockets
     }
 }
 
 impl fmt::Display for Setting {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = match self.proxy {
-            ProxyKind::KubeProxyIptables => "kube-proxy/iptables",
-            ProxyKind::KubeProxyNftables => "kube-proxy/nftables",
-            ProxyKind::Ebpf => return write!(formatter, "ebpf/{}", self.path),
-        };
-        formatter.write_str(name)
+        write!(formatter, "{}", self.proxy)?;
+        if self.proxy == ProxyKind::Ebpf { write!(formatter, "/{}", self.path) } else { Ok(()) }
     }
 }
 

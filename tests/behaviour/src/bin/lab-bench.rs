@@ -68,7 +68,7 @@ fn run(arguments: &Arguments) -> Result<()> {
             continue;
         }
         for services in [1, arguments.services] {
-            let setting = Setting { proxy: ProxyKind::Ebpf, path, withdraws: false };
+            let setting = Setting::new(ProxyKind::Ebpf, path);
             let world = World::with_services(setting, false, |lab, objects| publish(lab, objects, services))?;
             for protocol in [Protocol::Tcp, Protocol::Udp] {
                 measure(arguments, &world, protocol, services)?;

@@ -82,7 +82,7 @@ fn run(arguments: &Arguments) -> Result<u64> {
     println!("{TOPOLOGY}\n");
     let source = if arguments.api_server { "a real kube-apiserver" } else { "a folder of manifests" };
     println!("starting proxy-ctl on both nodes; it reads Services and EndpointSlices from {source}");
-    let setting = Setting { proxy: ProxyKind::Ebpf, path: PathKind::Sockets, withdraws: false };
+    let setting = Setting::new(ProxyKind::Ebpf, PathKind::Sockets);
     let start = Instant::now();
     let mut world = World::with_services(setting, arguments.api_server, |lab, objects| {
         [WEB, QUEUE].iter().try_for_each(|service| service.publish(lab, objects, service.endpoints))

@@ -13,7 +13,7 @@ use crate::{
     case::{Case, Variant, Variants},
     check,
     fixtures::{BALANCED, EMPTY, ON_NODE1, ON_NODE2},
-    setting::{PathKind, ProxyKind, Setting},
+    setting::{Datapath, PathKind, ProxyKind, Setting},
     world::World,
 };
 
@@ -46,12 +46,13 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 fn masquerades(setting: &Setting, _: Variant) -> Option<&'static str> {
-    setting.proxy.is_kube_proxy().then_some("kube-proxy masquerades whatever comes through a node port")
+    (setting.datapath() != Datapath::Ebpf)
+        .then_some("kube-proxy masquerades whatever comes through a node port, in every mode")
 }
 
 /// Where nothing translates what a process of the node sends to the node itself.
 pub(super) fn within_the_node(setting: &Setting, _: Variant) -> Option<&'static str> {
-    (setting.path == PathKind::Off)
+    (setting.proxy == ProxyKind::Ebpf && setting.path == PathKind::Off)
         .then_some("without socket hooks, packets from the node to itself meet no program: they stay on lo")
 }
 
@@ -59,7 +60,7 @@ fn no_loopback(setting: &Setting, variant: Variant) -> Option<&'static str> {
     if let Some(reason) = within_the_node(setting, variant) {
         return Some(reason);
     }
-    (setting.proxy == ProxyKind::KubeProxyNftables)
+    matches!(setting.datapath(), Datapath::Nftables | Datapath::Ipvs)
         .then_some("kube-proxy serves node ports on loopback in mode iptables only")
 }
 

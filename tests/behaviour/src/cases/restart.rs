@@ -15,14 +15,20 @@ use crate::{
 
 pub(super) const CASES: &[Case] = &[
     Case::new("connections go on while the controller is dead and after it is back", Variants::Once, dead)
-        .core(),
+        .core()
+        .differs(ends_with_the_process),
     Case::new("what changed while the controller was dead is made up for", Variants::Once, made_up),
-    Case::new("many restarts under load fail no connection", Variants::Once, under_load),
+    Case::new("many restarts under load fail no connection", Variants::Once, under_load)
+        .differs(ends_with_the_process),
     Case::new("a restart without changes writes nothing", Variants::Once, writes_nothing).skip(not_ours),
 ];
 
 fn not_ours(setting: &Setting) -> Option<&'static str> {
     setting.proxy.is_kube_proxy().then_some("a matter of proxy-ctl")
+}
+
+fn ends_with_the_process(setting: &Setting, _: Variant) -> Option<&'static str> {
+    setting.datapath().is_a_process().then_some("in mode userspace the process itself carries connections")
 }
 
 /// Table entries that the running controller has written.

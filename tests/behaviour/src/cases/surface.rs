@@ -10,7 +10,6 @@ use lab::{
 
 use crate::{
     case::{Case, Variant, Variants},
-    setting::ProxyKind,
     world::World,
 };
 
@@ -21,11 +20,7 @@ const HEALTH: u16 = 10_256;
 const METRICS: u16 = 10_249;
 
 fn health_and_mode(world: &mut World, _: Variant) -> Result<()> {
-    let mode = match world.setting.proxy {
-        ProxyKind::Ebpf => "ebpf",
-        ProxyKind::KubeProxyIptables => "iptables",
-        ProxyKind::KubeProxyNftables => "nftables",
-    };
+    let mode = world.setting.datapath().mode();
     for node in NODES {
         let agent = world.agent(&node_name(node))?;
         let own = world.addresses(&node_name(node))?.of(Family::V4);

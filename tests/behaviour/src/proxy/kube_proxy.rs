@@ -11,15 +11,16 @@ use lab::{
 use serde_json::json;
 
 use super::Feed;
+use crate::setting::Setting;
 
-pub(super) fn arguments(lab: &Lab, mode: &str, feed: &Feed, node: NodeNumber) -> Result<Vec<String>> {
+pub(super) fn arguments(lab: &Lab, setting: Setting, feed: &Feed, node: NodeNumber) -> Result<Vec<String>> {
     let Feed::ApiServer(server) = feed else { bail!("kube-proxy reads from an API server only") };
     let name = node_name(node);
     let at_once = json!({"minSyncPeriod": "1ms", "syncPeriod": "30s"});
     let configuration = json!({
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
-        "mode": mode,
+        "mode": setting.datapath().mode(),
         "hostnameOverride": name,
         "clientConnection": {"kubeconfig": server.kubeconfig(), "qps": 1000, "burst": 1000},
         "clusterCIDR": format!("{POD_RANGE4},{POD_RANGE6}"),

@@ -6,7 +6,7 @@ mod proxy_ctl;
 
 use std::{
     fs::{self, File},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
 };
 
@@ -25,10 +25,26 @@ pub fn missing_for(proxy: ProxyKind) -> Result<Option<String>> {
         return Ok(Some("network namespaces need root".to_owned()));
     }
     match proxy {
-        ProxyKind::Ebpf => Ok(lab::program("proxy-ctl").err().map(|error| error.to_string())),
+        ProxyKind::Ipvs if !has_ipvs() => {
+            Ok(Some("ip_vs (CONFIG_IP_VS) is not loaded, and modprobe does not find it".to_owned()))
+        }
+        ProxyKind::Ebpf
+        | ProxyKind::Nftables
+        | ProxyKind::Iptables
+        | ProxyKind::Ipvs
+        | ProxyKind::Userspace => Ok(lab::program("proxy-ctl").err().map(|error| error.to_string())),
         ProxyKind::KubeProxyIptables | ProxyKind::KubeProxyNftables => {
             binaries::provide(&[Program::Etcd, Program::KubeApiServer, Program::KubeProxy])
         }
+    }
+}
+
+fn has_ipvs() -> bool {
+    let is_loaded = || Path::new("/proc/net/ip_vs").exists();
+    // It fails where the module is built in, or does not exist.
+    is_loaded() || {
+        let _status = Command::new("modprobe").arg("ip_vs").stderr(Stdio::null()).status();
+        is_loaded()
     }
 }
 
@@ -71,14 +87,9 @@ const LOG_LINES: usize = 25;
 
 impl Proxy {
     pub fn new(lab: &Lab, setting: Setting, feed: &Feed, node: NodeNumber) -> Result<Self> {
-        let (program, arguments) = match setting.proxy {
-            ProxyKind::Ebpf => (lab::program("proxy-ctl")?, proxy_ctl::arguments(lab, setting, feed, node)?),
-            ProxyKind::KubeProxyIptables => {
-                (Program::KubeProxy.path()?, kube_proxy::arguments(lab, "iptables", feed, node)?)
-            }
-            ProxyKind::KubeProxyNftables => {
-                (Program::KubeProxy.path()?, kube_proxy::arguments(lab, "nftables", feed, node)?)
-            }
+        let (program, arguments) = match setting.proxy.is_kube_proxy() {
+            true => (Program::KubeProxy.path()?, kube_proxy::arguments(lab, setting, feed, node)?),
+            false => (lab::program("proxy-ctl")?, proxy_ctl::arguments(lab, setting, feed, node)?),
         };
         let log = lab.directory().join(format!("proxy-{}.log", node_name(node)));
         Ok(Self { node, program, arguments, log, process: None })

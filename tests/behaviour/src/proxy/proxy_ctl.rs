@@ -14,7 +14,7 @@ pub(super) fn arguments(lab: &Lab, setting: Setting, feed: &Feed, node: NodeNumb
     let mut configuration = json!({
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
-        "mode": "ebpf",
+        "mode": setting.datapath().mode(),
         "hostnameOverride": name,
         "clusterCIDR": format!("{},{}", lab::address::POD_RANGE4, lab::address::POD_RANGE6),
         "conntrack": {"maxPerCore": 0},

@@ -144,7 +144,7 @@ fn exposition() -> Result<String> {
     if let Some(reason) = missing {
         bail!(Skip(reason));
     }
-    let setting = Setting { proxy: ProxyKind::Ebpf, path: PathKind::Sockets, withdraws: false };
+    let setting = Setting::new(ProxyKind::Ebpf, PathKind::Sockets);
     let mut world = World::with_services(setting, true, |_, _| Ok(()))?;
     world.kill_api_server();
     wait::until("a failure is counted", PATIENCE, || {

@@ -14,7 +14,7 @@ use rustc_hash::FxHashSet;
 use tokio::sync::watch;
 
 use crate::{
-    dataplane::{Dataplane, Unsupported, refused, servable},
+    dataplane::{Dataplane, Effect, Unsupported, refused, servable},
     model::desired::{Changes, DesiredPort, ServicePortName},
     report::Metrics,
 };
@@ -186,8 +186,15 @@ impl CoverageTracker {
 
     /// Logs what is new of a service port's exceptions, and counts them.
     fn tell(&self, service_port: &ServicePortName, before: &[Unsupported], now: &[Unsupported]) {
-        for Unsupported { field, instead, .. } in now.iter().filter(|one| !before.contains(one)) {
-            tracing::warn!(%service_port, field, "{instead}");
+        for Unsupported { field, effect, instead } in now.iter().filter(|one| !before.contains(one)) {
+            match effect {
+                Effect::HandedOver => tracing::info!(%service_port, field, "{instead}"),
+                Effect::ServedDifferently
+                | Effect::Without(_)
+                | Effect::Refused
+                | Effect::NoRoom
+                | Effect::NotServed => tracing::warn!(%service_port, field, "{instead}"),
+            }
         }
         self.metrics.own.unsupported(before, -1);
         self.metrics.own.unsupported(now, 1);

@@ -12,6 +12,12 @@ pub(super) type BoxedProgrammed = Box<dyn Programmed>;
 
 /// What is done with a mode where there is no dataplane of it.
 pub(super) struct Entry {
+    /// The kernel's connection tracking knows its flows.
+    pub(super) tracks_flows: bool,
+    /// Another mode serves beside it what it cannot.
+    pub(super) hands_over: bool,
+    /// It may serve beside another mode.
+    pub(super) serves_beside: bool,
     pub(super) probe: fn(&Config, &HostFacts) -> Probe,
     /// Does what needs all privileges, for [`Entry::open`] in another process.
     pub(super) prepare: fn(&Config) -> Result<(), Error>,

@@ -4,9 +4,11 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
+mod conntrack;
 pub mod ebpf;
 mod entry;
 mod error;
+mod hand_over;
 mod host;
 mod metrics;
 mod modes;
@@ -20,7 +22,7 @@ pub use entry::Removed;
 pub use error::{Error, ErrorKind};
 pub use host::{Host, Interface, LocalTraffic, NodeNetwork, Role};
 pub use metrics::{Labels, MetricFamily, ServiceUsage};
-pub use modes::{cleanup, controller, open, prepare, probe, read};
+pub use modes::{beside, cleanup, controller, open, prepare, probe, read};
 pub use snapshot::{
     BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, ServiceSnapshot, Snapshot,
 };

@@ -1,10 +1,13 @@
 //! The one place that knows modes by name. A new mode is a folder and a line in [`entry`].
 
-use std::path::Path;
+use std::{path::Path, sync::Arc};
 
 use super::{
-    Dataplane, Error, ErrorKind, ebpf,
+    Dataplane, Error, ErrorKind,
+    conntrack::WithConntrack,
+    ebpf,
     entry::{BoxedProgrammed, Entry, Removed},
+    hand_over::{HandOver, ModeBeside},
 };
 use crate::{
     config::Config,
@@ -37,9 +40,48 @@ pub fn prepare(mode: Mode, config: &Config) -> Result<(), Error> {
     (built(mode)?.prepare)(config)
 }
 
-/// The node's dataplane in this mode: takes over what a predecessor left.
-pub fn open(mode: Mode, config: &Config) -> Result<Box<dyn Dataplane>, Error> {
-    (built(mode)?.open)(config)
+/// The mode that serves beside `mode` what that cannot: the first that may and can.
+pub fn beside(mode: Mode, probes: &[Probe]) -> Option<Mode> {
+    entry(mode).filter(|entry| entry.hands_over)?;
+    let may = |probe: &&Probe| entry(probe.mode).is_some_and(|entry| entry.serves_beside);
+    probes.iter().filter(may).find(|probe| probe.obstacles().next().is_none()).map(|probe| probe.mode)
+}
+
+/// The node's dataplane in this mode: takes over what a predecessor left. `beside`: serves what the mode cannot.
+pub fn open(mode: Mode, beside: Option<Mode>, config: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error> {
+    let dataplane = open_one(mode, config)?;
+    Ok(match beside {
+        None => dataplane,
+        Some(mode) => {
+            let beside = Beside { mode, config: Arc::clone(config) };
+            Box::new(HandOver::new(dataplane, Box::new(beside)))
+        }
+    })
+}
+
+fn open_one(mode: Mode, config: &Config) -> Result<Box<dyn Dataplane>, Error> {
+    let entry = built(mode)?;
+    let dataplane = (entry.open)(config)?;
+    Ok(if entry.tracks_flows { Box::new(WithConntrack::new(dataplane)) } else { dataplane })
+}
+
+struct Beside {
+    mode: Mode,
+    config: Arc<Config>,
+}
+
+impl ModeBeside for Beside {
+    fn mode(&self) -> Mode {
+        self.mode
+    }
+
+    fn open(&self) -> Result<Box<dyn Dataplane>, Error> {
+        open_one(self.mode, &self.config)
+    }
+
+    fn remove(&self) -> Result<(), Error> {
+        (built(self.mode)?.cleanup)(&self.config.ebpf.bpffs).map(drop)
+    }
 }
 
 /// What is programmed on this node, read without a controller.

@@ -30,6 +30,8 @@ pub enum Effect {
     Refused,
     /// Every frontend but some of those that the field asks for: there is no room.
     NoRoom,
+    /// Every frontend, some by another mode beside the one at work.
+    HandedOver,
     NotServed,
 }
 
@@ -39,6 +41,7 @@ impl Effect {
         match self {
             Self::ServedDifferently => "servedDifferently",
             Self::Without(_) | Self::Refused | Self::NoRoom => "partlyServed",
+            Self::HandedOver => "handedOver",
             Self::NotServed => "notServed",
         }
     }
@@ -47,7 +50,7 @@ impl Effect {
 impl Unsupported {
     /// Some frontend of the service port is not served.
     pub fn leaves_unserved(&self) -> bool {
-        self.effect != Effect::ServedDifferently
+        !matches!(self.effect, Effect::ServedDifferently | Effect::HandedOver)
     }
 
     /// Another kube-proxy may serve what is not served here, and should.
@@ -61,7 +64,7 @@ pub fn servable(port: Arc<DesiredPort>, unsupported: &[Unsupported]) -> Option<A
     let mut served = port;
     for one in unsupported {
         match one.effect {
-            Effect::ServedDifferently | Effect::Refused | Effect::NoRoom => {}
+            Effect::ServedDifferently | Effect::Refused | Effect::NoRoom | Effect::HandedOver => {}
             Effect::Without(kind) => {
                 Arc::make_mut(&mut served).frontends.retain(|frontend| frontend.kind != kind);
             }

@@ -22,9 +22,9 @@ pub(super) fn start(
     let (end, ended) = oneshot::channel();
     let controller =
         Controller::new(Arc::clone(&proxy.config), Arc::clone(&proxy.node_name), proxy.reports());
-    let (mode, config) = (proxy.mode(), Arc::clone(&proxy.config));
+    let (mode, beside, config) = (proxy.mode(), proxy.beside, Arc::clone(&proxy.config));
     let open = move || {
-        let dataplane = dataplane::open(mode, &config)?;
+        let dataplane = dataplane::open(mode, beside, &config)?;
         opened();
         Ok(dataplane)
     };

@@ -49,6 +49,8 @@ pub(super) struct Proxy {
     pub(super) config: Arc<Config>,
     pub(super) node_name: Arc<str>,
     choice: ChosenMode,
+    /// Serves what the chosen mode cannot.
+    pub(super) beside: Option<Mode>,
     /// `None`: a folder of manifests. It need not tell all that a kube-proxy serves, and its Node is followed as it changes.
     source_state: Option<SourceState>,
     pub(super) events: Recorder,
@@ -77,7 +79,7 @@ impl Proxy {
     pub(super) fn new(
         line: CommandLine,
         settings: Settings,
-        choice: ChosenMode,
+        (choice, beside): (ChosenMode, Option<Mode>),
         source: &Source,
         source_state: SourceState,
     ) -> anyhow::Result<(Self, ProxyInputs)> {
@@ -103,6 +105,7 @@ impl Proxy {
             line,
             node_name: settings.node_name,
             choice,
+            beside,
             source_state: from_api_server.then_some(source_state),
             events,
             health: Arc::new(SharedHealth::new(Health::new(config.sync_period()))),

@@ -57,7 +57,7 @@ pub struct UnsupportedField {
     pub family: String,
     /// As Kubernetes names it: `spec.sessionAffinity`.
     pub field: String,
-    /// `servedDifferently`, `partlyServed` or `notServed`.
+    /// `servedDifferently`, `handedOver`, `partlyServed` or `notServed`.
     pub effect: String,
     /// What happens instead, for people.
     pub instead: String,
@@ -83,8 +83,13 @@ impl UnsupportedField {
         ObjectName::new(self.namespace.as_str(), self.name.as_str())
     }
 
+    /// It is served as it asks.
+    pub(super) fn is_handed_over(&self) -> bool {
+        self.effect == Effect::HandedOver.name()
+    }
+
     pub(super) fn leaves_unserved(&self) -> bool {
-        self.effect != Effect::ServedDifferently.name()
+        !self.is_handed_over() && self.effect != Effect::ServedDifferently.name()
     }
 }
 

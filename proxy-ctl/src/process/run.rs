@@ -42,7 +42,7 @@ pub fn run(line: CommandLine) -> anyhow::Result<()> {
     for warning in &settings.warnings {
         tracing::warn!("{warning}");
     }
-    let choice = choose_mode(&settings.config)?;
+    let (choice, beside) = choose_modes(&settings.config)?;
     tracing::info!(mode = %choice.mode, node = %settings.node_name, why = choice.reasons.join("; "), "starting");
     if settings.init_only {
         return initialize(&settings.config, choice.mode);
@@ -53,13 +53,17 @@ pub fn run(line: CommandLine) -> anyhow::Result<()> {
         .enable_all()
         .build()
         .context("starting the async runtime")?;
-    let done = runtime.block_on(serve(line, settings, choice));
+    let done = runtime.block_on(serve(line, settings, (choice, beside)));
     runtime.shutdown_timeout(Duration::from_secs(1));
     done
 }
 
-fn choose_mode(config: &Config) -> anyhow::Result<ChosenMode> {
-    Ok(mode::choose(config.mode, &dataplane::probe(config, &facts::gather()))?)
+/// The mode of this node, and the one that serves beside it what it cannot.
+fn choose_modes(config: &Config) -> anyhow::Result<(ChosenMode, Option<Mode>)> {
+    let probes = dataplane::probe(config, &facts::gather());
+    let choice = mode::choose(config.mode, &probes)?;
+    let beside = dataplane::beside(choice.mode, &probes);
+    Ok((choice, beside))
 }
 
 /// `--init-only`: what needs all privileges.
@@ -84,11 +88,15 @@ enum ExitCause {
     Task(anyhow::Error),
 }
 
-async fn serve(line: CommandLine, settings: Settings, choice: ChosenMode) -> anyhow::Result<()> {
+async fn serve(
+    line: CommandLine,
+    settings: Settings,
+    modes: (ChosenMode, Option<Mode>),
+) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
     let source_state = SourceState::new();
     let source = Source::open(&settings, &source_state)?;
-    let (proxy, inputs) = Proxy::new(line, settings, choice, &source, source_state)?;
+    let (proxy, inputs) = Proxy::new(line, settings, modes, &source, source_state)?;
 
     let mut tasks = JoinSet::new();
     proxy.serve_http(&mut tasks);

@@ -43,7 +43,7 @@ fn news<'a>(told: &Told, now: &'a Told) -> Vec<&'a Event> {
 
 fn events_of(fields: &[UnsupportedField]) -> Told {
     let mut by_service: BTreeMap<ObjectName, Vec<&UnsupportedField>> = BTreeMap::new();
-    for field in fields {
+    for field in fields.iter().filter(|field| !field.is_handed_over()) {
         by_service.entry(field.service()).or_default().push(field);
     }
     by_service

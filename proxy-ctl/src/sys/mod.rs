@@ -4,6 +4,7 @@ use std::io;
 
 pub mod bpf;
 pub mod clock;
+pub mod conntrack;
 pub mod filesystem;
 mod frames;
 pub mod grace;

@@ -73,6 +73,12 @@ impl Messages {
         self.close(self.last)
     }
 
+    /// Attributes as the kernel has listed them.
+    pub fn raw(&mut self, attributes: &[u8]) {
+        self.bytes.extend(attributes);
+        self.close(self.last);
+    }
+
     /// With a zero at its end.
     pub fn text(&mut self, kind: u16, value: &str) -> &mut Self {
         let mut bytes = Vec::with_capacity(value.len() + 1);

@@ -95,6 +95,9 @@ pub struct EbpfDataplane {
 }
 
 pub(super) const ENTRY: Entry = Entry {
+    tracks_flows: false,
+    hands_over: true,
+    serves_beside: false,
     probe: |config, host| probe::probe(&config.ebpf, host),
     prepare: |config| {
         paths::provide_bpffs(&config.ebpf.bpffs)?;

@@ -1,0 +1,318 @@
+//! The mode at work and, beside it, a netfilter mode that serves what the first cannot: to their caller one dataplane.
+//!
+//! What of a service port is handed over follows from [`Dataplane::supports`] of the mode at work: the whole port, or its
+//! frontends of one kind. The mode beside is opened with the first such port and removed after the last.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use super::{
+    Applied, Dataplane, Effect, Error, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, servable,
+};
+use crate::{
+    mode::Mode,
+    model::desired::{Changes, DesiredPort, ServicePortName},
+};
+
+/// Opens and removes the mode beside.
+pub(super) trait ModeBeside: Send {
+    fn mode(&self) -> Mode;
+    fn open(&self) -> Result<Box<dyn Dataplane>, Error>;
+    /// Removes what the mode has written. Its dataplane is dropped.
+    fn remove(&self) -> Result<(), Error>;
+}
+
+pub(super) struct HandOver {
+    primary: Box<dyn Dataplane>,
+    beside: Box<dyn ModeBeside>,
+    /// `None`: nothing is handed over, or it could not be opened.
+    opened: Option<Box<dyn Dataplane>>,
+    /// What is handed over.
+    handed: BTreeMap<ServicePortName, Arc<DesiredPort>>,
+    host: Option<Host>,
+    /// The mode beside could not be removed yet.
+    removal_pending: bool,
+    /// Why the mode beside could not be opened.
+    failure: Option<String>,
+    /// The failure or the ports that it concerns have changed since [`Dataplane::take_without_room`].
+    failure_changed: bool,
+    without_room: BTreeMap<ServicePortName, Vec<Unsupported>>,
+}
+
+/// The parts of a service port.
+struct Parts {
+    /// For the mode at work.
+    own: Option<Arc<DesiredPort>>,
+    handed: Option<Arc<DesiredPort>>,
+}
+
+impl Parts {
+    fn of(port: &Arc<DesiredPort>, unsupported: &[Unsupported]) -> Self {
+        let own = servable(Arc::clone(port), unsupported);
+        let handed = match &own {
+            None => Some(Arc::clone(port)),
+            Some(own) if own.frontends.len() == port.frontends.len() => None,
+            Some(own) => {
+                let mut rest = DesiredPort::clone(port);
+                rest.frontends.retain(|frontend| !own.frontends.contains(frontend));
+                Some(Arc::new(rest))
+            }
+        };
+        Self { own, handed }
+    }
+}
+
+const fn can_be_handed_over(unsupported: &Unsupported) -> bool {
+    match unsupported.effect {
+        Effect::Without(_) | Effect::NotServed => true,
+        Effect::ServedDifferently | Effect::Refused | Effect::NoRoom | Effect::HandedOver => false,
+    }
+}
+
+impl HandOver {
+    pub(super) fn new(primary: Box<dyn Dataplane>, beside: Box<dyn ModeBeside>) -> Self {
+        Self {
+            primary,
+            beside,
+            opened: None,
+            handed: BTreeMap::new(),
+            host: None,
+            removal_pending: false,
+            failure: None,
+            failure_changed: false,
+            without_room: BTreeMap::new(),
+        }
+    }
+
+    fn parts(&self, port: &Arc<DesiredPort>) -> Parts {
+        Parts::of(port, &self.primary.supports(port))
+    }
+
+    /// Takes `changes` apart, into those of the mode at work and those of the mode beside.
+    fn split(&mut self, changes: &Changes) -> (Changes, Changes) {
+        let (mut own, mut handed) = (Changes::default(), Changes::default());
+        for port in &changes.changed {
+            let parts = self.parts(port);
+            match parts.own {
+                Some(port) => own.changed.push(port),
+                None => own.removed.push(port.name.clone()),
+            }
+            self.hand(&port.name, parts.handed, &mut handed);
+        }
+        for name in &changes.removed {
+            own.removed.push(name.clone());
+            self.hand(name, None, &mut handed);
+        }
+        (own, handed)
+    }
+
+    fn hand(&mut self, name: &ServicePortName, part: Option<Arc<DesiredPort>>, changes: &mut Changes) {
+        match part {
+            Some(part) => {
+                self.handed.insert(name.clone(), Arc::clone(&part));
+                changes.changed.push(part);
+            }
+            None if self.handed.remove(name).is_some() => changes.removed.push(name.clone()),
+            None => return,
+        }
+        self.failure_changed |= self.failure.is_some();
+    }
+
+    /// The mode beside, opened with everything that is handed over if it was not open. `None`: it cannot be opened.
+    fn open_beside(&mut self, applied: &mut Applied) -> Result<Option<&mut Box<dyn Dataplane>>, Error> {
+        if self.opened.is_none() {
+            match self.beside.open() {
+                Ok(dataplane) => {
+                    let opened = self.opened.insert(dataplane);
+                    tracing::info!(mode = %self.beside.mode(), "serves what the mode at work cannot");
+                    if let Some(host) = &self.host {
+                        *applied += opened.set_host(host)?;
+                    }
+                    let all: Vec<_> = self.handed.values().cloned().collect();
+                    *applied += opened.resync(&all)?;
+                    self.set_failure(None);
+                }
+                Err(error) => {
+                    self.set_failure(Some(error.to_string()));
+                    return Ok(None);
+                }
+            }
+        }
+        Ok(self.opened.as_mut())
+    }
+
+    fn set_failure(&mut self, failure: Option<String>) {
+        self.failure_changed |= self.failure != failure;
+        self.failure = failure;
+    }
+
+    fn apply_beside(&mut self, changes: &Changes) -> Result<Applied, Error> {
+        let mut applied = Applied::default();
+        if changes.is_empty() {
+            return Ok(applied);
+        }
+        if self.handed.is_empty() {
+            self.remove_beside()?;
+            return Ok(applied);
+        }
+        let was_open = self.opened.is_some();
+        if let Some(opened) = self.open_beside(&mut applied)?
+            && was_open
+        {
+            applied += opened.apply(changes)?;
+        }
+        Ok(applied)
+    }
+
+    fn remove_beside(&mut self) -> Result<(), Error> {
+        self.set_failure(None);
+        if self.opened.take().is_some() {
+            self.removal_pending = true;
+        }
+        if self.removal_pending {
+            self.beside.remove()?;
+            self.removal_pending = false;
+            tracing::info!(mode = %self.beside.mode(), "removed: the mode at work serves everything");
+        }
+        Ok(())
+    }
+
+    /// What is handed over and not served, because the mode beside cannot be opened.
+    fn not_handed_over(&self) -> BTreeMap<ServicePortName, Vec<Unsupported>> {
+        let Some(failure) = &self.failure else { return BTreeMap::new() };
+        let mode = self.beside.mode();
+        let told = |one: &Unsupported| Unsupported {
+            field: one.field,
+            effect: one.effect,
+            instead: format!("not served: mode {mode}, which would serve it, cannot be opened: {failure}")
+                .into(),
+        };
+        let fields = |port: &Arc<DesiredPort>| {
+            let unsupported = self.primary.supports(port);
+            unsupported.iter().filter(|one| can_be_handed_over(one)).map(told).collect()
+        };
+        self.handed.iter().map(|(name, port)| (name.clone(), fields(port))).collect()
+    }
+}
+
+impl Programmed for HandOver {
+    fn snapshot(&self) -> Result<Snapshot, Error> {
+        let mut snapshot = self.primary.snapshot()?;
+        if let Some(opened) = &self.opened {
+            snapshot.services.extend(opened.snapshot()?.services);
+        }
+        Ok(snapshot)
+    }
+
+    fn usage(&self) -> Result<Usage, Error> {
+        let mut usage = self.primary.usage()?;
+        if let Some(opened) = &self.opened {
+            let beside = opened.usage()?;
+            usage.tables.extend(beside.tables);
+            usage.reasons.extend(beside.reasons);
+        }
+        Ok(usage)
+    }
+}
+
+impl Dataplane for HandOver {
+    /// What passes to the mode beside is served there before the mode at work leaves it, and the other way round.
+    fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
+        let (own, handed) = self.split(changes);
+        let arriving = Changes { changed: handed.changed, removed: Vec::new() };
+        let leaving = Changes { changed: Vec::new(), removed: handed.removed };
+        let arrived = self.apply_beside(&arriving);
+        let mut applied = self.primary.apply(&own)?;
+        applied += arrived?;
+        applied += self.apply_beside(&leaving)?;
+        Ok(applied)
+    }
+
+    fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
+        let mut own = Vec::with_capacity(desired.len());
+        self.handed.clear();
+        for port in desired {
+            let parts = self.parts(port);
+            own.extend(parts.own);
+            self.handed.extend(parts.handed.map(|part| (part.name.clone(), part)));
+        }
+        self.failure_changed |= self.failure.is_some();
+        let mut beside = Ok(Applied::default());
+        if !self.handed.is_empty() {
+            let was_open = self.opened.is_some();
+            let all: Vec<_> = self.handed.values().cloned().collect();
+            let mut applied = Applied::default();
+            beside = match self.open_beside(&mut applied) {
+                Ok(Some(opened)) if was_open => opened.resync(&all),
+                Ok(_) => Ok(applied),
+                Err(error) => Err(error),
+            };
+        }
+        let mut applied = self.primary.resync(&own)?;
+        applied += beside?;
+        if self.handed.is_empty() {
+            self.remove_beside()?;
+        }
+        Ok(applied)
+    }
+
+    fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
+        self.host = Some(host.clone());
+        let beside = self.opened.as_mut().map_or(Ok(Applied::default()), |opened| opened.set_host(host));
+        let mut applied = self.primary.set_host(host)?;
+        applied += beside?;
+        Ok(applied)
+    }
+
+    fn renew_lease(&mut self) -> Result<(), Error> {
+        self.primary.renew_lease()
+    }
+
+    fn collect_garbage(&mut self) -> Result<(), Error> {
+        let beside = self.opened.as_mut().map_or(Ok(()), |opened| opened.collect_garbage());
+        self.primary.collect_garbage()?;
+        beside
+    }
+
+    fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
+        let mut families = self.primary.metrics()?;
+        if let Some(opened) = &self.opened {
+            families.extend(opened.metrics()?);
+        }
+        Ok(families)
+    }
+
+    fn min_interval(&self, configured: Duration) -> Duration {
+        self.primary.min_interval(configured)
+    }
+
+    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
+        let mode = self.beside.mode();
+        let told = |one: Unsupported| match can_be_handed_over(&one) {
+            true => Unsupported {
+                effect: Effect::HandedOver,
+                instead: format!("served by mode {mode} beside this one").into(),
+                ..one
+            },
+            false => one,
+        };
+        self.primary.supports(port).into_iter().map(told).collect()
+    }
+
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+        let of_primary = self.primary.take_without_room();
+        if of_primary.is_none() && !std::mem::take(&mut self.failure_changed) {
+            return None;
+        }
+        if let Some(ports) = of_primary {
+            self.without_room = ports;
+        }
+        let mut all = self.without_room.clone();
+        for (name, unsupported) in self.not_handed_over() {
+            all.entry(name).or_default().extend(unsupported);
+        }
+        Some(all)
+    }
+}
+
+#[cfg(test)]
+mod tests;

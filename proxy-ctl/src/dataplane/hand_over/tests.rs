@@ -1,0 +1,231 @@
+use std::sync::{Mutex, PoisonError};
+
+use rstest::rstest;
+
+use super::*;
+use crate::{
+    dataplane::ErrorKind,
+    model::{
+        Model,
+        desired::FrontendKind,
+        objects::{Protocol, Service},
+        test_support::service,
+    },
+};
+
+/// What the two modes were told, in order: `own web`, `beside -web`.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<String>>>);
+
+impl Log {
+    fn add(&self, line: String) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(line);
+    }
+
+    fn take(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// A mode without SCTP and source ranges, if it is `own`.
+struct Fake {
+    who: &'static str,
+    log: Log,
+}
+
+fn kinds(port: &DesiredPort) -> String {
+    let kinds = port.frontends.iter().map(|frontend| match frontend.kind {
+        FrontendKind::ClusterIp => "c",
+        FrontendKind::NodePort => "n",
+        FrontendKind::ExternalIp => "e",
+        FrontendKind::LoadBalancer => "l",
+    });
+    format!("{}:{}", port.name.service.name, kinds.collect::<String>())
+}
+
+impl Programmed for Fake {
+    fn snapshot(&self) -> Result<Snapshot, Error> {
+        Ok(Snapshot::default())
+    }
+
+    fn usage(&self) -> Result<Usage, Error> {
+        Ok(Usage::default())
+    }
+}
+
+impl Dataplane for Fake {
+    fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
+        for port in &changes.changed {
+            self.log.add(format!("{} {}", self.who, kinds(port)));
+        }
+        for name in &changes.removed {
+            self.log.add(format!("{} -{}", self.who, name.service.name));
+        }
+        Ok(Applied::default())
+    }
+
+    fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
+        let all: Vec<String> = desired.iter().map(|port| kinds(port)).collect();
+        self.log.add(format!("{} all {}", self.who, all.join(" ")));
+        Ok(Applied::default())
+    }
+
+    fn set_host(&mut self, _: &Host) -> Result<Applied, Error> {
+        self.log.add(format!("{} host", self.who));
+        Ok(Applied::default())
+    }
+
+    fn collect_garbage(&mut self) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
+        Ok(Vec::new())
+    }
+
+    fn min_interval(&self, configured: Duration) -> Duration {
+        configured
+    }
+
+    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
+        let unsupported = |effect| Unsupported { field: "spec.x", effect, instead: "not built".into() };
+        let all = [
+            (!port.source_ranges.is_empty(), unsupported(Effect::Without(FrontendKind::LoadBalancer))),
+            (port.name.protocol == Protocol::Sctp, unsupported(Effect::NotServed)),
+            (port.affinity_seconds.is_some(), unsupported(Effect::ServedDifferently)),
+        ];
+        all.into_iter().filter(|(asked, _)| self.who == "own" && *asked).map(|(_, one)| one).collect()
+    }
+}
+
+struct FakeBeside {
+    log: Log,
+    fails: Arc<Mutex<bool>>,
+}
+
+impl ModeBeside for FakeBeside {
+    fn mode(&self) -> Mode {
+        Mode::Nftables
+    }
+
+    fn open(&self) -> Result<Box<dyn Dataplane>, Error> {
+        if *self.fails.lock().unwrap() {
+            return Err(Error::new(ErrorKind::Other, "no nf_tables"));
+        }
+        self.log.add("open".to_owned());
+        Ok(Box::new(Fake { who: "beside", log: self.log.clone() }))
+    }
+
+    fn remove(&self) -> Result<(), Error> {
+        self.log.add("remove".to_owned());
+        Ok(())
+    }
+}
+
+struct Scene {
+    both: HandOver,
+    model: Model,
+    log: Log,
+    fails: Arc<Mutex<bool>>,
+}
+
+impl Scene {
+    /// Nothing is served yet.
+    fn new() -> Self {
+        let (log, fails) = (Log::default(), Arc::new(Mutex::new(false)));
+        let primary = Box::new(Fake { who: "own", log: log.clone() });
+        let beside = FakeBeside { log: log.clone(), fails: Arc::clone(&fails) };
+        let mut both = HandOver::new(primary, Box::new(beside));
+        both.set_host(&Host::default()).unwrap();
+        both.resync(&[]).unwrap();
+        log.take();
+        Self { both, model: Model::new("node"), log, fails }
+    }
+
+    fn apply(&mut self, service: Service) -> Vec<String> {
+        self.model.apply_service(service);
+        self.write()
+    }
+
+    fn write(&mut self) -> Vec<String> {
+        self.both.apply(&self.model.take_changes()).unwrap();
+        self.log.take()
+    }
+}
+
+/// With a load-balancer address.
+fn web() -> Service {
+    service("default/web", &["10.96.0.1"]).load_balancer_ip("203.0.113.1")
+}
+
+fn ranged() -> Service {
+    Service { source_ranges: vec!["192.0.2.0/24".parse().unwrap()], ..web() }
+}
+
+fn sctp() -> Service {
+    let mut sctp = service("default/sctp", &["10.96.0.2"]);
+    sctp.ports[0].protocol = Protocol::Sctp;
+    sctp
+}
+
+#[rstest]
+#[case::nothing(web(), &["own web:cl"])]
+#[case::frontends_of_a_kind(ranged(), &["open", "beside host", "beside all web:l", "own web:c"])]
+#[case::everything(sctp(), &["open", "beside host", "beside all sctp:c", "own -sctp"])]
+#[case::what_is_served_differently_stays(
+    Service { affinity_seconds: Some(5), ..web() },
+    &["own web:cl"],
+)]
+fn what_the_mode_at_work_cannot_serve_is_handed_over(#[case] service: Service, #[case] expected: &[&str]) {
+    assert_eq!(Scene::new().apply(service), expected);
+}
+
+#[test]
+fn a_service_port_is_served_on_both_sides_rather_than_on_none_while_it_passes_over() {
+    let mut scene = Scene::new();
+    scene.apply(sctp());
+    assert_eq!(scene.apply(ranged()), ["beside web:l", "own web:c"]);
+    assert_eq!(scene.apply(web()), ["own web:cl", "beside -web"]);
+    assert_eq!(scene.apply(ranged()), ["beside web:l", "own web:c"]);
+}
+
+#[test]
+fn the_mode_beside_is_removed_after_the_last_port() {
+    let mut scene = Scene::new();
+    scene.apply(sctp());
+    scene.model.delete_service(&sctp().name);
+    assert_eq!(scene.write(), ["own -sctp", "remove"]);
+    assert_eq!(scene.apply(sctp()), ["open", "beside host", "beside all sctp:c", "own -sctp"]);
+    scene.both.resync(&[]).unwrap();
+    assert_eq!(scene.log.take(), ["own all ", "remove"]);
+}
+
+#[test]
+fn what_is_handed_over_is_told_and_no_reason_to_keep_another_kube_proxys_rules() {
+    let mut scene = Scene::new();
+    scene.model.apply_service(ranged());
+    let port = Arc::clone(&scene.model.take_changes().changed[0]);
+    let [told] = scene.both.supports(&port).try_into().unwrap();
+    assert_eq!(told.effect, Effect::HandedOver);
+    assert_eq!(told.instead, "served by mode nftables beside this one");
+    assert!(!told.leaves_unserved());
+}
+
+/// The service ports of the mode at work are served all the same.
+#[test]
+fn a_mode_beside_that_cannot_be_opened_is_told_by_service_port_and_tried_again() {
+    let mut scene = Scene::new();
+    *scene.fails.lock().unwrap() = true;
+    assert_eq!(scene.apply(ranged()), ["own web:c"]);
+    let told = scene.both.take_without_room().unwrap();
+    let [(name, reasons)] = Vec::from_iter(told).try_into().unwrap();
+    assert_eq!(name.service, ranged().name);
+    assert!(reasons[0].instead.ends_with("cannot be opened: no nf_tables"), "{reasons:?}");
+    assert!(reasons[0].may_be_served_by_another());
+    assert_eq!(scene.both.take_without_room(), None, "nothing has changed");
+
+    *scene.fails.lock().unwrap() = false;
+    scene.both.resync(&scene.model.desired()).unwrap();
+    assert_eq!(scene.log.take(), ["open", "beside host", "beside all web:l", "own all web:c"]);
+    assert_eq!(scene.both.take_without_room(), Some(BTreeMap::new()));
+}

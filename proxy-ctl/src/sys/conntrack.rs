@@ -1,0 +1,159 @@
+//! Flows that the kernel's connection tracking knows: UDP ones listed, and removed.
+
+use std::net::{IpAddr, SocketAddr};
+
+use netlink_sys::protocols::NETLINK_NETFILTER;
+use nix::sys::socket::AddressFamily;
+
+use super::{
+    CallError,
+    netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_DUMP, NetlinkSocket, ip_address},
+};
+
+const SUBSYSTEM: u16 = 1;
+const GET: u16 = SUBSYSTEM << 8 | 1;
+const DELETE: u16 = SUBSYSTEM << 8 | 2;
+const ORIGINAL: u16 = 1;
+const REPLY: u16 = 2;
+const ID: u16 = 12;
+const ZONE: u16 = 18;
+const TUPLE_ADDRESSES: u16 = 1;
+const TUPLE_PROTOCOL: u16 = 2;
+const SOURCE_4: u16 = 1;
+const DESTINATION_4: u16 = 2;
+const SOURCE_6: u16 = 3;
+const DESTINATION_6: u16 = 4;
+const PROTOCOL_NUMBER: u16 = 1;
+const SOURCE_PORT: u16 = 2;
+const DESTINATION_PORT: u16 = 3;
+
+/// `nfgenmsg`: family, version, resource.
+const fn header(family: AddressFamily) -> [u8; 4] {
+    [family as u8, 0, 0, 0]
+}
+
+/// A UDP flow. Whether its addresses are translated shows in the reply direction.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct UdpFlow {
+    /// What the client has sent to.
+    pub destination: SocketAddr,
+    /// Who answers.
+    pub replier: SocketAddr,
+    /// Attributes by which the kernel finds it again, as it has listed them.
+    key: Vec<(u16, Vec<u8>)>,
+}
+
+impl UdpFlow {
+    /// As no kernel lists it.
+    #[cfg(test)]
+    pub(crate) const fn new(destination: SocketAddr, replier: SocketAddr) -> Self {
+        Self { destination, replier, key: Vec::new() }
+    }
+}
+
+/// A connection to the connection tracking of this thread's network namespace. Needs CAP_NET_ADMIN there.
+pub struct Conntrack(NetlinkSocket);
+
+impl Conntrack {
+    pub fn open() -> Result<Self, CallError> {
+        NetlinkSocket::open(NETLINK_NETFILTER).map(Self).map_err(CallError::of("socket(NETLINK_NETFILTER)"))
+    }
+
+    /// `family`: Inet or Inet6. None where the kernel has no connection tracking, or not the module nf_conntrack_netlink.
+    pub fn udp_flows(&self, family: AddressFamily) -> Result<Vec<UdpFlow>, CallError> {
+        let mut request = Messages::default();
+        request.begin(GET, NLM_F_DUMP, &header(family));
+        let parse = |_, body: &[u8]| udp_flow(family, Attributes(body.get(4..)?));
+        match self.0.dump(&request, parse) {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
+                Ok(Vec::new())
+            }
+            flows => flows.map_err(CallError::of("netlink IPCTNL_MSG_CT_GET")),
+        }
+    }
+
+    /// False: it has ended meanwhile.
+    pub fn remove(&self, family: AddressFamily, flow: &UdpFlow) -> Result<bool, CallError> {
+        let mut request = Messages::default();
+        request.begin(DELETE, NLM_F_ACK, &header(family));
+        for (kind, value) in &flow.key {
+            match *kind {
+                ORIGINAL => request.nested(ORIGINAL, |tuple| tuple.raw(value)),
+                kind => request.attribute(kind, value),
+            };
+        }
+        match self.0.request(&request, |_, _| ()) {
+            Ok(()) => Ok(true),
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(false),
+            Err(error) => Err(CallError::new("netlink IPCTNL_MSG_CT_DELETE", error)),
+        }
+    }
+}
+
+fn udp_flow(family: AddressFamily, flow: Attributes<'_>) -> Option<UdpFlow> {
+    let original = flow.nested(ORIGINAL)?;
+    let protocol = original.nested(TUPLE_PROTOCOL)?.get(PROTOCOL_NUMBER)?;
+    if protocol.first().copied().map(i32::from) != Some(libc::IPPROTO_UDP) {
+        return None;
+    }
+    let (sources, destinations) =
+        if family == AddressFamily::Inet { (SOURCE_4, DESTINATION_4) } else { (SOURCE_6, DESTINATION_6) };
+    let key = flow.filter(|(kind, _)| matches!(*kind, ORIGINAL | ID | ZONE));
+    Some(UdpFlow {
+        destination: endpoint(family, original, destinations, DESTINATION_PORT)?,
+        replier: endpoint(family, flow.nested(REPLY)?, sources, SOURCE_PORT)?,
+        key: key.map(|(kind, value)| (kind, value.to_vec())).collect(),
+    })
+}
+
+/// One end of a tuple.
+fn endpoint(family: AddressFamily, tuple: Attributes<'_>, address: u16, port: u16) -> Option<SocketAddr> {
+    let address: IpAddr = ip_address(family as i32, tuple.nested(TUPLE_ADDRESSES)?.get(address)?)?;
+    let port = u16::from_be_bytes(*tuple.nested(TUPLE_PROTOCOL)?.get(port)?.first_chunk()?);
+    Some(SocketAddr::new(address, port))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As the kernel lists a flow 10.1.0.5:4000 → 10.96.0.10:53 that 10.1.0.9:5353 answers.
+    fn listed(protocol: u8) -> Messages {
+        let tuple =
+            |message: &mut Messages, kind, source: [u8; 4], from: u16, destination: [u8; 4], to: u16| {
+                message.nested(kind, |tuple| {
+                    tuple
+                        .nested(TUPLE_ADDRESSES, |addresses| {
+                            addresses.attribute(SOURCE_4, &source).attribute(DESTINATION_4, &destination);
+                        })
+                        .nested(TUPLE_PROTOCOL, |ports| {
+                            ports
+                                .attribute(PROTOCOL_NUMBER, &[protocol])
+                                .attribute(SOURCE_PORT, &from.to_be_bytes())
+                                .attribute(DESTINATION_PORT, &to.to_be_bytes());
+                        });
+                });
+            };
+        let mut message = Messages::default();
+        message.begin(GET, 0, &header(AddressFamily::Inet));
+        tuple(&mut message, ORIGINAL, [10, 1, 0, 5], 4000, [10, 96, 0, 10], 53);
+        tuple(&mut message, REPLY, [10, 1, 0, 9], 5353, [10, 1, 0, 5], 4000);
+        message.attribute(3, &[0; 4]).attribute(ID, &[1, 2, 3, 4]);
+        message
+    }
+
+    #[test]
+    fn a_flow_tells_what_was_dialled_and_who_answers() {
+        let message = listed(17);
+        let flow = udp_flow(AddressFamily::Inet, Attributes(&message.bytes()[20..])).unwrap();
+        assert_eq!(flow.destination.to_string(), "10.96.0.10:53");
+        assert_eq!(flow.replier.to_string(), "10.1.0.9:5353");
+        let kinds: Vec<u16> = flow.key.iter().map(|(kind, _)| *kind).collect();
+        assert_eq!(kinds, [ORIGINAL, ID]);
+    }
+
+    #[test]
+    fn flows_of_other_protocols_are_left_out() {
+        assert_eq!(udp_flow(AddressFamily::Inet, Attributes(&listed(6).bytes()[20..])), None);
+    }
+}

@@ -2,15 +2,7 @@
 //! changes that others make at the same time. So the rules are removed by iptables-legacy-save and -restore, which share a
 //! lock with other tools. Without these tools the removal is an error that says what to call.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    env,
-    ffi::OsString,
-    io::Write as _,
-    os::unix::fs::PermissionsExt as _,
-    path::PathBuf,
-    process::{Command, Stdio},
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
     Error, Found, Part, PartKind, Purpose, Removal, names, nft,
@@ -18,15 +10,14 @@ use super::{
 };
 use crate::{
     mode::Mode,
-    sys::{nftables::TableFamily, xtables},
+    sys::{
+        nftables::TableFamily,
+        xtables::{
+            self, Backend, Tools, program,
+            saved::{SavedLine, after, words},
+        },
+    },
 };
-
-fn program(family: TableFamily) -> &'static str {
-    match family {
-        TableFamily::Ipv4 => "iptables",
-        TableFamily::Ipv6 => "ip6tables",
-    }
-}
 
 fn place(family: TableFamily, table: &str) -> String {
     format!("{}-legacy {table}", program(family))
@@ -105,8 +96,10 @@ fn remove_from(
     (family, table): LegacyTable,
     removed: &mut Removal,
 ) -> Result<(), Error> {
-    let tools = Tools::find(family).ok_or_else(|| Error::NoLegacyTools { program: program(family) })?;
-    let text = tools.save(table)?;
+    let tools = Tools::find(family, Backend::Legacy)
+        .ok_or_else(|| Error::NoLegacyTools { program: program(family) })?;
+    let mut text = String::new();
+    tools.save(table, |line| text.extend([line, "\n"]))?;
     let (chains, rules) = parse(&text, at_work);
     let is_filled = |chain: &str| Ok(text.contains(&format!("\n-A {chain} ")));
     let plan = plan::plan(table, &chains, &rules, &BTreeSet::new(), purpose, at_work)
@@ -115,7 +108,7 @@ fn remove_from(
         if purpose == Purpose::TakeOver && table == "nat" && !names::translates(at_work) {
             nft::hold(family, removed)?;
         }
-        tools.restore(table, restoration(table, &plan))?;
+        tools.restore(&restoration(table, &plan))?;
     }
     removed.plan(&place(family, table), plan);
     Ok(())
@@ -141,118 +134,32 @@ fn parse(text: &str, at_work: &[Mode]) -> (Vec<Chain>, Vec<Rule<String>>) {
     let (mut chains, mut rules) = (Vec::new(), Vec::new());
     let mut table = "";
     for line in text.lines() {
-        if let Some(name) = line.strip_prefix('*') {
-            table = name;
-        } else if let Some(chain) = line.strip_prefix(':') {
-            let mut words = chain.split(' ');
-            let (name, policy) = (words.next().unwrap_or_default(), words.next().unwrap_or_default());
-            chains.push(Chain { name: name.to_owned(), base: policy != "-", drops: policy == "DROP" });
-        } else if let Some((chain, rule)) = line.strip_prefix("-A ").and_then(|rule| rule.split_once(' '))
-            && !names::is_chain(table, chain, at_work)
-        {
-            let words = words(rule);
-            let after = |flags: &[&str]| {
-                let at = words.iter().position(|(word, quoted)| !quoted && flags.contains(&word.as_str()))?;
-                words.get(at + 1).map(|(word, _)| word.clone())
-            };
-            let targets: Vec<String> = after(&["-j", "-g"]).into_iter().collect();
-            rules.push(Rule {
-                chain: chain.to_owned(),
-                name: rule.to_owned(),
-                comment: after(&["--comment"]),
-                drops: targets.iter().any(|target| matches!(target.as_str(), "DROP" | "REJECT")),
-                targets,
-            });
+        match SavedLine::parse(line) {
+            SavedLine::Table(name) => table = name,
+            SavedLine::Chain { name, policy } => {
+                chains.push(Chain { name: name.to_owned(), base: policy != "-", drops: policy == "DROP" });
+            }
+            SavedLine::Rule { chain, rule } if !names::is_chain(table, chain, at_work) => {
+                let words = words(rule);
+                let targets: Vec<String> = after(&words, &["-j", "-g"]).into_iter().collect();
+                rules.push(Rule {
+                    chain: chain.to_owned(),
+                    name: rule.to_owned(),
+                    comment: after(&words, &["--comment"]),
+                    drops: targets.iter().any(|target| matches!(target.as_str(), "DROP" | "REJECT")),
+                    targets,
+                });
+            }
+            SavedLine::Rule { .. } | SavedLine::Other => {}
         }
     }
     (chains, rules)
 }
 
-/// Words, and whether they were quoted. Within quotes a backslash escapes the next character.
-fn words(text: &str) -> Vec<(String, bool)> {
-    let (mut words, mut word) = (Vec::new(), (String::new(), false));
-    let (mut in_quotes, mut characters) = (false, text.chars());
-    while let Some(character) = characters.next() {
-        match character {
-            '"' => {
-                in_quotes = !in_quotes;
-                word.1 = true;
-            }
-            '\\' if in_quotes => word.0.extend(characters.next()),
-            ' ' if !in_quotes => words.push(std::mem::take(&mut word)),
-            _ => word.0.push(character),
-        }
-    }
-    words.push(word);
-    words.retain(|(word, quoted)| *quoted || !word.is_empty());
-    words
-}
-
-struct Tools {
-    save: PathBuf,
-    restore: PathBuf,
-}
-
-impl Tools {
-    /// Looks for `iptables-legacy-save`, then for an `iptables-save` that is the legacy one.
-    fn find(family: TableFamily) -> Option<Self> {
-        let program = program(family);
-        let named = |name: &str| {
-            Some(Self {
-                save: on_path(&format!("{name}-save"))?,
-                restore: on_path(&format!("{name}-restore"))?,
-            })
-        };
-        let is_legacy = |tools: &Self| {
-            let version = Command::new(&tools.save).arg("--version").stdin(Stdio::null()).output();
-            version.is_ok_and(|version| String::from_utf8_lossy(&version.stdout).contains("legacy"))
-        };
-        named(&format!("{program}-legacy")).or_else(|| named(program).filter(is_legacy))
-    }
-
-    fn save(&self, table: &str) -> Result<String, Error> {
-        let mut command = Command::new(&self.save);
-        command.args(["-t", table]);
-        output(command, String::new())
-    }
-
-    /// Atomic: iptables-restore commits the whole table or nothing.
-    fn restore(&self, table: &str, text: String) -> Result<(), Error> {
-        let mut command = Command::new(&self.restore);
-        command.args(["--noflush", "--counters", "--wait", "5", "-T", table]);
-        output(command, text).map(drop)
-    }
-}
-
-fn on_path(name: &str) -> Option<PathBuf> {
-    let is_program = |path: &PathBuf| {
-        path.metadata().is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
-    };
-    env::split_paths(&env::var_os("PATH")?).map(|folder| folder.join(name)).find(is_program)
-}
-
-fn output(mut command: Command, input: String) -> Result<String, Error> {
-    let name: OsString = command.get_program().to_owned();
-    let failed = |problem: String| Error::Tool { program: name.to_string_lossy().into_owned(), problem };
-    let mut child = command
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(|error| failed(error.to_string()))?;
-    // These tools print nothing before they have read all input.
-    let written = child.stdin.take().map_or(Ok(()), |mut stdin| stdin.write_all(input.as_bytes()));
-    let output = child.wait_with_output().map_err(|error| failed(error.to_string()))?;
-    if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-        return Err(failed(format!("{}: {said}", output.status)));
-    }
-    written.map_err(|error| failed(error.to_string()))?;
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-}
-
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use nix::sched::{CloneFlags, unshare};
 
     use super::*;

@@ -21,7 +21,10 @@ use self::{
     at_work::AtWork,
     plan::{Plan, RetainReason},
 };
-use crate::{mode::Mode, sys::CallError};
+use crate::{
+    mode::Mode,
+    sys::{CallError, xtables::ToolError},
+};
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Purpose {
@@ -49,8 +52,8 @@ pub enum Error {
     AtWork { mode: Mode, process: Option<u32> },
     #[error("locking mode {mode}: {source}")]
     Lock { mode: Mode, source: std::io::Error },
-    #[error("{program}: {problem}")]
-    Tool { program: String, problem: String },
+    #[error(transparent)]
+    Tool(#[from] ToolError),
 }
 
 impl Error {

@@ -8,7 +8,9 @@ use nix::sys::socket::{setsockopt, sockopt::SndBufForce};
 
 use super::{
     CallError,
-    netlink::{Attributes, Messages, NLM_F_APPEND, NLM_F_CREATE, NLM_F_DUMP, NetlinkSocket, Refused, text},
+    netlink::{
+        Attributes, Messages, NLM_F_ACK, NLM_F_APPEND, NLM_F_CREATE, NLM_F_DUMP, NetlinkSocket, Refused, text,
+    },
 };
 
 const SUBSYSTEM: u16 = 10;
@@ -279,6 +281,21 @@ impl NfTables {
         request.begin(GETCHAIN, NLM_F_DUMP, &family.header());
         let parse = |_, body: &[u8]| chain(of_family(family, body)?);
         self.0.dump(&request, parse).map_err(CallError::of("netlink NFT_MSG_GETCHAIN"))
+    }
+
+    /// Takes no time, however many chains there are.
+    pub fn has_chain(&self, family: TableFamily, table: &str, chain: &str) -> Result<bool, CallError> {
+        let mut request = Messages::default();
+        request.begin(GETCHAIN, NLM_F_ACK, &family.header()).text(CHAIN_TABLE, table).text(CHAIN_NAME, chain);
+        match self.0.request(&request, |_, _| ()) {
+            // What nfnetlink says of a subsystem that is not there.
+            Err(error)
+                if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EINVAL | libc::EOPNOTSUPP)) =>
+            {
+                Ok(false)
+            }
+            found => found.map(|()| true).map_err(CallError::of("netlink NFT_MSG_GETCHAIN")),
+        }
     }
 
     pub fn rules(&self, family: TableFamily, table: &str, chain: &str) -> Result<Vec<Rule>, CallError> {

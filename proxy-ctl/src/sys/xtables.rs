@@ -1,5 +1,7 @@
-//! Chains of iptables-legacy: the kernel's own interface of before nf_tables, read only. It can but replace a whole table,
-//! and would undo changes that others make at the same time: only its tools write, which share a lock.
+//! iptables: its tools, what they print, and which backend a node uses.
+//!
+//! Here are chains of iptables-legacy by the kernel's own interface of before nf_tables, read only. It can but replace a whole
+//! table, and would undo changes that others make at the same time: only its tools write, which share a lock.
 
 use std::{
     fs, io,
@@ -8,6 +10,13 @@ use std::{
 };
 
 use super::{CallError, netlink::text, nftables::TableFamily};
+
+mod backend;
+pub mod saved;
+mod tools;
+
+pub use backend::{BackendError, ChosenBackend, choose};
+pub use tools::{Backend, ToolError, Tools, program};
 
 const GET_INFO: libc::c_int = 64;
 const GET_ENTRIES: libc::c_int = 65;

@@ -10,14 +10,13 @@ mod entry;
 mod error;
 mod hand_over;
 mod host;
+pub mod iptables;
 mod metrics;
 mod modes;
 pub mod netfilter;
 mod snapshot;
 mod supports;
 
-#[cfg(test)]
-pub(crate) use ebpf::sample_metrics;
 pub use entry::Removed;
 pub use error::{Error, ErrorKind};
 pub use host::{Host, Interface, LocalTraffic, NodeNetwork, Role};
@@ -120,4 +119,10 @@ pub struct TableUsage {
     #[serde(skip)]
     pub can_fill_up: bool,
     pub bytes: u64,
+}
+
+/// A sample of each family of each mode.
+#[cfg(test)]
+pub(crate) fn sample_metrics() -> Vec<MetricFamily> {
+    [ebpf::sample_metrics(), iptables::sample_metrics()].concat()
 }

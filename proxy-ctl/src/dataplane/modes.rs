@@ -8,6 +8,7 @@ use super::{
     ebpf,
     entry::{BoxedProgrammed, Entry, Removed},
     hand_over::{HandOver, ModeBeside},
+    iptables,
 };
 use crate::{
     config::Config,
@@ -18,7 +19,8 @@ use crate::{
 const fn entry(mode: Mode) -> Option<&'static Entry> {
     match mode {
         Mode::Ebpf => Some(&ebpf::ENTRY),
-        Mode::Nftables | Mode::Iptables | Mode::Ipvs | Mode::Userspace => None,
+        Mode::Iptables => Some(&iptables::ENTRY),
+        Mode::Nftables | Mode::Ipvs | Mode::Userspace => None,
     }
 }
 

@@ -167,6 +167,11 @@ impl PendingRemoval {
         }
     }
 
+    /// Rules only.
+    pub fn rules() -> Self {
+        Self { nft: true, legacy: legacy::tables().collect(), ..Self::default() }
+    }
+
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }

@@ -108,6 +108,11 @@ fn writers(table: &str, chain: &str) -> Writers {
     }
 }
 
+/// Whether the mode writes this chain of a table of iptables.
+pub fn writes(mode: Mode, table: &str, chain: &str) -> bool {
+    writers(table, chain).contains(&mode)
+}
+
 /// Whether a chain of a table of iptables is kube-proxy's, and of no mode that this proxy is in.
 pub fn is_chain(table: &str, chain: &str, at_work: &[Mode]) -> bool {
     let writers = writers(table, chain);

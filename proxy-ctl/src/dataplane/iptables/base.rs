@@ -1,0 +1,153 @@
+//! The rules that are of no service port: what leads to the others, and what is done with marked packets. Pure.
+
+use std::net::IpAddr;
+
+use super::{
+    names,
+    rules::{SharedChain, Table},
+};
+use crate::{dataplane::Host, model::objects::IpFamily};
+
+/// A chain that is this mode's alone.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) struct BaseChain {
+    pub(super) table: Table,
+    pub(super) name: &'static str,
+    pub(super) rules: Vec<String>,
+}
+
+/// A rule in a chain that others have rules in too.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) struct Jump {
+    pub(super) table: Table,
+    pub(super) chain: &'static str,
+    pub(super) rule: String,
+}
+
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct BaseRules {
+    pub(super) chains: Vec<BaseChain>,
+    /// The last rules of nat KUBE-SERVICES.
+    pub(super) node_ports: Vec<String>,
+    /// Each goes before all rules of its chain, in this order.
+    pub(super) jumps: Vec<Jump>,
+    /// The last rule of KUBE-FIREWALL, which is not this mode's alone.
+    pub(super) martians: Option<String>,
+}
+
+/// What does not change while the process runs.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Abilities {
+    /// MASQUERADE knows `--random-fully`.
+    pub(super) random_fully: bool,
+    /// Packets that conntrack finds invalid are dropped; not where it is liberal (`nf_conntrack_tcp_be_liberal`).
+    pub(super) drop_invalid: bool,
+}
+
+impl BaseRules {
+    pub(super) fn new(family: IpFamily, host: &Host, abilities: Abilities) -> Self {
+        let mark = 1_u32 << host.masquerade_bit;
+        let chain = |table, name, rules: &[String]| BaseChain { table, name, rules: rules.to_vec() };
+        let why = |text: &str| format!("-m comment --comment \"{text}\"");
+        let random = if abilities.random_fully { " --random-fully" } else { "" };
+        let traffic = why("kubernetes service traffic requiring SNAT");
+        let masquerading = [
+            format!("-m mark ! --mark {mark:#x}/{mark:#x} -j RETURN"),
+            // Else a packet that comes by again, through a tunnel, is masqueraded again.
+            format!("-j MARK --set-xmark {mark:#x}/0x0"),
+            format!("{traffic} -j MASQUERADE{random}"),
+        ];
+        let mut forwarding = Vec::new();
+        if abilities.drop_invalid {
+            // Such a packet of a translated connection would reach the client untranslated, which would reset it.
+            forwarding.push("-m conntrack --ctstate INVALID -j DROP".to_owned());
+        }
+        forwarding.push(format!(
+            "{} -m mark --mark {mark:#x}/{mark:#x} -j ACCEPT",
+            why("kubernetes forwarding rules")
+        ));
+        forwarding.push(format!(
+            "{} -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
+            why("kubernetes forwarding conntrack rule")
+        ));
+        let mut chains = vec![
+            chain(Table::Nat, names::MARK_MASQUERADE, &[format!("-j MARK --set-xmark {mark:#x}/{mark:#x}")]),
+            chain(Table::Nat, names::POSTROUTING, &masquerading),
+            chain(Table::Filter, names::FORWARD, &forwarding),
+        ];
+        chains.extend(Table::ALL.map(|table| chain(table, names::CANARY, &[])));
+        let serves_localhost = family == IpFamily::Ipv4
+            && host.node_port_addresses.iter().any(|address| address.is_ipv4() && address.is_loopback());
+        let martians = serves_localhost.then(|| {
+            format!(
+                "! -s 127.0.0.0/8 -d 127.0.0.0/8 {} -m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP",
+                why("block incoming localnet connections")
+            )
+        });
+        let mut jumps = jumps();
+        jumps.extend(martians.iter().flat_map(|_| {
+            ["INPUT", "OUTPUT"].map(|chain| Jump {
+                table: Table::Filter,
+                chain,
+                rule: format!("-j {}", names::FIREWALL),
+            })
+        }));
+        Self { chains, node_ports: node_ports(family, host, serves_localhost), jumps, martians }
+    }
+
+    /// Number of rules in the table.
+    pub(super) fn count(&self, table: Table) -> usize {
+        let own = self.chains.iter().filter(|chain| chain.table == table).map(|chain| chain.rules.len());
+        let jumps = self.jumps.iter().filter(|jump| jump.table == table).count();
+        own.sum::<usize>() + jumps + if table == Table::Nat { self.node_ports.len() } else { 0 }
+    }
+}
+
+/// In the order in which kube-proxy's lie.
+fn jumps() -> Vec<Jump> {
+    const NEW: &str = "-m conntrack --ctstate NEW ";
+    let jump = |table, chain, matches: &str, comment: &str, target: &str| Jump {
+        table,
+        chain,
+        rule: format!("{matches}-m comment --comment \"{comment}\" -j {target}"),
+    };
+    let filter = |chain, matches, comment, target| jump(Table::Filter, chain, matches, comment, target);
+    let firewall = |chain| filter(chain, NEW, "kubernetes load balancer firewall", names::PROXY_FIREWALL);
+    let portals = |chain| filter(chain, NEW, "kubernetes service portals", names::SERVICES);
+    let external =
+        |chain| filter(chain, NEW, "kubernetes externally-visible service portals", names::EXTERNAL_SERVICES);
+    let nat = |chain| jump(Table::Nat, chain, "", "kubernetes service portals", names::SERVICES);
+    vec![
+        firewall("INPUT"),
+        filter("INPUT", "", "kubernetes health check service ports", names::NODE_PORTS),
+        external("INPUT"),
+        firewall("FORWARD"),
+        filter("FORWARD", "", "kubernetes forwarding rules", names::FORWARD),
+        portals("FORWARD"),
+        external("FORWARD"),
+        firewall("OUTPUT"),
+        portals("OUTPUT"),
+        nat("PREROUTING"),
+        nat("OUTPUT"),
+        jump(Table::Nat, "POSTROUTING", "", "kubernetes postrouting rules", names::POSTROUTING),
+    ]
+}
+
+fn node_ports(family: IpFamily, host: &Host, serves_localhost: bool) -> Vec<String> {
+    let comment = "-m comment --comment \
+        \"kubernetes service nodeports; NOTE: this must be the last rule in this chain\"";
+    let target = SharedChain::NodePorts.name();
+    if host.node_ports_everywhere {
+        let but = match (family, serves_localhost) {
+            // A connection from it would not come back: the kernel has no route_localnet for IPv6.
+            (IpFamily::Ipv6, _) => "! -d ::1/128 ",
+            (IpFamily::Ipv4, false) => "! -d 127.0.0.0/8 ",
+            (IpFamily::Ipv4, true) => "",
+        };
+        return vec![format!("{but}{comment} -m addrtype --dst-type LOCAL -j {target}")];
+    }
+    let serves =
+        |address: &&IpAddr| IpFamily::of(**address) == family && (!address.is_loopback() || serves_localhost);
+    let addresses = host.node_port_addresses.iter().filter(serves);
+    addresses.map(|address| format!("-d {} {comment} -j {target}", ipnet::IpNet::from(*address))).collect()
+}

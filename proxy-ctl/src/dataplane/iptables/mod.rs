@@ -1,0 +1,259 @@
+//! Mode iptables: desired state → rules as kube-proxy writes them, by iptables-restore.
+//!
+//! `rules` says what rules a service port has, and `base` which lead there; `state` is what iptables-save prints. `plan` makes of these
+//! what iptables-restore has to do; all of that is pure. `writer` runs the tools, for one family. A change costs what the changed
+//! service ports have in rules, and what iptables itself makes of that: the backend legacy copies the whole table each time.
+
+use std::{fs, io, sync::Arc, time::Duration};
+
+use self::{base::Abilities, error::Error, rules::Table, writer::Writer};
+use super::{
+    Applied, Dataplane, Host, MetricFamily, NodeSnapshot, Programmed, Removed, Snapshot, TableUsage,
+    Unsupported, Usage,
+    entry::{BoxedProgrammed, Entry},
+};
+use crate::{
+    config::Config,
+    leftovers::{self, PendingRemoval, Purpose},
+    model::{
+        desired::{Changes, DesiredPort},
+        objects::IpFamily,
+    },
+    sys::{
+        namespace_lock::{NamespaceAttempt, NamespaceLock},
+        xtables::{self, Backend, Tools},
+    },
+};
+
+mod base;
+mod error;
+mod metrics;
+mod names;
+mod plan;
+mod probe;
+mod rules;
+mod snapshot;
+mod state;
+mod writer;
+
+#[cfg(test)]
+mod tests;
+
+#[cfg(test)]
+pub(crate) use self::metrics::sample_metrics;
+
+const LOCK: &str = "iptables";
+const ROUTE_LOCALNET: &str = "/proc/sys/net/ipv4/conf/all/route_localnet";
+const BE_LIBERAL: &str = "/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal";
+
+pub(super) const ENTRY: Entry = Entry {
+    tracks_flows: true,
+    hands_over: false,
+    serves_beside: true,
+    probe: |_, host| probe::probe(host),
+    prepare: |config| Ok(route_localnet(config)?),
+    open: |config| {
+        route_localnet(config)?;
+        Ok(Box::new(IptablesDataplane::open(xtables::choose().map_err(Error::from)?.backend)?))
+    },
+    read: |_| Ok(Tables::open()?.map(|tables| Box::new(tables) as BoxedProgrammed)),
+    controller: |_| NamespaceLock::holder(LOCK),
+    cleanup: |_| Ok(remove_rules()?),
+};
+
+/// They are what a former kube-proxy in this mode has left, too.
+fn remove_rules() -> Result<Removed, Error> {
+    let removal = leftovers::remove(Purpose::Cleanup, &[], &PendingRemoval::rules());
+    if let Some(error) = removal.problems.into_iter().next() {
+        return Err(error.into());
+    }
+    let mut tables: Vec<_> = removal.parts.into_iter().map(|part| part.place).collect();
+    tables.dedup();
+    Ok(Removed { tables, ..Removed::default() })
+}
+
+/// Connections from 127.0.0.1 to a node port leave by another interface.
+fn route_localnet(config: &Config) -> Result<(), Error> {
+    if !config.iptables.localhost_node_ports {
+        return Ok(());
+    }
+    let failed = |source| Error::RouteLocalnet { path: ROUTE_LOCALNET, source };
+    if fs::read_to_string(ROUTE_LOCALNET).map_err(failed)?.trim() == "1" {
+        return Ok(());
+    }
+    fs::write(ROUTE_LOCALNET, "1").map_err(failed)
+}
+
+/// The rules of this network namespace. Dropping it leaves all of them in place.
+#[derive(Debug)]
+pub struct IptablesDataplane {
+    writers: Vec<Writer>,
+    _lock: NamespaceLock,
+}
+
+impl IptablesDataplane {
+    /// Takes over what is there; nothing is changed before the first [`Dataplane::resync`]. Needs CAP_NET_ADMIN.
+    pub fn open(backend: Backend) -> Result<Self, Error> {
+        let lock = match NamespaceLock::acquire(LOCK).map_err(Error::Lock)? {
+            NamespaceAttempt::Held(lock) => lock,
+            NamespaceAttempt::Taken(process) => {
+                let holder = process
+                    .map_or_else(|| "of another PID namespace".to_owned(), |process| process.to_string());
+                return Err(Error::Locked { holder });
+            }
+        };
+        let writer = |(family, tools): (IpFamily, Tools)| {
+            let random_fully = tools.has_random_fully();
+            Ok(Writer::new(family, tools, Abilities { random_fully, drop_invalid: !is_liberal()? }))
+        };
+        let writers = families(backend).into_iter().map(writer).collect::<Result<_, Error>>()?;
+        Ok(Self { writers, _lock: lock })
+    }
+}
+
+/// The families that this node can be programmed in.
+fn families(backend: Backend) -> Vec<(IpFamily, Tools)> {
+    let find = |family| {
+        let is_there = family == IpFamily::Ipv4 || probe::has_ipv6();
+        Some((family, Tools::find(writer::table_family(family), backend).filter(|_| is_there)?))
+    };
+    IpFamily::ALL.into_iter().filter_map(find).collect()
+}
+
+/// Conntrack takes packets outside of the window for valid. Not known before it is loaded: then it is not.
+fn is_liberal() -> Result<bool, Error> {
+    match fs::read_to_string(BE_LIBERAL) {
+        Ok(value) => Ok(value.trim() != "0"),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(source) => Err(Error::File { path: BE_LIBERAL, source }),
+    }
+}
+
+/// What is programmed, read by the tools.
+struct Tables(Vec<(IpFamily, Tools)>);
+
+impl Tables {
+    /// `None`: no rules of this mode are there, or nothing that could read them.
+    fn open() -> Result<Option<Self>, Error> {
+        let Ok(chosen) = xtables::choose() else { return Ok(None) };
+        let families = families(chosen.backend);
+        for (_, tools) in &families {
+            let mut is_there = false;
+            tools.save(Table::Mangle.name(), |line| is_there |= line.starts_with(":KUBE-PROXY-CANARY "))?;
+            if is_there {
+                return Ok(Some(Self(families)));
+            }
+        }
+        Ok(None)
+    }
+}
+
+fn read_snapshot<'a>(families: impl Iterator<Item = (IpFamily, &'a Tools)>) -> Result<Snapshot, Error> {
+    let (mut snapshot, mut addresses) = (Snapshot::default(), Vec::new());
+    for (family, tools) in families {
+        let mut reader = snapshot::Reader::new(family);
+        for table in [Table::Nat, Table::Filter] {
+            tools.save(table.name(), |line| {
+                reader.take(table, line);
+                if table == Table::Nat {
+                    addresses.extend(snapshot::node_port_address(line));
+                }
+            })?;
+        }
+        reader.finish(&mut snapshot);
+    }
+    let node_port_addresses = addresses.into_iter().map(|address| (address, address.is_loopback())).collect();
+    snapshot.node = NodeSnapshot { node_port_addresses, ..NodeSnapshot::default() };
+    Ok(snapshot)
+}
+
+/// Number of rules, by table of both families.
+fn usage(rules: [u64; 3]) -> Usage {
+    let of = |table: Table| TableUsage {
+        name: table.name(),
+        used: rules[table as usize],
+        capacity: 0,
+        can_fill_up: false,
+        bytes: 0,
+    };
+    Usage { tables: [Table::Nat, Table::Filter].map(of).into(), reasons: Vec::new() }
+}
+
+impl Programmed for Tables {
+    fn snapshot(&self) -> Result<Snapshot, super::Error> {
+        Ok(read_snapshot(self.0.iter().map(|(family, tools)| (*family, tools)))?)
+    }
+
+    fn usage(&self) -> Result<Usage, super::Error> {
+        let mut rules = [0; 3];
+        for (_, tools) in &self.0 {
+            for table in Table::ALL {
+                let count = |line: &str| rules[table as usize] += u64::from(line.starts_with("-A KUBE-"));
+                tools.save(table.name(), count).map_err(Error::from)?;
+            }
+        }
+        Ok(usage(rules))
+    }
+}
+
+impl Programmed for IptablesDataplane {
+    fn snapshot(&self) -> Result<Snapshot, super::Error> {
+        Ok(read_snapshot(self.writers.iter().map(|writer| (writer.family, &writer.tools)))?)
+    }
+
+    fn usage(&self) -> Result<Usage, super::Error> {
+        let mut rules = [0; 3];
+        for writer in &self.writers {
+            rules.iter_mut().zip(writer.rules()).for_each(|(all, more)| *all += more);
+        }
+        Ok(usage(rules))
+    }
+}
+
+impl IptablesDataplane {
+    /// In both families, also where one has failed.
+    fn in_each(
+        &mut self,
+        mut write: impl FnMut(&mut Writer) -> Result<Applied, Error>,
+    ) -> Result<Applied, super::Error> {
+        let (mut applied, mut failed) = (Applied::default(), None);
+        for writer in &mut self.writers {
+            match write(writer) {
+                Ok(more) => applied += more,
+                Err(error) => failed = failed.or(Some(error.of(writer.family))),
+            }
+        }
+        failed.map_or(Ok(applied), |error| Err(error.into()))
+    }
+}
+
+impl Dataplane for IptablesDataplane {
+    fn apply(&mut self, changes: &Changes) -> Result<Applied, super::Error> {
+        self.in_each(|writer| writer.apply(changes))
+    }
+
+    fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, super::Error> {
+        self.in_each(|writer| writer.resync(desired))
+    }
+
+    fn set_host(&mut self, host: &Host) -> Result<Applied, super::Error> {
+        self.in_each(|writer| writer.set_host(host))
+    }
+
+    fn collect_garbage(&mut self) -> Result<(), super::Error> {
+        self.in_each(|writer| writer.watch().map(|()| Applied::default())).map(drop)
+    }
+
+    fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
+        let counts: Vec<_> = self.writers.iter().map(metrics::Counts::of).collect();
+        Ok(metrics::families(&counts))
+    }
+
+    fn min_interval(&self, configured: Duration) -> Duration {
+        configured
+    }
+
+    fn supports(&self, _port: &DesiredPort) -> Vec<Unsupported> {
+        Vec::new()
+    }
+}

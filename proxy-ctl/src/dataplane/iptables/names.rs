@@ -1,0 +1,92 @@
+//! Names of chains, as kube-proxy gives them: people and other programs look for them.
+
+use std::net::SocketAddr;
+
+use sha2::{Digest as _, Sha256};
+
+use crate::model::desired::ServicePortName;
+
+pub(super) const SERVICES: &str = "KUBE-SERVICES";
+pub(super) const EXTERNAL_SERVICES: &str = "KUBE-EXTERNAL-SERVICES";
+pub(super) const NODE_PORTS: &str = "KUBE-NODEPORTS";
+pub(super) const PROXY_FIREWALL: &str = "KUBE-PROXY-FIREWALL";
+pub(super) const FORWARD: &str = "KUBE-FORWARD";
+pub(super) const POSTROUTING: &str = "KUBE-POSTROUTING";
+pub(super) const MARK_MASQUERADE: &str = "KUBE-MARK-MASQ";
+/// Shared with the kubelet.
+pub(super) const FIREWALL: &str = "KUBE-FIREWALL";
+pub(super) const CANARY: &str = "KUBE-PROXY-CANARY";
+
+/// The chains of one service port.
+#[derive(Clone, Debug)]
+pub(super) struct PortChains {
+    /// `ns/name:port` and the protocol.
+    identity: String,
+    suffix: String,
+}
+
+impl PortChains {
+    pub(super) fn new(name: &ServicePortName) -> Self {
+        let identity = format!("{name}{}", name.protocol.name().to_ascii_lowercase());
+        let suffix = hash(&[&identity]);
+        Self { identity, suffix }
+    }
+
+    /// Balances over the endpoints of the whole cluster.
+    pub(super) fn cluster(&self) -> String {
+        format!("KUBE-SVC-{}", self.suffix)
+    }
+
+    /// Balances over the endpoints of this node.
+    pub(super) fn local(&self) -> String {
+        format!("KUBE-SVL-{}", self.suffix)
+    }
+
+    /// For what comes to an external address.
+    pub(super) fn external(&self) -> String {
+        format!("KUBE-EXT-{}", self.suffix)
+    }
+
+    /// For what comes to a load-balancer address of a Service with source ranges.
+    pub(super) fn firewall(&self) -> String {
+        format!("KUBE-FW-{}", self.suffix)
+    }
+
+    pub(super) fn endpoint(&self, address: SocketAddr) -> String {
+        format!("KUBE-SEP-{}", hash(&[&self.identity, &address.to_string()]))
+    }
+}
+
+/// The first 16 characters of base32 (RFC 4648) of SHA-256.
+fn hash(parts: &[&str]) -> String {
+    const ALPHABET: &[u8; 32] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ234567";
+    let mut sha = Sha256::new();
+    parts.iter().for_each(|part| sha.update(part));
+    let bytes = sha.finalize();
+    let bits = bytes.iter().take(10).fold(0_u128, |bits, byte| bits << 8 | u128::from(*byte));
+    (0..16).rev().map(|place| char::from(ALPHABET[(bits >> (place * 5)) as usize & 31])).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+    use crate::model::{objects::IpFamily, test_support::port_name};
+
+    /// The names that kube-proxy gives (TestOverallIPTablesRules).
+    #[rstest]
+    #[case("ns1/svc1", "p80", "XPGD46QRK7WJZT7O", "10.180.0.1:80", "SXIVWICOYRO3J4NJ")]
+    #[case("ns2/svc2", "p80", "GNZBNJ2PO5MGZ6GT", "10.180.0.2:80", "RS4RBKLTHTF2IUXJ")]
+    fn as_kube_proxy(
+        #[case] service: &str,
+        #[case] port: &str,
+        #[case] suffix: &str,
+        #[case] endpoint: &str,
+        #[case] endpoint_suffix: &str,
+    ) {
+        let chains = PortChains::new(&port_name(service, port, IpFamily::Ipv4));
+        assert_eq!(chains.cluster(), format!("KUBE-SVC-{suffix}"));
+        assert_eq!(chains.endpoint(endpoint.parse().unwrap()), format!("KUBE-SEP-{endpoint_suffix}"));
+    }
+}

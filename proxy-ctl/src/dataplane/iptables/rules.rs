@@ -1,0 +1,452 @@
+//! The rules of one service port, as text. Pure; what becomes of whom is [`PortPolicy`]'s.
+//!
+//! Rules are written as iptables-save prints them, so that what is there can be compared with what is desired.
+
+use std::net::{IpAddr, SocketAddr};
+
+use ipnet::IpNet;
+
+use super::names::{self, PortChains};
+use crate::{
+    dataplane::{
+        Host, LocalTraffic,
+        netfilter::{ClientPolicy, EndpointSet, Masquerade, Outcome, PortPolicy},
+    },
+    model::{
+        desired::{DesiredPort, Endpoint, Frontend, FrontendKind},
+        objects::{IpFamily, TrafficPolicy},
+    },
+};
+
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub(super) enum Table {
+    Mangle,
+    Nat,
+    Filter,
+}
+
+impl Table {
+    pub(super) const ALL: [Self; 3] = [Self::Mangle, Self::Nat, Self::Filter];
+
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Mangle => "mangle",
+            Self::Nat => "nat",
+            Self::Filter => "filter",
+        }
+    }
+}
+
+/// A chain with rules of many service ports.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub(super) enum SharedChain {
+    /// By address.
+    Services,
+    /// By node port.
+    NodePorts,
+    /// Refuses clients of cluster IPs without endpoints.
+    Refused,
+    /// The same for external addresses and node ports.
+    RefusedExternal,
+    /// Accepts health checks.
+    HealthChecks,
+    /// Drops what source ranges keep out.
+    Firewall,
+}
+
+impl SharedChain {
+    pub(super) const ALL: [Self; 6] = [
+        Self::Services,
+        Self::NodePorts,
+        Self::Refused,
+        Self::RefusedExternal,
+        Self::HealthChecks,
+        Self::Firewall,
+    ];
+
+    pub(super) const fn table(self) -> Table {
+        match self {
+            Self::Services | Self::NodePorts => Table::Nat,
+            Self::Refused | Self::RefusedExternal | Self::HealthChecks | Self::Firewall => Table::Filter,
+        }
+    }
+
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Services | Self::Refused => names::SERVICES,
+            Self::NodePorts | Self::HealthChecks => names::NODE_PORTS,
+            Self::RefusedExternal => names::EXTERNAL_SERVICES,
+            Self::Firewall => names::PROXY_FIREWALL,
+        }
+    }
+
+    pub(super) fn of(table: &str, chain: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|one| one.table().name() == table && one.name() == chain)
+    }
+}
+
+/// A chain of table nat that one service port has for itself.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) struct OwnChain {
+    pub(super) name: String,
+    pub(super) rules: Vec<String>,
+}
+
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct PortRules {
+    /// A chain follows those that it leads to.
+    pub(super) chains: Vec<OwnChain>,
+    pub(super) shared: Vec<(SharedChain, String)>,
+}
+
+impl PortRules {
+    /// Number of rules in the table.
+    pub(super) fn count(&self, table: Table) -> usize {
+        let own = || self.chains.iter().map(|chain| chain.rules.len()).sum();
+        let shared = self.shared.iter().filter(|(chain, _)| chain.table() == table).count();
+        shared + if table == Table::Nat { own() } else { 0 }
+    }
+}
+
+/// What the rules of service ports take from the node.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct PortSettings {
+    /// Matches what pods send; `None`: that cannot be told.
+    from_pods: Option<String>,
+    not_from_pods: Option<String>,
+    /// Used by [`PortPolicy`].
+    host: Host,
+    /// Addresses of the node that loadBalancerSourceRanges may contain.
+    node_addresses: Vec<IpAddr>,
+    /// Rules of single endpoints have comments.
+    pub(super) endpoint_comments: bool,
+}
+
+impl PortSettings {
+    pub(super) fn new(family: IpFamily, host: &Host, endpoint_comments: bool) -> Self {
+        let (from_pods, not_from_pods) = match &host.local_traffic {
+            LocalTraffic::FromCidrs(cidrs) => {
+                let own = cidrs.iter().find(|cidr| IpFamily::of(cidr.addr()) == family);
+                (
+                    own.map(|cidr| format!("-s {}", cidr.trunc())),
+                    own.map(|cidr| format!("! -s {}", cidr.trunc())),
+                )
+            }
+            LocalTraffic::FromBridge(name) => (Some(format!("-i {name}")), Some(format!("! -i {name}"))),
+            LocalTraffic::FromInterfacePrefix(prefix) => {
+                (Some(format!("-i {prefix}+")), Some(format!("! -i {prefix}+")))
+            }
+        };
+        let is_own = |address: &&IpAddr| IpFamily::of(**address) == family;
+        Self {
+            from_pods,
+            not_from_pods,
+            // Only what the policy asks for: other changes of the node do not concern the rules.
+            host: Host {
+                local_traffic: host.local_traffic.clone(),
+                masquerade_all: host.masquerade_all,
+                ..Host::default()
+            },
+            node_addresses: host.masquerade_addresses.iter().filter(is_own).copied().collect(),
+            endpoint_comments,
+        }
+    }
+}
+
+pub(super) fn port_rules(port: &DesiredPort, settings: &PortSettings) -> PortRules {
+    let names = PortChains::new(&port.name);
+    let policy = PortPolicy::new(port, &settings.host);
+    PortRenderer { port, settings, names, policy, title: port.name.to_string() }.render()
+}
+
+struct PortRenderer<'a> {
+    port: &'a DesiredPort,
+    settings: &'a PortSettings,
+    names: PortChains,
+    policy: PortPolicy,
+    /// As comments name the port.
+    title: String,
+}
+
+impl PortRenderer<'_> {
+    fn render(self) -> PortRules {
+        let mut rules = PortRules::default();
+        for frontend in &self.port.frontends {
+            self.frontend(frontend, &mut rules.shared);
+        }
+        if let Some(number) = self.port.health_check_node_port {
+            let comment = self.comment(" health check node port");
+            let rule = format!("-p tcp {comment} -m tcp --dport {number} -j ACCEPT");
+            rules.shared.push((SharedChain::HealthChecks, rule));
+        }
+        self.own_chains(&mut rules.chains);
+        rules
+    }
+
+    fn comment(&self, text: &str) -> String {
+        format!("-m comment --comment \"{}{text}\"", self.title)
+    }
+
+    /// Matches what is sent to the frontend.
+    fn destination(&self, frontend: &Frontend, comment: &str) -> String {
+        let protocol = self.port.name.protocol.name().to_ascii_lowercase();
+        let Frontend { kind, address, port } = frontend;
+        let address = match kind {
+            FrontendKind::NodePort => String::new(),
+            _ => format!("-d {} ", IpNet::from(*address)),
+        };
+        format!("{address}-p {protocol} {comment} -m {protocol} --dport {port}")
+    }
+
+    fn frontend(&self, frontend: &Frontend, rules: &mut Vec<(SharedChain, String)>) {
+        let (clients, suffix, refused) = match frontend.kind {
+            FrontendKind::ClusterIp => (self.policy.internal, " cluster IP", SharedChain::Refused),
+            FrontendKind::ExternalIp => (self.policy.external, " external IP", SharedChain::RefusedExternal),
+            FrontendKind::LoadBalancer => {
+                (self.policy.external, " loadbalancer IP", SharedChain::RefusedExternal)
+            }
+            FrontendKind::NodePort => (self.policy.external, "", SharedChain::RefusedExternal),
+        };
+        let is_guarded = frontend.kind == FrontendKind::LoadBalancer && !self.port.source_ranges.is_empty();
+        let leads_to = match frontend.kind {
+            FrontendKind::ClusterIp => self.set_chain(clients),
+            _ if !self.external_serves() => None,
+            _ if is_guarded => Some(self.names.firewall()),
+            _ => Some(self.names.external()),
+        };
+        if let Some(chain) = leads_to {
+            let matches = self.destination(frontend, &self.comment(suffix));
+            let shared = match frontend.kind {
+                FrontendKind::NodePort => SharedChain::NodePorts,
+                _ => SharedChain::Services,
+            };
+            rules.push((shared, format!("{matches} -j {chain}")));
+            if is_guarded {
+                let why = self.comment(&format!(" traffic not accepted by {}", self.names.firewall()));
+                let matches = self.destination(frontend, &why);
+                rules.push((SharedChain::Firewall, format!("{matches} -j DROP")));
+            }
+        }
+        let (why, verdict) = match clients.outcome {
+            Outcome::Balance(_) => return,
+            Outcome::Reject => (" has no endpoints", "REJECT --reject-with "),
+            Outcome::Drop => (" has no local endpoints", "DROP"),
+        };
+        let how = match (clients.outcome, self.port.name.family) {
+            (Outcome::Reject, IpFamily::Ipv4) => "icmp-port-unreachable",
+            (Outcome::Reject, IpFamily::Ipv6) => "icmp6-port-unreachable",
+            _ => "",
+        };
+        let mut matches = self.destination(frontend, &self.comment(why));
+        if frontend.kind == FrontendKind::NodePort {
+            matches = matches.replacen(" -m comment", " -m addrtype --dst-type LOCAL -m comment", 1);
+        }
+        rules.push((refused, format!("{matches} -j {verdict}{how}")));
+    }
+
+    fn is_external(&self) -> bool {
+        self.port.frontends.iter().any(|frontend| frontend.kind != FrontendKind::ClusterIp)
+    }
+
+    /// Somebody who dials an external address gets an endpoint.
+    fn external_serves(&self) -> bool {
+        let PortPolicy { external, external_from_pods, external_from_node, .. } = self.policy;
+        let clients = [Some(external), external_from_pods, external_from_node];
+        clients.into_iter().flatten().any(|clients| matches!(clients.outcome, Outcome::Balance(_)))
+    }
+
+    /// The chain that balances over the clients' endpoints.
+    fn set_chain(&self, clients: ClientPolicy) -> Option<String> {
+        let Outcome::Balance(set) = clients.outcome else { return None };
+        Some(if self.is_local(set) { self.names.local() } else { self.names.cluster() })
+    }
+
+    fn is_local(&self, set: EndpointSet) -> bool {
+        match set {
+            EndpointSet::Cluster => false,
+            EndpointSet::Internal => self.port.internal_policy == TrafficPolicy::Local,
+            EndpointSet::External => self.port.external_policy == TrafficPolicy::Local,
+        }
+    }
+
+    /// Whether rules of this port lead there.
+    fn uses(&self, set: EndpointSet) -> bool {
+        let PortPolicy { internal, external, external_from_pods, external_from_node } = self.policy;
+        let of = |clients: Option<ClientPolicy>| {
+            clients.is_some_and(|clients| clients.outcome == Outcome::Balance(set))
+        };
+        let externally = self.is_external()
+            && [Some(external), external_from_pods, external_from_node].into_iter().any(of);
+        of(Some(internal)) || externally
+    }
+
+    fn own_chains(&self, chains: &mut Vec<OwnChain>) {
+        let all = [EndpointSet::Cluster, EndpointSet::Internal, EndpointSet::External];
+        // Sets of one policy are the same set.
+        let of_policy =
+            |local: bool| all.into_iter().find(|set| self.is_local(*set) == local && self.uses(*set));
+        let used: Vec<EndpointSet> = [false, true].into_iter().filter_map(of_policy).collect();
+        let mut endpoints: Vec<u32> = used.iter().flat_map(|set| set.of(self.port)).copied().collect();
+        endpoints.sort_unstable();
+        endpoints.dedup();
+        let endpoint = |index: &u32| self.port.endpoints.all.get(*index as usize);
+        chains.extend(endpoints.iter().filter_map(endpoint).map(|endpoint| self.endpoint_chain(endpoint)));
+        for set in used {
+            let name = if self.is_local(set) { self.names.local() } else { self.names.cluster() };
+            let mut rules = self.masquerade_internal(set);
+            let endpoints: Vec<&Endpoint> = set.of(self.port).iter().filter_map(endpoint).collect();
+            self.balance(&endpoints, &mut rules);
+            chains.push(OwnChain { name, rules });
+        }
+        if self.is_external() && self.external_serves() {
+            chains.push(OwnChain { name: self.names.external(), rules: self.external_rules() });
+            if !self.port.source_ranges.is_empty() && self.load_balancers().next().is_some() {
+                chains.push(OwnChain { name: self.names.firewall(), rules: self.firewall_rules() });
+            }
+        }
+    }
+
+    fn load_balancers(&self) -> impl Iterator<Item = &Frontend> {
+        self.port.frontends.iter().filter(|frontend| frontend.kind == FrontendKind::LoadBalancer)
+    }
+
+    /// Of the clients of the cluster IP, where this is the chain that they come to.
+    fn masquerade_internal(&self, set: EndpointSet) -> Vec<String> {
+        let Outcome::Balance(internal) = self.policy.internal.outcome else { return Vec::new() };
+        if self.is_local(internal) != self.is_local(set) {
+            return Vec::new();
+        }
+        let who = match (self.policy.internal.masquerade, &self.settings.not_from_pods) {
+            (Masquerade::Nobody, _) | (Masquerade::AllButPods, None) => return Vec::new(),
+            (Masquerade::AllButPods, Some(clients)) => clients.as_str(),
+            (Masquerade::Everybody, _) => "",
+        };
+        let cluster_ips = self.port.frontends.iter().filter(|one| one.kind == FrontendKind::ClusterIp);
+        let rule = |frontend: &Frontend| {
+            let matches = self.destination(frontend, &self.comment(" cluster IP"));
+            let rule = format!("{matches} -j {}", names::MARK_MASQUERADE);
+            match who.split_once("-i ") {
+                // Interfaces follow addresses.
+                Some((not, interface)) => rule.replacen(" -p ", &format!(" {not}-i {interface} -p "), 1),
+                None if who.is_empty() => rule,
+                None => format!("{who} {rule}"),
+            }
+        };
+        cluster_ips.map(rule).collect()
+    }
+
+    fn endpoint_comment(&self, text: &str) -> String {
+        if self.settings.endpoint_comments { format!("{} ", self.comment(text)) } else { String::new() }
+    }
+
+    fn balance(&self, endpoints: &[&Endpoint], rules: &mut Vec<String>) {
+        let chain =
+            |endpoint: &Endpoint| self.names.endpoint(SocketAddr::new(endpoint.address, endpoint.port));
+        let comment = |endpoint: &Endpoint| {
+            self.endpoint_comment(&format!(" -> {}", SocketAddr::new(endpoint.address, endpoint.port)))
+        };
+        if let Some(seconds) = self.port.affinity_seconds {
+            for endpoint in endpoints {
+                let (comment, chain) = (comment(endpoint), chain(endpoint));
+                let recent = self.recent(&format!("--rcheck --seconds {seconds} --reap"), &chain);
+                rules.push(format!("{comment}{recent} -j {chain}"));
+            }
+        }
+        for (place, endpoint) in endpoints.iter().enumerate() {
+            let left = endpoints.len() - place;
+            let (comment, chain) = (comment(endpoint), chain(endpoint));
+            let chance = if left > 1 { chance(left) } else { String::new() };
+            rules.push(format!("{comment}{chance}-j {chain}"));
+        }
+    }
+
+    fn recent(&self, what: &str, chain: &str) -> String {
+        let mask = match self.port.name.family {
+            IpFamily::Ipv4 => "255.255.255.255",
+            IpFamily::Ipv6 => "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff",
+        };
+        format!("-m recent {what} --name {chain} --mask {mask} --rsource")
+    }
+
+    fn endpoint_chain(&self, endpoint: &Endpoint) -> OwnChain {
+        let address = SocketAddr::new(endpoint.address, endpoint.port);
+        let name = self.names.endpoint(address);
+        let comment = self.endpoint_comment("");
+        let protocol = self.port.name.protocol.name().to_ascii_lowercase();
+        let affinity = match self.port.affinity_seconds {
+            Some(_) => format!("{} ", self.recent("--set", &name)),
+            None => String::new(),
+        };
+        let rules = vec![
+            // A client that is its own endpoint.
+            format!("-s {} {comment}-j {}", IpNet::from(endpoint.address), names::MARK_MASQUERADE),
+            format!("-p {protocol} {comment}{affinity}-m {protocol} -j DNAT --to-destination {address}"),
+        ];
+        OwnChain { name, rules }
+    }
+
+    fn external_rules(&self) -> Vec<String> {
+        let PortPolicy { external, external_from_pods, external_from_node, .. } = self.policy;
+        let mut rules = Vec::new();
+        let from = |who: &str,
+                    rules: &mut Vec<String>,
+                    clients: ClientPolicy,
+                    masquerade: &str,
+                    route: &str| {
+            let who = if who.is_empty() { String::new() } else { format!("{who} ") };
+            let comment = |text: &str| {
+                let comment =
+                    |text| format!("-m comment --comment \"{text} {} external destinations\" ", self.title);
+                if text.is_empty() { String::new() } else { comment(text) }
+            };
+            let (address, others) =
+                if who.starts_with("-m") { ("", who.as_str()) } else { (who.as_str(), "") };
+            if clients.masquerade == Masquerade::Everybody {
+                rules.push(format!("{address}{}{others}-j {}", comment(masquerade), names::MARK_MASQUERADE));
+            }
+            if let Some(chain) = self.set_chain(clients) {
+                rules.push(format!("{address}{}{others}-j {chain}", comment(route)));
+            }
+        };
+        if let (Some(clients), Some(pods)) = (external_from_pods, &self.settings.from_pods) {
+            from(pods, &mut rules, clients, "", "pod traffic for");
+        }
+        if let Some(clients) = external_from_node {
+            let node = "-m addrtype --src-type LOCAL";
+            from(node, &mut rules, clients, "masquerade LOCAL traffic for", "route LOCAL traffic for");
+        }
+        from("", &mut rules, external, "masquerade traffic for", "");
+        rules
+    }
+
+    fn firewall_rules(&self) -> Vec<String> {
+        let comment = self.comment(" loadbalancer IP");
+        let external = self.names.external();
+        let rule = |from: IpNet| {
+            // Everybody: the tools leave out an address that matches all.
+            let source = if from.prefix_len() == 0 { String::new() } else { format!("-s {} ", from.trunc()) };
+            format!("{source}{comment} -j {external}")
+        };
+        let mut rules: Vec<String> = self.port.source_ranges.iter().copied().map(rule).collect();
+        let ranges = &self.port.source_ranges;
+        let has_node = |range: &IpNet| self.settings.node_addresses.iter().any(|node| range.contains(node));
+        if ranges.iter().any(has_node) {
+            // A node that dials the address has it as its source, where it is an address of the node too.
+            rules.extend(self.load_balancers().map(|frontend| rule(frontend.address.into())));
+        }
+        let others = format!(
+            "-m comment --comment \"other traffic to {} will be dropped by {}\"",
+            self.title,
+            names::PROXY_FIREWALL
+        );
+        rules.push(others);
+        rules
+    }
+}
+
+/// Matches one of `left` packets. The kernel counts in units of 2⁻³¹, and the tools print what they make of that.
+fn chance(left: usize) -> String {
+    let one = f64::from(1_u32 << 31);
+    let units = (one / left as f64).round();
+    format!("-m statistic --mode random --probability {:.11} ", units / one)
+}

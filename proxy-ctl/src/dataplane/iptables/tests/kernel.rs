@@ -1,0 +1,240 @@
+//! As root, each in a network namespace of its own, with both backends.
+
+use std::process::Command;
+
+use nix::sched::{CloneFlags, unshare};
+use rstest::rstest;
+
+use super::*;
+use crate::{
+    dataplane::{Applied, Dataplane, Programmed, iptables::IptablesDataplane},
+    model::desired::Changes,
+    sys::xtables::Backend,
+};
+
+const NOTHING: Applied = Applied { written: 0, removed: 0 };
+
+/// Gives the thread its own network namespace, which ends with it. False: the kernel lacks the backend, which is said.
+fn enter(backend: Backend) -> bool {
+    unshare(CloneFlags::CLONE_NEWNET).unwrap();
+    let is_there = tool(backend, "", "-t nat -S").is_some();
+    if !is_there {
+        println!("skipped: iptables-{backend} is not installed, or the kernel has none");
+    }
+    is_there
+}
+
+/// What `iptables-<backend>` says; `None`: it failed.
+fn tool(backend: Backend, six: &str, arguments: &str) -> Option<String> {
+    let output = Command::new(format!("ip{six}tables-{backend}")).args(arguments.split(' ')).output().ok()?;
+    output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
+}
+
+/// All rules of both families, without counters.
+fn saved(backend: Backend) -> Vec<String> {
+    let family = |six: &str| {
+        let output = Command::new(format!("ip{six}tables-{backend}-save")).output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let is_rule = |line: &&str| line.starts_with("-A") || line.starts_with(":KUBE-");
+        let lines: Vec<String> = text.lines().filter(is_rule).map(|line| format!("{six} {line}")).collect();
+        lines
+    };
+    let mut all: Vec<String> = [family(""), family("6")].concat();
+    all.iter_mut().for_each(|line| {
+        if let Some(at) = line.find(" [") {
+            line.truncate(at);
+        }
+    });
+    all
+}
+
+fn open(backend: Backend) -> IptablesDataplane {
+    let mut dataplane = IptablesDataplane::open(backend).unwrap();
+    dataplane.set_host(&host()).unwrap();
+    dataplane
+}
+
+fn changes(ports: &[Arc<DesiredPort>]) -> Changes {
+    Changes { changed: ports.to_vec(), removed: Vec::new() }
+}
+
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_a_restart_writes_nothing_and_what_is_not_desired_goes(
+    #[values(Backend::Legacy, Backend::Nft)] backend: Backend,
+) {
+    if !enter(backend) {
+        return;
+    }
+    assert!(tool(backend, "", "-N MINE").is_some() && tool(backend, "", "-A FORWARD -j MINE").is_some());
+    let (services, slices) = several();
+    let ports = desired(services, slices);
+    let mut dataplane = open(backend);
+    assert!(dataplane.resync(&ports).unwrap().written > 20);
+    let written = saved(backend);
+    assert!(written.iter().any(|line| line == " -A FORWARD -j MINE"), "{written:#?}");
+    let last =
+        written.iter().rfind(|line| line.starts_with(" -A KUBE-SERVICES ") && line.contains("NODEPORTS"));
+    assert!(last.is_some_and(|rule| rule.contains("must be the last rule")));
+    let jumps =
+        |chain: &str| written.iter().filter(|line| line.starts_with(&format!(" -A {chain} "))).count();
+    assert_eq!((jumps("FORWARD"), jumps("INPUT")), (5, 4));
+    drop(dataplane);
+
+    let mut dataplane = open(backend);
+    assert_eq!(dataplane.resync(&ports).unwrap(), NOTHING);
+    assert_eq!(saved(backend), written);
+
+    // A rule and a chain that are stale, one that was removed, one that was changed.
+    assert!(tool(backend, "", "-t nat -N KUBE-SVC-AAAAAAAAAAAAAAAA").is_some());
+    assert!(
+        tool(backend, "", "-t nat -I KUBE-SERVICES -d 172.30.9.9/32 -j KUBE-SVC-AAAAAAAAAAAAAAAA").is_some()
+    );
+    assert!(tool(backend, "", "-t nat -F KUBE-SEP-SXIVWICOYRO3J4NJ").is_some());
+    assert!(tool(backend, "", "-t nat -D KUBE-SERVICES 2").is_some());
+    assert!(tool(backend, "", "-t filter -D INPUT 1").is_some());
+    drop(dataplane);
+    let mut dataplane = open(backend);
+    let repaired = dataplane.resync(&ports).unwrap();
+    assert_eq!((repaired.written, repaired.removed), (3, 2));
+    let sorted = |mut lines: Vec<String>| {
+        lines.sort_unstable();
+        lines
+    };
+    assert_eq!(sorted(saved(backend)), sorted(written));
+
+    assert!(dataplane.resync(&[]).unwrap().removed > 10);
+    let left = saved(backend);
+    assert!(
+        !left
+            .iter()
+            .any(|line| line.contains("KUBE-S") && line.contains("-A KUBE-S") && !line.contains("NODEPORTS")),
+        "{left:#?}"
+    );
+    assert!(!left.iter().any(|line| line.contains(":KUBE-SEP-") || line.contains(":KUBE-SVC-")), "{left:#?}");
+}
+
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_changes_leave_what_a_start_would_write(#[values(Backend::Legacy, Backend::Nft)] backend: Backend) {
+    if !enter(backend) {
+        return;
+    }
+    let (services, mut slices) = several();
+    let before = desired(services.clone(), slices.clone());
+    let mut dataplane = open(backend);
+    dataplane.resync(&before).unwrap();
+    // One endpoint more, all gone, the first of a service; another address.
+    slices[0] = endpoints("ns1/svc1", &["10.180.0.1", "10.180.0.9"]);
+    slices.remove(2);
+    slices.push(endpoints("ns4/svc4", &["10.180.0.7"]));
+    let mut services = services;
+    services[1].external_ips = vec![ip("192.168.99.23")];
+    services.pop();
+    let after = desired(services, slices);
+    let removed = before
+        .iter()
+        .map(|port| port.name.clone())
+        .filter(|name| after.iter().all(|port| port.name != *name));
+    let changed = after.iter().filter(|port| !before.contains(port)).cloned().collect();
+    dataplane.apply(&Changes { changed, removed: removed.collect() }).unwrap();
+    assert_eq!(dataplane.resync(&after).unwrap(), NOTHING);
+    drop(dataplane);
+    // Reads everything.
+    let mut dataplane = open(backend);
+    assert_eq!(dataplane.resync(&after).unwrap(), NOTHING);
+    assert_eq!(dataplane.apply(&changes(&after)).unwrap(), NOTHING);
+}
+
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_flushed_tables_are_written_again(#[values(Backend::Legacy, Backend::Nft)] backend: Backend) {
+    if !enter(backend) {
+        return;
+    }
+    let (services, slices) = several();
+    let ports = desired(services, slices);
+    let mut dataplane = open(backend);
+    dataplane.resync(&ports).unwrap();
+    let written = saved(backend);
+    dataplane.collect_garbage().unwrap();
+    for table in ["nat", "filter", "mangle"] {
+        for step in ["-F", "-X"] {
+            assert!(tool(backend, "", &format!("-t {table} {step}")).is_some());
+        }
+    }
+    dataplane.collect_garbage().unwrap();
+    assert!(!saved(backend).iter().any(|line| line.starts_with(" :KUBE-SERVICES")), "the flush may go on");
+    dataplane.collect_garbage().unwrap();
+    let sorted = |mut lines: Vec<String>| {
+        lines.sort_unstable();
+        lines
+    };
+    assert_eq!(sorted(saved(backend)), sorted(written));
+}
+
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_a_rule_that_is_refused_names_its_port_and_hurts_no_other(
+    #[values(Backend::Legacy, Backend::Nft)] backend: Backend,
+) {
+    if !enter(backend) {
+        return;
+    }
+    let (services, slices) = several();
+    let ports = desired(services, slices);
+    let mut dataplane = open(backend);
+    dataplane.resync(&ports).unwrap();
+    // The tools refuse an address of the other family.
+    let broken = |port: &Arc<DesiredPort>| {
+        let mut port = DesiredPort::clone(port);
+        port.frontends[0].address = ip("fd00::1");
+        Arc::new(port)
+    };
+    let of_ipv4 = |port: &&Arc<DesiredPort>| port.name.family == IpFamily::Ipv4;
+    let mut wanted: Vec<Arc<DesiredPort>> = ports.iter().filter(of_ipv4).cloned().collect();
+    wanted[1] = broken(&wanted[1]);
+    let mut moved = DesiredPort::clone(&wanted[0]);
+    moved.frontends[0].address = ip("172.30.0.99");
+    wanted[0] = Arc::new(moved);
+    let error = dataplane.apply(&changes(&wanted)).unwrap_err().to_string();
+    assert!(error.contains("ns2/svc2:p80") && error.contains("fd00::1"), "{error}");
+    let text = saved(backend).join("\n");
+    assert!(text.contains("-A KUBE-SERVICES -d 172.30.0.99/32"), "{text}");
+    assert!(text.contains("-A KUBE-SERVICES -d 172.30.0.42/32"), "the port is served as before: {text}");
+    // It is tried again, with the same outcome; nothing of others is written.
+    let wanted: Vec<_> =
+        wanted.into_iter().chain(ports.iter().filter(|port| !of_ipv4(port)).cloned()).collect();
+    let error = dataplane.resync(&wanted).unwrap_err().to_string();
+    assert!(error.contains("ns2/svc2:p80"), "{error}");
+    assert_eq!(saved(backend).join("\n"), text);
+    assert!(dataplane.resync(&ports).is_ok());
+    drop(dataplane);
+    assert_eq!(open(backend).resync(&ports).unwrap(), NOTHING);
+}
+
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_one_controller_at_a_time(#[values(Backend::Nft)] backend: Backend) {
+    if !enter(backend) {
+        return;
+    }
+    let _first = open(backend);
+    let error = IptablesDataplane::open(backend).unwrap_err();
+    assert!(crate::dataplane::Error::from(error).is_taken_over());
+}
+
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_the_snapshot_tells_what_is_there(#[values(Backend::Legacy, Backend::Nft)] backend: Backend) {
+    if !enter(backend) {
+        return;
+    }
+    let (services, slices) = several();
+    let mut dataplane = open(backend);
+    dataplane.resync(&desired(services, slices)).unwrap();
+    let snapshot = dataplane.snapshot().unwrap();
+    let names: Vec<_> = snapshot.services.iter().map(|service| service.name.to_string()).collect();
+    assert_eq!(names, [1, 2, 3, 4, 5, 6].map(|number| format!("ns{number}/svc{number}:p80")));
+    assert_eq!(snapshot.backends.len(), 6);
+}

@@ -1,0 +1,144 @@
+//! Reading what is there: what is compared, and what is shown.
+
+use super::*;
+use crate::{
+    dataplane::{
+        Snapshot,
+        iptables::{
+            plan::{Stale, Wanted},
+            rules::Table,
+            snapshot::Reader,
+        },
+    },
+    model::objects::TrafficPolicy,
+};
+
+/// As iptables-save would print what the script makes.
+fn saved(script: &str) -> Vec<(Table, String)> {
+    let mut table = Table::Mangle;
+    let mut lines = Vec::new();
+    for line in script.lines() {
+        if let Some(name) = line.strip_prefix('*') {
+            table = Table::ALL.into_iter().find(|table| table.name() == name).unwrap();
+        } else if line != "COMMIT" {
+            // Chains of the kernel come first, and none of these tests asks for more than that.
+            lines.push((table, line.replacen("-I ", "-A ", 1)));
+        }
+    }
+    lines.sort_by_key(|(table, line)| (*table as usize, !line.starts_with(':')));
+    lines
+}
+
+fn state(lines: &[(Table, String)]) -> State {
+    let mut state = State::default();
+    for (table, chain) in [
+        (Table::Nat, ":PREROUTING"),
+        (Table::Nat, ":OUTPUT"),
+        (Table::Nat, ":POSTROUTING"),
+        (Table::Filter, ":INPUT"),
+        (Table::Filter, ":FORWARD"),
+        (Table::Filter, ":OUTPUT"),
+    ] {
+        state.take(table, &format!("{chain} ACCEPT [0:0]"));
+    }
+    lines.iter().for_each(|(table, line)| state.take(*table, line));
+    state
+}
+
+fn wanted(ports: &[Arc<DesiredPort>]) -> Wanted {
+    let mut wanted = Wanted::default();
+    ports.iter().for_each(|port| wanted.add(&port_rules(port, &settings(IpFamily::Ipv4, &host()))));
+    wanted
+}
+
+fn of_ipv4() -> Vec<Arc<DesiredPort>> {
+    let (services, slices) = several();
+    let mut ports = desired(services, slices);
+    ports.retain(|port| port.name.family == IpFamily::Ipv4);
+    ports
+}
+
+#[test]
+fn what_is_as_it_was_written_is_neither_written_nor_stale() {
+    let ports = of_ipv4();
+    let mut lines = saved(&first_script(&ports, IpFamily::Ipv4, &host()));
+    // The rule that must be last was written first.
+    let last = lines.iter().position(|(_, line)| line.contains("must be the last")).unwrap();
+    let last = lines.remove(last);
+    lines.push(last);
+    let (state, base) = (state(&lines), BaseRules::new(IpFamily::Ipv4, &host(), ABLE));
+    let mut script = Script::default();
+    plan::base(&state, &base, &mut script);
+    assert_eq!(script.text, "");
+    let stale = Stale::new(&state, &base, &wanted(&ports));
+    assert_eq!((stale.chains, stale.rules), (vec![], vec![]));
+}
+
+#[test]
+fn what_is_there_twice_or_not_desired_is_stale() {
+    let ports = of_ipv4();
+    let mut lines = saved(&first_script(&ports, IpFamily::Ipv4, &host()));
+    let rule = |lines: &[(Table, String)]| {
+        lines.iter().find(|(_, line)| line.starts_with("-A KUBE-SERVICES -d 172.30.0.41")).unwrap().clone()
+    };
+    let twice = rule(&lines);
+    lines.push(twice.clone());
+    lines.push((Table::Nat, ":KUBE-XLB-AAAAAAAAAAAAAAAA - [0:0]".into()));
+    lines.push((Table::Nat, ":KUBE-MARK-DROP - [0:0]".into()));
+    let stale = Stale::new(&state(&lines), &BaseRules::new(IpFamily::Ipv4, &host(), ABLE), &wanted(&ports));
+    assert_eq!(stale.chains, [(Table::Nat, "KUBE-XLB-AAAAAAAAAAAAAAAA".to_owned())]);
+    assert_eq!(stale.rules.len(), 1);
+    assert_eq!(format!("-A KUBE-SERVICES {}", stale.rules[0].1), twice.1);
+}
+
+/// What leads to node ports comes last, and is there once.
+#[test]
+fn node_ports_are_moved_to_the_end() {
+    let ports = of_ipv4();
+    let lines = saved(&first_script(&ports, IpFamily::Ipv4, &host()));
+    let mut script = Script::default();
+    plan::base(&state(&lines), &BaseRules::new(IpFamily::Ipv4, &host(), ABLE), &mut script);
+    let own: Vec<&str> = script.text.lines().filter(|line| line.contains("KUBE-NODEPORTS")).collect();
+    assert!(
+        own.len() == 2 && own[0].starts_with("-A KUBE-SERVICES ") && own[1].starts_with("-D KUBE-SERVICES "),
+        "{own:?}"
+    );
+}
+
+#[test]
+fn a_snapshot_is_what_was_desired() {
+    let ports = of_ipv4();
+    let mut reader = Reader::new(IpFamily::Ipv4);
+    for (table, line) in saved(&first_script(&ports, IpFamily::Ipv4, &host())) {
+        reader.take(table, &line);
+    }
+    let mut snapshot = Snapshot::default();
+    reader.finish(&mut snapshot);
+    assert_eq!(snapshot.services.len(), ports.len());
+    for (service, port) in snapshot.services.iter().zip(&ports) {
+        assert_eq!(service.name, port.name);
+        let mut desired: Vec<_> = port
+            .frontends
+            .iter()
+            .map(|one| (Some(one.address).filter(|address| !address.is_unspecified()), one.port))
+            .collect();
+        let mut shown: Vec<_> = service.frontends.iter().map(|one| (one.address, one.port)).collect();
+        (desired.sort_unstable(), shown.sort_unstable());
+        assert_eq!(shown, desired, "{}", port.name);
+        let addresses = |set: &[u32]| -> Vec<_> {
+            set.iter().map(|index| port.endpoints.all[*index as usize].address).collect()
+        };
+        let of = |set: &[crate::dataplane::EndpointSnapshot]| -> Vec<_> {
+            set.iter().map(|endpoint| endpoint.address.ip()).collect()
+        };
+        assert_eq!(of(&service.internal), addresses(&port.endpoints.internal), "{}", port.name);
+        assert_eq!(service.affinity_seconds, port.affinity_seconds.unwrap_or(0));
+        assert_eq!(service.any_endpoints, port.endpoints.any, "{}", port.name);
+        assert_eq!(service.internal_policy, port.internal_policy, "{}", port.name);
+        if port.external_policy == TrafficPolicy::Local {
+            assert_eq!(of(&service.external), addresses(&port.endpoints.external));
+            assert_eq!(of(&service.cluster), addresses(&port.endpoints.cluster));
+            assert_eq!(service.external_policy, TrafficPolicy::Local);
+        }
+    }
+}

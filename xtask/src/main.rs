@@ -5,6 +5,7 @@ mod command;
 mod demo;
 mod fresh;
 mod image;
+mod packages;
 mod setup;
 mod suites;
 mod test;

@@ -2,7 +2,10 @@
 //!
 //! The same image gives the same bytes: files are in order, and nothing in it tells when or where it was written.
 
-use std::{collections::BTreeMap, io::Write};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io::Write,
+};
 
 use anyhow::{Context as _, Result};
 use flate2::{Compression, GzBuilder};
@@ -31,6 +34,22 @@ pub(super) struct Program {
     /// As container images say it: `amd64`.
     pub(super) architecture: &'static str,
     pub(super) binary: Vec<u8>,
+    /// What else it runs, in the order of their paths; none is in a folder of the program's.
+    pub(super) files: Vec<File>,
+}
+
+/// A file below the root of the image.
+pub(super) struct File {
+    /// Without a slash at its begin.
+    pub(super) path: String,
+    pub(super) content: Content,
+}
+
+pub(super) enum Content {
+    Program(Vec<u8>),
+    Plain(Vec<u8>),
+    /// To another file of its folder, or by a path from the root.
+    Link(String),
 }
 
 const INDEX: &str = "application/vnd.oci.image.index.v1+json";
@@ -77,7 +96,7 @@ impl Image<'_> {
         let mut manifests = Vec::new();
         let mut docker = Vec::new();
         for program in self.programs {
-            let files = self.files(&program.binary)?;
+            let files = self.files(program)?;
             let layer = Blob::new("application/vnd.oci.image.layer.v1.tar+gzip", compressed(&files)?);
             let config = self.config(program.architecture, &files)?;
             let config = Blob::json("application/vnd.oci.image.config.v1+json", &config)?;
@@ -133,14 +152,28 @@ impl Image<'_> {
     }
 
     /// The root file system, as a tar file. The container runtime makes what it mounts on.
-    fn files(&self, binary: &[u8]) -> Result<Vec<u8>> {
+    fn files(&self, program: &Program) -> Result<Vec<u8>> {
         let mut tar = Builder::new(Vec::new());
-        for folder in ["usr/", "usr/local/", "usr/local/bin/"] {
+        let mut folders = BTreeSet::from(["usr/", "usr/local/", "usr/local/bin/"]);
+        for File { path, .. } in &program.files {
+            folders.extend(path.match_indices('/').map(|(at, _)| &path[..=at]));
+        }
+        for folder in folders {
             self.append(&mut tar, EntryType::Directory, folder, 0o755, &[])?;
+        }
+        for File { path, content } in &program.files {
+            match content {
+                Content::Program(bytes) => self.append(&mut tar, EntryType::Regular, path, 0o755, bytes)?,
+                Content::Plain(bytes) => self.append(&mut tar, EntryType::Regular, path, 0o644, bytes)?,
+                Content::Link(target) => {
+                    let mut link = self.header(EntryType::Symlink, 0o777, 0)?;
+                    tar.append_link(&mut link, path, target).with_context(|| format!("writing {path}"))?;
+                }
+            }
         }
         let mut link = self.header(EntryType::Symlink, 0o777, 0)?;
         tar.append_link(&mut link, KUBE_PROXY, "proxy-ctl")?;
-        self.append(&mut tar, EntryType::Regular, BINARY, 0o755, binary)?;
+        self.append(&mut tar, EntryType::Regular, BINARY, 0o755, &program.binary)?;
         for folder in ["usr/share/", "usr/share/doc/", DOCUMENTS] {
             self.append(&mut tar, EntryType::Directory, folder, 0o755, &[])?;
         }
@@ -182,7 +215,7 @@ impl Image<'_> {
             "architecture": architecture,
             "os": "linux",
             "config": {
-                "Env": ["PATH=/usr/local/bin"],
+                "Env": ["PATH=/usr/local/bin:/usr/sbin"],
                 "Entrypoint": ["/usr/local/bin/proxy-ctl"],
                 "WorkingDir": "/",
                 "Labels": self.labels,
@@ -205,10 +238,18 @@ mod tests {
 
     use super::*;
 
+    fn tools() -> Vec<File> {
+        vec![
+            File { path: "lib/libxtables.so".to_owned(), content: Content::Plain(b"library".to_vec()) },
+            File { path: "usr/sbin/iptables".to_owned(), content: Content::Link("xtables-multi".to_owned()) },
+            File { path: "usr/sbin/xtables-multi".to_owned(), content: Content::Program(b"tool".to_vec()) },
+        ]
+    }
+
     fn written(programs: &[(&'static str, &[u8])]) -> Vec<u8> {
         let programs: Vec<_> = programs
             .iter()
-            .map(|(architecture, binary)| Program { architecture, binary: binary.to_vec() })
+            .map(|(architecture, binary)| Program { architecture, binary: binary.to_vec(), files: tools() })
             .collect();
         let labels = BTreeMap::from([("org.opencontainers.image.title", "proxy-ctl".to_owned())]);
         let name = "localhost/proxy-ctl:1";
@@ -271,10 +312,15 @@ mod tests {
             (path, entry.header().mode().unwrap(), link.map_or(content, String::into_bytes))
         };
         let found: Vec<_> = files.entries().unwrap().map(read).collect();
-        let expected: [(&str, u32, &[u8]); 9] = [
+        let expected: [(&str, u32, &[u8]); 14] = [
+            ("lib/", 0o755, b""),
             ("usr/", 0o755, b""),
             ("usr/local/", 0o755, b""),
             ("usr/local/bin/", 0o755, b""),
+            ("usr/sbin/", 0o755, b""),
+            ("lib/libxtables.so", 0o644, b"library"),
+            ("usr/sbin/iptables", 0o777, b"xtables-multi"),
+            ("usr/sbin/xtables-multi", 0o755, b"tool"),
             (KUBE_PROXY, 0o777, b"proxy-ctl"),
             (BINARY, 0o755, program),
             ("usr/share/", 0o755, b""),

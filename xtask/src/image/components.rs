@@ -16,17 +16,19 @@ use crate::command::{cargo, output, workspace};
 /// The kernel programs are in the binary.
 const KERNEL: (&str, &str) = ("proxy-ebpf", "bpfel-unknown-none");
 
-/// A crate, or a library of another kind, that is linked into the binary.
+/// A crate, or a library of another kind, that is linked into the binary, or a package that lies beside it.
 pub(super) struct Component {
-    name: String,
-    version: String,
+    pub(super) name: String,
+    pub(super) version: String,
     /// An SPDX expression.
-    license: String,
+    pub(super) license: String,
     /// Where it is from, as a package URL has it.
-    kind: &'static str,
+    pub(super) kind: &'static str,
+    /// As a package URL has it, with its question mark; mostly empty.
+    pub(super) qualifiers: String,
     /// Of what the crate registry has.
-    sha256: Option<String>,
-    notices: Vec<String>,
+    pub(super) sha256: Option<String>,
+    pub(super) notices: Vec<String>,
 }
 
 /// Everything in the binaries of these toolchains.
@@ -46,6 +48,7 @@ pub(super) fn linked(toolchains: &[Toolchain]) -> Result<Vec<Component>> {
             version: release.clone(),
             license: license.to_owned(),
             kind: "generic",
+            qualifiers: String::new(),
             sha256: None,
             notices: vec![read(&notice).with_context(|| format!("the licence of {name}"))?],
         });
@@ -77,6 +80,7 @@ fn crates(targets: &[&str]) -> Result<Vec<Component>> {
             components.push(Component {
                 license: text("license").replace('/', " OR "),
                 kind: "cargo",
+                qualifiers: String::new(),
                 sha256: checksums.get(&key).cloned(),
                 notices: notices_of(package)?,
                 name: key.0,
@@ -146,7 +150,7 @@ fn find(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-fn read(file: &Path) -> Result<String> {
+pub(super) fn read(file: &Path) -> Result<String> {
     let content = fs::read(file).with_context(|| format!("reading {}", file.display()))?;
     Ok(String::from_utf8_lossy(&content).into_owned())
 }
@@ -167,8 +171,8 @@ pub(super) fn notices(components: &[Component]) -> String {
 /// In the form of CycloneDX 1.5. `created`: seconds since the epoch.
 pub(super) fn bill_of_materials(components: &[Component], created: i64) -> Result<Value> {
     let described = |component: &Component| {
-        let Component { name, version, license, kind, sha256, .. } = component;
-        let url = format!("pkg:{kind}/{name}@{version}");
+        let Component { name, version, license, kind, qualifiers, sha256, .. } = component;
+        let url = format!("pkg:{kind}/{name}@{version}{qualifiers}");
         let mut described = json!({
             "type": "library", "bom-ref": url, "purl": url, "name": name, "version": version,
             "licenses": [{"expression": license}],

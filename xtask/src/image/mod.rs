@@ -1,8 +1,9 @@
-//! `cargo xtask image`: an OCI archive with one static binary, made without a container engine.
+//! `cargo xtask image`: an OCI archive with one static binary and the tools that it runs, made without a container engine.
 
 mod archive;
 mod components;
 mod cross;
+mod iptables;
 
 use std::{
     collections::BTreeMap,
@@ -18,6 +19,7 @@ use clap::{Args, ValueEnum as _};
 use self::{
     archive::{Image, Program},
     cross::{Architecture, Profile, Toolchain},
+    iptables::Tools,
 };
 use crate::{
     command::{output, target, workspace},
@@ -57,9 +59,13 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     });
     let toolchains: Vec<_> = architectures.into_iter().map(Toolchain::install).collect::<Result<_>>()?;
     let name = arguments.name.clone().unwrap_or_else(|| format!("localhost/proxy-ctl:{VERSION}"));
-    let programs: Vec<_> =
-        toolchains.iter().map(|toolchain| program(toolchain, arguments.profile)).collect::<Result<_>>()?;
-    let digest = write(&toolchains, &programs, &name, &file)?;
+    let with_tools = |toolchain: &Toolchain| {
+        let tools = Tools::fetch(toolchain.architecture())?;
+        Ok((program(toolchain, &tools, arguments.profile)?, tools))
+    };
+    let programs: Vec<_> = toolchains.iter().map(with_tools).collect::<Result<_>>()?;
+    let (programs, tools): (Vec<_>, Vec<_>) = programs.into_iter().unzip();
+    let digest = write(&toolchains, &tools, &programs, &name, &file)?;
     println!("{} holds {name} for {}, {digest}", file.display(), names.join(" and "));
     println!("{}, and in the image with NOTICES: what it is made of", bill_beside(&file).display());
     println!("load it by: ctr -n k8s.io images import FILE, podman load -i FILE, docker load -i FILE");
@@ -77,18 +83,22 @@ pub(crate) enum ForTests {
 pub(crate) fn for_tests() -> Result<ForTests> {
     let ready = || {
         setup::install_for_containers()?;
-        Toolchain::install(Architecture::of_this_machine()?)
+        let architecture = Architecture::of_this_machine()?;
+        Ok((Toolchain::install(architecture)?, Tools::fetch(architecture)?))
     };
-    let toolchain = match ready() {
-        Ok(toolchain) => toolchain,
+    let (toolchain, tools) = match ready() {
+        Ok(ready) => ready,
         Err(error) => return Ok(ForTests::Impossible(error)),
     };
     let file = target().join("image").join("test.oci.tar");
-    let mut programs = vec![program(&toolchain, Profile::Dev)?];
+    let mut programs = vec![program(&toolchain, &tools, Profile::Dev)?];
     let other = Architecture::value_variants().iter().find(|other| **other != toolchain.architecture());
-    programs
-        .extend(other.map(|other| Program { architecture: other.name(), binary: b"not for tests".to_vec() }));
-    write(&[toolchain], &programs, &format!("localhost/proxy-ctl:{VERSION}"), &file)?;
+    programs.extend(other.map(|other| Program {
+        architecture: other.name(),
+        binary: b"not for tests".to_vec(),
+        files: Vec::new(),
+    }));
+    write(&[toolchain], &[tools], &programs, &format!("localhost/proxy-ctl:{VERSION}"), &file)?;
     Ok(ForTests::Built(file))
 }
 
@@ -97,10 +107,10 @@ pub(crate) fn programs_for_arm64(packages: &[&str]) -> Result<PathBuf> {
     cross::build_packages(&Toolchain::install(Architecture::Arm64)?, Profile::Dev, packages)
 }
 
-fn program(toolchain: &Toolchain, profile: Profile) -> Result<Program> {
+fn program(toolchain: &Toolchain, tools: &Tools, profile: Profile) -> Result<Program> {
     let binary = cross::build(toolchain, profile)?;
     let binary = fs::read(&binary).with_context(|| format!("reading {}", binary.display()))?;
-    Ok(Program { architecture: toolchain.architecture().name(), binary })
+    Ok(Program { architecture: toolchain.architecture().name(), binary, files: tools.files()? })
 }
 
 fn bill_beside(archive: &Path) -> PathBuf {
@@ -108,9 +118,18 @@ fn bill_beside(archive: &Path) -> PathBuf {
 }
 
 /// Writes the archive, and the bill of materials beside it. Returns the digest of the image.
-fn write(toolchains: &[Toolchain], programs: &[Program], name: &str, file: &Path) -> Result<String> {
+fn write(
+    toolchains: &[Toolchain],
+    tools: &[Tools],
+    programs: &[Program],
+    name: &str,
+    file: &Path,
+) -> Result<String> {
     let created = created()?;
-    let components = components::linked(toolchains)?;
+    let mut components = components::linked(toolchains)?;
+    for tools in tools {
+        components.extend(tools.components()?);
+    }
     let bill = serde_json::to_vec_pretty(&components::bill_of_materials(&components, created)?)?;
     if let Some(folder) = file.parent() {
         fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;

@@ -11,11 +11,13 @@ use std::{
 
 use anyhow::{Context as _, Result, anyhow};
 
-use super::{Kernel, packages::PrivateApt};
+use super::Kernel;
 use crate::{
     cache,
     command::{run as execute, target},
-    image, setup,
+    image,
+    packages::PrivateApt,
+    setup,
 };
 
 const DEBIAN: &str = "arm64";

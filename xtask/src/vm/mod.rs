@@ -3,7 +3,6 @@
 //! Kernel packages are unpacked into the cache folder; nothing of them is installed. arm64 is emulated.
 
 mod emulated;
-mod packages;
 
 use std::{
     fs,
@@ -17,10 +16,10 @@ use clap::{Args, ValueEnum};
 use crate::{
     cache,
     command::{as_root, cargo, find, output},
+    packages::PrivateApt,
     setup,
     suites::{Kind, Suite},
 };
-use packages::PrivateApt;
 
 #[derive(Args)]
 pub(crate) struct Arguments {
@@ -184,7 +183,7 @@ fn download(kernel: Kernel, architecture: &'static str, folder: &Path) -> Result
     let apt =
         PrivateApt::create(&cache::folder("vm")?.join(format!("apt-{architecture}")), architecture, &SUITES)?;
     let downloads = cache::folder("vm")?.join("packages");
-    apt.unpack(&apt.newest(kernel.package())?, &downloads, folder)
+    apt.unpack(&apt.newest(kernel.package())?, &downloads, folder).map(drop)
 }
 
 fn image_in(folder: &Path) -> Option<PathBuf> {

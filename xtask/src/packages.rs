@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, anyhow, bail};
 use crate::command::{find, output, run as execute};
 
 /// apt with sources of our own.
-pub(super) struct PrivateApt {
+pub(crate) struct PrivateApt {
     folder: PathBuf,
     /// As Debian calls it.
     architecture: &'static str,
@@ -19,9 +19,9 @@ pub(super) struct PrivateApt {
 
 impl PrivateApt {
     /// `sources`: lines such as `bookworm main` of Debian's archive, security updates included.
-    pub(super) fn create(folder: &Path, architecture: &'static str, suites: &[&str]) -> Result<Self> {
+    pub(crate) fn create(folder: &Path, architecture: &'static str, suites: &[&str]) -> Result<Self> {
         if find("apt-get").is_none() {
-            bail!("kernels come from Debian packages, and there is no apt-get here");
+            bail!("this needs Debian's packages, and there is no apt-get here");
         }
         for part in ["state/lists/partial", "cache/archives/partial"] {
             fs::create_dir_all(folder.join(part))?;
@@ -50,7 +50,7 @@ impl PrivateApt {
     }
 
     /// The newest package `<prefix>…-<architecture>`, by the numbers in its name.
-    pub(super) fn newest(&self, prefix: &str) -> Result<String> {
+    pub(crate) fn newest(&self, prefix: &str) -> Result<String> {
         let names = output(self.command("apt-cache").args(["pkgnames", prefix]))?;
         let architecture = self.architecture;
         names
@@ -63,8 +63,8 @@ impl PrivateApt {
             })
     }
 
-    /// Downloads one package to a folder that keeps it, and unpacks it.
-    pub(super) fn unpack(&self, package: &str, downloads: &Path, target: &Path) -> Result<()> {
+    /// Downloads one package to a folder that keeps it, and unpacks it. Returns its file.
+    pub(crate) fn unpack(&self, package: &str, downloads: &Path, target: &Path) -> Result<PathBuf> {
         fs::create_dir_all(downloads).with_context(|| format!("creating {}", downloads.display()))?;
         execute(self.command("apt-get").args(["-q", "download", package]).current_dir(downloads))?;
         let file = files(downloads)?
@@ -74,11 +74,12 @@ impl PrivateApt {
                     .is_some_and(|name| name.to_string_lossy().starts_with(&format!("{package}_")))
             })
             .ok_or_else(|| anyhow!("{package} was not downloaded"))?;
-        execute(Command::new("dpkg").arg("-x").args([&file, target]))
+        execute(Command::new("dpkg").arg("-x").args([file.as_path(), target]))?;
+        Ok(file)
     }
 
     /// Downloads these packages and what they depend on, and unpacks all of them.
-    pub(super) fn unpack_with_dependencies(&self, packages: &[&str], target: &Path) -> Result<()> {
+    pub(crate) fn unpack_with_dependencies(&self, packages: &[&str], target: &Path) -> Result<()> {
         let flags = ["-q", "-y", "--no-install-recommends", "--download-only", "install"];
         execute(self.command("apt-get").args(flags).args(packages))?;
         for file in files(&self.folder.join("cache/archives"))? {

@@ -64,6 +64,8 @@ pub(crate) struct Report {
     pub(crate) count: Count,
     /// What was skipped: name and reason.
     pub(crate) skips: Vec<String>,
+    /// Rows of a table that the suite prints, beside its tests: lines that begin with `| `.
+    pub(crate) table: Vec<String>,
     /// Names of the tests that failed.
     pub(crate) failures: Vec<String>,
     section: Section,
@@ -153,6 +155,7 @@ impl Report {
         match &self.section {
             Section::Successes(_) => {}
             Section::Failures => self.keep(line),
+            Section::Tests if line.starts_with('|') => self.table.push(line.to_owned()),
             Section::Tests => match line.strip_prefix("test ").and_then(|rest| rest.split_once(" ... ")) {
                 Some((_, "ok")) => {}
                 Some((name, outcome)) => self.take_outcome(name.trim(), outcome),
@@ -258,6 +261,18 @@ mod tests {
         ];
         assert_eq!(report.skips, told);
         assert_eq!(report.count, Count { passed: 0, failed: 0, skipped: 4 });
+    }
+
+    #[test]
+    fn rows_of_a_table_are_kept() {
+        let report = read(
+            "test a ... ok
+             test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s
+             | mode | failed |
+             |---|---|
+             | ebpf | 0 |",
+        );
+        assert_eq!(report.table, ["| mode | failed |", "|---|---|", "| ebpf | 0 |"]);
     }
 
     #[test]

@@ -26,6 +26,9 @@ pub(crate) struct Arguments {
     /// Also run the scenarios against the real kube-proxy
     #[arg(long)]
     kube_proxy: bool,
+    /// Whole sets of scenarios in the modes nftables, iptables, ipvs and userspace, in place of the core ones
+    #[arg(long)]
+    all_modes: bool,
     /// Also run the core scenarios on kernels 5.10 and 6.12 and on arm64, in virtual machines
     #[arg(long)]
     vm: bool,
@@ -119,6 +122,9 @@ fn print_report(name: &str, report: &Report) {
     }
     for failure in &report.failures {
         println!("  FAILED  {failure}");
+    }
+    for row in &report.table {
+        println!("{row}");
     }
     if report.count.failed > 0 {
         for text in [&report.text, &report.errors] {
@@ -215,6 +221,12 @@ fn root_suites(arguments: &Arguments) -> Result<Vec<Suite>> {
         behaviour("behaviour packets", &["--path", "packets"]),
         behaviour("behaviour unseen", &["--path", "unseen"]),
         behaviour("behaviour off", &["--path", "off"]),
+        behaviour("behaviour nftables", &in_mode(arguments, "nftables")),
+        behaviour("behaviour iptables", &in_mode(arguments, "iptables")),
+        behaviour("behaviour ipvs", &in_mode(arguments, "ipvs")),
+        behaviour("behaviour userspace", &in_mode(arguments, "userspace")),
+        tests_as_root("differential", &["--bin", "differential"], &differential(arguments)),
+        tests_as_root("switching", &["--bin", "switching"], &switching(arguments)),
         tests_as_root("sources", &["--test", "sources"], &[]),
         tests_as_root("life cycle", &["--test", "life_cycle"], &[]),
         tests_as_root("surface", &["--test", "surface"], &[]),
@@ -236,6 +248,24 @@ fn root_suites(arguments: &Arguments) -> Result<Vec<Suite>> {
         suites.push(behaviour("kube-proxy nftables", &["--proxy", "kube-proxy-nftables"]));
     }
     Ok(suites)
+}
+
+fn in_mode(arguments: &Arguments, mode: &'static str) -> Vec<&'static str> {
+    let core = (!arguments.all_modes).then_some("--core");
+    ["--proxy", mode].into_iter().chain(core).collect()
+}
+
+/// Unless all is asked for: our modes, with one protocol of each family.
+fn differential(arguments: &Arguments) -> Vec<&'static str> {
+    let lean = (!arguments.all_modes).then_some("--lean");
+    let real = arguments.kube_proxy.then_some("--kube-proxy");
+    lean.into_iter().chain(real).collect()
+}
+
+fn switching(arguments: &Arguments) -> Vec<&'static str> {
+    let connections = if arguments.all_modes { "1000" } else { "100" };
+    let real = arguments.kube_proxy.then_some("--kube-proxy");
+    ["--connections", connections].into_iter().chain(real).collect()
 }
 
 #[cfg(test)]

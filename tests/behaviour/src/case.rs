@@ -8,6 +8,8 @@ use lab::{
     address::{FAMILIES, Family},
 };
 
+use serde_json::{Value, json};
+
 use crate::{setting::Setting, world::World};
 
 pub type Run = fn(&mut World, Variant) -> Result<()>;
@@ -22,16 +24,32 @@ pub struct Case {
     pub differs: fn(&Setting, Variant) -> Option<&'static str>,
     /// Why it cannot be asked of this proxy, if it cannot.
     pub skip: fn(&Setting) -> Option<&'static str>,
+    /// What the proxies' configuration has beyond what every lab needs. Cases with the same stand together: others mean
+    /// other processes.
+    pub configuration: fn() -> Value,
     pub run: Run,
 }
 
 impl Case {
     pub const fn new(name: &'static str, variants: Variants, run: Run) -> Self {
-        Self { name, variants, core: false, differs: |_, _| None, skip: |_| None, run }
+        Self {
+            name,
+            variants,
+            core: false,
+            differs: |_, _| None,
+            skip: |_| None,
+            configuration: || json!({}),
+            run,
+        }
     }
 
     pub const fn core(mut self) -> Self {
         self.core = true;
+        self
+    }
+
+    pub const fn configured(mut self, configuration: fn() -> Value) -> Self {
+        self.configuration = configuration;
         self
     }
 

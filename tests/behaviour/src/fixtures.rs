@@ -81,6 +81,14 @@ pub const INTERNAL_LOCAL_ON_NODE2: ServiceFixture =
     service("internal-local-on-node2", 23, &["web-2"]).internal_local();
 pub const EXTERNAL_LOCAL_ON_NODE1: ServiceFixture =
     service("external-local-on-node1", 24, &["web-1"]).node_port(30_084).external_local();
+/// What scenarios about affinity write: clients of all kinds reach it.
+pub const AFFINE: ServiceFixture = service("affine", 26, &["web-1", "web-2", "web-3"]).node_port(30_085);
+/// What scenarios about datagrams write.
+pub const DATAGRAMS: ServiceFixture = service("datagrams", 27, &["web-1"]).node_port(30_086);
+/// What scenarios about health checks write.
+pub const HEALTH_CHECKED: ServiceFixture = service("health-checked", 28, &["web-1"]).external_local();
+/// What scenarios about SCTP write.
+pub const SCTP: ServiceFixture = service("sctp", 29, &["web-1", "web-2"]).node_port(30_087);
 /// What scenarios change.
 pub const CHANGING: ServiceFixture = service("changing", 25, &["web-1", "web-2"]);
 

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use anyhow::{Result, anyhow, bail};
 use behaviour::{
     case::{Case, Variant},
-    cases, proxy,
+    cases, not_yet, proxy,
     setting::{PathKind, ProxyKind, Setting},
     way_back,
     world::World,
@@ -82,7 +82,10 @@ fn judge(case: &Case, world: &mut World, variant: Variant) -> Result<Outcome> {
     if let Some(reason) = (case.skip)(&world.setting) {
         return Ok(Outcome::Skipped(reason.to_owned()));
     }
-    match ((case.differs)(&world.setting, variant), (case.run)(world, variant)) {
+    world.configure((case.configuration)())?;
+    let differs =
+        not_yet::reason(&world.setting, case.name).or_else(|| (case.differs)(&world.setting, variant));
+    match (differs, (case.run)(world, variant)) {
         (None, result) => result.map(|()| Outcome::Passed),
         (Some(_), Err(_)) => Ok(Outcome::Passed),
         (Some(reason), Ok(())) => bail!("this no longer differs, but is listed as a difference: {reason}"),

@@ -7,21 +7,28 @@ use lab::{
     Agent, Dial, Lab, Objects, Outcome, Protocol,
     address::{self, Addresses, FAMILIES, Family, NodeNumber, cluster_ip},
     cluster::{NODES, OUTSIDE, PodProcesses, SERVER_PORT, node_name},
-    objects::{Endpoint, Service},
+    objects::{Endpoint, Service, State},
     wait,
 };
+
+use serde_json::{Map, Value};
 
 use crate::{
     fixtures::{PODS, PORT, SENTINEL_INDEX, SERVICES, ServiceFixture},
     proxy::{Feed, Proxy},
-    setting::{PathKind, ProxyKind, Setting},
+    setting::{PathKind, Setting},
 };
 
 /// How long a proxy may take to follow a change (kube-proxy on a busy machine).
 const SETTLES_WITHIN: Duration = Duration::from_secs(30);
 
+/// No world gets as far.
+const AT_REST: u16 = 20_000;
+
 pub struct World {
     pub setting: Setting,
+    /// What the proxies' configuration has beyond what every lab needs.
+    fields: Value,
     pub objects: Objects,
     agents: BTreeMap<String, Agent>,
     proxies: Vec<Proxy>,
@@ -62,9 +69,11 @@ impl World {
         }
         publish(&lab, &mut objects)?;
         let feed = if api_server { Feed::api_server(&lab)? } else { Feed::manifests(&lab)? };
-        let proxies =
-            NODES.map(|node| Proxy::new(&lab, setting, &feed, node)).into_iter().collect::<Result<_>>()?;
-        let mut world = Self { setting, objects, agents, proxies, feed, sentinel: 0, late_pods: 0, lab };
+        let fields = Value::Object(Map::new());
+        let proxies = NODES.map(|node| Proxy::new(&lab, setting, &fields, &feed, node));
+        let proxies = proxies.into_iter().collect::<Result<_>>()?;
+        let mut world =
+            Self { setting, fields, objects, agents, proxies, feed, sentinel: 0, late_pods: 0, lab };
         world.publish()?;
         for proxy in &mut world.proxies {
             proxy.start(&world.lab)?;
@@ -102,12 +111,31 @@ impl World {
 
     /// Starts other proxies beside those that run; returns these.
     pub fn swap(&mut self, setting: Setting) -> Result<Vec<Proxy>> {
-        let next = NODES.map(|node| Proxy::new(&self.lab, setting, &self.feed, node));
+        let next = NODES.map(|node| Proxy::new(&self.lab, setting, &self.fields, &self.feed, node));
         let next = next.into_iter().collect::<Result<Vec<_>>>()?;
         let former = std::mem::replace(&mut self.proxies, next);
         self.setting = setting;
         self.proxies.iter_mut().try_for_each(|proxy| proxy.start(&self.lab))?;
         Ok(former)
+    }
+
+    /// Has proxies serve with these fields in their configuration, merged over what every lab needs: other ones, if they
+    /// have not.
+    pub fn configure(&mut self, fields: Value) -> Result<()> {
+        if self.fields == fields {
+            return Ok(());
+        }
+        self.fields = fields;
+        self.proxies.iter_mut().try_for_each(Proxy::kill)?;
+        self.swap(self.setting)?;
+        self.settle()
+    }
+
+    /// Writes the configuration of this setting for the proxies that run.
+    pub fn switch(&mut self, setting: Setting) -> Result<()> {
+        self.setting = setting;
+        let (lab, fields, feed) = (&self.lab, &self.fields, &self.feed);
+        self.proxies.iter().try_for_each(|proxy| proxy.configure(lab, setting, fields, feed))
     }
 
     pub fn kill(&mut self, node: NodeNumber) -> Result<()> {
@@ -126,8 +154,24 @@ impl World {
         self.settle()
     }
 
-    pub fn remove_service(&mut self, service: &ServiceFixture) -> Result<()> {
-        self.objects.remove_service(service.name);
+    /// Pods as endpoints in these states.
+    pub fn endpoints(&self, pods: &[(&str, State)]) -> Result<Vec<Endpoint>> {
+        let endpoint = |(name, state): &(&str, State)| {
+            let pod = self.lab.netns(name)?;
+            Ok(Endpoint { state: *state, ..Endpoint::ready(pod.addresses, pod.node.unwrap_or_default()) })
+        };
+        pods.iter().map(endpoint).collect()
+    }
+
+    /// Writes a service with ready pods as its endpoints, and waits until every node has followed.
+    pub fn set_service(&mut self, service: &Service, pods: &[&str]) -> Result<()> {
+        let pods: Vec<(&str, State)> = pods.iter().map(|pod| (*pod, State::Ready)).collect();
+        self.objects.set_service(service, &self.endpoints(&pods)?);
+        self.settle()
+    }
+
+    pub fn remove_service(&mut self, name: &str) -> Result<()> {
+        self.objects.remove_service(name);
         self.settle()
     }
 
@@ -149,6 +193,15 @@ impl World {
         let server = self.addresses("web-1")?;
         self.objects.set_service(&sentinel, &[Endpoint::ready(server, 1)]);
         self.feed.publish(&self.objects)
+    }
+
+    /// Publishes the objects as they are at rest: the same each time, whatever was published between. Waits until every
+    /// node serves them.
+    pub fn settle_at_rest(&mut self) -> Result<()> {
+        let next = std::mem::replace(&mut self.sentinel, AT_REST);
+        let settled = self.settle();
+        self.sentinel = next;
+        settled
     }
 
     fn sentinel_port(&self) -> u16 {
@@ -236,6 +289,24 @@ impl World {
         }))
     }
 
+    /// What the node's proxy answers to who asks for its mode.
+    pub fn proxy_mode(&self, node: NodeNumber) -> Result<String> {
+        let address = SocketAddr::new(Family::V4.loopback(), 10_249);
+        let (status, body) = self.agent(&node_name(node))?.http_get(address, "/proxyMode")?;
+        ensure!(status == 200, "/proxyMode answered {status}");
+        Ok(body)
+    }
+
+    /// `proxy-ctl cleanup` on a node without a proxy, whatever proxy was there.
+    pub fn cleanup(&self, node: NodeNumber) -> Result<()> {
+        let netns = self.lab.netns(&node_name(node))?;
+        let mut command = self.lab.command(netns, &lab::program("proxy-ctl")?)?;
+        let output = command.arg("cleanup").arg("--bpffs").arg(self.lab.bpffs(node)).output();
+        let output = output.context("starting proxy-ctl cleanup")?;
+        ensure!(output.status.success(), "cleanup: {}", String::from_utf8_lossy(&output.stderr));
+        Ok(())
+    }
+
     /// The last lines that each proxy wrote.
     pub fn logs(&self) -> String {
         self.proxies.iter().map(Proxy::log_tail).collect::<Vec<_>>().join("\n")
@@ -265,9 +336,5 @@ impl World {
         }
         self.lab.keep();
         Ok(())
-    }
-
-    pub fn is_ebpf(&self) -> bool {
-        self.setting.proxy == ProxyKind::Ebpf
     }
 }

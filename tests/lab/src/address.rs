@@ -100,6 +100,14 @@ pub fn pod(node: NodeNumber, index: u8) -> Addresses {
     }
 }
 
+/// The `index`-th address that the client outside sends to a node: for load balancers and external IPs. No interface has it.
+pub fn external(node: NodeNumber, index: u8) -> Addresses {
+    Addresses {
+        v4: Ipv4Addr::new(198, 18, node, index),
+        v6: Ipv6Addr::new(0x2001, 0xdb8, 0xee, u16::from(node), 0, 0, 0, u16::from(index)),
+    }
+}
+
 /// The `index`-th cluster IP.
 pub fn cluster_ip(index: u16) -> Addresses {
     let [high, low] = index.to_be_bytes();

@@ -22,6 +22,21 @@ pub struct Service {
     pub internal_local: bool,
     /// Only endpoints of the own node for clients from outside.
     pub external_local: bool,
+    /// Clients stay with their endpoint until they have opened no connection for so many seconds.
+    pub affinity_seconds: Option<u32>,
+    pub external_ips: Vec<IpAddr>,
+    pub load_balancer: Vec<Ingress>,
+    /// Whom load-balancer addresses serve; empty: everybody.
+    pub source_ranges: Vec<String>,
+    pub health_check_node_port: Option<u16>,
+}
+
+/// A load-balancer address.
+#[derive(Clone, Copy, Debug)]
+pub struct Ingress {
+    pub address: IpAddr,
+    /// The load balancer wants to see its connections itself: `ipMode: Proxy`.
+    pub proxied: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -38,12 +53,39 @@ pub struct ServicePort {
 pub struct Endpoint {
     pub addresses: Addresses,
     pub node: NodeNumber,
-    pub ready: bool,
+    pub state: State,
+    /// Zones whose clients it is for; empty: no hint.
+    pub zones: &'static [&'static str],
+    /// Nodes whose clients it is for; empty: no hint.
+    pub nodes: &'static [&'static str],
+}
+
+/// Conditions of an endpoint.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum State {
+    Ready,
+    Unready,
+    /// Ends, and answers still.
+    Terminating,
+    /// Ends, and answers no longer.
+    Ended,
+}
+
+impl State {
+    fn conditions(self) -> Value {
+        let (ready, serving, terminating) = match self {
+            Self::Ready => (true, true, false),
+            Self::Unready => (false, false, false),
+            Self::Terminating => (false, true, true),
+            Self::Ended => (false, false, true),
+        };
+        json!({"ready": ready, "serving": serving, "terminating": terminating})
+    }
 }
 
 impl Endpoint {
     pub fn ready(addresses: Addresses, node: NodeNumber) -> Self {
-        Self { addresses, node, ready: true }
+        Self { addresses, node, state: State::Ready, zones: &[], nodes: &[] }
     }
 }
 
@@ -65,15 +107,32 @@ impl Service {
                 node_port,
             })
             .to_vec();
-        Self { name: name.to_owned(), cluster_ips, ports, internal_local: false, external_local: false }
+        Self {
+            name: name.to_owned(),
+            cluster_ips,
+            ports,
+            internal_local: false,
+            external_local: false,
+            affinity_seconds: None,
+            external_ips: Vec::new(),
+            load_balancer: Vec::new(),
+            source_ranges: Vec::new(),
+            health_check_node_port: None,
+        }
     }
 
     fn object(&self) -> Value {
         let has_node_port = self.ports.iter().any(|port| port.node_port.is_some());
+        let is_load_balancer = !self.load_balancer.is_empty();
+        let kind = match (is_load_balancer, has_node_port) {
+            (true, _) => "LoadBalancer",
+            (false, true) => "NodePort",
+            (false, false) => "ClusterIP",
+        };
         let policy = |local| if local { "Local" } else { "Cluster" };
         let ports: Vec<Value> = self.ports.iter().map(ServicePort::object).collect();
         let mut spec = json!({
-            "type": if has_node_port { "NodePort" } else { "ClusterIP" },
+            "type": kind,
             "clusterIP": self.cluster_ips.v4.to_string(),
             "clusterIPs": [self.cluster_ips.v4.to_string(), self.cluster_ips.v6.to_string()],
             "ipFamilies": ["IPv4", "IPv6"],
@@ -81,10 +140,36 @@ impl Service {
             "internalTrafficPolicy": policy(self.internal_local),
             "ports": ports,
         });
-        if has_node_port {
+        if kind != "ClusterIP" || !self.external_ips.is_empty() {
             spec["externalTrafficPolicy"] = json!(policy(self.external_local));
         }
-        json!({"apiVersion": "v1", "kind": "Service", "metadata": metadata(&self.name), "spec": spec})
+        if let Some(seconds) = self.affinity_seconds {
+            spec["sessionAffinity"] = json!("ClientIP");
+            spec["sessionAffinityConfig"] = json!({"clientIP": {"timeoutSeconds": seconds}});
+        }
+        if !self.external_ips.is_empty() {
+            spec["externalIPs"] = json!(self.external_ips);
+        }
+        if let Some(port) = self.health_check_node_port {
+            spec["healthCheckNodePort"] = json!(port);
+        }
+        let mut object =
+            json!({"apiVersion": "v1", "kind": "Service", "metadata": metadata(&self.name), "spec": spec});
+        if is_load_balancer {
+            object["spec"]["allocateLoadBalancerNodePorts"] = json!(has_node_port);
+            if !self.source_ranges.is_empty() {
+                object["spec"]["loadBalancerSourceRanges"] = json!(self.source_ranges);
+            }
+            let ingress: Vec<Value> = self.load_balancer.iter().map(Ingress::object).collect();
+            object["status"] = json!({"loadBalancer": {"ingress": ingress}});
+        }
+        object
+    }
+}
+
+impl Ingress {
+    fn object(&self) -> Value {
+        json!({"ip": self.address, "ipMode": if self.proxied { "Proxy" } else { "VIP" }})
     }
 }
 
@@ -107,6 +192,11 @@ fn metadata(name: &str) -> Value {
     json!({"name": name, "namespace": NAMESPACE})
 }
 
+/// Each node is in a zone of its own: `node1` in `zone-of-node1`.
+pub fn zone_of(node: &str) -> String {
+    format!("zone-of-{node}")
+}
+
 /// Identity of an object: kind and name.
 pub type Key = (&'static str, String);
 
@@ -125,7 +215,10 @@ impl Objects {
         let node = json!({
             "apiVersion": "v1",
             "kind": "Node",
-            "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name}},
+            "metadata": {
+                "name": name,
+                "labels": {"kubernetes.io/hostname": name, "topology.kubernetes.io/zone": zone_of(name)},
+            },
             "spec": {"podCIDR": pod_ranges[0], "podCIDRs": pod_ranges},
             "status": {"addresses": addresses},
         });
@@ -146,6 +239,12 @@ impl Objects {
         for family in FAMILIES {
             self.objects.remove(&("EndpointSlice", slice_name(name, family)));
         }
+    }
+
+    /// Names of all services.
+    pub fn services(&self) -> Vec<String> {
+        let is_service = |key: &&Key| key.0 == "Service";
+        self.objects.keys().filter(is_service).map(|(_, name)| name.clone()).collect()
     }
 
     pub fn iter(&self) -> impl Iterator<Item = (&Key, &Value)> {
@@ -180,13 +279,18 @@ fn endpoint_slice(service: &Service, family: Family, endpoints: &[Endpoint]) -> 
         .iter()
         .map(|endpoint| {
             let address: IpAddr = endpoint.addresses.of(family);
-            json!({
+            let mut object = json!({
                 "addresses": [address.to_string()],
                 "nodeName": format!("node{}", endpoint.node),
-                "conditions": {
-                    "ready": endpoint.ready, "serving": endpoint.ready, "terminating": false,
-                },
-            })
+                "conditions": endpoint.state.conditions(),
+            });
+            let names = |names: &[&str]| names.iter().map(|name| json!({"name": name})).collect::<Vec<_>>();
+            for (field, hints) in [("forZones", endpoint.zones), ("forNodes", endpoint.nodes)] {
+                if !hints.is_empty() {
+                    object["hints"][field] = names(hints).into();
+                }
+            }
+            object
         })
         .collect();
     let ports: Vec<Value> = service

@@ -62,7 +62,7 @@ fn emptied(world: &mut World, variant: Variant) -> Result<()> {
 fn service_removed(world: &mut World, variant: Variant) -> Result<()> {
     world.set_endpoints(&CHANGING, &["web-1"])?;
     expect(world, variant, &["web-1"])?;
-    world.remove_service(&CHANGING)?;
+    world.remove_service(CHANGING.name)?;
     let target = world.cluster_ip(&CHANGING, variant.family);
     for client in CLIENTS {
         let dial = Dial::new(variant.protocol, target).timeout_ms(300);

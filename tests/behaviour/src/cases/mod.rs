@@ -1,10 +1,14 @@
 //! The table.
 
+mod affinity;
 mod change;
 mod cluster_ip;
+mod datagrams;
+mod health_check;
 mod node_port;
 mod policy;
 mod restart;
+mod sctp;
 mod sockets;
 mod surface;
 
@@ -18,6 +22,10 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(policy::CASES)
         .chain(sockets::CASES)
         .chain(surface::CASES)
+        .chain(health_check::CASES)
         .chain(change::CASES)
+        .chain(datagrams::CASES)
+        .chain(affinity::CASES)
+        .chain(sctp::CASES)
         .chain(restart::CASES)
 }

@@ -13,7 +13,11 @@ use std::{
 use anyhow::{Context as _, Result};
 use lab::{Lab, Objects, address::NodeNumber, cluster::node_name};
 
-use nix::unistd::Uid;
+use nix::{
+    sys::signal::{self, Signal},
+    unistd::{Pid, Uid},
+};
+use serde_json::Value;
 
 use crate::setting::{ProxyKind, Setting};
 use api_server::ApiServer;
@@ -79,6 +83,7 @@ pub struct Proxy {
     pub node: NodeNumber,
     program: PathBuf,
     arguments: Vec<String>,
+    configuration: PathBuf,
     log: PathBuf,
     process: Option<Child>,
 }
@@ -86,13 +91,31 @@ pub struct Proxy {
 const LOG_LINES: usize = 25;
 
 impl Proxy {
-    pub fn new(lab: &Lab, setting: Setting, feed: &Feed, node: NodeNumber) -> Result<Self> {
-        let (program, arguments) = match setting.proxy.is_kube_proxy() {
-            true => (Program::KubeProxy.path()?, kube_proxy::arguments(lab, setting, feed, node)?),
-            false => (lab::program("proxy-ctl")?, proxy_ctl::arguments(lab, setting, feed, node)?),
+    /// Writes its configuration: what every lab needs, and `fields` merged over that.
+    pub fn new(lab: &Lab, setting: Setting, fields: &Value, feed: &Feed, node: NodeNumber) -> Result<Self> {
+        let name = node_name(node);
+        let (program, mut arguments, configuration) = match setting.proxy.is_kube_proxy() {
+            true => (Program::KubeProxy.path()?, kube_proxy::arguments(), format!("{name}-kube-proxy.yaml")),
+            false => (lab::program("proxy-ctl")?, proxy_ctl::arguments(feed), format!("{name}.yaml")),
         };
-        let log = lab.directory().join(format!("proxy-{}.log", node_name(node)));
-        Ok(Self { node, program, arguments, log, process: None })
+        let configuration = lab.directory().join(configuration);
+        arguments.push(format!("--config={}", configuration.display()));
+        let log = lab.directory().join(format!("proxy-{name}.log"));
+        let proxy = Self { node, program, arguments, configuration, log, process: None };
+        proxy.configure(lab, setting, fields, feed)?;
+        Ok(proxy)
+    }
+
+    /// Writes its configuration anew by one rename; a process that runs may follow the file.
+    pub fn configure(&self, lab: &Lab, setting: Setting, fields: &Value, feed: &Feed) -> Result<()> {
+        let mut configuration = match setting.proxy.is_kube_proxy() {
+            true => kube_proxy::configuration(setting, feed, self.node)?,
+            false => proxy_ctl::configuration(lab, setting, feed, self.node)?,
+        };
+        merge(&mut configuration, fields);
+        let (file, next) = (&self.configuration, self.configuration.with_extension("next"));
+        fs::write(&next, configuration.to_string()).with_context(|| format!("writing {}", next.display()))?;
+        fs::rename(&next, file).with_context(|| format!("writing {}", file.display()))
     }
 
     /// Starts the process; a former log is continued.
@@ -110,6 +133,16 @@ impl Proxy {
         if let Some(mut process) = self.process.take() {
             process.kill().context("killing a proxy")?;
             process.wait().context("waiting for a killed proxy")?;
+        }
+        Ok(())
+    }
+
+    /// Asks it to end (SIGTERM), and waits until it has.
+    pub fn terminate(&mut self) -> Result<()> {
+        if let Some(mut process) = self.process.take() {
+            let id = i32::try_from(process.id()).context("the process has an impossible id")?;
+            signal::kill(Pid::from_raw(id), Signal::SIGTERM).context("ending a proxy")?;
+            process.wait().context("waiting for a proxy that ends")?;
         }
         Ok(())
     }
@@ -135,5 +168,22 @@ impl Proxy {
         let lines: Vec<&str> = log.lines().collect();
         let first = lines.len().saturating_sub(LOG_LINES);
         format!("log of node{}:\n  {}", self.node, lines.get(first..).unwrap_or_default().join("\n  "))
+    }
+}
+
+/// A JSON merge patch (RFC 7396).
+fn merge(document: &mut Value, patch: &Value) {
+    let Value::Object(fields) = patch else {
+        *document = patch.clone();
+        return;
+    };
+    for (name, value) in fields {
+        if value.is_null() {
+            if let Some(document) = document.as_object_mut() {
+                document.remove(name);
+            }
+        } else {
+            merge(&mut document[name], value);
+        }
     }
 }

@@ -1,23 +1,27 @@
 //! proxy-ctl on a node: its configuration and command line.
 
-use std::fs;
-
-use anyhow::{Context as _, Result};
-use lab::{Lab, address::NodeNumber, cluster::node_name};
-use serde_json::json;
+use anyhow::Result;
+use lab::{
+    Lab,
+    address::{NodeNumber, POD_RANGE4, POD_RANGE6},
+    cluster::node_name,
+};
+use serde_json::{Value, json};
 
 use super::Feed;
 use crate::setting::{PathKind, Setting};
 
-pub(super) fn arguments(lab: &Lab, setting: Setting, feed: &Feed, node: NodeNumber) -> Result<Vec<String>> {
+pub(super) fn configuration(lab: &Lab, setting: Setting, feed: &Feed, node: NodeNumber) -> Result<Value> {
     let name = node_name(node);
     let mut configuration = json!({
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
         "mode": setting.datapath().mode(),
         "hostnameOverride": name,
-        "clusterCIDR": format!("{},{}", lab::address::POD_RANGE4, lab::address::POD_RANGE6),
+        "clusterCIDR": format!("{POD_RANGE4},{POD_RANGE6}"),
         "conntrack": {"maxPerCore": 0},
+        "iptables": {"minSyncPeriod": "1ms"},
+        "nftables": {"minSyncPeriod": "1ms"},
         "ebpf": {
             "withdrawAfter": if setting.withdraws { "10s" } else { "0s" },
             "socketLoadBalancing": match setting.path {
@@ -32,11 +36,13 @@ pub(super) fn arguments(lab: &Lab, setting: Setting, feed: &Feed, node: NodeNumb
     if let Feed::ApiServer(server) = feed {
         configuration["clientConnection"] = json!({"kubeconfig": server.kubeconfig()});
     }
-    let file = lab.directory().join(format!("{name}.yaml"));
-    fs::write(&file, configuration.to_string()).with_context(|| format!("writing {}", file.display()))?;
-    let mut arguments = vec!["run".to_owned(), format!("--config={}", file.display())];
+    Ok(configuration)
+}
+
+pub(super) fn arguments(feed: &Feed) -> Vec<String> {
+    let mut arguments = vec!["run".to_owned()];
     if let Feed::Manifests(folder) = feed {
         arguments.push(format!("--manifests={}", folder.display()));
     }
-    Ok(arguments)
+    arguments
 }

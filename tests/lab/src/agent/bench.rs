@@ -54,6 +54,7 @@ fn work(target: SocketAddr, protocol: Protocol, end: Instant) -> (Vec<u64>, u64)
         let result = match protocol {
             Protocol::Tcp => tcp(target),
             Protocol::Udp => udp(target),
+            Protocol::Sctp => Err(io::ErrorKind::Unsupported.into()),
         };
         match result {
             Ok(()) => nanos.push(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX)),

@@ -64,6 +64,11 @@ impl Agent {
         self.ask(&Request::Serve { name: self.name.clone(), addresses: addresses.to_vec() })
     }
 
+    /// An error where the kernel has no SCTP.
+    pub fn serve_sctp(&self, addresses: &[SocketAddr]) -> Result<()> {
+        self.ask(&Request::ServeSctp { name: self.name.clone(), addresses: addresses.to_vec() })
+    }
+
     pub fn serve_bytes(&self, addresses: &[SocketAddr]) -> Result<()> {
         self.ask(&Request::ServeBytes { addresses: addresses.to_vec() })
     }
@@ -79,6 +84,16 @@ impl Agent {
     /// Opens a connection that stays open; returns its number and what the first request met.
     pub fn hold(&self, protocol: Protocol, target: SocketAddr) -> Result<(usize, Outcome)> {
         self.ask(&Request::Hold { target, protocol })
+    }
+
+    /// Opens `count` connections to the targets in turn, each with one request; their numbers. An error if one fails.
+    pub fn hold_many(&self, protocol: Protocol, targets: &[SocketAddr], count: usize) -> Result<Vec<usize>> {
+        self.ask(&Request::HoldMany { targets: targets.to_vec(), protocol, count })
+    }
+
+    /// One request over each; what became of those that were not answered.
+    pub fn ping_many(&self, connections: &[usize]) -> Result<Vec<Outcome>> {
+        self.ask(&Request::PingMany { connections: connections.to_vec() })
     }
 
     pub fn ping(&self, connection: usize) -> Result<Outcome> {

@@ -22,7 +22,7 @@ pub fn dial(dial: &Dial) -> Vec<Outcome> {
 pub fn once(dial: &Dial) -> Outcome {
     let start = Instant::now();
     let result = match dial.protocol {
-        Protocol::Tcp => tcp(dial, start),
+        Protocol::Tcp | Protocol::Sctp => stream(dial, start),
         Protocol::Udp => udp(dial, start),
     };
     result.unwrap_or_else(|error| outcome_of(&error, start))
@@ -32,10 +32,10 @@ fn target_of(dial: &Dial) -> SocketAddr {
     if dial.mapped { mapped(dial.target) } else { dial.target }
 }
 
-fn tcp(dial: &Dial, start: Instant) -> io::Result<Outcome> {
-    let mut connection = Held::Tcp(socket::tcp(dial, target_of(dial))?);
+fn stream(dial: &Dial, start: Instant) -> io::Result<Outcome> {
+    let mut connection = Held::Stream(socket::stream(dial, target_of(dial))?);
     let outcome = connection.request(dial.payload, start);
-    if let Held::Tcp(stream) = &connection {
+    if let Held::Stream(stream) = &connection {
         socket::reset_on_close(stream)?;
     }
     outcome
@@ -47,7 +47,7 @@ fn udp(dial: &Dial, start: Instant) -> io::Result<Outcome> {
     if dial.unconnected {
         exchange(&socket, target, dial.payload)
     } else {
-        Held::Udp(socket).request(dial.payload, start)
+        Held::Datagrams(socket).request(dial.payload, start)
     }
 }
 
@@ -93,16 +93,16 @@ fn answered(answer: &[u8], peer: SocketAddr, start: Instant) -> io::Result<Outco
 
 /// A connection that stays open.
 pub enum Held {
-    Tcp(TcpStream),
-    Udp(UdpSocket),
+    Stream(TcpStream),
+    Datagrams(UdpSocket),
 }
 
 impl Held {
     pub fn open(target: SocketAddr, protocol: Protocol) -> io::Result<Self> {
         let dial = Dial::new(protocol, target);
         Ok(match protocol {
-            Protocol::Tcp => Self::Tcp(socket::tcp(&dial, target)?),
-            Protocol::Udp => Self::Udp(socket::udp(&dial, target)?),
+            Protocol::Tcp | Protocol::Sctp => Self::Stream(socket::stream(&dial, target)?),
+            Protocol::Udp => Self::Datagrams(socket::udp(&dial, target)?),
         })
     }
 
@@ -114,12 +114,12 @@ impl Held {
     fn request(&mut self, payload: usize, start: Instant) -> io::Result<Outcome> {
         let request = vec![b'x'; payload];
         match self {
-            Self::Tcp(stream) => {
+            Self::Stream(stream) => {
                 write_frame(stream, &request)?;
                 let answer = read_frame(stream)?;
                 answered(&answer, stream.peer_addr()?, start)
             }
-            Self::Udp(socket) => {
+            Self::Datagrams(socket) => {
                 socket.send(&request)?;
                 let mut answer = vec![0; 2_048];
                 let length = socket.recv(&mut answer)?;

@@ -31,9 +31,14 @@ impl Running {
             .map(|_| {
                 let (stop, tally, dial) = (Arc::clone(&stop), Arc::clone(&tally), dial.clone());
                 thread::spawn(move || {
+                    let mut in_a_row = 0;
                     while !stop.load(Ordering::Relaxed) {
                         let outcome = dial::once(&dial);
-                        count(&mut tally.lock().unwrap_or_else(PoisonError::into_inner), &outcome);
+                        in_a_row = if matches!(outcome, Outcome::Answered(_)) { 0 } else { in_a_row + 1 };
+                        let mut tally = tally.lock().unwrap_or_else(PoisonError::into_inner);
+                        tally.failed_in_a_row = tally.failed_in_a_row.max(in_a_row);
+                        count(&mut tally, &outcome);
+                        drop(tally);
                         thread::sleep(pause);
                     }
                 })

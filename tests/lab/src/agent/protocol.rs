@@ -12,6 +12,8 @@ use serde_json::Value;
 pub enum Protocol {
     Tcp,
     Udp,
+    /// One connection a socket, as TCP.
+    Sctp,
 }
 
 impl Protocol {
@@ -20,6 +22,7 @@ impl Protocol {
         match self {
             Self::Tcp => "TCP",
             Self::Udp => "UDP",
+            Self::Sctp => "SCTP",
         }
     }
 }
@@ -34,6 +37,11 @@ impl std::fmt::Display for Protocol {
 pub enum Request {
     /// Answers TCP and UDP requests with `name` and the addresses that the server sees.
     Serve {
+        name: String,
+        addresses: Vec<SocketAddr>,
+    },
+    /// Answers SCTP requests as [`Request::Serve`] those of the other protocols.
+    ServeSctp {
         name: String,
         addresses: Vec<SocketAddr>,
     },
@@ -52,6 +60,16 @@ pub enum Request {
     Hold {
         target: SocketAddr,
         protocol: Protocol,
+    },
+    /// Opens as many connections that stay open, in both families of targets in turn.
+    HoldMany {
+        targets: Vec<SocketAddr>,
+        protocol: Protocol,
+        count: usize,
+    },
+    /// One request over each of them: what became of those that were not answered.
+    PingMany {
+        connections: Vec<usize>,
     },
     /// One request over a held connection.
     Ping {
@@ -218,6 +236,8 @@ pub struct Load {
 pub struct Tally {
     pub answered: u64,
     pub failed: u64,
+    /// Most failures that a thread has met one after another.
+    pub failed_in_a_row: u64,
     /// Failures by outcome.
     pub failures: BTreeMap<String, u64>,
     pub backends: BTreeMap<String, Share>,

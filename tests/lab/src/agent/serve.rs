@@ -17,7 +17,7 @@ use nix::sys::socket::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::socket::reset_on_close;
+use super::socket::{self, reset_on_close};
 
 /// Largest request that is accepted.
 const MAX_REQUEST: usize = 1 << 20;
@@ -41,23 +41,37 @@ pub fn describe(name: &str, addresses: &[SocketAddr]) -> io::Result<()> {
         let datagrams = UdpSocket::bind(address)?;
         let name: Arc<str> = name.into();
         let udp_name = Arc::clone(&name);
-        thread::spawn(move || {
-            for stream in listener.incoming().flatten() {
-                let name = Arc::clone(&name);
-                // A client that goes away ends its thread.
-                thread::spawn(move || describe_stream(&name, stream));
-            }
-        });
+        thread::spawn(move || describe_streams(&name, &listener, true));
         let server = *address;
         thread::spawn(move || describe_datagrams(&udp_name, server, &datagrams));
     }
     Ok(())
 }
 
-fn describe_stream(name: &str, mut stream: TcpStream) -> io::Result<()> {
+/// As [`describe`], for SCTP. An error where the kernel has none.
+pub fn describe_sctp(name: &str, addresses: &[SocketAddr]) -> io::Result<()> {
+    for address in addresses {
+        let listener = socket::listen_sctp(*address)?;
+        let name: Arc<str> = name.into();
+        thread::spawn(move || describe_streams(&name, &listener, false));
+    }
+    Ok(())
+}
+
+fn describe_streams(name: &Arc<str>, listener: &TcpListener, is_tcp: bool) {
+    for stream in listener.incoming().flatten() {
+        let name = Arc::clone(name);
+        // A client that goes away ends its thread.
+        thread::spawn(move || describe_stream(&name, stream, is_tcp));
+    }
+}
+
+fn describe_stream(name: &str, mut stream: TcpStream, is_tcp: bool) -> io::Result<()> {
     let (source, server) = (stream.peer_addr()?, stream.local_addr()?);
     let original = original_destination(&stream, server);
-    stream.set_nodelay(true)?;
+    if is_tcp {
+        stream.set_nodelay(true)?;
+    }
     loop {
         let mut length = [0; 4];
         stream.read_exact(&mut length)?;

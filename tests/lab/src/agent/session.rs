@@ -6,14 +6,14 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use serde_json::{Value, to_value};
 
 use super::{
     bench,
     dial::{self, Held},
     load::Running,
-    protocol::{Reply, Request},
+    protocol::{Outcome, Reply, Request},
     serve,
 };
 use crate::http;
@@ -54,6 +54,11 @@ impl Session {
                 serve::describe(&name, &addresses).with_context(|| format!("serving on {addresses:?}"))?;
                 to_value(())
             }
+            Request::ServeSctp { name, addresses } => {
+                serve::describe_sctp(&name, &addresses)
+                    .with_context(|| format!("serving SCTP on {addresses:?}"))?;
+                to_value(())
+            }
             Request::ServeBytes { addresses } => {
                 serve::bytes(&addresses).with_context(|| format!("serving on {addresses:?}"))?;
                 to_value(())
@@ -69,6 +74,30 @@ impl Session {
                 let connection = self.number();
                 self.held.insert(connection, held);
                 to_value((connection, outcome))
+            }
+            Request::HoldMany { targets, protocol, count } => {
+                let mut connections = Vec::new();
+                for target in targets.iter().cycle().take(count) {
+                    let mut held =
+                        Held::open(*target, protocol).with_context(|| format!("connecting to {target}"))?;
+                    let outcome = held.ping();
+                    ensure!(matches!(outcome, Outcome::Answered(_)), "{target}: {outcome}");
+                    let connection = self.number();
+                    self.held.insert(connection, held);
+                    connections.push(connection);
+                }
+                to_value(connections)
+            }
+            Request::PingMany { connections } => {
+                let mut failures = Vec::new();
+                for connection in connections {
+                    let held = self.held.get_mut(&connection);
+                    let outcome = held.with_context(|| format!("no connection {connection}"))?.ping();
+                    if !matches!(outcome, Outcome::Answered(_)) {
+                        failures.push(outcome);
+                    }
+                }
+                to_value(failures)
             }
             Request::Ping { connection } => {
                 let held = self.held.get_mut(&connection);

@@ -2,18 +2,21 @@
 
 use std::{
     io,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket},
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket},
     time::{Duration, Instant},
 };
 
 use nix::errno::Errno;
 use socket2::{Domain, SockRef, Socket, Type};
 
-use super::protocol::{Dial, Outcome};
+use super::protocol::{Dial, Outcome, Protocol};
+
+const SCTP: socket2::Protocol = socket2::Protocol::SCTP;
 
 /// A socket bound as the dial asks, not connected.
 fn open(dial: &Dial, target: SocketAddr, kind: Type) -> io::Result<Socket> {
-    let socket = Socket::new(Domain::for_address(target), kind, None)?;
+    let protocol = (dial.protocol == Protocol::Sctp).then_some(SCTP);
+    let socket = Socket::new(Domain::for_address(target), kind, protocol)?;
     if dial.source.is_some() || dial.source_port.is_some() {
         socket.set_reuse_address(true)?;
         let any: IpAddr =
@@ -42,7 +45,8 @@ fn connect(socket: &Socket, dial: &Dial, target: SocketAddr) -> io::Result<()> {
     })
 }
 
-pub fn tcp(dial: &Dial, target: SocketAddr) -> io::Result<TcpStream> {
+/// TCP, or SCTP in TCP's style.
+pub fn stream(dial: &Dial, target: SocketAddr) -> io::Result<TcpStream> {
     let socket = open(dial, target, Type::STREAM)?;
     connect(&socket, dial, target)?;
     Ok(socket.into())
@@ -53,6 +57,14 @@ pub fn udp(dial: &Dial, target: SocketAddr) -> io::Result<UdpSocket> {
     if !dial.unconnected {
         connect(&socket, dial, target)?;
     }
+    Ok(socket.into())
+}
+
+/// Listens for SCTP in TCP's style, on a socket that std takes for one of TCP.
+pub fn listen_sctp(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(SCTP))?;
+    socket.bind(&address.into())?;
+    socket.listen(128)?;
     Ok(socket.into())
 }
 

@@ -86,6 +86,7 @@ impl Lab {
         }
         lab.add_netns(OUTSIDE, address::outside(), None)?;
         topology::connect(lab.fabric()?, lab.netns(OUTSIDE)?)?;
+        topology::route_services(lab.netns(OUTSIDE)?)?;
         Ok(lab)
     }
 

@@ -98,6 +98,26 @@ fn set_up(netns: &Netns, gateway: Addresses) -> Result<()> {
     )
 }
 
+/// The client outside sends cluster IPs to node 1, and external addresses to the node that they are of.
+pub(super) fn route_services(outside: &Netns) -> Result<()> {
+    let first = address::node(1);
+    let mut script = format!(
+        "route add {} via {}\nroute add {} via {}\n",
+        address::SERVICE_RANGE4,
+        first.v4,
+        address::SERVICE_RANGE6,
+        first.v6
+    );
+    for node in NODES {
+        let (via, external) = (address::node(node), address::external(node, 0));
+        script.push_str(&format!(
+            "route add {}/24 via {}\nroute add {}/64 via {}\n",
+            external.v4, via.v4, external.v6, via.v6
+        ));
+    }
+    ip(Some(&outside.namespace), &script)
+}
+
 /// Forwarding, routes to the other node's pods, and on node 2 the pods' bridge.
 pub(super) fn build_node(node: &Netns, number: NodeNumber) -> Result<()> {
     forward(&node.namespace)?;

@@ -1,0 +1,232 @@
+//! Runs the table of behaviours with each proxy, prints scenarios × proxies, and judges what differs: it is explained in
+//! docs/differences.md, or a failure.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    process::ExitCode,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use behaviour::{
+    case::Variant,
+    not_yet, proxy,
+    setting::{PathKind, ProxyKind, Setting},
+    table::{self, Configuration, Differences, Observed, Row, SCENARIOS, Scenario},
+    world::World,
+};
+use clap::Parser;
+use scenario::{Outcome, Scenario as Test, Shared, Trial};
+
+#[derive(Parser)]
+struct Selection {
+    #[command(flatten)]
+    harness: scenario::Arguments,
+    /// Proxies to compare [default: ebpf, nftables, iptables, ipvs, userspace]
+    #[arg(long, value_enum)]
+    proxy: Vec<ProxyKind>,
+    /// Paths of mode ebpf [default: sockets]
+    #[arg(long, value_enum)]
+    path: Vec<PathKind>,
+    /// Also the real kube-proxy, in its modes iptables and nftables
+    #[arg(long)]
+    kube_proxy: bool,
+    /// TCP over IPv4 and UDP over IPv6 only
+    #[arg(long)]
+    lean: bool,
+}
+
+const OURS: [ProxyKind; 5] =
+    [ProxyKind::Ebpf, ProxyKind::Nftables, ProxyKind::Iptables, ProxyKind::Ipvs, ProxyKind::Userspace];
+
+/// What was found, for the table that is printed, and which explanations were met.
+struct Comparison {
+    differences: Differences,
+    /// By scenario, row and setting.
+    cells: BTreeMap<(usize, usize, String), String>,
+    /// Settings of which every row was judged.
+    judged: Vec<(Setting, usize)>,
+    /// Scenarios that mode ebpf is not to do yet, and does not.
+    not_yet: BTreeSet<&'static str>,
+}
+
+type SharedComparison = Arc<Mutex<Comparison>>;
+
+/// A lab with one proxy, and what was found in it so far.
+struct Run {
+    world: World,
+    variants: Vec<Variant>,
+    found: BTreeMap<Configuration, Vec<Vec<Observed>>>,
+}
+
+fn main() -> ExitCode {
+    let arguments = Selection::parse();
+    if let Err(error) = lab::cluster::remove_on_signals() {
+        eprintln!("differential: {error:#}");
+        return ExitCode::FAILURE;
+    }
+    let differences = match Differences::read() {
+        Ok(differences) => differences,
+        Err(error) => {
+            eprintln!("differential: {error:#}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let mut proxies = if arguments.proxy.is_empty() { OURS.to_vec() } else { arguments.proxy };
+    if arguments.kube_proxy {
+        proxies.extend([ProxyKind::KubeProxyIptables, ProxyKind::KubeProxyNftables]);
+    }
+    let paths = if arguments.path.is_empty() { vec![PathKind::Sockets] } else { arguments.path };
+    let settings = Setting::matching(&proxies, &paths);
+    let comparison = Arc::new(Mutex::new(Comparison {
+        differences,
+        cells: BTreeMap::new(),
+        judged: Vec::new(),
+        not_yet: BTreeSet::new(),
+    }));
+    let variants = table::variants(arguments.lean);
+    let mut trials: Vec<Trial> = Vec::new();
+    for setting in &settings {
+        trials.extend(trials_of(*setting, &variants, &comparison));
+    }
+    trials.push(explanations(&comparison));
+    let is_listing = arguments.harness.list;
+    let result = scenario::run(arguments.harness, trials);
+    if !is_listing {
+        print(&settings, &comparison);
+    }
+    result
+}
+
+fn rows() -> impl Iterator<Item = (usize, usize, &'static Scenario, &'static Row)> {
+    SCENARIOS.iter().enumerate().flat_map(|(number, scenario)| {
+        scenario.rows.iter().enumerate().map(move |(row_number, row)| (number, row_number, scenario, row))
+    })
+}
+
+/// Each setting has a lab of its own.
+fn trials_of(setting: Setting, variants: &[Variant], comparison: &SharedComparison) -> Vec<Trial> {
+    let variants = variants.to_vec();
+    let run = Shared::new(move || match proxy::missing_for(setting.proxy)? {
+        Some(reason) => Ok(Err(reason)),
+        None => {
+            let world = World::with_services(setting, setting.proxy.is_kube_proxy(), |_, _| Ok(()))?;
+            Ok(Ok(Run { world, variants, found: BTreeMap::new() }))
+        }
+    });
+    run.trials(rows().map(|(number, row_number, scenario, row)| {
+        let comparison = Arc::clone(comparison);
+        Test::new(format!("{setting}: {}: {row}", scenario.name), move |run: &mut Run| {
+            judge(run, number, row_number, scenario, row, &comparison)
+        })
+    }))
+}
+
+impl Run {
+    /// What was found of this row; the first row of a configuration has all of it dialled.
+    fn found(&mut self, number: usize, row: usize, configuration: Configuration) -> Result<&Observed> {
+        let of_configuration = |scenario: &&Scenario| scenario.configuration == configuration;
+        if !self.found.contains_key(&configuration) {
+            let scenarios: Vec<&Scenario> = SCENARIOS.iter().filter(of_configuration).collect();
+            table::publish(&mut self.world, &scenarios)?;
+            let found = table::observe(&self.world, &scenarios, &self.variants)?;
+            self.found.insert(configuration, found);
+        }
+        let first = SCENARIOS.iter().position(|scenario| scenario.configuration == configuration);
+        let found = self.found.get(&configuration).zip(first);
+        let found = found.and_then(|(found, first)| found.get(number.checked_sub(first)?)?.get(row));
+        found.context("the row was not dialled")
+    }
+}
+
+fn judge(
+    run: &mut Run,
+    number: usize,
+    row_number: usize,
+    scenario: &'static Scenario,
+    row: &Row,
+    comparison: &SharedComparison,
+) -> Result<Outcome> {
+    let setting = run.world.setting;
+    let expected = row.expected(setting.datapath());
+    let (variant, found) = run.found(number, row_number, scenario.configuration)?.clone();
+    let mut comparison = comparison.lock().unwrap_or_else(PoisonError::into_inner);
+    let is_as_expected = expected.is(&found);
+    let difference = format!("{}: {row}: expected {expected}, found {found}", scenario.name);
+    let not_yet = not_yet::reason(&setting, scenario.name);
+    let is_explained =
+        !is_as_expected && not_yet.is_none() && comparison.differences.explain(setting, &difference);
+    let cell = match (is_as_expected, not_yet, is_explained) {
+        (true, ..) => "=".to_owned(),
+        (false, Some(_), _) => format!("{found} (not yet)"),
+        (false, None, true) => format!("{found} (explained)"),
+        (false, None, false) => format!("**{found}**"),
+    };
+    comparison.cells.insert((number, row_number, setting.to_string()), cell);
+    match comparison.judged.iter_mut().find(|(judged, _)| *judged == setting) {
+        Some((_, count)) => *count += 1,
+        None => comparison.judged.push((setting, 1)),
+    }
+    if not_yet.is_some() && !is_as_expected {
+        comparison.not_yet.insert(scenario.name);
+    }
+    ensure!(is_as_expected || is_explained || not_yet.is_some(), "{variant}: {difference}");
+    Ok(Outcome::Passed)
+}
+
+/// Explanations of nothing are failures.
+fn explanations(comparison: &SharedComparison) -> Trial {
+    let comparison = Arc::clone(comparison);
+    let nothing = Shared::new(|| Ok(Ok(())));
+    let name = "what is explained differs, and what cannot be done yet fails";
+    let test = Test::new(name, move |(): &mut ()| {
+        let comparison = comparison.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = rows().count();
+        let whole = comparison.judged.iter().filter(|(_, count)| *count >= all);
+        let whole: Vec<Setting> = whole.map(|(setting, _)| *setting).collect();
+        if whole.is_empty() {
+            return Ok(Outcome::Skipped("no proxy met every scenario".to_owned()));
+        }
+        let stale = comparison.differences.stale(&whole);
+        ensure!(stale.is_empty(), "docs/differences.md explains what does not differ: {stale:#?}");
+        let is_ebpf = |setting: &&Setting| setting.proxy == ProxyKind::Ebpf;
+        if let Some(setting) = whole.iter().find(is_ebpf) {
+            for scenario in SCENARIOS {
+                if let Some(reason) = not_yet::reason(setting, scenario.name)
+                    && !comparison.not_yet.contains(scenario.name)
+                {
+                    bail!(
+                        "mode ebpf does what the list of what it cannot do yet names: {}: {reason}",
+                        scenario.name
+                    );
+                }
+            }
+        }
+        Ok(Outcome::Passed)
+    });
+    let mut trials = nothing.trials([test]);
+    // There is exactly the one.
+    trials.remove(0)
+}
+
+/// A line that begins with `| ` is shown by `cargo xtask test`.
+fn print(settings: &[Setting], comparison: &SharedComparison) {
+    let comparison = comparison.lock().unwrap_or_else(PoisonError::into_inner);
+    let met = |setting: &&Setting| comparison.judged.iter().any(|(judged, _)| judged == *setting);
+    let settings: Vec<String> = settings.iter().filter(met).map(Setting::to_string).collect();
+    if settings.is_empty() {
+        return;
+    }
+    println!("| scenario | connection | expected | {} |", settings.join(" | "));
+    println!("|---|---|---{}|", "|---".repeat(settings.len()));
+    for (number, row_number, scenario, row) in rows() {
+        let cell = |setting: &String| {
+            let found = comparison.cells.get(&(number, row_number, setting.clone()));
+            found.map_or("", String::as_str)
+        };
+        let cells: Vec<&str> = settings.iter().map(cell).collect();
+        if cells.iter().any(|cell| !cell.is_empty()) {
+            println!("| {} | {row} | {} | {} |", scenario.name, row.expected, cells.join(" | "));
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! Session affinity: a client's new connections go where its last one went.
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use lab::{Dial, cluster::OUTSIDE, objects::Service};
+
+use super::node_port::within_the_node;
+use crate::{
+    case::{Case, Variant, Variants},
+    check,
+    fixtures::AFFINE,
+    world::World,
+};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("affinity: a client stays with its endpoint", Variants::All, stays).core(),
+    Case::new("affinity: cluster IP and node port share it", Variants::All, shared).differs(within_the_node),
+    Case::new("affinity: it ends with its endpoint", Variants::All, ends_with_its_endpoint),
+    Case::new("affinity: switched on and off", Variants::All, switched),
+    Case::new("affinity: it lasts while connections come, and expires after", Variants::Once, expires),
+];
+
+/// Kubernetes' default.
+const THREE_HOURS: u32 = 10_800;
+/// Longer than a busy machine takes for a round of connections.
+const SECONDS: u32 = 6;
+
+/// As many connections leave no endpoint of three out by chance.
+const MANY: u32 = 40;
+
+const CLIENTS: [&str; 4] = ["client-1", "client-2", "node1", OUTSIDE];
+
+fn affine(seconds: Option<u32>) -> Service {
+    Service { affinity_seconds: seconds, ..AFFINE.service() }
+}
+
+fn set(world: &mut World, seconds: Option<u32>, endpoints: &[&str]) -> Result<()> {
+    world.set_service(&affine(seconds), endpoints)
+}
+
+/// The cluster IP, or for the client outside the node port of node 1.
+fn dial(world: &World, client: &str, variant: Variant) -> Result<Dial> {
+    let target = match client {
+        OUTSIDE => world.node_port(&AFFINE, 1, variant.family)?,
+        _ => world.cluster_ip(&AFFINE, variant.family),
+    };
+    Ok(Dial::new(variant.protocol, target))
+}
+
+/// Who answers all of `count` connections.
+fn one_server(world: &World, client: &str, dial: Dial, count: u32) -> Result<String> {
+    let outcomes = world.dial(client, &dial.times(count))?;
+    let answers = check::answered(&outcomes)?;
+    let [first, others @ ..] = answers.as_slice() else { bail!("nobody answered {client}") };
+    match others.iter().find(|other| other.by != first.by) {
+        Some(other) => bail!("{client} was answered by {} and by {}", first.by, other.by),
+        None => Ok(first.by.clone()),
+    }
+}
+
+fn stays(world: &mut World, variant: Variant) -> Result<()> {
+    set(world, Some(THREE_HOURS), AFFINE.endpoints)?;
+    for client in CLIENTS {
+        one_server(world, client, dial(world, client, variant)?, MANY)?;
+    }
+    Ok(())
+}
+
+fn shared(world: &mut World, variant: Variant) -> Result<()> {
+    set(world, Some(THREE_HOURS), AFFINE.endpoints)?;
+    for (client, node) in [("client-1", 1), ("client-2", 2), ("node1", 1)] {
+        let node_port = Dial::new(variant.protocol, world.node_port(&AFFINE, node, variant.family)?);
+        let by_cluster_ip = one_server(world, client, dial(world, client, variant)?, 5)?;
+        let by_node_port = one_server(world, client, node_port, MANY)?;
+        ensure!(by_cluster_ip == by_node_port, "{client}: {by_cluster_ip}, by the node port {by_node_port}");
+    }
+    Ok(())
+}
+
+fn ends_with_its_endpoint(world: &mut World, variant: Variant) -> Result<()> {
+    for client in CLIENTS {
+        set(world, Some(THREE_HOURS), AFFINE.endpoints)?;
+        let first = one_server(world, client, dial(world, client, variant)?, 5)?;
+        let others: Vec<&str> = AFFINE.endpoints.iter().copied().filter(|name| *name != first).collect();
+        set(world, Some(THREE_HOURS), &others)?;
+        let next = one_server(world, client, dial(world, client, variant)?, MANY)?;
+        ensure!(next != first, "{client} is still answered by {first}, which is no endpoint any more");
+        // What was once its endpoint is one as any other now.
+        set(world, Some(THREE_HOURS), AFFINE.endpoints)?;
+        let last = one_server(world, client, dial(world, client, variant)?, MANY)?;
+        ensure!(last == next, "{client} went from {next} to {last} when another endpoint came");
+    }
+    Ok(())
+}
+
+fn switched(world: &mut World, variant: Variant) -> Result<()> {
+    for _ in 0..2 {
+        set(world, None, AFFINE.endpoints)?;
+        for client in CLIENTS {
+            let outcomes = world.dial(client, &dial(world, client, variant)?.times(MANY))?;
+            check::answered_by(&outcomes, AFFINE.endpoints).with_context(|| format!("{client}, off"))?;
+        }
+        set(world, Some(THREE_HOURS), AFFINE.endpoints)?;
+        for client in CLIENTS {
+            one_server(world, client, dial(world, client, variant)?, MANY).context("on")?;
+        }
+    }
+    Ok(())
+}
+
+/// All clients, protocols and families at once: that each of them finds its former endpoint again by chance, when
+/// affinity has expired, is a matter of 3 to the power of 16.
+fn expires(world: &mut World, _: Variant) -> Result<()> {
+    set(world, Some(SECONDS), AFFINE.endpoints)?;
+    let first = servers(world)?;
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(u64::from(SECONDS) * 2) {
+        thread::sleep(Duration::from_secs(1));
+        let asked = Instant::now();
+        let now = servers(world)?;
+        ensure!(asked.elapsed() < Duration::from_secs(u64::from(SECONDS) - 2), "this machine is too slow");
+        ensure!(now == first, "after {:?}: {now:?}, before {first:?}", start.elapsed());
+    }
+    thread::sleep(Duration::from_secs(u64::from(SECONDS) + 2));
+    let last = servers(world)?;
+    ensure!(last != first, "affinity of {SECONDS} s has not expired");
+    Ok(())
+}
+
+fn servers(world: &World) -> Result<Vec<String>> {
+    let mut servers = Vec::new();
+    for client in CLIENTS {
+        for variant in Variants::All.list() {
+            servers.push(one_server(world, client, dial(world, client, variant)?, 1)?);
+        }
+    }
+    Ok(servers)
+}

@@ -1,0 +1,58 @@
+//! SCTP, where the kernel has it.
+
+use std::{path::Path, process::Command};
+
+use anyhow::{Context as _, Result, bail};
+use lab::{
+    Dial, Protocol,
+    cluster::{OUTSIDE, SERVER_PORT},
+    objects::{Service, ServicePort},
+};
+use scenario::Skip;
+
+use crate::{
+    case::{Case, Variant, Variants},
+    check,
+    fixtures::{PORT, SCTP},
+    world::World,
+};
+
+pub(super) const CASES: &[Case] =
+    &[Case::new("SCTP: every client reaches every endpoint", Variants::Tcp, reached).core()];
+
+fn kernel_has_sctp() -> Result<bool> {
+    let is_there = || Path::new("/proc/net/sctp").exists();
+    if !is_there() {
+        // It fails where the module is built in, or does not exist.
+        let _status = Command::new("modprobe").arg("sctp").output().context("starting modprobe")?;
+    }
+    Ok(is_there())
+}
+
+fn reached(world: &mut World, variant: Variant) -> Result<()> {
+    if !kernel_has_sctp()? {
+        bail!(Skip("this kernel has no SCTP (CONFIG_IP_SCTP)".into()));
+    }
+    for server in SCTP.endpoints {
+        // Each family has servers of its own.
+        let address = (world.addresses(server)?.of(variant.family), SERVER_PORT).into();
+        world.agent(server)?.serve_sctp(&[address])?;
+    }
+    let port = ServicePort {
+        name: "sctp".to_owned(),
+        protocol: Protocol::Sctp,
+        port: PORT,
+        target_port: SERVER_PORT,
+        node_port: SCTP.node_port,
+    };
+    world.set_service(&Service { ports: vec![port], ..SCTP.service() }, SCTP.endpoints)?;
+    let cluster_ip = world.cluster_ip(&SCTP, variant.family);
+    let node_port = world.node_port(&SCTP, 1, variant.family)?;
+    for (client, target) in
+        [("client-1", cluster_ip), ("client-2", cluster_ip), ("node1", cluster_ip), (OUTSIDE, node_port)]
+    {
+        let outcomes = world.dial(client, &Dial::new(Protocol::Sctp, target).times(40))?;
+        check::answered_by(&outcomes, SCTP.endpoints).with_context(|| format!("from {client}"))?;
+    }
+    world.remove_service(SCTP.name)
+}

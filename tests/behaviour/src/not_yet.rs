@@ -1,0 +1,21 @@
+//! What mode ebpf cannot do yet: the one list of it. No other mode has such a list.
+
+use crate::setting::{ProxyKind, Setting};
+
+/// Names of cases, and of scenarios of the differential suite, with the reason.
+const NOT_YET: &[(&str, &str)] = &[
+    ("affinity: a client stays with its endpoint", AFFINITY),
+    ("affinity: cluster IP and node port share it", AFFINITY),
+    ("affinity: it ends with its endpoint", AFFINITY),
+    ("affinity: it lasts while connections come, and expires after", AFFINITY),
+    ("affinity: switched on and off", AFFINITY),
+    ("SCTP: every client reaches every endpoint", "SCTP is not built yet"),
+];
+
+const AFFINITY: &str = "session affinity is not built yet";
+
+/// Why the proxy cannot do it, if so.
+pub fn reason(setting: &Setting, name: &str) -> Option<&'static str> {
+    let found = || NOT_YET.iter().find(|(listed, _)| *listed == name).map(|(_, reason)| *reason);
+    (setting.proxy == ProxyKind::Ebpf).then(found).flatten()
+}

@@ -1,0 +1,167 @@
+//! What of a node's kernel proxies program, as lines: two states can be compared, and a difference reads as what it is.
+//!
+//! Left out: counters, handles, what a rule meets, and the empty base chains that iptables leaves wherever it was used.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::Path,
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context as _, Result, bail};
+use lab::{Lab, address::NodeNumber, cluster::node_name, namespace::within};
+use serde_json::Value;
+
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct State(BTreeSet<String>);
+
+impl State {
+    /// Reads it all. Needs nft, iptables and ip; looks at ipset where it is installed.
+    pub fn read(lab: &Lab, node: NodeNumber) -> Result<Self> {
+        let namespace = lab.netns(&node_name(node))?.namespace.clone();
+        let mut lines = within(&namespace, || {
+            let mut lines = nftables()?;
+            for save in ["iptables-legacy-save", "ip6tables-legacy-save"] {
+                lines.extend(legacy(save)?);
+            }
+            lines.extend(ipsets()?);
+            lines.extend(of_lines("ip", &["-o", "address"], address)?);
+            lines.extend(of_lines("ip", &["-o", "link"], link)?);
+            lines.extend(of_lines("ip", &["rule"], |line| Some(format!("rule {line}")))?);
+            lines.extend(virtual_servers());
+            Ok(lines)
+        })?;
+        lines.extend(files(&lab.bpffs(node), "bpffs "));
+        Ok(Self(lines))
+    }
+
+    /// What is here and not there, and the other way round; empty: they are the same.
+    pub fn differences(&self, expected: &Self) -> Vec<String> {
+        let more = self.0.difference(&expected.0).map(|line| format!("left: {line}"));
+        let less = expected.0.difference(&self.0).map(|line| format!("missing: {line}"));
+        more.chain(less).collect()
+    }
+}
+
+fn output(program: &str, arguments: &[&str]) -> Result<String> {
+    let mut command = Command::new(program);
+    let output = command.args(arguments).stdin(Stdio::null()).output();
+    let output = output.with_context(|| format!("starting {program}"))?;
+    if !output.status.success() {
+        bail!("{program} {}: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+fn of_lines(
+    program: &str,
+    arguments: &[&str],
+    told: impl Fn(&str) -> Option<String>,
+) -> Result<BTreeSet<String>> {
+    Ok(output(program, arguments)?.lines().filter_map(told).collect())
+}
+
+fn nftables() -> Result<BTreeSet<String>> {
+    let text = output("nft", &["-j", "-s", "list", "ruleset"])?;
+    let mut ruleset: Value = serde_json::from_str(&text).context("reading what nft lists")?;
+    let objects: Vec<Value> = match ruleset.get_mut("nftables").map(Value::take) {
+        Some(Value::Array(objects)) => objects,
+        _ => bail!("nft lists no ruleset"),
+    };
+    let table = |object: &Value| {
+        let object = object.as_object()?.values().next()?;
+        let named = object.get("table").or_else(|| object.get("name"))?;
+        Some((object.get("family")?.as_str()?.to_owned(), named.as_str()?.to_owned()))
+    };
+    let with_rules: BTreeSet<_> =
+        objects.iter().filter(|object| object.get("rule").is_some()).map(table).collect();
+    let counts = |object: &&Value| object.get("metainfo").is_none() && with_rules.contains(&table(object));
+    let told = |object: &Value| {
+        let mut object = object.clone();
+        without_handles(&mut object);
+        format!("nft {object}")
+    };
+    Ok(objects.iter().filter(counts).map(told).collect())
+}
+
+/// Handles are given anew with each write, and elements listed in no order.
+fn without_handles(value: &mut Value) {
+    match value {
+        Value::Object(fields) => {
+            fields.remove("handle");
+            fields.remove("index");
+            if let Some(Value::Array(elements)) = fields.get_mut("elem") {
+                elements.sort_by_key(Value::to_string);
+            }
+            fields.values_mut().for_each(without_handles);
+        }
+        Value::Array(values) => values.iter_mut().for_each(without_handles),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+    }
+}
+
+/// Rules and chains of users, by table.
+fn legacy(save: &str) -> Result<BTreeSet<String>> {
+    let mut table = String::new();
+    let mut lines = BTreeSet::new();
+    for line in output(save, &[])?.lines() {
+        if let Some(name) = line.strip_prefix('*') {
+            name.clone_into(&mut table);
+        } else if line.starts_with("-A ") {
+            lines.insert(format!("{save} {table} {line}"));
+        } else if let Some((chain, _)) = line.strip_prefix(':').and_then(|rest| rest.split_once(" - [")) {
+            lines.insert(format!("{save} {table} chain {chain}"));
+        }
+    }
+    Ok(lines)
+}
+
+fn ipsets() -> Result<BTreeSet<String>> {
+    if control_plane::go::on_path("ipset").is_none() {
+        return Ok(BTreeSet::new());
+    }
+    // Without the seed of its hash, which differs each time.
+    of_lines("ipset", &["save"], |line| {
+        let words = line.split(' ').collect::<Vec<_>>();
+        let seed = words.iter().position(|word| *word == "initval");
+        let kept =
+            words.iter().enumerate().filter(|(at, _)| seed.is_none_or(|seed| *at != seed && *at != seed + 1));
+        Some(format!("ipset {}", kept.map(|(_, word)| *word).collect::<Vec<_>>().join(" ")))
+    })
+}
+
+fn address(line: &str) -> Option<String> {
+    let mut words = line.split_whitespace().skip(1);
+    let (device, family, address) = (words.next()?, words.next()?, words.next()?);
+    Some(format!("address {device} {family} {address}"))
+}
+
+fn link(line: &str) -> Option<String> {
+    let device = line.split(": ").nth(1)?;
+    Some(format!("link {device}"))
+}
+
+/// IPVS of this network namespace, where the kernel has it.
+fn virtual_servers() -> BTreeSet<String> {
+    let text = fs::read_to_string("/proc/thread-self/net/ip_vs").unwrap_or_default();
+    let server = |line: &str| {
+        let words: Vec<&str> = line.split_whitespace().take(4).collect();
+        let is_one = words.first().is_some_and(|word| ["TCP", "UDP", "SCTP", "FWM"].contains(word));
+        is_one.then(|| format!("ipvs {}", words.join(" ")))
+    };
+    text.lines().filter_map(server).collect()
+}
+
+fn files(folder: &Path, prefix: &str) -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    for found in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = format!("{prefix}/{}", found.file_name().to_string_lossy());
+        if found.path().is_dir() {
+            names.extend(files(&found.path(), &name));
+        } else {
+            names.insert(name);
+        }
+    }
+    names
+}

@@ -1,0 +1,126 @@
+//! Differences of the datapath that docs/differences.md explains.
+
+use std::{collections::BTreeSet, fs, path::Path};
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::setting::Setting;
+
+/// Rows of the table below this heading: `| mode | `what differs` | why |`. `*` stands for any text.
+const HEADING: &str = "# What differs for connections";
+
+/// A mode of ours, what differs in it, and why.
+#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+struct Explanation {
+    mode: String,
+    pattern: String,
+}
+
+/// The explanations, and which of them were needed.
+#[derive(Debug, Default)]
+pub struct Differences {
+    explanations: Vec<Explanation>,
+    met: BTreeSet<Explanation>,
+}
+
+impl Differences {
+    /// Those of the project's documentation.
+    pub fn read() -> Result<Self> {
+        let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/differences.md");
+        let text = fs::read_to_string(&page).with_context(|| format!("reading {}", page.display()))?;
+        Self::parse(&text).with_context(|| format!("reading {}", page.display()))
+    }
+
+    fn parse(text: &str) -> Result<Self> {
+        let mut explanations = Vec::new();
+        let lines = text.lines().skip_while(|line| *line != HEADING).skip(1);
+        for line in lines.take_while(|line| !line.starts_with("# ")) {
+            let cells: Vec<&str> = line.trim_matches('|').split(" | ").map(str::trim).collect();
+            let [mode, patterns, reason] = cells.as_slice() else { continue };
+            if !patterns.starts_with('`') {
+                continue;
+            }
+            ensure!(reason.len() > 10, "{patterns} has no reason");
+            for pattern in patterns.split("<br>") {
+                let pattern = pattern.trim().trim_matches('`').to_owned();
+                explanations.push(Explanation { mode: (*mode).to_owned(), pattern });
+            }
+        }
+        ensure!(!explanations.is_empty(), "no explanation below {HEADING:?}");
+        Ok(Self { explanations, met: BTreeSet::new() })
+    }
+
+    /// Whether the difference is explained.
+    pub fn explain(&mut self, setting: Setting, difference: &str) -> bool {
+        let concerns = |explanation: &&Explanation| {
+            is_of(&explanation.mode, setting) && matches(&explanation.pattern, difference)
+        };
+        let found: Vec<Explanation> = self.explanations.iter().filter(concerns).cloned().collect();
+        let is_explained = !found.is_empty();
+        self.met.extend(found);
+        is_explained
+    }
+
+    /// What is explained and does not differ, of these settings. All scenarios must have run.
+    pub fn stale(&self, settings: &[Setting]) -> Vec<String> {
+        let concerns =
+            |explanation: &&Explanation| settings.iter().any(|setting| is_of(&explanation.mode, *setting));
+        let unmet = |explanation: &&Explanation| !self.met.contains(explanation);
+        let stale = self.explanations.iter().filter(concerns).filter(unmet);
+        stale.map(|Explanation { mode, pattern }| format!("{mode}: {pattern}")).collect()
+    }
+}
+
+/// `ebpf` is about each of its paths.
+fn is_of(mode: &str, setting: Setting) -> bool {
+    let name = setting.to_string();
+    name == mode || (name.split_once('/').is_some_and(|(first, _)| first == mode) && mode != "kube-proxy")
+}
+
+fn matches(pattern: &str, text: &str) -> bool {
+    match pattern.split_once('*') {
+        None => pattern == text,
+        Some((first, rest)) => text.strip_prefix(first).is_some_and(|text| {
+            (0..=text.len()).any(|at| text.is_char_boundary(at) && matches(rest, &text[at..]))
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::setting::{PathKind, ProxyKind};
+
+    const SOCKETS: Setting = Setting::new(ProxyKind::Ebpf, PathKind::Sockets);
+    const REAL: Setting = Setting::new(ProxyKind::KubeProxyNftables, PathKind::Packets);
+    const OURS: Setting = Setting::new(ProxyKind::Nftables, PathKind::Packets);
+
+    const PAGE: &str = "\
+| ebpf | `of another table` | before the heading |
+# What differs for connections
+| mode | what differs | why |
+|---|---|---|
+| ebpf | `a: *, found as itself`<br>`b: x` | it keeps addresses |
+| ebpf/sockets | `c: y` | a hook says so at once |
+| nftables | `c: y` | no reason is known |
+# Another heading
+| ebpf | `d: z` | after it |
+";
+
+    #[test]
+    fn what_is_explained_is_so_for_its_mode_only() {
+        let mut differences = Differences::parse(PAGE).unwrap();
+        assert!(differences.explain(SOCKETS, "a: client, found as itself"));
+        assert!(!differences.explain(OURS, "a: client, found as itself"));
+        assert!(differences.explain(SOCKETS, "c: y") && !differences.explain(REAL, "c: y"));
+        assert!(!differences.explain(SOCKETS, "d: z") && !differences.explain(SOCKETS, "of another table"));
+        assert_eq!(differences.stale(&[SOCKETS]), ["ebpf: b: x"]);
+        assert_eq!(differences.stale(&[SOCKETS, OURS]), ["ebpf: b: x", "nftables: c: y"]);
+    }
+
+    #[test]
+    fn a_row_needs_a_reason() {
+        let page = PAGE.replace("it keeps addresses", "so");
+        assert!(Differences::parse(&page).unwrap_err().to_string().contains("has no reason"));
+    }
+}

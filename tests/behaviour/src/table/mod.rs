@@ -1,0 +1,275 @@
+//! What a proxy must do with one connection, as data: kube-proxy's own tables of behaviour (its packet flow tests), in the
+//! form of a setting, a service, its endpoints, who dials what, and who may answer.
+//!
+//! Policies, masquerading and refusals are those of kube-proxy in modes iptables and nftables; the real one, in the same
+//! lab, says whether a row is right.
+
+mod differences;
+mod observe;
+mod rows;
+
+use std::{collections::BTreeSet, fmt};
+
+pub use differences::Differences;
+use lab::{
+    address::{Family, NodeNumber},
+    cluster::{OUTSIDE, node_name},
+    objects::State,
+};
+pub use observe::{Observed, observe, publish, variants};
+pub use rows::SCENARIOS;
+use serde_json::{Value, json};
+
+use crate::setting::Datapath;
+
+/// A service, and what becomes of those who dial it.
+pub struct Scenario {
+    pub name: &'static str,
+    pub configuration: Configuration,
+    pub asks: Asks,
+    pub endpoints: &'static [EndpointRow],
+    pub rows: &'static [Row],
+}
+
+/// What the proxies' configuration says.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub enum Configuration {
+    /// Pods are told by the cluster's CIDRs.
+    Plain,
+    MasqueradeAll,
+    /// Nothing tells pods from others.
+    NoDetector,
+    /// Pods come from the bridge, which only node 2 has.
+    Bridge,
+    /// Pods come from interfaces with this prefix, which only node 1 has.
+    Prefix,
+    /// Pods are told by the node's own CIDRs.
+    NodeCidr,
+    NodePortsOnPrimary,
+    NodePortsEverywhere,
+    /// Node ports on addresses of pod networks only: that of node 2's bridge.
+    NodePortsOnBridge,
+    NoLocalhostNodePorts,
+}
+
+impl Configuration {
+    /// Fields of the configuration file.
+    pub fn fields(self) -> Value {
+        let both =
+            |field: &str, value: Value| json!({"iptables": {field: value}, "nftables": {field: value}});
+        match self {
+            Self::Plain => json!({}),
+            Self::MasqueradeAll => both("masqueradeAll", true.into()),
+            Self::NoDetector => json!({"clusterCIDR": ""}),
+            Self::Bridge => {
+                json!({"detectLocalMode": "BridgeInterface", "detectLocal": {"bridgeInterface": "cni0"}})
+            }
+            Self::Prefix => {
+                json!({"detectLocalMode": "InterfaceNamePrefix", "detectLocal": {"interfaceNamePrefix": "cali"}})
+            }
+            Self::NodeCidr => json!({"detectLocalMode": "NodeCIDR"}),
+            Self::NodePortsOnPrimary => json!({"nodePortAddresses": ["primary"]}),
+            Self::NodePortsEverywhere => json!({"nodePortAddresses": ["0.0.0.0/0", "::/0"]}),
+            Self::NodePortsOnBridge => {
+                json!({"nodePortAddresses": [lab::address::POD_RANGE4, lab::address::POD_RANGE6]})
+            }
+            Self::NoLocalhostNodePorts => json!({"iptables": {"localhostNodePorts": false}}),
+        }
+    }
+}
+
+/// What the service asks for. Each has a cluster IP, a node port, load-balancer addresses and external IPs.
+pub struct Asks {
+    pub internal_local: bool,
+    pub external_local: bool,
+    pub affinity: bool,
+    pub source_ranges: &'static [&'static str],
+    /// Load-balancer addresses are the load balancer's own: `ipMode: Proxy`.
+    pub proxied: bool,
+}
+
+/// An endpoint with its conditions and hints.
+pub struct EndpointRow {
+    pub pod: &'static str,
+    pub state: State,
+    pub zones: &'static [&'static str],
+    pub nodes: &'static [&'static str],
+}
+
+/// One kind of connection.
+pub struct Row {
+    pub client: Client,
+    pub destination: Destination,
+    /// `None`: both.
+    pub family: Option<Family>,
+    pub expected: Expected,
+    /// Where kube-proxy's modes are not alike.
+    pub elsewhere: &'static [(Datapath, Expected)],
+}
+
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub enum Client {
+    Pod(NodeNumber),
+    Node(NodeNumber),
+    Outside,
+}
+
+impl Client {
+    pub fn agent(self) -> String {
+        match self {
+            Self::Pod(node) => format!("client-{node}"),
+            Self::Node(node) => node_name(node),
+            Self::Outside => OUTSIDE.to_owned(),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Destination {
+    ClusterIp,
+    /// The cluster IP with a port that the service does not have.
+    UndefinedPort,
+    /// On the node's primary address.
+    NodePort(NodeNumber),
+    /// On the address of node 2's bridge.
+    NodePortOnBridge,
+    NodePortOnLoopback,
+    /// The address that the client outside sends to this node.
+    LoadBalancer(NodeNumber),
+    ExternalIp(NodeNumber),
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Expected {
+    /// Each of these answers, and nobody else.
+    Answered(&'static [&'static str], Source),
+    /// Always the same of these answers.
+    Sticks(&'static [&'static str], Source),
+    Refused,
+    /// Neither answered nor refused: dropped, or sent on to where nobody is.
+    Dropped,
+}
+
+/// Whose address the endpoint sees.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub enum Source {
+    Client,
+    /// A node's. That of a client on a node is its own.
+    Node,
+}
+
+/// What became of the connections of a row, of one protocol and family.
+#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub enum Found {
+    Answered(BTreeSet<String>, BTreeSet<Source>),
+    Refused,
+    Dropped,
+    /// EPERM: what netfilter refuses or drops of a process of the node.
+    NotPermitted,
+    Other(String),
+}
+
+impl Row {
+    /// What this datapath must do.
+    pub fn expected(&self, datapath: Datapath) -> Expected {
+        let other = self.elsewhere.iter().find(|(other, _)| *other == datapath);
+        other.map_or(self.expected, |(_, expected)| *expected)
+    }
+}
+
+impl Expected {
+    pub fn is(&self, found: &Found) -> bool {
+        match (self, found) {
+            (Self::Answered(by, source), Found::Answered(names, sources)) => {
+                names.iter().eq(by.iter()) && sources.iter().eq([source])
+            }
+            (Self::Sticks(by, source), Found::Answered(names, sources)) => {
+                names.len() == 1
+                    && names.iter().all(|name| by.contains(&name.as_str()))
+                    && sources.iter().eq([source])
+            }
+            (Self::Refused, Found::Refused | Found::NotPermitted)
+            | (Self::Dropped, Found::Dropped | Found::NotPermitted) => true,
+            (
+                Self::Answered(..) | Self::Sticks(..) | Self::Refused | Self::Dropped,
+                Found::Answered(..) | Found::Refused | Found::Dropped | Found::NotPermitted | Found::Other(_),
+            ) => false,
+        }
+    }
+
+    /// As many connections meet every endpoint, but for a chance of one in a million.
+    pub(crate) const fn connections(&self) -> u32 {
+        match self {
+            Self::Answered([_], _) | Self::Refused | Self::Dropped => 3,
+            Self::Answered([_, _], _) => 22,
+            Self::Answered(..) | Self::Sticks(..) => 40,
+        }
+    }
+}
+
+impl fmt::Display for Client {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Pod(node) => write!(formatter, "pod on node {node}"),
+            Self::Node(node) => write!(formatter, "node {node}"),
+            Self::Outside => formatter.write_str("outside"),
+        }
+    }
+}
+
+impl fmt::Display for Destination {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ClusterIp => formatter.write_str("cluster IP"),
+            Self::UndefinedPort => formatter.write_str("another port of the cluster IP"),
+            Self::NodePort(node) => write!(formatter, "node port of node {node}"),
+            Self::NodePortOnBridge => formatter.write_str("node port on the bridge's address"),
+            Self::NodePortOnLoopback => formatter.write_str("node port on loopback"),
+            Self::LoadBalancer(node) => write!(formatter, "load balancer by node {node}"),
+            Self::ExternalIp(node) => write!(formatter, "external IP by node {node}"),
+        }
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{} to {}", self.client, self.destination)?;
+        self.family.map_or(Ok(()), |family| write!(formatter, ", {family}"))
+    }
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Client => "as itself",
+            Self::Node => "as a node",
+        })
+    }
+}
+
+impl fmt::Display for Expected {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Answered(by, source) => write!(formatter, "{} {source}", by.join("+")),
+            Self::Sticks(by, source) => write!(formatter, "one of {} {source}", by.join("+")),
+            Self::Refused => formatter.write_str("refused"),
+            Self::Dropped => formatter.write_str("dropped"),
+        }
+    }
+}
+
+impl fmt::Display for Found {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Answered(by, sources) => {
+                let by: Vec<&str> = by.iter().map(String::as_str).collect();
+                let sources: Vec<String> = sources.iter().map(Source::to_string).collect();
+                write!(formatter, "{} {}", by.join("+"), sources.join(" and "))
+            }
+            Self::Refused => formatter.write_str("refused"),
+            Self::Dropped => formatter.write_str("dropped"),
+            Self::NotPermitted => formatter.write_str("EPERM"),
+            Self::Other(text) => formatter.write_str(text),
+        }
+    }
+}

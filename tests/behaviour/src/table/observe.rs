@@ -1,0 +1,235 @@
+//! Publishes the services of scenarios, dials as their rows say, and tells what was found.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
+    thread,
+};
+
+use anyhow::{Result, anyhow};
+use lab::{
+    Agent, Dial, Outcome, Protocol,
+    address::{self, Addresses, FAMILIES, Family, cluster_ip},
+    cluster::{NODES, SERVER_PORT},
+    objects::{Endpoint, Ingress, Service},
+};
+
+use super::{Client, Destination, EndpointRow, Expected, Found, Row, Scenario, Source};
+use crate::{case::Variant, fixtures::PORT, world::World};
+
+/// A port that no service has.
+const UNDEFINED_PORT: u16 = 81;
+/// Kubernetes' default.
+const THREE_HOURS: u32 = 10_800;
+
+/// What is given to the `index`-th scenario.
+struct Place {
+    index: u8,
+}
+
+impl Place {
+    fn cluster_ips(&self) -> Addresses {
+        cluster_ip(100 + u16::from(self.index))
+    }
+
+    fn node_port(&self) -> u16 {
+        31_000 + u16::from(self.index)
+    }
+
+    fn load_balancer(&self, node: u8) -> Addresses {
+        address::external(node, 1 + self.index)
+    }
+
+    fn external_ip(&self, node: u8) -> Addresses {
+        address::external(node, 128 + self.index)
+    }
+
+    fn target(&self, destination: Destination, family: Family) -> SocketAddr {
+        let (address, port) = match destination {
+            Destination::ClusterIp => (self.cluster_ips().of(family), PORT),
+            Destination::UndefinedPort => (self.cluster_ips().of(family), UNDEFINED_PORT),
+            Destination::NodePort(node) => (address::node(node).of(family), self.node_port()),
+            Destination::NodePortOnBridge => (address::pod(2, 1).of(family), self.node_port()),
+            Destination::NodePortOnLoopback => (family.loopback(), self.node_port()),
+            Destination::LoadBalancer(node) => (self.load_balancer(node).of(family), PORT),
+            Destination::ExternalIp(node) => (self.external_ip(node).of(family), PORT),
+        };
+        SocketAddr::new(address, port)
+    }
+}
+
+/// Has nothing but the services of these scenarios served. They are of one configuration.
+pub fn publish(world: &mut World, scenarios: &[&Scenario]) -> Result<()> {
+    for name in world.objects.services() {
+        world.objects.remove_service(&name);
+    }
+    for (place, scenario) in places(scenarios) {
+        let service = service(&place, scenario);
+        let endpoints = scenario.endpoints.iter().map(|endpoint| of_pod(world, endpoint));
+        let endpoints = endpoints.collect::<Result<Vec<_>>>()?;
+        world.objects.set_service(&service, &endpoints);
+    }
+    let fields = scenarios.first().ok_or_else(|| anyhow!("no scenario"))?.configuration.fields();
+    world.settle()?;
+    world.configure(fields)
+}
+
+fn places<'a>(scenarios: &[&'a Scenario]) -> impl Iterator<Item = (Place, &'a Scenario)> {
+    (0..).map(|index| Place { index }).zip(scenarios.iter().copied())
+}
+
+fn service(place: &Place, scenario: &Scenario) -> Service {
+    let asks = &scenario.asks;
+    let name = format!("scenario-{}", place.index);
+    let both =
+        |of: &dyn Fn(u8) -> Addresses| NODES.into_iter().flat_map(|node| of(node).both()).collect::<Vec<_>>();
+    let load_balancer = both(&|node| place.load_balancer(node));
+    let ingress = load_balancer.into_iter().map(|address| Ingress { address, proxied: asks.proxied });
+    Service {
+        internal_local: asks.internal_local,
+        external_local: asks.external_local,
+        affinity_seconds: asks.affinity.then_some(THREE_HOURS),
+        external_ips: both(&|node| place.external_ip(node)),
+        load_balancer: ingress.collect(),
+        source_ranges: asks.source_ranges.iter().map(|range| (*range).to_owned()).collect(),
+        ..Service::new(&name, place.cluster_ips(), PORT, SERVER_PORT, Some(place.node_port()))
+    }
+}
+
+fn of_pod(world: &World, endpoint: &EndpointRow) -> Result<Endpoint> {
+    let EndpointRow { pod, state, zones, nodes } = *endpoint;
+    let pod = world.lab.netns(pod)?;
+    Ok(Endpoint { addresses: pod.addresses, node: pod.node.unwrap_or_default(), state, zones, nodes })
+}
+
+/// What became of a row's connections: of the variants, the first that is not as expected, else the last.
+pub type Observed = (Variant, Found);
+
+/// Dials everything, all clients at once. The order is that of scenarios and their rows.
+pub fn observe(world: &World, scenarios: &[&Scenario], variants: &[Variant]) -> Result<Vec<Vec<Observed>>> {
+    let mut jobs: BTreeMap<Client, Vec<Job>> = BTreeMap::new();
+    for (number, (place, scenario)) in places(scenarios).enumerate() {
+        for (row_number, row) in scenario.rows.iter().enumerate() {
+            let expected = row.expected(world.setting.datapath());
+            for variant in
+                variants.iter().filter(|variant| row.family.is_none_or(|family| family == variant.family))
+            {
+                let dial = Dial::new(variant.protocol, place.target(row.destination, variant.family));
+                let job = Job { at: (number, row_number), row, expected, variant: *variant, dial };
+                jobs.entry(row.client).or_default().push(job);
+            }
+        }
+    }
+    let mut results: BTreeMap<(usize, usize), Observed> = BTreeMap::new();
+    for ((at, expected), result) in carry_out(world, &jobs)? {
+        let is_worse = results.get(&at).is_none_or(|(_, earlier)| expected.is(earlier));
+        if is_worse {
+            results.insert(at, result);
+        }
+    }
+    let mut of_scenarios: Vec<Vec<Observed>> = scenarios.iter().map(|_| Vec::new()).collect();
+    for ((scenario, _), result) in results {
+        if let Some(rows) = of_scenarios.get_mut(scenario) {
+            rows.push(result);
+        }
+    }
+    Ok(of_scenarios)
+}
+
+struct Job<'a> {
+    at: (usize, usize),
+    row: &'a Row,
+    expected: Expected,
+    variant: Variant,
+    dial: Dial,
+}
+
+type Done = (((usize, usize), Expected), Observed);
+
+fn carry_out(world: &World, jobs: &BTreeMap<Client, Vec<Job>>) -> Result<Vec<Done>> {
+    let mut clients = Vec::new();
+    for (client, jobs) in jobs {
+        let name = client.agent();
+        clients.push((world.agent(&name)?, world.addresses(&name)?, jobs));
+    }
+    thread::scope(|scope| {
+        let threads: Vec<_> = clients
+            .into_iter()
+            .map(|(agent, own, jobs)| {
+                scope.spawn(move || {
+                    let done =
+                        |job: &Job| Ok(((job.at, job.expected), (job.variant, found(agent, own, job)?)));
+                    jobs.iter().map(done).collect::<Result<Vec<_>>>()
+                })
+            })
+            .collect();
+        let mut all = Vec::new();
+        for thread in threads {
+            all.extend(thread.join().map_err(|_| anyhow!("a client's thread panicked"))??);
+        }
+        Ok(all)
+    })
+}
+
+fn found(agent: &Agent, own: Addresses, job: &Job) -> Result<Found> {
+    let silence_ms = match (job.expected, job.variant.protocol) {
+        // What netfilter refuses by ICMP is refused after the second SYN only, 1 s later.
+        (Expected::Dropped, Protocol::Tcp | Protocol::Sctp) => 1_600,
+        (Expected::Dropped, Protocol::Udp) => 500,
+        (Expected::Answered(..) | Expected::Sticks(..) | Expected::Refused, _) => 4_000,
+    };
+    let dial = job.dial.clone().timeout_ms(silence_ms);
+    let mut outcomes = agent.dial(&dial)?;
+    if let [Outcome::Answered(_)] = outcomes.as_slice() {
+        outcomes.extend(agent.dial(&dial.times(job.expected.connections() - 1))?);
+    }
+    Ok(told(&outcomes, own, job.row.client))
+}
+
+fn told(outcomes: &[Outcome], own: Addresses, client: Client) -> Found {
+    let (mut names, mut sources) = (BTreeSet::new(), BTreeSet::new());
+    for outcome in outcomes {
+        match outcome {
+            Outcome::Answered(answer) => {
+                let is_node = NODES.into_iter().any(|node| {
+                    address::node(node).contains(answer.source.ip())
+                        || address::pod(node, 1).contains(answer.source.ip())
+                });
+                let source = match (is_node, own.contains(answer.source.ip())) {
+                    (true, _) => Source::Node,
+                    (false, true) => Source::Client,
+                    (false, false) => return Found::Other(format!("{} saw {}", answer.by, answer.source)),
+                };
+                names.insert(answer.by.clone());
+                sources.insert(source);
+            }
+            Outcome::Refused { .. } if names.is_empty() => return Found::Refused,
+            Outcome::TimedOut | Outcome::Unreachable if names.is_empty() => return Found::Dropped,
+            Outcome::NotPermitted if names.is_empty() && matches!(client, Client::Node(_)) => {
+                return Found::NotPermitted;
+            }
+            Outcome::Refused { .. }
+            | Outcome::TimedOut
+            | Outcome::Unreachable
+            | Outcome::NotPermitted
+            | Outcome::Failed(_) => {
+                let before: Vec<&str> = names.iter().map(String::as_str).collect();
+                return Found::Other(format!("{outcome} after answers by {}", before.join("+")));
+            }
+        }
+    }
+    Found::Answered(names, sources)
+}
+
+/// All protocols and families, or one family of each protocol.
+pub fn variants(lean: bool) -> Vec<Variant> {
+    if lean {
+        return vec![
+            Variant { protocol: Protocol::Tcp, family: Family::V4 },
+            Variant { protocol: Protocol::Udp, family: Family::V6 },
+        ];
+    }
+    let protocols = [Protocol::Tcp, Protocol::Udp];
+    let of = |protocol| FAMILIES.map(|family| Variant { protocol, family });
+    protocols.into_iter().flat_map(of).collect()
+}

@@ -255,11 +255,10 @@ fn in_mode(arguments: &Arguments, mode: &'static str) -> Vec<&'static str> {
     ["--proxy", mode].into_iter().chain(core).collect()
 }
 
-/// Unless all is asked for: our modes, with one protocol of each family.
+/// Beside the real one; unless all is asked for, with one protocol of each family.
 fn differential(arguments: &Arguments) -> Vec<&'static str> {
     let lean = (!arguments.all_modes).then_some("--lean");
-    let real = arguments.kube_proxy.then_some("--kube-proxy");
-    lean.into_iter().chain(real).collect()
+    ["--kube-proxy"].into_iter().chain(lean).collect()
 }
 
 fn switching(arguments: &Arguments) -> Vec<&'static str> {

@@ -12,7 +12,7 @@ use behaviour::{
     case::Variant,
     not_yet, proxy,
     setting::{PathKind, ProxyKind, Setting},
-    table::{self, Configuration, Differences, Observed, Row, SCENARIOS, Scenario},
+    table::{self, Configuration, Differences, Observed, Row, RowNumber, SCENARIOS, Scenario},
     world::World,
 };
 use clap::Parser;
@@ -56,7 +56,8 @@ type SharedComparison = Arc<Mutex<Comparison>>;
 struct Run {
     world: World,
     variants: Vec<Variant>,
-    found: BTreeMap<Configuration, Vec<Vec<Observed>>>,
+    dialled: BTreeSet<Configuration>,
+    found: BTreeMap<RowNumber, Observed>,
 }
 
 fn main() -> ExitCode {
@@ -111,7 +112,7 @@ fn trials_of(setting: Setting, variants: &[Variant], comparison: &SharedComparis
         Some(reason) => Ok(Err(reason)),
         None => {
             let world = World::with_services(setting, setting.proxy.is_kube_proxy(), |_, _| Ok(()))?;
-            Ok(Ok(Run { world, variants, found: BTreeMap::new() }))
+            Ok(Ok(Run { world, variants, dialled: BTreeSet::new(), found: BTreeMap::new() }))
         }
     });
     run.trials(rows().map(|(number, row_number, scenario, row)| {
@@ -124,18 +125,12 @@ fn trials_of(setting: Setting, variants: &[Variant], comparison: &SharedComparis
 
 impl Run {
     /// What was found of this row; the first row of a configuration has all of it dialled.
-    fn found(&mut self, number: usize, row: usize, configuration: Configuration) -> Result<&Observed> {
-        let of_configuration = |scenario: &&Scenario| scenario.configuration == configuration;
-        if !self.found.contains_key(&configuration) {
-            let scenarios: Vec<&Scenario> = SCENARIOS.iter().filter(of_configuration).collect();
-            table::publish(&mut self.world, &scenarios)?;
-            let found = table::observe(&self.world, &scenarios, &self.variants)?;
-            self.found.insert(configuration, found);
+    fn found(&mut self, at: RowNumber, configuration: Configuration) -> Result<&Observed> {
+        if self.dialled.insert(configuration) {
+            table::publish(&mut self.world, configuration)?;
+            self.found.extend(table::observe(&self.world, configuration, &self.variants)?);
         }
-        let first = SCENARIOS.iter().position(|scenario| scenario.configuration == configuration);
-        let found = self.found.get(&configuration).zip(first);
-        let found = found.and_then(|(found, first)| found.get(number.checked_sub(first)?)?.get(row));
-        found.context("the row was not dialled")
+        self.found.get(&at).context("the row was not dialled")
     }
 }
 
@@ -149,7 +144,7 @@ fn judge(
 ) -> Result<Outcome> {
     let setting = run.world.setting;
     let expected = row.expected(setting.datapath());
-    let (variant, found) = run.found(number, row_number, scenario.configuration)?.clone();
+    let (variant, found) = run.found((number, row_number), scenario.configuration)?.clone();
     let mut comparison = comparison.lock().unwrap_or_else(PoisonError::into_inner);
     let is_as_expected = expected.is(&found);
     let difference = format!("{}: {row}: expected {expected}, found {found}", scenario.name);

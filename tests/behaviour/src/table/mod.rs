@@ -16,7 +16,7 @@ use lab::{
     cluster::{OUTSIDE, node_name},
     objects::State,
 };
-pub use observe::{Observed, observe, publish, variants};
+pub use observe::{Observed, RowNumber, observe, publish, variants};
 pub use rows::SCENARIOS;
 use serde_json::{Value, json};
 

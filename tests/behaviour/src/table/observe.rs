@@ -14,7 +14,9 @@ use lab::{
     objects::{Endpoint, Ingress, Service},
 };
 
-use super::{Client, Destination, EndpointRow, Expected, Found, Row, Scenario, Source};
+use super::{
+    Client, Configuration, Destination, EndpointRow, Expected, Found, Row, SCENARIOS, Scenario, Source,
+};
 use crate::{case::Variant, fixtures::PORT, world::World};
 
 /// A port that no service has.
@@ -22,7 +24,7 @@ const UNDEFINED_PORT: u16 = 81;
 /// Kubernetes' default.
 const THREE_HOURS: u32 = 10_800;
 
-/// What is given to the `index`-th scenario.
+/// What is given to the `index`-th scenario, and to no other: conntrack knows a datagram of before by its addresses.
 struct Place {
     index: u8,
 }
@@ -58,24 +60,27 @@ impl Place {
     }
 }
 
-/// Has nothing but the services of these scenarios served. They are of one configuration.
-pub fn publish(world: &mut World, scenarios: &[&Scenario]) -> Result<()> {
+/// Has nothing but the services of this configuration's scenarios served.
+pub fn publish(world: &mut World, configuration: Configuration) -> Result<()> {
     for name in world.objects.services() {
         world.objects.remove_service(&name);
     }
-    for (place, scenario) in places(scenarios) {
+    for (_, place, scenario) in scenarios_of(configuration) {
         let service = service(&place, scenario);
         let endpoints = scenario.endpoints.iter().map(|endpoint| of_pod(world, endpoint));
         let endpoints = endpoints.collect::<Result<Vec<_>>>()?;
         world.objects.set_service(&service, &endpoints);
     }
-    let fields = scenarios.first().ok_or_else(|| anyhow!("no scenario"))?.configuration.fields();
     world.settle()?;
-    world.configure(fields)
+    world.configure(configuration.fields())
 }
 
-fn places<'a>(scenarios: &[&'a Scenario]) -> impl Iterator<Item = (Place, &'a Scenario)> {
-    (0..).map(|index| Place { index }).zip(scenarios.iter().copied())
+/// With their numbers in [`SCENARIOS`].
+fn scenarios_of(configuration: Configuration) -> impl Iterator<Item = (usize, Place, &'static Scenario)> {
+    let numbered = (0..).zip((0..).map(|index| Place { index })).zip(SCENARIOS);
+    numbered
+        .map(|((number, place), scenario)| (number, place, scenario))
+        .filter(move |(_, _, scenario)| scenario.configuration == configuration)
 }
 
 fn service(place: &Place, scenario: &Scenario) -> Service {
@@ -105,10 +110,17 @@ fn of_pod(world: &World, endpoint: &EndpointRow) -> Result<Endpoint> {
 /// What became of a row's connections: of the variants, the first that is not as expected, else the last.
 pub type Observed = (Variant, Found);
 
-/// Dials everything, all clients at once. The order is that of scenarios and their rows.
-pub fn observe(world: &World, scenarios: &[&Scenario], variants: &[Variant]) -> Result<Vec<Vec<Observed>>> {
+/// Number of the scenario, and of the row in it.
+pub type RowNumber = (usize, usize);
+
+/// Dials all rows of the configuration's scenarios, all clients at once.
+pub fn observe(
+    world: &World,
+    configuration: Configuration,
+    variants: &[Variant],
+) -> Result<BTreeMap<RowNumber, Observed>> {
     let mut jobs: BTreeMap<Client, Vec<Job>> = BTreeMap::new();
-    for (number, (place, scenario)) in places(scenarios).enumerate() {
+    for (number, place, scenario) in scenarios_of(configuration) {
         for (row_number, row) in scenario.rows.iter().enumerate() {
             let expected = row.expected(world.setting.datapath());
             for variant in
@@ -120,31 +132,25 @@ pub fn observe(world: &World, scenarios: &[&Scenario], variants: &[Variant]) -> 
             }
         }
     }
-    let mut results: BTreeMap<(usize, usize), Observed> = BTreeMap::new();
+    let mut results: BTreeMap<RowNumber, Observed> = BTreeMap::new();
     for ((at, expected), result) in carry_out(world, &jobs)? {
         let is_worse = results.get(&at).is_none_or(|(_, earlier)| expected.is(earlier));
         if is_worse {
             results.insert(at, result);
         }
     }
-    let mut of_scenarios: Vec<Vec<Observed>> = scenarios.iter().map(|_| Vec::new()).collect();
-    for ((scenario, _), result) in results {
-        if let Some(rows) = of_scenarios.get_mut(scenario) {
-            rows.push(result);
-        }
-    }
-    Ok(of_scenarios)
+    Ok(results)
 }
 
 struct Job<'a> {
-    at: (usize, usize),
+    at: RowNumber,
     row: &'a Row,
     expected: Expected,
     variant: Variant,
     dial: Dial,
 }
 
-type Done = (((usize, usize), Expected), Observed);
+type Done = ((RowNumber, Expected), Observed);
 
 fn carry_out(world: &World, jobs: &BTreeMap<Client, Vec<Job>>) -> Result<Vec<Done>> {
     let mut clients = Vec::new();

@@ -221,12 +221,7 @@ fn root_suites(arguments: &Arguments) -> Result<Vec<Suite>> {
         behaviour("behaviour packets", &["--path", "packets"]),
         behaviour("behaviour unseen", &["--path", "unseen"]),
         behaviour("behaviour off", &["--path", "off"]),
-        behaviour("behaviour nftables", &in_mode(arguments, "nftables")),
         behaviour("behaviour iptables", &in_mode(arguments, "iptables")),
-        behaviour("behaviour ipvs", &in_mode(arguments, "ipvs")),
-        behaviour("behaviour userspace", &in_mode(arguments, "userspace")),
-        tests_as_root("differential", &["--bin", "differential"], &differential(arguments)),
-        tests_as_root("switching", &["--bin", "switching"], &switching(arguments)),
         tests_as_root("sources", &["--test", "sources"], &[]),
         tests_as_root("life cycle", &["--test", "life_cycle"], &[]),
         tests_as_root("surface", &["--test", "surface"], &[]),
@@ -253,18 +248,6 @@ fn root_suites(arguments: &Arguments) -> Result<Vec<Suite>> {
 fn in_mode(arguments: &Arguments, mode: &'static str) -> Vec<&'static str> {
     let core = (!arguments.all_modes).then_some("--core");
     ["--proxy", mode].into_iter().chain(core).collect()
-}
-
-/// Beside the real one; unless all is asked for, with one protocol of each family.
-fn differential(arguments: &Arguments) -> Vec<&'static str> {
-    let lean = (!arguments.all_modes).then_some("--lean");
-    ["--kube-proxy"].into_iter().chain(lean).collect()
-}
-
-fn switching(arguments: &Arguments) -> Vec<&'static str> {
-    let connections = if arguments.all_modes { "1000" } else { "100" };
-    let real = arguments.kube_proxy.then_some("--kube-proxy");
-    ["--connections", connections].into_iter().chain(real).collect()
 }
 
 #[cfg(test)]

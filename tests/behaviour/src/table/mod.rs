@@ -197,6 +197,17 @@ impl Expected {
         }
     }
 
+    /// What differs, in words that explanations match; where the right endpoints answered, it is only whose address they saw.
+    pub fn difference(&self, found: &Found) -> String {
+        match (self, found) {
+            (Self::Answered(by, source), Found::Answered(names, sources)) if names.iter().eq(by.iter()) => {
+                let sources: Vec<String> = sources.iter().map(Source::to_string).collect();
+                format!("address: expected {source}, found {}", sources.join(" and "))
+            }
+            _ => format!("expected {self}, found {found}"),
+        }
+    }
+
     /// As many connections meet every endpoint, but for a chance of one in a million.
     pub(crate) const fn connections(&self) -> u32 {
         match self {

@@ -53,7 +53,9 @@ pub(super) const ENTRY: Entry = Entry {
     probe: |_, host| probe::probe(host),
     prepare: |config| Ok(route_localnet(config)?),
     open: |config| {
-        route_localnet(config)?;
+        if let Err(error) = route_localnet(config) {
+            tracing::warn!(%error, "node ports are not served on 127.0.0.1");
+        }
         Ok(Box::new(IptablesDataplane::open(xtables::choose().map_err(Error::from)?.backend)?))
     },
     read: |_| Ok(Tables::open()?.map(|tables| Box::new(tables) as BoxedProgrammed)),
@@ -114,10 +116,20 @@ impl IptablesDataplane {
 /// The families that this node can be programmed in.
 fn families(backend: Backend) -> Vec<(IpFamily, Tools)> {
     let find = |family| {
-        let is_there = family == IpFamily::Ipv4 || probe::has_ipv6();
-        Some((family, Tools::find(writer::table_family(family), backend).filter(|_| is_there)?))
+        let tools = Tools::find(writer::table_family(family), backend)?;
+        let is_there = family == IpFamily::Ipv4 || probe::has_ipv6() && can_translate(&tools);
+        is_there.then_some((family, tools))
     };
     IpFamily::ALL.into_iter().filter_map(find).collect()
+}
+
+/// Kernels may be built without NAT for IPv6, which the backend legacy needs a module of its own for.
+fn can_translate(tools: &Tools) -> bool {
+    let read = tools.save(Table::Nat.name(), |_| ());
+    if let Err(error) = &read {
+        tracing::warn!(%error, "IPv6 is not served");
+    }
+    read.is_ok()
 }
 
 /// Conntrack takes packets outside of the window for valid. Not known before it is loaded: then it is not.

@@ -32,7 +32,7 @@ const MANY_ENDPOINTS: usize = 1000;
 /// Fewer than this, and they have again.
 const FEW_ENDPOINTS: usize = 900;
 /// iptables-nft needs time in proportion to the square of the lines of a part.
-const LINES_OF_NFT: usize = 1000;
+const LINES_OF_NFT: usize = 2000;
 /// iptables-legacy copies the whole table for each part.
 const LINES_OF_LEGACY: usize = usize::MAX;
 /// Of one run of the tool: bounds the memory for its input.

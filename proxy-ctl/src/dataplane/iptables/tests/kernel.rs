@@ -238,3 +238,84 @@ fn as_root_the_snapshot_tells_what_is_there(#[values(Backend::Legacy, Backend::N
     assert_eq!(names, [1, 2, 3, 4, 5, 6].map(|number| format!("ns{number}/svc{number}:p80")));
     assert_eq!(snapshot.backends.len(), 6);
 }
+
+fn ip_tool(arguments: &str) {
+    let status = Command::new("ip").args(arguments.split(' ')).status().unwrap();
+    assert!(status.success(), "ip {arguments}");
+}
+
+/// What the endpoint that answers says of itself.
+fn dial(address: &str) -> std::io::Result<std::net::SocketAddr> {
+    let patience = std::time::Duration::from_secs(5);
+    let mut stream = std::net::TcpStream::connect_timeout(&address.parse().unwrap(), patience)?;
+    let mut said = String::new();
+    std::io::Read::read_to_string(&mut stream, &mut said)?;
+    Ok(said.parse().unwrap())
+}
+
+/// Answers every connection with its own address, for as long as the test's process runs.
+fn serve(address: &str) {
+    let listener = std::net::TcpListener::bind(address).unwrap();
+    let address = address.to_owned();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            // The client may have gone.
+            let _ = std::io::Write::write_all(&mut stream.unwrap(), address.as_bytes());
+        }
+    });
+}
+
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_connections_reach_endpoints_or_are_refused(
+    #[values(Backend::Legacy, Backend::Nft)] backend: Backend,
+    #[values(false, true)] sticky: bool,
+) {
+    if !enter(backend) {
+        return;
+    }
+    for arguments in [
+        "link set lo up",
+        "link add eth0 type veth peer name other",
+        "link set eth0 up",
+        "link set other up",
+        "address add 192.168.0.2/24 dev eth0",
+        "address add 10.180.0.1/32 dev lo",
+        "address add 10.180.0.2/32 dev lo",
+        "route add 172.30.0.0/16 dev eth0",
+        "-6 address add fd00:10::6/128 dev lo",
+        "-6 route add fd00:30::/64 dev lo",
+    ] {
+        ip_tool(arguments);
+    }
+    for address in ["10.180.0.1:80", "10.180.0.2:80", "[fd00:10::6]:80"] {
+        serve(address);
+    }
+    let web = Service {
+        affinity_seconds: sticky.then_some(600),
+        ..named("ns1/svc1", "172.30.0.41").node_port(3001)
+    };
+    let ports = desired(
+        vec![web, named("ns4/svc4", "172.30.0.44"), named("ns6/svc6", "fd00:30::46")],
+        vec![
+            endpoints("ns1/svc1", &["10.180.0.1", "10.180.0.2"]),
+            endpoints("ns6/svc6", &["here:fd00:10::6"]),
+        ],
+    );
+    let mut dataplane = open(backend);
+    dataplane.resync(&ports).unwrap();
+
+    let answers = |address: &str| -> std::collections::BTreeSet<_> {
+        (0..40).map(|_| dial(address).unwrap()).collect()
+    };
+    let count = if sticky { 1 } else { 2 };
+    assert_eq!(answers("172.30.0.41:80").len(), count);
+    assert_eq!(answers("192.168.0.2:3001").len(), count);
+    assert_eq!(dial("[fd00:30::46]:80").unwrap(), "[fd00:10::6]:80".parse().unwrap());
+    let refused = dial("172.30.0.44:80").unwrap_err();
+    assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
+
+    let ports = desired(vec![named("ns1/svc1", "172.30.0.41")], vec![endpoints("ns1/svc1", &["10.180.0.2"])]);
+    dataplane.apply(&changes(&ports)).unwrap();
+    assert_eq!(dial("172.30.0.41:80").unwrap(), "10.180.0.2:80".parse().unwrap());
+}

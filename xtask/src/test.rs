@@ -222,6 +222,7 @@ fn root_suites(arguments: &Arguments) -> Result<Vec<Suite>> {
         behaviour("behaviour unseen", &["--path", "unseen"]),
         behaviour("behaviour off", &["--path", "off"]),
         behaviour("behaviour iptables", &in_mode(arguments, "iptables")),
+        tests_as_root("differential", &["--bin", "differential"], &differential(arguments)),
         tests_as_root("sources", &["--test", "sources"], &[]),
         tests_as_root("life cycle", &["--test", "life_cycle"], &[]),
         tests_as_root("surface", &["--test", "surface"], &[]),
@@ -248,6 +249,12 @@ fn root_suites(arguments: &Arguments) -> Result<Vec<Suite>> {
 fn in_mode(arguments: &Arguments, mode: &'static str) -> Vec<&'static str> {
     let core = (!arguments.all_modes).then_some("--core");
     ["--proxy", mode].into_iter().chain(core).collect()
+}
+
+/// Beside the real one; unless all is asked for, with one protocol of each family.
+fn differential(arguments: &Arguments) -> Vec<&'static str> {
+    let lean = (!arguments.all_modes).then_some("--lean");
+    ["--proxy", "iptables", "--kube-proxy"].into_iter().chain(lean).collect()
 }
 
 #[cfg(test)]

@@ -47,6 +47,9 @@ fn forward(namespace: &str) -> Result<()> {
             ("net/ipv4/ip_forward", "1"),
             ("net/ipv6/conf/all/forwarding", "1"),
             ("net/ipv6/conf/default/forwarding", "1"),
+            // Each client that is refused is told so, however many were just before it.
+            ("net/ipv4/icmp_ratelimit", "0"),
+            ("net/ipv6/icmp/ratelimit", "0"),
         ],
     )
 }

@@ -18,7 +18,7 @@ use crate::{
     image::{self, ForTests},
     setup,
     suites::{Count, Kind, Report, Suite},
-    vm,
+    vm::{self, Machine},
 };
 
 #[derive(Args)]
@@ -29,9 +29,9 @@ pub(crate) struct Arguments {
     /// Whole sets of scenarios in the modes nftables, iptables, ipvs and userspace, in place of the core ones
     #[arg(long)]
     all_modes: bool,
-    /// Also run the core scenarios on kernels 5.10 and 6.12 and on arm64, in virtual machines
+    /// Also run the core scenarios on kernels 5.10, 6.1, 6.12, the newest and arm64, in virtual machines
     #[arg(long)]
-    vm: bool,
+    all_kernels: bool,
     /// Only suites whose name contains this
     #[arg(long, default_value = "")]
     suite: String,
@@ -73,11 +73,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     for suite in root_suites(arguments)? {
         total.add(suite, arguments)?;
     }
-    if arguments.vm {
-        // Others are not downloaded.
-        for machine in vm::MACHINES.into_iter().filter(|machine| machine.name().contains(&arguments.suite)) {
-            total.add(machine.suite()?, arguments)?;
-        }
+    let others = if arguments.all_kernels { &vm::OTHERS[..] } else { &[] };
+    for machine in std::iter::once(&vm::IPVS).chain(others) {
+        total.add_machine(*machine, arguments)?;
     }
     println!("in {} s", start.elapsed().as_secs());
     let forbidden: Vec<&String> = total.skips.iter().filter(|skip| arguments.forbids(skip)).collect();
@@ -113,6 +111,26 @@ impl Total {
             self.count += report.count;
         }
         Ok(())
+    }
+}
+
+impl Total {
+    /// Others than those that are asked for are not downloaded.
+    fn add_machine(&mut self, machine: Machine, arguments: &Arguments) -> Result<()> {
+        let name = machine.name();
+        if !name.contains(&arguments.suite) {
+            return Ok(());
+        }
+        match machine.provide() {
+            Ok(()) => self.add(machine.suite()?, arguments),
+            Err(error) => {
+                let reason = format!("its kernel could not be fetched: {error:#}");
+                println!("{name:<22} skipped: {reason}");
+                self.count.skipped += 1;
+                self.skips.push(format!("{name}: {reason}"));
+                Ok(())
+            }
+        }
     }
 }
 

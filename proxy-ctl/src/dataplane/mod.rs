@@ -11,6 +11,7 @@ mod error;
 mod hand_over;
 mod host;
 pub mod iptables;
+mod ipvs;
 mod metrics;
 mod modes;
 pub mod netfilter;

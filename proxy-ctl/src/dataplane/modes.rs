@@ -8,7 +8,7 @@ use super::{
     ebpf,
     entry::{BoxedProgrammed, Entry, Removed},
     hand_over::{HandOver, ModeBeside},
-    iptables,
+    iptables, ipvs,
 };
 use crate::{
     config::Config,
@@ -20,7 +20,8 @@ const fn entry(mode: Mode) -> Option<&'static Entry> {
     match mode {
         Mode::Ebpf => Some(&ebpf::ENTRY),
         Mode::Iptables => Some(&iptables::ENTRY),
-        Mode::Nftables | Mode::Ipvs | Mode::Userspace => None,
+        Mode::Ipvs => Some(&ipvs::ENTRY),
+        Mode::Nftables | Mode::Userspace => None,
     }
 }
 

@@ -1,6 +1,10 @@
-//! Virtual servers of IPVS: listed, quiesced and removed.
+//! Virtual servers of IPVS: listed, written, quiesced and removed.
 
-use std::{io, net::SocketAddr};
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
 
 use netlink_sys::protocols::NETLINK_GENERIC;
 
@@ -15,17 +19,29 @@ const FAMILY_ID: u16 = 1;
 const FAMILY_NAME: u16 = 2;
 
 const VERSION: u8 = 1;
+const NEW_SERVICE: u8 = 1;
+const SET_SERVICE: u8 = 2;
 const DEL_SERVICE: u8 = 3;
 const GET_SERVICE: u8 = 4;
+const NEW_DEST: u8 = 5;
 const SET_DEST: u8 = 6;
+const DEL_DEST: u8 = 7;
 const GET_DEST: u8 = 8;
+const SET_CONFIG: u8 = 12;
 const SERVICE: u16 = 1;
 const DEST: u16 = 2;
+const TIMEOUT_TCP: u16 = 4;
+const TIMEOUT_TCP_FIN: u16 = 5;
+const TIMEOUT_UDP: u16 = 6;
 const SERVICE_FAMILY: u16 = 1;
 const SERVICE_PROTOCOL: u16 = 2;
 const SERVICE_ADDRESS: u16 = 3;
 const SERVICE_PORT: u16 = 4;
 const SERVICE_MARK: u16 = 5;
+const SERVICE_SCHEDULER: u16 = 6;
+const SERVICE_FLAGS: u16 = 7;
+const SERVICE_TIMEOUT: u16 = 8;
+const SERVICE_NETMASK: u16 = 9;
 const DEST_ADDRESS: u16 = 1;
 const DEST_PORT: u16 = 2;
 const DEST_FORWARDING: u16 = 3;
@@ -35,6 +51,15 @@ const DEST_LOWER: u16 = 6;
 const DEST_ACTIVE: u16 = 7;
 const DEST_INACTIVE: u16 = 8;
 const DEST_FAMILY: u16 = 11;
+
+/// `IP_VS_SVC_F_PERSISTENT`.
+const PERSISTENT: u32 = 1;
+/// `IP_VS_SVC_F_HASHED`: of the kernel's own.
+const HASHED: u32 = 2;
+/// `IP_VS_SVC_F_SCHED_MH_PORT`, `IP_VS_SVC_F_SCHED_SH_PORT`.
+const BY_SOURCE_PORT: u32 = 1 << 4;
+/// `IP_VS_CONN_F_MASQ`: the destination is translated.
+const MASQUERADING: u32 = 0;
 
 /// `genlmsghdr`.
 fn header(command: u8) -> [u8; 4] {
@@ -51,9 +76,22 @@ pub struct VirtualServer {
     key: Key,
     /// `None`: it is for packets with a mark.
     pub socket: Option<VirtualSocket>,
+    pub balancing: Balancing,
 }
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+/// How a virtual server chooses a destination.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Balancing {
+    /// `rr`, `wrr`, `lc` and so on. The kernel loads the module `ip_vs_<scheduler>`.
+    pub scheduler: Arc<str>,
+    /// Connections of one client, also from different ports, go to one destination until it has made none for so many
+    /// seconds.
+    pub affinity_seconds: Option<u32>,
+    /// Schedulers that hash take the client's port too.
+    pub by_source_port: bool,
+}
+
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct VirtualSocket {
     /// IANA's number.
     pub protocol: u16,
@@ -75,6 +113,7 @@ impl std::fmt::Display for VirtualSocket {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Destination {
     key: Key,
+    pub address: SocketAddr,
     /// New connections go to it.
     pub is_used: bool,
     /// Connections that the kernel knows: of TCP until some time after their end, of UDP until nothing has come for some
@@ -86,8 +125,131 @@ impl Destination {
     /// As no kernel lists it.
     #[cfg(test)]
     pub(crate) const fn new(is_used: bool, connections: u32) -> Self {
-        Self { key: Vec::new(), is_used, connections }
+        let address = SocketAddr::new(IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0);
+        Self { key: Vec::new(), address, is_used, connections }
     }
+}
+
+/// Something to write.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum ServerChange {
+    Create(VirtualSocket, Balancing),
+    /// Of a virtual server that is there; its connections and destinations stay.
+    Set(VirtualSocket, Balancing),
+    /// Its connections end with their next packet.
+    Remove(VirtualSocket),
+    /// It gets new connections.
+    AddDestination(VirtualSocket, SocketAddr),
+    /// Whether one that is there gets new connections.
+    UseDestination(VirtualSocket, SocketAddr, bool),
+    /// Its connections end with their next packet, if the parameter `net/ipv4/vs/expire_nodest_conn` says so.
+    RemoveDestination(VirtualSocket, SocketAddr),
+}
+
+impl ServerChange {
+    pub const fn socket(&self) -> VirtualSocket {
+        match self {
+            Self::Create(socket, _)
+            | Self::Set(socket, _)
+            | Self::Remove(socket)
+            | Self::AddDestination(socket, _)
+            | Self::UseDestination(socket, _, _)
+            | Self::RemoveDestination(socket, _) => *socket,
+        }
+    }
+
+    const fn call(&self) -> (u8, &'static str) {
+        match self {
+            Self::Create(..) => (NEW_SERVICE, "netlink IPVS_CMD_NEW_SERVICE"),
+            Self::Set(..) => (SET_SERVICE, "netlink IPVS_CMD_SET_SERVICE"),
+            Self::Remove(_) => (DEL_SERVICE, "netlink IPVS_CMD_DEL_SERVICE"),
+            Self::AddDestination(..) => (NEW_DEST, "netlink IPVS_CMD_NEW_DEST"),
+            Self::UseDestination(..) => (SET_DEST, "netlink IPVS_CMD_SET_DEST"),
+            Self::RemoveDestination(..) => (DEL_DEST, "netlink IPVS_CMD_DEL_DEST"),
+        }
+    }
+
+    const fn removes(&self) -> bool {
+        matches!(self, Self::Remove(_) | Self::RemoveDestination(..))
+    }
+
+    fn write(&self, ipvs_family: u16, to: &mut Messages) {
+        let socket = self.socket();
+        to.begin(ipvs_family, 0, &header(self.call().0)).nested(SERVICE, |service| {
+            write_socket(socket, service);
+            if let Self::Create(_, balancing) | Self::Set(_, balancing) = self {
+                write_balancing(socket, balancing, service);
+            }
+        });
+        match self {
+            Self::Create(..) | Self::Set(..) | Self::Remove(_) => {}
+            Self::AddDestination(_, address) => write_destination(*address, true, to),
+            Self::UseDestination(_, address, is_used) => write_destination(*address, *is_used, to),
+            Self::RemoveDestination(_, address) => write_destination(*address, false, to),
+        }
+    }
+}
+
+fn write_socket(socket: VirtualSocket, service: &mut Messages) {
+    service
+        .attribute(SERVICE_FAMILY, &family(socket.address).to_ne_bytes())
+        .attribute(SERVICE_PROTOCOL, &socket.protocol.to_ne_bytes())
+        .attribute(SERVICE_ADDRESS, &padded(socket.address.ip()))
+        .attribute(SERVICE_PORT, &socket.address.port().to_be_bytes());
+}
+
+fn write_balancing(socket: VirtualSocket, balancing: &Balancing, service: &mut Messages) {
+    let mut flags = 0;
+    if balancing.affinity_seconds.is_some() {
+        flags |= PERSISTENT;
+    }
+    if balancing.by_source_port {
+        flags |= BY_SOURCE_PORT;
+    }
+    // `ip_vs_flags`: values, and which of them count.
+    let flags = [flags.to_ne_bytes(), u32::MAX.to_ne_bytes()].concat();
+    // Of a client address: all bits of IPv4, the length of the prefix of IPv6.
+    let netmask = if socket.address.is_ipv4() { u32::MAX } else { 128 };
+    service
+        .text(SERVICE_SCHEDULER, &balancing.scheduler)
+        .attribute(SERVICE_FLAGS, &flags)
+        .attribute(SERVICE_TIMEOUT, &balancing.affinity_seconds.unwrap_or(0).to_ne_bytes())
+        .attribute(SERVICE_NETMASK, &netmask.to_ne_bytes());
+}
+
+fn write_destination(address: SocketAddr, is_used: bool, to: &mut Messages) {
+    to.nested(DEST, |destination| {
+        destination
+            .attribute(DEST_ADDRESS, &padded(address.ip()))
+            .attribute(DEST_PORT, &address.port().to_be_bytes())
+            .attribute(DEST_FORWARDING, &MASQUERADING.to_ne_bytes())
+            .attribute(DEST_WEIGHT, &u32::from(is_used).to_ne_bytes())
+            .attribute(DEST_UPPER, &0_u32.to_ne_bytes())
+            .attribute(DEST_LOWER, &0_u32.to_ne_bytes())
+            .attribute(DEST_FAMILY, &family(address).to_ne_bytes());
+    });
+}
+
+fn family(address: SocketAddr) -> u16 {
+    (if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 }) as u16
+}
+
+/// `nf_inet_addr`.
+fn padded(address: IpAddr) -> [u8; 16] {
+    let mut padded = [0; 16];
+    match address {
+        IpAddr::V4(address) => padded[..4].copy_from_slice(&address.octets()),
+        IpAddr::V6(address) => padded = address.octets(),
+    }
+    padded
+}
+
+/// Seconds after which a connection without packets is forgotten; 0: as it is.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Timeouts {
+    pub tcp: u32,
+    pub tcp_fin: u32,
+    pub udp: u32,
 }
 
 /// A connection to IPVS of this thread's network namespace. Needs CAP_NET_ADMIN there.
@@ -122,12 +284,45 @@ impl Ipvs {
         self.connection.dump(&request, parse).map_err(CallError::of("netlink IPVS_CMD_GET_SERVICE"))
     }
 
-    /// None if the virtual server is gone.
-    pub fn destinations(&self, server: &VirtualServer) -> Result<Vec<Destination>, CallError> {
+    /// Writes all that the kernel takes; answers with what it has refused, by place. What is to be removed and is not there
+    /// is no error.
+    pub fn write(&self, changes: &[ServerChange]) -> Result<Vec<(usize, CallError)>, CallError> {
+        let refused = self
+            .connection
+            .send_each(changes, |change, to| change.write(self.family, to))
+            .map_err(CallError::of("netlink of IPVS"))?;
+        let errors = refused.into_iter().filter_map(|(place, errno)| {
+            let change = changes.get(place)?;
+            let error = io::Error::from_raw_os_error(errno);
+            let is_done = change.removes() && is_gone(&error);
+            (!is_done).then(|| (place, CallError::new(change.call().1, error)))
+        });
+        Ok(errors.collect())
+    }
+
+    pub fn set_timeouts(&self, timeouts: Timeouts) -> Result<(), CallError> {
         let mut request = Messages::default();
         request
-            .begin(self.family, NLM_F_DUMP, &header(GET_DEST))
-            .nested(SERVICE, |inner| write(&server.key, inner));
+            .begin(self.family, NLM_F_ACK, &header(SET_CONFIG))
+            .attribute(TIMEOUT_TCP, &timeouts.tcp.to_ne_bytes())
+            .attribute(TIMEOUT_TCP_FIN, &timeouts.tcp_fin.to_ne_bytes())
+            .attribute(TIMEOUT_UDP, &timeouts.udp.to_ne_bytes());
+        self.command(&request, "netlink IPVS_CMD_SET_CONFIG")
+    }
+
+    /// Of the virtual server for `socket`; none if it is not there.
+    pub fn destinations_of(&self, socket: VirtualSocket) -> Result<Vec<Destination>, CallError> {
+        self.list_destinations(|service| write_socket(socket, service))
+    }
+
+    /// None if the virtual server is gone.
+    pub fn destinations(&self, server: &VirtualServer) -> Result<Vec<Destination>, CallError> {
+        self.list_destinations(|service| write(&server.key, service))
+    }
+
+    fn list_destinations(&self, server: impl FnOnce(&mut Messages)) -> Result<Vec<Destination>, CallError> {
+        let mut request = Messages::default();
+        request.begin(self.family, NLM_F_DUMP, &header(GET_DEST)).nested(SERVICE, server);
         let parse = |_, body: &[u8]| destination(Attributes(body.get(HEADER..)?).nested(DEST)?);
         match self.connection.dump(&request, parse) {
             Err(error) if is_gone(&error) => Ok(Vec::new()),
@@ -192,14 +387,27 @@ fn server(server: Attributes<'_>) -> Option<VirtualServer> {
         Some(VirtualSocket { protocol, address: SocketAddr::new(address, port) })
     };
     let marked = server.get(SERVICE_MARK).is_some();
-    Some(VirtualServer { key: key(server, &KEY), socket: if marked { None } else { socket() } })
+    let number =
+        |kind| server.get(kind).and_then(|value| value.first_chunk()).map(|value| u32::from_ne_bytes(*value));
+    let flags = number(SERVICE_FLAGS).unwrap_or(0) & !HASHED;
+    let balancing = Balancing {
+        scheduler: server.text(SERVICE_SCHEDULER).unwrap_or_default().into(),
+        affinity_seconds: (flags & PERSISTENT != 0).then(|| number(SERVICE_TIMEOUT).unwrap_or(0)),
+        by_source_port: flags & BY_SOURCE_PORT != 0,
+    };
+    Some(VirtualServer { key: key(server, &KEY), socket: if marked { None } else { socket() }, balancing })
 }
 
 fn destination(destination: Attributes<'_>) -> Option<Destination> {
     const KEY: [u16; 6] = [DEST_ADDRESS, DEST_PORT, DEST_FORWARDING, DEST_UPPER, DEST_LOWER, DEST_FAMILY];
     let number = |kind| Some(u32::from_ne_bytes(*destination.get(kind)?.first_chunk()?));
+    let bytes = destination.get(DEST_ADDRESS)?;
+    // Told since 3.18.
+    let family = u16::from_ne_bytes(*destination.get(DEST_FAMILY)?.first_chunk()?);
+    let port = u16::from_be_bytes(*destination.get(DEST_PORT)?.first_chunk()?);
     Some(Destination {
         key: key(destination, &KEY),
+        address: SocketAddr::new(ip_address(family.into(), bytes)?, port),
         is_used: number(DEST_WEIGHT)? != 0,
         connections: number(DEST_ACTIVE)?.saturating_add(number(DEST_INACTIVE)?),
     })
@@ -207,14 +415,14 @@ fn destination(destination: Attributes<'_>) -> Option<Destination> {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use std::{
-        net::{IpAddr, SocketAddr},
-        time::{Duration, Instant},
-    };
+    use std::time::{Duration, Instant};
+
+    use nix::sched::{CloneFlags, unshare};
+    use rstest::rstest;
 
     use super::*;
 
-    /// As the kernel lists `10.96.0.1:443 rr` and one real server of it, the parts that are read.
+    /// As the kernel lists `10.96.0.1:443 mh persistent 10800` and one real server of it, the parts that are read.
     fn listed() -> Messages {
         let mut messages = Messages::default();
         messages.begin(0x1c, 0, &header(1)).nested(SERVICE, |service| {
@@ -225,7 +433,12 @@ pub(crate) mod tests {
                 .attribute(SERVICE_PROTOCOL, &6_u16.to_ne_bytes())
                 .attribute(SERVICE_ADDRESS, &address)
                 .attribute(SERVICE_PORT, &443_u16.to_be_bytes())
-                .text(6, "rr");
+                .text(SERVICE_SCHEDULER, "mh")
+                .attribute(
+                    SERVICE_FLAGS,
+                    &[PERSISTENT | HASHED | BY_SOURCE_PORT, u32::MAX].map(u32::to_ne_bytes).concat(),
+                )
+                .attribute(SERVICE_TIMEOUT, &10_800_u32.to_ne_bytes());
         });
         messages
     }
@@ -236,6 +449,9 @@ pub(crate) mod tests {
         let body = &listed.bytes()[16 + HEADER..];
         let server = server(Attributes(body).nested(SERVICE).unwrap()).unwrap();
         assert_eq!(server.socket.unwrap().to_string(), "10.96.0.1:443/TCP");
+        let balancing =
+            Balancing { scheduler: "mh".into(), affinity_seconds: Some(10_800), by_source_port: true };
+        assert_eq!(server.balancing, balancing);
         let kinds: Vec<u16> = server.key.iter().map(|(kind, _)| *kind).collect();
         assert_eq!(kinds, [SERVICE_FAMILY, SERVICE_PROTOCOL, SERVICE_ADDRESS, SERVICE_PORT]);
     }
@@ -252,66 +468,26 @@ pub(crate) mod tests {
             .attribute(DEST_UPPER, &0_u32.to_ne_bytes())
             .attribute(DEST_LOWER, &0_u32.to_ne_bytes())
             .attribute(DEST_ACTIVE, &3_u32.to_ne_bytes())
-            .attribute(DEST_INACTIVE, &2_u32.to_ne_bytes());
+            .attribute(DEST_INACTIVE, &2_u32.to_ne_bytes())
+            .attribute(DEST_FAMILY, &2_u16.to_ne_bytes());
         let found = destination(Attributes(&messages.bytes()[16..])).unwrap();
         assert!(found.is_used);
-        assert_eq!(found.connections, 5);
+        assert_eq!((found.connections, found.address), (5, ([10; 4], 80).into()));
         let kinds: Vec<u16> = found.key.iter().map(|(kind, _)| *kind).collect();
-        assert_eq!(kinds, [DEST_ADDRESS, DEST_PORT, DEST_FORWARDING, DEST_UPPER, DEST_LOWER]);
+        assert_eq!(kinds, [DEST_ADDRESS, DEST_PORT, DEST_FORWARDING, DEST_UPPER, DEST_LOWER, DEST_FAMILY]);
     }
 
-    const NEW_SERVICE: u8 = 1;
-    const NEW_DEST: u8 = 5;
-
-    fn padded(address: IpAddr) -> [u8; 16] {
-        let mut padded = [0; 16];
-        match address {
-            IpAddr::V4(address) => padded[..4].copy_from_slice(&address.octets()),
-            IpAddr::V6(address) => padded.copy_from_slice(&address.octets()),
-        }
-        padded
-    }
-
-    fn socket_key(socket: SocketAddr) -> impl Fn(&mut Messages) {
-        let family = if socket.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
-        move |service| {
-            service
-                .attribute(SERVICE_FAMILY, &(family as u16).to_ne_bytes())
-                .attribute(SERVICE_PROTOCOL, &6_u16.to_ne_bytes())
-                .attribute(SERVICE_ADDRESS, &padded(socket.ip()))
-                .attribute(SERVICE_PORT, &socket.port().to_be_bytes());
-        }
+    pub(crate) fn round_robin() -> Balancing {
+        Balancing { scheduler: "rr".into(), affinity_seconds: None, by_source_port: false }
     }
 
     /// `socket` leads to each of `real` in turns, by TCP.
     pub(crate) fn serve(ipvs: &Ipvs, socket: &str, real: &[SocketAddr]) {
-        let socket: SocketAddr = socket.parse().unwrap();
-        let netmask = if socket.is_ipv4() { u32::MAX } else { 128_u32 };
-        let mut request = Messages::default();
-        request.begin(ipvs.family, NLM_F_ACK, &header(NEW_SERVICE)).nested(SERVICE, |service| {
-            socket_key(socket)(service);
-            service
-                .text(6, "rr")
-                .attribute(7, &[0, 0, 0, 0, 255, 255, 255, 255])
-                .attribute(8, &0_u32.to_ne_bytes())
-                .attribute(9, &netmask.to_ne_bytes());
-        });
-        ipvs.connection.request(&request, |_, _| ()).unwrap();
-        for real in real {
-            let mut request = Messages::default();
-            request
-                .begin(ipvs.family, NLM_F_ACK, &header(NEW_DEST))
-                .nested(SERVICE, socket_key(socket))
-                .nested(DEST, |dest| {
-                    dest.attribute(DEST_ADDRESS, &padded(real.ip()))
-                        .attribute(DEST_PORT, &real.port().to_be_bytes())
-                        .attribute(DEST_FORWARDING, &0_u32.to_ne_bytes())
-                        .attribute(DEST_WEIGHT, &1_u32.to_ne_bytes())
-                        .attribute(DEST_UPPER, &0_u32.to_ne_bytes())
-                        .attribute(DEST_LOWER, &0_u32.to_ne_bytes());
-                });
-            ipvs.connection.request(&request, |_, _| ()).unwrap();
-        }
+        let socket = VirtualSocket { protocol: 6, address: socket.parse().unwrap() };
+        let mut changes = vec![ServerChange::Create(socket, round_robin())];
+        changes.extend(real.iter().map(|real| ServerChange::AddDestination(socket, *real)));
+        let refused = ipvs.write(&changes).unwrap();
+        assert!(refused.is_empty(), "{refused:?}");
     }
 
     /// Waits until none of its connections is known. One that was reset is for 10 seconds.
@@ -321,5 +497,79 @@ pub(crate) mod tests {
             assert!(Instant::now() < limit, "its connections are known for ever");
             std::thread::sleep(Duration::from_millis(100));
         }
+    }
+
+    #[rstest]
+    #[case::ipv4("10.96.0.1:443", ["10.244.0.1:8443", "10.244.1.1:8443"])]
+    #[case::ipv6("[fd00:96::1]:443", ["[fd00:244::1]:8443", "[fd00:244:1::1]:8443"])]
+    #[ignore = "needs root"]
+    fn as_root_what_is_written_is_listed(#[case] virtual_socket: &str, #[case] real: [&str; 2]) {
+        // The thread ends with the test, and its network namespace with it.
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        let Some(ipvs) = Ipvs::open().unwrap() else {
+            println!("skipped: the kernel's ip_vs (CONFIG_IP_VS) is not loaded");
+            return;
+        };
+        // Without any address, the kernel takes every IPv4 destination for a broadcast one.
+        let status = std::process::Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap();
+        assert!(status.success());
+        let [one, other] = real.map(|real| real.parse::<SocketAddr>().unwrap());
+        let sockets = [libc::IPPROTO_TCP, libc::IPPROTO_UDP, libc::IPPROTO_SCTP].map(|protocol| {
+            VirtualSocket { protocol: protocol as u16, address: virtual_socket.parse().unwrap() }
+        });
+        for socket in sockets {
+            let hashing =
+                Balancing { scheduler: "mh".into(), affinity_seconds: Some(600), by_source_port: true };
+            let written = |changes: &[ServerChange]| {
+                let refused = ipvs.write(changes).unwrap();
+                assert!(refused.is_empty(), "{refused:?}");
+            };
+            written(&[
+                ServerChange::Create(socket, round_robin()),
+                ServerChange::AddDestination(socket, one),
+                ServerChange::AddDestination(socket, other),
+                ServerChange::UseDestination(socket, other, false),
+                ServerChange::Set(socket, hashing.clone()),
+            ]);
+            let servers = ipvs.servers().unwrap();
+            let [server] = &servers[..] else { panic!("{servers:?}") };
+            assert_eq!((server.socket, &server.balancing), (Some(socket), &hashing));
+            let mut listed = ipvs.destinations_of(socket).unwrap();
+            listed.sort_by_key(|destination| destination.address);
+            let listed: Vec<_> =
+                listed.iter().map(|one| (one.address, one.is_used, one.connections)).collect();
+            assert_eq!(listed, [(one, true, 0), (other, false, 0)]);
+            written(&[
+                ServerChange::UseDestination(socket, other, true),
+                ServerChange::RemoveDestination(socket, one),
+            ]);
+            let listed: Vec<_> =
+                ipvs.destinations(server).unwrap().iter().map(|one| (one.address, one.is_used)).collect();
+            assert_eq!(listed, [(other, true)]);
+            written(&[ServerChange::Remove(socket), ServerChange::Remove(socket)]);
+        }
+        assert_eq!(ipvs.servers().unwrap(), []);
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_a_refusal_names_its_change_and_hinders_no_other() {
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        let Some(ipvs) = Ipvs::open().unwrap() else {
+            println!("skipped: the kernel's ip_vs (CONFIG_IP_VS) is not loaded");
+            return;
+        };
+        let socket = |port| VirtualSocket { protocol: 6, address: ([10, 96, 0, 1], port).into() };
+        let odd = Balancing { scheduler: "odd".into(), ..round_robin() };
+        let changes: Vec<ServerChange> = (1..=1000)
+            .map(|port| {
+                ServerChange::Create(socket(port), if port == 300 { odd.clone() } else { round_robin() })
+            })
+            .collect();
+        let refused = ipvs.write(&changes).unwrap();
+        let [(299, error)] = &refused[..] else { panic!("{refused:?}") };
+        assert_eq!(error.errno(), libc::ENOENT);
+        assert_eq!(ipvs.servers().unwrap().len(), 999);
+        ipvs.set_timeouts(Timeouts { tcp: 300, tcp_fin: 0, udp: 30 }).unwrap();
     }
 }

@@ -7,10 +7,16 @@ use nix::{errno::Errno, net::if_::if_nametoindex};
 
 use super::{
     CallError,
-    netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_DUMP, NetlinkSocket, ip_address},
+    netlink::{
+        Attributes, Messages, NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REPLACE, NetlinkSocket,
+        ip_address,
+    },
 };
 
+const RTM_NEWLINK: u16 = 16;
 const RTM_DELLINK: u16 = 17;
+const RTM_NEWADDR: u16 = 20;
+const RTM_DELADDR: u16 = 21;
 const RTM_GETADDR: u16 = 22;
 /// `ifaddrmsg`: of both families.
 const ANY_ADDRESS: [u8; 8] = [0; 8];
@@ -20,6 +26,10 @@ const IFA_LOCAL: u16 = 2;
 /// `ifinfomsg`: the interface is found by its name.
 const HEADER: [u8; 16] = [0; 16];
 const IFLA_IFNAME: u16 = 3;
+const IFLA_LINKINFO: u16 = 18;
+const IFLA_INFO_KIND: u16 = 1;
+/// No other node is asked whether it has the address.
+const IFA_F_NODAD: u8 = 2;
 
 /// `None`: it is not there.
 pub fn index(name: &str) -> Result<Option<u32>, CallError> {
@@ -57,6 +67,68 @@ pub fn delete(name: &str) -> Result<(), CallError> {
         Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Ok(()),
         deleted => deleted.map_err(CallError::of("netlink RTM_DELLINK")),
     }
+}
+
+/// Makes a device that sends nothing; it stays down. One that is there is no error.
+pub fn create_dummy(name: &str) -> Result<(), CallError> {
+    let mut request = Messages::default();
+    request
+        .begin(RTM_NEWLINK, NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL, &HEADER)
+        .text(IFLA_IFNAME, name)
+        .nested(IFLA_LINKINFO, |link| {
+            link.text(IFLA_INFO_KIND, "dummy");
+        });
+    let created =
+        NetlinkSocket::open(NETLINK_ROUTE).and_then(|connection| connection.request(&request, |_, _| ()));
+    match created {
+        Err(error) if error.raw_os_error() == Some(libc::EEXIST) => Ok(()),
+        created => created.map_err(CallError::of("netlink RTM_NEWLINK of a dummy device")),
+    }
+}
+
+/// An address of an interface, by itself in its network.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum AddressChange {
+    Add(IpAddr),
+    Remove(IpAddr),
+}
+
+impl AddressChange {
+    fn write(self, interface: u32, to: &mut Messages) {
+        let (kind, flags, address) = match self {
+            Self::Add(address) => (RTM_NEWADDR, NLM_F_CREATE | NLM_F_REPLACE, address),
+            Self::Remove(address) => (RTM_DELADDR, 0, address),
+        };
+        let (family, length, bytes) = match address {
+            IpAddr::V4(address) => (libc::AF_INET, 32, address.octets().to_vec()),
+            IpAddr::V6(address) => (libc::AF_INET6, 128, address.octets().to_vec()),
+        };
+        // `ifaddrmsg`: family, length of the prefix, flags, scope, interface.
+        let [a, b, c, d] = interface.to_ne_bytes();
+        to.begin(kind, flags, &[family as u8, length, IFA_F_NODAD, 0, a, b, c, d])
+            .attribute(IFA_LOCAL, &bytes)
+            .attribute(IFA_ADDRESS, &bytes);
+    }
+}
+
+/// Writes all that the kernel takes; answers with what it has refused, by place. To remove an address that is not there is no
+/// error.
+pub fn change_addresses(
+    interface: u32,
+    changes: &[AddressChange],
+) -> Result<Vec<(usize, CallError)>, CallError> {
+    let refused = NetlinkSocket::open(NETLINK_ROUTE)
+        .and_then(|connection| connection.send_each(changes, |change, to| change.write(interface, to)))
+        .map_err(CallError::of("netlink of addresses"))?;
+    let errors = refused.into_iter().filter_map(|(place, errno)| {
+        let call = match changes.get(place)? {
+            AddressChange::Remove(_) if errno == libc::EADDRNOTAVAIL => return None,
+            AddressChange::Remove(_) => "netlink RTM_DELADDR",
+            AddressChange::Add(_) => "netlink RTM_NEWADDR",
+        };
+        Some((place, CallError::new(call, std::io::Error::from_raw_os_error(errno))))
+    });
+    Ok(errors.collect())
 }
 
 #[cfg(test)]
@@ -102,5 +174,48 @@ mod tests {
         delete("here").unwrap();
         assert_eq!((index("here").unwrap(), index("there").unwrap()), (None, None));
         delete("here").unwrap();
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_addresses_are_written() {
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        ip("link add here type veth peer name there");
+        let here = index("here").unwrap().unwrap();
+        let [one, other] = ["10.96.0.1", "fd00:96::1"].map(|address| address.parse::<IpAddr>().unwrap());
+        let add = [one, other, one].map(AddressChange::Add);
+        assert!(change_addresses(here, &add).unwrap().is_empty());
+        assert_eq!(addresses().unwrap(), [(here, one), (here, other)]);
+        let remove = [one, other, one].map(AddressChange::Remove);
+        assert!(change_addresses(here, &remove).unwrap().is_empty());
+        assert_eq!(addresses().unwrap(), []);
+        let refused = change_addresses(here, &[AddressChange::Add([127, 0, 0, 1].into()), add[0]]);
+        assert!(refused.unwrap().is_empty());
+        let refused = change_addresses(here + 100, &add[..2]).unwrap();
+        let refused: Vec<_> = refused.into_iter().map(|(place, error)| (place, error.errno())).collect();
+        assert_eq!(refused, [(0, libc::ENODEV), (1, libc::ENODEV)]);
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_a_dummy_device_is_made_once() {
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        match create_dummy("here") {
+            Err(error) if error.errno() == libc::EOPNOTSUPP => {
+                println!("skipped: the kernel's dummy devices (CONFIG_DUMMY) are not loaded");
+                return;
+            }
+            created => created.unwrap(),
+        }
+        let here = index("here").unwrap().unwrap();
+        create_dummy("here").unwrap();
+        assert_eq!(index("here").unwrap(), Some(here));
+        // An address of a device that is down is the node's all the same.
+        let [one, other] = ["10.96.0.1", "fd00:96::1"].map(|address| address.parse::<IpAddr>().unwrap());
+        assert!(change_addresses(here, &[one, other].map(AddressChange::Add)).unwrap().is_empty());
+        ip("link set lo up");
+        for address in [one, other] {
+            std::net::TcpListener::bind((address, 80)).unwrap();
+        }
     }
 }

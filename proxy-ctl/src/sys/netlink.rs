@@ -14,6 +14,8 @@ use netlink_sys::{Socket, SocketAddr};
 pub const NLM_F_REQUEST: u16 = 0x1;
 pub const NLM_F_ACK: u16 = 0x4;
 pub const NLM_F_DUMP: u16 = 0x300;
+pub const NLM_F_REPLACE: u16 = 0x100;
+pub const NLM_F_EXCL: u16 = 0x200;
 pub const NLM_F_CREATE: u16 = 0x400;
 pub const NLM_F_APPEND: u16 = 0x800;
 /// The list changed while it was read: something may be missing.
@@ -32,6 +34,8 @@ const ATTRIBUTE_HEADER: usize = 4;
 const MOST_AT_ONCE: usize = 64 << 10;
 /// Tries of a dump that changes while it is read.
 const DUMP_TRIES: usize = 8;
+/// As many refusals as the kernel's default receive buffer holds, with their messages.
+const PORTION: usize = 128;
 /// The messages of a batch have smaller sequence numbers: their places.
 const FIRST_REQUEST: u32 = 1 << 31;
 
@@ -306,6 +310,25 @@ impl NetlinkSocket {
             None | Some(0) => Ok(reading.flags),
             Some(errno) => Err(io::Error::from_raw_os_error(errno)),
         }
+    }
+
+    /// Sends the message that `write` makes of each item, many in one call; answers with those that were refused, by place.
+    /// As for [`Self::send_at_once`]. An error: the messages from some portion on were not sent.
+    pub fn send_each<T>(
+        &self,
+        items: &[T],
+        write: impl Fn(&T, &mut Messages),
+    ) -> io::Result<Vec<(usize, i32)>> {
+        let mut refused = Vec::new();
+        for (portion, items) in items.chunks(PORTION).enumerate() {
+            let mut messages = Messages::default();
+            items.iter().for_each(|item| write(item, &mut messages));
+            let of_portion = self.send_at_once(&messages, |_| Ok(()))?;
+            refused.extend(
+                of_portion.into_iter().map(|one| (portion * PORTION + one.message as usize, one.errno)),
+            );
+        }
+        Ok(refused)
     }
 
     /// Sends all messages in one call; answers with those that were refused. For protocols that have answered when the

@@ -6,7 +6,10 @@ use netlink_sys::protocols::NETLINK_ROUTE;
 
 use super::{
     CallError,
-    netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NetlinkSocket, word},
+    netlink::{
+        Attributes, Messages, NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REPLACE, NetlinkSocket,
+        word,
+    },
 };
 
 /// Which way packets go through the interface.
@@ -24,9 +27,6 @@ pub struct Filter {
     /// Id of its program; 0: the kernel does not tell (before 4.16).
     pub program: u32,
 }
-
-const NLM_F_REPLACE: u16 = 0x100;
-const NLM_F_EXCL: u16 = 0x200;
 
 const RTM_NEWQDISC: u16 = 36;
 const RTM_DELQDISC: u16 = 37;

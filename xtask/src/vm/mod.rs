@@ -6,11 +6,12 @@ mod emulated;
 
 use std::{
     fs,
+    os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
 };
 
-use anyhow::{Context as _, Result, anyhow};
+use anyhow::{Context as _, Result, anyhow, bail};
 use clap::{Args, ValueEnum};
 
 use crate::{
@@ -29,6 +30,9 @@ pub(crate) struct Arguments {
     /// Which machine; arm64 is emulated, with cross-built programs
     #[arg(long, value_enum, default_value = "amd64")]
     arch: Architecture,
+    /// Whose scenarios
+    #[arg(long, value_enum, default_value = "ebpf")]
+    mode: TestedMode,
     /// Only scenarios whose name contains this
     #[arg(long, default_value = "")]
     filter: String,
@@ -44,21 +48,53 @@ enum Architecture {
 pub(crate) enum Kernel {
     #[value(name = "5.10")]
     V5_10,
+    #[value(name = "6.1")]
+    V6_1,
     #[value(name = "6.12")]
     V6_12,
+    /// Debian's newest, of its suite sid
+    Newest,
+}
+
+/// Whose core scenarios a machine runs.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+enum TestedMode {
+    Ebpf,
+    /// With the tests of IPVS and ipset, which kernels without them skip.
+    Ipvs,
+}
+
+impl TestedMode {
+    /// Flags of the behaviour scenarios.
+    const fn flags(self) -> &'static str {
+        match self {
+            Self::Ebpf => "--path sockets --path packets",
+            Self::Ipvs => "--proxy ipvs",
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Machine {
     kernel: Kernel,
     arch: Architecture,
+    mode: TestedMode,
 }
 
-/// Those that `test --vm` runs.
-pub(crate) const MACHINES: [Machine; 3] = [
-    Machine { kernel: Kernel::V5_10, arch: Architecture::Amd64 },
-    Machine { kernel: Kernel::V6_12, arch: Architecture::Amd64 },
-    Machine { kernel: Kernel::V6_12, arch: Architecture::Arm64 },
+const fn amd64(kernel: Kernel, mode: TestedMode) -> Machine {
+    Machine { kernel, arch: Architecture::Amd64, mode }
+}
+
+/// The one that every run of the tests has: for what the kernels of most machines that test lack.
+pub(crate) const IPVS: Machine = amd64(Kernel::V6_1, TestedMode::Ipvs);
+
+/// Those that only `test --all-kernels` runs.
+pub(crate) const OTHERS: [Machine; 5] = [
+    amd64(Kernel::V5_10, TestedMode::Ebpf),
+    amd64(Kernel::V6_1, TestedMode::Ebpf),
+    amd64(Kernel::V6_12, TestedMode::Ebpf),
+    amd64(Kernel::Newest, TestedMode::Ebpf),
+    Machine { kernel: Kernel::V6_12, arch: Architecture::Arm64, mode: TestedMode::Ebpf },
 ];
 
 const VIRTME: &str = "virtme-ng==1.42";
@@ -68,37 +104,55 @@ impl Kernel {
     fn name(self) -> &'static str {
         match self {
             Self::V5_10 => "5.10",
+            Self::V6_1 => "6.1",
             Self::V6_12 => "6.12",
+            Self::Newest => "newest",
         }
     }
 
-    /// How the names of its packages begin.
-    const fn package(self) -> &'static str {
+    /// How the names of its packages begin. From 7.2 on, `linux-image-…` only depends on two others.
+    const fn packages(self) -> &'static [&'static str] {
         match self {
-            Self::V5_10 => "linux-image-5.10.0-",
-            Self::V6_12 => "linux-image-6.12.",
+            Self::V5_10 => &["linux-image-5.10.0-"],
+            Self::V6_1 => &["linux-image-6.1.0-"],
+            Self::V6_12 => &["linux-image-6.12."],
+            Self::Newest => &["linux-binary-", "linux-modules-"],
         }
     }
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     setup::run_setup()?;
-    let machine = Machine { kernel: arguments.kernel, arch: arguments.arch };
+    let machine = Machine { kernel: arguments.kernel, arch: arguments.arch, mode: arguments.mode };
+    machine.provide()?;
     let status = machine.command(&arguments.filter)?.status().context("starting the virtual machine")?;
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 impl Machine {
-    pub(crate) const fn name(self) -> &'static str {
-        match (self.arch, self.kernel) {
-            (Architecture::Amd64, Kernel::V5_10) => "vm 5.10",
-            (Architecture::Amd64, Kernel::V6_12) => "vm 6.12",
-            (Architecture::Arm64, Kernel::V5_10) => "vm arm64 5.10",
-            (Architecture::Arm64, Kernel::V6_12) => "vm arm64 6.12",
+    pub(crate) fn name(self) -> &'static str {
+        match (self.arch, self.mode, self.kernel) {
+            (Architecture::Amd64, TestedMode::Ebpf, Kernel::V5_10) => "vm 5.10",
+            (Architecture::Amd64, TestedMode::Ebpf, Kernel::V6_1) => "vm 6.1",
+            (Architecture::Amd64, TestedMode::Ebpf, Kernel::V6_12) => "vm 6.12",
+            (Architecture::Amd64, TestedMode::Ebpf, Kernel::Newest) => "vm newest",
+            (Architecture::Amd64, TestedMode::Ipvs, _) => "vm ipvs",
+            (Architecture::Arm64, ..) => "vm arm64",
         }
     }
 
-    /// The core scenarios of both paths.
+    /// Downloads what is missing of the machine; an error is mostly one of the network.
+    pub(crate) fn provide(self) -> Result<()> {
+        match self.arch {
+            Architecture::Amd64 => {
+                virtme()?;
+                image(self.kernel).map(drop)
+            }
+            Architecture::Arm64 => Ok(()),
+        }
+    }
+
+    /// The core scenarios; of mode ebpf those of both paths.
     pub(crate) fn suite(self) -> Result<Suite> {
         Ok(Suite { name: self.name(), kind: Kind::Tests, command: self.command("")? })
     }
@@ -106,24 +160,31 @@ impl Machine {
     /// Downloads what is missing; the command runs the core scenarios whose names contain `filter`.
     fn command(self, filter: &str) -> Result<Command> {
         match self.arch {
-            Architecture::Amd64 => command(self.kernel, filter),
+            Architecture::Amd64 => command(self.kernel, self.mode, filter),
+            Architecture::Arm64 if self.mode == TestedMode::Ipvs => {
+                bail!("mode ipvs is tested on amd64 only")
+            }
             Architecture::Arm64 => emulated::command(self.kernel, filter),
         }
     }
 }
 
-fn command(kernel: Kernel, filter: &str) -> Result<Command> {
+fn command(kernel: Kernel, mode: TestedMode, filter: &str) -> Result<Command> {
     let vng = virtme()?;
     let image = image(kernel)?;
     let (behaviour, tests) = programs()?;
-    // What a kube-proxy in mode ipvs leaves can only be where these modules are.
+    let own_tests = match mode {
+        TestedMode::Ebpf => String::new(),
+        TestedMode::Ipvs => format!(
+            "modprobe -a ip_vs ip_set dummy; {} --ignored --show-output ipvs:: ipset:: link:: || failed=1;",
+            tests.display()
+        ),
+    };
     let inside = format!(
-        "mount -t bpf bpf /sys/fs/bpf 2>/dev/null; ip link set lo up; uname -r; failed=0; \
-         modprobe -a ip_vs ip_vs_rr ip_set_hash_ip ip_set_hash_ipport ip_set_list_set dummy; \
-         {} --ignored --show-output ipvs:: ipset:: || failed=1; \
-         LAB_PATIENCE=10 {} --core --path sockets --path packets '{filter}' || failed=1; exit $failed",
-        tests.display(),
-        behaviour.display()
+        "mount -t bpf bpf /sys/fs/bpf 2>/dev/null; ip link set lo up; uname -r; failed=0; {own_tests} \
+         LAB_PATIENCE=10 {} --core {} '{filter}' || failed=1; exit $failed",
+        behaviour.display(),
+        mode.flags()
     );
     // The guest's own redirections lose what was written before, so the pipe is on this side.
     let script = format!(
@@ -183,7 +244,24 @@ fn download(kernel: Kernel, architecture: &'static str, folder: &Path) -> Result
     let apt =
         PrivateApt::create(&cache::folder("vm")?.join(format!("apt-{architecture}")), architecture, &SUITES)?;
     let downloads = cache::folder("vm")?.join("packages");
-    apt.unpack(&apt.newest(kernel.package())?, &downloads, folder).map(drop)
+    for prefix in kernel.packages() {
+        apt.unpack(&apt.newest(prefix)?, &downloads, folder)?;
+    }
+    lay_out(folder)
+}
+
+/// As virtme-ng looks for it: newer packages have the image among the modules, and nothing in `boot` and `lib`.
+fn lay_out(folder: &Path) -> Result<()> {
+    if image_in(folder).is_some() {
+        return Ok(());
+    }
+    let modules = fs::read_dir(folder.join("usr/lib/modules"))?.next();
+    let modules = modules.with_context(|| format!("no modules in {}", folder.display()))??;
+    let name = format!("vmlinuz-{}", modules.file_name().display());
+    fs::create_dir_all(folder.join("boot"))?;
+    fs::copy(modules.path().join("vmlinuz"), folder.join("boot").join(name))?;
+    symlink("usr/lib", folder.join("lib"))?;
+    Ok(())
 }
 
 fn image_in(folder: &Path) -> Option<PathBuf> {

@@ -1,0 +1,49 @@
+//! Errors of mode ipvs.
+
+use std::{io, path::PathBuf};
+
+use crate::{
+    dataplane::{self, ErrorKind},
+    sys::{
+        CallError,
+        xtables::{BackendError, ToolError},
+    },
+};
+
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Error {
+    #[error(transparent)]
+    Call(#[from] CallError),
+    #[error("the kernel has no {0}")]
+    Missing(&'static str),
+    #[error("ipvs.scheduler: the kernel does not know {scheduler} (module ip_vs_{scheduler}): {source}")]
+    Scheduler { scheduler: String, source: CallError },
+    #[error("set {name}: {source}")]
+    Set { name: String, source: CallError },
+    #[error(transparent)]
+    Tool(#[from] ToolError),
+    #[error("mode ipvs masquerades by iptables: {0}")]
+    Backend(#[from] BackendError),
+    #[error("setting /{path} to {value} for mode ipvs: {source}")]
+    Parameter { path: PathBuf, value: u32, source: io::Error },
+    #[error("another controller, {}, programs mode ipvs on this node; stop it first", holder(*.0))]
+    Locked(Option<u32>),
+    #[error("taking the lock of mode ipvs: {0}")]
+    Lock(#[source] io::Error),
+    #[error("{failed} writes failed; the first, {what}: {source}")]
+    Incomplete { failed: usize, what: String, source: Box<Error> },
+}
+
+fn holder(process: Option<u32>) -> String {
+    process.map_or_else(
+        || "a process of another PID namespace".to_owned(),
+        |process| format!("process {process}"),
+    )
+}
+
+impl From<Error> for dataplane::Error {
+    fn from(error: Error) -> Self {
+        let kind = if matches!(error, Error::Locked(_)) { ErrorKind::TakenOver } else { ErrorKind::Other };
+        Self::new(kind, error)
+    }
+}

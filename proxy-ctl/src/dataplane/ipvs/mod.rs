@@ -1,0 +1,372 @@
+//! Mode ipvs: desired state → virtual servers of IPVS, the addresses that they are reached by, and the sets and rules that
+//! say who is masqueraded or refused. Everything has kube-proxy's names, so what a kube-proxy of this mode has left is taken
+//! over like what a predecessor has.
+//!
+//! `plan` says what a service port needs, `state` what is to be written in which order, `rules` what iptables must have; these
+//! are pure. `kernel` and `tables` write.
+
+use std::{collections::BTreeSet, fs, path::Path, sync::Arc, time::Duration};
+
+use rustc_hash::FxHashMap;
+
+use self::{
+    error::Error,
+    kernel::Kernel,
+    plan::Site,
+    rules::Chains,
+    state::{Change, KernelObjects, Key, Wanted},
+    tables::FamilyRules,
+};
+use super::{
+    Applied, Dataplane, Host, MetricFamily, Programmed, Removed, Snapshot, TableUsage, Unsupported, Usage,
+    entry::Entry,
+};
+use crate::{
+    config::{self, Config, RequestedMode},
+    leftovers::names::IPVS_DEVICE,
+    mode::{HostFacts, Mode, Probe, Requirement},
+    model::{
+        desired::{Changes, DesiredPort, ServicePortName},
+        objects::IpFamily,
+    },
+    sys::{
+        ipvs::{Balancing, Ipvs, ServerChange, Timeouts, VirtualSocket},
+        link,
+        namespace_lock::{NamespaceAttempt, NamespaceLock},
+    },
+};
+
+mod error;
+mod kernel;
+mod parameters;
+mod plan;
+mod rules;
+mod sets;
+mod snapshot;
+mod state;
+mod tables;
+
+/// Name of the lock.
+const NAME: &str = "ipvs";
+
+pub(super) const ENTRY: Entry = Entry {
+    tracks_flows: true,
+    hands_over: false,
+    serves_beside: false,
+    probe,
+    prepare: |config| Ok(prepare(&config.ipvs)?),
+    open: |config| Ok(Box::new(IpvsDataplane::open(&config.ipvs)?)),
+    read: |_| Ok(read()?.map(|programmed| Box::new(programmed) as _)),
+    controller: |_| NamespaceLock::holder(NAME),
+    // All that this mode writes has kube-proxy's names, and is removed with what a kube-proxy has left.
+    cleanup: |_| Ok(Removed::default()),
+};
+
+/// The kernel is asked only where this mode is wanted: its answer needs a virtual server.
+fn probe(config: &Config, _host: &HostFacts) -> Probe {
+    let missing = match config.mode {
+        RequestedMode::Ipvs => check(&config.ipvs).err().map(|error| error.to_string()),
+        RequestedMode::Automatic
+        | RequestedMode::Ebpf
+        | RequestedMode::Nftables
+        | RequestedMode::Iptables
+        | RequestedMode::Userspace => Some("mode ipvs is used only where it is asked for".to_owned()),
+    };
+    let requirement = Requirement {
+        missing: missing.into_iter().collect(),
+        ..Requirement::new("ipvs", "IPVS", scheduler(&config.ipvs))
+    };
+    Probe { mode: Mode::Ipvs, requirements: vec![requirement], remarks: Vec::new() }
+}
+
+fn scheduler(config: &config::Ipvs) -> String {
+    Site::new(&config.scheduler).scheduler().to_owned()
+}
+
+/// Asks the kernel for IPVS, the scheduler and ipset.
+fn check(config: &config::Ipvs) -> Result<(), Error> {
+    let rules = FamilyRules::open()?;
+    let kernel = Kernel::open(families(&rules), Vec::new())?;
+    check_scheduler(kernel.ipvs(), &scheduler(config))
+}
+
+fn families(rules: &[FamilyRules]) -> Vec<IpFamily> {
+    rules.iter().map(|rules| rules.family).collect()
+}
+
+/// The kernel says whether it has a scheduler when a virtual server is made with it; this one is for an address that no
+/// node has (RFC 5737). One with that scheduler that is there already says so too.
+fn check_scheduler(ipvs: &Ipvs, scheduler: &str) -> Result<(), Error> {
+    if ipvs.servers()?.iter().any(|server| *server.balancing.scheduler == *scheduler) {
+        return Ok(());
+    }
+    let socket =
+        VirtualSocket { protocol: libc::IPPROTO_TCP as u16, address: ([198, 51, 100, 0], 20_000).into() };
+    let balancing = Balancing { scheduler: scheduler.into(), affinity_seconds: None, by_source_port: false };
+    let refused = ipvs.write(&[ServerChange::Create(socket, balancing)])?;
+    let removed = ipvs.write(&[ServerChange::Remove(socket)])?;
+    match (refused.into_iter().next(), removed.into_iter().next()) {
+        (Some((_, source)), _) => Err(Error::Scheduler { scheduler: scheduler.to_owned(), source }),
+        (None, Some((_, error))) => Err(error.into()),
+        (None, None) => Ok(()),
+    }
+}
+
+/// What needs privileges beyond CAP_NET_ADMIN. The parameters of IPVS are there once its module is loaded.
+fn prepare(config: &config::Ipvs) -> Result<(), Error> {
+    let ipvs = Ipvs::open()?.ok_or(Error::Missing("IPVS (CONFIG_IP_VS; module ip_vs)"))?;
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    parameters::set(Path::new("/"), &parameters::wanted(config.strict_arp, release.trim()))?;
+    let seconds = |timeout: Duration| u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX);
+    let timeouts = Timeouts {
+        tcp: seconds(config.tcp_timeout),
+        tcp_fin: seconds(config.tcp_fin_timeout),
+        udp: seconds(config.udp_timeout),
+    };
+    if timeouts != Timeouts::default() {
+        ipvs.set_timeouts(timeouts)?;
+    }
+    Ok(())
+}
+
+/// The virtual servers, addresses, sets and rules of this node. Dropping it leaves all of them in place.
+struct IpvsDataplane {
+    kernel: Kernel,
+    /// Of each family that is served.
+    family_rules: Vec<FamilyRules>,
+    site: Site,
+    desired: FxHashMap<ServicePortName, Arc<DesiredPort>>,
+    wanted: Wanted,
+    objects: KernelObjects,
+    /// As they were written last; `None`: not known.
+    chains: FxHashMap<IpFamily, Chains>,
+    /// The first `resync` was called.
+    is_synced: bool,
+    _lock: NamespaceLock,
+}
+
+impl IpvsDataplane {
+    /// Reads nothing yet. Needs CAP_NET_ADMIN, and privileges to write kernel parameters that differ.
+    fn open(config: &config::Ipvs) -> Result<Self, Error> {
+        let lock = match NamespaceLock::acquire(NAME).map_err(Error::Lock)? {
+            NamespaceAttempt::Held(lock) => lock,
+            NamespaceAttempt::Taken(holder) => return Err(Error::Locked(holder)),
+        };
+        let family_rules = FamilyRules::open()?;
+        let kernel = Kernel::open(families(&family_rules), config.exclude_cidrs.clone())?;
+        check_scheduler(kernel.ipvs(), &scheduler(config))?;
+        prepare(config)?;
+        Ok(Self {
+            kernel,
+            family_rules,
+            site: Site::new(&config.scheduler),
+            desired: FxHashMap::default(),
+            wanted: Wanted::default(),
+            objects: KernelObjects::default(),
+            chains: FxHashMap::default(),
+            is_synced: false,
+            _lock: lock,
+        })
+    }
+
+    /// Adds what may be different now to `touched`.
+    fn set(&mut self, port: &Arc<DesiredPort>, touched: &mut BTreeSet<Key>) {
+        if self.family_rules.iter().any(|rules| rules.family == port.name.family) {
+            self.wanted.set(&port.name, Some(plan::plan(port, &self.site)), touched);
+            self.desired.insert(port.name.clone(), Arc::clone(port));
+        }
+    }
+
+    fn remove(&mut self, name: &ServicePortName, touched: &mut BTreeSet<Key>) {
+        self.wanted.set(name, None, touched);
+        self.desired.remove(name);
+    }
+
+    /// Writes what differs at these keys, and the rules.
+    fn write(&mut self, touched: impl IntoIterator<Item = Key>) -> Result<Applied, Error> {
+        let mut failures = Failures::default();
+        // They refuse and masquerade by what is in the sets, so they may come first.
+        let rules = self.write_rules(&mut failures);
+        let changes = state::differences(&self.wanted, &self.objects, touched);
+        let written = self.kernel.write(changes, &mut self.objects)?;
+        for (key, error) in written.refused {
+            failures.add(|| self.shown(key), error.into());
+        }
+        let mut applied = written.applied;
+        applied.written += rules;
+        failures.into_result().map(|()| applied)
+    }
+
+    /// For people: the service port, and what of it was refused.
+    fn shown(&self, key: Key) -> String {
+        let what = match key {
+            Key::Server(socket) => format!("virtual server {socket}"),
+            Key::Address(address) => format!("address {address} of {IPVS_DEVICE}"),
+            Key::Member(set, member) => format!("{member} in set {}", set.name()),
+        };
+        match self.wanted.owners(key).next() {
+            Some(name) => format!("{name}, {what}"),
+            None => format!("{what}, which is not desired"),
+        }
+    }
+
+    fn write_rules(&mut self, failures: &mut Failures) -> u64 {
+        let mut count = 0;
+        for rules in &self.family_rules {
+            let family = rules.family;
+            let chains = rules::chains(family, &self.site.host, self.wanted.closed_to_node());
+            if self.chains.get(&family) == Some(&chains) {
+                continue;
+            }
+            match rules.write(&chains) {
+                Ok(written) => {
+                    count += written;
+                    self.chains.insert(family, chains);
+                }
+                Err(error) => failures.add(|| format!("rules of {}", family.name()), error),
+            }
+        }
+        count
+    }
+}
+
+#[derive(Default)]
+struct Failures {
+    count: usize,
+    first: Option<(String, Error)>,
+}
+
+impl Failures {
+    fn add(&mut self, what: impl FnOnce() -> String, error: Error) {
+        self.count += 1;
+        self.first.get_or_insert_with(|| (what(), error));
+    }
+
+    fn into_result(self) -> Result<(), Error> {
+        match self.first {
+            None => Ok(()),
+            Some((what, source)) => {
+                Err(Error::Incomplete { failed: self.count, what, source: Box::new(source) })
+            }
+        }
+    }
+}
+
+impl Dataplane for IpvsDataplane {
+    fn apply(&mut self, changes: &Changes) -> Result<Applied, super::Error> {
+        let mut touched = BTreeSet::new();
+        changes.removed.iter().for_each(|name| self.remove(name, &mut touched));
+        changes.changed.iter().for_each(|port| self.set(port, &mut touched));
+        Ok(self.write(touched)?)
+    }
+
+    fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, super::Error> {
+        // All keys are compared in any case.
+        let mut touched = BTreeSet::new();
+        let names: BTreeSet<&ServicePortName> = desired.iter().map(|port| &port.name).collect();
+        let gone: Vec<_> = self.wanted.names().filter(|name| !names.contains(name)).cloned().collect();
+        gone.iter().for_each(|name| self.remove(name, &mut touched));
+        desired.iter().for_each(|port| self.set(port, &mut touched));
+        self.kernel.provide()?;
+        self.objects = self.kernel.read()?;
+        self.chains.clear();
+        self.is_synced = true;
+        touched.extend(self.wanted.keys());
+        touched.extend(self.objects.keys().filter(|key| !self.kernel.keeps(*key)));
+        Ok(self.write(touched)?)
+    }
+
+    fn set_host(&mut self, host: &Host) -> Result<Applied, super::Error> {
+        let device = link::index(IPVS_DEVICE).map_err(Error::from)?;
+        let own = link::addresses().map_err(Error::from)?.into_iter();
+        let own = own.filter(|(interface, _)| Some(*interface) != device).map(|(_, address)| address);
+        let before = self.site.clone();
+        self.site.own_addresses = own.collect();
+        self.site.host = host.clone();
+        if self.site == before || !self.is_synced {
+            return Ok(Applied::default());
+        }
+        let mut touched = BTreeSet::new();
+        let ports: Vec<_> = self.desired.values().cloned().collect();
+        ports.iter().for_each(|port| self.set(port, &mut touched));
+        Ok(self.write(touched)?)
+    }
+
+    /// Removes destinations that take no new connections and have no old ones any more.
+    fn collect_garbage(&mut self) -> Result<(), super::Error> {
+        let mut changes = Vec::new();
+        for socket in self.objects.draining() {
+            let destinations = self.kernel.ipvs().destinations_of(socket).map_err(Error::from)?;
+            let done = destinations.into_iter().filter(|one| !one.is_used && one.connections == 0);
+            changes
+                .extend(done.map(|one| Change::Server(ServerChange::RemoveDestination(socket, one.address))));
+        }
+        let written = self.kernel.write(changes, &mut self.objects)?;
+        let mut failures = Failures::default();
+        for (key, error) in written.refused {
+            failures.add(|| self.shown(key), error.into());
+        }
+        Ok(failures.into_result()?)
+    }
+
+    fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
+        Ok(Vec::new())
+    }
+
+    fn min_interval(&self, configured: Duration) -> Duration {
+        configured
+    }
+
+    fn supports(&self, _port: &DesiredPort) -> Vec<Unsupported> {
+        Vec::new()
+    }
+}
+
+impl Programmed for IpvsDataplane {
+    fn snapshot(&self) -> Result<Snapshot, super::Error> {
+        let objects = self.kernel.read()?;
+        Ok(snapshot::snapshot(&objects, |socket| Some(self.wanted.server(socket)?.0.clone())))
+    }
+
+    fn usage(&self) -> Result<Usage, super::Error> {
+        Ok(usage(&self.objects))
+    }
+}
+
+fn usage(objects: &KernelObjects) -> Usage {
+    let destinations: usize = objects.servers.values().map(|server| server.destinations.len()).sum();
+    let table =
+        |name, used: usize| TableUsage { name, used: used as u64, capacity: 0, can_fill_up: false, bytes: 0 };
+    let tables = vec![
+        table("virtual_servers", objects.servers.len()),
+        table("destinations", destinations),
+        table("addresses", objects.addresses.len()),
+        table("set_members", objects.members.len()),
+    ];
+    Usage { tables, reasons: Vec::new() }
+}
+
+/// What is programmed, read without a controller.
+struct Read(KernelObjects);
+
+/// `None`: there is no device of this mode.
+fn read() -> Result<Option<Read>, Error> {
+    if link::index(IPVS_DEVICE)?.is_none() {
+        return Ok(None);
+    }
+    let kernel = Kernel::open(IpFamily::ALL.into(), Vec::new())?;
+    Ok(Some(Read(kernel.read()?)))
+}
+
+impl Programmed for Read {
+    fn snapshot(&self) -> Result<Snapshot, super::Error> {
+        Ok(snapshot::snapshot(&self.0, |_| None))
+    }
+
+    fn usage(&self) -> Result<Usage, super::Error> {
+        Ok(usage(&self.0))
+    }
+}
+
+#[cfg(test)]
+mod tests;

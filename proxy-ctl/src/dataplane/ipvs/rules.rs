@@ -1,0 +1,201 @@
+//! The rules of iptables that match this mode's sets, as iptables-save prints them, and what of them is to be written. Pure.
+//!
+//! They do not depend on Services, but for addresses that the node itself may not reach.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+};
+
+use super::sets::{Set, SetRole};
+use crate::{
+    dataplane::{Host, LocalTraffic},
+    leftovers::names,
+    model::objects::{IpFamily, Protocol},
+    sys::{ipvs::VirtualSocket, xtables::saved::digest},
+};
+
+/// Table, chain of the kernel, the chain it leads to, and the comment by which the jump is found again.
+const JUMPS: [(&str, &str, &str, &str); 9] = [
+    ("nat", "OUTPUT", "KUBE-SERVICES", "kubernetes service portals"),
+    ("nat", "PREROUTING", "KUBE-SERVICES", "kubernetes service portals"),
+    ("nat", "POSTROUTING", names::POSTROUTING, "kubernetes postrouting rules"),
+    ("filter", "FORWARD", names::FORWARD, "kubernetes forwarding rules"),
+    ("filter", "INPUT", "KUBE-NODE-PORT", "kubernetes health check rules"),
+    ("filter", "INPUT", "KUBE-PROXY-FIREWALL", "kube-proxy firewall rules"),
+    ("filter", "FORWARD", "KUBE-PROXY-FIREWALL", "kube-proxy firewall rules"),
+    ("filter", "INPUT", "KUBE-IPVS-FILTER", "kubernetes ipvs access filter"),
+    ("filter", "OUTPUT", "KUBE-IPVS-OUT-FILTER", "kubernetes ipvs access filter"),
+];
+pub(super) const TABLES: [&str; 2] = ["nat", "filter"];
+
+/// Rules of each chain, by table and chain.
+pub(super) type Chains = BTreeMap<(&'static str, &'static str), Vec<String>>;
+
+/// The chains of one family with all their rules.
+pub(super) fn chains(
+    family: IpFamily,
+    host: &Host,
+    closed_to_node: impl Iterator<Item = VirtualSocket>,
+) -> Chains {
+    let name = |role| Set { role, family }.name();
+    let matches = |role, fields: &str| format!("-m set --match-set {} {fields}", name(role));
+    let socket = |role| matches(role, "dst,dst");
+    let mark = format!("{:#x}", 1_u64 << host.masquerade_bit);
+    let mut chains = Chains::new();
+    let mut add = |table, chain, rules: Vec<String>| chains.insert((table, chain), rules);
+
+    let (loopback, unreachable) = match family {
+        IpFamily::Ipv4 => ("127.0.0.0/8", "icmp-port-unreachable"),
+        IpFamily::Ipv6 => ("::1/128", "icmp6-port-unreachable"),
+    };
+    let external = [SetRole::ExternalIp, SetRole::ExternalIpLocal].map(|role| {
+        let mut rules = Vec::new();
+        if role == SetRole::ExternalIp {
+            rules.push(format!("{} -j {}", socket(role), names::MARK_MASQUERADE));
+        }
+        // From other machines, or to an address of this one: no other rule translates it.
+        let from_outside = "-m physdev ! --physdev-is-in -m addrtype ! --src-type LOCAL";
+        rules.push(format!("{} {from_outside} -j ACCEPT", socket(role)));
+        rules.push(format!("{} -m addrtype --dst-type LOCAL -j ACCEPT", socket(role)));
+        rules
+    });
+    let mut services = vec![
+        format!("-s {loopback} -j RETURN"),
+        format!("{} -j KUBE-LOAD-BALANCER", socket(SetRole::LoadBalancer)),
+        cluster_ip_rule(family, host),
+    ];
+    services.extend(external.into_iter().flatten());
+    services.push("-m addrtype --dst-type LOCAL -j KUBE-NODE-PORT".to_owned());
+    services.extend(
+        [SetRole::ClusterIp, SetRole::LoadBalancer].map(|role| format!("{} -j ACCEPT", socket(role))),
+    );
+    add("nat", "KUBE-SERVICES", services);
+    add(
+        "nat",
+        "KUBE-LOAD-BALANCER",
+        vec![
+            format!("{} -j RETURN", socket(SetRole::LoadBalancerLocal)),
+            format!("-j {}", names::MARK_MASQUERADE),
+        ],
+    );
+    let node_ports =
+        [(Protocol::Tcp, "tcp", "dst"), (Protocol::Udp, "udp", "dst"), (Protocol::Sctp, "sctp", "dst,dst")];
+    let node_ports = node_ports.into_iter().flat_map(|(protocol, word, fields)| {
+        let local = matches(SetRole::NodePortLocal(protocol), fields);
+        let all = matches(SetRole::NodePort(protocol), fields);
+        [format!("-p {word} {local} -j RETURN"), format!("-p {word} {all} -j {}", names::MARK_MASQUERADE)]
+    });
+    add("nat", "KUBE-NODE-PORT", node_ports.collect());
+    add(
+        "nat",
+        names::POSTROUTING,
+        vec![
+            format!("{} -j MASQUERADE", matches(SetRole::Hairpin, "dst,dst,src")),
+            format!("-m mark ! --mark {mark}/{mark} -j RETURN"),
+            // Another pass of the packet is not masqueraded again.
+            format!("-j MARK --set-xmark {mark}/0x0"),
+            // iptables 1.6.2
+            "-j MASQUERADE --random-fully".to_owned(),
+        ],
+    );
+    add("nat", names::MARK_MASQUERADE, vec![format!("-j MARK --set-xmark {mark}/{mark}")]);
+
+    add(
+        "filter",
+        names::FORWARD,
+        vec![
+            format!("-m mark --mark {mark}/{mark} -j ACCEPT"),
+            "-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT".to_owned(),
+        ],
+    );
+    let health_check = matches(SetRole::HealthCheckPort, "dst");
+    add("filter", "KUBE-NODE-PORT", vec![format!("{health_check} -j ACCEPT")]);
+    let restricted = socket(SetRole::LoadBalancerRestricted);
+    add("filter", "KUBE-PROXY-FIREWALL", vec![format!("{restricted} -j KUBE-SOURCE-RANGES-FIREWALL")]);
+    let allowed = [SetRole::LoadBalancerSources, SetRole::LoadBalancerFromItself];
+    let mut ranges: Vec<_> = allowed.map(|role| format!("{} -j RETURN", matches(role, "dst,dst,src"))).into();
+    ranges.push("-j DROP".to_owned());
+    add("filter", "KUBE-SOURCE-RANGES-FIREWALL", ranges);
+    // What listens on all of the node's addresses must not be reached by an address of the device
+    // (kubernetes/kubernetes#72236).
+    let frontends =
+        [SetRole::LoadBalancer, SetRole::ClusterIp, SetRole::ExternalIp, SetRole::ExternalIpLocal];
+    let mut filter: Vec<_> = frontends.map(|role| format!("{} -j RETURN", socket(role))).into();
+    filter.push(format!("{health_check} -j RETURN"));
+    let addresses = matches(SetRole::DeviceAddresses, "dst");
+    filter.push(format!("-m conntrack --ctstate NEW {addresses} -j REJECT --reject-with {unreachable}"));
+    add("filter", "KUBE-IPVS-FILTER", filter);
+    // The node's own connections to an address of the device come from that address, which source ranges cannot tell from
+    // others (kubernetes/kubernetes#119656).
+    let closed = closed_to_node.filter(|socket| IpFamily::of(socket.address.ip()) == family);
+    let closed = closed.map(|socket| {
+        let (ip, port) = (socket.address.ip(), socket.address.port());
+        let length = if ip.is_ipv4() { 32 } else { 128 };
+        format!("-s {ip}/{length} -m ipvs --vproto {} --vaddr {ip} --vport {port} -j DROP", socket.protocol)
+    });
+    add("filter", "KUBE-IPVS-OUT-FILTER", closed.collect());
+    chains
+}
+
+/// Who is masqueraded on the way to cluster IPs.
+fn cluster_ip_rule(family: IpFamily, host: &Host) -> String {
+    let set = Set { role: SetRole::ClusterIp, family }.name();
+    let rule = |source: &str, fields| {
+        format!("{source}-m set --match-set {set} {fields} -j {}", names::MARK_MASQUERADE)
+    };
+    if host.masquerade_all {
+        return rule("", "dst,dst");
+    }
+    let others = match &host.local_traffic {
+        LocalTraffic::FromCidrs(cidrs) => {
+            let cidr = cidrs.iter().find(|cidr| IpFamily::of(cidr.addr()) == family);
+            cidr.map(|cidr| format!("! -s {} ", cidr.trunc()))
+        }
+        LocalTraffic::FromBridge(bridge) => Some(format!("! -i {bridge} ")),
+        LocalTraffic::FromInterfacePrefix(prefix) => Some(format!("! -i {prefix}+ ")),
+    };
+    match others {
+        Some(others) => rule(&others, "dst,dst"),
+        // The node's own connections to a cluster IP come from that address, as the node has it.
+        None => rule("", "src,dst"),
+    }
+}
+
+/// Input of iptables-restore that makes one table as `chains` says; `None`: it is so. `saved`: the table, as iptables-save
+/// prints it.
+pub(super) fn restoration(table: &str, chains: &Chains, saved: &str) -> Option<String> {
+    let there: BTreeSet<&str> =
+        saved.lines().filter_map(|line| line.strip_prefix(':')?.split(' ').next()).collect();
+    let mut rules_there: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for (chain, rule) in saved.lines().filter_map(|line| line.strip_prefix("-A ")?.split_once(' ')) {
+        rules_there.entry(chain).or_default().push(rule);
+    }
+    let found = |chain: &str| rules_there.get(chain).map(Vec::as_slice).unwrap_or_default();
+    let (mut declared, mut rules) = (String::new(), String::new());
+    for ((_, chain), wanted) in chains.iter().filter(|((of, _), _)| *of == table) {
+        let is_same = found(chain).iter().map(|rule| digest(rule)).eq(wanted.iter().map(|rule| digest(rule)));
+        if there.contains(chain) && is_same {
+            continue;
+        }
+        // Makes the chain, or empties it, in the same transaction.
+        writeln_to(&mut declared, format_args!(":{chain} - [0:0]"));
+        wanted.iter().for_each(|rule| writeln_to(&mut rules, format_args!("-A {chain} {rule}")));
+    }
+    for (_, from, to, comment) in JUMPS.iter().filter(|(of, ..)| *of == table) {
+        let jump = format!("-m comment --comment \"{comment}\" -j {to}");
+        if !found(from).contains(&jump.as_str()) {
+            writeln_to(&mut rules, format_args!("-I {from} {jump}"));
+        }
+    }
+    let is_empty = declared.is_empty() && rules.is_empty();
+    (!is_empty).then(|| format!("*{table}\n{declared}{rules}COMMIT\n"))
+}
+
+fn writeln_to(text: &mut String, line: std::fmt::Arguments<'_>) {
+    // A String takes everything.
+    let _written = writeln!(text, "{line}");
+}
+
+#[cfg(test)]
+mod tests;

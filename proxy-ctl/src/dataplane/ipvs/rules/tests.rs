@@ -1,0 +1,130 @@
+use std::iter;
+
+use rstest::rstest;
+
+use super::*;
+use crate::leftovers::names;
+
+fn chains_of(family: IpFamily, host: &Host) -> Chains {
+    chains(family, host, iter::empty())
+}
+
+fn host(local_traffic: LocalTraffic) -> Host {
+    Host { local_traffic, masquerade_bit: 14, ..Host::default() }
+}
+
+fn cidrs(cidrs: &[&str]) -> LocalTraffic {
+    LocalTraffic::FromCidrs(cidrs.iter().map(|cidr| cidr.parse().unwrap()).collect())
+}
+
+#[rstest]
+fn everything_is_found_again_by_its_name(#[values(IpFamily::Ipv4, IpFamily::Ipv6)] family: IpFamily) {
+    let chains = chains_of(family, &host(cidrs(&[])));
+    for (table, chain) in chains.keys() {
+        assert!(names::is_chain(table, chain, &[]), "{table} {chain}");
+    }
+    for (table, _, chain, comment) in JUMPS {
+        assert!(names::is_comment_of_jump(comment), "{comment}");
+        assert!(chains.contains_key(&(table, chain)), "{table} {chain}");
+    }
+    let text = format!("{chains:?}");
+    for set in Set::all(family) {
+        assert!(text.contains(&format!("--match-set {} ", set.name())), "{}", set.name());
+    }
+}
+
+#[rstest]
+#[case::networks(cidrs(&["10.244.0.0/16", "fd00:244::/64"]), false, "! -s 10.244.0.0/16 -m set --match-set KUBE-CLUSTER-IP dst,dst")]
+#[case::network_of_the_other_family(cidrs(&["fd00:244::/64"]), false, "-m set --match-set KUBE-CLUSTER-IP src,dst")]
+#[case::bridge(LocalTraffic::FromBridge("cni0".into()), false, "! -i cni0 -m set --match-set KUBE-CLUSTER-IP dst,dst")]
+#[case::prefix(LocalTraffic::FromInterfacePrefix("veth".into()), false, "! -i veth+ -m set --match-set KUBE-CLUSTER-IP dst,dst")]
+#[case::everybody(cidrs(&["10.244.0.0/16"]), true, "-m set --match-set KUBE-CLUSTER-IP dst,dst")]
+fn who_is_masqueraded_on_the_way_to_cluster_ips(
+    #[case] local_traffic: LocalTraffic,
+    #[case] masquerade_all: bool,
+    #[case] expected: &str,
+) {
+    let chains = chains_of(IpFamily::Ipv4, &Host { masquerade_all, ..host(local_traffic) });
+    assert_eq!(chains[&("nat", "KUBE-SERVICES")][2], format!("{expected} -j KUBE-MARK-MASQ"));
+}
+
+#[rstest]
+#[case(0, "0x1")]
+#[case(14, "0x4000")]
+#[case(31, "0x80000000")]
+fn the_mark(#[case] masquerade_bit: u8, #[case] mark: &str) {
+    let host = Host { masquerade_bit, ..Host::default() };
+    let chains = chains_of(IpFamily::Ipv4, &host);
+    assert_eq!(chains[&("nat", "KUBE-MARK-MASQ")], [format!("-j MARK --set-xmark {mark}/{mark}")]);
+    assert_eq!(chains[&("nat", "KUBE-POSTROUTING")][2], format!("-j MARK --set-xmark {mark}/0x0"));
+}
+
+#[test]
+fn a_closed_address_is_refused_to_the_node_in_its_family() {
+    let closed = ["203.0.113.80:80", "[2001:db8::80]:80"]
+        .map(|address| VirtualSocket { protocol: 6, address: address.parse().unwrap() });
+    let of = |family| chains(family, &Host::default(), closed.into_iter());
+    let rule = |family| of(family)[&("filter", "KUBE-IPVS-OUT-FILTER")].clone();
+    assert_eq!(
+        rule(IpFamily::Ipv4),
+        ["-s 203.0.113.80/32 -m ipvs --vproto 6 --vaddr 203.0.113.80 --vport 80 -j DROP"]
+    );
+    assert_eq!(
+        rule(IpFamily::Ipv6),
+        ["-s 2001:db8::80/128 -m ipvs --vproto 6 --vaddr 2001:db8::80 --vport 80 -j DROP"]
+    );
+}
+
+/// As iptables-save prints the table after `restoration` on an empty one.
+fn saved(table: &str, chains: &Chains) -> String {
+    let mut text = format!("*{table}\n:INPUT ACCEPT [0:0]\n:FORWARD DROP [7:420]\n:OUTPUT ACCEPT [0:0]\n");
+    for ((_, chain), _) in chains.iter().filter(|((of, _), _)| *of == table) {
+        text += &format!(":{chain} - [0:0]\n");
+    }
+    for (_, from, to, comment) in JUMPS.iter().filter(|(of, ..)| *of == table) {
+        text += &format!("-A {from} -m comment --comment \"{comment}\" -j {to}\n");
+    }
+    for ((_, chain), rules) in chains.iter().filter(|((of, _), _)| *of == table) {
+        rules.iter().for_each(|rule| text += &format!("-A {chain} {rule}\n"));
+    }
+    text + "COMMIT\n"
+}
+
+#[rstest]
+fn what_is_there_is_not_written(#[values("nat", "filter")] table: &str) {
+    let chains = chains_of(IpFamily::Ipv4, &host(cidrs(&["10.244.0.0/16"])));
+    let saved = saved(table, &chains);
+    assert_eq!(restoration(table, &chains, &saved), None);
+}
+
+#[test]
+fn only_the_chain_that_differs_is_written() {
+    let chains = chains_of(IpFamily::Ipv4, &host(cidrs(&["10.244.0.0/16"])));
+    let before = saved("filter", &chains).replace("-A KUBE-SOURCE-RANGES-FIREWALL -j DROP\n", "");
+    assert_eq!(
+        restoration("filter", &chains, &before).unwrap(),
+        "*filter\n:KUBE-SOURCE-RANGES-FIREWALL - [0:0]\n\
+         -A KUBE-SOURCE-RANGES-FIREWALL -m set --match-set KUBE-LOAD-BALANCER-SOURCE-CIDR dst,dst,src -j RETURN\n\
+         -A KUBE-SOURCE-RANGES-FIREWALL -m set --match-set KUBE-LOAD-BALANCER-SOURCE-IP dst,dst,src -j RETURN\n\
+         -A KUBE-SOURCE-RANGES-FIREWALL -j DROP\nCOMMIT\n"
+    );
+}
+
+#[test]
+fn a_jump_that_is_gone_is_written_first_in_its_chain() {
+    let chains = chains_of(IpFamily::Ipv4, &host(cidrs(&[])));
+    let jump = "-A OUTPUT -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n";
+    let before = saved("nat", &chains).replace(jump, "");
+    assert_eq!(
+        restoration("nat", &chains, &before).unwrap(),
+        format!("*nat\n{}COMMIT\n", jump.replace("-A ", "-I "))
+    );
+}
+
+#[test]
+fn a_chain_that_is_missing_is_made_even_without_rules() {
+    let chains = chains_of(IpFamily::Ipv4, &host(cidrs(&[])));
+    let before = saved("filter", &chains).replace(":KUBE-IPVS-OUT-FILTER - [0:0]\n", "");
+    let expected = "*filter\n:KUBE-IPVS-OUT-FILTER - [0:0]\nCOMMIT\n";
+    assert_eq!(restoration("filter", &chains, &before).unwrap(), expected);
+}

@@ -65,10 +65,11 @@ fn of_lines(
 fn nftables() -> Result<BTreeSet<String>> {
     let text = output("nft", &["-j", "-s", "list", "ruleset"])?;
     let mut ruleset: Value = serde_json::from_str(&text).context("reading what nft lists")?;
-    let objects: Vec<Value> = match ruleset.get_mut("nftables").map(Value::take) {
+    let mut objects: Vec<Value> = match ruleset.get_mut("nftables").map(Value::take) {
         Some(Value::Array(objects)) => objects,
         _ => bail!("nft lists no ruleset"),
     };
+    objects.retain(|object| !is_shared(&object.to_string()));
     let table = |object: &Value| {
         let object = object.as_object()?.values().next()?;
         let named = object.get("table").or_else(|| object.get("name"))?;
@@ -83,6 +84,11 @@ fn nftables() -> Result<BTreeSet<String>> {
         format!("nft {object}")
     };
     Ok(objects.iter().filter(counts).map(told).collect())
+}
+
+/// The kubelet has this chain too: kube-proxy's own clean-up leaves it.
+fn is_shared(line: &str) -> bool {
+    line.contains("KUBE-FIREWALL")
 }
 
 /// Handles are given anew with each write, and elements listed in no order.
@@ -105,7 +111,7 @@ fn without_handles(value: &mut Value) {
 fn legacy(save: &str) -> Result<BTreeSet<String>> {
     let mut table = String::new();
     let mut lines = BTreeSet::new();
-    for line in output(save, &[])?.lines() {
+    for line in output(save, &[])?.lines().filter(|line| !is_shared(line)) {
         if let Some(name) = line.strip_prefix('*') {
             name.clone_into(&mut table);
         } else if line.starts_with("-A ") {

@@ -91,14 +91,17 @@ fn is_shared(line: &str) -> bool {
     line.contains("KUBE-FIREWALL")
 }
 
-/// Handles are given anew with each write, and elements listed in no order.
+/// Handles are given anew with each write, elements listed in no order, and a rule that is taken over from another writer
+/// may have its matches in another order.
 fn without_handles(value: &mut Value) {
     match value {
         Value::Object(fields) => {
             fields.remove("handle");
             fields.remove("index");
-            if let Some(Value::Array(elements)) = fields.get_mut("elem") {
-                elements.sort_by_key(Value::to_string);
+            for unordered in ["elem", "expr"] {
+                if let Some(Value::Array(values)) = fields.get_mut(unordered) {
+                    values.sort_by_key(Value::to_string);
+                }
             }
             fields.values_mut().for_each(without_handles);
         }

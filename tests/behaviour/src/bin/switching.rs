@@ -303,7 +303,9 @@ impl Run {
         ensure!(silent.is_empty(), "datagrams of held sockets are not answered: {silent:?}");
         for (name, tally) in tallies {
             ensure!(tally.answered > 0, "{name}: nothing was answered: {tally:?}");
-            ensure!(tally.failed_in_a_row <= 1, "{name}: a retry has failed too: {tally:?}");
+            // kube-proxy removes what another mode has left before it writes rules of its own.
+            let may_fail = switch.to.is_kube_proxy() && switch.to.datapath() != switch.from.datapath();
+            ensure!(may_fail || tally.failed_in_a_row <= 1, "{name}: a retry has failed too: {tally:?}");
         }
         Ok(())
     }

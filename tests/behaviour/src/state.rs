@@ -77,7 +77,16 @@ fn nftables() -> Result<BTreeSet<String>> {
     };
     let with_rules: BTreeSet<_> =
         objects.iter().filter(|object| object.get("rule").is_some()).map(table).collect();
-    let counts = |object: &&Value| object.get("metainfo").is_none() && with_rules.contains(&table(object));
+    let chain_of = |rule: &Value| Some((table(rule)?, rule.pointer("/rule/chain")?.as_str()?.to_owned()));
+    let used: BTreeSet<_> = objects.iter().filter_map(chain_of).collect();
+    // kube-proxy deletes chains some time after their rules.
+    let is_empty_chain = |object: &Value| {
+        let name = object.pointer("/chain/name").and_then(Value::as_str);
+        name.zip(table(object)).is_some_and(|(name, table)| !used.contains(&(table, name.to_owned())))
+    };
+    let counts = |object: &&Value| {
+        object.get("metainfo").is_none() && with_rules.contains(&table(object)) && !is_empty_chain(object)
+    };
     let told = |object: &Value| {
         let mut object = object.clone();
         without_handles(&mut object);

@@ -1,0 +1,123 @@
+//! What is really in a table.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use rustc_hash::FxHashMap;
+
+use super::{
+    frame::{COMMENT, definition},
+    language::Language,
+    names::{PortChain, PortNames},
+    objects::{ElementId, ElementValue, Objects, RuleDigest, Set},
+    plan::Existing,
+    slots,
+};
+use crate::{
+    leftovers::names::NFTABLES_TABLE as TABLE,
+    model::desired::ServicePortName,
+    sys::{
+        CallError,
+        nftables::{NfTables, user_data},
+    },
+};
+
+/// A table of this proxy.
+#[derive(Debug, Default)]
+pub(super) struct Contents {
+    pub(super) chains: FxHashMap<String, KernelChain>,
+    pub(super) sets: BTreeSet<Set>,
+    pub(super) elements: FxHashMap<ElementId, ElementValue>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct KernelChain {
+    pub(super) base: bool,
+    pub(super) rules: Vec<Option<RuleDigest>>,
+    /// The first slot that it draws from, and how many.
+    pub(super) slots: Option<(u32, u32)>,
+}
+
+#[derive(Debug)]
+pub(super) enum Found {
+    Nothing,
+    /// The real kube-proxy's, a holder, another layout's, or one that was tampered with: it cannot be continued.
+    Foreign,
+    Own(Contents),
+}
+
+pub(super) fn read(nftables: &NfTables, language: Language) -> Result<Found, CallError> {
+    let family = language.table_family();
+    let tables = nftables.commented_tables(family)?;
+    let Some(table) = tables.iter().find(|table| table.name == TABLE) else { return Ok(Found::Nothing) };
+    if table.comment.as_deref() != Some(COMMENT) {
+        return Ok(Found::Foreign);
+    }
+    let mut contents = Contents::default();
+    for set in nftables.sets(family, TABLE)? {
+        let (shape, set) = (set.shape, Set::of_name(&set.name));
+        if definition(&set, language).shape() != shape {
+            return Ok(Found::Foreign);
+        }
+        // Packets add the clients of one service port.
+        if !matches!(set, Set::Own(_)) {
+            let elements = nftables.elements(family, TABLE, &set.name())?;
+            contents.elements.reserve(elements.len());
+            contents.elements.extend(elements.into_iter().map(|element| {
+                let value = ElementValue { data: element.data, user_data: element.user_data };
+                (ElementId { set: set.clone(), key: element.key }, value)
+            }));
+        }
+        contents.sets.insert(set);
+    }
+    for chain in nftables.chains(family)?.into_iter().filter(|chain| chain.table == TABLE) {
+        let KernelChain { base, .. } = contents.chains.entry(chain.name).or_default();
+        *base = chain.base;
+    }
+    for rule in nftables.noted_rules(family, TABLE)? {
+        let chain = contents.chains.entry(rule.chain).or_default();
+        chain.rules.push(RuleDigest::noted(&rule.user_data));
+        // The last rule that draws is the one that asks the map.
+        chain.slots = rule.random.or(chain.slots);
+    }
+    Ok(Found::Own(contents))
+}
+
+impl Contents {
+    /// Takes out what is there of these objects.
+    pub(super) fn take(&mut self, objects: &Objects) -> Existing {
+        let element = |id: &ElementId| Some((id.clone(), self.elements.remove(id)?));
+        let elements: BTreeMap<_, _> = objects.elements.keys().filter_map(element).collect();
+        let chain = |name: &String| Some((name.clone(), self.chains.remove(name)?.rules));
+        let chains = objects.chains.keys().filter_map(chain).collect();
+        let sets = objects.sets.keys().filter(|set| self.sets.remove(set)).cloned().collect();
+        Existing { sets, chains, elements, shared: Vec::new() }
+    }
+
+    /// Takes out all that is there of a service port, whatever it is.
+    pub(super) fn take_all(&mut self, name: &ServicePortName) {
+        let names = PortNames::new(name);
+        for chain in [PortChain::Service, PortChain::Local, PortChain::External, PortChain::Firewall] {
+            let Some(chain) = self.chains.remove(&names.chain(chain)) else { continue };
+            let Some((first, count)) = chain.slots else { continue };
+            for slot in first..first.saturating_add(count) {
+                let (set, key) = (Set::Endpoints(slots::map_of(first)), slot.to_ne_bytes().to_vec());
+                self.elements.remove(&ElementId { set, key });
+            }
+        }
+        self.sets.remove(&Set::own(names.affinity()));
+        let comment = name.to_string();
+        self.elements.retain(|_, value| user_data::comment(&value.user_data) != Some(comment.as_str()));
+    }
+
+    pub(super) fn slots_of(&self, names: &PortNames, chain: PortChain) -> Option<(u32, u32)> {
+        self.chains.get(&names.chain(chain))?.slots
+    }
+
+    /// Elements by key, of one set.
+    pub(super) fn of_set<'a>(&'a self, set: &'a Set) -> impl Iterator<Item = (&'a [u8], &'a ElementValue)> {
+        self.elements
+            .iter()
+            .filter(move |(id, _)| id.set == *set)
+            .map(|(id, value)| (id.key.as_slice(), value))
+    }
+}

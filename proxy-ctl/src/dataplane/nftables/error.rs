@@ -1,0 +1,51 @@
+//! What can go wrong in this mode.
+
+use std::{fmt, io};
+
+use crate::{dataplane, model::desired::ServicePortName, sys::CallError};
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Call(#[from] CallError),
+    #[error("the kernel has no netfilter netlink (CONFIG_NETFILTER_NETLINK)")]
+    NoNetlink,
+    #[error("the lock of mode nftables in this network namespace: {0}")]
+    Lock(#[source] io::Error),
+    #[error("another controller programs this network namespace in mode nftables{}", of_process(*.0))]
+    Locked(Option<u32>),
+    #[error("the kernel refused what every Service needs of the table {table}: {source}")]
+    Table { table: String, source: io::Error },
+    #[error("the kernel refused {0}; everything else is written")]
+    Ports(RefusedPorts),
+    #[error("the kernel refused to delete what is no longer used: {0}")]
+    Deletion(#[source] io::Error),
+}
+
+fn of_process(process: Option<u32>) -> String {
+    process.map(|process| format!(" (process {process})")).unwrap_or_default()
+}
+
+/// Service ports that could not be written, with the kernel's error numbers.
+#[derive(Debug, Default)]
+pub struct RefusedPorts(pub Vec<(ServicePortName, i32)>);
+
+impl fmt::Display for RefusedPorts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const MOST_NAMED: usize = 3;
+        for (place, (name, errno)) in self.0.iter().take(MOST_NAMED).enumerate() {
+            let separator = if place == 0 { "" } else { ", " };
+            write!(f, "{separator}{name} ({})", io::Error::from_raw_os_error(*errno))?;
+        }
+        match self.0.len().saturating_sub(MOST_NAMED) {
+            0 => Ok(()),
+            more => write!(f, " and {more} more service ports"),
+        }
+    }
+}
+
+impl From<Error> for dataplane::Error {
+    fn from(error: Error) -> Self {
+        Self::new(dataplane::ErrorKind::Other, error)
+    }
+}

@@ -1,0 +1,76 @@
+//! Names of the chains and sets of a service port, as kube-proxy makes them in this mode.
+
+use crate::{dataplane::netfilter::hash, model::desired::ServicePortName};
+
+/// The kernel takes 255 bytes; prefixes need 9. The hash distinguishes what is the same up to here.
+const LONGEST: usize = 200;
+/// Characters of the hash.
+const OF_HASH: usize = 8;
+
+/// A chain that belongs to one service port.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum PortChain {
+    /// Chooses among the endpoints for cluster-wide traffic.
+    Service,
+    /// Chooses among the endpoints for clients that get local ones only.
+    Local,
+    /// For clients of node ports, external IPs and load-balancer addresses.
+    External,
+    /// Drops clients of load-balancer addresses that are not in a source range.
+    Firewall,
+}
+
+impl PortChain {
+    const fn prefix(self) -> &'static str {
+        match self {
+            Self::Service => "service",
+            Self::Local => "local",
+            Self::External => "external",
+            Self::Firewall => "firewall",
+        }
+    }
+}
+
+/// What the names of everything that a service port has end with.
+#[derive(Clone, Debug)]
+pub(super) struct PortNames(String);
+
+impl PortNames {
+    pub(super) fn new(name: &ServicePortName) -> Self {
+        let ServicePortName { service, port, protocol, .. } = name;
+        let protocol = protocol.name().to_ascii_lowercase();
+        let whole = format!("{}/{}/{protocol}/{port}", service.namespace, service.name);
+        let hash: String = hash(&[&whole]).chars().take(OF_HASH).collect();
+        Self(format!("{hash}-{whole}").chars().take(LONGEST).collect())
+    }
+
+    pub(super) fn chain(&self, chain: PortChain) -> String {
+        format!("{}-{}", chain.prefix(), self.0)
+    }
+
+    /// Clients and the endpoints that they were sent to.
+    pub(super) fn affinity(&self) -> String {
+        format!("affinity-{}", self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+    use crate::model::{objects::IpFamily, test_support::port_name};
+
+    // As listed on nodes of kube-proxy 1.37.
+    #[rstest]
+    #[case("default/kubernetes", "https", "service-2QRHZV4L-default/kubernetes/tcp/https")]
+    #[case("kproxy-lab/backend-api", "http", "service-YVSKLJHA-kproxy-lab/backend-api/tcp/http")]
+    fn chains_are_named_as_kube_proxy_names_them(
+        #[case] service: &str,
+        #[case] port: &str,
+        #[case] chain: &str,
+    ) {
+        let names = PortNames::new(&port_name(service, port, IpFamily::Ipv4));
+        assert_eq!(names.chain(PortChain::Service), chain);
+    }
+}

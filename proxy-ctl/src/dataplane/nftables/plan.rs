@@ -1,0 +1,264 @@
+//! From what is there and what must be there to one transaction. Pure.
+//!
+//! Two things must not be deleted in the transaction that puts others in their place: a packet that is between two steps of a rule
+//! would miss the endpoint that it has drawn, and before 6.2 the kernel takes the chain that a map's element has left for
+//! one in use. Those are retired: deleted by a later transaction.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use rustc_hash::FxHashMap;
+
+use super::{
+    frame::definition,
+    language::Language,
+    objects::{ElementId, ElementValue, Objects, Rule, RuleDigest, Set},
+};
+use crate::{
+    dataplane::Applied,
+    leftovers::names::NFTABLES_TABLE as TABLE,
+    sys::nftables::{BaseChain, Batch, SetDefinition},
+};
+
+/// Which of the service ports of a transaction a message is for; `None`: for all of them.
+pub(super) type Owner = Option<usize>;
+
+/// What nothing leads to any more.
+#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub(super) enum Retired {
+    /// Of a map of endpoints.
+    Element(ElementId),
+    /// Without rules.
+    Chain(String),
+    Set(Set),
+}
+
+/// What is in the kernel of a service port.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct Existing {
+    pub(super) sets: BTreeSet<Set>,
+    /// `None`: a rule that is not of this proxy.
+    pub(super) chains: BTreeMap<String, Vec<Option<RuleDigest>>>,
+    pub(super) elements: BTreeMap<ElementId, ElementValue>,
+    pub(super) shared: Vec<ElementId>,
+}
+
+impl From<Objects> for Existing {
+    fn from(objects: Objects) -> Self {
+        let digests = |rules: Vec<Rule>| rules.iter().map(|rule| Some(rule.digest())).collect();
+        Self {
+            sets: objects.sets.into_keys().collect(),
+            chains: objects.chains.into_iter().map(|(name, rules)| (name, digests(rules))).collect(),
+            elements: objects.elements,
+            shared: objects.shared,
+        }
+    }
+}
+
+/// What a transaction does.
+#[derive(Debug, Default)]
+pub(super) struct Steps {
+    /// Everything that was in the table goes, before anything else.
+    pub(super) replaces: bool,
+    /// The table is made.
+    pub(super) creates: Option<&'static str>,
+    pub(super) sets: Vec<(Owner, Set, SetDefinition)>,
+    pub(super) chains: Vec<(Owner, String, Option<BaseChain>)>,
+    pub(super) removed: Vec<(Owner, ElementId)>,
+    /// Whether the chain has rules that go.
+    pub(super) rules: Vec<(Owner, String, bool, Vec<Rule>)>,
+    pub(super) added: Vec<(Owner, ElementId, ElementValue)>,
+    pub(super) retired: Vec<Retired>,
+    /// What was retired and is needed again.
+    pub(super) revived: Vec<Retired>,
+    /// How many more service ports need an element.
+    pub(super) needs: FxHashMap<ElementId, i64>,
+}
+
+impl Steps {
+    pub(super) fn applied(&self) -> Applied {
+        let rules: usize = self.rules.iter().map(|(_, _, _, rules)| rules.len()).sum();
+        let written = self.sets.len() + self.chains.len() + rules + self.added.len();
+        Applied { written: written as u64, removed: (self.removed.len() + self.retired.len()) as u64 }
+    }
+
+    /// Turns what is there of a service port into what must be there. `retired`: what is still there of earlier.
+    pub(super) fn compare<T>(
+        &mut self,
+        owner: Owner,
+        mut old: Existing,
+        new: Objects,
+        retired: &BTreeMap<Retired, T>,
+    ) {
+        for (set, definition) in new.sets {
+            if !old.sets.remove(&set) {
+                self.revive(Retired::Set(set.clone()), retired);
+                self.sets.push((owner, set, definition));
+            }
+        }
+        for (chain, rules) in new.chains {
+            let before = old.chains.remove(&chain);
+            self.chain(owner, chain, None, before, rules, retired);
+        }
+        for (id, value) in new.elements {
+            match old.elements.remove(&id) {
+                Some(before) if before == value => continue,
+                Some(_) => self.removed.push((owner, id.clone())),
+                None => {
+                    if self.revive(Retired::Element(id.clone()), retired) {
+                        self.removed.push((owner, id.clone()));
+                    }
+                }
+            }
+            self.added.push((owner, id, value));
+        }
+        self.remove(owner, old.elements.into_keys(), old.chains, old.sets);
+        old.shared.into_iter().for_each(|id| *self.needs.entry(id).or_default() -= 1);
+        new.shared.into_iter().for_each(|id| *self.needs.entry(id).or_default() += 1);
+    }
+
+    /// `before`: its rules; `None`: it is not there.
+    pub(super) fn chain<T>(
+        &mut self,
+        owner: Owner,
+        chain: String,
+        base: Option<BaseChain>,
+        before: Option<Vec<Option<RuleDigest>>>,
+        rules: Vec<Rule>,
+        retired: &BTreeMap<Retired, T>,
+    ) {
+        if before.is_none() {
+            self.revive(Retired::Chain(chain.clone()), retired);
+            self.chains.push((owner, chain.clone(), base));
+        }
+        let before = before.unwrap_or_default();
+        if !before.iter().copied().eq(rules.iter().map(|rule| Some(rule.digest()))) {
+            self.rules.push((owner, chain, !before.is_empty(), rules));
+        }
+    }
+
+    /// Takes away what nobody wants.
+    pub(super) fn remove(
+        &mut self,
+        owner: Owner,
+        elements: impl IntoIterator<Item = ElementId>,
+        chains: BTreeMap<String, Vec<Option<RuleDigest>>>,
+        sets: BTreeSet<Set>,
+    ) {
+        for id in elements {
+            match id.set {
+                Set::Endpoints(_) => self.retired.push(Retired::Element(id)),
+                _ => self.removed.push((owner, id)),
+            }
+        }
+        for (chain, rules) in chains {
+            if !rules.is_empty() {
+                self.rules.push((owner, chain.clone(), true, Vec::new()));
+            }
+            self.retired.push(Retired::Chain(chain));
+        }
+        self.retired.extend(sets.into_iter().map(Retired::Set));
+    }
+
+    fn revive<T>(&mut self, object: Retired, retired: &BTreeMap<Retired, T>) -> bool {
+        let is_retired = retired.contains_key(&object);
+        if is_retired {
+            self.revived.push(object);
+        }
+        is_retired
+    }
+
+    /// Adds and removes elements that several service ports need, given how many did. Call it last.
+    pub(super) fn share(&mut self, counts: &FxHashMap<ElementId, u32>) {
+        for (id, change) in &self.needs {
+            let before = i64::from(counts.get(id).copied().unwrap_or(0));
+            match (before, before + change) {
+                (0, 1..) => self.added.push((None, id.clone(), ElementValue::default())),
+                (1.., ..=0) => self.removed.push((None, id.clone())),
+                _ => {}
+            }
+        }
+    }
+
+    /// With the owner of each message from its place on.
+    pub(super) fn batch(&self, language: Language) -> (Batch, Vec<(u32, Owner)>) {
+        self.batch_of(language, TABLE)
+    }
+
+    pub(super) fn batch_of(&self, language: Language, table: &str) -> (Batch, Vec<(u32, Owner)>) {
+        let (family, mut batch, mut owners) = (language.table_family(), Batch::default(), vec![(0, None)]);
+        let mut own = |batch: &Batch, owner: &Owner| owners.push((batch.next(), *owner));
+        if self.replaces {
+            batch.delete_table(family, table);
+        }
+        if let Some(comment) = self.creates {
+            batch.add_table(family, table, comment);
+        }
+        for (owner, set, definition) in &self.sets {
+            own(&batch, owner);
+            batch.add_set(family, table, &set.name(), definition);
+        }
+        for (owner, chain, base) in &self.chains {
+            own(&batch, owner);
+            batch.add_chain(family, table, chain, *base);
+        }
+        for group in self.removed.chunk_by(|(a, x), (b, y)| a == b && x.set == y.set) {
+            if let Some((owner, ElementId { set, .. })) = group.first() {
+                own(&batch, owner);
+                let keys = group.iter().map(|(_, id)| id.key.as_slice());
+                batch.delete_elements(family, table, &set.name(), keys);
+            }
+        }
+        for (owner, chain, flush, rules) in &self.rules {
+            own(&batch, owner);
+            if *flush {
+                batch.flush_chain(family, table, chain);
+            }
+            for rule in rules {
+                batch.add_rule(family, table, chain, &rule.expressions, &rule.user_data());
+            }
+        }
+        for group in self.added.chunk_by(|(a, x, _), (b, y, _)| a == b && x.set == y.set) {
+            if let Some((owner, ElementId { set, .. }, _)) = group.first() {
+                own(&batch, owner);
+                let elements = group
+                    .iter()
+                    .map(|(_, id, value)| (id.key.as_slice(), &value.data, value.user_data.as_slice()));
+                batch.add_elements(family, table, &set.name(), elements);
+            }
+        }
+        (batch, owners)
+    }
+}
+
+/// Deletes what was retired.
+pub(super) fn deletion<'a>(language: Language, retired: impl IntoIterator<Item = &'a Retired>) -> Batch {
+    let (family, mut batch) = (language.table_family(), Batch::default());
+    let (mut elements, mut others) = (Vec::new(), Vec::new());
+    for one in retired {
+        match one {
+            Retired::Element(id) => elements.push(id),
+            Retired::Chain(_) | Retired::Set(_) => others.push(one),
+        }
+    }
+    for group in elements.chunk_by(|a, b| a.set == b.set) {
+        if let Some(first) = group.first() {
+            let keys = group.iter().map(|id| id.key.as_slice());
+            batch.delete_elements(family, TABLE, &first.set.name(), keys);
+        }
+    }
+    for one in others {
+        match one {
+            Retired::Element(_) => {}
+            Retired::Chain(chain) => batch.delete_chain(family, TABLE, chain),
+            Retired::Set(set) => batch.delete_set(family, TABLE, &set.name()),
+        }
+    }
+    batch
+}
+
+/// A map of endpoints that is not there yet.
+pub(super) fn endpoint_map(steps: &mut Steps, number: u32, language: Language) {
+    let set = Set::Endpoints(number);
+    let definition = definition(&set, language);
+    steps.sets.push((None, set, definition));
+}

@@ -1,0 +1,199 @@
+//! What the tables in the kernel serve, read without a controller.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+};
+
+use super::{
+    contents::{self, Contents, Found},
+    error::Error,
+    frame::COMMENT,
+    language::Language,
+    names::{PortChain, PortNames},
+    objects::{ElementId, Set},
+    render::{FACTS, Facts, LOCAL},
+    slots,
+};
+use crate::{
+    dataplane::{
+        self, BackendSnapshot, EndpointSnapshot, FrontendSnapshot, NodeSnapshot, Programmed, ServiceSnapshot,
+        Snapshot, Usage,
+    },
+    leftovers::names::NFTABLES_TABLE as TABLE,
+    model::{
+        desired::ServicePortName,
+        objects::{IpFamily, ObjectName, Protocol, TrafficPolicy},
+    },
+    sys::{
+        CallError,
+        nftables::{ElementData, NfTables, TableFamily, user_data},
+    },
+};
+
+/// The tables, where there is no dataplane of them.
+pub(super) struct Pinned(NfTables);
+
+impl Pinned {
+    /// `None`: there is no table of this proxy.
+    pub(super) fn open() -> Result<Option<Self>, Error> {
+        let Some(nftables) = NfTables::open()? else { return Ok(None) };
+        for family in TableFamily::ALL {
+            match is_own(&nftables, family) {
+                Ok(false) => {}
+                Ok(true) => return Ok(Some(Self(nftables))),
+                // Without privileges nothing is seen.
+                Err(error) if error.errno() == libc::EPERM => return Ok(None),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl Programmed for Pinned {
+    fn snapshot(&self) -> Result<Snapshot, dataplane::Error> {
+        Ok(read(&self.0)?)
+    }
+
+    fn usage(&self) -> Result<Usage, dataplane::Error> {
+        Ok(Usage::default())
+    }
+}
+
+pub(super) fn is_own(nftables: &NfTables, family: TableFamily) -> Result<bool, CallError> {
+    let tables = nftables.commented_tables(family)?;
+    Ok(tables.iter().any(|table| table.name == TABLE && table.comment.as_deref() == Some(COMMENT)))
+}
+
+pub(super) fn read(nftables: &NfTables) -> Result<Snapshot, Error> {
+    let mut snapshot = Snapshot::default();
+    for family in IpFamily::ALL {
+        if let Found::Own(contents) = contents::read(nftables, Language { family })? {
+            decode(&contents, family, &mut snapshot);
+        }
+    }
+    snapshot.services.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(snapshot)
+}
+
+fn decode(contents: &Contents, family: IpFamily, snapshot: &mut Snapshot) {
+    let mut services: BTreeMap<ServicePortName, ServiceSnapshot> = BTreeMap::new();
+    for set in [Set::ServiceIps, Set::ServiceNodePorts, Set::NoEndpointServices, Set::NoEndpointNodePorts] {
+        let has_address = matches!(set, Set::ServiceIps | Set::NoEndpointServices);
+        for (key, value) in contents.of_set(&set) {
+            let noted = &value.user_data;
+            let Some((address, protocol, port)) = frontend(key, has_address, family) else { continue };
+            let Some(name) = user_data::comment(noted).and_then(|text| name(text, protocol, family)) else {
+                continue;
+            };
+            let Some(facts) = user_data::get(noted, FACTS).and_then(Facts::read) else { continue };
+            let service = services.entry(name.clone()).or_insert_with(|| service(contents, name, facts));
+            let frontend = FrontendSnapshot { address, port, external: facts.external };
+            if !service.frontends.contains(&frontend) {
+                service.frontends.push(frontend);
+            }
+        }
+    }
+    let mut backends: BTreeMap<(IpAddr, u16, Protocol), BackendSnapshot> = BTreeMap::new();
+    for service in services.values_mut() {
+        service.frontends.sort_unstable();
+        let mut used = [&service.cluster[..], &service.internal, &service.external].concat();
+        used.sort_by_key(|endpoint| endpoint.address);
+        used.dedup_by_key(|endpoint| endpoint.address);
+        for endpoint in used {
+            let (address, protocol) = (endpoint.address, service.name.protocol);
+            let backend =
+                backends.entry((address.ip(), address.port(), protocol)).or_insert(BackendSnapshot {
+                    id: 0,
+                    address,
+                    protocol: Some(protocol),
+                    local: endpoint.local,
+                    terminating: false,
+                    uses: 0,
+                });
+            backend.uses += 1;
+        }
+    }
+    snapshot.services.extend(services.into_values());
+    snapshot.backends.extend(backends.into_values());
+    let addresses = contents.of_set(&Set::NodePortIps).filter_map(|(key, _)| address(key, family));
+    let NodeSnapshot { node_port_addresses, .. } = &mut snapshot.node;
+    node_port_addresses.extend(addresses.map(|address| (address, false)));
+    node_port_addresses.sort_unstable();
+}
+
+fn service(contents: &Contents, name: ServicePortName, facts: Facts) -> ServiceSnapshot {
+    let names = PortNames::new(&name);
+    let of_policy = |policy| {
+        let chain = match policy {
+            TrafficPolicy::Cluster => PortChain::Service,
+            TrafficPolicy::Local => PortChain::Local,
+        };
+        endpoints(contents, contents.slots_of(&names, chain), name.family)
+    };
+    ServiceSnapshot {
+        id: 0,
+        frontends: Vec::new(),
+        cluster: of_policy(TrafficPolicy::Cluster),
+        internal: of_policy(facts.internal_policy),
+        external: of_policy(facts.external_policy),
+        any_endpoints: facts.any_endpoints,
+        internal_policy: facts.internal_policy,
+        external_policy: facts.external_policy,
+        affinity_seconds: facts.affinity_seconds,
+        name,
+    }
+}
+
+fn endpoints(contents: &Contents, slots: Option<(u32, u32)>, family: IpFamily) -> Vec<EndpointSnapshot> {
+    let Some((first, count)) = slots else { return Vec::new() };
+    let set = Set::Endpoints(slots::map_of(first));
+    let endpoint = |slot: u32| {
+        let id = ElementId { set: set.clone(), key: slot.to_ne_bytes().to_vec() };
+        let value = contents.elements.get(&id)?;
+        let ElementData::Value(bytes) = &value.data else { return None };
+        let address = address(bytes, family)?;
+        let port = bytes.get(address_length(family)..)?.first_chunk()?;
+        Some(EndpointSnapshot {
+            address: SocketAddr::new(address, u16::from_be_bytes(*port)),
+            local: user_data::comment(&value.user_data) == Some(LOCAL),
+            backend: 0,
+        })
+    };
+    (first..first.saturating_add(count)).filter_map(endpoint).collect()
+}
+
+const fn address_length(family: IpFamily) -> usize {
+    match family {
+        IpFamily::Ipv4 => 4,
+        IpFamily::Ipv6 => 16,
+    }
+}
+
+/// The address that begins these bytes.
+fn address(bytes: &[u8], family: IpFamily) -> Option<IpAddr> {
+    Some(match family {
+        IpFamily::Ipv4 => IpAddr::from(*bytes.first_chunk::<4>()?),
+        IpFamily::Ipv6 => IpAddr::from(*bytes.first_chunk::<16>()?),
+    })
+}
+
+fn frontend(key: &[u8], has_address: bool, family: IpFamily) -> Option<(Option<IpAddr>, Protocol, u16)> {
+    let (address, rest) = if has_address {
+        (Some(address(key, family)?), key.get(address_length(family)..)?)
+    } else {
+        (None, key)
+    };
+    let [number, _, _, _, high, low, ..] = *rest else { return None };
+    let protocols = [Protocol::Tcp, Protocol::Udp, Protocol::Sctp];
+    let protocol = protocols.into_iter().find(|protocol| protocol.number() == number)?;
+    Some((address, protocol, u16::from_be_bytes([high, low])))
+}
+
+/// `namespace/name:port`, as the name of a service port is written.
+fn name(text: &str, protocol: Protocol, family: IpFamily) -> Option<ServicePortName> {
+    let (service, port) = text.split_once(':').unwrap_or((text, ""));
+    let (namespace, name) = service.split_once('/')?;
+    Some(ServicePortName { service: ObjectName::new(namespace, name), port: port.into(), protocol, family })
+}

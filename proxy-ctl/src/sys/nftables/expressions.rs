@@ -1,0 +1,328 @@
+//! What rules are made of, written as netlink attributes.
+
+use super::{TableFamily, attributes::*};
+use crate::sys::netlink::Messages;
+
+/// A register of 4 bytes; values longer than that go on in the next ones.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Register(u32);
+
+impl Register {
+    /// Gets the verdict of a lookup.
+    pub const VERDICT: Self = Self(0);
+
+    /// `place` is below 16.
+    pub const fn new(place: u32) -> Self {
+        Self(8 + place)
+    }
+
+    pub const fn place(self) -> usize {
+        self.0.saturating_sub(8) as usize
+    }
+}
+
+/// What becomes of a packet.
+#[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub enum Verdict {
+    Accept,
+    Drop,
+    Return,
+    Jump(String),
+    Goto(String),
+}
+
+impl Verdict {
+    const JUMP: i32 = -3;
+    const GOTO: i32 = -4;
+    const RETURN: i32 = -5;
+
+    pub(super) fn write(&self, out: &mut Messages) {
+        let (code, chain) = match self {
+            Self::Accept => (libc::NF_ACCEPT, None),
+            Self::Drop => (libc::NF_DROP, None),
+            Self::Return => (Self::RETURN, None),
+            Self::Jump(chain) => (Self::JUMP, Some(chain)),
+            Self::Goto(chain) => (Self::GOTO, Some(chain)),
+        };
+        out.nested(DATA_VERDICT, |verdict| {
+            verdict.attribute(VERDICT_CODE, &code.to_be_bytes());
+            if let Some(chain) = chain {
+                verdict.text(VERDICT_CHAIN, chain);
+            }
+        });
+    }
+
+    /// `None`: one that is not made here.
+    pub(super) fn read(code: i32, chain: Option<&str>) -> Option<Self> {
+        match (code, chain) {
+            (libc::NF_ACCEPT, _) => Some(Self::Accept),
+            (libc::NF_DROP, _) => Some(Self::Drop),
+            (Self::RETURN, _) => Some(Self::Return),
+            (Self::JUMP, Some(chain)) => Some(Self::Jump(chain.to_owned())),
+            (Self::GOTO, Some(chain)) => Some(Self::Goto(chain.to_owned())),
+            _ => None,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Header {
+    Network,
+    Transport,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Meta {
+    /// 4 bytes in the machine's order.
+    Mark,
+    /// 16 bytes with zeros at its end.
+    InputInterface,
+    /// IANA number in one byte.
+    Protocol,
+}
+
+impl Meta {
+    const fn number(self) -> u32 {
+        match self {
+            Self::Mark => 3,
+            Self::InputInterface => 6,
+            Self::Protocol => 16,
+        }
+    }
+}
+
+/// Of the packet's connection.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Conntrack {
+    /// 4 bytes in the machine's order, as is the status.
+    State,
+    Status,
+    /// One byte.
+    Direction,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Comparison {
+    Equal,
+    NotEqual,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Side {
+    Source,
+    Destination,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum SetOperation {
+    Add,
+    /// Adds it, or lets it live longer; the value of an element that is there stays.
+    Update,
+    Delete,
+}
+
+/// One step of a rule. A comparison or a lookup that finds nothing ends the rule.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Expression {
+    Immediate {
+        value: Vec<u8>,
+        to: Register,
+    },
+    Payload {
+        header: Header,
+        offset: u32,
+        length: u32,
+        to: Register,
+    },
+    Meta {
+        key: Meta,
+        to: Register,
+    },
+    SetMark {
+        from: Register,
+    },
+    Conntrack {
+        key: Conntrack,
+        to: Register,
+    },
+    /// The kind of the packet's address, as routing sees it: [`LOCAL_ADDRESS`] and others, in the machine's order.
+    AddressType {
+        of: Side,
+        to: Register,
+    },
+    /// `(register & mask) ^ xor`, both of one length.
+    Bitwise {
+        register: Register,
+        mask: Vec<u8>,
+        xor: Vec<u8>,
+    },
+    Compare {
+        register: Register,
+        comparison: Comparison,
+        value: Vec<u8>,
+    },
+    /// `to`: gets the element's value, of a map.
+    Lookup {
+        set: String,
+        key: Register,
+        to: Option<Register>,
+    },
+    /// A number of `offset..offset + modulus`, in the machine's order.
+    Random {
+        modulus: u32,
+        offset: u32,
+        to: Register,
+    },
+    /// Changes a set from within a rule. Of a full set it ends the rule.
+    ChangeSet {
+        set: String,
+        operation: SetOperation,
+        key: Register,
+        data: Option<Register>,
+        milliseconds: u64,
+    },
+    DestinationNat {
+        family: TableFamily,
+        address: Register,
+        port: Register,
+    },
+    /// With random source ports.
+    Masquerade,
+    /// By ICMP port unreachable.
+    Reject {
+        family: TableFamily,
+    },
+    Verdict(Verdict),
+}
+
+/// RTN_LOCAL.
+pub const LOCAL_ADDRESS: u32 = 2;
+
+const FIB_ADDRESS_TYPE: u32 = 3;
+const NUMGEN_RANDOM: u32 = 1;
+const NAT_DESTINATION: u32 = 1;
+const FULLY_RANDOM: u32 = 1 << 4;
+const REJECT_BY_ICMP: u32 = 0;
+
+pub(super) fn expression(list: &mut Messages, name: &str, fill: impl FnOnce(&mut Messages)) {
+    list.nested(LIST_MEMBER, |expression| {
+        expression.text(EXPRESSION_NAME, name).nested(EXPRESSION_DATA, fill);
+    });
+}
+
+fn number(out: &mut Messages, kind: u16, value: u32) -> &mut Messages {
+    out.attribute(kind, &value.to_be_bytes())
+}
+
+fn value(out: &mut Messages, kind: u16, value: &[u8]) {
+    out.nested(kind, |data| {
+        data.attribute(DATA_VALUE, value);
+    });
+}
+
+impl Expression {
+    /// The same bytes for the same expressions.
+    pub fn encode(expressions: &[Self]) -> Vec<u8> {
+        let mut list = Messages::default();
+        list.begin(0, 0, &[]);
+        expressions.iter().for_each(|expression| expression.write(&mut list));
+        list.bytes().to_vec()
+    }
+
+    pub(super) fn write(&self, list: &mut Messages) {
+        match self {
+            Self::Immediate { value: constant, to } => expression(list, "immediate", |out| {
+                value(number(out, IMMEDIATE_REGISTER, to.0), IMMEDIATE_DATA, constant);
+            }),
+            Self::Payload { header, offset, length, to } => expression(list, "payload", |out| {
+                number(out, PAYLOAD_REGISTER, to.0);
+                let base = match header {
+                    Header::Network => 1,
+                    Header::Transport => 2,
+                };
+                number(out, PAYLOAD_BASE, base);
+                number(number(out, PAYLOAD_OFFSET, *offset), PAYLOAD_LENGTH, *length);
+            }),
+            Self::Meta { key, to } => expression(list, "meta", |out| {
+                number(number(out, META_KEY, key.number()), META_REGISTER, to.0);
+            }),
+            Self::SetMark { from } => expression(list, "meta", |out| {
+                number(number(out, META_KEY, Meta::Mark.number()), META_SOURCE, from.0);
+            }),
+            Self::Conntrack { key, to } => expression(list, "ct", |out| {
+                let key = match key {
+                    Conntrack::State => 0,
+                    Conntrack::Direction => 1,
+                    Conntrack::Status => 2,
+                };
+                number(number(out, CT_KEY, key), CT_REGISTER, to.0);
+            }),
+            Self::AddressType { of, to } => expression(list, "fib", |out| {
+                let side = match of {
+                    Side::Source => 1,
+                    Side::Destination => 2,
+                };
+                number(number(out, FIB_FLAGS, side), FIB_RESULT, FIB_ADDRESS_TYPE);
+                number(out, FIB_REGISTER, to.0);
+            }),
+            Self::Bitwise { register, mask, xor } => expression(list, "bitwise", |out| {
+                number(number(out, BITWISE_SOURCE, register.0), BITWISE_REGISTER, register.0);
+                number(out, BITWISE_LENGTH, mask.len() as u32);
+                value(out, BITWISE_MASK, mask);
+                value(out, BITWISE_XOR, xor);
+            }),
+            Self::Compare { register, comparison, value: wanted } => expression(list, "cmp", |out| {
+                let operation = match comparison {
+                    Comparison::Equal => 0,
+                    Comparison::NotEqual => 1,
+                };
+                number(number(out, COMPARE_REGISTER, register.0), COMPARE_OPERATION, operation);
+                value(out, COMPARE_DATA, wanted);
+            }),
+            Self::Lookup { set, key, to } => expression(list, "lookup", |out| {
+                number(out.text(LOOKUP_SET, set), LOOKUP_KEY, key.0);
+                if let Some(to) = to {
+                    number(out, LOOKUP_REGISTER, to.0);
+                }
+            }),
+            Self::Random { modulus, offset, to } => expression(list, "numgen", |out| {
+                number(number(out, NUMGEN_REGISTER, to.0), NUMGEN_MODULUS, *modulus);
+                number(number(out, NUMGEN_TYPE, NUMGEN_RANDOM), NUMGEN_OFFSET, *offset);
+            }),
+            Self::ChangeSet { set, operation, key, data, milliseconds } => {
+                expression(list, "dynset", |out| {
+                    let operation = match operation {
+                        SetOperation::Add => 0,
+                        SetOperation::Update => 1,
+                        SetOperation::Delete => 2,
+                    };
+                    number(number(out.text(DYNSET_SET, set), DYNSET_OPERATION, operation), DYNSET_KEY, key.0);
+                    if let Some(data) = data {
+                        number(out, DYNSET_DATA, data.0);
+                    }
+                    if *milliseconds > 0 {
+                        out.attribute(DYNSET_TIMEOUT, &milliseconds.to_be_bytes());
+                    }
+                })
+            }
+            Self::DestinationNat { family, address, port } => expression(list, "nat", |out| {
+                number(number(out, NAT_TYPE, NAT_DESTINATION), NAT_FAMILY, u32::from(family.number()));
+                number(number(out, NAT_ADDRESS, address.0), NAT_PORT, port.0);
+            }),
+            Self::Masquerade => expression(list, "masq", |out| {
+                number(out, MASQUERADE_FLAGS, FULLY_RANDOM);
+            }),
+            Self::Reject { family } => expression(list, "reject", |out| {
+                let port_unreachable = match family {
+                    TableFamily::Ipv4 => 3,
+                    TableFamily::Ipv6 => 4,
+                };
+                number(out, REJECT_TYPE, REJECT_BY_ICMP).attribute(REJECT_CODE, &[port_unreachable]);
+            }),
+            Self::Verdict(verdict) => expression(list, "immediate", |out| {
+                number(out, IMMEDIATE_REGISTER, Register::VERDICT.0)
+                    .nested(IMMEDIATE_DATA, |data| verdict.write(data));
+            }),
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! Tables, chains, rules, sets and their elements in nf_tables, which iptables-nft uses too: listed, and changed in one step.
+
+mod attributes;
+mod batch;
+mod expressions;
+mod read;
+mod sets;
+pub mod user_data;
+
+use std::{fs, io, path::Path};
+
+use netlink_sys::{Socket, protocols::NETLINK_NETFILTER};
+use nix::sys::socket::{setsockopt, sockopt::SndBufForce};
+
+use self::{attributes::BATCH_END, batch::batch_header};
+pub use self::{
+    batch::{BaseChain, Batch, ChainType, NetfilterHook},
+    expressions::{
+        Comparison, Conntrack, Expression, Header, LOCAL_ADDRESS, Meta, Register, SetOperation, Side, Verdict,
+    },
+    read::{Chain, NotedRule, Rule, Table},
+    sets::{Datum, Element, ElementData, Set, SetDefinition, SetShape, Values},
+};
+use super::{
+    CallError,
+    netlink::{Messages, NetlinkSocket, Refused},
+};
+
+/// The address family of a table.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub enum TableFamily {
+    Ipv4,
+    Ipv6,
+}
+
+impl TableFamily {
+    pub const ALL: [Self; 2] = [Self::Ipv4, Self::Ipv6];
+
+    /// As nft writes it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Ipv4 => "ip",
+            Self::Ipv6 => "ip6",
+        }
+    }
+
+    const fn number(self) -> u8 {
+        match self {
+            Self::Ipv4 => 2,
+            Self::Ipv6 => 10,
+        }
+    }
+
+    /// `nfgenmsg`: family, version, resource.
+    const fn header(self) -> [u8; 4] {
+        [self.number(), 0, 0, 0]
+    }
+}
+
+/// A connection to nf_tables of this thread's network namespace. Needs CAP_NET_ADMIN there.
+pub struct NfTables(NetlinkSocket);
+
+impl NfTables {
+    /// `None`: the kernel has no nf_tables, or its module is not loaded: then nothing is in it.
+    pub fn open() -> Result<Option<Self>, CallError> {
+        if !is_loaded() {
+            return Ok(None);
+        }
+        Self::load()
+    }
+
+    /// The first use has the kernel load what it has as modules. `None`: it has no netfilter netlink.
+    pub fn load() -> Result<Option<Self>, CallError> {
+        match NetlinkSocket::open(NETLINK_NETFILTER) {
+            Err(error) if error.raw_os_error() == Some(libc::EPROTONOSUPPORT) => Ok(None),
+            connection => connection
+                .map(|kernel| Some(Self(kernel)))
+                .map_err(CallError::of("socket(NETLINK_NETFILTER)")),
+        }
+    }
+
+    /// Does all of it, or, if anything is refused, nothing.
+    pub fn commit(&self, batch: Batch) -> Result<Vec<Refused>, CallError> {
+        let mut messages = batch.0;
+        messages.begin(BATCH_END, 0, &batch_header());
+        self.send(&messages).map_err(CallError::of("netlink batch of nf_tables"))
+    }
+
+    /// What would be refused of it. Nothing is done: the kernel takes back a batch without an end.
+    pub fn check(&self, batch: &Batch) -> Result<Vec<Refused>, CallError> {
+        self.send(&batch.0).map_err(CallError::of("netlink batch of nf_tables"))
+    }
+
+    fn send(&self, messages: &Messages) -> io::Result<Vec<Refused>> {
+        let length = messages.bytes().len();
+        self.0.send_at_once(messages, |socket| make_room(socket, length))
+    }
+}
+
+/// A request to the kernel would load the module. If it is unknown whether it is built in, it counts as built in.
+fn is_loaded() -> bool {
+    let sockets = fs::read_to_string("/proc/thread-self/net/netlink");
+    if sockets.is_ok_and(|sockets| !has_netfilter(&sockets)) {
+        return false;
+    }
+    if Path::new("/sys/module/nf_tables").exists() {
+        return true;
+    }
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let built_in = fs::read_to_string(format!("/lib/modules/{}/modules.builtin", release.trim()));
+    built_in.map_or(true, |modules| modules.lines().any(|module| module.ends_with("/nf_tables.ko")))
+}
+
+/// `sockets`: the kernel's list of netlink sockets, its own ones among them, with the protocol in the second column.
+fn has_netfilter(sockets: &str) -> bool {
+    let protocol = NETLINK_NETFILTER.to_string();
+    sockets.lines().any(|socket| socket.split_whitespace().nth(1) == Some(protocol.as_str()))
+}
+
+/// A batch is one message of the socket, however long it is.
+fn make_room(socket: &Socket, length: usize) -> io::Result<()> {
+    const LEAST: usize = 256 * 1024;
+    Ok(setsockopt(socket, SndBufForce, &(length * 2).max(LEAST))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sched::{CloneFlags, unshare};
+
+    use super::*;
+
+    #[test]
+    fn netfilter_is_found_among_the_kernels_sockets() {
+        let none = "sk               Eth Pid        Groups   Rmem\n\
+                    00000000d2a1c8f1 0   12         00000551 0\n00000000a75c2d1e 15  0          00000000 0\n";
+        assert!(!has_netfilter(none));
+        assert!(has_netfilter(&format!("{none}000000003c5e5b0f 12  0          00000000 0\n")));
+    }
+
+    /// Of a network namespace that ends with the test, as its thread does. `None`: says that the test is skipped.
+    fn of_own_namespace() -> Option<NfTables> {
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        let nftables = NfTables::load().unwrap();
+        if nftables.is_none() {
+            println!("skipped: the kernel has no netfilter netlink (CONFIG_NETFILTER_NETLINK)");
+        }
+        nftables
+    }
+
+    /// As one without chains of type nat.
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_a_kernel_that_can_make_no_holder_says_enoent() {
+        let Some(nftables) = of_own_namespace() else { return };
+        for family in TableFamily::ALL {
+            let mut batch = Batch::default();
+            let messages = batch.make_holder_of(family, "held", ("chain", "unheard-of"), "why");
+            assert_eq!(messages, 1..4);
+            // The rule's chain is not there.
+            let refused = [2, 3].map(|message| Refused { message, errno: libc::ENOENT });
+            assert_eq!(nftables.commit(batch).unwrap(), refused);
+            assert_eq!(nftables.tables(family).unwrap(), [""; 0]);
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! What is in nf_tables.
+
+use super::{
+    NfTables, TableFamily,
+    attributes::*,
+    sets::{Element, Set, SetShape, VERDICT, read_element},
+    user_data,
+};
+use crate::sys::{
+    CallError,
+    netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_DUMP},
+};
+
+const POLICY_DROP: [u8; 4] = 0_u32.to_be_bytes();
+/// `NF_DROP`, as a verdict.
+const VERDICT_DROP: [u8; 4] = 0_u32.to_be_bytes();
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Table {
+    pub name: String,
+    /// `None` before 5.10.
+    pub comment: Option<String>,
+}
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Chain {
+    pub table: String,
+    pub name: String,
+    /// The kernel calls it: it is not only jumped to.
+    pub base: bool,
+    /// What reaches its end is dropped.
+    pub drops: bool,
+}
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Rule {
+    pub handle: u64,
+    /// Of the match `comment` or of the rule itself.
+    pub comment: Option<String>,
+    /// The chains that it jumps or goes to; those in maps are not known.
+    pub targets: Vec<String>,
+    /// It drops or rejects packets.
+    pub drops: bool,
+}
+
+/// What its writer has noted at a rule.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct NotedRule {
+    pub chain: String,
+    pub user_data: Vec<u8>,
+    /// The first number and how many there are, where it draws one.
+    pub random: Option<(u32, u32)>,
+}
+
+impl NfTables {
+    /// None where the kernel has no nf_tables.
+    pub fn tables(&self, family: TableFamily) -> Result<Vec<String>, CallError> {
+        Ok(self.commented_tables(family)?.into_iter().map(|table| table.name).collect())
+    }
+
+    /// None where the kernel has no nf_tables.
+    pub fn commented_tables(&self, family: TableFamily) -> Result<Vec<Table>, CallError> {
+        let mut request = Messages::default();
+        request.begin(GETTABLE, NLM_F_DUMP, &family.header());
+        let parse = |_, body: &[u8]| {
+            let table = of_family(family, body)?;
+            let comment = table.get(TABLE_USERDATA).and_then(user_data::comment).map(str::to_owned);
+            Some(Table { name: table.text(TABLE_NAME)?.to_owned(), comment })
+        };
+        match self.0.dump(&request, parse) {
+            // What nfnetlink says of a subsystem that is not there.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
+                Ok(Vec::new())
+            }
+            tables => tables.map_err(CallError::of("netlink NFT_MSG_GETTABLE")),
+        }
+    }
+
+    /// Of every table.
+    pub fn chains(&self, family: TableFamily) -> Result<Vec<Chain>, CallError> {
+        let mut request = Messages::default();
+        request.begin(GETCHAIN, NLM_F_DUMP, &family.header());
+        let parse = |_, body: &[u8]| chain(of_family(family, body)?);
+        self.0.dump(&request, parse).map_err(CallError::of("netlink NFT_MSG_GETCHAIN"))
+    }
+
+    /// Takes no time, however many chains there are.
+    pub fn has_chain(&self, family: TableFamily, table: &str, chain: &str) -> Result<bool, CallError> {
+        let mut request = Messages::default();
+        request.begin(GETCHAIN, NLM_F_ACK, &family.header()).text(CHAIN_TABLE, table).text(CHAIN_NAME, chain);
+        match self.0.request(&request, |_, _| ()) {
+            // What nfnetlink says of a subsystem that is not there.
+            Err(error)
+                if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EINVAL | libc::EOPNOTSUPP)) =>
+            {
+                Ok(false)
+            }
+            found => found.map(|()| true).map_err(CallError::of("netlink NFT_MSG_GETCHAIN")),
+        }
+    }
+
+    pub fn rules(&self, family: TableFamily, table: &str, chain: &str) -> Result<Vec<Rule>, CallError> {
+        let mut request = Messages::default();
+        request.begin(GETRULE, NLM_F_DUMP, &family.header()).text(RULE_TABLE, table).text(RULE_CHAIN, chain);
+        // Kernels before 4.12 list the rules of all chains.
+        let is_asked_for = |rule: &Attributes<'_>| {
+            rule.text(RULE_TABLE) == Some(table) && rule.text(RULE_CHAIN) == Some(chain)
+        };
+        let parse = |_, body: &[u8]| rule(of_family(family, body).filter(is_asked_for)?);
+        or_gone(self.0.dump(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETRULE"))
+    }
+
+    /// Of all chains of the table; those of one chain in their order.
+    pub fn noted_rules(&self, family: TableFamily, table: &str) -> Result<Vec<NotedRule>, CallError> {
+        let mut request = Messages::default();
+        request.begin(GETRULE, NLM_F_DUMP, &family.header()).text(RULE_TABLE, table);
+        let parse = |_, body: &[u8]| {
+            let rule = of_family(family, body).filter(|rule| rule.text(RULE_TABLE) == Some(table))?;
+            let user_data = rule.get(RULE_USERDATA).unwrap_or_default().to_vec();
+            Some(NotedRule { chain: rule.text(RULE_CHAIN)?.to_owned(), user_data, random: random(rule) })
+        };
+        or_gone(self.0.dump(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETRULE"))
+    }
+
+    /// With a name of their own.
+    pub fn sets(&self, family: TableFamily, table: &str) -> Result<Vec<Set>, CallError> {
+        let mut request = Messages::default();
+        request.begin(GETSET, NLM_F_DUMP, &family.header()).text(SET_TABLE, table);
+        let parse = |_, body: &[u8]| {
+            let set = of_family(family, body).filter(|set| set.text(SET_TABLE) == Some(table))?;
+            let number = |kind| number(set.get(kind)?);
+            let length = number(SET_DATA_LENGTH).unwrap_or(0);
+            let shape = SetShape {
+                flags: number(SET_FLAGS).unwrap_or(0),
+                key_length: number(SET_KEY_LENGTH).unwrap_or(0),
+                data_length: if number(SET_DATA_TYPE) == Some(VERDICT) { 0 } else { length },
+            };
+            Some(Set { name: set.text(SET_NAME)?.to_owned(), shape })
+        };
+        or_gone(self.0.dump(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETSET"))
+    }
+
+    /// Those that can be made with this module; in no order.
+    pub fn elements(&self, family: TableFamily, table: &str, set: &str) -> Result<Vec<Element>, CallError> {
+        let mut request = Messages::default();
+        request
+            .begin(GETSETELEM, NLM_F_DUMP, &family.header())
+            .text(ELEMENTS_TABLE, table)
+            .text(ELEMENTS_SET, set);
+        let parse = |_, body: &[u8]| {
+            let list = of_family(family, body)?.nested(ELEMENTS_LIST)?;
+            Some(list.filter_map(|(_, element)| read_element(Attributes(element))).collect::<Vec<_>>())
+        };
+        let messages =
+            or_gone(self.0.dump(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETSETELEM"))?;
+        Ok(messages.into_iter().flatten().collect())
+    }
+}
+
+/// Nothing, where it is gone since it was listed.
+fn or_gone<T>(list: std::io::Result<Vec<T>>) -> std::io::Result<Vec<T>> {
+    match list {
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(Vec::new()),
+        list => list,
+    }
+}
+
+fn number(bytes: &[u8]) -> Option<u32> {
+    Some(u32::from_be_bytes(*bytes.first_chunk()?))
+}
+
+/// Attributes of an answer about this family.
+fn of_family(family: TableFamily, body: &[u8]) -> Option<Attributes<'_>> {
+    (body.first() == Some(&family.number())).then_some(Attributes(body.get(4..)?))
+}
+
+fn chain(chain: Attributes<'_>) -> Option<Chain> {
+    Some(Chain {
+        table: chain.text(CHAIN_TABLE)?.to_owned(),
+        name: chain.text(CHAIN_NAME)?.to_owned(),
+        base: chain.get(CHAIN_HOOK).is_some(),
+        drops: chain.get(CHAIN_POLICY) == Some(&POLICY_DROP),
+    })
+}
+
+/// Names and contents.
+fn expressions(rule: Attributes<'_>) -> impl Iterator<Item = (&str, Attributes<'_>)> {
+    rule.nested(RULE_EXPRESSIONS).into_iter().flatten().filter_map(|(_, expression)| {
+        let expression = Attributes(expression);
+        Some((expression.text(EXPRESSION_NAME)?, expression.nested(EXPRESSION_DATA)?))
+    })
+}
+
+fn random(rule: Attributes<'_>) -> Option<(u32, u32)> {
+    let (_, numgen) = expressions(rule).find(|(name, _)| *name == "numgen")?;
+    Some((number(numgen.get(NUMGEN_OFFSET)?)?, number(numgen.get(NUMGEN_MODULUS)?)?))
+}
+
+fn rule(rule: Attributes<'_>) -> Option<Rule> {
+    let handle = u64::from_be_bytes(*rule.get(RULE_HANDLE)?.first_chunk()?);
+    let mut comment = rule.get(RULE_USERDATA).and_then(user_data::comment).map(str::to_owned);
+    let (mut targets, mut drops) = (Vec::new(), false);
+    for (name, data) in expressions(rule) {
+        match name {
+            "immediate" => {
+                let verdict = data.nested(IMMEDIATE_DATA).and_then(|data| data.nested(DATA_VERDICT));
+                drops |= verdict.and_then(|verdict| verdict.get(VERDICT_CODE)) == Some(&VERDICT_DROP);
+                targets.extend(verdict.and_then(|verdict| verdict.text(VERDICT_CHAIN)).map(str::to_owned));
+            }
+            "match" if data.text(MATCH_NAME) == Some("comment") => {
+                comment = data.text(MATCH_INFO).map(str::to_owned).or(comment);
+            }
+            "reject" => drops = true,
+            "target" => drops |= matches!(data.text(TARGET_NAME), Some("DROP" | "REJECT")),
+            _ => {}
+        }
+    }
+    Some(Rule { handle, comment, targets, drops })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::expressions::{Expression, Verdict, expression},
+        *,
+    };
+
+    #[test]
+    fn a_rule_tells_where_it_leads_and_whether_it_drops() {
+        let read = |fill: &dyn Fn(&mut Messages)| {
+            let mut message = Messages::default();
+            let mut noted = Vec::new();
+            user_data::add_comment(&mut noted, "mine");
+            message
+                .begin(NEWRULE, 0, &[])
+                .attribute(RULE_HANDLE, &7_u64.to_be_bytes())
+                .nested(RULE_EXPRESSIONS, |list| fill(list))
+                .attribute(RULE_USERDATA, &noted);
+            let rule = rule(Attributes(&message.bytes()[16..])).unwrap();
+            assert_eq!((rule.handle, rule.comment.as_deref()), (7, Some("mine")));
+            (rule.targets, rule.drops)
+        };
+        let verdict =
+            |verdict: Verdict| move |list: &mut Messages| Expression::Verdict(verdict.clone()).write(list);
+        assert_eq!(read(&verdict(Verdict::Drop)), (vec![], true));
+        assert_eq!(read(&verdict(Verdict::Accept)), (vec![], false));
+        assert_eq!(read(&verdict(Verdict::Jump("MINE".into()))), (vec!["MINE".to_owned()], false));
+        assert_eq!(
+            read(&|list| Expression::Reject { family: TableFamily::Ipv4 }.write(list)),
+            (vec![], true)
+        );
+        let target = |name: &'static str| {
+            move |list: &mut Messages| {
+                expression(list, "target", |data| {
+                    data.text(TARGET_NAME, name);
+                });
+            }
+        };
+        assert_eq!(read(&target("REJECT")), (vec![], true));
+        assert_eq!(read(&target("MASQUERADE")), (vec![], false));
+    }
+}

@@ -30,3 +30,20 @@ pub fn raise_locked_memory() -> Result<(), CallError> {
         Err(CallError::last("setrlimit(RLIMIT_MEMLOCK)"))
     }
 }
+
+/// Lets this process have as many open files as it may without privileges, and answers how many that are.
+pub fn raise_open_files() -> Result<u64, CallError> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    let target: *mut libc::rlimit = &mut limit;
+    // SAFETY: the kernel writes a rlimit to `target`.
+    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, target) } != 0 {
+        return Err(CallError::last("getrlimit(RLIMIT_NOFILE)"));
+    }
+    limit.rlim_cur = limit.rlim_max;
+    let source: *const libc::rlimit = &limit;
+    // SAFETY: the kernel reads a rlimit from `source`.
+    if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, source) } != 0 {
+        return Err(CallError::last("setrlimit(RLIMIT_NOFILE)"));
+    }
+    Ok(limit.rlim_cur)
+}

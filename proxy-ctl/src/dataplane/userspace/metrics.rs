@@ -1,0 +1,32 @@
+//! What this mode counts.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
+
+use prometheus_client::metrics::MetricType;
+
+use super::shared::Counters;
+use crate::dataplane::MetricFamily;
+
+pub(super) fn families(counters: &Counters) -> Vec<MetricFamily> {
+    let family = |name, help, counter: &AtomicU64| MetricFamily {
+        name,
+        help,
+        kind: MetricType::Counter,
+        samples: vec![(Arc::new([]), counter.load(Ordering::Relaxed))],
+    };
+    let Counters { connections, sessions, failed_dials, refused_clients } = counters;
+    vec![
+        family("proxy_userspace_connections", "TCP connections that an endpoint has answered.", connections),
+        family("proxy_userspace_sessions", "UDP sessions that were begun.", sessions),
+        family("proxy_userspace_failed_dials", "Attempts to reach an endpoint that failed.", failed_dials),
+        family("proxy_userspace_refused_clients", "Clients that no endpoint is for.", refused_clients),
+    ]
+}
+
+#[cfg(test)]
+pub(crate) fn sample_metrics() -> Vec<MetricFamily> {
+    families(&Counters::default())
+}

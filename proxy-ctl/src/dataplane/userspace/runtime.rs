@@ -1,0 +1,60 @@
+//! The thread that carries connections. It outlives the dataplane until the last of them has ended.
+
+use std::{future::Future, io, thread};
+
+use tokio::{
+    runtime::{Builder, Handle},
+    sync::mpsc,
+    task::JoinHandle,
+};
+use tokio_util::sync::CancellationToken;
+
+use super::shared::Alive;
+
+#[derive(Debug)]
+pub(super) struct Runtime {
+    pub(super) handle: Handle,
+    pub(super) alive: Alive,
+}
+
+impl Runtime {
+    /// `at_the_end` is called when neither this nor anything that holds `alive` is left.
+    pub(super) fn start(at_the_end: impl FnOnce() + Send + 'static) -> io::Result<Self> {
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let handle = runtime.handle().clone();
+        let (alive, mut ended) = mpsc::channel(1);
+        thread::Builder::new().name("connections".to_owned()).spawn(move || {
+            // Nothing is ever sent: it ends with the last sender.
+            let _ = runtime.block_on(ended.recv());
+            at_the_end();
+        })?;
+        Ok(Self { handle, alive })
+    }
+
+    pub(super) fn spawn<F: Future<Output = ()> + Send + 'static>(
+        &self,
+        task: impl FnOnce(CancellationToken) -> F,
+    ) -> Task {
+        let stop = CancellationToken::new();
+        let running = self.handle.spawn(task(stop.clone()));
+        Task { stop, running, handle: self.handle.clone() }
+    }
+}
+
+/// A task that ends when it is told to.
+#[derive(Debug)]
+pub(super) struct Task {
+    stop: CancellationToken,
+    running: JoinHandle<()>,
+    handle: Handle,
+}
+
+impl Task {
+    /// Waits until everything that it held is free.
+    pub(super) fn end(self) {
+        self.stop.cancel();
+        if let Err(error) = self.handle.block_on(self.running) {
+            tracing::error!(%error, "a task of mode userspace has failed");
+        }
+    }
+}

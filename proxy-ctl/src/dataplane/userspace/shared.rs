@@ -1,0 +1,150 @@
+//! What all listeners of this process share.
+
+use std::{
+    convert::Infallible,
+    io,
+    net::{IpAddr, SocketAddr},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError, mpsc};
+
+use super::{
+    balancer::{Refusal, SharedBalancer},
+    plan::Entrance,
+};
+
+/// Kept free for the rest of the process: logs, watches, HTTP.
+const KEPT_FREE: u64 = 256;
+/// The client's and the endpoint's socket.
+const OF_CONNECTION: u32 = 2;
+
+/// Nothing under these locks can leave a half-made state behind.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// File descriptors for listeners, connections and sessions.
+#[derive(Debug)]
+pub(super) struct Descriptors {
+    free: Arc<Semaphore>,
+    limit: u64,
+    /// That there are none left was told, and there have not been any since.
+    told: AtomicBool,
+}
+
+pub(super) type Permit = OwnedSemaphorePermit;
+
+impl Descriptors {
+    /// `limit`: RLIMIT_NOFILE.
+    pub(super) fn new(limit: u64) -> Self {
+        let free = usize::try_from(limit.saturating_sub(KEPT_FREE)).unwrap_or(usize::MAX);
+        let free = Arc::new(Semaphore::new(free.min(Semaphore::MAX_PERMITS)));
+        Self { free, limit, told: AtomicBool::new(false) }
+    }
+
+    /// For a listener that accepts a connection at a time. `None`: there is no room.
+    pub(super) fn for_listener(&self) -> Option<Permit> {
+        self.try_acquire(OF_CONNECTION)
+    }
+
+    /// Waits until others have ended: meanwhile the kernel's queue fills.
+    pub(super) async fn for_connection(&self) -> Option<Permit> {
+        match self.try_acquire(OF_CONNECTION) {
+            Some(permit) => Some(permit),
+            // It is never closed.
+            None => Arc::clone(&self.free).acquire_many_owned(OF_CONNECTION).await.ok(),
+        }
+    }
+
+    pub(super) fn for_session(&self) -> Option<Permit> {
+        self.try_acquire(1)
+    }
+
+    fn try_acquire(&self, count: u32) -> Option<Permit> {
+        match Arc::clone(&self.free).try_acquire_many_owned(count) {
+            Ok(permit) => {
+                self.told.store(false, Ordering::Relaxed);
+                Some(permit)
+            }
+            Err(TryAcquireError::NoPermits | TryAcquireError::Closed) => {
+                if !self.told.swap(true, Ordering::Relaxed) {
+                    tracing::warn!("{}; new clients wait for others to end", self.exhausted());
+                }
+                None
+            }
+        }
+    }
+
+    pub(super) fn exhausted(&self) -> String {
+        format!("all of the {} open files that RLIMIT_NOFILE allows are in use: raise it", self.limit)
+    }
+}
+
+/// Since the start.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub(super) connections: AtomicU64,
+    pub(super) sessions: AtomicU64,
+    pub(super) failed_dials: AtomicU64,
+    pub(super) refused_clients: AtomicU64,
+}
+
+pub(super) fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) descriptors: Descriptors,
+    pub(super) counters: Counters,
+    pub(super) udp_idle_timeout: Duration,
+    /// Room for one datagram, for all tasks of the one thread that they run on.
+    pub(super) datagram: Mutex<Vec<u8>>,
+}
+
+/// The longest datagram of UDP.
+const LONGEST_DATAGRAM: usize = 65_535;
+
+impl Shared {
+    pub(super) fn new(limit: u64, udp_idle_timeout: Duration) -> Self {
+        Self {
+            descriptors: Descriptors::new(limit),
+            counters: Counters::default(),
+            udp_idle_timeout,
+            datagram: Mutex::new(vec![0; LONGEST_DATAGRAM]),
+        }
+    }
+}
+
+/// Held by everything that the runtime must not end before.
+pub(super) type Alive = mpsc::Sender<Infallible>;
+
+/// Where the clients of one listener are led.
+#[derive(Clone, Debug)]
+pub(super) struct Portal {
+    pub(super) balancer: SharedBalancer,
+    pub(super) entrance: Entrance,
+    pub(super) shared: Arc<Shared>,
+    pub(super) _alive: Alive,
+}
+
+impl Portal {
+    pub(super) fn choose(&self, client: IpAddr, tried: &[SocketAddr]) -> Result<SocketAddr, Refusal> {
+        let chosen = lock(&self.balancer).choose(self.entrance, client, tried, Instant::now());
+        if let Err(refusal) = chosen {
+            count(&self.shared.counters.refused_clients);
+            tracing::debug!(%client, ?refusal, "a client is refused");
+        }
+        chosen
+    }
+
+    pub(super) fn failed(&self, endpoint: SocketAddr, error: &io::Error) {
+        count(&self.shared.counters.failed_dials);
+        tracing::debug!(%endpoint, %error, "an endpoint did not answer");
+    }
+}

@@ -1,0 +1,215 @@
+//! What this mode serves, as data, and the same for other processes: nothing of it is in the kernel, so that the process that
+//! serves is asked.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    net::SocketAddr,
+    os::unix::net::UnixListener as StdUnixListener,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use tokio::{io::AsyncWriteExt as _, net::UnixListener, time};
+use tokio_util::sync::CancellationToken;
+
+use super::{NAME, shared::lock};
+use crate::{
+    dataplane::{
+        BackendSnapshot, EndpointSnapshot, Error, ErrorKind, FrontendSnapshot, Host, NodeSnapshot,
+        Programmed, ServiceSnapshot, Snapshot, Usage, netfilter::EndpointSet,
+    },
+    model::{
+        desired::{DesiredPort, Endpoint, Frontend, FrontendKind, ServicePortName},
+        objects::Protocol,
+    },
+    sys::namespace_lock::{self, NamespaceLock},
+};
+
+#[derive(Debug)]
+pub(super) struct ServedPort {
+    pub(super) desired: Arc<DesiredPort>,
+    /// Those whose clients are served or refused by us.
+    pub(super) frontends: Vec<Frontend>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Served {
+    pub(super) ports: BTreeMap<ServicePortName, ServedPort>,
+    pub(super) host: Host,
+    /// Everything desired was written once.
+    pub(super) complete: bool,
+}
+
+/// A backend's number is its place among them.
+type Numbers = BTreeMap<(SocketAddr, Protocol), Backend>;
+
+struct Backend {
+    number: u32,
+    local: bool,
+    terminating: bool,
+    uses: BTreeSet<ServicePortName>,
+}
+
+fn address(endpoint: &Endpoint) -> SocketAddr {
+    SocketAddr::new(endpoint.address, endpoint.port)
+}
+
+impl Served {
+    pub(super) fn snapshot(&self) -> Snapshot {
+        let mut numbers = Numbers::new();
+        for port in self.ports.values().map(|served| &served.desired) {
+            for endpoint in &port.endpoints.all {
+                let key = (address(endpoint), port.name.protocol);
+                let backend = numbers.entry(key).or_insert(Backend {
+                    number: 0,
+                    local: endpoint.local,
+                    terminating: endpoint.terminating,
+                    uses: BTreeSet::new(),
+                });
+                backend.uses.insert(port.name.clone());
+            }
+        }
+        for (number, backend) in (1..).zip(numbers.values_mut()) {
+            backend.number = number;
+        }
+        let backend = |((address, protocol), backend): (&(SocketAddr, Protocol), &Backend)| BackendSnapshot {
+            id: backend.number,
+            address: *address,
+            protocol: Some(*protocol),
+            local: backend.local,
+            terminating: backend.terminating,
+            uses: u32::try_from(backend.uses.len()).unwrap_or(u32::MAX),
+        };
+        Snapshot {
+            services: self.ports.values().map(|port| service(port, &numbers)).collect(),
+            backends: numbers.iter().map(backend).collect(),
+            node: self.node(),
+            hooks: Vec::new(),
+            lease: None,
+        }
+    }
+
+    fn node(&self) -> NodeSnapshot {
+        let addresses = self.host.node_port_addresses.iter();
+        NodeSnapshot {
+            node_port_addresses: addresses.map(|address| (*address, address.is_loopback())).collect(),
+            ..NodeSnapshot::default()
+        }
+    }
+}
+
+fn service(served: &ServedPort, numbers: &Numbers) -> ServiceSnapshot {
+    let port = &served.desired;
+    let endpoints = |set: EndpointSet| {
+        let endpoint = |index: &u32| {
+            let endpoint = port.endpoints.all.get(*index as usize)?;
+            let address = address(endpoint);
+            let backend = numbers.get(&(address, port.name.protocol))?.number;
+            Some(EndpointSnapshot { address, local: endpoint.local, backend })
+        };
+        set.of(port).iter().filter_map(endpoint).collect()
+    };
+    let frontend = |frontend: &Frontend| FrontendSnapshot {
+        address: (frontend.kind != FrontendKind::NodePort).then_some(frontend.address),
+        port: frontend.port,
+        external: frontend.kind != FrontendKind::ClusterIp,
+    };
+    ServiceSnapshot {
+        id: 0,
+        name: port.name.clone(),
+        frontends: served.frontends.iter().map(frontend).collect(),
+        cluster: endpoints(EndpointSet::Cluster),
+        internal: endpoints(EndpointSet::Internal),
+        external: endpoints(EndpointSet::External),
+        any_endpoints: port.endpoints.any,
+        internal_policy: port.internal_policy,
+        external_policy: port.external_policy,
+        affinity_seconds: port.affinity_seconds.unwrap_or(0),
+    }
+}
+
+/// Longest wait for a process that asks to read its answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Answers whoever asks [`RunningProcess::ask`], one at a time.
+pub(super) async fn answer(listener: StdUnixListener, served: Arc<Mutex<Served>>, stop: CancellationToken) {
+    let answered = async {
+        let listener = UnixListener::from_std(listener)?;
+        loop {
+            let (mut asker, _) = listener.accept().await?;
+            if !namespace_lock::is_trusted(&asker) {
+                continue;
+            }
+            let text = {
+                let served = lock(&served);
+                if served.complete { serde_json::to_vec(&served.snapshot())? } else { Vec::new() }
+            };
+            // Who only wants to know who holds the lock has gone.
+            let _ = time::timeout(PATIENCE, asker.write_all(&text)).await;
+        }
+    };
+    let answered: Result<io::Result<()>, ()> = tokio::select! {
+        () = stop.cancelled() => Err(()),
+        error = answered => Ok(error),
+    };
+    if let Ok(Err(error)) = answered {
+        tracing::warn!(%error, "`proxy-ctl services` gets no answer any more");
+    }
+}
+
+/// What another process of this node serves.
+pub(super) struct RunningProcess(Snapshot);
+
+impl RunningProcess {
+    /// `None`: there is none, or it serves nothing yet.
+    pub(super) fn ask() -> Result<Option<Self>, Error> {
+        let failed = |error: Box<dyn std::error::Error + Send + Sync>| {
+            Error::new(ErrorKind::Other, format!("asking the proxy in mode userspace: {error}"))
+        };
+        let Some(text) = NamespaceLock::ask(NAME).map_err(|error| failed(error.into()))? else {
+            return Ok(None);
+        };
+        if text.is_empty() {
+            return Ok(None);
+        }
+        serde_json::from_slice(&text)
+            .map(|snapshot| Some(Self(snapshot)))
+            .map_err(|error| failed(error.into()))
+    }
+}
+
+impl Programmed for RunningProcess {
+    fn snapshot(&self) -> Result<Snapshot, Error> {
+        Ok(self.0.clone())
+    }
+
+    fn usage(&self) -> Result<Usage, Error> {
+        Ok(Usage::default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        dataplane::userspace::test_support::{host, web},
+        model::objects::TrafficPolicy,
+    };
+
+    #[test]
+    fn what_is_served_as_data_and_read_by_another_process() {
+        let desired = web(&["10.0.0.1:8080", "10.0.0.2:8080"], TrafficPolicy::Local);
+        let frontends = desired.frontends.clone();
+        let ports = BTreeMap::from([(desired.name.clone(), ServedPort { desired, frontends })]);
+        let served = Served { ports, host: host(), complete: true };
+        let snapshot = served.snapshot();
+        let [service] = snapshot.services.as_slice() else { panic!("{snapshot:?}") };
+        assert_eq!((service.frontends.len(), service.cluster.len(), service.external.len()), (4, 2, 0));
+        let ids: Vec<u32> = service.cluster.iter().map(|endpoint| endpoint.backend).collect();
+        assert_eq!(ids, [1, 2]);
+        assert_eq!(snapshot.backends.iter().map(|backend| backend.uses).collect::<Vec<_>>(), [1, 1]);
+        let read: Snapshot = serde_json::from_slice(&serde_json::to_vec(&snapshot).unwrap()).unwrap();
+        assert_eq!(read, snapshot);
+    }
+}

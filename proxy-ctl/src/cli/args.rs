@@ -75,8 +75,10 @@ const PROBE_HELP: &str = "Examples:
 
 Nothing is changed. The exit code is 1 where the mode that was asked for cannot run here.
 
-JSON: {facts: {kernel, btf, cgroup2, bpffs, capabilities[], packetHook, refusesWith}, requested,
-  choice: {mode, reasons[]} or null, refusal: text or null,
+JSON: {facts: {kernel, btf, cgroup2, bpffs, capabilities[], packetHook, refusesWith, nftablesModules, iptables[], routeLocalnet,
+    ipvsModules, ipsetProtocol, redirect},
+  modes[]: {mode, canRun, needs[]: name of a fact, missing[], remarks[]}, requested,
+  choice: {mode, reasons[], fallback: text or null} or null, refusal: text or null,
   formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]}}.";
 
 /// Show the configuration that `run` would have, and where each value comes from
@@ -149,7 +151,7 @@ pub(super) struct StatusArgs {
 const STATUS_HELP: &str = "Example:
   proxy-ctl status
 
-JSON: {mode, reasons[], node, controller: {running, starting, pid}, sources[]: {name, connected, objects,
+JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects,
   problem},
   hooks[]: {name, interface, role, kind}, withdrawsIn: seconds, tables[]: {name, used, capacity, bytes},
   counters[]: {reason, count},

@@ -1,6 +1,7 @@
 //! `probe`: what this node can do, and the mode that `run` would choose.
 
 use std::{
+    collections::BTreeSet,
     ffi::OsString,
     path::{Path, PathBuf},
 };
@@ -18,7 +19,7 @@ use crate::{
     config::{CommandLine, Effective, RequestedMode},
     dataplane, leftovers,
     mode::{self, ChosenMode, Probe, Refusal, Requirement},
-    node::facts,
+    node,
 };
 
 pub(super) fn probe(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
@@ -31,8 +32,8 @@ pub(super) fn probe(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Res
     for warning in warnings {
         eprintln!("warning: {warning}");
     }
-    let probes = dataplane::probe(&config, &facts::gather());
-    let choice = mode::choose(config.mode, &probes);
+    let probes = dataplane::probe(&config, &node::facts::gather());
+    let choice = mode::choose(config.mode, config.ebpf.mode_fallback, &probes);
     let former = FormerView::new(&leftovers::find(&config.ipvs.exclude_cidrs), Vec::new());
     match line.text("output") {
         None | Some("table") => print(&in_words(&probes, config.mode, &choice, &former))?,
@@ -43,8 +44,13 @@ pub(super) fn probe(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Res
     Ok(())
 }
 
-fn requirements(probes: &[Probe]) -> impl Iterator<Item = &Requirement> {
-    probes.iter().flat_map(|probe| &probe.requirements)
+/// What several modes need is found once.
+fn facts(probes: &[Probe]) -> impl Iterator<Item = &Requirement> {
+    let mut keys = BTreeSet::new();
+    probes
+        .iter()
+        .flat_map(|probe| &probe.requirements)
+        .filter(move |requirement| keys.insert(requirement.key))
 }
 
 /// A requirement's `found`, for people.
@@ -53,8 +59,12 @@ fn text(found: &Value) -> String {
         Value::Bool(found) => if *found { "yes" } else { "no" }.to_owned(),
         Value::String(found) => found.clone(),
         Value::Array(found) if !found.is_empty() => found.iter().map(text).collect::<Vec<_>>().join(" "),
+        Value::Object(found) => {
+            let parts = found.iter().map(|(name, state)| format!("{name} {}", text(state)));
+            parts.collect::<Vec<_>>().join(", ")
+        }
         Value::Null | Value::Array(_) => "none".to_owned(),
-        Value::Number(_) | Value::Object(_) => found.to_string(),
+        Value::Number(_) => found.to_string(),
     }
 }
 
@@ -69,7 +79,7 @@ fn in_words(
     former: &FormerView,
 ) -> String {
     let none = || "none".to_owned();
-    let found = requirements(probes).map(|one| [one.name.to_owned(), text(&one.found)]);
+    let found = facts(probes).map(|one| [one.name.to_owned(), text(&one.found)]);
     let rows = [
         ["another kube-proxy".to_owned(), former.text().unwrap_or_else(none)],
         ["mode asked for".to_owned(), requested(mode).unwrap_or_else(none)],
@@ -82,7 +92,13 @@ fn in_words(
         }
         Err(refusal) => vec![["mode".to_owned(), format!("none: {refusal}")]],
     };
-    table(["FACT", "FOUND"], found.chain(rows).chain(chosen))
+    let modes = probes.iter().map(|probe| {
+        let missing: Vec<_> = probe.obstacles().collect();
+        let can_run = if probe.can_run() { "yes" } else { "no" };
+        [probe.mode.name().to_owned(), can_run.to_owned(), missing.join("; ")]
+    });
+    let facts = table(["FACT", "FOUND"], found.chain(rows).chain(chosen));
+    format!("{}\n{facts}", table(["MODE", "CAN RUN", "MISSING"], modes))
 }
 
 fn as_json(
@@ -91,11 +107,24 @@ fn as_json(
     choice: &Result<ChosenMode, Refusal>,
     former: &FormerView,
 ) -> Value {
-    let chosen =
-        choice.as_ref().ok().map(|choice| json!({"mode": choice.mode.name(), "reasons": choice.reasons}));
-    let facts: Map<_, _> = requirements(probes).map(|one| (one.key.to_owned(), one.found.clone())).collect();
+    let chosen = choice.as_ref().ok().map(
+        |choice| json!({"mode": choice.mode.name(), "reasons": choice.reasons, "fallback": choice.fallback}),
+    );
+    let facts: Map<_, _> = facts(probes).map(|one| (one.key.to_owned(), one.found.clone())).collect();
+    let modes = probes.iter().map(|probe| {
+        let needs: Vec<_> = probe.requirements.iter().map(|one| one.key).collect();
+        let missing: Vec<_> = probe.obstacles().collect();
+        json!({
+            "mode": probe.mode.name(),
+            "canRun": probe.can_run(),
+            "needs": needs,
+            "missing": missing,
+            "remarks": probe.remarks,
+        })
+    });
     json!({
         "facts": facts,
+        "modes": modes.collect::<Vec<_>>(),
         "requested": requested(mode),
         "choice": chosen,
         "refusal": choice.as_ref().err().map(ToString::to_string),

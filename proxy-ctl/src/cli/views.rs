@@ -178,6 +178,8 @@ pub(super) struct StatusView {
     /// `None`: nothing is programmed.
     pub(super) mode: Option<String>,
     pub(super) reasons: Vec<String>,
+    /// The mode takes the place of the one that was asked for; why.
+    pub(super) fallback: Option<String>,
     pub(super) node: Option<String>,
     pub(super) controller: ControllerView,
     pub(super) sources: Option<Vec<Source>>,
@@ -252,6 +254,7 @@ impl StatusView {
         Self {
             mode: mode.filter(|_| running).or_else(|| programmed.map(|mode| mode.name().to_owned())),
             reasons: record.as_ref().map(|record| record.reasons.clone()).unwrap_or_default(),
+            fallback: record.as_ref().and_then(|record| record.fallback.clone()),
             node: record.as_ref().map(|record| record.node.clone()),
             controller: ControllerView { running, starting: starting.is_some(), pid },
             unsupported: record.as_ref().map(|record| record.unsupported.clone()).unwrap_or_default(),
@@ -268,6 +271,9 @@ impl StatusView {
         let mut text = String::new();
         let mut line = |name: &str, value: &str| text.push_str(&format!("{name:<12}{value}\n"));
         line("mode", self.mode.as_deref().unwrap_or("none: nothing of ours is programmed on this node"));
+        if let Some(fallback) = &self.fallback {
+            line("fallback", fallback);
+        }
         for (index, reason) in self.reasons.iter().enumerate() {
             line(if index == 0 { "because" } else { "" }, reason);
         }

@@ -9,7 +9,7 @@ use std::{
 
 use serde_json::{Number, Value};
 
-use super::{Config, Encoding, IgnoredText, duration, media};
+use super::{Config, Encoding, PortRange, duration, media};
 
 /// A value that a field does not take.
 #[derive(Debug)]
@@ -139,15 +139,14 @@ pub(super) const fn optional_text(locate: Locate<Option<String>>) -> TypedField<
     }
 }
 
-/// Text that is checked and dropped, as kube-proxy does.
-pub(super) const fn ignored_text(locate: Locate<IgnoredText>) -> TypedField<IgnoredText> {
+pub(super) const fn port_range(locate: Locate<Option<PortRange>>) -> TypedField<Option<PortRange>> {
     TypedField {
         locate,
-        type_name: "text",
-        allowed: || "text".to_owned(),
-        unset: Value::is_null,
-        read: |value| typed(value, Value::as_str).map(|_| IgnoredText),
-        write: |_| Value::String(String::new()),
+        type_name: "port range",
+        allowed: || "ports such as 8000-9000, 8000+1000 or 8000".to_owned(),
+        unset: |value| is_empty_text(value) || value == "0-0" || value == "0",
+        read: |value| parsed(value, PortRange::parse).map(Some),
+        write: |range| Value::String(range.map(|range| range.to_string()).unwrap_or_default()),
     }
 }
 

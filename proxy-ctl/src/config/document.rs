@@ -8,6 +8,7 @@ use serde_saphyr::DuplicateKeyPolicy;
 use super::{
     Config, Error,
     access::as_whole,
+    duration,
     fields::{API_VERSION, FIELDS, KIND},
 };
 
@@ -152,6 +153,9 @@ const LEFT_OUT_IF_EMPTY: [&str; 5] = [
     "windowsRunAsService",
 ];
 
+/// Left out in other modes than their own: kube-proxy had them once.
+const LEFT_OUT_ELSEWHERE: [&str; 1] = ["udpIdleTimeout"];
+
 pub(super) fn of(config: &Config) -> Value {
     let mut root = Map::new();
     root.insert("apiVersion".to_owned(), API_VERSION.into());
@@ -161,7 +165,8 @@ pub(super) fn of(config: &Config) -> Value {
         let value = field.access.write(&mut config);
         let value = if field.applies_in(config.mode) { value } else { zero(&value) };
         let unset_of_ours = field.path.starts_with("ebpf.") && (value.is_null() || value == "");
-        let left_out = LEFT_OUT_IF_EMPTY.contains(&field.path) && is_empty(&value);
+        let left_out = LEFT_OUT_IF_EMPTY.contains(&field.path) && is_empty(&value)
+            || LEFT_OUT_ELSEWHERE.contains(&field.path) && !field.applies_in(config.mode);
         if !unset_of_ours && !left_out {
             insert(&mut root, field.path, value);
         }
@@ -171,7 +176,13 @@ pub(super) fn of(config: &Config) -> Value {
 
 /// The value in a section that does not apply.
 fn zero(value: &Value) -> Value {
-    if value.is_boolean() { Value::Bool(false) } else { Value::from("0s") }
+    match value {
+        Value::Bool(_) => Value::Bool(false),
+        Value::String(text) if duration::parse(text).is_none() => Value::from(""),
+        Value::Null | Value::Number(_) | Value::String(_) | Value::Array(_) | Value::Object(_) => {
+            Value::from("0s")
+        }
+    }
 }
 
 fn is_empty(value: &Value) -> bool {

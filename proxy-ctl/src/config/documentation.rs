@@ -19,7 +19,7 @@ pub fn markdown() -> String {
          kube-proxy {KUBE_PROXY}. `proxy-ctl config` with the same flags shows the configuration that applies, and \
          where each value comes from.\n\n\
          - Where `--config` is given, the file is used, and flags for the same settings are ignored with a warning. \
-         These flags override the file: `--hostname-override`, `--bpffs`, and the logging flags (`--vmodule` adds to it).\n\
+         These flags override the file: `--hostname-override`, `--bpffs`, `--mode-fallback`, and the logging flags (`--vmodule` adds to it).\n\
          - An unknown field and a duplicate field are warnings, as with kube-proxy. Any other \
          mistake ends the program with exit code 1 before anything is touched, with one line for each that names the \
          file, the field or flag, and what is allowed.\n\

@@ -1,4 +1,4 @@
-//! The section `ebpf`: settings that only this proxy has.
+//! The section `ebpf`: settings that only this proxy has, whatever the mode.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -87,6 +87,8 @@ pub struct Ebpf {
     pub bpffs: PathBuf,
     /// Remove what another kube-proxy has left, once everything is served.
     pub remove_kube_proxy_rules: bool,
+    /// Another mode takes the place of one that was asked for and cannot run here.
+    pub mode_fallback: bool,
     /// How long the node serves after its controller has gone; zero: without end.
     pub withdraw_after: Duration,
 }
@@ -104,6 +106,7 @@ impl Default for Ebpf {
             cgroup: None,
             bpffs: PathBuf::from("/sys/fs/bpf"),
             remove_kube_proxy_rules: true,
+            mode_fallback: true,
             withdraw_after: Duration::ZERO,
         }
     }

@@ -8,9 +8,9 @@ use super::{
     Config, HEALTHZ_PORT, LocalMode, METRICS_PORT, ModuleVerbosity, NodePortAddress, RequestedMode,
     access::{
         Access, InvalidValue, ListItem, MAX_I32, Problem, TypedField, accept_header, address, as_whole,
-        duration_or_nanoseconds, encoding, file, folder, ignored_text, integer, integer_not_zero,
-        is_empty_text, keyword, list, listen_address, number, optional_folder, optional_text,
-        optional_timeout, parsed, period, quantity, switch, text, timeout, typed,
+        duration_or_nanoseconds, encoding, file, folder, integer, integer_not_zero, is_empty_text, keyword,
+        list, listen_address, number, optional_folder, optional_text, optional_timeout, parsed, period,
+        port_range, quantity, switch, text, timeout, typed,
     },
     ebpf::{MAX_ENTRIES, NamePattern},
 };
@@ -54,6 +54,17 @@ impl Field {
         self.access.write(&mut config.clone())
     }
 
+    /// Whether who asks for this mode gets the value: it is not of another mode's section.
+    pub fn is_meant_for(&self, mode: RequestedMode) -> bool {
+        let is_of_section = match self.path.split_once('.').map_or("", |(section, _)| section) {
+            "iptables" => not_in_nftables(mode),
+            "ipvs" => in_ipvs(mode),
+            "nftables" => in_nftables(mode),
+            _ => true,
+        };
+        is_of_section && self.applies_in(mode)
+    }
+
     pub(super) fn applies_in(&self, mode: RequestedMode) -> bool {
         match self.applies {
             Applies::InMode(applies) => applies(mode),
@@ -84,6 +95,10 @@ fn not_in_nftables(mode: RequestedMode) -> bool {
     !in_nftables(mode)
 }
 
+fn in_userspace(mode: RequestedMode) -> bool {
+    mode == RequestedMode::Userspace
+}
+
 fn in_others(mode: RequestedMode) -> bool {
     !in_ipvs(mode) && !in_nftables(mode)
 }
@@ -107,7 +122,8 @@ pub(super) const DECIDING: usize = 2;
 /// In the order in which they are read.
 pub static FIELDS: &[Field] = fields! {
     "mode", keyword(|c| &mut c.mode);
-        "How the node is programmed. Empty: ebpf. kube-proxy knows iptables, ipvs and nftables.";
+        "How the node is programmed. Empty: ebpf where the node can, else iptables, else userspace. kube-proxy knows iptables, ipvs and \
+         nftables. The settings of the mode that is asked for also apply in one that takes its place (ebpf.modeFallback).";
     "bindAddress", address(|c| &mut c.bind_address);
         "The node's own address, where it is not that of its Node object. Nothing is bound to it. An IPv6 address in \
          the file makes healthz and metrics default to IPv6.";
@@ -158,7 +174,7 @@ pub static FIELDS: &[Field] = fields! {
     "iptables.masqueradeBit", integer::<_, 0, MAX_BIT>(|c| &mut c.iptables.masquerade_bit);
         "Bit of the packet mark that asks for masquerading, in modes iptables and ipvs.";
     "iptables.masqueradeAll", switch(|c| &mut c.masquerade_all), Applies::InMode(not_in_nftables);
-        "Masquerade everything that is sent to a cluster IP. In every mode but nftables.";
+        "Masquerade everything that is sent to a cluster IP. In modes iptables and ipvs.";
     "iptables.localhostNodePorts", switch(|c| &mut c.iptables.localhost_node_ports);
         "Serve node ports on 127.0.0.1 in mode iptables, on all loopback addresses in mode ebpf.";
     "iptables.syncPeriod", period(|c| &mut c.periods.sync), Applies::InMode(in_others);
@@ -225,8 +241,10 @@ pub static FIELDS: &[Field] = fields! {
         "nf_conntrack_udp_timeout_stream. 0s: left as it is.";
     "configSyncPeriod", period(|c| &mut c.config_sync_period);
         "How often the API server is asked anew. Accepted: watches and relists make it needless here.";
-    "portRange", ignored_text(|c| &mut c.port_range);
-        "Once for mode userspace; without meaning.";
+    "portRange", port_range(|c| &mut c.port_range), Applies::InMode(in_userspace);
+        "Ports that mode userspace listens on where rules lead clients to it: without effect yet.";
+    "udpIdleTimeout", period(|c| &mut c.udp_idle_timeout), Applies::InMode(in_userspace);
+        "How long a UDP session of mode userspace lasts without a datagram.";
 
     "winkernel.networkName", text(|c| &mut c.winkernel.network_name);
         "For Windows; without meaning here, as the next ones.";
@@ -275,6 +293,9 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.removeKubeProxyRules", switch(|c| &mut c.ebpf.remove_kube_proxy_rules);
         "Remove what another kube-proxy has left in the kernel, once, when every service port is served: else it would go on \
          leading to endpoints that are gone. false: leave it, to try both side by side. Not with --manifests.";
+    "ebpf.modeFallback", switch(|c| &mut c.ebpf.mode_fallback);
+        "Where the mode that is asked for cannot run on the node, mode iptables takes its place, or else userspace: with a warning in \
+         the log, an event and metrics. false: that is an error, as with kube-proxy.";
     "ebpf.withdrawAfter", WITHDRAW_AFTER;
         "How long the node serves what was programmed after its controller has gone. From then on nothing is translated, so that another \
          proxy's rules apply, and flows of the packet programs end. Choose more than any restart takes. 0s: without end.";

@@ -153,6 +153,12 @@ pub static FLAGS: &[Flag] = &[
         "Serve the Services, EndpointSlices and the Node in the YAML and JSON files of this folder, without an API server.",
     ),
     own("bpffs", Text("DIR"), Sets::Override("ebpf.bpffs"), "Where the tables are pinned."),
+    own(
+        "mode-fallback",
+        Switch,
+        Sets::Override("ebpf.modeFallback"),
+        "--mode-fallback=false: a mode that is asked for and cannot run here is an error; no other takes its place.",
+    ),
     Flag { short: Some('v'), ..logging("v", Level, "logging.verbosity", "How much is logged: 0 to 10.") },
     logging(
         "vmodule",

@@ -105,7 +105,10 @@ pub struct Config {
     pub oom_score_adj: i32,
     pub conntrack: Conntrack,
     pub config_sync_period: Duration,
-    pub port_range: IgnoredText,
+    /// Ports that mode userspace listens on, where rules lead clients to them; `None`: those that the kernel chooses.
+    pub port_range: Option<PortRange>,
+    /// How long a UDP session of mode userspace lasts without a datagram.
+    pub udp_idle_timeout: Duration,
     pub ebpf: Ebpf,
 }
 
@@ -204,9 +207,34 @@ pub struct Winkernel {
     pub forward_health_check_vip: bool,
 }
 
-/// A text without meaning, which is not kept.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub struct IgnoredText;
+/// Ports from `first` to `last`, which is not smaller.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct PortRange {
+    pub first: u16,
+    pub last: u16,
+}
+
+impl PortRange {
+    /// `8000-9000`, `8000+1000` or `8000`.
+    fn parse(text: &str) -> Option<Self> {
+        let number = |text: &str| text.trim().parse::<u16>().ok();
+        let (first, last) = if let Some((first, last)) = text.split_once('-') {
+            (number(first)?, number(last)?)
+        } else if let Some((first, more)) = text.split_once('+') {
+            (number(first)?, number(first)?.checked_add(number(more)?)?)
+        } else {
+            (number(text)?, number(text)?)
+        };
+        (first > 0 && first <= last).then_some(Self { first, last })
+    }
+}
+
+impl std::fmt::Display for PortRange {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { first, last } = self;
+        if first == last { write!(f, "{first}") } else { write!(f, "{first}-{last}") }
+    }
+}
 
 /// How traffic of the node's own pods is told from other traffic.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -417,7 +445,8 @@ impl Default for Config {
                 tcp_be_liberal: false,
             },
             config_sync_period: 900 * second,
-            port_range: IgnoredText,
+            port_range: None,
+            udp_idle_timeout: Duration::from_millis(250),
             ebpf: Ebpf::default(),
         }
     }

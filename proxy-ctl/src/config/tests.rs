@@ -127,6 +127,20 @@ fn json_is_read_too() {
 #[case::bridge("detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: cni0}", |config: &Config| {
     config.detect_local_mode == LocalMode::BridgeInterface && config.bridge_interface == "cni0"
 })]
+#[case::a_range_of_ports("mode: userspace\nportRange: 8000-9000", |config: &Config| {
+    config.port_range == Some(PortRange { first: 8000, last: 9000 })
+})]
+#[case::a_number_of_ports("mode: userspace\nportRange: 8000+10", |config: &Config| {
+    config.port_range == Some(PortRange { first: 8000, last: 8010 })
+})]
+#[case::one_port("mode: userspace\nportRange: ' 8000 '", |config: &Config| {
+    config.port_range == Some(PortRange { first: 8000, last: 8000 })
+})]
+#[case::any_port("mode: userspace\nportRange: 0-0", |config: &Config| config.port_range.is_none())]
+#[case::ports_of_another_mode("portRange: 8000-9000", |config: &Config| config.port_range.is_none())]
+#[case::idle_time_of_datagrams("mode: userspace\nudpIdleTimeout: 2s", |config: &Config| {
+    config.udp_idle_timeout == Duration::from_secs(2)
+})]
 #[case::nanoseconds("logging: {flushFrequency: 5000000000}", |config: &Config| {
     config.logging.flush_frequency == Duration::from_secs(5)
 })]
@@ -170,6 +184,14 @@ fn valid(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
 #[case(
     "clientConnection: {contentType: application/yaml}",
     "clientConnection.contentType must be application/vnd.kubernetes.protobuf or application/json, found \"application/yaml\""
+)]
+#[case(
+    "mode: userspace\nportRange: 9000-8000",
+    "portRange must be ports such as 8000-9000, 8000+1000 or 8000, found \"9000-8000\""
+)]
+#[case(
+    "mode: userspace\nportRange: 65535+1",
+    "portRange must be ports such as 8000-9000, 8000+1000 or 8000, found \"65535+1\""
 )]
 #[case("oomScoreAdj: 1001", "oomScoreAdj must be from -1000 to 1000, found 1001")]
 #[case("iptables: {masqueradeBit: 32}", "iptables.masqueradeBit must be from 0 to 31, found 32")]

@@ -1,10 +1,23 @@
 //! Which mode a node gets, and why: a pure function of what was asked for and of what each mode finds on the node.
+//!
+//! [`HostFacts`] are what the node has, each mode's [`Probe`] says whether that is enough, and [`choose`] takes the first that
+//! can run.
 
 use std::fmt;
 
 use serde_json::Value;
 
-use crate::config::RequestedMode;
+mod choice;
+mod facts;
+mod kernel_modules;
+#[cfg(test)]
+pub(crate) mod recorded;
+#[cfg(test)]
+mod tests;
+
+pub use choice::{ChosenMode, Refusal, choose};
+pub use facts::{Backend, Capabilities, HostFacts, KernelVersion, Tool, Version};
+pub use kernel_modules::{KernelModule, ModuleState, ModuleTexts, Modules};
 
 /// How a node is programmed.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -29,42 +42,12 @@ impl Mode {
             Self::Userspace => "userspace",
         }
     }
-
-    /// As a configuration asks for it.
-    const fn requested(self) -> RequestedMode {
-        match self {
-            Self::Ebpf => RequestedMode::Ebpf,
-            Self::Nftables => RequestedMode::Nftables,
-            Self::Iptables => RequestedMode::Iptables,
-            Self::Ipvs => RequestedMode::Ipvs,
-            Self::Userspace => RequestedMode::Userspace,
-        }
-    }
 }
 
 impl fmt::Display for Mode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
-}
-
-/// What this process may do.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub struct Capabilities {
-    pub sys_admin: bool,
-    /// 5.8; `sys_admin` includes it.
-    pub bpf: bool,
-    /// 5.8; `sys_admin` includes it.
-    pub perfmon: bool,
-    pub net_admin: bool,
-}
-
-/// What each mode asks of a node, gathered by whoever may look.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub struct HostFacts {
-    /// As `uname -r`.
-    pub kernel_release: String,
-    pub capabilities: Capabilities,
 }
 
 /// What a mode needs or makes use of, and what of it the node has.
@@ -93,6 +76,35 @@ impl Requirement {
     }
 }
 
+/// Requirements of several modes, each under one key.
+impl Requirement {
+    /// For the release of the kernel.
+    pub fn kernel(host: &HostFacts) -> Self {
+        Self::new("kernel", "kernel", host.kernel_release.as_str())
+    }
+
+    /// What this process may do.
+    pub fn capabilities(held: Capabilities) -> Self {
+        let names = [
+            (held.sys_admin, "CAP_SYS_ADMIN"),
+            (held.bpf, "CAP_BPF"),
+            (held.perfmon, "CAP_PERFMON"),
+            (held.net_admin, "CAP_NET_ADMIN"),
+        ];
+        let names: Vec<&str> = names.into_iter().filter(|(held, _)| *held).map(|(_, name)| name).collect();
+        Self::new("capabilities", "capabilities", names)
+    }
+
+    /// These parts of the kernel.
+    pub fn modules(key: &'static str, name: &'static str, host: &HostFacts, wanted: &[KernelModule]) -> Self {
+        let state =
+            |module: &KernelModule| (module.name.clone(), host.modules.state(module).to_string().into());
+        let found: serde_json::Map<_, _> = wanted.iter().map(state).collect();
+        let missing = wanted.iter().filter_map(|module| host.modules.missing(module));
+        Self { missing: missing.collect(), ..Self::new(key, name, found) }
+    }
+}
+
 /// A mode's answer to what it needs on this node.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Probe {
@@ -103,97 +115,12 @@ pub struct Probe {
 }
 
 impl Probe {
+    pub fn can_run(&self) -> bool {
+        self.obstacles().next().is_none()
+    }
+
     /// Why the mode cannot run here.
     pub fn obstacles(&self) -> impl Iterator<Item = &str> {
         self.requirements.iter().flat_map(|requirement| &requirement.missing).map(String::as_str)
-    }
-}
-
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub struct ChosenMode {
-    pub mode: Mode,
-    /// Why this mode, and what is less than best on this node.
-    pub reasons: Vec<String>,
-}
-
-#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-pub enum Refusal {
-    #[error("mode {requested} is not built yet: use {built}")]
-    NotBuilt { requested: RequestedMode, built: String },
-    #[error("mode {mode} cannot run here: {obstacles}")]
-    Impossible { mode: Mode, obstacles: String },
-}
-
-/// `probes`: the modes' answers, the mode to prefer first.
-pub fn choose(requested: RequestedMode, probes: &[Probe]) -> Result<ChosenMode, Refusal> {
-    let is_automatic = requested == RequestedMode::Automatic;
-    let candidates = || probes.iter().filter(|probe| is_automatic || probe.mode.requested() == requested);
-    if let Some(Probe { mode, remarks, .. }) = candidates().find(|probe| probe.obstacles().next().is_none()) {
-        let asked = if is_automatic {
-            format!("no mode was asked for, and this node can do {mode}")
-        } else {
-            format!("{requested} was asked for")
-        };
-        let reasons = std::iter::once(asked).chain(remarks.iter().cloned()).collect();
-        return Ok(ChosenMode { mode: *mode, reasons });
-    }
-    Err(match candidates().next() {
-        Some(probe) => {
-            let obstacles: Vec<_> = probe.obstacles().collect();
-            Refusal::Impossible { mode: probe.mode, obstacles: obstacles.join("; ") }
-        }
-        None => {
-            let built: Vec<_> = probes.iter().map(|probe| probe.mode.name()).collect();
-            Refusal::NotBuilt { requested, built: built.join(" or ") }
-        }
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use rstest::rstest;
-
-    use super::*;
-
-    fn probe(missing: &[&str]) -> [Probe; 1] {
-        let all = Requirement::new("key", "name", true);
-        let requirements = missing.iter().fold(vec![all], |mut requirements, why| {
-            requirements.push(Requirement::new("key", "name", false).lacking(true, || (*why).to_owned()));
-            requirements
-        });
-        [Probe { mode: Mode::Ebpf, requirements, remarks: vec!["it is fast".to_owned()] }]
-    }
-
-    #[rstest]
-    #[case::nothing_asked(RequestedMode::Automatic, "no mode was asked for, and this node can do ebpf")]
-    #[case::asked(RequestedMode::Ebpf, "ebpf was asked for")]
-    fn chosen(#[case] requested: RequestedMode, #[case] reason: &str) {
-        let reasons = vec![reason.to_owned(), "it is fast".to_owned()];
-        assert_eq!(choose(requested, &probe(&[])), Ok(ChosenMode { mode: Mode::Ebpf, reasons }));
-    }
-
-    #[rstest]
-    #[case::one(&["no BTF"], "mode ebpf cannot run here: no BTF")]
-    #[case::several(&["no BTF", "no bpffs"], "mode ebpf cannot run here: no BTF; no bpffs")]
-    fn impossible(
-        #[values(RequestedMode::Automatic, RequestedMode::Ebpf)] requested: RequestedMode,
-        #[case] missing: &[&str],
-        #[case] message: &str,
-    ) {
-        assert_eq!(choose(requested, &probe(missing)).unwrap_err().to_string(), message);
-    }
-
-    #[rstest]
-    fn not_built(
-        #[values(
-            RequestedMode::Iptables,
-            RequestedMode::Ipvs,
-            RequestedMode::Nftables,
-            RequestedMode::Userspace
-        )]
-        requested: RequestedMode,
-    ) {
-        let refusal = choose(requested, &probe(&[])).unwrap_err();
-        assert_eq!(refusal.to_string(), format!("mode {requested} is not built yet: use ebpf"));
     }
 }

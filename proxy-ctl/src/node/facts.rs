@@ -1,24 +1,90 @@
 //! Reads the [`HostFacts`] of this node. Changes nothing.
 
-use std::fs;
+use std::{
+    env, fs,
+    io::Read as _,
+    path::Path,
+    process::{Command, Stdio},
+};
 
-use crate::mode::{Capabilities, HostFacts};
+use flate2::read::GzDecoder;
+use nix::unistd::{AccessFlags, access};
+
+use crate::{
+    mode::{Capabilities, HostFacts, ModuleTexts, Modules, Tool},
+    sys::ipset::IpSets,
+};
 
 const CAP_NET_ADMIN: u32 = 12;
 const CAP_SYS_ADMIN: u32 = 21;
 const CAP_PERFMON: u32 = 38;
 const CAP_BPF: u32 = 39;
 
+const ROUTE_LOCALNET: &str = "/proc/sys/net/ipv4/conf/all/route_localnet";
+const SKIP_NFTABLES_CHECK: &str = "KUBE_PROXY_NFTABLES_SKIP_KERNEL_VERSION_CHECK";
+
 pub fn gather() -> HostFacts {
+    let kernel_release = read("/proc/sys/kernel/osrelease").unwrap_or_default();
     HostFacts {
-        kernel_release: read("/proc/sys/kernel/osrelease"),
-        capabilities: capabilities(&read("/proc/self/status")),
+        capabilities: capabilities(&read("/proc/self/status").unwrap_or_default()),
+        modules: Modules::parse(&module_texts(&kernel_release)),
+        iptables: tools(["iptables-nft-save", "iptables-legacy-save", "iptables-save"]),
+        ip6tables: tools(["ip6tables-nft-save", "ip6tables-legacy-save", "ip6tables-save"]),
+        ipset_protocol: ipset_protocol(),
+        route_localnet: read(ROUTE_LOCALNET).map(|value| value == "1"),
+        parameters_writable: access(ROUTE_LOCALNET, AccessFlags::W_OK).is_ok(),
+        ipv6: Path::new("/proc/net/if_inet6").exists(),
+        skip_nftables_kernel_check: env::var_os(SKIP_NFTABLES_CHECK).is_some_and(|value| !value.is_empty()),
+        kernel_release,
     }
 }
 
-/// Empty where the file cannot be read.
-fn read(path: &str) -> String {
-    fs::read_to_string(path).map(|text| text.trim().to_owned()).unwrap_or_default()
+/// `None`: it cannot be read.
+fn read(path: &str) -> Option<String> {
+    Some(fs::read_to_string(path).ok()?.trim().to_owned())
+}
+
+fn module_texts(kernel_release: &str) -> ModuleTexts {
+    let folders = fs::read_dir("/sys/module").ok().map(|folders| {
+        let names = folders.filter_map(|folder| folder.ok()?.file_name().into_string().ok());
+        names.collect::<Vec<_>>().join("\n")
+    });
+    ModuleTexts {
+        loaded: read("/proc/modules"),
+        folders,
+        built_in: read(&format!("/lib/modules/{kernel_release}/modules.builtin")),
+        installed: read(&format!("/lib/modules/{kernel_release}/modules.dep")),
+        config: read(&format!("/boot/config-{kernel_release}")).or_else(config_in_proc),
+        disabled: read("/proc/sys/kernel/modules_disabled"),
+    }
+}
+
+/// There with CONFIG_IKCONFIG_PROC.
+fn config_in_proc() -> Option<String> {
+    let mut text = String::new();
+    GzDecoder::new(fs::File::open("/proc/config.gz").ok()?).read_to_string(&mut text).ok()?;
+    Some(text)
+}
+
+/// The first of each backend.
+fn tools(names: [&str; 3]) -> Vec<Tool> {
+    let mut found: Vec<Tool> = Vec::new();
+    for tool in names.into_iter().filter_map(tool) {
+        if found.iter().all(|other| other.backend != tool.backend) {
+            found.push(tool);
+        }
+    }
+    found
+}
+
+fn tool(name: &str) -> Option<Tool> {
+    let told =
+        Command::new(name).arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output().ok()?;
+    Tool::parse(&String::from_utf8_lossy(&told.stdout))
+}
+
+fn ipset_protocol() -> Option<u8> {
+    IpSets::open().ok().flatten()?.protocol().ok()
 }
 
 /// From the line `CapEff:` of /proc/self/status.

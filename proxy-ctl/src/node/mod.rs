@@ -2,6 +2,7 @@
 
 pub mod facts;
 mod interfaces;
+pub mod modprobe;
 mod netlink;
 mod own_node;
 mod primary;

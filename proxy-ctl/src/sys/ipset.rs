@@ -1,4 +1,4 @@
-//! Sets of ipset: listed, written and destroyed.
+//! Sets of ipset: listed, written and destroyed; and the protocol.
 
 use std::{
     io,
@@ -228,6 +228,20 @@ impl IpSets {
         NetlinkSocket::open(NETLINK_NETFILTER).map(Self).map_err(CallError::of("socket(NETLINK_NETFILTER)"))
     }
 
+    /// The newest protocol that the kernel speaks: 6 since 2.6.39, 7 since 4.20.
+    pub fn protocol(&self) -> Result<u8, CallError> {
+        const CALL: &str = "netlink IPSET_CMD_PROTOCOL";
+        let mut request = Messages::default();
+        request.begin(PROTOCOL_COMMAND, NLM_F_ACK, &HEADER).attribute(PROTOCOL, &VERSION);
+        let mut protocol = None;
+        let read = |_: u16, body: &[u8]| {
+            let told = Attributes(body.get(HEADER.len()..).unwrap_or_default()).get(PROTOCOL);
+            protocol = told.and_then(|told| told.first().copied());
+        };
+        self.0.request(&request, read).map_err(CallError::of(CALL))?;
+        protocol.ok_or_else(|| CallError::new(CALL, io::ErrorKind::UnexpectedEof.into()))
+    }
+
     pub fn names(&self) -> Result<Vec<String>, CallError> {
         let mut request = Messages::default();
         request
@@ -396,6 +410,7 @@ mod tests {
     #[ignore = "needs root"]
     fn as_root_sets_are_listed_and_destroyed() {
         let Some(sets) = alone() else { return };
+        assert!(sets.protocol().unwrap() >= 6);
         assert_eq!(sets.names().unwrap(), [""; 0]);
         sets.create("KUBE-CLUSTER-IP", SetKind::Sockets, true).unwrap();
         sets.create("KUBE-6-CLUSTER-IP", SetKind::Addresses, false).unwrap();

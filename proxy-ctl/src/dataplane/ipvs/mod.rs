@@ -24,7 +24,7 @@ use super::{
 use crate::{
     config::{self, Config, RequestedMode},
     leftovers::names::IPVS_DEVICE,
-    mode::{HostFacts, Mode, Probe, Requirement},
+    mode::{HostFacts, Probe, Requirement},
     model::{
         desired::{Changes, DesiredPort, ServicePortName},
         objects::IpFamily,
@@ -38,8 +38,10 @@ use crate::{
 
 mod error;
 mod kernel;
+pub(super) mod load;
 mod parameters;
 mod plan;
+pub(super) mod probe;
 mod rules;
 mod sets;
 mod snapshot;
@@ -51,6 +53,7 @@ const NAME: &str = "ipvs";
 
 pub(super) const ENTRY: Entry = Entry {
     tracks_flows: true,
+    retires: false,
     hands_over: false,
     serves_beside: false,
     probe,
@@ -62,21 +65,17 @@ pub(super) const ENTRY: Entry = Entry {
     cleanup: |_| Ok(Removed::default()),
 };
 
-/// The kernel is asked only where this mode is wanted: its answer needs a virtual server.
-fn probe(config: &Config, _host: &HostFacts) -> Probe {
-    let missing = match config.mode {
-        RequestedMode::Ipvs => check(&config.ipvs).err().map(|error| error.to_string()),
-        RequestedMode::Automatic
-        | RequestedMode::Ebpf
-        | RequestedMode::Nftables
-        | RequestedMode::Iptables
-        | RequestedMode::Userspace => Some("mode ipvs is used only where it is asked for".to_owned()),
-    };
-    let requirement = Requirement {
-        missing: missing.into_iter().collect(),
-        ..Requirement::new("ipvs", "IPVS", scheduler(&config.ipvs))
-    };
-    Probe { mode: Mode::Ipvs, requirements: vec![requirement], remarks: Vec::new() }
+/// The kernel is asked for the scheduler only where this mode is wanted and nothing else is missing: its answer needs a virtual
+/// server.
+fn probe(config: &Config, host: &HostFacts) -> Probe {
+    let mut probe = probe::probe(config, host);
+    if config.mode == RequestedMode::Ipvs && probe.can_run() {
+        let scheduler = Requirement::new("ipvsScheduler", "IPVS scheduler", scheduler(&config.ipvs));
+        let refusal = check(&config.ipvs).err();
+        let missing = refusal.into_iter().map(|error| error.to_string()).collect();
+        probe.requirements.push(Requirement { missing, ..scheduler });
+    }
+    probe
 }
 
 fn scheduler(config: &config::Ipvs) -> String {

@@ -1,0 +1,123 @@
+//! What mode ipvs needs of a node: modules of the kernel, ipset, and iptables for what IPVS does not do.
+
+use crate::{
+    config::Config,
+    dataplane::netfilter::requirements::{iptables, net_admin, unserved_family},
+    mode::{HostFacts, KernelModule, KernelVersion, Mode, Probe, Requirement},
+};
+
+/// From here on one module tracks connections of both families.
+const ONE_CONNTRACK: KernelVersion = KernelVersion::new(4, 19, 0);
+/// That of the tools' version 6.0.
+const OLDEST_IPSET: u8 = 6;
+
+/// The section `ipvs` counts, and of `iptables` the marks.
+pub(in crate::dataplane) const UNUSED_FIELDS: &[&str] = &["nftables.masqueradeBit"];
+
+pub(in crate::dataplane) fn probe(config: &Config, host: &HostFacts) -> Probe {
+    let ipset = Requirement::new("ipsetProtocol", "protocol of ipset", host.ipset_protocol)
+        .lacking(host.ipset_protocol.is_some_and(|protocol| protocol < OLDEST_IPSET), || {
+            format!("the kernel's ipset is older than version 6.0 (protocol {OLDEST_IPSET}, Linux 2.6.39)")
+        });
+    let modules = modules(&config.ipvs.scheduler, host);
+    Probe {
+        mode: Mode::Ipvs,
+        requirements: vec![
+            Requirement::kernel(host),
+            net_admin(host),
+            Requirement::modules("ipvsModules", "modules of ipvs", host, &modules),
+            ipset,
+            iptables(host),
+        ],
+        remarks: unserved_family(host).into_iter().collect(),
+    }
+}
+
+/// `scheduler`: empty for round robin.
+pub(super) fn modules(scheduler: &str, host: &HostFacts) -> Vec<KernelModule> {
+    let schedulers = ["rr", "wrr", "sh"].into_iter();
+    let chosen =
+        (!scheduler.is_empty() && !schedulers.clone().any(|one| one == scheduler)).then_some(scheduler);
+    let schedulers =
+        schedulers.chain(chosen).map(|scheduler| KernelModule::named(&format!("ip_vs_{scheduler}")));
+    let others = [
+        KernelModule::named("ip_vs"),
+        conntrack(host),
+        KernelModule::named("ip_set"),
+        KernelModule::new("xt_set", "CONFIG_NETFILTER_XT_SET"),
+    ];
+    others.into_iter().chain(schedulers).collect()
+}
+
+fn conntrack(host: &HostFacts) -> KernelModule {
+    let of_ipv4 = KernelModule::named("nf_conntrack_ipv4");
+    let is_older = host.kernel().is_some_and(|version| version < ONE_CONNTRACK);
+    // The 4.18 of RHEL 8 has the one module too.
+    if is_older && host.modules.missing(&of_ipv4).is_none() {
+        of_ipv4
+    } else {
+        KernelModule::named("nf_conntrack")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+    use crate::mode::recorded::Host;
+
+    fn obstacles(host: &Host, scheduler: &str) -> Vec<String> {
+        let mut config = Config::default();
+        config.ipvs.scheduler = scheduler.to_owned();
+        probe(&config, &host.facts()).obstacles().map(str::to_owned).collect()
+    }
+
+    #[rstest]
+    #[case::to_be_loaded(Host::named("debian 5.10"))]
+    #[case::loaded(Host::named("debian 6.1").loaded())]
+    #[case::newest(Host::named("debian 7.2"))]
+    #[case::boot_config_only(Host::named("debian 6.12").without(&["dep", "builtin", "modules"]))]
+    #[case::container(Host::named("debian 6.12").contained())]
+    #[case::built_in(Host::named("debian 6.12").without(&["dep", "modules"]).with(
+        "config",
+        "CONFIG_IP_VS=y\nCONFIG_IP_VS_RR=y\nCONFIG_IP_VS_WRR=y\nCONFIG_IP_VS_SH=y\nCONFIG_IP_VS_MH=y\n\
+         CONFIG_NF_CONNTRACK=y\nCONFIG_IP_SET=y\nCONFIG_NETFILTER_XT_SET=y\nCONFIG_NF_TABLES=y\n"
+    ))]
+    fn possible(#[case] host: Host, #[values("", "rr", "mh")] scheduler: &str) {
+        assert_eq!(obstacles(&host, scheduler), [""; 0]);
+    }
+
+    #[rstest]
+    #[case::no_ipvs(Host::named("microvm 6.18"), "", "CONFIG_IP_VS")]
+    #[case::no_such_scheduler(Host::named("debian 6.12"), "best", "CONFIG_IP_VS_BEST")]
+    #[case::no_ipset(Host::named("debian 6.12").with("config", "CONFIG_NF_TABLES=m\nCONFIG_IP_VS=m\n"), "", "CONFIG_IP_SET")]
+    #[case::no_iptables(Host::named("debian 6.12").without(&["iptables", "ip6tables"]), "", "no iptables on PATH")]
+    fn impossible(#[case] host: Host, #[case] scheduler: &str, #[case] why: &str) {
+        let obstacles = obstacles(&host, scheduler);
+        assert!(obstacles.iter().any(|obstacle| obstacle.contains(why)), "{obstacles:?}");
+    }
+
+    #[rstest]
+    #[case::two_modules(
+        "4.15.0-213-generic",
+        "nf_conntrack.ko:\nnf_conntrack_ipv4.ko:\n",
+        "nf_conntrack_ipv4"
+    )]
+    #[case::rhel_8("4.18.0-553.el8_10.x86_64", "nf_conntrack.ko.xz:\n", "nf_conntrack")]
+    #[case::one_module("4.19.0-27-amd64", "nf_conntrack.ko:\n", "nf_conntrack")]
+    fn conntrack_by_release(#[case] release: &str, #[case] installed: &str, #[case] module: &str) {
+        let host = Host::named("debian 5.10").without(&["config"]);
+        let facts = host.with("osrelease", release).with("dep", installed).facts();
+        assert_eq!(conntrack(&facts).name, module);
+    }
+
+    #[test]
+    fn an_ipset_of_before_version_6_is_refused() {
+        let ask = |protocol| {
+            let facts = HostFacts { ipset_protocol: Some(protocol), ..Host::named("debian 6.1").facts() };
+            probe(&Config::default(), &facts).obstacles().count()
+        };
+        assert_eq!((ask(5), ask(6), ask(7)), (1, 0, 0));
+    }
+}

@@ -1,0 +1,71 @@
+//! From what was asked for to the first mode that can run.
+
+use super::{Mode, Probe};
+use crate::config::RequestedMode;
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct ChosenMode {
+    pub mode: Mode,
+    pub requested: RequestedMode,
+    /// Why this mode, and what is less than best on this node.
+    pub reasons: Vec<String>,
+    /// It takes the place of the mode that was asked for; why.
+    pub fallback: Option<String>,
+}
+
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum Refusal {
+    #[error("mode {mode} cannot run here: {obstacles}")]
+    Impossible { mode: Mode, obstacles: String },
+    #[error("no mode can run here: {}", .0.join("; "))]
+    NoMode(Vec<String>),
+}
+
+/// The modes that may be taken, the one to prefer first.
+fn candidates(requested: RequestedMode) -> &'static [Mode] {
+    use Mode::{Ebpf, Iptables, Ipvs, Nftables, Userspace};
+    match requested {
+        RequestedMode::Automatic | RequestedMode::Ebpf => &[Ebpf, Iptables, Userspace],
+        RequestedMode::Nftables => &[Nftables, Iptables, Userspace],
+        RequestedMode::Ipvs => &[Ipvs, Iptables, Userspace],
+        RequestedMode::Iptables => &[Iptables, Userspace],
+        RequestedMode::Userspace => &[Userspace],
+    }
+}
+
+fn obstacles(probe: &Probe) -> String {
+    probe.obstacles().collect::<Vec<_>>().join("; ")
+}
+
+/// `may_fall_back`: another mode may take the place of the one that was asked for. `probes`: the modes' answers.
+pub fn choose(
+    requested: RequestedMode,
+    may_fall_back: bool,
+    probes: &[Probe],
+) -> Result<ChosenMode, Refusal> {
+    let is_automatic = requested == RequestedMode::Automatic;
+    let mut passed_over = Vec::new();
+    for mode in candidates(requested) {
+        let Some(probe) = probes.iter().find(|probe| probe.mode == *mode) else { continue };
+        if probe.can_run() {
+            return Ok(chosen(requested, probe, &passed_over));
+        }
+        if !is_automatic && !may_fall_back {
+            return Err(Refusal::Impossible { mode: *mode, obstacles: obstacles(probe) });
+        }
+        passed_over.push(format!("mode {mode} cannot run here: {}", obstacles(probe)));
+    }
+    Err(Refusal::NoMode(passed_over))
+}
+
+fn chosen(requested: RequestedMode, probe: &Probe, passed_over: &[String]) -> ChosenMode {
+    let mode = probe.mode;
+    let asked = match requested {
+        RequestedMode::Automatic => format!("no mode was asked for, and this node can do {mode}"),
+        _ => format!("{requested} was asked for"),
+    };
+    let reasons = [asked].into_iter().chain(passed_over.iter().cloned()).chain(probe.remarks.iter().cloned());
+    let is_fallback = requested != RequestedMode::Automatic && !passed_over.is_empty();
+    let fallback = is_fallback.then(|| format!("{}; mode {mode} takes its place", passed_over.join("; ")));
+    ChosenMode { mode, requested, reasons: reasons.collect(), fallback }
+}

@@ -1,0 +1,141 @@
+//! What a node has, as far as modes ask for it. Parsed from texts; whoever may look reads them.
+
+use std::fmt;
+
+use super::Modules;
+
+/// Of a kernel or a tool; a third number is 0 where there is none.
+#[derive(Clone, Copy, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
+pub struct Version {
+    major: u32,
+    minor: u32,
+    patch: u32,
+}
+
+pub type KernelVersion = Version;
+
+impl Version {
+    pub const fn new(major: u32, minor: u32, patch: u32) -> Self {
+        Self { major, minor, patch }
+    }
+
+    /// From a text that begins with it, such as `6.1.0-rc7-amd64`.
+    pub fn parse(text: &str) -> Option<Self> {
+        let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map(str::parse);
+        let (major, minor) = (numbers.next()?.ok()?, numbers.next()?.ok()?);
+        Some(Self { major, minor, patch: numbers.next().and_then(Result::ok).unwrap_or(0) })
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)?;
+        if self.patch > 0 { write!(f, ".{}", self.patch) } else { Ok(()) }
+    }
+}
+
+/// What this process may do.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Capabilities {
+    pub sys_admin: bool,
+    /// 5.8; `sys_admin` includes it.
+    pub bpf: bool,
+    /// 5.8; `sys_admin` includes it.
+    pub perfmon: bool,
+    pub net_admin: bool,
+}
+
+/// Where the rules of an iptables tool go.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Backend {
+    /// Tables of their own in the kernel.
+    Legacy,
+    NfTables,
+}
+
+impl Backend {
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Legacy => "legacy",
+            Self::NfTables => "nf_tables",
+        }
+    }
+}
+
+/// iptables-save or ip6tables-save.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Tool {
+    pub version: Version,
+    pub backend: Backend,
+}
+
+impl Tool {
+    /// From `iptables-save v1.8.9 (nf_tables)`. Tools older than 1.8 have one backend, and do not name it.
+    pub fn parse(told: &str) -> Option<Self> {
+        let version = Version::parse(told.split_once(" v")?.1)?;
+        let backend = if told.contains("(nf_tables)") { Backend::NfTables } else { Backend::Legacy };
+        Some(Self { version, backend })
+    }
+}
+
+impl fmt::Display for Tool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.version, self.backend.name())
+    }
+}
+
+/// What each mode asks of a node, gathered by whoever may look.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct HostFacts {
+    /// As `uname -r`.
+    pub kernel_release: String,
+    pub capabilities: Capabilities,
+    pub modules: Modules,
+    /// At most one of each backend.
+    pub iptables: Vec<Tool>,
+    pub ip6tables: Vec<Tool>,
+    /// The newest protocol that the kernel's ipset speaks; the tools' versions from 6.0 on have protocol 6. `None`: it is not
+    /// loaded, or does not answer this process.
+    pub ipset_protocol: Option<u8>,
+    /// Packets to 127.0.0.0/8 may be translated to other addresses (net.ipv4.conf.all.route_localnet). `None`: the kernel has no
+    /// such parameter.
+    pub route_localnet: Option<bool>,
+    /// This process may write kernel parameters of the network.
+    pub parameters_writable: bool,
+    pub ipv6: bool,
+    /// KUBE_PROXY_NFTABLES_SKIP_KERNEL_VERSION_CHECK is set.
+    pub skip_nftables_kernel_check: bool,
+}
+
+impl HostFacts {
+    /// `None`: not known.
+    pub fn kernel(&self) -> Option<KernelVersion> {
+        Version::parse(&self.kernel_release)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case::patch("6.12.9-amd64", Some(Version::new(6, 12, 9)))]
+    #[case::candidate("7.2-rc1", Some(Version::new(7, 2, 0)))]
+    #[case::two_numbers("5.10", Some(Version::new(5, 10, 0)))]
+    #[case::no_number("next-20261101", None)]
+    #[case::one_number("7", None)]
+    fn versions(#[case] text: &str, #[case] version: Option<Version>) {
+        assert_eq!(Version::parse(text), version);
+    }
+
+    #[rstest]
+    #[case::nft("iptables-save v1.8.9 (nf_tables)\n", Some((Version::new(1, 8, 9), Backend::NfTables)))]
+    #[case::legacy("ip6tables-save v1.8.10 (legacy)\n", Some((Version::new(1, 8, 10), Backend::Legacy)))]
+    #[case::before_backends("iptables v1.6.1", Some((Version::new(1, 6, 1), Backend::Legacy)))]
+    #[case::another_program("Usage: iptables", None)]
+    fn tools(#[case] told: &str, #[case] expected: Option<(Version, Backend)>) {
+        assert_eq!(Tool::parse(told).map(|tool| (tool.version, tool.backend)), expected);
+    }
+}

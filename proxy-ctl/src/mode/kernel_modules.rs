@@ -1,0 +1,159 @@
+//! Which parts of the kernel are there: loaded, built in, or only to be loaded.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+};
+
+/// A part of the kernel that can be a module.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct KernelModule {
+    /// With `_`, never `-`.
+    pub name: String,
+    /// As `CONFIG_IP_VS`.
+    pub option: String,
+}
+
+impl KernelModule {
+    pub fn new(name: &str, option: &str) -> Self {
+        Self { name: name.to_owned(), option: option.to_owned() }
+    }
+
+    /// Most options are named as their module.
+    pub fn named(name: &str) -> Self {
+        Self::new(name, &format!("CONFIG_{}", name.to_uppercase()))
+    }
+}
+
+/// Texts that tell of modules; `None`: there is no such file, or it cannot be read.
+#[derive(Clone, Debug, Default)]
+pub struct ModuleTexts {
+    /// /proc/modules
+    pub loaded: Option<String>,
+    /// Names of the folders in /sys/module, one a line: of loaded modules, and of those that are built in and have parameters.
+    pub folders: Option<String>,
+    /// /lib/modules/<release>/modules.builtin
+    pub built_in: Option<String>,
+    /// /lib/modules/<release>/modules.dep
+    pub installed: Option<String>,
+    /// /boot/config-<release>, or /proc/config.gz unpacked
+    pub config: Option<String>,
+    /// /proc/sys/kernel/modules_disabled
+    pub disabled: Option<String>,
+}
+
+/// What is known of the kernel's modules.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct Modules {
+    present: BTreeSet<String>,
+    built_in: BTreeSet<String>,
+    /// `None`: what is installed is not known.
+    installed: Option<BTreeSet<String>>,
+    /// Options with their values; `None`: not known.
+    options: Option<BTreeMap<String, String>>,
+    loading_is_off: bool,
+    /// Modules that the kernel was asked for in vain, and what it took that for.
+    pub refused: BTreeMap<String, String>,
+}
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum ModuleState {
+    Present,
+    BuiltIn,
+    /// The kernel loads it when it is used.
+    Loadable,
+    /// Nothing tells; the kernel may load it when it is used.
+    Unknown,
+    /// Why, and what can be done.
+    Missing(String),
+}
+
+impl fmt::Display for ModuleState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Present => "loaded",
+            Self::BuiltIn => "built in",
+            Self::Loadable => "loadable",
+            Self::Unknown => "not known",
+            Self::Missing(_) => "missing",
+        })
+    }
+}
+
+/// From `kernel/net/netfilter/ipvs/ip_vs_rr.ko.xz`.
+fn of_path(path: &str) -> Option<String> {
+    let (name, _) = path.rsplit('/').next()?.split_once(".ko")?;
+    Some(normal(name))
+}
+
+fn lines(text: &Option<String>) -> impl Iterator<Item = &str> {
+    text.as_deref().unwrap_or_default().lines()
+}
+
+fn normal(name: &str) -> String {
+    name.trim().replace('-', "_")
+}
+
+impl Modules {
+    pub fn parse(texts: &ModuleTexts) -> Self {
+        let loaded = lines(&texts.loaded).filter_map(|line| line.split(' ').next()).map(normal);
+        let option = |line: &str| {
+            let (name, value) = line.split_once('=')?;
+            Some((name.to_owned(), value.trim().to_owned()))
+        };
+        Self {
+            present: loaded.chain(lines(&texts.folders).map(normal)).collect(),
+            built_in: lines(&texts.built_in).filter_map(of_path).collect(),
+            installed: texts
+                .installed
+                .as_ref()
+                .map(|text| text.lines().filter_map(|line| of_path(line.split(':').next()?)).collect()),
+            options: texts.config.as_ref().map(|text| text.lines().filter_map(option).collect()),
+            loading_is_off: texts.disabled.as_ref().is_some_and(|text| text.trim() == "1"),
+            refused: BTreeMap::new(),
+        }
+    }
+
+    pub fn state(&self, module: &KernelModule) -> ModuleState {
+        let KernelModule { name, option } = module;
+        let value = self.options.as_ref().map(|options| options.get(option).map_or("n", String::as_str));
+        if self.built_in.contains(name) || value == Some("y") {
+            return ModuleState::BuiltIn;
+        }
+        if self.present.contains(name) {
+            return ModuleState::Present;
+        }
+        let is_installed = self.installed.as_ref().map(|installed| installed.contains(name));
+        let missing = |why: String| ModuleState::Missing(format!("the module {name} is missing: {why}"));
+        if let Some(why) = self.refused.get(name) {
+            return missing(format!("{why}; run `modprobe {name}` on the node"));
+        }
+        match (value, is_installed) {
+            (Some("n"), _) => missing(format!("the kernel is built without {option}")),
+            (_, Some(false)) => missing(format!(
+                "it is not installed below /lib/modules; install the package with the kernel's further modules, \
+                 then run `modprobe {name}`"
+            )),
+            (Some(_), _) | (_, Some(true)) if self.loading_is_off => missing(format!(
+                "kernel.modules_disabled is 1; load it at boot, before that is set (/etc/modules-load.d: {name})"
+            )),
+            (Some(_), _) | (_, Some(true)) => ModuleState::Loadable,
+            (None, None) => ModuleState::Unknown,
+        }
+    }
+
+    /// Why there is no such module, and what can be done; `None`: it is there, or may be.
+    pub fn missing(&self, module: &KernelModule) -> Option<String> {
+        match self.state(module) {
+            ModuleState::Missing(why) => Some(why),
+            ModuleState::Present | ModuleState::BuiltIn | ModuleState::Loadable | ModuleState::Unknown => {
+                None
+            }
+        }
+    }
+
+    /// Whether it is known to be there without any loading.
+    pub fn has(&self, module: &KernelModule) -> bool {
+        matches!(self.state(module), ModuleState::Present | ModuleState::BuiltIn)
+    }
+}

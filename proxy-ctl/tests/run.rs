@@ -333,6 +333,58 @@ fn changes_of_other_programs_are_repaired() {
     assert_eq!(metric("proxy_drift_total"), "4", "two frontends, a backend and an address");
 }
 
+/// A Service with this many endpoints, and another with one.
+fn greedy(endpoints: u8) -> String {
+    let all: Vec<_> = (1..=endpoints).map(|n| format!("{{addresses: [10.1.0.{n}]}}")).collect();
+    let service = manifest("10.244.0.2");
+    format!(
+        "{service}---
+apiVersion: v1
+kind: Service
+metadata: {{name: greedy, namespace: tenant}}
+spec: {{clusterIP: 10.96.0.2, clusterIPs: [10.96.0.2], ports: [{{name: http, port: 80}}]}}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {{name: greedy-1, namespace: tenant, labels: {{kubernetes.io/service-name: greedy}}}}
+addressType: IPv4
+ports: [{{name: http, port: 8080}}]
+endpoints: [{}]
+",
+        all.join(", ")
+    )
+}
+
+#[test]
+fn a_service_without_room_leaves_the_node_healthy_and_its_neighbours_served() {
+    let Some(node) = Node::new("room") else { return };
+    node.configure("iptables: {syncPeriod: 1s}\n");
+    node.write_manifest(&greedy(200));
+    let mut controller = node.serve_manifests();
+    let names = || -> Vec<_> {
+        let services = node.show("services");
+        let services = services.as_array().unwrap().iter();
+        services.map(|service| service["name"].as_str().unwrap().to_owned()).collect()
+    };
+    // Longer than a change may wait before the node is unhealthy.
+    for _ in 0..4 {
+        controller.wait_for("everything compared and written");
+    }
+    assert!(get("127.0.0.1:10256", "/healthz").starts_with("HTTP/1.1 200"));
+    assert_eq!(names(), ["web"]);
+    assert_eq!((metric("proxy_drift_total"), metric("proxy_sync_errors_total")), ("0".into(), "0".into()));
+    let status = node.show("status").to_string();
+    assert!(
+        status.contains("greedy") && status.contains("table backends4 has room for 100 entries"),
+        "{status}"
+    );
+
+    node.write_manifest(&greedy(50));
+    controller.wait_for("changes written");
+    assert_eq!(names(), ["web", "greedy"]);
+    assert_eq!(metric("proxy_drift_total"), "0");
+}
+
 #[test]
 fn status_works_from_the_start_on() {
     let Some(node) = Node::new("first") else { return };

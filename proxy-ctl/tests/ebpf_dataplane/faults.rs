@@ -7,12 +7,11 @@ use proxy_common::{
     port::Port,
 };
 use proxy_ctl::{
-    config::{Ebpf, Limits},
     dataplane::{
         Applied, Dataplane, EndpointSnapshot,
         ebpf::{self, EbpfDataplane},
     },
-    model::desired::{Changes, DesiredPort},
+    model::desired::DesiredPort,
     sys::{bpf, map::Map},
 };
 use rstest::rstest;
@@ -180,57 +179,6 @@ fn the_next_resync_repairs(#[case] fault: Fault, #[values(false, true)] restart:
     assert_ne!(dataplane.resync(&desired()).unwrap(), Applied::default(), "the fault must be noticed");
     assert_eq!(shown(&sandbox), whole);
     assert_eq!(dataplane.resync(&desired()).unwrap(), Applied::default());
-}
-
-#[test]
-fn a_full_table_is_named_and_leaves_the_others_working() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let limits = Limits { backends: 3, ..sandbox.config.limits };
-    let config = Ebpf { limits, ..sandbox.config.clone() };
-    let mut dataplane = EbpfDataplane::open(&config).unwrap();
-    let small = port("small", "10.96.0.1", vec![endpoint("10.0.0.1", 80)]);
-    dataplane.resync(&shared([small.clone()])).unwrap();
-
-    let large = (1..=4).map(|n| endpoint(&format!("10.0.1.{n}"), 80)).collect();
-    let changed = shared([
-        port("large", "10.96.0.2", large),
-        port("late", "10.96.0.3", vec![endpoint("10.0.0.2", 80)]),
-    ]);
-    let error = dataplane.apply(&Changes { changed: changed.clone(), removed: Vec::new() }).unwrap_err();
-    let text = error.to_string();
-    assert!(text.contains("test/large") && text.contains("table backends4 is full: 3 entries"), "{text}");
-    let served = || -> Vec<_> {
-        let services = sandbox.snapshot().services;
-        services.iter().map(|service| service.name.service.name.to_string()).collect()
-    };
-    assert!(served().contains(&"small".to_owned()));
-
-    // Tried again, it is still too large, and what fits is served.
-    let all = shared([small.clone()]).into_iter().chain(changed).collect::<Vec<_>>();
-    dataplane.resync(&all).unwrap_err();
-    assert_eq!(served(), ["late", "small"]);
-    // Less of it fits.
-    let fitting = shared([small, port("large", "10.96.0.2", vec![endpoint("10.0.1.1", 80)])]);
-    dataplane.resync(&fitting).unwrap();
-    assert_eq!(served(), ["large", "small"]);
-}
-
-#[test]
-fn a_service_whose_new_state_does_not_fit_keeps_the_old_one_across_a_restart() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let limits = Limits { slots: 4, ..sandbox.config.limits };
-    let config = Ebpf { limits, ..sandbox.config.clone() };
-    let few = || shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80), endpoint("10.0.0.2", 80)])]);
-    let mut dataplane = EbpfDataplane::open(&config).unwrap();
-    dataplane.resync(&few()).unwrap();
-    let before = shown(&sandbox);
-    drop(dataplane);
-    let mut dataplane = EbpfDataplane::open(&config).unwrap();
-    let many = (1..=5).map(|n| endpoint(&format!("10.0.1.{n}"), 80)).collect();
-    let error = dataplane.resync(&shared([port("web", "10.96.0.1", many)])).unwrap_err().to_string();
-    assert!(error.contains("table slots4 is full: 4 entries"), "{error}");
-    assert_eq!(shown(&sandbox), before);
-    assert_eq!(dataplane.resync(&few()).unwrap(), Applied::default());
 }
 
 #[test]

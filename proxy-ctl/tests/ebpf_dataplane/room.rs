@@ -1,12 +1,15 @@
-//! Who is served where `frontends4` has not room for all.
+//! Who is served where a table has not room for all.
 
 use std::{collections::BTreeMap, sync::Arc};
 
 use proxy_ctl::{
     config::{Ebpf, Limits},
-    dataplane::{Applied, Dataplane, ebpf::EbpfDataplane},
+    dataplane::{Applied, Dataplane, Effect, ebpf::EbpfDataplane},
     model::desired::{Changes, DesiredPort, Frontend, FrontendKind},
 };
+
+use proptest::{prelude::*, test_runner::TestRunner};
+use rstest::rstest;
 
 use super::{
     desired::{endpoint, port, shared, with_node_port},
@@ -16,7 +19,10 @@ use super::{
 const ROOM: usize = 8;
 
 fn open(sandbox: &Sandbox) -> EbpfDataplane {
-    let limits = Limits { frontends: ROOM as u32, ..sandbox.config.limits };
+    open_with(sandbox, Limits { frontends: ROOM as u32, ..sandbox.config.limits })
+}
+
+fn open_with(sandbox: &Sandbox, limits: Limits) -> EbpfDataplane {
     EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap()
 }
 
@@ -117,4 +123,208 @@ fn cluster_ips_beyond_the_table_are_named_and_served_when_others_go() {
     dataplane.apply(&Changes { changed: Vec::new(), removed: vec![other.name.clone()] }).unwrap();
     assert_eq!(served(&sandbox)[name], 1);
     assert_eq!(without_room(&mut dataplane), Some(Vec::new()));
+}
+
+fn with_endpoints(name: &str, last: u8, count: u8) -> DesiredPort {
+    let endpoints = (1..=count).map(|n| endpoint(&format!("10.0.{last}.{n}"), 80)).collect();
+    port(name, &format!("10.96.0.{last}"), endpoints)
+}
+
+/// The tables have room for `small` with two endpoints and for `late`, but not for `large` as well.
+#[rstest]
+#[case::slots(|limits| Limits { slots: 6, ..limits }, "slots4 has room for 6 entries", "endpoints")]
+#[case::backends(|limits| Limits { backends: 6, ..limits }, "backends4 has room for 6 entries", "endpoints")]
+// The first entry is nobody's.
+#[case::services(|limits| Limits { services: 3, ..limits }, "services has room for 3 entries", "spec.ports")]
+#[case::all_three(
+    |limits| Limits { slots: 6, backends: 6, services: 3, ..limits },
+    "services has room for 3 entries",
+    "spec.ports"
+)]
+fn a_service_that_a_full_table_keeps_out_is_named_and_served_when_there_is_room(
+    #[case] limit: fn(Limits) -> Limits,
+    #[case] full: &str,
+    #[case] field: &str,
+) {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = open_with(&sandbox, limit(sandbox.config.limits));
+    let [small, late, large] = [("small", 1, 2), ("late", 2, 1), ("large", 3, 4)]
+        .map(|(name, last, count)| with_endpoints(name, last, count));
+    // Slots are contiguous: those of `small` are next to the free ones.
+    dataplane.resync(&shared([late.clone(), small.clone()])).unwrap();
+    let before = sandbox.snapshot();
+    // Nothing of it is written, not even for a moment.
+    assert_eq!(dataplane.apply(&change(shared([large.clone()]))).unwrap(), Applied::default());
+    let told = dataplane.take_without_room().unwrap();
+    let [one] = told[&large.name].as_slice() else { panic!("{told:?}") };
+    assert_eq!((one.field, one.effect, told.len()), (field, Effect::NotServed, 1));
+    assert!(one.instead.starts_with(&format!("not served: table {full}")), "{}", one.instead);
+    // Nor is it a failure, or a difference, of a later resync.
+    let all = shared([small.clone(), late.clone(), large.clone()]);
+    for _ in 0..2 {
+        assert_eq!(dataplane.resync(&all).unwrap(), Applied::default());
+    }
+    drop(dataplane);
+    let mut dataplane = open_with(&sandbox, limit(sandbox.config.limits));
+    assert_eq!(dataplane.resync(&all).unwrap(), Applied::default());
+    dataplane.collect_garbage().unwrap();
+    let after = sandbox.snapshot();
+    assert_eq!((&after.services, &after.backends), (&before.services, &before.backends));
+    assert_eq!(dataplane.take_without_room(), Some(told));
+
+    dataplane.apply(&Changes { changed: Vec::new(), removed: vec![small.name] }).unwrap();
+    assert_eq!(served(&sandbox), is(&[("large", 1), ("late", 1)]));
+    assert_eq!(dataplane.take_without_room(), Some(BTreeMap::new()));
+    assert_eq!(dataplane.resync(&shared([late, large])).unwrap(), Applied::default());
+}
+
+/// Addresses of the endpoints of a service.
+fn endpoints_of(sandbox: &Sandbox, name: &str) -> Vec<String> {
+    let services = sandbox.snapshot().services;
+    let service = services.iter().find(|one| &*one.name.service.name == name).unwrap();
+    service.cluster.iter().map(|one| one.address.ip().to_string()).collect()
+}
+
+fn web(numbers: &[u8]) -> DesiredPort {
+    port("web", "10.96.0.1", numbers.iter().map(|n| endpoint(&format!("10.0.1.{n}"), 80)).collect())
+}
+
+/// `web` has endpoints 1 and 2, and the tables have no room for more.
+#[rstest]
+#[case::more_than_there_is_room_for_keeps_the_old(&[1, 2, 3, 4, 5], &[1, 2], Some(Effect::NoRoom))]
+#[case::those_that_are_gone_are_not_dialled(&[2, 3, 4, 5, 6], &[2], Some(Effect::NoRoom))]
+#[case::none_is_left(&[3, 4, 5, 6, 7], &[], Some(Effect::NoRoom))]
+#[case::others_take_the_places_of_those_that_are_gone(&[3, 4], &[3, 4], None)]
+#[case::one_of_two_is_another(&[2, 3], &[2, 3], None)]
+fn a_service_whose_new_endpoints_have_no_room_is_served_with_those_that_it_has(
+    #[case] wanted: &[u8],
+    #[case] expected: &[u8],
+    #[case] effect: Option<Effect>,
+    #[values(
+        |limits| Limits { slots: 3, ..limits },
+        |limits| Limits { backends: 3, ..limits },
+        |limits| Limits { slots: 3, backends: 3, ..limits },
+    )]
+    limit: fn(Limits) -> Limits,
+    #[values(false, true)] restart: bool,
+) {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let limits = limit(sandbox.config.limits);
+    let mut dataplane = open_with(&sandbox, limits);
+    let other = with_endpoints("other", 2, 1);
+    dataplane.resync(&shared([web(&[1, 2]), other.clone()])).unwrap();
+    let all = shared([web(wanted), other.clone()]);
+    if restart {
+        drop(dataplane);
+        dataplane = open_with(&sandbox, limits);
+        dataplane.resync(&all).unwrap();
+    } else {
+        dataplane.apply(&change(shared([web(wanted)]))).unwrap();
+    }
+    let told = dataplane.take_without_room().unwrap_or_default();
+    let told_of_web =
+        told.get(&web(&[]).name).map(|all| all.iter().map(|one| one.effect).collect::<Vec<_>>());
+    assert_eq!(told_of_web, effect.map(|effect| vec![effect]));
+    let expected: Vec<_> = expected.iter().map(|n| format!("10.0.1.{n}")).collect();
+    assert_eq!(endpoints_of(&sandbox, "web"), expected);
+    assert_eq!(endpoints_of(&sandbox, "other"), ["10.0.2.1"]);
+    for _ in 0..2 {
+        assert_eq!(dataplane.resync(&all).unwrap(), Applied::default());
+    }
+    assert_eq!(endpoints_of(&sandbox, "web"), expected);
+}
+
+#[test]
+fn slots_that_are_free_but_not_side_by_side_are_no_room() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = open_with(&sandbox, Limits { slots: 6, ..sandbox.config.limits });
+    let ports = [1, 2, 3].map(|n| with_endpoints(&format!("s{n}"), n, 2));
+    for port in &ports {
+        dataplane.apply(&change(shared([port.clone()]))).unwrap();
+    }
+    let [first, second, third] = ports;
+    let large = with_endpoints("large", 9, 4);
+    let removed = |port: DesiredPort| Changes { changed: Vec::new(), removed: vec![port.name] };
+    dataplane.apply(&change(shared([large.clone()]))).unwrap();
+    dataplane.apply(&removed(first)).unwrap();
+    dataplane.apply(&removed(third)).unwrap();
+    let told = dataplane.take_without_room().unwrap();
+    assert_eq!(told.keys().collect::<Vec<_>>(), [&large.name]);
+    assert_eq!(served(&sandbox), is(&[("s2", 1)]));
+    assert_eq!(dataplane.resync(&shared([second.clone(), large])).unwrap(), Applied::default());
+    dataplane.apply(&removed(second)).unwrap();
+    assert_eq!(served(&sandbox), is(&[("large", 1)]));
+}
+
+/// Services by the number of their endpoints (0: it goes), and whether the controller starts anew, which takes seconds.
+fn churn() -> impl Strategy<Value = Vec<(u8, u8, bool)>> {
+    prop::collection::vec((0..8_u8, 0..7_u8, prop::bool::weighted(0.03)), 20..80)
+}
+
+/// What is served and what waits by number of endpoints, with as many backends as there are endpoints.
+#[test]
+fn whatever_fits_is_served_and_nobody_is_thrown_out() {
+    const ENDPOINTS: usize = 12;
+    const SERVICES: usize = 5;
+    let Some(sandbox) = Sandbox::new() else { return };
+    // Slots are plentiful: how they are cut to pieces is not what this is about.
+    let limits =
+        Limits { backends: ENDPOINTS as u32, services: SERVICES as u32 + 1, ..sandbox.config.limits };
+    let config = ProptestConfig { cases: 3, failure_persistence: None, ..ProptestConfig::default() };
+    let run = |steps: Vec<(u8, u8, bool)>| {
+        let mut dataplane = open_with(&sandbox, limits);
+        dataplane.resync(&[]).unwrap();
+        let mut all: BTreeMap<String, DesiredPort> = BTreeMap::new();
+        let mut before = BTreeMap::new();
+        for (n, count, restart) in steps {
+            let port = with_endpoints(&format!("s{n}"), n, count);
+            let name = format!("s{n}");
+            if count == 0 {
+                all.remove(&name);
+                dataplane.apply(&Changes { changed: Vec::new(), removed: vec![port.name] }).unwrap();
+            } else {
+                all.insert(name.clone(), port.clone());
+                dataplane.apply(&change(shared([port]))).unwrap();
+            }
+            if restart {
+                drop(dataplane);
+                dataplane = open_with(&sandbox, limits);
+            }
+            let desired = shared(all.values().cloned());
+            prop_assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
+            let snapshot = sandbox.snapshot();
+            let served: BTreeMap<String, usize> = snapshot
+                .services
+                .iter()
+                .map(|one| (one.name.service.name.to_string(), one.cluster.len()))
+                .collect();
+            let used: usize = served.values().sum();
+            prop_assert_eq!(snapshot.backends.len(), used, "what waits holds nothing");
+            for (name, port) in &all {
+                let wanted = port.endpoints.all.len();
+                match served.get(name) {
+                    Some(found) if *found == wanted => {}
+                    Some(found) => prop_assert!(used - found + wanted > ENDPOINTS, "{name} would fit"),
+                    None => prop_assert!(
+                        served.len() == SERVICES || used + wanted > ENDPOINTS,
+                        "{name} would fit"
+                    ),
+                }
+            }
+            for other in served_still(&before, &all) {
+                prop_assert!(served.contains_key(other), "{other} was served");
+            }
+            before = served;
+        }
+        Ok(())
+    };
+    TestRunner::new(config).run(&churn(), run).unwrap();
+}
+
+/// What was served and is still desired.
+fn served_still<'a>(
+    before: &'a BTreeMap<String, usize>,
+    all: &'a BTreeMap<String, DesiredPort>,
+) -> impl Iterator<Item = &'a String> {
+    before.keys().filter(|name| all.contains_key(*name))
 }

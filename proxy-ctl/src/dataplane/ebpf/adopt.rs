@@ -95,7 +95,8 @@ impl<F: TableFamily> FamilyWriter<F> {
             services.insert(name.clone(), published);
         }
         // The writes that follow find them again.
-        let changed = self.entries.without_room.changed || !self.entries.without_room.frontends.is_empty();
+        let WithoutRoom { frontends: waiting, ports, changed } = &self.entries.without_room;
+        let changed = *changed || !waiting.is_empty() || !ports.is_empty();
         let without_room = WithoutRoom { changed, ..WithoutRoom::none() };
         self.entries = Entries { frontends, services, backends, stray_backends, slots, without_room };
         Ok(largest)

@@ -77,6 +77,11 @@ impl Ranges {
         self.free_count -= range.count;
     }
 
+    /// Would [`Ranges::allocate`] find a range now?
+    pub(super) fn has_room_for(&self, count: u32) -> bool {
+        count == 0 || self.by_size.range((count, 0)..).next().is_some()
+    }
+
     /// `None`: no free range is large enough now.
     pub(super) fn allocate(&mut self, count: u32) -> Option<Range> {
         if count == 0 {
@@ -252,8 +257,10 @@ mod tests {
                 prop_assert_eq!(ranges.used(), taken);
                 // Merged: a free range of the largest gap's size is there.
                 let largest = places.split(|taken| *taken).map(<[bool]>::len).max().unwrap_or(0) as u32;
-                prop_assert!(ranges.clone().allocate(largest).is_some());
-                prop_assert!(ranges.clone().allocate(largest + 1).is_none());
+                for (count, fits) in [(largest, true), (largest + 1, false)] {
+                    prop_assert_eq!(ranges.has_room_for(count), fits);
+                    prop_assert_eq!(ranges.clone().allocate(count).is_some(), fits);
+                }
             }
         }
     }

@@ -2,6 +2,8 @@
 
 use std::{io, net::IpAddr, path::PathBuf};
 
+use proxy_common::inventory::Limit;
+
 use super::tables::Difference;
 use crate::{
     dataplane::{self, ErrorKind},
@@ -21,8 +23,8 @@ pub enum Error {
     Locked { path: PathBuf, holder: Holder },
     #[error("table {table} in {} {difference}; `proxy-ctl cleanup` removes it with all others", path.display())]
     Shape { table: &'static str, path: PathBuf, difference: Difference },
-    #[error("table {table} is full: {capacity} entries; ebpf.limits.{limit} sets another size")]
-    Full { table: &'static str, capacity: u32, limit: &'static str },
+    #[error(transparent)]
+    Full(FullTable),
     #[error("table {table}: {source}")]
     Table { table: &'static str, source: CallError },
     #[error("the kernel programs cannot be loaded: {0}")]
@@ -59,10 +61,19 @@ pub enum Error {
     NotThere(PathBuf),
 }
 
+/// A table that has no room for an entry.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+#[error("table {name} is full: {capacity} entries; ebpf.limits.{} sets another size", limit.name())]
+pub struct FullTable {
+    pub name: &'static str,
+    pub capacity: u32,
+    pub limit: Limit,
+}
+
 impl Error {
     /// No room for all of them; any other error is one of the node's whole dataplane.
     pub(super) fn of_node_addresses(self) -> Self {
-        if matches!(self, Self::Full { .. }) { Self::NodeAddresses { source: Box::new(self) } } else { self }
+        if matches!(self, Self::Full(_)) { Self::NodeAddresses { source: Box::new(self) } } else { self }
     }
 
     pub fn is_not_there(&self) -> bool {

@@ -1,4 +1,4 @@
-//! Makes room in `frontends4/6`, and remembers what does not fit.
+//! Makes room in `frontends4/6`, and says what does not fit, there and in other tables.
 
 use std::collections::BTreeMap;
 
@@ -9,6 +9,7 @@ use proxy_common::{
 use rustc_hash::FxHashMap;
 
 use super::{
+    error::FullTable,
     family::TableFamily,
     programmed::{UsedEndpoints, Wanted},
     publish::{FamilyWriter, Writes},
@@ -75,9 +76,11 @@ impl<F: TableFamily> FamilyWriter<F> {
         present
     }
 
-    /// The service ports of the frontends without room, each with the fields that ask for them.
+    /// The service ports that there is no room for, whole or in part, each with the fields that ask for it.
     pub(super) fn without_room(&self) -> BTreeMap<ServicePortName, Vec<Unsupported>> {
-        let mut all: BTreeMap<ServicePortName, Vec<Unsupported>> = BTreeMap::new();
+        let ports = self.entries.without_room.ports.iter();
+        let mut all: BTreeMap<ServicePortName, Vec<Unsupported>> =
+            ports.map(|(name, waiting)| (name.clone(), vec![self.waits(name, waiting.full)])).collect();
         for (key, (frontend, name)) in &self.entries.without_room.frontends {
             let field = supports::field(self.kind(key, frontend, name));
             let reasons = all.entry(name.clone()).or_default();
@@ -89,6 +92,21 @@ impl<F: TableFamily> FamilyWriter<F> {
             reasons.sort_unstable();
         }
         all
+    }
+
+    fn waits(&self, name: &ServicePortName, full: FullTable) -> Unsupported {
+        let FullTable { name: table, capacity, limit } = full;
+        let field = if limit == Limit::Services { "spec.ports" } else { "endpoints" };
+        let (effect, what) = if self.entries.services.contains_key(name) {
+            (Effect::NoRoom, "only endpoints that it had before are served")
+        } else {
+            (Effect::NotServed, "not served")
+        };
+        let limit = limit.name();
+        let instead = format!(
+            "{what}: table {table} has room for {capacity} entries (ebpf.limits.{limit}), too few for it"
+        );
+        Unsupported { field, effect, instead: instead.into() }
     }
 
     fn no_room(&self, field: &'static str) -> Unsupported {

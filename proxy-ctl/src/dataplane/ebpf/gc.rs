@@ -20,13 +20,15 @@ struct Walk<A> {
     seen: u64,
     /// Entries of the last walk that came to the end.
     counted: u64,
+    /// A walk has come to the end.
+    complete: bool,
     /// Calls to leave out: an empty table costs a look at each of its buckets.
     rest: u32,
 }
 
 impl<A> Default for Walk<A> {
     fn default() -> Self {
-        Self { cursor: Cursor::Start, seen: 0, counted: 0, rest: 0 }
+        Self { cursor: Cursor::Start, seen: 0, counted: 0, complete: false, rest: 0 }
     }
 }
 
@@ -41,6 +43,7 @@ impl<A: Copy> Walk<A> {
             None => {
                 self.cursor = Cursor::Start;
                 self.counted = std::mem::take(&mut self.seen);
+                self.complete = true;
                 self.rest = if self.counted == 0 { REST } else { 0 };
             }
         }
@@ -73,6 +76,24 @@ impl<F: TableFamily> Collector<F> {
         (self.opening.counted, self.established.counted)
     }
 
+    /// The last complete walks have found no flow.
+    pub(super) fn is_empty(&self) -> bool {
+        self.opening.complete && self.established.complete && self.counted() == (0, 0)
+    }
+
+    /// Ends all UDP flows: the clients' next packets are new to whoever serves them then.
+    pub(super) fn end_udp_flows(tables: &FamilyTables<F>) -> Result<u64, Error> {
+        let mut removed = 0;
+        for table in [&tables.opening_flows, &tables.flows] {
+            for (_, flow) in table.read_all()? {
+                if i32::from(flow.protocol) == libc::IPPROTO_UDP {
+                    removed += remove_if(tables, &flow, |_| true)?;
+                }
+            }
+        }
+        Ok(removed)
+    }
+
     /// Looks at the next slice of both tables and removes expired flows, all their entries together. Answers how many
     /// entries were removed.
     pub(super) fn collect(&mut self, tables: &FamilyTables<F>, now: u64) -> Result<u64, Error> {
@@ -96,7 +117,7 @@ impl<F: TableFamily> Collector<F> {
         walk.advance(next, slice.len());
         let mut removed = 0;
         for (_, flow) in slice.iter().filter(|(_, flow)| may_be_expired(flow, now)) {
-            removed += remove_if_expired(tables, flow, now)?;
+            removed += remove_if(tables, flow, |entries| is_expired(entries, now))?;
         }
         Ok(removed)
     }
@@ -119,10 +140,11 @@ fn is_expired<A>(entries: &[Flow<A>], now: u64) -> bool {
     entries.iter().all(|flow| age_seconds(flow, now) >= lifetime_seconds(flow.protocol, flags))
 }
 
-fn remove_if_expired<F: TableFamily>(
+/// `is_over`: judges by all entries of the flow.
+fn remove_if<F: TableFamily>(
     tables: &FamilyTables<F>,
     flow: &Flow<F::Address>,
-    now: u64,
+    is_over: impl FnOnce(&[Flow<F::Address>]) -> bool,
 ) -> Result<u64, Error> {
     let keys = [
         Some(flow.forward_key()),
@@ -140,7 +162,7 @@ fn remove_if_expired<F: TableFamily>(
             }
         }
     }
-    if !is_expired(&entries, now) {
+    if !is_over(&entries) {
         return Ok(0);
     }
     let mut removed = 0;

@@ -21,7 +21,7 @@ use proxy_common::{
 };
 
 use self::{
-    allocate::Ranges,
+    allocate::{Range, Ranges},
     attach::{Cgroup, Hooks},
     family::TableFamily,
     gc::Collector,
@@ -57,9 +57,10 @@ mod metrics;
 mod paths;
 mod pins;
 mod ports;
-mod probe;
+pub(super) mod probe;
 mod programmed;
 mod publish;
+mod reserve;
 mod room;
 pub mod status;
 mod supports;
@@ -92,10 +93,12 @@ pub struct EbpfDataplane {
     lease: LeaseRenewal,
     /// Of [`Dataplane::collect_garbage`].
     collections: u32,
+    retiring: bool,
 }
 
 pub(super) const ENTRY: Entry = Entry {
     tracks_flows: false,
+    retires: true,
     hands_over: true,
     serves_beside: false,
     probe: |config, host| probe::probe(&config.ebpf, host),
@@ -184,6 +187,7 @@ impl EbpfDataplane {
             log,
             lease,
             collections: 0,
+            retiring: false,
         };
         // Programs may be reading what a predecessor retired in its last moment.
         dataplane.shared.grace.wait().map_err(Error::Grace)?;
@@ -316,6 +320,7 @@ impl Dataplane for EbpfDataplane {
         let (mut applied, mut failures) = Default::default();
         finish(apply(v4, shared, changes), &mut applied, &mut failures);
         finish(apply(v6, shared, changes), &mut applied, &mut failures);
+        publish_waiting(shared, v4, v6, &mut applied, &mut failures);
         failures.into_result()?;
         Ok(applied)
     }
@@ -327,11 +332,13 @@ impl Dataplane for EbpfDataplane {
         finish(resync(v4, shared, desired), &mut applied, &mut failures);
         finish(resync(v6, shared, desired), &mut applied, &mut failures);
         for id in strays {
-            // Its id stays taken until the next resync: programs may be reading it.
-            if let Err(error) = remove_service(shared, id, &mut applied) {
-                failures.add(format_args!("service {id}, which is not desired"), error);
+            match remove_service(shared, id, &mut applied) {
+                // Programs may be reading it.
+                Ok(()) => shared.ids.retire(Range { first: id, count: 1 }),
+                Err(error) => failures.add(format_args!("service {id}, which is not desired"), error),
             }
         }
+        publish_waiting(shared, v4, v6, &mut applied, &mut failures);
         // Also where something could not be written: the other service ports are served as they are desired.
         if let Err(error) = self.lease.resume(&shared.tables.lease) {
             failures.add("lease", error);
@@ -377,6 +384,8 @@ impl Dataplane for EbpfDataplane {
             v4.entries.slots.grace_period_over();
             v6.entries.slots.grace_period_over();
         }
+        let (mut applied, mut failures) = Default::default();
+        publish_waiting(shared, v4, v6, &mut applied, &mut failures);
         self.log.follow()?;
         let now = clock::since_boot();
         self.flows4.collect(&self.v4.tables, now)?;
@@ -387,7 +396,20 @@ impl Dataplane for EbpfDataplane {
             self.restore_pins()?;
             self.hooks.repair().into_result()?;
         }
-        Ok(())
+        Ok(failures.into_result()?)
+    }
+
+    /// Without frontends, packets of known TCP flows are translated on and all others pass.
+    fn retire(&mut self) -> Result<bool, super::Error> {
+        if !self.retiring {
+            self.resync(&[])?;
+            Collector::end_udp_flows(&self.v4.tables)?;
+            Collector::end_udp_flows(&self.v6.tables)?;
+            (self.flows4, self.flows6) = Default::default();
+            self.retiring = true;
+        }
+        self.collect_garbage()?;
+        Ok(self.flows4.is_empty() && self.flows6.is_empty())
     }
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
@@ -426,6 +448,18 @@ fn resync<F: TableFamily>(
 ) -> Writes<F> {
     let desired: Vec<_> = desired.iter().filter(|port| port.name.family == F::FAMILY).collect();
     writer.resync(shared, &desired)
+}
+
+/// After what has made room, in whichever family: they share `services`.
+fn publish_waiting(
+    shared: &mut Common,
+    v4: &mut FamilyWriter<V4>,
+    v6: &mut FamilyWriter<V6>,
+    applied: &mut Applied,
+    failures: &mut Failures,
+) {
+    finish(v4.publish_waiting(shared), applied, failures);
+    finish(v6.publish_waiting(shared), applied, failures);
 }
 
 fn used_by<F: TableFamily>(

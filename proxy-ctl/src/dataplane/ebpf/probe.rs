@@ -1,43 +1,36 @@
 //! What the eBPF mode needs of a node, and whether it is there. Nothing is changed.
 
-use std::{
-    fmt,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use crate::{
     config::{Ebpf, SocketLoadBalancing},
-    mode::{Capabilities, HostFacts, Mode, Probe, Requirement},
+    mode::{Capabilities, HostFacts, KernelVersion, Mode, Probe, Requirement},
     sys::{bpf, filesystem},
 };
 
 /// The oldest kernel that the programs are made for.
-const OLDEST: KernelVersion = KernelVersion { major: 5, minor: 10 };
-const TCX: KernelVersion = KernelVersion { major: 6, minor: 6 };
-const SET_RETVAL: KernelVersion = KernelVersion { major: 5, minor: 18 };
+const OLDEST: KernelVersion = KernelVersion::new(5, 10, 0);
+const TCX: KernelVersion = KernelVersion::new(6, 6, 0);
+const SET_RETVAL: KernelVersion = KernelVersion::new(5, 18, 0);
+
+/// Of `ipvs`, excludeCIDRs says what of a former kube-proxy stays.
+pub(in crate::dataplane) const UNUSED_FIELDS: &[&str] = &[
+    "iptables.masqueradeAll",
+    "iptables.masqueradeBit",
+    "iptables.minSyncPeriod",
+    "ipvs.minSyncPeriod",
+    "ipvs.scheduler",
+    "ipvs.strictARP",
+    "ipvs.tcpFinTimeout",
+    "ipvs.tcpTimeout",
+    "ipvs.udpTimeout",
+    "nftables.masqueradeAll",
+    "nftables.masqueradeBit",
+    "nftables.minSyncPeriod",
+];
 
 pub(super) fn probe(config: &Ebpf, host: &HostFacts) -> Probe {
     answer(config.socket_load_balancing, host, &gather(config, host))
-}
-
-#[derive(Clone, Copy, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
-struct KernelVersion {
-    major: u32,
-    minor: u32,
-}
-
-impl KernelVersion {
-    /// From a release such as `6.1.0-rc7-amd64`.
-    fn parse(release: &str) -> Option<Self> {
-        let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse);
-        Some(Self { major: numbers.next()?.ok()?, minor: numbers.next()?.ok()? })
-    }
-}
-
-impl fmt::Display for KernelVersion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.major, self.minor)
-    }
 }
 
 /// What lies at the path where tables are to be pinned.
@@ -73,7 +66,7 @@ struct Facts {
 }
 
 fn gather(config: &Ebpf, host: &HostFacts) -> Facts {
-    let version = KernelVersion::parse(&host.kernel_release);
+    let version = host.kernel();
     let may_mount = host.capabilities.sys_admin;
     Facts {
         version,
@@ -148,12 +141,11 @@ fn answer(sockets: SocketLoadBalancing, host: &HostFacts, facts: &Facts) -> Prob
              ({SET_RETVAL})"
         ));
     }
-    let HostFacts { kernel_release, capabilities } = host;
+    let HostFacts { kernel_release, capabilities, .. } = host;
     let requirements = vec![
-        Requirement::new("kernel", "kernel", kernel_release.as_str())
-            .lacking(facts.version.is_some_and(|version| version < OLDEST), || {
-                format!("the kernel is {kernel_release}, {OLDEST} or newer is needed")
-            }),
+        Requirement::kernel(host).lacking(facts.version.is_some_and(|version| version < OLDEST), || {
+            format!("the kernel is {kernel_release}, {OLDEST} or newer is needed")
+        }),
         Requirement::new("btf", "BTF", facts.btf).lacking(!facts.btf, || {
             "the kernel has no BTF (/sys/kernel/btf/vmlinux; CONFIG_DEBUG_INFO_BTF)".to_owned()
         }),
@@ -195,17 +187,10 @@ fn bpffs_requirement(bpffs: BpfFilesystem) -> Requirement {
 
 fn capabilities_requirement(capabilities: Capabilities) -> Requirement {
     let Capabilities { sys_admin, bpf, perfmon, net_admin } = capabilities;
-    let held = [
-        (sys_admin, "CAP_SYS_ADMIN"),
-        (bpf, "CAP_BPF"),
-        (perfmon, "CAP_PERFMON"),
-        (net_admin, "CAP_NET_ADMIN"),
-    ];
-    let held: Vec<&str> = held.into_iter().filter(|(held, _)| *held).map(|(_, name)| name).collect();
     let missing = |name: &'static str, purpose: &'static str| {
         move || format!("{name} is missing, to {purpose} programs")
     };
-    Requirement::new("capabilities", "capabilities", held)
+    Requirement::capabilities(capabilities)
         .lacking(!sys_admin && !bpf, missing("CAP_BPF", "load"))
         .lacking(!sys_admin && !perfmon, missing("CAP_PERFMON", "load"))
         .lacking(!net_admin, missing("CAP_NET_ADMIN", "attach"))
@@ -234,7 +219,11 @@ mod tests {
     }
 
     fn answer_with(sockets: SocketLoadBalancing, capabilities: Capabilities, facts: &Facts) -> Probe {
-        answer(sockets, &HostFacts { kernel_release: "its release".into(), capabilities }, facts)
+        answer(
+            sockets,
+            &HostFacts { kernel_release: "its release".into(), capabilities, ..HostFacts::default() },
+            facts,
+        )
     }
 
     #[rstest]
@@ -273,15 +262,5 @@ mod tests {
         let probe = answer_with(SocketLoadBalancing::Off, ALL, &facts);
         assert_eq!(probe.obstacles().count(), 0, "{probe:?}");
         assert!(!probe.remarks.iter().any(|remark| remark.contains("EPERM")), "{:?}", probe.remarks);
-    }
-
-    #[rstest]
-    #[case("6.12.9-amd64", Some((6, 12)))]
-    #[case("7.2-rc1", Some((7, 2)))]
-    #[case("5.10", Some((5, 10)))]
-    #[case("next-20261101", None)]
-    fn releases(#[case] release: &str, #[case] version: Option<(u32, u32)>) {
-        let parsed = KernelVersion::parse(release).map(|version| (version.major, version.minor));
-        assert_eq!(parsed, version);
     }
 }

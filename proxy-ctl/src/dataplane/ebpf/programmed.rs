@@ -2,7 +2,7 @@
 //!
 //! Endpoint sets and slots are not repeated here: they are read through the mapped tables.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use proxy_common::{
     layout::{BACKEND_ACTIVE, BACKEND_LOCAL, BACKEND_TERMINATING, Backend, Frontend, FrontendKey},
@@ -12,6 +12,7 @@ use rustc_hash::FxHashMap;
 
 use super::{
     allocate::{Range, Ranges},
+    error::FullTable,
     family::TableFamily,
 };
 use crate::model::desired::{self, DesiredPort, ServicePortName};
@@ -33,17 +34,28 @@ pub(super) struct Entries<F: TableFamily> {
 pub(super) type Wanted<F> =
     (FrontendKey<<F as proxy_common::family::Family>::Address>, Frontend, ServicePortName);
 
-/// Frontends that `frontends4/6` has no room for.
+/// What the tables have no room for.
 #[derive(Debug)]
 pub(super) struct WithoutRoom<F: TableFamily> {
+    /// Of `frontends4/6`.
     pub(super) frontends: FxHashMap<FrontendKey<F::Address>, (Frontend, ServicePortName)>,
+    /// Service ports that wait for room in another table. One that was published before is served as it is desired, but with
+    /// those of its endpoints only that it has; any other holds nothing.
+    pub(super) ports: BTreeMap<ServicePortName, Waiting>,
     /// Since this was asked for last.
     pub(super) changed: bool,
 }
 
+/// A service port that waits for room.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    pub(super) port: Arc<DesiredPort>,
+    pub(super) full: FullTable,
+}
+
 impl<F: TableFamily> WithoutRoom<F> {
     pub(super) fn none() -> Self {
-        Self { frontends: FxHashMap::default(), changed: false }
+        Self { frontends: FxHashMap::default(), ports: BTreeMap::new(), changed: false }
     }
 
     pub(super) fn holds(&self, key: &FrontendKey<F::Address>, frontend: &Frontend) -> bool {
@@ -53,6 +65,24 @@ impl<F: TableFamily> WithoutRoom<F> {
     pub(super) fn insert(&mut self, (key, frontend, name): Wanted<F>) {
         self.frontends.insert(key, (frontend, name));
         self.changed = true;
+    }
+
+    pub(super) fn insert_port(&mut self, port: &Arc<DesiredPort>, full: FullTable) {
+        let waiting = Waiting { port: Arc::clone(port), full };
+        let before = self.ports.insert(port.name.clone(), waiting);
+        self.changed |= before.is_none_or(|before| before.full != full);
+    }
+
+    /// If it waits, it does so with this state.
+    pub(super) fn replace_port(&mut self, port: &Arc<DesiredPort>) {
+        if let Some(waiting) = self.ports.get_mut(&port.name) {
+            waiting.port = Arc::clone(port);
+        }
+    }
+
+    /// It is written, could not be written for another reason, or is not desired any more.
+    pub(super) fn remove_port(&mut self, name: &ServicePortName) {
+        self.changed |= self.ports.remove(name).is_some();
     }
 
     /// This service does not want it any more.

@@ -2,12 +2,12 @@
 //! mixture: backends, slots (always an unused range), the service (each endpoint set in one store), its name,
 //! its frontends; then what is gone, in the reverse order.
 //!
-//! One port that cannot be written keeps its old state and does not stop the others.
+//! One port that cannot be written keeps its old state and does not stop the others. One without room waits (`reserve`).
 
-use std::sync::Arc;
+use std::{io, sync::Arc};
 
 use proxy_common::{
-    inventory::{Limit, table},
+    inventory::table,
     layout::{EndpointSet, Frontend, FrontendKey, Service, ServiceName},
 };
 use rustc_hash::FxHashSet;
@@ -18,12 +18,13 @@ use super::{
     family::TableFamily,
     layout::{self, Arrangement},
     programmed::{BackendKey, Entries, Published, UsedEndpoints, Wanted},
+    reserve::{Reservation, ReservedSlots},
     tables::{CommonTables, FamilyTables},
 };
 use crate::{
     dataplane::Applied,
-    model::desired::{DesiredPort, Endpoints, ServicePortName},
-    sys::grace::GracePeriod,
+    model::desired::{DesiredPort, ServicePortName},
+    sys::{CallError, grace::GracePeriod},
 };
 
 /// Backend ids are set aside in blocks of this many, one write of `settings` for each.
@@ -130,7 +131,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     pub(super) fn apply<'a>(
         &mut self,
         shared: &mut Common,
-        changed: impl Iterator<Item = &'a Arc<DesiredPort>> + Clone,
+        changed: impl Iterator<Item = &'a Arc<DesiredPort>>,
         removed: impl Iterator<Item = &'a ServicePortName>,
     ) -> Writes<F> {
         let mut writes = Writes::default();
@@ -158,21 +159,52 @@ impl<F: TableFamily> FamilyWriter<F> {
         writes
     }
 
-    fn publish_all<'a>(
+    /// Publishes the ports that have room; the others wait.
+    pub(super) fn publish_all<'a>(
         &mut self,
         shared: &mut Common,
-        changed: impl Iterator<Item = &'a Arc<DesiredPort>> + Clone,
+        changed: impl Iterator<Item = &'a Arc<DesiredPort>>,
         writes: &mut Writes<F>,
     ) {
-        self.add_backends(shared, changed.clone(), writes);
-        for port in changed {
-            if let Err(error) = self.publish(shared, port, writes) {
-                writes.failures.add(&port.name, error);
-                self.remove_unused_insertions(writes);
+        let (reserved, refused) = self.reserve_all(shared, changed.collect());
+        for (port, error) in refused {
+            match error {
+                Error::Full(table) => self.entries.without_room.insert_port(port, table),
+                error => {
+                    self.entries.without_room.remove_port(&port.name);
+                    writes.failures.add(&port.name, error);
+                }
+            }
+        }
+        for (port, _) in &reserved {
+            self.entries.without_room.replace_port(port);
+        }
+        for port in self.publish_reserved(shared, reserved, writes) {
+            self.entries.without_room.remove_port(&port.name);
+        }
+    }
+
+    /// Answers with those that are published.
+    pub(super) fn publish_reserved<'a>(
+        &mut self,
+        shared: &mut Common,
+        ports: Vec<(&'a Arc<DesiredPort>, Reservation)>,
+        writes: &mut Writes<F>,
+    ) -> Vec<&'a Arc<DesiredPort>> {
+        self.add_backends(shared, ports.iter().map(|(port, _)| *port), writes);
+        let mut published = Vec::with_capacity(ports.len());
+        for (port, reservation) in ports {
+            match self.publish(shared, port, reservation, writes) {
+                Ok(()) => published.push(port),
+                Err(error) => {
+                    writes.failures.add(&port.name, error);
+                    self.remove_unused_insertions(writes);
+                }
             }
         }
         self.write_names(shared, writes);
         self.write_frontends(writes);
+        published
     }
 
     /// Publishes one port, all but its name and frontends, which are written together with those of others.
@@ -180,21 +212,25 @@ impl<F: TableFamily> FamilyWriter<F> {
         &mut self,
         shared: &mut Common,
         port: &Arc<DesiredPort>,
+        reservation: Reservation,
         writes: &mut Writes<F>,
     ) -> Result<(), Error> {
-        let slots = self.use_backends(shared, port, writes)?;
-        let old = self.entries.services.remove_entry(&port.name);
-        let (old_name, old) = old.map_or((None, None), |(name, old)| (Some(name), Some(old)));
-        let (id, range) = match self.write_service(shared, port, &slots, old.as_ref(), writes) {
-            Ok(written) => written,
+        let slots = match self.use_backends(shared, port, writes) {
+            Ok(slots) => slots,
             Err(error) => {
-                if let (Some(name), Some(old)) = (old_name, old) {
-                    self.entries.services.insert(name, old);
-                }
+                self.release(shared, &port.name, reservation);
+                return Err(error);
+            }
+        };
+        let range = match self.write_service(shared, port, &slots, &reservation, writes) {
+            Ok(range) => range,
+            Err(error) => {
+                self.release(shared, &port.name, reservation);
                 self.release_backends(&port.name, &port.endpoints.all, writes);
                 return Err(error);
             }
         };
+        let id = reservation.id;
         let wanted = layout::frontends::<F>(port);
         let keys: Box<[_]> = wanted.iter().map(|(key, _)| *key).collect();
         for (key, flags) in wanted {
@@ -205,51 +241,46 @@ impl<F: TableFamily> FamilyWriter<F> {
                 writes.frontends.push((key, frontend, port.name.clone()));
             }
         }
-        if let Some(old) = old {
+        let used = UsedEndpoints::Desired(Arc::clone(port));
+        let now = Published { id, range: Some(range), frontends: keys.clone(), used };
+        if let Some(old) = self.entries.services.insert(port.name.clone(), now) {
             for key in old.frontends.iter().filter(|key| !keys.contains(key)) {
                 writes.stale_frontends.push((*key, id));
                 self.entries.without_room.remove(key, id);
             }
             self.release_backends(&port.name, old.used.endpoints(), writes);
+            if matches!(reservation.slots, ReservedSlots::Fresh(..)) {
+                self.entries.slots.retire(old.range.unwrap_or_default());
+            }
         }
-        let used = UsedEndpoints::Desired(Arc::clone(port));
-        self.entries
-            .services
-            .insert(port.name.clone(), Published { id, range: Some(range), frontends: keys, used });
         Ok(())
     }
 
-    /// Writes slots and service where they differ; answers with the service's id and range.
+    /// Writes slots and service where they differ; answers with the range of the slots.
     fn write_service(
         &mut self,
         shared: &mut Common,
         port: &DesiredPort,
         slots: &[F::Slot],
-        old: Option<&Published<F>>,
+        reservation: &Reservation,
         writes: &mut Writes<F>,
-    ) -> Result<(u32, Range), Error> {
-        let endpoints = &port.endpoints;
+    ) -> Result<Range, Error> {
+        let Reservation { id, slots: reserved } = reservation;
         let flags = layout::service_flags(port);
         let affinity_seconds = port.affinity_seconds.unwrap_or(0);
-        let current = old.and_then(|old| shared.tables.services.get(old.id as usize)).unwrap_or_default();
-        let same_sets = [
-            (current.cluster, &endpoints.cluster),
-            (current.internal, &endpoints.internal),
-            (current.external, &endpoints.external),
-        ]
-        .into_iter()
-        .all(|(set, indexes)| self.is_set(set, indexes, slots));
-        if let Some(Published { id, range: Some(range), .. }) = old
-            && same_sets
-        {
-            let service = Service { flags, affinity_seconds, ..current };
-            if service != current {
-                write_service(shared, *id, &service, &mut writes.applied)?;
+        let (range, sets) = match reserved {
+            ReservedSlots::Same(range) => {
+                let current = shared.tables.services.get(*id as usize).unwrap_or_default();
+                let service = Service { flags, affinity_seconds, ..current };
+                if service != current {
+                    write_service(shared, *id, &service, &mut writes.applied)?;
+                }
+                return Ok(*range);
             }
-            return Ok((*id, *range));
-        }
+            ReservedSlots::Fresh(range, arrangement) => (*range, arrangement),
+        };
         let name = layout::name(&port.name).ok_or_else(|| Error::NameTooLong(port.name.clone()))?;
-        let (range, sets) = self.write_slots(shared, endpoints, slots, writes)?;
+        self.write_slots(range, sets, slots, writes)?;
         let service = Service {
             cluster: layout::placed(sets.cluster, range),
             internal: layout::placed(sets.internal, range),
@@ -257,26 +288,19 @@ impl<F: TableFamily> FamilyWriter<F> {
             flags,
             affinity_seconds,
         };
-        let id = match old {
-            Some(old) => old.id,
-            None => match new_service_id(shared) {
-                Ok(id) => id,
-                Err(error) => {
-                    self.entries.slots.release(range);
-                    return Err(error);
-                }
-            },
-        };
-        write_service(shared, id, &service, &mut writes.applied)?;
-        match old {
-            Some(old) => self.entries.slots.retire(old.range.unwrap_or_default()),
-            None => writes.names.push((id, name)),
+        let is_new = !self.entries.services.contains_key(&port.name);
+        if is_new {
+            clear_counters(shared, *id)?;
         }
-        Ok((id, range))
+        write_service(shared, *id, &service, &mut writes.applied)?;
+        if is_new {
+            writes.names.push((*id, name));
+        }
+        Ok(range)
     }
 
     /// Does the set in the tables consist of exactly these slots?
-    fn is_set(&self, set: EndpointSet, indexes: &[u32], slots: &[F::Slot]) -> bool {
+    pub(super) fn is_set(&self, set: EndpointSet, indexes: &[u32], slots: &[F::Slot]) -> bool {
         set.count as usize == indexes.len()
             && indexes.iter().zip(set.first as usize..).all(|(index, place)| {
                 let found = self.tables.slots.get(place);
@@ -285,36 +309,20 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 
     fn write_slots(
-        &mut self,
-        shared: &mut Common,
-        endpoints: &Endpoints,
+        &self,
+        range: Range,
+        arrangement: &Arrangement,
         slots: &[F::Slot],
         writes: &mut Writes<F>,
-    ) -> Result<(Range, Arrangement), Error> {
-        let arrangement = Arrangement::of(endpoints);
-        let full = || Error::Full {
-            table: F::SLOTS,
-            capacity: self.tables.slots.len() as u32,
-            limit: Limit::Slots.name(),
-        };
-        let count = u32::try_from(arrangement.slots.len()).map_err(|_| full())?;
-        let mut range = self.entries.slots.allocate(count);
-        if range.is_none() && self.entries.slots.has_retired() {
-            shared.grace.wait().map_err(Error::Grace)?;
-            self.entries.slots.grace_period_over();
-            range = self.entries.slots.allocate(count);
-        }
-        let range = range.ok_or_else(full)?;
+    ) -> Result<(), Error> {
         for (index, place) in arrangement.slots.iter().zip(range.first..) {
             let Some(slot) = slots.get(*index as usize) else { continue };
             if !self.tables.slots.set(place as usize, slot) {
-                let error = self.tables.slots.provide(place as usize).err();
-                self.entries.slots.release(range);
-                return Err(error.map_or_else(full, |source| Error::Table { table: F::SLOTS, source }));
+                return Err(unwritten(F::SLOTS, self.tables.slots.provide(place as usize)));
             }
             writes.applied.written += 1;
         }
-        Ok((range, arrangement))
+        Ok(())
     }
 
     fn write_names(&mut self, shared: &Common, writes: &mut Writes<F>) {
@@ -353,6 +361,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 
     fn remove(&mut self, name: &ServicePortName, writes: &mut Writes<F>) {
+        self.entries.without_room.remove_port(name);
         let Some(old) = self.entries.services.remove(name) else { return };
         for key in &old.frontends {
             writes.stale_frontends.push((*key, old.id));
@@ -378,7 +387,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 
     /// Removes what is gone, after everything new is in place.
-    fn retire(&mut self, shared: &mut Common, writes: &mut Writes<F>) {
+    pub(super) fn retire(&mut self, shared: &mut Common, writes: &mut Writes<F>) {
         let mut still_dialled = FxHashSet::default();
         for (key, id) in std::mem::take(&mut writes.stale_frontends) {
             // Another service may have taken it over.
@@ -414,27 +423,13 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 }
 
-fn new_service_id(shared: &mut Common) -> Result<u32, Error> {
-    let mut id = shared.ids.allocate(1);
-    if id.is_none() && shared.ids.has_retired() {
-        shared.grace.wait().map_err(Error::Grace)?;
-        shared.ids.grace_period_over();
-        id = shared.ids.allocate(1);
-    }
-    let full = || Error::Full {
-        table: table::services,
-        capacity: shared.ids.capacity(),
-        limit: Limit::Services.name(),
-    };
-    let id = id.map(|range| range.first).ok_or_else(full)?;
+/// Those of a service id that is given anew.
+fn clear_counters(shared: &mut Common, id: u32) -> Result<(), Error> {
     let counters = &mut shared.tables.service_counters;
     if id < counters.capacity() {
-        counters.clear(id).map_err(|source| {
-            shared.ids.release(Range { first: id, count: 1 });
-            Error::Table { table: table::service_counters, source }
-        })?;
+        counters.clear(id).map_err(|source| Error::Table { table: table::service_counters, source })?;
     }
-    Ok(id)
+    Ok(())
 }
 
 fn write_service(shared: &Common, id: u32, service: &Service, applied: &mut Applied) -> Result<(), Error> {
@@ -442,8 +437,13 @@ fn write_service(shared: &Common, id: u32, service: &Service, applied: &mut Appl
         applied.written += 1;
         return Ok(());
     }
-    let capacity = shared.tables.services.len() as u32;
-    Err(Error::Full { table: table::services, capacity, limit: Limit::Services.name() })
+    Err(unwritten(table::services, shared.tables.services.provide(id as usize)))
+}
+
+/// Why an element of a mapped table could not be written.
+fn unwritten(table: &'static str, provided: Result<(), CallError>) -> Error {
+    let beyond_the_end = || CallError::new("writing to memory", io::Error::from_raw_os_error(libc::ERANGE));
+    Error::Table { table, source: provided.err().unwrap_or_else(beyond_the_end) }
 }
 
 pub(super) fn remove_service(shared: &Common, id: u32, applied: &mut Applied) -> Result<(), Error> {

@@ -1,11 +1,16 @@
-//! Which frontends get a place where the table has not room for all. Pure.
+//! Who comes first where a table has not room for all. Pure.
 //!
 //! ClusterIPs and node ports come first: external addresses are whatever somebody writes into a Service. These share
 //! what is left, each Service as much as any other that wants more.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
-use crate::model::objects::ObjectName;
+use rustc_hash::FxHashMap;
+
+use crate::model::{
+    desired::{DesiredPort, FrontendKind},
+    objects::ObjectName,
+};
 
 /// What wants a place in a table, and what could give one up.
 #[derive(Debug)]
@@ -61,6 +66,30 @@ pub(super) fn plan<T>(demand: Demand<T>, owner: impl Fn(&T) -> &ObjectName) -> P
     Plan { admit, evict, left_out }
 }
 
+/// Service ports in the order in which they are asked what room they need. Those that are published keep it. Ports with
+/// ClusterIPs or node ports come before those that have external addresses only. Of these, the smallest of every
+/// namespace comes first, then the second of every namespace, and so on.
+pub(super) fn in_turn<'a>(
+    mut ports: Vec<&'a Arc<DesiredPort>>,
+    is_published: impl Fn(&DesiredPort) -> bool,
+) -> Vec<&'a Arc<DesiredPort>> {
+    let is_internal = |kind| matches!(kind, FrontendKind::ClusterIp | FrontendKind::NodePort);
+    let class = |port: &DesiredPort| {
+        (!is_published(port), !port.frontends.iter().any(|frontend| is_internal(frontend.kind)))
+    };
+    ports.sort_by_cached_key(|port| (class(port), port.endpoints.all.len(), port.name.clone()));
+    let mut before: FxHashMap<_, usize> = FxHashMap::default();
+    let turn = |port: &'a Arc<DesiredPort>| {
+        let class = class(port);
+        let before = before.entry((class, Arc::clone(&port.name.service.namespace))).or_default();
+        *before += 1;
+        ((class, *before), port)
+    };
+    let mut turns: Vec<_> = ports.into_iter().map(turn).collect();
+    turns.sort_by_key(|(turn, _)| *turn);
+    turns.into_iter().map(|(_, port)| port).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -98,6 +127,24 @@ mod tests {
         let demand = Demand { free: 0, internal: Vec::new(), external: of(2, 0..2), present: of(1, 0..100) };
         let Plan { admit, evict, left_out } = planned(demand);
         assert_eq!((admit, evict.len(), left_out), (of(2, 0..2), 2, Vec::new()));
+    }
+
+    #[test]
+    fn the_published_the_internal_and_the_first_of_each_namespace_come_first() {
+        use crate::model::test_support::service;
+        let mut model = crate::model::Model::new("node");
+        let names = ["greedy/a", "greedy/b", "greedy/c", "small/large", "small/web", "other/published"];
+        model.replace_services(
+            (1..).zip(names).map(|(n, name)| service(name, &[&format!("10.96.0.{n}")])).collect(),
+        );
+        let ports = model.take_changes().changed;
+        let named = |port: &DesiredPort| port.name.service.to_string();
+        let in_turn = in_turn(ports.iter().collect(), |port| named(port) == "other/published");
+        let in_turn: Vec<_> = in_turn.into_iter().map(|port| named(port)).collect();
+        assert_eq!(
+            in_turn,
+            ["other/published", "greedy/a", "small/large", "greedy/b", "small/web", "greedy/c"]
+        );
     }
 
     proptest! {

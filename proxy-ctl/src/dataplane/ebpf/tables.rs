@@ -19,7 +19,7 @@ use proxy_common::{
     reason::REASONS,
 };
 
-use super::{Error, family::TableFamily};
+use super::{Error, error::FullTable, family::TableFamily};
 use crate::{
     config::Limits,
     sys::{
@@ -210,7 +210,7 @@ impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
     fn error(&self, source: CallError) -> Error {
         match self.limit {
             Some(limit) if source.errno() == libc::E2BIG => {
-                Error::Full { table: self.name, capacity: self.map.capacity(), limit: limit.name() }
+                Error::Full(FullTable { name: self.name, capacity: self.map.capacity(), limit })
             }
             _ => Error::Table { table: self.name, source },
         }

@@ -20,7 +20,7 @@ use super::{
 use crate::model::desired::{DesiredPort, Endpoint, ServicePortName};
 
 impl<F: TableFamily> FamilyWriter<F> {
-    /// Inserts the backends that are missing. One that does not fit fails the ports that need it, in `publish`.
+    /// Inserts the backends that are missing. One that cannot be inserted fails the ports that need it, in `publish`.
     pub(super) fn add_backends<'a>(
         &mut self,
         shared: &mut Common,
@@ -62,7 +62,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         writes.inserted.push(key);
     }
 
-    /// Removes the backends that were inserted for ports that do not fit, so that the next ones may.
+    /// Removes the backends that were inserted for ports that could not be published.
     pub(super) fn remove_unused_insertions(&mut self, writes: &mut Writes<F>) {
         for key in std::mem::take(&mut writes.inserted) {
             let Some(uses) = self.entries.backends.get(&key).filter(|uses| uses.is_unused()) else {
@@ -74,6 +74,16 @@ impl<F: TableFamily> FamilyWriter<F> {
                 self.entries.backends.remove(&key);
             }
         }
+    }
+
+    /// What the slot of each of the port's endpoints holds; `None`: a backend is missing.
+    pub(super) fn slots_of(&self, port: &DesiredPort) -> Option<Vec<F::Slot>> {
+        let slot = |endpoint| {
+            let key = backend_key::<F>(&port.name, endpoint)?;
+            let uses = self.entries.backends.get(&key)?;
+            Some(F::Slot::new(key.address, key.port, uses.id, backend_flags(endpoint)))
+        };
+        port.endpoints.all.iter().map(slot).collect()
     }
 
     /// Counts the port's endpoints as used, inserts those that are missing, and says what the slot of each holds.
@@ -139,12 +149,18 @@ impl<F: TableFamily> FamilyWriter<F> {
 
     /// A port that was adopted and whose new state could not be written goes on being served as it is.
     pub(super) fn use_adopted_endpoints(&mut self) {
-        let Entries { services, backends, .. } = &mut self.entries;
+        let Entries { services, backends, without_room, .. } = &mut self.entries;
         for (name, published) in services {
             if !matches!(published.used, UsedEndpoints::NotCounted) {
                 continue;
             }
             let Some(range) = published.range else { continue };
+            let desired = without_room.ports.get(name).map(|waiting| &waiting.port.endpoints.all);
+            let terminating: FxHashSet<_> = desired
+                .into_iter()
+                .flatten()
+                .filter_map(|one| one.terminating.then_some((one.address, one.port)))
+                .collect();
             let mut seen = FxHashSet::default();
             let mut held = Vec::new();
             for place in range.first..range.first + range.count {
@@ -152,11 +168,12 @@ impl<F: TableFamily> FamilyWriter<F> {
                 let (protocol, owner) = (name.protocol.number(), layout::owner(name));
                 let key = BackendKey { address: slot.address(), port: slot.port(), protocol, owner };
                 let Some(uses) = backends.get_mut(&key).filter(|_| seen.insert(key)) else { continue };
+                let (address, port) = (F::ip(key.address), key.port.number());
                 let endpoint = Endpoint {
-                    address: F::ip(key.address),
-                    port: key.port.number(),
+                    address,
+                    port,
                     local: slot.flags() & BACKEND_LOCAL != 0,
-                    terminating: false,
+                    terminating: terminating.contains(&(address, port)),
                 };
                 uses.add(&endpoint);
                 held.push(endpoint);
@@ -191,7 +208,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 }
 
-fn backend_key<F: TableFamily>(
+pub(super) fn backend_key<F: TableFamily>(
     port: &ServicePortName,
     endpoint: &Endpoint,
 ) -> Option<BackendKey<F::Address>> {

@@ -24,8 +24,6 @@ pub(crate) const MODES: [&str; 2] = ["iptables", "nftables"];
 /// Whatever waits for twice as long makes a proxy unhealthy.
 const SYNC_PERIOD: &str = "5s";
 const BPFFS: &str = "/sys/fs/bpf";
-/// More endpoints than this cannot be programmed by ours.
-pub(crate) const ROOM: usize = 100;
 const LIMIT: Duration = Duration::from_secs(90);
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 /// What kube-proxy writes rules with.
@@ -136,12 +134,24 @@ impl<'a> Peer<'a> {
         self.folder.join("broken")
     }
 
-    /// From now on kube-proxy cannot write any rules.
+    /// A table of ours, and what it is pinned as.
+    fn pin(&self) -> Option<PathBuf> {
+        self.own_folders.as_ref().map(|own| own.pins.join("proxy-ctl/v1/maps/settings"))
+    }
+
+    /// From now on kube-proxy cannot write any rules, and ours cannot pin its tables: another's folder is in the way.
     pub(crate) fn break_tools(&self) -> Result<()> {
+        if let Some(pin) = self.pin() {
+            fs::remove_file(&pin).with_context(|| format!("removing {}", pin.display()))?;
+            fs::create_dir(&pin).with_context(|| format!("creating {}", pin.display()))?;
+        }
         fs::write(self.broken(), "").with_context(|| format!("writing {}", self.broken().display()))
     }
 
     pub(crate) fn mend_tools(&self) -> Result<()> {
+        if let Some(pin) = self.pin() {
+            fs::remove_dir(&pin).with_context(|| format!("removing {}", pin.display()))?;
+        }
         fs::remove_file(self.broken()).with_context(|| format!("removing {}", self.broken().display()))
     }
 
@@ -165,7 +175,7 @@ impl<'a> Peer<'a> {
             "oomScoreAdj": -998,
         });
         if let Some(OwnFolders { pins, cgroup, .. }) = &self.own_folders {
-            let limits = json!({"services": 100, "slots": 1000, "frontends": 100, "backends": ROOM});
+            let limits = json!({"services": 100, "slots": 1000, "frontends": 100, "backends": 100});
             configuration["ebpf"] = json!({"bpffs": pins, "cgroup": cgroup, "limits": limits});
         }
         for (field, value) in more.as_object().into_iter().flatten() {

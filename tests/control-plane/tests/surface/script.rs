@@ -12,7 +12,7 @@ use crate::{
     cluster::{CHECKED, Cluster, Endpoint, soon},
     network::NODE_ADDRESS,
     page::{self, HEALTH, Keep, PAGES, Page, families, get},
-    peer::{Peer, Program, ROOM},
+    peer::{Peer, Program},
 };
 
 /// What a proxy needs.
@@ -126,10 +126,10 @@ impl Scene<'_> {
         })
     }
 
-    /// kube-proxy cannot run what writes rules, and ours has no room.
+    /// kube-proxy cannot run what writes rules, and ours cannot pin its tables.
     fn nothing_can_be_written(&mut self) -> Result<()> {
         self.each(|_, peer, _| peer.break_tools())?;
-        self.cluster.endpoints_of_web(ROOM + 50, None)?;
+        self.cluster.endpoints_of_web(50, None)?;
         self.health("a change waits too long", 503)?;
         self.each(|cluster, peer, seen| {
             seen.insert(

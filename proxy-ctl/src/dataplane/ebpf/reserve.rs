@@ -1,0 +1,279 @@
+//! Room for a service port in `services`, `slots4/6` and `backends4/6`: all that it needs is set aside before anything of it
+//! is written, or nothing is, and the port waits.
+//!
+//! A port that is published is not thrown out for one that waits. Where it has no room for its new endpoints, it is served
+//! with those that it has and that are still desired: one that is gone may be another's pod tomorrow.
+
+use std::sync::Arc;
+
+use proxy_common::inventory::{Limit, table};
+use rustc_hash::FxHashSet;
+
+use super::{
+    Error,
+    allocate::Range,
+    error::FullTable,
+    family::TableFamily,
+    layout::{self, Arrangement},
+    programmed::{BackendKey, UsedEndpoints, Waiting},
+    publish::{Common, FamilyWriter, Writes},
+    room,
+    uses::backend_key,
+};
+use crate::model::desired::{DesiredPort, Endpoints, ServicePortName};
+
+/// Where a service port goes.
+#[derive(Debug)]
+pub(super) struct Reservation {
+    /// Index into `services`.
+    pub(super) id: u32,
+    pub(super) slots: ReservedSlots,
+}
+
+#[derive(Debug)]
+pub(super) enum ReservedSlots {
+    /// Its endpoint sets are what they were.
+    Same(Range),
+    Fresh(Range, Arrangement),
+}
+
+/// Backends that are to be inserted for the ports that have room.
+#[derive(Debug)]
+struct NewBackends<A> {
+    /// `None`: there is room for all that these ports can need.
+    room: Option<usize>,
+    keys: FxHashSet<BackendKey<A>>,
+}
+
+type Ports<'a> = Vec<&'a Arc<DesiredPort>>;
+type Refused<'a> = (&'a Arc<DesiredPort>, Error);
+
+impl<F: TableFamily> FamilyWriter<F> {
+    /// Sets room aside for as many of the ports as have some. The others are answered with [`Error::Full`], or with why they
+    /// can never be written.
+    pub(super) fn reserve_all<'a>(
+        &mut self,
+        shared: &mut Common,
+        ports: Ports<'a>,
+    ) -> (Vec<(&'a Arc<DesiredPort>, Reservation)>, Vec<Refused<'a>>) {
+        let (reserved, refused) = self.reserve_in_order(shared, &ports);
+        if !refused.iter().any(|(_, error)| matches!(error, Error::Full(_))) {
+            return (reserved, refused);
+        }
+        // Not all have room, so it matters who is asked first.
+        for (port, reservation) in reserved {
+            self.release(shared, &port.name, reservation);
+        }
+        let in_turn = room::in_turn(ports, |port| self.entries.services.contains_key(&port.name));
+        self.reserve_in_order(shared, &in_turn)
+    }
+
+    fn reserve_in_order<'a>(
+        &mut self,
+        shared: &mut Common,
+        ports: &[&'a Arc<DesiredPort>],
+    ) -> (Vec<(&'a Arc<DesiredPort>, Reservation)>, Vec<Refused<'a>>) {
+        let (mut reserved, mut refused) = (Vec::with_capacity(ports.len()), Vec::new());
+        let used = self.entries.backends.len() + self.entries.stray_backends.len();
+        let free = (self.tables.backends.map().capacity() as usize).saturating_sub(used);
+        let most: usize = ports.iter().map(|port| port.endpoints.all.len()).sum();
+        let room = (most > free).then_some(free);
+        let mut new = NewBackends { room, keys: FxHashSet::default() };
+        for port in ports {
+            match self.reserve(shared, port, &mut new) {
+                Ok(reservation) => reserved.push((*port, reservation)),
+                Err(error) => refused.push((*port, error)),
+            }
+        }
+        (reserved, refused)
+    }
+
+    fn reserve(
+        &mut self,
+        shared: &mut Common,
+        port: &DesiredPort,
+        new: &mut NewBackends<F::Address>,
+    ) -> Result<Reservation, Error> {
+        let old = self.entries.services.get(&port.name).map(|old| (old.id, old.range));
+        if let Some((id, Some(range))) = old
+            && self.has_sets(shared, id, port)
+        {
+            return Ok(Reservation { id, slots: ReservedSlots::Same(range) });
+        }
+        layout::name(&port.name).ok_or_else(|| Error::NameTooLong(port.name.clone()))?;
+        if old.is_none() && !shared.ids.has_room_for(1) {
+            return Err(Error::Full(services_full(shared)));
+        }
+        let capacity = self.tables.slots.len() as u32;
+        let full = || Error::Full(FullTable { name: F::SLOTS, capacity, limit: Limit::Slots });
+        // Each endpoint has one slot at least, which costs less to ask than what follows.
+        let least = u32::try_from(port.endpoints.all.len()).map_err(|_| full())?;
+        if !self.entries.slots.has_room_for(least) {
+            return Err(full());
+        }
+        let added = self.backends_to_add(port, new)?;
+        let arrangement = Arrangement::of(&port.endpoints);
+        let count = u32::try_from(arrangement.slots.len()).map_err(|_| full())?;
+        let range = self.entries.slots.allocate(count).ok_or_else(full)?;
+        let id = old.map(|(id, _)| id).or_else(|| shared.ids.allocate(1).map(|id| id.first));
+        let Some(id) = id else {
+            self.entries.slots.release(range);
+            return Err(Error::Full(services_full(shared)));
+        };
+        new.keys.extend(added);
+        Ok(Reservation { id, slots: ReservedSlots::Fresh(range, arrangement) })
+    }
+
+    /// Backends that nobody has yet, as far as that matters for room.
+    fn backends_to_add(
+        &self,
+        port: &DesiredPort,
+        new: &NewBackends<F::Address>,
+    ) -> Result<Vec<BackendKey<F::Address>>, Error> {
+        let Some(room) = new.room else { return Ok(Vec::new()) };
+        let room = room.saturating_sub(new.keys.len());
+        let mut added = Vec::new();
+        for endpoint in &port.endpoints.all {
+            let Some(key) = backend_key::<F>(&port.name, endpoint) else { continue };
+            if self.entries.backends.contains_key(&key) || new.keys.contains(&key) {
+                continue;
+            }
+            if added.len() == room {
+                let capacity = self.tables.backends.map().capacity();
+                return Err(Error::Full(FullTable { name: F::BACKENDS, capacity, limit: Limit::Backends }));
+            }
+            added.push(key);
+        }
+        Ok(added)
+    }
+
+    /// Do the tables hold the port's endpoint sets, in its service of this id?
+    fn has_sets(&self, shared: &Common, id: u32, port: &DesiredPort) -> bool {
+        let Some(slots) = self.slots_of(port) else { return false };
+        let current = shared.tables.services.get(id as usize).unwrap_or_default();
+        let Endpoints { cluster, internal, external, .. } = &port.endpoints;
+        [(current.cluster, cluster), (current.internal, internal), (current.external, external)]
+            .into_iter()
+            .all(|(set, indexes)| self.is_set(set, indexes, &slots))
+    }
+
+    /// Gives back what was set aside and not written.
+    pub(super) fn release(&mut self, shared: &mut Common, name: &ServicePortName, unused: Reservation) {
+        let Reservation { id, slots } = unused;
+        if let ReservedSlots::Fresh(range, _) = slots {
+            self.entries.slots.release(range);
+        }
+        if !self.entries.services.contains_key(name) {
+            shared.ids.release(Range { first: id, count: 1 });
+        }
+    }
+
+    /// Publishes the ports that wait for room in `services`, `slots4/6` or `backends4/6`, where it has come.
+    pub(super) fn publish_waiting(&mut self, shared: &mut Common) -> Writes<F> {
+        let mut writes = Writes::default();
+        if !self.entries.without_room.ports.is_empty() {
+            self.publish_those_with_room(shared, &mut writes);
+            if self.leave_endpoints_that_are_gone(shared, &mut writes) {
+                self.publish_those_with_room(shared, &mut writes);
+            }
+        }
+        writes
+    }
+
+    fn publish_those_with_room(&mut self, shared: &mut Common, writes: &mut Writes<F>) {
+        loop {
+            self.wait_for_retired(shared, writes);
+            let waiting: Vec<_> =
+                self.entries.without_room.ports.values().map(|one| Arc::clone(&one.port)).collect();
+            self.publish_all(shared, waiting.iter(), writes);
+            self.retire(shared, writes);
+            let still = self.entries.without_room.ports.len();
+            if still == 0 || still == waiting.len() {
+                return;
+            }
+        }
+    }
+
+    /// Slots and ids that were given back may be what a port waits for.
+    fn wait_for_retired(&mut self, shared: &mut Common, writes: &mut Writes<F>) {
+        let mut waiting = self.entries.without_room.ports.values();
+        let is_wanted = waiting.any(|one| one.full.limit != Limit::Backends);
+        if !is_wanted || !(self.entries.slots.has_retired() || shared.ids.has_retired()) {
+            return;
+        }
+        match shared.grace.wait() {
+            Ok(()) => {
+                shared.ids.grace_period_over();
+                self.entries.slots.grace_period_over();
+            }
+            Err(source) => writes.failures.add("service ports that wait for room", Error::Grace(source)),
+        }
+    }
+
+    /// Publishes what waits and was published before with those of its desired endpoints that it has. Answers whether that
+    /// was different from what is served.
+    fn leave_endpoints_that_are_gone(&mut self, shared: &mut Common, writes: &mut Writes<F>) -> bool {
+        let waiting = self.entries.without_room.ports.values();
+        let reduced: Vec<_> = waiting.filter_map(|Waiting { port, .. }| self.reduced(port)).collect();
+        if reduced.is_empty() {
+            return false;
+        }
+        let (reserved, refused) = self.reserve_all(shared, reduced.iter().collect());
+        let mut without_slots = Vec::new();
+        for (port, error) in refused {
+            match error {
+                Error::Full(_) => without_slots.push(port),
+                error => writes.failures.add(&port.name, error),
+            }
+        }
+        self.publish_reserved(shared, reserved, writes);
+        // No slot is free, so these give theirs back for the time of a grace period.
+        let emptied: Vec<_> =
+            without_slots.iter().map(|port| Arc::new(with_endpoints(port, |_| false))).collect();
+        let (reserved, refused) = self.reserve_all(shared, emptied.iter().collect());
+        for (port, error) in refused {
+            writes.failures.add(&port.name, error);
+        }
+        self.publish_reserved(shared, reserved, writes);
+        self.retire(shared, writes);
+        self.wait_for_retired(shared, writes);
+        let (reserved, _) = self.reserve_all(shared, without_slots);
+        self.publish_reserved(shared, reserved, writes);
+        self.retire(shared, writes);
+        true
+    }
+
+    /// The port with those of its endpoints that it has. `None`: that is what is published, or it is not.
+    fn reduced(&self, port: &DesiredPort) -> Option<Arc<DesiredPort>> {
+        let used = &self.entries.services.get(&port.name)?.used;
+        let held: FxHashSet<_> = used.endpoints().iter().map(|one| (one.address, one.port)).collect();
+        let reduced = with_endpoints(port, |index| {
+            port.endpoints.all.get(index as usize).is_some_and(|one| held.contains(&(one.address, one.port)))
+        });
+        let is_published = matches!(used, UsedEndpoints::Desired(published) if **published == reduced);
+        (!is_published).then(|| Arc::new(reduced))
+    }
+}
+
+/// The port with some of its endpoints, by their indexes. Without any it refuses clients, and does not drop their packets.
+fn with_endpoints(port: &DesiredPort, is_kept: impl Fn(u32) -> bool) -> DesiredPort {
+    let Endpoints { all, cluster, internal, external, any, unused } = &port.endpoints;
+    let kept: Vec<u32> = (0..).take(all.len()).filter(|index| is_kept(*index)).collect();
+    let set = |indexes: &[u32]| -> Vec<u32> {
+        let places = indexes.iter().filter_map(|index| kept.binary_search(index).ok());
+        places.filter_map(|place| u32::try_from(place).ok()).collect()
+    };
+    let endpoints = Endpoints {
+        all: kept.iter().filter_map(|index| all.get(*index as usize)).copied().collect(),
+        cluster: set(cluster),
+        internal: set(internal),
+        external: set(external),
+        any: *any && !kept.is_empty(),
+        unused: unused.clone(),
+    };
+    DesiredPort { endpoints, ..port.clone() }
+}
+
+fn services_full(shared: &Common) -> FullTable {
+    FullTable { name: table::services, capacity: shared.ids.capacity(), limit: Limit::Services }
+}

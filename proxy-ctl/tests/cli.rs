@@ -64,10 +64,13 @@ fn refused(folder: &Path, output: &Output, message: &str) {
 )]
 #[case::not_built("ebpf: {algorithm: maglev}", "ebpf.algorithm must be random, found \"maglev\"")]
 #[case::no_cgroup(
-    "ebpf: {cgroup: /nonexistent}",
+    "mode: ebpf\nebpf: {cgroup: /nonexistent, modeFallback: false}",
     "ebpf.cgroup must be a folder of cgroup v2, found /nonexistent"
 )]
-#[case::other_filesystem("ebpf: {cgroup: /proc}", "ebpf.cgroup must be a folder of cgroup v2, found /proc")]
+#[case::other_filesystem(
+    "mode: ebpf\nebpf: {cgroup: /proc, modeFallback: false}",
+    "ebpf.cgroup must be a folder of cgroup v2, found /proc"
+)]
 #[case::two_documents("---\nmode: ebpf", "config.yaml: must be one document, found a second at line 4")]
 #[case::no_yaml("mode: [", "config.yaml: is neither YAML nor JSON")]
 #[case::kubeconfig(
@@ -264,18 +267,38 @@ fn probe_prints_facts_and_the_chosen_mode() {
     let told: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert!(told["facts"]["kernel"].is_string() && told["facts"]["capabilities"].is_array(), "{told}");
     // Whether this machine can do it, is its own affair.
-    assert_eq!(output.status.success(), told["choice"]["mode"] == "ebpf", "{told}");
+    assert_eq!(output.status.success(), told["choice"]["mode"].is_string(), "{told}");
     assert_eq!(output.status.success(), told["refusal"].is_null(), "{told}");
+    let modes: Vec<_> =
+        told["modes"].as_array().unwrap().iter().map(|mode| mode["mode"].as_str().unwrap()).collect();
+    assert_eq!(modes, ["ebpf", "nftables", "iptables", "ipvs", "userspace"]);
+    for mode in told["modes"].as_array().unwrap() {
+        assert_eq!(mode["canRun"], mode["missing"].as_array().unwrap().is_empty(), "{mode}");
+        for need in mode["needs"].as_array().unwrap() {
+            assert!(told["facts"].get(need.as_str().unwrap()).is_some(), "{need} is no fact");
+        }
+    }
+}
 
-    // No kernel has it, if it has IPVS at all.
-    let refused = proxy_ctl(&["probe", "--proxy-mode=ipvs", "--ipvs-scheduler=odd"]);
+#[test]
+fn probe_says_what_a_mode_lacks_and_what_takes_its_place() {
+    let folder = config("mode: ebpf\nebpf: {cgroup: /nonexistent}");
+    let path = folder.path().join("config.yaml");
+    let ask = |more: &[&str]| {
+        let args = ["probe", "--config", path.to_str().unwrap()];
+        proxy_ctl(&args.iter().chain(more).copied().collect::<Vec<_>>())
+    };
+    let lacks = "ebpf.cgroup must be a folder of cgroup v2, found /nonexistent";
+    let table = stdout(&ask(&[]));
+    assert!(table.contains("mode asked for") && table.contains(lacks), "{table}");
+    let told: serde_json::Value = serde_json::from_str(&stdout(&ask(&["-o", "json"]))).unwrap();
+    let fallback = told["choice"]["fallback"].as_str().or(told["refusal"].as_str()).unwrap();
+    assert!(fallback.contains("mode ebpf cannot run here") && fallback.contains(lacks), "{told}");
+
+    let refused = ask(&["--mode-fallback=false"]);
     assert_eq!(refused.status.code(), Some(1));
-    assert!(
-        stdout(&refused).contains("mode asked for") && stdout(&refused).contains("ipvs"),
-        "{}",
-        stdout(&refused)
-    );
-    assert!(stderr(&refused).contains("mode ipvs cannot run here"), "{}", stderr(&refused));
+    assert!(stderr(&refused).contains("mode ebpf cannot run here"), "{}", stderr(&refused));
+    assert!(!stdout(&refused).contains("takes its place"), "{}", stdout(&refused));
 }
 
 #[rstest]

@@ -26,7 +26,7 @@ pub struct Coverage {
     pub programmed: bool,
     /// Service ports that are not served as their Services ask. A port leaves when its new state is written.
     pub unsupported: BTreeMap<ServicePortName, Vec<Unsupported>>,
-    /// Service ports of which some frontends have no room.
+    /// Service ports that there is no room for, whole or in part.
     pub without_room: BTreeMap<ServicePortName, Vec<Unsupported>>,
 }
 
@@ -144,8 +144,9 @@ impl CoverageTracker {
         });
     }
 
-    /// `now`: all of them.
-    pub(super) fn set_without_room(&self, now: BTreeMap<ServicePortName, Vec<Unsupported>>) {
+    /// Takes over what the dataplane has no room for now.
+    pub(super) fn take_without_room(&self, dataplane: &mut dyn Dataplane) {
+        let Some(now) = dataplane.take_without_room() else { return };
         self.coverage.send_if_modified(|coverage| {
             if coverage.without_room == now {
                 return false;

@@ -9,6 +9,7 @@ mod latency;
 mod run;
 mod runner;
 mod service_metrics;
+mod switch;
 mod write;
 
 use std::{sync::Arc, time::Instant};
@@ -20,10 +21,12 @@ use self::{
     latency::Latency,
     runner::{BoundedRunner, Intervals},
     service_metrics::ServiceMetrics,
+    switch::Retiring,
 };
 pub use self::{
     coverage::{Coverage, UnservedPorts},
     run::{Ended, Inputs, MetricsRequest, MetricsRequests, run},
+    switch::ModeOpener,
 };
 use crate::{
     config::{ALLOW_SERVICE_EXTERNAL_IPS, Config},
@@ -33,7 +36,7 @@ use crate::{
         objects::{IpFamily, Node},
     },
     node::OwnNode,
-    report::{HealthChecks, Metrics, Moment, SharedHealth},
+    report::{HealthChecks, Metrics, ModeInForce, Moment, SharedHealth},
 };
 
 /// Runs for changes that need not wait for the mode's shortest interval; as many as kube-proxy allows.
@@ -49,6 +52,7 @@ pub struct Reports {
     pub health_checks: watch::Sender<HealthChecks>,
     /// Whether everything listed is programmed, and the service ports that are not served as asked.
     pub coverage: watch::Sender<Coverage>,
+    pub mode: watch::Sender<ModeInForce>,
 }
 
 /// Which lists have come in. Nothing is written before all have.
@@ -68,6 +72,8 @@ pub struct Controller {
     network: Option<NodeNetwork>,
     /// `None` until everything has been listed.
     active: Option<ActiveDataplane>,
+    /// Modes that were at work before.
+    retiring: Vec<Retiring>,
     reports: Reports,
     coverage: CoverageTracker,
     service_metrics: ServiceMetrics,
@@ -104,6 +110,7 @@ impl Controller {
             listed: Listed::default(),
             network: None,
             active: None,
+            retiring: Vec::new(),
             coverage: CoverageTracker::new(reports.coverage.clone(), Arc::clone(&reports.metrics)),
             service_metrics: ServiceMetrics::new(Arc::clone(&reports.metrics)),
             reports,

@@ -10,12 +10,12 @@ use std::{
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
-use super::Controller;
+use super::{Controller, ModeOpener};
 use crate::{
     config::Config,
-    dataplane::{Dataplane, Error, MetricFamily, NodeNetwork},
+    dataplane::{Dataplane, Error, MetricFamily, Modes, NodeNetwork},
     model::Update,
-    report::ModeFamilies,
+    report::{ModeChoice, ModeFamilies, ModeInForce},
 };
 
 /// Pause between two removals of expired flows.
@@ -64,6 +64,8 @@ pub struct Inputs {
     pub metrics_requests: mpsc::Receiver<MetricsRequest>,
     /// What the configuration is now, as far as it is taken over without a new process.
     pub configs: watch::Receiver<Arc<Config>>,
+    /// What the configuration leads to; sent before it.
+    pub choices: watch::Receiver<ModeChoice>,
     pub stop: CancellationToken,
 }
 
@@ -77,18 +79,21 @@ enum Wake {
     NoSources,
 }
 
-/// Runs on the calling thread until told to stop, until `open` fails, or until there are no sources any more. `open`
-/// is called at once: the kernel takes about as long to check the programs as the sources take to list. Nothing is
-/// written before all have listed.
+/// Runs on the calling thread until told to stop, until the mode cannot be opened, or until there are no sources any more. The mode
+/// is opened at once: the kernel takes about as long to check the programs as the sources take to list. Nothing is
+/// written before all have listed. `opened`: is called when it is.
 pub fn run(
     mut controller: Controller,
     mut inputs: Inputs,
-    open: impl FnOnce() -> Result<Box<dyn Dataplane>, Error>,
+    opener: &dyn ModeOpener,
+    when_opened: impl FnOnce(),
     runtime: &tokio::runtime::Handle,
 ) -> Result<(), Ended> {
     let started = Instant::now();
     controller.reports.health.lock().busy(started);
-    let mut opened = Some(open()?);
+    let mut opened = Some(opener.open(inputs.choices.borrow().modes, &controller.config)?);
+    when_opened();
+    controller.find_modes_to_retire(opener);
     tracing::debug!(took = ?started.elapsed(), "dataplane opened");
     let mut batch = Vec::new();
     let mut garbage_at = Instant::now() + GARBAGE_PERIOD;
@@ -117,6 +122,7 @@ pub fn run(
             Wake::Config => {
                 let config = Arc::clone(&inputs.configs.borrow_and_update());
                 controller.configure(config, woken);
+                switch(&mut controller, &mut opened, inputs.choices.borrow().modes, opener, woken);
             }
             Wake::Time => {}
         }
@@ -129,7 +135,10 @@ pub fn run(
         if garbage_at <= now {
             match &mut opened {
                 Some(waiting) => renew_lease(waiting.as_mut()),
-                None => controller.collect_garbage(),
+                None => {
+                    controller.collect_garbage();
+                    controller.retire(opener);
+                }
             }
             garbage_at = Instant::now() + GARBAGE_PERIOD;
         }
@@ -140,6 +149,40 @@ pub fn run(
         if let Some(error) = controller.taken_over.take() {
             return Err(Ended::TakenOver(error));
         }
+    }
+}
+
+/// If the configuration asks for another mode than the one in force. `waiting`: nothing is written yet.
+fn switch(
+    controller: &mut Controller,
+    waiting: &mut Option<Box<dyn Dataplane>>,
+    modes: Modes,
+    opener: &dyn ModeOpener,
+    now: Instant,
+) {
+    if controller.reports.mode.borrow().modes == modes {
+        return;
+    }
+    let opened = opener.open(modes, &controller.config);
+    let done = opened.and_then(|dataplane| match waiting {
+        Some(waiting) => {
+            *waiting = dataplane;
+            controller.reports.mode.send_replace(ModeInForce::new(modes));
+            controller.find_modes_to_retire(opener);
+            Ok(())
+        }
+        None => controller.switch(modes, dataplane, now),
+    });
+    if let Err(error) = done {
+        controller.refuse_switch(modes, &error);
+        remove_attempt(controller, modes, opener);
+    }
+}
+
+/// What a mode has written before it failed to take over.
+fn remove_attempt(controller: &Controller, modes: Modes, opener: &dyn ModeOpener) {
+    if let Err(error) = opener.remove_retired(modes.mode, &controller.config) {
+        tracing::warn!(mode = %modes.mode, %error, "what the mode has written could not be removed");
     }
 }
 

@@ -61,6 +61,11 @@ impl BoundedRunner {
         self.inspection_at = self.inspection_at.min(now + intervals.max);
     }
 
+    /// Everything is due now, as nothing is known to be done.
+    pub(super) fn begin_anew(&mut self, now: Instant) {
+        self.everything_at = Some(now);
+    }
+
     /// Something has changed.
     pub(super) fn ask(&mut self) {
         self.asked = true;

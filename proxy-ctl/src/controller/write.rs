@@ -45,6 +45,7 @@ impl Controller {
         let started = Instant::now();
         let done = active.dataplane.set_host(&host);
         metrics.own.phase(Phase::Node, started.elapsed());
+        self.coverage.take_without_room(active.dataplane.as_mut());
         match done {
             Ok(applied) => {
                 let done = if scope == RunScope::Changes { RunScope::Everything } else { scope };
@@ -96,9 +97,7 @@ impl Controller {
         }
         let started = Instant::now();
         let result = active.dataplane.apply(&changes);
-        if let Some(ports) = active.dataplane.take_without_room() {
-            self.coverage.set_without_room(ports);
-        }
+        self.coverage.take_without_room(active.dataplane.as_mut());
         let took = started.elapsed();
         self.reports.metrics.own.phase(Phase::Write, took);
         match result {
@@ -117,9 +116,7 @@ impl Controller {
         let desired = CoverageTracker::servable(self.model.desired(), active.dataplane.as_ref());
         let started = Instant::now();
         let result = active.dataplane.resync(&desired);
-        if let Some(ports) = active.dataplane.take_without_room() {
-            self.coverage.set_without_room(ports);
-        }
+        self.coverage.take_without_room(active.dataplane.as_mut());
         let took = started.elapsed();
         let metrics = &self.reports.metrics;
         metrics.own.phase(Phase::Compare, took);
@@ -216,6 +213,7 @@ impl Controller {
         let Some(active) = &mut self.active else { return };
         let started = Instant::now();
         let result = active.dataplane.collect_garbage();
+        self.coverage.take_without_room(active.dataplane.as_mut());
         self.reports.metrics.own.phase(Phase::Collect, started.elapsed());
         let failure = match result {
             Ok(()) => None,

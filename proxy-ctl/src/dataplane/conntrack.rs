@@ -203,6 +203,10 @@ impl Dataplane for WithConntrack {
         self.inner.collect_garbage()
     }
 
+    fn retire(&mut self) -> Result<bool, Error> {
+        self.inner.retire()
+    }
+
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
         let mut families = self.inner.metrics()?;
         let samples = self.ended.iter().map(|(family, ended)| {

@@ -14,10 +14,13 @@ pub(super) type BoxedProgrammed = Box<dyn Programmed>;
 pub(super) struct Entry {
     /// The kernel's connection tracking knows its flows.
     pub(super) tracks_flows: bool,
+    /// Its connections would end with it: it is removed only when it has none. What others have programmed has kube-proxy's names.
+    pub(super) retires: bool,
     /// Another mode serves beside it what it cannot.
     pub(super) hands_over: bool,
     /// It may serve beside another mode.
     pub(super) serves_beside: bool,
+    /// Changes nothing.
     pub(super) probe: fn(&Config, &HostFacts) -> Probe,
     /// Does what needs all privileges, for [`Entry::open`] in another process.
     pub(super) prepare: fn(&Config) -> Result<(), Error>,

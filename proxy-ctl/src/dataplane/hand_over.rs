@@ -273,6 +273,14 @@ impl Dataplane for HandOver {
         beside
     }
 
+    fn retire(&mut self) -> Result<bool, Error> {
+        if self.opened.as_mut().map_or(Ok(true), |opened| opened.retire())? {
+            self.remove_beside()?;
+        }
+        let done = self.primary.retire()?;
+        Ok(done && self.opened.is_none())
+    }
+
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
         let mut families = self.primary.metrics()?;
         if let Some(opened) = &self.opened {

@@ -15,14 +15,18 @@ mod ipvs;
 mod metrics;
 mod modes;
 pub mod netfilter;
+pub mod nftables;
 mod snapshot;
 mod supports;
+mod userspace;
 
 pub use entry::Removed;
 pub use error::{Error, ErrorKind};
 pub use host::{Host, Interface, LocalTraffic, NodeNetwork, Role};
 pub use metrics::{Labels, MetricFamily, ServiceUsage};
-pub use modes::{beside, cleanup, controller, open, prepare, probe, read};
+pub use modes::{
+    Modes, cleanup, controller, load, open, prepare, probe, read, remove_retired, to_retire, unused_fields,
+};
 pub use snapshot::{
     BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, ServiceSnapshot, Snapshot,
 };
@@ -58,8 +62,15 @@ pub trait Dataplane: Programmed + Send {
         Ok(())
     }
 
-    /// Removes what is no longer used (expired flows, interfaces that are gone). Called about once a second.
+    /// Removes what is no longer used (expired flows, interfaces that are gone), and serves what this makes room for.
+    /// Called about once a second.
     fn collect_garbage(&mut self) -> Result<(), Error>;
+
+    /// Another mode is at work: serves no new connections, and goes on with those that it has. To be called about once a second
+    /// from then on, and nothing else. True: it has none that would end with it.
+    fn retire(&mut self) -> Result<bool, Error> {
+        Ok(true)
+    }
 
     /// The families of this mode, each with its samples as they are now.
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error>;
@@ -70,7 +81,7 @@ pub trait Dataplane: Programmed + Send {
     /// What this mode does not honour of the service port; empty: it is served as its Service asks.
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported>;
 
-    /// All service ports with frontends that there is no room for, with the fields that ask for these; `None`: as at the
+    /// All service ports that there is no room for, whole or in part, or that nothing can listen on, with the fields that ask for it; `None`: as at the
     /// last call. They are served as soon as there is room.
     fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
         None
@@ -125,5 +136,11 @@ pub struct TableUsage {
 /// A sample of each family of each mode.
 #[cfg(test)]
 pub(crate) fn sample_metrics() -> Vec<MetricFamily> {
-    [ebpf::sample_metrics(), iptables::sample_metrics()].concat()
+    [
+        ebpf::sample_metrics(),
+        iptables::sample_metrics(),
+        nftables::sample_metrics(),
+        userspace::sample_metrics(),
+    ]
+    .concat()
 }

@@ -1,6 +1,6 @@
 //! The one place that knows modes by name. A new mode is a folder and a line in [`entry`].
 
-use std::{path::Path, sync::Arc};
+use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use super::{
     Dataplane, Error, ErrorKind,
@@ -8,50 +8,78 @@ use super::{
     ebpf,
     entry::{BoxedProgrammed, Entry, Removed},
     hand_over::{HandOver, ModeBeside},
-    iptables, ipvs,
+    iptables, ipvs, nftables, userspace,
 };
 use crate::{
     config::Config,
+    leftovers::{self, PendingRemoval, Purpose},
     mode::{HostFacts, Mode, Probe},
 };
 
-/// `None`: the mode is not built.
-const fn entry(mode: Mode) -> Option<&'static Entry> {
+const fn entry(mode: Mode) -> &'static Entry {
     match mode {
-        Mode::Ebpf => Some(&ebpf::ENTRY),
-        Mode::Iptables => Some(&iptables::ENTRY),
-        Mode::Ipvs => Some(&ipvs::ENTRY),
-        Mode::Nftables | Mode::Userspace => None,
+        Mode::Ebpf => &ebpf::ENTRY,
+        Mode::Nftables => &nftables::ENTRY,
+        Mode::Iptables => &iptables::ENTRY,
+        Mode::Ipvs => &ipvs::ENTRY,
+        Mode::Userspace => &userspace::ENTRY,
     }
 }
 
-fn built(mode: Mode) -> Result<&'static Entry, Error> {
-    entry(mode).ok_or_else(|| Error::new(ErrorKind::Other, format!("mode {mode} is not built")))
-}
-
 fn entries() -> impl Iterator<Item = (Mode, &'static Entry)> {
-    Mode::ALL.into_iter().filter_map(|mode| Some((mode, entry(mode)?)))
+    Mode::ALL.into_iter().map(|mode| (mode, entry(mode)))
 }
 
-/// What each mode needs, and whether this node has it.
+/// What each mode needs, and whether this node has it. Changes nothing.
 pub fn probe(config: &Config, host: &HostFacts) -> Vec<Probe> {
     entries().map(|(_, entry)| (entry.probe)(config, host)).collect()
 }
 
+/// Has the kernel load what the mode needs, where it can. Answers with the modules that are not there after all, and why.
+pub fn load(mode: Mode, config: &Config, host: &HostFacts) -> BTreeMap<String, String> {
+    match mode {
+        Mode::Ipvs => ipvs::load::load(config, host),
+        // The kernel and the tools load what they use when they use it.
+        Mode::Ebpf | Mode::Nftables | Mode::Iptables | Mode::Userspace => BTreeMap::new(),
+    }
+}
+
+/// Fields, and sections with everything in them, that nothing depends on in this mode.
+pub const fn unused_fields(mode: Mode) -> &'static [&'static str] {
+    match mode {
+        Mode::Ebpf => ebpf::probe::UNUSED_FIELDS,
+        Mode::Nftables => nftables::probe::UNUSED_FIELDS,
+        Mode::Iptables => iptables::probe::UNUSED_FIELDS,
+        Mode::Ipvs => ipvs::probe::UNUSED_FIELDS,
+        Mode::Userspace => userspace::probe::UNUSED_FIELDS,
+    }
+}
+
 /// Does what needs all privileges to run in this mode.
 pub fn prepare(mode: Mode, config: &Config) -> Result<(), Error> {
-    (built(mode)?.prepare)(config)
+    (entry(mode).prepare)(config)
 }
 
-/// The mode that serves beside `mode` what that cannot: the first that may and can.
-pub fn beside(mode: Mode, probes: &[Probe]) -> Option<Mode> {
-    entry(mode).filter(|entry| entry.hands_over)?;
-    let may = |probe: &&Probe| entry(probe.mode).is_some_and(|entry| entry.serves_beside);
-    probes.iter().filter(may).find(|probe| probe.obstacles().next().is_none()).map(|probe| probe.mode)
+/// What serves a node.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Modes {
+    pub mode: Mode,
+    /// Serves what `mode` cannot.
+    pub beside: Option<Mode>,
 }
 
-/// The node's dataplane in this mode: takes over what a predecessor left. `beside`: serves what the mode cannot.
-pub fn open(mode: Mode, beside: Option<Mode>, config: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error> {
+impl Modes {
+    /// Beside `mode` serves the first that may and can.
+    pub fn new(mode: Mode, probes: &[Probe]) -> Self {
+        let can = |probe: &&Probe| entry(probe.mode).serves_beside && probe.can_run();
+        let beside = if entry(mode).hands_over { probes.iter().find(can) } else { None };
+        Self { mode, beside: beside.map(|probe| probe.mode) }
+    }
+}
+
+/// The node's dataplane: takes over what a predecessor left of these modes.
+pub fn open(modes: Modes, config: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error> {
+    let Modes { mode, beside } = modes;
     let dataplane = open_one(mode, config)?;
     Ok(match beside {
         None => dataplane,
@@ -63,9 +91,36 @@ pub fn open(mode: Mode, beside: Option<Mode>, config: &Arc<Config>) -> Result<Bo
 }
 
 fn open_one(mode: Mode, config: &Config) -> Result<Box<dyn Dataplane>, Error> {
-    let entry = built(mode)?;
+    let entry = entry(mode);
     let dataplane = (entry.open)(config)?;
     Ok(if entry.tracks_flows { Box::new(WithConntrack::new(dataplane)) } else { dataplane })
+}
+
+/// Modes other than this one that have something programmed, and may have connections that would end with it.
+pub fn to_retire(at_work: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
+    let mut modes = Vec::new();
+    for (mode, entry) in entries().filter(|(mode, entry)| *mode != at_work && entry.retires) {
+        if (entry.read)(&config.ebpf.bpffs)?.is_some() {
+            modes.push(mode);
+        }
+    }
+    Ok(modes)
+}
+
+/// Removes what this mode has programmed. Its dataplane must be dropped before, and another be at work. Connections that netfilter
+/// translates go on. False: virtual servers with connections stay until these have ended.
+pub fn remove_retired(mode: Mode, config: &Config) -> Result<bool, Error> {
+    let entry = entry(mode);
+    if entry.retires {
+        return (entry.cleanup)(&config.ebpf.bpffs).map(|_| true);
+    }
+    // Its rules have kube-proxy's names: no mode but those at work may have any.
+    let keeps = &config.ipvs.exclude_cidrs;
+    let removal = leftovers::remove(Purpose::TakeOver, keeps, &PendingRemoval::everything());
+    match removal.problems.into_iter().next() {
+        None => Ok(removal.pending.is_empty()),
+        Some(problem) => Err(Error::new(ErrorKind::Other, problem)),
+    }
 }
 
 struct Beside {
@@ -83,18 +138,22 @@ impl ModeBeside for Beside {
     }
 
     fn remove(&self) -> Result<(), Error> {
-        (built(self.mode)?.cleanup)(&self.config.ebpf.bpffs).map(drop)
+        (entry(self.mode).cleanup)(&self.config.ebpf.bpffs).map(drop)
     }
 }
 
-/// What is programmed on this node, read without a controller.
+/// What is programmed on this node, read without a controller. A mode that cannot be read, as by an ordinary user, hides no
+/// other.
 pub fn read(bpffs: &Path) -> Result<Option<(Mode, BoxedProgrammed)>, Error> {
+    let mut failure = None;
     for (mode, entry) in entries() {
-        if let Some(programmed) = (entry.read)(bpffs)? {
-            return Ok(Some((mode, programmed)));
+        match (entry.read)(bpffs) {
+            Ok(Some(programmed)) => return Ok(Some((mode, programmed))),
+            Ok(None) => {}
+            Err(error) => failure = failure.or(Some(error)),
         }
     }
-    Ok(None)
+    failure.map_or(Ok(None), Err)
 }
 
 /// The process that programs this node. It may only just have begun. `None`: there is none, or the kernel does not

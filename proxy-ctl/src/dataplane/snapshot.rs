@@ -5,20 +5,22 @@ use std::{
     time::Duration,
 };
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::model::{
     desired::ServicePortName,
     objects::{Protocol, TrafficPolicy},
 };
 
-#[derive(Clone, Debug, Default, Eq, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Snapshot {
     /// By name.
     pub services: Vec<ServiceSnapshot>,
     /// By address.
     pub backends: Vec<BackendSnapshot>,
     pub node: NodeSnapshot,
+    /// A mode that is asked over a socket has none.
+    #[serde(skip_deserializing)]
     pub hooks: Vec<Hook>,
     /// What is left of the time for which the node serves without its controller; zero: everything passes untouched. `None`: no
     /// end.
@@ -26,7 +28,7 @@ pub struct Snapshot {
 }
 
 /// A service port as the node serves it.
-#[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct ServiceSnapshot {
     /// The number by which the mode knows it.
     pub id: u32,
@@ -44,7 +46,7 @@ pub struct ServiceSnapshot {
     pub affinity_seconds: u32,
 }
 
-#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct FrontendSnapshot {
     /// `None`: a node port.
     pub address: Option<IpAddr>,
@@ -53,7 +55,7 @@ pub struct FrontendSnapshot {
     pub external: bool,
 }
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct EndpointSnapshot {
     pub address: SocketAddr,
     /// On this node.
@@ -62,7 +64,7 @@ pub struct EndpointSnapshot {
     pub backend: u32,
 }
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct BackendSnapshot {
     pub id: u32,
     pub address: SocketAddr,
@@ -75,7 +77,7 @@ pub struct BackendSnapshot {
 }
 
 /// What is programmed of the node itself.
-#[derive(Clone, Debug, Default, Eq, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct NodeSnapshot {
     /// Where node ports are served; true: for the node's own processes only.
     pub node_port_addresses: Vec<(IpAddr, bool)>,

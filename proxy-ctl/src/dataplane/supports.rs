@@ -28,7 +28,7 @@ pub enum Effect {
     Without(FrontendKind),
     /// Every frontend but those that the model leaves out: nobody may take them.
     Refused,
-    /// Every frontend but some of those that the field asks for: there is no room.
+    /// Less than the field asks for, some of its frontends or its endpoints of before: there is no room, or nothing can listen there.
     NoRoom,
     /// Every frontend, some by another mode beside the one at work.
     HandedOver,

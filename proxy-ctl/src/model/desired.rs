@@ -2,12 +2,12 @@
 
 use std::{fmt, net::IpAddr, sync::Arc};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::objects::{IpFamily, ObjectName, Protocol, TrafficPolicy};
 
 /// Identity of a service port in one family.
-#[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+#[derive(Clone, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct ServicePortName {
     pub service: ObjectName,
     /// Empty where the Service has one unnamed port.

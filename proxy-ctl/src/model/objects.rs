@@ -2,10 +2,10 @@
 
 use std::{fmt, net::IpAddr, num::NonZeroI64, sync::Arc};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Namespace and name of an object.
-#[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+#[derive(Clone, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct ObjectName {
     pub namespace: Arc<str>,
     pub name: Arc<str>,
@@ -23,7 +23,7 @@ impl fmt::Display for ObjectName {
     }
 }
 
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub enum IpFamily {
     #[serde(rename = "IPv4")]
     Ipv4,
@@ -50,7 +50,7 @@ impl IpFamily {
     }
 }
 
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum Protocol {
     Tcp,
@@ -78,7 +78,7 @@ impl Protocol {
     }
 }
 
-#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Hash, PartialEq, Serialize)]
 pub enum TrafficPolicy {
     #[default]
     Cluster,

@@ -2,20 +2,20 @@
 
 use serde_json::Value;
 
+use super::settings::is_within;
+
 /// Fields, and sections with everything in them, that the running process takes over.
-const LIVE: [&str; 8] = [
+const LIVE: [&str; 9] = [
     "conntrack",
     "ebpf.interfaces",
     "iptables.syncPeriod",
     "ipvs.syncPeriod",
     "logging.verbosity",
+    "mode",
     "nftables.syncPeriod",
     "nodePortAddresses",
     "oomScoreAdj",
 ];
-
-/// Fields that nothing depends on in mode ebpf.
-const UNUSED: [&str; 3] = ["iptables.minSyncPeriod", "ipvs.minSyncPeriod", "nftables.minSyncPeriod"];
 
 /// Names of the fields that are different, such as `logging.verbosity`.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
@@ -26,19 +26,14 @@ pub(super) struct ConfigChanges {
 }
 
 impl ConfigChanges {
-    /// Between two documents of `kubeproxy.config.k8s.io/v1alpha1` that hold every field.
-    pub(super) fn between(old: &Value, new: &Value) -> Self {
+    /// Between two documents of `kubeproxy.config.k8s.io/v1alpha1` that hold every field. `unused`: fields that nothing depends on.
+    pub(super) fn between(old: &Value, new: &Value, unused: &[&str]) -> Self {
         let mut names = Vec::new();
         differences("", old, new, &mut names);
-        names.retain(|name| !UNUSED.contains(&name.as_str()));
-        let (live, restart) = names.into_iter().partition(|name| is_live(name));
+        names.retain(|name| !is_within(name, unused));
+        let (live, restart) = names.into_iter().partition(|name| is_within(name, &LIVE));
         Self { live, restart }
     }
-}
-
-fn is_live(name: &str) -> bool {
-    LIVE.iter()
-        .any(|live| name.strip_prefix(live).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
 }
 
 /// Lists are one value each.
@@ -94,8 +89,8 @@ mod tests {
         &["iptables.masqueradeBit"],
     )]
     #[case::what_is_not_used(
-        json!({"iptables": {"minSyncPeriod": "1s"}, "ipvs": {"minSyncPeriod": "1s"}}),
-        json!({"iptables": {"minSyncPeriod": "5s"}, "ipvs": {"minSyncPeriod": "0s"}}),
+        json!({"iptables": {"minSyncPeriod": "1s"}, "ipvs": {"scheduler": "rr"}}),
+        json!({"iptables": {"minSyncPeriod": "5s"}, "ipvs": {"scheduler": "lc"}}),
         &[],
         &[],
     )]
@@ -115,7 +110,7 @@ mod tests {
         #[case] live: &[&str],
         #[case] restart: &[&str],
     ) {
-        let changes = ConfigChanges::between(&old, &new);
+        let changes = ConfigChanges::between(&old, &new, &["iptables.minSyncPeriod", "ipvs"]);
         assert_eq!(changes.live, live);
         assert_eq!(changes.restart, restart);
     }

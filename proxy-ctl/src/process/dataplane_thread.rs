@@ -5,11 +5,8 @@ use std::{sync::Arc, thread};
 use anyhow::Context as _;
 use tokio::sync::oneshot::{self, error::RecvError};
 
-use super::proxy::Proxy;
-use crate::{
-    controller::{self, Controller, Ended, Inputs},
-    dataplane,
-};
+use super::{mode_choice::BuiltModes, proxy::Proxy};
+use crate::controller::{self, Controller, Ended, Inputs};
 
 pub(super) type DataplaneEnd = Result<(), Ended>;
 
@@ -22,16 +19,10 @@ pub(super) fn start(
     let (end, ended) = oneshot::channel();
     let controller =
         Controller::new(Arc::clone(&proxy.config), Arc::clone(&proxy.node_name), proxy.reports());
-    let (mode, beside, config) = (proxy.mode(), proxy.beside, Arc::clone(&proxy.config));
-    let open = move || {
-        let dataplane = dataplane::open(mode, beside, &config)?;
-        opened();
-        Ok(dataplane)
-    };
     let runtime = tokio::runtime::Handle::current();
     let body = move || {
         // Whoever waits may have given up.
-        let _ = end.send(controller::run(controller, inputs, open, &runtime));
+        let _ = end.send(controller::run(controller, inputs, &BuiltModes, opened, &runtime));
     };
     thread::Builder::new()
         .name("dataplane".to_owned())

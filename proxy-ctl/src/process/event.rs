@@ -4,6 +4,7 @@ use std::{fmt, io, net::SocketAddr, path::PathBuf};
 
 use crate::{
     events::{Event, Regarding, Type},
+    mode::Mode,
     model::objects::ObjectName,
 };
 
@@ -86,6 +87,17 @@ pub(super) fn service_not_served_as_asked(service: ObjectName, leaves_unserved: 
         note,
         of_all_nodes: true,
     }
+}
+
+/// Another mode takes the place of the one that was asked for, and why. kube-proxy has no such event.
+pub(super) fn mode_fallback(why: &str) -> Event {
+    Event::node(Type::Warning, "ProxyModeFallback", "ChooseMode", why)
+}
+
+/// The configuration asks for another mode, which could not take over. kube-proxy has no such event.
+pub(super) fn mode_refused(wanted: Mode, at_work: Mode, problem: &str) -> Event {
+    let note = format!("mode {wanted} cannot take over, mode {at_work} stays at work: {problem}");
+    Event::node(Type::Warning, "ProxyModeRefused", "SwitchMode", &note)
 }
 
 /// The configuration file was replaced by one that is not valid. kube-proxy has no such event.

@@ -1,8 +1,9 @@
 //! Kernel parameters: which ones a configuration asks for (pure), and setting them.
 //!
 //! As kube-proxy: a parameter is written only if it has another value, and a setting of zero leaves it alone.
-//! Two things are no reason to end, because the datapath works without them: parameters of a module that is not
-//! loaded, and file systems that are mounted read-only, as /sys and /proc/sys are in a container without privileges.
+//! Three things are no reason to end, because the datapath works without them: parameters of a module that is not
+//! loaded, file systems that are mounted read-only, as /sys and /proc/sys are in a container without privileges, and an
+//! ordinary user's want of rights.
 
 use std::{
     fs, io,
@@ -11,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use crate::config::Conntrack;
+use crate::{config::Conntrack, node::facts};
 
 /// A file of the kernel's that holds a number.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -115,6 +116,7 @@ enum ParameterOutcome {
     /// The kernel has no such parameter: its module is not loaded.
     Missing,
     ReadOnly,
+    Forbidden,
 }
 
 /// Parameters that could not be set, which does not end the start.
@@ -122,23 +124,27 @@ enum ParameterOutcome {
 pub(super) struct Skipped {
     pub(super) missing: Vec<PathBuf>,
     pub(super) read_only: Vec<PathBuf>,
+    /// This process has not CAP_NET_ADMIN, and asks for no more.
+    pub(super) forbidden: Vec<PathBuf>,
 }
 
 /// The kernel's files below a root directory.
 #[derive(Clone, Debug)]
 pub(super) struct Kernel {
     root: PathBuf,
+    /// That parameters may not be set is an error: the process should have the right to.
+    must_set: bool,
 }
 
 impl Default for Kernel {
     fn default() -> Self {
-        Self::below("/")
+        Self { must_set: facts::gather().capabilities.net_admin, ..Self::below("/") }
     }
 }
 
 impl Kernel {
     pub(super) fn below(root: impl Into<PathBuf>) -> Self {
-        Self { root: root.into() }
+        Self { root: root.into(), must_set: true }
     }
 
     /// Sets parameters that differ, and logs their old values. Stops at the first error.
@@ -156,6 +162,7 @@ impl Kernel {
                 }
                 ParameterOutcome::Missing => skipped.missing.push(self.path(parameter.path)),
                 ParameterOutcome::ReadOnly => skipped.read_only.push(self.path(parameter.path)),
+                ParameterOutcome::Forbidden => skipped.forbidden.push(self.path(parameter.path)),
             }
         }
         Ok(skipped)
@@ -167,6 +174,7 @@ impl Kernel {
         match read(&path) {
             Ok(found) if wanted.is_met_by(found) => return Ok(ParameterOutcome::AsWanted),
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(ParameterOutcome::Missing),
+            Err(error) if self.forgives(&error) => return Ok(ParameterOutcome::Forbidden),
             // A parameter that is only raised must be readable.
             Err(source) if matches!(wanted, Wanted::AtLeast(_)) => {
                 return Err(Error::Read { path, field, source });
@@ -177,8 +185,13 @@ impl Kernel {
         match write(&path, value) {
             Ok(()) => Ok(ParameterOutcome::Set),
             Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => Ok(ParameterOutcome::ReadOnly),
+            Err(error) if self.forgives(&error) => Ok(ParameterOutcome::Forbidden),
             Err(source) => Err(Error::Write { path, value, field, source }),
         }
+    }
+
+    fn forgives(&self, error: &io::Error) -> bool {
+        !self.must_set && error.kind() == io::ErrorKind::PermissionDenied
     }
 
     /// Online CPUs of the machine, also those that this process may not use; `None`: unknown.
@@ -338,6 +351,16 @@ mod tests {
         let skipped = skipped.join().unwrap().unwrap();
         assert_eq!(skipped.read_only, [root.path().join(NETFILTER[0])], "the hash table is large enough");
         assert_eq!(fs::read_to_string(root.path().join(NETFILTER[0])).unwrap(), "65536\n");
+    }
+
+    #[rstest]
+    #[case::with_the_right_to(true)]
+    #[case::as_an_ordinary_user(false)]
+    fn what_may_not_be_set(#[case] must_set: bool) {
+        let denied = io::Error::from(io::ErrorKind::PermissionDenied);
+        let kernel = Kernel { must_set, ..Kernel::below("/") };
+        assert_eq!(kernel.forgives(&denied), !must_set);
+        assert!(!kernel.forgives(&io::Error::from(io::ErrorKind::InvalidInput)), "that is no want of rights");
     }
 
     #[test]

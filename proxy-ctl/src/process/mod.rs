@@ -15,6 +15,7 @@ mod dataplane_thread;
 mod event;
 mod kernel;
 mod leftover_removal;
+mod mode_choice;
 mod own_node;
 mod proxy;
 pub mod record;

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use super::{
     event,
     leftover_removal::LeftoverRemoval,
-    own_node,
+    mode_choice, own_node,
     record::{self, Record, RecordInputs},
     reload::Reload,
     set_up,
@@ -27,10 +27,9 @@ use crate::{
     controller::{Coverage, Inputs, MetricsRequests, Reports, UnservedPorts},
     dataplane::NodeNetwork,
     events::Recorder,
-    mode::{ChosenMode, Mode},
     model::{Update, objects::ObjectName},
     node::{self, OwnNode},
-    report::{Health, HealthChecks, Metrics, SharedHealth},
+    report::{Health, HealthChecks, Metrics, ModeChoice, ModeInForce, SharedHealth},
     serve::{self, Pages},
     source::kubernetes::SourceState,
 };
@@ -48,9 +47,6 @@ pub(super) struct Proxy {
     /// As at the start.
     pub(super) config: Arc<Config>,
     pub(super) node_name: Arc<str>,
-    choice: ChosenMode,
-    /// Serves what the chosen mode cannot.
-    pub(super) beside: Option<Mode>,
     /// `None`: a folder of manifests. It need not tell all that a kube-proxy serves, and its Node is followed as it changes.
     source_state: Option<SourceState>,
     pub(super) events: Recorder,
@@ -59,6 +55,9 @@ pub(super) struct Proxy {
     own_node: watch::Sender<OwnNode>,
     /// Nothing is written before the first.
     networks: watch::Sender<Option<NodeNetwork>>,
+    /// What the configuration in force leads to; sent before it.
+    choices: watch::Sender<ModeChoice>,
+    mode: watch::Sender<ModeInForce>,
     /// The configuration in force.
     configs: watch::Sender<Arc<Config>>,
     /// The same, as `/configz` shows it.
@@ -79,7 +78,7 @@ impl Proxy {
     pub(super) fn new(
         line: CommandLine,
         settings: Settings,
-        (choice, beside): (ChosenMode, Option<Mode>),
+        choice: ModeChoice,
         source: &Source,
         source_state: SourceState,
     ) -> anyhow::Result<(Self, ProxyInputs)> {
@@ -104,14 +103,14 @@ impl Proxy {
         let proxy = Self {
             line,
             node_name: settings.node_name,
-            choice,
-            beside,
             source_state: from_api_server.then_some(source_state),
             events,
             health: Arc::new(SharedHealth::new(Health::new(config.sync_period()))),
             metrics: Arc::new(metrics),
             own_node: watch::Sender::default(),
             networks: watch::Sender::default(),
+            mode: watch::Sender::new(ModeInForce::new(choice.modes)),
+            choices: watch::Sender::new(choice),
             configs: watch::Sender::new(Arc::clone(&config)),
             document: watch::Sender::new(config.to_document()),
             health_checks: watch::Sender::default(),
@@ -122,12 +121,9 @@ impl Proxy {
         };
         let (updates_in, updates) = mpsc::channel(UPDATES);
         let (networks, configs) = (proxy.networks.subscribe(), proxy.configs.subscribe());
-        let controller = Inputs { updates, networks, metrics_requests, configs, stop: proxy.stop.clone() };
+        let (choices, stop) = (proxy.choices.subscribe(), proxy.stop.clone());
+        let controller = Inputs { updates, networks, metrics_requests, configs, choices, stop };
         Ok((proxy, ProxyInputs { updates: updates_in, controller }))
-    }
-
-    pub(super) fn mode(&self) -> Mode {
-        self.choice.mode
     }
 
     /// What the controller writes.
@@ -138,6 +134,7 @@ impl Proxy {
             own_node: self.own_node.clone(),
             health_checks: self.health_checks.clone(),
             coverage: self.coverage.clone(),
+            mode: self.mode.clone(),
         }
     }
 
@@ -157,7 +154,7 @@ impl Proxy {
 
     fn pages(&self) -> Pages {
         Pages {
-            mode: self.choice.mode.name(),
+            mode: self.mode.subscribe(),
             configuration: Some(self.document.subscribe()),
             flags: self.config.has_gate("ComponentFlagz").then(|| self.line.values()),
             status: self.config.has_gate("ComponentStatusz"),
@@ -190,6 +187,7 @@ impl Proxy {
             node::watch(self.own_node.subscribe(), self.networks.clone(), self.stop.clone());
         let reload = Reload::new(
             self.line.clone(),
+            self.choices.clone(),
             self.configs.clone(),
             self.document.clone(),
             self.events.clone(),
@@ -233,6 +231,19 @@ impl Proxy {
         });
     }
 
+    pub(super) fn tell_of_mode(&self, tasks: &mut Tasks) {
+        let (events, metrics) = (self.events.clone(), Arc::clone(&self.metrics));
+        let told = mode_choice::tell(self.mode.subscribe(), self.choices.subscribe(), events, metrics);
+        let stop = self.stop.clone();
+        tasks.spawn(async move {
+            tokio::select! {
+                () = told => {}
+                () = stop.cancelled() => {}
+            }
+            Ok(())
+        });
+    }
+
     /// To be called before the record of a predecessor is replaced.
     pub(super) fn tell_of_unsupported_services(&self, tasks: &mut Tasks) {
         let told = Record::read(&self.config.ebpf.bpffs).unwrap_or_default().unsupported;
@@ -254,13 +265,14 @@ impl Proxy {
             pid,
             began: record::began(pid).unwrap_or(0),
             node: self.node_name.to_string(),
-            mode: self.choice.mode.name().to_owned(),
-            reasons: self.choice.reasons.clone(),
             // Another value ends the process.
             exclude_cidrs: self.config.ipvs.exclude_cidrs.iter().map(IpNet::to_string).collect(),
             ..Record::default()
-        };
+        }
+        .in_mode(&self.choices.borrow(), &self.mode.borrow());
         let inputs = RecordInputs {
+            choices: self.choices.subscribe(),
+            mode: self.mode.subscribe(),
             source_state: self.source_state.clone(),
             networks: self.networks.subscribe(),
             configs: self.configs.subscribe(),

@@ -1,5 +1,5 @@
 //! The record that a running proxy writes for `status`: the mode, its reasons, and the state of its sources, which the
-//! tables do not hold. It is in /run, so that it does not outlive a reboot.
+//! tables do not hold. It is in /run, so that it does not outlive a reboot; an ordinary user's is in his own folder there.
 
 use std::{
     fs, io,
@@ -9,6 +9,7 @@ use std::{
 };
 
 use ipnet::IpNet;
+use nix::unistd::Uid;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -18,10 +19,11 @@ use crate::{
     controller::Coverage,
     dataplane::{Effect, NodeNetwork, Role},
     model::objects::ObjectName,
+    report::{ModeChoice, ModeInForce},
     source::kubernetes::{ResourceKind, SourceState},
 };
 
-const FOLDER: &str = "/run/proxy-ctl";
+const FOLDER: &str = "proxy-ctl";
 const PERIOD: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -33,6 +35,8 @@ pub struct Record {
     pub node: String,
     pub mode: String,
     pub reasons: Vec<String>,
+    /// The mode takes the place of the one that was asked for; why.
+    pub fallback: Option<String>,
     pub sources: Vec<Source>,
     /// `ipvs.excludeCIDRs`: networks whose virtual servers are not kube-proxy's.
     #[serde(rename = "excludeCIDRs")]
@@ -113,28 +117,48 @@ pub struct Source {
 }
 
 impl Record {
-    /// Each bpffs has its own controller.
-    fn path(bpffs: &Path) -> PathBuf {
+    /// Each bpffs has its own controller. `run`: [`runtime_folder`].
+    fn path(run: &Path, bpffs: &Path) -> PathBuf {
         let name = bpffs.to_string_lossy().trim_matches('/').replace('/', "-");
-        Path::new(FOLDER).join(format!("{name}.json"))
+        run.join(FOLDER).join(format!("{name}.json"))
     }
 
+    /// The own user's, or else root's.
     pub fn read(bpffs: &Path) -> Option<Self> {
-        serde_json::from_str(&fs::read_to_string(Self::path(bpffs)).ok()?).ok()
+        let folders = [runtime_folder(), PathBuf::from(RUN)];
+        let read = |run: &PathBuf| {
+            let text = fs::read_to_string(Self::path(run, bpffs)).ok()?;
+            serde_json::from_str(&text).ok()
+        };
+        folders.iter().find_map(read)
     }
 
     /// A reader finds the old or the new text, never half of it.
     pub fn write(&self, bpffs: &Path) -> io::Result<()> {
-        let path = Self::path(bpffs);
-        fs::create_dir_all(FOLDER)?;
+        let run = runtime_folder();
+        let path = Self::path(&run, bpffs);
+        fs::create_dir_all(run.join(FOLDER))?;
         let draft = path.with_extension(format!("{}.new", self.pid));
         fs::write(&draft, serde_json::to_vec(self)?)?;
         fs::rename(draft, path)
     }
 
+    /// While the mode that is asked for cannot take over, the former one is at work, and the reasons say so.
+    pub(super) fn in_mode(mut self, choice: &ModeChoice, in_force: &ModeInForce) -> Self {
+        self.mode = in_force.modes.mode.name().to_owned();
+        if choice.modes == in_force.modes {
+            self.reasons.clone_from(&choice.chosen.reasons);
+            self.fallback.clone_from(&choice.chosen.fallback);
+        }
+        if let Some((wanted, problem)) = &in_force.refused {
+            self.reasons = vec![format!("mode {wanted} was asked for and cannot take over: {problem}")];
+        }
+        self
+    }
+
     pub fn remove(bpffs: &Path) {
         // A record that cannot be removed names a process that has ended, which readers check.
-        let _ = fs::remove_file(Self::path(bpffs));
+        let _ = fs::remove_file(Self::path(&runtime_folder(), bpffs));
     }
 
     /// [`Self::exclude_cidrs`] as networks.
@@ -148,6 +172,18 @@ impl Record {
     }
 }
 
+const RUN: &str = "/run";
+
+/// /run for root, else the folder of the user that systemd and others make, which is gone when he is.
+fn runtime_folder() -> PathBuf {
+    let user = Uid::effective();
+    if user.is_root() {
+        return PathBuf::from(RUN);
+    }
+    let named = std::env::var_os("XDG_RUNTIME_DIR").filter(|folder| !folder.is_empty());
+    named.map_or_else(|| PathBuf::from(format!("{RUN}/user/{user}")), PathBuf::from)
+}
+
 /// Field 22 of /proc/<pid>/stat. The name before it may hold spaces.
 pub fn began(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -158,6 +194,8 @@ pub fn began(pid: u32) -> Option<u64> {
 pub(super) struct RecordInputs {
     /// `None`: the manifests tell nothing about themselves.
     pub(super) source_state: Option<SourceState>,
+    pub(super) choices: watch::Receiver<ModeChoice>,
+    pub(super) mode: watch::Receiver<ModeInForce>,
     pub(super) networks: watch::Receiver<Option<NodeNetwork>>,
     pub(super) configs: watch::Receiver<Arc<Config>>,
     pub(super) removal_blockers: watch::Receiver<Vec<String>>,
@@ -170,6 +208,7 @@ pub(super) async fn keep(mut record: Record, mut inputs: RecordInputs, written: 
     let mut last: Option<Record> = None;
     loop {
         let config = Arc::clone(&inputs.configs.borrow());
+        record = record.in_mode(&inputs.choices.borrow(), &inputs.mode.borrow());
         record.sources = inputs.sources();
         record.interfaces = inputs.interfaces(&config);
         record.removal_blockers.clone_from(&inputs.removal_blockers.borrow());
@@ -245,6 +284,8 @@ mod tests {
 
     #[test]
     fn each_bpffs_has_its_own() {
-        assert_eq!(Record::path(Path::new("/sys/fs/bpf")), Path::new("/run/proxy-ctl/sys-fs-bpf.json"));
+        let path = |run: &str| Record::path(Path::new(run), Path::new("/sys/fs/bpf"));
+        assert_eq!(path("/run"), Path::new("/run/proxy-ctl/sys-fs-bpf.json"));
+        assert_eq!(path("/run/user/1000"), Path::new("/run/user/1000/proxy-ctl/sys-fs-bpf.json"));
     }
 }

@@ -7,17 +7,20 @@ use serde_json::Value;
 use tokio::sync::watch;
 
 use super::{
-    config_changes::ConfigChanges, config_file::ConfigFile, event, kernel::Kernel, set_up, settings::Settings,
+    config_changes::ConfigChanges, config_file::ConfigFile, event, kernel::Kernel, mode_choice, set_up,
+    settings::Settings,
 };
 use crate::{
     config::{CommandLine, Config},
+    dataplane,
     events::Recorder,
     log,
-    report::Metrics,
+    report::{Metrics, ModeChoice},
 };
 
 pub(super) struct Reload {
     line: CommandLine,
+    choices: watch::Sender<ModeChoice>,
     configs: watch::Sender<Arc<Config>>,
     document: watch::Sender<Value>,
     events: Recorder,
@@ -33,13 +36,24 @@ impl Reload {
     /// `document` holds the same configuration as `configs`.
     pub(super) fn new(
         line: CommandLine,
+        choices: watch::Sender<ModeChoice>,
         configs: watch::Sender<Arc<Config>>,
         document: watch::Sender<Value>,
         events: Recorder,
         metrics: Arc<Metrics>,
     ) -> Self {
         let seen = document.borrow().clone();
-        Self { line, configs, document, events, metrics, kernel: Kernel::default(), seen, problem: None }
+        Self {
+            line,
+            choices,
+            configs,
+            document,
+            events,
+            metrics,
+            kernel: Kernel::default(),
+            seen,
+            problem: None,
+        }
     }
 
     /// Ends with a change that takes a new process.
@@ -73,7 +87,8 @@ impl Reload {
             return None;
         }
         self.seen = document;
-        let changes = ConfigChanges::between(&self.document.borrow(), &self.seen);
+        let unused = dataplane::unused_fields(self.choices.borrow().modes.mode);
+        let changes = ConfigChanges::between(&self.document.borrow(), &self.seen, unused);
         if !changes.restart.is_empty() {
             return Some(anyhow!(
                 "content of the proxy server's configuration file was updated: {} changed, which takes a new process",
@@ -105,6 +120,16 @@ impl Reload {
             );
             new.conntrack = former.conntrack;
         }
+        if changes("mode") {
+            match mode_choice::choose(&new) {
+                Ok(choice) => drop(self.choices.send_replace(choice)),
+                Err(error) => {
+                    tracing::error!(%error, "the changed mode could not be taken over: the former one stays at work");
+                    self.events.record(event::invalid_configuration(&error.to_string()));
+                    new.mode = former.mode;
+                }
+            }
+        }
         self.document.send_replace(new.to_document());
         self.configs.send_replace(Arc::new(new));
     }
@@ -132,7 +157,12 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::source::InvalidObjects;
+    use crate::{
+        config::RequestedMode,
+        dataplane::Modes,
+        mode::{ChosenMode, Mode},
+        source::InvalidObjects,
+    };
 
     /// A proxy whose configuration file says `oomScoreAdj` and `conntrack`, and the kernel's file of the connection limit.
     struct Scene {
@@ -153,6 +183,15 @@ mod tests {
                 kernel: Kernel::below(folder.path().join("root")),
                 ..Reload::new(
                     line,
+                    watch::Sender::new(ModeChoice {
+                        chosen: ChosenMode {
+                            requested: RequestedMode::Ebpf,
+                            mode: Mode::Ebpf,
+                            reasons: Vec::new(),
+                            fallback: None,
+                        },
+                        modes: Modes { mode: Mode::Ebpf, beside: None },
+                    }),
                     watch::Sender::new(Arc::clone(&config)),
                     watch::Sender::new(config.to_document()),
                     Recorder::silent(),

@@ -13,9 +13,10 @@ use super::{
     dataplane_thread::{self, DataplaneEnd},
     event,
     kernel::Kernel,
+    mode_choice,
     proxy::Proxy,
     set_up,
-    settings::Settings,
+    settings::{self, Settings},
     source::Source,
 };
 use crate::{
@@ -23,8 +24,8 @@ use crate::{
     dataplane,
     events::Recorder,
     log,
-    mode::{self, ChosenMode, Mode},
-    node::facts,
+    mode::Mode,
+    report::ModeChoice,
     serve::BindError,
     source::kubernetes::SourceState,
     sys::limits,
@@ -42,10 +43,18 @@ pub fn run(line: CommandLine) -> anyhow::Result<()> {
     for warning in &settings.warnings {
         tracing::warn!("{warning}");
     }
-    let (choice, beside) = choose_modes(&settings.config)?;
-    tracing::info!(mode = %choice.mode, node = %settings.node_name, why = choice.reasons.join("; "), "starting");
+    let choice = mode_choice::choose(&settings.config)?;
+    if let Some(why) = &choice.chosen.fallback {
+        tracing::warn!(mode = %choice.modes.mode, requested = %choice.chosen.requested, "{why}");
+    }
+    let unused = dataplane::unused_fields(choice.modes.mode);
+    for warning in settings::without_effect(&settings.config, choice.modes.mode, unused) {
+        tracing::warn!("{warning}");
+    }
+    let why = choice.chosen.reasons.join("; ");
+    tracing::info!(mode = %choice.modes.mode, node = %settings.node_name, why, "starting");
     if settings.init_only {
-        return initialize(&settings.config, choice.mode);
+        return initialize(&settings.config, choice.modes.mode);
     }
     limit_memory();
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -53,17 +62,9 @@ pub fn run(line: CommandLine) -> anyhow::Result<()> {
         .enable_all()
         .build()
         .context("starting the async runtime")?;
-    let done = runtime.block_on(serve(line, settings, (choice, beside)));
+    let done = runtime.block_on(serve(line, settings, choice));
     runtime.shutdown_timeout(Duration::from_secs(1));
     done
-}
-
-/// The mode of this node, and the one that serves beside it what it cannot.
-fn choose_modes(config: &Config) -> anyhow::Result<(ChosenMode, Option<Mode>)> {
-    let probes = dataplane::probe(config, &facts::gather());
-    let choice = mode::choose(config.mode, &probes)?;
-    let beside = dataplane::beside(choice.mode, &probes);
-    Ok((choice, beside))
 }
 
 /// `--init-only`: what needs all privileges.
@@ -88,15 +89,11 @@ enum ExitCause {
     Task(anyhow::Error),
 }
 
-async fn serve(
-    line: CommandLine,
-    settings: Settings,
-    modes: (ChosenMode, Option<Mode>),
-) -> anyhow::Result<()> {
+async fn serve(line: CommandLine, settings: Settings, choice: ModeChoice) -> anyhow::Result<()> {
     let mut signals = Signals::new()?;
     let source_state = SourceState::new();
     let source = Source::open(&settings, &source_state)?;
-    let (proxy, inputs) = Proxy::new(line, settings, modes, &source, source_state)?;
+    let (proxy, inputs) = Proxy::new(line, settings, choice, &source, source_state)?;
 
     let mut tasks = JoinSet::new();
     proxy.serve_http(&mut tasks);
@@ -104,6 +101,7 @@ async fn serve(
     tasks.spawn(source.run(inputs.updates, proxy.metrics.clone(), proxy.stop.clone()));
     proxy.set_up_and_follow(&mut tasks);
     proxy.remove_leftovers(&mut tasks);
+    proxy.tell_of_mode(&mut tasks);
     proxy.tell_of_unsupported_services(&mut tasks);
     let opened = proxy.keep_record(&mut tasks);
     let mut ended = dataplane_thread::start(&proxy, inputs.controller, opened)?;

@@ -67,6 +67,13 @@ pub(super) fn prepare(config: &Config, kernel: &Kernel, events: &Recorder) -> Re
              configuration has no effect before the next start"
         );
     }
+    if !skipped.forbidden.is_empty() {
+        tracing::warn!(
+            parameters = ?skipped.forbidden,
+            "this process has not CAP_NET_ADMIN and leaves these as they are: the section conntrack of the configuration has no \
+             effect"
+        );
+    }
     if !skipped.read_only.is_empty() {
         tracing::error!(
             parameters = ?skipped.read_only,

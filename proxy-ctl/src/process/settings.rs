@@ -8,7 +8,11 @@ use std::{
 use anyhow::{Context as _, bail};
 
 use crate::{
-    config::{ALLOW_SERVICE_EXTERNAL_IPS, CommandLine, Config, Effective, WATCH_LIST_CLIENT, is_gone_gate},
+    config::{
+        ALLOW_SERVICE_EXTERNAL_IPS, CommandLine, Config, Effective, FIELDS, Field, WATCH_LIST_CLIENT,
+        is_gone_gate,
+    },
+    mode::Mode,
     source::kubernetes::{self, ConfigError, Kubernetes, SourceState},
 };
 
@@ -38,7 +42,6 @@ impl Settings {
             warnings,
         };
         settings.check_manifests(line)?;
-        settings.warnings.extend(without_effect(&settings.config));
         Ok(settings)
     }
 
@@ -108,8 +111,8 @@ fn node_name(config: &Config) -> anyhow::Result<Arc<str>> {
     Ok(name.into())
 }
 
-/// Settings that ask kube-proxy for something that mode ebpf does not do.
-fn without_effect(config: &Config) -> Vec<String> {
+/// Settings that ask for something that this mode does not do, for the operator. `unused`: fields that nothing depends on in it.
+pub(super) fn without_effect(config: &Config, mode: Mode, unused: &[&str]) -> Vec<String> {
     // With the groups of which they are part.
     const USED: [&str; 8] = [
         ALLOW_SERVICE_EXTERNAL_IPS,
@@ -124,24 +127,30 @@ fn without_effect(config: &Config) -> Vec<String> {
     let gates =
         config.feature_gates.iter().map(|(gate, _)| gate.as_str()).filter(|gate| !USED.contains(gate));
     // Of those that are gone it is said already.
-    let gates = gates.filter(|gate| !is_gone_gate(gate));
-    let unused: Vec<String> = config
-        .masquerade_all
-        .then(|| "masqueradeAll".to_owned())
-        .into_iter()
-        .chain(gates.map(|gate| format!("featureGates.{gate}")))
-        .collect();
-    let said = unused.into_iter().map(|field| format!("{field} has no effect in mode ebpf"));
-    // Zero asks for what is done.
-    let pause = config.periods.min_sync;
-    let waits = !pause.is_zero() && pause != Config::default().periods.min_sync;
-    let at_once = "minSyncPeriod has no effect in mode ebpf, which writes each change at once";
-    said.chain(waits.then(|| at_once.to_owned())).collect()
+    let gates = gates.filter(|gate| !is_gone_gate(gate)).map(|gate| format!("featureGates.{gate}"));
+    let defaults = Config::default();
+    let asks_for_something = |field: &&Field| {
+        let value = field.value(config);
+        // Zero asks for what is done.
+        is_within(field.path, unused) && value != field.value(&defaults) && value != "0s"
+    };
+    let meant = FIELDS.iter().filter(|field| field.is_meant_for(config.mode));
+    let fields = meant.filter(asks_for_something).map(|field| field.path.to_owned());
+    fields.chain(gates).map(|field| format!("{field} has no effect in mode {mode}")).collect()
+}
+
+/// Whether a field is one of `names`, or in a section that is.
+pub(super) fn is_within(field: &str, names: &[&str]) -> bool {
+    names
+        .iter()
+        .any(|name| field.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
 }
 
 #[cfg(test)]
 mod tests {
     use std::{ffi::OsString, io::Write as _};
+
+    use rstest::rstest;
 
     use super::*;
 
@@ -176,27 +185,30 @@ mod tests {
         assert!(settings.warnings[0].starts_with("clientConnection.kubeconfig /file is ignored"));
     }
 
-    #[test]
-    fn what_has_no_effect_is_said() {
-        let settings = settings("iptables: {masqueradeAll: true}\n", &[]);
-        assert_eq!(settings.warnings, ["masqueradeAll has no effect in mode ebpf"]);
-    }
+    const UNUSED: [&str; 3] = ["iptables.masqueradeAll", "iptables.minSyncPeriod", "ipvs"];
 
-    #[test]
-    fn gates_that_kube_proxy_goes_by_are_not_said_to_have_no_effect() {
-        let body =
-            "featureGates: {AllowServiceExternalIPs: false, WatchListClient: false, CSIVolumeHealth: true}\n";
+    #[rstest]
+    #[case::nothing_asked("", &[])]
+    #[case::a_switch("iptables: {masqueradeAll: true}", &["iptables.masqueradeAll"])]
+    #[case::used("iptables: {masqueradeBit: 15}", &[])]
+    #[case::default_period("iptables: {minSyncPeriod: 1s}", &[])]
+    #[case::zero_asks_for_what_is_done("iptables: {minSyncPeriod: 0s}", &[])]
+    #[case::a_period("iptables: {minSyncPeriod: 5s}", &["iptables.minSyncPeriod"])]
+    #[case::of_a_mode_that_is_not_asked_for("ipvs: {scheduler: lc}", &[])]
+    #[case::of_the_mode_that_is_asked_for("mode: ipvs\nipvs: {scheduler: lc}", &["ipvs.scheduler"])]
+    #[case::gate("featureGates: {CSIVolumeHealth: true}", &["featureGates.CSIVolumeHealth"])]
+    #[case::gates_in_effect("featureGates: {AllowServiceExternalIPs: false, WatchListClient: false}", &[])]
+    fn what_has_no_effect_is_said(#[case] body: &str, #[case] fields: &[&str]) {
         let settings = settings(body, &[]);
-        assert_eq!(settings.warnings, ["featureGates.CSIVolumeHealth has no effect in mode ebpf"]);
-        assert!(settings.source().plain_lists);
+        assert_eq!(settings.warnings, [""; 0]);
+        let said: Vec<_> =
+            fields.iter().map(|field| format!("{field} has no effect in mode userspace")).collect();
+        assert_eq!(without_effect(&settings.config, Mode::Userspace, &UNUSED), said);
     }
 
     #[test]
-    fn a_shortest_pause_between_writes_has_no_effect() {
-        let warnings = |period| settings(&format!("iptables: {{minSyncPeriod: {period}}}\n"), &[]).warnings;
-        assert_eq!(warnings("1s"), [""; 0]);
-        assert_eq!(warnings("0s"), [""; 0]);
-        assert!(warnings("5s")[0].starts_with("minSyncPeriod has no effect"), "{:?}", warnings("5s"));
+    fn without_the_gate_of_streamed_lists_lists_are_plain() {
+        assert!(settings("featureGates: {WatchListClient: false}\n", &[]).source().plain_lists);
     }
 
     #[test]

@@ -3,8 +3,10 @@
 mod health;
 mod health_checks;
 mod metrics;
+mod mode;
 
 pub use health::{Health, HealthReport, Moment, SharedHealth};
 pub use health_checks::{HealthCheckAddresses, HealthChecks};
 pub use metrics::{Metrics, ModeFamilies, Pending, Phase, SyncKind};
 pub(crate) use metrics::{kubernetes, process};
+pub use mode::{ModeChoice, ModeInForce};

@@ -9,9 +9,11 @@ use tokio::sync::watch;
 
 use super::{exposition::Format, tests::SampleFamilies};
 use crate::{
+    config::RequestedMode,
     controller::{Coverage, UnservedPorts},
     dataplane::{self, Effect, Unsupported},
     events::Recorder,
+    mode::{ChosenMode, Mode},
     model::{
         desired::ServicePortName,
         objects::{self, ObjectName},
@@ -89,6 +91,12 @@ async fn every_family_is_documented_and_no_other() {
     });
     metrics.refresh().await;
     metrics.own.unsupported(&unsupported, 1);
+    metrics.own.chosen(&ChosenMode {
+        mode: Mode::Iptables,
+        requested: RequestedMode::Ipvs,
+        reasons: Vec::new(),
+        fallback: None,
+    });
     metrics.kube_proxy.synced(objects::IpFamily::Ipv4, SyncKind::Full, Duration::from_millis(1));
     let shown = shown(&Format::Prometheus.write(metrics.encode().unwrap()));
     let documented = documented();

@@ -16,9 +16,10 @@ use tokio::{
 
 use super::*;
 use crate::{
-    dataplane::{self, Applied, MetricFamily},
+    dataplane::{self, Applied, MetricFamily, Modes},
+    mode::Mode,
     model::objects::{IpFamily, Node},
-    report::{Health, ModeFamilies, Moment, SyncKind},
+    report::{Health, ModeFamilies, ModeInForce, Moment, SyncKind},
     source::InvalidObjects,
 };
 
@@ -45,7 +46,7 @@ fn free_address() -> SocketAddr {
 
 fn pages() -> Pages {
     Pages {
-        mode: "ebpf",
+        mode: watch::channel(ModeInForce::new(Modes { mode: Mode::Ebpf, beside: None })).1,
         configuration: Some(
             watch::channel(serde_json::json!({"kind": "KubeProxyConfiguration", "mode": "ebpf"})).1,
         ),

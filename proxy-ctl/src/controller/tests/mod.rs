@@ -14,8 +14,9 @@ use super::*;
 use crate::{
     config::NodePortAddress,
     dataplane::{
-        Applied, Effect, ErrorKind, Host, Interface, Programmed, Role, Snapshot, Unsupported, Usage,
+        Applied, Effect, ErrorKind, Host, Interface, Modes, Programmed, Role, Snapshot, Unsupported, Usage,
     },
+    mode::Mode,
     model::{
         desired::{Changes, DesiredPort, FrontendKind, ServicePortName},
         objects::{EndpointSlice, Node, ObjectName, Protocol, Service, ServicePort, TrafficPolicy},
@@ -26,6 +27,7 @@ use crate::{
     source::InvalidObjects,
 };
 
+mod switch;
 mod thread;
 
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -35,6 +37,7 @@ enum Call {
     Apply(Vec<String>, Vec<String>),
     Resync(Vec<String>),
     CollectGarbage,
+    Retire,
 }
 
 /// Clones share their memory, so that a test can look while the controller owns one.
@@ -60,6 +63,8 @@ struct Recording {
     /// The mode keeps `minSyncPeriod`.
     paced: bool,
     renewals: usize,
+    /// No connection needs it.
+    idle: bool,
 }
 
 impl Recording {
@@ -180,6 +185,13 @@ impl Dataplane for Recorder {
         recording.check_owner()
     }
 
+    fn retire(&mut self) -> Result<bool, Error> {
+        let mut recording = self.lock();
+        recording.calls.push(Call::Retire);
+        recording.check_owner()?;
+        Ok(recording.idle)
+    }
+
     fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
         self.lock().without_room.take()
     }
@@ -230,6 +242,7 @@ fn reports() -> Reports {
         own_node: watch::Sender::default(),
         health_checks: watch::Sender::default(),
         coverage: watch::Sender::default(),
+        mode: watch::Sender::new(ModeInForce::new(Modes { mode: Mode::Ebpf, beside: None })),
     }
 }
 

@@ -6,7 +6,13 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::*;
-use crate::{controller::run::Ended, report::Moment};
+use crate::{
+    config::RequestedMode,
+    controller::run::Ended,
+    dataplane::Modes,
+    mode::{ChosenMode, Mode},
+    report::{ModeChoice, Moment},
+};
 
 /// A controller on its thread, with the other ends of its channels.
 struct Thread {
@@ -17,10 +23,36 @@ struct Thread {
     reports: Reports,
     ended: JoinHandle<Result<(), Ended>>,
     _configs: watch::Sender<Arc<Config>>,
+    _choices: watch::Sender<ModeChoice>,
+}
+
+fn choice() -> ModeChoice {
+    let modes = Modes { mode: Mode::Ebpf, beside: None };
+    let requested = RequestedMode::Ebpf;
+    let chosen = ChosenMode { mode: modes.mode, requested, reasons: Vec::new(), fallback: None };
+    ModeChoice { chosen, modes }
+}
+
+/// Of one dataplane, once.
+struct OpenerOfOne<F>(Mutex<Option<F>>);
+
+impl<F: FnOnce() -> Result<Box<dyn Dataplane>, Error>> ModeOpener for OpenerOfOne<F> {
+    fn open(&self, _: Modes, _: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error> {
+        self.0.lock().unwrap().take().unwrap()()
+    }
+
+    fn to_retire(&self, _: Mode, _: &Config) -> Result<Vec<Mode>, Error> {
+        Ok(Vec::new())
+    }
+
+    fn remove_retired(&self, _: Mode, _: &Config) -> Result<bool, Error> {
+        Ok(true)
+    }
 }
 
 impl Thread {
     fn start(open: impl FnOnce() -> Result<Box<dyn Dataplane>, Error> + Send + 'static) -> Self {
+        let opener = OpenerOfOne(Mutex::new(Some(open)));
         let config = Arc::new(Config::default());
         let (updates_in, updates) = mpsc::channel(16);
         let (networks_in, networks) = watch::channel(None);
@@ -28,9 +60,10 @@ impl Thread {
         let (configs_in, configs) = watch::channel(Arc::clone(&config));
         let (stop, reports) = (CancellationToken::new(), reports());
         let controller = Controller::new(config, "node", reports.clone());
-        let inputs = Inputs { updates, networks, metrics_requests, configs, stop: stop.clone() };
+        let (choices_in, choices) = watch::channel(choice());
+        let inputs = Inputs { updates, networks, metrics_requests, configs, choices, stop: stop.clone() };
         let runtime = tokio::runtime::Handle::current();
-        let ended = std::thread::spawn(move || run(controller, inputs, open, &runtime));
+        let ended = std::thread::spawn(move || run(controller, inputs, &opener, || (), &runtime));
         Self {
             updates: updates_in,
             networks: networks_in,
@@ -39,6 +72,7 @@ impl Thread {
             reports,
             ended,
             _configs: configs_in,
+            _choices: choices_in,
         }
     }
 

@@ -30,7 +30,7 @@ mod error;
 mod metrics;
 mod names;
 mod plan;
-mod probe;
+pub(super) mod probe;
 mod rules;
 mod snapshot;
 mod state;
@@ -48,9 +48,10 @@ const BE_LIBERAL: &str = "/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal";
 
 pub(super) const ENTRY: Entry = Entry {
     tracks_flows: true,
+    retires: false,
     hands_over: false,
     serves_beside: true,
-    probe: |_, host| probe::probe(host),
+    probe: probe::probe,
     prepare: |config| Ok(route_localnet(config)?),
     open: |config| {
         if let Err(error) = route_localnet(config) {

@@ -2,9 +2,7 @@
 
 use std::net::SocketAddr;
 
-use sha2::{Digest as _, Sha256};
-
-use crate::model::desired::ServicePortName;
+use crate::{dataplane::netfilter::hash, model::desired::ServicePortName};
 
 pub(super) const SERVICES: &str = "KUBE-SERVICES";
 pub(super) const EXTERNAL_SERVICES: &str = "KUBE-EXTERNAL-SERVICES";
@@ -55,16 +53,6 @@ impl PortChains {
     pub(super) fn endpoint(&self, address: SocketAddr) -> String {
         format!("KUBE-SEP-{}", hash(&[&self.identity, &address.to_string()]))
     }
-}
-
-/// The first 16 characters of base32 (RFC 4648) of SHA-256.
-fn hash(parts: &[&str]) -> String {
-    const ALPHABET: &[u8; 32] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ234567";
-    let mut sha = Sha256::new();
-    parts.iter().for_each(|part| sha.update(part));
-    let bytes = sha.finalize();
-    let bits = bytes.iter().take(10).fold(0_u128, |bits, byte| bits << 8 | u128::from(*byte));
-    (0..16).rev().map(|place| char::from(ALPHABET[(bits >> (place * 5)) as usize & 31])).collect()
 }
 
 #[cfg(test)]

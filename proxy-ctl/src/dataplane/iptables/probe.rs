@@ -1,65 +1,52 @@
-//! What this mode needs of a node, and whether it is there. Nothing is changed.
+//! What mode iptables needs of a node.
 
 use std::path::Path;
 
-use serde_json::Value;
-
 use crate::{
+    config::Config,
+    dataplane::netfilter::requirements::{iptables, net_admin, unserved_family},
     mode::{HostFacts, Mode, Probe, Requirement},
-    sys::{
-        nftables::TableFamily,
-        xtables::{self, Backend, ChosenBackend, Tools},
-    },
+    sys::xtables::{self, ChosenBackend},
 };
 
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
-struct Facts {
-    /// An error says why there is none.
-    backend: Option<Result<ChosenBackend, String>>,
-    /// For people, by family.
-    tools: [Option<String>; 2],
-    /// /proc/net/if_inet6 is there.
-    ipv6: bool,
-}
+/// Of `ipvs`, where that was asked for.
+pub(in crate::dataplane) const UNUSED_FIELDS: &[&str] =
+    &["ipvs.scheduler", "ipvs.strictARP", "ipvs.tcpFinTimeout", "ipvs.tcpTimeout", "ipvs.udpTimeout"];
 
-pub(super) fn probe(host: &HostFacts) -> Probe {
-    let backend = xtables::choose().map_err(|error| error.to_string());
-    let find = |family| {
-        let backend: Backend = backend.as_ref().ok()?.backend;
-        Tools::find(family, backend).map(|tools| tools.version())
-    };
-    let tools = TableFamily::ALL.map(find);
-    answer(host, &Facts { backend: Some(backend), tools, ipv6: has_ipv6() })
+pub(in crate::dataplane) fn probe(config: &Config, host: &HostFacts) -> Probe {
+    let mut probe = answer(config, host);
+    if probe.can_run() {
+        probe.remarks.push(match xtables::choose() {
+            Ok(ChosenBackend { backend, reason }) => {
+                format!("rules are written to the backend {backend} of iptables: {reason}")
+            }
+            Err(error) => format!("which backend of iptables the node uses is not known: {error}"),
+        });
+    }
+    probe
 }
 
 pub(super) fn has_ipv6() -> bool {
     Path::new("/proc/net/if_inet6").exists()
 }
 
-fn answer(host: &HostFacts, facts: &Facts) -> Probe {
-    let (mut remarks, mut obstacle) = (Vec::new(), None);
-    match &facts.backend {
-        Some(Ok(ChosenBackend { backend, reason })) => {
-            remarks.push(format!("rules are written to the backend {backend} of iptables: {reason}"));
-        }
-        Some(Err(error)) => obstacle = Some(error.clone()),
-        None => {}
+fn answer(config: &Config, host: &HostFacts) -> Probe {
+    let cannot_set = host.route_localnet == Some(false) && !host.parameters_writable;
+    let route_localnet = Requirement::new("routeLocalnet", "route_localnet", host.route_localnet)
+        .lacking(host.route_localnet.is_none(), || {
+            "the kernel has no parameter net.ipv4.conf.all.route_localnet (3.6), or /proc is not mounted"
+                .to_owned()
+        })
+        .lacking(config.iptables.localhost_node_ports && cannot_set, || {
+            "net.ipv4.conf.all.route_localnet is 0 and /proc/sys is read-only: run once with --init-only and \
+             privileges, or set iptables.localhostNodePorts to false"
+                .to_owned()
+        });
+    Probe {
+        mode: Mode::Iptables,
+        requirements: vec![Requirement::kernel(host), net_admin(host), iptables(host), route_localnet],
+        remarks: unserved_family(host).into_iter().collect(),
     }
-    let [ipv4, ipv6] = &facts.tools;
-    if facts.ipv6 && ipv4.is_some() && ipv6.is_none() {
-        remarks.push("IPv6 is not served: ip6tables-save and -restore are not on PATH".to_owned());
-    }
-    let found =
-        |tools: &Option<String>| tools.as_ref().map_or(Value::Null, |version| version.as_str().into());
-    let requirements = vec![
-        Requirement::new("iptables", "iptables", found(ipv4)).lacking(ipv4.is_none(), || {
-            obstacle.unwrap_or_else(|| "there is no iptables-restore".to_owned())
-        }),
-        Requirement::new("ip6tables", "ip6tables", found(ipv6)),
-        Requirement::new("netAdmin", "CAP_NET_ADMIN", host.capabilities.net_admin)
-            .lacking(!host.capabilities.net_admin, || "CAP_NET_ADMIN is missing, to write rules".to_owned()),
-    ];
-    Probe { mode: Mode::Iptables, requirements, remarks }
 }
 
 #[cfg(test)]
@@ -67,38 +54,61 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::mode::Capabilities;
+    use crate::mode::recorded::Host;
 
-    fn able() -> Facts {
-        let chosen = ChosenBackend { backend: Backend::Nft, reason: "the kubelet's rules are there" };
-        let version = || Some("1.8.9 (nft)".to_owned());
-        Facts { backend: Some(Ok(chosen)), tools: [version(), version()], ipv6: true }
-    }
-
-    fn answer_of(facts: &Facts, net_admin: bool) -> Probe {
-        let capabilities = Capabilities { net_admin, ..Capabilities::default() };
-        answer(&HostFacts { kernel_release: "6.12".into(), capabilities }, facts)
+    fn told(host: &Host, change: fn(&mut HostFacts)) -> (Vec<String>, Vec<String>) {
+        let mut facts = host.facts();
+        change(&mut facts);
+        let probe = answer(&Config::default(), &facts);
+        (probe.obstacles().map(str::to_owned).collect(), probe.remarks)
     }
 
     #[rstest]
-    #[case::both_families(able(), "the backend nft of iptables: the kubelet's rules are there")]
-    #[case::no_ip6tables(Facts { tools: [able().tools[0].clone(), None], ..able() }, "IPv6 is not served")]
-    fn possible(#[case] facts: Facts, #[case] remark: &str) {
-        let probe = answer_of(&facts, true);
-        assert_eq!(probe.obstacles().count(), 0, "{probe:?}");
-        assert!(probe.remarks.iter().any(|given| given.contains(remark)), "{:?}", probe.remarks);
+    fn possible(
+        #[values("debian 5.10", "debian 6.1", "debian 6.12", "debian 7.2", "microvm 6.18")] name: &str,
+        #[values(false, true)] contained: bool,
+    ) {
+        let host = if contained { Host::named(name).contained() } else { Host::named(name) };
+        assert_eq!(told(&host, |_| ()), (Vec::new(), Vec::new()));
     }
 
     #[rstest]
-    #[case::no_tools(
-        Facts { backend: Some(Err("no tools on PATH".into())), tools: [None, None], ..able() },
-        true,
-        "no tools on PATH"
+    #[case::no_tool(Host::named("debian 6.12").without(&["iptables", "ip6tables"]), "there is no iptables on PATH")]
+    #[case::old_tool(
+        Host::named("debian 6.12").with("iptables", "iptables v1.4.21").without(&["ip6tables"]),
+        "iptables 1.6.2 or newer is needed"
     )]
-    #[case::may_not(able(), false, "CAP_NET_ADMIN is missing")]
-    fn impossible(#[case] facts: Facts, #[case] net_admin: bool, #[case] expected: &str) {
-        let probe = answer_of(&facts, net_admin);
-        let obstacles: Vec<_> = probe.obstacles().collect();
-        assert!(obstacles.len() == 1 && obstacles[0].contains(expected), "{obstacles:?}");
+    #[case::tool_of_the_other_backend(
+        Host::named("microvm 6.18").with("config", "CONFIG_NETFILTER_XTABLES=y\n"),
+        "the kernel is built without CONFIG_NF_TABLES"
+    )]
+    #[case::no_parameter(Host::named("debian 6.12").without(&["route_localnet"]), "route_localnet")]
+    fn impossible(#[case] host: Host, #[case] why: &str) {
+        let (obstacles, _) = told(&host, |_| ());
+        assert!(obstacles.len() == 1 && obstacles[0].contains(why), "{obstacles:?}");
+    }
+
+    #[rstest]
+    #[case::no_ip6tables(|facts: &mut HostFacts| facts.ip6tables.clear(), Some("IPv6 is not served"))]
+    #[case::no_ipv6(|facts: &mut HostFacts| { facts.ip6tables.clear(); facts.ipv6 = false; }, None)]
+    #[case::no_iptables(|facts: &mut HostFacts| facts.iptables.clear(), Some("IPv4 is not served"))]
+    #[case::read_only_proc_that_is_set(
+        |facts: &mut HostFacts| { facts.parameters_writable = false; facts.route_localnet = Some(true); },
+        None
+    )]
+    fn less_than_all(#[case] change: fn(&mut HostFacts), #[case] remark: Option<&str>) {
+        let (obstacles, remarks) = told(&Host::named("debian 6.1"), change);
+        assert_eq!((obstacles.len(), remarks.len()), (0, remark.iter().len()), "{obstacles:?} {remarks:?}");
+        assert!(remarks.iter().zip(remark).all(|(found, text)| found.contains(text)), "{remarks:?}");
+    }
+
+    #[test]
+    fn a_read_only_proc_is_enough_only_without_node_ports_on_localhost() {
+        let facts = HostFacts { parameters_writable: false, ..Host::named("debian 6.1").facts() };
+        let mut config = Config::default();
+        let obstacles: Vec<_> = answer(&config, &facts).obstacles().map(str::to_owned).collect();
+        assert!(obstacles.len() == 1 && obstacles[0].contains("--init-only"), "{obstacles:?}");
+        config.iptables.localhost_node_ports = false;
+        assert!(answer(&config, &facts).can_run());
     }
 }

@@ -498,10 +498,6 @@ impl Writer {
             }
         }
     }
-
-    pub(super) fn ports(&self) -> usize {
-        self.written.len()
-    }
 }
 
 fn without_refusals(applied: Applied, refusals: Vec<Refusal>) -> Result<Applied, Error> {

@@ -14,7 +14,9 @@ use prometheus_client::{
 
 use super::{Label, Seconds};
 use crate::{
+    config::{Keyword as _, RequestedMode},
     dataplane::{Applied, Unsupported},
+    mode::ChosenMode,
     source::InvalidObjects,
 };
 
@@ -86,6 +88,8 @@ families! {
     pub former_rule_errors: Counter =
         "former_rule_errors", "Attempts to remove what another kube-proxy has left that did not remove all of it";
     pub service_ports: Gauge = "service_ports", "Service ports that are served";
+    mode: Family<[Label; 2], Gauge> = "mode", "The mode at work, and the one that was asked for; always 1";
+    mode_fallback: Gauge = "mode_fallback", "1 where the mode takes the place of the one that was asked for";
     unsupported_service_ports: Family<[Label; 1], Gauge> =
         "unsupported_service_ports", "Service ports with a field that is not honoured";
 }
@@ -125,6 +129,16 @@ impl ProxyMetrics {
     pub fn applied(&self, applied: Applied) {
         self.writes.inc_by(applied.written);
         self.removals.inc_by(applied.removed);
+    }
+
+    pub fn chosen(&self, choice: &ChosenMode) {
+        let requested = match choice.requested {
+            RequestedMode::Automatic => "automatic",
+            requested => requested.word(),
+        };
+        self.mode.clear();
+        self.mode.get_or_create(&[("mode", choice.mode.name()), ("requested", requested)]).set(1);
+        self.mode_fallback.set(choice.fallback.is_some().into());
     }
 
     /// Counts a service port that does not get these fields honoured, or no longer counts it (`change` -1).

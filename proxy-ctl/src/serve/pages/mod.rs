@@ -23,13 +23,13 @@ use super::{
     exposition,
     reply::{JSON, Reply, TEXT, not_found, open, plain, reply},
 };
-use crate::report::Metrics;
+use crate::report::{Metrics, ModeInForce};
 pub(super) use slis::Slis;
 
 /// What is shown besides metrics.
 pub struct Pages {
     /// The mode in use, for `/proxyMode`.
-    pub mode: &'static str,
+    pub mode: watch::Receiver<ModeInForce>,
     /// The configuration in force as a KubeProxyConfiguration, for `/configz`. `None`: there is no such page.
     pub configuration: Option<watch::Receiver<Value>>,
     /// Every flag with its value, for `/flagz`. `None`: the page is switched off.
@@ -59,7 +59,7 @@ impl Pages {
                 open(StatusCode::OK, TEXT, "metrics reset\n")
             }
             "/metrics/slis" => exposed(&head.headers, slis.encode()),
-            "/proxyMode" => plain(StatusCode::OK, self.mode),
+            "/proxyMode" => plain(StatusCode::OK, self.mode.borrow().modes.mode.name()),
             "/configz" => match &self.configuration {
                 Some(configuration) => {
                     let all = json!({"kubeproxy.config.k8s.io": *configuration.borrow()});

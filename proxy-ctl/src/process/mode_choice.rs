@@ -1,0 +1,79 @@
+//! Which modes the configuration and this node lead to, at the start and when the configuration changes.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use tokio::sync::watch;
+
+use super::event;
+use crate::{
+    config::Config,
+    controller::ModeOpener,
+    dataplane::{self, Dataplane, Error, Modes},
+    events::Recorder,
+    mode::{self, Mode, Refusal},
+    node::facts,
+    report::{Metrics, ModeChoice, ModeInForce},
+};
+
+/// What a mode needs of the kernel is loaded before the mode is taken, as far as the kernel has it.
+pub(super) fn choose(config: &Config) -> Result<ModeChoice, Refusal> {
+    let mut loaded = Vec::new();
+    let mut refused = BTreeMap::new();
+    loop {
+        let mut host = facts::gather();
+        host.modules.refused.clone_from(&refused);
+        let probes = dataplane::probe(config, &host);
+        let chosen = mode::choose(config.mode, config.ebpf.mode_fallback, &probes)?;
+        if loaded.contains(&chosen.mode) {
+            let modes = Modes::new(chosen.mode, &probes);
+            return Ok(ModeChoice { chosen, modes });
+        }
+        refused.extend(dataplane::load(chosen.mode, config, &host));
+        loaded.push(chosen.mode);
+    }
+}
+
+/// The modes of this build.
+pub(super) struct BuiltModes;
+
+impl ModeOpener for BuiltModes {
+    fn open(&self, modes: Modes, config: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error> {
+        dataplane::open(modes, config)
+    }
+
+    fn to_retire(&self, at_work: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
+        dataplane::to_retire(at_work, config)
+    }
+
+    fn remove_retired(&self, mode: Mode, config: &Config) -> Result<bool, Error> {
+        dataplane::remove_retired(mode, config)
+    }
+}
+
+/// Tells of each change of the mode, and of a fallback at the start.
+pub(super) async fn tell(
+    mut in_force: watch::Receiver<ModeInForce>,
+    choices: watch::Receiver<ModeChoice>,
+    events: Recorder,
+    metrics: Arc<Metrics>,
+) {
+    let mut told = None;
+    loop {
+        let ModeInForce { modes, refused } = in_force.borrow_and_update().clone();
+        let choice = choices.borrow().clone();
+        if choice.modes == modes {
+            metrics.own.chosen(&choice.chosen);
+            let fallback = choice.chosen.fallback.filter(|why| told.as_ref() != Some(why));
+            if let Some(why) = fallback {
+                events.record(event::mode_fallback(&why));
+                told = Some(why);
+            }
+        }
+        if let Some((wanted, problem)) = refused {
+            events.record(event::mode_refused(wanted, modes.mode, &problem));
+        }
+        if in_force.changed().await.is_err() {
+            return;
+        }
+    }
+}

@@ -60,9 +60,10 @@ pub fn choose(
 
 fn chosen(requested: RequestedMode, probe: &Probe, passed_over: &[String]) -> ChosenMode {
     let mode = probe.mode;
-    let asked = match requested {
-        RequestedMode::Automatic => format!("no mode was asked for, and this node can do {mode}"),
-        _ => format!("{requested} was asked for"),
+    let asked = if requested == RequestedMode::Automatic {
+        format!("no mode was asked for, and this node can do {mode}")
+    } else {
+        format!("{requested} was asked for")
     };
     let reasons = [asked].into_iter().chain(passed_over.iter().cloned()).chain(probe.remarks.iter().cloned());
     let is_fallback = requested != RequestedMode::Automatic && !passed_over.is_empty();

@@ -168,12 +168,11 @@ impl<F: TableFamily> FamilyWriter<F> {
     ) {
         let (reserved, refused) = self.reserve_all(shared, changed.collect());
         for (port, error) in refused {
-            match error {
-                Error::Full(table) => self.entries.without_room.insert_port(port, table),
-                error => {
-                    self.entries.without_room.remove_port(&port.name);
-                    writes.failures.add(&port.name, error);
-                }
+            if let Error::Full(table) = error {
+                self.entries.without_room.insert_port(port, table);
+            } else {
+                self.entries.without_room.remove_port(&port.name);
+                writes.failures.add(&port.name, error);
             }
         }
         for (port, _) in &reserved {

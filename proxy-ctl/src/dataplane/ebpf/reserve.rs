@@ -221,9 +221,10 @@ impl<F: TableFamily> FamilyWriter<F> {
         let (reserved, refused) = self.reserve_all(shared, reduced.iter().collect());
         let mut without_slots = Vec::new();
         for (port, error) in refused {
-            match error {
-                Error::Full(_) => without_slots.push(port),
-                error => writes.failures.add(&port.name, error),
+            if matches!(error, Error::Full(_)) {
+                without_slots.push(port);
+            } else {
+                writes.failures.add(&port.name, error);
             }
         }
         self.publish_reserved(shared, reserved, writes);

@@ -129,7 +129,8 @@ impl Stale {
             for present in state.of(chain.table()).rules(chain.name()) {
                 let is_base = chain == SharedChain::Services && leads_to_node_ports(&present.rule);
                 let is_first = seen.insert(present.digest);
-                if !is_base && !(is_first && wanted.shared.contains(&(chain, present.digest))) {
+                let is_wanted = is_first && wanted.shared.contains(&(chain, present.digest));
+                if !is_base && !is_wanted {
                     stale.rules.push((chain, present.rule.clone()));
                 }
             }

@@ -193,7 +193,9 @@ impl PortRenderer<'_> {
         let Frontend { kind, address, port } = frontend;
         let address = match kind {
             FrontendKind::NodePort => String::new(),
-            _ => format!("-d {} ", IpNet::from(*address)),
+            FrontendKind::ClusterIp | FrontendKind::ExternalIp | FrontendKind::LoadBalancer => {
+                format!("-d {} ", IpNet::from(*address))
+            }
         };
         format!("{address}-p {protocol} {comment} -m {protocol} --dport {port}")
     }
@@ -210,15 +212,18 @@ impl PortRenderer<'_> {
         let is_guarded = frontend.kind == FrontendKind::LoadBalancer && !self.port.source_ranges.is_empty();
         let leads_to = match frontend.kind {
             FrontendKind::ClusterIp => self.set_chain(clients),
-            _ if !self.external_serves() => None,
-            _ if is_guarded => Some(self.names.firewall()),
-            _ => Some(self.names.external()),
+            FrontendKind::NodePort | FrontendKind::ExternalIp | FrontendKind::LoadBalancer => {
+                let chain = if is_guarded { self.names.firewall() } else { self.names.external() };
+                self.external_serves().then_some(chain)
+            }
         };
         if let Some(chain) = leads_to {
             let matches = self.destination(frontend, &self.comment(suffix));
             let shared = match frontend.kind {
                 FrontendKind::NodePort => SharedChain::NodePorts,
-                _ => SharedChain::Services,
+                FrontendKind::ClusterIp | FrontendKind::ExternalIp | FrontendKind::LoadBalancer => {
+                    SharedChain::Services
+                }
             };
             rules.push((shared, format!("{matches} -j {chain}")));
             if is_guarded {

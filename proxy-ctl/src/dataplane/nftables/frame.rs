@@ -62,7 +62,7 @@ impl Context {
     }
 
     /// One condition for each way to tell that a packet is from a pod.
-    pub(super) fn from_pods(&self) -> Vec<Vec<Expression>> {
+    pub(super) fn conditions_of_pods(&self) -> Vec<Vec<Expression>> {
         match &self.host.local_traffic {
             LocalTraffic::FromCidrs(cidrs) => {
                 let own = cidrs.iter().filter(|cidr| IpFamily::of(cidr.addr()) == self.language.family);
@@ -242,7 +242,7 @@ fn mark_outsiders(context: &Context) -> Vec<Rule> {
     if !context.host.local_traffic.detects_pods(context.language.family) {
         return Vec::new();
     }
-    let pods = context.from_pods().into_iter();
+    let pods = context.conditions_of_pods().into_iter();
     let stay = pods.map(|condition| rule([condition, vec![Expression::Verdict(Verdict::Return)]]));
     stay.chain([mark]).collect()
 }

@@ -30,6 +30,11 @@ impl Set {
         Self::Own(name.into())
     }
 
+    /// Of a map of endpoints.
+    pub(super) fn endpoints_number(&self) -> Option<u32> {
+        if let Self::Endpoints(number) = self { Some(*number) } else { None }
+    }
+
     pub(super) fn name(&self) -> Cow<'_, str> {
         Cow::Borrowed(match self {
             Self::ClusterIps => "cluster-ips",

@@ -145,9 +145,10 @@ impl Steps {
         sets: BTreeSet<Set>,
     ) {
         for id in elements {
-            match id.set {
-                Set::Endpoints(_) => self.retired.push(Retired::Element(id)),
-                _ => self.removed.push((owner, id)),
+            if id.set.endpoints_number().is_some() {
+                self.retired.push(Retired::Element(id));
+            } else {
+                self.removed.push((owner, id));
             }
         }
         for (chain, rules) in chains {

@@ -203,7 +203,7 @@ impl<'a> Port<'a> {
             target(client).map(|chain| rule([condition, mark, vec![goto(&chain)]]))
         };
         if let Some(pods) = self.policy.external_from_pods {
-            for condition in self.context.from_pods() {
+            for condition in self.context.conditions_of_pods() {
                 rules.extend(near(pods, condition).map(|rule| rule.comment("from pods")));
             }
         }

@@ -229,10 +229,7 @@ impl FamilyTable {
                 None => self.ports.remove(&name),
             };
         }
-        self.maps.extend(steps.sets.iter().filter_map(|(_, set, _)| match set {
-            Set::Endpoints(number) => Some(*number),
-            _ => None,
-        }));
+        self.maps.extend(steps.sets.iter().filter_map(|(_, set, _)| set.endpoints_number()));
     }
 
     /// From what is remembered to the new state of some service ports.
@@ -323,10 +320,10 @@ impl FamilyTable {
             retired_slots: Vec::new(),
         };
         if !replaced {
-            for number in contents.sets.iter().filter_map(endpoint_number) {
+            for number in contents.sets.iter().filter_map(Set::endpoints_number) {
                 fresh.maps.insert(number);
             }
-            contents.sets.retain(|set| endpoint_number(set).is_none());
+            contents.sets.retain(|set| set.endpoints_number().is_none());
             self.keep_retired(&mut contents, &mut fresh);
         }
         let context = self.context.clone();
@@ -395,13 +392,6 @@ impl FamilyTable {
                 fresh.retired_slots.push((*slots, *at));
             }
         }
-    }
-}
-
-fn endpoint_number(set: &Set) -> Option<u32> {
-    match set {
-        Set::Endpoints(number) => Some(*number),
-        _ => None,
     }
 }
 

@@ -132,10 +132,8 @@ impl ProxyMetrics {
     }
 
     pub fn chosen(&self, choice: &ChosenMode) {
-        let requested = match choice.requested {
-            RequestedMode::Automatic => "automatic",
-            requested => requested.word(),
-        };
+        let is_automatic = choice.requested == RequestedMode::Automatic;
+        let requested = if is_automatic { "automatic" } else { choice.requested.word() };
         self.mode.clear();
         self.mode.get_or_create(&[("mode", choice.mode.name()), ("requested", requested)]).set(1);
         self.mode_fallback.set(choice.fallback.is_some().into());

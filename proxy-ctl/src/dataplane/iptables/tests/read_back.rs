@@ -123,7 +123,8 @@ fn a_snapshot_is_what_was_desired() {
             .map(|one| (Some(one.address).filter(|address| !address.is_unspecified()), one.port))
             .collect();
         let mut shown: Vec<_> = service.frontends.iter().map(|one| (one.address, one.port)).collect();
-        (desired.sort_unstable(), shown.sort_unstable());
+        desired.sort_unstable();
+        shown.sort_unstable();
         assert_eq!(shown, desired, "{}", port.name);
         let addresses = |set: &[u32]| -> Vec<_> {
             set.iter().map(|index| port.endpoints.all[*index as usize].address).collect()

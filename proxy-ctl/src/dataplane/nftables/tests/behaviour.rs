@@ -288,7 +288,7 @@ fn a_client_whose_endpoint_is_not_in_the_set_gets_another_that_it_keeps() {
     let client = format!("203.0.113.{}", remembered.unwrap());
     let to = |fate: Fate| match fate {
         Fate::Answered(to, _) => to,
-        other => panic!("{other:?}"),
+        Fate::Rejected | Fate::Dropped | Fate::Untouched => panic!("{fate:?}"),
     };
     assert_eq!(to(rules.fate(tcp(&client, LOAD_BALANCER), 1)), HERE.parse::<SocketAddr>().unwrap());
     for draw in 0..4 {
@@ -324,5 +324,5 @@ fn rules_of_the_frame_are_about_one_family() {
     let other: IpAddr = ip("2001:db8::2");
     let context = super::super::frame::Context::new(IpFamily::Ipv4, &host());
     assert!(!context.host.node_port_addresses.contains(&other));
-    assert_eq!(context.from_pods().len(), 1);
+    assert_eq!(context.conditions_of_pods().len(), 1);
 }

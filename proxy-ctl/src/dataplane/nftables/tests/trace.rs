@@ -251,7 +251,7 @@ impl Rules {
             Verdict::Goto(chain) => Some(self.run(chain, packet)),
             Verdict::Jump(chain) => match self.run(chain, packet) {
                 End::Return => None,
-                end => Some(end),
+                end @ (End::Accept | End::Drop | End::Reject) => Some(end),
             },
         }
     }

@@ -40,7 +40,7 @@ impl Addresses {
     fn read() -> Result<Option<Self>, Error> {
         let Some(device) = link::index(names::IPVS_DEVICE)? else { return Ok(None) };
         let mut addresses = Self::default();
-        for (interface, address) in link::addresses()? {
+        for link::Address { interface, address, .. } in link::addresses()? {
             if interface == device {
                 addresses.of_services.insert(address);
             } else if !address.is_loopback() {

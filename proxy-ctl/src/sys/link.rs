@@ -23,6 +23,9 @@ const ANY_ADDRESS: [u8; 8] = [0; 8];
 const IFA_ADDRESS: u16 = 1;
 /// Differs from the former on point-to-point links, where that one is the peer's.
 const IFA_LOCAL: u16 = 2;
+/// `ifa_cacheinfo`: preferred and valid lifetime in seconds, and two times that the kernel fills in.
+const IFA_CACHEINFO: u16 = 6;
+const FOREVER: u32 = u32::MAX;
 /// `ifinfomsg`: the interface is found by its name.
 const HEADER: [u8; 16] = [0; 16];
 const IFLA_IFNAME: u16 = 3;
@@ -30,6 +33,7 @@ const IFLA_LINKINFO: u16 = 18;
 const IFLA_INFO_KIND: u16 = 1;
 /// No other node is asked whether it has the address.
 const IFA_F_NODAD: u8 = 2;
+const IFA_F_DEPRECATED: u8 = 0x20;
 
 /// `None`: it is not there.
 pub fn index(name: &str) -> Result<Option<u32>, CallError> {
@@ -40,8 +44,18 @@ pub fn index(name: &str) -> Result<Option<u32>, CallError> {
     }
 }
 
-/// Every address of this thread's network namespace, with the index of its interface.
-pub fn addresses() -> Result<Vec<(u32, IpAddr)>, CallError> {
+/// An address that an interface has.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub struct Address {
+    /// Its index.
+    pub interface: u32,
+    pub address: IpAddr,
+    /// Not the source of what is sent to other addresses, if there is another one for that.
+    pub is_deprecated: bool,
+}
+
+/// Every address of this thread's network namespace.
+pub fn addresses() -> Result<Vec<Address>, CallError> {
     let mut request = Messages::default();
     request.begin(RTM_GETADDR, NLM_F_DUMP, &ANY_ADDRESS);
     let listed = NetlinkSocket::open(NETLINK_ROUTE)
@@ -49,12 +63,16 @@ pub fn addresses() -> Result<Vec<(u32, IpAddr)>, CallError> {
     listed.map_err(CallError::of("netlink RTM_GETADDR"))
 }
 
-fn address(body: &[u8]) -> Option<(u32, IpAddr)> {
+fn address(body: &[u8]) -> Option<Address> {
     let (header, attributes) = body.split_first_chunk::<{ ANY_ADDRESS.len() }>()?;
-    let [family, _, _, _, index @ ..] = *header;
+    let [family, _, flags, _, index @ ..] = *header;
     let attributes = Attributes(attributes);
     let bytes = attributes.get(IFA_LOCAL).or_else(|| attributes.get(IFA_ADDRESS))?;
-    Some((u32::from_ne_bytes(index), ip_address(family.into(), bytes)?))
+    Some(Address {
+        interface: u32::from_ne_bytes(index),
+        address: ip_address(family.into(), bytes)?,
+        is_deprecated: flags & IFA_F_DEPRECATED != 0,
+    })
 }
 
 /// One that is not there is no error.
@@ -89,6 +107,9 @@ pub fn create_dummy(name: &str) -> Result<(), CallError> {
 /// An address of an interface, by itself in its network.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum AddressChange {
+    /// Also of one that is there. One of IPv6 is deprecated: of all addresses with a fitting prefix, the kernel would
+    /// otherwise also choose this one as a source (RFC 6724), for masquerading too, when what leads to the destination has
+    /// none of its own.
     Add(IpAddr),
     Remove(IpAddr),
 }
@@ -108,6 +129,10 @@ impl AddressChange {
         to.begin(kind, flags, &[family as u8, length, IFA_F_NODAD, 0, a, b, c, d])
             .attribute(IFA_LOCAL, &bytes)
             .attribute(IFA_ADDRESS, &bytes);
+        if address.is_ipv6() && matches!(self, Self::Add(_)) {
+            let lifetimes = [0, FOREVER, 0, 0].map(u32::to_ne_bytes);
+            to.attribute(IFA_CACHEINFO, lifetimes.as_flattened());
+        }
     }
 }
 
@@ -139,12 +164,17 @@ mod tests {
     };
 
     use nix::sched::{CloneFlags, unshare};
+    use rstest::rstest;
 
     use super::*;
 
     fn ip(arguments: &str) {
         let status = Command::new("ip").args(arguments.split(' ')).status().unwrap();
         assert!(status.success(), "ip {arguments}");
+    }
+
+    fn listed() -> Vec<(u32, IpAddr)> {
+        addresses().unwrap().into_iter().map(|one| (one.interface, one.address)).collect()
     }
 
     #[test]
@@ -160,7 +190,7 @@ mod tests {
         ip("address add 2001:db8::1/128 dev there");
         let (here, there) = (index("here").unwrap().unwrap(), index("there").unwrap().unwrap());
         let lo = index("lo").unwrap().unwrap();
-        let mut listed = addresses().unwrap();
+        let mut listed = listed();
         listed.sort_unstable();
         let mut expected = [
             (lo, Ipv4Addr::LOCALHOST.into()),
@@ -185,15 +215,46 @@ mod tests {
         let [one, other] = ["10.96.0.1", "fd00:96::1"].map(|address| address.parse::<IpAddr>().unwrap());
         let add = [one, other, one].map(AddressChange::Add);
         assert!(change_addresses(here, &add).unwrap().is_empty());
-        assert_eq!(addresses().unwrap(), [(here, one), (here, other)]);
+        assert_eq!(listed(), [(here, one), (here, other)]);
         let remove = [one, other, one].map(AddressChange::Remove);
         assert!(change_addresses(here, &remove).unwrap().is_empty());
-        assert_eq!(addresses().unwrap(), []);
+        assert_eq!(listed(), []);
         let refused = change_addresses(here, &[AddressChange::Add([127, 0, 0, 1].into()), add[0]]);
         assert!(refused.unwrap().is_empty());
         let refused = change_addresses(here + 100, &add[..2]).unwrap();
         let refused: Vec<_> = refused.into_iter().map(|(place, error)| (place, error.errno())).collect();
         assert_eq!(refused, [(0, libc::ENODEV), (1, libc::ENODEV)]);
+    }
+
+    /// The first as a process before us may have left it; pods behind interfaces without an address of their own.
+    #[rstest]
+    #[case::as_it_is_added(None)]
+    #[case::as_kube_proxy_adds_it(Some("address add fd00:10:96::1/128 dev held nodad"))]
+    #[ignore = "needs root"]
+    fn as_root_an_address_is_no_source_of_what_is_sent_to_others(#[case] before: Option<&str>) {
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        ip("link set lo up");
+        for pair in ["uplink type veth peer name beyond", "pod type veth peer name podside", "held type veth peer name none"] {
+            ip(&format!("link add {pair}"));
+        }
+        ["uplink", "beyond", "pod", "podside"].iter().for_each(|name| ip(&format!("link set {name} up")));
+        ip("address add 2001:db8::11/64 dev uplink nodad");
+        ip("address add fe80::1/64 dev pod nodad");
+        ip("route add fd00:10:244::2/128 dev pod");
+        before.into_iter().for_each(ip);
+        let held = index("held").unwrap().unwrap();
+        let address: IpAddr = "fd00:10:96::1".parse().unwrap();
+        assert!(change_addresses(held, &[AddressChange::Add(address)]).unwrap().is_empty());
+        let found = addresses().unwrap().into_iter().find(|one| one.address == address);
+        assert_eq!(found, Some(Address { interface: held, address, is_deprecated: true }));
+        let source_to = |destination: &str| {
+            let socket = std::net::UdpSocket::bind("[::]:0").unwrap();
+            socket.connect(destination).unwrap();
+            socket.local_addr().unwrap().ip().to_string()
+        };
+        assert_eq!(source_to("[fd00:10:244::2]:80"), "2001:db8::11");
+        // The rules for masquerading tell the node's own connections by this.
+        assert_eq!(source_to("[fd00:10:96::1]:80"), "fd00:10:96::1");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Reads and writes the kernel's virtual servers, sets and addresses.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     net::IpAddr,
 };
 
@@ -95,15 +95,16 @@ impl Kernel {
         self.keeps.iter().any(|network| network.contains(&socket.address.ip()))
     }
 
-    fn addresses(&self) -> Result<BTreeSet<IpAddr>, Error> {
-        let Some(device) = link::index(IPVS_DEVICE)? else { return Ok(BTreeSet::new()) };
-        let of_device = link::addresses()?.into_iter().filter(|(interface, _)| *interface == device);
+    fn addresses(&self) -> Result<BTreeMap<IpAddr, bool>, Error> {
+        let Some(device) = link::index(IPVS_DEVICE)? else { return Ok(BTreeMap::new()) };
+        let of_device = link::addresses()?.into_iter().filter(|one| one.interface == device);
         // The kernel gives one of these to a device that somebody has set up.
         let is_link_local = |address: &IpAddr| match address {
             IpAddr::V4(_) => false,
             IpAddr::V6(address) => address.is_unicast_link_local(),
         };
-        Ok(of_device.map(|(_, address)| address).filter(|address| !is_link_local(address)).collect())
+        let held = of_device.filter(|one| !is_link_local(&one.address));
+        Ok(held.map(|one| (one.address, one.address.is_ipv4() || one.is_deprecated)).collect())
     }
 
     /// Writes in the order of `changes`, and takes what is done over into `programmed`. An error: nothing more is known of

@@ -278,7 +278,7 @@ impl Dataplane for IpvsDataplane {
     fn set_host(&mut self, host: &Host) -> Result<Applied, super::Error> {
         let device = link::index(IPVS_DEVICE).map_err(Error::from)?;
         let own = link::addresses().map_err(Error::from)?.into_iter();
-        let own = own.filter(|(interface, _)| Some(*interface) != device).map(|(_, address)| address);
+        let own = own.filter(|one| Some(one.interface) != device).map(|one| one.address);
         let before = self.site.clone();
         self.site.own_addresses = own.collect();
         self.site.host = host.clone();

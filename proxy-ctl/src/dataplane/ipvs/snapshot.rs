@@ -34,7 +34,7 @@ pub(super) fn snapshot(
         let service = services.entry(name.clone()).or_insert_with(|| empty(name));
         add(objects, &backends, *socket, protocol, server, service);
     }
-    let on_node = |socket: &VirtualSocket| !objects.addresses.contains(&socket.address.ip());
+    let on_node = |socket: &VirtualSocket| !objects.addresses.contains_key(&socket.address.ip());
     let node_ports = objects.servers.keys().filter(|socket| on_node(socket));
     let node_port_addresses: BTreeSet<IpAddr> = node_ports.map(|socket| socket.address.ip()).collect();
     Snapshot {
@@ -89,7 +89,7 @@ fn add(
     let family = IpFamily::of(address);
     let is_member = |role, member| objects.members.contains(&(Set { role, family }, member));
     let in_set = |role| is_member(role, Member::Socket(socket)) || is_member(role, Member::Port(port));
-    let is_node_port = !objects.addresses.contains(&address) && in_set(SetRole::NodePort(protocol));
+    let is_node_port = !objects.addresses.contains_key(&address) && in_set(SetRole::NodePort(protocol));
     let is_internal = in_set(SetRole::ClusterIp);
     let frontend =
         FrontendSnapshot { address: (!is_node_port).then_some(address), port, external: !is_internal };

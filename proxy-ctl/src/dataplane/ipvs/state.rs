@@ -141,14 +141,15 @@ pub(super) struct ProgrammedServer {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct KernelObjects {
     pub(super) servers: BTreeMap<VirtualSocket, ProgrammedServer>,
-    pub(super) addresses: BTreeSet<IpAddr>,
+    /// Whether each is as this mode adds it; kube-proxy adds those of IPv6 in another way.
+    pub(super) addresses: BTreeMap<IpAddr, bool>,
     pub(super) members: BTreeSet<(Set, Member)>,
 }
 
 impl KernelObjects {
     pub(super) fn keys(&self) -> impl Iterator<Item = Key> {
         let servers = self.servers.keys().map(|socket| Key::Server(*socket));
-        let addresses = self.addresses.iter().map(|address| Key::Address(*address));
+        let addresses = self.addresses.keys().map(|address| Key::Address(*address));
         let members = self.members.iter().map(|(set, member)| Key::Member(*set, *member));
         servers.chain(addresses).chain(members)
     }
@@ -181,7 +182,7 @@ impl KernelObjects {
                 self.destination(socket, address, None);
             }
             Change::Address(AddressChange::Add(address)) => {
-                self.addresses.insert(address);
+                self.addresses.insert(address, true);
             }
             Change::Address(AddressChange::Remove(address)) => {
                 self.addresses.remove(&address);
@@ -284,10 +285,12 @@ pub(super) fn differences(
                 server_changes(socket, wanted, programmed.servers.get(&socket), &mut changes);
             }
             Key::Address(address) => {
-                match (wanted.addresses.contains_key(&address), programmed.addresses.contains(&address)) {
-                    (true, false) => changes.push(Change::Address(AddressChange::Add(address))),
-                    (false, true) => changes.push(Change::Address(AddressChange::Remove(address))),
-                    (true, true) | (false, false) => {}
+                match (wanted.addresses.contains_key(&address), programmed.addresses.get(&address)) {
+                    (true, None | Some(false)) => {
+                        changes.push(Change::Address(AddressChange::Add(address)));
+                    }
+                    (false, Some(_)) => changes.push(Change::Address(AddressChange::Remove(address))),
+                    (true, Some(true)) | (false, None) => {}
                 }
             }
             Key::Member(set, member) => {

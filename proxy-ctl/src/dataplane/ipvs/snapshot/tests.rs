@@ -20,7 +20,7 @@ fn objects() -> KernelObjects {
     let itself = Member::SocketAndNetwork(socket("10.244.0.1:8080"), ip("10.244.0.1").into());
     KernelObjects {
         servers: sockets.into_iter().map(|socket| (socket, server.clone())).collect(),
-        addresses: [ip("10.96.0.1")].into(),
+        addresses: [(ip("10.96.0.1"), true)].into(),
         members: [
             (set(SetRole::ClusterIp), Member::Socket(sockets[0])),
             (set(SetRole::NodePort(Protocol::Tcp)), Member::Port(30_080)),

@@ -109,6 +109,17 @@ fn what_is_written_is_not_written_again() {
     assert_eq!(differences(&wanted, &objects, keys), []);
 }
 
+#[test]
+fn an_address_that_kube_proxy_has_added_becomes_as_ours() {
+    let wanted = wanted(&[("default/web", web(&[ONE]))]);
+    let mut objects = written(&wanted);
+    objects.addresses.values_mut().for_each(|is_ours| *is_ours = false);
+    let changes = differences(&wanted, &objects, wanted.keys());
+    assert_eq!(shown(&changes), ["bind 10.96.0.1"]);
+    changes.into_iter().for_each(|change| objects.record(change));
+    assert_eq!(objects, written(&wanted));
+}
+
 #[rstest]
 #[case::tcp_goes_on(Protocol::Tcp, true, Some("drain 10.244.1.1:8080"))]
 #[case::tcp_that_goes_on_is_left(Protocol::Tcp, false, None)]
@@ -193,5 +204,5 @@ fn destinations_that_are_drained_are_known() {
     assert_eq!(objects.draining().collect::<Vec<_>>(), [at]);
     objects.record(Change::Server(ServerChange::RemoveDestination(at, OTHER.parse().unwrap())));
     assert_eq!(objects.draining().count(), 0);
-    assert_eq!(objects.addresses, [ip("10.96.0.1")].into());
+    assert_eq!(objects.addresses, [(ip("10.96.0.1"), true)].into());
 }

@@ -105,9 +105,20 @@ impl Policy {
 }
 
 impl ServiceView {
+    /// The mode does not know whose it is.
+    fn is_unnamed(&self) -> bool {
+        self.namespace.is_empty()
+    }
+
     fn title(&self) -> String {
         let Self { namespace, name, port, .. } = self;
-        if port.is_empty() { format!("{namespace}/{name}") } else { format!("{namespace}/{name}:{port}") }
+        if self.is_unnamed() {
+            name.clone()
+        } else if port.is_empty() {
+            format!("{namespace}/{name}")
+        } else {
+            format!("{namespace}/{name}:{port}")
+        }
     }
 
     /// `wanted`: `[NAMESPACE/]NAME[:PORT]`.
@@ -125,6 +136,9 @@ impl ServiceView {
 const NOTHING_SERVED: &str = "No services are programmed. Start the controller with `proxy-ctl run --manifests DIR` or with a kubeconfig; \
      `proxy-ctl status` tells whether one runs.\n";
 
+/// Mode ipvs.
+const UNNAMED: &str = "Listed by address: IPVS keeps no names of Services.\n";
+
 pub(super) fn services(services: &[ServiceView]) -> String {
     if services.is_empty() {
         return NOTHING_SERVED.to_owned();
@@ -140,7 +154,11 @@ pub(super) fn services(services: &[ServiceView]) -> String {
             service.policy.text().to_owned(),
         ]
     });
-    table(["SERVICE", "PROTOCOL", "FRONTENDS", "LOCAL/ALL ENDPOINTS", "POLICY"], rows)
+    let mut text = table(["SERVICE", "PROTOCOL", "FRONTENDS", "LOCAL/ALL ENDPOINTS", "POLICY"], rows);
+    if services.iter().any(ServiceView::is_unnamed) {
+        text.push_str(UNNAMED);
+    }
+    text
 }
 
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
@@ -403,6 +421,19 @@ mod tests {
             ["kube-system/kube-dns:dns", "UDP", "10.96.0.10:53", "1/3", "external", "Local"]
         );
         assert_eq!(lines[2], ["node", "port", "30053"]);
+    }
+
+    #[test]
+    fn a_service_without_a_name() {
+        let unnamed = ServiceView {
+            namespace: String::new(),
+            name: "10.96.0.10:53".into(),
+            port: String::new(),
+            ..dns()
+        };
+        let text = services(&[unnamed]);
+        assert!(text.contains("\n10.96.0.10:53 ") && text.ends_with(UNNAMED), "{text}");
+        assert!(!services(&[dns()]).contains(UNNAMED));
     }
 
     #[test]

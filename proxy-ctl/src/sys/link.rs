@@ -234,7 +234,11 @@ mod tests {
     fn as_root_an_address_is_no_source_of_what_is_sent_to_others(#[case] before: Option<&str>) {
         unshare(CloneFlags::CLONE_NEWNET).unwrap();
         ip("link set lo up");
-        for pair in ["uplink type veth peer name beyond", "pod type veth peer name podside", "held type veth peer name none"] {
+        for pair in [
+            "uplink type veth peer name beyond",
+            "pod type veth peer name podside",
+            "held type veth peer name none",
+        ] {
             ip(&format!("link add {pair}"));
         }
         ["uplink", "beyond", "pod", "podside"].iter().for_each(|name| ip(&format!("link set {name} up")));

@@ -7,7 +7,7 @@ use behaviour::{
     case::{Case, Variant},
     cases, not_yet, proxy,
     setting::{PathKind, ProxyKind, Setting},
-    way_back,
+    table, way_back,
     world::World,
 };
 use clap::{Parser, ValueEnum as _};
@@ -27,6 +27,9 @@ struct Selection {
     /// Paths to test [default: all]
     #[arg(long, value_enum)]
     path: Vec<PathKind>,
+    /// TCP over IPv4 and UDP over IPv6 only
+    #[arg(long)]
+    lean: bool,
     /// Show what the proxies wrote last with each failure
     #[arg(long)]
     logs: bool,
@@ -41,10 +44,11 @@ fn main() -> ExitCode {
     let proxies = if arguments.proxy.is_empty() { vec![ProxyKind::Ebpf] } else { arguments.proxy };
     let paths = if arguments.path.is_empty() { PathKind::value_variants().to_vec() } else { arguments.path };
     let cases: Vec<&Case> = cases::all().filter(|case| case.core || !arguments.core).collect();
+    let variants = table::variants(arguments.lean);
     let settings = Setting::matching(&proxies, &paths);
     let mut all: Vec<Trial> = Vec::new();
     for setting in settings {
-        all.extend(trials(setting, &cases, arguments.logs));
+        all.extend(trials(setting, &cases, &variants, arguments.logs));
         if !arguments.core && way_back::concerns(setting) {
             all.extend(way_back_trials(setting));
         }
@@ -61,12 +65,15 @@ fn way_back_trials(setting: Setting) -> Vec<Trial> {
 }
 
 /// Each setting has a lab of its own.
-fn trials(setting: Setting, cases: &[&'static Case], logs: bool) -> Vec<Trial> {
+fn trials(setting: Setting, cases: &[&'static Case], chosen: &[Variant], logs: bool) -> Vec<Trial> {
     let lab = Shared::new(move || match proxy::missing_for(setting.proxy)? {
         Some(reason) => Ok(Err(reason)),
         None => World::new(setting).map(Ok),
     });
-    let variants = |case: &'static Case| case.variants.list().into_iter().map(move |variant| (case, variant));
+    let variants = |case: &'static Case| {
+        let variants = case.variants.list().into_iter().filter(|variant| chosen.contains(variant));
+        variants.map(move |variant| (case, variant))
+    };
     lab.trials(cases.iter().copied().flat_map(variants).map(|(case, variant)| {
         Scenario::new(format!("{setting}: {} ({variant})", case.name), move |world| {
             judge(case, world, variant).map_err(|error| match logs {

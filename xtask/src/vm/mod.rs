@@ -75,6 +75,24 @@ impl TestedMode {
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Extent {
+    /// The core scenarios
+    Core,
+    /// with one protocol of each family.
+    Lean,
+}
+
+impl Extent {
+    /// Flags of the behaviour scenarios.
+    const fn flags(self) -> &'static str {
+        match self {
+            Self::Core => "--core",
+            Self::Lean => "--core --lean",
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Machine {
     kernel: Kernel,
     arch: Architecture,
@@ -125,7 +143,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     setup::run_setup()?;
     let machine = Machine { kernel: arguments.kernel, arch: arguments.arch, mode: arguments.mode };
     machine.provide()?;
-    let status = machine.command(&arguments.filter)?.status().context("starting the virtual machine")?;
+    let status =
+        machine.command(Extent::Core, &arguments.filter)?.status().context("starting the virtual machine")?;
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -152,15 +171,23 @@ impl Machine {
         }
     }
 
-    /// The core scenarios; of mode ebpf those of both paths.
+    /// The core scenarios: of mode ebpf those of both paths, of mode ipvs with one protocol of each family.
     pub(crate) fn suite(self) -> Result<Suite> {
-        Ok(Suite { name: self.name(), kind: Kind::Tests, command: self.command("")? })
+        Ok(Suite { name: self.name(), kind: Kind::Tests, command: self.command(self.extent(), "")? })
+    }
+
+    /// Every run of the tests waits for the machine of mode ipvs.
+    const fn extent(self) -> Extent {
+        match self.mode {
+            TestedMode::Ebpf => Extent::Core,
+            TestedMode::Ipvs => Extent::Lean,
+        }
     }
 
     /// Downloads what is missing; the command runs the core scenarios whose names contain `filter`.
-    fn command(self, filter: &str) -> Result<Command> {
+    fn command(self, extent: Extent, filter: &str) -> Result<Command> {
         match self.arch {
-            Architecture::Amd64 => command(self.kernel, self.mode, filter),
+            Architecture::Amd64 => command(self.kernel, self.mode, extent, filter),
             Architecture::Arm64 if self.mode == TestedMode::Ipvs => {
                 bail!("mode ipvs is tested on amd64 only")
             }
@@ -169,7 +196,7 @@ impl Machine {
     }
 }
 
-fn command(kernel: Kernel, mode: TestedMode, filter: &str) -> Result<Command> {
+fn command(kernel: Kernel, mode: TestedMode, extent: Extent, filter: &str) -> Result<Command> {
     let vng = virtme()?;
     let image = image(kernel)?;
     let (behaviour, tests) = programs()?;
@@ -182,8 +209,9 @@ fn command(kernel: Kernel, mode: TestedMode, filter: &str) -> Result<Command> {
     };
     let inside = format!(
         "mount -t bpf bpf /sys/fs/bpf 2>/dev/null; ip link set lo up; uname -r; failed=0; {own_tests} \
-         LAB_PATIENCE=10 {} --core {} '{filter}' || failed=1; exit $failed",
+         LAB_PATIENCE=10 {} {} {} '{filter}' || failed=1; exit $failed",
         behaviour.display(),
+        extent.flags(),
         mode.flags()
     );
     // The guest's own redirections lose what was written before, so the pipe is on this side.

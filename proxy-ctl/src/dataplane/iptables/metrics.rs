@@ -7,7 +7,7 @@ use super::{
     writer::{Failures, Writer},
 };
 use crate::{
-    dataplane::{Labels, MetricFamily},
+    dataplane::{Labels, MetricFamily, netfilter::metrics},
     model::objects::IpFamily,
 };
 
@@ -52,11 +52,7 @@ pub(super) fn families(counts: &[Counts]) -> Vec<MetricFamily> {
         }
     };
     vec![
-        counter(
-            "kubeproxy_sync_proxy_rules_iptables_restore_failures",
-            "Runs of iptables-restore that failed",
-            |of| of.failures.all,
-        ),
+        metrics::restore_failures(counts.iter().map(|of| (of.family, of.failures.all))),
         counter(
             "kubeproxy_sync_proxy_rules_iptables_partial_restore_failures",
             "Runs of iptables-restore that failed and were for some service ports only",

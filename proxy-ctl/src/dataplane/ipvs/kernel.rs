@@ -1,9 +1,6 @@
 //! Reads and writes the kernel's virtual servers, sets and addresses.
 
-use std::{
-    collections::BTreeMap,
-    net::IpAddr,
-};
+use std::{collections::BTreeMap, net::IpAddr};
 
 use ipnet::IpNet;
 

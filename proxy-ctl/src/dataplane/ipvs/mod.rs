@@ -19,7 +19,7 @@ use self::{
 };
 use super::{
     Applied, Dataplane, Host, MetricFamily, Programmed, Removed, Snapshot, TableUsage, Unsupported, Usage,
-    entry::Entry,
+    entry::Entry, netfilter::metrics,
 };
 use crate::{
     config::{self, Config, RequestedMode},
@@ -211,7 +211,7 @@ impl IpvsDataplane {
 
     fn write_rules(&mut self, failures: &mut Failures) -> u64 {
         let mut count = 0;
-        for rules in &self.family_rules {
+        for rules in &mut self.family_rules {
             let family = rules.family;
             let chains = rules::chains(family, &self.site.host, self.wanted.closed_to_node());
             if self.chains.get(&family) == Some(&chains) {
@@ -309,7 +309,8 @@ impl Dataplane for IpvsDataplane {
     }
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
-        Ok(Vec::new())
+        let counts = self.family_rules.iter().map(|rules| (rules.family, rules.failures));
+        Ok(vec![metrics::restore_failures(counts)])
     }
 
     fn min_interval(&self, configured: Duration) -> Duration {

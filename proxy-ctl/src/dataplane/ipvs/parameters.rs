@@ -1,4 +1,5 @@
-//! Kernel parameters that this mode needs, as kube-proxy sets them. Written only where they differ.
+//! Kernel parameters that this mode needs, as kube-proxy sets them. Written only where they differ, and
+//! left in place as kube-proxy does: others on the node ask for the same.
 
 use std::{
     fs, io,

@@ -18,6 +18,8 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct FamilyRules {
     pub(super) family: IpFamily,
+    /// Runs of iptables-restore that failed.
+    pub(super) failures: u64,
     tools: Tools,
 }
 
@@ -31,13 +33,13 @@ impl FamilyRules {
                 IpFamily::Ipv4 => Tools::find(TableFamily::Ipv4, backend),
                 IpFamily::Ipv6 => Tools::find(TableFamily::Ipv6, backend).filter(|_| has_ipv6),
             };
-            Some(Self { family, tools: tools? })
+            Some(Self { family, failures: 0, tools: tools? })
         };
         Ok(IpFamily::ALL.into_iter().filter_map(open).collect())
     }
 
     /// Makes the rules as `chains` says; answers how many tables were written.
-    pub(super) fn write(&self, chains: &Chains) -> Result<u64, Error> {
+    pub(super) fn write(&mut self, chains: &Chains) -> Result<u64, Error> {
         let mut text = String::new();
         let mut count = 0;
         for table in rules::TABLES {
@@ -48,7 +50,7 @@ impl FamilyRules {
             }
         }
         if count > 0 {
-            self.tools.restore(&text)?;
+            self.tools.restore(&text).inspect_err(|_| self.failures += 1)?;
         }
         Ok(count)
     }
@@ -107,7 +109,7 @@ mod tests {
         )]
         local_traffic: LocalTraffic,
     ) {
-        let Some(rules) = with_sets(family) else { return };
+        let Some(mut rules) = with_sets(family) else { return };
         let chains = |bit| {
             let host = Host { masquerade_bit: bit, ..host(local_traffic.clone()) };
             rules::chains(family, &host, std::iter::empty())
@@ -127,7 +129,7 @@ mod tests {
     #[case::ipv6(IpFamily::Ipv6, "[2001:db8::80]:80")]
     #[ignore = "needs root"]
     fn as_root_rules_of_ipvs_are_read_back_as_they_are(#[case] family: IpFamily, #[case] closed: &str) {
-        let Some(rules) = with_sets(family) else { return };
+        let Some(mut rules) = with_sets(family) else { return };
         if Ipvs::open().unwrap().is_none() {
             println!("skipped: the kernel's ip_vs (CONFIG_IP_VS) is not loaded");
             return;
@@ -145,7 +147,9 @@ mod tests {
         unshare(CloneFlags::CLONE_NEWNET).unwrap();
         // The sets are not there.
         let chains = rules::chains(IpFamily::Ipv4, &host(cidrs()), std::iter::empty());
-        let error = FamilyRules::open().unwrap()[0].write(&chains).unwrap_err().to_string();
+        let rules = &mut FamilyRules::open().unwrap()[0];
+        let error = rules.write(&chains).unwrap_err().to_string();
         assert!(error.contains("-restore: ") && error.contains("KUBE-"), "{error}");
+        assert_eq!(rules.failures, 1);
     }
 }

@@ -147,6 +147,30 @@ fn as_root_connections_to_an_endpoint_that_goes_live_on_and_it_comes_back_as_it_
 
 #[test]
 #[ignore = "needs root"]
+fn as_root_a_service_port_that_the_kernel_refuses_is_named_and_its_neighbours_are_served() {
+    let Some(mut dataplane) = node(&config::Ipvs::default()) else { return };
+    let listener = TcpListener::bind((ip(ENDPOINTS[0]), 8080)).unwrap();
+    let mut model = model(&ENDPOINTS[..1]);
+    model.apply_service(service("default/odd", &["10.96.0.2"]));
+    // A group is no destination of IPVS.
+    let odd = |endpoint| slice("default/odd-1", "odd", vec![local(endpoint)]);
+    model.apply_slice(odd("224.0.0.1"));
+    let refused = dataplane.resync(&model.take_changes().changed).unwrap_err().to_string();
+    assert!(refused.contains("1 writes failed") && refused.contains("default/odd"), "{refused}");
+    let _client = TcpStream::connect((CLUSTER_IP, 80)).unwrap();
+    listener.accept().unwrap();
+
+    model.apply_slice(odd(ENDPOINTS[0]));
+    dataplane.apply(&model.take_changes()).unwrap();
+    let _client = TcpStream::connect(("10.96.0.2", 80)).unwrap();
+    listener.accept().unwrap();
+    let families = dataplane.metrics().unwrap();
+    let counted = |family: &MetricFamily| family.samples.iter().map(|(_, count)| *count).sum();
+    assert_eq!(families.iter().map(counted).collect::<Vec<u64>>(), [0]);
+}
+
+#[test]
+#[ignore = "needs root"]
 fn as_root_a_service_without_endpoints_and_an_unknown_port_of_an_address_refuse() {
     let Some(mut dataplane) = node(&config::Ipvs::default()) else { return };
     let everywhere = TcpListener::bind(("0.0.0.0", 81)).unwrap();

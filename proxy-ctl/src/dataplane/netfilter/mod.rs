@@ -1,6 +1,7 @@
 //! What the modes that stand on netfilter (nftables, iptables, ipvs) share. Pure.
 
 mod hash;
+pub(super) mod metrics;
 mod policy;
 pub(super) mod requirements;
 

@@ -38,6 +38,7 @@ pub(super) fn host(network: &NodeNetwork, config: &Config, node: Option<&Node>) 
             | RequestedMode::Ipvs
             | RequestedMode::Userspace => config.iptables.masquerade_bit,
         },
+        shares_addresses: false,
     }
 }
 

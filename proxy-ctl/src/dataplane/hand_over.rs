@@ -68,6 +68,11 @@ const fn can_be_handed_over(unsupported: &Unsupported) -> bool {
     }
 }
 
+/// The node as the mode beside sees it.
+fn of_beside(host: &Host) -> Host {
+    Host { shares_addresses: true, ..host.clone() }
+}
+
 impl HandOver {
     pub(super) fn new(primary: Box<dyn Dataplane>, beside: Box<dyn ModeBeside>) -> Self {
         Self {
@@ -125,7 +130,7 @@ impl HandOver {
                     let opened = self.opened.insert(dataplane);
                     tracing::info!(mode = %self.beside.mode(), "serves what the mode at work cannot");
                     if let Some(host) = &self.host {
-                        *applied += opened.set_host(host)?;
+                        *applied += opened.set_host(&of_beside(host))?;
                     }
                     let all: Vec<_> = self.handed.values().cloned().collect();
                     *applied += opened.resync(&all)?;
@@ -257,7 +262,9 @@ impl Dataplane for HandOver {
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
         self.host = Some(host.clone());
-        let beside = self.opened.as_mut().map_or(Ok(Applied::default()), |opened| opened.set_host(host));
+        let beside = &mut self.opened;
+        let beside =
+            beside.as_mut().map_or(Ok(Applied::default()), |opened| opened.set_host(&of_beside(host)));
         let mut applied = self.primary.set_host(host)?;
         applied += beside?;
         Ok(applied)

@@ -33,6 +33,8 @@ pub struct Host {
     pub masquerade_all: bool,
     /// Bit of the packet mark that asks for masquerading, in modes that use one.
     pub masquerade_bit: u8,
+    /// Another mode serves other ports of the same addresses: a port of a cluster IP that is not known may be its.
+    pub shares_addresses: bool,
 }
 
 /// By what traffic of pods is told from traffic of outside clients.

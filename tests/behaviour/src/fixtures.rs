@@ -89,6 +89,8 @@ pub const DATAGRAMS: ServiceFixture = service("datagrams", 27, &["web-1"]).node_
 pub const HEALTH_CHECKED: ServiceFixture = service("health-checked", 28, &["web-1"]).external_local();
 /// What scenarios about SCTP write.
 pub const SCTP: ServiceFixture = service("sctp", 29, &["web-1", "web-2"]).node_port(30_087);
+/// What scenarios about source ranges, and ports of several protocols, write.
+pub const GUARDED: ServiceFixture = service("guarded", 30, &["web-1", "web-2"]);
 /// What scenarios change.
 pub const CHANGING: ServiceFixture = service("changing", 25, &["web-1", "web-2"]);
 

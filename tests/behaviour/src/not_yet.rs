@@ -16,7 +16,6 @@ const NOT_YET: &[(&str, &str)] = &[
     ("masqueradeAll: outside to cluster IP", CLUSTER_IP_FROM_OUTSIDE),
     ("pods are known by a bridge: outside to cluster IP", CLUSTER_IP_FROM_OUTSIDE),
     ("pods are known by the node's range: outside to cluster IP", CLUSTER_IP_FROM_OUTSIDE),
-    ("SCTP: every client reaches every endpoint", "SCTP is not built yet"),
 ];
 
 const AFFINITY: &str = "session affinity is not built yet";

@@ -46,9 +46,32 @@ struct Arguments {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 pub(crate) enum Proxy {
+    /// proxy-ctl in mode ebpf
     Ebpf,
+    /// proxy-ctl in mode nftables
+    Nftables,
+    /// The real kube-proxy in mode iptables
     KubeProxyIptables,
+    /// The real kube-proxy in mode nftables
     KubeProxyNftables,
+}
+
+impl Proxy {
+    pub(crate) const fn is_kube_proxy(self) -> bool {
+        match self {
+            Self::Ebpf | Self::Nftables => false,
+            Self::KubeProxyIptables | Self::KubeProxyNftables => true,
+        }
+    }
+
+    /// As the configuration names it.
+    pub(crate) const fn mode(self) -> &'static str {
+        match self {
+            Self::Ebpf => "ebpf",
+            Self::Nftables | Self::KubeProxyNftables => "nftables",
+            Self::KubeProxyIptables => "iptables",
+        }
+    }
 }
 
 fn main() -> Result<()> {
@@ -89,8 +112,9 @@ fn main() -> Result<()> {
     subject.start(&lab)?;
     change::wait_for(&client, "server-a", Duration::from_secs(1800))?;
     println!("first connection after the start of the process: {:.0} ms", millis(started.elapsed()));
-    if arguments.proxy == Proxy::Ebpf {
-        report(&subject.metrics()?);
+    match arguments.proxy.is_kube_proxy() {
+        true => println!("  resident memory: {:.1} MB at most", subject.peak_resident_bytes()? / 1e6),
+        false => report(&subject.metrics()?),
     }
 
     let times = server.run(async |api| change::measure(&api, &client, addresses, arguments.rounds).await)?;
@@ -101,7 +125,7 @@ fn main() -> Result<()> {
         millis(times.get(times.len() / 2).copied().unwrap_or_default()),
         millis(times.last().copied().unwrap_or_default()),
     );
-    if arguments.proxy == Proxy::Ebpf {
+    if !arguments.proxy.is_kube_proxy() {
         subject.kill()?;
         subject.start(&lab)?;
         let metrics = subject.metrics()?;

@@ -40,7 +40,7 @@ fn sum(text: &str, name: &str) -> Option<f64> {
 }
 
 /// VmHWM, in bytes.
-fn peak(process: u32) -> Result<f64> {
+pub(crate) fn peak(process: u32) -> Result<f64> {
     let path = format!("/proc/{process}/status");
     let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).context("no VmHWM")?;

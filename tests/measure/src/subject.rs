@@ -13,7 +13,10 @@ use control_plane::binaries::Program;
 use lab::{Agent, Lab, cluster::node_name, wait};
 use serde_json::json;
 
-use crate::{Proxy, metrics::Metrics};
+use crate::{
+    Proxy,
+    metrics::{self, Metrics},
+};
 
 const METRICS_PORT: u16 = 10_249;
 
@@ -33,15 +36,14 @@ impl Subject {
         kubeconfig: &Path,
     ) -> Result<Self> {
         let node = node_name(1);
-        let (program, mode) = match proxy {
-            Proxy::Ebpf => (proxy_ctl.map_or_else(|| lab::program("proxy-ctl"), Ok)?, "ebpf"),
-            Proxy::KubeProxyIptables => (Program::KubeProxy.path()?, "iptables"),
-            Proxy::KubeProxyNftables => (Program::KubeProxy.path()?, "nftables"),
+        let program = match proxy.is_kube_proxy() {
+            true => Program::KubeProxy.path()?,
+            false => proxy_ctl.map_or_else(|| lab::program("proxy-ctl"), Ok)?,
         };
         let mut configuration = json!({
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
             "kind": "KubeProxyConfiguration",
-            "mode": mode,
+            "mode": proxy.mode(),
             "hostnameOverride": node,
             "clientConnection": {"kubeconfig": kubeconfig},
             "conntrack": {"maxPerCore": 0},
@@ -73,6 +75,10 @@ impl Subject {
             process.wait().context("waiting for the proxy")?;
         }
         Ok(())
+    }
+
+    pub(crate) fn peak_resident_bytes(&self) -> Result<f64> {
+        metrics::peak(self.process.as_ref().context("the proxy is not running")?.id())
     }
 
     /// Once the first sync is over.

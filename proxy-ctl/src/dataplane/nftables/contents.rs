@@ -6,11 +6,11 @@ use rustc_hash::FxHashMap;
 
 use super::{
     frame::{COMMENT, definition},
-    language::Language,
+    language::{Language, address_bytes, hairpin_key},
     names::{PortChain, PortNames},
     objects::{ElementId, ElementValue, Objects, RuleDigest, Set},
     plan::Existing,
-    slots,
+    slots, snapshot,
 };
 use crate::{
     leftovers::names::NFTABLES_TABLE as TABLE,
@@ -93,20 +93,32 @@ impl Contents {
         Existing { sets, chains, elements, shared: Vec::new() }
     }
 
-    /// Takes out all that is there of a service port, whatever it is.
-    pub(super) fn take_all(&mut self, name: &ServicePortName) {
-        let names = PortNames::new(name);
+    /// Takes out all that is there of a service port, whatever it is. Returns the elements that it shares with others, which stay.
+    pub(super) fn take_all(&mut self, name: &ServicePortName) -> Vec<ElementId> {
+        let (names, mut shared) = (PortNames::new(name), Vec::new());
         for chain in [PortChain::Service, PortChain::Local, PortChain::External, PortChain::Firewall] {
             let Some(chain) = self.chains.remove(&names.chain(chain)) else { continue };
             let Some((first, count)) = chain.slots else { continue };
             for slot in first..first.saturating_add(count) {
                 let (set, key) = (Set::Endpoints(slots::map_of(first)), slot.to_ne_bytes().to_vec());
-                self.elements.remove(&ElementId { set, key });
+                let endpoint = self.elements.remove(&ElementId { set, key });
+                let endpoint = endpoint.as_ref().and_then(|value| snapshot::endpoint(value, name.family));
+                if let Some((address, true)) = endpoint {
+                    let key = hairpin_key(address.ip(), name.protocol, address.port());
+                    shared.push(ElementId { set: Set::HairpinConnections, key });
+                }
             }
         }
         self.sets.remove(&Set::own(names.affinity()));
         let comment = name.to_string();
-        self.elements.retain(|_, value| user_data::comment(&value.user_data) != Some(comment.as_str()));
+        self.elements.retain(|id, value| {
+            let is_own = user_data::comment(&value.user_data) == Some(comment.as_str());
+            if is_own && let Some(address) = snapshot::cluster_ip(id, value, name.family) {
+                shared.push(ElementId { set: Set::ClusterIps, key: address_bytes(address) });
+            }
+            !is_own
+        });
+        shared
     }
 
     pub(super) fn slots_of(&self, names: &PortNames, chain: PortChain) -> Option<(u32, u32)> {

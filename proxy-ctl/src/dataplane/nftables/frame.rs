@@ -52,6 +52,7 @@ impl Context {
             local_traffic: host.local_traffic.clone(),
             masquerade_all: host.masquerade_all,
             masquerade_bit: host.masquerade_bit,
+            shares_addresses: host.shares_addresses,
             ..Host::default()
         };
         Self { language: Language { family }, host }
@@ -158,6 +159,7 @@ pub(super) fn chains(context: &Context) -> Vec<FrameChain> {
         |set: Set| rule([is_node_port_address(context), Language::verdict_of_port(&set.name())]);
     let reject = || vec![Expression::Reject { family: language.table_family() }];
     let is_cluster_ip = || language.destination_in(&Set::ClusterIps.name());
+    let no_service = || rule([is_cluster_ip(), vec![goto(REJECT)]]).comment("ports that no Service has");
     vec![
         inner(REJECT, vec![rule([reject()])]),
         inner(MARK_OUTSIDERS, mark_outsiders(context)),
@@ -194,10 +196,7 @@ pub(super) fn chains(context: &Context) -> Vec<FrameChain> {
         inner(FIREWALL_CHECK, vec![verdict_of(Set::FirewallIps)]),
         inner(SERVICE_ENDPOINTS_CHECK, vec![verdict_of(Set::NoEndpointServices)]),
         inner(NODE_PORT_ENDPOINTS_CHECK, vec![verdict_of_node_port(Set::NoEndpointNodePorts)]),
-        inner(
-            CLUSTER_IPS_CHECK,
-            vec![rule([is_cluster_ip(), vec![goto(REJECT)]]).comment("ports that no Service has")],
-        ),
+        inner(CLUSTER_IPS_CHECK, if context.host.shares_addresses { Vec::new() } else { vec![no_service()] }),
         base(
             "filter-prerouting-pre-dnat",
             filter,

@@ -270,6 +270,13 @@ pub(super) fn rule(parts: impl IntoIterator<Item = Vec<Expression>>) -> super::o
 }
 
 /// Bytes of an address.
+pub(super) const fn address_length(family: IpFamily) -> usize {
+    match family {
+        IpFamily::Ipv4 => 4,
+        IpFamily::Ipv6 => 16,
+    }
+}
+
 pub(super) fn address_bytes(address: IpAddr) -> Vec<u8> {
     match address {
         IpAddr::V4(address) => address.octets().to_vec(),

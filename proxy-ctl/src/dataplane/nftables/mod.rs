@@ -4,6 +4,7 @@
 //! (`objects`). `plan` turns the difference between what is there and what must be there into one transaction; `table` keeps what is
 //! programmed and commits. `contents` reads a table that is there, `snapshot` says what it serves.
 
+mod affinity;
 mod contents;
 mod error;
 mod frame;
@@ -20,7 +21,7 @@ mod table;
 mod tests;
 mod trial;
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use prometheus_client::metrics::MetricType;
 
@@ -63,7 +64,7 @@ pub(super) const ENTRY: Entry = Entry {
         None => Ok(None),
     },
     controller: |_| NamespaceLock::holder(LOCK),
-    cleanup: |_: &Path| Ok(cleanup()?),
+    cleanup: |_, _| Ok(cleanup()?),
 };
 
 /// The tables of this network namespace. Dropping it leaves them in place.

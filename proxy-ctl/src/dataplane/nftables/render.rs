@@ -13,7 +13,7 @@ use super::{
 use crate::{
     dataplane::netfilter::{ClientPolicy, EndpointSet, Masquerade, Outcome, PortPolicy},
     model::{
-        desired::{DesiredPort, Frontend, FrontendKind},
+        desired::{DesiredPort, Endpoint, Frontend, FrontendKind},
         objects::TrafficPolicy,
     },
     sys::nftables::{ElementData, Expression, Register, SetOperation, Side, Verdict, user_data},
@@ -52,6 +52,13 @@ pub(super) fn room(port: &DesiredPort, context: &Context) -> Room {
     let port = Port::new(port, context);
     let count = |chain| port.list(chain).map_or(0, <[u32]>::len);
     Room { cluster: count(PortChain::Service), local: count(PortChain::Local) }
+}
+
+/// The endpoints that some client gets; some twice.
+pub(super) fn used<'a>(port: &'a DesiredPort, context: &'a Context) -> impl Iterator<Item = &'a Endpoint> {
+    let of_port = Port::new(port, context);
+    let lists = [PortChain::Service, PortChain::Local].map(|chain| of_port.list(chain).unwrap_or_default());
+    lists.into_iter().flatten().filter_map(|index| port.endpoints.all.get(*index as usize))
 }
 
 pub(super) fn render(port: &DesiredPort, context: &Context, placement: Placement) -> Objects {

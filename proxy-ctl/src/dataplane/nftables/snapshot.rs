@@ -9,9 +9,9 @@ use super::{
     contents::{self, Contents, Found},
     error::Error,
     frame::COMMENT,
-    language::Language,
+    language::{Language, address_length},
     names::{PortChain, PortNames},
-    objects::{ElementId, Set},
+    objects::{ElementId, ElementValue, Set},
     render::{FACTS, Facts, LOCAL},
     slots,
 };
@@ -149,26 +149,28 @@ fn service(contents: &Contents, name: ServicePortName, facts: Facts) -> ServiceS
 fn endpoints(contents: &Contents, slots: Option<(u32, u32)>, family: IpFamily) -> Vec<EndpointSnapshot> {
     let Some((first, count)) = slots else { return Vec::new() };
     let set = Set::Endpoints(slots::map_of(first));
-    let endpoint = |slot: u32| {
+    let at = |slot: u32| {
         let id = ElementId { set: set.clone(), key: slot.to_ne_bytes().to_vec() };
-        let value = contents.elements.get(&id)?;
-        let ElementData::Value(bytes) = &value.data else { return None };
-        let address = address(bytes, family)?;
-        let port = bytes.get(address_length(family)..)?.first_chunk()?;
-        Some(EndpointSnapshot {
-            address: SocketAddr::new(address, u16::from_be_bytes(*port)),
-            local: user_data::comment(&value.user_data) == Some(LOCAL),
-            backend: 0,
-        })
+        let (address, local) = endpoint(contents.elements.get(&id)?, family)?;
+        Some(EndpointSnapshot { address, local, backend: 0 })
     };
-    (first..first.saturating_add(count)).filter_map(endpoint).collect()
+    (first..first.saturating_add(count)).filter_map(at).collect()
 }
 
-const fn address_length(family: IpFamily) -> usize {
-    match family {
-        IpFamily::Ipv4 => 4,
-        IpFamily::Ipv6 => 16,
-    }
+/// From the element of a map of endpoints: where it is, and whether that is this node.
+pub(super) fn endpoint(value: &ElementValue, family: IpFamily) -> Option<(SocketAddr, bool)> {
+    let ElementData::Value(bytes) = &value.data else { return None };
+    let port = bytes.get(address_length(family)..)?.first_chunk()?;
+    let address = SocketAddr::new(address(bytes, family)?, u16::from_be_bytes(*port));
+    Some((address, user_data::comment(&value.user_data) == Some(LOCAL)))
+}
+
+/// From an element of any set: the cluster IP, if it is a frontend with one.
+pub(super) fn cluster_ip(id: &ElementId, value: &ElementValue, family: IpFamily) -> Option<IpAddr> {
+    let has_address = matches!(id.set, Set::ServiceIps | Set::NoEndpointServices);
+    let is_internal =
+        user_data::get(&value.user_data, FACTS).and_then(Facts::read).is_some_and(|facts| !facts.external);
+    if has_address && is_internal { address(&id.key, family) } else { None }
 }
 
 /// The address that begins these bytes.

@@ -9,6 +9,7 @@ use std::{
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{
+    affinity,
     contents::{self, Contents, Found},
     error::{Error, RefusedPorts},
     frame::{self, COMMENT, Context},
@@ -72,6 +73,25 @@ struct Plan {
     fresh: Option<Fresh>,
 }
 
+impl Plan {
+    /// Service ports with affinity whose rules to balance are written anew, and whose clients may be remembered from before.
+    fn rebalanced(&self) -> Vec<Arc<DesiredPort>> {
+        let Steps { sets, revived, rules, .. } = &self.steps;
+        let is_revived =
+            |set: &Set| revived.iter().any(|one| matches!(one, Retired::Set(name) if name == set));
+        let is_new = |owner: usize| {
+            let mut own = sets.iter().filter(|(of, ..)| *of == Some(owner));
+            own.any(|(_, set, _)| matches!(set, Set::Own(_)) && !is_revived(set))
+        };
+        let written: BTreeSet<usize> = rules.iter().filter_map(|(owner, ..)| *owner).collect();
+        let placed =
+            written.into_iter().filter_map(|owner| Some((owner, self.placed.get(owner)?.1.as_ref()?)));
+        let ports =
+            placed.filter(|(owner, placed)| placed.port.affinity_seconds.is_some() && !is_new(*owner));
+        ports.map(|(_, placed)| Arc::clone(&placed.port)).collect()
+    }
+}
+
 /// What a plan of everything knows anew.
 struct Fresh {
     blocks: Blocks,
@@ -121,8 +141,8 @@ impl FamilyTable {
         let placed = self.ports.iter();
         let all: Vec<_> =
             placed.map(|(name, placed)| (name.clone(), Some(Arc::clone(&placed.port)))).collect();
-        let result =
-            self.transact(nftables, |table, refused| Ok(table.plan_changes(&all, &context, refused)));
+        let result = self
+            .transact(nftables, &context, |table, refused| Ok(table.plan_changes(&all, &context, refused)));
         self.context = context;
         result
     }
@@ -133,7 +153,7 @@ impl FamilyTable {
         changes: &[(ServicePortName, Option<Arc<DesiredPort>>)],
     ) -> Result<Applied, Error> {
         let context = self.context.clone();
-        self.transact(nftables, |table, refused| Ok(table.plan_changes(changes, &context, refused)))
+        self.transact(nftables, &context, |table, refused| Ok(table.plan_changes(changes, &context, refused)))
     }
 
     pub(super) fn resync(
@@ -141,8 +161,10 @@ impl FamilyTable {
         nftables: &NfTables,
         desired: &[Arc<DesiredPort>],
     ) -> Result<Applied, Error> {
-        let applied =
-            self.transact(nftables, |table, refused| table.plan_everything(nftables, desired, refused))?;
+        let context = self.context.clone();
+        let applied = self.transact(nftables, &context, |table, refused| {
+            table.plan_everything(nftables, desired, refused)
+        })?;
         self.known = true;
         Ok(applied)
     }
@@ -172,6 +194,7 @@ impl FamilyTable {
     fn transact(
         &mut self,
         nftables: &NfTables,
+        context: &Context,
         plan: impl Fn(&mut Self, &FxHashMap<ServicePortName, i32>) -> Result<Plan, Error>,
     ) -> Result<Applied, Error> {
         let mut refused_ports: FxHashMap<ServicePortName, i32> = FxHashMap::default();
@@ -181,7 +204,11 @@ impl FamilyTable {
             let refused = if batch.is_empty() { Vec::new() } else { nftables.commit(batch)? };
             if refused.is_empty() {
                 let applied = plan.steps.applied();
+                let rebalanced = plan.rebalanced();
                 self.took_place(plan);
+                for port in rebalanced {
+                    affinity::forget_others(nftables, &port, context)?;
+                }
                 return match refused_ports.len() {
                     0 => Ok(applied),
                     _ => Err(Error::Ports(RefusedPorts(refused_ports.into_iter().collect()))),
@@ -341,10 +368,10 @@ impl FamilyTable {
                 (held(PortChain::Service, wanted.cluster), held(PortChain::Local, wanted.local), wanted)
             })
             .collect();
-        let mut new_maps = BTreeSet::new();
+        let (mut new_maps, mut needed_by_refused) = (BTreeSet::new(), Vec::new());
         for (port, (cluster, local, wanted)) in desired.iter().zip(placements) {
             if refused.contains_key(&port.name) {
-                contents.take_all(&port.name);
+                needed_by_refused.extend(contents.take_all(&port.name));
                 continue;
             }
             let mut place = |held: Option<Slots>, count: usize| {
@@ -365,6 +392,9 @@ impl FamilyTable {
         plan.steps.share(&FxHashMap::default());
         // Of these some are there.
         plan.steps.added.retain(|(owner, id, _)| owner.is_some() || contents.elements.remove(id).is_none());
+        for id in &needed_by_refused {
+            contents.elements.remove(id);
+        }
         let Contents { chains, sets, elements } = contents;
         let chains = chains.into_iter().map(|(name, chain)| (name, chain.rules)).collect();
         plan.steps.remove(None, elements.into_keys(), chains, sets);

@@ -9,6 +9,7 @@ mod node_port;
 mod policy;
 mod restart;
 mod sctp;
+mod shared_service;
 mod sockets;
 mod surface;
 
@@ -27,5 +28,6 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(datagrams::CASES)
         .chain(affinity::CASES)
         .chain(sctp::CASES)
+        .chain(shared_service::CASES)
         .chain(restart::CASES)
 }

@@ -228,6 +228,13 @@ fn another_protocol_is_another_port() {
     assert_eq!(rules.fates(udp(NODE_PORT)), BTreeSet::from([Fate::Untouched]));
 }
 
+#[test]
+fn ports_that_another_mode_may_serve_are_left_alone() {
+    let mut rules = rules(&Host { shares_addresses: true, ..host() }, web(), vec![there()]);
+    assert_eq!(rules.fates(tcp(POD, CLUSTER_IP)), answered(&[THERE], false));
+    assert_eq!(rules.fates(tcp(POD, "172.30.0.41:81")), BTreeSet::from([Fate::Untouched]));
+}
+
 #[rstest]
 #[case::all_of_its_addresses("10.1.0.2:30080", answered(&[THERE], true))]
 #[case::not_the_loopback("127.0.0.1:30080", BTreeSet::from([Fate::Untouched]))]

@@ -4,7 +4,13 @@ use std::{process::Command, sync::Arc};
 
 use nix::sched::{CloneFlags, unshare};
 
-use super::{super::NftablesDataplane, host, ports};
+use super::{
+    super::{
+        NftablesDataplane,
+        names::{PortChain, PortNames},
+    },
+    host, ports,
+};
 use crate::{
     dataplane::{Applied, Dataplane, Host, Programmed},
     model::{
@@ -214,6 +220,57 @@ fn as_root_a_service_port_that_the_kernel_refuses_does_not_hurt_others() {
     dataplane.resync(&all).unwrap();
     assert_eq!(dataplane.resync(&all).unwrap(), NOTHING);
     assert!(listed().contains("default/refused"));
+}
+
+#[test]
+#[ignore = "needs root"]
+fn as_root_a_service_port_that_a_comparison_cannot_write_keeps_what_it_has() {
+    in_own_namespace();
+    let refused = |change: fn(Service) -> Service| {
+        ports(change(service("default/refused", &["172.30.0.44"])), vec![local("10.180.0.9")])
+    };
+    let mut dataplane = opened();
+    let before = [desired(), refused(|service| service)].concat();
+    dataplane.resync(&before).unwrap();
+    // A map cannot lead to a base chain.
+    let chain = PortNames::new(&before.last().unwrap().name).chain(PortChain::External);
+    nft(&[&format!("add chain ip kube-proxy {chain} {{ type filter hook input priority 0; }}")]);
+    let (all, list) = (listed(), |set| nft(&["list", "set", "ip", "kube-proxy", set]));
+    let after = [desired(), refused(|service| service.node_port(30090))].concat();
+    let error = dataplane.resync(&after).unwrap_err();
+    assert!(error.to_string().contains("default/refused"), "{error}");
+    assert!(list("cluster-ips").contains("172.30.0.44"), "{}", list("cluster-ips"));
+    assert!(list("hairpin-connections").contains("10.180.0.9"), "{}", list("hairpin-connections"));
+    assert_eq!(listed(), all);
+    nft(&[&format!("delete chain ip kube-proxy {chain}")]);
+    dataplane.resync(&after).unwrap();
+    assert_eq!(dataplane.resync(&after).unwrap(), NOTHING);
+}
+
+#[test]
+#[ignore = "needs root"]
+fn as_root_clients_of_an_endpoint_that_goes_are_forgotten() {
+    in_own_namespace();
+    let web = |endpoints: &[&str]| {
+        let service = Service { affinity_seconds: Some(600), ..service("default/web", &["172.30.0.41"]) };
+        ports(service, endpoints.iter().map(|ip| remote(ip)).collect())
+    };
+    let mut dataplane = opened();
+    let both = web(&["10.180.1.1", "10.180.1.2"]);
+    dataplane.resync(&both).unwrap();
+    let set = PortNames::new(&both[0].name).affinity();
+    let remembered =
+        ["10.0.0.1 . 10.180.1.1 . 8080", "10.0.0.2 . 10.180.1.2 . 8080", "10.0.0.3 . 10.180.1.1 . 8080"];
+    nft(&[&format!("add element ip kube-proxy {set} {{ {} }}", remembered.join(", "))]);
+    let list = || nft(&["list", "set", "ip", "kube-proxy", &set]);
+    dataplane.apply(&Changes { changed: both.clone(), removed: vec![] }).unwrap();
+    assert_eq!(list().matches(" . 8080").count(), 3, "{}", list());
+    dataplane.apply(&Changes { changed: web(&["10.180.1.2"]), removed: vec![] }).unwrap();
+    assert!(list().contains("10.0.0.2") && list().matches(" . 8080").count() == 1, "{}", list());
+    // The set is deleted later, and is needed again before.
+    dataplane.apply(&Changes { changed: vec![], removed: vec![both[0].name.clone()] }).unwrap();
+    dataplane.apply(&Changes { changed: web(&["10.180.1.1"]), removed: vec![] }).unwrap();
+    assert_eq!(list().matches(" . 8080").count(), 0, "{}", list());
 }
 
 #[test]

@@ -230,6 +230,7 @@ impl Rules {
                     packet.translated = true;
                     return Some(End::Accept);
                 }
+                Expression::Redirect { .. } => panic!("only mode userspace redirects"),
                 Expression::Masquerade => {
                     packet.masqueraded = true;
                     assert_eq!(packet.mark, 0, "the mark must not leave the node");

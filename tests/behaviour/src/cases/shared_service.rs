@@ -1,0 +1,106 @@
+//! What mode ebpf hands to a netfilter mode beside it: some frontends of a service port, or one port of a Service.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use lab::{
+    Dial, Protocol,
+    address::{self, NodeNumber},
+    cluster::{NODES, OUTSIDE, SERVER_PORT},
+    objects::{Ingress, Service, ServicePort},
+    wait,
+};
+
+use crate::{
+    case::{Case, Variant, Variants},
+    check,
+    fixtures::{GUARDED, PORT},
+    setting::{PathKind, ProxyKind, Setting},
+    state::State,
+    world::World,
+};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("source ranges: their clients are answered, all others dropped", Variants::All, guarded).core(),
+    Case::new("source ranges: nothing of them stays", Variants::Once, nothing_stays),
+    Case::new("the other ports of a Service with SCTP are served", Variants::All, beside_sctp).core(),
+];
+
+/// In every mode rules of netfilter close what source ranges close.
+const NETFILTER: Setting = Setting::new(ProxyKind::Nftables, PathKind::Packets);
+/// Long enough to see that nobody answers.
+const SILENCE_MS: u64 = 300;
+/// A mode deletes some time after it has stopped using it.
+const GONE_WITHIN: Duration = Duration::from_secs(10);
+const SCTP_PORT: u16 = 132;
+const MANY: u32 = 40;
+
+fn load_balancer(node: NodeNumber) -> address::Addresses {
+    address::external(node, 91)
+}
+
+/// With load-balancer addresses for these clients alone.
+fn guarded_for(world: &World, client: &str) -> Result<Service> {
+    let own = world.addresses(client)?;
+    let addresses = NODES.into_iter().flat_map(|node| load_balancer(node).both());
+    Ok(Service {
+        load_balancer: addresses.map(|address| Ingress { address, proxied: false }).collect(),
+        source_ranges: vec![format!("{}/32", own.v4), format!("{}/128", own.v6)],
+        ..GUARDED.service()
+    })
+}
+
+fn guarded(world: &mut World, variant: Variant) -> Result<()> {
+    // With the node whose address each dials.
+    let clients = [(OUTSIDE, 1), (OUTSIDE, 2), ("client-1", 1), ("client-2", 2), ("node1", 1)];
+    for allowed in [OUTSIDE, "client-1", "node1"] {
+        world.set_service(&guarded_for(world, allowed)?, GUARDED.endpoints)?;
+        for (client, node) in clients {
+            let target = (load_balancer(node).of(variant.family), PORT).into();
+            let dial = Dial::new(variant.protocol, target);
+            let found = if client == allowed {
+                check::answered_by(&world.dial(client, &dial.times(MANY))?, GUARDED.endpoints).map(drop)
+            } else {
+                check::dropped(NETFILTER, &world.dial(client, &dial.timeout_ms(SILENCE_MS))?)
+            };
+            found.with_context(|| format!("{client} to node {node}, for {allowed} alone"))?;
+        }
+        // They close load-balancer addresses alone.
+        let cluster_ip = Dial::new(variant.protocol, world.cluster_ip(&GUARDED, variant.family)).times(MANY);
+        check::answered_by(&world.dial("client-2", &cluster_ip)?, GUARDED.endpoints)?;
+    }
+    world.remove_service(GUARDED.name)
+}
+
+fn nothing_stays(world: &mut World, _: Variant) -> Result<()> {
+    // A scenario that failed has left it.
+    world.objects.remove_service(GUARDED.name);
+    world.settle_at_rest()?;
+    let before = State::read(&world.lab, 1)?;
+    world.set_service(&guarded_for(world, OUTSIDE)?, GUARDED.endpoints)?;
+    world.objects.remove_service(GUARDED.name);
+    world.settle_at_rest()?;
+    wait::until("the state of before", GONE_WITHIN, || {
+        let now = State::read(&world.lab, 1).map_err(|error| format!("{error:#}"))?;
+        let differences = now.differences(&before);
+        if differences.is_empty() { Ok(Some(())) } else { Err(differences.join("\n")) }
+    })
+}
+
+fn beside_sctp(world: &mut World, variant: Variant) -> Result<()> {
+    let mut service = GUARDED.service();
+    service.ports.push(ServicePort {
+        name: "sctp".to_owned(),
+        protocol: Protocol::Sctp,
+        port: SCTP_PORT,
+        target_port: SERVER_PORT,
+        node_port: None,
+    });
+    world.set_service(&service, GUARDED.endpoints)?;
+    let cluster_ip = Dial::new(variant.protocol, world.cluster_ip(&GUARDED, variant.family)).times(MANY);
+    for client in ["client-1", "client-2", "node1"] {
+        let outcomes = world.dial(client, &cluster_ip)?;
+        check::answered_by(&outcomes, GUARDED.endpoints).with_context(|| format!("from {client}"))?;
+    }
+    world.remove_service(GUARDED.name)
+}

@@ -56,7 +56,7 @@ impl User {
 
     fn program(&self) -> PathBuf {
         if self.is_root {
-            self.folder.path().join("proxy-ctl")
+            self.folder.path().join("program")
         } else {
             env!("CARGO_BIN_EXE_proxy-ctl").into()
         }

@@ -11,7 +11,7 @@ use behaviour::{
     world::World,
 };
 use clap::{Parser, ValueEnum as _};
-use scenario::{Outcome, Scenario, Shared, Trial};
+use scenario::{Outcome, Scenario, Shared, Skip, Trial};
 
 // clap names a group of arguments after its struct, and the harness has `Arguments`.
 #[derive(Parser)]
@@ -76,7 +76,7 @@ fn trials(setting: Setting, cases: &[&'static Case], chosen: &[Variant], logs: b
     };
     lab.trials(cases.iter().copied().flat_map(variants).map(|(case, variant)| {
         Scenario::new(format!("{setting}: {} ({variant})", case.name), move |world| {
-            judge(case, world, variant).map_err(|error| match logs {
+            judge(case, world, variant).map_err(|error| match logs && !error.is::<Skip>() {
                 true => anyhow!("{error:#}\n{}", world.logs()),
                 false => error,
             })

@@ -81,7 +81,7 @@ impl Datapath {
         }
     }
 
-    /// What connections end with: the process that carries them.
+    /// A process carries connections: they end with it, and it has opened those that endpoints see.
     pub const fn is_a_process(self) -> bool {
         matches!(self, Self::Userspace)
     }

@@ -63,7 +63,6 @@ impl Listening {
         Err(ListenError::Exhausted(range))
     }
 
-    #[cfg(test)]
     pub(super) fn address(&self) -> io::Result<SocketAddr> {
         match self {
             Self::Tcp(listener) => listener.local_addr(),

@@ -2,7 +2,8 @@
 //! needs nothing of the kernel.
 //!
 //! `plan` says which listeners a service port needs, `balancer` which endpoint a client gets; both are pure. `tcp` and `udp`
-//! carry what comes, in the thread of `runtime`.
+//! carry what comes, in the thread of `runtime`. `redirect` has rules that lead clients to the listeners, where this
+//! process may make rules; else the listeners are on the frontends themselves, as far as these are addresses of this node.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,6 +18,7 @@ use self::{
     datagrams::Datagrams,
     listen::{ListenError, Listening},
     plan::{Entrance, ListenerKey, Plan, Reach},
+    redirect::{Lead, Redirect, RedirectError},
     runtime::{Runtime, Task},
     shared::{Permit, Portal, Shared, lock},
     snapshot::{RunningProcess, Served, ServedPort},
@@ -28,7 +30,10 @@ use super::{
 };
 use crate::{
     config::{Config, PortRange},
-    model::desired::{Changes, DesiredPort, Frontend, ServicePortName},
+    model::{
+        desired::{Changes, DesiredPort, Frontend, ServicePortName},
+        objects::IpFamily,
+    },
     sys::{
         limits,
         namespace_lock::{NamespaceAttempt, NamespaceLock},
@@ -41,9 +46,11 @@ mod listen;
 mod metrics;
 mod plan;
 pub(super) mod probe;
+mod redirect;
 mod runtime;
 mod shared;
 mod snapshot;
+mod stale_flows;
 mod supports;
 mod tcp;
 #[cfg(test)]
@@ -72,8 +79,7 @@ pub(super) const ENTRY: Entry = Entry {
         None => Ok(None),
     },
     controller: |_| NamespaceLock::holder(NAME),
-    // Listeners end with their process.
-    cleanup: |_| Ok(Removed::default()),
+    cleanup: |_, _| Ok(Removed { tables: cleanup()?, ..Removed::default() }),
 };
 
 /// Collections between two looks for clients whose affinity has ended.
@@ -97,9 +103,17 @@ impl From<OpenError> for Error {
     }
 }
 
+impl From<RedirectError> for Error {
+    fn from(error: RedirectError) -> Self {
+        Self::new(ErrorKind::Other, error)
+    }
+}
+
 #[derive(Debug)]
 struct Listener {
     task: Task,
+    /// Where it is bound.
+    port: u16,
     _permit: Permit,
 }
 
@@ -109,7 +123,8 @@ struct UserspaceDataplane {
     runtime: Runtime,
     shared: Arc<Shared>,
     port_range: Option<PortRange>,
-    reach: Reach,
+    /// `None`: this process may not make rules, or the kernel has none.
+    redirect: Option<Redirect>,
     served: Arc<Mutex<Served>>,
     balancers: BTreeMap<ServicePortName, SharedBalancer>,
     listeners: BTreeMap<ListenerKey, Listener>,
@@ -130,16 +145,29 @@ impl UserspaceDataplane {
                 return Err(OpenError::Locked { holder });
             }
         };
-        Self::with_lock(lock, config.port_range, config.udp_idle_timeout)
+        let redirect = Redirect::open();
+        match &redirect {
+            Some(_) => tracing::info!("rules of nf_tables lead clients to this process"),
+            None => tracing::warn!(
+                "no rules lead clients to this process: it serves those that dial an address of this node"
+            ),
+        }
+        Self::with_lock(lock, redirect, config.port_range, config.udp_idle_timeout)
     }
 
     fn with_lock(
         lock: NamespaceLock,
+        redirect: Option<Redirect>,
         port_range: Option<PortRange>,
         udp_idle_timeout: Duration,
     ) -> Result<Self, OpenError> {
         let limit = limits::raise_open_files().map_err(|error| error.source)?;
-        let runtime = Runtime::start(|| tracing::debug!("the last connection of mode userspace has ended"))?;
+        let makes_rules = redirect.is_some();
+        let runtime = Runtime::start(move || {
+            if makes_rules {
+                remove_rules_of_predecessor();
+            }
+        })?;
         let served = Arc::new(Mutex::new(Served::default()));
         let asked: UnixListener = lock.listener()?;
         asked.set_nonblocking(true)?;
@@ -148,7 +176,7 @@ impl UserspaceDataplane {
             runtime,
             shared: Arc::new(Shared::new(limit, udp_idle_timeout)),
             port_range,
-            reach: Reach::Direct,
+            redirect,
             served,
             balancers: BTreeMap::new(),
             listeners: BTreeMap::new(),
@@ -160,52 +188,83 @@ impl UserspaceDataplane {
         })
     }
 
+    fn reach(&self, family: IpFamily) -> Reach {
+        let redirected = self.redirect.as_ref().is_some_and(|redirect| redirect.has(family));
+        if redirected { Reach::Redirected } else { Reach::Direct }
+    }
+
     /// Makes the node serve these ports so, and the others no longer.
-    fn write(&mut self, changed: &[Arc<DesiredPort>], removed: &[ServicePortName]) -> Applied {
+    fn write(
+        &mut self,
+        changed: &[Arc<DesiredPort>],
+        removed: &[ServicePortName],
+    ) -> Result<Applied, RedirectError> {
         let mut applied = Applied::default();
         let host = lock(&self.served).host.clone();
-        let mut ending = Vec::new();
+        let mut stale = Vec::new();
+        let mut leads = Vec::new();
         for name in removed {
             applied.removed += u64::from(lock(&self.served).ports.remove(name).is_some());
-            ending.extend(self.take_listeners(name, &Plan::default()));
+            stale.extend(self.take_listeners(name, &Plan::default()));
             self.balancers.remove(name);
             self.unlistened_changed |= self.unlistened.remove(name).is_some();
+            leads.push((name.clone(), Vec::new()));
         }
-        let plans: Vec<Plan> = changed.iter().map(|port| Plan::new(port, &host, self.reach)).collect();
+        let plan = |port: &Arc<DesiredPort>| Plan::new(port, &host, self.reach(port.name.family));
+        let plans: Vec<Plan> = changed.iter().map(plan).collect();
         for (port, plan) in changed.iter().zip(&plans) {
-            ending.extend(self.take_listeners(&port.name, plan));
+            stale.extend(self.take_listeners(&port.name, plan));
             self.update_balancer(port, &host);
         }
-        // An address may pass from one service port to another.
-        for listener in ending {
-            listener.task.end();
-            applied.removed += 1;
-        }
+        applied.removed += stale.len() as u64;
+        // An address may pass from one service port to another. What rules lead to ends after them.
+        let (redirected, direct): (Vec<_>, Vec<_>) = stale.into_iter().partition(|(key, _)| key.at.is_none());
+        end(direct);
         for (port, plan) in changed.iter().zip(plans) {
-            let Plan { listeners, refused: mut frontends } = plan;
-            let mut unlistened = Vec::new();
-            for (key, led_here) in listeners {
-                match self.listen(key.clone()) {
-                    Ok(is_new) => {
-                        applied.written += u64::from(is_new);
-                        frontends.extend(led_here);
-                    }
-                    Err(why) => unlistened.push(Unlistened { key, frontends: led_here, why }),
-                }
-            }
-            applied.written += u64::from(self.served_now(port, frontends));
-            self.report(&port.name, &unlistened);
+            let (written, of_port) = self.write_port(port, plan);
+            applied.written += written;
+            leads.push((port.name.clone(), of_port));
         }
-        applied
+        let led = self.redirect.as_mut().map_or(Ok((0, 0)), |redirect| redirect.lead(leads));
+        end(redirected);
+        let (come, go) = led?;
+        applied += Applied { written: come, removed: go };
+        Ok(applied)
+    }
+
+    /// Answers with what was written, and where frontends lead.
+    fn write_port(&mut self, port: &Arc<DesiredPort>, plan: Plan) -> (u64, Vec<Lead>) {
+        let Plan { listeners, refused } = plan;
+        let (mut written, mut unlistened) = (0, Vec::new());
+        let refusing_port = self.redirect.as_ref().and_then(|redirect| redirect.refusing_port(&port.name));
+        let refused_at = |frontend: &Frontend| Some(Lead { frontend: *frontend, port: refusing_port? });
+        let mut leads: Vec<Lead> = refused.iter().filter_map(refused_at).collect();
+        let mut frontends = refused;
+        for (key, led_here) in listeners {
+            match self.listen(key.clone()) {
+                Ok(is_new) => {
+                    written += u64::from(is_new);
+                    if let Some(listener) = self.listeners.get(&key).filter(|_| key.at.is_none()) {
+                        let lead = |frontend: &Frontend| Lead { frontend: *frontend, port: listener.port };
+                        leads.extend(led_here.iter().map(lead));
+                    }
+                    frontends.extend(led_here);
+                }
+                Err(why) => unlistened.push(Unlistened { key, frontends: led_here, why }),
+            }
+        }
+        written += u64::from(self.served_now(port, frontends));
+        self.report(&port.name, &unlistened);
+        (written, leads)
     }
 
     /// Listeners of the service port that are not planned any more.
-    fn take_listeners(&mut self, name: &ServicePortName, plan: &Plan) -> Vec<Listener> {
+    fn take_listeners(&mut self, name: &ServicePortName, plan: &Plan) -> Vec<(ListenerKey, Listener)> {
         let first = ListenerKey { name: name.clone(), entrance: Entrance::ClusterIp, at: None };
         let of_port = self.listeners.range(first..).map(|(key, _)| key).take_while(|key| key.name == *name);
         let stale: Vec<ListenerKey> =
             of_port.filter(|key| !plan.listeners.contains_key(key)).cloned().collect();
-        stale.iter().filter_map(|key| self.listeners.remove(key)).collect()
+        stale.iter().filter_map(|key| self.listeners.remove_entry(key)).collect()
     }
 
     fn update_balancer(&mut self, port: &DesiredPort, host: &Host) {
@@ -235,9 +294,12 @@ impl UserspaceDataplane {
             Some(address) => Listening::on(name.protocol, address),
             None => Listening::anywhere(name.protocol, name.family, self.port_range),
         };
-        let started = listening.and_then(|listening| self.start(listening, portal));
-        let task = started.map_err(|error| supports::why(&error, *at))?;
-        self.listeners.insert(key, Listener { task, _permit: permit });
+        let started = listening.and_then(|listening| {
+            let port = listening.address()?.port();
+            Ok((self.start(listening, portal)?, port))
+        });
+        let (task, port) = started.map_err(|error| supports::why(&error, *at))?;
+        self.listeners.insert(key, Listener { task, port, _permit: permit });
         Ok(true)
     }
 
@@ -253,6 +315,14 @@ impl UserspaceDataplane {
                 self.runtime.spawn(|stop| udp::serve(listener, portal, stop))
             }
         })
+    }
+
+    /// Connections that the kernel translates need the table until they end: then `runtime` removes it.
+    fn remove_rules(&self) -> Result<(), RedirectError> {
+        if self.redirect.is_some() && self.shared.descriptors.is_idle() {
+            redirect::remove()?;
+        }
+        Ok(())
     }
 
     /// Answers whether that is new.
@@ -282,12 +352,39 @@ impl UserspaceDataplane {
     }
 }
 
+/// Listeners end with their process, and rules do not. Those of a process that is in this mode stay.
+fn cleanup() -> Result<Vec<String>, Error> {
+    match NamespaceLock::acquire(NAME).map_err(OpenError::Start)? {
+        NamespaceAttempt::Held(_lock) => Ok(redirect::remove()?.into_iter().map(redirect::place).collect()),
+        NamespaceAttempt::Taken(_) => Ok(Vec::new()),
+    }
+}
+
+/// Unless somebody is in this mode again.
+fn remove_rules_of_predecessor() {
+    let Ok(NamespaceAttempt::Held(_lock)) = NamespaceLock::acquire(NAME) else { return };
+    if let Err(error) = redirect::remove() {
+        tracing::warn!(%error, "rules of mode userspace are left; `proxy-ctl cleanup` removes them");
+    }
+}
+
 impl Drop for UserspaceDataplane {
     fn drop(&mut self) {
         let listeners = mem::take(&mut self.listeners).into_values().map(|listener| listener.task);
+        // Before the listeners end: whoever comes after the rules is another's client, or nobody's.
+        let left = self.redirect.as_mut().map_or(Ok(()), Redirect::lead_nobody);
         for task in listeners.chain(self.answering.take()) {
             task.end();
         }
+        if let Err(error) = left.and_then(|()| self.remove_rules()) {
+            tracing::warn!(%error, "rules of mode userspace are left; `proxy-ctl cleanup` removes them");
+        }
+    }
+}
+
+fn end(listeners: Vec<(ListenerKey, Listener)>) {
+    for (_, listener) in listeners {
+        listener.task.end();
     }
 }
 
@@ -303,7 +400,7 @@ impl Programmed for UserspaceDataplane {
 
 impl Dataplane for UserspaceDataplane {
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
-        Ok(self.write(&changes.changed, &changes.removed))
+        Ok(self.write(&changes.changed, &changes.removed)?)
     }
 
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
@@ -311,7 +408,10 @@ impl Dataplane for UserspaceDataplane {
         let is_gone = |name: &&ServicePortName| !names.contains(name);
         let removed: Vec<_> = lock(&self.served).ports.keys().filter(is_gone).cloned().collect();
         let changed = self.differing(desired);
-        let applied = self.write(&changed, &removed);
+        let mut applied = self.write(&changed, &removed)?;
+        if let Some(redirect) = &mut self.redirect {
+            applied.written += u64::from(redirect.restore_if_gone()?);
+        }
         lock(&self.served).complete = true;
         Ok(applied)
     }
@@ -325,7 +425,12 @@ impl Dataplane for UserspaceDataplane {
             served.host = host.clone();
             served.ports.values().map(|port| Arc::clone(&port.desired)).collect()
         };
-        Ok(self.write(&ports, &[]))
+        let mut applied = self.write(&ports, &[])?;
+        if let Some(redirect) = &mut self.redirect {
+            redirect.set_host(host)?;
+            applied.written += 1;
+        }
+        Ok(applied)
     }
 
     fn collect_garbage(&mut self) -> Result<(), Error> {

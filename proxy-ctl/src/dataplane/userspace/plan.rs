@@ -53,7 +53,6 @@ impl Entrance {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Reach {
     /// Rules lead what is sent to frontends to listeners, whose ports do not matter.
-    #[cfg_attr(not(test), expect(dead_code, reason = "the rules come with the next step"))]
     Redirected,
     /// Listeners are on the frontends themselves, as far as these are addresses of this node.
     Direct,

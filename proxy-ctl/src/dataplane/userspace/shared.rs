@@ -32,6 +32,7 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Debug)]
 pub(super) struct Descriptors {
     free: Arc<Semaphore>,
+    total: usize,
     limit: u64,
     /// That there are none left was told, and there have not been any since.
     told: AtomicBool,
@@ -43,8 +44,8 @@ impl Descriptors {
     /// `limit`: RLIMIT_NOFILE.
     pub(super) fn new(limit: u64) -> Self {
         let free = usize::try_from(limit.saturating_sub(KEPT_FREE)).unwrap_or(usize::MAX);
-        let free = Arc::new(Semaphore::new(free.min(Semaphore::MAX_PERMITS)));
-        Self { free, limit, told: AtomicBool::new(false) }
+        let total = free.min(Semaphore::MAX_PERMITS);
+        Self { free: Arc::new(Semaphore::new(total)), total, limit, told: AtomicBool::new(false) }
     }
 
     /// For a listener that accepts a connection at a time. `None`: there is no room.
@@ -78,6 +79,11 @@ impl Descriptors {
                 None
             }
         }
+    }
+
+    /// Nothing is open.
+    pub(super) fn is_idle(&self) -> bool {
+        self.free.available_permits() == self.total
     }
 
     pub(super) fn exhausted(&self) -> String {

@@ -25,7 +25,7 @@ fn dataplane_with(idle: Duration) -> UserspaceDataplane {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let name = format!("test-userspace-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
     let NamespaceAttempt::Held(lock) = NamespaceLock::acquire(&name).unwrap() else { panic!("free") };
-    let mut dataplane = UserspaceDataplane::with_lock(lock, None, idle).unwrap();
+    let mut dataplane = UserspaceDataplane::with_lock(lock, None, None, idle).unwrap();
     dataplane.set_host(&host()).unwrap();
     dataplane
 }
@@ -423,4 +423,123 @@ fn an_external_policy_is_kept_by_the_listener() {
     dataplane.apply(&Changes { changed: vec![desired(web, &[&a.address])], removed: Vec::new() }).unwrap();
     // The endpoint is on another node: only the node's own processes reach it, and this client is one.
     assert_eq!(answering(number), "a");
+}
+
+/// In a network namespace that ends with the test, as its thread does, with the route of a pod network.
+fn in_own_namespace() {
+    nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
+    for command in [
+        "link set lo up",
+        "address add 192.0.2.1/32 dev lo",
+        "address add fd00::1/128 dev lo nodad",
+        "route add 10.96.0.0/16 dev lo",
+        "-6 route add fd00:96::/64 dev lo",
+    ] {
+        let done = std::process::Command::new("ip").args(command.split(' ')).status().unwrap();
+        assert!(done.success(), "ip {command}");
+    }
+}
+
+fn tables_of_ours() -> usize {
+    let kernel = crate::sys::nftables::NfTables::load().unwrap().unwrap();
+    let tables = |family| kernel.tables(family).unwrap();
+    let all = crate::sys::nftables::TableFamily::ALL.into_iter().flat_map(tables);
+    all.filter(|table| table == crate::leftovers::names::USERSPACE_TABLE).count()
+}
+
+fn wait_until(what: &str, mut met: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !met() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::yield_now();
+    }
+}
+
+#[rstest]
+#[case::ipv4("10.96.0.1", "127.0.0.1", "192.0.2.1")]
+#[case::ipv6("fd00:96::1", "::1", "fd00::1")]
+#[ignore = "needs root"]
+fn as_root_rules_lead_clients_to_listeners(
+    #[case] cluster_ip: &str,
+    #[case] loopback_address: &str,
+    #[case] node_address: &str,
+) {
+    in_own_namespace();
+    let NamespaceAttempt::Held(lock) = NamespaceLock::acquire(NAME).unwrap() else { panic!("free") };
+    let redirect = Redirect::open().expect("the kernel has nf_tables");
+    let mut dataplane =
+        UserspaceDataplane::with_lock(lock, Some(redirect), None, Duration::from_millis(250)).unwrap();
+    let addresses = [loopback_address, node_address].map(|address| address.parse().unwrap());
+    dataplane.set_host(&Host { node_port_addresses: addresses.into(), ..host() }).unwrap();
+
+    let (tcp, udp) = (Endpoint::tcp("a"), Endpoint::udp("u"));
+    let web = |endpoints: &[&str]| {
+        let web = service("default/web", &[cluster_ip]).ports(vec![port("", 80).node_port(30080)]);
+        redirected(web, endpoints)
+    };
+    let name = if cluster_ip.contains(':') { "default/dns6" } else { "default/dns" };
+    let dns = |endpoints: &[&str]| {
+        let dns = service(name, &[cluster_ip]).ports(vec![port("", 53).protocol(Protocol::Udp)]);
+        redirected(dns, endpoints)
+    };
+    serve(&mut dataplane, &web(&[&tcp.address]));
+    serve(&mut dataplane, &dns(&[&udp.address]));
+    let dial = |address: &str, number: u16| {
+        let stream = TcpStream::connect((address, number))?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        Ok::<_, io::Error>(stream)
+    };
+    let mut held = dial(cluster_ip, 80).unwrap();
+    assert_eq!(read(&mut held, 1).unwrap(), "a");
+    assert_eq!(read(&mut dial(node_address, 30080).unwrap(), 1).unwrap(), "a");
+    let client = UdpSocket::bind((node_address, 0)).unwrap();
+    client.set_read_timeout(Some(PATIENCE)).unwrap();
+    client.connect((cluster_ip, 53)).unwrap();
+    assert!(ask(&client).starts_with('u'));
+
+    serve(&mut dataplane, &web(&[]));
+    serve(&mut dataplane, &dns(&[]));
+    for (address, number) in [(cluster_ip, 80), (node_address, 30080)] {
+        assert_eq!(dial(address, number).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+    }
+    serve(&mut dataplane, &web(&[&tcp.address]));
+
+    // Somebody else has removed the table.
+    assert_ne!(redirect::remove().unwrap(), [""; 0]);
+    let desired: Vec<_> = lock_ports(&dataplane);
+    assert_eq!(dataplane.resync(&desired).unwrap(), Applied { written: 1, removed: 0 });
+    assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
+    assert_eq!(read(&mut dial(cluster_ip, 80).unwrap(), 1).unwrap(), "a");
+
+    drop(dataplane);
+    assert!(tables_of_ours() > 0, "a connection is still translated");
+    held.write_all(b"x").unwrap();
+    assert_eq!(read(&mut held, 1).unwrap(), "x");
+    drop(held);
+    wait_until("the table goes with the last connection", || tables_of_ours() == 0);
+}
+
+fn lock_ports(dataplane: &UserspaceDataplane) -> Vec<Arc<DesiredPort>> {
+    lock(&dataplane.served).ports.values().map(|served| Arc::clone(&served.desired)).collect()
+}
+
+/// Endpoints of IPv4 for a Service of either family: that is this mode's to carry, and no cluster's to ask for.
+fn redirected(service: Service, endpoints: &[&str]) -> Arc<DesiredPort> {
+    let mut port = DesiredPort::clone(&desired(service, &[]));
+    let endpoint = |text: &&str| {
+        let address: std::net::SocketAddr = text.parse().unwrap();
+        let (address, port) = (address.ip(), address.port());
+        crate::model::desired::Endpoint { address, port, local: false, terminating: false }
+    };
+    let all: Vec<_> = endpoints.iter().map(endpoint).collect();
+    let set: Vec<u32> = (0..all.len() as u32).collect();
+    port.endpoints = crate::model::desired::Endpoints {
+        any: !all.is_empty(),
+        cluster: set.clone(),
+        internal: set.clone(),
+        external: set,
+        all,
+        unused: Box::default(),
+    };
+    Arc::new(port)
 }

@@ -82,6 +82,7 @@ pub(super) const NAT_TYPE: u16 = 1;
 pub(super) const NAT_FAMILY: u16 = 2;
 pub(super) const NAT_ADDRESS: u16 = 3;
 pub(super) const NAT_PORT: u16 = 5;
+pub(super) const REDIRECT_PORT: u16 = 1;
 pub(super) const MASQUERADE_FLAGS: u16 = 1;
 pub(super) const REJECT_TYPE: u16 = 1;
 pub(super) const REJECT_CODE: u16 = 2;

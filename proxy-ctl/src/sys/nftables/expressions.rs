@@ -186,6 +186,10 @@ pub enum Expression {
         address: Register,
         port: Register,
     },
+    /// To an address of this node: where the packet comes in the interface's, where it is sent loopback's.
+    Redirect {
+        port: Register,
+    },
     /// With random source ports.
     Masquerade,
     /// By ICMP port unreachable.
@@ -308,6 +312,9 @@ impl Expression {
             Self::DestinationNat { family, address, port } => expression(list, "nat", |out| {
                 number(number(out, NAT_TYPE, NAT_DESTINATION), NAT_FAMILY, u32::from(family.number()));
                 number(number(out, NAT_ADDRESS, address.0), NAT_PORT, port.0);
+            }),
+            Self::Redirect { port } => expression(list, "redir", |out| {
+                number(out, REDIRECT_PORT, port.0);
             }),
             Self::Masquerade => expression(list, "masq", |out| {
                 number(out, MASQUERADE_FLAGS, FULLY_RANDOM);

@@ -10,12 +10,14 @@ use crate::{
     case::{Case, Variant, Variants},
     check,
     fixtures::{BALANCED, EMPTY, LONER1, LONER2, ON_NODE1, ON_NODE2},
+    setting::Setting,
     world::World,
 };
 
 pub(super) const CASES: &[Case] = &[
     Case::new("a pod reaches every endpoint of a cluster IP, evenly, as itself", Variants::All, from_pod)
-        .core(),
+        .core()
+        .differs(carried),
     Case::new("a host process reaches every endpoint of a cluster IP", Variants::All, from_host).core(),
     Case::new("a pod that is its service's only endpoint reaches itself", Variants::All, hairpin).core(),
     Case::new("a service without endpoints refuses at once", Variants::All, refused).core(),
@@ -23,6 +25,12 @@ pub(super) const CASES: &[Case] = &[
     Case::new("requests of 5,000 bytes arrive whole", Variants::Tcp, large),
     Case::new("one source port talks to several services", Variants::All, same_source_port),
 ];
+
+/// Where endpoints see the node in the place of any client.
+pub(super) fn carried(setting: &Setting, _: Variant) -> Option<&'static str> {
+    let is_carried = setting.datapath().is_a_process();
+    is_carried.then_some("in mode userspace the process opens the connections that endpoints see")
+}
 
 fn from_pod(world: &mut World, variant: Variant) -> Result<()> {
     for client in ["client-1", "client-2"] {

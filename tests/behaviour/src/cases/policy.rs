@@ -1,13 +1,14 @@
 //! Traffic policies: only endpoints of the own node.
 
 use anyhow::{Result, ensure};
-use lab::{Dial, cluster::OUTSIDE};
+use lab::{Dial, Protocol, cluster::OUTSIDE};
 
-use super::node_port::within_the_node;
+use super::{cluster_ip::carried, node_port::within_the_node};
 use crate::{
     case::{Case, Variant, Variants},
     check,
     fixtures::{EXTERNAL_LOCAL_ON_NODE1, INTERNAL_LOCAL, INTERNAL_LOCAL_ON_NODE2},
+    setting::Setting,
     world::World,
 };
 
@@ -16,9 +17,12 @@ const SILENCE_MS: u64 = 300;
 
 pub(super) const CASES: &[Case] = &[
     Case::new("internal policy Local: clients get the endpoint of their node", Variants::All, internal),
-    Case::new("internal policy Local: no endpoint on the node, dropped", Variants::All, internal_none),
-    Case::new("external policy Local: the client outside keeps its address", Variants::All, external),
-    Case::new("external policy Local: no endpoint on the node, dropped", Variants::All, external_none),
+    Case::new("internal policy Local: no endpoint on the node, dropped", Variants::All, internal_none)
+        .differs(nobody_is_served),
+    Case::new("external policy Local: the client outside keeps its address", Variants::All, external)
+        .differs(carried),
+    Case::new("external policy Local: no endpoint on the node, dropped", Variants::All, external_none)
+        .differs(accepted_first),
     Case::new(
         "external policy Local: clients on a node get every endpoint",
         Variants::All,
@@ -26,6 +30,16 @@ pub(super) const CASES: &[Case] = &[
     )
     .differs(within_the_node),
 ];
+
+fn nobody_is_served(setting: &Setting, _: Variant) -> Option<&'static str> {
+    let is_process = setting.datapath().is_a_process();
+    is_process.then_some("in mode userspace clients are refused where no client is served")
+}
+
+fn accepted_first(setting: &Setting, variant: Variant) -> Option<&'static str> {
+    let is_accepted = setting.datapath().is_a_process() && variant.protocol == Protocol::Tcp;
+    is_accepted.then_some("in mode userspace a connection is accepted before its policy is known, and reset")
+}
 
 fn internal(world: &mut World, variant: Variant) -> Result<()> {
     for (client, server) in [("client-1", "web-1"), ("client-2", "web-2"), ("node1", "web-1")] {

@@ -33,6 +33,10 @@ pub(super) fn configuration(lab: &Lab, setting: Setting, feed: &Feed, node: Node
             "bpffs": lab.bpffs(node),
         },
     });
+    if setting.datapath().is_a_process() {
+        // Sockets that scenarios hold are silent for longer than the 250 ms after which sessions end by default.
+        configuration["udpIdleTimeout"] = json!("30s");
+    }
     if let Feed::ApiServer(server) = feed {
         configuration["clientConnection"] = json!({"kubeconfig": server.kubeconfig()});
     }

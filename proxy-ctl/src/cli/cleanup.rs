@@ -30,7 +30,7 @@ pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyh
 }
 
 fn remove(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<()> {
-    let own = cleanup_own(bpffs);
+    let own = cleanup_own(bpffs, keeps);
     if !args.kube_proxy {
         // Its own words say more than kube-proxy's.
         return show(args, bpffs, &own?, None, &[]);
@@ -54,8 +54,8 @@ fn remove(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<(
 }
 
 /// Tables, programs, and what was mounted or written beside them.
-fn cleanup_own(bpffs: &Path) -> anyhow::Result<Removed> {
-    let removed = dataplane::cleanup(bpffs)?;
+fn cleanup_own(bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<Removed> {
+    let removed = dataplane::cleanup(bpffs, keeps)?;
     Record::remove(bpffs);
     filesystem::remove_own_cgroup2().context("unmounting cgroup v2 from /run/proxy-ctl/cgroup")?;
     Ok(removed)

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use ipnet::IpNet;
+
 use super::{Dataplane, Error, Programmed};
 use crate::{
     config::Config,
@@ -28,7 +30,8 @@ pub(super) struct Entry {
     /// `None`: nothing is programmed, or not all tables are there yet.
     pub(super) read: fn(bpffs: &Path) -> Result<Option<BoxedProgrammed>, Error>,
     pub(super) controller: fn(bpffs: &Path) -> Option<u32>,
-    pub(super) cleanup: fn(bpffs: &Path) -> Result<Removed, Error>,
+    /// Only what this proxy has made. `keeps`: `ipvs.excludeCIDRs`.
+    pub(super) cleanup: fn(bpffs: &Path, keeps: &[IpNet]) -> Result<Removed, Error>,
 }
 
 /// What was removed, in the order in which it was.

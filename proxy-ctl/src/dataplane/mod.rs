@@ -16,6 +16,7 @@ mod metrics;
 mod modes;
 pub mod netfilter;
 pub mod nftables;
+mod own_rules;
 mod snapshot;
 mod supports;
 mod userspace;

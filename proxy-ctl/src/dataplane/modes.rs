@@ -2,6 +2,8 @@
 
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
+use ipnet::IpNet;
+
 use super::{
     Dataplane, Error, ErrorKind,
     conntrack::WithConntrack,
@@ -112,7 +114,7 @@ pub fn to_retire(at_work: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
 pub fn remove_retired(mode: Mode, config: &Config) -> Result<bool, Error> {
     let entry = entry(mode);
     if entry.retires {
-        return (entry.cleanup)(&config.ebpf.bpffs).map(|_| true);
+        return (entry.cleanup)(&config.ebpf.bpffs, &config.ipvs.exclude_cidrs).map(|_| true);
     }
     // Its rules have kube-proxy's names: no mode but those at work may have any.
     let keeps = &config.ipvs.exclude_cidrs;
@@ -138,7 +140,7 @@ impl ModeBeside for Beside {
     }
 
     fn remove(&self) -> Result<(), Error> {
-        (entry(self.mode).cleanup)(&self.config.ebpf.bpffs).map(drop)
+        (entry(self.mode).cleanup)(&self.config.ebpf.bpffs, &self.config.ipvs.exclude_cidrs).map(drop)
     }
 }
 
@@ -162,11 +164,11 @@ pub fn controller(bpffs: &Path) -> Option<u32> {
     entries().find_map(|(_, entry)| (entry.controller)(bpffs))
 }
 
-/// Removes everything that any mode has programmed, and nothing else.
-pub fn cleanup(bpffs: &Path) -> Result<Removed, Error> {
+/// Removes everything that any mode has programmed, and nothing else. `keeps`: `ipvs.excludeCIDRs`.
+pub fn cleanup(bpffs: &Path, keeps: &[IpNet]) -> Result<Removed, Error> {
     let mut all = Removed::default();
     for (_, entry) in entries() {
-        let Removed { links, filters, tables } = (entry.cleanup)(bpffs)?;
+        let Removed { links, filters, tables } = (entry.cleanup)(bpffs, keeps)?;
         all.links.extend(links);
         all.filters += filters;
         all.tables.extend(tables);

@@ -28,7 +28,7 @@ impl AtWork {
     pub(super) fn lock_others() -> Self {
         let mut all = Self::default();
         for mode in MODES {
-            let problem = match NamespaceLock::acquire(mode.name()) {
+            let problem = match NamespaceLock::try_acquire(mode.name()) {
                 Ok(NamespaceAttempt::Held(lock)) => {
                     all.locks.push(lock);
                     continue;

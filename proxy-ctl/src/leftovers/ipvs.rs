@@ -393,7 +393,8 @@ mod tests {
             assert!(removed.problems.is_empty(), "{:?}", removed.problems);
             removed
         };
-        let everything = PendingRemoval { nft: false, legacy: Vec::new(), ..PendingRemoval::everything() };
+        let everything =
+            PendingRemoval { nft: Vec::new(), legacy: Vec::new(), ..PendingRemoval::everything() };
         let removed = remove(Purpose::TakeOver, &everything);
         assert_eq!((removed.waiting, removed.parts[0].count), (1, 3));
         assert_eq!(kept_names(&removed.retained), foreign);

@@ -5,7 +5,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    Error, Found, Part, PartKind, Purpose, Removal, names, nft,
+    Error, Found, Part, PartKind, Purpose, Removal,
+    names::{self, Scope},
+    nft,
     plan::{self, Chain, Plan, Rule},
 };
 use crate::{
@@ -37,14 +39,16 @@ pub(super) struct ChainCounts {
     counts: BTreeMap<LegacyTable, (xtables::Outline, usize)>,
     /// Modes whose chains were not counted.
     at_work: Vec<Mode>,
+    /// The mode whose chains alone were counted.
+    only: Option<Mode>,
 }
 
 impl ChainCounts {
     /// The number of chains in this table that only a kube-proxy makes.
-    fn own_chains(&mut self, (family, table): LegacyTable, at_work: &[Mode]) -> Result<usize, Error> {
-        if self.at_work != at_work {
+    fn own_chains(&mut self, (family, table): LegacyTable, scope: Scope<'_>) -> Result<usize, Error> {
+        if (self.at_work.as_slice(), self.only) != (scope.at_work, scope.only) {
             self.counts.clear();
-            self.at_work = at_work.to_vec();
+            (self.at_work, self.only) = (scope.at_work.to_vec(), scope.only);
         }
         if !xtables::tables(family)?.iter().any(|name| name == table) {
             return Ok(0);
@@ -55,16 +59,16 @@ impl ChainCounts {
             return Ok(*count);
         }
         let Some((outline, chains)) = xtables::chains(family, table)? else { return Ok(0) };
-        let count = plan::count(table, chains.iter().map(String::as_str), at_work);
+        let count = plan::count(table, chains.iter().map(String::as_str), scope);
         self.counts.insert((family, table), (outline, count));
         Ok(count)
     }
 
-    pub(super) fn find(&mut self, at_work: &[Mode], found: &mut Found) {
+    pub(super) fn find(&mut self, scope: Scope<'_>, found: &mut Found) {
         for (family, table) in tables() {
             let part = |count| (count > 0).then(|| Part::new(place(family, table), PartKind::Chains, count));
             let parts =
-                self.own_chains((family, table), at_work).map(|count| part(count).into_iter().collect());
+                self.own_chains((family, table), scope).map(|count| part(count).into_iter().collect());
             found.note(parts);
         }
     }
@@ -72,15 +76,15 @@ impl ChainCounts {
     pub(super) fn remove(
         &mut self,
         purpose: Purpose,
-        at_work: &[Mode],
+        scope: Scope<'_>,
         places: &[LegacyTable],
         removed: &mut Removal,
     ) {
         for place in places {
-            let there = self.own_chains(*place, at_work);
+            let there = self.own_chains(*place, scope);
             let done = there.and_then(|count| match count {
                 0 => Ok(()),
-                _ => remove_from(purpose, at_work, *place, removed),
+                _ => remove_from(purpose, scope, *place, removed),
             });
             if let Err(error) = done {
                 removed.pending.legacy.push(*place);
@@ -92,7 +96,7 @@ impl ChainCounts {
 
 fn remove_from(
     purpose: Purpose,
-    at_work: &[Mode],
+    scope: Scope<'_>,
     (family, table): LegacyTable,
     removed: &mut Removal,
 ) -> Result<(), Error> {
@@ -100,12 +104,12 @@ fn remove_from(
         .ok_or_else(|| Error::NoLegacyTools { program: program(family) })?;
     let mut text = String::new();
     tools.save(table, |line| text.extend([line, "\n"]))?;
-    let (chains, rules) = parse(&text, at_work);
+    let (chains, rules) = parse(&text, scope);
     let is_filled = |chain: &str| Ok(text.contains(&format!("\n-A {chain} ")));
-    let plan = plan::plan(table, &chains, &rules, &BTreeSet::new(), purpose, at_work)
+    let plan = plan::plan(table, &chains, &rules, &BTreeSet::new(), purpose, scope)
         .without_done::<Error>(is_filled)?;
     if !plan.is_empty() {
-        if purpose == Purpose::TakeOver && table == "nat" && !names::translates(at_work) {
+        if purpose == Purpose::TakeOver && table == "nat" && !names::translates(scope.at_work) {
             nft::hold(family, removed)?;
         }
         tools.restore(&restoration(table, &plan))?;
@@ -130,7 +134,7 @@ fn restoration(table: &str, plan: &Plan<String>) -> String {
 }
 
 /// Parses the output of iptables-save: every chain, and the rules of chains that are not kube-proxy's.
-fn parse(text: &str, at_work: &[Mode]) -> (Vec<Chain>, Vec<Rule<String>>) {
+fn parse(text: &str, scope: Scope<'_>) -> (Vec<Chain>, Vec<Rule<String>>) {
     let (mut chains, mut rules) = (Vec::new(), Vec::new());
     let mut table = "";
     for line in text.lines() {
@@ -139,7 +143,7 @@ fn parse(text: &str, at_work: &[Mode]) -> (Vec<Chain>, Vec<Rule<String>>) {
             SavedLine::Chain { name, policy } => {
                 chains.push(Chain { name: name.to_owned(), base: policy != "-", drops: policy == "DROP" });
             }
-            SavedLine::Rule { chain, rule } if !names::is_chain(table, chain, at_work) => {
+            SavedLine::Rule { chain, rule } if !names::is_chain(table, chain, scope) => {
                 let words = words(rule);
                 let targets: Vec<String> = after(&words, &["-j", "-g"]).into_iter().collect();
                 rules.push(Rule {
@@ -179,14 +183,17 @@ mod tests {
         }
         let nat = (TableFamily::Ipv4, "nat");
         let mut seen = ChainCounts::default();
-        assert_eq!(seen.own_chains(nat, &[]).unwrap(), 1);
+        assert_eq!(seen.own_chains(nat, Scope::default()).unwrap(), 1);
         // A wrong count, to show that the second call does not read the table.
         seen.counts.get_mut(&nat).unwrap().1 = 7;
-        assert_eq!(seen.own_chains(nat, &[]).unwrap(), 7);
+        assert_eq!(seen.own_chains(nat, Scope::default()).unwrap(), 7);
         // Of another table.
         assert!(run("-t filter -N KUBE-FORWARD"));
         assert_eq!(
-            (seen.own_chains(nat, &[]).unwrap(), seen.own_chains((nat.0, "filter"), &[]).unwrap()),
+            (
+                seen.own_chains(nat, Scope::default()).unwrap(),
+                seen.own_chains((nat.0, "filter"), Scope::default()).unwrap()
+            ),
             (7, 1)
         );
         for (change, expected) in [
@@ -197,7 +204,7 @@ mod tests {
         ] {
             seen.counts.get_mut(&nat).unwrap().1 = 7;
             assert!(run(change), "{change}");
-            assert_eq!(seen.own_chains(nat, &[]).unwrap(), expected, "{change}");
+            assert_eq!(seen.own_chains(nat, Scope::default()).unwrap(), expected, "{change}");
         }
     }
 
@@ -217,7 +224,7 @@ COMMIT
 
     #[test]
     fn what_is_saved_becomes_what_is_restored() {
-        let (chains, rules) = parse(SAVED, &[]);
+        let (chains, rules) = parse(SAVED, Scope::default());
         assert_eq!(chains.len(), 5);
         assert!(chains[0].base && !chains[0].drops && !chains[2].base);
         assert_eq!(rules.len(), 3);
@@ -227,7 +234,7 @@ COMMIT
             (&["MINE".to_owned()][..], &["KUBE-SVC-A".to_owned()][..])
         );
         assert_eq!(rules[2].comment.as_deref(), Some("plain"));
-        let plan = plan::plan("nat", &chains, &rules, &BTreeSet::new(), Purpose::Cleanup, &[]);
+        let plan = plan::plan("nat", &chains, &rules, &BTreeSet::new(), Purpose::Cleanup, Scope::default());
         assert_eq!(
             restoration("nat", &plan),
             "*nat\n:KUBE-SERVICES - [0:0]\n:KUBE-SVC-A - [0:0]\n\

@@ -10,6 +10,7 @@
 mod at_work;
 mod ipvs;
 mod legacy;
+mod marks;
 pub mod names;
 mod nft;
 pub mod plan;
@@ -19,12 +20,16 @@ use serde::Serialize;
 
 use self::{
     at_work::AtWork,
+    marks::Marks,
+    names::Scope,
     plan::{Plan, RetainReason},
 };
 use crate::{
     mode::Mode,
-    sys::{CallError, xtables::ToolError},
+    sys::{CallError, nftables::TableFamily, xtables::ToolError},
 };
+
+pub use self::marks::is_marked;
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Purpose {
@@ -150,7 +155,7 @@ impl<T> Default for Selection<T> {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct PendingRemoval {
     servers: Selection<ipvs::PendingServer>,
-    nft: bool,
+    nft: Vec<TableFamily>,
     legacy: Vec<legacy::LegacyTable>,
     sets: Selection<String>,
     device: bool,
@@ -160,16 +165,11 @@ impl PendingRemoval {
     pub fn everything() -> Self {
         Self {
             servers: Selection::All,
-            nft: true,
+            nft: TableFamily::ALL.into(),
             legacy: legacy::tables().collect(),
             sets: Selection::All,
             device: true,
         }
-    }
-
-    /// Rules only.
-    pub fn rules() -> Self {
-        Self { nft: true, legacy: legacy::tables().collect(), ..Self::default() }
     }
 
     pub fn is_empty(&self) -> bool {
@@ -177,7 +177,7 @@ impl PendingRemoval {
     }
 
     fn has_rules(&self) -> bool {
-        self.nft || !self.legacy.is_empty()
+        !self.nft.is_empty() || !self.legacy.is_empty()
     }
 }
 
@@ -259,8 +259,9 @@ impl Leftovers {
     pub fn find(&mut self, keeps: &[IpNet]) -> Found {
         let mut found = Found::default();
         let at_work = at_work::modes();
-        found.note(nft::find(&at_work));
-        self.legacy.find(&at_work, &mut found);
+        let scope = Scope::but(&at_work);
+        found.note(nft::find(scope));
+        self.legacy.find(scope, &mut found);
         if !at_work.contains(&Mode::Ipvs) {
             ipvs::find(keeps, &mut found);
         }
@@ -275,24 +276,58 @@ impl Leftovers {
         if purpose == Purpose::Cleanup {
             problems.into_iter().for_each(|problem| add_once(&mut removed.problems, problem));
         }
-        let ipvs_stays = at_work.contains(&Mode::Ipvs);
-        if !ipvs_stays {
-            ipvs::remove_servers(purpose, keeps, &pending.servers, &mut removed);
-        }
-        if pending.nft {
-            let rules = nft::remove(purpose, &at_work, &mut removed);
-            removed.pending.nft = rules.is_err();
-            removed.note(rules);
-        }
-        self.legacy.remove(purpose, &at_work, &pending.legacy, &mut removed);
-        if !ipvs_stays {
-            ipvs::remove_sets(&pending.sets, &mut removed);
-            if pending.device {
-                ipvs::remove_device(keeps, &mut removed);
-            }
-        }
+        self.remove_in(Scope::but(&at_work), purpose, keeps, pending, &mut removed);
         removed
     }
+
+    fn remove_in(
+        &mut self,
+        scope: Scope<'_>,
+        purpose: Purpose,
+        keeps: &[IpNet],
+        pending: &PendingRemoval,
+        removed: &mut Removal,
+    ) {
+        let ipvs_stays = scope.at_work.contains(&Mode::Ipvs);
+        if !ipvs_stays {
+            ipvs::remove_servers(purpose, keeps, &pending.servers, removed);
+        }
+        if !pending.nft.is_empty() {
+            let rules = nft::remove(purpose, scope, &pending.nft, removed);
+            removed.pending.nft = if rules.is_err() { pending.nft.clone() } else { Vec::new() };
+            removed.note(rules);
+        }
+        self.legacy.remove(purpose, scope, &pending.legacy, removed);
+        if !ipvs_stays {
+            ipvs::remove_sets(&pending.sets, removed);
+            if pending.device {
+                ipvs::remove_device(keeps, removed);
+            }
+        }
+    }
+}
+
+/// Removes what this proxy has written in a mode with kube-proxy's names. Nothing, where a kube-proxy of such a mode has written
+/// since. `keeps`: as for [`Leftovers::find`]. [`Error::AtWork`]: the mode is in use.
+pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
+    let marks = Marks::read(mode)?;
+    if marks.is_empty() {
+        return Ok(Removal::default());
+    }
+    let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others();
+    let of_mode = at_work.iter().zip(problems).find(|(at_work, _)| **at_work == mode);
+    if let Some((_, problem)) = of_mode {
+        return Err(problem);
+    }
+    let mut pending = marks.rules();
+    if mode == Mode::Ipvs {
+        let PendingRemoval { servers, sets, device, .. } = PendingRemoval::everything();
+        pending = PendingRemoval { servers, sets, device, ..pending };
+    }
+    let mut removed = Removal::default();
+    let scope = Scope { at_work: &at_work, only: Some(mode) };
+    Leftovers::default().remove_in(scope, Purpose::Cleanup, keeps, &pending, &mut removed);
+    Ok(removed)
 }
 
 /// As [`Leftovers::find`], for one call.

@@ -10,6 +10,9 @@ pub const IPTABLES: [&str; 3] = ["filter", "nat", "mangle"];
 /// Of mode nftables, in both families: everything in it is kube-proxy's.
 pub const NFTABLES_TABLE: &str = "kube-proxy";
 
+/// Of mode userspace of this proxy, in both families: leads clients to its process.
+pub const USERSPACE_TABLE: &str = "proxy-ctl-userspace";
+
 /// A chain of [`NFTABLES_TABLE`]. If it is the only chain there, this proxy has made it as a holder.
 pub const HOLDER: &str = "nat-postrouting";
 
@@ -113,10 +116,30 @@ pub fn writes(mode: Mode, table: &str, chain: &str) -> bool {
     writers(table, chain).contains(&mode)
 }
 
-/// Whether a chain of a table of iptables is kube-proxy's, and of no mode that this proxy is in.
-pub fn is_chain(table: &str, chain: &str, at_work: &[Mode]) -> bool {
-    let writers = writers(table, chain);
-    !writers.is_empty() && !writers.iter().any(|mode| at_work.contains(mode))
+/// Whose rules are looked at.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Scope<'a> {
+    /// Modes that this proxy is in: what they write is left alone.
+    pub at_work: &'a [Mode],
+    /// What this mode writes, and nothing else.
+    pub only: Option<Mode>,
+}
+
+impl<'a> Scope<'a> {
+    pub const fn but(at_work: &'a [Mode]) -> Self {
+        Self { at_work, only: None }
+    }
+
+    /// Whether what these modes write is in it.
+    pub fn has(&self, writers: &[Mode]) -> bool {
+        !writers.iter().any(|mode| self.at_work.contains(mode))
+            && self.only.map_or(!writers.is_empty(), |mode| writers.contains(&mode))
+    }
+}
+
+/// Whether a chain of a table of iptables is kube-proxy's, and in `scope`.
+pub fn is_chain(table: &str, chain: &str, scope: Scope<'_>) -> bool {
+    scope.has(writers(table, chain))
 }
 
 /// Kubelets before 1.28 make these chains too, so they do not show that there was a kube-proxy.
@@ -124,15 +147,27 @@ pub fn is_shared_chain(chain: &str) -> bool {
     matches!(chain, MARK_MASQUERADE | POSTROUTING)
 }
 
-/// Whether the table [`NFTABLES_TABLE`] is of a mode that this proxy is in.
-pub fn keeps_nftables_table(at_work: &[Mode]) -> bool {
-    at_work.iter().any(|mode| matches!(mode, Mode::Nftables | Mode::Userspace))
-}
+/// Tables of nf_tables, each with the mode that writes it: everything in them is that mode's.
+pub const OWN_TABLES: [(&str, Mode); 2] =
+    [(NFTABLES_TABLE, Mode::Nftables), (USERSPACE_TABLE, Mode::Userspace)];
 
 /// Whether the rules of a mode that this proxy is in have the kernel go on translating connections.
 pub fn translates(at_work: &[Mode]) -> bool {
     at_work.iter().any(|mode| matches!(mode, Mode::Nftables | Mode::Iptables | Mode::Ipvs))
 }
+
+/// The comment of a rule that this proxy has in [`MARKED`], in a mode that writes chains of iptables. A running kube-proxy of
+/// such a mode empties this chain when it writes its own rules: while the rule is there, this proxy was the last to write.
+pub const fn mark(mode: Mode) -> Option<&'static str> {
+    match mode {
+        Mode::Iptables => Some("proxy-ctl in mode iptables"),
+        Mode::Ipvs => Some("proxy-ctl in mode ipvs"),
+        Mode::Ebpf | Mode::Nftables | Mode::Userspace => None,
+    }
+}
+
+/// The table and the chain that [`mark`] is in.
+pub const MARKED: (&str, &str) = ("nat", "KUBE-SERVICES");
 
 pub fn is_comment_of_jump(comment: &str) -> bool {
     COMMENTS.contains(&comment)
@@ -166,7 +201,7 @@ mod tests {
     #[case("filter", "KUBE-ROUTER-FORWARD", false)]
     #[case("raw", "KUBE-SERVICES", false)]
     fn chains_of_kube_proxy(#[case] table: &str, #[case] chain: &str, #[case] own: bool) {
-        assert_eq!(is_chain(table, chain, &[]), own);
+        assert_eq!(is_chain(table, chain, Scope::default()), own);
     }
 
     #[rstest]
@@ -183,7 +218,24 @@ mod tests {
         #[case] at_work: &[Mode],
         #[case] leftover: bool,
     ) {
-        assert_eq!(is_chain(table, chain, at_work), leftover);
+        assert_eq!(is_chain(table, chain, Scope::but(at_work)), leftover);
+    }
+
+    #[rstest]
+    #[case("nat", "KUBE-SERVICES", &[], true)]
+    #[case("nat", "KUBE-SVC-TCOU7JCQXEZGVUNU", &[], true)]
+    #[case("nat", "KUBE-LOAD-BALANCER", &[], false)]
+    #[case("nat", "KUBE-SERVICES", &[Mode::Ipvs], false)]
+    #[case("nat", "MINE", &[], false)]
+    fn chains_of_one_mode(
+        #[case] table: &str,
+        #[case] chain: &str,
+        #[case] at_work: &[Mode],
+        #[case] in_scope: bool,
+    ) {
+        let scope = Scope { at_work, only: Some(Mode::Iptables) };
+        assert_eq!(is_chain(table, chain, scope), in_scope);
+        assert!(!scope.has(&[Mode::Nftables]));
     }
 
     #[rstest]

@@ -8,47 +8,56 @@
 use std::{collections::BTreeSet, ops::Range};
 
 use super::{
-    Error, Part, PartKind, Purpose, Removal, Retained, names,
+    Error, Part, PartKind, Purpose, Removal, Retained,
+    names::{self, Scope},
     plan::{self, Chain, Plan, Rule},
 };
-use crate::mode::Mode;
-use crate::sys::{
-    CallError,
-    netlink::Refused,
-    nftables::{Batch, NfTables, TableFamily},
+use crate::{
+    mode::Mode,
+    sys::{
+        CallError,
+        netlink::Refused,
+        nftables::{Batch, NfTables, TableFamily},
+    },
 };
 
 /// Attempts, as other programs may change the rules at the same time, and chains may turn out to be in use.
 const TRIES: usize = 8;
 
 type ChainId = (TableFamily, &'static str, String);
+type TableId = (TableFamily, &'static str);
 
 /// Tables and chains, without rules.
 #[derive(Debug, Default)]
 struct Inventory {
-    /// Families with kube-proxy's own table.
-    tables: Vec<TableFamily>,
-    /// Families where that table is only a holder.
+    /// Those of [`names::OWN_TABLES`].
+    tables: Vec<TableId>,
+    /// Families where the table `kube-proxy` is only a holder.
     holders: Vec<TableFamily>,
     /// Tables of iptables that have chains of kube-proxy, with all their chains.
     chains: Vec<(TableFamily, &'static str, Vec<Chain>)>,
 }
 
 impl Inventory {
-    fn take(nftables: &NfTables, at_work: &[Mode]) -> Result<Self, CallError> {
+    fn take(nftables: &NfTables, families: &[TableFamily], scope: Scope<'_>) -> Result<Self, CallError> {
         let mut inventory = Self::default();
-        for family in TableFamily::ALL {
+        for family in families.iter().copied() {
             let tables = nftables.tables(family)?;
             let has = |name: &str| tables.iter().any(|table| table == name);
-            let own_table = has(names::NFTABLES_TABLE) && !names::keeps_nftables_table(at_work);
-            if !own_table && !names::IPTABLES.into_iter().any(has) {
+            let is_left = |(table, mode): &(&str, Mode)| has(table) && scope.has(&[*mode]);
+            let own_tables: Vec<_> = names::OWN_TABLES.into_iter().filter(is_left).collect();
+            if own_tables.is_empty() && !names::IPTABLES.into_iter().any(has) {
                 continue;
             }
             let all = nftables.chains(family)?;
-            if own_table {
-                let mut chains = all.iter().filter(|chain| chain.table == names::NFTABLES_TABLE);
+            for (table, _) in own_tables {
+                let mut chains = all.iter().filter(|chain| chain.table == table);
                 let is_holder = matches!((chains.next(), chains.next()), (Some(only), None) if only.name == names::HOLDER);
-                if is_holder { &mut inventory.holders } else { &mut inventory.tables }.push(family);
+                if is_holder {
+                    inventory.holders.push(family);
+                } else {
+                    inventory.tables.push((family, table));
+                }
             }
             for table in names::IPTABLES {
                 let chains: Vec<Chain> = all
@@ -56,7 +65,7 @@ impl Inventory {
                     .filter(|chain| chain.table == table)
                     .map(|chain| Chain { name: chain.name.clone(), base: chain.base, drops: chain.drops })
                     .collect();
-                if !own(table, &chains, at_work).is_empty() {
+                if !own(table, &chains, scope).is_empty() {
                     inventory.chains.push((family, table, chains));
                 }
             }
@@ -65,25 +74,25 @@ impl Inventory {
     }
 }
 
-fn own<'a>(table: &str, chains: &'a [Chain], at_work: &[Mode]) -> Vec<&'a str> {
-    plan::own_chains(table, chains.iter().map(|chain| chain.name.as_str()), at_work)
+fn own<'a>(table: &str, chains: &'a [Chain], scope: Scope<'_>) -> Vec<&'a str> {
+    plan::own_chains(table, chains.iter().map(|chain| chain.name.as_str()), scope)
 }
 
 fn place(family: TableFamily, table: &str) -> String {
     format!("nftables {} {table}", family.name())
 }
 
-fn own_table(family: TableFamily) -> Part {
-    Part::new(place(family, names::NFTABLES_TABLE), PartKind::Tables, 1)
+fn own_table((family, table): TableId) -> Part {
+    Part::new(place(family, table), PartKind::Tables, 1)
 }
 
-pub(super) fn find(at_work: &[Mode]) -> Result<Vec<Part>, Error> {
+pub(super) fn find(scope: Scope<'_>) -> Result<Vec<Part>, Error> {
     let Some(nftables) = NfTables::open()? else { return Ok(Vec::new()) };
-    let inventory = Inventory::take(&nftables, at_work)?;
-    let tables = inventory.tables.iter().map(|family| own_table(*family));
+    let inventory = Inventory::take(&nftables, &TableFamily::ALL, scope)?;
+    let tables = inventory.tables.iter().map(|table| own_table(*table));
     let chains = inventory.chains.iter().map(|(family, table, chains)| {
         let names = chains.iter().map(|chain| chain.name.as_str());
-        Part::new(place(*family, table), PartKind::Chains, plan::count(table, names, at_work))
+        Part::new(place(*family, table), PartKind::Chains, plan::count(table, names, scope))
     });
     Ok(tables.chain(chains).collect())
 }
@@ -151,9 +160,9 @@ struct TablePlan {
     plan: Plan<u64>,
 }
 
-/// What happens to the tables `kube-proxy`.
+/// What happens to the tables of [`names::OWN_TABLES`].
 struct OwnTables {
-    deleted: Vec<TableFamily>,
+    deleted: Vec<TableId>,
     /// Families that get a holder.
     held: Vec<TableFamily>,
     /// Families that need a holder, which the kernel cannot make.
@@ -167,20 +176,21 @@ impl OwnTables {
         plans: &[TablePlan],
         unable: &[TableFamily],
         purpose: Purpose,
-        at_work: &[Mode],
+        scope: Scope<'_>,
     ) -> Self {
         let mut deleted = inventory.tables.clone();
         if purpose == Purpose::Cleanup {
-            deleted.extend(&inventory.holders);
+            deleted.extend(inventory.holders.iter().map(|family| (*family, names::NFTABLES_TABLE)));
         }
-        if purpose == Purpose::Cleanup || names::translates(at_work) {
+        if purpose == Purpose::Cleanup || names::translates(scope.at_work) {
             return Self { deleted, held: Vec::new(), without_holder: Vec::new() };
         }
         let translates = |family: TableFamily| {
             let in_iptables = |table_plan: &TablePlan| {
                 (table_plan.family, table_plan.table) == (family, "nat") && !table_plan.plan.is_empty()
             };
-            deleted.contains(&family) || plans.iter().any(in_iptables) && !inventory.holders.contains(&family)
+            let translated = deleted.iter().any(|table| table.0 == family) || plans.iter().any(in_iptables);
+            translated && !inventory.holders.contains(&family)
         };
         let wanted = TableFamily::ALL.into_iter().filter(|family| translates(*family));
         let (without_holder, held) = wanted.partition(|family| unable.contains(family));
@@ -193,15 +203,20 @@ impl OwnTables {
 }
 
 /// Removes everything in one transaction, and reports what stays.
-pub(super) fn remove(purpose: Purpose, at_work: &[Mode], removed: &mut Removal) -> Result<(), Error> {
+pub(super) fn remove(
+    purpose: Purpose,
+    scope: Scope<'_>,
+    families: &[TableFamily],
+    removed: &mut Removal,
+) -> Result<(), Error> {
     let Some(nftables) = NfTables::open()? else { return Ok(()) };
     let mut busy: BTreeSet<ChainId> = BTreeSet::new();
     let mut unable = Vec::new();
     let mut last = None;
     for _ in 0..TRIES {
-        let inventory = Inventory::take(&nftables, at_work)?;
-        let plans = plans(&nftables, &inventory, &busy, purpose, at_work)?;
-        let tables = OwnTables::new(&inventory, &plans, &unable, purpose, at_work);
+        let inventory = Inventory::take(&nftables, families, scope)?;
+        let plans = plans(&nftables, &inventory, &busy, purpose, scope)?;
+        let tables = OwnTables::new(&inventory, &plans, &unable, purpose, scope);
         let Transaction { batch, deletions, holders } = transaction(&tables, &plans);
         let nothing_to_do = tables.is_empty() && plans.iter().all(|table_plan| table_plan.plan.is_empty());
         let refused = if nothing_to_do { Vec::new() } else { nftables.commit(batch)? };
@@ -239,11 +254,11 @@ fn plans(
     inventory: &Inventory,
     busy: &BTreeSet<ChainId>,
     purpose: Purpose,
-    at_work: &[Mode],
+    scope: Scope<'_>,
 ) -> Result<Vec<TablePlan>, CallError> {
     let table_plan = |(family, table, chains): &(TableFamily, &'static str, Vec<Chain>)| {
         let mut rules = Vec::new();
-        for chain in chains.iter().filter(|chain| !names::is_chain(table, &chain.name, at_work)) {
+        for chain in chains.iter().filter(|chain| !names::is_chain(table, &chain.name, scope)) {
             let found = nftables.rules(*family, table, &chain.name)?;
             rules.extend(found.into_iter().map(|rule| Rule {
                 chain: chain.name.clone(),
@@ -256,7 +271,7 @@ fn plans(
         let here = |address: &&ChainId| address.0 == *family && address.1 == *table;
         let busy = busy.iter().filter(here).map(|(_, _, chain)| chain.clone()).collect();
         let is_filled = |chain: &str| Ok(!nftables.rules(*family, table, chain)?.is_empty());
-        let plan = plan::plan(table, chains, &rules, &busy, purpose, at_work).without_done(is_filled)?;
+        let plan = plan::plan(table, chains, &rules, &busy, purpose, scope).without_done(is_filled)?;
         Ok(TablePlan { family: *family, table, plan })
     };
     inventory.chains.iter().map(table_plan).collect()
@@ -284,8 +299,8 @@ fn transaction(tables: &OwnTables, plans: &[TablePlan]) -> Transaction {
             batch.delete_chain(*family, table, chain);
         }
     }
-    for family in &tables.deleted {
-        batch.delete_table(*family, names::NFTABLES_TABLE);
+    for (family, table) in &tables.deleted {
+        batch.delete_table(*family, table);
     }
     let holders =
         tables.held.iter().map(|family| (*family, add_holder_messages(&mut batch, *family))).collect();
@@ -296,7 +311,7 @@ fn report(tables: &OwnTables, plans: Vec<TablePlan>, removed: &mut Removal) {
     for TablePlan { family, table, plan } in plans {
         removed.plan(&place(family, table), plan);
     }
-    removed.parts.extend(tables.deleted.iter().map(|family| own_table(*family)));
+    removed.parts.extend(tables.deleted.iter().map(|table| own_table(*table)));
     removed.retained.extend(tables.held.iter().map(|family| holder(*family)));
     let without_holder = tables.without_holder.iter().map(|family| place(*family, names::NFTABLES_TABLE));
     removed.without_holder.extend(without_holder);
@@ -329,14 +344,32 @@ mod tests {
 
     #[test]
     fn what_cannot_be_held_goes_all_the_same() {
-        let inventory = Inventory { tables: HELD.to_vec(), ..Inventory::default() };
-        let tables = |unable: &[TableFamily]| OwnTables::new(&inventory, &[], unable, Purpose::TakeOver, &[]);
+        let own = HELD.map(|family| (family, names::NFTABLES_TABLE));
+        let inventory = Inventory { tables: own.to_vec(), ..Inventory::default() };
+        let tables = |unable: &[TableFamily]| {
+            OwnTables::new(&inventory, &[], unable, Purpose::TakeOver, Scope::default())
+        };
         let (whole, partly) = (tables(&[]), tables(&[HELD[0]]));
-        assert_eq!((whole.deleted.as_slice(), whole.held.as_slice()), (&HELD[..], &HELD[..]));
+        assert_eq!((whole.deleted.as_slice(), whole.held.as_slice()), (&own[..], &HELD[..]));
         assert!(whole.without_holder.is_empty());
-        assert_eq!(partly.deleted, HELD);
+        assert_eq!(partly.deleted, own);
         assert_eq!((partly.held, partly.without_holder), (vec![HELD[1]], vec![HELD[0]]));
         let places: Vec<_> = transaction(&whole, &[]).holders;
         assert_eq!(places, [(HELD[0], 3..6), (HELD[1], 6..9)]);
+    }
+
+    #[rstest]
+    #[case::nobody_else_translates(&[], &[], &[HELD[0]])]
+    #[case::a_mode_at_work_translates(&[], &[Mode::Nftables], &[])]
+    #[case::there_is_a_holder(&[HELD[0]], &[Mode::Ebpf], &[])]
+    fn connections_that_mode_userspace_carries_stay_translated(
+        #[case] holders: &[TableFamily],
+        #[case] at_work: &[Mode],
+        #[case] held: &[TableFamily],
+    ) {
+        let own = vec![(HELD[0], names::USERSPACE_TABLE)];
+        let inventory = Inventory { tables: own.clone(), holders: holders.to_vec(), ..Inventory::default() };
+        let tables = OwnTables::new(&inventory, &[], &[], Purpose::TakeOver, Scope::but(at_work));
+        assert_eq!((tables.deleted, tables.held.as_slice()), (own, held));
     }
 }

@@ -2,8 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use super::{Purpose, names};
-use crate::mode::Mode;
+use super::{
+    Purpose,
+    names::{self, Scope},
+};
 
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Chain {
@@ -90,30 +92,29 @@ impl<R> Plan<R> {
 pub fn own_chains<'a>(
     table: &str,
     chains: impl IntoIterator<Item = &'a str>,
-    at_work: &[Mode],
+    scope: Scope<'_>,
 ) -> Vec<&'a str> {
-    let own: Vec<&str> = chains.into_iter().filter(|chain| names::is_chain(table, chain, at_work)).collect();
+    let own: Vec<&str> = chains.into_iter().filter(|chain| names::is_chain(table, chain, scope)).collect();
     if own.iter().all(|chain| names::is_shared_chain(chain)) { Vec::new() } else { own }
 }
 
 /// The number of chains that only a kube-proxy makes. A growing number shows a running kube-proxy.
-pub fn count<'a>(table: &str, chains: impl IntoIterator<Item = &'a str>, at_work: &[Mode]) -> usize {
-    let only_its = |chain: &&str| names::is_chain(table, chain, at_work) && !names::is_shared_chain(chain);
+pub fn count<'a>(table: &str, chains: impl IntoIterator<Item = &'a str>, scope: Scope<'_>) -> usize {
+    let only_its = |chain: &&str| names::is_chain(table, chain, scope) && !names::is_shared_chain(chain);
     chains.into_iter().filter(only_its).count()
 }
 
-/// `rules`: of all chains that are not kube-proxy's. `busy`: chains that the kernel has refused to delete. `at_work`: modes
-/// whose chains stay.
+/// `rules`: of all chains that are not kube-proxy's. `busy`: chains that the kernel has refused to delete.
 pub fn plan<R: Clone>(
     table: &str,
     chains: &[Chain],
     rules: &[Rule<R>],
     busy: &BTreeSet<String>,
     purpose: Purpose,
-    at_work: &[Mode],
+    scope: Scope<'_>,
 ) -> Plan<R> {
     let own: BTreeSet<&str> =
-        own_chains(table, chains.iter().map(|chain| chain.name.as_str()), at_work).into_iter().collect();
+        own_chains(table, chains.iter().map(|chain| chain.name.as_str()), scope).into_iter().collect();
     let is_base = |name: &str| chains.iter().any(|chain| chain.base && chain.name == name);
     let leads_to_us = |rule: &&Rule<R>| rule.targets.iter().any(|target| own.contains(target.as_str()));
     let (ours, foreign): (Vec<&Rule<R>>, Vec<&Rule<R>>) =
@@ -208,7 +209,7 @@ mod tests {
     }
 
     fn of(table: &str, (chains, rules): &(Vec<Chain>, Vec<Rule<u64>>), purpose: Purpose) -> Plan<u64> {
-        plan(table, chains, rules, &BTreeSet::new(), purpose, &[])
+        plan(table, chains, rules, &BTreeSet::new(), purpose, Scope::default())
     }
 
     #[test]
@@ -288,7 +289,7 @@ mod tests {
         let (chains, rules) = nat();
         for used in ["KUBE-MARK-MASQ", "KUBE-POSTROUTING"] {
             let busy = BTreeSet::from([used.to_owned()]);
-            let plan = plan("nat", &chains, &rules, &busy, Purpose::Cleanup, &[]);
+            let plan = plan("nat", &chains, &rules, &busy, Purpose::Cleanup, Scope::default());
             assert_eq!(plan.rules, [("PREROUTING".to_owned(), 1)]);
             assert_eq!(plan.emptied, ["KUBE-SEP-B", "KUBE-SERVICES", "KUBE-SVC-A"]);
             let kept = ["KUBE-MARK-MASQ", "KUBE-POSTROUTING"];
@@ -300,7 +301,7 @@ mod tests {
     fn a_chain_that_the_kernel_would_not_delete_is_emptied() {
         let (chains, rules) = nat();
         let busy = BTreeSet::from(["KUBE-SEP-B".to_owned()]);
-        let plan = plan("nat", &chains, &rules, &busy, Purpose::Cleanup, &[]);
+        let plan = plan("nat", &chains, &rules, &busy, Purpose::Cleanup, Scope::default());
         assert!(!plan.deleted.contains(&"KUBE-SEP-B".to_owned()));
         assert!(plan.emptied.contains(&"KUBE-SEP-B".to_owned()));
         assert_eq!(plan.retained, [("KUBE-SEP-B".to_owned(), RetainReason::Used)]);
@@ -318,9 +319,9 @@ mod tests {
     fn an_old_kubelet_that_starts_anew_is_no_kube_proxy() {
         let before = ["KUBE-SERVICES", "KUBE-KUBELET-CANARY"];
         let after = [before[0], before[1], "KUBE-MARK-MASQ", "KUBE-POSTROUTING"];
-        assert_eq!((count("nat", before, &[]), count("nat", after, &[])), (1, 1));
-        assert_eq!(count("nat", ["KUBE-MARK-MASQ", "KUBE-POSTROUTING"], &[]), 0);
-        assert_eq!(own_chains("nat", after, &[]), [after[0], after[2], after[3]]);
+        assert_eq!((count("nat", before, Scope::default()), count("nat", after, Scope::default())), (1, 1));
+        assert_eq!(count("nat", ["KUBE-MARK-MASQ", "KUBE-POSTROUTING"], Scope::default()), 0);
+        assert_eq!(own_chains("nat", after, Scope::default()), [after[0], after[2], after[3]]);
     }
 
     #[test]

@@ -9,7 +9,9 @@ use std::{
         linux::net::SocketAddrExt as _,
         unix::net::{SocketAddr, UnixListener, UnixStream},
     },
-    time::Duration,
+    process::id,
+    thread,
+    time::{Duration, Instant},
 };
 
 use nix::{
@@ -19,6 +21,9 @@ use nix::{
     unistd::Uid,
 };
 
+/// Longest time from fork to exec.
+const LONGEST_START: Duration = Duration::from_millis(500);
+const PAUSE: Duration = Duration::from_millis(5);
 /// Longest wait for each part of an answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The longest answer that is read, in bytes.
@@ -39,8 +44,22 @@ pub enum NamespaceAttempt {
 }
 
 impl NamespaceLock {
-    /// Takes `proxy-ctl/<name>` in the network namespace of the calling thread, without waiting.
+    /// Takes `proxy-ctl/<name>` in the network namespace of the calling thread. What this process has let go of is waited for: a
+    /// child that it is just starting has it until it becomes another program.
     pub fn acquire(name: &str) -> io::Result<NamespaceAttempt> {
+        let end = Instant::now() + LONGEST_START;
+        loop {
+            let attempt = Self::try_acquire(name)?;
+            let is_own = matches!(attempt, NamespaceAttempt::Taken(Some(process)) if process == id());
+            if !is_own || Instant::now() >= end {
+                return Ok(attempt);
+            }
+            thread::sleep(PAUSE);
+        }
+    }
+
+    /// Takes `proxy-ctl/<name>` in the network namespace of the calling thread, without waiting.
+    pub fn try_acquire(name: &str) -> io::Result<NamespaceAttempt> {
         match UnixListener::bind_addr(&address(name)?) {
             Ok(name) => Ok(NamespaceAttempt::Held(Self { name })),
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
@@ -107,11 +126,11 @@ mod tests {
 
     #[test]
     fn the_holder_answers_who_asks() {
-        let name = format!("test-answer-{}", std::process::id());
+        let name = format!("test-answer-{}", id());
         assert_eq!(NamespaceLock::ask(&name).unwrap(), None);
         let NamespaceAttempt::Held(lock) = NamespaceLock::acquire(&name).unwrap() else { panic!("free") };
         let listener = lock.listener().unwrap();
-        let answering = std::thread::spawn(move || {
+        let answering = thread::spawn(move || {
             let (mut asker, _) = listener.accept().unwrap();
             assert!(is_trusted(&asker));
             io::Write::write_all(&mut asker, b"all is well").unwrap();
@@ -122,13 +141,13 @@ mod tests {
 
     #[test]
     fn the_second_asks_in_vain_until_the_first_lets_go() {
-        let name = format!("test-{}", std::process::id());
+        let name = format!("test-{}", id());
         assert!(!NamespaceLock::is_held(&name));
         let NamespaceAttempt::Held(first) = NamespaceLock::acquire(&name).unwrap() else { panic!("free") };
         let NamespaceAttempt::Taken(process) = NamespaceLock::acquire(&name).unwrap() else {
             panic!("taken")
         };
-        assert_eq!(process, Some(std::process::id()));
+        assert_eq!(process, Some(id()));
         assert!(NamespaceLock::is_held(&name));
         drop(first);
         assert_eq!(NamespaceLock::holder(&name), None);

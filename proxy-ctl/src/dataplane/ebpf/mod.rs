@@ -115,7 +115,7 @@ pub(super) const ENTRY: Entry = Entry {
         Err(error) => Err(error.into()),
     },
     controller: status::controller,
-    cleanup: |bpffs| Ok(cleanup::cleanup(bpffs)?),
+    cleanup: |bpffs, _| Ok(cleanup::cleanup(bpffs)?),
 };
 
 const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;

@@ -6,7 +6,11 @@ use super::{
     names,
     rules::{SharedChain, Table},
 };
-use crate::{dataplane::Host, model::objects::IpFamily};
+use crate::{
+    dataplane::{Host, own_rules},
+    mode::Mode,
+    model::objects::IpFamily,
+};
 
 /// A chain that is this mode's alone.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -27,6 +31,8 @@ pub(super) struct Jump {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct BaseRules {
     pub(super) chains: Vec<BaseChain>,
+    /// A rule of nat KUBE-SERVICES: this proxy was the last to write.
+    pub(super) mark: Option<String>,
     /// The last rules of nat KUBE-SERVICES.
     pub(super) node_ports: Vec<String>,
     /// Each goes before all rules of its chain, in this order.
@@ -92,14 +98,21 @@ impl BaseRules {
                 rule: format!("-j {}", names::FIREWALL),
             })
         }));
-        Self { chains, node_ports: node_ports(family, host, serves_localhost), jumps, martians }
+        Self {
+            chains,
+            mark: own_rules::mark(Mode::Iptables),
+            node_ports: node_ports(family, host, serves_localhost),
+            jumps,
+            martians,
+        }
     }
 
     /// Number of rules in the table.
     pub(super) fn count(&self, table: Table) -> usize {
         let own = self.chains.iter().filter(|chain| chain.table == table).map(|chain| chain.rules.len());
         let jumps = self.jumps.iter().filter(|jump| jump.table == table).count();
-        own.sum::<usize>() + jumps + if table == Table::Nat { self.node_ports.len() } else { 0 }
+        let of_services = || self.node_ports.len() + usize::from(self.mark.is_some());
+        own.sum::<usize>() + jumps + if table == Table::Nat { of_services() } else { 0 }
     }
 }
 

@@ -8,13 +8,15 @@ use std::{fs, io, sync::Arc, time::Duration};
 
 use self::{base::Abilities, error::Error, rules::Table, writer::Writer};
 use super::{
-    Applied, Dataplane, Host, MetricFamily, NodeSnapshot, Programmed, Removed, Snapshot, TableUsage,
-    Unsupported, Usage,
+    Applied, Dataplane, Host, MetricFamily, NodeSnapshot, Programmed, Snapshot, TableUsage, Unsupported,
+    Usage,
     entry::{BoxedProgrammed, Entry},
+    own_rules,
 };
 use crate::{
     config::Config,
-    leftovers::{self, PendingRemoval, Purpose},
+    leftovers,
+    mode::Mode,
     model::{
         desired::{Changes, DesiredPort},
         objects::IpFamily,
@@ -61,19 +63,8 @@ pub(super) const ENTRY: Entry = Entry {
     },
     read: |_| Ok(Tables::open()?.map(|tables| Box::new(tables) as BoxedProgrammed)),
     controller: |_| NamespaceLock::holder(LOCK),
-    cleanup: |_| Ok(remove_rules()?),
+    cleanup: |_, keeps| own_rules::remove_own(Mode::Iptables, keeps),
 };
-
-/// They are what a former kube-proxy in this mode has left, too.
-fn remove_rules() -> Result<Removed, Error> {
-    let removal = leftovers::remove(Purpose::Cleanup, &[], &PendingRemoval::rules());
-    if let Some(error) = removal.problems.into_iter().next() {
-        return Err(error.into());
-    }
-    let mut tables: Vec<_> = removal.parts.into_iter().map(|part| part.place).collect();
-    tables.dedup();
-    Ok(Removed { tables, ..Removed::default() })
-}
 
 /// Connections from 127.0.0.1 to a node port leave by another interface.
 fn route_localnet(config: &Config) -> Result<(), Error> {
@@ -146,18 +137,12 @@ fn is_liberal() -> Result<bool, Error> {
 struct Tables(Vec<(IpFamily, Tools)>);
 
 impl Tables {
-    /// `None`: no rules of this mode are there, or nothing that could read them.
+    /// `None`: no rules of this proxy in this mode are there, or nothing that could read them.
     fn open() -> Result<Option<Self>, Error> {
-        let Ok(chosen) = xtables::choose() else { return Ok(None) };
-        let families = families(chosen.backend);
-        for (_, tools) in &families {
-            let mut is_there = false;
-            tools.save(Table::Mangle.name(), |line| is_there |= line.starts_with(":KUBE-PROXY-CANARY "))?;
-            if is_there {
-                return Ok(Some(Self(families)));
-            }
+        if !leftovers::is_marked(Mode::Iptables)? {
+            return Ok(None);
         }
-        Ok(None)
+        Ok(xtables::choose().ok().map(|chosen| Self(families(chosen.backend))))
     }
 }
 

@@ -124,13 +124,17 @@ impl Stale {
         }
         stale.chains.sort_unstable();
         let leads_to_node_ports = |rule: &str| rule.ends_with(&format!("-j {}", names::NODE_PORTS));
+        let mark = base.mark.as_deref().map(digest);
         for chain in SharedChain::ALL {
             let mut seen = FxHashSet::default();
             for present in state.of(chain.table()).rules(chain.name()) {
-                let is_base = chain == SharedChain::Services && leads_to_node_ports(&present.rule);
+                let in_services = chain == SharedChain::Services;
+                let is_base = in_services && leads_to_node_ports(&present.rule);
                 let is_first = seen.insert(present.digest);
-                let is_wanted = is_first && wanted.shared.contains(&(chain, present.digest));
-                if !is_base && !is_wanted {
+                let is_wanted = in_services && Some(present.digest) == mark
+                    || wanted.shared.contains(&(chain, present.digest));
+                let stays = is_base || is_first && is_wanted;
+                if !stays {
                     stale.rules.push((chain, present.rule.clone()));
                 }
             }
@@ -212,7 +216,10 @@ pub(super) fn base(state: &State, base: &BaseRules, script: &mut Script) {
         }
         match table {
             Table::Filter => martians(state, base, &mut table_script),
-            Table::Nat => node_ports(state, base, &mut table_script),
+            Table::Nat => {
+                mark(state, base, &mut table_script);
+                node_ports(state, base, &mut table_script);
+            }
             Table::Mangle => {}
         }
         let is_missing =
@@ -239,6 +246,14 @@ fn martians(state: &State, base: &BaseRules, script: &mut Script) {
     } else if there.rules(names::FIREWALL).iter().all(|present| present.digest != digest(rule)) {
         // The chain is the kubelet's too.
         script.line(format_args!("-A {} {rule}", names::FIREWALL));
+    }
+}
+
+fn mark(state: &State, base: &BaseRules, script: &mut Script) {
+    let chain = SharedChain::Services.name();
+    let Some(rule) = &base.mark else { return };
+    if state.of(Table::Nat).rules(chain).iter().all(|present| present.digest != digest(rule)) {
+        script.line(format_args!("-I {chain} {rule}"));
     }
 }
 

@@ -4,6 +4,7 @@ use std::{io, path::PathBuf};
 
 use crate::{
     dataplane::{self, ErrorKind},
+    leftovers,
     sys::{
         CallError,
         xtables::{BackendError, ToolError},
@@ -14,6 +15,8 @@ use crate::{
 pub(super) enum Error {
     #[error(transparent)]
     Call(#[from] CallError),
+    #[error(transparent)]
+    Rules(#[from] leftovers::Error),
     #[error("the kernel has no {0}")]
     Missing(&'static str),
     #[error("ipvs.scheduler: the kernel does not know {scheduler} (module ip_vs_{scheduler}): {source}")]

@@ -18,13 +18,13 @@ use self::{
     tables::FamilyRules,
 };
 use super::{
-    Applied, Dataplane, Host, MetricFamily, Programmed, Removed, Snapshot, TableUsage, Unsupported, Usage,
-    entry::Entry, netfilter::metrics,
+    Applied, Dataplane, Host, MetricFamily, Programmed, Snapshot, TableUsage, Unsupported, Usage,
+    entry::Entry, netfilter::metrics, own_rules,
 };
 use crate::{
     config::{self, Config, RequestedMode},
-    leftovers::names::IPVS_DEVICE,
-    mode::{HostFacts, Probe, Requirement},
+    leftovers::{self, names::IPVS_DEVICE},
+    mode::{HostFacts, Mode, Probe, Requirement},
     model::{
         desired::{Changes, DesiredPort, ServicePortName},
         objects::IpFamily,
@@ -61,8 +61,7 @@ pub(super) const ENTRY: Entry = Entry {
     open: |config| Ok(Box::new(IpvsDataplane::open(&config.ipvs)?)),
     read: |_| Ok(read()?.map(|programmed| Box::new(programmed) as _)),
     controller: |_| NamespaceLock::holder(NAME),
-    // All that this mode writes has kube-proxy's names, and is removed with what a kube-proxy has left.
-    cleanup: |_| Ok(Removed::default()),
+    cleanup: |_, keeps| own_rules::remove_own(Mode::Ipvs, keeps),
 };
 
 /// The kernel is asked for the scheduler only where this mode is wanted and nothing else is missing: its answer needs a virtual
@@ -349,9 +348,9 @@ fn usage(objects: &KernelObjects) -> Usage {
 /// What is programmed, read without a controller.
 struct Read(KernelObjects);
 
-/// `None`: there is no device of this mode.
+/// `None`: there is no device of this mode, or another kube-proxy has written since.
 fn read() -> Result<Option<Read>, Error> {
-    if link::index(IPVS_DEVICE)?.is_none() {
+    if link::index(IPVS_DEVICE)?.is_none() || !leftovers::is_marked(Mode::Ipvs)? {
         return Ok(None);
     }
     let kernel = Kernel::open(IpFamily::ALL.into(), Vec::new())?;

@@ -9,8 +9,9 @@ use std::{
 
 use super::sets::{Set, SetRole};
 use crate::{
-    dataplane::{Host, LocalTraffic},
+    dataplane::{Host, LocalTraffic, own_rules},
     leftovers::names,
+    mode::Mode,
     model::objects::{IpFamily, Protocol},
     sys::{ipvs::VirtualSocket, xtables::saved::digest},
 };
@@ -60,11 +61,12 @@ pub(super) fn chains(
         rules.push(format!("{} -m addrtype --dst-type LOCAL -j ACCEPT", socket(role)));
         rules
     });
-    let mut services = vec![
+    let mut services: Vec<String> = own_rules::mark(Mode::Ipvs).into_iter().collect();
+    services.extend([
         format!("-s {loopback} -j RETURN"),
         format!("{} -j KUBE-LOAD-BALANCER", socket(SetRole::LoadBalancer)),
         cluster_ip_rule(family, host),
-    ];
+    ]);
     services.extend(external.into_iter().flatten());
     services.push("-m addrtype --dst-type LOCAL -j KUBE-NODE-PORT".to_owned());
     services.extend(

@@ -72,8 +72,12 @@ mod tests {
 
     use super::*;
     use crate::{
-        dataplane::{Host, LocalTraffic},
-        sys::ipvs::{Ipvs, VirtualSocket},
+        dataplane::{Host, LocalTraffic, Removed, own_rules},
+        mode::Mode,
+        sys::{
+            ipvs::{Ipvs, VirtualSocket},
+            namespace_lock::{NamespaceAttempt, NamespaceLock},
+        },
     };
 
     fn host(local_traffic: LocalTraffic) -> Host {
@@ -139,6 +143,44 @@ mod tests {
         let chains = rules::chains(family, &host(cidrs()), closed.into_iter());
         assert_eq!(rules.write(&chains).unwrap(), 2);
         assert_eq!(rules.write(&chains).unwrap(), 0);
+    }
+
+    fn both(rules: &FamilyRules) -> [String; 2] {
+        rules::TABLES.map(|table| rules.saved(table).unwrap())
+    }
+
+    #[rstest]
+    #[ignore = "needs root"]
+    fn as_root_cleanup_goes_by_the_mark(#[values(IpFamily::Ipv4, IpFamily::Ipv6)] family: IpFamily) {
+        let Some(mut rules) = with_sets(family) else { return };
+        let chains = rules::chains(family, &host(cidrs()), std::iter::empty());
+        rules
+            .tools
+            .restore("*nat\n-A OUTPUT -j ACCEPT\nCOMMIT\n*filter\n-A OUTPUT -j ACCEPT\nCOMMIT\n")
+            .unwrap();
+        let without_counters = |saved: [String; 2]| {
+            saved.map(|text| {
+                text.lines()
+                    .filter(|line| line.starts_with("-A") || line.contains("KUBE-"))
+                    .collect::<Vec<_>>()
+                    .join("\n")
+            })
+        };
+        let before = without_counters(both(&rules));
+        assert_eq!(rules.write(&chains).unwrap(), 2);
+        let NamespaceAttempt::Held(lock) = NamespaceLock::acquire("ipvs").unwrap() else { panic!("free") };
+        assert!(own_rules::remove_own(Mode::Ipvs, &[]).unwrap_err().is_taken_over());
+        drop(lock);
+        // A sync of kube-proxy begins with this.
+        rules.tools.restore("*nat\n:KUBE-SERVICES - [0:0]\nCOMMIT\n").unwrap();
+        let of_kube_proxy = without_counters(both(&rules));
+        assert_eq!(own_rules::remove_own(Mode::Ipvs, &[]).unwrap(), Removed::default());
+        assert_eq!(without_counters(both(&rules)), of_kube_proxy);
+        assert_eq!(rules.write(&chains).unwrap(), 1);
+        assert!(!own_rules::remove_own(Mode::Ipvs, &[]).unwrap().is_empty());
+        assert_eq!(without_counters(both(&rules)), before);
+        let sets = crate::sys::ipset::IpSets::load().unwrap().unwrap().names().unwrap();
+        assert_eq!(sets, [""; 0]);
     }
 
     #[test]

@@ -1,15 +1,24 @@
 //! As root, each in a network namespace of its own, with both backends.
 
-use std::process::Command;
+use std::{path::Path, process::Command};
 
 use nix::sched::{CloneFlags, unshare};
 use rstest::rstest;
 
 use super::*;
 use crate::{
-    dataplane::{Applied, Dataplane, Programmed, iptables::IptablesDataplane},
+    dataplane::{
+        self, Applied, Dataplane, Programmed, Removed,
+        iptables::{ENTRY, IptablesDataplane},
+        own_rules,
+    },
+    leftovers,
+    mode::Mode,
     model::desired::Changes,
-    sys::xtables::Backend,
+    sys::{
+        nftables::TableFamily,
+        xtables::{Backend, Tools},
+    },
 };
 
 const NOTHING: Applied = Applied { written: 0, removed: 0 };
@@ -105,10 +114,11 @@ fn as_root_a_restart_writes_nothing_and_what_is_not_desired_goes(
 
     assert!(dataplane.resync(&[]).unwrap().removed > 10);
     let left = saved(backend);
+    let mark = own_rules::mark(Mode::Iptables).unwrap();
     assert!(
         !left
             .iter()
-            .any(|line| line.contains("KUBE-S") && line.contains("-A KUBE-S") && !line.contains("NODEPORTS")),
+            .any(|line| line.contains("-A KUBE-S") && !line.contains("NODEPORTS") && !line.contains(&*mark)),
         "{left:#?}"
     );
     assert!(!left.iter().any(|line| line.contains(":KUBE-SEP-") || line.contains(":KUBE-SVC-")), "{left:#?}");
@@ -221,7 +231,7 @@ fn as_root_one_controller_at_a_time(#[values(Backend::Nft)] backend: Backend) {
     }
     let _first = open(backend);
     let error = IptablesDataplane::open(backend).unwrap_err();
-    assert!(crate::dataplane::Error::from(error).is_taken_over());
+    assert!(dataplane::Error::from(error).is_taken_over());
 }
 
 #[rstest]
@@ -318,4 +328,100 @@ fn as_root_connections_reach_endpoints_or_are_refused(
     let ports = desired(vec![named("ns1/svc1", "172.30.0.41")], vec![endpoints("ns1/svc1", &["10.180.0.2"])]);
     dataplane.apply(&changes(&ports)).unwrap();
     assert_eq!(dial("172.30.0.41:80").unwrap(), "10.180.0.2:80".parse().unwrap());
+}
+
+/// Without what the kubelet shares with this mode, which stays.
+fn saved_of_mode(backend: Backend) -> Vec<String> {
+    let mut lines = saved(backend);
+    lines.retain(|line| !line.contains("KUBE-FIREWALL"));
+    lines.sort_unstable();
+    lines
+}
+
+fn cleanup() -> Result<Removed, dataplane::Error> {
+    (ENTRY.cleanup)(Path::new("/none"), &[])
+}
+
+fn is_programmed() -> bool {
+    (ENTRY.read)(Path::new("/none")).unwrap().is_some()
+}
+
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_cleanup_leaves_what_was_there_before(#[values(Backend::Legacy, Backend::Nft)] backend: Backend) {
+    if !enter(backend) {
+        return;
+    }
+    for family in ["", "6"] {
+        assert!(tool(backend, family, "-N MINE").is_some());
+        assert!(tool(backend, family, "-A FORWARD -j MINE").is_some());
+        assert!(tool(backend, family, "-t nat -A POSTROUTING -j ACCEPT").is_some());
+        assert!(tool(backend, family, "-t nat -N KUBE-KUBELET-CANARY").is_some());
+    }
+    let before = saved_of_mode(backend);
+    assert_eq!(cleanup().unwrap(), Removed::default());
+    let (services, slices) = several();
+    let mut dataplane = open(backend);
+    assert!(dataplane.resync(&desired(services, slices)).unwrap().written > 20);
+    assert!(is_programmed());
+    let programmed = saved_of_mode(backend);
+    let refused = cleanup().unwrap_err();
+    assert!(refused.is_taken_over(), "{refused}");
+    assert_eq!(saved_of_mode(backend), programmed);
+    drop(dataplane);
+    assert!(cleanup().unwrap().tables.len() >= 4);
+    assert_eq!(saved_of_mode(backend), before);
+    assert!(!is_programmed());
+    assert_eq!(cleanup().unwrap(), Removed::default());
+}
+
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_cleanup_leaves_a_running_kube_proxys_rules(
+    #[values(Backend::Legacy, Backend::Nft)] backend: Backend,
+) {
+    if !enter(backend) {
+        return;
+    }
+    let (services, slices) = several();
+    let ports = desired(services, slices);
+    let mut dataplane = open(backend);
+    dataplane.resync(&ports).unwrap();
+    drop(dataplane);
+    // A sync of kube-proxy begins with this.
+    for family in ["", "6"] {
+        assert!(tool(backend, family, "-t nat -F KUBE-SERVICES").is_some());
+    }
+    let rule =
+        "-t nat -A KUBE-SERVICES -d 172.30.0.41/32 -p tcp -m tcp --dport 80 -j KUBE-SVC-XPGD46QRK7WJZT7O";
+    assert!(tool(backend, "", rule).is_some());
+    let of_kube_proxy = saved(backend);
+    assert!(!is_programmed());
+    assert_eq!(cleanup().unwrap(), Removed::default());
+    assert_eq!(saved(backend), of_kube_proxy);
+    // This proxy takes over again.
+    let mut dataplane = open(backend);
+    dataplane.resync(&ports).unwrap();
+    drop(dataplane);
+    assert!(is_programmed());
+    assert!(cleanup().unwrap().tables.len() >= 2);
+    assert!(saved_of_mode(backend).iter().all(|line| !line.contains("KUBE-")));
+}
+
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_the_mark_of_another_mode_goes(#[values(Backend::Legacy, Backend::Nft)] backend: Backend) {
+    if !enter(backend) {
+        return;
+    }
+    assert!(tool(backend, "", "-t nat -N KUBE-SERVICES").is_some());
+    let mark = own_rules::mark(Mode::Ipvs).unwrap();
+    let restored = format!("*nat\n-A KUBE-SERVICES {mark}\nCOMMIT\n");
+    Tools::find(TableFamily::Ipv4, backend).unwrap().restore(&restored).unwrap();
+    assert!(leftovers::is_marked(Mode::Ipvs).unwrap());
+    let mut dataplane = open(backend);
+    dataplane.resync(&[]).unwrap();
+    assert!(!leftovers::is_marked(Mode::Ipvs).unwrap());
+    assert!(leftovers::is_marked(Mode::Iptables).unwrap());
+    assert_eq!(dataplane.resync(&[]).unwrap(), NOTHING);
 }

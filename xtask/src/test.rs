@@ -240,6 +240,8 @@ fn root_suites(arguments: &Arguments) -> Result<Vec<Suite>> {
         behaviour("behaviour unseen", &["--path", "unseen"]),
         behaviour("behaviour off", &["--path", "off"]),
         behaviour("behaviour iptables", &in_mode(arguments, "iptables")),
+        behaviour("behaviour nftables", &in_mode(arguments, "nftables")),
+        behaviour("behaviour userspace", &in_mode(arguments, "userspace")),
         tests_as_root("differential", &["--bin", "differential"], &differential(arguments)),
         tests_as_root("sources", &["--test", "sources"], &[]),
         tests_as_root("life cycle", &["--test", "life_cycle"], &[]),
@@ -272,7 +274,7 @@ fn in_mode(arguments: &Arguments, mode: &'static str) -> Vec<&'static str> {
 /// Beside the real one; unless all is asked for, with one protocol of each family.
 fn differential(arguments: &Arguments) -> Vec<&'static str> {
     let lean = (!arguments.all_modes).then_some("--lean");
-    ["--proxy", "iptables", "--kube-proxy"].into_iter().chain(lean).collect()
+    ["--proxy", "iptables", "--proxy", "nftables", "--kube-proxy"].into_iter().chain(lean).collect()
 }
 
 #[cfg(test)]

@@ -242,7 +242,7 @@ pub static FIELDS: &[Field] = fields! {
     "configSyncPeriod", period(|c| &mut c.config_sync_period);
         "How often the API server is asked anew. Accepted: watches and relists make it needless here.";
     "portRange", port_range(|c| &mut c.port_range), Applies::InMode(in_userspace);
-        "Ports that mode userspace listens on where rules lead clients to it: without effect yet.";
+        "Ports that mode userspace listens on where rules lead clients to it.";
     "udpIdleTimeout", period(|c| &mut c.udp_idle_timeout), Applies::InMode(in_userspace);
         "How long a UDP session of mode userspace lasts without a datagram.";
 

@@ -5,13 +5,16 @@ use serde_json::Value;
 use super::settings::is_within;
 
 /// Fields, and sections with everything in them, that the running process takes over.
-const LIVE: [&str; 9] = [
+const LIVE: [&str; 12] = [
     "conntrack",
     "ebpf.interfaces",
+    "iptables.minSyncPeriod",
     "iptables.syncPeriod",
+    "ipvs.minSyncPeriod",
     "ipvs.syncPeriod",
     "logging.verbosity",
     "mode",
+    "nftables.minSyncPeriod",
     "nftables.syncPeriod",
     "nodePortAddresses",
     "oomScoreAdj",
@@ -87,6 +90,12 @@ mod tests {
         json!({"iptables": {"syncPeriod": "10s", "masqueradeBit": 15}}),
         &["iptables.syncPeriod"],
         &["iptables.masqueradeBit"],
+    )]
+    #[case::a_mode_with_the_period_of_another_section(
+        json!({"mode": "iptables", "nftables": {"minSyncPeriod": "1s"}}),
+        json!({"mode": "nftables", "nftables": {"minSyncPeriod": "5s"}}),
+        &["mode", "nftables.minSyncPeriod"],
+        &[],
     )]
     #[case::what_is_not_used(
         json!({"iptables": {"minSyncPeriod": "1s"}, "ipvs": {"scheduler": "rr"}}),

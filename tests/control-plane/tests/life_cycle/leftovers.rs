@@ -595,9 +595,10 @@ pub(crate) fn run_leaves_them_where_it_is_told_to(world: &mut World) -> Result<(
     Ok(())
 }
 
-/// SCTP is not served; session affinity is served as if it were not asked for.
-pub(crate) fn rules_stay_while_a_service_port_is_not_served(world: &mut World) -> Result<()> {
-    let own = Node::new(world, "held-back", 53)?;
+/// SCTP is handed over to mode nftables, whose table takes the place of the former kube-proxy's; session affinity is served as if it were
+/// not asked for.
+pub(crate) fn what_is_handed_over_holds_no_removal_back(world: &mut World) -> Result<()> {
+    let own = Node::new(world, "handed-over", 53)?;
     publish(world, &own)?;
     let mut sticky = objects::service("default", "sticky", PORT);
     sticky["spec"]["sessionAffinity"] = json!("ClientIP");
@@ -608,15 +609,9 @@ pub(crate) fn rules_stay_while_a_service_port_is_not_served(world: &mut World) -
     let tables = RuleApi::Nft("nftables");
     let former = OldProxy::new(&own, tables)?.map_err(Skip)?;
     former.leave_rules(&own)?;
-    let left = tables.dump()?;
+    ensure!(tables.dump()?.contains(CLUSTER_IP), "the former kube-proxy has left nothing");
     let proxy = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
-    proxy.says("rules of another kube-proxy stay on this node")?;
-    proxy.says("default/associations:main (spec.ports[].protocol: ")?;
-    ensure!(!proxy.log().contains("default/sticky:main (spec"), "{}", proxy.log());
-    let event = world.event(own.name, "KubeProxyRulesRemain")?;
-    ensure!(event["note"].as_str().is_some_and(|note| note.contains("default/associations")), "{event}");
-    let event = world.event_about("Service", "associations", "ServiceNotServed")?;
-    ensure!(event["note"].as_str().is_some_and(|note| note.contains("(port main): SCTP")), "{event}");
+    proxy.says("serves what the mode at work cannot")?;
     world.event_about("Service", "sticky", "FieldNotHonoured")?;
     let unsupported = || {
         let status = own.status()?;
@@ -624,28 +619,23 @@ pub(crate) fn rules_stay_while_a_service_port_is_not_served(world: &mut World) -
             let all = status["unsupported"].as_array()?;
             all.iter().find(|one| one["name"] == *name)?["effect"].as_str().map(str::to_owned)
         };
-        let told = of("associations").as_deref() == Some("notServed")
+        let told = of("associations").as_deref() == Some("handedOver")
             && of("sticky").as_deref() == Some("servedDifferently");
         Ok(told.then_some(()))
     };
     until("what status says is not served as asked", LIMIT, unsupported, || proxy.log())?;
-    let blockers = |counted: f64, named: usize| {
-        let told = || {
-            let status = own.status()?;
-            let names = status["formerKubeProxy"]["heldBackBy"].as_array().map(Vec::len);
-            let count = metric(&own.metrics(), "proxy_former_rule_blockers")?;
-            Ok((count == counted && names == Some(named)).then_some(()))
-        };
-        until("what holds back the removal", LIMIT, told, || proxy.log())
+    let count = |name: &'static str, expected: f64| {
+        let told = || Ok((metric(&own.metrics(), name)? == expected).then_some(()));
+        until(name, LIMIT, told, || proxy.log())
     };
-    blockers(1.0, 1)?;
-    ensure!(metric(&own.metrics(), "proxy_former_rules")? > 0.0, "{}", proxy.log());
-    is_as(&left, &tables.dump()?)?;
+    count("proxy_former_rule_blockers", 0.0)?;
+    count("proxy_former_rules", 0.0)?;
+    let beside = tables.dump()?;
+    ensure!(!beside.contains(CLUSTER_IP) && beside.contains("sctp"), "{beside}");
 
     world.delete(&sctp)?;
-    proxy.says(REMOVED)?;
-    blockers(0.0, 0)?;
-    ensure!(!tables.dump()?.contains(CLUSTER_IP), "they are still there");
+    proxy.says("the mode at work serves everything")?;
+    ensure!(!tables.dump()?.contains("sctp"), "it is still there");
     world.delete(&sticky)?;
     Ok(())
 }

@@ -729,8 +729,9 @@ pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut W
     let (refuses, restore) = (folder.join("refuses"), folder.join("iptables-legacy-restore"));
     fs::write(&refuses, "")?;
     let script = format!(
-        "#!/bin/sh\nif [ -e {} ] && [ \"${{*#*-T mangle}}\" != \"$*\" ]; then echo 'no such luck' >&2; exit 4; fi\n\
-         exec xtables-legacy-multi iptables-legacy-restore \"$@\"\n",
+        "#!/bin/sh\ninput=$(cat)\ncase $input in *'*mangle'*) \
+         if [ -e {} ]; then echo 'no such luck' >&2; exit 4; fi;; esac\n\
+         echo \"$input\" | xtables-legacy-multi iptables-legacy-restore \"$@\"\n",
         refuses.display()
     );
     fs::write(&restore, script)?;

@@ -55,11 +55,7 @@ impl User {
     }
 
     fn program(&self) -> PathBuf {
-        if self.is_root {
-            self.folder.path().join("program")
-        } else {
-            env!("CARGO_BIN_EXE_proxy-ctl").into()
-        }
+        if self.is_root { self.folder.path().join("program") } else { env!("CARGO_BIN_EXE_proxy-ctl").into() }
     }
 
     fn write_manifest(&self, text: &str) {

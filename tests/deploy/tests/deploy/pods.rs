@@ -1,6 +1,12 @@
 //! Pods of the DaemonSets in deploy/, as API server, kubelet and container runtime make them, on a node of a lab.
 
-use std::{fs, path::Path, process::ExitStatus, time::Duration};
+use std::{
+    fs,
+    path::Path,
+    process::ExitStatus,
+    thread,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use control_plane::{go, objects as written};
@@ -364,9 +370,16 @@ fn reset(network: &str) -> Result<bool> {
 
 fn ensure_set(network: &str) -> Result<()> {
     let read = || fs::read_to_string(ESTABLISHED.0).context("reading a kernel parameter");
-    let found = namespace::within(network, read)?;
-    ensure!(found.trim() == ESTABLISHED.1, "{} is {found}", ESTABLISHED.0);
-    Ok(())
+    // /healthz says that the Node is known, which is when the parameters are set.
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let found = namespace::within(network, read)?;
+        if found.trim() == ESTABLISHED.1 {
+            return Ok(());
+        }
+        ensure!(Instant::now() < deadline, "{} is {found}", ESTABLISHED.0);
+        thread::sleep(Duration::from_millis(50));
+    }
 }
 
 fn ensure_gone(rules: &str) -> Result<()> {

@@ -228,20 +228,41 @@ impl<F: TableFamily> FamilyWriter<F> {
             }
         }
         self.publish_reserved(shared, reserved, writes);
-        // No slot is free, so these give theirs back for the time of a grace period.
-        let emptied: Vec<_> =
-            without_slots.iter().map(|port| Arc::new(with_endpoints(port, |_| false))).collect();
-        let (reserved, refused) = self.reserve_all(shared, emptied.iter().collect());
+        self.retire(shared, writes);
+        for port in without_slots {
+            self.publish_in_its_own_slots(shared, port, writes);
+        }
+        true
+    }
+
+    /// No slot is free, so the port gives its own back for the time of a grace period. Only one does so at a time: each finds
+    /// at least those that it had. `reduced`: what is served where they are not enough for all of its endpoints.
+    fn publish_in_its_own_slots(
+        &mut self,
+        shared: &mut Common,
+        reduced: &Arc<DesiredPort>,
+        writes: &mut Writes<F>,
+    ) {
+        self.publish_at_once(shared, &Arc::new(with_endpoints(reduced, |_| false)), writes);
+        self.wait_for_retired(shared, writes);
+        let name = &reduced.name;
+        if let Some(waiting) = self.entries.without_room.ports.get(name).map(|one| Arc::clone(&one.port)) {
+            self.publish_all(shared, std::iter::once(&waiting), writes);
+            self.retire(shared, writes);
+        }
+        if self.entries.without_room.ports.contains_key(name) {
+            self.publish_at_once(shared, reduced, writes);
+        }
+    }
+
+    /// Publishes what needs no more slots than are free.
+    fn publish_at_once(&mut self, shared: &mut Common, port: &Arc<DesiredPort>, writes: &mut Writes<F>) {
+        let (reserved, refused) = self.reserve_all(shared, vec![port]);
         for (port, error) in refused {
             writes.failures.add(&port.name, error);
         }
         self.publish_reserved(shared, reserved, writes);
         self.retire(shared, writes);
-        self.wait_for_retired(shared, writes);
-        let (reserved, _) = self.reserve_all(shared, without_slots);
-        self.publish_reserved(shared, reserved, writes);
-        self.retire(shared, writes);
-        true
     }
 
     /// The port with those of its endpoints that it has. `None`: that is what is published, or it is not.

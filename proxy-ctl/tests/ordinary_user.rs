@@ -41,8 +41,10 @@ impl User {
         if is_root {
             unshare(CloneFlags::CLONE_NEWNET).unwrap();
             assert!(Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap().success());
-            // The program may lie where only root may go.
-            fs::copy(env!("CARGO_BIN_EXE_proxy-ctl"), user.program()).unwrap();
+            // The program may lie where only root may go. Another process writes the copy: a child that another thread
+            // starts at that moment would hold this one's open file, and the copy could not be executed (ETXTBSY).
+            let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_proxy-ctl")).arg(user.program()).status();
+            assert!(copied.unwrap().success());
             for path in [user.folder.path().to_owned(), user.manifests()] {
                 chown(path, Some(NOBODY), Some(NOBODY)).unwrap();
             }

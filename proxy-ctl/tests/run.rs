@@ -390,7 +390,7 @@ fn status_works_from_the_start_on() {
     let Some(node) = Node::new("first") else { return };
     node.write_manifest(&manifest("10.244.0.2"));
     let controller = node.serve_manifests();
-    let deadline = Instant::now() + Duration::from_secs(30);
+    let deadline = Instant::now() + Duration::from_secs(120);
     let mut starting = false;
     while node.show("services") == Value::Array(Vec::new()) {
         starting |= node.show("status")["controller"]["starting"] == true;

@@ -9,6 +9,7 @@ mod packages;
 mod setup;
 mod suites;
 mod test;
+mod test_programs;
 mod vm;
 
 use std::process::ExitCode;

@@ -56,7 +56,8 @@ pub(crate) enum Kind {
 pub(crate) struct Suite {
     pub(crate) name: &'static str,
     pub(crate) kind: Kind,
-    pub(crate) command: Command,
+    /// One after the other.
+    pub(crate) commands: Vec<Command>,
 }
 
 #[derive(Default)]
@@ -92,19 +93,28 @@ impl Suite {
     /// Runs it; on a terminal the line below shows what it is at.
     pub(crate) fn run(mut self) -> Result<Report> {
         let start = Instant::now();
-        let mut child = self
-            .command
+        let mut report = Report::default();
+        for command in std::mem::take(&mut self.commands) {
+            self.run_one(command, start, &mut report)?;
+        }
+        report.elapsed = start.elapsed();
+        clear();
+        Ok(report)
+    }
+
+    fn run_one(&self, mut command: Command, start: Instant, report: &mut Report) -> Result<()> {
+        let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
-            .with_context(|| format!("starting {}", crate::command::describe(&self.command)))?;
+            .with_context(|| format!("starting {}", crate::command::describe(&command)))?;
         let errors = child.stderr.take().map(|stderr| {
             thread::spawn(move || {
                 BufReader::new(stderr).lines().map_while(Result::ok).collect::<Vec<_>>().join("\n")
             })
         });
-        let mut report = Report::default();
+        let failed_before = report.count.failed;
         for line in child.stdout.take().into_iter().flat_map(|out| BufReader::new(out).lines()) {
             let line = line.with_context(|| format!("reading what {} prints", self.name))?;
             show(self.name, &line, start);
@@ -115,7 +125,7 @@ impl Suite {
             }
         }
         if let Some(Ok(text)) = errors.map(thread::JoinHandle::join) {
-            report.errors = text;
+            report.errors.push_str(&text);
         }
         let succeeded = child.wait().with_context(|| format!("waiting for {}", self.name))?.success();
         match self.kind {
@@ -125,13 +135,11 @@ impl Suite {
                 report.skips.push("the data it needs could not be fetched".to_owned());
             }
             Kind::Check | Kind::Online => report.count.failed += 1,
-            // It was not built, or died.
-            Kind::Tests if !succeeded && report.count.failed == 0 => report.count.failed += 1,
+            // It died.
+            Kind::Tests if !succeeded && report.count.failed == failed_before => report.count.failed += 1,
             Kind::Tests => {}
         }
-        report.elapsed = start.elapsed();
-        clear();
-        Ok(report)
+        Ok(())
     }
 }
 

@@ -1,8 +1,5 @@
 //! Runs every suite, quick ones first, and prints one line for each.
 //!
-//! All of cargo's work is asked for without `-p`: with another choice of packages cargo enables other features of what they
-//! depend on, and builds everything anew.
-
 use std::{
     fs,
     process::{Command, ExitCode},
@@ -13,11 +10,15 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 
 use crate::{
-    command::{cargo, find, is_root, run as execute, workspace},
+    command::{cargo, find, workspace},
     fresh,
     image::{self, ForTests},
     setup,
     suites::{Count, Kind, Report, Suite},
+    test_programs::{
+        Choice::{Bin, Libraries, Test},
+        TestPrograms,
+    },
     vm::{self, Machine},
 };
 
@@ -66,11 +67,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
         total.count.skipped += 1;
         total.skips.push(format!("{name}: {program} is not installed"));
     }
-    for suite in checks.into_iter().chain(user_suites()) {
+    for suite in checks {
         total.add(suite, arguments)?;
     }
-    build()?;
-    for suite in root_suites(arguments)? {
+    let programs = TestPrograms::build()?;
+    for suite in user_suites(&programs)? {
+        total.add(suite, arguments)?;
+    }
+    for suite in root_suites(&programs, arguments)? {
         total.add(suite, arguments)?;
     }
     if arguments.all_kernels {
@@ -157,7 +161,7 @@ fn print_report(name: &str, report: &Report) {
 }
 
 fn suite(name: &'static str, kind: Kind, command: Command) -> Suite {
-    Suite { name, kind, command }
+    Suite { name, kind, commands: vec![command] }
 }
 
 /// What looks at the sources only; and which of it cannot be done here, for want of which program.
@@ -185,38 +189,13 @@ fn checks() -> (Vec<Suite>, Vec<(&'static str, &'static str)>) {
     (suites, missing)
 }
 
-/// Tests of this choice of cargo's, with what is given to their harness.
-fn tests(name: &'static str, choice: &[&str], harness: &[&str]) -> Suite {
-    let mut command = cargo(&["test", "--no-fail-fast"]);
-    command.args(choice).args(["--", "--show-output"]).args(harness);
-    suite(name, Kind::Tests, command)
-}
-
-/// [`tests`] in network namespaces, with programs loaded into the kernel.
-fn tests_as_root(name: &'static str, choice: &[&str], harness: &[&str]) -> Suite {
-    let mut suite = tests(name, choice, harness);
-    if !is_root() {
-        for variable in
-            ["X86_64", "AARCH64"].map(|cpu| format!("CARGO_TARGET_{cpu}_UNKNOWN_LINUX_GNU_RUNNER"))
-        {
-            suite.command.env(variable, "sudo --preserve-env");
-        }
-    }
-    suite
-}
-
 /// What needs no root. Programs of others are built here: later suites enter network namespaces, where nothing can be
 /// downloaded, and caches belong to whom they are for.
-fn user_suites() -> [Suite; 2] {
-    [
-        tests("unit", &["--lib", "--bin", "xtask"], &["--skip", "as_root"]),
-        tests("programs of others", &["--test", "programs"], &[]),
-    ]
-}
-
-/// The programs that suites start, and the suites.
-fn build() -> Result<()> {
-    execute(&mut cargo(&["test", "-q", "--no-run", "--tests"]))
+fn user_suites(programs: &TestPrograms) -> Result<[Suite; 2]> {
+    Ok([
+        programs.suite("unit", &[Libraries, Bin("xtask")], &["--skip", "as_root"])?,
+        programs.suite("programs of others", &[Test("programs")], &[])?,
+    ])
 }
 
 /// proxy-ctl's own, by the names of their files and folders.
@@ -227,44 +206,52 @@ fn tests_of_proxy_ctl() -> Result<Vec<String>> {
     names.collect::<Result<_>>().with_context(|| format!("reading {}", folder.display()))
 }
 
-fn root_suites(arguments: &Arguments) -> Result<Vec<Suite>> {
+fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Suite>> {
     let own = tests_of_proxy_ctl()?;
-    let own: Vec<&str> = own.iter().flat_map(|name| ["--test", name]).collect();
-    let behaviour = |name: &'static str, flags: &[&str]| tests_as_root(name, &["--bin", "behaviour"], flags);
+    let own: Vec<_> = own.iter().map(|name| Test(name)).collect();
+    let behaviour =
+        |name: &'static str, flags: &[&str]| programs.suite_as_root(name, &[Bin("behaviour")], flags);
     let mut suites = vec![
-        tests_as_root("unit as root", &["--lib"], &["--ignored", "as_root"]),
-        tests_as_root("proxy-ctl", &own, &[]),
-        tests_as_root("packets", &["--test", "packets"], &[]),
-        tests_as_root("lab", &["--test", "cluster"], &[]),
-        behaviour("behaviour sockets", &["--path", "sockets"]),
-        behaviour("behaviour packets", &["--path", "packets"]),
-        behaviour("behaviour unseen", &["--path", "unseen"]),
-        behaviour("behaviour off", &["--path", "off"]),
-        behaviour("behaviour iptables", &in_mode(arguments, "iptables")),
-        behaviour("behaviour nftables", &in_mode(arguments, "nftables")),
-        tests_as_root("sources", &["--test", "sources"], &[]),
-        tests_as_root("life cycle", &["--test", "life_cycle"], &[]),
-        tests_as_root("surface", &["--test", "surface"], &[]),
+        programs.suite_as_root("unit as root", &[Libraries], &["--ignored", "as_root"])?,
+        programs.suite_as_root("proxy-ctl", &own, &[])?,
+        programs.suite_as_root("packets", &[Test("packets")], &[])?,
+        programs.suite_as_root("lab", &[Test("cluster")], &[])?,
+        behaviour("behaviour sockets", &["--path", "sockets"])?,
+        behaviour("behaviour packets", &["--path", "packets"])?,
+        behaviour("behaviour unseen", &["--path", "unseen"])?,
+        behaviour("behaviour off", &["--path", "off"])?,
+        behaviour("behaviour iptables", &in_mode(arguments, "iptables"))?,
+        behaviour("behaviour nftables", &in_mode(arguments, "nftables"))?,
+        programs.suite_as_root("sources", &[Test("sources")], &[])?,
+        programs.suite_as_root("life cycle", &[Test("life_cycle")], &[])?,
+        programs.suite_as_root("surface", &[Test("surface")], &[])?,
     ];
     if arguments.all_modes {
-        suites.push(behaviour("behaviour userspace", &in_mode(arguments, "userspace")));
-        suites.push(tests_as_root("differential", &["--bin", "differential"], &differential(arguments)));
+        suites.push(behaviour("behaviour userspace", &in_mode(arguments, "userspace"))?);
+        suites.push(programs.suite_as_root(
+            "differential",
+            &[Bin("differential")],
+            &differential(arguments),
+        )?);
     }
-    let mut deploy = tests_as_root("deploy", &["--test", "deploy"], &[]);
+    let mut deploy = programs.suite_as_root("deploy", &[Test("deploy")], &[])?;
     if deploy.name.contains(&arguments.suite) {
         println!("building an image, not optimised");
-        match image::for_tests() {
-            Ok(ForTests::Built(file)) => deploy.command.env("PROXY_IMAGE", file),
+        let (variable, value) = match image::for_tests() {
+            Ok(ForTests::Built(file)) => ("PROXY_IMAGE", file.into_os_string()),
             // That check is skipped,
-            Ok(ForTests::Impossible(error)) => deploy.command.env("PROXY_NO_IMAGE", format!("{error:#}")),
+            Ok(ForTests::Impossible(error)) => ("PROXY_NO_IMAGE", format!("{error:#}").into()),
             // and fails here.
-            Err(error) => deploy.command.env("PROXY_BROKEN_IMAGE", format!("{error:#}")),
+            Err(error) => ("PROXY_BROKEN_IMAGE", format!("{error:#}").into()),
         };
+        for command in &mut deploy.commands {
+            command.env(variable, &value);
+        }
     }
     suites.push(deploy);
     if arguments.kube_proxy {
-        suites.push(behaviour("kube-proxy iptables", &["--proxy", "kube-proxy-iptables"]));
-        suites.push(behaviour("kube-proxy nftables", &["--proxy", "kube-proxy-nftables"]));
+        suites.push(behaviour("kube-proxy iptables", &["--proxy", "kube-proxy-iptables"])?);
+        suites.push(behaviour("kube-proxy nftables", &["--proxy", "kube-proxy-nftables"])?);
     }
     Ok(suites)
 }

@@ -33,23 +33,38 @@ pub(crate) async fn create(api: &kube::Client, addresses: [Ipv4Addr; 2]) -> Resu
     objects::apply(api, &slice(addresses[0])).await
 }
 
-/// Dials until `server` answers.
-pub(crate) fn wait_for(client: &Agent, server: &str, limit: Duration) -> Result<()> {
-    let start = Instant::now();
+fn dial(client: &Agent) -> Result<Option<Outcome>> {
     let mut dial = Dial::new(Protocol::Tcp, target()).timeout_ms(200);
     dial.count = 1;
+    Ok(client.dial(&dial)?.into_iter().next())
+}
+
+pub(crate) fn is_served(client: &Agent) -> Result<bool> {
+    Ok(matches!(dial(client)?, Some(Outcome::Answered(_))))
+}
+
+/// Dials until somebody answers; `false`: nobody did within the limit.
+pub(crate) fn wait_for_any(client: &Agent, limit: Duration) -> Result<bool> {
+    let start = Instant::now();
+    while !is_served(client)? {
+        if start.elapsed() > limit {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Dials until `server` answers.
+fn wait_for(client: &Agent, server: &str) -> Result<()> {
+    let start = Instant::now();
     loop {
-        let outcomes = client.dial(&dial)?;
-        if outcomes.iter().any(|outcome| matches!(outcome, Outcome::Answered(answer) if answer.by == server))
-        {
+        let outcome = dial(client)?;
+        if matches!(&outcome, Some(Outcome::Answered(answer)) if answer.by == server) {
             return Ok(());
         }
-        if start.elapsed() > limit {
-            bail!(
-                "{server} did not answer within {} s, last: {}",
-                limit.as_secs(),
-                outcomes.first().map_or_else(String::new, ToString::to_string)
-            );
+        if start.elapsed() > LIMIT {
+            let last = outcome.map_or_else(String::new, |outcome| outcome.to_string());
+            bail!("{server} did not answer within {} s, last: {last}", LIMIT.as_secs());
         }
     }
 }
@@ -66,7 +81,7 @@ pub(crate) async fn measure(
         let to = round % 2;
         objects::apply(api, &slice(addresses[to])).await?;
         let acknowledged = Instant::now();
-        wait_for(client, SERVERS[to], LIMIT)?;
+        wait_for(client, SERVERS[to])?;
         times.push(acknowledged.elapsed());
     }
     times.sort_unstable();

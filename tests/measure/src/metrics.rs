@@ -1,37 +1,11 @@
-//! What the controller's /metrics and /proc say of it.
+//! What the proxy's /metrics and /proc say of it.
 
 use std::fs;
 
 use anyhow::{Context as _, Result};
 
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Metrics {
-    pub(crate) first_sync_seconds: f64,
-    pub(crate) written: f64,
-    pub(crate) removed: f64,
-    pub(crate) resident_bytes: f64,
-    pub(crate) peak_resident_bytes: f64,
-    pub(crate) table_bytes: f64,
-}
-
-impl Metrics {
-    /// `text`: a scrape after the first sync.
-    pub(crate) fn new(text: &str, process: u32) -> Result<Self> {
-        Ok(Self {
-            first_sync_seconds: sum(text, "proxy_first_sync_duration_seconds")
-                .filter(|seconds| *seconds > 0.0)
-                .context("no first sync yet")?,
-            written: sum(text, "proxy_writes_total").unwrap_or(0.0),
-            removed: sum(text, "proxy_removals_total").unwrap_or(0.0),
-            resident_bytes: sum(text, "process_resident_memory_bytes").context("no resident memory")?,
-            peak_resident_bytes: peak(process)?,
-            table_bytes: sum(text, "proxy_table_bytes").unwrap_or(0.0),
-        })
-    }
-}
-
 /// Sum over all label sets of one metric.
-fn sum(text: &str, name: &str) -> Option<f64> {
+pub(crate) fn sum(text: &str, name: &str) -> Option<f64> {
     let values = text.lines().filter_map(|line| {
         let rest = line.strip_prefix(name)?;
         (rest.starts_with('{') || rest.starts_with(' ')).then(|| rest.rsplit(' ').next()?.parse().ok())?

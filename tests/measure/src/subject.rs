@@ -5,18 +5,16 @@ use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
     process::{Child, Stdio},
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use control_plane::binaries::Program;
 use lab::{Agent, Lab, cluster::node_name, wait};
 use serde_json::json;
 
-use crate::{
-    Proxy,
-    metrics::{self, Metrics},
-};
+use crate::{Proxy, metrics};
 
 const METRICS_PORT: u16 = 10_249;
 
@@ -58,15 +56,22 @@ impl Subject {
     }
 
     pub(crate) fn start(&mut self, lab: &Lab) -> Result<()> {
+        let run = (!self.is_kube_proxy()).then(|| "run".to_owned());
+        let configuration = format!("--config={}", self.configuration.display());
+        let arguments: Vec<_> = run.into_iter().chain([configuration]).collect();
+        self.process = Some(self.spawn(lab, &arguments)?);
+        Ok(())
+    }
+
+    fn is_kube_proxy(&self) -> bool {
+        !self.program.ends_with("proxy-ctl")
+    }
+
+    fn spawn(&self, lab: &Lab, arguments: &[String]) -> Result<Child> {
         let log = File::options().create(true).append(true).open(&self.log).context("opening a log")?;
         let mut command = lab.command(lab.netns(&node_name(1))?, &self.program)?;
-        if self.program.ends_with("proxy-ctl") {
-            command.arg("run");
-        }
-        command.arg(format!("--config={}", self.configuration.display()));
-        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-        self.process = Some(command.spawn().with_context(|| format!("starting {}", self.program.display()))?);
-        Ok(())
+        command.args(arguments).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        command.spawn().with_context(|| format!("starting {}", self.program.display()))
     }
 
     pub(crate) fn kill(&mut self) -> Result<()> {
@@ -81,14 +86,42 @@ impl Subject {
         metrics::peak(self.process.as_ref().context("the proxy is not running")?.id())
     }
 
-    /// Once the first sync is over.
-    pub(crate) fn metrics(&self) -> Result<Metrics> {
-        let process = self.process.as_ref().context("the proxy is not running")?.id();
+    /// Entries, rules or elements.
+    pub(crate) fn written_by_the_first_sync(&self) -> Result<f64> {
         let address = SocketAddr::from(([127, 0, 0, 1], METRICS_PORT));
         wait::until("the first sync", Duration::from_secs(60), || {
             let (_, text) = self.node.http_get(address, "/metrics").map_err(|error| format!("{error:#}"))?;
-            Metrics::new(&text, process).map(Some).map_err(|error| format!("{error:#}"))
+            let is_over =
+                metrics::sum(&text, "proxy_first_sync_duration_seconds").is_some_and(|took| took > 0.0);
+            if !is_over {
+                return Err("no first sync yet".to_owned());
+            }
+            Ok(Some(metrics::sum(&text, "proxy_writes_total").unwrap_or(0.0)))
         })
+    }
+
+    /// As the program's own flag does it; `false`: not within the limit.
+    pub(crate) fn clean_up(&mut self, lab: &Lab, limit: Duration) -> Result<bool> {
+        let arguments = match self.is_kube_proxy() {
+            true => vec!["--cleanup".to_owned()],
+            false => vec!["cleanup".to_owned(), format!("--bpffs={}", lab.bpffs(1).display())],
+        };
+        let mut process = self.spawn(lab, &arguments)?;
+        let started = Instant::now();
+        loop {
+            if let Some(status) = process.try_wait().context("waiting for the clean-up")? {
+                if !status.success() {
+                    bail!("the clean-up failed ({status}): see {}", self.log.display());
+                }
+                return Ok(true);
+            }
+            if started.elapsed() > limit {
+                process.kill().context("ending the clean-up")?;
+                process.wait().context("waiting for the clean-up")?;
+                return Ok(false);
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
     }
 }
 

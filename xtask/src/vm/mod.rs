@@ -173,7 +173,7 @@ impl Machine {
 
     /// The core scenarios: of mode ebpf those of both paths, of mode ipvs with one protocol of each family.
     pub(crate) fn suite(self) -> Result<Suite> {
-        Ok(Suite { name: self.name(), kind: Kind::Tests, command: self.command(self.extent(), "")? })
+        Ok(Suite { name: self.name(), kind: Kind::Tests, commands: vec![self.command(self.extent(), "")?] })
     }
 
     /// Every run of the tests waits for the machine of mode ipvs.

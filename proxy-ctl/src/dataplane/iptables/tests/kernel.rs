@@ -293,7 +293,7 @@ fn as_root_connections_reach_endpoints_or_are_refused(
         "address add 10.180.0.1/32 dev lo",
         "address add 10.180.0.2/32 dev lo",
         "route add 172.30.0.0/16 dev eth0",
-        "-6 address add fd00:10::6/128 dev lo",
+        "-6 address add fd00:10::6/128 dev lo nodad",
         "-6 route add fd00:30::/64 dev lo",
     ] {
         ip_tool(arguments);

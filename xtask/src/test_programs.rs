@@ -1,0 +1,156 @@
+//! The programs of all test suites, built by one call of cargo.
+//!
+//! `cargo test --test <name>` and `cargo test --bin <name>` look at the packages that have such a target only. These enable
+//! other features of what all depend on, so that cargo would build most of it anew for nearly every suite.
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context as _, Result, bail};
+use serde_json::Value;
+
+use crate::{
+    command::{as_root, cargo, describe},
+    suites::{Kind, Suite},
+};
+
+#[derive(Debug)]
+pub(crate) struct TestPrograms(Vec<TestProgram>);
+
+#[derive(Debug, Eq, PartialEq)]
+struct TestProgram {
+    /// As cargo names it: `lib`, `bin`, `test`.
+    kind: String,
+    target: String,
+    executable: PathBuf,
+    package: PathBuf,
+}
+
+/// Which programs a suite has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Choice<'a> {
+    /// The unit tests of every library.
+    Libraries,
+    Bin(&'a str),
+    Test(&'a str),
+}
+
+impl TestPrograms {
+    pub(crate) fn build() -> Result<Self> {
+        let mut command =
+            cargo(&["test", "-q", "--no-run", "--tests", "--message-format", "json-render-diagnostics"]);
+        let name = describe(&command);
+        let output = command.stderr(Stdio::inherit()).output().with_context(|| format!("starting {name}"))?;
+        if !output.status.success() {
+            bail!("{name}: {}", output.status);
+        }
+        let messages = String::from_utf8_lossy(&output.stdout);
+        Ok(Self(messages.lines().filter_map(TestProgram::in_message).collect()))
+    }
+
+    /// Tests with what is given to their harness.
+    pub(crate) fn suite(
+        &self,
+        name: &'static str,
+        choices: &[Choice<'_>],
+        harness: &[&str],
+    ) -> Result<Suite> {
+        self.suite_by(|program| Command::new(program), name, choices, harness)
+    }
+
+    /// [`Self::suite`] in network namespaces, with programs loaded into the kernel.
+    pub(crate) fn suite_as_root(
+        &self,
+        name: &'static str,
+        choices: &[Choice<'_>],
+        harness: &[&str],
+    ) -> Result<Suite> {
+        self.suite_by(|program| as_root(program), name, choices, harness)
+    }
+
+    fn suite_by(
+        &self,
+        command: impl Fn(&Path) -> Command,
+        name: &'static str,
+        choices: &[Choice<'_>],
+        harness: &[&str],
+    ) -> Result<Suite> {
+        let mut commands = Vec::new();
+        for choice in choices {
+            let before = commands.len();
+            for program in self.0.iter().filter(|program| choice.is(program)) {
+                let mut command = command(&program.executable);
+                command.arg("--show-output").args(harness);
+                // As cargo runs them.
+                command.current_dir(&program.package).env("CARGO_MANIFEST_DIR", &program.package);
+                commands.push(command);
+            }
+            if commands.len() == before {
+                bail!("suite {name}: cargo has built no program for {choice:?}");
+            }
+        }
+        Ok(Suite { name, kind: Kind::Tests, commands })
+    }
+}
+
+impl Choice<'_> {
+    fn is(&self, program: &TestProgram) -> bool {
+        match self {
+            Self::Libraries => program.kind == "lib",
+            Self::Bin(name) => program.kind == "bin" && program.target == *name,
+            Self::Test(name) => program.kind == "test" && program.target == *name,
+        }
+    }
+}
+
+impl TestProgram {
+    /// From one of cargo's messages, if it is about a test program.
+    fn in_message(line: &str) -> Option<Self> {
+        let message: Value = serde_json::from_str(line).ok()?;
+        let is_test = message["profile"]["test"].as_bool()?;
+        let package = Path::new(message["manifest_path"].as_str()?).parent()?;
+        let target = &message["target"];
+        let program = Self {
+            kind: target["kind"][0].as_str()?.to_owned(),
+            target: target["name"].as_str()?.to_owned(),
+            executable: message["executable"].as_str()?.into(),
+            package: package.to_owned(),
+        };
+        is_test.then_some(program)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_are_those_that_cargo_has_built_with_a_harness() {
+        let message = |test: bool, executable: &str| {
+            format!(
+                r#"{{"reason":"compiler-artifact","manifest_path":"/w/lab/Cargo.toml","target":{{"kind":["test"],"name":"cluster"}},"profile":{{"test":{test}}},"executable":{executable}}}"#
+            )
+        };
+        let program = TestProgram {
+            kind: "test".into(),
+            target: "cluster".into(),
+            executable: "/w/target/cluster-1".into(),
+            package: "/w/lab".into(),
+        };
+        assert_eq!(TestProgram::in_message(&message(true, r#""/w/target/cluster-1""#)), Some(program));
+        assert_eq!(TestProgram::in_message(&message(false, r#""/w/target/cluster-1""#)), None);
+        assert_eq!(TestProgram::in_message(&message(true, "null")), None);
+        assert_eq!(TestProgram::in_message(r#"{"reason":"build-finished","success":true}"#), None);
+    }
+
+    #[test]
+    fn a_suite_without_a_program_is_an_error() {
+        let error = TestPrograms(Vec::new()).suite("lab", &[Choice::Test("cluster")], &[]).err().unwrap();
+        assert!(
+            error.to_string().contains(r#"suite lab: cargo has built no program for Test("cluster")"#),
+            "{error}"
+        );
+    }
+}

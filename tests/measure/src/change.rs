@@ -2,6 +2,7 @@
 
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -14,6 +15,8 @@ const SERVERS: [&str; 2] = ["server-a", "server-b"];
 const NAMESPACE: &str = "default";
 const NAME: &str = "measured";
 const PORT: u16 = 80;
+/// More than kube-proxy's default `minSyncPeriod` of one second, which would else be what is measured.
+const BETWEEN_ROUNDS: Duration = Duration::from_millis(1500);
 const LIMIT: Duration = Duration::from_secs(600);
 
 fn target() -> SocketAddr {
@@ -78,6 +81,7 @@ pub(crate) async fn measure(
 ) -> Result<Vec<Duration>> {
     let mut times = Vec::with_capacity(rounds);
     for round in 1..=rounds {
+        thread::sleep(BETWEEN_ROUNDS);
         let to = round % 2;
         objects::apply(api, &slice(addresses[to])).await?;
         let acknowledged = Instant::now();

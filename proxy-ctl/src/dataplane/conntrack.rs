@@ -1,9 +1,12 @@
 //! Ends UDP flows whose endpoint is gone: the kernel would translate their packets to it as long as the client goes on sending.
-//! The one cleaner of all modes that stand on netfilter, and around them: they know nothing of it.
+//! The one cleaner of all modes that stand on netfilter, and around them: they know nothing of it. Mode userspace, whose flows lead to
+//! listeners, tells the same [`StaleFlows`] of these.
 //!
 //! As kube-proxy's (pkg/proxy/conntrack/cleanup.go), with three differences. Flows of service ports without endpoints, and of
 //! service ports that are gone, are ended too. A change that takes no endpoint away ends no flow, and reads none. Flows to a node port
 //! are ended on the node's own addresses only. TCP and SCTP flows are never ended: their clients notice by themselves.
+
+mod stale_flows;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,37 +15,34 @@ use std::{
     time::Duration,
 };
 
-use nix::sys::socket::AddressFamily;
 use prometheus_client::metrics::MetricType;
 use rustc_hash::{FxHashMap, FxHashSet};
 
+pub(super) use self::stale_flows::{Repliers, StaleFlows};
 use super::{Applied, Dataplane, Error, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage};
-use crate::{
-    model::{
-        desired::{Changes, DesiredPort, FrontendKind, ServicePortName},
-        objects::{IpFamily, Protocol},
-    },
-    sys::{
-        CallError,
-        conntrack::{Conntrack, UdpFlow},
-    },
+use crate::model::{
+    desired::{Changes, DesiredPort, ServicePortName},
+    objects::Protocol,
 };
 
-/// What is dialled; without an address: the node port on each of the node's addresses.
-type Dialled = (Option<IpAddr>, u16);
-
 /// Endpoints whose flows go on.
-type Repliers = FxHashSet<SocketAddr>;
+type Endpoints = FxHashSet<SocketAddr>;
+
+impl Repliers for Endpoints {
+    fn has(&self, replier: SocketAddr) -> bool {
+        self.contains(&replier)
+    }
+}
 
 /// What has changed of UDP service ports since flows were ended last. Pure.
 #[derive(Debug, Default)]
-struct StaleFlows {
-    /// UDP service ports as they are served.
+struct UdpPorts {
+    /// As they are served.
     served: FxHashMap<ServicePortName, Arc<DesiredPort>>,
-    pending: FxHashMap<(IpFamily, Dialled), Repliers>,
+    stale: StaleFlows<Endpoints>,
 }
 
-impl StaleFlows {
+impl UdpPorts {
     fn change(&mut self, port: &Arc<DesiredPort>) {
         if port.name.protocol != Protocol::Udp {
             return;
@@ -56,19 +56,18 @@ impl StaleFlows {
             return;
         }
         // Another service port may have taken a frontend over in the same step.
-        for frontend in before.iter().flat_map(|before| dialled(before)) {
-            self.pending.entry((port.name.family, frontend)).or_default();
+        for frontend in before.iter().flat_map(|before| &before.frontends) {
+            self.stale.else_answered_by(port.name.family, frontend, Endpoints::default());
         }
-        for frontend in dialled(port) {
-            self.pending.insert((port.name.family, frontend), repliers.clone());
+        for frontend in &port.frontends {
+            self.stale.answered_by(port.name.family, frontend, repliers.clone());
         }
     }
 
     fn remove(&mut self, name: &ServicePortName) {
-        if let Some(before) = self.served.remove(name) {
-            for frontend in dialled(&before) {
-                self.pending.insert((name.family, frontend), Repliers::default());
-            }
+        let Some(before) = self.served.remove(name) else { return };
+        for frontend in &before.frontends {
+            self.stale.answered_by(name.family, frontend, Endpoints::default());
         }
     }
 
@@ -78,89 +77,32 @@ impl StaleFlows {
         gone.iter().for_each(|name| self.remove(name));
         desired.iter().for_each(|port| self.change(port));
     }
-
-    fn families(&self) -> BTreeSet<IpFamily> {
-        self.pending.keys().map(|(family, _)| *family).collect()
-    }
-
-    fn is_stale(&self, family: IpFamily, flow: &UdpFlow, node_addresses: &BTreeSet<IpAddr>) -> bool {
-        let (address, port) = (flow.destination.ip(), flow.destination.port());
-        let of_address = self.pending.get(&(family, (Some(address), port)));
-        let of_node_port =
-            || self.pending.get(&(family, (None, port))).filter(|_| node_addresses.contains(&address));
-        of_address.or_else(of_node_port).is_some_and(|repliers| !repliers.contains(&flow.replier))
-    }
 }
 
 /// Every endpoint that still serves, whether new flows reach it or not.
-fn repliers(port: &DesiredPort) -> Repliers {
+fn repliers(port: &DesiredPort) -> Endpoints {
     let all = port.endpoints.all.iter().chain(&port.endpoints.unused);
     all.map(|endpoint| SocketAddr::new(endpoint.address, endpoint.port)).collect()
 }
 
 /// Whether flows that were served before no longer are. Without endpoints clients were refused, and their flows with them.
-fn takes_away(before: &DesiredPort, now: &DesiredPort, repliers_now: &Repliers) -> bool {
+fn takes_away(before: &DesiredPort, now: &DesiredPort, repliers_now: &Endpoints) -> bool {
     let repliers_before = repliers(before);
     repliers_before.is_empty() != repliers_now.is_empty()
         || !repliers_before.is_subset(repliers_now)
         || before.frontends != now.frontends
 }
 
-fn dialled(port: &DesiredPort) -> impl Iterator<Item = Dialled> {
-    port.frontends.iter().map(|frontend| match frontend.kind {
-        FrontendKind::NodePort => (None, frontend.port),
-        FrontendKind::ClusterIp | FrontendKind::ExternalIp | FrontendKind::LoadBalancer => {
-            (Some(frontend.address), frontend.port)
-        }
-    })
-}
-
 /// A mode whose flows connection tracking knows, and the end of those that are stale after each write.
 pub(super) struct WithConntrack {
     inner: Box<dyn Dataplane>,
-    stale: StaleFlows,
+    udp: UdpPorts,
     node_addresses: BTreeSet<IpAddr>,
-    ended: BTreeMap<IpFamily, u64>,
 }
 
 impl WithConntrack {
     pub(super) fn new(inner: Box<dyn Dataplane>) -> Self {
-        let ended = IpFamily::ALL.into_iter().map(|family| (family, 0)).collect();
-        Self { inner, stale: StaleFlows::default(), node_addresses: BTreeSet::new(), ended }
-    }
-
-    /// What fails stays pending for the next write.
-    fn end_stale_flows(&mut self) {
-        if self.stale.pending.is_empty() {
-            return;
-        }
-        match self.try_end_stale_flows() {
-            Ok(()) => self.stale.pending.clear(),
-            Err(error) => tracing::warn!(
-                %error,
-                "UDP flows to endpoints that are gone could not be ended; it is tried again with the next change"
-            ),
-        }
-    }
-
-    fn try_end_stale_flows(&mut self) -> Result<(), CallError> {
-        let conntrack = Conntrack::open()?;
-        for family in self.stale.families() {
-            let kernels = match family {
-                IpFamily::Ipv4 => AddressFamily::Inet,
-                IpFamily::Ipv6 => AddressFamily::Inet6,
-            };
-            let flows = conntrack.udp_flows(kernels)?;
-            let mut ended = 0;
-            for flow in flows.iter().filter(|flow| self.stale.is_stale(family, flow, &self.node_addresses)) {
-                ended += u64::from(conntrack.remove(kernels, flow)?);
-            }
-            if ended > 0 {
-                tracing::debug!(ended, family = family.name(), "stale UDP flows ended");
-            }
-            *self.ended.entry(family).or_default() += ended;
-        }
-        Ok(())
+        Self { inner, udp: UdpPorts::default(), node_addresses: BTreeSet::new() }
     }
 }
 
@@ -177,16 +119,16 @@ impl Programmed for WithConntrack {
 impl Dataplane for WithConntrack {
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
         let applied = self.inner.apply(changes)?;
-        changes.removed.iter().for_each(|name| self.stale.remove(name));
-        changes.changed.iter().for_each(|port| self.stale.change(port));
-        self.end_stale_flows();
+        changes.removed.iter().for_each(|name| self.udp.remove(name));
+        changes.changed.iter().for_each(|port| self.udp.change(port));
+        self.udp.stale.end(&self.node_addresses);
         Ok(applied)
     }
 
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
         let applied = self.inner.resync(desired)?;
-        self.stale.resync(desired);
-        self.end_stale_flows();
+        self.udp.resync(desired);
+        self.udp.stale.end(&self.node_addresses);
         Ok(applied)
     }
 
@@ -209,7 +151,7 @@ impl Dataplane for WithConntrack {
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
         let mut families = self.inner.metrics()?;
-        let samples = self.ended.iter().map(|(family, ended)| {
+        let samples = self.udp.stale.ended.iter().map(|(family, ended)| {
             let labels: super::Labels = Arc::new([("ip_family", Arc::from(family.name()))]);
             (labels, *ended)
         });
@@ -240,10 +182,13 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::model::{
-        Model,
-        objects::{EndpointPort, ServicePort},
-        test_support::{remote, service, slice, target},
+    use crate::{
+        model::{
+            Model,
+            objects::{EndpointPort, IpFamily, ServicePort},
+            test_support::{remote, service, slice, target},
+        },
+        sys::conntrack::UdpFlow,
     };
 
     /// `default/dns`: 10.96.0.10:53/UDP and node port 30053, with these endpoints.
@@ -263,9 +208,9 @@ mod tests {
         UdpFlow::new(destination.parse().unwrap(), replier.parse().unwrap())
     }
 
-    fn is_stale(stale: &StaleFlows, destination: &str, replier: &str) -> bool {
+    fn is_stale(udp: &UdpPorts, destination: &str, replier: &str) -> bool {
         let node = BTreeSet::from(["192.0.2.1".parse().unwrap()]);
-        stale.is_stale(IpFamily::Ipv4, &flow(destination, replier), &node)
+        udp.stale.is_stale(IpFamily::Ipv4, &flow(destination, replier), &node)
     }
 
     #[rstest]
@@ -283,34 +228,34 @@ mod tests {
         #[case] replier: &str,
         #[case] expected: bool,
     ) {
-        let mut stale = StaleFlows::default();
-        stale.change(&dns(before));
-        stale.pending.clear();
-        stale.change(&dns(now));
-        assert_eq!(is_stale(&stale, destination, replier), expected);
+        let mut udp = UdpPorts::default();
+        udp.change(&dns(before));
+        udp.stale.forget();
+        udp.change(&dns(now));
+        assert_eq!(is_stale(&udp, destination, replier), expected);
     }
 
     #[test]
     fn further_endpoints_end_no_flow_and_read_none() {
-        let mut stale = StaleFlows::default();
-        stale.change(&dns(&["10.1.0.1"]));
-        stale.pending.clear();
-        stale.change(&dns(&["10.1.0.1", "10.1.0.2"]));
-        assert!(stale.pending.is_empty());
+        let mut udp = UdpPorts::default();
+        udp.change(&dns(&["10.1.0.1"]));
+        udp.stale.forget();
+        udp.change(&dns(&["10.1.0.1", "10.1.0.2"]));
+        assert!(udp.stale.is_empty());
     }
 
     #[test]
     fn a_service_port_that_is_gone_keeps_no_flow() {
-        let mut stale = StaleFlows::default();
+        let mut udp = UdpPorts::default();
         let dns = dns(&["10.1.0.1"]);
-        stale.resync(&[Arc::clone(&dns)]);
-        stale.pending.clear();
-        stale.resync(&[Arc::clone(&dns)]);
-        assert!(stale.pending.is_empty(), "nothing has changed");
-        stale.resync(&[]);
-        assert!(is_stale(&stale, "10.96.0.10:53", "10.1.0.1:80"));
+        udp.resync(&[Arc::clone(&dns)]);
+        udp.stale.forget();
+        udp.resync(&[Arc::clone(&dns)]);
+        assert!(udp.stale.is_empty(), "nothing has changed");
+        udp.resync(&[]);
+        assert!(is_stale(&udp, "10.96.0.10:53", "10.1.0.1:80"));
         // The frontend is another service port's in the same step.
-        stale.change(&dns);
-        assert!(!is_stale(&stale, "10.96.0.10:53", "10.1.0.1:80"));
+        udp.change(&dns);
+        assert!(!is_stale(&udp, "10.96.0.10:53", "10.1.0.1:80"));
     }
 }

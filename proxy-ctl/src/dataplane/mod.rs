@@ -13,6 +13,7 @@ mod host;
 pub mod iptables;
 mod ipvs;
 mod metrics;
+mod mode_lock;
 mod modes;
 pub mod netfilter;
 pub mod nftables;

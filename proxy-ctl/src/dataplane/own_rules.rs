@@ -5,9 +5,9 @@ use ipnet::IpNet;
 use super::{Error, ErrorKind, Removed};
 use crate::{leftovers, mode::Mode};
 
-/// The rule of [`leftovers::names::MARKED`] that says that this proxy has written its chain, as iptables-save prints it.
+/// The rule of [`leftovers::names::mark`], as iptables-save prints it.
 pub(super) fn mark(mode: Mode) -> Option<String> {
-    leftovers::names::mark(mode).map(|comment| format!("-m comment --comment \"{comment}\""))
+    leftovers::names::mark(mode).map(|mark| format!("-m comment --comment \"{}\"", mark.comment))
 }
 
 /// `keeps`: `ipvs.excludeCIDRs`. An error if a controller is in this mode.

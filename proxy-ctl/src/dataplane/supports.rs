@@ -48,6 +48,10 @@ impl Effect {
 }
 
 impl Unsupported {
+    pub const fn new(field: &'static str, effect: Effect, instead: &'static str) -> Self {
+        Self { field, effect, instead: Cow::Borrowed(instead) }
+    }
+
     /// Some frontend of the service port is not served.
     pub fn leaves_unserved(&self) -> bool {
         !matches!(self.effect, Effect::ServedDifferently | Effect::HandedOver)

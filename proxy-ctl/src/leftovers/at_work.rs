@@ -33,7 +33,7 @@ impl AtWork {
                     all.locks.push(lock);
                     continue;
                 }
-                Ok(NamespaceAttempt::Taken(process)) => Error::AtWork { mode, process },
+                Ok(NamespaceAttempt::Taken(holder)) => Error::AtWork { mode, holder },
                 Err(source) => Error::Lock { mode, source },
             };
             all.modes.push(mode);

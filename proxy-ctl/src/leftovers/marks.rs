@@ -1,6 +1,10 @@
 //! Whether it was this proxy that wrote last under kube-proxy's names: by the rule [`names::mark`].
 
-use super::{Error, PendingRemoval, legacy::LegacyTable, names};
+use super::{
+    Error, PendingRemoval,
+    legacy::LegacyTable,
+    names::{self, Mark},
+};
 use crate::{
     mode::Mode,
     sys::{
@@ -20,20 +24,19 @@ impl Marks {
     /// Needs CAP_NET_ADMIN.
     pub(super) fn read(mode: Mode) -> Result<Self, Error> {
         let mut marks = Self::default();
-        let Some(mark) = names::mark(mode) else { return Ok(marks) };
-        let (table, chain) = names::MARKED;
+        let Some(Mark { table, chain, comment }) = names::mark(mode) else { return Ok(marks) };
         let nftables = NfTables::open()?;
         for family in TableFamily::ALL {
             if let Some(nftables) = &nftables
                 && nftables.has_chain(family, table, chain)?
             {
                 let rules = nftables.rules(family, table, chain)?;
-                let is_marked = rules.iter().any(|rule| rule.comment.as_deref() == Some(mark));
+                let is_marked = rules.iter().any(|rule| rule.comment.as_deref() == Some(comment));
                 marks.nft.extend(is_marked.then_some(family));
             }
             // To ask for another table would make it.
             let is_there = xtables::tables(family)?.iter().any(|name| name == table);
-            if is_there && xtables::has_comment(family, table, mark)? {
+            if is_there && xtables::has_comment(family, table, comment)? {
                 marks.legacy.push(family);
             }
         }

@@ -26,7 +26,7 @@ use self::{
 };
 use crate::{
     mode::Mode,
-    sys::{CallError, nftables::TableFamily, xtables::ToolError},
+    sys::{CallError, lock::Holder, nftables::TableFamily, xtables::ToolError},
 };
 
 pub use self::marks::is_marked;
@@ -50,11 +50,8 @@ pub enum Error {
     NoLegacyTools { program: &'static str },
     #[error("the search for kube-proxy's rules did not finish; the log has the error")]
     NotLooked,
-    #[error(
-        "process {} runs in mode {mode}: its rules stay; end it first",
-        process.map_or("of another PID namespace".to_owned(), |process| process.to_string())
-    )]
-    AtWork { mode: Mode, process: Option<u32> },
+    #[error("{holder} runs in mode {mode}: its rules stay; end it first")]
+    AtWork { mode: Mode, holder: Holder },
     #[error("locking mode {mode}: {source}")]
     Lock { mode: Mode, source: std::io::Error },
     #[error(transparent)]

@@ -25,6 +25,16 @@ pub const POSTROUTING: &str = "KUBE-POSTROUTING";
 /// Accepts what is forwarded for a Service; leads nowhere.
 pub const FORWARD: &str = "KUBE-FORWARD";
 
+/// Of mode userspace, up to 1.25: lead clients of frontends to the process, those that come in and those of the node itself.
+pub const PORTALS_CONTAINER: &str = "KUBE-PORTALS-CONTAINER";
+pub const PORTALS_HOST: &str = "KUBE-PORTALS-HOST";
+pub const PORTALS_COMMENT: &str = "handle ClusterIPs; NOTE: this must be before the NodePort rules";
+/// The same for node ports.
+pub const NODE_PORT_CONTAINER: &str = "KUBE-NODEPORT-CONTAINER";
+pub const NODE_PORT_HOST: &str = "KUBE-NODEPORT-HOST";
+pub const NODE_PORTS_COMMENT: &str =
+    "handle service NodePorts; NOTE: this must be the last rule in the chain";
+
 /// The modes that write a chain.
 type Writers = &'static [Mode];
 
@@ -33,7 +43,7 @@ const IPVS_ONLY: Writers = &[Mode::Ipvs];
 const USERSPACE_ONLY: Writers = &[Mode::Userspace];
 const IPTABLES_AND_IPVS: Writers = &[Mode::Iptables, Mode::Ipvs];
 
-const NAT: [(&str, Writers); 9] = [
+const NAT: [(&str, Writers); 12] = [
     (MARK_MASQUERADE, IPTABLES_AND_IPVS),
     (POSTROUTING, IPTABLES_AND_IPVS),
     // Of older versions.
@@ -41,7 +51,10 @@ const NAT: [(&str, Writers); 9] = [
     ("KUBE-LOAD-BALANCER", IPVS_ONLY),
     ("KUBE-NODE-PORT", IPVS_ONLY),
     ("KUBE-NODEPORTS", IPTABLES_ONLY),
-    ("KUBE-NODEPORT-CONTAINER", USERSPACE_ONLY),
+    (NODE_PORT_CONTAINER, USERSPACE_ONLY),
+    (NODE_PORT_HOST, USERSPACE_ONLY),
+    (PORTALS_CONTAINER, USERSPACE_ONLY),
+    (PORTALS_HOST, USERSPACE_ONLY),
     ("KUBE-PROXY-CANARY", IPTABLES_ONLY),
     ("KUBE-SERVICES", IPTABLES_AND_IPVS),
 ];
@@ -49,12 +62,13 @@ const NAT: [(&str, Writers); 9] = [
 /// One chain for each service port, endpoint and so on, in mode iptables; KUBE-XLB- up to 1.23.
 const NAT_PREFIXES: [&str; 6] = ["KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-", "KUBE-SVC-", "KUBE-SVL-", "KUBE-XLB-"];
 
-const FILTER: [(&str, Writers); 10] = [
+const FILTER: [(&str, Writers); 11] = [
     (FORWARD, IPTABLES_AND_IPVS),
     ("KUBE-EXTERNAL-SERVICES", IPTABLES_ONLY),
     ("KUBE-IPVS-FILTER", IPVS_ONLY),
     ("KUBE-IPVS-OUT-FILTER", IPVS_ONLY),
     ("KUBE-NODE-PORT", IPVS_ONLY),
+    ("KUBE-NODEPORT-NON-LOCAL", USERSPACE_ONLY),
     ("KUBE-NODEPORTS", IPTABLES_ONLY),
     ("KUBE-PROXY-CANARY", IPTABLES_ONLY),
     ("KUBE-PROXY-FIREWALL", IPTABLES_AND_IPVS),
@@ -63,7 +77,11 @@ const FILTER: [(&str, Writers); 10] = [
 ];
 
 /// Comments of kube-proxy's jumps from base chains.
-const COMMENTS: [&str; 9] = [
+const COMMENTS: [&str; 12] = [
+    // Of mode userspace, up to 1.25.
+    "Ensure that non-local NodePort traffic can flow",
+    PORTALS_COMMENT,
+    NODE_PORTS_COMMENT,
     "kube-proxy firewall rules",
     "kubernetes externally-visible service portals",
     "kubernetes forwarding rules",
@@ -156,18 +174,25 @@ pub fn translates(at_work: &[Mode]) -> bool {
     at_work.iter().any(|mode| matches!(mode, Mode::Nftables | Mode::Iptables | Mode::Ipvs))
 }
 
-/// The comment of a rule that this proxy has in [`MARKED`], in a mode that writes chains of iptables. A running kube-proxy of
-/// such a mode empties this chain when it writes its own rules: while the rule is there, this proxy was the last to write.
-pub const fn mark(mode: Mode) -> Option<&'static str> {
-    match mode {
-        Mode::Iptables => Some("proxy-ctl in mode iptables"),
-        Mode::Ipvs => Some("proxy-ctl in mode ipvs"),
-        Mode::Ebpf | Mode::Nftables | Mode::Userspace => None,
-    }
+/// A rule that says who has written a chain of iptables.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Mark {
+    pub table: &'static str,
+    pub chain: &'static str,
+    pub comment: &'static str,
 }
 
-/// The table and the chain that [`mark`] is in.
-pub const MARKED: (&str, &str) = ("nat", "KUBE-SERVICES");
+/// The mark of this proxy in a mode that writes chains of iptables. A running kube-proxy of such a mode empties this chain when it
+/// writes its own rules: while the rule is there, this proxy was the last to write.
+pub const fn mark(mode: Mode) -> Option<Mark> {
+    let (chain, comment) = match mode {
+        Mode::Iptables => ("KUBE-SERVICES", "proxy-ctl in mode iptables"),
+        Mode::Ipvs => ("KUBE-SERVICES", "proxy-ctl in mode ipvs"),
+        Mode::Userspace => (PORTALS_CONTAINER, "proxy-ctl in mode userspace"),
+        Mode::Ebpf | Mode::Nftables => return None,
+    };
+    Some(Mark { table: "nat", chain, comment })
+}
 
 pub fn is_comment_of_jump(comment: &str) -> bool {
     COMMENTS.contains(&comment)
@@ -198,6 +223,9 @@ mod tests {
     #[case("nat", "KUBE-MARK-DROP", false)]
     #[case("mangle", "KUBE-IPTABLES-HINT", false)]
     #[case("nat", "KUBE-KUBELET-CANARY", false)]
+    #[case("nat", "KUBE-PORTALS-CONTAINER", true)]
+    #[case("nat", "KUBE-NODEPORT-HOST", true)]
+    #[case("filter", "KUBE-NODEPORT-NON-LOCAL", true)]
     #[case("filter", "KUBE-ROUTER-FORWARD", false)]
     #[case("raw", "KUBE-SERVICES", false)]
     fn chains_of_kube_proxy(#[case] table: &str, #[case] chain: &str, #[case] own: bool) {
@@ -227,6 +255,7 @@ mod tests {
     #[case("nat", "KUBE-LOAD-BALANCER", &[], false)]
     #[case("nat", "KUBE-SERVICES", &[Mode::Ipvs], false)]
     #[case("nat", "MINE", &[], false)]
+    #[case("nat", "KUBE-PORTALS-HOST", &[], false)]
     fn chains_of_one_mode(
         #[case] table: &str,
         #[case] chain: &str,

@@ -3,7 +3,6 @@
 use std::{
     env, fs,
     io::Read as _,
-    path::Path,
     process::{Command, Stdio},
 };
 
@@ -12,7 +11,7 @@ use nix::unistd::{AccessFlags, access};
 
 use crate::{
     mode::{Capabilities, HostFacts, ModuleTexts, Modules, Tool},
-    sys::ipset::IpSets,
+    sys::{has_ipv6, ipset::IpSets},
 };
 
 const CAP_NET_ADMIN: u32 = 12;
@@ -33,7 +32,7 @@ pub fn gather() -> HostFacts {
         ipset_protocol: ipset_protocol(),
         route_localnet: read(ROUTE_LOCALNET).map(|value| value == "1"),
         parameters_writable: access(ROUTE_LOCALNET, AccessFlags::W_OK).is_ok(),
-        ipv6: Path::new("/proc/net/if_inet6").exists(),
+        ipv6: has_ipv6(),
         skip_nftables_kernel_check: env::var_os(SKIP_NFTABLES_CHECK).is_some_and(|value| !value.is_empty()),
         kernel_release,
     }

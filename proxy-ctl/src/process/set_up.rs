@@ -1,7 +1,7 @@
 //! From a checked configuration to a node that may be programmed, in kube-proxy's order: the own Node, kernel parameters,
 //! what of the configuration does not fit the node, and the event `Starting`.
 
-use std::{fs, path::Path, thread};
+use std::{fs, thread};
 
 use anyhow::bail;
 use tokio::sync::watch;
@@ -17,6 +17,7 @@ use crate::{
     events::Recorder,
     model::objects::Node,
     node::{NodeIps, OwnNode},
+    sys::has_ipv6,
 };
 
 /// Returns the Node by which the node was set up. `own_node`: `None` if the source need not have one.
@@ -123,5 +124,5 @@ fn check(config: &Config, node: Option<&Node>) -> anyhow::Result<()> {
 /// Whether the kernel has both address families.
 fn is_dual_stack() -> bool {
     let disabled = fs::read_to_string("/proc/sys/net/ipv6/conf/all/disable_ipv6");
-    Path::new("/proc/net/if_inet6").exists() && disabled.map_or(true, |text| text.trim() != "1")
+    has_ipv6() && disabled.map_or(true, |text| text.trim() != "1")
 }

@@ -1,6 +1,7 @@
 //! One writer at a time: an advisory lock on a folder, which the kernel drops with its holder.
 
 use std::{
+    fmt,
     fs::{self, File, Metadata},
     io,
     os::unix::fs::MetadataExt,
@@ -29,12 +30,24 @@ impl Lock {
     }
 }
 
+/// The process that holds a lock, for people; `None`: the kernel does not tell, as it is of another PID namespace.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Holder(pub Option<u32>);
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(process) => write!(f, "process {process}"),
+            None => f.write_str("a process of another PID namespace"),
+        }
+    }
+}
+
 /// The result of an attempt to lock.
 #[derive(Debug)]
 pub enum Attempt {
     Held(Lock),
-    /// The process that holds it, if known.
-    Taken(Option<u32>),
+    Taken(Holder),
 }
 
 /// Locks `folder` without waiting.
@@ -44,9 +57,8 @@ pub fn try_lock(folder: &Path) -> io::Result<Attempt> {
         Ok(held) => Ok(Attempt::Held(Lock { held })),
         Err((file, nix::errno::Errno::EWOULDBLOCK)) => {
             let locked = FileId::of(&file.metadata()?);
-            Ok(Attempt::Taken(
-                fs::read_to_string("/proc/locks").ok().and_then(|locks| holder(&locks, locked)),
-            ))
+            let locks = fs::read_to_string("/proc/locks").ok();
+            Ok(Attempt::Taken(Holder(locks.and_then(|locks| holder(&locks, locked)))))
         }
         Err((_, errno)) => Err(errno.into()),
     }
@@ -122,9 +134,9 @@ mod tests {
     fn the_second_asks_in_vain_until_the_first_lets_go() {
         let folder = tempfile::tempdir().unwrap();
         let Attempt::Held(first) = try_lock(folder.path()).unwrap() else { panic!("free") };
-        let Attempt::Taken(process) = try_lock(folder.path()).unwrap() else { panic!("taken") };
-        assert_eq!(process, Some(std::process::id()));
-        assert_eq!(holder_of(folder.path()), process);
+        let Attempt::Taken(by) = try_lock(folder.path()).unwrap() else { panic!("taken") };
+        assert_eq!(by, Holder(Some(std::process::id())));
+        assert_eq!(Holder(holder_of(folder.path())), by);
         assert!(first.is_of(folder.path()).unwrap());
         assert!(!first.is_of(&folder.path().join("nothing")).unwrap());
         drop(first);

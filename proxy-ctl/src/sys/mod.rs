@@ -1,6 +1,6 @@
 //! Raw system calls behind safe functions: the only room with `unsafe` code.
 
-use std::io;
+use std::{io, path::Path};
 
 pub mod bpf;
 pub mod clock;
@@ -23,6 +23,11 @@ pub mod ready;
 pub mod sampler;
 pub mod tc;
 pub mod xtables;
+
+/// Whether the kernel has IPv6, and has not switched it off when it was started.
+pub fn has_ipv6() -> bool {
+    Path::new("/proc/thread-self/net/if_inet6").exists()
+}
 
 /// A system call that failed.
 #[derive(Debug, thiserror::Error)]

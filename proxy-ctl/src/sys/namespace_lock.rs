@@ -21,6 +21,8 @@ use nix::{
     unistd::Uid,
 };
 
+use super::lock::Holder;
+
 /// Longest time from fork to exec, on a busy node.
 const LONGEST_START: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(5);
@@ -39,8 +41,7 @@ pub struct NamespaceLock {
 #[derive(Debug)]
 pub enum NamespaceAttempt {
     Held(NamespaceLock),
-    /// The process that holds it, if known: 0 in another PID namespace.
-    Taken(Option<u32>),
+    Taken(Holder),
 }
 
 impl NamespaceLock {
@@ -50,7 +51,7 @@ impl NamespaceLock {
         let end = Instant::now() + LONGEST_START;
         loop {
             let attempt = Self::try_acquire(name)?;
-            let is_own = matches!(attempt, NamespaceAttempt::Taken(Some(process)) if process == id());
+            let is_own = matches!(attempt, NamespaceAttempt::Taken(Holder(Some(process))) if process == id());
             if !is_own || Instant::now() >= end {
                 return Ok(attempt);
             }
@@ -63,7 +64,7 @@ impl NamespaceLock {
         match UnixListener::bind_addr(&address(name)?) {
             Ok(name) => Ok(NamespaceAttempt::Held(Self { name })),
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-                Ok(NamespaceAttempt::Taken(Self::holder(name)))
+                Ok(NamespaceAttempt::Taken(Holder(Self::holder(name))))
             }
             Err(error) => Err(error),
         }
@@ -144,10 +145,8 @@ mod tests {
         let name = format!("test-{}", id());
         assert!(!NamespaceLock::is_held(&name));
         let NamespaceAttempt::Held(first) = NamespaceLock::acquire(&name).unwrap() else { panic!("free") };
-        let NamespaceAttempt::Taken(process) = NamespaceLock::acquire(&name).unwrap() else {
-            panic!("taken")
-        };
-        assert_eq!(process, Some(id()));
+        let NamespaceAttempt::Taken(holder) = NamespaceLock::acquire(&name).unwrap() else { panic!("taken") };
+        assert_eq!(holder, Holder(Some(id())));
         assert!(NamespaceLock::is_held(&name));
         drop(first);
         assert_eq!(NamespaceLock::holder(&name), None);

@@ -10,9 +10,10 @@ use proxy_ctl::{
     config::{Ebpf, Limits},
     dataplane::{
         Applied, Dataplane, Host, Programmed as _,
-        ebpf::{EbpfDataplane, Error, Holder, cleanup::cleanup, status::Pinned},
+        ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
     },
     model::{desired::Changes, objects::Protocol},
+    sys::lock::Holder,
 };
 use tracing::Level;
 

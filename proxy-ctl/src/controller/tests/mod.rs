@@ -123,18 +123,9 @@ impl Recorder {
     }
 }
 
-const AFFINITY: Unsupported = Unsupported {
-    field: "affinity",
-    effect: Effect::ServedDifferently,
-    instead: Cow::Borrowed("any endpoint"),
-};
-const RANGES: Unsupported = Unsupported {
-    field: "ranges",
-    effect: Effect::Without(FrontendKind::LoadBalancer),
-    instead: Cow::Borrowed("closed"),
-};
-const SCTP: Unsupported =
-    Unsupported { field: "protocol", effect: Effect::NotServed, instead: Cow::Borrowed("not served") };
+const AFFINITY: Unsupported = Unsupported::new("affinity", Effect::ServedDifferently, "any endpoint");
+const RANGES: Unsupported = Unsupported::new("ranges", Effect::Without(FrontendKind::LoadBalancer), "closed");
+const SCTP: Unsupported = Unsupported::new("protocol", Effect::NotServed, "not served");
 
 fn full() -> Error {
     Error::new(ErrorKind::Other, "table frontends4 is full")

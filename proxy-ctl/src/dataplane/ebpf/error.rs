@@ -8,7 +8,7 @@ use super::tables::Difference;
 use crate::{
     dataplane::{self, ErrorKind},
     model::desired::ServicePortName,
-    sys::CallError,
+    sys::{CallError, lock::Holder},
 };
 
 #[derive(Debug, thiserror::Error)]
@@ -97,18 +97,5 @@ impl From<Error> for dataplane::Error {
             ErrorKind::Other
         };
         Self::new(kind, error)
-    }
-}
-
-/// Who holds the lock.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Holder(pub Option<u32>);
-
-impl std::fmt::Display for Holder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.0 {
-            Some(process) => write!(f, "process {process}"),
-            None => f.write_str("a process of another PID namespace"),
-        }
     }
 }

@@ -69,11 +69,7 @@ mod uses;
 
 #[cfg(test)]
 pub(crate) use self::metrics::sample_metrics;
-pub use self::{
-    error::{Error, Holder},
-    load::OBJECT,
-    tables::Difference,
-};
+pub use self::{error::Error, load::OBJECT, tables::Difference};
 
 /// The tables and hooks of this node. Dropping it leaves all of them in place.
 #[derive(Debug)]

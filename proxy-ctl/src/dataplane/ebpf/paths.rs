@@ -8,7 +8,7 @@ use std::{
 
 use proxy_common::layout::LAYOUT_VERSION;
 
-use super::{Error, error::Holder};
+use super::Error;
 use crate::sys::{
     filesystem,
     lock::{self, Attempt, Lock},
@@ -63,7 +63,7 @@ impl Paths {
         let path = self.top.clone();
         match lock::try_lock(&path) {
             Ok(Attempt::Held(lock)) => Ok(lock),
-            Ok(Attempt::Taken(process)) => Err(Error::Locked { path, holder: Holder(process) }),
+            Ok(Attempt::Taken(holder)) => Err(Error::Locked { path, holder }),
             Err(source) => Err(Error::Folder { path, source }),
         }
     }

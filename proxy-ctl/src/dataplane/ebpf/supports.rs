@@ -1,7 +1,5 @@
 //! What this mode cannot do yet, and what it does instead.
 
-use std::borrow::Cow;
-
 use crate::{
     dataplane::{Effect, Unsupported},
     model::{
@@ -10,25 +8,23 @@ use crate::{
     },
 };
 
-const SESSION_AFFINITY: Unsupported = Unsupported {
-    field: "spec.sessionAffinity",
-    effect: Effect::ServedDifferently,
-    instead: Cow::Borrowed("not built yet: each connection may reach another endpoint"),
-};
+const SESSION_AFFINITY: Unsupported = Unsupported::new(
+    "spec.sessionAffinity",
+    Effect::ServedDifferently,
+    "not built yet: each connection may reach another endpoint",
+);
 
-const SOURCE_RANGES: Unsupported = Unsupported {
-    field: "spec.loadBalancerSourceRanges",
-    effect: Effect::Without(FrontendKind::LoadBalancer),
-    instead: Cow::Borrowed(
-        "not built yet: the load-balancer addresses are not served, so that nobody else gets in",
-    ),
-};
+const SOURCE_RANGES: Unsupported = Unsupported::new(
+    "spec.loadBalancerSourceRanges",
+    Effect::Without(FrontendKind::LoadBalancer),
+    "not built yet: the load-balancer addresses are not served, so that nobody else gets in",
+);
 
-const SCTP: Unsupported = Unsupported {
-    field: "spec.ports[].protocol",
-    effect: Effect::NotServed,
-    instead: Cow::Borrowed("SCTP is not built yet: the port is not served"),
-};
+const SCTP: Unsupported = Unsupported::new(
+    "spec.ports[].protocol",
+    Effect::NotServed,
+    "SCTP is not built yet: the port is not served",
+);
 
 pub(super) fn supports(port: &DesiredPort) -> Vec<Unsupported> {
     let has_load_balancer = || port.frontends.iter().any(|one| one.kind == FrontendKind::LoadBalancer);

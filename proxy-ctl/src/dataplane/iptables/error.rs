@@ -3,7 +3,7 @@
 use std::io;
 
 use crate::{
-    dataplane::{self, ErrorKind},
+    dataplane::{self, ErrorKind, mode_lock::LockError},
     leftovers,
     model::{desired::ServicePortName, objects::IpFamily},
     sys::{
@@ -14,12 +14,8 @@ use crate::{
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error(
-        "another controller, process {holder}, programs this network namespace in mode iptables; stop it first"
-    )]
-    Locked { holder: String },
-    #[error("the lock of this network namespace: {0}")]
-    Lock(#[source] io::Error),
+    #[error(transparent)]
+    Lock(#[from] LockError),
     #[error(transparent)]
     Backend(#[from] BackendError),
     #[error("{0}")]
@@ -52,8 +48,7 @@ impl Error {
 
 impl From<Error> for dataplane::Error {
     fn from(error: Error) -> Self {
-        let kind =
-            if matches!(error, Error::Locked { .. }) { ErrorKind::TakenOver } else { ErrorKind::Other };
+        let kind = if let Error::Lock(error) = &error { error.kind() } else { ErrorKind::Other };
         Self::new(kind, error)
     }
 }

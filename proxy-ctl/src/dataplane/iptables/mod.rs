@@ -11,6 +11,7 @@ use super::{
     Applied, Dataplane, Host, MetricFamily, NodeSnapshot, Programmed, Snapshot, TableUsage, Unsupported,
     Usage,
     entry::{BoxedProgrammed, Entry},
+    mode_lock::lock,
     own_rules,
 };
 use crate::{
@@ -22,7 +23,8 @@ use crate::{
         objects::IpFamily,
     },
     sys::{
-        namespace_lock::{NamespaceAttempt, NamespaceLock},
+        has_ipv6,
+        namespace_lock::NamespaceLock,
         xtables::{self, Backend, Tools},
     },
 };
@@ -44,7 +46,6 @@ mod tests;
 #[cfg(test)]
 pub(crate) use self::metrics::sample_metrics;
 
-const LOCK: &str = "iptables";
 const ROUTE_LOCALNET: &str = "/proc/sys/net/ipv4/conf/all/route_localnet";
 const BE_LIBERAL: &str = "/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal";
 
@@ -62,7 +63,7 @@ pub(super) const ENTRY: Entry = Entry {
         Ok(Box::new(IptablesDataplane::open(xtables::choose().map_err(Error::from)?.backend)?))
     },
     read: |_| Ok(Tables::open()?.map(|tables| Box::new(tables) as BoxedProgrammed)),
-    controller: |_| NamespaceLock::holder(LOCK),
+    controller: |_| NamespaceLock::holder(Mode::Iptables.name()),
     cleanup: |_, keeps| own_rules::remove_own(Mode::Iptables, keeps),
 };
 
@@ -88,14 +89,7 @@ pub struct IptablesDataplane {
 impl IptablesDataplane {
     /// Takes over what is there; nothing is changed before the first [`Dataplane::resync`]. Needs CAP_NET_ADMIN.
     pub fn open(backend: Backend) -> Result<Self, Error> {
-        let lock = match NamespaceLock::acquire(LOCK).map_err(Error::Lock)? {
-            NamespaceAttempt::Held(lock) => lock,
-            NamespaceAttempt::Taken(process) => {
-                let holder = process
-                    .map_or_else(|| "of another PID namespace".to_owned(), |process| process.to_string());
-                return Err(Error::Locked { holder });
-            }
-        };
+        let lock = lock(Mode::Iptables)?;
         let writer = |(family, tools): (IpFamily, Tools)| {
             let random_fully = tools.has_random_fully();
             Ok(Writer::new(family, tools, Abilities { random_fully, drop_invalid: !is_liberal()? }))
@@ -107,9 +101,9 @@ impl IptablesDataplane {
 
 /// The families that this node can be programmed in.
 fn families(backend: Backend) -> Vec<(IpFamily, Tools)> {
-    let find = |family| {
-        let tools = Tools::find(writer::table_family(family), backend)?;
-        let is_there = family == IpFamily::Ipv4 || probe::has_ipv6() && can_translate(&tools);
+    let find = |family: IpFamily| {
+        let tools = Tools::find(family.into(), backend)?;
+        let is_there = family == IpFamily::Ipv4 || has_ipv6() && can_translate(&tools);
         is_there.then_some((family, tools))
     };
     IpFamily::ALL.into_iter().filter_map(find).collect()

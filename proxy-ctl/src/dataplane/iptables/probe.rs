@@ -1,7 +1,5 @@
 //! What mode iptables needs of a node.
 
-use std::path::Path;
-
 use crate::{
     config::Config,
     dataplane::netfilter::requirements::{iptables, net_admin, unserved_family},
@@ -24,10 +22,6 @@ pub(in crate::dataplane) fn probe(config: &Config, host: &HostFacts) -> Probe {
         });
     }
     probe
-}
-
-pub(super) fn has_ipv6() -> bool {
-    Path::new("/proc/net/if_inet6").exists()
 }
 
 fn answer(config: &Config, host: &HostFacts) -> Probe {

@@ -106,13 +106,6 @@ pub(super) struct Writer {
     outlines: [Option<xtables::Outline>; 3],
 }
 
-pub(super) const fn table_family(family: IpFamily) -> TableFamily {
-    match family {
-        IpFamily::Ipv4 => TableFamily::Ipv4,
-        IpFamily::Ipv6 => TableFamily::Ipv6,
-    }
-}
-
 impl Writer {
     pub(super) fn new(family: IpFamily, tools: Tools, abilities: Abilities) -> Self {
         Self {
@@ -424,7 +417,7 @@ impl Writer {
 
     /// Whether the rules are there that show that nobody has flushed the tables.
     pub(super) fn canary_is_there(&mut self) -> Result<bool, Error> {
-        let family = table_family(self.family);
+        let family = TableFamily::from(self.family);
         for table in Table::ALL {
             let is_there = match self.tools.backend {
                 Backend::Nft => match NfTables::open()? {
@@ -455,7 +448,7 @@ impl Writer {
 
     fn remember_outlines(&mut self) {
         if self.tools.backend == Backend::Legacy {
-            let family = table_family(self.family);
+            let family = TableFamily::from(self.family);
             // Where it cannot be read, the chains are.
             self.outlines = Table::ALL.map(|table| xtables::outline(family, table.name()).ok().flatten());
         }

@@ -3,7 +3,7 @@
 use std::{io, path::PathBuf};
 
 use crate::{
-    dataplane::{self, ErrorKind},
+    dataplane::{self, ErrorKind, mode_lock::LockError},
     leftovers,
     sys::{
         CallError,
@@ -29,24 +29,15 @@ pub(super) enum Error {
     Backend(#[from] BackendError),
     #[error("setting /{path} to {value} for mode ipvs: {source}")]
     Parameter { path: PathBuf, value: u32, source: io::Error },
-    #[error("another controller, {}, programs mode ipvs on this node; stop it first", holder(*.0))]
-    Locked(Option<u32>),
-    #[error("taking the lock of mode ipvs: {0}")]
-    Lock(#[source] io::Error),
+    #[error(transparent)]
+    Lock(#[from] LockError),
     #[error("{failed} writes failed; the first, {what}: {source}")]
     Incomplete { failed: usize, what: String, source: Box<Error> },
 }
 
-fn holder(process: Option<u32>) -> String {
-    process.map_or_else(
-        || "a process of another PID namespace".to_owned(),
-        |process| format!("process {process}"),
-    )
-}
-
 impl From<Error> for dataplane::Error {
     fn from(error: Error) -> Self {
-        let kind = if matches!(error, Error::Locked(_)) { ErrorKind::TakenOver } else { ErrorKind::Other };
+        let kind = if let Error::Lock(error) = &error { error.kind() } else { ErrorKind::Other };
         Self::new(kind, error)
     }
 }

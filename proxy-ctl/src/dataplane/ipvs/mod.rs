@@ -3,7 +3,7 @@
 //! over like what a predecessor has.
 //!
 //! `plan` says what a service port needs, `state` what is to be written in which order, `rules` what iptables must have; these
-//! are pure. `kernel` and `tables` write.
+//! are pure. `kernel` writes, and `netfilter::chains` the rules.
 
 use std::{collections::BTreeSet, fs, path::Path, sync::Arc, time::Duration};
 
@@ -13,13 +13,17 @@ use self::{
     error::Error,
     kernel::Kernel,
     plan::Site,
-    rules::Chains,
     state::{Change, KernelObjects, Key, Wanted},
-    tables::FamilyRules,
 };
 use super::{
     Applied, Dataplane, Host, MetricFamily, Programmed, Snapshot, TableUsage, Unsupported, Usage,
-    entry::Entry, netfilter::metrics, own_rules,
+    entry::Entry,
+    mode_lock::lock,
+    netfilter::{
+        chains::{Chains, FamilyChains},
+        metrics,
+    },
+    own_rules,
 };
 use crate::{
     config::{self, Config, RequestedMode},
@@ -32,7 +36,8 @@ use crate::{
     sys::{
         ipvs::{Balancing, Ipvs, ServerChange, Timeouts, VirtualSocket},
         link,
-        namespace_lock::{NamespaceAttempt, NamespaceLock},
+        namespace_lock::NamespaceLock,
+        xtables,
     },
 };
 
@@ -46,10 +51,6 @@ mod rules;
 mod sets;
 mod snapshot;
 mod state;
-mod tables;
-
-/// Name of the lock.
-const NAME: &str = "ipvs";
 
 pub(super) const ENTRY: Entry = Entry {
     tracks_flows: true,
@@ -60,7 +61,7 @@ pub(super) const ENTRY: Entry = Entry {
     prepare: |config| Ok(prepare(&config.ipvs)?),
     open: |config| Ok(Box::new(IpvsDataplane::open(&config.ipvs)?)),
     read: |_| Ok(read()?.map(|programmed| Box::new(programmed) as _)),
-    controller: |_| NamespaceLock::holder(NAME),
+    controller: |_| NamespaceLock::holder(Mode::Ipvs.name()),
     cleanup: |_, keeps| own_rules::remove_own(Mode::Ipvs, keeps),
 };
 
@@ -83,12 +84,12 @@ fn scheduler(config: &config::Ipvs) -> String {
 
 /// Asks the kernel for IPVS, the scheduler and ipset.
 fn check(config: &config::Ipvs) -> Result<(), Error> {
-    let rules = FamilyRules::open()?;
+    let rules = FamilyChains::open(xtables::choose()?.backend);
     let kernel = Kernel::open(families(&rules), Vec::new())?;
     check_scheduler(kernel.ipvs(), &scheduler(config))
 }
 
-fn families(rules: &[FamilyRules]) -> Vec<IpFamily> {
+fn families(rules: &[FamilyChains]) -> Vec<IpFamily> {
     rules.iter().map(|rules| rules.family).collect()
 }
 
@@ -131,7 +132,7 @@ fn prepare(config: &config::Ipvs) -> Result<(), Error> {
 struct IpvsDataplane {
     kernel: Kernel,
     /// Of each family that is served.
-    family_rules: Vec<FamilyRules>,
+    family_rules: Vec<FamilyChains>,
     site: Site,
     desired: FxHashMap<ServicePortName, Arc<DesiredPort>>,
     wanted: Wanted,
@@ -146,11 +147,8 @@ struct IpvsDataplane {
 impl IpvsDataplane {
     /// Reads nothing yet. Needs CAP_NET_ADMIN, and privileges to write kernel parameters that differ.
     fn open(config: &config::Ipvs) -> Result<Self, Error> {
-        let lock = match NamespaceLock::acquire(NAME).map_err(Error::Lock)? {
-            NamespaceAttempt::Held(lock) => lock,
-            NamespaceAttempt::Taken(holder) => return Err(Error::Locked(holder)),
-        };
-        let family_rules = FamilyRules::open()?;
+        let lock = lock(Mode::Ipvs)?;
+        let family_rules = FamilyChains::open(xtables::choose()?.backend);
         let kernel = Kernel::open(families(&family_rules), config.exclude_cidrs.clone())?;
         check_scheduler(kernel.ipvs(), &scheduler(config))?;
         prepare(config)?;
@@ -210,18 +208,18 @@ impl IpvsDataplane {
 
     fn write_rules(&mut self, failures: &mut Failures) -> u64 {
         let mut count = 0;
-        for rules in &mut self.family_rules {
-            let family = rules.family;
+        for of_family in &mut self.family_rules {
+            let family = of_family.family;
             let chains = rules::chains(family, &self.site.host, self.wanted.closed_to_node());
             if self.chains.get(&family) == Some(&chains) {
                 continue;
             }
-            match rules.write(&chains) {
+            match of_family.write(&chains, &rules::JUMPS) {
                 Ok(written) => {
                     count += written;
                     self.chains.insert(family, chains);
                 }
-                Err(error) => failures.add(|| format!("rules of {}", family.name()), error),
+                Err(error) => failures.add(|| format!("rules of {}", family.name()), error.into()),
             }
         }
         count

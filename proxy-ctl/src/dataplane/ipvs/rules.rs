@@ -1,37 +1,35 @@
-//! The rules of iptables that match this mode's sets, as iptables-save prints them, and what of them is to be written. Pure.
+//! The rules of iptables that match this mode's sets, as iptables-save prints them. Pure.
 //!
 //! They do not depend on Services, but for addresses that the node itself may not reach.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    fmt::Write as _,
-};
-
 use super::sets::{Set, SetRole};
 use crate::{
-    dataplane::{Host, LocalTraffic, own_rules},
+    dataplane::{
+        Host, LocalTraffic,
+        netfilter::chains::{Chains, Jump},
+        own_rules,
+    },
     leftovers::names,
     mode::Mode,
     model::objects::{IpFamily, Protocol},
-    sys::{ipvs::VirtualSocket, xtables::saved::digest},
+    sys::ipvs::VirtualSocket,
 };
 
-/// Table, chain of the kernel, the chain it leads to, and the comment by which the jump is found again.
-const JUMPS: [(&str, &str, &str, &str); 9] = [
-    ("nat", "OUTPUT", "KUBE-SERVICES", "kubernetes service portals"),
-    ("nat", "PREROUTING", "KUBE-SERVICES", "kubernetes service portals"),
-    ("nat", "POSTROUTING", names::POSTROUTING, "kubernetes postrouting rules"),
-    ("filter", "FORWARD", names::FORWARD, "kubernetes forwarding rules"),
-    ("filter", "INPUT", "KUBE-NODE-PORT", "kubernetes health check rules"),
-    ("filter", "INPUT", "KUBE-PROXY-FIREWALL", "kube-proxy firewall rules"),
-    ("filter", "FORWARD", "KUBE-PROXY-FIREWALL", "kube-proxy firewall rules"),
-    ("filter", "INPUT", "KUBE-IPVS-FILTER", "kubernetes ipvs access filter"),
-    ("filter", "OUTPUT", "KUBE-IPVS-OUT-FILTER", "kubernetes ipvs access filter"),
+pub(super) const JUMPS: [Jump; 9] = [
+    jump("nat", "OUTPUT", "KUBE-SERVICES", "kubernetes service portals"),
+    jump("nat", "PREROUTING", "KUBE-SERVICES", "kubernetes service portals"),
+    jump("nat", "POSTROUTING", names::POSTROUTING, "kubernetes postrouting rules"),
+    jump("filter", "FORWARD", names::FORWARD, "kubernetes forwarding rules"),
+    jump("filter", "INPUT", "KUBE-NODE-PORT", "kubernetes health check rules"),
+    jump("filter", "INPUT", "KUBE-PROXY-FIREWALL", "kube-proxy firewall rules"),
+    jump("filter", "FORWARD", "KUBE-PROXY-FIREWALL", "kube-proxy firewall rules"),
+    jump("filter", "INPUT", "KUBE-IPVS-FILTER", "kubernetes ipvs access filter"),
+    jump("filter", "OUTPUT", "KUBE-IPVS-OUT-FILTER", "kubernetes ipvs access filter"),
 ];
-pub(super) const TABLES: [&str; 2] = ["nat", "filter"];
 
-/// Rules of each chain, by table and chain.
-pub(super) type Chains = BTreeMap<(&'static str, &'static str), Vec<String>>;
+const fn jump(table: &'static str, from: &'static str, to: &'static str, comment: &'static str) -> Jump {
+    Jump { table, from, to, comment }
+}
 
 /// The chains of one family with all their rules.
 pub(super) fn chains(
@@ -164,40 +162,7 @@ fn cluster_ip_rule(family: IpFamily, host: &Host) -> String {
     }
 }
 
-/// Input of iptables-restore that makes one table as `chains` says; `None`: it is so. `saved`: the table, as iptables-save
-/// prints it.
-pub(super) fn restoration(table: &str, chains: &Chains, saved: &str) -> Option<String> {
-    let there: BTreeSet<&str> =
-        saved.lines().filter_map(|line| line.strip_prefix(':')?.split(' ').next()).collect();
-    let mut rules_there: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for (chain, rule) in saved.lines().filter_map(|line| line.strip_prefix("-A ")?.split_once(' ')) {
-        rules_there.entry(chain).or_default().push(rule);
-    }
-    let found = |chain: &str| rules_there.get(chain).map(Vec::as_slice).unwrap_or_default();
-    let (mut declared, mut rules) = (String::new(), String::new());
-    for ((_, chain), wanted) in chains.iter().filter(|((of, _), _)| *of == table) {
-        let is_same = found(chain).iter().map(|rule| digest(rule)).eq(wanted.iter().map(|rule| digest(rule)));
-        if there.contains(chain) && is_same {
-            continue;
-        }
-        // Makes the chain, or empties it, in the same transaction.
-        writeln_to(&mut declared, format_args!(":{chain} - [0:0]"));
-        wanted.iter().for_each(|rule| writeln_to(&mut rules, format_args!("-A {chain} {rule}")));
-    }
-    for (_, from, to, comment) in JUMPS.iter().filter(|(of, ..)| *of == table) {
-        let jump = format!("-m comment --comment \"{comment}\" -j {to}");
-        if !found(from).contains(&jump.as_str()) {
-            writeln_to(&mut rules, format_args!("-I {from} {jump}"));
-        }
-    }
-    let is_empty = declared.is_empty() && rules.is_empty();
-    (!is_empty).then(|| format!("*{table}\n{declared}{rules}COMMIT\n"))
-}
-
-fn writeln_to(text: &mut String, line: std::fmt::Arguments<'_>) {
-    // A String takes everything.
-    let _written = writeln!(text, "{line}");
-}
-
+#[cfg(test)]
+mod kernel_tests;
 #[cfg(test)]
 mod tests;

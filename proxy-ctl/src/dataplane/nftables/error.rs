@@ -2,7 +2,11 @@
 
 use std::{fmt, io};
 
-use crate::{dataplane, model::desired::ServicePortName, sys::CallError};
+use crate::{
+    dataplane::{self, ErrorKind, mode_lock::LockError},
+    model::desired::ServicePortName,
+    sys::CallError,
+};
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -10,20 +14,14 @@ pub enum Error {
     Call(#[from] CallError),
     #[error("the kernel has no netfilter netlink (CONFIG_NETFILTER_NETLINK)")]
     NoNetlink,
-    #[error("the lock of mode nftables in this network namespace: {0}")]
-    Lock(#[source] io::Error),
-    #[error("another controller programs this network namespace in mode nftables{}", of_process(*.0))]
-    Locked(Option<u32>),
+    #[error(transparent)]
+    Lock(#[from] LockError),
     #[error("the kernel refused what every Service needs of the table {table}: {source}")]
     Table { table: String, source: io::Error },
     #[error("the kernel refused {0}; everything else is written")]
     Ports(RefusedPorts),
     #[error("the kernel refused to delete what is no longer used: {0}")]
     Deletion(#[source] io::Error),
-}
-
-fn of_process(process: Option<u32>) -> String {
-    process.map(|process| format!(" (process {process})")).unwrap_or_default()
 }
 
 /// Service ports that could not be written, with the kernel's error numbers.
@@ -46,6 +44,7 @@ impl fmt::Display for RefusedPorts {
 
 impl From<Error> for dataplane::Error {
     fn from(error: Error) -> Self {
-        Self::new(dataplane::ErrorKind::Other, error)
+        let kind = if let Error::Lock(error) = &error { error.kind() } else { ErrorKind::Other };
+        Self::new(kind, error)
     }
 }

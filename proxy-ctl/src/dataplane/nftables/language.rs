@@ -29,11 +29,8 @@ pub(super) const CHOSEN: Register = Register::new(4);
 pub(super) const FIRST: Register = Register::new(0);
 
 impl Language {
-    pub(super) const fn table_family(self) -> TableFamily {
-        match self.family {
-            IpFamily::Ipv4 => TableFamily::Ipv4,
-            IpFamily::Ipv6 => TableFamily::Ipv6,
-        }
+    pub(super) fn table_family(self) -> TableFamily {
+        self.family.into()
     }
 
     /// Of an address, in bytes.

@@ -29,21 +29,21 @@ pub use self::error::{Error, RefusedPorts};
 use self::{frame::Context, snapshot::Pinned, table::FamilyTable};
 use super::{
     Applied, Dataplane, Host, MetricFamily, Programmed, Removed, Snapshot, TableUsage, Unsupported, Usage,
-    entry::Entry,
+    entry::Entry, mode_lock::lock,
 };
 use crate::{
     leftovers::names::NFTABLES_TABLE as TABLE,
+    mode::Mode,
     model::{
         desired::{Changes, DesiredPort},
         objects::IpFamily,
     },
     sys::{
-        namespace_lock::{NamespaceAttempt, NamespaceLock},
+        has_ipv6,
+        namespace_lock::NamespaceLock,
         nftables::{Batch, NfTables, TableFamily},
     },
 };
-
-const LOCK: &str = "nftables";
 
 pub(super) const ENTRY: Entry = Entry {
     tracks_flows: true,
@@ -63,7 +63,7 @@ pub(super) const ENTRY: Entry = Entry {
         Some(pinned) => Ok(Some(Box::new(pinned))),
         None => Ok(None),
     },
-    controller: |_| NamespaceLock::holder(LOCK),
+    controller: |_| NamespaceLock::holder(Mode::Nftables.name()),
     cleanup: |_, _| Ok(cleanup()?),
 };
 
@@ -77,13 +77,6 @@ pub struct NftablesDataplane {
     _lock: NamespaceLock,
 }
 
-fn lock() -> Result<NamespaceLock, Error> {
-    match NamespaceLock::acquire(LOCK).map_err(Error::Lock)? {
-        NamespaceAttempt::Held(lock) => Ok(lock),
-        NamespaceAttempt::Taken(process) => Err(Error::Locked(process)),
-    }
-}
-
 const fn place(family: IpFamily) -> usize {
     match family {
         IpFamily::Ipv4 => 0,
@@ -94,10 +87,10 @@ const fn place(family: IpFamily) -> usize {
 impl NftablesDataplane {
     /// Changes nothing before the first [`Dataplane::resync`]. Needs CAP_NET_ADMIN.
     pub fn open() -> Result<Self, Error> {
-        let lock = lock()?;
+        let lock = lock(Mode::Nftables)?;
         let nftables = NfTables::load()?.ok_or(Error::NoNetlink)?;
         let without = trial::refusals(&nftables, IpFamily::Ipv6)?;
-        let families = if without.is_empty() && trial::has_ipv6() {
+        let families = if without.is_empty() && has_ipv6() {
             &IpFamily::ALL[..]
         } else {
             tracing::info!("this node has no IPv6: Services are served by IPv4 alone");
@@ -225,7 +218,7 @@ pub(crate) fn sample_metrics() -> Vec<MetricFamily> {
     families([1, 0], [0, 1])
 }
 
-/// Removes the tables that this proxy has made, in one transaction each. If a controller runs: [`Error::Locked`].
+/// Removes the tables that this proxy has made, in one transaction each. If a controller runs: [`Error::Lock`].
 fn cleanup() -> Result<Removed, Error> {
     let mut removed = Removed::default();
     let Some(nftables) = NfTables::open()? else { return Ok(removed) };
@@ -235,7 +228,7 @@ fn cleanup() -> Result<Removed, Error> {
             continue;
         }
         if held.is_none() {
-            held = Some(lock()?);
+            held = Some(lock(Mode::Nftables)?);
         }
         let mut batch = Batch::default();
         batch.delete_table(family, TABLE);

@@ -1,6 +1,6 @@
 //! A table that uses everything, on trial: nothing is changed, the kernel is asked what it would refuse.
 
-use std::{io, path::Path};
+use std::io;
 
 use super::{
     error::Error,
@@ -17,7 +17,7 @@ use crate::{
         desired::{DesiredPort, Endpoint, Endpoints, Frontend, FrontendKind, ServicePortName},
         objects::{IpFamily, ObjectName, Protocol, TrafficPolicy},
     },
-    sys::{CallError, netlink::Refused, nftables::NfTables},
+    sys::{CallError, has_ipv6, netlink::Refused, nftables::NfTables},
 };
 
 #[derive(Debug)]
@@ -66,10 +66,6 @@ fn answer(nftables: NfTablesFact) -> Requirement {
         NfTablesFact::Failed(error) => families.missing.push(format!("nf_tables cannot be asked: {error}")),
     }
     families
-}
-
-pub(super) fn has_ipv6() -> bool {
-    Path::new("/proc/net/if_inet6").exists()
 }
 
 /// What the kernel would refuse of a table with a service port that uses everything, under another name.

@@ -27,9 +27,12 @@ use self::{
 use super::{
     Applied, Dataplane, Error, ErrorKind, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage,
     entry::{Entry, Removed},
+    mode_lock::{self, LockError},
+    own_rules,
 };
 use crate::{
     config::{Config, PortRange},
+    mode::Mode,
     model::{
         desired::{Changes, DesiredPort, Frontend, ServicePortName},
         objects::IpFamily,
@@ -50,7 +53,6 @@ mod redirect;
 mod runtime;
 mod shared;
 mod snapshot;
-mod stale_flows;
 mod supports;
 mod tcp;
 #[cfg(test)]
@@ -87,16 +89,16 @@ const COLLECTIONS_BETWEEN_EXPIRIES: u32 = 30;
 
 #[derive(Debug, thiserror::Error)]
 enum OpenError {
-    #[error("another controller, {holder}, runs in mode userspace in this network namespace; stop it first")]
-    Locked { holder: String },
+    #[error(transparent)]
+    Lock(#[from] LockError),
     #[error("starting mode userspace: {0}")]
     Start(#[from] std::io::Error),
 }
 
 impl From<OpenError> for Error {
     fn from(error: OpenError) -> Self {
-        let kind = match error {
-            OpenError::Locked { .. } => ErrorKind::TakenOver,
+        let kind = match &error {
+            OpenError::Lock(error) => error.kind(),
             OpenError::Start(_) => ErrorKind::Other,
         };
         Self::new(kind, error)
@@ -133,21 +135,16 @@ struct UserspaceDataplane {
     unlistened_changed: bool,
     answering: Option<Task>,
     collections: u32,
-    _lock: NamespaceLock,
+    /// Until it is dropped.
+    lock: Option<NamespaceLock>,
 }
 
 impl UserspaceDataplane {
     fn open(config: &Config) -> Result<Self, OpenError> {
-        let lock = match NamespaceLock::acquire(NAME)? {
-            NamespaceAttempt::Held(lock) => lock,
-            NamespaceAttempt::Taken(process) => {
-                let holder = process.map_or_else(|| "a process".to_owned(), |id| format!("process {id}"));
-                return Err(OpenError::Locked { holder });
-            }
-        };
+        let lock = mode_lock::lock(Mode::Userspace)?;
         let redirect = Redirect::open();
         match &redirect {
-            Some(_) => tracing::info!("rules of nf_tables lead clients to this process"),
+            Some(redirect) => tracing::info!(by = redirect.by(), "rules lead clients to this process"),
             None => tracing::warn!(
                 "no rules lead clients to this process: it serves those that dial an address of this node"
             ),
@@ -165,7 +162,7 @@ impl UserspaceDataplane {
         let makes_rules = redirect.is_some();
         let runtime = Runtime::start(move || {
             if makes_rules {
-                remove_rules_of_predecessor();
+                remove_rules();
             }
         })?;
         let served = Arc::new(Mutex::new(Served::default()));
@@ -184,7 +181,7 @@ impl UserspaceDataplane {
             unlistened_changed: true,
             answering: Some(answering),
             collections: 0,
-            _lock: lock,
+            lock: Some(lock),
         })
     }
 
@@ -317,14 +314,6 @@ impl UserspaceDataplane {
         })
     }
 
-    /// Connections that the kernel translates need the table until they end: then `runtime` removes it.
-    fn remove_rules(&self) -> Result<(), RedirectError> {
-        if self.redirect.is_some() && self.shared.descriptors.is_idle() {
-            redirect::remove()?;
-        }
-        Ok(())
-    }
-
     /// Answers whether that is new.
     fn served_now(&self, port: &Arc<DesiredPort>, frontends: Vec<Frontend>) -> bool {
         let served = ServedPort { desired: Arc::clone(port), frontends };
@@ -354,17 +343,21 @@ impl UserspaceDataplane {
 
 /// Listeners end with their process, and rules do not. Those of a process that is in this mode stay.
 fn cleanup() -> Result<Vec<String>, Error> {
-    match NamespaceLock::acquire(NAME).map_err(OpenError::Start)? {
-        NamespaceAttempt::Held(_lock) => Ok(redirect::remove()?.into_iter().map(redirect::place).collect()),
-        NamespaceAttempt::Taken(_) => Ok(Vec::new()),
-    }
+    let mut removed = match NamespaceLock::acquire(NAME).map_err(OpenError::Start)? {
+        NamespaceAttempt::Held(_lock) => redirect::remove_tables()?,
+        NamespaceAttempt::Taken(_) => return Ok(Vec::new()),
+    };
+    removed.extend(own_rules::remove_own(Mode::Userspace, &[])?.tables);
+    Ok(removed)
 }
 
-/// Unless somebody is in this mode again.
-fn remove_rules_of_predecessor() {
-    let Ok(NamespaceAttempt::Held(_lock)) = NamespaceLock::acquire(NAME) else { return };
-    if let Err(error) = redirect::remove() {
-        tracing::warn!(%error, "rules of mode userspace are left; `proxy-ctl cleanup` removes them");
+/// After the last connection, which the kernel may have translated by them. Unless somebody is in this mode again.
+fn remove_rules() {
+    match cleanup() {
+        Err(error) if !error.is_taken_over() => {
+            tracing::warn!(%error, "rules of mode userspace are left; `proxy-ctl cleanup` removes them");
+        }
+        _ => {}
     }
 }
 
@@ -376,8 +369,13 @@ impl Drop for UserspaceDataplane {
         for task in listeners.chain(self.answering.take()) {
             task.end();
         }
-        if let Err(error) = left.and_then(|()| self.remove_rules()) {
-            tracing::warn!(%error, "rules of mode userspace are left; `proxy-ctl cleanup` removes them");
+        if let Err(error) = left {
+            tracing::warn!(%error, "clients may still be led to listeners that are gone");
+        }
+        drop(self.lock.take());
+        // Connections that the kernel translates need the rules until they end: then `runtime` removes them.
+        if self.redirect.is_some() && self.shared.descriptors.is_idle() {
+            remove_rules();
         }
     }
 }

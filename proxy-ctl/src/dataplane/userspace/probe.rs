@@ -3,7 +3,7 @@
 
 use crate::{
     config::{Config, RequestedMode},
-    dataplane::netfilter::requirements::nf_tables,
+    dataplane::netfilter::requirements::{iptables, nf_tables},
     mode::{HostFacts, KernelModule, Mode, Probe, Requirement},
 };
 
@@ -20,22 +20,34 @@ pub(in crate::dataplane) const UNUSED_FIELDS: &[&str] = &[
     "ipvs.udpTimeout",
 ];
 
-/// Why no rules can lead clients to the listeners.
-fn obstacle(host: &HostFacts) -> Option<String> {
+/// What rules can lead clients to the listeners by; or why nothing can.
+fn redirects_by(host: &HostFacts) -> Result<&'static str, String> {
     if !host.capabilities.net_admin {
-        return Some("CAP_NET_ADMIN is missing, to lead clients to the listeners".to_owned());
+        return Err("CAP_NET_ADMIN is missing, to lead clients to the listeners".to_owned());
     }
-    let modules = ["nft_nat", "nft_redir", "nf_conntrack"].map(KernelModule::named);
-    [nf_tables()].iter().chain(&modules).find_map(|module| host.modules.missing(module))
+    let missing = |modules: &[KernelModule]| modules.iter().find_map(|module| host.modules.missing(module));
+    let [nft_nat, nft_redir] = ["nft_nat", "nft_redir"].map(KernelModule::named);
+    let Some(without_nftables) = missing(&[nf_tables(), nft_nat, nft_redir, conntrack()]) else {
+        return Ok("nftables");
+    };
+    let redirection = KernelModule::new("xt_REDIRECT", "CONFIG_NETFILTER_XT_TARGET_REDIRECT");
+    let without_tools = iptables(host).missing.into_iter().next();
+    match without_tools.or_else(|| missing(&[redirection, conntrack()])) {
+        None => Ok("iptables"),
+        Some(without_iptables) => Err(format!("{without_nftables}; {without_iptables}")),
+    }
+}
+
+fn conntrack() -> KernelModule {
+    KernelModule::named("nf_conntrack")
 }
 
 pub(in crate::dataplane) fn probe(config: &Config, host: &HostFacts) -> Probe {
-    let obstacle = obstacle(host);
-    let redirects = obstacle.is_none().then_some("nftables");
-    let mut redirect = Requirement::new("redirect", "redirection by", redirects);
+    let redirects = redirects_by(host);
+    let mut redirect = Requirement::new("redirect", "redirection by", redirects.as_ref().ok().copied());
     let mut remarks =
         vec!["this process carries every connection itself, and connections end with it".to_owned()];
-    if let Some(why) = obstacle {
+    if let Err(why) = redirects {
         remarks.push(format!("it serves only clients that dial an address of this node: {why}"));
         // Who has asked for this mode knows; in another one's place it would look as if all were served.
         redirect = redirect.lacking(config.mode != RequestedMode::Userspace, || why);
@@ -63,6 +75,16 @@ mod tests {
         assert!(probe.can_run(), "{probe:?}");
         assert_eq!(probe.requirements[2].found, "nftables");
         assert_eq!(probe.remarks.len(), 1);
+    }
+
+    #[test]
+    fn iptables_leads_clients_where_the_kernel_has_no_nf_tables() {
+        let config =
+            "CONFIG_NETFILTER_XTABLES=y\nCONFIG_NETFILTER_XT_TARGET_REDIRECT=y\nCONFIG_NF_CONNTRACK=y\n";
+        let host = Host::named("microvm 6.18").with("config", config);
+        let probe = probe(&Config::default(), &host.facts());
+        assert!(probe.can_run(), "{probe:?}");
+        assert_eq!(probe.requirements[2].found, "iptables");
     }
 
     #[rstest]

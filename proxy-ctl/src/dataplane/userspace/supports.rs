@@ -1,6 +1,6 @@
 //! What this mode cannot do, and what it does instead.
 
-use std::{borrow::Cow, collections::BTreeMap, io, net::SocketAddr};
+use std::{collections::BTreeMap, io, net::SocketAddr};
 
 use super::{listen::ListenError, plan::ListenerKey};
 use crate::{
@@ -14,19 +14,17 @@ use crate::{
 /// Addresses that a text names; the others are counted.
 const MOST_NAMED: usize = 3;
 
-const SCTP: Unsupported = Unsupported {
-    field: "spec.ports[].protocol",
-    effect: Effect::NotServed,
-    instead: Cow::Borrowed("mode userspace has no SCTP: the port is not served"),
-};
+const SCTP: Unsupported = Unsupported::new(
+    "spec.ports[].protocol",
+    Effect::NotServed,
+    "mode userspace has no SCTP: the port is not served",
+);
 
-const EXTERNAL_POLICY: Unsupported = Unsupported {
-    field: "spec.externalTrafficPolicy",
-    effect: Effect::ServedDifferently,
-    instead: Cow::Borrowed(
-        "endpoints of this node only, but they see the node's address: mode userspace makes connections of its own",
-    ),
-};
+const EXTERNAL_POLICY: Unsupported = Unsupported::new(
+    "spec.externalTrafficPolicy",
+    Effect::ServedDifferently,
+    "endpoints of this node only, but they see the node's address: mode userspace makes connections of its own",
+);
 
 pub(super) fn supports(port: &DesiredPort) -> Vec<Unsupported> {
     let is_external = || port.frontends.iter().any(|one| one.kind != FrontendKind::ClusterIp);

@@ -13,9 +13,12 @@ use super::{
     test_support::{desired, host},
     *,
 };
-use crate::model::{
-    objects::{Protocol, Service, TrafficPolicy},
-    test_support::{port, service},
+use crate::{
+    model::{
+        objects::{Protocol, Service, TrafficPolicy},
+        test_support::{port, service},
+    },
+    sys::xtables::Backend,
 };
 
 /// Long enough for a busy machine; nothing waits that long unless it fails.
@@ -440,11 +443,34 @@ fn in_own_namespace() {
     }
 }
 
-fn tables_of_ours() -> usize {
+fn has_rules_of_ours() -> bool {
     let kernel = crate::sys::nftables::NfTables::load().unwrap().unwrap();
     let tables = |family| kernel.tables(family).unwrap();
-    let all = crate::sys::nftables::TableFamily::ALL.into_iter().flat_map(tables);
-    all.filter(|table| table == crate::leftovers::names::USERSPACE_TABLE).count()
+    let mut all = crate::sys::nftables::TableFamily::ALL.into_iter().flat_map(tables);
+    all.any(|table| table == crate::leftovers::names::USERSPACE_TABLE)
+        || crate::leftovers::is_marked(Mode::Userspace).unwrap()
+}
+
+/// As another program does it.
+fn remove_rules_of_ours(by: By) {
+    match by {
+        By::NfTables => assert_ne!(redirect::remove_tables().unwrap(), [""; 0]),
+        By::Iptables(backend) => {
+            for family in ["", "6"] {
+                let program = format!("ip{family}tables-{backend}");
+                for arguments in ["-t nat -F", "-t nat -X"] {
+                    let status = std::process::Command::new(&program).args(arguments.split(' ')).status();
+                    assert!(status.unwrap().success(), "{program} {arguments}");
+                }
+            }
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum By {
+    NfTables,
+    Iptables(Backend),
 }
 
 fn wait_until(what: &str, mut met: impl FnMut() -> bool) {
@@ -460,13 +486,18 @@ fn wait_until(what: &str, mut met: impl FnMut() -> bool) {
 #[case::ipv6("fd00:96::1", "::1", "fd00::1")]
 #[ignore = "needs root"]
 fn as_root_rules_lead_clients_to_listeners(
+    #[values(By::NfTables, By::Iptables(Backend::Nft), By::Iptables(Backend::Legacy))] by: By,
     #[case] cluster_ip: &str,
     #[case] loopback_address: &str,
     #[case] node_address: &str,
 ) {
     in_own_namespace();
     let NamespaceAttempt::Held(lock) = NamespaceLock::acquire(NAME).unwrap() else { panic!("free") };
-    let redirect = Redirect::open().expect("the kernel has nf_tables");
+    let redirect = match by {
+        By::NfTables => Redirect::by_nf_tables(),
+        By::Iptables(backend) => Redirect::by_iptables(backend),
+    };
+    let redirect = redirect.expect("the kernel has nf_tables and both backends of iptables");
     let mut dataplane =
         UserspaceDataplane::with_lock(lock, Some(redirect), None, Duration::from_millis(250)).unwrap();
     let addresses = [loopback_address, node_address].map(|address| address.parse().unwrap());
@@ -504,19 +535,20 @@ fn as_root_rules_lead_clients_to_listeners(
     }
     serve(&mut dataplane, &web(&[&tcp.address]));
 
-    // Somebody else has removed the table.
-    assert_ne!(redirect::remove().unwrap(), [""; 0]);
+    // Somebody else has removed the rules.
+    remove_rules_of_ours(by);
     let desired: Vec<_> = lock_ports(&dataplane);
     assert_eq!(dataplane.resync(&desired).unwrap(), Applied { written: 1, removed: 0 });
     assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
     assert_eq!(read(&mut dial(cluster_ip, 80).unwrap(), 1).unwrap(), "a");
 
     drop(dataplane);
-    assert!(tables_of_ours() > 0, "a connection is still translated");
+    assert!(has_rules_of_ours(), "a connection is still translated");
     held.write_all(b"x").unwrap();
     assert_eq!(read(&mut held, 1).unwrap(), "x");
     drop(held);
-    wait_until("the table goes with the last connection", || tables_of_ours() == 0);
+    wait_until("the rules go with the last connection", || !has_rules_of_ours());
+    assert_eq!(cleanup().unwrap(), [""; 0]);
 }
 
 fn lock_ports(dataplane: &UserspaceDataplane) -> Vec<Arc<DesiredPort>> {

@@ -57,6 +57,26 @@ fn saved(backend: Backend) -> Vec<String> {
     all
 }
 
+/// The service ports of [`several`], written in a namespace of its own.
+struct Node {
+    ports: Vec<Arc<DesiredPort>>,
+    dataplane: IptablesDataplane,
+}
+
+impl Node {
+    /// `None`: the kernel lacks the backend.
+    fn serving(backend: Backend) -> Option<Self> {
+        if !enter(backend) {
+            return None;
+        }
+        let (services, slices) = several();
+        let ports = desired(services, slices);
+        let mut dataplane = open(backend);
+        dataplane.resync(&ports).unwrap();
+        Some(Self { ports, dataplane })
+    }
+}
+
 fn open(backend: Backend) -> IptablesDataplane {
     let mut dataplane = IptablesDataplane::open(backend).unwrap();
     dataplane.set_host(&host()).unwrap();
@@ -159,13 +179,7 @@ fn as_root_changes_leave_what_a_start_would_write(#[values(Backend::Legacy, Back
 #[rstest]
 #[ignore = "needs root"]
 fn as_root_flushed_tables_are_written_again(#[values(Backend::Legacy, Backend::Nft)] backend: Backend) {
-    if !enter(backend) {
-        return;
-    }
-    let (services, slices) = several();
-    let ports = desired(services, slices);
-    let mut dataplane = open(backend);
-    dataplane.resync(&ports).unwrap();
+    let Some(Node { mut dataplane, .. }) = Node::serving(backend) else { return };
     let written = saved(backend);
     dataplane.collect_garbage().unwrap();
     for table in ["nat", "filter", "mangle"] {
@@ -188,13 +202,7 @@ fn as_root_flushed_tables_are_written_again(#[values(Backend::Legacy, Backend::N
 fn as_root_a_rule_that_is_refused_names_its_port_and_hurts_no_other(
     #[values(Backend::Legacy, Backend::Nft)] backend: Backend,
 ) {
-    if !enter(backend) {
-        return;
-    }
-    let (services, slices) = several();
-    let ports = desired(services, slices);
-    let mut dataplane = open(backend);
-    dataplane.resync(&ports).unwrap();
+    let Some(Node { ports, mut dataplane }) = Node::serving(backend) else { return };
     // The tools refuse an address of the other family.
     let broken = |port: &Arc<DesiredPort>| {
         let mut port = DesiredPort::clone(port);
@@ -380,13 +388,7 @@ fn as_root_cleanup_leaves_what_was_there_before(#[values(Backend::Legacy, Backen
 fn as_root_cleanup_leaves_a_running_kube_proxys_rules(
     #[values(Backend::Legacy, Backend::Nft)] backend: Backend,
 ) {
-    if !enter(backend) {
-        return;
-    }
-    let (services, slices) = several();
-    let ports = desired(services, slices);
-    let mut dataplane = open(backend);
-    dataplane.resync(&ports).unwrap();
+    let Some(Node { ports, dataplane }) = Node::serving(backend) else { return };
     drop(dataplane);
     // A sync of kube-proxy begins with this.
     for family in ["", "6"] {

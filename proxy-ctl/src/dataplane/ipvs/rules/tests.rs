@@ -3,7 +3,7 @@ use std::iter;
 use rstest::rstest;
 
 use super::*;
-use crate::leftovers::names;
+use crate::{dataplane::netfilter::chains::restoration, leftovers::names};
 
 fn chains_of(family: IpFamily, host: &Host) -> Chains {
     chains(family, host, iter::empty())
@@ -23,7 +23,7 @@ fn everything_is_found_again_by_its_name(#[values(IpFamily::Ipv4, IpFamily::Ipv6
     for (table, chain) in chains.keys() {
         assert!(names::is_chain(table, chain, names::Scope::default()), "{table} {chain}");
     }
-    for (table, _, chain, comment) in JUMPS {
+    for Jump { table, to: chain, comment, .. } in JUMPS {
         assert!(names::is_comment_of_jump(comment), "{comment}");
         assert!(chains.contains_key(&(table, chain)), "{table} {chain}");
     }
@@ -81,7 +81,7 @@ fn saved(table: &str, chains: &Chains) -> String {
     for ((_, chain), _) in chains.iter().filter(|((of, _), _)| *of == table) {
         text += &format!(":{chain} - [0:0]\n");
     }
-    for (_, from, to, comment) in JUMPS.iter().filter(|(of, ..)| *of == table) {
+    for Jump { from, to, comment, .. } in JUMPS.iter().filter(|jump| jump.table == table) {
         text += &format!("-A {from} -m comment --comment \"{comment}\" -j {to}\n");
     }
     for ((_, chain), rules) in chains.iter().filter(|((of, _), _)| *of == table) {
@@ -94,7 +94,7 @@ fn saved(table: &str, chains: &Chains) -> String {
 fn what_is_there_is_not_written(#[values("nat", "filter")] table: &str) {
     let chains = chains_of(IpFamily::Ipv4, &host(cidrs(&["10.244.0.0/16"])));
     let saved = saved(table, &chains);
-    assert_eq!(restoration(table, &chains, &saved), None);
+    assert_eq!(restoration(table, &chains, &JUMPS, &saved), None);
 }
 
 #[test]
@@ -102,7 +102,7 @@ fn only_the_chain_that_differs_is_written() {
     let chains = chains_of(IpFamily::Ipv4, &host(cidrs(&["10.244.0.0/16"])));
     let before = saved("filter", &chains).replace("-A KUBE-SOURCE-RANGES-FIREWALL -j DROP\n", "");
     assert_eq!(
-        restoration("filter", &chains, &before).unwrap(),
+        restoration("filter", &chains, &JUMPS, &before).unwrap(),
         "*filter\n:KUBE-SOURCE-RANGES-FIREWALL - [0:0]\n\
          -A KUBE-SOURCE-RANGES-FIREWALL -m set --match-set KUBE-LOAD-BALANCER-SOURCE-CIDR dst,dst,src -j RETURN\n\
          -A KUBE-SOURCE-RANGES-FIREWALL -m set --match-set KUBE-LOAD-BALANCER-SOURCE-IP dst,dst,src -j RETURN\n\
@@ -116,7 +116,7 @@ fn a_jump_that_is_gone_is_written_first_in_its_chain() {
     let jump = "-A OUTPUT -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n";
     let before = saved("nat", &chains).replace(jump, "");
     assert_eq!(
-        restoration("nat", &chains, &before).unwrap(),
+        restoration("nat", &chains, &JUMPS, &before).unwrap(),
         format!("*nat\n{}COMMIT\n", jump.replace("-A ", "-I "))
     );
 }
@@ -126,5 +126,5 @@ fn a_chain_that_is_missing_is_made_even_without_rules() {
     let chains = chains_of(IpFamily::Ipv4, &host(cidrs(&[])));
     let before = saved("filter", &chains).replace(":KUBE-IPVS-OUT-FILTER - [0:0]\n", "");
     let expected = "*filter\n:KUBE-IPVS-OUT-FILTER - [0:0]\nCOMMIT\n";
-    assert_eq!(restoration("filter", &chains, &before).unwrap(), expected);
+    assert_eq!(restoration("filter", &chains, &JUMPS, &before).unwrap(), expected);
 }

@@ -1,0 +1,114 @@
+//! Chains of iptables that are written whole: what of them differs from what iptables-save prints, and the tools that write it. For
+//! modes with few rules; mode iptables, which has a chain for each endpoint, writes parts of them.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Write as _,
+};
+
+use crate::{
+    model::objects::IpFamily,
+    sys::{
+        has_ipv6,
+        xtables::{Backend, ToolError, Tools, saved::digest},
+    },
+};
+
+/// Rules of each chain as iptables-save prints them, by table and chain.
+pub(in crate::dataplane) type Chains = BTreeMap<(&'static str, &'static str), Vec<String>>;
+
+/// A rule at the beginning of a chain of the kernel. It is found again by its comment.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::dataplane) struct Jump {
+    pub(in crate::dataplane) table: &'static str,
+    pub(in crate::dataplane) from: &'static str,
+    pub(in crate::dataplane) to: &'static str,
+    pub(in crate::dataplane) comment: &'static str,
+}
+
+/// Input of iptables-restore that makes one table as `chains` and `jumps` say; `None`: it is so. `saved`: the table, as iptables-save
+/// prints it.
+pub(in crate::dataplane) fn restoration(
+    table: &str,
+    chains: &Chains,
+    jumps: &[Jump],
+    saved: &str,
+) -> Option<String> {
+    let there: BTreeSet<&str> =
+        saved.lines().filter_map(|line| line.strip_prefix(':')?.split(' ').next()).collect();
+    let mut rules_there: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for (chain, rule) in saved.lines().filter_map(|line| line.strip_prefix("-A ")?.split_once(' ')) {
+        rules_there.entry(chain).or_default().push(rule);
+    }
+    let found = |chain: &str| rules_there.get(chain).map(Vec::as_slice).unwrap_or_default();
+    let (mut declared, mut rules) = (String::new(), String::new());
+    for ((_, chain), wanted) in chains.iter().filter(|((of, _), _)| *of == table) {
+        let is_same = found(chain).iter().map(|rule| digest(rule)).eq(wanted.iter().map(|rule| digest(rule)));
+        if there.contains(chain) && is_same {
+            continue;
+        }
+        // Makes the chain, or empties it, in the same transaction.
+        writeln_to(&mut declared, format_args!(":{chain} - [0:0]"));
+        wanted.iter().for_each(|rule| writeln_to(&mut rules, format_args!("-A {chain} {rule}")));
+    }
+    for Jump { from, to, comment, .. } in jumps.iter().filter(|jump| jump.table == table) {
+        let jump = format!("-m comment --comment \"{comment}\" -j {to}");
+        if !found(from).contains(&jump.as_str()) {
+            writeln_to(&mut rules, format_args!("-I {from} {jump}"));
+        }
+    }
+    let is_empty = declared.is_empty() && rules.is_empty();
+    (!is_empty).then(|| format!("*{table}\n{declared}{rules}COMMIT\n"))
+}
+
+fn writeln_to(text: &mut String, line: std::fmt::Arguments<'_>) {
+    // A String takes everything.
+    let _written = writeln!(text, "{line}");
+}
+
+/// The chains of one family, by the node's iptables-save and iptables-restore.
+#[derive(Debug)]
+pub(in crate::dataplane) struct FamilyChains {
+    pub(in crate::dataplane) family: IpFamily,
+    /// Runs of iptables-restore that failed.
+    pub(in crate::dataplane) failures: u64,
+    pub(in crate::dataplane) tools: Tools,
+}
+
+impl FamilyChains {
+    /// Of the families that this node has and has tools for.
+    pub(in crate::dataplane) fn open(backend: Backend) -> Vec<Self> {
+        let is_there = |family: &IpFamily| *family == IpFamily::Ipv4 || has_ipv6();
+        let open = |family: IpFamily| {
+            Some(Self { family, failures: 0, tools: Tools::find(family.into(), backend)? })
+        };
+        IpFamily::ALL.into_iter().filter(is_there).filter_map(open).collect()
+    }
+
+    /// Makes the rules as `chains` and `jumps` say; answers how many tables were written.
+    pub(in crate::dataplane) fn write(&mut self, chains: &Chains, jumps: &[Jump]) -> Result<u64, ToolError> {
+        let mut text = String::new();
+        let mut count = 0;
+        let tables: BTreeSet<&str> = chains.keys().map(|(table, _)| *table).collect();
+        for table in tables {
+            let saved = self.saved(table)?;
+            if let Some(restoration) = restoration(table, chains, jumps, &saved) {
+                text.push_str(&restoration);
+                count += 1;
+            }
+        }
+        if count > 0 {
+            self.tools.restore(&text).inspect_err(|_| self.failures += 1)?;
+        }
+        Ok(count)
+    }
+
+    pub(in crate::dataplane) fn saved(&self, table: &str) -> Result<String, ToolError> {
+        let mut saved = String::new();
+        self.tools.save(table, |line| {
+            saved.push_str(line);
+            saved.push('\n');
+        })?;
+        Ok(saved)
+    }
+}

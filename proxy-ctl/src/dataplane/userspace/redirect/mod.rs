@@ -1,0 +1,314 @@
+//! Rules that lead what is sent to frontends to the listeners: of nf_tables, in a table of our own, or of iptables where the kernel
+//! has no nf_tables. Which frontend leads where is pure; [`Redirect`] has the differences written.
+
+mod iptables;
+mod nf_tables;
+mod refusing;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    io,
+    net::{IpAddr, SocketAddr},
+};
+
+pub(super) use self::nf_tables::remove as remove_tables;
+use self::{iptables::PortalChains, nf_tables::Tables, refusing::RefusingPorts};
+use crate::{
+    dataplane::{
+        Host,
+        conntrack::{Repliers, StaleFlows},
+    },
+    leftovers::names::USERSPACE_TABLE as TABLE,
+    model::{
+        desired::{Frontend, ServicePortName},
+        objects::{IpFamily, Protocol},
+    },
+    sys::{
+        CallError,
+        xtables::{self, Backend, ToolError},
+    },
+};
+
+#[derive(Debug, thiserror::Error)]
+pub(super) enum RedirectError {
+    #[error("{0}")]
+    Call(#[from] CallError),
+    #[error("the kernel refuses the table {TABLE} of family {family}, in message {message}: {source}")]
+    Refused { family: &'static str, message: u32, source: io::Error },
+    #[error("the rules that lead clients to this process: {0}")]
+    Tool(#[from] ToolError),
+}
+
+/// A frontend that leads somewhere.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+struct Led {
+    family: IpFamily,
+    protocol: Protocol,
+    frontend: Frontend,
+}
+
+/// Frontends with the port of this process that each leads to.
+type Leads = BTreeMap<Led, u16>;
+
+/// A frontend with the port of its listener.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Lead {
+    pub(super) frontend: Frontend,
+    pub(super) port: u16,
+}
+
+fn of_port<'a>(name: &'a ServicePortName, leads: &'a [Lead]) -> impl Iterator<Item = (Led, u16)> + 'a {
+    let led = |frontend| Led { family: name.family, protocol: name.protocol, frontend };
+    leads.iter().map(move |lead| (led(lead.frontend), lead.port))
+}
+
+/// What the kernel should have, by who asks for it.
+#[derive(Debug, Default)]
+struct Wanted {
+    ports: BTreeMap<ServicePortName, Vec<Lead>>,
+    /// Where node ports are served.
+    addresses: BTreeSet<IpAddr>,
+    /// Where clients of other machines and of pods are led, at most one of each family.
+    own: Vec<IpAddr>,
+}
+
+impl Wanted {
+    fn leads(&self) -> Leads {
+        self.ports.iter().flat_map(|(name, leads)| of_port(name, leads)).collect()
+    }
+
+    fn node_addresses(&self, family: IpFamily) -> impl Iterator<Item = IpAddr> {
+        self.addresses.iter().copied().filter(move |address| IpFamily::of(*address) == family)
+    }
+
+    fn own(&self, family: IpFamily) -> Option<IpAddr> {
+        self.own.iter().copied().find(|own| IpFamily::of(*own) == family)
+    }
+
+    /// Takes the change over. Answers with what goes and what comes.
+    fn change(&mut self, changes: Vec<(ServicePortName, Vec<Lead>)>) -> (Leads, Leads) {
+        let (mut go, mut come) = (Leads::new(), Leads::new());
+        for (name, leads) in changes {
+            come.extend(of_port(&name, &leads));
+            let before = if leads.is_empty() {
+                self.ports.remove(&name)
+            } else {
+                self.ports.insert(name.clone(), leads)
+            };
+            go.extend(of_port(&name, before.as_deref().unwrap_or_default()));
+        }
+        go.retain(|led, port| {
+            let stays = come.get(led) == Some(port);
+            if stays {
+                come.remove(led);
+            }
+            !stays
+        });
+        (go, come)
+    }
+}
+
+/// How the kernel is told.
+trait LeadingRules: Send {
+    /// For people.
+    fn by(&self) -> String;
+
+    /// The families that clients are led in.
+    fn families(&self) -> Vec<IpFamily>;
+
+    /// Writes what is other than before: `go` and `come` of `wanted`.
+    fn change(&mut self, wanted: &Wanted, go: &Leads, come: &Leads) -> Result<(), RedirectError>;
+
+    /// Makes the rules as `wanted` says, whatever was written before.
+    fn rewrite(&mut self, wanted: &Wanted) -> Result<(), RedirectError>;
+
+    /// Writes what somebody else has removed. Answers whether that was anything.
+    fn restore(&mut self, wanted: &Wanted) -> Result<bool, RedirectError>;
+}
+
+/// The port of the listener whose flows go on; `None`: of no listener.
+#[derive(Debug)]
+struct ListenerPort(Option<u16>);
+
+impl Repliers for ListenerPort {
+    fn has(&self, replier: SocketAddr) -> bool {
+        self.0 == Some(replier.port())
+    }
+}
+
+fn note(stale_flows: &mut StaleFlows<ListenerPort>, go: &Leads, come: &Leads) {
+    let leads_to = go.keys().map(|led| (led, None)).chain(come.iter().map(|(led, port)| (led, Some(*port))));
+    for (led, port) in leads_to.filter(|(led, _)| led.protocol == Protocol::Udp) {
+        stale_flows.answered_by(led.family, &led.frontend, ListenerPort(port));
+    }
+}
+
+/// The rules of this mode.
+pub(super) struct Redirect {
+    rules: Box<dyn LeadingRules>,
+    families: Vec<IpFamily>,
+    refusing: RefusingPorts,
+    wanted: Wanted,
+    stale_flows: StaleFlows<ListenerPort>,
+}
+
+impl std::fmt::Debug for Redirect {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Redirect").field("families", &self.families).finish_non_exhaustive()
+    }
+}
+
+impl Redirect {
+    /// Makes the rules anew; they lead nobody. Needs CAP_NET_ADMIN. `None`: the kernel cannot do it, or this process may not.
+    pub(super) fn open() -> Option<Self> {
+        Self::by_nf_tables().or_else(|| match xtables::choose() {
+            Ok(chosen) => Self::by_iptables(chosen.backend),
+            Err(error) => {
+                tracing::debug!(%error, "no rules of iptables");
+                None
+            }
+        })
+    }
+
+    pub(super) fn by_nf_tables() -> Option<Self> {
+        Self::new(Box::new(Tables::open()?))
+    }
+
+    pub(super) fn by_iptables(backend: Backend) -> Option<Self> {
+        Self::new(Box::new(PortalChains::open(backend)?))
+    }
+
+    fn new(rules: Box<dyn LeadingRules>) -> Option<Self> {
+        let families = rules.families();
+        let refusing = RefusingPorts::hold(&families);
+        let refusing = refusing
+            .inspect_err(|error| tracing::warn!(%error, "no rules: a port that refuses cannot be held"))
+            .ok()?;
+        let (wanted, stale_flows) = Default::default();
+        Some(Self { rules, families, refusing, wanted, stale_flows })
+    }
+
+    /// What has the rules, for people.
+    pub(super) fn by(&self) -> String {
+        self.rules.by()
+    }
+
+    /// Whether clients of this family are led anywhere.
+    pub(super) fn has(&self, family: IpFamily) -> bool {
+        self.families.contains(&family)
+    }
+
+    /// Where clients that nobody serves are led.
+    pub(super) fn refusing_port(&self, name: &ServicePortName) -> Option<u16> {
+        self.refusing.port(name.family, name.protocol)
+    }
+
+    /// Leads the frontends of these service ports there, and nowhere else. Answers with the number of frontends that come and go.
+    pub(super) fn lead(
+        &mut self,
+        changes: Vec<(ServicePortName, Vec<Lead>)>,
+    ) -> Result<(u64, u64), RedirectError> {
+        let (go, come) = self.wanted.change(changes);
+        if !go.is_empty() || !come.is_empty() {
+            self.rules.change(&self.wanted, &go, &come)?;
+        }
+        note(&mut self.stale_flows, &go, &come);
+        self.stale_flows.end(&self.wanted.addresses);
+        Ok((come.len() as u64, go.len() as u64))
+    }
+
+    pub(super) fn set_host(&mut self, host: &Host) -> Result<(), RedirectError> {
+        self.wanted.addresses = host.node_port_addresses.clone();
+        self.wanted.own = host.masquerade_addresses.clone();
+        self.rules.rewrite(&self.wanted)
+    }
+
+    /// Answers whether somebody else has removed rules.
+    pub(super) fn restore_if_gone(&mut self) -> Result<bool, RedirectError> {
+        self.rules.restore(&self.wanted)
+    }
+
+    /// Nobody is led anywhere any more, and what is translated stays so: the kernel goes on while there are the chains.
+    pub(super) fn lead_nobody(&mut self) -> Result<(), RedirectError> {
+        self.wanted = Wanted::default();
+        self.rules.rewrite(&self.wanted)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+    use crate::{
+        dataplane::userspace::test_support::web,
+        model::{desired::FrontendKind, objects::TrafficPolicy},
+        sys::conntrack::UdpFlow,
+    };
+
+    #[test]
+    fn frontends_lead_to_listeners_and_only_differences_are_written() {
+        let port = web(&["10.0.0.1:80"], TrafficPolicy::Cluster);
+        let leads = |number: u16| -> Vec<Lead> {
+            port.frontends.iter().map(|frontend| Lead { frontend: *frontend, port: number }).collect()
+        };
+        let mut wanted = Wanted::default();
+        let (go, come) = wanted.change(vec![(port.name.clone(), leads(40_000))]);
+        assert_eq!((go.len(), come.len()), (0, 4));
+        let mut later = leads(40_000);
+        later[0].port = 40_001;
+        let (go, come) = wanted.change(vec![(port.name.clone(), later)]);
+        let frontend = port.frontends[0];
+        let led = Led { family: IpFamily::Ipv4, protocol: Protocol::Tcp, frontend };
+        assert_eq!((go, come), (Leads::from([(led, 40_000)]), Leads::from([(led, 40_001)])));
+        let (go, come) = wanted.change(vec![(port.name.clone(), Vec::new())]);
+        assert_eq!((go.len(), come.len()), (4, 0));
+        assert!(wanted.leads().is_empty());
+    }
+
+    #[test]
+    fn a_frontend_passes_to_another_service_port_in_one_step() {
+        let port = web(&["10.0.0.1:80"], TrafficPolicy::Cluster);
+        let mut heir = port.name.clone();
+        heir.port = "heir".into();
+        let lead = |number| vec![Lead { frontend: port.frontends[0], port: number }];
+        let mut wanted = Wanted::default();
+        wanted.change(vec![(port.name.clone(), lead(40_000))]);
+        let (go, come) = wanted.change(vec![(port.name.clone(), Vec::new()), (heir, lead(40_001))]);
+        assert_eq!((go.len(), come.len()), (1, 1));
+        assert_eq!(go.keys().next(), come.keys().next());
+    }
+
+    fn led(kind: FrontendKind, protocol: Protocol, address: &str, port: u16) -> Led {
+        let frontend = Frontend { kind, address: address.parse().unwrap(), port };
+        Led { family: IpFamily::Ipv4, protocol, frontend }
+    }
+
+    #[rstest]
+    #[case::another_listener("10.96.0.10:53", "192.0.2.1:40001", true)]
+    #[case::the_same_listener("10.96.0.10:53", "127.0.0.1:40002", false)]
+    #[case::not_led_before("10.96.0.10:53", "10.96.0.10:53", true)]
+    #[case::another_port("10.96.0.10:54", "192.0.2.1:40001", false)]
+    #[case::led_nowhere_now("10.96.0.11:53", "192.0.2.1:40001", true)]
+    #[case::node_port("192.0.2.1:30053", "192.0.2.1:40001", true)]
+    #[case::node_port_of_another_node("192.0.2.2:30053", "192.0.2.2:30053", false)]
+    fn flows_after_a_change(#[case] destination: &str, #[case] replier: &str, #[case] expected: bool) {
+        let cluster_ip = |address| led(FrontendKind::ClusterIp, Protocol::Udp, address, 53);
+        let node_port = led(FrontendKind::NodePort, Protocol::Udp, "0.0.0.0", 30_053);
+        let go = Leads::from([(cluster_ip("10.96.0.10"), 40_001), (cluster_ip("10.96.0.11"), 40_001)]);
+        let come = Leads::from([(cluster_ip("10.96.0.10"), 40_002), (node_port, 40_003)]);
+        let mut stale = StaleFlows::default();
+        note(&mut stale, &go, &come);
+        let node = BTreeSet::from(["192.0.2.1".parse().unwrap()]);
+        let flow = UdpFlow::new(destination.parse().unwrap(), replier.parse().unwrap());
+        assert_eq!(stale.is_stale(IpFamily::Ipv4, &flow, &node), expected);
+    }
+
+    #[test]
+    fn connections_of_tcp_are_not_asked_for() {
+        let mut stale = StaleFlows::default();
+        let node_port = led(FrontendKind::NodePort, Protocol::Tcp, "0.0.0.0", 30_080);
+        note(&mut stale, &Leads::from([(node_port, 40_001)]), &Leads::new());
+        assert!(stale.is_empty());
+    }
+}

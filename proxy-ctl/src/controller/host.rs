@@ -2,6 +2,8 @@
 
 use std::{collections::BTreeSet, net::IpAddr};
 
+use ipnet::IpNet;
+
 use crate::{
     config::{Config, LocalMode, RequestedMode},
     dataplane::{Host, LocalTraffic, NodeNetwork},
@@ -9,7 +11,12 @@ use crate::{
     node::NodeIps,
 };
 
-pub(super) fn host(network: &NodeNetwork, config: &Config, node: Option<&Node>) -> Host {
+pub(super) fn host(
+    network: &NodeNetwork,
+    config: &Config,
+    node: Option<&Node>,
+    service_cidrs: Vec<IpNet>,
+) -> Host {
     let mut node_port_addresses = node_port_addresses(network, config, node);
     node_port_addresses.retain(|address| config.iptables.localhost_node_ports || !address.is_loopback());
     let pod_cidrs = node.map(|node| node.pod_cidrs.clone()).unwrap_or_default();
@@ -29,6 +36,7 @@ pub(super) fn host(network: &NodeNetwork, config: &Config, node: Option<&Node>) 
         },
         cluster_cidrs: config.cluster_cidrs.clone(),
         pod_cidrs,
+        service_cidrs,
         masquerade_all: config.masquerade_all,
         masquerade_bit: match config.mode {
             RequestedMode::Nftables => config.nftables.masquerade_bit,
@@ -56,7 +64,6 @@ pub(super) fn node_port_addresses(
 
 #[cfg(test)]
 mod tests {
-    use ipnet::IpNet;
     use rstest::rstest;
 
     use super::*;
@@ -79,8 +86,10 @@ mod tests {
             ..Config::default()
         };
         let node = Node { pod_cidrs: cidrs(&["10.244.3.0/24"]), ..Node::default() };
-        let host = host(&NodeNetwork::default(), &config, Some(&node));
+        let service_cidrs = cidrs(&["10.96.0.0/12"]);
+        let host = host(&NodeNetwork::default(), &config, Some(&node), service_cidrs.clone());
         assert_eq!(host.local_traffic, expected);
         assert_eq!((host.cluster_cidrs, host.pod_cidrs), (config.cluster_cidrs, node.pod_cidrs));
+        assert_eq!(host.service_cidrs, service_cidrs);
     }
 }

@@ -138,6 +138,9 @@ impl Controller {
             Update::ApplySlice(_) | Update::DeleteSlice(_) | Update::ReplaceServiceSlices(_) => {
                 metrics.kube_proxy.endpoint_changes.received(1);
             }
+            Update::ReplaceServiceCidrs(_) | Update::ApplyServiceCidr(_) | Update::DeleteServiceCidr(_) => {
+                self.ask_for_host();
+            }
             Update::Node(node) => self.take_node(node.as_ref()),
         }
         self.model.update(update);

@@ -79,7 +79,7 @@ impl Controller {
     /// Everything is written to `new`, which then is at work; after an error nothing has changed for clients.
     pub fn switch(&mut self, modes: Modes, mut new: Box<dyn Dataplane>, now: Instant) -> Result<(), Error> {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return Ok(()) };
-        match new.set_host(&host(network, &self.config, self.model.node())) {
+        match new.set_host(&host(network, &self.config, self.model.node(), self.model.service_cidrs())) {
             Err(error) if !error.is_of_node_addresses() => return Err(error),
             Ok(_) | Err(_) => {}
         }

@@ -40,7 +40,7 @@ impl Controller {
     fn write_host(&mut self, now: Instant) {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return };
         let Some(scope) = active.host.due(now) else { return };
-        let host = host(network, &self.config, self.model.node());
+        let host = host(network, &self.config, self.model.node(), self.model.service_cidrs());
         let metrics = &self.reports.metrics;
         let started = Instant::now();
         let done = active.dataplane.set_host(&host);

@@ -62,6 +62,11 @@ pub fn prepare(mode: Mode, config: &Config) -> Result<(), Error> {
     (entry(mode).prepare)(config)
 }
 
+/// Whether the mode needs [`super::Host::service_cidrs`].
+pub fn reads_service_cidrs(mode: Mode) -> bool {
+    entry(mode).reads_service_cidrs
+}
+
 /// What serves a node.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Modes {

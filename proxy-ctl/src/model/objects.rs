@@ -168,6 +168,13 @@ pub struct ServiceSlices {
     pub slices: Vec<EndpointSlice>,
 }
 
+/// Ranges that service addresses are allocated from.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct ServiceCidr {
+    pub name: Arc<str>,
+    pub ranges: Vec<ipnet::IpNet>,
+}
+
 /// Nodes and zones that should prefer an endpoint.
 #[derive(Clone, Debug, Default, Eq, Hash, PartialEq)]
 pub struct Hints {

@@ -7,6 +7,7 @@ use std::{
     sync::Arc,
 };
 
+use ipnet::IpNet;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{
@@ -31,6 +32,8 @@ pub struct Model {
     services: FxHashMap<ObjectName, Box<KnownService>>,
     /// The service, in the slice's namespace, of every slice.
     slices: FxHashMap<ObjectName, Arc<str>>,
+    /// By the name of their ServiceCIDR.
+    service_cidrs: BTreeMap<Arc<str>, Vec<IpNet>>,
     owners: Owners,
     names: NameInterner,
     /// Of the services with a `healthCheckNodePort`.
@@ -82,6 +85,7 @@ impl Model {
             serves_external_ips: true,
             services: FxHashMap::default(),
             slices: FxHashMap::default(),
+            service_cidrs: BTreeMap::new(),
             owners: Owners::default(),
             names: NameInterner::default(),
             health_checks: FxHashMap::default(),
@@ -109,6 +113,15 @@ impl Model {
             Update::DeleteSlice(name) => self.delete_slice(&name),
             Update::ReplaceServiceSlices(ServiceSlices { service, slices }) => {
                 self.replace_service_slices(&service, slices);
+            }
+            Update::ReplaceServiceCidrs(all) => {
+                self.service_cidrs = all.into_iter().map(|one| (one.name, one.ranges)).collect();
+            }
+            Update::ApplyServiceCidr(one) => {
+                self.service_cidrs.insert(one.name, one.ranges);
+            }
+            Update::DeleteServiceCidr(name) => {
+                self.service_cidrs.remove(&name);
             }
             Update::Node(node) => self.set_node(node),
         }
@@ -220,6 +233,14 @@ impl Model {
         for slice in slices {
             self.apply_slice(slice);
         }
+    }
+
+    /// The ranges that service addresses are allocated from, as far as the API server tells, in their order.
+    pub fn service_cidrs(&self) -> Vec<IpNet> {
+        let mut ranges: Vec<IpNet> = self.service_cidrs.values().flatten().copied().collect();
+        ranges.sort_unstable();
+        ranges.dedup();
+        ranges
     }
 
     /// The zone of the node decides which endpoints are used.

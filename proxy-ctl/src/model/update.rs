@@ -1,6 +1,8 @@
 //! What a source tells the model.
 
-use super::objects::{EndpointSlice, Node, ObjectName, Service, ServiceSlices};
+use std::sync::Arc;
+
+use super::objects::{EndpointSlice, Node, ObjectName, Service, ServiceCidr, ServiceSlices};
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Update {
@@ -14,6 +16,10 @@ pub enum Update {
     DeleteSlice(ObjectName),
     /// Every slice of one Service, as one step.
     ReplaceServiceSlices(ServiceSlices),
+    /// Every ServiceCIDR there is. Nobody waits for it: older API servers have none.
+    ReplaceServiceCidrs(Vec<ServiceCidr>),
+    ApplyServiceCidr(ServiceCidr),
+    DeleteServiceCidr(Arc<str>),
     /// The own Node, or that there is none.
     Node(Option<Node>),
 }

@@ -57,7 +57,7 @@ pub(super) struct Proxy {
     networks: watch::Sender<Option<NodeNetwork>>,
     /// What the configuration in force leads to; sent before it.
     choices: watch::Sender<ModeChoice>,
-    mode: watch::Sender<ModeInForce>,
+    pub(super) mode: watch::Sender<ModeInForce>,
     /// The configuration in force.
     configs: watch::Sender<Arc<Config>>,
     /// The same, as `/configz` shows it.

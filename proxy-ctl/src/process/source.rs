@@ -3,14 +3,15 @@
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::settings::Settings;
 use crate::{
+    dataplane,
     events::Recorder,
     model::Update,
-    report::Metrics,
+    report::{Metrics, ModeInForce},
     source::{
         InvalidField,
         kubernetes::{Kubernetes, SourceState},
@@ -43,13 +44,16 @@ impl Source {
         self,
         updates: mpsc::Sender<Update>,
         metrics: Arc<Metrics>,
+        mode: watch::Receiver<ModeInForce>,
         stop: CancellationToken,
     ) -> anyhow::Result<()> {
         match self {
             Self::Kubernetes(kubernetes) => {
                 tracing::info!(server = kubernetes.server(), "watching the API server");
+                let (wants, wanted) = watch::channel(false);
                 tokio::select! {
-                    done = kubernetes.run(updates) => done?,
+                    done = kubernetes.with_service_cidrs_while(wanted).run(updates) => done?,
+                    () = want_service_cidrs(mode, wants) => {}
                     () = stop.cancelled() => {}
                 }
             }
@@ -62,5 +66,19 @@ impl Source {
             }
         }
         Ok(())
+    }
+}
+
+/// While the mode at work reads them. Never completes: the last mode stays in force.
+async fn want_service_cidrs(mut mode: watch::Receiver<ModeInForce>, wants: watch::Sender<bool>) {
+    loop {
+        let at_work = mode.borrow_and_update().modes.mode;
+        wants.send_if_modified(|wants| {
+            let before = std::mem::replace(wants, dataplane::reads_service_cidrs(at_work));
+            before != *wants
+        });
+        if mode.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
     }
 }

@@ -16,7 +16,7 @@ use super::{
     InvalidField,
     schema::{core, meta::ObjectMeta},
 };
-use crate::model::objects::{Node, ObjectName, Protocol};
+use crate::model::objects::{Node, ObjectName, Protocol, ServiceCidr};
 
 pub use endpoints::endpoints;
 pub use service::service;
@@ -72,6 +72,16 @@ pub fn node(node: &core::Node) -> (Node, Vec<InvalidField>) {
         taints: taints.map(|taint| taint.key.as_str().into()).collect(),
     };
     (node, invalid.found)
+}
+
+/// Always served; a range that does not parse is left out.
+pub fn service_cidr(metadata: &ObjectMeta, ranges: &[String]) -> (Option<ServiceCidr>, Vec<InvalidField>) {
+    let name = metadata.name.as_str();
+    let mut invalid = InvalidFields::new(format!("ServiceCIDR {name}"));
+    let ranges = ranges.iter().enumerate();
+    let ranges =
+        ranges.filter_map(|(index, range)| invalid.range(|| format!("spec.cidrs[{index}]"), range)).collect();
+    (Some(ServiceCidr { name: name.into(), ranges }), invalid.found)
 }
 
 /// When the change was made that this object follows, in nanoseconds since the epoch. Of use to a metric only: what is

@@ -9,6 +9,7 @@ pub mod discovery;
 pub mod discovery_v1beta1;
 pub mod lenient;
 pub mod meta;
+pub mod networking;
 
 use serde::{Deserialize, Deserializer};
 
@@ -65,5 +66,6 @@ objects!(
     core::Endpoints,
     core::Node,
     discovery::EndpointSlice,
-    discovery_v1beta1::EndpointSlice
+    discovery_v1beta1::EndpointSlice,
+    networking::ServiceCidr
 );

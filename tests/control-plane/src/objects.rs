@@ -194,6 +194,7 @@ pub fn path(object: &Value) -> Result<String> {
         "PodMonitor" => ("podmonitors", true),
         "PrometheusRule" => ("prometheusrules", true),
         "CustomResourceDefinition" => ("customresourcedefinitions", false),
+        "ServiceCIDR" => ("servicecidrs", false),
         "Node" => ("nodes", false),
         "Namespace" => ("namespaces", false),
         "ClusterRole" => ("clusterroles", false),

@@ -19,7 +19,9 @@ use crate::{
     mode::Mode,
     model::{
         desired::{Changes, DesiredPort, FrontendKind, ServicePortName},
-        objects::{EndpointSlice, Node, ObjectName, Protocol, Service, ServicePort, TrafficPolicy},
+        objects::{
+            EndpointSlice, Node, ObjectName, Protocol, Service, ServiceCidr, ServicePort, TrafficPolicy,
+        },
         test_support::{self, ip, remote},
     },
     node::OwnNode,
@@ -740,6 +742,17 @@ fn a_mode_that_keeps_the_shortest_interval_gets_changes_together() {
     assert_eq!(fixture.controller.wants_call_at(), Some(fixture.now + Duration::from_secs(1)));
     fixture.later(Duration::from_secs(1));
     assert_eq!(fixture.write(), [Call::Apply(vec!["default/b".into(), "default/c".into()], vec![])]);
+}
+
+#[test]
+fn the_host_is_written_anew_when_the_ranges_of_services_change() {
+    let mut fixture = Fixture::serving(Vec::new());
+    let range: ipnet::IpNet = "10.96.0.0/12".parse().unwrap();
+    let cidr = ServiceCidr { name: "kubernetes".into(), ranges: vec![range] };
+    fixture.take(Update::ApplyServiceCidr(cidr));
+    let calls = fixture.write();
+    let [Call::SetHost(host)] = calls.as_slice() else { panic!("{calls:?}") };
+    assert_eq!(host.service_cidrs, [range]);
 }
 
 #[test]

@@ -95,6 +95,7 @@ pub struct EbpfDataplane {
 pub(super) const ENTRY: Entry = Entry {
     tracks_flows: false,
     retires: true,
+    reads_service_cidrs: false,
     hands_over: true,
     serves_beside: false,
     probe: |config, host| probe::probe(&config.ebpf, host),

@@ -52,6 +52,7 @@ const BE_LIBERAL: &str = "/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal";
 pub(super) const ENTRY: Entry = Entry {
     tracks_flows: true,
     retires: false,
+    reads_service_cidrs: false,
     hands_over: false,
     serves_beside: true,
     probe: probe::probe,

@@ -55,6 +55,7 @@ mod state;
 pub(super) const ENTRY: Entry = Entry {
     tracks_flows: true,
     retires: false,
+    reads_service_cidrs: false,
     hands_over: false,
     serves_beside: false,
     probe,

@@ -3,6 +3,8 @@
 
 use std::collections::BTreeSet;
 
+use ipnet::IpNet;
+
 use super::{
     language::{
         FIRST, Language, address_bytes, change_mark, from_interface, from_interface_prefix, goto, has_mark,
@@ -53,6 +55,7 @@ impl Context {
             masquerade_all: host.masquerade_all,
             masquerade_bit: host.masquerade_bit,
             shares_addresses: host.shares_addresses,
+            service_cidrs: host.service_cidrs.iter().copied().filter(|cidr| of_family(&cidr.addr())).collect(),
             ..Host::default()
         };
         Self { language: Language { family }, host }
@@ -67,7 +70,7 @@ impl Context {
         match &self.host.local_traffic {
             LocalTraffic::FromCidrs(cidrs) => {
                 let own = cidrs.iter().filter(|cidr| IpFamily::of(cidr.addr()) == self.language.family);
-                own.map(|cidr| self.language.has_source(*cidr)).collect()
+                own.map(|cidr| self.language.is_in(Side::Source, *cidr)).collect()
             }
             LocalTraffic::FromBridge(name) => vec![from_interface(name)],
             LocalTraffic::FromInterfacePrefix(prefix) => vec![from_interface_prefix(prefix)],
@@ -159,7 +162,6 @@ pub(super) fn chains(context: &Context) -> Vec<FrameChain> {
         |set: Set| rule([is_node_port_address(context), Language::verdict_of_port(&set.name())]);
     let reject = || vec![Expression::Reject { family: language.table_family() }];
     let is_cluster_ip = || language.destination_in(&Set::ClusterIps.name());
-    let no_service = || rule([is_cluster_ip(), vec![goto(REJECT)]]).comment("ports that no Service has");
     vec![
         inner(REJECT, vec![rule([reject()])]),
         inner(MARK_OUTSIDERS, mark_outsiders(context)),
@@ -196,7 +198,7 @@ pub(super) fn chains(context: &Context) -> Vec<FrameChain> {
         inner(FIREWALL_CHECK, vec![verdict_of(Set::FirewallIps)]),
         inner(SERVICE_ENDPOINTS_CHECK, vec![verdict_of(Set::NoEndpointServices)]),
         inner(NODE_PORT_ENDPOINTS_CHECK, vec![verdict_of_node_port(Set::NoEndpointNodePorts)]),
-        inner(CLUSTER_IPS_CHECK, if context.host.shares_addresses { Vec::new() } else { vec![no_service()] }),
+        inner(CLUSTER_IPS_CHECK, unserved_cluster_ips(context)),
         base(
             "filter-prerouting-pre-dnat",
             filter,
@@ -230,6 +232,22 @@ pub(super) fn chains(context: &Context) -> Vec<FrameChain> {
         base("nat-output", nat, NetfilterHook::Output, -100, vec![all_to(SERVICES)]),
         base("nat-postrouting", nat, NetfilterHook::Postrouting, 100, vec![all_to(MASQUERADING)]),
     ]
+}
+
+/// What comes here was not translated. Empty where another mode serves other ports of the same addresses.
+fn unserved_cluster_ips(context: &Context) -> Vec<Rule> {
+    if context.host.shares_addresses {
+        return Vec::new();
+    }
+    let language = context.language;
+    let reject = [language.destination_in(&Set::ClusterIps.name()), vec![goto(REJECT)]];
+    let drop_all_of = |cidr: &IpNet| {
+        let drop = vec![Expression::Verdict(Verdict::Drop)];
+        rule([language.is_in(Side::Destination, *cidr), drop]).comment("addresses that no Service has")
+    };
+    let mut rules = vec![rule(reject).comment("ports that no Service has")];
+    rules.extend(context.host.service_cidrs.iter().map(drop_all_of));
+    rules
 }
 
 /// Of clients of cluster IPs. Empty where nobody can be told from pods.

@@ -153,14 +153,14 @@ impl Language {
         Register::new(self.words())
     }
 
-    pub(super) fn has_source(self, network: IpNet) -> Vec<Expression> {
+    pub(super) fn is_in(self, side: Side, network: IpNet) -> Vec<Expression> {
         let (address, mask) = match (network.network(), network.netmask()) {
             (IpAddr::V4(address), IpAddr::V4(mask)) => (address.octets().to_vec(), mask.octets().to_vec()),
             (IpAddr::V6(address), IpAddr::V6(mask)) => (address.octets().to_vec(), mask.octets().to_vec()),
             // A network has one family.
             (IpAddr::V4(_), IpAddr::V6(_)) | (IpAddr::V6(_), IpAddr::V4(_)) => (Vec::new(), Vec::new()),
         };
-        let mut expressions = vec![self.load_address(Side::Source, FIRST)];
+        let mut expressions = vec![self.load_address(side, FIRST)];
         if network.prefix_len() < network.max_prefix_len() {
             let xor = vec![0; mask.len()];
             expressions.push(Expression::Bitwise { register: FIRST, mask, xor });

@@ -48,6 +48,7 @@ use crate::{
 pub(super) const ENTRY: Entry = Entry {
     tracks_flows: true,
     retires: false,
+    reads_service_cidrs: true,
     hands_over: false,
     serves_beside: true,
     probe: |config, host| {

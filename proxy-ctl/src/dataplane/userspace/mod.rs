@@ -71,6 +71,7 @@ pub(super) const ENTRY: Entry = Entry {
     // What it knows of is a listener's, not an endpoint's.
     tracks_flows: false,
     retires: false,
+    reads_service_cidrs: false,
     hands_over: true,
     serves_beside: false,
     probe: probe::probe,

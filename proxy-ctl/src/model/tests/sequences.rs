@@ -147,6 +147,7 @@ impl Objects {
                 }
             }
             node @ Update::Node(_) => self.node = Some(node),
+            Update::ReplaceServiceCidrs(_) | Update::ApplyServiceCidr(_) | Update::DeleteServiceCidr(_) => {}
         }
     }
 

@@ -5,7 +5,7 @@ use rstest::rstest;
 use crate::model::{
     Model, Update,
     desired::Changes,
-    objects::{Endpoint, IpFamily::Ipv4, Protocol, ServiceSlices},
+    objects::{Endpoint, IpFamily::Ipv4, Protocol, ServiceCidr, ServiceSlices},
     test_support::*,
 };
 
@@ -353,6 +353,24 @@ fn all_slices_of_a_service_are_replaced_in_one_step() {
     assert_eq!(names(&model.take_changes()), ["shop/cart Ipv4"]);
     model.update(Update::ReplaceServiceSlices(gone));
     assert!(model.take_changes().is_empty());
+}
+
+#[test]
+fn ranges_of_service_addresses_are_known_and_change_no_port() {
+    let cidr = |name: &str, ranges: &[&str]| ServiceCidr {
+        name: name.into(),
+        ranges: ranges.iter().map(|range| range.parse().unwrap()).collect(),
+    };
+    let shown = |model: &Model| model.service_cidrs().iter().map(ToString::to_string).collect::<Vec<_>>();
+    let mut model = after(shop());
+    model
+        .update(Update::ReplaceServiceCidrs(vec![cidr("kubernetes", &["10.96.0.0/12", "fd00:10:96::/112"])]));
+    model.update(Update::ApplyServiceCidr(cidr("more", &["10.0.0.0/16", "10.96.0.0/12"])));
+    assert_eq!(shown(&model), ["10.0.0.0/16", "10.96.0.0/12", "fd00:10:96::/112"]);
+    model.update(Update::DeleteServiceCidr("kubernetes".into()));
+    assert_eq!(shown(&model), ["10.0.0.0/16", "10.96.0.0/12"]);
+    model.update(Update::ReplaceServiceCidrs(vec![]));
+    assert!(shown(&model).is_empty() && model.take_changes().is_empty());
 }
 
 /// Pods have an address of each family, and count once.

@@ -1,4 +1,5 @@
-//! What the API server serves: older ones lack EndpointSlices, or have them in an older version.
+//! What the API server serves: older ones lack EndpointSlices, or have them in an older version, and lack
+//! ServiceCIDRs.
 
 use std::sync::Arc;
 
@@ -22,6 +23,15 @@ pub(super) enum EndpointsApi {
     Endpoints,
 }
 
+/// Where the ranges of service addresses come from.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum ServiceCidrApi {
+    /// networking.k8s.io/v1, Kubernetes 1.33 and newer.
+    V1,
+    /// They are only known to the API server itself.
+    Nowhere,
+}
+
 /// As much of an APIResourceList as is asked for.
 #[derive(Deserialize)]
 struct Resources {
@@ -34,9 +44,14 @@ struct Resource {
     name: String,
 }
 
-impl EndpointsApi {
+/// The versions of an API of which one is watched.
+pub(super) trait ServedApi: Copy + Eq + std::fmt::Debug + Send + Sync + 'static {
     /// The best that the API server has.
-    pub(super) async fn ask(connection: &Arc<ApiConnection>) -> Result<Self, Failure> {
+    fn ask(connection: &Arc<ApiConnection>) -> impl Future<Output = Result<Self, Failure>> + Send;
+}
+
+impl ServedApi for EndpointsApi {
+    async fn ask(connection: &Arc<ApiConnection>) -> Result<Self, Failure> {
         Ok(if serves(connection, "discovery.k8s.io/v1", "endpointslices").await? {
             Self::SlicesV1
         } else if serves(connection, "discovery.k8s.io/v1beta1", "endpointslices").await? {
@@ -44,6 +59,13 @@ impl EndpointsApi {
         } else {
             Self::Endpoints
         })
+    }
+}
+
+impl ServedApi for ServiceCidrApi {
+    async fn ask(connection: &Arc<ApiConnection>) -> Result<Self, Failure> {
+        let is_served = serves(connection, "networking.k8s.io/v1", "servicecidrs").await?;
+        Ok(if is_served { Self::V1 } else { Self::Nowhere })
     }
 }
 

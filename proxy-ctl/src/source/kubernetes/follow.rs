@@ -1,18 +1,26 @@
 //! Selects the version of an API that is watched. The newest is watched first. Where the API server does not serve it,
 //! the API server is asked which versions it serves, and again whenever that may have changed by an upgrade or a downgrade.
 
-use tokio::time::sleep;
-use tracing::info;
+use std::time::Duration;
+
+use tokio::{sync::watch, time::sleep};
+use tracing::{debug, info};
 
 use super::{
     backoff::Backoff,
     context::WatchContext,
-    discovery::EndpointsApi,
+    discovery::{EndpointsApi, ServedApi, ServiceCidrApi},
     kind::ResourceKind,
     query::Query,
-    resource::{EndpointSlices, EndpointSlicesV1Beta1, LegacyEndpoints, SERVED_SELECTOR, Watched},
+    resource::{
+        EndpointSlices, EndpointSlicesV1Beta1, LegacyEndpoints, SERVED_SELECTOR, ServiceCidrs, Watched,
+    },
     watcher::{EndReason, Watcher},
 };
+use crate::source::Update;
+
+/// An API server that had no ServiceCIDRs is asked again after this time, whatever happens.
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Nobody receives the updates any more.
 pub(super) struct ReceiverGone;
@@ -52,19 +60,65 @@ impl WatchContext {
         }
     }
 
+    /// ServiceCIDRs, where there are any, while they are `wanted`. If nobody can say so any more, nothing changes.
+    pub(super) async fn watch_service_cidrs(self, mut wanted: watch::Receiver<bool>) {
+        while wanted.wait_for(|wanted| *wanted).await.is_ok() {
+            let are_unwanted = async {
+                if wanted.wait_for(|wanted| !wanted).await.is_err() {
+                    std::future::pending::<()>().await;
+                }
+            };
+            tokio::select! {
+                () = self.follow_service_cidrs() => return,
+                () = are_unwanted => {}
+            }
+            self.state.end(ResourceKind::ServiceCidrs);
+            if self.updates.send(Update::ReplaceServiceCidrs(Vec::new())).await.is_err() {
+                return;
+            }
+        }
+        self.updates.closed().await;
+    }
+
+    async fn follow_service_cidrs(&self) {
+        let mut next = Ok(ServiceCidrApi::V1);
+        while let Ok(api) = next {
+            next = match api {
+                ServiceCidrApi::V1 => {
+                    self.state.begin(ResourceKind::ServiceCidrs);
+                    self.watch_while(Query::<ServiceCidrs>::all(), api).await
+                }
+                ServiceCidrApi::Nowhere => self.without_service_cidrs().await,
+            };
+        }
+    }
+
+    /// Returns once the connection was lost and found again: it may be another server then.
+    async fn without_service_cidrs(&self) -> Result<ServiceCidrApi, ReceiverGone> {
+        self.state.end(ResourceKind::ServiceCidrs);
+        self.updates.send(Update::ReplaceServiceCidrs(Vec::new())).await.map_err(|_| ReceiverGone)?;
+        debug!("the API server has no ServiceCIDRs");
+        tokio::select! {
+            () = self.connection.recovered.notified() => {}
+            () = sleep(PATIENCE) => {}
+            () = self.updates.closed() => return Err(ReceiverGone),
+        }
+        self.ask(ResourceKind::ServiceCidrs).await
+    }
+
     /// Watches `W` until the API server's answer is another one than `api`.
-    async fn watch_while<W: Watched>(
+    async fn watch_while<W: Watched, A: ServedApi>(
         &self,
         query: Query<W>,
-        api: EndpointsApi,
-    ) -> Result<EndpointsApi, ReceiverGone> {
+        api: A,
+    ) -> Result<A, ReceiverGone> {
         let mut watcher = Watcher::new(self.clone(), query);
         loop {
             match watcher.run().await {
                 EndReason::ReceiverGone => return Err(ReceiverGone),
                 EndReason::AskWhatIsServed => {}
             }
-            let now = self.ask(W::RESOURCE).await?;
+            let now = self.ask::<A>(W::RESOURCE).await?;
             if now != api {
                 info!(resource = %W::RESOURCE, before = ?api, ?now, "the API server serves another version");
                 return Ok(now);
@@ -73,10 +127,10 @@ impl WatchContext {
     }
 
     /// Asks until there is an answer.
-    async fn ask(&self, kind: ResourceKind) -> Result<EndpointsApi, ReceiverGone> {
+    async fn ask<A: ServedApi>(&self, kind: ResourceKind) -> Result<A, ReceiverGone> {
         let mut backoff = Backoff::default();
         loop {
-            let failure = match EndpointsApi::ask(&self.connection).await {
+            let failure = match A::ask(&self.connection).await {
                 Ok(answer) => return Ok(answer),
                 Err(failure) => failure,
             };

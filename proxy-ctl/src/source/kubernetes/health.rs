@@ -103,7 +103,11 @@ fn log(kind: ResourceKind, failure: &Failure, denied: &[Verb], retry_in: Duratio
                 "the API server does not allow {verbs} of {kind} in API group {group:?}: {failure}; {outcome}; \
                  ClusterRole system:node-proxier grants it; next attempt in {retry:.1} s"
             );
-            error!(resource = %kind, verbs, reason, "{text}");
+            if kind.is_optional() {
+                warn!(resource = %kind, verbs, reason, "{text}");
+            } else {
+                error!(resource = %kind, verbs, reason, "{text}");
+            }
         }
         FailureReason::Unauthorized | FailureReason::Credentials | FailureReason::Tls => {
             error!(resource = %kind, reason, "{failure}; next attempt in {retry:.1} s");
@@ -136,7 +140,7 @@ mod tests {
     /// What is logged above debug level while these kinds are watched.
     fn logged(work: impl FnOnce(&mut Health)) -> Vec<String> {
         let mut health = Health::default();
-        for kind in KINDS {
+        for kind in KINDS.into_iter().chain([ResourceKind::ServiceCidrs]) {
             health.0.entry(kind).or_default();
         }
         capture::logged(format().without_time(), LevelFilter::INFO, || work(&mut health))
@@ -199,9 +203,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_watched_is_no_error() {
-        let failure = Failure::new(FailureReason::Forbidden, "403");
-        let lines = logged(|health| health.fails(ResourceKind::Endpoints, &failure, &[], SECOND));
-        assert!(lines.is_empty(), "{lines:#?}");
+    fn what_is_not_needed_is_no_error() {
+        let lines = logged(|health| {
+            let failure = Failure::new(FailureReason::Forbidden, "403");
+            health.fails(ResourceKind::ServiceCidrs, &failure, &[], SECOND);
+            health.fails(ResourceKind::Endpoints, &failure, &[], SECOND);
+        });
+        assert_eq!(lines.len(), 1, "{lines:#?}");
+        assert!(lines[0].contains(" WARN ") && lines[0].contains("everything else works"), "{lines:#?}");
     }
 }

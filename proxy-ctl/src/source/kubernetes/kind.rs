@@ -10,10 +10,13 @@ pub enum ResourceKind {
     /// Instead of slices, where the API server has none.
     Endpoints,
     Nodes,
+    /// Where the API server has them.
+    ServiceCidrs,
 }
 
 impl ResourceKind {
-    pub const ALL: [Self; 4] = [Self::Services, Self::EndpointSlices, Self::Endpoints, Self::Nodes];
+    pub const ALL: [Self; 5] =
+        [Self::Services, Self::EndpointSlices, Self::Endpoints, Self::Nodes, Self::ServiceCidrs];
 
     /// As in `kubectl get …` and in a ClusterRole's `resources`.
     pub const fn plural(self) -> &'static str {
@@ -22,6 +25,7 @@ impl ResourceKind {
             Self::EndpointSlices => "endpointslices",
             Self::Endpoints => "endpoints",
             Self::Nodes => "nodes",
+            Self::ServiceCidrs => "servicecidrs",
         }
     }
 
@@ -30,12 +34,22 @@ impl ResourceKind {
         match self {
             Self::Services | Self::Endpoints | Self::Nodes => "",
             Self::EndpointSlices => "discovery.k8s.io",
+            Self::ServiceCidrs => "networking.k8s.io",
+        }
+    }
+
+    /// Whether it does not matter much that it cannot be listed.
+    pub const fn is_optional(self) -> bool {
+        match self {
+            Self::ServiceCidrs => true,
+            Self::Services | Self::EndpointSlices | Self::Endpoints | Self::Nodes => false,
         }
     }
 
     /// The consequence, where the kind cannot be watched.
     pub(super) const fn without(self) -> &'static str {
         match self {
+            Self::ServiceCidrs => "packets to service addresses that no Service has are not dropped, everything else works",
             Self::Nodes => {
                 "after 30 s the proxy starts without its Node: Services are served, zone and addresses of the node are \
                  not known, /healthz answers 503"

@@ -1,4 +1,4 @@
-//! Services, EndpointSlices and the own Node from an API server.
+//! Services, EndpointSlices and the own Node from an API server, and the ServiceCIDRs while they are wanted.
 
 mod answer;
 mod backoff;
@@ -28,7 +28,7 @@ mod wire;
 
 use std::sync::Arc;
 
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use self::{
     connection::ApiConnection,
@@ -64,6 +64,7 @@ pub struct Kubernetes {
     node_name: Arc<str>,
     state: SourceState,
     streaming: StreamingLists,
+    wants_service_cidrs: watch::Receiver<bool>,
 }
 
 impl Kubernetes {
@@ -93,7 +94,14 @@ impl Kubernetes {
         let streaming =
             if config.plain_lists { StreamingLists::unwanted() } else { StreamingLists::default() };
         let connection = Arc::new(ApiConnection::new(config, accept, state.requests.clone()));
-        Ok(Self { server, connection, node_name: node_name.into(), state, streaming })
+        let (_, wants_service_cidrs) = watch::channel(false);
+        let node_name = node_name.into();
+        Ok(Self { server, connection, node_name, state, streaming, wants_service_cidrs })
+    }
+
+    /// ServiceCIDRs are watched while this is true; without it they never are.
+    pub fn with_service_cidrs_while(self, wanted: watch::Receiver<bool>) -> Self {
+        Self { wants_service_cidrs: wanted, ..self }
     }
 
     /// The API server's address, for people.
@@ -121,7 +129,8 @@ impl Kubernetes {
         let mut watchers = Watchers::default();
         watchers.spawn(ResourceKind::Services, context.clone().watch::<Services>(served));
         watchers.spawn(ResourceKind::Nodes, context.clone().watch::<OwnNode>(own));
-        watchers.spawn(ResourceKind::EndpointSlices, context.watch_endpoints());
+        watchers.spawn(ResourceKind::EndpointSlices, context.clone().watch_endpoints());
+        watchers.spawn(ResourceKind::ServiceCidrs, context.watch_service_cidrs(self.wants_service_cidrs));
         watchers.first_end(&updates).await
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::{
-    model::objects::{EndpointSlice, Node, ObjectName, Service, ServiceSlices},
+    model::objects::{EndpointSlice, Node, ObjectName, Service, ServiceCidr, ServiceSlices},
     source::Update,
 };
 
@@ -51,6 +51,16 @@ impl ParsedObject for ServiceSlices {
 
     fn name(&self) -> ObjectName {
         self.service.clone()
+    }
+}
+
+impl ParsedObject for ServiceCidr {
+    const REPLACE: fn(Vec<Self>) -> Update = Update::ReplaceServiceCidrs;
+    const APPLY: fn(Self) -> Update = Update::ApplyServiceCidr;
+    const DELETE: fn(ObjectName) -> Update = |name| Update::DeleteServiceCidr(name.name);
+
+    fn name(&self) -> ObjectName {
+        ObjectName::new("", Arc::clone(&self.name))
     }
 }
 

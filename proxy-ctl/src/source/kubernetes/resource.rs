@@ -2,10 +2,10 @@
 
 use super::{kind::ResourceKind, parsed::ParsedObject, wire::ApiType};
 use crate::{
-    model::objects::{EndpointSlice, Node, Service, ServiceSlices},
+    model::objects::{EndpointSlice, Node, Service, ServiceCidr, ServiceSlices},
     source::{
         InvalidField, convert,
-        schema::{ApiObject, core, discovery, discovery_v1beta1},
+        schema::{ApiObject, core, discovery, discovery_v1beta1, networking},
     },
 };
 
@@ -97,6 +97,17 @@ impl Watched for LegacyEndpoints {
     const KIND: ApiType = ApiType { api_version: "v1", kind: "Endpoints" };
     const VERSION: Version = Version::Stopgap;
     const CONVERT: Conversion<Self> = convert::endpoints;
+}
+
+pub(super) struct ServiceCidrs;
+
+impl Watched for ServiceCidrs {
+    type Object = networking::ServiceCidr;
+    type Parsed = ServiceCidr;
+    const RESOURCE: ResourceKind = ResourceKind::ServiceCidrs;
+    const KIND: ApiType = ApiType { api_version: "networking.k8s.io/v1", kind: "ServiceCIDR" };
+    const VERSION: Version = Version::Newest;
+    const CONVERT: Conversion<Self> = |object| convert::service_cidr(&object.metadata, &object.spec.cidrs);
 }
 
 pub(super) struct OwnNode;

@@ -317,14 +317,16 @@ mod tests {
         let state = SourceState::new();
         state.end(ResourceKind::EndpointSlices);
         state.begin(ResourceKind::Endpoints);
-        state.failed(ResourceKind::EndpointSlices, &Failure::new(FailureReason::Unreachable, "refused"));
+        state.failed(ResourceKind::ServiceCidrs, &Failure::new(FailureReason::Unreachable, "refused"));
         assert_eq!(state.kinds(), [ResourceKind::Services, ResourceKind::Endpoints, ResourceKind::Nodes]);
         let mut registry = Registry::default();
         state.register(&mut registry);
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
         assert!(text.contains("source_connected{resource=\"endpoints\"} 0"), "{text}");
-        assert!(!text.contains("source_connected{resource=\"endpointslices\"}"), "{text}");
+        for other in ["endpointslices", "servicecidrs"] {
+            assert!(!text.contains(&format!("source_connected{{resource=\"{other}\"}}")), "{text}");
+        }
     }
 
     #[test]

@@ -54,7 +54,7 @@ struct State {
 }
 
 impl Fake {
-    /// Has no slices in v1.
+    /// Has no slices in v1, and no ServiceCIDRs.
     pub(crate) fn start(world: &World) -> Result<Self> {
         let mut state = State::default();
         for path in [SERVICES, NODES, SLICES] {

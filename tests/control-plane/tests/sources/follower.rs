@@ -15,7 +15,7 @@ use proxy_ctl::{
     source::kubernetes::{Api, Config, Kubernetes, SourceState},
 };
 use tokio::{
-    sync::mpsc,
+    sync::{mpsc, watch},
     task::JoinHandle,
     time::{Instant, timeout_at},
 };
@@ -36,6 +36,7 @@ pub(crate) struct Follower {
     pub(crate) model: Model,
     pub(crate) state: SourceState,
     pub(crate) api: Api,
+    pub(crate) wants_service_cidrs: watch::Sender<bool>,
     /// Everything received, in order.
     pub(crate) log: Vec<Update>,
     namespace: String,
@@ -61,6 +62,8 @@ impl Follower {
     pub(crate) fn start_as(world: &World, config: Config) -> Result<Self> {
         let state = SourceState::new();
         let source = Kubernetes::new(config, NODE, state.clone()).context("configuring the source")?;
+        let (wants_service_cidrs, wanted) = watch::channel(true);
+        let source = source.with_service_cidrs_while(wanted);
         let api = source.api();
         let (sender, updates) = mpsc::channel(64);
         let source = world.spawn(async move {
@@ -74,6 +77,7 @@ impl Follower {
             model: Model::new(NODE),
             state,
             api,
+            wants_service_cidrs,
             log: Vec::new(),
             namespace: world.namespace().to_owned(),
         })

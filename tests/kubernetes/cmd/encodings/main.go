@@ -13,6 +13,7 @@ import (
 	core "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
 	discoveryv1beta1 "k8s.io/api/discovery/v1beta1"
+	networking "k8s.io/api/networking/v1"
 	meta "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -164,6 +165,10 @@ func main() {
 	write("endpointslices-v1beta1", discoveryv1beta1.SchemeGroupVersion, &discoveryv1beta1.EndpointSliceList{ListMeta: list, Items: oldSlices()})
 	write("endpoints", core.SchemeGroupVersion, &core.EndpointsList{ListMeta: list, Items: endpoints()})
 	write("nodes", core.SchemeGroupVersion, &core.NodeList{ListMeta: list, Items: nodes()})
+	cidrs := []string{"10.96.0.0/12", "fd00::/112"}
+	write("servicecidrs", networking.SchemeGroupVersion, &networking.ServiceCIDRList{ListMeta: list, Items: []networking.ServiceCIDR{
+		{ObjectMeta: metadata("kubernetes"), Spec: networking.ServiceCIDRSpec{CIDRs: cidrs}},
+	}})
 
 	expired := &meta.Status{
 		Status: "Failure", Code: 410, Reason: "Expired", Message: "too old resource version: 1 (7)",

@@ -236,6 +236,24 @@ fn ports_that_another_mode_may_serve_are_left_alone() {
 }
 
 #[rstest]
+#[case::served(CLUSTER_IP, false, answered(&[THERE], false))]
+#[case::another_port_of_a_cluster_ip("172.30.0.41:81", false, BTreeSet::from([Fate::Rejected]))]
+#[case::an_address_of_the_range("172.30.0.42:80", false, BTreeSet::from([Fate::Dropped]))]
+#[case::an_address_of_the_further_range("172.31.0.1:80", false, BTreeSet::from([Fate::Dropped]))]
+#[case::an_external_ip(EXTERNAL_IP, false, answered(&[THERE], true))]
+#[case::beside_the_ranges("172.30.1.1:80", false, BTreeSet::from([Fate::Untouched]))]
+#[case::beside_another_mode("172.30.0.42:80", true, BTreeSet::from([Fate::Untouched]))]
+fn addresses_of_service_cidrs(
+    #[case] to: &str,
+    #[case] shares_addresses: bool,
+    #[case] expected: BTreeSet<Fate>,
+) {
+    let service_cidrs = ["172.30.0.0/24", "172.31.0.0/28", "fd00:10:96::/112"].map(|cidr| cidr.parse().unwrap());
+    let host = Host { service_cidrs: service_cidrs.into(), shares_addresses, ..host() };
+    assert_eq!(rules(&host, web(), vec![there()]).fates(tcp(POD, to)), expected);
+}
+
+#[rstest]
 #[case::all_of_its_addresses("10.1.0.2:30080", answered(&[THERE], true))]
 #[case::not_the_loopback("127.0.0.1:30080", BTreeSet::from([Fate::Untouched]))]
 fn node_ports_everywhere(#[case] to: &str, #[case] expected: BTreeSet<Fate>) {

@@ -104,3 +104,16 @@ fn an_invalid_part_is_named_and_left_out(#[case] subsets: Value, #[case] field: 
     let slices = found.unwrap().slices;
     assert_eq!((slices.len(), slices[0].endpoints.len(), slices[0].ports.len()), (1, 1, 1));
 }
+
+#[test]
+fn ranges_of_a_service_cidr() {
+    let metadata = serde_json::from_value(json!({"name": "kubernetes"})).unwrap();
+    let ranges = ["10.96.0.0/12", "10.0.0.0/33", "fd00::/112"].map(str::to_owned);
+    let (found, invalid) = service_cidr(&metadata, &ranges);
+    let found = found.unwrap();
+    assert_eq!((&*found.name, found.ranges.len()), ("kubernetes", 2));
+    assert_eq!(
+        (invalid[0].object.as_str(), invalid[0].field.as_str()),
+        ("ServiceCIDR kubernetes", "spec.cidrs[1]")
+    );
+}

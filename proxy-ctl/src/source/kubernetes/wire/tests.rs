@@ -10,7 +10,10 @@ use crate::{
         InvalidField,
         kubernetes::{
             frames::Frames,
-            resource::{EndpointSlices, EndpointSlicesV1Beta1, LegacyEndpoints, OwnNode, Services, Watched},
+            resource::{
+                EndpointSlices, EndpointSlicesV1Beta1, LegacyEndpoints, OwnNode, ServiceCidrs, Services,
+                Watched,
+            },
         },
         schema::{ApiObject, core, meta::TypeMeta},
     },
@@ -115,6 +118,9 @@ fn other_objects_are_the_same_in_both_encodings() {
     let node = served::<OwnNode>(recorded!("nodes"));
     assert_eq!((&*node.name, node.zone.as_deref(), node.being_deleted), ("node-1", Some("z1"), true));
     assert_eq!((node.pod_cidrs.len(), node.taints.len(), node.addresses.len()), (2, 1, 1));
+
+    let ranges = served::<ServiceCidrs>(recorded!("servicecidrs"));
+    assert_eq!((&*ranges.name, ranges.ranges.len()), ("kubernetes", 2));
 }
 
 #[test]

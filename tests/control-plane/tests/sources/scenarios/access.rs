@@ -68,17 +68,35 @@ pub(super) fn the_role_of_kube_proxy_is_enough(world: &mut World) -> Result<()> 
     world.create(&world.service("web"))?;
     world.create(&world.slice("web-1", "web", &[1]))?;
     follower.wait_served(world, &[("web:main", &["10.0.0.1:8080"])])?;
-    let all = [ResourceKind::Services, ResourceKind::EndpointSlices, ResourceKind::Nodes];
+    let all = [
+        ResourceKind::Services,
+        ResourceKind::EndpointSlices,
+        ResourceKind::Nodes,
+        ResourceKind::ServiceCidrs,
+    ];
     follower.wait(world, "everything being watched", |follower| {
         follower.state.kinds() == all && all.into_iter().all(|kind| follower.state.connected(kind))
     })?;
     follower.wait(world, "the Node", |follower| follower.model.node().is_some())?;
+    let ranges = |follower: &Follower| {
+        follower.model.service_cidrs().iter().map(ToString::to_string).collect::<Vec<_>>()
+    };
+    follower.wait(world, "the ranges of service addresses", |follower| {
+        ranges(follower) == ["10.96.0.0/12", "fd00:10:96::/112"]
+    })?;
     for kind in all {
         ensure!(follower.state.errors(kind, FailureReason::Forbidden) == 0, "{kind} is forbidden");
         ensure!(
             follower.state.lists(kind, ListMethod::Streamed) == 1,
             "{kind} was not listed by a streaming list"
         );
+    }
+    for wanted in [false, true] {
+        follower.wants_service_cidrs.send_replace(wanted);
+        follower.wait(world, "the ranges as long as they are wanted", |follower| {
+            let is_watched = follower.state.kinds().contains(&ResourceKind::ServiceCidrs);
+            (is_watched, !ranges(follower).is_empty()) == (wanted, wanted)
+        })?;
     }
 
     let recorder = world.block_on(async { Recorder::new(follower.api.clone(), NODE, "host") });
@@ -130,8 +148,11 @@ const BOTH: &[&str] = &["list", "watch"];
 
 /// As kube-proxy: it lists again and again.
 pub(super) fn a_resource_that_may_be_listed_only_is_listed_again(world: &mut World) -> Result<()> {
-    let rest: [(&str, &str, &[&str]); 2] =
-        [("", "nodes", BOTH), ("discovery.k8s.io", "endpointslices", BOTH)];
+    let rest: [(&str, &str, &[&str]); 3] = [
+        ("", "nodes", BOTH),
+        ("discovery.k8s.io", "endpointslices", BOTH),
+        ("networking.k8s.io", "servicecidrs", BOTH),
+    ];
     grant(world, &[&[("", "services", &["list"] as &[&str])], rest.as_slice()].concat())?;
     world.create(&world.service("first"))?;
     let mut follower = Follower::start(world, LIMITED)?;

@@ -90,7 +90,7 @@ pub(super) fn what_happened_before_a_compaction_is_seen_in_one_replace(world: &m
     let since = follower.since(mark);
     let services = since.iter().filter(|update| matches!(update, Update::ReplaceServices(_))).count();
     let slices = since.iter().filter(|update| matches!(update, Update::ReplaceSlices(_))).count();
-    let unasked = |update: &&Update| !matches!(update, Update::Node(_));
+    let unasked = |update: &&Update| !matches!(update, Update::Node(_) | Update::ReplaceServiceCidrs(_));
     let others = since.iter().filter(unasked).count() - services - slices;
     ensure!(
         (services, slices, others) == (1, 1, 0),

@@ -40,7 +40,13 @@ pub(super) fn without_slices_endpoints_are_watched(world: &mut World) -> Result<
     let mut follower = Follower::listed(world, PROXY)?;
     follower.wait_served(world, &served)?;
     ensure!(
-        follower.state.kinds() == [ResourceKind::Services, ResourceKind::Endpoints, ResourceKind::Nodes],
+        follower.state.kinds()
+            == [
+                ResourceKind::Services,
+                ResourceKind::Endpoints,
+                ResourceKind::Nodes,
+                ResourceKind::ServiceCidrs
+            ],
         "watched: {:?}",
         follower.state.kinds()
     );

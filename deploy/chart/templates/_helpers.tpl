@@ -12,6 +12,10 @@ k8s-app: proxy-ctl
 {{- if and .Values.monitoring.podMonitor.enabled (not $open) (not .Values.config.metricsBindAddress) -}}
 {{- fail "monitoring.podMonitor.enabled: Prometheus can reach the metrics only where anyone who reaches a node can read the names and traffic of all Services. Accept that with monitoring.podMonitor.exposeToAnyone=true, or set config.metricsBindAddress yourself" -}}
 {{- end -}}
+{{- $mode := .Values.config.mode | default "ebpf" -}}
+{{- if not (or .Values.privileged (eq $mode "ebpf")) -}}
+{{- fail (printf "privileged: mode %s writes kernel parameters and rules of netfilter while it runs, which takes a privileged container; without one there is mode ebpf" $mode) -}}
+{{- end -}}
 {{- $metrics := ternary "0.0.0.0:10249" "127.0.0.1:10249" $open -}}
 {{- $own := dict
   "apiVersion" "kubeproxy.config.k8s.io/v1alpha1"

@@ -94,6 +94,12 @@ pub(super) fn mode_fallback(why: &str) -> Event {
     Event::node(Type::Warning, "ProxyModeFallback", "ChooseMode", why)
 }
 
+/// As kube-proxy from 1.35 on.
+pub(super) fn ipvs_is_deprecated() -> Event {
+    let note = "mode ipvs is deprecated in Kubernetes, which may remove it; mode nftables is meant to take its place";
+    Event::node(Type::Warning, "IPVSDeprecation", "StartKubeProxy", note)
+}
+
 /// The configuration asks for another mode, which could not take over. kube-proxy has no such event.
 pub(super) fn mode_refused(wanted: Mode, at_work: Mode, problem: &str) -> Event {
     let note = format!("mode {wanted} cannot take over, mode {at_work} stays at work: {problem}");

@@ -9,7 +9,7 @@ use crate::{
     config::Config,
     controller::ModeOpener,
     dataplane::{self, Dataplane, Error, Modes},
-    events::Recorder,
+    events::{Event, Recorder},
     mode::{self, Mode, Refusal},
     node::facts,
     report::{Metrics, ModeChoice, ModeInForce},
@@ -50,6 +50,11 @@ impl ModeOpener for BuiltModes {
     }
 }
 
+/// Of a mode that was not at work before.
+fn deprecation(before: Option<Mode>, now: Mode) -> Option<Event> {
+    (now == Mode::Ipvs && before != Some(now)).then(event::ipvs_is_deprecated)
+}
+
 /// Tells of each change of the mode, and of a fallback at the start.
 pub(super) async fn tell(
     mut in_force: watch::Receiver<ModeInForce>,
@@ -58,8 +63,13 @@ pub(super) async fn tell(
     metrics: Arc<Metrics>,
 ) {
     let mut told = None;
+    let mut before = None;
     loop {
         let ModeInForce { modes, refused } = in_force.borrow_and_update().clone();
+        if let Some(event) = deprecation(before.replace(modes.mode), modes.mode) {
+            tracing::warn!("{}", event.note);
+            events.record(event);
+        }
         let choice = choices.borrow().clone();
         if choice.modes == modes {
             metrics.own.chosen(&choice.chosen);
@@ -75,5 +85,21 @@ pub(super) async fn tell(
         if in_force.changed().await.is_err() {
             return;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case::at_the_start(None, Mode::Ipvs, Some("IPVSDeprecation"))]
+    #[case::after_a_switch(Some(Mode::Iptables), Mode::Ipvs, Some("IPVSDeprecation"))]
+    #[case::as_before(Some(Mode::Ipvs), Mode::Ipvs, None)]
+    #[case::another_mode(Some(Mode::Ipvs), Mode::Nftables, None)]
+    fn deprecations(#[case] before: Option<Mode>, #[case] now: Mode, #[case] reason: Option<&str>) {
+        assert_eq!(deprecation(before, now).map(|event| event.reason), reason);
     }
 }

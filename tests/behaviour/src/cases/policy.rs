@@ -36,7 +36,7 @@ fn nobody_is_served(setting: &Setting, _: Variant) -> Option<&'static str> {
     is_process.then_some("in mode userspace clients are refused where no client is served")
 }
 
-fn accepted_first(setting: &Setting, variant: Variant) -> Option<&'static str> {
+pub(super) fn accepted_first(setting: &Setting, variant: Variant) -> Option<&'static str> {
     let is_accepted = setting.datapath().is_a_process() && variant.protocol == Protocol::Tcp;
     is_accepted.then_some("in mode userspace a connection is accepted before its policy is known, and reset")
 }

@@ -21,7 +21,9 @@ use crate::{
 };
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("source ranges: their clients are answered, all others dropped", Variants::All, guarded).core(),
+    Case::new("source ranges: their clients are answered, all others dropped", Variants::All, guarded)
+        .core()
+        .differs(super::policy::accepted_first),
     Case::new("source ranges: nothing of them stays", Variants::Once, nothing_stays),
     Case::new("the other ports of a Service with SCTP are served", Variants::All, beside_sctp).core(),
 ];

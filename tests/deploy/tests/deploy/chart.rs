@@ -136,8 +136,7 @@ pub(super) fn wrong_values_are_refused((): &mut ()) -> Result<()> {
         ("privilged=false", "privilged"),
         ("privileged=sometimes", "privileged"),
         ("config.healthzBindAddress=0.0.0.0", "healthzBindAddress"),
-        // Not built yet: proxy-ctl would refuse it too, on every node.
-        ("config.mode=nftables", "mode"),
+        ("config.mode=fast", "mode"),
         // Who asks for a PodMonitor has not said that anyone may read the metrics.
         ("monitoring.podMonitor.enabled=true", "monitoring.podMonitor.exposeToAnyone=true"),
     ];
@@ -146,6 +145,27 @@ pub(super) fn wrong_values_are_refused((): &mut ()) -> Result<()> {
             Ok(_) => bail!("--set {value} is accepted"),
             Err(error) => ensure!(format!("{error:#}").contains(named), "--set {value}: {error:#}"),
         }
+    }
+    match render(&["config.mode=iptables", "privileged=false"]) {
+        Ok(_) => bail!("mode iptables is accepted without privileges"),
+        Err(error) => ensure!(format!("{error:#}").contains("privileged: mode iptables"), "{error:#}"),
+    }
+    Ok(())
+}
+
+pub(super) fn the_nodes_modules_are_mounted_where_they_are_wanted((): &mut ()) -> Result<()> {
+    for (values, expected) in [
+        (&["config.mode=ipvs"][..], true),
+        (&["config.mode=ipvs", "kernelModules=false"], false),
+        (&["privileged=false"], false),
+    ] {
+        let objects = render(values)?;
+        let pod = &files::of_kind(&objects, "DaemonSet")?["spec"]["template"]["spec"];
+        let names = |list: &serde_json::Value| {
+            list.as_array().is_some_and(|all| all.iter().any(|one| one["name"] == "lib-modules"))
+        };
+        let found = [&pod["volumes"], &pod["containers"][0]["volumeMounts"]].map(names);
+        ensure!(found == [expected; 2], "{values:?}: {found:?}");
     }
     Ok(())
 }

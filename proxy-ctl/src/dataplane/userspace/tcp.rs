@@ -20,7 +20,7 @@ use super::shared::{Permit, Portal, count};
 pub(super) const DIAL_TIMEOUTS: [Duration; 4] =
     [Duration::from_millis(250), Duration::from_millis(500), Duration::from_secs(1), Duration::from_secs(2)];
 
-/// After a failure that is not of one client.
+/// After a failure that is not of one client: those who wait stay so, and to accept again at once would only fail again.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// A peer that is gone without a word is found so.
 const KEEPALIVE: Duration = Duration::from_secs(15);

@@ -120,12 +120,14 @@ fn expires(world: &mut World, _: Variant) -> Result<()> {
     let first = servers(world)?;
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(u64::from(SECONDS) * 2) {
+        // Each connection prolongs affinity: it must outlast its own time, and no sign tells that.
         thread::sleep(Duration::from_secs(1));
         let asked = Instant::now();
         let now = servers(world)?;
         ensure!(asked.elapsed() < Duration::from_secs(u64::from(SECONDS) - 2), "this machine is too slow");
         ensure!(now == first, "after {:?}: {now:?}, before {first:?}", start.elapsed());
     }
+    // It expires while nobody connects: to look for it would prolong it.
     thread::sleep(Duration::from_secs(u64::from(SECONDS) + 2));
     let last = servers(world)?;
     ensure!(last != first, "affinity of {SECONDS} s has not expired");

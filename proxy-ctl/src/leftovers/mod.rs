@@ -8,6 +8,7 @@
 //! Everything is done in the network namespace of the calling thread.
 
 mod at_work;
+mod counters;
 mod ipvs;
 mod legacy;
 mod marks;
@@ -75,6 +76,7 @@ pub enum PartKind {
     VirtualServers,
     IpSets,
     Devices,
+    PacketCounters,
 }
 
 impl PartKind {
@@ -90,6 +92,7 @@ impl PartKind {
             Self::VirtualServers => ("virtual server", "virtual servers"),
             Self::IpSets => ("set", "sets"),
             Self::Devices => ("device", "devices"),
+            Self::PacketCounters => ("packet counter", "packet counters"),
         }
     }
 }
@@ -262,6 +265,9 @@ impl Leftovers {
         if !at_work.contains(&Mode::Ipvs) {
             ipvs::find(keeps, &mut found);
         }
+        if scope.has(&[Mode::Iptables]) {
+            counters::find(&mut found);
+        }
         found
     }
 
@@ -295,6 +301,9 @@ impl Leftovers {
             removed.note(rules);
         }
         self.legacy.remove(purpose, scope, &pending.legacy, removed);
+        if scope.has(&[Mode::Iptables]) {
+            counters::remove(removed);
+        }
         if !ipvs_stays {
             ipvs::remove_sets(&pending.sets, removed);
             if pending.device {

@@ -35,6 +35,12 @@ pub const NODE_PORT_HOST: &str = "KUBE-NODEPORT-HOST";
 pub const NODE_PORTS_COMMENT: &str =
     "handle service NodePorts; NOTE: this must be the last rule in the chain";
 
+/// Of mode iptables (nfacct): packets that conntrack found invalid, and that were dropped.
+pub const INVALID_DROPPED: &str = "ct_state_invalid_dropped_pkts";
+/// The same: packets to node ports on 127.0.0.1.
+pub const LOCALHOST_ACCEPTED: &str = "localhost_nps_accepted_pkts";
+pub const PACKET_COUNTERS: [&str; 2] = [INVALID_DROPPED, LOCALHOST_ACCEPTED];
+
 /// The modes that write a chain.
 type Writers = &'static [Mode];
 

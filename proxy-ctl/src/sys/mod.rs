@@ -19,6 +19,7 @@ pub mod namespace;
 pub mod namespace_lock;
 pub mod netlink;
 pub mod nftables;
+pub mod packet_counters;
 pub mod ready;
 pub mod sampler;
 pub mod tc;

@@ -8,6 +8,7 @@ use super::{
 };
 use crate::{
     dataplane::{Host, own_rules},
+    leftovers::names::INVALID_DROPPED,
     mode::Mode,
     model::objects::IpFamily,
 };
@@ -48,6 +49,13 @@ pub(super) struct Abilities {
     pub(super) random_fully: bool,
     /// Packets that conntrack finds invalid are dropped; not where it is liberal (`nf_conntrack_tcp_be_liberal`).
     pub(super) drop_invalid: bool,
+    /// Packets are counted by nfacct, as far as invalid ones are dropped.
+    pub(super) counts_packets: bool,
+}
+
+/// Matches everything, and counts it.
+pub(super) fn count(counter: &str) -> String {
+    format!("-m nfacct --nfacct-name {counter} ")
 }
 
 impl BaseRules {
@@ -66,7 +74,8 @@ impl BaseRules {
         let mut forwarding = Vec::new();
         if abilities.drop_invalid {
             // Such a packet of a translated connection would reach the client untranslated, which would reset it.
-            forwarding.push("-m conntrack --ctstate INVALID -j DROP".to_owned());
+            let counted = if abilities.counts_packets { count(INVALID_DROPPED) } else { String::new() };
+            forwarding.push(format!("-m conntrack --ctstate INVALID {counted}-j DROP"));
         }
         forwarding.push(format!(
             "{} -m mark --mark {mark:#x}/{mark:#x} -j ACCEPT",
@@ -82,8 +91,7 @@ impl BaseRules {
             chain(Table::Filter, names::FORWARD, &forwarding),
         ];
         chains.extend(Table::ALL.map(|table| chain(table, names::CANARY, &[])));
-        let serves_localhost = family == IpFamily::Ipv4
-            && host.node_port_addresses.iter().any(|address| address.is_ipv4() && address.is_loopback());
+        let serves_localhost = serves_localhost(family, host);
         let martians = serves_localhost.then(|| {
             format!(
                 "! -s 127.0.0.0/8 -d 127.0.0.0/8 {} -m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP",
@@ -114,6 +122,12 @@ impl BaseRules {
         let of_services = || self.node_ports.len() + usize::from(self.mark.is_some());
         own.sum::<usize>() + jumps + if table == Table::Nat { of_services() } else { 0 }
     }
+}
+
+/// Node ports on 127.0.0.1.
+pub(super) fn serves_localhost(family: IpFamily, host: &Host) -> bool {
+    family == IpFamily::Ipv4
+        && host.node_port_addresses.iter().any(|address| address.is_ipv4() && address.is_loopback())
 }
 
 /// In the order in which kube-proxy's lie.

@@ -28,7 +28,14 @@ impl Counts {
     }
 }
 
-pub(super) fn families(counts: &[Counts]) -> Vec<MetricFamily> {
+/// Packets that rules have counted; `None`: nothing counts them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct PacketCounts {
+    pub(super) invalid: Option<u64>,
+    pub(super) localhost: Option<u64>,
+}
+
+pub(super) fn families(counts: &[Counts], packets: PacketCounts) -> Vec<MetricFamily> {
     let of_family = |of: &Counts| -> Labels { [("ip_family", of.family.name().into())].into() };
     let counter = |name, help, value: fn(&Counts) -> u64| MetricFamily {
         name,
@@ -51,7 +58,13 @@ pub(super) fn families(counts: &[Counts]) -> Vec<MetricFamily> {
             samples: counts.iter().flat_map(of_tables).collect(),
         }
     };
-    vec![
+    let of_packets = |name, help, count: Option<u64>| MetricFamily {
+        name,
+        help,
+        kind: MetricType::Counter,
+        samples: count.map(|count| (Labels::from([]), count)).into_iter().collect(),
+    };
+    let mut families = vec![
         metrics::restore_failures(counts.iter().map(|of| (of.family, of.failures.all))),
         counter(
             "kubeproxy_sync_proxy_rules_iptables_partial_restore_failures",
@@ -62,11 +75,24 @@ pub(super) fn families(counts: &[Counts]) -> Vec<MetricFamily> {
         by_table("kubeproxy_sync_proxy_rules_iptables_last", "Rules that the last write has written", |of| {
             of.last
         }),
-    ]
+        of_packets(
+            "kubeproxy_iptables_ct_state_invalid_dropped_packets",
+            "Packets that were dropped, as connection tracking found them invalid",
+            packets.invalid,
+        ),
+        of_packets(
+            "kubeproxy_iptables_localhost_nodeports_accepted_packets",
+            "Packets to node ports on 127.0.0.1 that opened a connection",
+            packets.localhost,
+        ),
+    ];
+    families.retain(|family| !family.samples.is_empty());
+    families
 }
 
 #[cfg(test)]
 pub(crate) fn sample_metrics() -> Vec<MetricFamily> {
     let failures = Failures { all: 2, partial: 1 };
-    families(&[Counts { family: IpFamily::Ipv4, failures, rules: [0, 43, 17], last: [0, 3, 1] }])
+    let counts = Counts { family: IpFamily::Ipv4, failures, rules: [0, 43, 17], last: [0, 3, 1] };
+    families(&[counts], PacketCounts { invalid: Some(3), localhost: Some(2) })
 }

@@ -6,7 +6,7 @@
 
 use std::{fs, io, sync::Arc, time::Duration};
 
-use self::{base::Abilities, error::Error, rules::Table, writer::Writer};
+use self::{base::Abilities, error::Error, metrics::PacketCounts, rules::Table, writer::Writer};
 use super::{
     Applied, Dataplane, Host, MetricFamily, NodeSnapshot, Programmed, Snapshot, TableUsage, Unsupported,
     Usage,
@@ -16,15 +16,19 @@ use super::{
 };
 use crate::{
     config::Config,
-    leftovers,
+    leftovers::{
+        self,
+        names::{INVALID_DROPPED, LOCALHOST_ACCEPTED, PACKET_COUNTERS},
+    },
     mode::Mode,
     model::{
         desired::{Changes, DesiredPort},
         objects::IpFamily,
     },
     sys::{
-        has_ipv6,
+        CallError, has_ipv6,
         namespace_lock::NamespaceLock,
+        packet_counters::PacketCounters,
         xtables::{self, Backend, Tools},
     },
 };
@@ -84,6 +88,8 @@ fn route_localnet(config: &Config) -> Result<(), Error> {
 #[derive(Debug)]
 pub struct IptablesDataplane {
     writers: Vec<Writer>,
+    /// Whether packet counters are there; `None`: before the first resync.
+    has_counters: Option<bool>,
     _lock: NamespaceLock,
 }
 
@@ -93,11 +99,28 @@ impl IptablesDataplane {
         let lock = lock(Mode::Iptables)?;
         let writer = |(family, tools): (IpFamily, Tools)| {
             let random_fully = tools.has_random_fully();
-            Ok(Writer::new(family, tools, Abilities { random_fully, drop_invalid: !is_liberal()? }))
+            Ok(Writer::new(family, tools, Abilities { random_fully, drop_invalid: !is_liberal()?, counts_packets: false }))
         };
         let writers = families(backend).into_iter().map(writer).collect::<Result<_, Error>>()?;
-        Ok(Self { writers, _lock: lock })
+        Ok(Self { writers, has_counters: None, _lock: lock })
     }
+}
+
+/// False: the kernel has no packet counters.
+fn make_counters() -> Result<bool, CallError> {
+    let counters = PacketCounters::open()?;
+    for name in PACKET_COUNTERS {
+        if !counters.create(name)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn read_counters() -> Result<PacketCounts, CallError> {
+    let counters = PacketCounters::open()?;
+    let [invalid, localhost] = [INVALID_DROPPED, LOCALHOST_ACCEPTED].map(|name| counters.packets(name));
+    Ok(PacketCounts { invalid: invalid?, localhost: localhost? })
 }
 
 /// The families that this node can be programmed in.
@@ -226,6 +249,15 @@ impl Dataplane for IptablesDataplane {
     }
 
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, super::Error> {
+        if self.has_counters.is_none() {
+            let has_counters = make_counters().map_err(Error::from)?;
+            if has_counters {
+                self.writers.iter_mut().for_each(Writer::count_packets);
+            } else {
+                tracing::info!("packets are not counted: the kernel has no CONFIG_NETFILTER_NETLINK_ACCT");
+            }
+            self.has_counters = Some(has_counters);
+        }
         self.in_each(|writer| writer.resync(desired))
     }
 
@@ -239,7 +271,9 @@ impl Dataplane for IptablesDataplane {
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
         let counts: Vec<_> = self.writers.iter().map(metrics::Counts::of).collect();
-        Ok(metrics::families(&counts))
+        let is_counted = self.writers.iter().any(Writer::counts_packets);
+        let packets = if is_counted { read_counters().map_err(Error::from)? } else { PacketCounts::default() };
+        Ok(metrics::families(&counts, packets))
     }
 
     fn min_interval(&self, configured: Duration) -> Duration {

@@ -6,12 +6,16 @@ use std::net::{IpAddr, SocketAddr};
 
 use ipnet::IpNet;
 
-use super::names::{self, PortChains};
+use super::{
+    base::{Abilities, count, serves_localhost},
+    names::{self, PortChains},
+};
 use crate::{
     dataplane::{
         Host, LocalTraffic,
         netfilter::{ClientPolicy, EndpointSet, Masquerade, Outcome, PortPolicy},
     },
+    leftovers::names::LOCALHOST_ACCEPTED,
     model::{
         desired::{DesiredPort, Endpoint, Frontend, FrontendKind},
         objects::{IpFamily, TrafficPolicy},
@@ -118,12 +122,19 @@ pub(super) struct PortSettings {
     host: Host,
     /// Addresses of the node that loadBalancerSourceRanges may contain.
     node_addresses: Vec<IpAddr>,
+    /// Packets to node ports on 127.0.0.1 are counted.
+    counts_localhost: bool,
     /// Rules of single endpoints have comments.
     pub(super) endpoint_comments: bool,
 }
 
 impl PortSettings {
-    pub(super) fn new(family: IpFamily, host: &Host, endpoint_comments: bool) -> Self {
+    pub(super) fn new(
+        family: IpFamily,
+        host: &Host,
+        abilities: Abilities,
+        endpoint_comments: bool,
+    ) -> Self {
         let (from_pods, not_from_pods) = match &host.local_traffic {
             LocalTraffic::FromCidrs(cidrs) => {
                 let own = cidrs.iter().find(|cidr| IpFamily::of(cidr.addr()) == family);
@@ -148,6 +159,7 @@ impl PortSettings {
                 ..Host::default()
             },
             node_addresses: host.masquerade_addresses.iter().filter(is_own).copied().collect(),
+            counts_localhost: abilities.counts_packets && serves_localhost(family, host),
             endpoint_comments,
         }
     }
@@ -226,6 +238,11 @@ impl PortRenderer<'_> {
                 }
             };
             rules.push((shared, format!("{matches} -j {chain}")));
+            if frontend.kind == FrontendKind::NodePort && self.settings.counts_localhost {
+                // Goes before the other, as it is inserted after it.
+                let counted = count(LOCALHOST_ACCEPTED);
+                rules.push((shared, format!("-d 127.0.0.0/8 {matches} {counted}-j {chain}")));
+            }
             if is_guarded {
                 let why = self.comment(&format!(" traffic not accepted by {}", self.names.firewall()));
                 let matches = self.destination(frontend, &why);

@@ -91,7 +91,9 @@ impl Reader {
             return;
         };
         let (title, what) = comment.split_once(' ').unwrap_or((&comment, ""));
-        let address = after(rule, &["-d"]).and_then(|text| text.parse::<IpNet>().ok()).map(|net| net.addr());
+        // Of node ports it is what a rule counts.
+        let address = after(rule, &["-d"]).filter(|_| shared != SharedChain::NodePorts);
+        let address = address.and_then(|text| text.parse::<IpNet>().ok()).map(|net| net.addr());
         let port = after(rule, &["--dport"]).and_then(|text| text.parse().ok());
         let protocol = match after(rule, &["-p"]).as_deref() {
             Some("tcp") => Protocol::Tcp,

@@ -24,7 +24,7 @@ mod kernel;
 mod layout;
 mod read_back;
 
-const ABLE: Abilities = Abilities { random_fully: true, drop_invalid: true };
+const ABLE: Abilities = Abilities { random_fully: true, drop_invalid: true, counts_packets: false };
 
 fn host() -> Host {
     Host {
@@ -66,7 +66,7 @@ fn desired(services: Vec<Service>, slices: Vec<EndpointSlice>) -> Vec<Arc<Desire
 }
 
 fn settings(family: IpFamily, host: &Host) -> PortSettings {
-    PortSettings::new(family, host, true)
+    PortSettings::new(family, host, ABLE, true)
 }
 
 /// What is written where nothing is yet.

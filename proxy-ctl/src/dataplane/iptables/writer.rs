@@ -126,10 +126,19 @@ impl Writer {
         }
     }
 
+    /// Packets are counted, as far as the tools and the kernel can.
+    pub(super) fn count_packets(&mut self) {
+        self.abilities.counts_packets = self.abilities.drop_invalid;
+    }
+
+    pub(super) fn counts_packets(&self) -> bool {
+        self.abilities.counts_packets
+    }
+
     /// Before the first [`Self::resync`] nothing is written.
     pub(super) fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
         self.host = host.clone();
-        let settings = PortSettings::new(self.family, host, self.settings.endpoint_comments);
+        let settings = PortSettings::new(self.family, host, self.abilities, self.settings.endpoint_comments);
         let Some(before) = self.base.clone() else { return Ok(Applied::default()) };
         let base = BaseRules::new(self.family, host, self.abilities);
         if settings == self.settings && before == base {
@@ -206,15 +215,22 @@ impl Writer {
         let endpoints: usize = desired.iter().map(|port| port.endpoints.all.len()).sum();
         let most = if self.settings.endpoint_comments { MANY_ENDPOINTS } else { FEW_ENDPOINTS };
         let comments = endpoints <= most;
-        self.settings = PortSettings::new(self.family, &self.host, comments);
+        self.settings = PortSettings::new(self.family, &self.host, self.abilities, comments);
         self.last = [0; 3];
 
         let base = BaseRules::new(self.family, &self.host, self.abilities);
         let mut script = Script::default();
         plan::base(&state, &base, &mut script);
         let mut applied = Applied { written: u64::from(!script.is_empty()), removed: 0 };
-        if !script.is_empty() {
-            self.run(&script, Kind::Full)?;
+        if !script.is_empty()
+            && let Err(error) = self.run(&script, Kind::Full)
+        {
+            if !self.abilities.counts_packets || !matches!(error, ToolError::Failed { .. }) {
+                return Err(error.into());
+            }
+            tracing::warn!(%error, family = self.family.name(), "packets are not counted (nfacct)");
+            self.abilities.counts_packets = false;
+            return self.compare(desired);
         }
 
         let mut wanted = Wanted::default();

@@ -159,6 +159,13 @@ fn where_node_ports_are_served(
 #[case::bit(Host { masquerade_bit: 5, ..host() }, ABLE, "-j MARK --set-xmark 0x20/0x20", true)]
 #[case::without_random_fully(host(), Abilities { random_fully: false, ..ABLE }, "--random-fully", false)]
 #[case::conntrack_is_liberal(host(), Abilities { drop_invalid: false, ..ABLE }, "INVALID", false)]
+#[case::not_counted(host(), ABLE, "--ctstate INVALID -j DROP", true)]
+#[case::counted(
+    host(),
+    Abilities { counts_packets: true, ..ABLE },
+    "--ctstate INVALID -m nfacct --nfacct-name ct_state_invalid_dropped_pkts -j DROP",
+    true
+)]
 fn base_rules_follow_the_node(
     #[case] host: Host,
     #[case] abilities: Abilities,
@@ -168,4 +175,32 @@ fn base_rules_follow_the_node(
     let rules = BaseRules::new(IpFamily::Ipv4, &host, abilities);
     let has = rules.chains.iter().flat_map(|chain| &chain.rules).any(|rule| rule.contains(text));
     assert_eq!(has, expected);
+}
+
+#[rstest]
+#[case::counted(true, "127.0.0.1", IpFamily::Ipv4, true)]
+#[case::not_counted(false, "127.0.0.1", IpFamily::Ipv4, false)]
+#[case::not_on_localhost(true, "192.168.0.2", IpFamily::Ipv4, false)]
+#[case::no_localhost_of_ipv6(true, "::1", IpFamily::Ipv6, false)]
+fn packets_to_node_ports_on_localhost(
+    #[case] counts_packets: bool,
+    #[case] address: &str,
+    #[case] family: IpFamily,
+    #[case] is_counted: bool,
+) {
+    let host = Host { node_port_addresses: [ip(address)].into(), ..host() };
+    let settings = PortSettings::new(family, &host, Abilities { counts_packets, ..ABLE }, true);
+    let (services, slices) = several();
+    let ports = desired(services, slices);
+    let of_family = ports.iter().filter(|port| port.name.family == family);
+    let rules: Vec<String> =
+        of_family.flat_map(|port| port_rules(port, &settings).shared).map(|(_, rule)| rule).collect();
+    let counting: Vec<_> = rules.iter().filter(|rule| rule.contains("nfacct")).collect();
+    assert_ne!(counting.is_empty(), is_counted, "{counting:?}");
+    for rule in counting {
+        let uncounted = rule.replace("-d 127.0.0.0/8 ", "");
+        let uncounted = uncounted.replace("-m nfacct --nfacct-name localhost_nps_accepted_pkts ", "");
+        let at = |rule: &String| rules.iter().position(|other| other == rule);
+        assert!(at(&uncounted).unwrap() < at(rule).unwrap(), "what is inserted later is asked first");
+    }
 }

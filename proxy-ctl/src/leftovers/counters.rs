@@ -55,11 +55,7 @@ fn try_remove(removed: &mut Removal) -> Result<(), Error> {
     Ok(())
 }
 
-fn remove_one(
-    counters: &PacketCounters,
-    name: &str,
-    deadline: Instant,
-) -> Result<RemovedCounter, CallError> {
+fn remove_one(counters: &PacketCounters, name: &str, deadline: Instant) -> Result<RemovedCounter, CallError> {
     loop {
         let outcome = counters.remove(name)?;
         if outcome != RemovedCounter::InUse || Instant::now() >= deadline {

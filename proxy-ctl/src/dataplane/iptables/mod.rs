@@ -99,7 +99,11 @@ impl IptablesDataplane {
         let lock = lock(Mode::Iptables)?;
         let writer = |(family, tools): (IpFamily, Tools)| {
             let random_fully = tools.has_random_fully();
-            Ok(Writer::new(family, tools, Abilities { random_fully, drop_invalid: !is_liberal()?, counts_packets: false }))
+            Ok(Writer::new(
+                family,
+                tools,
+                Abilities { random_fully, drop_invalid: !is_liberal()?, counts_packets: false },
+            ))
         };
         let writers = families(backend).into_iter().map(writer).collect::<Result<_, Error>>()?;
         Ok(Self { writers, has_counters: None, _lock: lock })
@@ -272,7 +276,8 @@ impl Dataplane for IptablesDataplane {
     fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
         let counts: Vec<_> = self.writers.iter().map(metrics::Counts::of).collect();
         let is_counted = self.writers.iter().any(Writer::counts_packets);
-        let packets = if is_counted { read_counters().map_err(Error::from)? } else { PacketCounts::default() };
+        let packets =
+            if is_counted { read_counters().map_err(Error::from)? } else { PacketCounts::default() };
         Ok(metrics::families(&counts, packets))
     }
 

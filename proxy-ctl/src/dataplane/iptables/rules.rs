@@ -129,12 +129,7 @@ pub(super) struct PortSettings {
 }
 
 impl PortSettings {
-    pub(super) fn new(
-        family: IpFamily,
-        host: &Host,
-        abilities: Abilities,
-        endpoint_comments: bool,
-    ) -> Self {
+    pub(super) fn new(family: IpFamily, host: &Host, abilities: Abilities, endpoint_comments: bool) -> Self {
         let (from_pods, not_from_pods) = match &host.local_traffic {
             LocalTraffic::FromCidrs(cidrs) => {
                 let own = cidrs.iter().find(|cidr| IpFamily::of(cidr.addr()) == family);

@@ -55,7 +55,12 @@ impl Context {
             masquerade_all: host.masquerade_all,
             masquerade_bit: host.masquerade_bit,
             shares_addresses: host.shares_addresses,
-            service_cidrs: host.service_cidrs.iter().copied().filter(|cidr| of_family(&cidr.addr())).collect(),
+            service_cidrs: host
+                .service_cidrs
+                .iter()
+                .copied()
+                .filter(|cidr| of_family(&cidr.addr()))
+                .collect(),
             ..Host::default()
         };
         Self { language: Language { family }, host }

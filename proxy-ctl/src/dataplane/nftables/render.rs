@@ -273,7 +273,8 @@ impl<'a> Port<'a> {
         let language = self.language();
         let returns = |condition| rule([condition, vec![Expression::Verdict(Verdict::Return)]]);
         let ranges = &self.port.source_ranges;
-        let mut rules: Vec<Rule> = ranges.iter().map(|range| returns(language.is_in(Side::Source, *range))).collect();
+        let mut rules: Vec<Rule> =
+            ranges.iter().map(|range| returns(language.is_in(Side::Source, *range))).collect();
         // A node that may use them may have chosen one as its source address.
         let node = &self.context.host.masquerade_addresses;
         if node.iter().any(|address| ranges.iter().any(|range| range.contains(address))) {

@@ -49,7 +49,9 @@ impl ResourceKind {
     /// The consequence, where the kind cannot be watched.
     pub(super) const fn without(self) -> &'static str {
         match self {
-            Self::ServiceCidrs => "packets to service addresses that no Service has are not dropped, everything else works",
+            Self::ServiceCidrs => {
+                "packets to service addresses that no Service has are not dropped, everything else works"
+            }
             Self::Nodes => {
                 "after 30 s the proxy starts without its Node: Services are served, zone and addresses of the node are \
                  not known, /healthz answers 503"

@@ -248,7 +248,8 @@ fn addresses_of_service_cidrs(
     #[case] shares_addresses: bool,
     #[case] expected: BTreeSet<Fate>,
 ) {
-    let service_cidrs = ["172.30.0.0/24", "172.31.0.0/28", "fd00:10:96::/112"].map(|cidr| cidr.parse().unwrap());
+    let service_cidrs =
+        ["172.30.0.0/24", "172.31.0.0/28", "fd00:10:96::/112"].map(|cidr| cidr.parse().unwrap());
     let host = Host { service_cidrs: service_cidrs.into(), shares_addresses, ..host() };
     assert_eq!(rules(&host, web(), vec![there()]).fates(tcp(POD, to)), expected);
 }

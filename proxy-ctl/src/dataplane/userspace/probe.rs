@@ -81,7 +81,11 @@ mod tests {
     fn iptables_leads_clients_where_the_kernel_has_no_nf_tables() {
         let config =
             "CONFIG_NETFILTER_XTABLES=y\nCONFIG_NETFILTER_XT_TARGET_REDIRECT=y\nCONFIG_NF_CONNTRACK=y\n";
-        let host = Host::named("microvm 6.18").with("config", config);
+        let legacy = |program: &str| format!("{program} v1.8.9 (legacy)");
+        let host = Host::named("microvm 6.18")
+            .with("config", config)
+            .with("iptables", &legacy("iptables"))
+            .with("ip6tables", &legacy("ip6tables"));
         let probe = probe(&Config::default(), &host.facts());
         assert!(probe.can_run(), "{probe:?}");
         assert_eq!(probe.requirements[2].found, "iptables");

@@ -161,7 +161,7 @@ pub(super) fn the_nodes_modules_are_mounted_where_they_are_wanted((): &mut ()) -
     ] {
         let objects = render(values)?;
         let pod = &files::of_kind(&objects, "DaemonSet")?["spec"]["template"]["spec"];
-        let names = |list: &serde_json::Value| {
+        let names = |list: &Value| {
             list.as_array().is_some_and(|all| all.iter().any(|one| one["name"] == "lib-modules"))
         };
         let found = [&pod["volumes"], &pod["containers"][0]["volumeMounts"]].map(names);

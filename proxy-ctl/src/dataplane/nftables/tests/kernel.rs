@@ -293,6 +293,6 @@ fn as_root_there_is_one_writer() {
     in_own_namespace();
     let _first = opened();
     let Err(error) = NftablesDataplane::open() else { panic!("it is taken") };
-    let expected = format!("(process {})", std::process::id());
+    let expected = format!("process {},", std::process::id());
     assert!(error.to_string().contains(&expected), "{error}");
 }

@@ -39,7 +39,9 @@ fn chains(family: IpFamily, wanted: &Wanted) -> Chains {
     };
     let (mut portals_container, mut portals_host) = (Vec::new(), Vec::new());
     let (mut node_container, mut node_host) = (Vec::new(), Vec::new());
-    portals_container.extend(own_rules::mark(Mode::Userspace));
+    // The last rule that uses connection tracking ends it, and the translation of established connections with it.
+    let mark = own_rules::mark(Mode::Userspace);
+    portals_container.extend(mark.map(|mark| format!("-m conntrack --ctstate NEW {mark}")));
     for (name, leads) in wanted.ports.iter().filter(|(name, _)| name.family == family) {
         for (led, port) in of_port(name, leads) {
             let (container, host, address) = match led.frontend.kind {
@@ -146,7 +148,8 @@ mod tests {
         let of_ipv4 = chains(IpFamily::Ipv4, &wanted);
         let matches = "-p tcp -m comment --comment \"default/web\" -m tcp --dport";
         let [container, host] = [PORTALS_CONTAINER, PORTALS_HOST].map(|chain| &of_ipv4[&(TABLE, chain)]);
-        assert_eq!(container[0], "-m comment --comment \"proxy-ctl in mode userspace\"");
+        let mark = "-m conntrack --ctstate NEW -m comment --comment \"proxy-ctl in mode userspace\"";
+        assert_eq!(container[0], mark);
         let cluster_ip = format!("-d 10.96.0.1/32 {matches} 80 -j ");
         assert_eq!(container[1], format!("{cluster_ip}DNAT --to-destination 192.0.2.1:40000"));
         assert_eq!(host[0], format!("{cluster_ip}REDIRECT --to-ports 40000"));

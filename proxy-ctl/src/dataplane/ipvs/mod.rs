@@ -33,6 +33,7 @@ use crate::{
         desired::{Changes, DesiredPort, ServicePortName},
         objects::IpFamily,
     },
+    node::modprobe::modprobe,
     sys::{
         ipvs::{Balancing, Ipvs, ServerChange, Timeouts, VirtualSocket},
         link,
@@ -100,6 +101,10 @@ fn check_scheduler(ipvs: &Ipvs, scheduler: &str) -> Result<(), Error> {
     if ipvs.servers()?.iter().any(|server| *server.balancing.scheduler == *scheduler) {
         return Ok(());
     }
+    // Asked for by a virtual server, the kernel loads the module with IPVS locked, which the end of any network namespace
+    // waits for; `lblc` and `lblcr` wait for that end in turn, and nothing goes on (seen on 6.1).
+    let loaded = modprobe(&format!("ip_vs_{scheduler}"));
+    tracing::debug!(scheduler, ?loaded, "modprobe");
     let socket =
         VirtualSocket { protocol: libc::IPPROTO_TCP as u16, address: ([198, 51, 100, 0], 20_000).into() };
     let balancing = Balancing { scheduler: scheduler.into(), affinity_seconds: None, by_source_port: false };

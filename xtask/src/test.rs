@@ -19,7 +19,7 @@ use crate::{
         Choice::{Bin, Libraries, Test},
         TestPrograms,
     },
-    vm::{self, Machine},
+    vm::{self, Extent, Machine},
 };
 
 #[derive(Args)]
@@ -30,7 +30,7 @@ pub(crate) struct Arguments {
     /// Whole sets of scenarios in the modes nftables, iptables, ipvs and userspace, in place of the core ones
     #[arg(long)]
     all_modes: bool,
-    /// Also run the core scenarios on kernels 5.10, 6.1, 6.12, the newest and arm64, in virtual machines
+    /// Also run the core scenarios of mode ipvs on kernel 6.1, and of mode ebpf on kernels 5.10, 6.1, 6.12, the newest and arm64, in virtual machines
     #[arg(long)]
     all_kernels: bool,
     /// Only suites whose name contains this
@@ -79,7 +79,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     }
     if arguments.all_kernels {
         for machine in std::iter::once(&vm::IPVS).chain(&vm::OTHERS) {
-            total.add_machine(*machine, arguments)?;
+            total.add_machine(*machine, Extent::Core, &programs, arguments)?;
         }
     }
     println!("in {} s", start.elapsed().as_secs());
@@ -121,15 +121,21 @@ impl Total {
 
 impl Total {
     /// Others than those that are asked for are not downloaded.
-    fn add_machine(&mut self, machine: Machine, arguments: &Arguments) -> Result<()> {
+    fn add_machine(
+        &mut self,
+        machine: Machine,
+        extent: Extent,
+        programs: &TestPrograms,
+        arguments: &Arguments,
+    ) -> Result<()> {
         let name = machine.name();
         if !name.contains(&arguments.suite) {
             return Ok(());
         }
         match machine.provide() {
-            Ok(()) => self.add(machine.suite()?, arguments),
+            Ok(()) => self.add(machine.suite(extent, programs)?, arguments),
             Err(error) => {
-                let reason = format!("its kernel could not be fetched: {error:#}");
+                let reason = format!("the machine cannot be had here: {error:#}");
                 println!("{name:<22} skipped: {reason}");
                 self.count.skipped += 1;
                 self.skips.push(format!("{name}: {reason}"));

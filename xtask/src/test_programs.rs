@@ -33,6 +33,8 @@ struct TestProgram {
 pub(crate) enum Choice<'a> {
     /// The unit tests of every library.
     Libraries,
+    /// Of one library.
+    Library(&'a str),
     Bin(&'a str),
     Test(&'a str),
 }
@@ -70,6 +72,11 @@ impl TestPrograms {
         self.suite_by(|program| as_root(program), name, choices, harness)
     }
 
+    pub(crate) fn executable(&self, choice: Choice<'_>) -> Result<&Path> {
+        let program = self.0.iter().find(|program| choice.is(program));
+        Ok(&program.with_context(|| format!("cargo has built no program for {choice:?}"))?.executable)
+    }
+
     fn suite_by(
         &self,
         command: impl Fn(&Path) -> Command,
@@ -99,6 +106,7 @@ impl Choice<'_> {
     fn is(&self, program: &TestProgram) -> bool {
         match self {
             Self::Libraries => program.kind == "lib",
+            Self::Library(name) => program.kind == "lib" && program.target == *name,
             Self::Bin(name) => program.kind == "bin" && program.target == *name,
             Self::Test(name) => program.kind == "test" && program.target == *name,
         }

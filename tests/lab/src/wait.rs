@@ -6,7 +6,8 @@ use anyhow::{Result, bail};
 
 const BETWEEN_LOOKS: Duration = Duration::from_millis(5);
 
-/// How many times longer than usual to wait: `LAB_PATIENCE`, for machines that are emulated.
+/// How many times longer than usual to wait, also between two looks: `LAB_PATIENCE`, for machines that are emulated, where
+/// looking takes the time of what is waited for.
 fn patience() -> u32 {
     std::env::var("LAB_PATIENCE").ok().and_then(|factor| factor.parse().ok()).unwrap_or(1)
 }
@@ -19,7 +20,7 @@ pub fn until<T>(
     mut condition: impl FnMut() -> Result<Option<T>, String>,
 ) -> Result<T> {
     let start = Instant::now();
-    let limit = limit * patience();
+    let (limit, between_looks) = (limit * patience(), BETWEEN_LOOKS * patience());
     let mut last = String::new();
     loop {
         match condition() {
@@ -31,6 +32,6 @@ pub fn until<T>(
             let because = if last.is_empty() { String::new() } else { format!(": {last}") };
             bail!("{what}: not after {} s{because}", limit.as_secs_f32());
         }
-        std::thread::sleep(BETWEEN_LOOKS);
+        std::thread::sleep(between_looks);
     }
 }

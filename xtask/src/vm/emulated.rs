@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context as _, Result, anyhow};
 
-use super::Kernel;
+use super::{Kernel, LONGEST};
 use crate::{
     cache,
     command::{run as execute, target},
@@ -42,13 +42,19 @@ const OURS: [&str; 3] = ["proxy-ctl", "lab-agent", "behaviour"];
 const UNREAD: [&str; 3] = ["usr/share", "var", "usr/lib/aarch64-linux-gnu/gconv"];
 /// The guest's last line if all went well: its exit status does not come out of the machine.
 const SUCCEEDED: &str = "guest: succeeded";
-/// In seconds. A machine that hangs says nothing.
-const LONGEST: &str = "2400";
+
+/// Downloads what is missing.
+pub(super) fn provide(kernel: Kernel) -> Result<()> {
+    setup::install_for_vm()?;
+    setup::install_for_emulation()?;
+    let folder = cache::folder("vm")?;
+    kernel_files(kernel, &folder)?;
+    userland(&folder)?;
+    Ok(())
+}
 
 /// As [`super::Machine::command`]; also builds the programs.
 pub(super) fn command(kernel: Kernel, filter: &str) -> Result<Command> {
-    setup::install_for_vm()?;
-    setup::install_for_emulation()?;
     let folder = cache::folder("vm")?;
     let kernel_files = kernel_files(kernel, &folder)?;
     let userland = userland(&folder)?;

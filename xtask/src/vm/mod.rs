@@ -5,7 +5,7 @@
 mod emulated;
 
 use std::{
-    fs,
+    env, fs,
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
@@ -16,10 +16,11 @@ use clap::{Args, ValueEnum};
 
 use crate::{
     cache,
-    command::{as_root, cargo, find, output},
+    command::{as_root, find},
     packages::PrivateApt,
     setup,
     suites::{Kind, Suite},
+    test_programs::{Choice, TestPrograms},
 };
 
 #[derive(Args)]
@@ -33,6 +34,9 @@ pub(crate) struct Arguments {
     /// Whose scenarios
     #[arg(long, value_enum, default_value = "ebpf")]
     mode: TestedMode,
+    /// With one protocol of each family, and of mode ipvs nothing but its own scenarios
+    #[arg(long)]
+    lean: bool,
     /// Only scenarios whose name contains this
     #[arg(long, default_value = "")]
     filter: String,
@@ -59,26 +63,40 @@ pub(crate) enum Kernel {
 /// Whose core scenarios a machine runs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 enum TestedMode {
+    /// Both paths
     Ebpf,
-    /// With the tests of IPVS and ipset, which kernels without them skip.
+    /// With what most kernels lack too: tests of IPVS and ipset, and SCTP in the other modes
     Ipvs,
 }
 
+/// One run of the behaviour scenarios.
+struct Scenarios {
+    /// Which proxies, and paths of mode ebpf.
+    flags: &'static str,
+    /// What their names contain, unless a filter is asked for.
+    names: &'static str,
+}
+
+const IPVS_SCENARIOS: Scenarios = Scenarios { flags: "--proxy ipvs", names: "" };
+/// Mode ebpf hands it to another mode.
+const SCTP_SCENARIOS: Scenarios =
+    Scenarios { flags: "--proxy nftables --proxy iptables --proxy ebpf --path sockets", names: "SCTP" };
+
 impl TestedMode {
-    /// Flags of the behaviour scenarios.
-    const fn flags(self) -> &'static str {
-        match self {
-            Self::Ebpf => "--path sockets --path packets",
-            Self::Ipvs => "--proxy ipvs",
+    const fn scenarios(self, extent: Extent) -> &'static [Scenarios] {
+        match (self, extent) {
+            (Self::Ebpf, _) => &[Scenarios { flags: "--path sockets --path packets", names: "" }],
+            (Self::Ipvs, Extent::Lean) => &[IPVS_SCENARIOS],
+            (Self::Ipvs, Extent::Core) => &[IPVS_SCENARIOS, SCTP_SCENARIOS],
         }
     }
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Extent {
+pub(crate) enum Extent {
     /// The core scenarios
     Core,
-    /// with one protocol of each family.
+    /// with one protocol of each family, and of mode ipvs nothing but its own.
     Lean,
 }
 
@@ -103,10 +121,10 @@ const fn amd64(kernel: Kernel, mode: TestedMode) -> Machine {
     Machine { kernel, arch: Architecture::Amd64, mode }
 }
 
-/// The one that every run of the tests has: for what the kernels of most machines that test lack.
+/// For what the kernels of most machines that test lack.
 pub(crate) const IPVS: Machine = amd64(Kernel::V6_1, TestedMode::Ipvs);
 
-/// Those that only `test --all-kernels` runs.
+/// The others of `test --all-kernels`.
 pub(crate) const OTHERS: [Machine; 5] = [
     amd64(Kernel::V5_10, TestedMode::Ebpf),
     amd64(Kernel::V6_1, TestedMode::Ebpf),
@@ -115,6 +133,14 @@ pub(crate) const OTHERS: [Machine; 5] = [
     Machine { kernel: Kernel::V6_12, arch: Architecture::Arm64, mode: TestedMode::Ebpf },
 ];
 
+/// In seconds. A machine that hangs says nothing.
+const LONGEST: &str = "2400";
+/// What is emulated is that much slower.
+const PATIENCE: u32 = 10;
+/// Each is a thread here.
+const CPUS: u32 = 2;
+/// Without it the kernel distrusts the emulated TSC and takes the HPET, each look at which is emulated.
+const CLOCK: &str = "--append clocksource=tsc --append tsc=reliable";
 const VIRTME: &str = "virtme-ng==1.42";
 const SUITES: [&str; 3] = ["bullseye-security", "bookworm-security", "sid"];
 
@@ -143,8 +169,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     setup::run_setup()?;
     let machine = Machine { kernel: arguments.kernel, arch: arguments.arch, mode: arguments.mode };
     machine.provide()?;
-    let status =
-        machine.command(Extent::Core, &arguments.filter)?.status().context("starting the virtual machine")?;
+    let extent = if arguments.lean { Extent::Lean } else { Extent::Core };
+    let programs = TestPrograms::build()?;
+    let status = machine
+        .command(extent, &programs, &arguments.filter)?
+        .status()
+        .context("starting the virtual machine")?;
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -163,31 +193,27 @@ impl Machine {
     /// Downloads what is missing of the machine; an error is mostly one of the network.
     pub(crate) fn provide(self) -> Result<()> {
         match self.arch {
+            // It runs this machine's programs.
+            Architecture::Amd64 if env::consts::ARCH != "x86_64" => {
+                bail!("machines of amd64 need one of amd64 around them, this is {}", env::consts::ARCH)
+            }
             Architecture::Amd64 => {
                 virtme()?;
                 image(self.kernel).map(drop)
             }
-            Architecture::Arm64 => Ok(()),
+            Architecture::Arm64 => emulated::provide(self.kernel),
         }
     }
 
-    /// The core scenarios: of mode ebpf those of both paths, of mode ipvs with one protocol of each family.
-    pub(crate) fn suite(self) -> Result<Suite> {
-        Ok(Suite { name: self.name(), kind: Kind::Tests, commands: vec![self.command(self.extent(), "")?] })
-    }
-
-    /// Every run of the tests waits for the machine of mode ipvs.
-    const fn extent(self) -> Extent {
-        match self.mode {
-            TestedMode::Ebpf => Extent::Core,
-            TestedMode::Ipvs => Extent::Lean,
-        }
+    pub(crate) fn suite(self, extent: Extent, programs: &TestPrograms) -> Result<Suite> {
+        let commands = vec![self.command(extent, programs, "")?];
+        Ok(Suite { name: self.name(), kind: Kind::Tests, commands })
     }
 
     /// Downloads what is missing; the command runs the core scenarios whose names contain `filter`.
-    fn command(self, extent: Extent, filter: &str) -> Result<Command> {
+    fn command(self, extent: Extent, programs: &TestPrograms, filter: &str) -> Result<Command> {
         match self.arch {
-            Architecture::Amd64 => command(self.kernel, self.mode, extent, filter),
+            Architecture::Amd64 => command(self.kernel, &inside(programs, self.mode, extent, filter)?),
             Architecture::Arm64 if self.mode == TestedMode::Ipvs => {
                 bail!("mode ipvs is tested on amd64 only")
             }
@@ -196,55 +222,42 @@ impl Machine {
     }
 }
 
-fn command(kernel: Kernel, mode: TestedMode, extent: Extent, filter: &str) -> Result<Command> {
+/// A machine that does `inside` in its shell.
+fn command(kernel: Kernel, inside: &str) -> Result<Command> {
     let vng = virtme()?;
     let image = image(kernel)?;
-    let (behaviour, tests) = programs()?;
-    let own_tests = match mode {
-        TestedMode::Ebpf => String::new(),
-        TestedMode::Ipvs => format!(
-            "modprobe -a ip_vs ip_set dummy; {} --ignored --show-output ipvs:: ipset:: link:: || failed=1;",
-            tests.display()
-        ),
-    };
-    let inside = format!(
-        "mount -t bpf bpf /sys/fs/bpf 2>/dev/null; ip link set lo up; uname -r; failed=0; {own_tests} \
-         LAB_PATIENCE=10 {} {} {} '{filter}' || failed=1; exit $failed",
-        behaviour.display(),
-        extent.flags(),
-        mode.flags()
-    );
     // The guest's own redirections lose what was written before, so the pipe is on this side.
     let script = format!(
-        "set -o pipefail; PATH=\"{}:$PATH\" {} --run {} --user root --cpus 1 --memory 2G --disable-kvm \
-         -- \"$0\" </dev/null 2>&1 | cat",
+        "set -o pipefail; PATH=\"{}:$PATH\" timeout {LONGEST} {} --run {} --user root --cpus {CPUS} --memory 2G \
+         --disable-kvm {CLOCK} -- \"$0\" </dev/null 2>&1 | cat",
         vng.parent().unwrap_or(Path::new("/usr/bin")).display(),
         vng.display(),
         image.display()
     );
     let mut command = as_root("bash");
-    command.args(["-c", &script, &inside]).stdin(Stdio::null());
+    command.args(["-c", &script, inside]).stdin(Stdio::null());
     Ok(command)
 }
 
-/// Builds what runs inside, and answers where the behaviour scenarios and proxy-ctl's own tests are.
-fn programs() -> Result<(PathBuf, PathBuf)> {
-    // Tests of proxy-ctl and lab, so that cargo also builds proxy-ctl and lab-agent.
-    let choice = ["--lib", "--bin", "behaviour", "--test", "cli", "--test", "cluster"];
-    let mut build = cargo(&["test", "-q", "--no-run", "--message-format", "json"]);
-    let told = output(build.args(choice))?;
-    let built: Vec<serde_json::Value> =
-        told.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-    let program = |target: &str| {
-        let is_it = |message: &&serde_json::Value| {
-            message["target"]["name"] == target && message["profile"]["test"] == true
-        };
-        let found = built.iter().filter(is_it).find_map(|message| message["executable"].as_str());
-        found
-            .map(PathBuf::from)
-            .with_context(|| format!("cargo does not tell where the tests of {target} are"))
-    };
-    Ok((program("behaviour")?, program("proxy_ctl")?))
+/// What of the guest only costs time: udev looks at each device of the lab, and for a grace period all CPUs are waited for.
+const CALM: &str = "udevadm control --exit; echo 1 >/sys/kernel/rcu_expedited";
+
+/// What the guest's shell does: all of it, whatever fails.
+fn inside(programs: &TestPrograms, mode: TestedMode, extent: Extent, filter: &str) -> Result<String> {
+    let behaviour = programs.executable(Choice::Bin("behaviour"))?.display();
+    let unit_tests = programs.executable(Choice::Library("proxy_ctl"))?.display();
+    let mut runs = Vec::new();
+    if mode == TestedMode::Ipvs {
+        runs.push("modprobe -a ip_vs ip_set dummy".to_owned());
+        runs.push(format!("{unit_tests} --ignored --show-output ipvs:: ipset:: link::"));
+    }
+    for Scenarios { flags, names } in mode.scenarios(extent) {
+        let (extent, filter) = (extent.flags(), if filter.is_empty() { names } else { filter });
+        runs.push(format!("LAB_PATIENCE={PATIENCE} {behaviour} {extent} {flags} '{filter}'"));
+    }
+    let runs: String = runs.iter().map(|run| format!("{run} || failed=1; ")).collect();
+    let prepare = "mount -t bpf bpf /sys/fs/bpf 2>/dev/null; ip link set lo up; uname -r";
+    Ok(format!("{prepare}; {CALM}; failed=0; {runs}exit $failed"))
 }
 
 /// virtme-ng: from PATH, or installed into a Python environment of its own.

@@ -102,7 +102,7 @@ fn check_scheduler(ipvs: &Ipvs, scheduler: &str) -> Result<(), Error> {
         return Ok(());
     }
     // Asked for by a virtual server, the kernel loads the module with IPVS locked, which the end of any network namespace
-    // waits for; `lblc` and `lblcr` wait for that end in turn, and nothing goes on (seen on 6.1).
+    // waits for; `lblc` and `lblcr` wait for that end in turn, and nothing goes on (6.1).
     let loaded = modprobe(&format!("ip_vs_{scheduler}"));
     tracing::debug!(scheduler, ?loaded, "modprobe");
     let socket =

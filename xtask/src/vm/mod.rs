@@ -256,7 +256,9 @@ fn inside(programs: &TestPrograms, mode: TestedMode, extent: Extent, filter: &st
         runs.push(format!("LAB_PATIENCE={PATIENCE} {behaviour} {extent} {flags} '{filter}'"));
     }
     let runs: String = runs.iter().map(|run| format!("{run} || failed=1; ")).collect();
-    let prepare = "mount -t bpf bpf /sys/fs/bpf 2>/dev/null; ip link set lo up; uname -r";
+    // br_netfilter: or netfilter does not see answers between pods of one bridge; kubeadm asks nodes for it.
+    let prepare =
+        "mount -t bpf bpf /sys/fs/bpf 2>/dev/null; ip link set lo up; modprobe br_netfilter; uname -r";
     Ok(format!("{prepare}; {CALM}; failed=0; {runs}exit $failed"))
 }
 

@@ -154,7 +154,7 @@ const LEFT_OUT_IF_EMPTY: [&str; 5] = [
 ];
 
 /// Left out in other modes than their own: kube-proxy had them once.
-const LEFT_OUT_ELSEWHERE: [&str; 1] = ["udpIdleTimeout"];
+pub const LEFT_OUT_ELSEWHERE: [&str; 1] = ["udpIdleTimeout"];
 
 pub(super) fn of(config: &Config) -> Value {
     let mut root = Map::new();

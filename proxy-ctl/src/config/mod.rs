@@ -25,6 +25,7 @@ use std::{
 
 pub use access::Keyword;
 pub use command_line::{CommandLine, FlagError, VersionFormat};
+pub use document::LEFT_OUT_ELSEWHERE;
 pub use ebpf::{
     Algorithm, Ebpf, Forwarding, Interfaces, Limits, NamePattern, SocketLoadBalancing, SourceAddress, Xdp,
 };

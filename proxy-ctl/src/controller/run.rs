@@ -163,26 +163,14 @@ fn switch(
     if controller.reports.mode.borrow().modes == modes {
         return;
     }
-    let opened = opener.open(modes, &controller.config);
-    let done = opened.and_then(|dataplane| match waiting {
-        Some(waiting) => {
+    let Some(waiting) = waiting else { return controller.switch(modes, opener, now) };
+    match opener.open(modes, &controller.config) {
+        Ok(dataplane) => {
             *waiting = dataplane;
             controller.reports.mode.send_replace(ModeInForce::new(modes));
             controller.find_modes_to_retire(opener);
-            Ok(())
         }
-        None => controller.switch(modes, dataplane, now),
-    });
-    if let Err(error) = done {
-        controller.refuse_switch(modes, &error);
-        remove_attempt(controller, modes, opener);
-    }
-}
-
-/// What a mode has written before it failed to take over.
-fn remove_attempt(controller: &Controller, modes: Modes, opener: &dyn ModeOpener) {
-    if let Err(error) = opener.remove_retired(modes.mode, &controller.config) {
-        tracing::warn!(mode = %modes.mode, %error, "what the mode has written could not be removed");
+        Err(error) => controller.refuse_switch(modes, &error),
     }
 }
 

@@ -5,9 +5,9 @@ use std::{sync::Arc, time::Instant};
 use super::{Controller, coverage::CoverageTracker, host::host, service_intervals};
 use crate::{
     config::Config,
-    dataplane::{Dataplane, Error, Modes},
+    dataplane::{Dataplane, Effect, Error, Modes},
     mode::Mode,
-    model::desired::Changes,
+    model::desired::{Changes, DesiredPort},
     report::ModeInForce,
 };
 
@@ -15,8 +15,11 @@ use crate::{
 pub trait ModeOpener {
     fn open(&self, modes: Modes, config: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error>;
 
-    /// Modes that a predecessor has left, with connections that may need them.
+    /// Modes that a predecessor has left.
     fn to_retire(&self, at_work: Mode, config: &Config) -> Result<Vec<Mode>, Error>;
+
+    /// One of these, if connections may need it.
+    fn open_to_retire(&self, mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error>;
 
     /// Removes what the mode has programmed. False: something still has connections, and is to be removed later.
     fn remove_retired(&self, mode: Mode, config: &Config) -> Result<bool, Error>;
@@ -32,6 +35,11 @@ pub(super) struct Retiring {
 }
 
 impl Retiring {
+    /// Goes on from what is in the kernel, should it not come back to work.
+    fn release(&mut self) {
+        (self.dataplane, self.is_over) = (None, false);
+    }
+
     fn running(mode: Mode, dataplane: Box<dyn Dataplane>) -> Self {
         Self { mode, dataplane: Some(dataplane), is_over: false, problem: None }
     }
@@ -60,11 +68,13 @@ impl Retiring {
 
     fn try_proceed(&mut self, opener: &dyn ModeOpener, config: &Arc<Config>) -> Result<bool, Error> {
         if !self.is_over {
-            let dataplane = match &mut self.dataplane {
-                Some(dataplane) => dataplane,
-                None => self.dataplane.insert(opener.open(Modes { mode: self.mode, beside: None }, config)?),
+            if self.dataplane.is_none() {
+                self.dataplane = opener.open_to_retire(self.mode, config)?;
+            }
+            self.is_over = match &mut self.dataplane {
+                Some(dataplane) => dataplane.retire()?,
+                None => true,
             };
-            self.is_over = dataplane.retire()?;
         }
         if !self.is_over {
             return Ok(false);
@@ -75,18 +85,60 @@ impl Retiring {
     }
 }
 
+fn is_handed_over(port: &DesiredPort, dataplane: &dyn Dataplane) -> bool {
+    dataplane.supports(port).iter().any(|unsupported| unsupported.effect == Effect::HandedOver)
+}
+
 impl Controller {
-    /// Everything is written to `new`, which then is at work; after an error nothing has changed for clients.
-    pub fn switch(&mut self, modes: Modes, mut new: Box<dyn Dataplane>, now: Instant) -> Result<(), Error> {
+    /// The mode is opened and everything written to it; then it is at work. After an error nothing has changed for clients.
+    pub fn switch(&mut self, modes: Modes, opener: &dyn ModeOpener, now: Instant) {
+        let former = self.reports.mode.borrow().modes;
+        // One that is in use already would find its name taken: what is in the kernel stays and is adopted.
+        let shares_beside =
+            former.beside.is_some_and(|beside| beside == modes.mode || Some(beside) == modes.beside);
+        if shares_beside && let Some(active) = &mut self.active {
+            active.dataplane.release_beside();
+        }
+        let returns = self.retiring.iter_mut().find(|retiring| retiring.mode == modes.mode);
+        let returns = returns.map(Retiring::release).is_some();
+        let switched =
+            opener.open(modes, &self.config).and_then(|dataplane| self.write_to(modes, dataplane, now));
+        let Err(error) = switched else { return };
+        self.refuse_switch(modes, &error);
+        if shares_beside && let Some(active) = &mut self.active {
+            active.services.begin_anew(now);
+        }
+        if returns || shares_beside {
+            return;
+        }
+        if let Err(error) = opener.remove_retired(modes.mode, &self.config) {
+            tracing::warn!(mode = %modes.mode, %error, "what the mode has written could not be removed");
+        }
+    }
+
+    fn write_to(&mut self, modes: Modes, mut new: Box<dyn Dataplane>, now: Instant) -> Result<(), Error> {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return Ok(()) };
         match new.set_host(&host(network, &self.config, self.model.node(), self.model.service_cidrs())) {
             Err(error) if !error.is_of_node_addresses() => return Err(error),
             Ok(_) | Err(_) => {}
         }
         let all = self.model.desired();
-        new.resync(&CoverageTracker::servable(all.clone(), new.as_ref()))?;
+        let servable = CoverageTracker::servable(all.clone(), new.as_ref());
+        new.resync(&servable)?;
         let former = std::mem::replace(&mut active.dataplane, new);
         let former_mode = self.reports.mode.borrow().modes.mode;
+        let stays_beside = modes.beside == Some(former_mode)
+            && all.iter().any(|port| is_handed_over(port, active.dataplane.as_ref()));
+        self.retiring.retain(|retiring| retiring.mode != modes.mode);
+        if stays_beside {
+            // Its name is free now: what it has written is adopted, and what is not handed over removed.
+            drop(former);
+            if let Err(error) = active.dataplane.resync(&servable) {
+                tracing::warn!(mode = %former_mode, %error, "the mode does not serve beside yet; it is tried again");
+            }
+        } else {
+            self.retiring.push(Retiring::running(former_mode, former));
+        }
         active.services.set_intervals(service_intervals(active.dataplane.as_ref(), &self.config), now);
         // What the mode cannot serve is told anew. Everything is written once more at the next occasion: what has changed meanwhile
         // is in neither.
@@ -94,15 +146,13 @@ impl Controller {
         self.coverage.changed(changes, active.dataplane.as_ref());
         active.services.begin_anew(now);
         active.host.begin_anew(now);
-        self.retiring.retain(|retiring| retiring.mode != modes.mode);
-        self.retiring.push(Retiring::running(former_mode, former));
         self.reports.mode.send_replace(ModeInForce::new(modes));
         tracing::info!(mode = %modes.mode, former = %former_mode, "another mode is at work");
         Ok(())
     }
 
     /// The mode that the configuration asks for cannot take over.
-    pub fn refuse_switch(&self, modes: Modes, error: &Error) {
+    pub(super) fn refuse_switch(&self, modes: Modes, error: &Error) {
         tracing::error!(mode = %modes.mode, %error, "the mode cannot take over; the former one stays at work");
         self.reports.metrics.own.sync_errors.inc();
         self.reports.mode.send_modify(|in_force| in_force.refused = Some((modes.mode, error.to_string())));
@@ -119,10 +169,18 @@ impl Controller {
 
     /// Called about once a second.
     pub(super) fn retire(&mut self, opener: &dyn ModeOpener) {
-        let is_complete = self.active.as_ref().is_some_and(|active| active.services.is_complete());
-        if is_complete {
-            let config = Arc::clone(&self.config);
-            self.retiring.retain_mut(|retiring| !retiring.proceed(opener, &config));
+        let Some(active) = self.active.as_ref().filter(|active| active.services.is_complete()) else {
+            return;
+        };
+        if self.retiring.is_empty() {
+            return;
         }
+        // What a predecessor has left of it was adopted.
+        let beside = self.reports.mode.borrow().modes.beside;
+        let (all, dataplane) = (self.model.desired(), active.dataplane.as_ref());
+        let serves_beside = beside.filter(|_| all.iter().any(|port| is_handed_over(port, dataplane)));
+        self.retiring.retain(|retiring| retiring.dataplane.is_some() || Some(retiring.mode) != serves_beside);
+        let config = Arc::clone(&self.config);
+        self.retiring.retain_mut(|retiring| !retiring.proceed(opener, &config));
     }
 }

@@ -288,6 +288,10 @@ impl Dataplane for HandOver {
         Ok(done && self.opened.is_none())
     }
 
+    fn release_beside(&mut self) {
+        self.opened = None;
+    }
+
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
         let mut families = self.primary.metrics()?;
         if let Some(opened) = &self.opened {

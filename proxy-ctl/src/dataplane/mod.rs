@@ -27,7 +27,7 @@ pub use error::{Error, ErrorKind};
 pub use host::{Host, Interface, LocalTraffic, NodeNetwork, Role};
 pub use metrics::{Labels, MetricFamily, ServiceUsage};
 pub use modes::{
-    Modes, cleanup, controller, load, open, prepare, probe, read, reads_service_cidrs, remove_retired,
+    Modes, cleanup, controller, load, open, open_to_retire, prepare, probe, read, reads_service_cidrs, remove_retired,
     to_retire, unused_fields,
 };
 pub use snapshot::{
@@ -74,6 +74,10 @@ pub trait Dataplane: Programmed + Send {
     fn retire(&mut self) -> Result<bool, Error> {
         Ok(true)
     }
+
+    /// Lets go of the mode that serves beside this one, for another dataplane to adopt what it has written. The next write opens it
+    /// again.
+    fn release_beside(&mut self) {}
 
     /// The families of this mode, each with its samples as they are now.
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error>;

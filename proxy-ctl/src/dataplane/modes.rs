@@ -103,15 +103,25 @@ fn open_one(mode: Mode, config: &Config) -> Result<Box<dyn Dataplane>, Error> {
     Ok(if entry.tracks_flows { Box::new(WithConntrack::new(dataplane)) } else { dataplane })
 }
 
-/// Modes other than this one that have something programmed, and may have connections that would end with it.
+/// Modes other than this one that a predecessor has programmed.
 pub fn to_retire(at_work: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
     let mut modes = Vec::new();
-    for (mode, entry) in entries().filter(|(mode, entry)| *mode != at_work && entry.retires) {
-        if (entry.read)(&config.ebpf.bpffs)?.is_some() {
-            modes.push(mode);
-        }
+    for (mode, entry) in entries().filter(|(mode, _)| *mode != at_work) {
+        let is_left = match mode {
+            // It is read from its process, which has ended.
+            Mode::Userspace => userspace::has_rules()?,
+            Mode::Ebpf | Mode::Nftables | Mode::Iptables | Mode::Ipvs => {
+                (entry.read)(&config.ebpf.bpffs)?.is_some()
+            }
+        };
+        modes.extend(is_left.then_some(mode));
     }
     Ok(modes)
+}
+
+/// What a predecessor has programmed of this mode, if connections would end with it.
+pub fn open_to_retire(mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error> {
+    if entry(mode).retires { open_one(mode, config).map(Some) } else { Ok(None) }
 }
 
 /// Removes what this mode has programmed. Its dataplane must be dropped before, and another be at work. Connections that netfilter

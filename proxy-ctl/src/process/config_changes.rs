@@ -3,6 +3,7 @@
 use serde_json::Value;
 
 use super::settings::is_within;
+use crate::config::LEFT_OUT_ELSEWHERE;
 
 /// Fields, and sections with everything in them, that the running process takes over.
 const LIVE: [&str; 12] = [
@@ -34,6 +35,10 @@ impl ConfigChanges {
         let mut names = Vec::new();
         differences("", old, new, &mut names);
         names.retain(|name| !is_within(name, unused));
+        if names.iter().any(|name| name == "mode") {
+            // The mode that they are for is opened with them, or ends.
+            names.retain(|name| !is_within(name, &LEFT_OUT_ELSEWHERE));
+        }
         let (live, restart) = names.into_iter().partition(|name| is_within(name, &LIVE));
         Self { live, restart }
     }
@@ -96,6 +101,24 @@ mod tests {
         json!({"mode": "nftables", "nftables": {"minSyncPeriod": "5s"}}),
         &["mode", "nftables.minSyncPeriod"],
         &[],
+    )]
+    #[case::a_mode_with_a_field_that_only_it_has(
+        json!({"mode": "userspace", "udpIdleTimeout": "250ms"}),
+        json!({"mode": "nftables"}),
+        &["mode"],
+        &[],
+    )]
+    #[case::to_a_mode_with_a_field_that_only_it_has(
+        json!({"mode": "ebpf"}),
+        json!({"mode": "userspace", "udpIdleTimeout": "30s"}),
+        &["mode"],
+        &[],
+    )]
+    #[case::a_field_of_the_mode_at_work(
+        json!({"mode": "userspace", "udpIdleTimeout": "250ms"}),
+        json!({"mode": "userspace", "udpIdleTimeout": "30s"}),
+        &[],
+        &["udpIdleTimeout"],
     )]
     #[case::what_is_not_used(
         json!({"iptables": {"minSyncPeriod": "1s"}, "ipvs": {"scheduler": "rr"}}),

@@ -45,6 +45,10 @@ impl ModeOpener for BuiltModes {
         dataplane::to_retire(at_work, config)
     }
 
+    fn open_to_retire(&self, mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error> {
+        dataplane::open_to_retire(mode, config)
+    }
+
     fn remove_retired(&self, mode: Mode, config: &Config) -> Result<bool, Error> {
         dataplane::remove_retired(mode, config)
     }

@@ -40,6 +40,7 @@ enum Call {
     Resync(Vec<String>),
     CollectGarbage,
     Retire,
+    ReleaseBeside,
 }
 
 /// Clones share their memory, so that a test can look while the controller owns one.
@@ -67,6 +68,8 @@ struct Recording {
     renewals: usize,
     /// No connection needs it.
     idle: bool,
+    /// Each service port is served beside it.
+    hands_over: bool,
 }
 
 impl Recording {
@@ -126,6 +129,7 @@ impl Recorder {
 }
 
 const AFFINITY: Unsupported = Unsupported::new("affinity", Effect::ServedDifferently, "any endpoint");
+const HANDED_OVER: Unsupported = Unsupported::new("all", Effect::HandedOver, "served by another mode");
 const RANGES: Unsupported = Unsupported::new("ranges", Effect::Without(FrontendKind::LoadBalancer), "closed");
 const SCTP: Unsupported = Unsupported::new("protocol", Effect::NotServed, "not served");
 
@@ -185,6 +189,10 @@ impl Dataplane for Recorder {
         Ok(recording.idle)
     }
 
+    fn release_beside(&mut self) {
+        self.lock().calls.push(Call::ReleaseBeside);
+    }
+
     fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
         self.lock().without_room.take()
     }
@@ -195,6 +203,7 @@ impl Dataplane for Recorder {
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
         let all = [
+            (self.lock().hands_over, HANDED_OVER),
             (port.affinity_seconds.is_some(), AFFINITY),
             (!port.source_ranges.is_empty(), RANGES),
             (port.name.protocol == Protocol::Sctp, SCTP),

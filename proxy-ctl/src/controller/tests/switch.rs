@@ -1,8 +1,12 @@
 //! From one mode to another while the process runs.
 
+use rstest::rstest;
+
 use super::*;
 
 const NFTABLES: Modes = Modes { mode: Mode::Nftables, beside: None };
+const EBPF: Modes = Modes { mode: Mode::Ebpf, beside: None };
+const EBPF_AND_NFTABLES: Modes = Modes { mode: Mode::Ebpf, beside: Some(Mode::Nftables) };
 
 /// Of recorders, by mode; what it was asked to remove.
 #[derive(Default)]
@@ -11,16 +15,26 @@ struct Opener {
     removed: Mutex<Vec<&'static str>>,
     /// Attempts to remove that fail.
     failures: Mutex<usize>,
+    /// Nobody but its own dataplane may hold it when a mode is opened.
+    before_open: Option<Recorder>,
 }
 
 impl ModeOpener for Opener {
     fn open(&self, modes: Modes, _: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error> {
+        if let Some(former) = &self.before_open {
+            // This test, its fixture and this opener.
+            assert_eq!(Arc::strong_count(&former.0), 3, "the retiring dataplane holds the lock of its mode");
+        }
         Ok(Box::new(self.left[modes.mode.name()].clone()))
     }
 
     fn to_retire(&self, at_work: Mode, _: &Config) -> Result<Vec<Mode>, Error> {
         let is_left = |mode: &Mode| *mode != at_work && self.left.contains_key(mode.name());
         Ok(Mode::ALL.into_iter().filter(is_left).collect())
+    }
+
+    fn open_to_retire(&self, mode: Mode, _: &Config) -> Result<Option<Box<dyn Dataplane>>, Error> {
+        Ok(self.left.get(mode.name()).map(|left| Box::new(left.clone()) as _))
     }
 
     fn remove_retired(&self, mode: Mode, _: &Config) -> Result<bool, Error> {
@@ -34,6 +48,10 @@ impl ModeOpener for Opener {
     }
 }
 
+fn opening(mode: &'static str, dataplane: &Recorder) -> Opener {
+    Opener { left: [(mode, dataplane.clone())].into(), ..Opener::default() }
+}
+
 fn serving() -> Fixture {
     let fixture = Fixture::serving(vec![service("web", "10.0.0.1")]);
     fixture.recorder.calls();
@@ -41,18 +59,22 @@ fn serving() -> Fixture {
 }
 
 impl Fixture {
-    fn switch(&mut self) -> (Recorder, Result<(), Error>) {
+    /// Answers with what was opened.
+    fn switch(&mut self) -> Recorder {
         let new = Recorder::default();
-        let done = self.controller.switch(NFTABLES, Box::new(new.clone()), self.now);
-        (new, done)
+        self.controller.switch(NFTABLES, &opening("nftables", &new), self.now);
+        new
+    }
+
+    fn mode(&self) -> ModeInForce {
+        self.reports.mode.borrow().clone()
     }
 }
 
 #[test]
 fn the_new_mode_serves_everything_before_the_former_serves_nothing_new() {
     let mut fixture = serving();
-    let (new, done) = fixture.switch();
-    done.unwrap();
+    let new = fixture.switch();
     let calls = new.calls();
     assert!(matches!(calls[0], Call::SetHost(_)), "{calls:?}");
     assert_eq!(calls[1], Call::Resync(vec!["default/web".into()]));
@@ -68,7 +90,7 @@ fn the_new_mode_serves_everything_before_the_former_serves_nothing_new() {
 #[test]
 fn the_former_mode_ends_with_its_last_connection_and_then_is_removed() {
     let mut fixture = serving();
-    fixture.switch().1.unwrap();
+    fixture.switch();
     let opener = Opener { failures: Mutex::new(1), ..Opener::default() };
     fixture.controller.retire(&opener);
     assert_eq!(fixture.recorder.calls(), [Call::Retire]);
@@ -89,14 +111,100 @@ fn a_mode_that_cannot_write_everything_does_not_take_over() {
     let mut fixture = serving();
     let new = Recorder::default();
     new.fail(2);
-    let error = fixture.controller.switch(NFTABLES, Box::new(new.clone()), fixture.now).unwrap_err();
-    fixture.controller.refuse_switch(NFTABLES, &error);
-    let in_force = fixture.reports.mode.borrow().clone();
+    let opener = opening("nftables", &new);
+    fixture.controller.switch(NFTABLES, &opener, fixture.now);
+    let in_force = fixture.mode();
     assert_eq!(in_force.modes.mode, Mode::Ebpf);
-    assert_eq!(in_force.refused, Some((Mode::Nftables, error.to_string())));
+    assert_eq!(in_force.refused, Some((Mode::Nftables, full().to_string())));
+    assert_eq!(*opener.removed.lock().unwrap(), ["nftables"], "what it has written before it failed");
     fixture.take(Update::ApplyService(service("api", "10.0.0.2")));
     fixture.controller.write(fixture.now);
     assert!(fixture.recorder.lock().programmed.contains_key("default/api"), "the former mode serves on");
+}
+
+/// The dataplane that retires holds the lock of its mode.
+#[test]
+fn a_mode_that_still_retires_can_come_back() {
+    let mut fixture = serving();
+    fixture.switch();
+    fixture.controller.retire(&Opener::default());
+    assert_eq!(fixture.recorder.calls(), [Call::Retire]);
+    fixture.recorder.lock().idle = true;
+    let (former, again) = (fixture.recorder.clone(), Recorder::default());
+    let opener = Opener { before_open: Some(former.clone()), ..opening("ebpf", &again) };
+    fixture.controller.switch(EBPF, &opener, fixture.now);
+    assert_eq!(fixture.mode().modes, EBPF);
+    assert_eq!(again.calls()[1], Call::Resync(vec!["default/web".into()]));
+    let opener = Opener::default();
+    fixture.controller.retire(&opener);
+    assert_eq!(*opener.removed.lock().unwrap(), [""; 0], "it is at work");
+}
+
+#[test]
+fn a_mode_that_cannot_come_back_goes_on_retiring() {
+    let mut fixture = serving();
+    fixture.switch();
+    let again = Recorder::default();
+    again.fail(2);
+    let opener = opening("ebpf", &again);
+    fixture.controller.switch(EBPF, &opener, fixture.now);
+    assert_eq!(fixture.mode().modes, NFTABLES);
+    assert_eq!(*opener.removed.lock().unwrap(), [""; 0], "it may have connections");
+    again.calls();
+    fixture.controller.retire(&opener);
+    assert_eq!(again.calls(), [Call::Retire]);
+}
+
+/// Its name is held by the mode at work until that lets go of it.
+#[rstest]
+#[case::it_is_at_work(NFTABLES)]
+#[case::beside_another(Modes { mode: Mode::Userspace, beside: Some(Mode::Nftables) })]
+fn the_mode_beside_is_let_go_before_it_is_opened_anew(#[case] to: Modes) {
+    let mut fixture = serving();
+    fixture.reports.mode.send_replace(ModeInForce::new(EBPF_AND_NFTABLES));
+    let new = Recorder::default();
+    fixture.controller.switch(to, &opening(to.mode.name(), &new), fixture.now);
+    assert_eq!(fixture.recorder.calls(), [Call::ReleaseBeside]);
+    assert_eq!(fixture.mode().modes, to);
+}
+
+#[rstest]
+#[case::something_is_handed_over(true, &[])]
+#[case::nothing_is_handed_over(false, &["nftables"])]
+fn the_former_mode_stays_beside_the_new_one_for_what_is_handed_over(
+    #[case] hands_over: bool,
+    #[case] removed: &[&str],
+) {
+    let mut fixture = serving();
+    fixture.reports.mode.send_replace(ModeInForce::new(NFTABLES));
+    let (new, former) = (Recorder::default(), fixture.recorder.clone());
+    new.lock().hands_over = hands_over;
+    former.lock().idle = true;
+    let opener = opening("ebpf", &new);
+    fixture.controller.switch(EBPF_AND_NFTABLES, &opener, fixture.now);
+    let adoptions = new.calls().iter().filter(|call| matches!(call, Call::Resync(_))).count();
+    assert_eq!(adoptions, if hands_over { 2 } else { 1 }, "what is handed over is adopted at once");
+    fixture.controller.write(fixture.now);
+    fixture.controller.retire(&opener);
+    assert_eq!(*opener.removed.lock().unwrap(), removed);
+}
+
+#[rstest]
+#[case::nothing_is_handed_over(false, &["nftables"])]
+#[case::it_serves_beside_again(true, &[])]
+fn what_a_predecessor_has_left_beside_is_adopted_where_it_is_needed(
+    #[case] hands_over: bool,
+    #[case] removed: &[&str],
+) {
+    let left = Recorder::default();
+    left.lock().idle = true;
+    let opener = opening("nftables", &left);
+    let mut fixture = serving();
+    fixture.recorder.lock().hands_over = hands_over;
+    fixture.reports.mode.send_replace(ModeInForce::new(EBPF_AND_NFTABLES));
+    fixture.controller.find_modes_to_retire(&opener);
+    fixture.controller.retire(&opener);
+    assert_eq!(*opener.removed.lock().unwrap(), removed);
 }
 
 #[test]

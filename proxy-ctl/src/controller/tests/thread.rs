@@ -41,6 +41,10 @@ impl<F: FnOnce() -> Result<Box<dyn Dataplane>, Error>> ModeOpener for OpenerOfOn
         self.0.lock().unwrap().take().unwrap()()
     }
 
+    fn open_to_retire(&self, _: Mode, _: &Config) -> Result<Option<Box<dyn Dataplane>>, Error> {
+        Ok(None)
+    }
+
     fn to_retire(&self, _: Mode, _: &Config) -> Result<Vec<Mode>, Error> {
         Ok(Vec::new())
     }

@@ -342,6 +342,14 @@ impl UserspaceDataplane {
     }
 }
 
+/// Whether rules are there, of whichever process. Without privileges none are seen.
+pub(super) fn has_rules() -> Result<bool, Error> {
+    match redirect::has_tables() {
+        Err(RedirectError::Call(error)) if matches!(error.errno(), libc::EPERM | libc::EACCES) => Ok(false),
+        found => Ok(found?),
+    }
+}
+
 /// Listeners end with their process, and rules do not. Those of a process that is in this mode stay.
 fn cleanup() -> Result<Vec<String>, Error> {
     let mut removed = match NamespaceLock::acquire(NAME).map_err(OpenError::Start)? {

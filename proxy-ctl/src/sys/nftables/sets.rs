@@ -27,11 +27,12 @@ impl Datum {
         }
     }
 
-    /// With the padding that it has among others.
     const fn length(self) -> u32 {
         match self {
             Self::Ipv6Address => 16,
-            Self::Ipv4Address | Self::Protocol | Self::Port | Self::Number => 4,
+            Self::Ipv4Address | Self::Number => 4,
+            Self::Port => 2,
+            Self::Protocol => 1,
         }
     }
 
@@ -39,8 +40,12 @@ impl Datum {
         all.iter().fold(0, |numbers, datum| numbers << 6 | datum.number())
     }
 
+    /// Among others each has padding. Alone it has none: nft takes a longer one for damaged, and ends.
     fn lengths(all: &[Self]) -> u32 {
-        all.iter().map(|datum| datum.length()).sum()
+        match all {
+            [alone] => alone.length(),
+            several => several.iter().map(|datum| datum.length().next_multiple_of(4)).sum(),
+        }
     }
 }
 
@@ -188,4 +193,22 @@ pub(super) fn read_element(element: Attributes<'_>) -> Option<Element> {
     };
     let user_data = element.get(ELEMENT_USERDATA).unwrap_or_default().to_vec();
     Some(Element { key, data, user_data })
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case::port_alone(&[Datum::Port], 2)]
+    #[case::protocol_alone(&[Datum::Protocol], 1)]
+    #[case::number_alone(&[Datum::Number], 4)]
+    #[case::port_among_others(&[Datum::Ipv4Address, Datum::Protocol, Datum::Port], 12)]
+    #[case::ipv6_among_others(&[Datum::Ipv6Address, Datum::Port], 20)]
+    fn data_are_as_long_as_nft_expects(#[case] data: &'static [Datum], #[case] length: u32) {
+        assert_eq!(SetDefinition::new(data, Values::None).shape().key_length, length);
+        assert_eq!(SetDefinition::new(&[Datum::Number], Values::Of(data)).shape().data_length, length);
+    }
 }

@@ -11,7 +11,7 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-pub(super) use self::nf_tables::remove as remove_tables;
+pub(super) use self::nf_tables::{is_there as has_tables, remove as remove_tables};
 use self::{iptables::PortalChains, nf_tables::Tables, refusing::RefusingPorts};
 use crate::{
     dataplane::{
@@ -230,8 +230,12 @@ impl Redirect {
 
     /// Nobody is led anywhere any more, and what is translated stays so: the kernel goes on while there are the chains.
     pub(super) fn lead_nobody(&mut self) -> Result<(), RedirectError> {
-        self.wanted = Wanted::default();
-        self.rules.rewrite(&self.wanted)
+        let before = std::mem::take(&mut self.wanted);
+        self.rules.rewrite(&self.wanted)?;
+        // The sessions of their clients end with the listeners.
+        note(&mut self.stale_flows, &before.leads(), &Leads::new());
+        self.stale_flows.end(&before.addresses);
+        Ok(())
     }
 }
 

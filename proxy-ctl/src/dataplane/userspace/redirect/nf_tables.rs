@@ -90,7 +90,7 @@ fn of_place(leads: &Leads, family: IpFamily, place: Place) -> Vec<(Vec<u8>, u16)
 
 fn add(batch: &mut Batch, family: IpFamily, leads: &Leads) {
     for place in [Place::Frontends, Place::NodePorts] {
-        let data = |port: u16| ElementData::Value(port.to_be_bytes().into_iter().chain([0, 0]).collect());
+        let data = |port: u16| ElementData::Value(port.to_be_bytes().to_vec());
         let elements = of_place(leads, family, place);
         let elements: Vec<_> = elements.into_iter().map(|(key, port)| (key, data(port))).collect();
         let members = elements.iter().map(|(key, data)| (key.as_slice(), data, [].as_slice()));
@@ -248,6 +248,16 @@ fn commit(kernel: &NfTables, batch: Batch, family: &'static str) -> Result<(), R
             Err(RedirectError::Refused { family, message: refused.message, source })
         }
     }
+}
+
+pub(in crate::dataplane::userspace) fn is_there() -> Result<bool, RedirectError> {
+    let Some(kernel) = NfTables::open()? else { return Ok(false) };
+    for family in TableFamily::ALL {
+        if kernel.tables(family)?.iter().any(|table| table == TABLE) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Answers with the tables that were there, for people.

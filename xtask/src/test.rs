@@ -234,6 +234,7 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
     ];
     if arguments.all_modes {
         suites.push(behaviour("behaviour userspace", &in_mode(arguments, "userspace"))?);
+        suites.push(programs.suite_as_root("switching", &[Bin("switching")], &["--kube-proxy"])?);
         suites.push(programs.suite_as_root(
             "differential",
             &[Bin("differential")],

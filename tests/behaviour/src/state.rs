@@ -1,26 +1,33 @@
 //! What of a node's kernel proxies program, as lines: two states can be compared, and a difference reads as what it is.
 //!
 //! Left out: counters, handles, what a rule meets, and the empty base chains that iptables leaves wherever it was used.
+//! Kernel parameters stand apart: a mode that has set one leaves it so, as kube-proxy does.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs,
+    os::unix::fs::PermissionsExt as _,
     path::Path,
     process::{Command, Stdio},
 };
 
 use anyhow::{Context as _, Result, bail};
+use aya::programs::{ProgramInfo, SchedClassifier, TcAttachType};
 use lab::{Lab, address::NodeNumber, cluster::node_name, namespace::within};
 use serde_json::Value;
 
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct State(BTreeSet<String>);
 
+/// Parameters below /proc/sys/net that can be written, with their values.
+pub type Parameters = BTreeMap<String, String>;
+
 impl State {
-    /// Reads it all. Needs nft, iptables and ip; looks at ipset where it is installed.
+    /// Reads it all. Needs nft, iptables, ip and tc; looks at ipset and at programs of cgroups (bpftool) where these are
+    /// installed.
     pub fn read(lab: &Lab, node: NodeNumber) -> Result<Self> {
-        let namespace = lab.netns(&node_name(node))?.namespace.clone();
-        let mut lines = within(&namespace, || {
+        let netns = lab.netns(&node_name(node))?;
+        let mut lines = within(&netns.namespace, || {
             let mut lines = nftables()?;
             for save in ["iptables-legacy-save", "ip6tables-legacy-save"] {
                 lines.extend(legacy(save)?);
@@ -30,8 +37,10 @@ impl State {
             lines.extend(of_lines("ip", &["-o", "link"], link)?);
             lines.extend(of_lines("ip", &["rule"], |line| Some(format!("rule {line}")))?);
             lines.extend(virtual_servers());
+            lines.extend(packet_programs()?);
             Ok(lines)
         })?;
+        lines.extend(programs_of_cgroup(&netns.cgroup)?);
         lines.extend(files(&lab.bpffs(node), "bpffs "));
         Ok(Self(lines))
     }
@@ -41,6 +50,31 @@ impl State {
         let more = self.0.difference(&expected.0).map(|line| format!("left: {line}"));
         let less = expected.0.difference(&self.0).map(|line| format!("missing: {line}"));
         more.chain(less).collect()
+    }
+}
+
+/// Of the network namespace of the node.
+pub fn parameters(lab: &Lab, node: NodeNumber) -> Result<Parameters> {
+    within(&lab.netns(&node_name(node))?.namespace, || {
+        let mut found = Parameters::new();
+        read_parameters(Path::new("/proc/sys/net"), &mut found);
+        Ok(found)
+    })
+}
+
+/// What cannot be read is none: some can only be written, as `flush`.
+fn read_parameters(folder: &Path, found: &mut Parameters) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        let Ok(metadata) = entry.metadata() else { continue };
+        if metadata.is_dir() {
+            read_parameters(&path, found);
+        } else if metadata.permissions().mode() & 0o200 != 0
+            && let Ok(value) = fs::read_to_string(&path)
+        {
+            let name = path.strip_prefix("/proc/sys").unwrap_or(&path).display().to_string();
+            found.insert(name, value.trim().to_owned());
+        }
     }
 }
 
@@ -70,6 +104,7 @@ fn nftables() -> Result<BTreeSet<String>> {
         _ => bail!("nft lists no ruleset"),
     };
     objects.retain(|object| !is_shared(&object.to_string()));
+    name_drawn_endpoints(&mut objects);
     let table = |object: &Value| {
         let object = object.as_object()?.values().next()?;
         let named = object.get("table").or_else(|| object.get("name"))?;
@@ -93,6 +128,50 @@ fn nftables() -> Result<BTreeSet<String>> {
         format!("nft {object}")
     };
     Ok(objects.iter().filter(counts).map(told).collect())
+}
+
+/// Which slots of a map mode nftables gives to a service port depends on what it has served before: rules say the endpoints instead.
+fn name_drawn_endpoints(objects: &mut [Value]) {
+    let mut slots: BTreeMap<(String, String), BTreeMap<u64, Value>> = BTreeMap::new();
+    for map in objects.iter_mut().filter_map(|object| object.get_mut("map")) {
+        let word = |field: &str| map.get(field).and_then(Value::as_str).unwrap_or_default().to_owned();
+        let of_map = (word("family"), format!("@{}", word("name")));
+        if !of_map.1.starts_with("@endpoints-") {
+            continue;
+        }
+        let Some(Value::Array(elements)) = map.get_mut("elem").map(Value::take) else { continue };
+        let slot = |element: &Value| {
+            let key = element.get(0)?;
+            key.as_u64().or_else(|| key.pointer("/elem/val")?.as_u64())
+        };
+        let by_slot = elements.iter().filter_map(|element| Some((slot(element)?, element.get(1)?.clone())));
+        slots.insert(of_map, by_slot.collect());
+    }
+    for rule in objects.iter_mut().filter_map(|object| object.get_mut("rule")) {
+        let family = rule.get("family").and_then(Value::as_str).unwrap_or_default().to_owned();
+        let drawn = |map: &Value| {
+            let word = |at: &str| map.pointer(at).and_then(Value::as_u64);
+            let (first, count) = (word("/key/numgen/offset")?, word("/key/numgen/mod")?);
+            let slots = slots.get(&(family.clone(), map.get("data")?.as_str()?.to_owned()))?;
+            Some(slots.range(first..first + count).map(|(_, endpoint)| endpoint.clone()).collect::<Value>())
+        };
+        replace_maps(rule, &drawn);
+    }
+}
+
+fn replace_maps(value: &mut Value, with: &impl Fn(&Value) -> Option<Value>) {
+    match value {
+        Value::Object(fields) => {
+            if let Some(map) = fields.get_mut("map")
+                && let Some(told) = with(map)
+            {
+                *map = told;
+            }
+            fields.values_mut().for_each(|field| replace_maps(field, with));
+        }
+        Value::Array(values) => values.iter_mut().for_each(|value| replace_maps(value, with)),
+        Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+    }
 }
 
 /// The kubelet has this chain too: kube-proxy's own clean-up leaves it.
@@ -160,6 +239,12 @@ fn link(line: &str) -> Option<String> {
     Some(format!("link {device}"))
 }
 
+/// Without its peer.
+fn device(line: &str) -> Option<String> {
+    let device = line.split(": ").nth(1)?;
+    Some(device.split('@').next().unwrap_or(device).to_owned())
+}
+
 /// IPVS of this network namespace, where the kernel has it.
 fn virtual_servers() -> BTreeSet<String> {
     let text = fs::read_to_string("/proc/thread-self/net/ip_vs").unwrap_or_default();
@@ -169,6 +254,44 @@ fn virtual_servers() -> BTreeSet<String> {
         is_one.then(|| format!("ipvs {}", words.join(" ")))
     };
     text.lines().filter_map(server).collect()
+}
+
+/// On every device: tcx, and filters of a clsact qdisc.
+fn packet_programs() -> Result<BTreeSet<String>> {
+    let mut lines = BTreeSet::new();
+    for device in of_lines("ip", &["-o", "link"], device)? {
+        for (attach_type, word) in [(TcAttachType::Ingress, "ingress"), (TcAttachType::Egress, "egress")] {
+            // A kernel before 6.6 has no tcx.
+            let (_, programs) = SchedClassifier::query_tcx(&device, attach_type).unwrap_or_default();
+            let told = |program: &ProgramInfo| {
+                format!("tcx {device} {word} {}", program.name_as_str().unwrap_or_default())
+            };
+            lines.extend(programs.iter().map(told));
+            let filters = of_lines("tc", &["filter", "show", "dev", &device, word], |line| {
+                // Without the program's identity, which differs each time.
+                let told = line.split(" id ").next().unwrap_or(line);
+                Some(format!("tc {device} {word} {told}"))
+            });
+            lines.extend(filters?);
+        }
+    }
+    Ok(lines)
+}
+
+fn programs_of_cgroup(cgroup: &Path) -> Result<BTreeSet<String>> {
+    if control_plane::go::on_path("bpftool").is_none() {
+        return Ok(BTreeSet::new());
+    }
+    let text = output("bpftool", &["-j", "cgroup", "show", &cgroup.display().to_string()])?;
+    if text.trim().is_empty() {
+        return Ok(BTreeSet::new());
+    }
+    let programs: Vec<Value> = serde_json::from_str(&text).context("reading what bpftool lists")?;
+    let word = |program: &Value, field: &str| {
+        program.get(field).and_then(Value::as_str).unwrap_or_default().to_owned()
+    };
+    let told = |program: &Value| format!("cgroup {} {}", word(program, "attach_type"), word(program, "name"));
+    Ok(programs.iter().map(told).collect())
 }
 
 fn files(folder: &Path, prefix: &str) -> BTreeSet<String> {

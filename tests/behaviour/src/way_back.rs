@@ -125,13 +125,7 @@ fn start_loads(world: &World) -> Result<Loads> {
     for client in CLIENTS {
         for variant in Variants::All.list() {
             let target = world.cluster_ip(&CHANGING, variant.family);
-            let load = Load {
-                target,
-                protocol: variant.protocol,
-                clients: 1,
-                pause_micros: 5_000,
-                timeout_ms: 2_000,
-            };
+            let load = Load::new(variant.protocol, target);
             loads.push((client, variant.protocol, world.agent(client)?.start_load(&load)?));
         }
     }

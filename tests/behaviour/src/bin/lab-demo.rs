@@ -184,7 +184,7 @@ impl Loads {
         target: SocketAddr,
         protocol: Protocol,
     ) -> Result<Running> {
-        let load = Load { target, protocol, clients: 1, pause_micros: 2_000, timeout_ms: 2_000 };
+        let load = Load { pause_micros: 2_000, ..Load::new(protocol, target) };
         let number = world.agent(client)?.start_load(&load)?;
         let what = format!("{name} {target} {protocol}");
         Ok(Running { client, what, load: number, before: Tally::default() })

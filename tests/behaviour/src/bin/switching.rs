@@ -3,6 +3,7 @@
 
 use std::{
     collections::BTreeMap,
+    net::SocketAddr,
     process::ExitCode,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
@@ -10,20 +11,21 @@ use std::{
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use behaviour::{
-    case::Variants,
+    case::{Variant, Variants},
     check,
-    fixtures::{BALANCED, EXTERNAL_LOCAL_ON_NODE1, ServiceFixture},
+    fixtures::{BALANCED, EXTERNAL_LOCAL_ON_NODE1, GUARDED, PORT, ServiceFixture},
     proxy,
     setting::{PathKind, ProxyKind, Setting},
-    state::State,
+    state::{self, Parameters, State},
     world::World,
 };
 use clap::Parser;
 use lab::{
-    Protocol, Tally,
-    address::{FAMILIES, Family},
+    Lab, Objects, Protocol, Tally,
+    address::{self, Addresses, FAMILIES, Family},
     agent::protocol::Load,
     cluster::{NODES, OUTSIDE, node_name},
+    objects::{Endpoint, Ingress, Service},
     wait,
 };
 use scenario::{Outcome, Scenario as Test, Shared, Trial};
@@ -38,6 +40,9 @@ struct Selection {
     /// Also from and to the real kube-proxy, in its modes iptables and nftables
     #[arg(long)]
     kube_proxy: bool,
+    /// By another process only once from and once to each mode
+    #[arg(long)]
+    lean: bool,
     /// TCP connections that are held open over each switch
     #[arg(long, default_value_t = 1_000)]
     connections: usize,
@@ -49,8 +54,10 @@ const REAL: [ProxyKind; 2] = [ProxyKind::KubeProxyIptables, ProxyKind::KubeProxy
 
 const SERVICES: [&ServiceFixture; 2] = [&BALANCED, &EXTERNAL_LOCAL_ON_NODE1];
 const CLIENTS: [&str; 4] = ["client-1", "client-2", "node1", OUTSIDE];
+/// As kube-proxy does, modes leave parameters as they have set them; see docs/differences.md.
+const STAYING_PARAMETERS: [&str; 1] = ["net/ipv4/conf/all/route_localnet"];
 /// How long a process may take to follow its file, and to remove what the former mode has left.
-const SWITCHES_WITHIN: Duration = Duration::from_secs(30);
+const SWITCHES_WITHIN: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 enum By {
@@ -67,12 +74,27 @@ struct Switch {
     by: By,
 }
 
-/// Failed connections of each switch.
-type Matrix = Arc<Mutex<BTreeMap<Switch, String>>>;
+/// What clients have met in a switch.
+#[derive(Clone, Copy, Debug, Default)]
+struct Met {
+    connections: u64,
+    failed: u64,
+    /// Clients whose next attempt has failed too.
+    without_retry: usize,
+    held: usize,
+    lost: usize,
+    /// Of a UDP socket that stays open.
+    longest_silence_micros: u64,
+}
+
+type Matrix = Arc<Mutex<BTreeMap<Switch, Met>>>;
 
 struct Run {
     world: World,
     connections: usize,
+    /// What is on the nodes without a proxy.
+    nothing: Vec<State>,
+    parameters: Vec<Parameters>,
     /// What each proxy programs on the nodes, started where nothing was.
     fresh: BTreeMap<ProxyKind, Vec<State>>,
     matrix: Matrix,
@@ -88,7 +110,7 @@ fn main() -> ExitCode {
     let (modes, skipped): (Vec<_>, Vec<_>) = chosen.into_iter().partition(|mode| missing(*mode).is_none());
     let matrix = Matrix::default();
     let mut trials: Vec<Trial> = skipped.iter().map(|mode| skip(*mode)).collect();
-    trials.extend(trials_of(&modes, ours(&modes), false, arguments.connections, &matrix));
+    trials.extend(trials_of(&modes, ours(&modes, arguments.lean), false, arguments.connections, &matrix));
     if arguments.kube_proxy {
         let all = [modes.as_slice(), &REAL].concat();
         trials.extend(trials_of(&all, with_the_real_one(&modes), true, arguments.connections, &matrix));
@@ -114,7 +136,7 @@ fn skip(mode: ProxyKind) -> Trial {
 }
 
 /// Each pair, in an order in which each switch begins where the one before has ended.
-fn ours(modes: &[ProxyKind]) -> Vec<Switch> {
+fn ours(modes: &[ProxyKind], lean: bool) -> Vec<Switch> {
     let mut order: Vec<ProxyKind> = Vec::new();
     for (number, first) in modes.iter().enumerate() {
         order.extend(modes.iter().skip(number + 1).flat_map(|second| [*first, *second]));
@@ -122,8 +144,11 @@ fn ours(modes: &[ProxyKind]) -> Vec<Switch> {
     order.extend(modes.first());
     let pairs = order.windows(2).filter_map(|pair| Some((*pair.first()?, *pair.last()?)));
     let pairs: Vec<_> = pairs.filter(|(from, to)| from != to).collect();
-    let each = |by: By| pairs.iter().map(move |(from, to)| Switch { from: *from, to: *to, by });
-    each(By::File).chain(each(By::Process)).collect()
+    let round =
+        modes.iter().copied().zip(modes.iter().copied().cycle().skip(1)).filter(|(from, to)| from != to);
+    let by_process = if lean { round.collect() } else { pairs.clone() };
+    let each = |pairs: Vec<_>, by: By| pairs.into_iter().map(move |(from, to)| Switch { from, to, by });
+    each(pairs, By::File).chain(each(by_process, By::Process)).collect()
 }
 
 fn with_the_real_one(modes: &[ProxyKind]) -> Vec<Switch> {
@@ -149,17 +174,44 @@ fn trials_of(
             return Ok(Err(reason));
         }
         let world = World::with_services(setting(first), api_server, |lab, objects| {
-            SERVICES.iter().try_for_each(|service| service.publish(lab, objects, service.endpoints))
+            SERVICES.iter().try_for_each(|service| service.publish(lab, objects, service.endpoints))?;
+            publish_guarded(lab, objects)
         })?;
-        let mut run = Run { world, connections, fresh: BTreeMap::new(), matrix };
+        let (nothing, parameters, fresh) = Default::default();
+        let mut run = Run { world, connections, nothing, parameters, fresh, matrix };
         run.start_each(&proxies)?;
         Ok(Ok(run))
     });
-    run.trials(
-        switches
-            .into_iter()
-            .map(|switch| Test::new(switch.to_string(), move |run: &mut Run| run.switch(switch))),
-    )
+    let switch = |switch: Switch| {
+        Test::new(switch.to_string(), move |run: &mut Run| {
+            run.switch(switch).inspect_err(|error| eprintln!("{switch}: {error:#}"))
+        })
+    };
+    let cleanup = format!("clean-up after all{}", if api_server { ", the real one among them" } else { "" });
+    run.trials(switches.into_iter().map(switch).chain([Test::new(cleanup, Run::clean_up)]))
+}
+
+/// Of [`GUARDED`].
+fn load_balancer() -> Addresses {
+    address::external(1, 91)
+}
+
+/// Its load-balancer addresses are for the client outside alone: mode ebpf hands them to a mode beside it.
+fn publish_guarded(lab: &Lab, objects: &mut Objects) -> Result<()> {
+    let endpoint = |name: &&str| {
+        let pod = lab.netns(name)?;
+        Ok(Endpoint::ready(pod.addresses, pod.node.unwrap_or_default()))
+    };
+    let endpoints = GUARDED.endpoints.iter().map(endpoint).collect::<Result<Vec<_>>>()?;
+    let client = lab.netns(OUTSIDE)?.addresses;
+    let ingress = |address| Ingress { address, proxied: false };
+    let service = Service {
+        load_balancer: load_balancer().both().into_iter().map(ingress).collect(),
+        source_ranges: vec![format!("{}/32", client.v4), format!("{}/128", client.v6)],
+        ..GUARDED.service()
+    };
+    objects.set_service(&service, &endpoints);
+    Ok(())
 }
 
 fn setting(proxy: ProxyKind) -> Setting {
@@ -171,16 +223,14 @@ impl Run {
     fn start_each(&mut self, proxies: &[ProxyKind]) -> Result<()> {
         self.end()?;
         self.clean()?;
-        let nothing = self.states()?;
+        self.nothing = self.states()?;
+        self.parameters = self.read_parameters()?;
         for proxy in proxies {
             drop(self.world.swap(setting(*proxy))?);
             let fresh = self.settled_states().with_context(|| format!("starting {proxy}"))?;
-            ensure!(fresh != nothing, "{proxy} has programmed nothing that can be seen");
+            ensure!(fresh != self.nothing, "{proxy} has programmed nothing that can be seen");
             self.fresh.insert(*proxy, fresh);
-            self.end()?;
-            self.clean()?;
-            let left = differences(&self.states()?, &nothing);
-            ensure!(left.is_empty(), "cleanup after {proxy}: {left:#?}");
+            self.clean_up().with_context(|| format!("cleanup after {proxy}"))?;
         }
         let first = proxies.first().ok_or_else(|| anyhow!("no proxy"))?;
         drop(self.world.swap(setting(*first))?);
@@ -194,6 +244,32 @@ impl Run {
     /// `proxy-ctl cleanup` on each node.
     fn clean(&self) -> Result<()> {
         NODES.into_iter().try_for_each(|node| self.world.cleanup(node))
+    }
+
+    fn clean_up(&mut self) -> Result<()> {
+        self.end()?;
+        self.clean()?;
+        let left = differences(&self.states()?, &self.nothing);
+        ensure!(left.is_empty(), "{left:#?}");
+        self.parameters_stay()
+    }
+
+    fn read_parameters(&self) -> Result<Vec<Parameters>> {
+        NODES.into_iter().map(|node| state::parameters(&self.world.lab, node)).collect()
+    }
+
+    fn parameters_stay(&self) -> Result<()> {
+        let now = self.read_parameters()?;
+        let is_same = |(name, value): &(&String, &String), before: &Parameters| {
+            STAYING_PARAMETERS.contains(&name.as_str()) || before.get(*name) == Some(*value)
+        };
+        let changed = now
+            .iter()
+            .zip(&self.parameters)
+            .flat_map(|(now, before)| now.iter().filter(move |parameter| !is_same(parameter, before)));
+        let changed: BTreeMap<_, _> = changed.collect();
+        ensure!(changed.is_empty(), "kernel parameters are other than before: {changed:?}");
+        Ok(())
     }
 
     fn states(&self) -> Result<Vec<State>> {
@@ -214,7 +290,8 @@ impl Run {
         }
         self.world.settle().with_context(|| format!("in {}", switch.from))?;
         let held = self.hold()?;
-        let loads = self.start_loads()?;
+        let mut loads = self.start_loads(false)?;
+        loads.extend(self.start_loads(true)?);
         let switched = self.carry_out(switch);
         // What comes after the switch counts as well.
         let settled = switched.and_then(|()| self.world.settle());
@@ -254,58 +331,82 @@ impl Run {
         let mut held = Held { streams: Vec::new(), datagrams: Vec::new() };
         for client in CLIENTS {
             let agent = self.world.agent(client)?;
-            let targets = FAMILIES.map(|family| self.target(client, family));
-            let targets = targets.into_iter().collect::<Result<Vec<_>>>()?;
+            let targets = FAMILIES.map(|family| self.targets(client, family));
+            let targets = targets.into_iter().collect::<Result<Vec<_>>>()?.concat();
             held.streams.push((client, agent.hold_many(Protocol::Tcp, &targets, share)?));
-            held.datagrams.push((client, agent.hold_many(Protocol::Udp, &targets, FAMILIES.len())?));
+            held.datagrams.push((client, agent.hold_many(Protocol::Udp, &targets, targets.len())?));
         }
         Ok(held)
     }
 
-    fn target(&self, client: &str, family: Family) -> Result<std::net::SocketAddr> {
-        match client {
-            OUTSIDE => self.world.node_port(&BALANCED, 1, family),
-            _ => Ok(self.world.cluster_ip(&BALANCED, family)),
-        }
+    /// What the client dials, of [`BALANCED`] first.
+    fn targets(&self, client: &str, family: Family) -> Result<Vec<SocketAddr>> {
+        Ok(match client {
+            OUTSIDE => {
+                let guarded = SocketAddr::new(load_balancer().of(family), PORT);
+                vec![self.world.node_port(&BALANCED, 1, family)?, guarded]
+            }
+            _ => vec![self.world.cluster_ip(&BALANCED, family)],
+        })
     }
 
-    fn start_loads(&self) -> Result<Loads> {
+    /// New connections, or requests over one that stays open.
+    fn start_loads(&self, keeps_socket: bool) -> Result<Vec<RunningLoad>> {
         let mut loads = Vec::new();
         for client in CLIENTS {
-            for variant in Variants::All.list() {
-                let target = self.target(client, variant.family)?;
-                let protocol = variant.protocol;
-                let load = Load { target, protocol, clients: 1, pause_micros: 5_000, timeout_ms: 2_000 };
+            let targets = |variant: Variant| {
+                let targets = self.targets(client, variant.family)?;
+                Ok(targets.into_iter().map(move |target| (variant, target)).collect::<Vec<_>>())
+            };
+            let targets = Variants::All.list().into_iter().map(targets).collect::<Result<Vec<_>>>()?;
+            for (variant, target) in targets.concat() {
+                // A segment that is lost is sent again after a second, a datagram with the next request.
+                let timeout_ms = if variant.protocol == Protocol::Udp { 500 } else { 2_000 };
+                let load = Load {
+                    timeout_ms,
+                    keeps_socket,
+                    pause_micros: 10_000,
+                    ..Load::new(variant.protocol, target)
+                };
                 let number = self.world.agent(client)?.start_load(&load)?;
-                loads.push((client, format!("{client}, {variant}"), number));
+                let what = if keeps_socket { "one connection" } else { "new connections" };
+                let name = format!("{client} to {target}, {}, {what}", variant.protocol);
+                loads.push(RunningLoad { client, name, protocol: variant.protocol, keeps_socket, number });
             }
         }
         Ok(loads)
     }
 
-    fn stop_loads(&self, loads: Loads) -> Result<Vec<(String, Tally)>> {
-        let stop = |(client, name, load): (&str, String, usize)| {
-            Ok((name, self.world.agent(client)?.stop_load(load)?))
+    fn stop_loads(&self, loads: Vec<RunningLoad>) -> Result<Vec<(RunningLoad, Tally)>> {
+        let stop = |load: RunningLoad| {
+            let tally = self.world.agent(load.client)?.stop_load(load.number)?;
+            Ok((load, tally))
         };
         loads.into_iter().map(stop).collect()
     }
 
-    fn judge(&self, switch: Switch, held: &Held, tallies: &[(String, Tally)]) -> Result<()> {
+    fn judge(&self, switch: Switch, held: &Held, tallies: &[(RunningLoad, Tally)]) -> Result<()> {
         let lost = self.lost(&held.streams)?;
         let silent = self.lost(&held.datagrams)?;
-        let failed: u64 = tallies.iter().map(|(_, tally)| tally.failed).sum();
-        let answered: u64 = tallies.iter().map(|(_, tally)| tally.answered).sum();
-        let cell = format!("{failed}/{}, {}/{}", failed + answered, lost.len(), self.connections);
-        self.matrix.lock().unwrap_or_else(PoisonError::into_inner).insert(switch, cell);
-        // The process that carries connections takes them with it.
+        let met = Met::new(tallies, self.connections, lost.len());
+        self.matrix.lock().unwrap_or_else(PoisonError::into_inner).insert(switch, met);
+        // The process that carries connections takes them with it, and nobody serves until the next one does.
         let ends = switch.by == By::Process && setting(switch.from).datapath().is_a_process();
+        // kube-proxy removes what another mode has left before it writes rules of its own.
+        let has_gap = switch.to.is_kube_proxy() && switch.to.datapath() != switch.from.datapath();
         ensure!(ends || lost.is_empty(), "{} held connections are lost: {:?}", lost.len(), lost.first());
         ensure!(silent.is_empty(), "datagrams of held sockets are not answered: {silent:?}");
-        for (name, tally) in tallies {
+        for (RunningLoad { name, protocol, keeps_socket, .. }, tally) in tallies {
+            if tally.failed > 0 {
+                eprintln!("{switch}: {name}: {:?} of {}", tally.failures, tally.failed + tally.answered);
+            }
             ensure!(tally.answered > 0, "{name}: nothing was answered: {tally:?}");
-            // kube-proxy removes what another mode has left before it writes rules of its own.
-            let may_fail = switch.to.is_kube_proxy() && switch.to.datapath() != switch.from.datapath();
-            ensure!(may_fail || tally.failed_in_a_row <= 1, "{name}: a retry has failed too: {tally:?}");
+            let breaks = *keeps_socket && *protocol == Protocol::Tcp && tally.failed > 0;
+            ensure!(ends || !breaks, "{name}: it has broken: {tally:?}");
+            ensure!(
+                ends || has_gap || tally.failed_in_a_row <= 1,
+                "{name}: a retry has failed too: {tally:?}"
+            );
         }
         Ok(())
     }
@@ -332,9 +433,12 @@ impl Run {
         self.world.settle_at_rest()?;
         for client in CLIENTS {
             for variant in Variants::All.list() {
-                let target = self.target(client, variant.family)?;
-                let dial = lab::Dial::new(variant.protocol, target).times(30);
-                check::answered_by(&self.world.dial(client, &dial)?, BALANCED.endpoints)?;
+                for target in self.targets(client, variant.family)? {
+                    let dial = lab::Dial::new(variant.protocol, target).times(30);
+                    let outcomes = self.world.dial(client, &dial)?;
+                    check::answered_by(&outcomes, BALANCED.endpoints)
+                        .with_context(|| format!("{client} to {target}, {variant}"))?;
+                }
             }
         }
         let fresh = self.fresh.get(&proxy).with_context(|| format!("{proxy} was never started"))?;
@@ -342,7 +446,8 @@ impl Run {
             let states = self.states().map_err(|error| format!("{error:#}"))?;
             let differences = differences(&states, fresh);
             if differences.is_empty() { Ok(Some(())) } else { Err(format!("{differences:#?}")) }
-        })
+        })?;
+        self.parameters_stay()
     }
 }
 
@@ -351,7 +456,37 @@ struct Held {
     datagrams: Vec<(&'static str, Vec<usize>)>,
 }
 
-type Loads = Vec<(&'static str, String, usize)>;
+struct RunningLoad {
+    client: &'static str,
+    name: String,
+    protocol: Protocol,
+    keeps_socket: bool,
+    number: usize,
+}
+
+impl Met {
+    fn new(tallies: &[(RunningLoad, Tally)], held: usize, lost: usize) -> Self {
+        let mut met = Self { held, lost, ..Self::default() };
+        for (load, tally) in tallies {
+            if !load.keeps_socket {
+                met.connections += tally.answered + tally.failed;
+                met.failed += tally.failed;
+                met.without_retry += usize::from(tally.failed_in_a_row > 1);
+            } else if load.protocol == Protocol::Udp {
+                met.longest_silence_micros = met.longest_silence_micros.max(tally.longest_outage_micros);
+            }
+        }
+        met
+    }
+}
+
+impl std::fmt::Display for Met {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { connections, failed, without_retry, held, lost, longest_silence_micros } = self;
+        let silence = longest_silence_micros / 1_000;
+        write!(formatter, "{failed}/{connections}, {without_retry}; {lost}/{held}; {silence} ms")
+    }
+}
 
 fn differences(states: &[State], expected: &[State]) -> Vec<String> {
     let of_node = |(node, (state, expected)): (u8, (&State, &State))| {
@@ -387,14 +522,18 @@ fn print(matrix: &Matrix) {
             By::Process => "new process",
         };
         let names: Vec<String> = targets.iter().map(ProxyKind::to_string).collect();
-        println!("| {what}: failed of new connections, lost of held ones | {} |", names.join(" | "));
+        println!(
+            "| {what}: failed of new connections, clients whose retry failed too; lost of held connections; longest silence of a \
+             UDP socket | {} |",
+            names.join(" | ")
+        );
         println!("|---{}|", "|---".repeat(targets.len()));
         let mut sources: Vec<ProxyKind> = of_kind().map(|switch| switch.from).collect();
         sources.sort_unstable();
         sources.dedup();
         for from in sources {
-            let cell = |to: &ProxyKind| matrix.get(&Switch { from, to: *to, by }).map_or("", String::as_str);
-            let cells: Vec<&str> = targets.iter().map(cell).collect();
+            let cell = |to: &ProxyKind| matrix.get(&Switch { from, to: *to, by }).map(Met::to_string);
+            let cells: Vec<String> = targets.iter().map(|to| cell(to).unwrap_or_default()).collect();
             println!("| from {from} | {} |", cells.join(" | "));
         }
     }

@@ -111,7 +111,7 @@ fn under_load(world: &mut World, _: Variant) -> Result<()> {
     for client in CLIENTS {
         for Variant { protocol, family } in Variants::All.list() {
             let target = world.cluster_ip(&BALANCED, family);
-            let load = Load { target, protocol, clients: 1, pause_micros: 2_000, timeout_ms: 2_000 };
+            let load = Load { pause_micros: 2_000, ..Load::new(protocol, target) };
             loads.push((client, target, protocol, world.agent(client)?.start_load(&load)?));
         }
     }

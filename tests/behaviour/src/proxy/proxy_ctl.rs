@@ -20,6 +20,8 @@ pub(super) fn configuration(lab: &Lab, setting: Setting, feed: &Feed, node: Node
         "hostnameOverride": name,
         "clusterCIDR": format!("{POD_RANGE4},{POD_RANGE6}"),
         "conntrack": {"maxPerCore": 0},
+        // Sockets that scenarios hold are silent for longer than the 250 ms after which sessions of mode userspace end by default.
+        "udpIdleTimeout": "30s",
         "iptables": {"minSyncPeriod": "1ms"},
         "nftables": {"minSyncPeriod": "1ms"},
         "ebpf": {
@@ -33,10 +35,6 @@ pub(super) fn configuration(lab: &Lab, setting: Setting, feed: &Feed, node: Node
             "bpffs": lab.bpffs(node),
         },
     });
-    if setting.datapath().is_a_process() {
-        // Sockets that scenarios hold are silent for longer than the 250 ms after which sessions end by default.
-        configuration["udpIdleTimeout"] = json!("30s");
-    }
     if let Feed::ApiServer(server) = feed {
         configuration["clientConnection"] = json!({"kubeconfig": server.kubeconfig()});
     }

@@ -98,11 +98,16 @@ pub enum Held {
 }
 
 impl Held {
-    pub fn open(target: SocketAddr, protocol: Protocol) -> io::Result<Self> {
-        let dial = Dial::new(protocol, target);
-        Ok(match protocol {
-            Protocol::Tcp | Protocol::Sctp => Self::Stream(socket::stream(&dial, target)?),
-            Protocol::Udp => Self::Datagrams(socket::udp(&dial, target)?),
+    pub fn open(dial: &Dial) -> io::Result<Self> {
+        let target = target_of(dial);
+        Ok(match dial.protocol {
+            Protocol::Tcp | Protocol::Sctp => {
+                let stream = socket::stream(dial, target)?;
+                // Proxies and the kernel forget it soon.
+                socket::reset_on_close(&stream)?;
+                Self::Stream(stream)
+            }
+            Protocol::Udp => Self::Datagrams(socket::udp(dial, target)?),
         })
     }
 

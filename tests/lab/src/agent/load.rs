@@ -6,12 +6,13 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::{
-    dial,
+    dial::{self, Held},
     protocol::{Dial, Load, Outcome, Tally},
+    socket::{micros_since, outcome_of},
 };
 
 /// A load that is running.
@@ -25,19 +26,19 @@ impl Running {
     pub fn start(load: &Load) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let tally = Arc::new(Mutex::new(Tally::default()));
-        let pause = Duration::from_micros(load.pause_micros);
+        let (pause, keeps_socket) = (Duration::from_micros(load.pause_micros), load.keeps_socket);
         let dial = Dial::new(load.protocol, load.target).timeout_ms(load.timeout_ms);
         let threads = (0..load.clients)
             .map(|_| {
                 let (stop, tally, dial) = (Arc::clone(&stop), Arc::clone(&tally), dial.clone());
                 thread::spawn(move || {
-                    let mut in_a_row = 0;
+                    let (mut socket, mut outage) = (None, Outage::default());
                     while !stop.load(Ordering::Relaxed) {
-                        let outcome = dial::once(&dial);
-                        in_a_row = if matches!(outcome, Outcome::Answered(_)) { 0 } else { in_a_row + 1 };
+                        let start = Instant::now();
+                        let outcome = if keeps_socket { over(&mut socket, &dial) } else { dial::once(&dial) };
                         let mut tally = tally.lock().unwrap_or_else(PoisonError::into_inner);
-                        tally.failed_in_a_row = tally.failed_in_a_row.max(in_a_row);
                         count(&mut tally, &outcome);
+                        outage.follow(&mut tally, &outcome, start);
                         drop(tally);
                         thread::sleep(pause);
                     }
@@ -59,6 +60,42 @@ impl Running {
             let _ended = thread.join();
         }
         self.tally.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// Opened for the first request.
+fn over(socket: &mut Option<Held>, dial: &Dial) -> Outcome {
+    let start = Instant::now();
+    match socket {
+        Some(socket) => socket.ping(),
+        None => match Held::open(dial) {
+            Ok(opened) => socket.insert(opened).ping(),
+            Err(error) => outcome_of(&error, start),
+        },
+    }
+}
+
+/// Requests of one thread that have failed one after another.
+#[derive(Default)]
+struct Outage {
+    failed: u64,
+    since: Option<Instant>,
+}
+
+impl Outage {
+    /// `start`: of the request.
+    fn follow(&mut self, tally: &mut Tally, outcome: &Outcome, start: Instant) {
+        let is_over = matches!(outcome, Outcome::Answered(_));
+        if !is_over {
+            self.failed += 1;
+            self.since.get_or_insert(start);
+        }
+        let Some(since) = self.since else { return };
+        tally.failed_in_a_row = tally.failed_in_a_row.max(self.failed);
+        tally.longest_outage_micros = tally.longest_outage_micros.max(micros_since(since));
+        if is_over {
+            *self = Self::default();
+        }
     }
 }
 

@@ -226,9 +226,18 @@ pub struct Load {
     pub protocol: Protocol,
     /// Threads.
     pub clients: u32,
-    /// Between two connections of a thread.
+    /// Between two requests of a thread.
     pub pause_micros: u64,
     pub timeout_ms: u64,
+    /// Each thread sends all of its requests over one connection or socket, not each over a new one.
+    pub keeps_socket: bool,
+}
+
+impl Load {
+    /// Of one thread, 5 ms between two requests, a new connection for each.
+    pub fn new(protocol: Protocol, target: SocketAddr) -> Self {
+        Self { target, protocol, clients: 1, pause_micros: 5_000, timeout_ms: 2_000, keeps_socket: false }
+    }
 }
 
 /// What a load has met so far.
@@ -238,6 +247,8 @@ pub struct Tally {
     pub failed: u64,
     /// Most failures that a thread has met one after another.
     pub failed_in_a_row: u64,
+    /// From the begin of a request that failed to the next answer.
+    pub longest_outage_micros: u64,
     /// Failures by outcome.
     pub failures: BTreeMap<String, u64>,
     pub backends: BTreeMap<String, Share>,

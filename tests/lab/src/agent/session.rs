@@ -13,7 +13,7 @@ use super::{
     bench,
     dial::{self, Held},
     load::Running,
-    protocol::{Outcome, Reply, Request},
+    protocol::{Dial, Outcome, Reply, Request},
     serve,
 };
 use crate::http;
@@ -68,8 +68,8 @@ impl Session {
                 to_value(dial::shared(&targets, rounds, mapped)?)
             }
             Request::Hold { target, protocol } => {
-                let mut held =
-                    Held::open(target, protocol).with_context(|| format!("connecting to {target}"))?;
+                let opened = Held::open(&Dial::new(protocol, target));
+                let mut held = opened.with_context(|| format!("connecting to {target}"))?;
                 let outcome = held.ping();
                 let connection = self.number();
                 self.held.insert(connection, held);
@@ -78,8 +78,8 @@ impl Session {
             Request::HoldMany { targets, protocol, count } => {
                 let mut connections = Vec::new();
                 for target in targets.iter().cycle().take(count) {
-                    let mut held =
-                        Held::open(*target, protocol).with_context(|| format!("connecting to {target}"))?;
+                    let opened = Held::open(&Dial::new(protocol, *target));
+                    let mut held = opened.with_context(|| format!("connecting to {target}"))?;
                     let outcome = held.ping();
                     ensure!(matches!(outcome, Outcome::Answered(_)), "{target}: {outcome}");
                     let connection = self.number();

@@ -126,7 +126,7 @@ impl Controller {
         let servable = CoverageTracker::servable(all.clone(), new.as_ref());
         new.resync(&servable)?;
         let former = std::mem::replace(&mut active.dataplane, new);
-        let former_mode = self.reports.mode.borrow().modes.mode;
+        let Modes { mode: former_mode, beside: former_beside } = self.reports.mode.borrow().modes;
         let stays_beside = modes.beside == Some(former_mode)
             && all.iter().any(|port| is_handed_over(port, active.dataplane.as_ref()));
         self.retiring.retain(|retiring| retiring.mode != modes.mode);
@@ -138,6 +138,10 @@ impl Controller {
             }
         } else {
             self.retiring.push(Retiring::running(former_mode, former));
+        }
+        // The former mode has let go of it, and the new one adopts it only where something is handed over.
+        if let Some(beside) = former_beside.filter(|beside| modes.beside == Some(*beside)) {
+            self.retiring.push(Retiring::left(beside));
         }
         active.services.set_intervals(service_intervals(active.dataplane.as_ref(), &self.config), now);
         // What the mode cannot serve is told anew. Everything is written once more at the next occasion: what has changed meanwhile

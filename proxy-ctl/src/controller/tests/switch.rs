@@ -169,6 +169,28 @@ fn the_mode_beside_is_let_go_before_it_is_opened_anew(#[case] to: Modes) {
 }
 
 #[rstest]
+#[case::something_is_handed_over(true, &["ebpf"])]
+#[case::nothing_is_handed_over(false, &["ebpf", "nftables"])]
+fn the_mode_beside_both_is_removed_if_the_new_one_hands_nothing_over(
+    #[case] hands_over: bool,
+    #[case] removed: &[&str],
+) {
+    let mut fixture = serving();
+    fixture.reports.mode.send_replace(ModeInForce::new(EBPF_AND_NFTABLES));
+    let (new, left) = (Recorder::default(), Recorder::default());
+    new.lock().hands_over = hands_over;
+    fixture.recorder.lock().idle = true;
+    left.lock().idle = true;
+    let mut opener = opening("userspace", &new);
+    opener.left.insert("nftables", left);
+    let to = Modes { mode: Mode::Userspace, beside: Some(Mode::Nftables) };
+    fixture.controller.switch(to, &opener, fixture.now);
+    fixture.controller.write(fixture.now);
+    fixture.controller.retire(&opener);
+    assert_eq!(*opener.removed.lock().unwrap(), removed);
+}
+
+#[rstest]
 #[case::something_is_handed_over(true, &[])]
 #[case::nothing_is_handed_over(false, &["nftables"])]
 fn the_former_mode_stays_beside_the_new_one_for_what_is_handed_over(

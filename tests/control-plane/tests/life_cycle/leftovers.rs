@@ -730,7 +730,7 @@ pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut W
     fs::write(&refuses, "")?;
     let script = format!(
         "#!/bin/sh\ninput=$(cat)\ncase $input in *'*mangle'*) \
-         if [ -e {} ]; then echo 'no such luck' >&2; exit 4; fi;; esac\n\
+         if [ -e {} ]; then echo 'no such luck' >&2; exit 1; fi;; esac\n\
          echo \"$input\" | xtables-legacy-multi iptables-legacy-restore \"$@\"\n",
         refuses.display()
     );
@@ -738,7 +738,7 @@ pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut W
     fs::set_permissions(&restore, fs::Permissions::from_mode(0o755))?;
     let path = format!("{}:{}", folder.display(), env::var("PATH").unwrap_or_default());
     let proxy = start_with_path(&own, &path)?;
-    proxy.says("iptables-legacy-restore: exit status: 4: no such luck")?;
+    proxy.says("iptables-legacy-restore: exit status: 1: no such luck")?;
     let left = |count| are_left(&own, &proxy, count);
     left(1.0)?;
     let tables = || RuleApi::Legacy.dump();

@@ -228,18 +228,14 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
         behaviour("behaviour off", &["--path", "off"])?,
         behaviour("behaviour iptables", &in_mode(arguments, "iptables"))?,
         behaviour("behaviour nftables", &in_mode(arguments, "nftables"))?,
+        behaviour("behaviour userspace", &in_mode(arguments, "userspace"))?,
+        programs.suite_as_root("differential", &[Bin("differential")], &differential(arguments))?,
         programs.suite_as_root("sources", &[Test("sources")], &[])?,
         programs.suite_as_root("life cycle", &[Test("life_cycle")], &[])?,
         programs.suite_as_root("surface", &[Test("surface")], &[])?,
     ];
     if arguments.all_modes {
-        suites.push(behaviour("behaviour userspace", &in_mode(arguments, "userspace"))?);
         suites.push(programs.suite_as_root("switching", &[Bin("switching")], &["--kube-proxy"])?);
-        suites.push(programs.suite_as_root(
-            "differential",
-            &[Bin("differential")],
-            &differential(arguments),
-        )?);
     }
     let mut deploy = programs.suite_as_root("deploy", &[Test("deploy")], &[])?;
     if deploy.name.contains(&arguments.suite) {

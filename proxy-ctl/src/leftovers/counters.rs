@@ -1,21 +1,9 @@
 //! The packet counters that rules of mode iptables count into.
 
-use std::{
-    thread,
-    time::{Duration, Instant},
-};
-
-use super::{Error, Found, Part, PartKind, Removal, Retained, names::PACKET_COUNTERS};
-use crate::sys::{
-    CallError,
-    packet_counters::{PacketCounters, RemovedCounter},
-};
+use super::{Error, Found, Part, PartKind, Removal, Retained, let_go::LettingGo, names::PACKET_COUNTERS};
+use crate::sys::packet_counters::{PacketCounters, RemovedCounter};
 
 const PLACE: &str = "nfacct";
-
-/// nf_tables lets go of the counters of removed rules in a work queue, after the transaction has been answered.
-const RULES_LET_GO_WITHIN: Duration = Duration::from_secs(1);
-const PAUSE: Duration = Duration::from_millis(5);
 
 pub(super) fn find(found: &mut Found) {
     found.note(try_find());
@@ -39,10 +27,10 @@ pub(super) fn remove(removed: &mut Removal) {
 
 fn try_remove(removed: &mut Removal) -> Result<(), Error> {
     let counters = PacketCounters::open()?;
-    let deadline = Instant::now() + RULES_LET_GO_WITHIN;
+    let letting_go = LettingGo::begin();
     let mut count = 0;
     for name in PACKET_COUNTERS {
-        match remove_one(&counters, name, deadline)? {
+        match letting_go.wait(RemovedCounter::InUse, || counters.remove(name))? {
             RemovedCounter::Done => count += 1,
             RemovedCounter::NotThere => {}
             RemovedCounter::InUse => {
@@ -53,14 +41,4 @@ fn try_remove(removed: &mut Removal) -> Result<(), Error> {
     }
     removed.part(PLACE.to_owned(), PartKind::PacketCounters, count);
     Ok(())
-}
-
-fn remove_one(counters: &PacketCounters, name: &str, deadline: Instant) -> Result<RemovedCounter, CallError> {
-    loop {
-        let outcome = counters.remove(name)?;
-        if outcome != RemovedCounter::InUse || Instant::now() >= deadline {
-            return Ok(outcome);
-        }
-        thread::sleep(PAUSE);
-    }
 }

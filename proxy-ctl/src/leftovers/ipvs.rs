@@ -4,19 +4,12 @@
 //! ended, other programs may add theirs. The device kube-ipvs0 shows that kube-proxy was in mode ipvs, so it is removed
 //! last.
 
-use std::{
-    collections::BTreeSet,
-    net::IpAddr,
-    ops::RangeInclusive,
-    thread,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeSet, net::IpAddr, ops::RangeInclusive};
 
 use ipnet::IpNet;
 
-use super::{Error, Found, Part, PartKind, Purpose, Removal, Retained, Selection, names};
+use super::{Error, Found, Part, PartKind, Purpose, Removal, Retained, Selection, let_go::LettingGo, names};
 use crate::sys::{
-    CallError,
     ipset::{Destroyed, IpSets},
     ipvs::{Destination, Ipvs, VirtualServer, VirtualSocket},
     link,
@@ -243,9 +236,9 @@ fn try_remove_sets(scope: &Selection<String>, removed: &mut Removal) -> Result<(
         Selection::Only(names) => names.contains(name),
     });
     let (mut count, mut left) = (0, Vec::new());
-    let deadline = Instant::now() + RULES_LET_GO_WITHIN;
+    let letting_go = LettingGo::begin();
     for name in there {
-        match destroy(&sets, &name, deadline) {
+        match letting_go.wait(Destroyed::InUse, || sets.destroy(&name)) {
             Ok(Destroyed::Done) => count += 1,
             // A rule that could not be removed yet uses it.
             Ok(Destroyed::InUse) if removed.pending.has_rules() => left.push(name),
@@ -265,19 +258,6 @@ fn try_remove_sets(scope: &Selection<String>, removed: &mut Removal) -> Result<(
     removed.part(SETS.into(), PartKind::IpSets, count);
     removed.pending.sets = Selection::Only(left);
     Ok(())
-}
-
-/// nf_tables lets go of the sets of removed rules in a work queue, after the transaction has been answered.
-const RULES_LET_GO_WITHIN: Duration = Duration::from_secs(1);
-
-fn destroy(sets: &IpSets, name: &str, deadline: Instant) -> Result<Destroyed, CallError> {
-    loop {
-        let destroyed = sets.destroy(name)?;
-        if destroyed == Destroyed::Done || Instant::now() >= deadline {
-            return Ok(destroyed);
-        }
-        thread::sleep(Duration::from_millis(5));
-    }
 }
 
 /// Must be called after the virtual servers are removed. The device stays if a running kube-proxy has added new ones.
@@ -308,6 +288,7 @@ mod tests {
     use std::{
         net::{SocketAddr, TcpListener, TcpStream},
         process::Command,
+        time::Duration,
     };
 
     use nix::sched::{CloneFlags, unshare};

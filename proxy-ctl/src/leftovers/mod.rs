@@ -11,6 +11,7 @@ mod at_work;
 mod counters;
 mod ipvs;
 mod legacy;
+mod let_go;
 mod marks;
 pub mod names;
 mod nft;

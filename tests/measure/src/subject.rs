@@ -19,6 +19,7 @@ use crate::{Proxy, metrics};
 const METRICS_PORT: u16 = 10_249;
 
 pub(crate) struct Subject {
+    proxy: Proxy,
     program: PathBuf,
     configuration: PathBuf,
     log: PathBuf,
@@ -52,19 +53,15 @@ impl Subject {
         let file = lab.directory().join("measured.yaml");
         fs::write(&file, configuration.to_string()).with_context(|| format!("writing {}", file.display()))?;
         let log = lab.directory().join("measured.log");
-        Ok(Self { program, configuration: file, log, process: None, node: lab.agent(&node)? })
+        Ok(Self { proxy, program, configuration: file, log, process: None, node: lab.agent(&node)? })
     }
 
     pub(crate) fn start(&mut self, lab: &Lab) -> Result<()> {
-        let run = (!self.is_kube_proxy()).then(|| "run".to_owned());
+        let run = (!self.proxy.is_kube_proxy()).then(|| "run".to_owned());
         let configuration = format!("--config={}", self.configuration.display());
         let arguments: Vec<_> = run.into_iter().chain([configuration]).collect();
         self.process = Some(self.spawn(lab, &arguments)?);
         Ok(())
-    }
-
-    fn is_kube_proxy(&self) -> bool {
-        !self.program.ends_with("proxy-ctl")
     }
 
     fn spawn(&self, lab: &Lab, arguments: &[String]) -> Result<Child> {
@@ -102,7 +99,7 @@ impl Subject {
 
     /// As the program's own flag does it; `false`: not within the limit.
     pub(crate) fn clean_up(&mut self, lab: &Lab, limit: Duration) -> Result<bool> {
-        let arguments = match self.is_kube_proxy() {
+        let arguments = match self.proxy.is_kube_proxy() {
             true => vec!["--cleanup".to_owned()],
             false => vec!["cleanup".to_owned(), format!("--bpffs={}", lab.bpffs(1).display())],
         };

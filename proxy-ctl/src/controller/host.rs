@@ -46,6 +46,7 @@ pub(super) fn host(
             | RequestedMode::Ipvs
             | RequestedMode::Userspace => config.iptables.masquerade_bit,
         },
+        masquerade_ports: None,
         shares_addresses: false,
     }
 }

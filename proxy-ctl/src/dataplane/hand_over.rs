@@ -9,6 +9,7 @@ use super::{
     Applied, Dataplane, Effect, Error, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, servable,
 };
 use crate::{
+    config::PortRange,
     mode::Mode,
     model::desired::{Changes, DesiredPort, ServicePortName},
 };
@@ -16,6 +17,8 @@ use crate::{
 /// Opens and removes the mode beside.
 pub(super) trait ModeBeside: Send {
     fn mode(&self) -> Mode;
+    /// Ports of masqueraded sources, none of which the mode at work uses.
+    fn masquerade_ports(&self) -> PortRange;
     fn open(&self) -> Result<Box<dyn Dataplane>, Error>;
     /// Removes what the mode has written. Its dataplane is dropped.
     fn remove(&self) -> Result<(), Error>;
@@ -69,8 +72,8 @@ const fn can_be_handed_over(unsupported: &Unsupported) -> bool {
 }
 
 /// The node as the mode beside sees it.
-fn of_beside(host: &Host) -> Host {
-    Host { shares_addresses: true, ..host.clone() }
+fn of_beside(host: &Host, masquerade_ports: PortRange) -> Host {
+    Host { shares_addresses: true, masquerade_ports: Some(masquerade_ports), ..host.clone() }
 }
 
 impl HandOver {
@@ -130,7 +133,7 @@ impl HandOver {
                     let opened = self.opened.insert(dataplane);
                     tracing::info!(mode = %self.beside.mode(), "serves what the mode at work cannot");
                     if let Some(host) = &self.host {
-                        *applied += opened.set_host(&of_beside(host))?;
+                        *applied += opened.set_host(&of_beside(host, self.beside.masquerade_ports()))?;
                     }
                     let all: Vec<_> = self.handed.values().cloned().collect();
                     *applied += opened.resync(&all)?;
@@ -263,8 +266,9 @@ impl Dataplane for HandOver {
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
         self.host = Some(host.clone());
         let beside = &mut self.opened;
-        let beside =
-            beside.as_mut().map_or(Ok(Applied::default()), |opened| opened.set_host(&of_beside(host)));
+        let beside = beside.as_mut().map_or(Ok(Applied::default()), |opened| {
+            opened.set_host(&of_beside(host, self.beside.masquerade_ports()))
+        });
         let mut applied = self.primary.set_host(host)?;
         applied += beside?;
         Ok(applied)

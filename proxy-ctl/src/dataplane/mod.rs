@@ -19,6 +19,7 @@ pub mod netfilter;
 pub mod nftables;
 mod own_rules;
 mod snapshot;
+mod source_ports;
 mod supports;
 mod userspace;
 

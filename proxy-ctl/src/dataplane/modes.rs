@@ -10,10 +10,12 @@ use super::{
     ebpf,
     entry::{BoxedProgrammed, Entry, Removed},
     hand_over::{HandOver, ModeBeside},
-    iptables, ipvs, nftables, userspace,
+    iptables, ipvs, nftables,
+    source_ports::SourcePorts,
+    userspace,
 };
 use crate::{
-    config::Config,
+    config::{Config, PortRange},
     leftovers::{self, PendingRemoval, Purpose},
     mode::{HostFacts, Mode, Probe},
 };
@@ -148,6 +150,10 @@ struct Beside {
 impl ModeBeside for Beside {
     fn mode(&self) -> Mode {
         self.mode
+    }
+
+    fn masquerade_ports(&self) -> PortRange {
+        SourcePorts::read().netfilter
     }
 
     fn open(&self) -> Result<Box<dyn Dataplane>, Error> {

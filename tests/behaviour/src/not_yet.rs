@@ -1,10 +1,5 @@
 //! What mode ebpf cannot do yet: the one list of it. No other mode has such a list.
 
-use lab::{
-    Outcome, Protocol,
-    cluster::{NODES, node_name},
-};
-
 use crate::setting::{ProxyKind, Setting};
 
 /// Names of cases, of scenarios of the differential suite, and of rows of these, with the reason.
@@ -32,21 +27,4 @@ const CLUSTER_IP_FROM_OUTSIDE: &str =
 pub fn reason(setting: &Setting, name: &str) -> Option<&'static str> {
     let found = || NOT_YET.iter().find(|(listed, _)| *listed == name).map(|(_, reason)| *reason);
     (setting.proxy == ProxyKind::Ebpf).then(found).flatten()
-}
-
-/// About one datagram in 5,000 that the node itself sends to an address that is served beside mode ebpf is not answered, for a
-/// cause that is not known. Mode nftables alone answers all.
-pub fn forgive_lost_datagrams(
-    setting: &Setting,
-    protocol: Protocol,
-    client: &str,
-    outcomes: &mut Vec<Outcome>,
-) {
-    let is_node = NODES.iter().any(|node| node_name(*node) == client);
-    if setting.proxy != ProxyKind::Ebpf || protocol != Protocol::Udp || !is_node {
-        return;
-    }
-    if let Some(lost) = outcomes.iter().position(|outcome| !matches!(outcome, Outcome::Answered(_))) {
-        outcomes.remove(lost);
-    }
 }

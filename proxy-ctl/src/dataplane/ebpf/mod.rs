@@ -34,7 +34,10 @@ use self::{
     status::{Pinned, Reader},
     tables::{CommonTables, FamilyTables, Shape},
 };
-use super::{Applied, Dataplane, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, entry::Entry};
+use super::{
+    Applied, Dataplane, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, entry::Entry,
+    source_ports::SourcePorts,
+};
 use crate::{
     config::{Ebpf, SocketLoadBalancing},
     model::desired::{Changes, DesiredPort, ServicePortName},
@@ -56,7 +59,6 @@ mod load;
 mod metrics;
 mod paths;
 mod pins;
-mod ports;
 pub(super) mod probe;
 mod programmed;
 mod publish;
@@ -218,12 +220,12 @@ impl EbpfDataplane {
 
     fn write_node(&self, host: &Host) -> Result<bool, Error> {
         let (masquerade4, masquerade6) = masquerade(&host.masquerade_addresses);
-        let ranges = ports::read();
+        let ports = SourcePorts::read().programs;
         self.write_settings(|settings| {
             settings.host_namespace = self.host_namespace;
             settings.masquerade4 = masquerade4;
             settings.masquerade6 = masquerade6;
-            settings.masquerade_ports = ranges;
+            settings.masquerade_ports = ports;
         })
     }
 

@@ -72,7 +72,8 @@ impl Dataplane for Fake {
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
         let shares = if host.shares_addresses { " that is shared" } else { "" };
-        self.log.add(format!("{} host{shares}", self.who));
+        let ports = host.masquerade_ports.map_or_else(String::new, |ports| format!(", ports {ports}"));
+        self.log.add(format!("{} host{shares}{ports}", self.who));
         Ok(Applied::default())
     }
 
@@ -107,6 +108,10 @@ struct FakeBeside {
 impl ModeBeside for FakeBeside {
     fn mode(&self) -> Mode {
         Mode::Nftables
+    }
+
+    fn masquerade_ports(&self) -> PortRange {
+        PortRange { first: 32_768, last: 60_999 }
     }
 
     fn open(&self) -> Result<Box<dyn Dataplane>, Error> {
@@ -171,8 +176,8 @@ fn sctp() -> Service {
 
 #[rstest]
 #[case::nothing(web(), &["own web:cl"])]
-#[case::frontends_of_a_kind(ranged(), &["open", "beside host that is shared", "beside all web:l", "own web:c"])]
-#[case::everything(sctp(), &["open", "beside host that is shared", "beside all sctp:c", "own -sctp"])]
+#[case::frontends_of_a_kind(ranged(), &["open", "beside host that is shared, ports 32768-60999", "beside all web:l", "own web:c"])]
+#[case::everything(sctp(), &["open", "beside host that is shared, ports 32768-60999", "beside all sctp:c", "own -sctp"])]
 #[case::what_is_served_differently_stays(
     Service { affinity_seconds: Some(5), ..web() },
     &["own web:cl"],
@@ -196,7 +201,10 @@ fn the_mode_beside_is_removed_after_the_last_port() {
     scene.apply(sctp());
     scene.model.delete_service(&sctp().name);
     assert_eq!(scene.write(), ["own -sctp", "remove"]);
-    assert_eq!(scene.apply(sctp()), ["open", "beside host that is shared", "beside all sctp:c", "own -sctp"]);
+    assert_eq!(
+        scene.apply(sctp()),
+        ["open", "beside host that is shared, ports 32768-60999", "beside all sctp:c", "own -sctp"]
+    );
     scene.both.resync(&[]).unwrap();
     assert_eq!(scene.log.take(), ["own all ", "remove"]);
 }
@@ -227,6 +235,9 @@ fn a_mode_beside_that_cannot_be_opened_is_told_by_service_port_and_tried_again()
 
     *scene.fails.lock().unwrap() = false;
     scene.both.resync(&scene.model.desired()).unwrap();
-    assert_eq!(scene.log.take(), ["open", "beside host that is shared", "beside all web:l", "own all web:c"]);
+    assert_eq!(
+        scene.log.take(),
+        ["open", "beside host that is shared, ports 32768-60999", "beside all web:l", "own all web:c"]
+    );
     assert_eq!(scene.both.take_without_room(), Some(BTreeMap::new()));
 }

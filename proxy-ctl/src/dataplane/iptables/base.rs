@@ -65,12 +65,20 @@ impl BaseRules {
         let why = |text: &str| format!("-m comment --comment \"{text}\"");
         let random = if abilities.random_fully { " --random-fully" } else { "" };
         let traffic = why("kubernetes service traffic requiring SNAT");
-        let masquerading = [
+        let mut masquerading = vec![
             format!("-m mark ! --mark {mark:#x}/{mark:#x} -j RETURN"),
             // Else a packet that comes by again, through a tunnel, is masqueraded again.
             format!("-j MARK --set-xmark {mark:#x}/0x0"),
-            format!("{traffic} -j MASQUERADE{random}"),
         ];
+        match host.masquerade_ports {
+            None => masquerading.push(format!("{traffic} -j MASQUERADE{random}")),
+            // MASQUERADE takes ports only where the rule names the protocol.
+            Some(ports) => {
+                masquerading.extend(["tcp", "udp", "sctp"].map(|protocol| {
+                    format!("-p {protocol} {traffic} -j MASQUERADE --to-ports {ports}{random}")
+                }))
+            }
+        }
         let mut forwarding = Vec::new();
         if abilities.drop_invalid {
             // Such a packet of a translated connection would reach the client untranslated, which would reset it.

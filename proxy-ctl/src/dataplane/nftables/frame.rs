@@ -7,12 +7,13 @@ use ipnet::IpNet;
 
 use super::{
     language::{
-        FIRST, Language, address_bytes, change_mark, from_interface, from_interface_prefix, goto, has_mark,
-        is_new, is_translated, jump, rule,
+        FIRST, Language, SECOND, address_bytes, change_mark, from_interface, from_interface_prefix, goto,
+        has_mark, is_new, is_translated, jump, rule,
     },
     objects::{ElementId, Rule, Set},
 };
 use crate::{
+    config::PortRange,
     dataplane::{Host, LocalTraffic},
     model::objects::IpFamily,
     sys::nftables::{
@@ -54,6 +55,7 @@ impl Context {
             local_traffic: host.local_traffic.clone(),
             masquerade_all: host.masquerade_all,
             masquerade_bit: host.masquerade_bit,
+            masquerade_ports: host.masquerade_ports,
             shares_addresses: host.shares_addresses,
             service_cidrs: host
                 .service_cidrs
@@ -181,22 +183,16 @@ pub(super) fn chains(context: &Context) -> Vec<FrameChain> {
         inner(
             MASQUERADING,
             vec![
-                rule([
-                    has_mark(context.mark()),
-                    change_mark(context.mark(), false),
-                    vec![Expression::Masquerade],
-                ]),
+                rule([has_mark(context.mark()), change_mark(context.mark(), false), masquerade(context)]),
                 rule([
                     is_translated(),
                     language.load_hairpin(),
-                    vec![
-                        Expression::Lookup {
-                            set: Set::HairpinConnections.name().into_owned(),
-                            key: FIRST,
-                            to: None,
-                        },
-                        Expression::Masquerade,
-                    ],
+                    vec![Expression::Lookup {
+                        set: Set::HairpinConnections.name().into_owned(),
+                        key: FIRST,
+                        to: None,
+                    }],
+                    masquerade(context),
                 ]),
             ],
         ),
@@ -240,6 +236,15 @@ pub(super) fn chains(context: &Context) -> Vec<FrameChain> {
 }
 
 /// What comes here was not translated. Empty where another mode serves other ports of the same addresses.
+fn masquerade(context: &Context) -> Vec<Expression> {
+    let Some(PortRange { first, last }) = context.host.masquerade_ports else {
+        return vec![Expression::Masquerade { ports: None }];
+    };
+    let load = |port: u16, to| Expression::Immediate { value: port.to_be_bytes().to_vec(), to };
+    let ports = [FIRST, SECOND];
+    vec![load(first, FIRST), load(last, SECOND), Expression::Masquerade { ports: Some(ports) }]
+}
+
 fn unserved_cluster_ips(context: &Context) -> Vec<Rule> {
     if context.host.shares_addresses {
         return Vec::new();

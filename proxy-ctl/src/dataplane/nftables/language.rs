@@ -27,6 +27,7 @@ pub(super) struct Language {
 /// What a rule chooses goes here: an address, and a port behind it.
 pub(super) const CHOSEN: Register = Register::new(4);
 pub(super) const FIRST: Register = Register::new(0);
+pub(super) const SECOND: Register = Register::new(1);
 
 impl Language {
     pub(super) fn table_family(self) -> TableFamily {

@@ -84,6 +84,8 @@ pub(super) const NAT_ADDRESS: u16 = 3;
 pub(super) const NAT_PORT: u16 = 5;
 pub(super) const REDIRECT_PORT: u16 = 1;
 pub(super) const MASQUERADE_FLAGS: u16 = 1;
+pub(super) const MASQUERADE_FIRST_PORT: u16 = 2;
+pub(super) const MASQUERADE_LAST_PORT: u16 = 3;
 pub(super) const REJECT_TYPE: u16 = 1;
 pub(super) const REJECT_CODE: u16 = 2;
 

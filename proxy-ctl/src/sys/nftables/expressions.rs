@@ -190,8 +190,10 @@ pub enum Expression {
     Redirect {
         port: Register,
     },
-    /// With random source ports.
-    Masquerade,
+    /// With random source ports, from the first to the last, which registers hold in network order; `None`: any from 1024 on.
+    Masquerade {
+        ports: Option<[Register; 2]>,
+    },
     /// By ICMP port unreachable.
     Reject {
         family: TableFamily,
@@ -205,6 +207,8 @@ pub const LOCAL_ADDRESS: u32 = 2;
 const FIB_ADDRESS_TYPE: u32 = 3;
 const NUMGEN_RANDOM: u32 = 1;
 const NAT_DESTINATION: u32 = 1;
+/// `NF_NAT_RANGE_PROTO_SPECIFIED` and `NF_NAT_RANGE_PROTO_RANDOM_FULLY`.
+const PORTS_SPECIFIED: u32 = 1 << 1;
 const FULLY_RANDOM: u32 = 1 << 4;
 const REJECT_BY_ICMP: u32 = 0;
 
@@ -316,8 +320,14 @@ impl Expression {
             Self::Redirect { port } => expression(list, "redir", |out| {
                 number(out, REDIRECT_PORT, port.0);
             }),
-            Self::Masquerade => expression(list, "masq", |out| {
-                number(out, MASQUERADE_FLAGS, FULLY_RANDOM);
+            Self::Masquerade { ports } => expression(list, "masq", |out| match ports {
+                None => {
+                    number(out, MASQUERADE_FLAGS, FULLY_RANDOM);
+                }
+                Some([first, last]) => {
+                    number(out, MASQUERADE_FLAGS, FULLY_RANDOM | PORTS_SPECIFIED);
+                    number(number(out, MASQUERADE_FIRST_PORT, first.0), MASQUERADE_LAST_PORT, last.0);
+                }
             }),
             Self::Reject { family } => expression(list, "reject", |out| {
                 let port_unreachable = match family {

@@ -3,7 +3,7 @@
 use rstest::rstest;
 
 use super::*;
-use crate::dataplane::iptables::rules::Table;
+use crate::{config::PortRange, dataplane::iptables::rules::Table};
 
 /// The lines of the script that are of this chain, without it.
 fn rules_of(script: &str, table: Table, chain: &str) -> Vec<String> {
@@ -157,6 +157,13 @@ fn where_node_ports_are_served(
 
 #[rstest]
 #[case::bit(Host { masquerade_bit: 5, ..host() }, ABLE, "-j MARK --set-xmark 0x20/0x20", true)]
+#[case::ports(
+    Host { masquerade_ports: Some(PortRange { first: 32_768, last: 60_999 }), ..host() },
+    ABLE,
+    "-p sctp -m comment --comment \"kubernetes service traffic requiring SNAT\" \
+     -j MASQUERADE --to-ports 32768-60999 --random-fully",
+    true
+)]
 #[case::without_random_fully(host(), Abilities { random_fully: false, ..ABLE }, "--random-fully", false)]
 #[case::conntrack_is_liberal(host(), Abilities { drop_invalid: false, ..ABLE }, "INVALID", false)]
 #[case::not_counted(host(), ABLE, "--ctstate INVALID -j DROP", true)]

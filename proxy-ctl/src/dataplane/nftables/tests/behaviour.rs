@@ -13,6 +13,7 @@ use super::{
     trace::{Connection, Fate, Rules},
 };
 use crate::{
+    config::PortRange,
     dataplane::{Host, LocalTraffic},
     model::{
         objects::{Endpoint, IpFamily, Protocol, Service, TrafficPolicy},
@@ -175,6 +176,20 @@ fn a_pod_that_reaches_itself_is_masqueraded() {
     let mut rules = rules(&host(), web(), vec![here(), there()]);
     let expected = [answered(&[HERE], true), answered(&[THERE], false)].concat_sets();
     assert_eq!(rules.fates(tcp("10.180.0.1", CLUSTER_IP)), expected);
+}
+
+/// By its mark, and because it reaches itself.
+#[rstest]
+#[case::client_of_a_node_port(OUTSIDE, NODE_PORT)]
+#[case::hairpin("10.180.0.1", CLUSTER_IP)]
+fn masqueraded_sources_get_the_ports_of_the_node(#[case] from: &str, #[case] to: &str) {
+    for (masquerade_ports, expected) in
+        [(None, None), (Some(PortRange { first: 32_768, last: 60_999 }), Some([32_768, 60_999]))]
+    {
+        let mut rules = rules(&Host { masquerade_ports, ..host() }, web(), vec![here()]);
+        assert_eq!(rules.fates(tcp(from, to)), answered(&[HERE], true));
+        assert_eq!(rules.masquerade_ports, expected);
+    }
 }
 
 trait ConcatSets {

@@ -28,6 +28,8 @@ pub(super) struct Rules {
     chains: BTreeMap<String, Vec<Rule>>,
     elements: BTreeMap<ElementId, ElementValue>,
     local: Vec<IpAddr>,
+    /// Of the packet that was masqueraded last.
+    pub(super) masquerade_ports: Option<[u16; 2]>,
 }
 
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
@@ -74,6 +76,7 @@ impl Rules {
             chains: frame::chains(&context).into_iter().map(|one| (one.name.to_owned(), one.rules)).collect(),
             elements: BTreeMap::new(),
             local: host.node_port_addresses.iter().copied().collect(),
+            masquerade_ports: None,
             context,
         };
         let mut blocks = Blocks::default();
@@ -231,8 +234,10 @@ impl Rules {
                     return Some(End::Accept);
                 }
                 Expression::Redirect { .. } => panic!("only mode userspace redirects"),
-                Expression::Masquerade => {
+                Expression::Masquerade { ports } => {
                     packet.masqueraded = true;
+                    let read = |port| u16::from_be_bytes(packet.read(port, 2).try_into().unwrap());
+                    self.masquerade_ports = ports.map(|[first, last]| [read(first), read(last)]);
                     assert_eq!(packet.mark, 0, "the mark must not leave the node");
                     return Some(End::Accept);
                 }

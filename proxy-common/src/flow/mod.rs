@@ -252,9 +252,16 @@ fn masqueraded_answer<F: Family, T: FlowTables<F>>(
     scratch.key = packet.key(TUPLE_MASQUERADED_REPLY);
     let (stage, entry) = lookup(tables, &scratch.key)?;
     if is_stale(tables, entry) {
-        refresh(tables, scratch, stage, entry);
+        if entry.flags() & FLOW_OF_NETFILTER == 0 {
+            refresh(tables, scratch, stage, entry);
+        } else {
+            entry.set_last_seen(tables.now());
+        }
     }
     let flow = entry.read();
+    if flow.flags & FLOW_OF_NETFILTER != 0 {
+        return None;
+    }
     Some(Rewrite {
         side: Side::Destination,
         address: flow.client,

@@ -36,6 +36,17 @@ pub(super) const fn reply_tuple(flags: u32) -> u8 {
 }
 
 impl<A: Address> Flow<A> {
+    /// A TCP connection that netfilter masquerades: from where the backend answers, and where to.
+    pub fn of_netfilter(backend: (A, Port), masquerade: (A, Port), now: u64) -> Self {
+        let mut flow = Self::default();
+        (flow.backend, flow.masquerade) = (backend.0, masquerade.0);
+        (flow.protocol, flow.service, flow.last_seen) = (PROTOCOL_TCP, NO_SERVICE, now);
+        flow.flags = FLOW_ANSWERED | FLOW_MASQUERADED | FLOW_OF_NETFILTER;
+        flow.set_backend_port(backend.1);
+        flow.set_masquerade_port(masquerade.1);
+        flow
+    }
+
     /// What the client sends.
     #[inline(always)]
     pub fn forward_key(&self) -> FlowKey<A> {

@@ -1,4 +1,4 @@
-//! Flows that the kernel's connection tracking knows: UDP ones listed, and removed.
+//! Flows that the kernel's connection tracking knows: UDP ones listed and removed, masqueraded TCP ones listed.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -15,6 +15,9 @@ const GET: u16 = SUBSYSTEM << 8 | 1;
 const DELETE: u16 = SUBSYSTEM << 8 | 2;
 const ORIGINAL: u16 = 1;
 const REPLY: u16 = 2;
+const PROTOCOL_STATE: u16 = 4;
+const TCP: u16 = 1;
+const TCP_STATE: u16 = 1;
 const ID: u16 = 12;
 const ZONE: u16 = 18;
 const TUPLE_ADDRESSES: u16 = 1;
@@ -51,6 +54,15 @@ impl UdpFlow {
     }
 }
 
+/// A TCP connection both of whose addresses are translated, and which has not ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct MasqueradedConnection {
+    /// Who answers.
+    pub replier: SocketAddr,
+    /// Where the answers go: an address of this node.
+    pub source: SocketAddr,
+}
+
 /// A connection to the connection tracking of this thread's network namespace. Needs CAP_NET_ADMIN there.
 pub struct Conntrack(NetlinkSocket);
 
@@ -61,9 +73,25 @@ impl Conntrack {
 
     /// `family`: Inet or Inet6. None where the kernel has no connection tracking, or not the module nf_conntrack_netlink.
     pub fn udp_flows(&self, family: AddressFamily) -> Result<Vec<UdpFlow>, CallError> {
+        self.list(family, |flow| udp_flow(family, flow))
+    }
+
+    /// As [`Self::udp_flows`].
+    pub fn masqueraded_connections(
+        &self,
+        family: AddressFamily,
+    ) -> Result<Vec<MasqueradedConnection>, CallError> {
+        self.list(family, |flow| masqueraded_connection(family, flow))
+    }
+
+    fn list<T>(
+        &self,
+        family: AddressFamily,
+        parse: impl Fn(Attributes<'_>) -> Option<T>,
+    ) -> Result<Vec<T>, CallError> {
         let mut request = Messages::default();
         request.begin(GET, NLM_F_DUMP, &header(family));
-        let parse = |_, body: &[u8]| udp_flow(family, Attributes(body.get(4..)?));
+        let parse = |_, body: &[u8]| parse(Attributes(body.get(4..)?));
         match self.0.dump(&request, parse) {
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
                 Ok(Vec::new())
@@ -90,14 +118,36 @@ impl Conntrack {
     }
 }
 
+/// Of source and destination.
+const fn address_kinds(family: AddressFamily) -> (u16, u16) {
+    if matches!(family, AddressFamily::Inet) { (SOURCE_4, DESTINATION_4) } else { (SOURCE_6, DESTINATION_6) }
+}
+
+fn is_of_protocol(tuple: Attributes<'_>, protocol: i32) -> Option<()> {
+    let number = tuple.nested(TUPLE_PROTOCOL)?.get(PROTOCOL_NUMBER)?;
+    (i32::from(*number.first()?) == protocol).then_some(())
+}
+
+fn masqueraded_connection(family: AddressFamily, flow: Attributes<'_>) -> Option<MasqueradedConnection> {
+    /// `TCP_CONNTRACK_TIME_WAIT`, `TCP_CONNTRACK_CLOSE`.
+    const ENDED: [u8; 2] = [7, 8];
+    let (original, reply) = (flow.nested(ORIGINAL)?, flow.nested(REPLY)?);
+    is_of_protocol(original, libc::IPPROTO_TCP)?;
+    let state = flow.nested(PROTOCOL_STATE).and_then(|state| state.nested(TCP)?.get(TCP_STATE)?.first());
+    let (sources, destinations) = address_kinds(family);
+    let client = endpoint(family, original, sources, SOURCE_PORT)?;
+    let dialled = endpoint(family, original, destinations, DESTINATION_PORT)?;
+    let replier = endpoint(family, reply, sources, SOURCE_PORT)?;
+    let source = endpoint(family, reply, destinations, DESTINATION_PORT)?;
+    let is_translated = replier != dialled && source.ip() != client.ip();
+    let has_ended = state.is_some_and(|state| ENDED.contains(state));
+    (is_translated && !has_ended).then_some(MasqueradedConnection { replier, source })
+}
+
 fn udp_flow(family: AddressFamily, flow: Attributes<'_>) -> Option<UdpFlow> {
     let original = flow.nested(ORIGINAL)?;
-    let protocol = original.nested(TUPLE_PROTOCOL)?.get(PROTOCOL_NUMBER)?;
-    if protocol.first().copied().map(i32::from) != Some(libc::IPPROTO_UDP) {
-        return None;
-    }
-    let (sources, destinations) =
-        if family == AddressFamily::Inet { (SOURCE_4, DESTINATION_4) } else { (SOURCE_6, DESTINATION_6) };
+    is_of_protocol(original, libc::IPPROTO_UDP)?;
+    let (sources, destinations) = address_kinds(family);
     let key = flow.filter(|(kind, _)| matches!(*kind, ORIGINAL | ID | ZONE));
     Some(UdpFlow {
         destination: endpoint(family, original, destinations, DESTINATION_PORT)?,
@@ -115,10 +165,20 @@ fn endpoint(family: AddressFamily, tuple: Attributes<'_>, address: u16, port: u1
 
 #[cfg(test)]
 mod tests {
+    use rstest::rstest;
+
     use super::*;
+
+    const TCP_NUMBER: u8 = 6;
+    const ENDPOINT: ([u8; 4], u16) = ([10, 1, 0, 9], 5353);
+    const NODE: ([u8; 4], u16) = ([192, 0, 2, 1], 41_000);
 
     /// As the kernel lists a flow 10.1.0.5:4000 → 10.96.0.10:53 that 10.1.0.9:5353 answers.
     fn listed(protocol: u8) -> Messages {
+        listed_with(protocol, ([10, 1, 0, 9], 5353), ([10, 1, 0, 5], 4000))
+    }
+
+    fn listed_with(protocol: u8, replier: ([u8; 4], u16), source: ([u8; 4], u16)) -> Messages {
         let tuple =
             |message: &mut Messages, kind, source: [u8; 4], from: u16, destination: [u8; 4], to: u16| {
                 message.nested(kind, |tuple| {
@@ -137,7 +197,7 @@ mod tests {
         let mut message = Messages::default();
         message.begin(GET, 0, &header(AddressFamily::Inet));
         tuple(&mut message, ORIGINAL, [10, 1, 0, 5], 4000, [10, 96, 0, 10], 53);
-        tuple(&mut message, REPLY, [10, 1, 0, 9], 5353, [10, 1, 0, 5], 4000);
+        tuple(&mut message, REPLY, replier.0, replier.1, source.0, source.1);
         message.attribute(3, &[0; 4]).attribute(ID, &[1, 2, 3, 4]);
         message
     }
@@ -150,6 +210,32 @@ mod tests {
         assert_eq!(flow.replier.to_string(), "10.1.0.9:5353");
         let kinds: Vec<u16> = flow.key.iter().map(|(kind, _)| *kind).collect();
         assert_eq!(kinds, [ORIGINAL, ID]);
+    }
+
+    #[rstest]
+    #[case::masqueraded(TCP_NUMBER, ENDPOINT, NODE, 3, true)]
+    #[case::the_port_stays(TCP_NUMBER, ENDPOINT, (NODE.0, 4000), 3, true)]
+    #[case::half_closed(TCP_NUMBER, ENDPOINT, NODE, 5, true)]
+    #[case::ended(TCP_NUMBER, ENDPOINT, NODE, 7, false)]
+    #[case::destination_alone(TCP_NUMBER, ENDPOINT, ([10, 1, 0, 5], 4000), 3, false)]
+    #[case::source_alone(TCP_NUMBER, ([10, 96, 0, 10], 53), NODE, 3, false)]
+    #[case::udp(17, ENDPOINT, NODE, 3, false)]
+    fn masqueraded_connections_that_go_on(
+        #[case] protocol: u8,
+        #[case] replier: ([u8; 4], u16),
+        #[case] source: ([u8; 4], u16),
+        #[case] state: u8,
+        #[case] is_one: bool,
+    ) {
+        let mut message = listed_with(protocol, replier, source);
+        message.nested(PROTOCOL_STATE, |of| {
+            of.nested(TCP, |of| {
+                of.attribute(TCP_STATE, &[state]);
+            });
+        });
+        let found = masqueraded_connection(AddressFamily::Inet, Attributes(&message.bytes()[20..]));
+        let expected = MasqueradedConnection { replier: replier.into(), source: source.into() };
+        assert_eq!(found, is_one.then_some(expected));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use aya::{
     Pod,
     maps::{MapData, MapError, PerCpuValues},
 };
-use aya_obj::generated::bpf_cmd;
+use aya_obj::generated::{BPF_NOEXIST, bpf_cmd};
 
 use super::{
     CallError,
@@ -127,6 +127,17 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         unsafe { bpf::call(bpf_cmd::BPF_MAP_UPDATE_ELEM, &mut attr) }
             .map_err(|e| CallError::new("bpf(BPF_MAP_UPDATE_ELEM)", e))?;
         Ok(())
+    }
+
+    /// False: the key is there already, and its value stays. `E2BIG`: the table is full.
+    pub fn insert(&self, key: &K, value: &V) -> Result<bool, CallError> {
+        let mut attr = Element { flags: BPF_NOEXIST.into(), ..self.element(key, value) };
+        // SAFETY: the kernel reads a key and a value; `new` has compared their sizes with the types.
+        match unsafe { bpf::call(bpf_cmd::BPF_MAP_UPDATE_ELEM, &mut attr) } {
+            Ok(_) => Ok(true),
+            Err(e) if e.raw_os_error() == Some(libc::EEXIST) => Ok(false),
+            Err(e) => Err(CallError::new("bpf(BPF_MAP_UPDATE_ELEM)", e)),
+        }
     }
 
     /// Inserts or replaces in order; after an error tells how many were written before it.

@@ -2,7 +2,10 @@
 
 use proxy_common::{
     flow::lifetime_seconds,
-    layout::{FLOW_BACKEND_CLOSED, FLOW_CLIENT_CLOSED, FLOW_MASQUERADED, FLOW_RESET, Flow, FlowKey},
+    layout::{
+        FLOW_BACKEND_CLOSED, FLOW_CLIENT_CLOSED, FLOW_MASQUERADED, FLOW_OF_NETFILTER, FLOW_RESET, Flow,
+        FlowKey,
+    },
 };
 
 use super::{Error, family::TableFamily, tables::FamilyTables};
@@ -81,12 +84,13 @@ impl<F: TableFamily> Collector<F> {
         self.opening.complete && self.established.complete && self.counted() == (0, 0)
     }
 
-    /// Ends all UDP flows: the clients' next packets are new to whoever serves them then.
-    pub(super) fn end_udp_flows(tables: &FamilyTables<F>) -> Result<u64, Error> {
+    /// Ends all UDP flows: the clients' next packets are new to whoever serves them then. Ports of netfilter's connections are kept no
+    /// longer: no flow is opened any more.
+    pub(super) fn end_all_but_tcp_flows(tables: &FamilyTables<F>) -> Result<u64, Error> {
         let mut removed = 0;
         for table in [&tables.opening_flows, &tables.flows] {
             for (_, flow) in table.read_all()? {
-                if i32::from(flow.protocol) == libc::IPPROTO_UDP {
+                if i32::from(flow.protocol) == libc::IPPROTO_UDP || flow.flags & FLOW_OF_NETFILTER != 0 {
                     removed += remove_if(tables, &flow, |_| true)?;
                 }
             }

@@ -18,6 +18,7 @@ use proxy_common::{
     family::{V4, V6},
     inventory::{program, table},
     layout::{NODE_ADDRESS_LOOPBACK, NodeAddress, Settings},
+    port::PortRanges,
 };
 
 use self::{
@@ -27,6 +28,7 @@ use self::{
     gc::Collector,
     kernel_log::KernelLog,
     lease::LeaseRenewal,
+    netfilter_ports::KeepPorts,
     paths::Paths,
     pins::TablePins,
     programmed::Entries,
@@ -41,7 +43,7 @@ use super::{
 use crate::{
     config::{Ebpf, SocketLoadBalancing},
     model::desired::{Changes, DesiredPort, ServicePortName},
-    sys::{CallError, clock, filesystem, grace::GracePeriod, limits, namespace},
+    sys::{CallError, clock, conntrack::Conntrack, filesystem, grace::GracePeriod, limits, namespace},
 };
 
 mod adopt;
@@ -57,6 +59,7 @@ mod layout;
 mod lease;
 mod load;
 mod metrics;
+mod netfilter_ports;
 mod paths;
 mod pins;
 pub(super) mod probe;
@@ -92,6 +95,7 @@ pub struct EbpfDataplane {
     /// Of [`Dataplane::collect_garbage`].
     collections: u32,
     retiring: bool,
+    keep_ports: KeepPorts,
 }
 
 pub(super) const ENTRY: Entry = Entry {
@@ -187,6 +191,7 @@ impl EbpfDataplane {
             lease,
             collections: 0,
             retiring: false,
+            keep_ports: KeepPorts::BeforePackets,
         };
         // Programs may be reading what a predecessor retired in its last moment.
         dataplane.shared.grace.wait().map_err(Error::Grace)?;
@@ -227,6 +232,24 @@ impl EbpfDataplane {
             settings.masquerade6 = masquerade6;
             settings.masquerade_ports = ports;
         })
+    }
+
+    fn keep_netfilter_ports(&self) {
+        let (ports, now) = (PortRanges(SourcePorts::read().programs), clock::since_boot());
+        let kept = Conntrack::open().map_err(Error::Conntrack).and_then(|conntrack| {
+            let v4 = netfilter_ports::keep(&self.v4.tables, &conntrack, ports, now)?;
+            Ok(v4 + netfilter_ports::keep(&self.v6.tables, &conntrack, ports, now)?)
+        });
+        match kept {
+            Ok(0) => {}
+            Ok(kept) => {
+                tracing::info!(kept, "ports of connections that netfilter masquerades are given to no flow")
+            }
+            // All of them may go on even so, and new connections matter more.
+            Err(error) => {
+                tracing::warn!(%error, "connections that netfilter masquerades may lose answers to new flows")
+            }
+        }
     }
 
     /// Pins again what is not pinned any more.
@@ -338,8 +361,12 @@ impl Dataplane for EbpfDataplane {
             }
         }
         publish_waiting(shared, v4, v6, &mut applied, &mut failures);
+        if self.keep_ports == KeepPorts::AfterFrontends {
+            self.keep_netfilter_ports();
+            self.keep_ports = KeepPorts::Done;
+        }
         // Also where something could not be written: the other service ports are served as they are desired.
-        if let Err(error) = self.lease.resume(&shared.tables.lease) {
+        if let Err(error) = self.lease.resume(&self.shared.tables.lease) {
             failures.add("lease", error);
         }
         failures.into_result()?;
@@ -358,6 +385,10 @@ impl Dataplane for EbpfDataplane {
             // Another controller's tables are pinned there now.
             Err(error @ Error::Locked { .. }) => return Err(error.into()),
             Err(error) => failures.add("pins", error),
+        }
+        if self.keep_ports == KeepPorts::BeforePackets {
+            self.keep_netfilter_ports();
+            self.keep_ports = KeepPorts::AfterFrontends;
         }
         failures.merge(self.hooks.follow(&host.interfaces));
         if let Err(error) = self.hooks.attach_sockets() {
@@ -402,8 +433,8 @@ impl Dataplane for EbpfDataplane {
     fn retire(&mut self) -> Result<bool, super::Error> {
         if !self.retiring {
             self.resync(&[])?;
-            Collector::end_udp_flows(&self.v4.tables)?;
-            Collector::end_udp_flows(&self.v6.tables)?;
+            Collector::end_all_but_tcp_flows(&self.v4.tables)?;
+            Collector::end_all_but_tcp_flows(&self.v6.tables)?;
             (self.flows4, self.flows6) = Default::default();
             self.retiring = true;
         }

@@ -224,6 +224,11 @@ impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
         self.map.set(key, value).map_err(|e| self.error(e))
     }
 
+    /// As [`Map::insert`].
+    pub(super) fn insert(&self, key: &K, value: &V) -> Result<bool, Error> {
+        self.map.insert(key, value).map_err(|e| self.error(e))
+    }
+
     /// As [`Map::set_all`].
     pub(super) fn set_all(&self, keys: &[K], values: &[V]) -> Result<(), (usize, Error)> {
         self.map.set_all(keys, values).map_err(|(done, e)| (done, self.error(e)))

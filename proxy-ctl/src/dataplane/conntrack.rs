@@ -15,15 +15,40 @@ use std::{
     time::Duration,
 };
 
+use nix::sys::socket::AddressFamily;
 use prometheus_client::metrics::MetricType;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-pub(super) use self::stale_flows::{Repliers, StaleFlows};
+pub(super) use self::stale_flows::{Dialled, Repliers, StaleFlows, dialled};
 use super::{Applied, Dataplane, Error, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage};
-use crate::model::{
-    desired::{Changes, DesiredPort, ServicePortName},
-    objects::Protocol,
+use crate::{
+    model::{
+        desired::{Changes, DesiredPort, ServicePortName},
+        objects::{IpFamily, Protocol},
+    },
+    sys::{CallError, conntrack::Conntrack},
 };
+
+pub(super) const fn address_family(family: IpFamily) -> AddressFamily {
+    match family {
+        IpFamily::Ipv4 => AddressFamily::Inet,
+        IpFamily::Ipv6 => AddressFamily::Inet6,
+    }
+}
+
+/// Whether netfilter translates a connection to one of these, or knows one that has ended lately.
+pub(super) fn has_connections(to: &FxHashSet<Dialled>) -> Result<bool, CallError> {
+    let conntrack = Conntrack::open()?;
+    for family in IpFamily::ALL {
+        let dialled = conntrack.translated_destinations(address_family(family))?;
+        let is_one =
+            |at: &SocketAddr| to.contains(&(Some(at.ip()), at.port())) || to.contains(&(None, at.port()));
+        if dialled.iter().any(is_one) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
 
 /// Endpoints whose flows go on.
 type Endpoints = FxHashSet<SocketAddr>;

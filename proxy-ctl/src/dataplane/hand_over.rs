@@ -1,12 +1,17 @@
 //! The mode at work and, beside it, a netfilter mode that serves what the first cannot: to their caller one dataplane.
 //!
 //! What of a service port is handed over follows from [`Dataplane::supports`] of the mode at work: the whole port, or its
-//! frontends of one kind. The mode beside is opened with the first such port and removed after the last.
+//! frontends of one kind. The mode beside is opened with the first such port, and removed after the last once
+//! it has no connections.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
+use rustc_hash::FxHashSet;
+
 use super::{
-    Applied, Dataplane, Effect, Error, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, servable,
+    Applied, Dataplane, Effect, Error, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage,
+    conntrack::{Dialled, dialled},
+    servable,
 };
 use crate::{
     config::PortRange,
@@ -20,6 +25,9 @@ pub(super) trait ModeBeside: Send {
     /// Ports of masqueraded sources, none of which the mode at work uses.
     fn masquerade_ports(&self) -> PortRange;
     fn open(&self) -> Result<Box<dyn Dataplane>, Error>;
+    /// Whether netfilter knows a connection to one of these. It translates it only while something of type nat is there, and may give
+    /// the port of its client again once nothing is.
+    fn has_connections(&self, to: &FxHashSet<Dialled>) -> Result<bool, Error>;
     /// Removes what the mode has written. Its dataplane is dropped.
     fn remove(&self) -> Result<(), Error>;
 }
@@ -32,14 +40,21 @@ pub(super) struct HandOver {
     /// What is handed over.
     handed: BTreeMap<ServicePortName, Arc<DesiredPort>>,
     host: Option<Host>,
+    /// Frontends that were handed over since the mode beside was opened.
+    dialled: FxHashSet<Dialled>,
     /// The mode beside could not be removed yet.
     removal_pending: bool,
+    /// Calls of [`Dataplane::collect_garbage`] in which the mode beside had nothing to serve.
+    idle: u32,
     /// Why the mode beside could not be opened.
     failure: Option<String>,
     /// The failure or the ports that it concerns have changed since [`Dataplane::take_without_room`].
     failure_changed: bool,
     without_room: BTreeMap<ServicePortName, Vec<Unsupported>>,
 }
+
+/// A look at the connections costs a list of all that netfilter knows.
+const COLLECTIONS_BETWEEN_REMOVALS: u32 = 30;
 
 /// The parts of a service port.
 struct Parts {
@@ -84,7 +99,9 @@ impl HandOver {
             opened: None,
             handed: BTreeMap::new(),
             host: None,
+            dialled: FxHashSet::default(),
             removal_pending: false,
+            idle: 0,
             failure: None,
             failure_changed: false,
             without_room: BTreeMap::new(),
@@ -116,6 +133,7 @@ impl HandOver {
     fn hand(&mut self, name: &ServicePortName, part: Option<Arc<DesiredPort>>, changes: &mut Changes) {
         match part {
             Some(part) => {
+                self.dialled.extend(part.frontends.iter().map(dialled));
                 self.handed.insert(name.clone(), Arc::clone(&part));
                 changes.changed.push(part);
             }
@@ -159,7 +177,10 @@ impl HandOver {
             return Ok(applied);
         }
         if self.handed.is_empty() {
-            self.remove_beside()?;
+            if let Some(opened) = &mut self.opened {
+                applied += opened.apply(changes)?;
+            }
+            self.remove_idle_beside()?;
             return Ok(applied);
         }
         let was_open = self.opened.is_some();
@@ -171,6 +192,15 @@ impl HandOver {
         Ok(applied)
     }
 
+    /// Nothing is handed over any more.
+    fn remove_idle_beside(&mut self) -> Result<(), Error> {
+        self.idle = 0;
+        if self.opened.is_some() && self.beside.has_connections(&self.dialled)? {
+            return Ok(());
+        }
+        self.remove_beside()
+    }
+
     fn remove_beside(&mut self) -> Result<(), Error> {
         self.set_failure(None);
         if self.opened.take().is_some() {
@@ -179,6 +209,7 @@ impl HandOver {
         if self.removal_pending {
             self.beside.remove()?;
             self.removal_pending = false;
+            self.dialled.clear();
             tracing::info!(mode = %self.beside.mode(), "removed: the mode at work serves everything");
         }
         Ok(())
@@ -243,6 +274,9 @@ impl Dataplane for HandOver {
             own.extend(parts.own);
             self.handed.extend(parts.handed.map(|part| (part.name.clone(), part)));
         }
+        for part in self.handed.values() {
+            self.dialled.extend(part.frontends.iter().map(dialled));
+        }
         self.failure_changed |= self.failure.is_some();
         let mut beside = Ok(Applied::default());
         if !self.handed.is_empty() {
@@ -258,7 +292,10 @@ impl Dataplane for HandOver {
         let mut applied = self.primary.resync(&own)?;
         applied += beside?;
         if self.handed.is_empty() {
-            self.remove_beside()?;
+            if let Some(opened) = &mut self.opened {
+                applied += opened.resync(&[])?;
+            }
+            self.remove_idle_beside()?;
         }
         Ok(applied)
     }
@@ -281,6 +318,12 @@ impl Dataplane for HandOver {
     fn collect_garbage(&mut self) -> Result<(), Error> {
         let beside = self.opened.as_mut().map_or(Ok(()), |opened| opened.collect_garbage());
         self.primary.collect_garbage()?;
+        if self.handed.is_empty() && (self.opened.is_some() || self.removal_pending) {
+            self.idle += 1;
+            if self.idle >= COLLECTIONS_BETWEEN_REMOVALS {
+                self.remove_idle_beside()?;
+            }
+        }
         beside
     }
 

@@ -3,10 +3,11 @@
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use ipnet::IpNet;
+use rustc_hash::FxHashSet;
 
 use super::{
     Dataplane, Error, ErrorKind,
-    conntrack::WithConntrack,
+    conntrack::{self, Dialled, WithConntrack},
     ebpf,
     entry::{BoxedProgrammed, Entry, Removed},
     hand_over::{HandOver, ModeBeside},
@@ -158,6 +159,10 @@ impl ModeBeside for Beside {
 
     fn open(&self) -> Result<Box<dyn Dataplane>, Error> {
         open_one(self.mode, &self.config)
+    }
+
+    fn has_connections(&self, to: &FxHashSet<Dialled>) -> Result<bool, Error> {
+        conntrack::has_connections(to).map_err(|error| Error::new(ErrorKind::Other, error))
     }
 
     fn remove(&self) -> Result<(), Error> {

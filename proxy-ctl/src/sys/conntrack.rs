@@ -84,6 +84,16 @@ impl Conntrack {
         self.list(family, |flow| masqueraded_connection(family, flow))
     }
 
+    /// What clients have dialled whose connections, of any protocol, are answered by others. As [`Self::udp_flows`].
+    pub fn translated_destinations(&self, family: AddressFamily) -> Result<Vec<SocketAddr>, CallError> {
+        self.list(family, |flow| {
+            let (sources, destinations) = address_kinds(family);
+            let dialled = endpoint(family, flow.nested(ORIGINAL)?, destinations, DESTINATION_PORT)?;
+            let replier = endpoint(family, flow.nested(REPLY)?, sources, SOURCE_PORT)?;
+            (replier != dialled).then_some(dialled)
+        })
+    }
+
     fn list<T>(
         &self,
         family: AddressFamily,

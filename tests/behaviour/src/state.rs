@@ -45,12 +45,22 @@ impl State {
         Ok(Self(lines))
     }
 
+    /// In any of its lines.
+    pub fn mentions(&self, text: &str) -> bool {
+        self.0.iter().any(|line| line.contains(text))
+    }
+
     /// What is here and not there, and the other way round; empty: they are the same.
     pub fn differences(&self, expected: &Self) -> Vec<String> {
         let more = self.0.difference(&expected.0).map(|line| format!("left: {line}"));
         let less = expected.0.difference(&self.0).map(|line| format!("missing: {line}"));
         more.chain(less).collect()
     }
+}
+
+/// Has netfilter on a node forget all connections. Needs conntrack.
+pub fn forget_connections(lab: &Lab, node: NodeNumber) -> Result<()> {
+    within(&lab.netns(&node_name(node))?.namespace, || output("conntrack", &["-F"]).map(drop))
 }
 
 /// Of the network namespace of the node.

@@ -5,9 +5,9 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use nix::sys::socket::AddressFamily;
 use rustc_hash::FxHashMap;
 
+use super::address_family;
 use crate::{
     model::{
         desired::{Frontend, FrontendKind},
@@ -20,9 +20,9 @@ use crate::{
 };
 
 /// What is dialled; without an address: the node port on each of the node's addresses.
-type Dialled = (Option<IpAddr>, u16);
+pub(in crate::dataplane) type Dialled = (Option<IpAddr>, u16);
 
-fn dialled(frontend: &Frontend) -> Dialled {
+pub(in crate::dataplane) fn dialled(frontend: &Frontend) -> Dialled {
     let address = match frontend.kind {
         FrontendKind::NodePort => None,
         FrontendKind::ClusterIp | FrontendKind::ExternalIp | FrontendKind::LoadBalancer => {
@@ -99,10 +99,7 @@ impl<R: Repliers> StaleFlows<R> {
         let conntrack = Conntrack::open()?;
         let families: BTreeSet<IpFamily> = self.pending.keys().map(|(family, _)| *family).collect();
         for family in families {
-            let kernels = match family {
-                IpFamily::Ipv4 => AddressFamily::Inet,
-                IpFamily::Ipv6 => AddressFamily::Inet6,
-            };
+            let kernels = address_family(family);
             let flows = conntrack.udp_flows(kernels)?;
             let mut ended = 0;
             for flow in flows.iter().filter(|flow| self.is_stale(family, flow, node_addresses)) {

@@ -1,14 +1,13 @@
 //! Ports of TCP connections that netfilter goes on masquerading: those that a former proxy's rules have opened. Were one of them given
 //! to a flow towards the same endpoint, the programs would take the answers of netfilter's connection.
 
-use nix::sys::socket::AddressFamily;
 use proxy_common::{
     layout::Flow,
     port::{Port, PortRanges},
 };
 
 use super::{Error, family::TableFamily, tables::FamilyTables};
-use crate::{model::objects::IpFamily, sys::conntrack::Conntrack};
+use crate::{dataplane::conntrack::address_family, sys::conntrack::Conntrack};
 
 /// Before which step they are to be kept next.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -26,12 +25,10 @@ pub(super) fn keep<F: TableFamily>(
     ports: PortRanges,
     now: u64,
 ) -> Result<u64, Error> {
-    let family = match F::FAMILY {
-        IpFamily::Ipv4 => AddressFamily::Inet,
-        IpFamily::Ipv6 => AddressFamily::Inet6,
-    };
     let mut kept = 0;
-    for connection in conntrack.masqueraded_connections(family).map_err(Error::Conntrack)? {
+    for connection in
+        conntrack.masqueraded_connections(address_family(F::FAMILY)).map_err(Error::Conntrack)?
+    {
         let (backend_port, port) =
             (Port::new(connection.replier.port()), Port::new(connection.source.port()));
         let (Some(backend), Some(source)) =

@@ -103,6 +103,7 @@ impl Dataplane for Fake {
 struct FakeBeside {
     log: Log,
     fails: Arc<Mutex<bool>>,
+    connections: Arc<Mutex<Vec<Dialled>>>,
 }
 
 impl ModeBeside for FakeBeside {
@@ -122,6 +123,10 @@ impl ModeBeside for FakeBeside {
         Ok(Box::new(Fake { who: "beside", log: self.log.clone() }))
     }
 
+    fn has_connections(&self, to: &FxHashSet<Dialled>) -> Result<bool, Error> {
+        Ok(self.connections.lock().unwrap().iter().any(|connection| to.contains(connection)))
+    }
+
     fn remove(&self) -> Result<(), Error> {
         self.log.add("remove".to_owned());
         Ok(())
@@ -133,19 +138,22 @@ struct Scene {
     model: Model,
     log: Log,
     fails: Arc<Mutex<bool>>,
+    /// That the mode beside translates.
+    connections: Arc<Mutex<Vec<Dialled>>>,
 }
 
 impl Scene {
     /// Nothing is served yet.
     fn new() -> Self {
-        let (log, fails) = (Log::default(), Arc::new(Mutex::new(false)));
+        let (log, fails, connections) = (Log::default(), Arc::new(Mutex::new(false)), Arc::default());
         let primary = Box::new(Fake { who: "own", log: log.clone() });
-        let beside = FakeBeside { log: log.clone(), fails: Arc::clone(&fails) };
+        let beside =
+            FakeBeside { log: log.clone(), fails: Arc::clone(&fails), connections: Arc::clone(&connections) };
         let mut both = HandOver::new(primary, Box::new(beside));
         both.set_host(&Host::default()).unwrap();
         both.resync(&[]).unwrap();
         log.take();
-        Self { both, model: Model::new("node"), log, fails }
+        Self { both, model: Model::new("node"), log, fails, connections }
     }
 
     fn apply(&mut self, service: Service) -> Vec<String> {
@@ -200,13 +208,31 @@ fn the_mode_beside_is_removed_after_the_last_port() {
     let mut scene = Scene::new();
     scene.apply(sctp());
     scene.model.delete_service(&sctp().name);
-    assert_eq!(scene.write(), ["own -sctp", "remove"]);
+    assert_eq!(scene.write(), ["own -sctp", "beside -sctp", "remove"]);
     assert_eq!(
         scene.apply(sctp()),
         ["open", "beside host that is shared, ports 32768-60999", "beside all sctp:c", "own -sctp"]
     );
     scene.both.resync(&[]).unwrap();
-    assert_eq!(scene.log.take(), ["own all ", "remove"]);
+    assert_eq!(scene.log.take(), ["own all ", "beside all ", "remove"]);
+}
+
+#[test]
+fn the_mode_beside_goes_on_translating_its_connections() {
+    let mut scene = Scene::new();
+    scene.apply(sctp());
+    scene.connections.lock().unwrap().extend(&scene.both.dialled);
+    scene.model.delete_service(&sctp().name);
+    assert_eq!(scene.write(), ["own -sctp", "beside -sctp"]);
+    assert_eq!(scene.apply(sctp()), ["beside sctp:c", "own -sctp"], "it is still there");
+    scene.model.delete_service(&sctp().name);
+    assert_eq!(scene.write(), ["own -sctp", "beside -sctp"]);
+    let mut collect = |times| (0..times).for_each(|_| scene.both.collect_garbage().unwrap());
+    collect(2 * COLLECTIONS_BETWEEN_REMOVALS);
+    assert_eq!(scene.log.take(), [""; 0]);
+    scene.connections.lock().unwrap().clear();
+    collect(COLLECTIONS_BETWEEN_REMOVALS);
+    assert_eq!(scene.log.take(), ["remove"]);
 }
 
 #[test]

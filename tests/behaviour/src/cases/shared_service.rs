@@ -16,7 +16,7 @@ use crate::{
     check,
     fixtures::{BALANCED, GUARDED, PORT},
     setting::{PathKind, ProxyKind, Setting},
-    state::State,
+    state::{self, State},
     world::World,
 };
 
@@ -24,6 +24,7 @@ pub(super) const CASES: &[Case] = &[
     Case::new("source ranges: their clients are answered, all others dropped", Variants::All, guarded)
         .core()
         .differs(super::policy::accepted_first),
+    Case::new("source ranges: their end takes no connection along", Variants::All, connections_stay),
     Case::new("source ranges: answers reach the flows that they are for", Variants::All, flows_apart),
     Case::new("source ranges: nothing of them stays", Variants::Once, nothing_stays),
     Case::new("the other ports of a Service with SCTP are served", Variants::All, beside_sctp).core(),
@@ -35,6 +36,8 @@ const NETFILTER: Setting = Setting::new(ProxyKind::Nftables, PathKind::Packets);
 const SILENCE_MS: u64 = 300;
 /// A mode deletes some time after it has stopped using it.
 const GONE_WITHIN: Duration = Duration::from_secs(10);
+/// A mode looks after its connections every half a minute.
+const REMOVED_WITHIN: Duration = Duration::from_secs(45);
 const SCTP_PORT: u16 = 132;
 const MANY: u32 = 40;
 /// Of each kind at once: were their ports chosen at random out of 64,512, some hundred would coincide.
@@ -77,6 +80,20 @@ fn guarded(world: &mut World, variant: Variant) -> Result<()> {
     world.remove_service(GUARDED.name)
 }
 
+fn connections_stay(world: &mut World, variant: Variant) -> Result<()> {
+    // One elsewhere: its answers come back because the client is masqueraded.
+    const ENDPOINT: [&str; 1] = ["web-2"];
+    let guarded = guarded_for(world, OUTSIDE)?;
+    world.set_service(&guarded, &ENDPOINT)?;
+    let target = (load_balancer(1).of(variant.family), PORT).into();
+    let (connection, outcome) = world.agent(OUTSIDE)?.hold(variant.protocol, target)?;
+    check::answered_by(&[outcome], &ENDPOINT)?;
+    world.set_service(&Service { source_ranges: Vec::new(), ..guarded }, &ENDPOINT)?;
+    check::answered_by(&[world.agent(OUTSIDE)?.ping(connection)?], &ENDPOINT)?;
+    world.agent(OUTSIDE)?.release(connection)?;
+    world.remove_service(GUARDED.name)
+}
+
 /// Towards one endpoint, where the source of both is the node: node ports by the programs, load-balancer addresses of source ranges by rules.
 fn flows_apart(world: &mut World, variant: Variant) -> Result<()> {
     world.set_service(&guarded_for(world, OUTSIDE)?, GUARDED.endpoints)?;
@@ -94,6 +111,13 @@ fn nothing_stays(world: &mut World, _: Variant) -> Result<()> {
     // A scenario that failed has left it.
     world.objects.remove_service(GUARDED.name);
     world.settle_at_rest()?;
+    // Those beside mode ebpf stay while netfilter knows connections that they have translated.
+    state::forget_connections(&world.lab, 1)?;
+    wait::until("no rules beside mode ebpf", REMOVED_WITHIN, || {
+        let state = State::read(&world.lab, 1).map_err(|error| format!("{error:#}"))?;
+        let has_rules = world.setting.proxy == ProxyKind::Ebpf && state.mentions("kube-proxy");
+        if has_rules { Err("a table kube-proxy is there".to_owned()) } else { Ok(Some(())) }
+    })?;
     let before = State::read(&world.lab, 1)?;
     world.set_service(&guarded_for(world, OUTSIDE)?, GUARDED.endpoints)?;
     world.objects.remove_service(GUARDED.name);

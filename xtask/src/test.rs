@@ -230,13 +230,11 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
         behaviour("behaviour nftables", &in_mode(arguments, "nftables"))?,
         behaviour("behaviour userspace", &in_mode(arguments, "userspace"))?,
         programs.suite_as_root("differential", &[Bin("differential")], &differential(arguments))?,
+        programs.suite_as_root("switching", &[Bin("switching")], &switching(arguments))?,
         programs.suite_as_root("sources", &[Test("sources")], &[])?,
         programs.suite_as_root("life cycle", &[Test("life_cycle")], &[])?,
         programs.suite_as_root("surface", &[Test("surface")], &[])?,
     ];
-    if arguments.all_modes {
-        suites.push(programs.suite_as_root("switching", &[Bin("switching")], &["--kube-proxy"])?);
-    }
     let mut deploy = programs.suite_as_root("deploy", &[Test("deploy")], &[])?;
     if deploy.name.contains(&arguments.suite) {
         println!("building an image, not optimised");
@@ -268,6 +266,12 @@ fn in_mode(arguments: &Arguments, mode: &'static str) -> Vec<&'static str> {
 fn differential(arguments: &Arguments) -> Vec<&'static str> {
     let lean = (!arguments.all_modes).then_some("--lean");
     ["--proxy", "iptables", "--proxy", "nftables", "--kube-proxy"].into_iter().chain(lean).collect()
+}
+
+/// From and to the real one too; unless all is asked for, each mode once from and once to, over fewer connections.
+fn switching(arguments: &Arguments) -> Vec<&'static str> {
+    let lean: &[_] = if arguments.all_modes { &[] } else { &["--lean", "--connections", "200"] };
+    [&["--kube-proxy"], lean].concat()
 }
 
 #[cfg(test)]

@@ -266,9 +266,11 @@ impl Dataplane for HandOver {
         Ok(applied)
     }
 
+    /// What passes over is served on both sides meanwhile. A mode beside that is not open yet comes after the mode at work: it
+    /// adopts what a predecessor has written, and of that removes all that is not handed over.
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
         let mut own = Vec::with_capacity(desired.len());
-        self.handed.clear();
+        let before = std::mem::take(&mut self.handed);
         for port in desired {
             let parts = self.parts(port);
             own.extend(parts.own);
@@ -278,24 +280,27 @@ impl Dataplane for HandOver {
             self.dialled.extend(part.frontends.iter().map(dialled));
         }
         self.failure_changed |= self.failure.is_some();
-        let mut beside = Ok(Applied::default());
-        if !self.handed.is_empty() {
-            let was_open = self.opened.is_some();
-            let all: Vec<_> = self.handed.values().cloned().collect();
-            let mut applied = Applied::default();
-            beside = match self.open_beside(&mut applied) {
-                Ok(Some(opened)) if was_open => opened.resync(&all),
-                Ok(_) => Ok(applied),
-                Err(error) => Err(error),
-            };
-        }
+        let arriving = self.handed.iter().filter(|(name, port)| before.get(*name) != Some(*port));
+        let changed: Vec<_> = arriving.map(|(_, port)| Arc::clone(port)).collect();
+        let arrived = match &mut self.opened {
+            Some(opened) if !changed.is_empty() => opened.apply(&Changes { changed, removed: Vec::new() }),
+            _ => Ok(Applied::default()),
+        };
         let mut applied = self.primary.resync(&own)?;
-        applied += beside?;
+        applied += arrived?;
         if self.handed.is_empty() {
             if let Some(opened) = &mut self.opened {
                 applied += opened.resync(&[])?;
             }
             self.remove_idle_beside()?;
+            return Ok(applied);
+        }
+        let was_open = self.opened.is_some();
+        let all: Vec<_> = self.handed.values().cloned().collect();
+        if let Some(opened) = self.open_beside(&mut applied)?
+            && was_open
+        {
+            applied += opened.resync(&all)?;
         }
         Ok(applied)
     }

@@ -22,6 +22,10 @@ pub enum ProxyKind {
     KubeProxyNftables,
 }
 
+pub const OURS: [ProxyKind; 5] =
+    [ProxyKind::Ebpf, ProxyKind::Nftables, ProxyKind::Iptables, ProxyKind::Ipvs, ProxyKind::Userspace];
+pub const REAL: [ProxyKind; 2] = [ProxyKind::KubeProxyIptables, ProxyKind::KubeProxyNftables];
+
 /// What translates connections, whoever programs it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Datapath {

@@ -14,7 +14,10 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use aya::programs::{ProgramInfo, SchedClassifier, TcAttachType};
 use lab::{Lab, address::NodeNumber, cluster::node_name, namespace::within};
-use serde_json::Value;
+use serde_json::{Value, json};
+
+/// Begins the line of a table that only keeps established connections translated.
+pub const HOLDER: &str = "holder ";
 
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct State(BTreeSet<String>);
@@ -115,11 +118,8 @@ fn nftables() -> Result<BTreeSet<String>> {
     };
     objects.retain(|object| !is_shared(&object.to_string()));
     name_drawn_endpoints(&mut objects);
-    let table = |object: &Value| {
-        let object = object.as_object()?.values().next()?;
-        let named = object.get("table").or_else(|| object.get("name"))?;
-        Some((object.get("family")?.as_str()?.to_owned(), named.as_str()?.to_owned()))
-    };
+    number_listeners(&mut objects);
+    let holders = holders(&mut objects);
     let with_rules: BTreeSet<_> =
         objects.iter().filter(|object| object.get("rule").is_some()).map(table).collect();
     let chain_of = |rule: &Value| Some((table(rule)?, rule.pointer("/rule/chain")?.as_str()?.to_owned()));
@@ -137,7 +137,25 @@ fn nftables() -> Result<BTreeSet<String>> {
         without_handles(&mut object);
         format!("nft {object}")
     };
-    Ok(objects.iter().filter(counts).map(told).collect())
+    Ok(objects.iter().filter(counts).map(told).chain(holders).collect())
+}
+
+/// The table of a chain, a rule or a map, or the table itself: family and name.
+fn table(object: &Value) -> Option<(String, String)> {
+    let object = object.as_object()?.values().next()?;
+    let named = object.get("table").or_else(|| object.get("name"))?;
+    Some((object.get("family")?.as_str()?.to_owned(), named.as_str()?.to_owned()))
+}
+
+/// Takes out the rules that only keep established connections translated. Their tables, without other rules, are not listed.
+fn holders(objects: &mut Vec<Value>) -> BTreeSet<String> {
+    let is_holder = |object: &Value| {
+        let comment = object.pointer("/rule/comment").and_then(Value::as_str);
+        comment == Some("keeps connections translated")
+    };
+    let (holders, others): (Vec<_>, Vec<_>) = std::mem::take(objects).into_iter().partition(is_holder);
+    *objects = others;
+    holders.iter().filter_map(table).map(|(family, name)| format!("{HOLDER}{family} {name}")).collect()
 }
 
 /// Which slots of a map mode nftables gives to a service port depends on what it has served before: rules say the endpoints instead.
@@ -181,6 +199,28 @@ fn replace_maps(value: &mut Value, with: &impl Fn(&Value) -> Option<Value>) {
         }
         Value::Array(values) => values.iter_mut().for_each(|value| replace_maps(value, with)),
         Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => {}
+    }
+}
+
+/// Listeners of mode userspace have random ports: they are numbered in the order of what leads to them.
+fn number_listeners(objects: &mut [Value]) {
+    let of_userspace =
+        |object: &&mut Value| table(object).is_some_and(|(_, name)| name == "proxy-ctl-userspace");
+    let maps = objects.iter_mut().filter(of_userspace);
+    let mut elements: Vec<(String, &mut Value)> = Vec::new();
+    for map in maps {
+        let family = table(map).map(|(family, _)| family).unwrap_or_default();
+        let Some(Value::Array(pairs)) = map.pointer_mut("/map/elem") else { continue };
+        elements.extend(pairs.iter_mut().filter_map(|pair| {
+            let [key, port] = pair.as_array_mut()?.as_mut_slice() else { return None };
+            Some((format!("{family} {key}"), port))
+        }));
+    }
+    elements.sort_by(|(a, _), (b, _)| a.cmp(b));
+    let mut numbers: BTreeMap<String, usize> = BTreeMap::new();
+    for (_, port) in elements {
+        let next = numbers.len();
+        *port = json!(format!("listener {}", numbers.entry(port.to_string()).or_insert(next)));
     }
 }
 

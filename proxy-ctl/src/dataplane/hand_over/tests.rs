@@ -203,6 +203,24 @@ fn a_service_port_is_served_on_both_sides_rather_than_on_none_while_it_passes_ov
     assert_eq!(scene.apply(ranged()), ["beside web:l", "own web:c"]);
 }
 
+/// A predecessor in the mode that serves beside has left rules for everything; they go with the first write to that mode.
+#[test]
+fn what_a_predecessor_has_left_of_the_mode_beside_serves_until_the_mode_at_work_does() {
+    let mut scene = Scene::new();
+    scene.model.apply_service(ranged());
+    let resync = |scene: &mut Scene| {
+        scene.model.take_changes();
+        scene.both.resync(&scene.model.desired()).unwrap();
+        scene.log.take()
+    };
+    let expected =
+        ["own all web:c", "open", "beside host that is shared, ports 32768-60999", "beside all web:l"];
+    assert_eq!(resync(&mut scene), expected);
+    assert_eq!(resync(&mut scene), ["own all web:c", "beside all web:l"]);
+    scene.model.apply_service(sctp());
+    assert_eq!(resync(&mut scene), ["beside sctp:c", "own all web:c", "beside all sctp:c web:l"]);
+}
+
 #[test]
 fn the_mode_beside_is_removed_after_the_last_port() {
     let mut scene = Scene::new();
@@ -263,7 +281,7 @@ fn a_mode_beside_that_cannot_be_opened_is_told_by_service_port_and_tried_again()
     scene.both.resync(&scene.model.desired()).unwrap();
     assert_eq!(
         scene.log.take(),
-        ["open", "beside host that is shared, ports 32768-60999", "beside all web:l", "own all web:c"]
+        ["own all web:c", "open", "beside host that is shared, ports 32768-60999", "beside all web:l"]
     );
     assert_eq!(scene.both.take_without_room(), Some(BTreeMap::new()));
 }

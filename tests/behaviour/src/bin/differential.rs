@@ -11,33 +11,23 @@ use anyhow::{Context as _, Result, bail, ensure};
 use behaviour::{
     case::Variant,
     not_yet, proxy,
-    setting::{PathKind, ProxyKind, Setting},
+    selection::Selection,
+    setting::{PathKind, ProxyKind, REAL, Setting},
     table::{self, Configuration, Differences, Observed, Row, RowNumber, SCENARIOS, Scenario},
     world::World,
 };
 use clap::Parser;
 use scenario::{Outcome, Scenario as Test, Shared, Trial};
 
+// clap names a group of arguments after its struct, and the harness has `Arguments`.
 #[derive(Parser)]
-struct Selection {
+struct CommandLine {
     #[command(flatten)]
-    harness: scenario::Arguments,
-    /// Proxies to compare [default: ebpf, nftables, iptables, ipvs, userspace]
-    #[arg(long, value_enum)]
-    proxy: Vec<ProxyKind>,
+    selection: Selection,
     /// Paths of mode ebpf [default: sockets]
     #[arg(long, value_enum)]
     path: Vec<PathKind>,
-    /// Also the real kube-proxy, in its modes iptables and nftables
-    #[arg(long)]
-    kube_proxy: bool,
-    /// TCP over IPv4 and UDP over IPv6 only
-    #[arg(long)]
-    lean: bool,
 }
-
-const OURS: [ProxyKind; 5] =
-    [ProxyKind::Ebpf, ProxyKind::Nftables, ProxyKind::Iptables, ProxyKind::Ipvs, ProxyKind::Userspace];
 
 /// What was found, for the table that is printed, and which explanations were met.
 struct Comparison {
@@ -61,7 +51,7 @@ struct Run {
 }
 
 fn main() -> ExitCode {
-    let arguments = Selection::parse();
+    let CommandLine { selection, path: paths } = CommandLine::parse();
     if let Err(error) = lab::cluster::remove_on_signals() {
         eprintln!("differential: {error:#}");
         return ExitCode::FAILURE;
@@ -73,11 +63,11 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let mut proxies = if arguments.proxy.is_empty() { OURS.to_vec() } else { arguments.proxy };
-    if arguments.kube_proxy {
-        proxies.extend([ProxyKind::KubeProxyIptables, ProxyKind::KubeProxyNftables]);
+    let mut proxies = selection.ours();
+    if selection.kube_proxy {
+        proxies.extend(REAL);
     }
-    let paths = if arguments.path.is_empty() { vec![PathKind::Sockets] } else { arguments.path };
+    let paths = if paths.is_empty() { vec![PathKind::Sockets] } else { paths };
     let settings = Setting::matching(&proxies, &paths);
     let comparison = Arc::new(Mutex::new(Comparison {
         differences,
@@ -85,14 +75,14 @@ fn main() -> ExitCode {
         judged: Vec::new(),
         not_yet: BTreeSet::new(),
     }));
-    let variants = table::variants(arguments.lean);
+    let variants = table::variants(selection.lean);
     let mut trials: Vec<Trial> = Vec::new();
     for setting in &settings {
         trials.extend(trials_of(*setting, &variants, &comparison));
     }
     trials.push(explanations(&comparison));
-    let is_listing = arguments.harness.list;
-    let result = scenario::run(arguments.harness, trials);
+    let is_listing = selection.harness.list;
+    let result = scenario::run(selection.harness, trials);
     if !is_listing {
         print(&settings, &comparison);
     }

@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, net::IpAddr};
 use ipnet::IpNet;
 
 use crate::{
-    config::{Config, LocalMode, RequestedMode},
+    config::{Config, LocalMode, PortRange, RequestedMode},
     dataplane::{Host, LocalTraffic, NodeNetwork},
     model::objects::Node,
     node::NodeIps,
@@ -16,6 +16,7 @@ pub(super) fn host(
     config: &Config,
     node: Option<&Node>,
     service_cidrs: Vec<IpNet>,
+    masquerade_ports: Option<PortRange>,
 ) -> Host {
     let mut node_port_addresses = node_port_addresses(network, config, node);
     node_port_addresses.retain(|address| config.iptables.localhost_node_ports || !address.is_loopback());
@@ -46,7 +47,7 @@ pub(super) fn host(
             | RequestedMode::Ipvs
             | RequestedMode::Userspace => config.iptables.masquerade_bit,
         },
-        masquerade_ports: None,
+        masquerade_ports,
         shares_addresses: false,
     }
 }
@@ -88,7 +89,7 @@ mod tests {
         };
         let node = Node { pod_cidrs: cidrs(&["10.244.3.0/24"]), ..Node::default() };
         let service_cidrs = cidrs(&["10.96.0.0/12"]);
-        let host = host(&NodeNetwork::default(), &config, Some(&node), service_cidrs.clone());
+        let host = host(&NodeNetwork::default(), &config, Some(&node), service_cidrs.clone(), None);
         assert_eq!(host.local_traffic, expected);
         assert_eq!((host.cluster_cidrs, host.pod_cidrs), (config.cluster_cidrs, node.pod_cidrs));
         assert_eq!(host.service_cidrs, service_cidrs);

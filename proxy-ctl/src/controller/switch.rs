@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Instant};
 use super::{Controller, coverage::CoverageTracker, host::host, service_intervals};
 use crate::{
     config::Config,
-    dataplane::{Dataplane, Effect, Error, Modes},
+    dataplane::{self, Dataplane, Effect, Error, Modes},
     mode::Mode,
     model::desired::{Changes, DesiredPort},
     report::ModeInForce,
@@ -35,6 +35,10 @@ pub(super) struct Retiring {
 }
 
 impl Retiring {
+    pub(super) fn mode(&self) -> Mode {
+        self.mode
+    }
+
     /// Goes on from what is in the kernel, should it not come back to work.
     fn release(&mut self) {
         (self.dataplane, self.is_over) = (None, false);
@@ -118,7 +122,11 @@ impl Controller {
 
     fn write_to(&mut self, modes: Modes, mut new: Box<dyn Dataplane>, now: Instant) -> Result<(), Error> {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return Ok(()) };
-        match new.set_host(&host(network, &self.config, self.model.node(), self.model.service_cidrs())) {
+        let Modes { mode: former_mode, beside: former_beside } = self.reports.mode.borrow().modes;
+        let ports =
+            dataplane::masquerade_ports(self.retiring.iter().map(Retiring::mode).chain([former_mode]));
+        let host = host(network, &self.config, self.model.node(), self.model.service_cidrs(), ports);
+        match new.set_host(&host) {
             Err(error) if !error.is_of_node_addresses() => return Err(error),
             Ok(_) | Err(_) => {}
         }
@@ -126,7 +134,6 @@ impl Controller {
         let servable = CoverageTracker::servable(all.clone(), new.as_ref());
         new.resync(&servable)?;
         let former = std::mem::replace(&mut active.dataplane, new);
-        let Modes { mode: former_mode, beside: former_beside } = self.reports.mode.borrow().modes;
         let stays_beside = modes.beside == Some(former_mode)
             && all.iter().any(|port| is_handed_over(port, active.dataplane.as_ref()));
         self.retiring.retain(|retiring| retiring.mode != modes.mode);
@@ -185,6 +192,11 @@ impl Controller {
         let serves_beside = beside.filter(|_| all.iter().any(|port| is_handed_over(port, dataplane)));
         self.retiring.retain(|retiring| retiring.dataplane.is_some() || Some(retiring.mode) != serves_beside);
         let config = Arc::clone(&self.config);
+        let before = self.retiring.len();
         self.retiring.retain_mut(|retiring| !retiring.proceed(opener, &config));
+        if self.retiring.len() < before {
+            // The mode at work need not avoid its ports any more.
+            self.ask_for_host();
+        }
     }
 }

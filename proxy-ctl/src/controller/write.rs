@@ -7,9 +7,10 @@ use super::{
     coverage::CoverageTracker,
     host::{host, node_port_addresses},
     runner::RunScope,
+    switch::Retiring,
 };
 use crate::{
-    dataplane::{Applied, Error},
+    dataplane::{self, Applied, Error},
     model::{desired::Changes, objects::IpFamily},
     report::{HealthCheckAddresses, Metrics, Moment, Phase, SyncKind},
 };
@@ -40,7 +41,8 @@ impl Controller {
     fn write_host(&mut self, now: Instant) {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return };
         let Some(scope) = active.host.due(now) else { return };
-        let host = host(network, &self.config, self.model.node(), self.model.service_cidrs());
+        let ports = dataplane::masquerade_ports(self.retiring.iter().map(Retiring::mode));
+        let host = host(network, &self.config, self.model.node(), self.model.service_cidrs(), ports);
         let metrics = &self.reports.metrics;
         let started = Instant::now();
         let done = active.dataplane.set_host(&host);

@@ -28,8 +28,8 @@ pub use error::{Error, ErrorKind};
 pub use host::{Host, Interface, LocalTraffic, NodeNetwork, Role};
 pub use metrics::{Labels, MetricFamily, ServiceUsage};
 pub use modes::{
-    Modes, cleanup, controller, load, open, open_to_retire, prepare, probe, read, reads_service_cidrs,
-    remove_retired, to_retire, unused_fields,
+    Modes, cleanup, controller, load, masquerade_ports, open, open_to_retire, prepare, probe, read,
+    reads_service_cidrs, remove_retired, to_retire, unused_fields,
 };
 pub use snapshot::{
     BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, ServiceSnapshot, Snapshot,

@@ -143,6 +143,11 @@ pub fn remove_retired(mode: Mode, config: &Config) -> Result<bool, Error> {
     }
 }
 
+/// Ports of sources that a netfilter mode masquerades while these modes retire. `None`: any.
+pub fn masquerade_ports(retiring: impl IntoIterator<Item = Mode>) -> Option<PortRange> {
+    retiring.into_iter().any(|mode| entry(mode).retires).then(|| SourcePorts::read().netfilter)
+}
+
 struct Beside {
     mode: Mode,
     config: Arc<Config>,

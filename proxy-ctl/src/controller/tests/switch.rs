@@ -106,6 +106,28 @@ fn the_former_mode_ends_with_its_last_connection_and_then_is_removed() {
     assert_eq!((fixture.recorder.calls(), opener.removed.lock().unwrap().len()), (Vec::new(), 1));
 }
 
+fn last_host(recorder: &Recorder) -> Option<Host> {
+    let host = |call| if let Call::SetHost(host) = call { Some(host) } else { None };
+    recorder.calls().into_iter().rev().find_map(host)
+}
+
+/// Answers to what netfilter has masqueraded to a port of theirs would be taken for theirs.
+#[test]
+fn sources_get_no_ports_of_flows_that_go_on() {
+    let mut fixture = serving();
+    let new = fixture.switch();
+    assert!(last_host(&new).unwrap().masquerade_ports.is_some());
+    let opener = Opener::default();
+    fixture.controller.retire(&opener);
+    fixture.controller.write(fixture.now);
+    assert!(last_host(&new).unwrap().masquerade_ports.is_some());
+
+    fixture.recorder.lock().idle = true;
+    fixture.controller.retire(&opener);
+    fixture.controller.write(fixture.now);
+    assert_eq!(last_host(&new).unwrap().masquerade_ports, None);
+}
+
 #[test]
 fn a_mode_that_cannot_write_everything_does_not_take_over() {
     let mut fixture = serving();

@@ -206,21 +206,24 @@ fn replace_maps(value: &mut Value, with: &impl Fn(&Value) -> Option<Value>) {
 fn number_listeners(objects: &mut [Value]) {
     let of_userspace =
         |object: &&mut Value| table(object).is_some_and(|(_, name)| name == "proxy-ctl-userspace");
-    let maps = objects.iter_mut().filter(of_userspace);
-    let mut elements: Vec<(String, &mut Value)> = Vec::new();
-    for map in maps {
+    let mut elements: Vec<([String; 3], &mut Value)> = Vec::new();
+    for map in objects.iter_mut().filter(of_userspace) {
         let family = table(map).map(|(family, _)| family).unwrap_or_default();
         let Some(Value::Array(pairs)) = map.pointer_mut("/map/elem") else { continue };
         elements.extend(pairs.iter_mut().filter_map(|pair| {
             let [key, port] = pair.as_array_mut()?.as_mut_slice() else { return None };
-            Some((format!("{family} {key}"), port))
+            let key = key.to_string();
+            let protocol = if key.contains("\"tcp\"") { "tcp" } else { "udp" };
+            Some(([family.clone(), protocol.to_owned(), key], port))
         }));
     }
     elements.sort_by(|(a, _), (b, _)| a.cmp(b));
-    let mut numbers: BTreeMap<String, usize> = BTreeMap::new();
-    for (_, port) in elements {
+    let mut numbers: BTreeMap<[String; 3], usize> = BTreeMap::new();
+    for ([family, protocol, _], port) in elements {
         let next = numbers.len();
-        *port = json!(format!("listener {}", numbers.entry(port.to_string()).or_insert(next)));
+        // Each protocol of each family has ports of its own.
+        let number = numbers.entry([family, protocol, port.to_string()]).or_insert(next);
+        *port = json!(format!("listener {number}"));
     }
 }
 

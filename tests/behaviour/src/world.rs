@@ -297,11 +297,11 @@ impl World {
         Ok(body)
     }
 
-    /// `proxy-ctl cleanup` on a node without a proxy, whatever proxy was there.
-    pub fn cleanup(&self, node: NodeNumber) -> Result<()> {
+    /// `proxy-ctl cleanup` on a node, with these further arguments.
+    pub fn cleanup(&self, node: NodeNumber, arguments: &[&str]) -> Result<()> {
         let netns = self.lab.netns(&node_name(node))?;
         let mut command = self.lab.command(netns, &lab::program("proxy-ctl")?)?;
-        let output = command.arg("cleanup").arg("--bpffs").arg(self.lab.bpffs(node)).output();
+        let output = command.arg("cleanup").args(arguments).arg("--bpffs").arg(self.lab.bpffs(node)).output();
         let output = output.context("starting proxy-ctl cleanup")?;
         ensure!(output.status.success(), "cleanup: {}", String::from_utf8_lossy(&output.stderr));
         Ok(())

@@ -149,7 +149,8 @@ fn masqueraded_connection(family: AddressFamily, flow: Attributes<'_>) -> Option
     let dialled = endpoint(family, original, destinations, DESTINATION_PORT)?;
     let replier = endpoint(family, reply, sources, SOURCE_PORT)?;
     let source = endpoint(family, reply, destinations, DESTINATION_PORT)?;
-    let is_translated = replier != dialled && source.ip() != client.ip();
+    // What the node itself sends keeps its address, not its port.
+    let is_translated = replier != dialled && source != client;
     let has_ended = state.is_some_and(|state| ENDED.contains(state));
     (is_translated && !has_ended).then_some(MasqueradedConnection { replier, source })
 }
@@ -225,6 +226,7 @@ mod tests {
     #[rstest]
     #[case::masqueraded(TCP_NUMBER, ENDPOINT, NODE, 3, true)]
     #[case::the_port_stays(TCP_NUMBER, ENDPOINT, (NODE.0, 4000), 3, true)]
+    #[case::of_the_node_itself(TCP_NUMBER, ENDPOINT, ([10, 1, 0, 5], 41_000), 3, true)]
     #[case::half_closed(TCP_NUMBER, ENDPOINT, NODE, 5, true)]
     #[case::ended(TCP_NUMBER, ENDPOINT, NODE, 7, false)]
     #[case::destination_alone(TCP_NUMBER, ENDPOINT, ([10, 1, 0, 5], 4000), 3, false)]

@@ -233,8 +233,8 @@ pub const FLOW_RESET: u32 = 8;
 pub const FLOW_MASQUERADED: u32 = 16;
 /// The client is a process of this node whose packets are translated (socket balancing off).
 pub const FLOW_FROM_HOST: u32 = 32;
-/// Netfilter masquerades it, the programs do not. It has one entry, of tuple `TUPLE_MASQUERADED_REPLY`, so that its port is given to
-/// no flow. Client and frontend are unspecified.
+/// Netfilter translates it, the programs do not. It has one entry, of its answers' tuple, so that no other flow gets that. Its frontend
+/// is unspecified.
 pub const FLOW_OF_NETFILTER: u32 = 64;
 
 /// Whole in the entry of each of a flow's tuples, so that each can rebuild the others.

@@ -207,6 +207,10 @@ pub fn answer<F: Family, T: FlowTables<F>>(
     scratch.key = packet.key(tuples::reply_tuple(flags));
     let (stage, entry) = lookup(tables, &scratch.key)?;
     let known = entry.flags();
+    if known & FLOW_OF_NETFILTER != 0 {
+        keep(tables, entry);
+        return None;
+    }
     if known & flags != flags {
         return None;
     }
@@ -251,17 +255,14 @@ fn masqueraded_answer<F: Family, T: FlowTables<F>>(
     }
     scratch.key = packet.key(TUPLE_MASQUERADED_REPLY);
     let (stage, entry) = lookup(tables, &scratch.key)?;
-    if is_stale(tables, entry) {
-        if entry.flags() & FLOW_OF_NETFILTER == 0 {
-            refresh(tables, scratch, stage, entry);
-        } else {
-            entry.set_last_seen(tables.now());
-        }
-    }
-    let flow = entry.read();
-    if flow.flags & FLOW_OF_NETFILTER != 0 {
+    if entry.flags() & FLOW_OF_NETFILTER != 0 {
+        keep(tables, entry);
         return None;
     }
+    if is_stale(tables, entry) {
+        refresh(tables, scratch, stage, entry);
+    }
+    let flow = entry.read();
     Some(Rewrite {
         side: Side::Destination,
         address: flow.client,
@@ -269,6 +270,14 @@ fn masqueraded_answer<F: Family, T: FlowTables<F>>(
         other_port: packet.source_port,
         service: NO_SERVICE,
     })
+}
+
+/// A connection that netfilter translates goes on.
+#[inline(always)]
+fn keep<F: Family, T: FlowTables<F>>(tables: &T, entry: T::Entry) {
+    if is_stale(tables, entry) {
+        entry.set_last_seen(tables.now());
+    }
 }
 
 #[inline(always)]

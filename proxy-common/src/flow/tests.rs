@@ -373,19 +373,26 @@ fn flows_keep_the_address_that_they_were_opened_with() {
 #[test]
 fn netfilter_keeps_the_ports_of_its_connections() {
     let host = Host::new();
-    let first = Port::new(20_000);
-    let of_netfilter = Flow::of_netfilter((BACKENDS[0], PORT), (NODE, first), host.clock.get());
-    host.insert(Stage::Established, &of_netfilter.masqueraded_reply_key(), &of_netfilter).unwrap();
+    let (backend, first) = ((BACKENDS[0], PORT), Port::new(20_000));
+    let of_netfilter = |answers_to, is_masqueraded| {
+        Flow::of_netfilter(backend, answers_to, is_masqueraded, host.clock.get())
+    };
+    for (key, flow) in [of_netfilter((NODE, first), true), of_netfilter(CLIENT, false)] {
+        host.insert(Stage::Established, &key, &flow).unwrap();
+    }
     host.dice.borrow_mut().extend([FIRST, FIRST]);
     host.arriving(&syn(), Origin::Outside).unwrap();
     let flow = host.flow(Stage::Opening, &syn().key(TUPLE_FORWARD)).unwrap().read();
     assert_eq!((flow.backend, flow.masquerade_port()), (BACKENDS[0], Port::new(20_001)));
-    // Answers to it are netfilter's, and it lives on.
+    assert_ne!(flow.alias_port(), CLIENT.1);
+    // Answers to them are netfilter's, and they live on.
     host.clock.set(host.clock.get() + REFRESH_AFTER + 1);
-    let answer = packet((BACKENDS[0], PORT), (NODE, first), TCP_ACK);
+    let answer = packet(backend, (NODE, first), TCP_ACK);
     assert_eq!(host.arriving(&answer, Origin::Outside), Err(Reason::NotAService));
-    let kept = host.flow(Stage::Established, &of_netfilter.masqueraded_reply_key()).unwrap().read();
-    assert_eq!(kept, Flow::of_netfilter((BACKENDS[0], PORT), (NODE, first), host.clock.get()));
+    assert_eq!(host.leaving(&packet(backend, CLIENT, TCP_ACK)), Err(Reason::NotAService));
+    for (key, flow) in [of_netfilter((NODE, first), true), of_netfilter(CLIENT, false)] {
+        assert_eq!(host.flow(Stage::Established, &key).unwrap().read(), flow);
+    }
 }
 
 #[test]

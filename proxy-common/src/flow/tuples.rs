@@ -36,15 +36,27 @@ pub(super) const fn reply_tuple(flags: u32) -> u8 {
 }
 
 impl<A: Address> Flow<A> {
-    /// A TCP connection that netfilter masquerades: from where the backend answers, and where to.
-    pub fn of_netfilter(backend: (A, Port), masquerade: (A, Port), now: u64) -> Self {
+    /// A TCP connection that netfilter translates, and the key of its entry: from where the backend answers, and where to.
+    pub fn of_netfilter(
+        backend: (A, Port),
+        answers_to: (A, Port),
+        is_masqueraded: bool,
+        now: u64,
+    ) -> (FlowKey<A>, Self) {
         let mut flow = Self::default();
-        (flow.backend, flow.masquerade) = (backend.0, masquerade.0);
-        (flow.protocol, flow.service, flow.last_seen) = (PROTOCOL_TCP, NO_SERVICE, now);
-        flow.flags = FLOW_ANSWERED | FLOW_MASQUERADED | FLOW_OF_NETFILTER;
+        flow.backend = backend.0;
         flow.set_backend_port(backend.1);
-        flow.set_masquerade_port(masquerade.1);
-        flow
+        (flow.protocol, flow.service, flow.last_seen) = (PROTOCOL_TCP, NO_SERVICE, now);
+        flow.flags = FLOW_ANSWERED | FLOW_OF_NETFILTER;
+        if is_masqueraded {
+            flow.flags |= FLOW_MASQUERADED;
+            flow.masquerade = answers_to.0;
+            flow.set_masquerade_port(answers_to.1);
+            return (flow.masqueraded_reply_key(), flow);
+        }
+        flow.client = answers_to.0;
+        flow.set_alias_port(answers_to.1);
+        (flow.reply_key(), flow)
     }
 
     /// What the client sends.

@@ -1,4 +1,4 @@
-//! Flows that the kernel's connection tracking knows: UDP ones listed and removed, masqueraded TCP ones listed.
+//! Flows that the kernel's connection tracking knows: UDP ones listed and removed, translated TCP ones listed.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -54,13 +54,14 @@ impl UdpFlow {
     }
 }
 
-/// A TCP connection both of whose addresses are translated, and which has not ended.
+/// A TCP connection whose destination is translated, and which has not ended.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct MasqueradedConnection {
+pub struct TranslatedConnection {
     /// Who answers.
     pub replier: SocketAddr,
-    /// Where the answers go: an address of this node.
-    pub source: SocketAddr,
+    /// To the client, or to an address of this node that stands for it.
+    pub answers_to: SocketAddr,
+    pub is_masqueraded: bool,
 }
 
 /// A connection to the connection tracking of this thread's network namespace. Needs CAP_NET_ADMIN there.
@@ -77,11 +78,11 @@ impl Conntrack {
     }
 
     /// As [`Self::udp_flows`].
-    pub fn masqueraded_connections(
+    pub fn translated_connections(
         &self,
         family: AddressFamily,
-    ) -> Result<Vec<MasqueradedConnection>, CallError> {
-        self.list(family, |flow| masqueraded_connection(family, flow))
+    ) -> Result<Vec<TranslatedConnection>, CallError> {
+        self.list(family, |flow| translated_connection(family, flow))
     }
 
     /// What clients have dialled whose connections, of any protocol, are answered by others. As [`Self::udp_flows`].
@@ -138,7 +139,7 @@ fn is_of_protocol(tuple: Attributes<'_>, protocol: i32) -> Option<()> {
     (i32::from(*number.first()?) == protocol).then_some(())
 }
 
-fn masqueraded_connection(family: AddressFamily, flow: Attributes<'_>) -> Option<MasqueradedConnection> {
+fn translated_connection(family: AddressFamily, flow: Attributes<'_>) -> Option<TranslatedConnection> {
     /// `TCP_CONNTRACK_TIME_WAIT`, `TCP_CONNTRACK_CLOSE`.
     const ENDED: [u8; 2] = [7, 8];
     let (original, reply) = (flow.nested(ORIGINAL)?, flow.nested(REPLY)?);
@@ -148,11 +149,11 @@ fn masqueraded_connection(family: AddressFamily, flow: Attributes<'_>) -> Option
     let client = endpoint(family, original, sources, SOURCE_PORT)?;
     let dialled = endpoint(family, original, destinations, DESTINATION_PORT)?;
     let replier = endpoint(family, reply, sources, SOURCE_PORT)?;
-    let source = endpoint(family, reply, destinations, DESTINATION_PORT)?;
+    let answers_to = endpoint(family, reply, destinations, DESTINATION_PORT)?;
     // What the node itself sends keeps its address, not its port.
-    let is_translated = replier != dialled && source != client;
+    let is_masqueraded = answers_to != client;
     let has_ended = state.is_some_and(|state| ENDED.contains(state));
-    (is_translated && !has_ended).then_some(MasqueradedConnection { replier, source })
+    (replier != dialled && !has_ended).then_some(TranslatedConnection { replier, answers_to, is_masqueraded })
 }
 
 fn udp_flow(family: AddressFamily, flow: Attributes<'_>) -> Option<UdpFlow> {
@@ -229,10 +230,10 @@ mod tests {
     #[case::of_the_node_itself(TCP_NUMBER, ENDPOINT, ([10, 1, 0, 5], 41_000), 3, true)]
     #[case::half_closed(TCP_NUMBER, ENDPOINT, NODE, 5, true)]
     #[case::ended(TCP_NUMBER, ENDPOINT, NODE, 7, false)]
-    #[case::destination_alone(TCP_NUMBER, ENDPOINT, ([10, 1, 0, 5], 4000), 3, false)]
+    #[case::destination_alone(TCP_NUMBER, ENDPOINT, ([10, 1, 0, 5], 4000), 3, true)]
     #[case::source_alone(TCP_NUMBER, ([10, 96, 0, 10], 53), NODE, 3, false)]
     #[case::udp(17, ENDPOINT, NODE, 3, false)]
-    fn masqueraded_connections_that_go_on(
+    fn translated_connections_that_go_on(
         #[case] protocol: u8,
         #[case] replier: ([u8; 4], u16),
         #[case] source: ([u8; 4], u16),
@@ -245,8 +246,12 @@ mod tests {
                 of.attribute(TCP_STATE, &[state]);
             });
         });
-        let found = masqueraded_connection(AddressFamily::Inet, Attributes(&message.bytes()[20..]));
-        let expected = MasqueradedConnection { replier: replier.into(), source: source.into() };
+        let found = translated_connection(AddressFamily::Inet, Attributes(&message.bytes()[20..]));
+        let expected = TranslatedConnection {
+            replier: replier.into(),
+            answers_to: source.into(),
+            is_masqueraded: source != ([10, 1, 0, 5], 4000),
+        };
         assert_eq!(found, is_one.then_some(expected));
     }
 

@@ -45,7 +45,7 @@ pub enum Error {
     Link { path: PathBuf, source: CallError },
     #[error("the cookie of the node's network namespace cannot be learned: {0}")]
     Namespace(#[source] CallError),
-    #[error("listing masqueraded connections: {0}")]
+    #[error("listing translated connections: {0}")]
     Conntrack(#[source] CallError),
     #[error("waiting for a grace period: {0}")]
     Grace(#[source] CallError),

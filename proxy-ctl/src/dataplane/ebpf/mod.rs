@@ -243,11 +243,14 @@ impl EbpfDataplane {
         match kept {
             Ok(0) => {}
             Ok(kept) => {
-                tracing::info!(kept, "ports of connections that netfilter masquerades are given to no flow")
+                tracing::info!(
+                    kept,
+                    "answers to connections that netfilter translates are kept apart from those of flows"
+                )
             }
             // All of them may go on even so, and new connections matter more.
             Err(error) => {
-                tracing::warn!(%error, "connections that netfilter masquerades may lose answers to new flows")
+                tracing::warn!(%error, "connections that netfilter translates may lose answers to new flows")
             }
         }
     }
@@ -363,7 +366,7 @@ impl Dataplane for EbpfDataplane {
         publish_waiting(shared, v4, v6, &mut applied, &mut failures);
         if self.keep_ports == KeepPorts::AfterFrontends {
             self.keep_netfilter_ports();
-            self.keep_ports = KeepPorts::Done;
+            self.keep_ports = KeepPorts::AfterModeBeside;
         }
         // Also where something could not be written: the other service ports are served as they are desired.
         if let Err(error) = self.lease.resume(&self.shared.tables.lease) {
@@ -416,6 +419,10 @@ impl Dataplane for EbpfDataplane {
         }
         let (mut applied, mut failures) = Default::default();
         publish_waiting(shared, v4, v6, &mut applied, &mut failures);
+        if self.keep_ports == KeepPorts::AfterModeBeside {
+            self.keep_netfilter_ports();
+            self.keep_ports = KeepPorts::Done;
+        }
         self.log.follow()?;
         let now = clock::since_boot();
         self.flows4.collect(&self.v4.tables, now)?;

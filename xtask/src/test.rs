@@ -27,7 +27,8 @@ pub(crate) struct Arguments {
     /// Also run the scenarios against the real kube-proxy
     #[arg(long)]
     kube_proxy: bool,
-    /// Whole sets of scenarios in the modes nftables, iptables, ipvs and userspace, in place of the core ones
+    /// Whole sets of scenarios in the modes nftables, iptables, ipvs and userspace and on all paths of mode ebpf, and all switches,
+    /// in place of small sets
     #[arg(long)]
     all_modes: bool,
     /// Also run the core scenarios of mode ipvs on kernel 6.1, and of mode ebpf on kernels 5.10, 6.1, 6.12, the newest and arm64, in virtual machines
@@ -224,8 +225,8 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
         programs.suite_as_root("lab", &[Test("cluster")], &[])?,
         behaviour("behaviour sockets", &["--path", "sockets"])?,
         behaviour("behaviour packets", &["--path", "packets"])?,
-        behaviour("behaviour unseen", &["--path", "unseen"])?,
-        behaviour("behaviour off", &["--path", "off"])?,
+        behaviour("behaviour unseen", &on_path(arguments, "unseen"))?,
+        behaviour("behaviour off", &on_path(arguments, "off"))?,
         behaviour("behaviour iptables", &in_mode(arguments, "iptables"))?,
         behaviour("behaviour nftables", &in_mode(arguments, "nftables"))?,
         behaviour("behaviour userspace", &in_mode(arguments, "userspace"))?,
@@ -255,6 +256,12 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
         suites.push(behaviour("kube-proxy nftables", &["--proxy", "kube-proxy-nftables"])?);
     }
     Ok(suites)
+}
+
+/// Unless all is asked for, with one protocol of each family: the paths `sockets` and `packets` are run with both.
+fn on_path(arguments: &Arguments, path: &'static str) -> Vec<&'static str> {
+    let lean = (!arguments.all_modes).then_some("--lean");
+    ["--path", path].into_iter().chain(lean).collect()
 }
 
 fn in_mode(arguments: &Arguments, mode: &'static str) -> Vec<&'static str> {

@@ -292,8 +292,13 @@ impl Run {
     }
 
     fn switch(&mut self, switch: Switch) -> Result<()> {
-        if self.world.setting.proxy != switch.from {
+        let former = self.world.setting.proxy;
+        if former != switch.from {
             self.end()?;
+            // The programs of mode ebpf would go on serving: kube-proxy does not know what only we have.
+            if switch.from.is_kube_proxy() && !former.is_kube_proxy() {
+                self.clean()?;
+            }
             drop(self.world.swap(setting(switch.from))?);
         }
         self.world.settle().with_context(|| format!("in {}", switch.from))?;
@@ -410,7 +415,7 @@ impl Run {
         // kube-proxy removes what another mode has left before it writes rules of its own: what is sent meanwhile is not translated,
         // and an answer that is not resets its connection.
         let has_gap = switch.to.is_kube_proxy() && switch.to.datapath() != switch.from.datapath();
-        let silent: Vec<_> = silent.into_iter().filter(|(client, _)| !switch.strands(client)).collect();
+        let silent: Vec<_> = silent.into_iter().filter(|(client, ..)| !switch.strands(client)).collect();
         ensure!(ends || lost.is_empty(), "{} held connections are lost: {:?}", lost.len(), lost.first());
         ensure!(silent.is_empty(), "datagrams of held sockets are not answered: {silent:?}");
         for (RunningLoad { client, name, protocol, keeps_socket, .. }, tally) in tallies {
@@ -427,11 +432,11 @@ impl Run {
     }
 
     /// What became of held connections that are not answered.
-    fn lost(&self, held: &[(&'static str, Vec<usize>)]) -> Result<Vec<(&'static str, lab::Outcome)>> {
+    fn lost(&self, held: &[(&'static str, Vec<usize>)]) -> Result<Vec<(&'static str, String, lab::Outcome)>> {
         let mut lost = Vec::new();
         for (client, connections) in held {
             let outcomes = self.world.agent(client)?.ping_many(connections)?;
-            lost.extend(outcomes.into_iter().map(|outcome| (*client, outcome)));
+            lost.extend(outcomes.into_iter().map(|(ends, outcome)| (*client, ends, outcome)));
         }
         Ok(lost)
     }

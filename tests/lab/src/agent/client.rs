@@ -91,8 +91,8 @@ impl Agent {
         self.ask(&Request::HoldMany { targets: targets.to_vec(), protocol, count })
     }
 
-    /// One request over each; what became of those that were not answered.
-    pub fn ping_many(&self, connections: &[usize]) -> Result<Vec<Outcome>> {
+    /// One request over each; of those that were not answered, their ends and what became of them.
+    pub fn ping_many(&self, connections: &[usize]) -> Result<Vec<(String, Outcome)>> {
         self.ask(&Request::PingMany { connections: connections.to_vec() })
     }
 

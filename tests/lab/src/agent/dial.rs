@@ -111,6 +111,16 @@ impl Held {
         })
     }
 
+    /// `198.18.0.9:40000 to 192.0.2.11:30080`.
+    pub fn ends(&self) -> String {
+        let (local, peer) = match self {
+            Self::Stream(socket) => (socket.local_addr(), socket.peer_addr()),
+            Self::Datagrams(socket) => (socket.local_addr(), socket.peer_addr()),
+        };
+        let name = |end: io::Result<SocketAddr>| end.map_or_else(|_| "?".to_owned(), |end| end.to_string());
+        format!("{} to {}", name(local), name(peer))
+    }
+
     pub fn ping(&mut self) -> Outcome {
         let start = Instant::now();
         self.request(16, start).unwrap_or_else(|error| outcome_of(&error, start))

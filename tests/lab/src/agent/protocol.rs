@@ -67,7 +67,7 @@ pub enum Request {
         protocol: Protocol,
         count: usize,
     },
-    /// One request over each of them: what became of those that were not answered.
+    /// One request over each of them: the ends of those that were not answered, and what became of them.
     PingMany {
         connections: Vec<usize>,
     },

@@ -92,9 +92,11 @@ impl Session {
                 let mut failures = Vec::new();
                 for connection in connections {
                     let held = self.held.get_mut(&connection);
-                    let outcome = held.with_context(|| format!("no connection {connection}"))?.ping();
+                    let held = held.with_context(|| format!("no connection {connection}"))?;
+                    let ends = held.ends();
+                    let outcome = held.ping();
                     if !matches!(outcome, Outcome::Answered(_)) {
-                        failures.push(outcome);
+                        failures.push((ends, outcome));
                     }
                 }
                 to_value(failures)

@@ -148,6 +148,10 @@ fn direct<F: Family, T: FlowTables<F>>(
     scratch.key = packet.reversed_key(TUPLE_REPLY);
     let Some((stage, reply)) = lookup(tables, &scratch.key) else { return Err(Reason::NotAService) };
     scratch.flow = reply.read();
+    if scratch.flow.flags & FLOW_OF_NETFILTER != 0 {
+        // Netfilter sees this packet too, and tells the two apart.
+        return Err(Reason::NotAService);
+    }
     if packet.is_tcp() {
         scratch.key = scratch.flow.forward_key();
         if united_flags(tables, stage, reply, &scratch.key) & ENDED != 0 {

@@ -19,7 +19,7 @@ use nix::sys::socket::AddressFamily;
 use prometheus_client::metrics::MetricType;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-pub(super) use self::stale_flows::{Dialled, Repliers, StaleFlows, dialled};
+pub(super) use self::stale_flows::{Repliers, StaleFlows};
 use super::{Applied, Dataplane, Error, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage};
 use crate::{
     model::{
@@ -36,14 +36,11 @@ pub(super) const fn address_family(family: IpFamily) -> AddressFamily {
     }
 }
 
-/// Whether netfilter translates a connection to one of these, or knows one that has ended lately.
-pub(super) fn has_connections(to: &FxHashSet<Dialled>) -> Result<bool, CallError> {
+/// Whether netfilter knows a connection, of any protocol, whose destination it translates. One that has ended counts for some time.
+pub(super) fn has_translated_connections() -> Result<bool, CallError> {
     let conntrack = Conntrack::open()?;
     for family in IpFamily::ALL {
-        let dialled = conntrack.translated_destinations(address_family(family))?;
-        let is_one =
-            |at: &SocketAddr| to.contains(&(Some(at.ip()), at.port())) || to.contains(&(None, at.port()));
-        if dialled.iter().any(is_one) {
+        if conntrack.has_translated(address_family(family))? {
             return Ok(true);
         }
     }

@@ -2,16 +2,12 @@
 //!
 //! What of a service port is handed over follows from [`Dataplane::supports`] of the mode at work: the whole port, or its
 //! frontends of one kind. The mode beside is opened with the first such port, and removed after the last once
-//! it has no connections.
+//! no connection rests on it.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use rustc_hash::FxHashSet;
-
 use super::{
-    Applied, Dataplane, Effect, Error, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage,
-    conntrack::{Dialled, dialled},
-    servable,
+    Applied, Dataplane, Effect, Error, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, servable,
 };
 use crate::{
     config::PortRange,
@@ -25,9 +21,9 @@ pub(super) trait ModeBeside: Send {
     /// Ports of masqueraded sources, none of which the mode at work uses.
     fn masquerade_ports(&self) -> PortRange;
     fn open(&self) -> Result<Box<dyn Dataplane>, Error>;
-    /// Whether netfilter knows a connection to one of these. It translates it only while something of type nat is there, and may give
-    /// the port of its client again once nothing is.
-    fn has_connections(&self, to: &FxHashSet<Dialled>) -> Result<bool, Error>;
+    /// Whether connections rest on the mode's rules: netfilter translates those that it knows, whoever has opened them, only while
+    /// something of type nat is there.
+    fn has_connections(&self) -> Result<bool, Error>;
     /// Removes what the mode has written. Its dataplane is dropped.
     fn remove(&self) -> Result<(), Error>;
 }
@@ -40,8 +36,6 @@ pub(super) struct HandOver {
     /// What is handed over.
     handed: BTreeMap<ServicePortName, Arc<DesiredPort>>,
     host: Option<Host>,
-    /// Frontends that were handed over since the mode beside was opened.
-    dialled: FxHashSet<Dialled>,
     /// The mode beside could not be removed yet.
     removal_pending: bool,
     /// Calls of [`Dataplane::collect_garbage`] in which the mode beside had nothing to serve.
@@ -99,7 +93,6 @@ impl HandOver {
             opened: None,
             handed: BTreeMap::new(),
             host: None,
-            dialled: FxHashSet::default(),
             removal_pending: false,
             idle: 0,
             failure: None,
@@ -133,7 +126,6 @@ impl HandOver {
     fn hand(&mut self, name: &ServicePortName, part: Option<Arc<DesiredPort>>, changes: &mut Changes) {
         match part {
             Some(part) => {
-                self.dialled.extend(part.frontends.iter().map(dialled));
                 self.handed.insert(name.clone(), Arc::clone(&part));
                 changes.changed.push(part);
             }
@@ -149,6 +141,7 @@ impl HandOver {
             match self.beside.open() {
                 Ok(dataplane) => {
                     let opened = self.opened.insert(dataplane);
+                    self.removal_pending = false;
                     tracing::info!(mode = %self.beside.mode(), "serves what the mode at work cannot");
                     if let Some(host) = &self.host {
                         *applied += opened.set_host(&of_beside(host, self.beside.masquerade_ports()))?;
@@ -195,8 +188,18 @@ impl HandOver {
     /// Nothing is handed over any more.
     fn remove_idle_beside(&mut self) -> Result<(), Error> {
         self.idle = 0;
-        if self.opened.is_some() && self.beside.has_connections(&self.dialled)? {
-            return Ok(());
+        if self.opened.is_some() {
+            match self.beside.has_connections() {
+                Ok(false) => {}
+                Ok(true) => return Ok(()),
+                Err(error) => {
+                    tracing::warn!(
+                        mode = %self.beside.mode(), %error,
+                        "its rules stay although they serve nothing: connections cannot be listed; it is tried again"
+                    );
+                    return Ok(());
+                }
+            }
         }
         self.remove_beside()
     }
@@ -209,7 +212,6 @@ impl HandOver {
         if self.removal_pending {
             self.beside.remove()?;
             self.removal_pending = false;
-            self.dialled.clear();
             tracing::info!(mode = %self.beside.mode(), "removed: the mode at work serves everything");
         }
         Ok(())
@@ -276,9 +278,6 @@ impl Dataplane for HandOver {
             own.extend(parts.own);
             self.handed.extend(parts.handed.map(|part| (part.name.clone(), part)));
         }
-        for part in self.handed.values() {
-            self.dialled.extend(part.frontends.iter().map(dialled));
-        }
         self.failure_changed |= self.failure.is_some();
         let arriving = self.handed.iter().filter(|(name, port)| before.get(*name) != Some(*port));
         let changed: Vec<_> = arriving.map(|(_, port)| Arc::clone(port)).collect();
@@ -286,9 +285,10 @@ impl Dataplane for HandOver {
             Some(opened) if !changed.is_empty() => opened.apply(&Changes { changed, removed: Vec::new() }),
             _ => Ok(Applied::default()),
         };
-        let mut applied = self.primary.resync(&own)?;
-        applied += arrived?;
+        let own = self.primary.resync(&own);
+        let mut applied = arrived?;
         if self.handed.is_empty() {
+            applied += own?;
             if let Some(opened) = &mut self.opened {
                 applied += opened.resync(&[])?;
             }
@@ -302,6 +302,7 @@ impl Dataplane for HandOver {
         {
             applied += opened.resync(&all)?;
         }
+        applied += own?;
         Ok(applied)
     }
 

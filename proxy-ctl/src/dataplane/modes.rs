@@ -3,11 +3,10 @@
 use std::{collections::BTreeMap, path::Path, sync::Arc};
 
 use ipnet::IpNet;
-use rustc_hash::FxHashSet;
 
 use super::{
     Dataplane, Error, ErrorKind,
-    conntrack::{self, Dialled, WithConntrack},
+    conntrack::{self, WithConntrack},
     ebpf,
     entry::{BoxedProgrammed, Entry, Removed},
     hand_over::{HandOver, ModeBeside},
@@ -89,12 +88,12 @@ impl Modes {
 
 /// The node's dataplane: takes over what a predecessor left of these modes.
 pub fn open(modes: Modes, config: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error> {
-    let Modes { mode, beside } = modes;
-    let dataplane = open_one(mode, config)?;
+    let Modes { mode: at_work, beside } = modes;
+    let dataplane = open_one(at_work, config)?;
     Ok(match beside {
         None => dataplane,
         Some(mode) => {
-            let beside = Beside { mode, config: Arc::clone(config) };
+            let beside = Beside { mode, at_work, config: Arc::clone(config) };
             Box::new(HandOver::new(dataplane, Box::new(beside)))
         }
     })
@@ -150,6 +149,7 @@ pub fn masquerade_ports(retiring: impl IntoIterator<Item = Mode>) -> Option<Port
 
 struct Beside {
     mode: Mode,
+    at_work: Mode,
     config: Arc<Config>,
 }
 
@@ -166,8 +166,12 @@ impl ModeBeside for Beside {
         open_one(self.mode, &self.config)
     }
 
-    fn has_connections(&self, to: &FxHashSet<Dialled>) -> Result<bool, Error> {
-        conntrack::has_connections(to).map_err(|error| Error::new(ErrorKind::Other, error))
+    fn has_connections(&self) -> Result<bool, Error> {
+        if self.at_work != Mode::Ebpf {
+            // Its own rules translate.
+            return Ok(false);
+        }
+        conntrack::has_translated_connections().map_err(|error| Error::new(ErrorKind::Other, error))
     }
 
     fn remove(&self) -> Result<(), Error> {

@@ -14,7 +14,7 @@ const EMPTY: TablePortRange = [1, 0];
 const FIRST: u16 = 1_024;
 /// Fewer would be used up by few clients of one backend.
 const ENOUGH: u32 = 4_096;
-/// Of the programs although sockets may be given them too, where a node leaves fewer than [`ENOUGH`] others.
+/// Of the programs although sockets may be given them too, where a node leaves fewer than [`ENOUGH`] others to them or to netfilter.
 const LAST_RESORT: TablePortRange = [61_440, u16::MAX];
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -37,14 +37,12 @@ impl SourcePorts {
         let [first, last] = local.unwrap_or([32_768, 60_999]);
         let above = last.checked_add(1).map_or(EMPTY, |next| [next.max(FIRST), u16::MAX]);
         let below = if first > FIRST { [FIRST, first - 1] } else { EMPTY };
-        if count(above) + count(below) < ENOUGH {
+        let local = [first.max(FIRST), last];
+        if count(above) + count(below) < ENOUGH || count(local) < ENOUGH {
             let netfilter = PortRange { first: FIRST, last: LAST_RESORT[0] - 1 };
             return Self { programs: [LAST_RESORT, EMPTY], netfilter };
         }
-        Self {
-            programs: [above, below],
-            netfilter: PortRange { first: first.max(FIRST), last: last.max(FIRST) },
-        }
+        Self { programs: [above, below], netfilter: PortRange { first: local[0], last } }
     }
 }
 
@@ -72,7 +70,8 @@ mod tests {
     #[case::from_the_start(Some([1, 50_000]), [[50_001, 65_535], EMPTY], [1_024, 50_000])]
     #[case::nearly_all(Some([1_024, 65_000]), [LAST_RESORT, EMPTY], [1_024, 61_439])]
     #[case::all(Some([1, 65_535]), [LAST_RESORT, EMPTY], [1_024, 61_439])]
-    #[case::well_known_ones(Some([100, 200]), [[1_024, 65_535], EMPTY], [1_024, 1_024])]
+    #[case::few(Some([60_000, 60_999]), [LAST_RESORT, EMPTY], [1_024, 61_439])]
+    #[case::well_known_ones(Some([100, 200]), [LAST_RESORT, EMPTY], [1_024, 61_439])]
     fn ports_around_the_local_ones(
         #[case] local: Option<TablePortRange>,
         #[case] programs: [TablePortRange; 2],

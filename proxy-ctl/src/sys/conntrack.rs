@@ -85,14 +85,15 @@ impl Conntrack {
         self.list(family, |flow| translated_connection(family, flow))
     }
 
-    /// What clients have dialled whose connections, of any protocol, are answered by others. As [`Self::udp_flows`].
-    pub fn translated_destinations(&self, family: AddressFamily) -> Result<Vec<SocketAddr>, CallError> {
-        self.list(family, |flow| {
+    /// Whether somebody else than was dialled answers a connection of any protocol. False where [`Self::udp_flows`] has none.
+    pub fn has_translated(&self, family: AddressFamily) -> Result<bool, CallError> {
+        let translated = self.list(family, |flow| {
             let (sources, destinations) = address_kinds(family);
             let dialled = endpoint(family, flow.nested(ORIGINAL)?, destinations, DESTINATION_PORT)?;
             let replier = endpoint(family, flow.nested(REPLY)?, sources, SOURCE_PORT)?;
-            (replier != dialled).then_some(dialled)
-        })
+            (replier != dialled).then_some(())
+        })?;
+        Ok(!translated.is_empty())
     }
 
     fn list<T>(

@@ -20,9 +20,9 @@ use crate::{
 };
 
 /// What is dialled; without an address: the node port on each of the node's addresses.
-pub(in crate::dataplane) type Dialled = (Option<IpAddr>, u16);
+type Dialled = (Option<IpAddr>, u16);
 
-pub(in crate::dataplane) fn dialled(frontend: &Frontend) -> Dialled {
+fn dialled(frontend: &Frontend) -> Dialled {
     let address = match frontend.kind {
         FrontendKind::NodePort => None,
         FrontendKind::ClusterIp | FrontendKind::ExternalIp | FrontendKind::LoadBalancer => {

@@ -439,6 +439,7 @@ impl Dataplane for EbpfDataplane {
     /// Without frontends, packets of known TCP flows are translated on and all others pass.
     fn retire(&mut self) -> Result<bool, super::Error> {
         if !self.retiring {
+            self.keep_ports = KeepPorts::Done;
             self.resync(&[])?;
             Collector::end_all_but_tcp_flows(&self.v4.tables)?;
             Collector::end_all_but_tcp_flows(&self.v6.tables)?;

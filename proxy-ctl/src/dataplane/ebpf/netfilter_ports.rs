@@ -18,7 +18,8 @@ pub(super) enum KeepPorts {
     Done,
 }
 
-/// Keeps what answers of one family go to from flows. `ports`: those of masqueraded flows. Answers how many.
+/// Keeps what answers of one family go to from flows. `ports`: those of masqueraded flows. Answers how many were not kept
+/// before.
 pub(super) fn keep<F: TableFamily>(
     tables: &FamilyTables<F>,
     conntrack: &Conntrack,
@@ -29,7 +30,7 @@ pub(super) fn keep<F: TableFamily>(
     let most = u64::from(tables.flows.map().capacity() / 2);
     let connections =
         conntrack.translated_connections(address_family(F::FAMILY)).map_err(Error::Conntrack)?;
-    let mut kept = 0;
+    let (mut kept, mut there) = (0, 0);
     for connection in connections {
         let (backend_port, port) =
             (Port::new(connection.replier.port()), Port::new(connection.answers_to.port()));
@@ -41,9 +42,9 @@ pub(super) fn keep<F: TableFamily>(
         if connection.is_masqueraded && !ports.contain(port) {
             continue;
         }
-        if kept == most {
+        if there == most {
             tracing::warn!(
-                kept,
+                most,
                 "netfilter translates more connections than are kept apart from flows (half of ebpf.limits.flows)"
             );
             break;
@@ -53,6 +54,7 @@ pub(super) fn keep<F: TableFamily>(
         // A flow that has the port already goes on.
         if tables.opening_flows.get(&key)?.is_none() {
             kept += u64::from(tables.flows.insert(&key, &flow)?);
+            there += 1;
         }
     }
     Ok(kept)

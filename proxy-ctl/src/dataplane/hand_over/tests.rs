@@ -31,6 +31,8 @@ impl Log {
 struct Fake {
     who: &'static str,
     log: Log,
+    /// One service port cannot be written.
+    is_incomplete: Arc<Mutex<bool>>,
 }
 
 fn kinds(port: &DesiredPort) -> String {
@@ -67,6 +69,9 @@ impl Dataplane for Fake {
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
         let all: Vec<String> = desired.iter().map(|port| kinds(port)).collect();
         self.log.add(format!("{} all {}", self.who, all.join(" ")));
+        if *self.is_incomplete.lock().unwrap() {
+            return Err(Error::new(ErrorKind::Other, "one service port could not be written"));
+        }
         Ok(Applied::default())
     }
 
@@ -103,7 +108,7 @@ impl Dataplane for Fake {
 struct FakeBeside {
     log: Log,
     fails: Arc<Mutex<bool>>,
-    connections: Arc<Mutex<Vec<Dialled>>>,
+    has_connections: Arc<Mutex<bool>>,
 }
 
 impl ModeBeside for FakeBeside {
@@ -120,11 +125,11 @@ impl ModeBeside for FakeBeside {
             return Err(Error::new(ErrorKind::Other, "no nf_tables"));
         }
         self.log.add("open".to_owned());
-        Ok(Box::new(Fake { who: "beside", log: self.log.clone() }))
+        Ok(Box::new(Fake { who: "beside", log: self.log.clone(), is_incomplete: Arc::default() }))
     }
 
-    fn has_connections(&self, to: &FxHashSet<Dialled>) -> Result<bool, Error> {
-        Ok(self.connections.lock().unwrap().iter().any(|connection| to.contains(connection)))
+    fn has_connections(&self) -> Result<bool, Error> {
+        Ok(*self.has_connections.lock().unwrap())
     }
 
     fn remove(&self) -> Result<(), Error> {
@@ -138,22 +143,27 @@ struct Scene {
     model: Model,
     log: Log,
     fails: Arc<Mutex<bool>>,
-    /// That the mode beside translates.
-    connections: Arc<Mutex<Vec<Dialled>>>,
+    has_connections: Arc<Mutex<bool>>,
+    is_incomplete: Arc<Mutex<bool>>,
 }
 
 impl Scene {
     /// Nothing is served yet.
     fn new() -> Self {
-        let (log, fails, connections) = (Log::default(), Arc::new(Mutex::new(false)), Arc::default());
-        let primary = Box::new(Fake { who: "own", log: log.clone() });
-        let beside =
-            FakeBeside { log: log.clone(), fails: Arc::clone(&fails), connections: Arc::clone(&connections) };
+        let (log, fails, has_connections) = (Log::default(), Arc::default(), Arc::default());
+        let is_incomplete = Arc::default();
+        let primary =
+            Box::new(Fake { who: "own", log: log.clone(), is_incomplete: Arc::clone(&is_incomplete) });
+        let beside = FakeBeside {
+            log: log.clone(),
+            fails: Arc::clone(&fails),
+            has_connections: Arc::clone(&has_connections),
+        };
         let mut both = HandOver::new(primary, Box::new(beside));
         both.set_host(&Host::default()).unwrap();
         both.resync(&[]).unwrap();
         log.take();
-        Self { both, model: Model::new("node"), log, fails, connections }
+        Self { both, model: Model::new("node"), log, fails, has_connections, is_incomplete }
     }
 
     fn apply(&mut self, service: Service) -> Vec<String> {
@@ -222,6 +232,19 @@ fn what_a_predecessor_has_left_of_the_mode_beside_serves_until_the_mode_at_work_
 }
 
 #[test]
+fn the_mode_beside_serves_where_the_mode_at_work_could_not_write_everything() {
+    let mut scene = Scene::new();
+    scene.model.apply_service(ranged());
+    scene.model.take_changes();
+    *scene.is_incomplete.lock().unwrap() = true;
+    assert!(scene.both.resync(&scene.model.desired()).is_err());
+    assert_eq!(
+        scene.log.take(),
+        ["own all web:c", "open", "beside host that is shared, ports 32768-60999", "beside all web:l"]
+    );
+}
+
+#[test]
 fn the_mode_beside_is_removed_after_the_last_port() {
     let mut scene = Scene::new();
     scene.apply(sctp());
@@ -239,7 +262,7 @@ fn the_mode_beside_is_removed_after_the_last_port() {
 fn the_mode_beside_goes_on_translating_its_connections() {
     let mut scene = Scene::new();
     scene.apply(sctp());
-    scene.connections.lock().unwrap().extend(&scene.both.dialled);
+    *scene.has_connections.lock().unwrap() = true;
     scene.model.delete_service(&sctp().name);
     assert_eq!(scene.write(), ["own -sctp", "beside -sctp"]);
     assert_eq!(scene.apply(sctp()), ["beside sctp:c", "own -sctp"], "it is still there");
@@ -248,7 +271,7 @@ fn the_mode_beside_goes_on_translating_its_connections() {
     let mut collect = |times| (0..times).for_each(|_| scene.both.collect_garbage().unwrap());
     collect(2 * COLLECTIONS_BETWEEN_REMOVALS);
     assert_eq!(scene.log.take(), [""; 0]);
-    scene.connections.lock().unwrap().clear();
+    *scene.has_connections.lock().unwrap() = false;
     collect(COLLECTIONS_BETWEEN_REMOVALS);
     assert_eq!(scene.log.take(), ["remove"]);
 }

@@ -235,7 +235,6 @@ pub(super) fn chains(context: &Context) -> Vec<FrameChain> {
     ]
 }
 
-/// What comes here was not translated. Empty where another mode serves other ports of the same addresses.
 fn masquerade(context: &Context) -> Vec<Expression> {
     let Some(PortRange { first, last }) = context.host.masquerade_ports else {
         return vec![Expression::Masquerade { ports: None }];
@@ -245,6 +244,7 @@ fn masquerade(context: &Context) -> Vec<Expression> {
     vec![load(first, FIRST), load(last, SECOND), Expression::Masquerade { ports: Some(ports) }]
 }
 
+/// What comes here was not translated. Empty where another mode serves other ports of the same addresses.
 fn unserved_cluster_ips(context: &Context) -> Vec<Rule> {
     if context.host.shares_addresses {
         return Vec::new();

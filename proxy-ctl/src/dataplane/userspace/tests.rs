@@ -194,7 +194,10 @@ fn an_endpoint_that_breaks_off_is_not_taken_for_one_that_has_ended() {
     let address = endpoint.local_addr().unwrap().to_string();
     serve(&mut dataplane, &desired(loopback(Protocol::Tcp, number), &[&address]));
     let mut client = connect(number);
-    let (broken, _) = endpoint.accept().unwrap();
+    let (mut broken, _) = endpoint.accept().unwrap();
+    // One that breaks off before the process sees it connected is dialled again.
+    broken.write_all(b"x").unwrap();
+    assert_eq!(read(&mut client, 1).unwrap(), "x");
     socket2::SockRef::from(&broken).set_linger(Some(Duration::ZERO)).unwrap();
     drop(broken);
     assert_eq!(read(&mut client, 1).unwrap_err().kind(), io::ErrorKind::ConnectionReset);

@@ -31,7 +31,7 @@ pub(crate) struct Arguments {
     /// in place of small sets
     #[arg(long)]
     all_modes: bool,
-    /// Also run the core scenarios of mode ipvs on kernel 6.1, and of mode ebpf on kernels 5.10, 6.1, 6.12, the newest and arm64, in virtual machines
+    /// Also run all core scenarios in the machine of mode ipvs, and those of mode ebpf on kernels 5.10, 6.1, 6.12, the newest and arm64, in virtual machines
     #[arg(long)]
     all_kernels: bool,
     /// Only suites whose name contains this
@@ -78,10 +78,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     for suite in root_suites(&programs, arguments)? {
         total.add(suite, arguments)?;
     }
-    if arguments.all_kernels {
-        for machine in std::iter::once(&vm::IPVS).chain(&vm::OTHERS) {
-            total.add_machine(*machine, Extent::Core, &programs, arguments)?;
-        }
+    // Every run of the tests waits for this one.
+    let (extent, others): (_, &[Machine]) =
+        if arguments.all_kernels { (Extent::Core, &vm::OTHERS) } else { (Extent::Lean, &[]) };
+    for machine in std::iter::once(&vm::IPVS).chain(others) {
+        total.add_machine(*machine, extent, &programs, arguments)?;
     }
     println!("in {} s", start.elapsed().as_secs());
     let forbidden: Vec<&String> = total.skips.iter().filter(|skip| arguments.forbids(skip)).collect();

@@ -1,7 +1,8 @@
 //! An HTTP/1 server on hyper with one task for each connection. The number of connections is bounded, and so is the time
 //! of every step. No source has more than its share of them: a new connection takes the place of an idle one of its own source,
 //! or, when all places are taken, of the source that has most. Silent clients keep nobody from an answer, and a flood no other
-//! source. The node itself has places of its own, for the kubelet's probes.
+//! source. The node itself has places of its own, for the kubelet's probes. What a source opens too fast is reset at once: that costs
+//! least, and the kernel drops the connections of everybody while too many wait to be accepted.
 
 use std::{
     cmp::Reverse,
@@ -13,12 +14,13 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use ::http::{Extensions, Request, StatusCode};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use socket2::SockRef;
 use tokio::{
     net::{TcpListener, TcpStream},
     time::{sleep, timeout},
@@ -30,6 +32,9 @@ use super::reply::{Reply, plain};
 /// Of the node itself, and of all others.
 const MOST_CONNECTIONS: usize = 128;
 const MOST_OF_SOURCE: usize = 32;
+/// Connections that one source may open in [`RATE_PERIOD`]. The node itself may open any number.
+const MOST_NEW_OF_SOURCE: u32 = 200;
+const RATE_PERIOD: Duration = Duration::from_secs(1);
 /// Limit for the header of a request, and between two requests.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Age at which a connection is closed, after the answer in progress.
@@ -57,9 +62,14 @@ where
                 continue;
             }
         };
-        let Some(admission) = connections.admit(peer) else {
-            tracing::debug!("a connection was closed: every other one is answering a request");
-            continue;
+        let admission = match connections.admit(peer, Instant::now()) {
+            Ok(admission) => admission,
+            Err(refusal) => {
+                tracing::debug!("a connection was closed: {refusal}");
+                // The kernel keeps nothing of it. It ends all the same if that cannot be set.
+                let _ends_anyway = SockRef::from(&stream).set_linger(Some(Duration::ZERO));
+                continue;
+            }
         };
         let (answer, stop) = (answer.clone(), stop.clone());
         tokio::spawn(async move {
@@ -149,9 +159,18 @@ struct Connections {
     others: Arc<Mutex<Open>>,
 }
 
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+enum Refusal {
+    #[error("its source opens too many in a second")]
+    TooFast,
+    #[error("every other one is answering a request")]
+    AllAnswering,
+}
+
 #[derive(Default)]
 struct Open {
     next_number: u64,
+    rates: Rates,
     /// Those of a source, the oldest first. No source is without any.
     by_source: BTreeMap<IpAddr, BTreeMap<u64, Arc<HttpConnection>>>,
 }
@@ -163,6 +182,25 @@ struct HttpConnection {
     evicted: CancellationToken,
 }
 
+/// How many connections each source has opened in the period.
+#[derive(Default)]
+struct Rates {
+    began: Option<Instant>,
+    opened: BTreeMap<IpAddr, u32>,
+}
+
+impl Rates {
+    fn allow(&mut self, source: IpAddr, now: Instant) -> bool {
+        if self.began.is_none_or(|began| now.duration_since(began) >= RATE_PERIOD) {
+            self.began = Some(now);
+            self.opened.clear();
+        }
+        let opened = self.opened.entry(source).or_default();
+        *opened += 1;
+        *opened <= MOST_NEW_OF_SOURCE
+    }
+}
+
 /// Counts a connection as open until it is dropped.
 struct Admission {
     among: Arc<Mutex<Open>>,
@@ -172,16 +210,21 @@ struct Admission {
 }
 
 impl Connections {
-    /// `None`: all whose place it could take answer a request.
-    fn admit(&self, peer: Peer) -> Option<Admission> {
+    fn admit(&self, peer: Peer, now: Instant) -> Result<Admission, Refusal> {
         let among = if peer.is_own_node { &self.own_node } else { &self.others };
         let source = peer.source();
-        let (number, connection) = lock(among).admit(source)?;
-        Some(Admission { among: Arc::clone(among), source, number, connection })
+        let mut open = lock(among);
+        if !peer.is_own_node && !open.rates.allow(source, now) {
+            return Err(Refusal::TooFast);
+        }
+        let (number, connection) = open.admit(source).ok_or(Refusal::AllAnswering)?;
+        drop(open);
+        Ok(Admission { among: Arc::clone(among), source, number, connection })
     }
 }
 
 impl Open {
+    /// `None`: all whose place it could take answer a request.
     fn admit(&mut self, source: IpAddr) -> Option<(u64, Arc<HttpConnection>)> {
         if self.by_source.get(&source).is_some_and(|own| own.len() >= MOST_OF_SOURCE) {
             self.evict_oldest_idle(source).then_some(())?;
@@ -247,7 +290,8 @@ mod tests {
     }
 
     fn admit(connections: &Connections, source: u32, count: usize) -> Vec<Admission> {
-        std::iter::from_fn(|| connections.admit(from(source))).take(count).collect()
+        let now = Instant::now();
+        std::iter::from_fn(|| connections.admit(from(source), now).ok()).take(count).collect()
     }
 
     fn evicted(admitted: &[Admission]) -> Vec<u64> {
@@ -299,10 +343,27 @@ mod tests {
         let admitted: Vec<_> =
             (0..4).flat_map(|source| admit(&connections, source, MOST_CONNECTIONS / 4)).collect();
         admitted.iter().for_each(answers);
-        assert!(connections.admit(from(0)).is_none() && connections.admit(from(9)).is_none());
+        for source in [0, 9] {
+            let refused = connections.admit(from(source), Instant::now()).err();
+            assert_eq!(refused, Some(Refusal::AllAnswering));
+        }
         assert_eq!(evicted(&admitted), [0; 0]);
         // The node itself has places of its own.
-        assert!(connections.admit(Peer { is_own_node: true, ..from(10) }).is_some());
+        let own = Peer { is_own_node: true, ..from(10) };
+        assert!(connections.admit(own, Instant::now()).is_ok());
+    }
+
+    #[test]
+    fn what_a_source_opens_too_fast_is_refused_until_the_next_second() {
+        let (connections, start) = (Connections::default(), Instant::now());
+        let own = Peer { is_own_node: true, ..from(3) };
+        for _ in 0..MOST_NEW_OF_SOURCE {
+            assert!(connections.admit(from(1), start).is_ok() && connections.admit(own, start).is_ok());
+        }
+        let refused = |peer, now| connections.admit(peer, now).err();
+        assert_eq!(refused(from(1), start + RATE_PERIOD / 2), Some(Refusal::TooFast));
+        assert_eq!((refused(from(2), start), refused(own, start)), (None, None));
+        assert_eq!(refused(from(1), start + RATE_PERIOD), None);
     }
 
     #[rstest]

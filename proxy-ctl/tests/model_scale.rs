@@ -61,3 +61,33 @@ fn one_change_is_one_health_check_however_many_there_are() {
     assert!(model.take_changes().is_empty() && model.take_health_checks().is_empty());
     assert_eq!(model.health_checks_computed(), u64::from(SERVICES) + 1);
 }
+
+/// Each service claims the external address of another one.
+#[test]
+fn one_change_looks_at_no_conflict_but_its_own() {
+    const CLAIMED: u32 = 5_000;
+    let mut model = Model::new(cluster::NODE);
+    let claiming = |number: u32| {
+        let mut service = cluster::service(number);
+        service.external_ips = vec![std::net::Ipv4Addr::from_bits(0xcb00_7100 + number % CLAIMED).into()];
+        service
+    };
+    (0..2 * CLAIMED).for_each(|number| model.apply_service(claiming(number)));
+    model.take_changes();
+    assert_eq!(model.take_new_conflicts(), CLAIMED as usize);
+    assert_eq!(model.conflicts_computed(), u64::from(CLAIMED));
+
+    let mut service = claiming(7);
+    service.affinity_seconds = Some(9);
+    model.apply_service(service);
+    assert_eq!(model.take_changes().changed.len(), 1);
+    assert_eq!(model.take_new_conflicts(), 0, "it has the same claimants");
+    assert_eq!(model.conflicts_computed(), u64::from(CLAIMED) + 1);
+
+    model.delete_service(&claiming(7).name);
+    model.apply_service(claiming(2 * CLAIMED + 8));
+    model.take_changes();
+    assert_eq!(model.take_new_conflicts(), 1, "one is over, another has one claimant more");
+    assert_eq!(model.conflicts_computed(), u64::from(CLAIMED) + 3);
+    assert_eq!(model.conflicts().len(), CLAIMED as usize - 1);
+}

@@ -6,7 +6,6 @@ use rustc_hash::FxHashMap;
 
 use crate::{
     model::{
-        Conflict, Model,
         desired::{Changes, DesiredPort, FrontendKind, ServicePortName},
         objects::IpFamily,
     },
@@ -50,7 +49,6 @@ pub(super) struct ServiceMetrics {
     without_local: FxHashMap<ServicePortName, WithoutLocal>,
     ipv4: Counts,
     ipv6: Counts,
-    conflicts: Vec<Conflict>,
 }
 
 impl ServiceMetrics {
@@ -60,12 +58,11 @@ impl ServiceMetrics {
             without_local: FxHashMap::default(),
             ipv4: Counts::default(),
             ipv6: Counts::default(),
-            conflicts: Vec::new(),
         }
     }
 
     /// `changes` are as the model gave them.
-    pub(super) fn changed(&mut self, changes: &Changes, model: &Model) {
+    pub(super) fn changed(&mut self, changes: &Changes, new_conflicts: usize) {
         for name in &changes.removed {
             self.set_without_local(name, WithoutLocal::default());
         }
@@ -75,7 +72,7 @@ impl ServiceMetrics {
         for (family, counts) in [(IpFamily::Ipv4, self.ipv4), (IpFamily::Ipv6, self.ipv6)] {
             self.metrics.kube_proxy.without_local_endpoints(family, counts.internal, counts.external);
         }
-        self.set_conflicts(model.conflicts());
+        self.metrics.own.frontend_conflicts.inc_by(new_conflicts as u64);
     }
 
     fn set_without_local(&mut self, name: &ServicePortName, now: WithoutLocal) {
@@ -90,14 +87,5 @@ impl ServiceMetrics {
         };
         counts.add(before.unwrap_or_default(), -1);
         counts.add(now, 1);
-    }
-
-    fn set_conflicts(&mut self, now: Vec<Conflict>) {
-        if now == self.conflicts {
-            return;
-        }
-        let new = now.iter().filter(|conflict| !self.conflicts.contains(conflict)).count();
-        self.metrics.own.frontend_conflicts.inc_by(new as u64);
-        self.conflicts = now;
     }
 }

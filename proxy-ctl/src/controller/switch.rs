@@ -123,8 +123,8 @@ impl Controller {
     fn write_to(&mut self, modes: Modes, mut new: Box<dyn Dataplane>, now: Instant) -> Result<(), Error> {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return Ok(()) };
         let Modes { mode: former_mode, beside: former_beside } = self.reports.mode.borrow().modes;
-        let ports =
-            dataplane::masquerade_ports(self.retiring.iter().map(Retiring::mode).chain([former_mode]));
+        let retiring = self.retiring.iter().map(Retiring::mode);
+        let ports = dataplane::masquerade_ports(retiring.chain([former_mode, modes.mode]));
         let host = host(network, &self.config, self.model.node(), self.model.service_cidrs(), ports);
         match new.set_host(&host) {
             Err(error) if !error.is_of_node_addresses() => return Err(error),

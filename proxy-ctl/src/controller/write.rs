@@ -41,7 +41,8 @@ impl Controller {
     fn write_host(&mut self, now: Instant) {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return };
         let Some(scope) = active.host.due(now) else { return };
-        let ports = dataplane::masquerade_ports(self.retiring.iter().map(Retiring::mode));
+        let at_work = self.reports.mode.borrow().modes.mode;
+        let ports = dataplane::masquerade_ports(self.retiring.iter().map(Retiring::mode).chain([at_work]));
         let host = host(network, &self.config, self.model.node(), self.model.service_cidrs(), ports);
         let metrics = &self.reports.metrics;
         let started = Instant::now();
@@ -82,7 +83,7 @@ impl Controller {
             return changes;
         }
         self.reports.metrics.own.phase(Phase::Compute, started.elapsed());
-        self.service_metrics.changed(&changes, &self.model);
+        self.service_metrics.changed(&changes, self.model.take_new_conflicts());
         for family in families_of(&changes) {
             self.reports.health.lock().queued(family, now);
             self.reports.metrics.kube_proxy.queued(family);

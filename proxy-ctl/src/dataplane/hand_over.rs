@@ -10,7 +10,6 @@ use super::{
     Applied, Dataplane, Effect, Error, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, servable,
 };
 use crate::{
-    config::PortRange,
     mode::Mode,
     model::desired::{Changes, DesiredPort, ServicePortName},
 };
@@ -18,8 +17,6 @@ use crate::{
 /// Opens and removes the mode beside.
 pub(super) trait ModeBeside: Send {
     fn mode(&self) -> Mode;
-    /// Ports of masqueraded sources, none of which the mode at work uses.
-    fn masquerade_ports(&self) -> PortRange;
     fn open(&self) -> Result<Box<dyn Dataplane>, Error>;
     /// Whether connections rest on the mode's rules: netfilter translates those that it knows, whoever has opened them, only while
     /// something of type nat is there.
@@ -35,9 +32,13 @@ pub(super) struct HandOver {
     opened: Option<Box<dyn Dataplane>>,
     /// What is handed over.
     handed: BTreeMap<ServicePortName, Arc<DesiredPort>>,
+    /// What passes to the mode at work: it is served beside until that has written everything.
+    passing: BTreeMap<ServicePortName, Arc<DesiredPort>>,
     host: Option<Host>,
     /// The mode beside could not be removed yet.
     removal_pending: bool,
+    /// The mode beside was let go, and what it has written is still there.
+    is_released: bool,
     /// Calls of [`Dataplane::collect_garbage`] in which the mode beside had nothing to serve.
     idle: u32,
     /// Why the mode beside could not be opened.
@@ -81,8 +82,8 @@ const fn can_be_handed_over(unsupported: &Unsupported) -> bool {
 }
 
 /// The node as the mode beside sees it.
-fn of_beside(host: &Host, masquerade_ports: PortRange) -> Host {
-    Host { shares_addresses: true, masquerade_ports: Some(masquerade_ports), ..host.clone() }
+fn of_beside(host: &Host) -> Host {
+    Host { shares_addresses: true, ..host.clone() }
 }
 
 impl HandOver {
@@ -92,8 +93,10 @@ impl HandOver {
             beside,
             opened: None,
             handed: BTreeMap::new(),
+            passing: BTreeMap::new(),
             host: None,
             removal_pending: false,
+            is_released: false,
             idle: 0,
             failure: None,
             failure_changed: false,
@@ -114,25 +117,43 @@ impl HandOver {
                 Some(port) => own.changed.push(port),
                 None => own.removed.push(port.name.clone()),
             }
-            self.hand(&port.name, parts.handed, &mut handed);
+            match parts.handed {
+                Some(part) => {
+                    self.take_back(&port.name);
+                    self.handed.insert(port.name.clone(), Arc::clone(&part));
+                    handed.changed.push(part);
+                }
+                None => {
+                    let Some(part) = self.take_back(&port.name) else { continue };
+                    self.passing.insert(port.name.clone(), part);
+                    handed.removed.push(port.name.clone());
+                }
+            }
+            self.failure_changed |= self.failure.is_some();
         }
         for name in &changes.removed {
             own.removed.push(name.clone());
-            self.hand(name, None, &mut handed);
+            if self.take_back(name).is_some() {
+                handed.removed.push(name.clone());
+                self.failure_changed |= self.failure.is_some();
+            }
         }
         (own, handed)
     }
 
-    fn hand(&mut self, name: &ServicePortName, part: Option<Arc<DesiredPort>>, changes: &mut Changes) {
-        match part {
-            Some(part) => {
-                self.handed.insert(name.clone(), Arc::clone(&part));
-                changes.changed.push(part);
-            }
-            None if self.handed.remove(name).is_some() => changes.removed.push(name.clone()),
-            None => return,
-        }
-        self.failure_changed |= self.failure.is_some();
+    /// Answers with what the mode beside serves of the service port.
+    fn take_back(&mut self, name: &ServicePortName) -> Option<Arc<DesiredPort>> {
+        let passing = self.passing.remove(name);
+        self.handed.remove(name).or(passing)
+    }
+
+    fn serves_nothing_beside(&self) -> bool {
+        self.handed.is_empty() && self.passing.is_empty()
+    }
+
+    /// What the mode beside has to serve.
+    fn ports_beside(&self) -> Vec<Arc<DesiredPort>> {
+        self.handed.values().chain(self.passing.values()).cloned().collect()
     }
 
     /// The mode beside, opened with everything that is handed over if it was not open. `None`: it cannot be opened.
@@ -140,13 +161,13 @@ impl HandOver {
         if self.opened.is_none() {
             match self.beside.open() {
                 Ok(dataplane) => {
+                    let all = self.ports_beside();
                     let opened = self.opened.insert(dataplane);
-                    self.removal_pending = false;
+                    (self.removal_pending, self.is_released) = (false, false);
                     tracing::info!(mode = %self.beside.mode(), "serves what the mode at work cannot");
                     if let Some(host) = &self.host {
-                        *applied += opened.set_host(&of_beside(host, self.beside.masquerade_ports()))?;
+                        *applied += opened.set_host(&of_beside(host))?;
                     }
-                    let all: Vec<_> = self.handed.values().cloned().collect();
                     *applied += opened.resync(&all)?;
                     self.set_failure(None);
                 }
@@ -169,7 +190,7 @@ impl HandOver {
         if changes.is_empty() {
             return Ok(applied);
         }
-        if self.handed.is_empty() {
+        if self.serves_nothing_beside() {
             if let Some(opened) = &mut self.opened {
                 applied += opened.apply(changes)?;
             }
@@ -263,6 +284,9 @@ impl Dataplane for HandOver {
         let leaving = Changes { changed: Vec::new(), removed: handed.removed };
         let arrived = self.apply_beside(&arriving);
         let mut applied = self.primary.apply(&own)?;
+        for name in &leaving.removed {
+            self.passing.remove(name);
+        }
         applied += arrived?;
         applied += self.apply_beside(&leaving)?;
         Ok(applied)
@@ -272,11 +296,18 @@ impl Dataplane for HandOver {
     /// adopts what a predecessor has written, and of that removes all that is not handed over.
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
         let mut own = Vec::with_capacity(desired.len());
-        let before = std::mem::take(&mut self.handed);
+        let mut before = std::mem::take(&mut self.passing);
+        before.append(&mut self.handed);
         for port in desired {
             let parts = self.parts(port);
             own.extend(parts.own);
-            self.handed.extend(parts.handed.map(|part| (part.name.clone(), part)));
+            match parts.handed {
+                Some(part) => drop(self.handed.insert(part.name.clone(), part)),
+                None => {
+                    let passing = before.get_key_value(&port.name);
+                    self.passing.extend(passing.map(|(name, part)| (name.clone(), Arc::clone(part))));
+                }
+            }
         }
         self.failure_changed |= self.failure.is_some();
         let arriving = self.handed.iter().filter(|(name, port)| before.get(*name) != Some(*port));
@@ -286,21 +317,20 @@ impl Dataplane for HandOver {
             _ => Ok(Applied::default()),
         };
         let own = self.primary.resync(&own);
-        let mut applied = arrived?;
-        if self.handed.is_empty() {
-            applied += own?;
-            if let Some(opened) = &mut self.opened {
-                applied += opened.resync(&[])?;
-            }
-            self.remove_idle_beside()?;
-            return Ok(applied);
+        if own.is_ok() {
+            self.passing.clear();
         }
-        let was_open = self.opened.is_some();
-        let all: Vec<_> = self.handed.values().cloned().collect();
-        if let Some(opened) = self.open_beside(&mut applied)?
-            && was_open
-        {
-            applied += opened.resync(&all)?;
+        let mut applied = arrived?;
+        let all = self.ports_beside();
+        match &mut self.opened {
+            Some(opened) => applied += opened.resync(&all)?,
+            None if !all.is_empty() || self.is_released => {
+                self.open_beside(&mut applied)?;
+            }
+            None => {}
+        }
+        if all.is_empty() && !self.is_released {
+            self.remove_idle_beside()?;
         }
         applied += own?;
         Ok(applied)
@@ -309,9 +339,8 @@ impl Dataplane for HandOver {
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
         self.host = Some(host.clone());
         let beside = &mut self.opened;
-        let beside = beside.as_mut().map_or(Ok(Applied::default()), |opened| {
-            opened.set_host(&of_beside(host, self.beside.masquerade_ports()))
-        });
+        let beside =
+            beside.as_mut().map_or(Ok(Applied::default()), |opened| opened.set_host(&of_beside(host)));
         let mut applied = self.primary.set_host(host)?;
         applied += beside?;
         Ok(applied)
@@ -324,7 +353,7 @@ impl Dataplane for HandOver {
     fn collect_garbage(&mut self) -> Result<(), Error> {
         let beside = self.opened.as_mut().map_or(Ok(()), |opened| opened.collect_garbage());
         self.primary.collect_garbage()?;
-        if self.handed.is_empty() && (self.opened.is_some() || self.removal_pending) {
+        if self.serves_nothing_beside() && (self.opened.is_some() || self.removal_pending) {
             self.idle += 1;
             if self.idle >= COLLECTIONS_BETWEEN_REMOVALS {
                 self.remove_idle_beside()?;
@@ -342,7 +371,7 @@ impl Dataplane for HandOver {
     }
 
     fn release_beside(&mut self) {
-        self.opened = None;
+        self.is_released |= self.opened.take().is_some();
     }
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {

@@ -37,7 +37,7 @@ pub struct Host {
     pub masquerade_all: bool,
     /// Bit of the packet mark that asks for masquerading, in modes that use one.
     pub masquerade_bit: u8,
-    /// Ports of masqueraded sources, in modes nftables and iptables, while mode ebpf has flows of its own; `None`: any from 1024 on, as the kernel chooses.
+    /// Ports of sources that netfilter masquerades, while mode ebpf has flows of its own; `None`: any from 1024 on, as the kernel chooses.
     pub masquerade_ports: Option<PortRange>,
     /// Another mode serves other ports of the same addresses: a port of a cluster IP that is not known may be its.
     pub shares_addresses: bool,

@@ -142,9 +142,9 @@ pub fn remove_retired(mode: Mode, config: &Config) -> Result<bool, Error> {
     }
 }
 
-/// Ports of sources that a netfilter mode masquerades while these modes retire. `None`: any.
-pub fn masquerade_ports(retiring: impl IntoIterator<Item = Mode>) -> Option<PortRange> {
-    retiring.into_iter().any(|mode| entry(mode).retires).then(|| SourcePorts::read().netfilter)
+/// Ports of sources that a netfilter mode masquerades while these modes are at work or retire. `None`: any.
+pub fn masquerade_ports(modes: impl IntoIterator<Item = Mode>) -> Option<PortRange> {
+    modes.into_iter().any(|mode| entry(mode).retires).then(|| SourcePorts::read().netfilter)
 }
 
 struct Beside {
@@ -156,10 +156,6 @@ struct Beside {
 impl ModeBeside for Beside {
     fn mode(&self) -> Mode {
         self.mode
-    }
-
-    fn masquerade_ports(&self) -> PortRange {
-        SourcePorts::read().netfilter
     }
 
     fn open(&self) -> Result<Box<dyn Dataplane>, Error> {

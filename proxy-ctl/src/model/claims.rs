@@ -90,12 +90,18 @@ pub(super) struct Claims {
     owners: FxHashMap<Claim, Bid>,
     /// Claimants of frontends that another one owns; never an empty set.
     waiting: FxHashMap<Claim, BTreeSet<Bid>>,
+    /// What was contested, or is, and has changed: as it was at the last [`Claims::take_new_conflicts`].
+    changed: FxHashMap<Claim, Option<Conflict>>,
+    conflicts_computed: u64,
 }
 
 impl Claims {
     /// Answers with the other claimants if the frontend has a new owner because of this one.
     pub(super) fn add(&mut self, claim: Claim, rank: Rank, claimant: &Arc<Claimant>) -> Vec<Arc<Claimant>> {
         let bid = (rank, Arc::clone(claimant));
+        if self.owners.contains_key(&claim) {
+            self.note_change(claim);
+        }
         let Some(owner) = self.owners.get_mut(&claim) else {
             self.owners.insert(claim, bid);
             return Vec::new();
@@ -119,6 +125,9 @@ impl Claims {
     ) -> Vec<Arc<Claimant>> {
         let bid = (rank, Arc::clone(claimant));
         let owned = self.owners.get(&claim) == Some(&bid);
+        if self.waiting.contains_key(&claim) {
+            self.note_change(claim);
+        }
         let Some(waiting) = self.waiting.get_mut(&claim) else {
             if owned {
                 self.owners.remove(&claim);
@@ -156,18 +165,40 @@ impl Claims {
     pub(super) fn conflicts(&self) -> Vec<Conflict> {
         let mut contested: Vec<_> = self.waiting.iter().collect();
         contested.sort_unstable_by_key(|(claim, _)| **claim);
-        contested
-            .into_iter()
-            .filter_map(|(claim, waiting)| {
-                let family = claim.family();
-                Some(Conflict {
-                    address: claim.address,
-                    port: claim.port,
-                    protocol: claim.protocol,
-                    winner: self.owners.get(claim)?.1.name(family),
-                    losers: waiting.iter().map(|(_, claimant)| claimant.name(family)).collect(),
-                })
-            })
-            .collect()
+        contested.into_iter().filter_map(|(claim, waiting)| self.conflict(*claim, waiting)).collect()
+    }
+
+    /// How many frontends have become contested since the last call, or have other claimants.
+    pub(super) fn take_new_conflicts(&mut self) -> usize {
+        let changed = std::mem::take(&mut self.changed);
+        self.conflicts_computed += changed.len() as u64;
+        let is_new = |(claim, before): &(Claim, Option<Conflict>)| {
+            let now = self.waiting.get(claim).and_then(|waiting| self.conflict(*claim, waiting));
+            now.is_some() && now != *before
+        };
+        changed.into_iter().filter(is_new).count()
+    }
+
+    /// How often a conflict was computed for [`Claims::take_new_conflicts`].
+    pub(super) fn conflicts_computed(&self) -> u64 {
+        self.conflicts_computed
+    }
+
+    fn note_change(&mut self, claim: Claim) {
+        if !self.changed.contains_key(&claim) {
+            let before = self.waiting.get(&claim).and_then(|waiting| self.conflict(claim, waiting));
+            self.changed.insert(claim, before);
+        }
+    }
+
+    fn conflict(&self, claim: Claim, waiting: &BTreeSet<Bid>) -> Option<Conflict> {
+        let family = claim.family();
+        Some(Conflict {
+            address: claim.address,
+            port: claim.port,
+            protocol: claim.protocol,
+            winner: self.owners.get(&claim)?.1.name(family),
+            losers: waiting.iter().map(|(_, claimant)| claimant.name(family)).collect(),
+        })
     }
 }

@@ -312,6 +312,16 @@ impl Model {
         self.owners.claims.conflicts()
     }
 
+    /// How many frontends have become contested since the last call, or have other claimants.
+    pub fn take_new_conflicts(&mut self) -> usize {
+        self.owners.claims.take_new_conflicts()
+    }
+
+    /// As [`Model::ports_computed`], of conflicts.
+    pub fn conflicts_computed(&self) -> u64 {
+        self.owners.claims.conflicts_computed()
+    }
+
     /// What load balancers are to be answered now, of each service for which [`Model::take_changes`] has changed
     /// it since the last call. `None`: they do not ask for this service any more.
     pub fn take_health_checks(&mut self) -> Vec<(ObjectName, Option<HealthCheck>)> {

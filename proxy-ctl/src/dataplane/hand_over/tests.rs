@@ -35,6 +35,15 @@ struct Fake {
     is_incomplete: Arc<Mutex<bool>>,
 }
 
+impl Fake {
+    fn written(&self) -> Result<Applied, Error> {
+        if *self.is_incomplete.lock().unwrap() {
+            return Err(Error::new(ErrorKind::Other, "one service port could not be written"));
+        }
+        Ok(Applied::default())
+    }
+}
+
 fn kinds(port: &DesiredPort) -> String {
     let kinds = port.frontends.iter().map(|frontend| match frontend.kind {
         FrontendKind::ClusterIp => "c",
@@ -63,22 +72,18 @@ impl Dataplane for Fake {
         for name in &changes.removed {
             self.log.add(format!("{} -{}", self.who, name.service.name));
         }
-        Ok(Applied::default())
+        self.written()
     }
 
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
         let all: Vec<String> = desired.iter().map(|port| kinds(port)).collect();
         self.log.add(format!("{} all {}", self.who, all.join(" ")));
-        if *self.is_incomplete.lock().unwrap() {
-            return Err(Error::new(ErrorKind::Other, "one service port could not be written"));
-        }
-        Ok(Applied::default())
+        self.written()
     }
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
         let shares = if host.shares_addresses { " that is shared" } else { "" };
-        let ports = host.masquerade_ports.map_or_else(String::new, |ports| format!(", ports {ports}"));
-        self.log.add(format!("{} host{shares}{ports}", self.who));
+        self.log.add(format!("{} host{shares}", self.who));
         Ok(Applied::default())
     }
 
@@ -114,10 +119,6 @@ struct FakeBeside {
 impl ModeBeside for FakeBeside {
     fn mode(&self) -> Mode {
         Mode::Nftables
-    }
-
-    fn masquerade_ports(&self) -> PortRange {
-        PortRange { first: 32_768, last: 60_999 }
     }
 
     fn open(&self) -> Result<Box<dyn Dataplane>, Error> {
@@ -194,8 +195,8 @@ fn sctp() -> Service {
 
 #[rstest]
 #[case::nothing(web(), &["own web:cl"])]
-#[case::frontends_of_a_kind(ranged(), &["open", "beside host that is shared, ports 32768-60999", "beside all web:l", "own web:c"])]
-#[case::everything(sctp(), &["open", "beside host that is shared, ports 32768-60999", "beside all sctp:c", "own -sctp"])]
+#[case::frontends_of_a_kind(ranged(), &["open", "beside host that is shared", "beside all web:l", "own web:c"])]
+#[case::everything(sctp(), &["open", "beside host that is shared", "beside all sctp:c", "own -sctp"])]
 #[case::what_is_served_differently_stays(
     Service { affinity_seconds: Some(5), ..web() },
     &["own web:cl"],
@@ -223,8 +224,7 @@ fn what_a_predecessor_has_left_of_the_mode_beside_serves_until_the_mode_at_work_
         scene.both.resync(&scene.model.desired()).unwrap();
         scene.log.take()
     };
-    let expected =
-        ["own all web:c", "open", "beside host that is shared, ports 32768-60999", "beside all web:l"];
+    let expected = ["own all web:c", "open", "beside host that is shared", "beside all web:l"];
     assert_eq!(resync(&mut scene), expected);
     assert_eq!(resync(&mut scene), ["own all web:c", "beside all web:l"]);
     scene.model.apply_service(sctp());
@@ -238,10 +238,7 @@ fn the_mode_beside_serves_where_the_mode_at_work_could_not_write_everything() {
     scene.model.take_changes();
     *scene.is_incomplete.lock().unwrap() = true;
     assert!(scene.both.resync(&scene.model.desired()).is_err());
-    assert_eq!(
-        scene.log.take(),
-        ["own all web:c", "open", "beside host that is shared, ports 32768-60999", "beside all web:l"]
-    );
+    assert_eq!(scene.log.take(), ["own all web:c", "open", "beside host that is shared", "beside all web:l"]);
 }
 
 #[test]
@@ -250,10 +247,7 @@ fn the_mode_beside_is_removed_after_the_last_port() {
     scene.apply(sctp());
     scene.model.delete_service(&sctp().name);
     assert_eq!(scene.write(), ["own -sctp", "beside -sctp", "remove"]);
-    assert_eq!(
-        scene.apply(sctp()),
-        ["open", "beside host that is shared, ports 32768-60999", "beside all sctp:c", "own -sctp"]
-    );
+    assert_eq!(scene.apply(sctp()), ["open", "beside host that is shared", "beside all sctp:c", "own -sctp"]);
     scene.both.resync(&[]).unwrap();
     assert_eq!(scene.log.take(), ["own all ", "beside all ", "remove"]);
 }
@@ -274,6 +268,74 @@ fn the_mode_beside_goes_on_translating_its_connections() {
     *scene.has_connections.lock().unwrap() = false;
     collect(COLLECTIONS_BETWEEN_REMOVALS);
     assert_eq!(scene.log.take(), ["remove"]);
+}
+
+/// The new mode has found its name free, and could not take over.
+#[test]
+fn an_idle_mode_beside_that_was_let_go_for_a_switch_that_failed_is_taken_back() {
+    let mut scene = Scene::new();
+    scene.apply(sctp());
+    *scene.has_connections.lock().unwrap() = true;
+    scene.model.delete_service(&sctp().name);
+    scene.write();
+    scene.both.release_beside();
+    scene.both.resync(&[]).unwrap();
+    assert_eq!(scene.log.take(), ["own all ", "open", "beside host that is shared", "beside all "]);
+    *scene.has_connections.lock().unwrap() = false;
+    (0..COLLECTIONS_BETWEEN_REMOVALS).for_each(|_| scene.both.collect_garbage().unwrap());
+    assert_eq!(scene.log.take(), ["remove"]);
+}
+
+#[test]
+fn a_mode_beside_that_could_not_be_taken_back_is_tried_again() {
+    let mut scene = Scene::new();
+    scene.apply(sctp());
+    *scene.has_connections.lock().unwrap() = true;
+    scene.model.delete_service(&sctp().name);
+    scene.write();
+    scene.both.release_beside();
+    *scene.fails.lock().unwrap() = true;
+    scene.both.resync(&[]).unwrap();
+    assert_eq!(scene.log.take(), ["own all "]);
+    *scene.fails.lock().unwrap() = false;
+    scene.both.resync(&[]).unwrap();
+    assert!(scene.log.take().contains(&"open".to_owned()));
+}
+
+/// What is not desired any more must not reach old endpoints.
+#[test]
+fn what_is_not_desired_any_more_leaves_the_mode_beside_whatever_the_mode_at_work_could_not_write() {
+    let mut scene = Scene::new();
+    scene.apply(sctp());
+    *scene.has_connections.lock().unwrap() = true;
+    *scene.is_incomplete.lock().unwrap() = true;
+    assert!(scene.both.resync(&[]).is_err());
+    assert_eq!(scene.log.take(), ["own all ", "beside all "]);
+    *scene.has_connections.lock().unwrap() = false;
+    assert!(scene.both.resync(&[]).is_err());
+    assert_eq!(scene.log.take(), ["own all ", "beside all ", "remove"]);
+}
+
+#[rstest]
+#[case::that_was_compared(false)]
+#[case::that_has_changed(true)]
+fn a_service_port_is_served_beside_until_the_mode_at_work_has_written_it(#[case] by_change: bool) {
+    let mut scene = Scene::new();
+    scene.apply(ranged());
+    *scene.is_incomplete.lock().unwrap() = true;
+    scene.model.apply_service(web());
+    let changes = scene.model.take_changes();
+    if by_change {
+        assert!(scene.both.apply(&changes).is_err());
+        scene.log.take();
+    }
+    let desired = scene.model.desired();
+    assert!(scene.both.resync(&desired).is_err());
+    assert_eq!(scene.log.take(), ["own all web:cl", "beside all web:l"]);
+    *scene.is_incomplete.lock().unwrap() = false;
+    scene.apply(service("default/other", &["10.96.0.9"]));
+    scene.both.resync(&scene.model.desired()).unwrap();
+    assert_eq!(scene.log.take(), ["own all other:c web:cl", "beside all ", "remove"]);
 }
 
 #[test]
@@ -302,9 +364,6 @@ fn a_mode_beside_that_cannot_be_opened_is_told_by_service_port_and_tried_again()
 
     *scene.fails.lock().unwrap() = false;
     scene.both.resync(&scene.model.desired()).unwrap();
-    assert_eq!(
-        scene.log.take(),
-        ["own all web:c", "open", "beside host that is shared, ports 32768-60999", "beside all web:l"]
-    );
+    assert_eq!(scene.log.take(), ["own all web:c", "open", "beside host that is shared", "beside all web:l"]);
     assert_eq!(scene.both.take_without_room(), Some(BTreeMap::new()));
 }

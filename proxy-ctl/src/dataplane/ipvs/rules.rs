@@ -4,6 +4,7 @@
 
 use super::sets::{Set, SetRole};
 use crate::{
+    config::PortRange,
     dataplane::{
         Host, LocalTraffic,
         netfilter::chains::{Chains, Jump},
@@ -87,18 +88,14 @@ pub(super) fn chains(
         [format!("-p {word} {local} -j RETURN"), format!("-p {word} {all} -j {}", names::MARK_MASQUERADE)]
     });
     add("nat", "KUBE-NODE-PORT", node_ports.collect());
-    add(
-        "nat",
-        names::POSTROUTING,
-        vec![
-            format!("{} -j MASQUERADE", matches(SetRole::Hairpin, "dst,dst,src")),
-            format!("-m mark ! --mark {mark}/{mark} -j RETURN"),
-            // Another pass of the packet is not masqueraded again.
-            format!("-j MARK --set-xmark {mark}/0x0"),
-            // iptables 1.6.2
-            "-j MASQUERADE --random-fully".to_owned(),
-        ],
-    );
+    let hairpin = format!("{} ", matches(SetRole::Hairpin, "dst,dst,src"));
+    let mut postrouting = masquerading(&hairpin, "", host.masquerade_ports);
+    postrouting.push(format!("-m mark ! --mark {mark}/{mark} -j RETURN"));
+    // Another pass of the packet is not masqueraded again.
+    postrouting.push(format!("-j MARK --set-xmark {mark}/0x0"));
+    // iptables 1.6.2
+    postrouting.extend(masquerading("", " --random-fully", host.masquerade_ports));
+    add("nat", names::POSTROUTING, postrouting);
     add("nat", names::MARK_MASQUERADE, vec![format!("-j MARK --set-xmark {mark}/{mark}")]);
 
     add(
@@ -136,6 +133,14 @@ pub(super) fn chains(
     });
     add("filter", "KUBE-IPVS-OUT-FILTER", closed.collect());
     chains
+}
+
+/// What matches is masqueraded to these ports, as in mode iptables.
+fn masquerading(matches: &str, option: &str, ports: Option<PortRange>) -> Vec<String> {
+    let Some(ports) = ports else { return vec![format!("{matches}-j MASQUERADE{option}")] };
+    // MASQUERADE takes ports only where the rule names the protocol.
+    let rule = |protocol| format!("-p {protocol} {matches}-j MASQUERADE --to-ports {ports}{option}");
+    ["tcp", "udp", "sctp"].map(rule).into()
 }
 
 /// Who is masqueraded on the way to cluster IPs.

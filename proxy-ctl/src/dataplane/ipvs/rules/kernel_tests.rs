@@ -5,6 +5,7 @@ use rstest::rstest;
 
 use super::*;
 use crate::{
+    config::PortRange,
     dataplane::{Removed, ipvs::sets::Set, netfilter::chains::FamilyChains},
     sys::{
         ipvs::{Ipvs, VirtualSocket},
@@ -45,10 +46,11 @@ fn as_root_what_is_written_is_read_back_as_it_is(
         LocalTraffic::FromInterfacePrefix("veth".into())
     )]
     local_traffic: LocalTraffic,
+    #[values(None, Some(PortRange { first: 32_768, last: 60_999 }))] masquerade_ports: Option<PortRange>,
 ) {
     let Some(mut rules) = with_sets(family) else { return };
     let chains = |bit| {
-        let host = Host { masquerade_bit: bit, ..host(local_traffic.clone()) };
+        let host = Host { masquerade_bit: bit, masquerade_ports, ..host(local_traffic.clone()) };
         chains(family, &host, std::iter::empty())
     };
     assert_eq!(rules.write(&chains(14), &JUMPS).unwrap(), 2);

@@ -3,7 +3,7 @@ use std::iter;
 use rstest::rstest;
 
 use super::*;
-use crate::{dataplane::netfilter::chains::restoration, leftovers::names};
+use crate::{config::PortRange, dataplane::netfilter::chains::restoration, leftovers::names};
 
 fn chains_of(family: IpFamily, host: &Host) -> Chains {
     chains(family, host, iter::empty())
@@ -57,6 +57,31 @@ fn the_mark(#[case] masquerade_bit: u8, #[case] mark: &str) {
     let chains = chains_of(IpFamily::Ipv4, &host);
     assert_eq!(chains[&("nat", "KUBE-MARK-MASQ")], [format!("-j MARK --set-xmark {mark}/{mark}")]);
     assert_eq!(chains[&("nat", "KUBE-POSTROUTING")][2], format!("-j MARK --set-xmark {mark}/0x0"));
+}
+
+/// MASQUERADE takes ports only where the rule names the protocol.
+#[rstest]
+fn sources_get_no_ports_of_the_programs(
+    #[values(IpFamily::Ipv4, IpFamily::Ipv6)] family: IpFamily,
+    #[values(("tcp", 0), ("udp", 1), ("sctp", 2))] protocol: (&str, usize),
+) {
+    let masquerade_ports = Some(PortRange { first: 32_768, last: 60_999 });
+    let chains = chains_of(family, &Host { masquerade_ports, ..host(cidrs(&[])) });
+    let rules: Vec<_> =
+        chains[&("nat", "KUBE-POSTROUTING")].iter().filter(|rule| rule.contains("-j MASQUERADE")).collect();
+    let hairpin = Set { role: SetRole::Hairpin, family }.name();
+    let (protocol, place) = protocol;
+    assert_eq!(rules.len(), 6, "{rules:?}");
+    assert_eq!(
+        *rules[place],
+        format!(
+            "-p {protocol} -m set --match-set {hairpin} dst,dst,src -j MASQUERADE --to-ports 32768-60999"
+        )
+    );
+    assert_eq!(
+        *rules[place + 3],
+        format!("-p {protocol} -j MASQUERADE --to-ports 32768-60999 --random-fully")
+    );
 }
 
 #[test]

@@ -50,6 +50,10 @@ const NODE: &str = "node1";
 /// How long a process may take to follow its file, and to remove what the former mode has left.
 const SWITCHES_WITHIN: Duration = Duration::from_secs(60);
 
+/// How long a client may go without an answer while the real kube-proxy has removed what another mode has left, and not yet written its
+/// own: a segment that is lost meanwhile is sent again after a second, and an attempt without an answer is given up after two.
+const KUBE_PROXY_GAP: Duration = Duration::from_secs(5);
+
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 enum By {
     /// A changed file, which the process follows.
@@ -408,7 +412,8 @@ impl Run {
         let met = Met::new(tallies, self.connections, lost.len());
         self.matrix.lock().unwrap_or_else(PoisonError::into_inner).insert(switch, met);
         for (RunningLoad { name, .. }, tally) in tallies.iter().filter(|(_, tally)| tally.failed > 0) {
-            eprintln!("{switch}: {name}: {:?} of {}", tally.failures, tally.failed + tally.answered);
+            let (all, outage) = (tally.failed + tally.answered, tally.longest_outage_micros / 1_000);
+            eprintln!("{switch}: {name}: {:?} of {all}, no answer for {outage} ms", tally.failures);
         }
         // The process that carries connections takes them with it, and nobody serves until the next one does.
         let ends = switch.by == By::Process && setting(switch.from).datapath().is_a_process();
@@ -427,6 +432,8 @@ impl Run {
                 ends || has_gap || is_stranded || tally.failed_in_a_row <= 1,
                 "{name}: a retry has failed too: {tally:?}"
             );
+            let outage = Duration::from_micros(tally.longest_outage_micros);
+            ensure!(!has_gap || outage <= KUBE_PROXY_GAP, "{name}: no answer for {outage:?}: {tally:?}");
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use std::{
 
 use super::{
     dial::{self, Held},
-    protocol::{Dial, Load, Outcome, Tally},
+    protocol::{Dial, Load, Outcome, Protocol, Tally},
     socket::{micros_since, outcome_of},
 };
 
@@ -63,16 +63,20 @@ impl Running {
     }
 }
 
-/// Opened for the first request.
+/// Opened for the first request, and a TCP connection that has broken for the next one.
 fn over(socket: &mut Option<Held>, dial: &Dial) -> Outcome {
     let start = Instant::now();
-    match socket {
+    let outcome = match socket {
         Some(socket) => socket.ping(),
         None => match Held::open(dial) {
             Ok(opened) => socket.insert(opened).ping(),
             Err(error) => outcome_of(&error, start),
         },
+    };
+    if dial.protocol == Protocol::Tcp && !matches!(outcome, Outcome::Answered(_)) {
+        *socket = None;
     }
+    outcome
 }
 
 /// Requests of one thread that have failed one after another.

@@ -229,7 +229,8 @@ pub struct Load {
     /// Between two requests of a thread.
     pub pause_micros: u64,
     pub timeout_ms: u64,
-    /// Each thread sends all of its requests over one connection or socket, not each over a new one.
+    /// Each thread sends all of its requests over one connection or socket, not each over a new one. A TCP connection that has broken is
+    /// replaced.
     pub keeps_socket: bool,
 }
 

@@ -51,8 +51,8 @@ const NODE: &str = "node1";
 const SWITCHES_WITHIN: Duration = Duration::from_secs(60);
 
 /// How long a client may go without an answer while the real kube-proxy has removed what another mode has left, and not yet written its
-/// own: a segment that is lost meanwhile is sent again after a second, and an attempt without an answer is given up after two.
-const KUBE_PROXY_GAP: Duration = Duration::from_secs(5);
+/// own. Datagrams show that it takes up to 3 s on two busy cores; an attempt by TCP that begins in it is given up after 2 s more.
+const KUBE_PROXY_GAP: Duration = Duration::from_secs(8);
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 enum By {
@@ -70,6 +70,13 @@ struct Switch {
 }
 
 impl Switch {
+    /// kube-proxy removes the rules of another mode before it writes its own: what is sent meanwhile is not translated, and an answer that
+    /// is not resets its connection. Programs of mode ebpf go on, so that it concerns only what a mode beside them has served.
+    fn has_gap(self, is_guarded: bool) -> bool {
+        let serves_on = self.from.datapath() == Datapath::Ebpf && !is_guarded;
+        self.to.is_kube_proxy() && self.to.datapath() != self.from.datapath() && !serves_on
+    }
+
     /// UDP sockets of the client stay without answers. Mode ebpf translates for the node itself when a socket connects, and what
     /// was connected before depends on what the kernel still translates: to nobody, where a process has carried datagrams.
     /// See docs/differences.md.
@@ -392,7 +399,9 @@ impl Run {
                 let number = self.world.agent(client)?.start_load(&load)?;
                 let what = if keeps_socket { "one connection" } else { "new connections" };
                 let name = format!("{client} to {target}, {}, {what}", variant.protocol);
-                loads.push(RunningLoad { client, name, protocol: variant.protocol, keeps_socket, number });
+                let is_guarded = target.ip() == load_balancer().of(variant.family);
+                let protocol = variant.protocol;
+                loads.push(RunningLoad { client, name, protocol, is_guarded, keeps_socket, number });
             }
         }
         Ok(loads)
@@ -417,13 +426,12 @@ impl Run {
         }
         // The process that carries connections takes them with it, and nobody serves until the next one does.
         let ends = switch.by == By::Process && setting(switch.from).datapath().is_a_process();
-        // kube-proxy removes what another mode has left before it writes rules of its own: what is sent meanwhile is not translated,
-        // and an answer that is not resets its connection.
-        let has_gap = switch.to.is_kube_proxy() && switch.to.datapath() != switch.from.datapath();
         let silent: Vec<_> = silent.into_iter().filter(|(client, ..)| !switch.strands(client)).collect();
         ensure!(ends || lost.is_empty(), "{} held connections are lost: {:?}", lost.len(), lost.first());
         ensure!(silent.is_empty(), "datagrams of held sockets are not answered: {silent:?}");
-        for (RunningLoad { client, name, protocol, keeps_socket, .. }, tally) in tallies {
+        for (load, tally) in tallies {
+            let RunningLoad { client, name, protocol, keeps_socket, .. } = load;
+            let has_gap = switch.has_gap(load.is_guarded);
             ensure!(tally.answered > 0, "{name}: nothing was answered: {tally:?}");
             let breaks = *keeps_socket && *protocol == Protocol::Tcp && tally.failed > 0;
             ensure!(ends || has_gap || !breaks, "{name}: it has broken: {tally:?}");
@@ -492,6 +500,8 @@ struct RunningLoad {
     client: &'static str,
     name: String,
     protocol: Protocol,
+    /// Of [`GUARDED`].
+    is_guarded: bool,
     keeps_socket: bool,
     number: usize,
 }

@@ -111,6 +111,16 @@ fn last_host(recorder: &Recorder) -> Option<Host> {
     recorder.calls().into_iter().rev().find_map(host)
 }
 
+#[rstest]
+#[case::ebpf_at_work(EBPF_AND_NFTABLES, true)]
+#[case::another_at_work(NFTABLES, false)]
+fn sources_of_a_mode_beside_get_no_ports_of_the_mode_at_work(#[case] modes: Modes, #[case] kept_apart: bool) {
+    let mut fixture = Fixture::started(Config::default(), Vec::new(), &["192.0.2.1"]);
+    fixture.reports.mode.send_replace(ModeInForce::new(modes));
+    fixture.controller.write(fixture.now);
+    assert_eq!(last_host(&fixture.recorder).unwrap().masquerade_ports.is_some(), kept_apart);
+}
+
 /// Answers to what netfilter has masqueraded to a port of theirs would be taken for theirs.
 #[test]
 fn sources_get_no_ports_of_flows_that_go_on() {

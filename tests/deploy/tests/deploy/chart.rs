@@ -10,7 +10,7 @@ use deploy::{files, oldest, skip, tools::Tool};
 use serde_json::Value;
 
 /// What the chart asks for, and the manifests have.
-const SERVER: &str = "apiServer=https://api-server.example:6443";
+pub(super) const SERVER: &str = "apiServer=https://api-server.example:6443";
 
 pub(super) fn render(values: &[&str]) -> Result<Vec<Value>> {
     render_for(None, values)

@@ -6,6 +6,7 @@
 mod chart;
 mod cluster;
 mod documents;
+mod helm;
 mod monitoring;
 mod objects;
 mod pods;
@@ -28,6 +29,7 @@ fn main() -> ExitCode {
             objects: the_api_server_accepts_everything;
             monitoring: rules_and_dashboard_name_metrics_that_exist;
             objects: kubeadm_is_patched_and_restored;
+            helm: helm_uninstall_waits_for_clean_nodes_and_leaves_nothing;
             documents: crates_that_the_binary_names_are_told;
             pods: the_manifests_serve, least_capabilities_serve_in_containerd, least_capabilities_serve_in_docker,
                 kubeadm_patched_serves, the_chart_waits_until_all_nodes_are_clean;

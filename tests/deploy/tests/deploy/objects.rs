@@ -20,7 +20,7 @@ use super::chart;
 const SERVED: Duration = Duration::from_secs(30);
 
 /// A server in a folder that goes with it.
-fn start() -> Result<(tempfile::TempDir, ApiServer)> {
+pub(super) fn start() -> Result<(tempfile::TempDir, ApiServer)> {
     if let Some(reason) = binaries::provide(&[Program::Etcd, Program::KubeApiServer])? {
         return Err(Skip(reason).into());
     }

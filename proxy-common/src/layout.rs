@@ -11,19 +11,31 @@ use core::mem::{align_of, size_of};
 use crate::port::Port;
 
 /// Version of every layout in this file; the tables live in `<bpffs>/proxy-ctl/v<LAYOUT_VERSION>/`.
-pub const LAYOUT_VERSION: u32 = 1;
+pub const LAYOUT_VERSION: u32 = 2;
 
 /// An address as tables hold it: 4 bytes of IPv4 or 16 bytes of IPv6, in network order.
 pub trait Address: Copy + Eq + Default + 'static {
     const UNSPECIFIED: Self;
+
+    fn precedes(&self, other: &Self) -> bool;
 }
 
 impl Address for [u8; 4] {
     const UNSPECIFIED: Self = [0; 4];
+
+    #[inline(always)]
+    fn precedes(&self, other: &Self) -> bool {
+        u32::from_be_bytes(*self) < u32::from_be_bytes(*other)
+    }
 }
 
 impl Address for [u8; 16] {
     const UNSPECIFIED: Self = [0; 16];
+
+    #[inline(always)]
+    fn precedes(&self, other: &Self) -> bool {
+        u128::from_be_bytes(*self) < u128::from_be_bytes(*other)
+    }
 }
 
 pub const PROTOCOL_TCP: u8 = 6;
@@ -184,86 +196,124 @@ pub struct Backend<A> {
     pub owner: u32,
 }
 
-/// Which of a flow's tuples a key is.
-pub const TUPLE_FORWARD: u8 = 0;
-/// Backend to client, as netfilter and routing of this node see the answer.
-pub const TUPLE_REPLY: u8 = 1;
-/// Backend to this node: the answer of a flow whose source was translated, or that a process of the node opened.
-pub const TUPLE_MASQUERADED_REPLY: u8 = 2;
-
-/// Table `flows4/6` (hash, established flows) and `opening_flows4/6` (LRU, no answer seen yet).
+/// Table `flows4/6` (hash, confirmed flows) and `opening_flows4/6` (LRU hash, all others). The two ends that a flow's packets have at
+/// a hook, in either direction.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct FlowKey<A> {
-    pub source: A,
-    pub destination: A,
-    source_port: u16,
-    destination_port: u16,
+    /// The end with the lower port, or with the lower address where the ports are equal.
+    pub lower: A,
+    pub upper: A,
+    lower_port: u16,
+    upper_port: u16,
     /// IANA number.
     pub protocol: u8,
-    /// `TUPLE_*`.
-    pub tuple: u8,
+    /// 1: client and frontend of a `FLOW_OVERLAPPING`.
+    pub overlapping: u8,
     _reserved: u16,
 }
 
-impl<A> FlowKey<A> {
+impl<A: Address> FlowKey<A> {
     #[inline(always)]
-    pub(crate) fn new(source: (A, Port), destination: (A, Port), protocol: u8, tuple: u8) -> Self {
+    pub fn between(one: (A, Port), other: (A, Port), protocol: u8) -> Self {
+        let (one_port, other_port) = (one.1.number(), other.1.number());
+        let in_order = one_port < other_port || (one_port == other_port && one.0.precedes(&other.0));
+        let (lower, upper) = if in_order { (one, other) } else { (other, one) };
         Self {
-            source: source.0,
-            destination: destination.0,
-            source_port: source.1.number(),
-            destination_port: destination.1.number(),
+            lower: lower.0,
+            upper: upper.0,
+            lower_port: lower.1.number(),
+            upper_port: upper.1.number(),
             protocol,
-            tuple,
+            overlapping: 0,
             _reserved: 0,
         }
     }
 }
 
-/// An answer of the backend was seen.
-pub const FLOW_ANSWERED: u32 = 1;
-/// FIN from the client.
-pub const FLOW_CLIENT_CLOSED: u32 = 2;
-/// FIN from the backend.
-pub const FLOW_BACKEND_CLOSED: u32 = 4;
-/// RST from either.
-pub const FLOW_RESET: u32 = 8;
-/// Leaves this node with `masquerade`:`masquerade_port` as its source.
-pub const FLOW_MASQUERADED: u32 = 16;
+/// It leaves this node with an address of the node as its source, which is chosen where its first packet leaves.
+pub const FLOW_MASQUERADE: u32 = 1;
 /// The client is a process of this node whose packets are translated (socket balancing off).
-pub const FLOW_FROM_HOST: u32 = 32;
-/// Netfilter translates it, the programs do not. It has one entry, of its answers' tuple, so that no other flow gets that. Its frontend
-/// is unspecified.
-pub const FLOW_OF_NETFILTER: u32 = 64;
+pub const FLOW_FROM_HOST: u32 = 2;
+/// Netfilter translates it, the programs do not. It has one entry, of the ends that its answers have, so that no other flow gets these.
+/// Its frontend is unspecified.
+pub const FLOW_OF_NETFILTER: u32 = 4;
+/// Its client and frontend are client and backend of another flow: the client has dialled an endpoint itself, from a port from which it
+/// reaches the endpoint through a frontend already.
+pub const FLOW_OVERLAPPING: u32 = 8;
 
-/// Whole in the entry of each of a flow's tuples, so that each can rebuild the others.
+/// Nothing is heard of the backend.
+pub const PROGRESS_OPENED: u8 = 0;
+/// The backend has answered.
+pub const PROGRESS_ANSWERED: u8 = 1;
+/// UDP: the backend has answered seconds after the flow was opened.
+pub const PROGRESS_SUSTAINED: u8 = 2;
+/// The client has received an answer: its address is not forged.
+pub const PROGRESS_CONFIRMED: u8 = 3;
+
+/// A FIN was seen. It may be forged.
+pub const FIN_SEEN: u8 = 1;
+/// The other side has acknowledged it.
+pub const FIN_ACKNOWLEDGED: u8 = 2;
+
+/// A RST was seen that its receiver may have taken. It may be forged.
+pub const RESET_PLAUSIBLE: u8 = 1;
+/// A RST was seen with exactly the sequence number that its receiver waits for.
+pub const RESET_CONFIRMED: u8 = 2;
+
+/// What has become of a flow. Each is a byte of its own: one CPU can change it without undoing what another has learned.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct FlowState {
+    /// `PROGRESS_*`.
+    pub progress: u8,
+    /// 0 or `FIN_*`: the client's.
+    pub client_fin: u8,
+    /// 0 or `FIN_*`: the backend's.
+    pub backend_fin: u8,
+    /// 0 or `RESET_*`: from either.
+    pub reset: u8,
+}
+
+/// Whole in each of a flow's entries, so that each can rebuild the others: client and frontend; client (with the alias port) and
+/// backend; masquerade and backend.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Flow<A> {
+    /// Nanoseconds since boot, suspend included. First, because the kernel may give an element that is removed to another flow while
+    /// it is read: what follows is of the flow that it was looked up for if this is the same before and after.
+    pub opened: u64,
+    /// Nanoseconds since boot, suspend included; up to a second late.
+    pub last_seen: u64,
     pub client: A,
     pub frontend: A,
     pub backend: A,
-    /// Source address towards the backend if `FLOW_MASQUERADED`.
+    /// Source address towards the backend, where `masquerade_port` is not 0.
     pub masquerade: A,
     client_port: u16,
     frontend_port: u16,
     backend_port: u16,
+    /// 0: none is chosen.
     masquerade_port: u16,
-    /// Key of `backends4/6`.
-    pub backend_id: u32,
-    /// Index into `services`; `NO_SERVICE`: the client dialled the backend itself.
-    pub service: u32,
-    /// Nanoseconds since boot, suspend included; up to a second late.
-    pub last_seen: u64,
-    /// `FLOW_*`.
-    pub flags: u32,
     /// The client's port as the backend's side of this node sees it: differs from `client_port` only where the
     /// same client port already talks to the same backend through another frontend, and with `FLOW_FROM_HOST`.
     alias_port: u16,
     /// IANA number.
     pub protocol: u8,
     _reserved: u8,
+    /// Key of `backends4/6`.
+    pub backend_id: u32,
+    /// Index into `services`; `NO_SERVICE`: the client dialled the backend itself.
+    pub service: u32,
+    /// `FLOW_*`.
+    pub flags: u32,
+    /// UDP: `Settings::epoch` when frontend and backend were last found to be in service.
+    pub epoch: u32,
+    /// TCP: what the client (in the entry of client and frontend) or the backend (client and backend) last acknowledged.
+    pub acknowledged: u32,
+    /// TCP: by acknowledging this number, the same side confirms the other's SYN or FIN.
+    pub awaited: u32,
+    pub state: FlowState,
 }
 
 /// Table `socket_origin4/6`, socket storage: what a connected socket dialled, and where it was sent.
@@ -351,6 +401,9 @@ pub struct Settings {
     pub masquerade_ports: [[u16; 2]; 2],
     /// The next backend id that was never given.
     pub next_backend: u32,
+    /// Rises after each change that takes a frontend or a backend away: datagrams of flows are then compared with the tables once more.
+    pub epoch: u32,
+    pub reserved: u32,
 }
 
 /// Table `lease`, array with one entry: how long the programs may rely on the tables without their controller.
@@ -406,7 +459,7 @@ macro_rules! ports {
 
 ports! {
     FrontendKey: port;
-    FlowKey: source_port, destination_port set_destination_port;
+    FlowKey: lower_port, upper_port;
     Flow: client_port set_client_port, frontend_port set_frontend_port, backend_port set_backend_port,
         masquerade_port set_masquerade_port, alias_port set_alias_port;
     SocketOrigin: frontend_port, backend_port;
@@ -420,10 +473,10 @@ const _: () = {
     assert!(size_of::<Slot4>() == 16 && size_of::<Slot6>() == 32);
     assert!(size_of::<Backend<[u8; 4]>>() == 20 && size_of::<Backend<[u8; 16]>>() == 32);
     assert!(size_of::<FlowKey<[u8; 4]>>() == 16 && size_of::<FlowKey<[u8; 16]>>() == 40);
-    assert!(size_of::<Flow<[u8; 4]>>() == 48 && size_of::<Flow<[u8; 16]>>() == 96);
+    assert!(size_of::<Flow<[u8; 4]>>() == 72 && size_of::<Flow<[u8; 16]>>() == 120);
     assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
     assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
-    assert!(size_of::<Settings>() == 48 && size_of::<ServiceCounters>() == 24);
+    assert!(size_of::<Settings>() == 56 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);
     assert!(size_of::<Lease>() == 8 && size_of::<LogControl>() == 16);
 };
 

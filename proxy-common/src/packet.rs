@@ -11,8 +11,37 @@ pub const TCP_SYN: u8 = 0x02;
 pub const TCP_RST: u8 = 0x04;
 pub const TCP_ACK: u8 = 0x10;
 
+/// What the header of a TCP segment says. Sequence numbers are modulo 2³², in host byte order.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Segment {
+    /// `TCP_*`.
+    pub flags: u8,
+    pub sequence: u32,
+    pub acknowledgement: u32,
+    /// The sequence number after it: SYN, FIN and each byte of payload count as one.
+    pub next: u32,
+}
+
+impl Segment {
+    #[inline(always)]
+    pub fn new(flags: u8, sequence: u32, acknowledgement: u32, payload: u32) -> Self {
+        let control = u32::from(flags & TCP_SYN != 0) + u32::from(flags & TCP_FIN != 0);
+        let next = sequence.wrapping_add(payload).wrapping_add(control);
+        Self { flags, sequence, acknowledgement, next }
+    }
+
+    /// Has it one of these `TCP_*`?
+    #[inline(always)]
+    pub fn has(&self, flags: u8) -> bool {
+        self.flags & flags != 0
+    }
+}
+
+/// Address and port of one side of a flow.
+pub type End<A> = (A, Port);
+
 /// A TCP or UDP packet.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Packet<A> {
     pub source: A,
     pub destination: A,
@@ -20,8 +49,17 @@ pub struct Packet<A> {
     pub destination_port: Port,
     /// IANA number.
     pub protocol: u8,
-    /// `TCP_*`; 0 for UDP.
-    pub tcp_flags: u8,
+    /// All zero for UDP.
+    pub segment: Segment,
+    /// Where its headers begin.
+    pub headers: Headers,
+}
+
+/// Offsets in a packet's bytes.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Headers {
+    pub network: u32,
+    pub transport: u32,
 }
 
 impl<A: Address> Packet<A> {
@@ -33,7 +71,7 @@ impl<A: Address> Packet<A> {
     /// A client may open a flow with it: a SYN without ACK, or any datagram.
     #[inline(always)]
     pub fn opens(&self) -> bool {
-        !self.is_tcp() || self.tcp_flags & (TCP_SYN | TCP_ACK | TCP_RST) == TCP_SYN
+        !self.is_tcp() || self.segment.flags & (TCP_SYN | TCP_ACK | TCP_RST) == TCP_SYN
     }
 
     #[inline(always)]
@@ -41,41 +79,44 @@ impl<A: Address> Packet<A> {
         Destination { address: self.destination, port: self.destination_port, protocol: self.protocol }
     }
 
-    /// The key under which a flow has this packet as its `TUPLE_*`.
     #[inline(always)]
-    pub fn key(&self, tuple: u8) -> FlowKey<A> {
-        let (source, destination) = self.ends();
-        FlowKey::new(source, destination, self.protocol, tuple)
-    }
-
-    /// As [`Packet::key`], for a packet in the other direction.
-    #[inline(always)]
-    pub fn reversed_key(&self, tuple: u8) -> FlowKey<A> {
-        let (source, destination) = self.ends();
-        FlowKey::new(destination, source, self.protocol, tuple)
+    pub fn is_between(&self, source: End<A>, destination: End<A>) -> bool {
+        // Ports first: addresses take longer.
+        self.source_port == source.1
+            && self.destination_port == destination.1
+            && self.source == source.0
+            && self.destination == destination.0
     }
 
     #[inline(always)]
-    fn ends(&self) -> ((A, Port), (A, Port)) {
-        ((self.source, self.source_port), (self.destination, self.destination_port))
+    pub fn key(&self) -> FlowKey<A> {
+        let (source, destination) =
+            ((self.source, self.source_port), (self.destination, self.destination_port));
+        FlowKey::between(source, destination, self.protocol)
     }
 }
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Side {
-    Source,
-    Destination,
-}
-
-/// A translation: address and port of one side, and the port of the other, which mostly stays as it is.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+/// The addresses and ports that a packet gets.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Rewrite<A> {
-    pub side: Side,
-    pub address: A,
-    pub port: Port,
-    pub other_port: Port,
+    pub source: A,
+    pub destination: A,
+    pub source_port: Port,
+    pub destination_port: Port,
     /// Index into `services` that the packet counts for; `NO_SERVICE`: none, or it is counted elsewhere on its way.
     pub service: u32,
+}
+
+/// The way of a packet after its translation.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Then {
+    /// As the stack has it.
+    #[default]
+    Pass,
+    /// By the route to its new destination: the stack has routed it to the old one.
+    Reroute,
+    /// Into the node, by the interface that leads to its new source: there reverse path filtering accepts it.
+    IntoNode,
 }
 
 #[cfg(test)]
@@ -95,7 +136,19 @@ mod tests {
     fn what_opens_a_flow(#[case] protocol: u8, #[case] tcp_flags: u8, #[case] opens: bool) {
         let (source, destination) = ([192, 0, 2, 1], [10, 96, 0, 1]);
         let (source_port, destination_port) = (Port::new(40_000), Port::new(80));
-        let packet = Packet { source, destination, source_port, destination_port, protocol, tcp_flags };
+        let segment = Segment::new(tcp_flags, 0, 0, 0);
+        let headers = Headers::default();
+        let packet =
+            Packet { source, destination, source_port, destination_port, protocol, segment, headers };
         assert_eq!(packet.opens(), opens);
+    }
+
+    #[rstest]
+    #[case::data(TCP_ACK, 100, 110)]
+    #[case::syn(TCP_SYN, 0, 11)]
+    #[case::last_data(TCP_FIN | TCP_ACK, 100, 111)]
+    #[case::beyond_the_end(TCP_ACK, u32::MAX, 9)]
+    fn what_follows_a_segment(#[case] flags: u8, #[case] payload: u32, #[case] next: u32) {
+        assert_eq!(Segment::new(flags, 10, 0, payload).next, next);
     }
 }

@@ -63,8 +63,6 @@ reasons! {
     FlowRestored = 18, Pass, "flow_restored";
     /// No room among the established flows: the flow stays among the opening ones.
     FlowsFull = 19, Pass, "flows_full";
-    /// To a frontend, but it opens nothing and has no flow: perhaps a connection that netfilter translates.
-    TcpWithoutFlow = 20, Pass, "tcp_without_flow";
     /// A fragment, also a first one: without its ports the others would not find their flow.
     Fragment = 21, Pass, "fragment";
     /// Headers are invalid or truncated; the packet is passed to the stack.

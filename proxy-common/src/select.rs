@@ -27,16 +27,22 @@ pub fn find<F: Family>(
     origin: Origin,
 ) -> Option<Frontend> {
     let Destination { address, port, protocol } = *destination;
-    let of_address = tables.frontend(&FrontendKey::of_address(address, port, protocol));
-    if of_address.is_some_and(|frontend| frontend.flags & FRONTEND_EXTERNAL == 0) {
-        return of_address;
-    }
-    let Some(node_address) = tables.node_address(&address) else { return of_address };
-    // A pod's loopback addresses are not the node's.
-    if node_address.flags & NODE_ADDRESS_LOOPBACK != 0 && origin != Origin::Host {
-        return of_address;
-    }
-    tables.frontend(&FrontendKey::of_node_port(port, protocol)).or(of_address)
+    /// A value rather than an `Option` in between: of a register that holds nothing, LLVM makes one that the verifier refuses to read.
+    const NONE: Frontend = Frontend { service: NO_SERVICE, flags: FRONTEND_EXTERNAL };
+    let of_address = tables.frontend(&FrontendKey::of_address(address, port, protocol)).unwrap_or(NONE);
+    let found = if of_address.flags & FRONTEND_EXTERNAL != 0 && has_node_ports(tables, &address, origin) {
+        tables.frontend(&FrontendKey::of_node_port(port, protocol)).unwrap_or(of_address)
+    } else {
+        of_address
+    };
+    (found.service != NO_SERVICE).then_some(found)
+}
+
+/// A pod's loopback addresses are not the node's.
+#[inline(always)]
+fn has_node_ports<F: Family>(tables: &impl Tables<F>, address: &F::Address, origin: Origin) -> bool {
+    let Some(node_address) = tables.node_address(address) else { return false };
+    node_address.flags & NODE_ADDRESS_LOOPBACK == 0 || origin == Origin::Host
 }
 
 /// A backend for a new connection to `frontend`. `random` decides among equals.

@@ -8,9 +8,9 @@ use aya_ebpf::{
 };
 use proxy_common::{
     family::{Family, V4, V6},
-    flow::{FlowEntry, FlowTables, InsertError, Masquerade, Scratch, Stage},
+    flow::{Change, FlowEntry, FlowTables, InsertError, Scratch, Stage},
     layout::*,
-    port::PortRanges,
+    port::{Port, PortRanges},
     reason::Reason,
 };
 
@@ -21,40 +21,51 @@ use crate::{
 
 const EEXIST: i32 = -17;
 
-/// An element of a flow table. It stays readable until the program ends, also when it is removed meanwhile.
+/// An element of a flow table. It stays readable until the program ends, but the kernel may give it to another flow meanwhile: one of an
+/// LRU table on every kernel, one of a hash table from 6.1 on.
 #[derive(Clone, Copy)]
 pub(crate) struct Entry<A>(*mut Flow<A>);
 
 impl<A: Address> FlowEntry<A> for Entry<A> {
     #[inline(always)]
-    fn read(&self) -> Flow<A> {
-        // SAFETY: a map element, in bounds. Only `last_seen` and `flags` ever change in place.
-        unsafe { *self.0 }
+    fn read_into(&self, flow: &mut Flow<A>) {
+        let (from, to) = (self.0.cast::<u64>(), addr_of_mut!(*flow).cast::<u64>());
+        // In words: what the compiler calls for a copy of this size goes byte by byte.
+        for word in 0..size_of::<Flow<A>>() / size_of::<u64>() {
+            // SAFETY: a map element and a flow, both in bounds, aligned to 8 and of whole words. Plain integers: whether they are of one
+            // flow shows in `opened`.
+            unsafe { *to.add(word) = read_volatile(from.add(word)) };
+        }
     }
 
     #[inline(always)]
-    fn flags(&self) -> u32 {
+    fn opened(&self) -> u64 {
         // SAFETY: as above.
-        unsafe { read_volatile(addr_of!((*self.0).flags)) }
+        unsafe { read_volatile(addr_of!((*self.0).opened)) }
     }
 
     #[inline(always)]
-    fn last_seen(&self) -> u64 {
-        // SAFETY: as above.
-        unsafe { read_volatile(addr_of!((*self.0).last_seen)) }
-    }
-
-    #[inline(always)]
-    fn set_last_seen(&self, now: u64) {
-        // SAFETY: as above, aligned to 8.
-        unsafe { write_volatile(addr_of_mut!((*self.0).last_seen), now) };
-    }
-
-    #[inline(always)]
-    fn add_flags(&self, flags: u32) {
-        // An atomic OR needs 5.12.
-        // SAFETY: as above.
-        unsafe { write_volatile(addr_of_mut!((*self.0).flags), self.flags() | flags) };
+    fn write(&self, change: Change<A>) {
+        let entry = self.0;
+        // SAFETY: as above; each field is written whole, and belongs to the CPUs in common. In the moment between a look at `opened` and
+        // this the element may become another flow's: its next packets set the field right, or it is refreshed.
+        unsafe {
+            match change {
+                Change::LastSeen(now) => write_volatile(addr_of_mut!((*entry).last_seen), now),
+                Change::Epoch(epoch) => write_volatile(addr_of_mut!((*entry).epoch), epoch),
+                Change::Acknowledged(number) => write_volatile(addr_of_mut!((*entry).acknowledged), number),
+                Change::Awaited(number) => write_volatile(addr_of_mut!((*entry).awaited), number),
+                Change::Progress(progress) => write_volatile(addr_of_mut!((*entry).state.progress), progress),
+                Change::ClientFin(fin) => write_volatile(addr_of_mut!((*entry).state.client_fin), fin),
+                Change::BackendFin(fin) => write_volatile(addr_of_mut!((*entry).state.backend_fin), fin),
+                Change::Reset(reset) => write_volatile(addr_of_mut!((*entry).state.reset), reset),
+                Change::Masquerade(address, port) => {
+                    write_volatile(addr_of_mut!((*entry).masquerade), address);
+                    // Last: with it the address counts.
+                    (*entry).set_masquerade_port(port);
+                }
+            }
+        }
     }
 }
 
@@ -71,6 +82,12 @@ fn inserted(result: Result<(), i32>) -> Result<(), InsertError> {
         Err(EEXIST) => Err(InsertError::Exists),
         Err(_) => Err(InsertError::Full),
     }
+}
+
+// Not inlined: the verifier would go through what follows once for each way through this.
+#[inline(never)]
+fn masquerade_port(random: u32, attempt: u32) -> Port {
+    settings().map_or(Port::NONE, |settings| PortRanges(settings.masquerade_ports).choose(random, attempt))
 }
 
 macro_rules! flow_tables {
@@ -135,14 +152,18 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
-            fn masquerade(&self) -> Masquerade<$address> {
-                match settings() {
-                    Some(settings) => Masquerade {
-                        address: settings.$masquerade,
-                        ports: PortRanges(settings.masquerade_ports),
-                    },
-                    None => Masquerade { address: Address::UNSPECIFIED, ports: PortRanges::EMPTY },
-                }
+            fn masquerade_address(&self) -> $address {
+                settings().map_or(Address::UNSPECIFIED, |settings| settings.$masquerade)
+            }
+
+            #[inline(always)]
+            fn masquerade_port(&self, random: u32, attempt: u32) -> Port {
+                masquerade_port(random, attempt)
+            }
+
+            #[inline(always)]
+            fn epoch(&self) -> u32 {
+                settings().map_or(0, |settings| settings.epoch)
             }
 
             #[inline(always)]

@@ -10,7 +10,10 @@ use aya_ebpf::{
     helpers::{bpf_fib_lookup, bpf_redirect, bpf_redirect_neigh, bpf_skb_change_type},
     programs::TcContext,
 };
-use proxy_common::family::{Family, V4, V6};
+use proxy_common::{
+    family::{Family, V4, V6},
+    packet::Rewrite,
+};
 
 /// How a family's addresses lie in the parameters of a route lookup.
 pub(crate) trait Route: Family {
@@ -72,14 +75,10 @@ fn interface_to<F: Route>(ctx: *mut __sk_buff, source: &F::Address, destination:
     if found == SUCCESS || found == NO_NEIGHBOUR { parameters.ifindex } else { 0 }
 }
 
-/// Sends a translated packet towards its backend. None: it goes on as it was routed.
+/// Sends a translated packet towards its new destination. None: it goes on as it was routed.
 #[inline(always)]
-pub(crate) fn to_backend<F: Route>(
-    ctx: &TcContext,
-    client: &F::Address,
-    backend: &F::Address,
-) -> Option<i32> {
-    let interface = interface_to::<F>(ctx.skb.skb, client, backend);
+pub(crate) fn reroute<F: Route>(ctx: &TcContext, rewrite: &Rewrite<F::Address>) -> Option<i32> {
+    let interface = interface_to::<F>(ctx.skb.skb, &rewrite.source, &rewrite.destination);
     if interface == 0 {
         return None;
     }
@@ -87,14 +86,10 @@ pub(crate) fn to_backend<F: Route>(
     redirected(unsafe { bpf_redirect_neigh(interface, core::ptr::null_mut(), 0, 0) })
 }
 
-/// Redirects a pod's answer to the uplink's ingress, where reverse path filtering accepts the frontend's address.
+/// Redirects a pod's answer to the uplink's ingress, where reverse path filtering accepts the frontend's address: it is translated there.
 #[inline(always)]
-pub(crate) fn to_uplink<F: Route>(
-    ctx: &TcContext,
-    client: &F::Address,
-    frontend: &F::Address,
-) -> Option<i32> {
-    let interface = interface_to::<F>(ctx.skb.skb, client, frontend);
+pub(crate) fn to_uplink<F: Route>(ctx: &TcContext, rewrite: &Rewrite<F::Address>) -> Option<i32> {
+    let interface = interface_to::<F>(ctx.skb.skb, &rewrite.destination, &rewrite.source);
     if interface == 0 {
         return None;
     }

@@ -4,17 +4,15 @@
 //! whole sum, the pseudo header's only (CHECKSUM_PARTIAL, as of locally made and GSO packets), or nothing (UDP 0).
 
 use aya_ebpf::{
-    bindings::{BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, BPF_F_RECOMPUTE_CSUM},
+    bindings::{__sk_buff, BPF_F_MARK_MANGLED_0, BPF_F_PSEUDO_HDR, BPF_F_RECOMPUTE_CSUM},
     helpers::bpf_csum_diff,
     programs::TcContext,
 };
 use proxy_common::{
     family::{Family, V4, V6},
-    packet::{Rewrite, Side},
+    packet::{Packet, Rewrite},
     port::Port,
 };
-
-use crate::parse::ParsedPacket;
 
 const TCP_CHECKSUM: u32 = 16;
 const UDP_CHECKSUM: u32 = 6;
@@ -86,48 +84,42 @@ impl Addresses for V6 {
     }
 }
 
-/// After an error part of the packet may be rewritten: it must go no further.
-#[inline(always)]
+/// False: part of the packet may be rewritten, and it must go no further.
+// Not inlined: what it needs of the stack would be added to what opening a flow needs.
+#[inline(never)]
 pub(crate) fn rewrite<F: Addresses>(
+    skb: *mut __sk_buff,
+    packet: &Packet<F::Address>,
+    rewrite: &Rewrite<F::Address>,
+) -> bool {
+    write::<F>(&TcContext::new(skb), packet, rewrite).is_ok()
+}
+
+#[inline(always)]
+fn write<F: Addresses>(
     ctx: &TcContext,
-    parsed: &ParsedPacket<F::Address>,
+    packet: &Packet<F::Address>,
     rewrite: &Rewrite<F::Address>,
 ) -> Result<(), i64> {
-    let packet = &parsed.packet;
+    let headers = packet.headers;
     let (field, flags) = if packet.is_tcp() {
         (TCP_CHECKSUM, 0)
     } else {
         // A checksum of 0 is none and stays so; a sum that comes out as 0 is written as 0xffff.
         (UDP_CHECKSUM, u64::from(BPF_F_MARK_MANGLED_0))
     };
-    let checksum = parsed.transport + field;
-    let source_port = parsed.transport;
-    let destination_port = parsed.transport + 2;
-    if rewrite.side == Side::Source {
-        F::replace_address(
-            ctx,
-            parsed.network,
-            F::SOURCE,
-            checksum,
-            flags,
-            &packet.source,
-            &rewrite.address,
-        )?;
-        replace_port(ctx, source_port, checksum, flags, packet.source_port, rewrite.port)?;
-        replace_port(ctx, destination_port, checksum, flags, packet.destination_port, rewrite.other_port)
-    } else {
-        F::replace_address(
-            ctx,
-            parsed.network,
-            F::DESTINATION,
-            checksum,
-            flags,
-            &packet.destination,
-            &rewrite.address,
-        )?;
-        replace_port(ctx, destination_port, checksum, flags, packet.destination_port, rewrite.port)?;
-        replace_port(ctx, source_port, checksum, flags, packet.source_port, rewrite.other_port)
+    let checksum = headers.transport + field;
+    if packet.source != rewrite.source {
+        let (old, new) = (&packet.source, &rewrite.source);
+        F::replace_address(ctx, headers.network, F::SOURCE, checksum, flags, old, new)?;
     }
+    if packet.destination != rewrite.destination {
+        let (old, new) = (&packet.destination, &rewrite.destination);
+        F::replace_address(ctx, headers.network, F::DESTINATION, checksum, flags, old, new)?;
+    }
+    let (source_port, destination_port) = (headers.transport, headers.transport + 2);
+    replace_port(ctx, source_port, checksum, flags, packet.source_port, rewrite.source_port)?;
+    replace_port(ctx, destination_port, checksum, flags, packet.destination_port, rewrite.destination_port)
 }
 
 #[inline(always)]

@@ -1,10 +1,10 @@
 //! From bytes to a `Packet`. Headers are read by helper, which also reads what lies in a packet's fragments.
 
-use aya_ebpf::programs::TcContext;
+use aya_ebpf::{bindings::__sk_buff, programs::TcContext};
 use proxy_common::{
     family::{Family, V4, V6},
     layout::{PROTOCOL_TCP, PROTOCOL_UDP},
-    packet::Packet,
+    packet::{Headers, Packet, Segment},
     port::Port,
     reason::Reason,
 };
@@ -14,17 +14,20 @@ pub(crate) const ETHERNET: u32 = 14;
 /// Offset of the network header on a device without Ethernet headers.
 pub(crate) const BARE: u32 = 0;
 
-/// A packet and where in it its headers begin.
-pub(crate) struct ParsedPacket<A> {
-    pub(crate) packet: Packet<A>,
-    pub(crate) network: u32,
-    pub(crate) transport: u32,
-}
-
 /// A family's network header.
 pub(crate) trait Network: Family {
     /// Fails with `NotAService` where the packet is not TCP or UDP.
-    fn parse(ctx: &TcContext, network: u32) -> Result<ParsedPacket<Self::Address>, Reason>;
+    fn parse(ctx: &TcContext, network: u32, packet: &mut Packet<Self::Address>) -> Result<(), Reason>;
+}
+
+// Not inlined: what it needs of the stack would be added to what opening a flow needs.
+#[inline(never)]
+pub(crate) fn parse<F: Network>(
+    skb: *mut __sk_buff,
+    network: u32,
+    packet: &mut Packet<F::Address>,
+) -> Result<(), Reason> {
+    F::parse(&TcContext::new(skb), network, packet)
 }
 
 #[inline(always)]
@@ -33,6 +36,7 @@ fn read<const N: usize>(ctx: &TcContext, offset: u32) -> Result<[u8; N], Reason>
 }
 
 const PORTS_AND_TCP_FLAGS: usize = 14;
+const TCP_LENGTH: usize = 12;
 const TCP_FLAGS: usize = 13;
 const UDP_HEADER: usize = 8;
 const IPV4_HEADER: u32 = 20;
@@ -40,7 +44,7 @@ const IPV6_HEADER: u32 = 40;
 
 impl Network for V4 {
     #[inline(always)]
-    fn parse(ctx: &TcContext, network: u32) -> Result<ParsedPacket<[u8; 4]>, Reason> {
+    fn parse(ctx: &TcContext, network: u32, packet: &mut Packet<[u8; 4]>) -> Result<(), Reason> {
         let header: [u8; IPV4_HEADER as usize] = read(ctx, network)?;
         let protocol = header[9];
         if protocol != PROTOCOL_TCP && protocol != PROTOCOL_UDP {
@@ -54,9 +58,11 @@ impl Network for V4 {
         if (header[6] & 0x3f) | header[7] != 0 {
             return Err(Reason::Fragment);
         }
-        let source = [header[12], header[13], header[14], header[15]];
-        let destination = [header[16], header[17], header[18], header[19]];
-        parse_transport(ctx, network, network + header_length, protocol, source, destination)
+        packet.source = [header[12], header[13], header[14], header[15]];
+        packet.destination = [header[16], header[17], header[18], header[19]];
+        packet.protocol = protocol;
+        let end = end(ctx, network, [header[2], header[3]]);
+        parse_transport(ctx, Headers { network, transport: network + header_length }, end, packet)
     }
 }
 
@@ -69,7 +75,7 @@ const DESTINATION_OPTIONS: u8 = 60;
 
 impl Network for V6 {
     #[inline(always)]
-    fn parse(ctx: &TcContext, network: u32) -> Result<ParsedPacket<[u8; 16]>, Reason> {
+    fn parse(ctx: &TcContext, network: u32, packet: &mut Packet<[u8; 16]>) -> Result<(), Reason> {
         let header: [u8; IPV6_HEADER as usize] = read(ctx, network)?;
         if header[0] >> 4 != 6 {
             return Err(Reason::Malformed);
@@ -97,37 +103,44 @@ impl Network for V6 {
         if next != PROTOCOL_TCP && next != PROTOCOL_UDP {
             return Err(Reason::ExtensionHeaders);
         }
-        let mut source = [0; 16];
-        source.copy_from_slice(&header[8..24]);
-        let mut destination = [0; 16];
-        destination.copy_from_slice(&header[24..40]);
-        parse_transport(ctx, network, transport, next, source, destination)
+        packet.source.copy_from_slice(&header[8..24]);
+        packet.destination.copy_from_slice(&header[24..40]);
+        packet.protocol = next;
+        let end = end(ctx, network + IPV6_HEADER, [header[4], header[5]]);
+        parse_transport(ctx, Headers { network, transport }, end, packet)
     }
+}
+
+/// Where the payload ends: `length` as the header has it, from `start` on. 0: the packet is longer than the field can say, or a jumbogram.
+#[inline(always)]
+fn end(ctx: &TcContext, start: u32, length: [u8; 2]) -> u32 {
+    let length = u32::from(u16::from_be_bytes(length));
+    if length == 0 { ctx.len() } else { start + length }
 }
 
 #[inline(always)]
 fn parse_transport<A>(
     ctx: &TcContext,
-    network: u32,
-    transport: u32,
-    protocol: u8,
-    source: A,
-    destination: A,
-) -> Result<ParsedPacket<A>, Reason> {
-    let (ports, tcp_flags) = if protocol == PROTOCOL_TCP {
+    headers: Headers,
+    end: u32,
+    packet: &mut Packet<A>,
+) -> Result<(), Reason> {
+    let transport = headers.transport;
+    let ports = if packet.protocol == PROTOCOL_TCP {
         let header: [u8; PORTS_AND_TCP_FLAGS] = read(ctx, transport)?;
-        ([header[0], header[1], header[2], header[3]], header[TCP_FLAGS])
+        let header_length = u32::from(header[TCP_LENGTH] >> 4) * 4;
+        let payload = end.saturating_sub(transport + header_length);
+        let sequence = u32::from_be_bytes([header[4], header[5], header[6], header[7]]);
+        let acknowledgement = u32::from_be_bytes([header[8], header[9], header[10], header[11]]);
+        packet.segment = Segment::new(header[TCP_FLAGS], sequence, acknowledgement, payload);
+        [header[0], header[1], header[2], header[3]]
     } else {
         let header: [u8; UDP_HEADER] = read(ctx, transport)?;
-        ([header[0], header[1], header[2], header[3]], 0)
+        packet.segment = Segment::default();
+        [header[0], header[1], header[2], header[3]]
     };
-    let packet = Packet {
-        source,
-        destination,
-        source_port: Port::from_network([ports[0], ports[1]]),
-        destination_port: Port::from_network([ports[2], ports[3]]),
-        protocol,
-        tcp_flags,
-    };
-    Ok(ParsedPacket { packet, network, transport })
+    packet.source_port = Port::from_network([ports[0], ports[1]]);
+    packet.destination_port = Port::from_network([ports[2], ports[3]]);
+    packet.headers = headers;
+    Ok(())
 }

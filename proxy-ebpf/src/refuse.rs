@@ -4,28 +4,25 @@
 use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
 
 use aya_ebpf::{
-    bindings::{BPF_F_INGRESS, BPF_F_RECOMPUTE_CSUM, TC_ACT_REDIRECT},
+    bindings::{__sk_buff, BPF_F_INGRESS, BPF_F_RECOMPUTE_CSUM, TC_ACT_REDIRECT},
     helpers::{bpf_csum_diff, bpf_redirect, bpf_skb_change_tail},
     programs::TcContext,
 };
 use proxy_common::{
     family::{V4, V6},
-    packet::{TCP_ACK, TCP_RST},
+    packet::{Packet, TCP_ACK, TCP_RST},
 };
 
-use crate::{
-    nat::Addresses,
-    parse::{ETHERNET, ParsedPacket},
-};
+use crate::{nat::Addresses, parse::ETHERNET};
 
 const HOP_LIMIT: u8 = 64;
 
 /// What differs between the families in an answer.
 pub(crate) trait Refuse: Addresses {
     /// Swaps the addresses and resets the lifetime. The transport's checksum stays valid.
-    fn turn_around(ctx: &TcContext, parsed: &ParsedPacket<Self::Address>) -> Result<(), i64>;
+    fn turn_around(ctx: &TcContext, packet: &Packet<Self::Address>) -> Result<(), i64>;
     /// Replaces the packet by the ICMP error that quotes it.
-    fn unreachable(ctx: &TcContext, parsed: &ParsedPacket<Self::Address>) -> Result<(), i64>;
+    fn unreachable(ctx: &TcContext, packet: &Packet<Self::Address>) -> Result<(), i64>;
 }
 
 /// Which way an answer leaves the packet's interface, to reach the client.
@@ -37,19 +34,28 @@ pub(crate) enum AnswerPath {
     IntoNode,
 }
 
-/// Turns the packet into its refusal and sends it back.
-#[inline(always)]
-pub(crate) fn refuse<F: Refuse>(
-    ctx: &TcContext,
-    parsed: &ParsedPacket<F::Address>,
-    path: AnswerPath,
-) -> Result<i32, i64> {
-    if parsed.packet.is_tcp() {
-        reset::<F>(ctx, parsed)?;
-    } else {
-        F::unreachable(ctx, parsed)?;
+/// Turns the packet into its refusal and sends it back. Answers with what is to become of it, or with a negative error.
+// Not inlined: it would need stack on the way of each packet.
+#[inline(never)]
+pub(crate) fn refuse<F: Refuse>(skb: *mut __sk_buff, packet: &Packet<F::Address>, path: AnswerPath) -> i64 {
+    match turn_into_refusal::<F>(&TcContext::new(skb), packet, path) {
+        Ok(action) => action,
+        Err(error) => -error.abs(),
     }
-    if parsed.network == ETHERNET {
+}
+
+#[inline(always)]
+fn turn_into_refusal<F: Refuse>(
+    ctx: &TcContext,
+    packet: &Packet<F::Address>,
+    path: AnswerPath,
+) -> Result<i64, i64> {
+    if packet.is_tcp() {
+        reset::<F>(ctx, packet)?;
+    } else {
+        F::unreachable(ctx, packet)?;
+    }
+    if packet.headers.network == ETHERNET {
         let addresses: [u8; 12] = ctx.load(0)?;
         ctx.store(
             0,
@@ -67,17 +73,17 @@ pub(crate) fn refuse<F: Refuse>(
     let flags = if path == AnswerPath::IntoNode { u64::from(BPF_F_INGRESS) } else { 0 };
     // SAFETY: no pointers.
     let action = unsafe { bpf_redirect(interface, flags) };
-    if action == i64::from(TC_ACT_REDIRECT) { Ok(action as i32) } else { Err(action) }
+    if action == i64::from(TC_ACT_REDIRECT) { Ok(action) } else { Err(action) }
 }
 
 /// Only a SYN without ACK is refused. Its segment becomes the answer in place, and keeps its length and options:
 /// then the checksum changes by the few words below, which the helpers get right also for a packet whose
 /// checksum is still to be filled in.
 #[inline(always)]
-fn reset<F: Refuse>(ctx: &TcContext, parsed: &ParsedPacket<F::Address>) -> Result<(), i64> {
+fn reset<F: Refuse>(ctx: &TcContext, packet: &Packet<F::Address>) -> Result<(), i64> {
     const CHECKSUM: u32 = 16;
-    F::turn_around(ctx, parsed)?;
-    let mut old: [u8; 16] = ctx.load(parsed.transport as usize)?;
+    F::turn_around(ctx, packet)?;
+    let mut old: [u8; 16] = ctx.load(packet.headers.transport as usize)?;
     let sequence = u32::from_be_bytes([old[4], old[5], old[6], old[7]]);
     let acknowledged = sequence.wrapping_add(1).to_be_bytes();
     // Ports swapped, sequence 0, acknowledgement, same header length, RST and ACK, no window.
@@ -101,8 +107,8 @@ fn reset<F: Refuse>(ctx: &TcContext, parsed: &ParsedPacket<F::Address>) -> Resul
     ];
     // SAFETY: both are 16 bytes long.
     let difference = unsafe { bpf_csum_diff(old.as_mut_ptr().cast(), 16, new.as_mut_ptr().cast(), 16, 0) };
-    ctx.l4_csum_replace((parsed.transport + CHECKSUM) as usize, 0, difference as u64, 0)?;
-    ctx.store(parsed.transport as usize, &new, 0)
+    ctx.l4_csum_replace((packet.headers.transport + CHECKSUM) as usize, 0, difference as u64, 0)?;
+    ctx.store(packet.headers.transport as usize, &new, 0)
 }
 
 /// ICMP type, code, checksum and four unused bytes.
@@ -116,14 +122,14 @@ const QUOTED_WORDS: u32 = 32;
 /// Moves the headers up to make room for `before` bytes, drops what follows them, and answers with their length
 /// and ones' complement sum.
 #[inline(always)]
-fn quote<A>(ctx: &TcContext, parsed: &ParsedPacket<A>, before: u32) -> Result<(u32, u64), i64> {
-    let length = parsed.transport - parsed.network + QUOTED_TRANSPORT;
+fn quote<A>(ctx: &TcContext, packet: &Packet<A>, before: u32) -> Result<(u32, u64), i64> {
+    let length = packet.headers.transport - packet.headers.network + QUOTED_TRANSPORT;
     let words = length / WORD;
     if words > QUOTED_WORDS {
         return Err(-1);
     }
     // SAFETY: the context of this program.
-    let resized = unsafe { bpf_skb_change_tail(ctx.skb.skb, parsed.network + before + length, 0) };
+    let resized = unsafe { bpf_skb_change_tail(ctx.skb.skb, packet.headers.network + before + length, 0) };
     if resized != 0 {
         return Err(resized);
     }
@@ -140,7 +146,7 @@ fn quote<A>(ctx: &TcContext, parsed: &ParsedPacket<A>, before: u32) -> Result<(u
         }
         // SAFETY: as above.
         unsafe { write_volatile(addr_of_mut!(counter), u64::from(done) + 1) };
-        let offset = parsed.network + (words - 1 - done) * WORD;
+        let offset = packet.headers.network + (words - 1 - done) * WORD;
         let word: [u8; WORD as usize] = ctx.load(offset as usize)?;
         store(ctx, offset + before, &word)?;
         sum += u64::from(u32::from_ne_bytes(word));
@@ -170,59 +176,59 @@ fn sum4(word: [u8; 4]) -> u64 {
 
 impl Refuse for V4 {
     #[inline(always)]
-    fn turn_around(ctx: &TcContext, parsed: &ParsedPacket<[u8; 4]>) -> Result<(), i64> {
+    fn turn_around(ctx: &TcContext, packet: &Packet<[u8; 4]>) -> Result<(), i64> {
         const LIFETIME: u32 = 8;
         const CHECKSUM: u32 = 10;
-        let old: [u8; 2] = ctx.load((parsed.network + LIFETIME) as usize)?;
+        let old: [u8; 2] = ctx.load((packet.headers.network + LIFETIME) as usize)?;
         let new = [HOP_LIMIT, old[1]];
         let (from, to) = (u16::from_ne_bytes(old), u16::from_ne_bytes(new));
-        ctx.l3_csum_replace((parsed.network + CHECKSUM) as usize, from.into(), to.into(), 2)?;
-        ctx.store((parsed.network + LIFETIME) as usize, &new, 0)?;
-        ctx.store((parsed.network + Self::SOURCE) as usize, &parsed.packet.destination, 0)?;
-        ctx.store((parsed.network + Self::DESTINATION) as usize, &parsed.packet.source, 0)
+        ctx.l3_csum_replace((packet.headers.network + CHECKSUM) as usize, from.into(), to.into(), 2)?;
+        ctx.store((packet.headers.network + LIFETIME) as usize, &new, 0)?;
+        ctx.store((packet.headers.network + Self::SOURCE) as usize, &packet.destination, 0)?;
+        ctx.store((packet.headers.network + Self::DESTINATION) as usize, &packet.source, 0)
     }
 
     #[inline(always)]
-    fn unreachable(ctx: &TcContext, parsed: &ParsedPacket<[u8; 4]>) -> Result<(), i64> {
+    fn unreachable(ctx: &TcContext, packet: &Packet<[u8; 4]>) -> Result<(), i64> {
         const HEADER: u32 = 20;
         const PROTOCOL_ICMP: u8 = 1;
         const PORT_UNREACHABLE: [u8; 4] = [3, 3, 0, 0];
         /// Network control, as Linux marks its ICMP errors.
         const PRECEDENCE: u8 = 0xc0;
-        let (quoted, sum) = quote(ctx, parsed, HEADER + ICMP_HEADER)?;
+        let (quoted, sum) = quote(ctx, packet, HEADER + ICMP_HEADER)?;
         let [length_high, length_low] = ((HEADER + ICMP_HEADER + quoted) as u16).to_be_bytes();
         let first = [0x45, PRECEDENCE, length_high, length_low];
         let lifetime = [HOP_LIMIT, PROTOCOL_ICMP, 0, 0];
-        let (from, to) = (parsed.packet.destination, parsed.packet.source);
+        let (from, to) = (packet.destination, packet.source);
         let checksum = fold(sum4(first) + sum4(lifetime) + sum4(from) + sum4(to));
-        store(ctx, parsed.network, &first)?;
-        store(ctx, parsed.network + 4, &[0u8; 4])?;
-        store(ctx, parsed.network + 8, &[HOP_LIMIT, PROTOCOL_ICMP, checksum[0], checksum[1]])?;
-        store(ctx, parsed.network + Self::SOURCE, &from)?;
-        store(ctx, parsed.network + Self::DESTINATION, &to)?;
+        store(ctx, packet.headers.network, &first)?;
+        store(ctx, packet.headers.network + 4, &[0u8; 4])?;
+        store(ctx, packet.headers.network + 8, &[HOP_LIMIT, PROTOCOL_ICMP, checksum[0], checksum[1]])?;
+        store(ctx, packet.headers.network + Self::SOURCE, &from)?;
+        store(ctx, packet.headers.network + Self::DESTINATION, &to)?;
         let [high, low] = fold(sum + sum4(PORT_UNREACHABLE));
-        store(ctx, parsed.network + HEADER, &[3u8, 3, high, low, 0, 0, 0, 0])
+        store(ctx, packet.headers.network + HEADER, &[3u8, 3, high, low, 0, 0, 0, 0])
     }
 }
 
 impl Refuse for V6 {
     #[inline(always)]
-    fn turn_around(ctx: &TcContext, parsed: &ParsedPacket<[u8; 16]>) -> Result<(), i64> {
+    fn turn_around(ctx: &TcContext, packet: &Packet<[u8; 16]>) -> Result<(), i64> {
         const LIFETIME: u32 = 7;
-        store(ctx, parsed.network + LIFETIME, &HOP_LIMIT)?;
-        ctx.store((parsed.network + Self::SOURCE) as usize, &parsed.packet.destination, 0)?;
-        ctx.store((parsed.network + Self::DESTINATION) as usize, &parsed.packet.source, 0)
+        store(ctx, packet.headers.network + LIFETIME, &HOP_LIMIT)?;
+        ctx.store((packet.headers.network + Self::SOURCE) as usize, &packet.destination, 0)?;
+        ctx.store((packet.headers.network + Self::DESTINATION) as usize, &packet.source, 0)
     }
 
     #[inline(always)]
-    fn unreachable(ctx: &TcContext, parsed: &ParsedPacket<[u8; 16]>) -> Result<(), i64> {
+    fn unreachable(ctx: &TcContext, packet: &Packet<[u8; 16]>) -> Result<(), i64> {
         const HEADER: u32 = 40;
         const PROTOCOL_ICMP: u8 = 58;
         const PORT_UNREACHABLE: [u8; 4] = [1, 4, 0, 0];
-        let (quoted, sum) = quote(ctx, parsed, HEADER + ICMP_HEADER)?;
+        let (quoted, sum) = quote(ctx, packet, HEADER + ICMP_HEADER)?;
         let length = (ICMP_HEADER + quoted) as u16;
         let [length_high, length_low] = length.to_be_bytes();
-        let (mut from, mut to) = (parsed.packet.destination, parsed.packet.source);
+        let (mut from, mut to) = (packet.destination, packet.source);
         // SAFETY: nothing is subtracted, 16 bytes are added.
         let sources = unsafe { bpf_csum_diff(core::ptr::null_mut(), 0, from.as_mut_ptr().cast(), 16, 0) };
         // SAFETY: as above.
@@ -232,9 +238,13 @@ impl Refuse for V6 {
             + sum4([0, 0, length_high, length_low])
             + sum4([0, 0, 0, PROTOCOL_ICMP]);
         let [high, low] = fold(sum + pseudo_header + sum4(PORT_UNREACHABLE));
-        store(ctx, parsed.network, &[0x60u8, 0, 0, 0, length_high, length_low, PROTOCOL_ICMP, HOP_LIMIT])?;
-        store(ctx, parsed.network + Self::SOURCE, &from)?;
-        store(ctx, parsed.network + Self::DESTINATION, &to)?;
-        store(ctx, parsed.network + HEADER, &[1u8, 4, high, low, 0, 0, 0, 0])
+        store(
+            ctx,
+            packet.headers.network,
+            &[0x60u8, 0, 0, 0, length_high, length_low, PROTOCOL_ICMP, HOP_LIMIT],
+        )?;
+        store(ctx, packet.headers.network + Self::SOURCE, &from)?;
+        store(ctx, packet.headers.network + Self::DESTINATION, &to)?;
+        store(ctx, packet.headers.network + HEADER, &[1u8, 4, high, low, 0, 0, 0, 0])
     }
 }

@@ -11,7 +11,7 @@ use aya_ebpf::{
 use proxy_common::{
     family::{Destination, Family, V4, V6},
     layout::*,
-    packet::Packet,
+    packet::{Headers, Packet, Segment},
     port::Port,
     reason::{Reason, Verdict},
     select::Origin,
@@ -207,7 +207,8 @@ fn conclude<A: LogAddress>(reason: Reason, destination: &Destination<A>) -> i32 
             source_port: Port::NONE,
             destination_port: destination.port,
             protocol: destination.protocol,
-            tcp_flags: 0,
+            segment: Segment::default(),
+            headers: Headers::default(),
         };
         A::log_refusal(&packet, reason);
     }

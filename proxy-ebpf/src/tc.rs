@@ -1,14 +1,13 @@
 //! The way of a packet: parse, decide, rewrite.
 
 use aya_ebpf::{
-    bindings::{TC_ACT_SHOT, TC_ACT_UNSPEC},
+    bindings::{__sk_buff, TC_ACT_SHOT, TC_ACT_UNSPEC},
     programs::TcContext,
 };
 use proxy_common::{
     family::{V4, V6},
-    flow::{self, FlowTables, Scratch},
-    layout::FLOW_FROM_HOST,
-    packet::Rewrite,
+    flow::{self, FlowTables},
+    packet::{Packet, Rewrite, Then},
     reason::{Reason, Verdict},
     select::Origin,
 };
@@ -19,7 +18,7 @@ use crate::{
     host::{self, Route},
     log::LogAddress,
     nat::{self, Addresses},
-    parse::{Network, ParsedPacket},
+    parse::{Network, parse},
     refuse::{self, AnswerPath, Refuse},
     tables::{Maps, count, count_packet, lease_has_ended},
 };
@@ -36,8 +35,8 @@ impl PacketFamily for V6 {}
 #[inline(always)]
 pub(crate) fn ingress(ctx: &TcContext, network: u32, origin: Origin) -> i32 {
     match ethertype(ctx) {
-        IPV4 => ingress_of::<V4>(ctx, network, origin),
-        IPV6 => ingress_of::<V6>(ctx, network, origin),
+        IPV4 => ingress_of::<V4>(ctx.skb.skb, network, origin),
+        IPV6 => ingress_of::<V6>(ctx.skb.skb, network, origin),
         _ => TC_ACT_UNSPEC,
     }
 }
@@ -46,8 +45,8 @@ pub(crate) fn ingress(ctx: &TcContext, network: u32, origin: Origin) -> i32 {
 #[inline(always)]
 pub(crate) fn egress(ctx: &TcContext, network: u32, peers: Origin) -> i32 {
     match ethertype(ctx) {
-        IPV4 => egress_of::<V4>(ctx, network, peers),
-        IPV6 => egress_of::<V6>(ctx, network, peers),
+        IPV4 => egress_of::<V4>(ctx.skb.skb, network, peers),
+        IPV6 => egress_of::<V6>(ctx.skb.skb, network, peers),
         _ => TC_ACT_UNSPEC,
     }
 }
@@ -58,127 +57,93 @@ fn ethertype(ctx: &TcContext) -> u32 {
     unsafe { (*ctx.skb.skb).protocol }
 }
 
-#[inline(always)]
-fn ingress_of<F: PacketFamily>(ctx: &TcContext, network: u32, origin: Origin) -> i32
+// Not inlined: the stack of both families would lie beside each other.
+#[inline(never)]
+fn ingress_of<F: PacketFamily>(skb: *mut __sk_buff, network: u32, origin: Origin) -> i32
 where
     Maps: FlowTables<F>,
 {
+    let ctx = &TcContext::new(skb);
     if lease_has_ended() {
         return TC_ACT_UNSPEC;
     }
-    let parsed = match F::parse(ctx, network) {
-        Ok(parsed) => parsed,
-        Err(reason) => return pass_or_drop(reason),
-    };
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
-    if globals::HOST_PACKETS.load() == globals::ON
-        && let Some(rewrite) = flow::answer(&Maps, scratch, &parsed.packet, FLOW_FROM_HOST)
-    {
-        return answer_host::<F>(ctx, &parsed, &rewrite, origin);
+    if let Err(reason) = parse::<F>(skb, network, &mut scratch.packet) {
+        return pass_or_drop(reason);
     }
-    match flow::arriving(&Maps, scratch, &parsed.packet, origin) {
-        Ok(rewrite) => translate::<F>(ctx, &parsed, &rewrite),
-        Err(reason) => conclude::<F>(ctx, &parsed, reason, AnswerPath::OutOfInterface),
+    if let Err(reason) = flow::arriving(&Maps, scratch, origin) {
+        return conclude::<F>(ctx, &scratch.packet, reason, AnswerPath::OutOfInterface);
     }
-}
-
-#[inline(always)]
-fn egress_of<F: PacketFamily>(ctx: &TcContext, network: u32, peers: Origin) -> i32
-where
-    Maps: FlowTables<F>,
-{
-    if lease_has_ended() {
-        return TC_ACT_UNSPEC;
-    }
-    let parsed = match F::parse(ctx, network) {
-        Ok(parsed) => parsed,
-        Err(reason) => return pass_or_drop(reason),
-    };
-    let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
-    match flow::leaving(&Maps, scratch, &parsed.packet) {
-        Ok(rewrite) => translate::<F>(ctx, &parsed, &rewrite),
-        Err(reason) => {
-            if peers == Origin::Outside && globals::HOST_PACKETS.load() == globals::ON && host::is_local(ctx)
-            {
-                send_for_host::<F>(ctx, scratch, &parsed)
-            } else {
-                pass_or_drop(reason)
-            }
+    if globals::HOST_PACKETS.load() == globals::ON && scratch.then == Then::IntoNode {
+        if origin == Origin::Workload
+            && let Some(moved) = host::to_uplink::<F>(ctx, &scratch.rewrite)
+        {
+            return moved;
         }
+        host::accept(ctx);
     }
+    translate::<F>(ctx, &scratch.packet, &scratch.rewrite)
 }
 
-/// A packet that a process of the node itself sends.
-#[inline(always)]
-fn send_for_host<F: PacketFamily>(
-    ctx: &TcContext,
-    scratch: &mut Scratch<F::Address>,
-    parsed: &ParsedPacket<F::Address>,
-) -> i32
+// Not inlined: the stack of both families would lie beside each other.
+#[inline(never)]
+fn egress_of<F: PacketFamily>(skb: *mut __sk_buff, network: u32, peers: Origin) -> i32
 where
     Maps: FlowTables<F>,
 {
-    match flow::arriving(&Maps, scratch, &parsed.packet, Origin::Host) {
-        Ok(rewrite) => match translate::<F>(ctx, parsed, &rewrite) {
-            TC_ACT_UNSPEC => {
-                host::to_backend::<F>(ctx, &parsed.packet.source, &rewrite.address).unwrap_or(TC_ACT_UNSPEC)
-            }
-            verdict => verdict,
-        },
-        Err(reason) => conclude::<F>(ctx, parsed, reason, AnswerPath::IntoNode),
+    let ctx = &TcContext::new(skb);
+    if lease_has_ended() {
+        return TC_ACT_UNSPEC;
     }
-}
-
-/// A backend's answer to a process of the node itself.
-#[inline(always)]
-fn answer_host<F: PacketFamily>(
-    ctx: &TcContext,
-    parsed: &ParsedPacket<F::Address>,
-    rewrite: &Rewrite<F::Address>,
-    origin: Origin,
-) -> i32 {
-    if origin == Origin::Workload
-        && let Some(moved) = host::to_uplink::<F>(ctx, &parsed.packet.destination, &rewrite.address)
-    {
-        return moved;
+    let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
+    if let Err(reason) = parse::<F>(skb, network, &mut scratch.packet) {
+        return pass_or_drop(reason);
     }
-    host::accept(ctx);
-    translate::<F>(ctx, parsed, rewrite)
+    let from_host =
+        peers == Origin::Outside && globals::HOST_PACKETS.load() == globals::ON && host::is_local(ctx);
+    if let Err(reason) = flow::leaving(&Maps, scratch, from_host) {
+        return conclude::<F>(ctx, &scratch.packet, reason, AnswerPath::IntoNode);
+    }
+    match translate::<F>(ctx, &scratch.packet, &scratch.rewrite) {
+        TC_ACT_UNSPEC if scratch.then == Then::Reroute => {
+            host::reroute::<F>(ctx, &scratch.rewrite).unwrap_or(TC_ACT_UNSPEC)
+        }
+        verdict => verdict,
+    }
 }
 
 /// What a reason other than success means for a client's packet.
 #[inline(always)]
 fn conclude<F: PacketFamily>(
     ctx: &TcContext,
-    parsed: &ParsedPacket<F::Address>,
+    packet: &Packet<F::Address>,
     reason: Reason,
     path: AnswerPath,
 ) -> i32 {
     if reason.verdict() != Verdict::Pass {
-        // A copy: the packet itself need not lie in memory for the sake of the log.
-        let packet = parsed.packet;
-        F::Address::log_refusal(&packet, reason);
+        F::Address::log_refusal(packet, reason);
     }
     if reason.verdict() != Verdict::Refuse {
         return pass_or_drop(reason);
     }
     count(reason);
-    match refuse::refuse::<F>(ctx, parsed, path) {
-        Ok(action) => action,
-        Err(_) => pass_or_drop(Reason::RefusalFailed),
+    match refuse::refuse::<F>(ctx.skb.skb, packet, path) {
+        action @ 0.. => action as i32,
+        _ => pass_or_drop(Reason::RefusalFailed),
     }
 }
 
 #[inline(always)]
 fn translate<F: PacketFamily>(
     ctx: &TcContext,
-    parsed: &ParsedPacket<F::Address>,
+    packet: &Packet<F::Address>,
     rewrite: &Rewrite<F::Address>,
 ) -> i32 {
     count_packet(rewrite.service, ctx.len());
-    match nat::rewrite::<F>(ctx, parsed, rewrite) {
-        Ok(()) => TC_ACT_UNSPEC,
-        Err(_) => pass_or_drop(Reason::RewriteFailed),
+    if nat::rewrite::<F>(ctx.skb.skb, packet, rewrite) {
+        TC_ACT_UNSPEC
+    } else {
+        pass_or_drop(Reason::RewriteFailed)
     }
 }
 

@@ -1,44 +1,70 @@
 //! Copies, refreshes and removes all entries of a flow together.
 
-use super::{FlowEntry as _, FlowTables, InsertError, Scratch, Stage, lookup};
+use super::{Change, FlowEntry as _, FlowTables, InsertError, Scratch, Stage};
 use crate::{
     family::Family,
-    layout::{FLOW_ANSWERED, FLOW_FROM_HOST, FLOW_MASQUERADED, Flow, FlowKey},
+    layout::{Address, Flow, FlowKey, PROGRESS_CONFIRMED},
     reason::Reason,
 };
 
 /// Nanoseconds. An entry older than this is refreshed, together with its partners.
 pub(super) const REFRESH_AFTER: u64 = 1_000_000_000;
-/// The flags that are copied with an entry. The others record what one side has sent, in the entry of that side.
-const COPIED_FLAGS: u32 = FLOW_ANSWERED | FLOW_MASQUERADED | FLOW_FROM_HOST;
 
-/// Copies `scratch.flow` to the established ones. False: a key by which its answers were told has passed to another flow
-/// after the table evicted it, and the flow is removed.
+/// The client's entry is the last to come and the first to go: while it is found its partners are.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Leg {
+    Backend,
+    Masquerade,
+    Client,
+}
+
+const INSERTION: [Leg; 3] = [Leg::Backend, Leg::Masquerade, Leg::Client];
+const REMOVAL: [Leg; 3] = [Leg::Client, Leg::Backend, Leg::Masquerade];
+
+impl Leg {
+    #[inline(always)]
+    fn key<A: Address>(self, flow: &Flow<A>) -> Option<FlowKey<A>> {
+        match self {
+            Self::Client => Some(flow.client_key()),
+            Self::Backend => Some(flow.backend_key()),
+            Self::Masquerade => flow.is_masqueraded().then(|| flow.masquerade_key()),
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) fn is_stale<A>(flow: &Flow<A>, now: u64) -> bool {
+    // Another CPU's clock may be a little ahead.
+    now.saturating_sub(flow.last_seen) > REFRESH_AFTER
+}
+
+/// Copies `scratch.flow` to the established ones, as one whose client is confirmed. Where there is no room it stays where it is. Fails
+/// if a key by which its answers were told has passed to another flow after the table evicted it: the flow is removed.
 #[inline(never)]
-pub(super) fn establish<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
-    let Scratch { key, flow } = scratch;
-    flow.last_seen = tables.now();
-    *key = flow.reply_key();
-    let mut copied = copy(tables, key, flow);
-    if copied == Copied::Whole && flow.is_masqueraded() {
-        *key = flow.masqueraded_reply_key();
-        copied = copy(tables, key, flow);
+pub(super) fn establish<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    now: u64,
+) -> Result<(), Reason> {
+    scratch.flow.last_seen = now;
+    scratch.flow.state.progress = PROGRESS_CONFIRMED;
+    for leg in INSERTION {
+        let Some(key) = leg.key(&scratch.flow) else { continue };
+        scratch.key = key;
+        match copy(tables, scratch) {
+            Copied::Whole => {}
+            Copied::TableFull => {
+                remove_entries(tables, Stage::Established, scratch);
+                tables.count(Reason::FlowsFull);
+                return Ok(());
+            }
+            Copied::KeyTaken => {
+                remove(tables, scratch);
+                return Err(Reason::FlowReplaced);
+            }
+        }
     }
-    if copied == Copied::Whole {
-        *key = flow.forward_key();
-        copied = copy(tables, key, flow);
-    }
-    if copied == Copied::Whole {
-        return true;
-    }
-    remove_entries(tables, Stage::Established, scratch);
-    if copied == Copied::KeyTaken {
-        remove_entries(tables, Stage::Opening, scratch);
-        tables.count(Reason::FlowReplaced);
-        return false;
-    }
-    tables.count(Reason::FlowsFull);
-    true
+    Ok(())
 }
 
 #[derive(Clone, Copy, Eq, PartialEq)]
@@ -49,84 +75,90 @@ enum Copied {
     KeyTaken,
 }
 
+/// Copies the entry of `scratch.flow` at `scratch.key`.
 #[inline(always)]
-fn copy<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    key: &FlowKey<F::Address>,
-    flow: &Flow<F::Address>,
-) -> Copied {
-    if let Some((_, entry)) = lookup(tables, key)
-        && !entry.read().same_client_and_frontend(flow)
-    {
+fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Copied {
+    let Scratch { key, flow, entry, .. } = scratch;
+    if tables.flow(Stage::Established, key).is_some_and(|found| found.opened() != flow.opened) {
         return Copied::KeyTaken;
     }
-    match tables.insert(Stage::Established, key, flow) {
+    let copy = match tables.flow(Stage::Opening, key) {
+        Some(found) => {
+            found.read_into(entry);
+            if entry.opened != flow.opened {
+                return Copied::KeyTaken;
+            }
+            (entry.last_seen, entry.state) = (flow.last_seen, entry.state.union(&flow.state));
+            entry
+        }
+        None => flow,
+    };
+    match tables.insert(Stage::Established, key, copy) {
         Ok(()) | Err(InsertError::Exists) => Copied::Whole,
         Err(InsertError::Full) => Copied::TableFull,
     }
 }
 
+/// Moves `scratch.flow`, which has ended, from the established ones to those that are evicted: copies of its last segments may come.
+#[inline(never)]
+pub(super) fn retire<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    for leg in REMOVAL {
+        let Some(key) = leg.key(&scratch.flow) else { continue };
+        scratch.key = key;
+        let Scratch { key, flow, entry, .. } = &mut *scratch;
+        let Some(found) = tables.flow(Stage::Established, key) else { continue };
+        found.read_into(entry);
+        if entry.opened == flow.opened {
+            entry.state = entry.state.union(&flow.state);
+            tables.replace(Stage::Opening, key, entry);
+            tables.remove(Stage::Established, key);
+        }
+    }
+}
+
 /// Removes a flow. Opening entries go first: what is found in their table alone would be established anew.
-#[inline(always)]
+#[inline(never)]
 pub(super) fn remove<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     remove_entries(tables, Stage::Opening, scratch);
     remove_entries(tables, Stage::Established, scratch);
 }
 
-/// Removes the entries of `scratch.flow` from one table, but for those that are another flow's. The forward entry goes
-/// first: while it is found its partners are.
+/// Removes the entries of `scratch.flow` from one table, but for those that are another flow's.
 #[inline(never)]
 fn remove_entries<F: Family, T: FlowTables<F>>(tables: &T, stage: Stage, scratch: &mut Scratch<F::Address>) {
-    let Scratch { key, flow } = scratch;
-    for step in 0..3 {
-        *key = match step {
-            0 => flow.forward_key(),
-            1 => flow.reply_key(),
-            _ if flow.is_masqueraded() => flow.masqueraded_reply_key(),
-            _ => return,
-        };
-        if let Some(entry) = tables.flow(stage, key)
-            && entry.read().same_client_and_frontend(flow)
+    for leg in REMOVAL {
+        let Some(key) = leg.key(&scratch.flow) else { continue };
+        scratch.key = key;
+        if let Some(found) = tables.flow(stage, &scratch.key)
+            && found.opened() == scratch.flow.opened
         {
-            tables.remove(stage, key);
+            tables.remove(stage, &scratch.key);
         }
     }
 }
 
-#[inline(always)]
-pub(super) fn is_stale<F: Family, T: FlowTables<F>>(tables: &T, entry: T::Entry) -> bool {
-    // Another CPU's clock may be a little ahead.
-    tables.now().saturating_sub(entry.last_seen()) > REFRESH_AFTER
-}
-
-/// Updates `last_seen` of every entry of the flow, and restores missing entries.
+/// Stamps every entry of the flow, and restores missing ones.
 #[inline(never)]
 pub(super) fn refresh<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     stage: Stage,
-    entry: T::Entry,
+    now: u64,
 ) {
-    scratch.flow = entry.read();
-    scratch.flow.last_seen = tables.now();
-    scratch.flow.flags &= COPIED_FLAGS;
-    scratch.key = scratch.flow.forward_key();
-    refresh_entry(tables, scratch, stage);
-    scratch.key = scratch.flow.reply_key();
-    refresh_entry(tables, scratch, stage);
-    if scratch.flow.is_masqueraded() {
-        scratch.key = scratch.flow.masqueraded_reply_key();
-        refresh_entry(tables, scratch, stage);
-    }
-}
-
-#[inline(always)]
-fn refresh_entry<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>, stage: Stage) {
-    match tables.flow(stage, &scratch.key) {
-        Some(entry) => entry.set_last_seen(scratch.flow.last_seen),
-        None => {
-            if tables.insert(stage, &scratch.key, &scratch.flow) == Ok(()) {
-                tables.count(Reason::FlowRestored);
+    scratch.flow.last_seen = now;
+    for leg in INSERTION {
+        let Some(key) = leg.key(&scratch.flow) else { continue };
+        scratch.key = key;
+        match tables.flow(stage, &scratch.key) {
+            Some(found) => {
+                if found.opened() == scratch.flow.opened {
+                    found.write(Change::LastSeen(now));
+                }
+            }
+            None => {
+                if tables.insert(stage, &scratch.key, &scratch.flow) == Ok(()) {
+                    tables.count(Reason::FlowRestored);
+                }
             }
         }
     }

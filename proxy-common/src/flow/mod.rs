@@ -1,16 +1,20 @@
 //! Decisions about packets: which flow one belongs to, what opens a flow, and how it is translated.
 //!
-//! A flow has an entry for each of its tuples: forward, reply, and masqueraded reply if its source is
-//! translated too. The forward entry's flags tell what the client's packets said, the reply entry's what
-//! the backend's said: the state of a flow is the union of both, and no CPU overwrites what another learned.
+//! A flow has an entry for each pair of ends that its packets have at the hooks of this node: client and frontend, client and backend,
+//! and, where its source is translated too, masquerade and backend. Each entry serves both directions, so that a packet of a flow
+//! costs one lookup.
 //!
-//! A flow opens in the table of opening flows, and its entries are copied to the established ones by the first
-//! packet of the client that follows an answer. A client with a forged address never sends that packet,
-//! so a flood cannot fill the table that does not evict. The copies in the opening table stay until
-//! they age: a reader between two lookups would otherwise find neither.
+//! A flow opens in the table of opening flows, which evicts. Its entries are copied to the established ones when the client has
+//! shown that it received an answer: by acknowledging the backend's SYN, or, UDP, by sending on seconds later. A client with a forged
+//! address does neither, so that a flood cannot fill the table that does not evict. The copies in the opening table stay until they
+//! age: a reader between two lookups would otherwise find neither.
+//!
+//! The state of a flow is the union of what its entries know: no CPU overwrites what another learned.
 
 mod entries;
+mod masquerade;
 mod open;
+mod tcp;
 #[cfg(test)]
 mod tests;
 mod tuples;
@@ -19,13 +23,14 @@ pub use tuples::lifetime_seconds;
 
 use self::{
     entries::{establish, is_stale, refresh, remove},
-    open::open,
+    tcp::Speaker,
+    tuples::Step,
 };
 use crate::{
     family::Family,
     layout::*,
-    packet::{Packet, Rewrite, Side, TCP_FIN, TCP_RST},
-    port::PortRanges,
+    packet::{Packet, Rewrite, Then},
+    port::Port,
     reason::Reason,
     select::{self, Origin},
     tables::Tables,
@@ -40,14 +45,30 @@ pub enum Stage {
     Established,
 }
 
-/// An entry of a flow table, in place.
+/// A field of an entry that changes in place.
+#[derive(Clone, Copy, Debug)]
+pub enum Change<A> {
+    LastSeen(u64),
+    Epoch(u32),
+    Acknowledged(u32),
+    Awaited(u32),
+    /// `PROGRESS_*`.
+    Progress(u8),
+    /// `FIN_*`.
+    ClientFin(u8),
+    /// `FIN_*`.
+    BackendFin(u8),
+    /// `RESET_*`.
+    Reset(u8),
+    Masquerade(A, Port),
+}
+
+/// An entry of a flow table, in place. The kernel may give its memory to another flow at any time.
 pub trait FlowEntry<A>: Copy {
-    fn read(&self) -> Flow<A>;
-    fn flags(&self) -> u32;
-    fn last_seen(&self) -> u64;
-    fn set_last_seen(&self, now: u64);
-    /// Adds `FLOW_*`. May lose a race against another CPU that adds others.
-    fn add_flags(&self, flags: u32);
+    /// Into memory that is there already: a copy on the stack would fill it.
+    fn read_into(&self, flow: &mut Flow<A>);
+    fn opened(&self) -> u64;
+    fn write(&self, change: Change<A>);
 }
 
 /// Why an entry was not inserted.
@@ -58,20 +79,19 @@ pub enum InsertError {
     Full,
 }
 
-/// Where a flow is worked on. In the kernel it is memory of the CPU: two IPv6 flows would fill the stack.
+/// Where a packet is worked on. In the kernel it is memory of the CPU: it would fill the stack, and the verifier would go through a
+/// program once for each combination of what it knows of a value on the stack.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, align(8))]
 pub struct Scratch<A> {
+    pub packet: Packet<A>,
+    /// What the packet becomes, where that is decided, and where it goes.
+    pub rewrite: Rewrite<A>,
+    pub then: Then,
     key: FlowKey<A>,
     flow: Flow<A>,
-}
-
-/// Where translated sources come from.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct Masquerade<A> {
-    /// Unspecified: there is none.
-    pub address: A,
-    pub ports: PortRanges,
+    /// One entry of `flow`, on its way from one table to the other.
+    entry: Flow<A>,
 }
 
 /// The flow tables, the clock and the random numbers.
@@ -88,7 +108,12 @@ pub trait FlowTables<F: Family>: Tables<F> {
     ) -> Result<(), InsertError>;
     fn replace(&self, stage: Stage, key: &FlowKey<F::Address>, flow: &Flow<F::Address>);
     fn remove(&self, stage: Stage, key: &FlowKey<F::Address>);
-    fn masquerade(&self) -> Masquerade<F::Address>;
+    /// Source of masqueraded packets; unspecified: there is none.
+    fn masquerade_address(&self) -> F::Address;
+    /// The `attempt`th port after a random one, of those for masqueraded sources and aliases; [`Port::NONE`]: there are none.
+    fn masquerade_port(&self, random: u32, attempt: u32) -> Port;
+    /// [`Settings::epoch`].
+    fn epoch(&self) -> u32;
     /// Nanoseconds since boot, suspend included.
     fn now(&self) -> u64;
     fn random(&self) -> u32;
@@ -98,190 +123,117 @@ pub trait FlowTables<F: Family>: Tables<F> {
     fn count_connection(&self, service: u32);
 }
 
-/// A SYN of the same client port is then a new connection.
-const ENDED: u32 = FLOW_CLIENT_CLOSED | FLOW_BACKEND_CLOSED | FLOW_RESET;
+/// A flow that has the packet's ends. A copy of its entry is in `scratch.flow`.
+#[derive(Clone, Copy)]
+struct Found<E> {
+    stage: Stage,
+    entry: E,
+    step: Step,
+}
 
-/// A packet that enters the node, or one that a process of the node sends (`Origin::Host`).
+/// A packet that enters the node.
 #[inline(always)]
 pub fn arriving<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
-    packet: &Packet<F::Address>,
     origin: Origin,
-) -> Result<Rewrite<F::Address>, Reason> {
-    if origin != Origin::Host
-        && let Some(rewrite) = masqueraded_answer(tables, scratch, packet)
-    {
-        return Ok(rewrite);
-    }
-    scratch.key = packet.key(TUPLE_FORWARD);
-    if let Some(rewrite) = continue_flow(tables, scratch, packet) {
-        return Ok(rewrite);
-    }
-    let Some(frontend) = select::find(tables, &packet.to(), origin) else {
-        return direct(tables, scratch, packet, origin);
-    };
-    if packet.opens() {
-        open(tables, scratch, packet, Some(frontend), origin)?;
-        return Ok(scratch.flow.forward_rewrite());
-    }
-    // Its flow may have been established between the two lookups. The key may be another flow's by now, see `establish`.
-    scratch.key = packet.key(TUPLE_FORWARD);
-    match tables.flow(Stage::Established, &scratch.key) {
-        Some(entry) => Ok(entry.read().forward_rewrite()),
-        None => Err(Reason::TcpWithoutFlow),
-    }
-}
-
-/// A packet to no frontend. Mostly not ours, but the same client port may be talking to the same endpoint through a
-/// frontend already.
-#[inline(always)]
-fn direct<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-    packet: &Packet<F::Address>,
-    origin: Origin,
-) -> Result<Rewrite<F::Address>, Reason> {
-    if !packet.opens() || origin == Origin::Host {
-        return Err(Reason::NotAService);
-    }
-    scratch.key = packet.reversed_key(TUPLE_REPLY);
-    let Some((stage, reply)) = lookup(tables, &scratch.key) else { return Err(Reason::NotAService) };
-    scratch.flow = reply.read();
-    if scratch.flow.flags & FLOW_OF_NETFILTER != 0 {
-        // Netfilter sees this packet too, and tells the two apart.
-        return Err(Reason::NotAService);
-    }
-    if packet.is_tcp() {
-        scratch.key = scratch.flow.forward_key();
-        if united_flags(tables, stage, reply, &scratch.key) & ENDED != 0 {
-            remove(tables, scratch);
+) -> Result<(), Reason> {
+    scratch.then = Then::Pass;
+    scratch.key = scratch.packet.key();
+    let mut is_overlapped = false;
+    if let Some(mut found) = find(tables, scratch) {
+        if is_netfilters(tables, scratch, found.entry) {
             return Err(Reason::NotAService);
         }
-    }
-    match open(tables, scratch, packet, None, origin) {
-        Ok(()) => Ok(scratch.flow.forward_rewrite()),
-        // The older flow may be unused; if it is not, its next datagram opens it again.
-        Err(Reason::AliasPortsExhausted) if !packet.is_tcp() => {
-            scratch.key = packet.reversed_key(TUPLE_REPLY);
-            if let Some((_, reply)) = lookup(tables, &scratch.key) {
-                scratch.flow = reply.read();
-                remove(tables, scratch);
-                tables.count(Reason::FlowReplaced);
+        if found.step == Step::ToBackend {
+            // The client dials the endpoint itself, and would get the answers of this flow, or this flow its.
+            scratch.key.overlapping = 1;
+            if let Some(overlapping) = find(tables, scratch) {
+                found = overlapping;
+            } else {
+                found.entry.read_into(&mut scratch.flow);
+                is_overlapped = true;
             }
-            Err(Reason::NotAService)
         }
-        Err(reason) => Err(reason),
+        let is_over = scratch.packet.opens()
+            && if is_overlapped {
+                scratch.flow.state.has_ended()
+            } else {
+                found.step == Step::ToFrontend && is_over(tables, scratch, found.entry, origin)
+            };
+        if is_over {
+            replace(tables, scratch);
+            is_overlapped = false;
+        } else if !is_overlapped {
+            match found.step {
+                Step::ToFrontend if !is_from_host(scratch) => scratch.rewrite = scratch.flow.to_backend(),
+                Step::FromBackendMasqueraded => scratch.rewrite = scratch.flow.unmasqueraded(),
+                Step::FromBackend if is_from_host(scratch) => {
+                    scratch.then = Then::IntoNode;
+                    scratch.rewrite = scratch.flow.from_frontend();
+                }
+                _ => return Err(Reason::NotAService),
+            }
+            return go_on(tables, scratch, found);
+        }
     }
+    first_packet(tables, scratch, origin, is_overlapped)
 }
 
-/// A packet that leaves the node.
+/// A packet that leaves the node. `from_host`: a process of the node sends it, and no socket hook has seen its connection.
 #[inline(always)]
 pub fn leaving<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
-    packet: &Packet<F::Address>,
-) -> Result<Rewrite<F::Address>, Reason> {
-    if let Some(rewrite) = answer(tables, scratch, packet, 0) {
-        return Ok(rewrite);
-    }
-    scratch.key = packet.reversed_key(TUPLE_REPLY);
-    let Some((_, entry)) = lookup(tables, &scratch.key) else { return Err(Reason::NotAService) };
-    let flow = entry.read();
-    if !flow.is_masqueraded() {
-        return Err(Reason::NotAService);
-    }
-    Ok(Rewrite {
-        side: Side::Source,
-        address: flow.masquerade,
-        port: flow.masquerade_port(),
-        other_port: packet.destination_port,
-        service: NO_SERVICE,
-    })
-}
-
-/// A backend's answer to a flow that has all of `flags`.
-#[inline(always)]
-pub fn answer<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-    packet: &Packet<F::Address>,
-    flags: u32,
-) -> Option<Rewrite<F::Address>> {
-    scratch.key = packet.key(tuples::reply_tuple(flags));
-    let (stage, entry) = lookup(tables, &scratch.key)?;
-    let known = entry.flags();
-    if known & FLOW_OF_NETFILTER != 0 {
-        keep(tables, entry);
-        return None;
-    }
-    if known & flags != flags {
-        return None;
-    }
-    let said = if packet.is_tcp() && packet.tcp_flags & TCP_RST != 0 {
-        FLOW_RESET
-    } else if packet.is_tcp() && packet.tcp_flags & TCP_FIN != 0 {
-        FLOW_ANSWERED | FLOW_BACKEND_CLOSED
-    } else {
-        FLOW_ANSWERED
-    };
-    let new = said & !known;
-    if new != 0 {
-        entry.add_flags(new);
-        // The client's next packet looks only at the forward entry.
-        if new & FLOW_ANSWERED != 0 {
-            scratch.key = entry.read().forward_key();
-            if let Some(forward) = tables.flow(stage, &scratch.key) {
-                forward.add_flags(FLOW_ANSWERED);
+    from_host: bool,
+) -> Result<(), Reason> {
+    scratch.then = Then::Pass;
+    scratch.key = scratch.packet.key();
+    if let Some(found) = find(tables, scratch) {
+        if is_netfilters(tables, scratch, found.entry) {
+            return Err(Reason::NotAService);
+        }
+        let is_hosts = from_host && found.step == Step::ToFrontend && is_from_host(scratch);
+        if is_hosts && scratch.packet.opens() && is_over(tables, scratch, found.entry, Origin::Host) {
+            replace(tables, scratch);
+        } else {
+            match found.step {
+                Step::FromBackend => scratch.rewrite = scratch.flow.from_frontend(),
+                Step::ToBackend if scratch.flow.flags & FLOW_MASQUERADE != 0 => {
+                    if !scratch.flow.is_masqueraded() {
+                        masquerade::choose(tables, scratch, found.stage, found.entry)?;
+                    }
+                    scratch.rewrite = scratch.flow.masqueraded();
+                }
+                _ if is_hosts => {
+                    scratch.then = Then::Reroute;
+                    scratch.rewrite = scratch.flow.to_backend();
+                }
+                _ => return Err(Reason::NotAService),
             }
+            return go_on(tables, scratch, found);
         }
     }
-    if is_stale(tables, entry) {
-        refresh(tables, scratch, stage, entry);
+    if !from_host {
+        return Err(Reason::NotAService);
     }
-    Some(entry.read().reply_rewrite())
+    scratch.then = Then::Reroute;
+    first_packet(tables, scratch, Origin::Host, false)
 }
 
-/// A backend's answer to the address of this node that stands for the client.
+/// The flow at `scratch.key`. None also where the element has become another flow's meanwhile.
 #[inline(always)]
-fn masqueraded_answer<F: Family, T: FlowTables<F>>(
+fn find<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
-    packet: &Packet<F::Address>,
-) -> Option<Rewrite<F::Address>> {
-    let masquerade = tables.masquerade();
-    if !masquerade.ports.contain(packet.destination_port) {
-        return None;
-    }
-    // Flows keep the address that they were opened with when the node prefers another one of its own.
-    if packet.destination != masquerade.address && tables.node_address(&packet.destination).is_none() {
-        return None;
-    }
-    scratch.key = packet.key(TUPLE_MASQUERADED_REPLY);
+) -> Option<Found<T::Entry>> {
     let (stage, entry) = lookup(tables, &scratch.key)?;
-    if entry.flags() & FLOW_OF_NETFILTER != 0 {
-        keep(tables, entry);
+    entry.read_into(&mut scratch.flow);
+    if entry.opened() != scratch.flow.opened {
         return None;
     }
-    if is_stale(tables, entry) {
-        refresh(tables, scratch, stage, entry);
-    }
-    let flow = entry.read();
-    Some(Rewrite {
-        side: Side::Destination,
-        address: flow.client,
-        port: flow.alias_port(),
-        other_port: packet.source_port,
-        service: NO_SERVICE,
-    })
-}
-
-/// A connection that netfilter translates goes on.
-#[inline(always)]
-fn keep<F: Family, T: FlowTables<F>>(tables: &T, entry: T::Entry) {
-    if is_stale(tables, entry) {
-        entry.set_last_seen(tables.now());
-    }
+    let step = scratch.flow.step_of(&scratch.packet)?;
+    Some(Found { stage, entry, step })
 }
 
 #[inline(always)]
@@ -292,78 +244,153 @@ fn lookup<F: Family, T: FlowTables<F>>(tables: &T, key: &FlowKey<F::Address>) ->
     tables.flow(Stage::Opening, key).map(|entry| (Stage::Opening, entry))
 }
 
-/// A client's packet of a flow that goes on; `scratch.key` is its key. None: it has no flow, or one that ended
-/// and was removed.
 #[inline(always)]
-fn continue_flow<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-    packet: &Packet<F::Address>,
-) -> Option<Rewrite<F::Address>> {
-    let (stage, entry) = lookup(tables, &scratch.key)?;
-    let flags = entry.flags();
-    if packet.opens() {
-        if ended(tables, scratch, packet.protocol, stage, entry) {
-            scratch.flow = entry.read();
-            remove(tables, scratch);
-            tables.count(Reason::FlowReplaced);
-            return None;
-        }
-    } else {
-        let said = if packet.tcp_flags & TCP_RST != 0 {
-            FLOW_RESET
-        } else if packet.tcp_flags & TCP_FIN != 0 {
-            FLOW_CLIENT_CLOSED
-        } else {
-            0
-        };
-        if said & !flags != 0 {
-            entry.add_flags(said);
-        }
-    }
-    let confirms = !packet.is_tcp() || !packet.opens();
-    if stage == Stage::Opening && flags & FLOW_ANSWERED != 0 && confirms {
-        scratch.flow = entry.read();
-        if !establish(tables, scratch) {
-            return None;
-        }
-    } else if is_stale(tables, entry) {
-        refresh(tables, scratch, stage, entry);
-    }
-    Some(entry.read().forward_rewrite())
+fn is_from_host<A>(scratch: &Scratch<A>) -> bool {
+    scratch.flow.flags & FLOW_FROM_HOST != 0
 }
 
-/// The flags that both sides have set; `partner` is the key of the flow's other entry.
+/// Keeps a connection that netfilter translates.
 #[inline(always)]
-fn united_flags<F: Family, T: FlowTables<F>>(
+fn is_netfilters<F: Family, T: FlowTables<F>>(
     tables: &T,
-    stage: Stage,
+    scratch: &Scratch<F::Address>,
     entry: T::Entry,
-    partner: &FlowKey<F::Address>,
-) -> u32 {
-    entry.flags() | tables.flow(stage, partner).map_or(0, |partner| partner.flags())
+) -> bool {
+    if scratch.flow.flags & FLOW_OF_NETFILTER == 0 {
+        return false;
+    }
+    let now = tables.now();
+    if is_stale(&scratch.flow, now) {
+        entry.write(Change::LastSeen(now));
+    }
+    true
+}
+
+/// A packet that has no flow. `is_overlapped`: that in `scratch.flow` has the packet's ends as its client and backend.
+#[inline(never)]
+fn first_packet<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    origin: Origin,
+    is_overlapped: bool,
+) -> Result<(), Reason> {
+    if !scratch.packet.opens() {
+        return Err(Reason::NotAService);
+    }
+    match select::find(tables, &scratch.packet.to(), origin) {
+        Some(frontend) => open::prepare_to_frontend(tables, scratch, frontend, origin)?,
+        None if is_overlapped => open::prepare_to_endpoint(scratch),
+        None => return Err(Reason::NotAService),
+    }
+    if is_overlapped {
+        scratch.flow.flags |= FLOW_OVERLAPPING;
+    }
+    open::insert(tables, scratch)?;
+    scratch.rewrite = scratch.flow.to_backend();
+    Ok(())
+}
+
+/// The client gets another backend.
+#[inline(always)]
+fn replace<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    remove(tables, scratch);
+    tables.count(Reason::FlowReplaced);
+}
+
+/// A packet of a flow: learns what it says, and keeps the flow's entries.
+#[inline(always)]
+fn go_on<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    found: Found<T::Entry>,
+) -> Result<(), Reason> {
+    let mut is_confirmed = false;
+    if matches!(found.step, Step::ToFrontend | Step::FromBackend) {
+        let speaker = if found.step == Step::ToFrontend { Speaker::Client } else { Speaker::Backend };
+        if scratch.packet.is_tcp() {
+            tcp::hear(tables, scratch, speaker, found.stage, found.entry);
+            is_confirmed =
+                speaker == Speaker::Client && tcp::confirms(&scratch.flow, &scratch.packet.segment);
+        } else if speaker == Speaker::Client {
+            is_confirmed = scratch.flow.state.progress == PROGRESS_SUSTAINED;
+        } else if scratch.flow.state.progress < PROGRESS_SUSTAINED {
+            hear_datagram(tables, scratch, found);
+        }
+    }
+    if scratch.flow.state.has_ended() {
+        return Ok(());
+    }
+    let now = tables.now();
+    let is_stale = is_stale(&scratch.flow, now);
+    if found.stage == Stage::Opening {
+        if is_confirmed {
+            found.entry.write(Change::Progress(PROGRESS_CONFIRMED));
+        }
+        // Where there was no room among the established ones, it is tried again.
+        if is_confirmed || (is_stale && scratch.flow.state.progress == PROGRESS_CONFIRMED) {
+            establish(tables, scratch, now)?;
+        }
+    }
+    if is_stale {
+        refresh(tables, scratch, found.stage, now);
+    }
+    Ok(())
+}
+
+/// Nanoseconds between a flow's first packet and an answer that makes it sustained: as conntrack's for assured streams.
+const SUSTAINED_AFTER: u64 = 2_000_000_000;
+
+/// A backend's datagram of a flow that is not sustained yet.
+#[inline(always)]
+fn hear_datagram<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    found: Found<T::Entry>,
+) {
+    let age = tables.now().saturating_sub(scratch.flow.opened);
+    let progress = if age < SUSTAINED_AFTER { PROGRESS_ANSWERED } else { PROGRESS_SUSTAINED };
+    if progress > scratch.flow.state.progress {
+        found.entry.write(Change::Progress(progress));
+        // The client's next packet looks only at its own entry.
+        scratch.key = scratch.flow.client_key();
+        if let Some(entry) = tables.flow(found.stage, &scratch.key) {
+            entry.write(Change::Progress(progress));
+        }
+    }
 }
 
 /// May a packet that could open a flow no longer use this one?
 #[inline(always)]
-fn ended<F: Family, T: FlowTables<F>>(
+fn is_over<F: Family, T: FlowTables<F>>(
     tables: &T,
-    scratch: &mut Scratch<F::Address>,
-    protocol: u8,
-    stage: Stage,
+    scratch: &Scratch<F::Address>,
     entry: T::Entry,
+    origin: Origin,
 ) -> bool {
-    let flow = entry.read();
-    if protocol == PROTOCOL_TCP {
-        scratch.key = flow.reply_key();
-        let flags = united_flags(tables, stage, entry, &scratch.key);
-        if flags & ENDED != 0 {
-            return true;
-        }
-        // A connection that is up stays with its backend to the end.
-        if flags & FLOW_ANSWERED != 0 {
-            return false;
-        }
+    let Scratch { packet, flow, .. } = scratch;
+    if packet.is_tcp() {
+        // A connection that is up stays with its backend to the end: the SYN may be forged, and the backend knows.
+        return flow.state.has_ended()
+            || (flow.state.progress == PROGRESS_OPENED && !is_in_service(tables, scratch, origin));
     }
-    tables.backend(flow.backend_id).is_none()
+    let epoch = tables.epoch();
+    if flow.epoch == epoch {
+        return false;
+    }
+    let is_in_service = is_in_service(tables, scratch, origin);
+    if is_in_service {
+        entry.write(Change::Epoch(epoch));
+    }
+    !is_in_service
+}
+
+/// Does the flow's frontend still belong to its service, and its backend to any?
+#[inline(always)]
+fn is_in_service<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    Scratch { packet, flow, .. }: &Scratch<F::Address>,
+    origin: Origin,
+) -> bool {
+    let service = select::find(tables, &packet.to(), origin).map_or(NO_SERVICE, |frontend| frontend.service);
+    service == flow.service && tables.backend(flow.backend_id).is_some()
 }

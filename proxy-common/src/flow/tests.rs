@@ -12,8 +12,8 @@ use rstest::rstest;
 use super::{entries::REFRESH_AFTER, *};
 use crate::{
     family::{Slot as _, V4},
-    packet::{TCP_ACK, TCP_SYN},
-    port::Port,
+    packet::{Headers, Rewrite, Segment, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
+    port::{Port, PortRanges},
     tables::host::HostTables,
 };
 
@@ -35,6 +35,10 @@ const LAST: u32 = u32::MAX;
 struct EntryRef(&'static Cell<Flow<A>>);
 
 impl EntryRef {
+    fn read(&self) -> Flow<A> {
+        self.0.get()
+    }
+
     fn change(&self, change: impl FnOnce(&mut Flow<A>)) {
         let mut flow = self.0.get();
         change(&mut flow);
@@ -43,24 +47,29 @@ impl EntryRef {
 }
 
 impl FlowEntry<A> for EntryRef {
-    fn read(&self) -> Flow<A> {
-        self.0.get()
+    fn read_into(&self, flow: &mut Flow<A>) {
+        *flow = self.read();
     }
 
-    fn flags(&self) -> u32 {
-        self.0.get().flags
+    fn opened(&self) -> u64 {
+        self.0.get().opened
     }
 
-    fn last_seen(&self) -> u64 {
-        self.0.get().last_seen
-    }
-
-    fn set_last_seen(&self, now: u64) {
-        self.change(|flow| flow.last_seen = now);
-    }
-
-    fn add_flags(&self, flags: u32) {
-        self.change(|flow| flow.flags |= flags);
+    fn write(&self, change: Change<A>) {
+        self.change(|flow| match change {
+            Change::LastSeen(now) => flow.last_seen = now,
+            Change::Epoch(epoch) => flow.epoch = epoch,
+            Change::Acknowledged(number) => flow.acknowledged = number,
+            Change::Awaited(number) => flow.awaited = number,
+            Change::Progress(progress) => flow.state.progress = progress,
+            Change::ClientFin(fin) => flow.state.client_fin = fin,
+            Change::BackendFin(fin) => flow.state.backend_fin = fin,
+            Change::Reset(reset) => flow.state.reset = reset,
+            Change::Masquerade(address, port) => {
+                flow.masquerade = address;
+                flow.set_masquerade_port(port);
+            }
+        });
     }
 }
 
@@ -82,8 +91,7 @@ struct Host {
     until_full: Cell<Option<u32>>,
     /// Counts down; at 0 another CPU does this first.
     interruption: RefCell<Option<(u32, Interruption)>>,
-    /// Another CPU does this before the next lookup in the table of opening flows.
-    before_lookup: RefCell<Option<Interruption>>,
+    epoch: Cell<u32>,
 }
 
 impl Host {
@@ -116,16 +124,42 @@ impl Host {
             ports: PortRanges([[20_000, 20_099], [1, 0]]),
             until_full: Cell::new(None),
             interruption: RefCell::default(),
-            before_lookup: RefCell::default(),
+            epoch: Cell::default(),
         }
     }
 
     fn arriving(&self, packet: &Packet<A>, origin: Origin) -> Result<Rewrite<A>, Reason> {
-        arriving(self, &mut Scratch::default(), packet, origin)
+        Ok(self.arrived(packet, origin)?.0)
+    }
+
+    fn arrived(&self, packet: &Packet<A>, origin: Origin) -> Result<(Rewrite<A>, Then), Reason> {
+        let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
+        arriving(self, &mut scratch, origin)?;
+        Ok((scratch.rewrite, scratch.then))
     }
 
     fn leaving(&self, packet: &Packet<A>) -> Result<Rewrite<A>, Reason> {
-        leaving(self, &mut Scratch::default(), packet)
+        let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
+        leaving(self, &mut scratch, false)?;
+        assert_eq!(scratch.then, Then::Pass);
+        Ok(scratch.rewrite)
+    }
+
+    /// A packet that a process of the node sends.
+    fn sent(&self, packet: &Packet<A>) -> Result<Rewrite<A>, Reason> {
+        let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
+        leaving(self, &mut scratch, true)?;
+        assert_eq!(scratch.then, Then::Reroute);
+        Ok(scratch.rewrite)
+    }
+
+    fn wait(&self, nanoseconds: u64) {
+        self.clock.set(self.clock.get() + nanoseconds);
+    }
+
+    /// Of the flow whose client sends such packets.
+    fn flow_of(&self, stage: Stage, packet: &Packet<A>) -> Flow<A> {
+        self.flow(stage, &packet.key()).unwrap().read()
     }
 
     /// Another CPU gets there before the `nth` insertion, counted from 0.
@@ -146,9 +180,9 @@ impl Host {
         let flows = self.flows.borrow();
         for ((stage, _), flow) in flows.iter() {
             let flow = flow.get();
-            let mut keys = vec![flow.forward_key(), flow.reply_key()];
+            let mut keys = vec![flow.client_key(), flow.backend_key()];
             if flow.is_masqueraded() {
-                keys.push(flow.masqueraded_reply_key());
+                keys.push(flow.masquerade_key());
             }
             for key in keys {
                 let partner = flows.get(&(*stage, key)).map(|partner| partner.get());
@@ -188,11 +222,6 @@ impl FlowTables<V4> for Host {
     type Entry = EntryRef;
 
     fn flow(&self, stage: Stage, key: &FlowKey<A>) -> Option<EntryRef> {
-        if stage == Stage::Opening
-            && let Some(other) = self.before_lookup.take()
-        {
-            other(self);
-        }
         self.flows.borrow().get(&(stage, *key)).copied().map(EntryRef)
     }
 
@@ -230,11 +259,21 @@ impl FlowTables<V4> for Host {
         self.flows.borrow_mut().remove(&(stage, *key));
     }
 
-    fn masquerade(&self) -> Masquerade<A> {
-        Masquerade { address: self.masquerade.get(), ports: self.ports }
+    fn masquerade_address(&self) -> A {
+        self.masquerade.get()
     }
 
+    fn masquerade_port(&self, random: u32, attempt: u32) -> Port {
+        self.ports.choose(random, attempt)
+    }
+
+    fn epoch(&self) -> u32 {
+        self.epoch.get()
+    }
+
+    /// As on a real node, no two flows are opened at the same nanosecond.
     fn now(&self) -> u64 {
+        self.wait(1);
         self.clock.get()
     }
 
@@ -251,30 +290,80 @@ impl FlowTables<V4> for Host {
     }
 }
 
-fn packet(source: (A, Port), destination: (A, Port), tcp_flags: u8) -> Packet<A> {
+/// First sequence numbers.
+const CLIENT_ISN: u32 = 1_000;
+const BACKEND_ISN: u32 = u32::MAX;
+
+/// Of the client, with the numbers of its first segments.
+fn packet(source: (A, Port), destination: (A, Port), flags: u8) -> Packet<A> {
+    let is_first = flags & TCP_SYN != 0;
+    let sequence = CLIENT_ISN + u32::from(!is_first);
+    let acknowledgement = if is_first { 0 } else { BACKEND_ISN.wrapping_add(1) };
+    numbered(source, destination, Segment::new(flags, sequence, acknowledgement, 0))
+}
+
+/// As [`packet`], of the backend.
+fn answer(source: (A, Port), destination: (A, Port), flags: u8) -> Packet<A> {
+    let sequence = BACKEND_ISN.wrapping_add(u32::from(flags & TCP_SYN == 0));
+    numbered(source, destination, Segment::new(flags, sequence, CLIENT_ISN + 1, 0))
+}
+
+fn numbered(source: (A, Port), destination: (A, Port), segment: Segment) -> Packet<A> {
     Packet {
         source: source.0,
         destination: destination.0,
         source_port: source.1,
         destination_port: destination.1,
         protocol: PROTOCOL_TCP,
-        tcp_flags,
+        segment,
+        headers: Headers::default(),
     }
+}
+
+fn datagram(source: (A, Port), destination: (A, Port)) -> Packet<A> {
+    Packet { protocol: PROTOCOL_UDP, ..numbered(source, destination, Segment::default()) }
 }
 
 fn syn() -> Packet<A> {
     packet(CLIENT, FRONTEND, TCP_SYN)
 }
 
-/// An established flow, and its state.
+fn source(rewrite: Rewrite<A>) -> (A, Port) {
+    (rewrite.source, rewrite.source_port)
+}
+
+fn destination(rewrite: Rewrite<A>) -> (A, Port) {
+    (rewrite.destination, rewrite.destination_port)
+}
+
+/// A client's packet goes through both hooks; answers with what it is when it leaves the node.
+fn through(host: &Host, packet: &Packet<A>, origin: Origin) -> Result<Packet<A>, Reason> {
+    let inside = rewritten(packet, host.arriving(packet, origin)?);
+    match host.leaving(&inside) {
+        Ok(rewrite) => Ok(rewritten(&inside, rewrite)),
+        Err(Reason::NotAService) => Ok(inside),
+        Err(reason) => Err(reason),
+    }
+}
+
+fn rewritten(packet: &Packet<A>, rewrite: Rewrite<A>) -> Packet<A> {
+    Packet {
+        source: rewrite.source,
+        destination: rewrite.destination,
+        source_port: rewrite.source_port,
+        destination_port: rewrite.destination_port,
+        ..*packet
+    }
+}
+
+/// A confirmed flow, as its client's entry has it.
 fn establish_one(host: &Host, origin: Origin) -> Flow<A> {
-    host.arriving(&syn(), origin).unwrap();
-    let flow = host.flow(Stage::Opening, &syn().key(TUPLE_FORWARD)).unwrap().read();
-    let answer = packet((flow.backend, PORT), CLIENT, TCP_SYN | TCP_ACK);
-    host.leaving(&answer).unwrap();
+    through(host, &syn(), origin).unwrap();
+    let flow = host.flow_of(Stage::Opening, &syn());
+    host.leaving(&answer((flow.backend, PORT), CLIENT, TCP_SYN | TCP_ACK)).unwrap();
     host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), origin).unwrap();
     host.assert_whole();
-    flow
+    host.flow_of(Stage::Established, &syn())
 }
 
 #[rstest]
@@ -298,12 +387,14 @@ fn two_first_packets_at_once_get_one_backend(
     assert_eq!(Some(loser), winner.get());
     assert!(loser.is_ok());
     host.assert_whole();
-    let tuples = if origin == Origin::Outside { 3 } else { 2 };
-    assert_eq!(host.entries(Stage::Opening), tuples);
+    assert_eq!(host.entries(Stage::Opening), 2);
+    through(&host, &syn(), origin).unwrap();
+    host.assert_whole();
+    assert_eq!(host.entries(Stage::Opening), if origin == Origin::Outside { 3 } else { 2 });
 }
 
 #[rstest]
-fn a_flow_is_created_whole_or_not_at_all(#[values(0, 1, 2)] room: u32) {
+fn a_flow_is_created_whole_or_not_at_all(#[values(0, 1)] room: u32) {
     let host = Host::new();
     host.until_full.set(Some(room));
     let refused = host.arriving(&syn(), Origin::Outside);
@@ -311,87 +402,127 @@ fn a_flow_is_created_whole_or_not_at_all(#[values(0, 1, 2)] room: u32) {
     assert_eq!(host.entries(Stage::Opening), 0);
 }
 
-#[rstest]
-fn a_flow_is_established_whole_or_not_at_all(#[values(0, 1, 2)] room: u32) {
+/// The packet is dropped, and the next one of the same flow finds room.
+#[test]
+fn without_room_for_a_masqueraded_source_the_packet_is_dropped() {
     let host = Host::new();
-    host.arriving(&syn(), Origin::Outside).unwrap();
-    host.leaving(&packet((BACKENDS[0], PORT), CLIENT, TCP_SYN | TCP_ACK)).unwrap();
-    host.until_full.set(Some(room));
-    let ack = packet(CLIENT, FRONTEND, TCP_ACK);
-    assert_eq!(host.arriving(&ack, Origin::Outside).map(|r| r.address), Ok(BACKENDS[0]));
-    assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (3, 0));
-    assert_eq!(host.counted(Reason::FlowsFull), 1);
-    // There is room again.
+    host.until_full.set(Some(2));
+    assert_eq!(through(&host, &syn(), Origin::Outside), Err(Reason::MasqueradePortsExhausted));
     host.until_full.set(None);
-    assert!(host.arriving(&ack, Origin::Outside).is_ok());
-    assert_eq!(host.entries(Stage::Established), 3);
+    assert_eq!(through(&host, &syn(), Origin::Outside).map(|packet| packet.source), Ok(NODE));
+    host.assert_whole();
+}
+
+#[test]
+fn two_packets_that_leave_at_once_may_have_two_sources_and_both_are_answered() {
+    let host = Host::new();
+    let inside = rewritten(&syn(), host.arriving(&syn(), Origin::Outside).unwrap());
+    let other = Rc::new(Cell::new(None));
+    let seen = other.clone();
+    host.interrupt(0, move |host| {
+        host.dice.borrow_mut().push_back(LAST);
+        seen.set(Some(host.leaving(&inside).unwrap()));
+    });
+    let sources = [source(host.leaving(&inside).unwrap()), source(other.get().unwrap())];
+    assert_ne!(sources[0], sources[1]);
+    for source in sources {
+        let answer = answer((BACKENDS[0], PORT), source, TCP_SYN | TCP_ACK);
+        assert_eq!(host.arriving(&answer, Origin::Outside).map(destination), Ok(CLIENT));
+    }
 }
 
 #[rstest]
-#[case::client(TUPLE_FORWARD)]
-#[case::answer(TUPLE_REPLY)]
-#[case::masqueraded_answer(TUPLE_MASQUERADED_REPLY)]
-fn every_entry_restores_the_others(#[case] left: u8) {
+fn a_flow_is_established_whole_or_not_at_all(#[values(0, 1, 2)] room: u32) {
+    let host = Host::new();
+    through(&host, &syn(), Origin::Outside).unwrap();
+    host.leaving(&answer((BACKENDS[0], PORT), CLIENT, TCP_SYN | TCP_ACK)).unwrap();
+    host.until_full.set(Some(room));
+    let ack = packet(CLIENT, FRONTEND, TCP_ACK);
+    assert_eq!(host.arriving(&ack, Origin::Outside).map(|r| r.destination), Ok(BACKENDS[0]));
+    assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (3, 0));
+    assert_eq!(host.counted(Reason::FlowsFull), 1);
+    // It is tried again once a second, not at each packet.
+    host.until_full.set(None);
+    assert!(host.arriving(&ack, Origin::Outside).is_ok());
+    assert_eq!(host.entries(Stage::Established), 0);
+    host.wait(REFRESH_AFTER);
+    assert!(host.arriving(&ack, Origin::Outside).is_ok());
+    assert_eq!(host.entries(Stage::Established), 3);
+    host.assert_whole();
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Left {
+    Client,
+    Backend,
+    Masquerade,
+}
+
+#[rstest]
+fn every_entry_restores_the_others(#[values(Left::Client, Left::Backend, Left::Masquerade)] left: Left) {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Outside);
-    let keys = [flow.forward_key(), flow.reply_key(), flow.masqueraded_reply_key()];
-    for key in keys.iter().filter(|key| key.tuple != left) {
+    let keys = [
+        (Left::Client, flow.client_key()),
+        (Left::Backend, flow.backend_key()),
+        (Left::Masquerade, flow.masquerade_key()),
+    ];
+    for (_, key) in keys.iter().filter(|(of, _)| *of != left) {
         host.remove(Stage::Established, key);
         host.remove(Stage::Opening, key);
     }
-    host.clock.set(host.clock.get() + REFRESH_AFTER + 1);
+    host.wait(REFRESH_AFTER);
     let translated = match left {
-        TUPLE_FORWARD => host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), Origin::Outside),
-        TUPLE_REPLY => host.leaving(&packet((flow.backend, PORT), CLIENT, TCP_ACK)),
-        _ => host.arriving(
-            &packet((flow.backend, PORT), (NODE, flow.masquerade_port()), TCP_ACK),
-            Origin::Outside,
-        ),
+        Left::Client => host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), Origin::Outside),
+        Left::Backend => host.leaving(&answer((flow.backend, PORT), CLIENT, TCP_ACK)),
+        Left::Masquerade => {
+            let masquerade = (NODE, flow.masquerade_port());
+            host.arriving(&answer((flow.backend, PORT), masquerade, TCP_ACK), Origin::Outside)
+        }
     };
     assert!(translated.is_ok());
-    for key in keys {
+    for (_, key) in keys {
         let entry = host.flow(Stage::Established, &key).unwrap().read();
-        assert_eq!((entry.last_seen, entry.backend), (host.clock.get(), flow.backend));
+        assert!(entry.last_seen > flow.last_seen + REFRESH_AFTER);
+        assert_eq!(entry.backend, flow.backend);
     }
     assert_eq!(host.counted(Reason::FlowRestored), 2);
 }
 
 #[test]
 fn flows_keep_the_address_that_they_were_opened_with() {
-    const NEW: A = [192, 0, 2, 2];
-    let mut host = Host::new();
+    let host = Host::new();
     let flow = establish_one(&host, Origin::Outside);
-    host.masquerade.set(NEW);
-    let answer = packet((flow.backend, PORT), (NODE, flow.masquerade_port()), TCP_ACK);
-    assert_eq!(host.arriving(&answer, Origin::Outside), Err(Reason::NotAService), "not the node's any more");
-    for own in [NODE, NEW] {
-        host.tables.node_addresses.insert(own, NodeAddress::default());
-    }
-    assert_eq!(host.arriving(&answer, Origin::Outside).map(|rewrite| rewrite.address), Ok(CLIENT.0));
+    host.masquerade.set([192, 0, 2, 2]);
+    let answer = answer((flow.backend, PORT), (NODE, flow.masquerade_port()), TCP_ACK);
+    assert_eq!(host.arriving(&answer, Origin::Outside).map(destination), Ok(CLIENT));
 }
 
 #[test]
 fn netfilter_keeps_the_ports_of_its_connections() {
     let host = Host::new();
     let (backend, first) = ((BACKENDS[0], PORT), Port::new(20_000));
-    let of_netfilter = |answers_to, is_masqueraded| {
-        Flow::of_netfilter(backend, answers_to, is_masqueraded, host.clock.get())
-    };
-    for (key, flow) in [of_netfilter((NODE, first), true), of_netfilter(CLIENT, false)] {
-        host.insert(Stage::Established, &key, &flow).unwrap();
+    let of_netfilter = [((NODE, first), true), (CLIENT, false)]
+        .map(|(answers_to, masqueraded)| Flow::of_netfilter(backend, answers_to, masqueraded, host.now()));
+    for (key, flow) in &of_netfilter {
+        host.insert(Stage::Established, key, flow).unwrap();
     }
-    host.dice.borrow_mut().extend([FIRST, FIRST]);
-    host.arriving(&syn(), Origin::Outside).unwrap();
-    let flow = host.flow(Stage::Opening, &syn().key(TUPLE_FORWARD)).unwrap().read();
-    assert_eq!((flow.backend, flow.masquerade_port()), (BACKENDS[0], Port::new(20_001)));
-    assert_ne!(flow.alias_port(), CLIENT.1);
-    // Answers to them are netfilter's, and they live on.
-    host.clock.set(host.clock.get() + REFRESH_AFTER + 1);
-    let answer = packet(backend, (NODE, first), TCP_ACK);
-    assert_eq!(host.arriving(&answer, Origin::Outside), Err(Reason::NotAService));
-    assert_eq!(host.leaving(&packet(backend, CLIENT, TCP_ACK)), Err(Reason::NotAService));
-    for (key, flow) in [of_netfilter((NODE, first), true), of_netfilter(CLIENT, false)] {
-        assert_eq!(host.flow(Stage::Established, &key).unwrap().read(), flow);
+    let sent = through(&host, &syn(), Origin::Outside).unwrap();
+    assert_eq!((sent.source, sent.source_port), (NODE, Port::new(20_001)));
+    assert_ne!(host.flow_of(Stage::Opening, &syn()).alias_port(), CLIENT.1);
+    // Packets of them are netfilter's, and they live on.
+    host.wait(REFRESH_AFTER);
+    assert_eq!(
+        host.arriving(&answer(backend, (NODE, first), TCP_ACK), Origin::Outside),
+        Err(Reason::NotAService)
+    );
+    assert_eq!(host.leaving(&answer(backend, CLIENT, TCP_ACK)), Err(Reason::NotAService));
+    assert_eq!(host.arriving(&packet(CLIENT, backend, TCP_SYN), Origin::Workload), Err(Reason::NotAService));
+    for (key, flow) in of_netfilter {
+        let mut entry = host.flow(Stage::Established, &key).unwrap().read();
+        assert!(entry.last_seen > flow.last_seen);
+        entry.last_seen = flow.last_seen;
+        assert_eq!(entry, flow);
     }
 }
 
@@ -399,29 +530,24 @@ fn netfilter_keeps_the_ports_of_its_connections() {
 fn entries_are_left_alone_within_a_second() {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
-    host.clock.set(host.clock.get() + REFRESH_AFTER);
-    host.remove(Stage::Established, &flow.reply_key());
+    host.wait(REFRESH_AFTER / 2);
+    host.remove(Stage::Established, &flow.backend_key());
     host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), Origin::Workload).unwrap();
     assert_eq!(host.entries(Stage::Established), 1);
     assert_eq!(host.counted(Reason::FlowRestored), 0);
 }
 
+/// The element that a lookup found is given to another flow before it is read, or while it is.
 #[test]
-fn established_between_the_two_lookups_is_found() {
+fn an_element_that_has_become_another_flows_is_none_of_ours() {
     let host = Host::new();
-    let opened = host.arriving(&syn(), Origin::Workload).unwrap();
-    host.leaving(&packet((opened.address, PORT), CLIENT, TCP_SYN | TCP_ACK)).unwrap();
-    let ack = packet(CLIENT, FRONTEND, TCP_ACK);
-    *host.before_lookup.borrow_mut() = Some(Box::new(move |host| {
-        host.arriving(&ack, Origin::Workload).unwrap();
-        let flow = host.flow(Stage::Established, &ack.key(TUPLE_FORWARD)).unwrap().read();
-        // The table of opening flows evicts the copies.
-        for key in [flow.forward_key(), flow.reply_key()] {
-            host.remove(Stage::Opening, &key);
-        }
-    }));
-    assert_eq!(host.arriving(&ack, Origin::Workload), Ok(opened));
-    assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (0, 2));
+    establish_one(&host, Origin::Workload);
+    let other = packet((CLIENT.0, Port::new(40_001)), FRONTEND, TCP_SYN);
+    host.arriving(&other, Origin::Workload).unwrap();
+    let reused = host.flow_of(Stage::Opening, &other);
+    host.flow(Stage::Established, &syn().key()).unwrap().change(|flow| *flow = reused);
+    let late = host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), Origin::Workload);
+    assert_eq!(late, Err(Reason::NotAService));
 }
 
 #[test]
@@ -442,7 +568,7 @@ fn a_client_port_at_one_backend_through_many_frontends_runs_out_of_aliases() {
     let good = opened.iter().filter(|result| result.is_ok()).count();
     assert_eq!(good, 8);
     assert_eq!(opened.last(), Some(&Err(Reason::AliasPortsExhausted)));
-    let mut ports: Vec<Port> = opened.iter().flatten().map(|rewrite| rewrite.other_port).collect();
+    let mut ports: Vec<Port> = opened.iter().flatten().map(|rewrite| rewrite.source_port).collect();
     ports.dedup();
     assert_eq!(ports.len(), good);
     host.assert_whole();
@@ -451,53 +577,68 @@ fn a_client_port_at_one_backend_through_many_frontends_runs_out_of_aliases() {
 #[test]
 fn the_nodes_own_flows_are_told_apart() {
     let host = Host::new();
-    let sent = host.arriving(&syn(), Origin::Host).unwrap();
+    let sent = host.sent(&syn()).unwrap();
+    let endpoint = (BACKENDS[0], PORT);
     let answered = |host: &Host, port: Port| {
-        let packet = packet((BACKENDS[0], PORT), (CLIENT.0, port), TCP_SYN | TCP_ACK);
-        let found = answer::<V4, _>(host, &mut Scratch::default(), &packet, FLOW_FROM_HOST);
-        found.map(|rewrite| (rewrite.address, rewrite.port, rewrite.other_port))
+        let packet = answer(endpoint, (CLIENT.0, port), TCP_SYN | TCP_ACK);
+        host.arrived(&packet, Origin::Outside)
+            .map(|(rewrite, then)| (source(rewrite), destination(rewrite), then))
     };
-    assert_eq!(answered(&host, sent.other_port), Some((FRONTEND.0, FRONTEND.1, CLIENT.1)));
+    assert_eq!(answered(&host, sent.source_port), Ok((FRONTEND, CLIENT, Then::IntoNode)));
     host.assert_whole();
     // What the node sends to a backend itself is not seen: its answers look like this.
-    assert_eq!(answered(&host, CLIENT.1), None);
+    assert_eq!(answered(&host, CLIENT.1), Err(Reason::NotAService));
     // A pod's flow is none of them.
     let host = Host::new();
     let sent = host.arriving(&syn(), Origin::Workload).unwrap();
-    assert_eq!(answered(&host, sent.other_port), None);
+    assert_eq!(answered(&host, sent.source_port), Err(Reason::NotAService));
+}
+
+#[test]
+fn the_nodes_own_flows_are_established_as_any() {
+    let host = Host::new();
+    let sent = host.sent(&syn()).unwrap();
+    let back = answer((BACKENDS[0], PORT), (CLIENT.0, sent.source_port), TCP_SYN | TCP_ACK);
+    host.arriving(&back, Origin::Outside).unwrap();
+    assert_eq!(host.sent(&packet(CLIENT, FRONTEND, TCP_ACK)), Ok(sent));
+    assert_eq!(host.entries(Stage::Established), 2);
 }
 
 #[test]
 fn the_nodes_own_flows_and_masqueraded_ones_share_one_pool_of_ports() {
     let host = Host::new();
-    let client = (NODE, CLIENT.1);
-    host.dice.borrow_mut().extend([FIRST, FIRST, FIRST]);
-    let own = host.arriving(&packet(client, FRONTEND, TCP_SYN), Origin::Host).unwrap();
-    host.dice.borrow_mut().extend([FIRST, FIRST, FIRST]);
-    let outside = host.arriving(&packet(CLIENT, FRONTEND, TCP_SYN), Origin::Outside).unwrap();
-    assert_eq!((own.address, own.port), (outside.address, outside.port));
-    let masquerade = host.leaving(&packet(CLIENT, (outside.address, outside.port), TCP_SYN)).unwrap();
-    assert_eq!(masquerade.address, NODE);
-    assert_ne!(masquerade.port, own.other_port);
+    let own = host.sent(&packet((NODE, CLIENT.1), FRONTEND, TCP_SYN)).unwrap();
+    let outside = through(&host, &packet(CLIENT, FRONTEND, TCP_SYN), Origin::Outside).unwrap();
+    assert_eq!(destination(own), (outside.destination, outside.destination_port));
+    assert_eq!(outside.source, NODE);
+    assert_ne!(outside.source_port, own.source_port);
     host.assert_whole();
 }
 
 #[test]
 fn the_nodes_own_flow_keeps_its_port_where_there_is_no_other() {
     let host = Host { ports: PortRanges::EMPTY, ..Host::new() };
-    assert_eq!(host.arriving(&syn(), Origin::Host).unwrap().other_port, CLIENT.1);
+    assert_eq!(host.sent(&syn()).unwrap().source_port, CLIENT.1);
+}
+
+fn state(progress: u8, client_fin: u8, backend_fin: u8, reset: u8) -> FlowState {
+    FlowState { progress, client_fin, backend_fin, reset }
 }
 
 #[rstest]
-#[case::opening(PROTOCOL_TCP, 0, 60)]
-#[case::open(PROTOCOL_TCP, FLOW_ANSWERED, 86_400)]
-#[case::half_closed(PROTOCOL_TCP, FLOW_ANSWERED | FLOW_CLIENT_CLOSED, 3600)]
-#[case::closed(PROTOCOL_TCP, FLOW_ANSWERED | FLOW_CLIENT_CLOSED | FLOW_BACKEND_CLOSED, 60)]
-#[case::reset(PROTOCOL_TCP, FLOW_ANSWERED | FLOW_RESET, 10)]
-#[case::datagrams_unanswered(PROTOCOL_UDP, 0, 30)]
-#[case::datagrams(PROTOCOL_UDP, FLOW_ANSWERED, 120)]
-fn lifetimes(#[case] protocol: u8, #[case] flags: u32, #[case] seconds: u64) {
-    assert_eq!(lifetime_seconds(protocol, flags), seconds);
+#[case::opening(PROTOCOL_TCP, state(0, 0, 0, 0), 60)]
+#[case::answered(PROTOCOL_TCP, state(PROGRESS_ANSWERED, 0, 0, 0), 60)]
+#[case::open(PROTOCOL_TCP, state(PROGRESS_CONFIRMED, 0, 0, 0), 86_400)]
+#[case::fins_that_nobody_acknowledged(PROTOCOL_TCP, state(PROGRESS_CONFIRMED, FIN_SEEN, FIN_SEEN, 0), 86_400)]
+#[case::half_closed(PROTOCOL_TCP, state(PROGRESS_CONFIRMED, FIN_ACKNOWLEDGED, FIN_SEEN, 0), 3600)]
+#[case::closed(PROTOCOL_TCP, state(PROGRESS_CONFIRMED, FIN_ACKNOWLEDGED, FIN_ACKNOWLEDGED, 0), 60)]
+#[case::perhaps_reset(PROTOCOL_TCP, state(PROGRESS_CONFIRMED, 0, 0, RESET_PLAUSIBLE), 3600)]
+#[case::reset(PROTOCOL_TCP, state(PROGRESS_CONFIRMED, 0, 0, RESET_CONFIRMED), 10)]
+#[case::datagrams_unanswered(PROTOCOL_UDP, state(0, 0, 0, 0), 30)]
+#[case::one_answer(PROTOCOL_UDP, state(PROGRESS_ANSWERED, 0, 0, 0), 30)]
+#[case::datagrams(PROTOCOL_UDP, state(PROGRESS_SUSTAINED, 0, 0, 0), 120)]
+fn lifetimes(#[case] protocol: u8, #[case] state: FlowState, #[case] seconds: u64) {
+    assert_eq!(lifetime_seconds(protocol, state), seconds);
 }
 
 /// The client port of a flow also dials the flow's backend itself: each answer goes to who asked.
@@ -508,52 +649,66 @@ fn a_direct_connection_beside_a_flow_has_answers_of_its_own() {
     let endpoint = (flow.backend, PORT);
 
     let sent = host.arriving(&packet(CLIENT, endpoint, TCP_SYN), Origin::Workload).unwrap();
-    assert_eq!((sent.address, sent.port), endpoint);
-    let alias = sent.other_port;
+    assert_eq!(destination(sent), endpoint);
+    let alias = sent.source_port;
     assert_ne!(alias, CLIENT.1);
     host.assert_whole();
     assert_eq!((flow.service, sent.service), (1, NO_SERVICE));
     assert_eq!(host.connections.borrow().get(&1), Some(&1), "the direct one is no connection of the service");
     let again = host.arriving(&packet(CLIENT, endpoint, TCP_ACK), Origin::Workload).unwrap();
-    assert_eq!(again.other_port, alias);
+    assert_eq!(again.source_port, alias);
 
-    let direct = host.leaving(&packet(endpoint, (CLIENT.0, alias), TCP_ACK)).unwrap();
-    assert_eq!((direct.address, direct.port, direct.other_port), (endpoint.0, PORT, CLIENT.1));
-    let of_flow = host.leaving(&packet(endpoint, CLIENT, TCP_ACK)).unwrap();
-    assert_eq!((of_flow.address, of_flow.port, of_flow.other_port), (FRONTEND.0, FRONTEND.1, CLIENT.1));
+    let direct = host.leaving(&answer(endpoint, (CLIENT.0, alias), TCP_SYN | TCP_ACK)).unwrap();
+    assert_eq!((source(direct), destination(direct)), (endpoint, CLIENT));
+    let of_flow = host.leaving(&answer(endpoint, CLIENT, TCP_ACK)).unwrap();
+    assert_eq!((source(of_flow), destination(of_flow)), (FRONTEND, CLIENT));
 }
 
-#[rstest]
-#[case::client_closed(Speaker::Client, TCP_FIN | TCP_ACK)]
-#[case::client_reset(Speaker::Client, TCP_RST)]
-#[case::backend_closed(Speaker::Backend, TCP_FIN | TCP_ACK)]
-fn a_direct_connection_after_a_flow_that_ended_is_no_flow(#[case] speaker: Speaker, #[case] said: u8) {
+/// As above, where the endpoint is a frontend too.
+#[test]
+fn a_connection_to_a_frontend_that_is_the_backend_of_another_flow() {
+    let mut host = Host::new();
+    let flow = establish_one(&host, Origin::Workload);
+    let endpoint = (flow.backend, PORT);
+    let set = EndpointSet { first: 1, count: 1 };
+    host.tables
+        .services
+        .insert(2, Service { cluster: set, internal: set, external: set, flags: 1, ..Service::default() });
+    let key = FrontendKey::of_address(endpoint.0, endpoint.1, PROTOCOL_TCP);
+    host.tables.frontends.insert(key, Frontend { service: 2, flags: 0 });
+    let sent = host.arriving(&packet(CLIENT, endpoint, TCP_SYN), Origin::Workload).unwrap();
+    assert_eq!((sent.destination, sent.service), (BACKENDS[1], 2));
+    let back = host.leaving(&answer((BACKENDS[1], PORT), CLIENT, TCP_SYN | TCP_ACK)).unwrap();
+    assert_eq!((source(back), destination(back)), (endpoint, CLIENT));
+    assert_eq!(host.arriving(&packet(CLIENT, endpoint, TCP_ACK), Origin::Workload), Ok(sent));
+    assert_eq!(
+        host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), Origin::Workload).map(|r| r.destination),
+        Ok(endpoint.0)
+    );
+    host.assert_whole();
+}
+
+#[test]
+fn a_direct_connection_after_a_flow_that_ended_is_no_flow() {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
-    speaker.says(&host, &flow, said);
-    let direct = packet(CLIENT, (flow.backend, PORT), TCP_SYN);
+    for (speaker, segment) in close() {
+        speaker.says(&host, &flow, segment).unwrap();
+    }
+    let endpoint = (flow.backend, PORT);
+    let direct = packet(CLIENT, endpoint, TCP_SYN);
     assert_eq!(host.arriving(&direct, Origin::Workload), Err(Reason::NotAService));
-    let answer = packet((flow.backend, PORT), CLIENT, TCP_SYN | TCP_ACK);
-    assert_eq!(host.leaving(&answer), Err(Reason::NotAService));
+    assert_eq!(host.leaving(&answer(endpoint, CLIENT, TCP_SYN | TCP_ACK)), Err(Reason::NotAService));
 }
 
 #[rstest]
 #[case::another_client_port((CLIENT.0, Port::new(40_001)), TCP_SYN)]
 #[case::in_the_middle_of_a_connection(CLIENT, TCP_ACK)]
-fn a_direct_packet_without_a_rival_passes(#[case] client: (A, Port), #[case] tcp_flags: u8) {
+fn a_direct_packet_without_a_rival_passes(#[case] client: (A, Port), #[case] flags: u8) {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
-    let direct = packet(client, (flow.backend, PORT), tcp_flags);
+    let direct = packet(client, (flow.backend, PORT), flags);
     assert_eq!(host.arriving(&direct, Origin::Workload), Err(Reason::NotAService));
-}
-
-#[test]
-fn what_comes_from_outside_to_a_cluster_ip_keeps_its_source() {
-    let mut host = Host::new();
-    let key = FrontendKey::of_address(FRONTEND.0, FRONTEND.1, PROTOCOL_TCP);
-    host.tables.frontends.insert(key, Frontend { service: 1, flags: 0 });
-    host.arriving(&syn(), Origin::Outside).unwrap();
-    assert_eq!(host.entries(Stage::Opening), 2);
 }
 
 /// Many client ports have dialled a service, and now dial its backend itself: no alias is left for the last one.
@@ -563,84 +718,77 @@ fn a_connection_to_a_backend_itself_takes_over_from_no_other() {
     let flow = establish_one(&host, Origin::Workload);
     let direct = packet(CLIENT, (flow.backend, PORT), TCP_SYN);
     assert_eq!(host.arriving(&direct, Origin::Workload), Err(Reason::AliasPortsExhausted));
-    let of_flow = host.leaving(&packet((flow.backend, PORT), CLIENT, TCP_ACK)).unwrap();
-    assert_eq!((of_flow.address, of_flow.port), FRONTEND);
+    let of_flow = host.leaving(&answer((flow.backend, PORT), CLIENT, TCP_ACK)).unwrap();
+    assert_eq!(source(of_flow), FRONTEND);
 }
 
-/// As above.
+/// Two peers of UDP that send from the port at which they are dialled: an answer of one's flow is not an opening of the other's.
 #[test]
-fn datagrams_to_a_backend_itself_take_over_where_no_alias_is_left() {
-    let host = Host { ports: PortRanges::EMPTY, ..Host::new() };
-    let datagram = |from, to| Packet { protocol: PROTOCOL_UDP, ..packet(from, to, 0) };
-    let opened = host.arriving(&datagram(CLIENT, FRONTEND), Origin::Workload).unwrap();
-    let endpoint = (opened.address, opened.port);
-    let direct = datagram(CLIENT, endpoint);
-    assert_eq!(host.arriving(&direct, Origin::Workload), Err(Reason::NotAService));
-    assert_eq!(host.leaving(&datagram(endpoint, CLIENT)), Err(Reason::NotAService));
-    assert_eq!(host.counted(Reason::FlowReplaced), 1);
-    assert_eq!(host.entries(Stage::Opening), 0);
+fn symmetric_peers_keep_their_flows_apart() {
+    let mut host = Host::new();
+    let peers = [(CLIENT.0, PORT), (BACKENDS[0], PORT)];
+    host.tables.slots.insert(2, Slot4::new(peers[0].0, PORT, 3, 0));
+    host.tables.backends.insert(3, Backend::default());
+    let set = EndpointSet { first: 2, count: 1 };
+    host.tables
+        .services
+        .insert(2, Service { cluster: set, internal: set, external: set, flags: 1, ..Service::default() });
+    let frontends = [FRONTEND, ([10, 96, 0, 9], PORT)];
+    let key = FrontendKey::of_address(frontends[1].0, frontends[1].1, PROTOCOL_UDP);
+    host.tables.frontends.insert(key, Frontend { service: 2, flags: 0 });
+
+    let there = host.arriving(&datagram(peers[0], frontends[0]), Origin::Workload).unwrap();
+    assert_eq!((source(there), destination(there)), (peers[0], peers[1]));
+    let back = host.arriving(&datagram(peers[1], frontends[1]), Origin::Workload).unwrap();
+    assert_eq!(destination(back), peers[0]);
+    assert_ne!(source(back), peers[1], "these would be the ends of the first flow");
+    // Answers to both, as the node sees them on both hooks.
+    let first = datagram(peers[1], peers[0]);
+    assert_eq!(host.arriving(&first, Origin::Workload), Err(Reason::NotAService));
+    assert_eq!(host.leaving(&first).map(source), Ok(frontends[0]));
+    let second = datagram(peers[0], source(back));
+    assert_eq!(host.arriving(&second, Origin::Workload), Err(Reason::NotAService));
+    let second = host.leaving(&second).unwrap();
+    assert_eq!((source(second), destination(second)), (frontends[1], peers[1]));
+    host.assert_whole();
+    assert_eq!(host.entries(Stage::Opening), 4);
 }
 
 /// The table of opening flows evicts one entry of a flow, and another flow takes the key.
-#[test]
-fn a_flow_whose_answers_are_anothers_by_now_is_opened_again() {
+#[rstest]
+#[case::connection(PROTOCOL_TCP)]
+#[case::datagrams(PROTOCOL_UDP)]
+fn a_flow_whose_answers_are_anothers_by_now_enters_no_connection(#[case] protocol: u8) {
     let host = Host::new();
-    let datagram = |from, to| Packet { protocol: PROTOCOL_UDP, ..packet(from, to, 0) };
-    let clients = [CLIENT, (CLIENT.0, Port::new(40_001))];
+    let of = |packet: Packet<A>| Packet { protocol, ..packet };
     let open = |client| {
-        host.arriving(&datagram(client, FRONTEND), Origin::Workload).unwrap();
-        // Its port is taken, so it gets an alias; the dice give both flows the same.
-        host.arriving(&datagram(client, (BACKENDS[0], PORT)), Origin::Workload).unwrap().other_port
-    };
-    let evicted = open(clients[0]);
-    let answer = datagram((BACKENDS[0], PORT), (CLIENT.0, evicted));
-    assert_eq!(host.leaving(&answer).unwrap().other_port, clients[0].1);
-    host.remove(Stage::Opening, &answer.key(TUPLE_REPLY));
-    assert_eq!(open(clients[1]), evicted);
-
-    let again = host.arriving(&datagram(clients[0], (BACKENDS[0], PORT)), Origin::Workload).unwrap();
-    assert_ne!(again.other_port, evicted);
-    assert_eq!(host.leaving(&answer).unwrap().other_port, clients[1].1);
-    host.assert_whole();
-}
-
-/// As above: the other flow is established by then, and no packet of the first may enter its connection.
-#[test]
-fn a_connection_whose_answers_are_anothers_by_now_has_no_flow() {
-    let host = Host::new();
-    let open = |client| {
-        host.arriving(&packet(client, FRONTEND, TCP_SYN), Origin::Workload).unwrap();
+        host.arriving(&of(packet(client, FRONTEND, TCP_SYN)), Origin::Workload).unwrap();
         // Its port is taken at this backend, so it gets an alias; the dice give both flows the same.
-        let alias =
-            host.arriving(&packet(client, OTHER_FRONTEND, TCP_SYN), Origin::Workload).unwrap().other_port;
-        let answer = packet((BACKENDS[0], PORT), (CLIENT.0, alias), TCP_SYN | TCP_ACK);
-        assert_eq!(host.leaving(&answer).unwrap().other_port, client.1);
+        let alias = host
+            .arriving(&of(packet(client, OTHER_FRONTEND, TCP_SYN)), Origin::Workload)
+            .unwrap()
+            .source_port;
+        let answer = of(answer((BACKENDS[0], PORT), (CLIENT.0, alias), TCP_SYN | TCP_ACK));
+        assert_eq!(host.leaving(&answer).map(destination), Ok(client));
         answer
     };
     let answer = open(CLIENT);
-    host.remove(Stage::Opening, &answer.key(TUPLE_REPLY));
+    host.remove(Stage::Opening, &answer.key());
     let other = (CLIENT.0, Port::new(40_001));
     assert_eq!(open(other), answer);
-    host.arriving(&packet(other, OTHER_FRONTEND, TCP_ACK), Origin::Workload).unwrap();
-
-    let late = host.arriving(&packet(CLIENT, OTHER_FRONTEND, TCP_ACK), Origin::Workload);
-    assert_eq!(late, Err(Reason::TcpWithoutFlow));
-    host.assert_whole();
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Speaker {
-    Client,
-    Backend,
-}
-
-impl Speaker {
-    fn says(self, host: &Host, flow: &Flow<A>, tcp_flags: u8) {
-        match self {
-            Self::Client => host.arriving(&packet(CLIENT, FRONTEND, tcp_flags), Origin::Workload).unwrap(),
-            Self::Backend => host.leaving(&packet((flow.backend, PORT), CLIENT, tcp_flags)).unwrap(),
-        };
+    if protocol == PROTOCOL_TCP {
+        host.arriving(&packet(other, OTHER_FRONTEND, TCP_ACK), Origin::Workload).unwrap();
     }
+    host.wait(SUSTAINED_AFTER);
+    if protocol == PROTOCOL_UDP {
+        host.flow(Stage::Opening, &of(packet(CLIENT, OTHER_FRONTEND, 0)).key())
+            .unwrap()
+            .write(Change::Progress(PROGRESS_SUSTAINED));
+    }
+    let late = host.arriving(&of(packet(CLIENT, OTHER_FRONTEND, TCP_ACK)), Origin::Workload);
+    assert_eq!(late, Err(Reason::FlowReplaced));
+    assert_eq!(host.leaving(&answer).map(destination), Ok(other));
+    host.assert_whole();
 }
 
 /// Whose answers must come back through this node, and whose port must be another one.
@@ -651,47 +799,164 @@ impl Speaker {
 #[case::from_the_backends_own_port_elsewhere((CLIENT.0, PORT), Origin::Workload, 0, false, false)]
 #[case::from_the_backend_itself((BACKENDS[0], CLIENT.1), Origin::Workload, BACKEND_LOCAL, true, false)]
 #[case::from_the_backends_own_port((BACKENDS[0], PORT), Origin::Workload, BACKEND_LOCAL, true, true)]
-#[case::from_a_backend_in_the_nodes_namespace((BACKENDS[0], CLIENT.1), Origin::Host, BACKEND_LOCAL, false, true)]
 fn clients_and_how_their_flows_are_told_apart(
     #[case] client: (A, Port),
     #[case] origin: Origin,
     #[case] slot_flags: u32,
     #[case] masqueraded: bool,
     #[case] alias: bool,
+    #[values(0, FRONTEND_EXTERNAL)] frontend_flags: u32,
 ) {
     let mut host = Host::new();
     host.tables.slots.insert(0, Slot4::new(BACKENDS[0], PORT, 1, slot_flags));
+    let key = FrontendKey::of_address(FRONTEND.0, FRONTEND.1, PROTOCOL_TCP);
+    host.tables.frontends.insert(key, Frontend { service: 1, flags: frontend_flags });
     let first = packet(client, FRONTEND, TCP_SYN);
-    assert_eq!(host.arriving(&first, origin).unwrap().address, BACKENDS[0]);
-    let flow = host.flow(Stage::Opening, &first.key(TUPLE_FORWARD)).unwrap().read();
+    let sent = through(&host, &first, origin).unwrap();
+    assert_eq!(sent.destination, BACKENDS[0]);
+    let flow = host.flow_of(Stage::Opening, &first);
     assert_eq!((flow.is_masqueraded(), flow.alias_port() != client.1), (masqueraded, alias));
+    assert_eq!(sent.source, if masqueraded { NODE } else { client.0 });
     assert_eq!(host.entries(Stage::Opening), if masqueraded { 3 } else { 2 });
     host.assert_whole();
 }
 
+#[test]
+fn a_backend_in_the_nodes_namespace_that_dials_itself_gets_an_alias() {
+    let host = Host::new();
+    let client = (BACKENDS[0], CLIENT.1);
+    assert_ne!(host.sent(&packet(client, FRONTEND, TCP_SYN)).map(source), Ok(client));
+    assert_eq!(host.entries(Stage::Opening), 2);
+}
+
+/// An external IP that is an endpoint's own address.
+#[test]
+fn a_frontend_that_is_its_own_backend() {
+    let mut host = Host::new();
+    let endpoint = (BACKENDS[0], PORT);
+    let key = FrontendKey::of_address(endpoint.0, endpoint.1, PROTOCOL_TCP);
+    host.tables.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
+    let sent = host.arriving(&packet(CLIENT, endpoint, TCP_SYN), Origin::Workload).unwrap();
+    assert_eq!(destination(sent), endpoint);
+    let back = host.leaving(&answer(endpoint, source(sent), TCP_SYN | TCP_ACK)).unwrap();
+    assert_eq!((source(back), destination(back)), (endpoint, CLIENT));
+    host.assert_whole();
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Speaker {
+    Client,
+    Backend,
+}
+
+impl Speaker {
+    fn says(self, host: &Host, flow: &Flow<A>, segment: Segment) -> Result<Rewrite<A>, Reason> {
+        match self {
+            Self::Client => host.arriving(&numbered(CLIENT, FRONTEND, segment), Origin::Workload),
+            Self::Backend => host.leaving(&numbered((flow.backend, PORT), CLIENT, segment)),
+        }
+    }
+}
+
+/// What the next segment of either has as its number.
+const CLIENTS: u32 = CLIENT_ISN + 1;
+const BACKENDS_NEXT: u32 = BACKEND_ISN.wrapping_add(1);
+
+fn of_client(flags: u8, sequence: u32, acknowledgement: u32) -> (Speaker, Segment) {
+    (Speaker::Client, Segment::new(flags, sequence, acknowledgement, 0))
+}
+
+fn of_backend(flags: u8, sequence: u32, acknowledgement: u32) -> (Speaker, Segment) {
+    (Speaker::Backend, Segment::new(flags, sequence, acknowledgement, 0))
+}
+
+/// Both sides close.
+fn close() -> Vec<(Speaker, Segment)> {
+    vec![
+        of_client(TCP_FIN | TCP_ACK, CLIENTS, BACKENDS_NEXT),
+        of_backend(TCP_FIN | TCP_ACK, BACKENDS_NEXT, CLIENTS + 1),
+        of_client(TCP_ACK, CLIENTS + 1, BACKENDS_NEXT + 1),
+    ]
+}
+
+const FORGED: u32 = 0x7000_0000;
+
 #[rstest]
-#[case::nobody_ended_it(Speaker::Client, TCP_ACK, false)]
-#[case::backend_goes_on(Speaker::Backend, TCP_ACK, false)]
-#[case::client_closed(Speaker::Client, TCP_FIN | TCP_ACK, true)]
-#[case::client_reset(Speaker::Client, TCP_RST, true)]
-#[case::backend_closed(Speaker::Backend, TCP_FIN | TCP_ACK, true)]
-#[case::backend_reset(Speaker::Backend, TCP_RST, true)]
-fn a_syn_on_a_connection_that_ended_chooses_anew(
-    #[case] speaker: Speaker,
-    #[case] said: u8,
+#[case::nobody_ended_it(vec![of_client(TCP_ACK, CLIENTS, BACKENDS_NEXT)], false)]
+#[case::backend_goes_on(vec![of_backend(TCP_ACK, BACKENDS_NEXT, CLIENTS)], false)]
+#[case::both_closed(close(), true)]
+#[case::backend_closed_first(vec![
+    of_backend(TCP_FIN | TCP_ACK, BACKENDS_NEXT, CLIENTS),
+    of_client(TCP_ACK, CLIENTS, BACKENDS_NEXT + 1),
+    of_client(TCP_FIN | TCP_ACK, CLIENTS, BACKENDS_NEXT + 1),
+    of_backend(TCP_ACK, BACKENDS_NEXT + 1, CLIENTS + 1),
+], true)]
+#[case::only_the_client_closed(close()[..2].to_vec(), false)]
+#[case::client_reset(vec![of_client(TCP_RST, CLIENTS, 0)], true)]
+#[case::backend_reset(vec![of_backend(TCP_RST, BACKENDS_NEXT, 0)], true)]
+#[case::client_reset_while_data_is_on_its_way(vec![of_client(TCP_RST, CLIENTS + 1_000, 0)], false)]
+#[case::forged_reset(vec![of_client(TCP_RST, FORGED, 0)], false)]
+#[case::forged_reset_of_the_backend(vec![of_backend(TCP_RST, FORGED, 0)], false)]
+#[case::forged_fin(vec![of_client(TCP_FIN | TCP_ACK, FORGED, FORGED)], false)]
+#[case::forged_fins_of_both(vec![
+    of_client(TCP_FIN | TCP_ACK, FORGED, FORGED),
+    of_backend(TCP_FIN | TCP_ACK, FORGED, FORGED),
+], false)]
+#[case::data_then_a_reset_that_follows_it(vec![
+    of_client(TCP_ACK, FORGED, FORGED),
+    of_client(TCP_RST, FORGED, 0),
+], false)]
+fn a_syn_goes_to_another_backend_only_after_a_connection_that_ended(
+    #[case] said: Vec<(Speaker, Segment)>,
     #[case] ended: bool,
     #[values(false, true)] backend_is_gone: bool,
 ) {
     let mut host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
-    speaker.says(&host, &flow, said);
+    for (speaker, segment) in said {
+        speaker.says(&host, &flow, segment).unwrap();
+    }
+    let stage = if ended { Stage::Opening } else { Stage::Established };
+    assert_eq!(host.entries(Stage::Established), if ended { 0 } else { 2 }, "what has ended leaves at once");
+    assert_eq!(host.flow_of(stage, &syn()).state.has_ended(), ended);
     if backend_is_gone {
         host.tables.backends.remove(&flow.backend_id);
     }
     host.dice.borrow_mut().push_back(LAST);
-    let backend = host.arriving(&syn(), Origin::Workload).unwrap().address;
+    let backend = host.arriving(&syn(), Origin::Workload).unwrap().destination;
     assert_eq!(backend, if ended { BACKENDS[1] } else { BACKENDS[0] }, "a connection that is up stays");
     assert_eq!(host.counted(Reason::FlowReplaced), u32::from(ended));
+}
+
+/// The last segments may be lost and sent again.
+#[test]
+fn copies_of_the_last_segments_are_translated() {
+    let host = Host::new();
+    let flow = establish_one(&host, Origin::Workload);
+    for (speaker, segment) in close() {
+        speaker.says(&host, &flow, segment).unwrap();
+    }
+    host.wait(2 * REFRESH_AFTER);
+    for (speaker, segment) in close() {
+        assert!(speaker.says(&host, &flow, segment).is_ok());
+    }
+    assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (2, 0));
+}
+
+#[rstest]
+#[case::far_off(FORGED, 86_400)]
+#[case::near(CLIENTS + 1_000, 3_600)]
+fn a_forged_reset_cuts_no_silent_connection_short(#[case] sequence: u32, #[case] seconds: u64) {
+    let host = Host::new();
+    let flow = establish_one(&host, Origin::Workload);
+    let (speaker, reset) = of_client(TCP_RST, sequence, 0);
+    speaker.says(&host, &flow, reset).unwrap();
+    let lifetime =
+        |host: &Host| lifetime_seconds(PROTOCOL_TCP, host.flow_of(Stage::Established, &syn()).state);
+    assert_eq!(lifetime(&host), seconds);
+    // Its next segment shows that it lives.
+    Speaker::Backend.says(&host, &flow, Segment::new(TCP_ACK, BACKENDS_NEXT, CLIENTS, 0)).unwrap();
+    assert_eq!(lifetime(&host), 86_400);
 }
 
 #[rstest]
@@ -699,29 +964,108 @@ fn a_syn_on_a_connection_that_ended_chooses_anew(
 #[case::datagrams(PROTOCOL_UDP, 0)]
 fn what_was_never_answered_chooses_anew_when_its_backend_is_gone(
     #[case] protocol: u8,
-    #[case] tcp_flags: u8,
+    #[case] flags: u8,
     #[values(false, true)] gone: bool,
 ) {
     let mut host = Host::new();
-    let first = Packet { protocol, ..packet(CLIENT, FRONTEND, tcp_flags) };
-    assert_eq!(host.arriving(&first, Origin::Workload).unwrap().address, BACKENDS[0]);
+    let first = Packet { protocol, ..packet(CLIENT, FRONTEND, flags) };
+    assert_eq!(host.arriving(&first, Origin::Workload).map(|r| r.destination), Ok(BACKENDS[0]));
     if gone {
         host.tables.backends.remove(&1);
     }
+    host.epoch.set(1);
     host.dice.borrow_mut().push_back(LAST);
-    let again = host.arriving(&first, Origin::Workload).unwrap().address;
+    let again = host.arriving(&first, Origin::Workload).unwrap().destination;
     assert_eq!(again, if gone { BACKENDS[1] } else { BACKENDS[0] });
 }
 
+/// The port of a frontend has passed to another Service while the old backend lives.
 #[rstest]
-#[case::nobody_answered(None)]
-#[case::the_backend_refused(Some(TCP_RST))]
-fn a_client_that_was_never_answered_establishes_nothing(#[case] answer: Option<u8>) {
+#[case::before_the_controller_is_done(0, 0)]
+#[case::after(1, 1)]
+fn datagrams_follow_their_frontend_to_another_service(#[case] epoch: u32, #[case] backend: usize) {
+    let mut host = Host::new();
+    let first = datagram(CLIENT, FRONTEND);
+    host.arriving(&first, Origin::Workload).unwrap();
+    let set = EndpointSet { first: 1, count: 1 };
+    host.tables
+        .services
+        .insert(2, Service { cluster: set, internal: set, external: set, flags: 1, ..Service::default() });
+    let key = FrontendKey::of_address(FRONTEND.0, FRONTEND.1, PROTOCOL_UDP);
+    host.tables.frontends.insert(key, Frontend { service: 2, flags: 0 });
+    host.epoch.set(epoch);
+    assert_eq!(host.arriving(&first, Origin::Workload).map(|r| r.destination), Ok(BACKENDS[backend]));
+}
+
+/// A client with a forged address can send all of these.
+#[rstest]
+#[case::acknowledges_what_was_not_answered(None, vec![Segment::new(TCP_ACK, CLIENTS, BACKENDS_NEXT, 0)])]
+#[case::was_refused(Some(Segment::new(TCP_RST | TCP_ACK, 0, CLIENTS, 0)), vec![
+    Segment::new(TCP_ACK, CLIENTS, 1, 0),
+])]
+#[case::guesses(Some(Segment::new(TCP_SYN | TCP_ACK, BACKEND_ISN, CLIENTS, 0)), vec![
+    Segment::new(TCP_ACK, CLIENTS, FORGED, 0),
+    Segment::new(TCP_ACK, CLIENTS, BACKEND_ISN, 0),
+])]
+#[case::sends_data_without_acknowledging(Some(Segment::new(TCP_SYN | TCP_ACK, BACKEND_ISN, CLIENTS, 0)), vec![
+    Segment::new(0, CLIENTS, BACKENDS_NEXT, 100),
+])]
+#[case::resets(Some(Segment::new(TCP_SYN | TCP_ACK, BACKEND_ISN, CLIENTS, 0)), vec![
+    Segment::new(TCP_RST, CLIENTS, 0, 0),
+    Segment::new(TCP_RST | TCP_ACK, CLIENTS, BACKENDS_NEXT, 0),
+    Segment::new(TCP_ACK, CLIENTS, BACKENDS_NEXT, 0),
+])]
+#[case::ends(Some(Segment::new(TCP_SYN | TCP_ACK, BACKEND_ISN, CLIENTS, 0)), vec![
+    Segment::new(TCP_FIN | TCP_ACK, CLIENTS, FORGED, 0),
+])]
+fn a_forged_client_establishes_no_connection(#[case] answered: Option<Segment>, #[case] said: Vec<Segment>) {
     let host = Host::new();
     host.arriving(&syn(), Origin::Workload).unwrap();
-    if let Some(tcp_flags) = answer {
-        host.leaving(&packet((BACKENDS[0], PORT), CLIENT, tcp_flags)).unwrap();
+    if let Some(segment) = answered {
+        host.leaving(&numbered((BACKENDS[0], PORT), CLIENT, segment)).unwrap();
     }
-    host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), Origin::Workload).unwrap();
+    for segment in said {
+        let _verdict = host.arriving(&numbered(CLIENT, FRONTEND, segment), Origin::Workload);
+        host.wait(2 * REFRESH_AFTER);
+    }
     assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (2, 0));
+}
+
+#[rstest]
+#[case::at_once(BACKENDS_NEXT)]
+#[case::after_data_that_came_first(BACKENDS_NEXT + 1_000)]
+fn a_client_that_received_the_answer_is_confirmed(#[case] acknowledgement: u32) {
+    let host = Host::new();
+    host.arriving(&syn(), Origin::Workload).unwrap();
+    host.leaving(&answer((BACKENDS[0], PORT), CLIENT, TCP_SYN | TCP_ACK)).unwrap();
+    let segment = Segment::new(TCP_ACK, CLIENTS, acknowledgement, 0);
+    host.arriving(&numbered(CLIENT, FRONTEND, segment), Origin::Workload).unwrap();
+    assert_eq!(host.entries(Stage::Established), 2);
+    let state = host.flow_of(Stage::Established, &syn()).state;
+    assert_eq!(state.progress, PROGRESS_CONFIRMED);
+}
+
+/// Seconds at which client (true) and backend send.
+#[rstest]
+#[case::one_question(&[(0, true), (0, false)], 0)]
+#[case::two_questions_at_once(&[(0, true), (0, false), (0, true), (0, false), (0, true)], 0)]
+#[case::never_answered(&[(0, true), (1, true), (5, true)], 0)]
+#[case::answered_for_seconds(&[(0, true), (0, false), (3, false), (4, false)], 0)]
+#[case::both_for_seconds(&[(0, true), (0, false), (3, false), (3, true)], 2)]
+fn datagrams_are_established_by_traffic_of_both_for_seconds(
+    #[case] sent: &[(u64, bool)],
+    #[case] entries: usize,
+) {
+    let host = Host::new();
+    let start = host.clock.get();
+    for (second, by_client) in sent {
+        host.clock.set(start + second * SECOND);
+        if *by_client {
+            host.arriving(&datagram(CLIENT, FRONTEND), Origin::Workload).unwrap();
+        } else {
+            host.leaving(&datagram((BACKENDS[0], PORT), CLIENT)).unwrap();
+        }
+    }
+    assert_eq!(host.entries(Stage::Established), entries);
+    host.assert_whole();
 }

@@ -1,91 +1,154 @@
-//! A flow's tuples as keys and as translations, and how long a flow is kept.
+//! A flow's ends as keys and as translations, and how long a flow is kept.
 
 use crate::{
     layout::*,
-    packet::{Rewrite, Side},
+    packet::{End, Packet, Rewrite},
     port::Port,
 };
 
-/// How long a flow that nothing is heard of is kept, in seconds. `flags` is the union of its entries' flags.
-pub const fn lifetime_seconds(protocol: u8, flags: u32) -> u64 {
-    const CLOSED: u32 = FLOW_CLIENT_CLOSED | FLOW_BACKEND_CLOSED;
+/// How long a flow that nothing is heard of is kept, in seconds. `state` is the furthest that its entries know of.
+pub const fn lifetime_seconds(protocol: u8, state: FlowState) -> u64 {
+    const FIN_WAIT: u64 = 3600;
     if protocol != PROTOCOL_TCP {
-        return if flags & FLOW_ANSWERED == 0 { 30 } else { 120 };
+        return if state.progress < PROGRESS_SUSTAINED { 30 } else { 120 };
     }
-    if flags & FLOW_RESET != 0 {
-        10
-    } else if flags & CLOSED == CLOSED {
+    let fins = (state.client_fin == FIN_ACKNOWLEDGED, state.backend_fin == FIN_ACKNOWLEDGED);
+    match (state.reset, fins) {
+        (RESET_CONFIRMED, _) => 10,
         // TIME_WAIT of Linux.
-        60
-    } else if flags & CLOSED != 0 {
+        (_, (true, true)) => 60,
+        _ if state.progress < PROGRESS_CONFIRMED => 60,
         // One side may go on sending for long: as CLOSE_WAIT of conntrack in Kubernetes (kube-proxy's default).
-        3600
-    } else if flags & FLOW_ANSWERED == 0 {
-        60
-    } else {
+        (RESET_PLAUSIBLE, _) | (_, (true, false) | (false, true)) => FIN_WAIT,
         // kube-proxy's conntrack.tcpEstablishedTimeout.
-        86_400
+        _ => 86_400,
     }
 }
 
-/// Which `TUPLE_*` the backend's answers to a flow with these `FLOW_*` are. An alias of the node's own is a port of
-/// the same pool as a masqueraded source, at the same address: one key space, so that none is given twice.
-#[inline(always)]
-pub(super) const fn reply_tuple(flags: u32) -> u8 {
-    if flags & FLOW_FROM_HOST != 0 { TUPLE_MASQUERADED_REPLY } else { TUPLE_REPLY }
+impl FlowState {
+    /// No segment of this connection is expected any more, but for copies of old ones.
+    pub const fn has_ended(&self) -> bool {
+        self.reset == RESET_CONFIRMED
+            || (self.client_fin == FIN_ACKNOWLEDGED && self.backend_fin == FIN_ACKNOWLEDGED)
+    }
+
+    /// What two entries of a flow know together.
+    #[must_use]
+    pub fn union(&self, other: &Self) -> Self {
+        Self {
+            progress: self.progress.max(other.progress),
+            client_fin: self.client_fin.max(other.client_fin),
+            backend_fin: self.backend_fin.max(other.backend_fin),
+            reset: self.reset.max(other.reset),
+        }
+    }
+}
+
+/// Where on its way a packet of a flow is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Step {
+    ToFrontend,
+    ToBackend,
+    ToBackendMasqueraded,
+    FromBackendMasqueraded,
+    FromBackend,
+    FromFrontend,
 }
 
 impl<A: Address> Flow<A> {
     /// A TCP connection that netfilter translates, and the key of its entry: from where the backend answers, and where to.
     pub fn of_netfilter(
-        backend: (A, Port),
-        answers_to: (A, Port),
+        backend: End<A>,
+        answers_to: End<A>,
         is_masqueraded: bool,
         now: u64,
     ) -> (FlowKey<A>, Self) {
         let mut flow = Self::default();
         flow.backend = backend.0;
         flow.set_backend_port(backend.1);
-        (flow.protocol, flow.service, flow.last_seen) = (PROTOCOL_TCP, NO_SERVICE, now);
-        flow.flags = FLOW_ANSWERED | FLOW_OF_NETFILTER;
+        (flow.protocol, flow.service) = (PROTOCOL_TCP, NO_SERVICE);
+        (flow.opened, flow.last_seen) = (now, now);
+        (flow.flags, flow.state.progress) = (FLOW_OF_NETFILTER, PROGRESS_CONFIRMED);
         if is_masqueraded {
-            flow.flags |= FLOW_MASQUERADED;
             flow.masquerade = answers_to.0;
             flow.set_masquerade_port(answers_to.1);
-            return (flow.masqueraded_reply_key(), flow);
+        } else {
+            flow.client = answers_to.0;
+            flow.set_alias_port(answers_to.1);
         }
-        flow.client = answers_to.0;
-        flow.set_alias_port(answers_to.1);
-        (flow.reply_key(), flow)
-    }
-
-    /// What the client sends.
-    #[inline(always)]
-    pub fn forward_key(&self) -> FlowKey<A> {
-        let (client, frontend) = ((self.client, self.client_port()), (self.frontend, self.frontend_port()));
-        FlowKey::new(client, frontend, self.protocol, TUPLE_FORWARD)
-    }
-
-    /// What the backend answers, as netfilter and routing see it.
-    #[inline(always)]
-    pub fn reply_key(&self) -> FlowKey<A> {
-        self.answer_key((self.client, self.alias_port()), reply_tuple(self.flags))
-    }
-
-    /// What the backend answers, if the flow is `FLOW_MASQUERADED`.
-    #[inline(always)]
-    pub fn masqueraded_reply_key(&self) -> FlowKey<A> {
-        self.answer_key((self.masquerade, self.masquerade_port()), TUPLE_MASQUERADED_REPLY)
+        (FlowKey::between(backend, answers_to, PROTOCOL_TCP), flow)
     }
 
     #[inline(always)]
-    fn answer_key(&self, to: (A, Port), tuple: u8) -> FlowKey<A> {
-        FlowKey::new((self.backend, self.backend_port()), to, self.protocol, tuple)
+    fn client_end(&self) -> End<A> {
+        (self.client, self.client_port())
     }
 
     #[inline(always)]
-    pub(super) fn is_masqueraded(&self) -> bool {
-        self.flags & FLOW_MASQUERADED != 0
+    fn frontend_end(&self) -> End<A> {
+        (self.frontend, self.frontend_port())
+    }
+
+    #[inline(always)]
+    fn backend_end(&self) -> End<A> {
+        (self.backend, self.backend_port())
+    }
+
+    /// The client, as the backend's side of this node sees it.
+    #[inline(always)]
+    fn alias_end(&self) -> End<A> {
+        (self.client, self.alias_port())
+    }
+
+    #[inline(always)]
+    fn masquerade_end(&self) -> End<A> {
+        (self.masquerade, self.masquerade_port())
+    }
+
+    #[inline(always)]
+    pub fn is_masqueraded(&self) -> bool {
+        self.masquerade_port() != Port::NONE
+    }
+
+    /// Between client and frontend.
+    #[inline(always)]
+    pub fn client_key(&self) -> FlowKey<A> {
+        let mut key = FlowKey::between(self.client_end(), self.frontend_end(), self.protocol);
+        key.overlapping = u8::from(self.flags & FLOW_OVERLAPPING != 0);
+        key
+    }
+
+    /// Between client and backend.
+    #[inline(always)]
+    pub fn backend_key(&self) -> FlowKey<A> {
+        FlowKey::between(self.alias_end(), self.backend_end(), self.protocol)
+    }
+
+    /// Between the node, for the client, and the backend, if the flow [is masqueraded](Self::is_masqueraded).
+    #[inline(always)]
+    pub fn masquerade_key(&self) -> FlowKey<A> {
+        FlowKey::between(self.masquerade_end(), self.backend_end(), self.protocol)
+    }
+
+    /// None: the packet is not of this flow.
+    #[inline(always)]
+    pub(super) fn step_of(&self, packet: &Packet<A>) -> Option<Step> {
+        let backend = self.backend_end();
+        if packet.is_between(self.client_end(), self.frontend_end()) {
+            Some(Step::ToFrontend)
+        } else if packet.is_between(backend, self.alias_end()) {
+            Some(Step::FromBackend)
+        } else if packet.is_between(self.alias_end(), backend) {
+            Some(Step::ToBackend)
+        } else if packet.is_between(backend, self.masquerade_end()) {
+            Some(Step::FromBackendMasqueraded)
+        } else if packet.is_between(self.masquerade_end(), backend) {
+            Some(Step::ToBackendMasqueraded)
+        } else if packet.is_between(self.frontend_end(), self.client_end()) {
+            Some(Step::FromFrontend)
+        } else {
+            None
+        }
     }
 
     #[inline(always)]
@@ -96,36 +159,52 @@ impl<A: Address> Flow<A> {
             && self.frontend == other.frontend
     }
 
-    /// Of two flows of one client and frontend: do they have the same keys?
+    /// Is the other an entry of the same flow?
     #[inline(always)]
-    pub(super) fn same_entries(&self, other: &Self) -> bool {
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.opened == other.opened && self.same_client_and_frontend(other)
+    }
+
+    /// Of two flows of one client and frontend: have they the same client-and-backend key?
+    #[inline(always)]
+    pub(super) fn same_backend(&self, other: &Self) -> bool {
         self.backend_port() == other.backend_port()
             && self.alias_port() == other.alias_port()
-            && self.masquerade_port() == other.masquerade_port()
             && self.backend == other.backend
     }
 
-    /// Client to frontend becomes client to backend.
+    /// What a packet of the client to the frontend gets.
     #[inline(always)]
-    pub(super) fn forward_rewrite(&self) -> Rewrite<A> {
-        Rewrite {
-            side: Side::Destination,
-            address: self.backend,
-            port: self.backend_port(),
-            other_port: self.alias_port(),
-            service: self.service,
-        }
+    pub(super) fn to_backend(&self) -> Rewrite<A> {
+        rewrite(self.alias_end(), self.backend_end(), self.service)
     }
 
-    /// Backend to client becomes frontend to client.
+    /// What a packet of the client to the backend gets where it leaves the node.
     #[inline(always)]
-    pub(super) fn reply_rewrite(&self) -> Rewrite<A> {
-        Rewrite {
-            side: Side::Source,
-            address: self.frontend,
-            port: self.frontend_port(),
-            other_port: self.client_port(),
-            service: self.service,
-        }
+    pub(super) fn masqueraded(&self) -> Rewrite<A> {
+        rewrite(self.masquerade_end(), self.backend_end(), NO_SERVICE)
+    }
+
+    /// What an answer to the masqueraded source gets.
+    #[inline(always)]
+    pub(super) fn unmasqueraded(&self) -> Rewrite<A> {
+        rewrite(self.backend_end(), self.alias_end(), NO_SERVICE)
+    }
+
+    /// What an answer of the backend gets.
+    #[inline(always)]
+    pub(super) fn from_frontend(&self) -> Rewrite<A> {
+        rewrite(self.frontend_end(), self.client_end(), self.service)
+    }
+}
+
+#[inline(always)]
+fn rewrite<A>(source: End<A>, destination: End<A>, service: u32) -> Rewrite<A> {
+    Rewrite {
+        source: source.0,
+        destination: destination.0,
+        source_port: source.1,
+        destination_port: destination.1,
+        service,
     }
 }

@@ -187,6 +187,24 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         }
     }
 
+    /// Removes an entry and answers what it was at that moment. Below 5.14, where the kernel cannot do both at once, what it was just
+    /// before. For hash tables.
+    pub fn take(&self, key: &K) -> Result<Option<V>, CallError> {
+        let mut value = V::default();
+        let target: *mut V = &mut value;
+        let mut attr = self.element(key, target);
+        // SAFETY: as for `get`.
+        match unsafe { bpf::call(bpf_cmd::BPF_MAP_LOOKUP_AND_DELETE_ELEM, &mut attr) } {
+            Ok(_) => Ok(Some(value)),
+            Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(None),
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP | ENOTSUPP)) => {
+                let found = self.get(key)?;
+                Ok(if self.remove(key)? { found } else { None })
+            }
+            Err(e) => Err(CallError::new("bpf(BPF_MAP_LOOKUP_AND_DELETE_ELEM)", e)),
+        }
+    }
+
     /// Reads about `limit` entries from `cursor` on. `None` for the cursor: that was all.
     pub fn read(
         &self,

@@ -1,7 +1,7 @@
 //! Expired flows leave the tables whole, others stay whole.
 
 use proxy_common::{
-    layout::{FLOW_ANSWERED, FLOW_MASQUERADED, FLOW_RESET, Flow, FlowKey, PROTOCOL_TCP},
+    layout::{FLOW_MASQUERADE, Flow, FlowKey, PROGRESS_CONFIRMED, PROTOCOL_TCP, RESET_CONFIRMED},
     port::Port,
 };
 use proxy_ctl::{
@@ -27,14 +27,15 @@ fn reset(client_port: Port, last_seen: u64) -> Flow<[u8; 4]> {
     flow.set_frontend_port(Port::new(80));
     flow.set_backend_port(Port::new(8080));
     flow.set_masquerade_port(client_port);
-    flow.flags = FLOW_ANSWERED | FLOW_MASQUERADED | FLOW_RESET;
+    flow.flags = FLOW_MASQUERADE;
+    (flow.state.progress, flow.state.reset) = (PROGRESS_CONFIRMED, RESET_CONFIRMED);
     flow.protocol = PROTOCOL_TCP;
     flow.last_seen = last_seen;
     flow
 }
 
 fn keys(flow: &Flow<[u8; 4]>) -> [FlowKey<[u8; 4]>; 3] {
-    [flow.forward_key(), flow.reply_key(), flow.masqueraded_reply_key()]
+    [flow.client_key(), flow.backend_key(), flow.masquerade_key()]
 }
 
 #[test]
@@ -49,12 +50,12 @@ fn all_entries_of_a_flow_expire_together() {
         established.set(&key, &expired).unwrap();
     }
     // Left in the other table by a race.
-    opening.set(&expired.forward_key(), &expired).unwrap();
+    opening.set(&expired.client_key(), &expired).unwrap();
     for key in keys(&alive) {
         established.set(&key, &alive).unwrap();
     }
     // One of its entries was seen just now.
-    established.set(&alive.reply_key(), &reset(kept, now)).unwrap();
+    established.set(&alive.backend_key(), &reset(kept, now)).unwrap();
 
     dataplane.collect_garbage().unwrap();
     let mut left: Vec<_> =

@@ -9,6 +9,7 @@ use std::{
 };
 
 use nix::sched::{CloneFlags, unshare};
+use proxy_common::layout::LAYOUT_VERSION;
 use proxy_ctl::{
     config::{Ebpf, Limits},
     dataplane::{
@@ -64,7 +65,7 @@ impl Sandbox {
     }
 
     pub fn pins(&self, below: &str) -> PathBuf {
-        self.config.bpffs.join("proxy-ctl/v1").join(below)
+        self.config.bpffs.join(format!("proxy-ctl/v{LAYOUT_VERSION}")).join(below)
     }
 
     pub fn table(&self, name: &str) -> PathBuf {

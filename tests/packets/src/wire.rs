@@ -64,15 +64,26 @@ pub(crate) struct Segment {
     pub(crate) back: bool,
 }
 
+/// The sequence numbers of both sides' SYN.
+const CLIENT_ISN: u32 = 0x0102_0303;
+const BACKEND_ISN: u32 = 0x0506_0707;
+
+/// (sequence, acknowledgement) of the first segments of a connection.
+fn numbers(own: u32, other: u32, tcp_flags: u8) -> (u32, u32) {
+    (own + u32::from(tcp_flags & TCP_SYN == 0), if tcp_flags & TCP_ACK == 0 { 0 } else { other + 1 })
+}
+
+/// A client's.
 pub(crate) fn tcp(source: Endpoint, destination: Endpoint, tcp_flags: u8) -> Segment {
+    let (sequence, acknowledgement) = numbers(CLIENT_ISN, BACKEND_ISN, tcp_flags);
     Segment {
         link: Link::Ethernet,
         source,
         destination,
         protocol: PROTOCOL_TCP,
         tcp_flags,
-        sequence: 0x0102_0304,
-        acknowledgement: if tcp_flags & TCP_ACK != 0 { 0x0506_0708 } else { 0 },
+        sequence,
+        acknowledgement,
         window: 64_240,
         hop_limit: 63,
         extra: Extra::None,
@@ -103,12 +114,16 @@ impl Segment {
     /// What the peer sends back.
     pub(crate) fn answer(&self, tcp_flags: u8) -> Self {
         let tcp_flags = if self.protocol == PROTOCOL_TCP { tcp_flags } else { 0 };
-        Self { source: self.destination, destination: self.source, tcp_flags, ..self.clone() }
+        let (sequence, acknowledgement) = numbers(BACKEND_ISN, CLIENT_ISN, tcp_flags);
+        let (source, destination) = (self.destination, self.source);
+        Self { source, destination, tcp_flags, sequence, acknowledgement, ..self.clone() }
     }
 
+    /// Another of the client's.
     pub(crate) fn flags(&self, tcp_flags: u8) -> Self {
         let tcp_flags = if self.protocol == PROTOCOL_TCP { tcp_flags } else { 0 };
-        Self { tcp_flags, ..self.clone() }
+        let (sequence, acknowledgement) = numbers(CLIENT_ISN, BACKEND_ISN, tcp_flags);
+        Self { tcp_flags, sequence, acknowledgement, ..self.clone() }
     }
 
     pub(crate) fn bytes<W: Wire>(&self) -> Vec<u8> {

@@ -230,6 +230,13 @@ impl World {
         Ok(array(&mut self.ebpf, table::settings)?.set(0, settings, 0)?)
     }
 
+    /// A frontend or backend is taken away.
+    pub(crate) fn raise_epoch(&mut self) -> Result<()> {
+        let mut settings: Settings = array(&mut self.ebpf, table::settings)?.get(&0, 0)?;
+        settings.epoch += 1;
+        self.set_settings(settings)
+    }
+
     pub(crate) fn set_lease_end(&mut self, end: u64) -> Result<()> {
         Ok(array(&mut self.ebpf, table::lease)?.set(0, Lease { end }, 0)?)
     }

@@ -1,20 +1,20 @@
-//! Removes flows of which nothing was heard for their lifetime, a bounded slice of the tables at a time.
+//! Removes flows of which nothing was heard for their lifetime, a slice of the tables at a time.
+
+use std::time::{Duration, Instant};
 
 use proxy_common::{
     flow::lifetime_seconds,
-    layout::{
-        FLOW_BACKEND_CLOSED, FLOW_CLIENT_CLOSED, FLOW_MASQUERADED, FLOW_OF_NETFILTER, FLOW_RESET, Flow,
-        FlowKey,
-    },
+    layout::{FIN_ACKNOWLEDGED, FLOW_OF_NETFILTER, Flow, FlowKey, FlowState},
 };
 
 use super::{Error, family::TableFamily, tables::FamilyTables};
 use crate::sys::map::Cursor;
 
-/// Entries looked at in one call and table: a table of half a million is walked in half a minute.
+/// Entries looked at before the next decision to go on.
 const SLICE: usize = 16_384;
+/// How long one call walks through a table while a quarter of what it meets has expired.
+const BUDGET: Duration = Duration::from_millis(100);
 const SECOND: u64 = 1_000_000_000;
-const CLOSING: u32 = FLOW_CLIENT_CLOSED | FLOW_BACKEND_CLOSED | FLOW_RESET;
 
 /// A walk through one flow table that goes on from call to call.
 #[derive(Debug)]
@@ -84,9 +84,9 @@ impl<F: TableFamily> Collector<F> {
         self.opening.complete && self.established.complete && self.counted() == (0, 0)
     }
 
-    /// Ends all UDP flows: the clients' next packets are new to whoever serves them then. Ports of netfilter's connections are kept no
-    /// longer: no flow is opened any more.
-    pub(super) fn end_all_but_tcp_flows(tables: &FamilyTables<F>) -> Result<u64, Error> {
+    /// Leaves only TCP flows of the programs' own: the clients' next datagrams are new to whoever serves them then, and ports of
+    /// netfilter's connections need not be kept where no flow is opened any more.
+    pub(super) fn end_for_retirement(tables: &FamilyTables<F>) -> Result<u64, Error> {
         let mut removed = 0;
         for table in [&tables.opening_flows, &tables.flows] {
             for (_, flow) in table.read_all()? {
@@ -98,8 +98,7 @@ impl<F: TableFamily> Collector<F> {
         Ok(removed)
     }
 
-    /// Looks at the next slice of both tables and removes expired flows, all their entries together. Answers how many
-    /// entries were removed.
+    /// Goes on through both tables and removes expired flows, all their entries together. Answers how many entries were removed.
     pub(super) fn collect(&mut self, tables: &FamilyTables<F>, now: u64) -> Result<u64, Error> {
         Ok(self.walk(tables, FlowTable::Opening, now)? + self.walk(tables, FlowTable::Established, now)?)
     }
@@ -113,17 +112,25 @@ impl<F: TableFamily> Collector<F> {
             walk.rest -= 1;
             return Ok(0);
         }
-        let mut slice = Vec::new();
-        let next = table
-            .map()
-            .read(walk.cursor, SLICE, &mut slice)
-            .map_err(|source| Error::Table { table: table.name, source })?;
-        walk.advance(next, slice.len());
-        let mut removed = 0;
-        for (_, flow) in slice.iter().filter(|(_, flow)| may_be_expired(flow, now)) {
-            removed += remove_if(tables, flow, |entries| is_expired(entries, now))?;
+        let start = Instant::now();
+        let (mut slice, mut removed) = (Vec::new(), 0);
+        loop {
+            slice.clear();
+            let next = table
+                .map()
+                .read(walk.cursor, SLICE, &mut slice)
+                .map_err(|source| Error::Table { table: table.name, source })?;
+            walk.advance(next, slice.len());
+            let mut expired = 0;
+            for (_, flow) in slice.iter().filter(|(_, flow)| may_be_expired(flow, now)) {
+                expired += remove_if(tables, flow, |entries| is_expired(entries, now))?;
+            }
+            removed += expired;
+            let is_worth_it = expired * 4 >= slice.len() as u64;
+            if next.is_none() || !is_worth_it || start.elapsed() >= BUDGET {
+                return Ok(removed);
+            }
         }
-        Ok(removed)
     }
 }
 
@@ -132,35 +139,36 @@ fn age_seconds<A>(flow: &Flow<A>, now: u64) -> u64 {
     now.saturating_sub(flow.last_seen) / SECOND
 }
 
-/// Judged by one entry alone. A closing flow's other entries may know that both sides have closed.
+/// Judged by one entry alone. Another may know more of how the flow ends, and have been seen later.
 fn may_be_expired<A>(flow: &Flow<A>, now: u64) -> bool {
-    let flags = if flow.flags & CLOSING == 0 { flow.flags } else { flow.flags | FLOW_RESET };
-    age_seconds(flow, now) >= lifetime_seconds(flow.protocol, flags)
+    let ended = FlowState { client_fin: FIN_ACKNOWLEDGED, backend_fin: FIN_ACKNOWLEDGED, ..flow.state };
+    let is_ending = flow.state.client_fin.max(flow.state.backend_fin) == FIN_ACKNOWLEDGED;
+    age_seconds(flow, now) >= lifetime_seconds(flow.protocol, if is_ending { ended } else { flow.state })
 }
 
 /// Judged by all entries of a flow.
 fn is_expired<A>(entries: &[Flow<A>], now: u64) -> bool {
-    let flags = entries.iter().fold(0, |flags, flow| flags | flow.flags);
-    entries.iter().all(|flow| age_seconds(flow, now) >= lifetime_seconds(flow.protocol, flags))
+    let state = entries.iter().fold(FlowState::default(), |state, flow| state.union(&flow.state));
+    entries.iter().all(|flow| age_seconds(flow, now) >= lifetime_seconds(flow.protocol, state))
 }
 
 /// `is_over`: judges by all entries of the flow.
 fn remove_if<F: TableFamily>(
     tables: &FamilyTables<F>,
     flow: &Flow<F::Address>,
-    is_over: impl FnOnce(&[Flow<F::Address>]) -> bool,
+    is_over: impl Fn(&[Flow<F::Address>]) -> bool,
 ) -> Result<u64, Error> {
     let keys = [
-        Some(flow.forward_key()),
-        Some(flow.reply_key()),
-        (flow.flags & FLOW_MASQUERADED != 0).then(|| flow.masqueraded_reply_key()),
+        Some(flow.client_key()),
+        Some(flow.backend_key()),
+        flow.is_masqueraded().then(|| flow.masquerade_key()),
     ];
     let mut found = Vec::with_capacity(6);
     let mut entries = Vec::with_capacity(6);
     for key in keys.into_iter().flatten() {
         for table in [&tables.opening_flows, &tables.flows] {
             // A key may have passed to another flow since.
-            if let Some(entry) = table.get(&key)?.filter(|entry| same_flow(entry, flow)) {
+            if let Some(entry) = table.get(&key)?.filter(|entry| entry.is_same(flow)) {
                 found.push((table, key));
                 entries.push(entry);
             }
@@ -169,65 +177,82 @@ fn remove_if<F: TableFamily>(
     if !is_over(&entries) {
         return Ok(0);
     }
-    let mut removed = 0;
+    let mut taken = Vec::with_capacity(found.len());
+    entries.clear();
     for (table, key) in found {
-        removed += u64::from(table.remove(&key)?);
+        match table.take(&key)? {
+            Some(entry) if entry.is_same(flow) => {
+                entries.push(entry);
+                taken.push((table, key, entry));
+            }
+            // The key has passed to another flow in this moment.
+            Some(entry) => {
+                table.insert(&key, &entry)?;
+            }
+            None => {}
+        }
     }
-    Ok(removed)
-}
-
-fn same_flow<A: PartialEq>(one: &Flow<A>, other: &Flow<A>) -> bool {
-    one.client == other.client
-        && one.client_port() == other.client_port()
-        && one.frontend == other.frontend
-        && one.frontend_port() == other.frontend_port()
-        && one.backend_id == other.backend_id
+    if is_over(&entries) {
+        return Ok(taken.len() as u64);
+    }
+    // A packet has come since.
+    for (table, key, entry) in taken {
+        table.insert(&key, &entry)?;
+    }
+    Ok(0)
 }
 
 #[cfg(test)]
 mod tests {
-    use proxy_common::layout::{FLOW_ANSWERED, PROTOCOL_TCP, PROTOCOL_UDP};
+    use proxy_common::layout::{
+        PROGRESS_CONFIRMED, PROGRESS_SUSTAINED, PROTOCOL_TCP, PROTOCOL_UDP, RESET_CONFIRMED,
+    };
     use rstest::rstest;
 
     use super::*;
 
-    fn flow(protocol: u8, flags: u32, last_seen: u64) -> Flow<[u8; 4]> {
+    const OPEN: FlowState =
+        FlowState { progress: PROGRESS_CONFIRMED, client_fin: 0, backend_fin: 0, reset: 0 };
+    const SILENT: FlowState = FlowState { progress: 0, ..OPEN };
+    const SUSTAINED: FlowState = FlowState { progress: PROGRESS_SUSTAINED, ..OPEN };
+    const CLIENT_CLOSED: FlowState = FlowState { client_fin: FIN_ACKNOWLEDGED, ..OPEN };
+    const BACKEND_CLOSED: FlowState = FlowState { backend_fin: FIN_ACKNOWLEDGED, ..OPEN };
+    const RESET: FlowState = FlowState { reset: RESET_CONFIRMED, ..OPEN };
+
+    fn flow(protocol: u8, state: FlowState, last_seen: u64) -> Flow<[u8; 4]> {
         let mut flow = Flow::default();
-        (flow.protocol, flow.flags, flow.last_seen) = (protocol, flags, last_seen * SECOND);
+        (flow.protocol, flow.state, flow.last_seen) = (protocol, state, last_seen * SECOND);
         flow
     }
 
     #[rstest]
-    #[case::answered_tcp_lives_a_day(PROTOCOL_TCP, FLOW_ANSWERED, 86_399, false)]
-    #[case::answered_tcp_ends_after_a_day(PROTOCOL_TCP, FLOW_ANSWERED, 86_400, true)]
-    #[case::reset(PROTOCOL_TCP, FLOW_ANSWERED | FLOW_RESET, 10, true)]
-    #[case::half_closed(PROTOCOL_TCP, FLOW_ANSWERED | FLOW_CLIENT_CLOSED, 100, false)]
-    #[case::unanswered_udp(PROTOCOL_UDP, 0, 30, true)]
-    #[case::answered_udp(PROTOCOL_UDP, FLOW_ANSWERED, 30, false)]
+    #[case::answered_tcp_lives_a_day(PROTOCOL_TCP, OPEN, 86_399, false)]
+    #[case::answered_tcp_ends_after_a_day(PROTOCOL_TCP, OPEN, 86_400, true)]
+    #[case::reset(PROTOCOL_TCP, RESET, 10, true)]
+    #[case::half_closed(PROTOCOL_TCP, CLIENT_CLOSED, 100, false)]
+    #[case::unanswered_udp(PROTOCOL_UDP, SILENT, 30, true)]
+    #[case::answered_udp(PROTOCOL_UDP, SUSTAINED, 30, false)]
     fn one_entry_decides_where_it_is_alone(
         #[case] protocol: u8,
-        #[case] flags: u32,
+        #[case] state: FlowState,
         #[case] age: u64,
         #[case] expired: bool,
     ) {
-        let entries = [flow(protocol, flags, 1_000)];
+        let entries = [flow(protocol, state, 1_000)];
         assert_eq!(is_expired(&entries, (1_000 + age) * SECOND), expired);
         assert!(!expired || may_be_expired(&entries[0], (1_000 + age) * SECOND));
     }
 
     #[test]
     fn an_entry_that_was_seen_keeps_its_partners() {
-        let entries = [flow(PROTOCOL_UDP, 0, 10), flow(PROTOCOL_UDP, 0, 1_000)];
+        let entries = [flow(PROTOCOL_UDP, SILENT, 10), flow(PROTOCOL_UDP, SILENT, 1_000)];
         assert!(may_be_expired(&entries[0], 1_010 * SECOND));
         assert!(!is_expired(&entries, 1_010 * SECOND));
     }
 
     #[test]
     fn two_halves_of_a_close_make_a_whole() {
-        let entries = [
-            flow(PROTOCOL_TCP, FLOW_ANSWERED | FLOW_CLIENT_CLOSED, 1_000),
-            flow(PROTOCOL_TCP, FLOW_ANSWERED | FLOW_BACKEND_CLOSED, 1_000),
-        ];
+        let entries = [flow(PROTOCOL_TCP, CLIENT_CLOSED, 1_000), flow(PROTOCOL_TCP, BACKEND_CLOSED, 1_000)];
         assert!(may_be_expired(&entries[0], 1_060 * SECOND));
         assert!(is_expired(&entries, 1_060 * SECOND));
         assert!(!is_expired(&entries[..1], 1_060 * SECOND));
@@ -235,7 +260,7 @@ mod tests {
 
     #[test]
     fn a_stamp_from_the_future_is_no_age() {
-        assert!(!is_expired(&[flow(PROTOCOL_UDP, 0, 1_000)], 999 * SECOND));
+        assert!(!is_expired(&[flow(PROTOCOL_UDP, SILENT, 1_000)], 999 * SECOND));
     }
 
     #[test]

@@ -174,7 +174,8 @@ impl EbpfDataplane {
         let lease = LeaseRenewal::begin(config.withdraw_after, &common)?;
         let grace = GracePeriod::new().map_err(Error::Grace)?;
         let ids = Ranges::new(common.services.len() as u32);
-        let shared = Common { tables: common, ids, next_backend: 0, backends_set_aside: 0, grace };
+        let shared =
+            Common { tables: common, ids, next_backend: 0, backends_set_aside: 0, grace, is_withdrawn: true };
         let mut dataplane = Self {
             shared,
             v4,
@@ -313,6 +314,13 @@ fn learn_namespace(tables: &CommonTables, probe: &UdpSocket) -> Result<u64, Erro
     Ok(learned)
 }
 
+/// After all writes of a call.
+fn raise_epoch(shared: &mut Common, failures: &mut Failures) {
+    if let Err(error) = shared.raise_epoch() {
+        failures.add("settings", error);
+    }
+}
+
 fn finish<F: TableFamily>(writes: Writes<F>, applied: &mut Applied, failures: &mut Failures) {
     *applied += writes.applied;
     failures.merge(writes.failures);
@@ -346,6 +354,7 @@ impl Dataplane for EbpfDataplane {
         finish(apply(v4, shared, changes), &mut applied, &mut failures);
         finish(apply(v6, shared, changes), &mut applied, &mut failures);
         publish_waiting(shared, v4, v6, &mut applied, &mut failures);
+        raise_epoch(shared, &mut failures);
         failures.into_result()?;
         Ok(applied)
     }
@@ -364,6 +373,7 @@ impl Dataplane for EbpfDataplane {
             }
         }
         publish_waiting(shared, v4, v6, &mut applied, &mut failures);
+        raise_epoch(shared, &mut failures);
         if self.keep_ports == KeepPorts::AfterFrontends {
             self.keep_netfilter_ports();
             self.keep_ports = KeepPorts::AfterModeBeside;
@@ -419,6 +429,7 @@ impl Dataplane for EbpfDataplane {
         }
         let (mut applied, mut failures) = Default::default();
         publish_waiting(shared, v4, v6, &mut applied, &mut failures);
+        raise_epoch(shared, &mut failures);
         if self.keep_ports == KeepPorts::AfterModeBeside {
             self.keep_netfilter_ports();
             self.keep_ports = KeepPorts::Done;
@@ -441,8 +452,8 @@ impl Dataplane for EbpfDataplane {
         if !self.retiring {
             self.keep_ports = KeepPorts::Done;
             self.resync(&[])?;
-            Collector::end_all_but_tcp_flows(&self.v4.tables)?;
-            Collector::end_all_but_tcp_flows(&self.v6.tables)?;
+            Collector::end_for_retirement(&self.v4.tables)?;
+            Collector::end_for_retirement(&self.v6.tables)?;
             (self.flows4, self.flows6) = Default::default();
             self.retiring = true;
         }

@@ -17,7 +17,7 @@ use crate::sys::{
 /// The folder of ours on the bpffs.
 const OURS: &str = "proxy-ctl";
 
-/// `<bpffs>/proxy-ctl/v1` and what is in it.
+/// `<bpffs>/proxy-ctl/v<LAYOUT_VERSION>` and what is in it.
 #[derive(Clone, Debug)]
 pub(super) struct Paths {
     /// `<bpffs>/proxy-ctl`: holds the lock.

@@ -40,9 +40,23 @@ pub(super) struct Common {
     /// Ids below are set aside in `settings.next_backend`.
     pub(super) backends_set_aside: u32,
     pub(super) grace: GracePeriod,
+    /// A frontend or a backend was taken away since `settings.epoch` was raised last.
+    pub(super) is_withdrawn: bool,
 }
 
 impl Common {
+    /// Has datagrams of flows compared with the tables once more, if any may be sent elsewhere by now.
+    pub(super) fn raise_epoch(&mut self) -> Result<(), Error> {
+        if !self.is_withdrawn {
+            return Ok(());
+        }
+        let mut settings = self.tables.settings.get(&0)?.unwrap_or_default();
+        settings.epoch = settings.epoch.wrapping_add(1);
+        self.tables.settings.set(&0, &settings)?;
+        self.is_withdrawn = false;
+        Ok(())
+    }
+
     /// An id that no backend ever had, also if the controller is killed at this moment.
     pub(super) fn backend_id(&mut self, applied: &mut Applied) -> Result<u32, Error> {
         let id = self.next_backend;
@@ -77,6 +91,8 @@ pub(super) struct Writes<F: TableFamily> {
     stale_frontends: Vec<(FrontendKey<F::Address>, u32)>,
     gone: Vec<(u32, Option<Range>)>,
     pub(super) touched: Vec<BackendKey<F::Address>>,
+    /// A frontend has passed from one service to another.
+    pub(super) passed_on: bool,
     /// Backends that this call has inserted, of which no slot in use can know.
     pub(super) inserted: Vec<BackendKey<F::Address>>,
 }
@@ -91,6 +107,7 @@ impl<F: TableFamily> Default for Writes<F> {
             stale_frontends: Vec::new(),
             gone: Vec::new(),
             touched: Vec::new(),
+            passed_on: false,
             inserted: Vec::new(),
         }
     }
@@ -351,7 +368,8 @@ impl<F: TableFamily> FamilyWriter<F> {
                 }
             };
             for (key, frontend, _) in &wanted[next..next + written] {
-                self.entries.frontends.insert(*key, *frontend);
+                let before = self.entries.frontends.insert(*key, *frontend);
+                writes.passed_on |= before.is_some_and(|before| before.service != frontend.service);
             }
             writes.applied.written += written as u64;
             // Beyond the one that failed, if one did.
@@ -419,6 +437,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             self.entries.slots.retire(range.unwrap_or_default());
         }
         self.write_uses(writes);
+        shared.is_withdrawn |= writes.passed_on || writes.applied.removed > 0;
     }
 }
 

@@ -238,6 +238,10 @@ impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
         self.map.remove(key).map_err(|e| self.error(e))
     }
 
+    pub(super) fn take(&self, key: &K) -> Result<Option<V>, Error> {
+        self.map.take(key).map_err(|e| self.error(e))
+    }
+
     pub(super) fn read_all(&self) -> Result<Vec<(K, V)>, Error> {
         self.map.read_all().map_err(|e| self.error(e))
     }

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use proxy_common::{
-    flow::Stage,
+    flow::{Stage, lifetime_seconds},
     layout::*,
     packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
     reason::Reason,
@@ -10,7 +10,7 @@ use proxy_common::{
 
 use super::{Group, Scene, scene::*};
 use crate::{
-    wire::KnownAddress,
+    wire::{KnownAddress, Segment},
     world::{FLOWS, Tables},
 };
 
@@ -19,13 +19,16 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.tcp::<W>("goes on when the service and its backend are gone", connection_outlives_backend);
     group.tcp::<W>("SYN again while opening keeps the backend", syn_again);
     group.tcp::<W>("SYN while opening to a backend that is gone", syn_to_backend_that_is_gone);
-    group.tcp::<W>("SYN after FIN of the client", syn_after_client_fin);
-    group.tcp::<W>("SYN after FIN of the backend", syn_after_backend_fin);
+    group.tcp::<W>("SYN after both have closed", syn_after_close);
+    group.tcp::<W>("SYN after one has closed", syn_after_half_close);
+    group.tcp::<W>("SYN after a reset of either", syn_after_reset_of_either);
+    group.tcp::<W>("forged FIN, RST and SYN break nothing", forged);
+    group.tcp::<W>("forged clients establish nothing", forged_clients);
     group.tcp::<W>("SYN after the backend refused", syn_after_reset);
     group.udp::<W>("stays with its backend", datagrams_stay);
     group.udp::<W>("backend gone: another one", datagrams_move);
     group.both::<W>("established by the client's packet after an answer", established);
-    group.both::<W>("no room among the established flows", flows_full);
+    group.tcp::<W>("no room among the established flows", flows_full);
     group.tcp::<W>("new flows outlive old ones in a table that is full of busy flows", young);
     group.both::<W>("an old entry refreshes and restores its partners", refreshed);
     group.both::<W>("one client port through two frontends to one backend", alias);
@@ -38,7 +41,7 @@ fn mid_connection<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.send("workload_ingress", &s.packet(CLIENT, CLUSTER_IP, TCP_ACK), Expect::Untouched)?;
     s.send("workload_ingress", &s.packet(CLIENT, CLUSTER_IP, TCP_SYN | TCP_ACK), Expect::Untouched)?;
     s.send("workload_ingress", &s.packet(CLIENT, CLUSTER_IP, TCP_RST), Expect::Untouched)?;
-    s.counted(&[(Reason::TcpWithoutFlow, 3)])
+    s.counted(&[])
 }
 
 /// The first packets of a connection, up to the established flow.
@@ -50,15 +53,27 @@ fn establish<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
     let second = first.flags(TCP_ACK);
     s.send("workload_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
+    sustain(s, &first, &answer)?;
     let (_, established) = s.flow_counts()?;
     ensure!(established == 2, "{established} entries of established flows");
+    Ok(())
+}
+
+/// Datagrams are established by traffic of both sides for seconds.
+fn sustain<W: Tables>(s: &mut Scene<W>, first: &Segment, answer: &Segment) -> Result<()> {
+    if s.protocol == PROTOCOL_UDP {
+        s.age(Stage::Opening)?;
+        s.send("workload_egress", answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+        s.send("workload_ingress", first, Expect::Becomes(&first.to(LOCAL)))?;
+    }
     Ok(())
 }
 
 /// From now on the service has another backend, and the old one is gone.
 fn move_service<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.service(1, &[(21, OTHER, true)])?;
-    W::remove_backend(&mut s.world.ebpf, 11)
+    W::remove_backend(&mut s.world.ebpf, 11)?;
+    s.world.raise_epoch()
 }
 
 fn connection_outlives_backend<W: Tables>(s: &mut Scene<W>) -> Result<()> {
@@ -66,7 +81,7 @@ fn connection_outlives_backend<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     move_service(s)?;
     let data = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
     s.send("workload_ingress", &data, Expect::Becomes(&data.to(LOCAL)))?;
-    let answer = s.packet(LOCAL, CLIENT, TCP_ACK);
+    let answer = s.answer(LOCAL, CLIENT, TCP_ACK);
     s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))
 }
 
@@ -97,26 +112,98 @@ fn new_connection_moves<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.counted(&[(Reason::FlowOpened, 2), (Reason::FlowReplaced, 1)])
 }
 
-fn syn_after_client_fin<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    establish(s)?;
+/// Both sides close, and each acknowledges that.
+fn close<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     let fin = s.packet(CLIENT, CLUSTER_IP, TCP_FIN | TCP_ACK);
     s.send("workload_ingress", &fin, Expect::Becomes(&fin.to(LOCAL)))?;
-    ensure!(s.flow_of(Stage::Established, CLIENT)?.flags == FLOW_ANSWERED | FLOW_CLIENT_CLOSED);
+    let fin = s.answer(LOCAL, CLIENT, TCP_FIN | TCP_ACK);
+    let fin = Segment { acknowledgement: fin.acknowledgement + 1, ..fin };
+    s.send("workload_egress", &fin, Expect::Becomes(&fin.from(CLUSTER_IP)))?;
+    let last = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+    let last = Segment { acknowledgement: last.acknowledgement + 1, sequence: last.sequence + 1, ..last };
+    s.send("workload_ingress", &last, Expect::Becomes(&last.to(LOCAL)))
+}
+
+fn syn_after_close<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    establish(s)?;
+    close(s)?;
+    ensure!(s.flow_counts()? == (2, 0), "what has ended leaves the table that does not evict");
+    // The last segments are sent again.
+    close(s)?;
     new_connection_moves(s)
 }
 
-fn syn_after_backend_fin<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn syn_stays<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[(21, OTHER, true)])?;
+    let first = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+    ensure!(s.flow_counts()? == (2, 2), "entries {:?}", s.flow_counts()?);
+    s.counted(&[(Reason::FlowOpened, 1)])
+}
+
+fn syn_after_half_close<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     establish(s)?;
-    let fin = s.packet(LOCAL, CLIENT, TCP_FIN | TCP_ACK);
+    let fin = s.answer(LOCAL, CLIENT, TCP_FIN | TCP_ACK);
     s.send("workload_egress", &fin, Expect::Becomes(&fin.from(CLUSTER_IP)))?;
-    new_connection_moves(s)
+    let ack = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+    let ack = Segment { acknowledgement: ack.acknowledgement + 1, ..ack };
+    s.send("workload_ingress", &ack, Expect::Becomes(&ack.to(LOCAL)))?;
+    ensure!(s.flow_of(Stage::Established, CLIENT)?.state.backend_fin == FIN_ACKNOWLEDGED);
+    syn_stays(s)
+}
+
+fn syn_after_reset_of_either<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    establish(s)?;
+    let reset = s.packet(CLIENT, CLUSTER_IP, TCP_RST);
+    s.send("workload_ingress", &reset, Expect::Becomes(&reset.to(LOCAL)))?;
+    ensure!(s.flow_counts()? == (2, 0), "what has ended leaves the table that does not evict");
+    let first = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+    let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
+    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+    let second = first.flags(TCP_ACK);
+    s.send("workload_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
+    let reset = s.answer(LOCAL, CLIENT, TCP_RST);
+    s.send("workload_egress", &reset, Expect::Becomes(&reset.from(CLUSTER_IP)))?;
+    ensure!(s.flow_counts()? == (2, 0), "what has ended leaves the table that does not evict");
+    s.counted(&[(Reason::FlowOpened, 2), (Reason::FlowReplaced, 1)])
+}
+
+/// Ports and addresses are right, sequence numbers are not.
+fn forged<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    establish(s)?;
+    let forged = |packet: Segment| Segment { sequence: packet.sequence.wrapping_add(1 << 30), ..packet };
+    for flags in [TCP_RST, TCP_RST | TCP_ACK, TCP_FIN, TCP_FIN | TCP_ACK] {
+        let packet = forged(s.packet(CLIENT, CLUSTER_IP, flags));
+        s.send("workload_ingress", &packet, Expect::Becomes(&packet.to(LOCAL)))?;
+        let packet = forged(s.answer(LOCAL, CLIENT, flags));
+        s.send("workload_egress", &packet, Expect::Becomes(&packet.from(CLUSTER_IP)))?;
+        let state = s.flow_of(Stage::Established, CLIENT)?.state;
+        ensure!(lifetime_seconds(PROTOCOL_TCP, state) == 86_400, "{state:?}");
+    }
+    syn_stays(s)
+}
+
+fn forged_clients<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    for (port, flags) in (1u16..).zip([TCP_ACK, 0, TCP_RST, TCP_RST | TCP_ACK, TCP_FIN | TCP_ACK]) {
+        let first = s.first((KnownAddress::Client, port), CLUSTER_IP);
+        s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+        let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
+        s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+        let forged = first.flags(flags);
+        let forged = Segment { acknowledgement: forged.acknowledgement.wrapping_sub(1 << 20), ..forged };
+        s.send("workload_ingress", &forged, Expect::Becomes(&forged.to(LOCAL)))?;
+    }
+    ensure!(s.flow_counts()? == (10, 0), "entries {:?}", s.flow_counts()?);
+    Ok(())
 }
 
 fn syn_after_reset<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.cluster_ip()?;
     let first = s.first(CLIENT, CLUSTER_IP);
     s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-    let reset = s.packet(LOCAL, CLIENT, TCP_RST | TCP_ACK);
+    let reset = s.answer(LOCAL, CLIENT, TCP_RST | TCP_ACK);
     s.send("workload_egress", &reset, Expect::Becomes(&reset.from(CLUSTER_IP)))?;
     ensure!(s.flow_counts()? == (2, 0), "a refused connection is not established");
     new_connection_moves(s)
@@ -150,6 +237,7 @@ fn established<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
     let second = first.flags(TCP_ACK);
     s.send("workload_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
+    sustain(s, &first, &answer)?;
     ensure!(s.flow_counts()? == (2, 2), "entries {:?}", s.flow_counts()?);
     s.counted(&[(Reason::FlowOpened, 1)])
 }
@@ -162,8 +250,11 @@ fn flows_full<W: Tables>(s: &mut Scene<W>) -> Result<()> {
         s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
         let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
         s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
-        let second = first.flags(TCP_ACK);
-        s.send("workload_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
+        // Not tried again at each packet.
+        for _ in 0..2 {
+            let second = first.flags(TCP_ACK);
+            s.send("workload_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
+        }
         s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
     }
     ensure!(s.flow_counts()? == (usize::from(flows) * 2, FLOWS as usize), "entries {:?}", s.flow_counts()?);
@@ -199,16 +290,21 @@ fn refreshed<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     let mut flow = s.flow_of(Stage::Established, CLIENT)?;
     flow.last_seen = 0;
     // Long ago; then each entry is lost once.
-    for (key, lost) in [(flow.forward_key(), flow.reply_key()), (flow.reply_key(), flow.forward_key())] {
+    for is_client in [true, false] {
+        let (key, lost) = if is_client {
+            (flow.client_key(), flow.backend_key())
+        } else {
+            (flow.backend_key(), flow.client_key())
+        };
         W::put_flow(&mut s.world.ebpf, Stage::Established, key, flow)?;
         W::remove_flow(&mut s.world.ebpf, Stage::Established, lost)?;
-        let (program, packet) = if key.tuple == TUPLE_FORWARD {
-            ("workload_ingress", s.packet(CLIENT, CLUSTER_IP, TCP_ACK))
+        if is_client {
+            let packet = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+            s.send("workload_ingress", &packet, Expect::Becomes(&packet.to(LOCAL)))?;
         } else {
-            ("workload_egress", s.packet(LOCAL, CLIENT, TCP_ACK))
-        };
-        let translated = if key.tuple == TUPLE_FORWARD { packet.to(LOCAL) } else { packet.from(CLUSTER_IP) };
-        s.send(program, &packet, Expect::Becomes(&translated))?;
+            let packet = s.answer(LOCAL, CLIENT, TCP_ACK);
+            s.send("workload_egress", &packet, Expect::Becomes(&packet.from(CLUSTER_IP)))?;
+        }
         let entries = s.flows(Stage::Established)?;
         ensure!(entries.len() == 2 && entries.iter().all(|(_, f)| f.last_seen > 0), "{entries:?}");
     }
@@ -226,7 +322,7 @@ fn alias<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     let output = s.world.run("workload_ingress", &second.bytes::<W>())?;
     let mut aliases = Vec::new();
     for (key, flow) in s.flows(Stage::Opening)? {
-        if key.tuple == TUPLE_REPLY && flow.frontend == W::address(other.0) {
+        if key == flow.backend_key() && flow.frontend == W::address(other.0) {
             aliases.push(flow.alias_port().number());
         }
     }

@@ -49,6 +49,11 @@ impl<'w, W: Tables> Scene<'w, W> {
         if self.protocol == PROTOCOL_TCP { tcp(source, destination, flags) } else { udp(source, destination) }
     }
 
+    /// A backend's.
+    pub(crate) fn answer(&self, source: Endpoint, destination: Endpoint, flags: u8) -> Segment {
+        self.packet(destination, source, 0).answer(flags)
+    }
+
     pub(crate) fn backend(&mut self, id: u32, endpoint: Endpoint, local: bool) -> Result<()> {
         let backend = Backend {
             address: W::address(endpoint.0),
@@ -155,16 +160,25 @@ impl<'w, W: Tables> Scene<'w, W> {
         W::flows(&mut self.world.ebpf, stage)
     }
 
+    /// As if the flow had been opened long ago.
+    pub(crate) fn age(&mut self, stage: Stage) -> Result<()> {
+        for (key, mut flow) in self.flows(stage)? {
+            flow.opened = 1;
+            W::put_flow(&mut self.world.ebpf, stage, key, flow)?;
+        }
+        Ok(())
+    }
+
     /// How many entries each table of flows holds: opening, established.
     pub(crate) fn flow_counts(&mut self) -> Result<(usize, usize)> {
         Ok((self.flows(Stage::Opening)?.len(), self.flows(Stage::Established)?.len()))
     }
 
-    /// The flow of a client, as its forward entry has it.
+    /// The flow of a client, as its entry of client and frontend has it.
     pub(crate) fn flow_of(&mut self, stage: Stage, client: Endpoint) -> Result<FlowOf<W>> {
         for (key, flow) in self.flows(stage)? {
-            let source = (key.source, key.source_port().number());
-            if key.tuple == TUPLE_FORWARD && source == (W::address(client.0), client.1) {
+            let of_client = (flow.client, flow.client_port().number()) == (W::address(client.0), client.1);
+            if of_client && key == flow.client_key() {
                 return Ok(flow);
             }
         }

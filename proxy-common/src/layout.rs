@@ -4,14 +4,15 @@
 //! shown as a struct; methods give and take it) and addresses are bytes in the order they are written. There is no padding that is not a named field:
 //! a hash table compares keys byte by byte.
 //!
-//! Any change of a layout raises [`LAYOUT_VERSION`], the name of the folder that the tables are pinned in.
+//! Any change of a released layout raises [`LAYOUT_VERSION`], the name of the folder that the tables are pinned in. Tables of another
+//! shape in that folder are refused when they are opened.
 
 use core::mem::{align_of, size_of};
 
 use crate::port::Port;
 
 /// Version of every layout in this file; the tables live in `<bpffs>/proxy-ctl/v<LAYOUT_VERSION>/`.
-pub const LAYOUT_VERSION: u32 = 2;
+pub const LAYOUT_VERSION: u32 = 1;
 
 /// An address as tables hold it: 4 bytes of IPv4 or 16 bytes of IPv6, in network order.
 pub trait Address: Copy + Eq + Default + 'static {

@@ -132,7 +132,7 @@ fn run(arguments: &Arguments) -> Result<u64> {
 const DUMP_LINES: usize = 12;
 
 fn dump(world: &World) {
-    let map = world.lab.bpffs(1).join("proxy-ctl/v2/maps/frontends4");
+    let map = world.lab.bpffs(1).join("proxy-ctl/v1/maps/frontends4");
     match Command::new("bpftool").args(["map", "dump", "pinned"]).arg(&map).output() {
         Ok(output) => {
             let text = String::from_utf8_lossy(&output.stdout);
@@ -260,8 +260,8 @@ fn keep(world: World) -> Result<()> {
     let bpffs = world.lab.bpffs(1);
     let web = world.cluster_ip(&WEB, Family::V4);
     println!("proxy-ctl --bpffs {} services", bpffs.display());
-    println!("bpftool map dump pinned {}/proxy-ctl/v2/maps/backends4", bpffs.display());
-    println!("bpftool map dump pinned {}/proxy-ctl/v2/maps/flows4", bpffs.display());
+    println!("bpftool map dump pinned {}/proxy-ctl/v1/maps/backends4", bpffs.display());
+    println!("bpftool map dump pinned {}/proxy-ctl/v1/maps/flows4", bpffs.display());
     println!("ip netns exec {lab}-{OUTSIDE} curl -s {}:30080", node(1).v4);
     println!("ip netns exec {lab}-client-1 curl -s {web}");
     println!("nsenter --net=/run/netns/{lab}-node1 tcpdump -ni any port 8080");

@@ -136,7 +136,7 @@ impl<'a> Peer<'a> {
 
     /// A table of ours, and what it is pinned as.
     fn pin(&self) -> Option<PathBuf> {
-        self.own_folders.as_ref().map(|own| own.pins.join("proxy-ctl/v2/maps/settings"))
+        self.own_folders.as_ref().map(|own| own.pins.join("proxy-ctl/v1/maps/settings"))
     }
 
     /// From now on kube-proxy cannot write any rules, and ours cannot pin its tables: another's folder is in the way.

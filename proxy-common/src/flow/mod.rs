@@ -166,13 +166,19 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
             is_overlapped = false;
         } else if !is_overlapped {
             match found.step {
-                Step::ToFrontend if !is_from_host(scratch) => scratch.rewrite = scratch.flow.to_backend(),
-                Step::FromBackendMasqueraded => scratch.rewrite = scratch.flow.unmasqueraded(),
+                Step::ToFrontend if !is_from_host(scratch) => {
+                    scratch.rewrite = scratch.flow.forward_rewrite()
+                }
+                Step::FromBackendMasqueraded => scratch.rewrite = scratch.flow.unmasquerade_rewrite(),
                 Step::FromBackend if is_from_host(scratch) => {
                     scratch.then = Then::IntoNode;
-                    scratch.rewrite = scratch.flow.from_frontend();
+                    scratch.rewrite = scratch.flow.reply_rewrite();
                 }
-                _ => return Err(Reason::NotAService),
+                Step::ToFrontend
+                | Step::FromFrontend
+                | Step::ToBackend
+                | Step::FromBackend
+                | Step::ToBackendMasqueraded => return Err(Reason::NotAService),
             }
             return go_on(tables, scratch, found);
         }
@@ -198,18 +204,22 @@ pub fn leaving<F: Family, T: FlowTables<F>>(
             replace(tables, scratch);
         } else {
             match found.step {
-                Step::FromBackend => scratch.rewrite = scratch.flow.from_frontend(),
+                Step::FromBackend => scratch.rewrite = scratch.flow.reply_rewrite(),
                 Step::ToBackend if scratch.flow.flags & FLOW_MASQUERADE != 0 => {
                     if !scratch.flow.is_masqueraded() {
                         masquerade::choose(tables, scratch, found.stage, found.entry)?;
                     }
-                    scratch.rewrite = scratch.flow.masqueraded();
+                    scratch.rewrite = scratch.flow.masquerade_rewrite();
                 }
-                _ if is_hosts => {
+                Step::ToFrontend if is_hosts => {
                     scratch.then = Then::Reroute;
-                    scratch.rewrite = scratch.flow.to_backend();
+                    scratch.rewrite = scratch.flow.forward_rewrite();
                 }
-                _ => return Err(Reason::NotAService),
+                Step::ToFrontend
+                | Step::FromFrontend
+                | Step::ToBackend
+                | Step::ToBackendMasqueraded
+                | Step::FromBackendMasqueraded => return Err(Reason::NotAService),
             }
             return go_on(tables, scratch, found);
         }
@@ -286,7 +296,7 @@ fn first_packet<F: Family, T: FlowTables<F>>(
         scratch.flow.flags |= FLOW_OVERLAPPING;
     }
     open::insert(tables, scratch)?;
-    scratch.rewrite = scratch.flow.to_backend();
+    scratch.rewrite = scratch.flow.forward_rewrite();
     Ok(())
 }
 

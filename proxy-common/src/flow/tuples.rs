@@ -175,25 +175,25 @@ impl<A: Address> Flow<A> {
 
     /// What a packet of the client to the frontend gets.
     #[inline(always)]
-    pub(super) fn to_backend(&self) -> Rewrite<A> {
+    pub(super) fn forward_rewrite(&self) -> Rewrite<A> {
         rewrite(self.alias_end(), self.backend_end(), self.service)
     }
 
     /// What a packet of the client to the backend gets where it leaves the node.
     #[inline(always)]
-    pub(super) fn masqueraded(&self) -> Rewrite<A> {
+    pub(super) fn masquerade_rewrite(&self) -> Rewrite<A> {
         rewrite(self.masquerade_end(), self.backend_end(), NO_SERVICE)
     }
 
     /// What an answer to the masqueraded source gets.
     #[inline(always)]
-    pub(super) fn unmasqueraded(&self) -> Rewrite<A> {
+    pub(super) fn unmasquerade_rewrite(&self) -> Rewrite<A> {
         rewrite(self.backend_end(), self.alias_end(), NO_SERVICE)
     }
 
     /// What an answer of the backend gets.
     #[inline(always)]
-    pub(super) fn from_frontend(&self) -> Rewrite<A> {
+    pub(super) fn reply_rewrite(&self) -> Rewrite<A> {
         rewrite(self.frontend_end(), self.client_end(), self.service)
     }
 }

@@ -11,17 +11,9 @@ const NOT_YET: &[(&str, &str)] = &[
     ("affinity: switched on and off", AFFINITY),
     ("affinity", AFFINITY),
     ("affinity, external policy Local", AFFINITY),
-    ("both policies Cluster: outside to cluster IP", CLUSTER_IP_FROM_OUTSIDE),
-    ("external policy Local: outside to cluster IP", CLUSTER_IP_FROM_OUTSIDE),
-    ("masqueradeAll: outside to cluster IP", CLUSTER_IP_FROM_OUTSIDE),
-    ("pods are known by a bridge: outside to cluster IP", CLUSTER_IP_FROM_OUTSIDE),
-    ("pods are known by the node's range: outside to cluster IP", CLUSTER_IP_FROM_OUTSIDE),
 ];
 
 const AFFINITY: &str = "session affinity is not built yet";
-
-const CLUSTER_IP_FROM_OUTSIDE: &str =
-    "a client outside that dials a cluster IP is not masqueraded towards another node";
 
 /// Why the proxy cannot do it, if so.
 pub fn reason(setting: &Setting, name: &str) -> Option<&'static str> {

@@ -10,7 +10,7 @@ use proxy_common::{
 
 use super::{Group, Scene, scene::*};
 use crate::{
-    wire::{KnownAddress, Segment},
+    wire::{Endpoint, KnownAddress, Segment},
     world::{FLOWS, Tables},
 };
 
@@ -22,6 +22,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.tcp::<W>("SYN after both have closed", syn_after_close);
     group.tcp::<W>("SYN after one has closed", syn_after_half_close);
     group.tcp::<W>("SYN after a reset of either", syn_after_reset_of_either);
+    group.tcp::<W>("a thousand connections one after another take the room of one", one_after_another);
     group.tcp::<W>("forged FIN, RST and SYN break nothing", forged);
     group.tcp::<W>("forged clients establish nothing", forged_clients);
     group.tcp::<W>("SYN after the backend refused", syn_after_reset);
@@ -47,7 +48,11 @@ fn mid_connection<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 /// The first packets of a connection, up to the established flow.
 fn establish<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.cluster_ip()?;
-    let first = s.first(CLIENT, CLUSTER_IP);
+    establish_from(s, CLIENT)
+}
+
+fn establish_from<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
+    let first = s.first(client, CLUSTER_IP);
     s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
     let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
     s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
@@ -112,14 +117,18 @@ fn new_connection_moves<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.counted(&[(Reason::FlowOpened, 2), (Reason::FlowReplaced, 1)])
 }
 
-/// Both sides close, and each acknowledges that.
 fn close<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    let fin = s.packet(CLIENT, CLUSTER_IP, TCP_FIN | TCP_ACK);
+    close_from(s, CLIENT)
+}
+
+/// Both sides close, and each acknowledges that.
+fn close_from<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
+    let fin = s.packet(client, CLUSTER_IP, TCP_FIN | TCP_ACK);
     s.send("workload_ingress", &fin, Expect::Becomes(&fin.to(LOCAL)))?;
-    let fin = s.answer(LOCAL, CLIENT, TCP_FIN | TCP_ACK);
+    let fin = s.answer(LOCAL, client, TCP_FIN | TCP_ACK);
     let fin = Segment { acknowledgement: fin.acknowledgement + 1, ..fin };
     s.send("workload_egress", &fin, Expect::Becomes(&fin.from(CLUSTER_IP)))?;
-    let last = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+    let last = s.packet(client, CLUSTER_IP, TCP_ACK);
     let last = Segment { acknowledgement: last.acknowledgement + 1, sequence: last.sequence + 1, ..last };
     s.send("workload_ingress", &last, Expect::Becomes(&last.to(LOCAL)))
 }
@@ -131,6 +140,16 @@ fn syn_after_close<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     // The last segments are sent again.
     close(s)?;
     new_connection_moves(s)
+}
+
+fn one_after_another<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    const CONNECTIONS: u16 = 1_000;
+    s.cluster_ip()?;
+    for port in 1..=CONNECTIONS {
+        establish_from(s, (CLIENT.0, port))?;
+        close_from(s, (CLIENT.0, port))?;
+    }
+    s.counted(&[(Reason::FlowOpened, CONNECTIONS.into())])
 }
 
 fn syn_stays<W: Tables>(s: &mut Scene<W>) -> Result<()> {

@@ -439,6 +439,19 @@ pub struct LogControl {
 /// How much the programs log at most.
 pub const LOG_LINES_PER_SECOND: u32 = 20;
 
+/// Table `refusals`, per-CPU array with one entry: how many ICMP errors were sent. Each load of the programs has its own.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct RefusalCount {
+    /// Since boot: when `refusals` was last counted from 0.
+    pub second: u64,
+    /// In that second, also those that were left out.
+    pub refusals: u64,
+}
+
+/// How many ICMP errors each CPU sends at most, as the kernel's net.ipv4.icmp_msgs_per_sec: their addressees may be forged.
+pub const REFUSALS_PER_SECOND: u64 = 1_000;
+
 /// Each port by the name of its role, and a method that sets it where code does.
 macro_rules! ports {
     ($($table:ident: $($port:ident $($set:ident)?),+;)+) => { $(
@@ -479,6 +492,7 @@ const _: () = {
     assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
     assert!(size_of::<Settings>() == 56 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);
     assert!(size_of::<Lease>() == 8 && size_of::<LogControl>() == 16);
+    assert!(size_of::<RefusalCount>() == 16);
 };
 
 #[cfg(feature = "user")]
@@ -503,7 +517,8 @@ mod pod {
         ServiceCounters,
         Settings,
         Lease,
-        LogControl
+        LogControl,
+        RefusalCount
     );
 
     macro_rules! pod_of_family {

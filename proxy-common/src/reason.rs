@@ -81,6 +81,8 @@ reasons! {
     RewriteFailed = 28, Drop, "rewrite_failed";
     /// The answer to a refused packet could not be built.
     RefusalFailed = 29, Drop, "refusal_failed";
+    /// So many ICMP errors were sent in this second already.
+    RefusalsLimited = 30, Drop, "refusals_limited";
 }
 
 #[cfg(test)]

@@ -5,15 +5,16 @@ use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
 
 use aya_ebpf::{
     bindings::{__sk_buff, BPF_F_INGRESS, BPF_F_RECOMPUTE_CSUM, TC_ACT_REDIRECT},
-    helpers::{bpf_csum_diff, bpf_redirect, bpf_skb_change_tail},
+    helpers::{bpf_csum_diff, bpf_ktime_get_boot_ns, bpf_redirect, bpf_skb_change_tail},
     programs::TcContext,
 };
 use proxy_common::{
     family::{V4, V6},
+    layout::REFUSALS_PER_SECOND,
     packet::{Packet, TCP_ACK, TCP_RST},
 };
 
-use crate::{nat::Addresses, parse::ETHERNET};
+use crate::{maps, nat::Addresses, parse::ETHERNET};
 
 const HOP_LIMIT: u8 = 64;
 
@@ -38,10 +39,31 @@ pub(crate) enum AnswerPath {
 // Not inlined: it would need stack on the way of each packet.
 #[inline(never)]
 pub(crate) fn refuse<F: Refuse>(skb: *mut __sk_buff, packet: &Packet<F::Address>, path: AnswerPath) -> i64 {
+    if !packet.is_tcp() && !is_due() {
+        return LIMITED;
+    }
     match turn_into_refusal::<F>(&TcContext::new(skb), packet, path) {
         Ok(action) => action,
         Err(error) => -error.abs(),
     }
+}
+
+/// Answered by [`refuse`] where no more ICMP errors are sent in this second. No error number of a helper.
+pub(crate) const LIMITED: i64 = i64::MIN;
+
+/// Is there room for an ICMP error in this second?
+#[inline(always)]
+fn is_due() -> bool {
+    let Some(count) = maps::refusals.get_ptr_mut(0) else { return false };
+    // SAFETY: no arguments; since 5.8.
+    let second = unsafe { bpf_ktime_get_boot_ns() } / 1_000_000_000;
+    // SAFETY: a value of this CPU, in bounds. Programs of TC run with softirqs off.
+    let count = unsafe { &mut *count };
+    if count.second != second {
+        (count.second, count.refusals) = (second, 0);
+    }
+    count.refusals += 1;
+    count.refusals <= REFUSALS_PER_SECOND
 }
 
 #[inline(always)]

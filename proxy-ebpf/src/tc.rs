@@ -129,6 +129,7 @@ fn conclude<F: PacketFamily>(
     count(reason);
     match refuse::refuse::<F>(ctx.skb.skb, packet, path) {
         action @ 0.. => action as i32,
+        refuse::LIMITED => pass_or_drop(Reason::RefusalsLimited),
         _ => pass_or_drop(Reason::RefusalFailed),
     }
 }

@@ -20,6 +20,8 @@ use crate::wire::{Endpoint, Wire};
 /// How many entries a table of established flows holds here.
 pub(crate) const FLOWS: u32 = 8;
 const SERVICES: u32 = 64;
+/// Not pinned.
+const REFUSALS: &str = "refusals";
 
 const TC_ACT_UNSPEC: u32 = u32::MAX;
 const TC_ACT_SHOT: u32 = 2;
@@ -201,6 +203,8 @@ impl World {
             let zero = aya::maps::PerCpuValues::try_from(vec![0u64; cpus])?;
             counters.set(*reason as u32, zero, 0)?;
         }
+        let mut refusals = PerCpuArray::try_from(self.ebpf.map_mut(REFUSALS).context(REFUSALS)?)?;
+        refusals.set(0, aya::maps::PerCpuValues::try_from(vec![RefusalCount::default(); cpus])?, 0)?;
         let mut services = self.service_counters_table()?;
         for id in 0..SERVICES {
             let zero = aya::maps::PerCpuValues::try_from(vec![ServiceCounters::default(); cpus])?;

@@ -1,8 +1,10 @@
 //! Who dials a service without endpoint learns it at once.
 
-use anyhow::{Result, ensure};
+use std::time::Instant;
+
+use anyhow::{Result, bail, ensure};
 use proxy_common::{
-    layout::{LOG_LINES_PER_SECOND, PROTOCOL_TCP},
+    layout::{LOG_LINES_PER_SECOND, PROTOCOL_TCP, REFUSALS_PER_SECOND},
     packet::{TCP_ACK, TCP_RST},
     reason::Reason,
 };
@@ -10,7 +12,7 @@ use proxy_common::{
 use super::{Group, Scene, scene::*};
 use crate::{
     wire::{Extra, KnownAddress, Link, Segment},
-    world::Tables,
+    world::{Tables, Verdict},
 };
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
@@ -25,6 +27,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         no_endpoint(s, "workload_ingress", |packet| Segment { payload: vec![0xa5; 333], ..packet })
     });
     group.both::<W>("refused from outside: node port without endpoint", node_port);
+    group.udp::<W>("refused: a flood, a bounded number in a second", flood);
+    group.tcp::<W>("refused: a flood of SYN, each", flood_of_syn);
     group.both::<W>("refused: the service is just being removed", service_gone);
     group.both::<W>("refused: logged when asked for, a bounded number in a second", logged);
     group.both::<W>("dropped: endpoints elsewhere only and policy Local", no_local_endpoint);
@@ -50,6 +54,38 @@ fn expect_refused<W: Tables>(s: &mut Scene<W>, program: &str, packet: &Segment) 
     s.send(program, packet, Expect::Answered(refused::<W>(packet)))?;
     ensure!(s.flow_counts()? == (0, 0));
     s.counted(&[(Reason::NoEndpoints, 1)])
+}
+
+/// Answers with how many of the packets were answered, and how many dropped.
+fn refused_in_flood<W: Tables>(s: &mut Scene<W>, packets: u64) -> Result<(u64, u64)> {
+    s.service(1, &[])?;
+    s.frontend(CLUSTER_IP, 1, 0)?;
+    let (mut answered, mut dropped) = (0, 0);
+    let packet = s.first(CLIENT, CLUSTER_IP).bytes::<W>();
+    for _ in 0..packets {
+        match s.world.run("workload_ingress", &packet)?.verdict {
+            Verdict::Redirected => answered += 1,
+            Verdict::Dropped => dropped += 1,
+            Verdict::GoesOn => bail!("a packet goes on"),
+        }
+    }
+    Ok((answered, dropped))
+}
+
+fn flood<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    let start = Instant::now();
+    let (answered, dropped) = refused_in_flood(s, 20_000)?;
+    // Each CPU counts for itself, and a new second may have begun with the first packet.
+    let cpus = std::thread::available_parallelism()?.get() as u64;
+    let most = REFUSALS_PER_SECOND * cpus * (start.elapsed().as_secs() + 2);
+    ensure!(answered > 0 && answered <= most, "{answered} answers, at most {most}");
+    s.counted(&[(Reason::NoEndpoints, 20_000), (Reason::RefusalsLimited, dropped)])
+}
+
+fn flood_of_syn<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    let (answered, dropped) = refused_in_flood(s, 3_000)?;
+    ensure!((answered, dropped) == (3_000, 0));
+    Ok(())
 }
 
 /// `change` makes the packet of the first one of a connection.

@@ -262,6 +262,16 @@ pub const RESET_PLAUSIBLE: u8 = 1;
 /// A RST was seen with exactly the sequence number that its receiver waits for.
 pub const RESET_CONFIRMED: u8 = 2;
 
+/// What one side of a TCP connection says of the other's sequence numbers. Host byte order.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct Numbers {
+    /// What it last acknowledged.
+    pub acknowledged: u32,
+    /// By acknowledging this number, it confirms the other's SYN or FIN. The same in both sides' entries.
+    pub awaited: u32,
+}
+
 /// What has become of a flow. Each is a byte of its own: one CPU can change it without undoing what another has learned.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
@@ -310,10 +320,10 @@ pub struct Flow<A> {
     pub flags: u32,
     /// UDP: `Settings::epoch` when frontend and backend were last found to be in service.
     pub epoch: u32,
-    /// TCP: what the client (in the entry of client and frontend) or the backend (client and backend) last acknowledged.
-    pub acknowledged: u32,
-    /// TCP: by acknowledging this number, the same side confirms the other's SYN or FIN.
-    pub awaited: u32,
+    /// TCP. Up to date in the entry of client and frontend.
+    pub client_numbers: Numbers,
+    /// TCP. Up to date in the entry of client and backend.
+    pub backend_numbers: Numbers,
     pub state: FlowState,
 }
 
@@ -402,7 +412,7 @@ pub struct Settings {
     pub masquerade_ports: [[u16; 2]; 2],
     /// The next backend id that was never given.
     pub next_backend: u32,
-    /// Rises after each change that takes a frontend or a backend away: datagrams of flows are then compared with the tables once more.
+    /// Rises after each change of what frontends lead to: datagrams of flows are then compared with the tables once more.
     pub epoch: u32,
     pub reserved: u32,
 }
@@ -487,7 +497,7 @@ const _: () = {
     assert!(size_of::<Slot4>() == 16 && size_of::<Slot6>() == 32);
     assert!(size_of::<Backend<[u8; 4]>>() == 20 && size_of::<Backend<[u8; 16]>>() == 32);
     assert!(size_of::<FlowKey<[u8; 4]>>() == 16 && size_of::<FlowKey<[u8; 16]>>() == 40);
-    assert!(size_of::<Flow<[u8; 4]>>() == 72 && size_of::<Flow<[u8; 16]>>() == 120);
+    assert!(size_of::<Flow<[u8; 4]>>() == 80 && size_of::<Flow<[u8; 16]>>() == 128);
     assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
     assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
     assert!(size_of::<Settings>() == 56 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);

@@ -53,8 +53,12 @@ impl<A: Address> FlowEntry<A> for Entry<A> {
             match change {
                 Change::LastSeen(now) => write_volatile(addr_of_mut!((*entry).last_seen), now),
                 Change::Epoch(epoch) => write_volatile(addr_of_mut!((*entry).epoch), epoch),
-                Change::Acknowledged(number) => write_volatile(addr_of_mut!((*entry).acknowledged), number),
-                Change::Awaited(number) => write_volatile(addr_of_mut!((*entry).awaited), number),
+                Change::Acknowledged(by, number) => {
+                    write_volatile(&raw mut by.numbers_of(&mut *entry).acknowledged, number);
+                }
+                Change::Awaited(by, number) => {
+                    write_volatile(&raw mut by.numbers_of(&mut *entry).awaited, number);
+                }
                 Change::Progress(progress) => write_volatile(addr_of_mut!((*entry).state.progress), progress),
                 Change::ClientFin(fin) => write_volatile(addr_of_mut!((*entry).state.client_fin), fin),
                 Change::BackendFin(fin) => write_volatile(addr_of_mut!((*entry).state.backend_fin), fin),

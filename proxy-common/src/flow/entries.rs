@@ -150,10 +150,12 @@ pub(super) fn refresh<F: Family, T: FlowTables<F>>(
         let Some(key) = leg.key(&scratch.flow) else { continue };
         scratch.key = key;
         match tables.flow(stage, &scratch.key) {
-            Some(found) => {
-                if found.opened() == scratch.flow.opened {
-                    found.write(Change::LastSeen(now));
-                }
+            Some(found) if found.opened() == scratch.flow.opened => found.write(Change::LastSeen(now)),
+            // Its answers are another flow's by now.
+            Some(_) => {
+                remove(tables, scratch);
+                tables.count(Reason::FlowReplaced);
+                return;
             }
             None => {
                 if tables.insert(stage, &scratch.key, &scratch.flow) == Ok(()) {

@@ -19,11 +19,11 @@ mod tcp;
 mod tests;
 mod tuples;
 
+pub use tcp::Speaker;
 pub use tuples::lifetime_seconds;
 
 use self::{
-    entries::{establish, is_stale, refresh, remove},
-    tcp::Speaker,
+    entries::{establish, is_stale, refresh, remove, retire},
     tuples::Step,
 };
 use crate::{
@@ -50,8 +50,10 @@ pub enum Stage {
 pub enum Change<A> {
     LastSeen(u64),
     Epoch(u32),
-    Acknowledged(u32),
-    Awaited(u32),
+    /// [`Numbers::acknowledged`] of one side.
+    Acknowledged(Speaker, u32),
+    /// [`Numbers::awaited`] of one side.
+    Awaited(Speaker, u32),
     /// `PROGRESS_*`.
     Progress(u8),
     /// `FIN_*`.
@@ -174,6 +176,10 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
                     scratch.then = Then::IntoNode;
                     scratch.rewrite = scratch.flow.reply_rewrite();
                 }
+                // At the egress it would look like an answer that has come to the masquerade.
+                Step::FromBackend if scratch.flow.is_masqueraded() && scratch.packet.is_tcp() => {
+                    return Err(Reason::ForgedAnswer);
+                }
                 Step::ToFrontend
                 | Step::FromFrontend
                 | Step::ToBackend
@@ -287,6 +293,8 @@ fn first_packet<F: Family, T: FlowTables<F>>(
     if !scratch.packet.opens() {
         return Err(Reason::NotAService);
     }
+    // Before the tables are read: a change meanwhile has them compared once more.
+    scratch.flow.epoch = tables.epoch();
     match select::find(tables, &scratch.packet.to(), origin) {
         Some(frontend) => open::prepare_to_frontend(tables, scratch, frontend, origin)?,
         None if is_overlapped => open::prepare_to_endpoint(scratch),
@@ -328,6 +336,13 @@ fn go_on<F: Family, T: FlowTables<F>>(
         }
     }
     if scratch.flow.state.has_ended() {
+        if found.stage == Stage::Established {
+            retire(tables, scratch);
+        }
+        return Ok(());
+    }
+    // A SYN keeps no connection that its backend may have forgotten.
+    if found.step == Step::ToFrontend && scratch.packet.is_tcp() && scratch.packet.opens() {
         return Ok(());
     }
     let now = tables.now();
@@ -363,11 +378,16 @@ fn hear_datagram<F: Family, T: FlowTables<F>>(
         found.entry.write(Change::Progress(progress));
         // The client's next packet looks only at its own entry.
         scratch.key = scratch.flow.client_key();
-        if let Some(entry) = tables.flow(found.stage, &scratch.key) {
+        if let Some(entry) = tables.flow(found.stage, &scratch.key)
+            && entry.opened() == scratch.flow.opened
+        {
             entry.write(Change::Progress(progress));
         }
     }
 }
+
+/// Nanoseconds: a SYN takes as long to be given up.
+const SILENT_AFTER: u64 = 60_000_000_000;
 
 /// May a packet that could open a flow no longer use this one?
 #[inline(always)]
@@ -379,9 +399,11 @@ fn is_over<F: Family, T: FlowTables<F>>(
 ) -> bool {
     let Scratch { packet, flow, .. } = scratch;
     if packet.is_tcp() {
-        // A connection that is up stays with its backend to the end: the SYN may be forged, and the backend knows.
-        return flow.state.has_ended()
-            || (flow.state.progress == PROGRESS_OPENED && !is_in_service(tables, scratch, origin));
+        // A connection that is up stays with its backend to the end: the SYN may be forged, and the backend knows. Where it is silent, and
+        // its backend gone, nobody might answer.
+        let may_be_over = flow.state.progress < PROGRESS_CONFIRMED
+            || tables.now().saturating_sub(flow.last_seen) > SILENT_AFTER;
+        return flow.state.has_ended() || (may_be_over && !is_in_service(tables, scratch, origin));
     }
     let epoch = tables.epoch();
     if flow.epoch == epoch {

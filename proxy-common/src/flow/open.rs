@@ -21,14 +21,12 @@ pub(super) fn prepare_to_frontend<F: Family, T: FlowTables<F>>(
     frontend: Frontend,
     origin: Origin,
 ) -> Result<(), Reason> {
-    let epoch = tables.epoch();
     let slot = select::choose(tables, frontend, origin, tables.random())?;
     let Scratch { packet, flow, .. } = scratch;
     flow.backend = slot.address();
     flow.set_backend_port(slot.port());
     flow.backend_id = slot.backend();
     flow.service = frontend.service;
-    flow.epoch = epoch;
     let is_remote = slot.flags() & BACKEND_LOCAL == 0;
     let is_hairpin = origin != Origin::Host && packet.source == flow.backend;
     // Otherwise the answer would not come back to this node, or not leave the backend.
@@ -64,7 +62,9 @@ pub(super) fn insert<F: Family, T: FlowTables<F>>(
     flow.protocol = packet.protocol;
     flow.masquerade = F::Address::UNSPECIFIED;
     flow.set_masquerade_port(Port::NONE);
-    (flow.acknowledged, flow.awaited, flow.state) = (0, 0, FlowState::default());
+    flow.client_numbers = Numbers::default();
+    flow.backend_numbers = Numbers { acknowledged: 0, awaited: packet.segment.sequence.wrapping_add(1) };
+    flow.state = FlowState::default();
     flow.opened = tables.now();
     flow.last_seen = flow.opened;
     if take_backend_key(tables, scratch)? == Owner::Winner {

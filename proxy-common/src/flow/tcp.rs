@@ -8,14 +8,16 @@ use crate::{
     packet::{Segment, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
 };
 
-/// How far beyond the backend's SYN the client's first acknowledgement may be: data may be on its way to it already.
-const FIRST_WINDOW: u32 = 0xffff;
+/// How much of the client's first data the backend's SYN may acknowledge (TCP Fast Open).
+const FIRST_DATA: u32 = 0xffff;
 /// How far beyond what its receiver waits for a RST may be: data before it may be on its way.
 const RESET_WINDOW: u32 = 1 << 20;
+/// The same of a FIN: without one the flow would stay for long.
+const FIN_WINDOW: u32 = 1 << 24;
 
 /// Who has sent a segment.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Speaker {
+pub enum Speaker {
     Client,
     Backend,
 }
@@ -36,15 +38,23 @@ impl Speaker {
             Self::Backend => &mut state.backend_fin,
         }
     }
+
+    #[inline(always)]
+    pub fn numbers_of<A>(self, flow: &mut Flow<A>) -> &mut Numbers {
+        match self {
+            Self::Client => &mut flow.client_numbers,
+            Self::Backend => &mut flow.backend_numbers,
+        }
+    }
 }
 
-/// Has the client received the backend's SYN? `flow` is as the client's entry has it.
+/// Has the client received the backend's SYN?
 #[inline(always)]
 pub(super) fn confirms<A>(flow: &Flow<A>, segment: &Segment) -> bool {
     flow.state.progress == PROGRESS_ANSWERED
         && segment.has(TCP_ACK)
         && !segment.has(TCP_SYN | TCP_RST)
-        && segment.acknowledgement.wrapping_sub(flow.awaited) <= FIRST_WINDOW
+        && segment.acknowledgement == flow.client_numbers.awaited
 }
 
 /// `scratch.flow` is a copy of `entry`, the speaker's own, and learns what the entries learn.
@@ -58,25 +68,23 @@ pub(super) fn hear<F: Family, T: FlowTables<F>>(
 ) {
     let Scratch { flow, packet, .. } = scratch;
     let segment = &packet.segment;
-    if segment.has(TCP_ACK) && segment.acknowledgement != flow.acknowledged {
-        flow.acknowledged = segment.acknowledgement;
-        entry.write(Change::Acknowledged(segment.acknowledgement));
+    let numbers = speaker.numbers_of(flow);
+    if segment.has(TCP_ACK) && segment.acknowledgement != numbers.acknowledged {
+        numbers.acknowledged = segment.acknowledgement;
+        entry.write(Change::Acknowledged(speaker, segment.acknowledgement));
     }
+    let acknowledges = segment.has(TCP_ACK) && segment.acknowledgement == numbers.awaited;
     let others_fin = *speaker.other().fin_of(&mut flow.state);
     let is_rare = segment.has(TCP_SYN | TCP_FIN | TCP_RST)
-        || flow.state.reset == RESET_PLAUSIBLE
-        || (others_fin == FIN_SEEN && acknowledges(flow, segment));
+        || flow.state.reset != 0
+        || (others_fin == FIN_SEEN && acknowledges)
+        || flow.state.has_ended();
     if is_rare {
         hear_control(tables, scratch, speaker, stage, entry);
     }
 }
 
-#[inline(always)]
-fn acknowledges<A>(flow: &Flow<A>, segment: &Segment) -> bool {
-    segment.has(TCP_ACK) && segment.acknowledgement == flow.awaited
-}
-
-/// A segment that opens, ends or confirms.
+/// A segment that opens, ends or confirms, or comes after the end.
 #[inline(never)]
 fn hear_control<F: Family, T: FlowTables<F>>(
     tables: &T,
@@ -89,57 +97,76 @@ fn hear_control<F: Family, T: FlowTables<F>>(
         Speaker::Client => scratch.flow.backend_key(),
         Speaker::Backend => scratch.flow.client_key(),
     };
-    // It is evicted, or another flow's by now: it will be restored, and the next segment of this kind counts.
-    let Some(others) = tables.flow(stage, &scratch.key) else { return };
-    others.read_into(&mut scratch.entry);
-    if !scratch.entry.is_same(&scratch.flow) {
-        return;
-    }
+    let others = tables.flow(stage, &scratch.key).filter(|others| others.opened() == scratch.flow.opened);
+    // What the other side last acknowledged. Where its entry is evicted, nothing that ends the flow counts until it is restored.
+    let awaited_by_other = others.map(|others| {
+        others.read_into(&mut scratch.entry);
+        speaker.other().numbers_of(&mut scratch.entry).acknowledged
+    });
     let segment = &scratch.packet.segment;
-    let mut state = scratch.flow.state;
+    let own = *speaker.numbers_of(&mut scratch.flow);
+    let old = scratch.flow.state;
+    let mut state = old;
+    let mut awaited = None;
     let others_fin = speaker.other().fin_of(&mut state);
-    if *others_fin == FIN_SEEN && acknowledges(&scratch.flow, segment) {
+    if *others_fin == FIN_SEEN && segment.has(TCP_ACK) && segment.acknowledgement == own.awaited {
         *others_fin = FIN_ACKNOWLEDGED;
     }
-    let fin = speaker.fin_of(&mut state);
-    if segment.has(TCP_FIN) && *fin != FIN_ACKNOWLEDGED {
-        *fin = FIN_SEEN;
-        others.write(Change::Awaited(segment.next));
-    }
-    let answers_syn = speaker == Speaker::Backend && segment.has(TCP_SYN) && segment.has(TCP_ACK);
-    if answers_syn && state.progress <= PROGRESS_ANSWERED {
+    let is_answer = speaker == Speaker::Backend
+        && segment.has(TCP_ACK)
+        && segment.acknowledgement.wrapping_sub(own.awaited) <= FIRST_DATA;
+    if is_answer && segment.has(TCP_SYN) && state.progress <= PROGRESS_ANSWERED {
         state.progress = PROGRESS_ANSWERED;
-        others.write(Change::Awaited(segment.next));
+        awaited = Some(segment.next);
     }
-    if state.reset != RESET_CONFIRMED {
-        state.reset = if segment.has(TCP_RST) {
-            let refuses = speaker == Speaker::Backend && state.progress == PROGRESS_OPENED;
-            if refuses { RESET_CONFIRMED } else { reset(scratch.entry.acknowledged, segment, state.reset) }
-        } else {
-            0
-        };
+    if segment.has(TCP_RST) {
+        let refuses = is_answer && state.progress < PROGRESS_CONFIRMED;
+        // Only who has acknowledged something waits for a number that is known.
+        let acknowledged_from =
+            if speaker == Speaker::Client { PROGRESS_ANSWERED } else { PROGRESS_CONFIRMED };
+        let distance = awaited_by_other
+            .filter(|_| state.progress >= acknowledged_from)
+            .map(|awaited| segment.sequence.wrapping_sub(awaited));
+        match distance {
+            _ if refuses => state.reset = RESET_CONFIRMED,
+            Some(0) => state.reset = RESET_CONFIRMED,
+            Some(1..RESET_WINDOW) => state.reset = state.reset.max(RESET_PLAUSIBLE),
+            Some(_) | None => {}
+        }
+    } else if !segment.has(TCP_SYN) || speaker == Speaker::Backend {
+        // The connection goes on: the RST was forged, or, after both FINs, these were.
+        state.reset = 0;
+        let has_payload = segment.next != segment.sequence && !segment.has(TCP_SYN | TCP_FIN);
+        if has_payload && state.has_ended() {
+            (state.client_fin, state.backend_fin) = (0, 0);
+        }
     }
-    for changed in [entry, others] {
-        write_state(changed, scratch.flow.state, state);
+    let fin = speaker.fin_of(&mut state);
+    let may_be_next =
+        awaited_by_other.is_some_and(|awaited| segment.sequence.wrapping_sub(awaited) < FIN_WINDOW);
+    if segment.has(TCP_FIN) && may_be_next && *fin != FIN_ACKNOWLEDGED {
+        *fin = FIN_SEEN;
+        awaited = Some(segment.next);
+    }
+    if let Some(awaited) = awaited {
+        speaker.other().numbers_of(&mut scratch.flow).awaited = awaited;
+    }
+    write(entry, old, state, speaker.other(), awaited);
+    if let Some(others) = others {
+        write(others, old, state, speaker.other(), awaited);
     }
     scratch.flow.state = state;
-    if stage == Stage::Established && state.union(&scratch.entry.state).has_ended() {
+    if stage == Stage::Established && state.has_ended() {
         retire(tables, scratch);
     }
 }
 
-/// `awaited`: the sequence number that the receiver of the RST waits for.
+/// `awaited`: by whom which number is awaited now.
 #[inline(always)]
-fn reset(awaited: u32, segment: &Segment, known: u8) -> u8 {
-    match segment.sequence.wrapping_sub(awaited) {
-        0 => RESET_CONFIRMED,
-        1..RESET_WINDOW => RESET_PLAUSIBLE,
-        _ => known,
+fn write<A>(entry: impl FlowEntry<A>, old: FlowState, new: FlowState, by: Speaker, awaited: Option<u32>) {
+    if let Some(awaited) = awaited {
+        entry.write(Change::Awaited(by, awaited));
     }
-}
-
-#[inline(always)]
-fn write_state<A>(entry: impl FlowEntry<A>, old: FlowState, new: FlowState) {
     if new.progress != old.progress {
         entry.write(Change::Progress(new.progress));
     }

@@ -8,7 +8,6 @@ use crate::{
 
 /// How long a flow that nothing is heard of is kept, in seconds. `state` is the furthest that its entries know of.
 pub const fn lifetime_seconds(protocol: u8, state: FlowState) -> u64 {
-    const FIN_WAIT: u64 = 3600;
     if protocol != PROTOCOL_TCP {
         return if state.progress < PROGRESS_SUSTAINED { 30 } else { 120 };
     }
@@ -19,7 +18,9 @@ pub const fn lifetime_seconds(protocol: u8, state: FlowState) -> u64 {
         (_, (true, true)) => 60,
         _ if state.progress < PROGRESS_CONFIRMED => 60,
         // One side may go on sending for long: as CLOSE_WAIT of conntrack in Kubernetes (kube-proxy's default).
-        (RESET_PLAUSIBLE, _) | (_, (true, false) | (false, true)) => FIN_WAIT,
+        (_, (true, false) | (false, true)) => 3600,
+        // Longer than Linux waits before it asks whether the other side lives (net.ipv4.tcp_keepalive_time).
+        (RESET_PLAUSIBLE, _) => 10_800,
         // kube-proxy's conntrack.tcpEstablishedTimeout.
         _ => 86_400,
     }

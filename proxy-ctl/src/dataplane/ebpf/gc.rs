@@ -11,7 +11,9 @@ use super::{Error, family::TableFamily, tables::FamilyTables};
 use crate::sys::map::Cursor;
 
 /// Entries looked at before the next decision to go on.
-const SLICE: usize = 16_384;
+const SLICE: usize = 4_096;
+/// How many are looked at in one call and table in any case: a table of half a million is walked in half a minute.
+const LEAST: usize = 16_384;
 /// How long one call walks through a table while a quarter of what it meets has expired.
 const BUDGET: Duration = Duration::from_millis(100);
 const SECOND: u64 = 1_000_000_000;
@@ -113,7 +115,7 @@ impl<F: TableFamily> Collector<F> {
             return Ok(0);
         }
         let start = Instant::now();
-        let (mut slice, mut removed) = (Vec::new(), 0);
+        let (mut slice, mut seen, mut removed) = (Vec::new(), 0, 0);
         loop {
             slice.clear();
             let next = table
@@ -121,17 +123,31 @@ impl<F: TableFamily> Collector<F> {
                 .read(walk.cursor, SLICE, &mut slice)
                 .map_err(|source| Error::Table { table: table.name, source })?;
             walk.advance(next, slice.len());
+            seen += slice.len();
             let mut expired = 0;
-            for (_, flow) in slice.iter().filter(|(_, flow)| may_be_expired(flow, now)) {
-                expired += remove_if(tables, flow, |entries| is_expired(entries, now))?;
+            for (key, flow) in slice.iter().filter(|(_, flow)| may_be_expired(flow, now)) {
+                expired += if which == FlowTable::Opening && is_established(tables, key, flow)? {
+                    // A copy that no reader between its two lookups needs any more.
+                    u64::from(table.remove(key)?)
+                } else {
+                    remove_if(tables, flow, |entries| is_expired(entries, now))?
+                };
             }
             removed += expired;
-            let is_worth_it = expired * 4 >= slice.len() as u64;
+            let is_worth_it = seen < LEAST || expired * 4 >= slice.len() as u64;
             if next.is_none() || !is_worth_it || start.elapsed() >= BUDGET {
                 return Ok(removed);
             }
         }
     }
+}
+
+fn is_established<F: TableFamily>(
+    tables: &FamilyTables<F>,
+    key: &FlowKey<F::Address>,
+    flow: &Flow<F::Address>,
+) -> Result<bool, Error> {
+    Ok(tables.flows.get(key)?.is_some_and(|established| established.is_same(flow)))
 }
 
 fn age_seconds<A>(flow: &Flow<A>, now: u64) -> u64 {
@@ -159,9 +175,9 @@ fn remove_if<F: TableFamily>(
     is_over: impl Fn(&[Flow<F::Address>]) -> bool,
 ) -> Result<u64, Error> {
     let keys = [
-        Some(flow.client_key()),
-        Some(flow.backend_key()),
         flow.is_masqueraded().then(|| flow.masquerade_key()),
+        Some(flow.backend_key()),
+        Some(flow.client_key()),
     ];
     let mut found = Vec::with_capacity(6);
     let mut entries = Vec::with_capacity(6);
@@ -196,10 +212,11 @@ fn remove_if<F: TableFamily>(
         return Ok(taken.len() as u64);
     }
     // A packet has come since.
+    let mut outcome = Ok(0);
     for (table, key, entry) in taken {
-        table.insert(&key, &entry)?;
+        outcome = outcome.and(table.insert(&key, &entry).map(|_| 0));
     }
-    Ok(0)
+    outcome
 }
 
 #[cfg(test)]

@@ -174,8 +174,14 @@ impl EbpfDataplane {
         let lease = LeaseRenewal::begin(config.withdraw_after, &common)?;
         let grace = GracePeriod::new().map_err(Error::Grace)?;
         let ids = Ranges::new(common.services.len() as u32);
-        let shared =
-            Common { tables: common, ids, next_backend: 0, backends_set_aside: 0, grace, is_withdrawn: true };
+        let shared = Common {
+            tables: common,
+            ids,
+            next_backend: 0,
+            backends_set_aside: 0,
+            grace,
+            is_epoch_over: true,
+        };
         let mut dataplane = Self {
             shared,
             v4,
@@ -409,8 +415,11 @@ impl Dataplane for EbpfDataplane {
         }
         failures.into_result()?;
         for written in addresses {
-            applied += written.map_err(Error::of_node_addresses)?;
+            let written = written.map_err(Error::of_node_addresses)?;
+            self.shared.is_epoch_over |= written != Applied::default();
+            applied += written;
         }
+        self.shared.raise_epoch()?;
         Ok(applied)
     }
 

@@ -40,20 +40,20 @@ pub(super) struct Common {
     /// Ids below are set aside in `settings.next_backend`.
     pub(super) backends_set_aside: u32,
     pub(super) grace: GracePeriod,
-    /// A frontend or a backend was taken away since `settings.epoch` was raised last.
-    pub(super) is_withdrawn: bool,
+    /// What datagrams are sent to may have changed since `settings.epoch` was raised last.
+    pub(super) is_epoch_over: bool,
 }
 
 impl Common {
-    /// Has datagrams of flows compared with the tables once more, if any may be sent elsewhere by now.
+    /// Has datagrams of flows compared with the tables once more, if any may be for another backend by now.
     pub(super) fn raise_epoch(&mut self) -> Result<(), Error> {
-        if !self.is_withdrawn {
+        if !self.is_epoch_over {
             return Ok(());
         }
         let mut settings = self.tables.settings.get(&0)?.unwrap_or_default();
         settings.epoch = settings.epoch.wrapping_add(1);
         self.tables.settings.set(&0, &settings)?;
-        self.is_withdrawn = false;
+        self.is_epoch_over = false;
         Ok(())
     }
 
@@ -91,8 +91,8 @@ pub(super) struct Writes<F: TableFamily> {
     stale_frontends: Vec<(FrontendKey<F::Address>, u32)>,
     gone: Vec<(u32, Option<Range>)>,
     pub(super) touched: Vec<BackendKey<F::Address>>,
-    /// A frontend has passed from one service to another.
-    pub(super) passed_on: bool,
+    /// What is dialled may be served by another service than before.
+    pub(super) has_new_frontends: bool,
     /// Backends that this call has inserted, of which no slot in use can know.
     pub(super) inserted: Vec<BackendKey<F::Address>>,
 }
@@ -107,7 +107,7 @@ impl<F: TableFamily> Default for Writes<F> {
             stale_frontends: Vec::new(),
             gone: Vec::new(),
             touched: Vec::new(),
-            passed_on: false,
+            has_new_frontends: false,
             inserted: Vec::new(),
         }
     }
@@ -369,7 +369,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             };
             for (key, frontend, _) in &wanted[next..next + written] {
                 let before = self.entries.frontends.insert(*key, *frontend);
-                writes.passed_on |= before.is_some_and(|before| before.service != frontend.service);
+                writes.has_new_frontends |= before.is_none_or(|before| before.service != frontend.service);
             }
             writes.applied.written += written as u64;
             // Beyond the one that failed, if one did.
@@ -437,7 +437,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             self.entries.slots.retire(range.unwrap_or_default());
         }
         self.write_uses(writes);
-        shared.is_withdrawn |= writes.passed_on || writes.applied.removed > 0;
+        shared.is_epoch_over |= writes.has_new_frontends || writes.applied.removed > 0;
     }
 }
 

@@ -81,10 +81,10 @@ reasons! {
     RewriteFailed = 28, Drop, "rewrite_failed";
     /// The answer to a refused packet could not be built.
     RefusalFailed = 29, Drop, "refusal_failed";
-    /// A TCP segment of a masqueraded flow's backend that is not to the address that the backend knows: it is forged.
-    ForgedAnswer = 31, Drop, "forged_answer";
     /// So many ICMP errors were sent in this second already.
     RefusalsLimited = 30, Drop, "refusals_limited";
+    /// A TCP segment of a masqueraded flow's backend that is not to the address that the backend knows: it is forged.
+    ForgedAnswer = 31, Drop, "forged_answer";
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! What segments say of a connection. Anybody can send one with the ends of a connection, so that one counts only if it has a sequence
 //! number that an attacker cannot know, or once the other side has acknowledged it.
 
-use super::{Change, FlowEntry, FlowTables, Scratch, Stage, entries::retire};
+use super::{Change, FlowEntry, FlowTables, Scratch, Stage};
 use crate::{
     family::Family,
     layout::*,
@@ -156,9 +156,6 @@ fn hear_control<F: Family, T: FlowTables<F>>(
         write(others, old, state, speaker.other(), awaited);
     }
     scratch.flow.state = state;
-    if stage == Stage::Established && state.has_ended() {
-        retire(tables, scratch);
-    }
 }
 
 /// `awaited`: by whom which number is awaited now.

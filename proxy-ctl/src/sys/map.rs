@@ -109,14 +109,20 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
     }
 
     pub fn get(&self, key: &K) -> Result<Option<V>, CallError> {
+        self.value_by(bpf_cmd::BPF_MAP_LOOKUP_ELEM, key)
+            .map_err(|e| CallError::new("bpf(BPF_MAP_LOOKUP_ELEM)", e))
+    }
+
+    /// By a command that answers with a key's value.
+    fn value_by(&self, command: bpf_cmd, key: &K) -> io::Result<Option<V>> {
         let mut value = V::default();
         let target: *mut V = &mut value;
         let mut attr = self.element(key, target);
         // SAFETY: the kernel reads a key and writes a value; `new` has compared their sizes with the types.
-        match unsafe { bpf::call(bpf_cmd::BPF_MAP_LOOKUP_ELEM, &mut attr) } {
+        match unsafe { bpf::call(command, &mut attr) } {
             Ok(_) => Ok(Some(value)),
             Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(None),
-            Err(e) => Err(CallError::new("bpf(BPF_MAP_LOOKUP_ELEM)", e)),
+            Err(e) => Err(e),
         }
     }
 
@@ -190,13 +196,8 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
     /// Removes an entry and answers what it was at that moment. Below 5.14, where the kernel cannot do both at once, what it was just
     /// before. For hash tables.
     pub fn take(&self, key: &K) -> Result<Option<V>, CallError> {
-        let mut value = V::default();
-        let target: *mut V = &mut value;
-        let mut attr = self.element(key, target);
-        // SAFETY: as for `get`.
-        match unsafe { bpf::call(bpf_cmd::BPF_MAP_LOOKUP_AND_DELETE_ELEM, &mut attr) } {
-            Ok(_) => Ok(Some(value)),
-            Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(None),
+        match self.value_by(bpf_cmd::BPF_MAP_LOOKUP_AND_DELETE_ELEM, key) {
+            Ok(found) => Ok(found),
             Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP | ENOTSUPP)) => {
                 let found = self.get(key)?;
                 Ok(if self.remove(key)? { found } else { None })

@@ -1,8 +1,9 @@
 //! What a test suite is, and how its result is read: from the words of cargo's own harness, which all suites print.
 
 use std::{
-    io::{BufRead as _, BufReader, IsTerminal as _, Write as _},
+    io::{self, BufRead as _, BufReader, IsTerminal as _, Write as _},
     process::{Command, Stdio},
+    sync::mpsc::{self, RecvTimeoutError},
     thread,
     time::{Duration, Instant},
 };
@@ -42,6 +43,9 @@ impl Count {
     }
 }
 
+/// For one command of a suite.
+pub(crate) const LIMIT: Duration = Duration::from_secs(20 * 60);
+
 /// How a suite's output becomes counts.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Kind {
@@ -58,6 +62,8 @@ pub(crate) struct Suite {
     pub(crate) kind: Kind,
     /// One after the other.
     pub(crate) commands: Vec<Command>,
+    /// For each command. A test that waits for ever fails its suite, and the other suites run.
+    pub(crate) limit: Duration,
 }
 
 #[derive(Default)]
@@ -103,31 +109,42 @@ impl Suite {
     }
 
     fn run_one(&self, mut command: Command, start: Instant, report: &mut Report) -> Result<()> {
+        let name = crate::command::describe(&command);
         let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
-            .with_context(|| format!("starting {}", crate::command::describe(&command)))?;
-        let errors = child.stderr.take().map(|stderr| {
-            thread::spawn(move || {
-                BufReader::new(stderr).lines().map_while(Result::ok).collect::<Vec<_>>().join("\n")
-            })
-        });
+            .with_context(|| format!("starting {name}"))?;
+        let (sender, lines) = mpsc::channel();
+        if let Some(out) = child.stdout.take() {
+            send_lines(out, sender.clone(), Line::Out);
+        }
+        if let Some(err) = child.stderr.take() {
+            send_lines(err, sender, Line::Error);
+        }
         let failed_before = report.count.failed;
-        for line in child.stdout.take().into_iter().flat_map(|out| BufReader::new(out).lines()) {
-            let line = line.with_context(|| format!("reading what {} prints", self.name))?;
-            show(self.name, &line, start);
-            match self.kind {
-                // A virtual machine ends its lines as a terminal does.
-                Kind::Tests => report.take(line.trim_end()),
-                Kind::Check | Kind::Online => report.keep(&line),
+        let deadline = Instant::now() + self.limit;
+        loop {
+            match lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(Line::Out(line)) => {
+                    show(self.name, &line, start);
+                    match self.kind {
+                        // A virtual machine ends its lines as a terminal does.
+                        Kind::Tests => report.take(line.trim_end()),
+                        Kind::Check | Kind::Online => report.keep(&line),
+                    }
+                }
+                Ok(Line::Error(line)) => report.keep_error(&line),
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {
+                    child.kill().with_context(|| format!("ending {name}, which takes too long"))?;
+                    report.keep_error(&format!("{name}: ended after {} s, the limit", self.limit.as_secs()));
+                    break;
+                }
             }
         }
-        if let Some(Ok(text)) = errors.map(thread::JoinHandle::join) {
-            report.errors.push_str(&text);
-        }
-        let succeeded = child.wait().with_context(|| format!("waiting for {}", self.name))?.success();
+        let succeeded = child.wait().with_context(|| format!("waiting for {name}"))?.success();
         match self.kind {
             Kind::Check | Kind::Online if succeeded => report.count.passed += 1,
             Kind::Online if !report.errors.contains("error[") && !report.text.contains("error[") => {
@@ -141,6 +158,23 @@ impl Suite {
         }
         Ok(())
     }
+}
+
+enum Line {
+    Out(String),
+    Error(String),
+}
+
+/// Until all that have the pipe open have ended.
+fn send_lines(pipe: impl io::Read + Send + 'static, to: mpsc::Sender<Line>, as_line: fn(String) -> Line) {
+    thread::spawn(move || {
+        let lines = BufReader::new(pipe).split(b'\n').map_while(Result::ok);
+        for line in lines {
+            if to.send(as_line(String::from_utf8_lossy(&line).into_owned())).is_err() {
+                return;
+            }
+        }
+    });
 }
 
 impl Report {
@@ -198,6 +232,11 @@ impl Report {
         self.text.push_str(line);
         self.text.push('\n');
     }
+
+    fn keep_error(&mut self, line: &str) {
+        self.errors.push_str(line);
+        self.errors.push('\n');
+    }
 }
 
 /// The line that shows what is going on, cut to the width of a terminal.
@@ -219,7 +258,9 @@ fn clear() {
 
 #[cfg(test)]
 mod tests {
-    use super::{Count, Report};
+    use std::{process::Command, time::Duration};
+
+    use super::{Count, Kind, Report, Suite};
 
     fn read(lines: &str) -> Report {
         let mut report = Report::default();
@@ -269,6 +310,18 @@ mod tests {
         ];
         assert_eq!(report.skips, told);
         assert_eq!(report.count, Count { passed: 0, failed: 0, skipped: 4 });
+    }
+
+    #[test]
+    fn a_suite_that_does_not_end_fails_with_what_it_has_printed() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo 'test a has been running for over 60 seconds'; exec sleep 60"]);
+        let limit = Duration::from_millis(300);
+        let suite = Suite { name: "endless", kind: Kind::Tests, commands: vec![command], limit };
+        let report = suite.run().unwrap();
+        assert_eq!(report.count, Count { passed: 0, failed: 1, skipped: 0 });
+        assert!(report.text.contains("test a has been running"), "{}", report.text);
+        assert!(report.errors.contains("ended after 0 s, the limit"), "{}", report.errors);
     }
 
     #[test]

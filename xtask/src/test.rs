@@ -14,7 +14,7 @@ use crate::{
     fresh,
     image::{self, ForTests},
     setup,
-    suites::{Count, Kind, Report, Suite},
+    suites::{self, Count, Kind, Report, Suite},
     test_programs::{
         Choice::{Bin, Libraries, Test},
         TestPrograms,
@@ -169,7 +169,7 @@ fn print_report(name: &str, report: &Report) {
 }
 
 fn suite(name: &'static str, kind: Kind, command: Command) -> Suite {
-    Suite { name, kind, commands: vec![command] }
+    Suite { name, kind, commands: vec![command], limit: suites::LIMIT }
 }
 
 /// What looks at the sources only; and which of it cannot be done here, for want of which program.

@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::{
     command::{as_root, cargo, describe},
-    suites::{Kind, Suite},
+    suites::{self, Kind, Suite},
 };
 
 #[derive(Debug)]
@@ -98,7 +98,7 @@ impl TestPrograms {
                 bail!("suite {name}: cargo has built no program for {choice:?}");
             }
         }
-        Ok(Suite { name, kind: Kind::Tests, commands })
+        Ok(Suite { name, kind: Kind::Tests, commands, limit: suites::LIMIT })
     }
 }
 

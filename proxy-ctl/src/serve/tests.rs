@@ -3,7 +3,7 @@
 use std::{
     future::Future,
     pin::Pin,
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::atomic::{AtomicU16, AtomicUsize, Ordering},
     time::Duration,
 };
 
@@ -39,9 +39,18 @@ struct Servers {
     _stop: tokio_util::sync::DropGuard,
 }
 
-/// A port that was free a moment ago.
+/// A port that nobody listens on. It is none that the kernel chooses for connections: those of the other tests could take it before
+/// the server does, and a connection to it could be given this very port and meet itself.
 fn free_address() -> SocketAddr {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let of_process = (std::process::id() % 10) as u16 * 1000;
+    loop {
+        let port = 20_000 + of_process + NEXT.fetch_add(1, Ordering::Relaxed) % 1000;
+        if let Ok(listener) = listen::bind(([0, 0, 0, 0], port).into()) {
+            drop(listener);
+            return ([127, 0, 0, 1], port).into();
+        }
+    }
 }
 
 fn pages() -> Pages {
@@ -88,6 +97,9 @@ async fn get(address: SocketAddr, path: &str, header: &str) -> (u16, String, Str
     (status, head.to_lowercase(), body.to_owned())
 }
 
+/// With the time in which the server starts.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
+
 /// The whole answer.
 async fn ask(address: SocketAddr, path: &str, header: &str) -> Vec<u8> {
     request(address, "GET", path, header).await
@@ -95,6 +107,11 @@ async fn ask(address: SocketAddr, path: &str, header: &str) -> Vec<u8> {
 
 /// The whole answer.
 async fn request(address: SocketAddr, method: &str, path: &str, header: &str) -> Vec<u8> {
+    let answer = tokio::time::timeout(ANSWERS_WITHIN, request_of(address, method, path, header)).await;
+    answer.expect("it is answered")
+}
+
+async fn request_of(address: SocketAddr, method: &str, path: &str, header: &str) -> Vec<u8> {
     let mut stream = loop {
         match TcpStream::connect(address).await {
             Ok(stream) => break stream,
@@ -190,8 +207,8 @@ async fn metrics_as_open_metrics_for_those_who_ask() {
 
 #[tokio::test]
 async fn an_address_in_use_fails_at_once_only_if_asked_to() {
-    let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = taken.local_addr().unwrap();
+    let address = free_address();
+    let taken = TcpListener::bind(address).await.unwrap();
     let families = Arc::new(Metrics::new(None, InvalidObjects::default(), |_| {}));
     let stop = CancellationToken::new();
     let error = metrics(address, true, pages(), Arc::clone(&families), stop.clone()).await.unwrap_err();
@@ -354,6 +371,8 @@ async fn connect_from(source: [u8; 4], to: SocketAddr) -> std::io::Result<TcpStr
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_flood_keeps_no_other_source_from_an_answer(#[case] sources: u32, #[case] connected_before: usize) {
     const PROBES: usize = 200;
+    /// More than the server has places.
+    const HELD: usize = 160;
     let servers = servers().await;
     get(servers.healthz, "/livez", "").await;
     let (stop, floods) = (CancellationToken::new(), Arc::<AtomicUsize>::default());
@@ -370,7 +389,7 @@ async fn a_flood_keeps_no_other_source_from_an_answer(#[case] sources: u32, #[ca
                     floods.fetch_add(1, Ordering::Relaxed);
                     held.push_back(stream);
                 }
-                if held.len() > 400 {
+                if held.len() > HELD {
                     held.pop_front();
                 }
             }

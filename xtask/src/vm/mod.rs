@@ -9,6 +9,7 @@ use std::{
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, anyhow, bail};
@@ -106,6 +107,14 @@ impl Extent {
         match self {
             Self::Core => "--core",
             Self::Lean => "--core --lean",
+        }
+    }
+
+    /// Machines are slow: some compute every instruction of another architecture.
+    const fn limit(self) -> Duration {
+        match self {
+            Self::Core => Duration::from_secs(3 * 3600),
+            Self::Lean => Duration::from_secs(30 * 60),
         }
     }
 }
@@ -207,7 +216,7 @@ impl Machine {
 
     pub(crate) fn suite(self, extent: Extent, programs: &TestPrograms) -> Result<Suite> {
         let commands = vec![self.command(extent, programs, "")?];
-        Ok(Suite { name: self.name(), kind: Kind::Tests, commands })
+        Ok(Suite { name: self.name(), kind: Kind::Tests, commands, limit: extent.limit() })
     }
 
     /// Downloads what is missing; the command runs the core scenarios whose names contain `filter`.

@@ -40,7 +40,7 @@ impl Segment {
 /// Address and port of one side of a flow.
 pub type End<A> = (A, Port);
 
-/// A TCP or UDP packet.
+/// A TCP or UDP packet. Or an ICMP error that quotes one: then that one's ends turned round, as an answer to it would have them.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Packet<A> {
     pub source: A,
@@ -60,6 +60,10 @@ pub struct Packet<A> {
 pub struct Headers {
     pub network: u32,
     pub transport: u32,
+    /// Of an ICMP error, its own network header. The other two are then of the packet that it quotes.
+    pub outer: u32,
+    /// Of an ICMP error, its ICMP header; 0: the packet is none.
+    pub icmp: u32,
 }
 
 impl<A: Address> Packet<A> {
@@ -68,9 +72,17 @@ impl<A: Address> Packet<A> {
         self.protocol == PROTOCOL_TCP
     }
 
+    #[inline(always)]
+    pub fn is_error(&self) -> bool {
+        self.headers.icmp != 0
+    }
+
     /// A client may open a flow with it: a SYN without ACK, or any datagram.
     #[inline(always)]
     pub fn opens(&self) -> bool {
+        if self.is_error() {
+            return false;
+        }
         !self.is_tcp() || self.segment.flags & (TCP_SYN | TCP_ACK | TCP_RST) == TCP_SYN
     }
 

@@ -9,6 +9,8 @@ mod globals;
 #[cfg(target_arch = "bpf")]
 mod host;
 #[cfg(target_arch = "bpf")]
+mod icmp;
+#[cfg(target_arch = "bpf")]
 mod log;
 #[cfg(target_arch = "bpf")]
 mod maps;

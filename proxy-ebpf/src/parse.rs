@@ -2,12 +2,14 @@
 
 use aya_ebpf::{bindings::__sk_buff, programs::TcContext};
 use proxy_common::{
-    family::{Family, V4, V6},
+    family::{V4, V6},
     layout::{PROTOCOL_TCP, PROTOCOL_UDP},
     packet::{Headers, Packet, Segment},
     port::Port,
     reason::Reason,
 };
+
+use crate::icmp::Icmp;
 
 /// Offset of the network header on a device with Ethernet headers. A VLAN tag is in the metadata by then.
 pub(crate) const ETHERNET: u32 = 14;
@@ -15,7 +17,7 @@ pub(crate) const ETHERNET: u32 = 14;
 pub(crate) const BARE: u32 = 0;
 
 /// A family's network header.
-pub(crate) trait Network: Family {
+pub(crate) trait Network: Icmp {
     /// Fails with `NotAService` where the packet is not TCP or UDP.
     fn parse(ctx: &TcContext, network: u32, packet: &mut Packet<Self::Address>) -> Result<(), Reason>;
 }
@@ -31,7 +33,7 @@ pub(crate) fn parse<F: Network>(
 }
 
 #[inline(always)]
-fn read<const N: usize>(ctx: &TcContext, offset: u32) -> Result<[u8; N], Reason> {
+pub(crate) fn read<const N: usize>(ctx: &TcContext, offset: u32) -> Result<[u8; N], Reason> {
     ctx.load::<[u8; N]>(offset as usize).map_err(|_| Reason::Malformed)
 }
 
@@ -39,6 +41,8 @@ const PORTS_AND_TCP_FLAGS: usize = 14;
 const TCP_LENGTH: usize = 12;
 const TCP_FLAGS: usize = 13;
 const UDP_HEADER: usize = 8;
+const ICMPV4: u8 = 1;
+const ICMPV6: u8 = 58;
 const IPV4_HEADER: u32 = 20;
 const IPV6_HEADER: u32 = 40;
 
@@ -47,12 +51,15 @@ impl Network for V4 {
     fn parse(ctx: &TcContext, network: u32, packet: &mut Packet<[u8; 4]>) -> Result<(), Reason> {
         let header: [u8; IPV4_HEADER as usize] = read(ctx, network)?;
         let protocol = header[9];
-        if protocol != PROTOCOL_TCP && protocol != PROTOCOL_UDP {
+        if protocol != PROTOCOL_TCP && protocol != PROTOCOL_UDP && protocol != ICMPV4 {
             return Err(Reason::NotAService);
         }
         let header_length = u32::from(header[0] & 0x0f) * 4;
         if header[0] >> 4 != 4 || header_length < IPV4_HEADER {
             return Err(Reason::Malformed);
+        }
+        if protocol == ICMPV4 {
+            return Self::parse_error(ctx, network, network + header_length, packet);
         }
         // More fragments, or an offset.
         if (header[6] & 0x3f) | header[7] != 0 {
@@ -62,7 +69,8 @@ impl Network for V4 {
         packet.destination = [header[16], header[17], header[18], header[19]];
         packet.protocol = protocol;
         let end = end(ctx, network, [header[2], header[3]]);
-        parse_transport(ctx, Headers { network, transport: network + header_length }, end, packet)
+        let transport = network + header_length;
+        parse_transport(ctx, Headers { network, transport, ..Headers::default() }, end, packet)
     }
 }
 
@@ -83,7 +91,7 @@ impl Network for V6 {
         let mut next = header[6];
         let mut transport = network + IPV6_HEADER;
         for _ in 0..EXTENSION_HEADERS {
-            if next == PROTOCOL_TCP || next == PROTOCOL_UDP {
+            if next == PROTOCOL_TCP || next == PROTOCOL_UDP || next == ICMPV6 {
                 break;
             }
             if next == FRAGMENT {
@@ -100,6 +108,9 @@ impl Network for V6 {
             next = extension[0];
             transport += (u32::from(extension[1]) + 1) * 8;
         }
+        if next == ICMPV6 {
+            return Self::parse_error(ctx, network, transport, packet);
+        }
         if next != PROTOCOL_TCP && next != PROTOCOL_UDP {
             return Err(Reason::ExtensionHeaders);
         }
@@ -107,7 +118,7 @@ impl Network for V6 {
         packet.destination.copy_from_slice(&header[24..40]);
         packet.protocol = next;
         let end = end(ctx, network + IPV6_HEADER, [header[4], header[5]]);
-        parse_transport(ctx, Headers { network, transport }, end, packet)
+        parse_transport(ctx, Headers { network, transport, ..Headers::default() }, end, packet)
     }
 }
 

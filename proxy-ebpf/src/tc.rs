@@ -16,8 +16,9 @@ use crate::{
     flow::FlowScratch,
     globals,
     host::{self, Route},
+    icmp,
     log::LogAddress,
-    nat::{self, Addresses},
+    nat,
     parse::{Network, parse},
     refuse::{self, AnswerPath, Refuse},
     tables::{Maps, count, count_packet, lease_has_ended},
@@ -27,7 +28,7 @@ use crate::{
 const IPV4: u32 = 0x0800u16.to_be() as u32;
 const IPV6: u32 = 0x86ddu16.to_be() as u32;
 
-trait PacketFamily: Network<Address: LogAddress> + Addresses + Refuse + Route + FlowScratch {}
+trait PacketFamily: Network<Address: LogAddress> + Refuse + Route + FlowScratch {}
 impl PacketFamily for V4 {}
 impl PacketFamily for V6 {}
 
@@ -140,12 +141,13 @@ fn translate<F: PacketFamily>(
     packet: &Packet<F::Address>,
     rewrite: &Rewrite<F::Address>,
 ) -> i32 {
-    count_packet(rewrite.service, ctx.len());
-    if nat::rewrite::<F>(ctx.skb.skb, packet, rewrite) {
-        TC_ACT_UNSPEC
+    let is_rewritten = if packet.is_error() {
+        icmp::rewrite::<F>(ctx.skb.skb, packet, rewrite)
     } else {
-        pass_or_drop(Reason::RewriteFailed)
-    }
+        count_packet(rewrite.service, ctx.len());
+        nat::rewrite::<F>(ctx.skb.skb, packet, rewrite)
+    };
+    if is_rewritten { TC_ACT_UNSPEC } else { pass_or_drop(Reason::RewriteFailed) }
 }
 
 /// The one place where a reason ends a packet. Passing means that other programs on the hook go on with it.

@@ -177,7 +177,11 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
                     scratch.rewrite = scratch.flow.reply_rewrite();
                 }
                 // At the egress it would look like an answer that has come to the masquerade.
-                Step::FromBackend if scratch.flow.is_masqueraded() && scratch.packet.is_tcp() => {
+                Step::FromBackend
+                    if scratch.flow.is_masqueraded()
+                        && scratch.packet.is_tcp()
+                        && !scratch.packet.is_error() =>
+                {
                     return Err(Reason::ForgedAnswer);
                 }
                 Step::ToFrontend
@@ -212,6 +216,9 @@ pub fn leaving<F: Family, T: FlowTables<F>>(
             match found.step {
                 Step::FromBackend => scratch.rewrite = scratch.flow.reply_rewrite(),
                 Step::ToBackend if scratch.flow.flags & FLOW_MASQUERADE != 0 => {
+                    if !scratch.flow.is_masqueraded() && scratch.packet.is_error() {
+                        return Err(Reason::NotAService);
+                    }
                     if !scratch.flow.is_masqueraded() {
                         masquerade::choose(tables, scratch, found.stage, found.entry)?;
                     }
@@ -322,6 +329,9 @@ fn go_on<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
     found: Found<T::Entry>,
 ) -> Result<(), Reason> {
+    if scratch.packet.is_error() {
+        return Ok(());
+    }
     let mut is_confirmed = false;
     if matches!(found.step, Step::ToFrontend | Step::FromBackend) {
         let speaker = if found.step == Step::ToFrontend { Speaker::Client } else { Speaker::Backend };

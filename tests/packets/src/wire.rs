@@ -189,8 +189,14 @@ pub(crate) trait Wire: Family<Address: std::fmt::Debug> {
     fn tcp_checksum(header: &TcpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16;
     fn udp_checksum(header: &UdpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16;
     fn packet(segment: &Segment, protocol: u8, transport: &[u8]) -> Vec<u8>;
-    /// The ICMP error that tells the sender of `segment` that nobody listens.
-    fn unreachable(segment: &Segment) -> Vec<u8>;
+    /// The ICMP error from `source` to `destination` which says that nobody listens where `quoted` was sent.
+    fn error(source: KnownAddress, destination: KnownAddress, quoted: &Segment) -> Vec<u8>;
+
+    /// The ICMP error that tells the sender of `segment`.
+    fn unreachable(segment: &Segment) -> Vec<u8> {
+        let back = Segment { back: true, ..segment.clone() };
+        Self::error(segment.destination.0, segment.source.0, &back)
+    }
 }
 
 impl Wire for V4 {
@@ -233,7 +239,7 @@ impl Wire for V4 {
         [segment.link_header(0x0800), header.to_bytes().to_vec(), transport.to_vec()].concat()
     }
 
-    fn unreachable(segment: &Segment) -> Vec<u8> {
+    fn error(source: KnownAddress, destination: KnownAddress, segment: &Segment) -> Vec<u8> {
         let whole = Segment { link: Link::Bare, ..segment.clone() }.bytes::<Self>();
         let quoted = &whole[..usize::from(whole[0] & 0xf) * 4 + 8];
         let icmp = Icmpv4Header::with_checksum(
@@ -245,16 +251,15 @@ impl Wire for V4 {
             message.len() as u16,
             Self::ANSWER_HOP_LIMIT,
             IpNumber::ICMP,
-            Self::address(segment.destination.0),
-            Self::address(segment.source.0),
+            Self::address(source),
+            Self::address(destination),
         )
         .unwrap();
         header.dscp = 0x30.try_into().unwrap();
         header.dont_fragment = false;
         header.fragment_offset = IpFragOffset::ZERO;
         header.header_checksum = header.calc_header_checksum();
-        let back = Segment { back: true, ..segment.clone() };
-        [back.link_header(0x0800), header.to_bytes().to_vec(), message].concat()
+        [segment.link_header(0x0800), header.to_bytes().to_vec(), message].concat()
     }
 }
 
@@ -305,10 +310,10 @@ impl Wire for V6 {
         [segment.link_header(0x86dd), header.to_bytes().to_vec(), extensions, transport.to_vec()].concat()
     }
 
-    fn unreachable(segment: &Segment) -> Vec<u8> {
+    fn error(source: KnownAddress, destination: KnownAddress, segment: &Segment) -> Vec<u8> {
         let whole = Segment { link: Link::Bare, ..segment.clone() }.bytes::<Self>();
         let quoted = &whole[..whole.len() - segment.payload.len()];
-        let (source, destination) = (Self::address(segment.destination.0), Self::address(segment.source.0));
+        let (source, destination) = (Self::address(source), Self::address(destination));
         let icmp = Icmpv6Header::with_checksum(
             Icmpv6Type::DestinationUnreachable(icmpv6::DestUnreachableCode::Port),
             source,
@@ -325,7 +330,6 @@ impl Wire for V6 {
             destination,
             ..Ipv6Header::default()
         };
-        let back = Segment { back: true, ..segment.clone() };
-        [back.link_header(0x86dd), header.to_bytes().to_vec(), message].concat()
+        [segment.link_header(0x86dd), header.to_bytes().to_vec(), message].concat()
     }
 }

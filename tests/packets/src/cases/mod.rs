@@ -3,6 +3,7 @@
 mod flows;
 mod headers;
 mod host;
+mod icmp;
 mod masquerade;
 mod refusals;
 pub(crate) mod scene;
@@ -76,4 +77,5 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     flows::cases::<W>(group);
     headers::cases::<W>(group);
     host::cases::<W>(group);
+    icmp::cases::<W>(group);
 }

@@ -22,6 +22,8 @@ pub(crate) enum Expect<'a> {
     Untouched,
     /// Goes on as this.
     Becomes(&'a Segment),
+    /// Goes on as these bytes.
+    BecomesBytes(Vec<u8>),
     /// These bytes are sent back.
     Answered(Vec<u8>),
     Dropped,
@@ -126,6 +128,7 @@ impl<'w, W: Tables> Scene<'w, W> {
         let (verdict, wanted) = match &expected {
             Expect::Untouched => (Verdict::GoesOn, Some(bytes.to_vec())),
             Expect::Becomes(packet) => (Verdict::GoesOn, Some(packet.bytes::<W>())),
+            Expect::BecomesBytes(bytes) => (Verdict::GoesOn, Some(bytes.clone())),
             Expect::Answered(bytes) => (Verdict::Redirected, Some(bytes.clone())),
             Expect::Dropped => (Verdict::Dropped, None),
         };

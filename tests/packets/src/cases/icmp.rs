@@ -1,0 +1,81 @@
+//! ICMP errors reach who sent the packet that they quote, as errors about that packet.
+
+use anyhow::Result;
+use proxy_common::packet::{TCP_ACK, TCP_SYN};
+
+use super::{Group, Scene, scene::*};
+use crate::{
+    wire::{Endpoint, KnownAddress, Segment},
+    world::Tables,
+};
+
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+    group.both::<W>("quoted by its backend on this node", of_local_backend);
+    group.both::<W>("quoted by its backend elsewhere", |s| of_masqueraded(s, REMOTE.0));
+    group.both::<W>("quoted by a router on the way to its backend", |s| {
+        of_masqueraded(s, KnownAddress::Stranger)
+    });
+    group.both::<W>("an answer quoted by its client", |s| of_answer(s, CLIENT.0));
+    group.both::<W>("an answer quoted by a router on the way to its client", |s| {
+        of_answer(s, KnownAddress::Stranger)
+    });
+    group.both::<W>("quoted, and of no flow", of_nobody);
+}
+
+/// Sends the error through a program, and expects another one.
+fn expect<W: Tables>(
+    s: &mut Scene<W>,
+    program: &str,
+    (source, destination, quoted): (KnownAddress, KnownAddress, &Segment),
+    expected: (KnownAddress, KnownAddress, &Segment),
+) -> Result<()> {
+    let wanted = W::error(expected.0, expected.1, expected.2);
+    s.send_bytes(program, &W::error(source, destination, quoted), Expect::BecomesBytes(wanted))
+}
+
+fn of_local_backend<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    let first = s.first(CLIENT, CLUSTER_IP);
+    let inside = first.to(LOCAL);
+    s.send("workload_ingress", &first, Expect::Becomes(&inside))?;
+    s.send_bytes("workload_ingress", &W::error(LOCAL.0, CLIENT.0, &inside), Expect::Untouched)?;
+    expect(s, "workload_egress", (LOCAL.0, CLIENT.0, &inside), (CLUSTER_IP.0, CLIENT.0, &first))
+}
+
+/// A flow of a client outside to a backend elsewhere. Answers with its first packet and what stands for the client then.
+fn masqueraded<W: Tables>(s: &mut Scene<W>) -> Result<(Segment, Endpoint)> {
+    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+    s.service(1, &[(12, REMOTE, false)])?;
+    s.node_port(1)?;
+    let first = s.first(CLIENT, NODE_PORT);
+    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
+    s.world.run("uplink_egress", &first.to(REMOTE).bytes::<W>())?;
+    let port = s.flow_of(proxy_common::flow::Stage::Opening, CLIENT)?.masquerade_port().number();
+    Ok((first, (KnownAddress::Node, port)))
+}
+
+fn of_masqueraded<W: Tables>(s: &mut Scene<W>, teller: KnownAddress) -> Result<()> {
+    let (first, node) = masqueraded(s)?;
+    let inside = first.to(REMOTE);
+    let sent = inside.from(node);
+    expect(s, "uplink_ingress", (teller, node.0, &sent), (teller, CLIENT.0, &inside))?;
+    expect(s, "uplink_egress", (teller, CLIENT.0, &inside), (NODE_PORT.0, CLIENT.0, &first))
+}
+
+fn of_answer<W: Tables>(s: &mut Scene<W>, teller: KnownAddress) -> Result<()> {
+    let (first, node) = masqueraded(s)?;
+    let answer = first.answer(TCP_SYN | TCP_ACK);
+    let inside = answer.from(REMOTE);
+    let sent = inside.to(node);
+    expect(s, "uplink_ingress", (teller, NODE_PORT.0, &answer), (teller, REMOTE.0, &inside))?;
+    expect(s, "uplink_egress", (teller, REMOTE.0, &inside), (node.0, REMOTE.0, &sent))
+}
+
+fn of_nobody<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    let packet = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+    for program in ["workload_ingress", "workload_egress", "uplink_ingress", "uplink_egress"] {
+        s.send_bytes(program, &W::error(CLUSTER_IP.0, CLIENT.0, &packet), Expect::Untouched)?;
+    }
+    s.counted(&[])
+}

@@ -68,6 +68,7 @@ macro_rules! tables {
             opening_flows6: lru_hash(FlowKey<A6>, Flow<A6>), [OpeningFlows];
             node_addresses4: hash(A4, NodeAddress), [NodeAddresses];
             node_addresses6: hash(A6, NodeAddress), [NodeAddresses];
+            masquerade_devices: hash(u32, MasqueradeDevice), [NodeAddresses];
             socket_origin4: socket_storage(u32, SocketOrigin<A4>), 0;
             socket_origin6: socket_storage(u32, SocketOrigin<A6>), 0;
             datagrams4: socket_storage(u32, DatagramOrigins<A4>), 0;

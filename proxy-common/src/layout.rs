@@ -396,6 +396,17 @@ pub struct NodeAddress {
 /// Loopback: serves node ports for processes of the node's own network namespace only.
 pub const NODE_ADDRESS_LOOPBACK: u32 = 1;
 
+/// Table `masquerade_devices`, hash by interface index: the source of translated flows that leave by it, as MASQUERADE chooses it. For an
+/// interface that is not in it, [`Settings`] say the source.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct MasqueradeDevice {
+    /// Unspecified: the interface has none of this family, and that of the settings is taken.
+    pub v6: [u8; 16],
+    /// As `v6`.
+    pub v4: [u8; 4],
+}
+
 /// Table `settings`, array with one entry: what the programs need to know of the node.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
@@ -404,9 +415,9 @@ pub struct Settings {
     pub host_namespace: u64,
     /// Cookie of the socket by which the controller learns its namespace on kernels without SO_NETNS_COOKIE.
     pub probe_socket: u64,
-    /// Source of translated flows, IPv6; unspecified: none.
+    /// Source of translated flows, IPv6, where `masquerade_devices` has none; unspecified: none.
     pub masquerade6: [u8; 16],
-    /// Source of translated flows, IPv4; unspecified: none.
+    /// As `masquerade6`, IPv4.
     pub masquerade4: [u8; 4],
     /// Ports for translated sources: up to two ranges, inclusive, host byte order; first > last: empty.
     pub masquerade_ports: [[u16; 2]; 2],
@@ -501,6 +512,7 @@ const _: () = {
     assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
     assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
     assert!(size_of::<Settings>() == 56 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);
+    assert!(size_of::<MasqueradeDevice>() == 20);
     assert!(size_of::<Lease>() == 8 && size_of::<LogControl>() == 16);
     assert!(size_of::<RefusalCount>() == 16);
 };
@@ -524,6 +536,7 @@ mod pod {
         Slot4,
         Slot6,
         NodeAddress,
+        MasqueradeDevice,
         ServiceCounters,
         Settings,
         Lease,

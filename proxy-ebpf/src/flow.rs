@@ -95,7 +95,7 @@ fn masquerade_port(random: u32, attempt: u32) -> Port {
 }
 
 macro_rules! flow_tables {
-    ($family:ty, $address:ty, $flows:ident, $opening:ident, $masquerade:ident, $scratch:ident) => {
+    ($family:ty, $address:ty, $flows:ident, $opening:ident, $masquerade:ident, $device:ident, $scratch:ident) => {
         impl FlowScratch for $family {
             #[inline(always)]
             fn scratch() -> Option<&'static mut Scratch<$address>> {
@@ -156,7 +156,14 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
-            fn masquerade_address(&self) -> $address {
+            fn masquerade_address(&self, interface: u32) -> $address {
+                // SAFETY: copied at once; without preallocation an element is freed only after a grace period.
+                let device = unsafe { maps::masquerade_devices.get(interface) }.copied();
+                if let Some(device) = device
+                    && device.$device != <$address>::UNSPECIFIED
+                {
+                    return device.$device;
+                }
                 settings().map_or(Address::UNSPECIFIED, |settings| settings.$masquerade)
             }
 
@@ -195,5 +202,5 @@ macro_rules! flow_tables {
     };
 }
 
-flow_tables!(V4, [u8; 4], flows4, opening_flows4, masquerade4, scratch4);
-flow_tables!(V6, [u8; 16], flows6, opening_flows6, masquerade6, scratch6);
+flow_tables!(V4, [u8; 4], flows4, opening_flows4, masquerade4, v4, scratch4);
+flow_tables!(V6, [u8; 16], flows6, opening_flows6, masquerade6, v6, scratch6);

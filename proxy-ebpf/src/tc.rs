@@ -100,6 +100,8 @@ where
     if let Err(reason) = parse::<F>(skb, network, &mut scratch.packet) {
         return pass_or_drop(reason);
     }
+    // SAFETY: a field of the context.
+    scratch.interface = unsafe { (*skb).ifindex };
     let from_host =
         peers == Origin::Outside && globals::HOST_PACKETS.load() == globals::ON && host::is_local(ctx);
     if let Err(reason) = flow::leaving(&Maps, scratch, from_host) {

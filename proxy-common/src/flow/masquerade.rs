@@ -16,7 +16,7 @@ pub(super) fn choose<F: Family, T: FlowTables<F>>(
     stage: Stage,
     entry: T::Entry,
 ) -> Result<(), Reason> {
-    let address = tables.masquerade_address();
+    let address = tables.masquerade_address(scratch.interface);
     if address == F::Address::UNSPECIFIED {
         return Err(Reason::NoMasqueradeAddress);
     }

@@ -90,6 +90,8 @@ pub struct Scratch<A> {
     /// What the packet becomes, where that is decided, and where it goes.
     pub rewrite: Rewrite<A>,
     pub then: Then,
+    /// Index of the interface that the packet leaves by; only of one that leaves.
+    pub interface: u32,
     key: FlowKey<A>,
     flow: Flow<A>,
     /// One entry of `flow`, on its way from one table to the other.
@@ -110,8 +112,8 @@ pub trait FlowTables<F: Family>: Tables<F> {
     ) -> Result<(), InsertError>;
     fn replace(&self, stage: Stage, key: &FlowKey<F::Address>, flow: &Flow<F::Address>);
     fn remove(&self, stage: Stage, key: &FlowKey<F::Address>);
-    /// Source of masqueraded packets; unspecified: there is none.
-    fn masquerade_address(&self) -> F::Address;
+    /// Source of masqueraded packets that leave by this interface; unspecified: there is none.
+    fn masquerade_address(&self, interface: u32) -> F::Address;
     /// The `attempt`th port after a random one, of those for masqueraded sources and aliases; [`Port::NONE`]: there are none.
     fn masquerade_port(&self, random: u32, attempt: u32) -> Port;
     /// [`Settings::epoch`].

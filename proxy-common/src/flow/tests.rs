@@ -259,7 +259,7 @@ impl FlowTables<V4> for Host {
         self.flows.borrow_mut().remove(&(stage, *key));
     }
 
-    fn masquerade_address(&self) -> A {
+    fn masquerade_address(&self, _interface: u32) -> A {
         self.masquerade.get()
     }
 

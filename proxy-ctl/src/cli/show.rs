@@ -173,6 +173,7 @@ fn hook_view(hook: Hook, interfaces: &[Interface]) -> HookView {
             None => here(index).unwrap_or_else(|| format!("number {index}")),
         }),
         role: known.map(|known| known.role.clone()),
+        reason: known.map(|known| known.reason.clone()),
         kind: kind.to_owned(),
     }
 }
@@ -245,11 +246,11 @@ mod tests {
         let hook = |interface| Hook { name: "ingress".into(), interface, kind: "tcx" };
         assert_eq!(hook_view(hook(None), &[]).interface, None);
         assert_eq!(hook_view(hook(Some(1)), &[]).interface.as_deref(), Some("lo"));
-        let uplink = Interface { index: 7, name: "eth0".into(), role: "uplink".into() };
+        let uplink = Interface { index: 7, name: "eth0".into(), role: "uplink".into(), reason: "why".into() };
         let of_uplink = hook_view(hook(Some(7)), &[uplink]);
         assert_eq!(
-            (of_uplink.interface.as_deref(), of_uplink.role.as_deref()),
-            (Some("eth0"), Some("uplink"))
+            (of_uplink.interface.as_deref(), of_uplink.role.as_deref(), of_uplink.reason.as_deref()),
+            (Some("eth0"), Some("uplink"), Some("why"))
         );
     }
 }

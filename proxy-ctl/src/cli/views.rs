@@ -258,6 +258,8 @@ pub(super) struct HookView {
     pub(super) name: String,
     /// `workload` or `uplink`; `None`: of a cgroup, or no controller has said.
     pub(super) role: Option<String>,
+    /// Why it has that role.
+    pub(super) reason: Option<String>,
     /// `cgroup`, `tcx` or `clsact`.
     pub(super) kind: String,
 }
@@ -348,9 +350,13 @@ impl StatusView {
         part(unsupported.len(), table(["NOT SERVED AS ASKED", "FIELD", "EFFECT", "INSTEAD"], unsupported));
         let or_dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
         let hooks = self.hooks.iter().map(|hook| {
-            [hook.name.clone(), or_dash(&hook.interface), or_dash(&hook.role), hook.kind.clone()]
+            let [interface, role, reason] = [&hook.interface, &hook.role, &hook.reason].map(or_dash);
+            [hook.name.clone(), interface, role, hook.kind.clone(), reason]
         });
-        part(self.hooks.len(), table(["HOOK", "INTERFACE", "ROLE", "ATTACHED BY"], hooks));
+        part(
+            self.hooks.len(),
+            table(["HOOK", "INTERFACE", "ROLE", "ATTACHED BY", "THAT ROLE BECAUSE"], hooks),
+        );
         // Storage of sockets has no capacity: it lives and dies with them.
         let sized: Vec<_> = self.tables.iter().filter(|of| of.capacity > 0).collect();
         let tables = sized.iter().map(|of| {

@@ -5,6 +5,7 @@ use std::{path::PathBuf, time::Duration};
 pub use proxy_common::inventory::Limits;
 
 use super::Keyword;
+use crate::dataplane::Role;
 
 /// Whose connections the socket hooks translate.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -118,12 +119,23 @@ pub struct Interfaces {
     /// Empty: all.
     pub include: Vec<NamePattern>,
     pub exclude: Vec<NamePattern>,
+    /// Lead to the outside and to other nodes, whatever is known of them.
+    pub uplinks: Vec<NamePattern>,
+    /// Lead to pods, whatever is known of them; not those of `uplinks`.
+    pub workloads: Vec<NamePattern>,
 }
 
 impl Interfaces {
     pub fn select(&self, name: &str) -> bool {
         let included = self.include.is_empty() || self.include.iter().any(|pattern| pattern.matches(name));
         included && !self.exclude.iter().any(|pattern| pattern.matches(name))
+    }
+
+    /// The role that is chosen for an interface, if one is.
+    pub fn role(&self, name: &str) -> Option<Role> {
+        let names = |patterns: &[NamePattern]| patterns.iter().any(|pattern| pattern.matches(name));
+        let (is_uplink, is_workload) = (names(&self.uplinks), names(&self.workloads));
+        is_uplink.then_some(Role::Uplink).or_else(|| is_workload.then_some(Role::Workload))
     }
 }
 

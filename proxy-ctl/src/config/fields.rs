@@ -270,6 +270,10 @@ pub static FIELDS: &[Field] = fields! {
         "Interfaces that packet programs are attached to. Empty: all.";
     "ebpf.interfaces.exclude", list(|c| &mut c.ebpf.interfaces.exclude);
         "Interfaces that no packet program is attached to.";
+    "ebpf.interfaces.uplinks", list(|c| &mut c.ebpf.interfaces.uplinks);
+        "Interfaces that lead to other nodes and the outside, whatever their addresses and routes say.";
+    "ebpf.interfaces.workloads", list(|c| &mut c.ebpf.interfaces.workloads);
+        "Interfaces that lead to pods, whatever their addresses and routes say; uplinks comes first.";
     "ebpf.limits.frontends", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.frontends);
         "Rows of the tables frontends4 and frontends6 each.";
     "ebpf.limits.services", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.services);
@@ -283,7 +287,7 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.limits.openingFlows", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.opening_flows);
         "Rows of the tables opening_flows4 and opening_flows6 each.";
     "ebpf.limits.nodeAddresses", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.node_addresses);
-        "Rows of the tables node_addresses4 and node_addresses6 each.";
+        "Rows of the tables node_addresses4, node_addresses6 and masquerade_devices each.";
     "ebpf.limits.serviceCounters", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.service_counters);
         "Rows of the table service_counters: service ports whose connections and bytes are counted.";
     "ebpf.cgroup", optional_folder(|c| &mut c.ebpf.cgroup);

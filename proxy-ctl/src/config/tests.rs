@@ -440,6 +440,7 @@ fn interfaces(
     #[case] selected: bool,
 ) {
     let patterns = |texts: &[&str]| texts.iter().filter_map(|text| NamePattern::parse(text)).collect();
-    let interfaces = Interfaces { include: patterns(include), exclude: patterns(exclude) };
+    let interfaces =
+        Interfaces { include: patterns(include), exclude: patterns(exclude), ..Interfaces::default() };
     assert_eq!(interfaces.select(name), selected);
 }

@@ -65,8 +65,30 @@ pub struct Interface {
     pub index: u32,
     pub name: String,
     pub role: Role,
+    pub reason: RoleReason,
     /// False: packets start at the IP header (tun, wireguard, ipip).
     pub ethernet: bool,
+    /// Source of translated flows that leave by it, at most one of each family; none of a family: that of [`Host`].
+    pub masquerade_addresses: Vec<IpAddr>,
+}
+
+/// By what an interface's role is decided.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, thiserror::Error)]
+pub enum RoleReason {
+    #[error("as ebpf.interfaces says")]
+    Configured,
+    #[error("has an address of the Node")]
+    NodeAddress,
+    #[error("the default route leaves by it")]
+    DefaultRoute,
+    #[error("has a network of its own, which is not of pods")]
+    OwnNetwork,
+    #[error("one end of a pair, without a network of its own")]
+    Pair,
+    #[error("tap, without a network of its own")]
+    Tap,
+    #[error("network card or tunnel")]
+    Network,
 }
 
 /// Where an interface leads.

@@ -1,6 +1,6 @@
 //! Decides which interfaces get packet programs, and in which role. Pure.
 
-use crate::dataplane::Role;
+use crate::dataplane::{Role, RoleReason};
 
 /// The properties of an interface that decide its role.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -13,6 +13,10 @@ pub struct LinkFacts {
     pub node_address: bool,
     /// A default route of the main table leaves through it.
     pub default_route: bool,
+    /// It has an address of a network that it is on, and that no pods of this cluster are on.
+    pub own_network: bool,
+    /// As `ebpf.interfaces` says.
+    pub configured: Option<Role>,
 }
 
 /// Kinds of devices, as far as they are treated differently.
@@ -61,25 +65,36 @@ pub enum Ignored {
     Sink,
 }
 
-/// The role of the interface, or why it has none. The first matching rule decides; `ebpf.interfaces` is applied
-/// afterwards.
-pub fn role(link: &LinkFacts) -> Result<Role, Ignored> {
+/// The role of the interface, or why it has none. The first matching rule decides; which interfaces `ebpf.interfaces` leaves out is
+/// applied afterwards.
+pub fn role(link: &LinkFacts) -> Result<(Role, RoleReason), Ignored> {
     if link.loopback {
         return Err(Ignored::Loopback);
+    }
+    if let Some(role) = link.configured {
+        return Ok((role, RoleReason::Configured));
     }
     if link.master == Some(Master::Bond) {
         return Err(Ignored::BondPort);
     }
-    if link.node_address || link.default_route {
-        return Ok(Role::Uplink);
+    if link.node_address {
+        return Ok((Role::Uplink, RoleReason::NodeAddress));
+    }
+    if link.default_route {
+        return Ok((Role::Uplink, RoleReason::DefaultRoute));
     }
     match (link.kind, link.master) {
-        (LinkKind::Pair | LinkKind::Tun, _) => Ok(Role::Workload),
+        // What CNI plugins give to the node's end is an address of a pod range or of no network (a whole mask).
+        (LinkKind::Pair | LinkKind::Tun, _) if link.own_network => Ok((Role::Uplink, RoleReason::OwnNetwork)),
+        (LinkKind::Pair, _) => Ok((Role::Workload, RoleReason::Pair)),
+        (LinkKind::Tun, _) => Ok((Role::Workload, RoleReason::Tap)),
         (LinkKind::Bridge, _) => Err(Ignored::Bridge),
         (LinkKind::Vrf, _) => Err(Ignored::Vrf),
         (LinkKind::Sink, _) => Err(Ignored::Sink),
         (_, Some(Master::Bridge(true))) => Err(Ignored::BridgePort),
-        (LinkKind::Physical | LinkKind::Bond | LinkKind::Network, _) => Ok(Role::Uplink),
+        (LinkKind::Physical | LinkKind::Bond | LinkKind::Network, _) => {
+            Ok((Role::Uplink, RoleReason::Network))
+        }
     }
 }
 
@@ -95,7 +110,11 @@ mod tests {
         master: None,
         node_address: false,
         default_route: false,
+        own_network: false,
+        configured: None,
     };
+    const NETWORK: Result<(Role, RoleReason), Ignored> = Ok((Role::Uplink, RoleReason::Network));
+    const POD: Result<(Role, RoleReason), Ignored> = Ok((Role::Workload, RoleReason::Pair));
 
     const fn of(kind: LinkKind) -> LinkFacts {
         LinkFacts { kind, ..CARD }
@@ -106,28 +125,53 @@ mod tests {
     }
 
     #[rstest]
-    #[case::card(CARD, Ok(Role::Uplink))]
-    #[case::card_with_the_node_address(LinkFacts { node_address: true, ..CARD }, Ok(Role::Uplink))]
+    #[case::card(CARD, NETWORK)]
+    #[case::card_with_the_node_address(
+        LinkFacts { node_address: true, ..CARD },
+        Ok((Role::Uplink, RoleReason::NodeAddress))
+    )]
     #[case::loopback(LinkFacts { loopback: true, node_address: true, ..CARD }, Err(Ignored::Loopback))]
     #[case::card_in_a_bond(port(LinkKind::Physical, Master::Bond), Err(Ignored::BondPort))]
-    #[case::bond(of(LinkKind::Bond), Ok(Role::Uplink))]
+    #[case::bond(of(LinkKind::Bond), NETWORK)]
     #[case::card_in_the_uplink_bridge(
         port(LinkKind::Physical, Master::Bridge(true)),
         Err(Ignored::BridgePort)
     )]
-    #[case::card_in_another_bridge(port(LinkKind::Physical, Master::Bridge(false)), Ok(Role::Uplink))]
-    #[case::uplink_bridge(LinkFacts { node_address: true, ..of(LinkKind::Bridge) }, Ok(Role::Uplink))]
+    #[case::card_in_another_bridge(port(LinkKind::Physical, Master::Bridge(false)), NETWORK)]
+    #[case::uplink_bridge(
+        LinkFacts { node_address: true, ..of(LinkKind::Bridge) },
+        Ok((Role::Uplink, RoleReason::NodeAddress))
+    )]
     #[case::pod_bridge(of(LinkKind::Bridge), Err(Ignored::Bridge))]
-    #[case::pod(of(LinkKind::Pair), Ok(Role::Workload))]
-    #[case::pod_on_a_bridge(port(LinkKind::Pair, Master::Bridge(false)), Ok(Role::Workload))]
-    #[case::pod_on_the_uplink_bridge(port(LinkKind::Pair, Master::Bridge(true)), Ok(Role::Workload))]
-    #[case::virtual_machine(of(LinkKind::Tun), Ok(Role::Workload))]
-    #[case::node_in_a_namespace(LinkFacts { default_route: true, ..of(LinkKind::Pair) }, Ok(Role::Uplink))]
-    #[case::tunnel_to_other_nodes(of(LinkKind::Network), Ok(Role::Uplink))]
+    #[case::pod(of(LinkKind::Pair), POD)]
+    #[case::pod_on_a_bridge(port(LinkKind::Pair, Master::Bridge(false)), POD)]
+    #[case::pod_on_the_uplink_bridge(port(LinkKind::Pair, Master::Bridge(true)), POD)]
+    #[case::virtual_machine(of(LinkKind::Tun), Ok((Role::Workload, RoleReason::Tap)))]
+    #[case::node_in_a_namespace(
+        LinkFacts { default_route: true, ..of(LinkKind::Pair) },
+        Ok((Role::Uplink, RoleReason::DefaultRoute))
+    )]
+    #[case::second_uplink_of_a_node_in_a_namespace(
+        LinkFacts { own_network: true, ..of(LinkKind::Pair) },
+        Ok((Role::Uplink, RoleReason::OwnNetwork))
+    )]
+    #[case::pod_that_is_an_uplink_by_choice(
+        LinkFacts { configured: Some(Role::Uplink), ..of(LinkKind::Pair) },
+        Ok((Role::Uplink, RoleReason::Configured))
+    )]
+    #[case::uplink_that_leads_to_pods_by_choice(
+        LinkFacts { configured: Some(Role::Workload), node_address: true, ..CARD },
+        Ok((Role::Workload, RoleReason::Configured))
+    )]
+    #[case::bridge_that_has_a_role_by_choice(
+        LinkFacts { configured: Some(Role::Uplink), ..of(LinkKind::Bridge) },
+        Ok((Role::Uplink, RoleReason::Configured))
+    )]
+    #[case::tunnel_to_other_nodes(of(LinkKind::Network), NETWORK)]
     #[case::vrf(of(LinkKind::Vrf), Err(Ignored::Vrf))]
-    #[case::card_in_a_vrf(port(LinkKind::Physical, Master::Other), Ok(Role::Uplink))]
+    #[case::card_in_a_vrf(port(LinkKind::Physical, Master::Other), NETWORK)]
     #[case::dummy(of(LinkKind::Sink), Err(Ignored::Sink))]
-    fn roles(#[case] link: LinkFacts, #[case] expected: Result<Role, Ignored>) {
+    fn roles(#[case] link: LinkFacts, #[case] expected: Result<(Role, RoleReason), Ignored>) {
         assert_eq!(role(&link), expected);
     }
 }

@@ -1,6 +1,6 @@
 //! Asks the kernel for links, addresses and routes, and follows their changes.
 
-use std::io;
+use std::{io, sync::Arc};
 
 use netlink_packet_core::{NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload};
 use netlink_packet_route::{
@@ -10,8 +10,11 @@ use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
 use tokio::{io::unix::AsyncFd, sync::watch};
 use tokio_util::sync::CancellationToken;
 
-use super::{own_node::OwnNode, state::State};
-use crate::{dataplane::NodeNetwork, sys::ready};
+use super::{
+    own_node::OwnNode,
+    state::{State, Surroundings},
+};
+use crate::{config::Config, dataplane::NodeNetwork, sys::ready};
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -31,10 +34,11 @@ const GROUPS: [u32; 5] = [1, 5, 9, 7, 11];
 const RECEIVE_BUFFER: usize = 1 << 20;
 const DUMP_TRIES: usize = 5;
 
-/// Sends the node's network whenever it changes, until `stop`. Waits for the first list of the own Node, whose addresses
+/// Sends the node's network whenever it changes, until `stop`. The configuration says of which pods, and may choose roles. Waits for the first list of the own Node, whose addresses
 /// show which interfaces are uplinks.
 pub async fn watch(
     mut own_node: watch::Receiver<OwnNode>,
+    mut configs: watch::Receiver<Arc<Config>>,
     hosts: watch::Sender<Option<NodeNetwork>>,
     stop: CancellationToken,
 ) -> Result<(), Error> {
@@ -45,9 +49,9 @@ pub async fn watch(
     // Subscribed before the dump, so that no change falls between them.
     let mut changes = subscribe()?;
     let mut state = dump().await?;
-    let mut own_node_told = true;
+    let (mut own_node_told, mut configs_told) = (true, true);
     loop {
-        let host = state.host(own_node.borrow_and_update().addresses());
+        let host = state.host(&surroundings(&own_node.borrow_and_update(), &configs.borrow_and_update()));
         hosts.send_if_modified(|sent| {
             let differs = sent.as_ref() != Some(&host);
             if differs {
@@ -59,6 +63,7 @@ pub async fn watch(
             () = stop.cancelled() => return Ok(()),
             () = hosts.closed() => return Ok(()),
             changed = own_node.changed(), if own_node_told => own_node_told = changed.is_ok(),
+            changed = configs.changed(), if configs_told => configs_told = changed.is_ok(),
             ready = changes.readable_mut() => {
                 let mut ready = ready.map_err(failed("waiting for changes"))?;
                 if take_waiting(ready.get_inner_mut(), &mut state)? == Waiting::Lost {
@@ -69,6 +74,15 @@ pub async fn watch(
                 }
             }
         }
+    }
+}
+
+fn surroundings(own_node: &OwnNode, config: &Config) -> Surroundings {
+    let pod_cidrs = own_node.node().map(|node| node.pod_cidrs.as_slice()).unwrap_or_default();
+    Surroundings {
+        node_addresses: own_node.addresses().to_vec(),
+        pod_ranges: config.cluster_cidrs.iter().chain(pod_cidrs).copied().collect(),
+        interfaces: config.ebpf.interfaces.clone(),
     }
 }
 

@@ -5,16 +5,18 @@ use std::{
     net::IpAddr,
 };
 
+use ipnet::IpNet;
 use netlink_packet_route::{
     AddressFamily, RouteNetlinkMessage,
-    address::{AddressAttribute, AddressMessage},
+    address::{AddressAttribute, AddressFlags, AddressMessage, AddressScope},
     link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkLayerType, LinkMessage},
     route::{RouteAttribute, RouteHeader, RouteMessage, RouteType},
 };
 
 use super::interfaces::{LinkFacts, LinkKind, Master, role};
 use crate::{
-    dataplane::{Interface, NodeNetwork},
+    config::Interfaces,
+    dataplane::{Interface, NodeNetwork, Role},
     leftovers::names::IPVS_DEVICE,
 };
 
@@ -26,6 +28,26 @@ struct Link {
     kind: LinkKind,
     /// Index.
     master: Option<u32>,
+}
+
+/// What is known of an address of an interface.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct Assignment {
+    prefix_length: u8,
+    /// The kernel may choose it as the source of what it masquerades.
+    is_source: bool,
+    /// Its place among those of the interface, as the kernel lists them.
+    place: u32,
+}
+
+/// What the cluster and the configuration say of the node.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct Surroundings {
+    /// Of the own Node, best first; empty as long as they are not known.
+    pub(super) node_addresses: Vec<IpAddr>,
+    /// Addresses of pods.
+    pub(super) pod_ranges: Vec<IpNet>,
+    pub(super) interfaces: Interfaces,
 }
 
 /// A default route. Ordered by metric, so that the best one is first.
@@ -40,7 +62,8 @@ struct DefaultRoute {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct State {
     links: BTreeMap<u32, Link>,
-    addresses: BTreeSet<(u32, IpAddr)>,
+    addresses: BTreeMap<(u32, IpAddr), Assignment>,
+    next_place: u32,
     default_routes: BTreeSet<DefaultRoute>,
 }
 
@@ -60,13 +83,17 @@ impl State {
             RouteNetlinkMessage::DelLink(link) if is_whole(link) => {
                 let index = link.header.index;
                 self.links.remove(&index);
-                self.addresses.retain(|(interface, _)| *interface != index);
+                self.addresses.retain(|(interface, _), _| *interface != index);
                 self.default_routes.retain(|route| route.interface != index);
             }
-            RouteNetlinkMessage::NewAddress(address) => self.addresses.extend(parse_address(address)),
+            RouteNetlinkMessage::NewAddress(address) => {
+                if let Some((key, assignment)) = parse_address(address) {
+                    self.assign(key, assignment);
+                }
+            }
             RouteNetlinkMessage::DelAddress(address) => {
-                if let Some(address) = parse_address(address) {
-                    self.addresses.remove(&address);
+                if let Some((key, _)) = parse_address(address) {
+                    self.addresses.remove(&key);
                 }
             }
             RouteNetlinkMessage::NewRoute(route) => self.default_routes.extend(parse_default_route(route)),
@@ -79,8 +106,21 @@ impl State {
         }
     }
 
-    /// The host, given the addresses of its Node object (best first; empty as long as they are not known).
-    pub(super) fn host(&self, node_addresses: &[IpAddr]) -> NodeNetwork {
+    fn assign(&mut self, key: (u32, IpAddr), assignment: Assignment) {
+        let former = self.addresses.get(&key);
+        // One that becomes a primary address is put behind the others.
+        let place = match former.filter(|former| former.is_source || !assignment.is_source) {
+            Some(former) => former.place,
+            None => {
+                self.next_place += 1;
+                self.next_place
+            }
+        };
+        self.addresses.insert(key, Assignment { place, ..assignment });
+    }
+
+    pub(super) fn host(&self, around: &Surroundings) -> NodeNetwork {
+        let node_addresses = &around.node_addresses;
         let uplinks: BTreeSet<u32> = self
             .own_addresses()
             .filter(|(_, address)| node_addresses.contains(address))
@@ -88,9 +128,18 @@ impl State {
             .chain(self.default_routes.iter().map(|route| route.interface))
             .collect();
         let interfaces = self.links.iter().filter_map(|(index, link)| {
-            let facts = self.facts(*index, link, &uplinks, node_addresses);
-            let role = role(&facts).ok()?;
-            Some(Interface { index: *index, name: link.name.clone(), role, ethernet: link.ethernet })
+            let (role, reason) = role(&self.facts(*index, link, &uplinks, around)).ok()?;
+            Some(Interface {
+                index: *index,
+                name: link.name.clone(),
+                role,
+                reason,
+                ethernet: link.ethernet,
+                masquerade_addresses: match role {
+                    Role::Uplink => self.masquerade_by(*index, link, node_addresses),
+                    Role::Workload => Vec::new(),
+                },
+            })
         });
         let masquerade = [false, true].into_iter().filter_map(|v6| self.masquerade(v6, node_addresses));
         NodeNetwork {
@@ -102,7 +151,7 @@ impl State {
 
     /// All but those of Services.
     fn own_addresses(&self) -> impl Iterator<Item = &(u32, IpAddr)> {
-        self.addresses.iter().filter(|(index, _)| !self.is_of_services(*index))
+        self.addresses.keys().filter(|(index, _)| !self.is_of_services(*index))
     }
 
     /// The device to which kube-proxy's mode ipvs gives the addresses of Services.
@@ -110,22 +159,47 @@ impl State {
         self.links.get(&index).is_some_and(|link| link.name == IPVS_DEVICE)
     }
 
-    fn facts(
-        &self,
-        index: u32,
-        link: &Link,
-        uplinks: &BTreeSet<u32>,
-        node_addresses: &[IpAddr],
-    ) -> LinkFacts {
-        let of_this = (index, IpAddr::from([0; 4]))..(index + 1, IpAddr::from([0; 4]));
+    fn facts(&self, index: u32, link: &Link, uplinks: &BTreeSet<u32>, around: &Surroundings) -> LinkFacts {
+        let is_own_network = |ip: &IpAddr, assignment: &Assignment| {
+            let whole = if ip.is_ipv4() { 32 } else { 128 };
+            assignment.prefix_length < whole
+                && assignment.is_source
+                && !around.pod_ranges.iter().any(|range| range.contains(ip))
+        };
         LinkFacts {
             loopback: link.loopback,
             kind: link.kind,
             master: link.master.map(|master| self.master(master, uplinks)),
             node_address: !self.is_of_services(index)
-                && self.addresses.range(of_this).any(|(_, ip)| node_addresses.contains(ip)),
+                && self.addresses_of(index).any(|(ip, _)| around.node_addresses.contains(ip)),
             default_route: self.default_routes.iter().any(|route| route.interface == index),
+            own_network: self.addresses_of(index).any(|(ip, assignment)| is_own_network(ip, assignment)),
+            configured: around.interfaces.role(&link.name),
         }
+    }
+
+    fn addresses_of(&self, index: u32) -> impl Iterator<Item = (&IpAddr, &Assignment)> {
+        let of_this = (index, IpAddr::from([0; 4]))..(index + 1, IpAddr::from([0; 4]));
+        self.addresses.range(of_this).map(|((_, ip), assignment)| (ip, assignment))
+    }
+
+    /// As MASQUERADE chooses for an interface that packets leave by: one of its own addresses, that of the Node if it has it. A port of a
+    /// bridge has those of the bridge.
+    fn masquerade_by(&self, index: u32, link: &Link, node_addresses: &[IpAddr]) -> Vec<IpAddr> {
+        let bridge = link
+            .master
+            .filter(|master| self.links.get(master).is_some_and(|master| master.kind == LinkKind::Bridge));
+        let source = |v6: bool| {
+            let of = |index: u32| self.source_on(index, v6, node_addresses);
+            of(index).or_else(|| bridge.and_then(of))
+        };
+        [false, true].into_iter().filter_map(source).collect()
+    }
+
+    fn source_on(&self, index: u32, v6: bool, node_addresses: &[IpAddr]) -> Option<IpAddr> {
+        let sources = || self.addresses_of(index).filter(|(ip, of)| ip.is_ipv6() == v6 && of.is_source);
+        let of_node = node_addresses.iter().find(|node| sources().any(|(ip, _)| ip == *node));
+        of_node.or_else(|| sources().min_by_key(|(_, of)| of.place).map(|(ip, _)| ip)).copied()
     }
 
     fn master(&self, index: u32, uplinks: &BTreeSet<u32>) -> Master {
@@ -210,18 +284,34 @@ fn parse_kind(info: &LinkInfo) -> Option<LinkKind> {
     })
 }
 
-fn parse_address(message: &AddressMessage) -> Option<(u32, IpAddr)> {
+/// Without its place.
+fn parse_address(message: &AddressMessage) -> Option<((u32, IpAddr), Assignment)> {
     let (mut local, mut address) = (None, None);
+    let mut flags = AddressFlags::from_bits_retain(message.header.flags.bits().into());
     for attribute in &message.attributes {
         #[expect(clippy::wildcard_enum_match_arm, reason = "the other attributes do not matter")]
         match attribute {
             // Differs from `Address` on point-to-point links, where that one is the peer's.
             AddressAttribute::Local(ip) => local = Some(*ip),
             AddressAttribute::Address(ip) => address = Some(*ip),
+            AddressAttribute::Flags(all) => flags = *all,
             _ => {}
         }
     }
-    Some((message.header.index, local.or(address)?))
+    let ip = local.or(address)?;
+    // Of IPv6, the first is that of a temporary address.
+    let unfit = AddressFlags::Secondary
+        | AddressFlags::Deprecated
+        | AddressFlags::Tentative
+        | AddressFlags::Dadfailed;
+    let assignment = Assignment {
+        prefix_length: message.header.prefix_len,
+        is_source: message.header.scope == AddressScope::Universe
+            && !flags.intersects(unfit)
+            && is_routable(&ip),
+        place: 0,
+    };
+    Some(((message.header.index, ip), assignment))
 }
 
 /// One for each next hop; none if it is not a default route of the main table.
@@ -249,8 +339,10 @@ fn parse_default_route(message: &RouteMessage) -> Vec<DefaultRoute> {
 
 #[cfg(test)]
 mod tests {
+    use rstest::rstest;
+
     use super::*;
-    use crate::dataplane::Role;
+    use crate::config::NamePattern;
 
     fn link(index: u32, name: &str, kind: Option<InfoKind>, master: Option<u32>) -> LinkMessage {
         let mut message = LinkMessage::default();
@@ -266,11 +358,24 @@ mod tests {
         RouteNetlinkMessage::NewLink(link(index, name, kind, master))
     }
 
+    /// `ip` with the length of its prefix, or of a whole address.
     fn address(index: u32, ip: &str) -> AddressMessage {
+        let (ip, length) = ip.split_once('/').map_or((ip, None), |(ip, length)| (ip, Some(length)));
+        let ip: IpAddr = ip.parse().unwrap();
         let mut message = AddressMessage::default();
         message.header.index = index;
-        message.attributes.push(AddressAttribute::Address(ip.parse().unwrap()));
+        message.header.prefix_len =
+            length.map_or(if ip.is_ipv4() { 32 } else { 128 }, |length| length.parse().unwrap());
+        message.attributes.push(AddressAttribute::Address(ip));
         message
+    }
+
+    fn cluster(node_addresses: &[IpAddr]) -> Surroundings {
+        Surroundings { node_addresses: node_addresses.to_vec(), ..Surroundings::default() }
+    }
+
+    fn sources<'a>(host: &'a NodeNetwork, name: &str) -> &'a [IpAddr] {
+        &host.interfaces.iter().find(|interface| interface.name == name).unwrap().masquerade_addresses
     }
 
     fn new_address(index: u32, ip: &str) -> RouteNetlinkMessage {
@@ -319,7 +424,7 @@ mod tests {
 
     #[test]
     fn a_plain_node() {
-        let host = node().host(&[]);
+        let host = node().host(&cluster(&[]));
         assert_eq!(roles(&host), [("eth0", Role::Uplink), ("veth1", Role::Workload)]);
         assert_eq!(
             host.addresses.into_iter().collect::<Vec<_>>(),
@@ -337,20 +442,20 @@ mod tests {
             with_device.apply(&new_address(5, ip));
         }
         let node_addresses = ips(&["10.96.0.1", "192.0.2.10"]);
-        assert_eq!(with_device.host(&node_addresses), node().host(&node_addresses));
+        assert_eq!(with_device.host(&cluster(&node_addresses)), node().host(&cluster(&node_addresses)));
     }
 
     #[test]
     fn the_nodes_own_address_is_the_source_if_the_node_has_it() {
-        assert_eq!(node().host(&ips(&["10.244.0.1"])).masquerade_addresses, ips(&["10.244.0.1"]));
-        assert_eq!(node().host(&ips(&["203.0.113.9"])).masquerade_addresses, ips(&["192.0.2.10"]));
+        assert_eq!(node().host(&cluster(&ips(&["10.244.0.1"]))).masquerade_addresses, ips(&["10.244.0.1"]));
+        assert_eq!(node().host(&cluster(&ips(&["203.0.113.9"]))).masquerade_addresses, ips(&["192.0.2.10"]));
     }
 
     #[test]
     fn a_veth_that_carries_the_node_address_is_an_uplink() {
         let veth = || state([new_link(2, "eth0", Some(InfoKind::Veth), None), new_address(2, "192.0.2.10")]);
-        assert_eq!(roles(&veth().host(&[])), [("eth0", Role::Workload)]);
-        assert_eq!(roles(&veth().host(&ips(&["192.0.2.10"]))), [("eth0", Role::Uplink)]);
+        assert_eq!(roles(&veth().host(&cluster(&[]))), [("eth0", Role::Workload)]);
+        assert_eq!(roles(&veth().host(&cluster(&ips(&["192.0.2.10"])))), [("eth0", Role::Uplink)]);
     }
 
     #[test]
@@ -358,7 +463,7 @@ mod tests {
         let mut tun = link(3, "tun0", Some(InfoKind::Tun), None);
         tun.header.link_layer_type = LinkLayerType::None;
         let host = state([new_link(2, "tap0", Some(InfoKind::Tun), None), RouteNetlinkMessage::NewLink(tun)])
-            .host(&[]);
+            .host(&cluster(&[]));
         assert_eq!(roles(&host), [("tap0", Role::Workload), ("tun0", Role::Uplink)]);
     }
 
@@ -369,7 +474,7 @@ mod tests {
             new_link(3, "br0", Some(InfoKind::Bridge), None),
             RouteNetlinkMessage::NewRoute(route(3, 0, 0)),
         ])
-        .host(&[]);
+        .host(&cluster(&[]));
         assert_eq!(roles(&host), [("br0", Role::Uplink)]);
     }
 
@@ -377,7 +482,7 @@ mod tests {
     fn a_link_takes_its_addresses_and_routes_along() {
         let mut state = node();
         state.apply(&RouteNetlinkMessage::DelLink(link(2, "eth0", None, None)));
-        let host = state.host(&[]);
+        let host = state.host(&cluster(&[]));
         assert_eq!(roles(&host), [("veth1", Role::Workload)]);
         assert!(host.masquerade_addresses.is_empty());
         assert!(!host.addresses.contains(&ips(&["192.0.2.10"])[0]));
@@ -396,7 +501,7 @@ mod tests {
     fn an_address_that_goes_is_gone() {
         let mut state = node();
         state.apply(&RouteNetlinkMessage::DelAddress(address(3, "10.244.0.1")));
-        assert!(!state.host(&[]).addresses.contains(&ips(&["10.244.0.1"])[0]));
+        assert!(!state.host(&cluster(&[])).addresses.contains(&ips(&["10.244.0.1"])[0]));
     }
 
     #[test]
@@ -404,7 +509,7 @@ mod tests {
         let mut message = address(2, "198.51.100.2");
         message.attributes.push(AddressAttribute::Local("198.51.100.1".parse().unwrap()));
         let state = state([RouteNetlinkMessage::NewAddress(message)]);
-        let addresses: Vec<_> = state.host(&[]).addresses.into_iter().collect();
+        let addresses: Vec<_> = state.host(&cluster(&[])).addresses.into_iter().collect();
         assert_eq!(addresses, ips(&["198.51.100.1"]));
     }
 
@@ -414,16 +519,16 @@ mod tests {
         state.apply(&new_link(5, "eth1", None, None));
         state.apply(&new_address(5, "198.51.100.7"));
         state.apply(&RouteNetlinkMessage::NewRoute(route(5, 100, 0)));
-        assert_eq!(state.host(&[]).masquerade_addresses, ips(&["192.0.2.10"]));
+        assert_eq!(state.host(&cluster(&[])).masquerade_addresses, ips(&["192.0.2.10"]));
         state.apply(&RouteNetlinkMessage::DelRoute(route(2, 0, 0)));
-        assert_eq!(state.host(&[]).masquerade_addresses, ips(&["198.51.100.7"]));
+        assert_eq!(state.host(&cluster(&[])).masquerade_addresses, ips(&["198.51.100.7"]));
     }
 
     #[test]
     fn a_link_that_goes_down_loses_its_routes() {
         let mut state = node();
         state.apply(&new_link(2, "eth0", None, None));
-        assert!(state.host(&[]).masquerade_addresses.is_empty());
+        assert!(state.host(&cluster(&[])).masquerade_addresses.is_empty());
     }
 
     #[test]
@@ -432,5 +537,97 @@ mod tests {
         let mut state = before.clone();
         state.apply(&RouteNetlinkMessage::NewRoute(route(4, 0, 24)));
         assert_eq!(state, before);
+    }
+
+    fn second_uplink(kind: Option<InfoKind>, address: AddressMessage) -> State {
+        let mut state = node();
+        state.apply(&new_link(5, "eth1", kind, None));
+        state.apply(&RouteNetlinkMessage::NewAddress(address));
+        state
+    }
+
+    #[test]
+    fn each_uplink_has_its_own_source() {
+        let host = second_uplink(None, address(5, "203.0.113.7/24")).host(&cluster(&ips(&["192.0.2.10"])));
+        assert_eq!(
+            (sources(&host, "eth0"), sources(&host, "eth1")),
+            (&*ips(&["192.0.2.10"]), &*ips(&["203.0.113.7"]))
+        );
+        assert_eq!(host.masquerade_addresses, ips(&["192.0.2.10"]));
+        assert!(sources(&host, "veth1").is_empty());
+    }
+
+    #[rstest]
+    #[case::secondary("203.0.113.7/24", AddressFlags::Secondary, AddressScope::Universe)]
+    #[case::of_the_link("169.254.0.7/16", AddressFlags::empty(), AddressScope::Link)]
+    #[case::link_local("fe80::7/64", AddressFlags::empty(), AddressScope::Link)]
+    #[case::deprecated("2001:db8::7/64", AddressFlags::Deprecated, AddressScope::Universe)]
+    #[case::temporary("2001:db8::7/64", AddressFlags::Secondary, AddressScope::Universe)]
+    #[case::not_proved_unique("2001:db8::7/64", AddressFlags::Tentative, AddressScope::Universe)]
+    fn an_address_that_is_no_source(
+        #[case] ip: &str,
+        #[case] flags: AddressFlags,
+        #[case] scope: AddressScope,
+    ) {
+        let mut message = address(5, ip);
+        message.header.scope = scope;
+        message.attributes.push(AddressAttribute::Flags(flags));
+        let host = second_uplink(None, message).host(&cluster(&[]));
+        assert!(sources(&host, "eth1").is_empty());
+    }
+
+    #[test]
+    fn the_first_primary_address_is_the_source_unless_another_is_the_nodes() {
+        let mut state = second_uplink(None, address(5, "203.0.113.7/24"));
+        state.apply(&new_address(5, "198.51.100.7/24"));
+        // Sent again whenever a lifetime changes.
+        state.apply(&new_address(5, "203.0.113.7/24"));
+        assert_eq!(sources(&state.host(&cluster(&[])), "eth1"), ips(&["203.0.113.7"]));
+        let node = cluster(&ips(&["198.51.100.7"]));
+        assert_eq!(sources(&state.host(&node), "eth1"), ips(&["198.51.100.7"]));
+        state.apply(&RouteNetlinkMessage::DelAddress(address(5, "203.0.113.7/24")));
+        assert_eq!(sources(&state.host(&cluster(&[])), "eth1"), ips(&["198.51.100.7"]));
+    }
+
+    #[test]
+    fn a_secondary_address_that_becomes_primary_stands_behind_the_others() {
+        let mut secondary = address(5, "203.0.113.7/24");
+        secondary.attributes.push(AddressAttribute::Flags(AddressFlags::Secondary));
+        let mut state = second_uplink(None, secondary);
+        state.apply(&new_address(5, "198.51.100.7/24"));
+        state.apply(&new_address(5, "203.0.113.7/24"));
+        assert_eq!(sources(&state.host(&cluster(&[])), "eth1"), ips(&["198.51.100.7"]));
+    }
+
+    #[test]
+    fn a_port_of_a_bridge_has_the_source_of_the_bridge() {
+        let mut state = node();
+        state.apply(&new_link(5, "br1", Some(InfoKind::Bridge), None));
+        state.apply(&new_link(6, "eth1", None, Some(5)));
+        state.apply(&new_address(5, "203.0.113.7/24"));
+        assert_eq!(sources(&state.host(&cluster(&[])), "eth1"), ips(&["203.0.113.7"]));
+    }
+
+    #[rstest]
+    #[case::a_network("203.0.113.7/24", Role::Uplink)]
+    #[case::a_network_of_ipv6("2001:db8:1::7/64", Role::Uplink)]
+    #[case::no_network("203.0.113.7/32", Role::Workload)]
+    #[case::pods("10.244.1.1/24", Role::Workload)]
+    #[case::pods_of_ipv6("fd00:10:244::1/64", Role::Workload)]
+    #[case::link_local("fe80::7/64", Role::Workload)]
+    fn a_veth_with_an_address_of(#[case] ip: &str, #[case] expected: Role) {
+        let pods = ["10.244.0.0/16", "fd00:10:244::/48"].map(|range| range.parse().unwrap());
+        let around = Surroundings { pod_ranges: pods.to_vec(), ..Surroundings::default() };
+        let host = second_uplink(Some(InfoKind::Veth), address(5, ip)).host(&around);
+        assert!(roles(&host).contains(&("eth1", expected)), "{host:?}");
+    }
+
+    #[test]
+    fn the_configuration_decides_over_roles() {
+        let names = |names: &[&str]| names.iter().filter_map(|name| NamePattern::parse(name)).collect();
+        let interfaces =
+            Interfaces { uplinks: names(&["veth*"]), workloads: names(&["eth0"]), ..Interfaces::default() };
+        let around = Surroundings { interfaces, ..Surroundings::default() };
+        assert_eq!(roles(&node().host(&around)), [("eth0", Role::Workload), ("veth1", Role::Uplink)]);
     }
 }

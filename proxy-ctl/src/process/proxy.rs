@@ -183,8 +183,12 @@ impl Proxy {
         let (config, node_name) = (Arc::clone(&self.config), Arc::clone(&self.node_name));
         let mut own_node = self.source_state.is_some().then(|| self.own_node.subscribe());
         let events = self.events.clone();
-        let network_changes =
-            node::watch(self.own_node.subscribe(), self.networks.clone(), self.stop.clone());
+        let network_changes = node::watch(
+            self.own_node.subscribe(),
+            self.configs.subscribe(),
+            self.networks.clone(),
+            self.stop.clone(),
+        );
         let reload = Reload::new(
             self.line.clone(),
             self.choices.clone(),

@@ -104,6 +104,8 @@ pub struct Interface {
     pub name: String,
     /// `workload` or `uplink`.
     pub role: String,
+    /// Why.
+    pub reason: String,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -252,6 +254,7 @@ impl RecordInputs {
                     Role::Uplink => "uplink",
                 }
                 .to_owned(),
+                reason: interface.reason.to_string(),
             })
             .collect()
     }

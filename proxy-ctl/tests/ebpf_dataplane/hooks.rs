@@ -5,7 +5,10 @@ use std::{
     fs,
     net::IpAddr,
     os::fd::{AsFd, OwnedFd},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -17,9 +20,9 @@ use nix::{
     unistd::gettid,
 };
 use proxy_ctl::{
-    config::{Ebpf, SocketLoadBalancing},
+    config::{Config, Ebpf, SocketLoadBalancing},
     dataplane::{
-        Applied, Dataplane, Hook, Host, Interface, NodeNetwork, Role,
+        Applied, Dataplane, Hook, Host, Interface, NodeNetwork, Role, RoleReason,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
     },
     model::objects::Node,
@@ -65,7 +68,9 @@ fn host(interfaces: &[(&str, Role)]) -> Host {
         index: index(name),
         name: (*name).to_owned(),
         role: *role,
+        reason: RoleReason::Configured,
         ethernet: true,
+        masquerade_addresses: Vec::new(),
     });
     Host { interfaces: interfaces.collect(), ..Host::default() }
 }
@@ -495,7 +500,8 @@ fn the_node_is_followed_by_netlink() {
         let (own_node, own_nodes) = tokio::sync::watch::channel(OwnNode::Absent);
         let (sender, mut hosts) = tokio::sync::watch::channel(None);
         let stop = CancellationToken::new();
-        let watching = node::watch(own_nodes, sender, stop.clone());
+        let (_config, configs) = tokio::sync::watch::channel(Arc::new(Config::default()));
+        let watching = node::watch(own_nodes, configs, sender, stop.clone());
         let changing = async {
             until(&mut hosts, |host| host.interfaces.is_empty() && host.addresses.len() == 2).await;
             veth("dpa");

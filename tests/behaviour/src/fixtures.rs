@@ -91,6 +91,8 @@ pub const HEALTH_CHECKED: ServiceFixture = service("health-checked", 28, &["web-
 pub const SCTP: ServiceFixture = service("sctp", 29, &["web-1", "web-2"]).node_port(30_087);
 /// What scenarios about source ranges, and ports of several protocols, write.
 pub const GUARDED: ServiceFixture = service("guarded", 30, &["web-1", "web-2"]);
+/// What scenarios about networks beside the fabric write.
+pub const OVER_NETWORK: ServiceFixture = service("over-network", 31, &[]).node_port(30_088);
 /// What scenarios change.
 pub const CHANGING: ServiceFixture = service("changing", 25, &["web-1", "web-2"]);
 

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, anyhow, ensure};
 use lab::{
     Agent, Dial, Lab, Objects, Outcome, Protocol,
     address::{self, Addresses, FAMILIES, Family, NodeNumber, cluster_ip},
-    cluster::{NODES, OUTSIDE, PodProcesses, SERVER_PORT, node_name},
+    cluster::{NODES, OUTSIDE, PodProcesses, SECOND_OUTSIDE, SERVER_PORT, network::Network, node_name},
     objects::{Endpoint, Service, State},
     wait,
 };
@@ -35,6 +35,7 @@ pub struct World {
     feed: Feed,
     sentinel: u16,
     late_pods: u32,
+    networks: Vec<Network>,
     pub lab: Lab,
 }
 
@@ -72,8 +73,18 @@ impl World {
         let fields = Value::Object(Map::new());
         let proxies = NODES.map(|node| Proxy::new(&lab, setting, &fields, &feed, node));
         let proxies = proxies.into_iter().collect::<Result<_>>()?;
-        let mut world =
-            Self { setting, fields, objects, agents, proxies, feed, sentinel: 0, late_pods: 0, lab };
+        let mut world = Self {
+            setting,
+            fields,
+            objects,
+            agents,
+            proxies,
+            feed,
+            sentinel: 0,
+            late_pods: 0,
+            networks: Vec::new(),
+            lab,
+        };
         world.publish()?;
         for proxy in &mut world.proxies {
             proxy.start(&world.lab)?;
@@ -92,7 +103,10 @@ impl World {
 
     /// Every address that a node itself may have as a source.
     pub fn is_node_address(&self, node: NodeNumber, address: std::net::IpAddr) -> bool {
-        address::node(node).contains(address) || address::pod(node, 1).contains(address)
+        let mut others = self.networks.iter().map(|network| network.node(node));
+        address::node(node).contains(address)
+            || address::pod(node, 1).contains(address)
+            || others.any(|addresses| addresses.contains(address))
     }
 
     pub fn dial(&self, from: &str, dial: &Dial) -> Result<Vec<Outcome>> {
@@ -252,6 +266,18 @@ impl World {
         self.lab.add_pod(node, &name, processes)?;
         self.agents.insert(name.clone(), self.lab.server(&name)?);
         Ok(name)
+    }
+
+    /// Adds a network between the nodes while the proxies run, unless it is there.
+    pub fn add_network(&mut self, network: Network) -> Result<()> {
+        if self.lab.add_network(network)? {
+            self.networks.push(network);
+            let client = (network == Network::SecondUplink).then_some(SECOND_OUTSIDE);
+            for name in client.into_iter().chain([network.pod()]) {
+                self.agents.insert(name.to_owned(), self.lab.server(name)?);
+            }
+        }
+        Ok(())
     }
 
     /// Ends the API server that feeds the proxies, if one does.

@@ -100,6 +100,23 @@ pub fn pod(node: NodeNumber, index: u8) -> Addresses {
     }
 }
 
+/// A node on the second network between the nodes.
+pub fn second_node(number: NodeNumber) -> Addresses {
+    second(10 + number)
+}
+
+/// The client on the second network.
+pub fn second_outside() -> Addresses {
+    second(100)
+}
+
+fn second(host: u8) -> Addresses {
+    Addresses {
+        v4: Ipv4Addr::new(203, 0, 113, host),
+        v6: Ipv6Addr::new(0x2001, 0xdb8, 0xc1, 0, 0, 0, 0, u16::from(host)),
+    }
+}
+
 /// The `index`-th address that the client outside sends to a node: for load balancers and external IPs. No interface has it.
 pub fn external(node: NodeNumber, index: u8) -> Addresses {
     Addresses {

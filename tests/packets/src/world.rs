@@ -54,6 +54,7 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
     const OPENING_FLOWS: &'static str;
 
     fn set_masquerade(settings: &mut Settings, address: Self::Address);
+    fn set_device(device: &mut MasqueradeDevice, address: Self::Address);
 
     fn put_frontend(ebpf: &mut Ebpf, key: FrontendKey<Self::Address>, frontend: Frontend) -> Result<()> {
         Ok(hash(ebpf, Self::FRONTENDS)?.insert(key, frontend, 0)?)
@@ -108,20 +109,24 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
 }
 
 macro_rules! tables {
-    ($family:ty, $masquerade:ident, $($name:ident: $table:ident),+) => {
+    ($family:ty, $masquerade:ident, $device:ident, $($name:ident: $table:ident),+) => {
         impl Tables for $family {
             $(const $name: &'static str = table::$table;)+
 
             fn set_masquerade(settings: &mut Settings, address: Self::Address) {
                 settings.$masquerade = address;
             }
+
+            fn set_device(device: &mut MasqueradeDevice, address: Self::Address) {
+                device.$device = address;
+            }
         }
     };
 }
 
-tables!(V4, masquerade4, FRONTENDS: frontends4, SLOTS: slots4, BACKENDS: backends4,
+tables!(V4, masquerade4, v4, FRONTENDS: frontends4, SLOTS: slots4, BACKENDS: backends4,
     NODE_ADDRESSES: node_addresses4, FLOWS: flows4, OPENING_FLOWS: opening_flows4);
-tables!(V6, masquerade6, FRONTENDS: frontends6, SLOTS: slots6, BACKENDS: backends6,
+tables!(V6, masquerade6, v6, FRONTENDS: frontends6, SLOTS: slots6, BACKENDS: backends6,
     NODE_ADDRESSES: node_addresses6, FLOWS: flows6, OPENING_FLOWS: opening_flows6);
 
 fn hash<'a, K: Pod, V: Pod>(ebpf: &'a mut Ebpf, name: &str) -> Result<HashMap<&'a mut MapData, K, V>> {
@@ -192,6 +197,7 @@ impl World {
     pub(crate) fn clear(&mut self) -> Result<()> {
         V4::clear(&mut self.ebpf)?;
         V6::clear(&mut self.ebpf)?;
+        clear(hash::<u32, MasqueradeDevice>(&mut self.ebpf, table::masquerade_devices)?)?;
         self.set_settings(Settings { masquerade_ports: [[1, 0]; 2], ..Settings::default() })?;
         self.set_lease_end(0)?;
         self.switch_log(false)?;
@@ -239,6 +245,11 @@ impl World {
         let mut settings: Settings = array(&mut self.ebpf, table::settings)?.get(&0, 0)?;
         settings.epoch += 1;
         self.set_settings(settings)
+    }
+
+    /// Sources of what leaves by the interface that packets run on: `lo`, whose index is 1.
+    pub(crate) fn set_masquerade_device(&mut self, device: MasqueradeDevice) -> Result<()> {
+        Ok(hash(&mut self.ebpf, table::masquerade_devices)?.insert(1u32, device, 0)?)
     }
 
     pub(crate) fn set_lease_end(&mut self, end: u64) -> Result<()> {

@@ -14,7 +14,8 @@ use super::*;
 use crate::{
     config::NodePortAddress,
     dataplane::{
-        Applied, Effect, ErrorKind, Host, Interface, Modes, Programmed, Role, Snapshot, Unsupported, Usage,
+        Applied, Effect, ErrorKind, Host, Interface, Modes, Programmed, Role, RoleReason, Snapshot,
+        Unsupported, Usage,
     },
     mode::Mode,
     model::{
@@ -221,8 +222,14 @@ fn slice(service: &str, endpoint: &str) -> EndpointSlice {
 }
 
 fn network(addresses: &[&str]) -> NodeNetwork {
-    let interface =
-        |name: &str| Interface { index: 2, name: name.into(), role: Role::Uplink, ethernet: true };
+    let interface = |name: &str| Interface {
+        index: 2,
+        name: name.into(),
+        role: Role::Uplink,
+        reason: RoleReason::Network,
+        ethernet: true,
+        masquerade_addresses: Vec::new(),
+    };
     NodeNetwork {
         addresses: addresses.iter().map(|text| ip(text)).collect(),
         masquerade_addresses: Vec::new(),

@@ -17,7 +17,7 @@ use aya_obj::generated::bpf_attach_type;
 use proxy_common::{
     family::{V4, V6},
     inventory::{program, table},
-    layout::{NODE_ADDRESS_LOOPBACK, NodeAddress, Settings},
+    layout::{MasqueradeDevice, NODE_ADDRESS_LOOPBACK, NodeAddress, Settings},
     port::PortRanges,
 };
 
@@ -342,6 +342,7 @@ impl Programmed for EbpfDataplane {
         let mut used = BTreeMap::from([
             (table::services, u64::from(self.shared.ids.used().saturating_sub(1))),
             (table::service_names, (self.v4.entries.services.len() + self.v6.entries.services.len()) as u64),
+            (table::masquerade_devices, self.shared.tables.masquerade_devices.read_all()?.len() as u64),
             (table::settings, 1),
             (table::lease, 1),
         ]);
@@ -394,7 +395,11 @@ impl Dataplane for EbpfDataplane {
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, super::Error> {
         let (mut applied, mut failures): (Applied, Failures) = Default::default();
-        let addresses = [write_addresses(&self.v4.tables, host), write_addresses(&self.v6.tables, host)];
+        let addresses = [
+            write_addresses(&self.v4.tables, host),
+            write_addresses(&self.v6.tables, host),
+            write_masquerade_devices(&self.shared.tables, host),
+        ];
         match self.write_node(host) {
             Ok(written) => applied.written += u64::from(written),
             Err(error) => failures.add("settings", error),
@@ -559,6 +564,28 @@ fn write_addresses<F: TableFamily>(tables: &FamilyTables<F>, host: &Host) -> Res
             tables.node_addresses.set(address, value)?;
             applied.written += 1;
         }
+    }
+    Ok(applied)
+}
+
+/// Makes `masquerade_devices` hold exactly the interfaces that have sources of their own.
+fn write_masquerade_devices(tables: &CommonTables, host: &Host) -> Result<Applied, Error> {
+    let table = &tables.masquerade_devices;
+    let with_sources = host.interfaces.iter().filter(|interface| !interface.masquerade_addresses.is_empty());
+    let wanted: BTreeMap<u32, MasqueradeDevice> = with_sources
+        .map(|interface| {
+            let (v4, v6) = masquerade(&interface.masquerade_addresses);
+            (interface.index, MasqueradeDevice { v6, v4 })
+        })
+        .collect();
+    let found: BTreeMap<_, _> = table.read_all()?.into_iter().collect();
+    let mut applied = Applied::default();
+    for index in found.keys().filter(|index| !wanted.contains_key(*index)) {
+        applied.removed += u64::from(table.remove(index)?);
+    }
+    for (index, device) in wanted.iter().filter(|(index, device)| found.get(index) != Some(device)) {
+        table.set(index, device)?;
+        applied.written += 1;
     }
     Ok(applied)
 }

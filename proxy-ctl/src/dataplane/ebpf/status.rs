@@ -178,6 +178,7 @@ impl Reader<'_> {
         let names = self.common.names.read_all()?.len() as u64;
         used.extend([(table::services, names), (table::service_names, names)]);
         used.extend([(table::settings, 1), (table::lease, 1)]);
+        used.insert(table::masquerade_devices, self.common.masquerade_devices.read_all()?.len() as u64);
         let services = self.services()?;
         let counters = self.common.service_counters.capacity();
         let counted = services.iter().filter(|service| service.id < counters).count();

@@ -13,8 +13,8 @@ use aya::Pod;
 use proxy_common::{
     inventory::{Limit, table},
     layout::{
-        Backend, DatagramOrigins, Flow, FlowKey, Frontend, FrontendKey, Lease, NodeAddress, Service,
-        ServiceCounters, ServiceName, Settings, Slot4, Slot6, SocketOrigin,
+        Backend, DatagramOrigins, Flow, FlowKey, Frontend, FrontendKey, Lease, MasqueradeDevice, NodeAddress,
+        Service, ServiceCounters, ServiceName, Settings, Slot4, Slot6, SocketOrigin,
     },
     reason::REASONS,
 };
@@ -290,6 +290,7 @@ impl<F: TableFamily> FamilyTables<F> {
 pub(super) struct CommonTables {
     pub(super) services: SharedArray<Service>,
     pub(super) names: Table<u32, ServiceName>,
+    pub(super) masquerade_devices: Table<u32, MasqueradeDevice>,
     pub(super) settings: Table<u32, Settings>,
     pub(super) lease: Table<u32, Lease>,
     pub(super) counters: PerCpuArray<u64>,
@@ -302,6 +303,7 @@ impl CommonTables {
         Ok(Self {
             services: shared(folder, table::services, writable)?,
             names: Table::open(folder, table::service_names, Some(Limit::Services))?,
+            masquerade_devices: Table::open(folder, table::masquerade_devices, Some(Limit::NodeAddresses))?,
             settings: Table::open(folder, table::settings, None)?,
             lease: Table::open(folder, table::lease, None)?,
             counters: per_cpu(folder, table::counters)?,

@@ -5,6 +5,7 @@ mod change;
 mod cluster_ip;
 mod datagrams;
 mod health_check;
+mod networks;
 mod node_port;
 mod policy;
 mod restart;
@@ -29,5 +30,6 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(affinity::CASES)
         .chain(sctp::CASES)
         .chain(shared_service::CASES)
+        .chain(networks::CASES)
         .chain(restart::CASES)
 }

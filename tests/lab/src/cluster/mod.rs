@@ -1,10 +1,11 @@
 //! Builds the cluster, runs processes in it, and removes every trace of it.
 
+pub mod network;
 mod removal;
 mod topology;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs,
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -19,6 +20,7 @@ use crate::{
     agent::client::Agent,
     cgroup, namespace,
 };
+use network::Network;
 pub use removal::{remove_kept, remove_leftovers, remove_on_signals};
 
 /// Port of the servers that tell who they are.
@@ -53,10 +55,13 @@ pub struct Lab {
     cgroup: PathBuf,
     netns: BTreeMap<String, Netns>,
     pods: [u8; 2],
+    networks: BTreeSet<Network>,
 }
 
 pub const FABRIC: &str = "fabric";
 pub const OUTSIDE: &str = "outside";
+/// On the second network only.
+pub const SECOND_OUTSIDE: &str = "outside-2";
 pub const NODES: [NodeNumber; 2] = [1, 2];
 
 pub fn node_name(number: NodeNumber) -> String {
@@ -74,7 +79,8 @@ impl Lab {
         let name = format!("px{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let cgroup = cgroup::mount_point()?.join(&name);
         let directory = removal::LabDirectory::create(&name)?;
-        let mut lab = Self { directory, cgroup, netns: BTreeMap::new(), pods: [0; 2] };
+        let mut lab =
+            Self { directory, cgroup, netns: BTreeMap::new(), pods: [0; 2], networks: BTreeSet::new() };
         lab.add_netns(FABRIC, address::gateway(), None)?;
         topology::build_fabric(lab.fabric()?)?;
         for number in NODES {
@@ -150,6 +156,27 @@ impl Lab {
         let pod = self.netns(name)?;
         topology::connect_pod(&node_netns, pod)?;
         Ok(pod)
+    }
+
+    /// Makes the nodes reach each other's pods of this network by it, with one such pod on node 2, and a client that is on the second
+    /// network alone. Answers whether it was not there before.
+    pub fn add_network(&mut self, network: Network) -> Result<bool> {
+        if self.networks.contains(&network) {
+            return Ok(false);
+        }
+        if network == Network::SecondUplink {
+            self.add_netns(SECOND_OUTSIDE, address::second_outside(), None)?;
+            network::build_second_fabric(self.fabric()?, self.netns(SECOND_OUTSIDE)?)?;
+        }
+        for number in NODES {
+            network::connect(network, self.fabric()?, self.netns(&node_name(number))?, number)?;
+        }
+        let node = node_name(2);
+        let cgroup = self.cgroup.join(&node).join(network.pod());
+        self.add_netns_in(network.pod(), cgroup, network.pod_addresses(), Some(2))?;
+        topology::connect_routed(self.netns(&node)?, self.netns(network.pod())?)?;
+        self.networks.insert(network);
+        Ok(true)
     }
 
     /// A command that will run in a network namespace of the lab and in its cgroup.

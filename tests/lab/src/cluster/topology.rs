@@ -160,7 +160,7 @@ fn interface(prefix: &str, pod: &Netns) -> String {
     format!("{prefix}{}", pod.addresses.v4.octets()[3])
 }
 
-fn connect_routed(node: &Netns, pod: &Netns) -> Result<()> {
+pub(super) fn connect_routed(node: &Netns, pod: &Netns) -> Result<()> {
     let host_side = interface("cali", pod);
     let own = pod.addresses;
     pair(node, &host_side, pod)?;

@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use proxy_common::{
     flow::Stage,
-    layout::{PROTOCOL_TCP, ServiceCounters},
+    layout::{MasqueradeDevice, PROTOCOL_TCP, ServiceCounters},
     packet::{TCP_ACK, TCP_SYN},
     reason::Reason,
 };
@@ -16,6 +16,8 @@ use crate::{
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("from outside to a backend elsewhere and back", remote);
+    group.both::<W>("with the address of the interface that it leaves by", device);
+    group.both::<W>("with the node's address where the interface has none", device_without_address);
     group.both::<W>("of a pod to itself and back", hairpin);
     group.both::<W>("of a pod to itself from its own server port", hairpin_from_server_port);
     group.both::<W>("without an address for it", no_address);
@@ -66,6 +68,35 @@ fn masqueraded<W: Tables>(
     ensure!(output.packet == packet.from(node).bytes::<W>());
     s.send(egress, packet, Expect::Becomes(&packet.from(node)))?;
     Ok(node)
+}
+
+fn device<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+    let mut device = MasqueradeDevice::default();
+    W::set_device(&mut device, W::address(KnownAddress::OtherNode));
+    s.world.set_masquerade_device(device)?;
+    leaves_as(s, KnownAddress::OtherNode)
+}
+
+fn device_without_address<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+    s.world.set_masquerade_device(MasqueradeDevice::default())?;
+    leaves_as(s, KnownAddress::Node)
+}
+
+/// A packet to a backend elsewhere leaves with this source, and its answer comes back.
+fn leaves_as<W: Tables>(s: &mut Scene<W>, source: KnownAddress) -> Result<()> {
+    s.service(1, &[(12, REMOTE, false)])?;
+    s.node_port(1)?;
+    let first = s.first(CLIENT, NODE_PORT);
+    let inside = first.to(REMOTE);
+    s.send("uplink_ingress", &first, Expect::Becomes(&inside))?;
+    s.world.run("uplink_egress", &inside.bytes::<W>())?;
+    let source = (source, s.flow_of(Stage::Opening, CLIENT)?.masquerade_port().number());
+    s.send("uplink_egress", &inside, Expect::Becomes(&inside.from(source)))?;
+    let answer = inside.from(source).answer(TCP_SYN | TCP_ACK);
+    s.send("uplink_ingress", &answer, Expect::Becomes(&answer.to(CLIENT)))?;
+    s.counted(&[(Reason::FlowOpened, 1)])
 }
 
 fn hairpin<W: Tables>(s: &mut Scene<W>) -> Result<()> {

@@ -1,0 +1,132 @@
+//! Nodes with several networks, by each of which only that network's addresses are reached and accepted.
+
+use std::{net::SocketAddr, time::Duration};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use lab::{
+    Dial, Outcome,
+    address::external,
+    cluster::{OUTSIDE, SECOND_OUTSIDE, network::Network},
+    objects::{Ingress, Service},
+    wait,
+};
+use scenario::Skip;
+
+use crate::{
+    case::{Case, Variant, Variants},
+    check,
+    fixtures::{OVER_NETWORK, PORT},
+    world::World,
+};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("networks: clients elsewhere reach a backend over a vxlan overlay", Variants::All, vxlan),
+    Case::new("networks: clients elsewhere reach a backend over an ipip tunnel", Variants::V4, ipip),
+    Case::new("networks: clients elsewhere reach a backend over a second uplink", Variants::All, second_uplink),
+    Case::new(
+        "networks: a client beyond a second uplink reaches a backend on another node",
+        Variants::All,
+        client_beyond,
+    ),
+    Case::new(
+        "networks: external policy Local: a client beyond a second uplink keeps its address",
+        Variants::All,
+        local_beyond,
+    ),
+    Case::new(
+        "networks: external policy Local: no endpoint on the node, a client beyond a second uplink is dropped",
+        Variants::All,
+        none_beyond,
+    )
+    .differs(super::policy::accepted_first),
+];
+
+const SILENCE_MS: u64 = 300;
+
+/// A node that gets an interface takes a moment to serve it.
+const APPEARS_WITHIN: Duration = Duration::from_secs(10);
+
+fn vxlan(world: &mut World, variant: Variant) -> Result<()> {
+    over(world, variant, Network::Vxlan)
+}
+
+fn ipip(world: &mut World, variant: Variant) -> Result<()> {
+    if !lab::cluster::network::has_ipip() {
+        bail!(Skip("this kernel has no ipip (CONFIG_NET_IPIP)".into()));
+    }
+    over(world, variant, Network::Ipip)
+}
+
+fn second_uplink(world: &mut World, variant: Variant) -> Result<()> {
+    over(world, variant, Network::SecondUplink)
+}
+
+/// By a node port of node 1 to a pod of node 2 that only this network leads to, which leads back only to node 1's address on it.
+fn over(world: &mut World, variant: Variant, network: Network) -> Result<()> {
+    world.add_network(network)?;
+    world.set_service(&OVER_NETWORK.service(), &[network.pod()])?;
+    let target = world.node_port(&OVER_NETWORK, 1, variant.family)?;
+    for client in [OUTSIDE, "client-2", "node2"] {
+        let outcomes = dial(world, client, variant, target).with_context(|| format!("from {client}"))?;
+        for answer in check::answered_by(&outcomes, &[network.pod()])? {
+            let seen = answer.source;
+            ensure!(network.node(1).contains(seen.ip()), "{} saw {seen}, not node1", answer.by);
+        }
+    }
+    Ok(())
+}
+
+fn client_beyond(world: &mut World, variant: Variant) -> Result<()> {
+    let target = balance_on_node1(world, variant, false, "web-2")?;
+    let outcomes = dial(world, SECOND_OUTSIDE, variant, target)?;
+    for answer in check::answered_by(&outcomes, &["web-2"])? {
+        let seen = answer.source;
+        ensure!(world.is_node_address(1, seen.ip()), "{} saw {seen}, not node1", answer.by);
+    }
+    Ok(())
+}
+
+fn local_beyond(world: &mut World, variant: Variant) -> Result<()> {
+    let target = balance_on_node1(world, variant, true, "web-1")?;
+    let outcomes = dial(world, SECOND_OUTSIDE, variant, target)?;
+    let is_process = world.setting.datapath().is_a_process();
+    for answer in check::answered_by(&outcomes, &["web-1"])? {
+        let (seen, client) = (answer.source, world.addresses(SECOND_OUTSIDE)?);
+        ensure!(is_process || client.contains(seen.ip()), "{} saw {seen} as the client", answer.by);
+    }
+    Ok(())
+}
+
+fn none_beyond(world: &mut World, variant: Variant) -> Result<()> {
+    // The node is known to serve the interface, so that silence says something.
+    local_beyond(world, variant)?;
+    let target = balance_on_node1(world, variant, true, "web-2")?;
+    let dial = Dial::new(variant.protocol, target).timeout_ms(SILENCE_MS);
+    check::dropped(world.setting, &world.dial(SECOND_OUTSIDE, &dial)?)
+}
+
+/// A service on a load-balancer address that the client sends to node 1 by the second network.
+fn balance_on_node1(world: &mut World, variant: Variant, local: bool, pod: &str) -> Result<SocketAddr> {
+    world.add_network(Network::SecondUplink)?;
+    let load_balancer = external(1, 30);
+    let service = Service {
+        external_local: local,
+        load_balancer: load_balancer.both().map(|address| Ingress { address, proxied: false }).to_vec(),
+        ..OVER_NETWORK.service()
+    };
+    world.set_service(&service, &[pod])?;
+    Ok(SocketAddr::new(load_balancer.of(variant.family), PORT))
+}
+
+/// Ten requests, once the first of all is answered.
+fn dial(world: &World, client: &str, variant: Variant, target: SocketAddr) -> Result<Vec<Outcome>> {
+    let once = Dial::new(variant.protocol, target).timeout_ms(SILENCE_MS);
+    wait::until(&format!("{client} is answered by {target}"), APPEARS_WITHIN, || {
+        match world.dial(client, &once).map_err(|error| error.to_string())?.first() {
+            Some(Outcome::Answered(_)) => Ok(Some(())),
+            Some(other) => Err(other.to_string()),
+            None => Ok(None),
+        }
+    })?;
+    world.dial(client, &once.times(10))
+}

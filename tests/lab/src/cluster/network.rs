@@ -1,0 +1,159 @@
+//! Networks between the nodes beside the fabric, each with a range of pods of each node that is reached by it alone. The nodes accept a
+//! packet only by the device that its source is reached by, as many distributions and firewalls have it.
+
+use anyhow::{Result, bail};
+
+use super::{NODES, Netns};
+use crate::{
+    address::{self, Addresses, NodeNumber},
+    namespace::{ip, nft, sysctl},
+};
+
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub enum Network {
+    /// An overlay as flannel builds it: the device has one address, which nothing else shares.
+    Vxlan,
+    /// A tunnel without link addresses, IPv4 only.
+    Ipip,
+    /// A second network card, here a veth: it has neither the default route nor an address of the Node.
+    SecondUplink,
+}
+
+impl Network {
+    /// The pod on node 2 that is reached by it.
+    pub fn pod(self) -> &'static str {
+        match self {
+            Self::Vxlan => "vxlan-web",
+            Self::Ipip => "ipip-web",
+            Self::SecondUplink => "second-web",
+        }
+    }
+
+    pub(super) fn pod_addresses(self) -> Addresses {
+        address::pod(self.pods_of(2), 10 + self.number())
+    }
+
+    /// The node's address on it.
+    pub fn node(self, node: NodeNumber) -> Addresses {
+        match self {
+            Self::Vxlan | Self::Ipip => address::pod(self.pods_of(node), 0),
+            Self::SecondUplink => address::second_node(node),
+        }
+    }
+
+    fn number(self) -> u8 {
+        match self {
+            Self::Vxlan => 1,
+            Self::Ipip => 2,
+            Self::SecondUplink => 3,
+        }
+    }
+
+    /// In the place of a node's number in addresses of pods.
+    fn pods_of(self, node: NodeNumber) -> u8 {
+        10 * self.number() + node
+    }
+
+    fn device(self) -> &'static str {
+        match self {
+            Self::Vxlan => "flannel.1",
+            Self::Ipip => "ipip1",
+            Self::SecondUplink => "eth1",
+        }
+    }
+}
+
+/// Can this kernel build [`Network::Ipip`]? It is asked in a namespace of its own.
+pub fn has_ipip() -> bool {
+    let namespace = format!("px-ipip-{}", std::process::id());
+    let has = ip(None, &format!("netns add {namespace}\n"))
+        .and_then(|()| ip(Some(&namespace), "link add ipip1 type ipip local 192.0.2.1 remote 192.0.2.2\n"))
+        .is_ok();
+    // Fails only where it was not made.
+    let _removed = ip(None, &format!("netns del {namespace}\n"));
+    has
+}
+
+/// Another bridge, with a client.
+pub(super) fn build_second_fabric(fabric: &Netns, outside: &Netns) -> Result<()> {
+    ip(Some(&fabric.namespace), "link add br1 type bridge mcast_snooping 0\nlink set br1 up\n")?;
+    plug(fabric, outside, "eth0", outside.addresses)?;
+    let (external, node) = (address::external(1, 0), address::second_node(1));
+    ip(
+        Some(&outside.namespace),
+        &format!(
+            "route add {}/24 via {}\nroute add {}/64 via {}\n",
+            external.v4, node.v4, external.v6, node.v6
+        ),
+    )
+}
+
+fn plug(fabric: &Netns, netns: &Netns, device: &str, own: Addresses) -> Result<()> {
+    let port = format!("{}-{device}", netns.name);
+    let (here, there) = (&fabric.namespace, &netns.namespace);
+    ip(None, &format!("link add {port} netns {here} type veth peer name {device} netns {there}\n"))?;
+    ip(Some(here), &format!("link set {port} master br1 up\n"))?;
+    ip(
+        Some(there),
+        &format!(
+            "link set {device} up\naddr add {}/24 dev {device}\naddr add {}/64 dev {device} nodad\n",
+            own.v4, own.v6
+        ),
+    )
+}
+
+pub(super) fn connect(network: Network, fabric: &Netns, node: &Netns, number: NodeNumber) -> Result<()> {
+    let Some(other) = NODES.into_iter().find(|other| *other != number) else { bail!("no other node") };
+    let (device, own, its) = (network.device(), network.node(number), network.node(other));
+    let (under, its_under) = (address::node(number).v4, address::node(other).v4);
+    let pods = address::pod(network.pods_of(other), 0);
+    let script = match network {
+        Network::Vxlan => format!(
+            "link add {device} address {} type vxlan id 1 local {under} remote {its_under} dev eth0 dstport 8472 nolearning\n\
+             addr add {}/32 dev {device}\naddr add {}/128 dev {device} nodad\nlink set {device} up\n\
+             neigh add {its4} lladdr {there} dev {device} nud permanent\n\
+             neigh add {its6} lladdr {there} dev {device} nud permanent\n\
+             route add {}/24 via {its4} dev {device} onlink\nroute add {}/64 via {its6} dev {device} onlink\n",
+            link_address(number),
+            own.v4,
+            own.v6,
+            pods.v4,
+            pods.v6,
+            there = link_address(other),
+            its4 = its.v4,
+            its6 = its.v6,
+        ),
+        Network::Ipip => format!(
+            "link add {device} type ipip local {under} remote {its_under} ttl 64\n\
+             addr add {}/32 dev {device}\nlink set {device} up\nroute add {}/24 dev {device}\n",
+            own.v4, pods.v4
+        ),
+        Network::SecondUplink => {
+            plug(fabric, node, device, own)?;
+            format!("route add {}/24 via {}\nroute add {}/64 via {}\n", pods.v4, its.v4, pods.v6, its.v6)
+        }
+    };
+    ip(Some(&node.namespace), &script)?;
+    filter_by_reverse_path(node, device)
+}
+
+fn link_address(node: NodeNumber) -> String {
+    format!("ee:ee:ee:ee:01:{node:02x}")
+}
+
+/// Strictly. The kernel itself has this for IPv4 only; firewalld does the same for IPv6.
+fn filter_by_reverse_path(node: &Netns, device: &str) -> Result<()> {
+    // The larger of both counts.
+    sysctl(
+        &node.namespace,
+        &[("net/ipv4/conf/all/rp_filter", "0"), (&format!("net/ipv4/conf/{device}/rp_filter"), "1")],
+    )?;
+    nft(
+        &node.namespace,
+        &format!(
+            "add table ip6 lab; add chain ip6 lab paths {{ type filter hook prerouting priority raw; }}; \
+             add rule ip6 lab paths iifname \"{device}\" ip6 saddr != fe80::/10 fib saddr . iif oif missing counter drop"
+        ),
+    )
+    .map(drop)
+}

@@ -158,11 +158,10 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn masquerade_address(&self, interface: u32) -> $address {
                 // SAFETY: copied at once; without preallocation an element is freed only after a grace period.
-                let device = unsafe { maps::masquerade_devices.get(interface) }.copied();
-                if let Some(device) = device
-                    && device.$device != <$address>::UNSPECIFIED
-                {
-                    return device.$device;
+                let of_device =
+                    unsafe { maps::masquerade_devices.get(interface) }.map(|device| device.$device);
+                if let Some(address) = of_device.filter(|address| *address != <$address>::UNSPECIFIED) {
+                    return address;
                 }
                 settings().map_or(Address::UNSPECIFIED, |settings| settings.$masquerade)
             }

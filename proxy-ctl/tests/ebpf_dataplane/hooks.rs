@@ -19,6 +19,7 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::gettid,
 };
+use proxy_common::layout::MasqueradeDevice;
 use proxy_ctl::{
     config::{Config, Ebpf, SocketLoadBalancing},
     dataplane::{
@@ -29,6 +30,7 @@ use proxy_ctl::{
     node::{self, OwnNode},
     sys::{
         bpf::{self, LinkTarget, Order},
+        map::Map,
         sampler::Sampler,
         tc::{self, Direction},
     },
@@ -592,4 +594,26 @@ fn where_there_is_no_room_for_all_addresses_the_nodes_own_are_served() {
     assert!(error.is_of_node_addresses(), "{error}");
     let served = sandbox.snapshot().node.node_port_addresses;
     assert!(served.len() == 64 && served.contains(&(own, false)), "{served:?}");
+}
+
+#[test]
+fn sources_of_uplinks_come_and_go_with_their_addresses() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let dpa = veth("dpa");
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let table = bpf::pinned(&sandbox.table("masquerade_devices")).unwrap();
+    let table: Map<u32, MasqueradeDevice> = Map::new(table).unwrap().unwrap();
+    let mut host = host(&[("dpa", Role::Uplink)]);
+    let mut sources = |addresses: &[IpAddr]| {
+        host.interfaces[0].masquerade_addresses = addresses.to_vec();
+        let applied = dataplane.set_host(&host).unwrap();
+        (table.read_all().unwrap(), applied.written + applied.removed)
+    };
+    let v4 = [203, 0, 113, 7];
+    let v6 = "2001:db8::7".parse::<std::net::Ipv6Addr>().unwrap().octets();
+    let both = vec![(dpa, MasqueradeDevice { v4, v6 })];
+    assert_eq!(sources(&[v4.into(), v6.into()]).0, both);
+    assert_eq!(sources(&[v4.into(), v6.into()]), (both, 0));
+    assert_eq!(sources(&[v4.into()]), (vec![(dpa, MasqueradeDevice { v4, v6: [0; 16] })], 1));
+    assert_eq!(sources(&[]), (Vec::new(), 1));
 }

@@ -29,7 +29,7 @@ pub(super) const CASES: &[Case] = &[
         client_beyond,
     ),
     Case::new(
-        "networks: external policy Local: a client beyond a second uplink keeps its address",
+        "networks: external policy Local: a client beyond a second uplink gets the endpoint of the node, and keeps its address",
         Variants::All,
         local_beyond,
     ),
@@ -77,7 +77,7 @@ fn over(world: &mut World, variant: Variant, network: Network) -> Result<()> {
 }
 
 fn client_beyond(world: &mut World, variant: Variant) -> Result<()> {
-    let target = balance_on_node1(world, variant, false, "web-2")?;
+    let target = balance_on_node1(world, variant, false, &["web-2"])?;
     let outcomes = dial(world, SECOND_OUTSIDE, variant, target)?;
     for answer in check::answered_by(&outcomes, &["web-2"])? {
         let seen = answer.source;
@@ -87,7 +87,7 @@ fn client_beyond(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn local_beyond(world: &mut World, variant: Variant) -> Result<()> {
-    let target = balance_on_node1(world, variant, true, "web-1")?;
+    let target = balance_on_node1(world, variant, true, &["web-1", "web-2"])?;
     let outcomes = dial(world, SECOND_OUTSIDE, variant, target)?;
     let is_process = world.setting.datapath().is_a_process();
     for answer in check::answered_by(&outcomes, &["web-1"])? {
@@ -100,13 +100,13 @@ fn local_beyond(world: &mut World, variant: Variant) -> Result<()> {
 fn none_beyond(world: &mut World, variant: Variant) -> Result<()> {
     // The node is known to serve the interface, so that silence says something.
     local_beyond(world, variant)?;
-    let target = balance_on_node1(world, variant, true, "web-2")?;
+    let target = balance_on_node1(world, variant, true, &["web-2"])?;
     let dial = Dial::new(variant.protocol, target).timeout_ms(SILENCE_MS);
     check::dropped(world.setting, &world.dial(SECOND_OUTSIDE, &dial)?)
 }
 
 /// A service on a load-balancer address that the client sends to node 1 by the second network.
-fn balance_on_node1(world: &mut World, variant: Variant, local: bool, pod: &str) -> Result<SocketAddr> {
+fn balance_on_node1(world: &mut World, variant: Variant, local: bool, pods: &[&str]) -> Result<SocketAddr> {
     world.add_network(Network::SecondUplink)?;
     let load_balancer = external(1, 30);
     let service = Service {
@@ -114,7 +114,7 @@ fn balance_on_node1(world: &mut World, variant: Variant, local: bool, pod: &str)
         load_balancer: load_balancer.both().map(|address| Ingress { address, proxied: false }).to_vec(),
         ..OVER_NETWORK.service()
     };
-    world.set_service(&service, &[pod])?;
+    world.set_service(&service, pods)?;
     Ok(SocketAddr::new(load_balancer.of(variant.family), PORT))
 }
 
@@ -128,5 +128,5 @@ fn dial(world: &World, client: &str, variant: Variant, target: SocketAddr) -> Re
             None => Ok(None),
         }
     })?;
-    world.dial(client, &once.times(10))
+    world.dial(client, &Dial::new(variant.protocol, target).times(10))
 }

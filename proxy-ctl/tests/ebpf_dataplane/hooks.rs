@@ -21,7 +21,7 @@ use nix::{
 };
 use proxy_common::layout::MasqueradeDevice;
 use proxy_ctl::{
-    config::{Config, Ebpf, SocketLoadBalancing},
+    config::{Config, Ebpf, NamePattern, SocketLoadBalancing},
     dataplane::{
         Applied, Dataplane, Hook, Host, Interface, NodeNetwork, Role, RoleReason,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
@@ -502,8 +502,8 @@ fn the_node_is_followed_by_netlink() {
         let (own_node, own_nodes) = tokio::sync::watch::channel(OwnNode::Absent);
         let (sender, mut hosts) = tokio::sync::watch::channel(None);
         let stop = CancellationToken::new();
-        let (_config, configs) = tokio::sync::watch::channel(Arc::new(Config::default()));
-        let watching = node::watch(own_nodes, configs, sender, stop.clone());
+        let (configs, followed) = tokio::sync::watch::channel(Arc::new(Config::default()));
+        let watching = node::watch(own_nodes, followed, sender, stop.clone());
         let changing = async {
             until(&mut hosts, |host| host.interfaces.is_empty() && host.addresses.len() == 2).await;
             veth("dpa");
@@ -516,7 +516,16 @@ fn the_node_is_followed_by_netlink() {
             until(&mut hosts, |host| role(host, "dpa") == Some(Role::Workload)).await;
             let own: IpAddr = "192.0.2.1".parse().unwrap();
             run("ip", "address add 192.0.2.1/24 dev dpa");
-            until(&mut hosts, |host| host.addresses.contains(&own)).await;
+            until(&mut hosts, |host| {
+                host.addresses.contains(&own) && role(host, "dpa") == Some(Role::Uplink)
+            })
+            .await;
+            configs.send_modify(|config| {
+                let config = Arc::make_mut(config);
+                config.ebpf.interfaces.workloads.extend(NamePattern::parse("dpa"));
+            });
+            until(&mut hosts, |host| role(host, "dpa") == Some(Role::Workload)).await;
+            configs.send_modify(|config| *config = Arc::default());
             own_node.send(OwnNode::Present(Node { addresses: vec![own], ..Node::default() })).unwrap();
             until(&mut hosts, |host| {
                 role(host, "dpa") == Some(Role::Uplink) && host.masquerade_addresses == [own]
@@ -526,6 +535,8 @@ fn the_node_is_followed_by_netlink() {
             own_node.send(OwnNode::Absent).unwrap();
             until(&mut hosts, |host| host.masquerade_addresses == [own]).await;
             run("ip", "link set dpa down");
+            until(&mut hosts, |host| host.masquerade_addresses.is_empty()).await;
+            run("ip", "address del 192.0.2.1/24 dev dpa");
             until(&mut hosts, |host| role(host, "dpa") == Some(Role::Workload)).await;
             run("ip", "link del dpa");
             until(&mut hosts, |host| host.interfaces.is_empty()).await;

@@ -16,6 +16,7 @@ use crate::{
     case::{Case, Variant, Variants},
     check,
     fixtures::{OVER_NETWORK, PORT},
+    setting::{PathKind, ProxyKind, Setting},
     world::World,
 };
 
@@ -23,6 +24,8 @@ pub(super) const CASES: &[Case] = &[
     Case::new("networks: clients elsewhere reach a backend over a vxlan overlay", Variants::All, vxlan),
     Case::new("networks: clients elsewhere reach a backend over an ipip tunnel", Variants::V4, ipip),
     Case::new("networks: clients elsewhere reach a backend over a second uplink", Variants::All, second_uplink),
+    Case::new("networks: a process of the node reaches a backend over a vxlan overlay", Variants::All, from_node)
+        .differs(source_of_the_frontends_route),
     Case::new(
         "networks: a client beyond a second uplink reaches a backend on another node",
         Variants::All,
@@ -40,6 +43,12 @@ pub(super) const CASES: &[Case] = &[
     )
     .differs(super::policy::accepted_first),
 ];
+
+fn source_of_the_frontends_route(setting: &Setting, _: Variant) -> Option<&'static str> {
+    (setting.proxy == ProxyKind::Ebpf && setting.path == PathKind::Off).then_some(
+        "without socket hooks, what a process of the node sends keeps the source that the route to the frontend has given it",
+    )
+}
 
 const SILENCE_MS: u64 = 300;
 
@@ -74,6 +83,13 @@ fn over(world: &mut World, variant: Variant, network: Network) -> Result<()> {
         }
     }
     Ok(())
+}
+
+fn from_node(world: &mut World, variant: Variant) -> Result<()> {
+    world.add_network(Network::Vxlan)?;
+    world.set_service(&OVER_NETWORK.service(), &[Network::Vxlan.pod()])?;
+    let outcomes = dial(world, "node1", variant, world.cluster_ip(&OVER_NETWORK, variant.family))?;
+    check::answered_by(&outcomes, &[Network::Vxlan.pod()]).map(drop)
 }
 
 fn client_beyond(world: &mut World, variant: Variant) -> Result<()> {

@@ -4,6 +4,8 @@ pub mod config;
 pub mod controller;
 pub mod dataplane;
 pub mod events;
+#[cfg(test)]
+mod free_port;
 pub mod leftovers;
 pub mod log;
 pub mod mode;

@@ -58,11 +58,15 @@ impl Network for V4 {
         if header[0] >> 4 != 4 || header_length < IPV4_HEADER {
             return Err(Reason::Malformed);
         }
+        // More fragments, or an offset.
+        let is_fragment = (header[6] & 0x3f) | header[7] != 0;
         if protocol == ICMPV4 {
+            if is_fragment {
+                return Err(Reason::NotAService);
+            }
             return Self::parse_error(ctx, network, network + header_length, packet);
         }
-        // More fragments, or an offset.
-        if (header[6] & 0x3f) | header[7] != 0 {
+        if is_fragment {
             return Err(Reason::Fragment);
         }
         packet.source = [header[12], header[13], header[14], header[15]];

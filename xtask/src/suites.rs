@@ -241,17 +241,17 @@ impl Report {
 
 /// The line that shows what is going on, cut to the width of a terminal.
 fn show(suite: &str, line: &str, start: Instant) {
-    if std::io::stderr().is_terminal() {
+    if io::stderr().is_terminal() {
         let text: String =
             format!("{suite} ({} s) {}", start.elapsed().as_secs(), line.trim()).chars().take(98).collect();
         eprint!("\r\x1b[K{text}");
         // A line that does not appear is no failure of a test.
-        let _shown = std::io::stderr().flush();
+        let _shown = io::stderr().flush();
     }
 }
 
 fn clear() {
-    if std::io::stderr().is_terminal() {
+    if io::stderr().is_terminal() {
         eprint!("\r\x1b[K");
     }
 }

@@ -143,10 +143,6 @@ mod tests {
         HealthChecks { addresses: HealthCheckAddresses::Only([Ipv4Addr::LOCALHOST.into()].into()), services }
     }
 
-    fn free_port() -> u16 {
-        std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-    }
-
     async fn get(port: u16) -> std::io::Result<String> {
         let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await?;
         stream.write_all(b"GET /any HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n").await?;

@@ -3,7 +3,7 @@
 use std::{
     future::Future,
     pin::Pin,
-    sync::atomic::{AtomicU16, AtomicUsize, Ordering},
+    sync::atomic::{AtomicUsize, Ordering},
     time::Duration,
 };
 
@@ -17,6 +17,7 @@ use tokio::{
 use super::*;
 use crate::{
     dataplane::{self, Applied, MetricFamily, Modes},
+    free_port::free_port,
     mode::Mode,
     model::objects::{IpFamily, Node},
     report::{Health, ModeFamilies, ModeInForce, Moment, SyncKind},
@@ -39,18 +40,8 @@ struct Servers {
     _stop: tokio_util::sync::DropGuard,
 }
 
-/// A port that nobody listens on. It is none that the kernel chooses for connections: those of the other tests could take it before
-/// the server does, and a connection to it could be given this very port and meet itself.
 fn free_address() -> SocketAddr {
-    static NEXT: AtomicU16 = AtomicU16::new(0);
-    let of_process = (std::process::id() % 10) as u16 * 1000;
-    loop {
-        let port = 20_000 + of_process + NEXT.fetch_add(1, Ordering::Relaxed) % 1000;
-        if let Ok(listener) = listen::bind(([0, 0, 0, 0], port).into()) {
-            drop(listener);
-            return ([127, 0, 0, 1], port).into();
-        }
-    }
+    ([127, 0, 0, 1], free_port()).into()
 }
 
 fn pages() -> Pages {

@@ -14,6 +14,7 @@ use super::{
     *,
 };
 use crate::{
+    free_port::free_port,
     model::{
         objects::{Protocol, Service, TrafficPolicy},
         test_support::{port, service},
@@ -35,16 +36,6 @@ fn dataplane_with(idle: Duration) -> UserspaceDataplane {
 
 fn dataplane() -> UserspaceDataplane {
     dataplane_with(Duration::from_millis(250))
-}
-
-/// A port of 127.0.0.1 that nobody has.
-fn free_port(protocol: Protocol) -> u16 {
-    match protocol {
-        Protocol::Udp => UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port(),
-        Protocol::Tcp | Protocol::Sctp => {
-            TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-        }
-    }
 }
 
 /// A Service with the ClusterIP 127.0.0.1, which tests can listen on.
@@ -118,7 +109,7 @@ fn answering(port: u16) -> String {
 
 #[test]
 fn connections_reach_endpoints_in_turn() {
-    let (mut dataplane, number) = (dataplane(), free_port(Protocol::Tcp));
+    let (mut dataplane, number) = (dataplane(), free_port());
     let (a, b) = (Endpoint::tcp("a"), Endpoint::tcp("b"));
     serve(&mut dataplane, &desired(loopback(Protocol::Tcp, number), &[&a.address, &b.address]));
     let answers: Vec<String> = (0..4).map(|_| answering(number)).collect();
@@ -129,9 +120,9 @@ fn connections_reach_endpoints_in_turn() {
 
 #[test]
 fn a_dead_endpoint_is_passed_over() {
-    let (mut dataplane, number) = (dataplane(), free_port(Protocol::Tcp));
+    let (mut dataplane, number) = (dataplane(), free_port());
     let alive = Endpoint::tcp("a");
-    let dead = format!("127.0.0.1:{}", free_port(Protocol::Tcp));
+    let dead = format!("127.0.0.1:{}", free_port());
     serve(&mut dataplane, &desired(loopback(Protocol::Tcp, number), &[&alive.address, &dead]));
     assert!((0..4).all(|_| answering(number) == "a"));
     assert_ne!(dataplane.shared.counters.failed_dials.load(Ordering::Relaxed), 0, "it was never tried");
@@ -139,8 +130,8 @@ fn a_dead_endpoint_is_passed_over() {
 
 #[test]
 fn a_client_is_reset_when_no_endpoint_answers() {
-    let (mut dataplane, number) = (dataplane(), free_port(Protocol::Tcp));
-    let dead = format!("127.0.0.1:{}", free_port(Protocol::Tcp));
+    let (mut dataplane, number) = (dataplane(), free_port());
+    let dead = format!("127.0.0.1:{}", free_port());
     serve(&mut dataplane, &desired(loopback(Protocol::Tcp, number), &[&dead]));
     let error = read(&mut connect(number), 1).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
@@ -150,7 +141,7 @@ fn a_client_is_reset_when_no_endpoint_answers() {
 
 #[test]
 fn who_has_no_more_to_say_still_hears_the_answer() {
-    let (mut dataplane, number) = (dataplane(), free_port(Protocol::Tcp));
+    let (mut dataplane, number) = (dataplane(), free_port());
     let a = Endpoint::tcp("a");
     serve(&mut dataplane, &desired(loopback(Protocol::Tcp, number), &[&a.address]));
     let mut client = connect(number);
@@ -163,7 +154,7 @@ fn who_has_no_more_to_say_still_hears_the_answer() {
 
 #[test]
 fn a_slow_reader_slows_the_sender() {
-    let (mut dataplane, number) = (dataplane(), free_port(Protocol::Tcp));
+    let (mut dataplane, number) = (dataplane(), free_port());
     let endpoint = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = endpoint.local_addr().unwrap().to_string();
     serve(&mut dataplane, &desired(loopback(Protocol::Tcp, number), &[&address]));
@@ -189,7 +180,7 @@ fn a_slow_reader_slows_the_sender() {
 
 #[test]
 fn an_endpoint_that_breaks_off_is_not_taken_for_one_that_has_ended() {
-    let (mut dataplane, number) = (dataplane(), free_port(Protocol::Tcp));
+    let (mut dataplane, number) = (dataplane(), free_port());
     let endpoint = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = endpoint.local_addr().unwrap().to_string();
     serve(&mut dataplane, &desired(loopback(Protocol::Tcp, number), &[&address]));
@@ -205,7 +196,7 @@ fn an_endpoint_that_breaks_off_is_not_taken_for_one_that_has_ended() {
 
 #[test]
 fn a_listener_goes_with_its_port_and_connections_go_on() {
-    let (mut dataplane, number) = (dataplane(), free_port(Protocol::Tcp));
+    let (mut dataplane, number) = (dataplane(), free_port());
     let a = Endpoint::tcp("a");
     let port = desired(loopback(Protocol::Tcp, number), &[&a.address]);
     serve(&mut dataplane, &port);
@@ -225,7 +216,7 @@ fn a_listener_goes_with_its_port_and_connections_go_on() {
 
 #[test]
 fn without_endpoints_clients_are_refused_and_later_served() {
-    let (mut dataplane, number) = (dataplane(), free_port(Protocol::Tcp));
+    let (mut dataplane, number) = (dataplane(), free_port());
     serve(&mut dataplane, &desired(loopback(Protocol::Tcp, number), &[]));
     let refused = TcpStream::connect((Ipv4Addr::LOCALHOST, number)).unwrap_err();
     assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
@@ -236,7 +227,7 @@ fn without_endpoints_clients_are_refused_and_later_served() {
 
 #[test]
 fn no_connection_fails_while_endpoints_change() {
-    let (mut dataplane, number) = (dataplane(), free_port(Protocol::Tcp));
+    let (mut dataplane, number) = (dataplane(), free_port());
     let (a, b) = (Endpoint::tcp("a"), Endpoint::tcp("b"));
     let states: Vec<_> = [vec![&a], vec![&a, &b], vec![&b]]
         .into_iter()
@@ -277,7 +268,7 @@ fn ask(client: &UdpSocket) -> String {
 #[test]
 fn datagrams_of_a_client_stay_with_an_endpoint_until_it_is_silent() {
     let idle = Duration::from_millis(200);
-    let (mut dataplane, number) = (dataplane_with(idle), free_port(Protocol::Udp));
+    let (mut dataplane, number) = (dataplane_with(idle), free_port());
     let (a, b) = (Endpoint::udp("a"), Endpoint::udp("b"));
     serve(&mut dataplane, &desired(loopback(Protocol::Udp, number), &[&a.address, &b.address]));
     let client = udp_client(number);
@@ -299,7 +290,7 @@ fn datagrams_of_a_client_stay_with_an_endpoint_until_it_is_silent() {
 
 #[test]
 fn datagrams_leave_an_endpoint_that_is_gone_at_once() {
-    let (mut dataplane, number) = (dataplane_with(PATIENCE), free_port(Protocol::Udp));
+    let (mut dataplane, number) = (dataplane_with(PATIENCE), free_port());
     let (a, b) = (Endpoint::udp("a"), Endpoint::udp("b"));
     serve(&mut dataplane, &desired(loopback(Protocol::Udp, number), &[&a.address]));
     let client = udp_client(number);
@@ -311,7 +302,7 @@ fn datagrams_leave_an_endpoint_that_is_gone_at_once() {
 
 #[test]
 fn an_answer_comes_from_the_address_that_was_asked() {
-    let (mut dataplane, number) = (dataplane(), free_port(Protocol::Udp));
+    let (mut dataplane, number) = (dataplane(), free_port());
     let a = Endpoint::udp("a");
     let mut web = loopback(Protocol::Udp, 80);
     web.cluster_ips = vec!["10.96.0.1".parse().unwrap()];
@@ -329,7 +320,7 @@ fn an_answer_comes_from_the_address_that_was_asked() {
 #[case::a_range_that_the_client_is_in("127.0.0.0/8", true)]
 #[case::another("192.0.2.0/24", false)]
 fn source_ranges_are_enforced_by_the_listener(#[case] range: &str, #[case] served: bool) {
-    let (mut dataplane, number) = (dataplane(), free_port(Protocol::Tcp));
+    let (mut dataplane, number) = (dataplane(), free_port());
     let a = Endpoint::tcp("a");
     let mut web = loopback(Protocol::Tcp, number);
     web.source_ranges = vec![range.parse().unwrap()];
@@ -368,7 +359,7 @@ fn addresses_of_others_are_named_and_tried_again() {
 
 #[test]
 fn the_same_again_changes_nothing_and_what_is_not_desired_goes() {
-    let (mut dataplane, number) = (dataplane(), free_port(Protocol::Tcp));
+    let (mut dataplane, number) = (dataplane(), free_port());
     let a = Endpoint::tcp("a");
     let port = desired(loopback(Protocol::Tcp, number), &[&a.address]);
     let written = |applied: Applied| (applied.written, applied.removed);
@@ -388,7 +379,7 @@ fn the_same_again_changes_nothing_and_what_is_not_desired_goes() {
 
 #[test]
 fn clients_wait_while_there_are_no_descriptors() {
-    let (mut dataplane, number) = (dataplane(), free_port(Protocol::Tcp));
+    let (mut dataplane, number) = (dataplane(), free_port());
     // For a listener and one connection.
     dataplane.shared = Arc::new(Shared::new(256 + 4, Duration::from_secs(1)));
     let a = Endpoint::tcp("a");
@@ -401,7 +392,7 @@ fn clients_wait_while_there_are_no_descriptors() {
     second.set_read_timeout(Some(PATIENCE)).unwrap();
     drop(first);
     assert_eq!(read(&mut second, 1).unwrap(), "a");
-    let [other] = dataplane_errors(&mut dataplane, free_port(Protocol::Tcp)).try_into().unwrap();
+    let [other] = dataplane_errors(&mut dataplane, free_port()).try_into().unwrap();
     assert!(
         other.instead.contains("all of the 260 open files that RLIMIT_NOFILE allows"),
         "{}",
@@ -421,7 +412,7 @@ fn dataplane_errors(dataplane: &mut UserspaceDataplane, number: u16) -> Vec<Unsu
 
 #[test]
 fn an_external_policy_is_kept_by_the_listener() {
-    let (mut dataplane, number) = (dataplane(), free_port(Protocol::Tcp));
+    let (mut dataplane, number) = (dataplane(), free_port());
     let a = Endpoint::tcp("a");
     let mut web = loopback(Protocol::Tcp, 80).policies(TrafficPolicy::Cluster, TrafficPolicy::Local);
     web.cluster_ips = vec!["10.96.0.1".parse().unwrap()];

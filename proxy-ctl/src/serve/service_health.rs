@@ -130,6 +130,7 @@ mod tests {
 
     use super::*;
     use crate::{
+        free_port::free_port,
         model::objects::HealthCheck,
         report::{Health, HealthCheckAddresses},
     };

@@ -44,6 +44,7 @@ limits! {
     Backends backends: "backends", 262_144;
     Flows flows: "flows", 524_288;
     OpeningFlows opening_flows: "openingFlows", 65_536;
+    Fragments fragments: "fragments", 16_384;
     NodeAddresses node_addresses: "nodeAddresses", 1_024;
     ServiceCounters service_counters: "serviceCounters", 1_024;
 }
@@ -66,6 +67,8 @@ macro_rules! tables {
             flows6: hash(FlowKey<A6>, Flow<A6>), [Flows];
             opening_flows4: lru_hash(FlowKey<A4>, Flow<A4>), [OpeningFlows];
             opening_flows6: lru_hash(FlowKey<A6>, Flow<A6>), [OpeningFlows];
+            fragments4: lru_hash(FragmentKey<A4>, FirstFragment<A4>), [Fragments];
+            fragments6: lru_hash(FragmentKey<A6>, FirstFragment<A6>), [Fragments];
             node_addresses4: hash(A4, NodeAddress), [NodeAddresses];
             node_addresses6: hash(A6, NodeAddress), [NodeAddresses];
             masquerade_devices: hash(u32, MasqueradeDevice), [NodeAddresses];

@@ -327,6 +327,51 @@ pub struct Flow<A> {
     pub state: FlowState,
 }
 
+/// Of a packet that enters the node.
+pub const FRAGMENT_ARRIVING: u8 = 0;
+/// Of a packet that leaves the node.
+pub const FRAGMENT_LEAVING: u8 = 1;
+
+/// Table `fragments4/6`, LRU hash: the packet that a fragment is a part of, as it is at a hook of one direction.
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+#[repr(C)]
+pub struct FragmentKey<A> {
+    pub source: A,
+    pub destination: A,
+    /// Host byte order. IPv4 has 16 bits of it.
+    pub id: u32,
+    /// IANA number. 0 for IPv6: its stack knows what belongs together without it, and a later fragment need not have it.
+    pub protocol: u8,
+    /// `FRAGMENT_ARRIVING` or `FRAGMENT_LEAVING`.
+    pub direction: u8,
+    pub(crate) _reserved: u16,
+}
+
+/// It goes on as it is.
+pub const FATE_PASSED: u32 = 0;
+/// It goes no further.
+pub const FATE_DROPPED: u32 = 1;
+/// It gets the addresses, and goes on.
+pub const FATE_TRANSLATED: u32 = 2;
+/// As `FATE_TRANSLATED`, by the route to its new destination.
+pub const FATE_REROUTED: u32 = 3;
+/// As `FATE_TRANSLATED`, into the node by the interface that leads to its new source.
+pub const FATE_INTO_NODE: u32 = 4;
+
+/// What became of the first fragment, so of the others.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct FirstFragment<A> {
+    /// Nanoseconds since boot, suspend included. First for the same reason as in [`Flow`].
+    pub seen: u64,
+    pub source: A,
+    pub destination: A,
+    /// Index into `services` that the packet counts for, or `NO_SERVICE`.
+    pub service: u32,
+    /// `FATE_*`.
+    pub fate: u32,
+}
+
 /// Table `socket_origin4/6`, socket storage: what a connected socket dialled, and where it was sent.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
@@ -509,6 +554,8 @@ const _: () = {
     assert!(size_of::<Backend<[u8; 4]>>() == 20 && size_of::<Backend<[u8; 16]>>() == 32);
     assert!(size_of::<FlowKey<[u8; 4]>>() == 16 && size_of::<FlowKey<[u8; 16]>>() == 40);
     assert!(size_of::<Flow<[u8; 4]>>() == 80 && size_of::<Flow<[u8; 16]>>() == 128);
+    assert!(size_of::<FragmentKey<[u8; 4]>>() == 16 && size_of::<FragmentKey<[u8; 16]>>() == 40);
+    assert!(size_of::<FirstFragment<[u8; 4]>>() == 24 && size_of::<FirstFragment<[u8; 16]>>() == 48);
     assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
     assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
     assert!(size_of::<Settings>() == 56 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);
@@ -550,7 +597,7 @@ mod pod {
             unsafe impl<A: Address> aya::Pod for $t<A> {}
         )* };
     }
-    pod_of_family!(FrontendKey, Backend, FlowKey, Flow, SocketOrigin);
+    pod_of_family!(FrontendKey, Backend, FlowKey, Flow, FragmentKey, FirstFragment, SocketOrigin);
 }
 
 #[cfg(test)]

@@ -37,6 +37,39 @@ impl Segment {
     }
 }
 
+/// What of a packet is in a fragment.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Part {
+    /// All of it.
+    #[default]
+    Whole,
+    /// Its begin, with the transport's header.
+    First,
+    /// Not its begin: there are no ports.
+    Later,
+}
+
+/// Of an IPv4 header, or an IPv6 fragment header.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Fragment {
+    pub part: Part,
+    /// Host byte order. The same in all fragments of a packet.
+    pub id: u32,
+}
+
+impl Fragment {
+    /// `offset` in 8 bytes.
+    #[inline(always)]
+    pub fn new(id: u32, offset: u16, has_more: bool) -> Self {
+        let part = match (offset, has_more) {
+            (0, false) => Part::Whole,
+            (0, true) => Part::First,
+            (1.., _) => Part::Later,
+        };
+        Self { part, id }
+    }
+}
+
 /// Address and port of one side of a flow.
 pub type End<A> = (A, Port);
 
@@ -51,6 +84,8 @@ pub struct Packet<A> {
     pub protocol: u8,
     /// All zero for UDP.
     pub segment: Segment,
+    /// A later fragment has [no ports](Port::NONE).
+    pub fragment: Fragment,
     /// Where its headers begin.
     pub headers: Headers,
 }
@@ -75,6 +110,11 @@ impl<A: Address> Packet<A> {
     #[inline(always)]
     pub fn is_error(&self) -> bool {
         self.headers.icmp != 0
+    }
+
+    #[inline(always)]
+    pub fn is_later_fragment(&self) -> bool {
+        self.fragment.part == Part::Later
     }
 
     /// A client may open a flow with it: a SYN without ACK, or any datagram.
@@ -150,8 +190,16 @@ mod tests {
         let (source_port, destination_port) = (Port::new(40_000), Port::new(80));
         let segment = Segment::new(tcp_flags, 0, 0, 0);
         let headers = Headers::default();
-        let packet =
-            Packet { source, destination, source_port, destination_port, protocol, segment, headers };
+        let packet = Packet {
+            source,
+            destination,
+            source_port,
+            destination_port,
+            protocol,
+            segment,
+            fragment: Fragment::default(),
+            headers,
+        };
         assert_eq!(packet.opens(), opens);
     }
 

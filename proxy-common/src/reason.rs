@@ -63,7 +63,7 @@ reasons! {
     FlowRestored = 18, Pass, "flow_restored";
     /// No room among the established flows: the flow stays among the opening ones.
     FlowsFull = 19, Pass, "flows_full";
-    /// A fragment, also a first one: without its ports the others would not find their flow.
+    /// A later fragment whose first one is not known: it came before it, or its record was evicted.
     Fragment = 21, Pass, "fragment";
     /// Headers are invalid or truncated; the packet is passed to the stack.
     Malformed = 22, Pass, "malformed";
@@ -85,6 +85,8 @@ reasons! {
     RefusalsLimited = 30, Drop, "refusals_limited";
     /// A TCP segment of a masqueraded flow's backend that is not to the address that the backend knows: it is forged.
     ForgedAnswer = 31, Drop, "forged_answer";
+    /// A later fragment of a packet whose first one was dropped or refused.
+    FragmentOfDropped = 36, Drop, "fragment_of_dropped";
 }
 
 #[cfg(test)]

@@ -95,7 +95,7 @@ fn masquerade_port(random: u32, attempt: u32) -> Port {
 }
 
 macro_rules! flow_tables {
-    ($family:ty, $address:ty, $flows:ident, $opening:ident, $masquerade:ident, $device:ident, $scratch:ident) => {
+    ($family:ty, $address:ty, $flows:ident, $opening:ident, $fragments:ident, $masquerade:ident, $device:ident, $scratch:ident) => {
         impl FlowScratch for $family {
             #[inline(always)]
             fn scratch() -> Option<&'static mut Scratch<$address>> {
@@ -156,6 +156,27 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
+            fn first_fragment(
+                &self,
+                key: &FragmentKey<$address>,
+                into: &mut FirstFragment<$address>,
+            ) -> bool {
+                let Some(first) = maps::$fragments.get_ptr(key) else { return false };
+                // SAFETY: an element and a record, both in bounds and aligned to 8. Plain integers: whether they are of one packet shows
+                // in `seen`.
+                unsafe {
+                    *into = read_volatile(first);
+                    read_volatile(addr_of!((*first).seen)) == into.seen
+                }
+            }
+
+            #[inline(always)]
+            fn record_fragment(&self, key: &FragmentKey<$address>, first: &FirstFragment<$address>) {
+                // Fails only without memory: the other fragments are then passed and counted.
+                let _recorded = maps::$fragments.insert(key, first, u64::from(BPF_ANY));
+            }
+
+            #[inline(always)]
             fn masquerade_address(&self, interface: u32) -> $address {
                 // SAFETY: copied at once; without preallocation an element is freed only after a grace period.
                 let of_device =
@@ -201,5 +222,5 @@ macro_rules! flow_tables {
     };
 }
 
-flow_tables!(V4, [u8; 4], flows4, opening_flows4, masquerade4, v4, scratch4);
-flow_tables!(V6, [u8; 16], flows6, opening_flows6, masquerade6, v6, scratch6);
+flow_tables!(V4, [u8; 4], flows4, opening_flows4, fragments4, masquerade4, v4, scratch4);
+flow_tables!(V6, [u8; 16], flows6, opening_flows6, fragments6, masquerade6, v6, scratch6);

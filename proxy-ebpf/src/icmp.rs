@@ -5,7 +5,7 @@ use aya_ebpf::{bindings::__sk_buff, helpers::bpf_csum_diff, programs::TcContext}
 use proxy_common::{
     family::{V4, V6},
     layout::{PROTOCOL_TCP, PROTOCOL_UDP},
-    packet::{Headers, Packet, Rewrite, Segment},
+    packet::{Fragment, Headers, Packet, Rewrite, Segment},
     port::Port,
     reason::Reason,
 };
@@ -149,6 +149,7 @@ fn finish<A>(ctx: &TcContext, headers: Headers, protocol: u8, packet: &mut Packe
     packet.source_port = Port::from_network([ports[2], ports[3]]);
     packet.protocol = protocol;
     packet.segment = Segment::default();
+    packet.fragment = Fragment::default();
     packet.headers = headers;
     Ok(())
 }
@@ -272,6 +273,7 @@ impl Icmp for V6 {
             return Ok(());
         }
         let checksum = headers.icmp + CHECKSUM;
-        Self::replace_address(ctx, headers.outer, address, checksum, 0, &found, new)
+        Self::adjust_checksum(ctx, checksum, 0, &found, new)?;
+        Self::replace_address(ctx, headers.outer, address, &found, new)
     }
 }

@@ -22,13 +22,20 @@ pub(crate) trait Addresses: Family {
     const SOURCE: u32;
     const DESTINATION: u32;
 
-    /// `checksum` is the offset of the transport's checksum, `flags` those for changing it.
+    /// What the change of an address means for the transport's checksum at `checksum`; `flags` are those for changing it.
+    fn adjust_checksum(
+        ctx: &TcContext,
+        checksum: u32,
+        flags: u64,
+        old: &Self::Address,
+        new: &Self::Address,
+    ) -> Result<(), i64>;
+
+    /// In the network header only. `address` is [`SOURCE`](Self::SOURCE) or [`DESTINATION`](Self::DESTINATION).
     fn replace_address(
         ctx: &TcContext,
         network: u32,
         address: u32,
-        checksum: u32,
-        flags: u64,
         old: &Self::Address,
         new: &Self::Address,
     ) -> Result<(), i64>;
@@ -39,19 +46,29 @@ impl Addresses for V4 {
     const DESTINATION: u32 = 16;
 
     #[inline(always)]
+    fn adjust_checksum(
+        ctx: &TcContext,
+        checksum: u32,
+        flags: u64,
+        old: &[u8; 4],
+        new: &[u8; 4],
+    ) -> Result<(), i64> {
+        let from = u64::from(u32::from_ne_bytes(*old));
+        let to = u64::from(u32::from_ne_bytes(*new));
+        ctx.l4_csum_replace(checksum as usize, from, to, flags | u64::from(BPF_F_PSEUDO_HDR) | 4)
+    }
+
+    #[inline(always)]
     fn replace_address(
         ctx: &TcContext,
         network: u32,
         address: u32,
-        checksum: u32,
-        flags: u64,
         old: &[u8; 4],
         new: &[u8; 4],
     ) -> Result<(), i64> {
         const HEADER_CHECKSUM: u32 = 10;
         let from = u64::from(u32::from_ne_bytes(*old));
         let to = u64::from(u32::from_ne_bytes(*new));
-        ctx.l4_csum_replace(checksum as usize, from, to, flags | u64::from(BPF_F_PSEUDO_HDR) | 4)?;
         ctx.l3_csum_replace((network + HEADER_CHECKSUM) as usize, from, to, 4)?;
         ctx.store((network + address) as usize, new, 0)
     }
@@ -62,10 +79,8 @@ impl Addresses for V6 {
     const DESTINATION: u32 = 24;
 
     #[inline(always)]
-    fn replace_address(
+    fn adjust_checksum(
         ctx: &TcContext,
-        network: u32,
-        address: u32,
         checksum: u32,
         flags: u64,
         old: &[u8; 16],
@@ -76,11 +91,21 @@ impl Addresses for V6 {
         // SAFETY: both are 16 bytes long.
         let difference =
             unsafe { bpf_csum_diff(from.as_mut_ptr().cast(), 16, to.as_mut_ptr().cast(), 16, 0) };
-        ctx.l4_csum_replace(checksum as usize, 0, difference as u64, flags | u64::from(BPF_F_PSEUDO_HDR))?;
-        // With CHECKSUM_COMPLETE the line above moved the packet's sum by the change of the checksum field, as is
-        // right for IPv4. Here no header checksum makes up for the address; this flag does. (BPF_F_IPV6
-        // of 6.16 says the same, and older kernels refuse it.)
-        ctx.store((network + address) as usize, &to, u64::from(BPF_F_RECOMPUTE_CSUM))
+        ctx.l4_csum_replace(checksum as usize, 0, difference as u64, flags | u64::from(BPF_F_PSEUDO_HDR))
+    }
+
+    #[inline(always)]
+    fn replace_address(
+        ctx: &TcContext,
+        network: u32,
+        address: u32,
+        _old: &[u8; 16],
+        new: &[u8; 16],
+    ) -> Result<(), i64> {
+        // With CHECKSUM_COMPLETE the change of a transport's checksum moves the packet's sum by its own difference, as is right for
+        // IPv4. Here no header checksum makes up for the address; this flag does. (BPF_F_IPV6 of 6.16 says the same, and
+        // older kernels refuse it.)
+        ctx.store((network + address) as usize, new, u64::from(BPF_F_RECOMPUTE_CSUM))
     }
 }
 
@@ -109,13 +134,24 @@ fn write<F: Addresses>(
         (UDP_CHECKSUM, u64::from(BPF_F_MARK_MANGLED_0))
     };
     let checksum = headers.transport + field;
+    // A later fragment has no transport header: the checksum in the first covers its bytes, and is changed there.
+    let is_later = packet.is_later_fragment();
     if packet.source != rewrite.source {
         let (old, new) = (&packet.source, &rewrite.source);
-        F::replace_address(ctx, headers.network, F::SOURCE, checksum, flags, old, new)?;
+        if !is_later {
+            F::adjust_checksum(ctx, checksum, flags, old, new)?;
+        }
+        F::replace_address(ctx, headers.network, F::SOURCE, old, new)?;
     }
     if packet.destination != rewrite.destination {
         let (old, new) = (&packet.destination, &rewrite.destination);
-        F::replace_address(ctx, headers.network, F::DESTINATION, checksum, flags, old, new)?;
+        if !is_later {
+            F::adjust_checksum(ctx, checksum, flags, old, new)?;
+        }
+        F::replace_address(ctx, headers.network, F::DESTINATION, old, new)?;
+    }
+    if is_later {
+        return Ok(());
     }
     let (source_port, destination_port) = (headers.transport, headers.transport + 2);
     replace_port(ctx, source_port, checksum, flags, packet.source_port, rewrite.source_port)?;

@@ -3,8 +3,8 @@
 use aya_ebpf::{bindings::__sk_buff, programs::TcContext};
 use proxy_common::{
     family::{V4, V6},
-    layout::{PROTOCOL_TCP, PROTOCOL_UDP},
-    packet::{Headers, Packet, Segment},
+    layout::{Address, PROTOCOL_TCP, PROTOCOL_UDP},
+    packet::{Fragment, Headers, Packet, Part, Segment},
     port::Port,
     reason::Reason,
 };
@@ -37,7 +37,7 @@ pub(crate) fn read<const N: usize>(ctx: &TcContext, offset: u32) -> Result<[u8; 
     ctx.load::<[u8; N]>(offset as usize).map_err(|_| Reason::Malformed)
 }
 
-const PORTS_AND_TCP_FLAGS: usize = 14;
+const TCP_HEADER: usize = 20;
 const TCP_LENGTH: usize = 12;
 const TCP_FLAGS: usize = 13;
 const UDP_HEADER: usize = 8;
@@ -58,20 +58,21 @@ impl Network for V4 {
         if header[0] >> 4 != 4 || header_length < IPV4_HEADER {
             return Err(Reason::Malformed);
         }
-        // More fragments, or an offset.
-        let is_fragment = (header[6] & 0x3f) | header[7] != 0;
+        const MORE_FRAGMENTS: u16 = 0x2000;
+        const OFFSET: u16 = 0x1fff;
+        let place = u16::from_be_bytes([header[6], header[7]]);
+        let id = u16::from_be_bytes([header[4], header[5]]);
+        let fragment = Fragment::new(id.into(), place & OFFSET, place & MORE_FRAGMENTS != 0);
         if protocol == ICMPV4 {
-            if is_fragment {
+            if fragment.part != Part::Whole {
                 return Err(Reason::NotAService);
             }
             return Self::parse_error(ctx, network, network + header_length, packet);
         }
-        if is_fragment {
-            return Err(Reason::Fragment);
-        }
         packet.source = [header[12], header[13], header[14], header[15]];
         packet.destination = [header[16], header[17], header[18], header[19]];
         packet.protocol = protocol;
+        packet.fragment = fragment;
         let end = end(ctx, network, [header[2], header[3]]);
         let transport = network + header_length;
         parse_transport(ctx, Headers { network, transport, ..Headers::default() }, end, packet)
@@ -94,12 +95,22 @@ impl Network for V6 {
         }
         let mut next = header[6];
         let mut transport = network + IPV6_HEADER;
+        packet.fragment = Fragment::default();
         for _ in 0..EXTENSION_HEADERS {
             if next == PROTOCOL_TCP || next == PROTOCOL_UDP || next == ICMPV6 {
                 break;
             }
             if next == FRAGMENT {
-                return Err(Reason::Fragment);
+                let extension: [u8; 8] = read(ctx, transport)?;
+                let place = u16::from_be_bytes([extension[2], extension[3]]);
+                let id = u32::from_be_bytes([extension[4], extension[5], extension[6], extension[7]]);
+                packet.fragment = Fragment::new(id, place >> 3, place & 1 != 0);
+                next = extension[0];
+                transport += 8;
+                if packet.is_later_fragment() {
+                    break;
+                }
+                continue;
             }
             if next != HOP_BY_HOP && next != ROUTING && next != DESTINATION_OPTIONS {
                 return Err(Reason::NotAService);
@@ -113,9 +124,13 @@ impl Network for V6 {
             transport += (u32::from(extension[1]) + 1) * 8;
         }
         if next == ICMPV6 {
+            if packet.fragment.part != Part::Whole {
+                return Err(Reason::NotAService);
+            }
             return Self::parse_error(ctx, network, transport, packet);
         }
-        if next != PROTOCOL_TCP && next != PROTOCOL_UDP {
+        // What follows a later fragment's header is none.
+        if next != PROTOCOL_TCP && next != PROTOCOL_UDP && !packet.is_later_fragment() {
             return Err(Reason::ExtensionHeaders);
         }
         packet.source.copy_from_slice(&header[8..24]);
@@ -134,28 +149,43 @@ fn end(ctx: &TcContext, start: u32, length: [u8; 2]) -> u32 {
 }
 
 #[inline(always)]
-fn parse_transport<A>(
+fn parse_transport<A: Address>(
     ctx: &TcContext,
     headers: Headers,
     end: u32,
     packet: &mut Packet<A>,
 ) -> Result<(), Reason> {
+    packet.headers = headers;
+    packet.segment = Segment::default();
+    packet.source_port = Port::NONE;
+    packet.destination_port = Port::NONE;
+    // The stack drops what ends before its header says so.
+    if end > ctx.len() {
+        return Err(Reason::Malformed);
+    }
+    if packet.is_later_fragment() {
+        return Ok(());
+    }
     let transport = headers.transport;
     let ports = if packet.protocol == PROTOCOL_TCP {
-        let header: [u8; PORTS_AND_TCP_FLAGS] = read(ctx, transport)?;
+        let header: [u8; TCP_HEADER] = read(ctx, transport)?;
         let header_length = u32::from(header[TCP_LENGTH] >> 4) * 4;
-        let payload = end.saturating_sub(transport + header_length);
+        if header_length < TCP_HEADER as u32 || transport + header_length > end {
+            return Err(Reason::Malformed);
+        }
+        let payload = end - (transport + header_length);
         let sequence = u32::from_be_bytes([header[4], header[5], header[6], header[7]]);
         let acknowledgement = u32::from_be_bytes([header[8], header[9], header[10], header[11]]);
         packet.segment = Segment::new(header[TCP_FLAGS], sequence, acknowledgement, payload);
         [header[0], header[1], header[2], header[3]]
     } else {
         let header: [u8; UDP_HEADER] = read(ctx, transport)?;
-        packet.segment = Segment::default();
+        if transport + UDP_HEADER as u32 > end {
+            return Err(Reason::Malformed);
+        }
         [header[0], header[1], header[2], header[3]]
     };
     packet.source_port = Port::from_network([ports[0], ports[1]]);
     packet.destination_port = Port::from_network([ports[2], ports[3]]);
-    packet.headers = headers;
     Ok(())
 }

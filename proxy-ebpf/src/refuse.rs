@@ -10,8 +10,8 @@ use aya_ebpf::{
 };
 use proxy_common::{
     family::{V4, V6},
-    layout::REFUSALS_PER_SECOND,
-    packet::{Packet, TCP_ACK, TCP_RST},
+    layout::{Address, REFUSALS_PER_SECOND},
+    packet::{Packet, Part, TCP_ACK, TCP_RST},
 };
 
 use crate::{maps, nat::Addresses, parse::ETHERNET};
@@ -39,13 +39,19 @@ pub(crate) enum AnswerPath {
 // Not inlined: it would need stack on the way of each packet.
 #[inline(never)]
 pub(crate) fn refuse<F: Refuse>(skb: *mut __sk_buff, packet: &Packet<F::Address>, path: AnswerPath) -> i64 {
-    if !packet.is_tcp() && !is_due() {
+    if !is_answered_by_reset(packet) && !is_due() {
         return LIMITED;
     }
     match turn_into_refusal::<F>(&TcContext::new(skb), packet, path) {
         Ok(action) => action,
         Err(error) => -error.abs(),
     }
+}
+
+/// A RST is made of the whole packet; a fragment of one would be a fragment too.
+#[inline(always)]
+fn is_answered_by_reset<A: Address>(packet: &Packet<A>) -> bool {
+    packet.is_tcp() && packet.fragment.part == Part::Whole
 }
 
 /// Answered by [`refuse`] where no more ICMP errors are sent in this second. No error number of a helper.
@@ -72,7 +78,7 @@ fn turn_into_refusal<F: Refuse>(
     packet: &Packet<F::Address>,
     path: AnswerPath,
 ) -> Result<i64, i64> {
-    if packet.is_tcp() {
+    if is_answered_by_reset(packet) {
         reset::<F>(ctx, packet)?;
     } else {
         F::unreachable(ctx, packet)?;

@@ -11,7 +11,7 @@ use aya_ebpf::{
 use proxy_common::{
     family::{Destination, Family, V4, V6},
     layout::*,
-    packet::{Headers, Packet, Segment},
+    packet::{Fragment, Headers, Packet, Segment},
     port::Port,
     reason::{Reason, Verdict},
     select::Origin,
@@ -208,6 +208,7 @@ fn conclude<A: LogAddress>(reason: Reason, destination: &Destination<A>) -> i32 
             destination_port: destination.port,
             protocol: destination.protocol,
             segment: Segment::default(),
+            fragment: Fragment::default(),
             headers: Headers::default(),
         };
         A::log_refusal(&packet, reason);

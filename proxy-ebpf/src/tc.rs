@@ -52,10 +52,15 @@ pub(crate) fn egress(ctx: &TcContext, network: u32, peers: Origin) -> i32 {
     }
 }
 
+/// 0: not a packet of this device.
 #[inline(always)]
 fn ethertype(ctx: &TcContext) -> u32 {
-    // SAFETY: a field of the context.
-    unsafe { (*ctx.skb.skb).protocol }
+    const VLAN_ID: u32 = 0xfff;
+    // SAFETY: fields of the context.
+    let (protocol, is_tagged, tag) =
+        unsafe { ((*ctx.skb.skb).protocol, (*ctx.skb.skb).vlan_present != 0, (*ctx.skb.skb).vlan_tci) };
+    // It is the VLAN device's, whose own programs see it without tag. Id 0 is a priority only.
+    if is_tagged && tag & VLAN_ID != 0 { 0 } else { protocol }
 }
 
 // Not inlined: the stack of both families would lie beside each other.

@@ -12,6 +12,7 @@
 //! The state of a flow is the union of what its entries know: no CPU overwrites what another learned.
 
 mod entries;
+mod fragments;
 mod masquerade;
 mod open;
 mod tcp;
@@ -29,7 +30,7 @@ use self::{
 use crate::{
     family::Family,
     layout::*,
-    packet::{Packet, Rewrite, Then},
+    packet::{Packet, Part, Rewrite, Then},
     port::Port,
     reason::Reason,
     select::{self, Origin},
@@ -96,6 +97,8 @@ pub struct Scratch<A> {
     flow: Flow<A>,
     /// One entry of `flow`, on its way from one table to the other.
     entry: Flow<A>,
+    fragment_key: FragmentKey<A>,
+    first_fragment: FirstFragment<A>,
 }
 
 /// The flow tables, the clock and the random numbers.
@@ -112,6 +115,9 @@ pub trait FlowTables<F: Family>: Tables<F> {
     ) -> Result<(), InsertError>;
     fn replace(&self, stage: Stage, key: &FlowKey<F::Address>, flow: &Flow<F::Address>);
     fn remove(&self, stage: Stage, key: &FlowKey<F::Address>);
+    /// Copies a record of `fragments4/6`. False: there is none, or another has taken its place meanwhile.
+    fn first_fragment(&self, key: &FragmentKey<F::Address>, into: &mut FirstFragment<F::Address>) -> bool;
+    fn record_fragment(&self, key: &FragmentKey<F::Address>, first: &FirstFragment<F::Address>);
     /// Source of masqueraded packets that leave by this interface; unspecified: there is none.
     fn masquerade_address(&self, interface: u32) -> F::Address;
     /// The `attempt`th port after a random one, of those for masqueraded sources and aliases; [`Port::NONE`]: there are none.
@@ -138,6 +144,39 @@ struct Found<E> {
 /// A packet that enters the node.
 #[inline(always)]
 pub fn arriving<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    origin: Origin,
+) -> Result<(), Reason> {
+    if scratch.packet.is_later_fragment() {
+        return fragments::follow(tables, scratch, FRAGMENT_ARRIVING);
+    }
+    let outcome = arriving_with_ports(tables, scratch, origin);
+    if scratch.packet.fragment.part == Part::First {
+        fragments::record(tables, scratch, FRAGMENT_ARRIVING, outcome);
+    }
+    outcome
+}
+
+/// A packet that leaves the node. `from_host`: a process of the node sends it, and no socket hook has seen its connection.
+#[inline(always)]
+pub fn leaving<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    from_host: bool,
+) -> Result<(), Reason> {
+    if scratch.packet.is_later_fragment() {
+        return fragments::follow(tables, scratch, FRAGMENT_LEAVING);
+    }
+    let outcome = leaving_with_ports(tables, scratch, from_host);
+    if scratch.packet.fragment.part == Part::First {
+        fragments::record(tables, scratch, FRAGMENT_LEAVING, outcome);
+    }
+    outcome
+}
+
+#[inline(always)]
+fn arriving_with_ports<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     origin: Origin,
@@ -198,9 +237,8 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
     first_packet(tables, scratch, origin, is_overlapped)
 }
 
-/// A packet that leaves the node. `from_host`: a process of the node sends it, and no socket hook has seen its connection.
 #[inline(always)]
-pub fn leaving<F: Family, T: FlowTables<F>>(
+fn leaving_with_ports<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     from_host: bool,

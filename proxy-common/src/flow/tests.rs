@@ -12,7 +12,7 @@ use rstest::rstest;
 use super::{entries::REFRESH_AFTER, *};
 use crate::{
     family::{Slot as _, V4},
-    packet::{Headers, Rewrite, Segment, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
+    packet::{Fragment, Headers, Rewrite, Segment, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
     port::{Port, PortRanges},
     tables::host::HostTables,
 };
@@ -80,6 +80,7 @@ type Interruption = Box<dyn FnOnce(&Host)>;
 struct Host {
     tables: HostTables<V4>,
     flows: RefCell<Flows>,
+    fragments: RefCell<HashMap<FragmentKey<A>, FirstFragment<A>>>,
     clock: Cell<u64>,
     dice: RefCell<VecDeque<u32>>,
     counted: RefCell<HashMap<Reason, u32>>,
@@ -116,6 +117,7 @@ impl Host {
         Self {
             tables,
             flows: RefCell::default(),
+            fragments: RefCell::default(),
             clock: Cell::new(100 * SECOND),
             dice: RefCell::default(),
             counted: RefCell::default(),
@@ -259,6 +261,15 @@ impl FlowTables<V4> for Host {
         self.flows.borrow_mut().remove(&(stage, *key));
     }
 
+    fn first_fragment(&self, key: &FragmentKey<A>, into: &mut FirstFragment<A>) -> bool {
+        let fragments = self.fragments.borrow();
+        fragments.get(key).map(|first| *into = *first).is_some()
+    }
+
+    fn record_fragment(&self, key: &FragmentKey<A>, first: &FirstFragment<A>) {
+        self.fragments.borrow_mut().insert(*key, *first);
+    }
+
     fn masquerade_address(&self, _interface: u32) -> A {
         self.masquerade.get()
     }
@@ -316,6 +327,7 @@ fn numbered(source: (A, Port), destination: (A, Port), segment: Segment) -> Pack
         destination_port: destination.1,
         protocol: PROTOCOL_TCP,
         segment,
+        fragment: Fragment::default(),
         headers: Headers::default(),
     }
 }

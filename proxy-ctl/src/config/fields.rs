@@ -286,6 +286,8 @@ pub static FIELDS: &[Field] = fields! {
         "Rows of the tables flows4 and flows6 each; a flow takes two or three.";
     "ebpf.limits.openingFlows", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.opening_flows);
         "Rows of the tables opening_flows4 and opening_flows6 each.";
+    "ebpf.limits.fragments", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.fragments);
+        "Rows of the tables fragments4 and fragments6 each: packets that come in fragments.";
     "ebpf.limits.nodeAddresses", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.node_addresses);
         "Rows of the tables node_addresses4, node_addresses6 and masquerade_devices each.";
     "ebpf.limits.serviceCounters", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.service_counters);

@@ -303,9 +303,10 @@ pub(super) fn usage(
             name: shape.name,
             used: used.get(shape.name).copied().unwrap_or(0),
             capacity: u64::from(info.max_entries),
-            // Storage of sockets has no size of its own; the other three always have all their entries.
+            // Storage of sockets has no size of its own; the first three always have all their entries, and fragments evict each other.
             can_fill_up: info.max_entries > 0
-                && ![table::settings, table::lease, table::counters].contains(&shape.name),
+                && ![table::settings, table::lease, table::counters, table::fragments4, table::fragments6]
+                    .contains(&shape.name),
             bytes: bytes(&fd),
         });
     }

@@ -1,0 +1,79 @@
+//! Packets in fragments. Only the first has ports, so it decides: what becomes of it at a hook is recorded, and done with the others there.
+//! They neither look for a flow nor keep one.
+
+use super::{FlowTables, Scratch};
+use crate::{
+    family::Family,
+    layout::*,
+    packet::{Rewrite, Then},
+    port::Port,
+    reason::{Reason, Verdict},
+};
+
+/// Nanoseconds. Linux waits as long for the other fragments of an IPv4 packet (net.ipv4.ipfrag_time); ids come back.
+const KEPT_FOR: u64 = 30_000_000_000;
+
+/// Does with a later fragment what was done with the first.
+#[inline(never)]
+pub(super) fn follow<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    direction: u8,
+) -> Result<(), Reason> {
+    set_key(scratch, direction);
+    let Scratch { fragment_key, first_fragment: first, .. } = scratch;
+    if !tables.first_fragment(fragment_key, first) || tables.now().saturating_sub(first.seen) > KEPT_FOR {
+        return Err(Reason::Fragment);
+    }
+    scratch.then = match first.fate {
+        FATE_TRANSLATED => Then::Pass,
+        FATE_REROUTED => Then::Reroute,
+        FATE_INTO_NODE => Then::IntoNode,
+        FATE_DROPPED => return Err(Reason::FragmentOfDropped),
+        _ => return Err(Reason::NotAService),
+    };
+    scratch.rewrite = Rewrite {
+        source: first.source,
+        destination: first.destination,
+        source_port: Port::NONE,
+        destination_port: Port::NONE,
+        service: first.service,
+    };
+    Ok(())
+}
+
+/// Also what is not for us: the id may have been another packet's that was.
+#[inline(never)]
+pub(super) fn record<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    direction: u8,
+    outcome: Result<(), Reason>,
+) {
+    set_key(scratch, direction);
+    let Scratch { fragment_key, first_fragment: first, rewrite, then, .. } = scratch;
+    first.seen = tables.now();
+    first.source = rewrite.source;
+    first.destination = rewrite.destination;
+    first.service = rewrite.service;
+    first.fate = match outcome.map_err(Reason::verdict) {
+        Ok(()) => match then {
+            Then::Pass => FATE_TRANSLATED,
+            Then::Reroute => FATE_REROUTED,
+            Then::IntoNode => FATE_INTO_NODE,
+        },
+        Err(Verdict::Pass) => FATE_PASSED,
+        Err(Verdict::Refuse | Verdict::Drop) => FATE_DROPPED,
+    };
+    tables.record_fragment(fragment_key, first);
+}
+
+#[inline(always)]
+fn set_key<A: Address>(scratch: &mut Scratch<A>, direction: u8) {
+    let Scratch { packet, fragment_key: key, .. } = scratch;
+    key.source = packet.source;
+    key.destination = packet.destination;
+    key.id = packet.fragment.id;
+    key.protocol = if size_of::<A>() == size_of::<[u8; 4]>() { packet.protocol } else { 0 };
+    key.direction = direction;
+}

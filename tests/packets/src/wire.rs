@@ -40,9 +40,20 @@ pub(crate) enum Extra {
     Options,
     /// As many extension headers as are followed (IPv6), or all options there is room for (IPv4).
     ManyOptions,
-    /// First fragment of several.
-    Fragment,
+    /// IPv6 extension headers, each with its number; the first byte of each is set to the number of the next.
+    Chain(&'static [(u8, &'static [u8])]),
 }
+
+/// How a packet is cut into fragments.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cut {
+    pub(crate) id: u16,
+    /// Bytes after the network header in each fragment but the last, a multiple of 8.
+    pub(crate) piece: usize,
+}
+
+pub(crate) const HOP_BY_HOP: u8 = 0;
+pub(crate) const DESTINATION_OPTIONS: u8 = 60;
 
 /// A TCP or UDP packet.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -142,6 +153,18 @@ impl Segment {
         W::packet(self, self.protocol, &[&header[..], &self.payload].concat())
     }
 
+    /// The fragments in order. One, if nothing is left to cut: IPv6 then has a fragment header all the same.
+    pub(crate) fn fragments<W: Wire>(&self, cut: Cut) -> Vec<Vec<u8>> {
+        let whole = self.bytes::<W>();
+        let (headers, payload) = whole.split_at(self.link_header(0).len() + W::header_length(self));
+        let count = payload.len().div_ceil(cut.piece);
+        let fragment = |(index, piece): (usize, &[u8])| {
+            let place = ((index * cut.piece) as u16, index + 1 < count);
+            W::fragment(self, headers, piece, cut.id, place)
+        };
+        payload.chunks(cut.piece).enumerate().map(fragment).collect()
+    }
+
     /// Ethernet header, if there is one.
     fn link_header(&self, ethertype: u16) -> Vec<u8> {
         const HERE: [u8; 6] = [2, 0, 0, 0, 0, 1];
@@ -189,6 +212,10 @@ pub(crate) trait Wire: Family<Address: std::fmt::Debug> {
     fn tcp_checksum(header: &TcpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16;
     fn udp_checksum(header: &UdpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16;
     fn packet(segment: &Segment, protocol: u8, transport: &[u8]) -> Vec<u8>;
+    /// Of the network header, with what each fragment repeats.
+    fn header_length(segment: &Segment) -> usize;
+    /// A fragment with these headers: link and network. `place`: its offset in bytes, and whether others follow.
+    fn fragment(segment: &Segment, headers: &[u8], piece: &[u8], id: u16, place: (u16, bool)) -> Vec<u8>;
     /// The ICMP error from `source` to `destination` which says that nobody listens where `quoted` was sent.
     fn error(source: KnownAddress, destination: KnownAddress, quoted: &Segment) -> Vec<u8>;
 
@@ -229,14 +256,37 @@ impl Wire for V4 {
             Extra::None => {}
             Extra::Options => header.options = Ipv4Options::from(ROUTER_ALERT),
             Extra::ManyOptions => header.options = Ipv4Options::from([1; 40]),
-            Extra::Fragment => {
-                header.more_fragments = true;
-                header.dont_fragment = false;
-            }
+            Extra::Chain(_) => panic!("IPv4 has no extension headers"),
         }
         header.set_payload_len(transport.len()).unwrap();
         header.header_checksum = header.calc_header_checksum();
         [segment.link_header(0x0800), header.to_bytes().to_vec(), transport.to_vec()].concat()
+    }
+
+    fn header_length(segment: &Segment) -> usize {
+        match segment.extra {
+            Extra::None | Extra::Chain(_) => 20,
+            Extra::Options => 24,
+            Extra::ManyOptions => 60,
+        }
+    }
+
+    fn fragment(
+        segment: &Segment,
+        headers: &[u8],
+        piece: &[u8],
+        id: u16,
+        (offset, more): (u16, bool),
+    ) -> Vec<u8> {
+        let (link, network) = headers.split_at(headers.len() - Self::header_length(segment));
+        let mut header = Ipv4Header::from_slice(network).unwrap().0;
+        header.identification = id;
+        header.dont_fragment = false;
+        header.more_fragments = more;
+        header.fragment_offset = IpFragOffset::try_new(offset / 8).unwrap();
+        header.set_payload_len(piece.len()).unwrap();
+        header.header_checksum = header.calc_header_checksum();
+        [link, &header.to_bytes(), piece].concat()
     }
 
     fn error(source: KnownAddress, destination: KnownAddress, segment: &Segment) -> Vec<u8> {
@@ -263,6 +313,27 @@ impl Wire for V4 {
     }
 }
 
+/// The extension headers before `last`: the number of the first, and their bytes.
+fn chain(extra: Extra, last: u8) -> (u8, Vec<u8>) {
+    // Next header, length in 8 bytes beyond the first 8, PadN.
+    const OPTIONS: &[u8] = &[0, 0, 1, 4, 0, 0, 0, 0];
+    const LONG_OPTIONS: &[u8] = &[0, 1, 1, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    let headers: &[(u8, &[u8])] = match extra {
+        Extra::None => &[],
+        Extra::Options => &[(HOP_BY_HOP, OPTIONS)],
+        Extra::ManyOptions => &[
+            (HOP_BY_HOP, OPTIONS),
+            (DESTINATION_OPTIONS, LONG_OPTIONS),
+            (DESTINATION_OPTIONS, OPTIONS),
+            (DESTINATION_OPTIONS, OPTIONS),
+        ],
+        Extra::Chain(headers) => headers,
+    };
+    headers.iter().rev().fold((last, Vec::new()), |(next, rest), (number, bytes)| {
+        (*number, [&[next], &bytes[1..], &rest].concat())
+    })
+}
+
 impl Wire for V6 {
     const NAME: &'static str = "ipv6";
 
@@ -279,26 +350,7 @@ impl Wire for V6 {
     }
 
     fn packet(segment: &Segment, protocol: u8, transport: &[u8]) -> Vec<u8> {
-        const HOP_BY_HOP: u8 = 0;
-        const FRAGMENT: u8 = 44;
-        const DESTINATION_OPTIONS: u8 = 60;
-        // Next header, length in 8 bytes beyond the first 8, PadN.
-        let options = |next: u8| vec![next, 0, 1, 4, 0, 0, 0, 0];
-        let (first, extensions) = match segment.extra {
-            Extra::None => (protocol, Vec::new()),
-            Extra::Options => (HOP_BY_HOP, options(protocol)),
-            Extra::ManyOptions => (
-                HOP_BY_HOP,
-                [
-                    options(DESTINATION_OPTIONS),
-                    vec![DESTINATION_OPTIONS, 1, 1, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
-                    options(DESTINATION_OPTIONS),
-                    options(protocol),
-                ]
-                .concat(),
-            ),
-            Extra::Fragment => (FRAGMENT, vec![protocol, 0, 0, 1, 0, 0, 0, 9]),
-        };
+        let (first, extensions) = chain(segment.extra, protocol);
         let header = Ipv6Header {
             payload_length: (extensions.len() + transport.len()) as u16,
             next_header: IpNumber(first),
@@ -308,6 +360,29 @@ impl Wire for V6 {
             ..Ipv6Header::default()
         };
         [segment.link_header(0x86dd), header.to_bytes().to_vec(), extensions, transport.to_vec()].concat()
+    }
+
+    fn header_length(segment: &Segment) -> usize {
+        40 + chain(segment.extra, 0).1.len()
+    }
+
+    fn fragment(
+        segment: &Segment,
+        headers: &[u8],
+        piece: &[u8],
+        id: u16,
+        (offset, more): (u16, bool),
+    ) -> Vec<u8> {
+        const FRAGMENT: u8 = 44;
+        let (link, network) = headers.split_at(headers.len() - Self::header_length(segment));
+        let mut header = Ipv6Header::from_slice(network).unwrap().0;
+        let (first, extensions) = chain(segment.extra, FRAGMENT);
+        let [offset_high, offset_low] = (offset | u16::from(more)).to_be_bytes();
+        let [id_high, id_low] = id.to_be_bytes();
+        let own = [segment.protocol, 0, offset_high, offset_low, 0xab, 0xcd, id_high, id_low];
+        header.next_header = IpNumber(first);
+        header.payload_length = (extensions.len() + own.len() + piece.len()) as u16;
+        [link, &header.to_bytes(), &extensions, &own, piece].concat()
     }
 
     fn error(source: KnownAddress, destination: KnownAddress, segment: &Segment) -> Vec<u8> {

@@ -13,8 +13,9 @@ use aya::Pod;
 use proxy_common::{
     inventory::{Limit, table},
     layout::{
-        Backend, DatagramOrigins, Flow, FlowKey, Frontend, FrontendKey, Lease, MasqueradeDevice, NodeAddress,
-        Service, ServiceCounters, ServiceName, Settings, Slot4, Slot6, SocketOrigin,
+        Backend, DatagramOrigins, FirstFragment, Flow, FlowKey, FragmentKey, Frontend, FrontendKey, Lease,
+        MasqueradeDevice, NodeAddress, Service, ServiceCounters, ServiceName, Settings, Slot4, Slot6,
+        SocketOrigin,
     },
     reason::REASONS,
 };

@@ -4,6 +4,7 @@ mod affinity;
 mod change;
 mod cluster_ip;
 mod datagrams;
+mod fragments;
 mod health_check;
 mod networks;
 mod node_port;
@@ -21,6 +22,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
     cluster_ip::CASES
         .iter()
         .chain(node_port::CASES)
+        .chain(fragments::CASES)
         .chain(policy::CASES)
         .chain(sockets::CASES)
         .chain(surface::CASES)

@@ -24,6 +24,7 @@ pub(super) const CASES: &[Case] = &[
     Case::new("networks: clients elsewhere reach a backend over a vxlan overlay", Variants::All, vxlan),
     Case::new("networks: clients elsewhere reach a backend over an ipip tunnel", Variants::V4, ipip),
     Case::new("networks: clients elsewhere reach a backend over a second uplink", Variants::All, second_uplink),
+    Case::new("networks: clients elsewhere reach a backend over a VLAN of the card", Variants::All, vlan),
     Case::new("networks: a process of the node reaches a backend over a vxlan overlay", Variants::All, from_node)
         .differs(source_of_the_frontends_route),
     Case::new(
@@ -68,6 +69,10 @@ fn ipip(world: &mut World, variant: Variant) -> Result<()> {
 
 fn second_uplink(world: &mut World, variant: Variant) -> Result<()> {
     over(world, variant, Network::SecondUplink)
+}
+
+fn vlan(world: &mut World, variant: Variant) -> Result<()> {
+    over(world, variant, Network::Vlan)
 }
 
 /// By a node port of node 1 to a pod of node 2 that only this network leads to, which leads back only to node 1's address on it.

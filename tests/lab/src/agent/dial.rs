@@ -73,9 +73,17 @@ pub fn shared(targets: &[SocketAddr], rounds: u32, as_mapped: bool) -> io::Resul
 fn exchange(socket: &UdpSocket, target: SocketAddr, payload: usize) -> io::Result<Outcome> {
     let start = Instant::now();
     socket.send_to(&vec![b'x'; payload], target)?;
-    let mut answer = vec![0; 2_048];
+    let mut answer = vec![0; usize::from(u16::MAX)];
     let (length, peer) = socket.recv_from(&mut answer)?;
-    answered(&answer[..length], peer, start)
+    answered_datagram(&answer[..length], payload, peer, start)
+}
+
+fn answered_datagram(answer: &[u8], payload: usize, peer: SocketAddr, start: Instant) -> io::Result<Outcome> {
+    if answer.len() < payload {
+        let what = format!("{} bytes answer {payload}", answer.len());
+        return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+    }
+    answered(answer, peer, start)
 }
 
 fn answered(answer: &[u8], peer: SocketAddr, start: Instant) -> io::Result<Outcome> {
@@ -136,9 +144,9 @@ impl Held {
             }
             Self::Datagrams(socket) => {
                 socket.send(&request)?;
-                let mut answer = vec![0; 2_048];
+                let mut answer = vec![0; usize::from(u16::MAX)];
                 let length = socket.recv(&mut answer)?;
-                answered(&answer[..length], socket.peer_addr()?, start)
+                answered_datagram(&answer[..length], payload, socket.peer_addr()?, start)
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Servers: one that tells who it is and what it sees, and one that only returns a byte.
 //!
 //! A request over TCP is a length (4 bytes, big endian) and as many bytes; the answer has the same form and
-//! holds a [`Seen`]. Over UDP both are one datagram without length. `GET ` in place of the length is an HTTP
+//! holds a [`Seen`]. Over UDP both are one datagram without length, and the answer is at least as long as the request. `GET ` in place of the length is an HTTP
 //! request: people look around in a lab with curl.
 
 use std::{
@@ -116,7 +116,8 @@ fn describe_datagrams(name: &str, server: SocketAddr, socket: &UdpSocket) {
         // ECONNREFUSED of a client that is gone: not this server's affair.
         let Ok((bytes, source)) = socket.recv_from(&mut request) else { continue };
         let seen = Seen { by: name.into(), source, server, original: None, bytes };
-        let Ok(answer) = serde_json::to_vec(&seen) else { continue };
+        let Ok(mut answer) = serde_json::to_vec(&seen) else { continue };
+        answer.resize(answer.len().max(bytes), b' ');
         let _client_may_be_gone = socket.send_to(&answer, source);
     }
 }

@@ -16,7 +16,7 @@ use anyhow::{Context as _, Result, anyhow, bail};
 use nix::mount::{MsFlags, mount};
 
 use crate::{
-    address::{self, Addresses, NodeNumber},
+    address::{self, Addresses, Family, NodeNumber},
     agent::client::Agent,
     cgroup, namespace,
 };
@@ -177,6 +177,26 @@ impl Lab {
         topology::connect_routed(self.netns(&node)?, self.netns(network.pod())?)?;
         self.networks.insert(network);
         Ok(true)
+    }
+
+    /// How many fragments of packets of its own a network namespace has made since it is there.
+    pub fn fragments_created(&self, name: &str, family: Family) -> Result<u64> {
+        namespace::within(&self.netns(name)?.namespace, || match family {
+            Family::V4 => {
+                // Two lines that begin with the protocol: names, then numbers.
+                let table = fs::read_to_string("/proc/thread-self/net/snmp")?;
+                let mut lines = table.lines().filter_map(|line| line.strip_prefix("Ip: "));
+                let (names, numbers) = (lines.next().unwrap_or_default(), lines.next().unwrap_or_default());
+                let mut columns = names.split_whitespace().zip(numbers.split_whitespace());
+                let found = columns.find(|(name, _)| *name == "FragCreates");
+                Ok(found.context("no FragCreates in net/snmp")?.1.parse()?)
+            }
+            Family::V6 => {
+                let table = fs::read_to_string("/proc/thread-self/net/snmp6")?;
+                let found = table.lines().find_map(|line| line.strip_prefix("Ip6FragCreates"));
+                Ok(found.context("no Ip6FragCreates in net/snmp6")?.trim().parse()?)
+            }
+        })
     }
 
     /// A command that will run in a network namespace of the lab and in its cgroup.

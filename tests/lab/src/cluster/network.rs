@@ -17,6 +17,8 @@ pub enum Network {
     Ipip,
     /// A second network card, here a veth: it has neither the default route nor an address of the Node.
     SecondUplink,
+    /// A VLAN on the node's network card, which shows its packets too, with their tag.
+    Vlan,
 }
 
 impl Network {
@@ -26,6 +28,7 @@ impl Network {
             Self::Vxlan => "vxlan-web",
             Self::Ipip => "ipip-web",
             Self::SecondUplink => "second-web",
+            Self::Vlan => "vlan-web",
         }
     }
 
@@ -36,7 +39,7 @@ impl Network {
     /// The node's address on it.
     pub fn node(self, node: NodeNumber) -> Addresses {
         match self {
-            Self::Vxlan | Self::Ipip => address::pod(self.pods_of(node), 0),
+            Self::Vxlan | Self::Ipip | Self::Vlan => address::pod(self.pods_of(node), 0),
             Self::SecondUplink => address::second_node(node),
         }
     }
@@ -46,6 +49,7 @@ impl Network {
             Self::Vxlan => 1,
             Self::Ipip => 2,
             Self::SecondUplink => 3,
+            Self::Vlan => 4,
         }
     }
 
@@ -59,6 +63,7 @@ impl Network {
             Self::Vxlan => "flannel.1",
             Self::Ipip => "ipip1",
             Self::SecondUplink => "eth1",
+            Self::Vlan => "eth0.7",
         }
     }
 }
@@ -132,6 +137,12 @@ pub(super) fn connect(network: Network, fabric: &Netns, node: &Netns, number: No
             plug(fabric, node, device, own)?;
             format!("route add {}/24 via {}\nroute add {}/64 via {}\n", pods.v4, its.v4, pods.v6, its.v6)
         }
+        Network::Vlan => format!(
+            "link add link eth0 name {device} type vlan id 7\n\
+             addr add {}/32 dev {device}\naddr add {}/128 dev {device} nodad\nlink set {device} up\n\
+             route add {}/24 via {} dev {device} onlink\nroute add {}/64 via {} dev {device} onlink\n",
+            own.v4, own.v6, pods.v4, its.v4, pods.v6, its.v6
+        ),
     };
     ip(Some(&node.namespace), &script)?;
     filter_by_reverse_path(node, device)

@@ -1,6 +1,7 @@
 //! The table of cases: each once for every family and protocol that it is about.
 
 mod flows;
+mod fragments;
 mod headers;
 mod host;
 mod icmp;
@@ -67,6 +68,7 @@ pub(crate) fn all() -> Vec<Case> {
     let mut group = Group { cases: Vec::new() };
     of_family::<V4>(&mut group);
     of_family::<V6>(&mut group);
+    headers::family_cases(&mut group);
     group.cases
 }
 
@@ -76,6 +78,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     refusals::cases::<W>(group);
     flows::cases::<W>(group);
     headers::cases::<W>(group);
+    fragments::cases::<W>(group);
     host::cases::<W>(group);
     icmp::cases::<W>(group);
 }

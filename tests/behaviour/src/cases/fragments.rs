@@ -1,0 +1,64 @@
+//! Datagrams that are longer than a packet may be, so that they and their answers travel in fragments.
+
+use anyhow::{Context as _, Result, bail, ensure};
+use lab::{Dial, cluster::OUTSIDE};
+
+use crate::{
+    case::{Case, Variant, Variants},
+    check,
+    fixtures::{ON_NODE1, ON_NODE2, ServiceFixture},
+    world::World,
+};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new(
+        "fragments: datagrams to an endpoint of node 1, and their answers",
+        Variants::Udp,
+        |world, variant| through_fragments(world, variant, &ON_NODE1),
+    )
+    .core(),
+    Case::new(
+        "fragments: datagrams to an endpoint of node 2, and their answers",
+        Variants::Udp,
+        |world, variant| through_fragments(world, variant, &ON_NODE2),
+    )
+    .core(),
+];
+
+/// In 2, 6 and 41 fragments.
+const SIZES: [usize; 3] = [2_000, 8_000, 60_000];
+
+/// Of every client and frontend; node 1 leads to both endpoints.
+fn through_fragments(world: &mut World, variant: Variant, service: &ServiceFixture) -> Result<()> {
+    let [server] = service.endpoints else { bail!("{} has not one endpoint", service.name) };
+    let (cluster_ip, node_port) =
+        (world.cluster_ip(service, variant.family), world.node_port(service, 1, variant.family)?);
+    for (client, target) in [
+        ("client-1", cluster_ip),
+        ("client-2", cluster_ip),
+        ("node1", cluster_ip),
+        ("client-1", node_port),
+        ("client-2", node_port),
+        ("node1", node_port),
+        (OUTSIDE, node_port),
+    ] {
+        for size in SIZES {
+            let created = || {
+                let of = |name: &str| world.lab.fragments_created(name, variant.family);
+                Ok::<_, anyhow::Error>((of(client)?, of(server)?))
+            };
+            let before = created()?;
+            let outcomes = world.dial(client, &Dial::new(variant.protocol, target).payload(size))?;
+            let answers = check::answered_by(&outcomes, &[server]);
+            for answer in answers.with_context(|| format!("{size} bytes from {client} to {target}"))? {
+                ensure!(answer.bytes == size, "{} of {size} bytes arrived", answer.bytes);
+            }
+            let after = created()?;
+            ensure!(
+                after.0 > before.0 && after.1 > before.1,
+                "{size} bytes from {client} to {target} were not sent in fragments: {before:?}, then {after:?}"
+            );
+        }
+    }
+    Ok(())
+}

@@ -204,6 +204,15 @@ mod tests {
     }
 
     #[rstest]
+    #[case::whole(0, false, Part::Whole)]
+    #[case::first(0, true, Part::First)]
+    #[case::middle(1, true, Part::Later)]
+    #[case::last(1, false, Part::Later)]
+    fn parts_of_a_packet(#[case] offset: u16, #[case] has_more: bool, #[case] part: Part) {
+        assert_eq!(Fragment::new(7, offset, has_more), Fragment { part, id: 7 });
+    }
+
+    #[rstest]
     #[case::data(TCP_ACK, 100, 110)]
     #[case::syn(TCP_SYN, 0, 11)]
     #[case::last_data(TCP_FIN | TCP_ACK, 100, 111)]

@@ -7,6 +7,7 @@ use crate::{
     case::{Case, Variant, Variants},
     check,
     fixtures::{ON_NODE1, ON_NODE2, ServiceFixture},
+    setting::{ProxyKind, Setting},
     world::World,
 };
 
@@ -23,7 +24,22 @@ pub(super) const CASES: &[Case] = &[
         |world, variant| through_fragments(world, variant, &ON_NODE2),
     )
     .core(),
+    Case::new(
+        "fragments: the first one first, the others in another order",
+        Variants::Udp,
+        |world, variant| in_order(world, variant, &[0, 3, 2, 1]),
+    ),
+    Case::new("fragments: the first one last", Variants::Udp, |world, variant| {
+        in_order(world, variant, &[3, 2, 1, 0])
+    })
+    .differs(not_reassembled),
 ];
+
+fn not_reassembled(setting: &Setting, _: Variant) -> Option<&'static str> {
+    (setting.proxy == ProxyKind::Ebpf).then_some(
+        "programs of TC see packets before the kernel reassembles them, and cannot hold one back until its ports are known",
+    )
+}
 
 /// In 2, 6 and 41 fragments.
 const SIZES: [usize; 3] = [2_000, 8_000, 60_000];
@@ -58,6 +74,24 @@ fn through_fragments(world: &mut World, variant: Variant, service: &ServiceFixtu
                 after.0 > before.0 && after.1 > before.1,
                 "{size} bytes from {client} to {target} were not sent in fragments: {before:?}, then {after:?}"
             );
+        }
+    }
+    Ok(())
+}
+
+/// Four fragments of a datagram, from a pod and from outside.
+fn in_order(world: &mut World, variant: Variant, order: &[usize]) -> Result<()> {
+    const SIZE: usize = 5_000;
+    let cluster_ip = world.cluster_ip(&ON_NODE2, variant.family);
+    let node_port = world.node_port(&ON_NODE2, 1, variant.family)?;
+    for (client, target) in [("client-1", cluster_ip), ("client-2", cluster_ip), (OUTSIDE, node_port)] {
+        let source = world.addresses(client)?.of(variant.family);
+        let outcome = world.agent(client)?.dial_in_fragments(source, target, SIZE, order)?;
+        let outcomes = [outcome];
+        let answers = check::answered_by(&outcomes, ON_NODE2.endpoints);
+        for answer in answers.with_context(|| format!("from {client} to {target}"))? {
+            ensure!(answer.bytes == SIZE, "{} of {SIZE} bytes arrived", answer.bytes);
+            ensure!(answer.peer == target, "{} answered for {target}", answer.peer);
         }
     }
     Ok(())

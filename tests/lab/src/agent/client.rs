@@ -2,7 +2,7 @@
 
 use std::{
     io::{BufRead as _, BufReader, Write as _},
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     sync::{Mutex, PoisonError},
 };
@@ -79,6 +79,17 @@ impl Agent {
 
     pub fn dial_shared(&self, targets: &[SocketAddr], rounds: u32, mapped: bool) -> Result<Vec<Outcome>> {
         self.ask(&Request::DialShared { targets: targets.to_vec(), rounds, mapped })
+    }
+
+    /// Sends one datagram of `payload` bytes from this address, its fragments of 1,400 bytes in this order.
+    pub fn dial_in_fragments(
+        &self,
+        source: IpAddr,
+        target: SocketAddr,
+        payload: usize,
+        order: &[usize],
+    ) -> Result<Outcome> {
+        self.ask(&Request::DialInFragments { source, target, payload, order: order.to_vec() })
     }
 
     /// Opens a connection that stays open; returns its number and what the first request met.

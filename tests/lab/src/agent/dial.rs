@@ -78,7 +78,12 @@ fn exchange(socket: &UdpSocket, target: SocketAddr, payload: usize) -> io::Resul
     answered_datagram(&answer[..length], payload, peer, start)
 }
 
-fn answered_datagram(answer: &[u8], payload: usize, peer: SocketAddr, start: Instant) -> io::Result<Outcome> {
+pub(super) fn answered_datagram(
+    answer: &[u8],
+    payload: usize,
+    peer: SocketAddr,
+    start: Instant,
+) -> io::Result<Outcome> {
     if answer.len() < payload {
         let what = format!("{} bytes answer {payload}", answer.len());
         return Err(io::Error::new(io::ErrorKind::InvalidData, what));

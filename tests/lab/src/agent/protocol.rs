@@ -56,6 +56,13 @@ pub enum Request {
         rounds: u32,
         mapped: bool,
     },
+    /// Sends one datagram from this address, its fragments of 1,400 bytes in this order.
+    DialInFragments {
+        source: IpAddr,
+        target: SocketAddr,
+        payload: usize,
+        order: Vec<usize>,
+    },
     /// Opens a connection that stays open.
     Hold {
         target: SocketAddr,

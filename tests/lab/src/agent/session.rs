@@ -12,6 +12,7 @@ use serde_json::{Value, to_value};
 use super::{
     bench,
     dial::{self, Held},
+    fragments,
     load::Running,
     protocol::{Dial, Outcome, Reply, Request},
     serve,
@@ -66,6 +67,9 @@ impl Session {
             Request::Dial(dial) => to_value(dial::dial(&dial)),
             Request::DialShared { targets, rounds, mapped } => {
                 to_value(dial::shared(&targets, rounds, mapped)?)
+            }
+            Request::DialInFragments { source, target, payload, order } => {
+                to_value(fragments::dial(source, target, payload, &order))
             }
             Request::Hold { target, protocol } => {
                 let opened = Held::open(&Dial::new(protocol, target));

@@ -55,7 +55,7 @@ fn through_fragments(world: &mut World, variant: Variant, service: &ServiceFixtu
         ("node1", cluster_ip),
         ("client-1", node_port),
         ("client-2", node_port),
-        ("node1", node_port),
+        ("node2", node_port),
         (OUTSIDE, node_port),
     ] {
         for size in SIZES {

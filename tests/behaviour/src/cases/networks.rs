@@ -61,9 +61,6 @@ fn vxlan(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn ipip(world: &mut World, variant: Variant) -> Result<()> {
-    if !lab::cluster::network::has_ipip() {
-        bail!(Skip("this kernel has no ipip (CONFIG_NET_IPIP)".into()));
-    }
     over(world, variant, Network::Ipip)
 }
 
@@ -77,6 +74,9 @@ fn vlan(world: &mut World, variant: Variant) -> Result<()> {
 
 /// By a node port of node 1 to a pod of node 2 that only this network leads to, which leads back only to node 1's address on it.
 fn over(world: &mut World, variant: Variant, network: Network) -> Result<()> {
+    if let Some(option) = network.missing_option() {
+        bail!(Skip(format!("this kernel has no {option}")));
+    }
     world.add_network(network)?;
     world.set_service(&OVER_NETWORK.service(), &[network.pod()])?;
     let target = world.node_port(&OVER_NETWORK, 1, variant.family)?;

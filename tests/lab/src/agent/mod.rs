@@ -3,7 +3,7 @@
 pub mod bench;
 pub mod client;
 pub mod dial;
-mod fragments;
+pub mod fragments;
 pub mod load;
 pub mod protocol;
 pub mod serve;

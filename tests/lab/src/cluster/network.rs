@@ -44,6 +44,23 @@ impl Network {
         }
     }
 
+    /// The kernel's option for it, if this kernel has it not. It is asked in a namespace of its own.
+    pub fn missing_option(self) -> Option<&'static str> {
+        let (device, option) = match self {
+            Self::Vxlan | Self::SecondUplink => return None,
+            Self::Ipip => ("link add ipip1 type ipip local 192.0.2.1 remote 192.0.2.2\n", "CONFIG_NET_IPIP"),
+            Self::Vlan => (
+                "link add card type veth peer name other\nlink add link card name card.7 type vlan id 7\n",
+                "CONFIG_VLAN_8021Q",
+            ),
+        };
+        let namespace = format!("px-option-{}", std::process::id());
+        let has = ip(None, &format!("netns add {namespace}\n")).and_then(|()| ip(Some(&namespace), device));
+        // Fails only where it was not made.
+        let _removed = ip(None, &format!("netns del {namespace}\n"));
+        has.is_err().then_some(option)
+    }
+
     fn number(self) -> u8 {
         match self {
             Self::Vxlan => 1,
@@ -66,17 +83,6 @@ impl Network {
             Self::Vlan => "eth0.7",
         }
     }
-}
-
-/// Can this kernel build [`Network::Ipip`]? It is asked in a namespace of its own.
-pub fn has_ipip() -> bool {
-    let namespace = format!("px-ipip-{}", std::process::id());
-    let has = ip(None, &format!("netns add {namespace}\n"))
-        .and_then(|()| ip(Some(&namespace), "link add ipip1 type ipip local 192.0.2.1 remote 192.0.2.2\n"))
-        .is_ok();
-    // Fails only where it was not made.
-    let _removed = ip(None, &format!("netns del {namespace}\n"));
-    has
 }
 
 /// Another bridge, with a client.

@@ -162,12 +162,14 @@ macro_rules! flow_tables {
                 into: &mut FirstFragment<$address>,
             ) -> bool {
                 let Some(first) = maps::$fragments.get_ptr(key) else { return false };
-                // SAFETY: an element and a record, both in bounds and aligned to 8. Plain integers: whether they are of one packet shows
-                // in `seen`.
-                unsafe {
-                    *into = read_volatile(first);
-                    read_volatile(addr_of!((*first).seen)) == into.seen
+                let (from, to) = (first.cast::<u64>(), addr_of_mut!(*into).cast::<u64>());
+                for word in 0..size_of::<FirstFragment<$address>>() / size_of::<u64>() {
+                    // SAFETY: an element and a record, both in bounds, aligned to 8 and of whole words. Plain integers: whether they are
+                    // of one packet shows in `seen`.
+                    unsafe { *to.add(word) = read_volatile(from.add(word)) };
                 }
+                // SAFETY: as above.
+                unsafe { read_volatile(addr_of!((*first).seen)) == into.seen }
             }
 
             #[inline(always)]

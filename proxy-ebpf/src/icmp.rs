@@ -10,7 +10,10 @@ use proxy_common::{
     reason::Reason,
 };
 
-use crate::{nat::Addresses, parse::read};
+use crate::{
+    nat::Addresses,
+    parse::{read, read_into},
+};
 
 /// Type, code, checksum and four bytes that depend on the type.
 const ICMP_HEADER: u32 = 8;
@@ -239,12 +242,12 @@ impl Icmp for V6 {
             return Err(Reason::NotAService);
         }
         let network = icmp + ICMP_HEADER;
-        let header: [u8; 40] = read(ctx, network)?;
+        let header: [u8; 8] = read(ctx, network)?;
         if header[0] >> 4 != 6 {
             return Err(Reason::NotAService);
         }
-        packet.destination.copy_from_slice(&header[8..24]);
-        packet.source.copy_from_slice(&header[24..40]);
+        read_into(ctx, network + Self::SOURCE, &mut packet.destination)?;
+        read_into(ctx, network + Self::DESTINATION, &mut packet.source)?;
         finish(ctx, Headers { network, transport: network + 40, outer, icmp }, header[6], packet)
     }
 

@@ -1,6 +1,6 @@
 //! From bytes to a `Packet`. Headers are read by helper, which also reads what lies in a packet's fragments.
 
-use aya_ebpf::{bindings::__sk_buff, programs::TcContext};
+use aya_ebpf::{bindings::__sk_buff, helpers::bpf_skb_load_bytes, programs::TcContext};
 use proxy_common::{
     family::{V4, V6},
     layout::{Address, PROTOCOL_TCP, PROTOCOL_UDP},
@@ -9,7 +9,7 @@ use proxy_common::{
     reason::Reason,
 };
 
-use crate::icmp::Icmp;
+use crate::{icmp::Icmp, nat::Addresses};
 
 /// Offset of the network header on a device with Ethernet headers. A VLAN tag is in the metadata by then.
 pub(crate) const ETHERNET: u32 = 14;
@@ -35,6 +35,17 @@ pub(crate) fn parse<F: Network>(
 #[inline(always)]
 pub(crate) fn read<const N: usize>(ctx: &TcContext, offset: u32) -> Result<[u8; N], Reason> {
     ctx.load::<[u8; N]>(offset as usize).map_err(|_| Reason::Malformed)
+}
+
+#[inline(always)]
+pub(crate) fn read_into<const N: usize>(
+    ctx: &TcContext,
+    offset: u32,
+    into: &mut [u8; N],
+) -> Result<(), Reason> {
+    // SAFETY: the context of this program, and memory of this length.
+    let read = unsafe { bpf_skb_load_bytes(ctx.skb.skb.cast(), offset, into.as_mut_ptr().cast(), N as u32) };
+    if read == 0 { Ok(()) } else { Err(Reason::Malformed) }
 }
 
 const TCP_HEADER: usize = 20;
@@ -75,7 +86,8 @@ impl Network for V4 {
         packet.fragment = fragment;
         let end = end(ctx, network, [header[2], header[3]]);
         let transport = network + header_length;
-        parse_transport(ctx, Headers { network, transport, ..Headers::default() }, end, packet)
+        packet.headers = Headers { network, transport, ..Headers::default() };
+        parse_transport(ctx.skb.skb, end, packet)
     }
 }
 
@@ -89,10 +101,14 @@ const DESTINATION_OPTIONS: u8 = 60;
 impl Network for V6 {
     #[inline(always)]
     fn parse(ctx: &TcContext, network: u32, packet: &mut Packet<[u8; 16]>) -> Result<(), Reason> {
-        let header: [u8; IPV6_HEADER as usize] = read(ctx, network)?;
+        let header: [u8; 8] = read(ctx, network)?;
         if header[0] >> 4 != 6 {
             return Err(Reason::Malformed);
         }
+        // Past the stack, on which the compiler would keep each byte in a place of its own.
+        read_into(ctx, network + Self::SOURCE, &mut packet.source)?;
+        read_into(ctx, network + Self::DESTINATION, &mut packet.destination)?;
+        let end = end(ctx, network + IPV6_HEADER, [header[4], header[5]]);
         let mut next = header[6];
         let mut transport = network + IPV6_HEADER;
         packet.fragment = Fragment::default();
@@ -101,12 +117,11 @@ impl Network for V6 {
                 break;
             }
             if next == FRAGMENT {
-                let extension: [u8; 8] = read(ctx, transport)?;
-                let place = u16::from_be_bytes([extension[2], extension[3]]);
-                let id = u32::from_be_bytes([extension[4], extension[5], extension[6], extension[7]]);
-                packet.fragment = Fragment::new(id, place >> 3, place & 1 != 0);
-                next = extension[0];
-                transport += 8;
+                next = match read_fragment_header(ctx.skb.skb, transport, packet) {
+                    TRUNCATED => return Err(Reason::Malformed),
+                    next => next as u8,
+                };
+                transport += FRAGMENT_HEADER;
                 if packet.is_later_fragment() {
                     break;
                 }
@@ -133,12 +148,27 @@ impl Network for V6 {
         if next != PROTOCOL_TCP && next != PROTOCOL_UDP && !packet.is_later_fragment() {
             return Err(Reason::ExtensionHeaders);
         }
-        packet.source.copy_from_slice(&header[8..24]);
-        packet.destination.copy_from_slice(&header[24..40]);
         packet.protocol = next;
-        let end = end(ctx, network + IPV6_HEADER, [header[4], header[5]]);
-        parse_transport(ctx, Headers { network, transport, ..Headers::default() }, end, packet)
+        packet.headers = Headers { network, transport, ..Headers::default() };
+        parse_transport(ctx.skb.skb, end, packet)
     }
+}
+
+const FRAGMENT_HEADER: u32 = 8;
+/// Answered by [`read_fragment_header`]; no number of a header.
+const TRUNCATED: u32 = u32::MAX;
+
+/// Answers with the number of the header that follows.
+// Not inlined: the loop would have its bytes on the stack several times.
+#[inline(never)]
+fn read_fragment_header(skb: *mut __sk_buff, offset: u32, packet: &mut Packet<[u8; 16]>) -> u32 {
+    let Ok(header) = read::<{ FRAGMENT_HEADER as usize }>(&TcContext::new(skb), offset) else {
+        return TRUNCATED;
+    };
+    let place = u16::from_be_bytes([header[2], header[3]]);
+    let id = u32::from_be_bytes([header[4], header[5], header[6], header[7]]);
+    packet.fragment = Fragment::new(id, place >> 3, place & 1 != 0);
+    u32::from(header[0])
 }
 
 /// Where the payload ends: `length` as the header has it, from `start` on. 0: the packet is longer than the field can say, or a jumbogram.
@@ -148,14 +178,11 @@ fn end(ctx: &TcContext, start: u32, length: [u8; 2]) -> u32 {
     if length == 0 { ctx.len() } else { start + length }
 }
 
-#[inline(always)]
-fn parse_transport<A: Address>(
-    ctx: &TcContext,
-    headers: Headers,
-    end: u32,
-    packet: &mut Packet<A>,
-) -> Result<(), Reason> {
-    packet.headers = headers;
+/// `end` of the payload. The headers' places are known.
+// Not inlined: its bytes would lie on the stack beside the network header.
+#[inline(never)]
+fn parse_transport<A: Address>(skb: *mut __sk_buff, end: u32, packet: &mut Packet<A>) -> Result<(), Reason> {
+    let ctx = &TcContext::new(skb);
     packet.segment = Segment::default();
     packet.source_port = Port::NONE;
     packet.destination_port = Port::NONE;
@@ -166,7 +193,7 @@ fn parse_transport<A: Address>(
     if packet.is_later_fragment() {
         return Ok(());
     }
-    let transport = headers.transport;
+    let transport = packet.headers.transport;
     let ports = if packet.protocol == PROTOCOL_TCP {
         let header: [u8; TCP_HEADER] = read(ctx, transport)?;
         let header_length = u32::from(header[TCP_LENGTH] >> 4) * 4;

@@ -5,7 +5,7 @@ use super::{FlowTables, Scratch};
 use crate::{
     family::Family,
     layout::*,
-    packet::{Rewrite, Then},
+    packet::Then,
     port::Port,
     reason::{Reason, Verdict},
 };
@@ -32,13 +32,13 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
         FATE_DROPPED => return Err(Reason::FragmentOfDropped),
         _ => return Err(Reason::NotAService),
     };
-    scratch.rewrite = Rewrite {
-        source: first.source,
-        destination: first.destination,
-        source_port: Port::NONE,
-        destination_port: Port::NONE,
-        service: first.service,
-    };
+    let Scratch { rewrite, first_fragment: first, .. } = scratch;
+    // One by one: together they would lie on the stack.
+    rewrite.source = first.source;
+    rewrite.destination = first.destination;
+    rewrite.source_port = Port::NONE;
+    rewrite.destination_port = Port::NONE;
+    rewrite.service = first.service;
     Ok(())
 }
 

@@ -24,7 +24,8 @@ pub(super) const CASES: &[Case] = &[
     Case::new("networks: clients elsewhere reach a backend over a vxlan overlay", Variants::All, vxlan),
     Case::new("networks: clients elsewhere reach a backend over an ipip tunnel", Variants::V4, ipip),
     Case::new("networks: clients elsewhere reach a backend over a second uplink", Variants::All, second_uplink),
-    Case::new("networks: clients elsewhere reach a backend over a VLAN of the card", Variants::All, vlan),
+    Case::new("networks: clients elsewhere reach a backend over a VLAN of the card", Variants::All, vlan)
+        .core(),
     Case::new("networks: a process of the node reaches a backend over a vxlan overlay", Variants::All, from_node)
         .differs(source_of_the_frontends_route),
     Case::new(

@@ -3,7 +3,7 @@
 use super::{Change, FlowEntry as _, FlowTables, InsertError, Scratch, Stage};
 use crate::{
     family::Family,
-    layout::{Address, Flow, FlowKey, PROGRESS_CONFIRMED},
+    layout::{Address, Flow, PROGRESS_CONFIRMED},
     reason::Reason,
 };
 
@@ -22,13 +22,16 @@ const INSERTION: [Leg; 3] = [Leg::Backend, Leg::Masquerade, Leg::Client];
 const REMOVAL: [Leg; 3] = [Leg::Client, Leg::Backend, Leg::Masquerade];
 
 impl Leg {
+    /// Sets `scratch.key`. False: the flow has no such entry.
     #[inline(always)]
-    fn key<A: Address>(self, flow: &Flow<A>) -> Option<FlowKey<A>> {
+    fn set_key<A: Address>(self, Scratch { key, flow, .. }: &mut Scratch<A>) -> bool {
         match self {
-            Self::Client => Some(flow.client_key()),
-            Self::Backend => Some(flow.backend_key()),
-            Self::Masquerade => flow.is_masqueraded().then(|| flow.masquerade_key()),
+            Self::Client => *key = flow.client_key(),
+            Self::Backend => *key = flow.backend_key(),
+            Self::Masquerade if flow.is_masqueraded() => *key = flow.masquerade_key(),
+            Self::Masquerade => return false,
         }
+        true
     }
 }
 
@@ -49,8 +52,9 @@ pub(super) fn establish<F: Family, T: FlowTables<F>>(
     scratch.flow.last_seen = now;
     scratch.flow.state.progress = PROGRESS_CONFIRMED;
     for leg in INSERTION {
-        let Some(key) = leg.key(&scratch.flow) else { continue };
-        scratch.key = key;
+        if !leg.set_key(scratch) {
+            continue;
+        }
         match copy(tables, scratch) {
             Copied::Whole => {}
             Copied::TableFull => {
@@ -103,8 +107,9 @@ fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
 #[inline(never)]
 pub(super) fn retire<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     for leg in REMOVAL {
-        let Some(key) = leg.key(&scratch.flow) else { continue };
-        scratch.key = key;
+        if !leg.set_key(scratch) {
+            continue;
+        }
         let Scratch { key, flow, entry, .. } = &mut *scratch;
         let Some(found) = tables.flow(Stage::Established, key) else { continue };
         found.read_into(entry);
@@ -117,7 +122,8 @@ pub(super) fn retire<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
 }
 
 /// Removes a flow. Opening entries go first: what is found in their table alone would be established anew.
-#[inline(never)]
+// Inlined: its own frame would be one too many for 5.10.
+#[inline(always)]
 pub(super) fn remove<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     remove_entries(tables, Stage::Opening, scratch);
     remove_entries(tables, Stage::Established, scratch);
@@ -127,8 +133,9 @@ pub(super) fn remove<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
 #[inline(never)]
 fn remove_entries<F: Family, T: FlowTables<F>>(tables: &T, stage: Stage, scratch: &mut Scratch<F::Address>) {
     for leg in REMOVAL {
-        let Some(key) = leg.key(&scratch.flow) else { continue };
-        scratch.key = key;
+        if !leg.set_key(scratch) {
+            continue;
+        }
         if let Some(found) = tables.flow(stage, &scratch.key)
             && found.opened() == scratch.flow.opened
         {
@@ -147,8 +154,9 @@ pub(super) fn refresh<F: Family, T: FlowTables<F>>(
 ) {
     scratch.flow.last_seen = now;
     for leg in INSERTION {
-        let Some(key) = leg.key(&scratch.flow) else { continue };
-        scratch.key = key;
+        if !leg.set_key(scratch) {
+            continue;
+        }
         match tables.flow(stage, &scratch.key) {
             Some(found) if found.opened() == scratch.flow.opened => found.write(Change::LastSeen(now)),
             // Its answers are another flow's by now.

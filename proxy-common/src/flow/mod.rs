@@ -182,7 +182,7 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
     origin: Origin,
 ) -> Result<(), Reason> {
     scratch.then = Then::Pass;
-    scratch.key = scratch.packet.key();
+    set_key_of_packet(scratch);
     let mut is_overlapped = false;
     if let Some(mut found) = find(tables, scratch) {
         if is_netfilters(tables, scratch, found.entry) {
@@ -244,7 +244,7 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
     from_host: bool,
 ) -> Result<(), Reason> {
     scratch.then = Then::Pass;
-    scratch.key = scratch.packet.key();
+    set_key_of_packet(scratch);
     if let Some(found) = find(tables, scratch) {
         if is_netfilters(tables, scratch, found.entry) {
             return Err(Reason::NotAService);
@@ -282,6 +282,12 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
     }
     scratch.then = Then::Reroute;
     first_packet(tables, scratch, Origin::Host, false)
+}
+
+// Not inlined: the key would lie on the stack on the way of each packet.
+#[inline(never)]
+fn set_key_of_packet<A: Address>(scratch: &mut Scratch<A>) {
+    scratch.key = scratch.packet.key();
 }
 
 /// The flow at `scratch.key`. None also where the element has become another flow's meanwhile.
@@ -467,7 +473,8 @@ fn is_over<F: Family, T: FlowTables<F>>(
 }
 
 /// Does the flow's frontend still belong to its service, and its backend to any?
-#[inline(always)]
+// Not inlined: keys would lie on the stack on the way of each packet.
+#[inline(never)]
 fn is_in_service<F: Family, T: FlowTables<F>>(
     tables: &T,
     Scratch { packet, flow, .. }: &Scratch<F::Address>,

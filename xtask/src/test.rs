@@ -224,7 +224,7 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
         programs.suite_as_root("proxy-ctl", &own, &[])?,
         programs.suite_as_root("packets", &[Test("packets")], &[])?,
         programs.suite_as_root("lab", &[Test("cluster")], &[])?,
-        behaviour("behaviour sockets", &["--path", "sockets"])?,
+        behaviour("behaviour sockets", &on_path(arguments, "sockets"))?,
         behaviour("behaviour packets", &["--path", "packets"])?,
         behaviour("behaviour unseen", &on_path(arguments, "unseen"))?,
         behaviour("behaviour off", &on_path(arguments, "off"))?,
@@ -259,7 +259,7 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
     Ok(suites)
 }
 
-/// Unless all is asked for, with one protocol of each family: the paths `sockets` and `packets` are run with both.
+/// Unless all is asked for, with one protocol of each family: the path `packets` is run with both.
 fn on_path(arguments: &Arguments, path: &'static str) -> Vec<&'static str> {
     let lean = (!arguments.all_modes).then_some("--lean");
     ["--path", path].into_iter().chain(lean).collect()

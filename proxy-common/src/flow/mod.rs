@@ -13,6 +13,7 @@
 
 mod entries;
 mod fragments;
+mod lifetimes;
 mod masquerade;
 mod open;
 mod tcp;
@@ -20,8 +21,8 @@ mod tcp;
 mod tests;
 mod tuples;
 
+pub use lifetimes::FlowLifetimes;
 pub use tcp::Speaker;
-pub use tuples::lifetime_seconds;
 
 use self::{
     entries::{establish, is_stale, refresh, remove, retire},

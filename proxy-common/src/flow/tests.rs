@@ -633,26 +633,6 @@ fn the_nodes_own_flow_keeps_its_port_where_there_is_no_other() {
     assert_eq!(host.sent(&syn()).unwrap().source_port, CLIENT.1);
 }
 
-fn state(progress: u8, client_fin: u8, backend_fin: u8, reset: u8) -> FlowState {
-    FlowState { progress, client_fin, backend_fin, reset }
-}
-
-#[rstest]
-#[case::opening(PROTOCOL_TCP, state(0, 0, 0, 0), 60)]
-#[case::answered(PROTOCOL_TCP, state(PROGRESS_ANSWERED, 0, 0, 0), 60)]
-#[case::open(PROTOCOL_TCP, state(PROGRESS_CONFIRMED, 0, 0, 0), 86_400)]
-#[case::fins_that_nobody_acknowledged(PROTOCOL_TCP, state(PROGRESS_CONFIRMED, FIN_SEEN, FIN_SEEN, 0), 86_400)]
-#[case::half_closed(PROTOCOL_TCP, state(PROGRESS_CONFIRMED, FIN_ACKNOWLEDGED, FIN_SEEN, 0), 3600)]
-#[case::closed(PROTOCOL_TCP, state(PROGRESS_CONFIRMED, FIN_ACKNOWLEDGED, FIN_ACKNOWLEDGED, 0), 60)]
-#[case::perhaps_reset(PROTOCOL_TCP, state(PROGRESS_CONFIRMED, 0, 0, RESET_PLAUSIBLE), 10_800)]
-#[case::reset(PROTOCOL_TCP, state(PROGRESS_CONFIRMED, 0, 0, RESET_CONFIRMED), 10)]
-#[case::datagrams_unanswered(PROTOCOL_UDP, state(0, 0, 0, 0), 30)]
-#[case::one_answer(PROTOCOL_UDP, state(PROGRESS_ANSWERED, 0, 0, 0), 30)]
-#[case::datagrams(PROTOCOL_UDP, state(PROGRESS_SUSTAINED, 0, 0, 0), 120)]
-fn lifetimes(#[case] protocol: u8, #[case] state: FlowState, #[case] seconds: u64) {
-    assert_eq!(lifetime_seconds(protocol, state), seconds);
-}
-
 /// The client port of a flow also dials the flow's backend itself: each answer goes to who asked.
 #[test]
 fn a_direct_connection_beside_a_flow_has_answers_of_its_own() {
@@ -955,8 +935,9 @@ fn a_forged_reset_cuts_no_silent_connection_short(#[case] sequence: u32, #[case]
     let flow = establish_one(&host, Origin::Workload);
     let (speaker, reset) = of_client(TCP_RST, sequence, 0);
     says(speaker, &host, &flow, reset).unwrap();
-    let lifetime =
-        |host: &Host| lifetime_seconds(PROTOCOL_TCP, host.flow_of(Stage::Established, &syn()).state);
+    let lifetime = |host: &Host| {
+        FlowLifetimes::default().of(PROTOCOL_TCP, host.flow_of(Stage::Established, &syn()).state).as_secs()
+    };
     assert_eq!(lifetime(&host), seconds);
     // Its next segment shows that it lives.
     says(Speaker::Backend, &host, &flow, Segment::new(TCP_ACK, BACKENDS_NEXT, CLIENTS, 0)).unwrap();
@@ -1082,7 +1063,7 @@ fn a_connection_that_only_seemed_to_end_goes_on(#[case] said: Vec<(Speaker, Segm
     }
     assert_eq!(host.entries(Stage::Established), 2);
     let state = host.flow_of(Stage::Established, &syn()).state;
-    assert_eq!(lifetime_seconds(PROTOCOL_TCP, state), 86_400);
+    assert_eq!(FlowLifetimes::default().of(PROTOCOL_TCP, state).as_secs(), 86_400);
 }
 
 /// Who forges the client can forge a backend on another node too, but not the way that its answers take.

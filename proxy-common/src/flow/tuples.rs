@@ -1,30 +1,10 @@
-//! A flow's ends as keys and as translations, and how long a flow is kept.
+//! A flow's ends as keys and as translations.
 
 use crate::{
     layout::*,
     packet::{End, Packet, Rewrite},
     port::Port,
 };
-
-/// How long a flow that nothing is heard of is kept, in seconds. `state` is the furthest that its entries know of.
-pub const fn lifetime_seconds(protocol: u8, state: FlowState) -> u64 {
-    if protocol != PROTOCOL_TCP {
-        return if state.progress < PROGRESS_SUSTAINED { 30 } else { 120 };
-    }
-    let fins = (state.client_fin == FIN_ACKNOWLEDGED, state.backend_fin == FIN_ACKNOWLEDGED);
-    match (state.reset, fins) {
-        (RESET_CONFIRMED, _) => 10,
-        // TIME_WAIT of Linux.
-        (_, (true, true)) => 60,
-        _ if state.progress < PROGRESS_CONFIRMED => 60,
-        // One side may go on sending for long: as CLOSE_WAIT of conntrack in Kubernetes (kube-proxy's default).
-        (_, (true, false) | (false, true)) => 3600,
-        // Longer than Linux waits before it asks whether the other side lives (net.ipv4.tcp_keepalive_time).
-        (RESET_PLAUSIBLE, _) => 10_800,
-        // kube-proxy's conntrack.tcpEstablishedTimeout.
-        _ => 86_400,
-    }
-}
 
 impl FlowState {
     /// No segment of this connection is expected any more, but for copies of old ones.

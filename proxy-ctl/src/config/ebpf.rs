@@ -4,7 +4,9 @@ use std::{path::PathBuf, time::Duration};
 
 pub use proxy_common::inventory::Limits;
 
-use super::Keyword;
+use proxy_common::flow::FlowLifetimes;
+
+use super::{Config, Keyword, fields::SHORTEST_LIFETIME};
 use crate::dataplane::Role;
 
 /// Whose connections the socket hooks translate.
@@ -83,6 +85,7 @@ pub struct Ebpf {
     pub algorithm: Algorithm,
     pub interfaces: Interfaces,
     pub limits: Limits,
+    pub flow_lifetimes: OwnLifetimes,
     /// The cgroup v2 folder whose processes are served; `None`: the mount that opens.
     pub cgroup: Option<PathBuf>,
     pub bpffs: PathBuf,
@@ -104,11 +107,47 @@ impl Default for Ebpf {
             algorithm: Algorithm::default(),
             interfaces: Interfaces::default(),
             limits: Limits::default(),
+            flow_lifetimes: OwnLifetimes::default(),
             cgroup: None,
             bpffs: PathBuf::from("/sys/fs/bpf"),
             remove_kube_proxy_rules: true,
             mode_fallback: true,
             withdraw_after: Duration::ZERO,
+        }
+    }
+}
+
+/// How long flows are kept in states for which kube-proxy has no field.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct OwnLifetimes {
+    pub tcp_opening: Duration,
+    pub tcp_closed: Duration,
+    pub tcp_reset: Duration,
+}
+
+impl Default for OwnLifetimes {
+    fn default() -> Self {
+        let FlowLifetimes { tcp_opening, tcp_closed, tcp_reset, .. } = FlowLifetimes::default();
+        Self { tcp_opening, tcp_closed, tcp_reset }
+    }
+}
+
+impl Config {
+    /// Of all states: `conntrack` says those that kube-proxy has fields for, where 0 is the default, and what is too short for flows is
+    /// as much as they need.
+    pub fn flow_lifetimes(&self) -> FlowLifetimes {
+        let OwnLifetimes { tcp_opening, tcp_closed, tcp_reset } = self.ebpf.flow_lifetimes;
+        let default = FlowLifetimes::default();
+        let set_or =
+            |set: Duration, default| if set.is_zero() { default } else { set.max(SHORTEST_LIFETIME) };
+        FlowLifetimes {
+            tcp_opening,
+            tcp_established: set_or(self.conntrack.tcp_established_timeout, default.tcp_established),
+            tcp_close_wait: set_or(self.conntrack.tcp_close_wait_timeout, default.tcp_close_wait),
+            tcp_closed,
+            tcp_reset,
+            udp: set_or(self.conntrack.udp_timeout, default.udp),
+            udp_stream: set_or(self.conntrack.udp_stream_timeout, default.udp_stream),
         }
     }
 }

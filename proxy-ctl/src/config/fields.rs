@@ -7,10 +7,10 @@ use serde_json::{Map, Value, json};
 use super::{
     Config, HEALTHZ_PORT, LocalMode, METRICS_PORT, ModuleVerbosity, NodePortAddress, RequestedMode,
     access::{
-        Access, InvalidValue, ListItem, MAX_I32, Problem, TypedField, accept_header, address, as_whole,
-        duration_or_nanoseconds, encoding, file, folder, integer, integer_not_zero, is_empty_text, keyword,
-        list, listen_address, number, optional_folder, optional_text, optional_timeout, parsed, period,
-        port_range, quantity, switch, text, timeout, typed,
+        Access, InvalidValue, ListItem, Locate, MAX_I32, Problem, TypedField, accept_header, address,
+        as_whole, duration_or_nanoseconds, encoding, file, folder, integer, integer_not_zero, is_empty_text,
+        keyword, list, listen_address, number, optional_folder, optional_text, optional_timeout, parsed,
+        period, port_range, quantity, switch, text, timeout, typed,
     },
     ebpf::{MAX_ENTRIES, NamePattern},
 };
@@ -230,15 +230,15 @@ pub static FIELDS: &[Field] = fields! {
     "conntrack.min", integer::<_, 0, MAX_I32>(|c| &mut c.conntrack.min);
         "Lowest nf_conntrack_max.";
     "conntrack.tcpEstablishedTimeout", optional_timeout(|c| &mut c.conntrack.tcp_established_timeout);
-        "nf_conntrack_tcp_timeout_established. 0s: left as it is.";
+        "nf_conntrack_tcp_timeout_established, and how long flows of mode ebpf that are established are kept without a packet. 0s: left as it is, and 24h.";
     "conntrack.tcpCloseWaitTimeout", optional_timeout(|c| &mut c.conntrack.tcp_close_wait_timeout);
-        "nf_conntrack_tcp_timeout_close_wait. 0s: left as it is.";
+        "nf_conntrack_tcp_timeout_close_wait, and how long those that one side has closed are kept without a packet. 0s: left as it is, and 1h.";
     "conntrack.tcpBeLiberal", switch(|c| &mut c.conntrack.tcp_be_liberal);
         "Set nf_conntrack_tcp_be_liberal to 1. false: left as it is.";
     "conntrack.udpTimeout", timeout(|c| &mut c.conntrack.udp_timeout);
-        "nf_conntrack_udp_timeout. 0s: left as it is.";
+        "nf_conntrack_udp_timeout, and how long UDP flows of mode ebpf that are not answered for longer than two seconds are kept without a packet. 0s: left as it is, and 30s.";
     "conntrack.udpStreamTimeout", timeout(|c| &mut c.conntrack.udp_stream_timeout);
-        "nf_conntrack_udp_timeout_stream. 0s: left as it is.";
+        "nf_conntrack_udp_timeout_stream, and how long the other UDP flows of mode ebpf are kept without a packet. 0s: left as it is, and 2m.";
     "configSyncPeriod", period(|c| &mut c.config_sync_period);
         "How often the API server is asked anew. Accepted: watches and relists make it needless here.";
     "portRange", port_range(|c| &mut c.port_range), Applies::InMode(in_userspace);
@@ -292,6 +292,12 @@ pub static FIELDS: &[Field] = fields! {
         "Rows of the tables node_addresses4, node_addresses6 and masquerade_devices each.";
     "ebpf.limits.serviceCounters", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.service_counters);
         "Rows of the table service_counters: service ports whose connections and bytes are counted.";
+    "ebpf.flowLifetimes.tcpOpening", lifetime(|c| &mut c.ebpf.flow_lifetimes.tcp_opening);
+        "How long a TCP flow is kept whose client has not acknowledged an answer yet. Other states: conntrack.tcpEstablishedTimeout and the next ones.";
+    "ebpf.flowLifetimes.tcpClosed", lifetime(|c| &mut c.ebpf.flow_lifetimes.tcp_closed);
+        "How long a TCP flow is kept that both sides have closed.";
+    "ebpf.flowLifetimes.tcpReset", lifetime(|c| &mut c.ebpf.flow_lifetimes.tcp_reset);
+        "How long a TCP flow is kept that was reset.";
     "ebpf.cgroup", optional_folder(|c| &mut c.ebpf.cgroup);
         "The cgroup v2 folder whose processes are served. Empty: the mount that opens; where there is none, the hierarchy is mounted.";
     "ebpf.bpffs", folder(|c| &mut c.ebpf.bpffs);
@@ -319,6 +325,24 @@ const WITHDRAW_AFTER: TypedField<Duration> = TypedField {
     },
     ..optional_timeout(|c| &mut c.ebpf.withdraw_after)
 };
+
+/// Packets of a flow stamp it once a second.
+pub(super) const SHORTEST_LIFETIME: Duration = Duration::from_secs(2);
+
+const fn lifetime(locate: Locate<Duration>) -> TypedField<Duration> {
+    TypedField {
+        allowed: || "2s or more, such as \"30s\", or 0s for the default".to_owned(),
+        read: |value| {
+            let found = (timeout(|c| &mut c.ebpf.flow_lifetimes.tcp_opening).read)(value)?;
+            if found >= SHORTEST_LIFETIME {
+                Ok(found)
+            } else {
+                Err(InvalidValue::new(Problem::NotAllowed, value))
+            }
+        },
+        ..period(locate)
+    }
+}
 
 impl ListItem for ipnet::IpNet {
     const LIST: &'static str = "list of networks";

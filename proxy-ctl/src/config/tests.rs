@@ -1,3 +1,4 @@
+use proxy_common::flow::FlowLifetimes;
 use rstest::rstest;
 
 use super::*;
@@ -150,6 +151,23 @@ fn json_is_read_too() {
 })]
 #[case::withdraw_after("ebpf: {withdrawAfter: 1h}", |config: &Config| config.ebpf.withdraw_after == Duration::from_hours(1))]
 #[case::no_lease("ebpf: {withdrawAfter: 0s}", |config: &Config| config.ebpf.withdraw_after == Duration::ZERO)]
+#[case::lifetime("ebpf: {flowLifetimes: {tcpOpening: 5s}}", |config: &Config| config.flow_lifetimes().tcp_opening == Duration::from_secs(5))]
+#[case::default_lifetime("ebpf: {flowLifetimes: {tcpClosed: 0s}}", |config: &Config| config.flow_lifetimes() == FlowLifetimes::default())]
+#[case::lifetimes_of_conntrack(
+    "conntrack: {tcpEstablishedTimeout: 2h, tcpCloseWaitTimeout: 30m, udpTimeout: 10s, udpStreamTimeout: 3m}",
+    |config: &Config| config.flow_lifetimes() == FlowLifetimes {
+        tcp_established: Duration::from_hours(2),
+        tcp_close_wait: Duration::from_mins(30),
+        udp: Duration::from_secs(10),
+        udp_stream: Duration::from_mins(3),
+        ..FlowLifetimes::default()
+    }
+)]
+#[case::lifetimes_left_to_the_kernel(
+    "conntrack: {tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s, udpTimeout: 0s, udpStreamTimeout: 0s}",
+    |config: &Config| config.flow_lifetimes() == FlowLifetimes::default()
+)]
+#[case::too_short_for_flows("conntrack: {udpTimeout: 1s}", |config: &Config| config.flow_lifetimes().udp == Duration::from_secs(2))]
 #[case::built_already("ebpf: {xdp: auto, forwarding: snat, algorithm: random, sourceAddress: preserve}", |_: &Config| true)]
 fn valid(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
     let loaded = parse(body).unwrap();
@@ -237,6 +255,10 @@ fn valid(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
 #[case(
     "ebpf: {withdrawAfter: 9s}",
     "ebpf.withdrawAfter must be 10s or more, such as \"1h\", or 0s for no end, found \"9s\""
+)]
+#[case(
+    "ebpf: {flowLifetimes: {tcpReset: 1s}}",
+    "ebpf.flowLifetimes.tcpReset must be 2s or more, such as \"30s\", or 0s for the default, found \"1s\""
 )]
 #[case("ebpf: {bpffs: bpf}", "ebpf.bpffs must be an absolute path, found \"bpf\"")]
 #[case(

@@ -48,6 +48,7 @@ pub(super) fn host(
             | RequestedMode::Userspace => config.iptables.masquerade_bit,
         },
         masquerade_ports,
+        flow_lifetimes: config.flow_lifetimes(),
         shares_addresses: false,
     }
 }
@@ -80,17 +81,19 @@ mod tests {
     #[case::bridge(LocalMode::BridgeInterface, LocalTraffic::FromBridge("cni0".into()))]
     #[case::prefix(LocalMode::InterfaceNamePrefix, LocalTraffic::FromInterfacePrefix("veth".into()))]
     fn the_host_says_what_traffic_is_local(#[case] mode: LocalMode, #[case] expected: LocalTraffic) {
-        let config = Config {
+        let mut config = Config {
             detect_local_mode: mode,
             bridge_interface: "cni0".into(),
             interface_name_prefix: "veth".into(),
             cluster_cidrs: cidrs(&["10.244.0.0/16"]),
             ..Config::default()
         };
+        config.conntrack.udp_timeout = std::time::Duration::from_secs(7);
         let node = Node { pod_cidrs: cidrs(&["10.244.3.0/24"]), ..Node::default() };
         let service_cidrs = cidrs(&["10.96.0.0/12"]);
         let host = host(&NodeNetwork::default(), &config, Some(&node), service_cidrs.clone(), None);
         assert_eq!(host.local_traffic, expected);
+        assert_eq!(host.flow_lifetimes, config.flow_lifetimes());
         assert_eq!((host.cluster_cidrs, host.pod_cidrs), (config.cluster_cidrs, node.pod_cidrs));
         assert_eq!(host.service_cidrs, service_cidrs);
     }

@@ -3,6 +3,7 @@
 use std::{collections::BTreeSet, net::IpAddr};
 
 use ipnet::IpNet;
+use proxy_common::flow::FlowLifetimes;
 
 use crate::config::PortRange;
 
@@ -39,6 +40,8 @@ pub struct Host {
     pub masquerade_bit: u8,
     /// Ports of sources that netfilter masquerades, while mode ebpf has flows of its own; `None`: any from 1024 on, as the kernel chooses.
     pub masquerade_ports: Option<PortRange>,
+    /// Of flows of mode ebpf.
+    pub flow_lifetimes: FlowLifetimes,
     /// Another mode serves other ports of the same addresses: a port of a cluster IP that is not known may be its.
     pub shares_addresses: bool,
 }

@@ -6,8 +6,9 @@ use super::settings::is_within;
 use crate::config::LEFT_OUT_ELSEWHERE;
 
 /// Fields, and sections with everything in them, that the running process takes over.
-const LIVE: [&str; 12] = [
+const LIVE: [&str; 13] = [
     "conntrack",
+    "ebpf.flowLifetimes",
     "ebpf.interfaces",
     "iptables.minSyncPeriod",
     "iptables.syncPeriod",

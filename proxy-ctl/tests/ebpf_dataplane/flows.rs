@@ -1,11 +1,16 @@
 //! Expired flows leave the tables whole, others stay whole.
 
+use std::time::Duration;
+
 use proxy_common::{
-    layout::{FLOW_MASQUERADE, Flow, FlowKey, PROGRESS_CONFIRMED, PROTOCOL_TCP, RESET_CONFIRMED},
+    flow::FlowLifetimes,
+    layout::{
+        FIN_ACKNOWLEDGED, FLOW_MASQUERADE, Flow, FlowKey, PROGRESS_CONFIRMED, PROTOCOL_TCP, RESET_CONFIRMED,
+    },
     port::Port,
 };
 use proxy_ctl::{
-    dataplane::{Dataplane, Programmed as _, ebpf::EbpfDataplane},
+    dataplane::{Dataplane, Host, Programmed as _, ebpf::EbpfDataplane},
     sys::{bpf, clock, map::Map},
 };
 
@@ -67,4 +72,23 @@ fn all_entries_of_a_flow_expire_together() {
     dataplane.collect_garbage().unwrap();
     let usage = dataplane.usage().unwrap();
     assert_eq!(usage.tables.iter().find(|table| table.name == "flows4").unwrap().used, 3);
+}
+
+#[test]
+fn flows_expire_as_the_configuration_says() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let established = open(&sandbox, "flows4");
+    let mut half_closed = reset(Port::new(1_000), clock::since_boot() - 15_000_000_000);
+    (half_closed.state.reset, half_closed.state.client_fin) = (0, FIN_ACKNOWLEDGED);
+    for key in keys(&half_closed) {
+        established.set(&key, &half_closed).unwrap();
+    }
+    for (tcp_close_wait, left) in [(60, 3), (10, 0)] {
+        let tcp_close_wait = Duration::from_secs(tcp_close_wait);
+        let flow_lifetimes = FlowLifetimes { tcp_close_wait, ..FlowLifetimes::default() };
+        dataplane.set_host(&Host { flow_lifetimes, ..Host::default() }).unwrap();
+        dataplane.collect_garbage().unwrap();
+        assert_eq!(established.read_all().unwrap().len(), left, "{tcp_close_wait:?}");
+    }
 }

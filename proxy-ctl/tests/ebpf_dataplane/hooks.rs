@@ -13,6 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use aya::programs::{SchedClassifier, TcAttachType};
 use aya_obj::generated::bpf_attach_type;
 use nix::{
     sched::{CloneFlags, unshare},
@@ -333,12 +334,60 @@ fn others_programs_stay_and_go_on_working() {
     sandbox.dial("10.96.0.1", 80).unwrap_err();
 }
 
-/// Id of the first tcx program, as bpftool lists it.
-fn first_on_ingress(interface: u32) -> u32 {
+/// Others come first on ingress and last on egress, and come again.
+#[test]
+fn the_order_of_a_hook_is_mended_but_not_for_ever() {
+    const TCX_NEXT: i32 = -1;
+    let Some(sandbox) = Sandbox::new() else { return };
+    let (interface, other) = (veth("dpa"), veth("dpb"));
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    dataplane.set_host(&host(&[("dpa", Role::Workload), ("dpb", Role::Workload)])).unwrap();
+    let is_ours = |interface: u32| {
+        let ours = |hook: &str| program_of(&sandbox, &format!("{interface}_{hook}"));
+        let (ingress, egress) =
+            (tcx_programs(interface, TcAttachType::Ingress), tcx_programs(interface, TcAttachType::Egress));
+        ingress.first() == Some(&ours("ingress")) && egress.last() == Some(&ours("egress"))
+    };
+    let mut inspect = || {
+        for _ in 0..COLLECTIONS_BETWEEN_INSPECTIONS {
+            dataplane.collect_garbage().unwrap();
+        }
+    };
+    let foreign = packet_program(TCX_NEXT);
+    let (ingress, egress) = (bpf_attach_type::BPF_TCX_INGRESS, bpf_attach_type::BPF_TCX_EGRESS);
+    let come = || {
+        [(ingress, Order::First), (egress, Order::Last)]
+            .map(|(hook, order)| bpf::link_tcx(foreign.as_fd(), interface, hook, order).unwrap())
+    };
+    for round in 1..=3 {
+        let links = come();
+        assert!(!is_ours(interface), "round {round}");
+        inspect();
+        assert!(is_ours(interface), "round {round}");
+        assert_eq!(tcx_programs(interface, TcAttachType::Ingress).len(), 2, "both are there");
+        let before = program_of(&sandbox, &format!("{interface}_ingress"));
+        inspect();
+        assert_eq!(program_of(&sandbox, &format!("{interface}_ingress")), before, "nothing is to be mended");
+        assert!(is_ours(other));
+        for link in links {
+            bpf::link_detach(link.as_fd()).unwrap();
+        }
+    }
+    let _links = come();
+    inspect();
+    assert!(!is_ours(interface), "it is left its place");
+    assert!(is_ours(other));
+}
+
+/// Ids of the tcx programs in their order, as bpftool lists them.
+fn tcx_programs(interface: u32, hook: TcAttachType) -> Vec<u32> {
     let name = nix::net::if_::if_indextoname(interface).unwrap().into_string().unwrap();
-    let (_, programs) =
-        aya::programs::SchedClassifier::query_tcx(&name, aya::programs::TcAttachType::Ingress).unwrap();
-    programs[0].id()
+    let (_, programs) = SchedClassifier::query_tcx(&name, hook).unwrap();
+    programs.iter().map(|program| program.id()).collect()
+}
+
+fn first_on_ingress(interface: u32) -> u32 {
+    tcx_programs(interface, TcAttachType::Ingress)[0]
 }
 
 #[test]

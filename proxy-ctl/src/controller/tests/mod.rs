@@ -35,7 +35,7 @@ mod thread;
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 enum Call {
-    SetHost(Host),
+    SetHost(Box<Host>),
     /// Names of changed and removed service ports.
     Apply(Vec<String>, Vec<String>),
     Resync(Vec<String>),
@@ -165,7 +165,7 @@ impl Dataplane for Recorder {
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
         self.lock().check_owner()?;
-        let written = self.write(Call::SetHost(host.clone()), &[]);
+        let written = self.write(Call::SetHost(Box::new(host.clone())), &[]);
         if self.lock().addresses_fail {
             return Err(Error::new(ErrorKind::NodeAddresses, "table node_addresses4 is full"));
         }

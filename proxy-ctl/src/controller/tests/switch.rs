@@ -107,7 +107,7 @@ fn the_former_mode_ends_with_its_last_connection_and_then_is_removed() {
 }
 
 fn last_host(recorder: &Recorder) -> Option<Host> {
-    let host = |call| if let Call::SetHost(host) = call { Some(host) } else { None };
+    let host = |call| if let Call::SetHost(host) = call { Some(*host) } else { None };
     recorder.calls().into_iter().rev().find_map(host)
 }
 

@@ -18,6 +18,7 @@ use aya_obj::generated::bpf_attach_type;
 use super::{
     Error,
     load::{Programs, SOCKET_HOOKS, packet_program},
+    order::{HookOrder, Misplaced},
     paths::{Paths, make_folder, names, remove_folder},
     pins::LinkPins,
     publish::Failures,
@@ -46,7 +47,7 @@ fn priorities(direction: Direction) -> [u16; 8] {
     }
 }
 
-fn word(direction: Direction) -> &'static str {
+pub(super) fn word(direction: Direction) -> &'static str {
     match direction {
         Direction::Ingress => "ingress",
         Direction::Egress => "egress",
@@ -95,13 +96,22 @@ pub(super) struct Hooks {
     /// `None`: not tried yet.
     tcx: Option<bool>,
     interfaces: BTreeMap<u32, Interface>,
+    order: HookOrder,
 }
 
 impl Hooks {
     /// `cgroup`: where the socket hooks go; `None` detaches those of a predecessor.
     pub(super) fn new(paths: Paths, programs: Programs, cgroup: Option<Cgroup>) -> Self {
         let links = LinkPins::default();
-        Self { paths, programs, cgroup, links, tcx: None, interfaces: BTreeMap::new() }
+        Self {
+            paths,
+            programs,
+            cgroup,
+            links,
+            tcx: None,
+            interfaces: BTreeMap::new(),
+            order: HookOrder::default(),
+        }
     }
 
     /// Uses clsact filters also where the kernel has tcx.
@@ -193,6 +203,69 @@ impl Hooks {
         failures
     }
 
+    /// Where another program has come to our side of ours, on kernels with tcx: those whose order is to be mended.
+    pub(super) fn misplaced(&mut self) -> Result<Vec<Misplaced>, Error> {
+        if self.tcx != Some(true) {
+            return Ok(Vec::new());
+        }
+        let mut misplaced = Vec::new();
+        for interface in self.interfaces.values() {
+            for direction in DIRECTIONS {
+                let name = packet_program(interface.role, direction, interface.ethernet);
+                let program = bpf::program_id(self.programs.get(name)?).map_err(|source| Error::Attach {
+                    program: name,
+                    target: interface.name.clone(),
+                    source,
+                })?;
+                if self.order.is_to_be_mended(interface, direction, program) {
+                    misplaced.push(Misplaced { interface: interface.clone(), direction });
+                }
+            }
+        }
+        Ok(misplaced)
+    }
+
+    /// Puts our programs back to where they belong. `programs` are loaded anew, as the kernel has no program twice at a hook, and no
+    /// packet may meet none: for the time of a system call one meets both, of which the second finds it translated. All
+    /// others are swapped for the new ones too.
+    pub(super) fn mend(&mut self, programs: Programs, misplaced: &[Misplaced]) -> Failures {
+        self.programs = programs;
+        let mut failures = Failures::default();
+        for Misplaced { interface, direction } in misplaced {
+            match self.move_link(interface, *direction) {
+                Ok(()) => tracing::warn!(
+                    interface = interface.name,
+                    hook = word(*direction),
+                    "another program had come between packets and the proxy's; it is first on ingress and last on egress again"
+                ),
+                Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {}
+                Err(error) => failures.add(&interface.name, error),
+            }
+        }
+        if let Err(error) = self.attach_sockets() {
+            failures.add("socket hooks", error);
+        }
+        let interfaces: Vec<Interface> = self.interfaces.values().cloned().collect();
+        for interface in &interfaces {
+            match self.attach(interface) {
+                Ok(_) => {}
+                Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {}
+                Err(error) => failures.add(&interface.name, error),
+            }
+        }
+        failures
+    }
+
+    fn move_link(&mut self, interface: &Interface, direction: Direction) -> Result<(), Error> {
+        let name = packet_program(interface.role, direction, interface.ethernet);
+        let path = self.link_path(interface.index, direction);
+        let (hook, order) = tcx_hook(direction);
+        let target = || format!("{} ({})", interface.name, word(direction));
+        let new = bpf::link_tcx(self.programs.get(name)?, interface.index, hook, order)
+            .map_err(|source| Error::Attach { program: name, target: target(), source })?;
+        self.links.replace(&path, new)
+    }
+
     /// Indexes of the interfaces that have links or filters of ours, by the pins, also those that another program has removed.
     fn attached(&self) -> Result<Vec<u32>, Error> {
         let links = names(&self.paths.links())?;
@@ -248,10 +321,7 @@ impl Hooks {
     ) -> Result<Result<bool, CallError>, Error> {
         let path = self.link_path(index, direction);
         let program = self.programs.get(name)?;
-        let (hook, order) = match direction {
-            Direction::Ingress => (bpf_attach_type::BPF_TCX_INGRESS, Order::First),
-            Direction::Egress => (bpf_attach_type::BPF_TCX_EGRESS, Order::Last),
-        };
+        let (hook, order) = tcx_hook(direction);
         let create = || bpf::link_tcx(program, index, hook, order);
         Ok(self.links.ensure(&path, program, |target| target == LinkTarget::Tcx(index), create))
     }
@@ -289,11 +359,19 @@ impl Hooks {
 
     fn detach(&mut self, index: u32) -> Result<(), Error> {
         self.interfaces.remove(&index);
+        self.order.forget(index);
         for direction in DIRECTIONS {
             self.links.remove(&self.link_path(index, direction))?;
         }
         remove_filters(&self.paths, index)?;
         Ok(())
+    }
+}
+
+fn tcx_hook(direction: Direction) -> (bpf_attach_type, Order) {
+    match direction {
+        Direction::Ingress => (bpf_attach_type::BPF_TCX_INGRESS, Order::First),
+        Direction::Egress => (bpf_attach_type::BPF_TCX_EGRESS, Order::Last),
     }
 }
 

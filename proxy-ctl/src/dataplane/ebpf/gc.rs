@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use proxy_common::{
-    flow::lifetime_seconds,
+    flow::FlowLifetimes,
     layout::{FIN_ACKNOWLEDGED, FLOW_OF_NETFILTER, Flow, FlowKey, FlowState},
 };
 
@@ -16,7 +16,6 @@ const SLICE: usize = 4_096;
 const LEAST: usize = 16_384;
 /// How long one call walks through a table while a quarter of what it meets has expired.
 const BUDGET: Duration = Duration::from_millis(100);
-const SECOND: u64 = 1_000_000_000;
 
 /// A walk through one flow table that goes on from call to call.
 #[derive(Debug)]
@@ -101,11 +100,23 @@ impl<F: TableFamily> Collector<F> {
     }
 
     /// Goes on through both tables and removes expired flows, all their entries together. Answers how many entries were removed.
-    pub(super) fn collect(&mut self, tables: &FamilyTables<F>, now: u64) -> Result<u64, Error> {
-        Ok(self.walk(tables, FlowTable::Opening, now)? + self.walk(tables, FlowTable::Established, now)?)
+    pub(super) fn collect(
+        &mut self,
+        tables: &FamilyTables<F>,
+        lifetimes: &FlowLifetimes,
+        now: u64,
+    ) -> Result<u64, Error> {
+        let opening = self.walk(tables, FlowTable::Opening, lifetimes, now)?;
+        Ok(opening + self.walk(tables, FlowTable::Established, lifetimes, now)?)
     }
 
-    fn walk(&mut self, tables: &FamilyTables<F>, which: FlowTable, now: u64) -> Result<u64, Error> {
+    fn walk(
+        &mut self,
+        tables: &FamilyTables<F>,
+        which: FlowTable,
+        lifetimes: &FlowLifetimes,
+        now: u64,
+    ) -> Result<u64, Error> {
         let (walk, table) = match which {
             FlowTable::Opening => (&mut self.opening, &tables.opening_flows),
             FlowTable::Established => (&mut self.established, &tables.flows),
@@ -125,12 +136,12 @@ impl<F: TableFamily> Collector<F> {
             walk.advance(next, slice.len());
             seen += slice.len();
             let mut expired = 0;
-            for (key, flow) in slice.iter().filter(|(_, flow)| may_be_expired(flow, now)) {
+            for (key, flow) in slice.iter().filter(|(_, flow)| may_be_expired(flow, lifetimes, now)) {
                 expired += if which == FlowTable::Opening && is_established(tables, key, flow)? {
                     // A copy that no reader between its two lookups needs any more.
                     u64::from(table.remove(key)?)
                 } else {
-                    remove_if(tables, flow, |entries| is_expired(entries, now))?
+                    remove_if(tables, flow, |entries| is_expired(entries, lifetimes, now))?
                 };
             }
             removed += expired;
@@ -150,22 +161,23 @@ fn is_established<F: TableFamily>(
     Ok(tables.flows.get(key)?.is_some_and(|established| established.is_same(flow)))
 }
 
-fn age_seconds<A>(flow: &Flow<A>, now: u64) -> u64 {
+fn age<A>(flow: &Flow<A>, now: u64) -> Duration {
     // Another CPU may have stamped it a moment ahead of ours.
-    now.saturating_sub(flow.last_seen) / SECOND
+    Duration::from_nanos(now.saturating_sub(flow.last_seen))
 }
 
 /// Judged by one entry alone. Another may know more of how the flow ends, and have been seen later.
-fn may_be_expired<A>(flow: &Flow<A>, now: u64) -> bool {
+fn may_be_expired<A>(flow: &Flow<A>, lifetimes: &FlowLifetimes, now: u64) -> bool {
+    let lifetime = lifetimes.of(flow.protocol, flow.state);
     let ended = FlowState { client_fin: FIN_ACKNOWLEDGED, backend_fin: FIN_ACKNOWLEDGED, ..flow.state };
     let is_ending = flow.state.client_fin.max(flow.state.backend_fin) == FIN_ACKNOWLEDGED;
-    age_seconds(flow, now) >= lifetime_seconds(flow.protocol, if is_ending { ended } else { flow.state })
+    age(flow, now) >= if is_ending { lifetime.min(lifetimes.of(flow.protocol, ended)) } else { lifetime }
 }
 
 /// Judged by all entries of a flow.
-fn is_expired<A>(entries: &[Flow<A>], now: u64) -> bool {
+fn is_expired<A>(entries: &[Flow<A>], lifetimes: &FlowLifetimes, now: u64) -> bool {
     let state = entries.iter().fold(FlowState::default(), |state, flow| state.union(&flow.state));
-    entries.iter().all(|flow| age_seconds(flow, now) >= lifetime_seconds(flow.protocol, state))
+    entries.iter().all(|flow| age(flow, now) >= lifetimes.of(flow.protocol, state))
 }
 
 /// `is_over`: judges by all entries of the flow.
@@ -228,6 +240,8 @@ mod tests {
 
     use super::*;
 
+    const SECOND: u64 = 1_000_000_000;
+
     const OPEN: FlowState =
         FlowState { progress: PROGRESS_CONFIRMED, client_fin: 0, backend_fin: 0, reset: 0 };
     const SILENT: FlowState = FlowState { progress: 0, ..OPEN };
@@ -256,28 +270,39 @@ mod tests {
         #[case] expired: bool,
     ) {
         let entries = [flow(protocol, state, 1_000)];
-        assert_eq!(is_expired(&entries, (1_000 + age) * SECOND), expired);
-        assert!(!expired || may_be_expired(&entries[0], (1_000 + age) * SECOND));
+        assert_eq!(is_expired(&entries, &FlowLifetimes::default(), (1_000 + age) * SECOND), expired);
+        assert!(!expired || may_be_expired(&entries[0], &FlowLifetimes::default(), (1_000 + age) * SECOND));
     }
 
     #[test]
     fn an_entry_that_was_seen_keeps_its_partners() {
         let entries = [flow(PROTOCOL_UDP, SILENT, 10), flow(PROTOCOL_UDP, SILENT, 1_000)];
-        assert!(may_be_expired(&entries[0], 1_010 * SECOND));
-        assert!(!is_expired(&entries, 1_010 * SECOND));
+        assert!(may_be_expired(&entries[0], &FlowLifetimes::default(), 1_010 * SECOND));
+        assert!(!is_expired(&entries, &FlowLifetimes::default(), 1_010 * SECOND));
     }
 
     #[test]
     fn two_halves_of_a_close_make_a_whole() {
         let entries = [flow(PROTOCOL_TCP, CLIENT_CLOSED, 1_000), flow(PROTOCOL_TCP, BACKEND_CLOSED, 1_000)];
-        assert!(may_be_expired(&entries[0], 1_060 * SECOND));
-        assert!(is_expired(&entries, 1_060 * SECOND));
-        assert!(!is_expired(&entries[..1], 1_060 * SECOND));
+        assert!(may_be_expired(&entries[0], &FlowLifetimes::default(), 1_060 * SECOND));
+        assert!(is_expired(&entries, &FlowLifetimes::default(), 1_060 * SECOND));
+        assert!(!is_expired(&entries[..1], &FlowLifetimes::default(), 1_060 * SECOND));
+    }
+
+    #[test]
+    fn a_short_lifetime_after_one_fin_is_kept() {
+        let lifetimes = FlowLifetimes { tcp_close_wait: Duration::from_secs(5), ..FlowLifetimes::default() };
+        let entries = [flow(PROTOCOL_TCP, CLIENT_CLOSED, 1_000)];
+        for (age, expired) in [(4, false), (5, true)] {
+            let now = (1_000 + age) * SECOND;
+            assert_eq!(may_be_expired(&entries[0], &lifetimes, now), expired);
+            assert_eq!(is_expired(&entries, &lifetimes, now), expired);
+        }
     }
 
     #[test]
     fn a_stamp_from_the_future_is_no_age() {
-        assert!(!is_expired(&[flow(PROTOCOL_UDP, SILENT, 1_000)], 999 * SECOND));
+        assert!(!is_expired(&[flow(PROTOCOL_UDP, SILENT, 1_000)], &FlowLifetimes::default(), 999 * SECOND));
     }
 
     #[test]

@@ -16,6 +16,7 @@ use std::{
 use aya_obj::generated::bpf_attach_type;
 use proxy_common::{
     family::{V4, V6},
+    flow::FlowLifetimes,
     inventory::{program, table},
     layout::{MasqueradeDevice, NODE_ADDRESS_LOOPBACK, NodeAddress, Settings},
     port::PortRanges,
@@ -60,6 +61,7 @@ mod lease;
 mod load;
 mod metrics;
 mod netfilter_ports;
+mod order;
 mod paths;
 mod pins;
 pub(super) mod probe;
@@ -84,9 +86,11 @@ pub struct EbpfDataplane {
     v6: FamilyWriter<V6>,
     flows4: Collector<V4>,
     flows6: Collector<V6>,
+    flow_lifetimes: FlowLifetimes,
     hooks: Hooks,
     host_namespace: u64,
     shapes: Vec<Shape>,
+    config: Ebpf,
     bpffs: PathBuf,
     paths: Paths,
     pins: TablePins,
@@ -188,9 +192,11 @@ impl EbpfDataplane {
             v6,
             flows4: Collector::default(),
             flows6: Collector::default(),
+            flow_lifetimes: FlowLifetimes::default(),
             hooks: Hooks::new(paths.clone(), programs, cgroup),
             host_namespace,
             shapes,
+            config: config.clone(),
             bpffs: config.bpffs.clone(),
             paths,
             pins,
@@ -272,6 +278,16 @@ impl EbpfDataplane {
             );
         }
         Ok(())
+    }
+
+    fn mend_order(&mut self) -> Result<(), Error> {
+        let misplaced = self.hooks.misplaced()?;
+        if misplaced.is_empty() {
+            return Ok(());
+        }
+        let (programs, log) = load::load(&self.paths.maps(), &self.shapes, &self.config, false)?;
+        self.log = log;
+        self.hooks.mend(programs, &misplaced).into_result()
     }
 
     fn adopt(&mut self) -> Result<Vec<u32>, Error> {
@@ -394,6 +410,7 @@ impl Dataplane for EbpfDataplane {
     }
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, super::Error> {
+        self.flow_lifetimes = host.flow_lifetimes;
         let (mut applied, mut failures): (Applied, Failures) = Default::default();
         let addresses = [
             write_addresses(&self.v4.tables, host),
@@ -450,13 +467,14 @@ impl Dataplane for EbpfDataplane {
         }
         self.log.follow()?;
         let now = clock::since_boot();
-        self.flows4.collect(&self.v4.tables, now)?;
-        self.flows6.collect(&self.v6.tables, now)?;
+        self.flows4.collect(&self.v4.tables, &self.flow_lifetimes, now)?;
+        self.flows6.collect(&self.v6.tables, &self.flow_lifetimes, now)?;
         self.hooks.tend()?;
         self.collections = self.collections.wrapping_add(1);
         if self.collections.is_multiple_of(COLLECTIONS_BETWEEN_INSPECTIONS) {
             self.restore_pins()?;
             self.hooks.repair().into_result()?;
+            self.mend_order()?;
         }
         Ok(failures.into_result()?)
     }

@@ -120,6 +120,14 @@ impl LinkPins {
         Ok(true)
     }
 
+    /// Puts a link that is attached already in the place of the one at `path`, which is detached.
+    pub(super) fn replace(&mut self, path: &Path, new: OwnedFd) -> Result<(), Error> {
+        self.remove(path)?;
+        bpf::pin(new.as_fd(), path).map_err(|source| Error::Link { path: path.to_owned(), source })?;
+        self.held.insert(path.to_owned(), new);
+        Ok(())
+    }
+
     /// Detaches the link and removes its pin. False: there was none.
     pub(super) fn remove(&mut self, path: &Path) -> Result<bool, Error> {
         let held = self.held.remove(path);

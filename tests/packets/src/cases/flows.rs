@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use proxy_common::{
-    flow::{Stage, lifetime_seconds},
+    flow::{FlowLifetimes, Stage},
     layout::*,
     packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
     reason::Reason,
@@ -198,7 +198,7 @@ fn forged<W: Tables>(s: &mut Scene<W>) -> Result<()> {
         let packet = forged(s.answer(LOCAL, CLIENT, flags));
         s.send("workload_egress", &packet, Expect::Becomes(&packet.from(CLUSTER_IP)))?;
         let state = s.flow_of(Stage::Established, CLIENT)?.state;
-        ensure!(lifetime_seconds(PROTOCOL_TCP, state) == 86_400, "{state:?}");
+        ensure!(FlowLifetimes::default().of(PROTOCOL_TCP, state).as_secs() == 86_400, "{state:?}");
     }
     syn_stays(s)
 }

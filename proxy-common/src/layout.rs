@@ -370,6 +370,9 @@ pub struct FirstFragment<A> {
     pub service: u32,
     /// `FATE_*`.
     pub fate: u32,
+    /// As in the key: the kernel may give the element to another packet at any time.
+    pub id: u32,
+    pub(crate) _reserved: u32,
 }
 
 /// Table `socket_origin4/6`, socket storage: what a connected socket dialled, and where it was sent.
@@ -441,7 +444,7 @@ pub struct NodeAddress {
 /// Loopback: serves node ports for processes of the node's own network namespace only.
 pub const NODE_ADDRESS_LOOPBACK: u32 = 1;
 
-/// Table `masquerade_devices`, hash by interface index: the source of translated flows that leave by it, as MASQUERADE chooses it. For an
+/// Table `masquerade_devices`, hash by interface index: the source of translated flows that leave by it. For an
 /// interface that is not in it, [`Settings`] say the source.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
@@ -555,7 +558,7 @@ const _: () = {
     assert!(size_of::<FlowKey<[u8; 4]>>() == 16 && size_of::<FlowKey<[u8; 16]>>() == 40);
     assert!(size_of::<Flow<[u8; 4]>>() == 80 && size_of::<Flow<[u8; 16]>>() == 128);
     assert!(size_of::<FragmentKey<[u8; 4]>>() == 16 && size_of::<FragmentKey<[u8; 16]>>() == 40);
-    assert!(size_of::<FirstFragment<[u8; 4]>>() == 24 && size_of::<FirstFragment<[u8; 16]>>() == 48);
+    assert!(size_of::<FirstFragment<[u8; 4]>>() == 32 && size_of::<FirstFragment<[u8; 16]>>() == 56);
     assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
     assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
     assert!(size_of::<Settings>() == 56 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);

@@ -180,7 +180,7 @@ macro_rules! flow_tables {
 
             #[inline(always)]
             fn masquerade_address(&self, interface: u32) -> $address {
-                // SAFETY: copied at once; without preallocation an element is freed only after a grace period.
+                // SAFETY: a map element, copied at once. One that is removed meanwhile becomes no other interface's before the next change.
                 let of_device =
                     unsafe { maps::masquerade_devices.get(interface) }.map(|device| device.$device);
                 if let Some(address) = of_device.filter(|address| *address != <$address>::UNSPECIFIED) {

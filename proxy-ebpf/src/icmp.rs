@@ -23,8 +23,8 @@ const TCP_CHECKSUM_WORD: u32 = 16;
 
 /// What an ICMP error is to a family.
 pub(crate) trait Icmp: Addresses {
-    /// Parses the packet that the error at `icmp` quotes, and turns its ends round. Fails with `NotAService` where it is no error, or
-    /// quotes neither TCP nor UDP.
+    /// Parses the packet that the error at `icmp` quotes, and turns its ends round. Fails with `NotAService` where it is no error, quotes
+    /// neither TCP nor UDP, or does not go to who sent what it quotes: anybody else must not learn what becomes of that.
     fn parse_error(
         ctx: &TcContext,
         outer: u32,
@@ -42,11 +42,11 @@ pub(crate) trait Icmp: Addresses {
         sum: u32,
     ) -> Result<u32, i64>;
 
+    /// Whatever the address is: a router that tells of the packet becomes what the packet was sent to, as with netfilter.
     fn replace_outer(
         ctx: &TcContext,
         headers: Headers,
         address: u32,
-        old: &Self::Address,
         new: &Self::Address,
     ) -> Result<(), i64>;
 }
@@ -73,12 +73,12 @@ fn write<F: Icmp>(
     if packet.destination != rewrite.destination {
         let (old, new) = (&packet.destination, &rewrite.destination);
         sum = F::replace_quoted(ctx, headers, F::SOURCE, old, new, sum)?;
-        F::replace_outer(ctx, headers, F::DESTINATION, old, new)?;
+        F::replace_outer(ctx, headers, F::DESTINATION, new)?;
     }
     if packet.source != rewrite.source {
         let (old, new) = (&packet.source, &rewrite.source);
         sum = F::replace_quoted(ctx, headers, F::DESTINATION, old, new, sum)?;
-        F::replace_outer(ctx, headers, F::SOURCE, old, new)?;
+        F::replace_outer(ctx, headers, F::SOURCE, new)?;
     }
     let old = ports(packet.destination_port, packet.source_port);
     let new = ports(rewrite.destination_port, rewrite.source_port);
@@ -181,6 +181,10 @@ impl Icmp for V4 {
         }
         packet.destination = [header[12], header[13], header[14], header[15]];
         packet.source = [header[16], header[17], header[18], header[19]];
+        let told: [u8; 4] = read(ctx, outer + Self::DESTINATION)?;
+        if told != packet.destination {
+            return Err(Reason::NotAService);
+        }
         finish(ctx, Headers { network, transport: network + length, outer, icmp }, header[9], packet)
     }
 
@@ -211,16 +215,11 @@ impl Icmp for V4 {
         ctx: &TcContext,
         headers: Headers,
         address: u32,
-        old: &[u8; 4],
         new: &[u8; 4],
     ) -> Result<(), i64> {
         const HEADER_CHECKSUM: u32 = 10;
-        // What sends the error need not be what it quotes: only an address that is that of the flow changes.
         let found: [u8; 4] = ctx.load((headers.outer + address) as usize)?;
         let (from, to) = (u64::from(u32::from_ne_bytes(found)), u64::from(u32::from_ne_bytes(*new)));
-        if address == Self::DESTINATION && found != *old {
-            return Ok(());
-        }
         ctx.l3_csum_replace((headers.outer + HEADER_CHECKSUM) as usize, from, to, 4)?;
         ctx.store((headers.outer + address) as usize, new, 0)
     }
@@ -246,9 +245,24 @@ impl Icmp for V6 {
         if header[0] >> 4 != 6 {
             return Err(Reason::NotAService);
         }
+        // Into the packet, and past the stack.
+        read_into(ctx, outer + Self::DESTINATION, &mut packet.source)?;
         read_into(ctx, network + Self::SOURCE, &mut packet.destination)?;
+        if packet.source != packet.destination {
+            return Err(Reason::NotAService);
+        }
         read_into(ctx, network + Self::DESTINATION, &mut packet.source)?;
-        finish(ctx, Headers { network, transport: network + 40, outer, icmp }, header[6], packet)
+        const FRAGMENT: u8 = 44;
+        let (mut next, mut transport) = (header[6], network + 40);
+        if next == FRAGMENT {
+            let extension: [u8; 8] = read(ctx, transport)?;
+            // A later one has no ports.
+            if u16::from_be_bytes([extension[2], extension[3]]) >> 3 != 0 {
+                return Err(Reason::NotAService);
+            }
+            (next, transport) = (extension[0], transport + 8);
+        }
+        finish(ctx, Headers { network, transport, outer, icmp }, next, packet)
     }
 
     #[inline(always)]
@@ -268,13 +282,9 @@ impl Icmp for V6 {
         ctx: &TcContext,
         headers: Headers,
         address: u32,
-        old: &[u8; 16],
         new: &[u8; 16],
     ) -> Result<(), i64> {
         let found: [u8; 16] = ctx.load((headers.outer + address) as usize)?;
-        if address == Self::DESTINATION && found != *old {
-            return Ok(());
-        }
         let checksum = headers.icmp + CHECKSUM;
         Self::adjust_checksum(ctx, checksum, 0, &found, new)?;
         Self::replace_address(ctx, headers.outer, address, &found, new)

@@ -4,7 +4,7 @@ use aya_ebpf::{bindings::__sk_buff, helpers::bpf_skb_load_bytes, programs::TcCon
 use proxy_common::{
     family::{V4, V6},
     layout::{Address, PROTOCOL_TCP, PROTOCOL_UDP},
-    packet::{Fragment, Headers, Packet, Part, Segment},
+    packet::{Fragment, Headers, Packet, Part, Segment, TCP_FIN},
     port::Port,
     reason::Reason,
 };
@@ -117,6 +117,9 @@ impl Network for V6 {
                 break;
             }
             if next == FRAGMENT {
+                if packet.fragment.id != 0 || packet.fragment.part != Part::Whole {
+                    return Err(Reason::ExtensionHeaders);
+                }
                 next = match read_fragment_header(ctx.skb.skb, transport, packet) {
                     TRUNCATED => return Err(Reason::Malformed),
                     next => next as u8,
@@ -203,7 +206,9 @@ fn parse_transport<A: Address>(skb: *mut __sk_buff, end: u32, packet: &mut Packe
         let payload = end - (transport + header_length);
         let sequence = u32::from_be_bytes([header[4], header[5], header[6], header[7]]);
         let acknowledgement = u32::from_be_bytes([header[8], header[9], header[10], header[11]]);
-        packet.segment = Segment::new(header[TCP_FLAGS], sequence, acknowledgement, payload);
+        // The FIN is after the bytes of all fragments, and nobody knows here how many these are.
+        let flags = if packet.fragment.part == Part::First { header[TCP_FLAGS] & !TCP_FIN } else { header[TCP_FLAGS] };
+        packet.segment = Segment::new(flags, sequence, acknowledgement, payload);
         [header[0], header[1], header[2], header[3]]
     } else {
         let header: [u8; UDP_HEADER] = read(ctx, transport)?;

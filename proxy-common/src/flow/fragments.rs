@@ -22,7 +22,10 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
 ) -> Result<(), Reason> {
     set_key(scratch, direction);
     let Scratch { fragment_key, first_fragment: first, .. } = scratch;
-    if !tables.first_fragment(fragment_key, first) || tables.now().saturating_sub(first.seen) > KEPT_FOR {
+    if !tables.first_fragment(fragment_key, first)
+        || first.id != fragment_key.id
+        || tables.now().saturating_sub(first.seen) > KEPT_FOR
+    {
         return Err(Reason::Fragment);
     }
     scratch.then = match first.fate {
@@ -56,6 +59,7 @@ pub(super) fn record<F: Family, T: FlowTables<F>>(
     first.source = rewrite.source;
     first.destination = rewrite.destination;
     first.service = rewrite.service;
+    first.id = fragment_key.id;
     first.fate = match outcome.map_err(Reason::verdict) {
         Ok(()) => match then {
             Then::Pass => FATE_TRANSLATED,

@@ -68,6 +68,8 @@ pub async fn watch(
                 let mut ready = ready.map_err(failed("waiting for changes"))?;
                 if take_waiting(ready.get_inner_mut(), &mut state)? == Waiting::Lost {
                     tracing::info!("changes of interfaces came faster than they were read; all are listed again");
+                    // What still waits is older than the list, and the kernel drops changes until nothing waits.
+                    while take_waiting(ready.get_inner_mut(), &mut state)? == Waiting::Lost {}
                     state = dump().await?;
                 } else {
                     ready.clear_ready();

@@ -598,12 +598,13 @@ fn write_masquerade_devices(tables: &CommonTables, host: &Host) -> Result<Applie
         .collect();
     let found: BTreeMap<_, _> = table.read_all()?.into_iter().collect();
     let mut applied = Applied::default();
-    for index in found.keys().filter(|index| !wanted.contains_key(*index)) {
-        applied.removed += u64::from(table.remove(index)?);
-    }
+    // First: from Linux 6.1 on a new entry may get the memory of a removed one, which a program may be reading.
     for (index, device) in wanted.iter().filter(|(index, device)| found.get(index) != Some(device)) {
         table.set(index, device)?;
         applied.written += 1;
+    }
+    for index in found.keys().filter(|index| !wanted.contains_key(*index)) {
+        applied.removed += u64::from(table.remove(index)?);
     }
     Ok(applied)
 }

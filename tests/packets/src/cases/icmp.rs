@@ -19,6 +19,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("an answer quoted by a router on the way to its client", |s| {
         of_answer(s, KnownAddress::Stranger)
     });
+    group.both::<W>("quoted to somebody who has not sent it", to_somebody_else);
     group.both::<W>("quoted, and of no flow", of_nobody);
 }
 
@@ -69,6 +70,21 @@ fn of_answer<W: Tables>(s: &mut Scene<W>, teller: KnownAddress) -> Result<()> {
     let sent = inside.to(node);
     expect(s, "uplink_ingress", (teller, NODE_PORT.0, &answer), (teller, REMOTE.0, &inside))?;
     expect(s, "uplink_egress", (teller, REMOTE.0, &inside), (node.0, REMOTE.0, &sent))
+}
+
+/// Anybody can quote a packet of a flow that he knows of. He must not learn the backend and the ports that stand for the client.
+fn to_somebody_else<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    let (first, node) = masqueraded(s)?;
+    let inside = first.to(REMOTE);
+    let answer = first.answer(TCP_SYN | TCP_ACK);
+    let quoted = [&first, &inside, &inside.from(node), &answer, &answer.from(REMOTE), &answer.from(REMOTE).to(node)];
+    for packet in quoted {
+        let error = W::error(KnownAddress::Stranger, KnownAddress::External, packet);
+        for program in ["uplink_ingress", "uplink_egress"] {
+            s.send_bytes(program, &error, Expect::Untouched)?;
+        }
+    }
+    Ok(())
 }
 
 fn of_nobody<W: Tables>(s: &mut Scene<W>) -> Result<()> {

@@ -43,12 +43,8 @@ pub(crate) trait Icmp: Addresses {
     ) -> Result<u32, i64>;
 
     /// Whatever the address is: a router that tells of the packet becomes what the packet was sent to, as with netfilter.
-    fn replace_outer(
-        ctx: &TcContext,
-        headers: Headers,
-        address: u32,
-        new: &Self::Address,
-    ) -> Result<(), i64>;
+    fn replace_outer(ctx: &TcContext, headers: Headers, address: u32, new: &Self::Address)
+    -> Result<(), i64>;
 }
 
 /// False: part of the packet may be rewritten, and it must go no further.
@@ -211,12 +207,7 @@ impl Icmp for V4 {
     }
 
     #[inline(always)]
-    fn replace_outer(
-        ctx: &TcContext,
-        headers: Headers,
-        address: u32,
-        new: &[u8; 4],
-    ) -> Result<(), i64> {
+    fn replace_outer(ctx: &TcContext, headers: Headers, address: u32, new: &[u8; 4]) -> Result<(), i64> {
         const HEADER_CHECKSUM: u32 = 10;
         let found: [u8; 4] = ctx.load((headers.outer + address) as usize)?;
         let (from, to) = (u64::from(u32::from_ne_bytes(found)), u64::from(u32::from_ne_bytes(*new)));
@@ -278,12 +269,7 @@ impl Icmp for V6 {
     }
 
     #[inline(always)]
-    fn replace_outer(
-        ctx: &TcContext,
-        headers: Headers,
-        address: u32,
-        new: &[u8; 16],
-    ) -> Result<(), i64> {
+    fn replace_outer(ctx: &TcContext, headers: Headers, address: u32, new: &[u8; 16]) -> Result<(), i64> {
         let found: [u8; 16] = ctx.load((headers.outer + address) as usize)?;
         let checksum = headers.icmp + CHECKSUM;
         Self::adjust_checksum(ctx, checksum, 0, &found, new)?;

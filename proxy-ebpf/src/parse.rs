@@ -207,7 +207,11 @@ fn parse_transport<A: Address>(skb: *mut __sk_buff, end: u32, packet: &mut Packe
         let sequence = u32::from_be_bytes([header[4], header[5], header[6], header[7]]);
         let acknowledgement = u32::from_be_bytes([header[8], header[9], header[10], header[11]]);
         // The FIN is after the bytes of all fragments, and nobody knows here how many these are.
-        let flags = if packet.fragment.part == Part::First { header[TCP_FLAGS] & !TCP_FIN } else { header[TCP_FLAGS] };
+        let flags = if packet.fragment.part == Part::First {
+            header[TCP_FLAGS] & !TCP_FIN
+        } else {
+            header[TCP_FLAGS]
+        };
         packet.segment = Segment::new(flags, sequence, acknowledgement, payload);
         [header[0], header[1], header[2], header[3]]
     } else {

@@ -224,10 +224,10 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
         programs.suite_as_root("proxy-ctl", &own, &[])?,
         programs.suite_as_root("packets", &[Test("packets")], &[])?,
         programs.suite_as_root("lab", &[Test("cluster")], &[])?,
-        behaviour("behaviour sockets", &on_path(arguments, "sockets"))?,
-        behaviour("behaviour packets", &["--path", "packets"])?,
-        behaviour("behaviour unseen", &on_path(arguments, "unseen"))?,
-        behaviour("behaviour off", &on_path(arguments, "off"))?,
+        behaviour("behaviour sockets", &on_path(arguments, "sockets", &["--lean"]))?,
+        behaviour("behaviour packets", &on_path(arguments, "packets", &["--lean"]))?,
+        behaviour("behaviour unseen", &on_path(arguments, "unseen", &["--core", "--lean"]))?,
+        behaviour("behaviour off", &on_path(arguments, "off", &["--core", "--lean"]))?,
         behaviour("behaviour iptables", &in_mode(arguments, "iptables"))?,
         behaviour("behaviour nftables", &in_mode(arguments, "nftables"))?,
         behaviour("behaviour userspace", &in_mode(arguments, "userspace"))?,
@@ -259,10 +259,10 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
     Ok(suites)
 }
 
-/// Unless all is asked for, with one protocol of each family: the path `packets` is run with both.
-fn on_path(arguments: &Arguments, path: &'static str) -> Vec<&'static str> {
-    let lean = (!arguments.all_modes).then_some("--lean");
-    ["--path", path].into_iter().chain(lean).collect()
+/// `in_every_run`: flags that choose some of the scenarios, unless all are asked for.
+fn on_path<'a>(arguments: &Arguments, path: &'a str, in_every_run: &[&'a str]) -> Vec<&'a str> {
+    let chosen = if arguments.all_modes { &[] } else { in_every_run };
+    [&["--path", path], chosen].concat()
 }
 
 fn in_mode(arguments: &Arguments, mode: &'static str) -> Vec<&'static str> {

@@ -77,7 +77,8 @@ fn to_somebody_else<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     let (first, node) = masqueraded(s)?;
     let inside = first.to(REMOTE);
     let answer = first.answer(TCP_SYN | TCP_ACK);
-    let quoted = [&first, &inside, &inside.from(node), &answer, &answer.from(REMOTE), &answer.from(REMOTE).to(node)];
+    let quoted =
+        [&first, &inside, &inside.from(node), &answer, &answer.from(REMOTE), &answer.from(REMOTE).to(node)];
     for packet in quoted {
         let error = W::error(KnownAddress::Stranger, KnownAddress::External, packet);
         for program in ["uplink_ingress", "uplink_egress"] {

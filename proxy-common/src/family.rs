@@ -8,6 +8,9 @@ use crate::{
 pub trait Family: Copy + 'static {
     type Address: Address;
     type Slot: Slot<Address = Self::Address>;
+
+    /// Do fragments of one packet have the same protocol in their headers?
+    const FRAGMENTS_BELONG_BY_PROTOCOL: bool;
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -19,11 +22,15 @@ pub struct V6;
 impl Family for V4 {
     type Address = [u8; 4];
     type Slot = Slot4;
+
+    const FRAGMENTS_BELONG_BY_PROTOCOL: bool = true;
 }
 
 impl Family for V6 {
     type Address = [u8; 16];
     type Slot = Slot6;
+
+    const FRAGMENTS_BELONG_BY_PROTOCOL: bool = false;
 }
 
 /// A place in `slots4/6`: a backend as the packet path needs it.

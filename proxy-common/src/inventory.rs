@@ -67,11 +67,15 @@ macro_rules! tables {
             flows6: hash(FlowKey<A6>, Flow<A6>), [Flows];
             opening_flows4: lru_hash(FlowKey<A4>, Flow<A4>), [OpeningFlows];
             opening_flows6: lru_hash(FlowKey<A6>, Flow<A6>), [OpeningFlows];
+            foreign_flows4: lru_hash(FlowKey<A4>, ForeignFlow), [OpeningFlows];
+            foreign_flows6: lru_hash(FlowKey<A6>, ForeignFlow), [OpeningFlows];
             fragments4: lru_hash(FragmentKey<A4>, FirstFragment<A4>), [Fragments];
             fragments6: lru_hash(FragmentKey<A6>, FirstFragment<A6>), [Fragments];
             node_addresses4: hash(A4, NodeAddress), [NodeAddresses];
             node_addresses6: hash(A6, NodeAddress), [NodeAddresses];
             masquerade_devices: hash(u32, MasqueradeDevice), [NodeAddresses];
+            masquerade_ports: shared_array(u32, FourPorts), (MASQUERADE_PORT_ROOM / 4);
+            moved_ports: array(u32, u32), PORTS;
             socket_origin4: socket_storage(u32, SocketOrigin<A4>), 0;
             socket_origin6: socket_storage(u32, SocketOrigin<A6>), 0;
             datagrams4: socket_storage(u32, DatagramOrigins<A4>), 0;

@@ -15,7 +15,7 @@ use crate::port::Port;
 pub const LAYOUT_VERSION: u32 = 1;
 
 /// An address as tables hold it: 4 bytes of IPv4 or 16 bytes of IPv6, in network order.
-pub trait Address: Copy + Eq + Default + 'static {
+pub trait Address: Copy + Eq + Default + AsRef<[u8]> + AsMut<[u8]> + 'static {
     const UNSPECIFIED: Self;
 
     fn precedes(&self, other: &Self) -> bool;
@@ -176,7 +176,7 @@ pub const BACKEND_ACTIVE: u8 = 1;
 /// No new connection should choose it unless nothing else is left; established ones stay.
 pub const BACKEND_TERMINATING: u8 = 2;
 
-/// Table `backends4/6`, hash by backend id: exactly the endpoints that some service uses. Ids grow and are
+/// Table `backends4/6`, hash by backend id: the endpoints that some service uses, or has used and that still serve. Ids grow and are
 /// never given again, so an id that is not in the table is of a backend that is gone.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
@@ -199,7 +199,7 @@ pub struct Backend<A> {
 
 /// Table `flows4/6` (hash, confirmed flows) and `opening_flows4/6` (LRU hash, all others). The two ends that a flow's packets have at
 /// a hook, in either direction.
-#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
 #[repr(C)]
 pub struct FlowKey<A> {
     /// The end with the lower port, or with the lower address where the ports are equal.
@@ -242,6 +242,9 @@ pub const FLOW_OF_NETFILTER: u32 = 4;
 /// Its client and frontend are client and backend of another flow: the client has dialled an endpoint itself, from a port from which it
 /// reaches the endpoint through a frontend already.
 pub const FLOW_OVERLAPPING: u32 = 8;
+/// Its client is this node's own address at a port that a masqueraded flow to the same backend had when it began: a connection of one of the
+/// node's sockets, or one that netfilter masquerades. It gets another port where it leaves the node, and its own where answers come in.
+pub const FLOW_FOREIGN: u32 = 16;
 
 /// Nothing is heard of the backend.
 pub const PROGRESS_OPENED: u8 = 0;
@@ -263,7 +266,7 @@ pub const RESET_PLAUSIBLE: u8 = 1;
 pub const RESET_CONFIRMED: u8 = 2;
 
 /// What one side of a TCP connection says of the other's sequence numbers. Host byte order.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct Numbers {
     /// What it last acknowledged.
@@ -273,7 +276,7 @@ pub struct Numbers {
 }
 
 /// What has become of a flow. Each is a byte of its own: one CPU can change it without undoing what another has learned.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct FlowState {
     /// `PROGRESS_*`.
@@ -288,7 +291,7 @@ pub struct FlowState {
 
 /// Whole in each of a flow's entries, so that each can rebuild the others: client and frontend; client (with the alias port) and
 /// backend; masquerade and backend.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct Flow<A> {
     /// Nanoseconds since boot, suspend included. First, because the kernel may give an element that is removed to another flow while
@@ -318,13 +321,22 @@ pub struct Flow<A> {
     pub service: u32,
     /// `FLOW_*`.
     pub flags: u32,
-    /// UDP: `Settings::epoch` when frontend and backend were last found to be in service.
+    /// `Settings::epoch` when frontend and backend were last found to be in service; TCP: the backend, where connections are reset.
     pub epoch: u32,
     /// TCP. Up to date in the entry of client and frontend.
     pub client_numbers: Numbers,
     /// TCP. Up to date in the entry of client and backend.
     pub backend_numbers: Numbers,
     pub state: FlowState,
+}
+
+/// Table `foreign_flows4/6`, LRU hash by the ends of a connection that leaves with this node's address, to which flows are masqueraded too,
+/// and of which the programs know nothing else.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct ForeignFlow {
+    /// Nanoseconds since boot, suspend included. TCP: of its SYN. UDP: up to a second late.
+    pub last_seen: u64,
 }
 
 /// Of a packet that enters the node.
@@ -467,14 +479,32 @@ pub struct Settings {
     pub masquerade6: [u8; 16],
     /// As `masquerade6`, IPv4.
     pub masquerade4: [u8; 4],
-    /// Ports for translated sources: up to two ranges, inclusive, host byte order; first > last: empty.
-    pub masquerade_ports: [[u16; 2]; 2],
+    /// Those of `masquerade_ports` that are apart lie in these: up to two ranges, inclusive, host byte order; first > last: empty. The
+    /// programs of former versions know no others.
+    pub apart_ports: [[u16; 2]; 2],
     /// The next backend id that was never given.
     pub next_backend: u32,
-    /// Rises after each change of what frontends lead to: datagrams of flows are then compared with the tables once more.
+    /// Rises after each change of what frontends lead to: datagrams of flows, and segments where connections are
+    /// reset, are then compared with the tables once more.
     pub epoch: u32,
-    pub reserved: u32,
+    /// How many ports the table `masquerade_ports` has for translated sources and aliases.
+    pub masquerade_ports: u16,
+    /// How many of them, the first ones, are apart: the kernel gives them to no socket.
+    pub masquerade_ports_apart: u16,
 }
+
+/// Table `masquerade_ports`, array: the ports of translated sources, four in an element; [`Settings`] say how many.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C, align(8))]
+pub struct FourPorts {
+    /// Host byte order.
+    pub ports: [u16; 4],
+}
+
+/// Ports that there are, 0 included.
+pub const PORTS: u32 = 1 << 16;
+/// Ports that `masquerade_ports` has room for.
+pub const MASQUERADE_PORT_ROOM: u32 = PORTS;
 
 /// Table `lease`, array with one entry: how long the programs may rely on the tables without their controller.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -562,7 +592,8 @@ const _: () = {
     assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
     assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
     assert!(size_of::<Settings>() == 56 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);
-    assert!(size_of::<MasqueradeDevice>() == 20);
+    assert!(size_of::<MasqueradeDevice>() == 20 && size_of::<FourPorts>() == 8);
+    assert!(size_of::<ForeignFlow>() == 8);
     assert!(size_of::<Lease>() == 8 && size_of::<LogControl>() == 16);
     assert!(size_of::<RefusalCount>() == 16);
 };
@@ -587,6 +618,8 @@ mod pod {
         Slot6,
         NodeAddress,
         MasqueradeDevice,
+        FourPorts,
+        ForeignFlow,
         ServiceCounters,
         Settings,
         Lease,

@@ -1,7 +1,7 @@
 //! What the kernel programs and the controller share: every table and its layout, the numbered reasons,
 //! and the datapath's decisions as pure functions over a trait of tables, so that the same code runs in
 //! the kernel and on the host.
-#![cfg_attr(not(any(test, feature = "user")), no_std)]
+#![cfg_attr(not(any(test, fuzzing, feature = "user")), no_std)]
 
 pub mod family;
 pub mod flow;

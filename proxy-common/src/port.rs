@@ -1,5 +1,10 @@
 //! Ports: as decisions pass them around, as packets have them, and as tables hold them.
 
+use core::ops::RangeInclusive;
+
+/// What an API server gives to Services of type NodePort, unless `--service-node-port-range` says otherwise.
+pub const NODE_PORTS: RangeInclusive<u16> = 30_000..=32_767;
+
 /// A port of TCP or UDP. A port in network order is never a number, only two bytes.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
 #[repr(transparent)]
@@ -33,47 +38,53 @@ impl Port {
     }
 }
 
-/// Ports for translated sources and aliases: up to two ranges, as [`crate::layout::Settings::masquerade_ports`].
+/// Ports as [`crate::layout::Settings::apart_ports`].
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct PortRanges(pub [[u16; 2]; 2]);
 
 impl PortRanges {
-    pub const EMPTY: Self = Self([[1, 0]; 2]);
-
     #[inline(always)]
     pub fn contain(&self, Port(port): Port) -> bool {
         let [first, second] = &self.0;
         (first[0] <= port && port <= first[1]) || (second[0] <= port && port <= second[1])
     }
-
-    /// The `attempt`th port after a random one; [`Port::NONE`] if the ranges are empty.
-    #[inline(always)]
-    pub fn choose(&self, random: u32, attempt: u32) -> Port {
-        let [first, second] = &self.0;
-        let (in_first, total) = (length(*first), length(*first) + length(*second));
-        if total == 0 {
-            return Port::NONE;
-        }
-        // Scales 32 random bits to 0..total without a division.
-        let mut place = ((u64::from(random) * u64::from(total)) >> 32) as u32 + attempt;
-        if place >= total {
-            place -= total;
-        }
-        // A range shorter than the attempts is tried in part twice.
-        if place >= total {
-            place = 0;
-        }
-        Port(if place < in_first {
-            first[0].wrapping_add(place as u16)
-        } else {
-            second[0].wrapping_add((place - in_first) as u16)
-        })
-    }
 }
 
-#[inline(always)]
-fn length(range: [u16; 2]) -> u32 {
-    if range[0] > range[1] { 0 } else { u32::from(range[1]) - u32::from(range[0]) + 1 }
+/// How many ports the table `masquerade_ports` has, for translated sources and aliases.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct PortPool {
+    pub ports: u32,
+    /// How many of them, the first ones, the kernel gives to no socket.
+    pub apart: u32,
+}
+
+/// Tries among the ports that are [`apart`](PortPool::apart).
+const APART_TRIES: u32 = 8;
+/// Tries at random, also those among the others. Where three of five are in use, one in a million of sources gets none by them.
+pub const RANDOM_TRIES: u32 = 36;
+/// In all. The last ones are one port after the other: in a small pool each is tried. The verifier goes through all of them.
+pub const PORT_TRIES: u32 = 48;
+
+impl PortPool {
+    /// Index of the port for this of [`PORT_TRIES`] attempts. Each of the [`RANDOM_TRIES`] has a random number of its own, the others the
+    /// last one. 0 if there is no port.
+    #[inline(always)]
+    pub const fn place(&self, random: u32, attempt: u32) -> u32 {
+        let (first, among) = if self.apart == 0 || self.apart >= self.ports || attempt >= RANDOM_TRIES {
+            (0, self.ports)
+        } else if attempt < APART_TRIES {
+            (0, self.apart)
+        } else {
+            (self.apart, self.ports - self.apart)
+        };
+        // Scales 32 random bits to 0..among without a division.
+        let scaled = ((random as u64 * among as u64) >> 32) as u32;
+        let mut place = first + scaled + attempt.saturating_sub(RANDOM_TRIES);
+        if place >= self.ports {
+            place -= self.ports;
+        }
+        if place >= self.ports { 0 } else { place }
+    }
 }
 
 #[cfg(test)]
@@ -83,29 +94,39 @@ mod tests {
 
     use super::*;
 
-    const RANGES: PortRanges = PortRanges([[10, 12], [20, 21]]);
+    const POOL: PortPool = PortPool { ports: 10, apart: 4 };
+    const HALF: u32 = 1 << 31;
 
-    #[test]
-    fn both_ends_of_both_ranges_are_contained() {
-        let contained: Vec<u16> = (0..100).filter(|port| RANGES.contain(Port::new(*port))).collect();
-        assert_eq!(contained, [10, 11, 12, 20, 21]);
+    #[rstest]
+    #[case::first(0, 0, 0)]
+    #[case::a_random_half(HALF, 0, 2)]
+    #[case::last_that_is_apart(u32::MAX, APART_TRIES - 1, 3)]
+    #[case::first_of_the_others(0, APART_TRIES, 4)]
+    #[case::half_of_the_others(HALF, RANDOM_TRIES - 1, 7)]
+    #[case::last_of_the_others(u32::MAX, APART_TRIES, 9)]
+    #[case::any(HALF, RANDOM_TRIES, 5)]
+    #[case::last(u32::MAX, RANDOM_TRIES, 9)]
+    #[case::next(HALF, RANDOM_TRIES + 1, 6)]
+    #[case::round_the_end(u32::MAX, RANDOM_TRIES + 2, 1)]
+    #[case::round_twice(u32::MAX, PORT_TRIES - 1, 0)]
+    fn attempts_have_places(#[case] random: u32, #[case] attempt: u32, #[case] place: u32) {
+        assert_eq!(POOL.place(random, attempt), place);
     }
 
     #[rstest]
-    #[case::first(0, 0, 10)]
-    #[case::last_of_the_first_range(0, 2, 12)]
-    #[case::second_range(0, 3, 20)]
-    #[case::round_the_end(0, 5, 10)]
-    #[case::more_attempts_than_ports(u32::MAX, 7, 10)]
-    #[case::a_random_half(1 << 31, 0, 12)]
-    #[case::the_highest_random(u32::MAX, 0, 21)]
-    fn attempts_go_through_both_ranges(#[case] random: u32, #[case] attempt: u32, #[case] port: u16) {
-        assert_eq!(RANGES.choose(random, attempt), Port::new(port));
+    #[case::nothing_apart(PortPool { ports: 10, apart: 0 }, 9)]
+    #[case::all_apart(PortPool { ports: 10, apart: 10 }, 9)]
+    #[case::one(PortPool { ports: 1, apart: 1 }, 0)]
+    #[case::none(PortPool::default(), 0)]
+    fn the_first_attempt_in_pools_of_all_sizes(#[case] pool: PortPool, #[case] place: u32) {
+        assert_eq!(pool.place(u32::MAX, 0), place);
     }
 
     #[test]
-    fn a_range_of_one_port_is_not_empty() {
-        assert_eq!(PortRanges([[5, 5], [1, 0]]).choose(u32::MAX, 0), Port::new(5));
+    fn both_ends_of_both_ranges_are_contained() {
+        let ranges = PortRanges([[10, 12], [20, 21]]);
+        let contained: Vec<u16> = (0..100).filter(|port| ranges.contain(Port::new(*port))).collect();
+        assert_eq!(contained, [10, 11, 12, 20, 21]);
     }
 
     #[test]
@@ -116,20 +137,20 @@ mod tests {
 
     proptest! {
         #[test]
-        fn ports_come_from_the_ranges(ranges: [[u16; 2]; 2], random: u32, attempt in 0u32..16) {
-            let is_empty = ranges.iter().all(|[first, last]| first > last);
-            let port = PortRanges(ranges).choose(random, attempt);
-            let is_right = if is_empty { port == Port::NONE } else { PortRanges(ranges).contain(port) };
-            prop_assert!(is_right);
+        fn places_are_of_the_pool(ports in 1..=65_536u32, apart in 0..=65_536u32, random: u32, attempt in 0..PORT_TRIES) {
+            let pool = PortPool { ports, apart: apart.min(ports) };
+            prop_assert!(pool.place(random, attempt) < ports);
         }
 
         #[test]
-        fn attempts_try_different_ports(first in 1u16..60_000, random: u32) {
-            let ranges = PortRanges([[first, first + 9], [first + 100, first + 109]]);
-            let mut ports: Vec<_> = (0..16).map(|attempt| ranges.choose(random, attempt)).collect();
-            ports.sort_unstable();
-            ports.dedup();
-            prop_assert_eq!(ports.len(), 16);
+        fn the_last_attempts_go_through_a_small_pool(ports in 1..=16u32, random: u32) {
+            let pool = PortPool { ports, apart: 0 };
+            let mut places: Vec<u32> =
+                (RANDOM_TRIES..PORT_TRIES).map(|attempt| pool.place(random, attempt)).collect();
+            places.sort_unstable();
+            places.dedup();
+            // Beyond two rounds the first is tried again.
+            prop_assert!(places.len() as u32 >= ports.min(6));
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::{
     family::{Destination, Family, Slot},
-    layout::{Address, DatagramOrigins, SocketOrigin},
+    layout::{Address, DatagramOrigins, PROTOCOL_TCP, SocketOrigin},
     port::Port,
     reason::Reason,
     select::{self, Origin},
@@ -64,6 +64,21 @@ fn still_serves<F: Family>(
 ) -> bool {
     select::find(tables, destination, client).is_some_and(|frontend| frontend.service == origin.service)
         && tables.backend(origin.backend_id).is_some()
+}
+
+/// Does the backend that a connected socket was sent to not serve what was dialled, any more? For user space.
+pub fn is_stale<F: Family>(
+    tables: &impl Tables<F>,
+    origin: &SocketOrigin<F::Address>,
+    protocol: u8,
+    client: Origin,
+) -> bool {
+    if protocol == PROTOCOL_TCP {
+        // A connection stays with its backend, whosever that is.
+        return tables.backend(origin.backend_id).is_none();
+    }
+    let dialled = Destination { address: origin.frontend, port: origin.frontend_port(), protocol };
+    !still_serves(tables, origin, &dialled, client)
 }
 
 /// Takes the place of what was remembered for the same frontend, of what would answer from the same backend,
@@ -208,6 +223,22 @@ mod tests {
         let to = udp(address, 53);
         assert_eq!(remembered_peer(&tables(&[1], service), &origin(1, 1), &to, Origin::Workload), expected);
         assert!(!remembered_peer(&tables(&[], service), &origin(1, 1), &to, Origin::Workload));
+    }
+
+    #[rstest]
+    #[case::all_is_as_it_was(PROTOCOL_UDP, &[1], 1, false)]
+    #[case::the_backend_is_gone(PROTOCOL_UDP, &[2], 1, true)]
+    #[case::the_frontend_is_of_another_service(PROTOCOL_UDP, &[1], 2, true)]
+    #[case::the_backend_of_a_connection_is_gone(PROTOCOL_TCP, &[2], 1, true)]
+    #[case::a_connection_stays_with_its_backend(PROTOCOL_TCP, &[1], 2, false)]
+    fn sockets_whose_backend_is_gone(
+        #[case] protocol: u8,
+        #[case] backends: &[u32],
+        #[case] service: u32,
+        #[case] expected: bool,
+    ) {
+        let tables = tables(backends, service);
+        assert_eq!(is_stale(&tables, &origin(1, 1), protocol, Origin::Workload), expected);
     }
 
     #[rstest]

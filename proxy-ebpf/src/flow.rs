@@ -1,6 +1,9 @@
 //! `FlowTables` over the BPF maps.
 
-use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
+use core::{
+    hint::black_box,
+    ptr::{addr_of, addr_of_mut, read_volatile, write_volatile},
+};
 
 use aya_ebpf::{
     bindings::{BPF_ANY, BPF_NOEXIST},
@@ -8,14 +11,14 @@ use aya_ebpf::{
 };
 use proxy_common::{
     family::{Family, V4, V6},
-    flow::{Change, FlowEntry, FlowTables, InsertError, Scratch, Stage},
+    flow::{self, Change, FlowEntry, FlowTables, InsertError, Scratch, Stage, Try},
     layout::*,
-    port::{Port, PortRanges},
+    port::{Port, PortPool, PortRanges},
     reason::Reason,
 };
 
 use crate::{
-    maps,
+    globals, maps,
     tables::{Maps, count, count_connection, settings},
 };
 
@@ -75,7 +78,7 @@ impl<A: Address> FlowEntry<A> for Entry<A> {
 
 /// Working memory of one family.
 pub(crate) trait FlowScratch: Family {
-    /// At most once in a program.
+    /// At most once in a program, and in each of its functions that are verified alone.
     fn scratch() -> Option<&'static mut Scratch<Self::Address>>;
 }
 
@@ -88,20 +91,48 @@ fn inserted(result: Result<(), i32>) -> Result<(), InsertError> {
     }
 }
 
-// Not inlined: the verifier would go through what follows once for each way through this.
-#[inline(never)]
+#[inline(always)]
 fn masquerade_port(random: u32, attempt: u32) -> Port {
-    settings().map_or(Port::NONE, |settings| PortRanges(settings.masquerade_ports).choose(random, attempt))
+    let Some(settings) = settings() else { return Port::NONE };
+    let pool =
+        PortPool { ports: settings.masquerade_ports.into(), apart: settings.masquerade_ports_apart.into() };
+    if pool.ports == 0 {
+        return Port::NONE;
+    }
+    let place = pool.place(random, attempt);
+    let Some(four) = maps::masquerade_ports.get_ptr(place / 4) else { return Port::NONE };
+    // SAFETY: of a map value, in bounds and aligned to 8; one load, as the controller replaces four ports by one store.
+    let four = unsafe { read_volatile(four.cast::<u64>()) };
+    // The BPF object is little-endian.
+    Port::new((four >> (place % 4 * 16)) as u16)
+}
+
+/// A step of a decision as a global function. The verifier goes through one once, with any arguments, and not with each of its calls; since
+/// 5.6. Its arguments are numbers: it gets the [`Scratch`] of its caller itself. The caller lets its reference escape by [`black_box`] before, so
+/// that the compiler keeps nothing of it in registers over the call.
+macro_rules! global_function {
+    ($name:ident, $family:ty, $step:ident) => {
+        #[unsafe(no_mangle)]
+        #[inline(never)]
+        extern "C" fn $name(attempt: u32) -> u32 {
+            let Some(scratch) = <$family>::scratch() else { return Try::Failed as u32 };
+            flow::$step::<$family, Maps>(&Maps, scratch, attempt) as u32
+        }
+    };
 }
 
 macro_rules! flow_tables {
-    ($family:ty, $address:ty, $flows:ident, $opening:ident, $fragments:ident, $masquerade:ident, $device:ident, $scratch:ident) => {
+    ($family:ty, $address:ty, $flows:ident, $opening:ident, $foreign:ident, $fragments:ident, $masquerade:ident, $device:ident, $scratch:ident,
+     $try_masquerade_port:ident, $try_alias_port:ident) => {
+        global_function!($try_masquerade_port, $family, try_masquerade_port);
+        global_function!($try_alias_port, $family, try_alias_port);
+
         impl FlowScratch for $family {
             #[inline(always)]
             fn scratch() -> Option<&'static mut Scratch<$address>> {
                 let scratch = maps::$scratch.get_ptr_mut(0)?;
-                // SAFETY: this CPU's own. Programs of TC run with softirqs off and call this once, so nothing
-                // else on this CPU uses it meanwhile.
+                // SAFETY: this CPU's own. Programs of TC run with softirqs off, so nothing else on this CPU uses it meanwhile. A
+                // global function has its own reference while its caller waits, and the caller's has escaped by then.
                 Some(unsafe { &mut *scratch })
             }
         }
@@ -138,21 +169,51 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
-            fn replace(&self, stage: Stage, key: &FlowKey<$address>, flow: &Flow<$address>) {
-                // Replacing an element that exists fails only without memory; the old one then stays.
-                let _kept = match stage {
-                    Stage::Established => maps::$flows.insert(key, flow, u64::from(BPF_ANY)),
-                    Stage::Opening => maps::$opening.insert(key, flow, u64::from(BPF_ANY)),
-                };
-            }
-
-            #[inline(always)]
             fn remove(&self, stage: Stage, key: &FlowKey<$address>) {
                 // Fails only if it is gone already.
                 let _gone = match stage {
                     Stage::Established => maps::$flows.remove(key),
                     Stage::Opening => maps::$opening.remove(key),
                 };
+            }
+
+            #[inline(always)]
+            fn foreign(&self, key: &FlowKey<$address>) -> Option<u64> {
+                // SAFETY: an element, aligned to 8; one load. If the kernel gives it to another connection meanwhile, a port is left out
+                // for nothing.
+                maps::$foreign
+                    .get_ptr(key)
+                    .map(|foreign| unsafe { read_volatile(addr_of!((*foreign).last_seen)) })
+            }
+
+            #[inline(always)]
+            fn note_foreign(&self, key: &FlowKey<$address>, now: u64) {
+                // Fails only without memory, of which the table has its own.
+                let _noted = maps::$foreign.insert(key, &ForeignFlow { last_seen: now }, u64::from(BPF_ANY));
+            }
+
+            #[inline(always)]
+            fn forget_foreign(&self, key: &FlowKey<$address>) {
+                // Fails only if there is none.
+                let _gone = maps::$foreign.remove(key);
+            }
+
+            #[inline(always)]
+            fn is_moved(&self, port: Port) -> bool {
+                maps::moved_ports.get(u32::from(port.number())).is_some_and(|moved| *moved != 0)
+            }
+
+            #[inline(always)]
+            fn set_moved(&self, port: Port) {
+                if let Some(moved) = maps::moved_ports.get_ptr_mut(u32::from(port.number())) {
+                    // SAFETY: of a map value, aligned to 4. Nobody writes anything else.
+                    unsafe { write_volatile(moved, 1) };
+                }
+            }
+
+            #[inline(always)]
+            fn is_apart(&self, port: Port) -> bool {
+                settings().is_some_and(|settings| PortRanges(settings.apart_ports).contain(port))
             }
 
             #[inline(always)]
@@ -195,8 +256,25 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
+            fn try_masquerade_port(&self, scratch: &mut Scratch<$address>, attempt: u32) -> Try {
+                black_box(scratch);
+                Try::from_number($try_masquerade_port(attempt))
+            }
+
+            #[inline(always)]
+            fn try_alias_port(&self, scratch: &mut Scratch<$address>, attempt: u32) -> Try {
+                black_box(scratch);
+                Try::from_number($try_alias_port(attempt))
+            }
+
+            #[inline(always)]
             fn epoch(&self) -> u32 {
                 settings().map_or(0, |settings| settings.epoch)
+            }
+
+            #[inline(always)]
+            fn resets_gone(&self) -> bool {
+                globals::RESETS_GONE.load() == globals::ON
             }
 
             #[inline(always)]
@@ -224,5 +302,29 @@ macro_rules! flow_tables {
     };
 }
 
-flow_tables!(V4, [u8; 4], flows4, opening_flows4, fragments4, masquerade4, v4, scratch4);
-flow_tables!(V6, [u8; 16], flows6, opening_flows6, fragments6, masquerade6, v6, scratch6);
+flow_tables!(
+    V4,
+    [u8; 4],
+    flows4,
+    opening_flows4,
+    foreign_flows4,
+    fragments4,
+    masquerade4,
+    v4,
+    scratch4,
+    try_masquerade_port4,
+    try_alias_port4
+);
+flow_tables!(
+    V6,
+    [u8; 16],
+    flows6,
+    opening_flows6,
+    foreign_flows6,
+    fragments6,
+    masquerade6,
+    v6,
+    scratch6,
+    try_masquerade_port6,
+    try_alias_port6
+);

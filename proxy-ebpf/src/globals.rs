@@ -28,4 +28,6 @@ globals! {
     HOST_PACKETS: u32 = 0x6f66_6603;
     /// 1: the programs pass everything on once the controller's lease has ended.
     LEASE: u32 = 0x6f66_6604;
+    /// 1: connections whose backend is gone are reset.
+    RESETS_GONE: u32 = 0x6f66_6605;
 }

@@ -6,31 +6,56 @@ use core::ptr::{addr_of, read_volatile};
 use aya_ebpf::helpers::bpf_ktime_get_boot_ns;
 use aya_log_ebpf::debug;
 use proxy_common::{
+    family::{V4, V6},
     layout::{Address, LOG_LINES_PER_SECOND},
     packet::Packet,
     reason::Reason,
 };
 
-use crate::maps;
+use crate::{flow::FlowScratch, maps};
 
 /// An address that a log line can show.
 pub(crate) trait LogAddress: Address {
-    /// The controller puts the reason's name in place of its number. A client whose socket has no address yet is
+    /// The controller puts the reason's name in place of its number as [`Reason`]. A client whose socket has no address yet is
     /// shown as the unspecified one.
-    fn log_refusal(packet: &Packet<Self>, reason: Reason);
+    fn log_refusal(packet: &Packet<Self>, reason: u32);
 }
 
-macro_rules! log_address {
-    ($address:ty) => {
+/// A family whose packets are logged.
+pub(crate) trait LogPacket: FlowScratch {
+    /// As [`LogAddress::log_refusal`], of the packet in [`FlowScratch::scratch`].
+    fn log_packet(reason: Reason);
+}
+
+macro_rules! log_refusals {
+    ($family:ty, $address:ty, $log_packet:ident) => {
+        /// A global function, as it would be verified once for each reason. It reads the packet only, which its caller has parsed into memory
+        /// that a helper gave: nothing of it is left in registers.
+        #[unsafe(no_mangle)]
+        #[inline(never)]
+        extern "C" fn $log_packet(reason: u32) -> u32 {
+            if let Some(scratch) = <$family>::scratch() {
+                <$address>::log_refusal(&scratch.packet, reason);
+            }
+            0
+        }
+
+        impl LogPacket for $family {
+            #[inline(always)]
+            fn log_packet(reason: Reason) {
+                $log_packet(reason as u32);
+            }
+        }
+
         impl LogAddress for $address {
             // A function of its own, so that its stack is not the caller's.
             #[inline(never)]
-            fn log_refusal(packet: &Packet<Self>, reason: Reason) {
+            fn log_refusal(packet: &Packet<Self>, reason: u32) {
                 if is_due() {
                     debug!(
                         (),
                         "reason {}: protocol {}, from {:i} port {} to {:i} port {}",
-                        reason as u32,
+                        reason,
                         packet.protocol,
                         packet.source,
                         packet.source_port.number(),
@@ -43,8 +68,8 @@ macro_rules! log_address {
     };
 }
 
-log_address!([u8; 4]);
-log_address!([u8; 16]);
+log_refusals!(V4, [u8; 4], log_packet4);
+log_refusals!(V6, [u8; 16], log_packet6);
 
 /// Is the log switched on, and is there room for a line in this second? CPUs that count at the same moment may pass a
 /// few lines more.

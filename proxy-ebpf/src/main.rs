@@ -1,5 +1,5 @@
 //! Kernel side of the proxy: socket hooks and TC programs. The decisions are in `proxy-common`; here are the
-//! hooks, the tables and the rewriting.
+//! hooks, the tables and the access to packets.
 #![cfg_attr(target_arch = "bpf", no_std, no_main)]
 
 #[cfg(target_arch = "bpf")]
@@ -9,19 +9,15 @@ mod globals;
 #[cfg(target_arch = "bpf")]
 mod host;
 #[cfg(target_arch = "bpf")]
-mod icmp;
-#[cfg(target_arch = "bpf")]
 mod log;
 #[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]
-mod nat;
-#[cfg(target_arch = "bpf")]
-mod parse;
-#[cfg(target_arch = "bpf")]
 mod programs;
 #[cfg(target_arch = "bpf")]
 mod refuse;
+#[cfg(target_arch = "bpf")]
+mod skb;
 #[cfg(target_arch = "bpf")]
 mod socket;
 #[cfg(target_arch = "bpf")]

@@ -9,8 +9,8 @@ use aya_ebpf::{
 use proxy_common::select::Origin;
 
 use crate::{
-    parse::{BARE, ETHERNET},
-    socket, tc,
+    socket,
+    tc::{self, BARE, ETHERNET},
 };
 
 macro_rules! socket_hooks {

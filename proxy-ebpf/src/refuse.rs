@@ -5,21 +5,21 @@ use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
 
 use aya_ebpf::{
     bindings::{__sk_buff, BPF_F_INGRESS, BPF_F_RECOMPUTE_CSUM, TC_ACT_REDIRECT},
-    helpers::{bpf_csum_diff, bpf_ktime_get_boot_ns, bpf_redirect, bpf_skb_change_tail},
+    helpers::{bpf_ktime_get_boot_ns, bpf_redirect, bpf_skb_change_tail},
     programs::TcContext,
 };
 use proxy_common::{
     family::{V4, V6},
     layout::{Address, REFUSALS_PER_SECOND},
-    packet::{Packet, Part, TCP_ACK, TCP_RST},
+    packet::{Network, Packet, Part, Sum, TCP_ACK, TCP_RST},
 };
 
-use crate::{maps, nat::Addresses, parse::ETHERNET};
+use crate::{maps, tc::ETHERNET};
 
 const HOP_LIMIT: u8 = 64;
 
 /// What differs between the families in an answer.
-pub(crate) trait Refuse: Addresses {
+pub(crate) trait Refuse: Network {
     /// Swaps the addresses and resets the lifetime. The transport's checksum stays valid.
     fn turn_around(ctx: &TcContext, packet: &Packet<Self::Address>) -> Result<(), i64>;
     /// Replaces the packet by the ICMP error that quotes it.
@@ -104,38 +104,24 @@ fn turn_into_refusal<F: Refuse>(
     if action == i64::from(TC_ACT_REDIRECT) { Ok(action) } else { Err(action) }
 }
 
-/// Only a SYN without ACK is refused. Its segment becomes the answer in place, and keeps its length and options:
-/// then the checksum changes by the few words below, which the helpers get right also for a packet whose
-/// checksum is still to be filled in.
+/// The segment becomes the answer in place, and keeps its length and options: then the checksum changes by the few words below, which the
+/// helpers get right also for a packet whose checksum is still to be filled in.
 #[inline(always)]
 fn reset<F: Refuse>(ctx: &TcContext, packet: &Packet<F::Address>) -> Result<(), i64> {
     const CHECKSUM: u32 = 16;
     F::turn_around(ctx, packet)?;
-    let mut old: [u8; 16] = ctx.load(packet.headers.transport as usize)?;
-    let sequence = u32::from_be_bytes([old[4], old[5], old[6], old[7]]);
-    let acknowledged = sequence.wrapping_add(1).to_be_bytes();
-    // Ports swapped, sequence 0, acknowledgement, same header length, RST and ACK, no window.
-    let mut new = [
-        old[2],
-        old[3],
-        old[0],
-        old[1],
-        0,
-        0,
-        0,
-        0,
-        acknowledged[0],
-        acknowledged[1],
-        acknowledged[2],
-        acknowledged[3],
-        old[12],
-        TCP_RST | TCP_ACK,
-        0,
-        0,
-    ];
-    // SAFETY: both are 16 bytes long.
-    let difference = unsafe { bpf_csum_diff(old.as_mut_ptr().cast(), 16, new.as_mut_ptr().cast(), 16, 0) };
-    ctx.l4_csum_replace((packet.headers.transport + CHECKSUM) as usize, 0, difference as u64, 0)?;
+    let old: [u8; 16] = ctx.load(packet.headers.transport as usize)?;
+    let segment = &packet.segment;
+    // As RFC 9293, section 3.10.7.1, has it. The payload of a SYN is not taken, as by a server that does not know TCP Fast Open.
+    let ([s0, s1, s2, s3], [a0, a1, a2, a3], flags) = if segment.has(TCP_ACK) {
+        (segment.acknowledgement.to_be_bytes(), [0; 4], TCP_RST)
+    } else {
+        ([0; 4], segment.sequence.wrapping_add(1).to_be_bytes(), TCP_RST | TCP_ACK)
+    };
+    // Ports swapped, sequence, acknowledgement, same header length, flags, no window.
+    let new = [old[2], old[3], old[0], old[1], s0, s1, s2, s3, a0, a1, a2, a3, old[12], flags, 0, 0];
+    let change = Sum::of_change(&old, &new).folded();
+    ctx.l4_csum_replace((packet.headers.transport + CHECKSUM) as usize, 0, change.into(), 0)?;
     ctx.store(packet.headers.transport as usize, &new, 0)
 }
 
@@ -150,7 +136,7 @@ const QUOTED_WORDS: u32 = 32;
 /// Moves the headers up to make room for `before` bytes, drops what follows them, and answers with their length
 /// and ones' complement sum.
 #[inline(always)]
-fn quote<A>(ctx: &TcContext, packet: &Packet<A>, before: u32) -> Result<(u32, u64), i64> {
+fn quote<A>(ctx: &TcContext, packet: &Packet<A>, before: u32) -> Result<(u32, Sum), i64> {
     let length = packet.headers.transport - packet.headers.network + QUOTED_TRANSPORT;
     let words = length / WORD;
     if words > QUOTED_WORDS {
@@ -161,7 +147,7 @@ fn quote<A>(ctx: &TcContext, packet: &Packet<A>, before: u32) -> Result<(u32, u6
     if resized != 0 {
         return Err(resized);
     }
-    let mut sum = 0;
+    let mut sum = Sum::ZERO;
     // The verifier must see the loop's end: a counter in memory is one that the compiler does not replace by the
     // offset. 8 bytes wide, or 5.10 would not follow it.
     let mut counter = 0u64;
@@ -177,7 +163,7 @@ fn quote<A>(ctx: &TcContext, packet: &Packet<A>, before: u32) -> Result<(u32, u6
         let offset = packet.headers.network + (words - 1 - done) * WORD;
         let word: [u8; WORD as usize] = ctx.load(offset as usize)?;
         store(ctx, offset + before, &word)?;
-        sum += u64::from(u32::from_ne_bytes(word));
+        sum += Sum::of(&word);
     }
     Ok((length, sum))
 }
@@ -185,21 +171,6 @@ fn quote<A>(ctx: &TcContext, packet: &Packet<A>, before: u32) -> Result<(u32, u6
 #[inline(always)]
 fn store<T>(ctx: &TcContext, offset: u32, bytes: &T) -> Result<(), i64> {
     ctx.store(offset as usize, bytes, u64::from(BPF_F_RECOMPUTE_CSUM))
-}
-
-/// Sum of 16-bit words, of either byte order, to the bytes of a checksum in that order.
-#[inline(always)]
-fn fold(sum: u64) -> [u8; 2] {
-    let sum = (sum & 0xffff_ffff) + (sum >> 32);
-    let sum = (sum & 0xffff) + (sum >> 16);
-    let sum = (sum & 0xffff) + (sum >> 16);
-    let sum = (sum & 0xffff) + (sum >> 16);
-    (!(sum as u16)).to_ne_bytes()
-}
-
-#[inline(always)]
-fn sum4(word: [u8; 4]) -> u64 {
-    u64::from(u32::from_ne_bytes(word))
 }
 
 impl Refuse for V4 {
@@ -228,13 +199,14 @@ impl Refuse for V4 {
         let first = [0x45, PRECEDENCE, length_high, length_low];
         let lifetime = [HOP_LIMIT, PROTOCOL_ICMP, 0, 0];
         let (from, to) = (packet.destination, packet.source);
-        let checksum = fold(sum4(first) + sum4(lifetime) + sum4(from) + sum4(to));
+        let header = Sum::of(&first) + Sum::of(&lifetime) + Sum::of(&from) + Sum::of(&to);
+        let checksum = header.checksum();
         store(ctx, packet.headers.network, &first)?;
         store(ctx, packet.headers.network + 4, &[0u8; 4])?;
         store(ctx, packet.headers.network + 8, &[HOP_LIMIT, PROTOCOL_ICMP, checksum[0], checksum[1]])?;
         store(ctx, packet.headers.network + Self::SOURCE, &from)?;
         store(ctx, packet.headers.network + Self::DESTINATION, &to)?;
-        let [high, low] = fold(sum + sum4(PORT_UNREACHABLE));
+        let [high, low] = (sum + Sum::of(&PORT_UNREACHABLE)).checksum();
         store(ctx, packet.headers.network + HEADER, &[3u8, 3, high, low, 0, 0, 0, 0])
     }
 }
@@ -256,16 +228,12 @@ impl Refuse for V6 {
         let (quoted, sum) = quote(ctx, packet, HEADER + ICMP_HEADER)?;
         let length = (ICMP_HEADER + quoted) as u16;
         let [length_high, length_low] = length.to_be_bytes();
-        let (mut from, mut to) = (packet.destination, packet.source);
-        // SAFETY: nothing is subtracted, 16 bytes are added.
-        let sources = unsafe { bpf_csum_diff(core::ptr::null_mut(), 0, from.as_mut_ptr().cast(), 16, 0) };
-        // SAFETY: as above.
-        let addresses =
-            unsafe { bpf_csum_diff(core::ptr::null_mut(), 0, to.as_mut_ptr().cast(), 16, sources as u32) };
-        let pseudo_header = u64::from(addresses as u32)
-            + sum4([0, 0, length_high, length_low])
-            + sum4([0, 0, 0, PROTOCOL_ICMP]);
-        let [high, low] = fold(sum + pseudo_header + sum4(PORT_UNREACHABLE));
+        let (from, to) = (packet.destination, packet.source);
+        let pseudo_header = Sum::of(&from)
+            + Sum::of(&to)
+            + Sum::of(&[0, 0, length_high, length_low])
+            + Sum::of(&[0, 0, 0, PROTOCOL_ICMP]);
+        let [high, low] = (sum + pseudo_header + Sum::of(&PORT_UNREACHABLE)).checksum();
         store(
             ctx,
             packet.headers.network,

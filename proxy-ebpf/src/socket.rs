@@ -211,7 +211,7 @@ fn conclude<A: LogAddress>(reason: Reason, destination: &Destination<A>) -> i32 
             fragment: Fragment::default(),
             headers: Headers::default(),
         };
-        A::log_refusal(&packet, reason);
+        A::log_refusal(&packet, reason as u32);
     }
     match reason.verdict() {
         Verdict::Pass => PROCEED,

@@ -6,21 +6,18 @@ use aya_ebpf::{
 };
 use proxy_common::{
     family::{V4, V6},
-    flow::{self, FlowTables},
-    packet::{Packet, Rewrite, Then},
+    flow::{self, FlowTables, Scratch},
+    packet::{self, Action, Network, Packet, Rewrite, Then, parse},
     reason::{Reason, Verdict},
     select::Origin,
 };
 
 use crate::{
-    flow::FlowScratch,
     globals,
     host::{self, Route},
-    icmp,
-    log::LogAddress,
-    nat,
-    parse::{Network, parse},
+    log::LogPacket,
     refuse::{self, AnswerPath, Refuse},
+    skb::Skb,
     tables::{Maps, count, count_packet, lease_has_ended},
 };
 
@@ -28,7 +25,12 @@ use crate::{
 const IPV4: u32 = 0x0800u16.to_be() as u32;
 const IPV6: u32 = 0x86ddu16.to_be() as u32;
 
-trait PacketFamily: Network<Address: LogAddress> + Refuse + Route + FlowScratch {}
+/// Offset of the network header on a device with Ethernet headers. A VLAN tag is in the metadata by then.
+pub(crate) const ETHERNET: u32 = 14;
+/// Offset of the network header on a device without Ethernet headers.
+pub(crate) const BARE: u32 = 0;
+
+trait PacketFamily: Network + Refuse + Route + LogPacket {}
 impl PacketFamily for V4 {}
 impl PacketFamily for V6 {}
 
@@ -74,21 +76,13 @@ where
         return TC_ACT_UNSPEC;
     }
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
-    if let Err(reason) = parse::<F>(skb, network, &mut scratch.packet) {
+    if let Err(reason) = parse::<F, _>(Skb::of(ctx), network, &mut scratch.packet) {
         return pass_or_drop(reason);
     }
     if let Err(reason) = flow::arriving(&Maps, scratch, origin) {
         return conclude::<F>(ctx, &scratch.packet, reason, AnswerPath::OutOfInterface);
     }
-    if globals::HOST_PACKETS.load() == globals::ON && scratch.then == Then::IntoNode {
-        if origin == Origin::Workload
-            && let Some(moved) = host::to_uplink::<F>(ctx, &scratch.rewrite)
-        {
-            return moved;
-        }
-        host::accept(ctx);
-    }
-    translate::<F>(ctx, &scratch.packet, &scratch.rewrite)
+    carry_out::<F>(ctx, scratch, origin)
 }
 
 // Not inlined: the stack of both families would lie beside each other.
@@ -102,20 +96,36 @@ where
         return TC_ACT_UNSPEC;
     }
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
-    if let Err(reason) = parse::<F>(skb, network, &mut scratch.packet) {
+    if let Err(reason) = parse::<F, _>(Skb::of(ctx), network, &mut scratch.packet) {
         return pass_or_drop(reason);
     }
     // SAFETY: a field of the context.
     scratch.interface = unsafe { (*skb).ifindex };
+    scratch.is_made_here = host::is_local(ctx);
     let from_host =
-        peers == Origin::Outside && globals::HOST_PACKETS.load() == globals::ON && host::is_local(ctx);
+        peers == Origin::Outside && globals::HOST_PACKETS.load() == globals::ON && scratch.is_made_here;
     if let Err(reason) = flow::leaving(&Maps, scratch, from_host) {
         return conclude::<F>(ctx, &scratch.packet, reason, AnswerPath::IntoNode);
     }
-    match translate::<F>(ctx, &scratch.packet, &scratch.rewrite) {
-        TC_ACT_UNSPEC if scratch.then == Then::Reroute => {
-            host::reroute::<F>(ctx, &scratch.rewrite).unwrap_or(TC_ACT_UNSPEC)
+    carry_out::<F>(ctx, scratch, peers)
+}
+
+/// Does with the packet what was decided. `peers` are those beyond its interface.
+#[inline(always)]
+fn carry_out<F: PacketFamily>(ctx: &TcContext, scratch: &Scratch<F::Address>, peers: Origin) -> i32 {
+    let Scratch { packet, action: Action { rewrite, then }, .. } = scratch;
+    // Only packets of the node's own processes leave the way on which the stack has them.
+    let then = if globals::HOST_PACKETS.load() == globals::ON { *then } else { Then::Pass };
+    if then == Then::IntoNode {
+        if peers == Origin::Workload
+            && let Some(moved) = host::to_uplink::<F>(ctx, rewrite)
+        {
+            return moved;
         }
+        host::accept(ctx);
+    }
+    match translate::<F>(ctx, packet, rewrite) {
+        TC_ACT_UNSPEC if then == Then::Reroute => host::reroute::<F>(ctx, rewrite).unwrap_or(TC_ACT_UNSPEC),
         verdict => verdict,
     }
 }
@@ -129,7 +139,7 @@ fn conclude<F: PacketFamily>(
     path: AnswerPath,
 ) -> i32 {
     if reason.verdict() != Verdict::Pass {
-        F::Address::log_refusal(packet, reason);
+        F::log_packet(reason);
     }
     if reason.verdict() != Verdict::Refuse {
         return pass_or_drop(reason);
@@ -148,13 +158,13 @@ fn translate<F: PacketFamily>(
     packet: &Packet<F::Address>,
     rewrite: &Rewrite<F::Address>,
 ) -> i32 {
-    let is_rewritten = if packet.is_error() {
-        icmp::rewrite::<F>(ctx.skb.skb, packet, rewrite)
-    } else {
+    if !packet.is_error() {
         count_packet(rewrite.service, ctx.len());
-        nat::rewrite::<F>(ctx.skb.skb, packet, rewrite)
-    };
-    if is_rewritten { TC_ACT_UNSPEC } else { pass_or_drop(Reason::RewriteFailed) }
+    }
+    match packet::rewrite::<F, _>(Skb::of(ctx), packet, rewrite) {
+        Ok(()) => TC_ACT_UNSPEC,
+        Err(reason) => pass_or_drop(reason),
+    }
 }
 
 /// The one place where a reason ends a packet. Passing means that other programs on the hook go on with it.

@@ -4,6 +4,7 @@ mod cache;
 mod command;
 mod demo;
 mod fresh;
+mod fuzz;
 mod image;
 mod packages;
 mod setup;
@@ -38,6 +39,8 @@ enum Task {
     Demo(demo::Arguments),
     /// Compare connections through services with direct ones
     Bench(demo::Arguments),
+    /// Try packets of any bytes, as long as one likes; what is found is written to proxy-common/fuzz/artifacts
+    Fuzz(fuzz::Arguments),
     /// Write a container image, without a container engine
     Image(image::Arguments),
     /// Run the core scenarios on another kernel, in a virtual machine
@@ -50,6 +53,7 @@ fn main() -> ExitCode {
         Task::Test(arguments) => test::run(&arguments),
         Task::Demo(arguments) => demo::demo(&arguments),
         Task::Bench(arguments) => demo::bench(&arguments),
+        Task::Fuzz(arguments) => fuzz::run(&arguments),
         Task::Image(arguments) => image::run(&arguments),
         Task::Vm(arguments) => vm::run(&arguments),
     };

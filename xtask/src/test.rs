@@ -219,10 +219,16 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
     let own: Vec<_> = own.iter().map(|name| Test(name)).collect();
     let behaviour =
         |name: &'static str, flags: &[&str]| programs.suite_as_root(name, &[Bin("behaviour")], flags);
+    let mut packets = programs.suite_as_root("packets", &[Test("packets")], &[])?;
+    if arguments.all_modes {
+        for command in &mut packets.commands {
+            command.env("FORGED_CLIENTS", "1000000");
+        }
+    }
     let mut suites = vec![
         programs.suite_as_root("unit as root", &[Libraries], &["--ignored", "as_root"])?,
         programs.suite_as_root("proxy-ctl", &own, &[])?,
-        programs.suite_as_root("packets", &[Test("packets")], &[])?,
+        packets,
         programs.suite_as_root("lab", &[Test("cluster")], &[])?,
         behaviour("behaviour sockets", &on_path(arguments, "sockets", &["--lean"]))?,
         behaviour("behaviour packets", &on_path(arguments, "packets", &["--lean"]))?,

@@ -1,6 +1,6 @@
 //! Copies, refreshes and removes all entries of a flow together.
 
-use super::{Change, FlowEntry as _, FlowTables, InsertError, Scratch, Stage};
+use super::{Change, FlowEntry, FlowTables, InsertError, Scratch, Speaker, Stage};
 use crate::{
     family::Family,
     layout::{Address, Flow, PROGRESS_CONFIRMED},
@@ -12,19 +12,23 @@ pub(super) const REFRESH_AFTER: u64 = 1_000_000_000;
 
 /// The client's entry is the last to come and the first to go: while it is found its partners are.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Leg {
+pub(super) enum Leg {
     Backend,
     Masquerade,
     Client,
 }
 
 const INSERTION: [Leg; 3] = [Leg::Backend, Leg::Masquerade, Leg::Client];
+/// Twice: where the controller takes an entry while it is stamped, the second look finds it gone.
+const REFRESH: [Leg; 6] =
+    [Leg::Backend, Leg::Masquerade, Leg::Client, Leg::Backend, Leg::Masquerade, Leg::Client];
 const REMOVAL: [Leg; 3] = [Leg::Client, Leg::Backend, Leg::Masquerade];
 
 impl Leg {
     /// Sets `scratch.key`. False: the flow has no such entry.
-    #[inline(always)]
-    fn set_key<A: Address>(self, Scratch { key, flow, .. }: &mut Scratch<A>) -> bool {
+    // Not inlined: the ends would lie on the stack of each that goes through the entries.
+    #[inline(never)]
+    pub(super) fn set_key<A: Address>(self, Scratch { key, flow, .. }: &mut Scratch<A>) -> bool {
         match self {
             Self::Client => *key = flow.client_key(),
             Self::Backend => *key = flow.backend_key(),
@@ -113,12 +117,35 @@ pub(super) fn retire<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
         let Scratch { key, flow, entry, .. } = &mut *scratch;
         let Some(found) = tables.flow(Stage::Established, key) else { continue };
         found.read_into(entry);
-        if entry.opened == flow.opened {
-            entry.state = entry.state.union(&flow.state);
-            tables.replace(Stage::Opening, key, entry);
-            tables.remove(Stage::Established, key);
+        if entry.opened != flow.opened {
+            continue;
         }
+        entry.state = entry.state.union(&flow.state);
+        match tables.flow(Stage::Opening, key) {
+            // In place: a SYN on another CPU may be giving the key to a new flow.
+            Some(copy) if copy.opened() == entry.opened => write_over(copy, entry),
+            Some(_) => {}
+            None => {
+                // Another CPU was first, or there is no memory: then copies of the last segments go on untouched.
+                let _there_already = tables.insert(Stage::Opening, key, entry);
+            }
+        }
+        tables.remove(Stage::Established, key);
     }
+}
+
+/// Everything that changes while a flow lives.
+#[inline(always)]
+fn write_over<A: Address>(copy: impl FlowEntry<A>, flow: &Flow<A>) {
+    copy.write(Change::LastSeen(flow.last_seen));
+    copy.write(Change::Acknowledged(Speaker::Client, flow.client_numbers.acknowledged));
+    copy.write(Change::Acknowledged(Speaker::Backend, flow.backend_numbers.acknowledged));
+    copy.write(Change::Awaited(Speaker::Client, flow.client_numbers.awaited));
+    copy.write(Change::Awaited(Speaker::Backend, flow.backend_numbers.awaited));
+    copy.write(Change::Progress(flow.state.progress));
+    copy.write(Change::ClientFin(flow.state.client_fin));
+    copy.write(Change::BackendFin(flow.state.backend_fin));
+    copy.write(Change::Reset(flow.state.reset));
 }
 
 /// Removes a flow. Opening entries go first: what is found in their table alone would be established anew.
@@ -153,7 +180,7 @@ pub(super) fn refresh<F: Family, T: FlowTables<F>>(
     now: u64,
 ) {
     scratch.flow.last_seen = now;
-    for leg in INSERTION {
+    for leg in REFRESH {
         if !leg.set_key(scratch) {
             continue;
         }
@@ -166,10 +193,24 @@ pub(super) fn refresh<F: Family, T: FlowTables<F>>(
                 return;
             }
             None => {
+                if stage == Stage::Established && has_retired(tables, scratch) {
+                    return;
+                }
                 if tables.insert(stage, &scratch.key, &scratch.flow) == Ok(()) {
                     tables.count(Reason::FlowRestored);
                 }
             }
         }
     }
+}
+
+/// Has another CPU seen the end of `scratch.flow`, and taken its entry at `scratch.key` from the established ones?
+#[inline(always)]
+fn has_retired<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    Scratch { key, flow, entry, .. }: &mut Scratch<F::Address>,
+) -> bool {
+    let Some(copy) = tables.flow(Stage::Opening, key) else { return false };
+    copy.read_into(entry);
+    entry.opened == flow.opened && entry.state.has_ended()
 }

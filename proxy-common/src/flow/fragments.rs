@@ -5,7 +5,7 @@ use super::{FlowTables, Scratch};
 use crate::{
     family::Family,
     layout::*,
-    packet::Then,
+    packet::{Action, Then},
     port::Port,
     reason::{Reason, Verdict},
 };
@@ -20,22 +20,21 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
     direction: u8,
 ) -> Result<(), Reason> {
-    set_key(scratch, direction);
-    let Scratch { fragment_key, first_fragment: first, .. } = scratch;
+    set_key::<F>(scratch, direction);
+    let Scratch { fragment_key, first_fragment: first, action: Action { rewrite, then }, .. } = scratch;
     if !tables.first_fragment(fragment_key, first)
         || first.id != fragment_key.id
         || tables.now().saturating_sub(first.seen) > KEPT_FOR
     {
         return Err(Reason::Fragment);
     }
-    scratch.then = match first.fate {
+    *then = match first.fate {
         FATE_TRANSLATED => Then::Pass,
         FATE_REROUTED => Then::Reroute,
         FATE_INTO_NODE => Then::IntoNode,
         FATE_DROPPED => return Err(Reason::FragmentOfDropped),
         _ => return Err(Reason::NotAService),
     };
-    let Scratch { rewrite, first_fragment: first, .. } = scratch;
     // One by one: together they would lie on the stack.
     rewrite.source = first.source;
     rewrite.destination = first.destination;
@@ -53,8 +52,8 @@ pub(super) fn record<F: Family, T: FlowTables<F>>(
     direction: u8,
     outcome: Result<(), Reason>,
 ) {
-    set_key(scratch, direction);
-    let Scratch { fragment_key, first_fragment: first, rewrite, then, .. } = scratch;
+    set_key::<F>(scratch, direction);
+    let Scratch { fragment_key, first_fragment: first, action: Action { rewrite, then }, .. } = scratch;
     first.seen = tables.now();
     first.source = rewrite.source;
     first.destination = rewrite.destination;
@@ -73,11 +72,11 @@ pub(super) fn record<F: Family, T: FlowTables<F>>(
 }
 
 #[inline(always)]
-fn set_key<A: Address>(scratch: &mut Scratch<A>, direction: u8) {
+fn set_key<F: Family>(scratch: &mut Scratch<F::Address>, direction: u8) {
     let Scratch { packet, fragment_key: key, .. } = scratch;
     key.source = packet.source;
     key.destination = packet.destination;
     key.id = packet.fragment.id;
-    key.protocol = if size_of::<A>() == size_of::<[u8; 4]>() { packet.protocol } else { 0 };
+    key.protocol = if F::FRAGMENTS_BELONG_BY_PROTOCOL { packet.protocol } else { 0 };
     key.direction = direction;
 }

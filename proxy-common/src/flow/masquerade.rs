@@ -1,55 +1,81 @@
 //! Where a flow's first packet leaves the node, it gets a source of the node's own at which the backend's answers can be told from
 //! all others.
 
-use super::{Change, FlowEntry as _, FlowTables, Scratch, Stage};
-use crate::{family::Family, layout::Address as _, port::Port, reason::Reason};
+use super::{
+    Change, FlowEntry as _, FlowTables, Scratch, Stage, Try,
+    foreign::{self, Held},
+};
+use crate::{
+    family::Family,
+    layout::Address as _,
+    port::{PORT_TRIES, Port, RANDOM_TRIES},
+    reason::Reason,
+};
 
-/// How many ports are tried before the packet is dropped.
-const TRIES: u32 = 16;
-
-/// `entry` is that of client and backend, and `scratch.flow` its copy, which learns the source. Two packets of a flow at the same time on
-/// two CPUs may choose two: the answers to both are known.
+/// `scratch.flow` learns the source. Two packets of a flow at the same time on two CPUs may
+/// choose two: the answers to both are known.
 #[inline(never)]
 pub(super) fn choose<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
-    stage: Stage,
-    entry: T::Entry,
 ) -> Result<(), Reason> {
     let address = tables.masquerade_address(scratch.interface);
     if address == F::Address::UNSPECIFIED {
         return Err(Reason::NoMasqueradeAddress);
     }
     scratch.flow.masquerade = address;
-    let start = tables.random();
-    for attempt in 0..TRIES {
-        let port = tables.masquerade_port(start, attempt);
-        if port == Port::NONE {
-            break;
+    for attempt in 0..PORT_TRIES {
+        match tables.try_masquerade_port(scratch, attempt) {
+            Try::Taken => return Ok(()),
+            Try::Next => {}
+            Try::Joined | Try::Failed => break,
         }
-        let Scratch { key, flow, .. } = &mut *scratch;
-        flow.set_masquerade_port(port);
-        *key = flow.masquerade_key();
-        if tables.flow(other(stage), key).is_some() || tables.insert(stage, key, flow) != Ok(()) {
-            continue;
-        }
-        let source = Change::Masquerade(address, port);
-        entry.write(source);
-        *key = flow.client_key();
-        if let Some(clients) = tables.flow(stage, key)
-            && clients.opened() == flow.opened
-        {
-            clients.write(source);
-        }
-        return Ok(());
     }
     Err(Reason::MasqueradePortsExhausted)
 }
 
+/// Inserts the entry of backend and node with this attempt's port.
 #[inline(always)]
-const fn other(stage: Stage) -> Stage {
-    match stage {
-        Stage::Opening => Stage::Established,
-        Stage::Established => Stage::Opening,
+pub fn try_port<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    attempt: u32,
+) -> Try {
+    let is_random = attempt < RANDOM_TRIES;
+    if is_random {
+        scratch.random = tables.random();
+    }
+    let port = tables.masquerade_port(scratch.random, attempt);
+    if port == Port::NONE {
+        return Try::Failed;
+    }
+    let Scratch { packet, key, flow, .. } = scratch;
+    flow.set_masquerade_port(port);
+    *key = flow.masquerade_key();
+    let held = if is_random { Held::ByAny } else { Held::ByRecent };
+    let is_free = !foreign::holds(tables, key, packet.is_tcp(), held)
+        && tables.flow(Stage::Established, key).is_none()
+        && tables.insert(Stage::Opening, key, flow) == Ok(());
+    if is_free { Try::Taken } else { Try::Next }
+}
+
+/// Writes the source that was chosen to the other entries of the flow, which lie in `scratch.stage`.
+#[inline(never)]
+pub(super) fn tell_entries<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    let Scratch { key, flow, stage, .. } = scratch;
+    let stage = *stage;
+    // The one that was inserted may be evicted; nobody else gets the key as long as it is there.
+    if stage == Stage::Established {
+        // Without room it is as with every flow that cannot be established.
+        let _inserted = tables.insert(stage, key, flow);
+    }
+    let source = Change::Masquerade(flow.masquerade, flow.masquerade_port());
+    for is_client in [false, true] {
+        *key = if is_client { flow.client_key() } else { flow.backend_key() };
+        if let Some(entry) = tables.flow(stage, key)
+            && entry.opened() == flow.opened
+        {
+            entry.write(source);
+        }
     }
 }

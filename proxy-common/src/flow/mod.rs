@@ -11,7 +11,9 @@
 //!
 //! The state of a flow is the union of what its entries know: no CPU overwrites what another learned.
 
+pub mod collect;
 mod entries;
+mod foreign;
 mod fragments;
 mod lifetimes;
 mod masquerade;
@@ -22,6 +24,8 @@ mod tests;
 mod tuples;
 
 pub use lifetimes::FlowLifetimes;
+pub use masquerade::try_port as try_masquerade_port;
+pub use open::try_port as try_alias_port;
 pub use tcp::Speaker;
 
 use self::{
@@ -31,7 +35,7 @@ use self::{
 use crate::{
     family::Family,
     layout::*,
-    packet::{Packet, Part, Rewrite, Then},
+    packet::{Action, Packet, Part, TCP_ACK, TCP_RST, TCP_SYN, Then},
     port::Port,
     reason::Reason,
     select::{self, Origin},
@@ -39,9 +43,11 @@ use crate::{
 };
 
 /// Which of the two tables a flow's entry lies in.
-#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
+#[repr(u8)]
 pub enum Stage {
     /// `opening_flows4/6`.
+    #[default]
     Opening,
     /// `flows4/6`.
     Established,
@@ -76,11 +82,37 @@ pub trait FlowEntry<A>: Copy {
 }
 
 /// Why an entry was not inserted.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum InsertError {
     Exists,
     /// No room or no memory.
     Full,
+}
+
+/// What came of one of several ports that are tried.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[repr(u32)]
+pub enum Try {
+    Next = 0,
+    /// The entry with this port is inserted.
+    Taken = 1,
+    /// The entry is there, at `scratch.key`: of another CPU's flow that is as good as ours.
+    Joined = 2,
+    /// No other port is to be tried.
+    Failed = 3,
+}
+
+impl Try {
+    /// Unknown numbers count as `Next`.
+    #[inline(always)]
+    pub const fn from_number(number: u32) -> Self {
+        match number {
+            1 => Self::Taken,
+            2 => Self::Joined,
+            3 => Self::Failed,
+            _ => Self::Next,
+        }
+    }
 }
 
 /// Where a packet is worked on. In the kernel it is memory of the CPU: it would fill the stack, and the verifier would go through a
@@ -89,11 +121,16 @@ pub enum InsertError {
 #[repr(C, align(8))]
 pub struct Scratch<A> {
     pub packet: Packet<A>,
-    /// What the packet becomes, where that is decided, and where it goes.
-    pub rewrite: Rewrite<A>,
-    pub then: Then,
+    /// What the packet becomes, where that is decided.
+    pub action: Action<A>,
     /// Index of the interface that the packet leaves by; only of one that leaves.
     pub interface: u32,
+    /// A process of the node has sent it; only of one that leaves.
+    pub is_made_here: bool,
+    /// The last random number that ports were tried with.
+    random: u32,
+    /// That of the entry whose copy is in `flow`, as far as it must outlast what chooses a masqueraded source.
+    stage: Stage,
     key: FlowKey<A>,
     flow: Flow<A>,
     /// One entry of `flow`, on its way from one table to the other.
@@ -114,17 +151,42 @@ pub trait FlowTables<F: Family>: Tables<F> {
         key: &FlowKey<F::Address>,
         flow: &Flow<F::Address>,
     ) -> Result<(), InsertError>;
-    fn replace(&self, stage: Stage, key: &FlowKey<F::Address>, flow: &Flow<F::Address>);
     fn remove(&self, stage: Stage, key: &FlowKey<F::Address>);
+    /// When the connection of others was last seen, in nanoseconds as of [`now`](Self::now).
+    fn foreign(&self, key: &FlowKey<F::Address>) -> Option<u64>;
+    fn note_foreign(&self, key: &FlowKey<F::Address>, now: u64);
+    fn forget_foreign(&self, key: &FlowKey<F::Address>);
+    /// Has a connection of others with this source port ever become a `FLOW_FOREIGN`?
+    fn is_moved(&self, port: Port) -> bool;
+    fn set_moved(&self, port: Port);
+    /// Does the kernel give this port to no socket of the node?
+    fn is_apart(&self, port: Port) -> bool;
     /// Copies a record of `fragments4/6`. False: there is none, or another has taken its place meanwhile.
     fn first_fragment(&self, key: &FragmentKey<F::Address>, into: &mut FirstFragment<F::Address>) -> bool;
     fn record_fragment(&self, key: &FragmentKey<F::Address>, first: &FirstFragment<F::Address>);
     /// Source of masqueraded packets that leave by this interface; unspecified: there is none.
     fn masquerade_address(&self, interface: u32) -> F::Address;
-    /// The `attempt`th port after a random one, of those for masqueraded sources and aliases; [`Port::NONE`]: there are none.
+    /// The port at [`PortPool::place`](crate::port::PortPool::place), of those for masqueraded sources and aliases; [`Port::NONE`]:
+    /// there is none.
     fn masquerade_port(&self, random: u32, attempt: u32) -> Port;
+    /// [`try_masquerade_port`] itself. The kernel verifies it once, where it is a function of its own, and not once for each attempt.
+    fn try_masquerade_port(&self, scratch: &mut Scratch<F::Address>, attempt: u32) -> Try
+    where
+        Self: Sized,
+    {
+        try_masquerade_port(self, scratch, attempt)
+    }
+    /// As [`try_masquerade_port`](Self::try_masquerade_port), of [`try_alias_port`].
+    fn try_alias_port(&self, scratch: &mut Scratch<F::Address>, attempt: u32) -> Try
+    where
+        Self: Sized,
+    {
+        try_alias_port(self, scratch, attempt)
+    }
     /// [`Settings::epoch`].
     fn epoch(&self) -> u32;
+    /// Are connections reset whose backend is gone?
+    fn resets_gone(&self) -> bool;
     /// Nanoseconds since boot, suspend included.
     fn now(&self) -> u64;
     fn random(&self) -> u32;
@@ -182,7 +244,7 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
     origin: Origin,
 ) -> Result<(), Reason> {
-    scratch.then = Then::Pass;
+    scratch.action.then = Then::Pass;
     set_key_of_packet(scratch);
     let mut is_overlapped = false;
     if let Some(mut found) = find(tables, scratch) {
@@ -211,12 +273,16 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
         } else if !is_overlapped {
             match found.step {
                 Step::ToFrontend if !is_from_host(scratch) => {
-                    scratch.rewrite = scratch.flow.forward_rewrite()
+                    end_if_gone(tables, scratch, found.entry)?;
+                    scratch.action.rewrite = scratch.flow.forward_rewrite();
                 }
-                Step::FromBackendMasqueraded => scratch.rewrite = scratch.flow.unmasquerade_rewrite(),
+                Step::FromBackendMasqueraded => scratch.action.rewrite = scratch.flow.unmasquerade_rewrite(),
+                Step::FromBackend if is_foreign(scratch) => {
+                    scratch.action.rewrite = scratch.flow.reply_rewrite()
+                }
                 Step::FromBackend if is_from_host(scratch) => {
-                    scratch.then = Then::IntoNode;
-                    scratch.rewrite = scratch.flow.reply_rewrite();
+                    scratch.action.then = Then::IntoNode;
+                    scratch.action.rewrite = scratch.flow.reply_rewrite();
                 }
                 // At the egress it would look like an answer that has come to the masquerade.
                 Step::FromBackend
@@ -235,7 +301,7 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
             return go_on(tables, scratch, found);
         }
     }
-    first_packet(tables, scratch, origin, is_overlapped)
+    first_packet(tables, scratch, origin, if is_overlapped { Rival::OfClient } else { Rival::None })
 }
 
 #[inline(always)]
@@ -244,9 +310,22 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
     from_host: bool,
 ) -> Result<(), Reason> {
-    scratch.then = Then::Pass;
+    scratch.action.then = Then::Pass;
     set_key_of_packet(scratch);
-    if let Some(found) = find(tables, scratch) {
+    let mut found = find(tables, scratch);
+    let mut rival = Rival::None;
+    if found.is_some_and(|found| foreign::meets(scratch, found.step)) {
+        rival = Rival::Masqueraded;
+    }
+    if rival == Rival::Masqueraded || (found.is_none() && tables.is_moved(scratch.packet.source_port)) {
+        scratch.key.overlapping = 1;
+        found = find(tables, scratch);
+        if found.is_some() && scratch.packet.opens() && scratch.flow.state.has_ended() {
+            replace(tables, scratch);
+            found = None;
+        }
+    }
+    if let Some(found) = found {
         if is_netfilters(tables, scratch, found.entry) {
             return Err(Reason::NotAService);
         }
@@ -255,19 +334,27 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
             replace(tables, scratch);
         } else {
             match found.step {
-                Step::FromBackend => scratch.rewrite = scratch.flow.reply_rewrite(),
+                Step::FromBackend => scratch.action.rewrite = scratch.flow.reply_rewrite(),
                 Step::ToBackend if scratch.flow.flags & FLOW_MASQUERADE != 0 => {
                     if !scratch.flow.is_masqueraded() && scratch.packet.is_error() {
                         return Err(Reason::NotAService);
                     }
                     if !scratch.flow.is_masqueraded() {
-                        masquerade::choose(tables, scratch, found.stage, found.entry)?;
+                        scratch.stage = found.stage;
+                        masquerade::choose(tables, scratch)?;
+                        masquerade::tell_entries(tables, scratch);
+                        scratch.action.rewrite = scratch.flow.masquerade_rewrite();
+                        return Ok(());
                     }
-                    scratch.rewrite = scratch.flow.masquerade_rewrite();
+                    scratch.action.rewrite = scratch.flow.masquerade_rewrite();
+                }
+                Step::ToFrontend if is_foreign(scratch) => {
+                    scratch.action.rewrite = scratch.flow.forward_rewrite()
                 }
                 Step::ToFrontend if is_hosts => {
-                    scratch.then = Then::Reroute;
-                    scratch.rewrite = scratch.flow.forward_rewrite();
+                    end_if_gone(tables, scratch, found.entry)?;
+                    scratch.action.then = Then::Reroute;
+                    scratch.action.rewrite = scratch.flow.forward_rewrite();
                 }
                 Step::ToFrontend
                 | Step::FromFrontend
@@ -278,11 +365,26 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
             return go_on(tables, scratch, found);
         }
     }
-    if !from_host {
-        return Err(Reason::NotAService);
+    let may_open = rival == Rival::Masqueraded || from_host;
+    if may_open && rival == Rival::None {
+        scratch.action.then = Then::Reroute;
     }
-    scratch.then = Then::Reroute;
-    first_packet(tables, scratch, Origin::Host, false)
+    let outcome =
+        if may_open { first_packet(tables, scratch, Origin::Host, rival) } else { Err(Reason::NotAService) };
+    if rival == Rival::None && matches!(outcome, Err(Reason::NotAService)) {
+        foreign::notice(tables, scratch);
+    }
+    outcome
+}
+
+/// The flow that has the ends of a packet which is not of it. It is in `scratch.flow`.
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Rival {
+    None,
+    /// One of the same client, to the same backend.
+    OfClient,
+    /// One of another, masqueraded to the same address and port of the node.
+    Masqueraded,
 }
 
 // Not inlined: the key would lie on the stack on the way of each packet.
@@ -319,6 +421,11 @@ fn is_from_host<A>(scratch: &Scratch<A>) -> bool {
     scratch.flow.flags & FLOW_FROM_HOST != 0
 }
 
+#[inline(always)]
+fn is_foreign<A>(scratch: &Scratch<A>) -> bool {
+    scratch.flow.flags & FLOW_FOREIGN != 0
+}
+
 /// Keeps a connection that netfilter translates.
 #[inline(always)]
 fn is_netfilters<F: Family, T: FlowTables<F>>(
@@ -336,29 +443,52 @@ fn is_netfilters<F: Family, T: FlowTables<F>>(
     true
 }
 
-/// A packet that has no flow. `is_overlapped`: that in `scratch.flow` has the packet's ends as its client and backend.
-#[inline(never)]
+/// A packet that has no flow of its own.
+#[inline(always)]
 fn first_packet<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     origin: Origin,
-    is_overlapped: bool,
+    rival: Rival,
 ) -> Result<(), Reason> {
     if !scratch.packet.opens() {
         return Err(Reason::NotAService);
     }
+    prepare(tables, scratch, origin, rival)?;
+    open::insert(tables, scratch)?;
+    scratch.action.rewrite = scratch.flow.forward_rewrite();
+    Ok(())
+}
+
+/// Makes `scratch.flow` one to what the packet dials.
+// Not inlined: what it needs of the stack would be added to what inserting the flow needs.
+#[inline(never)]
+fn prepare<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    origin: Origin,
+    rival: Rival,
+) -> Result<(), Reason> {
     // Before the tables are read: a change meanwhile has them compared once more.
     scratch.flow.epoch = tables.epoch();
-    match select::find(tables, &scratch.packet.to(), origin) {
-        Some(frontend) => open::prepare_to_frontend(tables, scratch, frontend, origin)?,
-        None if is_overlapped => open::prepare_to_endpoint(scratch),
-        None => return Err(Reason::NotAService),
+    let frontend =
+        if rival == Rival::Masqueraded { None } else { select::find(tables, &scratch.packet.to(), origin) };
+    // To a node port at which another's datagrams are masqueraded: it would go round for ever.
+    if frontend.is_some() && origin != Origin::Host && foreign::is_answer(tables, scratch) {
+        return Err(Reason::NotAService);
     }
-    if is_overlapped {
+    match frontend {
+        Some(frontend) => open::prepare_to_frontend(tables, scratch, frontend, origin)?,
+        None if rival == Rival::None => return Err(Reason::NotAService),
+        None => open::prepare_to_endpoint(scratch),
+    }
+    if rival != Rival::None {
         scratch.flow.flags |= FLOW_OVERLAPPING;
     }
-    open::insert(tables, scratch)?;
-    scratch.rewrite = scratch.flow.forward_rewrite();
+    if rival == Rival::Masqueraded {
+        scratch.flow.flags |= FLOW_FOREIGN;
+        tables.set_moved(scratch.packet.source_port);
+    }
     Ok(())
 }
 
@@ -393,9 +523,8 @@ fn go_on<F: Family, T: FlowTables<F>>(
         }
     }
     if scratch.flow.state.has_ended() {
-        if found.stage == Stage::Established {
-            retire(tables, scratch);
-        }
+        // Also if it was found among the opening ones: another CPU may be establishing it.
+        retire(tables, scratch);
         return Ok(());
     }
     // A SYN keeps no connection that its backend may have forgotten.
@@ -471,6 +600,45 @@ fn is_over<F: Family, T: FlowTables<F>>(
         entry.write(Change::Epoch(epoch));
     }
     !is_in_service
+}
+
+/// Fails with `BackendGone`, and ends the flow, where the client's segment is of a connection whose backend is gone, and such connections
+/// are reset. One that the backend has closed ends by itself, and one to an endpoint that was dialled itself is nobody's to reset.
+// Not inlined: its branches would be verified once for each way to it.
+#[inline(never)]
+fn end_if_gone<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    entry: T::Entry,
+) -> Result<(), Reason> {
+    let Scratch { packet, flow, .. } = &*scratch;
+    let is_of_a_connection = packet.is_tcp()
+        && !packet.is_error()
+        && packet.segment.flags & (TCP_SYN | TCP_RST | TCP_ACK) == TCP_ACK;
+    // A fragment cannot become a RST.
+    let can_be_answered = is_of_a_connection && packet.fragment.part == Part::Whole;
+    let is_served = flow.service != NO_SERVICE && flow.state.backend_fin == 0;
+    if !tables.resets_gone() || !can_be_answered || !is_served {
+        return Ok(());
+    }
+    let epoch = tables.epoch();
+    if flow.epoch == epoch {
+        return Ok(());
+    }
+    let is_gone = tables.backend(flow.backend_id).is_none();
+    let is_current = entry.opened() == flow.opened;
+    if !is_gone {
+        if is_current {
+            entry.write(Change::Epoch(epoch));
+        }
+        return Ok(());
+    }
+    if is_current && !flow.state.has_ended() {
+        scratch.flow.state.reset = RESET_CONFIRMED;
+        entry.write(Change::Reset(RESET_CONFIRMED));
+        retire(tables, scratch);
+    }
+    Err(Reason::BackendGone)
 }
 
 /// Does the flow's frontend still belong to its service, and its backend to any?

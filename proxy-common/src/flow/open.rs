@@ -1,17 +1,22 @@
 //! Opens a flow for the first packet of a connection: chooses the backend and the port that identifies its answers, and
 //! inserts both entries or none.
 
-use super::{FlowEntry as _, FlowTables, InsertError, Scratch, Stage, lookup};
+use super::{
+    FlowEntry as _, FlowTables, InsertError, Scratch, Stage, Try,
+    entries::Leg,
+    foreign::{self, Held},
+    is_foreign, is_from_host, lookup,
+};
 use crate::{
     family::{Family, Slot as _},
     layout::*,
-    port::Port,
+    port::{PORT_TRIES, Port},
     reason::Reason,
     select::{self, Origin},
 };
 
-/// How many ports are tried for a client's alias, its own first.
-const ALIAS_TRIES: u32 = 8;
+/// How many ports are tried for a client's alias, its own first: half of them at random, then one after the other.
+const ALIAS_TRIES: u32 = 16;
 
 /// Makes `scratch.flow` one from the packet's client to a backend of the frontend.
 #[inline(always)]
@@ -41,7 +46,7 @@ pub(super) fn prepare_to_frontend<F: Family, T: FlowTables<F>>(
 /// Makes `scratch.flow`, which has the packet's ends as client and backend, one to that endpoint itself.
 #[inline(always)]
 pub(super) fn prepare_to_endpoint<A: Address>(Scratch { packet, flow, .. }: &mut Scratch<A>) {
-    // The backend's id and the epoch stay: while that endpoint lives, so does this flow.
+    // The backend's id stays: while that endpoint lives, so does this flow.
     flow.backend = packet.destination;
     flow.set_backend_port(packet.destination_port);
     flow.service = NO_SERVICE;
@@ -67,15 +72,20 @@ pub(super) fn insert<F: Family, T: FlowTables<F>>(
     flow.state = FlowState::default();
     flow.opened = tables.now();
     flow.last_seen = flow.opened;
-    if take_backend_key(tables, scratch)? == Owner::Winner {
+    if take_backend_key(tables, scratch)? == Try::Joined {
         // The other packet of a race is a step ahead, or only this entry was left of the flow.
         let Some((_, entry)) = lookup(tables, &scratch.key) else { return Err(Reason::FlowNotCreated) };
         entry.read_into(&mut scratch.flow);
-        scratch.key = scratch.flow.client_key();
-        let _there_already = tables.insert(Stage::Opening, &scratch.key, &scratch.flow);
+        Leg::Client.set_key(scratch);
+        if tables.insert(Stage::Opening, &scratch.key, &scratch.flow) == Err(InsertError::Exists)
+            && let Some(clients) = tables.flow(Stage::Opening, &scratch.key)
+        {
+            // Of another flow, if the other packet has chosen another backend: the client's next packets go there.
+            clients.read_into(&mut scratch.flow);
+        }
         return Ok(());
     }
-    scratch.key = scratch.flow.client_key();
+    Leg::Client.set_key(scratch);
     if tables.insert(Stage::Opening, &scratch.key, &scratch.flow) == Ok(()) {
         tables.count(Reason::FlowOpened);
         tables.count_connection(scratch.flow.service);
@@ -84,26 +94,20 @@ pub(super) fn insert<F: Family, T: FlowTables<F>>(
     let winner = tables.flow(Stage::Opening, &scratch.key);
     if let Some(winner) = winner {
         winner.read_into(&mut scratch.entry);
-        if scratch.entry.same_backend(&scratch.flow) {
+        if scratch.entry.opened == scratch.flow.opened {
             // The other packet of a race found our entry and went on from there.
             return Ok(());
         }
     }
-    scratch.key = scratch.flow.backend_key();
+    Leg::Backend.set_key(scratch);
     tables.remove(Stage::Opening, &scratch.key);
     // Lost the race to a packet that chose another backend?
     let Some(winner) = winner else { return Err(Reason::FlowNotCreated) };
     winner.read_into(&mut scratch.flow);
+    // It was there, unless this CPU has taken it for one of the flow that the winner has replaced.
+    Leg::Backend.set_key(scratch);
+    let _there_already = tables.insert(Stage::Opening, &scratch.key, &scratch.flow);
     Ok(())
-}
-
-/// The flow that a client-and-backend entry belongs to.
-#[derive(Clone, Copy, Eq, PartialEq)]
-enum Owner {
-    /// It is inserted for our flow.
-    Ours,
-    /// Of the same client and frontend, at `scratch.key`: a flow that is as good as ours.
-    Winner,
 }
 
 /// Inserts the entry of client and backend. Where the same client port already talks to the same backend through another
@@ -113,45 +117,80 @@ enum Owner {
 fn take_backend_key<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
-) -> Result<Owner, Reason> {
-    let start = tables.random();
-    let own_port_at = if scratch.flow.flags & FLOW_FROM_HOST != 0 { ALIAS_TRIES - 1 } else { 0 };
+) -> Result<Try, Reason> {
     for attempt in 0..ALIAS_TRIES {
-        let Scratch { key, flow, entry, .. } = &mut *scratch;
-        let port =
-            if attempt == own_port_at { flow.client_port() } else { tables.masquerade_port(start, attempt) };
-        if port == Port::NONE || is_ambiguous(flow, port) {
-            continue;
-        }
-        flow.set_alias_port(port);
-        *key = flow.backend_key();
-        if let Some((_, found)) = lookup(tables, key) {
-            found.read_into(entry);
-            if entry.flags & FLOW_OF_NETFILTER != 0 || !entry.same_client_and_frontend(flow) {
-                continue;
-            }
-            if !entry.state.has_ended() {
-                return Ok(Owner::Winner);
-            }
-            // The entry is the last one of a connection that has ended.
-            tables.remove(Stage::Established, key);
-            tables.remove(Stage::Opening, key);
-        }
-        match tables.insert(Stage::Opening, key, flow) {
-            Ok(()) => return Ok(Owner::Ours),
-            Err(InsertError::Full) => return Err(Reason::FlowNotCreated),
-            // Another CPU has inserted the key meanwhile.
-            Err(InsertError::Exists) => {
-                if let Some(found) = tables.flow(Stage::Opening, key) {
-                    found.read_into(entry);
-                    if entry.same_client_and_frontend(flow) {
-                        return Ok(Owner::Winner);
-                    }
-                }
-            }
+        match tables.try_alias_port(scratch, attempt) {
+            done @ (Try::Taken | Try::Joined) => return Ok(done),
+            Try::Failed => return Err(Reason::FlowNotCreated),
+            Try::Next => {}
         }
     }
     Err(Reason::AliasPortsExhausted)
+}
+
+/// Inserts the entry of client and backend with this attempt's port.
+#[inline(always)]
+pub fn try_port<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    attempt: u32,
+) -> Try {
+    let port = alias_port(tables, scratch, attempt);
+    if port == Port::NONE || is_ambiguous(&scratch.flow, port) {
+        return Try::Next;
+    }
+    scratch.flow.set_alias_port(port);
+    scratch.key = scratch.flow.backend_key();
+    let is_nodes = is_foreign(scratch) || is_from_host(scratch);
+    let Scratch { packet, key, flow, entry, .. } = scratch;
+    if is_nodes && foreign::holds(tables, key, packet.is_tcp(), Held::ByAny) {
+        return Try::Next;
+    }
+    if let Some((_, found)) = lookup(tables, key) {
+        found.read_into(entry);
+        if entry.flags & FLOW_OF_NETFILTER != 0 || !entry.same_client_and_frontend(flow) {
+            return Try::Next;
+        }
+        if !entry.state.has_ended() {
+            return Try::Joined;
+        }
+        // The entry is the last one of a connection that has ended.
+        tables.remove(Stage::Established, key);
+        tables.remove(Stage::Opening, key);
+    }
+    match tables.insert(Stage::Opening, key, flow) {
+        Ok(()) => Try::Taken,
+        Err(InsertError::Full) => Try::Failed,
+        // Another CPU has inserted the key meanwhile.
+        Err(InsertError::Exists) => {
+            let Some(found) = tables.flow(Stage::Opening, key) else { return Try::Next };
+            found.read_into(entry);
+            if entry.same_client_and_frontend(flow) { Try::Joined } else { Try::Next }
+        }
+    }
+}
+
+/// [`Port::NONE`]: none is tried.
+#[inline(always)]
+fn alias_port<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    attempt: u32,
+) -> Port {
+    let own_port_at = if is_from_host(scratch) { ALIAS_TRIES - 1 } else { 0 };
+    let is_random = attempt < ALIAS_TRIES / 2;
+    if is_random {
+        scratch.random = tables.random();
+    }
+    if attempt != own_port_at {
+        let attempt = if is_random { attempt } else { attempt + PORT_TRIES - ALIAS_TRIES };
+        tables.masquerade_port(scratch.random, attempt)
+    } else if is_foreign(scratch) {
+        // Another connection has its own.
+        Port::NONE
+    } else {
+        scratch.flow.client_port()
+    }
 }
 
 /// Would two of the flow's packets look alike? Those of both directions where the client is the backend, and those before and after

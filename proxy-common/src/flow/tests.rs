@@ -1,9 +1,13 @@
 //! Cases that a test cannot cause in the kernel: races, tables that are full at one certain write, lost entries.
 //! Round trips of real packets are in `tests/packets`.
 
+mod foreign;
+mod interleavings;
+mod races;
+
 use std::{
     cell::{Cell, RefCell},
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     rc::Rc,
 };
 
@@ -13,7 +17,7 @@ use super::{entries::REFRESH_AFTER, *};
 use crate::{
     family::{Slot as _, V4},
     packet::{Fragment, Headers, Rewrite, Segment, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
-    port::{Port, PortRanges},
+    port::{Port, PortPool},
     tables::host::HostTables,
 };
 
@@ -56,20 +60,24 @@ impl FlowEntry<A> for EntryRef {
     }
 
     fn write(&self, change: Change<A>) {
-        self.change(|flow| match change {
-            Change::LastSeen(now) => flow.last_seen = now,
-            Change::Epoch(epoch) => flow.epoch = epoch,
-            Change::Acknowledged(by, number) => by.numbers_of(flow).acknowledged = number,
-            Change::Awaited(by, number) => by.numbers_of(flow).awaited = number,
-            Change::Progress(progress) => flow.state.progress = progress,
-            Change::ClientFin(fin) => flow.state.client_fin = fin,
-            Change::BackendFin(fin) => flow.state.backend_fin = fin,
-            Change::Reset(reset) => flow.state.reset = reset,
-            Change::Masquerade(address, port) => {
-                flow.masquerade = address;
-                flow.set_masquerade_port(port);
-            }
-        });
+        self.change(|flow| apply(flow, change));
+    }
+}
+
+fn apply(flow: &mut Flow<A>, change: Change<A>) {
+    match change {
+        Change::LastSeen(now) => flow.last_seen = now,
+        Change::Epoch(epoch) => flow.epoch = epoch,
+        Change::Acknowledged(by, number) => by.numbers_of(flow).acknowledged = number,
+        Change::Awaited(by, number) => by.numbers_of(flow).awaited = number,
+        Change::Progress(progress) => flow.state.progress = progress,
+        Change::ClientFin(fin) => flow.state.client_fin = fin,
+        Change::BackendFin(fin) => flow.state.backend_fin = fin,
+        Change::Reset(reset) => flow.state.reset = reset,
+        Change::Masquerade(address, port) => {
+            flow.masquerade = address;
+            flow.set_masquerade_port(port);
+        }
     }
 }
 
@@ -80,6 +88,8 @@ type Interruption = Box<dyn FnOnce(&Host)>;
 struct Host {
     tables: HostTables<V4>,
     flows: RefCell<Flows>,
+    foreign: RefCell<HashMap<FlowKey<A>, u64>>,
+    moved: RefCell<HashSet<Port>>,
     fragments: RefCell<HashMap<FragmentKey<A>, FirstFragment<A>>>,
     clock: Cell<u64>,
     dice: RefCell<VecDeque<u32>>,
@@ -87,12 +97,13 @@ struct Host {
     connections: RefCell<HashMap<u32, u32>>,
     masquerade: Cell<A>,
     /// For aliases and masqueraded sources.
-    ports: PortRanges,
+    ports: std::ops::Range<u16>,
     /// Counts down; at 0 the insertion fails as in a full table.
     until_full: Cell<Option<u32>>,
     /// Counts down; at 0 another CPU does this first.
     interruption: RefCell<Option<(u32, Interruption)>>,
     epoch: Cell<u32>,
+    resets_gone: bool,
 }
 
 impl Host {
@@ -117,16 +128,19 @@ impl Host {
         Self {
             tables,
             flows: RefCell::default(),
+            foreign: RefCell::default(),
+            moved: RefCell::default(),
             fragments: RefCell::default(),
             clock: Cell::new(100 * SECOND),
             dice: RefCell::default(),
             counted: RefCell::default(),
             connections: RefCell::default(),
             masquerade: Cell::new(NODE),
-            ports: PortRanges([[20_000, 20_099], [1, 0]]),
+            ports: 20_000..20_100,
             until_full: Cell::new(None),
             interruption: RefCell::default(),
             epoch: Cell::default(),
+            resets_gone: false,
         }
     }
 
@@ -137,22 +151,22 @@ impl Host {
     fn arrived(&self, packet: &Packet<A>, origin: Origin) -> Result<(Rewrite<A>, Then), Reason> {
         let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
         arriving(self, &mut scratch, origin)?;
-        Ok((scratch.rewrite, scratch.then))
+        Ok((scratch.action.rewrite, scratch.action.then))
     }
 
     fn leaving(&self, packet: &Packet<A>) -> Result<Rewrite<A>, Reason> {
         let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
         leaving(self, &mut scratch, false)?;
-        assert_eq!(scratch.then, Then::Pass);
-        Ok(scratch.rewrite)
+        assert_eq!(scratch.action.then, Then::Pass);
+        Ok(scratch.action.rewrite)
     }
 
     /// A packet that a process of the node sends.
     fn sent(&self, packet: &Packet<A>) -> Result<Rewrite<A>, Reason> {
         let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
         leaving(self, &mut scratch, true)?;
-        assert_eq!(scratch.then, Then::Reroute);
-        Ok(scratch.rewrite)
+        assert_eq!(scratch.action.then, Then::Reroute);
+        Ok(scratch.action.rewrite)
     }
 
     fn wait(&self, nanoseconds: u64) {
@@ -253,10 +267,6 @@ impl FlowTables<V4> for Host {
         Ok(())
     }
 
-    fn replace(&self, stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) {
-        self.flows.borrow_mut().insert((stage, *key), Box::leak(Box::new(Cell::new(*flow))));
-    }
-
     fn remove(&self, stage: Stage, key: &FlowKey<A>) {
         self.flows.borrow_mut().remove(&(stage, *key));
     }
@@ -270,16 +280,46 @@ impl FlowTables<V4> for Host {
         self.fragments.borrow_mut().insert(*key, *first);
     }
 
+    fn foreign(&self, key: &FlowKey<A>) -> Option<u64> {
+        self.foreign.borrow().get(key).copied()
+    }
+
+    fn note_foreign(&self, key: &FlowKey<A>, now: u64) {
+        self.foreign.borrow_mut().insert(*key, now);
+    }
+
+    fn forget_foreign(&self, key: &FlowKey<A>) {
+        self.foreign.borrow_mut().remove(key);
+    }
+
+    fn is_moved(&self, port: Port) -> bool {
+        self.moved.borrow().contains(&port)
+    }
+
+    fn set_moved(&self, port: Port) {
+        self.moved.borrow_mut().insert(port);
+    }
+
+    fn is_apart(&self, port: Port) -> bool {
+        self.ports.contains(&port.number())
+    }
+
     fn masquerade_address(&self, _interface: u32) -> A {
         self.masquerade.get()
     }
 
     fn masquerade_port(&self, random: u32, attempt: u32) -> Port {
-        self.ports.choose(random, attempt)
+        let pool = PortPool { ports: self.ports.len() as u32, apart: 0 };
+        let place = pool.place(random, attempt) as u16;
+        if self.ports.is_empty() { Port::NONE } else { Port::new(self.ports.start + place) }
     }
 
     fn epoch(&self) -> u32 {
         self.epoch.get()
+    }
+
+    fn resets_gone(&self) -> bool {
+        self.resets_gone
     }
 
     /// As on a real node, no two flows are opened at the same nanosecond.
@@ -564,7 +604,7 @@ fn an_element_that_has_become_another_flows_is_none_of_ours() {
 
 #[test]
 fn a_client_port_at_one_backend_through_many_frontends_runs_out_of_aliases() {
-    let mut host = Host::new();
+    let mut host = Host { ports: 20_000..20_007, ..Host::new() };
     let set = EndpointSet { first: 0, count: 1 };
     host.tables
         .services
@@ -576,7 +616,7 @@ fn a_client_port_at_one_backend_through_many_frontends_runs_out_of_aliases() {
     }
     let opened: Vec<_> =
         frontends.map(|to| host.arriving(&packet(CLIENT, to, TCP_SYN), Origin::Workload)).collect();
-    // Its own port and the aliases that were tried.
+    // Its own port and all aliases.
     let good = opened.iter().filter(|result| result.is_ok()).count();
     assert_eq!(good, 8);
     assert_eq!(opened.last(), Some(&Err(Reason::AliasPortsExhausted)));
@@ -629,7 +669,7 @@ fn the_nodes_own_flows_and_masqueraded_ones_share_one_pool_of_ports() {
 
 #[test]
 fn the_nodes_own_flow_keeps_its_port_where_there_is_no_other() {
-    let host = Host { ports: PortRanges::EMPTY, ..Host::new() };
+    let host = Host { ports: 0..0, ..Host::new() };
     assert_eq!(host.sent(&syn()).unwrap().source_port, CLIENT.1);
 }
 
@@ -706,7 +746,7 @@ fn a_direct_packet_without_a_rival_passes(#[case] client: (A, Port), #[case] fla
 /// Many client ports have dialled a service, and now dial its backend itself: no alias is left for the last one.
 #[test]
 fn a_connection_to_a_backend_itself_takes_over_from_no_other() {
-    let host = Host { ports: PortRanges::EMPTY, ..Host::new() };
+    let host = Host { ports: 0..0, ..Host::new() };
     let flow = establish_one(&host, Origin::Workload);
     let direct = packet(CLIENT, (flow.backend, PORT), TCP_SYN);
     assert_eq!(host.arriving(&direct, Origin::Workload), Err(Reason::AliasPortsExhausted));
@@ -962,6 +1002,34 @@ fn what_was_never_answered_chooses_anew_when_its_backend_is_gone(
     host.dice.borrow_mut().push_back(LAST);
     let again = host.arriving(&first, Origin::Workload).unwrap().destination;
     assert_eq!(again, if gone { BACKENDS[1] } else { BACKENDS[0] });
+}
+
+#[rstest]
+#[case::data(Segment::new(TCP_ACK, CLIENTS, BACKENDS_NEXT, 10), true)]
+#[case::end(Segment::new(TCP_FIN | TCP_ACK, CLIENTS, BACKENDS_NEXT, 0), true)]
+#[case::reset(Segment::new(TCP_RST, CLIENTS, 0, 0), false)]
+#[case::opening(Segment::new(TCP_SYN, CLIENT_ISN, 0, 0), false)]
+#[case::acknowledges_nothing(Segment::new(0, CLIENTS, 0, 10), false)]
+fn connections_to_a_gone_backend_are_reset_where_that_is_wanted(
+    #[case] segment: Segment,
+    #[case] is_answered: bool,
+    #[values(false, true)] wanted: bool,
+    #[values(false, true)] gone: bool,
+) {
+    let mut host = Host { resets_gone: wanted, ..Host::new() };
+    let flow = establish_one(&host, Origin::Workload);
+    if gone {
+        host.tables.backends.remove(&flow.backend_id);
+    }
+    host.epoch.set(1);
+    let is_reset = is_answered && wanted && gone;
+    for _ in 0..2 {
+        let outcome = says(Speaker::Client, &host, &flow, segment);
+        assert_eq!(outcome.err(), is_reset.then_some(Reason::BackendGone));
+    }
+    if is_reset {
+        assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (2, 0));
+    }
 }
 
 /// The port of a frontend has passed to another Service while the old backend lives.

@@ -147,14 +147,6 @@ impl<A: Address> Flow<A> {
         self.opened == other.opened && self.same_client_and_frontend(other)
     }
 
-    /// Of two flows of one client and frontend: have they the same client-and-backend key?
-    #[inline(always)]
-    pub(super) fn same_backend(&self, other: &Self) -> bool {
-        self.backend_port() == other.backend_port()
-            && self.alias_port() == other.alias_port()
-            && self.backend == other.backend
-    }
-
     /// What a packet of the client to the frontend gets.
     #[inline(always)]
     pub(super) fn forward_rewrite(&self) -> Rewrite<A> {

@@ -21,6 +21,7 @@ use crate::{
         self, BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, ServiceSnapshot, Snapshot, Usage,
     },
     leftovers,
+    mode::Mode,
     model::objects::{Protocol, TrafficPolicy},
     process::record::{Interface, Record},
 };
@@ -33,8 +34,16 @@ pub(super) fn bpffs(flag: Option<PathBuf>) -> PathBuf {
 
 /// What is programmed; says so if it only will be.
 fn snapshot(bpffs: &Path) -> anyhow::Result<Option<Snapshot>> {
-    if let Some((_, programmed)) = dataplane::read(bpffs)? {
-        return Ok(Some(programmed.snapshot()?));
+    if let Some((mode, programmed)) = dataplane::read(bpffs)? {
+        let mut snapshot = programmed.snapshot()?;
+        let record = Record::read(bpffs).filter(|record| record.mode == mode.name());
+        let beside = record.and_then(|record| record.beside);
+        if let Some(beside) = Mode::ALL.into_iter().find(|mode| Some(mode.name()) == beside.as_deref())
+            && let Some(programmed) = dataplane::read_mode(beside, bpffs)?
+        {
+            snapshot.add(programmed.snapshot()?);
+        }
+        return Ok(Some(snapshot));
     }
     if let Some(process) = dataplane::controller(bpffs) {
         // A closed stderr cannot be reported.

@@ -2,7 +2,7 @@
 //! renamed.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
     time::Duration,
 };
@@ -346,8 +346,12 @@ impl StatusView {
                 text.push_str(&part);
             }
         };
-        let unsupported: BTreeSet<_> = self.unsupported.iter().map(unsupported_row).collect();
+        let (handed_over, unsupported): (Vec<_>, Vec<_>) =
+            self.unsupported.iter().partition(|field| field.is_handed_over());
+        let unsupported: BTreeSet<_> = unsupported.into_iter().map(unsupported_row).collect();
         part(unsupported.len(), table(["NOT SERVED AS ASKED", "FIELD", "EFFECT", "INSTEAD"], unsupported));
+        let handed_over = handed_over_rows(&handed_over);
+        part(handed_over.len(), table(["HANDED OVER", "FIELD", "HOW"], handed_over));
         let or_dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
         let hooks = self.hooks.iter().map(|hook| {
             let [interface, role, reason] = [&hook.interface, &hook.role, &hook.reason].map(or_dash);
@@ -371,15 +375,38 @@ impl StatusView {
 }
 
 /// The same for both families.
-fn unsupported_row(field: &UnsupportedField) -> [String; 4] {
-    let UnsupportedField { namespace, name, port, field, effect, instead, .. } = field;
-    let port = if port.is_empty() { String::new() } else { format!(":{port}") };
+fn unsupported_row(unsupported: &UnsupportedField) -> [String; 4] {
+    let UnsupportedField { field, effect, instead, .. } = unsupported;
     let effect = match effect.as_str() {
         "notServed" => "not served",
         "partlyServed" => "partly served",
         _ => "served differently",
     };
-    [format!("{namespace}/{name}{port}"), field.clone(), effect.to_owned(), instead.clone()]
+    [service_port(unsupported), field.clone(), effect.to_owned(), instead.clone()]
+}
+
+fn service_port(UnsupportedField { namespace, name, port, .. }: &UnsupportedField) -> String {
+    let port = if port.is_empty() { String::new() } else { format!(":{port}") };
+    format!("{namespace}/{name}{port}")
+}
+
+/// A row for each service port; for many with the same field, one that counts them.
+fn handed_over_rows(fields: &[&UnsupportedField]) -> Vec<[String; 3]> {
+    const MOST_NAMED: usize = 10;
+    let mut service_ports: BTreeMap<[&str; 2], BTreeSet<String>> = BTreeMap::new();
+    for unsupported in fields {
+        let key = [unsupported.field.as_str(), unsupported.instead.as_str()];
+        service_ports.entry(key).or_default().insert(service_port(unsupported));
+    }
+    let mut rows = Vec::new();
+    for ([field, how], names) in service_ports {
+        let names = match names.len() {
+            0..=MOST_NAMED => Vec::from_iter(names),
+            many => vec![format!("{many} service ports")],
+        };
+        rows.extend(names.into_iter().map(|name| [name, field.to_owned(), how.to_owned()]));
+    }
+    rows
 }
 
 #[cfg(test)]
@@ -521,6 +548,35 @@ mod tests {
         let json = serde_json::to_value(&status).unwrap();
         assert_eq!(json["unsupported"][1]["family"], "IPv6");
         assert_eq!(json["unsupported"][0]["effect"], "partlyServed");
+    }
+
+    #[test]
+    fn service_ports_that_are_handed_over_are_listed_or_counted() {
+        let handed_over = |name: String, field: &str| UnsupportedField {
+            namespace: "shop".into(),
+            name,
+            field: field.into(),
+            effect: "handedOver".into(),
+            instead: "served by mode nftables beside this one".into(),
+            ..UnsupportedField::default()
+        };
+        let mut unsupported = vec![handed_over("sctp".into(), "spec.ports[].protocol")];
+        unsupported.extend((0..11).map(|n| handed_over(format!("web-{n}"), "spec.ports[].nodePort")));
+        let record = Record { unsupported, ..Record::default() };
+        let text = StatusView::new(Some(record), Some(Mode::Ebpf), None).text();
+        let rows: Vec<Vec<&str>> = text
+            .lines()
+            .skip_while(|line| !line.starts_with("HANDED OVER"))
+            .map(|line| line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect())
+            .collect();
+        let how = "served by mode nftables beside this one";
+        let expected = [
+            ["HANDED OVER", "FIELD", "HOW"],
+            ["11 service ports", "spec.ports[].nodePort", how],
+            ["shop/sctp", "spec.ports[].protocol", how],
+        ];
+        assert_eq!(rows, expected, "{text}");
+        assert!(!text.contains("NOT SERVED AS ASKED"), "{text}");
     }
 
     #[test]

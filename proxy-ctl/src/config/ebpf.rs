@@ -2,9 +2,8 @@
 
 use std::{path::PathBuf, time::Duration};
 
-pub use proxy_common::inventory::Limits;
-
 use proxy_common::flow::FlowLifetimes;
+pub use proxy_common::inventory::Limits;
 
 use super::{Config, Keyword, fields::SHORTEST_LIFETIME};
 use crate::dataplane::Role;
@@ -95,6 +94,8 @@ pub struct Ebpf {
     pub mode_fallback: bool,
     /// How long the node serves after its controller has gone; zero: without end.
     pub withdraw_after: Duration,
+    /// Of TCP, by sockets.
+    pub reset_connections_to_gone_endpoints: bool,
 }
 
 impl Default for Ebpf {
@@ -113,6 +114,7 @@ impl Default for Ebpf {
             remove_kube_proxy_rules: true,
             mode_fallback: true,
             withdraw_after: Duration::ZERO,
+            reset_connections_to_gone_endpoints: false,
         }
     }
 }

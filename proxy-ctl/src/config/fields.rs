@@ -285,7 +285,7 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.limits.flows", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.flows);
         "Rows of the tables flows4 and flows6 each; a flow takes two or three.";
     "ebpf.limits.openingFlows", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.opening_flows);
-        "Rows of the tables opening_flows4 and opening_flows6 each.";
+        "Rows of the tables opening_flows4, opening_flows6, foreign_flows4 and foreign_flows6 each.";
     "ebpf.limits.fragments", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.fragments);
         "Rows of the tables fragments4 and fragments6 each: packets that come in fragments.";
     "ebpf.limits.nodeAddresses", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.node_addresses);
@@ -311,6 +311,10 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.withdrawAfter", WITHDRAW_AFTER;
         "How long the node serves what was programmed after its controller has gone. From then on nothing is translated, so that another \
          proxy's rules apply, and flows of the packet programs end. Choose more than any restart takes. 0s: without end.";
+    "ebpf.resetConnectionsToGoneEndpoints", switch(|c| &mut c.ebpf.reset_connections_to_gone_endpoints);
+        "Reset TCP connections as soon as their endpoint is not ready, unless it terminates and serves, or has left its Services, so that \
+         clients need not wait for their timeouts: at once where the client's socket was sent there when it connected, with the client's \
+         next segment where the packet programs translate (the endpoint is not told). false: leave them, as kube-proxy does, since such an endpoint may still be answering.";
 };
 
 /// The lease is renewed about once a second at most, and not while much is being written.

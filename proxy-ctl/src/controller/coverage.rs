@@ -189,9 +189,10 @@ impl CoverageTracker {
     fn tell(&self, service_port: &ServicePortName, before: &[Unsupported], now: &[Unsupported]) {
         for Unsupported { field, effect, instead } in now.iter().filter(|one| !before.contains(one)) {
             match effect {
-                Effect::HandedOver => tracing::info!(%service_port, field, "{instead}"),
+                Effect::HandedOver => tracing::debug!(%service_port, field, "{instead}"),
                 Effect::ServedDifferently
                 | Effect::Without(_)
+                | Effect::NotToOwnNode(_)
                 | Effect::Refused
                 | Effect::NoRoom
                 | Effect::NotServed => tracing::warn!(%service_port, field, "{instead}"),

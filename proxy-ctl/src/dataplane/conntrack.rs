@@ -1,6 +1,7 @@
 //! Ends UDP flows whose endpoint is gone: the kernel would translate their packets to it as long as the client goes on sending.
 //! The one cleaner of all modes that stand on netfilter, and around them: they know nothing of it. Mode userspace, whose flows lead to
-//! listeners, tells the same [`StaleFlows`] of these.
+//! listeners, tells the same [`StaleFlows`] of these. Around mode ebpf it ends what a former proxy's rules have opened, as long as
+//! netfilter translates any of that.
 //!
 //! As kube-proxy's (pkg/proxy/conntrack/cleanup.go), with three differences. Flows of service ports without endpoints, and of
 //! service ports that are gone, are ended too. A change that takes no endpoint away ends no flow, and reads none. Flows to a node port
@@ -41,6 +42,18 @@ pub(super) fn has_translated_connections() -> Result<bool, CallError> {
     let conntrack = Conntrack::open()?;
     for family in IpFamily::ALL {
         if conntrack.has_translated(address_family(family))? {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Whether netfilter translates a UDP flow.
+fn translates_datagrams() -> Result<bool, CallError> {
+    let conntrack = Conntrack::open()?;
+    for family in IpFamily::ALL {
+        let flows = conntrack.udp_flows(address_family(family))?;
+        if flows.iter().any(|flow| flow.destination != flow.replier) {
             return Ok(true);
         }
     }
@@ -115,16 +128,47 @@ fn takes_away(before: &DesiredPort, now: &DesiredPort, repliers_now: &Endpoints)
         || before.frontends != now.frontends
 }
 
+/// Until when flows are ended.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Until {
+    /// The mode opens them.
+    Forever,
+    /// A former proxy's rules have opened them: until none is left.
+    NoneIsTranslated,
+    Over,
+}
+
 /// A mode whose flows connection tracking knows, and the end of those that are stale after each write.
 pub(super) struct WithConntrack {
     inner: Box<dyn Dataplane>,
     udp: UdpPorts,
     node_addresses: BTreeSet<IpAddr>,
+    until: Until,
 }
 
 impl WithConntrack {
     pub(super) fn new(inner: Box<dyn Dataplane>) -> Self {
-        Self { inner, udp: UdpPorts::default(), node_addresses: BTreeSet::new() }
+        Self { inner, udp: UdpPorts::default(), node_addresses: BTreeSet::new(), until: Until::Forever }
+    }
+
+    /// The mode itself opens no flow that netfilter translates.
+    pub(super) fn of_former_proxy(inner: Box<dyn Dataplane>) -> Self {
+        Self { until: Until::NoneIsTranslated, ..Self::new(inner) }
+    }
+
+    /// Ends flows after `change` of what is served.
+    fn follow(&mut self, change: impl FnOnce(&mut UdpPorts)) {
+        if self.until == Until::Over {
+            return;
+        }
+        change(&mut self.udp);
+        let has_looked = self.udp.stale.end(&self.node_addresses);
+        // After an error it is looked at again with the next change.
+        if has_looked && self.until == Until::NoneIsTranslated && matches!(translates_datagrams(), Ok(false))
+        {
+            self.until = Until::Over;
+            self.udp.served.clear();
+        }
     }
 }
 
@@ -141,16 +185,16 @@ impl Programmed for WithConntrack {
 impl Dataplane for WithConntrack {
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
         let applied = self.inner.apply(changes)?;
-        changes.removed.iter().for_each(|name| self.udp.remove(name));
-        changes.changed.iter().for_each(|port| self.udp.change(port));
-        self.udp.stale.end(&self.node_addresses);
+        self.follow(|udp| {
+            changes.removed.iter().for_each(|name| udp.remove(name));
+            changes.changed.iter().for_each(|port| udp.change(port));
+        });
         Ok(applied)
     }
 
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
         let applied = self.inner.resync(desired)?;
-        self.udp.resync(desired);
-        self.udp.stale.end(&self.node_addresses);
+        self.follow(|udp| udp.resync(desired));
         Ok(applied)
     }
 
@@ -173,6 +217,10 @@ impl Dataplane for WithConntrack {
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
         let mut families = self.inner.metrics()?;
+        if self.until != Until::Forever {
+            // A mode beside this one has the family.
+            return Ok(families);
+        }
         let samples = self.udp.stale.ended.iter().map(|(family, ended)| {
             let labels: super::Labels = Arc::new([("ip_family", Arc::from(family.name()))]);
             (labels, *ended)

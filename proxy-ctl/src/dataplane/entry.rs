@@ -12,10 +12,20 @@ use crate::{
 
 pub(super) type BoxedProgrammed = Box<dyn Programmed>;
 
+/// UDP flows that the kernel's connection tracking translates for a mode.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum TrackedFlows {
+    /// None that others do not take care of.
+    None,
+    /// Those that rules of a former proxy have opened, as long as there are any.
+    Former,
+    All,
+}
+
 /// What is done with a mode where there is no dataplane of it.
 pub(super) struct Entry {
-    /// The kernel's connection tracking knows its flows.
-    pub(super) tracks_flows: bool,
+    /// Which UDP flows of its Services connection tracking translates.
+    pub(super) tracked_flows: TrackedFlows,
     /// Its connections would end with it: it is removed only when it has none. What others have programmed has kube-proxy's names.
     pub(super) retires: bool,
     /// It drops what is sent to addresses of these ranges that no Service has.

@@ -1,8 +1,8 @@
 //! The mode at work and, beside it, a netfilter mode that serves what the first cannot: to their caller one dataplane.
 //!
 //! What of a service port is handed over follows from [`Dataplane::supports`] of the mode at work: the whole port, or its
-//! frontends of one kind. The mode beside is opened with the first such port, and removed after the last once
-//! no connection rests on it.
+//! frontends of one kind; these may be served by both, each for its own clients. The mode beside is opened with the first such
+//! port, and removed after the last once no connection rests on it.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     mode::Mode,
-    model::desired::{Changes, DesiredPort, ServicePortName},
+    model::desired::{Changes, DesiredPort, Frontend, ServicePortName},
 };
 
 /// Opens and removes the mode beside.
@@ -58,25 +58,37 @@ struct Parts {
     handed: Option<Arc<DesiredPort>>,
 }
 
+/// Changes by who writes them, and when.
+#[derive(Default)]
+struct Split {
+    /// For the mode at work.
+    own: Changes,
+    /// For the mode beside, before these: frontends that it did not serve.
+    arriving: Changes,
+    /// For the mode beside, after these.
+    handed: Changes,
+}
+
 impl Parts {
     fn of(port: &Arc<DesiredPort>, unsupported: &[Unsupported]) -> Self {
-        let own = servable(Arc::clone(port), unsupported);
-        let handed = match &own {
-            None => Some(Arc::clone(port)),
-            Some(own) if own.frontends.len() == port.frontends.len() => None,
-            Some(own) => {
-                let mut rest = DesiredPort::clone(port);
-                rest.frontends.retain(|frontend| !own.frontends.contains(frontend));
-                Some(Arc::new(rest))
-            }
+        let Some(own) = servable(Arc::clone(port), unsupported) else {
+            return Self { own: None, handed: Some(Arc::clone(port)) };
         };
-        Self { own, handed }
+        let is_handed = |frontend: &Frontend| {
+            let kind = frontend.kind;
+            let kinds = [Effect::Without(kind), Effect::NotToOwnNode(kind)];
+            unsupported.iter().any(|one| kinds.contains(&one.effect))
+        };
+        let frontends: Vec<_> = port.frontends.iter().filter(|one| is_handed(one)).cloned().collect();
+        let handed =
+            (!frontends.is_empty()).then(|| Arc::new(DesiredPort { frontends, ..DesiredPort::clone(port) }));
+        Self { own: Some(own), handed }
     }
 }
 
 const fn can_be_handed_over(unsupported: &Unsupported) -> bool {
     match unsupported.effect {
-        Effect::Without(_) | Effect::NotServed => true,
+        Effect::Without(_) | Effect::NotToOwnNode(_) | Effect::NotServed => true,
         Effect::ServedDifferently | Effect::Refused | Effect::NoRoom | Effect::HandedOver => false,
     }
 }
@@ -108,9 +120,10 @@ impl HandOver {
         Parts::of(port, &self.primary.supports(port))
     }
 
-    /// Takes `changes` apart, into those of the mode at work and those of the mode beside.
-    fn split(&mut self, changes: &Changes) -> (Changes, Changes) {
-        let (mut own, mut handed) = (Changes::default(), Changes::default());
+    /// Takes `changes` apart.
+    fn split(&mut self, changes: &Changes) -> Split {
+        let mut split = Split::default();
+        let Split { own, arriving, handed } = &mut split;
         for port in &changes.changed {
             let parts = self.parts(port);
             match parts.own {
@@ -119,9 +132,12 @@ impl HandOver {
             }
             match parts.handed {
                 Some(part) => {
-                    self.take_back(&port.name);
+                    let before = self.take_back(&port.name);
                     self.handed.insert(port.name.clone(), Arc::clone(&part));
-                    handed.changed.push(part);
+                    let is_known =
+                        |one: &Frontend| before.as_ref().is_some_and(|before| before.frontends.contains(one));
+                    let arrives = !part.frontends.iter().all(is_known);
+                    (if arrives { &mut *arriving } else { &mut *handed }).changed.push(part);
                 }
                 None => {
                     let Some(part) = self.take_back(&port.name) else { continue };
@@ -138,7 +154,7 @@ impl HandOver {
                 self.failure_changed |= self.failure.is_some();
             }
         }
-        (own, handed)
+        split
     }
 
     /// Answers with what the mode beside serves of the service port.
@@ -260,7 +276,7 @@ impl Programmed for HandOver {
     fn snapshot(&self) -> Result<Snapshot, Error> {
         let mut snapshot = self.primary.snapshot()?;
         if let Some(opened) = &self.opened {
-            snapshot.services.extend(opened.snapshot()?.services);
+            snapshot.add(opened.snapshot()?);
         }
         Ok(snapshot)
     }
@@ -277,18 +293,17 @@ impl Programmed for HandOver {
 }
 
 impl Dataplane for HandOver {
-    /// What passes to the mode beside is served there before the mode at work leaves it, and the other way round.
+    /// What passes to the mode beside is served there before the mode at work leaves it, and the other way round. All else is written to
+    /// the mode at work first, which is the faster one.
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
-        let (own, handed) = self.split(changes);
-        let arriving = Changes { changed: handed.changed, removed: Vec::new() };
-        let leaving = Changes { changed: Vec::new(), removed: handed.removed };
+        let Split { own, arriving, handed } = self.split(changes);
         let arrived = self.apply_beside(&arriving);
         let mut applied = self.primary.apply(&own)?;
-        for name in &leaving.removed {
+        for name in &handed.removed {
             self.passing.remove(name);
         }
         applied += arrived?;
-        applied += self.apply_beside(&leaving)?;
+        applied += self.apply_beside(&handed)?;
         Ok(applied)
     }
 

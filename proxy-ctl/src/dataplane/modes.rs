@@ -8,7 +8,7 @@ use super::{
     Dataplane, Error, ErrorKind,
     conntrack::{self, WithConntrack},
     ebpf,
-    entry::{BoxedProgrammed, Entry, Removed},
+    entry::{BoxedProgrammed, Entry, Removed, TrackedFlows},
     hand_over::{HandOver, ModeBeside},
     iptables, ipvs, nftables,
     source_ports::SourcePorts,
@@ -102,7 +102,11 @@ pub fn open(modes: Modes, config: &Arc<Config>) -> Result<Box<dyn Dataplane>, Er
 fn open_one(mode: Mode, config: &Config) -> Result<Box<dyn Dataplane>, Error> {
     let entry = entry(mode);
     let dataplane = (entry.open)(config)?;
-    Ok(if entry.tracks_flows { Box::new(WithConntrack::new(dataplane)) } else { dataplane })
+    Ok(match entry.tracked_flows {
+        TrackedFlows::None => dataplane,
+        TrackedFlows::Former => Box::new(WithConntrack::of_former_proxy(dataplane)),
+        TrackedFlows::All => Box::new(WithConntrack::new(dataplane)),
+    })
 }
 
 /// Modes other than this one that a predecessor has programmed.
@@ -187,6 +191,11 @@ pub fn read(bpffs: &Path) -> Result<Option<(Mode, BoxedProgrammed)>, Error> {
         }
     }
     failure.map_or(Ok(None), Err)
+}
+
+/// What is programmed of this mode.
+pub fn read_mode(mode: Mode, bpffs: &Path) -> Result<Option<BoxedProgrammed>, Error> {
+    (entry(mode).read)(bpffs)
 }
 
 /// The process that programs this node. It may only just have begun. `None`: there is none, or the kernel does not

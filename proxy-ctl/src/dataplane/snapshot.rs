@@ -1,6 +1,7 @@
 //! What is really programmed on the node, as data, whatever the mode.
 
 use std::{
+    collections::HashSet,
     net::{IpAddr, SocketAddr},
     time::Duration,
 };
@@ -25,6 +26,27 @@ pub struct Snapshot {
     /// What is left of the time for which the node serves without its controller; zero: everything passes untouched. `None`: no
     /// end.
     pub lease: Option<Duration>,
+}
+
+impl Snapshot {
+    /// Adds what a mode beside serves: service ports, or more frontends of those that are served already.
+    pub(crate) fn add(&mut self, beside: Snapshot) {
+        for service in beside.services {
+            match self.services.binary_search_by(|one| one.name.cmp(&service.name)) {
+                Ok(found) => {
+                    let frontends = &mut self.services[found].frontends;
+                    let more = service.frontends.into_iter().filter(|one| !frontends.contains(one));
+                    let more: Vec<_> = more.collect();
+                    frontends.extend(more);
+                }
+                Err(place) => self.services.insert(place, service),
+            }
+        }
+        let place = |one: &BackendSnapshot| (one.address, one.protocol);
+        let known: HashSet<_> = self.backends.iter().map(place).collect();
+        self.backends.extend(beside.backends.into_iter().filter(|one| !known.contains(&place(one))));
+        self.backends.sort_by_key(|one| one.address);
+    }
 }
 
 /// A service port as the node serves it.
@@ -97,4 +119,49 @@ pub struct Hook {
     pub interface: Option<u32>,
     /// How it is attached: `cgroup`, `tcx` or `clsact`.
     pub kind: &'static str,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::objects::{IpFamily, ObjectName};
+
+    fn served(name: &str, ports: &[u16]) -> ServiceSnapshot {
+        let frontend = |port: &u16| FrontendSnapshot { address: None, port: *port, external: true };
+        ServiceSnapshot {
+            id: 0,
+            name: ServicePortName {
+                service: ObjectName::new("default", name),
+                port: "".into(),
+                protocol: Protocol::Tcp,
+                family: IpFamily::Ipv4,
+            },
+            frontends: ports.iter().map(frontend).collect(),
+            cluster: Vec::new(),
+            internal: Vec::new(),
+            external: Vec::new(),
+            any_endpoints: false,
+            internal_policy: TrafficPolicy::Cluster,
+            external_policy: TrafficPolicy::Cluster,
+            affinity_seconds: 0,
+        }
+    }
+
+    fn backend(last: u8) -> BackendSnapshot {
+        let address = SocketAddr::from(([10, 0, 0, last], 80));
+        let protocol = Some(Protocol::Tcp);
+        BackendSnapshot { id: 0, address, protocol, local: false, terminating: false, uses: 1 }
+    }
+
+    #[test]
+    fn what_a_mode_beside_serves_is_added() {
+        let (services, backends) =
+            (vec![served("b", &[1, 2]), served("d", &[4])], vec![backend(1), backend(3)]);
+        let mut both = Snapshot { services, backends, ..Snapshot::default() };
+        let services = vec![served("a", &[7]), served("b", &[2, 3]), served("e", &[5])];
+        both.add(Snapshot { services, backends: vec![backend(2), backend(3)], ..Snapshot::default() });
+        assert_eq!(both.backends, [backend(1), backend(2), backend(3)]);
+        let expected = [served("a", &[7]), served("b", &[1, 2, 3]), served("d", &[4]), served("e", &[5])];
+        assert_eq!(both.services, expected);
+    }
 }

@@ -1,8 +1,10 @@
 //! Which ports the sources that this node translates get. The programs of mode ebpf and netfilter beside them do not know each
 //! other's flows: where both used one port towards one endpoint, the programs would take the answers of netfilter's flow. So they
-//! have no port in common.
+//! have no port in common, until one endpoint has more flows than the programs have ports of their own.
 
-use std::fs;
+use std::{fs, ops::RangeInclusive};
+
+use proxy_common::port::{NODE_PORTS, Port, PortRanges};
 
 use crate::config::PortRange;
 
@@ -10,50 +12,88 @@ use crate::config::PortRange;
 type TablePortRange = [u16; 2];
 
 const EMPTY: TablePortRange = [1, 0];
+
 /// Ports below are of services with a well-known number.
 const FIRST: u16 = 1_024;
 /// Fewer would be used up by few clients of one backend.
-const ENOUGH: u32 = 4_096;
+const ENOUGH: usize = 4_096;
 /// Of the programs although sockets may be given them too, where a node leaves fewer than [`ENOUGH`] others to them or to netfilter.
 const LAST_RESORT: TablePortRange = [61_440, u16::MAX];
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct SourcePorts {
-    /// None that the kernel gives to a socket of this node.
-    pub(super) programs: [TablePortRange; 2],
-    /// Those that the kernel gives to sockets too: their connections netfilter knows.
+    pub(super) programs: ProgramPorts,
+    /// In these the ports lie that are apart; reserved ones and node ports too.
+    pub(super) apart_ranges: [TablePortRange; 2],
+    /// Those that the kernel gives to sockets: their connections netfilter knows.
     pub(super) netfilter: PortRange,
 }
 
+/// Neither node ports nor reserved ones.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct ProgramPorts {
+    /// In the order in which they are taken.
+    pub(super) ports: Vec<u16>,
+    /// How many of them, the first ones, are given to no socket and not to netfilter.
+    pub(super) apart: usize,
+}
+
 impl SourcePorts {
-    /// By the node's `net.ipv4.ip_local_port_range`, which IPv6 sockets share.
+    /// By the node's `net.ipv4.ip_local_port_range` and `net.ipv4.ip_local_reserved_ports`, which IPv6 sockets share. Without knowledge of
+    /// the first, as if it were the kernel's default.
     pub(super) fn read() -> Self {
-        let local = fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range");
-        Self::around(local.ok().as_deref().and_then(parse))
+        let read = |name| fs::read_to_string(format!("/proc/sys/net/ipv4/{name}")).unwrap_or_default();
+        let local = parse_range(&read("ip_local_port_range")).unwrap_or(32_768..=60_999);
+        Self::around(&local, &parse_list(&read("ip_local_reserved_ports")))
     }
 
-    /// The programs get the ports above and below the local ones; without knowledge of these, as if they were the kernel's default.
-    fn around(local: Option<TablePortRange>) -> Self {
-        let [first, last] = local.unwrap_or([32_768, 60_999]);
+    fn around(local: &RangeInclusive<u16>, reserved: &[RangeInclusive<u16>]) -> Self {
+        let (first, last) = (*local.start(), *local.end());
         let above = last.checked_add(1).map_or(EMPTY, |next| [next.max(FIRST), u16::MAX]);
         let below = if first > FIRST { [FIRST, first - 1] } else { EMPTY };
-        let local = [first.max(FIRST), last];
-        if count(above) + count(below) < ENOUGH || count(local) < ENOUGH {
-            let netfilter = PortRange { first: FIRST, last: LAST_RESORT[0] - 1 };
-            return Self { programs: [LAST_RESORT, EMPTY], netfilter };
+        let is_usable =
+            |port: &u16| !NODE_PORTS.contains(port) && !reserved.iter().any(|range| range.contains(port));
+        let usable: Vec<u16> = (FIRST..=u16::MAX).rev().filter(is_usable).collect();
+        let split = |ranges: [TablePortRange; 2]| -> (Vec<u16>, Vec<u16>) {
+            usable.iter().partition(|port| PortRanges(ranges).contain(Port::new(**port)))
+        };
+        let mut apart_ranges = [above, below];
+        let (mut apart, mut others) = split(apart_ranges);
+        let mut netfilter = PortRange { first: first.max(FIRST), last };
+        if apart.len() < ENOUGH || (netfilter.first..=netfilter.last).len() < ENOUGH {
+            apart_ranges = [LAST_RESORT, EMPTY];
+            (apart, others) = split(apart_ranges);
+            netfilter = PortRange { first: FIRST, last: LAST_RESORT[0] - 1 };
         }
-        Self { programs: [above, below], netfilter: PortRange { first: local[0], last } }
+        let count = apart.len();
+        apart.append(&mut others);
+        Self { programs: ProgramPorts { ports: apart, apart: count }, apart_ranges, netfilter }
     }
 }
 
 /// Two numbers with a tab between them.
-fn parse(text: &str) -> Option<TablePortRange> {
+fn parse_range(text: &str) -> Option<RangeInclusive<u16>> {
     let mut words = text.split_whitespace();
-    Some([words.next()?.parse().ok()?, words.next()?.parse().ok()?])
+    Some(words.next()?.parse().ok()?..=words.next()?.parse().ok()?)
 }
 
-fn count([first, last]: TablePortRange) -> u32 {
-    (u32::from(last) + 1).saturating_sub(u32::from(first))
+/// Ports and ranges of ports, as `8080,9000-9100`.
+fn parse_list(text: &str) -> Vec<RangeInclusive<u16>> {
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.parse().ok()?..=last.parse().ok()?)
+    };
+    text.trim().split(',').filter_map(range).collect()
+}
+
+/// First and last of each run of consecutive ports.
+pub(super) fn runs(ports: &[u16]) -> Vec<(u16, u16)> {
+    let mut ports = ports.to_vec();
+    ports.sort_unstable();
+    ports
+        .chunk_by(|one, next| one.checked_add(1) == Some(*next))
+        .map(|run| (run[0], run[run.len() - 1]))
+        .collect()
 }
 
 #[cfg(test)]
@@ -63,42 +103,77 @@ mod tests {
 
     use super::*;
 
+    const DEFAULT: RangeInclusive<u16> = 32_768..=60_999;
+    type Runs<'a> = &'a [(u16, u16)];
+
     #[rstest]
-    #[case::kernel_default(Some([32_768, 60_999]), [[61_000, 65_535], [1_024, 32_767]], [32_768, 60_999])]
-    #[case::unreadable(None, [[61_000, 65_535], [1_024, 32_767]], [32_768, 60_999])]
-    #[case::up_to_the_end(Some([10_000, 65_535]), [EMPTY, [1_024, 9_999]], [10_000, 65_535])]
-    #[case::from_the_start(Some([1, 50_000]), [[50_001, 65_535], EMPTY], [1_024, 50_000])]
-    #[case::nearly_all(Some([1_024, 65_000]), [LAST_RESORT, EMPTY], [1_024, 61_439])]
-    #[case::all(Some([1, 65_535]), [LAST_RESORT, EMPTY], [1_024, 61_439])]
-    #[case::few(Some([60_000, 60_999]), [LAST_RESORT, EMPTY], [1_024, 61_439])]
-    #[case::well_known_ones(Some([100, 200]), [LAST_RESORT, EMPTY], [1_024, 61_439])]
+    #[case::kernel_default(DEFAULT, "", &[(1_024, 29_999), (61_000, 65_535)], &[(32_768, 60_999)], (32_768, 60_999))]
+    #[case::some_are_reserved(DEFAULT, "8080,9000-9099,35000",
+        &[(1_024, 8_079), (8_081, 8_999), (9_100, 29_999), (61_000, 65_535)], &[(32_768, 34_999), (35_001, 60_999)], (32_768, 60_999))]
+    #[case::a_reserved_range_meets_another(DEFAULT, "1-9999,29000-61000", &[(10_000, 28_999), (61_001, 65_535)], &[], (32_768, 60_999))]
+    #[case::nearly_all_are_reserved(DEFAULT, "1-65500", &[(65_501, 65_535)], &[], (1_024, 61_439))]
+    #[case::up_to_the_end(10_000..=65_535, "", &[(1_024, 9_999)], &[(10_000, 29_999), (32_768, 65_535)], (10_000, 65_535))]
+    #[case::from_the_start(1..=50_000, "", &[(50_001, 65_535)], &[(1_024, 29_999), (32_768, 50_000)], (1_024, 50_000))]
+    #[case::nearly_all(1_024..=65_000, "", &[(61_440, 65_535)], &[(1_024, 29_999), (32_768, 61_439)], (1_024, 61_439))]
+    #[case::few(60_000..=60_999, "", &[(61_440, 65_535)], &[(1_024, 29_999), (32_768, 61_439)], (1_024, 61_439))]
+    #[case::well_known_ones(100..=200, "", &[(61_440, 65_535)], &[(1_024, 29_999), (32_768, 61_439)], (1_024, 61_439))]
     fn ports_around_the_local_ones(
-        #[case] local: Option<TablePortRange>,
-        #[case] programs: [TablePortRange; 2],
-        #[case] netfilter: TablePortRange,
+        #[case] local: RangeInclusive<u16>,
+        #[case] reserved: &str,
+        #[case] apart: Runs<'_>,
+        #[case] others: Runs<'_>,
+        #[case] netfilter: (u16, u16),
     ) {
-        let [first, last] = netfilter;
-        assert_eq!(
-            SourcePorts::around(local),
-            SourcePorts { programs, netfilter: PortRange { first, last } }
-        );
+        let found = SourcePorts::around(&local, &parse_list(reserved));
+        let (found_apart, found_others) = found.programs.ports.split_at(found.programs.apart);
+        assert_eq!((runs(found_apart).as_slice(), runs(found_others).as_slice()), (apart, others));
+        assert_eq!((found.netfilter.first, found.netfilter.last), netfilter);
+    }
+
+    /// One endpoint has room for 50,000 flows.
+    #[test]
+    fn most_ports_can_be_used() {
+        assert_eq!(SourcePorts::around(&DEFAULT, &[]).programs.ports.len(), 61_744);
     }
 
     proptest! {
         #[test]
-        fn programs_and_netfilter_have_no_port_in_common(first in 1..=u16::MAX, last in FIRST..=u16::MAX) {
+        fn no_port_has_two_owners(
+            first in 1..=u16::MAX,
+            last in FIRST..=u16::MAX,
+            reserved in proptest::collection::vec((1..=u16::MAX, 0..2_000u16), 0..5),
+        ) {
             prop_assume!(first <= last);
-            let SourcePorts { programs, netfilter } = SourcePorts::around(Some([first, last]));
+            let reserved: Vec<_> =
+                reserved.into_iter().map(|(first, length)| first..=first.saturating_add(length)).collect();
+            let SourcePorts { programs, apart_ranges, netfilter } =
+                SourcePorts::around(&(first..=last), &reserved);
             prop_assert!(netfilter.first <= netfilter.last);
-            for [first, last] in programs {
-                prop_assert!(first > last || last < netfilter.first || netfilter.last < first);
+            let mut unique = programs.ports.clone();
+            unique.sort_unstable();
+            unique.dedup();
+            prop_assert_eq!(unique.len(), programs.ports.len());
+            for port in &programs.ports {
+                prop_assert!(*port >= FIRST && !NODE_PORTS.contains(port));
+                prop_assert!(!reserved.iter().any(|range| range.contains(port)));
+            }
+            for port in &programs.ports[..programs.apart] {
+                prop_assert!(*port < netfilter.first || netfilter.last < *port);
+                prop_assert!(PortRanges(apart_ranges).contain(Port::new(*port)));
             }
         }
     }
 
+    #[rstest]
+    #[case::nothing("\n", &[])]
+    #[case::ports_and_ranges("8080,9000-9100\n", &[8080..=8080, 9000..=9100])]
+    fn the_lists_of_the_kernel_are_read(#[case] text: &str, #[case] expected: &[RangeInclusive<u16>]) {
+        assert_eq!(parse_list(text), expected);
+    }
+
     #[test]
-    fn the_file_of_the_kernel_is_read() {
-        assert_eq!(parse("32768\t60999\n"), Some([32_768, 60_999]));
-        assert_eq!(parse("32768"), None);
+    fn the_range_of_the_kernel_is_read() {
+        assert_eq!(parse_range("32768\t60999\n"), Some(DEFAULT));
+        assert_eq!(parse_range("32768"), None);
     }
 }

@@ -26,6 +26,8 @@ pub enum Effect {
     ServedDifferently,
     /// Every frontend but those of this kind.
     Without(FrontendKind),
+    /// Every frontend, but those of this kind not to processes of the own node.
+    NotToOwnNode(FrontendKind),
     /// Every frontend but those that the model leaves out: nobody may take them.
     Refused,
     /// Less than the field asks for, some of its frontends or its endpoints of before: there is no room, or nothing can listen there.
@@ -40,7 +42,7 @@ impl Effect {
     pub const fn name(self) -> &'static str {
         match self {
             Self::ServedDifferently => "servedDifferently",
-            Self::Without(_) | Self::Refused | Self::NoRoom => "partlyServed",
+            Self::Without(_) | Self::NotToOwnNode(_) | Self::Refused | Self::NoRoom => "partlyServed",
             Self::HandedOver => "handedOver",
             Self::NotServed => "notServed",
         }
@@ -68,7 +70,11 @@ pub fn servable(port: Arc<DesiredPort>, unsupported: &[Unsupported]) -> Option<A
     let mut served = port;
     for one in unsupported {
         match one.effect {
-            Effect::ServedDifferently | Effect::Refused | Effect::NoRoom | Effect::HandedOver => {}
+            Effect::ServedDifferently
+            | Effect::NotToOwnNode(_)
+            | Effect::Refused
+            | Effect::NoRoom
+            | Effect::HandedOver => {}
             Effect::Without(kind) => {
                 Arc::make_mut(&mut served).frontends.retain(|frontend| frontend.kind != kind);
             }

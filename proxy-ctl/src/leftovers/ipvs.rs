@@ -4,9 +4,10 @@
 //! ended, other programs may add theirs. The device kube-ipvs0 shows that kube-proxy was in mode ipvs, so it is removed
 //! last.
 
-use std::{collections::BTreeSet, net::IpAddr, ops::RangeInclusive};
+use std::{collections::BTreeSet, net::IpAddr};
 
 use ipnet::IpNet;
+use proxy_common::port::NODE_PORTS;
 
 use super::{Error, Found, Part, PartKind, Purpose, Removal, Retained, Selection, let_go::LettingGo, names};
 use crate::sys::{
@@ -17,8 +18,6 @@ use crate::sys::{
 
 const SERVERS: &str = "ipvs";
 const SETS: &str = "ipset";
-/// The API server's default `--service-node-port-range`.
-const NODE_PORTS: RangeInclusive<u16> = 30_000..=32_767;
 
 /// Addresses of this node. They show which virtual servers are kube-proxy's.
 #[derive(Debug, Default)]

@@ -34,8 +34,8 @@ const GROUPS: [u32; 5] = [1, 5, 9, 7, 11];
 const RECEIVE_BUFFER: usize = 1 << 20;
 const DUMP_TRIES: usize = 5;
 
-/// Sends the node's network whenever it changes, until `stop`. The configuration says of which pods, and may choose roles. Waits for the first list of the own Node, whose addresses
-/// show which interfaces are uplinks.
+/// Sends the node's network whenever it or the configuration changes, until `stop`: `clusterCIDR` and `ebpf.interfaces` decide over roles
+/// of interfaces. Waits for the first list of the own Node, whose addresses show which interfaces are uplinks.
 pub async fn watch(
     mut own_node: watch::Receiver<OwnNode>,
     mut configs: watch::Receiver<Arc<Config>>,

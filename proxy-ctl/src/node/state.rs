@@ -183,8 +183,8 @@ impl State {
         self.addresses.range(of_this).map(|((_, ip), assignment)| (ip, assignment))
     }
 
-    /// As MASQUERADE chooses for an interface that packets leave by: one of its own addresses, that of the Node if it has it. A port of a
-    /// bridge has those of the bridge.
+    /// The sources of what is masqueraded and leaves by this interface: of each family one of its own addresses, the Node's if it has that. A
+    /// port of a bridge has those of the bridge.
     fn masquerade_by(&self, index: u32, link: &Link, node_addresses: &[IpAddr]) -> Vec<IpAddr> {
         let bridge = link
             .master

@@ -34,6 +34,8 @@ pub struct Record {
     pub began: u64,
     pub node: String,
     pub mode: String,
+    /// The mode that serves what `mode` cannot.
+    pub beside: Option<String>,
     pub reasons: Vec<String>,
     /// The mode takes the place of the one that was asked for; why.
     pub fallback: Option<String>,
@@ -88,7 +90,7 @@ impl UnsupportedField {
     }
 
     /// It is served as it asks.
-    pub(super) fn is_handed_over(&self) -> bool {
+    pub(crate) fn is_handed_over(&self) -> bool {
         self.effect == Effect::HandedOver.name()
     }
 
@@ -148,6 +150,7 @@ impl Record {
     /// While the mode that is asked for cannot take over, the former one is at work, and the reasons say so.
     pub(super) fn in_mode(mut self, choice: &ModeChoice, in_force: &ModeInForce) -> Self {
         self.mode = in_force.modes.mode.name().to_owned();
+        self.beside = in_force.modes.beside.map(|mode| mode.name().to_owned());
         if choice.modes == in_force.modes {
             self.reasons.clone_from(&choice.chosen.reasons);
             self.fallback.clone_from(&choice.chosen.fallback);

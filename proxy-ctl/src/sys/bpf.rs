@@ -10,6 +10,7 @@ use std::{
     path::Path,
 };
 
+use aya::Pod;
 use aya_obj::generated::{bpf_attach_type, bpf_cmd};
 
 use super::{CallError, sampler::Undisturbed};
@@ -251,6 +252,60 @@ pub fn link_tcx(
 }
 
 #[repr(C)]
+struct IteratorLinkCreate {
+    program: u32,
+    target: u32,
+    attach_type: u32,
+    flags: u32,
+    info: u64,
+    info_length: u32,
+    _padding: u32,
+}
+
+/// Has an iterator visit the elements of a map. Linux 5.9.
+pub fn link_map_iterator(program: BorrowedFd<'_>, map: BorrowedFd<'_>) -> Result<OwnedFd, CallError> {
+    const CALL: &str = "bpf(BPF_LINK_CREATE)";
+    let map = number(map);
+    let info: *const u32 = &map;
+    let mut attr = IteratorLinkCreate {
+        program: number(program),
+        target: 0,
+        attach_type: bpf_attach_type::BPF_TRACE_ITER as u32,
+        flags: 0,
+        info: address(info),
+        info_length: size_of::<u32>() as u32,
+        _padding: 0,
+    };
+    // SAFETY: the kernel reads `info_length` bytes, which `map` keeps alive.
+    let raw = unsafe { call(bpf_cmd::BPF_LINK_CREATE, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
+    descriptor(raw, CALL)
+}
+
+#[repr(C)]
+struct IteratorCreate {
+    link: u32,
+    flags: u32,
+}
+
+/// What an iterator writes, from the beginning: to be read like a file. Linux 5.8.
+pub fn iterator(link: BorrowedFd<'_>) -> Result<OwnedFd, CallError> {
+    const CALL: &str = "bpf(BPF_ITER_CREATE)";
+    let mut attr = IteratorCreate { link: number(link), flags: 0 };
+    // SAFETY: the attributes of BPF_ITER_CREATE hold no addresses.
+    let raw = unsafe { call(bpf_cmd::BPF_ITER_CREATE, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
+    descriptor(raw, CALL)
+}
+
+/// `None`: there are too few bytes.
+pub fn pod<T: Pod>(bytes: &[u8]) -> Option<T> {
+    if bytes.len() < size_of::<T>() {
+        return None;
+    }
+    // SAFETY: there are as many bytes, and any pattern is a valid `T`.
+    Some(unsafe { bytes.as_ptr().cast::<T>().read_unaligned() })
+}
+
+#[repr(C)]
 struct LinkUpdate {
     link: u32,
     program: u32,
@@ -321,12 +376,35 @@ struct ProgramLoad {
     name: [u8; 16],
     interface: u32,
     expected_attach_type: u32,
+    types: u32,
+    function_size: u32,
+    functions: u64,
+    function_count: u32,
+    line_size: u32,
+    lines: u64,
+    line_count: u32,
+    attach_type_id: u32,
 }
 
 /// Loads a program given as instructions; the verifier decides whether they may run.
 pub fn load_program(
     kind: u32,
     expected_attach_type: u32,
+    instructions: &[u64],
+) -> Result<OwnedFd, CallError> {
+    load(kind, expected_attach_type, 0, instructions)
+}
+
+/// As [`load_program`], one that visits each of the things that `function`, an id of the kernel's types, is called for. Linux 5.8.
+pub fn load_iterator(function: u32, instructions: &[u64]) -> Result<OwnedFd, CallError> {
+    const TRACING: u32 = 26;
+    load(TRACING, bpf_attach_type::BPF_TRACE_ITER as u32, function, instructions)
+}
+
+fn load(
+    kind: u32,
+    expected_attach_type: u32,
+    attach_type_id: u32,
     instructions: &[u64],
 ) -> Result<OwnedFd, CallError> {
     const CALL: &str = "bpf(BPF_PROG_LOAD)";
@@ -345,6 +423,14 @@ pub fn load_program(
         name: [0; 16],
         interface: 0,
         expected_attach_type,
+        types: 0,
+        function_size: 0,
+        functions: 0,
+        function_count: 0,
+        line_size: 0,
+        lines: 0,
+        line_count: 0,
+        attach_type_id,
     };
     // SAFETY: the kernel reads `instruction_count` instructions of 8 bytes and a NUL-terminated license.
     let raw = unsafe { call(bpf_cmd::BPF_PROG_LOAD, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;

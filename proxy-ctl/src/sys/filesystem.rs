@@ -186,7 +186,7 @@ fn height(root: &str) -> usize {
 }
 
 /// Spaces and the like are written in octal: `\040`.
-fn unescape(word: &str) -> String {
+pub(super) fn unescape(word: &str) -> String {
     ["\\040", "\\011", "\\012", "\\134"]
         .iter()
         .zip([" ", "\t", "\n", "\\"])

@@ -6,10 +6,13 @@
 mod desired;
 mod faults;
 mod flows;
+mod former_flows;
 mod grace;
 mod hooks;
 mod lease;
+mod ports;
 mod room;
 mod sandbox;
 mod sequences;
+mod sockets;
 mod state;

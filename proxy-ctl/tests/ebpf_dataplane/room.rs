@@ -178,11 +178,15 @@ fn a_service_that_a_full_table_keeps_out_is_named_and_served_when_there_is_room(
     assert_eq!(dataplane.resync(&shared([late, large])).unwrap(), Applied::default());
 }
 
-/// Addresses of the endpoints of a service.
-fn endpoints_of(sandbox: &Sandbox, name: &str) -> Vec<String> {
+/// Addresses of the endpoints of a service, with the ids of their backends.
+fn backends_of(sandbox: &Sandbox, name: &str) -> BTreeMap<String, u32> {
     let services = sandbox.snapshot().services;
     let service = services.iter().find(|one| &*one.name.service.name == name).unwrap();
-    service.cluster.iter().map(|one| one.address.ip().to_string()).collect()
+    service.cluster.iter().map(|one| (one.address.ip().to_string(), one.backend)).collect()
+}
+
+fn endpoints_of(sandbox: &Sandbox, name: &str) -> Vec<String> {
+    backends_of(sandbox, name).into_keys().collect()
 }
 
 fn web(numbers: &[u8]) -> DesiredPort {
@@ -213,6 +217,7 @@ fn a_service_whose_new_endpoints_have_no_room_is_served_with_those_that_it_has(
     let mut dataplane = open_with(&sandbox, limits);
     let other = with_endpoints("other", 2, 1);
     dataplane.resync(&shared([web(&[1, 2]), other.clone()])).unwrap();
+    let before = backends_of(&sandbox, "web");
     let all = shared([web(wanted), other.clone()]);
     if restart {
         drop(dataplane);
@@ -228,6 +233,10 @@ fn a_service_whose_new_endpoints_have_no_room_is_served_with_those_that_it_has(
     let expected: Vec<_> = expected.iter().map(|n| format!("10.0.1.{n}")).collect();
     assert_eq!(endpoints_of(&sandbox, "web"), expected);
     assert_eq!(endpoints_of(&sandbox, "other"), ["10.0.2.1"]);
+    // Sockets and flows stay with a backend by its id.
+    for (address, id) in backends_of(&sandbox, "web") {
+        assert_eq!(id, *before.get(&address).unwrap_or(&id), "backend {address}");
+    }
     for _ in 0..2 {
         assert_eq!(dataplane.resync(&all).unwrap(), Applied::default());
     }

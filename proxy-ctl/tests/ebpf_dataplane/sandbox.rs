@@ -3,7 +3,7 @@
 use std::{
     fs,
     net::TcpStream,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Command, Output},
     sync::atomic::{AtomicU32, Ordering},
 };
@@ -71,6 +71,10 @@ impl Sandbox {
 
     pub fn table(&self, name: &str) -> PathBuf {
         self.pins("maps").join(name)
+    }
+
+    pub fn cgroup_path(&self) -> &Path {
+        &self.cgroup
     }
 
     pub fn cgroup(&self) -> fs::File {

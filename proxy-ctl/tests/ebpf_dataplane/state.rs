@@ -12,7 +12,10 @@ use proxy_ctl::{
         Applied, Dataplane, Host, Programmed as _,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
     },
-    model::{desired::Changes, objects::Protocol},
+    model::{
+        desired::{Changes, DesiredPort},
+        objects::Protocol,
+    },
     sys::lock::Holder,
 };
 use tracing::Level;
@@ -22,7 +25,7 @@ use super::{
     sandbox::{Sandbox, serve},
 };
 
-fn web(backends: &[&str]) -> Vec<Arc<proxy_ctl::model::desired::DesiredPort>> {
+fn web(backends: &[&str]) -> Vec<Arc<DesiredPort>> {
     let all = backends.iter().map(|address| endpoint(address, 8080)).collect();
     shared([
         with_node_port(port("web", "10.96.0.1", all), 30080),
@@ -78,6 +81,51 @@ fn a_connection_to_a_service_reaches_its_backend() {
     assert!(refused.contains("refused") || refused.contains("not permitted"), "{refused}");
     drop(dataplane);
     assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("first".into()), "without a controller");
+}
+
+#[test]
+fn a_backend_stays_as_long_as_its_endpoint_serves() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    // Of two service ports, as both protocols have it: one backend for each UDP port, one for both of TCP.
+    let ports = |used: &[&str], unused: &[&str]| {
+        let with = |mut port: DesiredPort, protocol| {
+            port.name.protocol = protocol;
+            port.endpoints.unused = unused.iter().map(|one| endpoint(one, 53)).collect();
+            port
+        };
+        let all = || used.iter().map(|one| endpoint(one, 53)).collect();
+        shared([
+            with(port("dns", "10.96.0.1", all()), Protocol::Udp),
+            with(port("web", "10.96.0.2", all()), Protocol::Tcp),
+        ])
+    };
+    let backends = || -> Vec<_> {
+        let found = sandbox.snapshot().backends.into_iter();
+        found.map(|one| (one.id, one.address.ip().to_string(), one.uses, one.terminating)).collect()
+    };
+    dataplane.resync(&ports(&["10.0.0.1"], &["10.0.0.9"])).unwrap();
+    let before = backends();
+    let as_before = |uses, terminating| -> Vec<_> {
+        let of = |(id, address, ..): &(u32, String, u32, bool)| (*id, address.clone(), uses, terminating);
+        before.iter().map(of).collect()
+    };
+    assert_eq!(before, as_before(1, false));
+    assert_eq!(before.len(), 2, "none for an endpoint that was never used");
+
+    let changed = ports(&[], &["10.0.0.1"]);
+    dataplane.apply(&Changes { changed: changed.clone(), removed: Vec::new() }).unwrap();
+    assert_eq!(backends(), as_before(0, true));
+    drop(dataplane);
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    assert_eq!(dataplane.resync(&changed).unwrap(), Applied::default(), "nor by the next controller");
+
+    let back = ports(&["10.0.0.1"], &[]);
+    dataplane.apply(&Changes { changed: back, removed: Vec::new() }).unwrap();
+    assert_eq!(backends(), as_before(1, false), "with the ids that flows and sockets know");
+    dataplane.apply(&Changes { changed, removed: Vec::new() }).unwrap();
+    dataplane.apply(&Changes { changed: ports(&[], &[]), removed: Vec::new() }).unwrap();
+    assert_eq!(backends(), []);
 }
 
 /// Log lines in memory.

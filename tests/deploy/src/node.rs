@@ -56,6 +56,9 @@ impl NodeFiles {
         match kind {
             "" => {}
             "Directory" => ensure!(path.is_dir(), "{} is no folder", path.display()),
+            "DirectoryOrCreate" => {
+                fs::create_dir_all(&path).with_context(|| format!("making {}", path.display()))?;
+            }
             "FileOrCreate" => {
                 File::options()
                     .create(true)

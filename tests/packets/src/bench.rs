@@ -1,35 +1,63 @@
 //! Nanoseconds a packet takes: `cargo test -p packets -- --bench`.
 //!
-//! BPF_PROG_TEST_RUN does not restore the packet between runs, so a program meets its own output. Here each of two
-//! flows translates into what the other one's client sends: every run translates a known flow.
+//! BPF_PROG_TEST_RUN does not restore the packet between runs, so a program meets its own output. Here each flow translates into what the
+//! next one's client sends, and the last one into what the first one's does: every run translates a known flow.
 
 use anyhow::{Context as _, Result};
 use aya::{TestRun as _, TestRunOptions, programs::SchedClassifier};
 use proxy_common::{
     family::{V4, V6},
     flow::Stage,
-    layout::{Flow, PROGRESS_CONFIRMED, PROTOCOL_TCP},
-    packet::TCP_ACK,
+    inventory::program,
+    layout::{Flow, PROGRESS_CONFIRMED, PROTOCOL_TCP, Settings},
+    packet::{TCP_ACK, TCP_SYN},
     port::Port,
 };
 
 use crate::{
     cases::scene::{CLIENT, CLUSTER_IP},
-    wire::{Endpoint, KnownAddress, tcp},
-    world::{FlowOf, Tables, World},
+    wire::{Endpoint, KnownAddress, tcp, udp},
+    world::{FlowOf, Globals, Sizes, Tables, World},
 };
 
-const RUNS: u32 = 1_000_000;
+const RUNS: u32 = 1_048_576;
 const ROUNDS: usize = 5;
+/// How many flows packets come from in turn.
+const FLOWS: [u32; 3] = [2, 65_536, 1_048_576];
 
 pub(crate) fn run(object: &[u8]) -> Result<()> {
     for (lease, name) in [(0, "without lease"), (1, "with a lease")] {
         println!("{name}");
-        let mut world = World::load(object, 0, lease)?;
+        let mut world = World::load(object, Globals { lease, ..Globals::default() }, Sizes::Small)?;
         family::<V4>(&mut world)?;
         family::<V6>(&mut world)?;
     }
+    for count in FLOWS {
+        known_flows::<V4>(object, count)?;
+        known_flows::<V6>(object, count)?;
+    }
     Ok(())
+}
+
+fn known_flows<W: Tables>(object: &[u8], count: u32) -> Result<()> {
+    /// Each port of the client has as many flows at most, to as many ports of the service.
+    const PER_PORT: u32 = 50_000;
+    const FIRST: u32 = 1_024;
+    let ends = |number: u32| {
+        let port = |number: u32| u16::try_from(FIRST + number);
+        anyhow::Ok((port(number / PER_PORT)?, (CLUSTER_IP.0, port(number % PER_PORT)?)))
+    };
+    let mut world = World::with_flows::<W>(object, count)?;
+    for number in 0..count {
+        let (client, frontend) = ends(number)?;
+        let (alias, backend) = ends((number + 1) % count)?;
+        let flow = flow::<W>(client, alias, frontend, backend);
+        W::put_flow(&mut world.ebpf, Stage::Established, flow.client_key(), flow)?;
+    }
+    let (port, frontend) = ends(0)?;
+    let packet = tcp((CLIENT.0, port), frontend, TCP_ACK).bytes::<W>();
+    let name = format!("known flow, translated, {count} flows in turn");
+    report::<W>(&world, &name, program::uplink_ingress, &packet)
 }
 
 /// A flow of the port `client` to `frontend`, whose backend sees the port `alias`.
@@ -49,27 +77,37 @@ fn flow<W: Tables>(client: u16, alias: u16, frontend: Endpoint, backend: Endpoin
 
 fn family<W: Tables>(world: &mut World) -> Result<()> {
     const OTHER: (KnownAddress, u16) = (KnownAddress::OtherClusterIp, 8080);
+    const STRANGER: Endpoint = (KnownAddress::Stranger, 80);
     const ALIAS: u16 = CLIENT.1 + 1;
+    /// Of nobody's flow; the second at a port that flows are given.
+    const NODES: [Endpoint; 2] = [(KnownAddress::Node, 40_000), (KnownAddress::Node, 20_000)];
     world.clear()?;
+    let mut settings = Settings { apart_ports: [[20_000, 29_999], [1, 0]], ..Settings::default() };
+    W::set_masquerade(&mut settings, W::address(KnownAddress::Node));
+    world.set_settings(settings)?;
     for flow in [flow::<W>(CLIENT.1, ALIAS, CLUSTER_IP, OTHER), flow::<W>(ALIAS, CLIENT.1, OTHER, CLUSTER_IP)]
     {
         W::put_flow(&mut world.ebpf, Stage::Established, flow.client_key(), flow)?;
     }
     let mut foreign = tcp(CLIENT, CLUSTER_IP, TCP_ACK).bytes::<W>();
     foreign[12] = 0x88;
-    let stranger = tcp(CLIENT, (KnownAddress::Stranger, 80), TCP_ACK).bytes::<W>();
+    let stranger = tcp(CLIENT, STRANGER, TCP_ACK).bytes::<W>();
     let packets = [
         ("neither IPv4 nor IPv6", "workload_ingress", foreign),
         ("not a service", "workload_ingress", stranger.clone()),
         ("known flow, translated", "workload_ingress", tcp(CLIENT, CLUSTER_IP, TCP_ACK).bytes::<W>()),
         ("leaving, no flow", "workload_egress", stranger),
+        ("leaving, SYN of the node", "uplink_egress", tcp(NODES[0], STRANGER, TCP_SYN).bytes::<W>()),
+        ("leaving, datagram of the node", "uplink_egress", udp(NODES[0], STRANGER).bytes::<W>()),
+        ("the same from a port for flows", "uplink_egress", udp(NODES[1], STRANGER).bytes::<W>()),
     ];
-    for (name, program, packet) in packets {
-        let mut rounds =
-            (0..ROUNDS).map(|_| nanoseconds(world, program, &packet)).collect::<Result<Vec<_>>>()?;
-        rounds.sort_unstable();
-        println!("{} {name}: {} ns/packet (least {})", W::NAME, rounds[ROUNDS / 2], rounds[0]);
-    }
+    packets.iter().try_for_each(|(name, program, packet)| report::<W>(world, name, program, packet))
+}
+
+fn report<W: Tables>(world: &World, name: &str, program: &str, packet: &[u8]) -> Result<()> {
+    let mut rounds = (0..ROUNDS).map(|_| nanoseconds(world, program, packet)).collect::<Result<Vec<_>>>()?;
+    rounds.sort_unstable();
+    println!("{} {name}: {} ns/packet (least {})", W::NAME, rounds[ROUNDS / 2], rounds[0]);
     Ok(())
 }
 

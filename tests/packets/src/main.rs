@@ -19,19 +19,26 @@ use nix::{
 };
 use scenario::{Scenario, Started};
 
-use cases::Case;
-use world::World;
+use cases::{Case, WorldKind};
+use world::{Globals, Sizes, World};
 
 /// The embedded object, or the one that PROXY_EBPF_OBJECT names.
-fn object() -> Result<Vec<u8>> {
+pub(crate) fn object() -> Result<Vec<u8>> {
     match std::env::var_os("PROXY_EBPF_OBJECT") {
         Some(path) => std::fs::read(&path).with_context(|| format!("PROXY_EBPF_OBJECT={}", path.display())),
         None => Ok(proxy_ctl::dataplane::ebpf::OBJECT.to_vec()),
     }
 }
 
-/// Without `HOST_PACKETS`, and with it.
-type Worlds = [World; 2];
+struct Worlds {
+    usual: World,
+    /// With `RESETS_GONE` on.
+    resetting: World,
+    /// With `HOST_PACKETS` and `RESETS_GONE` on.
+    host_packets: World,
+    /// With tables of flows as large as a node's.
+    large: World,
+}
 
 fn start() -> Result<Started<Worlds>> {
     if !Uid::effective().is_root() {
@@ -40,7 +47,15 @@ fn start() -> Result<Started<Worlds>> {
     // Programs ask for routes: here there are none, whatever the machine has.
     unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
     let object = object()?;
-    Ok(Ok([World::load(&object, 0, 1)?, World::load(&object, 1, 1)?]))
+    let usual = Globals { lease: 1, ..Globals::default() };
+    let resetting = Globals { resets_gone: 1, ..usual };
+    let load = |globals, sizes| World::load(&object, globals, sizes);
+    Ok(Ok(Worlds {
+        usual: load(usual, Sizes::Small)?,
+        resetting: load(resetting, Sizes::Small)?,
+        host_packets: load(Globals { host_packets: 1, ..resetting }, Sizes::Small)?,
+        large: load(usual, Sizes::Default)?,
+    }))
 }
 
 fn main() -> ExitCode {
@@ -53,9 +68,14 @@ fn main() -> ExitCode {
             }
         };
     }
-    let cases = cases::all().into_iter().map(|Case { name, host_packets, run }| {
+    let cases = cases::all().into_iter().map(|Case { name, world, run }| {
         Scenario::new(name, move |worlds: &mut Worlds| {
-            let world = &mut worlds[usize::from(host_packets)];
+            let world = match world {
+                WorldKind::Usual => &mut worlds.usual,
+                WorldKind::Resetting => &mut worlds.resetting,
+                WorldKind::HostPackets => &mut worlds.host_packets,
+                WorldKind::Large => &mut worlds.large,
+            };
             world.clear()?;
             run(world)
         })

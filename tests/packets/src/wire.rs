@@ -202,7 +202,7 @@ impl Segment {
 }
 
 /// A family as bytes.
-pub(crate) trait Wire: Family<Address: std::fmt::Debug> {
+pub(crate) trait Wire: Family<Address: AsRef<[u8]> + std::fmt::Debug> {
     const NAME: &'static str;
     const ANSWER_HOP_LIMIT: u8 = 64;
 

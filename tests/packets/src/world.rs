@@ -9,7 +9,7 @@ use aya::{
 use proxy_common::{
     family::{Family, Slot as _, V4, V6},
     flow::Stage,
-    inventory::{program, table},
+    inventory::{Limit, program, table},
     layout::*,
     port::Port,
     reason::Reason,
@@ -157,29 +157,83 @@ fn clear<K: Pod, V: Pod>(mut map: HashMap<&mut MapData, K, V>) -> Result<()> {
     Ok(())
 }
 
+/// How many entries the tables of flows have room for.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Sizes {
+    /// Quick to make, and a full table is soon reached.
+    Small,
+    /// Those of a node.
+    Default,
+}
+
+impl Sizes {
+    const fn flows(self) -> u32 {
+        match self {
+            Self::Small => FLOWS,
+            Self::Default => Limit::Flows.default_entries(),
+        }
+    }
+}
+
+/// Constants of the programs by their names there; 1 is on.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Globals {
+    pub(crate) host_packets: u32,
+    pub(crate) resets_gone: u32,
+    pub(crate) lease: u32,
+}
+
 pub(crate) struct World {
     pub(crate) ebpf: Ebpf,
 }
 
 impl World {
-    pub(crate) fn load(object: &[u8], host_packets: u32, lease: u32) -> Result<Self> {
+    pub(crate) fn load(object: &[u8], globals: Globals, sizes: Sizes) -> Result<Self> {
+        Self::load_with(object, globals, program::ON_INTERFACES, |loader| {
+            for name in [table::flows4, table::flows6] {
+                loader.map_max_entries(name, sizes.flows());
+            }
+        })
+    }
+
+    /// With opening flows of one family for so many entries, and the programs of uplinks.
+    pub(crate) fn with_room<W: Tables>(object: &[u8], entries: u32) -> Result<Self> {
+        let programs = [program::uplink_ingress, program::uplink_egress];
+        Self::load_with(object, Globals::default(), &programs, |loader| {
+            loader.map_max_entries(W::OPENING_FLOWS, entries);
+        })
+    }
+
+    /// With established flows of one family for so many entries, and one program.
+    pub(crate) fn with_flows<W: Tables>(object: &[u8], entries: u32) -> Result<Self> {
+        Self::load_with(object, Globals::default(), &[program::uplink_ingress], |loader| {
+            loader.map_max_entries(W::FLOWS, entries);
+        })
+    }
+
+    fn load_with(
+        object: &[u8],
+        globals: Globals,
+        programs: &[&str],
+        size: impl FnOnce(&mut EbpfLoader<'_>),
+    ) -> Result<Self> {
         let mut loader = EbpfLoader::new();
-        loader.override_global("HOST_PACKETS", &host_packets, true).override_global("LEASE", &lease, true);
+        loader
+            .override_global("HOST_PACKETS", &globals.host_packets, true)
+            .override_global("RESETS_GONE", &globals.resets_gone, true)
+            .override_global("LEASE", &globals.lease, true);
         // No packet may look different because of them: a constant of the same bytes once shared their place.
         loader.override_global("SOCKET_HOST_ONLY", &1u32, true);
         loader.override_global("CAN_REFUSE", &1u32, true);
-        // Small: quick to make, and a full table is soon reached.
         for name in [table::services, table::slots4, table::slots6, table::service_counters] {
             loader.map_max_entries(name, SERVICES);
-        }
-        for name in [table::flows4, table::flows6] {
-            loader.map_max_entries(name, FLOWS);
         }
         for name in [table::fragments4, table::fragments6] {
             loader.map_max_entries(name, FRAGMENTS);
         }
+        size(&mut loader);
         let mut ebpf = loader.load(object).context("loading the object")?;
-        for name in program::ON_INTERFACES {
+        for name in programs {
             let program: &mut SchedClassifier =
                 ebpf.program_mut(name).with_context(|| format!("no program {name}"))?.try_into()?;
             program.load().with_context(|| format!("loading {name}"))?;
@@ -187,13 +241,29 @@ impl World {
         Ok(Self { ebpf })
     }
 
+    /// A packet that a process of the node sends, or one that comes in.
     pub(crate) fn run(&self, program: &str, packet: &[u8]) -> Result<Output> {
+        self.run_with(program, packet, None)
+    }
+
+    /// A packet that another interface has received.
+    pub(crate) fn forward(&self, program: &str, packet: &[u8]) -> Result<Output> {
+        /// Of `__sk_buff`, and the offset of its `ingress_ifindex`.
+        const CONTEXT: usize = 192;
+        const INGRESS_INTERFACE: usize = 36;
+        let mut context = [0; CONTEXT];
+        context[INGRESS_INTERFACE] = 1;
+        self.run_with(program, packet, Some(&context))
+    }
+
+    fn run_with(&self, program: &str, packet: &[u8], context: Option<&[u8]>) -> Result<Output> {
         let program: &SchedClassifier =
             self.ebpf.program(program).with_context(|| format!("no program {program}"))?.try_into()?;
         let mut out = vec![0; packet.len() + 256];
         let result = program.test_run(TestRunOptions {
             data_in: Some(packet),
             data_out: Some(&mut out),
+            ctx_in: context,
             ..TestRunOptions::default()
         })?;
         out.truncate(result.data_size_out as usize);
@@ -210,8 +280,10 @@ impl World {
     pub(crate) fn clear(&mut self) -> Result<()> {
         V4::clear(&mut self.ebpf)?;
         V6::clear(&mut self.ebpf)?;
+        clear(hash::<FlowKeyOf<V4>, ForeignFlow>(&mut self.ebpf, table::foreign_flows4)?)?;
+        clear(hash::<FlowKeyOf<V6>, ForeignFlow>(&mut self.ebpf, table::foreign_flows6)?)?;
         clear(hash::<u32, MasqueradeDevice>(&mut self.ebpf, table::masquerade_devices)?)?;
-        self.set_settings(Settings { masquerade_ports: [[1, 0]; 2], ..Settings::default() })?;
+        self.set_settings(Settings::default())?;
         self.set_lease_end(0)?;
         self.switch_log(false)?;
         self.logged()?;
@@ -251,6 +323,16 @@ impl World {
 
     pub(crate) fn set_settings(&mut self, settings: Settings) -> Result<()> {
         Ok(array(&mut self.ebpf, table::settings)?.set(0, settings, 0)?)
+    }
+
+    pub(crate) fn set_masquerade_ports(&mut self, ports: &[u16]) -> Result<()> {
+        let mut table = array::<FourPorts>(&mut self.ebpf, table::masquerade_ports)?;
+        for (index, chunk) in (0..).zip(ports.chunks(4)) {
+            let mut four = FourPorts::default();
+            four.ports[..chunk.len()].copy_from_slice(chunk);
+            table.set(index, four, 0)?;
+        }
+        Ok(())
     }
 
     /// A frontend or backend is taken away.

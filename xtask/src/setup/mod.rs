@@ -16,7 +16,7 @@ use anyhow::{Result, anyhow};
 
 use self::{
     plan::{BpfCompiler, BpfOffer, Facts, Invocation, Packages, Step},
-    tools::{CONTAINERS, EMULATION, PYTHON, TOOLS, Tool, VIRTUAL_MACHINES},
+    tools::{CONTAINERS, EMULATION, FUZZING, PYTHON, TOOLS, Tool, VIRTUAL_MACHINES},
 };
 use crate::command::{as_root, cargo, find, output, run as execute, workspace};
 
@@ -68,6 +68,12 @@ pub(crate) fn install_for_containers() -> Result<()> {
     install(CONTAINERS)
 }
 
+/// What fuzzing needs besides.
+pub(crate) fn install_for_fuzzing() -> Result<()> {
+    install(FUZZING)?;
+    take(plan::fuzzer(&facts()))
+}
+
 /// What installing a Python package needs.
 pub(crate) fn install_python() -> Result<()> {
     install(PYTHON)
@@ -113,7 +119,8 @@ fn command(invocation: &Invocation) -> Command {
 }
 
 fn facts() -> Facts {
-    let programs = TOOLS.iter().chain(VIRTUAL_MACHINES).chain(EMULATION).chain(CONTAINERS).chain(PYTHON);
+    let programs =
+        TOOLS.iter().chain(VIRTUAL_MACHINES).chain(EMULATION).chain(CONTAINERS).chain(FUZZING).chain(PYTHON);
     let programs = programs.map(|tool| tool.program).chain(plan::PROGRAMS);
     let mut present: BTreeSet<_> = programs.filter(|program| find(program).is_some()).collect();
     // Debian has a part of Python in a package of its own.

@@ -11,9 +11,11 @@ pub(super) const PACKAGED_CORE: &str = "libstd-rust-web-dev-bpf";
 const LINKER_WITH_RUSTUP: &str = "0.10.3";
 const LINKER_WITH_PACKAGES: &str = "0.13.0";
 const CARGO_DENY: &str = "0.18.9";
+const CARGO_FUZZ: &str = "0.13.2";
 
 /// Programs that are looked for besides the tools.
-pub(super) const PROGRAMS: [&str; 5] = ["rustup", "bpf-linker", "cargo-fmt", "cargo-clippy", "cargo-deny"];
+pub(super) const PROGRAMS: [&str; 6] =
+    ["rustup", "bpf-linker", "cargo-fmt", "cargo-clippy", "cargo-deny", "cargo-fuzz"];
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Packages {
@@ -246,16 +248,23 @@ pub(super) fn checks(facts: &Facts) -> Vec<Step> {
     if facts.lacks("cargo-deny") {
         let what =
             "building cargo-deny (about two minutes), for licences and sources of dependencies".to_owned();
-        let arguments = ["install", "--locked", "cargo-deny", "--version", CARGO_DENY];
-        // Optimised it is built four times as long, for a check of a second.
-        let command = [("OPT_LEVEL", "0"), ("LTO", "off"), ("CODEGEN_UNITS", "16"), ("DEBUG", "0")]
-            .iter()
-            .fold(Invocation::new("cargo", &arguments), |command, (name, value)| {
-                command.env(&format!("CARGO_PROFILE_RELEASE_{name}"), value)
-            });
-        steps.push(Step { what, commands: vec![command], without });
+        steps.push(Step { what, commands: vec![install_unoptimised("cargo-deny", CARGO_DENY)], without });
     }
     steps
+}
+
+pub(super) fn fuzzer(facts: &Facts) -> Option<Step> {
+    let what = "building cargo-fuzz (about a minute), for fuzzing".to_owned();
+    let commands = vec![install_unoptimised("cargo-fuzz", CARGO_FUZZ)];
+    facts.lacks("cargo-fuzz").then_some(Step { what, commands, without: None })
+}
+
+/// By cargo. Optimised it is built four times as long, for what takes it a second.
+fn install_unoptimised(program: &str, version: &str) -> Invocation {
+    let install = Invocation::new("cargo", &["install", "--locked", program, "--version", version]);
+    [("OPT_LEVEL", "0"), ("LTO", "off"), ("CODEGEN_UNITS", "16"), ("DEBUG", "0")]
+        .iter()
+        .fold(install, |command, (name, value)| command.env(&format!("CARGO_PROFILE_RELEASE_{name}"), value))
 }
 
 /// The major version in the line `LLVM version: 22.1.0` of `rustc -vV`.
@@ -314,6 +323,7 @@ mod tests {
         assert_eq!(tools(&facts, TOOLS), []);
         assert_eq!(bpf_compiler(&facts, BpfOffer { packaged: true }), None);
         assert_eq!((bpf_linker(&facts), checks(&facts)), (Vec::new(), Vec::new()));
+        assert_eq!(fuzzer(&facts), None);
     }
 
     #[test]

@@ -60,6 +60,9 @@ pub(super) const EMULATION: &[Tool] = &[needed(
 pub(super) const CONTAINERS: &[Tool] =
     &[needed("runc", ["runc", "runc", "runc"], "running the image with what the manifests allow it")];
 
+/// What fuzzing needs besides.
+pub(super) const FUZZING: &[Tool] = &[needed("c++", ["g++", "gcc-c++", "gcc"], "compiling libFuzzer")];
+
 /// What installing Python packages needs.
 pub(super) const PYTHON: &[Tool] = &[needed(
     "python3",

@@ -81,18 +81,21 @@ impl<R: Repliers> StaleFlows<R> {
         of_address.or_else(of_node_port).is_some_and(|repliers| !repliers.has(flow.replier))
     }
 
-    /// Ends them. What fails stays pending for the next call. `node_addresses`: where node ports are served.
-    pub(in crate::dataplane) fn end(&mut self, node_addresses: &BTreeSet<IpAddr>) {
+    /// Ends them. What fails stays pending for the next call. `node_addresses`: where node ports are served. False: nothing was to be
+    /// ended, or it failed.
+    pub(in crate::dataplane) fn end(&mut self, node_addresses: &BTreeSet<IpAddr>) -> bool {
         if self.pending.is_empty() {
-            return;
+            return false;
         }
-        match self.try_end(node_addresses) {
+        let ended = self.try_end(node_addresses);
+        match &ended {
             Ok(()) => self.pending.clear(),
             Err(error) => tracing::warn!(
                 %error,
                 "UDP flows whose endpoint or listener is gone could not be ended; it is tried again with the next change"
             ),
         }
+        ended.is_ok()
     }
 
     fn try_end(&mut self, node_addresses: &BTreeSet<IpAddr>) -> Result<(), CallError> {

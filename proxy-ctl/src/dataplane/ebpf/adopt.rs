@@ -91,6 +91,7 @@ impl<F: TableFamily> FamilyWriter<F> {
                 range: claim(&mut slots, sets),
                 frontends: of_service.remove(id).unwrap_or_default().into(),
                 used: UsedEndpoints::NotCounted,
+                kept: Box::default(),
             };
             services.insert(name.clone(), published);
         }

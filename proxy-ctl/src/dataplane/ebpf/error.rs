@@ -47,6 +47,16 @@ pub enum Error {
     Namespace(#[source] CallError),
     #[error("listing translated connections: {0}")]
     Conntrack(#[source] CallError),
+    #[error("ending sockets whose endpoint is gone: {0}")]
+    Sockets(#[source] CallError),
+    #[error("sockets of pods cannot be ended: {0}; to enter their network namespaces needs CAP_SYS_ADMIN")]
+    OtherNamespaces(#[source] CallError),
+    #[error("/proc/thread-self/mountinfo, or a network namespace that it lists: {0}")]
+    Mounts(#[source] io::Error),
+    #[error(
+        "some are in network namespaces that are not mounted in sight; those of pods are mounted below /run/netns"
+    )]
+    OutOfSight,
     #[error("waiting for a grace period: {0}")]
     Grace(#[source] CallError),
     #[error("every backend id was given once; `proxy-ctl cleanup` starts anew")]

@@ -26,6 +26,7 @@ pub(super) trait TableFamily:
     const FLOWS: &'static str;
     const OPENING_FLOWS: &'static str;
     const NODE_ADDRESSES: &'static str;
+    const SOCKET_ORIGIN: &'static str;
 
     /// `None`: of the other family.
     fn address(address: IpAddr) -> Option<Self::Address>;
@@ -40,6 +41,7 @@ impl TableFamily for V4 {
     const FLOWS: &'static str = table::flows4;
     const OPENING_FLOWS: &'static str = table::opening_flows4;
     const NODE_ADDRESSES: &'static str = table::node_addresses4;
+    const SOCKET_ORIGIN: &'static str = table::socket_origin4;
 
     fn address(address: IpAddr) -> Option<[u8; 4]> {
         match address {
@@ -61,6 +63,7 @@ impl TableFamily for V6 {
     const FLOWS: &'static str = table::flows6;
     const OPENING_FLOWS: &'static str = table::opening_flows6;
     const NODE_ADDRESSES: &'static str = table::node_addresses6;
+    const SOCKET_ORIGIN: &'static str = table::socket_origin6;
 
     fn address(address: IpAddr) -> Option<[u8; 16]> {
         match address {

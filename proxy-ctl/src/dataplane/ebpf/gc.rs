@@ -3,11 +3,18 @@
 use std::time::{Duration, Instant};
 
 use proxy_common::{
-    flow::FlowLifetimes,
+    flow::{
+        FlowLifetimes, Stage,
+        collect::{StoredFlows, age, is_expired, remove_if},
+    },
     layout::{FIN_ACKNOWLEDGED, FLOW_OF_NETFILTER, Flow, FlowKey, FlowState},
 };
 
-use super::{Error, family::TableFamily, tables::FamilyTables};
+use super::{
+    Error,
+    family::TableFamily,
+    tables::{FamilyTables, Table},
+};
 use crate::sys::map::Cursor;
 
 /// Entries looked at before the next decision to go on.
@@ -54,11 +61,34 @@ impl<A: Copy> Walk<A> {
     }
 }
 
-/// Which of the two flow tables.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum FlowTable {
-    Opening,
-    Established,
+impl<F: TableFamily> FamilyTables<F> {
+    fn flow_table(&self, stage: Stage) -> &Table<FlowKey<F::Address>, Flow<F::Address>> {
+        match stage {
+            Stage::Opening => &self.opening_flows,
+            Stage::Established => &self.flows,
+        }
+    }
+}
+
+impl<F: TableFamily> StoredFlows<F::Address> for FamilyTables<F> {
+    type Error = Error;
+
+    fn get(&self, stage: Stage, key: &FlowKey<F::Address>) -> Result<Option<Flow<F::Address>>, Error> {
+        self.flow_table(stage).get(key)
+    }
+
+    fn take(&self, stage: Stage, key: &FlowKey<F::Address>) -> Result<Option<Flow<F::Address>>, Error> {
+        self.flow_table(stage).take(key)
+    }
+
+    fn put_back(
+        &self,
+        stage: Stage,
+        key: &FlowKey<F::Address>,
+        flow: &Flow<F::Address>,
+    ) -> Result<(), Error> {
+        self.flow_table(stage).insert(key, flow).map(drop)
+    }
 }
 
 /// Both flow tables of one family.
@@ -92,7 +122,7 @@ impl<F: TableFamily> Collector<F> {
         for table in [&tables.opening_flows, &tables.flows] {
             for (_, flow) in table.read_all()? {
                 if i32::from(flow.protocol) == libc::IPPROTO_UDP || flow.flags & FLOW_OF_NETFILTER != 0 {
-                    removed += remove_if(tables, &flow, |_| true)?;
+                    removed += remove_if(tables, &flow, |_| true)? as u64;
                 }
             }
         }
@@ -106,20 +136,21 @@ impl<F: TableFamily> Collector<F> {
         lifetimes: &FlowLifetimes,
         now: u64,
     ) -> Result<u64, Error> {
-        let opening = self.walk(tables, FlowTable::Opening, lifetimes, now)?;
-        Ok(opening + self.walk(tables, FlowTable::Established, lifetimes, now)?)
+        let opening = self.walk(tables, Stage::Opening, lifetimes, now)?;
+        Ok(opening + self.walk(tables, Stage::Established, lifetimes, now)?)
     }
 
     fn walk(
         &mut self,
         tables: &FamilyTables<F>,
-        which: FlowTable,
+        stage: Stage,
         lifetimes: &FlowLifetimes,
         now: u64,
     ) -> Result<u64, Error> {
-        let (walk, table) = match which {
-            FlowTable::Opening => (&mut self.opening, &tables.opening_flows),
-            FlowTable::Established => (&mut self.established, &tables.flows),
+        let table = tables.flow_table(stage);
+        let walk = match stage {
+            Stage::Opening => &mut self.opening,
+            Stage::Established => &mut self.established,
         };
         if walk.rest > 0 {
             walk.rest -= 1;
@@ -137,11 +168,11 @@ impl<F: TableFamily> Collector<F> {
             seen += slice.len();
             let mut expired = 0;
             for (key, flow) in slice.iter().filter(|(_, flow)| may_be_expired(flow, lifetimes, now)) {
-                expired += if which == FlowTable::Opening && is_established(tables, key, flow)? {
+                expired += if stage == Stage::Opening && is_established(tables, key, flow)? {
                     // A copy that no reader between its two lookups needs any more.
                     u64::from(table.remove(key)?)
                 } else {
-                    remove_if(tables, flow, |entries| is_expired(entries, lifetimes, now))?
+                    remove_if(tables, flow, |entries| is_expired(entries, lifetimes, now))? as u64
                 };
             }
             removed += expired;
@@ -161,74 +192,12 @@ fn is_established<F: TableFamily>(
     Ok(tables.flows.get(key)?.is_some_and(|established| established.is_same(flow)))
 }
 
-fn age<A>(flow: &Flow<A>, now: u64) -> Duration {
-    // Another CPU may have stamped it a moment ahead of ours.
-    Duration::from_nanos(now.saturating_sub(flow.last_seen))
-}
-
 /// Judged by one entry alone. Another may know more of how the flow ends, and have been seen later.
 fn may_be_expired<A>(flow: &Flow<A>, lifetimes: &FlowLifetimes, now: u64) -> bool {
     let lifetime = lifetimes.of(flow.protocol, flow.state);
     let ended = FlowState { client_fin: FIN_ACKNOWLEDGED, backend_fin: FIN_ACKNOWLEDGED, ..flow.state };
     let is_ending = flow.state.client_fin.max(flow.state.backend_fin) == FIN_ACKNOWLEDGED;
     age(flow, now) >= if is_ending { lifetime.min(lifetimes.of(flow.protocol, ended)) } else { lifetime }
-}
-
-/// Judged by all entries of a flow.
-fn is_expired<A>(entries: &[Flow<A>], lifetimes: &FlowLifetimes, now: u64) -> bool {
-    let state = entries.iter().fold(FlowState::default(), |state, flow| state.union(&flow.state));
-    entries.iter().all(|flow| age(flow, now) >= lifetimes.of(flow.protocol, state))
-}
-
-/// `is_over`: judges by all entries of the flow.
-fn remove_if<F: TableFamily>(
-    tables: &FamilyTables<F>,
-    flow: &Flow<F::Address>,
-    is_over: impl Fn(&[Flow<F::Address>]) -> bool,
-) -> Result<u64, Error> {
-    let keys = [
-        flow.is_masqueraded().then(|| flow.masquerade_key()),
-        Some(flow.backend_key()),
-        Some(flow.client_key()),
-    ];
-    let mut found = Vec::with_capacity(6);
-    let mut entries = Vec::with_capacity(6);
-    for key in keys.into_iter().flatten() {
-        for table in [&tables.opening_flows, &tables.flows] {
-            // A key may have passed to another flow since.
-            if let Some(entry) = table.get(&key)?.filter(|entry| entry.is_same(flow)) {
-                found.push((table, key));
-                entries.push(entry);
-            }
-        }
-    }
-    if !is_over(&entries) {
-        return Ok(0);
-    }
-    let mut taken = Vec::with_capacity(found.len());
-    entries.clear();
-    for (table, key) in found {
-        match table.take(&key)? {
-            Some(entry) if entry.is_same(flow) => {
-                entries.push(entry);
-                taken.push((table, key, entry));
-            }
-            // The key has passed to another flow in this moment.
-            Some(entry) => {
-                table.insert(&key, &entry)?;
-            }
-            None => {}
-        }
-    }
-    if is_over(&entries) {
-        return Ok(taken.len() as u64);
-    }
-    // A packet has come since.
-    let mut outcome = Ok(0);
-    for (table, key, entry) in taken {
-        outcome = outcome.and(table.insert(&key, &entry).map(|_| 0));
-    }
-    outcome
 }
 
 #[cfg(test)]

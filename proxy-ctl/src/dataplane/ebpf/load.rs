@@ -2,7 +2,9 @@
 
 use std::{
     os::fd::{AsFd as _, BorrowedFd},
+    panic::resume_unwind,
     path::Path,
+    thread,
 };
 
 use aya::{
@@ -20,6 +22,8 @@ use crate::{
     sys::{sampler::Undisturbed, tc::Direction},
 };
 
+/// Versions of the compiler and the linker of [`OBJECT`].
+pub const OBJECT_BUILT_WITH: &str = env!("PROXY_EBPF_BUILT_WITH");
 /// The kernel programs, as the build script compiled them.
 pub static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/proxy-ebpf"));
 
@@ -39,19 +43,43 @@ pub(super) struct Programs(Ebpf);
 impl Programs {
     pub(super) fn get(&mut self, name: &'static str) -> Result<BorrowedFd<'_>, Error> {
         let program = self.0.program_mut(name).ok_or(Error::NoProgram(name))?;
-        let failed = |source| Error::Program { program: name, source: Box::new(source) };
         if program.fd().is_err() {
             // The kernel stops checking a program when a signal comes.
             let _undisturbed = Undisturbed::begin().map_err(Error::Signals)?;
-            let loaded = if let Program::SchedClassifier(program) = program {
-                program.load()
-            } else {
-                <&mut CgroupSockAddr>::try_from(&mut *program).and_then(CgroupSockAddr::load)
-            };
-            loaded.map_err(failed)?;
+            load_program(name, program)?;
         }
-        Ok(program.fd().map_err(failed)?.as_fd())
+        let fd = program.fd().map_err(|source| Error::Program { program: name, source: Box::new(source) })?;
+        Ok(fd.as_fd())
     }
+
+    /// Loads all of these at once: the kernel checks a program on the CPU that asks for it.
+    fn load_all(&mut self, names: &[&'static str]) -> Result<(), Error> {
+        let (mut wanted, mut programs) = (names.to_vec(), Vec::new());
+        for (name, program) in self.0.programs_mut() {
+            if let Some(place) = wanted.iter().position(|wanted| *wanted == name) {
+                programs.push((wanted.swap_remove(place), program));
+            }
+        }
+        if let Some(name) = wanted.first() {
+            return Err(Error::NoProgram(name));
+        }
+        thread::scope(|scope| {
+            let load = |(name, program)| scope.spawn(move || load_program(name, program));
+            let loading: Vec<_> = programs.into_iter().map(load).collect();
+            loading
+                .into_iter()
+                .try_for_each(|loaded| loaded.join().unwrap_or_else(|panic| resume_unwind(panic)))
+        })
+    }
+}
+
+fn load_program(name: &'static str, program: &mut Program) -> Result<(), Error> {
+    let loaded = if let Program::SchedClassifier(program) = program {
+        program.load()
+    } else {
+        <&mut CgroupSockAddr>::try_from(program).and_then(CgroupSockAddr::load)
+    };
+    loaded.map_err(|source| Error::Program { program: name, source: Box::new(source) })
 }
 
 /// Name of the program for packets in this direction through interfaces of this role, with an Ethernet header or without.
@@ -79,6 +107,7 @@ pub(super) fn load(
     let lease = u32::from(!config.withdraw_after.is_zero());
     let host_only = u32::from(balancing == SocketLoadBalancing::Host);
     let host_packets = u32::from(balancing == SocketLoadBalancing::Off);
+    let resets_gone = u32::from(config.reset_connections_to_gone_endpoints);
     let can_refuse = u32::from(
         is_helper_supported(ProgramType::CgroupSockAddr, BpfHelper::BPF_FUNC_set_retval)
             .map_err(|source| Error::Program { program: "connect4", source: Box::new(source) })?,
@@ -88,7 +117,8 @@ pub(super) fn load(
         .override_global("SOCKET_HOST_ONLY", &host_only, true)
         .override_global("HOST_PACKETS", &host_packets, true)
         .override_global("CAN_REFUSE", &can_refuse, true)
-        .override_global("LEASE", &lease, true);
+        .override_global("LEASE", &lease, true)
+        .override_global("RESETS_GONE", &resets_gone, true);
     for shape in shapes {
         loader.map_pin_path(shape.name, maps.join(shape.name));
         if shape.limit.is_some() {
@@ -97,19 +127,13 @@ pub(super) fn load(
     }
     let mut object = loader.load(OBJECT).map_err(|e| Error::Load(Box::new(e)))?;
     let log = KernelLog::take(&mut object)?;
-    let mut programs = Programs(object);
-    if balancing != SocketLoadBalancing::Off {
-        for (name, _) in SOCKET_HOOKS {
-            programs.get(name)?;
-        }
-    }
-    if learn_namespace {
-        programs.get(program::learn_namespace)?;
-    }
+    let of_sockets = SOCKET_HOOKS.iter().filter(|_| balancing != SocketLoadBalancing::Off);
+    let mut names: Vec<_> = of_sockets.map(|(name, _)| *name).collect();
+    names.extend(learn_namespace.then_some(program::learn_namespace));
     for role in [Role::Workload, Role::Uplink] {
-        for direction in DIRECTIONS {
-            programs.get(packet_program(role, direction, true))?;
-        }
+        names.extend(DIRECTIONS.map(|direction| packet_program(role, direction, true)));
     }
+    let mut programs = Programs(object);
+    programs.load_all(&names)?;
     Ok((programs, log))
 }

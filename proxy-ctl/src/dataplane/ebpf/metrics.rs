@@ -4,7 +4,12 @@ use prometheus_client::metrics::MetricType;
 
 use crate::dataplane::{Labels, MetricFamily, ServiceUsage, TableUsage, Usage};
 
-pub(super) fn families(usage: &Usage, services: &[ServiceUsage], uncounted: u64) -> Vec<MetricFamily> {
+pub(super) fn families(
+    usage: &Usage,
+    services: &[ServiceUsage],
+    uncounted: u64,
+    sockets_ended: [(&'static str, u64); 2],
+) -> Vec<MetricFamily> {
     let of_tables = |name, help, value: fn(&TableUsage) -> Option<u64>| {
         let of_table = |table: &TableUsage| Some(([("table", table.name.into())].into(), value(table)?));
         let samples = usage.tables.iter().filter_map(of_table).collect();
@@ -36,6 +41,15 @@ pub(super) fn families(usage: &Usage, services: &[ServiceUsage], uncounted: u64)
         kind: MetricType::Gauge,
         samples: vec![([].into(), uncounted)],
     });
+    families.push(MetricFamily {
+        name: "proxy_sockets_ended",
+        help: "Connected sockets that were ended because their endpoint is gone.",
+        kind: MetricType::Counter,
+        samples: sockets_ended
+            .into_iter()
+            .map(|(protocol, ended)| ([("protocol", protocol.into())].into(), ended))
+            .collect(),
+    });
     families
 }
 
@@ -61,5 +75,10 @@ pub(crate) fn sample_metrics() -> Vec<MetricFamily> {
     let table = TableUsage { name: "frontends4", used: 3, capacity: 100, can_fill_up: true, bytes: 4096 };
     let reason =
         |of: &Reason| ReasonUsage { name: of.name(), verdict: super::status::verdict(*of), count: 7 };
-    families(&Usage { tables: vec![table], reasons: Reason::ALL.iter().map(reason).collect() }, &[web], 3)
+    families(
+        &Usage { tables: vec![table], reasons: Reason::ALL.iter().map(reason).collect() },
+        &[web],
+        3,
+        [("TCP", 1), ("UDP", 2)],
+    )
 }

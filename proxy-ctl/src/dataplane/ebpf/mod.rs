@@ -5,7 +5,7 @@
 //! calls pass. [`status`] and [`cleanup`] work on the pins alone, with the controller down.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet, HashSet},
     net::{IpAddr, UdpSocket},
     os::fd::AsFd,
     path::PathBuf,
@@ -18,8 +18,7 @@ use proxy_common::{
     family::{V4, V6},
     flow::FlowLifetimes,
     inventory::{program, table},
-    layout::{MasqueradeDevice, NODE_ADDRESS_LOOPBACK, NodeAddress, Settings},
-    port::PortRanges,
+    layout::{FourPorts, MasqueradeDevice, NODE_ADDRESS_LOOPBACK, NodeAddress, Settings},
 };
 
 use self::{
@@ -34,17 +33,22 @@ use self::{
     pins::TablePins,
     programmed::Entries,
     publish::{Common, Failures, FamilyWriter, Writes, remove_service},
+    stale_sockets::StaleSockets,
     status::{Pinned, Reader},
     tables::{CommonTables, FamilyTables, Shape},
 };
 use super::{
-    Applied, Dataplane, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, entry::Entry,
+    Applied, Dataplane, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage,
+    entry::{Entry, TrackedFlows},
     source_ports::SourcePorts,
 };
 use crate::{
     config::{Ebpf, SocketLoadBalancing},
     model::desired::{Changes, DesiredPort, ServicePortName},
-    sys::{CallError, clock, conntrack::Conntrack, filesystem, grace::GracePeriod, limits, namespace},
+    sys::{
+        CallError, clock, conntrack::Conntrack, filesystem, grace::GracePeriod, limits, namespace,
+        socket_diag::Transport,
+    },
 };
 
 mod adopt;
@@ -69,6 +73,7 @@ mod programmed;
 mod publish;
 mod reserve;
 mod room;
+mod stale_sockets;
 pub mod status;
 mod supports;
 mod tables;
@@ -76,7 +81,11 @@ mod uses;
 
 #[cfg(test)]
 pub(crate) use self::metrics::sample_metrics;
-pub use self::{error::Error, load::OBJECT, tables::Difference};
+pub use self::{
+    error::Error,
+    load::{OBJECT, OBJECT_BUILT_WITH},
+    tables::Difference,
+};
 
 /// The tables and hooks of this node. Dropping it leaves all of them in place.
 #[derive(Debug)]
@@ -100,10 +109,11 @@ pub struct EbpfDataplane {
     collections: u32,
     retiring: bool,
     keep_ports: KeepPorts,
+    stale_sockets: StaleSockets,
 }
 
 pub(super) const ENTRY: Entry = Entry {
-    tracks_flows: false,
+    tracked_flows: TrackedFlows::Former,
     retires: true,
     reads_service_cidrs: false,
     hands_over: true,
@@ -126,6 +136,8 @@ pub(super) const ENTRY: Entry = Entry {
 };
 
 const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
+/// Of [`FourPorts`].
+const FOUR: usize = 4;
 
 impl EbpfDataplane {
     /// Takes over what is pinned, or makes it, and swaps this version's programs in. Tables are read here, but not
@@ -177,6 +189,7 @@ impl EbpfDataplane {
         };
         let lease = LeaseRenewal::begin(config.withdraw_after, &common)?;
         let grace = GracePeriod::new().map_err(Error::Grace)?;
+        let stale_sockets = StaleSockets::begin(&paths, config);
         let ids = Ranges::new(common.services.len() as u32);
         let shared = Common {
             tables: common,
@@ -185,6 +198,8 @@ impl EbpfDataplane {
             backends_set_aside: 0,
             grace,
             is_epoch_over: true,
+            // A predecessor may have been killed before it ended them.
+            lost_backends: BTreeSet::from([Transport::Tcp, Transport::Udp]),
         };
         let mut dataplane = Self {
             shared,
@@ -205,6 +220,7 @@ impl EbpfDataplane {
             collections: 0,
             retiring: false,
             keep_ports: KeepPorts::BeforePackets,
+            stale_sockets,
         };
         // Programs may be reading what a predecessor retired in its last moment.
         dataplane.shared.grace.wait().map_err(Error::Grace)?;
@@ -238,20 +254,45 @@ impl EbpfDataplane {
 
     fn write_node(&self, host: &Host) -> Result<bool, Error> {
         let (masquerade4, masquerade6) = masquerade(&host.masquerade_addresses);
-        let ports = SourcePorts::read().programs;
-        self.write_settings(|settings| {
+        let ports = self.write_masquerade_ports()?;
+        let settings = self.write_settings(|settings| {
             settings.host_namespace = self.host_namespace;
             settings.masquerade4 = masquerade4;
             settings.masquerade6 = masquerade6;
-            settings.masquerade_ports = ports;
-        })
+        })?;
+        Ok(ports || settings)
+    }
+
+    /// Answers whether they have changed.
+    fn write_masquerade_ports(&self) -> Result<bool, Error> {
+        let SourcePorts { programs, apart_ranges, .. } = SourcePorts::read();
+        let table = &self.shared.tables.masquerade_ports;
+        let mut changed = false;
+        // First: the settings say how many there are. A port that the programs find meanwhile is of the former ones or of these.
+        for (index, chunk) in programs.ports.chunks(FOUR).enumerate() {
+            let mut four = FourPorts::default();
+            four.ports[..chunk.len()].copy_from_slice(chunk);
+            if table.get(index) != Some(four) {
+                table
+                    .provide(index)
+                    .map_err(|source| Error::Table { table: table::masquerade_ports, source })?;
+                changed |= table.set(index, &four);
+            }
+        }
+        changed |= self.write_settings(|settings| {
+            settings.apart_ports = apart_ranges;
+            settings.masquerade_ports = programs.ports.len() as u16;
+            settings.masquerade_ports_apart = programs.apart as u16;
+        })?;
+        Ok(changed)
     }
 
     fn keep_netfilter_ports(&self) {
-        let (ports, now) = (PortRanges(SourcePorts::read().programs), clock::since_boot());
+        let ports: HashSet<u16> = SourcePorts::read().programs.ports.into_iter().collect();
+        let now = clock::since_boot();
         let kept = Conntrack::open().map_err(Error::Conntrack).and_then(|conntrack| {
-            let v4 = netfilter_ports::keep(&self.v4.tables, &conntrack, ports, now)?;
-            Ok(v4 + netfilter_ports::keep(&self.v6.tables, &conntrack, ports, now)?)
+            let v4 = netfilter_ports::keep(&self.v4.tables, &conntrack, &ports, now)?;
+            Ok(v4 + netfilter_ports::keep(&self.v6.tables, &conntrack, &ports, now)?)
         });
         match kept {
             Ok(0) => {}
@@ -278,6 +319,12 @@ impl EbpfDataplane {
             );
         }
         Ok(())
+    }
+
+    fn end_stale_sockets(&mut self) {
+        for transport in std::mem::take(&mut self.shared.lost_backends) {
+            self.stale_sockets.end(transport);
+        }
     }
 
     fn mend_order(&mut self) -> Result<(), Error> {
@@ -359,6 +406,10 @@ impl Programmed for EbpfDataplane {
             (table::services, u64::from(self.shared.ids.used().saturating_sub(1))),
             (table::service_names, (self.v4.entries.services.len() + self.v6.entries.services.len()) as u64),
             (table::masquerade_devices, self.shared.tables.masquerade_devices.read_all()?.len() as u64),
+            (
+                table::masquerade_ports,
+                status::masquerade_ports(&self.shared.tables)?.len().div_ceil(FOUR) as u64,
+            ),
             (table::settings, 1),
             (table::lease, 1),
         ]);
@@ -378,6 +429,7 @@ impl Dataplane for EbpfDataplane {
         finish(apply(v6, shared, changes), &mut applied, &mut failures);
         publish_waiting(shared, v4, v6, &mut applied, &mut failures);
         raise_epoch(shared, &mut failures);
+        self.end_stale_sockets();
         failures.into_result()?;
         Ok(applied)
     }
@@ -397,6 +449,7 @@ impl Dataplane for EbpfDataplane {
         }
         publish_waiting(shared, v4, v6, &mut applied, &mut failures);
         raise_epoch(shared, &mut failures);
+        self.end_stale_sockets();
         if self.keep_ports == KeepPorts::AfterFrontends {
             self.keep_netfilter_ports();
             self.keep_ports = KeepPorts::AfterModeBeside;
@@ -461,6 +514,7 @@ impl Dataplane for EbpfDataplane {
         let (mut applied, mut failures) = Default::default();
         publish_waiting(shared, v4, v6, &mut applied, &mut failures);
         raise_epoch(shared, &mut failures);
+        self.end_stale_sockets();
         if self.keep_ports == KeepPorts::AfterModeBeside {
             self.keep_netfilter_ports();
             self.keep_ports = KeepPorts::Done;
@@ -473,6 +527,9 @@ impl Dataplane for EbpfDataplane {
         self.collections = self.collections.wrapping_add(1);
         if self.collections.is_multiple_of(COLLECTIONS_BETWEEN_INSPECTIONS) {
             self.restore_pins()?;
+            if self.write_masquerade_ports()? {
+                tracing::info!("the ports for translated sources follow the kernel's parameters");
+            }
             self.hooks.repair().into_result()?;
             self.mend_order()?;
         }
@@ -483,6 +540,8 @@ impl Dataplane for EbpfDataplane {
     fn retire(&mut self) -> Result<bool, super::Error> {
         if !self.retiring {
             self.keep_ports = KeepPorts::Done;
+            // They are connected to endpoints, and go on without any frontend.
+            self.stale_sockets = StaleSockets::none();
             self.resync(&[])?;
             Collector::end_for_retirement(&self.v4.tables)?;
             Collector::end_for_retirement(&self.v6.tables)?;
@@ -497,7 +556,7 @@ impl Dataplane for EbpfDataplane {
         let v4 = self.v4.entries.services.iter().map(|(name, published)| (published.id, name));
         let v6 = self.v6.entries.services.iter().map(|(name, published)| (published.id, name));
         let (services, uncounted) = status::service_usage(&self.shared.tables, v4.chain(v6))?;
-        Ok(metrics::families(&self.usage()?, &services, uncounted))
+        Ok(metrics::families(&self.usage()?, &services, uncounted, self.stale_sockets.ended()))
     }
 
     /// None: a change costs what it writes, so that each is written at once.
@@ -506,7 +565,7 @@ impl Dataplane for EbpfDataplane {
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
-        supports::supports(port)
+        supports::supports(port, self.config.socket_load_balancing)
     }
 
     fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {

@@ -1,10 +1,9 @@
 //! TCP connections that netfilter goes on translating: those that a former proxy's rules have opened. Were the address and port that
 //! one's answers go to given to a flow towards the same endpoint, the programs would take the answers.
 
-use proxy_common::{
-    layout::Flow,
-    port::{Port, PortRanges},
-};
+use std::collections::HashSet;
+
+use proxy_common::{layout::Flow, port::Port};
 
 use super::{Error, family::TableFamily, tables::FamilyTables};
 use crate::{dataplane::conntrack::address_family, sys::conntrack::Conntrack};
@@ -23,7 +22,7 @@ pub(super) enum KeepPorts {
 pub(super) fn keep<F: TableFamily>(
     tables: &FamilyTables<F>,
     conntrack: &Conntrack,
-    ports: PortRanges,
+    ports: &HashSet<u16>,
     now: u64,
 ) -> Result<u64, Error> {
     // The other half is for flows.
@@ -39,7 +38,7 @@ pub(super) fn keep<F: TableFamily>(
         else {
             continue;
         };
-        if connection.is_masqueraded && !ports.contain(port) {
+        if connection.is_masqueraded && !ports.contains(&port.number()) {
             continue;
         }
         if there == most {

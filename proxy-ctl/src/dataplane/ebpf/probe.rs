@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::stale_sockets;
 use crate::{
     config::{Ebpf, SocketLoadBalancing},
     mode::{Capabilities, HostFacts, KernelVersion, Mode, Probe, Requirement},
@@ -63,6 +64,8 @@ struct Facts {
     bpffs: BpfFilesystem,
     /// A refused connection fails with ECONNREFUSED (`bpf_set_retval`, 5.18), else with EPERM.
     set_retval: bool,
+    /// Whose sockets are ended when their endpoint goes.
+    stale_sockets: String,
 }
 
 fn gather(config: &Ebpf, host: &HostFacts) -> Facts {
@@ -74,6 +77,7 @@ fn gather(config: &Ebpf, host: &HostFacts) -> Facts {
         cgroup2: cgroup2(config.cgroup.as_deref(), may_mount),
         bpffs: bpffs(&config.bpffs, may_mount),
         set_retval: has_set_retval().unwrap_or(version >= Some(SET_RETVAL)),
+        stale_sockets: stale_sockets::reach(config.socket_load_balancing, host.capabilities.sys_admin),
     }
 }
 
@@ -159,6 +163,8 @@ fn answer(sockets: SocketLoadBalancing, host: &HostFacts, facts: &Facts) -> Prob
             "no endpoint",
             if facts.set_retval { "ECONNREFUSED" } else { "EPERM" },
         ),
+        // Without, a connected datagram socket stays with an endpoint that is gone.
+        Requirement::new("endsSocketsOf", "ends sockets of", facts.stale_sockets.clone()),
     ];
     Probe { mode: Mode::Ebpf, requirements, remarks }
 }
@@ -211,6 +217,7 @@ mod tests {
             cgroup2: Cgroup2::Mounted("/sys/fs/cgroup".into()),
             bpffs: BpfFilesystem::Mounted,
             set_retval: true,
+            stale_sockets: "the node".to_owned(),
         }
     }
 

@@ -103,6 +103,8 @@ pub(super) struct Published<F: TableFamily> {
     pub(super) range: Option<Range>,
     pub(super) frontends: Box<[FrontendKey<F::Address>]>,
     pub(super) used: UsedEndpoints,
+    /// Endpoints that no set uses and that still serve, as far as they have a backend: flows and sockets stay with it.
+    pub(super) kept: Box<[desired::Endpoint]>,
 }
 
 /// The endpoints that a published service port counts as used.
@@ -153,6 +155,8 @@ pub(super) struct Uses {
     count: u32,
     terminating: u32,
     local: u32,
+    /// Service ports that keep it for the flows and sockets that it has.
+    keepers: u32,
     written_uses: u32,
     written_state: u8,
     written_local: bool,
@@ -178,11 +182,20 @@ impl Uses {
         self.local = self.local.saturating_sub(u32::from(endpoint.local));
     }
 
-    pub(super) fn is_unused(&self) -> bool {
-        self.count == 0
+    pub(super) fn keep(&mut self) {
+        self.keepers += 1;
     }
 
-    /// What the table should say. Terminating only if every user says so.
+    pub(super) fn stop_keeping(&mut self) {
+        self.keepers = self.keepers.saturating_sub(1);
+    }
+
+    /// Nobody uses it nor keeps it.
+    pub(super) fn is_unused(&self) -> bool {
+        self.count == 0 && self.keepers == 0
+    }
+
+    /// What the table should say. Terminating only if every user says so, or there is none.
     pub(super) fn wanted<A: Copy>(&self, key: &BackendKey<A>) -> Backend<A> {
         Backend {
             address: key.address,
@@ -190,7 +203,7 @@ impl Uses {
             protocol: key.protocol,
             state: if self.terminating < self.count { BACKEND_ACTIVE } else { BACKEND_TERMINATING },
             uses: self.count,
-            flags: if self.local > 0 { BACKEND_LOCAL } else { 0 },
+            flags: if self.local > 0 || (self.count == 0 && self.written_local) { BACKEND_LOCAL } else { 0 },
             owner: key.owner,
         }
     }
@@ -242,6 +255,20 @@ mod tests {
         assert_eq!(uses.wanted(&KEY).state, BACKEND_ACTIVE);
         uses.subtract(&endpoint(false, false));
         assert_eq!(uses.wanted(&KEY).state, BACKEND_TERMINATING);
+    }
+
+    #[test]
+    fn a_backend_without_users_is_kept() {
+        let mut uses = Uses::default();
+        uses.add(&endpoint(false, true));
+        uses.wrote(&uses.wanted(&KEY));
+        uses.keep();
+        uses.subtract(&endpoint(false, true));
+        assert!(!uses.is_unused());
+        let kept = Backend { uses: 0, state: BACKEND_TERMINATING, ..uses.wanted(&KEY) };
+        assert_eq!((uses.wanted(&KEY), kept.flags), (kept, BACKEND_LOCAL));
+        uses.stop_keeping();
+        assert!(uses.is_unused());
     }
 
     #[test]

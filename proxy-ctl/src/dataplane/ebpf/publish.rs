@@ -4,7 +4,7 @@
 //!
 //! One port that cannot be written keeps its old state and does not stop the others. One without room waits (`reserve`).
 
-use std::{io, sync::Arc};
+use std::{collections::BTreeSet, io, sync::Arc};
 
 use proxy_common::{
     inventory::table,
@@ -24,7 +24,7 @@ use super::{
 use crate::{
     dataplane::Applied,
     model::desired::{DesiredPort, ServicePortName},
-    sys::{CallError, grace::GracePeriod},
+    sys::{CallError, grace::GracePeriod, socket_diag::Transport},
 };
 
 /// Backend ids are set aside in blocks of this many, one write of `settings` for each.
@@ -40,12 +40,14 @@ pub(super) struct Common {
     /// Ids below are set aside in `settings.next_backend`.
     pub(super) backends_set_aside: u32,
     pub(super) grace: GracePeriod,
-    /// What datagrams are sent to may have changed since `settings.epoch` was raised last.
+    /// What flows lead to may have changed since `settings.epoch` was raised last.
     pub(super) is_epoch_over: bool,
+    /// Sockets of these may have lost their backend since stale ones were ended last.
+    pub(super) lost_backends: BTreeSet<Transport>,
 }
 
 impl Common {
-    /// Has datagrams of flows compared with the tables once more, if any may be for another backend by now.
+    /// Has flows compared with the tables once more, if any may be for another backend by now.
     pub(super) fn raise_epoch(&mut self) -> Result<(), Error> {
         if !self.is_epoch_over {
             return Ok(());
@@ -93,6 +95,8 @@ pub(super) struct Writes<F: TableFamily> {
     pub(super) touched: Vec<BackendKey<F::Address>>,
     /// What is dialled may be served by another service than before.
     pub(super) has_new_frontends: bool,
+    /// Of frontends and backends that were taken away from connected sockets.
+    pub(super) lost: BTreeSet<Transport>,
     /// Backends that this call has inserted, of which no slot in use can know.
     pub(super) inserted: Vec<BackendKey<F::Address>>,
 }
@@ -108,6 +112,7 @@ impl<F: TableFamily> Default for Writes<F> {
             gone: Vec::new(),
             touched: Vec::new(),
             has_new_frontends: false,
+            lost: BTreeSet::new(),
             inserted: Vec::new(),
         }
     }
@@ -258,13 +263,15 @@ impl<F: TableFamily> FamilyWriter<F> {
             }
         }
         let used = UsedEndpoints::Desired(Arc::clone(port));
-        let now = Published { id, range: Some(range), frontends: keys.clone(), used };
+        let kept = self.keep_backends(port);
+        let now = Published { id, range: Some(range), frontends: keys.clone(), used, kept };
         if let Some(old) = self.entries.services.insert(port.name.clone(), now) {
             for key in old.frontends.iter().filter(|key| !keys.contains(key)) {
                 writes.stale_frontends.push((*key, id));
                 self.entries.without_room.remove(key, id);
             }
             self.release_backends(&port.name, old.used.endpoints(), writes);
+            self.stop_keeping_backends(&port.name, &old.kept, writes);
             if matches!(reservation.slots, ReservedSlots::Fresh(..)) {
                 self.entries.slots.retire(old.range.unwrap_or_default());
             }
@@ -369,7 +376,9 @@ impl<F: TableFamily> FamilyWriter<F> {
             };
             for (key, frontend, _) in &wanted[next..next + written] {
                 let before = self.entries.frontends.insert(*key, *frontend);
-                writes.has_new_frontends |= before.is_none_or(|before| before.service != frontend.service);
+                let is_anothers = before.is_some_and(|before| before.service != frontend.service);
+                writes.has_new_frontends |= before.is_none() || is_anothers;
+                writes.lost.extend(Transport::from_number(key.protocol).filter(|_| is_anothers));
             }
             writes.applied.written += written as u64;
             // Beyond the one that failed, if one did.
@@ -385,6 +394,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             self.entries.without_room.remove(key, old.id);
         }
         self.release_backends(name, old.used.endpoints(), writes);
+        self.stop_keeping_backends(name, &old.kept, writes);
         writes.gone.push((old.id, old.range));
     }
 
@@ -395,6 +405,9 @@ impl<F: TableFamily> FamilyWriter<F> {
         let strays = self.entries.frontends.iter().filter(|(key, _)| !owned.contains(key));
         writes.stale_frontends.extend(strays.map(|(key, frontend)| (*key, frontend.service)));
         writes.touched.extend(self.entries.backends.keys());
+        if !self.entries.stray_backends.is_empty() {
+            writes.lost.extend([Transport::Tcp, Transport::Udp]);
+        }
         for id in std::mem::take(&mut self.entries.stray_backends) {
             match self.tables.backends.remove(&id) {
                 Ok(found) => writes.applied.removed += u64::from(found),
@@ -414,6 +427,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             match self.tables.frontends.remove(&key) {
                 Ok(found) => {
                     writes.applied.removed += u64::from(found);
+                    writes.lost.extend(Transport::from_number(key.protocol));
                     self.entries.frontends.remove(&key);
                 }
                 Err(error) => {
@@ -438,6 +452,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
         self.write_uses(writes);
         shared.is_epoch_over |= writes.has_new_frontends || writes.applied.removed > 0;
+        shared.lost_backends.append(&mut writes.lost);
     }
 }
 

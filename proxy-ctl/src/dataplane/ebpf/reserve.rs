@@ -285,13 +285,16 @@ fn with_endpoints(port: &DesiredPort, is_kept: impl Fn(u32) -> bool) -> DesiredP
         let places = indexes.iter().filter_map(|index| kept.binary_search(index).ok());
         places.filter_map(|place| u32::try_from(place).ok()).collect()
     };
+    // Flows and sockets stay with those that are left out, as far as they have a backend.
+    let left_out =
+        (0..).zip(all).filter(|(index, _)| kept.binary_search(index).is_err()).map(|(_, one)| *one);
     let endpoints = Endpoints {
         all: kept.iter().filter_map(|index| all.get(*index as usize)).copied().collect(),
         cluster: set(cluster),
         internal: set(internal),
         external: set(external),
         any: *any && !kept.is_empty(),
-        unused: unused.clone(),
+        unused: unused.iter().copied().chain(left_out).collect(),
     };
     DesiredPort { endpoints, ..port.clone() }
 }

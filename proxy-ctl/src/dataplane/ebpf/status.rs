@@ -29,7 +29,7 @@ use crate::{
     config::Limits,
     dataplane::{
         self, BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, Programmed,
-        ReasonUsage, ServiceSnapshot, ServiceUsage, Snapshot, TableUsage, Usage,
+        ReasonUsage, ServiceSnapshot, ServiceUsage, Snapshot, TableUsage, Usage, source_ports::runs,
     },
     model::{desired::ServicePortName, objects::TrafficPolicy},
     sys::{CallError, bpf, clock, lock},
@@ -48,6 +48,19 @@ pub struct Pinned {
 /// there is none, or the kernel does not tell, as for a process of another PID namespace.
 pub fn controller(bpffs: &Path) -> Option<u32> {
     lock::holder_of(&Paths::new(bpffs).top)
+}
+
+/// The ports for translated sources, in the order in which they are taken.
+pub(super) fn masquerade_ports(tables: &CommonTables) -> Result<Vec<u16>, Error> {
+    let count = usize::from(tables.settings.get(&0)?.unwrap_or_default().masquerade_ports);
+    let table = &tables.masquerade_ports;
+    let mut ports = Vec::with_capacity(count);
+    for index in 0..count.div_ceil(super::FOUR).min(table.len()) {
+        table.provide(index).map_err(|source| Error::Table { table: table::masquerade_ports, source })?;
+        ports.extend(table.get(index).unwrap_or_default().ports);
+    }
+    ports.truncate(count);
+    Ok(ports)
 }
 
 /// Reads the tables of a dataplane or of the pins.
@@ -160,12 +173,7 @@ impl Reader<'_> {
         Ok(NodeSnapshot {
             node_port_addresses,
             masquerade_addresses: masquerade.into_iter().filter(|ip| !ip.is_unspecified()).collect(),
-            masquerade_ports: settings
-                .masquerade_ports
-                .into_iter()
-                .filter(|[first, last]| first <= last)
-                .map(|[first, last]| (first, last))
-                .collect(),
+            masquerade_ports: runs(&masquerade_ports(self.common)?),
             host_namespace: settings.host_namespace,
         })
     }
@@ -178,6 +186,8 @@ impl Reader<'_> {
         let names = self.common.names.read_all()?.len() as u64;
         used.extend([(table::services, names), (table::service_names, names)]);
         used.extend([(table::settings, 1), (table::lease, 1)]);
+        let ports = masquerade_ports(self.common)?.len().div_ceil(super::FOUR);
+        used.insert(table::masquerade_ports, ports as u64);
         used.insert(table::masquerade_devices, self.common.masquerade_devices.read_all()?.len() as u64);
         let services = self.services()?;
         let counters = self.common.service_counters.capacity();
@@ -287,6 +297,19 @@ fn count_family<F: TableFamily>(
     Ok(())
 }
 
+/// Tables that always have all their entries, and those whose entries evict each other. (Storage of sockets has no size of its own.)
+const NEVER_FULL: [&str; 9] = [
+    table::settings,
+    table::lease,
+    table::counters,
+    table::masquerade_ports,
+    table::moved_ports,
+    table::fragments4,
+    table::fragments6,
+    table::foreign_flows4,
+    table::foreign_flows6,
+];
+
 /// Capacities and sizes of the tables in `maps`, with what is known of their use, and the counters.
 pub(super) fn usage(
     maps: &Path,
@@ -303,10 +326,7 @@ pub(super) fn usage(
             name: shape.name,
             used: used.get(shape.name).copied().unwrap_or(0),
             capacity: u64::from(info.max_entries),
-            // Storage of sockets has no size of its own; the first three always have all their entries, and fragments evict each other.
-            can_fill_up: info.max_entries > 0
-                && ![table::settings, table::lease, table::counters, table::fragments4, table::fragments6]
-                    .contains(&shape.name),
+            can_fill_up: info.max_entries > 0 && !NEVER_FULL.contains(&shape.name),
             bytes: bytes(&fd),
         });
     }

@@ -1,6 +1,7 @@
 //! What this mode cannot do yet, and what it does instead.
 
 use crate::{
+    config::SocketLoadBalancing,
     dataplane::{Effect, Unsupported},
     model::{
         desired::{DesiredPort, FrontendKind},
@@ -26,11 +27,19 @@ const SCTP: Unsupported = Unsupported::new(
     "SCTP is not built yet: the port is not served",
 );
 
-pub(super) fn supports(port: &DesiredPort) -> Vec<Unsupported> {
-    let has_load_balancer = || port.frontends.iter().any(|one| one.kind == FrontendKind::LoadBalancer);
+/// What the node sends to itself meets no packet program.
+const OWN_NODE_PORTS: Unsupported = Unsupported::new(
+    "spec.ports[].nodePort",
+    Effect::NotToOwnNode(FrontendKind::NodePort),
+    "processes of this node do not reach its own node ports: ebpf.socketLoadBalancing is off",
+);
+
+pub(super) fn supports(port: &DesiredPort, balancing: SocketLoadBalancing) -> Vec<Unsupported> {
+    let has = |kind| port.frontends.iter().any(|one| one.kind == kind);
     let asked = [
         (port.affinity_seconds.is_some(), SESSION_AFFINITY),
-        (!port.source_ranges.is_empty() && has_load_balancer(), SOURCE_RANGES),
+        (!port.source_ranges.is_empty() && has(FrontendKind::LoadBalancer), SOURCE_RANGES),
+        (balancing == SocketLoadBalancing::Off && has(FrontendKind::NodePort), OWN_NODE_PORTS),
         (port.name.protocol == Protocol::Sctp, SCTP),
     ];
     asked.into_iter().filter(|(asked, _)| *asked).map(|(_, unsupported)| unsupported).collect()
@@ -39,6 +48,8 @@ pub(super) fn supports(port: &DesiredPort) -> Vec<Unsupported> {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
+
+    use rstest::rstest;
 
     use super::*;
     use crate::{
@@ -64,31 +75,35 @@ mod tests {
     #[test]
     fn a_port_without_special_wishes_is_supported() {
         let port = port(|_| {});
-        assert_eq!(supports(&port), []);
+        assert_eq!(supports(&port, SocketLoadBalancing::All), []);
         assert_eq!(servable(Arc::clone(&port), &[]), Some(port));
     }
 
     #[test]
     fn affinity_alone_leaves_every_frontend_served() {
         let port = port(|service| service.affinity_seconds = Some(10_800));
-        assert_eq!(supports(&port), [SESSION_AFFINITY]);
+        assert_eq!(supports(&port, SocketLoadBalancing::All), [SESSION_AFFINITY]);
         assert!(!SESSION_AFFINITY.leaves_unserved());
-        assert_eq!(servable(Arc::clone(&port), &supports(&port)), Some(port));
+        assert_eq!(servable(Arc::clone(&port), &supports(&port, SocketLoadBalancing::All)), Some(port));
     }
 
     #[test]
     fn source_ranges_close_the_load_balancer_addresses() {
         let ranges = vec!["10.0.0.0/8".parse().unwrap()];
         let closed = port(|service| service.source_ranges = ranges.clone());
-        assert_eq!(supports(&closed), [SOURCE_RANGES]);
+        assert_eq!(supports(&closed, SocketLoadBalancing::All), [SOURCE_RANGES]);
         let kinds = |port: &DesiredPort| port.frontends.iter().map(|one| one.kind).collect::<Vec<_>>();
-        let served = servable(Arc::clone(&closed), &supports(&closed)).unwrap();
+        let served = servable(Arc::clone(&closed), &supports(&closed, SocketLoadBalancing::All)).unwrap();
         assert_eq!(kinds(&served), [FrontendKind::ClusterIp]);
         let without_address = port(|service| {
             service.source_ranges = ranges;
             service.load_balancer_ips.clear();
         });
-        assert_eq!(supports(&without_address), [], "there is no address that the ranges could close");
+        assert_eq!(
+            supports(&without_address, SocketLoadBalancing::All),
+            [],
+            "there is no address that the ranges could close"
+        );
     }
 
     #[test]
@@ -97,7 +112,21 @@ mod tests {
             service.ports =
                 vec![ServicePort { name: "".into(), protocol: Protocol::Sctp, port: 81, node_port: None }];
         });
-        assert_eq!(supports(&port), [SCTP]);
-        assert_eq!(servable(Arc::clone(&port), &supports(&port)), None);
+        assert_eq!(supports(&port, SocketLoadBalancing::All), [SCTP]);
+        assert_eq!(servable(Arc::clone(&port), &supports(&port, SocketLoadBalancing::All)), None);
+    }
+
+    #[rstest]
+    #[case::all(SocketLoadBalancing::All, &[])]
+    #[case::host(SocketLoadBalancing::Host, &[])]
+    #[case::off(SocketLoadBalancing::Off, &[OWN_NODE_PORTS])]
+    fn own_node_ports_need_socket_hooks(
+        #[case] balancing: SocketLoadBalancing,
+        #[case] expected: &[Unsupported],
+    ) {
+        let port = port(|service| service.ports[0].node_port = Some(30_080));
+        let unsupported = supports(&port, balancing);
+        assert_eq!(unsupported, expected);
+        assert_eq!(servable(Arc::clone(&port), &unsupported), Some(port), "others reach them");
     }
 }

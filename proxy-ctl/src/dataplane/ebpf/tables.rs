@@ -13,9 +13,9 @@ use aya::Pod;
 use proxy_common::{
     inventory::{Limit, table},
     layout::{
-        Backend, DatagramOrigins, FirstFragment, Flow, FlowKey, FragmentKey, Frontend, FrontendKey, Lease,
-        MasqueradeDevice, NodeAddress, Service, ServiceCounters, ServiceName, Settings, Slot4, Slot6,
-        SocketOrigin,
+        Backend, DatagramOrigins, FirstFragment, Flow, FlowKey, ForeignFlow, FourPorts, FragmentKey,
+        Frontend, FrontendKey, Lease, MASQUERADE_PORT_ROOM, MasqueradeDevice, NodeAddress, PORTS, Service,
+        ServiceCounters, ServiceName, Settings, Slot4, Slot6, SocketOrigin,
     },
     reason::REASONS,
 };
@@ -248,7 +248,7 @@ impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
     }
 }
 
-fn pinned_table(folder: &Path, name: &'static str) -> Result<OwnedFd, Error> {
+pub(super) fn pinned_table(folder: &Path, name: &'static str) -> Result<OwnedFd, Error> {
     bpf::pinned(&folder.join(name)).map_err(|source| Error::Table { table: name, source })
 }
 
@@ -292,6 +292,7 @@ pub(super) struct CommonTables {
     pub(super) services: SharedArray<Service>,
     pub(super) names: Table<u32, ServiceName>,
     pub(super) masquerade_devices: Table<u32, MasqueradeDevice>,
+    pub(super) masquerade_ports: SharedArray<FourPorts>,
     pub(super) settings: Table<u32, Settings>,
     pub(super) lease: Table<u32, Lease>,
     pub(super) counters: PerCpuArray<u64>,
@@ -305,6 +306,7 @@ impl CommonTables {
             services: shared(folder, table::services, writable)?,
             names: Table::open(folder, table::service_names, Some(Limit::Services))?,
             masquerade_devices: Table::open(folder, table::masquerade_devices, Some(Limit::NodeAddresses))?,
+            masquerade_ports: shared(folder, table::masquerade_ports, writable)?,
             settings: Table::open(folder, table::settings, None)?,
             lease: Table::open(folder, table::lease, None)?,
             counters: per_cpu(folder, table::counters)?,

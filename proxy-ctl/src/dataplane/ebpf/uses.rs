@@ -17,7 +17,10 @@ use super::{
     programmed::{BackendKey, Entries, UsedEndpoints, Uses},
     publish::{Common, FamilyWriter, Writes},
 };
-use crate::model::desired::{DesiredPort, Endpoint, ServicePortName};
+use crate::{
+    model::desired::{DesiredPort, Endpoint, ServicePortName},
+    sys::socket_diag::Transport,
+};
 
 impl<F: TableFamily> FamilyWriter<F> {
     /// Inserts the backends that are missing. One that cannot be inserted fails the ports that need it, in `publish`.
@@ -147,6 +150,26 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
+    /// Keeps the backends of endpoints that no set uses any more and that still serve. One that has no backend gets none.
+    pub(super) fn keep_backends(&mut self, port: &DesiredPort) -> Box<[Endpoint]> {
+        keep::<F>(&mut self.entries.backends, port)
+    }
+
+    pub(super) fn stop_keeping_backends(
+        &mut self,
+        port: &ServicePortName,
+        kept: &[Endpoint],
+        writes: &mut Writes<F>,
+    ) {
+        for endpoint in kept {
+            let Some(key) = backend_key::<F>(port, endpoint) else { continue };
+            if let Some(uses) = self.entries.backends.get_mut(&key) {
+                uses.stop_keeping();
+                writes.touched.push(key);
+            }
+        }
+    }
+
     /// A port that was adopted and whose new state could not be written goes on being served as it is.
     pub(super) fn use_adopted_endpoints(&mut self) {
         let Entries { services, backends, without_room, .. } = &mut self.entries;
@@ -155,10 +178,11 @@ impl<F: TableFamily> FamilyWriter<F> {
                 continue;
             }
             let Some(range) = published.range else { continue };
-            let desired = without_room.ports.get(name).map(|waiting| &waiting.port.endpoints.all);
+            let desired = without_room.ports.get(name).map(|waiting| &waiting.port);
+            published.kept = desired.map(|port| keep::<F>(backends, port)).unwrap_or_default();
             let terminating: FxHashSet<_> = desired
                 .into_iter()
-                .flatten()
+                .flat_map(|port| &port.endpoints.all)
                 .filter_map(|one| one.terminating.then_some((one.address, one.port)))
                 .collect();
             let mut seen = FxHashSet::default();
@@ -196,6 +220,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             };
             match result {
                 Ok(()) if uses.is_unused() => {
+                    writes.lost.extend(Transport::from_number(key.protocol));
                     self.entries.backends.remove(&key);
                 }
                 Ok(()) => uses.wrote(&wanted),
@@ -206,6 +231,17 @@ impl<F: TableFamily> FamilyWriter<F> {
             }
         }
     }
+}
+
+fn keep<F: TableFamily>(
+    backends: &mut FxHashMap<BackendKey<F::Address>, Uses>,
+    port: &DesiredPort,
+) -> Box<[Endpoint]> {
+    let has_backend = |endpoint: &&Endpoint| {
+        let uses = backend_key::<F>(&port.name, endpoint).and_then(|key| backends.get_mut(&key));
+        uses.map(Uses::keep).is_some()
+    };
+    port.endpoints.unused.iter().filter(has_backend).copied().collect()
 }
 
 pub(super) fn backend_key<F: TableFamily>(

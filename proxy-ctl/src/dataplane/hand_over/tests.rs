@@ -9,7 +9,7 @@ use crate::{
         Model,
         desired::FrontendKind,
         objects::{Protocol, Service},
-        test_support::service,
+        test_support::{port, service},
     },
 };
 
@@ -27,7 +27,7 @@ impl Log {
     }
 }
 
-/// A mode without SCTP and source ranges, if it is `own`.
+/// A mode without SCTP, source ranges and node ports for the node itself, if it is `own`.
 struct Fake {
     who: &'static str,
     log: Log,
@@ -105,6 +105,7 @@ impl Dataplane for Fake {
             (!port.source_ranges.is_empty(), unsupported(Effect::Without(FrontendKind::LoadBalancer))),
             (port.name.protocol == Protocol::Sctp, unsupported(Effect::NotServed)),
             (port.affinity_seconds.is_some(), unsupported(Effect::ServedDifferently)),
+            (kinds(port).contains('n'), unsupported(Effect::NotToOwnNode(FrontendKind::NodePort))),
         ];
         all.into_iter().filter(|(asked, _)| self.who == "own" && *asked).map(|(_, one)| one).collect()
     }
@@ -197,6 +198,10 @@ fn sctp() -> Service {
 #[case::nothing(web(), &["own web:cl"])]
 #[case::frontends_of_a_kind(ranged(), &["open", "beside host that is shared", "beside all web:l", "own web:c"])]
 #[case::everything(sctp(), &["open", "beside host that is shared", "beside all sctp:c", "own -sctp"])]
+#[case::frontends_that_processes_of_the_node_do_not_reach(
+    service("default/web", &["10.96.0.1"]).ports(vec![port("http", 80).node_port(30_080)]),
+    &["open", "beside host that is shared", "beside all web:n", "own web:cn"],
+)]
 #[case::what_is_served_differently_stays(
     Service { affinity_seconds: Some(5), ..web() },
     &["own web:cl"],
@@ -212,6 +217,17 @@ fn a_service_port_is_served_on_both_sides_rather_than_on_none_while_it_passes_ov
     assert_eq!(scene.apply(ranged()), ["beside web:l", "own web:c"]);
     assert_eq!(scene.apply(web()), ["own web:cl", "beside -web"]);
     assert_eq!(scene.apply(ranged()), ["beside web:l", "own web:c"]);
+}
+
+#[test]
+fn what_the_mode_beside_serves_already_is_written_to_the_mode_at_work_first() {
+    let node_port =
+        |number| service("default/web", &["10.96.0.1"]).ports(vec![port("http", 80).node_port(number)]);
+    let mut scene = Scene::new();
+    scene.apply(node_port(30_080));
+    let again = node_port(30_080).external_ip("203.0.113.7");
+    assert_eq!(scene.apply(again), ["own web:cne", "beside web:n"]);
+    assert_eq!(scene.apply(node_port(30_081)), ["beside web:n", "own web:cn"]);
 }
 
 /// A predecessor in the mode that serves beside has left rules for everything; they go with the first write to that mode.

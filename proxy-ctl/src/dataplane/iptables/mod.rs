@@ -10,7 +10,7 @@ use self::{base::Abilities, error::Error, metrics::PacketCounts, rules::Table, w
 use super::{
     Applied, Dataplane, Host, MetricFamily, NodeSnapshot, Programmed, Snapshot, TableUsage, Unsupported,
     Usage,
-    entry::{BoxedProgrammed, Entry},
+    entry::{BoxedProgrammed, Entry, TrackedFlows},
     mode_lock::lock,
     own_rules,
 };
@@ -54,7 +54,7 @@ const ROUTE_LOCALNET: &str = "/proc/sys/net/ipv4/conf/all/route_localnet";
 const BE_LIBERAL: &str = "/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal";
 
 pub(super) const ENTRY: Entry = Entry {
-    tracks_flows: true,
+    tracked_flows: TrackedFlows::All,
     retires: false,
     reads_service_cidrs: false,
     hands_over: false,

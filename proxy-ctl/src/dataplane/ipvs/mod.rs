@@ -17,7 +17,7 @@ use self::{
 };
 use super::{
     Applied, Dataplane, Host, MetricFamily, Programmed, Snapshot, TableUsage, Unsupported, Usage,
-    entry::Entry,
+    entry::{Entry, TrackedFlows},
     mode_lock::lock,
     netfilter::{
         chains::{Chains, FamilyChains},
@@ -54,7 +54,7 @@ mod snapshot;
 mod state;
 
 pub(super) const ENTRY: Entry = Entry {
-    tracks_flows: true,
+    tracked_flows: TrackedFlows::All,
     retires: false,
     reads_service_cidrs: false,
     hands_over: false,

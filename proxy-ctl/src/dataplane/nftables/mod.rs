@@ -29,7 +29,8 @@ pub use self::error::{Error, RefusedPorts};
 use self::{frame::Context, snapshot::Pinned, table::FamilyTable};
 use super::{
     Applied, Dataplane, Host, MetricFamily, Programmed, Removed, Snapshot, TableUsage, Unsupported, Usage,
-    entry::Entry, mode_lock::lock,
+    entry::{Entry, TrackedFlows},
+    mode_lock::lock,
 };
 use crate::{
     leftovers::names::NFTABLES_TABLE as TABLE,
@@ -46,7 +47,7 @@ use crate::{
 };
 
 pub(super) const ENTRY: Entry = Entry {
-    tracks_flows: true,
+    tracked_flows: TrackedFlows::All,
     retires: false,
     reads_service_cidrs: true,
     hands_over: false,

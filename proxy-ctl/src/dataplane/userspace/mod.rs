@@ -26,7 +26,7 @@ use self::{
 };
 use super::{
     Applied, Dataplane, Error, ErrorKind, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage,
-    entry::{Entry, Removed},
+    entry::{Entry, Removed, TrackedFlows},
     mode_lock::{self, LockError},
     own_rules,
 };
@@ -69,7 +69,7 @@ const NAME: &str = "userspace";
 
 pub(super) const ENTRY: Entry = Entry {
     // What it knows of is a listener's, not an endpoint's.
-    tracks_flows: false,
+    tracked_flows: TrackedFlows::None,
     retires: false,
     reads_service_cidrs: false,
     hands_over: true,

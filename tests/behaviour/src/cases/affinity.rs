@@ -8,7 +8,6 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use lab::{Dial, cluster::OUTSIDE, objects::Service};
 
-use super::node_port::within_the_node;
 use crate::{
     case::{Case, Variant, Variants},
     check,
@@ -18,7 +17,7 @@ use crate::{
 
 pub(super) const CASES: &[Case] = &[
     Case::new("affinity: a client stays with its endpoint", Variants::All, stays).core(),
-    Case::new("affinity: cluster IP and node port share it", Variants::All, shared).differs(within_the_node),
+    Case::new("affinity: cluster IP and node port share it", Variants::All, shared),
     Case::new("affinity: it ends with its endpoint", Variants::All, ends_with_its_endpoint),
     // Conntrack still knows some of the sockets' ports of before, and with UDP their endpoints.
     Case::new("affinity: switched on and off", Variants::Tcp, switched),

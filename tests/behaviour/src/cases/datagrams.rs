@@ -3,38 +3,43 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use lab::{Agent, Outcome, Protocol, cluster::OUTSIDE, wait};
+use lab::{Agent, Dial, Outcome, Protocol, cluster::OUTSIDE, objects::State, wait};
 
 use crate::{
     case::{Case, Variant, Variants},
     check,
     fixtures::DATAGRAMS,
-    setting::{PathKind, ProxyKind, Setting},
+    setting::{Datapath, Setting},
     world::World,
 };
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("datagrams of one socket go to another endpoint when theirs goes", Variants::Udp, moved)
-        .core()
-        .differs(connected_once),
+    Case::new("datagrams of one socket go to another endpoint when theirs goes", Variants::Udp, moved).core(),
     Case::new(
         "datagrams of one socket reach endpoints that come after there were none",
         Variants::Udp,
         emptied,
-    )
-    .differs(connected_once),
+    ),
     Case::new(
         "datagrams of one socket reach a service that was removed and comes back",
         Variants::Udp,
         recreated,
+    ),
+    Case::new(
+        "datagrams of one socket stay with an endpoint that terminates and serves",
+        Variants::Udp,
+        terminating,
     )
-    .differs(connected_once),
+    .core()
+    .differs(ended_with_the_choice),
 ];
 
-fn connected_once(setting: &Setting, _: Variant) -> Option<&'static str> {
-    let by_sockets = matches!(setting.path, PathKind::Sockets | PathKind::Packets | PathKind::Unseen);
-    (setting.proxy == ProxyKind::Ebpf && by_sockets)
-        .then_some("a connected datagram socket was given its endpoint by connect, and meets no hook again")
+fn ended_with_the_choice(setting: &Setting, _: Variant) -> Option<&'static str> {
+    match setting.datapath() {
+        Datapath::Userspace => Some("mode userspace ends a session when its endpoint is no longer chosen"),
+        Datapath::Ipvs => Some("mode ipvs removes a destination of datagrams when its endpoint terminates"),
+        Datapath::Ebpf | Datapath::Nftables | Datapath::Iptables => None,
+    }
 }
 
 /// A proxy cleans conntrack after it has written its rules, which `settle` waits for.
@@ -60,20 +65,56 @@ fn recreated(world: &mut World, variant: Variant) -> Result<()> {
     })
 }
 
+/// Until the endpoint ends.
+fn terminating(world: &mut World, variant: Variant) -> Result<()> {
+    world.set_endpoints(&DATAGRAMS, &["web-1"])?;
+    let held = hold(world, variant)?;
+    let endpoints = world.endpoints(&[("web-1", State::Terminating), ("web-2", State::Ready)])?;
+    world.objects.set_service(&DATAGRAMS.service(), &endpoints);
+    world.settle()?;
+    for (client, socket) in &held {
+        for _ in 0..3 {
+            let outcome = world.agent(client)?.ping(*socket)?;
+            check::answered_by(&[outcome], &["web-1"]).with_context(|| format!("from {client}"))?;
+        }
+    }
+    let endpoints = world.endpoints(&[("web-1", State::Ended), ("web-2", State::Ready)])?;
+    world.objects.set_service(&DATAGRAMS.service(), &endpoints);
+    world.settle()?;
+    follow(world, held)
+}
+
+/// A socket of a client, by its number there.
+type HeldSocket = (&'static str, usize);
+
 /// Sockets of all clients talk to `web-1` before, and to `web-2` after the change.
 fn through(world: &mut World, variant: Variant, change: impl FnOnce(&mut World) -> Result<()>) -> Result<()> {
     world.set_endpoints(&DATAGRAMS, &["web-1"])?;
+    let held = hold(world, variant)?;
+    change(world)?;
+    follow(world, held)
+}
+
+/// Connected and unconnected sockets of all clients, which `web-1` answers.
+fn hold(world: &World, variant: Variant) -> Result<Vec<HeldSocket>> {
     let mut held = Vec::new();
     for client in CLIENTS {
         let target = match client {
             OUTSIDE => world.node_port(&DATAGRAMS, 1, variant.family)?,
             _ => world.cluster_ip(&DATAGRAMS, variant.family),
         };
-        let (socket, outcome) = world.agent(client)?.hold(Protocol::Udp, target)?;
-        check::answered_by(&[outcome], &["web-1"])?;
-        held.push((client, socket));
+        let dial = Dial::new(Protocol::Udp, target);
+        for dial in [dial.clone(), dial.unconnected()] {
+            let (socket, outcome) = world.agent(client)?.hold_as(&dial)?;
+            check::answered_by(&[outcome], &["web-1"])?;
+            held.push((client, socket));
+        }
     }
-    change(world)?;
+    Ok(held)
+}
+
+/// They are answered by `web-2`.
+fn follow(world: &World, held: Vec<HeldSocket>) -> Result<()> {
     for (client, socket) in &held {
         answered_by_web_2(world.agent(client)?, *socket).with_context(|| format!("from {client}"))?;
     }

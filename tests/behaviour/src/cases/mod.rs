@@ -8,6 +8,7 @@ mod fragments;
 mod health_check;
 mod networks;
 mod node_port;
+mod plugin;
 mod policy;
 mod restart;
 mod sctp;
@@ -32,6 +33,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(affinity::CASES)
         .chain(sctp::CASES)
         .chain(shared_service::CASES)
+        .chain(plugin::CASES)
         .chain(networks::CASES)
         .chain(restart::CASES)
 }

@@ -22,8 +22,7 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a pod keeps its address towards a node port", Variants::All, pod_preserved)
         .differs(masquerades),
     Case::new("a pod reaches a node port on another node", Variants::All, pod_to_other_node),
-    Case::new("a host process reaches a node port on its own address", Variants::All, host_to_own_address)
-        .differs(within_the_node),
+    Case::new("a host process reaches a node port on its own address", Variants::All, host_to_own_address),
     Case::new("a host process reaches a node port on 127.0.0.1", Variants::V4, host_to_loopback)
         .differs(no_loopback),
     Case::new("a host process reaches a node port on another node", Variants::All, host_to_other_node),
@@ -50,17 +49,16 @@ fn masquerades(setting: &Setting, _: Variant) -> Option<&'static str> {
         .then_some("kube-proxy masquerades whatever comes through a node port, in every mode")
 }
 
-/// Where nothing translates what a process of the node sends to the node itself.
-pub(super) fn within_the_node(setting: &Setting, _: Variant) -> Option<&'static str> {
-    (setting.proxy == ProxyKind::Ebpf && setting.path == PathKind::Off)
-        .then_some("without socket hooks, packets from the node to itself meet no program: they stay on lo")
+/// What serves the node's own node ports to its processes: without socket hooks, mode nftables beside mode ebpf.
+fn of_own_node(setting: Setting) -> Setting {
+    match (setting.proxy, setting.path) {
+        (ProxyKind::Ebpf, PathKind::Off) => Setting::new(ProxyKind::Nftables, setting.path),
+        _ => setting,
+    }
 }
 
-fn no_loopback(setting: &Setting, variant: Variant) -> Option<&'static str> {
-    if let Some(reason) = within_the_node(setting, variant) {
-        return Some(reason);
-    }
-    matches!(setting.datapath(), Datapath::Nftables | Datapath::Ipvs)
+fn no_loopback(setting: &Setting, _: Variant) -> Option<&'static str> {
+    matches!(of_own_node(*setting).datapath(), Datapath::Nftables | Datapath::Ipvs)
         .then_some("kube-proxy serves node ports on loopback in mode iptables only")
 }
 
@@ -170,10 +168,11 @@ fn outside_balanced(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn refused(world: &mut World, variant: Variant) -> Result<()> {
-    for client in [OUTSIDE, "client-1", "node1"] {
+    let setting = world.setting;
+    for (client, setting) in [(OUTSIDE, setting), ("client-1", setting), ("node1", of_own_node(setting))] {
         let target = world.node_port(&EMPTY, 1, variant.family)?;
         let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(2))?;
-        check::refused_at_once(world.setting, &outcomes).with_context(|| format!("from {client}"))?;
+        check::refused_at_once(setting, &outcomes).with_context(|| format!("from {client}"))?;
     }
     Ok(())
 }

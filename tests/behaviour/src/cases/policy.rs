@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use lab::{Dial, Protocol, cluster::OUTSIDE};
 
-use super::{cluster_ip::carried, node_port::within_the_node};
+use super::cluster_ip::carried;
 use crate::{
     case::{Case, Variant, Variants},
     check,
@@ -27,8 +27,7 @@ pub(super) const CASES: &[Case] = &[
         "external policy Local: clients on a node get every endpoint",
         Variants::All,
         external_from_inside,
-    )
-    .differs(within_the_node),
+    ),
 ];
 
 fn nobody_is_served(setting: &Setting, _: Variant) -> Option<&'static str> {

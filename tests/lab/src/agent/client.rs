@@ -94,7 +94,12 @@ impl Agent {
 
     /// Opens a connection that stays open; returns its number and what the first request met.
     pub fn hold(&self, protocol: Protocol, target: SocketAddr) -> Result<(usize, Outcome)> {
-        self.ask(&Request::Hold { target, protocol })
+        self.hold_as(&Dial::new(protocol, target))
+    }
+
+    /// As [`Self::hold`], as the dial asks.
+    pub fn hold_as(&self, dial: &Dial) -> Result<(usize, Outcome)> {
+        self.ask(&Request::Hold(dial.clone()))
     }
 
     /// Opens `count` connections to the targets in turn, each with one request; their numbers. An error if one fails.

@@ -6,6 +6,8 @@ use std::{
     time::Instant,
 };
 
+use nix::errno::Errno;
+
 use super::{
     protocol::{Answer, Dial, Outcome, Protocol},
     serve::{Seen, read_frame, write_frame},
@@ -42,13 +44,7 @@ fn stream(dial: &Dial, start: Instant) -> io::Result<Outcome> {
 }
 
 fn udp(dial: &Dial, start: Instant) -> io::Result<Outcome> {
-    let target = target_of(dial);
-    let socket = socket::udp(dial, target)?;
-    if dial.unconnected {
-        exchange(&socket, target, dial.payload)
-    } else {
-        Held::Datagrams(socket).request(dial.payload, start)
-    }
+    Datagrams::open(dial)?.request(dial.payload, start)
 }
 
 /// One request to each target in turn, `rounds` times, from one unconnected socket.
@@ -107,20 +103,59 @@ fn answered(answer: &[u8], peer: SocketAddr, start: Instant) -> io::Result<Outco
 /// A connection that stays open.
 pub enum Held {
     Stream(TcpStream),
-    Datagrams(UdpSocket),
+    Datagrams(Datagrams),
+}
+
+/// A UDP socket, and how it was opened.
+pub struct Datagrams {
+    socket: UdpSocket,
+    dial: Dial,
+}
+
+impl Datagrams {
+    fn open(dial: &Dial) -> io::Result<Self> {
+        Ok(Self { socket: socket::udp(dial, target_of(dial))?, dial: dial.clone() })
+    }
+
+    /// Opens another socket where this one was ended.
+    fn request(&mut self, payload: usize, start: Instant) -> io::Result<Outcome> {
+        match self.exchange(payload, start) {
+            Err(error) if has_ended(&error) => {
+                *self = Self::open(&self.dial)?;
+                self.exchange(payload, start)
+            }
+            outcome => outcome,
+        }
+    }
+
+    fn exchange(&self, payload: usize, start: Instant) -> io::Result<Outcome> {
+        let Self { socket, dial } = self;
+        if dial.unconnected {
+            return exchange(socket, target_of(dial), payload);
+        }
+        socket.send(&vec![b'x'; payload])?;
+        let mut answer = vec![0; usize::from(u16::MAX)];
+        let length = socket.recv(&mut answer)?;
+        answered_datagram(&answer[..length], payload, socket.peer_addr()?, start)
+    }
+}
+
+/// A proxy has ended the socket, as its endpoint is gone: now, or at a call before.
+fn has_ended(error: &io::Error) -> bool {
+    let errno = error.raw_os_error().map(Errno::from_raw);
+    matches!(errno, Some(Errno::ECONNABORTED | Errno::EDESTADDRREQ))
 }
 
 impl Held {
     pub fn open(dial: &Dial) -> io::Result<Self> {
-        let target = target_of(dial);
         Ok(match dial.protocol {
             Protocol::Tcp | Protocol::Sctp => {
-                let stream = socket::stream(dial, target)?;
+                let stream = socket::stream(dial, target_of(dial))?;
                 // Proxies and the kernel forget it soon.
                 socket::reset_on_close(&stream)?;
                 Self::Stream(stream)
             }
-            Protocol::Udp => Self::Datagrams(socket::udp(dial, target)?),
+            Protocol::Udp => Self::Datagrams(Datagrams::open(dial)?),
         })
     }
 
@@ -128,7 +163,7 @@ impl Held {
     pub fn ends(&self) -> String {
         let (local, peer) = match self {
             Self::Stream(socket) => (socket.local_addr(), socket.peer_addr()),
-            Self::Datagrams(socket) => (socket.local_addr(), socket.peer_addr()),
+            Self::Datagrams(held) => (held.socket.local_addr(), held.socket.peer_addr()),
         };
         let name = |end: io::Result<SocketAddr>| end.map_or_else(|_| "?".to_owned(), |end| end.to_string());
         format!("{} to {}", name(local), name(peer))
@@ -140,19 +175,13 @@ impl Held {
     }
 
     fn request(&mut self, payload: usize, start: Instant) -> io::Result<Outcome> {
-        let request = vec![b'x'; payload];
         match self {
             Self::Stream(stream) => {
-                write_frame(stream, &request)?;
+                write_frame(stream, &vec![b'x'; payload])?;
                 let answer = read_frame(stream)?;
                 answered(&answer, stream.peer_addr()?, start)
             }
-            Self::Datagrams(socket) => {
-                socket.send(&request)?;
-                let mut answer = vec![0; usize::from(u16::MAX)];
-                let length = socket.recv(&mut answer)?;
-                answered_datagram(&answer[..length], payload, socket.peer_addr()?, start)
-            }
+            Self::Datagrams(held) => held.request(payload, start),
         }
     }
 }

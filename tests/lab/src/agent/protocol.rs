@@ -64,10 +64,7 @@ pub enum Request {
         order: Vec<usize>,
     },
     /// Opens a connection that stays open.
-    Hold {
-        target: SocketAddr,
-        protocol: Protocol,
-    },
+    Hold(Dial),
     /// Opens as many connections that stay open, in both families of targets in turn.
     HoldMany {
         targets: Vec<SocketAddr>,

@@ -71,9 +71,9 @@ impl Session {
             Request::DialInFragments { source, target, payload, order } => {
                 to_value(fragments::dial(source, target, payload, &order))
             }
-            Request::Hold { target, protocol } => {
-                let opened = Held::open(&Dial::new(protocol, target));
-                let mut held = opened.with_context(|| format!("connecting to {target}"))?;
+            Request::Hold(dial) => {
+                let opened = Held::open(&dial);
+                let mut held = opened.with_context(|| format!("connecting to {}", dial.target))?;
                 let outcome = held.ping();
                 let connection = self.number();
                 self.held.insert(connection, held);

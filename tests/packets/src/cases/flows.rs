@@ -8,7 +8,7 @@ use proxy_common::{
     reason::Reason,
 };
 
-use super::{Group, Scene, scene::*};
+use super::{Group, Scene, WorldKind, scene::*};
 use crate::{
     wire::{Endpoint, KnownAddress, Segment},
     world::{FLOWS, Tables},
@@ -17,6 +17,16 @@ use crate::{
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.tcp::<W>("in the middle of a connection that is not ours", mid_connection);
     group.tcp::<W>("goes on when the service and its backend are gone", connection_outlives_backend);
+    group.resetting::<W>("reset when its backend is gone", reset_when_backend_is_gone);
+    group.add::<W>(
+        "reset of a process of the node when its backend is gone",
+        PROTOCOL_TCP,
+        WorldKind::HostPackets,
+        reset_of_host,
+    );
+    group.resetting::<W>("not reset when its frontend or another backend is gone", not_reset);
+    group.resetting::<W>("not reset: what opens or resets, or acknowledges nothing", not_answered);
+    group.resetting::<W>("not reset when its backend has closed it", not_reset_when_closed);
     group.tcp::<W>("SYN again while opening keeps the backend", syn_again);
     group.tcp::<W>("SYN while opening to a backend that is gone", syn_to_backend_that_is_gone);
     group.tcp::<W>("SYN after both have closed", syn_after_close);
@@ -88,6 +98,73 @@ fn connection_outlives_backend<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.send("workload_ingress", &data, Expect::Becomes(&data.to(LOCAL)))?;
     let answer = s.answer(LOCAL, CLIENT, TCP_ACK);
     s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))
+}
+
+/// What the client gets for a segment that acknowledges something.
+fn reset_by<W: Tables>(segment: &Segment) -> Expect<'static> {
+    let reset = segment.answer(TCP_RST);
+    let number = segment.acknowledgement;
+    let reset =
+        Segment { sequence: number, acknowledgement: 0, window: 0, hop_limit: 64, back: true, ..reset };
+    Expect::Answered(reset.bytes::<W>())
+}
+
+fn reset_when_backend_is_gone<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    establish(s)?;
+    move_service(s)?;
+    let data = Segment { payload: vec![0xa5; 333], ..s.packet(CLIENT, CLUSTER_IP, TCP_ACK) };
+    s.send("workload_ingress", &data, reset_by::<W>(&data))?;
+    ensure!(s.flow_counts()? == (2, 0), "a flow that was reset leaves the table that does not evict");
+    // The answer may be lost, and a RST gets none.
+    s.send("workload_ingress", &data, reset_by::<W>(&data))?;
+    let reset = s.packet(CLIENT, CLUSTER_IP, TCP_RST);
+    s.send("workload_ingress", &reset, Expect::Becomes(&reset.to(LOCAL)))?;
+    s.counted(&[(Reason::FlowOpened, 1), (Reason::BackendGone, 2)])?;
+    let first = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(OTHER)))
+}
+
+fn reset_of_host<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    const PROCESS: Endpoint = (KnownAddress::Node, 45_000);
+    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+    s.cluster_ip()?;
+    s.world.run("uplink_egress", &s.first(PROCESS, CLUSTER_IP).bytes::<W>())?;
+    move_service(s)?;
+    let data = s.packet(PROCESS, CLUSTER_IP, TCP_ACK);
+    s.send("uplink_egress", &data, reset_by::<W>(&data))
+}
+
+fn not_reset<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    establish(s)?;
+    s.service(1, &[(21, OTHER, true)])?;
+    s.frontend(CLUSTER_IP, 2, 0)?;
+    s.world.raise_epoch()?;
+    let data = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+    s.send("workload_ingress", &data, Expect::Becomes(&data.to(LOCAL)))?;
+    ensure!(s.flow_of(Stage::Established, CLIENT)?.epoch == 1, "it was not compared with the tables");
+    W::remove_backend(&mut s.world.ebpf, 21)?;
+    s.world.raise_epoch()?;
+    s.send("workload_ingress", &data, Expect::Becomes(&data.to(LOCAL)))
+}
+
+fn not_answered<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    establish(s)?;
+    move_service(s)?;
+    // A SYN may be forged: the connection is up, and its backend knows.
+    for flags in [TCP_SYN, TCP_SYN | TCP_ACK, TCP_FIN, TCP_RST, TCP_RST | TCP_ACK] {
+        let segment = s.packet(CLIENT, CLUSTER_IP, flags);
+        s.send("workload_ingress", &segment, Expect::Becomes(&segment.to(LOCAL)))?;
+    }
+    Ok(())
+}
+
+fn not_reset_when_closed<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    establish(s)?;
+    let fin = s.answer(LOCAL, CLIENT, TCP_FIN | TCP_ACK);
+    s.send("workload_egress", &fin, Expect::Becomes(&fin.from(CLUSTER_IP)))?;
+    move_service(s)?;
+    let last = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+    s.send("workload_ingress", &last, Expect::Becomes(&last.to(LOCAL)))
 }
 
 fn syn_again<W: Tables>(s: &mut Scene<W>) -> Result<()> {

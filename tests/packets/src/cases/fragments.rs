@@ -95,20 +95,13 @@ fn one_fragment<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.counted(&[(Reason::FlowOpened, 1)])
 }
 
-/// A service with an endpoint elsewhere, and a packet of a client outside.
-fn to_remote<W: Tables>(s: &mut Scene<W>) -> Result<Segment> {
-    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-    s.service(1, &[(12, REMOTE, false)])?;
-    s.node_port(1)?;
-    Ok(long(s.first(CLIENT, NODE_PORT)))
-}
-
 fn masqueraded<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    let first = to_remote(s)?;
+    s.node_port_elsewhere()?;
+    let first = long(s.first(CLIENT, NODE_PORT));
     let inside = first.to(REMOTE);
     expect(s, "uplink_ingress", &first, &inside, &[0, 1, 2, 3])?;
     s.world.run("uplink_egress", &inside.fragments::<W>(CUT)[0])?;
-    let node: Endpoint = (KnownAddress::Node, s.flow_of(Stage::Opening, CLIENT)?.masquerade_port().number());
+    let node = s.masqueraded(CLIENT)?;
     let sent = inside.from(node);
     expect(s, "uplink_egress", &inside, &sent, &[0, 1, 2, 3])?;
     let answer = sent.answer(TCP_SYN | TCP_ACK);
@@ -171,7 +164,7 @@ fn long_ago<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 fn nobodys<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.cluster_ip()?;
     let packet = long(s.first(CLIENT, (KnownAddress::Stranger, 80)));
-    for program in ["workload_ingress", "workload_egress", "uplink_ingress", "uplink_egress"] {
+    for program in PROGRAMS {
         expect(s, program, &packet, &packet, &[0, 1, 2, 3])?;
     }
     s.counted(&[])

@@ -98,8 +98,6 @@ fn shortest(whole: &[u8]) -> usize {
     14 + if whole[12] == 0x08 { 20 } else { 40 }
 }
 
-const PROGRAMS: [&str; 4] = ["workload_ingress", "workload_egress", "uplink_ingress", "uplink_egress"];
-
 /// Each shorter one goes on as it is: its header says that more should be there.
 fn all_cut_short<W: Tables>(s: &mut Scene<W>, whole: &[u8]) -> Result<()> {
     for length in shortest(whole)..whole.len() {

@@ -21,6 +21,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
     group.both::<W>("quoted to somebody who has not sent it", to_somebody_else);
     group.both::<W>("quoted, and of no flow", of_nobody);
+    group.both::<W>("quoted, with bytes behind the error", with_bytes_behind);
 }
 
 /// Sends the error through a program, and expects another one.
@@ -45,14 +46,12 @@ fn of_local_backend<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 
 /// A flow of a client outside to a backend elsewhere. Answers with its first packet and what stands for the client then.
 fn masqueraded<W: Tables>(s: &mut Scene<W>) -> Result<(Segment, Endpoint)> {
-    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-    s.service(1, &[(12, REMOTE, false)])?;
-    s.node_port(1)?;
+    s.node_port_elsewhere()?;
     let first = s.first(CLIENT, NODE_PORT);
     s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
     s.world.run("uplink_egress", &first.to(REMOTE).bytes::<W>())?;
-    let port = s.flow_of(proxy_common::flow::Stage::Opening, CLIENT)?.masquerade_port().number();
-    Ok((first, (KnownAddress::Node, port)))
+    let node = s.masqueraded(CLIENT)?;
+    Ok((first, node))
 }
 
 fn of_masqueraded<W: Tables>(s: &mut Scene<W>, teller: KnownAddress) -> Result<()> {
@@ -91,8 +90,23 @@ fn to_somebody_else<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 fn of_nobody<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.cluster_ip()?;
     let packet = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
-    for program in ["workload_ingress", "workload_egress", "uplink_ingress", "uplink_egress"] {
+    for program in PROGRAMS {
         s.send_bytes(program, &W::error(CLUSTER_IP.0, CLIENT.0, &packet), Expect::Untouched)?;
     }
     s.counted(&[])
+}
+
+/// What is behind the error's end is none of it, also where the quoted checksum would be.
+fn with_bytes_behind<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    let first = s.first(CLIENT, CLUSTER_IP);
+    let inside = first.to(LOCAL);
+    s.send("workload_ingress", &first, Expect::Becomes(&inside))?;
+    let behind = |error: Vec<u8>| [error, vec![0x55; 64]].concat();
+    let wanted = behind(W::error(CLUSTER_IP.0, CLIENT.0, &first));
+    s.send_bytes(
+        "workload_egress",
+        &behind(W::error(LOCAL.0, CLIENT.0, &inside)),
+        Expect::BecomesBytes(wanted),
+    )
 }

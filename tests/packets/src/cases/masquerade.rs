@@ -1,9 +1,9 @@
 //! The source is translated too where the answer would not come back otherwise.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use proxy_common::{
     flow::Stage,
-    layout::{MasqueradeDevice, PROTOCOL_TCP, ServiceCounters},
+    layout::{FLOW_FOREIGN, MasqueradeDevice, PROTOCOL_TCP, ServiceCounters},
     packet::{TCP_ACK, TCP_SYN},
     reason::Reason,
 };
@@ -23,12 +23,14 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("without an address for it", no_address);
     group.both::<W>("until the ports of a backend are used up", exhausted);
     group.both::<W>("to this node's address at a port of nobody", foreign_port);
+    group.both::<W>("beside connections that others masquerade to all ports but one", beside_others);
+    group.both::<W>("another's connection gets a port that no flow has", meets_a_flow);
+    group.udp::<W>("answers to another's datagram from a node port open no flow", from_a_node_port);
+    group.udp::<W>("clients of a socket with a node port are the service's", from_a_socket_with_a_node_port);
 }
 
 fn remote<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-    s.service(1, &[(12, REMOTE, false)])?;
-    s.node_port(1)?;
+    s.node_port_elsewhere()?;
     let first = s.first(CLIENT, NODE_PORT);
     s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
     let node = masqueraded(s, "uplink_egress", &first.to(REMOTE), CLIENT)?;
@@ -62,9 +64,9 @@ fn masqueraded<W: Tables>(
     client: Endpoint,
 ) -> Result<Endpoint> {
     let output = s.world.run(egress, &packet.bytes::<W>())?;
-    let port = s.flow_of(Stage::Opening, client)?.masquerade_port().number();
+    let node = s.masqueraded(client)?;
+    let port = node.1;
     ensure!(MASQUERADE_PORTS.iter().any(|[low, high]| (*low..=*high).contains(&port)), "port {port}");
-    let node = (KnownAddress::Node, port);
     ensure!(output.packet == packet.from(node).bytes::<W>());
     s.send(egress, packet, Expect::Becomes(&packet.from(node)))?;
     Ok(node)
@@ -142,9 +144,7 @@ fn no_address<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 }
 
 fn exhausted<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-    s.service(1, &[(12, REMOTE, false)])?;
-    s.node_port(1)?;
+    s.node_port_elsewhere()?;
     // As many as there are ports, each with another.
     for client in 1..=8 {
         let first = s.first((KnownAddress::Client, client), NODE_PORT);
@@ -169,4 +169,66 @@ fn foreign_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     let packet = s.packet(REMOTE, (KnownAddress::Node, 20_001), TCP_ACK);
     s.send("uplink_ingress", &packet, Expect::Untouched)?;
     s.counted(&[])
+}
+
+/// Leaves with the node's address, though no flow of ours is masqueraded to it.
+fn of_others<W: Tables>(s: &Scene<W>, port: u16, flags: u8) -> Segment {
+    s.packet((KnownAddress::Node, port), REMOTE, flags)
+}
+
+fn beside_others<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    const FREE: u16 = 20_012;
+    s.node_port_elsewhere()?;
+    for port in MASQUERADE_PORTS.iter().flat_map(|[first, last]| *first..=*last).filter(|port| *port != FREE)
+    {
+        let packet = of_others(s, port, TCP_SYN);
+        s.send("uplink_egress", &packet, Expect::Untouched)?;
+    }
+    let first = s.first(CLIENT, NODE_PORT);
+    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
+    let node = masqueraded(s, "uplink_egress", &first.to(REMOTE), CLIENT)?;
+    ensure!(node.1 == FREE, "port {}", node.1);
+    let second = s.first((KnownAddress::Client, 40_001), NODE_PORT);
+    s.send("uplink_ingress", &second, Expect::Becomes(&second.to(REMOTE)))?;
+    s.send("uplink_egress", &second.to(REMOTE), Expect::Dropped)?;
+    s.counted(&[(Reason::FlowOpened, 2), (Reason::MasqueradePortsExhausted, 1)])
+}
+
+fn meets_a_flow<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.node_port_elsewhere()?;
+    let first = s.first(CLIENT, NODE_PORT);
+    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
+    let of_flow = masqueraded(s, "uplink_egress", &first.to(REMOTE), CLIENT)?;
+    let others = of_others(s, of_flow.1, TCP_SYN);
+    s.world.run("uplink_egress", &others.bytes::<W>())?;
+    let flows = s.flows(Stage::Opening)?;
+    let foreign = flows.iter().find(|(_, flow)| flow.flags & FLOW_FOREIGN != 0).context("no flow for it")?.1;
+    let moved = (KnownAddress::Node, foreign.alias_port().number());
+    ensure!(moved.1 != of_flow.1);
+    for flags in [TCP_SYN, TCP_ACK] {
+        let packet = of_others(s, of_flow.1, flags);
+        s.send("uplink_egress", &packet, Expect::Becomes(&packet.from(moved)))?;
+    }
+    let answer = others.from(moved).answer(TCP_SYN | TCP_ACK);
+    s.send("uplink_ingress", &answer, Expect::Becomes(&answer.to(of_flow)))?;
+    let of_client = first.to(REMOTE).from(of_flow).answer(TCP_SYN | TCP_ACK);
+    s.send("uplink_ingress", &of_client, Expect::Becomes(&of_client.to(CLIENT)))?;
+    s.counted(&[(Reason::FlowOpened, 2)])
+}
+
+/// Sent back to a backend at the port that the answer came from, it would be answered again, without end.
+fn from_a_node_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.node_port_elsewhere()?;
+    let sent = of_others(s, NODE_PORT.1, 0);
+    s.world.forward("uplink_egress", &sent.bytes::<W>())?;
+    s.send("uplink_ingress", &sent.answer(0), Expect::Untouched)?;
+    s.counted(&[])
+}
+
+/// Until now a process of the node has served the node port.
+fn from_a_socket_with_a_node_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.node_port_elsewhere()?;
+    let first = s.first(CLIENT, NODE_PORT);
+    s.send("uplink_egress", &first.answer(0), Expect::Untouched)?;
+    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))
 }

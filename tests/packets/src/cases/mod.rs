@@ -1,11 +1,14 @@
 //! The table of cases: each once for every family and protocol that it is about.
 
+mod baseline;
+mod floods;
 mod flows;
 mod fragments;
 mod headers;
 mod host;
 mod icmp;
 mod masquerade;
+mod port_pool;
 mod refusals;
 pub(crate) mod scene;
 mod translation;
@@ -21,9 +24,20 @@ use scene::Scene;
 
 pub(crate) struct Case {
     pub(crate) name: String,
-    /// With `HOST_PACKETS` on.
-    pub(crate) host_packets: bool,
+    pub(crate) world: WorldKind,
     pub(crate) run: Run,
+}
+
+/// What a case needs of the loaded programs.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum WorldKind {
+    Usual,
+    /// With `RESETS_GONE` on.
+    Resetting,
+    /// With `HOST_PACKETS` and `RESETS_GONE` on.
+    HostPackets,
+    /// With tables of flows as large as a node's.
+    Large,
 }
 
 type Run = Box<dyn Fn(&mut World) -> Result<()> + Send>;
@@ -36,31 +50,41 @@ struct Group {
 }
 
 impl Group {
-    fn add<W: Tables + 'static>(&mut self, name: &str, protocol: u8, host_packets: bool, body: Body<W>) {
+    fn add<W: Tables + 'static>(
+        &mut self,
+        name: &str,
+        protocol: u8,
+        world: WorldKind,
+        body: impl Fn(&mut Scene<W>) -> Result<()> + Send + 'static,
+    ) {
         let label = if protocol == PROTOCOL_TCP { "tcp" } else { "udp" };
         self.cases.push(Case {
             name: format!("{} {label} {name}", W::NAME),
-            host_packets,
+            world,
             run: Box::new(move |world| body(&mut Scene::<W>::new(world, protocol))),
         });
     }
 
     fn both<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
-        self.add(name, PROTOCOL_TCP, false, body);
-        self.add(name, PROTOCOL_UDP, false, body);
+        self.add(name, PROTOCOL_TCP, WorldKind::Usual, body);
+        self.add(name, PROTOCOL_UDP, WorldKind::Usual, body);
     }
 
     fn host<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
-        self.add(name, PROTOCOL_TCP, true, body);
-        self.add(name, PROTOCOL_UDP, true, body);
+        self.add(name, PROTOCOL_TCP, WorldKind::HostPackets, body);
+        self.add(name, PROTOCOL_UDP, WorldKind::HostPackets, body);
+    }
+
+    fn resetting<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+        self.add(name, PROTOCOL_TCP, WorldKind::Resetting, body);
     }
 
     fn tcp<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
-        self.add(name, PROTOCOL_TCP, false, body);
+        self.add(name, PROTOCOL_TCP, WorldKind::Usual, body);
     }
 
     fn udp<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
-        self.add(name, PROTOCOL_UDP, false, body);
+        self.add(name, PROTOCOL_UDP, WorldKind::Usual, body);
     }
 }
 
@@ -69,14 +93,17 @@ pub(crate) fn all() -> Vec<Case> {
     of_family::<V4>(&mut group);
     of_family::<V6>(&mut group);
     headers::family_cases(&mut group);
+    group.cases.push(baseline::case());
     group.cases
 }
 
 fn of_family<W: Tables + 'static>(group: &mut Group) {
     translation::cases::<W>(group);
     masquerade::cases::<W>(group);
+    port_pool::cases::<W>(group);
     refusals::cases::<W>(group);
     flows::cases::<W>(group);
+    floods::cases::<W>(group);
     headers::cases::<W>(group);
     fragments::cases::<W>(group);
     host::cases::<W>(group);

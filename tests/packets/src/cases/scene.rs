@@ -17,6 +17,10 @@ pub(crate) const REMOTE: Endpoint = (KnownAddress::RemoteBackend, 8080);
 pub(crate) const NODE_PORT: Endpoint = (KnownAddress::Node, 30_080);
 pub(crate) const MASQUERADE_PORTS: [[u16; 2]; 2] = [[20_000, 20_003], [20_010, 20_013]];
 
+/// Those for devices with Ethernet headers.
+pub(crate) const PROGRAMS: [&str; 4] =
+    ["workload_ingress", "workload_egress", "uplink_ingress", "uplink_egress"];
+
 pub(crate) enum Expect<'a> {
     /// Goes on, not a byte changed.
     Untouched,
@@ -106,14 +110,34 @@ impl<'w, W: Tables> Scene<'w, W> {
         W::put_node_address(&mut self.world.ebpf, W::address(NODE_PORT.0), 0)
     }
 
+    /// `NODE_PORT`, served by one backend elsewhere.
+    pub(crate) fn node_port_elsewhere(&mut self) -> Result<()> {
+        self.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+        self.service(1, &[(12, REMOTE, false)])?;
+        self.node_port(1)
+    }
+
+    /// What stands for a client outside where its first packet has left the node.
+    pub(crate) fn masqueraded(&mut self, client: Endpoint) -> Result<Endpoint> {
+        Ok((KnownAddress::Node, self.flow_of(Stage::Opening, client)?.masquerade_port().number()))
+    }
+
     /// `CLUSTER_IP`, served by one backend on this node.
     pub(crate) fn cluster_ip(&mut self) -> Result<()> {
         self.service(1, &[(11, LOCAL, true)])?;
         self.frontend(CLUSTER_IP, 1, 0)
     }
 
+    /// The first range is tried first. The kernel gives none of them to a socket.
     pub(crate) fn masquerade_as(&mut self, place: KnownAddress, ports: [[u16; 2]; 2]) -> Result<()> {
-        let mut settings = Settings { masquerade_ports: ports, ..Settings::default() };
+        let ranges = ports.map(|[first, last]| first..=last);
+        let mut settings = Settings {
+            apart_ports: ports,
+            masquerade_ports: ranges.iter().map(|range| range.len() as u16).sum(),
+            masquerade_ports_apart: ranges[0].len() as u16,
+            ..Settings::default()
+        };
+        self.world.set_masquerade_ports(&ranges.into_iter().flatten().collect::<Vec<_>>())?;
         W::set_masquerade(&mut settings, W::address(place));
         self.world.set_settings(settings)
     }

@@ -1,9 +1,25 @@
-//! A packet as the decisions see it, and what is to be written into it.
+//! A packet as the decisions see it, and what is written into it: from bytes and to bytes by the same code in the kernel and on the host.
 
+mod bytes;
+mod icmp;
+mod nat;
+mod parse;
+#[cfg(any(test, fuzzing))]
+pub mod properties;
+mod sum;
+#[cfg(test)]
+mod tests;
+
+pub use self::{
+    bytes::{Bytes, Checksum, Covered},
+    parse::{Network, parse},
+    sum::Sum,
+};
 use crate::{
     family::Destination,
     layout::{Address, FlowKey, PROTOCOL_TCP},
     port::Port,
+    reason::Reason,
 };
 
 pub const TCP_FIN: u8 = 0x01;
@@ -99,6 +115,16 @@ pub struct Headers {
     pub outer: u32,
     /// Of an ICMP error, its ICMP header; 0: the packet is none.
     pub icmp: u32,
+    /// Of an ICMP error, where it ends.
+    pub end: u32,
+}
+
+impl Headers {
+    /// Of an ICMP error. What it quotes is not known yet.
+    #[inline(always)]
+    const fn of_error(outer: u32, icmp: u32, end: u32) -> Self {
+        Self { network: 0, transport: 0, outer, icmp, end }
+    }
 }
 
 impl<A: Address> Packet<A> {
@@ -159,6 +185,27 @@ pub struct Rewrite<A> {
     pub service: u32,
 }
 
+/// Writes a translation into the packet. Fails with `RewriteFailed`: part of it may be written, and the packet must go no further.
+#[inline(always)]
+pub fn rewrite<F: Network, B: Bytes>(
+    bytes: B,
+    packet: &Packet<F::Address>,
+    rewrite: &Rewrite<F::Address>,
+) -> Result<(), Reason> {
+    if packet.is_error() {
+        icmp::rewrite::<F, B>(bytes, packet, rewrite)
+    } else {
+        nat::rewrite::<F, B>(bytes, packet, rewrite)
+    }
+}
+
+/// What is done with a packet of a flow.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct Action<A> {
+    pub rewrite: Rewrite<A>,
+    pub then: Then,
+}
+
 /// The way of a packet after its translation.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Then {
@@ -169,55 +216,4 @@ pub enum Then {
     Reroute,
     /// Into the node, by the interface that leads to its new source: there reverse path filtering accepts it.
     IntoNode,
-}
-
-#[cfg(test)]
-mod tests {
-    use rstest::rstest;
-
-    use super::*;
-    use crate::layout::PROTOCOL_UDP;
-
-    #[rstest]
-    #[case::syn(PROTOCOL_TCP, TCP_SYN, true)]
-    #[case::answered_syn(PROTOCOL_TCP, TCP_SYN | TCP_ACK, false)]
-    #[case::reset_syn(PROTOCOL_TCP, TCP_SYN | TCP_RST, false)]
-    #[case::syn_that_also_ends(PROTOCOL_TCP, TCP_SYN | TCP_FIN, true)]
-    #[case::ack(PROTOCOL_TCP, TCP_ACK, false)]
-    #[case::datagram(PROTOCOL_UDP, 0, true)]
-    fn what_opens_a_flow(#[case] protocol: u8, #[case] tcp_flags: u8, #[case] opens: bool) {
-        let (source, destination) = ([192, 0, 2, 1], [10, 96, 0, 1]);
-        let (source_port, destination_port) = (Port::new(40_000), Port::new(80));
-        let segment = Segment::new(tcp_flags, 0, 0, 0);
-        let headers = Headers::default();
-        let packet = Packet {
-            source,
-            destination,
-            source_port,
-            destination_port,
-            protocol,
-            segment,
-            fragment: Fragment::default(),
-            headers,
-        };
-        assert_eq!(packet.opens(), opens);
-    }
-
-    #[rstest]
-    #[case::whole(0, false, Part::Whole)]
-    #[case::first(0, true, Part::First)]
-    #[case::middle(1, true, Part::Later)]
-    #[case::last(1, false, Part::Later)]
-    fn parts_of_a_packet(#[case] offset: u16, #[case] has_more: bool, #[case] part: Part) {
-        assert_eq!(Fragment::new(7, offset, has_more), Fragment { part, id: 7 });
-    }
-
-    #[rstest]
-    #[case::data(TCP_ACK, 100, 110)]
-    #[case::syn(TCP_SYN, 0, 11)]
-    #[case::last_data(TCP_FIN | TCP_ACK, 100, 111)]
-    #[case::beyond_the_end(TCP_ACK, u32::MAX, 9)]
-    fn what_follows_a_segment(#[case] flags: u8, #[case] payload: u32, #[case] next: u32) {
-        assert_eq!(Segment::new(flags, 10, 0, payload).next, next);
-    }
 }

@@ -1,0 +1,5 @@
+#![no_main]
+
+use proxy_common::packet::properties;
+
+libfuzzer_sys::fuzz_target!(|input: &[u8]| properties::rewrites_and_reverses(input));

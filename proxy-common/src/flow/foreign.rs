@@ -1,0 +1,94 @@
+//! Connections that leave with the node's own address although no flow is masqueraded to it: those of the node's sockets, and those that
+//! netfilter masquerades for others, such as a network plugin. Where one had the ends of a masqueraded flow, its answers would reach that
+//! flow's client. So the ends of each are kept from flows; and where a flow has them already, the connection gets another port where it
+//! leaves the node. Where one has a node port, its answers are no client's datagrams.
+//!
+//! Of TCP only packets that open or end something are looked at: what is noted of a connection stays until it ends, or until the table
+//! evicts it.
+
+use super::{FlowTables, Scratch, entries::REFRESH_AFTER, is_foreign, tuples::Step};
+use crate::{
+    family::Family,
+    layout::{FlowKey, FrontendKey},
+    packet::{Packet, TCP_FIN, TCP_RST},
+    port::NODE_PORTS,
+};
+
+/// Nanoseconds after which a flow may have the ends of datagrams of others. As long as conntrack keeps them.
+const KEPT: u64 = 120_000_000_000;
+
+/// Whose ends a flow leaves alone.
+#[derive(Clone, Copy, Eq, PartialEq)]
+pub(super) enum Held {
+    ByAny,
+    /// Who was seen lately: a connection may be over without having been ended here.
+    ByRecent,
+}
+
+/// Has a connection of others the ends?
+#[inline(always)]
+pub(super) fn holds<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    key: &FlowKey<F::Address>,
+    is_tcp: bool,
+    held: Held,
+) -> bool {
+    let Some(last_seen) = tables.foreign(key) else { return false };
+    (is_tcp && held == Held::ByAny) || tables.now().saturating_sub(last_seen) < KEPT
+}
+
+/// Is a packet that arrives and has no flow a datagram to one of others? (Of TCP, answers are known by their ACK.)
+#[inline(always)]
+pub(super) fn is_answer<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
+    let Scratch { packet, key, .. } = scratch;
+    if packet.is_tcp() {
+        return false;
+    }
+    key.overlapping = 0;
+    holds(tables, key, false, Held::ByAny)
+}
+
+/// Is a packet that leaves the node another's than the flow's in `scratch.flow`? It was not translated to the ends that it has.
+#[inline(always)]
+pub(super) fn meets<A>(scratch: &Scratch<A>, step: Step) -> bool {
+    step == Step::ToBackendMasqueraded || (step == Step::ToBackend && is_foreign(scratch))
+}
+
+/// A packet that leaves the node and has no flow.
+#[inline(never)]
+pub(super) fn notice<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    let Scratch { packet, key, interface, is_made_here, .. } = scratch;
+    key.overlapping = 0;
+    if packet.segment.has(TCP_FIN | TCP_RST) && !packet.is_error() {
+        tables.forget_foreign(key);
+        return;
+    }
+    if !packet.opens() || (!packet.is_tcp() && !may_be_mistaken(tables, packet, *is_made_here)) {
+        return;
+    }
+    if packet.source != tables.masquerade_address(*interface) {
+        return;
+    }
+    let now = tables.now();
+    let is_fresh = !packet.is_tcp()
+        && tables.foreign(key).is_some_and(|last_seen| now.saturating_sub(last_seen) <= REFRESH_AFTER);
+    if !is_fresh {
+        tables.note_foreign(key, now);
+    }
+}
+
+/// May answers to a datagram be taken for those of a flow, or for a client's to a node port? Flows get ports of sockets only where a backend
+/// has tens of thousands of them, and each packet of an overlay comes from one. A socket of the node with a node port is that of a proxy which
+/// serves it still, perhaps before the table `frontends` has it: what it sends are answers, and its clients are ours from now on.
+#[inline(always)]
+fn may_be_mistaken<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    packet: &Packet<F::Address>,
+    is_made_here: bool,
+) -> bool {
+    let port = packet.source_port;
+    if tables.frontend(&FrontendKey::of_node_port(port, packet.protocol)).is_some() {
+        return !is_made_here;
+    }
+    tables.is_apart(port) && !(is_made_here && NODE_PORTS.contains(&port.number()))
+}

@@ -1,0 +1,439 @@
+//! All orders in which several CPUs can get at the tables.
+//!
+//! An access is what the kernel does at once: a lookup, the copy of an element, a field that is written, an insertion, a removal. Between two
+//! accesses of a CPU any number of accesses of the others can come. A CPU that waits is not kept: its work is done anew, with the answers
+//! that it got, up to the access at which it waits. Orders that lead to the same tables and have been told the same are one.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashSet},
+    convert::Infallible,
+    hash::{BuildHasher as _, RandomState},
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+};
+
+use super::{
+    collect::{StoredFlows, is_expired, remove_if},
+    *,
+};
+
+/// The CPU that made an element, and at which of its accesses: the same in all orders.
+type Id = (usize, usize);
+
+/// Who made what was there before.
+const NO_CPU: usize = usize::MAX;
+
+/// What several CPUs change.
+#[derive(Clone, Debug, Default, Eq, Hash, PartialEq)]
+struct Shared {
+    /// Also those that were removed: who has found one may still read it, and write to it.
+    elements: BTreeMap<Id, Flow<A>>,
+    flows: BTreeMap<(Stage, FlowKey<A>), Id>,
+    foreign: BTreeMap<FlowKey<A>, u64>,
+    moved: BTreeSet<Port>,
+}
+
+impl Shared {
+    fn of(host: &Host) -> Self {
+        let mut shared = Self::default();
+        let mut flows: Vec<_> = host.flows.borrow().iter().map(|(key, flow)| (*key, flow.get())).collect();
+        flows.sort_unstable_by_key(|(key, _)| *key);
+        for (number, (key, flow)) in flows.into_iter().enumerate() {
+            shared.elements.insert((NO_CPU, number), flow);
+            shared.flows.insert(key, (NO_CPU, number));
+        }
+        shared.foreign = host.foreign.borrow().iter().map(|(key, seen)| (*key, *seen)).collect();
+        shared.moved = host.moved.borrow().iter().copied().collect();
+        shared
+    }
+
+    fn write_to(&self, host: &Host) {
+        let element = |id: &Id| &*Box::leak(Box::new(Cell::new(self.elements[id])));
+        *host.flows.borrow_mut() = self.flows.iter().map(|(key, id)| (*key, element(id))).collect();
+        *host.foreign.borrow_mut() = self.foreign.clone().into_iter().collect();
+        *host.moved.borrow_mut() = self.moved.clone().into_iter().collect();
+    }
+}
+
+/// What a CPU was told by an access.
+#[derive(Clone, Copy, Debug, Hash)]
+enum Answer {
+    Done,
+    Element(Option<Id>),
+    Copy(Flow<A>),
+    Entry(Option<Flow<A>>),
+    Inserted(Result<(), InsertError>),
+    Seen(Option<u64>),
+    Moved(bool),
+}
+
+/// One that gets on by one access.
+pub(super) struct Cpu<'a> {
+    /// What no packet changes.
+    host: &'a Host,
+    number: usize,
+    shared: RefCell<Shared>,
+    answers: RefCell<Vec<Answer>>,
+    accesses: Cell<usize>,
+    is_spent: Cell<bool>,
+    clock: Cell<u64>,
+    dice: RefCell<VecDeque<u32>>,
+}
+
+/// Why a CPU's work is left.
+struct Waits;
+
+impl<'a> Cpu<'a> {
+    fn access(&self, access: impl FnOnce(&mut Shared, Id) -> Answer) -> Answer {
+        let number = self.accesses.get();
+        self.accesses.set(number + 1);
+        let known = self.answers.borrow().get(number).copied();
+        if let Some(answer) = known {
+            return answer;
+        }
+        if self.is_spent.replace(true) {
+            resume_unwind(Box::new(Waits));
+        }
+        let answer = access(&mut self.shared.borrow_mut(), (self.number, number));
+        self.answers.borrow_mut().push(answer);
+        answer
+    }
+
+    fn element(&'a self, access: impl FnOnce(&mut Shared, Id) -> Option<Id>) -> Option<Element<'a>> {
+        let Answer::Element(found) = self.access(|shared, id| Answer::Element(access(shared, id))) else {
+            unreachable!("another access")
+        };
+        found.map(|id| Element { cpu: self, id })
+    }
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Element<'a> {
+    cpu: &'a Cpu<'a>,
+    id: Id,
+}
+
+impl FlowEntry<A> for Element<'_> {
+    fn read_into(&self, flow: &mut Flow<A>) {
+        let Answer::Copy(copy) = self.cpu.access(|shared, _| Answer::Copy(shared.elements[&self.id])) else {
+            unreachable!("another access")
+        };
+        *flow = copy;
+    }
+
+    /// Never changes here, so that it is no access.
+    fn opened(&self) -> u64 {
+        let copies = self.cpu.shared.borrow();
+        copies.elements[&self.id].opened
+    }
+
+    fn write(&self, change: Change<A>) {
+        self.cpu.access(|shared, _| {
+            if let Some(flow) = shared.elements.get_mut(&self.id) {
+                apply(flow, change);
+            }
+            Answer::Done
+        });
+    }
+}
+
+impl Tables<V4> for &Cpu<'_> {
+    fn frontend(&self, key: &FrontendKey<A>) -> Option<Frontend> {
+        self.host.frontend(key)
+    }
+
+    fn node_address(&self, address: &A) -> Option<NodeAddress> {
+        self.host.node_address(address)
+    }
+
+    fn service(&self, id: u32) -> Option<Service> {
+        self.host.service(id)
+    }
+
+    fn slot(&self, index: u32) -> Option<Slot4> {
+        self.host.slot(index)
+    }
+
+    fn backend(&self, id: u32) -> Option<Backend<A>> {
+        self.host.backend(id)
+    }
+}
+
+impl<'a> FlowTables<V4> for &'a Cpu<'a> {
+    type Entry = Element<'a>;
+
+    fn flow(&self, stage: Stage, key: &FlowKey<A>) -> Option<Element<'a>> {
+        self.element(|shared, _| shared.flows.get(&(stage, *key)).copied())
+    }
+
+    fn insert(&self, stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) -> Result<(), InsertError> {
+        let answer = self.access(|shared, id| {
+            if shared.flows.contains_key(&(stage, *key)) {
+                return Answer::Inserted(Err(InsertError::Exists));
+            }
+            shared.elements.insert(id, *flow);
+            shared.flows.insert((stage, *key), id);
+            Answer::Inserted(Ok(()))
+        });
+        let Answer::Inserted(result) = answer else { unreachable!("another access") };
+        result
+    }
+
+    fn remove(&self, stage: Stage, key: &FlowKey<A>) {
+        self.access(|shared, _| {
+            shared.flows.remove(&(stage, *key));
+            Answer::Done
+        });
+    }
+
+    fn foreign(&self, key: &FlowKey<A>) -> Option<u64> {
+        let Answer::Seen(seen) = self.access(|shared, _| Answer::Seen(shared.foreign.get(key).copied()))
+        else {
+            unreachable!("another access")
+        };
+        seen
+    }
+
+    fn note_foreign(&self, key: &FlowKey<A>, now: u64) {
+        self.access(|shared, _| {
+            shared.foreign.insert(*key, now);
+            Answer::Done
+        });
+    }
+
+    fn forget_foreign(&self, key: &FlowKey<A>) {
+        self.access(|shared, _| {
+            shared.foreign.remove(key);
+            Answer::Done
+        });
+    }
+
+    fn is_moved(&self, port: Port) -> bool {
+        let Answer::Moved(is_moved) = self.access(|shared, _| Answer::Moved(shared.moved.contains(&port)))
+        else {
+            unreachable!("another access")
+        };
+        is_moved
+    }
+
+    fn set_moved(&self, port: Port) {
+        self.access(|shared, _| {
+            shared.moved.insert(port);
+            Answer::Done
+        });
+    }
+
+    fn is_apart(&self, port: Port) -> bool {
+        self.host.is_apart(port)
+    }
+
+    fn first_fragment(&self, _: &FragmentKey<A>, _: &mut FirstFragment<A>) -> bool {
+        unreachable!("no packet is a fragment")
+    }
+
+    fn record_fragment(&self, _: &FragmentKey<A>, _: &FirstFragment<A>) {
+        unreachable!("no packet is a fragment")
+    }
+
+    fn masquerade_address(&self, interface: u32) -> A {
+        self.host.masquerade_address(interface)
+    }
+
+    fn masquerade_port(&self, random: u32, attempt: u32) -> Port {
+        self.host.masquerade_port(random, attempt)
+    }
+
+    fn epoch(&self) -> u32 {
+        self.host.epoch()
+    }
+
+    fn resets_gone(&self) -> bool {
+        self.host.resets_gone()
+    }
+
+    fn now(&self) -> u64 {
+        self.clock.set(self.clock.get() + 100);
+        self.clock.get()
+    }
+
+    fn random(&self) -> u32 {
+        self.dice.borrow_mut().pop_front().unwrap_or(FIRST)
+    }
+
+    // Each CPU counts for itself.
+    fn count(&self, _: Reason) {}
+
+    fn count_connection(&self, _: u32) {}
+}
+
+impl StoredFlows<A> for Host {
+    type Error = Infallible;
+
+    fn get(&self, stage: Stage, key: &FlowKey<A>) -> Result<Option<Flow<A>>, Infallible> {
+        Ok(self.flow(stage, key).map(|entry| entry.read()))
+    }
+
+    fn take(&self, stage: Stage, key: &FlowKey<A>) -> Result<Option<Flow<A>>, Infallible> {
+        Ok(self.flows.borrow_mut().remove(&(stage, *key)).map(Cell::get))
+    }
+
+    fn put_back(&self, stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) -> Result<(), Infallible> {
+        let _there_already = self.insert(stage, key, flow);
+        Ok(())
+    }
+}
+
+impl StoredFlows<A> for &Cpu<'_> {
+    type Error = Infallible;
+
+    fn get(&self, stage: Stage, key: &FlowKey<A>) -> Result<Option<Flow<A>>, Infallible> {
+        let answer = self.access(|shared, _| {
+            let found = shared.flows.get(&(stage, *key));
+            Answer::Entry(found.map(|id| shared.elements[id]))
+        });
+        Ok(answer.entry())
+    }
+
+    fn take(&self, stage: Stage, key: &FlowKey<A>) -> Result<Option<Flow<A>>, Infallible> {
+        let answer = self.access(|shared, _| {
+            let taken = shared.flows.remove(&(stage, *key));
+            Answer::Entry(taken.map(|id| shared.elements[&id]))
+        });
+        Ok(answer.entry())
+    }
+
+    fn put_back(&self, stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) -> Result<(), Infallible> {
+        let _there_already = self.insert(stage, key, flow);
+        Ok(())
+    }
+}
+
+impl Answer {
+    fn entry(self) -> Option<Flow<A>> {
+        let Self::Entry(entry) = self else { unreachable!("another access") };
+        entry
+    }
+}
+
+/// What a CPU does.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Work {
+    /// A packet enters the node.
+    Arrives(Packet<A>, Origin),
+    /// A packet leaves the node.
+    Leaves(Packet<A>),
+    /// A client's packet, through both hooks.
+    Passes(Packet<A>, Origin),
+    /// The controller removes a flow that has expired, as one of its entries was.
+    Collects(Flow<A>),
+}
+
+/// The packet as it goes on; of what collects, none.
+pub(super) type Outcome = Option<Result<Packet<A>, Reason>>;
+
+impl Work {
+    pub(super) fn on<T: FlowTables<V4> + StoredFlows<A>>(&self, tables: &T) -> Outcome {
+        match self {
+            Self::Arrives(packet, origin) => Some(arrive(tables, packet, *origin)),
+            Self::Leaves(packet) => Some(leave(tables, packet)),
+            Self::Passes(packet, origin) => {
+                Some(arrive(tables, packet, *origin).and_then(|inside| match leave(tables, &inside) {
+                    Err(Reason::NotAService) => Ok(inside),
+                    outcome => outcome,
+                }))
+            }
+            Self::Collects(flow) => {
+                let now = tables.now();
+                let is_over = |entries: &[Flow<A>]| is_expired(entries, &FlowLifetimes::default(), now);
+                remove_if(tables, flow, is_over).ok();
+                None
+            }
+        }
+    }
+}
+
+fn arrive<T: FlowTables<V4>>(tables: &T, packet: &Packet<A>, origin: Origin) -> Result<Packet<A>, Reason> {
+    let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
+    arriving(tables, &mut scratch, origin).map(|()| rewritten(packet, scratch.action.rewrite))
+}
+
+fn leave<T: FlowTables<V4>>(tables: &T, packet: &Packet<A>) -> Result<Packet<A>, Reason> {
+    let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
+    leaving(tables, &mut scratch, false).map(|()| rewritten(packet, scratch.action.rewrite))
+}
+
+#[derive(Clone)]
+struct Moment {
+    shared: Shared,
+    answers: Vec<Vec<Answer>>,
+    outcomes: Vec<Option<Outcome>>,
+    order: String,
+}
+
+/// How it ended.
+pub(super) struct End {
+    pub(super) host: Host,
+    pub(super) works: Vec<(Work, Outcome)>,
+    /// Numbers of the CPUs, one for each access.
+    pub(super) order: String,
+}
+
+/// Lets each CPU do its work, with dice of its own, in every order. Answers how many ends there are.
+pub(super) fn in_every_order(
+    before: impl Fn() -> Host,
+    works: &[(Work, &[u32])],
+    check: impl Fn(&End),
+) -> usize {
+    let host = before();
+    let start = Moment {
+        shared: Shared::of(&host),
+        answers: vec![Vec::new(); works.len()],
+        outcomes: vec![None; works.len()],
+        order: String::new(),
+    };
+    let hasher = RandomState::new();
+    let (mut known, mut open, mut ends) = (HashSet::new(), vec![start], 0);
+    while let Some(moment) = open.pop() {
+        let waiting: Vec<usize> = (0..works.len()).filter(|cpu| moment.outcomes[*cpu].is_none()).collect();
+        if waiting.is_empty() {
+            ends += 1;
+            let host = before();
+            moment.shared.write_to(&host);
+            let outcomes = moment.outcomes.into_iter().flatten();
+            let works = works.iter().map(|(work, _)| *work).zip(outcomes).collect();
+            check(&End { host, works, order: moment.order });
+            continue;
+        }
+        for cpu in waiting {
+            let next = step(&host, &moment, cpu, &works[cpu]);
+            if known.insert(hasher.hash_one((&next.shared, &next.answers))) {
+                open.push(next);
+            }
+        }
+    }
+    ends
+}
+
+/// One access of one CPU.
+fn step(host: &Host, moment: &Moment, number: usize, (work, dice): &(Work, &[u32])) -> Moment {
+    let mut next = moment.clone();
+    let cpu = Cpu {
+        host,
+        number,
+        shared: RefCell::new(next.shared),
+        answers: RefCell::new(std::mem::take(&mut next.answers[number])),
+        accesses: Cell::default(),
+        is_spent: Cell::default(),
+        // Clocks of CPUs differ a little.
+        clock: Cell::new(host.clock.get() + number as u64),
+        dice: RefCell::new(dice.iter().copied().collect()),
+    };
+    next.outcomes[number] = match catch_unwind(AssertUnwindSafe(|| work.on(&&cpu))) {
+        Ok(outcome) => Some(outcome),
+        Err(reason) if reason.is::<Waits>() => None,
+        Err(failure) => resume_unwind(failure),
+    };
+    next.shared = cpu.shared.into_inner();
+    next.answers[number] = cpu.answers.into_inner();
+    next.order.push_str(&number.to_string());
+    next
+}

@@ -1,0 +1,97 @@
+//! A packet's bytes, however they are reached: in the kernel by helpers for an skb, on the host as a slice.
+
+use core::cell::Cell;
+
+use super::Sum;
+use crate::reason::Reason;
+
+/// What a transport's checksum covers of what changes.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Covered {
+    /// Addresses of the network header. Where a device completes the checksum, the field holds the sum of these only.
+    Addresses,
+    /// Bytes of its own header or of what follows.
+    Bytes,
+}
+
+/// A transport's checksum.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Checksum {
+    pub offset: u32,
+    /// UDP: 0 says that there is none, and stays; a sum that comes out as 0 is written as 0xffff.
+    pub is_optional: bool,
+}
+
+impl Checksum {
+    /// Its bytes after this change of what it covers.
+    #[inline(always)]
+    pub fn after(self, old: [u8; 2], change: Sum) -> [u8; 2] {
+        if self.is_optional && old == [0; 2] {
+            return old;
+        }
+        let new = change.changed(old);
+        if self.is_optional && new == [0; 2] { [0xff; 2] } else { new }
+    }
+}
+
+/// Access to one packet. Offsets are from its first byte. It is passed by value: in the kernel it is one pointer, which takes no stack.
+pub trait Bytes: Copy {
+    fn length(self) -> u32;
+
+    /// Fails with `Malformed` where the packet ends before.
+    fn read_into(self, offset: u32, into: &mut [u8]) -> Result<(), Reason>;
+
+    #[inline(always)]
+    fn read<const N: usize>(self, offset: u32) -> Result<[u8; N], Reason> {
+        let mut bytes = [0; N];
+        self.read_into(offset, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Writes bytes whose change a checksum in the packet makes up for. Writing fails with `RewriteFailed`.
+    fn write(self, offset: u32, bytes: &[u8]) -> Result<(), Reason>;
+
+    /// Writes bytes whose change nothing in the packet makes up for: a device's sum over all of it, if there is one, changes too.
+    fn write_uncovered(self, offset: u32, bytes: &[u8]) -> Result<(), Reason>;
+
+    /// Changes the checksum of an IPv4 header.
+    fn change_header_checksum(self, offset: u32, change: Sum) -> Result<(), Reason>;
+
+    fn change_checksum(self, checksum: Checksum, covered: Covered, change: Sum) -> Result<(), Reason>;
+}
+
+/// A packet on the host; its checksums are whole.
+impl Bytes for &[Cell<u8>] {
+    fn length(self) -> u32 {
+        self.len() as u32
+    }
+
+    fn read_into(self, offset: u32, into: &mut [u8]) -> Result<(), Reason> {
+        let from = part(self, offset, into.len()).ok_or(Reason::Malformed)?;
+        from.iter().zip(into).for_each(|(from, to)| *to = from.get());
+        Ok(())
+    }
+
+    fn write(self, offset: u32, bytes: &[u8]) -> Result<(), Reason> {
+        let to = part(self, offset, bytes.len()).ok_or(Reason::RewriteFailed)?;
+        to.iter().zip(bytes).for_each(|(to, from)| to.set(*from));
+        Ok(())
+    }
+
+    fn write_uncovered(self, offset: u32, bytes: &[u8]) -> Result<(), Reason> {
+        self.write(offset, bytes)
+    }
+
+    fn change_header_checksum(self, offset: u32, change: Sum) -> Result<(), Reason> {
+        self.write(offset, &change.changed(self.read(offset)?))
+    }
+
+    fn change_checksum(self, checksum: Checksum, _covered: Covered, change: Sum) -> Result<(), Reason> {
+        let new = checksum.after(self.read(checksum.offset)?, change);
+        self.write(checksum.offset, &new)
+    }
+}
+
+fn part(bytes: &[Cell<u8>], offset: u32, length: usize) -> Option<&[Cell<u8>]> {
+    bytes.get(offset as usize..)?.get(..length)
+}

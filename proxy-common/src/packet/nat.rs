@@ -1,0 +1,81 @@
+//! Writes a translation into a packet. Checksums are changed by the difference: nobody has all that they cover at hand.
+
+use super::{Bytes, Checksum, Covered, Network, Packet, Rewrite, Sum};
+use crate::{layout::Address, port::Port, reason::Reason};
+
+/// Fails with `RewriteFailed`: part of the packet may be rewritten, and it must go no further.
+// Not inlined: what it needs of the stack would be added to what opening a flow needs.
+#[inline(never)]
+pub(super) fn rewrite<F: Network, B: Bytes>(
+    bytes: B,
+    packet: &Packet<F::Address>,
+    rewrite: &Rewrite<F::Address>,
+) -> Result<(), Reason> {
+    write::<F, B>(bytes, packet, rewrite).map_err(|_| Reason::RewriteFailed)
+}
+
+#[inline(always)]
+fn write<F: Network, B: Bytes>(
+    bytes: B,
+    packet: &Packet<F::Address>,
+    rewrite: &Rewrite<F::Address>,
+) -> Result<(), Reason> {
+    let headers = packet.headers;
+    let mut addresses = Sum::ZERO;
+    if packet.source != rewrite.source {
+        let offset = headers.network + F::SOURCE;
+        addresses += replace_address::<F, B>(bytes, offset, &packet.source, &rewrite.source)?;
+    }
+    if packet.destination != rewrite.destination {
+        let offset = headers.network + F::DESTINATION;
+        addresses += replace_address::<F, B>(bytes, offset, &packet.destination, &rewrite.destination)?;
+    }
+    if let Some(offset) = F::CHECKSUM {
+        bytes.change_header_checksum(headers.network + offset, addresses)?;
+    }
+    // A later fragment has no transport header: the checksum in the first covers its bytes, and is changed there.
+    if packet.is_later_fragment() {
+        return Ok(());
+    }
+    let checksum = transport_checksum(packet);
+    bytes.change_checksum(checksum, Covered::Addresses, addresses)?;
+    let old = ports(packet.source_port, packet.destination_port);
+    let new = ports(rewrite.source_port, rewrite.destination_port);
+    if old == new {
+        return Ok(());
+    }
+    bytes.change_checksum(checksum, Covered::Bytes, Sum::of_change(&old, &new))?;
+    bytes.write(headers.transport, &new)
+}
+
+#[inline(always)]
+pub(super) fn transport_checksum<A: Address>(packet: &Packet<A>) -> Checksum {
+    const OF_TCP: u32 = 16;
+    const OF_UDP: u32 = 6;
+    let is_tcp = packet.is_tcp();
+    let offset = packet.headers.transport + if is_tcp { OF_TCP } else { OF_UDP };
+    Checksum { offset, is_optional: !is_tcp }
+}
+
+/// In a network header; its checksum is not changed. Answers with the change.
+#[inline(always)]
+pub(super) fn replace_address<F: Network, B: Bytes>(
+    bytes: B,
+    offset: u32,
+    old: &F::Address,
+    new: &F::Address,
+) -> Result<Sum, Reason> {
+    if F::CHECKSUM.is_some() {
+        bytes.write(offset, new.as_ref())?;
+    } else {
+        bytes.write_uncovered(offset, new.as_ref())?;
+    }
+    Ok(Sum::of_change(old.as_ref(), new.as_ref()))
+}
+
+/// As a transport header has them.
+#[inline(always)]
+pub(super) fn ports(source: Port, destination: Port) -> [u8; 4] {
+    let (source, destination) = (source.to_network(), destination.to_network());
+    [source[0], source[1], destination[0], destination[1]]
+}

@@ -1,0 +1,69 @@
+//! Sums as checksums are made of.
+
+use core::ops::{Add, AddAssign};
+
+/// A ones' complement sum of 16-bit words, each in the order of its bytes in the packet. Of a change: new bytes less old ones.
+#[derive(Clone, Copy, Debug)]
+pub struct Sum(u64);
+
+impl Sum {
+    pub const ZERO: Self = Self(0);
+
+    /// The bytes' number is a multiple of 4.
+    #[inline(always)]
+    pub fn of(bytes: &[u8]) -> Self {
+        Self(words(bytes).map(u64::from).sum())
+    }
+
+    /// What old bytes becoming new ones adds to a sum over them. Their number is a multiple of 4.
+    #[inline(always)]
+    pub fn of_change(old: &[u8], new: &[u8]) -> Self {
+        let old: u64 = words(old).map(|word| u64::from(!word)).sum();
+        Self(old) + Self::of(new)
+    }
+
+    /// The same sum in 32 bits.
+    #[inline(always)]
+    pub const fn folded(self) -> u32 {
+        let once = (self.0 & 0xffff_ffff) + (self.0 >> 32);
+        ((once & 0xffff_ffff) + (once >> 32)) as u32
+    }
+
+    /// The bytes of the checksum that makes up for the sum.
+    #[inline(always)]
+    pub const fn checksum(self) -> [u8; 2] {
+        let sum = self.folded();
+        let once = (sum & 0xffff) + (sum >> 16);
+        let twice = (once & 0xffff) + (once >> 16);
+        (!(twice as u16)).to_ne_bytes()
+    }
+
+    /// A checksum after this change of what it covers.
+    #[inline(always)]
+    pub fn changed(self, checksum: [u8; 2]) -> [u8; 2] {
+        (self + Self(u64::from(!u16::from_ne_bytes(checksum)))).checksum()
+    }
+}
+
+/// Words of 4 bytes, as a sum of these is one of their halves too.
+#[inline(always)]
+fn words(bytes: &[u8]) -> impl Iterator<Item = u32> {
+    bytes.as_chunks().0.iter().map(|word| u32::from_ne_bytes(*word))
+}
+
+impl Add for Sum {
+    type Output = Self;
+
+    #[inline(always)]
+    fn add(self, other: Self) -> Self {
+        // A packet has too few words to overflow it.
+        Self(self.0 + other.0)
+    }
+}
+
+impl AddAssign for Sum {
+    #[inline(always)]
+    fn add_assign(&mut self, other: Self) {
+        *self = *self + other;
+    }
+}

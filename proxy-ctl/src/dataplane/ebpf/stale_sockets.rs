@@ -1,0 +1,473 @@
+//! Ends sockets whose backend is gone: `connect` has sent them there, and what they send meets no hook again. Their processes get
+//! ECONNABORTED, and connect anew.
+//!
+//! A socket is ended only if its storage says that it was sent to a backend, the tables say that this backend does not serve what was
+//! dialled, and the socket is still connected there. The kernel compares its cookie, which no other socket ever has.
+//!
+//! All of it is done by a thread of its own, so that no change waits for it. Storage is read of all sockets at once; only namespaces
+//! that have a socket to end are visited.
+
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, BTreeSet, HashSet},
+    io,
+    net::SocketAddr,
+    os::fd::{AsFd as _, OwnedFd},
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+        mpsc::{Receiver, RecvTimeoutError, Sender, channel},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use aya::Pod;
+use nix::sys::socket::AddressFamily;
+use proxy_common::{
+    family::{V4, V6},
+    layout::{Backend, Frontend, FrontendKey, NodeAddress, Service, SocketOrigin},
+    select::Origin,
+    socket,
+    tables::Tables,
+};
+
+use super::{
+    Error,
+    family::TableFamily,
+    paths::Paths,
+    tables::{CommonTables, FamilyTables, pinned_table},
+};
+use crate::{
+    config::{Ebpf, SocketLoadBalancing},
+    sys::{
+        CallError,
+        kernel_types::KernelTypes,
+        network_namespaces::{NetworkNamespace, mounted},
+        socket_diag::{SocketDiag, Transport, lacks},
+        socket_storage::{StorageReader, StoredSocket},
+    },
+};
+
+/// Passes after a change. A `connect` that has chosen its backend just before is found by the second one.
+const PASSES: u32 = 2;
+const SECOND_AFTER: Duration = Duration::from_secs(1);
+/// The thread rests this many times as long as a pass has taken.
+const REST: u32 = 4;
+
+/// How many were ended.
+#[derive(Debug, Default)]
+struct Ended {
+    tcp: AtomicU64,
+    udp: AtomicU64,
+}
+
+impl Ended {
+    const fn of(&self, transport: Transport) -> &AtomicU64 {
+        match transport {
+            Transport::Tcp => &self.tcp,
+            Transport::Udp => &self.udp,
+        }
+    }
+}
+
+/// The thread that ends them. It ends with this value.
+#[derive(Debug)]
+pub(super) struct StaleSockets {
+    ended: Arc<Ended>,
+    /// Of these.
+    transports: BTreeSet<Transport>,
+    /// `None`: no socket is to be ended, or the kernel cannot.
+    running: Option<Running>,
+}
+
+#[derive(Debug)]
+struct Running {
+    /// `None`: it is to end.
+    requests: Option<Sender<Transport>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.requests = None;
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread that ends sockets whose endpoint is gone has panicked");
+        }
+    }
+}
+
+impl StaleSockets {
+    /// Ends none.
+    pub(super) fn none() -> Self {
+        Self { ended: Arc::default(), transports: BTreeSet::new(), running: None }
+    }
+
+    /// To be called in the node's network namespace.
+    pub(super) fn begin(paths: &Paths, config: &Ebpf) -> Self {
+        if config.socket_load_balancing == SocketLoadBalancing::Off {
+            return Self::none();
+        }
+        let can_end = |transport: &Transport| {
+            let why = match lacks(*transport) {
+                Ok(None) => return true,
+                Ok(Some(option)) => format!("the kernel lacks {option}"),
+                Err(error) => error.to_string(),
+            };
+            tracing::warn!(?transport, why, "connected sockets stay with endpoints that are gone");
+            false
+        };
+        // A connection's client notices by itself, and its endpoint may finish its work.
+        let of_tcp = config.reset_connections_to_gone_endpoints.then_some(Transport::Tcp);
+        let transports: BTreeSet<_> = [Transport::Udp].into_iter().chain(of_tcp).filter(can_end).collect();
+        if transports.is_empty() {
+            return Self::none();
+        }
+        Self::start(paths, config, transports).unwrap_or_else(|error| {
+            tracing::warn!(%error, "connected sockets stay with endpoints that are gone");
+            Self::none()
+        })
+    }
+
+    fn start(paths: &Paths, config: &Ebpf, transports: BTreeSet<Transport>) -> Result<Self, Error> {
+        let ended = Arc::new(Ended::default());
+        let types = KernelTypes::read()
+            .map_err(|source| Error::Folder { path: "/sys/kernel/btf/vmlinux".into(), source })?;
+        let own = |source| Error::Folder { path: "/proc/thread-self/ns/net".into(), source };
+        let namespace = NetworkNamespace::own().map_err(own)?;
+        let sweep = Sweep {
+            reader4: StorageReader::load(&types).map_err(Error::Sockets)?,
+            reader6: StorageReader::load(&types).map_err(Error::Sockets)?,
+            inode: namespace.inode().map_err(own)?,
+            maps: paths.maps(),
+            is_everywhere: config.socket_load_balancing == SocketLoadBalancing::All,
+            node: SocketDiag::open().map_err(Error::Sockets)?,
+            namespace,
+            ended: Arc::clone(&ended),
+            problem: None,
+        };
+        let (requests, received) = channel();
+        let thread = thread::Builder::new()
+            .name("stale-sockets".to_owned())
+            .spawn(move || sweep.run(&received))
+            .map_err(|source| Error::Sockets(CallError::new("starting a thread", source)))?;
+        let running = Running { requests: Some(requests), thread: Some(thread) };
+        Ok(Self { ended, transports, running: Some(running) })
+    }
+
+    /// Some may have lost their backend just now.
+    pub(super) fn end(&self, transport: Transport) {
+        let requests = self.running.as_ref().and_then(|running| running.requests.as_ref());
+        if let Some(requests) = requests
+            && self.transports.contains(&transport)
+            && requests.send(transport).is_err()
+        {
+            tracing::error!("the thread that ends sockets whose endpoint is gone has ended");
+        }
+    }
+
+    /// By protocol, since the controller has started.
+    pub(super) fn ended(&self) -> [(&'static str, u64); 2] {
+        [("TCP", &self.ended.tcp), ("UDP", &self.ended.udp)]
+            .map(|(name, count)| (name, count.load(Ordering::Relaxed)))
+    }
+}
+
+/// What the thread has.
+struct Sweep {
+    /// The folder of the pinned tables.
+    maps: PathBuf,
+    /// Not only in the node's own namespace.
+    is_everywhere: bool,
+    reader4: StorageReader<SocketOrigin<[u8; 4]>>,
+    reader6: StorageReader<SocketOrigin<[u8; 16]>>,
+    /// The node's own namespace, its inode, and its sockets.
+    namespace: NetworkNamespace,
+    inode: u64,
+    node: SocketDiag,
+    ended: Arc<Ended>,
+    /// Of the last pass.
+    problem: Option<String>,
+}
+
+impl Sweep {
+    fn run(mut self, requests: &Receiver<Transport>) {
+        let mut passes: BTreeMap<Transport, u32> = BTreeMap::new();
+        let (mut next, mut rests_until) = (None::<Instant>, Instant::now());
+        loop {
+            let request = match next {
+                None => requests.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Some(at) => requests.recv_timeout(at.saturating_duration_since(Instant::now())),
+            };
+            match request {
+                // All that are waiting are taken before the next pass.
+                Ok(transport) => {
+                    passes.insert(transport, PASSES);
+                    let soonest = rests_until.max(Instant::now());
+                    next = Some(next.map_or(soonest, |at| at.min(soonest)));
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    let began = Instant::now();
+                    self.pass(&passes.keys().copied().collect::<Vec<_>>());
+                    let rest = began.elapsed() * REST;
+                    rests_until = Instant::now() + rest;
+                    passes.retain(|_, left| {
+                        *left -= 1;
+                        *left > 0
+                    });
+                    next = (!passes.is_empty()).then(|| Instant::now() + SECOND_AFTER.max(rest));
+                }
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    fn pass(&mut self, transports: &[Transport]) {
+        let problem = self.end_all(transports).err().map(|error| error.to_string());
+        if problem != self.problem
+            && let Some(problem) = &problem
+        {
+            tracing::warn!(problem, "some sockets may stay with endpoints that are gone");
+        }
+        self.problem = problem;
+    }
+
+    fn end_all(&self, transports: &[Transport]) -> Result<(), Error> {
+        let tables = OpenTables::open(&self.maps)?;
+        let stale = self.stale(&tables, transports)?;
+        let outcome = self.visit(&stale);
+        if stale.values().flatten().any(|(_, cookie, _)| *cookie == 0) {
+            // They have got their cookies when their namespace was visited.
+            return self.visit(&self.stale(&tables, transports)?);
+        }
+        outcome
+    }
+
+    fn stale(&self, tables: &OpenTables, transports: &[Transport]) -> Result<Stale, Error> {
+        let mut stale = Stale::new();
+        let find = Find { transports, node: self.inode, is_everywhere: self.is_everywhere };
+        find.add(&tables.v4, &tables.common, &self.reader4, &mut stale)?;
+        find.add(&tables.v6, &tables.common, &self.reader6, &mut stale)?;
+        Ok(stale)
+    }
+
+    /// Ends them, as far as that is possible: an error is that of the first namespace or socket where it is not.
+    fn visit(&self, stale: &Stale) -> Result<(), Error> {
+        let others = stale.keys().any(|inode| *inode != self.inode);
+        let (mounts, mut outcome) = match if others { mounted() } else { Ok(BTreeMap::new()) } {
+            Ok(mounts) => (mounts, Ok(())),
+            Err(error) => (BTreeMap::new(), Err(Error::Mounts(error))),
+        };
+        for (inode, sockets) in stale {
+            let ended = if *inode == self.inode {
+                self.end(&self.node, sockets)
+            } else {
+                self.end_elsewhere(*inode, mounts.get(inode), sockets)
+            };
+            outcome = outcome.and(ended);
+        }
+        outcome
+    }
+
+    fn end_elsewhere(&self, inode: u64, mount: Option<&PathBuf>, sockets: &StaleOfOne) -> Result<(), Error> {
+        let namespace = mount.map(|path| NetworkNamespace::open(path, inode)).transpose();
+        match namespace.map_err(Error::Mounts)?.flatten() {
+            Some(namespace) => self.end_in(&namespace, sockets),
+            None => {
+                tracing::debug!(
+                    inode,
+                    sockets = sockets.len(),
+                    "a network namespace is not mounted in sight"
+                );
+                Err(Error::OutOfSight)
+            }
+        }
+    }
+
+    fn end_in(&self, namespace: &NetworkNamespace, sockets: &StaleOfOne) -> Result<(), Error> {
+        namespace.enter().map_err(Error::OtherNamespaces)?;
+        let ended = SocketDiag::open().map_err(Error::Sockets).and_then(|diag| self.end(&diag, sockets));
+        // A namespace lives as long as a thread is in it.
+        self.namespace.enter().map_err(Error::Sockets)?;
+        ended
+    }
+
+    fn end(&self, diag: &SocketDiag, stale: &StaleOfOne) -> Result<(), Error> {
+        let transports: BTreeSet<Transport> = stale.iter().map(|(transport, ..)| *transport).collect();
+        let mut outcome = Ok(());
+        for transport in transports {
+            for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+                outcome = outcome.and(self.end_of(diag, family, transport, stale));
+            }
+        }
+        outcome.map_err(Error::Sockets)
+    }
+
+    fn end_of(
+        &self,
+        diag: &SocketDiag,
+        family: AddressFamily,
+        transport: Transport,
+        stale: &StaleOfOne,
+    ) -> Result<(), CallError> {
+        let (mut ended, mut outcome) = (0, Ok(()));
+        for socket in diag.connected(family, transport)? {
+            let peer = SocketAddr::new(socket.peer.ip().to_canonical(), socket.peer.port());
+            if !stale.contains(&(transport, socket.cookie, peer)) {
+                continue;
+            }
+            match diag.destroy(&socket) {
+                Ok(done) => ended += u64::from(done),
+                Err(error) => outcome = outcome.and(Err(error)),
+            }
+        }
+        self.ended.of(transport).fetch_add(ended, Ordering::Relaxed);
+        tracing::debug!(ended, ?family, ?transport, "sockets whose endpoint is gone were ended");
+        outcome
+    }
+}
+
+/// Protocol, cookie, and the backend that the socket is connected to. A socket of both families may have been sent to one in each.
+type StaleOfOne = HashSet<(Transport, u64, SocketAddr)>;
+/// By the inode of the network namespace.
+type Stale = BTreeMap<u64, StaleOfOne>;
+
+/// Which sockets are looked for.
+struct Find<'a> {
+    transports: &'a [Transport],
+    /// Inode of the node's own namespace.
+    node: u64,
+    is_everywhere: bool,
+}
+
+impl Find<'_> {
+    fn add<F: TableFamily>(
+        &self,
+        of_family: &OfFamily<F>,
+        services: &CommonTables,
+        reader: &StorageReader<SocketOrigin<F::Address>>,
+        stale: &mut Stale,
+    ) -> Result<(), Error>
+    where
+        SocketOrigin<F::Address>: Pod,
+    {
+        let tables = Lookups { tables: &of_family.tables, services, failure: RefCell::default() };
+        for found in reader.read(of_family.origins.as_fd()).map_err(Error::Sockets)? {
+            let StoredSocket { cookie, protocol, value: origin, .. } = found;
+            let transport = u8::try_from(protocol).ok().and_then(Transport::from_number);
+            let Some(transport) = transport.filter(|one| self.transports.contains(one)) else { continue };
+            let namespace = u64::from(found.namespace);
+            let client = if namespace == self.node { Origin::Host } else { Origin::Workload };
+            if (self.is_everywhere || client == Origin::Host)
+                && tables.is_stale(&origin, transport, client)?
+            {
+                let backend = SocketAddr::new(F::ip(origin.backend), origin.backend_port().number());
+                stale.entry(namespace).or_default().insert((transport, cookie, backend));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The tables as they are pinned now.
+struct OpenTables {
+    common: CommonTables,
+    v4: OfFamily<V4>,
+    v6: OfFamily<V6>,
+}
+
+impl OpenTables {
+    fn open(maps: &Path) -> Result<Self, Error> {
+        let common = CommonTables::open(maps, false)?;
+        Ok(Self { common, v4: OfFamily::open(maps)?, v6: OfFamily::open(maps)? })
+    }
+}
+
+struct OfFamily<F: TableFamily> {
+    tables: FamilyTables<F>,
+    origins: OwnedFd,
+}
+
+impl<F: TableFamily> OfFamily<F> {
+    fn open(maps: &Path) -> Result<Self, Error> {
+        let origins = pinned_table(maps, F::SOCKET_ORIGIN)?;
+        Ok(Self { tables: FamilyTables::open(maps, false)?, origins })
+    }
+}
+
+/// The tables as the decisions of the kernel programs ask for them.
+struct Lookups<'a, F: TableFamily> {
+    tables: &'a FamilyTables<F>,
+    services: &'a CommonTables,
+    /// Of a lookup: what could not be read must not be taken for what is not there.
+    failure: RefCell<Option<Error>>,
+}
+
+impl<F: TableFamily> Lookups<'_, F> {
+    fn is_stale(
+        &self,
+        origin: &SocketOrigin<F::Address>,
+        transport: Transport,
+        client: Origin,
+    ) -> Result<bool, Error> {
+        let is_stale = socket::is_stale(self, origin, transport.number(), client);
+        self.failure.take().map_or(Ok(is_stale), Err)
+    }
+
+    fn found<T>(&self, result: Result<Option<T>, Error>) -> Option<T> {
+        result.unwrap_or_else(|error| {
+            self.failure.replace(Some(error));
+            None
+        })
+    }
+}
+
+impl<F: TableFamily> Tables<F> for Lookups<'_, F> {
+    fn frontend(&self, key: &FrontendKey<F::Address>) -> Option<Frontend> {
+        self.found(self.tables.frontends.get(key))
+    }
+
+    fn node_address(&self, address: &F::Address) -> Option<NodeAddress> {
+        self.found(self.tables.node_addresses.get(address))
+    }
+
+    fn service(&self, id: u32) -> Option<Service> {
+        self.services.services.get(id as usize)
+    }
+
+    fn slot(&self, index: u32) -> Option<F::Slot> {
+        self.tables.slots.get(index as usize)
+    }
+
+    fn backend(&self, id: u32) -> Option<Backend<F::Address>> {
+        self.found(self.tables.backends.get(&id))
+    }
+}
+
+/// Whose sockets are ended, for people. Ends none.
+pub(super) fn reach(sockets: SocketLoadBalancing, may_enter: bool) -> String {
+    let in_sight = || -> io::Result<usize> {
+        let own = NetworkNamespace::own()?.inode()?;
+        Ok(mounted()?.keys().filter(|inode| **inode != own).count())
+    };
+    let missing = match lacks(Transport::Udp) {
+        Ok(missing) => missing.map(|option| format!("the kernel lacks {option}")),
+        Err(error) => Some(error.to_string()),
+    };
+    match (sockets, missing) {
+        (SocketLoadBalancing::Off, _) => "nobody: they are left alone".to_owned(),
+        (_, Some(why)) => format!("nobody: {why}"),
+        (SocketLoadBalancing::Host, None) => "the node".to_owned(),
+        (SocketLoadBalancing::All, None) if !may_enter => {
+            "the node; for pods CAP_SYS_ADMIN is missing".to_owned()
+        }
+        (SocketLoadBalancing::All, None) => match in_sight() {
+            Ok(0) => "the node; no network namespace of a pod is mounted in sight".to_owned(),
+            Ok(count) => format!("the node and {count} mounted network namespaces"),
+            Err(error) => format!("the node; /proc/thread-self/mountinfo: {error}"),
+        },
+    }
+}

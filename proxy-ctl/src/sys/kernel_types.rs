@@ -1,0 +1,132 @@
+//! Where fields of the kernel's own structs lie, by /sys/kernel/btf/vmlinux.
+
+use std::{fs, io};
+
+use super::netlink::{text, word};
+
+const PATH: &str = "/sys/kernel/btf/vmlinux";
+const MAGIC: u32 = 0xeb9f;
+const TYPE: usize = 12;
+const MEMBER: usize = 12;
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Kind {
+    Struct,
+    Function,
+}
+
+/// A struct or a function of the kernel.
+#[derive(Clone, Copy, Debug)]
+struct Type<'a> {
+    id: u32,
+    kind: Kind,
+    name: &'a str,
+    members: &'a [u8],
+}
+
+/// All of them, as the kernel describes them.
+#[derive(Debug)]
+pub struct KernelTypes {
+    bytes: Vec<u8>,
+}
+
+impl KernelTypes {
+    pub fn read() -> io::Result<Self> {
+        Ok(Self { bytes: fs::read(PATH)? })
+    }
+
+    /// For programs that are attached to a function of the kernel.
+    pub fn function(&self, name: &str) -> io::Result<u32> {
+        let found = self.types().find(|found| found.kind == Kind::Function && found.name == name);
+        found.map(|found| found.id).ok_or_else(|| missing(name))
+    }
+
+    /// In bytes from the beginning of the struct.
+    pub fn offset(&self, of: &str, member: &str) -> io::Result<u16> {
+        let structs = self.types().filter(|found| found.kind == Kind::Struct && found.name == of);
+        let offset = structs.flat_map(|found| found.members.chunks_exact(MEMBER)).find_map(|bytes| {
+            let bits = word(bytes, 8)? & 0x00ff_ffff;
+            (self.name(word(bytes, 0)?)? == member).then_some(bits / 8)
+        });
+        offset.and_then(|offset| u16::try_from(offset).ok()).ok_or_else(|| missing(&format!("{of}.{member}")))
+    }
+
+    /// Of a section: where it begins behind the header, and its length.
+    fn section(&self, at: usize) -> Option<&[u8]> {
+        if word(&self.bytes, 0)? & 0xffff != MAGIC {
+            return None;
+        }
+        let start = word(&self.bytes, 4)?.checked_add(word(&self.bytes, at)?)?;
+        self.bytes.get(start as usize..)?.get(..word(&self.bytes, at + 4)? as usize)
+    }
+
+    fn name(&self, at: u32) -> Option<&str> {
+        text(self.section(16)?.get(at as usize..)?)
+    }
+
+    fn types(&self) -> impl Iterator<Item = Type<'_>> {
+        let mut rest = self.section(8).unwrap_or_default();
+        let mut id = 0;
+        std::iter::from_fn(move || {
+            loop {
+                let (name, info) = (word(rest, 0)?, word(rest, 4)?);
+                let (kind, count) = (info >> 24 & 0x1f, (info & 0xffff) as usize);
+                let (found, follows) = rest.get(TYPE..)?.split_at_checked(length(kind, count)?)?;
+                rest = follows;
+                id += 1;
+                let kind = match kind {
+                    4 => Kind::Struct,
+                    12 => Kind::Function,
+                    _ => continue,
+                };
+                return Some(Type { id, kind, name: self.name(name)?, members: found });
+            }
+        })
+    }
+}
+
+/// Of what follows a type of this kind. `None`: the kind is newer than this table.
+fn length(kind: u32, count: usize) -> Option<usize> {
+    Some(match kind {
+        // Integers, variables and tags of declarations.
+        1 | 14 | 17 => 4,
+        // Arrays.
+        3 => 12,
+        // Structs, unions, sections and enums of 64 bits.
+        4 | 5 | 15 | 19 => count * 12,
+        // Enums and prototypes.
+        6 | 13 => count * 8,
+        // Pointers, declarations, typedefs, qualifiers, functions, floats and tags of types.
+        2 | 7..=12 | 16 | 18 => 0,
+        _ => return None,
+    })
+}
+
+fn missing(name: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::NotFound, format!("{PATH} has no {name}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_and_functions_of_this_kernel_are_found() {
+        let types = KernelTypes::read().unwrap();
+        // The same in every kernel.
+        assert_eq!(types.offset("list_head", "prev").unwrap(), 8);
+        assert_eq!(types.offset("bpf_iter_meta", "session_id").unwrap(), 8);
+        assert!(types.function("bpf_iter_bpf_sk_storage_map").unwrap() > 0);
+        let missing = types.offset("sock", "no_such_field").unwrap_err();
+        assert_eq!(missing.to_string(), "/sys/kernel/btf/vmlinux has no sock.no_such_field");
+        assert!(types.function("no_such_function").is_err());
+    }
+
+    #[test]
+    fn what_is_cut_off_or_not_of_this_kind_has_none() {
+        let whole = KernelTypes::read().unwrap().bytes;
+        for bytes in [&whole[..0], &whole[..20], &whole[..whole.len() / 2], &[0; 64]] {
+            assert!(KernelTypes { bytes: bytes.to_vec() }.function("bpf_iter_bpf_sk_storage_map").is_err());
+        }
+    }
+}

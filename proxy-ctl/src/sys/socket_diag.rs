@@ -1,0 +1,232 @@
+//! Connected sockets of a network namespace, and their end: NETLINK_SOCK_DIAG.
+
+use std::{io, net::SocketAddr};
+
+use netlink_sys::protocols::NETLINK_SOCK_DIAG;
+use nix::sys::socket::AddressFamily;
+
+use super::{
+    CallError,
+    netlink::{Messages, NLM_F_ACK, NLM_F_DUMP, NetlinkSocket, ip_address, word},
+};
+
+const LIST: u16 = 20;
+const DESTROY: u16 = 21;
+
+/// Of a socket in an answer: after family, state, timer and retransmissions.
+const ID: usize = 4;
+/// `inet_diag_sockid`: ports and addresses in network order, interface, cookie.
+const ID_LENGTH: usize = 48;
+
+const SYN_SENT: u32 = 1 << 2;
+/// With ESTABLISHED, which connected sockets of UDP are, FIN_WAIT1, FIN_WAIT2, CLOSE_WAIT, LAST_ACK and CLOSING.
+const WITH_PEER: u32 = SYN_SENT | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 11;
+
+/// What a socket speaks.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub enum Transport {
+    Tcp,
+    Udp,
+}
+
+impl Transport {
+    /// IANA number.
+    pub const fn number(self) -> u8 {
+        match self {
+            Self::Tcp => 6,
+            Self::Udp => 17,
+        }
+    }
+
+    /// `None`: another protocol.
+    pub const fn from_number(number: u8) -> Option<Self> {
+        match number {
+            6 => Some(Self::Tcp),
+            17 => Some(Self::Udp),
+            _ => None,
+        }
+    }
+}
+
+/// A socket that has a peer.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct ConnectedSocket {
+    transport: Transport,
+    family: u8,
+    id: [u8; ID_LENGTH],
+    /// As `bpf_get_socket_cookie` gives it.
+    pub cookie: u64,
+    pub peer: SocketAddr,
+}
+
+/// `inet_diag_req_v2`.
+fn header(family: u8, transport: Transport, states: u32, id: &[u8; ID_LENGTH]) -> [u8; 8 + ID_LENGTH] {
+    let mut header = [0; 8 + ID_LENGTH];
+    (header[0], header[1]) = (family, transport.number());
+    header[4..8].copy_from_slice(&states.to_ne_bytes());
+    header[8..].copy_from_slice(id);
+    header
+}
+
+fn list(family: AddressFamily, transport: Transport) -> Messages {
+    let mut request = Messages::default();
+    request.begin(LIST, NLM_F_DUMP, &header(family as u8, transport, WITH_PEER, &[0; ID_LENGTH]));
+    request
+}
+
+fn destroy(socket: &ConnectedSocket) -> Messages {
+    let mut request = Messages::default();
+    request.begin(DESTROY, NLM_F_ACK, &header(socket.family, socket.transport, WITH_PEER, &socket.id));
+    request
+}
+
+fn parse(transport: Transport, answer: &[u8]) -> Option<ConnectedSocket> {
+    let family = *answer.first()?;
+    let id: [u8; ID_LENGTH] = *answer.get(ID..)?.first_chunk()?;
+    let peer_port = u16::from_be_bytes([id[2], id[3]]);
+    let peer = SocketAddr::new(ip_address(i32::from(family), &id[20..36])?, peer_port);
+    let cookie = u64::from(word(&id, 40)?) | u64::from(word(&id, 44)?) << 32;
+    Some(ConnectedSocket { transport, family, id, cookie, peer })
+}
+
+/// The sockets of the network namespace that the thread was in that opened it.
+pub struct SocketDiag(NetlinkSocket);
+
+impl SocketDiag {
+    pub fn open() -> Result<Self, CallError> {
+        NetlinkSocket::open(NETLINK_SOCK_DIAG).map(Self).map_err(CallError::of("socket(NETLINK_SOCK_DIAG)"))
+    }
+
+    /// The connected sockets of `family`, Inet or Inet6; the latter may have IPv4-mapped peers. Each has a cookie from then on.
+    /// `ENOENT`: the kernel lists none of this protocol (CONFIG_INET_TCP_DIAG, CONFIG_INET_UDP_DIAG).
+    pub fn connected(
+        &self,
+        family: AddressFamily,
+        transport: Transport,
+    ) -> Result<Vec<ConnectedSocket>, CallError> {
+        let sockets = self.0.dump(&list(family, transport), |_, answer| parse(transport, answer));
+        sockets.map_err(CallError::of("netlink SOCK_DIAG_BY_FAMILY"))
+    }
+
+    /// Ends a socket: its process gets ECONNABORTED where it reads or polls, and EDESTADDRREQ where it sends datagrams without having
+    /// done so; a TCP peer gets a RST. The kernel finds it by its ends and compares the cookie. False: it is gone already, is not
+    /// connected there any more, or another with the same ends (SO_REUSEPORT) was found in its place. Needs CAP_NET_ADMIN in the user
+    /// namespace that the network namespace belongs to. `EOPNOTSUPP`: the kernel cannot (CONFIG_INET_DIAG_DESTROY).
+    pub fn destroy(&self, socket: &ConnectedSocket) -> Result<bool, CallError> {
+        done(self.0.request(&destroy(socket), |_, _| ()))
+    }
+}
+
+fn done(answer: io::Result<()>) -> Result<bool, CallError> {
+    match answer {
+        Ok(()) => Ok(true),
+        // ESTALE: another socket has these ends.
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESTALE)) => Ok(false),
+        Err(error) => Err(CallError::new("netlink SOCK_DESTROY", error)),
+    }
+}
+
+/// What is missing to end sockets that are connected, as the kernel's configuration names it. Ends none.
+pub fn lacks(transport: Transport) -> Result<Option<&'static str>, CallError> {
+    let diag = SocketDiag::open()?;
+    let mut request = Messages::default();
+    // No socket has port 0.
+    let nobody = header(AddressFamily::Inet as u8, transport, SYN_SENT, &[0; ID_LENGTH]);
+    request.begin(DESTROY, NLM_F_ACK, &nobody);
+    match done(diag.0.request(&request, |_, _| ())) {
+        Err(error) if error.errno() == libc::EOPNOTSUPP => return Ok(Some("CONFIG_INET_DIAG_DESTROY")),
+        result => result?,
+    };
+    let mut request = Messages::default();
+    request.begin(LIST, NLM_F_DUMP, &nobody);
+    match diag.0.request(&request, |_, _| ()) {
+        Ok(()) => Ok(None),
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(Some(match transport {
+            Transport::Tcp => "CONFIG_INET_TCP_DIAG",
+            Transport::Udp => "CONFIG_INET_UDP_DIAG",
+        })),
+        Err(error) => Err(CallError::new("netlink SOCK_DIAG_BY_FAMILY", error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream, UdpSocket};
+
+    use super::*;
+    use crate::sys::namespace::socket_cookie;
+
+    #[test]
+    fn a_listed_socket_is_named_by_all_that_the_kernel_says_of_it() {
+        // 10.1.0.5:4000 → 10.1.0.9:5353
+        let mut answer = vec![0; ID + ID_LENGTH];
+        (answer[0], answer[1]) = (libc::AF_INET as u8, 1);
+        let id = &mut answer[ID..];
+        id[0..2].copy_from_slice(&4000_u16.to_be_bytes());
+        id[2..4].copy_from_slice(&5353_u16.to_be_bytes());
+        id[4..8].copy_from_slice(&[10, 1, 0, 5]);
+        id[20..24].copy_from_slice(&[10, 1, 0, 9]);
+        id[40..44].copy_from_slice(&7_u32.to_ne_bytes());
+        id[44..48].copy_from_slice(&1_u32.to_ne_bytes());
+        let socket = parse(Transport::Udp, &answer).unwrap();
+        assert_eq!((socket.peer.to_string().as_str(), socket.cookie), ("10.1.0.9:5353", 1 << 32 | 7));
+        let request = destroy(&socket);
+        // Header of netlink, family and protocol; then the states; then the id, with the cookie at its end.
+        assert_eq!(request.bytes()[16..18], [libc::AF_INET as u8, 17]);
+        assert_eq!(request.bytes()[24..], answer[ID..]);
+        assert!((0..answer.len()).all(|length| parse(Transport::Udp, &answer[..length]).is_none()));
+    }
+
+    #[test]
+    fn a_request_names_family_protocol_and_states() {
+        let request = list(AddressFamily::Inet6, Transport::Tcp);
+        assert_eq!(request.bytes()[16..18], [libc::AF_INET6 as u8, 6]);
+        // Neither TIME_WAIT nor CLOSE, LISTEN nor sockets of the handshake.
+        assert_eq!(request.bytes()[20..24], 0b1011_0011_0110_u32.to_ne_bytes());
+    }
+
+    fn find(transport: Transport, local: SocketAddr) -> Option<ConnectedSocket> {
+        let mut all = SocketDiag::open().unwrap().connected(AddressFamily::Inet, transport).unwrap();
+        all.retain(|socket| socket.id[..2] == local.port().to_be_bytes());
+        all.pop()
+    }
+
+    #[test]
+    fn the_kernel_says_what_it_lacks() {
+        assert_eq!(lacks(Transport::Udp).unwrap(), None);
+        assert_eq!(lacks(Transport::Tcp).unwrap(), None);
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_a_socket_is_ended_and_no_other_with_its_ends() {
+        let server = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let client = UdpSocket::bind("127.0.0.1:0").unwrap();
+        client.connect(server.local_addr().unwrap()).unwrap();
+        let found = find(Transport::Udp, client.local_addr().unwrap()).unwrap();
+        assert_eq!(found.peer, server.local_addr().unwrap());
+        assert_eq!(found.cookie, socket_cookie(&client).unwrap());
+        let diag = SocketDiag::open().unwrap();
+        let mut another = found;
+        another.id[40] ^= 1;
+        assert!(!diag.destroy(&another).unwrap());
+        assert_eq!(client.send(b"x").unwrap(), 1);
+        assert!(diag.destroy(&found).unwrap());
+        assert_eq!(client.recv(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
+        assert_eq!(client.send(b"x").unwrap_err().raw_os_error(), Some(libc::EDESTADDRREQ));
+        assert!(!diag.destroy(&found).unwrap());
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_a_connection_is_reset() {
+        use std::io::Read as _;
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (mut server, _) = listener.accept().unwrap();
+        let found = find(Transport::Tcp, client.local_addr().unwrap()).unwrap();
+        assert!(SocketDiag::open().unwrap().destroy(&found).unwrap());
+        assert_eq!(client.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionAborted);
+        assert_eq!(server.read(&mut [0]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+    }
+}

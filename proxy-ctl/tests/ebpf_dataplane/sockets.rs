@@ -1,0 +1,336 @@
+//! Connected datagram sockets whose endpoint goes: they are ended, and no others.
+
+use std::{
+    fs::File,
+    io::{BufRead as _, BufReader, ErrorKind, Read as _, Write as _},
+    net::{SocketAddr, UdpSocket},
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::sched::{CloneFlags, setns};
+use proxy_ctl::{
+    dataplane::{Dataplane, ebpf::EbpfDataplane},
+    model::{
+        desired::{Changes, DesiredPort},
+        objects::Protocol,
+    },
+};
+
+use super::{
+    desired::{endpoint, endpoints, port},
+    sandbox::{Sandbox, run},
+};
+
+pub const SERVICE: &str = "10.96.0.1";
+const CANARY: &str = "10.96.0.2";
+/// The backends, by their answers.
+const BACKENDS: [(&str, &str); 2] = [(A, "a"), (B, "b")];
+pub const A: &str = "10.1.0.1";
+pub const B: &str = "10.1.0.2";
+pub const PORT: u16 = 53;
+
+/// A mounted network namespace, as container runtimes make them.
+pub struct Pod(String);
+
+impl Pod {
+    fn new() -> Self {
+        let name = format!("proxy-ctl-test-{}-pod", std::process::id());
+        run("ip", &format!("netns add {name}"));
+        let pod = Self(name);
+        run("ip", &format!("-n {} link set lo up", pod.0));
+        pod
+    }
+
+    fn path(&self) -> String {
+        format!("/run/netns/{}", self.0)
+    }
+}
+
+impl Drop for Pod {
+    fn drop(&mut self) {
+        run("ip", &format!("netns del {}", self.0));
+    }
+}
+
+/// Has the backends in this thread's namespace, or in a pod's. They serve as long as the test's process lives.
+pub fn serve(pod: Option<&Pod>) {
+    let of_pod = pod.map_or_else(String::new, |pod| format!("-n {} ", pod.0));
+    for (address, name) in BACKENDS {
+        run("ip", &format!("{of_pod}address add {address}/32 dev lo"));
+        let namespace = pod.map(|pod| File::open(pod.path()).unwrap());
+        let socket = thread::spawn(move || {
+            namespace.into_iter().for_each(|namespace| setns(namespace, CloneFlags::CLONE_NEWNET).unwrap());
+            UdpSocket::bind((address, PORT)).unwrap()
+        });
+        let socket = socket.join().unwrap();
+        thread::spawn(move || {
+            while let Ok((_, client)) = socket.recv_from(&mut [0; 64]) {
+                let _ = socket.send_to(name.as_bytes(), client);
+            }
+        });
+    }
+}
+
+/// A shell in the cgroup, as sockets belong to the cgroup of the process that makes them.
+struct Client {
+    child: Child,
+    requests: ChildStdin,
+    answers: BufReader<ChildStdout>,
+}
+
+impl Client {
+    fn start(sandbox: &Sandbox, pod: Option<&Pod>) -> Self {
+        let mut command = match pod {
+            Some(pod) => {
+                let mut command = Command::new("nsenter");
+                command.arg(format!("--net={}", pod.path())).arg("bash");
+                command
+            }
+            None => Command::new("bash"),
+        };
+        let command = command.env("LC_ALL", "C").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let (requests, answers) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+        let mut client = Self { child, requests, answers: BufReader::new(answers) };
+        client.carry_out(&format!("echo $$ > {}/cgroup.procs", sandbox.cgroup_path().display()));
+        client
+    }
+
+    /// Answers with what the commands print, in one line.
+    fn carry_out(&mut self, commands: &str) -> String {
+        writeln!(self.requests, "echo $({{ {commands}; }} 2>&1)").unwrap();
+        let mut line = String::new();
+        self.answers.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    /// Connects descriptor `fd`. Not in a subshell, which would have it alone.
+    fn connect(&mut self, fd: u32, address: &str, port: u16) {
+        writeln!(self.requests, "exec {fd}<>/dev/udp/{address}/{port}").unwrap();
+        self.carry_out("true");
+    }
+
+    fn close(&mut self, fd: u32) {
+        writeln!(self.requests, "exec {fd}>&-").unwrap();
+        self.carry_out("true");
+    }
+
+    /// The name of who answers, or why nobody does.
+    fn ping(&mut self, fd: u32) -> String {
+        // A shell reads byte by byte, and so the first one of a datagram.
+        self.carry_out(&format!(
+            "printf x >&{fd} && read -r -N 1 -t 1 -u {fd} by && printf %s $by || echo none"
+        ))
+    }
+
+    fn has_ended(&mut self, fd: u32) -> bool {
+        let answer = self.ping(fd);
+        let has_ended =
+            ["connection abort", "Destination address required"].iter().any(|why| answer.contains(why));
+        assert!(answer.len() == 1 || has_ended, "{answer}");
+        answer.len() > 1
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let _killed = self.child.kill();
+        let _reaped = self.child.wait();
+    }
+}
+
+/// `None`: the service is not there. Endpoints that are used, and that are not and still serve.
+type State = Option<(&'static [&'static str], &'static [&'static str])>;
+
+fn datagrams(service: &str, address: &str, used: &[&str], unused: &[&str]) -> Arc<DesiredPort> {
+    let all = |addresses: &[&str]| -> Vec<_> { addresses.iter().map(|one| endpoint(one, PORT)).collect() };
+    let mut port = port(service, address, Vec::new());
+    port.name.protocol = Protocol::Udp;
+    port.endpoints = endpoints(all(used));
+    port.endpoints.unused = all(unused).into();
+    Arc::new(port)
+}
+
+pub fn dns(used: &[&str], unused: &[&str]) -> Arc<DesiredPort> {
+    datagrams("dns", SERVICE, used, unused)
+}
+
+/// A service that loses its endpoint whenever the other has changed: once its sockets are ended, so are the other's.
+fn canary(used: &[&str]) -> Arc<DesiredPort> {
+    datagrams("canary", CANARY, used, &[])
+}
+
+fn change(dataplane: &mut EbpfDataplane, state: State) {
+    let changes = match state {
+        Some((used, unused)) => Changes { changed: vec![dns(used, unused)], removed: Vec::new() },
+        None => Changes { changed: Vec::new(), removed: vec![dns(&[], &[]).name.clone()] },
+    };
+    dataplane.apply(&changes).unwrap();
+}
+
+const SOON: Duration = Duration::from_secs(5);
+
+/// How long it takes until the condition holds.
+fn until(what: &str, mut condition: impl FnMut() -> bool) -> Duration {
+    let began = Instant::now();
+    while !condition() {
+        assert!(began.elapsed() < SOON, "{what}");
+    }
+    began.elapsed()
+}
+
+fn ended(dataplane: &EbpfDataplane) -> u64 {
+    let families = dataplane.metrics().unwrap();
+    let of_sockets = families.iter().find(|family| family.name == "proxy_sockets_ended").unwrap();
+    of_sockets.samples.iter().map(|(_, count)| count).sum()
+}
+
+/// What a client's descriptor is connected to.
+const DIALLED: u32 = 10;
+const DIRECT: u32 = 11;
+const DIALLED_CANARY: u32 = 12;
+
+/// What becomes of the service whose only endpoint was A; if sockets are ended, who answers them from then on.
+const CASES: &[(&str, &[State], Option<&str>)] = &[
+    ("its endpoint is replaced", &[Some((&[B], &[]))], Some("b")),
+    ("scaled to zero and back", &[Some((&[], &[])), Some((&[B], &[]))], Some("b")),
+    ("deleted and recreated", &[None, Some((&[B], &[]))], Some("b")),
+    ("recreated with the same endpoint", &[None, Some((&[A], &[]))], Some("a")),
+    ("another endpoint comes", &[Some((&[A, B], &[]))], None),
+    ("its endpoint terminates and serves", &[Some((&[B], &[A]))], None),
+    ("another policy prefers others", &[Some((&[], &[A])), Some((&[B], &[A]))], None),
+];
+
+#[test]
+fn sockets_follow_where_their_endpoint_goes_and_stay_where_it_serves() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let pod = Pod::new();
+    serve(None);
+    serve(Some(&pod));
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut clients = [Client::start(&sandbox, None), Client::start(&sandbox, Some(&pod))];
+    let mut ended_before = ended(&dataplane);
+    for (name, states, after) in CASES {
+        dataplane.resync(&[dns(&[A], &[]), canary(&[A])]).unwrap();
+        for client in &mut clients {
+            client.connect(DIALLED, SERVICE, 80);
+            client.connect(DIRECT, A, PORT);
+            client.connect(DIALLED_CANARY, CANARY, 80);
+            for fd in [DIALLED, DIRECT, DIALLED_CANARY] {
+                assert_eq!(client.ping(fd), "a", "{name}");
+            }
+        }
+        let began = Instant::now();
+        for state in *states {
+            change(&mut dataplane, *state);
+        }
+        dataplane.apply(&Changes { changed: vec![canary(&[])], removed: Vec::new() }).unwrap();
+        for (client, place) in clients.iter_mut().zip(["the node", "a pod"]) {
+            until(&format!("{name}, {place}"), || client.has_ended(DIALLED_CANARY));
+            println!("{name}, {place}: sockets were ended {:?} after the first change", began.elapsed());
+            assert_eq!(client.has_ended(DIALLED), after.is_some(), "{name}, {place}");
+            if after.is_some() {
+                client.connect(DIALLED, SERVICE, 80);
+            }
+            assert_eq!(client.ping(DIALLED), after.unwrap_or("a"), "{name}, {place}");
+            assert_eq!(client.ping(DIRECT), "a", "{name}, {place}: it dialled the endpoint itself");
+            client.close(DIALLED);
+        }
+        ended_before += clients.len() as u64 * if after.is_some() { 2 } else { 1 };
+        assert_eq!(ended(&dataplane), ended_before, "{name}");
+    }
+}
+
+/// Sockets that nobody has sent anywhere: of a process outside the cgroup.
+fn strangers(count: usize) -> Vec<UdpSocket> {
+    let connected = || {
+        let socket = UdpSocket::bind("10.1.0.1:0").unwrap();
+        socket.connect((A, PORT)).unwrap();
+        socket.set_read_timeout(Some(SOON)).unwrap();
+        socket
+    };
+    (0..count).map(|_| connected()).collect()
+}
+
+fn is_answered(socket: &UdpSocket) -> bool {
+    let mut answer = [0; 8];
+    socket.send(b"x").is_ok() && socket.recv(&mut answer).is_ok_and(|length| &answer[..length] == b"a")
+}
+
+#[test]
+fn ten_thousand_changes_end_no_other_socket() {
+    const CHANGES: u32 = 10_000;
+    let Some(sandbox) = Sandbox::new() else { return };
+    serve(None);
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    // It has the same endpoint all the time.
+    dataplane.resync(&[dns(&[A], &[]), canary(&[A])]).unwrap();
+    let mut client = Client::start(&sandbox, None);
+    client.connect(DIRECT, A, PORT);
+    client.connect(DIALLED_CANARY, CANARY, 80);
+    let strangers = strangers(100);
+    let (mut connected, mut seen_ended) = (false, 0);
+    let mut look = |client: &mut Client| {
+        let has_ended = connected && client.has_ended(DIALLED);
+        seen_ended += u64::from(has_ended);
+        if has_ended || !connected {
+            client.connect(DIALLED, SERVICE, 80);
+        }
+        connected = true;
+        seen_ended
+    };
+    for n in 0..CHANGES {
+        match n % 3 {
+            0 => change(&mut dataplane, Some((&[B], &[]))),
+            1 => change(&mut dataplane, None),
+            _ => change(&mut dataplane, Some((&[A], &[]))),
+        }
+        // Other sockets get the numbers and the ends of those that were.
+        if n % 102 == 2 {
+            look(&mut client);
+            assert!(strangers_come_and_go(), "after {n} changes");
+        }
+    }
+    until("as many were ended as the client has seen", || look(&mut client) == ended(&dataplane));
+    println!("{} sockets were ended", ended(&dataplane));
+    assert!(ended(&dataplane) > 1);
+    assert!(strangers.iter().all(is_answered));
+    assert_eq!((client.ping(DIRECT), client.ping(DIALLED_CANARY)), ("a".into(), "a".into()));
+}
+
+fn strangers_come_and_go() -> bool {
+    strangers(10).iter().all(is_answered)
+}
+
+#[test]
+fn connections_to_endpoints_that_are_gone_are_reset_where_that_is_wanted() {
+    let Some(mut sandbox) = Sandbox::new() else { return };
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let web = |used: &[SocketAddr], unused: &[SocketAddr]| {
+        let all = |some: &[SocketAddr]| {
+            some.iter().map(|one| endpoint("127.0.0.1", one.port())).collect::<Vec<_>>()
+        };
+        let mut web = port("web", SERVICE, all(used));
+        web.endpoints.unused = all(unused).into();
+        Changes { changed: vec![Arc::new(web)], removed: Vec::new() }
+    };
+    for is_wanted in [false, true] {
+        sandbox.config.reset_connections_to_gone_endpoints = is_wanted;
+        let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+        dataplane.resync(&web(&[address], &[]).changed).unwrap();
+        let mut client = Client::start(&sandbox, None);
+        writeln!(client.requests, "exec {DIALLED}<>/dev/tcp/{SERVICE}/80").unwrap();
+        let (mut server, _) = listener.accept().unwrap();
+        server.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+        let mut outcome = || server.read(&mut [0]).unwrap_err().kind();
+        dataplane.apply(&web(&[], &[address])).unwrap();
+        assert_eq!(outcome(), ErrorKind::WouldBlock, "it terminates and serves");
+        dataplane.apply(&web(&[], &[])).unwrap();
+        let expected = if is_wanted { ErrorKind::ConnectionReset } else { ErrorKind::WouldBlock };
+        assert_eq!(outcome(), expected);
+    }
+}

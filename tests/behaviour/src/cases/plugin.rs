@@ -1,0 +1,69 @@
+//! A network plugin on the same node that masquerades what pods send, by a rule of its own that knows no port of anybody's flows.
+
+use anyhow::{Context as _, Result, bail, ensure};
+use lab::{
+    Dial,
+    cluster::{OUTSIDE, SERVER_PORT},
+    namespace,
+};
+use scenario::Skip;
+
+use crate::{
+    case::{Case, Variant, Variants},
+    check,
+    fixtures::ON_NODE2,
+    state,
+    world::World,
+};
+
+pub(super) const CASES: &[Case] = &[Case::new(
+    "a network plugin's masquerade and the proxy's lose no answer of each other",
+    Variants::All,
+    masquerades,
+)];
+
+/// Of each of both: thirty of them are at a port that a short one of the other gets.
+const LASTING: usize = 1_000;
+const SHORT: u32 = 2_000;
+
+fn masquerades(world: &mut World, variant: Variant) -> Result<()> {
+    if control_plane::go::on_path("nft").is_none() {
+        bail!(Skip("nft is not installed".into()));
+    }
+    let node = world.lab.netns("node1")?.namespace.clone();
+    let (pod, backend) = (world.addresses("client-1")?, world.addresses("web-2")?);
+    let rules = format!(
+        "ip saddr {} ip daddr {} masquerade fully-random; ip6 saddr {} ip6 daddr {} masquerade fully-random",
+        pod.v4, backend.v4, pod.v6, backend.v6
+    );
+    let chain = format!("chain postrouting {{ type nat hook postrouting priority 90; {rules}; }}");
+    namespace::nft(&node, &format!("table inet plugin {{ {chain}; }}"))?;
+    // A datagram of a pair of ports that was used before would be translated, or not, as it was then.
+    state::forget_connections(&world.lab, 1)?;
+    let outcome = beside(world, variant, (backend.of(variant.family), SERVER_PORT).into());
+    namespace::nft(&node, "delete table inet plugin")?;
+    // Without the table nothing translates what is left of them, and a new datagram of the same ends would be dropped.
+    state::forget_connections(&world.lab, 1)?;
+    outcome
+}
+
+fn beside(world: &mut World, variant: Variant, endpoint: std::net::SocketAddr) -> Result<()> {
+    let node_port = world.node_port(&ON_NODE2, 1, variant.family)?;
+    let paths = [(OUTSIDE, node_port), ("client-1", endpoint)];
+    for (lasting, short) in [(paths[0], paths[1]), (paths[1], paths[0])] {
+        let agent = world.agent(lasting.0)?;
+        let held = agent.hold_many(variant.protocol, &[lasting.1], LASTING)?;
+        let outcomes = world.dial(short.0, &Dial::new(variant.protocol, short.1).times(SHORT))?;
+        for answer in check::answered_by(&outcomes, &["web-2"])
+            .with_context(|| format!("{} to {}", short.0, short.1))?
+        {
+            ensure!(world.is_node_address(1, answer.source.ip()), "not masqueraded: {}", answer.source);
+        }
+        let lost = agent.ping_many(&held)?;
+        ensure!(lost.is_empty(), "{} of {LASTING} lost: {:?}", lost.len(), &lost[..lost.len().min(3)]);
+        for connection in held {
+            agent.release(connection)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,179 @@
+//! What the programs take of the kernel's limits, beside what they took before: `baseline.txt`.
+
+use std::{collections::HashMap, fs, ops::Range};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use aya::programs::Program;
+use aya_obj::{Object, generated::bpf_insn};
+use scenario::Skip;
+
+use super::{Case, WorldKind};
+use crate::world::World;
+
+const BASELINE: &str = include_str!("../../baseline.txt");
+const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/baseline.txt");
+/// Set: the cases write the baseline in place of comparing.
+const WRITE: &str = "WRITE_BASELINE";
+
+/// Bytes of stack of a program with all functions that it calls. The kernel's limit is 512, of which 100 are kept for changes to come.
+const STACK_LIMIT: u32 = 412;
+/// Kernels before 6.8 round each frame up to it.
+const FRAME_STEP: u32 = 32;
+/// In percent: less needs no new baseline.
+const TOLERANCE: u32 = 5;
+
+pub(super) fn case() -> Case {
+    let name = "what the programs take of stack and verifier".to_owned();
+    Case { name, world: WorldKind::HostPackets, run: Box::new(compare) }
+}
+
+/// Of one program.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+struct Cost {
+    stack: u32,
+    verified: u32,
+}
+
+fn compare(world: &mut World) -> Result<()> {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease")?;
+    let kernel = release.split('.').take(2).collect::<Vec<_>>().join(".");
+    let measured_with = format!("Linux {kernel}, {}", proxy_ctl::dataplane::ebpf::OBJECT_BUILT_WITH);
+    let costs = costs(world)?;
+    for (name, cost) in &costs {
+        ensure!(cost.stack <= STACK_LIMIT, "{name} takes {} bytes of stack of {STACK_LIMIT}", cost.stack);
+    }
+    if std::env::var_os(WRITE).is_some() {
+        let rows =
+            costs.iter().map(|(name, Cost { stack, verified })| format!("{name} {stack} {verified}\n"));
+        let text = format!("{measured_with}\n{}", rows.collect::<String>());
+        return fs::write(FILE, text).with_context(|| format!("writing {FILE}"));
+    }
+    let mut lines = BASELINE.lines();
+    let known_with = lines.next().with_context(|| format!("{FILE} is empty"))?;
+    let known = lines.map(row).collect::<Result<HashMap<_, _>>>()?;
+    let gone = known.keys().find(|name| !costs.iter().any(|(program, _)| program == *name));
+    ensure!(gone.is_none(), "{FILE} has {gone:?}, which is no program; {WRITE}=1 writes the new baseline");
+    if measured_with != known_with {
+        bail!(Skip(format!(
+            "stack and verified instructions: known of {known_with}; this is {measured_with}"
+        )));
+    }
+    let mut changes = Vec::new();
+    for (name, cost) in &costs {
+        let known = *known.get(name.as_str()).unwrap_or(&Cost::default());
+        if cost.stack.abs_diff(known.stack) > FRAME_STEP {
+            changes.push(format!("{name}: {} bytes of stack, were {}", cost.stack, known.stack));
+        }
+        if cost.verified.abs_diff(known.verified) * 100 > known.verified * TOLERANCE {
+            changes.push(format!("{name}: {} instructions verified, were {}", cost.verified, known.verified));
+        }
+    }
+    if !changes.is_empty() {
+        bail!("{}\n{WRITE}=1 with this case alone writes the new baseline", changes.join("\n"));
+    }
+    Ok(())
+}
+
+/// `name stack verified`.
+fn row(line: &'static str) -> Result<(&'static str, Cost)> {
+    let [name, stack, verified] = line.split(' ').collect::<Vec<_>>()[..] else {
+        bail!("{FILE}: {line:?} is not a program with two numbers")
+    };
+    Ok((name, Cost { stack: stack.parse()?, verified: verified.parse()? }))
+}
+
+/// Of all programs, by their names.
+fn costs(world: &mut World) -> Result<Vec<(String, Cost)>> {
+    let stacks = stacks()?;
+    let mut costs = Vec::new();
+    for (name, program) in world.ebpf.programs_mut() {
+        if let Program::CgroupSockAddr(socket) = &mut *program
+            && socket.fd().is_err()
+        {
+            socket.load().with_context(|| format!("loading {name}"))?;
+        }
+        let info = program.info().with_context(|| format!("asking for {name}"))?;
+        let stack = *stacks.get(name).with_context(|| format!("no program {name} in the object"))?;
+        // Since 5.16.
+        costs.push((
+            name.to_owned(),
+            Cost { stack, verified: info.verified_instruction_count().unwrap_or(0) },
+        ));
+    }
+    costs.sort_unstable_by(|one, other| one.0.cmp(&other.0));
+    Ok(costs)
+}
+
+/// The stack of each program with the functions that it calls.
+fn stacks() -> Result<HashMap<String, u32>> {
+    let bytes = crate::object()?;
+    let mut object = Object::parse(&bytes)?;
+    let sections = object.functions.keys().map(|(section, _)| *section).collect();
+    // As the kernel gets it: with all that it calls behind it.
+    object.relocate_calls(&sections)?;
+    let programs = object.programs.iter().map(|(name, program)| {
+        let function = object.functions.get(&program.function_key()).context("a program without code")?;
+        Ok((name.clone(), Code::of(&function.instructions).deepest(0)))
+    });
+    programs.collect()
+}
+
+/// A program, cut into its functions.
+struct Code<'a> {
+    instructions: &'a [bpf_insn],
+    /// Where each function begins, in order.
+    begins: Vec<usize>,
+}
+
+impl<'a> Code<'a> {
+    fn of(instructions: &'a [bpf_insn]) -> Self {
+        let calls = (0..instructions.len()).filter_map(|at| callee(instructions, at));
+        let mut begins: Vec<_> = calls.chain([0]).collect();
+        begins.sort_unstable();
+        begins.dedup();
+        Self { instructions, begins }
+    }
+
+    fn body(&self, begin: usize) -> Range<usize> {
+        let next = self.begins.iter().find(|other| **other > begin);
+        begin..*next.unwrap_or(&self.instructions.len())
+    }
+
+    /// Bytes of stack of the function that begins there, and of the deepest chain of calls below it.
+    fn deepest(&self, begin: usize) -> u32 {
+        let body = self.body(begin);
+        let frame = body.clone().filter_map(|at| self.reach(at)).max().unwrap_or(0);
+        let called = body.filter_map(|at| callee(self.instructions, at)).map(|begin| self.deepest(begin));
+        frame.max(1).next_multiple_of(FRAME_STEP) + called.max().unwrap_or(0)
+    }
+
+    /// How far down its frame an instruction reaches: by an access, or by `rX = r10; rX += -n`.
+    fn reach(&self, at: usize) -> Option<u32> {
+        const FRAME: u8 = 10;
+        const LOAD: u8 = 1;
+        const STORE: u8 = 2;
+        const STORE_REGISTER: u8 = 3;
+        const COPY: u8 = 0xbf;
+        const ADD: u8 = 0x07;
+        let instruction = &self.instructions[at];
+        let down = match instruction.code & 7 {
+            LOAD if instruction.src_reg() == FRAME => instruction.off.into(),
+            STORE | STORE_REGISTER if instruction.dst_reg() == FRAME => instruction.off.into(),
+            _ if instruction.code == COPY && instruction.src_reg() == FRAME => {
+                let next = self.instructions.get(at + 1)?;
+                (next.code == ADD && next.dst_reg() == instruction.dst_reg()).then_some(next.imm)?
+            }
+            _ => return None,
+        };
+        (down < 0).then_some(down.unsigned_abs())
+    }
+}
+
+/// Where the function begins that is called there.
+fn callee(instructions: &[bpf_insn], at: usize) -> Option<usize> {
+    const CALL: u8 = 0x85;
+    const OF_OWN: u8 = 1;
+    let instruction = &instructions[at];
+    let is_call = instruction.code == CALL && instruction.src_reg() == OF_OWN;
+    is_call.then(|| (at + 1).checked_add_signed(instruction.imm as isize)).flatten()
+}

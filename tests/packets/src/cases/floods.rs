@@ -1,0 +1,190 @@
+//! Floods from forged addresses, at the sizes that the tables have by default: established flows lose nothing, and clients that come
+//! meanwhile are served.
+
+use std::env;
+
+use anyhow::{Context as _, Result, ensure};
+use proxy_common::{
+    flow::Stage,
+    layout::{PROTOCOL_TCP, PROTOCOL_UDP},
+    packet::{TCP_ACK, TCP_RST, TCP_SYN},
+    reason::{Reason, Verdict},
+};
+
+use super::{Group, Scene, WorldKind, scene::*};
+use crate::{wire::Segment, world::Tables};
+
+/// Three times what the tables of opening flows have room for. `FORGED_CLIENTS` in the environment asks for more: a million take
+/// ten seconds for each case.
+const FORGED_CLIENTS: u32 = 100_000;
+const ESTABLISHED: u32 = 1_000;
+/// Forged clients between one real client and the next.
+const SPACING: u32 = 1_000;
+/// Forged clients while a packet goes from the client to the backend and the answer back: 50 ms at 100,000 a second.
+const ROUND_TRIP: u32 = 5_000;
+
+/// Numbers of clients; each has an address of its own.
+const FIRST_ESTABLISHED: u32 = 2_000_000;
+const FIRST_REAL: u32 = 3_000_000;
+
+/// What a forged client sends once the backend has answered its first packet.
+#[derive(Clone, Copy)]
+enum Then {
+    Nothing,
+    /// With an acknowledgement that no backend has asked for.
+    Flags(u8),
+    SameAgain,
+}
+
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+    for (protocol, name, then) in [
+        (PROTOCOL_TCP, "a flood of forged SYN", Then::Nothing),
+        (PROTOCOL_TCP, "a flood of forged SYN, each followed by an ACK", Then::Flags(TCP_ACK)),
+        (PROTOCOL_TCP, "a flood of forged SYN, each followed by data without ACK", Then::Flags(0)),
+        (PROTOCOL_TCP, "a flood of forged SYN, each followed by a RST", Then::Flags(TCP_RST)),
+        (PROTOCOL_UDP, "a flood of forged datagrams", Then::Nothing),
+        (PROTOCOL_UDP, "a flood of forged datagrams, each followed by a second one", Then::SameAgain),
+    ] {
+        group.add::<W>(name, protocol, WorldKind::Large, move |s| flood(s, then));
+    }
+}
+
+/// Packets of one client after the other: the address is written into a packet's bytes, without its checksum, which no program reads.
+struct Clients {
+    first: Vec<u8>,
+    answer: Vec<u8>,
+    second: Vec<u8>,
+    forged: Option<Vec<u8>>,
+}
+
+impl Clients {
+    fn new<W: Tables>(s: &Scene<W>, then: Then) -> Self {
+        let first = s.first(CLIENT, NODE_PORT);
+        let forged = match then {
+            Then::Nothing => None,
+            Then::SameAgain => Some(first.clone()),
+            Then::Flags(flags) => {
+                let forged = first.flags(flags);
+                Some(Segment { acknowledgement: forged.acknowledgement.wrapping_sub(1 << 20), ..forged })
+            }
+        };
+        Self {
+            answer: first.to(LOCAL).answer(TCP_SYN | TCP_ACK).bytes::<W>(),
+            second: first.flags(TCP_ACK).bytes::<W>(),
+            first: first.bytes::<W>(),
+            forged: forged.map(|forged| forged.bytes::<W>()),
+        }
+    }
+}
+
+/// Offsets in a packet with an Ethernet header and neither options nor extension headers.
+struct Offsets {
+    source: usize,
+    destination: usize,
+    ports: usize,
+}
+
+impl Offsets {
+    fn of<W: Tables>() -> Self {
+        const NETWORK: usize = 14;
+        let length = size_of::<W::Address>();
+        // Addresses are the last fields of either header.
+        let ports = NETWORK + if length == 4 { 20 } else { 40 };
+        Self { source: ports - 2 * length, destination: ports - length, ports }
+    }
+}
+
+/// The address of a client: 100.64.0.0 onwards, and in IPv6 with these as its last bytes.
+fn write_client(bytes: &mut [u8], end_of_address: usize, client: u32) {
+    const FIRST_ADDRESS: u32 = u32::from_be_bytes([100, 64, 0, 0]);
+    bytes[end_of_address - 4..end_of_address].copy_from_slice(&(FIRST_ADDRESS + client).to_be_bytes());
+}
+
+/// The client's packet must reach the backend.
+fn from_client<W: Tables>(s: &Scene<W>, packet: &[u8], client: u32) -> Result<()> {
+    let Offsets { source: _, destination, ports } = Offsets::of::<W>();
+    let mut bytes = packet.to_vec();
+    write_client(&mut bytes, destination, client);
+    let output = s.world.run("uplink_ingress", &bytes)?;
+    let (address, port) = (&output.packet[destination..ports], &output.packet[ports + 2..ports + 4]);
+    ensure!(
+        address == W::address(LOCAL.0).as_ref() && port == LOCAL.1.to_be_bytes(),
+        "the packet of client {client} goes to {address:?}, port {port:?}"
+    );
+    Ok(())
+}
+
+/// The backend's answer must come from the frontend.
+fn to_client<W: Tables>(s: &Scene<W>, packet: &[u8], client: u32) -> Result<()> {
+    let Offsets { source, destination, ports } = Offsets::of::<W>();
+    let mut bytes = packet.to_vec();
+    write_client(&mut bytes, ports, client);
+    let output = s.world.run("uplink_egress", &bytes)?;
+    let (address, port) = (&output.packet[source..destination], &output.packet[ports..ports + 2]);
+    ensure!(
+        address == W::address(NODE_PORT.0).as_ref() && port == NODE_PORT.1.to_be_bytes(),
+        "the answer to client {client} comes from {address:?}, port {port:?}"
+    );
+    Ok(())
+}
+
+fn flood<W: Tables>(s: &mut Scene<W>, then: Then) -> Result<()> {
+    s.service(1, &[(11, LOCAL, true)])?;
+    s.node_port(1)?;
+    let clients = Clients::new(s, then);
+    establish(s, &clients)?;
+    let forged_clients = forged_clients()?;
+    for forged in 0..forged_clients {
+        from_client(s, &clients.first, forged)?;
+        if let Some(packet) = &clients.forged {
+            to_client(s, &clients.answer, forged)?;
+            from_client(s, packet, forged)?;
+        }
+        let Some(number) = (forged % SPACING == 0).then_some(forged / SPACING) else { continue };
+        from_client(s, &clients.first, FIRST_REAL + number)?;
+        if let Some(answered) = number.checked_sub(ROUND_TRIP / SPACING) {
+            to_client(s, &clients.answer, FIRST_REAL + answered)?;
+            from_client(s, &clients.second, FIRST_REAL + answered)?;
+        }
+    }
+    let real = forged_clients / SPACING - ROUND_TRIP / SPACING;
+    for client in (FIRST_REAL..FIRST_REAL + real).chain(established_clients()) {
+        from_client(s, &clients.second, client)?;
+        to_client(s, &clients.answer, client)?;
+    }
+    // Datagrams establish a flow after seconds, and these have not lasted so long.
+    let confirmed = ESTABLISHED + if s.protocol == PROTOCOL_TCP { real } else { 0 };
+    let (_, entries) = s.flow_counts()?;
+    ensure!(entries == 2 * confirmed as usize, "{entries} entries of {confirmed} established flows");
+    let counted = s.world.counted()?;
+    let is_wrong = |reason: &Reason| *reason == Reason::FlowsFull || reason.verdict() != Verdict::Pass;
+    ensure!(!counted.iter().any(|(reason, _)| is_wrong(reason)), "counted {counted:?}");
+    Ok(())
+}
+
+fn forged_clients() -> Result<u32> {
+    const VARIABLE: &str = "FORGED_CLIENTS";
+    let Some(number) = env::var_os(VARIABLE) else { return Ok(FORGED_CLIENTS) };
+    let number =
+        number.to_str().and_then(|text| text.parse().ok()).filter(|number| *number < FIRST_ESTABLISHED);
+    number.with_context(|| format!("{VARIABLE} must be a number below {FIRST_ESTABLISHED}"))
+}
+
+const fn established_clients() -> std::ops::Range<u32> {
+    FIRST_ESTABLISHED..FIRST_ESTABLISHED + ESTABLISHED
+}
+
+fn establish<W: Tables>(s: &mut Scene<W>, clients: &Clients) -> Result<()> {
+    for client in established_clients() {
+        from_client(s, &clients.first, client)?;
+        to_client(s, &clients.answer, client)?;
+    }
+    if s.protocol == PROTOCOL_UDP {
+        s.age(Stage::Opening)?;
+        established_clients().try_for_each(|client| to_client(s, &clients.answer, client))?;
+    }
+    established_clients().try_for_each(|client| from_client(s, &clients.second, client))?;
+    let (_, entries) = s.flow_counts()?;
+    ensure!(entries == 2 * ESTABLISHED as usize, "{entries} entries of {ESTABLISHED} established flows");
+    Ok(())
+}

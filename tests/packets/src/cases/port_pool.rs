@@ -1,0 +1,117 @@
+//! As many flows as a large node has, through one address of the node.
+
+use std::{
+    collections::HashSet,
+    ops::Range,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use proxy_common::{
+    layout::{FRONTEND_EXTERNAL, Frontend, FrontendKey},
+    port::Port,
+    reason::Reason,
+};
+
+use super::{Group, Scene, scene::*};
+use crate::{
+    wire::{Endpoint, KnownAddress},
+    world::{Tables, Verdict, World},
+};
+
+/// All but those of node ports: the first are apart from those of sockets.
+const PORTS: [[u16; 2]; 2] = [[1_024, 29_999], [32_768, u16::MAX]];
+const BACKENDS: [Endpoint; 4] = [
+    (KnownAddress::RemoteBackend, 8080),
+    (KnownAddress::RemoteBackend, 8081),
+    (KnownAddress::OtherNode, 8080),
+    (KnownAddress::OtherNode, 8081),
+];
+const FLOWS_OF_A_BACKEND: Range<u16> = 10_000..60_000;
+/// Three entries of each of 200,000 flows, and what the kernel keeps free on each CPU.
+const ROOM: u32 = 700_000;
+
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+    group.udp::<W>("200,000 flows to 4 backends", many);
+    group.tcp::<W>("more flows to a backend than there are ports", too_many);
+}
+
+/// One service for each backend, each with a node port.
+fn scene<W: Tables>(world: &mut World, protocol: u8, backends: &[Endpoint]) -> Result<Vec<Endpoint>> {
+    let mut scene = Scene::<W>::new(world, protocol);
+    scene.masquerade_as(KnownAddress::Node, PORTS)?;
+    let mut frontends = Vec::new();
+    for (id, backend) in (1..).zip(backends) {
+        scene.service(id, &[(10 + id, *backend, false)])?;
+        let port = NODE_PORT.1 + id as u16;
+        let key = FrontendKey::of_node_port(Port::new(port), protocol);
+        W::put_frontend(&mut scene.world.ebpf, key, Frontend { service: id, flags: FRONTEND_EXTERNAL })?;
+        frontends.push((NODE_PORT.0, port));
+    }
+    W::put_node_address(&mut scene.world.ebpf, W::address(NODE_PORT.0), 0)?;
+    Ok(frontends)
+}
+
+/// Sends a client's first packet through the node. None: it is dropped.
+fn open<W: Tables>(scene: &mut Scene<W>, client: Endpoint, frontend: Endpoint) -> Result<Option<u16>> {
+    let first = scene.first(client, frontend).bytes::<W>();
+    let inside = scene.world.run("uplink_ingress", &first)?;
+    ensure!(inside.verdict == Verdict::GoesOn, "{client:?} was not let in");
+    let outside = scene.world.run("uplink_egress", &inside.packet)?;
+    Ok((outside.verdict == Verdict::GoesOn).then(|| source_port::<W>(&outside.packet)))
+}
+
+/// Of a packet with Ethernet header and without options.
+fn source_port<W: Tables>(packet: &[u8]) -> u16 {
+    let transport = if size_of::<W::Address>() == 4 { 34 } else { 54 };
+    u16::from_be_bytes([packet[transport], packet[transport + 1]])
+}
+
+fn many<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    let mut world = World::with_room::<W>(&crate::object()?, ROOM)?;
+    let frontends = scene::<W>(&mut world, s.protocol, &BACKENDS)?;
+    let mut scene = Scene::<W>::new(&mut world, s.protocol);
+    let mut ports: Vec<HashSet<u16>> = vec![HashSet::new(); BACKENDS.len()];
+    for client in FLOWS_OF_A_BACKEND {
+        for (frontend, ports) in frontends.iter().zip(&mut ports) {
+            let opened = open(&mut scene, (KnownAddress::Client, client), *frontend)?;
+            let port = opened.with_context(|| format!("flow {} to {frontend:?} has no port", ports.len()))?;
+            ensure!(PORTS.iter().any(|[first, last]| (*first..=*last).contains(&port)), "port {port}");
+            ensure!(ports.insert(port), "port {port} is given twice for {frontend:?}");
+        }
+    }
+    scene.counted(&[(Reason::FlowOpened, 200_000)])
+}
+
+fn too_many<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    /// Times as long as a packet that gets a port: for one that is refused, with all ports tried.
+    const AT_MOST: f64 = 10.0;
+    let mut world = World::with_room::<W>(&crate::object()?, ROOM)?;
+    let frontends = scene::<W>(&mut world, s.protocol, &BACKENDS[..1])?;
+    let mut scene = Scene::<W>::new(&mut world, s.protocol);
+    let mut ports = HashSet::new();
+    let (mut dropped, mut refusing, mut opening) = (0_u32, Duration::ZERO, Duration::ZERO);
+    for client in 1..=u16::MAX {
+        let start = Instant::now();
+        match open(&mut scene, (KnownAddress::Client, client), frontends[0])? {
+            Some(port) => {
+                opening += start.elapsed();
+                ensure!(ports.insert(port), "port {port} is given twice");
+            }
+            None => {
+                dropped += 1;
+                refusing += start.elapsed();
+            }
+        }
+    }
+    // What is left is tried at random.
+    ensure!(ports.len() > 61_000, "only {} flows", ports.len());
+    let ratio = refusing.div_duration_f64(opening) * ports.len() as f64 / f64::from(dropped);
+    ensure!(
+        ratio < AT_MOST,
+        "a packet that is dropped takes {ratio:.1} times as long as one that gets a port"
+    );
+    let expected =
+        [(Reason::FlowOpened, u16::MAX.into()), (Reason::MasqueradePortsExhausted, dropped.into())];
+    scene.counted(&expected)
+}

@@ -51,6 +51,9 @@ limits! {
 
 /// Calls the macro `$define` with every pinned table, as `name: kind(key, value), entries`. The types are those of
 /// `layout`, with `A4` and `A6` for the addresses; entries in brackets are a [`Limit`].
+///
+/// Programs write flows, so a table of flows can only change its size while they work on it: they find it in an array of two maps,
+/// `<table>_maps` ([`layout::MAP_IN_USE`](crate::layout::MAP_IN_USE)). Kinds `maps_of_…` are these arrays, with the types of their maps.
 #[macro_export]
 macro_rules! tables {
     ($define:ident) => {
@@ -69,6 +72,12 @@ macro_rules! tables {
             opening_flows6: lru_hash(FlowKey<A6>, Flow<A6>), [OpeningFlows];
             foreign_flows4: lru_hash(FlowKey<A4>, ForeignFlow), [OpeningFlows];
             foreign_flows6: lru_hash(FlowKey<A6>, ForeignFlow), [OpeningFlows];
+            flows4_maps: maps_of_hash(FlowKey<A4>, Flow<A4>), 2;
+            flows6_maps: maps_of_hash(FlowKey<A6>, Flow<A6>), 2;
+            opening_flows4_maps: maps_of_lru_hash(FlowKey<A4>, Flow<A4>), 2;
+            opening_flows6_maps: maps_of_lru_hash(FlowKey<A6>, Flow<A6>), 2;
+            foreign_flows4_maps: maps_of_lru_hash(FlowKey<A4>, ForeignFlow), 2;
+            foreign_flows6_maps: maps_of_lru_hash(FlowKey<A6>, ForeignFlow), 2;
             fragments4: lru_hash(FragmentKey<A4>, FirstFragment<A4>), [Fragments];
             fragments6: lru_hash(FragmentKey<A6>, FirstFragment<A6>), [Fragments];
             node_addresses4: hash(A4, NodeAddress), [NodeAddresses];
@@ -132,6 +141,16 @@ pub mod table {
         };
     }
     tables!(names);
+
+    /// The tables of flows that change size while programs write them, each with the array that programs find it in.
+    pub const RESIZABLE: [(&str, &str); 6] = [
+        (flows4, flows4_maps),
+        (flows6, flows6_maps),
+        (opening_flows4, opening_flows4_maps),
+        (opening_flows6, opening_flows6_maps),
+        (foreign_flows4, foreign_flows4_maps),
+        (foreign_flows6, foreign_flows6_maps),
+    ];
 
     /// Not pinned: each load of the programs has its own.
     pub const kernel_log: &str = "kernel_log";

@@ -197,6 +197,12 @@ pub struct Backend<A> {
     pub owner: u32,
 }
 
+/// Place in an array `<table>_maps`: the map that new entries go into.
+pub const MAP_IN_USE: u32 = 0;
+/// Place in an array `<table>_maps`: the map of another size that was in use before, while its entries move; empty otherwise. An entry is in
+/// the map in use before it leaves this one, so that who looks here first finds it.
+pub const MAP_BEFORE: u32 = 1;
+
 /// Table `flows4/6` (hash, confirmed flows) and `opening_flows4/6` (LRU hash, all others). The two ends that a flow's packets have at
 /// a hook, in either direction.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -641,6 +647,42 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
+
+    /// Bytes 1, 2, 3, … of keys and values, and what they are read as.
+    const RECORDED: &str = include_str!("layout-v1.txt");
+
+    fn read_as<T: core::fmt::Debug>(lines: &mut String, table: &str, part: &str) {
+        let bytes: Vec<u8> = (1..=size_of::<T>()).map(|byte| byte as u8).collect();
+        // SAFETY: `bytes` is as long as `T`, of which any bytes are valid: integers and arrays of them.
+        let value: T = unsafe { core::ptr::read_unaligned(bytes.as_ptr().cast()) };
+        *lines += &format!("{table} {part}, {} bytes: {value:x?}\n", bytes.len());
+    }
+
+    /// A node's tables outlive the process that wrote them, and the next one may be of another version.
+    #[test]
+    fn layouts_are_as_recorded() {
+        type A4 = [u8; 4];
+        type A6 = [u8; 16];
+        let mut lines = String::new();
+        macro_rules! record {
+            ($($name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => { $(
+                read_as::<$key>(&mut lines, stringify!($name), "key");
+                read_as::<$value>(&mut lines, stringify!($name), "value");
+            )+ };
+        }
+        crate::tables!(record);
+        if std::env::var_os("WRITE_LAYOUT").is_some() {
+            return std::fs::write(concat!(env!("CARGO_MANIFEST_DIR"), "/src/layout-v1.txt"), lines).unwrap();
+        }
+        assert_eq!(LAYOUT_VERSION, 1);
+        for (line, recorded) in lines.lines().zip(RECORDED.lines()) {
+            assert_eq!(line, recorded, "{CHANGED}");
+        }
+        assert_eq!(lines.lines().count(), RECORDED.lines().count(), "{CHANGED}");
+    }
+
+    const CHANGED: &str = "a layout has changed: where it was released, raise LAYOUT_VERSION and convert version 1; \
+        before a release WRITE_LAYOUT=1 records it anew";
 
     #[rstest]
     #[case::none(0, u64::MAX, false)]

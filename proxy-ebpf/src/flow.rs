@@ -6,7 +6,7 @@ use core::{
 };
 
 use aya_ebpf::{
-    bindings::{BPF_ANY, BPF_NOEXIST},
+    bindings::BPF_ANY,
     helpers::{bpf_get_prandom_u32, bpf_ktime_get_boot_ns},
 };
 use proxy_common::{
@@ -18,7 +18,7 @@ use proxy_common::{
 };
 
 use crate::{
-    globals, maps,
+    globals, maps, resizable,
     tables::{Maps, count, count_connection, settings},
 };
 
@@ -143,8 +143,8 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn flow(&self, stage: Stage, key: &FlowKey<$address>) -> Option<Self::Entry> {
                 match stage {
-                    Stage::Established => maps::$flows.get_ptr_mut(key),
-                    Stage::Opening => maps::$opening.get_ptr_mut(key),
+                    Stage::Established => resizable::find(&maps::$flows, key),
+                    Stage::Opening => resizable::find(&maps::$opening, key),
                 }
                 .map(Entry)
             }
@@ -157,45 +157,42 @@ macro_rules! flow_tables {
                 flow: &Flow<$address>,
             ) -> Result<(), InsertError> {
                 let result = match stage {
-                    Stage::Established => maps::$flows.insert(key, flow, u64::from(BPF_NOEXIST)),
-                    Stage::Opening => maps::$opening.insert(key, flow, u64::from(BPF_NOEXIST)),
+                    Stage::Established => resizable::insert(&maps::$flows, key, flow),
+                    Stage::Opening => resizable::insert(&maps::$opening, key, flow),
                 };
                 // An entry that was never looked up is evicted before old ones that were, so also before its flow's
                 // answer is there.
                 if stage == Stage::Opening && result.is_ok() {
-                    let _referenced = maps::$opening.get_ptr(key);
+                    let _referenced = resizable::find(&maps::$opening, key);
                 }
                 inserted(result)
             }
 
             #[inline(always)]
             fn remove(&self, stage: Stage, key: &FlowKey<$address>) {
-                // Fails only if it is gone already.
-                let _gone = match stage {
-                    Stage::Established => maps::$flows.remove(key),
-                    Stage::Opening => maps::$opening.remove(key),
-                };
+                match stage {
+                    Stage::Established => resizable::remove(&maps::$flows, key),
+                    Stage::Opening => resizable::remove(&maps::$opening, key),
+                }
             }
 
             #[inline(always)]
             fn foreign(&self, key: &FlowKey<$address>) -> Option<u64> {
                 // SAFETY: an element, aligned to 8; one load. If the kernel gives it to another connection meanwhile, a port is left out
                 // for nothing.
-                maps::$foreign
-                    .get_ptr(key)
+                resizable::find(&maps::$foreign, key)
                     .map(|foreign| unsafe { read_volatile(addr_of!((*foreign).last_seen)) })
             }
 
             #[inline(always)]
             fn note_foreign(&self, key: &FlowKey<$address>, now: u64) {
                 // Fails only without memory, of which the table has its own.
-                let _noted = maps::$foreign.insert(key, &ForeignFlow { last_seen: now }, u64::from(BPF_ANY));
+                let _noted = resizable::put(&maps::$foreign, key, &ForeignFlow { last_seen: now });
             }
 
             #[inline(always)]
             fn forget_foreign(&self, key: &FlowKey<$address>) {
-                // Fails only if there is none.
-                let _gone = maps::$foreign.remove(key);
+                resizable::remove(&maps::$foreign, key);
             }
 
             #[inline(always)]
@@ -305,9 +302,9 @@ macro_rules! flow_tables {
 flow_tables!(
     V4,
     [u8; 4],
-    flows4,
-    opening_flows4,
-    foreign_flows4,
+    flows4_maps,
+    opening_flows4_maps,
+    foreign_flows4_maps,
     fragments4,
     masquerade4,
     v4,
@@ -318,9 +315,9 @@ flow_tables!(
 flow_tables!(
     V6,
     [u8; 16],
-    flows6,
-    opening_flows6,
-    foreign_flows6,
+    flows6_maps,
+    opening_flows6_maps,
+    foreign_flows6_maps,
     fragments6,
     masquerade6,
     v6,

@@ -17,6 +17,8 @@ mod programs;
 #[cfg(target_arch = "bpf")]
 mod refuse;
 #[cfg(target_arch = "bpf")]
+mod resizable;
+#[cfg(target_arch = "bpf")]
 mod skb;
 #[cfg(target_arch = "bpf")]
 mod socket;

@@ -3,7 +3,7 @@
 
 use aya_ebpf::{
     bindings::{BPF_F_MMAPABLE, BPF_F_NO_PREALLOC},
-    btf_maps::{Array, HashMap, LruHashMap, PerCpuArray, SkStorage},
+    btf_maps::{Array, ArrayOfMaps, HashMap, LruHashMap, PerCpuArray, SkStorage},
     macros::btf_map,
 };
 use proxy_common::{flow::Scratch, inventory::Limit, layout::*, reason::REASONS};
@@ -25,6 +25,13 @@ macro_rules! table {
         HashMap<$key, $value, { entries!($entries) }, { BPF_F_NO_PREALLOC as usize }>
     };
     (lru_hash, $key:ty, $value:ty, $entries:tt) => { LruHashMap<$key, $value, { entries!($entries) }> };
+    // The maps in the array say how many entries they have; since 5.10.
+    (maps_of_hash, $key:ty, $value:ty, $entries:tt) => {
+        ArrayOfMaps<HashMap<$key, $value, 1, { BPF_F_NO_PREALLOC as usize }>, { $entries }>
+    };
+    (maps_of_lru_hash, $key:ty, $value:ty, $entries:tt) => {
+        ArrayOfMaps<LruHashMap<$key, $value, 1>, { $entries }>
+    };
     (array, $key:ty, $value:ty, $entries:tt) => { Array<$value, { entries!($entries) }> };
     (shared_array, $key:ty, $value:ty, $entries:tt) => {
         Array<$value, { entries!($entries) }, { BPF_F_MMAPABLE as usize }>

@@ -96,7 +96,7 @@ impl MapOfMaps {
     }
 
     fn wait(&self) -> Result<(), CallError> {
-        self.outer.set(&0, &bpf::number(self.inner.as_fd()))
+        self.outer.put_map(0, self.inner.as_fd())
     }
 }
 

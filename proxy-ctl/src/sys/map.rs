@@ -77,6 +77,13 @@ pub enum Cursor<K> {
 /// The kernel's own error number for "not supported", which escapes to user space from some batch calls.
 const ENOTSUPP: i32 = 524;
 
+impl Map<u32, u32> {
+    /// Puts a map into an array of maps. Since Linux 4.20 it returns when no program uses the one that was there.
+    pub fn put_map(&self, place: u32, map: BorrowedFd<'_>) -> Result<(), CallError> {
+        self.set(&place, &number(map))
+    }
+}
+
 impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
     /// Takes a map that has one value for each key, of the sizes of `K` and `V`. The kernel would write a per-CPU map's
     /// values, which are one for each CPU, over what lies behind a `V`.
@@ -102,6 +109,15 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
 
     pub fn capacity(&self) -> u32 {
         self.info.max_entries
+    }
+
+    pub fn is_hash(&self) -> bool {
+        matches!(self.info.kind, HASH | LRU_HASH)
+    }
+
+    /// A full table makes room for a new entry.
+    pub fn evicts(&self) -> bool {
+        self.info.kind == LRU_HASH
     }
 
     fn element(&self, key: *const K, value: *const V) -> Element {

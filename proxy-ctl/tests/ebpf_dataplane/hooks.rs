@@ -93,7 +93,7 @@ fn named(index: u32) -> BTreeSet<String> {
 }
 
 fn program_of(sandbox: &Sandbox, link: &str) -> u32 {
-    let link = bpf::pinned(&sandbox.pins("links").join(link)).unwrap();
+    let link = bpf::pinned(&sandbox.links().join(link)).unwrap();
     bpf::link_info(link.as_fd()).unwrap().program
 }
 
@@ -130,7 +130,7 @@ fn a_restart_swaps_the_programs_and_keeps_the_links() {
     let before = program_of(&sandbox, &format!("{first}_ingress"));
     let socket_before = program_of(&sandbox, "cgroup_connect4");
     // Its own descriptor shows that the link stays the same.
-    let link = bpf::pinned(&sandbox.pins("links").join(format!("{first}_ingress"))).unwrap();
+    let link = bpf::pinned(&sandbox.links().join(format!("{first}_ingress"))).unwrap();
     drop(dataplane);
     run("ip", "link del dpb");
     assert_eq!(links(&sandbox), &named(first) | &named(gone));
@@ -176,11 +176,10 @@ fn a_link_that_somebody_removed_comes_back() {
     let host = host(&[("dpa", Role::Workload)]);
     dataplane.set_host(&host).unwrap();
     let remove = || {
-        fs::remove_file(sandbox.pins("links").join(format!("{first}_ingress"))).unwrap();
-        fs::remove_file(sandbox.pins("links").join("cgroup_connect4")).unwrap();
+        fs::remove_file(sandbox.links().join(format!("{first}_ingress"))).unwrap();
+        fs::remove_file(sandbox.links().join("cgroup_connect4")).unwrap();
     };
-    let all_there =
-        || links(&sandbox) == named(first) && sandbox.pins("links").join("cgroup_connect4").exists();
+    let all_there = || links(&sandbox) == named(first) && sandbox.links().join("cgroup_connect4").exists();
     // The kernel detaches in the background; until it has, it refuses the same program a second time (EEXIST).
     let repaired_by = |tend: &mut dyn FnMut()| {
         let deadline = Instant::now() + Duration::from_secs(10);
@@ -475,7 +474,8 @@ fn cleanup_leaves_nothing_of_ours() {
     // Another's pin beside our folder.
     let foreign = sandbox.config.bpffs.join("foreign");
     bpf::pin(packet_program(0).as_fd(), &foreign).unwrap();
-    let [links, tables] = ["links", "maps"].map(|kind| fs::read_dir(sandbox.pins(kind)).unwrap().count());
+    let [links, tables] =
+        [sandbox.links(), sandbox.pins("maps")].map(|folder| fs::read_dir(folder).unwrap().count());
     let removed = cleanup(&sandbox.config.bpffs).unwrap();
     assert_eq!((removed.links.len(), removed.tables.len()), (links, tables));
     assert!(!sandbox.config.bpffs.join("proxy-ctl").exists());

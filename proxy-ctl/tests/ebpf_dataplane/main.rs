@@ -11,6 +11,7 @@ mod grace;
 mod hooks;
 mod lease;
 mod ports;
+mod resize;
 mod room;
 mod sandbox;
 mod sequences;

@@ -5,7 +5,10 @@ use std::{
     net::TcpStream,
     path::{Path, PathBuf},
     process::{Command, Output},
-    sync::atomic::{AtomicU32, Ordering},
+    sync::{
+        Once,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
 use nix::sched::{CloneFlags, unshare};
@@ -41,7 +44,9 @@ impl Sandbox {
         unshare(CloneFlags::CLONE_NEWNET).unwrap();
         run("ip", "link set lo up");
         let name = format!("proxy-ctl-test-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        filesystem::provide_bpffs("/sys/fs/bpf".as_ref()).unwrap();
+        // Of two that mount it at once, one would hide what the other has made.
+        static MOUNTED: Once = Once::new();
+        MOUNTED.call_once(|| filesystem::provide_bpffs("/sys/fs/bpf".as_ref()).unwrap());
         let bpffs = PathBuf::from("/sys/fs/bpf").join(&name);
         fs::create_dir(&bpffs).unwrap();
         let cgroup = root.join(&name);
@@ -67,6 +72,10 @@ impl Sandbox {
 
     pub fn pins(&self, below: &str) -> PathBuf {
         self.config.bpffs.join(format!("proxy-ctl/v{LAYOUT_VERSION}")).join(below)
+    }
+
+    pub fn links(&self) -> PathBuf {
+        self.config.bpffs.join("proxy-ctl/links")
     }
 
     pub fn table(&self, name: &str) -> PathBuf {

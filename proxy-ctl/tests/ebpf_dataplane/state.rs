@@ -343,18 +343,6 @@ fn a_second_controller_is_told_who_is_at_work() {
 }
 
 #[test]
-fn a_table_of_another_size_is_refused_by_name() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    drop(EbpfDataplane::open(&sandbox.config).unwrap());
-    let limits = Limits { backends: 77, ..sandbox.config.limits };
-    let error = EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap_err().to_string();
-    assert!(
-        error.contains("backends4") && error.contains("2048") && error.contains("ebpf.limits.backends is 77"),
-        "{error}"
-    );
-}
-
-#[test]
 fn a_table_that_may_start_empty_is_made_anew() {
     let Some(sandbox) = Sandbox::new() else { return };
     drop(EbpfDataplane::open(&sandbox.config).unwrap());

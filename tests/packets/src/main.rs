@@ -38,6 +38,8 @@ struct Worlds {
     host_packets: World,
     /// With tables of flows as large as a node's.
     large: World,
+    /// While tables of flows get another size.
+    moving: World,
 }
 
 fn start() -> Result<Started<Worlds>> {
@@ -55,6 +57,7 @@ fn start() -> Result<Started<Worlds>> {
         resetting: load(resetting, Sizes::Small)?,
         host_packets: load(Globals { host_packets: 1, ..resetting }, Sizes::Small)?,
         large: load(usual, Sizes::Default)?,
+        moving: load(usual, Sizes::Moving)?.moving(&object)?,
     }))
 }
 
@@ -75,6 +78,7 @@ fn main() -> ExitCode {
                 WorldKind::Resetting => &mut worlds.resetting,
                 WorldKind::HostPackets => &mut worlds.host_packets,
                 WorldKind::Large => &mut worlds.large,
+                WorldKind::Moving => &mut worlds.moving,
             };
             world.clear()?;
             run(world)

@@ -1,9 +1,11 @@
 //! The loaded programs and their tables.
 
-use anyhow::{Context as _, Result, bail};
+use std::{collections::BTreeMap, os::fd::AsFd as _};
+
+use anyhow::{Context as _, Result, bail, ensure};
 use aya::{
     Ebpf, EbpfLoader, Pod, TestRun as _, TestRunOptions,
-    maps::{Array, HashMap, MapData, PerCpuArray, RingBuf},
+    maps::{Array, HashMap, Map, MapData, PerCpuArray, RingBuf},
     programs::SchedClassifier,
 };
 use proxy_common::{
@@ -14,6 +16,7 @@ use proxy_common::{
     port::Port,
     reason::Reason,
 };
+use proxy_ctl::sys::map::Map as Table;
 
 use crate::wire::{Endpoint, Wire};
 
@@ -164,12 +167,15 @@ pub(crate) enum Sizes {
     Small,
     /// Those of a node.
     Default,
+    /// Quick to go through.
+    Moving,
 }
 
 impl Sizes {
     const fn flows(self) -> u32 {
         match self {
             Self::Small => FLOWS,
+            Self::Moving => 256,
             Self::Default => Limit::Flows.default_entries(),
         }
     }
@@ -185,13 +191,122 @@ pub(crate) struct Globals {
 
 pub(crate) struct World {
     pub(crate) ebpf: Ebpf,
+    /// By the table that each belongs to.
+    flow_maps: BTreeMap<&'static str, Table<u32, u32>>,
+    moving4: Option<Moving<[u8; 4]>>,
+    moving6: Option<Moving<[u8; 16]>>,
+}
+
+/// The tables of flows of one family, which all get another size: programs meet no entry but in the maps before.
+struct Moving<A> {
+    flows: Resized<FlowKey<A>, Flow<A>>,
+    opening: Resized<FlowKey<A>, Flow<A>>,
+    foreign: Resized<FlowKey<A>, ForeignFlow>,
+}
+
+struct Resized<K, V> {
+    in_use: Table<K, V>,
+    before: Table<K, V>,
+}
+
+impl<K: Pod + Default, V: Pod + Default> Resized<K, V> {
+    fn begin(world: &World, before: &Ebpf, table: &str) -> Result<Self> {
+        let (in_use, before) = (flow_map(&world.ebpf, table)?, flow_map(before, table)?);
+        let maps = world.flow_maps.get(table).with_context(|| format!("no maps of {table}"))?;
+        maps.put_map(MAP_BEFORE, before.fd().as_fd())?;
+        Ok(Self { in_use: open(in_use)?, before: open(before)? })
+    }
+
+    fn set_back(&self) -> Result<()> {
+        for (key, value) in self.in_use.read_all()? {
+            self.in_use.remove(&key)?;
+            self.before.set(&key, &value)?;
+        }
+        Ok(())
+    }
+
+    fn bring(&self) -> Result<()> {
+        for (key, value) in self.before.read_all()? {
+            self.before.remove(&key)?;
+            ensure!(self.in_use.insert(&key, &value)?, "an entry of the map before was inserted again");
+        }
+        Ok(())
+    }
+}
+
+/// The array that programs find a table of flows in, with its map in use.
+fn flow_maps(ebpf: &Ebpf, table: &str, maps: &str) -> Result<Table<u32, u32>> {
+    let array = match ebpf.map(maps) {
+        Some(Map::ArrayOfMaps(array)) => open(array)?,
+        other => bail!("{maps} is {other:?}"),
+    };
+    array.put_map(MAP_IN_USE, flow_map(ebpf, table)?.fd().as_fd())?;
+    Ok(array)
+}
+
+fn flow_map<'a>(ebpf: &'a Ebpf, table: &str) -> Result<&'a MapData> {
+    match ebpf.map(table) {
+        Some(Map::HashMap(map) | Map::LruHashMap(map)) => Ok(map),
+        other => bail!("{table} is {other:?}"),
+    }
+}
+
+fn open<K: Pod + Default, V: Pod + Default>(map: &MapData) -> Result<Table<K, V>> {
+    Ok(Table::new(map.fd().as_fd().try_clone_to_owned()?)??)
+}
+
+impl<A: Address> Moving<A>
+where
+    FlowKey<A>: Pod,
+    Flow<A>: Pod,
+{
+    fn begin(world: &World, before: &Ebpf, [flows, opening, foreign]: [&str; 3]) -> Result<Self> {
+        Ok(Self {
+            flows: Resized::begin(world, before, flows)?,
+            opening: Resized::begin(world, before, opening)?,
+            foreign: Resized::begin(world, before, foreign)?,
+        })
+    }
+
+    fn set_back(&self) -> Result<()> {
+        self.flows.set_back()?;
+        self.opening.set_back()?;
+        self.foreign.set_back()
+    }
+
+    fn bring(&self) -> Result<()> {
+        self.flows.bring()?;
+        self.opening.bring()?;
+        self.foreign.bring()
+    }
 }
 
 impl World {
+    /// From now on tables of flows get another size all the time.
+    pub(crate) fn moving(mut self, object: &[u8]) -> Result<Self> {
+        // Another load has maps of the same types; from 5.15 to 6.1 both must have BTF.
+        let mut loader = EbpfLoader::new();
+        for (name, _) in table::RESIZABLE {
+            loader.map_max_entries(name, 2 * Sizes::Moving.flows());
+        }
+        let before = loader.load(object).context("loading the object")?;
+        let v4 =
+            Moving::begin(&self, &before, [table::flows4, table::opening_flows4, table::foreign_flows4])?;
+        let v6 =
+            Moving::begin(&self, &before, [table::flows6, table::opening_flows6, table::foreign_flows6])?;
+        (self.moving4, self.moving6) = (Some(v4), Some(v6));
+        Ok(self)
+    }
+
     pub(crate) fn load(object: &[u8], globals: Globals, sizes: Sizes) -> Result<Self> {
         Self::load_with(object, globals, program::ON_INTERFACES, |loader| {
             for name in [table::flows4, table::flows6] {
                 loader.map_max_entries(name, sizes.flows());
+            }
+            if sizes == Sizes::Moving {
+                for (name, _) in table::RESIZABLE {
+                    loader.map_max_entries(name, sizes.flows());
+                }
             }
         })
     }
@@ -233,12 +348,16 @@ impl World {
         }
         size(&mut loader);
         let mut ebpf = loader.load(object).context("loading the object")?;
+        let flow_maps = table::RESIZABLE
+            .iter()
+            .map(|&(table, maps)| Ok((table, flow_maps(&ebpf, table, maps)?)))
+            .collect::<Result<_>>()?;
         for name in programs {
             let program: &mut SchedClassifier =
                 ebpf.program_mut(name).with_context(|| format!("no program {name}"))?.try_into()?;
             program.load().with_context(|| format!("loading {name}"))?;
         }
-        Ok(Self { ebpf })
+        Ok(Self { ebpf, flow_maps, moving4: None, moving6: None })
     }
 
     /// A packet that a process of the node sends, or one that comes in.
@@ -260,12 +379,20 @@ impl World {
         let program: &SchedClassifier =
             self.ebpf.program(program).with_context(|| format!("no program {program}"))?.try_into()?;
         let mut out = vec![0; packet.len() + 256];
+        if let (Some(v4), Some(v6)) = (&self.moving4, &self.moving6) {
+            v4.set_back()?;
+            v6.set_back()?;
+        }
         let result = program.test_run(TestRunOptions {
             data_in: Some(packet),
             data_out: Some(&mut out),
             ctx_in: context,
             ..TestRunOptions::default()
         })?;
+        if let (Some(v4), Some(v6)) = (&self.moving4, &self.moving6) {
+            v4.bring()?;
+            v6.bring()?;
+        }
         out.truncate(result.data_size_out as usize);
         let verdict = match result.return_value {
             TC_ACT_UNSPEC => Verdict::GoesOn,

@@ -19,25 +19,28 @@ pub fn cleanup(bpffs: &Path) -> Result<Removed, Error> {
         return Ok(removed);
     }
     let lock = current.lock()?;
+    for name in names(&current.links())? {
+        if remove_link(&current.links().join(&name))? {
+            removed.links.push(name);
+        }
+    }
+    for index in names(&current.clsact())?.iter().filter_map(|name| name.parse().ok()) {
+        removed.filters += remove_filters(&current, index)?;
+    }
+    for folder in [current.links(), current.clsact()] {
+        remove_folder(&folder)?;
+    }
     for version in names(&current.top)? {
-        let root = current.top.join(&version);
-        let paths = Paths { root: root.clone(), ..current.clone() };
-        for name in names(&paths.links())? {
-            if remove_link(&paths.links().join(&name))? {
-                removed.links.push(name);
+        let paths = Paths { root: current.top.join(&version), ..current.clone() };
+        for folder in [paths.maps(), paths.before()] {
+            for name in names(&folder)? {
+                if remove_pin(&folder.join(&name))? {
+                    removed.tables.push(name);
+                }
             }
-        }
-        for index in names(&paths.clsact())?.iter().filter_map(|name| name.parse().ok()) {
-            removed.filters += remove_filters(&paths, index)?;
-        }
-        for name in names(&paths.maps())? {
-            if remove_pin(&paths.maps().join(&name))? {
-                removed.tables.push(name);
-            }
-        }
-        for folder in [paths.links(), paths.clsact(), paths.maps(), root] {
             remove_folder(&folder)?;
         }
+        remove_folder(&paths.root)?;
     }
     remove_folder(&current.top)?;
     drop(lock);

@@ -3,7 +3,6 @@
 use std::{
     os::fd::{AsFd as _, BorrowedFd},
     panic::resume_unwind,
-    path::Path,
     thread,
 };
 
@@ -15,7 +14,9 @@ use aya::{
 use aya_obj::generated::bpf_attach_type;
 use proxy_common::inventory::program;
 
-use super::{Error, attach::DIRECTIONS, kernel_log::KernelLog, tables::Shape};
+use super::{
+    Error, attach::DIRECTIONS, kernel_log::KernelLog, paths::Paths, resize::show_flows, tables::Shape,
+};
 use crate::{
     config::{self, SocketLoadBalancing},
     dataplane::Role,
@@ -96,7 +97,7 @@ pub(super) fn packet_program(role: Role, direction: Direction, ethernet: bool) -
 
 /// Loads the programs that every node with this configuration needs. Tables that are not pinned in `maps` yet are made there.
 pub(super) fn load(
-    maps: &Path,
+    paths: &Paths,
     shapes: &[Shape],
     config: &config::Ebpf,
     learn_namespace: bool,
@@ -120,7 +121,7 @@ pub(super) fn load(
         .override_global("LEASE", &lease, true)
         .override_global("RESETS_GONE", &resets_gone, true);
     for shape in shapes {
-        loader.map_pin_path(shape.name, maps.join(shape.name));
+        loader.map_pin_path(shape.name, paths.maps().join(shape.name));
         if shape.limit.is_some() {
             loader.map_max_entries(shape.name, shape.entries);
         }
@@ -134,6 +135,10 @@ pub(super) fn load(
         names.extend(DIRECTIONS.map(|direction| packet_program(role, direction, true)));
     }
     let mut programs = Programs(object);
-    programs.load_all(&names)?;
+    thread::scope(|scope| {
+        let shown = scope.spawn(|| show_flows(paths));
+        programs.load_all(&names)?;
+        shown.join().unwrap_or_else(|panic| resume_unwind(panic))
+    })?;
     Ok((programs, log))
 }

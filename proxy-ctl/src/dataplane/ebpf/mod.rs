@@ -33,6 +33,7 @@ use self::{
     pins::TablePins,
     programmed::Entries,
     publish::{Common, Failures, FamilyWriter, Writes, remove_service},
+    resize::Unfinished,
     stale_sockets::StaleSockets,
     status::{Pinned, Reader},
     tables::{CommonTables, FamilyTables, Shape},
@@ -72,6 +73,7 @@ pub(super) mod probe;
 mod programmed;
 mod publish;
 mod reserve;
+mod resize;
 mod room;
 mod stale_sockets;
 pub mod status;
@@ -108,6 +110,8 @@ pub struct EbpfDataplane {
     /// Of [`Dataplane::collect_garbage`].
     collections: u32,
     retiring: bool,
+    /// Their new size has no room for all flows yet.
+    resizing: Vec<Unfinished>,
     keep_ports: KeepPorts,
     stale_sockets: StaleSockets,
 }
@@ -151,8 +155,8 @@ impl EbpfDataplane {
         let paths = Paths::new(&config.bpffs);
         paths.create(&config.bpffs)?;
         let lock = paths.lock()?;
-        let shapes = tables::shapes(&config.limits);
-        tables::check_pinned(&paths.maps(), &shapes)?;
+        let mut shapes = tables::shapes(&config.limits);
+        resize::set_aside(&paths, &mut shapes)?;
 
         let probe = UdpSocket::bind("127.0.0.1:0")
             .map_err(|e| Error::Namespace(CallError::new("binding a UDP socket to 127.0.0.1", e)))?;
@@ -162,7 +166,9 @@ impl EbpfDataplane {
             Err(e) => return Err(Error::Namespace(e)),
         };
         let balancing = config.socket_load_balancing;
-        let (mut programs, log) = load::load(&paths.maps(), &shapes, config, cookie.is_none())?;
+        let (mut programs, log) = load::load(&paths, &shapes, config, cookie.is_none())?;
+        let mut resizing = resize::unfinished(&paths, &shapes)?;
+        resize::transfer(&paths, &mut resizing)?;
 
         let pins = TablePins::hold(&paths, &shapes, lock)?;
         let common = CommonTables::open(&paths.maps(), true)?;
@@ -219,6 +225,7 @@ impl EbpfDataplane {
             lease,
             collections: 0,
             retiring: false,
+            resizing,
             keep_ports: KeepPorts::BeforePackets,
             stale_sockets,
         };
@@ -332,7 +339,7 @@ impl EbpfDataplane {
         if misplaced.is_empty() {
             return Ok(());
         }
-        let (programs, log) = load::load(&self.paths.maps(), &self.shapes, &self.config, false)?;
+        let (programs, log) = load::load(&self.paths, &self.shapes, &self.config, false)?;
         self.log = log;
         self.hooks.mend(programs, &misplaced).into_result()
     }
@@ -485,14 +492,14 @@ impl Dataplane for EbpfDataplane {
             self.keep_ports = KeepPorts::AfterFrontends;
         }
         failures.merge(self.hooks.follow(&host.interfaces));
+        // Former programs may have judged flows of this epoch by tables that have another size now.
+        self.shared.is_epoch_over = true;
         if let Err(error) = self.hooks.attach_sockets() {
             failures.add("socket hooks", error);
         }
         failures.into_result()?;
         for written in addresses {
-            let written = written.map_err(Error::of_node_addresses)?;
-            self.shared.is_epoch_over |= written != Applied::default();
-            applied += written;
+            applied += written.map_err(Error::of_node_addresses)?;
         }
         self.shared.raise_epoch()?;
         Ok(applied)
@@ -533,6 +540,7 @@ impl Dataplane for EbpfDataplane {
             self.hooks.repair().into_result()?;
             self.mend_order()?;
         }
+        resize::transfer(&self.paths, &mut self.resizing)?;
         Ok(failures.into_result()?)
     }
 
@@ -549,7 +557,7 @@ impl Dataplane for EbpfDataplane {
             self.retiring = true;
         }
         self.collect_garbage()?;
-        Ok(self.flows4.is_empty() && self.flows6.is_empty())
+        Ok(self.resizing.is_empty() && self.flows4.is_empty() && self.flows6.is_empty())
     }
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {

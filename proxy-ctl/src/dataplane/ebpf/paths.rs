@@ -17,11 +17,12 @@ use crate::sys::{
 /// The folder of ours on the bpffs.
 const OURS: &str = "proxy-ctl";
 
-/// `<bpffs>/proxy-ctl/v<LAYOUT_VERSION>` and what is in it.
+/// `<bpffs>/proxy-ctl` and what is in it.
 #[derive(Clone, Debug)]
 pub(super) struct Paths {
     /// `<bpffs>/proxy-ctl`: holds the lock.
     pub(super) top: PathBuf,
+    /// `v<LAYOUT_VERSION>` in it: holds the tables.
     pub(super) root: PathBuf,
 }
 
@@ -36,13 +37,19 @@ impl Paths {
         self.root.join("maps")
     }
 
-    pub(super) fn links(&self) -> PathBuf {
-        self.root.join("links")
+    /// Maps of the former size of tables whose entries are on their way into those of [`maps`](Self::maps).
+    pub(super) fn before(&self) -> PathBuf {
+        self.root.join("before")
     }
 
-    /// A folder for each interface that has filters of ours on a clsact qdisc.
+    /// Of every layout version, so that a hook never has programs of two.
+    pub(super) fn links(&self) -> PathBuf {
+        self.top.join("links")
+    }
+
+    /// A folder for each interface that has filters of ours on a clsact qdisc, of every layout version.
     pub(super) fn clsact(&self) -> PathBuf {
-        self.root.join("clsact")
+        self.top.join("clsact")
     }
 
     /// Mounts the bpffs if necessary, and makes the folders. Refuses any that somebody else may have put there.
@@ -51,7 +58,9 @@ impl Paths {
         let bpffs =
             fs::canonicalize(bpffs).map_err(|source| Error::Folder { path: bpffs.to_owned(), source })?;
         trust(bpffs)?;
-        for path in [self.top.clone(), self.root.clone(), self.maps(), self.links(), self.clsact()] {
+        for path in
+            [self.top.clone(), self.root.clone(), self.maps(), self.before(), self.links(), self.clsact()]
+        {
             make_folder(&path)?;
             trust(path)?;
         }

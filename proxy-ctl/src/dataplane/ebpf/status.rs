@@ -318,7 +318,7 @@ pub(super) fn usage(
     common: &CommonTables,
 ) -> Result<Usage, Error> {
     let mut usage = Usage { reasons: reasons(common)?, tables: Vec::new() };
-    for shape in shapes {
+    for shape in shapes.iter().filter(|shape| !shape.is_of_maps()) {
         let failed = |source: CallError| Error::Table { table: shape.name, source };
         let Some(fd) = open_pinned(&maps.join(shape.name)).map_err(failed)? else { continue };
         let info = bpf::map_info(std::os::fd::AsFd::as_fd(&fd)).map_err(failed)?;

@@ -3,11 +3,7 @@
 //! A pinned table is adopted only if its shape is the expected one; the loader that maps it into the programs
 //! would not notice a difference.
 
-use std::{
-    fmt, fs, io,
-    os::fd::{AsFd, OwnedFd},
-    path::Path,
-};
+use std::{fmt, io, os::fd::OwnedFd, path::Path};
 
 use aya::Pod;
 use proxy_common::{
@@ -35,6 +31,7 @@ const HASH: u32 = 1;
 const ARRAY: u32 = 2;
 const PER_CPU_ARRAY: u32 = 6;
 const LRU_HASH: u32 = 9;
+const ARRAY_OF_MAPS: u32 = 12;
 const SK_STORAGE: u32 = 24;
 
 const NO_PREALLOC: u32 = 1;
@@ -54,13 +51,19 @@ pub(super) struct Shape {
     /// What sets `entries`.
     pub(super) limit: Option<Limit>,
     /// May start empty without hurting an established flow or the next resync.
-    expendable: bool,
+    pub(super) expendable: bool,
 }
 
 impl Shape {
+    /// It has places for maps, and no entries of its own.
+    pub(super) fn is_of_maps(&self) -> bool {
+        self.kind == ARRAY_OF_MAPS
+    }
+
     fn new<K, V>(name: &'static str, kind: u32, flags: u32, entries: (u32, Option<Limit>)) -> Self {
         let (key, value) = (size_of::<K>(), size_of::<V>());
-        let expendable = matches!(kind, LRU_HASH | PER_CPU_ARRAY);
+        let is_of_flows = table::RESIZABLE.iter().any(|(table, _)| *table == name);
+        let expendable = matches!(kind, LRU_HASH | PER_CPU_ARRAY) && !is_of_flows;
         let (entries, limit) = entries;
         Self { name, kind, key, value, entries, flags, limit, expendable }
     }
@@ -77,6 +80,12 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
         };
         (lru_hash) => {
             (LRU_HASH, 0)
+        };
+        (maps_of_hash) => {
+            (ARRAY_OF_MAPS, 0)
+        };
+        (maps_of_lru_hash) => {
+            (ARRAY_OF_MAPS, 0)
         };
         (array) => {
             (ARRAY, 0)
@@ -103,7 +112,12 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
         ($($name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => {
             vec![$({
                 let (kind, flags) = kind!($kind);
-                Shape::new::<$key, $value>(stringify!($name), kind, flags, entries!($entries))
+                let entries = entries!($entries);
+                if kind == ARRAY_OF_MAPS {
+                    Shape::new::<u32, u32>(stringify!($name), kind, flags, entries)
+                } else {
+                    Shape::new::<$key, $value>(stringify!($name), kind, flags, entries)
+                }
             },)+]
         };
     }
@@ -137,6 +151,7 @@ impl fmt::Display for Difference {
     }
 }
 
+/// Of entries only where nothing else differs.
 pub(super) fn difference(found: &MapInfo, shape: &Shape) -> Option<Difference> {
     let flags = found.flags & !IGNORED_FLAGS;
     if found.kind != shape.kind {
@@ -145,33 +160,13 @@ pub(super) fn difference(found: &MapInfo, shape: &Shape) -> Option<Difference> {
         Some(Difference::KeySize(found.key_size, shape.key))
     } else if found.value_size as usize != shape.value {
         Some(Difference::ValueSize(found.value_size, shape.value))
-    } else if found.max_entries != shape.entries {
-        Some(Difference::Entries(found.max_entries, shape.entries, shape.limit))
     } else if flags != shape.flags {
         Some(Difference::Flags(flags, shape.flags))
+    } else if found.max_entries != shape.entries {
+        Some(Difference::Entries(found.max_entries, shape.entries, shape.limit))
     } else {
         None
     }
-}
-
-/// Compares what is pinned with `shapes`. A table of another shape that may start empty is unpinned, so that the
-/// loader makes a new one; any other is an error.
-pub(super) fn check_pinned(folder: &Path, shapes: &[Shape]) -> Result<(), Error> {
-    for shape in shapes {
-        let path = folder.join(shape.name);
-        let Some(fd) = open_pinned(&path).map_err(|source| Error::Table { table: shape.name, source })?
-        else {
-            continue;
-        };
-        let found = bpf::map_info(fd.as_fd()).map_err(|source| Error::Table { table: shape.name, source })?;
-        let Some(difference) = difference(&found, shape) else { continue };
-        if !shape.expendable {
-            return Err(Error::Shape { table: shape.name, path, difference });
-        }
-        tracing::warn!(table = shape.name, %difference, "the pinned table is replaced by an empty one");
-        fs::remove_file(&path).map_err(|source| Error::Folder { path, source })?;
-    }
-    Ok(())
 }
 
 /// `None`: nothing is pinned there.
@@ -193,14 +188,7 @@ pub(super) struct Table<K, V> {
 
 impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
     pub(super) fn open(folder: &Path, name: &'static str, limit: Option<Limit>) -> Result<Self, Error> {
-        let fd = pinned_table(folder, name)?;
-        let map =
-            Map::new(fd).map_err(|source| Error::Table { table: name, source })?.map_err(|mismatch| {
-                Error::Table {
-                    table: name,
-                    source: CallError::new("adopting the table", io::Error::other(mismatch)),
-                }
-            })?;
+        let map = typed(&pinned_table(folder, name)?, name)?;
         Ok(Self { name, limit, map })
     }
 
@@ -246,6 +234,16 @@ impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
     pub(super) fn read_all(&self) -> Result<Vec<(K, V)>, Error> {
         self.map.read_all().map_err(|e| self.error(e))
     }
+}
+
+pub(super) fn typed<K: Pod + Default, V: Pod + Default>(
+    fd: &OwnedFd,
+    name: &'static str,
+) -> Result<Map<K, V>, Error> {
+    let failed = |source| Error::Table { table: name, source };
+    let fd = fd.try_clone().map_err(|e| failed(CallError::new("fcntl(F_DUPFD_CLOEXEC)", e)))?;
+    let is_another = |mismatch| failed(CallError::new("adopting the table", io::Error::other(mismatch)));
+    Map::new(fd).map_err(failed)?.map_err(is_another)
 }
 
 pub(super) fn pinned_table(folder: &Path, name: &'static str) -> Result<OwnedFd, Error> {

@@ -4,12 +4,13 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use lab::{Dial, agent::protocol::Load, cluster::NODES, wait};
+use serde_json::{Value, json};
 
 use crate::{
     case::{Case, Variant, Variants},
     check,
     fixtures::{BALANCED, CHANGING, ON_NODE2, ServiceFixture},
-    setting::{PathKind, Setting},
+    setting::{Datapath, PathKind, Setting},
     world::World,
 };
 
@@ -20,6 +21,10 @@ pub(super) const CASES: &[Case] = &[
     Case::new("what changed while the controller was dead is made up for", Variants::Once, made_up),
     Case::new("many restarts under load fail no connection", Variants::Once, under_load)
         .differs(ends_with_the_process),
+    Case::new("tables get another size under load", Variants::Once, resized)
+        .core()
+        .skip(no_tables)
+        .configured(|| limits(USUAL)),
     Case::new("a restart without changes writes nothing", Variants::Once, writes_nothing)
         .skip(not_ours)
         .differs(begins_with_the_process),
@@ -27,6 +32,11 @@ pub(super) const CASES: &[Case] = &[
 
 fn not_ours(setting: &Setting) -> Option<&'static str> {
     setting.proxy.is_kube_proxy().then_some("a matter of proxy-ctl")
+}
+
+fn no_tables(setting: &Setting) -> Option<&'static str> {
+    let has_limits = setting.datapath() == Datapath::Ebpf && !setting.proxy.is_kube_proxy();
+    (!has_limits).then_some("a matter of mode ebpf")
 }
 
 fn ends_with_the_process(setting: &Setting, _: Variant) -> Option<&'static str> {
@@ -107,6 +117,47 @@ const fn restarts(path: PathKind) -> u32 {
 
 /// Both protocols and families at once, from pods on both nodes and from a host process.
 fn under_load(world: &mut World, _: Variant) -> Result<()> {
+    let restarts = restarts(world.setting.path);
+    no_connection_fails(world, |world| {
+        (0..restarts).try_for_each(|_| {
+            world.restart(1)?;
+            world.restart(2)?;
+            world.settle()
+        })
+    })
+}
+
+const USUAL: u32 = 16_384;
+/// Up, further up, and below what it was.
+const SIZES: [u32; 3] = [32_768, 131_072, 8_192];
+
+fn limits(entries: u32) -> Value {
+    let fields = ["frontends", "services", "slots", "backends", "flows", "openingFlows", "nodeAddresses"];
+    let limits: serde_json::Map<_, _> =
+        fields.iter().map(|field| ((*field).to_owned(), entries.into())).collect();
+    json!({ "ebpf": { "limits": limits } })
+}
+
+/// What is held stays with its server, through tables of all sizes.
+fn resized(world: &mut World, _: Variant) -> Result<()> {
+    let mut held = Vec::new();
+    for Variant { protocol, family } in Variants::All.list() {
+        let (connection, outcome) =
+            world.agent("client-1")?.hold(protocol, world.cluster_ip(&ON_NODE2, family))?;
+        check::answered_by(&[outcome], &["web-2"])?;
+        held.push(connection);
+    }
+    for entries in SIZES {
+        no_connection_fails(world, |world| world.configure(limits(entries)))?;
+        for connection in &held {
+            check::answered_by(&[world.agent("client-1")?.ping(*connection)?], &["web-2"])?;
+        }
+    }
+    held.into_iter().try_for_each(|connection| world.agent("client-1")?.release(connection))
+}
+
+/// Of new ones that are opened all the time while `change` happens.
+fn no_connection_fails(world: &mut World, change: impl FnOnce(&mut World) -> Result<()>) -> Result<()> {
     let mut loads = Vec::new();
     for client in CLIENTS {
         for Variant { protocol, family } in Variants::All.list() {
@@ -115,16 +166,12 @@ fn under_load(world: &mut World, _: Variant) -> Result<()> {
             loads.push((client, target, protocol, world.agent(client)?.start_load(&load)?));
         }
     }
-    let restarted = (0..restarts(world.setting.path)).try_for_each(|_| {
-        world.restart(1)?;
-        world.restart(2)?;
-        world.settle()
-    });
+    let changed = change(world);
     let mut tallies = Vec::new();
     for (client, target, protocol, load) in loads {
         tallies.push((client, target, protocol, world.agent(client)?.stop_load(load)?));
     }
-    restarted?;
+    changed?;
     for (client, target, protocol, tally) in tallies {
         ensure!(
             tally.failed == 0 && tally.answered > 0,

@@ -39,8 +39,10 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.udp::<W>("stays with its backend", datagrams_stay);
     group.udp::<W>("backend gone: another one", datagrams_move);
     group.both::<W>("established by the client's packet after an answer", established);
-    group.tcp::<W>("no room among the established flows", flows_full);
-    group.tcp::<W>("new flows outlive old ones in a table that is full of busy flows", young);
+    if group.can_fill_tables() {
+        group.tcp::<W>("no room among the established flows", flows_full);
+        group.tcp::<W>("new flows outlive old ones in a table that is full of busy flows", young);
+    }
     group.both::<W>("an old entry refreshes and restores its partners", refreshed);
     group.both::<W>("one client port through two frontends to one backend", alias);
 }

@@ -38,6 +38,8 @@ pub(crate) enum WorldKind {
     HostPackets,
     /// With tables of flows as large as a node's.
     Large,
+    /// As `Usual`, while tables of flows get another size.
+    Moving,
 }
 
 type Run = Box<dyn Fn(&mut World) -> Result<()> + Send>;
@@ -47,6 +49,8 @@ type Body<W> = fn(&mut Scene<W>) -> Result<()>;
 /// Cases of one family.
 struct Group {
     cases: Vec<Case>,
+    /// Instead of [`WorldKind::Usual`].
+    usual: WorldKind,
 }
 
 impl Group {
@@ -58,8 +62,13 @@ impl Group {
         body: impl Fn(&mut Scene<W>) -> Result<()> + Send + 'static,
     ) {
         let label = if protocol == PROTOCOL_TCP { "tcp" } else { "udp" };
+        let (world, moving) = match (world, self.usual) {
+            (WorldKind::Usual, WorldKind::Moving) => (WorldKind::Moving, " while tables change their size"),
+            (_, WorldKind::Moving) => return,
+            (world, _) => (world, ""),
+        };
         self.cases.push(Case {
-            name: format!("{} {label} {name}", W::NAME),
+            name: format!("{} {label} {name}{moving}", W::NAME),
             world,
             run: Box::new(move |world| body(&mut Scene::<W>::new(world, protocol))),
         });
@@ -79,6 +88,11 @@ impl Group {
         self.add(name, PROTOCOL_TCP, WorldKind::Resetting, body);
     }
 
+    /// False where programs meet new tables, which are empty.
+    fn can_fill_tables(&self) -> bool {
+        self.usual != WorldKind::Moving
+    }
+
     fn tcp<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
         self.add(name, PROTOCOL_TCP, WorldKind::Usual, body);
     }
@@ -89,23 +103,31 @@ impl Group {
 }
 
 pub(crate) fn all() -> Vec<Case> {
-    let mut group = Group { cases: Vec::new() };
+    let mut group = Group { cases: Vec::new(), usual: WorldKind::Usual };
     of_family::<V4>(&mut group);
     of_family::<V6>(&mut group);
+    group.usual = WorldKind::Moving;
+    with_flows::<V4>(&mut group);
+    with_flows::<V6>(&mut group);
+    group.usual = WorldKind::Usual;
     headers::family_cases(&mut group);
     group.cases.push(baseline::case());
     group.cases
 }
 
 fn of_family<W: Tables + 'static>(group: &mut Group) {
-    translation::cases::<W>(group);
-    masquerade::cases::<W>(group);
+    with_flows::<W>(group);
     port_pool::cases::<W>(group);
     refusals::cases::<W>(group);
-    flows::cases::<W>(group);
     floods::cases::<W>(group);
     headers::cases::<W>(group);
-    fragments::cases::<W>(group);
     host::cases::<W>(group);
+}
+
+fn with_flows<W: Tables + 'static>(group: &mut Group) {
+    translation::cases::<W>(group);
+    masquerade::cases::<W>(group);
+    flows::cases::<W>(group);
+    fragments::cases::<W>(group);
     icmp::cases::<W>(group);
 }

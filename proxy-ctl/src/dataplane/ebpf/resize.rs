@@ -1,0 +1,356 @@
+//! Tables get another size while they serve.
+//!
+//! The map of the former size is pinned in a folder of its own until all of its entries are in the map of the new one. What only the
+//! controller writes is copied before the programs that read the copy are attached; those that are attached read the former map until
+//! then, and nothing is written meanwhile. Flows are written by programs all the time: these find both maps, see [`MAP_BEFORE`]. Whatever
+//! is interrupted goes on at the next start.
+
+use std::{
+    fs,
+    os::fd::{AsFd as _, OwnedFd},
+    panic::resume_unwind,
+    path::Path,
+    thread,
+};
+
+use aya::Pod;
+use proxy_common::{
+    inventory::{Limit, table},
+    layout::*,
+};
+
+use super::{
+    Error, layout,
+    paths::{Paths, removed},
+    tables::{Difference, Shape, difference, open_pinned, pinned_table, typed},
+};
+use crate::sys::{
+    CallError, bpf,
+    map::{Cursor, Map},
+};
+
+/// Entries that are read at once.
+const SLICE: usize = 16_384;
+
+/// What is done with the entries of a table, whatever their types.
+struct Contents {
+    /// The least size that a table with these entries can have.
+    needed: fn(&'static str, &OwnedFd) -> Result<u32, Error>,
+    /// Puts the entries of the first map into the second. False: there is no room for all of them.
+    transfer: fn(&'static str, &OwnedFd, &OwnedFd) -> Result<bool, Error>,
+}
+
+/// Those of the tables whose size users set. Not of values that each CPU has its own of.
+fn contents(table: &str) -> Option<Contents> {
+    type A4 = [u8; 4];
+    type A6 = [u8; 16];
+    macro_rules! of_table {
+        (per_cpu_array, $key:ty, $value:ty, [$limit:ident]) => {
+            None
+        };
+        ($kind:ident, $key:ty, $value:ty, [$limit:ident]) => {{
+            let transfer =
+                if maps_of(table).is_some() { move_live::<$key, $value> } else { copy::<$key, $value> };
+            Some(Contents { needed: needed::<$key, $value>, transfer })
+        }};
+        ($kind:ident, $key:ty, $value:ty, $entries:tt) => {
+            None
+        };
+    }
+    macro_rules! contents {
+        ($($name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => {
+            match table {
+                $(stringify!($name) => of_table!($kind, $key, $value, $entries),)+
+                _ => None,
+            }
+        };
+    }
+    proxy_common::tables!(contents)
+}
+
+/// The array that programs find a table of flows in.
+fn maps_of(table: &str) -> Option<&'static str> {
+    table::RESIZABLE.iter().find(|(name, _)| *name == table).map(|(_, maps)| *maps)
+}
+
+/// A pinned map that has another size than its table will have.
+struct OtherSize {
+    entries: u32,
+    map: OwnedFd,
+    contents: Contents,
+}
+
+/// Compares what is pinned with `shapes`, which are made what the tables will be. Maps of another size are set aside, so that the
+/// loader makes new ones, unless a table of the same limit holds more entries than it would have room for. A map that differs in another
+/// way is an error, or is removed if the table may start empty.
+pub(super) fn set_aside(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error> {
+    let mut others = Vec::new();
+    for shape in shapes {
+        if let Some(other) = compare(paths, shape)? {
+            others.push((shape, other));
+        }
+    }
+    let mut kept: Vec<Limit> = Vec::new();
+    for (shape, other) in &others {
+        let needed = match shape.name {
+            table::slots4 | table::slots6 => needed_slots(paths)?,
+            table => (other.contents.needed)(table, &other.map)?,
+        };
+        if needed > shape.entries
+            && let Some(limit) = shape.limit
+        {
+            tracing::warn!(
+                table = shape.name,
+                needed,
+                limit = limit.name(),
+                wanted = shape.entries,
+                "the table's entries do not fit into the size of the limit; its tables keep theirs until a start when they do"
+            );
+            kept.push(limit);
+        }
+    }
+    for (shape, other) in others {
+        if shape.limit.is_some_and(|limit| kept.contains(&limit)) {
+            shape.entries = other.entries;
+        } else {
+            tracing::info!(
+                table = shape.name,
+                from = other.entries,
+                to = shape.entries,
+                "the table gets another size"
+            );
+            rename(&paths.maps().join(shape.name), &paths.before().join(shape.name))?;
+        }
+    }
+    Ok(())
+}
+
+fn compare(paths: &Paths, shape: &mut Shape) -> Result<Option<OtherSize>, Error> {
+    let (path, before) = (paths.maps().join(shape.name), paths.before().join(shape.name));
+    let failed = |source| Error::Table { table: shape.name, source };
+    let is_moving = before.exists() && is_shown(paths, shape.name)?;
+    if before.exists() && !is_moving {
+        // No program has seen what a killed controller has made there.
+        rename(&before, &path)?;
+    }
+    let Some(map) = open_pinned(&path).map_err(failed)? else { return Ok(None) };
+    let found = bpf::map_info(map.as_fd()).map_err(failed)?;
+    let Some(difference) = difference(&found, shape) else { return Ok(None) };
+    match (difference, contents(shape.name)) {
+        (Difference::Entries(..), Some(_)) if is_moving => {
+            tracing::warn!(
+                table = shape.name, %difference,
+                "an earlier change of the table's size is not finished; this one is made at the next start"
+            );
+            shape.entries = found.max_entries;
+        }
+        (Difference::Entries(..), Some(contents)) => {
+            return Ok(Some(OtherSize { entries: found.max_entries, map, contents }));
+        }
+        _ if shape.expendable => {
+            tracing::warn!(table = shape.name, %difference, "the pinned table is replaced by an empty one");
+            removed(&path, fs::remove_file(&path))?;
+        }
+        _ => return Err(Error::Shape { table: shape.name, path, difference }),
+    }
+    Ok(None)
+}
+
+fn rename(from: &Path, to: &Path) -> Result<(), Error> {
+    fs::rename(from, to).map_err(|source| Error::Folder { path: from.to_owned(), source })
+}
+
+/// Whether programs use the map that is pinned as this table of flows.
+fn is_shown(paths: &Paths, table: &str) -> Result<bool, Error> {
+    let Some(maps) = maps_of(table) else { return Ok(false) };
+    let failed = |source| Error::Table { table: maps, source };
+    let pinned = |table: &str| open_pinned(&paths.maps().join(table)).map_err(failed);
+    let (Some(array), Some(map)) = (pinned(maps)?, pinned(table)?) else { return Ok(false) };
+    let id = bpf::map_info(map.as_fd()).map_err(failed)?.id;
+    Ok(typed::<u32, u32>(&array, maps)?.get(&MAP_IN_USE).map_err(failed)? == Some(id))
+}
+
+/// Shows the programs the pinned maps of flows: those in use, and those before while their entries move. Before they are attached.
+pub(super) fn show_flows(paths: &Paths) -> Result<(), Error> {
+    // Each change waits for a grace period; one that all of them wait for is enough.
+    thread::scope(|scope| {
+        let showing: Vec<_> = table::RESIZABLE
+            .iter()
+            .map(|&(table, maps)| scope.spawn(move || show(paths, table, maps)))
+            .collect();
+        showing.into_iter().try_for_each(|one| one.join().unwrap_or_else(|panic| resume_unwind(panic)))
+    })
+}
+
+/// Since Linux 4.20, a change returns when no program uses the map that was there any more.
+fn show(paths: &Paths, table: &'static str, maps: &'static str) -> Result<(), Error> {
+    let failed = |source| Error::Table { table: maps, source };
+    let array = typed::<u32, u32>(&pinned_table(&paths.maps(), maps)?, maps)?;
+    let put = |place: u32, map: &OwnedFd| {
+        let id = bpf::map_info(map.as_fd())?.id;
+        if array.get(&place)? == Some(id) { Ok(()) } else { array.put_map(place, map.as_fd()) }
+    };
+    // First, so that every program finds the entries of both when the other changes.
+    if let Some(before) = open_pinned(&paths.before().join(table)).map_err(failed)? {
+        put(MAP_BEFORE, &before).map_err(failed)?;
+    }
+    put(MAP_IN_USE, &pinned_table(&paths.maps(), table)?).map_err(failed)
+}
+
+/// A table whose entries are not all in its new map.
+#[derive(Debug)]
+pub(super) struct Unfinished {
+    table: &'static str,
+    before: OwnedFd,
+}
+
+/// The tables whose maps are set aside.
+pub(super) fn unfinished(paths: &Paths, shapes: &[Shape]) -> Result<Vec<Unfinished>, Error> {
+    let mut all = Vec::new();
+    for Shape { name: table, .. } in shapes {
+        let found = open_pinned(&paths.before().join(table));
+        let found = found.map_err(|source| Error::Table { table, source })?;
+        all.extend(found.map(|before| Unfinished { table, before }));
+    }
+    Ok(all)
+}
+
+/// Puts the entries into the new maps. What is left are flows without room, which are still found where they are.
+pub(super) fn transfer(paths: &Paths, unfinished: &mut Vec<Unfinished>) -> Result<(), Error> {
+    let mut all = Vec::new();
+    for Unfinished { table, before } in &*unfinished {
+        let Some(contents) = contents(table) else { continue };
+        let is_whole = (contents.transfer)(table, before, &pinned_table(&paths.maps(), table)?)?;
+        if is_whole {
+            release(paths, table)?;
+        }
+        all.push(is_whole);
+    }
+    let mut all = all.into_iter();
+    unfinished.retain(|_| all.next() != Some(true));
+    Ok(())
+}
+
+/// Lets go of a former map that has no entries any more.
+fn release(paths: &Paths, table: &str) -> Result<(), Error> {
+    if let Some(maps) = maps_of(table) {
+        let failed = |source| Error::Table { table: maps, source };
+        typed::<u32, u32>(&pinned_table(&paths.maps(), maps)?, maps)?.remove(&MAP_BEFORE).map_err(failed)?;
+    }
+    let path = paths.before().join(table);
+    removed(&path, fs::remove_file(&path)).map(drop)
+}
+
+/// Gives the entries to `each`, a slice after the other, until it answers false.
+fn walk<K: Pod + Default, V: Pod + Default>(
+    map: &Map<K, V>,
+    mut each: impl FnMut(&[(K, V)]) -> Result<bool, CallError>,
+) -> Result<bool, CallError> {
+    let (mut cursor, mut slice) = (Some(Cursor::Start), Vec::new());
+    while let Some(at) = cursor {
+        slice.clear();
+        cursor = map.read(at, SLICE, &mut slice)?;
+        if !each(&slice)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn needed<K: Pod + Default, V: Pod + Default + PartialEq>(
+    table: &'static str,
+    fd: &OwnedFd,
+) -> Result<u32, Error> {
+    let map = typed::<K, V>(fd, table)?;
+    if map.evicts() {
+        return Ok(0);
+    }
+    let (mut index, mut needed) = (0, 0);
+    walk(&map, |slice| {
+        for (_, value) in slice {
+            index += 1;
+            if map.is_hash() || *value != V::default() {
+                needed = index;
+            }
+        }
+        Ok(true)
+    })
+    .map_err(|source| Error::Table { table, source })?;
+    Ok(needed)
+}
+
+/// Slots that are free hold what they held last, so the services say which are not.
+fn needed_slots(paths: &Paths) -> Result<u32, Error> {
+    let services = typed::<u32, Service>(&pinned_table(&paths.maps(), table::services)?, table::services)?;
+    let mut needed = 0;
+    walk(&services, |slice| {
+        for (_, service) in slice {
+            let range = layout::span([service.cluster, service.internal, service.external]);
+            needed = needed.max(range.first.saturating_add(range.count));
+        }
+        Ok(true)
+    })
+    .map_err(|source| Error::Table { table: table::services, source })?;
+    Ok(needed)
+}
+
+/// Of a table that nobody writes meanwhile.
+fn copy<K: Pod + Default, V: Pod + Default + PartialEq>(
+    table: &'static str,
+    from: &OwnedFd,
+    to: &OwnedFd,
+) -> Result<bool, Error> {
+    let (from, to) = (typed::<K, V>(from, table)?, typed::<K, V>(to, table)?);
+    let mut index = 0;
+    let is_there = |(_, value): &&(K, V)| {
+        index += 1;
+        from.is_hash() || (*value != V::default() && index <= to.capacity())
+    };
+    let mut is_there = is_there;
+    walk(&from, |slice| {
+        let (keys, values): (Vec<K>, Vec<V>) = slice.iter().filter(&mut is_there).copied().unzip();
+        to.set_all(&keys, &values).map_err(|(_, source)| source)?;
+        Ok(true)
+    })
+    .map_err(|source| Error::Table { table, source })
+}
+
+/// Of a table that programs write meanwhile, which look in `from` first.
+fn move_live<K: Pod + Default, V: Pod + Default + PartialEq>(
+    table: &'static str,
+    from: &OwnedFd,
+    to: &OwnedFd,
+) -> Result<bool, Error> {
+    let (from, to) = (typed::<K, V>(from, table)?, typed::<K, V>(to, table)?);
+    walk(&from, |slice| {
+        for (key, _) in slice {
+            match move_entry(&from, &to, key) {
+                Ok(()) => {}
+                // The kernel may be short of memory for a moment.
+                Err(error) if matches!(error.errno(), libc::E2BIG | libc::ENOMEM) => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    })
+    .map_err(|source| Error::Table { table, source })
+}
+
+/// A program that has found the entry in `from` just before it goes may write there once more, for nothing: what one packet has changed.
+fn move_entry<K: Pod + Default, V: Pod + Default + PartialEq>(
+    from: &Map<K, V>,
+    to: &Map<K, V>,
+    key: &K,
+) -> Result<(), CallError> {
+    let Some(seen) = from.get(key)? else { return Ok(()) };
+    // False: a controller that was killed has inserted it. Programs insert no key that `from` has.
+    let is_inserted = to.insert(key, &seen)?;
+    match from.take(key)? {
+        Some(last) if !is_inserted => to.set(key, &last),
+        Some(last) if last != seen && to.get(key)?.as_ref() == Some(&seen) => to.set(key, &last),
+        Some(_) => Ok(()),
+        // A program has removed it, perhaps before it was inserted.
+        None if is_inserted && to.get(key)?.as_ref() == Some(&seen) => to.remove(key).map(drop),
+        None => Ok(()),
+    }
+}

@@ -74,6 +74,9 @@ pub enum Cursor<K> {
     After(K),
 }
 
+/// Entries that are read at once.
+const SLICE: usize = 16_384;
+
 /// The kernel's own error number for "not supported", which escapes to user space from some batch calls.
 const ENOTSUPP: i32 = 524;
 
@@ -242,9 +245,25 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         let mut all = Vec::new();
         let mut cursor = Some(Cursor::Start);
         while let Some(at) = cursor {
-            cursor = self.read(at, 16_384, &mut all)?;
+            cursor = self.read(at, SLICE, &mut all)?;
         }
         Ok(all)
+    }
+
+    /// Gives all entries to `each`, a slice after the other, until it answers false.
+    pub fn walk(
+        &self,
+        mut each: impl FnMut(&[(K, V)]) -> Result<bool, CallError>,
+    ) -> Result<bool, CallError> {
+        let (mut cursor, mut slice) = (Some(Cursor::Start), Vec::new());
+        while let Some(at) = cursor {
+            slice.clear();
+            cursor = self.read(at, SLICE, &mut slice)?;
+            if !each(&slice)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Whether the position within a batch is a number of 4 bytes: the bucket of a hash, the index of an array. In other

@@ -86,6 +86,10 @@ impl<T: Pod> SharedArray<T> {
         Ok(array)
     }
 
+    pub fn fd(&self) -> &OwnedFd {
+        &self.fd
+    }
+
     pub fn len(&self) -> usize {
         self.length
     }

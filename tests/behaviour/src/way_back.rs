@@ -21,6 +21,7 @@ use crate::{
 const CLIENTS: [&str; 3] = ["client-1", "client-2", "node1"];
 /// `ebpf.withdrawAfter`, and what a busy machine needs.
 const WITHDRAWN_WITHIN: Duration = Duration::from_secs(60);
+const ANSWERED_WITHIN: Duration = Duration::from_secs(20);
 
 pub type Run = fn(&mut World) -> Result<()>;
 
@@ -58,6 +59,12 @@ fn cleaned(world: &mut World) -> Result<()> {
         only(world, "web-2").map(Some).map_err(|error| format!("{error:#}"))
     })?;
     only(world, "web-2").context("after the clean-up")?;
+    // One that has lost a datagram waits for its answer meanwhile.
+    wait::until("the answers of web-2 to every client", ANSWERED_WITHIN, || {
+        let tallies = loads.iter().map(|(client, _, load)| world.agent(client)?.peek_load(*load));
+        let tallies = tallies.collect::<Result<Vec<Tally>>>().map_err(|error| format!("{error:#}"))?;
+        Ok(tallies.iter().all(|tally| tally.backends.contains_key("web-2")).then_some(()))
+    })?;
 
     back_to(world, ours)?;
     // What is under way when filters go is lost, once on each node; sockets do not notice.

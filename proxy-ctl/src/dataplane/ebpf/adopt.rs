@@ -5,7 +5,10 @@
 
 use std::hash::Hash;
 
-use proxy_common::layout::{EndpointSet, Frontend, FrontendKey, Service};
+use proxy_common::{
+    inventory::table,
+    layout::{EndpointSet, Frontend, FrontendKey, Service},
+};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{
@@ -15,6 +18,7 @@ use super::{
     layout,
     programmed::{BackendKey, Entries, Published, UsedEndpoints, Uses, WithoutRoom},
     publish::{Common, FamilyWriter},
+    tables::typed,
 };
 use crate::model::desired::ServicePortName;
 
@@ -48,11 +52,16 @@ impl Common {
         }
         let named: FxHashSet<u32> =
             found.known.iter().map(|(id, _)| *id).chain(found.strays.iter().copied()).collect();
-        let unnamed = (0..self.tables.services.len()).filter(|id| {
-            self.tables.services.get(*id).is_some_and(|service| service != Service::default())
-                && !named.contains(&(*id as u32))
-        });
-        found.strays.extend(unnamed.map(|id| id as u32));
+        // Not through the mapped memory, all of which would count as resident from then on.
+        let services = typed::<u32, Service>(self.tables.services.fd(), table::services)?;
+        let is_stray =
+            |(id, service): &&(u32, Service)| *service != Service::default() && !named.contains(id);
+        services
+            .walk(|slice| {
+                found.strays.extend(slice.iter().filter(is_stray).map(|(id, _)| *id));
+                Ok(true)
+            })
+            .map_err(|source| Error::Table { table: table::services, source })?;
         // Theirs is not given to another before they are gone.
         for id in &found.strays {
             self.ids.claim(Range { first: *id, count: 1 });

@@ -24,13 +24,7 @@ use super::{
     paths::{Paths, removed},
     tables::{Difference, Shape, difference, open_pinned, pinned_table, typed},
 };
-use crate::sys::{
-    CallError, bpf,
-    map::{Cursor, Map},
-};
-
-/// Entries that are read at once.
-const SLICE: usize = 16_384;
+use crate::sys::{CallError, bpf, map::Map};
 
 /// What is done with the entries of a table, whatever their types.
 struct Contents {
@@ -241,22 +235,6 @@ fn release(paths: &Paths, table: &str) -> Result<(), Error> {
     removed(&path, fs::remove_file(&path)).map(drop)
 }
 
-/// Gives the entries to `each`, a slice after the other, until it answers false.
-fn walk<K: Pod + Default, V: Pod + Default>(
-    map: &Map<K, V>,
-    mut each: impl FnMut(&[(K, V)]) -> Result<bool, CallError>,
-) -> Result<bool, CallError> {
-    let (mut cursor, mut slice) = (Some(Cursor::Start), Vec::new());
-    while let Some(at) = cursor {
-        slice.clear();
-        cursor = map.read(at, SLICE, &mut slice)?;
-        if !each(&slice)? {
-            return Ok(false);
-        }
-    }
-    Ok(true)
-}
-
 fn needed<K: Pod + Default, V: Pod + Default + PartialEq>(
     table: &'static str,
     fd: &OwnedFd,
@@ -266,7 +244,7 @@ fn needed<K: Pod + Default, V: Pod + Default + PartialEq>(
         return Ok(0);
     }
     let (mut index, mut needed) = (0, 0);
-    walk(&map, |slice| {
+    map.walk(|slice| {
         for (_, value) in slice {
             index += 1;
             if map.is_hash() || *value != V::default() {
@@ -283,14 +261,15 @@ fn needed<K: Pod + Default, V: Pod + Default + PartialEq>(
 fn needed_slots(paths: &Paths) -> Result<u32, Error> {
     let services = typed::<u32, Service>(&pinned_table(&paths.maps(), table::services)?, table::services)?;
     let mut needed = 0;
-    walk(&services, |slice| {
-        for (_, service) in slice {
-            let range = layout::span([service.cluster, service.internal, service.external]);
-            needed = needed.max(range.first.saturating_add(range.count));
-        }
-        Ok(true)
-    })
-    .map_err(|source| Error::Table { table: table::services, source })?;
+    services
+        .walk(|slice| {
+            for (_, service) in slice {
+                let range = layout::span([service.cluster, service.internal, service.external]);
+                needed = needed.max(range.first.saturating_add(range.count));
+            }
+            Ok(true)
+        })
+        .map_err(|source| Error::Table { table: table::services, source })?;
     Ok(needed)
 }
 
@@ -307,7 +286,7 @@ fn copy<K: Pod + Default, V: Pod + Default + PartialEq>(
         from.is_hash() || (*value != V::default() && index <= to.capacity())
     };
     let mut is_there = is_there;
-    walk(&from, |slice| {
+    from.walk(|slice| {
         let (keys, values): (Vec<K>, Vec<V>) = slice.iter().filter(&mut is_there).copied().unzip();
         to.set_all(&keys, &values).map_err(|(_, source)| source)?;
         Ok(true)
@@ -322,7 +301,7 @@ fn move_live<K: Pod + Default, V: Pod + Default + PartialEq>(
     to: &OwnedFd,
 ) -> Result<bool, Error> {
     let (from, to) = (typed::<K, V>(from, table)?, typed::<K, V>(to, table)?);
-    walk(&from, |slice| {
+    from.walk(|slice| {
         for (key, _) in slice {
             match move_entry(&from, &to, key) {
                 Ok(()) => {}

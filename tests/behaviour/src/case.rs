@@ -22,8 +22,8 @@ pub struct Case {
     pub core: bool,
     /// Where the result is known to differ, and why. Such a case must fail there.
     pub differs: fn(&Setting, Variant) -> Option<&'static str>,
-    /// Why it cannot be asked of this proxy, if it cannot.
-    pub skip: fn(&Setting) -> Option<&'static str>,
+    /// Whether there is anything to ask of this proxy.
+    pub concerns: fn(&Setting) -> bool,
     /// What the proxies' configuration has beyond what every lab needs. Cases with the same stand together: others mean
     /// other processes.
     pub configuration: fn() -> Value,
@@ -37,7 +37,7 @@ impl Case {
             variants,
             core: false,
             differs: |_, _| None,
-            skip: |_| None,
+            concerns: |_| true,
             configuration: || json!({}),
             run,
         }
@@ -53,8 +53,9 @@ impl Case {
         self
     }
 
-    pub const fn skip(mut self, skip: fn(&Setting) -> Option<&'static str>) -> Self {
-        self.skip = skip;
+    /// In other settings there is no such case.
+    pub const fn concerns(mut self, concerns: fn(&Setting) -> bool) -> Self {
+        self.concerns = concerns;
         self
     }
 

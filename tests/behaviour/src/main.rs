@@ -74,7 +74,8 @@ fn trials(setting: Setting, cases: &[&'static Case], chosen: &[Variant], logs: b
         let variants = case.variants.list().into_iter().filter(|variant| chosen.contains(variant));
         variants.map(move |variant| (case, variant))
     };
-    lab.trials(cases.iter().copied().flat_map(variants).map(|(case, variant)| {
+    let concerning = cases.iter().copied().filter(|case| (case.concerns)(&setting));
+    lab.trials(concerning.flat_map(variants).map(|(case, variant)| {
         Scenario::new(format!("{setting}: {} ({variant})", case.name), move |world| {
             judge(case, world, variant).map_err(|error| match logs && !error.is::<Skip>() {
                 true => anyhow!("{error:#}\n{}", world.logs()),
@@ -86,9 +87,6 @@ fn trials(setting: Setting, cases: &[&'static Case], chosen: &[Variant], logs: b
 
 /// A known difference must be there: a case that passes in spite of it is a failure.
 fn judge(case: &Case, world: &mut World, variant: Variant) -> Result<Outcome> {
-    if let Some(reason) = (case.skip)(&world.setting) {
-        return Ok(Outcome::Skipped(reason.to_owned()));
-    }
     world.configure((case.configuration)())?;
     let differs =
         not_yet::reason(&world.setting, case.name).or_else(|| (case.differs)(&world.setting, variant));

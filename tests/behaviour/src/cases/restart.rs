@@ -23,20 +23,19 @@ pub(super) const CASES: &[Case] = &[
         .differs(ends_with_the_process),
     Case::new("tables get another size under load", Variants::Once, resized)
         .core()
-        .skip(no_tables)
+        .concerns(has_tables)
         .configured(|| limits(USUAL)),
     Case::new("a restart without changes writes nothing", Variants::Once, writes_nothing)
-        .skip(not_ours)
+        .concerns(is_ours)
         .differs(begins_with_the_process),
 ];
 
-fn not_ours(setting: &Setting) -> Option<&'static str> {
-    setting.proxy.is_kube_proxy().then_some("a matter of proxy-ctl")
+fn is_ours(setting: &Setting) -> bool {
+    !setting.proxy.is_kube_proxy()
 }
 
-fn no_tables(setting: &Setting) -> Option<&'static str> {
-    let has_limits = setting.datapath() == Datapath::Ebpf && !setting.proxy.is_kube_proxy();
-    (!has_limits).then_some("a matter of mode ebpf")
+fn has_tables(setting: &Setting) -> bool {
+    setting.datapath() == Datapath::Ebpf
 }
 
 fn ends_with_the_process(setting: &Setting, _: Variant) -> Option<&'static str> {

@@ -30,9 +30,11 @@ use crate::sys::{CallError, bpf, map::Map};
 struct Contents {
     /// The least size that a table with these entries can have.
     needed: fn(&'static str, &OwnedFd) -> Result<u32, Error>,
-    /// Puts the entries of the first map into the second. False: there is no room for all of them.
-    transfer: fn(&'static str, &OwnedFd, &OwnedFd) -> Result<bool, Error>,
+    transfer: Transfer,
 }
+
+/// Puts the entries of the first map into the second. False: there is no room for all of them.
+type Transfer = fn(&'static str, &OwnedFd, &OwnedFd) -> Result<bool, Error>;
 
 /// Those of the tables whose size users set. Not of values that each CPU has its own of.
 fn contents(table: &str) -> Option<Contents> {
@@ -43,7 +45,7 @@ fn contents(table: &str) -> Option<Contents> {
             None
         };
         ($kind:ident, $key:ty, $value:ty, [$limit:ident]) => {{
-            let transfer =
+            let transfer: Transfer =
                 if maps_of(table).is_some() { move_live::<$key, $value> } else { copy::<$key, $value> };
             Some(Contents { needed: needed::<$key, $value>, transfer })
         }};
@@ -196,32 +198,32 @@ fn show(paths: &Paths, table: &'static str, maps: &'static str) -> Result<(), Er
 pub(super) struct Unfinished {
     table: &'static str,
     before: OwnedFd,
+    transfer: Transfer,
 }
 
 /// The tables whose maps are set aside.
 pub(super) fn unfinished(paths: &Paths, shapes: &[Shape]) -> Result<Vec<Unfinished>, Error> {
     let mut all = Vec::new();
     for Shape { name: table, .. } in shapes {
+        let Some(Contents { transfer, .. }) = contents(table) else { continue };
         let found = open_pinned(&paths.before().join(table));
         let found = found.map_err(|source| Error::Table { table, source })?;
-        all.extend(found.map(|before| Unfinished { table, before }));
+        all.extend(found.map(|before| Unfinished { table, before, transfer }));
     }
     Ok(all)
 }
 
 /// Puts the entries into the new maps. What is left are flows without room, which are still found where they are.
 pub(super) fn transfer(paths: &Paths, unfinished: &mut Vec<Unfinished>) -> Result<(), Error> {
-    let mut all = Vec::new();
-    for Unfinished { table, before } in &*unfinished {
-        let Some(contents) = contents(table) else { continue };
-        let is_whole = (contents.transfer)(table, before, &pinned_table(&paths.maps(), table)?)?;
-        if is_whole {
+    let mut left = 0;
+    while let Some(Unfinished { table, before, transfer }) = unfinished.get(left) {
+        if transfer(table, before, &pinned_table(&paths.maps(), table)?)? {
             release(paths, table)?;
+            unfinished.remove(left);
+        } else {
+            left += 1;
         }
-        all.push(is_whole);
     }
-    let mut all = all.into_iter();
-    unfinished.retain(|_| all.next() != Some(true));
     Ok(())
 }
 
@@ -281,11 +283,10 @@ fn copy<K: Pod + Default, V: Pod + Default + PartialEq>(
 ) -> Result<bool, Error> {
     let (from, to) = (typed::<K, V>(from, table)?, typed::<K, V>(to, table)?);
     let mut index = 0;
-    let is_there = |(_, value): &&(K, V)| {
+    let mut is_there = |(_, value): &&(K, V)| {
         index += 1;
         from.is_hash() || (*value != V::default() && index <= to.capacity())
     };
-    let mut is_there = is_there;
     from.walk(|slice| {
         let (keys, values): (Vec<K>, Vec<V>) = slice.iter().filter(&mut is_there).copied().unzip();
         to.set_all(&keys, &values).map_err(|(_, source)| source)?;

@@ -54,19 +54,29 @@ const ADOPTS_WITHIN: Duration = Duration::from_secs(20);
 
 const CLIENTS: [&str; 3] = ["client-1", "client-2", "node1"];
 
-/// All protocols and families in one go: a start takes seconds.
-fn dead(world: &mut World, _: Variant) -> Result<()> {
-    let mut held = Vec::new();
-    for Variant { protocol, family } in Variants::All.list() {
+/// Connections of a client to a server on the other node, by each protocol and family.
+fn hold_all(world: &World) -> Result<Vec<usize>> {
+    let hold = |Variant { protocol, family }| {
         let (connection, outcome) =
             world.agent("client-1")?.hold(protocol, world.cluster_ip(&ON_NODE2, family))?;
         check::answered_by(&[outcome], &["web-2"])?;
-        held.push(connection);
+        Ok(connection)
+    };
+    Variants::All.list().into_iter().map(hold).collect()
+}
+
+fn all_go_on(world: &World, held: &[usize]) -> Result<()> {
+    for connection in held {
+        check::answered_by(&[world.agent("client-1")?.ping(*connection)?], &["web-2"])?;
     }
+    Ok(())
+}
+
+/// All protocols and families in one go: a start takes seconds.
+fn dead(world: &mut World, _: Variant) -> Result<()> {
+    let held = hold_all(world)?;
     let still_works = |world: &World| -> Result<()> {
-        for connection in &held {
-            check::answered_by(&[world.agent("client-1")?.ping(*connection)?], &["web-2"])?;
-        }
+        all_go_on(world, &held)?;
         all_reach(world, &BALANCED, BALANCED.endpoints)
     };
     for node in NODES {
@@ -139,18 +149,10 @@ fn limits(entries: u32) -> Value {
 
 /// What is held stays with its server, through tables of all sizes.
 fn resized(world: &mut World, _: Variant) -> Result<()> {
-    let mut held = Vec::new();
-    for Variant { protocol, family } in Variants::All.list() {
-        let (connection, outcome) =
-            world.agent("client-1")?.hold(protocol, world.cluster_ip(&ON_NODE2, family))?;
-        check::answered_by(&[outcome], &["web-2"])?;
-        held.push(connection);
-    }
+    let held = hold_all(world)?;
     for entries in SIZES {
         no_connection_fails(world, SELDOM, |world| world.configure(limits(entries)))?;
-        for connection in &held {
-            check::answered_by(&[world.agent("client-1")?.ping(*connection)?], &["web-2"])?;
-        }
+        all_go_on(world, &held)?;
     }
     held.into_iter().try_for_each(|connection| world.agent("client-1")?.release(connection))
 }

@@ -1,7 +1,7 @@
 //! IPv4 and IPv6 as types, so that every decision is written once.
 
 use crate::{
-    layout::{Address, Slot4, Slot6},
+    layout::{Address, BACKEND_LOCAL, Slot4, Slot6},
     port::Port,
 };
 
@@ -44,6 +44,24 @@ pub trait Slot: Copy + Default {
     fn backend(&self) -> u32;
     /// `BACKEND_*`.
     fn flags(&self) -> u32;
+
+    /// The order of an endpoint set: local ones, then the others, each by address and port.
+    #[inline(always)]
+    fn precedes(&self, other: &Self) -> bool {
+        let (local, other_local) = (self.flags() & BACKEND_LOCAL, other.flags() & BACKEND_LOCAL);
+        if local != other_local {
+            return local != 0;
+        }
+        let ([upper, lower], [other_upper, other_lower]) =
+            (self.address().halves(), other.address().halves());
+        if upper != other_upper {
+            return upper < other_upper;
+        }
+        if lower != other_lower {
+            return lower < other_lower;
+        }
+        self.port() < other.port()
+    }
 }
 
 macro_rules! slot {

@@ -2,9 +2,9 @@
 //! sizes, checks, opens and attaches them by the same.
 
 macro_rules! limits {
-    ($($limit:ident $field:ident: $name:literal, $default:literal;)+) => {
+    ($($limit:ident $field:ident: $name:literal, $default:literal, first $first:expr;)+) => {
         /// A size that users set.
-        #[derive(Clone, Copy, Debug, Eq, PartialEq)]
+        #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
         pub enum Limit { $($limit,)+ }
 
         impl Limit {
@@ -17,9 +17,15 @@ macro_rules! limits {
             pub const fn default_entries(self) -> u32 {
                 match self { $(Self::$limit => $default,)+ }
             }
+
+            /// What the tables have room for at first where `limit` is set. They grow up to it when more is desired.
+            pub const fn first_entries(self, limit: u32) -> u32 {
+                let first: u32 = match self { $(Self::$limit => $first,)+ };
+                if first < limit { first } else { limit }
+            }
         }
 
-        /// Entries that the tables have room for.
+        /// The most entries that the tables have room for.
         #[derive(Clone, Copy, Debug, Eq, PartialEq)]
         pub struct Limits { $(pub $field: u32,)+ }
 
@@ -37,16 +43,20 @@ macro_rules! limits {
     };
 }
 
+/// The tables have the size of the limit from the beginning.
+const FIXED: u32 = u32::MAX;
+
 limits! {
-    Frontends frontends: "frontends", 131_072;
-    Services services: "services", 131_072;
-    Slots slots: "slots", 524_288;
-    Backends backends: "backends", 262_144;
-    Flows flows: "flows", 524_288;
-    OpeningFlows opening_flows: "openingFlows", 65_536;
-    Fragments fragments: "fragments", 16_384;
-    NodeAddresses node_addresses: "nodeAddresses", 1_024;
-    ServiceCounters service_counters: "serviceCounters", 1_024;
+    Frontends frontends: "frontends", 1_048_576, first 131_072;
+    Services services: "services", 1_048_576, first 131_072;
+    Slots slots: "slots", 4_194_304, first 524_288;
+    Backends backends: "backends", 2_097_152, first 262_144;
+    Flows flows: "flows", 524_288, first FIXED;
+    OpeningFlows opening_flows: "openingFlows", 65_536, first FIXED;
+    Affinity affinity: "affinity", 65_536, first FIXED;
+    Fragments fragments: "fragments", 16_384, first FIXED;
+    NodeAddresses node_addresses: "nodeAddresses", 1_024, first FIXED;
+    ServiceCounters service_counters: "serviceCounters", 1_024, first FIXED;
 }
 
 /// Calls the macro `$define` with every pinned table, as `name: kind(key, value), entries`. The types are those of
@@ -78,6 +88,8 @@ macro_rules! tables {
             opening_flows6_maps: maps_of_lru_hash(FlowKey<A6>, Flow<A6>), 2;
             foreign_flows4_maps: maps_of_lru_hash(FlowKey<A4>, ForeignFlow), 2;
             foreign_flows6_maps: maps_of_lru_hash(FlowKey<A6>, ForeignFlow), 2;
+            affinity4: lru_hash(AffinityKey<A4>, Affinity), [Affinity];
+            affinity6: lru_hash(AffinityKey<A6>, Affinity), [Affinity];
             fragments4: lru_hash(FragmentKey<A4>, FirstFragment<A4>), [Fragments];
             fragments6: lru_hash(FragmentKey<A6>, FirstFragment<A6>), [Fragments];
             node_addresses4: hash(A4, NodeAddress), [NodeAddresses];

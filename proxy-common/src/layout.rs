@@ -19,6 +19,9 @@ pub trait Address: Copy + Eq + Default + AsRef<[u8]> + AsMut<[u8]> + 'static {
     const UNSPECIFIED: Self;
 
     fn precedes(&self, other: &Self) -> bool;
+
+    /// In an order like that of the addresses.
+    fn halves(&self) -> [u64; 2];
 }
 
 impl Address for [u8; 4] {
@@ -28,6 +31,11 @@ impl Address for [u8; 4] {
     fn precedes(&self, other: &Self) -> bool {
         u32::from_be_bytes(*self) < u32::from_be_bytes(*other)
     }
+
+    #[inline(always)]
+    fn halves(&self) -> [u64; 2] {
+        [0, u32::from_be_bytes(*self).into()]
+    }
 }
 
 impl Address for [u8; 16] {
@@ -36,6 +44,12 @@ impl Address for [u8; 16] {
     #[inline(always)]
     fn precedes(&self, other: &Self) -> bool {
         u128::from_be_bytes(*self) < u128::from_be_bytes(*other)
+    }
+
+    #[inline(always)]
+    fn halves(&self) -> [u64; 2] {
+        let whole = u128::from_be_bytes(*self);
+        [(whole >> 64) as u64, whole as u64]
     }
 }
 
@@ -145,7 +159,8 @@ impl Default for ServiceName {
 /// The backend runs on this node.
 pub const BACKEND_LOCAL: u32 = 1;
 
-/// Table `slots4`/`slots6`, mmapable array: all that the packet path needs of an endpoint.
+/// Table `slots4`/`slots6`, mmapable array: all that the packet path needs of an endpoint. The slots of an endpoint set are in the
+/// order of [`Slot::precedes`](crate::family::Slot::precedes).
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Slot4 {
@@ -343,6 +358,37 @@ pub struct Flow<A> {
 pub struct ForeignFlow {
     /// Nanoseconds since boot, suspend included. TCP: of its SYN. UDP: up to a second late.
     pub last_seen: u64,
+}
+
+/// Who has affinity. The node itself is one client, by whatever address: namespace `[u32::MAX; 2]`.
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+#[repr(C)]
+pub struct Client<A> {
+    /// Unspecified where the namespace is known instead.
+    pub address: A,
+    /// Network namespace of a socket whose address no hook knows, as `bpf_get_netns_cookie` gives it: lower half, then upper half.
+    pub namespace: [u32; 2],
+}
+
+/// Table `affinity4/6`, LRU hash: clients of service ports with affinity.
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+#[repr(C)]
+pub struct AffinityKey<A> {
+    /// Index into `services`.
+    pub service: u32,
+    pub client: Client<A>,
+}
+
+/// Where the client's new connections go, as long as it lasts and the backend is in the endpoint set that they are for.
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+#[repr(C)]
+pub struct Affinity {
+    /// Nanoseconds since boot, suspend included: the client's last new connection.
+    pub last_used: u64,
+    /// Key of `backends4/6`.
+    pub backend: u32,
+    /// `BACKEND_*`, as the slot had it.
+    pub flags: u32,
 }
 
 /// Of a packet that enters the node.
@@ -600,6 +646,8 @@ const _: () = {
     assert!(size_of::<Settings>() == 56 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);
     assert!(size_of::<MasqueradeDevice>() == 20 && size_of::<FourPorts>() == 8);
     assert!(size_of::<ForeignFlow>() == 8);
+    assert!(size_of::<AffinityKey<[u8; 4]>>() == 16 && size_of::<AffinityKey<[u8; 16]>>() == 28);
+    assert!(size_of::<Affinity>() == 16);
     assert!(size_of::<Lease>() == 8 && size_of::<LogControl>() == 16);
     assert!(size_of::<RefusalCount>() == 16);
 };
@@ -626,6 +674,7 @@ mod pod {
         MasqueradeDevice,
         FourPorts,
         ForeignFlow,
+        Affinity,
         ServiceCounters,
         Settings,
         Lease,
@@ -639,7 +688,16 @@ mod pod {
             unsafe impl<A: Address> aya::Pod for $t<A> {}
         )* };
     }
-    pod_of_family!(FrontendKey, Backend, FlowKey, Flow, FragmentKey, FirstFragment, SocketOrigin);
+    pod_of_family!(
+        FrontendKey,
+        Backend,
+        FlowKey,
+        Flow,
+        AffinityKey,
+        FragmentKey,
+        FirstFragment,
+        SocketOrigin
+    );
 }
 
 #[cfg(test)]

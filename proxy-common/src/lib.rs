@@ -3,6 +3,7 @@
 //! the kernel and on the host.
 #![cfg_attr(not(any(test, fuzzing, feature = "user")), no_std)]
 
+pub mod affinity;
 pub mod family;
 pub mod flow;
 pub mod inventory;

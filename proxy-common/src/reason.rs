@@ -85,6 +85,8 @@ reasons! {
     RefusalsLimited = 30, Drop, "refusals_limited";
     /// A TCP segment of a masqueraded flow's backend that is not to the address that the backend knows: it is forged.
     ForgedAnswer = 31, Drop, "forged_answer";
+    /// A client that affinity knows nothing of opened a connection to a service with affinity.
+    ClientRemembered = 38, Pass, "client_remembered";
     /// A segment of a connection whose backend is gone, where such connections are reset.
     BackendGone = 37, Refuse, "backend_gone";
     /// A later fragment of a packet whose first one was dropped or refused.

@@ -1,10 +1,11 @@
 //! From a destination to its frontend, and from a frontend to a backend.
 
 use crate::{
+    affinity,
     family::{Destination, Family, Slot},
     layout::*,
     reason::Reason,
-    tables::Tables,
+    tables::{AffinityTables, Tables},
 };
 
 /// Where a client is.
@@ -45,12 +46,13 @@ fn has_node_ports<F: Family>(tables: &impl Tables<F>, address: &F::Address, orig
     node_address.flags & NODE_ADDRESS_LOOPBACK == 0 || origin == Origin::Host
 }
 
-/// A backend for a new connection to `frontend`. `random` decides among equals.
+/// A backend for a new connection to `frontend`. Affinity goes by `key`; `random` decides among equals.
 #[inline(always)]
 pub fn choose<F: Family>(
-    tables: &impl Tables<F>,
+    tables: &impl AffinityTables<F>,
     frontend: Frontend,
     origin: Origin,
+    key: &AffinityKey<F::Address>,
     random: u32,
 ) -> Result<F::Slot, Reason> {
     let service = tables.service(frontend.service).ok_or(Reason::ServiceGone)?;
@@ -62,10 +64,21 @@ pub fn choose<F: Family>(
             Reason::NoEndpoints
         });
     }
+    let place = if service.affinity_seconds == 0 {
+        place_at(set, random)
+    } else {
+        affinity::place(tables, set, service.affinity_seconds, key, random)
+    };
+    let slot = tables.slot(place).ok_or(Reason::SlotGone)?;
+    if slot.backend() == 0 { Err(Reason::SlotGone) } else { Ok(slot) }
+}
+
+/// Index of the slot in the set that random bits choose.
+#[inline(always)]
+pub(crate) fn place_at(set: EndpointSet, random: u32) -> u32 {
     // Scales 32 random bits to 0..count without a division.
     let place = (u64::from(random) * u64::from(set.count)) >> 32;
-    let slot = tables.slot(set.first.wrapping_add(place as u32)).ok_or(Reason::SlotGone)?;
-    if slot.backend() == 0 { Err(Reason::SlotGone) } else { Ok(slot) }
+    set.first.wrapping_add(place as u32)
 }
 
 #[inline(always)]
@@ -89,6 +102,8 @@ mod tests {
     const VIP: [u8; 4] = [10, 96, 0, 1];
     const NODE: [u8; 4] = [192, 0, 2, 1];
     const LOOPBACK: [u8; 4] = [127, 0, 0, 1];
+    const KEY: AffinityKey<[u8; 4]> =
+        AffinityKey { service: 7, client: Client { address: [10, 244, 0, 9], namespace: [0; 2] } };
 
     /// Cluster set: backends 1, 2, 3. Local ones: 1. ClusterIP VIP:80, node port 30080.
     fn tables() -> HostTables<V4> {
@@ -153,7 +168,7 @@ mod tests {
     fn random_bits_are_spread_over_the_set(#[case] random: u32, #[case] backend: u32) {
         let tables = tables();
         let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
-        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, random).unwrap().backend, backend);
+        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, &KEY, random).unwrap().backend, backend);
     }
 
     #[rstest]
@@ -163,7 +178,7 @@ mod tests {
     fn node_port_with_external_policy_local(#[case] origin: Origin, #[case] highest: u32) {
         let tables = tables();
         let frontend = find::<V4>(&tables, &to(NODE, 30080), origin).unwrap();
-        assert_eq!(choose::<V4>(&tables, frontend, origin, u32::MAX).unwrap().backend, highest);
+        assert_eq!(choose::<V4>(&tables, frontend, origin, &KEY, u32::MAX).unwrap().backend, highest);
     }
 
     #[rstest]
@@ -174,7 +189,7 @@ mod tests {
         let service = tables.services.get_mut(&7).unwrap();
         service.internal = service.external;
         let frontend = find::<V4>(&tables, &to(address, port), Origin::Workload).unwrap();
-        let chosen = choose::<V4>(&tables, frontend, Origin::Workload, u32::MAX).unwrap();
+        let chosen = choose::<V4>(&tables, frontend, Origin::Workload, &KEY, u32::MAX).unwrap();
         assert_eq!(chosen.backend, highest);
     }
 
@@ -185,7 +200,7 @@ mod tests {
         let mut tables = tables();
         tables.services.insert(7, Service { flags, ..Service::default() });
         let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
-        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, 5), Err(reason));
+        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, &KEY, 5), Err(reason));
     }
 
     #[test]
@@ -193,8 +208,8 @@ mod tests {
         let mut tables = tables();
         let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
         tables.slots.clear();
-        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, 5), Err(Reason::SlotGone));
+        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, &KEY, 5), Err(Reason::SlotGone));
         tables.services.clear();
-        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, 5), Err(Reason::ServiceGone));
+        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, &KEY, 5), Err(Reason::ServiceGone));
     }
 }

@@ -3,23 +3,25 @@
 
 use crate::{
     family::{Destination, Family, Slot},
-    layout::{Address, DatagramOrigins, PROTOCOL_TCP, SocketOrigin},
+    layout::{Address, AffinityKey, Client, DatagramOrigins, PROTOCOL_TCP, SocketOrigin},
     port::Port,
     reason::Reason,
     select::{self, Origin},
-    tables::Tables,
+    tables::{AffinityTables, Tables},
 };
 
-/// Where a connected socket is to be sent, or why not.
+/// Where a socket of this network namespace is to be sent, or why not.
 #[inline(always)]
 pub fn connect<F: Family>(
-    tables: &impl Tables<F>,
+    tables: &impl AffinityTables<F>,
     destination: &Destination<F::Address>,
     origin: Origin,
+    namespace: u64,
     random: u32,
 ) -> Result<SocketOrigin<F::Address>, Reason> {
     let frontend = select::find(tables, destination, origin).ok_or(Reason::NotAService)?;
-    let slot = select::choose(tables, frontend, origin, random)?;
+    let key = AffinityKey { service: frontend.service, client: Client::of_socket(origin, namespace) };
+    let slot = select::choose(tables, frontend, origin, &key, random)?;
     let dialled = (destination.address, destination.port);
     Ok(SocketOrigin::new(dialled, (slot.address(), slot.port()), slot.backend(), frontend.service))
 }
@@ -198,7 +200,7 @@ mod tests {
         let internal = EndpointSet { first: 4, count: 1 };
         tables.services.insert(1, Service { internal, ..Service::default() });
         tables.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
-        assert_eq!(connect(&tables, &udp(address, 53), Origin::Workload, 0), expected);
+        assert_eq!(connect(&tables, &udp(address, 53), Origin::Workload, 5, 0), expected);
     }
 
     #[test]

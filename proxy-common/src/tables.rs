@@ -2,10 +2,10 @@
 
 use crate::{
     family::Family,
-    layout::{Backend, Frontend, FrontendKey, NodeAddress, Service},
+    layout::{Affinity, AffinityKey, Backend, Frontend, FrontendKey, NodeAddress, Service},
 };
 
-/// Lookups that choosing a backend needs. Values are copies: what lies in a map may change meanwhile.
+/// Lookups that finding a frontend and its backends needs. Values are copies: what lies in a map may change meanwhile.
 pub trait Tables<F: Family> {
     fn frontend(&self, key: &FrontendKey<F::Address>) -> Option<Frontend>;
     fn node_address(&self, address: &F::Address) -> Option<NodeAddress>;
@@ -15,11 +15,34 @@ pub trait Tables<F: Family> {
     fn backend(&self, id: u32) -> Option<Backend<F::Address>>;
 }
 
+/// An entry of `affinity4/6`, in place. The kernel may give its memory to another client at any time: what is written then is lost, or is
+/// the other client's, whose next connection goes to that backend if it is among its endpoints.
+pub trait AffinityEntry: Copy {
+    fn read(&self) -> Affinity;
+    /// Sets [`Affinity::last_used`].
+    fn prolong(&self, now: u64);
+    fn write(&self, affinity: Affinity);
+}
+
+/// What choosing a backend needs.
+pub trait AffinityTables<F: Family>: Tables<F> {
+    type Affinity: AffinityEntry;
+
+    fn affinity(&self, key: &AffinityKey<F::Address>) -> Option<Self::Affinity>;
+    /// False: there is an entry already, or no memory.
+    fn remember(&self, key: &AffinityKey<F::Address>, affinity: &Affinity) -> bool;
+    /// Nanoseconds since boot, suspend included.
+    fn now(&self) -> u64;
+}
+
 #[cfg(test)]
 pub(crate) mod host {
     //! Tables for tests of the decisions.
 
-    use std::collections::HashMap;
+    use std::{
+        cell::{Cell, RefCell},
+        collections::HashMap,
+    };
 
     use super::*;
     use crate::layout::*;
@@ -30,6 +53,32 @@ pub(crate) mod host {
         pub(crate) services: HashMap<u32, Service>,
         pub(crate) slots: HashMap<u32, F::Slot>,
         pub(crate) backends: HashMap<u32, Backend<F::Address>>,
+        pub(crate) affinity: RefCell<HashMap<AffinityKey<F::Address>, KnownClient>>,
+        pub(crate) clock: Cell<u64>,
+    }
+
+    /// As the map element that the kernel hands out, it is shared.
+    #[derive(Clone, Copy)]
+    pub(crate) struct KnownClient(&'static Cell<Affinity>);
+
+    impl KnownClient {
+        pub(crate) fn new(affinity: Affinity) -> Self {
+            Self(Box::leak(Box::new(Cell::new(affinity))))
+        }
+    }
+
+    impl AffinityEntry for KnownClient {
+        fn read(&self) -> Affinity {
+            self.0.get()
+        }
+
+        fn prolong(&self, now: u64) {
+            self.0.set(Affinity { last_used: now, ..self.0.get() });
+        }
+
+        fn write(&self, affinity: Affinity) {
+            self.0.set(affinity);
+        }
     }
 
     impl<F: Family> Default for HostTables<F> {
@@ -40,6 +89,8 @@ pub(crate) mod host {
                 services: HashMap::new(),
                 slots: HashMap::new(),
                 backends: HashMap::new(),
+                affinity: RefCell::default(),
+                clock: Cell::new(1_000_000_000_000),
             }
         }
     }
@@ -63,6 +114,23 @@ pub(crate) mod host {
 
         fn backend(&self, id: u32) -> Option<Backend<F::Address>> {
             self.backends.get(&id).copied()
+        }
+    }
+
+    impl<F: Family<Address: std::hash::Hash>> AffinityTables<F> for HostTables<F> {
+        type Affinity = KnownClient;
+
+        fn affinity(&self, key: &AffinityKey<F::Address>) -> Option<KnownClient> {
+            self.affinity.borrow().get(key).copied()
+        }
+
+        fn remember(&self, key: &AffinityKey<F::Address>, affinity: &Affinity) -> bool {
+            let mut known = self.affinity.borrow_mut();
+            !known.contains_key(key) && known.insert(*key, KnownClient::new(*affinity)).is_none()
+        }
+
+        fn now(&self) -> u64 {
+            self.clock.get()
         }
     }
 }

@@ -5,10 +5,7 @@ use core::{
     ptr::{addr_of, addr_of_mut, read_volatile, write_volatile},
 };
 
-use aya_ebpf::{
-    bindings::BPF_ANY,
-    helpers::{bpf_get_prandom_u32, bpf_ktime_get_boot_ns},
-};
+use aya_ebpf::{bindings::BPF_ANY, helpers::bpf_get_prandom_u32};
 use proxy_common::{
     family::{Family, V4, V6},
     flow::{self, Change, FlowEntry, FlowTables, InsertError, Scratch, Stage, Try},
@@ -272,12 +269,6 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn resets_gone(&self) -> bool {
                 globals::RESETS_GONE.load() == globals::ON
-            }
-
-            #[inline(always)]
-            fn now(&self) -> u64 {
-                // SAFETY: no arguments; since 5.8.
-                unsafe { bpf_ktime_get_boot_ns() }
             }
 
             #[inline(always)]

@@ -9,6 +9,7 @@ use proxy_common::{
     family::{V4, V6},
     layout::{Address, LOG_LINES_PER_SECOND},
     packet::Packet,
+    port::Port,
     reason::Reason,
 };
 
@@ -17,8 +18,8 @@ use crate::{flow::FlowScratch, maps};
 /// An address that a log line can show.
 pub(crate) trait LogAddress: Address {
     /// The controller puts the reason's name in place of its number as [`Reason`]. A client whose socket has no address yet is
-    /// shown as the unspecified one.
-    fn log_refusal(packet: &Packet<Self>, reason: u32);
+    /// shown as the unspecified one. `ports`: the source's and the destination's.
+    fn log_refusal(source: &Self, destination: &Self, ports: [Port; 2], protocol: u8, reason: u32);
 }
 
 /// A family whose packets are logged.
@@ -35,7 +36,10 @@ macro_rules! log_refusals {
         #[inline(never)]
         extern "C" fn $log_packet(reason: u32) -> u32 {
             if let Some(scratch) = <$family>::scratch() {
-                <$address>::log_refusal(&scratch.packet, reason);
+                let Packet { source, destination, source_port, destination_port, protocol, .. } =
+                    &scratch.packet;
+                let ports = [*source_port, *destination_port];
+                <$address>::log_refusal(source, destination, ports, *protocol, reason);
             }
             0
         }
@@ -50,17 +54,23 @@ macro_rules! log_refusals {
         impl LogAddress for $address {
             // A function of its own, so that its stack is not the caller's.
             #[inline(never)]
-            fn log_refusal(packet: &Packet<Self>, reason: u32) {
+            fn log_refusal(
+                source: &Self,
+                destination: &Self,
+                [source_port, destination_port]: [Port; 2],
+                protocol: u8,
+                reason: u32,
+            ) {
                 if is_due() {
                     debug!(
                         (),
                         "reason {}: protocol {}, from {:i} port {} to {:i} port {}",
                         reason,
-                        packet.protocol,
-                        packet.source,
-                        packet.source_port.number(),
-                        packet.destination,
-                        packet.destination_port.number()
+                        protocol,
+                        *source,
+                        source_port.number(),
+                        *destination,
+                        destination_port.number()
                     );
                 }
             }

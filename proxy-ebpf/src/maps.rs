@@ -13,7 +13,7 @@ type A6 = [u8; 16];
 
 macro_rules! entries {
     ([$limit:ident]) => {
-        Limit::$limit.default_entries() as usize
+        Limit::$limit.first_entries(Limit::$limit.default_entries()) as usize
     };
     ($entries:expr) => {
         $entries as usize

@@ -11,12 +11,11 @@ use aya_ebpf::{
 use proxy_common::{
     family::{Destination, Family, V4, V6},
     layout::*,
-    packet::{Fragment, Headers, Packet, Segment},
     port::Port,
     reason::{Reason, Verdict},
     select::Origin,
     socket,
-    tables::Tables,
+    tables::AffinityTables,
 };
 
 use crate::{
@@ -157,11 +156,16 @@ fn redirect<F: AddressFormat>(ctx: &SockAddrContext, origin: &SocketOrigin<<F::F
     set_port(ctx, origin.backend_port());
 }
 
-/// Is the socket in the node's own network namespace?
+/// Cookie of the socket's network namespace.
 #[inline(always)]
-fn origin(ctx: &SockAddrContext) -> Origin {
+fn namespace(ctx: &SockAddrContext) -> u64 {
     // SAFETY: the context of this program; the helper is there since 5.7.
-    let namespace = unsafe { bpf_get_netns_cookie(ctx.as_ptr()) };
+    unsafe { bpf_get_netns_cookie(ctx.as_ptr()) }
+}
+
+/// Is it the node's own?
+#[inline(always)]
+fn origin(namespace: u64) -> Origin {
     match settings() {
         Some(settings) if settings.host_namespace == namespace => Origin::Host,
         _ => Origin::Workload,
@@ -180,12 +184,17 @@ fn serves(origin: Origin) -> bool {
 fn choose<F: AddressFormat>(
     destination: &Destination<<F::Family as Family>::Address>,
     origin: Origin,
+    namespace: u64,
     ended: bool,
 ) -> Result<SocketOrigin<<F::Family as Family>::Address>, Reason>
 where
-    Maps: Tables<F::Family>,
+    Maps: AffinityTables<F::Family>,
 {
-    if ended { Err(Reason::NotAService) } else { socket::connect(&Maps, destination, origin, random()) }
+    if ended {
+        Err(Reason::NotAService)
+    } else {
+        socket::connect(&Maps, destination, origin, namespace, random())
+    }
 }
 
 #[inline(always)]
@@ -195,23 +204,15 @@ fn random() -> u32 {
 }
 
 /// The one place where a reason ends a system call that named `destination`.
-#[inline(always)]
+// Not inlined: what it needs of the stack would be added to what choosing a backend needs.
+#[inline(never)]
 fn conclude<A: LogAddress>(reason: Reason, destination: &Destination<A>) -> i32 {
     if reason as u32 != Reason::NotAService as u32 {
         count(reason);
     }
     if reason.verdict() != Verdict::Pass {
-        let packet = Packet {
-            source: A::UNSPECIFIED,
-            destination: destination.address,
-            source_port: Port::NONE,
-            destination_port: destination.port,
-            protocol: destination.protocol,
-            segment: Segment::default(),
-            fragment: Fragment::default(),
-            headers: Headers::default(),
-        };
-        A::log_refusal(&packet, reason as u32);
+        let ports = [Port::NONE, destination.port];
+        A::log_refusal(&A::UNSPECIFIED, &destination.address, ports, destination.protocol, reason as u32);
     }
     match reason.verdict() {
         Verdict::Pass => PROCEED,
@@ -239,15 +240,16 @@ pub(crate) fn connect6(ctx: &SockAddrContext) -> i32 {
 #[inline(always)]
 fn connect<F: AddressFormat>(ctx: &SockAddrContext) -> i32
 where
-    Maps: Tables<F::Family>,
+    Maps: AffinityTables<F::Family>,
 {
     let Some(protocol) = protocol(ctx) else { return PROCEED };
-    let origin = origin(ctx);
+    let namespace = namespace(ctx);
+    let origin = origin(namespace);
     if !serves(origin) {
         return PROCEED;
     }
     let destination = destination::<F>(ctx, protocol);
-    match choose::<F>(&destination, origin, lease_has_ended()) {
+    match choose::<F>(&destination, origin, namespace, lease_has_ended()) {
         Ok(mut new) => {
             if !store(ctx, <F::Family as SocketTables>::socket_origin(), &mut new) {
                 return conclude(Reason::SocketStorageFull, &destination);
@@ -282,9 +284,10 @@ pub(crate) fn sendmsg6(ctx: &SockAddrContext) -> i32 {
 #[inline(always)]
 fn sendmsg<F: AddressFormat>(ctx: &SockAddrContext) -> i32
 where
-    Maps: Tables<F::Family>,
+    Maps: AffinityTables<F::Family>,
 {
-    let origin = origin(ctx);
+    let namespace = namespace(ctx);
+    let origin = origin(namespace);
     if !serves(origin) {
         return PROCEED;
     }
@@ -304,7 +307,7 @@ where
             return PROCEED;
         }
     }
-    match choose::<F>(&destination, origin, ended) {
+    match choose::<F>(&destination, origin, namespace, ended) {
         Ok(new) => {
             let Some(known) = stored_or_new(ctx, storage) else {
                 return conclude(Reason::SocketStorageFull, &destination);
@@ -388,10 +391,8 @@ pub(crate) fn learn_namespace(ctx: &SockAddrContext) -> i32 {
     // SAFETY: a map value in bounds.
     let probe = unsafe { read_volatile(addr_of!((*settings).probe_socket)) };
     if probe == socket {
-        // SAFETY: the context of this program.
-        let namespace = unsafe { bpf_get_netns_cookie(ctx.as_ptr()) };
         // SAFETY: a map value in bounds.
-        unsafe { write_volatile(addr_of_mut!((*settings).host_namespace), namespace) };
+        unsafe { write_volatile(addr_of_mut!((*settings).host_namespace), namespace(ctx)) };
         // SAFETY: as above. Tells the controller that it was here.
         unsafe { write_volatile(addr_of_mut!((*settings).probe_socket), 0) };
     }

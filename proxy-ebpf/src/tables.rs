@@ -1,19 +1,55 @@
 //! `Tables` over the BPF maps.
 
-use core::ptr::{addr_of, read_volatile};
+use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
 
-use aya_ebpf::{btf_maps::SkStorage, helpers::bpf_ktime_get_boot_ns};
+use aya_ebpf::{bindings::BPF_NOEXIST, btf_maps::SkStorage, helpers::bpf_ktime_get_boot_ns};
 use proxy_common::{
     family::{Family, V4, V6},
     layout::*,
     reason::Reason,
-    tables::Tables,
+    tables::{AffinityEntry, AffinityTables, Tables},
 };
 
 use crate::{globals, maps};
 
 /// The tables of one family.
 pub(crate) struct Maps;
+
+/// An element of `affinity4/6`.
+#[derive(Clone, Copy)]
+pub(crate) struct KnownClient(*mut Affinity);
+
+impl AffinityEntry for KnownClient {
+    #[inline(always)]
+    fn read(&self) -> Affinity {
+        let entry = self.0;
+        // SAFETY: a map element in bounds and aligned to 8, of plain integers.
+        unsafe {
+            Affinity {
+                last_used: read_volatile(addr_of!((*entry).last_used)),
+                backend: read_volatile(addr_of!((*entry).backend)),
+                flags: read_volatile(addr_of!((*entry).flags)),
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn prolong(&self, now: u64) {
+        // SAFETY: as above.
+        unsafe { write_volatile(addr_of_mut!((*self.0).last_used), now) };
+    }
+
+    #[inline(always)]
+    fn write(&self, Affinity { last_used, backend, flags }: Affinity) {
+        let entry = self.0;
+        // SAFETY: as above.
+        unsafe {
+            write_volatile(addr_of_mut!((*entry).backend), backend);
+            write_volatile(addr_of_mut!((*entry).flags), flags);
+        }
+        self.prolong(last_used);
+    }
+}
 
 /// Socket storage of one family.
 pub(crate) trait SocketTables: Family {
@@ -23,7 +59,7 @@ pub(crate) trait SocketTables: Family {
 
 macro_rules! tables {
     ($family:ty, $address:ty, $frontends:ident, $node_addresses:ident, $slots:ident, $backends:ident,
-     $socket_origin:ident, $datagram_origins:ident) => {
+     $affinity:ident, $socket_origin:ident, $datagram_origins:ident) => {
         impl Tables<$family> for Maps {
             #[inline(always)]
             fn frontend(&self, key: &FrontendKey<$address>) -> Option<Frontend> {
@@ -55,6 +91,33 @@ macro_rules! tables {
             }
         }
 
+        impl AffinityTables<$family> for Maps {
+            type Affinity = KnownClient;
+
+            #[inline(always)]
+            fn affinity(&self, key: &AffinityKey<$address>) -> Option<KnownClient> {
+                maps::$affinity.get_ptr_mut(key).map(KnownClient)
+            }
+
+            #[inline(always)]
+            fn remember(&self, key: &AffinityKey<$address>, affinity: &Affinity) -> bool {
+                let is_new = maps::$affinity.insert(key, affinity, u64::from(BPF_NOEXIST)).is_ok();
+                if is_new {
+                    // Clients that were never looked up are evicted first. The source of a packet may be forged, a socket is not.
+                    if key.client.namespace != [0; 2] {
+                        let _referenced = maps::$affinity.get_ptr(key);
+                    }
+                    count(Reason::ClientRemembered);
+                }
+                is_new
+            }
+
+            #[inline(always)]
+            fn now(&self) -> u64 {
+                now()
+            }
+        }
+
         impl SocketTables for $family {
             #[inline(always)]
             fn socket_origin() -> &'static SkStorage<SocketOrigin<$address>> {
@@ -69,8 +132,14 @@ macro_rules! tables {
     };
 }
 
-tables!(V4, [u8; 4], frontends4, node_addresses4, slots4, backends4, socket_origin4, datagrams4);
-tables!(V6, [u8; 16], frontends6, node_addresses6, slots6, backends6, socket_origin6, datagrams6);
+tables!(V4, [u8; 4], frontends4, node_addresses4, slots4, backends4, affinity4, socket_origin4, datagrams4);
+tables!(V6, [u8; 16], frontends6, node_addresses6, slots6, backends6, affinity6, socket_origin6, datagrams6);
+
+#[inline(always)]
+fn now() -> u64 {
+    // SAFETY: no arguments; since 5.8.
+    unsafe { bpf_ktime_get_boot_ns() }
+}
 
 #[inline(always)]
 fn read_service(service: *const Service) -> Service {
@@ -112,8 +181,7 @@ pub(crate) fn lease_has_ended() -> bool {
     let Some(lease) = maps::lease.get_ptr(0) else { return false };
     // SAFETY: of a map value, in bounds and aligned to 8; one load, as the controller may be renewing it.
     let lease = Lease { end: unsafe { read_volatile(addr_of!((*lease).end)) } };
-    // SAFETY: no arguments; since 5.8.
-    lease.has_ended(unsafe { bpf_ktime_get_boot_ns() })
+    lease.has_ended(now())
 }
 
 /// Counts a reason on this CPU.

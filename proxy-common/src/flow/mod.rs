@@ -39,7 +39,7 @@ use crate::{
     port::Port,
     reason::Reason,
     select::{self, Origin},
-    tables::Tables,
+    tables::AffinityTables,
 };
 
 /// Which of the two tables a flow's entry lies in.
@@ -135,12 +135,15 @@ pub struct Scratch<A> {
     flow: Flow<A>,
     /// One entry of `flow`, on its way from one table to the other.
     entry: Flow<A>,
+    /// That the packet dials, once it is found.
+    frontend: Frontend,
+    affinity_key: AffinityKey<A>,
     fragment_key: FragmentKey<A>,
     first_fragment: FirstFragment<A>,
 }
 
-/// The flow tables, the clock and the random numbers.
-pub trait FlowTables<F: Family>: Tables<F> {
+/// The flow tables and the random numbers.
+pub trait FlowTables<F: Family>: AffinityTables<F> {
     type Entry: FlowEntry<F::Address>;
 
     fn flow(&self, stage: Stage, key: &FlowKey<F::Address>) -> Option<Self::Entry>;
@@ -152,7 +155,7 @@ pub trait FlowTables<F: Family>: Tables<F> {
         flow: &Flow<F::Address>,
     ) -> Result<(), InsertError>;
     fn remove(&self, stage: Stage, key: &FlowKey<F::Address>);
-    /// When the connection of others was last seen, in nanoseconds as of [`now`](Self::now).
+    /// When the connection of others was last seen, in nanoseconds as of [`now`](AffinityTables::now).
     fn foreign(&self, key: &FlowKey<F::Address>) -> Option<u64>;
     fn note_foreign(&self, key: &FlowKey<F::Address>, now: u64);
     fn forget_foreign(&self, key: &FlowKey<F::Address>);
@@ -187,8 +190,6 @@ pub trait FlowTables<F: Family>: Tables<F> {
     fn epoch(&self) -> u32;
     /// Are connections reset whose backend is gone?
     fn resets_gone(&self) -> bool;
-    /// Nanoseconds since boot, suspend included.
-    fn now(&self) -> u64;
     fn random(&self) -> u32;
     /// Counts a reason in addition to that of the packet's outcome.
     fn count(&self, reason: Reason);
@@ -471,16 +472,17 @@ fn prepare<F: Family, T: FlowTables<F>>(
 ) -> Result<(), Reason> {
     // Before the tables are read: a change meanwhile has them compared once more.
     scratch.flow.epoch = tables.epoch();
-    let frontend =
-        if rival == Rival::Masqueraded { None } else { select::find(tables, &scratch.packet.to(), origin) };
+    let dials_frontend = rival != Rival::Masqueraded && find_frontend(tables, scratch, origin);
     // To a node port at which another's datagrams are masqueraded: it would go round for ever.
-    if frontend.is_some() && origin != Origin::Host && foreign::is_answer(tables, scratch) {
+    if dials_frontend && origin != Origin::Host && foreign::is_answer(tables, scratch) {
         return Err(Reason::NotAService);
     }
-    match frontend {
-        Some(frontend) => open::prepare_to_frontend(tables, scratch, frontend, origin)?,
-        None if rival == Rival::None => return Err(Reason::NotAService),
-        None => open::prepare_to_endpoint(scratch),
+    if dials_frontend {
+        open::prepare_to_frontend(tables, scratch, origin)?;
+    } else if rival == Rival::None {
+        return Err(Reason::NotAService);
+    } else {
+        open::prepare_to_endpoint(scratch);
     }
     if rival != Rival::None {
         scratch.flow.flags |= FLOW_OVERLAPPING;
@@ -490,6 +492,19 @@ fn prepare<F: Family, T: FlowTables<F>>(
         tables.set_moved(scratch.packet.source_port);
     }
     Ok(())
+}
+
+/// Finds what the packet dials, as `scratch.frontend`.
+// Not inlined, for the same reason.
+#[inline(never)]
+fn find_frontend<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    origin: Origin,
+) -> bool {
+    let found = select::find(tables, &scratch.packet.to(), origin);
+    scratch.frontend = found.unwrap_or_default();
+    found.is_some()
 }
 
 /// The client gets another backend.

@@ -18,16 +18,17 @@ use crate::{
 /// How many ports are tried for a client's alias, its own first: half of them at random, then one after the other.
 const ALIAS_TRIES: u32 = 16;
 
-/// Makes `scratch.flow` one from the packet's client to a backend of the frontend.
+/// Makes `scratch.flow` one from the packet's client to a backend of `scratch.frontend`.
 #[inline(always)]
 pub(super) fn prepare_to_frontend<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
-    frontend: Frontend,
     origin: Origin,
 ) -> Result<(), Reason> {
-    let slot = select::choose(tables, frontend, origin, tables.random())?;
-    let Scratch { packet, flow, .. } = scratch;
+    let Scratch { packet, flow, frontend, affinity_key, .. } = scratch;
+    affinity_key.service = frontend.service;
+    affinity_key.client = Client::of_packet(origin, packet.source);
+    let slot = select::choose(tables, *frontend, origin, affinity_key, tables.random())?;
     flow.backend = slot.address();
     flow.set_backend_port(slot.port());
     flow.backend_id = slot.backend();

@@ -18,7 +18,10 @@ use crate::{
     family::{Slot as _, V4},
     packet::{Fragment, Headers, Rewrite, Segment, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
     port::{Port, PortPool},
-    tables::host::HostTables,
+    tables::{
+        Tables,
+        host::{HostTables, KnownClient},
+    },
 };
 
 type A = [u8; 4];
@@ -112,7 +115,8 @@ impl Host {
         let mut tables = HostTables::<V4>::default();
         for (index, address) in (0u32..).zip(BACKENDS) {
             tables.slots.insert(index, Slot4::new(address, PORT, index + 1, 0));
-            tables.backends.insert(index + 1, Backend::default());
+            let backend = Backend { address, port: PORT.number(), ..Backend::default() };
+            tables.backends.insert(index + 1, backend);
         }
         let set = EndpointSet { first: 0, count: 2 };
         let flags = SERVICE_HAS_ENDPOINTS;
@@ -234,6 +238,24 @@ impl Tables<V4> for Host {
     }
 }
 
+impl AffinityTables<V4> for Host {
+    type Affinity = KnownClient;
+
+    fn affinity(&self, key: &AffinityKey<A>) -> Option<KnownClient> {
+        self.tables.affinity(key)
+    }
+
+    fn remember(&self, key: &AffinityKey<A>, affinity: &Affinity) -> bool {
+        self.tables.remember(key, affinity)
+    }
+
+    /// As on a real node, no two flows are opened at the same nanosecond.
+    fn now(&self) -> u64 {
+        self.wait(1);
+        self.clock.get()
+    }
+}
+
 impl FlowTables<V4> for Host {
     type Entry = EntryRef;
 
@@ -320,12 +342,6 @@ impl FlowTables<V4> for Host {
 
     fn resets_gone(&self) -> bool {
         self.resets_gone
-    }
-
-    /// As on a real node, no two flows are opened at the same nanosecond.
-    fn now(&self) -> u64 {
-        self.wait(1);
-        self.clock.get()
     }
 
     fn random(&self) -> u32 {

@@ -3,11 +3,13 @@
 #![expect(clippy::unwrap_used, reason = "a test ends where something is not as it must be")]
 #![expect(unreachable_pub, reason = "a test has no users")]
 
+mod affinity;
 mod desired;
 mod faults;
 mod flows;
 mod former_flows;
 mod grace;
+mod growth;
 mod hooks;
 mod lease;
 mod ports;

@@ -4,7 +4,7 @@ use std::{fs, os::fd::AsFd as _, sync::Arc};
 
 use proxy_common::{
     inventory::table,
-    layout::{Flow, FlowKey, MAP_BEFORE, MAP_IN_USE, PROTOCOL_TCP},
+    layout::{Affinity, AffinityKey, Client, Flow, FlowKey, MAP_BEFORE, MAP_IN_USE, PROTOCOL_TCP},
     port::Port,
 };
 use proxy_ctl::{
@@ -30,6 +30,7 @@ fn limits(factor: u32) -> Limits {
         backends: 256 * factor,
         flows: 512 * factor,
         opening_flows: 128 * factor,
+        affinity: 128 * factor,
         fragments: 128 * factor,
         node_addresses: 8 * factor,
         service_counters: 4,
@@ -54,6 +55,23 @@ fn flow(number: u16) -> Flow<[u8; 4]> {
     (flow.client, flow.backend, flow.protocol) = ([192, 0, 2, 7], [10, 0, 0, 1], PROTOCOL_TCP);
     flow.set_client_port(Port::new(number));
     flow
+}
+
+fn affinity(sandbox: &Sandbox) -> Vec<(AffinityKey<[u8; 4]>, Affinity)> {
+    let mut all = map(sandbox, "maps/affinity4").read_all().unwrap();
+    all.sort_unstable_by_key(|(key, _): &(AffinityKey<[u8; 4]>, Affinity)| key.client.address);
+    all
+}
+
+/// Clients of a service port, of one that has no affinity: nobody looks before the next collection.
+fn add_clients(sandbox: &Sandbox, count: u8) -> Vec<(AffinityKey<[u8; 4]>, Affinity)> {
+    let table: Map<AffinityKey<[u8; 4]>, Affinity> = map(sandbox, "maps/affinity4");
+    for number in 0..count {
+        let client = Client { address: [192, 0, 2, number], namespace: [0; 2] };
+        let affinity = Affinity { last_used: 1, backend: number.into(), flags: 0 };
+        table.set(&AffinityKey { service: 1, client }, &affinity).unwrap();
+    }
+    affinity(sandbox)
 }
 
 fn add_flows(sandbox: &Sandbox, table: &str, count: u16) {
@@ -99,9 +117,11 @@ fn every_table_keeps_what_it_holds(#[case] first: u32, #[case] second: u32) {
     drop(dataplane);
     add_flows(&sandbox, "maps/flows4", 300);
     add_flows(&sandbox, "maps/opening_flows4", 50);
+    let clients = add_clients(&sandbox, 20);
 
     let mut dataplane = open(&mut sandbox, second);
     assert_eq!(sandbox.snapshot(), whole);
+    assert_eq!(affinity(&sandbox), clients);
     assert_eq!(dataplane.resync(&desired()).unwrap(), Applied::default());
     assert_eq!(numbers(&sandbox, "maps/flows4"), (1..=300).collect::<Vec<_>>());
     assert_eq!(numbers(&sandbox, "maps/opening_flows4"), (1..=50).collect::<Vec<_>>());
@@ -117,6 +137,7 @@ fn every_table_keeps_what_it_holds(#[case] first: u32, #[case] second: u32) {
         ("flows4", limits.flows),
         ("opening_flows6", limits.opening_flows),
         ("foreign_flows4", limits.opening_flows),
+        ("affinity4", limits.affinity),
         ("fragments4", limits.fragments),
         ("node_addresses4", limits.node_addresses),
     ];

@@ -58,6 +58,7 @@ impl Sandbox {
             backends: 2_048,
             flows: 4_096,
             opening_flows: 1_024,
+            affinity: 1_024,
             fragments: 1_024,
             node_addresses: 64,
             service_counters: 4,

@@ -3,17 +3,7 @@
 use crate::setting::{ProxyKind, Setting};
 
 /// Names of cases, of scenarios of the differential suite, and of rows of these, with the reason.
-const NOT_YET: &[(&str, &str)] = &[
-    ("affinity: a client stays with its endpoint", AFFINITY),
-    ("affinity: cluster IP and node port share it", AFFINITY),
-    ("affinity: it ends with its endpoint", AFFINITY),
-    ("affinity: it lasts while connections come, and expires after", AFFINITY),
-    ("affinity: switched on and off", AFFINITY),
-    ("affinity", AFFINITY),
-    ("affinity, external policy Local", AFFINITY),
-];
-
-const AFFINITY: &str = "session affinity is not built yet";
+const NOT_YET: &[(&str, &str)] = &[];
 
 /// Why the proxy cannot do it, if so.
 pub fn reason(setting: &Setting, name: &str) -> Option<&'static str> {

@@ -20,10 +20,13 @@ pub enum ProxyKind {
     KubeProxyIptables,
     /// The real kube-proxy in mode nftables
     KubeProxyNftables,
+    /// The real kube-proxy in mode ipvs
+    KubeProxyIpvs,
 }
 
 pub const OURS: [ProxyKind; 5] =
     [ProxyKind::Ebpf, ProxyKind::Nftables, ProxyKind::Iptables, ProxyKind::Ipvs, ProxyKind::Userspace];
+/// Those that any kernel can do.
 pub const REAL: [ProxyKind; 2] = [ProxyKind::KubeProxyIptables, ProxyKind::KubeProxyNftables];
 
 /// What translates connections, whoever programs it.
@@ -41,7 +44,7 @@ impl ProxyKind {
     pub fn is_kube_proxy(self) -> bool {
         match self {
             Self::Ebpf | Self::Nftables | Self::Iptables | Self::Ipvs | Self::Userspace => false,
-            Self::KubeProxyIptables | Self::KubeProxyNftables => true,
+            Self::KubeProxyIptables | Self::KubeProxyNftables | Self::KubeProxyIpvs => true,
         }
     }
 
@@ -50,7 +53,7 @@ impl ProxyKind {
             Self::Ebpf => Datapath::Ebpf,
             Self::Nftables | Self::KubeProxyNftables => Datapath::Nftables,
             Self::Iptables | Self::KubeProxyIptables => Datapath::Iptables,
-            Self::Ipvs => Datapath::Ipvs,
+            Self::Ipvs | Self::KubeProxyIpvs => Datapath::Ipvs,
             Self::Userspace => Datapath::Userspace,
         }
     }

@@ -24,6 +24,8 @@ use crate::wire::{Endpoint, Wire};
 pub(crate) const FLOWS: u32 = 8;
 /// How many packets in fragments a table of them holds here.
 pub(crate) const FRAGMENTS: u32 = 1_024;
+/// How many clients a table of those with affinity holds here.
+const CLIENTS: u32 = 1_024;
 const SERVICES: u32 = 64;
 /// Not pinned.
 const REFUSALS: &str = "refusals";
@@ -49,6 +51,7 @@ pub(crate) type FlowOf<W> = Flow<<W as Family>::Address>;
 pub(crate) type FlowKeyOf<W> = FlowKey<<W as Family>::Address>;
 type FragmentTable<'a, W> =
     HashMap<&'a mut MapData, FragmentKey<<W as Family>::Address>, FirstFragment<<W as Family>::Address>>;
+type AffinityTable<'a, W> = HashMap<&'a mut MapData, AffinityKey<<W as Family>::Address>, Affinity>;
 type FlowTable<'a, W> = HashMap<&'a mut MapData, FlowKeyOf<W>, FlowOf<W>>;
 
 /// A family's tables.
@@ -60,6 +63,7 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
     const FLOWS: &'static str;
     const OPENING_FLOWS: &'static str;
     const FRAGMENTS: &'static str;
+    const AFFINITY: &'static str;
 
     fn set_masquerade(settings: &mut Settings, address: Self::Address);
     fn set_device(device: &mut MasqueradeDevice, address: Self::Address);
@@ -107,12 +111,17 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
         Ok(Self::flow_table(ebpf, stage)?.iter().collect::<Result<Vec<_>, _>>()?)
     }
 
+    fn affinity_table(ebpf: &mut Ebpf) -> Result<AffinityTable<'_, Self>> {
+        hash(ebpf, Self::AFFINITY)
+    }
+
     fn fragment_table(ebpf: &mut Ebpf) -> Result<FragmentTable<'_, Self>> {
         hash(ebpf, Self::FRAGMENTS)
     }
 
     fn clear(ebpf: &mut Ebpf) -> Result<()> {
         clear(Self::fragment_table(ebpf)?)?;
+        clear(Self::affinity_table(ebpf)?)?;
         clear(hash::<FrontendKey<Self::Address>, Frontend>(ebpf, Self::FRONTENDS)?)?;
         clear(hash::<u32, Backend<Self::Address>>(ebpf, Self::BACKENDS)?)?;
         clear(hash::<Self::Address, NodeAddress>(ebpf, Self::NODE_ADDRESSES)?)?;
@@ -138,9 +147,11 @@ macro_rules! tables {
 }
 
 tables!(V4, masquerade4, v4, FRONTENDS: frontends4, SLOTS: slots4, BACKENDS: backends4,
-    NODE_ADDRESSES: node_addresses4, FLOWS: flows4, OPENING_FLOWS: opening_flows4, FRAGMENTS: fragments4);
+    NODE_ADDRESSES: node_addresses4, FLOWS: flows4, OPENING_FLOWS: opening_flows4, FRAGMENTS: fragments4,
+    AFFINITY: affinity4);
 tables!(V6, masquerade6, v6, FRONTENDS: frontends6, SLOTS: slots6, BACKENDS: backends6,
-    NODE_ADDRESSES: node_addresses6, FLOWS: flows6, OPENING_FLOWS: opening_flows6, FRAGMENTS: fragments6);
+    NODE_ADDRESSES: node_addresses6, FLOWS: flows6, OPENING_FLOWS: opening_flows6, FRAGMENTS: fragments6,
+    AFFINITY: affinity6);
 
 fn hash<'a, K: Pod, V: Pod>(ebpf: &'a mut Ebpf, name: &str) -> Result<HashMap<&'a mut MapData, K, V>> {
     let map = ebpf.map_mut(name).with_context(|| format!("no table {name}"))?;
@@ -342,6 +353,9 @@ impl World {
         loader.override_global("CAN_REFUSE", &1u32, true);
         for name in [table::services, table::slots4, table::slots6, table::service_counters] {
             loader.map_max_entries(name, SERVICES);
+        }
+        for name in [table::affinity4, table::affinity6] {
+            loader.map_max_entries(name, CLIENTS);
         }
         for name in [table::fragments4, table::fragments6] {
             loader.map_max_entries(name, FRAGMENTS);

@@ -15,6 +15,7 @@ use super::{
     collect::{StoredFlows, is_expired, remove_if},
     *,
 };
+use crate::tables::AffinityEntry;
 
 /// The CPU that made an element, and at which of its accesses: the same in all orders.
 type Id = (usize, usize);
@@ -30,6 +31,8 @@ struct Shared {
     flows: BTreeMap<(Stage, FlowKey<A>), Id>,
     foreign: BTreeMap<FlowKey<A>, u64>,
     moved: BTreeSet<Port>,
+    /// In the order in which they were remembered.
+    affinity: Vec<(AffinityKey<A>, Affinity)>,
 }
 
 impl Shared {
@@ -43,6 +46,8 @@ impl Shared {
         }
         shared.foreign = host.foreign.borrow().iter().map(|(key, seen)| (*key, *seen)).collect();
         shared.moved = host.moved.borrow().iter().copied().collect();
+        shared.affinity =
+            host.tables.affinity.borrow().iter().map(|(key, known)| (*key, known.read())).collect();
         shared
     }
 
@@ -51,6 +56,8 @@ impl Shared {
         *host.flows.borrow_mut() = self.flows.iter().map(|(key, id)| (*key, element(id))).collect();
         *host.foreign.borrow_mut() = self.foreign.clone().into_iter().collect();
         *host.moved.borrow_mut() = self.moved.clone().into_iter().collect();
+        *host.tables.affinity.borrow_mut() =
+            self.affinity.iter().map(|(key, affinity)| (*key, KnownClient::new(*affinity))).collect();
     }
 }
 
@@ -64,6 +71,9 @@ enum Answer {
     Inserted(Result<(), InsertError>),
     Seen(Option<u64>),
     Moved(bool),
+    Client(Option<usize>),
+    Affinity(Affinity),
+    Remembered(bool),
 }
 
 /// One that gets on by one access.
@@ -133,6 +143,61 @@ impl FlowEntry<A> for Element<'_> {
             }
             Answer::Done
         });
+    }
+}
+
+/// By its place in `Shared::affinity`.
+#[derive(Clone, Copy)]
+pub(super) struct Known<'a> {
+    cpu: &'a Cpu<'a>,
+    place: usize,
+}
+
+impl AffinityEntry for Known<'_> {
+    fn read(&self) -> Affinity {
+        let answer = self.cpu.access(|shared, _| Answer::Affinity(shared.affinity[self.place].1));
+        let Answer::Affinity(affinity) = answer else { unreachable!("another access") };
+        affinity
+    }
+
+    fn prolong(&self, now: u64) {
+        self.cpu.access(|shared, _| {
+            shared.affinity[self.place].1.last_used = now;
+            Answer::Done
+        });
+    }
+
+    fn write(&self, affinity: Affinity) {
+        self.cpu.access(|shared, _| {
+            shared.affinity[self.place].1 = affinity;
+            Answer::Done
+        });
+    }
+}
+
+impl<'a> AffinityTables<V4> for &'a Cpu<'a> {
+    type Affinity = Known<'a>;
+
+    fn affinity(&self, key: &AffinityKey<A>) -> Option<Known<'a>> {
+        let answer = self
+            .access(|shared, _| Answer::Client(shared.affinity.iter().position(|(known, _)| known == key)));
+        let Answer::Client(found) = answer else { unreachable!("another access") };
+        found.map(|place| Known { cpu: self, place })
+    }
+
+    fn remember(&self, key: &AffinityKey<A>, affinity: &Affinity) -> bool {
+        let answer = self.access(|shared, _| {
+            let is_new = shared.affinity.iter().all(|(known, _)| known != key);
+            shared.affinity.extend(is_new.then_some((*key, *affinity)));
+            Answer::Remembered(is_new)
+        });
+        let Answer::Remembered(is_new) = answer else { unreachable!("another access") };
+        is_new
+    }
+
+    fn now(&self) -> u64 {
+        self.clock.set(self.clock.get() + 100);
+        self.clock.get()
     }
 }
 
@@ -248,11 +313,6 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
 
     fn resets_gone(&self) -> bool {
         self.host.resets_gone()
-    }
-
-    fn now(&self) -> u64 {
-        self.clock.set(self.clock.get() + 100);
-        self.clock.get()
     }
 
     fn random(&self) -> u32 {

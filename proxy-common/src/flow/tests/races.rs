@@ -10,6 +10,9 @@ use super::{
     *,
 };
 
+/// What a client of affinity is remembered by.
+const CLIENT_KEY: AffinityKey<A> =
+    AffinityKey { service: 1, client: Client { address: CLIENT.0, namespace: [0; 2] } };
 const BACKEND: (A, Port) = (BACKENDS[0], PORT);
 const OTHER_CLIENT: (A, Port) = ([203, 0, 113, 2], Port::new(40_000));
 /// Another port of the first client.
@@ -463,4 +466,29 @@ fn collection_and_a_packet(
             assert!(matches!(next, Some(Ok(_))), "{order}: after {sent:?} {next:?}");
         }
     });
+}
+
+#[rstest]
+#[case::a_client_that_nobody_knows(None)]
+#[case::one_whose_affinity_has_expired(Some(Affinity { last_used: 0, backend: 1, flags: 0 }))]
+#[case::one_whose_backend_is_gone(Some(Affinity { last_used: 100 * SECOND, backend: 9, flags: 0 }))]
+fn connections_of_one_client_at_once_go_to_one_backend(#[case] known: Option<Affinity>) {
+    let before = || {
+        let mut host = Host::new();
+        if let Some(service) = host.tables.services.get_mut(&1) {
+            service.affinity_seconds = 60;
+        }
+        if let Some(affinity) = known {
+            host.remember(&CLIENT_KEY, &affinity);
+        }
+        host
+    };
+    let opens = |port| Work::Arrives(packet((CLIENT.0, Port::new(port)), FRONTEND, TCP_SYN), Origin::Outside);
+    let works = [(opens(40_000), &[FIRST][..]), (opens(40_001), &[LAST][..])];
+    let ends = in_every_order(before, &works, |end| {
+        let backends: BTreeSet<A> =
+            end.works.iter().map(|(_, outcome)| outcome.unwrap().unwrap().destination).collect();
+        assert_eq!(backends.len(), 1, "{}", end.order);
+    });
+    assert!(ends > 1);
 }

@@ -105,7 +105,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             services.insert(name.clone(), published);
         }
         // The writes that follow find them again.
-        let WithoutRoom { frontends: waiting, ports, changed } = &self.entries.without_room;
+        let WithoutRoom { frontends: waiting, ports, changed, .. } = &self.entries.without_room;
         let changed = *changed || !waiting.is_empty() || !ports.is_empty();
         let without_room = WithoutRoom { changed, ..WithoutRoom::none() };
         self.entries = Entries { frontends, services, backends, stray_backends, slots, without_room };

@@ -58,6 +58,13 @@ impl Ranges {
         self.capacity
     }
 
+    /// There are more places from now on.
+    pub(super) fn grow(&mut self, capacity: u32) {
+        let added = Range { first: self.capacity, count: capacity.saturating_sub(self.capacity) };
+        self.capacity += added.count;
+        self.release(added);
+    }
+
     /// Places that are owned or wait for a grace period.
     pub(super) fn used(&self) -> u32 {
         self.capacity - self.free_count

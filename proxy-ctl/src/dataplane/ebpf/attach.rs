@@ -121,21 +121,23 @@ impl Hooks {
 
     /// Answers whether anything had to be done.
     pub(super) fn attach_sockets(&mut self) -> Result<bool, Error> {
-        let mut changed = false;
+        let mut outcome = Ok(false);
         for &(name, hook) in SOCKET_HOOKS {
-            let path = self.paths.links().join(format!("cgroup_{name}"));
-            let Some(cgroup) = &self.cgroup else {
-                changed |= self.links.remove(&path)?;
-                continue;
-            };
-            let program = self.programs.get(name)?;
-            let is_target = |target| target == LinkTarget::Cgroup(cgroup.inode);
-            let create = || bpf::link_cgroup(program, cgroup.fd.as_fd(), hook);
-            changed |= self.links.ensure(&path, program, is_target, create).map_err(|source| {
-                Error::Attach { program: name, target: cgroup.path.display().to_string(), source }
-            })?;
+            let attached = self.attach_socket_hook(name, hook);
+            outcome = outcome.and_then(|changed| Ok(changed | attached?));
         }
-        Ok(changed)
+        outcome
+    }
+
+    fn attach_socket_hook(&mut self, name: &'static str, hook: bpf_attach_type) -> Result<bool, Error> {
+        let path = self.paths.links().join(format!("cgroup_{name}"));
+        let Some(cgroup) = &self.cgroup else { return self.links.remove(&path) };
+        let program = self.programs.get(name)?;
+        let is_target = |target| target == LinkTarget::Cgroup(cgroup.inode);
+        let create = || bpf::link_cgroup(program, cgroup.fd.as_fd(), hook);
+        let failed =
+            |source| Error::Attach { program: name, target: cgroup.path.display().to_string(), source };
+        self.links.ensure(&path, program, is_target, create).map_err(failed)
     }
 
     /// Attaches to exactly these interfaces. What is attached already is looked at again, so that a link that
@@ -156,10 +158,10 @@ impl Hooks {
             }
         }
         for interface in interfaces {
+            // Also where that fails: it is tried again.
+            self.interfaces.insert(interface.index, interface.clone());
             match self.attach(interface) {
-                Ok(_) => {
-                    self.interfaces.insert(interface.index, interface.clone());
-                }
+                Ok(_) => {}
                 Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {
                     tracing::debug!(interface = interface.name, "interface vanished while being attached");
                 }
@@ -242,6 +244,13 @@ impl Hooks {
                 Err(error) => failures.add(&interface.name, error),
             }
         }
+        failures.merge(self.swap());
+        failures
+    }
+
+    /// Has every hook run the programs that are loaded.
+    pub(super) fn swap(&mut self) -> Failures {
+        let mut failures = Failures::default();
         if let Err(error) = self.attach_sockets() {
             failures.add("socket hooks", error);
         }
@@ -254,6 +263,16 @@ impl Hooks {
             }
         }
         failures
+    }
+
+    /// Loads all of these that the hooks need.
+    pub(super) fn load(&self, programs: &mut Programs) -> Result<(), Error> {
+        for interface in self.interfaces.values() {
+            for direction in DIRECTIONS {
+                programs.get(packet_program(interface.role, direction, interface.ethernet))?;
+            }
+        }
+        Ok(())
     }
 
     fn move_link(&mut self, interface: &Interface, direction: Direction) -> Result<(), Error> {

@@ -32,7 +32,7 @@ pub fn cleanup(bpffs: &Path) -> Result<Removed, Error> {
     }
     for version in names(&current.top)? {
         let paths = Paths { root: current.top.join(&version), ..current.clone() };
-        for folder in [paths.maps(), paths.before()] {
+        for folder in [paths.maps(), paths.before(), paths.larger()] {
             for name in names(&folder)? {
                 if remove_pin(&folder.join(&name))? {
                     removed.tables.push(name);

@@ -25,6 +25,7 @@ pub(super) trait TableFamily:
     const BACKENDS: &'static str;
     const FLOWS: &'static str;
     const OPENING_FLOWS: &'static str;
+    const AFFINITY: &'static str;
     const NODE_ADDRESSES: &'static str;
     const SOCKET_ORIGIN: &'static str;
 
@@ -40,6 +41,7 @@ impl TableFamily for V4 {
     const BACKENDS: &'static str = table::backends4;
     const FLOWS: &'static str = table::flows4;
     const OPENING_FLOWS: &'static str = table::opening_flows4;
+    const AFFINITY: &'static str = table::affinity4;
     const NODE_ADDRESSES: &'static str = table::node_addresses4;
     const SOCKET_ORIGIN: &'static str = table::socket_origin4;
 
@@ -62,6 +64,7 @@ impl TableFamily for V6 {
     const BACKENDS: &'static str = table::backends6;
     const FLOWS: &'static str = table::flows6;
     const OPENING_FLOWS: &'static str = table::opening_flows6;
+    const AFFINITY: &'static str = table::affinity6;
     const NODE_ADDRESSES: &'static str = table::node_addresses6;
     const SOCKET_ORIGIN: &'static str = table::socket_origin6;
 

@@ -28,16 +28,22 @@ impl<F: TableFamily> FamilyWriter<F> {
         let (mut fitting, new): (Vec<_>, Vec<_>) = wanted.into_iter().partition(has_place);
         let free = (self.frontend_capacity() as usize).saturating_sub(self.entries.frontends.len());
         let waiting = &mut self.entries.without_room;
-        if waiting.frontends.is_empty() && new.len() <= free {
-            fitting.extend(new);
+        if new.is_empty() && (waiting.frontends.is_empty() || (free == 0 && !waiting.is_unplanned)) {
             return fitting;
         }
-        if new.is_empty() && (free == 0 || waiting.frontends.is_empty()) {
+        if waiting.frontends.is_empty() && new.len() <= free {
+            fitting.extend(new);
             return fitting;
         }
         waiting.changed = true;
         let mut without_place: FxHashMap<_, _> = std::mem::take(&mut waiting.frontends);
         without_place.extend(new.into_iter().map(|(key, frontend, name)| (key, (frontend, name))));
+        let is_short = without_place.len() > free;
+        waiting.is_unplanned = is_short && waiting.may_grow.contains(&Limit::Frontends);
+        if waiting.is_unplanned {
+            waiting.frontends = without_place;
+            return fitting;
+        }
         let without_place = without_place.into_iter().map(|(key, (frontend, name))| (key, frontend, name));
         let (external, internal) = without_place.partition(|(key, frontend, _)| is_external(key, frontend));
         let demand = Demand { free, internal, external, present: self.present_externals() };

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use aya::Pod;
 use proxy_common::{
     flow::{
         FlowLifetimes, Stage,
@@ -24,20 +25,20 @@ const LEAST: usize = 16_384;
 /// How long one call walks through a table while a quarter of what it meets has expired.
 const BUDGET: Duration = Duration::from_millis(100);
 
-/// A walk through one flow table that goes on from call to call.
+/// A walk through one table that goes on from call to call.
 #[derive(Debug)]
-struct Walk<A> {
-    cursor: Cursor<FlowKey<A>>,
+pub(super) struct Walk<K> {
+    cursor: Cursor<K>,
     seen: u64,
     /// Entries of the last walk that came to the end.
-    counted: u64,
+    pub(super) counted: u64,
     /// A walk has come to the end.
     complete: bool,
     /// Calls to leave out: an empty table costs a look at each of its buckets.
     rest: u32,
 }
 
-impl<A> Default for Walk<A> {
+impl<K> Default for Walk<K> {
     fn default() -> Self {
         Self { cursor: Cursor::Start, seen: 0, counted: 0, complete: false, rest: 0 }
     }
@@ -46,8 +47,8 @@ impl<A> Default for Walk<A> {
 /// Calls to leave out after a walk that found nothing. A flow lives longer.
 const REST: u32 = 9;
 
-impl<A: Copy> Walk<A> {
-    fn advance(&mut self, next: Option<Cursor<FlowKey<A>>>, seen: usize) {
+impl<K: Copy> Walk<K> {
+    fn advance(&mut self, next: Option<Cursor<K>>, seen: usize) {
         self.seen += seen as u64;
         match next {
             Some(cursor) => self.cursor = cursor,
@@ -56,6 +57,42 @@ impl<A: Copy> Walk<A> {
                 self.counted = std::mem::take(&mut self.seen);
                 self.complete = true;
                 self.rest = if self.counted == 0 { REST } else { 0 };
+            }
+        }
+    }
+}
+
+/// What a walk has come to in one call.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Progress {
+    pub(super) removed: u64,
+    /// It is at the end.
+    pub(super) ended: bool,
+}
+
+impl<K: Pod + Default> Walk<K> {
+    /// Goes on through the table for as long as a call may take. `collect` removes what has expired of a slice, and answers how many
+    /// entries those were.
+    pub(super) fn go_on<V: Pod + Default>(
+        &mut self,
+        table: &Table<K, V>,
+        mut collect: impl FnMut(&[(K, V)]) -> Result<u64, Error>,
+    ) -> Result<Progress, Error> {
+        let start = Instant::now();
+        let (mut slice, mut seen, mut removed) = (Vec::new(), 0, 0);
+        loop {
+            slice.clear();
+            let next = table
+                .map()
+                .read(self.cursor, SLICE, &mut slice)
+                .map_err(|source| Error::Table { table: table.name, source })?;
+            self.advance(next, slice.len());
+            seen += slice.len();
+            let expired = collect(&slice)?;
+            removed += expired;
+            let is_worth_it = seen < LEAST || expired * 4 >= slice.len() as u64;
+            if next.is_none() || !is_worth_it || start.elapsed() >= BUDGET {
+                return Ok(Progress { removed, ended: next.is_none() });
             }
         }
     }
@@ -94,8 +131,8 @@ impl<F: TableFamily> StoredFlows<F::Address> for FamilyTables<F> {
 /// Both flow tables of one family.
 #[derive(Debug)]
 pub(super) struct Collector<F: TableFamily> {
-    opening: Walk<F::Address>,
-    established: Walk<F::Address>,
+    opening: Walk<FlowKey<F::Address>>,
+    established: Walk<FlowKey<F::Address>>,
 }
 
 impl<F: TableFamily> Default for Collector<F> {
@@ -156,16 +193,7 @@ impl<F: TableFamily> Collector<F> {
             walk.rest -= 1;
             return Ok(0);
         }
-        let start = Instant::now();
-        let (mut slice, mut seen, mut removed) = (Vec::new(), 0, 0);
-        loop {
-            slice.clear();
-            let next = table
-                .map()
-                .read(walk.cursor, SLICE, &mut slice)
-                .map_err(|source| Error::Table { table: table.name, source })?;
-            walk.advance(next, slice.len());
-            seen += slice.len();
+        let progress = walk.go_on(table, |slice| {
             let mut expired = 0;
             for (key, flow) in slice.iter().filter(|(_, flow)| may_be_expired(flow, lifetimes, now)) {
                 expired += if stage == Stage::Opening && is_established(tables, key, flow)? {
@@ -175,12 +203,9 @@ impl<F: TableFamily> Collector<F> {
                     remove_if(tables, flow, |entries| is_expired(entries, lifetimes, now))? as u64
                 };
             }
-            removed += expired;
-            let is_worth_it = seen < LEAST || expired * 4 >= slice.len() as u64;
-            if next.is_none() || !is_worth_it || start.elapsed() >= BUDGET {
-                return Ok(removed);
-            }
-        }
+            Ok(expired)
+        })?;
+        Ok(progress.removed)
     }
 }
 
@@ -276,7 +301,7 @@ mod tests {
 
     #[test]
     fn a_walk_counts_what_it_has_seen_when_it_ends() {
-        let mut walk = Walk::<[u8; 4]>::default();
+        let mut walk = Walk::<u32>::default();
         walk.advance(Some(Cursor::Bucket(7)), 100);
         assert_eq!(walk.counted, 0);
         walk.advance(None, 20);

@@ -157,12 +157,18 @@ pub(super) fn protocol(number: u8) -> Option<Protocol> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::IpAddr;
+
     use proptest::prelude::*;
-    use proxy_common::family::{V4, V6};
+    use proxy_common::family::{Slot, V4, V6};
     use rstest::rstest;
 
     use super::*;
-    use crate::model::desired::Frontend;
+    use crate::model::{
+        Model,
+        desired::Frontend,
+        test_support::{HERE, THERE, remote, service, slice, target},
+    };
 
     fn endpoints(count: u8, cluster: &[u32], internal: &[u32], external: &[u32]) -> Endpoints {
         let endpoint = |n| Endpoint {
@@ -213,6 +219,62 @@ mod tests {
             prop_assert_eq!(at(arrangement.cluster), cluster);
             prop_assert_eq!(at(arrangement.internal), internal);
             prop_assert_eq!(at(arrangement.external), external);
+        }
+    }
+
+    /// The slots of each set that the model chooses for endpoints with these addresses, some on this node.
+    fn chosen<F: TableFamily>(endpoints: &[(IpAddr, bool)], ports: &[u16]) -> [Vec<F::Slot>; 3] {
+        let mut model = Model::new(HERE);
+        let mut service = service(
+            "default/web",
+            &[match F::FAMILY {
+                objects::IpFamily::Ipv4 => "10.96.0.1",
+                objects::IpFamily::Ipv6 => "fd00::1",
+            }],
+        );
+        service.ports[0].node_port = Some(30_080);
+        service.external_policy = TrafficPolicy::Local;
+        model.apply_service(service);
+        for (number, port) in ports.iter().enumerate() {
+            let of_port = endpoints.iter().skip(number).step_by(ports.len());
+            let ready = |(address, is_local): &(IpAddr, bool)| {
+                let node = if *is_local { HERE } else { THERE };
+                objects::Endpoint { node: Some(node.into()), ..remote(&address.to_string()) }
+            };
+            let slice = slice(&format!("default/web-{number}"), "web", of_port.map(ready).collect());
+            model.apply_slice(
+                objects::EndpointSlice { family: F::FAMILY, ..slice }.ports(vec![target("", *port)]),
+            );
+        }
+        let desired = Arc::clone(&model.take_changes().changed[0]);
+        let Endpoints { all, cluster, internal, external, .. } = &desired.endpoints;
+        let slot = |index: &u32| {
+            let one = &all[*index as usize];
+            let address = F::address(one.address).unwrap();
+            F::Slot::new(address, Port::new(one.port), 1, backend_flags(one))
+        };
+        [cluster, internal, external].map(|set| set.iter().map(slot).collect())
+    }
+
+    fn assert_sorted<S: Slot>(sets: [Vec<S>; 3]) {
+        for set in sets {
+            assert!(set.windows(2).all(|two| two[0].precedes(&two[1])));
+        }
+    }
+
+    proptest! {
+        /// Programs search them for the backend of a client with affinity.
+        #[test]
+        fn sets_are_sorted(
+            hosts in prop::collection::vec((any::<[u8; 3]>(), any::<bool>()), 1..40),
+            ports in prop::collection::vec(1..4_u16, 1..4),
+        ) {
+            let v4 = |&([a, b, c], is_local): &([u8; 3], bool)| (IpAddr::from([10, a, b, c]), is_local);
+            let v6 = |&([a, b, c], is_local): &([u8; 3], bool)| {
+                (IpAddr::from([0xfd, a, 0, 0, 0, 0, 0, b, 0, 0, 0, 0, 0, 0, 0, c]), is_local)
+            };
+            assert_sorted(chosen::<V4>(&hosts.iter().map(v4).collect::<Vec<_>>(), &ports));
+            assert_sorted(chosen::<V6>(&hosts.iter().map(v6).collect::<Vec<_>>(), &ports));
         }
     }
 

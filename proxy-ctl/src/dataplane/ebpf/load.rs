@@ -3,6 +3,7 @@
 use std::{
     os::fd::{AsFd as _, BorrowedFd},
     panic::resume_unwind,
+    path::PathBuf,
     thread,
 };
 
@@ -95,10 +96,11 @@ pub(super) fn packet_program(role: Role, direction: Direction, ethernet: bool) -
     proxy_common::packet_programs!(program_of)
 }
 
-/// Loads the programs that every node with this configuration needs. Tables that are not pinned in `maps` yet are made there.
+/// Loads the programs that every node with this configuration needs. Tables that are not pinned in `pins` of them yet are made there.
 pub(super) fn load(
     paths: &Paths,
     shapes: &[Shape],
+    pins: impl Fn(&Shape) -> PathBuf,
     config: &config::Ebpf,
     learn_namespace: bool,
 ) -> Result<(Programs, KernelLog), Error> {
@@ -121,7 +123,7 @@ pub(super) fn load(
         .override_global("LEASE", &lease, true)
         .override_global("RESETS_GONE", &resets_gone, true);
     for shape in shapes {
-        loader.map_pin_path(shape.name, paths.maps().join(shape.name));
+        loader.map_pin_path(shape.name, pins(shape).join(shape.name));
         if shape.limit.is_some() {
             loader.map_max_entries(shape.name, shape.entries);
         }

@@ -9,6 +9,7 @@ pub(super) fn families(
     services: &[ServiceUsage],
     uncounted: u64,
     sockets_ended: [(&'static str, u64); 2],
+    affinity_evictions: u64,
 ) -> Vec<MetricFamily> {
     let of_tables = |name, help, value: fn(&TableUsage) -> Option<u64>| {
         let of_table = |table: &TableUsage| Some(([("table", table.name.into())].into(), value(table)?));
@@ -50,6 +51,12 @@ pub(super) fn families(
             .map(|(protocol, ended)| ([("protocol", protocol.into())].into(), ended))
             .collect(),
     });
+    families.push(MetricFamily {
+        name: "proxy_affinity_evictions",
+        help: "Clients whose session affinity a full table has evicted.",
+        kind: MetricType::Counter,
+        samples: vec![([].into(), affinity_evictions)],
+    });
     families
 }
 
@@ -80,5 +87,6 @@ pub(crate) fn sample_metrics() -> Vec<MetricFamily> {
         &[web],
         3,
         [("TCP", 1), ("UDP", 2)],
+        4,
     )
 }

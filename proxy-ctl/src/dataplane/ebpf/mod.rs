@@ -22,10 +22,12 @@ use proxy_common::{
 };
 
 use self::{
+    affinity::AffinityCollector,
     allocate::{Range, Ranges},
     attach::{Cgroup, Hooks},
     family::TableFamily,
     gc::Collector,
+    growth::{Demand, Growth, Larger, make_larger},
     kernel_log::KernelLog,
     lease::LeaseRenewal,
     netfilter_ports::KeepPorts,
@@ -53,6 +55,7 @@ use crate::{
 };
 
 mod adopt;
+mod affinity;
 mod allocate;
 mod attach;
 pub mod cleanup;
@@ -60,6 +63,7 @@ mod error;
 mod family;
 mod fit;
 mod gc;
+mod growth;
 mod kernel_log;
 mod layout;
 mod lease;
@@ -97,6 +101,7 @@ pub struct EbpfDataplane {
     v6: FamilyWriter<V6>,
     flows4: Collector<V4>,
     flows6: Collector<V6>,
+    affinity: AffinityCollector,
     flow_lifetimes: FlowLifetimes,
     hooks: Hooks,
     host_namespace: u64,
@@ -112,6 +117,9 @@ pub struct EbpfDataplane {
     retiring: bool,
     /// Their new size has no room for all flows yet.
     resizing: Vec<Unfinished>,
+    growth: Growth,
+    /// All hooks run programs of the tables in use.
+    is_swapped: bool,
     keep_ports: KeepPorts,
     stale_sockets: StaleSockets,
 }
@@ -166,7 +174,7 @@ impl EbpfDataplane {
             Err(e) => return Err(Error::Namespace(e)),
         };
         let balancing = config.socket_load_balancing;
-        let (mut programs, log) = load::load(&paths, &shapes, config, cookie.is_none())?;
+        let (mut programs, log) = load::load(&paths, &shapes, |_| paths.maps(), config, cookie.is_none())?;
         let mut resizing = resize::unfinished(&paths, &shapes)?;
         resize::transfer(&paths, &mut resizing)?;
 
@@ -213,6 +221,7 @@ impl EbpfDataplane {
             v6,
             flows4: Collector::default(),
             flows6: Collector::default(),
+            affinity: AffinityCollector::default(),
             flow_lifetimes: FlowLifetimes::default(),
             hooks: Hooks::new(paths.clone(), programs, cgroup),
             host_namespace,
@@ -226,6 +235,8 @@ impl EbpfDataplane {
             collections: 0,
             retiring: false,
             resizing,
+            growth: Growth::default(),
+            is_swapped: true,
             keep_ports: KeepPorts::BeforePackets,
             stale_sockets,
         };
@@ -244,6 +255,11 @@ impl EbpfDataplane {
     pub fn without_tcx(mut self) -> Self {
         self.hooks.without_tcx();
         self
+    }
+
+    /// Tables that could not grow may do so without waiting for a minute.
+    pub fn stop_growth_rest(&mut self) {
+        self.growth = Growth::default();
     }
 
     /// Writes the settings if `change` makes them different; answers whether it did.
@@ -339,9 +355,92 @@ impl EbpfDataplane {
         if misplaced.is_empty() {
             return Ok(());
         }
-        let (programs, log) = load::load(&self.paths, &self.shapes, &self.config, false)?;
+        let maps = |_: &Shape| self.paths.maps();
+        let (programs, log) = load::load(&self.paths, &self.shapes, maps, &self.config, false)?;
         self.log = log;
         self.hooks.mend(programs, &misplaced).into_result()
+    }
+
+    /// Before tables are written.
+    fn prepare(&mut self, failures: &mut Failures) {
+        if !self.is_swapped {
+            let unswapped = self.hooks.swap();
+            self.is_swapped = unswapped.is_empty();
+            failures.merge(unswapped);
+            // Former programs may have judged flows of this epoch by the former tables.
+            self.shared.is_epoch_over = true;
+        }
+        self.let_tables_grow();
+    }
+
+    /// Nothing gives way to what waits for a table that can still grow.
+    fn let_tables_grow(&mut self) {
+        let may_grow = self.growth.may_grow(&self.shapes);
+        self.v4.entries.without_room.may_grow.clone_from(&may_grow);
+        self.v6.entries.without_room.may_grow = may_grow;
+    }
+
+    /// After what has made room, in whichever family: they share `services`.
+    fn publish_waiting(&mut self, applied: &mut Applied, failures: &mut Failures) {
+        loop {
+            finish(self.v4.publish_waiting(&mut self.shared), applied, failures);
+            finish(self.v6.publish_waiting(&mut self.shared), applied, failures);
+            let demand = self.demand();
+            if demand.is_empty() {
+                return;
+            }
+            if let Err(error) = self.grow(&demand, failures) {
+                tracing::warn!(%error, "tables cannot grow now; what has no room in them waits");
+                self.growth.rest();
+            }
+            self.v4.entries.without_room.plan_anew();
+            self.v6.entries.without_room.plan_anew();
+            self.let_tables_grow();
+            if let Err(error) = self.lease.renew(&self.shared.tables.lease) {
+                failures.add("lease", error);
+            }
+        }
+    }
+
+    /// For tables that can grow.
+    fn demand(&self) -> Demand {
+        let mut demand = Demand::new();
+        self.v4.demand(&self.shared, &mut demand);
+        self.v6.demand(&self.shared, &mut demand);
+        demand.retain(|limit, _| self.v4.entries.without_room.may_grow.contains(limit));
+        demand
+    }
+
+    fn grow(&mut self, demand: &Demand, failures: &mut Failures) -> Result<(), Error> {
+        self.restore_pins()?;
+        if let Err(error) = self.change_to_larger(demand, failures) {
+            // Those in use are the former ones.
+            self.pins.restore(&self.bpffs, &self.paths)?;
+            return Err(error);
+        }
+        self.shared.grace.wait().map_err(Error::Grace)
+    }
+
+    fn change_to_larger(&mut self, demand: &Demand, failures: &mut Failures) -> Result<(), Error> {
+        let Larger { shapes, programs, log } =
+            make_larger(&self.paths, &self.shapes, demand, &self.config, &self.hooks)?;
+        let maps = self.paths.maps();
+        let (common, v4, v6) = (
+            CommonTables::open(&maps, true)?,
+            FamilyTables::open(&maps, true)?,
+            FamilyTables::open(&maps, true)?,
+        );
+        self.pins.hold_again(&self.paths, &shapes)?;
+        self.shared.ids.grow(common.services.len() as u32);
+        self.v4.entries.slots.grow(v4.slots.len() as u32);
+        self.v6.entries.slots.grow(v6.slots.len() as u32);
+        (self.shared.tables, self.v4.tables, self.v6.tables) = (common, v4, v6);
+        (self.shapes, self.log) = (shapes, log);
+        self.stale_sockets.tables_have_grown();
+        let unswapped = self.hooks.mend(programs, &[]);
+        self.is_swapped = unswapped.is_empty();
+        failures.merge(unswapped);
+        Ok(())
     }
 
     fn adopt(&mut self) -> Result<Vec<u32>, Error> {
@@ -422,20 +521,28 @@ impl Programmed for EbpfDataplane {
         ]);
         used.extend(used_by(&self.v4, &self.flows4)?);
         used.extend(used_by(&self.v6, &self.flows6)?);
+        used.extend(self.affinity.counted());
         let counted = self.shared.tables.service_counters.capacity();
         used.insert(table::service_counters, u64::from(counted.min(self.shared.ids.used())));
-        Ok(status::usage(&self.paths.maps(), &self.shapes, &used, &self.shared.tables)?)
+        let may_grow = self.growth.may_grow(&self.shapes);
+        let mut shapes = self.shapes.clone();
+        for shape in &mut shapes {
+            shape.most =
+                if shape.limit.is_some_and(|limit| may_grow.contains(&limit)) { shape.most } else { 0 };
+        }
+        Ok(status::usage(&self.paths.maps(), &shapes, &used, &self.shared.tables)?)
     }
 }
 
 impl Dataplane for EbpfDataplane {
     fn apply(&mut self, changes: &Changes) -> Result<Applied, super::Error> {
-        let Self { shared, v4, v6, .. } = self;
         let (mut applied, mut failures) = Default::default();
+        self.prepare(&mut failures);
+        let Self { shared, v4, v6, .. } = self;
         finish(apply(v4, shared, changes), &mut applied, &mut failures);
         finish(apply(v6, shared, changes), &mut applied, &mut failures);
-        publish_waiting(shared, v4, v6, &mut applied, &mut failures);
-        raise_epoch(shared, &mut failures);
+        self.publish_waiting(&mut applied, &mut failures);
+        raise_epoch(&mut self.shared, &mut failures);
         self.end_stale_sockets();
         failures.into_result()?;
         Ok(applied)
@@ -443,8 +550,9 @@ impl Dataplane for EbpfDataplane {
 
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, super::Error> {
         let strays = self.adopt()?;
-        let Self { shared, v4, v6, .. } = self;
         let (mut applied, mut failures) = Default::default();
+        self.prepare(&mut failures);
+        let Self { shared, v4, v6, .. } = self;
         finish(resync(v4, shared, desired), &mut applied, &mut failures);
         finish(resync(v6, shared, desired), &mut applied, &mut failures);
         for id in strays {
@@ -454,8 +562,8 @@ impl Dataplane for EbpfDataplane {
                 Err(error) => failures.add(format_args!("service {id}, which is not desired"), error),
             }
         }
-        publish_waiting(shared, v4, v6, &mut applied, &mut failures);
-        raise_epoch(shared, &mut failures);
+        self.publish_waiting(&mut applied, &mut failures);
+        raise_epoch(&mut self.shared, &mut failures);
         self.end_stale_sockets();
         if self.keep_ports == KeepPorts::AfterFrontends {
             self.keep_netfilter_ports();
@@ -519,8 +627,9 @@ impl Dataplane for EbpfDataplane {
             v6.entries.slots.grace_period_over();
         }
         let (mut applied, mut failures) = Default::default();
-        publish_waiting(shared, v4, v6, &mut applied, &mut failures);
-        raise_epoch(shared, &mut failures);
+        self.prepare(&mut failures);
+        self.publish_waiting(&mut applied, &mut failures);
+        raise_epoch(&mut self.shared, &mut failures);
         self.end_stale_sockets();
         if self.keep_ports == KeepPorts::AfterModeBeside {
             self.keep_netfilter_ports();
@@ -530,6 +639,7 @@ impl Dataplane for EbpfDataplane {
         let now = clock::since_boot();
         self.flows4.collect(&self.v4.tables, &self.flow_lifetimes, now)?;
         self.flows6.collect(&self.v6.tables, &self.flow_lifetimes, now)?;
+        self.affinity.collect(&self.shared.tables, &self.v4.tables, &self.v6.tables, now)?;
         self.hooks.tend()?;
         self.collections = self.collections.wrapping_add(1);
         if self.collections.is_multiple_of(COLLECTIONS_BETWEEN_INSPECTIONS) {
@@ -564,7 +674,8 @@ impl Dataplane for EbpfDataplane {
         let v4 = self.v4.entries.services.iter().map(|(name, published)| (published.id, name));
         let v6 = self.v6.entries.services.iter().map(|(name, published)| (published.id, name));
         let (services, uncounted) = status::service_usage(&self.shared.tables, v4.chain(v6))?;
-        Ok(metrics::families(&self.usage()?, &services, uncounted, self.stale_sockets.ended()))
+        let ended = self.stale_sockets.ended();
+        Ok(metrics::families(&self.usage()?, &services, uncounted, ended, self.affinity.evicted()))
     }
 
     /// None: a change costs what it writes, so that each is written at once.
@@ -596,18 +707,6 @@ fn resync<F: TableFamily>(
 ) -> Writes<F> {
     let desired: Vec<_> = desired.iter().filter(|port| port.name.family == F::FAMILY).collect();
     writer.resync(shared, &desired)
-}
-
-/// After what has made room, in whichever family: they share `services`.
-fn publish_waiting(
-    shared: &mut Common,
-    v4: &mut FamilyWriter<V4>,
-    v6: &mut FamilyWriter<V6>,
-    applied: &mut Applied,
-    failures: &mut Failures,
-) {
-    finish(v4.publish_waiting(shared), applied, failures);
-    finish(v6.publish_waiting(shared), applied, failures);
 }
 
 fn used_by<F: TableFamily>(

@@ -42,6 +42,11 @@ impl Paths {
         self.root.join("before")
     }
 
+    /// Maps that are larger than those of [`maps`](Self::maps), and take their places once they hold the same.
+    pub(super) fn larger(&self) -> PathBuf {
+        self.root.join("larger")
+    }
+
     /// Of every layout version, so that a hook never has programs of two.
     pub(super) fn links(&self) -> PathBuf {
         self.top.join("links")
@@ -58,9 +63,8 @@ impl Paths {
         let bpffs =
             fs::canonicalize(bpffs).map_err(|source| Error::Folder { path: bpffs.to_owned(), source })?;
         trust(bpffs)?;
-        for path in
-            [self.top.clone(), self.root.clone(), self.maps(), self.before(), self.links(), self.clsact()]
-        {
+        let folders = [self.maps(), self.before(), self.larger(), self.links(), self.clsact()];
+        for path in [self.top.clone(), self.root.clone()].into_iter().chain(folders) {
             make_folder(&path)?;
             trust(path)?;
         }

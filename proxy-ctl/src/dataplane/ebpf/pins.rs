@@ -13,7 +13,7 @@ use std::{
 use super::{
     Error,
     paths::Paths,
-    tables::{Shape, open_pinned},
+    tables::{Shape, open_pinned, pinned_table},
 };
 use crate::sys::{
     CallError,
@@ -31,12 +31,13 @@ pub(super) struct TablePins {
 impl TablePins {
     /// Of what is pinned, all of which must be there.
     pub(super) fn hold(paths: &Paths, shapes: &[Shape], lock: Lock) -> Result<Self, Error> {
-        let maps = paths.maps();
-        let held = |shape: &Shape| match bpf::pinned(&maps.join(shape.name)) {
-            Ok(fd) => Ok((shape.name, fd)),
-            Err(source) => Err(Error::Table { table: shape.name, source }),
-        };
-        Ok(Self { tables: shapes.iter().map(held).collect::<Result<_, _>>()?, lock })
+        Ok(Self { tables: pinned_tables(paths, shapes)?, lock })
+    }
+
+    /// Other maps are pinned in the places of some.
+    pub(super) fn hold_again(&mut self, paths: &Paths, shapes: &[Shape]) -> Result<(), Error> {
+        self.tables = pinned_tables(paths, shapes)?;
+        Ok(())
     }
 
     /// Makes folders, lock and pins anew where they are gone. Answers which tables were not pinned.
@@ -56,6 +57,11 @@ impl TablePins {
         }
         Ok(restored)
     }
+}
+
+fn pinned_tables(paths: &Paths, shapes: &[Shape]) -> Result<Vec<(&'static str, OwnedFd)>, Error> {
+    let maps = paths.maps();
+    shapes.iter().map(|shape| Ok((shape.name, pinned_table(&maps, shape.name)?))).collect()
 }
 
 /// Answers whether anything had to be done.

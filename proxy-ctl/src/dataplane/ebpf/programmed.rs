@@ -5,6 +5,7 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use proxy_common::{
+    inventory::Limit,
     layout::{BACKEND_ACTIVE, BACKEND_LOCAL, BACKEND_TERMINATING, Backend, Frontend, FrontendKey},
     port::Port,
 };
@@ -44,6 +45,10 @@ pub(super) struct WithoutRoom<F: TableFamily> {
     pub(super) ports: BTreeMap<ServicePortName, Waiting>,
     /// Since this was asked for last.
     pub(super) changed: bool,
+    /// Tables of these limits may still grow, so nothing gives way to what waits for them.
+    pub(super) may_grow: Vec<Limit>,
+    /// Some frontends have not been compared with those that are served: who gives way to whom is still to be said.
+    pub(super) is_unplanned: bool,
 }
 
 /// A service port that waits for room.
@@ -55,7 +60,18 @@ pub(super) struct Waiting {
 
 impl<F: TableFamily> WithoutRoom<F> {
     pub(super) fn none() -> Self {
-        Self { frontends: FxHashMap::default(), ports: BTreeMap::new(), changed: false }
+        Self {
+            frontends: FxHashMap::default(),
+            ports: BTreeMap::new(),
+            changed: false,
+            may_grow: Vec::new(),
+            is_unplanned: false,
+        }
+    }
+
+    /// The table has grown, or cannot.
+    pub(super) fn plan_anew(&mut self) {
+        self.is_unplanned |= !self.frontends.is_empty();
     }
 
     pub(super) fn holds(&self, key: &FrontendKey<F::Address>, frontend: &Frontend) -> bool {

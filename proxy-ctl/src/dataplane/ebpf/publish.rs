@@ -131,6 +131,10 @@ impl Failures {
         self.first.get_or_insert_with(|| (what.to_string(), error));
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
     pub(super) fn merge(&mut self, other: Self) {
         self.count += other.count;
         if self.first.is_none() {

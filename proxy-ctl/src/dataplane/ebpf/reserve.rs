@@ -15,7 +15,7 @@ use super::{
     error::FullTable,
     family::TableFamily,
     layout::{self, Arrangement},
-    programmed::{BackendKey, UsedEndpoints, Waiting},
+    programmed::{BackendKey, UsedEndpoints, Waiting, WithoutRoom},
     publish::{Common, FamilyWriter, Writes},
     room,
     uses::backend_key,
@@ -173,11 +173,19 @@ impl<F: TableFamily> FamilyWriter<F> {
         let mut writes = Writes::default();
         if !self.entries.without_room.ports.is_empty() {
             self.publish_those_with_room(shared, &mut writes);
-            if self.leave_endpoints_that_are_gone(shared, &mut writes) {
+            if !self.is_about_to_grow() && self.leave_endpoints_that_are_gone(shared, &mut writes) {
                 self.publish_those_with_room(shared, &mut writes);
             }
         }
+        if self.entries.without_room.is_unplanned {
+            self.retire(shared, &mut writes);
+        }
         writes
+    }
+
+    fn is_about_to_grow(&self) -> bool {
+        let WithoutRoom { ports, may_grow, .. } = &self.entries.without_room;
+        ports.values().any(|one| may_grow.contains(&one.full.limit))
     }
 
     fn publish_those_with_room(&mut self, shared: &mut Common, writes: &mut Writes<F>) {

@@ -21,23 +21,23 @@ use proxy_common::{
 
 use super::{
     Error, layout,
-    paths::{Paths, removed},
+    paths::{Paths, names, removed},
     tables::{Difference, Shape, difference, open_pinned, pinned_table, typed},
 };
 use crate::sys::{CallError, bpf, map::Map};
 
 /// What is done with the entries of a table, whatever their types.
-struct Contents {
+pub(super) struct Contents {
     /// The least size that a table with these entries can have.
     needed: fn(&'static str, &OwnedFd) -> Result<u32, Error>,
-    transfer: Transfer,
+    pub(super) transfer: Transfer,
 }
 
 /// Puts the entries of the first map into the second. False: there is no room for all of them.
-type Transfer = fn(&'static str, &OwnedFd, &OwnedFd) -> Result<bool, Error>;
+pub(super) type Transfer = fn(&'static str, &OwnedFd, &OwnedFd) -> Result<bool, Error>;
 
 /// Those of the tables whose size users set. Not of values that each CPU has its own of.
-fn contents(table: &str) -> Option<Contents> {
+pub(super) fn contents(table: &str) -> Option<Contents> {
     type A4 = [u8; 4];
     type A6 = [u8; 16];
     macro_rules! of_table {
@@ -80,6 +80,11 @@ struct OtherSize {
 /// loader makes new ones, unless a table of the same limit holds more entries than it would have room for. A map that differs in another
 /// way is an error, or is removed if the table may start empty.
 pub(super) fn set_aside(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error> {
+    remove_larger(paths)?;
+    for shape in shapes.iter() {
+        put_back(paths, shape.name)?;
+    }
+    keep_growth(paths, shapes)?;
     let mut others = Vec::new();
     for shape in shapes {
         if let Some(other) = compare(paths, shape)? {
@@ -88,10 +93,7 @@ pub(super) fn set_aside(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error
     }
     let mut kept: Vec<Limit> = Vec::new();
     for (shape, other) in &others {
-        let needed = match shape.name {
-            table::slots4 | table::slots6 => needed_slots(paths)?,
-            table => (other.contents.needed)(table, &other.map)?,
-        };
+        let needed = needed_by(paths, shape.name, &other.contents, &other.map)?;
         if needed > shape.entries
             && let Some(limit) = shape.limit
         {
@@ -121,14 +123,63 @@ pub(super) fn set_aside(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error
     Ok(())
 }
 
-fn compare(paths: &Paths, shape: &mut Shape) -> Result<Option<OtherSize>, Error> {
-    let (path, before) = (paths.maps().join(shape.name), paths.before().join(shape.name));
-    let failed = |source| Error::Table { table: shape.name, source };
-    let is_moving = before.exists() && is_shown(paths, shape.name)?;
-    if before.exists() && !is_moving {
-        // No program has seen what a killed controller has made there.
-        rename(&before, &path)?;
+/// Where the pinned tables of a limit have grown and still hold more than they had room for at first, `shapes` have room for it.
+fn keep_growth(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error> {
+    for index in 0..shapes.len() {
+        let Some(Shape { name, entries, limit: Some(limit), most, .. }) = shapes.get(index).copied() else {
+            continue;
+        };
+        let failed = |source| Error::Table { table: name, source };
+        let (Some(contents), true) = (contents(name), entries < most) else { continue };
+        let Some(found) = open_pinned(&paths.maps().join(name)).map_err(failed)? else { continue };
+        if bpf::map_info(found.as_fd()).map_err(failed)?.max_entries <= entries {
+            continue;
+        }
+        let needed = needed_by(paths, name, &contents, &found)?.min(most);
+        enlarge(shapes, limit, needed);
     }
+    Ok(())
+}
+
+/// Doubles the size of the tables of `limit` until it is enough, as far as the limit allows.
+pub(super) fn enlarge(shapes: &mut [Shape], limit: Limit, needed: u32) {
+    for shape in shapes.iter_mut().filter(|shape| shape.limit == Some(limit)) {
+        while shape.entries < needed.min(shape.most) {
+            shape.entries = shape.entries.saturating_mul(2).min(shape.most);
+        }
+    }
+}
+
+/// The size that the table needs for what `map` holds.
+fn needed_by(paths: &Paths, table: &'static str, contents: &Contents, map: &OwnedFd) -> Result<u32, Error> {
+    match table {
+        table::slots4 | table::slots6 => needed_slots(paths),
+        table => (contents.needed)(table, map),
+    }
+}
+
+/// What a controller was making when it was killed.
+pub(super) fn remove_larger(paths: &Paths) -> Result<(), Error> {
+    for name in names(&paths.larger())? {
+        let path = paths.larger().join(name);
+        removed(&path, fs::remove_file(&path))?;
+    }
+    Ok(())
+}
+
+/// No program has seen what a killed controller has made in the place of a map that it had set aside.
+fn put_back(paths: &Paths, table: &'static str) -> Result<(), Error> {
+    let before = paths.before().join(table);
+    if before.exists() && !is_shown(paths, table)? {
+        rename(&before, &paths.maps().join(table))?;
+    }
+    Ok(())
+}
+
+fn compare(paths: &Paths, shape: &mut Shape) -> Result<Option<OtherSize>, Error> {
+    let path = paths.maps().join(shape.name);
+    let failed = |source| Error::Table { table: shape.name, source };
+    let is_moving = paths.before().join(shape.name).exists();
     let Some(map) = open_pinned(&path).map_err(failed)? else { return Ok(None) };
     let found = bpf::map_info(map.as_fd()).map_err(failed)?;
     let Some(difference) = difference(&found, shape) else { return Ok(None) };
@@ -152,7 +203,7 @@ fn compare(paths: &Paths, shape: &mut Shape) -> Result<Option<OtherSize>, Error>
     Ok(None)
 }
 
-fn rename(from: &Path, to: &Path) -> Result<(), Error> {
+pub(super) fn rename(from: &Path, to: &Path) -> Result<(), Error> {
     fs::rename(from, to).map_err(|source| Error::Folder { path: from.to_owned(), source })
 }
 

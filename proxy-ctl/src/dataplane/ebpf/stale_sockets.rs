@@ -76,6 +76,8 @@ impl Ended {
 #[derive(Debug)]
 pub(super) struct StaleSockets {
     ended: Arc<Ended>,
+    /// How often other maps have taken the places of the pinned ones.
+    growths: Arc<AtomicU64>,
     /// Of these.
     transports: BTreeSet<Transport>,
     /// `None`: no socket is to be ended, or the kernel cannot.
@@ -103,7 +105,7 @@ impl Drop for Running {
 impl StaleSockets {
     /// Ends none.
     pub(super) fn none() -> Self {
-        Self { ended: Arc::default(), transports: BTreeSet::new(), running: None }
+        Self { ended: Arc::default(), growths: Arc::default(), transports: BTreeSet::new(), running: None }
     }
 
     /// To be called in the node's network namespace.
@@ -133,7 +135,7 @@ impl StaleSockets {
     }
 
     fn start(paths: &Paths, config: &Ebpf, transports: BTreeSet<Transport>) -> Result<Self, Error> {
-        let ended = Arc::new(Ended::default());
+        let (ended, growths) = (Arc::new(Ended::default()), Arc::new(AtomicU64::new(0)));
         let types = KernelTypes::read()
             .map_err(|source| Error::Folder { path: "/sys/kernel/btf/vmlinux".into(), source })?;
         let own = |source| Error::Folder { path: "/proc/thread-self/ns/net".into(), source };
@@ -147,6 +149,7 @@ impl StaleSockets {
             node: SocketDiag::open().map_err(Error::Sockets)?,
             namespace,
             ended: Arc::clone(&ended),
+            growths: Arc::clone(&growths),
             problem: None,
         };
         let (requests, received) = channel();
@@ -155,7 +158,12 @@ impl StaleSockets {
             .spawn(move || sweep.run(&received))
             .map_err(|source| Error::Sockets(CallError::new("starting a thread", source)))?;
         let running = Running { requests: Some(requests), thread: Some(thread) };
-        Ok(Self { ended, transports, running: Some(running) })
+        Ok(Self { ended, growths, transports, running: Some(running) })
+    }
+
+    /// Tables have grown; nothing is written to them yet.
+    pub(super) fn tables_have_grown(&self) {
+        self.growths.fetch_add(1, Ordering::Release);
     }
 
     /// Some may have lost their backend just now.
@@ -189,6 +197,7 @@ struct Sweep {
     inode: u64,
     node: SocketDiag,
     ended: Arc<Ended>,
+    growths: Arc<AtomicU64>,
     /// Of the last pass.
     problem: Option<String>,
 }
@@ -236,22 +245,28 @@ impl Sweep {
     }
 
     fn end_all(&self, transports: &[Transport]) -> Result<(), Error> {
-        let tables = OpenTables::open(&self.maps)?;
-        let stale = self.stale(&tables, transports)?;
+        let stale = self.stale(transports)?;
         let outcome = self.visit(&stale);
         if stale.values().flatten().any(|(_, cookie, _)| *cookie == 0) {
             // They have got their cookies when their namespace was visited.
-            return self.visit(&self.stale(&tables, transports)?);
+            return self.visit(&self.stale(transports)?);
         }
         outcome
     }
 
-    fn stale(&self, tables: &OpenTables, transports: &[Transport]) -> Result<Stale, Error> {
-        let mut stale = Stale::new();
-        let find = Find { transports, node: self.inode, is_everywhere: self.is_everywhere };
-        find.add(&tables.v4, &tables.common, &self.reader4, &mut stale)?;
-        find.add(&tables.v6, &tables.common, &self.reader6, &mut stale)?;
-        Ok(stale)
+    fn stale(&self, transports: &[Transport]) -> Result<Stale, Error> {
+        loop {
+            let growths = self.growths.load(Ordering::Acquire);
+            let tables = OpenTables::open(&self.maps)?;
+            let mut stale = Stale::new();
+            let find = Find { transports, node: self.inode, is_everywhere: self.is_everywhere };
+            find.add(&tables.v4, &tables.common, &self.reader4, &mut stale)?;
+            find.add(&tables.v6, &tables.common, &self.reader6, &mut stale)?;
+            // What was written after tables have grown is not in the former ones.
+            if self.growths.load(Ordering::Acquire) == growths {
+                return Ok(stale);
+            }
+        }
     }
 
     /// Ends them, as far as that is possible: an error is that of the first namespace or socket where it is not.

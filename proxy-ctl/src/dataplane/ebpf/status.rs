@@ -204,7 +204,10 @@ impl Reader<'_> {
             });
             used.insert(table, slots.sum());
         }
-        usage(&self.paths.maps(), &shapes(&Limits::default()), &used, self.common)
+        let mut shapes = shapes(&Limits::default());
+        // The controller knows up to where they grow.
+        shapes.iter_mut().for_each(|shape| shape.most = 0);
+        usage(&self.paths.maps(), &shapes, &used, self.common)
     }
 
     fn hooks(&self) -> Result<Vec<Hook>, Error> {
@@ -292,6 +295,7 @@ fn count_family<F: TableFamily>(
         (F::BACKENDS, tables.backends.read_all()?.len() as u64),
         (F::FLOWS, tables.flows.read_all()?.len() as u64),
         (F::OPENING_FLOWS, tables.opening_flows.read_all()?.len() as u64),
+        (F::AFFINITY, tables.affinity.read_all()?.len() as u64),
         (F::NODE_ADDRESSES, tables.node_addresses.read_all()?.len() as u64),
     ]);
     Ok(())
@@ -325,7 +329,7 @@ pub(super) fn usage(
         usage.tables.push(TableUsage {
             name: shape.name,
             used: used.get(shape.name).copied().unwrap_or(0),
-            capacity: u64::from(info.max_entries),
+            capacity: u64::from(info.max_entries.max(shape.most)),
             can_fill_up: info.max_entries > 0 && !NEVER_FULL.contains(&shape.name),
             bytes: bytes(&fd),
         });
@@ -334,16 +338,17 @@ pub(super) fn usage(
 }
 
 fn reasons(common: &CommonTables) -> Result<Vec<ReasonUsage>, Error> {
-    let sum = |reason: &Reason| {
-        let values = common.counters.get(*reason as u32)?;
-        let count = values.iter().copied().fold(0, u64::wrapping_add);
-        Ok(ReasonUsage { name: reason.name(), verdict: verdict(*reason), count })
+    let usage = |reason: &Reason| {
+        Ok(ReasonUsage { name: reason.name(), verdict: verdict(*reason), count: counted(common, *reason)? })
     };
-    Reason::ALL
-        .iter()
-        .map(sum)
-        .collect::<Result<_, _>>()
-        .map_err(|source| Error::Table { table: table::counters, source })
+    Reason::ALL.iter().map(usage).collect()
+}
+
+/// By all CPUs.
+pub(super) fn counted(common: &CommonTables, reason: Reason) -> Result<u64, Error> {
+    let values = common.counters.get(reason as u32);
+    let values = values.map_err(|source| Error::Table { table: table::counters, source })?;
+    Ok(values.iter().copied().fold(0, u64::wrapping_add))
 }
 
 pub(super) fn verdict(reason: Reason) -> &'static str {

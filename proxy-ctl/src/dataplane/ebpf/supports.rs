@@ -9,12 +9,6 @@ use crate::{
     },
 };
 
-const SESSION_AFFINITY: Unsupported = Unsupported::new(
-    "spec.sessionAffinity",
-    Effect::ServedDifferently,
-    "not built yet: each connection may reach another endpoint",
-);
-
 const SOURCE_RANGES: Unsupported = Unsupported::new(
     "spec.loadBalancerSourceRanges",
     Effect::Without(FrontendKind::LoadBalancer),
@@ -37,7 +31,6 @@ const OWN_NODE_PORTS: Unsupported = Unsupported::new(
 pub(super) fn supports(port: &DesiredPort, balancing: SocketLoadBalancing) -> Vec<Unsupported> {
     let has = |kind| port.frontends.iter().any(|one| one.kind == kind);
     let asked = [
-        (port.affinity_seconds.is_some(), SESSION_AFFINITY),
         (!port.source_ranges.is_empty() && has(FrontendKind::LoadBalancer), SOURCE_RANGES),
         (balancing == SocketLoadBalancing::Off && has(FrontendKind::NodePort), OWN_NODE_PORTS),
         (port.name.protocol == Protocol::Sctp, SCTP),
@@ -74,17 +67,9 @@ mod tests {
 
     #[test]
     fn a_port_without_special_wishes_is_supported() {
-        let port = port(|_| {});
+        let port = port(|service| service.affinity_seconds = Some(10_800));
         assert_eq!(supports(&port, SocketLoadBalancing::All), []);
         assert_eq!(servable(Arc::clone(&port), &[]), Some(port));
-    }
-
-    #[test]
-    fn affinity_alone_leaves_every_frontend_served() {
-        let port = port(|service| service.affinity_seconds = Some(10_800));
-        assert_eq!(supports(&port, SocketLoadBalancing::All), [SESSION_AFFINITY]);
-        assert!(!SESSION_AFFINITY.leaves_unserved());
-        assert_eq!(servable(Arc::clone(&port), &supports(&port, SocketLoadBalancing::All)), Some(port));
     }
 
     #[test]

@@ -9,9 +9,9 @@ use aya::Pod;
 use proxy_common::{
     inventory::{Limit, table},
     layout::{
-        Backend, DatagramOrigins, FirstFragment, Flow, FlowKey, ForeignFlow, FourPorts, FragmentKey,
-        Frontend, FrontendKey, Lease, MASQUERADE_PORT_ROOM, MasqueradeDevice, NodeAddress, PORTS, Service,
-        ServiceCounters, ServiceName, Settings, Slot4, Slot6, SocketOrigin,
+        Affinity, AffinityKey, Backend, DatagramOrigins, FirstFragment, Flow, FlowKey, ForeignFlow,
+        FourPorts, FragmentKey, Frontend, FrontendKey, Lease, MASQUERADE_PORT_ROOM, MasqueradeDevice,
+        NodeAddress, PORTS, Service, ServiceCounters, ServiceName, Settings, Slot4, Slot6, SocketOrigin,
     },
     reason::REASONS,
 };
@@ -50,6 +50,8 @@ pub(super) struct Shape {
     flags: u32,
     /// What sets `entries`.
     pub(super) limit: Option<Limit>,
+    /// It grows up to here when more is desired.
+    pub(super) most: u32,
     /// May start empty without hurting an established flow or the next resync.
     pub(super) expendable: bool,
 }
@@ -64,8 +66,9 @@ impl Shape {
         let (key, value) = (size_of::<K>(), size_of::<V>());
         let is_of_flows = table::RESIZABLE.iter().any(|(table, _)| *table == name);
         let expendable = matches!(kind, LRU_HASH | PER_CPU_ARRAY) && !is_of_flows;
-        let (entries, limit) = entries;
-        Self { name, kind, key, value, entries, flags, limit, expendable }
+        let (most, limit) = entries;
+        let entries = limit.map_or(most, |limit| limit.first_entries(most));
+        Self { name, kind, key, value, entries, flags, limit, most, expendable }
     }
 }
 
@@ -267,6 +270,7 @@ pub(super) struct FamilyTables<F: TableFamily> {
     pub(super) backends: Table<u32, Backend<F::Address>>,
     pub(super) flows: Table<FlowKey<F::Address>, Flow<F::Address>>,
     pub(super) opening_flows: Table<FlowKey<F::Address>, Flow<F::Address>>,
+    pub(super) affinity: Table<AffinityKey<F::Address>, Affinity>,
     pub(super) node_addresses: Table<F::Address, NodeAddress>,
 }
 
@@ -279,6 +283,7 @@ impl<F: TableFamily> FamilyTables<F> {
             backends: Table::open(folder, F::BACKENDS, Some(Limit::Backends))?,
             flows: Table::open(folder, F::FLOWS, Some(Limit::Flows))?,
             opening_flows: Table::open(folder, F::OPENING_FLOWS, Some(Limit::OpeningFlows))?,
+            affinity: Table::open(folder, F::AFFINITY, Some(Limit::Affinity))?,
             node_addresses: Table::open(folder, F::NODE_ADDRESSES, Some(Limit::NodeAddresses))?,
         })
     }

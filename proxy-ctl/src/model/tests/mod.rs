@@ -1,4 +1,5 @@
 mod categorize;
 mod conflicts;
+mod endpoint_choice;
 mod sequences;
 mod updates;

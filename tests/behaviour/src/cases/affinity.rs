@@ -6,12 +6,17 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use lab::{Dial, cluster::OUTSIDE, objects::Service};
+use lab::{
+    Dial,
+    cluster::{NODES, OUTSIDE},
+    objects::Service,
+};
 
 use crate::{
     case::{Case, Variant, Variants},
     check,
     fixtures::AFFINE,
+    setting::{PathKind, Setting},
     world::World,
 };
 
@@ -19,6 +24,8 @@ pub(super) const CASES: &[Case] = &[
     Case::new("affinity: a client stays with its endpoint", Variants::All, stays).core(),
     Case::new("affinity: cluster IP and node port share it", Variants::All, shared),
     Case::new("affinity: it ends with its endpoint", Variants::All, ends_with_its_endpoint),
+    Case::new("affinity: it outlives the controller", Variants::Once, outlives_the_controller)
+        .differs(ends_with_the_process),
     // Conntrack still knows some of the sockets' ports of before, and with UDP their endpoints.
     Case::new("affinity: switched on and off", Variants::Tcp, switched),
     Case::new("affinity: it lasts while connections come, and expires after", Variants::Once, expires),
@@ -72,7 +79,9 @@ fn stays(world: &mut World, variant: Variant) -> Result<()> {
 
 fn shared(world: &mut World, variant: Variant) -> Result<()> {
     set(world, Some(THREE_HOURS), AFFINE.endpoints)?;
-    for (client, node) in [("client-1", 1), ("client-2", 2), ("node1", 1)] {
+    // There the node's own node ports are served by a mode beside, which knows no client of this one.
+    let of_node = (world.setting.path != PathKind::Off).then_some(("node1", 1));
+    for (client, node) in [("client-1", 1), ("client-2", 2)].into_iter().chain(of_node) {
         let node_port = Dial::new(variant.protocol, world.node_port(&AFFINE, node, variant.family)?);
         let by_cluster_ip = one_server(world, client, dial(world, client, variant)?, 5)?;
         let by_node_port = one_server(world, client, node_port, MANY)?;
@@ -94,6 +103,28 @@ fn ends_with_its_endpoint(world: &mut World, variant: Variant) -> Result<()> {
         let last = one_server(world, client, dial(world, client, variant)?, MANY)?;
         ensure!(last == next, "{client} went from {next} to {last} when another endpoint came");
     }
+    Ok(())
+}
+
+fn ends_with_the_process(setting: &Setting, _: Variant) -> Option<&'static str> {
+    setting.datapath().is_a_process().then_some("in mode userspace the process itself knows the clients")
+}
+
+/// All clients, protocols and families at once: by chance, all go where they went before at one of 3 to the power of 16 times.
+fn outlives_the_controller(world: &mut World, _: Variant) -> Result<()> {
+    set(world, Some(THREE_HOURS), AFFINE.endpoints)?;
+    let before = servers(world)?;
+    for node in NODES {
+        world.kill(node)?;
+    }
+    let while_dead = servers(world);
+    for node in NODES {
+        world.start(node)?;
+    }
+    world.settle()?;
+    let (while_dead, after) = (while_dead?, servers(world)?);
+    ensure!(while_dead == before, "without a controller {while_dead:?}, before {before:?}");
+    ensure!(after == before, "with the next controller {after:?}, before {before:?}");
     Ok(())
 }
 

@@ -63,6 +63,7 @@ fn guarded(world: &mut World, variant: Variant) -> Result<()> {
     let clients = [(OUTSIDE, 1), (OUTSIDE, 2), ("client-1", 1), ("client-2", 2), ("node1", 1)];
     for allowed in [OUTSIDE, "client-1", "node1"] {
         world.set_service(&guarded_for(world, allowed)?, GUARDED.endpoints)?;
+        world.settle_beside()?;
         for (client, node) in clients {
             let target = (load_balancer(node).of(variant.family), PORT).into();
             let dial = Dial::new(variant.protocol, target);

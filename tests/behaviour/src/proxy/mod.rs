@@ -29,7 +29,7 @@ pub fn missing_for(proxy: ProxyKind) -> Result<Option<String>> {
         return Ok(Some("network namespaces need root".to_owned()));
     }
     match proxy {
-        ProxyKind::Ipvs if !has_ipvs() => {
+        ProxyKind::Ipvs | ProxyKind::KubeProxyIpvs if !has_ipvs() => {
             Ok(Some("ip_vs (CONFIG_IP_VS) is not loaded, and modprobe does not find it".to_owned()))
         }
         ProxyKind::Ebpf
@@ -37,7 +37,7 @@ pub fn missing_for(proxy: ProxyKind) -> Result<Option<String>> {
         | ProxyKind::Iptables
         | ProxyKind::Ipvs
         | ProxyKind::Userspace => Ok(lab::program("proxy-ctl").err().map(|error| error.to_string())),
-        ProxyKind::KubeProxyIptables | ProxyKind::KubeProxyNftables => {
+        ProxyKind::KubeProxyIptables | ProxyKind::KubeProxyNftables | ProxyKind::KubeProxyIpvs => {
             binaries::provide(&[Program::Etcd, Program::KubeApiServer, Program::KubeProxy])
         }
     }

@@ -180,13 +180,8 @@ impl Row {
 impl Expected {
     pub fn is(&self, found: &Found) -> bool {
         match (self, found) {
-            (Self::Answered(by, source), Found::Answered(names, sources)) => {
-                names.iter().eq(by.iter()) && sources.iter().eq([source])
-            }
-            (Self::Sticks(by, source), Found::Answered(names, sources)) => {
-                names.len() == 1
-                    && names.iter().all(|name| by.contains(&name.as_str()))
-                    && sources.iter().eq([source])
+            (Self::Answered(_, source) | Self::Sticks(_, source), Found::Answered(names, sources)) => {
+                self.reaches(names) && sources.iter().eq([source])
             }
             (Self::Refused, Found::Refused | Found::NotPermitted)
             | (Self::Dropped, Found::Dropped | Found::NotPermitted) => true,
@@ -197,10 +192,21 @@ impl Expected {
         }
     }
 
+    /// Are these the endpoints that must answer?
+    fn reaches(&self, names: &BTreeSet<String>) -> bool {
+        match self {
+            Self::Answered(by, _) => names.iter().eq(by.iter()),
+            Self::Sticks(by, _) => names.len() == 1 && names.iter().all(|name| by.contains(&name.as_str())),
+            Self::Refused | Self::Dropped => false,
+        }
+    }
+
     /// What differs, in words that explanations match; where the right endpoints answered, it is only whose address they saw.
     pub fn difference(&self, found: &Found) -> String {
         match (self, found) {
-            (Self::Answered(by, source), Found::Answered(names, sources)) if names.iter().eq(by.iter()) => {
+            (Self::Answered(_, source) | Self::Sticks(_, source), Found::Answered(names, sources))
+                if self.reaches(names) =>
+            {
                 let sources: Vec<String> = sources.iter().map(Source::to_string).collect();
                 format!("address: expected {source}, found {}", sources.join(" and "))
             }

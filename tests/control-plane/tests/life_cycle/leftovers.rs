@@ -595,16 +595,12 @@ pub(crate) fn run_leaves_them_where_it_is_told_to(world: &mut World) -> Result<(
     Ok(())
 }
 
-/// SCTP is handed over to mode nftables, whose table takes the place of the former kube-proxy's; session affinity is served as if it were
-/// not asked for.
+/// SCTP is handed over to mode nftables, whose table takes the place of the former kube-proxy's.
 pub(crate) fn what_is_handed_over_holds_no_removal_back(world: &mut World) -> Result<()> {
     let own = Node::new(world, "handed-over", 53)?;
     publish(world, &own)?;
-    let mut sticky = objects::service("default", "sticky", PORT);
-    sticky["spec"]["sessionAffinity"] = json!("ClientIP");
     let mut sctp = objects::service("default", "associations", PORT);
     sctp["spec"]["ports"][0]["protocol"] = json!("SCTP");
-    world.apply(&sticky)?;
     world.apply(&sctp)?;
     let tables = RuleApi::Nft("nftables");
     let former = OldProxy::new(&own, tables)?.map_err(Skip)?;
@@ -612,16 +608,13 @@ pub(crate) fn what_is_handed_over_holds_no_removal_back(world: &mut World) -> Re
     ensure!(tables.dump()?.contains(CLUSTER_IP), "the former kube-proxy has left nothing");
     let proxy = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
     proxy.says("serves what the mode at work cannot")?;
-    world.event_about("Service", "sticky", "FieldNotHonoured")?;
     let unsupported = || {
         let status = own.status()?;
         let of = |name: &str| {
             let all = status["unsupported"].as_array()?;
             all.iter().find(|one| one["name"] == *name)?["effect"].as_str().map(str::to_owned)
         };
-        let told = of("associations").as_deref() == Some("handedOver")
-            && of("sticky").as_deref() == Some("servedDifferently");
-        Ok(told.then_some(()))
+        Ok((of("associations").as_deref() == Some("handedOver")).then_some(()))
     };
     until("what status says is not served as asked", LIMIT, unsupported, || proxy.log())?;
     let count = |name: &'static str, expected: f64| {
@@ -636,7 +629,6 @@ pub(crate) fn what_is_handed_over_holds_no_removal_back(world: &mut World) -> Re
     world.delete(&sctp)?;
     proxy.says("the mode at work serves everything")?;
     ensure!(!tables.dump()?.contains("sctp"), "it is still there");
-    world.delete(&sticky)?;
     Ok(())
 }
 

@@ -1,5 +1,6 @@
 //! The table of cases: each once for every family and protocol that it is about.
 
+mod affinity;
 mod baseline;
 mod floods;
 mod flows;
@@ -122,6 +123,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     floods::cases::<W>(group);
     headers::cases::<W>(group);
     host::cases::<W>(group);
+    affinity::cases::<W>(group);
 }
 
 fn with_flows<W: Tables + 'static>(group: &mut Group) {

@@ -73,7 +73,7 @@ impl<'w, W: Tables> Scene<'w, W> {
         W::put_backend(&mut self.world.ebpf, id, backend)
     }
 
-    fn set(&mut self, backends: &[(u32, Endpoint, bool)]) -> Result<EndpointSet> {
+    pub(crate) fn set(&mut self, backends: &[(u32, Endpoint, bool)]) -> Result<EndpointSet> {
         let first = self.slots;
         for (id, endpoint, local) in backends {
             self.backend(*id, *endpoint, *local)?;

@@ -1,0 +1,299 @@
+//! Session affinity: a client's new connections go to the backend of its last one.
+
+use crate::{
+    family::{Family, Slot},
+    layout::*,
+    port::Port,
+    select::{Origin, place_at},
+    tables::{AffinityEntry as _, AffinityTables},
+};
+
+impl<A: Address> Client<A> {
+    /// The node itself.
+    // Not all zero: that is a forged packet whose source is unspecified.
+    pub const NODE: Self = Self { address: A::UNSPECIFIED, namespace: [u32::MAX; 2] };
+
+    #[inline(always)]
+    pub fn of_packet(origin: Origin, source: A) -> Self {
+        if origin == Origin::Host { Self::NODE } else { Self { address: source, namespace: [0; 2] } }
+    }
+
+    #[inline(always)]
+    pub fn of_socket(origin: Origin, namespace: u64) -> Self {
+        let halves = [namespace as u32, (namespace >> 32) as u32];
+        if origin == Origin::Host { Self::NODE } else { Self { address: A::UNSPECIFIED, namespace: halves } }
+    }
+}
+
+const SECOND: u64 = 1_000_000_000;
+
+impl Affinity {
+    /// `now` in nanoseconds since boot, `seconds` as the service has them now: none, if it has no affinity any more.
+    #[inline(always)]
+    pub const fn has_expired(&self, seconds: u32, now: u64) -> bool {
+        now.saturating_sub(self.last_used) >= seconds as u64 * SECOND
+    }
+
+    #[inline(always)]
+    fn to<S: Slot>(slot: &S, now: u64) -> Self {
+        Self { last_used: now, backend: slot.backend(), flags: slot.flags() }
+    }
+
+    /// Random bits to choose anew with: all CPUs that find this affinity over choose the same.
+    #[inline(always)]
+    const fn random(&self) -> u32 {
+        // By the golden ratio, so that moments close to each other lie apart.
+        (self.last_used.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as u32
+    }
+}
+
+/// Index of the slot in `set`, which is not empty, that a new connection goes to.
+// Not inlined: what it needs of the stack would be added to what others need.
+#[inline(never)]
+pub(crate) fn place<F: Family, T: AffinityTables<F>>(
+    tables: &T,
+    set: EndpointSet,
+    seconds: u32,
+    key: &AffinityKey<F::Address>,
+    random: u32,
+) -> u32 {
+    let mut known = tables.affinity(key);
+    if known.is_none() {
+        let chosen = place_at(set, random);
+        let Some(slot) = tables.slot(chosen) else { return chosen };
+        if tables.remember(key, &Affinity::to(&slot, tables.now())) {
+            return chosen;
+        }
+        // Another CPU has been faster.
+        known = tables.affinity(key);
+    }
+    let Some(entry) = known else { return place_at(set, random) };
+    let (affinity, now) = (entry.read(), tables.now());
+    if !affinity.has_expired(seconds, now) {
+        let place = place_of(tables, set, affinity);
+        if place != NOWHERE {
+            entry.prolong(now);
+            return place;
+        }
+    }
+    let chosen = place_at(set, affinity.random());
+    if let Some(slot) = tables.slot(chosen) {
+        entry.write(Affinity::to(&slot, now));
+    }
+    chosen
+}
+
+/// No slot has this index.
+const NOWHERE: u32 = u32::MAX;
+
+/// Index of the backend's slot, if it has one in this set. Sets are sorted.
+#[inline(always)]
+fn place_of<F: Family, T: AffinityTables<F>>(tables: &T, set: EndpointSet, affinity: Affinity) -> u32 {
+    let Some(backend) = tables.backend(affinity.backend) else { return NOWHERE };
+    let wanted = F::Slot::new(backend.address, Port::new(backend.port), affinity.backend, affinity.flags);
+    let EndpointSet { mut first, mut count } = set;
+    for _ in 0..u32::BITS {
+        if count <= 1 {
+            break;
+        }
+        let half = count / 2;
+        let Some(slot) = tables.slot(first.wrapping_add(half)) else { return NOWHERE };
+        if !wanted.precedes(&slot) {
+            first = first.wrapping_add(half);
+        }
+        count -= half;
+    }
+    match tables.slot(first) {
+        Some(slot) if slot.backend() == affinity.backend => first,
+        Some(_) | None => NOWHERE,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+    use crate::{
+        family::{V4, V6},
+        reason::Reason,
+        select::choose,
+        tables::{Tables as _, host::HostTables},
+    };
+
+    const SERVICE: u32 = 7;
+    const SECONDS: u32 = 60;
+    const CLIENT: Client<[u8; 4]> = Client { address: [203, 0, 113, 1], namespace: [0; 2] };
+    const CLUSTER_IP: Frontend = Frontend { service: SERVICE, flags: 0 };
+    const NODE_PORT: Frontend = Frontend { service: SERVICE, flags: FRONTEND_EXTERNAL };
+
+    /// Backends 1 and 2 are local, 3 and 4 are not; 3 has the lowest address. From outside, only local ones are used.
+    fn tables() -> HostTables<V4> {
+        let mut tables = HostTables::default();
+        set_endpoints(&mut tables, &[(1, BACKEND_LOCAL), (2, BACKEND_LOCAL), (3, 0), (4, 0)]);
+        tables
+    }
+
+    fn address(backend: u32) -> [u8; 4] {
+        [10, 244, u8::from(backend != 3), backend as u8]
+    }
+
+    fn set_endpoints(tables: &mut HostTables<V4>, endpoints: &[(u32, u32)]) {
+        tables.slots.clear();
+        for (place, (id, flags)) in (100..).zip(endpoints) {
+            tables.slots.insert(place, Slot4::new(address(*id), Port::new(80), *id, *flags));
+            let backend = Backend { address: address(*id), port: 80, ..Backend::default() };
+            tables.backends.insert(*id, backend);
+        }
+        let local = endpoints.iter().filter(|(_, flags)| *flags != 0).count() as u32;
+        let all = EndpointSet { first: 100, count: endpoints.len() as u32 };
+        let service = Service {
+            cluster: all,
+            internal: all,
+            external: EndpointSet { first: 100, count: local },
+            flags: SERVICE_HAS_ENDPOINTS,
+            affinity_seconds: SECONDS,
+        };
+        tables.services.insert(SERVICE, service);
+    }
+
+    fn pass(tables: &HostTables<V4>, seconds: u64) {
+        tables.clock.set(tables.clock.get() + seconds * SECOND);
+    }
+
+    /// Dice that choose a place of four.
+    fn dice(place: u32) -> u32 {
+        place << 30
+    }
+
+    fn go(tables: &HostTables<V4>, frontend: Frontend, client: Client<[u8; 4]>, random: u32) -> u32 {
+        let key = AffinityKey { service: SERVICE, client };
+        choose(tables, frontend, Origin::Workload, &key, random).unwrap().backend
+    }
+
+    fn go_from_outside(tables: &HostTables<V4>, random: u32) -> Result<u32, Reason> {
+        let key = AffinityKey { service: SERVICE, client: CLIENT };
+        choose(tables, NODE_PORT, Origin::Outside, &key, random).map(|slot| slot.backend)
+    }
+
+    #[rstest]
+    fn a_client_stays(#[values(0, 1, 2, 3)] first: u32, #[values(0, 1, 2, 3)] then: u32) {
+        let tables = tables();
+        let backend = go(&tables, CLUSTER_IP, CLIENT, dice(first));
+        assert_eq!(backend, first + 1);
+        assert_eq!(go(&tables, CLUSTER_IP, CLIENT, dice(then)), backend);
+        assert_eq!(go(&tables, NODE_PORT, CLIENT, dice(then)), backend, "all frontends share it");
+        let others = AffinityKey { service: SERVICE + 1, client: CLIENT };
+        assert!(tables.affinity(&others).is_none(), "service ports do not");
+    }
+
+    #[test]
+    fn clients_are_told_apart() {
+        let tables = tables();
+        let clients = [
+            Client::of_packet(Origin::Outside, [203, 0, 113, 1]),
+            Client::of_packet(Origin::Outside, [203, 0, 113, 2]),
+            Client::of_socket(Origin::Workload, 1),
+            Client::of_socket(Origin::Workload, 1 << 32),
+            Client::of_socket(Origin::Host, 1),
+        ];
+        for (client, place) in clients.into_iter().zip([3, 2, 1, 0, 3]) {
+            assert_eq!(go(&tables, CLUSTER_IP, client, dice(place)), place + 1);
+        }
+        let forged = Client::of_packet(Origin::Outside, [0; 4]);
+        assert_eq!(go(&tables, CLUSTER_IP, forged, dice(1)), 2);
+        let node = Client::of_packet(Origin::Host, [192, 0, 2, 1]);
+        assert_eq!(node, Client::of_socket(Origin::Host, 1), "the node is one client");
+    }
+
+    #[test]
+    fn nothing_is_remembered_without_affinity() {
+        let mut tables = tables();
+        tables.services.get_mut(&SERVICE).unwrap().affinity_seconds = 0;
+        assert_eq!(go(&tables, CLUSTER_IP, CLIENT, dice(0)), 1);
+        assert_eq!(go(&tables, CLUSTER_IP, CLIENT, dice(1)), 2);
+        assert!(tables.affinity.borrow().is_empty());
+    }
+
+    #[test]
+    fn each_connection_prolongs_it() {
+        let tables = tables();
+        let backend = go(&tables, CLUSTER_IP, CLIENT, dice(2));
+        for _ in 0..5 {
+            pass(&tables, u64::from(SECONDS) - 1);
+            assert_eq!(go(&tables, CLUSTER_IP, CLIENT, dice(0)), backend);
+        }
+    }
+
+    #[test]
+    fn an_expired_client_chooses_by_chance() {
+        let mut met = [0; 4];
+        for nanosecond in 0..400 {
+            let tables = tables();
+            tables.clock.set(tables.clock.get() + nanosecond);
+            go(&tables, CLUSTER_IP, CLIENT, dice(0));
+            pass(&tables, u64::from(SECONDS));
+            let backend = go(&tables, CLUSTER_IP, CLIENT, dice(0));
+            met[backend as usize - 1] += 1;
+            assert_eq!(go(&tables, CLUSTER_IP, CLIENT, dice(0)), backend, "that is remembered");
+        }
+        assert!(met.iter().all(|count| (80..=120).contains(count)), "{met:?}");
+    }
+
+    #[rstest]
+    #[case::another_one_goes(3, &[(1, BACKEND_LOCAL), (2, BACKEND_LOCAL), (3, 0)], true)]
+    #[case::one_comes_before_it(2, &[(1, BACKEND_LOCAL), (2, BACKEND_LOCAL), (5, BACKEND_LOCAL), (3, 0)], true)]
+    #[case::all_others_go(4, &[(4, 0)], true)]
+    #[case::it_goes(4, &[(1, BACKEND_LOCAL), (2, BACKEND_LOCAL), (3, 0)], false)]
+    #[case::only_another_is_left(4, &[(1, BACKEND_LOCAL)], false)]
+    #[case::it_is_elsewhere_now(2, &[(1, BACKEND_LOCAL), (3, 0), (2, 0)], false)]
+    fn when_endpoints_change(#[case] backend: u32, #[case] endpoints: &[(u32, u32)], #[case] stays: bool) {
+        let mut tables = tables();
+        assert_eq!(go(&tables, CLUSTER_IP, CLIENT, dice(backend - 1)), backend);
+        // The backends of those that leave stay in the table: another service may have them.
+        set_endpoints(&mut tables, endpoints);
+        let now = go(&tables, CLUSTER_IP, CLIENT, 0);
+        assert!(endpoints.iter().any(|(id, _)| *id == now));
+        assert!(now == backend || !stays);
+        let key = AffinityKey { service: SERVICE, client: CLIENT };
+        let remembered = tables.affinity(&key).unwrap().read();
+        assert_eq!((remembered.backend, remembered.last_used), (now, tables.now()));
+    }
+
+    #[test]
+    fn a_client_outside_is_kept_out_of_remote_endpoints_by_policy_local() {
+        let mut tables = tables();
+        let backend = go(&tables, NODE_PORT, CLIENT, dice(3));
+        assert_eq!(backend, 4, "from inside, every endpoint is used");
+        let local = go_from_outside(&tables, 0).unwrap();
+        assert!(local <= 2);
+        assert_eq!(go_from_outside(&tables, u32::MAX), Ok(local));
+        assert_eq!(go(&tables, CLUSTER_IP, CLIENT, dice(3)), local, "which is one for clients inside too");
+        set_endpoints(&mut tables, &[(3, 0), (4, 0)]);
+        assert_eq!(go_from_outside(&tables, 0), Err(Reason::NoLocalEndpoints));
+    }
+
+    #[test]
+    fn every_place_of_a_set_is_found_and_no_other() {
+        for count in 1..=70_u32 {
+            let mut tables = HostTables::<V6>::default();
+            let set = EndpointSet { first: 1_000, count };
+            // The first and the last are other sets'.
+            for n in 0..count + 2 {
+                let (flags, port) = (BACKEND_LOCAL * u32::from(n < count / 3), 80 + (n % 2) as u16);
+                let mut address = [0; 16];
+                address[15] = (n / 2) as u8;
+                tables.slots.insert(999 + n, Slot6::new(address, Port::new(port), n + 1, flags));
+                tables.backends.insert(n + 1, Backend { address, port, ..Backend::default() });
+            }
+            for n in 0..count + 2 {
+                let flags = tables.slot(999 + n).unwrap().flags;
+                let affinity = Affinity { last_used: 0, backend: n + 1, flags };
+                let expected = if (1..=count).contains(&n) { 999 + n } else { NOWHERE };
+                assert_eq!(place_of::<V6, _>(&tables, set, affinity), expected, "{n} of {count}");
+                tables.backends.remove(&(n + 1));
+                assert_eq!(place_of::<V6, _>(&tables, set, affinity), NOWHERE);
+            }
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! Forgets the clients whose affinity has expired, a slice of the tables at a time, and tells how many were evicted.
+//!
+//! The kernel does not count what it evicts: those are the clients that programs have remembered, and that were neither forgotten nor
+//! found by a walk.
+
+use proxy_common::{
+    family::{V4, V6},
+    layout::{Affinity, AffinityKey},
+    reason::Reason,
+};
+
+use super::{
+    Error,
+    family::TableFamily,
+    gc::Walk,
+    status,
+    tables::{CommonTables, FamilyTables, Table},
+};
+
+/// Calls to leave out after a walk. Affinity ends by itself, whenever its entry goes.
+const REST: u32 = 9;
+
+/// Walks through both tables, one after the other.
+#[derive(Debug, Default)]
+pub(super) struct AffinityCollector {
+    v4: Walk<AffinityKey<[u8; 4]>>,
+    v6: Walk<AffinityKey<[u8; 16]>>,
+    walk: Option<Begun>,
+    rest: u32,
+    tally: Tally,
+}
+
+/// A walk that goes on.
+#[derive(Clone, Copy, Debug)]
+struct Begun {
+    is_in_v6: bool,
+    /// Clients that had ever been remembered then.
+    remembered: u64,
+    /// Clients that this process had forgotten then.
+    forgotten: u64,
+}
+
+#[derive(Debug, Default)]
+struct Tally {
+    forgotten: u64,
+    /// Clients that were gone when the first walk ended. Fewer than none, if programs have lost counts.
+    before: Option<i64>,
+    /// At most what it is in truth: what comes and goes during a walk is counted by the next one.
+    evicted: u64,
+}
+
+impl Tally {
+    /// After a walk that has met so many clients. `remembered`: ever, up to its end.
+    fn count(&mut self, begun: Begun, remembered: u64, met: u64) {
+        let kept = met.saturating_sub(self.forgotten - begun.forgotten);
+        let gone = |remembered: u64| remembered.wrapping_sub(kept + self.forgotten) as i64;
+        match self.before {
+            None => self.before = Some(gone(remembered)),
+            Some(before) => {
+                let evicted = u64::try_from(gone(begun.remembered) - before).unwrap_or(0);
+                self.evicted = self.evicted.max(evicted);
+            }
+        }
+    }
+}
+
+impl AffinityCollector {
+    /// Clients that full tables have evicted since this process found them.
+    pub(super) fn evicted(&self) -> u64 {
+        self.tally.evicted
+    }
+
+    /// Entries of each table, as of the last complete walk.
+    pub(super) fn counted(&self) -> [(&'static str, u64); 2] {
+        [(V4::AFFINITY, self.v4.counted), (V6::AFFINITY, self.v6.counted)]
+    }
+
+    pub(super) fn collect(
+        &mut self,
+        common: &CommonTables,
+        v4: &FamilyTables<V4>,
+        v6: &FamilyTables<V6>,
+        now: u64,
+    ) -> Result<(), Error> {
+        if self.rest > 0 {
+            self.rest -= 1;
+            return Ok(());
+        }
+        let remembered = || status::counted(common, Reason::ClientRemembered);
+        let begun = match &mut self.walk {
+            Some(begun) => begun,
+            walk => {
+                let forgotten = self.tally.forgotten;
+                walk.insert(Begun { is_in_v6: false, remembered: remembered()?, forgotten })
+            }
+        };
+        if !begun.is_in_v6 {
+            begun.is_in_v6 = forget(&mut self.v4, &mut self.tally, common, &v4.affinity, now)?;
+        } else if forget(&mut self.v6, &mut self.tally, common, &v6.affinity, now)? {
+            self.tally.count(*begun, remembered()?, self.v4.counted + self.v6.counted);
+            self.walk = None;
+            self.rest = REST;
+        }
+        Ok(())
+    }
+}
+
+/// Goes on through one table. Answers whether that was its end.
+fn forget<A: proxy_common::layout::Address + Default>(
+    walk: &mut Walk<AffinityKey<A>>,
+    tally: &mut Tally,
+    common: &CommonTables,
+    table: &Table<AffinityKey<A>, Affinity>,
+    now: u64,
+) -> Result<bool, Error> {
+    let progress = walk.go_on(table, |slice| {
+        let before = tally.forgotten;
+        for (key, affinity) in slice {
+            let service = common.services.get(key.service as usize).unwrap_or_default();
+            if affinity.has_expired(service.affinity_seconds, now) {
+                tally.forgotten += u64::from(forget_one(table, key, service.affinity_seconds, now)?);
+            }
+        }
+        Ok(tally.forgotten - before)
+    })?;
+    Ok(progress.ended)
+}
+
+/// Unless a connection has come meanwhile. Answers whether the entry is gone.
+fn forget_one<A: proxy_common::layout::Address + Default>(
+    table: &Table<AffinityKey<A>, Affinity>,
+    key: &AffinityKey<A>,
+    seconds: u32,
+    now: u64,
+) -> Result<bool, Error> {
+    match table.take(key)? {
+        Some(last) if last.has_expired(seconds, now) => Ok(true),
+        Some(last) => Ok(!table.insert(key, &last)?),
+        None => Ok(false),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A walk that has met `met` clients, and forgotten `forgotten` of them.
+    fn walk(tally: &mut Tally, remembered: [u64; 2], met: u64, forgotten: u64) -> u64 {
+        let begun = Begun { is_in_v6: true, remembered: remembered[0], forgotten: tally.forgotten };
+        tally.forgotten += forgotten;
+        tally.count(begun, remembered[1], met);
+        tally.evicted
+    }
+
+    #[test]
+    fn what_is_neither_found_nor_forgotten_was_evicted() {
+        let mut tally = Tally::default();
+        assert_eq!(walk(&mut tally, [100, 100], 60, 10), 0, "40 were gone when the process began");
+        assert_eq!(walk(&mut tally, [100, 100], 50, 0), 0);
+        assert_eq!(walk(&mut tally, [130, 130], 75, 5), 5);
+        assert_eq!(walk(&mut tally, [130, 130], 70, 70), 5);
+    }
+
+    #[test]
+    fn counts_that_programs_have_lost_before_hide_nothing_later() {
+        let mut tally = Tally::default();
+        assert_eq!(walk(&mut tally, [10, 10], 13, 0), 0);
+        assert_eq!(walk(&mut tally, [30, 30], 26, 0), 7);
+    }
+
+    #[test]
+    fn clients_that_come_during_a_walk_hide_evictions_for_that_time_only() {
+        let mut tally = Tally::default();
+        assert_eq!(walk(&mut tally, [0, 8], 5, 0), 0);
+        assert_eq!(walk(&mut tally, [10, 16], 12, 0), 0);
+        assert_eq!(walk(&mut tally, [20, 20], 12, 0), 5, "8 that it did not meet may have come behind it");
+    }
+}

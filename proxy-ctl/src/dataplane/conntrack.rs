@@ -5,7 +5,8 @@
 //!
 //! As kube-proxy's (pkg/proxy/conntrack/cleanup.go), with three differences. Flows of service ports without endpoints, and of
 //! service ports that are gone, are ended too. A change that takes no endpoint away ends no flow, and reads none. Flows to a node port
-//! are ended on the node's own addresses only. TCP and SCTP flows are never ended: their clients notice by themselves.
+//! are ended on the node's own addresses only. TCP and SCTP flows are not ended, as their clients notice by themselves; but a start ends
+//! TCP connections that nobody has answered, as they began before the mode served.
 
 mod stale_flows;
 
@@ -120,6 +121,16 @@ fn repliers(port: &DesiredPort) -> Endpoints {
     all.map(|endpoint| SocketAddr::new(endpoint.address, endpoint.port)).collect()
 }
 
+fn to_tcp_frontends(desired: &[Arc<DesiredPort>]) -> StaleFlows<Endpoints> {
+    let mut flows = StaleFlows::default();
+    for port in desired.iter().filter(|port| port.name.protocol == Protocol::Tcp) {
+        for frontend in &port.frontends {
+            flows.answered_by(port.name.family, frontend, Endpoints::default());
+        }
+    }
+    flows
+}
+
 /// Whether flows that were served before no longer are. Without endpoints clients were refused, and their flows with them.
 fn takes_away(before: &DesiredPort, now: &DesiredPort, repliers_now: &Endpoints) -> bool {
     let repliers_before = repliers(before);
@@ -144,11 +155,13 @@ pub(super) struct WithConntrack {
     udp: UdpPorts,
     node_addresses: BTreeSet<IpAddr>,
     until: Until,
+    has_started: bool,
 }
 
 impl WithConntrack {
     pub(super) fn new(inner: Box<dyn Dataplane>) -> Self {
-        Self { inner, udp: UdpPorts::default(), node_addresses: BTreeSet::new(), until: Until::Forever }
+        let (udp, node_addresses, has_started) = Default::default();
+        Self { inner, udp, node_addresses, until: Until::Forever, has_started }
     }
 
     /// The mode itself opens no flow that netfilter translates.
@@ -195,6 +208,9 @@ impl Dataplane for WithConntrack {
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
         let applied = self.inner.resync(desired)?;
         self.follow(|udp| udp.resync(desired));
+        if !std::mem::replace(&mut self.has_started, true) {
+            to_tcp_frontends(desired).end_unanswered(&self.node_addresses);
+        }
         Ok(applied)
     }
 
@@ -258,7 +274,7 @@ mod tests {
             objects::{EndpointPort, IpFamily, ServicePort},
             test_support::{remote, service, slice, target},
         },
-        sys::conntrack::UdpFlow,
+        sys::conntrack::TrackedFlow,
     };
 
     /// `default/dns`: 10.96.0.10:53/UDP and node port 30053, with these endpoints.
@@ -274,8 +290,8 @@ mod tests {
         Arc::clone(&model.take_changes().changed[0])
     }
 
-    fn flow(destination: &str, replier: &str) -> UdpFlow {
-        UdpFlow::new(destination.parse().unwrap(), replier.parse().unwrap())
+    fn flow(destination: &str, replier: &str) -> TrackedFlow {
+        TrackedFlow::new(destination.parse().unwrap(), replier.parse().unwrap())
     }
 
     fn is_stale(udp: &UdpPorts, destination: &str, replier: &str) -> bool {

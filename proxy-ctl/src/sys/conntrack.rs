@@ -1,4 +1,5 @@
-//! Flows that the kernel's connection tracking knows: UDP ones listed and removed, translated TCP ones listed.
+//! Flows that the kernel's connection tracking knows: UDP ones and TCP ones without an answer listed and removed, translated TCP ones
+//! listed.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -35,9 +36,9 @@ const fn header(family: AddressFamily) -> [u8; 4] {
     [family as u8, 0, 0, 0]
 }
 
-/// A UDP flow. Whether its addresses are translated shows in the reply direction.
+/// A flow that can be removed. Whether its addresses are translated shows in the reply direction.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct UdpFlow {
+pub struct TrackedFlow {
     /// What the client has sent to.
     pub destination: SocketAddr,
     /// Who answers.
@@ -46,7 +47,7 @@ pub struct UdpFlow {
     key: Vec<(u16, Vec<u8>)>,
 }
 
-impl UdpFlow {
+impl TrackedFlow {
     /// As no kernel lists it.
     #[cfg(test)]
     pub(crate) const fn new(destination: SocketAddr, replier: SocketAddr) -> Self {
@@ -73,8 +74,13 @@ impl Conntrack {
     }
 
     /// `family`: Inet or Inet6. None where the kernel has no connection tracking, or not the module nf_conntrack_netlink.
-    pub fn udp_flows(&self, family: AddressFamily) -> Result<Vec<UdpFlow>, CallError> {
+    pub fn udp_flows(&self, family: AddressFamily) -> Result<Vec<TrackedFlow>, CallError> {
         self.list(family, |flow| udp_flow(family, flow))
+    }
+
+    /// TCP connections whose SYN nobody has answered, and whose destination is not translated. As [`Self::udp_flows`].
+    pub fn unanswered_connections(&self, family: AddressFamily) -> Result<Vec<TrackedFlow>, CallError> {
+        self.list(family, |flow| unanswered_connection(family, flow))
     }
 
     /// As [`Self::udp_flows`].
@@ -113,7 +119,7 @@ impl Conntrack {
     }
 
     /// False: it has ended meanwhile.
-    pub fn remove(&self, family: AddressFamily, flow: &UdpFlow) -> Result<bool, CallError> {
+    pub fn remove(&self, family: AddressFamily, flow: &TrackedFlow) -> Result<bool, CallError> {
         let mut request = Messages::default();
         request.begin(DELETE, NLM_F_ACK, &header(family));
         for (kind, value) in &flow.key {
@@ -145,7 +151,7 @@ fn translated_connection(family: AddressFamily, flow: Attributes<'_>) -> Option<
     const ENDED: [u8; 2] = [7, 8];
     let (original, reply) = (flow.nested(ORIGINAL)?, flow.nested(REPLY)?);
     is_of_protocol(original, libc::IPPROTO_TCP)?;
-    let state = flow.nested(PROTOCOL_STATE).and_then(|state| state.nested(TCP)?.get(TCP_STATE)?.first());
+    let state = tcp_state(flow);
     let (sources, destinations) = address_kinds(family);
     let client = endpoint(family, original, sources, SOURCE_PORT)?;
     let dialled = endpoint(family, original, destinations, DESTINATION_PORT)?;
@@ -153,16 +159,32 @@ fn translated_connection(family: AddressFamily, flow: Attributes<'_>) -> Option<
     let answers_to = endpoint(family, reply, destinations, DESTINATION_PORT)?;
     // What the node itself sends keeps its address, not its port.
     let is_masqueraded = answers_to != client;
-    let has_ended = state.is_some_and(|state| ENDED.contains(state));
+    let has_ended = state.is_some_and(|state| ENDED.contains(&state));
     (replier != dialled && !has_ended).then_some(TranslatedConnection { replier, answers_to, is_masqueraded })
 }
 
-fn udp_flow(family: AddressFamily, flow: Attributes<'_>) -> Option<UdpFlow> {
+fn tcp_state(flow: Attributes<'_>) -> Option<u8> {
+    flow.nested(PROTOCOL_STATE)?.nested(TCP)?.get(TCP_STATE)?.first().copied()
+}
+
+fn unanswered_connection(family: AddressFamily, flow: Attributes<'_>) -> Option<TrackedFlow> {
+    /// `TCP_CONNTRACK_SYN_SENT`.
+    const SYN_SENT: u8 = 1;
+    let tracked = tracked_flow(family, flow, libc::IPPROTO_TCP)?;
+    let is_unanswered = tcp_state(flow) == Some(SYN_SENT) && tracked.replier == tracked.destination;
+    is_unanswered.then_some(tracked)
+}
+
+fn udp_flow(family: AddressFamily, flow: Attributes<'_>) -> Option<TrackedFlow> {
+    tracked_flow(family, flow, libc::IPPROTO_UDP)
+}
+
+fn tracked_flow(family: AddressFamily, flow: Attributes<'_>, protocol: i32) -> Option<TrackedFlow> {
     let original = flow.nested(ORIGINAL)?;
-    is_of_protocol(original, libc::IPPROTO_UDP)?;
+    is_of_protocol(original, protocol)?;
     let (sources, destinations) = address_kinds(family);
     let key = flow.filter(|(kind, _)| matches!(*kind, ORIGINAL | ID | ZONE));
-    Some(UdpFlow {
+    Some(TrackedFlow {
         destination: endpoint(family, original, destinations, DESTINATION_PORT)?,
         replier: endpoint(family, flow.nested(REPLY)?, sources, SOURCE_PORT)?,
         key: key.map(|(kind, value)| (kind, value.to_vec())).collect(),
@@ -215,6 +237,32 @@ mod tests {
         message
     }
 
+    fn in_state(state: u8, mut message: Messages) -> Messages {
+        message.nested(PROTOCOL_STATE, |of| {
+            of.nested(TCP, |of| {
+                of.attribute(TCP_STATE, &[state]);
+            });
+        });
+        message
+    }
+
+    #[rstest]
+    #[case::syn_sent(TCP_NUMBER, ([10, 96, 0, 10], 53), 1, true)]
+    #[case::answered(TCP_NUMBER, ([10, 96, 0, 10], 53), 2, false)]
+    #[case::established(TCP_NUMBER, ([10, 96, 0, 10], 53), 3, false)]
+    #[case::translated(TCP_NUMBER, ENDPOINT, 1, false)]
+    #[case::udp(17, ([10, 96, 0, 10], 53), 1, false)]
+    fn connections_that_nobody_answers(
+        #[case] protocol: u8,
+        #[case] replier: ([u8; 4], u16),
+        #[case] state: u8,
+        #[case] is_one: bool,
+    ) {
+        let message = in_state(state, listed_with(protocol, replier, ([10, 1, 0, 5], 4000)));
+        let found = unanswered_connection(AddressFamily::Inet, Attributes(&message.bytes()[20..]));
+        assert_eq!(found.is_some(), is_one);
+    }
+
     #[test]
     fn a_flow_tells_what_was_dialled_and_who_answers() {
         let message = listed(17);
@@ -241,12 +289,7 @@ mod tests {
         #[case] state: u8,
         #[case] is_one: bool,
     ) {
-        let mut message = listed_with(protocol, replier, source);
-        message.nested(PROTOCOL_STATE, |of| {
-            of.nested(TCP, |of| {
-                of.attribute(TCP_STATE, &[state]);
-            });
-        });
+        let message = in_state(state, listed_with(protocol, replier, source));
         let found = translated_connection(AddressFamily::Inet, Attributes(&message.bytes()[20..]));
         let expected = TranslatedConnection {
             replier: replier.into(),

@@ -156,6 +156,15 @@ impl World {
         self.proxy(node)?.kill()
     }
 
+    /// Kills the proxy of every node, and starts them again after `meanwhile`, also where that fails. Answers with what it has found.
+    pub fn while_dead<T>(&mut self, meanwhile: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        NODES.into_iter().try_for_each(|node| self.kill(node))?;
+        let found = meanwhile(self);
+        NODES.into_iter().try_for_each(|node| self.start(node))?;
+        self.settle()?;
+        found
+    }
+
     pub fn start(&mut self, node: NodeNumber) -> Result<()> {
         let lab = &self.lab;
         let proxy = self.proxies.iter_mut().find(|proxy| proxy.node == node);

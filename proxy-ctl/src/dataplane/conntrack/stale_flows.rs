@@ -1,10 +1,11 @@
-//! UDP flows that are led where nobody serves their clients any more: which they are, and their end.
+//! Flows that are led where nobody serves their clients: which they are, and their end.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
 };
 
+use nix::sys::socket::AddressFamily;
 use rustc_hash::FxHashMap;
 
 use super::address_family;
@@ -15,7 +16,7 @@ use crate::{
     },
     sys::{
         CallError,
-        conntrack::{Conntrack, UdpFlow},
+        conntrack::{Conntrack, TrackedFlow},
     },
 };
 
@@ -71,7 +72,7 @@ impl<R: Repliers> StaleFlows<R> {
     pub(in crate::dataplane) fn is_stale(
         &self,
         family: IpFamily,
-        flow: &UdpFlow,
+        flow: &TrackedFlow,
         node_addresses: &BTreeSet<IpAddr>,
     ) -> bool {
         let (address, port) = (flow.destination.ip(), flow.destination.port());
@@ -87,7 +88,7 @@ impl<R: Repliers> StaleFlows<R> {
         if self.pending.is_empty() {
             return false;
         }
-        let ended = self.try_end(node_addresses);
+        let ended = self.try_end(node_addresses, Conntrack::udp_flows);
         match &ended {
             Ok(()) => self.pending.clear(),
             Err(error) => tracing::warn!(
@@ -98,18 +99,30 @@ impl<R: Repliers> StaleFlows<R> {
         ended.is_ok()
     }
 
-    fn try_end(&mut self, node_addresses: &BTreeSet<IpAddr>) -> Result<(), CallError> {
+    /// Ends TCP connections to these frontends that began before anybody served them. The kernel translates a connection as it did its
+    /// first packet: not at all, however often the client repeats its SYN, and for two minutes whoever uses its port again.
+    pub(in crate::dataplane) fn end_unanswered(mut self, node_addresses: &BTreeSet<IpAddr>) {
+        if let Err(error) = self.try_end(node_addresses, Conntrack::unanswered_connections) {
+            tracing::warn!(%error, "TCP connections that began before this start could not be ended; clients may have to repeat them");
+        }
+    }
+
+    fn try_end(
+        &mut self,
+        node_addresses: &BTreeSet<IpAddr>,
+        list: impl Fn(&Conntrack, AddressFamily) -> Result<Vec<TrackedFlow>, CallError>,
+    ) -> Result<(), CallError> {
         let conntrack = Conntrack::open()?;
         let families: BTreeSet<IpFamily> = self.pending.keys().map(|(family, _)| *family).collect();
         for family in families {
             let kernels = address_family(family);
-            let flows = conntrack.udp_flows(kernels)?;
+            let flows = list(&conntrack, kernels)?;
             let mut ended = 0;
             for flow in flows.iter().filter(|flow| self.is_stale(family, flow, node_addresses)) {
                 ended += u64::from(conntrack.remove(kernels, flow)?);
             }
             if ended > 0 {
-                tracing::debug!(ended, family = family.name(), "stale UDP flows ended");
+                tracing::debug!(ended, family = family.name(), "stale flows ended");
             }
             *self.ended.entry(family).or_default() += ended;
         }

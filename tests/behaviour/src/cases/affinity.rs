@@ -6,11 +6,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
-use lab::{
-    Dial,
-    cluster::{NODES, OUTSIDE},
-    objects::Service,
-};
+use lab::{Dial, cluster::OUTSIDE, objects::Service};
 
 use crate::{
     case::{Case, Variant, Variants},
@@ -114,15 +110,8 @@ fn ends_with_the_process(setting: &Setting, _: Variant) -> Option<&'static str> 
 fn outlives_the_controller(world: &mut World, _: Variant) -> Result<()> {
     set(world, Some(THREE_HOURS), AFFINE.endpoints)?;
     let before = servers(world)?;
-    for node in NODES {
-        world.kill(node)?;
-    }
-    let while_dead = servers(world);
-    for node in NODES {
-        world.start(node)?;
-    }
-    world.settle()?;
-    let (while_dead, after) = (while_dead?, servers(world)?);
+    let while_dead = world.while_dead(|world| servers(world))?;
+    let after = servers(world)?;
     ensure!(while_dead == before, "without a controller {while_dead:?}, before {before:?}");
     ensure!(after == before, "with the next controller {after:?}, before {before:?}");
     Ok(())

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
-use lab::{Dial, agent::protocol::Load, cluster::NODES, wait};
+use anyhow::{Context as _, Result, ensure};
+use lab::{Dial, Protocol, address::FAMILIES, agent::protocol::Load, cluster::NODES, wait};
 use serde_json::{Value, json};
 
 use crate::{
@@ -19,6 +19,9 @@ pub(super) const CASES: &[Case] = &[
         .core()
         .differs(ends_with_the_process),
     Case::new("what changed while the controller was dead is made up for", Variants::Once, made_up),
+    Case::new("a connection that began before anybody served is answered", Variants::Once, began_before)
+        .core()
+        .concerns(is_ours),
     Case::new("many restarts under load fail no connection", Variants::Once, under_load)
         .differs(ends_with_the_process),
     Case::new("tables get another size under load", Variants::Once, resized)
@@ -29,6 +32,32 @@ pub(super) const CASES: &[Case] = &[
         .concerns(is_ours)
         .differs(begins_with_the_process),
 ];
+
+/// Of connections that are repeated.
+const SOURCE_PORT: u16 = 41_000;
+
+/// With nothing on the nodes but what connection tracking knows.
+fn began_before(world: &mut World, _: Variant) -> Result<()> {
+    let dial_all = |world: &World| {
+        let dial = |(client, family): (&'static str, _)| {
+            let dial = Dial::new(Protocol::Tcp, world.cluster_ip(&BALANCED, family));
+            Ok((client, world.dial(client, &dial.source_port(SOURCE_PORT).timeout_ms(500))?))
+        };
+        let clients = CLIENTS.into_iter().flat_map(|client| FAMILIES.map(|family| (client, family)));
+        clients.map(dial).collect::<Result<Vec<_>>>()
+    };
+    world.while_dead(|world| {
+        NODES.into_iter().try_for_each(|node| world.cleanup(node, &[]))?;
+        for (client, outcomes) in dial_all(world)? {
+            ensure!(check::answered(&outcomes).is_err(), "{client} is answered though nobody serves");
+        }
+        Ok(())
+    })?;
+    for (client, outcomes) in dial_all(world)? {
+        check::answered_by(&outcomes, BALANCED.endpoints).context(client)?;
+    }
+    Ok(())
+}
 
 fn is_ours(setting: &Setting) -> bool {
     !setting.proxy.is_kube_proxy()
@@ -79,29 +108,14 @@ fn dead(world: &mut World, _: Variant) -> Result<()> {
         all_go_on(world, &held)?;
         all_reach(world, &BALANCED, BALANCED.endpoints)
     };
-    for node in NODES {
-        world.kill(node)?;
-    }
-    let while_dead = still_works(world);
-    for node in NODES {
-        world.start(node)?;
-    }
-    world.settle()?;
-    while_dead?;
+    world.while_dead(|world| still_works(world))?;
     still_works(world)?;
     held.into_iter().try_for_each(|connection| world.agent("client-1")?.release(connection))
 }
 
 fn made_up(world: &mut World, _: Variant) -> Result<()> {
     world.set_endpoints(&CHANGING, &["web-1"])?;
-    for node in NODES {
-        world.kill(node)?;
-    }
-    CHANGING.publish(&world.lab, &mut world.objects, &["web-2"])?;
-    for node in NODES {
-        world.start(node)?;
-    }
-    world.settle()?;
+    world.while_dead(|world| CHANGING.publish(&world.lab, &mut world.objects, &["web-2"]))?;
     all_reach(world, &CHANGING, &["web-2"])
 }
 

@@ -136,9 +136,9 @@ impl Repliers for ListenerPort {
     }
 }
 
-fn note(stale_flows: &mut StaleFlows<ListenerPort>, go: &Leads, come: &Leads) {
+fn note(stale_flows: &mut StaleFlows<ListenerPort>, protocol: Protocol, go: &Leads, come: &Leads) {
     let leads_to = go.keys().map(|led| (led, None)).chain(come.iter().map(|(led, port)| (led, Some(*port))));
-    for (led, port) in leads_to.filter(|(led, _)| led.protocol == Protocol::Udp) {
+    for (led, port) in leads_to.filter(|(led, _)| led.protocol == protocol) {
         stale_flows.answered_by(led.family, &led.frontend, ListenerPort(port));
     }
 }
@@ -150,6 +150,7 @@ pub(super) struct Redirect {
     refusing: RefusingPorts,
     wanted: Wanted,
     stale_flows: StaleFlows<ListenerPort>,
+    has_started: bool,
 }
 
 impl std::fmt::Debug for Redirect {
@@ -184,8 +185,8 @@ impl Redirect {
         let refusing = refusing
             .inspect_err(|error| tracing::warn!(%error, "no rules: a port that refuses cannot be held"))
             .ok()?;
-        let (wanted, stale_flows) = Default::default();
-        Some(Self { rules, families, refusing, wanted, stale_flows })
+        let (wanted, stale_flows, has_started) = Default::default();
+        Some(Self { rules, families, refusing, wanted, stale_flows, has_started })
     }
 
     /// What has the rules, for people.
@@ -212,8 +213,13 @@ impl Redirect {
         if !go.is_empty() || !come.is_empty() {
             self.rules.change(&self.wanted, &go, &come)?;
         }
-        note(&mut self.stale_flows, &go, &come);
+        note(&mut self.stale_flows, Protocol::Udp, &go, &come);
         self.stale_flows.end(&self.wanted.addresses);
+        if !std::mem::replace(&mut self.has_started, true) {
+            let mut unanswered = StaleFlows::default();
+            note(&mut unanswered, Protocol::Tcp, &go, &come);
+            unanswered.end_unanswered(&self.wanted.addresses);
+        }
         Ok((come.len() as u64, go.len() as u64))
     }
 
@@ -233,7 +239,7 @@ impl Redirect {
         let before = std::mem::take(&mut self.wanted);
         self.rules.rewrite(&self.wanted)?;
         // The sessions of their clients end with the listeners.
-        note(&mut self.stale_flows, &before.leads(), &Leads::new());
+        note(&mut self.stale_flows, Protocol::Udp, &before.leads(), &Leads::new());
         self.stale_flows.end(&before.addresses);
         Ok(())
     }
@@ -247,7 +253,7 @@ mod tests {
     use crate::{
         dataplane::userspace::test_support::web,
         model::{desired::FrontendKind, objects::TrafficPolicy},
-        sys::conntrack::UdpFlow,
+        sys::conntrack::TrackedFlow,
     };
 
     #[test]
@@ -302,9 +308,9 @@ mod tests {
         let go = Leads::from([(cluster_ip("10.96.0.10"), 40_001), (cluster_ip("10.96.0.11"), 40_001)]);
         let come = Leads::from([(cluster_ip("10.96.0.10"), 40_002), (node_port, 40_003)]);
         let mut stale = StaleFlows::default();
-        note(&mut stale, &go, &come);
+        note(&mut stale, Protocol::Udp, &go, &come);
         let node = BTreeSet::from(["192.0.2.1".parse().unwrap()]);
-        let flow = UdpFlow::new(destination.parse().unwrap(), replier.parse().unwrap());
+        let flow = TrackedFlow::new(destination.parse().unwrap(), replier.parse().unwrap());
         assert_eq!(stale.is_stale(IpFamily::Ipv4, &flow, &node), expected);
     }
 
@@ -312,7 +318,7 @@ mod tests {
     fn connections_of_tcp_are_not_asked_for() {
         let mut stale = StaleFlows::default();
         let node_port = led(FrontendKind::NodePort, Protocol::Tcp, "0.0.0.0", 30_080);
-        note(&mut stale, &Leads::from([(node_port, 40_001)]), &Leads::new());
+        note(&mut stale, Protocol::Udp, &Leads::from([(node_port, 40_001)]), &Leads::new());
         assert!(stale.is_empty());
     }
 }

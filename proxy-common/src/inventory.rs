@@ -55,6 +55,7 @@ limits! {
     OpeningFlows opening_flows: "openingFlows", 65_536, first FIXED;
     Affinity affinity: "affinity", 65_536, first FIXED;
     Fragments fragments: "fragments", 16_384, first FIXED;
+    SourceRanges source_ranges: "sourceRanges", 262_144, first FIXED;
     NodeAddresses node_addresses: "nodeAddresses", 1_024, first FIXED;
     ServiceCounters service_counters: "serviceCounters", 1_024, first FIXED;
 }
@@ -64,6 +65,7 @@ limits! {
 ///
 /// Programs write flows, so a table of flows can only change its size while they work on it: they find it in an array of two maps,
 /// `<table>_maps` ([`layout::MAP_IN_USE`](crate::layout::MAP_IN_USE)). Kinds `maps_of_…` are these arrays, with the types of their maps.
+/// The keys of a `lpm_trie` are a [`PrefixKey`](crate::layout::PrefixKey) of the type.
 #[macro_export]
 macro_rules! tables {
     ($define:ident) => {
@@ -90,6 +92,8 @@ macro_rules! tables {
             foreign_flows6_maps: maps_of_lru_hash(FlowKey<A6>, ForeignFlow), 2;
             affinity4: lru_hash(AffinityKey<A4>, Affinity), [Affinity];
             affinity6: lru_hash(AffinityKey<A6>, Affinity), [Affinity];
+            source_ranges4: lpm_trie(SourceRange<A4>, u32), [SourceRanges];
+            source_ranges6: lpm_trie(SourceRange<A6>, u32), [SourceRanges];
             fragments4: lru_hash(FragmentKey<A4>, FirstFragment<A4>), [Fragments];
             fragments6: lru_hash(FragmentKey<A6>, FirstFragment<A6>), [Fragments];
             node_addresses4: hash(A4, NodeAddress), [NodeAddresses];

@@ -17,6 +17,7 @@ pub const LAYOUT_VERSION: u32 = 1;
 /// An address as tables hold it: 4 bytes of IPv4 or 16 bytes of IPv6, in network order.
 pub trait Address: Copy + Eq + Default + AsRef<[u8]> + AsMut<[u8]> + 'static {
     const UNSPECIFIED: Self;
+    const BITS: u32;
 
     fn precedes(&self, other: &Self) -> bool;
 
@@ -26,6 +27,7 @@ pub trait Address: Copy + Eq + Default + AsRef<[u8]> + AsMut<[u8]> + 'static {
 
 impl Address for [u8; 4] {
     const UNSPECIFIED: Self = [0; 4];
+    const BITS: u32 = u32::BITS;
 
     #[inline(always)]
     fn precedes(&self, other: &Self) -> bool {
@@ -40,6 +42,7 @@ impl Address for [u8; 4] {
 
 impl Address for [u8; 16] {
     const UNSPECIFIED: Self = [0; 16];
+    const BITS: u32 = u128::BITS;
 
     #[inline(always)]
     fn precedes(&self, other: &Self) -> bool {
@@ -90,6 +93,9 @@ impl<A: Address> FrontendKey<A> {
 /// every client gets `internal`.
 pub const FRONTEND_EXTERNAL: u32 = 1;
 
+/// Only clients in `source_ranges4/6` of the service get in.
+pub const FRONTEND_SOURCE_RANGES: u32 = 2;
+
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Frontend {
@@ -128,6 +134,32 @@ pub struct Service {
     pub flags: u32,
     /// Length of client-IP affinity in seconds; 0: none.
     pub affinity_seconds: u32,
+}
+
+/// Key of an LPM trie.
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
+#[repr(C)]
+pub struct PrefixKey<K> {
+    /// How many bits of `data` count, from its first byte on.
+    pub bits: u32,
+    pub data: K,
+}
+
+/// Table `source_ranges4/6`, LPM trie: addresses of clients that frontends with `FRONTEND_SOURCE_RANGES` are for. Of a key, all bits of
+/// `service` count, and those of the range's prefix. Values say nothing.
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
+#[repr(C)]
+pub struct SourceRange<A> {
+    /// Index into `services`.
+    pub service: u32,
+    pub address: A,
+}
+
+impl<A: Address> SourceRange<A> {
+    /// The key of a range with this many bits.
+    pub const fn of_prefix(service: u32, address: A, bits: u32) -> PrefixKey<Self> {
+        PrefixKey { bits: u32::BITS + bits, data: Self { service, address } }
+    }
 }
 
 /// Room for a namespace, a name and a port name, each: Kubernetes allows 63 bytes.
@@ -648,6 +680,8 @@ const _: () = {
     assert!(size_of::<ForeignFlow>() == 8);
     assert!(size_of::<AffinityKey<[u8; 4]>>() == 16 && size_of::<AffinityKey<[u8; 16]>>() == 28);
     assert!(size_of::<Affinity>() == 16);
+    assert!(size_of::<PrefixKey<SourceRange<[u8; 4]>>>() == 12);
+    assert!(size_of::<PrefixKey<SourceRange<[u8; 16]>>>() == 24);
     assert!(size_of::<Lease>() == 8 && size_of::<LogControl>() == 16);
     assert!(size_of::<RefusalCount>() == 16);
 };
@@ -696,8 +730,12 @@ mod pod {
         AffinityKey,
         FragmentKey,
         FirstFragment,
-        SocketOrigin
+        SocketOrigin,
+        SourceRange
     );
+
+    // SAFETY: as above.
+    unsafe impl<A: Address> aya::Pod for PrefixKey<SourceRange<A>> {}
 }
 
 #[cfg(test)]

@@ -89,6 +89,8 @@ reasons! {
     ClientRemembered = 38, Pass, "client_remembered";
     /// A segment of a connection whose backend is gone, where such connections are reset.
     BackendGone = 37, Refuse, "backend_gone";
+    /// The client is in none of the source ranges that the service names for its load-balancer addresses.
+    SourceNotAllowed = 39, Drop, "source_not_allowed";
     /// A later fragment of a packet whose first one was dropped or refused.
     FragmentOfDropped = 36, Drop, "fragment_of_dropped";
 }

@@ -46,6 +46,12 @@ fn has_node_ports<F: Family>(tables: &impl Tables<F>, address: &F::Address, orig
     node_address.flags & NODE_ADDRESS_LOOPBACK == 0 || origin == Origin::Host
 }
 
+/// Does the frontend serve a client with this address?
+#[inline(always)]
+pub fn admits<F: Family>(tables: &impl AffinityTables<F>, frontend: Frontend, client: &F::Address) -> bool {
+    frontend.flags & FRONTEND_SOURCE_RANGES == 0 || tables.is_in_source_ranges(frontend.service, client)
+}
+
 /// A backend for a new connection to `frontend`. Affinity goes by `key`; `random` decides among equals.
 #[inline(always)]
 pub fn choose<F: Family>(

@@ -3,7 +3,9 @@
 
 use crate::{
     family::{Destination, Family, Slot},
-    layout::{Address, AffinityKey, Client, DatagramOrigins, PROTOCOL_TCP, SocketOrigin},
+    layout::{
+        Address, AffinityKey, Client, DatagramOrigins, FRONTEND_SOURCE_RANGES, PROTOCOL_TCP, SocketOrigin,
+    },
     port::Port,
     reason::Reason,
     select::{self, Origin},
@@ -20,6 +22,15 @@ pub fn connect<F: Family>(
     random: u32,
 ) -> Result<SocketOrigin<F::Address>, Reason> {
     let frontend = select::find(tables, destination, origin).ok_or(Reason::NotAService)?;
+    if frontend.flags & FRONTEND_SOURCE_RANGES != 0 {
+        // No hook knows what address a socket will send from. A pod's is decided by its packets.
+        if origin != Origin::Host {
+            return Err(Reason::NotAService);
+        }
+        if !select::admits(tables, frontend, &tables.address_of_node()) {
+            return Err(Reason::SourceNotAllowed);
+        }
+    }
     let key = AffinityKey { service: frontend.service, client: Client::of_socket(origin, namespace) };
     let slot = select::choose(tables, frontend, origin, &key, random)?;
     let dialled = (destination.address, destination.port);
@@ -141,7 +152,8 @@ mod tests {
     use crate::{
         family::V4,
         layout::{
-            Backend, DATAGRAM_ORIGINS, EndpointSet, Frontend, FrontendKey, PROTOCOL_UDP, Service, Slot4,
+            Backend, DATAGRAM_ORIGINS, EndpointSet, FRONTEND_EXTERNAL, Frontend, FrontendKey, PROTOCOL_UDP,
+            Service, Slot4,
         },
         tables::host::HostTables,
     };
@@ -201,6 +213,29 @@ mod tests {
         tables.services.insert(1, Service { internal, ..Service::default() });
         tables.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
         assert_eq!(connect(&tables, &udp(address, 53), Origin::Workload, 5, 0), expected);
+    }
+
+    #[rstest]
+    #[case::the_node_is_in_a_range(Origin::Host, &[([192, 0, 2, 0], 25)], Ok(1))]
+    #[case::the_node_is_in_none(Origin::Host, &[([192, 0, 2, 128], 25)], Err(Reason::SourceNotAllowed))]
+    #[case::no_range_of_this_family_is_left(Origin::Host, &[], Err(Reason::SourceNotAllowed))]
+    #[case::a_pods_packets_decide(Origin::Workload, &[([0; 4], 0)], Err(Reason::NotAService))]
+    fn where_a_service_names_source_ranges(
+        #[case] origin: Origin,
+        #[case] ranges: &[([u8; 4], u32)],
+        #[case] expected: Result<u32, Reason>,
+    ) {
+        let mut tables = tables(&[1], 1);
+        let to = udp([10, 96, 0, 1], 53);
+        let key = FrontendKey::of_address(to.address, to.port, to.protocol);
+        let flags = FRONTEND_EXTERNAL | FRONTEND_SOURCE_RANGES;
+        tables.frontends.insert(key, Frontend { service: 1, flags });
+        let cluster = EndpointSet { first: 4, count: 1 };
+        tables.services.insert(1, Service { cluster, ..Service::default() });
+        tables.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
+        tables.address_of_node = [192, 0, 2, 11];
+        tables.source_ranges.insert(1, ranges.to_vec());
+        assert_eq!(connect(&tables, &to, origin, 5, 0).map(|origin| origin.backend_id), expected);
     }
 
     #[test]

@@ -33,6 +33,10 @@ pub trait AffinityTables<F: Family>: Tables<F> {
     fn remember(&self, key: &AffinityKey<F::Address>, affinity: &Affinity) -> bool;
     /// Nanoseconds since boot, suspend included.
     fn now(&self) -> u64;
+    /// Is the address in one of the service's `source_ranges4/6`?
+    fn is_in_source_ranges(&self, service: u32, address: &F::Address) -> bool;
+    /// The node's own address; unspecified: it has none of this family.
+    fn address_of_node(&self) -> F::Address;
 }
 
 #[cfg(test)]
@@ -53,6 +57,8 @@ pub(crate) mod host {
         pub(crate) services: HashMap<u32, Service>,
         pub(crate) slots: HashMap<u32, F::Slot>,
         pub(crate) backends: HashMap<u32, Backend<F::Address>>,
+        pub(crate) source_ranges: HashMap<u32, Vec<(F::Address, u32)>>,
+        pub(crate) address_of_node: F::Address,
         pub(crate) affinity: RefCell<HashMap<AffinityKey<F::Address>, KnownClient>>,
         pub(crate) clock: Cell<u64>,
     }
@@ -89,6 +95,8 @@ pub(crate) mod host {
                 services: HashMap::new(),
                 slots: HashMap::new(),
                 backends: HashMap::new(),
+                source_ranges: HashMap::new(),
+                address_of_node: F::Address::UNSPECIFIED,
                 affinity: RefCell::default(),
                 clock: Cell::new(1_000_000_000_000),
             }
@@ -131,6 +139,23 @@ pub(crate) mod host {
 
         fn now(&self) -> u64 {
             self.clock.get()
+        }
+
+        fn is_in_source_ranges(&self, service: u32, address: &F::Address) -> bool {
+            let same = |range: &F::Address, bits: u32| {
+                let mut pairs = range.as_ref().iter().zip(address.as_ref());
+                (0..bits).step_by(8).all(|bit| {
+                    let counts = u8::MAX << 8_u32.saturating_sub(bits - bit).min(7);
+                    pairs.next().is_some_and(|(one, other)| (one ^ other) & counts == 0)
+                })
+            };
+            self.source_ranges
+                .get(&service)
+                .is_some_and(|all| all.iter().any(|(range, bits)| same(range, *bits)))
+        }
+
+        fn address_of_node(&self) -> F::Address {
+            self.address_of_node
         }
     }
 }

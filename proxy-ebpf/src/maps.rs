@@ -3,7 +3,7 @@
 
 use aya_ebpf::{
     bindings::{BPF_F_MMAPABLE, BPF_F_NO_PREALLOC},
-    btf_maps::{Array, ArrayOfMaps, HashMap, LruHashMap, PerCpuArray, SkStorage},
+    btf_maps::{Array, ArrayOfMaps, HashMap, LpmTrie, LruHashMap, PerCpuArray, SkStorage},
     macros::btf_map,
 };
 use proxy_common::{flow::Scratch, inventory::Limit, layout::*, reason::REASONS};
@@ -24,6 +24,7 @@ macro_rules! table {
     (hash, $key:ty, $value:ty, $entries:tt) => {
         HashMap<$key, $value, { entries!($entries) }, { BPF_F_NO_PREALLOC as usize }>
     };
+    (lpm_trie, $key:ty, $value:ty, $entries:tt) => { LpmTrie<$key, $value, { entries!($entries) }> };
     (lru_hash, $key:ty, $value:ty, $entries:tt) => { LruHashMap<$key, $value, { entries!($entries) }> };
     // The maps in the array say how many entries they have; since 5.10.
     (maps_of_hash, $key:ty, $value:ty, $entries:tt) => {

@@ -2,7 +2,11 @@
 
 use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
 
-use aya_ebpf::{bindings::BPF_NOEXIST, btf_maps::SkStorage, helpers::bpf_ktime_get_boot_ns};
+use aya_ebpf::{
+    bindings::BPF_NOEXIST,
+    btf_maps::{SkStorage, lpm_trie::Key},
+    helpers::bpf_ktime_get_boot_ns,
+};
 use proxy_common::{
     family::{Family, V4, V6},
     layout::*,
@@ -59,7 +63,7 @@ pub(crate) trait SocketTables: Family {
 
 macro_rules! tables {
     ($family:ty, $address:ty, $frontends:ident, $node_addresses:ident, $slots:ident, $backends:ident,
-     $affinity:ident, $socket_origin:ident, $datagram_origins:ident) => {
+     $affinity:ident, $source_ranges:ident, $masquerade:ident, $socket_origin:ident, $datagram_origins:ident) => {
         impl Tables<$family> for Maps {
             #[inline(always)]
             fn frontend(&self, key: &FrontendKey<$address>) -> Option<Frontend> {
@@ -116,6 +120,18 @@ macro_rules! tables {
             fn now(&self) -> u64 {
                 now()
             }
+
+            // Not inlined: the key would lie on the stack on the way of each packet.
+            #[inline(never)]
+            fn is_in_source_ranges(&self, service: u32, address: &$address) -> bool {
+                let PrefixKey { bits, data } = SourceRange::of_prefix(service, *address, <$address>::BITS);
+                maps::$source_ranges.get(&Key::new(bits, data)).is_some()
+            }
+
+            #[inline(always)]
+            fn address_of_node(&self) -> $address {
+                settings().map_or(<$address>::UNSPECIFIED, |settings| settings.$masquerade)
+            }
         }
 
         impl SocketTables for $family {
@@ -132,8 +148,32 @@ macro_rules! tables {
     };
 }
 
-tables!(V4, [u8; 4], frontends4, node_addresses4, slots4, backends4, affinity4, socket_origin4, datagrams4);
-tables!(V6, [u8; 16], frontends6, node_addresses6, slots6, backends6, affinity6, socket_origin6, datagrams6);
+tables!(
+    V4,
+    [u8; 4],
+    frontends4,
+    node_addresses4,
+    slots4,
+    backends4,
+    affinity4,
+    source_ranges4,
+    masquerade4,
+    socket_origin4,
+    datagrams4
+);
+tables!(
+    V6,
+    [u8; 16],
+    frontends6,
+    node_addresses6,
+    slots6,
+    backends6,
+    affinity6,
+    source_ranges6,
+    masquerade6,
+    socket_origin6,
+    datagrams6
+);
 
 #[inline(always)]
 fn now() -> u64 {

@@ -477,6 +477,9 @@ fn prepare<F: Family, T: FlowTables<F>>(
     if dials_frontend && origin != Origin::Host && foreign::is_answer(tables, scratch) {
         return Err(Reason::NotAService);
     }
+    if dials_frontend && !is_admitted(tables, scratch) {
+        return Err(Reason::SourceNotAllowed);
+    }
     if dials_frontend {
         open::prepare_to_frontend(tables, scratch, origin)?;
     } else if rival == Rival::None {
@@ -505,6 +508,13 @@ fn find_frontend<F: Family, T: FlowTables<F>>(
     let found = select::find(tables, &scratch.packet.to(), origin);
     scratch.frontend = found.unwrap_or_default();
     found.is_some()
+}
+
+/// Does `scratch.frontend` serve the packet's client?
+// Not inlined, for the same reason.
+#[inline(never)]
+fn is_admitted<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>) -> bool {
+    select::admits(tables, scratch.frontend, &scratch.packet.source)
 }
 
 /// The client gets another backend.

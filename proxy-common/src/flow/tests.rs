@@ -254,6 +254,14 @@ impl AffinityTables<V4> for Host {
         self.wait(1);
         self.clock.get()
     }
+
+    fn is_in_source_ranges(&self, service: u32, address: &A) -> bool {
+        self.tables.is_in_source_ranges(service, address)
+    }
+
+    fn address_of_node(&self) -> A {
+        self.tables.address_of_node()
+    }
 }
 
 impl FlowTables<V4> for Host {

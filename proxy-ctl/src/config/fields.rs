@@ -288,6 +288,8 @@ pub static FIELDS: &[Field] = fields! {
         "Rows of the tables opening_flows4, opening_flows6, foreign_flows4 and foreign_flows6 each.";
     "ebpf.limits.affinity", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.affinity);
         "Rows of the tables affinity4 and affinity6 each: clients of each service port with session affinity. A full table evicts clients that have not connected lately. The default takes 14 MB of kernel memory.";
+    "ebpf.limits.sourceRanges", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.source_ranges);
+        "Most rows of the tables source_ranges4 and source_ranges6 each: loadBalancerSourceRanges, counted for each service port. They take kernel memory for those that there are only.";
     "ebpf.limits.fragments", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.fragments);
         "Rows of the tables fragments4 and fragments6 each: packets that come in fragments.";
     "ebpf.limits.nodeAddresses", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.node_addresses);

@@ -21,12 +21,13 @@ use super::{
 const HASH: u32 = 1;
 const ARRAY: u32 = 2;
 const LRU_HASH: u32 = 9;
+const LPM_TRIE: u32 = 11;
 const ARRAY_OF_MAPS: u32 = 12;
 
 /// The map is not what its keys and values would be read as.
 #[derive(Debug, thiserror::Error)]
 pub enum Mismatch {
-    #[error("a BPF map of type {0} is neither a hash nor an array with one value for each key")]
+    #[error("a BPF map of type {0} is none with one value for each key")]
     Kind(u32),
     #[error(
         "a map with {found_key}-byte keys and {found_value}-byte values cannot be read as {key} and {value} bytes"
@@ -92,7 +93,7 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
     /// values, which are one for each CPU, over what lies behind a `V`.
     pub fn new(fd: OwnedFd) -> Result<Result<Self, Mismatch>, CallError> {
         let info = bpf::map_info(fd.as_fd())?;
-        if !matches!(info.kind, HASH | ARRAY | LRU_HASH | ARRAY_OF_MAPS) {
+        if !matches!(info.kind, HASH | ARRAY | LRU_HASH | LPM_TRIE | ARRAY_OF_MAPS) {
             return Ok(Err(Mismatch::Kind(info.kind)));
         }
         if info.key_size as usize == size_of::<K>() && info.value_size as usize == size_of::<V>() {
@@ -114,8 +115,9 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         self.info.max_entries
     }
 
-    pub fn is_hash(&self) -> bool {
-        matches!(self.info.kind, HASH | LRU_HASH)
+    /// It has all its entries from the beginning.
+    pub fn is_array(&self) -> bool {
+        matches!(self.info.kind, ARRAY | ARRAY_OF_MAPS)
     }
 
     /// A full table makes room for a new entry.

@@ -32,6 +32,7 @@ fn limits(factor: u32) -> Limits {
         opening_flows: 128 * factor,
         affinity: 128 * factor,
         fragments: 128 * factor,
+        source_ranges: 16 * factor,
         node_addresses: 8 * factor,
         service_counters: 4,
     }
@@ -139,6 +140,7 @@ fn every_table_keeps_what_it_holds(#[case] first: u32, #[case] second: u32) {
         ("foreign_flows4", limits.opening_flows),
         ("affinity4", limits.affinity),
         ("fragments4", limits.fragments),
+        ("source_ranges6", limits.source_ranges),
         ("node_addresses4", limits.node_addresses),
     ];
     for (name, entries) in expected {

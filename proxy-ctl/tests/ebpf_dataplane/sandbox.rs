@@ -60,6 +60,7 @@ impl Sandbox {
             opening_flows: 1_024,
             affinity: 1_024,
             fragments: 1_024,
+            source_ranges: 64,
             node_addresses: 64,
             service_counters: 4,
         };

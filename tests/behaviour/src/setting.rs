@@ -145,6 +145,11 @@ impl Setting {
     pub fn pods_use_sockets(self) -> bool {
         self.proxy == ProxyKind::Ebpf && self.path == PathKind::Sockets
     }
+
+    /// As [`Self::pods_use_sockets`], those of processes of the node.
+    pub fn node_uses_sockets(self) -> bool {
+        self.proxy == ProxyKind::Ebpf && self.path != PathKind::Off
+    }
 }
 
 impl fmt::Display for Setting {

@@ -48,11 +48,6 @@ impl State {
         Ok(Self(lines))
     }
 
-    /// In any of its lines.
-    pub fn mentions(&self, text: &str) -> bool {
-        self.0.iter().any(|line| line.contains(text))
-    }
-
     /// What is here and not there, and the other way round; empty: they are the same.
     pub fn differences(&self, expected: &Self) -> Vec<String> {
         let more = self.0.difference(&expected.0).map(|line| format!("left: {line}"));

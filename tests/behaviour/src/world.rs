@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 use crate::{
     fixtures::{PODS, PORT, SENTINEL_INDEX, SERVICES, ServiceFixture},
     proxy::{Feed, Proxy},
-    setting::{PathKind, ProxyKind, Setting},
+    setting::{PathKind, Setting},
 };
 
 /// How long a proxy may take to follow a change (kube-proxy on a busy machine).
@@ -196,12 +196,6 @@ impl World {
     pub fn remove_service(&mut self, name: &str) -> Result<()> {
         self.objects.remove_service(name);
         self.settle()
-    }
-
-    /// Waits for what another mode serves beside mode ebpf, once all else is settled. It is written after mode ebpf's own, and before
-    /// anything of the next version.
-    pub fn settle_beside(&mut self) -> Result<()> {
-        if self.setting.proxy == ProxyKind::Ebpf { self.settle() } else { Ok(()) }
     }
 
     /// Publishes the objects and waits until every node serves them.

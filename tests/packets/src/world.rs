@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, os::fd::AsFd as _};
 use anyhow::{Context as _, Result, bail, ensure};
 use aya::{
     Ebpf, EbpfLoader, Pod, TestRun as _, TestRunOptions,
-    maps::{Array, HashMap, Map, MapData, PerCpuArray, RingBuf},
+    maps::{Array, HashMap, LpmTrie, Map, MapData, PerCpuArray, RingBuf, lpm_trie},
     programs::SchedClassifier,
 };
 use proxy_common::{
@@ -52,6 +52,7 @@ pub(crate) type FlowKeyOf<W> = FlowKey<<W as Family>::Address>;
 type FragmentTable<'a, W> =
     HashMap<&'a mut MapData, FragmentKey<<W as Family>::Address>, FirstFragment<<W as Family>::Address>>;
 type AffinityTable<'a, W> = HashMap<&'a mut MapData, AffinityKey<<W as Family>::Address>, Affinity>;
+type SourceRanges<'a, W> = LpmTrie<&'a mut MapData, SourceRange<<W as Family>::Address>, u32>;
 type FlowTable<'a, W> = HashMap<&'a mut MapData, FlowKeyOf<W>, FlowOf<W>>;
 
 /// A family's tables.
@@ -64,6 +65,7 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
     const OPENING_FLOWS: &'static str;
     const FRAGMENTS: &'static str;
     const AFFINITY: &'static str;
+    const SOURCE_RANGES: &'static str;
 
     fn set_masquerade(settings: &mut Settings, address: Self::Address);
     fn set_device(device: &mut MasqueradeDevice, address: Self::Address);
@@ -115,11 +117,30 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
         hash(ebpf, Self::AFFINITY)
     }
 
+    fn source_ranges(ebpf: &mut Ebpf) -> Result<SourceRanges<'_, Self>> {
+        let map = ebpf.map_mut(Self::SOURCE_RANGES).context(Self::SOURCE_RANGES)?;
+        Ok(LpmTrie::try_from(map)?)
+    }
+
+    /// The range of this many bits that has the address.
+    fn put_source_range(ebpf: &mut Ebpf, service: u32, address: Self::Address, bits: u32) -> Result<()> {
+        let PrefixKey { bits, data } = SourceRange::of_prefix(service, address, bits);
+        let key = lpm_trie::Key::new(bits, data);
+        Ok(Self::source_ranges(ebpf)?.insert(&key, 0, 0)?)
+    }
+
     fn fragment_table(ebpf: &mut Ebpf) -> Result<FragmentTable<'_, Self>> {
         hash(ebpf, Self::FRAGMENTS)
     }
 
+    fn clear_source_ranges(ebpf: &mut Ebpf) -> Result<()> {
+        let mut ranges = Self::source_ranges(ebpf)?;
+        let keys = ranges.keys().collect::<Result<Vec<_>, _>>()?;
+        Ok(keys.iter().try_for_each(|key| ranges.remove(key))?)
+    }
+
     fn clear(ebpf: &mut Ebpf) -> Result<()> {
+        Self::clear_source_ranges(ebpf)?;
         clear(Self::fragment_table(ebpf)?)?;
         clear(Self::affinity_table(ebpf)?)?;
         clear(hash::<FrontendKey<Self::Address>, Frontend>(ebpf, Self::FRONTENDS)?)?;
@@ -148,10 +169,10 @@ macro_rules! tables {
 
 tables!(V4, masquerade4, v4, FRONTENDS: frontends4, SLOTS: slots4, BACKENDS: backends4,
     NODE_ADDRESSES: node_addresses4, FLOWS: flows4, OPENING_FLOWS: opening_flows4, FRAGMENTS: fragments4,
-    AFFINITY: affinity4);
+    AFFINITY: affinity4, SOURCE_RANGES: source_ranges4);
 tables!(V6, masquerade6, v6, FRONTENDS: frontends6, SLOTS: slots6, BACKENDS: backends6,
     NODE_ADDRESSES: node_addresses6, FLOWS: flows6, OPENING_FLOWS: opening_flows6, FRAGMENTS: fragments6,
-    AFFINITY: affinity6);
+    AFFINITY: affinity6, SOURCE_RANGES: source_ranges6);
 
 fn hash<'a, K: Pod, V: Pod>(ebpf: &'a mut Ebpf, name: &str) -> Result<HashMap<&'a mut MapData, K, V>> {
     let map = ebpf.map_mut(name).with_context(|| format!("no table {name}"))?;

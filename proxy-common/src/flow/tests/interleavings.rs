@@ -199,6 +199,14 @@ impl<'a> AffinityTables<V4> for &'a Cpu<'a> {
         self.clock.set(self.clock.get() + 100);
         self.clock.get()
     }
+
+    fn is_in_source_ranges(&self, service: u32, address: &A) -> bool {
+        self.host.is_in_source_ranges(service, address)
+    }
+
+    fn address_of_node(&self) -> A {
+        self.host.address_of_node()
+    }
 }
 
 impl Tables<V4> for &Cpu<'_> {

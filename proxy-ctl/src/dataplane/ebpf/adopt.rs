@@ -88,6 +88,12 @@ impl<F: TableFamily> FamilyWriter<F> {
         let (backends, stray_backends, largest) = self.adopt_backends()?;
         let mut slots = self.entries.slots.without_owners();
         let mut of_service = by_service(&frontends);
+        let source_ranges = self.tables.source_ranges.read_all()?;
+        let source_range_count = source_ranges.len() as u32;
+        let mut ranges_of: FxHashMap<u32, Vec<_>> = FxHashMap::default();
+        for (key, _) in source_ranges {
+            ranges_of.entry(key.data.service).or_default().push(key);
+        }
         let mut services = FxHashMap::default();
         for (id, name) in &names.known {
             if name.family != F::FAMILY {
@@ -99,6 +105,7 @@ impl<F: TableFamily> FamilyWriter<F> {
                 id: *id,
                 range: claim(&mut slots, sets),
                 frontends: of_service.remove(id).unwrap_or_default().into(),
+                source_ranges: ranges_of.remove(id).unwrap_or_default().into(),
                 used: UsedEndpoints::NotCounted,
                 kept: Box::default(),
             };
@@ -108,7 +115,16 @@ impl<F: TableFamily> FamilyWriter<F> {
         let WithoutRoom { frontends: waiting, ports, changed, .. } = &self.entries.without_room;
         let changed = *changed || !waiting.is_empty() || !ports.is_empty();
         let without_room = WithoutRoom { changed, ..WithoutRoom::none() };
-        self.entries = Entries { frontends, services, backends, stray_backends, slots, without_room };
+        self.entries = Entries {
+            frontends,
+            services,
+            backends,
+            stray_backends,
+            slots,
+            stray_source_ranges: ranges_of.into_values().flatten().collect(),
+            source_ranges: source_range_count,
+            without_room,
+        };
         Ok(largest)
     }
 

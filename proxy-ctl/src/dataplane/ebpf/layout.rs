@@ -1,16 +1,17 @@
 //! Desired state → what the tables must hold. Pure.
 
-use std::sync::Arc;
+use std::{collections::BTreeSet, sync::Arc};
 
+use ipnet::IpNet;
 use proxy_common::{
     layout::{
-        BACKEND_LOCAL, EndpointSet, FRONTEND_EXTERNAL, FrontendKey, NAME_BYTES, SERVICE_EXTERNAL_LOCAL,
-        SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, ServiceName,
+        BACKEND_LOCAL, EndpointSet, FRONTEND_EXTERNAL, FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES,
+        SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, ServiceName, SourceRange,
     },
     port::Port,
 };
 
-use super::{allocate::Range, family::TableFamily};
+use super::{allocate::Range, family::TableFamily, tables::SourceRangeKey};
 use crate::model::{
     desired::{DesiredPort, Endpoint, Endpoints, FrontendKind, ServicePortName},
     objects::{self, ObjectName, Protocol, TrafficPolicy},
@@ -77,13 +78,11 @@ pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
     if endpoint.local { BACKEND_LOCAL } else { 0 }
 }
 
-/// Keys of the port's frontends with their `FRONTEND_*` flags, in order, each once. Load-balancer addresses of a
-/// Service with source ranges are left out: the tables cannot hold the ranges, and open to all would be wrong.
+/// Keys of the port's frontends with their `FRONTEND_*` flags, in order, each once.
 pub(super) fn frontends<F: TableFamily>(port: &DesiredPort) -> Vec<(FrontendKey<F::Address>, u32)> {
     let mut keys: Vec<_> = port
         .frontends
         .iter()
-        .filter(|frontend| frontend.kind != FrontendKind::LoadBalancer || port.source_ranges.is_empty())
         .filter_map(|frontend| {
             let (number, protocol) = (Port::new(frontend.port), port.name.protocol.number());
             let of_address =
@@ -91,13 +90,30 @@ pub(super) fn frontends<F: TableFamily>(port: &DesiredPort) -> Vec<(FrontendKey<
             Some(match frontend.kind {
                 FrontendKind::ClusterIp => (of_address()?, 0),
                 FrontendKind::NodePort => (FrontendKey::of_node_port(number, protocol), FRONTEND_EXTERNAL),
-                FrontendKind::ExternalIp | FrontendKind::LoadBalancer => (of_address()?, FRONTEND_EXTERNAL),
+                FrontendKind::ExternalIp => (of_address()?, FRONTEND_EXTERNAL),
+                FrontendKind::LoadBalancer if port.source_ranges.is_empty() => {
+                    (of_address()?, FRONTEND_EXTERNAL)
+                }
+                FrontendKind::LoadBalancer => (of_address()?, FRONTEND_EXTERNAL | FRONTEND_SOURCE_RANGES),
             })
         })
         .collect();
     keys.sort_unstable_by_key(|(key, flags)| (key.scope, key.address, key.port(), *flags));
     keys.dedup_by_key(|(key, _)| *key);
     keys
+}
+
+/// Entries of `source_ranges4/6`, in order, each once.
+pub(super) fn source_ranges<F: TableFamily>(port: &DesiredPort, service: u32) -> Box<[SourceRangeKey<F>]> {
+    if !port.frontends.iter().any(|frontend| frontend.kind == FrontendKind::LoadBalancer) {
+        return Box::default();
+    }
+    let key = |range: &IpNet| {
+        let address = F::address(range.network())?;
+        Some(SourceRange::of_prefix(service, address, range.prefix_len().into()))
+    };
+    let keys: BTreeSet<_> = port.source_ranges.iter().filter_map(key).collect();
+    keys.into_iter().collect()
 }
 
 /// `None`: a part of the name is longer than [`NAME_BYTES`], which Kubernetes does not allow.
@@ -324,12 +340,24 @@ mod tests {
     }
 
     #[test]
-    fn load_balancer_addresses_with_source_ranges_are_not_open_to_all() {
-        let address = "192.0.2.1".parse().unwrap();
-        let mut port = port(vec![Frontend { kind: FrontendKind::LoadBalancer, address, port: 80 }]);
-        assert_eq!(frontends::<V4>(&port).len(), 1);
-        port.source_ranges = vec!["198.51.100.0/24".parse().unwrap()];
-        assert!(frontends::<V4>(&port).is_empty());
+    fn source_ranges_close_load_balancer_addresses() {
+        let frontend = |kind, address: &str| Frontend { kind, address: address.parse().unwrap(), port: 80 };
+        let mut port = port(vec![
+            frontend(FrontendKind::LoadBalancer, "192.0.2.1"),
+            frontend(FrontendKind::ExternalIp, "192.0.2.2"),
+        ]);
+        let flags = |port: &DesiredPort| {
+            frontends::<V4>(port).into_iter().map(|(_, flags)| flags).collect::<Vec<_>>()
+        };
+        assert_eq!(flags(&port), [FRONTEND_EXTERNAL; 2]);
+        assert!(source_ranges::<V4>(&port, 7).is_empty());
+        port.source_ranges =
+            ["198.51.100.9/24", "198.51.100.0/24", "0.0.0.0/0"].map(|range| range.parse().unwrap()).into();
+        assert_eq!(flags(&port), [FRONTEND_EXTERNAL | FRONTEND_SOURCE_RANGES, FRONTEND_EXTERNAL]);
+        let of_prefix = |address, bits| SourceRange::of_prefix(7, address, bits);
+        assert_eq!(*source_ranges::<V4>(&port, 7), [of_prefix([0; 4], 0), of_prefix([198, 51, 100, 0], 24)]);
+        port.frontends.remove(0);
+        assert!(source_ranges::<V4>(&port, 7).is_empty());
     }
 
     #[rstest]

@@ -712,7 +712,7 @@ fn resync<F: TableFamily>(
 fn used_by<F: TableFamily>(
     writer: &FamilyWriter<F>,
     flows: &Collector<F>,
-) -> Result<[(&'static str, u64); 6], Error> {
+) -> Result<[(&'static str, u64); 7], Error> {
     let (opening, established) = flows.counted();
     Ok([
         (F::FRONTENDS, writer.entries.frontends.len() as u64),
@@ -720,6 +720,7 @@ fn used_by<F: TableFamily>(
         (F::BACKENDS, writer.entries.backends.len() as u64),
         (F::FLOWS, established),
         (F::OPENING_FLOWS, opening),
+        (F::SOURCE_RANGES, u64::from(writer.entries.source_ranges)),
         (F::NODE_ADDRESSES, writer.tables.node_addresses.read_all()?.len() as u64),
     ])
 }

@@ -15,6 +15,7 @@ use super::{
     allocate::{Range, Ranges},
     error::FullTable,
     family::TableFamily,
+    tables::SourceRangeKey,
 };
 use crate::model::desired::{self, DesiredPort, ServicePortName};
 
@@ -28,6 +29,10 @@ pub(super) struct Entries<F: TableFamily> {
     pub(super) stray_backends: Vec<u32>,
     /// Owners of `slots4/6`.
     pub(super) slots: Ranges,
+    /// Keys of `source_ranges4/6` that are of no service.
+    pub(super) stray_source_ranges: Vec<SourceRangeKey<F>>,
+    /// Entries of `source_ranges4/6`.
+    pub(super) source_ranges: u32,
     pub(super) without_room: WithoutRoom<F>,
 }
 
@@ -118,6 +123,8 @@ pub(super) struct Published<F: TableFamily> {
     /// `None`: its slots are unusable (out of bounds, or another's).
     pub(super) range: Option<Range>,
     pub(super) frontends: Box<[FrontendKey<F::Address>]>,
+    /// In `source_ranges4/6`.
+    pub(super) source_ranges: Box<[SourceRangeKey<F>]>,
     pub(super) used: UsedEndpoints,
     /// Endpoints that no set uses and that still serve, as far as they have a backend: flows and sockets stay with it.
     pub(super) kept: Box<[desired::Endpoint]>,
@@ -246,6 +253,8 @@ impl<F: TableFamily> Entries<F> {
             backends: FxHashMap::default(),
             stray_backends: Vec::new(),
             slots: Ranges::new(slots),
+            stray_source_ranges: Vec::new(),
+            source_ranges: 0,
             without_room: WithoutRoom::none(),
         }
     }

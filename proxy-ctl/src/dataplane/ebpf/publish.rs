@@ -1,6 +1,6 @@
 //! The order of writes, so that a reader in the kernel finds the old or the new state of a service port, never a
 //! mixture: backends, slots (always an unused range), the service (each endpoint set in one store), its name,
-//! its frontends; then what is gone, in the reverse order.
+//! its source ranges and its frontends; then what is gone, in the reverse order.
 //!
 //! One port that cannot be written keeps its old state and does not stop the others. One without room waits (`reserve`).
 
@@ -8,7 +8,7 @@ use std::{collections::BTreeSet, io, sync::Arc};
 
 use proxy_common::{
     inventory::table,
-    layout::{EndpointSet, Frontend, FrontendKey, Service, ServiceName},
+    layout::{EndpointSet, FRONTEND_SOURCE_RANGES, Frontend, FrontendKey, Service, ServiceName},
 };
 use rustc_hash::FxHashSet;
 
@@ -19,7 +19,7 @@ use super::{
     layout::{self, Arrangement},
     programmed::{BackendKey, Entries, Published, UsedEndpoints, Wanted},
     reserve::{Reservation, ReservedSlots},
-    tables::{CommonTables, FamilyTables},
+    tables::{CommonTables, FamilyTables, SourceRangeKey},
 };
 use crate::{
     dataplane::Applied,
@@ -91,6 +91,7 @@ pub(super) struct Writes<F: TableFamily> {
     pub(super) frontends: Vec<Wanted<F>>,
     /// With the id of the service that had them.
     stale_frontends: Vec<(FrontendKey<F::Address>, u32)>,
+    stale_source_ranges: Vec<SourceRangeKey<F>>,
     gone: Vec<(u32, Option<Range>)>,
     pub(super) touched: Vec<BackendKey<F::Address>>,
     /// What is dialled may be served by another service than before.
@@ -109,6 +110,7 @@ impl<F: TableFamily> Default for Writes<F> {
             names: Vec::new(),
             frontends: Vec::new(),
             stale_frontends: Vec::new(),
+            stale_source_ranges: Vec::new(),
             gone: Vec::new(),
             touched: Vec::new(),
             has_new_frontends: false,
@@ -171,7 +173,10 @@ impl<F: TableFamily> FamilyWriter<F> {
 
     /// As [`FamilyWriter::apply`], after adopting: what is not desired is removed.
     pub(super) fn resync(&mut self, shared: &mut Common, desired: &[&Arc<DesiredPort>]) -> Writes<F> {
-        let mut writes = Writes::default();
+        // A service that is made now may get the id of theirs.
+        let strays = std::mem::take(&mut self.entries.stray_source_ranges);
+        let mut writes = Writes { stale_source_ranges: strays, ..Writes::default() };
+        self.remove_source_ranges(&mut writes);
         self.publish_all(shared, desired.iter().copied(), &mut writes);
         let wanted: FxHashSet<&ServicePortName> = desired.iter().map(|port| &port.name).collect();
         let undesired: Vec<_> =
@@ -256,7 +261,12 @@ impl<F: TableFamily> FamilyWriter<F> {
             }
         };
         let id = reservation.id;
-        let wanted = layout::frontends::<F>(port);
+        let mut wanted = layout::frontends::<F>(port);
+        let source_ranges = self.write_source_ranges(port, id, writes).unwrap_or_else(|error| {
+            writes.failures.add(&port.name, error);
+            wanted.retain(|(_, flags)| flags & FRONTEND_SOURCE_RANGES == 0);
+            Box::default()
+        });
         let keys: Box<[_]> = wanted.iter().map(|(key, _)| *key).collect();
         for (key, flags) in wanted {
             let frontend = Frontend { service: id, flags };
@@ -268,12 +278,21 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
         let used = UsedEndpoints::Desired(Arc::clone(port));
         let kept = self.keep_backends(port);
-        let now = Published { id, range: Some(range), frontends: keys.clone(), used, kept };
+        let now = Published {
+            id,
+            range: Some(range),
+            frontends: keys.clone(),
+            source_ranges: source_ranges.clone(),
+            used,
+            kept,
+        };
         if let Some(old) = self.entries.services.insert(port.name.clone(), now) {
             for key in old.frontends.iter().filter(|key| !keys.contains(key)) {
                 writes.stale_frontends.push((*key, id));
                 self.entries.without_room.remove(key, id);
             }
+            let stale = old.source_ranges.iter().filter(|key| !source_ranges.contains(key));
+            writes.stale_source_ranges.extend(stale);
             self.release_backends(&port.name, old.used.endpoints(), writes);
             self.stop_keeping_backends(&port.name, &old.kept, writes);
             if matches!(reservation.slots, ReservedSlots::Fresh(..)) {
@@ -281,6 +300,45 @@ impl<F: TableFamily> FamilyWriter<F> {
             }
         }
         Ok(())
+    }
+
+    /// All of the service port, or none that it did not have before.
+    fn write_source_ranges(
+        &mut self,
+        port: &DesiredPort,
+        service: u32,
+        writes: &mut Writes<F>,
+    ) -> Result<Box<[SourceRangeKey<F>]>, Error> {
+        let wanted = layout::source_ranges::<F>(port, service);
+        let old = self.entries.services.get(&port.name).map_or(&[][..], |old| &old.source_ranges);
+        let new: Vec<_> = wanted.iter().filter(|key| !old.contains(key)).copied().collect();
+        for (done, key) in new.iter().enumerate() {
+            if let Err(error) = self.tables.source_ranges.set(key, &0) {
+                writes.stale_source_ranges.extend(&new[..done]);
+                return Err(error);
+            }
+            self.entries.source_ranges += 1;
+            writes.applied.written += 1;
+        }
+        Ok(wanted)
+    }
+
+    /// Answers with the services that keep one.
+    fn remove_source_ranges(&mut self, writes: &mut Writes<F>) -> FxHashSet<u32> {
+        let mut left = FxHashSet::default();
+        for key in std::mem::take(&mut writes.stale_source_ranges) {
+            match self.tables.source_ranges.remove(&key) {
+                Ok(found) => {
+                    writes.applied.removed += u64::from(found);
+                    self.entries.source_ranges = self.entries.source_ranges.saturating_sub(u32::from(found));
+                }
+                Err(error) => {
+                    left.insert(key.data.service);
+                    writes.failures.add("a source range that is gone", error);
+                }
+            }
+        }
+        left
     }
 
     /// Writes slots and service where they differ; answers with the range of the slots.
@@ -399,6 +457,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
         self.release_backends(name, old.used.endpoints(), writes);
         self.stop_keeping_backends(name, &old.kept, writes);
+        writes.stale_source_ranges.extend(old.source_ranges);
         writes.gone.push((old.id, old.range));
     }
 
@@ -422,7 +481,7 @@ impl<F: TableFamily> FamilyWriter<F> {
 
     /// Removes what is gone, after everything new is in place.
     pub(super) fn retire(&mut self, shared: &mut Common, writes: &mut Writes<F>) {
-        let mut still_dialled = FxHashSet::default();
+        let mut kept = FxHashSet::default();
         for (key, id) in std::mem::take(&mut writes.stale_frontends) {
             // Another service may have taken it over.
             if self.entries.frontends.get(&key).is_none_or(|frontend| frontend.service != id) {
@@ -435,16 +494,17 @@ impl<F: TableFamily> FamilyWriter<F> {
                     self.entries.frontends.remove(&key);
                 }
                 Err(error) => {
-                    still_dialled.insert(id);
+                    kept.insert(id);
                     writes.failures.add("a frontend that is gone", error);
                 }
             }
         }
         // What is gone has left room.
         self.write_frontends(writes);
+        kept.extend(self.remove_source_ranges(writes));
         for (id, range) in std::mem::take(&mut writes.gone) {
-            // Its frontend could not be removed: stays whole until the next resync.
-            if still_dialled.contains(&id) {
+            // A frontend or a source range of it could not be removed: it stays until the next resync.
+            if kept.contains(&id) {
                 continue;
             }
             if let Err(error) = remove_service(shared, id, &mut writes.applied) {

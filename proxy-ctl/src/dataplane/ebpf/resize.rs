@@ -44,6 +44,9 @@ pub(super) fn contents(table: &str) -> Option<Contents> {
         (per_cpu_array, $key:ty, $value:ty, [$limit:ident]) => {
             None
         };
+        (lpm_trie, $key:ty, $value:ty, [$limit:ident]) => {
+            of_table!(hash, PrefixKey<$key>, $value, [$limit])
+        };
         ($kind:ident, $key:ty, $value:ty, [$limit:ident]) => {{
             let transfer: Transfer =
                 if maps_of(table).is_some() { move_live::<$key, $value> } else { copy::<$key, $value> };
@@ -300,7 +303,7 @@ fn needed<K: Pod + Default, V: Pod + Default + PartialEq>(
     map.walk(|slice| {
         for (_, value) in slice {
             index += 1;
-            if map.is_hash() || *value != V::default() {
+            if !map.is_array() || *value != V::default() {
                 needed = index;
             }
         }
@@ -336,7 +339,7 @@ fn copy<K: Pod + Default, V: Pod + Default + PartialEq>(
     let mut index = 0;
     let mut is_there = |(_, value): &&(K, V)| {
         index += 1;
-        from.is_hash() || (*value != V::default() && index <= to.capacity())
+        !from.is_array() || (*value != V::default() && index <= to.capacity())
     };
     from.walk(|slice| {
         let (keys, values): (Vec<K>, Vec<V>) = slice.iter().filter(&mut is_there).copied().unzip();

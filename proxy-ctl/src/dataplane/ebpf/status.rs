@@ -296,6 +296,7 @@ fn count_family<F: TableFamily>(
         (F::FLOWS, tables.flows.read_all()?.len() as u64),
         (F::OPENING_FLOWS, tables.opening_flows.read_all()?.len() as u64),
         (F::AFFINITY, tables.affinity.read_all()?.len() as u64),
+        (F::SOURCE_RANGES, tables.source_ranges.read_all()?.len() as u64),
         (F::NODE_ADDRESSES, tables.node_addresses.read_all()?.len() as u64),
     ]);
     Ok(())

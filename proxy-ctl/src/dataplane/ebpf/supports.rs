@@ -9,12 +9,6 @@ use crate::{
     },
 };
 
-const SOURCE_RANGES: Unsupported = Unsupported::new(
-    "spec.loadBalancerSourceRanges",
-    Effect::Without(FrontendKind::LoadBalancer),
-    "not built yet: the load-balancer addresses are not served, so that nobody else gets in",
-);
-
 const SCTP: Unsupported = Unsupported::new(
     "spec.ports[].protocol",
     Effect::NotServed,
@@ -29,10 +23,9 @@ const OWN_NODE_PORTS: Unsupported = Unsupported::new(
 );
 
 pub(super) fn supports(port: &DesiredPort, balancing: SocketLoadBalancing) -> Vec<Unsupported> {
-    let has = |kind| port.frontends.iter().any(|one| one.kind == kind);
+    let has_node_port = port.frontends.iter().any(|one| one.kind == FrontendKind::NodePort);
     let asked = [
-        (!port.source_ranges.is_empty() && has(FrontendKind::LoadBalancer), SOURCE_RANGES),
-        (balancing == SocketLoadBalancing::Off && has(FrontendKind::NodePort), OWN_NODE_PORTS),
+        (balancing == SocketLoadBalancing::Off && has_node_port, OWN_NODE_PORTS),
         (port.name.protocol == Protocol::Sctp, SCTP),
     ];
     asked.into_iter().filter(|(asked, _)| *asked).map(|(_, unsupported)| unsupported).collect()
@@ -59,6 +52,7 @@ mod tests {
     fn port(change: impl FnOnce(&mut Service)) -> Arc<DesiredPort> {
         let mut service = service("default/web", &["10.0.0.1"]);
         service.load_balancer_ips = vec!["203.0.113.1".parse().unwrap()];
+        service.source_ranges = vec!["10.0.0.0/8".parse().unwrap()];
         change(&mut service);
         let mut model = Model::new("node");
         model.apply_service(service);
@@ -70,25 +64,6 @@ mod tests {
         let port = port(|service| service.affinity_seconds = Some(10_800));
         assert_eq!(supports(&port, SocketLoadBalancing::All), []);
         assert_eq!(servable(Arc::clone(&port), &[]), Some(port));
-    }
-
-    #[test]
-    fn source_ranges_close_the_load_balancer_addresses() {
-        let ranges = vec!["10.0.0.0/8".parse().unwrap()];
-        let closed = port(|service| service.source_ranges = ranges.clone());
-        assert_eq!(supports(&closed, SocketLoadBalancing::All), [SOURCE_RANGES]);
-        let kinds = |port: &DesiredPort| port.frontends.iter().map(|one| one.kind).collect::<Vec<_>>();
-        let served = servable(Arc::clone(&closed), &supports(&closed, SocketLoadBalancing::All)).unwrap();
-        assert_eq!(kinds(&served), [FrontendKind::ClusterIp]);
-        let without_address = port(|service| {
-            service.source_ranges = ranges;
-            service.load_balancer_ips.clear();
-        });
-        assert_eq!(
-            supports(&without_address, SocketLoadBalancing::All),
-            [],
-            "there is no address that the ranges could close"
-        );
     }
 
     #[test]

@@ -11,7 +11,8 @@ use proxy_common::{
     layout::{
         Affinity, AffinityKey, Backend, DatagramOrigins, FirstFragment, Flow, FlowKey, ForeignFlow,
         FourPorts, FragmentKey, Frontend, FrontendKey, Lease, MASQUERADE_PORT_ROOM, MasqueradeDevice,
-        NodeAddress, PORTS, Service, ServiceCounters, ServiceName, Settings, Slot4, Slot6, SocketOrigin,
+        NodeAddress, PORTS, PrefixKey, Service, ServiceCounters, ServiceName, Settings, Slot4, Slot6,
+        SocketOrigin, SourceRange,
     },
     reason::REASONS,
 };
@@ -31,6 +32,7 @@ const HASH: u32 = 1;
 const ARRAY: u32 = 2;
 const PER_CPU_ARRAY: u32 = 6;
 const LRU_HASH: u32 = 9;
+const LPM_TRIE: u32 = 11;
 const ARRAY_OF_MAPS: u32 = 12;
 const SK_STORAGE: u32 = 24;
 
@@ -84,6 +86,9 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
         (lru_hash) => {
             (LRU_HASH, 0)
         };
+        (lpm_trie) => {
+            (LPM_TRIE, NO_PREALLOC)
+        };
         (maps_of_hash) => {
             (ARRAY_OF_MAPS, 0)
         };
@@ -118,6 +123,8 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
                 let entries = entries!($entries);
                 if kind == ARRAY_OF_MAPS {
                     Shape::new::<u32, u32>(stringify!($name), kind, flags, entries)
+                } else if kind == LPM_TRIE {
+                    Shape::new::<PrefixKey<$key>, $value>(stringify!($name), kind, flags, entries)
                 } else {
                     Shape::new::<$key, $value>(stringify!($name), kind, flags, entries)
                 }
@@ -201,7 +208,8 @@ impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
 
     fn error(&self, source: CallError) -> Error {
         match self.limit {
-            Some(limit) if source.errno() == libc::E2BIG => {
+            // What a hash says, and what an LPM trie says.
+            Some(limit) if matches!(source.errno(), libc::E2BIG | libc::ENOSPC) => {
                 Error::Full(FullTable { name: self.name, capacity: self.map.capacity(), limit })
             }
             _ => Error::Table { table: self.name, source },
@@ -262,6 +270,8 @@ fn per_cpu<V: Pod + Default>(folder: &Path, name: &'static str) -> Result<PerCpu
     PerCpuArray::new(pinned_table(folder, name)?).map_err(|source| Error::Table { table: name, source })
 }
 
+pub(super) type SourceRangeKey<F> = PrefixKey<SourceRange<<F as proxy_common::family::Family>::Address>>;
+
 /// The tables of one family.
 #[derive(Debug)]
 pub(super) struct FamilyTables<F: TableFamily> {
@@ -271,6 +281,7 @@ pub(super) struct FamilyTables<F: TableFamily> {
     pub(super) flows: Table<FlowKey<F::Address>, Flow<F::Address>>,
     pub(super) opening_flows: Table<FlowKey<F::Address>, Flow<F::Address>>,
     pub(super) affinity: Table<AffinityKey<F::Address>, Affinity>,
+    pub(super) source_ranges: Table<SourceRangeKey<F>, u32>,
     pub(super) node_addresses: Table<F::Address, NodeAddress>,
 }
 
@@ -284,6 +295,7 @@ impl<F: TableFamily> FamilyTables<F> {
             flows: Table::open(folder, F::FLOWS, Some(Limit::Flows))?,
             opening_flows: Table::open(folder, F::OPENING_FLOWS, Some(Limit::OpeningFlows))?,
             affinity: Table::open(folder, F::AFFINITY, Some(Limit::Affinity))?,
+            source_ranges: Table::open(folder, F::SOURCE_RANGES, Some(Limit::SourceRanges))?,
             node_addresses: Table::open(folder, F::NODE_ADDRESSES, Some(Limit::NodeAddresses))?,
         })
     }

@@ -71,9 +71,9 @@ struct Switch {
 
 impl Switch {
     /// kube-proxy removes the rules of another mode before it writes its own: what is sent meanwhile is not translated, and an answer that
-    /// is not resets its connection. Programs of mode ebpf go on, so that it concerns only what a mode beside them has served.
-    fn has_gap(self, is_guarded: bool) -> bool {
-        let serves_on = self.from.datapath() == Datapath::Ebpf && !is_guarded;
+    /// is not resets its connection. Programs of mode ebpf go on.
+    fn has_gap(self) -> bool {
+        let serves_on = self.from.datapath() == Datapath::Ebpf;
         self.to.is_kube_proxy() && self.to.datapath() != self.from.datapath() && !serves_on
     }
 
@@ -214,7 +214,7 @@ fn load_balancer() -> Addresses {
     address::external(1, 91)
 }
 
-/// Its load-balancer addresses are for the client outside alone: mode ebpf hands them to a mode beside it.
+/// Its load-balancer addresses are for the client outside alone.
 fn publish_guarded(lab: &Lab, objects: &mut Objects) -> Result<()> {
     let endpoint = |name: &&str| {
         let pod = lab.netns(name)?;
@@ -399,9 +399,8 @@ impl Run {
                 let number = self.world.agent(client)?.start_load(&load)?;
                 let what = if keeps_socket { "one connection" } else { "new connections" };
                 let name = format!("{client} to {target}, {}, {what}", variant.protocol);
-                let is_guarded = target.ip() == load_balancer().of(variant.family);
                 let protocol = variant.protocol;
-                loads.push(RunningLoad { client, name, protocol, is_guarded, keeps_socket, number });
+                loads.push(RunningLoad { client, name, protocol, keeps_socket, number });
             }
         }
         Ok(loads)
@@ -431,7 +430,7 @@ impl Run {
         ensure!(silent.is_empty(), "datagrams of held sockets are not answered: {silent:?}");
         for (load, tally) in tallies {
             let RunningLoad { client, name, protocol, keeps_socket, .. } = load;
-            let has_gap = switch.has_gap(load.is_guarded);
+            let has_gap = switch.has_gap();
             ensure!(tally.answered > 0, "{name}: nothing was answered: {tally:?}");
             let breaks = *keeps_socket && *protocol == Protocol::Tcp && tally.failed > 0;
             ensure!(ends || has_gap || !breaks, "{name}: it has broken: {tally:?}");
@@ -500,8 +499,6 @@ struct RunningLoad {
     client: &'static str,
     name: String,
     protocol: Protocol,
-    /// Of [`GUARDED`].
-    is_guarded: bool,
     keeps_socket: bool,
     number: usize,
 }

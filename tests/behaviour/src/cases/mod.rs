@@ -12,8 +12,8 @@ mod plugin;
 mod policy;
 mod restart;
 mod sctp;
-mod shared_service;
 mod sockets;
+mod source_ranges;
 mod surface;
 
 use crate::case::Case;
@@ -32,7 +32,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(datagrams::CASES)
         .chain(affinity::CASES)
         .chain(sctp::CASES)
-        .chain(shared_service::CASES)
+        .chain(source_ranges::CASES)
         .chain(plugin::CASES)
         .chain(networks::CASES)
         .chain(restart::CASES)

@@ -13,12 +13,16 @@ use scenario::Skip;
 use crate::{
     case::{Case, Variant, Variants},
     check,
-    fixtures::{PORT, SCTP},
+    fixtures::{GUARDED, PORT, SCTP},
     world::World,
 };
 
-pub(super) const CASES: &[Case] =
-    &[Case::new("SCTP: every client reaches every endpoint", Variants::Tcp, reached).core()];
+pub(super) const CASES: &[Case] = &[
+    Case::new("SCTP: every client reaches every endpoint", Variants::Tcp, reached).core(),
+    Case::new("the other ports of a Service with SCTP are served", Variants::All, beside_sctp).core(),
+];
+
+const SCTP_PORT: u16 = 132;
 
 /// Longer than SCTP waits before it repeats an INIT (3 s at first, RFC 9260 section 16). The kernel's ip_vs drops one that comes from a port
 /// that has just been closed, and SCTP chooses its ports at random.
@@ -60,4 +64,22 @@ fn reached(world: &mut World, variant: Variant) -> Result<()> {
         check::answered_by(&outcomes, SCTP.endpoints).with_context(|| format!("from {client}"))?;
     }
     world.remove_service(SCTP.name)
+}
+
+fn beside_sctp(world: &mut World, variant: Variant) -> Result<()> {
+    let mut service = GUARDED.service();
+    service.ports.push(ServicePort {
+        name: "sctp".to_owned(),
+        protocol: Protocol::Sctp,
+        port: SCTP_PORT,
+        target_port: SERVER_PORT,
+        node_port: None,
+    });
+    world.set_service(&service, GUARDED.endpoints)?;
+    let cluster_ip = Dial::new(variant.protocol, world.cluster_ip(&GUARDED, variant.family)).times(40);
+    for client in ["client-1", "client-2", "node1"] {
+        let outcomes = world.dial(client, &cluster_ip)?;
+        check::answered_by(&outcomes, GUARDED.endpoints).with_context(|| format!("from {client}"))?;
+    }
+    world.remove_service(GUARDED.name)
 }

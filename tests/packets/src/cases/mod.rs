@@ -12,6 +12,7 @@ mod masquerade;
 mod port_pool;
 mod refusals;
 pub(crate) mod scene;
+mod source_ranges;
 mod translation;
 
 use anyhow::Result;
@@ -124,6 +125,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     headers::cases::<W>(group);
     host::cases::<W>(group);
     affinity::cases::<W>(group);
+    source_ranges::cases::<W>(group);
 }
 
 fn with_flows<W: Tables + 'static>(group: &mut Group) {

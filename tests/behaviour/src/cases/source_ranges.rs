@@ -1,13 +1,13 @@
-//! What mode ebpf hands to a netfilter mode beside it: some frontends of a service port, or one port of a Service.
+//! Load-balancer addresses that a Service opens to some clients alone.
 
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use lab::{
-    Dial, Protocol,
+    Dial,
     address::{self, NodeNumber},
-    cluster::{NODES, OUTSIDE, SERVER_PORT},
-    objects::{Ingress, Service, ServicePort},
+    cluster::{NODES, OUTSIDE},
+    objects::{Ingress, Service},
     wait,
 };
 
@@ -15,8 +15,7 @@ use crate::{
     case::{Case, Variant, Variants},
     check,
     fixtures::{BALANCED, GUARDED, PORT},
-    setting::{PathKind, ProxyKind, Setting},
-    state::{self, State},
+    state::State,
     world::World,
 };
 
@@ -27,18 +26,12 @@ pub(super) const CASES: &[Case] = &[
     Case::new("source ranges: their end takes no connection along", Variants::All, connections_stay),
     Case::new("source ranges: answers reach the flows that they are for", Variants::All, flows_apart),
     Case::new("source ranges: nothing of them stays", Variants::Once, nothing_stays),
-    Case::new("the other ports of a Service with SCTP are served", Variants::All, beside_sctp).core(),
 ];
 
-/// In every mode rules of netfilter close what source ranges close.
-const NETFILTER: Setting = Setting::new(ProxyKind::Nftables, PathKind::Packets);
 /// Long enough to see that nobody answers.
 const SILENCE_MS: u64 = 300;
 /// A mode deletes some time after it has stopped using it.
 const GONE_WITHIN: Duration = Duration::from_secs(10);
-/// A mode looks after its connections every half a minute.
-const REMOVED_WITHIN: Duration = Duration::from_secs(45);
-const SCTP_PORT: u16 = 132;
 const MANY: u32 = 40;
 /// Of each kind at once: were their ports chosen at random out of 64,512, some hundred would coincide.
 const FLOWS: u32 = 3_000;
@@ -63,14 +56,17 @@ fn guarded(world: &mut World, variant: Variant) -> Result<()> {
     let clients = [(OUTSIDE, 1), (OUTSIDE, 2), ("client-1", 1), ("client-2", 2), ("node1", 1)];
     for allowed in [OUTSIDE, "client-1", "node1"] {
         world.set_service(&guarded_for(world, allowed)?, GUARDED.endpoints)?;
-        world.settle_beside()?;
         for (client, node) in clients {
             let target = (load_balancer(node).of(variant.family), PORT).into();
             let dial = Dial::new(variant.protocol, target);
             let found = if client == allowed {
                 check::answered_by(&world.dial(client, &dial.times(MANY))?, GUARDED.endpoints).map(drop)
             } else {
-                check::dropped(NETFILTER, &world.dial(client, &dial.timeout_ms(SILENCE_MS))?)
+                let outcomes = world.dial(client, &dial.timeout_ms(SILENCE_MS))?;
+                // A hook could only have `connect` fail, so it says why.
+                let by_socket = client == "node1" && world.setting.node_uses_sockets();
+                let check = if by_socket { check::refused_at_once } else { check::dropped };
+                check(world.setting, &outcomes)
             };
             found.with_context(|| format!("{client} to node {node}, for {allowed} alone"))?;
         }
@@ -95,7 +91,7 @@ fn connections_stay(world: &mut World, variant: Variant) -> Result<()> {
     world.remove_service(GUARDED.name)
 }
 
-/// Towards one endpoint, where the source of both is the node: node ports by the programs, load-balancer addresses of source ranges by rules.
+/// Towards one endpoint, where the source of both is the node.
 fn flows_apart(world: &mut World, variant: Variant) -> Result<()> {
     world.set_service(&guarded_for(world, OUTSIDE)?, GUARDED.endpoints)?;
     for target in
@@ -112,13 +108,6 @@ fn nothing_stays(world: &mut World, _: Variant) -> Result<()> {
     // A scenario that failed has left it.
     world.objects.remove_service(GUARDED.name);
     world.settle_at_rest()?;
-    // Those beside mode ebpf stay while netfilter knows connections that they have translated.
-    state::forget_connections(&world.lab, 1)?;
-    wait::until("no rules beside mode ebpf", REMOVED_WITHIN, || {
-        let state = State::read(&world.lab, 1).map_err(|error| format!("{error:#}"))?;
-        let has_rules = world.setting.proxy == ProxyKind::Ebpf && state.mentions("kube-proxy");
-        if has_rules { Err("a table kube-proxy is there".to_owned()) } else { Ok(Some(())) }
-    })?;
     let before = State::read(&world.lab, 1)?;
     world.set_service(&guarded_for(world, OUTSIDE)?, GUARDED.endpoints)?;
     world.objects.remove_service(GUARDED.name);
@@ -128,22 +117,4 @@ fn nothing_stays(world: &mut World, _: Variant) -> Result<()> {
         let differences = now.differences(&before);
         if differences.is_empty() { Ok(Some(())) } else { Err(differences.join("\n")) }
     })
-}
-
-fn beside_sctp(world: &mut World, variant: Variant) -> Result<()> {
-    let mut service = GUARDED.service();
-    service.ports.push(ServicePort {
-        name: "sctp".to_owned(),
-        protocol: Protocol::Sctp,
-        port: SCTP_PORT,
-        target_port: SERVER_PORT,
-        node_port: None,
-    });
-    world.set_service(&service, GUARDED.endpoints)?;
-    let cluster_ip = Dial::new(variant.protocol, world.cluster_ip(&GUARDED, variant.family)).times(MANY);
-    for client in ["client-1", "client-2", "node1"] {
-        let outcomes = world.dial(client, &cluster_ip)?;
-        check::answered_by(&outcomes, GUARDED.endpoints).with_context(|| format!("from {client}"))?;
-    }
-    world.remove_service(GUARDED.name)
 }

@@ -191,7 +191,6 @@ impl CoverageTracker {
             match effect {
                 Effect::HandedOver => tracing::debug!(%service_port, field, "{instead}"),
                 Effect::ServedDifferently
-                | Effect::Without(_)
                 | Effect::NotToOwnNode(_)
                 | Effect::Refused
                 | Effect::NoRoom

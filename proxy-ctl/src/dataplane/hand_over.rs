@@ -75,9 +75,8 @@ impl Parts {
             return Self { own: None, handed: Some(Arc::clone(port)) };
         };
         let is_handed = |frontend: &Frontend| {
-            let kind = frontend.kind;
-            let kinds = [Effect::Without(kind), Effect::NotToOwnNode(kind)];
-            unsupported.iter().any(|one| kinds.contains(&one.effect))
+            let effect = Effect::NotToOwnNode(frontend.kind);
+            unsupported.iter().any(|one| one.effect == effect)
         };
         let frontends: Vec<_> = port.frontends.iter().filter(|one| is_handed(one)).cloned().collect();
         let handed =
@@ -88,7 +87,7 @@ impl Parts {
 
 const fn can_be_handed_over(unsupported: &Unsupported) -> bool {
     match unsupported.effect {
-        Effect::Without(_) | Effect::NotToOwnNode(_) | Effect::NotServed => true,
+        Effect::NotToOwnNode(_) | Effect::NotServed => true,
         Effect::ServedDifferently | Effect::Refused | Effect::NoRoom | Effect::HandedOver => false,
     }
 }

@@ -1,6 +1,4 @@
 //! What of a service port is not served as its Service asks: because the mode cannot do it, or because it must not be.
-//!
-//! The rule is to fail closed: an address that must be open to some clients only is not served at all.
 
 use std::{borrow::Cow, collections::BTreeMap, net::SocketAddr, sync::Arc};
 
@@ -24,8 +22,6 @@ pub struct Unsupported {
 pub enum Effect {
     /// Every frontend, but not as the field says.
     ServedDifferently,
-    /// Every frontend but those of this kind.
-    Without(FrontendKind),
     /// Every frontend, but those of this kind not to processes of the own node.
     NotToOwnNode(FrontendKind),
     /// Every frontend but those that the model leaves out: nobody may take them.
@@ -42,7 +38,7 @@ impl Effect {
     pub const fn name(self) -> &'static str {
         match self {
             Self::ServedDifferently => "servedDifferently",
-            Self::Without(_) | Self::NotToOwnNode(_) | Self::Refused | Self::NoRoom => "partlyServed",
+            Self::NotToOwnNode(_) | Self::Refused | Self::NoRoom => "partlyServed",
             Self::HandedOver => "handedOver",
             Self::NotServed => "notServed",
         }
@@ -65,23 +61,10 @@ impl Unsupported {
     }
 }
 
-/// The part of the port that the mode serves, mostly the port itself; `None`: nothing of it.
+/// The port, unless the mode serves nothing of it.
 pub fn servable(port: Arc<DesiredPort>, unsupported: &[Unsupported]) -> Option<Arc<DesiredPort>> {
-    let mut served = port;
-    for one in unsupported {
-        match one.effect {
-            Effect::ServedDifferently
-            | Effect::NotToOwnNode(_)
-            | Effect::Refused
-            | Effect::NoRoom
-            | Effect::HandedOver => {}
-            Effect::Without(kind) => {
-                Arc::make_mut(&mut served).frontends.retain(|frontend| frontend.kind != kind);
-            }
-            Effect::NotServed => return None,
-        }
-    }
-    Some(served)
+    let is_served = unsupported.iter().all(|one| one.effect != Effect::NotServed);
+    is_served.then_some(port)
 }
 
 /// The frontends that the model leaves out, by field and reason.

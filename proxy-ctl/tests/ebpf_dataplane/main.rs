@@ -18,4 +18,5 @@ mod room;
 mod sandbox;
 mod sequences;
 mod sockets;
+mod source_ranges;
 mod state;

@@ -131,7 +131,6 @@ impl Recorder {
 
 const AFFINITY: Unsupported = Unsupported::new("affinity", Effect::ServedDifferently, "any endpoint");
 const HANDED_OVER: Unsupported = Unsupported::new("all", Effect::HandedOver, "served by another mode");
-const RANGES: Unsupported = Unsupported::new("ranges", Effect::Without(FrontendKind::LoadBalancer), "closed");
 const SCTP: Unsupported = Unsupported::new("protocol", Effect::NotServed, "not served");
 
 fn full() -> Error {
@@ -206,7 +205,6 @@ impl Dataplane for Recorder {
         let all = [
             (self.lock().hands_over, HANDED_OVER),
             (port.affinity_seconds.is_some(), AFFINITY),
-            (!port.source_ranges.is_empty(), RANGES),
             (port.name.protocol == Protocol::Sctp, SCTP),
         ];
         all.into_iter().filter(|(asked, _)| *asked).map(|(_, one)| one).collect()
@@ -490,30 +488,6 @@ fn external_ips_are_served_unless_the_feature_gate_says_otherwise(
 fn unsupported(fixture: &Fixture) -> Vec<(String, Vec<Unsupported>)> {
     let coverage = fixture.reports.coverage.borrow();
     coverage.unsupported.iter().map(|(name, all)| (name.to_string(), all.clone())).collect()
-}
-
-#[test]
-fn frontends_that_the_mode_does_not_support_are_not_written() {
-    let mut fixture = Fixture::serving(Vec::new());
-    let mut open = service("a", "10.0.0.1");
-    open.load_balancer_ips = vec![ip("203.0.113.1")];
-    fixture.take(Update::ApplyService(open.clone()));
-    fixture.write();
-    let kinds = |fixture: &Fixture| {
-        let ports = fixture.recorder.lock().ports.clone();
-        ports[0].frontends.iter().map(|frontend| frontend.kind).collect::<Vec<_>>()
-    };
-    assert!(kinds(&fixture).contains(&FrontendKind::LoadBalancer));
-    assert_eq!(unsupported(&fixture), []);
-
-    let ranges = vec!["10.0.0.0/8".parse().unwrap()];
-    fixture.take(Update::ApplyService(Service { source_ranges: ranges, ..open }));
-    fixture.write();
-    assert_eq!(kinds(&fixture), [FrontendKind::ClusterIp]);
-    assert_eq!(unsupported(&fixture), [("default/a".into(), vec![RANGES])]);
-    fixture.later(PERIOD);
-    fixture.write();
-    assert_eq!(kinds(&fixture), [FrontendKind::ClusterIp], "a comparison knows it too");
 }
 
 #[test]

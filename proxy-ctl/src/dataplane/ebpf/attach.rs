@@ -182,22 +182,35 @@ impl Hooks {
 
     /// Attaches links and filters of ours again that another program has removed.
     pub(super) fn repair(&mut self) -> Failures {
+        self.attach_all(|interface| match interface {
+            None => {
+                tracing::warn!("another program had removed socket hooks; they are attached and pinned again")
+            }
+            Some(interface) => tracing::warn!(
+                interface = interface.name,
+                "another program had removed packet programs; they are attached and pinned again"
+            ),
+        })
+    }
+
+    /// Has every hook run the programs that are loaded.
+    pub(super) fn swap(&mut self) -> Failures {
+        self.attach_all(|_| ())
+    }
+
+    /// Calls `changed` where anything had to be done: on an interface, or `None`: with socket hooks.
+    fn attach_all(&mut self, changed: impl Fn(Option<&Interface>)) -> Failures {
         let mut failures = Failures::default();
         match self.attach_sockets() {
             Ok(false) => {}
-            Ok(true) => {
-                tracing::warn!("another program had removed socket hooks; they are attached and pinned again")
-            }
+            Ok(true) => changed(None),
             Err(error) => failures.add("socket hooks", error),
         }
         let interfaces: Vec<Interface> = self.interfaces.values().cloned().collect();
         for interface in &interfaces {
             match self.attach(interface) {
                 Ok(false) => {}
-                Ok(true) => tracing::warn!(
-                    interface = interface.name,
-                    "another program had removed packet programs; they are attached and pinned again"
-                ),
+                Ok(true) => changed(Some(interface)),
                 Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {}
                 Err(error) => failures.add(&interface.name, error),
             }
@@ -245,23 +258,6 @@ impl Hooks {
             }
         }
         failures.merge(self.swap());
-        failures
-    }
-
-    /// Has every hook run the programs that are loaded.
-    pub(super) fn swap(&mut self) -> Failures {
-        let mut failures = Failures::default();
-        if let Err(error) = self.attach_sockets() {
-            failures.add("socket hooks", error);
-        }
-        let interfaces: Vec<Interface> = self.interfaces.values().cloned().collect();
-        for interface in &interfaces {
-            match self.attach(interface) {
-                Ok(_) => {}
-                Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {}
-                Err(error) => failures.add(&interface.name, error),
-            }
-        }
         failures
     }
 

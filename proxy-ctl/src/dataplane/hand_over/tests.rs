@@ -27,7 +27,7 @@ impl Log {
     }
 }
 
-/// A mode without SCTP, source ranges and node ports for the node itself, if it is `own`.
+/// A mode without SCTP and node ports for the node itself, if it is `own`.
 struct Fake {
     who: &'static str,
     log: Log,
@@ -102,7 +102,6 @@ impl Dataplane for Fake {
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
         let unsupported = |effect| Unsupported { field: "spec.x", effect, instead: "not built".into() };
         let all = [
-            (!port.source_ranges.is_empty(), unsupported(Effect::Without(FrontendKind::LoadBalancer))),
             (port.name.protocol == Protocol::Sctp, unsupported(Effect::NotServed)),
             (port.affinity_seconds.is_some(), unsupported(Effect::ServedDifferently)),
             (kinds(port).contains('n'), unsupported(Effect::NotToOwnNode(FrontendKind::NodePort))),
@@ -184,8 +183,10 @@ fn web() -> Service {
     service("default/web", &["10.96.0.1"]).load_balancer_ip("203.0.113.1")
 }
 
-fn ranged() -> Service {
-    Service { source_ranges: vec!["192.0.2.0/24".parse().unwrap()], ..web() }
+fn with_node_port() -> Service {
+    let mut web = service("default/web", &["10.96.0.1"]);
+    web.ports[0].node_port = Some(30_080);
+    web
 }
 
 fn sctp() -> Service {
@@ -196,10 +197,9 @@ fn sctp() -> Service {
 
 #[rstest]
 #[case::nothing(web(), &["own web:cl"])]
-#[case::frontends_of_a_kind(ranged(), &["open", "beside host that is shared", "beside all web:l", "own web:c"])]
 #[case::everything(sctp(), &["open", "beside host that is shared", "beside all sctp:c", "own -sctp"])]
 #[case::frontends_that_processes_of_the_node_do_not_reach(
-    service("default/web", &["10.96.0.1"]).ports(vec![port("http", 80).node_port(30_080)]),
+    with_node_port(),
     &["open", "beside host that is shared", "beside all web:n", "own web:cn"],
 )]
 #[case::what_is_served_differently_stays(
@@ -214,9 +214,9 @@ fn what_the_mode_at_work_cannot_serve_is_handed_over(#[case] service: Service, #
 fn a_service_port_is_served_on_both_sides_rather_than_on_none_while_it_passes_over() {
     let mut scene = Scene::new();
     scene.apply(sctp());
-    assert_eq!(scene.apply(ranged()), ["beside web:l", "own web:c"]);
+    assert_eq!(scene.apply(with_node_port()), ["beside web:n", "own web:cn"]);
     assert_eq!(scene.apply(web()), ["own web:cl", "beside -web"]);
-    assert_eq!(scene.apply(ranged()), ["beside web:l", "own web:c"]);
+    assert_eq!(scene.apply(with_node_port()), ["beside web:n", "own web:cn"]);
 }
 
 #[test]
@@ -234,27 +234,30 @@ fn what_the_mode_beside_serves_already_is_written_to_the_mode_at_work_first() {
 #[test]
 fn what_a_predecessor_has_left_of_the_mode_beside_serves_until_the_mode_at_work_does() {
     let mut scene = Scene::new();
-    scene.model.apply_service(ranged());
+    scene.model.apply_service(with_node_port());
     let resync = |scene: &mut Scene| {
         scene.model.take_changes();
         scene.both.resync(&scene.model.desired()).unwrap();
         scene.log.take()
     };
-    let expected = ["own all web:c", "open", "beside host that is shared", "beside all web:l"];
+    let expected = ["own all web:cn", "open", "beside host that is shared", "beside all web:n"];
     assert_eq!(resync(&mut scene), expected);
-    assert_eq!(resync(&mut scene), ["own all web:c", "beside all web:l"]);
+    assert_eq!(resync(&mut scene), ["own all web:cn", "beside all web:n"]);
     scene.model.apply_service(sctp());
-    assert_eq!(resync(&mut scene), ["beside sctp:c", "own all web:c", "beside all sctp:c web:l"]);
+    assert_eq!(resync(&mut scene), ["beside sctp:c", "own all web:cn", "beside all sctp:c web:n"]);
 }
 
 #[test]
 fn the_mode_beside_serves_where_the_mode_at_work_could_not_write_everything() {
     let mut scene = Scene::new();
-    scene.model.apply_service(ranged());
+    scene.model.apply_service(with_node_port());
     scene.model.take_changes();
     *scene.is_incomplete.lock().unwrap() = true;
     assert!(scene.both.resync(&scene.model.desired()).is_err());
-    assert_eq!(scene.log.take(), ["own all web:c", "open", "beside host that is shared", "beside all web:l"]);
+    assert_eq!(
+        scene.log.take(),
+        ["own all web:cn", "open", "beside host that is shared", "beside all web:n"]
+    );
 }
 
 #[test]
@@ -337,7 +340,7 @@ fn what_is_not_desired_any_more_leaves_the_mode_beside_whatever_the_mode_at_work
 #[case::that_has_changed(true)]
 fn a_service_port_is_served_beside_until_the_mode_at_work_has_written_it(#[case] by_change: bool) {
     let mut scene = Scene::new();
-    scene.apply(ranged());
+    scene.apply(with_node_port());
     *scene.is_incomplete.lock().unwrap() = true;
     scene.model.apply_service(web());
     let changes = scene.model.take_changes();
@@ -347,7 +350,7 @@ fn a_service_port_is_served_beside_until_the_mode_at_work_has_written_it(#[case]
     }
     let desired = scene.model.desired();
     assert!(scene.both.resync(&desired).is_err());
-    assert_eq!(scene.log.take(), ["own all web:cl", "beside all web:l"]);
+    assert_eq!(scene.log.take(), ["own all web:cl", "beside all web:n"]);
     *scene.is_incomplete.lock().unwrap() = false;
     scene.apply(service("default/other", &["10.96.0.9"]));
     scene.both.resync(&scene.model.desired()).unwrap();
@@ -357,7 +360,7 @@ fn a_service_port_is_served_beside_until_the_mode_at_work_has_written_it(#[case]
 #[test]
 fn what_is_handed_over_is_told_and_no_reason_to_keep_another_kube_proxys_rules() {
     let mut scene = Scene::new();
-    scene.model.apply_service(ranged());
+    scene.model.apply_service(with_node_port());
     let port = Arc::clone(&scene.model.take_changes().changed[0]);
     let [told] = scene.both.supports(&port).try_into().unwrap();
     assert_eq!(told.effect, Effect::HandedOver);
@@ -370,16 +373,19 @@ fn what_is_handed_over_is_told_and_no_reason_to_keep_another_kube_proxys_rules()
 fn a_mode_beside_that_cannot_be_opened_is_told_by_service_port_and_tried_again() {
     let mut scene = Scene::new();
     *scene.fails.lock().unwrap() = true;
-    assert_eq!(scene.apply(ranged()), ["own web:c"]);
+    assert_eq!(scene.apply(with_node_port()), ["own web:cn"]);
     let told = scene.both.take_without_room().unwrap();
     let [(name, reasons)] = Vec::from_iter(told).try_into().unwrap();
-    assert_eq!(name.service, ranged().name);
+    assert_eq!(name.service, with_node_port().name);
     assert!(reasons[0].instead.ends_with("cannot be opened: no nf_tables"), "{reasons:?}");
     assert!(reasons[0].may_be_served_by_another());
     assert_eq!(scene.both.take_without_room(), None, "nothing has changed");
 
     *scene.fails.lock().unwrap() = false;
     scene.both.resync(&scene.model.desired()).unwrap();
-    assert_eq!(scene.log.take(), ["own all web:c", "open", "beside host that is shared", "beside all web:l"]);
+    assert_eq!(
+        scene.log.take(),
+        ["own all web:cn", "open", "beside host that is shared", "beside all web:n"]
+    );
     assert_eq!(scene.both.take_without_room(), Some(BTreeMap::new()));
 }

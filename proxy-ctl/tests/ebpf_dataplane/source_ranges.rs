@@ -1,0 +1,129 @@
+//! Load-balancer addresses that are for some clients alone: what of it is in the tables, and whom the node's sockets reach.
+
+use std::sync::Arc;
+
+use proxy_common::layout::{PrefixKey, SourceRange};
+use proxy_ctl::{
+    dataplane::{Applied, Dataplane as _, Host, Programmed as _, ebpf::EbpfDataplane},
+    model::desired::{DesiredPort, Endpoint, Frontend, FrontendKind},
+    sys::{bpf, map::Map},
+};
+
+use super::{
+    desired::{endpoint, port, shared},
+    sandbox::{Sandbox, serve},
+};
+
+const CLUSTER_IP: &str = "10.96.0.1";
+const LOAD_BALANCER: &str = "203.0.113.1";
+const NODE: &str = "192.0.2.11";
+const OF_NODE: &str = "192.0.2.8/29";
+const OF_OTHERS: &str = "192.0.2.0/29";
+
+type Ranges = Map<PrefixKey<SourceRange<[u8; 4]>>, u32>;
+
+fn guarded(name: &str, endpoint: Endpoint, ranges: &[&str]) -> DesiredPort {
+    let mut port = port(name, CLUSTER_IP, vec![endpoint]);
+    let address = LOAD_BALANCER.parse().unwrap();
+    port.frontends.push(Frontend { kind: FrontendKind::LoadBalancer, address, port: 80 });
+    port.source_ranges = ranges.iter().map(|range| range.parse().unwrap()).collect();
+    port
+}
+
+fn desired(ranges: &[&str]) -> Vec<Arc<DesiredPort>> {
+    shared([guarded("web", endpoint("10.0.0.1", 80), ranges)])
+}
+
+fn table(sandbox: &Sandbox) -> Ranges {
+    Map::new(bpf::pinned(&sandbox.table("source_ranges4")).unwrap()).unwrap().unwrap()
+}
+
+/// `192.0.2.0/29`, whosever it is.
+fn written(sandbox: &Sandbox) -> Vec<String> {
+    let all = table(sandbox).read_all().unwrap().into_iter();
+    let named = |(PrefixKey { bits, data }, _): (PrefixKey<SourceRange<[u8; 4]>>, u32)| {
+        format!("{}/{}", std::net::Ipv4Addr::from(data.address), bits - 32)
+    };
+    let mut named: Vec<_> = all.map(named).collect();
+    named.sort();
+    named
+}
+
+/// Of the service's own addresses.
+fn frontends(sandbox: &Sandbox) -> usize {
+    sandbox.snapshot().services.iter().map(|service| service.frontends.len()).sum()
+}
+
+fn open(sandbox: &Sandbox) -> EbpfDataplane {
+    EbpfDataplane::open(&sandbox.config).unwrap()
+}
+
+#[test]
+fn ranges_are_written_changed_and_removed_with_their_service() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = open(&sandbox);
+    dataplane.resync(&desired(&[OF_NODE, OF_OTHERS])).unwrap();
+    assert_eq!(written(&sandbox), [OF_OTHERS, OF_NODE]);
+    dataplane.resync(&desired(&[OF_OTHERS])).unwrap();
+    assert_eq!(written(&sandbox), [OF_OTHERS]);
+    drop(dataplane);
+
+    let mut next = open(&sandbox);
+    assert_eq!(next.resync(&desired(&[OF_OTHERS])).unwrap(), Applied::default());
+    let usage = next.usage().unwrap();
+    let table = usage.tables.iter().find(|table| table.name == "source_ranges4").unwrap();
+    assert_eq!(table.used, 1);
+    next.resync(&desired(&[])).unwrap();
+    assert_eq!((written(&sandbox), frontends(&sandbox)), (Vec::new(), 2));
+    next.resync(&desired(&[OF_NODE])).unwrap();
+    next.resync(&[]).unwrap();
+    assert_eq!(written(&sandbox), [""; 0]);
+}
+
+/// Its id is given to another service, which they would open.
+#[test]
+fn what_a_killed_controller_has_left_of_a_service_opens_no_other() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = open(&sandbox);
+    let ids = 0..8;
+    for id in ids {
+        table(&sandbox).set(&SourceRange::of_prefix(id, [0; 4], 0), &0).unwrap();
+    }
+    dataplane.resync(&desired(&[OF_OTHERS])).unwrap();
+    assert_eq!(written(&sandbox), [OF_OTHERS]);
+}
+
+#[test]
+fn an_address_whose_ranges_have_no_room_is_closed() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let many: Vec<String> =
+        (0..=sandbox.config.limits.source_ranges).map(|n| format!("10.0.{n}.0/24")).collect();
+    let many: Vec<&str> = many.iter().map(String::as_str).collect();
+    let mut dataplane = open(&sandbox);
+    dataplane.resync(&desired(&[OF_OTHERS])).unwrap();
+    assert_eq!(frontends(&sandbox), 2);
+    let error = dataplane.resync(&desired(&many)).unwrap_err().to_string();
+    assert!(error.contains("ebpf.limits.sourceRanges"), "{error}");
+    assert_eq!((written(&sandbox).len(), frontends(&sandbox)), (0, 1));
+    dataplane.resync(&desired(&many[1..])).unwrap();
+    assert_eq!((written(&sandbox).len(), frontends(&sandbox)), (many.len() - 1, 2));
+}
+
+#[test]
+fn a_socket_of_the_node_is_judged_by_the_nodes_address() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let server = endpoint("127.0.0.1", serve("127.0.0.1", "served"));
+    let mut dataplane = open(&sandbox);
+    let host = Host { masquerade_addresses: vec![NODE.parse().unwrap()], ..Host::default() };
+    dataplane.set_host(&host).unwrap();
+    let mut dial = |ranges: &[&str]| {
+        dataplane.resync(&shared([guarded("web", server, ranges)])).unwrap();
+        assert_eq!(sandbox.dial(CLUSTER_IP, 80).unwrap(), "served");
+        sandbox.dial(LOAD_BALANCER, 80)
+    };
+    assert_eq!(dial(&[]).unwrap(), "served");
+    let error = dial(&[OF_OTHERS]).unwrap_err();
+    assert!(error.contains("Connection refused"), "{error}");
+    assert_eq!(dial(&[OF_OTHERS, OF_NODE]).unwrap(), "served");
+    dial(&[OF_OTHERS]).unwrap_err();
+}

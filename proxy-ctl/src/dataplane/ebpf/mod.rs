@@ -525,12 +525,7 @@ impl Programmed for EbpfDataplane {
         let counted = self.shared.tables.service_counters.capacity();
         used.insert(table::service_counters, u64::from(counted.min(self.shared.ids.used())));
         let may_grow = self.growth.may_grow(&self.shapes);
-        let mut shapes = self.shapes.clone();
-        for shape in &mut shapes {
-            shape.most =
-                if shape.limit.is_some_and(|limit| may_grow.contains(&limit)) { shape.most } else { 0 };
-        }
-        Ok(status::usage(&self.paths.maps(), &shapes, &used, &self.shared.tables)?)
+        Ok(status::usage(&self.paths.maps(), &self.shapes, &may_grow, &used, &self.shared.tables)?)
     }
 }
 

@@ -10,7 +10,7 @@ use std::{
 
 use proxy_common::{
     family::{Slot as _, V4, V6},
-    inventory::table,
+    inventory::{Limit, table},
     layout::{
         BACKEND_LOCAL, BACKEND_TERMINATING, EndpointSet, FRONTEND_EXTERNAL, Lease, NODE_ADDRESS_LOOPBACK,
         SCOPE_NODE_PORT, SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, Service,
@@ -204,10 +204,8 @@ impl Reader<'_> {
             });
             used.insert(table, slots.sum());
         }
-        let mut shapes = shapes(&Limits::default());
-        // The controller knows up to where they grow.
-        shapes.iter_mut().for_each(|shape| shape.most = 0);
-        usage(&self.paths.maps(), &shapes, &used, self.common)
+        // Which ones may grow, and up to where, the controller knows.
+        usage(&self.paths.maps(), &shapes(&Limits::default()), &[], &used, self.common)
     }
 
     fn hooks(&self) -> Result<Vec<Hook>, Error> {
@@ -315,10 +313,12 @@ const NEVER_FULL: [&str; 9] = [
     table::foreign_flows6,
 ];
 
-/// Capacities and sizes of the tables in `maps`, with what is known of their use, and the counters.
+/// Capacities and sizes of the tables in `maps`, with what is known of their use, and the counters. Tables of the limits in `may_grow` have
+/// the capacity that they can grow to.
 pub(super) fn usage(
     maps: &Path,
     shapes: &[Shape],
+    may_grow: &[Limit],
     used: &BTreeMap<&'static str, u64>,
     common: &CommonTables,
 ) -> Result<Usage, Error> {
@@ -327,10 +327,11 @@ pub(super) fn usage(
         let failed = |source: CallError| Error::Table { table: shape.name, source };
         let Some(fd) = open_pinned(&maps.join(shape.name)).map_err(failed)? else { continue };
         let info = bpf::map_info(std::os::fd::AsFd::as_fd(&fd)).map_err(failed)?;
+        let most = if shape.limit.is_some_and(|limit| may_grow.contains(&limit)) { shape.most } else { 0 };
         usage.tables.push(TableUsage {
             name: shape.name,
             used: used.get(shape.name).copied().unwrap_or(0),
-            capacity: u64::from(info.max_entries.max(shape.most)),
+            capacity: u64::from(info.max_entries.max(most)),
             can_fill_up: info.max_entries > 0 && !NEVER_FULL.contains(&shape.name),
             bytes: bytes(&fd),
         });

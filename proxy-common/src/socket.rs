@@ -75,8 +75,10 @@ fn still_serves<F: Family>(
     destination: &Destination<F::Address>,
     client: Origin,
 ) -> bool {
-    select::find(tables, destination, client).is_some_and(|frontend| frontend.service == origin.service)
-        && tables.backend(origin.backend_id).is_some()
+    let Some(frontend) = select::find(tables, destination, client) else { return false };
+    // A pod's packets decide whether it is in the source ranges.
+    let is_decided = client == Origin::Host || frontend.flags & FRONTEND_SOURCE_RANGES == 0;
+    frontend.service == origin.service && is_decided && tables.backend(origin.backend_id).is_some()
 }
 
 /// Does the backend that a connected socket was sent to not serve what was dialled, any more? For user space.
@@ -246,6 +248,19 @@ mod tests {
         let mut removed = tables(&[1], 1);
         removed.frontends.clear();
         assert_eq!(remembered(&removed, &sent, &to, Origin::Workload), None);
+    }
+
+    #[rstest]
+    #[case::of_a_pod(Origin::Workload, false)]
+    #[case::of_the_node(Origin::Host, true)]
+    fn a_socket_keeps_its_backend_when_source_ranges_come(#[case] client: Origin, #[case] keeps: bool) {
+        let (sent, to) = (remembering(&[(1, 1)]), udp([10, 96, 0, 1], 53));
+        let mut tables = tables(&[1], 1);
+        for frontend in tables.frontends.values_mut() {
+            frontend.flags = FRONTEND_EXTERNAL | FRONTEND_SOURCE_RANGES;
+        }
+        assert_eq!(remembered(&tables, &sent, &to, client).is_some(), keeps);
+        assert_eq!(is_stale(&tables, &origin(1, 1), PROTOCOL_UDP, client), !keeps);
     }
 
     #[rstest]

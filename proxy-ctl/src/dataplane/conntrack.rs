@@ -208,7 +208,7 @@ impl Dataplane for WithConntrack {
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
         let applied = self.inner.resync(desired)?;
         self.follow(|udp| udp.resync(desired));
-        if !std::mem::replace(&mut self.has_started, true) {
+        if self.until == Until::Forever && !std::mem::replace(&mut self.has_started, true) {
             to_tcp_frontends(desired).end_unanswered(&self.node_addresses);
         }
         Ok(applied)

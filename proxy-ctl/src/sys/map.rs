@@ -27,7 +27,7 @@ const ARRAY_OF_MAPS: u32 = 12;
 /// The map is not what its keys and values would be read as.
 #[derive(Debug, thiserror::Error)]
 pub enum Mismatch {
-    #[error("a BPF map of type {0} is none with one value for each key")]
+    #[error("a BPF map of type {0} does not have one value for each key")]
     Kind(u32),
     #[error(
         "a map with {found_key}-byte keys and {found_value}-byte values cannot be read as {key} and {value} bytes"
@@ -147,7 +147,7 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         }
     }
 
-    /// Inserts or replaces. `E2BIG`: the table is full.
+    /// Inserts or replaces. `E2BIG`, of a trie `ENOSPC`: the table is full.
     pub fn set(&self, key: &K, value: &V) -> Result<(), CallError> {
         let mut attr = self.element(key, value);
         // SAFETY: the kernel reads a key and a value; `new` has compared their sizes with the types.
@@ -156,7 +156,7 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         Ok(())
     }
 
-    /// False: the key is there already, and its value stays. `E2BIG`: the table is full.
+    /// False: the key is there already, and its value stays. `E2BIG`, of a trie `ENOSPC`: the table is full.
     pub fn insert(&self, key: &K, value: &V) -> Result<bool, CallError> {
         let mut attr = Element { flags: BPF_NOEXIST.into(), ..self.element(key, value) };
         // SAFETY: the kernel reads a key and a value; `new` has compared their sizes with the types.

@@ -61,6 +61,25 @@ pub fn forget_connections(lab: &Lab, node: NodeNumber) -> Result<()> {
     within(&lab.netns(&node_name(node))?.namespace, || output("conntrack", &["-F"]).map(drop))
 }
 
+/// Has connection tracking follow connections of a node although no proxy asks for it, or no longer.
+pub fn track_connections(lab: &Lab, node: NodeNumber, is_on: bool) -> Result<()> {
+    const CHAINS: &str = "add table inet tracking
+        add chain inet tracking out { type filter hook output priority 0; }
+        add chain inet tracking in { type filter hook prerouting priority 0; }
+        add rule inet tracking out ct state new
+        add rule inet tracking in ct state new";
+    let commands = if is_on { CHAINS } else { "delete table inet tracking" };
+    within(&lab.netns(&node_name(node))?.namespace, || output("nft", &[commands]).map(drop))
+}
+
+/// TCP connections that a node knows and nobody has answered, as the tool conntrack lists them.
+pub fn unanswered_connections(lab: &Lab, node: NodeNumber) -> Result<String> {
+    within(&lab.netns(&node_name(node))?.namespace, || {
+        let list = |family| output("conntrack", &["-L", "-f", family, "-p", "tcp", "--state", "SYN_SENT"]);
+        Ok(list("ipv4")? + &list("ipv6")?)
+    })
+}
+
 /// Of the network namespace of the node.
 pub fn parameters(lab: &Lab, node: NodeNumber) -> Result<Parameters> {
     within(&lab.netns(&node_name(node))?.namespace, || {

@@ -557,8 +557,8 @@ fn a_frontend_that_another_service_has_is_named() {
 
 #[test]
 fn a_port_is_named_as_unsupported_until_its_new_state_is_written() {
-    let closed = Service { source_ranges: vec!["10.0.0.0/8".parse().unwrap()], ..service("a", "10.0.0.1") };
-    let mut fixture = Fixture::serving(vec![closed]);
+    let sticky = Service { affinity_seconds: Some(10_800), ..service("a", "10.0.0.1") };
+    let mut fixture = Fixture::serving(vec![sticky]);
     assert_eq!(unsupported(&fixture).len(), 1);
     fixture.recorder.fail(1);
     fixture.take(Update::ApplyService(service("a", "10.0.0.1")));

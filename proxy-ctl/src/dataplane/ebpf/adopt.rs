@@ -105,7 +105,7 @@ impl<F: TableFamily> FamilyWriter<F> {
                 id: *id,
                 range: claim(&mut slots, sets),
                 frontends: of_service.remove(id).unwrap_or_default().into(),
-                source_ranges: ranges_of.remove(id).unwrap_or_default().into(),
+                source_ranges: ranges_of.remove(id).map(sorted).unwrap_or_default(),
                 used: UsedEndpoints::NotCounted,
                 kept: Box::default(),
             };
@@ -146,6 +146,11 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
         Ok((backends, strays, largest))
     }
+}
+
+fn sorted<K: Ord>(mut keys: Vec<K>) -> Box<[K]> {
+    keys.sort_unstable();
+    keys.into()
 }
 
 /// The range of a service's slots; `None` if a part of it is another's or out of bounds.

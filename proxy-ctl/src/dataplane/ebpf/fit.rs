@@ -102,8 +102,16 @@ impl<F: TableFamily> FamilyWriter<F> {
 
     fn waits(&self, name: &ServicePortName, full: FullTable) -> Unsupported {
         let FullTable { name: table, capacity, limit } = full;
-        let field = if limit == Limit::Services { "spec.ports" } else { "endpoints" };
-        let (effect, what) = if self.entries.services.contains_key(name) {
+        let field = if limit == Limit::Services {
+            "spec.ports"
+        } else if limit == Limit::SourceRanges {
+            "spec.loadBalancerSourceRanges"
+        } else {
+            "endpoints"
+        };
+        let (effect, what) = if limit == Limit::SourceRanges {
+            (Effect::NoRoom, "those of before are in force, or nobody is served at load-balancer addresses")
+        } else if self.entries.services.contains_key(name) {
             (Effect::NoRoom, "only endpoints that it had before are served")
         } else {
             (Effect::NotServed, "not served")

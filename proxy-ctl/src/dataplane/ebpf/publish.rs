@@ -7,7 +7,7 @@
 use std::{collections::BTreeSet, io, sync::Arc};
 
 use proxy_common::{
-    inventory::table,
+    inventory::{Limit, table},
     layout::{EndpointSet, FRONTEND_SOURCE_RANGES, Frontend, FrontendKey, Service, ServiceName},
 };
 use rustc_hash::FxHashSet;
@@ -15,6 +15,7 @@ use rustc_hash::FxHashSet;
 use super::{
     Error,
     allocate::{Range, Ranges},
+    error::FullTable,
     family::TableFamily,
     layout::{self, Arrangement},
     programmed::{BackendKey, Entries, Published, UsedEndpoints, Wanted},
@@ -173,10 +174,12 @@ impl<F: TableFamily> FamilyWriter<F> {
 
     /// As [`FamilyWriter::apply`], after adopting: what is not desired is removed.
     pub(super) fn resync(&mut self, shared: &mut Common, desired: &[&Arc<DesiredPort>]) -> Writes<F> {
-        // A service that is made now may get the id of theirs.
+        let mut writes = Writes::default();
         let strays = std::mem::take(&mut self.entries.stray_source_ranges);
-        let mut writes = Writes { stale_source_ranges: strays, ..Writes::default() };
-        self.remove_source_ranges(&mut writes);
+        for id in self.remove_source_ranges(strays, &mut writes) {
+            // No service gets it, as these would open it.
+            shared.ids.claim(Range { first: id, count: 1 });
+        }
         self.publish_all(shared, desired.iter().copied(), &mut writes);
         let wanted: FxHashSet<&ServicePortName> = desired.iter().map(|port| &port.name).collect();
         let undesired: Vec<_> =
@@ -209,23 +212,26 @@ impl<F: TableFamily> FamilyWriter<F> {
         for (port, _) in &reserved {
             self.entries.without_room.replace_port(port);
         }
-        for port in self.publish_reserved(shared, reserved, writes) {
-            self.entries.without_room.remove_port(&port.name);
+        for (port, closed) in self.publish_reserved(shared, reserved, writes) {
+            match closed {
+                None => self.entries.without_room.remove_port(&port.name),
+                Some(full) => self.entries.without_room.insert_port(port, full),
+            }
         }
     }
 
-    /// Answers with those that are published.
+    /// Answers with those that are published, and with the table that has no room for the source ranges of one.
     pub(super) fn publish_reserved<'a>(
         &mut self,
         shared: &mut Common,
         ports: Vec<(&'a Arc<DesiredPort>, Reservation)>,
         writes: &mut Writes<F>,
-    ) -> Vec<&'a Arc<DesiredPort>> {
+    ) -> Vec<(&'a Arc<DesiredPort>, Option<FullTable>)> {
         self.add_backends(shared, ports.iter().map(|(port, _)| *port), writes);
         let mut published = Vec::with_capacity(ports.len());
         for (port, reservation) in ports {
             match self.publish(shared, port, reservation, writes) {
-                Ok(()) => published.push(port),
+                Ok(closed) => published.push((port, closed)),
                 Err(error) => {
                     writes.failures.add(&port.name, error);
                     self.remove_unused_insertions(writes);
@@ -244,7 +250,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         port: &Arc<DesiredPort>,
         reservation: Reservation,
         writes: &mut Writes<F>,
-    ) -> Result<(), Error> {
+    ) -> Result<Option<FullTable>, Error> {
         let slots = match self.use_backends(shared, port, writes) {
             Ok(slots) => slots,
             Err(error) => {
@@ -262,11 +268,10 @@ impl<F: TableFamily> FamilyWriter<F> {
         };
         let id = reservation.id;
         let mut wanted = layout::frontends::<F>(port);
-        let source_ranges = self.write_source_ranges(port, id, writes).unwrap_or_else(|error| {
-            writes.failures.add(&port.name, error);
+        let (source_ranges, without_ranges) = self.write_source_ranges(port, id, writes);
+        if without_ranges.is_some() && source_ranges.is_empty() {
             wanted.retain(|(_, flags)| flags & FRONTEND_SOURCE_RANGES == 0);
-            Box::default()
-        });
+        }
         let keys: Box<[_]> = wanted.iter().map(|(key, _)| *key).collect();
         for (key, flags) in wanted {
             let frontend = Frontend { service: id, flags };
@@ -291,42 +296,69 @@ impl<F: TableFamily> FamilyWriter<F> {
                 writes.stale_frontends.push((*key, id));
                 self.entries.without_room.remove(key, id);
             }
-            let stale = old.source_ranges.iter().filter(|key| !source_ranges.contains(key));
-            writes.stale_source_ranges.extend(stale);
+            writes.stale_source_ranges.extend(missing_in(&source_ranges, &old.source_ranges));
             self.release_backends(&port.name, old.used.endpoints(), writes);
             self.stop_keeping_backends(&port.name, &old.kept, writes);
             if matches!(reservation.slots, ReservedSlots::Fresh(..)) {
                 self.entries.slots.retire(old.range.unwrap_or_default());
             }
         }
-        Ok(())
+        match without_ranges {
+            None => Ok(None),
+            Some(Error::Full(full)) => Ok(Some(full)),
+            // All else is published.
+            Some(error) => Err(error),
+        }
     }
 
-    /// All of the service port, or none that it did not have before.
+    /// Answers with those that the service port has now: what it asks for, or what it had before, and why.
     fn write_source_ranges(
         &mut self,
         port: &DesiredPort,
         service: u32,
         writes: &mut Writes<F>,
-    ) -> Result<Box<[SourceRangeKey<F>]>, Error> {
+    ) -> (Box<[SourceRangeKey<F>]>, Option<Error>) {
         let wanted = layout::source_ranges::<F>(port, service);
-        let old = self.entries.services.get(&port.name).map_or(&[][..], |old| &old.source_ranges);
-        let new: Vec<_> = wanted.iter().filter(|key| !old.contains(key)).copied().collect();
+        let old = self.entries.services.get(&port.name).map(|old| old.source_ranges.clone());
+        let old = old.unwrap_or_default();
+        let new = missing_in(&old, &wanted);
+        match self.insert_source_ranges(&new, writes) {
+            Ok(()) => (wanted, None),
+            Err(error) => (old, Some(error)),
+        }
+    }
+
+    /// All or none.
+    fn insert_source_ranges(
+        &mut self,
+        new: &[SourceRangeKey<F>],
+        writes: &mut Writes<F>,
+    ) -> Result<(), Error> {
+        let capacity = self.tables.source_ranges.map().capacity();
+        let free = capacity.saturating_sub(self.entries.source_ranges) as usize;
+        if new.len() > free {
+            let limit = Limit::SourceRanges;
+            return Err(Error::Full(FullTable { name: F::SOURCE_RANGES, capacity, limit }));
+        }
         for (done, key) in new.iter().enumerate() {
             if let Err(error) = self.tables.source_ranges.set(key, &0) {
-                writes.stale_source_ranges.extend(&new[..done]);
+                self.remove_source_ranges(new[..done].to_vec(), writes);
                 return Err(error);
             }
             self.entries.source_ranges += 1;
             writes.applied.written += 1;
         }
-        Ok(wanted)
+        Ok(())
     }
 
     /// Answers with the services that keep one.
-    fn remove_source_ranges(&mut self, writes: &mut Writes<F>) -> FxHashSet<u32> {
+    fn remove_source_ranges(
+        &mut self,
+        keys: Vec<SourceRangeKey<F>>,
+        writes: &mut Writes<F>,
+    ) -> FxHashSet<u32> {
         let mut left = FxHashSet::default();
-        for key in std::mem::take(&mut writes.stale_source_ranges) {
+        for key in keys {
             match self.tables.source_ranges.remove(&key) {
                 Ok(found) => {
                     writes.applied.removed += u64::from(found);
@@ -439,8 +471,11 @@ impl<F: TableFamily> FamilyWriter<F> {
             for (key, frontend, _) in &wanted[next..next + written] {
                 let before = self.entries.frontends.insert(*key, *frontend);
                 let is_anothers = before.is_some_and(|before| before.service != frontend.service);
+                let is_closed =
+                    before.is_some_and(|before| frontend.flags & !before.flags & FRONTEND_SOURCE_RANGES != 0);
                 writes.has_new_frontends |= before.is_none() || is_anothers;
-                writes.lost.extend(Transport::from_number(key.protocol).filter(|_| is_anothers));
+                let is_lost = is_anothers || is_closed;
+                writes.lost.extend(Transport::from_number(key.protocol).filter(|_| is_lost));
             }
             writes.applied.written += written as u64;
             // Beyond the one that failed, if one did.
@@ -501,7 +536,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
         // What is gone has left room.
         self.write_frontends(writes);
-        kept.extend(self.remove_source_ranges(writes));
+        let stale = std::mem::take(&mut writes.stale_source_ranges);
+        kept.extend(self.remove_source_ranges(stale, writes));
         for (id, range) in std::mem::take(&mut writes.gone) {
             // A frontend or a source range of it could not be removed: it stays until the next resync.
             if kept.contains(&id) {
@@ -518,6 +554,14 @@ impl<F: TableFamily> FamilyWriter<F> {
         shared.is_epoch_over |= writes.has_new_frontends || writes.applied.removed > 0;
         shared.lost_backends.append(&mut writes.lost);
     }
+}
+
+/// Of sorted keys: which of `wanted` are not among `present`.
+fn missing_in<K: Copy + Ord>(present: &[K], wanted: &[K]) -> Vec<K> {
+    if present == wanted {
+        return Vec::new();
+    }
+    wanted.iter().filter(|key| present.binary_search(key).is_err()).copied().collect()
 }
 
 /// Those of a service id that is given anew.

@@ -418,6 +418,7 @@ impl Dataplane for UserspaceDataplane {
         let mut applied = self.write(&changed, &removed)?;
         if let Some(redirect) = &mut self.redirect {
             applied.written += u64::from(redirect.restore_if_gone()?);
+            redirect.end_unanswered_once();
         }
         lock(&self.served).complete = true;
         Ok(applied)

@@ -11,6 +11,7 @@ use crate::{
     check,
     fixtures::{BALANCED, CHANGING, ON_NODE2, ServiceFixture},
     setting::{Datapath, PathKind, Setting},
+    state,
     world::World,
 };
 
@@ -47,9 +48,17 @@ fn began_before(world: &mut World, _: Variant) -> Result<()> {
         clients.map(dial).collect::<Result<Vec<_>>>()
     };
     world.while_dead(|world| {
-        NODES.into_iter().try_for_each(|node| world.cleanup(node, &[]))?;
+        for node in NODES {
+            world.cleanup(node, &[])?;
+            state::track_connections(&world.lab, node, true)?;
+        }
         for (client, outcomes) in dial_all(world, 500)? {
             ensure!(check::answered(&outcomes).is_err(), "{client} is answered though nobody serves");
+        }
+        for node in NODES {
+            let known = state::unanswered_connections(&world.lab, node)?;
+            let port = format!("sport={SOURCE_PORT}");
+            ensure!(known.contains(&port), "node{node} knows no connection from port {SOURCE_PORT}: {known}");
         }
         Ok(())
     })?;
@@ -57,7 +66,7 @@ fn began_before(world: &mut World, _: Variant) -> Result<()> {
     for (client, outcomes) in dial_all(world, 3_000)? {
         check::answered_by(&outcomes, &["web-2"]).context(client)?;
     }
-    Ok(())
+    NODES.into_iter().try_for_each(|node| state::track_connections(&world.lab, node, false))
 }
 
 fn is_ours(setting: &Setting) -> bool {

@@ -215,12 +215,16 @@ impl Redirect {
         }
         note(&mut self.stale_flows, Protocol::Udp, &go, &come);
         self.stale_flows.end(&self.wanted.addresses);
+        Ok((come.len() as u64, go.len() as u64))
+    }
+
+    /// Once all frontends are led: ends connections to them that began before.
+    pub(super) fn end_unanswered_once(&mut self) {
         if !std::mem::replace(&mut self.has_started, true) {
             let mut unanswered = StaleFlows::default();
-            note(&mut unanswered, Protocol::Tcp, &go, &come);
+            note(&mut unanswered, Protocol::Tcp, &Leads::new(), &self.wanted.leads());
             unanswered.end_unanswered(&self.wanted.addresses);
         }
-        Ok((come.len() as u64, go.len() as u64))
     }
 
     pub(super) fn set_host(&mut self, host: &Host) -> Result<(), RedirectError> {

@@ -261,16 +261,17 @@ impl Run {
 
     /// On each node. What a kube-proxy has written goes too, if one was the last at work.
     fn clean(&self) -> Result<()> {
-        let also: &[_] = if self.world.setting.proxy.is_kube_proxy() { &["--kube-proxy"] } else { &[] };
+        let last = self.world.setting.proxy;
+        // Where no rules translate, so does what keeps connections going that rules of before have translated: it counts as kube-proxy's.
+        let is_kube_proxys = last.is_kube_proxy() || !last.datapath().is_netfilter();
+        let also: &[_] = if is_kube_proxys { &["--kube-proxy"] } else { &[] };
         NODES.into_iter().try_for_each(|node| self.world.cleanup(node, also))
     }
 
     fn clean_up(&mut self) -> Result<()> {
         self.end()?;
         self.clean()?;
-        let mut left = differences(&self.states()?, &self.nothing);
-        // Those of connections that a netfilter mode has opened before; see docs/life-cycle-details.md.
-        left.retain(|one| !is_holder(one));
+        let left = differences(&self.states()?, &self.nothing);
         ensure!(left.is_empty(), "{left:#?}");
         self.parameters_stay()
     }

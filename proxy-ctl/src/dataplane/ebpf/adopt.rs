@@ -3,11 +3,9 @@
 //! A controller may have been killed between any two writes. Whatever does not fit together is left out,
 //! so that the resync that follows writes it anew or removes it.
 
-use std::hash::Hash;
-
 use proxy_common::{
     inventory::table,
-    layout::{EndpointSet, Frontend, FrontendKey, Service},
+    layout::{EndpointSet, Service},
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -87,13 +85,9 @@ impl<F: TableFamily> FamilyWriter<F> {
         let frontends: FxHashMap<_, _> = self.tables.frontends.read_all()?.into_iter().collect();
         let (backends, stray_backends, largest) = self.adopt_backends()?;
         let mut slots = self.entries.slots.without_owners();
-        let mut of_service = by_service(&frontends);
+        let mut of_service = by_service(frontends.iter().map(|(key, frontend)| (frontend.service, *key)));
         let source_ranges = self.tables.source_ranges.read_all()?;
-        let source_range_count = source_ranges.len() as u32;
-        let mut ranges_of: FxHashMap<u32, Vec<_>> = FxHashMap::default();
-        for (key, _) in source_ranges {
-            ranges_of.entry(key.data.service).or_default().push(key);
-        }
+        let mut ranges_of = by_service(source_ranges.iter().map(|(key, _)| (key.data.service, *key)));
         let mut services = FxHashMap::default();
         for (id, name) in &names.known {
             if name.family != F::FAMILY {
@@ -122,7 +116,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             stray_backends,
             slots,
             stray_source_ranges: ranges_of.into_values().flatten().collect(),
-            source_ranges: source_range_count,
+            source_ranges: source_ranges.len() as u32,
             without_room,
         };
         Ok(largest)
@@ -159,12 +153,11 @@ fn claim(slots: &mut Ranges, sets: [EndpointSet; 3]) -> Option<Range> {
     slots.claim(range).then_some(range)
 }
 
-fn by_service<A: Copy + Eq + Hash>(
-    frontends: &FxHashMap<FrontendKey<A>, Frontend>,
-) -> FxHashMap<u32, Vec<FrontendKey<A>>> {
-    let mut of_service: FxHashMap<u32, Vec<FrontendKey<A>>> = FxHashMap::default();
-    for (key, frontend) in frontends {
-        of_service.entry(frontend.service).or_default().push(*key);
+/// Keys by the service id that each comes with.
+fn by_service<K>(keys: impl Iterator<Item = (u32, K)>) -> FxHashMap<u32, Vec<K>> {
+    let mut of_service: FxHashMap<u32, Vec<K>> = FxHashMap::default();
+    for (service, key) in keys {
+        of_service.entry(service).or_default().push(key);
     }
     of_service
 }

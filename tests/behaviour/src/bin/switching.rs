@@ -262,9 +262,9 @@ impl Run {
     /// On each node. What a kube-proxy has written goes too, if one was the last at work.
     fn clean(&self) -> Result<()> {
         let last = self.world.setting.proxy;
-        // Where no rules translate, so does what keeps connections going that rules of before have translated: it counts as kube-proxy's.
-        let is_kube_proxys = last.is_kube_proxy() || !last.datapath().is_netfilter();
-        let also: &[_] = if is_kube_proxys { &["--kube-proxy"] } else { &[] };
+        // So does the table that keeps connections going which former rules have translated, where the mode has none of its own.
+        let is_also = last.is_kube_proxy() || !last.datapath().is_netfilter();
+        let also: &[_] = if is_also { &["--kube-proxy"] } else { &[] };
         NODES.into_iter().try_for_each(|node| self.world.cleanup(node, also))
     }
 

@@ -9,19 +9,15 @@ use crate::{
 };
 
 impl<A: Address> Client<A> {
-    /// The node itself.
-    // Not all zero: that is a forged packet whose source is unspecified.
-    pub const NODE: Self = Self { address: A::UNSPECIFIED, namespace: [u32::MAX; 2] };
+    pub const NODE: Self = Self { address: A::UNSPECIFIED, origin: CLIENT_NODE };
 
     #[inline(always)]
-    pub fn of_packet(origin: Origin, source: A) -> Self {
-        if origin == Origin::Host { Self::NODE } else { Self { address: source, namespace: [0; 2] } }
-    }
-
-    #[inline(always)]
-    pub fn of_socket(origin: Origin, namespace: u64) -> Self {
-        let halves = [namespace as u32, (namespace >> 32) as u32];
-        if origin == Origin::Host { Self::NODE } else { Self { address: A::UNSPECIFIED, namespace: halves } }
+    pub fn new(origin: Origin, address: A) -> Self {
+        match origin {
+            Origin::Workload => Self { address, origin: CLIENT_WORKLOAD },
+            Origin::Outside => Self { address, origin: CLIENT_OUTSIDE },
+            Origin::Host => Self::NODE,
+        }
     }
 }
 
@@ -123,7 +119,7 @@ mod tests {
 
     const SERVICE: u32 = 7;
     const SECONDS: u32 = 60;
-    const CLIENT: Client<[u8; 4]> = Client { address: [203, 0, 113, 1], namespace: [0; 2] };
+    const CLIENT: Client<[u8; 4]> = Client { address: [203, 0, 113, 1], origin: CLIENT_OUTSIDE };
     const CLUSTER_IP: Frontend = Frontend { service: SERVICE, flags: 0 };
     const NODE_PORT: Frontend = Frontend { service: SERVICE, flags: FRONTEND_EXTERNAL };
 
@@ -168,12 +164,12 @@ mod tests {
 
     fn go(tables: &HostTables<V4>, frontend: Frontend, client: Client<[u8; 4]>, random: u32) -> u32 {
         let key = AffinityKey { service: SERVICE, client };
-        choose(tables, frontend, Origin::Workload, &key, random).unwrap().backend
+        choose(tables, frontend, true, &key, random).unwrap().backend
     }
 
     fn go_from_outside(tables: &HostTables<V4>, random: u32) -> Result<u32, Reason> {
         let key = AffinityKey { service: SERVICE, client: CLIENT };
-        choose(tables, NODE_PORT, Origin::Outside, &key, random).map(|slot| slot.backend)
+        choose(tables, NODE_PORT, false, &key, random).map(|slot| slot.backend)
     }
 
     #[rstest]
@@ -191,19 +187,17 @@ mod tests {
     fn clients_are_told_apart() {
         let tables = tables();
         let clients = [
-            Client::of_packet(Origin::Outside, [203, 0, 113, 1]),
-            Client::of_packet(Origin::Outside, [203, 0, 113, 2]),
-            Client::of_socket(Origin::Workload, 1),
-            Client::of_socket(Origin::Workload, 1 << 32),
-            Client::of_socket(Origin::Host, 1),
+            Client::new(Origin::Outside, [203, 0, 113, 1]),
+            Client::new(Origin::Outside, [203, 0, 113, 2]),
+            Client::new(Origin::Workload, [203, 0, 113, 1]),
+            Client::NODE,
         ];
-        for (client, place) in clients.into_iter().zip([3, 2, 1, 0, 3]) {
+        for (client, place) in clients.into_iter().zip([3, 2, 1, 0]) {
             assert_eq!(go(&tables, CLUSTER_IP, client, dice(place)), place + 1);
         }
-        let forged = Client::of_packet(Origin::Outside, [0; 4]);
+        let forged = Client::new(Origin::Outside, [0; 4]);
         assert_eq!(go(&tables, CLUSTER_IP, forged, dice(1)), 2);
-        let node = Client::of_packet(Origin::Host, [192, 0, 2, 1]);
-        assert_eq!(node, Client::of_socket(Origin::Host, 1), "the node is one client");
+        assert_eq!(Client::new(Origin::Host, [192, 0, 2, 1]), Client::NODE, "the node is one client");
     }
 
     #[test]

@@ -98,7 +98,7 @@ macro_rules! tables {
             fragments6: lru_hash(FragmentKey<A6>, FirstFragment<A6>), [Fragments];
             node_addresses4: hash(A4, NodeAddress), [NodeAddresses];
             node_addresses6: hash(A6, NodeAddress), [NodeAddresses];
-            masquerade_devices: hash(u32, MasqueradeDevice), [NodeAddresses];
+            interfaces: hash(u32, InterfaceSettings), [NodeAddresses];
             masquerade_ports: shared_array(u32, FourPorts), (MASQUERADE_PORT_ROOM / 4);
             moved_ports: array(u32, u32), PORTS;
             socket_origin4: socket_storage(u32, SocketOrigin<A4>), 0;

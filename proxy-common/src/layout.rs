@@ -23,6 +23,19 @@ pub trait Address: Copy + Eq + Default + AsRef<[u8]> + AsMut<[u8]> + 'static {
 
     /// In an order like that of the addresses.
     fn halves(&self) -> [u64; 2];
+
+    /// Are its first `bits` bits those of `range`?
+    #[inline(always)]
+    fn is_in(&self, range: &Self, bits: u32) -> bool {
+        let ([upper, lower], [range_upper, range_lower]) = (self.halves(), range.halves());
+        let rest = Self::BITS.saturating_sub(bits);
+        let differs = |one: u64, other: u64, rest: u32| (one ^ other).checked_shr(rest).unwrap_or(0) != 0;
+        if rest >= u64::BITS {
+            !differs(upper, range_upper, rest - u64::BITS)
+        } else {
+            upper == range_upper && !differs(lower, range_lower, rest)
+        }
+    }
 }
 
 impl Address for [u8; 4] {
@@ -95,6 +108,12 @@ pub const FRONTEND_EXTERNAL: u32 = 1;
 
 /// Only clients in `source_ranges4/6` of the service get in.
 pub const FRONTEND_SOURCE_RANGES: u32 = 2;
+
+/// With `FRONTEND_EXTERNAL`: the external traffic policy is Local.
+pub const FRONTEND_LOCAL_POLICY: u32 = 4;
+
+/// The service has affinity, which goes by the address of the client.
+pub const FRONTEND_AFFINITY: u32 = 8;
 
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
@@ -392,14 +411,21 @@ pub struct ForeignFlow {
     pub last_seen: u64,
 }
 
-/// Who has affinity. The node itself is one client, by whatever address: namespace `[u32::MAX; 2]`.
+/// The client is beyond the uplink, so that its address may be forged.
+pub const CLIENT_OUTSIDE: u32 = 0;
+/// The client is in a pod of this node.
+pub const CLIENT_WORKLOAD: u32 = 1;
+/// The node itself is one client, by whatever address.
+pub const CLIENT_NODE: u32 = 2;
+
+/// Who has affinity.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct Client<A> {
-    /// Unspecified where the namespace is known instead.
+    /// Unspecified: the node itself.
     pub address: A,
-    /// Network namespace of a socket whose address no hook knows, as `bpf_get_netns_cookie` gives it: lower half, then upper half.
-    pub namespace: [u32; 2],
+    /// `CLIENT_*`.
+    pub origin: u32,
 }
 
 /// Table `affinity4/6`, LRU hash: clients of service ports with affinity.
@@ -540,16 +566,27 @@ pub struct NodeAddress {
 /// Loopback: serves node ports for processes of the node's own network namespace only.
 pub const NODE_ADDRESS_LOOPBACK: u32 = 1;
 
-/// Table `masquerade_devices`, hash by interface index: the source of translated flows that leave by it. For an
-/// interface that is not in it, [`Settings`] say the source.
+/// What comes in by the interface is traffic of pods.
+pub const INTERFACE_OF_PODS: u32 = 1;
+
+/// Table `interfaces`, hash by interface index: what the programs need to know of those of which they need to know anything.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
-pub struct MasqueradeDevice {
-    /// Unspecified: the interface has none of this family, and that of the settings is taken.
-    pub v6: [u8; 16],
-    /// As `v6`.
-    pub v4: [u8; 4],
+pub struct InterfaceSettings {
+    /// Source of translated flows that leave by it. Unspecified: the interface has none of this family, and that of [`Settings`] is taken.
+    pub masquerade6: [u8; 16],
+    /// As `masquerade6`.
+    pub masquerade4: [u8; 4],
+    /// `INTERFACE_*`.
+    pub flags: u32,
 }
+
+/// Nothing tells traffic of pods from other traffic.
+pub const PODS_UNKNOWN: u32 = 0;
+/// Traffic of pods has a source in `Settings::pod_range4/6`.
+pub const PODS_BY_SOURCE: u32 = 1;
+/// Traffic of pods comes in by interfaces with `INTERFACE_OF_PODS`.
+pub const PODS_BY_INTERFACE: u32 = 2;
 
 /// Table `settings`, array with one entry: what the programs need to know of the node.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -559,7 +596,7 @@ pub struct Settings {
     pub host_namespace: u64,
     /// Cookie of the socket by which the controller learns its namespace on kernels without SO_NETNS_COOKIE.
     pub probe_socket: u64,
-    /// Source of translated flows, IPv6, where `masquerade_devices` has none; unspecified: none.
+    /// Source of translated flows, IPv6, where `interfaces` has none; unspecified: none.
     pub masquerade6: [u8; 16],
     /// As `masquerade6`, IPv4.
     pub masquerade4: [u8; 4],
@@ -575,6 +612,20 @@ pub struct Settings {
     pub masquerade_ports: u16,
     /// How many of them, the first ones, are apart: the kernel gives them to no socket.
     pub masquerade_ports_apart: u16,
+    /// Addresses of pods, IPv6, with `PODS_BY_SOURCE`.
+    pub pod_range6: [u8; 16],
+    /// As `pod_range6`, IPv4.
+    pub pod_range4: [u8; 4],
+    /// How many bits of `pod_range6` count, from its first byte on.
+    pub pod_range6_bits: u8,
+    /// As `pod_range6_bits`, IPv4.
+    pub pod_range4_bits: u8,
+    /// 1: all clients of cluster IPs are masqueraded, where the programs masquerade as kube-proxy does.
+    pub masquerade_all: u16,
+    /// `PODS_*`: how traffic of pods is told from other traffic, IPv6.
+    pub pods6: u32,
+    /// As `pods6`, IPv4.
+    pub pods4: u32,
 }
 
 /// Table `masquerade_ports`, array: the ports of translated sources, four in an element; [`Settings`] say how many.
@@ -675,10 +726,10 @@ const _: () = {
     assert!(size_of::<FirstFragment<[u8; 4]>>() == 32 && size_of::<FirstFragment<[u8; 16]>>() == 56);
     assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
     assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
-    assert!(size_of::<Settings>() == 56 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);
-    assert!(size_of::<MasqueradeDevice>() == 20 && size_of::<FourPorts>() == 8);
+    assert!(size_of::<Settings>() == 88 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);
+    assert!(size_of::<InterfaceSettings>() == 24 && size_of::<FourPorts>() == 8);
     assert!(size_of::<ForeignFlow>() == 8);
-    assert!(size_of::<AffinityKey<[u8; 4]>>() == 16 && size_of::<AffinityKey<[u8; 16]>>() == 28);
+    assert!(size_of::<AffinityKey<[u8; 4]>>() == 12 && size_of::<AffinityKey<[u8; 16]>>() == 24);
     assert!(size_of::<Affinity>() == 16);
     assert!(size_of::<PrefixKey<SourceRange<[u8; 4]>>>() == 12);
     assert!(size_of::<PrefixKey<SourceRange<[u8; 16]>>>() == 24);
@@ -705,7 +756,7 @@ mod pod {
         Slot4,
         Slot6,
         NodeAddress,
-        MasqueradeDevice,
+        InterfaceSettings,
         FourPorts,
         ForeignFlow,
         Affinity,
@@ -779,6 +830,26 @@ mod tests {
 
     const CHANGED: &str = "a layout has changed: where it was released, raise LAYOUT_VERSION and convert version 1; \
         before a release WRITE_LAYOUT=1 records it anew";
+
+    #[rstest]
+    #[case::all(0, [203, 0, 113, 1], true)]
+    #[case::first_bit(1, [192, 0, 2, 1], false)]
+    #[case::most_bits(25, [10, 244, 1, 127], true)]
+    #[case::most_bits_and_one_differs(25, [10, 244, 1, 128], false)]
+    #[case::each_bit(32, [10, 244, 1, 0], true)]
+    #[case::each_bit_and_the_last_differs(32, [10, 244, 1, 1], false)]
+    fn ranges(#[case] bits: u32, #[case] address: [u8; 4], #[case] expected: bool) {
+        assert_eq!(address.is_in(&[10, 244, 1, 0], bits), expected);
+        for place in [0, 4, 8, 12] {
+            let of6 = |four: [u8; 4]| {
+                let mut all = [7; 16];
+                all[place..place + 4].copy_from_slice(&four);
+                all
+            };
+            let bits = place as u32 * 8 + bits;
+            assert_eq!(of6(address).is_in(&of6([10, 244, 1, 0]), bits), expected, "{place}");
+        }
+    }
 
     #[rstest]
     #[case::none(0, u64::MAX, false)]

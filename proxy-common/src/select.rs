@@ -46,23 +46,65 @@ fn has_node_ports<F: Family>(tables: &impl Tables<F>, address: &F::Address, orig
     node_address.flags & NODE_ADDRESS_LOOPBACK == 0 || origin == Origin::Host
 }
 
+/// What kube-proxy's `detectLocalMode` tells of a client.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(u32)]
+pub enum Detected {
+    /// Nothing tells pods from others.
+    #[default]
+    Unknown,
+    Pod,
+    NoPod,
+}
+
+/// Of a packet's client: its address, and the interface that the packet came in by.
+#[inline(always)]
+pub fn detect<F: Family>(tables: &impl AffinityTables<F>, address: &F::Address, interface: u32) -> Detected {
+    let is_pod = match tables.pods_told_by() {
+        PODS_BY_SOURCE => tables.is_in_pod_range(address),
+        PODS_BY_INTERFACE => tables.brings_pods(interface),
+        _ => return Detected::Unknown,
+    };
+    if is_pod { Detected::Pod } else { Detected::NoPod }
+}
+
+/// Is the client inside, so that the external traffic policy does not concern it?
+#[inline(always)]
+pub fn is_inside(origin: Origin, detected: Detected) -> bool {
+    origin == Origin::Host || detected == Detected::Pod
+}
+
+/// Does the backend see the node's address instead of the client's, where kube-proxy would see to that? A process of the node has
+/// the node's address anyway.
+#[inline(always)]
+pub fn kube_proxy_masquerades(frontend: Frontend, origin: Origin, detected: Detected, all: bool) -> bool {
+    if origin == Origin::Host {
+        false
+    } else if frontend.flags & FRONTEND_EXTERNAL == 0 {
+        all || detected == Detected::NoPod
+    } else {
+        frontend.flags & FRONTEND_LOCAL_POLICY == 0
+    }
+}
+
 /// Does the frontend serve a client with this address?
 #[inline(always)]
 pub fn admits<F: Family>(tables: &impl AffinityTables<F>, frontend: Frontend, client: &F::Address) -> bool {
     frontend.flags & FRONTEND_SOURCE_RANGES == 0 || tables.is_in_source_ranges(frontend.service, client)
 }
 
-/// A backend for a new connection to `frontend`. Affinity goes by `key`; `random` decides among equals.
+/// A backend for a new connection to `frontend` by a client that [`is_inside`] or not. Affinity goes by `key`; `random` decides among
+/// equals.
 #[inline(always)]
 pub fn choose<F: Family>(
     tables: &impl AffinityTables<F>,
     frontend: Frontend,
-    origin: Origin,
+    is_inside: bool,
     key: &AffinityKey<F::Address>,
     random: u32,
 ) -> Result<F::Slot, Reason> {
     let service = tables.service(frontend.service).ok_or(Reason::ServiceGone)?;
-    let set = endpoint_set(&service, frontend, origin);
+    let set = endpoint_set(&service, frontend, is_inside);
     if set.count == 0 {
         return Err(if service.flags & SERVICE_HAS_ENDPOINTS != 0 {
             Reason::NoLocalEndpoints
@@ -88,13 +130,13 @@ pub(crate) fn place_at(set: EndpointSet, random: u32) -> u32 {
 }
 
 #[inline(always)]
-fn endpoint_set(service: &Service, frontend: Frontend, origin: Origin) -> EndpointSet {
+fn endpoint_set(service: &Service, frontend: Frontend, is_inside: bool) -> EndpointSet {
     if frontend.flags & FRONTEND_EXTERNAL == 0 {
         service.internal
-    } else if origin == Origin::Outside {
-        service.external
-    } else {
+    } else if is_inside {
         service.cluster
+    } else {
+        service.external
     }
 }
 
@@ -109,7 +151,7 @@ mod tests {
     const NODE: [u8; 4] = [192, 0, 2, 1];
     const LOOPBACK: [u8; 4] = [127, 0, 0, 1];
     const KEY: AffinityKey<[u8; 4]> =
-        AffinityKey { service: 7, client: Client { address: [10, 244, 0, 9], namespace: [0; 2] } };
+        AffinityKey { service: 7, client: Client { address: [10, 244, 0, 9], origin: CLIENT_WORKLOAD } };
 
     /// Cluster set: backends 1, 2, 3. Local ones: 1. ClusterIP VIP:80, node port 30080.
     fn tables() -> HostTables<V4> {
@@ -174,17 +216,71 @@ mod tests {
     fn random_bits_are_spread_over_the_set(#[case] random: u32, #[case] backend: u32) {
         let tables = tables();
         let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
-        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, &KEY, random).unwrap().backend, backend);
+        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, random).unwrap().backend, backend);
     }
 
     #[rstest]
-    #[case::outside_gets_the_external_set(Origin::Outside, 1)]
-    #[case::pod_gets_every_endpoint(Origin::Workload, 3)]
-    #[case::host_gets_every_endpoint(Origin::Host, 3)]
-    fn node_port_with_external_policy_local(#[case] origin: Origin, #[case] highest: u32) {
+    #[case::outside(Origin::Outside, Detected::NoPod, 1)]
+    #[case::outside_where_pods_are_not_known(Origin::Outside, Detected::Unknown, 1)]
+    #[case::a_pod_of_another_node(Origin::Outside, Detected::Pod, 3)]
+    #[case::a_pod(Origin::Workload, Detected::Pod, 3)]
+    #[case::a_pod_that_is_not_known_for_one(Origin::Workload, Detected::NoPod, 1)]
+    #[case::a_pod_where_pods_are_not_known(Origin::Workload, Detected::Unknown, 1)]
+    #[case::the_node(Origin::Host, Detected::Unknown, 3)]
+    fn node_port_with_external_policy_local(
+        #[case] origin: Origin,
+        #[case] detected: Detected,
+        #[case] highest: u32,
+    ) {
         let tables = tables();
         let frontend = find::<V4>(&tables, &to(NODE, 30080), origin).unwrap();
-        assert_eq!(choose::<V4>(&tables, frontend, origin, &KEY, u32::MAX).unwrap().backend, highest);
+        let is_inside = is_inside(origin, detected);
+        assert_eq!(choose::<V4>(&tables, frontend, is_inside, &KEY, u32::MAX).unwrap().backend, highest);
+    }
+
+    #[rstest]
+    #[case::nothing_is_known(PODS_UNKNOWN, ([10, 244, 0, 0], 16), [10, 244, 0, 9], 5, Detected::Unknown)]
+    #[case::in_the_range(PODS_BY_SOURCE, ([10, 244, 0, 0], 16), [10, 244, 255, 9], 9, Detected::Pod)]
+    #[case::next_to_the_range(PODS_BY_SOURCE, ([10, 244, 0, 0], 16), [10, 245, 0, 0], 5, Detected::NoPod)]
+    #[case::by_the_interface(PODS_BY_INTERFACE, ([0; 4], 0), [203, 0, 113, 1], 5, Detected::Pod)]
+    #[case::by_another_interface(PODS_BY_INTERFACE, ([0; 4], 0), [10, 244, 0, 9], 9, Detected::NoPod)]
+    fn pods_are_detected(
+        #[case] told_by: u32,
+        #[case] range: ([u8; 4], u32),
+        #[case] address: [u8; 4],
+        #[case] interface: u32,
+        #[case] expected: Detected,
+    ) {
+        let tables =
+            HostTables::<V4> { pods_told_by: told_by, pod_range: range, pod_interface: 5, ..tables() };
+        assert_eq!(detect(&tables, &address, interface), expected);
+    }
+
+    const CLUSTER_IP: u32 = 0;
+    const POLICY_CLUSTER: u32 = FRONTEND_EXTERNAL;
+    const POLICY_LOCAL: u32 = FRONTEND_EXTERNAL | FRONTEND_LOCAL_POLICY;
+
+    /// kube-proxy's `TestInternalExternalMasquerade`, as its reference has it (5.4).
+    #[rstest]
+    #[case::pod_to_cluster_ip(CLUSTER_IP, Origin::Workload, Detected::Pod, false)]
+    #[case::outside_to_cluster_ip(CLUSTER_IP, Origin::Outside, Detected::NoPod, true)]
+    #[case::a_pod_that_is_not_known_for_one(CLUSTER_IP, Origin::Workload, Detected::NoPod, true)]
+    #[case::where_pods_are_not_known(CLUSTER_IP, Origin::Outside, Detected::Unknown, false)]
+    #[case::node_to_cluster_ip(CLUSTER_IP, Origin::Host, Detected::NoPod, false)]
+    #[case::pod_to_node_port(POLICY_CLUSTER, Origin::Workload, Detected::Pod, true)]
+    #[case::outside_to_node_port(POLICY_CLUSTER, Origin::Outside, Detected::NoPod, true)]
+    #[case::pod_with_policy_local(POLICY_LOCAL, Origin::Workload, Detected::Pod, false)]
+    #[case::outside_with_policy_local(POLICY_LOCAL, Origin::Outside, Detected::NoPod, false)]
+    fn whom_kube_proxy_masquerades(
+        #[case] flags: u32,
+        #[case] origin: Origin,
+        #[case] detected: Detected,
+        #[case] expected: bool,
+    ) {
+        let frontend = Frontend { service: 7, flags };
+        assert_eq!(kube_proxy_masquerades(frontend, origin, detected, false), expected);
+        let with_all = expected || (flags == CLUSTER_IP && origin != Origin::Host);
+        assert_eq!(kube_proxy_masquerades(frontend, origin, detected, true), with_all);
     }
 
     #[rstest]
@@ -195,7 +291,7 @@ mod tests {
         let service = tables.services.get_mut(&7).unwrap();
         service.internal = service.external;
         let frontend = find::<V4>(&tables, &to(address, port), Origin::Workload).unwrap();
-        let chosen = choose::<V4>(&tables, frontend, Origin::Workload, &KEY, u32::MAX).unwrap();
+        let chosen = choose::<V4>(&tables, frontend, true, &KEY, u32::MAX).unwrap();
         assert_eq!(chosen.backend, highest);
     }
 
@@ -206,7 +302,7 @@ mod tests {
         let mut tables = tables();
         tables.services.insert(7, Service { flags, ..Service::default() });
         let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
-        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, &KEY, 5), Err(reason));
+        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, 5), Err(reason));
     }
 
     #[test]
@@ -214,8 +310,8 @@ mod tests {
         let mut tables = tables();
         let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
         tables.slots.clear();
-        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, &KEY, 5), Err(Reason::SlotGone));
+        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, 5), Err(Reason::SlotGone));
         tables.services.clear();
-        assert_eq!(choose::<V4>(&tables, frontend, Origin::Workload, &KEY, 5), Err(Reason::ServiceGone));
+        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, 5), Err(Reason::ServiceGone));
     }
 }

@@ -4,7 +4,8 @@
 use crate::{
     family::{Destination, Family, Slot},
     layout::{
-        Address, AffinityKey, Client, DatagramOrigins, FRONTEND_SOURCE_RANGES, PROTOCOL_TCP, SocketOrigin,
+        Address, AffinityKey, Client, DatagramOrigins, FRONTEND_AFFINITY, FRONTEND_LOCAL_POLICY,
+        FRONTEND_SOURCE_RANGES, Frontend, PODS_BY_INTERFACE, PODS_UNKNOWN, PROTOCOL_TCP, SocketOrigin,
     },
     port::Port,
     reason::Reason,
@@ -12,29 +13,40 @@ use crate::{
     tables::{AffinityTables, Tables},
 };
 
-/// Where a socket of this network namespace is to be sent, or why not.
+/// Where a socket is to be sent, or why not.
 #[inline(always)]
 pub fn connect<F: Family>(
     tables: &impl AffinityTables<F>,
     destination: &Destination<F::Address>,
     origin: Origin,
-    namespace: u64,
     random: u32,
 ) -> Result<SocketOrigin<F::Address>, Reason> {
     let frontend = select::find(tables, destination, origin).ok_or(Reason::NotAService)?;
-    if frontend.flags & FRONTEND_SOURCE_RANGES != 0 {
-        // No hook knows what address a socket will send from. A pod's is decided by its packets.
-        if origin != Origin::Host {
-            return Err(Reason::NotAService);
-        }
-        if !select::admits(tables, frontend, &tables.address_of_node()) {
-            return Err(Reason::SourceNotAllowed);
-        }
+    if is_left_to_packets(tables, frontend, origin) {
+        return Err(Reason::NotAService);
     }
-    let key = AffinityKey { service: frontend.service, client: Client::of_socket(origin, namespace) };
-    let slot = select::choose(tables, frontend, origin, &key, random)?;
+    if !select::admits(tables, frontend, &tables.address_of_node()) {
+        return Err(Reason::SourceNotAllowed);
+    }
+    let key = AffinityKey { service: frontend.service, client: Client::NODE };
+    let is_inside = origin == Origin::Host || tables.pods_told_by() != PODS_UNKNOWN;
+    let slot = select::choose(tables, frontend, is_inside, &key, random)?;
     let dialled = (destination.address, destination.port);
     Ok(SocketOrigin::new(dialled, (slot.address(), slot.port()), slot.backend(), frontend.service))
+}
+
+/// No hook knows what address a pod's socket will send from, nor by what interface. Where one of these counts, its packets decide.
+#[inline(always)]
+fn is_left_to_packets<F: Family>(
+    tables: &impl AffinityTables<F>,
+    frontend: Frontend,
+    origin: Origin,
+) -> bool {
+    const BY_ADDRESS: u32 = FRONTEND_SOURCE_RANGES | FRONTEND_AFFINITY;
+    let by_interface = || tables.pods_told_by() == PODS_BY_INTERFACE;
+    origin != Origin::Host
+        && (frontend.flags & BY_ADDRESS != 0
+            || (frontend.flags & FRONTEND_LOCAL_POLICY != 0 && by_interface()))
 }
 
 /// The backend that a socket's earlier datagrams to `destination` went to, as long as it exists and the frontend is
@@ -154,8 +166,8 @@ mod tests {
     use crate::{
         family::V4,
         layout::{
-            Backend, DATAGRAM_ORIGINS, EndpointSet, FRONTEND_EXTERNAL, Frontend, FrontendKey, PROTOCOL_UDP,
-            Service, Slot4,
+            Backend, DATAGRAM_ORIGINS, EndpointSet, FRONTEND_EXTERNAL, FrontendKey, PODS_BY_SOURCE,
+            PROTOCOL_UDP, Service, Slot4,
         },
         tables::host::HostTables,
     };
@@ -214,7 +226,44 @@ mod tests {
         let internal = EndpointSet { first: 4, count: 1 };
         tables.services.insert(1, Service { internal, ..Service::default() });
         tables.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
-        assert_eq!(connect(&tables, &udp(address, 53), Origin::Workload, 5, 0), expected);
+        assert_eq!(connect(&tables, &udp(address, 53), Origin::Workload, 0), expected);
+    }
+
+    const EXTERNAL_LOCAL: u32 = FRONTEND_EXTERNAL | FRONTEND_LOCAL_POLICY;
+
+    /// Backend 1 is on this node, 2 elsewhere.
+    #[rstest]
+    #[case::affinity(FRONTEND_AFFINITY, PODS_UNKNOWN, Origin::Workload, Err(Reason::NotAService))]
+    #[case::affinity_of_the_node(FRONTEND_AFFINITY, PODS_UNKNOWN, Origin::Host, Ok(2))]
+    #[case::policy_local(EXTERNAL_LOCAL, PODS_BY_SOURCE, Origin::Workload, Ok(2))]
+    #[case::where_pods_are_not_known(EXTERNAL_LOCAL, PODS_UNKNOWN, Origin::Workload, Ok(1))]
+    #[case::where_interfaces_tell(
+        EXTERNAL_LOCAL,
+        PODS_BY_INTERFACE,
+        Origin::Workload,
+        Err(Reason::NotAService)
+    )]
+    #[case::the_node(EXTERNAL_LOCAL, PODS_UNKNOWN, Origin::Host, Ok(2))]
+    #[case::policy_cluster(FRONTEND_EXTERNAL, PODS_BY_INTERFACE, Origin::Workload, Ok(2))]
+    fn by_whom_and_how_pods_are_told(
+        #[case] flags: u32,
+        #[case] pods_told_by: u32,
+        #[case] origin: Origin,
+        #[case] expected: Result<u32, Reason>,
+    ) {
+        let mut tables = HostTables::<V4> { pods_told_by, ..tables(&[1, 2], 1) };
+        for frontend in tables.frontends.values_mut() {
+            frontend.flags = flags;
+        }
+        let all = EndpointSet { first: 4, count: 2 };
+        let external = EndpointSet { first: 4, count: 1 };
+        let service = Service { cluster: all, internal: all, external, ..Service::default() };
+        tables.services.insert(1, service);
+        for id in [1, 2] {
+            tables.slots.insert(3 + id, Slot4::new([10, 244, 0, id as u8], Port::new(5353), id, 0));
+        }
+        let connected = connect(&tables, &udp([10, 96, 0, 1], 53), origin, u32::MAX);
+        assert_eq!(connected.map(|origin| origin.backend_id), expected);
     }
 
     #[rstest]
@@ -237,7 +286,7 @@ mod tests {
         tables.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
         tables.address_of_node = [192, 0, 2, 11];
         tables.source_ranges.insert(1, ranges.to_vec());
-        assert_eq!(connect(&tables, &to, origin, 5, 0).map(|origin| origin.backend_id), expected);
+        assert_eq!(connect(&tables, &to, origin, 0).map(|origin| origin.backend_id), expected);
     }
 
     #[test]

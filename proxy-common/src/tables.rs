@@ -37,6 +37,12 @@ pub trait AffinityTables<F: Family>: Tables<F> {
     fn is_in_source_ranges(&self, service: u32, address: &F::Address) -> bool;
     /// The node's own address; unspecified: it has none of this family.
     fn address_of_node(&self) -> F::Address;
+    /// `PODS_*`: how traffic of pods is told from other traffic.
+    fn pods_told_by(&self) -> u32;
+    /// Is the address in the settings' range of pods?
+    fn is_in_pod_range(&self, address: &F::Address) -> bool;
+    /// Has the interface `INTERFACE_OF_PODS`?
+    fn brings_pods(&self, interface: u32) -> bool;
 }
 
 #[cfg(test)]
@@ -59,6 +65,9 @@ pub(crate) mod host {
         pub(crate) backends: HashMap<u32, Backend<F::Address>>,
         pub(crate) source_ranges: HashMap<u32, Vec<(F::Address, u32)>>,
         pub(crate) address_of_node: F::Address,
+        pub(crate) pods_told_by: u32,
+        pub(crate) pod_range: (F::Address, u32),
+        pub(crate) pod_interface: u32,
         pub(crate) affinity: RefCell<HashMap<AffinityKey<F::Address>, KnownClient>>,
         pub(crate) clock: Cell<u64>,
     }
@@ -97,6 +106,9 @@ pub(crate) mod host {
                 backends: HashMap::new(),
                 source_ranges: HashMap::new(),
                 address_of_node: F::Address::UNSPECIFIED,
+                pods_told_by: PODS_UNKNOWN,
+                pod_range: (F::Address::UNSPECIFIED, 0),
+                pod_interface: u32::MAX,
                 affinity: RefCell::default(),
                 clock: Cell::new(1_000_000_000_000),
             }
@@ -142,20 +154,26 @@ pub(crate) mod host {
         }
 
         fn is_in_source_ranges(&self, service: u32, address: &F::Address) -> bool {
-            let same = |range: &F::Address, bits: u32| {
-                let mut pairs = range.as_ref().iter().zip(address.as_ref());
-                (0..bits).step_by(8).all(|bit| {
-                    let counts = u8::MAX << 8_u32.saturating_sub(bits - bit).min(7);
-                    pairs.next().is_some_and(|(one, other)| (one ^ other) & counts == 0)
-                })
-            };
             self.source_ranges
                 .get(&service)
-                .is_some_and(|all| all.iter().any(|(range, bits)| same(range, *bits)))
+                .is_some_and(|all| all.iter().any(|(range, bits)| address.is_in(range, *bits)))
         }
 
         fn address_of_node(&self) -> F::Address {
             self.address_of_node
+        }
+
+        fn pods_told_by(&self) -> u32 {
+            self.pods_told_by
+        }
+
+        fn is_in_pod_range(&self, address: &F::Address) -> bool {
+            let (range, bits) = &self.pod_range;
+            address.is_in(range, *bits)
+        }
+
+        fn brings_pods(&self, interface: u32) -> bool {
+            interface == self.pod_interface
         }
     }
 }

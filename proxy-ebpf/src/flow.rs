@@ -119,7 +119,7 @@ macro_rules! global_function {
 }
 
 macro_rules! flow_tables {
-    ($family:ty, $address:ty, $flows:ident, $opening:ident, $foreign:ident, $fragments:ident, $masquerade:ident, $device:ident, $scratch:ident,
+    ($family:ty, $address:ty, $flows:ident, $opening:ident, $foreign:ident, $fragments:ident, $masquerade:ident, $scratch:ident,
      $try_masquerade_port:ident, $try_alias_port:ident) => {
         global_function!($try_masquerade_port, $family, try_masquerade_port);
         global_function!($try_alias_port, $family, try_alias_port);
@@ -236,9 +236,9 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn masquerade_address(&self, interface: u32) -> $address {
                 // SAFETY: a map element, copied at once. One that is removed meanwhile becomes no other interface's before the next change.
-                let of_device =
-                    unsafe { maps::masquerade_devices.get(interface) }.map(|device| device.$device);
-                if let Some(address) = of_device.filter(|address| *address != <$address>::UNSPECIFIED) {
+                let of_interface =
+                    unsafe { maps::interfaces.get(interface) }.map(|interface| interface.$masquerade);
+                if let Some(address) = of_interface.filter(|address| *address != <$address>::UNSPECIFIED) {
                     return address;
                 }
                 settings().map_or(Address::UNSPECIFIED, |settings| settings.$masquerade)
@@ -272,6 +272,16 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
+            fn masquerades_as_kube_proxy(&self) -> bool {
+                globals::MASQUERADE_AS_KUBE_PROXY.load() == globals::ON
+            }
+
+            #[inline(always)]
+            fn masquerades_all(&self) -> bool {
+                settings().is_some_and(|settings| settings.masquerade_all != 0)
+            }
+
+            #[inline(always)]
             fn random(&self) -> u32 {
                 // SAFETY: no arguments.
                 unsafe { bpf_get_prandom_u32() }
@@ -298,7 +308,6 @@ flow_tables!(
     foreign_flows4_maps,
     fragments4,
     masquerade4,
-    v4,
     scratch4,
     try_masquerade_port4,
     try_alias_port4
@@ -311,7 +320,6 @@ flow_tables!(
     foreign_flows6_maps,
     fragments6,
     masquerade6,
-    v6,
     scratch6,
     try_masquerade_port6,
     try_alias_port6

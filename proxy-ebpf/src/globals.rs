@@ -30,4 +30,6 @@ globals! {
     LEASE: u32 = 0x6f66_6604;
     /// 1: connections whose backend is gone are reset.
     RESETS_GONE: u32 = 0x6f66_6605;
+    /// 1: clients are masqueraded that kube-proxy masquerades, and not only those whose answers would not come back.
+    MASQUERADE_AS_KUBE_PROXY: u32 = 0x6f66_6606;
 }

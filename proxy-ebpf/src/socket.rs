@@ -163,11 +163,11 @@ fn namespace(ctx: &SockAddrContext) -> u64 {
     unsafe { bpf_get_netns_cookie(ctx.as_ptr()) }
 }
 
-/// Is it the node's own?
+/// Is the socket the node's own?
 #[inline(always)]
-fn origin(namespace: u64) -> Origin {
+fn origin(ctx: &SockAddrContext) -> Origin {
     match settings() {
-        Some(settings) if settings.host_namespace == namespace => Origin::Host,
+        Some(settings) if settings.host_namespace == namespace(ctx) => Origin::Host,
         _ => Origin::Workload,
     }
 }
@@ -184,17 +184,12 @@ fn serves(origin: Origin) -> bool {
 fn choose<F: AddressFormat>(
     destination: &Destination<<F::Family as Family>::Address>,
     origin: Origin,
-    namespace: u64,
     ended: bool,
 ) -> Result<SocketOrigin<<F::Family as Family>::Address>, Reason>
 where
     Maps: AffinityTables<F::Family>,
 {
-    if ended {
-        Err(Reason::NotAService)
-    } else {
-        socket::connect(&Maps, destination, origin, namespace, random())
-    }
+    if ended { Err(Reason::NotAService) } else { socket::connect(&Maps, destination, origin, random()) }
 }
 
 #[inline(always)]
@@ -243,13 +238,12 @@ where
     Maps: AffinityTables<F::Family>,
 {
     let Some(protocol) = protocol(ctx) else { return PROCEED };
-    let namespace = namespace(ctx);
-    let origin = origin(namespace);
+    let origin = origin(ctx);
     if !serves(origin) {
         return PROCEED;
     }
     let destination = destination::<F>(ctx, protocol);
-    match choose::<F>(&destination, origin, namespace, lease_has_ended()) {
+    match choose::<F>(&destination, origin, lease_has_ended()) {
         Ok(mut new) => {
             if !store(ctx, <F::Family as SocketTables>::socket_origin(), &mut new) {
                 return conclude(Reason::SocketStorageFull, &destination);
@@ -286,8 +280,7 @@ fn sendmsg<F: AddressFormat>(ctx: &SockAddrContext) -> i32
 where
     Maps: AffinityTables<F::Family>,
 {
-    let namespace = namespace(ctx);
-    let origin = origin(namespace);
+    let origin = origin(ctx);
     if !serves(origin) {
         return PROCEED;
     }
@@ -307,7 +300,7 @@ where
             return PROCEED;
         }
     }
-    match choose::<F>(&destination, origin, namespace, ended) {
+    match choose::<F>(&destination, origin, ended) {
         Ok(new) => {
             let Some(known) = stored_or_new(ctx, storage) else {
                 return conclude(Reason::SocketStorageFull, &destination);

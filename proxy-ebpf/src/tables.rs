@@ -63,7 +63,8 @@ pub(crate) trait SocketTables: Family {
 
 macro_rules! tables {
     ($family:ty, $address:ty, $frontends:ident, $node_addresses:ident, $slots:ident, $backends:ident,
-     $affinity:ident, $source_ranges:ident, $masquerade:ident, $socket_origin:ident, $datagram_origins:ident) => {
+     $affinity:ident, $source_ranges:ident, $masquerade:ident, $pods:ident, $pod_range:ident, $bits:ident,
+     $socket_origin:ident, $datagram_origins:ident) => {
         impl Tables<$family> for Maps {
             #[inline(always)]
             fn frontend(&self, key: &FrontendKey<$address>) -> Option<Frontend> {
@@ -107,8 +108,8 @@ macro_rules! tables {
             fn remember(&self, key: &AffinityKey<$address>, affinity: &Affinity) -> bool {
                 let is_new = maps::$affinity.insert(key, affinity, u64::from(BPF_NOEXIST)).is_ok();
                 if is_new {
-                    // Clients that were never looked up are evicted first. The source of a packet may be forged, a socket is not.
-                    if key.client.namespace != [0; 2] {
+                    // Clients that were never looked up are evicted first. From outside, an address may be forged.
+                    if key.client.origin != CLIENT_OUTSIDE {
                         let _referenced = maps::$affinity.get_ptr(key);
                     }
                     count(Reason::ClientRemembered);
@@ -131,6 +132,23 @@ macro_rules! tables {
             #[inline(always)]
             fn address_of_node(&self) -> $address {
                 settings().map_or(<$address>::UNSPECIFIED, |settings| settings.$masquerade)
+            }
+
+            #[inline(always)]
+            fn pods_told_by(&self) -> u32 {
+                settings().map_or(PODS_UNKNOWN, |settings| settings.$pods)
+            }
+
+            #[inline(always)]
+            fn is_in_pod_range(&self, address: &$address) -> bool {
+                settings().is_some_and(|settings| address.is_in(&settings.$pod_range, settings.$bits.into()))
+            }
+
+            #[inline(always)]
+            fn brings_pods(&self, interface: u32) -> bool {
+                // SAFETY: as for `frontend`.
+                unsafe { maps::interfaces.get(interface) }
+                    .is_some_and(|interface| interface.flags & INTERFACE_OF_PODS != 0)
             }
         }
 
@@ -158,6 +176,9 @@ tables!(
     affinity4,
     source_ranges4,
     masquerade4,
+    pods4,
+    pod_range4,
+    pod_range4_bits,
     socket_origin4,
     datagrams4
 );
@@ -171,6 +192,9 @@ tables!(
     affinity6,
     source_ranges6,
     masquerade6,
+    pods6,
+    pod_range6,
+    pod_range6_bits,
     socket_origin6,
     datagrams6
 );

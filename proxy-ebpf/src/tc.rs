@@ -79,6 +79,8 @@ where
     if let Err(reason) = parse::<F, _>(Skb::of(ctx), network, &mut scratch.packet) {
         return pass_or_drop(reason);
     }
+    // SAFETY: a field of the context.
+    scratch.interface = unsafe { (*skb).ifindex };
     if let Err(reason) = flow::arriving(&Maps, scratch, origin) {
         return conclude::<F>(ctx, &scratch.packet, reason, AnswerPath::OutOfInterface);
     }

@@ -38,7 +38,7 @@ use crate::{
     packet::{Action, Packet, Part, TCP_ACK, TCP_RST, TCP_SYN, Then},
     port::Port,
     reason::Reason,
-    select::{self, Origin},
+    select::{self, Detected, Origin},
     tables::AffinityTables,
 };
 
@@ -123,7 +123,7 @@ pub struct Scratch<A> {
     pub packet: Packet<A>,
     /// What the packet becomes, where that is decided.
     pub action: Action<A>,
-    /// Index of the interface that the packet leaves by; only of one that leaves.
+    /// Index of the interface that the packet comes in or leaves by.
     pub interface: u32,
     /// A process of the node has sent it; only of one that leaves.
     pub is_made_here: bool,
@@ -137,6 +137,8 @@ pub struct Scratch<A> {
     entry: Flow<A>,
     /// That the packet dials, once it is found.
     frontend: Frontend,
+    /// Of the packet's client, once it is asked for.
+    detected: Detected,
     affinity_key: AffinityKey<A>,
     fragment_key: FragmentKey<A>,
     first_fragment: FirstFragment<A>,
@@ -190,6 +192,10 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn epoch(&self) -> u32;
     /// Are connections reset whose backend is gone?
     fn resets_gone(&self) -> bool;
+    /// Is everybody masqueraded whom kube-proxy masquerades?
+    fn masquerades_as_kube_proxy(&self) -> bool;
+    /// [`Settings::masquerade_all`].
+    fn masquerades_all(&self) -> bool;
     fn random(&self) -> u32;
     /// Counts a reason in addition to that of the packet's outcome.
     fn count(&self, reason: Reason);

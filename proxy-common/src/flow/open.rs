@@ -25,23 +25,34 @@ pub(super) fn prepare_to_frontend<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
     origin: Origin,
 ) -> Result<(), Reason> {
-    let Scratch { packet, flow, frontend, affinity_key, .. } = scratch;
+    detect(tables, scratch);
+    let Scratch { packet, flow, frontend, detected, affinity_key, .. } = scratch;
     affinity_key.service = frontend.service;
-    affinity_key.client = Client::of_packet(origin, packet.source);
-    let slot = select::choose(tables, *frontend, origin, affinity_key, tables.random())?;
+    affinity_key.client = Client::new(origin, packet.source);
+    let is_inside = select::is_inside(origin, *detected);
+    let slot = select::choose(tables, *frontend, is_inside, affinity_key, tables.random())?;
     flow.backend = slot.address();
     flow.set_backend_port(slot.port());
     flow.backend_id = slot.backend();
     flow.service = frontend.service;
     let is_remote = slot.flags() & BACKEND_LOCAL == 0;
     let is_hairpin = origin != Origin::Host && packet.source == flow.backend;
+    let as_kube_proxy = tables.masquerades_as_kube_proxy()
+        && select::kube_proxy_masquerades(*frontend, origin, *detected, tables.masquerades_all());
     // Otherwise the answer would not come back to this node, or not leave the backend.
-    let is_masqueraded = (origin == Origin::Outside && is_remote) || is_hairpin;
+    let is_masqueraded = (origin == Origin::Outside && is_remote) || is_hairpin || as_kube_proxy;
     flow.flags = if is_masqueraded { FLOW_MASQUERADE } else { 0 };
     if origin == Origin::Host {
         flow.flags |= FLOW_FROM_HOST;
     }
     Ok(())
+}
+
+/// Finds out whether the packet's client is a pod, as `scratch.detected`.
+// Not inlined: what it needs of the stack would be added to what choosing a backend needs.
+#[inline(never)]
+fn detect<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    scratch.detected = select::detect(tables, &scratch.packet.source, scratch.interface);
 }
 
 /// Makes `scratch.flow`, which has the packet's ends as client and backend, one to that endpoint itself.

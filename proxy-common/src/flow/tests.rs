@@ -107,6 +107,7 @@ struct Host {
     interruption: RefCell<Option<(u32, Interruption)>>,
     epoch: Cell<u32>,
     resets_gone: bool,
+    masquerades_as_kube_proxy: bool,
 }
 
 impl Host {
@@ -145,6 +146,7 @@ impl Host {
             interruption: RefCell::default(),
             epoch: Cell::default(),
             resets_gone: false,
+            masquerades_as_kube_proxy: false,
         }
     }
 
@@ -259,6 +261,18 @@ impl AffinityTables<V4> for Host {
         self.tables.is_in_source_ranges(service, address)
     }
 
+    fn pods_told_by(&self) -> u32 {
+        self.tables.pods_told_by()
+    }
+
+    fn is_in_pod_range(&self, address: &A) -> bool {
+        self.tables.is_in_pod_range(address)
+    }
+
+    fn brings_pods(&self, interface: u32) -> bool {
+        self.tables.brings_pods(interface)
+    }
+
     fn address_of_node(&self) -> A {
         self.tables.address_of_node()
     }
@@ -350,6 +364,14 @@ impl FlowTables<V4> for Host {
 
     fn resets_gone(&self) -> bool {
         self.resets_gone
+    }
+
+    fn masquerades_as_kube_proxy(&self) -> bool {
+        self.masquerades_as_kube_proxy
+    }
+
+    fn masquerades_all(&self) -> bool {
+        false
     }
 
     fn random(&self) -> u32 {

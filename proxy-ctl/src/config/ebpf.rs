@@ -42,13 +42,16 @@ impl Keyword for Xdp {
 /// The source address that a backend sees.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum SourceAddress {
+    /// The client's, where the answer comes back.
     #[default]
     Preserve,
+    /// The node's, wherever kube-proxy masquerades.
+    Masquerade,
 }
 
 impl Keyword for SourceAddress {
-    const WORDS: &'static [(&'static str, Self)] = &[("preserve", Self::Preserve)];
-    const PLANNED: &'static [&'static str] = &["masquerade"];
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("preserve", Self::Preserve), ("masquerade", Self::Masquerade)];
 }
 
 /// How a packet from outside reaches a backend on another node.
@@ -115,6 +118,17 @@ impl Default for Ebpf {
             mode_fallback: true,
             withdraw_after: Duration::ZERO,
             reset_connections_to_gone_endpoints: false,
+        }
+    }
+}
+
+impl Ebpf {
+    /// Whose connections the socket hooks translate in the end: what a pod sends from is not known when it connects, so that no hook can
+    /// tell whether kube-proxy would masquerade it.
+    pub fn sockets(&self) -> SocketLoadBalancing {
+        match (self.socket_load_balancing, self.source_address) {
+            (SocketLoadBalancing::All, SourceAddress::Masquerade) => SocketLoadBalancing::Host,
+            (asked, SourceAddress::Preserve | SourceAddress::Masquerade) => asked,
         }
     }
 }

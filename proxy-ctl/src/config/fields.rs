@@ -258,7 +258,8 @@ pub static FIELDS: &[Field] = fields! {
         "Whose connections are sent to their backend when they connect: all, those of every process on the node; host, \
          those of the node's own network namespace (for sidecars that redirect a pod's connections); off, nobody's, every packet is translated.";
     "ebpf.sourceAddress", keyword(|c| &mut c.ebpf.source_address);
-        "The source address that a backend sees. preserve: the client's, where the answer comes back.";
+        "The source address that a backend sees. preserve: the client's, where the answer comes back; masquerade: the node's wherever \
+         kube-proxy masquerades, for which packets of pods are translated, as with socketLoadBalancing: host.";
     "ebpf.xdp", keyword(|c| &mut c.ebpf.xdp);
         "Whether packets from outside are translated before the network stack. auto: where it can be done, which is \
          nowhere yet.";
@@ -293,7 +294,7 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.limits.fragments", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.fragments);
         "Rows of the tables fragments4 and fragments6 each: packets that come in fragments.";
     "ebpf.limits.nodeAddresses", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.node_addresses);
-        "Rows of the tables node_addresses4, node_addresses6 and masquerade_devices each.";
+        "Rows of the tables node_addresses4, node_addresses6 and interfaces each.";
     "ebpf.limits.serviceCounters", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.service_counters);
         "Rows of the table service_counters: service ports whose connections and bytes are counted.";
     "ebpf.flowLifetimes.tcpOpening", lifetime(|c| &mut c.ebpf.flow_lifetimes.tcp_opening);

@@ -243,10 +243,7 @@ fn valid(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
     "ebpf: {algorithm: maglev}",
     "ebpf.algorithm must be random, found \"maglev\", which is not built yet"
 )]
-#[case(
-    "ebpf: {sourceAddress: masquerade}",
-    "ebpf.sourceAddress must be preserve, found \"masquerade\", which is not built yet"
-)]
+#[case("ebpf: {sourceAddress: none}", "ebpf.sourceAddress must be preserve or masquerade, found \"none\"")]
 #[case(
     "conntrack: {min: 010}",
     "conntrack.min must be written without a leading zero: 8, as kube-proxy reads it, or 10"

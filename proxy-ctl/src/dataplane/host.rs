@@ -57,6 +57,19 @@ pub enum LocalTraffic {
     FromInterfacePrefix(String),
 }
 
+impl LocalTraffic {
+    /// Whether what comes in by the interface is traffic of pods, whatever its source.
+    pub fn comes_in_by(&self, interface: &Interface) -> bool {
+        // What a bridge's port receives comes in by the bridge.
+        let name = interface.bridge.as_ref().unwrap_or(&interface.name);
+        match self {
+            Self::FromCidrs(_) => false,
+            Self::FromBridge(bridge) => name == bridge,
+            Self::FromInterfacePrefix(prefix) => name.starts_with(prefix),
+        }
+    }
+}
+
 impl Default for LocalTraffic {
     fn default() -> Self {
         Self::FromCidrs(Vec::new())
@@ -71,6 +84,8 @@ pub struct Interface {
     pub reason: RoleReason,
     /// False: packets start at the IP header (tun, wireguard, ipip).
     pub ethernet: bool,
+    /// Name of the bridge that it is a port of.
+    pub bridge: Option<String>,
     /// Source of translated flows that leave by it, at most one of each family; none of a family: that of [`Host`].
     pub masquerade_addresses: Vec<IpAddr>,
 }

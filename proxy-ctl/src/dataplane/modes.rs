@@ -49,13 +49,13 @@ pub fn load(mode: Mode, config: &Config, host: &HostFacts) -> BTreeMap<String, S
 }
 
 /// Fields, and sections with everything in them, that nothing depends on in this mode.
-pub const fn unused_fields(mode: Mode) -> &'static [&'static str] {
+pub fn unused_fields(mode: Mode, config: &Config) -> Vec<&'static str> {
     match mode {
-        Mode::Ebpf => ebpf::probe::UNUSED_FIELDS,
-        Mode::Nftables => nftables::probe::UNUSED_FIELDS,
-        Mode::Iptables => iptables::probe::UNUSED_FIELDS,
-        Mode::Ipvs => ipvs::probe::UNUSED_FIELDS,
-        Mode::Userspace => userspace::probe::UNUSED_FIELDS,
+        Mode::Ebpf => ebpf::probe::unused_fields(config),
+        Mode::Nftables => nftables::probe::UNUSED_FIELDS.to_vec(),
+        Mode::Iptables => iptables::probe::UNUSED_FIELDS.to_vec(),
+        Mode::Ipvs => ipvs::probe::UNUSED_FIELDS.to_vec(),
+        Mode::Userspace => userspace::probe::UNUSED_FIELDS.to_vec(),
     }
 }
 

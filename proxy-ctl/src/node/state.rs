@@ -135,6 +135,7 @@ impl State {
                 role,
                 reason,
                 ethernet: link.ethernet,
+                bridge: self.bridge_of(link).map(|(_, bridge)| bridge.name.clone()),
                 masquerade_addresses: match role {
                     Role::Uplink => self.masquerade_by(*index, link, node_addresses),
                     Role::Workload => Vec::new(),
@@ -186,14 +187,18 @@ impl State {
     /// The sources of what is masqueraded and leaves by this interface: of each family one of its own addresses, the Node's if it has that. A
     /// port of a bridge has those of the bridge.
     fn masquerade_by(&self, index: u32, link: &Link, node_addresses: &[IpAddr]) -> Vec<IpAddr> {
-        let bridge = link
-            .master
-            .filter(|master| self.links.get(master).is_some_and(|master| master.kind == LinkKind::Bridge));
+        let bridge = self.bridge_of(link).map(|(index, _)| index);
         let source = |v6: bool| {
             let of = |index: u32| self.source_on(index, v6, node_addresses);
             of(index).or_else(|| bridge.and_then(of))
         };
         [false, true].into_iter().filter_map(source).collect()
+    }
+
+    /// With its index.
+    fn bridge_of(&self, port: &Link) -> Option<(u32, &Link)> {
+        let index = port.master?;
+        self.links.get(&index).filter(|master| master.kind == LinkKind::Bridge).map(|bridge| (index, bridge))
     }
 
     fn source_on(&self, index: u32, v6: bool, node_addresses: &[IpAddr]) -> Option<IpAddr> {

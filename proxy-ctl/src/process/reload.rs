@@ -87,8 +87,8 @@ impl Reload {
             return None;
         }
         self.seen = document;
-        let unused = dataplane::unused_fields(self.choices.borrow().modes.mode);
-        let changes = ConfigChanges::between(&self.document.borrow(), &self.seen, unused);
+        let unused = dataplane::unused_fields(self.choices.borrow().modes.mode, &config);
+        let changes = ConfigChanges::between(&self.document.borrow(), &self.seen, &unused);
         if !changes.restart.is_empty() {
             return Some(anyhow!(
                 "content of the proxy server's configuration file was updated: {} changed, which takes a new process",

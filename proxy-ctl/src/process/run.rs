@@ -47,8 +47,8 @@ pub fn run(line: CommandLine) -> anyhow::Result<()> {
     if let Some(why) = &choice.chosen.fallback {
         tracing::warn!(mode = %choice.modes.mode, requested = %choice.chosen.requested, "{why}");
     }
-    let unused = dataplane::unused_fields(choice.modes.mode);
-    for warning in settings::without_effect(&settings.config, choice.modes.mode, unused) {
+    let unused = dataplane::unused_fields(choice.modes.mode, &settings.config);
+    for warning in settings::without_effect(&settings.config, choice.modes.mode, &unused) {
         tracing::warn!("{warning}");
     }
     let why = choice.chosen.reasons.join("; ");

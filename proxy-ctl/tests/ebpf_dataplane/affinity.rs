@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use proxy_common::layout::{Affinity, AffinityKey, Client, Frontend, FrontendKey, PROTOCOL_TCP};
+use proxy_common::layout::{
+    Affinity, AffinityKey, CLIENT_OUTSIDE, Client, Frontend, FrontendKey, PROTOCOL_TCP,
+};
 use proxy_ctl::{
     dataplane::{Dataplane as _, ebpf::EbpfDataplane},
     model::desired::{Changes, DesiredPort, Endpoint},
@@ -47,7 +49,7 @@ fn service(sandbox: &Sandbox) -> u32 {
 }
 
 fn remember(sandbox: &Sandbox, service: u32, number: u8, last_used: u64) {
-    let client = Client { address: [192, 0, 2, number], namespace: [0; 2] };
+    let client = Client { address: [192, 0, 2, number], origin: CLIENT_OUTSIDE };
     table(sandbox)
         .set(&AffinityKey { service, client }, &Affinity { last_used, backend: 1, flags: 0 })
         .unwrap();

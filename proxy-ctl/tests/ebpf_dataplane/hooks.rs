@@ -20,7 +20,7 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::gettid,
 };
-use proxy_common::layout::MasqueradeDevice;
+use proxy_common::layout::InterfaceSettings;
 use proxy_ctl::{
     config::{Config, Ebpf, NamePattern, SocketLoadBalancing},
     dataplane::{
@@ -73,6 +73,7 @@ fn host(interfaces: &[(&str, Role)]) -> Host {
         role: *role,
         reason: RoleReason::Configured,
         ethernet: true,
+        bridge: None,
         masquerade_addresses: Vec::new(),
     });
     Host { interfaces: interfaces.collect(), ..Host::default() }
@@ -661,8 +662,8 @@ fn sources_of_uplinks_come_and_go_with_their_addresses() {
     let Some(sandbox) = Sandbox::new() else { return };
     let dpa = veth("dpa");
     let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
-    let table = bpf::pinned(&sandbox.table("masquerade_devices")).unwrap();
-    let table: Map<u32, MasqueradeDevice> = Map::new(table).unwrap().unwrap();
+    let table = bpf::pinned(&sandbox.table("interfaces")).unwrap();
+    let table: Map<u32, InterfaceSettings> = Map::new(table).unwrap().unwrap();
     let mut host = host(&[("dpa", Role::Uplink)]);
     let mut sources = |addresses: &[IpAddr]| {
         host.interfaces[0].masquerade_addresses = addresses.to_vec();
@@ -671,9 +672,12 @@ fn sources_of_uplinks_come_and_go_with_their_addresses() {
     };
     let v4 = [203, 0, 113, 7];
     let v6 = "2001:db8::7".parse::<std::net::Ipv6Addr>().unwrap().octets();
-    let both = vec![(dpa, MasqueradeDevice { v4, v6 })];
+    let both = vec![(dpa, InterfaceSettings { masquerade4: v4, masquerade6: v6, flags: 0 })];
     assert_eq!(sources(&[v4.into(), v6.into()]).0, both);
     assert_eq!(sources(&[v4.into(), v6.into()]), (both, 0));
-    assert_eq!(sources(&[v4.into()]), (vec![(dpa, MasqueradeDevice { v4, v6: [0; 16] })], 1));
+    assert_eq!(
+        sources(&[v4.into()]),
+        (vec![(dpa, InterfaceSettings { masquerade4: v4, masquerade6: [0; 16], flags: 0 })], 1)
+    );
     assert_eq!(sources(&[]), (Vec::new(), 1));
 }

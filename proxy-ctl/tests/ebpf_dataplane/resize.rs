@@ -4,7 +4,9 @@ use std::{fs, os::fd::AsFd as _, sync::Arc};
 
 use proxy_common::{
     inventory::table,
-    layout::{Affinity, AffinityKey, Client, Flow, FlowKey, MAP_BEFORE, MAP_IN_USE, PROTOCOL_TCP},
+    layout::{
+        Affinity, AffinityKey, CLIENT_OUTSIDE, Client, Flow, FlowKey, MAP_BEFORE, MAP_IN_USE, PROTOCOL_TCP,
+    },
     port::Port,
 };
 use proxy_ctl::{
@@ -68,7 +70,7 @@ fn affinity(sandbox: &Sandbox) -> Vec<(AffinityKey<[u8; 4]>, Affinity)> {
 fn add_clients(sandbox: &Sandbox, count: u8) -> Vec<(AffinityKey<[u8; 4]>, Affinity)> {
     let table: Map<AffinityKey<[u8; 4]>, Affinity> = map(sandbox, "maps/affinity4");
     for number in 0..count {
-        let client = Client { address: [192, 0, 2, number], namespace: [0; 2] };
+        let client = Client { address: [192, 0, 2, number], origin: CLIENT_OUTSIDE };
         let affinity = Affinity { last_used: 1, backend: number.into(), flags: 0 };
         table.set(&AffinityKey { service: 1, client }, &affinity).unwrap();
     }

@@ -107,19 +107,30 @@ pub enum PathKind {
     Off,
 }
 
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, ValueEnum)]
+pub enum SourceKind {
+    /// Endpoints see the client's address wherever the answer comes back (sourceAddress: preserve)
+    #[default]
+    Preserve,
+    /// Endpoints see the node's address wherever kube-proxy masquerades (sourceAddress: masquerade)
+    Masquerade,
+}
+
 /// One column of the table.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Setting {
     pub proxy: ProxyKind,
     /// Of mode ebpf. The others translate packets.
     pub path: PathKind,
+    /// Of mode ebpf.
+    pub source: SourceKind,
     /// The hooks pass everything on 10 s after their controller has gone.
     pub withdraws: bool,
 }
 
 impl Setting {
     pub const fn new(proxy: ProxyKind, path: PathKind) -> Self {
-        Self { proxy, path, withdraws: false }
+        Self { proxy, path, source: SourceKind::Preserve, withdraws: false }
     }
 
     /// The settings that the given choices leave; paths are a matter of mode ebpf only.
@@ -137,13 +148,23 @@ impl Setting {
         settings
     }
 
+    /// Each of these with each source, which is a matter of mode ebpf only.
+    pub fn with_sources(settings: &[Self], sources: &[SourceKind]) -> Vec<Self> {
+        let with = |setting: &Self| {
+            let of_mode: &[_] =
+                if setting.proxy == ProxyKind::Ebpf { sources } else { &[SourceKind::Preserve] };
+            of_mode.iter().map(|source| Self { source: *source, ..*setting }).collect::<Vec<_>>()
+        };
+        settings.iter().flat_map(with).collect()
+    }
+
     pub fn datapath(self) -> Datapath {
         self.proxy.datapath()
     }
 
     /// Connections of pods are translated in the socket layer.
     pub fn pods_use_sockets(self) -> bool {
-        self.proxy == ProxyKind::Ebpf && self.path == PathKind::Sockets
+        self.proxy == ProxyKind::Ebpf && self.path == PathKind::Sockets && self.source == SourceKind::Preserve
     }
 
     /// As [`Self::pods_use_sockets`], those of processes of the node.
@@ -155,7 +176,20 @@ impl Setting {
 impl fmt::Display for Setting {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "{}", self.proxy)?;
-        if self.proxy == ProxyKind::Ebpf { write!(formatter, "/{}", self.path) } else { Ok(()) }
+        match (self.proxy, self.source) {
+            (ProxyKind::Ebpf, SourceKind::Preserve) => write!(formatter, "/{}", self.path),
+            (ProxyKind::Ebpf, SourceKind::Masquerade) => write!(formatter, "/{}/{}", self.path, self.source),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for SourceKind {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::Preserve => "preserve",
+            Self::Masquerade => "masquerade",
+        })
     }
 }
 

@@ -36,6 +36,8 @@ struct Worlds {
     resetting: World,
     /// With `HOST_PACKETS` and `RESETS_GONE` on.
     host_packets: World,
+    /// With `MASQUERADE_AS_KUBE_PROXY` on.
+    masquerading: World,
     /// With tables of flows as large as a node's.
     large: World,
     /// While tables of flows get another size.
@@ -56,6 +58,7 @@ fn start() -> Result<Started<Worlds>> {
         usual: load(usual, Sizes::Small)?,
         resetting: load(resetting, Sizes::Small)?,
         host_packets: load(Globals { host_packets: 1, ..resetting }, Sizes::Small)?,
+        masquerading: load(Globals { masquerade_as_kube_proxy: 1, ..usual }, Sizes::Small)?,
         large: load(usual, Sizes::Default)?,
         moving: load(usual, Sizes::Moving)?.moving(&object)?,
     }))
@@ -77,6 +80,7 @@ fn main() -> ExitCode {
                 WorldKind::Usual => &mut worlds.usual,
                 WorldKind::Resetting => &mut worlds.resetting,
                 WorldKind::HostPackets => &mut worlds.host_packets,
+                WorldKind::Masquerading => &mut worlds.masquerading,
                 WorldKind::Large => &mut worlds.large,
                 WorldKind::Moving => &mut worlds.moving,
             };

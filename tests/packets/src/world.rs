@@ -68,7 +68,9 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
     const SOURCE_RANGES: &'static str;
 
     fn set_masquerade(settings: &mut Settings, address: Self::Address);
-    fn set_device(device: &mut MasqueradeDevice, address: Self::Address);
+    fn set_source(interface: &mut InterfaceSettings, address: Self::Address);
+    /// Pods are those with this address.
+    fn set_pod_range(settings: &mut Settings, address: Self::Address);
 
     fn put_frontend(ebpf: &mut Ebpf, key: FrontendKey<Self::Address>, frontend: Frontend) -> Result<()> {
         Ok(hash(ebpf, Self::FRONTENDS)?.insert(key, frontend, 0)?)
@@ -152,7 +154,7 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
 }
 
 macro_rules! tables {
-    ($family:ty, $masquerade:ident, $device:ident, $($name:ident: $table:ident),+) => {
+    ($family:ty, $masquerade:ident, $pods:ident, $pod_range:ident, $bits:ident, $($name:ident: $table:ident),+) => {
         impl Tables for $family {
             $(const $name: &'static str = table::$table;)+
 
@@ -160,17 +162,23 @@ macro_rules! tables {
                 settings.$masquerade = address;
             }
 
-            fn set_device(device: &mut MasqueradeDevice, address: Self::Address) {
-                device.$device = address;
+            fn set_source(interface: &mut InterfaceSettings, address: Self::Address) {
+                interface.$masquerade = address;
+            }
+
+            fn set_pod_range(settings: &mut Settings, address: Self::Address) {
+                settings.$pods = PODS_BY_SOURCE;
+                settings.$pod_range = address;
+                settings.$bits = Self::Address::BITS as u8;
             }
         }
     };
 }
 
-tables!(V4, masquerade4, v4, FRONTENDS: frontends4, SLOTS: slots4, BACKENDS: backends4,
+tables!(V4, masquerade4, pods4, pod_range4, pod_range4_bits, FRONTENDS: frontends4, SLOTS: slots4, BACKENDS: backends4,
     NODE_ADDRESSES: node_addresses4, FLOWS: flows4, OPENING_FLOWS: opening_flows4, FRAGMENTS: fragments4,
     AFFINITY: affinity4, SOURCE_RANGES: source_ranges4);
-tables!(V6, masquerade6, v6, FRONTENDS: frontends6, SLOTS: slots6, BACKENDS: backends6,
+tables!(V6, masquerade6, pods6, pod_range6, pod_range6_bits, FRONTENDS: frontends6, SLOTS: slots6, BACKENDS: backends6,
     NODE_ADDRESSES: node_addresses6, FLOWS: flows6, OPENING_FLOWS: opening_flows6, FRAGMENTS: fragments6,
     AFFINITY: affinity6, SOURCE_RANGES: source_ranges6);
 
@@ -218,6 +226,7 @@ impl Sizes {
 pub(crate) struct Globals {
     pub(crate) host_packets: u32,
     pub(crate) resets_gone: u32,
+    pub(crate) masquerade_as_kube_proxy: u32,
     pub(crate) lease: u32,
 }
 
@@ -368,6 +377,7 @@ impl World {
         loader
             .override_global("HOST_PACKETS", &globals.host_packets, true)
             .override_global("RESETS_GONE", &globals.resets_gone, true)
+            .override_global("MASQUERADE_AS_KUBE_PROXY", &globals.masquerade_as_kube_proxy, true)
             .override_global("LEASE", &globals.lease, true);
         // No packet may look different because of them: a constant of the same bytes once shared their place.
         loader.override_global("SOCKET_HOST_ONLY", &1u32, true);
@@ -444,7 +454,7 @@ impl World {
         V6::clear(&mut self.ebpf)?;
         clear(hash::<FlowKeyOf<V4>, ForeignFlow>(&mut self.ebpf, table::foreign_flows4)?)?;
         clear(hash::<FlowKeyOf<V6>, ForeignFlow>(&mut self.ebpf, table::foreign_flows6)?)?;
-        clear(hash::<u32, MasqueradeDevice>(&mut self.ebpf, table::masquerade_devices)?)?;
+        clear(hash::<u32, InterfaceSettings>(&mut self.ebpf, table::interfaces)?)?;
         self.set_settings(Settings::default())?;
         self.set_lease_end(0)?;
         self.switch_log(false)?;
@@ -483,6 +493,10 @@ impl World {
         Ok(sum)
     }
 
+    pub(crate) fn settings(&mut self) -> Result<Settings> {
+        Ok(array(&mut self.ebpf, table::settings)?.get(&0, 0)?)
+    }
+
     pub(crate) fn set_settings(&mut self, settings: Settings) -> Result<()> {
         Ok(array(&mut self.ebpf, table::settings)?.set(0, settings, 0)?)
     }
@@ -505,8 +519,8 @@ impl World {
     }
 
     /// Sources of what leaves by the interface that packets run on: `lo`, whose index is 1.
-    pub(crate) fn set_masquerade_device(&mut self, device: MasqueradeDevice) -> Result<()> {
-        Ok(hash(&mut self.ebpf, table::masquerade_devices)?.insert(1u32, device, 0)?)
+    pub(crate) fn set_interface(&mut self, settings: InterfaceSettings) -> Result<()> {
+        Ok(hash(&mut self.ebpf, table::interfaces)?.insert(1u32, settings, 0)?)
     }
 
     pub(crate) fn set_lease_end(&mut self, end: u64) -> Result<()> {

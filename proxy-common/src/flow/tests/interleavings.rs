@@ -207,6 +207,18 @@ impl<'a> AffinityTables<V4> for &'a Cpu<'a> {
     fn address_of_node(&self) -> A {
         self.host.address_of_node()
     }
+
+    fn pods_told_by(&self) -> u32 {
+        self.host.pods_told_by()
+    }
+
+    fn is_in_pod_range(&self, address: &A) -> bool {
+        self.host.is_in_pod_range(address)
+    }
+
+    fn brings_pods(&self, interface: u32) -> bool {
+        self.host.brings_pods(interface)
+    }
 }
 
 impl Tables<V4> for &Cpu<'_> {
@@ -321,6 +333,14 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
 
     fn resets_gone(&self) -> bool {
         self.host.resets_gone()
+    }
+
+    fn masquerades_as_kube_proxy(&self) -> bool {
+        self.host.masquerades_as_kube_proxy()
+    }
+
+    fn masquerades_all(&self) -> bool {
+        self.host.masquerades_all()
     }
 
     fn random(&self) -> u32 {

@@ -12,7 +12,7 @@ use super::{
 
 /// What a client of affinity is remembered by.
 const CLIENT_KEY: AffinityKey<A> =
-    AffinityKey { service: 1, client: Client { address: CLIENT.0, namespace: [0; 2] } };
+    AffinityKey { service: 1, client: Client { address: CLIENT.0, origin: CLIENT_OUTSIDE } };
 const BACKEND: (A, Port) = (BACKENDS[0], PORT);
 const OTHER_CLIENT: (A, Port) = ([203, 0, 113, 2], Port::new(40_000));
 /// Another port of the first client.

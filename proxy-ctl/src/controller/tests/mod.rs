@@ -226,6 +226,7 @@ fn network(addresses: &[&str]) -> NodeNetwork {
         role: Role::Uplink,
         reason: RoleReason::Network,
         ethernet: true,
+        bridge: None,
         masquerade_addresses: Vec::new(),
     };
     NodeNetwork {

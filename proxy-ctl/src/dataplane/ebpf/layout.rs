@@ -5,8 +5,9 @@ use std::{collections::BTreeSet, sync::Arc};
 use ipnet::IpNet;
 use proxy_common::{
     layout::{
-        BACKEND_LOCAL, EndpointSet, FRONTEND_EXTERNAL, FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES,
-        SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, ServiceName, SourceRange,
+        BACKEND_LOCAL, EndpointSet, FRONTEND_AFFINITY, FRONTEND_EXTERNAL, FRONTEND_LOCAL_POLICY,
+        FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES, SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS,
+        SERVICE_INTERNAL_LOCAL, ServiceName, SourceRange,
     },
     port::Port,
 };
@@ -80,6 +81,9 @@ pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
 
 /// Keys of the port's frontends with their `FRONTEND_*` flags, in order, each once.
 pub(super) fn frontends<F: TableFamily>(port: &DesiredPort) -> Vec<(FrontendKey<F::Address>, u32)> {
+    let affinity = if port.affinity_seconds.is_some() { FRONTEND_AFFINITY } else { 0 };
+    let external = FRONTEND_EXTERNAL
+        | if port.external_policy == TrafficPolicy::Local { FRONTEND_LOCAL_POLICY } else { 0 };
     let mut keys: Vec<_> = port
         .frontends
         .iter()
@@ -87,15 +91,14 @@ pub(super) fn frontends<F: TableFamily>(port: &DesiredPort) -> Vec<(FrontendKey<
             let (number, protocol) = (Port::new(frontend.port), port.name.protocol.number());
             let of_address =
                 || Some(FrontendKey::of_address(F::address(frontend.address)?, number, protocol));
-            Some(match frontend.kind {
+            let (key, flags) = match frontend.kind {
                 FrontendKind::ClusterIp => (of_address()?, 0),
-                FrontendKind::NodePort => (FrontendKey::of_node_port(number, protocol), FRONTEND_EXTERNAL),
-                FrontendKind::ExternalIp => (of_address()?, FRONTEND_EXTERNAL),
-                FrontendKind::LoadBalancer if port.source_ranges.is_empty() => {
-                    (of_address()?, FRONTEND_EXTERNAL)
-                }
-                FrontendKind::LoadBalancer => (of_address()?, FRONTEND_EXTERNAL | FRONTEND_SOURCE_RANGES),
-            })
+                FrontendKind::NodePort => (FrontendKey::of_node_port(number, protocol), external),
+                FrontendKind::ExternalIp => (of_address()?, external),
+                FrontendKind::LoadBalancer if port.source_ranges.is_empty() => (of_address()?, external),
+                FrontendKind::LoadBalancer => (of_address()?, external | FRONTEND_SOURCE_RANGES),
+            };
+            Some((key, flags | affinity))
         })
         .collect();
     keys.sort_unstable_by_key(|(key, flags)| (key.scope, key.address, key.port(), *flags));
@@ -337,6 +340,25 @@ mod tests {
         let address = "10.96.0.1".parse().unwrap();
         let port = port(vec![Frontend { kind: FrontendKind::ClusterIp, address, port: 80 }]);
         assert!(frontends::<V6>(&port).is_empty());
+    }
+
+    #[rstest]
+    #[case::plain(None, TrafficPolicy::Cluster, [0, FRONTEND_EXTERNAL])]
+    #[case::affinity(Some(60), TrafficPolicy::Cluster, [FRONTEND_AFFINITY, FRONTEND_EXTERNAL | FRONTEND_AFFINITY])]
+    #[case::policy_local(None, TrafficPolicy::Local, [0, FRONTEND_EXTERNAL | FRONTEND_LOCAL_POLICY])]
+    fn flags_of_frontends(
+        #[case] affinity_seconds: Option<u32>,
+        #[case] external_policy: TrafficPolicy,
+        #[case] expected: [u32; 2],
+    ) {
+        let frontend = |kind, address: &str| Frontend { kind, address: address.parse().unwrap(), port: 80 };
+        let of_both = vec![
+            frontend(FrontendKind::ClusterIp, "10.96.0.1"),
+            frontend(FrontendKind::ExternalIp, "192.0.2.2"),
+        ];
+        let port = DesiredPort { affinity_seconds, external_policy, ..port(of_both) };
+        let flags: Vec<u32> = frontends::<V4>(&port).into_iter().map(|(_, flags)| flags).collect();
+        assert_eq!(flags, expected);
     }
 
     #[test]

@@ -19,7 +19,7 @@ use super::{
     Error, attach::DIRECTIONS, kernel_log::KernelLog, paths::Paths, resize::show_flows, tables::Shape,
 };
 use crate::{
-    config::{self, SocketLoadBalancing},
+    config::{self, SocketLoadBalancing, SourceAddress},
     dataplane::Role,
     sys::{sampler::Undisturbed, tc::Direction},
 };
@@ -106,10 +106,11 @@ pub(super) fn load(
 ) -> Result<(Programs, KernelLog), Error> {
     // The kernel stops checking a program when a signal comes.
     let _undisturbed = Undisturbed::begin().map_err(Error::Signals)?;
-    let balancing = config.socket_load_balancing;
+    let balancing = config.sockets();
     let lease = u32::from(!config.withdraw_after.is_zero());
     let host_only = u32::from(balancing == SocketLoadBalancing::Host);
     let host_packets = u32::from(balancing == SocketLoadBalancing::Off);
+    let masquerade = u32::from(config.source_address == SourceAddress::Masquerade);
     let resets_gone = u32::from(config.reset_connections_to_gone_endpoints);
     let can_refuse = u32::from(
         is_helper_supported(ProgramType::CgroupSockAddr, BpfHelper::BPF_FUNC_set_retval)
@@ -121,7 +122,8 @@ pub(super) fn load(
         .override_global("HOST_PACKETS", &host_packets, true)
         .override_global("CAN_REFUSE", &can_refuse, true)
         .override_global("LEASE", &lease, true)
-        .override_global("RESETS_GONE", &resets_gone, true);
+        .override_global("RESETS_GONE", &resets_gone, true)
+        .override_global("MASQUERADE_AS_KUBE_PROXY", &masquerade, true);
     for shape in shapes {
         loader.map_pin_path(shape.name, pins(shape).join(shape.name));
         if shape.limit.is_some() {

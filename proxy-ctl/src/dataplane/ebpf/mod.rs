@@ -14,11 +14,15 @@ use std::{
 };
 
 use aya_obj::generated::bpf_attach_type;
+use ipnet::IpNet;
 use proxy_common::{
     family::{V4, V6},
     flow::FlowLifetimes,
     inventory::{program, table},
-    layout::{FourPorts, MasqueradeDevice, NODE_ADDRESS_LOOPBACK, NodeAddress, Settings},
+    layout::{
+        Address as _, FourPorts, INTERFACE_OF_PODS, InterfaceSettings, NODE_ADDRESS_LOOPBACK, NodeAddress,
+        PODS_BY_INTERFACE, PODS_BY_SOURCE, PODS_UNKNOWN, Settings,
+    },
 };
 
 use self::{
@@ -41,7 +45,8 @@ use self::{
     tables::{CommonTables, FamilyTables, Shape},
 };
 use super::{
-    Applied, Dataplane, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage,
+    Applied, Dataplane, Host, Interface, LocalTraffic, MetricFamily, Programmed, Snapshot, Unsupported,
+    Usage,
     entry::{Entry, TrackedFlows},
     source_ports::SourcePorts,
 };
@@ -173,7 +178,7 @@ impl EbpfDataplane {
             Err(e) if e.errno() == libc::ENOPROTOOPT => None,
             Err(e) => return Err(Error::Namespace(e)),
         };
-        let balancing = config.socket_load_balancing;
+        let balancing = config.sockets();
         let (mut programs, log) = load::load(&paths, &shapes, |_| paths.maps(), config, cookie.is_none())?;
         let mut resizing = resize::unfinished(&paths, &shapes)?;
         resize::transfer(&paths, &mut resizing)?;
@@ -282,6 +287,9 @@ impl EbpfDataplane {
             settings.host_namespace = self.host_namespace;
             settings.masquerade4 = masquerade4;
             settings.masquerade6 = masquerade6;
+            settings.masquerade_all = u16::from(host.masquerade_all);
+            (settings.pods4, settings.pod_range4, settings.pod_range4_bits) = pods::<V4>(&host.local_traffic);
+            (settings.pods6, settings.pod_range6, settings.pod_range6_bits) = pods::<V6>(&host.local_traffic);
         })?;
         Ok(ports || settings)
     }
@@ -511,7 +519,7 @@ impl Programmed for EbpfDataplane {
         let mut used = BTreeMap::from([
             (table::services, u64::from(self.shared.ids.used().saturating_sub(1))),
             (table::service_names, (self.v4.entries.services.len() + self.v6.entries.services.len()) as u64),
-            (table::masquerade_devices, self.shared.tables.masquerade_devices.read_all()?.len() as u64),
+            (table::interfaces, self.shared.tables.interfaces.read_all()?.len() as u64),
             (
                 table::masquerade_ports,
                 status::masquerade_ports(&self.shared.tables)?.len().div_ceil(FOUR) as u64,
@@ -578,7 +586,7 @@ impl Dataplane for EbpfDataplane {
         let addresses = [
             write_addresses(&self.v4.tables, host),
             write_addresses(&self.v6.tables, host),
-            write_masquerade_devices(&self.shared.tables, host),
+            write_interfaces(&self.shared.tables, host),
         ];
         match self.write_node(host) {
             Ok(written) => applied.written += u64::from(written),
@@ -679,7 +687,7 @@ impl Dataplane for EbpfDataplane {
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
-        supports::supports(port, self.config.socket_load_balancing)
+        supports::supports(port, self.config.sockets())
     }
 
     fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
@@ -748,27 +756,43 @@ fn write_addresses<F: TableFamily>(tables: &FamilyTables<F>, host: &Host) -> Res
     Ok(applied)
 }
 
-/// Makes `masquerade_devices` hold exactly the interfaces that have sources of their own.
-fn write_masquerade_devices(tables: &CommonTables, host: &Host) -> Result<Applied, Error> {
-    let table = &tables.masquerade_devices;
-    let with_sources = host.interfaces.iter().filter(|interface| !interface.masquerade_addresses.is_empty());
-    let wanted: BTreeMap<u32, MasqueradeDevice> = with_sources
-        .map(|interface| {
-            let (v4, v6) = masquerade(&interface.masquerade_addresses);
-            (interface.index, MasqueradeDevice { v6, v4 })
-        })
-        .collect();
+/// Makes `interfaces` hold exactly those that have sources of their own or bring traffic of pods.
+fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error> {
+    let table = &tables.interfaces;
+    let settings = |interface: &Interface| {
+        let (masquerade4, masquerade6) = masquerade(&interface.masquerade_addresses);
+        let flags = if host.local_traffic.comes_in_by(interface) { INTERFACE_OF_PODS } else { 0 };
+        InterfaceSettings { masquerade6, masquerade4, flags }
+    };
+    let all = host.interfaces.iter().map(|interface| (interface.index, settings(interface)));
+    let wanted: BTreeMap<_, _> =
+        all.filter(|(_, settings)| *settings != InterfaceSettings::default()).collect();
     let found: BTreeMap<_, _> = table.read_all()?.into_iter().collect();
     let mut applied = Applied::default();
     // First: from Linux 6.1 on a new entry may get the memory of a removed one, which a program may be reading.
-    for (index, device) in wanted.iter().filter(|(index, device)| found.get(index) != Some(device)) {
-        table.set(index, device)?;
+    for (index, settings) in wanted.iter().filter(|(index, settings)| found.get(index) != Some(settings)) {
+        table.set(index, settings)?;
         applied.written += 1;
     }
     for index in found.keys().filter(|index| !wanted.contains_key(*index)) {
         applied.removed += u64::from(table.remove(index)?);
     }
     Ok(applied)
+}
+
+/// How traffic of pods of a family is told (`PODS_*`), and, by its source, the range and how many of its bits count. The configuration and
+/// the Node have one range of each family at most.
+fn pods<F: TableFamily>(local: &LocalTraffic) -> (u32, F::Address, u8) {
+    match local {
+        LocalTraffic::FromCidrs(cidrs) => {
+            let by_source =
+                |cidr: &IpNet| Some((PODS_BY_SOURCE, F::address(cidr.network())?, cidr.prefix_len()));
+            cidrs.iter().find_map(by_source).unwrap_or((PODS_UNKNOWN, F::Address::UNSPECIFIED, 0))
+        }
+        LocalTraffic::FromBridge(_) | LocalTraffic::FromInterfacePrefix(_) => {
+            (PODS_BY_INTERFACE, F::Address::UNSPECIFIED, 0)
+        }
+    }
 }
 
 /// The first address of each family; unspecified: none.

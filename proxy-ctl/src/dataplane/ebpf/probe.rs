@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::stale_sockets;
 use crate::{
-    config::{Ebpf, SocketLoadBalancing},
+    config::{Config, Ebpf, SocketLoadBalancing, SourceAddress},
     mode::{Capabilities, HostFacts, KernelVersion, Mode, Probe, Requirement},
     sys::{bpf, filesystem},
 };
@@ -14,9 +14,14 @@ const OLDEST: KernelVersion = KernelVersion::new(5, 10, 0);
 const TCX: KernelVersion = KernelVersion::new(6, 6, 0);
 const SET_RETVAL: KernelVersion = KernelVersion::new(5, 18, 0);
 
+/// Fields that nothing depends on with this configuration.
+pub(in crate::dataplane) fn unused_fields(config: &Config) -> Vec<&'static str> {
+    let preserves = config.ebpf.source_address == SourceAddress::Preserve;
+    UNUSED_FIELDS.iter().copied().chain(preserves.then_some("iptables.masqueradeAll")).collect()
+}
+
 /// Of `ipvs`, excludeCIDRs says what of a former kube-proxy stays.
-pub(in crate::dataplane) const UNUSED_FIELDS: &[&str] = &[
-    "iptables.masqueradeAll",
+const UNUSED_FIELDS: &[&str] = &[
     "iptables.masqueradeBit",
     "iptables.minSyncPeriod",
     "ipvs.minSyncPeriod",
@@ -31,7 +36,7 @@ pub(in crate::dataplane) const UNUSED_FIELDS: &[&str] = &[
 ];
 
 pub(super) fn probe(config: &Ebpf, host: &HostFacts) -> Probe {
-    answer(config.socket_load_balancing, host, &gather(config, host))
+    answer(config.sockets(), host, &gather(config, host))
 }
 
 /// What lies at the path where tables are to be pinned.
@@ -77,7 +82,7 @@ fn gather(config: &Ebpf, host: &HostFacts) -> Facts {
         cgroup2: cgroup2(config.cgroup.as_deref(), may_mount),
         bpffs: bpffs(&config.bpffs, may_mount),
         set_retval: has_set_retval().unwrap_or(version >= Some(SET_RETVAL)),
-        stale_sockets: stale_sockets::reach(config.socket_load_balancing, host.capabilities.sys_admin),
+        stale_sockets: stale_sockets::reach(config.sockets(), host.capabilities.sys_admin),
     }
 }
 

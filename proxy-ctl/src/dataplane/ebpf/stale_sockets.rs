@@ -110,7 +110,7 @@ impl StaleSockets {
 
     /// To be called in the node's network namespace.
     pub(super) fn begin(paths: &Paths, config: &Ebpf) -> Self {
-        if config.socket_load_balancing == SocketLoadBalancing::Off {
+        if config.sockets() == SocketLoadBalancing::Off {
             return Self::none();
         }
         let can_end = |transport: &Transport| {
@@ -145,7 +145,7 @@ impl StaleSockets {
             reader6: StorageReader::load(&types).map_err(Error::Sockets)?,
             inode: namespace.inode().map_err(own)?,
             maps: paths.maps(),
-            is_everywhere: config.socket_load_balancing == SocketLoadBalancing::All,
+            is_everywhere: config.sockets() == SocketLoadBalancing::All,
             node: SocketDiag::open().map_err(Error::Sockets)?,
             namespace,
             ended: Arc::clone(&ended),

@@ -188,7 +188,7 @@ impl Reader<'_> {
         used.extend([(table::settings, 1), (table::lease, 1)]);
         let ports = masquerade_ports(self.common)?.len().div_ceil(super::FOUR);
         used.insert(table::masquerade_ports, ports as u64);
-        used.insert(table::masquerade_devices, self.common.masquerade_devices.read_all()?.len() as u64);
+        used.insert(table::interfaces, self.common.interfaces.read_all()?.len() as u64);
         let services = self.services()?;
         let counters = self.common.service_counters.capacity();
         let counted = services.iter().filter(|service| service.id < counters).count();

@@ -10,7 +10,7 @@ use proxy_common::{
     inventory::{Limit, table},
     layout::{
         Affinity, AffinityKey, Backend, DatagramOrigins, FirstFragment, Flow, FlowKey, ForeignFlow,
-        FourPorts, FragmentKey, Frontend, FrontendKey, Lease, MASQUERADE_PORT_ROOM, MasqueradeDevice,
+        FourPorts, FragmentKey, Frontend, FrontendKey, InterfaceSettings, Lease, MASQUERADE_PORT_ROOM,
         NodeAddress, PORTS, PrefixKey, Service, ServiceCounters, ServiceName, Settings, Slot4, Slot6,
         SocketOrigin, SourceRange,
     },
@@ -306,7 +306,7 @@ impl<F: TableFamily> FamilyTables<F> {
 pub(super) struct CommonTables {
     pub(super) services: SharedArray<Service>,
     pub(super) names: Table<u32, ServiceName>,
-    pub(super) masquerade_devices: Table<u32, MasqueradeDevice>,
+    pub(super) interfaces: Table<u32, InterfaceSettings>,
     pub(super) masquerade_ports: SharedArray<FourPorts>,
     pub(super) settings: Table<u32, Settings>,
     pub(super) lease: Table<u32, Lease>,
@@ -320,7 +320,7 @@ impl CommonTables {
         Ok(Self {
             services: shared(folder, table::services, writable)?,
             names: Table::open(folder, table::service_names, Some(Limit::Services))?,
-            masquerade_devices: Table::open(folder, table::masquerade_devices, Some(Limit::NodeAddresses))?,
+            interfaces: Table::open(folder, table::interfaces, Some(Limit::NodeAddresses))?,
             masquerade_ports: shared(folder, table::masquerade_ports, writable)?,
             settings: Table::open(folder, table::settings, None)?,
             lease: Table::open(folder, table::lease, None)?,

@@ -12,7 +12,7 @@ use behaviour::{
     case::Variant,
     not_yet, proxy,
     selection::Selection,
-    setting::{PathKind, ProxyKind, REAL, Setting},
+    setting::{PathKind, ProxyKind, REAL, Setting, SourceKind},
     table::{self, Configuration, Differences, Observed, Row, RowNumber, SCENARIOS, Scenario},
     world::World,
 };
@@ -27,6 +27,9 @@ struct CommandLine {
     /// Paths of mode ebpf [default: sockets]
     #[arg(long, value_enum)]
     path: Vec<PathKind>,
+    /// Whose address endpoints see in mode ebpf [default: preserve]
+    #[arg(long, value_enum)]
+    source: Vec<SourceKind>,
 }
 
 /// What was found, for the table that is printed, and which explanations were met.
@@ -51,7 +54,7 @@ struct Run {
 }
 
 fn main() -> ExitCode {
-    let CommandLine { selection, path: paths } = CommandLine::parse();
+    let CommandLine { selection, path: paths, source: sources } = CommandLine::parse();
     if let Err(error) = lab::cluster::remove_on_signals() {
         eprintln!("differential: {error:#}");
         return ExitCode::FAILURE;
@@ -68,7 +71,8 @@ fn main() -> ExitCode {
         proxies.extend(REAL);
     }
     let paths = if paths.is_empty() { vec![PathKind::Sockets] } else { paths };
-    let settings = Setting::matching(&proxies, &paths);
+    let sources = if sources.is_empty() { vec![SourceKind::Preserve] } else { sources };
+    let settings = Setting::with_sources(&Setting::matching(&proxies, &paths), &sources);
     let comparison = Arc::new(Mutex::new(Comparison {
         differences,
         cells: BTreeMap::new(),

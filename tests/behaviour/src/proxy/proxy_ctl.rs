@@ -31,6 +31,7 @@ pub(super) fn configuration(lab: &Lab, setting: Setting, feed: &Feed, node: Node
                 PathKind::Packets => "host",
                 PathKind::Off => "off",
             },
+            "sourceAddress": setting.source.to_string(),
             "cgroup": lab.netns(&name)?.cgroup,
             "bpffs": lab.bpffs(node),
         },

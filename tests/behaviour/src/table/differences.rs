@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, fs, path::Path};
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::setting::Setting;
+use crate::setting::{ProxyKind, Setting};
 
 /// Rows of the table below this heading: `| mode | `what differs` | why |`. `*` stands for any text.
 const HEADING: &str = "# What differs for connections";
@@ -71,10 +71,10 @@ impl Differences {
     }
 }
 
-/// `ebpf` is about each of its paths.
+/// `ebpf` is about each of its settings, `ebpf/preserve` about those with that `sourceAddress`.
 fn is_of(mode: &str, setting: Setting) -> bool {
-    let name = setting.to_string();
-    name == mode || (name.split_once('/').is_some_and(|(first, _)| first == mode) && mode != "kube-proxy")
+    let is_ebpfs = || mode == "ebpf" || mode == format!("ebpf/{}", setting.source);
+    mode == setting.to_string() || (setting.proxy == ProxyKind::Ebpf && is_ebpfs())
 }
 
 fn matches(pattern: &str, text: &str) -> bool {
@@ -89,7 +89,7 @@ fn matches(pattern: &str, text: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::setting::{PathKind, ProxyKind};
+    use crate::setting::{PathKind, SourceKind};
 
     const SOCKETS: Setting = Setting::new(ProxyKind::Ebpf, PathKind::Sockets);
     const REAL: Setting = Setting::new(ProxyKind::KubeProxyNftables, PathKind::Packets);
@@ -100,7 +100,8 @@ mod tests {
 # What differs for connections
 | mode | what differs | why |
 |---|---|---|
-| ebpf | `a: *, found as itself`<br>`b: x` | it keeps addresses |
+| ebpf/preserve | `a: *, found as itself` | it keeps addresses |
+| ebpf | `b: x` | it differs always |
 | ebpf/sockets | `c: y` | a hook says so at once |
 | nftables | `c: y` | no reason is known |
 # Another heading
@@ -112,10 +113,13 @@ mod tests {
         let mut differences = Differences::parse(PAGE).unwrap();
         assert!(differences.explain(SOCKETS, "a: client, found as itself"));
         assert!(!differences.explain(OURS, "a: client, found as itself"));
+        let masquerades = Setting { source: SourceKind::Masquerade, ..SOCKETS };
+        assert!(!differences.explain(masquerades, "a: client, found as itself"));
+        assert!(differences.explain(masquerades, "b: x"));
         assert!(differences.explain(SOCKETS, "c: y") && !differences.explain(REAL, "c: y"));
         assert!(!differences.explain(SOCKETS, "d: z") && !differences.explain(SOCKETS, "of another table"));
-        assert_eq!(differences.stale(&[SOCKETS]), ["ebpf: b: x"]);
-        assert_eq!(differences.stale(&[SOCKETS, OURS]), ["ebpf: b: x", "nftables: c: y"]);
+        assert_eq!(differences.stale(&[SOCKETS]), [""; 0]);
+        assert_eq!(differences.stale(&[SOCKETS, OURS]), ["nftables: c: y"]);
     }
 
     #[test]

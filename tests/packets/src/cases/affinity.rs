@@ -95,6 +95,7 @@ fn without<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 
 fn stays<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     serve(s, &BOTH, SECONDS)?;
+    s.change_settings(|settings| W::set_pod_range(settings, W::address(KnownAddress::Client)))?;
     let backend = one(s, "workload_ingress", CLUSTER_IP, 1_024..1_024 + MANY)?;
     ensure!(
         one(s, "workload_ingress", NODE_PORT, 2_048..2_048 + MANY)? == backend,
@@ -102,7 +103,7 @@ fn stays<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     );
     let known = known(s)?;
     let [(key, affinity)] = known.as_slice() else { bail!("{} clients are known", known.len()) };
-    let expected = Client { address: W::address(KnownAddress::Client), namespace: [0; 2] };
+    let expected = Client { address: W::address(KnownAddress::Client), origin: CLIENT_WORKLOAD };
     ensure!(key.service == SERVICE && key.client == expected, "another client is known");
     ensure!(affinity.backend == backend, "backend {} is remembered, not {backend}", affinity.backend);
     s.counted(&[(Reason::FlowOpened, u64::from(MANY) * 2), (Reason::ClientRemembered, 1)])
@@ -142,10 +143,10 @@ fn backend_has_left<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 
 fn policy_local<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     serve(s, &BOTH, SECONDS)?;
-    // From a pod with the client's address every backend is used; that one is not for clients outside.
-    one(s, "workload_ingress", NODE_PORT, 1_024..1_025)?;
+    // By the cluster IP every backend is used; that one is not for clients outside by a node port.
+    one(s, "uplink_ingress", CLUSTER_IP, 1_024..1_025)?;
     set_known(s, |affinity| (affinity.backend, affinity.flags) = (REMOTE_ID, 0))?;
-    ensure!(one(s, "workload_ingress", NODE_PORT, 1_025..1_026)? == REMOTE_ID, "affinity does not count");
+    ensure!(one(s, "uplink_ingress", CLUSTER_IP, 1_025..1_026)? == REMOTE_ID, "affinity does not count");
     ensure!(one(s, "uplink_ingress", NODE_PORT, 2_048..2_048 + MANY)? == LOCAL_ID, "a remote backend");
     ensure!(known(s)?[0].1.backend == LOCAL_ID, "the remote backend is remembered");
     Ok(())

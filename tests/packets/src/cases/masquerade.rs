@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 use proxy_common::{
     flow::Stage,
-    layout::{FLOW_FOREIGN, MasqueradeDevice, PROTOCOL_TCP, ServiceCounters},
+    layout::{FLOW_FOREIGN, InterfaceSettings, PROTOCOL_TCP, ServiceCounters},
     packet::{TCP_ACK, TCP_SYN},
     reason::Reason,
 };
@@ -76,15 +76,15 @@ fn masqueraded<W: Tables>(
 
 fn device<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-    let mut device = MasqueradeDevice::default();
-    W::set_device(&mut device, W::address(KnownAddress::OtherNode));
-    s.world.set_masquerade_device(device)?;
+    let mut settings = InterfaceSettings::default();
+    W::set_source(&mut settings, W::address(KnownAddress::OtherNode));
+    s.world.set_interface(settings)?;
     leaves_as(s, KnownAddress::OtherNode)
 }
 
 fn device_without_address<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-    s.world.set_masquerade_device(MasqueradeDevice::default())?;
+    s.world.set_interface(InterfaceSettings::default())?;
     leaves_as(s, KnownAddress::Node)
 }
 

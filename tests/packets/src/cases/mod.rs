@@ -12,6 +12,7 @@ mod masquerade;
 mod port_pool;
 mod refusals;
 pub(crate) mod scene;
+mod source_address;
 mod source_ranges;
 mod translation;
 
@@ -38,6 +39,8 @@ pub(crate) enum WorldKind {
     Resetting,
     /// With `HOST_PACKETS` and `RESETS_GONE` on.
     HostPackets,
+    /// With `MASQUERADE_AS_KUBE_PROXY` on.
+    Masquerading,
     /// With tables of flows as large as a node's.
     Large,
     /// As `Usual`, while tables of flows get another size.
@@ -90,6 +93,11 @@ impl Group {
         self.add(name, PROTOCOL_TCP, WorldKind::Resetting, body);
     }
 
+    fn masquerading<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+        self.add(name, PROTOCOL_TCP, WorldKind::Masquerading, body);
+        self.add(name, PROTOCOL_UDP, WorldKind::Masquerading, body);
+    }
+
     /// False where programs meet new tables, which are empty.
     fn can_fill_tables(&self) -> bool {
         self.usual != WorldKind::Moving
@@ -126,6 +134,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     host::cases::<W>(group);
     affinity::cases::<W>(group);
     source_ranges::cases::<W>(group);
+    source_address::cases::<W>(group);
 }
 
 fn with_flows<W: Tables + 'static>(group: &mut Group) {

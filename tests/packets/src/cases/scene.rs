@@ -142,6 +142,12 @@ impl<'w, W: Tables> Scene<'w, W> {
         self.world.set_settings(settings)
     }
 
+    pub(crate) fn change_settings(&mut self, change: impl FnOnce(&mut Settings)) -> Result<()> {
+        let mut settings = self.world.settings()?;
+        change(&mut settings);
+        self.world.set_settings(settings)
+    }
+
     /// Sends a packet through a program.
     pub(crate) fn send(&mut self, program: &str, packet: &Segment, expected: Expect) -> Result<()> {
         self.send_bytes(program, &packet.bytes::<W>(), expected)

@@ -1,0 +1,145 @@
+//! Whom kube-proxy masquerades, and whom a traffic policy Local concerns, by what tells pods from others.
+
+use anyhow::{Result, ensure};
+use proxy_common::{
+    flow::Stage,
+    layout::*,
+    packet::{TCP_ACK, TCP_SYN},
+    reason::Reason,
+};
+
+use super::{Group, Scene, scene::*};
+use crate::{
+    wire::{Endpoint, KnownAddress},
+    world::Tables,
+};
+
+const SERVICE: u32 = 1;
+const LOAD_BALANCER: Endpoint = (KnownAddress::External, 80);
+const POLICY_LOCAL: u32 = FRONTEND_EXTERNAL | FRONTEND_LOCAL_POLICY;
+
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+    group.masquerading::<W>("a client outside is masqueraded to a backend on this node", outside);
+    group.masquerading::<W>("a pod is masqueraded to an external address", pod);
+    group.masquerading::<W>("nobody is masqueraded with policy Local", policy_local);
+    group.masquerading::<W>("a pod keeps its address to a cluster IP", pod_to_cluster_ip);
+    group.masquerading::<W>("a stranger is masqueraded to a cluster IP", stranger_to_cluster_ip);
+    group.masquerading::<W>("where pods are not known, nobody is masqueraded to a cluster IP", unknown);
+    group.masquerading::<W>("all are masqueraded to a cluster IP", all);
+    group.both::<W>("policy Local is for clients outside, told by their address", told_by_source);
+    group.both::<W>("policy Local is for clients outside, told by their interface", told_by_interface);
+    group.both::<W>("policy Local is for everybody where pods are not known", |s| {
+        reaches(s, "workload_ingress", None)
+    });
+}
+
+/// Pods have the client's address, and no other.
+fn client_is_a_pod<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.change_settings(|settings| W::set_pod_range(settings, W::address(KnownAddress::Client)))
+}
+
+fn serve<W: Tables>(s: &mut Scene<W>, endpoint: Endpoint, flags: u32) -> Result<()> {
+    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+    client_is_a_pod(s)?;
+    s.service(SERVICE, &[(11, LOCAL, true)])?;
+    s.frontend(endpoint, SERVICE, flags)
+}
+
+/// A first packet that comes in there reaches the backend on this node, and its answer comes back.
+fn goes<W: Tables>(
+    s: &mut Scene<W>,
+    side: &str,
+    client: Endpoint,
+    frontend: Endpoint,
+    is_masqueraded: bool,
+) -> Result<()> {
+    let (ingress, egress) = (format!("{side}_ingress"), format!("{side}_egress"));
+    let first = s.first(client, frontend);
+    let inside = first.to(LOCAL);
+    s.send(&ingress, &first, Expect::Becomes(&inside))?;
+    let seen = if is_masqueraded {
+        s.world.run("workload_egress", &inside.bytes::<W>())?;
+        let source = s.masqueraded(client)?;
+        s.send("workload_egress", &inside, Expect::Becomes(&inside.from(source)))?;
+        inside.from(source)
+    } else {
+        s.send("workload_egress", &inside, Expect::Untouched)?;
+        inside
+    };
+    let answer = seen.answer(TCP_SYN | TCP_ACK);
+    let expected = if is_masqueraded { Expect::Becomes(&answer.to(client)) } else { Expect::Untouched };
+    s.send("workload_ingress", &answer, expected)?;
+    let to_client = answer.to(client);
+    s.send(&egress, &to_client, Expect::Becomes(&to_client.from(frontend)))?;
+    s.counted(&[(Reason::FlowOpened, 1)])
+}
+
+fn outside<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    serve(s, LOAD_BALANCER, FRONTEND_EXTERNAL)?;
+    goes(s, "uplink", (KnownAddress::Stranger, 40_000), LOAD_BALANCER, true)
+}
+
+fn pod<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    serve(s, LOAD_BALANCER, FRONTEND_EXTERNAL)?;
+    goes(s, "workload", CLIENT, LOAD_BALANCER, true)
+}
+
+fn policy_local<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    serve(s, LOAD_BALANCER, POLICY_LOCAL)?;
+    goes(s, "uplink", (KnownAddress::Stranger, 40_000), LOAD_BALANCER, false)
+}
+
+fn pod_to_cluster_ip<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    serve(s, CLUSTER_IP, 0)?;
+    goes(s, "workload", CLIENT, CLUSTER_IP, false)
+}
+
+fn stranger_to_cluster_ip<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    serve(s, CLUSTER_IP, 0)?;
+    goes(s, "workload", (KnownAddress::Stranger, 40_000), CLUSTER_IP, true)
+}
+
+fn unknown<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    serve(s, CLUSTER_IP, 0)?;
+    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+    goes(s, "workload", (KnownAddress::Stranger, 40_000), CLUSTER_IP, false)
+}
+
+fn all<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    serve(s, CLUSTER_IP, 0)?;
+    s.change_settings(|settings| settings.masquerade_all = 1)?;
+    goes(s, "workload", CLIENT, CLUSTER_IP, true)
+}
+
+/// A client of a service with policy Local that has an endpoint elsewhere only.
+fn reaches<W: Tables>(s: &mut Scene<W>, program: &str, backend: Option<Endpoint>) -> Result<()> {
+    let cluster = s.set(&[(12, REMOTE, false)])?;
+    let service = Service { cluster, flags: SERVICE_HAS_ENDPOINTS, ..Service::default() };
+    s.world.set_service(SERVICE, service)?;
+    s.frontend(LOAD_BALANCER, SERVICE, POLICY_LOCAL)?;
+    let first = s.first(CLIENT, LOAD_BALANCER);
+    match backend {
+        Some(backend) => s.send(program, &first, Expect::Becomes(&first.to(backend))),
+        None => s.send(program, &first, Expect::Dropped),
+    }
+}
+
+fn told_by_source<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    client_is_a_pod(s)?;
+    reaches(s, "workload_ingress", Some(REMOTE))?;
+    let stranger = s.first((KnownAddress::Stranger, 40_000), LOAD_BALANCER);
+    s.send("workload_ingress", &stranger, Expect::Dropped)?;
+    // A pod of another node, whose answer would not come back by this one.
+    let first = s.first((CLIENT.0, CLIENT.1 + 1), LOAD_BALANCER);
+    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
+    let flow = s.flow_of(Stage::Opening, (CLIENT.0, CLIENT.1 + 1))?;
+    ensure!(flow.flags & FLOW_MASQUERADE != 0, "it is not masqueraded");
+    Ok(())
+}
+
+fn told_by_interface<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.change_settings(|settings| (settings.pods4, settings.pods6) = (PODS_BY_INTERFACE, PODS_BY_INTERFACE))?;
+    reaches(s, "workload_ingress", None)?;
+    s.world.set_interface(InterfaceSettings { flags: INTERFACE_OF_PODS, ..InterfaceSettings::default() })?;
+    reaches(s, "workload_ingress", Some(REMOTE))
+}

@@ -74,13 +74,10 @@ pub fn is_inside(origin: Origin, detected: Detected) -> bool {
     origin == Origin::Host || detected == Detected::Pod
 }
 
-/// Does the backend see the node's address instead of the client's, where kube-proxy would see to that? A process of the node has
-/// the node's address anyway.
+/// Would kube-proxy masquerade a client that is no process of the node?
 #[inline(always)]
-pub fn kube_proxy_masquerades(frontend: Frontend, origin: Origin, detected: Detected, all: bool) -> bool {
-    if origin == Origin::Host {
-        false
-    } else if frontend.flags & FRONTEND_EXTERNAL == 0 {
+pub fn kube_proxy_masquerades(frontend: Frontend, detected: Detected, all: bool) -> bool {
+    if frontend.flags & FRONTEND_EXTERNAL == 0 {
         all || detected == Detected::NoPod
     } else {
         frontend.flags & FRONTEND_LOCAL_POLICY == 0
@@ -103,6 +100,18 @@ pub fn choose<F: Family>(
     key: &AffinityKey<F::Address>,
     random: u32,
 ) -> Result<F::Slot, Reason> {
+    slot_at(tables, choose_place(tables, frontend, is_inside, key, random)?)
+}
+
+/// As [`choose`]: the index of the backend's slot.
+#[inline(always)]
+pub(crate) fn choose_place<F: Family>(
+    tables: &impl AffinityTables<F>,
+    frontend: Frontend,
+    is_inside: bool,
+    key: &AffinityKey<F::Address>,
+    random: u32,
+) -> Result<u32, Reason> {
     let service = tables.service(frontend.service).ok_or(Reason::ServiceGone)?;
     let set = endpoint_set(&service, frontend, is_inside);
     if set.count == 0 {
@@ -112,11 +121,16 @@ pub fn choose<F: Family>(
             Reason::NoEndpoints
         });
     }
-    let place = if service.affinity_seconds == 0 {
+    Ok(if service.affinity_seconds == 0 {
         place_at(set, random)
     } else {
         affinity::place(tables, set, service.affinity_seconds, key, random)
-    };
+    })
+}
+
+/// The slot that was chosen, unless it is out of use meanwhile.
+#[inline(always)]
+pub(crate) fn slot_at<F: Family>(tables: &impl Tables<F>, place: u32) -> Result<F::Slot, Reason> {
     let slot = tables.slot(place).ok_or(Reason::SlotGone)?;
     if slot.backend() == 0 { Err(Reason::SlotGone) } else { Ok(slot) }
 }
@@ -262,25 +276,17 @@ mod tests {
 
     /// kube-proxy's `TestInternalExternalMasquerade`, as its reference has it (5.4).
     #[rstest]
-    #[case::pod_to_cluster_ip(CLUSTER_IP, Origin::Workload, Detected::Pod, false)]
-    #[case::outside_to_cluster_ip(CLUSTER_IP, Origin::Outside, Detected::NoPod, true)]
-    #[case::a_pod_that_is_not_known_for_one(CLUSTER_IP, Origin::Workload, Detected::NoPod, true)]
-    #[case::where_pods_are_not_known(CLUSTER_IP, Origin::Outside, Detected::Unknown, false)]
-    #[case::node_to_cluster_ip(CLUSTER_IP, Origin::Host, Detected::NoPod, false)]
-    #[case::pod_to_node_port(POLICY_CLUSTER, Origin::Workload, Detected::Pod, true)]
-    #[case::outside_to_node_port(POLICY_CLUSTER, Origin::Outside, Detected::NoPod, true)]
-    #[case::pod_with_policy_local(POLICY_LOCAL, Origin::Workload, Detected::Pod, false)]
-    #[case::outside_with_policy_local(POLICY_LOCAL, Origin::Outside, Detected::NoPod, false)]
-    fn whom_kube_proxy_masquerades(
-        #[case] flags: u32,
-        #[case] origin: Origin,
-        #[case] detected: Detected,
-        #[case] expected: bool,
-    ) {
+    #[case::pod_to_cluster_ip(CLUSTER_IP, Detected::Pod, false)]
+    #[case::outside_to_cluster_ip(CLUSTER_IP, Detected::NoPod, true)]
+    #[case::where_pods_are_not_known(CLUSTER_IP, Detected::Unknown, false)]
+    #[case::pod_to_node_port(POLICY_CLUSTER, Detected::Pod, true)]
+    #[case::outside_to_node_port(POLICY_CLUSTER, Detected::NoPod, true)]
+    #[case::pod_with_policy_local(POLICY_LOCAL, Detected::Pod, false)]
+    #[case::outside_with_policy_local(POLICY_LOCAL, Detected::NoPod, false)]
+    fn whom_kube_proxy_masquerades(#[case] flags: u32, #[case] detected: Detected, #[case] expected: bool) {
         let frontend = Frontend { service: 7, flags };
-        assert_eq!(kube_proxy_masquerades(frontend, origin, detected, false), expected);
-        let with_all = expected || (flags == CLUSTER_IP && origin != Origin::Host);
-        assert_eq!(kube_proxy_masquerades(frontend, origin, detected, true), with_all);
+        assert_eq!(kube_proxy_masquerades(frontend, detected, false), expected);
+        assert_eq!(kube_proxy_masquerades(frontend, detected, true), expected || flags == CLUSTER_IP);
     }
 
     #[rstest]

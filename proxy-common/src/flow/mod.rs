@@ -462,6 +462,13 @@ fn first_packet<F: Family, T: FlowTables<F>>(
         return Err(Reason::NotAService);
     }
     prepare(tables, scratch, origin, rival)?;
+    if rival != Rival::None {
+        scratch.flow.flags |= FLOW_OVERLAPPING;
+    }
+    if rival == Rival::Masqueraded {
+        scratch.flow.flags |= FLOW_FOREIGN;
+        tables.set_moved(scratch.packet.source_port);
+    }
     open::insert(tables, scratch)?;
     scratch.action.rewrite = scratch.flow.forward_rewrite();
     Ok(())
@@ -492,13 +499,6 @@ fn prepare<F: Family, T: FlowTables<F>>(
         return Err(Reason::NotAService);
     } else {
         open::prepare_to_endpoint(scratch);
-    }
-    if rival != Rival::None {
-        scratch.flow.flags |= FLOW_OVERLAPPING;
-    }
-    if rival == Rival::Masqueraded {
-        scratch.flow.flags |= FLOW_FOREIGN;
-        tables.set_moved(scratch.packet.source_port);
     }
     Ok(())
 }

@@ -26,26 +26,54 @@ pub(super) fn prepare_to_frontend<F: Family, T: FlowTables<F>>(
     origin: Origin,
 ) -> Result<(), Reason> {
     detect(tables, scratch);
-    let Scratch { packet, flow, frontend, detected, affinity_key, .. } = scratch;
+    let Scratch { packet, frontend, detected, affinity_key, .. } = &mut *scratch;
     affinity_key.service = frontend.service;
     affinity_key.client = Client::new(origin, packet.source);
     let is_inside = select::is_inside(origin, *detected);
-    let slot = select::choose(tables, *frontend, is_inside, affinity_key, tables.random())?;
+    let place = select::choose_place(tables, *frontend, is_inside, affinity_key, tables.random())?;
+    set_backend(tables, scratch, origin, place)
+}
+
+/// Makes the backend of this slot that of `scratch.flow`.
+// Not inlined: what it needs of the stack would be added to what choosing a backend needs.
+#[inline(never)]
+fn set_backend<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    origin: Origin,
+    place: u32,
+) -> Result<(), Reason> {
+    let slot = select::slot_at(tables, place)?;
+    let Scratch { flow, frontend, .. } = &mut *scratch;
     flow.backend = slot.address();
     flow.set_backend_port(slot.port());
     flow.backend_id = slot.backend();
     flow.service = frontend.service;
     let is_remote = slot.flags() & BACKEND_LOCAL == 0;
-    let is_hairpin = origin != Origin::Host && packet.source == flow.backend;
-    let as_kube_proxy = tables.masquerades_as_kube_proxy()
-        && select::kube_proxy_masquerades(*frontend, origin, *detected, tables.masquerades_all());
-    // Otherwise the answer would not come back to this node, or not leave the backend.
-    let is_masqueraded = (origin == Origin::Outside && is_remote) || is_hairpin || as_kube_proxy;
-    flow.flags = if is_masqueraded { FLOW_MASQUERADE } else { 0 };
-    if origin == Origin::Host {
-        flow.flags |= FLOW_FROM_HOST;
-    }
+    scratch.flow.flags = if origin == Origin::Host {
+        FLOW_FROM_HOST
+    } else if is_masqueraded(tables, scratch, origin, is_remote) {
+        FLOW_MASQUERADE
+    } else {
+        0
+    };
     Ok(())
+}
+
+/// Does the backend of `scratch.flow` see the node's address instead of the client's?
+#[inline(always)]
+fn is_masqueraded<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &Scratch<F::Address>,
+    origin: Origin,
+    is_remote: bool,
+) -> bool {
+    let Scratch { packet, flow, frontend, detected, .. } = scratch;
+    // Otherwise the answer would not come back to this node, or not leave the backend.
+    let must_be = (origin == Origin::Outside && is_remote) || packet.source == flow.backend;
+    must_be
+        || (tables.masquerades_as_kube_proxy()
+            && select::kube_proxy_masquerades(*frontend, *detected, tables.masquerades_all()))
 }
 
 /// Finds out whether the packet's client is a pod, as `scratch.detected`.

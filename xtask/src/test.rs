@@ -238,6 +238,7 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
         behaviour("behaviour nftables", &in_mode(arguments, "nftables"))?,
         behaviour("behaviour userspace", &in_mode(arguments, "userspace"))?,
         programs.suite_as_root("differential", &[Bin("differential")], &differential(arguments))?,
+        programs.suite_as_root("differential ebpf", &[Bin("differential")], &differential_ebpf(arguments))?,
         programs.suite_as_root("switching", &[Bin("switching")], &switching(arguments))?,
         programs.suite_as_root("sources", &[Test("sources")], &[])?,
         programs.suite_as_root("life cycle", &[Test("life_cycle")], &[])?,
@@ -280,6 +281,16 @@ fn in_mode(arguments: &Arguments, mode: &'static str) -> Vec<&'static str> {
 fn differential(arguments: &Arguments) -> Vec<&'static str> {
     let lean = (!arguments.all_modes).then_some("--lean");
     ["--proxy", "iptables", "--proxy", "nftables", "--kube-proxy"].into_iter().chain(lean).collect()
+}
+
+/// Clients outside and pods by packets, the node by sockets; unless all is asked for, without the scenarios that are about who is masqueraded:
+/// mode ebpf does not look at those settings.
+fn differential_ebpf(arguments: &Arguments) -> Vec<&'static str> {
+    let packets = ["--proxy", "ebpf", "--path", "packets"];
+    if arguments.all_modes {
+        return [&packets, ["--path", "sockets"].as_slice()].concat();
+    }
+    [&packets, ["--lean", "--skip", "masqueradeAll", "--skip", "pods are"].as_slice()].concat()
 }
 
 /// From and to the real one too; unless all is asked for, each mode once from and once to, over fewer connections.

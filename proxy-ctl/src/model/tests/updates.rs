@@ -206,9 +206,8 @@ fn slices_of_one_service_have_their_own_port_numbers() {
 #[test]
 fn thousands_of_endpoints_in_several_slices_are_one_set() {
     let of_slice = |number: u8| (0..=249).map(|last| remote(&format!("10.0.{number}.{last}"))).collect();
-    let slices = (0..12).map(|number| {
-        Update::ApplySlice(slice(&format!("shop/web-{number}"), "web", of_slice(number)))
-    });
+    let slices = (0..12)
+        .map(|number| Update::ApplySlice(slice(&format!("shop/web-{number}"), "web", of_slice(number))));
     let service = Update::ApplyService(service("shop/web", &["10.96.0.1"]));
     let mut model = after(std::iter::once(service).chain(slices).collect());
     assert_eq!(cluster(&model, "shop/web").len(), 3_000);

@@ -112,9 +112,8 @@ fn type_changed(world: &mut World, variant: Variant) -> Result<()> {
     let [first, second] = [92, 93].map(|index| address::external(1, index));
     let number = world.node_port(&SHIFTING, 1, variant.family)?;
     let targets = [number, (first.of(variant.family), PORT).into(), (second.of(variant.family), PORT).into()];
-    let ingress = |addresses: Addresses, proxied| {
-        addresses.both().map(|address| Ingress { address, proxied }).to_vec()
-    };
+    let ingress =
+        |addresses: Addresses, proxied| addresses.both().map(|address| Ingress { address, proxied }).to_vec();
     // With or without node ports, and load-balancer addresses; which of the targets are served then.
     let steps = [
         ("NodePort", true, vec![], [true, false, false]),
@@ -153,7 +152,8 @@ fn zone_changed(world: &mut World, variant: Variant) -> Result<()> {
     let endpoints: Vec<Endpoint> =
         endpoints.map(|(endpoint, zones)| Endpoint { zones, ..endpoint }).collect();
     world.objects.set_service(&SHIFTING.service(), &endpoints);
-    for (zone, server) in [("zone-of-node1", "web-1"), ("zone-of-node2", "web-2"), ("zone-of-node1", "web-1")] {
+    for (zone, server) in [("zone-of-node1", "web-1"), ("zone-of-node2", "web-2"), ("zone-of-node1", "web-1")]
+    {
         world.objects.set_zone("node1", zone);
         world.settle()?;
         for family in FAMILIES {

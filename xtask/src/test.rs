@@ -283,14 +283,14 @@ fn differential(arguments: &Arguments) -> Vec<&'static str> {
     ["--proxy", "iptables", "--proxy", "nftables", "--kube-proxy"].into_iter().chain(lean).collect()
 }
 
-/// Clients outside and pods by packets, the node by sockets; unless all is asked for, without the scenarios that are about who is masqueraded:
-/// mode ebpf does not look at those settings.
+/// On the path where pods send packets and the node has sockets; unless all is asked for, without the settings that say whom to masquerade, as
+/// mode ebpf does not go by them. Whether all that is explained differs can be said of whole tables only.
 fn differential_ebpf(arguments: &Arguments) -> Vec<&'static str> {
-    let packets = ["--proxy", "ebpf", "--path", "packets"];
-    if arguments.all_modes {
-        return [&packets, ["--path", "sockets"].as_slice()].concat();
-    }
-    [&packets, ["--lean", "--skip", "masqueradeAll", "--skip", "pods are"].as_slice()].concat()
+    let on_other_path = ["--path", "sockets"];
+    let in_every_run =
+        ["--lean", "--skip", "masqueradeAll", "--skip", "pods are", "--skip", "what is explained"];
+    let further: &[_] = if arguments.all_modes { &on_other_path } else { &in_every_run };
+    [&["--proxy", "ebpf", "--path", "packets"], further].concat()
 }
 
 /// From and to the real one too; unless all is asked for, each mode once from and once to, over fewer connections.

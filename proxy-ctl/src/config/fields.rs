@@ -176,7 +176,7 @@ pub static FIELDS: &[Field] = fields! {
     "iptables.masqueradeAll", switch(|c| &mut c.masquerade_all), Applies::InMode(not_in_nftables);
         "Masquerade everything that is sent to a cluster IP. In modes iptables and ipvs.";
     "iptables.localhostNodePorts", switch(|c| &mut c.iptables.localhost_node_ports);
-        "Serve node ports on 127.0.0.1 in mode iptables, on all loopback addresses in mode ebpf.";
+        "Serve node ports on 127.0.0.1 in modes iptables, ebpf and userspace; on ::1 none is served.";
     "iptables.syncPeriod", period(|c| &mut c.periods.sync), Applies::InMode(in_others);
         "How often everything is compared with what is programmed, and the longest pause after a failure. Also in modes \
          ebpf and userspace.";

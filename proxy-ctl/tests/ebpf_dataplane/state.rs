@@ -9,7 +9,7 @@ use std::{
 use proxy_ctl::{
     config::{Ebpf, Limits},
     dataplane::{
-        Applied, Dataplane, Host, Programmed as _, TableUsage,
+        Applied, Dataplane, FrontendSnapshot, Host, Programmed as _, TableUsage,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
     },
     model::{
@@ -22,7 +22,7 @@ use tracing::Level;
 
 use super::{
     desired::{endpoint, port, shared, with_node_port},
-    sandbox::{Sandbox, serve},
+    sandbox::{Sandbox, run, serve},
 };
 
 fn web(backends: &[&str]) -> Vec<Arc<DesiredPort>> {
@@ -315,6 +315,106 @@ fn a_frontend_moves_to_another_service_without_a_hole() {
     assert_eq!(services.len(), 1);
     assert_eq!(services[0].frontends.len(), 1);
     assert_eq!(&*services[0].name.service.name, "new");
+}
+
+/// Address, port and owner of each frontend.
+fn owners(sandbox: &Sandbox) -> Vec<String> {
+    let services = sandbox.snapshot().services;
+    let owners = services.iter().flat_map(|service| {
+        let shown = |frontend: &FrontendSnapshot| {
+            let at = frontend.address.map_or("node".into(), |address| address.to_string());
+            format!("{at}:{} {}", frontend.port, service.name.port)
+        };
+        service.frontends.iter().map(shown).collect::<Vec<_>>()
+    });
+    let mut owners: Vec<String> = owners.collect();
+    owners.sort_unstable();
+    owners
+}
+
+/// What one gives up is what the other has taken already.
+#[test]
+fn ports_that_swap_their_numbers_lose_no_frontend() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let listening = [serve("127.0.0.1", "a"), serve("127.0.0.1", "b")];
+    let ports = |numbers: [u16; 2]| {
+        let of = |(name, number, listening): (&str, u16, u16)| {
+            let mut port = port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)]);
+            (port.name.port, port.frontends[0].port) = (name.into(), number);
+            with_node_port(port, 30_000 + number)
+        };
+        shared([("a", numbers[0], listening[0]), ("b", numbers[1], listening[1])].map(of))
+    };
+    dataplane.resync(&ports([80, 81])).unwrap();
+    for (numbers, [at_80, at_81]) in [([81, 80], ["b", "a"]), ([80, 81], ["a", "b"])] {
+        dataplane.apply(&Changes { changed: ports(numbers), removed: Vec::new() }).unwrap();
+        let expected = [
+            format!("10.96.0.1:80 {at_80}"),
+            format!("10.96.0.1:81 {at_81}"),
+            format!("node:30080 {at_80}"),
+            format!("node:30081 {at_81}"),
+        ];
+        assert_eq!(owners(&sandbox), expected);
+        assert_eq!(sandbox.dial("10.96.0.1", 80), Ok(at_80.into()));
+        assert_eq!(sandbox.dial("10.96.0.1", 81), Ok(at_81.into()));
+    }
+}
+
+#[test]
+fn a_port_of_one_protocol_goes_and_that_of_the_other_stays() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let of = |protocol: Protocol| {
+        let mut port = with_node_port(port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80)]), 30_080);
+        port.name.protocol = protocol;
+        port
+    };
+    let (tcp, udp) = (of(Protocol::Tcp), of(Protocol::Udp));
+    for (stays, goes) in [(&tcp, &udp), (&udp, &tcp)] {
+        dataplane.resync(&shared([tcp.clone(), udp.clone()])).unwrap();
+        assert_eq!(owners(&sandbox).len(), 4);
+        dataplane.apply(&Changes { changed: Vec::new(), removed: vec![goes.name.clone()] }).unwrap();
+        let services = sandbox.snapshot().services;
+        assert_eq!(services.iter().map(|service| &service.name).collect::<Vec<_>>(), [&stays.name]);
+        assert_eq!(services[0].frontends.len(), 2);
+    }
+}
+
+#[test]
+fn a_service_of_more_than_a_thousand_endpoints() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let ports = |count: u16| {
+        let address = |number: u16| IpAddr::from([10, 1, number.to_be_bytes()[0], number.to_be_bytes()[1]]);
+        let all = (0..count).map(|number| endpoint(&address(number).to_string(), 8080)).collect();
+        shared([port("web", "10.96.0.1", all)])
+    };
+    for count in [1_500, 1_001, 999, 1_500] {
+        dataplane.apply(&Changes { changed: ports(count), removed: Vec::new() }).unwrap();
+        let snapshot = sandbox.snapshot();
+        assert_eq!(snapshot.services[0].cluster.len(), usize::from(count));
+        assert_eq!(snapshot.backends.len(), usize::from(count));
+    }
+}
+
+#[test]
+fn addresses_of_node_ports_come_and_go() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let listening = serve("127.0.0.1", "first");
+    let web = port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)]);
+    dataplane.resync(&shared([with_node_port(web, 30_080)])).unwrap();
+    run("ip", "addr add 192.0.2.1/24 dev lo");
+    run("ip", "addr add 192.0.2.2/24 dev lo");
+    for addresses in [&[1, 2][..], &[2], &[], &[1]] {
+        let served = addresses.iter().map(|last| IpAddr::from([192, 0, 2, *last])).collect();
+        dataplane.set_host(&Host { node_port_addresses: served, ..Host::default() }).unwrap();
+        for last in [1, 2] {
+            let answer = sandbox.dial(&format!("192.0.2.{last}"), 30_080);
+            assert_eq!(answer.is_ok(), addresses.contains(&last), "{addresses:?} {last}: {answer:?}");
+        }
+    }
 }
 
 #[test]

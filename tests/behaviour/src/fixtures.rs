@@ -93,6 +93,8 @@ pub const SCTP: ServiceFixture = service("sctp", 29, &["web-1", "web-2"]).node_p
 pub const GUARDED: ServiceFixture = service("guarded", 30, &["web-1", "web-2"]);
 /// What scenarios about networks beside the fabric write.
 pub const OVER_NETWORK: ServiceFixture = service("over-network", 31, &[]).node_port(30_088);
+/// What scenarios about types, ports and load-balancer addresses write.
+pub const SHIFTING: ServiceFixture = service("shifting", 32, &["web-1", "web-2"]).node_port(30_089);
 /// What scenarios change.
 pub const CHANGING: ServiceFixture = service("changing", 25, &["web-1", "web-2"]);
 

@@ -454,14 +454,20 @@ fn the_configuration_chooses_interfaces_and_node_port_addresses() {
 }
 
 #[test]
-fn without_localhost_node_ports_loopback_addresses_serve_none() {
-    for (localhost_node_ports, served) in
-        [(true, &["127.0.0.1", "192.0.2.1", "::1"][..]), (false, &["192.0.2.1"])]
-    {
-        let mut config = Config::default();
+fn of_loopback_addresses_only_those_of_ipv4_serve_node_ports_and_only_if_they_are_to() {
+    let network = NodePortAddress::Network("192.0.2.0/24".parse().unwrap());
+    let cases: [(bool, &[NodePortAddress], &[&str]); 5] = [
+        (true, &[], &["127.0.0.1", "192.0.2.1", "2001:db8::1"]),
+        (true, &[NodePortAddress::All], &["127.0.0.1", "192.0.2.1", "2001:db8::1"]),
+        (true, &[NodePortAddress::Localhost], &["127.0.0.1"]),
+        (true, &[network], &["192.0.2.1", "2001:db8::1"]),
+        (false, &[], &["192.0.2.1", "2001:db8::1"]),
+    ];
+    for (localhost_node_ports, wanted, served) in cases {
+        let mut config = Config { node_port_addresses: wanted.into(), ..Config::default() };
         config.iptables.localhost_node_ports = localhost_node_ports;
         let mut fixture = Fixture::new(config);
-        fixture.controller.set_network(network(&["127.0.0.1", "192.0.2.1", "::1"]));
+        fixture.controller.set_network(self::network(&["127.0.0.1", "192.0.2.1", "::1", "2001:db8::1"]));
         fixture.start();
         let written = fixture.write();
         let [Call::SetHost(written), ..] = written.as_slice() else { panic!("{written:?}") };

@@ -214,6 +214,15 @@ fn draining(endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
     input(vec![remote("10.0.0.0").draining().dead(), remote("10.0.0.1").draining()]),
     cluster(&[1])
 )]
+// As the cluster writes it with publishNotReadyAddresses.
+#[case::published_though_it_neither_serves_nor_stays(
+    input(vec![
+        Endpoint { terminating: true, serving: false, ..remote("10.0.0.0") },
+        Endpoint { serving: false, ..local("10.0.0.1") },
+        remote("10.0.0.2"),
+    ]).node_port().external_local(),
+    both(&[1, 0, 2], &[1], &[1, 0, 2])
+)]
 #[case::internal_local_external_cluster(
     input(local_and_remote()).node_port().internal_local(),
     both(&[0, 1], &[0], &[0, 1])

@@ -4,8 +4,8 @@ use rstest::rstest;
 
 use crate::model::{
     Model, Update,
-    desired::Changes,
-    objects::{Endpoint, IpFamily::Ipv4, Protocol, ServiceCidr, ServiceSlices},
+    desired::{Changes, Frontend},
+    objects::{Endpoint, IpFamily::Ipv4, Protocol, Service, ServiceCidr, ServiceSlices},
     test_support::*,
 };
 
@@ -202,6 +202,22 @@ fn slices_of_one_service_have_their_own_port_numbers() {
     assert_eq!(cluster(&model, "shop/web"), ["10.0.0.1:8080", "10.0.0.2:9090"]);
 }
 
+/// Of all slices of a Service: no slice has more than 1,000 endpoints.
+#[test]
+fn thousands_of_endpoints_in_several_slices_are_one_set() {
+    let of_slice = |number: u8| (0..=249).map(|last| remote(&format!("10.0.{number}.{last}"))).collect();
+    let slices = (0..12)
+        .map(|number| Update::ApplySlice(slice(&format!("shop/web-{number}"), "web", of_slice(number))));
+    let service = Update::ApplyService(service("shop/web", &["10.96.0.1"]));
+    let mut model = after(std::iter::once(service).chain(slices).collect());
+    assert_eq!(cluster(&model, "shop/web").len(), 3_000);
+    model.delete_slice(&name("shop/web-7"));
+    model.take_changes();
+    let left = cluster(&model, "shop/web");
+    assert_eq!(left.len(), 2_750);
+    assert!(left.iter().all(|endpoint| !endpoint.starts_with("10.0.7.")), "{left:?}");
+}
+
 #[test]
 fn slice_that_moves_to_another_service_leaves_the_first() {
     let mut model = after(shop());
@@ -239,6 +255,107 @@ fn of_a_duplicate_endpoint_the_better_counts(
         ]);
         let expected: &[&str] = if used { &["10.0.0.1:8080"] } else { &[] };
         assert_eq!(cluster(&model, "shop/web"), expected);
+    }
+}
+
+#[test]
+fn a_duplicate_counts_as_soon_as_the_better_one_is_gone() {
+    let mut model = after(vec![
+        Update::ApplyService(service("shop/web", &["10.96.0.1"])),
+        Update::ApplySlice(slice("shop/web-1", "web", vec![remote("10.0.0.1")])),
+        Update::ApplySlice(slice("shop/web-2", "web", vec![remote("10.0.0.1").draining()])),
+    ]);
+    let is_terminating = |model: &Model| model.desired()[0].endpoints.all.iter().all(|one| one.terminating);
+    assert!(!is_terminating(&model));
+    model.delete_slice(&name("shop/web-1"));
+    model.take_changes();
+    assert_eq!(cluster(&model, "shop/web"), ["10.0.0.1:8080"]);
+    assert!(is_terminating(&model));
+}
+
+fn frontends(model: &Model) -> Vec<String> {
+    let ports = model.desired();
+    let shown = |port: &crate::model::desired::DesiredPort| {
+        let of = |frontend: &Frontend| format!("{}:{} {:?}", frontend.address, frontend.port, frontend.kind);
+        let name = if port.name.port.is_empty() { port.name.protocol.name() } else { &port.name.port };
+        port.frontends.iter().map(|frontend| format!("{name} {}", of(frontend))).collect::<Vec<_>>()
+    };
+    ports.iter().flat_map(|port| shown(port)).collect()
+}
+
+/// What the type of a Service means is in its fields: the API server gives and takes node ports and addresses.
+#[test]
+fn frontends_follow_the_type_and_the_status_of_a_service() {
+    let plain = || service("shop/web", &["10.96.0.1"]);
+    let proxied = |address| {
+        let mut service = plain().node_port(30080);
+        service.proxied_load_balancer_ips.push(ip(address));
+        service
+    };
+    let (cluster_ip, node_port) = ("TCP 10.96.0.1:80 ClusterIp", "TCP 0.0.0.0:30080 NodePort");
+    let (first, second) = ("TCP 192.0.2.1:80 LoadBalancer", "TCP 192.0.2.2:80 LoadBalancer");
+    let steps: [(Service, &[&str]); 8] = [
+        (plain(), &[cluster_ip]),
+        (plain().node_port(30080), &[cluster_ip, node_port]),
+        (plain().node_port(30080).load_balancer_ip("192.0.2.1"), &[cluster_ip, node_port, first]),
+        (plain().node_port(30080).load_balancer_ip("192.0.2.2"), &[cluster_ip, node_port, second]),
+        (proxied("192.0.2.2"), &[cluster_ip, node_port]),
+        // allocateLoadBalancerNodePorts: false
+        (plain().load_balancer_ip("192.0.2.1"), &[cluster_ip, first]),
+        (plain().external_ip("192.0.2.3"), &[cluster_ip, "TCP 192.0.2.3:80 ExternalIp"]),
+        (plain(), &[cluster_ip]),
+    ];
+    let mut model = Model::new(HERE);
+    for (service, expected) in steps {
+        model.apply_service(service);
+        assert_eq!(names(&model.take_changes()), ["shop/web Ipv4"]);
+        assert_eq!(frontends(&model), expected);
+    }
+    // To ExternalName, and back with another address.
+    model.delete_service(&name("shop/web"));
+    assert_eq!(names(&model.take_changes()), ["-shop/web Ipv4"]);
+    model.apply_service(service("shop/web", &["10.96.0.9"]));
+    model.take_changes();
+    assert_eq!(frontends(&model), ["TCP 10.96.0.9:80 ClusterIp"]);
+}
+
+#[test]
+fn ports_that_swap_their_numbers_swap_their_frontends() {
+    let with_numbers = |a: u16, b: u16| {
+        let ports = vec![port("a", a).node_port(30000 + a), port("b", b).node_port(30000 + b)];
+        service("shop/web", &["10.96.0.1"]).ports(ports)
+    };
+    let mut model = after(vec![Update::ApplyService(with_numbers(80, 81))]);
+    model.apply_service(with_numbers(81, 80));
+    assert_eq!(names(&model.take_changes()), ["shop/web:a Ipv4", "shop/web:b Ipv4"]);
+    assert_eq!(
+        frontends(&model),
+        [
+            "a 10.96.0.1:81 ClusterIp",
+            "a 0.0.0.0:30081 NodePort",
+            "b 10.96.0.1:80 ClusterIp",
+            "b 0.0.0.0:30080 NodePort",
+        ]
+    );
+    assert!(model.desired().iter().all(|port| port.unserved.is_empty()) && model.conflicts().is_empty());
+}
+
+#[test]
+fn of_one_number_for_two_protocols_one_can_go() {
+    let of = |protocols: &[Protocol]| {
+        let ports = protocols.iter().map(|protocol| port("", 80).protocol(*protocol).node_port(30080));
+        service("shop/web", &["10.96.0.1"]).ports(ports.collect())
+    };
+    let mut model = after(vec![Update::ApplyService(of(&[Protocol::Tcp, Protocol::Udp]))]);
+    assert_eq!(frontends(&model).len(), 4, "no conflict");
+    for (left, gone) in [(Protocol::Tcp, Protocol::Udp), (Protocol::Udp, Protocol::Tcp)] {
+        model.apply_service(of(&[Protocol::Tcp, Protocol::Udp]));
+        model.take_changes();
+        model.apply_service(of(&[left]));
+        let changes = model.take_changes();
+        let removed: Vec<Protocol> = changes.removed.iter().map(|name| name.protocol).collect();
+        assert_eq!((changes.changed.len(), removed), (0, vec![gone]));
+        assert_eq!(frontends(&model).len(), 2);
     }
 }
 
@@ -376,7 +493,7 @@ fn ranges_of_service_addresses_are_known_and_change_no_port() {
 /// Pods have an address of each family, and count once.
 #[test]
 fn health_checks_count_ready_endpoints_of_this_node() {
-    let checked = |health_check_node_port| crate::model::objects::Service {
+    let checked = |health_check_node_port| Service {
         health_check_node_port,
         ..service("shop/cart", &["10.96.0.2", "fd00::2"])
     };

@@ -2,13 +2,19 @@
 
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
-use lab::{Dial, Outcome, cluster::NODES, wait};
+use anyhow::{Context as _, Result, ensure};
+use lab::{
+    Dial, Outcome, Protocol,
+    address::{self, Addresses, FAMILIES},
+    cluster::{NODES, OUTSIDE},
+    objects::{Endpoint, Ingress, Service, State},
+    wait,
+};
 
 use crate::{
     case::{Case, Variant, Variants},
     check,
-    fixtures::{BALANCED, CHANGING},
+    fixtures::{BALANCED, CHANGING, PORT, SHIFTING},
     world::World,
 };
 
@@ -17,10 +23,16 @@ pub(super) const CASES: &[Case] = &[
     Case::new("an endpoint that is added gets its share", Variants::All, endpoint_added),
     Case::new("the last endpoint goes: refused; one comes: served", Variants::All, emptied),
     Case::new("a service that is removed is no longer served", Variants::All, service_removed),
+    Case::new("of one port for two protocols one goes, the other stays", Variants::All, protocol_removed),
+    Case::new("a service changes its type and its load-balancer addresses", Variants::Once, type_changed),
+    Case::new("zone hints follow the zone of the node", Variants::Once, zone_changed),
     Case::new("an established connection survives changes of other endpoints", Variants::All, established),
     Case::new("a pod that is started later is served", Variants::All, late_pod).core(),
     Case::new("an endpoint in a pod that is started later is reached", Variants::All, late_endpoint),
 ];
+
+/// Long enough to see that nobody answers.
+const SILENCE_MS: u64 = 200;
 
 const CLIENTS: [&str; 3] = ["client-1", "client-2", "node1"];
 
@@ -70,6 +82,90 @@ fn service_removed(world: &mut World, variant: Variant) -> Result<()> {
     }
     world.set_endpoints(&CHANGING, &["web-1"])?;
     expect(world, variant, &["web-1"])
+}
+
+/// The variant's protocol is the one that stays.
+fn protocol_removed(world: &mut World, variant: Variant) -> Result<()> {
+    let both = SHIFTING.service();
+    let mut one = both.clone();
+    one.ports.retain(|port| port.protocol == variant.protocol);
+    let other = if variant.protocol == Protocol::Tcp { Protocol::Udp } else { Protocol::Tcp };
+    let targets = [
+        ("client-1", world.cluster_ip(&SHIFTING, variant.family)),
+        ("node1", world.cluster_ip(&SHIFTING, variant.family)),
+        (OUTSIDE, world.node_port(&SHIFTING, 1, variant.family)?),
+    ];
+    let dial = |protocol, target| Dial::new(protocol, target).timeout_ms(SILENCE_MS);
+    for (service, other_is_served) in [(&both, true), (&one, false), (&both, true)] {
+        world.set_service(service, &["web-1"])?;
+        for (client, target) in targets {
+            check::answered_by(&world.dial(client, &dial(variant.protocol, target))?, &["web-1"])?;
+            let outcomes = world.dial(client, &dial(other, target))?;
+            let is_served = matches!(outcomes.as_slice(), [Outcome::Answered(_)]);
+            ensure!(is_served == other_is_served, "{client}, {other}: {outcomes:?}");
+        }
+    }
+    world.remove_service(SHIFTING.name)
+}
+
+fn type_changed(world: &mut World, variant: Variant) -> Result<()> {
+    let [first, second] = [92, 93].map(|index| address::external(1, index));
+    let number = world.node_port(&SHIFTING, 1, variant.family)?;
+    let targets = [number, (first.of(variant.family), PORT).into(), (second.of(variant.family), PORT).into()];
+    let ingress =
+        |addresses: Addresses, proxied| addresses.both().map(|address| Ingress { address, proxied }).to_vec();
+    // With or without node ports, and load-balancer addresses; which of the targets are served then.
+    let steps = [
+        ("NodePort", true, vec![], [true, false, false]),
+        ("LoadBalancer", true, ingress(first, false), [true, true, false]),
+        ("LoadBalancer at another address", true, ingress(second, false), [true, false, true]),
+        ("ipMode Proxy", true, ingress(second, true), [true, false, false]),
+        ("LoadBalancer without node ports", false, ingress(first, false), [false, true, false]),
+        ("ClusterIP", false, vec![], [false, false, false]),
+    ];
+    for (step, has_node_ports, load_balancer, served) in steps {
+        let mut service = Service { load_balancer, ..SHIFTING.service() };
+        if !has_node_ports {
+            service.ports.iter_mut().for_each(|port| port.node_port = None);
+        }
+        world.set_service(&service, &["web-1"])?;
+        for (target, is_served) in targets.into_iter().zip(served) {
+            let dial = Dial::new(variant.protocol, target).timeout_ms(SILENCE_MS);
+            let outcomes = world.dial(OUTSIDE, &dial)?;
+            let found = matches!(outcomes.as_slice(), [Outcome::Answered(_)]);
+            ensure!(found == is_served, "{step}: {target}: {outcomes:?}");
+            if is_served {
+                check::answered_by(&world.dial("client-1", &dial)?, &["web-1"]).context(step)?;
+            }
+        }
+    }
+    world.remove_service(SHIFTING.name)
+}
+
+/// The Node and the sentinel are two streams of an API server.
+const FOLLOWED_WITHIN: Duration = Duration::from_secs(10);
+
+fn zone_changed(world: &mut World, variant: Variant) -> Result<()> {
+    let ready = [("web-1", State::Ready), ("web-2", State::Ready)];
+    let zones: [&'static [&'static str]; 2] = [&["zone-of-node1"], &["zone-of-node2"]];
+    let endpoints = world.endpoints(&ready)?.into_iter().zip(zones);
+    let endpoints: Vec<Endpoint> =
+        endpoints.map(|(endpoint, zones)| Endpoint { zones, ..endpoint }).collect();
+    world.objects.set_service(&SHIFTING.service(), &endpoints);
+    for (zone, server) in [("zone-of-node1", "web-1"), ("zone-of-node2", "web-2"), ("zone-of-node1", "web-1")]
+    {
+        world.objects.set_zone("node1", zone);
+        world.settle()?;
+        for family in FAMILIES {
+            let target = world.cluster_ip(&SHIFTING, family);
+            let dial = Dial::new(variant.protocol, target).times(20);
+            wait::until(&format!("{server} alone answers in {zone}"), FOLLOWED_WITHIN, || {
+                let outcomes = world.dial("client-1", &dial).map_err(|error| error.to_string())?;
+                check::answered_by(&outcomes, &[server]).map(|_| Some(())).map_err(|error| error.to_string())
+            })?;
+        }
+    }
+    world.remove_service(SHIFTING.name)
 }
 
 fn established(world: &mut World, variant: Variant) -> Result<()> {

@@ -52,10 +52,23 @@ fn moved(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn emptied(world: &mut World, variant: Variant) -> Result<()> {
-    through(world, variant, |world| {
-        world.set_endpoints(&DATAGRAMS, &[])?;
-        world.set_endpoints(&DATAGRAMS, &["web-2"])
-    })
+    world.set_endpoints(&DATAGRAMS, &["web-1"])?;
+    let held = hold(world, variant)?;
+    world.set_endpoints(&DATAGRAMS, &[])?;
+    // Up to 1.36 it keeps the flows of a Service without endpoints.
+    if !world.setting.proxy.is_kube_proxy() {
+        // An error of ICMP is told to the connected ones, the first of each client.
+        for (client, socket) in held.iter().step_by(2) {
+            let agent = world.agent(client)?;
+            wait::until(&format!("{client} is refused"), RECOVERS_WITHIN, || match agent.ping(*socket) {
+                Ok(Outcome::Refused { .. }) => Ok(Some(())),
+                Ok(other) => Err(other.to_string()),
+                Err(error) => Err(format!("{error:#}")),
+            })?;
+        }
+    }
+    world.set_endpoints(&DATAGRAMS, &["web-2"])?;
+    follow(world, held)
 }
 
 fn recreated(world: &mut World, variant: Variant) -> Result<()> {

@@ -1,12 +1,13 @@
 //! Clients everywhere dial a node port.
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use lab::{
     Dial,
-    address::Family,
+    address::{Family, fabric},
     cluster::{NODES, OUTSIDE, node_name},
+    namespace, wait,
 };
 
 use crate::{
@@ -42,7 +43,14 @@ pub(super) const CASES: &[Case] = &[
     .core(),
     Case::new("a client outside reaches every endpoint of a node port", Variants::All, outside_balanced),
     Case::new("a node port without endpoints refuses at once", Variants::All, refused),
+    Case::new("a node port is served at an address as long as the node has it", Variants::All, late_address)
+        .concerns(serves_every_address),
 ];
+
+/// Without nodePortAddresses.
+fn serves_every_address(setting: &Setting) -> bool {
+    matches!(setting.datapath(), Datapath::Ebpf | Datapath::Iptables)
+}
 
 fn masquerades(setting: &Setting, _: Variant) -> Option<&'static str> {
     (setting.datapath() != Datapath::Ebpf)
@@ -175,4 +183,34 @@ fn refused(world: &mut World, variant: Variant) -> Result<()> {
         check::refused_at_once(setting, &outcomes).with_context(|| format!("from {client}"))?;
     }
     Ok(())
+}
+
+const FOLLOWS_WITHIN: Duration = Duration::from_secs(10);
+
+fn late_address(world: &mut World, variant: Variant) -> Result<()> {
+    let number = world.node_port(&BALANCED, 1, variant.family)?.port();
+    let address = fabric(200).of(variant.family);
+    let node = world.lab.netns(&node_name(1))?.namespace.clone();
+    let assigned = match variant.family {
+        Family::V4 => format!("{address}/24 dev eth0"),
+        Family::V6 => format!("{address}/64 dev eth0 nodad"),
+    };
+    let dial = Dial::new(variant.protocol, SocketAddr::new(address, number)).timeout_ms(300);
+    let clients = [OUTSIDE, "client-1", "node1"];
+    namespace::ip(Some(&node), &format!("addr add {assigned}\n"))?;
+    let served = clients.into_iter().try_for_each(|client| {
+        wait::until(&format!("{client} is served at the new address"), FOLLOWS_WITHIN, || {
+            let outcomes = world.dial(client, &dial).map_err(|error| error.to_string())?;
+            check::answered(&outcomes).map(|_| Some(())).map_err(|error| error.to_string())
+        })?;
+        check::answered_by(&world.dial(client, &dial.clone().times(40))?, BALANCED.endpoints).map(drop)
+    });
+    namespace::ip(Some(&node), &format!("addr del {}\n", assigned.trim_end_matches(" nodad")))?;
+    served?;
+    clients.into_iter().try_for_each(|client| {
+        wait::until(&format!("{client} is not served at the former address"), FOLLOWS_WITHIN, || {
+            let outcomes = world.dial(client, &dial).map_err(|error| error.to_string())?;
+            Ok(check::answered(&outcomes).is_err().then_some(()))
+        })
+    })
 }

@@ -214,10 +214,12 @@ impl Expected {
         }
     }
 
-    /// As many connections meet every endpoint, but for a chance of one in a million.
+    /// As many connections meet every endpoint, but for a chance of one in a million; where one alone is to answer, a second of two shows
+    /// but for one in a hundred.
     pub(crate) const fn connections(&self) -> u32 {
         match self {
-            Self::Answered([_], _) | Self::Refused | Self::Dropped => 3,
+            Self::Answered([_], _) => 8,
+            Self::Refused | Self::Dropped => 3,
             Self::Answered([_, _], _) => 22,
             Self::Answered(..) | Self::Sticks(..) => 40,
         }

@@ -17,7 +17,7 @@ use lab::{
 use super::{
     Client, Configuration, Destination, EndpointRow, Expected, Found, Row, SCENARIOS, Scenario, Source,
 };
-use crate::{case::Variant, fixtures::PORT, world::World};
+use crate::{case::Variant, fixtures::PORT, setting::Datapath, world::World};
 
 /// A port that no service has.
 const UNDEFINED_PORT: u16 = 81;
@@ -154,6 +154,7 @@ struct Job<'a> {
 type Done = ((RowNumber, Expected), Observed);
 
 fn carry_out(world: &World, jobs: &BTreeMap<Client, Vec<Job>>) -> Result<Vec<Done>> {
+    let datapath = world.setting.datapath();
     let mut clients = Vec::new();
     for (client, jobs) in jobs {
         let name = client.agent();
@@ -164,8 +165,9 @@ fn carry_out(world: &World, jobs: &BTreeMap<Client, Vec<Job>>) -> Result<Vec<Don
             .into_iter()
             .map(|(agent, own, jobs)| {
                 scope.spawn(move || {
-                    let done =
-                        |job: &Job| Ok(((job.at, job.expected), (job.variant, found(agent, own, job)?)));
+                    let done = |job: &Job| {
+                        Ok(((job.at, job.expected), (job.variant, found(agent, own, datapath, job)?)))
+                    };
                     jobs.iter().map(done).collect::<Result<Vec<_>>>()
                 })
             })
@@ -178,11 +180,11 @@ fn carry_out(world: &World, jobs: &BTreeMap<Client, Vec<Job>>) -> Result<Vec<Don
     })
 }
 
-fn found(agent: &Agent, own: Addresses, job: &Job) -> Result<Found> {
+fn found(agent: &Agent, own: Addresses, datapath: Datapath, job: &Job) -> Result<Found> {
     let silence_ms = match (job.expected, job.variant.protocol) {
         // What netfilter refuses by ICMP is refused after the second SYN only, 1 s later.
-        (Expected::Dropped, Protocol::Tcp | Protocol::Sctp) => 1_600,
-        (Expected::Dropped, Protocol::Udp) => 500,
+        (Expected::Dropped, Protocol::Tcp | Protocol::Sctp) if datapath.is_netfilter() => 1_600,
+        (Expected::Dropped, _) => 300,
         (Expected::Answered(..) | Expected::Sticks(..) | Expected::Refused, _) => 4_000,
     };
     let dial = job.dial.clone().timeout_ms(silence_ms);

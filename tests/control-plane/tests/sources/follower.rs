@@ -11,7 +11,10 @@ use std::{
 use anyhow::{Context, Result, bail};
 use control_plane::Identity;
 use proxy_ctl::{
-    model::{Model, Update},
+    model::{
+        Model, Update,
+        desired::{Frontend, FrontendKind},
+    },
     source::kubernetes::{Api, Config, Kubernetes, SourceState},
 };
 use tokio::{
@@ -183,6 +186,24 @@ impl Follower {
                 (format!("{}:{}", port.name.service.name, port.name.port), endpoints.collect())
             })
             .collect()
+    }
+
+    /// Kind of each frontend that the model serves in the scenario's namespace, with the address of an external one.
+    pub(crate) fn frontends(&self) -> Vec<String> {
+        let ports = self.model.desired();
+        let of_namespace = ports.iter().filter(|port| *port.name.service.namespace == *self.namespace);
+        let shown = |frontend: &Frontend| match frontend.kind {
+            FrontendKind::ClusterIp | FrontendKind::NodePort => format!("{:?}", frontend.kind),
+            FrontendKind::ExternalIp | FrontendKind::LoadBalancer => {
+                format!("{:?} {}", frontend.kind, frontend.address)
+            }
+        };
+        of_namespace.flat_map(|port| &port.frontends).map(shown).collect()
+    }
+
+    /// Waits until exactly these are served, as [`Follower::frontends`] shows them.
+    pub(crate) fn wait_frontends(&mut self, world: &World, expected: &[&str]) -> Result<()> {
+        self.wait(world, &format!("{expected:?}"), |follower| follower.frontends() == expected)
     }
 
     /// Lists of slices received.

@@ -119,14 +119,23 @@ impl Cluster {
 
     /// A Service whose load balancer asks at this port.
     pub(crate) fn health_checked(&self, name: &str, port: u16) -> Result<()> {
-        self.apply(&json!({
+        self.load_balancer(name, &json!({"externalTrafficPolicy": "Local", "healthCheckNodePort": port}))
+    }
+
+    /// The same, for whose load balancer all nodes are alike.
+    pub(crate) fn not_health_checked(&self, name: &str) -> Result<()> {
+        self.load_balancer(name, &json!({"externalTrafficPolicy": "Cluster"}))
+    }
+
+    fn load_balancer(&self, name: &str, policy: &Value) -> Result<()> {
+        let mut service = json!({
             "apiVersion": "v1", "kind": "Service", "metadata": {"namespace": "default", "name": name},
-            "spec": {
-                "type": "LoadBalancer", "externalTrafficPolicy": "Local", "healthCheckNodePort": port,
-                "ports": [{"name": "main", "port": 80, "targetPort": 8080}],
-            },
+            "spec": policy,
             "status": {"loadBalancer": {"ingress": [{"ip": "203.0.113.1"}]}},
-        }))
+        });
+        service["spec"]["type"] = json!("LoadBalancer");
+        service["spec"]["ports"] = json!([{"name": "main", "port": 80, "targetPort": 8080}]);
+        self.apply(&service)
     }
 
     pub(crate) fn endpoints_of_checked(&self, endpoints: &[Endpoint]) -> Result<()> {

@@ -123,6 +123,17 @@ impl Scene<'_> {
             }
             seen.insert("page healthCheckNodePort, loopback".into(), on_loopback(peer));
             Ok(())
+        })?;
+        // Who asks would otherwise be told of a node that it is not to send to.
+        self.cluster.not_health_checked(name)?;
+        self.each(|_, peer, _| {
+            peer.until("the end of the health check", |peer| Ok(peer.ask(&CHECK).is_err()))
+        })?;
+        self.cluster.health_checked(name, port)?;
+        self.each(|cluster, peer, seen| {
+            peer.until("an answer again", |peer| Ok(peer.ask(&CHECK).is_ok()))?;
+            seen.insert("page healthCheckNodePort, policy Local again".into(), peer.see(&CHECK, cluster)?);
+            Ok(())
         })
     }
 

@@ -51,3 +51,35 @@ pub(super) fn labels_that_mark_objects_as_not_ours_come_and_go(world: &mut World
     }
     Ok(())
 }
+
+/// The API server gives and takes cluster IPs and node ports with the type, and the status of a load balancer.
+pub(super) fn a_service_changes_its_type_and_its_status(world: &mut World) -> Result<()> {
+    let mut follower = Follower::listed(world, PROXY)?;
+    let web = world.service("web");
+    let of_type = |name: &str| json!({"spec": {"type": name}});
+    let at = |address: &str, mode: &str| {
+        let mut balanced = web.clone();
+        balanced["status"] = json!({"loadBalancer": {"ingress": [{"ip": address, "ipMode": mode}]}});
+        balanced
+    };
+    world.create(&web)?;
+    follower.wait_frontends(world, &["ClusterIp"])?;
+    world.merge(&web, &of_type("NodePort"))?;
+    follower.wait_frontends(world, &["ClusterIp", "NodePort"])?;
+    world.merge(&web, &of_type("LoadBalancer"))?;
+    for address in ["203.0.113.1", "203.0.113.2"] {
+        world.apply(&at(address, "VIP"))?;
+        follower.wait_frontends(world, &["ClusterIp", "NodePort", &format!("LoadBalancer {address}")])?;
+    }
+    world.apply(&at("203.0.113.2", "Proxy"))?;
+    follower.wait_frontends(world, &["ClusterIp", "NodePort"])?;
+    world.merge(&web, &of_type("ClusterIP"))?;
+    follower.wait_frontends(world, &["ClusterIp"])?;
+    world.merge(&web, &json!({"spec": {"type": "LoadBalancer", "allocateLoadBalancerNodePorts": false}}))?;
+    world.apply(&at("203.0.113.3", "VIP"))?;
+    follower.wait_frontends(world, &["ClusterIp", "LoadBalancer 203.0.113.3"])?;
+    world.merge(&web, &json!({"spec": {"type": "ExternalName", "externalName": "web.example"}}))?;
+    follower.wait_frontends(world, &[])?;
+    world.merge(&web, &json!({"spec": {"type": "ClusterIP", "externalName": null}}))?;
+    follower.wait_frontends(world, &["ClusterIp"])
+}

@@ -283,14 +283,11 @@ fn differential(arguments: &Arguments) -> Vec<&'static str> {
     ["--proxy", "iptables", "--proxy", "nftables", "--kube-proxy"].into_iter().chain(lean).collect()
 }
 
-/// On the path where pods send packets and the node has sockets; unless all is asked for, without the settings that say whom to masquerade, as
-/// mode ebpf does not go by them. Whether all that is explained differs can be said of whole tables only.
+/// With both source addresses: to masquerade, packets of pods are translated though the path is that of sockets.
 fn differential_ebpf(arguments: &Arguments) -> Vec<&'static str> {
-    let on_other_path = ["--path", "sockets"];
-    let in_every_run =
-        ["--lean", "--skip", "masqueradeAll", "--skip", "pods are", "--skip", "what is explained"];
-    let further: &[_] = if arguments.all_modes { &on_other_path } else { &in_every_run };
-    [&["--proxy", "ebpf", "--path", "packets"], further].concat()
+    let further: &[_] = if arguments.all_modes { &["--path", "packets"] } else { &["--lean"] };
+    let both = ["--proxy", "ebpf", "--source", "preserve", "--source", "masquerade", "--path", "sockets"];
+    [&both, further].concat()
 }
 
 /// From and to the real one too; unless all is asked for, each mode once from and once to, over fewer connections.

@@ -10,6 +10,7 @@ use crate::{
     reason::Reason,
     select::{self, Origin},
     tables::{AffinityTables, Tables},
+    unserved,
 };
 
 /// Where a socket of this network namespace is to be sent, or why not.
@@ -21,7 +22,9 @@ pub fn connect<F: Family>(
     namespace: u64,
     random: u32,
 ) -> Result<SocketOrigin<F::Address>, Reason> {
-    let frontend = select::find(tables, destination, origin).ok_or(Reason::NotAService)?;
+    let Some(frontend) = select::find(tables, destination, origin) else {
+        return Err(unserved::reason(tables, &destination.address));
+    };
     if frontend.flags & FRONTEND_SOURCE_RANGES != 0 {
         // No hook knows what address a socket will send from. A pod's is decided by its packets.
         if origin != Origin::Host {

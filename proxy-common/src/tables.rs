@@ -35,6 +35,8 @@ pub trait AffinityTables<F: Family>: Tables<F> {
     fn now(&self) -> u64;
     /// Is the address in one of the service's `source_ranges4/6`?
     fn is_in_source_ranges(&self, service: u32, address: &F::Address) -> bool;
+    /// Is it for ClusterIPs, by `service_cidrs4/6`, where what is sent to those of no service is dropped?
+    fn is_in_service_cidrs(&self, address: &F::Address) -> bool;
     /// The node's own address; unspecified: it has none of this family.
     fn address_of_node(&self) -> F::Address;
 }
@@ -58,6 +60,7 @@ pub(crate) mod host {
         pub(crate) slots: HashMap<u32, F::Slot>,
         pub(crate) backends: HashMap<u32, Backend<F::Address>>,
         pub(crate) source_ranges: HashMap<u32, Vec<(F::Address, u32)>>,
+        pub(crate) service_cidrs: Vec<(F::Address, u32)>,
         pub(crate) address_of_node: F::Address,
         pub(crate) affinity: RefCell<HashMap<AffinityKey<F::Address>, KnownClient>>,
         pub(crate) clock: Cell<u64>,
@@ -87,6 +90,18 @@ pub(crate) mod host {
         }
     }
 
+    /// Is the address in one of these prefixes?
+    fn contain<F: Family>(prefixes: &[(F::Address, u32)], address: &F::Address) -> bool {
+        let same = |prefix: &F::Address, bits: u32| {
+            let mut pairs = prefix.as_ref().iter().zip(address.as_ref());
+            (0..bits).step_by(8).all(|bit| {
+                let counts = u8::MAX << 8_u32.saturating_sub(bits - bit).min(7);
+                pairs.next().is_some_and(|(one, other)| (one ^ other) & counts == 0)
+            })
+        };
+        prefixes.iter().any(|(prefix, bits)| same(prefix, *bits))
+    }
+
     impl<F: Family> Default for HostTables<F> {
         fn default() -> Self {
             Self {
@@ -96,6 +111,7 @@ pub(crate) mod host {
                 slots: HashMap::new(),
                 backends: HashMap::new(),
                 source_ranges: HashMap::new(),
+                service_cidrs: Vec::new(),
                 address_of_node: F::Address::UNSPECIFIED,
                 affinity: RefCell::default(),
                 clock: Cell::new(1_000_000_000_000),
@@ -142,16 +158,11 @@ pub(crate) mod host {
         }
 
         fn is_in_source_ranges(&self, service: u32, address: &F::Address) -> bool {
-            let same = |range: &F::Address, bits: u32| {
-                let mut pairs = range.as_ref().iter().zip(address.as_ref());
-                (0..bits).step_by(8).all(|bit| {
-                    let counts = u8::MAX << 8_u32.saturating_sub(bits - bit).min(7);
-                    pairs.next().is_some_and(|(one, other)| (one ^ other) & counts == 0)
-                })
-            };
-            self.source_ranges
-                .get(&service)
-                .is_some_and(|all| all.iter().any(|(range, bits)| same(range, *bits)))
+            self.source_ranges.get(&service).is_some_and(|all| contain::<F>(all, address))
+        }
+
+        fn is_in_service_cidrs(&self, address: &F::Address) -> bool {
+            contain::<F>(&self.service_cidrs, address)
         }
 
         fn address_of_node(&self) -> F::Address {

@@ -30,4 +30,8 @@ globals! {
     LEASE: u32 = 0x6f66_6604;
     /// 1: connections whose backend is gone are reset.
     RESETS_GONE: u32 = 0x6f66_6605;
+    /// 1: what is sent to addresses for ClusterIPs that no service has is dropped.
+    DROP_UNALLOCATED: u32 = 0x6f66_6606;
+    /// 1: pings of ClusterIPs are answered.
+    ANSWER_PING: u32 = 0x6f66_6607;
 }

@@ -14,6 +14,7 @@ mod refusals;
 pub(crate) mod scene;
 mod source_ranges;
 mod translation;
+mod unserved;
 
 use anyhow::Result;
 use proxy_common::{
@@ -34,9 +35,9 @@ pub(crate) struct Case {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum WorldKind {
     Usual,
-    /// With `RESETS_GONE` on.
+    /// With `RESETS_GONE`, `DROP_UNALLOCATED` and `ANSWER_PING` on.
     Resetting,
-    /// With `HOST_PACKETS` and `RESETS_GONE` on.
+    /// As `Resetting`, with `HOST_PACKETS` on too.
     HostPackets,
     /// With tables of flows as large as a node's.
     Large,
@@ -126,6 +127,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     host::cases::<W>(group);
     affinity::cases::<W>(group);
     source_ranges::cases::<W>(group);
+    unserved::cases::<W>(group);
 }
 
 fn with_flows<W: Tables + 'static>(group: &mut Group) {

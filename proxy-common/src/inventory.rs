@@ -94,6 +94,8 @@ macro_rules! tables {
             affinity6: lru_hash(AffinityKey<A6>, Affinity), [Affinity];
             source_ranges4: lpm_trie(SourceRange<A4>, u32), [SourceRanges];
             source_ranges6: lpm_trie(SourceRange<A6>, u32), [SourceRanges];
+            service_cidrs4: lpm_trie(A4, u32), SERVICE_CIDRS;
+            service_cidrs6: lpm_trie(A6, u32), SERVICE_CIDRS;
             fragments4: lru_hash(FragmentKey<A4>, FirstFragment<A4>), [Fragments];
             fragments6: lru_hash(FragmentKey<A6>, FirstFragment<A6>), [Fragments];
             node_addresses4: hash(A4, NodeAddress), [NodeAddresses];

@@ -99,6 +99,18 @@ impl<A: Address> FrontendKey<A> {
     pub fn of_node_port(port: Port, protocol: u8) -> Self {
         Self { address: A::UNSPECIFIED, port: port.number(), protocol, scope: SCOPE_NODE_PORT }
     }
+
+    /// What says that the address is a ClusterIP: whatever has no frontend of its own there is nobody's. Port and protocol are 0, and so
+    /// that no packet asks for it; its value is [`Frontend::NONE`].
+    #[inline(always)]
+    pub fn of_cluster_ip(address: A) -> Self {
+        Self { address, port: 0, protocol: 0, scope: SCOPE_ADDRESS }
+    }
+
+    #[inline(always)]
+    pub fn is_cluster_ip(&self) -> bool {
+        self.port == 0 && self.protocol == 0
+    }
 }
 
 /// The frontend can be dialled from outside (node port, external IP, load-balancer IP): such clients
@@ -122,6 +134,11 @@ pub struct Frontend {
     pub service: u32,
     /// `FRONTEND_*`.
     pub flags: u32,
+}
+
+impl Frontend {
+    /// Of no service.
+    pub const NONE: Self = Self { service: NO_SERVICE, flags: 0 };
 }
 
 /// A contiguous range of `slots4/6`. Aligned so that one 8-byte load or store moves it whole.
@@ -180,6 +197,10 @@ impl<A: Address> SourceRange<A> {
         PrefixKey { bits: u32::BITS + bits, data: Self { service, address } }
     }
 }
+
+/// Room in the tables `service_cidrs4/6`, LPM tries: where ClusterIPs are from, if what is sent to those that no service has is dropped.
+/// Values say nothing.
+pub const SERVICE_CIDRS: u32 = 256;
 
 /// Room for a namespace, a name and a port name, each: Kubernetes allows 63 bytes.
 pub const NAME_BYTES: usize = 64;
@@ -787,6 +808,8 @@ mod pod {
 
     // SAFETY: as above.
     unsafe impl<A: Address> aya::Pod for PrefixKey<SourceRange<A>> {}
+    // SAFETY: as above.
+    unsafe impl<A: Address> aya::Pod for PrefixKey<A> {}
 }
 
 #[cfg(test)]

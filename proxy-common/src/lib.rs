@@ -14,3 +14,4 @@ pub mod reason;
 pub mod select;
 pub mod socket;
 pub mod tables;
+pub mod unserved;

@@ -55,6 +55,12 @@ reasons! {
     SlotGone = 6, Refuse, "slot_gone";
     /// The socket's origin could not be stored, so answers would show the wrong address.
     SocketStorageFull = 7, Refuse, "socket_storage_full";
+    /// The address is a ClusterIP, and no service has the port.
+    UnknownPort = 8, Refuse, "unknown_port";
+    /// No service has the address, which is one for ClusterIPs (`ebpf.unallocatedServiceAddresses: drop`).
+    UnallocatedAddress = 9, Drop, "unallocated_address";
+    /// A ping of a ClusterIP was answered (`ebpf.answerPing`).
+    PingAnswered = 10, Pass, "ping_answered";
     /// A packet opened a flow.
     FlowOpened = 16, Pass, "flow_opened";
     /// A SYN on a connection that ended, or a datagram whose backend is gone: the client gets a new backend.

@@ -11,6 +11,7 @@ use crate::{
     reason::Reason,
     select::{self, Origin},
     tables::{AffinityTables, Tables},
+    unserved,
 };
 
 /// Where a socket is to be sent, or why not.
@@ -21,7 +22,9 @@ pub fn connect<F: Family>(
     origin: Origin,
     random: u32,
 ) -> Result<SocketOrigin<F::Address>, Reason> {
-    let frontend = select::find(tables, destination, origin).ok_or(Reason::NotAService)?;
+    let Some(frontend) = select::find(tables, destination, origin) else {
+        return Err(unserved::reason(tables, &destination.address));
+    };
     if is_left_to_packets(tables, frontend, origin) {
         return Err(Reason::NotAService);
     }

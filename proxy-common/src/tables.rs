@@ -35,6 +35,8 @@ pub trait AffinityTables<F: Family>: Tables<F> {
     fn now(&self) -> u64;
     /// Is the address in one of the service's `source_ranges4/6`?
     fn is_in_source_ranges(&self, service: u32, address: &F::Address) -> bool;
+    /// Is it for ClusterIPs, by `service_cidrs4/6`, where what is sent to those of no service is dropped?
+    fn is_in_service_cidrs(&self, address: &F::Address) -> bool;
     /// The node's own address; unspecified: it has none of this family.
     fn address_of_node(&self) -> F::Address;
     /// `PODS_*`: how traffic of pods is told from other traffic.
@@ -64,6 +66,7 @@ pub(crate) mod host {
         pub(crate) slots: HashMap<u32, F::Slot>,
         pub(crate) backends: HashMap<u32, Backend<F::Address>>,
         pub(crate) source_ranges: HashMap<u32, Vec<(F::Address, u32)>>,
+        pub(crate) service_cidrs: Vec<(F::Address, u32)>,
         pub(crate) address_of_node: F::Address,
         pub(crate) pods_told_by: u32,
         pub(crate) pod_range: (F::Address, u32),
@@ -96,6 +99,11 @@ pub(crate) mod host {
         }
     }
 
+    /// Is the address in one of these prefixes?
+    fn contain<F: Family>(prefixes: &[(F::Address, u32)], address: &F::Address) -> bool {
+        prefixes.iter().any(|(range, bits)| address.is_in(range, *bits))
+    }
+
     impl<F: Family> Default for HostTables<F> {
         fn default() -> Self {
             Self {
@@ -105,6 +113,7 @@ pub(crate) mod host {
                 slots: HashMap::new(),
                 backends: HashMap::new(),
                 source_ranges: HashMap::new(),
+                service_cidrs: Vec::new(),
                 address_of_node: F::Address::UNSPECIFIED,
                 pods_told_by: PODS_UNKNOWN,
                 pod_range: (F::Address::UNSPECIFIED, 0),
@@ -154,9 +163,11 @@ pub(crate) mod host {
         }
 
         fn is_in_source_ranges(&self, service: u32, address: &F::Address) -> bool {
-            self.source_ranges
-                .get(&service)
-                .is_some_and(|all| all.iter().any(|(range, bits)| address.is_in(range, *bits)))
+            self.source_ranges.get(&service).is_some_and(|all| contain::<F>(all, address))
+        }
+
+        fn is_in_service_cidrs(&self, address: &F::Address) -> bool {
+            contain::<F>(&self.service_cidrs, address)
         }
 
         fn address_of_node(&self) -> F::Address {

@@ -32,4 +32,8 @@ globals! {
     RESETS_GONE: u32 = 0x6f66_6605;
     /// 1: clients are masqueraded that kube-proxy masquerades, and not only those whose answers would not come back.
     MASQUERADE_AS_KUBE_PROXY: u32 = 0x6f66_6606;
+    /// 1: what is sent to addresses for ClusterIPs that no service has is dropped.
+    DROP_UNALLOCATED: u32 = 0x6f66_6607;
+    /// 1: pings of ClusterIPs are answered.
+    ANSWER_PING: u32 = 0x6f66_6608;
 }

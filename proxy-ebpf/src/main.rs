@@ -13,6 +13,8 @@ mod log;
 #[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]
+mod ping;
+#[cfg(target_arch = "bpf")]
 mod programs;
 #[cfg(target_arch = "bpf")]
 mod refuse;

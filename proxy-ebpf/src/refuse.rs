@@ -83,7 +83,13 @@ fn turn_into_refusal<F: Refuse>(
     } else {
         F::unreachable(ctx, packet)?;
     }
-    if packet.headers.network == ETHERNET {
+    send_back(ctx, packet.headers.network, path)
+}
+
+/// Sends a packet that is turned around by the interface that it has come by.
+#[inline(always)]
+pub(crate) fn send_back(ctx: &TcContext, network: u32, path: AnswerPath) -> Result<i64, i64> {
+    if network == ETHERNET {
         let addresses: [u8; 12] = ctx.load(0)?;
         ctx.store(
             0,

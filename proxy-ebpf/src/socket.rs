@@ -16,6 +16,7 @@ use proxy_common::{
     select::Origin,
     socket,
     tables::AffinityTables,
+    unserved,
 };
 
 use crate::{
@@ -260,7 +261,7 @@ where
                     socket::clear_origins_of_backend(known, &destination);
                 }
             }
-            conclude(reason, &destination)
+            conclude(unserved::at_connect(reason, protocol), &destination)
         }
     }
 }

@@ -63,7 +63,7 @@ pub(crate) trait SocketTables: Family {
 
 macro_rules! tables {
     ($family:ty, $address:ty, $frontends:ident, $node_addresses:ident, $slots:ident, $backends:ident,
-     $affinity:ident, $source_ranges:ident, $masquerade:ident, $pods:ident, $pod_range:ident, $bits:ident,
+     $affinity:ident, $source_ranges:ident, $service_cidrs:ident, $masquerade:ident, $pods:ident, $pod_range:ident, $bits:ident,
      $socket_origin:ident, $datagram_origins:ident) => {
         impl Tables<$family> for Maps {
             #[inline(always)]
@@ -130,6 +130,12 @@ macro_rules! tables {
             }
 
             #[inline(always)]
+            fn is_in_service_cidrs(&self, address: &$address) -> bool {
+                let is_looked_up = globals::DROP_UNALLOCATED.load() == globals::ON;
+                is_looked_up && maps::$service_cidrs.get(&Key::new(<$address>::BITS, *address)).is_some()
+            }
+
+            #[inline(always)]
             fn address_of_node(&self) -> $address {
                 settings().map_or(<$address>::UNSPECIFIED, |settings| settings.$masquerade)
             }
@@ -175,6 +181,7 @@ tables!(
     backends4,
     affinity4,
     source_ranges4,
+    service_cidrs4,
     masquerade4,
     pods4,
     pod_range4,
@@ -191,6 +198,7 @@ tables!(
     backends6,
     affinity6,
     source_ranges6,
+    service_cidrs6,
     masquerade6,
     pods6,
     pod_range6,

@@ -16,6 +16,7 @@ use crate::{
     globals,
     host::{self, Route},
     log::LogPacket,
+    ping,
     refuse::{self, AnswerPath, Refuse},
     skb::Skb,
     tables::{Maps, count, count_packet, lease_has_ended},
@@ -77,7 +78,7 @@ where
     }
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
     if let Err(reason) = parse::<F, _>(Skb::of(ctx), network, &mut scratch.packet) {
-        return pass_or_drop(reason);
+        return answer_or_pass::<F>(ctx, network, &mut scratch.packet, reason, AnswerPath::OutOfInterface);
     }
     // SAFETY: a field of the context.
     scratch.interface = unsafe { (*skb).ifindex };
@@ -99,6 +100,9 @@ where
     }
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
     if let Err(reason) = parse::<F, _>(Skb::of(ctx), network, &mut scratch.packet) {
+        if peers == Origin::Outside && host::is_local(ctx) {
+            return answer_or_pass::<F>(ctx, network, &mut scratch.packet, reason, AnswerPath::IntoNode);
+        }
         return pass_or_drop(reason);
     }
     // SAFETY: a field of the context.
@@ -110,6 +114,31 @@ where
         return conclude::<F>(ctx, &scratch.packet, reason, AnswerPath::IntoNode);
     }
     carry_out::<F>(ctx, scratch, peers)
+}
+
+/// A packet without ports, or one that could not be parsed.
+#[inline(always)]
+fn answer_or_pass<F: PacketFamily>(
+    ctx: &TcContext,
+    network: u32,
+    packet: &mut Packet<F::Address>,
+    reason: Reason,
+    path: AnswerPath,
+) -> i32
+where
+    Maps: FlowTables<F>,
+{
+    if globals::ANSWER_PING.load() != globals::ON {
+        return pass_or_drop(reason);
+    }
+    match ping::answer::<F>(ctx.skb.skb, network, packet, path) {
+        action @ 0.. => {
+            count(Reason::PingAnswered);
+            action as i32
+        }
+        ping::NOT_ONE => pass_or_drop(reason),
+        _ => pass_or_drop(Reason::RewriteFailed),
+    }
 }
 
 /// Does with the packet what was decided. `peers` are those beyond its interface.

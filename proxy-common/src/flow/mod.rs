@@ -40,6 +40,7 @@ use crate::{
     reason::Reason,
     select::{self, Detected, Origin},
     tables::AffinityTables,
+    unserved,
 };
 
 /// Which of the two tables a flow's entry lies in.
@@ -376,8 +377,11 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
     if may_open && rival == Rival::None {
         scratch.action.then = Then::Reroute;
     }
-    let outcome =
-        if may_open { first_packet(tables, scratch, Origin::Host, rival) } else { Err(Reason::NotAService) };
+    let outcome = if may_open {
+        first_packet(tables, scratch, Origin::Host, rival)
+    } else {
+        Err(why_socket_is_unserved(tables, scratch))
+    };
     if rival == Rival::None && matches!(outcome, Err(Reason::NotAService)) {
         foreign::notice(tables, scratch);
     }
@@ -496,7 +500,7 @@ fn prepare<F: Family, T: FlowTables<F>>(
     if dials_frontend {
         open::prepare_to_frontend(tables, scratch, origin)?;
     } else if rival == Rival::None {
-        return Err(Reason::NotAService);
+        return Err(why_unserved(tables, scratch));
     } else {
         open::prepare_to_endpoint(scratch);
     }
@@ -514,6 +518,21 @@ fn find_frontend<F: Family, T: FlowTables<F>>(
     let found = select::find(tables, &scratch.packet.to(), origin);
     scratch.frontend = found.unwrap_or_default();
     found.is_some()
+}
+
+/// Why nobody serves the packet, which dials no frontend.
+// Not inlined, for the same reason.
+#[inline(never)]
+fn why_unserved<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>) -> Reason {
+    unserved::reason(tables, &scratch.packet.destination)
+}
+
+/// As [`why_unserved`], of a packet that leaves. The hook on `connect` has let datagram sockets of the node pass.
+#[inline(always)]
+fn why_socket_is_unserved<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>) -> Reason {
+    let Scratch { packet, is_made_here, .. } = scratch;
+    let is_of_socket = *is_made_here && !packet.is_tcp() && packet.opens();
+    if is_of_socket { why_unserved(tables, scratch) } else { Reason::NotAService }
 }
 
 /// Does `scratch.frontend` serve the packet's client?

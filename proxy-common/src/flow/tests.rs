@@ -273,6 +273,10 @@ impl AffinityTables<V4> for Host {
         self.tables.brings_pods(interface)
     }
 
+    fn is_in_service_cidrs(&self, address: &A) -> bool {
+        self.tables.is_in_service_cidrs(address)
+    }
+
     fn address_of_node(&self) -> A {
         self.tables.address_of_node()
     }
@@ -787,6 +791,42 @@ fn a_direct_packet_without_a_rival_passes(#[case] client: (A, Port), #[case] fla
     let flow = establish_one(&host, Origin::Workload);
     let direct = packet(client, (flow.backend, PORT), flags);
     assert_eq!(host.arriving(&direct, Origin::Workload), Err(Reason::NotAService));
+}
+
+#[rstest]
+#[case::segment(PROTOCOL_TCP, TCP_SYN, Err(Reason::UnknownPort))]
+#[case::datagram(PROTOCOL_UDP, 0, Err(Reason::UnknownPort))]
+#[case::of_a_connection_that_netfilter_translates(PROTOCOL_TCP, TCP_ACK, Err(Reason::NotAService))]
+#[case::answer(PROTOCOL_TCP, TCP_SYN | TCP_ACK, Err(Reason::NotAService))]
+fn what_opens_something_at_another_port_of_a_cluster_ip_is_refused(
+    #[case] protocol: u8,
+    #[case] flags: u8,
+    #[case] expected: Result<(), Reason>,
+) {
+    let mut host = Host::new();
+    host.tables.frontends.insert(FrontendKey::of_cluster_ip(FRONTEND.0), Frontend::NONE);
+    let other = Packet { protocol, ..packet(CLIENT, (FRONTEND.0, Port::new(81)), flags) };
+    for origin in [Origin::Workload, Origin::Outside] {
+        assert_eq!(host.arriving(&other, origin).map(drop), expected);
+    }
+    assert_eq!(host.sent(&other).map(drop), expected);
+    assert_eq!(host.leaving(&other), Err(Reason::NotAService), "the node only forwards it");
+    let mut scratch = Scratch { packet: other, is_made_here: true, ..Scratch::default() };
+    let is_datagram = protocol == PROTOCOL_UDP;
+    let of_a_socket_that_a_hook_has_seen = if is_datagram { expected } else { Err(Reason::NotAService) };
+    assert_eq!(leaving(&host, &mut scratch, false), of_a_socket_that_a_hook_has_seen);
+    assert!(host.arriving(&syn(), Origin::Workload).is_ok());
+}
+
+#[test]
+fn datagrams_of_a_flow_whose_port_is_gone_are_refused() {
+    let mut host = Host::new();
+    let datagram = datagram(CLIENT, FRONTEND);
+    assert!(host.arriving(&datagram, Origin::Workload).is_ok());
+    host.tables.frontends.remove(&FrontendKey::of_address(FRONTEND.0, FRONTEND.1, PROTOCOL_UDP));
+    host.tables.frontends.insert(FrontendKey::of_cluster_ip(FRONTEND.0), Frontend::NONE);
+    host.epoch.set(1);
+    assert_eq!(host.arriving(&datagram, Origin::Workload), Err(Reason::UnknownPort));
 }
 
 /// Many client ports have dialled a service, and now dial its backend itself: no alias is left for the last one.

@@ -1,6 +1,7 @@
 //! A packet as the decisions see it, and what is written into it: from bytes and to bytes by the same code in the kernel and on the host.
 
 mod bytes;
+pub mod echo;
 mod icmp;
 mod nat;
 mod parse;

@@ -14,6 +14,12 @@ pub trait Network: Family {
     const DESTINATION: u32;
     /// Its own checksum. None: it has none, and the checksum of ICMP covers the addresses too.
     const CHECKSUM: Option<u32>;
+    /// Types of ICMP.
+    const ECHO_REQUEST: u8;
+    const ECHO_REPLY: u8;
+
+    /// Where the ICMP header of a packet begins that is no fragment. Fails with `NotAService` where it is none, or behind extension headers.
+    fn find_icmp<B: Bytes>(bytes: B, network: u32) -> Result<u32, Reason>;
 
     fn parse<B: Bytes>(bytes: B, network: u32, packet: &mut Packet<Self::Address>) -> Result<(), Reason>;
 
@@ -75,6 +81,19 @@ impl Network for V4 {
     const SOURCE: u32 = 12;
     const DESTINATION: u32 = 16;
     const CHECKSUM: Option<u32> = Some(10);
+    const ECHO_REQUEST: u8 = 8;
+    const ECHO_REPLY: u8 = 0;
+
+    #[inline(always)]
+    fn find_icmp<B: Bytes>(bytes: B, network: u32) -> Result<u32, Reason> {
+        let header: Ipv4Header = bytes.read(network)?;
+        match header_length(&header) {
+            Some(length) if header[9] == ICMPV4 && ipv4_fragment(&header).part == Part::Whole => {
+                Ok(network + length)
+            }
+            _ => Err(Reason::NotAService),
+        }
+    }
 
     #[inline(always)]
     fn parse<B: Bytes>(bytes: B, network: u32, packet: &mut Packet<[u8; 4]>) -> Result<(), Reason> {
@@ -146,6 +165,15 @@ impl Network for V6 {
     const SOURCE: u32 = 8;
     const DESTINATION: u32 = 24;
     const CHECKSUM: Option<u32> = None;
+    const ECHO_REQUEST: u8 = 128;
+    const ECHO_REPLY: u8 = 129;
+
+    #[inline(always)]
+    fn find_icmp<B: Bytes>(bytes: B, network: u32) -> Result<u32, Reason> {
+        let header: [u8; 8] = bytes.read(network)?;
+        let is_icmp = header[0] >> 4 == 6 && header[6] == ICMPV6;
+        if is_icmp { Ok(network + IPV6_HEADER) } else { Err(Reason::NotAService) }
+    }
 
     #[inline(always)]
     fn parse<B: Bytes>(bytes: B, network: u32, packet: &mut Packet<[u8; 16]>) -> Result<(), Reason> {

@@ -25,6 +25,19 @@ impl Keyword for SocketLoadBalancing {
         &[("all", Self::All), ("host", Self::Host), ("off", Self::Off)];
 }
 
+/// What becomes of traffic to ServiceCIDRs' addresses that no Service has.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum UnallocatedServiceAddresses {
+    /// It goes where its route leads.
+    #[default]
+    Pass,
+    Drop,
+}
+
+impl Keyword for UnallocatedServiceAddresses {
+    const WORDS: &'static [(&'static str, Self)] = &[("pass", Self::Pass), ("drop", Self::Drop)];
+}
+
 /// Whether packets from outside are translated before they reach the network stack.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Xdp {
@@ -99,6 +112,9 @@ pub struct Ebpf {
     pub withdraw_after: Duration,
     /// Of TCP, by sockets.
     pub reset_connections_to_gone_endpoints: bool,
+    pub unallocated_service_addresses: UnallocatedServiceAddresses,
+    /// The node answers pings of ClusterIPs.
+    pub answer_ping: bool,
 }
 
 impl Default for Ebpf {
@@ -118,6 +134,8 @@ impl Default for Ebpf {
             mode_fallback: true,
             withdraw_after: Duration::ZERO,
             reset_connections_to_gone_endpoints: false,
+            unallocated_service_addresses: UnallocatedServiceAddresses::default(),
+            answer_ping: false,
         }
     }
 }

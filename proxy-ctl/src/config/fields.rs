@@ -320,6 +320,13 @@ pub static FIELDS: &[Field] = fields! {
         "Reset TCP connections as soon as their endpoint is not ready, unless it terminates and serves, or has left its Services, so that \
          clients need not wait for their timeouts: at once where the client's socket was sent there when it connected, with the client's \
          next segment where the packet programs translate (the endpoint is not told). false: leave them, as kube-proxy does, since such an endpoint may still be answering.";
+    "ebpf.unallocatedServiceAddresses", keyword(|c| &mut c.ebpf.unallocated_service_addresses);
+        "What becomes of traffic to addresses of ServiceCIDRs that no Service has. pass: it goes where its route leads, as with kube-proxy's mode \
+         iptables. drop: it is dropped, and a connect or sendmsg fails, as in mode nftables; not where another proxy serves Services of this \
+         cluster (service.kubernetes.io/service-proxy-name). Without effect where the API server has no ServiceCIDRs (before Kubernetes 1.33).";
+    "ebpf.answerPing", switch(|c| &mut c.ebpf.answer_ping);
+        "The node answers pings of ClusterIPs, those of its own processes too where they leave by an uplink. This says that it serves the address, \
+         not that an endpoint is ready. No rate limits them; fragments are not answered. false: nobody answers, as with kube-proxy.";
 };
 
 /// The lease is renewed about once a second at most, and not while much is being written.

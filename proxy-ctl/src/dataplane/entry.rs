@@ -29,7 +29,7 @@ pub(super) struct Entry {
     /// Its connections would end with it: it is removed only when it has none. What others have programmed has kube-proxy's names.
     pub(super) retires: bool,
     /// It drops what is sent to addresses of these ranges that no Service has.
-    pub(super) reads_service_cidrs: bool,
+    pub(super) reads_service_cidrs: fn(&Config) -> bool,
     /// Another mode serves beside it what it cannot.
     pub(super) hands_over: bool,
     /// It may serve beside another mode.

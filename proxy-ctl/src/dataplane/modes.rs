@@ -65,8 +65,8 @@ pub fn prepare(mode: Mode, config: &Config) -> Result<(), Error> {
 }
 
 /// Whether the mode needs [`super::Host::service_cidrs`].
-pub fn reads_service_cidrs(mode: Mode) -> bool {
-    entry(mode).reads_service_cidrs
+pub fn reads_service_cidrs(mode: Mode, config: &Config) -> bool {
+    (entry(mode).reads_service_cidrs)(config)
 }
 
 /// What serves a node.

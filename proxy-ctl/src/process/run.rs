@@ -1,6 +1,6 @@
 //! `proxy-ctl run`, read from top to bottom.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use anyhow::Context as _;
 use tokio::{
@@ -102,6 +102,7 @@ async fn serve(line: CommandLine, settings: Settings, choice: ModeChoice) -> any
         inputs.updates,
         proxy.metrics.clone(),
         proxy.mode.subscribe(),
+        Arc::clone(&proxy.config),
         proxy.stop.clone(),
     ));
     proxy.set_up_and_follow(&mut tasks);

@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::settings::Settings;
 use crate::{
+    config::Config,
     dataplane,
     events::Recorder,
     model::Update,
@@ -45,6 +46,7 @@ impl Source {
         updates: mpsc::Sender<Update>,
         metrics: Arc<Metrics>,
         mode: watch::Receiver<ModeInForce>,
+        config: Arc<Config>,
         stop: CancellationToken,
     ) -> anyhow::Result<()> {
         match self {
@@ -53,7 +55,7 @@ impl Source {
                 let (wants, wanted) = watch::channel(false);
                 tokio::select! {
                     done = kubernetes.with_service_cidrs_while(wanted).run(updates) => done?,
-                    () = want_service_cidrs(mode, wants) => {}
+                    () = want_service_cidrs(mode, &config, wants) => {}
                     () = stop.cancelled() => {}
                 }
             }
@@ -69,12 +71,17 @@ impl Source {
     }
 }
 
-/// While the mode at work reads them. Never completes: the last mode stays in force.
-async fn want_service_cidrs(mut mode: watch::Receiver<ModeInForce>, wants: watch::Sender<bool>) {
+/// While the mode at work reads them. Never completes: the last mode stays in force. `config`: as at the start; no process lives on with
+/// another one for this.
+async fn want_service_cidrs(
+    mut mode: watch::Receiver<ModeInForce>,
+    config: &Config,
+    wants: watch::Sender<bool>,
+) {
     loop {
         let at_work = mode.borrow_and_update().modes.mode;
         wants.send_if_modified(|wants| {
-            let before = std::mem::replace(wants, dataplane::reads_service_cidrs(at_work));
+            let before = std::mem::replace(wants, dataplane::reads_service_cidrs(at_work, config));
             before != *wants
         });
         if mode.changed().await.is_err() {

@@ -20,3 +20,4 @@ mod sequences;
 mod sockets;
 mod source_ranges;
 mod state;
+mod unserved;

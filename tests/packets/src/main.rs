@@ -32,9 +32,9 @@ pub(crate) fn object() -> Result<Vec<u8>> {
 
 struct Worlds {
     usual: World,
-    /// With `RESETS_GONE` on.
+    /// With `RESETS_GONE`, `DROP_UNALLOCATED` and `ANSWER_PING` on.
     resetting: World,
-    /// With `HOST_PACKETS` and `RESETS_GONE` on.
+    /// As `resetting`, with `HOST_PACKETS` on too.
     host_packets: World,
     /// With `MASQUERADE_AS_KUBE_PROXY` on.
     masquerading: World,
@@ -52,7 +52,7 @@ fn start() -> Result<Started<Worlds>> {
     unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
     let object = object()?;
     let usual = Globals { lease: 1, ..Globals::default() };
-    let resetting = Globals { resets_gone: 1, ..usual };
+    let resetting = Globals { resets_gone: 1, drop_unallocated: 1, answer_ping: 1, ..usual };
     let load = |globals, sizes| World::load(&object, globals, sizes);
     Ok(Ok(Worlds {
         usual: load(usual, Sizes::Small)?,

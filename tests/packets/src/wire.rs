@@ -2,8 +2,8 @@
 //! that the programs' incremental ones are right.
 
 use etherparse::{
-    Icmpv4Header, Icmpv4Type, Icmpv6Header, Icmpv6Type, IpFragOffset, IpNumber, Ipv4Header, Ipv4Options,
-    Ipv6Header, TcpHeader, UdpHeader, icmpv4, icmpv6,
+    IcmpEchoHeader, Icmpv4Header, Icmpv4Type, Icmpv6Header, Icmpv6Type, IpFragOffset, IpNumber, Ipv4Header,
+    Ipv4Options, Ipv6Header, TcpHeader, UdpHeader, icmpv4, icmpv6,
 };
 use proxy_common::{
     family::{Family, V4, V6},
@@ -201,6 +201,8 @@ impl Segment {
     }
 }
 
+const ECHO: IcmpEchoHeader = IcmpEchoHeader { id: 0x1234, seq: 7 };
+
 /// A family as bytes.
 pub(crate) trait Wire: Family<Address: AsRef<[u8]> + std::fmt::Debug> {
     const NAME: &'static str;
@@ -218,6 +220,9 @@ pub(crate) trait Wire: Family<Address: AsRef<[u8]> + std::fmt::Debug> {
     fn fragment(segment: &Segment, headers: &[u8], piece: &[u8], id: u16, place: (u16, bool)) -> Vec<u8>;
     /// The ICMP error from `source` to `destination` which says that nobody listens where `quoted` was sent.
     fn error(source: KnownAddress, destination: KnownAddress, quoted: &Segment) -> Vec<u8>;
+
+    /// An ICMP echo request with the segment's ends and payload, or the reply with them.
+    fn echo(segment: &Segment, is_reply: bool) -> Vec<u8>;
 
     /// The ICMP error that tells the sender of `segment`.
     fn unreachable(segment: &Segment) -> Vec<u8> {
@@ -310,6 +315,12 @@ impl Wire for V4 {
         header.fragment_offset = IpFragOffset::ZERO;
         header.header_checksum = header.calc_header_checksum();
         [segment.link_header(0x0800), header.to_bytes().to_vec(), message].concat()
+    }
+
+    fn echo(segment: &Segment, is_reply: bool) -> Vec<u8> {
+        let kind = if is_reply { Icmpv4Type::EchoReply(ECHO) } else { Icmpv4Type::EchoRequest(ECHO) };
+        let icmp = Icmpv4Header::with_checksum(kind, &segment.payload);
+        Self::packet(segment, IpNumber::ICMP.0, &[&icmp.to_bytes()[..], &segment.payload].concat())
     }
 }
 
@@ -406,5 +417,12 @@ impl Wire for V6 {
             ..Ipv6Header::default()
         };
         [segment.link_header(0x86dd), header.to_bytes().to_vec(), message].concat()
+    }
+
+    fn echo(segment: &Segment, is_reply: bool) -> Vec<u8> {
+        let kind = if is_reply { Icmpv6Type::EchoReply(ECHO) } else { Icmpv6Type::EchoRequest(ECHO) };
+        let [source, destination] = [segment.source, segment.destination].map(|end| Self::address(end.0));
+        let icmp = Icmpv6Header::with_checksum(kind, source, destination, &segment.payload).unwrap();
+        Self::packet(segment, IpNumber::IPV6_ICMP.0, &[&icmp.to_bytes()[..], &segment.payload].concat())
     }
 }

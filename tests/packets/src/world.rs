@@ -53,6 +53,7 @@ type FragmentTable<'a, W> =
     HashMap<&'a mut MapData, FragmentKey<<W as Family>::Address>, FirstFragment<<W as Family>::Address>>;
 type AffinityTable<'a, W> = HashMap<&'a mut MapData, AffinityKey<<W as Family>::Address>, Affinity>;
 type SourceRanges<'a, W> = LpmTrie<&'a mut MapData, SourceRange<<W as Family>::Address>, u32>;
+type ServiceCidrs<'a, W> = LpmTrie<&'a mut MapData, <W as Family>::Address, u32>;
 type FlowTable<'a, W> = HashMap<&'a mut MapData, FlowKeyOf<W>, FlowOf<W>>;
 
 /// A family's tables.
@@ -66,6 +67,7 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
     const FRAGMENTS: &'static str;
     const AFFINITY: &'static str;
     const SOURCE_RANGES: &'static str;
+    const SERVICE_CIDRS: &'static str;
 
     fn set_masquerade(settings: &mut Settings, address: Self::Address);
     fn set_source(interface: &mut InterfaceSettings, address: Self::Address);
@@ -131,6 +133,16 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
         Ok(Self::source_ranges(ebpf)?.insert(&key, 0, 0)?)
     }
 
+    fn service_cidrs(ebpf: &mut Ebpf) -> Result<ServiceCidrs<'_, Self>> {
+        let map = ebpf.map_mut(Self::SERVICE_CIDRS).context(Self::SERVICE_CIDRS)?;
+        Ok(LpmTrie::try_from(map)?)
+    }
+
+    /// The range of this many bits that has the address.
+    fn put_service_cidr(ebpf: &mut Ebpf, address: Self::Address, bits: u32) -> Result<()> {
+        Ok(Self::service_cidrs(ebpf)?.insert(&lpm_trie::Key::new(bits, address), 0, 0)?)
+    }
+
     fn fragment_table(ebpf: &mut Ebpf) -> Result<FragmentTable<'_, Self>> {
         hash(ebpf, Self::FRAGMENTS)
     }
@@ -143,6 +155,9 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
 
     fn clear(ebpf: &mut Ebpf) -> Result<()> {
         Self::clear_source_ranges(ebpf)?;
+        let mut cidrs = Self::service_cidrs(ebpf)?;
+        let keys = cidrs.keys().collect::<Result<Vec<_>, _>>()?;
+        keys.iter().try_for_each(|key| cidrs.remove(key))?;
         clear(Self::fragment_table(ebpf)?)?;
         clear(Self::affinity_table(ebpf)?)?;
         clear(hash::<FrontendKey<Self::Address>, Frontend>(ebpf, Self::FRONTENDS)?)?;
@@ -177,10 +192,10 @@ macro_rules! tables {
 
 tables!(V4, masquerade4, pods4, pod_range4, pod_range4_bits, FRONTENDS: frontends4, SLOTS: slots4, BACKENDS: backends4,
     NODE_ADDRESSES: node_addresses4, FLOWS: flows4, OPENING_FLOWS: opening_flows4, FRAGMENTS: fragments4,
-    AFFINITY: affinity4, SOURCE_RANGES: source_ranges4);
+    AFFINITY: affinity4, SOURCE_RANGES: source_ranges4, SERVICE_CIDRS: service_cidrs4);
 tables!(V6, masquerade6, pods6, pod_range6, pod_range6_bits, FRONTENDS: frontends6, SLOTS: slots6, BACKENDS: backends6,
     NODE_ADDRESSES: node_addresses6, FLOWS: flows6, OPENING_FLOWS: opening_flows6, FRAGMENTS: fragments6,
-    AFFINITY: affinity6, SOURCE_RANGES: source_ranges6);
+    AFFINITY: affinity6, SOURCE_RANGES: source_ranges6, SERVICE_CIDRS: service_cidrs6);
 
 fn hash<'a, K: Pod, V: Pod>(ebpf: &'a mut Ebpf, name: &str) -> Result<HashMap<&'a mut MapData, K, V>> {
     let map = ebpf.map_mut(name).with_context(|| format!("no table {name}"))?;
@@ -228,6 +243,8 @@ pub(crate) struct Globals {
     pub(crate) resets_gone: u32,
     pub(crate) masquerade_as_kube_proxy: u32,
     pub(crate) lease: u32,
+    pub(crate) drop_unallocated: u32,
+    pub(crate) answer_ping: u32,
 }
 
 pub(crate) struct World {
@@ -378,7 +395,9 @@ impl World {
             .override_global("HOST_PACKETS", &globals.host_packets, true)
             .override_global("RESETS_GONE", &globals.resets_gone, true)
             .override_global("MASQUERADE_AS_KUBE_PROXY", &globals.masquerade_as_kube_proxy, true)
-            .override_global("LEASE", &globals.lease, true);
+            .override_global("LEASE", &globals.lease, true)
+            .override_global("DROP_UNALLOCATED", &globals.drop_unallocated, true)
+            .override_global("ANSWER_PING", &globals.answer_ping, true);
         // No packet may look different because of them: a constant of the same bytes once shared their place.
         loader.override_global("SOCKET_HOST_ONLY", &1u32, true);
         loader.override_global("CAN_REFUSE", &1u32, true);

@@ -204,6 +204,10 @@ impl<'a> AffinityTables<V4> for &'a Cpu<'a> {
         self.host.is_in_source_ranges(service, address)
     }
 
+    fn is_in_service_cidrs(&self, address: &A) -> bool {
+        self.host.is_in_service_cidrs(address)
+    }
+
     fn address_of_node(&self) -> A {
         self.host.address_of_node()
     }

@@ -12,6 +12,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use super::{
     Error,
     allocate::{Range, Ranges},
+    cluster_ips::ClusterIps,
     family::TableFamily,
     layout,
     programmed::{BackendKey, Entries, Published, UsedEndpoints, Uses, WithoutRoom},
@@ -99,6 +100,8 @@ impl<F: TableFamily> FamilyWriter<F> {
                 id: *id,
                 range: claim(&mut slots, sets),
                 frontends: of_service.remove(id).unwrap_or_default().into(),
+                // Those that are desired are counted when they are published.
+                cluster_ips: Box::default(),
                 source_ranges: ranges_of.remove(id).map(sorted).unwrap_or_default(),
                 used: UsedEndpoints::NotCounted,
                 kept: Box::default(),
@@ -112,6 +115,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         self.entries = Entries {
             frontends,
             services,
+            cluster_ips: ClusterIps::none(),
             backends,
             stray_backends,
             slots,

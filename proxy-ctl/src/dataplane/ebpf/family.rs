@@ -27,6 +27,7 @@ pub(super) trait TableFamily:
     const OPENING_FLOWS: &'static str;
     const AFFINITY: &'static str;
     const SOURCE_RANGES: &'static str;
+    const SERVICE_CIDRS: &'static str;
     const NODE_ADDRESSES: &'static str;
     const SOCKET_ORIGIN: &'static str;
 
@@ -44,6 +45,7 @@ impl TableFamily for V4 {
     const OPENING_FLOWS: &'static str = table::opening_flows4;
     const AFFINITY: &'static str = table::affinity4;
     const SOURCE_RANGES: &'static str = table::source_ranges4;
+    const SERVICE_CIDRS: &'static str = table::service_cidrs4;
     const NODE_ADDRESSES: &'static str = table::node_addresses4;
     const SOCKET_ORIGIN: &'static str = table::socket_origin4;
 
@@ -68,6 +70,7 @@ impl TableFamily for V6 {
     const OPENING_FLOWS: &'static str = table::opening_flows6;
     const AFFINITY: &'static str = table::affinity6;
     const SOURCE_RANGES: &'static str = table::source_ranges6;
+    const SERVICE_CIDRS: &'static str = table::service_cidrs6;
     const NODE_ADDRESSES: &'static str = table::node_addresses6;
     const SOCKET_ORIGIN: &'static str = table::socket_origin6;
 

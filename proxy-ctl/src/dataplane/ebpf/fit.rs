@@ -1,4 +1,4 @@
-//! Makes room in `frontends4/6`, and says what does not fit, there and in other tables.
+//! Makes room in `frontends4/6`, first of all where it is taken by marks of ClusterIPs, and says what does not fit, there and in other tables.
 
 use std::collections::BTreeMap;
 
@@ -44,6 +44,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             waiting.frontends = without_place;
             return fitting;
         }
+        let free = free + self.unmark_for(without_place.len().saturating_sub(free), writes);
         let without_place = without_place.into_iter().map(|(key, (frontend, name))| (key, frontend, name));
         let (external, internal) = without_place.partition(|(key, frontend, _)| is_external(key, frontend));
         let demand = Demand { free, internal, external, present: self.present_externals() };

@@ -57,8 +57,10 @@ impl<F: TableFamily> FamilyWriter<F> {
             let most: &mut u64 = demand.entry(limit).or_default();
             *most = (*most).max(entries as u64);
         };
-        if !waiting.frontends.is_empty() {
-            need(Limit::Frontends, self.entries.frontends.len() + waiting.frontends.len());
+        let more = waiting.frontends.len() + self.entries.cluster_ips.unmarked();
+        let frontends = self.entries.frontends.len() + more;
+        if frontends > self.tables.frontends.map().capacity() as usize {
+            need(Limit::Frontends, frontends);
         }
         let endpoints: usize = waiting.ports.values().map(|one| one.port.endpoints.all.len()).sum();
         for one in waiting.ports.values() {

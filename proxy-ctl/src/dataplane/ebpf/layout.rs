@@ -106,6 +106,13 @@ pub(super) fn frontends<F: TableFamily>(port: &DesiredPort) -> Vec<(FrontendKey<
     keys
 }
 
+/// The port's ClusterIPs, in order, each once.
+pub(super) fn cluster_ips<F: TableFamily>(port: &DesiredPort) -> Box<[F::Address]> {
+    let cluster_ips = port.frontends.iter().filter(|frontend| frontend.kind == FrontendKind::ClusterIp);
+    let addresses: BTreeSet<_> = cluster_ips.filter_map(|frontend| F::address(frontend.address)).collect();
+    addresses.into_iter().collect()
+}
+
 /// Entries of `source_ranges4/6`, in order, each once.
 pub(super) fn source_ranges<F: TableFamily>(port: &DesiredPort, service: u32) -> Box<[SourceRangeKey<F>]> {
     if !port.frontends.iter().any(|frontend| frontend.kind == FrontendKind::LoadBalancer) {

@@ -19,7 +19,7 @@ use super::{
     Error, attach::DIRECTIONS, kernel_log::KernelLog, paths::Paths, resize::show_flows, tables::Shape,
 };
 use crate::{
-    config::{self, SocketLoadBalancing, SourceAddress},
+    config::{self, SocketLoadBalancing, SourceAddress, UnallocatedServiceAddresses},
     dataplane::Role,
     sys::{sampler::Undisturbed, tc::Direction},
 };
@@ -112,6 +112,9 @@ pub(super) fn load(
     let host_packets = u32::from(balancing == SocketLoadBalancing::Off);
     let masquerade = u32::from(config.source_address == SourceAddress::Masquerade);
     let resets_gone = u32::from(config.reset_connections_to_gone_endpoints);
+    let drop_unallocated =
+        u32::from(config.unallocated_service_addresses == UnallocatedServiceAddresses::Drop);
+    let answer_ping = u32::from(config.answer_ping);
     let can_refuse = u32::from(
         is_helper_supported(ProgramType::CgroupSockAddr, BpfHelper::BPF_FUNC_set_retval)
             .map_err(|source| Error::Program { program: "connect4", source: Box::new(source) })?,
@@ -123,7 +126,9 @@ pub(super) fn load(
         .override_global("CAN_REFUSE", &can_refuse, true)
         .override_global("LEASE", &lease, true)
         .override_global("RESETS_GONE", &resets_gone, true)
-        .override_global("MASQUERADE_AS_KUBE_PROXY", &masquerade, true);
+        .override_global("MASQUERADE_AS_KUBE_PROXY", &masquerade, true)
+        .override_global("DROP_UNALLOCATED", &drop_unallocated, true)
+        .override_global("ANSWER_PING", &answer_ping, true);
     for shape in shapes {
         loader.map_pin_path(shape.name, pins(shape).join(shape.name));
         if shape.limit.is_some() {

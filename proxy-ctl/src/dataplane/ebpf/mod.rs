@@ -40,6 +40,7 @@ use self::{
     programmed::Entries,
     publish::{Common, Failures, FamilyWriter, Writes, remove_service},
     resize::Unfinished,
+    service_cidrs::ServiceCidrs,
     stale_sockets::StaleSockets,
     status::{Pinned, Reader},
     tables::{CommonTables, FamilyTables, Shape},
@@ -64,6 +65,7 @@ mod affinity;
 mod allocate;
 mod attach;
 pub mod cleanup;
+mod cluster_ips;
 mod error;
 mod family;
 mod fit;
@@ -84,6 +86,7 @@ mod publish;
 mod reserve;
 mod resize;
 mod room;
+mod service_cidrs;
 mod stale_sockets;
 pub mod status;
 mod supports;
@@ -127,12 +130,13 @@ pub struct EbpfDataplane {
     is_swapped: bool,
     keep_ports: KeepPorts,
     stale_sockets: StaleSockets,
+    service_cidrs: ServiceCidrs,
 }
 
 pub(super) const ENTRY: Entry = Entry {
     tracked_flows: TrackedFlows::Former,
     retires: true,
-    reads_service_cidrs: false,
+    reads_service_cidrs: |config| service_cidrs::are_read(&config.ebpf),
     hands_over: true,
     serves_beside: false,
     probe: |config, host| probe::probe(&config.ebpf, host),
@@ -244,6 +248,7 @@ impl EbpfDataplane {
             is_swapped: true,
             keep_ports: KeepPorts::BeforePackets,
             stale_sockets,
+            service_cidrs: ServiceCidrs::begin(config),
         };
         // Programs may be reading what a predecessor retired in its last moment.
         dataplane.shared.grace.wait().map_err(Error::Grace)?;
@@ -410,6 +415,13 @@ impl EbpfDataplane {
         }
     }
 
+    fn write_service_cidrs(&mut self, applied: &mut Applied, failures: &mut Failures) {
+        match self.service_cidrs.write(&self.v4, &self.v6) {
+            Ok(written) => *applied += written,
+            Err(error) => failures.add("ServiceCIDRs", error),
+        }
+    }
+
     /// For tables that can grow.
     fn demand(&self) -> Demand {
         let mut demand = Demand::new();
@@ -545,6 +557,7 @@ impl Dataplane for EbpfDataplane {
         finish(apply(v4, shared, changes), &mut applied, &mut failures);
         finish(apply(v6, shared, changes), &mut applied, &mut failures);
         self.publish_waiting(&mut applied, &mut failures);
+        self.write_service_cidrs(&mut applied, &mut failures);
         raise_epoch(&mut self.shared, &mut failures);
         self.end_stale_sockets();
         failures.into_result()?;
@@ -566,6 +579,10 @@ impl Dataplane for EbpfDataplane {
             }
         }
         self.publish_waiting(&mut applied, &mut failures);
+        if failures.is_empty() {
+            self.service_cidrs.synced();
+        }
+        self.write_service_cidrs(&mut applied, &mut failures);
         raise_epoch(&mut self.shared, &mut failures);
         self.end_stale_sockets();
         if self.keep_ports == KeepPorts::AfterFrontends {
@@ -608,6 +625,8 @@ impl Dataplane for EbpfDataplane {
         if let Err(error) = self.hooks.attach_sockets() {
             failures.add("socket hooks", error);
         }
+        self.service_cidrs.set(&host.service_cidrs);
+        self.write_service_cidrs(&mut applied, &mut failures);
         failures.into_result()?;
         for written in addresses {
             applied += written.map_err(Error::of_node_addresses)?;
@@ -632,6 +651,7 @@ impl Dataplane for EbpfDataplane {
         let (mut applied, mut failures) = Default::default();
         self.prepare(&mut failures);
         self.publish_waiting(&mut applied, &mut failures);
+        self.write_service_cidrs(&mut applied, &mut failures);
         raise_epoch(&mut self.shared, &mut failures);
         self.end_stale_sockets();
         if self.keep_ports == KeepPorts::AfterModeBeside {
@@ -663,6 +683,10 @@ impl Dataplane for EbpfDataplane {
             self.keep_ports = KeepPorts::Done;
             // They are connected to endpoints, and go on without any frontend.
             self.stale_sockets = StaleSockets::none();
+            self.service_cidrs.retire();
+            let (mut applied, mut failures) = Default::default();
+            self.write_service_cidrs(&mut applied, &mut failures);
+            failures.into_result()?;
             self.resync(&[])?;
             Collector::end_for_retirement(&self.v4.tables)?;
             Collector::end_for_retirement(&self.v6.tables)?;
@@ -715,7 +739,7 @@ fn resync<F: TableFamily>(
 fn used_by<F: TableFamily>(
     writer: &FamilyWriter<F>,
     flows: &Collector<F>,
-) -> Result<[(&'static str, u64); 7], Error> {
+) -> Result<[(&'static str, u64); 8], Error> {
     let (opening, established) = flows.counted();
     Ok([
         (F::FRONTENDS, writer.entries.frontends.len() as u64),
@@ -724,6 +748,7 @@ fn used_by<F: TableFamily>(
         (F::FLOWS, established),
         (F::OPENING_FLOWS, opening),
         (F::SOURCE_RANGES, u64::from(writer.entries.source_ranges)),
+        (F::SERVICE_CIDRS, writer.tables.service_cidrs.read_all()?.len() as u64),
         (F::NODE_ADDRESSES, writer.tables.node_addresses.read_all()?.len() as u64),
     ])
 }

@@ -13,6 +13,7 @@ use rustc_hash::FxHashMap;
 
 use super::{
     allocate::{Range, Ranges},
+    cluster_ips::ClusterIps,
     error::FullTable,
     family::TableFamily,
     tables::SourceRangeKey,
@@ -24,6 +25,7 @@ use crate::model::desired::{self, DesiredPort, ServicePortName};
 pub(super) struct Entries<F: TableFamily> {
     pub(super) frontends: FxHashMap<FrontendKey<F::Address>, Frontend>,
     pub(super) services: FxHashMap<ServicePortName, Published<F>>,
+    pub(super) cluster_ips: ClusterIps<F::Address>,
     pub(super) backends: FxHashMap<BackendKey<F::Address>, Uses>,
     /// Ids in `backends4/6` that no service can refer to.
     pub(super) stray_backends: Vec<u32>,
@@ -123,6 +125,8 @@ pub(super) struct Published<F: TableFamily> {
     /// `None`: its slots are unusable (out of bounds, or another's).
     pub(super) range: Option<Range>,
     pub(super) frontends: Box<[FrontendKey<F::Address>]>,
+    /// Counted as its.
+    pub(super) cluster_ips: Box<[F::Address]>,
     /// In `source_ranges4/6`.
     pub(super) source_ranges: Box<[SourceRangeKey<F>]>,
     pub(super) used: UsedEndpoints,
@@ -250,6 +254,7 @@ impl<F: TableFamily> Entries<F> {
         Self {
             frontends: FxHashMap::default(),
             services: FxHashMap::default(),
+            cluster_ips: ClusterIps::none(),
             backends: FxHashMap::default(),
             stray_backends: Vec::new(),
             slots: Ranges::new(slots),

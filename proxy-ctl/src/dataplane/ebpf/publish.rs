@@ -1,6 +1,6 @@
 //! The order of writes, so that a reader in the kernel finds the old or the new state of a service port, never a
 //! mixture: backends, slots (always an unused range), the service (each endpoint set in one store), its name,
-//! its source ranges and its frontends; then what is gone, in the reverse order.
+//! its source ranges and its frontends; then what is gone, in the reverse order; last which addresses are ClusterIPs (`cluster_ips`).
 //!
 //! One port that cannot be written keeps its old state and does not stop the others. One without room waits (`reserve`).
 
@@ -281,12 +281,15 @@ impl<F: TableFamily> FamilyWriter<F> {
                 writes.frontends.push((key, frontend, port.name.clone()));
             }
         }
+        let cluster_ips = layout::cluster_ips::<F>(port);
+        self.use_cluster_ips(&cluster_ips);
         let used = UsedEndpoints::Desired(Arc::clone(port));
         let kept = self.keep_backends(port);
         let now = Published {
             id,
             range: Some(range),
             frontends: keys.clone(),
+            cluster_ips,
             source_ranges: source_ranges.clone(),
             used,
             kept,
@@ -296,6 +299,7 @@ impl<F: TableFamily> FamilyWriter<F> {
                 writes.stale_frontends.push((*key, id));
                 self.entries.without_room.remove(key, id);
             }
+            self.release_cluster_ips(&old.cluster_ips);
             writes.stale_source_ranges.extend(missing_in(&source_ranges, &old.source_ranges));
             self.release_backends(&port.name, old.used.endpoints(), writes);
             self.stop_keeping_backends(&port.name, &old.kept, writes);
@@ -490,6 +494,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             writes.stale_frontends.push((*key, old.id));
             self.entries.without_room.remove(key, old.id);
         }
+        self.release_cluster_ips(&old.cluster_ips);
         self.release_backends(name, old.used.endpoints(), writes);
         self.stop_keeping_backends(name, &old.kept, writes);
         writes.stale_source_ranges.extend(old.source_ranges);
@@ -500,8 +505,10 @@ impl<F: TableFamily> FamilyWriter<F> {
     fn drop_strays(&mut self, writes: &mut Writes<F>) {
         let owned: FxHashSet<_> =
             self.entries.services.values().flat_map(|published| published.frontends.iter()).collect();
-        let strays = self.entries.frontends.iter().filter(|(key, _)| !owned.contains(key));
+        let is_stray = |key: &FrontendKey<_>| !owned.contains(key) && !key.is_cluster_ip();
+        let strays = self.entries.frontends.iter().filter(|(key, _)| is_stray(*key));
         writes.stale_frontends.extend(strays.map(|(key, frontend)| (*key, frontend.service)));
+        self.release_stray_marks();
         writes.touched.extend(self.entries.backends.keys());
         if !self.entries.stray_backends.is_empty() {
             writes.lost.extend([Transport::Tcp, Transport::Udp]);
@@ -516,6 +523,7 @@ impl<F: TableFamily> FamilyWriter<F> {
 
     /// Removes what is gone, after everything new is in place.
     pub(super) fn retire(&mut self, shared: &mut Common, writes: &mut Writes<F>) {
+        self.unmark_gone(writes);
         let mut kept = FxHashSet::default();
         for (key, id) in std::mem::take(&mut writes.stale_frontends) {
             // Another service may have taken it over.
@@ -551,6 +559,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             self.entries.slots.retire(range.unwrap_or_default());
         }
         self.write_uses(writes);
+        self.mark_new(writes);
         shared.is_epoch_over |= writes.has_new_frontends || writes.applied.removed > 0;
         shared.lost_backends.append(&mut writes.lost);
     }

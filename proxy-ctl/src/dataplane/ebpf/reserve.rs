@@ -177,7 +177,7 @@ impl<F: TableFamily> FamilyWriter<F> {
                 self.publish_those_with_room(shared, &mut writes);
             }
         }
-        if self.entries.without_room.is_unplanned {
+        if self.entries.without_room.is_unplanned || self.entries.cluster_ips.unmarked() > 0 {
             self.retire(shared, &mut writes);
         }
         writes

@@ -235,7 +235,8 @@ fn read_frontends<F: TableFamily>(
     tables: &FamilyTables<F>,
     of_service: &mut BTreeMap<u32, Vec<FrontendSnapshot>>,
 ) -> Result<(), Error> {
-    for (key, frontend) in tables.frontends.read_all()? {
+    let found = tables.frontends.read_all()?;
+    for (key, frontend) in found.into_iter().filter(|(key, _)| !key.is_cluster_ip()) {
         of_service.entry(frontend.service).or_default().push(FrontendSnapshot {
             address: (key.scope != SCOPE_NODE_PORT).then(|| F::ip(key.address)),
             port: key.port().number(),
@@ -295,6 +296,7 @@ fn count_family<F: TableFamily>(
         (F::OPENING_FLOWS, tables.opening_flows.read_all()?.len() as u64),
         (F::AFFINITY, tables.affinity.read_all()?.len() as u64),
         (F::SOURCE_RANGES, tables.source_ranges.read_all()?.len() as u64),
+        (F::SERVICE_CIDRS, tables.service_cidrs.read_all()?.len() as u64),
         (F::NODE_ADDRESSES, tables.node_addresses.read_all()?.len() as u64),
     ]);
     Ok(())

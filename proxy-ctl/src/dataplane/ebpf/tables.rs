@@ -11,8 +11,8 @@ use proxy_common::{
     layout::{
         Affinity, AffinityKey, Backend, DatagramOrigins, FirstFragment, Flow, FlowKey, ForeignFlow,
         FourPorts, FragmentKey, Frontend, FrontendKey, InterfaceSettings, Lease, MASQUERADE_PORT_ROOM,
-        NodeAddress, PORTS, PrefixKey, Service, ServiceCounters, ServiceName, Settings, Slot4, Slot6,
-        SocketOrigin, SourceRange,
+        NodeAddress, PORTS, PrefixKey, SERVICE_CIDRS, Service, ServiceCounters, ServiceName, Settings, Slot4,
+        Slot6, SocketOrigin, SourceRange,
     },
     reason::REASONS,
 };
@@ -282,6 +282,7 @@ pub(super) struct FamilyTables<F: TableFamily> {
     pub(super) opening_flows: Table<FlowKey<F::Address>, Flow<F::Address>>,
     pub(super) affinity: Table<AffinityKey<F::Address>, Affinity>,
     pub(super) source_ranges: Table<SourceRangeKey<F>, u32>,
+    pub(super) service_cidrs: Table<PrefixKey<F::Address>, u32>,
     pub(super) node_addresses: Table<F::Address, NodeAddress>,
 }
 
@@ -296,6 +297,7 @@ impl<F: TableFamily> FamilyTables<F> {
             opening_flows: Table::open(folder, F::OPENING_FLOWS, Some(Limit::OpeningFlows))?,
             affinity: Table::open(folder, F::AFFINITY, Some(Limit::Affinity))?,
             source_ranges: Table::open(folder, F::SOURCE_RANGES, Some(Limit::SourceRanges))?,
+            service_cidrs: Table::open(folder, F::SERVICE_CIDRS, None)?,
             node_addresses: Table::open(folder, F::NODE_ADDRESSES, Some(Limit::NodeAddresses))?,
         })
     }

@@ -56,7 +56,7 @@ const BE_LIBERAL: &str = "/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal";
 pub(super) const ENTRY: Entry = Entry {
     tracked_flows: TrackedFlows::All,
     retires: false,
-    reads_service_cidrs: false,
+    reads_service_cidrs: |_| false,
     hands_over: false,
     serves_beside: true,
     probe: probe::probe,

@@ -56,7 +56,7 @@ mod state;
 pub(super) const ENTRY: Entry = Entry {
     tracked_flows: TrackedFlows::All,
     retires: false,
-    reads_service_cidrs: false,
+    reads_service_cidrs: |_| false,
     hands_over: false,
     serves_beside: false,
     probe,

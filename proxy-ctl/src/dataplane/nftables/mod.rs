@@ -49,7 +49,7 @@ use crate::{
 pub(super) const ENTRY: Entry = Entry {
     tracked_flows: TrackedFlows::All,
     retires: false,
-    reads_service_cidrs: true,
+    reads_service_cidrs: |_| true,
     hands_over: false,
     serves_beside: true,
     probe: |config, host| {

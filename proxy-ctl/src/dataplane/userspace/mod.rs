@@ -71,7 +71,7 @@ pub(super) const ENTRY: Entry = Entry {
     // What it knows of is a listener's, not an endpoint's.
     tracked_flows: TrackedFlows::None,
     retires: false,
-    reads_service_cidrs: false,
+    reads_service_cidrs: |_| false,
     hands_over: true,
     serves_beside: false,
     probe: probe::probe,

@@ -15,6 +15,7 @@ mod sctp;
 mod sockets;
 mod source_ranges;
 mod surface;
+mod unserved;
 
 use crate::case::Case;
 
@@ -33,6 +34,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(affinity::CASES)
         .chain(sctp::CASES)
         .chain(source_ranges::CASES)
+        .chain(unserved::CASES)
         .chain(plugin::CASES)
         .chain(networks::CASES)
         .chain(restart::CASES)

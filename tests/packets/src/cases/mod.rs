@@ -15,6 +15,7 @@ pub(crate) mod scene;
 mod source_address;
 mod source_ranges;
 mod translation;
+mod unserved;
 
 use anyhow::Result;
 use proxy_common::{
@@ -35,9 +36,9 @@ pub(crate) struct Case {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum WorldKind {
     Usual,
-    /// With `RESETS_GONE` on.
+    /// With `RESETS_GONE`, `DROP_UNALLOCATED` and `ANSWER_PING` on.
     Resetting,
-    /// With `HOST_PACKETS` and `RESETS_GONE` on.
+    /// As `Resetting`, with `HOST_PACKETS` on too.
     HostPackets,
     /// With `MASQUERADE_AS_KUBE_PROXY` on.
     Masquerading,
@@ -135,6 +136,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     affinity::cases::<W>(group);
     source_ranges::cases::<W>(group);
     source_address::cases::<W>(group);
+    unserved::cases::<W>(group);
 }
 
 fn with_flows<W: Tables + 'static>(group: &mut Group) {

@@ -104,6 +104,12 @@ impl<'w, W: Tables> Scene<'w, W> {
         W::put_frontend(&mut self.world.ebpf, key, Frontend { service, flags })
     }
 
+    /// The tables say that it is a ClusterIP.
+    pub(crate) fn mark(&mut self, place: KnownAddress) -> Result<()> {
+        let key = FrontendKey::of_cluster_ip(W::address(place));
+        W::put_frontend(&mut self.world.ebpf, key, Frontend::NONE)
+    }
+
     pub(crate) fn node_port(&mut self, service: u32) -> Result<()> {
         let key = FrontendKey::of_node_port(Port::new(NODE_PORT.1), self.protocol);
         W::put_frontend(&mut self.world.ebpf, key, Frontend { service, flags: FRONTEND_EXTERNAL })?;

@@ -1,0 +1,105 @@
+//! What becomes of clients that dial no frontend.
+
+use crate::{
+    family::Family,
+    layout::{FrontendKey, PROTOCOL_UDP},
+    reason::Reason,
+    tables::{AffinityTables, Tables},
+};
+
+/// Why nobody serves who opens something to a destination without frontend at this address.
+#[inline(always)]
+pub fn reason<F: Family>(tables: &impl AffinityTables<F>, address: &F::Address) -> Reason {
+    let reason = if tables.frontend(&FrontendKey::of_cluster_ip(*address)).is_some() {
+        Reason::UnknownPort
+    } else if tables.is_in_service_cidrs(address) {
+        Reason::UnallocatedAddress
+    } else {
+        return Reason::NotAService;
+    };
+    if is_of_node(tables, address) { Reason::NotAService } else { reason }
+}
+
+/// As [`reason`], where a socket connects. One for datagrams sends nothing by that: resolvers connect to any port, only to learn by which
+/// source an address would be reached.
+#[inline(always)]
+pub fn at_connect(reason: Reason, protocol: u8) -> Reason {
+    let is_told_later = matches!(reason, Reason::UnknownPort | Reason::UnallocatedAddress);
+    if protocol == PROTOCOL_UDP && is_told_later { Reason::NotAService } else { reason }
+}
+
+/// Is it a ClusterIP that the node does not have itself?
+#[inline(always)]
+pub fn is_cluster_ip<F: Family>(tables: &impl Tables<F>, address: &F::Address) -> bool {
+    tables.frontend(&FrontendKey::of_cluster_ip(*address)).is_some() && !is_of_node(tables, address)
+}
+
+/// A DNS cache listens at the ClusterIP that it stands in for; and whoever gives a Service the node's own address must not lock the node.
+#[inline(always)]
+fn is_of_node<F: Family>(tables: &impl Tables<F>, address: &F::Address) -> bool {
+    tables.node_address(address).is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+    use crate::{
+        family::V4,
+        layout::{Frontend, NodeAddress, PROTOCOL_TCP},
+        port::Port,
+        select::{self, Origin},
+        socket,
+        tables::host::HostTables,
+    };
+
+    const CLUSTER_IP: [u8; 4] = [10, 96, 0, 1];
+    const CLUSTER_IP_OF_NODE: [u8; 4] = [10, 96, 0, 10];
+    const UNALLOCATED: [u8; 4] = [10, 96, 0, 7];
+    const UNALLOCATED_OF_NODE: [u8; 4] = [10, 96, 0, 8];
+    const ELSEWHERE: [u8; 4] = [10, 97, 0, 1];
+
+    fn tables() -> HostTables<V4> {
+        let mut tables =
+            HostTables::<V4> { service_cidrs: vec![([10, 96, 0, 0], 24)], ..HostTables::default() };
+        for address in [CLUSTER_IP, CLUSTER_IP_OF_NODE] {
+            tables.frontends.insert(FrontendKey::of_cluster_ip(address), Frontend::NONE);
+        }
+        for address in [CLUSTER_IP_OF_NODE, UNALLOCATED_OF_NODE] {
+            tables.node_addresses.insert(address, NodeAddress { flags: 0 });
+        }
+        tables
+    }
+
+    #[rstest]
+    #[case::cluster_ip(CLUSTER_IP, Reason::UnknownPort)]
+    #[case::cluster_ip_that_the_node_has(CLUSTER_IP_OF_NODE, Reason::NotAService)]
+    #[case::unallocated(UNALLOCATED, Reason::UnallocatedAddress)]
+    #[case::unallocated_that_the_node_has(UNALLOCATED_OF_NODE, Reason::NotAService)]
+    #[case::elsewhere(ELSEWHERE, Reason::NotAService)]
+    fn who_serves_nobody(#[case] address: [u8; 4], #[case] expected: Reason) {
+        let tables = tables();
+        assert_eq!(reason::<V4>(&tables, &address), expected);
+        assert_eq!(is_cluster_ip::<V4>(&tables, &address), expected == Reason::UnknownPort);
+        for (protocol, port) in [(PROTOCOL_TCP, 81), (PROTOCOL_UDP, 81), (PROTOCOL_TCP, 0)] {
+            let destination = crate::family::Destination { address, port: Port::new(port), protocol };
+            assert_eq!(select::find::<V4>(&tables, &destination, Origin::Workload), None);
+            let dialled = socket::connect::<V4>(&tables, &destination, Origin::Workload, 0);
+            assert_eq!(dialled, Err(expected));
+        }
+    }
+
+    #[rstest]
+    #[case::segments(PROTOCOL_TCP, Reason::UnknownPort, Reason::UnknownPort)]
+    #[case::datagrams(PROTOCOL_UDP, Reason::UnknownPort, Reason::NotAService)]
+    #[case::datagrams_to_nobody(PROTOCOL_UDP, Reason::UnallocatedAddress, Reason::NotAService)]
+    #[case::datagrams_to_a_service(PROTOCOL_UDP, Reason::NoEndpoints, Reason::NoEndpoints)]
+    fn datagram_sockets_may_connect_anywhere(
+        #[case] protocol: u8,
+        #[case] reason: Reason,
+        #[case] expected: Reason,
+    ) {
+        assert_eq!(at_connect(reason, protocol), expected);
+    }
+}

@@ -1,0 +1,104 @@
+//! The tables `service_cidrs4/6`: where what is sent to addresses that no Service has is dropped (`ebpf.unallocatedServiceAddresses`).
+//!
+//! They are filled once everything that is desired is in `frontends4/6`, and emptied while something waits for room there.
+
+use std::collections::BTreeSet;
+
+use ipnet::IpNet;
+use proxy_common::{
+    family::{V4, V6},
+    layout::{PrefixKey, SERVICE_CIDRS},
+};
+
+use super::{
+    Error,
+    family::TableFamily,
+    publish::FamilyWriter,
+    tables::{FamilyTables, Table},
+};
+use crate::{
+    config::{Ebpf, UnallocatedServiceAddresses},
+    dataplane::Applied,
+};
+
+pub(super) fn are_read(config: &Ebpf) -> bool {
+    config.unallocated_service_addresses == UnallocatedServiceAddresses::Drop
+}
+
+#[derive(Debug)]
+pub(super) struct ServiceCidrs {
+    are_read: bool,
+    /// What a predecessor has written stays until they are known.
+    known: Option<Vec<IpNet>>,
+    /// Everything desired was written once.
+    is_synced: bool,
+    /// `None`: what the tables hold is not known.
+    written: Option<Vec<IpNet>>,
+}
+
+impl ServiceCidrs {
+    pub(super) fn begin(config: &Ebpf) -> Self {
+        let are_read = are_read(config);
+        // Where they are not read, none is known to be wanted.
+        let known = (!are_read).then(Vec::new);
+        Self { are_read, known, is_synced: false, written: None }
+    }
+
+    /// Empty: not known.
+    pub(super) fn set(&mut self, all: &[IpNet]) {
+        if self.are_read && (self.known.is_some() || !all.is_empty()) {
+            self.known = Some(all.to_vec());
+        }
+    }
+
+    pub(super) fn synced(&mut self) {
+        self.is_synced = true;
+    }
+
+    /// Nobody is to be dropped any more.
+    pub(super) fn retire(&mut self) {
+        *self = Self { are_read: false, known: Some(Vec::new()), is_synced: true, written: None };
+    }
+
+    /// After each change of what is served.
+    pub(super) fn write(&mut self, v4: &FamilyWriter<V4>, v6: &FamilyWriter<V6>) -> Result<Applied, Error> {
+        let serves_all = v4.has_room_for_all() && v6.has_room_for_all();
+        let wanted = if serves_all { self.known.clone() } else { Some(Vec::new()) };
+        let Some(wanted) = wanted.filter(|_| self.is_synced) else { return Ok(Applied::default()) };
+        if self.written.as_ref() == Some(&wanted) {
+            return Ok(Applied::default());
+        }
+        self.written = None;
+        let mut applied = write(&v4.tables, &wanted)?;
+        applied += write(&v6.tables, &wanted)?;
+        self.written = Some(wanted);
+        Ok(applied)
+    }
+}
+
+/// Makes the table hold exactly these.
+fn write<F: TableFamily>(tables: &FamilyTables<F>, cidrs: &[IpNet]) -> Result<Applied, Error> {
+    let table: &Table<PrefixKey<F::Address>, u32> = &tables.service_cidrs;
+    let key =
+        |cidr: &IpNet| Some(PrefixKey { bits: cidr.prefix_len().into(), data: F::address(cidr.network())? });
+    let mut wanted: BTreeSet<_> = cidrs.iter().filter_map(key).collect();
+    if wanted.len() > SERVICE_CIDRS as usize {
+        tracing::warn!(
+            table = F::SERVICE_CIDRS,
+            ranges = wanted.len(),
+            room = SERVICE_CIDRS,
+            "there are more ServiceCIDRs than the table has room for; traffic to some of them passes"
+        );
+        wanted = wanted.into_iter().take(SERVICE_CIDRS as usize).collect();
+    }
+    let found: BTreeSet<_> = table.read_all()?.into_iter().map(|(key, _)| key).collect();
+    let mut applied = Applied::default();
+    for key in found.difference(&wanted) {
+        applied.removed += u64::from(table.remove(key)?);
+    }
+    for key in wanted.difference(&found) {
+        table.set(key, &0)?;
+        applied.written += 1;
+    }
+    Ok(applied)
+}

@@ -3,13 +3,13 @@
 #![cfg_attr(target_arch = "bpf", no_std, no_main)]
 
 #[cfg(target_arch = "bpf")]
+mod event;
+#[cfg(target_arch = "bpf")]
 mod flow;
 #[cfg(target_arch = "bpf")]
 mod globals;
 #[cfg(target_arch = "bpf")]
 mod host;
-#[cfg(target_arch = "bpf")]
-mod log;
 #[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]

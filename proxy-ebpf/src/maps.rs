@@ -3,7 +3,7 @@
 
 use aya_ebpf::{
     bindings::{BPF_F_MMAPABLE, BPF_F_NO_PREALLOC},
-    btf_maps::{Array, ArrayOfMaps, HashMap, LpmTrie, LruHashMap, PerCpuArray, SkStorage},
+    btf_maps::{Array, ArrayOfMaps, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf, SkStorage},
     macros::btf_map,
 };
 use proxy_common::{flow::Scratch, inventory::Limit, layout::*, reason::REASONS};
@@ -39,6 +39,7 @@ macro_rules! table {
     };
     (per_cpu_array, $key:ty, $value:ty, $entries:tt) => { PerCpuArray<$value, { entries!($entries) }> };
     (socket_storage, $key:ty, $value:ty, $entries:tt) => { SkStorage<$value> };
+    (ring, $key:ty, $value:ty, $entries:tt) => { RingBuf<$value, { entries!($entries) }> };
 }
 
 macro_rules! define {
@@ -53,9 +54,13 @@ macro_rules! define {
 
 proxy_common::tables!(define);
 
+/// A multiple of every page size: room for more lines than are allowed in some seconds.
+const LOG_BYTES: u32 = 1 << 16;
+
 // Not pinned: each load of the programs has its own.
 define! {
-    kernel_log: array(u32, LogControl), 1;
+    log_control: array(u32, EventControl), 1;
+    log_events: ring(u32, Event), LOG_BYTES;
     refusals: per_cpu_array(u32, RefusalCount), 1;
     scratch4: per_cpu_array(u32, Scratch<A4>), 1;
     scratch6: per_cpu_array(u32, Scratch<A6>), 1;

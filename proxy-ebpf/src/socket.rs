@@ -9,6 +9,7 @@ use aya_ebpf::{
     programs::SockAddrContext,
 };
 use proxy_common::{
+    event::EventKind,
     family::{Destination, Family, V4, V6},
     layout::*,
     port::Port,
@@ -19,8 +20,8 @@ use proxy_common::{
 };
 
 use crate::{
+    event::tell_socket,
     globals,
-    log::LogAddress,
     tables::{Maps, SocketTables, count, count_connection, lease_has_ended, settings},
 };
 
@@ -32,7 +33,7 @@ const ECONNREFUSED: i32 = 111;
 
 /// How an address lies in the context.
 pub(crate) trait AddressFormat {
-    type Family: SocketTables<Address: LogAddress>;
+    type Family: SocketTables;
 
     fn read(ctx: &SockAddrContext) -> <Self::Family as Family>::Address;
     fn write(ctx: &SockAddrContext, address: &<Self::Family as Family>::Address);
@@ -203,16 +204,19 @@ fn random() -> u32 {
     unsafe { bpf_get_prandom_u32() }
 }
 
-/// The one place where a reason ends a system call that named `destination`.
+/// The one place where a reason ends a system call that named `destination`; `sent_to`: the backend in its place.
 // Not inlined: what it needs of the stack would be added to what choosing a backend needs.
 #[inline(never)]
-fn conclude<A: LogAddress>(reason: Reason, destination: &Destination<A>) -> i32 {
+fn conclude<A: Address>(
+    reason: Reason,
+    destination: &Destination<A>,
+    sent_to: Option<&SocketOrigin<A>>,
+) -> i32 {
     if reason as u32 != Reason::NotAService as u32 {
         count(reason);
     }
-    if reason.verdict() != Verdict::Pass {
-        let ports = [Port::NONE, destination.port];
-        A::log_refusal(&A::UNSPECIFIED, &destination.address, ports, destination.protocol, reason as u32);
+    if EventKind::of(reason).is_some() {
+        tell_socket(reason as u32, destination, sent_to);
     }
     match reason.verdict() {
         Verdict::Pass => PROCEED,
@@ -252,11 +256,11 @@ where
     match choose::<F>(&destination, origin, namespace, lease_has_ended()) {
         Ok(mut new) => {
             if !store(ctx, <F::Family as SocketTables>::socket_origin(), &mut new) {
-                return conclude(Reason::SocketStorageFull, &destination);
+                return conclude(Reason::SocketStorageFull, &destination, None);
             }
             redirect::<F>(ctx, &new);
             count_connection(new.service);
-            conclude(Reason::SocketConnected, &destination)
+            conclude(Reason::SocketConnected, &destination, Some(&new))
         }
         Err(reason) => {
             // The socket may have been connected to a service before.
@@ -266,7 +270,7 @@ where
                     socket::clear_origins_of_backend(known, &destination);
                 }
             }
-            conclude(reason, &destination)
+            conclude(reason, &destination, None)
         }
     }
 }
@@ -310,12 +314,12 @@ where
     match choose::<F>(&destination, origin, namespace, ended) {
         Ok(new) => {
             let Some(known) = stored_or_new(ctx, storage) else {
-                return conclude(Reason::SocketStorageFull, &destination);
+                return conclude(Reason::SocketStorageFull, &destination, None);
             };
             socket::remember(known, &new);
             redirect::<F>(ctx, &new);
             count_connection(new.service);
-            conclude(Reason::SocketSent, &destination)
+            conclude(Reason::SocketSent, &destination, Some(&new))
         }
         Err(reason) => {
             if let Some(known) = stored(ctx, storage) {
@@ -323,7 +327,7 @@ where
             }
             // A socket connected to a service keeps its origin: the kernel itself names the backend here, when an
             // IPv4-mapped socket sends without an address.
-            conclude(reason, &destination)
+            conclude(reason, &destination, None)
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Writes what the kernel programs log about refused and dropped clients to our own log. The programs log only while its
-//! level is debug (`-v 4`, also when set at run time).
+//! Writes what the kernel programs tell of refused and dropped clients to our own log. They do so only while its level is debug (`-v 4`,
+//! also when set at run time).
 
 use std::{fmt, io};
 
@@ -7,22 +7,22 @@ use aya::{
     Ebpf,
     maps::{Array, MapData},
 };
-use aya_log::EbpfLogger;
 use proxy_common::{
     inventory::table,
-    layout::{LOG_LINES_PER_SECOND, LogControl},
-    reason::Reason,
+    layout::{Event, EventControl, LOG_LINES_PER_SECOND},
+    reason::{Reason, Verdict},
 };
 use tracing::Level;
 
-use super::Error;
+use super::{Error, events::log_line};
+use crate::sys::map::Ring;
 
 const TARGET: &str = "proxy_ebpf";
 
 /// The log of one load of the programs.
 pub(super) struct KernelLog {
-    control: Array<MapData, LogControl>,
-    lines: EbpfLogger<Lines>,
+    control: Array<MapData, EventControl>,
+    events: Ring<Event>,
     enabled: bool,
 }
 
@@ -33,25 +33,25 @@ impl fmt::Debug for KernelLog {
 }
 
 impl KernelLog {
-    /// Before the programs are loaded from `object`.
     pub(super) fn take(object: &mut Ebpf) -> Result<Self, Error> {
-        let control =
-            object.take_map(table::kernel_log).ok_or_else(|| failed("the object has no such table"))?;
+        let mut take = |name| object.take_map(name).ok_or_else(|| failed("the object has no such table"));
         Ok(Self {
-            control: Array::try_from(control).map_err(failed)?,
-            lines: EbpfLogger::init_with_logger(object, Lines).map_err(failed)?,
+            control: Array::try_from(take(table::log_control)?).map_err(failed)?,
+            events: Ring::try_from(take(table::log_events)?).map_err(failed)?,
             enabled: false,
         })
     }
 
     /// Tells the lines that have come, and switches the programs' log where the level of ours has changed.
     pub(super) fn follow(&mut self) -> Result<(), Error> {
-        // Panics on a record that it cannot parse. Only our own programs write to this buffer, which is not pinned.
-        self.lines.flush();
+        while let Some(event) = self.events.take() {
+            if let Some(line) = log_line(&event) {
+                tracing::debug!(target: TARGET, "{line}");
+            }
+        }
         let enabled = tracing::enabled!(target: TARGET, Level::DEBUG);
         if enabled != self.enabled {
-            let control = LogControl { enabled: enabled.into(), ..LogControl::default() };
-            self.control.set(0, control, 0).map_err(failed)?;
+            self.control.set(0, if enabled { on() } else { EventControl::default() }, 0).map_err(failed)?;
             self.enabled = enabled;
             if enabled {
                 tracing::debug!(
@@ -64,47 +64,13 @@ impl KernelLog {
     }
 }
 
+fn on() -> EventControl {
+    let refusals = Reason::ALL.iter().copied().filter(|reason| reason.verdict() != Verdict::Pass);
+    let mut control = EventControl::new(u64::MAX, refusals, 1);
+    control.in_a_second = LOG_LINES_PER_SECOND;
+    control
+}
+
 fn failed(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
     Error::KernelLog(io::Error::other(error))
-}
-
-/// Passes lines on to our log.
-struct Lines;
-
-impl log::Log for Lines {
-    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
-        true
-    }
-
-    fn log(&self, record: &log::Record<'_>) {
-        tracing::debug!(target: TARGET, "{}", with_name(&record.args().to_string()));
-    }
-
-    fn flush(&self) {}
-}
-
-/// `reason <number>: …` with the reason's name.
-fn with_name(line: &str) -> String {
-    let named = || {
-        let (number, rest) = line.strip_prefix("reason ")?.split_once(": ")?;
-        let number: u32 = number.parse().ok()?;
-        let reason = Reason::ALL.iter().find(|reason| **reason as u32 == number)?;
-        Some(format!("{}: {rest}", reason.name()))
-    };
-    named().unwrap_or_else(|| line.to_owned())
-}
-
-#[cfg(test)]
-mod tests {
-    use rstest::rstest;
-
-    use super::*;
-
-    #[rstest]
-    #[case::known("reason 3: protocol 6", "no_endpoints: protocol 6")]
-    #[case::of_another_version("reason 63: protocol 6", "reason 63: protocol 6")]
-    #[case::without_reason("something else", "something else")]
-    fn reasons_have_their_name(#[case] line: &str, #[case] shown: &str) {
-        assert_eq!(with_name(line), shown);
-    }
 }

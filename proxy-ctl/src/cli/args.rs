@@ -274,7 +274,9 @@ JSON: a line each, {time, kind, reason, by: packet or socket, service: {namespac
 /// An address, or a range of them.
 fn range(text: &str) -> Result<IpNet, String> {
     let one = || text.parse::<std::net::IpAddr>().map(IpNet::from);
-    text.parse().or_else(|_| one()).map_err(|_| "must be an address, or a range such as 10.0.0.0/8".to_owned())
+    text.parse()
+        .or_else(|_| one())
+        .map_err(|_| "must be an address, or a range such as 10.0.0.0/8".to_owned())
 }
 
 fn protocol(text: &str) -> Result<Protocol, String> {

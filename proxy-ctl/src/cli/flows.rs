@@ -22,7 +22,8 @@ use crate::{
     model::desired::ServicePortName,
 };
 
-const UNSEEN: &str = "Connections that socket hooks have sent to a backend have no flow, and are not listed.\n";
+const UNSEEN: &str =
+    "Connections that socket hooks have sent to a backend have no flow, and are not listed.\n";
 
 /// A service port, as JSON names it.
 #[derive(Debug, Serialize)]
@@ -116,7 +117,10 @@ pub(super) fn is_of(wanted: &ServiceFilter, service: Option<&ServicePortName>) -
 /// `flows`: `None` where the mode keeps none.
 fn in_words(flows: Option<&[FlowSnapshot]>, mode: Option<Mode>, limit: usize) -> String {
     match (flows, mode) {
-        (_, None) => "Nothing is programmed on this node, so there are no flows; `proxy-ctl status` tells more.\n".to_owned(),
+        (_, None) => {
+            "Nothing is programmed on this node, so there are no flows; `proxy-ctl status` tells more.\n"
+                .to_owned()
+        }
         (None, Some(mode)) => format!(
             "There are no flows in mode {}: only the packet programs of mode ebpf keep any. What netfilter translates is \
              listed by `conntrack -L`; `proxy-ctl services` tells what is served.\n",
@@ -198,7 +202,9 @@ mod tests {
 
     fn args(flags: &[&str]) -> FlowsArgs {
         let line = ["proxy-ctl", "flows"].iter().chain(flags);
-        let Command::Flows(args) = Args::try_parse_from(line).unwrap().command else { panic!("another command") };
+        let Command::Flows(args) = Args::try_parse_from(line).unwrap().command else {
+            panic!("another command")
+        };
         args
     }
 
@@ -232,8 +238,20 @@ mod tests {
         let masqueraded = FlowSnapshot { masquerade: "172.18.0.2:1024".parse().ok(), ..web() };
         let text = in_words(Some(&[web(), masqueraded]), Some(Mode::Ebpf), 1_000);
         let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
-        assert_eq!(lines[0], ["SERVICE", "PROTOCOL", "CLIENT", "FRONTEND", "BACKEND", "STATE", "AGE", "IDLE"]);
-        let row = ["default/web:http", "TCP", "10.244.1.7:40000", "10.96.0.1:80", "10.244.2.3:8080", "established", "1m1s", "1s"];
+        assert_eq!(
+            lines[0],
+            ["SERVICE", "PROTOCOL", "CLIENT", "FRONTEND", "BACKEND", "STATE", "AGE", "IDLE"]
+        );
+        let row = [
+            "default/web:http",
+            "TCP",
+            "10.244.1.7:40000",
+            "10.96.0.1:80",
+            "10.244.2.3:8080",
+            "established",
+            "1m1s",
+            "1s",
+        ];
         assert_eq!((lines[1].as_slice(), lines[2].as_slice()), (&row[..], &row[..]));
         assert_eq!(lines[3], ["via", "172.18.0.2:1024"]);
         assert!(text.ends_with(UNSEEN) && !text.contains("--limit"), "{text}");

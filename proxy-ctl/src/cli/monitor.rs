@@ -73,7 +73,8 @@ pub(super) fn monitor(args: &MonitorArgs, bpffs: &Path) -> anyhow::Result<()> {
     };
     let ends: SigSet = [Signal::SIGINT, Signal::SIGTERM].into_iter().collect();
     ends.thread_block().context("blocking SIGINT and SIGTERM")?;
-    let signals = SignalFd::with_flags(&ends, SfdFlags::SFD_CLOEXEC).context("making a descriptor of signals")?;
+    let signals =
+        SignalFd::with_flags(&ends, SfdFlags::SFD_CLOEXEC).context("making a descriptor of signals")?;
     let mut out = BufWriter::new(io::stdout().lock());
     let mut shown = 0;
     let ended = loop {

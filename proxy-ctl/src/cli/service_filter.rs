@@ -19,7 +19,12 @@ impl FromStr for ServiceFilter {
         let (namespace, name) =
             object.split_once('/').map_or((None, object), |(namespace, name)| (Some(namespace), name));
         let owned = str::to_owned;
-        Ok(Self { text: owned(text), namespace: namespace.map(owned), name: owned(name), port: port.map(owned) })
+        Ok(Self {
+            text: owned(text),
+            namespace: namespace.map(owned),
+            name: owned(name),
+            port: port.map(owned),
+        })
     }
 }
 

@@ -35,8 +35,8 @@ pub use modes::{
 pub use snapshot::{
     BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, ServiceSnapshot, Snapshot,
 };
-pub use traffic::{EventQuery, EventSnapshot, EventStream, FlowQuery, FlowSnapshot, FlowState};
 pub use supports::{Effect, Unsupported, refused, servable};
+pub use traffic::{EventQuery, EventSnapshot, EventStream, FlowQuery, FlowSnapshot, FlowState};
 
 use serde::Serialize;
 

@@ -16,7 +16,7 @@ use proxy_common::{
     port::Port,
     reason::Reason,
 };
-use proxy_ctl::sys::map::Map as Table;
+use proxy_ctl::sys::{bpf::pod, map::Map as Table};
 
 use crate::wire::{Endpoint, Wire};
 
@@ -449,6 +449,8 @@ impl World {
         self.set_lease_end(0)?;
         self.switch_log(false)?;
         self.logged()?;
+        self.set_event_control(EventControl::default())?;
+        self.events()?;
         let cpus = aya::util::nr_cpus().map_err(|(file, error)| anyhow::anyhow!("{file}: {error}"))?;
         let mut counters =
             PerCpuArray::<_, u64>::try_from(self.ebpf.map_mut(table::counters).context(table::counters)?)?;
@@ -518,19 +520,33 @@ impl World {
     }
 
     pub(crate) fn switch_log(&mut self, on: bool) -> Result<()> {
-        let control = LogControl { enabled: on.into(), ..LogControl::default() };
-        Ok(array(&mut self.ebpf, table::kernel_log)?.set(0, control, 0)?)
+        let until = if on { u64::MAX } else { 0 };
+        let mut control = EventControl::new(until, Reason::ALL.iter().copied(), 1);
+        control.in_a_second = LOG_LINES_PER_SECOND;
+        Ok(array(&mut self.ebpf, table::log_control)?.set(0, control, 0)?)
     }
 
     /// How many lines the programs have logged since this was asked last.
     pub(crate) fn logged(&mut self) -> Result<usize> {
-        const LINES: &str = "AYA_LOGS";
-        let mut lines = RingBuf::try_from(self.ebpf.map_mut(LINES).context(LINES)?)?;
-        let mut count = 0;
-        while lines.next().is_some() {
-            count += 1;
+        Ok(self.take_events(table::log_events)?.len())
+    }
+
+    pub(crate) fn set_event_control(&mut self, control: EventControl) -> Result<()> {
+        Ok(array(&mut self.ebpf, table::event_control)?.set(0, control, 0)?)
+    }
+
+    /// What the programs have told of since this was asked last.
+    pub(crate) fn events(&mut self) -> Result<Vec<Event>> {
+        self.take_events(table::events)
+    }
+
+    fn take_events(&mut self, name: &str) -> Result<Vec<Event>> {
+        let mut ring = RingBuf::try_from(self.ebpf.map_mut(name).context("no such ring")?)?;
+        let mut events = Vec::new();
+        while let Some(record) = ring.next() {
+            events.push(pod(&record).context("a record that is no event")?);
         }
-        Ok(count)
+        Ok(events)
     }
 
     /// Reasons counted since the tables were cleared.

@@ -117,11 +117,7 @@ impl Events {
         Ok(Some(EventSnapshot { service, ..shown }))
     }
 
-    fn service_of(
-        &self,
-        frontend: SocketAddr,
-        protocol: u8,
-    ) -> Result<Option<ServicePortName>, Error> {
+    fn service_of(&self, frontend: SocketAddr, protocol: u8) -> Result<Option<ServicePortName>, Error> {
         let port = Port::new(frontend.port());
         let common = self.pinned.common();
         let found = match frontend.ip() {

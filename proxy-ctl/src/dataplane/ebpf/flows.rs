@@ -63,8 +63,7 @@ impl<'a> Newest<'a> {
             let found = found.map_err(|source| Error::Table { table: name, source })?;
             found.map(|fd| typed(&fd, name)).transpose()
         };
-        let established =
-            FlowTable { name: F::FLOWS, before: before(F::FLOWS)?, in_use: tables.flows.map() };
+        let established = FlowTable { name: F::FLOWS, before: before(F::FLOWS)?, in_use: tables.flows.map() };
         let opening = FlowTable {
             name: F::OPENING_FLOWS,
             before: before(F::OPENING_FLOWS)?,
@@ -264,8 +263,7 @@ mod tests {
         #[case] client: Option<&str>,
         #[case] masquerade: Option<&str>,
     ) {
-        let (backend, answers_to) =
-            (([10, 1, 0, 2], Port::new(8080)), ([192, 0, 2, 1], Port::new(1024)));
+        let (backend, answers_to) = (([10, 1, 0, 2], Port::new(8080)), ([192, 0, 2, 1], Port::new(1024)));
         let (key, flow) = Flow::<[u8; 4]>::of_netfilter(backend, answers_to, is_masqueraded, SECOND);
         assert!(is_listed(&key, &flow));
         let shown = snapshot::<V4>(&flow, SECOND).unwrap();

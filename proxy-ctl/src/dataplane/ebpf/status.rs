@@ -30,8 +30,9 @@ use super::{
 use crate::{
     config::Limits,
     dataplane::{
-        self, BackendSnapshot, EndpointSnapshot, EventQuery, EventStream, FlowQuery, FlowSnapshot, FrontendSnapshot, Hook, NodeSnapshot, Programmed,
-        ReasonUsage, ServiceSnapshot, ServiceUsage, Snapshot, TableUsage, Usage, source_ports::runs,
+        self, BackendSnapshot, EndpointSnapshot, EventQuery, EventStream, FlowQuery, FlowSnapshot,
+        FrontendSnapshot, Hook, NodeSnapshot, Programmed, ReasonUsage, ServiceSnapshot, ServiceUsage,
+        Snapshot, TableUsage, Usage, source_ports::runs,
     },
     model::{desired::ServicePortName, objects::TrafficPolicy},
     sys::{CallError, bpf, clock, lock},

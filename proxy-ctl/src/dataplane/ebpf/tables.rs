@@ -9,10 +9,10 @@ use aya::Pod;
 use proxy_common::{
     inventory::{Limit, table},
     layout::{
-        Affinity, AffinityKey, Backend, DatagramOrigins, EVENT_BYTES, Event, EventControl, FirstFragment, Flow, FlowKey, ForeignFlow,
-        FourPorts, FragmentKey, Frontend, FrontendKey, Lease, MASQUERADE_PORT_ROOM, MasqueradeDevice,
-        NodeAddress, PORTS, PrefixKey, Service, ServiceCounters, ServiceName, Settings, Slot4, Slot6,
-        SocketOrigin, SourceRange,
+        Affinity, AffinityKey, Backend, DatagramOrigins, EVENT_BYTES, Event, EventControl, FirstFragment,
+        Flow, FlowKey, ForeignFlow, FourPorts, FragmentKey, Frontend, FrontendKey, Lease,
+        MASQUERADE_PORT_ROOM, MasqueradeDevice, NodeAddress, PORTS, PrefixKey, Service, ServiceCounters,
+        ServiceName, Settings, Slot4, Slot6, SocketOrigin, SourceRange,
     },
     reason::REASONS,
 };

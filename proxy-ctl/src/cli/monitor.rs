@@ -31,6 +31,9 @@ use crate::dataplane::{self, EventQuery, EventSnapshot};
 /// Milliseconds: the events must be read as often, that there are more.
 const WAIT: u16 = 500;
 
+/// From here on nothing is missed.
+const WATCHING: &str = "watching; Ctrl-C ends it";
+
 #[derive(Debug, Serialize)]
 struct EventView<'a> {
     time: String,
@@ -75,6 +78,8 @@ pub(super) fn monitor(args: &MonitorArgs, bpffs: &Path) -> anyhow::Result<()> {
     ends.thread_block().context("blocking SIGINT and SIGTERM")?;
     let signals =
         SignalFd::with_flags(&ends, SfdFlags::SFD_CLOEXEC).context("making a descriptor of signals")?;
+    // A closed stderr cannot be reported.
+    let _ = writeln!(io::stderr(), "{WATCHING}");
     let mut out = BufWriter::new(io::stdout().lock());
     let mut shown = 0;
     let ended = loop {
@@ -101,7 +106,7 @@ pub(super) fn monitor(args: &MonitorArgs, bpffs: &Path) -> anyhow::Result<()> {
     };
     let lost = events.lost()?;
     if lost > 0 {
-        // A closed stderr cannot be reported.
+        // As above.
         let _ = writeln!(
             io::stderr(),
             "{lost} events were lost, as they came faster than they were read: --sample or --reason makes them fewer"

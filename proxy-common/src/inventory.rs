@@ -65,7 +65,7 @@ limits! {
 ///
 /// Programs write flows, so a table of flows can only change its size while they work on it: they find it in an array of two maps,
 /// `<table>_maps` ([`layout::MAP_IN_USE`](crate::layout::MAP_IN_USE)). Kinds `maps_of_…` are these arrays, with the types of their maps.
-/// The keys of a `lpm_trie` are a [`PrefixKey`](crate::layout::PrefixKey) of the type.
+/// The keys of a `lpm_trie` are a [`PrefixKey`](crate::layout::PrefixKey) of the type. A `ring` has no keys, and its size is in bytes.
 #[macro_export]
 macro_rules! tables {
     ($define:ident) => {
@@ -110,6 +110,8 @@ macro_rules! tables {
             settings: array(u32, Settings), 1;
             lease: array(u32, Lease), 1;
             counters: per_cpu_array(u32, u64), REASONS;
+            event_control: array(u32, EventControl), 1;
+            events: ring(u32, Event), EVENT_BYTES;
             service_counters: per_cpu_array(u32, ServiceCounters), [ServiceCounters];
         }
     };

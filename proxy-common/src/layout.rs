@@ -678,6 +678,18 @@ impl Lease {
     }
 }
 
+/// Table `event_control`, array with one entry: what the programs tell of in `events`.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct EventControl {
+    /// Nanoseconds since boot, suspend included: from then on they tell nothing. 0: nobody watches.
+    pub until: u64,
+    /// A bit for each reason that they tell of, by number.
+    pub reasons: u64,
+    /// They tell one of so many, at random; 0 and 1: each.
+    pub one_of: u64,
+}
+
 /// Table `kernel_log`, array with one entry: whether the programs log, and how much they did. Each load of the programs
 /// has its own.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -693,6 +705,45 @@ pub struct LogControl {
 
 /// How much the programs log at most.
 pub const LOG_LINES_PER_SECOND: u32 = 20;
+
+/// Size of `events` in bytes: room for 11,000 events.
+pub const EVENT_BYTES: u32 = 1 << 20;
+
+/// The event is a packet's.
+pub const EVENT_OF_PACKET: u8 = 0;
+/// The event is a system call's.
+pub const EVENT_OF_SOCKET: u8 = 1;
+
+/// Table `events`, ring buffer: what the programs tell of. IPv4 addresses are in the first four bytes.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct Event {
+    /// Nanoseconds since boot, suspend included.
+    pub time: u64,
+    /// Unspecified with port 0: a socket, whose address no hook knows.
+    pub client: [u8; 16],
+    /// What the client dialled.
+    pub frontend: [u8; 16],
+    /// Unspecified with port 0: there is none, or it is not known.
+    pub backend: [u8; 16],
+    /// Host byte order, as the next two.
+    pub client_port: u16,
+    pub frontend_port: u16,
+    pub backend_port: u16,
+    /// IANA number.
+    pub protocol: u8,
+    /// 4 or 6.
+    pub family: u8,
+    /// Number of a [`Reason`](crate::reason::Reason) that makes events.
+    pub reason: u32,
+    /// Index into `services`; `NO_SERVICE`: the client dialled the backend itself, or only the frontend says which it is.
+    pub service: u32,
+    /// Key of `backends4/6`; 0: none.
+    pub backend_id: u32,
+    /// `EVENT_OF_*`.
+    pub place: u8,
+    pub(crate) _reserved: [u8; 3],
+}
 
 /// Table `refusals`, per-CPU array with one entry: how many ICMP errors were sent. Each load of the programs has its own.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -754,7 +805,12 @@ const _: () = {
     assert!(size_of::<Affinity>() == 16);
     assert!(size_of::<PrefixKey<SourceRange<[u8; 4]>>>() == 12);
     assert!(size_of::<PrefixKey<SourceRange<[u8; 16]>>>() == 24);
-    assert!(size_of::<Lease>() == 8 && size_of::<LogControl>() == 16);
+    assert!(
+        size_of::<Lease>() == 8
+            && size_of::<LogControl>() == 16
+            && size_of::<EventControl>() == 24
+            && size_of::<Event>() == 80
+    );
     assert!(size_of::<RefusalCount>() == 16);
 };
 
@@ -784,6 +840,8 @@ mod pod {
         ServiceCounters,
         Settings,
         Lease,
+        EventControl,
+        Event,
         LogControl,
         RefusalCount
     );

@@ -97,6 +97,8 @@ reasons! {
     BackendGone = 37, Refuse, "backend_gone";
     /// The client is in none of the source ranges that the service names for its load-balancer addresses.
     SourceNotAllowed = 39, Drop, "source_not_allowed";
+    /// An event that somebody watches for found the ring full.
+    EventLost = 40, Pass, "event_lost";
     /// A later fragment of a packet whose first one was dropped or refused.
     FragmentOfDropped = 36, Drop, "fragment_of_dropped";
 }

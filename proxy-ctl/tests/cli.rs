@@ -126,6 +126,8 @@ fn invalid_command_lines(#[case] args: &[&str]) {
 #[case(&["status", "--help"], "JSON:")]
 #[case(&["services", "--help"], "proxy-ctl services kube-system/kube-dns:dns")]
 #[case(&["backends", "--help"], "JSON:")]
+#[case(&["flows", "--help"], "proxy-ctl flows --service default/web")]
+#[case(&["monitor", "--help"], "proxy-ctl monitor --reason no_endpoints")]
 #[case(&["cleanup", "--help"], "proxy-ctl cleanup")]
 #[case(&["probe", "--help"], "proxy-ctl probe --config")]
 #[case(&["config", "--help"], "proxy-ctl config --config")]
@@ -150,7 +152,7 @@ fn version_includes_the_build_of_the_bpf_object() {
 fn empty_state_prints_the_next_step(#[values("table", "json")] format: &str) {
     let folder = TempDir::new().unwrap();
     let pins = folder.path().join("bpf");
-    for command in ["status", "services", "backends", "cleanup"] {
+    for command in ["status", "services", "backends", "flows", "cleanup"] {
         let output = proxy_ctl(&[command, "--bpffs", pins.to_str().unwrap(), "--output", format]);
         assert_eq!(output.status.code(), Some(0), "{command}: {}", stderr(&output));
         if format == "json" {
@@ -160,6 +162,15 @@ fn empty_state_prints_the_next_step(#[values("table", "json")] format: &str) {
         }
     }
     assert!(!pins.exists());
+}
+
+#[test]
+fn nothing_is_watched_where_nothing_is_programmed() {
+    let folder = TempDir::new().unwrap();
+    let pins = folder.path().join("bpf");
+    let output = proxy_ctl(&["monitor", "--bpffs", pins.to_str().unwrap()]);
+    refused(folder.path(), &output, "proxy-ctl");
+    assert!(stdout(&output).is_empty());
 }
 
 /// A link to the program, by another name.

@@ -15,6 +15,7 @@ use proxy_common::{
 };
 
 use crate::{
+    event::TellPacket as _,
     globals, maps, resizable,
     tables::{Maps, count, count_connection, settings},
 };
@@ -290,6 +291,13 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn count(&self, reason: Reason) {
                 count(reason);
+            }
+
+            #[inline(always)]
+            fn tell(&self, scratch: &mut Scratch<$address>, reason: Reason) {
+                count(reason);
+                black_box(scratch);
+                <$family>::tell_packet(reason);
             }
 
             #[inline(always)]

@@ -3,6 +3,8 @@
 #![cfg_attr(target_arch = "bpf", no_std, no_main)]
 
 #[cfg(target_arch = "bpf")]
+mod event;
+#[cfg(target_arch = "bpf")]
 mod flow;
 #[cfg(target_arch = "bpf")]
 mod globals;

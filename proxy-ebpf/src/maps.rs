@@ -3,7 +3,7 @@
 
 use aya_ebpf::{
     bindings::{BPF_F_MMAPABLE, BPF_F_NO_PREALLOC},
-    btf_maps::{Array, ArrayOfMaps, HashMap, LpmTrie, LruHashMap, PerCpuArray, SkStorage},
+    btf_maps::{Array, ArrayOfMaps, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf, SkStorage},
     macros::btf_map,
 };
 use proxy_common::{flow::Scratch, inventory::Limit, layout::*, reason::REASONS};
@@ -39,6 +39,7 @@ macro_rules! table {
     };
     (per_cpu_array, $key:ty, $value:ty, $entries:tt) => { PerCpuArray<$value, { entries!($entries) }> };
     (socket_storage, $key:ty, $value:ty, $entries:tt) => { SkStorage<$value> };
+    (ring, $key:ty, $value:ty, $entries:tt) => { RingBuf<$value, { entries!($entries) }> };
 }
 
 macro_rules! define {

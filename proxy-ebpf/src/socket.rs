@@ -9,6 +9,7 @@ use aya_ebpf::{
     programs::SockAddrContext,
 };
 use proxy_common::{
+    event::EventKind,
     family::{Destination, Family, V4, V6},
     layout::*,
     port::Port,
@@ -20,6 +21,7 @@ use proxy_common::{
 };
 
 use crate::{
+    event::tell_socket,
     globals,
     log::LogAddress,
     tables::{Maps, SocketTables, count, count_connection, lease_has_ended, settings},
@@ -199,16 +201,19 @@ fn random() -> u32 {
     unsafe { bpf_get_prandom_u32() }
 }
 
-/// The one place where a reason ends a system call that named `destination`.
+/// The one place where a reason ends a system call that named `destination`; `sent_to`: the backend in its place.
 // Not inlined: what it needs of the stack would be added to what choosing a backend needs.
 #[inline(never)]
-fn conclude<A: LogAddress>(reason: Reason, destination: &Destination<A>) -> i32 {
+fn conclude<A: LogAddress>(
+    reason: Reason,
+    destination: &Destination<A>,
+    sent_to: Option<&SocketOrigin<A>>,
+) -> i32 {
     if reason as u32 != Reason::NotAService as u32 {
         count(reason);
     }
-    if reason.verdict() != Verdict::Pass {
-        let ports = [Port::NONE, destination.port];
-        A::log_refusal(&A::UNSPECIFIED, &destination.address, ports, destination.protocol, reason as u32);
+    if EventKind::of(reason).is_some() {
+        tell_socket(reason as u32, destination, sent_to);
     }
     match reason.verdict() {
         Verdict::Pass => PROCEED,
@@ -247,11 +252,11 @@ where
     match choose::<F>(&destination, origin, lease_has_ended()) {
         Ok(mut new) => {
             if !store(ctx, <F::Family as SocketTables>::socket_origin(), &mut new) {
-                return conclude(Reason::SocketStorageFull, &destination);
+                return conclude(Reason::SocketStorageFull, &destination, None);
             }
             redirect::<F>(ctx, &new);
             count_connection(new.service);
-            conclude(Reason::SocketConnected, &destination)
+            conclude(Reason::SocketConnected, &destination, Some(&new))
         }
         Err(reason) => {
             // The socket may have been connected to a service before.
@@ -261,7 +266,7 @@ where
                     socket::clear_origins_of_backend(known, &destination);
                 }
             }
-            conclude(unserved::at_connect(reason, protocol), &destination)
+            conclude(unserved::at_connect(reason, protocol), &destination, None)
         }
     }
 }
@@ -304,12 +309,12 @@ where
     match choose::<F>(&destination, origin, ended) {
         Ok(new) => {
             let Some(known) = stored_or_new(ctx, storage) else {
-                return conclude(Reason::SocketStorageFull, &destination);
+                return conclude(Reason::SocketStorageFull, &destination, None);
             };
             socket::remember(known, &new);
             redirect::<F>(ctx, &new);
             count_connection(new.service);
-            conclude(Reason::SocketSent, &destination)
+            conclude(Reason::SocketSent, &destination, Some(&new))
         }
         Err(reason) => {
             if let Some(known) = stored(ctx, storage) {
@@ -317,7 +322,7 @@ where
             }
             // A socket connected to a service keeps its origin: the kernel itself names the backend here, when an
             // IPv4-mapped socket sends without an address.
-            conclude(reason, &destination)
+            conclude(reason, &destination, None)
         }
     }
 }

@@ -13,9 +13,9 @@ use proxy_common::{
 };
 
 use crate::{
+    event::TellPacket,
     globals,
     host::{self, Route},
-    log::LogPacket,
     ping,
     refuse::{self, AnswerPath, Refuse},
     skb::Skb,
@@ -31,7 +31,7 @@ pub(crate) const ETHERNET: u32 = 14;
 /// Offset of the network header on a device without Ethernet headers.
 pub(crate) const BARE: u32 = 0;
 
-trait PacketFamily: Network + Refuse + Route + LogPacket {}
+trait PacketFamily: Network + Refuse + Route + TellPacket {}
 impl PacketFamily for V4 {}
 impl PacketFamily for V6 {}
 
@@ -103,7 +103,7 @@ where
         if peers == Origin::Outside && host::is_local(ctx) {
             return answer_or_pass::<F>(ctx, network, &mut scratch.packet, reason, AnswerPath::IntoNode);
         }
-        return pass_or_drop(reason);
+        return pass_or_drop::<F>(reason);
     }
     // SAFETY: a field of the context.
     scratch.interface = unsafe { (*skb).ifindex };
@@ -129,15 +129,15 @@ where
     Maps: FlowTables<F>,
 {
     if globals::ANSWER_PING.load() != globals::ON {
-        return pass_or_drop(reason);
+        return pass_or_drop::<F>(reason);
     }
     match ping::answer::<F>(ctx.skb.skb, network, packet, path) {
         action @ 0.. => {
             count(Reason::PingAnswered);
             action as i32
         }
-        ping::NOT_ONE => pass_or_drop(reason),
-        _ => pass_or_drop(Reason::RewriteFailed),
+        ping::NOT_ONE => pass_or_drop::<F>(reason),
+        _ => pass_or_drop::<F>(Reason::RewriteFailed),
     }
 }
 
@@ -169,17 +169,15 @@ fn conclude<F: PacketFamily>(
     reason: Reason,
     path: AnswerPath,
 ) -> i32 {
-    if reason.verdict() != Verdict::Pass {
-        F::log_packet(reason);
-    }
     if reason.verdict() != Verdict::Refuse {
-        return pass_or_drop(reason);
+        return pass_or_drop::<F>(reason);
     }
     count(reason);
+    F::tell_packet(reason);
     match refuse::refuse::<F>(ctx.skb.skb, packet, path) {
         action @ 0.. => action as i32,
-        refuse::LIMITED => pass_or_drop(Reason::RefusalsLimited),
-        _ => pass_or_drop(Reason::RefusalFailed),
+        refuse::LIMITED => pass_or_drop::<F>(Reason::RefusalsLimited),
+        _ => pass_or_drop::<F>(Reason::RefusalFailed),
     }
 }
 
@@ -194,15 +192,16 @@ fn translate<F: PacketFamily>(
     }
     match packet::rewrite::<F, _>(Skb::of(ctx), packet, rewrite) {
         Ok(()) => TC_ACT_UNSPEC,
-        Err(reason) => pass_or_drop(reason),
+        Err(reason) => pass_or_drop::<F>(reason),
     }
 }
 
 /// The one place where a reason ends a packet. Passing means that other programs on the hook go on with it.
 #[inline(always)]
-fn pass_or_drop(reason: Reason) -> i32 {
+fn pass_or_drop<F: PacketFamily>(reason: Reason) -> i32 {
     if reason as u32 != Reason::NotAService as u32 {
         count(reason);
+        F::tell_packet(reason);
     }
     match reason.verdict() {
         Verdict::Pass => TC_ACT_UNSPEC,

@@ -12,6 +12,7 @@
 //! The state of a flow is the union of what its entries know: no CPU overwrites what another learned.
 
 pub mod collect;
+mod describe;
 mod entries;
 mod foreign;
 mod fragments;
@@ -200,6 +201,10 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn random(&self) -> u32;
     /// Counts a reason in addition to that of the packet's outcome.
     fn count(&self, reason: Reason);
+    /// As [`count`](Self::count), and tells those who watch of `scratch.flow`.
+    fn tell(&self, _scratch: &mut Scratch<F::Address>, reason: Reason) {
+        self.count(reason);
+    }
     /// Counts a flow of a service.
     fn count_connection(&self, service: u32);
 }
@@ -546,7 +551,7 @@ fn is_admitted<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Add
 #[inline(always)]
 fn replace<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     remove(tables, scratch);
-    tables.count(Reason::FlowReplaced);
+    tables.tell(scratch, Reason::FlowReplaced);
 }
 
 /// A packet of a flow: learns what it says, and keeps the flow's entries.

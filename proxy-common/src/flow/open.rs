@@ -127,7 +127,7 @@ pub(super) fn insert<F: Family, T: FlowTables<F>>(
     }
     Leg::Client.set_key(scratch);
     if tables.insert(Stage::Opening, &scratch.key, &scratch.flow) == Ok(()) {
-        tables.count(Reason::FlowOpened);
+        tables.tell(scratch, Reason::FlowOpened);
         tables.count_connection(scratch.flow.service);
         return Ok(());
     }

@@ -3,6 +3,11 @@
 use std::{ffi::OsString, path::PathBuf};
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+use ipnet::IpNet;
+use proxy_common::{event::EventKind, reason::Reason};
+
+use super::service_filter::ServiceFilter;
+use crate::{dataplane::FlowState, model::objects::Protocol};
 
 pub(super) const VERSION: &str =
     concat!(env!("CARGO_PKG_VERSION"), "\nBPF object: ", env!("PROXY_EBPF_BUILT_WITH"));
@@ -22,6 +27,7 @@ const EXAMPLES: &str = "Examples:
   proxy-ctl run --config /var/lib/kube-proxy/config.conf --hostname-override \"$NODE_NAME\"
   proxy-ctl run --manifests ./services     # without a cluster: serve what the YAML files say
   proxy-ctl services default/web           # what is served right now, also while the controller is down
+  proxy-ctl monitor --service default/web  # who connects, and who is refused, as it happens
   proxy-ctl status --output json | jq .tables";
 
 #[derive(Debug, Subcommand)]
@@ -30,6 +36,8 @@ pub(super) enum Command {
     Status(StatusArgs),
     Services(ServicesArgs),
     Backends(BackendsArgs),
+    Flows(FlowsArgs),
+    Monitor(MonitorArgs),
     Cleanup(CleanupArgs),
     RolloutStatus(RolloutArgs),
     Probe(ProbeArgs),
@@ -164,7 +172,7 @@ JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, so
 #[command(after_help = SERVICES_HELP)]
 pub(super) struct ServicesArgs {
     /// NAMESPACE/NAME, or NAME in any namespace; with :PORT only that port
-    pub(super) name: Option<String>,
+    pub(super) name: Option<ServiceFilter>,
     #[command(flatten)]
     pub(super) output: OutputArgs,
 }
@@ -190,6 +198,100 @@ const BACKENDS_HELP: &str = "Example:
   proxy-ctl backends --output json
 
 JSON: a list of {id, address, port, protocol, state, local, services}.";
+
+/// List the connections that the packet programs translate, the newest first
+#[derive(Debug, ClapArgs)]
+#[command(after_help = FLOWS_HELP)]
+pub(super) struct FlowsArgs {
+    /// Only of NAMESPACE/NAME, or NAME in any namespace; with :PORT only of that port
+    #[arg(long, value_name = "SERVICE")]
+    pub(super) service: Option<ServiceFilter>,
+    /// Only from this address or range
+    #[arg(long, value_name = "ADDRESS", value_parser = range)]
+    pub(super) client: Option<IpNet>,
+    /// Only to endpoints of this address or range
+    #[arg(long, value_name = "ADDRESS", value_parser = range)]
+    pub(super) backend: Option<IpNet>,
+    #[arg(long, value_name = "PROTOCOL", value_parser = protocol)]
+    pub(super) protocol: Option<Protocol>,
+    /// Only in these states; without it in all but ended
+    #[arg(long, value_enum, value_name = "STATE", value_delimiter = ',')]
+    pub(super) state: Vec<FlowState>,
+    /// How many at most; 0: all
+    #[arg(long, value_name = "COUNT", default_value_t = 1_000)]
+    pub(super) limit: usize,
+    #[command(flatten)]
+    pub(super) output: OutputArgs,
+}
+
+const FLOWS_HELP: &str = "Examples:
+  proxy-ctl flows --service default/web
+  proxy-ctl flows --client 10.244.1.0/24 --state opening,closing
+  proxy-ctl flows --limit 0 --output json | jq '.[].backend'
+
+Connections that socket hooks have sent to a backend are not listed: they are plain connections to it, without a flow.
+Where the controller is down, the list is the same. `via` before an address: the source that the backend sees.
+
+JSON: a list of {service: {namespace, name, port} or null, protocol, client, frontend, backend, masquerade, state,
+  age: seconds, idle: seconds}; what is not known is null.";
+
+/// Show what becomes of new connections, as it happens
+#[derive(Debug, ClapArgs)]
+#[command(after_help = MONITOR_HELP)]
+pub(super) struct MonitorArgs {
+    /// Only of NAMESPACE/NAME, or NAME in any namespace; with :PORT only of that port
+    #[arg(long, value_name = "SERVICE")]
+    pub(super) service: Option<ServiceFilter>,
+    /// Only where client, frontend or backend has this address or is in this range
+    #[arg(long, value_name = "ADDRESS", value_parser = range)]
+    pub(super) address: Option<IpNet>,
+    /// Only with these reasons, as `proxy-ctl status` names them
+    #[arg(long, value_name = "REASON", value_delimiter = ',', value_parser = reason)]
+    pub(super) reason: Vec<Reason>,
+    /// One of so many, at random
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(super) sample: u32,
+    /// End after so many
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(super) count: Option<u64>,
+    #[command(flatten)]
+    pub(super) output: OutputArgs,
+}
+
+const MONITOR_HELP: &str = "Examples:
+  proxy-ctl monitor --service default/web
+  proxy-ctl monitor --reason no_endpoints,no_local_endpoints,source_not_allowed
+  proxy-ctl monitor --sample 100 --output json | jq .client
+
+Each line is a flow that opens, a flow whose client gets another backend (rebound), a socket that is connected or sends to
+a backend, or a client that is refused or dropped, with the reason. Packets of open connections are not shown. It ends on
+Ctrl-C. The programs make events only meanwhile; --reason and --sample have them make fewer, the other filters do
+not. One process at a time can watch. Needs root.
+
+JSON: a line each, {time, kind, reason, by: packet or socket, service: {namespace, name, port} or null, protocol,
+  client, frontend, backend}; what is not known is null, as is the address of a socket's client.";
+
+/// An address, or a range of them.
+fn range(text: &str) -> Result<IpNet, String> {
+    let one = || text.parse::<std::net::IpAddr>().map(IpNet::from);
+    text.parse()
+        .or_else(|_| one())
+        .map_err(|_| "must be an address, or a range such as 10.0.0.0/8".to_owned())
+}
+
+fn protocol(text: &str) -> Result<Protocol, String> {
+    let known = [Protocol::Tcp, Protocol::Udp];
+    let found = known.into_iter().find(|protocol| protocol.name().eq_ignore_ascii_case(text));
+    found.ok_or_else(|| "must be tcp or udp".to_owned())
+}
+
+fn reason(text: &str) -> Result<Reason, String> {
+    let with_events = || Reason::ALL.iter().copied().filter(|reason| EventKind::of(*reason).is_some());
+    with_events().find(|reason| reason.name() == text).ok_or_else(|| {
+        let names: Vec<&str> = with_events().map(Reason::name).collect();
+        format!("must be one of {}", names.join(", "))
+    })
+}
 
 /// Remove everything of ours from this node, and nothing else
 #[derive(Debug, ClapArgs)]

@@ -3,9 +3,12 @@
 mod args;
 mod cleanup;
 mod effective;
+mod flows;
+mod monitor;
 mod probe;
 mod program;
 mod rollout;
+mod service_filter;
 mod show;
 mod table;
 mod tree;
@@ -43,6 +46,8 @@ pub fn main() -> ExitCode {
         Command::Status(status) => show::status(&status, &show::bpffs(bpffs)),
         Command::Services(services) => show::services(&services, &show::bpffs(bpffs)),
         Command::Backends(backends) => show::backends(&backends, &show::bpffs(bpffs)),
+        Command::Flows(flows) => flows::flows(&flows, &show::bpffs(bpffs)),
+        Command::Monitor(monitor) => monitor::monitor(&monitor, &show::bpffs(bpffs)),
         Command::Cleanup(cleanup) => cleanup::cleanup(&cleanup, &show::bpffs(bpffs), &[]),
         Command::RolloutStatus(rollout) => rollout::wait(&rollout),
         Command::Probe(probe) => probe::probe(probe.flags.flags, bpffs),

@@ -9,7 +9,10 @@ use std::{
 
 use serde::Serialize;
 
-use super::table::{bytes, table};
+use super::{
+    service_filter::ServiceFilter,
+    table::{bytes, table},
+};
 use crate::{
     config::duration,
     dataplane::{ReasonUsage, TableUsage},
@@ -121,15 +124,8 @@ impl ServiceView {
         }
     }
 
-    /// `wanted`: `[NAMESPACE/]NAME[:PORT]`.
-    pub(super) fn matches(&self, wanted: &str) -> bool {
-        let (object, port) =
-            wanted.split_once(':').map_or((wanted, None), |(object, port)| (object, Some(port)));
-        let (namespace, name) =
-            object.split_once('/').map_or((None, object), |(namespace, name)| (Some(namespace), name));
-        self.name == name
-            && namespace.is_none_or(|namespace| self.namespace == namespace)
-            && port.is_none_or(|port| self.port == port)
+    pub(super) fn matches(&self, wanted: &ServiceFilter) -> bool {
+        wanted.matches(&self.namespace, &self.name, &self.port)
     }
 }
 
@@ -482,17 +478,6 @@ mod tests {
             serde_json::json!({"address": "10.244.0.2", "port": 5353, "local": true, "state": "active"})
         );
         assert_eq!(json["externalEndpoints"], 1);
-    }
-
-    #[rstest]
-    #[case("kube-dns", true)]
-    #[case("kube-system/kube-dns", true)]
-    #[case("kube-system/kube-dns:dns", true)]
-    #[case("kube-dns:dns-tcp", false)]
-    #[case("default/kube-dns", false)]
-    #[case("kube", false)]
-    fn a_service_is_found_by(#[case] wanted: &str, #[case] found: bool) {
-        assert_eq!(dns().matches(wanted), found);
     }
 
     #[test]

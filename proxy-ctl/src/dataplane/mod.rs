@@ -21,6 +21,7 @@ mod own_rules;
 mod snapshot;
 mod source_ports;
 mod supports;
+mod traffic;
 mod userspace;
 
 pub use entry::Removed;
@@ -35,6 +36,7 @@ pub use snapshot::{
     BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, ServiceSnapshot, Snapshot,
 };
 pub use supports::{Effect, Unsupported, refused, servable};
+pub use traffic::{EventQuery, EventSnapshot, EventStream, FlowQuery, FlowSnapshot, FlowState};
 
 use serde::Serialize;
 
@@ -46,6 +48,16 @@ pub trait Programmed {
 
     /// How full and how large the tables are, and the counters by reason.
     fn usage(&self) -> Result<Usage, Error>;
+
+    /// Connections that the mode itself keeps; `None`: the kernel does, or its process.
+    fn flows(&self, _query: &FlowQuery<'_>) -> Result<Option<Vec<FlowSnapshot>>, Error> {
+        Ok(None)
+    }
+
+    /// Begins to tell what becomes of new connections; `None`: the mode does not see them.
+    fn watch(&self, _query: EventQuery) -> Result<Option<Box<dyn EventStream>>, Error> {
+        Ok(None)
+    }
 }
 
 /// What every mode can do.

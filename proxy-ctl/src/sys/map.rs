@@ -8,7 +8,7 @@ use std::{
 
 use aya::{
     Pod,
-    maps::{MapData, MapError, PerCpuValues},
+    maps::{MapData, MapError, PerCpuValues, RingBuf},
 };
 use aya_obj::generated::{BPF_NOEXIST, bpf_cmd};
 
@@ -355,6 +355,51 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
     }
 }
 
+/// A ring buffer of records that are a `T` each. It has one reader. Linux 5.8.
+pub struct Ring<T> {
+    ring: RingBuf<MapData>,
+    records: PhantomData<T>,
+}
+
+impl<T> fmt::Debug for Ring<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ring").finish_non_exhaustive()
+    }
+}
+
+impl<T> TryFrom<aya::maps::Map> for Ring<T> {
+    type Error = MapError;
+
+    fn try_from(map: aya::maps::Map) -> Result<Self, MapError> {
+        Ok(Self { ring: RingBuf::try_from(map)?, records: PhantomData })
+    }
+}
+
+impl<T: Pod> Ring<T> {
+    /// Goes on where the last reader has ended.
+    pub fn new(fd: OwnedFd) -> Result<Self, CallError> {
+        let map = MapData::from_fd(fd).and_then(aya::maps::Map::from_map_data).and_then(Self::try_from);
+        map.map_err(|error| map_error("adopting a ring buffer", error))
+    }
+
+    /// The oldest record; `None`: there is none. Records of another size are left out.
+    pub fn take(&mut self) -> Option<T> {
+        loop {
+            let record = self.ring.next()?;
+            if record.len() == size_of::<T>() {
+                return bpf::pod(&record);
+            }
+        }
+    }
+}
+
+impl<T> AsFd for Ring<T> {
+    /// Readable when there is a record.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.ring.as_fd()
+    }
+}
+
 /// An array that has a value for each CPU in each place. Since Linux 4.6.
 pub struct PerCpuArray<V: Pod>(aya::maps::PerCpuArray<MapData, V>);
 
@@ -368,7 +413,7 @@ impl<V: Pod + Default> PerCpuArray<V> {
     /// Takes a per-CPU array whose values have the size of `V`.
     pub fn new(fd: OwnedFd) -> Result<Self, CallError> {
         let map = MapData::from_fd(fd).and_then(aya::maps::Map::from_map_data).and_then(TryInto::try_into);
-        map.map(Self).map_err(|error| per_cpu_error("adopting a per-CPU array", error))
+        map.map(Self).map_err(|error| map_error("adopting a per-CPU array", error))
     }
 
     pub fn capacity(&self) -> u32 {
@@ -377,7 +422,7 @@ impl<V: Pod + Default> PerCpuArray<V> {
 
     /// The value of each possible CPU.
     pub fn get(&self, index: u32) -> Result<PerCpuValues<V>, CallError> {
-        self.0.get(&index, 0).map_err(|error| per_cpu_error("bpf(BPF_MAP_LOOKUP_ELEM)", error))
+        self.0.get(&index, 0).map_err(|error| map_error("bpf(BPF_MAP_LOOKUP_ELEM)", error))
     }
 
     /// Makes every CPU's value zero.
@@ -385,12 +430,12 @@ impl<V: Pod + Default> PerCpuArray<V> {
         let cpus = aya::util::nr_cpus().map_err(|(_, error)| CallError::new("counting CPUs", error))?;
         let zeros =
             PerCpuValues::try_from(vec![V::default(); cpus]).map_err(CallError::of("counting CPUs"))?;
-        self.0.set(index, zeros, 0).map_err(|error| per_cpu_error("bpf(BPF_MAP_UPDATE_ELEM)", error))
+        self.0.set(index, zeros, 0).map_err(|error| map_error("bpf(BPF_MAP_UPDATE_ELEM)", error))
     }
 }
 
 #[expect(clippy::wildcard_enum_match_arm, reason = "only the kernel's errors have a number")]
-fn per_cpu_error(call: &'static str, error: MapError) -> CallError {
+fn map_error(call: &'static str, error: MapError) -> CallError {
     let source = match error {
         MapError::SyscallError(error) => error.io_error,
         other => io::Error::other(other),

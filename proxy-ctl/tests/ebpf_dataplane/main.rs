@@ -5,6 +5,7 @@
 
 mod affinity;
 mod desired;
+mod events;
 mod faults;
 mod flows;
 mod former_flows;
@@ -12,6 +13,7 @@ mod grace;
 mod growth;
 mod hooks;
 mod lease;
+mod listing;
 mod ports;
 mod resize;
 mod room;

@@ -13,5 +13,6 @@ pub mod selection;
 pub mod setting;
 pub mod state;
 pub mod table;
+pub mod watch;
 pub mod way_back;
 pub mod world;

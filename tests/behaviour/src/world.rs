@@ -1,6 +1,6 @@
 //! A lab with a proxy on each node and every fixture.
 
-use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
+use std::{collections::BTreeMap, net::SocketAddr, process::Command, time::Duration};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use lab::{
@@ -349,18 +349,20 @@ impl World {
 
     /// Output of a command of the node's proxy-ctl, e.g. `services`.
     pub fn tool(&self, node: NodeNumber, arguments: &[&str]) -> Result<String> {
-        let proxy = self.proxies.iter().find(|proxy| proxy.node == node);
-        let output = proxy
-            .ok_or_else(|| anyhow!("no node {node}"))?
-            .tool(&self.lab, arguments)?
-            .arg("--bpffs")
-            .arg(self.lab.bpffs(node))
-            .output()
-            .with_context(|| format!("running {arguments:?}"))?;
+        let output = self.tool_command(node, arguments)?.output();
+        let output = output.with_context(|| format!("running {arguments:?}"))?;
         let (text, complaint) =
             (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         ensure!(output.status.success(), "{arguments:?}: {}\n{complaint}", output.status);
         Ok(text.into_owned())
+    }
+
+    /// A command of the node's proxy-ctl.
+    pub fn tool_command(&self, node: NodeNumber, arguments: &[&str]) -> Result<Command> {
+        let proxy = self.proxies.iter().find(|proxy| proxy.node == node);
+        let mut command = proxy.ok_or_else(|| anyhow!("no node {node}"))?.tool(&self.lab, arguments)?;
+        command.arg("--bpffs").arg(self.lab.bpffs(node));
+        Ok(command)
     }
 
     /// Leaves the lab up when this process ends, with servers that answer on.

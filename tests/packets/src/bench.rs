@@ -3,19 +3,20 @@
 //! BPF_PROG_TEST_RUN does not restore the packet between runs, so a program meets its own output. Here each flow translates into what the
 //! next one's client sends, and the last one into what the first one's does: every run translates a known flow.
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use aya::{TestRun as _, TestRunOptions, programs::SchedClassifier};
 use proxy_common::{
     family::{V4, V6},
     flow::Stage,
     inventory::program,
-    layout::{Flow, PROGRESS_CONFIRMED, PROTOCOL_TCP, Settings},
+    layout::{EventControl, Flow, PROGRESS_CONFIRMED, PROTOCOL_TCP, Settings},
     packet::{TCP_ACK, TCP_SYN},
     port::Port,
+    reason::Reason,
 };
 
 use crate::{
-    cases::scene::{CLIENT, CLUSTER_IP},
+    cases::scene::{CLIENT, CLUSTER_IP, Scene},
     wire::{Endpoint, KnownAddress, tcp, udp},
     world::{FlowOf, Globals, Sizes, Tables, World},
 };
@@ -26,17 +27,28 @@ const ROUNDS: usize = 5;
 const FLOWS: [u32; 3] = [2, 65_536, 1_048_576];
 
 pub(crate) fn run(object: &[u8]) -> Result<()> {
-    for (lease, name) in [(0, "without lease"), (1, "with a lease")] {
+    let nobody = EventControl::default();
+    for (lease, watched, name) in
+        [(0, nobody, "without lease"), (1, nobody, "with a lease"), (0, watched(1), "while somebody watches")]
+    {
         println!("{name}");
         let mut world = World::load(object, Globals { lease, ..Globals::default() }, Sizes::Small)?;
-        family::<V4>(&mut world)?;
-        family::<V6>(&mut world)?;
+        family::<V4>(&mut world, watched)?;
+        family::<V6>(&mut world, watched)?;
     }
+    let mut world = World::load(object, Globals::default(), Sizes::Small)?;
+    first_packets::<V4>(&mut world)?;
+    first_packets::<V6>(&mut world)?;
     for count in FLOWS {
         known_flows::<V4>(object, count)?;
         known_flows::<V6>(object, count)?;
     }
     Ok(())
+}
+
+/// One event of so many.
+fn watched(one_of: u32) -> EventControl {
+    EventControl::new(u64::MAX, Reason::ALL.iter().copied(), one_of.into())
 }
 
 fn known_flows<W: Tables>(object: &[u8], count: u32) -> Result<()> {
@@ -75,7 +87,7 @@ fn flow<W: Tables>(client: u16, alias: u16, frontend: Endpoint, backend: Endpoin
     flow
 }
 
-fn family<W: Tables>(world: &mut World) -> Result<()> {
+fn family<W: Tables>(world: &mut World, watched: EventControl) -> Result<()> {
     const OTHER: (KnownAddress, u16) = (KnownAddress::OtherClusterIp, 8080);
     const STRANGER: Endpoint = (KnownAddress::Stranger, 80);
     const ALIAS: u16 = CLIENT.1 + 1;
@@ -89,6 +101,7 @@ fn family<W: Tables>(world: &mut World) -> Result<()> {
     {
         W::put_flow(&mut world.ebpf, Stage::Established, flow.client_key(), flow)?;
     }
+    world.set_event_control(watched)?;
     let mut foreign = tcp(CLIENT, CLUSTER_IP, TCP_ACK).bytes::<W>();
     foreign[12] = 0x88;
     let stranger = tcp(CLIENT, STRANGER, TCP_ACK).bytes::<W>();
@@ -104,16 +117,56 @@ fn family<W: Tables>(world: &mut World) -> Result<()> {
     packets.iter().try_for_each(|(name, program, packet)| report::<W>(world, name, program, packet))
 }
 
+/// What watching costs: only packets that open a flow, or end with a reason, make events.
+fn first_packets<W: Tables>(world: &mut World) -> Result<()> {
+    /// As many as the ring of events has room for.
+    const CLIENTS: u16 = 8_192;
+    let controls = [EventControl::default(), watched(1), watched(10)];
+    for (endpoints, name) in [(true, "SYN that opens a flow"), (false, "SYN that is refused")] {
+        let mut rounds = [const { Vec::new() }; 3];
+        // By turns, so that all meet the same machine.
+        for _ in 0..ROUNDS {
+            for (control, rounds) in controls.iter().zip(&mut rounds) {
+                world.clear()?;
+                let mut scene = Scene::<W>::new(world, PROTOCOL_TCP);
+                if endpoints {
+                    scene.cluster_ip()?;
+                } else {
+                    scene.service(1, &[])?;
+                    scene.frontend(CLUSTER_IP, 1, 0)?;
+                }
+                world.set_event_control(*control)?;
+                let mut sum = 0;
+                for port in 0..CLIENTS {
+                    let packet = tcp((CLIENT.0, 1_024 + port), CLUSTER_IP, TCP_SYN).bytes::<W>();
+                    sum += nanoseconds(world, "workload_ingress", &packet, 1)?;
+                }
+                rounds.push(sum / u128::from(CLIENTS));
+                let told = world.events()?.len();
+                ensure!(control.one_of != 1 || told == usize::from(CLIENTS), "{told} events");
+            }
+        }
+        for (mut rounds, watched) in
+            rounds.into_iter().zip(["nobody watches", "each is told", "one of ten is"])
+        {
+            rounds.sort_unstable();
+            println!("{} {name}, {watched}: {} ns (least {})", W::NAME, rounds[ROUNDS / 2], rounds[0]);
+        }
+    }
+    Ok(())
+}
+
 fn report<W: Tables>(world: &World, name: &str, program: &str, packet: &[u8]) -> Result<()> {
-    let mut rounds = (0..ROUNDS).map(|_| nanoseconds(world, program, packet)).collect::<Result<Vec<_>>>()?;
+    let mut rounds =
+        (0..ROUNDS).map(|_| nanoseconds(world, program, packet, RUNS)).collect::<Result<Vec<_>>>()?;
     rounds.sort_unstable();
     println!("{} {name}: {} ns/packet (least {})", W::NAME, rounds[ROUNDS / 2], rounds[0]);
     Ok(())
 }
 
-fn nanoseconds(world: &World, program: &str, packet: &[u8]) -> Result<u128> {
+fn nanoseconds(world: &World, program: &str, packet: &[u8], runs: u32) -> Result<u128> {
     let program: &SchedClassifier =
         world.ebpf.program(program).with_context(|| format!("no program {program}"))?.try_into()?;
-    let options = TestRunOptions { data_in: Some(packet), repeat: RUNS, ..TestRunOptions::default() };
+    let options = TestRunOptions { data_in: Some(packet), repeat: runs, ..TestRunOptions::default() };
     Ok(program.test_run(options)?.duration.as_nanos())
 }

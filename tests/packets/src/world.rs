@@ -16,7 +16,7 @@ use proxy_common::{
     port::Port,
     reason::Reason,
 };
-use proxy_ctl::sys::map::Map as Table;
+use proxy_ctl::sys::{bpf::pod, map::Map as Table};
 
 use crate::wire::{Endpoint, Wire};
 
@@ -478,6 +478,8 @@ impl World {
         self.set_lease_end(0)?;
         self.switch_log(false)?;
         self.logged()?;
+        self.set_event_control(EventControl::default())?;
+        self.events()?;
         let cpus = aya::util::nr_cpus().map_err(|(file, error)| anyhow::anyhow!("{file}: {error}"))?;
         let mut counters =
             PerCpuArray::<_, u64>::try_from(self.ebpf.map_mut(table::counters).context(table::counters)?)?;
@@ -564,6 +566,20 @@ impl World {
             count += 1;
         }
         Ok(count)
+    }
+
+    pub(crate) fn set_event_control(&mut self, control: EventControl) -> Result<()> {
+        Ok(array(&mut self.ebpf, table::event_control)?.set(0, control, 0)?)
+    }
+
+    /// What the programs have told of since this was asked last.
+    pub(crate) fn events(&mut self) -> Result<Vec<Event>> {
+        let mut ring = RingBuf::try_from(self.ebpf.map_mut(table::events).context(table::events)?)?;
+        let mut events = Vec::new();
+        while let Some(record) = ring.next() {
+            events.push(pod(&record).context("a record that is no event")?);
+        }
+        Ok(events)
     }
 
     /// Reasons counted since the tables were cleared.

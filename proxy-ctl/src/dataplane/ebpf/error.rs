@@ -69,6 +69,10 @@ pub enum Error {
     Incomplete { failed: usize, what: String, source: Box<Error> },
     #[error("not all addresses of this node serve node ports: {source}")]
     NodeAddresses { source: Box<Error> },
+    #[error("{0} watches already, and events have one reader; end it first")]
+    Watched(Holder),
+    #[error("the tables were removed or replaced; events come to this process no more")]
+    NoLongerWatched,
     #[error("nothing of proxy-ctl is pinned in {}", .0.display())]
     NotThere(PathBuf),
 }

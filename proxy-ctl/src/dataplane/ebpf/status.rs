@@ -20,7 +20,9 @@ use proxy_common::{
 
 use super::{
     Error,
+    events::Events,
     family::TableFamily,
+    flows::Newest,
     layout,
     paths::Paths,
     tables::{CommonTables, FamilyTables, Shape, open_pinned, shapes},
@@ -28,8 +30,9 @@ use super::{
 use crate::{
     config::Limits,
     dataplane::{
-        self, BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, Programmed,
-        ReasonUsage, ServiceSnapshot, ServiceUsage, Snapshot, TableUsage, Usage, source_ports::runs,
+        self, BackendSnapshot, EndpointSnapshot, EventQuery, EventStream, FlowQuery, FlowSnapshot,
+        FrontendSnapshot, Hook, NodeSnapshot, Programmed, ReasonUsage, ServiceSnapshot, ServiceUsage,
+        Snapshot, TableUsage, Usage, source_ports::runs,
     },
     model::{desired::ServicePortName, objects::TrafficPolicy},
     sys::{CallError, bpf, clock, lock},
@@ -79,12 +82,33 @@ impl Pinned {
         if !maps.exists() {
             return Err(Error::NotThere(bpffs.to_owned()));
         }
+        Self::open_at(paths)
+    }
+
+    pub(super) fn open_at(paths: Paths) -> Result<Self, Error> {
+        let maps = paths.maps();
         Ok(Self {
             common: CommonTables::open(&maps, false)?,
             v4: FamilyTables::open(&maps, false)?,
             v6: FamilyTables::open(&maps, false)?,
             paths,
         })
+    }
+
+    pub(super) fn common(&self) -> &CommonTables {
+        &self.common
+    }
+
+    pub(super) fn v4(&self) -> &FamilyTables<V4> {
+        &self.v4
+    }
+
+    pub(super) fn v6(&self) -> &FamilyTables<V6> {
+        &self.v6
+    }
+
+    pub(super) fn paths(&self) -> &Paths {
+        &self.paths
     }
 
     fn reader(&self) -> Reader<'_> {
@@ -94,6 +118,17 @@ impl Pinned {
 }
 
 impl Programmed for Pinned {
+    fn flows(&self, query: &FlowQuery<'_>) -> Result<Option<Vec<FlowSnapshot>>, dataplane::Error> {
+        let mut newest = Newest::new(query, clock::since_boot());
+        newest.add(&self.paths, &self.common, &self.v4)?;
+        newest.add(&self.paths, &self.common, &self.v6)?;
+        Ok(Some(newest.finish()))
+    }
+
+    fn watch(&self, query: EventQuery) -> Result<Option<Box<dyn EventStream>>, dataplane::Error> {
+        Ok(Some(Box::new(Events::begin(self.paths.clone(), query)?)))
+    }
+
     fn snapshot(&self) -> Result<Snapshot, dataplane::Error> {
         Ok(self.reader().snapshot()?)
     }
@@ -185,7 +220,7 @@ impl Reader<'_> {
         count_family(self.v6, &mut used)?;
         let names = self.common.names.read_all()?.len() as u64;
         used.extend([(table::services, names), (table::service_names, names)]);
-        used.extend([(table::settings, 1), (table::lease, 1)]);
+        used.extend([(table::settings, 1), (table::lease, 1), (table::event_control, 1)]);
         let ports = masquerade_ports(self.common)?.len().div_ceil(super::FOUR);
         used.insert(table::masquerade_ports, ports as u64);
         used.insert(table::interfaces, self.common.interfaces.read_all()?.len() as u64);
@@ -303,9 +338,10 @@ fn count_family<F: TableFamily>(
 }
 
 /// Tables that always have all their entries, and those whose entries evict each other. (Storage of sockets has no size of its own.)
-const NEVER_FULL: [&str; 9] = [
+const NEVER_FULL: [&str; 10] = [
     table::settings,
     table::lease,
+    table::event_control,
     table::counters,
     table::masquerade_ports,
     table::moved_ports,
@@ -325,7 +361,7 @@ pub(super) fn usage(
     common: &CommonTables,
 ) -> Result<Usage, Error> {
     let mut usage = Usage { reasons: reasons(common)?, tables: Vec::new() };
-    for shape in shapes.iter().filter(|shape| !shape.is_of_maps()) {
+    for shape in shapes.iter().filter(|shape| shape.has_entries()) {
         let failed = |source: CallError| Error::Table { table: shape.name, source };
         let Some(fd) = open_pinned(&maps.join(shape.name)).map_err(failed)? else { continue };
         let info = bpf::map_info(std::os::fd::AsFd::as_fd(&fd)).map_err(failed)?;

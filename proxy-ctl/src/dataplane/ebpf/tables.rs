@@ -9,10 +9,10 @@ use aya::Pod;
 use proxy_common::{
     inventory::{Limit, table},
     layout::{
-        Affinity, AffinityKey, Backend, DatagramOrigins, FirstFragment, Flow, FlowKey, ForeignFlow,
-        FourPorts, FragmentKey, Frontend, FrontendKey, InterfaceSettings, Lease, MASQUERADE_PORT_ROOM,
-        NodeAddress, PORTS, PrefixKey, SERVICE_CIDRS, Service, ServiceCounters, ServiceName, Settings, Slot4,
-        Slot6, SocketOrigin, SourceRange,
+        Affinity, AffinityKey, Backend, DatagramOrigins, EVENT_BYTES, Event, EventControl, FirstFragment,
+        Flow, FlowKey, ForeignFlow, FourPorts, FragmentKey, Frontend, FrontendKey, InterfaceSettings, Lease,
+        MASQUERADE_PORT_ROOM, NodeAddress, PORTS, PrefixKey, SERVICE_CIDRS, Service, ServiceCounters,
+        ServiceName, Settings, Slot4, Slot6, SocketOrigin, SourceRange,
     },
     reason::REASONS,
 };
@@ -35,6 +35,7 @@ const LRU_HASH: u32 = 9;
 const LPM_TRIE: u32 = 11;
 const ARRAY_OF_MAPS: u32 = 12;
 const SK_STORAGE: u32 = 24;
+const RING: u32 = 27;
 
 const NO_PREALLOC: u32 = 1;
 const MMAPABLE: u32 = 1 << 10;
@@ -59,15 +60,15 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// It has places for maps, and no entries of its own.
-    pub(super) fn is_of_maps(&self) -> bool {
-        self.kind == ARRAY_OF_MAPS
+    /// Neither places for other maps nor a ring.
+    pub(super) fn has_entries(&self) -> bool {
+        !matches!(self.kind, ARRAY_OF_MAPS | RING)
     }
 
     fn new<K, V>(name: &'static str, kind: u32, flags: u32, entries: (u32, Option<Limit>)) -> Self {
         let (key, value) = (size_of::<K>(), size_of::<V>());
         let is_of_flows = table::RESIZABLE.iter().any(|(table, _)| *table == name);
-        let expendable = matches!(kind, LRU_HASH | PER_CPU_ARRAY) && !is_of_flows;
+        let expendable = matches!(kind, LRU_HASH | PER_CPU_ARRAY | RING) && !is_of_flows;
         let (most, limit) = entries;
         let entries = limit.map_or(most, |limit| limit.first_entries(most));
         Self { name, kind, key, value, entries, flags, limit, most, expendable }
@@ -107,6 +108,9 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
         (socket_storage) => {
             (SK_STORAGE, NO_PREALLOC)
         };
+        (ring) => {
+            (RING, 0)
+        };
     }
     macro_rules! entries {
         ([$limit:ident]) => {
@@ -123,6 +127,8 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
                 let entries = entries!($entries);
                 if kind == ARRAY_OF_MAPS {
                     Shape::new::<u32, u32>(stringify!($name), kind, flags, entries)
+                } else if kind == RING {
+                    Shape::new::<(), ()>(stringify!($name), kind, flags, entries)
                 } else if kind == LPM_TRIE {
                     Shape::new::<PrefixKey<$key>, $value>(stringify!($name), kind, flags, entries)
                 } else {

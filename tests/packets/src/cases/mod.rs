@@ -2,6 +2,7 @@
 
 mod affinity;
 mod baseline;
+mod events;
 mod floods;
 mod flows;
 mod fragments;
@@ -130,6 +131,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     with_flows::<W>(group);
     port_pool::cases::<W>(group);
     refusals::cases::<W>(group);
+    events::cases::<W>(group);
     floods::cases::<W>(group);
     headers::cases::<W>(group);
     host::cases::<W>(group);

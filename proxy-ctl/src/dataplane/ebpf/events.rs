@@ -1,0 +1,289 @@
+//! Events that the programs make while somebody watches: the table `events`, switched by `event_control`.
+//!
+//! They stop by themselves some seconds after the last time that somebody has asked for them, so that a watcher that is killed leaves
+//! nothing on. A ring has one reader: another watcher is refused.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    os::fd::{AsFd, BorrowedFd},
+    time::{Duration, SystemTime},
+};
+
+use proxy_common::{
+    event::EventKind,
+    family::{V4, V6},
+    inventory::table,
+    layout::{EVENT_OF_SOCKET, Event, EventControl, NO_SERVICE},
+    port::Port,
+    reason::Reason,
+};
+
+use super::{
+    Error,
+    family::TableFamily,
+    frontend_names::service_port,
+    layout,
+    paths::Paths,
+    status::{Pinned, counted},
+    tables::{Table, open_pinned},
+};
+use crate::{
+    dataplane::{self, EventQuery, EventSnapshot, EventStream},
+    model::desired::ServicePortName,
+    sys::{
+        bpf, clock,
+        lock::{self, Attempt, Lock},
+        map::Ring,
+    },
+};
+
+/// For how long the programs make events without being asked again.
+const LASTS: Duration = Duration::from_secs(5);
+/// How often they are asked again.
+const RENEWED_EVERY: Duration = Duration::from_secs(1);
+/// Events that are handed on at once.
+const MOST: usize = 1_024;
+
+pub(super) struct Events {
+    pinned: Pinned,
+    control: Table<u32, EventControl>,
+    ring: Ring<Event>,
+    ring_id: u32,
+    query: EventQuery,
+    /// Nanoseconds since boot.
+    renewed: u64,
+    lost_before: u64,
+    _only_reader: Lock,
+}
+
+impl Events {
+    /// Has the programs make events.
+    pub(super) fn begin(paths: Paths, query: EventQuery) -> Result<Self, Error> {
+        let pinned = Pinned::open_at(paths)?;
+        let paths = pinned.paths();
+        // The controller has a lock on the folder above.
+        let only_reader = match lock::try_lock(&paths.root) {
+            Ok(Attempt::Held(lock)) => lock,
+            Ok(Attempt::Taken(holder)) => return Err(Error::Watched(holder)),
+            Err(source) => return Err(Error::Folder { path: paths.root.clone(), source }),
+        };
+        let control = Table::open(&paths.maps(), table::event_control, None)?;
+        let failed = |source| Error::Table { table: table::events, source };
+        let fd = bpf::pinned(&paths.maps().join(table::events)).map_err(failed)?;
+        let ring_id = bpf::map_info(fd.as_fd()).map_err(failed)?.id;
+        let mut ring = Ring::new(fd).map_err(failed)?;
+        // What nobody has read of a former watcher's.
+        while ring.take().is_some() {}
+        let lost_before = counted(pinned.common(), Reason::EventLost)?;
+        let mut events = Self {
+            pinned,
+            control,
+            ring,
+            ring_id,
+            query,
+            renewed: 0,
+            lost_before,
+            _only_reader: only_reader,
+        };
+        events.renew()?;
+        Ok(events)
+    }
+
+    fn renew(&mut self) -> Result<(), Error> {
+        let now = clock::since_boot();
+        if self.renewed != 0 && now.saturating_sub(self.renewed) < nanoseconds(RENEWED_EVERY) {
+            return Ok(());
+        }
+        let failed = |source| Error::Table { table: table::events, source };
+        let pinned = open_pinned(&self.pinned.paths().maps().join(table::events)).map_err(failed)?;
+        let id = pinned.map(|fd| bpf::map_info(fd.as_fd()).map(|info| info.id)).transpose();
+        if id.map_err(failed)? != Some(self.ring_id) {
+            return Err(Error::NoLongerWatched);
+        }
+        let until = now.saturating_add(nanoseconds(LASTS));
+        let reasons = self.query.reasons.iter().copied();
+        self.control.set(&0, &EventControl::new(until, reasons, self.query.one_of.into()))?;
+        self.renewed = now;
+        Ok(())
+    }
+
+    fn shown(&self, event: &Event, clocks: &Clocks) -> Result<Option<EventSnapshot>, Error> {
+        let Some(shown) = snapshot(event, clocks) else { return Ok(None) };
+        let service = if event.service != NO_SERVICE {
+            self.pinned.common().names.get(&event.service)?.as_ref().and_then(layout::port_name)
+        } else {
+            self.service_of(shown.frontend, event.protocol)?
+        };
+        Ok(Some(EventSnapshot { service, ..shown }))
+    }
+
+    fn service_of(&self, frontend: SocketAddr, protocol: u8) -> Result<Option<ServicePortName>, Error> {
+        let port = Port::new(frontend.port());
+        let common = self.pinned.common();
+        let found = match frontend.ip() {
+            IpAddr::V4(ip) => service_port(common, self.pinned.v4(), (ip.octets(), port, protocol))?,
+            IpAddr::V6(ip) => service_port(common, self.pinned.v6(), (ip.octets(), port, protocol))?,
+        };
+        Ok(found.map(|(_, name)| name))
+    }
+}
+
+impl AsFd for Events {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.ring.as_fd()
+    }
+}
+
+impl EventStream for Events {
+    fn read(&mut self) -> Result<Vec<EventSnapshot>, dataplane::Error> {
+        self.renew()?;
+        let (mut events, clocks) = (Vec::new(), Clocks::now());
+        while events.len() < MOST
+            && let Some(event) = self.ring.take()
+        {
+            events.extend(self.shown(&event, &clocks)?);
+        }
+        Ok(events)
+    }
+
+    fn lost(&self) -> Result<u64, dataplane::Error> {
+        Ok(counted(self.pinned.common(), Reason::EventLost)?.wrapping_sub(self.lost_before))
+    }
+}
+
+impl Drop for Events {
+    fn drop(&mut self) {
+        if let Err(error) = self.control.set(&0, &EventControl::default()) {
+            tracing::debug!(%error, "events end by themselves in {LASTS:?}");
+        }
+    }
+}
+
+fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Both clocks at one moment.
+struct Clocks {
+    wall: SystemTime,
+    /// Nanoseconds since boot.
+    boot: u64,
+}
+
+impl Clocks {
+    fn now() -> Self {
+        Self { wall: SystemTime::now(), boot: clock::since_boot() }
+    }
+
+    fn wall(&self, boot: u64) -> SystemTime {
+        match self.boot.checked_sub(boot) {
+            Some(ago) => self.wall.checked_sub(Duration::from_nanos(ago)),
+            None => self.wall.checked_add(Duration::from_nanos(boot.saturating_sub(self.boot))),
+        }
+        .unwrap_or(self.wall)
+    }
+}
+
+/// Without the service port. `None`: programs of another version have made it.
+fn snapshot(event: &Event, clocks: &Clocks) -> Option<EventSnapshot> {
+    let reason = *Reason::ALL.iter().find(|reason| **reason as u32 == event.reason)?;
+    let ip = |bytes: [u8; 16]| match (event.family, bytes) {
+        (4, [a, b, c, d, ..]) => Some(V4::ip([a, b, c, d])),
+        (6, bytes) => Some(V6::ip(bytes)),
+        _ => None,
+    };
+    let end = |bytes, port| Some(SocketAddr::new(ip(bytes)?, port));
+    let known = |end: Option<SocketAddr>| end.filter(|end| !end.ip().is_unspecified() || end.port() != 0);
+    Some(EventSnapshot {
+        time: clocks.wall(event.time),
+        kind: EventKind::of(reason)?,
+        reason,
+        of_socket: event.place == EVENT_OF_SOCKET,
+        service: None,
+        client: known(end(event.client, event.client_port)),
+        frontend: end(event.frontend, event.frontend_port)?,
+        backend: known(end(event.backend, event.backend_port)),
+        protocol: layout::protocol(event.protocol)?,
+    })
+}
+
+/// As a line of the log has it: what is not known is the unspecified address.
+pub(super) fn log_line(event: &Event) -> Option<String> {
+    let EventSnapshot { reason, client, frontend, .. } = snapshot(event, &Clocks::now())?;
+    let source = client.unwrap_or_else(|| {
+        let unspecified: IpAddr = match frontend.ip() {
+            IpAddr::V4(_) => std::net::Ipv4Addr::UNSPECIFIED.into(),
+            IpAddr::V6(_) => std::net::Ipv6Addr::UNSPECIFIED.into(),
+        };
+        SocketAddr::new(unspecified, 0)
+    });
+    Some(format!(
+        "{}: protocol {}, from {} port {} to {} port {}",
+        reason.name(),
+        event.protocol,
+        source.ip(),
+        source.port(),
+        frontend.ip(),
+        frontend.port()
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    fn refused() -> Event {
+        let mut event = Event::new(20, Reason::NoEndpoints as u32);
+        (event.frontend_port, event.protocol, event.family) = (80, 6, 4);
+        event.frontend[..4].copy_from_slice(&[10, 96, 0, 1]);
+        event
+    }
+
+    fn changed(change: impl FnOnce(&mut Event)) -> Event {
+        let mut event = refused();
+        change(&mut event);
+        event
+    }
+
+    fn shown(event: &Event) -> Option<EventSnapshot> {
+        snapshot(event, &Clocks { wall: SystemTime::UNIX_EPOCH + Duration::from_secs(100), boot: 50 })
+    }
+
+    #[test]
+    fn a_refused_client() {
+        let mut event = changed(|event| event.client_port = 40_000);
+        event.client[..4].copy_from_slice(&[10, 1, 0, 1]);
+        let shown = shown(&event).unwrap();
+        assert_eq!((shown.kind, shown.reason), (EventKind::Refused, Reason::NoEndpoints));
+        assert_eq!(shown.client.map(|end| end.to_string()).as_deref(), Some("10.1.0.1:40000"));
+        assert_eq!((shown.frontend.to_string().as_str(), shown.backend), ("10.96.0.1:80", None));
+        let moment = SystemTime::UNIX_EPOCH + Duration::from_secs(100) - Duration::from_nanos(30);
+        assert_eq!((shown.time, shown.of_socket), (moment, false));
+        assert_eq!(
+            log_line(&event).as_deref(),
+            Some("no_endpoints: protocol 6, from 10.1.0.1 port 40000 to 10.96.0.1 port 80")
+        );
+    }
+
+    #[test]
+    fn a_socket_has_no_address_yet() {
+        let event = changed(|event| event.place = EVENT_OF_SOCKET);
+        let shown = shown(&event).unwrap();
+        assert_eq!((shown.client, shown.of_socket), (None, true));
+        assert_eq!(
+            log_line(&event).as_deref(),
+            Some("no_endpoints: protocol 6, from 0.0.0.0 port 0 to 10.96.0.1 port 80")
+        );
+    }
+
+    #[rstest]
+    #[case::of_another_version(changed(|event| event.reason = 63))]
+    #[case::a_reason_without_events(changed(|event| event.reason = Reason::Malformed as u32))]
+    #[case::no_family(changed(|event| event.family = 5))]
+    #[case::no_protocol(changed(|event| event.protocol = 1))]
+    fn what_no_program_makes_is_left_out(#[case] event: Event) {
+        assert_eq!(shown(&event), None);
+    }
+}

@@ -1,0 +1,309 @@
+//! Lists flows, read from the pins: each once, though it has an entry for each pair of its ends, and is in two tables for a while.
+
+use std::{cmp::Reverse, net::SocketAddr, time::Duration};
+
+use proxy_common::{
+    layout::{
+        FIN_ACKNOWLEDGED, FLOW_FOREIGN, FLOW_OF_NETFILTER, Flow, FlowKey, PROGRESS_ANSWERED,
+        PROGRESS_CONFIRMED,
+    },
+    port::Port,
+};
+
+use super::{
+    Error,
+    family::TableFamily,
+    frontend_names::FrontendNames,
+    layout,
+    paths::Paths,
+    tables::{CommonTables, FamilyTables, open_pinned, typed},
+};
+use crate::{
+    dataplane::{FlowQuery, FlowSnapshot, FlowState},
+    sys::{
+        CallError,
+        map::{Cursor, Map},
+    },
+};
+
+/// Entries that are read at once.
+const SLICE: usize = 4_096;
+
+type FlowMap<A> = Map<FlowKey<A>, Flow<A>>;
+
+/// A table of flows, with the map before while its entries are on their way to the one in use.
+struct FlowTable<'a, A> {
+    name: &'static str,
+    before: Option<FlowMap<A>>,
+    in_use: &'a FlowMap<A>,
+}
+
+/// Keeps the newest flows only, so that the memory it takes is bounded by their number and not by that of all.
+pub(super) struct Newest<'a> {
+    query: &'a FlowQuery<'a>,
+    now: u64,
+    flows: Vec<(Reverse<u64>, FlowSnapshot)>,
+}
+
+impl<'a> Newest<'a> {
+    /// `now`: nanoseconds since boot.
+    pub(super) fn new(query: &'a FlowQuery<'a>, now: u64) -> Self {
+        Self { query, now, flows: Vec::new() }
+    }
+
+    /// Adds the flows of one family.
+    pub(super) fn add<F: TableFamily>(
+        &mut self,
+        paths: &Paths,
+        common: &CommonTables,
+        tables: &FamilyTables<F>,
+    ) -> Result<(), Error> {
+        let before = |name: &'static str| {
+            let found = open_pinned(&paths.before().join(name));
+            let found = found.map_err(|source| Error::Table { table: name, source })?;
+            found.map(|fd| typed(&fd, name)).transpose()
+        };
+        let established = FlowTable { name: F::FLOWS, before: before(F::FLOWS)?, in_use: tables.flows.map() };
+        let opening = FlowTable {
+            name: F::OPENING_FLOWS,
+            before: before(F::OPENING_FLOWS)?,
+            in_use: tables.opening_flows.map(),
+        };
+        let mut names = FrontendNames::new(common, tables);
+        self.add_table(&mut names, &established, |_, _| Ok(true))?;
+        // A copy of an established flow stays here for a while, and learns nothing more.
+        self.add_table(&mut names, &opening, |key, flow| {
+            Ok(!established.get(key)?.is_some_and(|established| established.is_same(flow)))
+        })
+    }
+
+    fn add_table<F: TableFamily>(
+        &mut self,
+        names: &mut FrontendNames<'_, F>,
+        table: &FlowTable<'_, F::Address>,
+        is_wanted: impl Fn(&FlowKey<F::Address>, &Flow<F::Address>) -> Result<bool, Error>,
+    ) -> Result<(), Error> {
+        // The map before first: an entry is in the one in use before it leaves it.
+        for map in table.before.iter().chain([table.in_use]) {
+            let (mut cursor, mut slice) = (Some(Cursor::Start), Vec::new());
+            while let Some(at) = cursor {
+                slice.clear();
+                cursor = map.read(at, SLICE, &mut slice).map_err(|source| table.error(source))?;
+                for (key, flow) in slice.iter().filter(|(key, flow)| is_listed(key, flow)) {
+                    if is_wanted(key, flow)? {
+                        let frontend = (flow.frontend, flow.frontend_port(), flow.protocol);
+                        let service = names.of_flow(frontend, flow.service)?;
+                        let Some(shown) = snapshot::<F>(flow, self.now) else { continue };
+                        self.push(flow.opened, FlowSnapshot { service, ..shown });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, opened: u64, flow: FlowSnapshot) {
+        if !(self.query.wanted)(&flow) {
+            return;
+        }
+        self.flows.push((Reverse(opened), flow));
+        if self.flows.len() >= self.query.limit.saturating_mul(2).max(SLICE) {
+            self.shrink();
+        }
+    }
+
+    fn shrink(&mut self) {
+        let ends = |flow: &FlowSnapshot| (flow.client, flow.frontend, flow.backend, flow.protocol);
+        self.flows
+            .sort_unstable_by(|(at, one), (other_at, other)| (at, ends(one)).cmp(&(other_at, ends(other))));
+        // One that was read in both maps of a table.
+        self.flows.dedup_by(|(at, one), (other_at, other)| at == other_at && ends(one) == ends(other));
+        self.flows.truncate(self.query.limit);
+    }
+
+    /// The newest first.
+    pub(super) fn finish(mut self) -> Vec<FlowSnapshot> {
+        self.shrink();
+        self.flows.into_iter().map(|(_, flow)| flow).collect()
+    }
+}
+
+impl<A> FlowTable<'_, A>
+where
+    FlowKey<A>: aya::Pod + Default,
+    Flow<A>: aya::Pod + Default,
+{
+    fn error(&self, source: CallError) -> Error {
+        Error::Table { table: self.name, source }
+    }
+
+    fn get(&self, key: &FlowKey<A>) -> Result<Option<Flow<A>>, Error> {
+        for map in self.before.iter().chain([self.in_use]) {
+            if let Some(found) = map.get(key).map_err(|source| self.error(source))? {
+                return Ok(Some(found));
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// Is the flow listed for this entry, and not for another? The one of client and frontend goes last, and one of netfilter's has no other.
+fn is_listed<A: proxy_common::layout::Address>(key: &FlowKey<A>, flow: &Flow<A>) -> bool {
+    flow.flags & FLOW_OF_NETFILTER != 0 || *key == flow.client_key()
+}
+
+/// Without the service port. `None`: of a protocol that is not known.
+fn snapshot<F: TableFamily>(flow: &Flow<F::Address>, now: u64) -> Option<FlowSnapshot> {
+    let end = |address, port: Port| SocketAddr::new(F::ip(address), port.number());
+    let is_netfilters = flow.flags & FLOW_OF_NETFILTER != 0;
+    let masquerade = flow.is_masqueraded().then(|| end(flow.masquerade, flow.masquerade_port()));
+    let client = match (is_netfilters, masquerade) {
+        (true, Some(_)) => None,
+        (true, None) => Some(end(flow.client, flow.alias_port())),
+        (false, _) => Some(end(flow.client, flow.client_port())),
+    };
+    let since = |then: u64| Duration::from_nanos(now.saturating_sub(then));
+    Some(FlowSnapshot {
+        service: None,
+        client,
+        frontend: (!is_netfilters).then(|| end(flow.frontend, flow.frontend_port())),
+        backend: end(flow.backend, flow.backend_port()),
+        masquerade,
+        protocol: layout::protocol(flow.protocol)?,
+        state: state(flow),
+        age: since(flow.opened),
+        idle: since(flow.last_seen),
+    })
+}
+
+fn state<A>(flow: &Flow<A>) -> FlowState {
+    let state = flow.state;
+    if flow.flags & FLOW_OF_NETFILTER != 0 {
+        FlowState::Netfilter
+    } else if state.has_ended() {
+        FlowState::Ended
+    } else if flow.flags & FLOW_FOREIGN != 0 {
+        FlowState::Foreign
+    } else if state.client_fin.max(state.backend_fin) == FIN_ACKNOWLEDGED {
+        FlowState::Closing
+    } else if state.progress >= PROGRESS_CONFIRMED {
+        FlowState::Established
+    } else if state.progress >= PROGRESS_ANSWERED {
+        FlowState::Answered
+    } else {
+        FlowState::Opening
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proxy_common::{
+        family::V4,
+        layout::{self, PROGRESS_SUSTAINED, PROTOCOL_TCP, RESET_CONFIRMED},
+    };
+    use rstest::rstest;
+
+    use super::*;
+
+    const SECOND: u64 = 1_000_000_000;
+    const OPEN: layout::FlowState =
+        layout::FlowState { progress: PROGRESS_CONFIRMED, client_fin: 0, backend_fin: 0, reset: 0 };
+    const OPENING: layout::FlowState = layout::FlowState { progress: 0, ..OPEN };
+    const SUSTAINED: layout::FlowState = layout::FlowState { progress: PROGRESS_SUSTAINED, ..OPEN };
+    const HALF: layout::FlowState = layout::FlowState { client_fin: FIN_ACKNOWLEDGED, ..OPEN };
+    const RESET: layout::FlowState = layout::FlowState { reset: RESET_CONFIRMED, ..OPEN };
+
+    fn flow(opened: u64, client_port: u16) -> Flow<[u8; 4]> {
+        let mut flow = Flow::default();
+        (flow.client, flow.frontend, flow.backend) = ([10, 1, 0, 1], [10, 96, 0, 1], [10, 1, 0, 2]);
+        flow.set_client_port(Port::new(client_port));
+        flow.set_alias_port(Port::new(client_port));
+        flow.set_frontend_port(Port::new(80));
+        flow.set_backend_port(Port::new(8080));
+        (flow.protocol, flow.opened, flow.last_seen) = (PROTOCOL_TCP, opened * SECOND, 90 * SECOND);
+        flow
+    }
+
+    #[rstest]
+    #[case::opening(OPENING, 0, FlowState::Opening)]
+    #[case::udp_that_goes_on(SUSTAINED, 0, FlowState::Answered)]
+    #[case::established(OPEN, 0, FlowState::Established)]
+    #[case::one_side_has_closed(HALF, 0, FlowState::Closing)]
+    #[case::reset(RESET, 0, FlowState::Ended)]
+    #[case::netfilters(OPEN, FLOW_OF_NETFILTER, FlowState::Netfilter)]
+    #[case::of_others(OPEN, FLOW_FOREIGN, FlowState::Foreign)]
+    #[case::of_others_and_over(RESET, FLOW_FOREIGN, FlowState::Ended)]
+    fn states(#[case] state: layout::FlowState, #[case] flags: u32, #[case] expected: FlowState) {
+        let mut flow = flow(1, 1);
+        (flow.state, flow.flags) = (state, flags);
+        assert_eq!(super::state(&flow), expected);
+    }
+
+    #[test]
+    fn a_flow_is_listed_for_one_of_its_entries() {
+        let mut flow = flow(1, 40_000);
+        flow.masquerade = [192, 0, 2, 1];
+        flow.set_masquerade_port(Port::new(1024));
+        let keys = [flow.client_key(), flow.backend_key(), flow.masquerade_key()];
+        assert_eq!(keys.map(|key| is_listed(&key, &flow)), [true, false, false]);
+    }
+
+    #[test]
+    fn what_is_shown_of_a_flow() {
+        let shown = snapshot::<V4>(&flow(40, 40_000), 100 * SECOND).unwrap();
+        assert_eq!(shown.client.map(|end| end.to_string()).as_deref(), Some("10.1.0.1:40000"));
+        assert_eq!(shown.frontend.map(|end| end.to_string()).as_deref(), Some("10.96.0.1:80"));
+        assert_eq!((shown.backend.to_string().as_str(), shown.masquerade), ("10.1.0.2:8080", None));
+        assert_eq!((shown.age, shown.idle), (Duration::from_secs(60), Duration::from_secs(10)));
+    }
+
+    #[rstest]
+    #[case::masqueraded(true, None, Some("192.0.2.1:1024"))]
+    #[case::not_masqueraded(false, Some("192.0.2.1:1024"), None)]
+    fn of_netfilters_connection_only_the_ends_of_its_answers_are_known(
+        #[case] is_masqueraded: bool,
+        #[case] client: Option<&str>,
+        #[case] masquerade: Option<&str>,
+    ) {
+        let (backend, answers_to) = (([10, 1, 0, 2], Port::new(8080)), ([192, 0, 2, 1], Port::new(1024)));
+        let (key, flow) = Flow::<[u8; 4]>::of_netfilter(backend, answers_to, is_masqueraded, SECOND);
+        assert!(is_listed(&key, &flow));
+        let shown = snapshot::<V4>(&flow, SECOND).unwrap();
+        assert_eq!(shown.client.map(|end| end.to_string()).as_deref(), client);
+        assert_eq!(shown.masquerade.map(|end| end.to_string()).as_deref(), masquerade);
+        assert_eq!((shown.frontend, shown.backend.to_string().as_str()), (None, "10.1.0.2:8080"));
+    }
+
+    fn listed(limit: usize, wanted: &dyn Fn(&FlowSnapshot) -> bool, opened: &[u64]) -> Vec<u64> {
+        let query = FlowQuery { wanted, limit };
+        let mut newest = Newest::new(&query, 10_000 * SECOND);
+        for (port, opened) in (1..).zip(opened) {
+            newest.push(*opened, snapshot::<V4>(&flow(*opened, port), 10_000 * SECOND).unwrap());
+        }
+        newest.finish().into_iter().map(|flow| 10_000 - flow.age.as_secs()).collect()
+    }
+
+    #[test]
+    fn the_newest_come_first() {
+        assert_eq!(listed(2, &|_| true, &[3, 9, 5]), [9, 5]);
+        assert_eq!(listed(usize::MAX, &|_| true, &[3, 9, 5]), [9, 5, 3]);
+        let many: Vec<u64> = (1..=9_000).map(|n| n * 7 % 9_001).collect();
+        assert_eq!(listed(3, &|_| true, &many), [9_000, 8_999, 8_998]);
+    }
+
+    #[test]
+    fn what_is_not_asked_for_takes_no_place() {
+        let old = |flow: &FlowSnapshot| flow.age > Duration::from_secs(9_992);
+        assert_eq!(listed(2, &old, &[3, 9, 5, 7]), [7, 5]);
+    }
+
+    #[test]
+    fn a_flow_that_moves_between_two_maps_is_listed_once() {
+        let query = FlowQuery { wanted: &|_| true, limit: 10 };
+        let mut newest = Newest::new(&query, 100 * SECOND);
+        for port in [1, 2, 1] {
+            newest.push(5, snapshot::<V4>(&flow(5, port), 100 * SECOND).unwrap());
+        }
+        assert_eq!(newest.finish().len(), 2);
+    }
+}

@@ -1,0 +1,68 @@
+//! Which service port a frontend is of, by the tables.
+
+use std::{collections::HashMap, sync::Arc};
+
+use proxy_common::{
+    layout::{FrontendKey, NO_SERVICE},
+    port::Port,
+};
+
+use super::{
+    Error,
+    family::TableFamily,
+    layout,
+    tables::{CommonTables, FamilyTables},
+};
+use crate::model::desired::ServicePortName;
+
+/// Its service port; `None`: it is of none that is known.
+pub(super) fn service_port<F: TableFamily>(
+    common: &CommonTables,
+    tables: &FamilyTables<F>,
+    frontend: (F::Address, Port, u8),
+) -> Result<Option<(u32, ServicePortName)>, Error> {
+    let (address, port, protocol) = frontend;
+    let found = match tables.frontends.get(&FrontendKey::of_address(address, port, protocol))? {
+        Some(found) => Some(found),
+        None if tables.node_addresses.get(&address)?.is_some() => {
+            tables.frontends.get(&FrontendKey::of_node_port(port, protocol))?
+        }
+        None => None,
+    };
+    let Some(id) = found.map(|frontend| frontend.service) else { return Ok(None) };
+    Ok(common.names.get(&id)?.as_ref().and_then(layout::port_name).map(|name| (id, name)))
+}
+
+/// What was found once. An id is given again when its service port is gone: a flow counts as one's as long as its frontend does.
+pub(super) struct FrontendNames<'a, F: TableFamily> {
+    common: &'a CommonTables,
+    tables: &'a FamilyTables<F>,
+    known: HashMap<(F::Address, Port, u8), Option<(u32, Arc<ServicePortName>)>>,
+}
+
+impl<'a, F: TableFamily> FrontendNames<'a, F> {
+    pub(super) fn new(common: &'a CommonTables, tables: &'a FamilyTables<F>) -> Self {
+        Self { common, tables, known: HashMap::new() }
+    }
+
+    /// Of a flow to this frontend that was opened for the service with this id.
+    pub(super) fn of_flow(
+        &mut self,
+        frontend: (F::Address, Port, u8),
+        service: u32,
+    ) -> Result<Option<Arc<ServicePortName>>, Error> {
+        if service == NO_SERVICE {
+            return Ok(None);
+        }
+        let found = match self.known.get(&frontend) {
+            Some(found) => found.clone(),
+            None => {
+                let found = service_port(self.common, self.tables, frontend)?;
+                let found = found.map(|(id, name)| (id, Arc::new(name)));
+                self.known.insert(frontend, found.clone());
+                found
+            }
+        };
+        Ok(found.filter(|(id, _)| *id == service).map(|(_, name)| name))
+    }
+}

@@ -1,0 +1,143 @@
+//! Flows as people are shown them, read from the pins.
+
+use proxy_common::{
+    layout::{Flow, FlowKey, PROGRESS_ANSWERED, PROGRESS_CONFIRMED, PROTOCOL_TCP},
+    port::Port,
+};
+use proxy_ctl::{
+    config::Limits,
+    dataplane::{
+        Dataplane as _, FlowQuery, FlowSnapshot, FlowState, Programmed as _, ebpf::EbpfDataplane,
+        ebpf::status::Pinned,
+    },
+    sys::{bpf, clock, map::Map},
+};
+
+use super::{
+    desired::{endpoint, port, shared, with_node_port},
+    sandbox::Sandbox,
+};
+
+type Flows = Map<FlowKey<[u8; 4]>, Flow<[u8; 4]>>;
+
+const SECOND: u64 = 1_000_000_000;
+
+fn open(sandbox: &Sandbox, table: &str) -> Flows {
+    Map::new(bpf::pinned(&sandbox.pins(table)).unwrap()).unwrap().unwrap()
+}
+
+/// From this port to a frontend, opened so many seconds ago, for the service port with this id.
+fn flow(client_port: u16, frontend: ([u8; 4], u16), age: u64, service: u32) -> Flow<[u8; 4]> {
+    let mut flow = Flow::default();
+    (flow.client, flow.frontend, flow.backend) = ([192, 0, 2, 7], frontend.0, [10, 0, 0, 1]);
+    flow.set_client_port(Port::new(client_port));
+    flow.set_alias_port(Port::new(client_port));
+    flow.set_frontend_port(Port::new(frontend.1));
+    flow.set_backend_port(Port::new(8080));
+    (flow.protocol, flow.service) = (PROTOCOL_TCP, service);
+    flow.opened = clock::since_boot() - age * SECOND;
+    flow.last_seen = flow.opened;
+    flow
+}
+
+fn put(table: &Flows, flow: &Flow<[u8; 4]>) {
+    for key in [flow.client_key(), flow.backend_key()] {
+        table.set(&key, flow).unwrap();
+    }
+}
+
+fn listed(sandbox: &Sandbox, limit: usize, wanted: &dyn Fn(&FlowSnapshot) -> bool) -> Vec<FlowSnapshot> {
+    let pinned = Pinned::open(&sandbox.config.bpffs).unwrap();
+    pinned.flows(&FlowQuery { wanted, limit }).unwrap().unwrap()
+}
+
+/// Port of the client, name of the service port, state.
+fn shown(flows: &[FlowSnapshot]) -> Vec<(u16, String, FlowState)> {
+    let service = |flow: &FlowSnapshot| flow.service.as_ref().map_or("-".into(), |name| name.to_string());
+    flows.iter().map(|flow| (flow.client.unwrap().port(), service(flow), flow.state)).collect()
+}
+
+const WEB: ([u8; 4], u16) = ([10, 96, 0, 1], 80);
+
+#[test]
+fn each_flow_is_listed_once_with_its_service_port() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    dataplane
+        .resync(&shared([
+            port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 8080)]),
+            with_node_port(port("other", "10.96.0.2", vec![endpoint("10.0.0.1", 8080)]), 30_080),
+        ]))
+        .unwrap();
+    let id = |name: &str| {
+        sandbox.snapshot().services.iter().find(|one| one.name.service.name.as_ref() == name).unwrap().id
+    };
+    let (web, other) = (id("web"), id("other"));
+    let (opening, established) = (open(&sandbox, "maps/opening_flows4"), open(&sandbox, "maps/flows4"));
+
+    let mut open_one = flow(1, WEB, 40, web);
+    // As it was when it was established.
+    put(&opening, &open_one);
+    open_one.state.progress = PROGRESS_CONFIRMED;
+    put(&established, &open_one);
+    let mut answered = flow(2, ([10, 96, 0, 2], 80), 20, other);
+    answered.state.progress = PROGRESS_ANSWERED;
+    put(&opening, &answered);
+    // Its service port has left the frontend, and the id may be another's.
+    put(&opening, &flow(3, ([10, 96, 0, 9], 80), 30, web));
+    put(&opening, &flow(4, WEB, 10, web));
+
+    let expected = [
+        (4, "test/web:http".to_owned(), FlowState::Opening),
+        (2, "test/other:http".to_owned(), FlowState::Answered),
+        (3, "-".to_owned(), FlowState::Opening),
+        (1, "test/web:http".to_owned(), FlowState::Established),
+    ];
+    let flows = listed(&sandbox, usize::MAX, &|_| true);
+    assert_eq!(shown(&flows), expected);
+    let age = flows[3].age.as_secs();
+    assert!((40..70).contains(&age), "{age}");
+    drop(dataplane);
+    assert_eq!(shown(&listed(&sandbox, 2, &|_| true)), expected[..2], "without a controller");
+    let of_web = |flow: &FlowSnapshot| flow.service.as_ref().is_some_and(|name| &*name.service.name == "web");
+    assert_eq!(shown(&listed(&sandbox, 9, &of_web)), [expected[0].clone(), expected[3].clone()]);
+}
+
+#[test]
+fn flows_of_both_maps_are_listed_while_a_table_changes_its_size() {
+    let Some(mut sandbox) = Sandbox::new() else { return };
+    drop(EbpfDataplane::open(&sandbox.config).unwrap());
+    let before = open(&sandbox, "maps/flows4");
+    for port in 1..=1_000 {
+        put(&before, &flow(port, WEB, 5, 1));
+    }
+    let Limits { flows, .. } = sandbox.config.limits;
+    sandbox.config.limits.flows = flows / 2;
+    // As a controller that was killed before any entry has moved: the former map is set aside, and the new one is empty.
+    std::fs::rename(sandbox.table("flows4"), sandbox.pins("before/flows4")).unwrap();
+    let shape = bpf::MapInfo { max_entries: flows / 2, ..bpf::map_info(before.fd()).unwrap() };
+    bpf::pin(std::os::fd::AsFd::as_fd(&bpf::create_map(&shape, None).unwrap()), &sandbox.table("flows4"))
+        .unwrap();
+    let in_use = open(&sandbox, "maps/flows4");
+    // Some have moved, one of them just now, and a new one was opened.
+    for port in 1..=10 {
+        put(&in_use, &flow(port, WEB, 5, 1));
+        for key in before
+            .read_all()
+            .unwrap()
+            .iter()
+            .filter(|(_, flow)| flow.client_port().number() == port && port != 10)
+        {
+            before.remove(&key.0).unwrap();
+        }
+    }
+    let moving =
+        before.read_all().unwrap().into_iter().find(|(_, flow)| flow.client_port().number() == 10).unwrap().1;
+    put(&in_use, &moving);
+    put(&in_use, &flow(1_001, WEB, 1, 1));
+    let flows = listed(&sandbox, usize::MAX, &|_| true);
+    let mut ports: Vec<u16> = flows.iter().map(|flow| flow.client.unwrap().port()).collect();
+    assert_eq!(ports[0], 1_001, "the newest first");
+    ports.sort_unstable();
+    assert_eq!(ports, (1..=1_001).collect::<Vec<_>>());
+}

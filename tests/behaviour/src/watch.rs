@@ -1,0 +1,94 @@
+//! `proxy-ctl monitor` on a node of the lab.
+
+use std::{
+    io::{BufRead as _, BufReader, Read as _},
+    process::{Child, ChildStderr, Stdio},
+    sync::mpsc::{Receiver, channel},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use lab::address::NodeNumber;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::Value;
+
+use crate::world::World;
+
+/// Within which an event is told.
+const TOLD_WITHIN: Duration = Duration::from_secs(10);
+
+pub struct Watch {
+    process: Child,
+    complaints: BufReader<ChildStderr>,
+    events: Receiver<Value>,
+}
+
+impl Watch {
+    /// Returns when it watches.
+    pub fn begin(world: &World, node: NodeNumber) -> Result<Self> {
+        let mut command = world.tool_command(node, &["monitor", "--output", "json"])?;
+        let mut process = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .context("starting proxy-ctl monitor")?;
+        let out = process.stdout.take().context("no stdout")?;
+        let mut complaints = BufReader::new(process.stderr.take().context("no stderr")?);
+        let mut first = String::new();
+        complaints.read_line(&mut first)?;
+        let (sender, events) = channel();
+        thread::spawn(move || {
+            for line in BufReader::new(out).lines().map_while(Result::ok) {
+                let event = serde_json::from_str(&line).unwrap_or(Value::String(line));
+                if sender.send(event).is_err() {
+                    break;
+                }
+            }
+        });
+        let watch = Self { process, complaints, events };
+        ensure!(first.starts_with("watching"), "monitor says {first:?}");
+        Ok(watch)
+    }
+
+    /// The next event that has all of what `expected` says and is `also` right; those before it are left out.
+    pub fn find(&self, expected: &Value, also: impl Fn(&Value) -> bool) -> Result<Value> {
+        let (begun, mut others) = (Instant::now(), Vec::new());
+        loop {
+            let left = TOLD_WITHIN.saturating_sub(begun.elapsed());
+            match self.events.recv_timeout(left) {
+                Ok(event) if has(&event, expected) && also(&event) => return Ok(event),
+                Ok(event) => others.push(event),
+                Err(_) => bail!("no event has {expected}; there were {others:?}"),
+            }
+        }
+    }
+
+    /// As Ctrl-C does.
+    pub fn end(mut self) -> Result<()> {
+        kill(Pid::from_raw(self.process.id().try_into()?), Signal::SIGINT).context("ending monitor")?;
+        let mut complaints = String::new();
+        self.complaints.read_to_string(&mut complaints)?;
+        let status = self.process.wait()?;
+        ensure!(status.success() && complaints.is_empty(), "monitor ended with {status}: {complaints}");
+        Ok(())
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        // It has ended already, or is to end without more ado.
+        let _ended = self.process.kill().and_then(|()| self.process.wait());
+    }
+}
+
+/// Does `value` have every field of `part`, and these all of theirs?
+fn has(value: &Value, part: &Value) -> bool {
+    match part {
+        Value::Object(fields) => fields.iter().all(|(name, part)| has(&value[name], part)),
+        part => value == part,
+    }
+}

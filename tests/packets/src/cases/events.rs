@@ -1,0 +1,184 @@
+//! What somebody who watches is told.
+
+use std::collections::HashSet;
+
+use anyhow::{Context as _, Result, ensure};
+use proxy_common::{layout::*, packet::TCP_ACK, reason::Reason};
+
+use super::{Group, Scene, refusals::refused, scene::*};
+use crate::{
+    wire::{Endpoint, KnownAddress},
+    world::Tables,
+};
+
+const EXTERNAL: Endpoint = (KnownAddress::External, 80);
+
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+    group.both::<W>("events: a flow that opens", opened);
+    group.udp::<W>("events: a client that gets another backend", rebound);
+    group.both::<W>("events: a client that is refused", refusal);
+    group.both::<W>("events: a client that is dropped", drop);
+    group.both::<W>("events: none of packets of open flows and of no service", of_nothing_new);
+    group.both::<W>("events: none while nobody watches, or no longer", nobody_watches);
+    group.both::<W>("events: only of the reasons that are asked for", some_reasons);
+    group.both::<W>("events: a part of them where that is asked for", sampled);
+    group.both::<W>("events: those without room are counted", full);
+}
+
+fn watch<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.world.set_event_control(EventControl::new(u64::MAX, Reason::ALL.iter().copied(), 1))
+}
+
+/// The event of this reason, from the usual client to `frontend`.
+fn expected<W: Tables>(s: &Scene<W>, reason: Reason, frontend: Endpoint) -> Event {
+    let mut event = Event::new(0, reason as u32);
+    event.protocol = s.protocol;
+    event.family = if W::Address::BITS == u32::BITS { 4 } else { 6 };
+    (event.client, event.client_port) = (bytes::<W>(CLIENT), CLIENT.1);
+    (event.frontend, event.frontend_port) = (bytes::<W>(frontend), frontend.1);
+    event
+}
+
+fn bytes<W: Tables>(end: Endpoint) -> [u8; 16] {
+    let (address, mut bytes) = (W::address(end.0), [0; 16]);
+    let address = address.as_ref();
+    bytes[..address.len()].copy_from_slice(address);
+    bytes
+}
+
+/// Event `of` a flow of service 1 to this backend.
+fn with_backend<W: Tables>(mut of: Event, backend: Endpoint, id: u32) -> Event {
+    (of.backend, of.backend_port) = (bytes::<W>(backend), backend.1);
+    (of.backend_id, of.service) = (id, 1);
+    of
+}
+
+/// Exactly these were told since the last look, in this order, each at a moment in between.
+fn told<W: Tables>(s: &mut Scene<W>, expected: &[Event]) -> Result<()> {
+    let now = proxy_ctl::sys::clock::since_boot();
+    let mut events = s.world.events()?;
+    for event in &mut events {
+        ensure!(event.time > 0 && event.time <= now, "an event at {} is told at {now}", event.time);
+        event.time = 0;
+    }
+    ensure!(events == expected, "told {events:?}, expected {expected:?}");
+    Ok(())
+}
+
+fn open<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
+    let first = s.first(client, CLUSTER_IP);
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))
+}
+
+fn opened<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    watch(s)?;
+    open(s, CLIENT)?;
+    let event = with_backend::<W>(expected(s, Reason::FlowOpened, CLUSTER_IP), LOCAL, 11);
+    told(s, &[event])
+}
+
+fn rebound<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    open(s, CLIENT)?;
+    s.service(1, &[(12, REMOTE, false)])?;
+    W::remove_backend(&mut s.world.ebpf, 11)?;
+    s.world.raise_epoch()?;
+    watch(s)?;
+    let first = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
+    let replaced = with_backend::<W>(expected(s, Reason::FlowReplaced, CLUSTER_IP), LOCAL, 11);
+    let opened = with_backend::<W>(expected(s, Reason::FlowOpened, CLUSTER_IP), REMOTE, 12);
+    told(s, &[replaced, opened])
+}
+
+fn without_endpoints<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service(1, &[])?;
+    s.frontend(CLUSTER_IP, 1, 0)
+}
+
+fn refuse<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    let packet = s.first(CLIENT, CLUSTER_IP);
+    s.send("workload_ingress", &packet, Expect::Answered(refused::<W>(&packet)))
+}
+
+fn refusal<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    without_endpoints(s)?;
+    watch(s)?;
+    refuse(s)?;
+    let event = expected(s, Reason::NoEndpoints, CLUSTER_IP);
+    told(s, &[event])
+}
+
+fn drop<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.service_without_local_endpoint(1)?;
+    s.frontend(EXTERNAL, 1, FRONTEND_EXTERNAL)?;
+    watch(s)?;
+    s.send("uplink_ingress", &s.first(CLIENT, EXTERNAL), Expect::Dropped)?;
+    let event = expected(s, Reason::NoLocalEndpoints, EXTERNAL);
+    told(s, &[event])
+}
+
+fn of_nothing_new<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.cluster_ip()?;
+    open(s, CLIENT)?;
+    watch(s)?;
+    let next = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+    s.send("workload_ingress", &next, Expect::Becomes(&next.to(LOCAL)))?;
+    s.send("workload_ingress", &s.first(CLIENT, (KnownAddress::Stranger, 80)), Expect::Untouched)?;
+    told(s, &[])
+}
+
+fn nobody_watches<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    without_endpoints(s)?;
+    refuse(s)?;
+    told(s, &[])?;
+    s.world.set_event_control(EventControl::new(1, Reason::ALL.iter().copied(), 1))?;
+    refuse(s)?;
+    told(s, &[])
+}
+
+fn some_reasons<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    without_endpoints(s)?;
+    s.world.set_event_control(EventControl::new(u64::MAX, [Reason::FlowOpened], 1))?;
+    refuse(s)?;
+    told(s, &[])?;
+    s.world.set_event_control(EventControl::new(u64::MAX, [Reason::NoEndpoints], 1))?;
+    refuse(s)?;
+    ensure!(s.world.events()?.len() == 1, "the reason is asked for");
+    Ok(())
+}
+
+fn sampled<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    const OPENED: u16 = 1_000;
+    s.cluster_ip()?;
+    s.world.set_event_control(EventControl::new(u64::MAX, [Reason::FlowOpened], 10))?;
+    for port in 0..OPENED {
+        open(s, (CLIENT.0, 1_024 + port))?;
+    }
+    let ports: HashSet<u16> = s.world.events()?.iter().map(|event| event.client_port).collect();
+    // A hundred on average, with a deviation of ten.
+    ensure!((20..=300).contains(&ports.len()), "{} of {OPENED} flows", ports.len());
+    Ok(())
+}
+
+fn full<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    // With its header a record takes eight bytes more.
+    let room = EVENT_BYTES as usize / (size_of::<Event>() + 8);
+    s.service_without_local_endpoint(1)?;
+    s.frontend(EXTERNAL, 1, FRONTEND_EXTERNAL)?;
+    watch(s)?;
+    let packet = s.first(CLIENT, EXTERNAL).bytes::<W>();
+    let sent = room + 100;
+    for _ in 0..sent {
+        s.world.run("uplink_ingress", &packet)?;
+    }
+    let counted = s.world.counted()?;
+    let lost = counted.iter().find(|(reason, _)| *reason == Reason::EventLost).context("none is lost")?.1;
+    let told = s.world.events()?.len();
+    ensure!(told + lost as usize == sent, "{told} of {sent} were told, and {lost} lost");
+    ensure!((100..110).contains(&lost), "{lost} of {sent} were lost with room for {room}");
+    s.send_bytes("uplink_ingress", &packet, Expect::Dropped)?;
+    ensure!(s.world.events()?.len() == 1, "nothing is told when there is room again");
+    Ok(())
+}

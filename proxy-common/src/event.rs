@@ -91,26 +91,33 @@ impl EventControl {
         Self { until, reasons, one_of, ..Self::default() }
     }
 
-    /// Is an event with this reason to be told now? Counts it where their number in a second is bounded. CPUs that count at the same
-    /// moment may let a few more pass.
+    /// The time, if an event with this reason is to be told now. Counts it where their number in a second is bounded. CPUs that count at
+    /// the same moment may let a few more pass.
     #[inline(always)]
-    pub fn admits(&mut self, reason: u32, now: u64, random: u32) -> bool {
+    pub fn admits(
+        &mut self,
+        reason: u32,
+        random: impl FnOnce() -> u32,
+        now: impl FnOnce() -> u64,
+    ) -> Option<u64> {
         const SECOND: u64 = 1_000_000_000;
-        if now >= self.until || self.reasons & bit(reason) == 0 {
-            return false;
+        if self.reasons & bit(reason) == 0 || (self.one_of > 1 && !random().is_multiple_of(self.one_of)) {
+            return None;
         }
-        if self.one_of > 1 && !random.is_multiple_of(self.one_of) {
-            return false;
+        // Last, as it takes longest.
+        let now = now();
+        if now >= self.until {
+            return None;
         }
         if self.in_a_second == 0 {
-            return true;
+            return Some(now);
         }
         let second = now / SECOND;
         if self.second != second {
             (self.second, self.told) = (second, 0);
         }
         self.told = self.told.saturating_add(1);
-        self.told <= self.in_a_second
+        (self.told <= self.in_a_second).then_some(now)
     }
 }
 
@@ -204,13 +211,13 @@ mod tests {
         #[case] now: u64,
         #[case] expected: bool,
     ) {
-        assert_eq!(control.admits(reason, now, 0), expected);
+        assert_eq!(control.admits(reason, || 0, || now).is_some(), expected);
     }
 
     #[test]
     fn one_of_many_is_told() {
         let mut control = EventControl::new(u64::MAX, [Reason::FlowOpened], 10);
-        let told = (0..1_000).filter(|random| control.admits(OPENED, 0, *random)).count();
+        let told = (0..1_000).filter(|random| control.admits(OPENED, || *random, || 0).is_some()).count();
         assert_eq!(told, 100);
     }
 
@@ -218,7 +225,7 @@ mod tests {
     fn as_many_as_are_allowed_in_a_second_are_told() {
         let mut control =
             EventControl { in_a_second: 20, ..EventControl::new(u64::MAX, [Reason::NoEndpoints], 1) };
-        let mut told = |now| (0..50).filter(|_| control.admits(REFUSED, now, 0)).count();
+        let mut told = |now| (0..50).filter(|_| control.admits(REFUSED, || 0, || now).is_some()).count();
         assert_eq!((told(5 * SECOND), told(5 * SECOND + 1), told(6 * SECOND)), (20, 0, 20));
     }
 

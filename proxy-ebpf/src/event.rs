@@ -8,7 +8,7 @@ use core::{
 
 use aya_ebpf::{
     btf_maps::{Array, RingBuf},
-    helpers::{bpf_get_prandom_u32, bpf_ktime_get_boot_ns},
+    helpers::bpf_get_prandom_u32,
 };
 use proxy_common::{
     event::EventKind,
@@ -17,7 +17,11 @@ use proxy_common::{
     reason::Reason,
 };
 
-use crate::{flow::FlowScratch, maps, tables::count};
+use crate::{
+    flow::FlowScratch,
+    maps,
+    tables::{count, now},
+};
 
 /// A family whose packets are told of.
 pub(crate) trait TellPacket: FlowScratch {
@@ -87,12 +91,10 @@ fn due(control: &Array<EventControl, 1>, reason: u32) -> Option<u64> {
     if unsafe { read_volatile(addr_of!((*control).until)) } == 0 {
         return None;
     }
-    // SAFETY: no arguments; since 5.8.
-    let now = unsafe { bpf_ktime_get_boot_ns() };
-    // SAFETY: no arguments.
-    let random = unsafe { bpf_get_prandom_u32() };
     // SAFETY: as above. Other CPUs and user space may write meanwhile: plain integers, of which any value is valid.
-    unsafe { &mut *control }.admits(reason, now, random).then_some(now)
+    let control = unsafe { &mut *control };
+    // SAFETY: no arguments.
+    control.admits(reason, || unsafe { bpf_get_prandom_u32() }, now)
 }
 
 /// False: the ring is full.

@@ -110,12 +110,21 @@ impl EventControl {
         Self { until, reasons, one_of }
     }
 
-    /// Is an event with this reason to be told now?
+    /// The time, if an event with this reason is to be told now.
     #[inline(always)]
-    pub fn admits(&self, reason: u32, now: u64, random: u32) -> bool {
-        now < self.until
-            && self.reasons & bit(reason) != 0
-            && (self.one_of <= 1 || u64::from(random).is_multiple_of(self.one_of))
+    pub fn admits(
+        &self,
+        reason: u32,
+        random: impl FnOnce() -> u32,
+        now: impl FnOnce() -> u64,
+    ) -> Option<u64> {
+        let is_left_out = || self.one_of > 1 && !u64::from(random()).is_multiple_of(self.one_of);
+        if self.reasons & bit(reason) == 0 || is_left_out() {
+            return None;
+        }
+        // Last, as it takes longest.
+        let now = now();
+        (now < self.until).then_some(now)
     }
 }
 
@@ -210,13 +219,13 @@ mod tests {
         #[case] now: u64,
         #[case] expected: bool,
     ) {
-        assert_eq!(control.admits(reason, now, 0), expected);
+        assert_eq!(control.admits(reason, || 0, || now).is_some(), expected);
     }
 
     #[test]
     fn one_of_many_is_told() {
         let control = EventControl::new(u64::MAX, [Reason::FlowOpened], 10);
-        let told = (0..1_000).filter(|random| control.admits(OPENED, 0, *random)).count();
+        let told = (0..1_000).filter(|random| control.admits(OPENED, || *random, || 0).is_some()).count();
         assert_eq!(told, 100);
     }
 

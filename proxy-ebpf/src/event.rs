@@ -8,7 +8,7 @@ use core::{
 
 use aya_ebpf::{
     btf_maps::{Array, RingBuf},
-    helpers::{bpf_get_prandom_u32, bpf_ktime_get_boot_ns},
+    helpers::bpf_get_prandom_u32,
 };
 use proxy_common::{
     event::{self, EventKind},
@@ -22,7 +22,7 @@ use crate::{
     flow::FlowScratch,
     log::{LogAddress, log_packet},
     maps,
-    tables::count,
+    tables::{count, now},
 };
 
 /// A family whose packets are told of.
@@ -95,12 +95,10 @@ fn due(control: &Array<EventControl, 1>, reason: u32) -> Option<u64> {
     if unsafe { read_volatile(addr_of!((*control).until)) } == 0 {
         return None;
     }
-    // SAFETY: no arguments; since 5.8.
-    let now = unsafe { bpf_ktime_get_boot_ns() };
-    // SAFETY: no arguments.
-    let random = unsafe { bpf_get_prandom_u32() };
     // SAFETY: as above. User space may write meanwhile: plain integers, of which any value is valid.
-    unsafe { &*control }.admits(reason, now, random).then_some(now)
+    let control = unsafe { &*control };
+    // SAFETY: no arguments.
+    control.admits(reason, || unsafe { bpf_get_prandom_u32() }, now)
 }
 
 /// False: the ring is full.

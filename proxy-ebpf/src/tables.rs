@@ -208,7 +208,7 @@ tables!(
 );
 
 #[inline(always)]
-fn now() -> u64 {
+pub(crate) fn now() -> u64 {
     // SAFETY: no arguments; since 5.8.
     unsafe { bpf_ktime_get_boot_ns() }
 }

@@ -147,7 +147,6 @@ fn row(flow: &FlowSnapshot) -> [String; 8] {
         Some(masquerade) => format!("{}\nvia {masquerade}", flow.backend),
         None => flow.backend.to_string(),
     };
-    let state = serde_plain(flow.state);
     let whole_seconds = |time: Duration| duration::format(Duration::from_secs(time.as_secs()));
     [
         flow.service.as_ref().map_or_else(|| "-".to_owned(), |name| name.to_string()),
@@ -155,14 +154,14 @@ fn row(flow: &FlowSnapshot) -> [String; 8] {
         or_dash(flow.client),
         or_dash(flow.frontend),
         backend,
-        state,
+        state_name(flow.state),
         whole_seconds(flow.age),
         whole_seconds(flow.idle),
     ]
 }
 
 /// As the flag names it.
-fn serde_plain(state: FlowState) -> String {
+fn state_name(state: FlowState) -> String {
     use clap::ValueEnum as _;
     state.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
 }

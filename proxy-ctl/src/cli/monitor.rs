@@ -232,10 +232,9 @@ mod tests {
 
     fn args(flags: &[&str]) -> Result<MonitorArgs, String> {
         let line = ["proxy-ctl", "monitor"].iter().chain(flags);
-        match Args::try_parse_from(line).map_err(|error| error.to_string())?.command {
-            Command::Monitor(args) => Ok(args),
-            other => panic!("{other:?}"),
-        }
+        let args = Args::try_parse_from(line).map_err(|error| error.to_string())?;
+        let Command::Monitor(args) = args.command else { panic!("another command") };
+        Ok(args)
     }
 
     #[rstest]

@@ -87,8 +87,8 @@ impl Drop for Watch {
 
 /// Does `value` have every field of `part`, and these all of theirs?
 fn has(value: &Value, part: &Value) -> bool {
-    match part {
-        Value::Object(fields) => fields.iter().all(|(name, part)| has(&value[name], part)),
-        part => value == part,
+    match part.as_object() {
+        Some(fields) => fields.iter().all(|(name, part)| has(&value[name], part)),
+        None => value == part,
     }
 }

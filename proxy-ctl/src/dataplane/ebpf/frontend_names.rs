@@ -15,11 +15,14 @@ use super::{
 };
 use crate::model::desired::ServicePortName;
 
+/// Address, port and IANA number of the protocol.
+type Frontend<A> = (A, Port, u8);
+
 /// Its service port; `None`: it is of none that is known.
 pub(super) fn service_port<F: TableFamily>(
     common: &CommonTables,
     tables: &FamilyTables<F>,
-    frontend: (F::Address, Port, u8),
+    frontend: Frontend<F::Address>,
 ) -> Result<Option<(u32, ServicePortName)>, Error> {
     let (address, port, protocol) = frontend;
     let found = match tables.frontends.get(&FrontendKey::of_address(address, port, protocol))? {
@@ -33,11 +36,14 @@ pub(super) fn service_port<F: TableFamily>(
     Ok(common.names.get(&id)?.as_ref().and_then(layout::port_name).map(|name| (id, name)))
 }
 
+/// A service port and its id.
+type Known = (u32, Arc<ServicePortName>);
+
 /// What was found once. An id is given again when its service port is gone: a flow counts as one's as long as its frontend does.
 pub(super) struct FrontendNames<'a, F: TableFamily> {
     common: &'a CommonTables,
     tables: &'a FamilyTables<F>,
-    known: HashMap<(F::Address, Port, u8), Option<(u32, Arc<ServicePortName>)>>,
+    known: HashMap<Frontend<F::Address>, Option<Known>>,
 }
 
 impl<'a, F: TableFamily> FrontendNames<'a, F> {
@@ -48,7 +54,7 @@ impl<'a, F: TableFamily> FrontendNames<'a, F> {
     /// Of a flow to this frontend that was opened for the service with this id.
     pub(super) fn of_flow(
         &mut self,
-        frontend: (F::Address, Port, u8),
+        frontend: Frontend<F::Address>,
         service: u32,
     ) -> Result<Option<Arc<ServicePortName>>, Error> {
         if service == NO_SERVICE {

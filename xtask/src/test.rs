@@ -299,8 +299,7 @@ fn random(programs: &TestPrograms, arguments: &Arguments) -> Result<Suite> {
         ("--first", arguments.first.to_string()),
         ("--seed", arguments.seed.to_string()),
     ];
-    let mut flags: Vec<&str> =
-        numbers.iter().flat_map(|(flag, number)| [*flag, number.as_str()]).collect();
+    let mut flags: Vec<&str> = numbers.iter().flat_map(|(flag, number)| [*flag, number.as_str()]).collect();
     match arguments.all_modes {
         true => flags.extend(["--path", "sockets", "--path", "packets", "--path", "unseen"]),
         false => flags.extend(["--proxy", "ebpf", "--proxy", "nftables", "--proxy", "iptables"]),

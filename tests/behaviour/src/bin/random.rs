@@ -11,7 +11,7 @@ use behaviour::{
     proxy,
     random::{
         cluster::{Cluster, generate},
-        observe::{Runner, Seen, manifests},
+        observe::{Runner, Seen},
         shrink::smallest,
     },
     selection::Selection,
@@ -72,9 +72,10 @@ fn main() -> ExitCode {
         let numbers = first..first.saturating_add(clusters);
         trials.extend(runner.trials(numbers.map(|number| {
             let differences = Arc::clone(&differences);
-            Scenario::new(format!("{setting}: cluster {number} of seed {seed}"), move |runner: &mut Runner| {
-                judge(runner, seed, number, tries, &differences)
-            })
+            Scenario::new(
+                format!("{setting}: cluster {number} of seed {seed}"),
+                move |runner: &mut Runner| judge(runner, seed, number, tries, &differences),
+            )
         })));
     }
     scenario::run(selection.harness, trials)
@@ -94,27 +95,25 @@ fn judge(
     }
     eprintln!("cluster {number}:\n{}", lines(&unexplained));
     let setting = runner.world.setting;
-    let found = smallest(&mut tree, tries, |cluster| {
-        Ok(!self::unexplained(runner, cluster, differences)?.is_empty())
-    })
-    .context("looking for a smaller cluster that differs")?;
+    let found =
+        smallest(
+            &mut tree,
+            tries,
+            |cluster| Ok(!self::unexplained(runner, cluster, differences)?.is_empty()),
+        )
+        .context("looking for a smaller cluster that differs")?;
     let again = self::unexplained(runner, &found.case, differences)?;
     bail!(
-        "{}\nthe smallest of {} clusters that were tried then:\n{}\n{}was: {:?}\n\
+        "{}\nthe smallest of {} clusters that were tried then:\n{}\n{}\
          again: cargo xtask test --suite random --seed {seed} --first {number} --clusters 1, here with {setting}",
         lines(&unexplained),
         found.tried,
         if again.is_empty() { "it does not differ each time".to_owned() } else { lines(&again) },
-        manifests(&runner.world)?,
-        Vec::from_iter(found.case.services().map(|(_, service)| &service.before)),
+        runner.manifests(&found.case)?,
     )
 }
 
-fn unexplained(
-    runner: &mut Runner,
-    cluster: &Cluster,
-    differences: &SharedDifferences,
-) -> Result<Vec<Seen>> {
+fn unexplained(runner: &mut Runner, cluster: &Cluster, differences: &SharedDifferences) -> Result<Vec<Seen>> {
     let setting = runner.world.setting;
     let mut seen = runner.run(cluster)?;
     let mut differences = differences.lock().unwrap_or_else(PoisonError::into_inner);

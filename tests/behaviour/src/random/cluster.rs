@@ -144,14 +144,8 @@ const ZONES: [&str; 2] = ["zone-a", "zone-b"];
 const ZONE_HINTS: [&[&str]; 7] =
     [&[], &["zone-a"], &["zone-a"], &["zone-b"], &["zone-b"], &["zone-a", "zone-b"], &["zone-c"]];
 const NODE_HINTS: [&[&str]; 6] = [&[], &["node1"], &["node1"], &["node2"], &["node1", "node2"], &["node3"]];
-const RANGES: [Range; 6] = [
-    Range::Outside,
-    Range::Node1,
-    Range::Fabric,
-    Range::PodsOfNode1,
-    Range::Elsewhere,
-    Range::Everywhere,
-];
+const RANGES: [Range; 6] =
+    [Range::Outside, Range::Node1, Range::Fabric, Range::PodsOfNode1, Range::Elsewhere, Range::Everywhere];
 
 impl Port {
     pub const fn protocol(self) -> Protocol {
@@ -380,9 +374,7 @@ fn spec() -> impl Strategy<Value = Spec> {
 }
 
 fn slice() -> impl Strategy<Value = Slice> {
-    let port = || {
-        prop_oneof![6 => Just(TargetPort::First), 3 => Just(TargetPort::Second), 1 => Just(TargetPort::Absent)]
-    };
+    let port = || prop_oneof![6 => Just(TargetPort::First), 3 => Just(TargetPort::Second), 1 => Just(TargetPort::Absent)];
     (vec(endpoint(), 0..=3), [port(), port(), port()])
         .prop_map(|(endpoints, ports)| Slice { ports, endpoints })
 }
@@ -420,8 +412,12 @@ fn probe() -> impl Strategy<Value = Probe> {
         1 => Just(Destination::ExternalIp(2)),
     ];
     let family = select(&[Family::V4, Family::V6]);
-    (client, destination, select(&PORTS), family)
-        .prop_map(|(client, destination, port, family)| Probe { client, destination, port, family })
+    (client, destination, select(&PORTS), family).prop_map(|(client, destination, port, family)| Probe {
+        client,
+        destination,
+        port,
+        family,
+    })
 }
 
 #[cfg(test)]
@@ -465,7 +461,8 @@ mod tests {
             }
         }
         let expected: Vec<String> = EXPECTED.iter().map(|name| (*name).to_owned()).collect();
-        let rare: Vec<_> = expected.iter().filter(|name| met.get(*name).is_none_or(|met| *met < 10)).collect();
+        let rare: Vec<_> =
+            expected.iter().filter(|name| met.get(*name).is_none_or(|met| *met < 10)).collect();
         assert!(rare.is_empty(), "rarely or never: {rare:?} of {met:#?}");
     }
 

@@ -50,12 +50,7 @@ struct Choice<'a> {
 
 /// What must become of the probe where this datapath translates; `None` if the answers would not come back by the node that
 /// translates.
-pub fn expected(
-    cluster: &Cluster,
-    service: &Service,
-    probe: &Probe,
-    datapath: Datapath,
-) -> Option<Expected> {
+pub fn expected(cluster: &Cluster, service: &Service, probe: &Probe, datapath: Datapath) -> Option<Expected> {
     let node = node_of(probe);
     let choice = choice(cluster, &service.now, probe, node);
     // Another node than the pod's has not masqueraded it: an endpoint elsewhere answers it directly.
@@ -78,8 +73,8 @@ fn of_choice(
         Destination::UndefinedPort if !is_of_others => {
             // Nobody takes the address for its own there: the packet is sent on.
             return match datapath {
-                Datapath::Iptables | Datapath::Userspace => Expected::Dropped,
-                Datapath::Ebpf | Datapath::Nftables | Datapath::Ipvs => Expected::Refused,
+                Datapath::Ebpf | Datapath::Iptables | Datapath::Userspace => Expected::Dropped,
+                Datapath::Nftables | Datapath::Ipvs => Expected::Refused,
             };
         }
         Destination::UndefinedPort | Destination::NodePortOnBridge => false,
@@ -109,8 +104,7 @@ fn of_choice(
     if datapath != Datapath::Iptables && is_denied {
         return Expected::Dropped;
     }
-    let is_external =
-        matches!(probe.destination, Destination::LoadBalancer(_) | Destination::ExternalIp(_));
+    let is_external = matches!(probe.destination, Destination::LoadBalancer(_) | Destination::ExternalIp(_));
     if !choice.has_any {
         // What the node itself sends away passes no chain that refuses external addresses.
         let is_sent_on = datapath == Datapath::Iptables && origin == Origin::Host && is_external;
@@ -215,11 +209,7 @@ fn choice<'a>(cluster: &Cluster, spec: &'a Spec, probe: &Probe, node: NodeNumber
 }
 
 /// By pod and port; where slices say different things of one, the one that does not end is meant.
-fn endpoints(
-    spec: &Spec,
-    port: Port,
-    family: Family,
-) -> BTreeMap<(&'static str, TargetPort), &Endpoint> {
+fn endpoints(spec: &Spec, port: Port, family: Family) -> BTreeMap<(&'static str, TargetPort), &Endpoint> {
     let mut all = BTreeMap::new();
     // Slices of another's label are not read.
     let slices = spec.slices(family).iter().filter(|_| spec.label != Some(Label::Headless));
@@ -247,7 +237,9 @@ pub fn scenario(cluster: &Cluster, service: &Service, probe: &Probe) -> String {
     let spec = &service.now;
     let choice = choice(cluster, spec, probe, node_of(probe));
     let mut words = Vec::new();
-    if matches!(probe.destination, Destination::LoadBalancer(_)) && ranges(spec, probe.family).next().is_some() {
+    if matches!(probe.destination, Destination::LoadBalancer(_))
+        && ranges(spec, probe.family).next().is_some()
+    {
         let has = if is_allowed(spec, probe) { "with" } else { "without" };
         words.push(format!("source ranges {has} the client"));
     }

@@ -11,7 +11,7 @@ use lab::{
 };
 
 use super::{
-    cluster::{Cluster, Probe, Service},
+    cluster::{Cluster, Probe, Service, Spec},
     expected::{Expected, expected, scenario, second_server},
     place::{Place, SECOND_PORT},
 };
@@ -95,11 +95,21 @@ impl Runner {
         self.dial(cluster, place)
     }
 
+    /// The objects of the cluster that ran last, as a folder of manifests has them: before its changes, and then.
+    pub fn manifests(&self, cluster: &Cluster) -> Result<String> {
+        let place = Place { round: self.round };
+        let mut objects = self.world.objects.clone();
+        place.write(&self.world.lab, &mut objects, cluster, |service| service.before.as_ref())?;
+        let before = text_of(&objects)?;
+        place.write(&self.world.lab, &mut objects, cluster, |service| Some(&service.now))?;
+        Ok(format!("# at first\n{before}# then\n{}", text_of(&objects)?))
+    }
+
     fn publish<'a>(
         &mut self,
         cluster: &'a Cluster,
         place: Place,
-        spec: impl Fn(&'a Service) -> Option<&'a super::cluster::Spec>,
+        spec: impl Fn(&'a Service) -> Option<&'a Spec>,
     ) -> Result<()> {
         place.write(&self.world.lab, &mut self.world.objects, cluster, spec)?;
         self.world.settle().context("waiting for the proxies to serve a random cluster")
@@ -129,14 +139,22 @@ impl Runner {
         })
     }
 
-    fn job(&self, cluster: &Cluster, number: usize, service: &Service, probe: Probe, place: Place) -> Option<Job> {
+    fn job(
+        &self,
+        cluster: &Cluster,
+        number: usize,
+        service: &Service,
+        probe: Probe,
+        place: Place,
+    ) -> Option<Job> {
         let expected = expected(cluster, service, &probe, self.world.setting.datapath())?;
         let protocol = probe.port.protocol();
         let silence_ms = match (&expected, protocol) {
             // What netfilter refuses by ICMP is refused after the second SYN only, 1 s later.
             (Expected::Dropped, Protocol::Tcp | Protocol::Sctp) => 1_600,
             (Expected::Dropped, Protocol::Udp) => 500,
-            (Expected::Answered { .. } | Expected::Refused, _) => 4_000,
+            (Expected::Refused, _) => 2_500,
+            (Expected::Answered { .. }, _) => 4_000,
         };
         Some(Job {
             service: number,
@@ -159,18 +177,18 @@ fn carry_out(agent: &Agent, own: Addresses, jobs: Vec<Job>) -> Result<Vec<Seen>>
     let mut groups: Vec<Vec<Job>> = Vec::new();
     for job in jobs {
         let shares = |group: &&mut Vec<Job>| {
-            group.iter().any(|other| job.is_affine && other.service == job.service)
+            let (probe, service) = (job.seen.probe, job.service);
+            let key = |other: &Job| (other.service, other.seen.probe.port, other.seen.probe.family);
+            group.iter().any(|other| job.is_affine && key(other) == (service, probe.port, probe.family))
         };
         match groups.iter_mut().find(shares) {
             Some(group) => group.push(job),
             None => groups.push(vec![job]),
         }
     }
-    dial(agent, &mut groups, |_| 1)?;
-    dial(agent, &mut groups, |job| match (&job.seen.expected, job.outcomes.as_slice()) {
-        (Expected::Answered { by, .. }, [Outcome::Answered(_)]) if by.len() > 1 => AT_FIRST - 1,
-        (_, [Outcome::Answered(_)]) => BY_ONE - 1,
-        _ => 0,
+    dial(agent, &mut groups, |job| match &job.seen.expected {
+        Expected::Answered { by, .. } if by.len() > 1 => AT_FIRST,
+        Expected::Answered { .. } | Expected::Refused | Expected::Dropped => BY_ONE,
     })?;
     // The rest only where somebody has not answered.
     dial(agent, &mut groups, |job| {
@@ -202,14 +220,8 @@ fn dial(agent: &Agent, groups: &mut [Vec<Job>], count: impl Fn(&Job) -> u32) -> 
     Ok(())
 }
 
-/// The cluster's objects, as a folder of manifests has them.
-pub fn manifests(world: &World) -> Result<String> {
-    objects(&world.objects)
-}
-
-fn objects(objects: &Objects) -> Result<String> {
-    objects.iter().filter(|((_, name), _)| !name.starts_with("sentinel")).try_fold(
-        String::new(),
-        |text, (_, object)| Ok(format!("{text}---\n{}\n", serde_json::to_string(object)?)),
-    )
+fn text_of(objects: &Objects) -> Result<String> {
+    objects.iter().try_fold(String::new(), |text, (_, object)| {
+        Ok(format!("{text}---\n{}\n", serde_json::to_string(object)?))
+    })
 }

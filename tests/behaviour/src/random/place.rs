@@ -11,7 +11,9 @@ use lab::{
 };
 use serde_json::{Value, json};
 
-use super::cluster::{Cluster, Endpoint, Kind, Label, Port, Probe, SERVICES, Service, Slice, Spec, TargetPort};
+use super::cluster::{
+    Cluster, Endpoint, Kind, Label, Port, Probe, SERVICES, Service, Slice, Spec, TargetPort,
+};
 use crate::table::Destination;
 
 /// Where the pods' second servers listen.
@@ -231,7 +233,8 @@ fn json_of(endpoint: &Endpoint, address: std::net::IpAddr, spec: &Spec) -> Value
         object["nodeName"] = json!(node_name(node));
     }
     let named = |names: &[&str]| names.iter().map(|name| json!({"name": name})).collect::<Vec<_>>();
-    let hints = [("forZones", spec.zone_hints, endpoint.zones), ("forNodes", spec.node_hints, endpoint.nodes)];
+    let hints =
+        [("forZones", spec.zone_hints, endpoint.zones), ("forNodes", spec.node_hints, endpoint.nodes)];
     for (field, _, names) in hints.into_iter().filter(|(_, has, names)| *has && !names.is_empty()) {
         object["hints"][field] = named(names).into();
     }

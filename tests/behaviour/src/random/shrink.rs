@@ -52,7 +52,10 @@ mod tests {
             let mut terminates = terminates.filter(|endpoint| endpoint.state == State::Terminating);
             spec.external_local
                 && terminates.next().is_some()
-                && service.probes.iter().any(|probe| probe.client == Client::Outside && probe.family == Family::V6)
+                && service
+                    .probes
+                    .iter()
+                    .any(|probe| probe.client == Client::Outside && probe.family == Family::V6)
         })
     }
 
@@ -72,7 +75,10 @@ mod tests {
             let spec = &service.now;
             let mut endpoints = spec.slices.iter().flatten().flat_map(|slice| &slice.endpoints);
             assert_eq!(endpoints.next().unwrap().state, State::Terminating);
-            assert!(endpoints.next().is_none() && spec.source_ranges.is_empty() && !spec.affinity, "{spec:?}");
+            assert!(
+                endpoints.next().is_none() && spec.source_ranges.is_empty() && !spec.affinity,
+                "{spec:?}"
+            );
             shrunk += 1;
         }
         assert!(shrunk > 5, "only {shrunk} clusters have it");

@@ -36,7 +36,9 @@ pub fn groups(groups: &[Vec<Dial>]) -> io::Result<Vec<Vec<Vec<Outcome>>>> {
         };
         let start = |group| scope.spawn(move || Vec::from_iter(<[Dial]>::iter(group).map(one)));
         let threads: Vec<_> = groups.iter().map(Vec::as_slice).map(start).collect();
-        let join = |thread: thread::ScopedJoinHandle<'_, _>| thread.join().map_err(|_| io::Error::other("a dial panicked"));
+        let join = |thread: thread::ScopedJoinHandle<'_, _>| {
+            thread.join().map_err(|_| io::Error::other("a dial panicked"))
+        };
         threads.into_iter().map(join).collect()
     })
 }

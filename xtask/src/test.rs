@@ -247,7 +247,7 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
         behaviour("behaviour nftables", &in_mode(arguments, "nftables"))?,
         behaviour("behaviour userspace", &in_mode(arguments, "userspace"))?,
         programs.suite_as_root("differential", &[Bin("differential")], &differential(arguments))?,
-        random(&programs, arguments)?,
+        random(programs, arguments)?,
         programs.suite_as_root("switching", &[Bin("switching")], &switching(arguments))?,
         programs.suite_as_root("sources", &[Test("sources")], &[])?,
         programs.suite_as_root("life cycle", &[Test("life_cycle")], &[])?,

@@ -83,8 +83,9 @@ impl Runner {
         let zones = NODES.into_iter().zip(cluster.zones);
         let change = |(node, zone)| self.world.objects.set_zone(&node_name(node), zone);
         let is_new_zone = zones.map(change).fold(false, |any, changed| any | changed);
-        if is_new_zone {
-            // Nodes are watched by themselves: nothing else says that a proxy has read of them.
+        if is_new_zone && self.world.setting.proxy.is_kube_proxy() {
+            // An API server's nodes are watched by themselves: what is served does not say that a proxy has read of them. A
+            // folder of manifests is read as one.
             self.world.objects.clear_services();
             self.world.settle()?;
         }
@@ -153,7 +154,7 @@ impl Runner {
             // What netfilter refuses by ICMP is refused after the second SYN only, 1 s later.
             (Expected::Dropped, Protocol::Tcp | Protocol::Sctp) => 1_600,
             (Expected::Dropped, Protocol::Udp) => 500,
-            (Expected::Refused, _) => 2_500,
+            (Expected::Refused, _) => 2_000,
             (Expected::Answered { .. }, _) => 4_000,
         };
         Some(Job {

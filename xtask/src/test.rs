@@ -3,7 +3,7 @@
 use std::{
     fs,
     process::{Command, ExitCode},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result};
@@ -34,6 +34,15 @@ pub(crate) struct Arguments {
     /// Also run all core scenarios in the machine of mode ipvs, and those of mode ebpf on kernels 5.10, 6.1, 6.12, the newest and arm64, in virtual machines
     #[arg(long)]
     all_kernels: bool,
+    /// Of the suite `random`: how many clusters each proxy meets
+    #[arg(long, default_value_t = 20)]
+    clusters: u32,
+    /// The number of the first of them
+    #[arg(long, default_value_t = 0)]
+    first: u32,
+    /// What they come from
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
     /// Only suites whose name contains this
     #[arg(long, default_value = "")]
     suite: String,
@@ -239,6 +248,7 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
         behaviour("behaviour userspace", &in_mode(arguments, "userspace"))?,
         programs.suite_as_root("differential", &[Bin("differential")], &differential(arguments))?,
         programs.suite_as_root("differential ebpf", &[Bin("differential")], &differential_ebpf(arguments))?,
+        random(programs, arguments)?,
         programs.suite_as_root("switching", &[Bin("switching")], &switching(arguments))?,
         programs.suite_as_root("sources", &[Test("sources")], &[])?,
         programs.suite_as_root("life cycle", &[Test("life_cycle")], &[])?,
@@ -288,6 +298,25 @@ fn differential_ebpf(arguments: &Arguments) -> Vec<&'static str> {
     let further: &[_] = if arguments.all_modes { &["--path", "packets"] } else { &["--lean"] };
     let both = ["--proxy", "ebpf", "--source", "preserve", "--source", "masquerade", "--path", "sockets"];
     [&both, further].concat()
+}
+
+/// On its clusters also every mode and path and the real kube-proxy, if asked for.
+fn random(programs: &TestPrograms, arguments: &Arguments) -> Result<Suite> {
+    let numbers = [
+        ("--clusters", arguments.clusters.to_string()),
+        ("--first", arguments.first.to_string()),
+        ("--seed", arguments.seed.to_string()),
+    ];
+    let mut flags: Vec<&str> = numbers.iter().flat_map(|(flag, number)| [*flag, number.as_str()]).collect();
+    match arguments.all_modes {
+        true => flags.extend(["--path", "sockets", "--path", "packets", "--path", "unseen"]),
+        false => flags.extend(["--proxy", "ebpf", "--proxy", "nftables", "--proxy", "iptables"]),
+    }
+    flags.extend(arguments.kube_proxy.then_some("--kube-proxy"));
+    let mut suite = programs.suite_as_root("random", &[Bin("random")], &flags)?;
+    // Many clusters take longer than one suite may.
+    suite.limit = suite.limit.max(Duration::from_secs(60) * arguments.clusters);
+    Ok(suite)
 }
 
 /// From and to the real one too; unless all is asked for, each mode once from and once to, over fewer connections.

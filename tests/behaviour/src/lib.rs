@@ -9,6 +9,7 @@ pub mod check;
 pub mod fixtures;
 pub mod not_yet;
 pub mod proxy;
+pub mod random;
 pub mod selection;
 pub mod setting;
 pub mod state;

@@ -72,7 +72,8 @@ pub enum State {
 }
 
 impl State {
-    fn conditions(self) -> Value {
+    /// As an EndpointSlice has them.
+    pub fn conditions(self) -> Value {
         let (ready, serving, terminating) = match self {
             Self::Ready => (true, true, false),
             Self::Unready => (false, false, false),
@@ -121,7 +122,8 @@ impl Service {
         }
     }
 
-    fn object(&self) -> Value {
+    /// The object that the API has.
+    pub fn object(&self) -> Value {
         let has_node_port = self.ports.iter().any(|port| port.node_port.is_some());
         let is_load_balancer = !self.load_balancer.is_empty();
         let kind = match (is_load_balancer, has_node_port) {
@@ -192,6 +194,8 @@ fn metadata(name: &str) -> Value {
     json!({"name": name, "namespace": NAMESPACE})
 }
 
+const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
+
 /// Each node is in a zone of its own: `node1` in `zone-of-node1`.
 pub fn zone_of(node: &str) -> String {
     format!("zone-of-{node}")
@@ -217,7 +221,7 @@ impl Objects {
             "kind": "Node",
             "metadata": {
                 "name": name,
-                "labels": {"kubernetes.io/hostname": name, "topology.kubernetes.io/zone": zone_of(name)},
+                "labels": {"kubernetes.io/hostname": name, ZONE_LABEL: zone_of(name)},
             },
             "spec": {"podCIDR": pod_ranges[0], "podCIDRs": pod_ranges},
             "status": {"addresses": addresses},
@@ -252,6 +256,29 @@ impl Objects {
     pub fn services(&self) -> Vec<String> {
         let is_service = |key: &&Key| key.0 == "Service";
         self.objects.keys().filter(is_service).map(|(_, name)| name.clone()).collect()
+    }
+
+    /// Adds or replaces an object.
+    pub fn set(&mut self, kind: &'static str, name: &str, object: Value) {
+        self.objects.insert((kind, name.to_owned()), object);
+    }
+
+    /// Removes every service and slice.
+    pub fn clear_services(&mut self) {
+        self.objects.retain(|(kind, _), _| *kind == "Node");
+    }
+
+    /// The zone that a node says it is in. Answers whether it said another before.
+    pub fn set_zone(&mut self, node: &str, zone: Option<&str>) -> bool {
+        let Some(node) = self.objects.get_mut(&("Node", node.to_owned())) else { return false };
+        let former = node.clone();
+        if let Some(labels) = node["metadata"]["labels"].as_object_mut() {
+            match zone {
+                Some(zone) => labels.insert(ZONE_LABEL.to_owned(), json!(zone)),
+                None => labels.remove(ZONE_LABEL),
+            };
+        }
+        *node != former
     }
 
     pub fn iter(&self) -> impl Iterator<Item = (&Key, &Value)> {

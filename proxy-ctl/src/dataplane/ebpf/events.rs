@@ -207,27 +207,6 @@ fn snapshot(event: &Event, clocks: &Clocks) -> Option<EventSnapshot> {
     })
 }
 
-/// As a line of the log has it: what is not known is the unspecified address.
-pub(super) fn log_line(event: &Event) -> Option<String> {
-    let EventSnapshot { reason, client, frontend, .. } = snapshot(event, &Clocks::now())?;
-    let source = client.unwrap_or_else(|| {
-        let unspecified: IpAddr = match frontend.ip() {
-            IpAddr::V4(_) => std::net::Ipv4Addr::UNSPECIFIED.into(),
-            IpAddr::V6(_) => std::net::Ipv6Addr::UNSPECIFIED.into(),
-        };
-        SocketAddr::new(unspecified, 0)
-    });
-    Some(format!(
-        "{}: protocol {}, from {} port {} to {} port {}",
-        reason.name(),
-        event.protocol,
-        source.ip(),
-        source.port(),
-        frontend.ip(),
-        frontend.port()
-    ))
-}
-
 #[cfg(test)]
 mod tests {
     use rstest::rstest;
@@ -261,10 +240,6 @@ mod tests {
         assert_eq!((shown.frontend.to_string().as_str(), shown.backend), ("10.96.0.1:80", None));
         let moment = SystemTime::UNIX_EPOCH + Duration::from_secs(100) - Duration::from_nanos(30);
         assert_eq!((shown.time, shown.of_socket), (moment, false));
-        assert_eq!(
-            log_line(&event).as_deref(),
-            Some("no_endpoints: protocol 6, from 10.1.0.1 port 40000 to 10.96.0.1 port 80")
-        );
     }
 
     #[test]
@@ -272,10 +247,6 @@ mod tests {
         let event = changed(|event| event.place = EVENT_OF_SOCKET);
         let shown = shown(&event).unwrap();
         assert_eq!((shown.client, shown.of_socket), (None, true));
-        assert_eq!(
-            log_line(&event).as_deref(),
-            Some("no_endpoints: protocol 6, from 0.0.0.0 port 0 to 10.96.0.1 port 80")
-        );
     }
 
     #[rstest]

@@ -9,11 +9,16 @@ use crate::setting::{ProxyKind, Setting};
 /// Rows of the table below this heading: `| mode | `what differs` | why |`. `*` stands for any text.
 const HEADING: &str = "# What differs for connections";
 
+/// Rows below this heading, further down, are met by random clusters only.
+const RANDOM_HEADING: &str = "## Met by random clusters only";
+
 /// A mode of ours, what differs in it, and why.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 struct Explanation {
     mode: String,
     pattern: String,
+    /// The table of scenarios has nothing of it.
+    is_random: bool,
 }
 
 /// The explanations, and which of them were needed.
@@ -34,7 +39,9 @@ impl Differences {
     fn parse(text: &str) -> Result<Self> {
         let mut explanations = Vec::new();
         let lines = text.lines().skip_while(|line| *line != HEADING).skip(1);
+        let mut is_random = false;
         for line in lines.take_while(|line| !line.starts_with("# ")) {
+            is_random |= line == RANDOM_HEADING;
             let cells: Vec<&str> = line.trim_matches('|').split(" | ").map(str::trim).collect();
             let [mode, patterns, reason] = cells.as_slice() else { continue };
             if !patterns.starts_with('`') {
@@ -43,7 +50,7 @@ impl Differences {
             ensure!(reason.len() > 10, "{patterns} has no reason");
             for pattern in patterns.split("<br>") {
                 let pattern = pattern.trim().trim_matches('`').to_owned();
-                explanations.push(Explanation { mode: (*mode).to_owned(), pattern });
+                explanations.push(Explanation { mode: (*mode).to_owned(), pattern, is_random });
             }
         }
         ensure!(!explanations.is_empty(), "no explanation below {HEADING:?}");
@@ -61,13 +68,13 @@ impl Differences {
         is_explained
     }
 
-    /// What is explained and does not differ, of these settings. All scenarios must have run.
+    /// What is explained and does not differ, of these settings. All scenarios of the table must have run.
     pub fn stale(&self, settings: &[Setting]) -> Vec<String> {
         let concerns =
             |explanation: &&Explanation| settings.iter().any(|setting| is_of(&explanation.mode, *setting));
-        let unmet = |explanation: &&Explanation| !self.met.contains(explanation);
+        let unmet = |explanation: &&Explanation| !explanation.is_random && !self.met.contains(explanation);
         let stale = self.explanations.iter().filter(concerns).filter(unmet);
-        stale.map(|Explanation { mode, pattern }| format!("{mode}: {pattern}")).collect()
+        stale.map(|Explanation { mode, pattern, .. }| format!("{mode}: {pattern}")).collect()
     }
 }
 
@@ -104,6 +111,8 @@ mod tests {
 | ebpf | `b: x` | it differs always |
 | ebpf/sockets | `c: y` | a hook says so at once |
 | nftables | `c: y` | no reason is known |
+## Met by random clusters only
+| nftables | `e: z` | nothing else meets it |
 # Another heading
 | ebpf | `d: z` | after it |
 ";
@@ -117,6 +126,7 @@ mod tests {
         assert!(!differences.explain(masquerades, "a: client, found as itself"));
         assert!(differences.explain(masquerades, "b: x"));
         assert!(differences.explain(SOCKETS, "c: y") && !differences.explain(REAL, "c: y"));
+        assert!(differences.explain(OURS, "e: z") && !differences.explain(SOCKETS, "e: z"));
         assert!(!differences.explain(SOCKETS, "d: z") && !differences.explain(SOCKETS, "of another table"));
         assert_eq!(differences.stale(&[SOCKETS]), [""; 0]);
         assert_eq!(differences.stale(&[SOCKETS, OURS]), ["nftables: c: y"]);

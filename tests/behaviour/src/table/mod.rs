@@ -16,6 +16,7 @@ use lab::{
     cluster::{OUTSIDE, node_name},
     objects::State,
 };
+pub(crate) use observe::told;
 pub use observe::{Observed, RowNumber, observe, publish, variants};
 pub use rows::SCENARIOS;
 use serde_json::{Value, json};
@@ -124,7 +125,7 @@ impl Client {
     }
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Destination {
     ClusterIp,
     /// The cluster IP with a port that the service does not have.
@@ -161,7 +162,8 @@ pub enum Source {
 /// What became of the connections of a row, of one protocol and family.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Found {
-    Answered(BTreeSet<String>, BTreeSet<Source>),
+    /// By these, each of which saw such an address.
+    Answered(BTreeSet<(String, Source)>),
     Refused,
     Dropped,
     /// EPERM: what netfilter refuses or drops of a process of the node.
@@ -180,8 +182,8 @@ impl Row {
 impl Expected {
     pub fn is(&self, found: &Found) -> bool {
         match (self, found) {
-            (Self::Answered(_, source) | Self::Sticks(_, source), Found::Answered(names, sources)) => {
-                self.reaches(names) && sources.iter().eq([source])
+            (Self::Answered(_, source) | Self::Sticks(_, source), Found::Answered(by)) => {
+                self.reaches(&names(by)) && sources(by).into_iter().eq([*source])
             }
             (Self::Refused, Found::Refused | Found::NotPermitted)
             | (Self::Dropped, Found::Dropped | Found::NotPermitted) => true,
@@ -193,10 +195,10 @@ impl Expected {
     }
 
     /// Are these the endpoints that must answer?
-    fn reaches(&self, names: &BTreeSet<String>) -> bool {
+    fn reaches(&self, names: &BTreeSet<&str>) -> bool {
         match self {
             Self::Answered(by, _) => names.iter().eq(by.iter()),
-            Self::Sticks(by, _) => names.len() == 1 && names.iter().all(|name| by.contains(&name.as_str())),
+            Self::Sticks(by, _) => names.len() == 1 && names.iter().all(|name| by.contains(name)),
             Self::Refused | Self::Dropped => false,
         }
     }
@@ -204,10 +206,10 @@ impl Expected {
     /// What differs, in words that explanations match; where the right endpoints answered, it is only whose address they saw.
     pub fn difference(&self, found: &Found) -> String {
         match (self, found) {
-            (Self::Answered(_, source) | Self::Sticks(_, source), Found::Answered(names, sources))
-                if self.reaches(names) =>
+            (Self::Answered(_, source) | Self::Sticks(_, source), Found::Answered(by))
+                if self.reaches(&names(by)) =>
             {
-                let sources: Vec<String> = sources.iter().map(Source::to_string).collect();
+                let sources: Vec<String> = sources(by).iter().map(Source::to_string).collect();
                 format!("address: expected {source}, found {}", sources.join(" and "))
             }
             _ => format!("expected {self}, found {found}"),
@@ -224,6 +226,15 @@ impl Expected {
             Self::Answered(..) | Self::Sticks(..) => 40,
         }
     }
+}
+
+/// Who answered.
+fn names(by: &BTreeSet<(String, Source)>) -> BTreeSet<&str> {
+    by.iter().map(|(name, _)| name.as_str()).collect()
+}
+
+fn sources(by: &BTreeSet<(String, Source)>) -> BTreeSet<Source> {
+    by.iter().map(|(_, source)| *source).collect()
 }
 
 impl fmt::Display for Client {
@@ -280,10 +291,9 @@ impl fmt::Display for Expected {
 impl fmt::Display for Found {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Answered(by, sources) => {
-                let by: Vec<&str> = by.iter().map(String::as_str).collect();
-                let sources: Vec<String> = sources.iter().map(Source::to_string).collect();
-                write!(formatter, "{} {}", by.join("+"), sources.join(" and "))
+            Self::Answered(by) => {
+                let sources: Vec<String> = sources(by).iter().map(Source::to_string).collect();
+                write!(formatter, "{} {}", Vec::from_iter(names(by)).join("+"), sources.join(" and "))
             }
             Self::Refused => formatter.write_str("refused"),
             Self::Dropped => formatter.write_str("dropped"),

@@ -15,7 +15,7 @@ use lab::{
 };
 
 use super::{
-    Client, Configuration, Destination, EndpointRow, Expected, Found, Row, SCENARIOS, Scenario, Source,
+    Client, Configuration, Destination, EndpointRow, Expected, Found, Row, SCENARIOS, Scenario, Source, names,
 };
 use crate::{case::Variant, fixtures::PORT, setting::Datapath, world::World};
 
@@ -195,8 +195,9 @@ fn found(agent: &Agent, own: Addresses, datapath: Datapath, job: &Job) -> Result
     Ok(told(&outcomes, own, job.row.client))
 }
 
-fn told(outcomes: &[Outcome], own: Addresses, client: Client) -> Found {
-    let (mut names, mut sources) = (BTreeSet::new(), BTreeSet::new());
+/// What the outcomes of one kind of connection are, of a client with these addresses.
+pub(crate) fn told(outcomes: &[Outcome], own: Addresses, client: Client) -> Found {
+    let mut by = BTreeSet::new();
     for outcome in outcomes {
         match outcome {
             Outcome::Answered(answer) => {
@@ -209,12 +210,11 @@ fn told(outcomes: &[Outcome], own: Addresses, client: Client) -> Found {
                     (false, true) => Source::Client,
                     (false, false) => return Found::Other(format!("{} saw {}", answer.by, answer.source)),
                 };
-                names.insert(answer.by.clone());
-                sources.insert(source);
+                by.insert((answer.by.clone(), source));
             }
-            Outcome::Refused { .. } if names.is_empty() => return Found::Refused,
-            Outcome::TimedOut | Outcome::Unreachable if names.is_empty() => return Found::Dropped,
-            Outcome::NotPermitted if names.is_empty() && matches!(client, Client::Node(_)) => {
+            Outcome::Refused { .. } if by.is_empty() => return Found::Refused,
+            Outcome::TimedOut | Outcome::Unreachable if by.is_empty() => return Found::Dropped,
+            Outcome::NotPermitted if by.is_empty() && matches!(client, Client::Node(_)) => {
                 return Found::NotPermitted;
             }
             Outcome::Refused { .. }
@@ -222,12 +222,12 @@ fn told(outcomes: &[Outcome], own: Addresses, client: Client) -> Found {
             | Outcome::Unreachable
             | Outcome::NotPermitted
             | Outcome::Failed(_) => {
-                let before: Vec<&str> = names.iter().map(String::as_str).collect();
-                return Found::Other(format!("{outcome} after answers by {}", before.join("+")));
+                let before = Vec::from_iter(names(&by)).join("+");
+                return Found::Other(format!("{outcome} after answers by {before}"));
             }
         }
     }
-    Found::Answered(names, sources)
+    Found::Answered(by)
 }
 
 /// All protocols and families, or one family of each protocol.

@@ -64,6 +64,11 @@ impl Agent {
         self.ask(&Request::Serve { name: self.name.clone(), addresses: addresses.to_vec() })
     }
 
+    /// A server under another name than the agent's.
+    pub fn serve_as(&self, name: &str, addresses: &[SocketAddr]) -> Result<()> {
+        self.ask(&Request::Serve { name: name.to_owned(), addresses: addresses.to_vec() })
+    }
+
     /// An error where the kernel has no SCTP.
     pub fn serve_sctp(&self, addresses: &[SocketAddr]) -> Result<()> {
         self.ask(&Request::ServeSctp { name: self.name.clone(), addresses: addresses.to_vec() })
@@ -75,6 +80,12 @@ impl Agent {
 
     pub fn dial(&self, dial: &Dial) -> Result<Vec<Outcome>> {
         self.ask(&Request::Dial(dial.clone()))
+    }
+
+    /// The dials of a group one after another, the groups at the same time. A dial ends with what is not answered. The
+    /// outcomes are in the order of the dials.
+    pub fn dial_groups(&self, groups: Vec<Vec<Dial>>) -> Result<Vec<Vec<Vec<Outcome>>>> {
+        self.ask(&Request::DialGroups(groups))
     }
 
     pub fn dial_shared(&self, targets: &[SocketAddr], rounds: u32, mapped: bool) -> Result<Vec<Outcome>> {

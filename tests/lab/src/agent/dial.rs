@@ -3,6 +3,7 @@
 use std::{
     io,
     net::{SocketAddr, TcpStream, UdpSocket},
+    thread,
     time::Instant,
 };
 
@@ -18,6 +19,28 @@ use crate::address::mapped;
 /// Opens a new socket for each of the dial's requests.
 pub fn dial(dial: &Dial) -> Vec<Outcome> {
     (0..dial.count).map(|_| once(dial)).collect()
+}
+
+/// Carries out the dials of a group one after another, the groups at the same time. A dial ends with what is not answered.
+pub fn groups(groups: &[Vec<Dial>]) -> io::Result<Vec<Vec<Vec<Outcome>>>> {
+    thread::scope(|scope| {
+        let one = |dial: &Dial| {
+            let mut outcomes = Vec::new();
+            for _ in 0..dial.count {
+                outcomes.push(once(dial));
+                if !matches!(outcomes.last(), Some(Outcome::Answered(_))) {
+                    break;
+                }
+            }
+            outcomes
+        };
+        let start = |group| scope.spawn(move || Vec::from_iter(<[Dial]>::iter(group).map(one)));
+        let threads: Vec<_> = groups.iter().map(Vec::as_slice).map(start).collect();
+        let join = |thread: thread::ScopedJoinHandle<'_, _>| {
+            thread.join().map_err(|_| io::Error::other("a dial panicked"))
+        };
+        threads.into_iter().map(join).collect()
+    })
 }
 
 /// One request on a new socket.

@@ -50,6 +50,8 @@ pub enum Request {
         addresses: Vec<SocketAddr>,
     },
     Dial(Dial),
+    /// The dials of a group one after another, the groups at the same time. A dial ends with what is not answered.
+    DialGroups(Vec<Vec<Dial>>),
     /// Sends to every target in turn, `rounds` times, from one unconnected UDP socket.
     DialShared {
         targets: Vec<SocketAddr>,

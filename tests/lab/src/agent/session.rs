@@ -65,6 +65,7 @@ impl Session {
                 to_value(())
             }
             Request::Dial(dial) => to_value(dial::dial(&dial)),
+            Request::DialGroups(groups) => to_value(dial::groups(&groups)?),
             Request::DialShared { targets, rounds, mapped } => {
                 to_value(dial::shared(&targets, rounds, mapped)?)
             }

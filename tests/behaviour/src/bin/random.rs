@@ -1,0 +1,126 @@
+//! Has random clusters served by each proxy, and compares what becomes of their probes with what kube-proxy does. What differs is
+//! explained in docs/differences.md, or a failure: then with the smallest cluster that still differs.
+
+use std::{
+    process::ExitCode,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use anyhow::{Context as _, Result, anyhow, bail};
+use behaviour::{
+    proxy,
+    random::{
+        cluster::{Cluster, generate},
+        observe::{Runner, Seen},
+        shrink::smallest,
+    },
+    selection::Selection,
+    setting::{PathKind, REAL, Setting},
+    table::Differences,
+};
+use clap::Parser;
+use proptest::strategy::ValueTree as _;
+use scenario::{Scenario, Shared};
+
+#[derive(Parser)]
+struct CommandLine {
+    #[command(flatten)]
+    selection: Selection,
+    /// Paths of mode ebpf [default: sockets]
+    #[arg(long, value_enum)]
+    path: Vec<PathKind>,
+    /// What all clusters come from
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// The first cluster's number
+    #[arg(long, default_value_t = 0)]
+    first: u32,
+    /// How many clusters
+    #[arg(long, default_value_t = 20)]
+    clusters: u32,
+    /// How many clusters are tried to find a smaller one that differs too
+    #[arg(long, default_value_t = 100)]
+    tries: usize,
+}
+
+type SharedDifferences = Arc<Mutex<Differences>>;
+
+fn main() -> ExitCode {
+    let CommandLine { selection, path: paths, seed, first, clusters, tries } = CommandLine::parse();
+    if let Err(error) = lab::cluster::remove_on_signals() {
+        eprintln!("random: {error:#}");
+        return ExitCode::FAILURE;
+    }
+    let differences = match Differences::read() {
+        Ok(differences) => Arc::new(Mutex::new(differences)),
+        Err(error) => {
+            eprintln!("random: {error:#}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let mut proxies = selection.ours();
+    if selection.kube_proxy {
+        proxies.extend(REAL);
+    }
+    let paths = if paths.is_empty() { vec![PathKind::Sockets] } else { paths };
+    let mut trials = Vec::new();
+    for setting in Setting::matching(&proxies, &paths) {
+        let runner = Shared::new(move || match proxy::missing_for(setting.proxy)? {
+            Some(reason) => Ok(Err(reason)),
+            None => Runner::start(setting).map(Ok),
+        });
+        let numbers = first..first.saturating_add(clusters);
+        trials.extend(runner.trials(numbers.map(|number| {
+            let differences = Arc::clone(&differences);
+            Scenario::new(
+                format!("{setting}: cluster {number} of seed {seed}"),
+                move |runner: &mut Runner| judge(runner, seed, number, tries, &differences),
+            )
+        })));
+    }
+    scenario::run(selection.harness, trials)
+}
+
+fn judge(
+    runner: &mut Runner,
+    seed: u64,
+    number: u32,
+    tries: usize,
+    differences: &SharedDifferences,
+) -> Result<()> {
+    let mut tree = generate(seed, number).map_err(|reason| anyhow!("making a cluster: {reason}"))?;
+    let unexplained = unexplained(runner, &tree.current(), differences)?;
+    if unexplained.is_empty() {
+        return Ok(());
+    }
+    eprintln!("cluster {number}:\n{}", lines(&unexplained));
+    let setting = runner.world.setting;
+    let found =
+        smallest(
+            &mut tree,
+            tries,
+            |cluster| Ok(!self::unexplained(runner, cluster, differences)?.is_empty()),
+        )
+        .context("looking for a smaller cluster that differs")?;
+    let again = self::unexplained(runner, &found.case, differences)?;
+    bail!(
+        "{}\nthe smallest of {} clusters that were tried then:\n{}\n{}\
+         again: cargo xtask test --suite random --seed {seed} --first {number} --clusters 1, here with {setting}",
+        lines(&unexplained),
+        found.tried,
+        if again.is_empty() { "it does not differ each time".to_owned() } else { lines(&again) },
+        runner.manifests(&found.case)?,
+    )
+}
+
+fn unexplained(runner: &mut Runner, cluster: &Cluster, differences: &SharedDifferences) -> Result<Vec<Seen>> {
+    let setting = runner.world.setting;
+    let mut seen = runner.run(cluster)?;
+    let mut differences = differences.lock().unwrap_or_else(PoisonError::into_inner);
+    seen.retain(|seen| !seen.differences.iter().all(|words| differences.explain(setting, words)));
+    Ok(seen)
+}
+
+fn lines(seen: &[Seen]) -> String {
+    Vec::from_iter(seen.iter().map(Seen::to_string)).join("\n")
+}

@@ -1,0 +1,228 @@
+//! Has one random cluster after another served in one lab, and dials its probes.
+
+use std::{collections::BTreeMap, fmt, thread};
+
+use anyhow::{Context as _, Result, anyhow};
+use lab::{
+    Agent, Dial, Outcome, Protocol,
+    address::Addresses,
+    cluster::{NODES, node_name},
+    objects::Objects,
+};
+
+use super::{
+    cluster::{Cluster, Probe, Service, Spec},
+    expected::{Expected, expected, scenario, second_server},
+    place::{Place, SECOND_PORT},
+};
+use crate::{
+    fixtures::PODS,
+    setting::Setting,
+    table::{Client, Found, told},
+    world::World,
+};
+
+/// Of connections that ought to be answered by one of several: one endpoint too many among four is overlooked with a chance
+/// of 3 %.
+const AT_FIRST: u32 = 12;
+const BY_ONE: u32 = 3;
+
+/// A lab with one proxy.
+pub struct Runner {
+    pub world: World,
+    round: u32,
+}
+
+/// What became of a probe.
+#[derive(Clone, Debug)]
+pub struct Seen {
+    pub scenario: String,
+    pub probe: Probe,
+    pub expected: Expected,
+    pub found: Found,
+    /// In the words of docs/differences.md.
+    pub differences: Vec<String>,
+}
+
+impl fmt::Display for Seen {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Probe { client, destination, port, family } = self.probe;
+        write!(
+            formatter,
+            "{}: {client} to {destination}, port {} {family}: expected {}, found {}",
+            self.scenario,
+            port.name(),
+            self.expected,
+            self.found
+        )
+    }
+}
+
+struct Job {
+    service: usize,
+    is_affine: bool,
+    seen: Seen,
+    dial: Dial,
+    outcomes: Vec<Outcome>,
+}
+
+impl Runner {
+    pub fn start(setting: Setting) -> Result<Self> {
+        let world = World::with_services(setting, setting.proxy.is_kube_proxy(), |_, _| Ok(()))?;
+        for pod in &PODS {
+            let addresses = world.addresses(pod.name)?.with_port(SECOND_PORT);
+            world.agent(pod.name)?.serve_as(&second_server(pod.name), &addresses)?;
+        }
+        Ok(Self { world, round: 0 })
+    }
+
+    /// Has the cluster served in place of the one before, first as it was before its changes, and dials its probes.
+    pub fn run(&mut self, cluster: &Cluster) -> Result<Vec<Seen>> {
+        self.round += 1;
+        let place = Place { round: self.round };
+        let zones = NODES.into_iter().zip(cluster.zones);
+        let change = |(node, zone)| self.world.objects.set_zone(&node_name(node), zone);
+        let is_new_zone = zones.map(change).fold(false, |any, changed| any | changed);
+        if is_new_zone && self.world.setting.proxy.is_kube_proxy() {
+            // An API server's nodes are watched by themselves: what is served does not say that a proxy has read of them. A
+            // folder of manifests is read as one.
+            self.world.objects.clear_services();
+            self.world.settle()?;
+        }
+        if cluster.services().any(|(_, service)| service.before.is_some()) {
+            self.publish(cluster, place, |service| service.before.as_ref())?;
+        }
+        self.publish(cluster, place, |service| Some(&service.now))?;
+        self.dial(cluster, place)
+    }
+
+    /// The objects of the cluster that ran last, as a folder of manifests has them: before its changes, and then.
+    pub fn manifests(&self, cluster: &Cluster) -> Result<String> {
+        let place = Place { round: self.round };
+        let mut objects = self.world.objects.clone();
+        place.write(&self.world.lab, &mut objects, cluster, |service| service.before.as_ref())?;
+        let before = text_of(&objects)?;
+        place.write(&self.world.lab, &mut objects, cluster, |service| Some(&service.now))?;
+        Ok(format!("# at first\n{before}# then\n{}", text_of(&objects)?))
+    }
+
+    fn publish<'a>(
+        &mut self,
+        cluster: &'a Cluster,
+        place: Place,
+        spec: impl Fn(&'a Service) -> Option<&'a Spec>,
+    ) -> Result<()> {
+        place.write(&self.world.lab, &mut self.world.objects, cluster, spec)?;
+        self.world.settle().context("waiting for the proxies to serve a random cluster")
+    }
+
+    fn dial(&self, cluster: &Cluster, place: Place) -> Result<Vec<Seen>> {
+        let mut jobs: BTreeMap<Client, Vec<Job>> = BTreeMap::new();
+        for (number, service) in cluster.services() {
+            for probe in &service.probes {
+                let Some(job) = self.job(cluster, number, service, *probe, place) else { continue };
+                jobs.entry(probe.client).or_default().push(job);
+            }
+        }
+        let mut clients = Vec::new();
+        for (client, jobs) in jobs {
+            let name = client.agent();
+            clients.push((self.world.agent(&name)?, self.world.addresses(&name)?, jobs));
+        }
+        thread::scope(|scope| {
+            let start = |(agent, own, jobs)| scope.spawn(move || carry_out(agent, own, jobs));
+            let threads: Vec<_> = clients.into_iter().map(start).collect();
+            let mut all = Vec::new();
+            for thread in threads {
+                all.extend(thread.join().map_err(|_| anyhow!("a client's thread panicked"))??);
+            }
+            Ok(all)
+        })
+    }
+
+    fn job(
+        &self,
+        cluster: &Cluster,
+        number: usize,
+        service: &Service,
+        probe: Probe,
+        place: Place,
+    ) -> Option<Job> {
+        let expected = expected(cluster, service, &probe, self.world.setting.datapath())?;
+        let protocol = probe.port.protocol();
+        let silence_ms = match (&expected, protocol) {
+            // What netfilter refuses by ICMP is refused after the second SYN only, 1 s later.
+            (Expected::Dropped, Protocol::Tcp | Protocol::Sctp) => 1_600,
+            (Expected::Dropped, Protocol::Udp) => 500,
+            (Expected::Refused, _) => 2_000,
+            (Expected::Answered { .. }, _) => 4_000,
+        };
+        Some(Job {
+            service: number,
+            is_affine: service.now.affinity,
+            dial: Dial::new(protocol, place.target(number, &probe)).timeout_ms(silence_ms),
+            outcomes: Vec::new(),
+            seen: Seen {
+                scenario: scenario(cluster, service, &probe),
+                probe,
+                expected,
+                found: Found::Dropped,
+                differences: Vec::new(),
+            },
+        })
+    }
+}
+
+/// All at the same time, but for those that share affinity: who is first chooses for the others.
+fn carry_out(agent: &Agent, own: Addresses, jobs: Vec<Job>) -> Result<Vec<Seen>> {
+    let mut groups: Vec<Vec<Job>> = Vec::new();
+    for job in jobs {
+        let shares = |group: &&mut Vec<Job>| {
+            let (probe, service) = (job.seen.probe, job.service);
+            let key = |other: &Job| (other.service, other.seen.probe.port, other.seen.probe.family);
+            group.iter().any(|other| job.is_affine && key(other) == (service, probe.port, probe.family))
+        };
+        match groups.iter_mut().find(shares) {
+            Some(group) => group.push(job),
+            None => groups.push(vec![job]),
+        }
+    }
+    dial(agent, &mut groups, |job| match &job.seen.expected {
+        Expected::Answered { by, .. } if by.len() > 1 => AT_FIRST,
+        Expected::Answered { .. } | Expected::Refused | Expected::Dropped => BY_ONE,
+    })?;
+    // The rest only where somebody has not answered.
+    dial(agent, &mut groups, |job| {
+        let met = job.outcomes.iter().filter(|outcome| matches!(outcome, Outcome::Answered(_))).count();
+        let is_whole = job.seen.expected.differences(&told(&job.outcomes, own, job.seen.probe.client));
+        match met == job.outcomes.len() && !is_whole.is_empty() {
+            true => job.seen.expected.connections().saturating_sub(AT_FIRST),
+            false => 0,
+        }
+    })?;
+    let judged = groups.into_iter().flatten().map(|Job { mut seen, outcomes, .. }| {
+        seen.found = told(&outcomes, own, seen.probe.client);
+        let Probe { client, destination, .. } = seen.probe;
+        let differences = seen.expected.differences(&seen.found);
+        let in_words = |difference| format!("{}: {client} to {destination}: {difference}", seen.scenario);
+        seen.differences = differences.into_iter().map(in_words).collect();
+        seen
+    });
+    Ok(judged.collect())
+}
+
+/// As many further connections as `count` says of each.
+fn dial(agent: &Agent, groups: &mut [Vec<Job>], count: impl Fn(&Job) -> u32) -> Result<()> {
+    let dials = |group: &Vec<Job>| group.iter().map(|job| job.dial.clone().times(count(job))).collect();
+    let outcomes = agent.dial_groups(groups.iter().map(dials).collect())?;
+    for (job, outcomes) in groups.iter_mut().flatten().zip(outcomes.into_iter().flatten()) {
+        job.outcomes.extend(outcomes);
+    }
+    Ok(())
+}
+
+fn text_of(objects: &Objects) -> Result<String> {
+    objects.iter().try_fold(String::new(), |text, (_, object)| {
+        Ok(format!("{text}---\n{}\n", serde_json::to_string(object)?))
+    })
+}

@@ -229,13 +229,6 @@ impl Objects {
         self.objects.insert(("Node", name.to_owned()), node);
     }
 
-    /// Puts a node that is there into another zone.
-    pub fn set_zone(&mut self, node: &str, zone: &str) {
-        if let Some(node) = self.objects.get_mut(&("Node", node.to_owned())) {
-            node["metadata"]["labels"]["topology.kubernetes.io/zone"] = json!(zone);
-        }
-    }
-
     /// Adds or replaces a service and its endpoint slices, one for each family.
     pub fn set_service(&mut self, service: &Service, endpoints: &[Endpoint]) {
         self.objects.insert(("Service", service.name.clone()), service.object());

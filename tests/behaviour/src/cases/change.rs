@@ -154,7 +154,7 @@ fn zone_changed(world: &mut World, variant: Variant) -> Result<()> {
     world.objects.set_service(&SHIFTING.service(), &endpoints);
     for (zone, server) in [("zone-of-node1", "web-1"), ("zone-of-node2", "web-2"), ("zone-of-node1", "web-1")]
     {
-        world.objects.set_zone("node1", zone);
+        world.objects.set_zone("node1", Some(zone));
         world.settle()?;
         for family in FAMILIES {
             let target = world.cluster_ip(&SHIFTING, family);

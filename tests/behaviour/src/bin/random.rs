@@ -43,6 +43,13 @@ struct CommandLine {
     tries: usize,
 }
 
+/// A lab with one proxy.
+struct Run {
+    runner: Runner,
+    /// How many clusters are tried for a smaller one, the first time that one differs: that takes minutes.
+    tries: usize,
+}
+
 type SharedDifferences = Arc<Mutex<Differences>>;
 
 fn main() -> ExitCode {
@@ -65,27 +72,25 @@ fn main() -> ExitCode {
     let paths = if paths.is_empty() { vec![PathKind::Sockets] } else { paths };
     let mut trials = Vec::new();
     for setting in Setting::matching(&proxies, &paths) {
-        let runner = Shared::new(move || match proxy::missing_for(setting.proxy)? {
+        let run = Shared::new(move || match proxy::missing_for(setting.proxy)? {
             Some(reason) => Ok(Err(reason)),
-            None => Runner::start(setting).map(Ok),
+            None => Ok(Ok(Run { runner: Runner::start(setting)?, tries })),
         });
         let numbers = first..first.saturating_add(clusters);
-        trials.extend(runner.trials(numbers.map(|number| {
+        trials.extend(run.trials(numbers.map(|number| {
             let differences = Arc::clone(&differences);
-            Scenario::new(
-                format!("{setting}: cluster {number} of seed {seed}"),
-                move |runner: &mut Runner| judge(runner, seed, number, tries, &differences),
-            )
+            Scenario::new(format!("{setting}: cluster {number} of seed {seed}"), move |run: &mut Run| {
+                judge(run, seed, number, &differences)
+            })
         })));
     }
     scenario::run(selection.harness, trials)
 }
 
 fn judge(
-    runner: &mut Runner,
+    Run { runner, tries }: &mut Run,
     seed: u64,
     number: u32,
-    tries: usize,
     differences: &SharedDifferences,
 ) -> Result<()> {
     let mut tree = generate(seed, number).map_err(|reason| anyhow!("making a cluster: {reason}"))?;
@@ -93,15 +98,10 @@ fn judge(
     if unexplained.is_empty() {
         return Ok(());
     }
-    eprintln!("cluster {number}:\n{}", lines(&unexplained));
     let setting = runner.world.setting;
-    let found =
-        smallest(
-            &mut tree,
-            tries,
-            |cluster| Ok(!self::unexplained(runner, cluster, differences)?.is_empty()),
-        )
-        .context("looking for a smaller cluster that differs")?;
+    let differs = |cluster: &Cluster| Ok(!self::unexplained(runner, cluster, differences)?.is_empty());
+    let found = smallest(&mut tree, std::mem::take(tries), differs);
+    let found = found.context("looking for a smaller cluster that differs")?;
     let again = self::unexplained(runner, &found.case, differences)?;
     bail!(
         "{}\nthe smallest of {} clusters that were tried then:\n{}\n{}\

@@ -303,8 +303,13 @@ pub fn generate(seed: u64, number: u32) -> Result<impl ValueTree<Value = Cluster
 
 fn clusters() -> impl Strategy<Value = Cluster> {
     let zone = option::weighted(0.85, select(&ZONES));
-    let services = uniform6(option::weighted(0.8, service()));
-    (services, uniform2(zone)).prop_map(|(services, zones)| Cluster { zones, services })
+    // Whole services go first when a cluster is made smaller.
+    let exists = uniform6(weighted(0.8));
+    (exists, uniform6(service()), uniform2(zone)).prop_map(|(exists, services, zones)| {
+        let mut exists = exists.into_iter();
+        let services = services.map(|service| exists.next().unwrap_or_default().then_some(service));
+        Cluster { zones, services }
+    })
 }
 
 fn service() -> impl Strategy<Value = Service> {

@@ -87,6 +87,12 @@ fn of_choice(
         },
         Destination::LoadBalancer(_) => !matches!(spec.kind, Kind::LoadBalancer { proxied: true, .. }),
     };
+    // The chain that drops clients of node ports also meets what the node sends to its own ::1, where nothing is translated.
+    let is_on_loopback = matches!(probe.destination, Destination::NodePortOnLoopback);
+    if datapath == Datapath::Iptables && is_on_loopback && !is_served && !is_of_others {
+        let is_elsewhere = choice.has_any && spec.external_local && choice.local.is_empty();
+        return if is_elsewhere { Expected::Dropped } else { Expected::Refused };
+    }
     if !is_served || is_of_others {
         return match probe.destination {
             // The node has the address, and nobody listens.

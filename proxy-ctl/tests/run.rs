@@ -330,7 +330,11 @@ fn changes_of_other_programs_are_repaired() {
     controller.wait_for("everything compared and written");
     assert_eq!((node.show("services"), node.show("backends")), (services, backends));
     assert_eq!(addresses.get(&[203, 0, 113, 9]).unwrap(), None);
-    assert_eq!(metric("proxy_drift_total"), "4", "two frontends, a backend and an address");
+    assert_eq!(
+        metric("proxy_drift_total"),
+        "5",
+        "two frontends, which address is a ClusterIP, a backend and an address"
+    );
 }
 
 /// A Service with this many endpoints, and another with one.

@@ -131,12 +131,16 @@ fn a_full_table_evicts_and_counts() {
     let Some(mut sandbox) = Sandbox::new() else { return };
     sandbox.config.limits.affinity = 64;
     let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
-    dataplane.resync(&[affine(vec![endpoint("10.0.0.1", 8080)])]).unwrap();
+    // The node is one client of each service.
+    let of_service = |number: u64| {
+        let service =
+            port(&format!("web-{number}"), &format!("10.96.1.{number}"), vec![endpoint("10.0.0.1", 8080)]);
+        Arc::new(DesiredPort { affinity_seconds: Some(SECONDS), ..service })
+    };
+    dataplane.resync(&(1..=CLIENTS).map(of_service).collect::<Vec<_>>()).unwrap();
     collect(&mut dataplane);
-    // Each from a network namespace of its own, where nothing but the hook knows the address.
-    let script = format!(
-        "for n in $(seq {CLIENTS}); do unshare -n bash -c 'exec 3<>/dev/tcp/{CLUSTER_IP}/80' 2>/dev/null; done; true"
-    );
+    let script =
+        format!("for n in $(seq {CLIENTS}); do (exec 3<>/dev/tcp/10.96.1.$n/80) 2>/dev/null; done; true");
     assert!(sandbox.in_cgroup(&script).status.success());
     let present = table(&sandbox).read_all().unwrap().len() as u64;
     assert!((1..=64).contains(&present), "{present}");

@@ -48,8 +48,9 @@ fn cleaned(world: &mut World) -> Result<()> {
     // As with a chart: kube-proxy comes first.
     let mut former = world.swap(real(ours))?;
     former.iter_mut().try_for_each(Proxy::kill)?;
-    // Hooks that nobody updates do not know the new sentinel: only kube-proxy answers for it.
-    world.set_endpoints(&CHANGING, &["web-2"])?;
+    // Hooks that nobody updates do not know the address: only kube-proxy answers for it.
+    CHANGING.publish(&world.lab, &mut world.objects, &["web-2"])?;
+    world.settle_by_new_service()?;
     only(world, "web-1").context("the hooks that are left: what a clean-up is for")?;
     for proxy in &former {
         tool(world, proxy, &["cleanup"])?;

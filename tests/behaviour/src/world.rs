@@ -14,7 +14,7 @@ use lab::{
 use serde_json::{Map, Value};
 
 use crate::{
-    fixtures::{PODS, PORT, SENTINEL_INDEX, SERVICES, ServiceFixture},
+    fixtures::{NEWCOMER_INDEX, PODS, PORT, SENTINEL_INDEX, SERVICES, ServiceFixture},
     proxy::{Feed, Proxy},
     setting::{PathKind, Setting},
 };
@@ -240,10 +240,25 @@ impl World {
     }
 
     pub fn settled_on(&mut self, node: NodeNumber) -> Result<()> {
-        let port = self.sentinel_port();
+        self.served_on(node, cluster_ip(SENTINEL_INDEX), self.sentinel_port())
+    }
+
+    /// Publishes the objects, and waits until every node serves them, by a Service that is new: programs that a former proxy has left refuse the
+    /// port that the sentinel has next.
+    pub fn settle_by_new_service(&mut self) -> Result<()> {
+        let address = cluster_ip(NEWCOMER_INDEX);
+        let server = self.addresses("web-1")?;
+        let service = Service::new("newcomer", address, PORT, SERVER_PORT, None);
+        self.objects.set_service(&service, &[Endpoint::ready(server, 1)]);
+        self.publish()?;
+        NODES.into_iter().try_for_each(|node| self.served_on(node, address, PORT))
+    }
+
+    /// Waits until the host processes of the node reach this cluster IP.
+    fn served_on(&mut self, node: NodeNumber, address: Addresses, port: u16) -> Result<()> {
         for family in FAMILIES {
             for protocol in [Protocol::Tcp, Protocol::Udp] {
-                let target = SocketAddr::new(cluster_ip(SENTINEL_INDEX).of(family), port);
+                let target = SocketAddr::new(address.of(family), port);
                 let dial = Dial::new(protocol, target).timeout_ms(200);
                 let agent = self.agents.get(&node_name(node)).ok_or_else(|| anyhow!("no agent"))?;
                 let proxy = self.proxies.iter_mut().find(|proxy| proxy.node == node);

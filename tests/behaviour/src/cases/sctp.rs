@@ -28,17 +28,17 @@ const SCTP_PORT: u16 = 132;
 /// that has just been closed, and SCTP chooses its ports at random.
 const PATIENCE_MS: u64 = 8_000;
 
-fn kernel_has_sctp() -> Result<bool> {
+fn kernel_has_sctp() -> bool {
     let is_there = || Path::new("/proc/net/sctp").exists();
     if !is_there() {
-        // It fails where the module is built in, or does not exist.
-        let _status = Command::new("modprobe").arg("sctp").output().context("starting modprobe")?;
+        // It fails where the module is built in, or does not exist, and where there is no modprobe.
+        let _output = Command::new("modprobe").arg("sctp").output();
     }
-    Ok(is_there())
+    is_there()
 }
 
 fn reached(world: &mut World, variant: Variant) -> Result<()> {
-    if !kernel_has_sctp()? {
+    if !kernel_has_sctp() {
         bail!(Skip("this kernel has no SCTP (CONFIG_IP_SCTP)".into()));
     }
     for server in SCTP.endpoints {

@@ -3,9 +3,11 @@
 //! A controller may have been killed between any two writes. Whatever does not fit together is left out,
 //! so that the resync that follows writes it anew or removes it.
 
+use std::collections::BTreeSet;
+
 use proxy_common::{
     inventory::table,
-    layout::{EndpointSet, Service},
+    layout::{EndpointSet, FRONTEND_EXTERNAL, Frontend, Service},
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -96,12 +98,17 @@ impl<F: TableFamily> FamilyWriter<F> {
             }
             let service = shared.tables.services.get(*id as usize).unwrap_or_default();
             let sets = [service.cluster, service.internal, service.external];
+            let keys = of_service.remove(id).unwrap_or_default();
+            let is_external = |key| {
+                frontends.get(key).is_some_and(|frontend: &Frontend| frontend.flags & FRONTEND_EXTERNAL != 0)
+            };
+            let internal = keys.iter().filter(|key| !is_external(*key) && !key.is_cluster_ip());
+            let cluster_ips: BTreeSet<_> = internal.map(|key| key.address).collect();
             let published = Published {
                 id: *id,
                 range: claim(&mut slots, sets),
-                frontends: of_service.remove(id).unwrap_or_default().into(),
-                // Those that are desired are counted when they are published.
-                cluster_ips: Box::default(),
+                frontends: keys.into(),
+                cluster_ips: cluster_ips.into_iter().collect(),
                 source_ranges: ranges_of.remove(id).map(sorted).unwrap_or_default(),
                 used: UsedEndpoints::NotCounted,
                 kept: Box::default(),
@@ -123,6 +130,9 @@ impl<F: TableFamily> FamilyWriter<F> {
             source_ranges: source_ranges.len() as u32,
             without_room,
         };
+        let cluster_ips = self.entries.services.values().flat_map(|published| &published.cluster_ips);
+        let cluster_ips: Vec<_> = cluster_ips.copied().collect();
+        self.use_cluster_ips(&cluster_ips);
         Ok(largest)
     }
 

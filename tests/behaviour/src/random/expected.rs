@@ -73,16 +73,14 @@ fn of_choice(
         Destination::UndefinedPort if !is_of_others => {
             // Nobody takes the address for its own there: the packet is sent on.
             return match datapath {
-                Datapath::Ebpf | Datapath::Iptables | Datapath::Userspace => Expected::Dropped,
-                Datapath::Nftables | Datapath::Ipvs => Expected::Refused,
+                Datapath::Iptables | Datapath::Userspace => Expected::Dropped,
+                Datapath::Ebpf | Datapath::Nftables | Datapath::Ipvs => Expected::Refused,
             };
         }
         Destination::UndefinedPort | Destination::NodePortOnBridge => false,
         Destination::ClusterIp | Destination::NodePort(_) | Destination::ExternalIp(_) => true,
         Destination::NodePortOnLoopback => match datapath {
-            Datapath::Iptables => probe.family == Family::V4,
-            // For IPv6 too: docs/differences.md.
-            Datapath::Ebpf | Datapath::Userspace => true,
+            Datapath::Ebpf | Datapath::Iptables | Datapath::Userspace => probe.family == Family::V4,
             Datapath::Nftables | Datapath::Ipvs => false,
         },
         Destination::LoadBalancer(_) => !matches!(spec.kind, Kind::LoadBalancer { proxied: true, .. }),

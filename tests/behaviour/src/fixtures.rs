@@ -113,7 +113,8 @@ pub const SERVICES: [ServiceFixture; 10] = [
 
 /// Index of the service by which a proxy shows that it has read everything before.
 pub const SENTINEL_INDEX: u16 = 250;
-pub const NEWCOMER_INDEX: u16 = 251;
+/// No other service has as high a number.
+pub const FIRST_NEWCOMER_INDEX: u16 = 40_000;
 
 impl ServiceFixture {
     pub fn service(&self) -> Service {

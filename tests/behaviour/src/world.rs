@@ -14,7 +14,7 @@ use lab::{
 use serde_json::{Map, Value};
 
 use crate::{
-    fixtures::{NEWCOMER_INDEX, PODS, PORT, SENTINEL_INDEX, SERVICES, ServiceFixture},
+    fixtures::{FIRST_NEWCOMER_INDEX, PODS, PORT, SENTINEL_INDEX, SERVICES, ServiceFixture},
     proxy::{Feed, Proxy},
     setting::{PathKind, Setting},
 };
@@ -246,12 +246,15 @@ impl World {
     /// Publishes the objects, and waits until every node serves them, by a Service that is new: programs that a former proxy has left refuse the
     /// port that the sentinel has next.
     pub fn settle_by_new_service(&mut self) -> Result<()> {
-        let address = cluster_ip(NEWCOMER_INDEX);
+        let address = cluster_ip(FIRST_NEWCOMER_INDEX + self.sentinel);
+        let name = format!("newcomer-{}", self.sentinel);
         let server = self.addresses("web-1")?;
-        let service = Service::new("newcomer", address, PORT, SERVER_PORT, None);
+        let service = Service::new(&name, address, PORT, SERVER_PORT, None);
         self.objects.set_service(&service, &[Endpoint::ready(server, 1)]);
         self.publish()?;
-        NODES.into_iter().try_for_each(|node| self.served_on(node, address, PORT))
+        let served = NODES.into_iter().try_for_each(|node| self.served_on(node, address, PORT));
+        self.objects.remove_service(&name);
+        served
     }
 
     /// Waits until the host processes of the node reach this cluster IP.

@@ -321,7 +321,11 @@ impl Run {
         loads.extend(self.start_loads(true)?);
         let switched = self.carry_out(switch);
         // What comes after the switch counts as well.
-        let settled = switched.and_then(|()| self.world.settle());
+        let leaves_hooks = switch.from == ProxyKind::Ebpf && switch.to.is_kube_proxy();
+        let settled = switched.and_then(|()| match leaves_hooks {
+            true => self.world.settle_by_new_service(),
+            false => self.world.settle(),
+        });
         let tallies = self.stop_loads(loads)?;
         settled.context("after the switch")?;
         let result = self.judge(switch, &held, &tallies);

@@ -101,7 +101,7 @@ slot!(Slot4, [u8; 4]);
 slot!(Slot6, [u8; 16]);
 
 /// Address and port that a connection or packet is sent to.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Destination<A> {
     pub address: A,
     pub port: Port,

@@ -107,7 +107,6 @@ struct Host {
     interruption: RefCell<Option<(u32, Interruption)>>,
     epoch: Cell<u32>,
     resets_gone: bool,
-    masquerades_as_kube_proxy: bool,
 }
 
 impl Host {
@@ -146,7 +145,6 @@ impl Host {
             interruption: RefCell::default(),
             epoch: Cell::default(),
             resets_gone: false,
-            masquerades_as_kube_proxy: false,
         }
     }
 
@@ -371,7 +369,7 @@ impl FlowTables<V4> for Host {
     }
 
     fn masquerades_as_kube_proxy(&self) -> bool {
-        self.masquerades_as_kube_proxy
+        false
     }
 
     fn masquerades_all(&self) -> bool {

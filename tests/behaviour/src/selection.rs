@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use crate::setting::{OURS, ProxyKind};
+use crate::setting::{OURS, PathKind, ProxyKind, REAL, Setting};
 
 #[derive(Args)]
 pub struct Selection {
@@ -23,4 +23,21 @@ impl Selection {
     pub fn ours(&self) -> Vec<ProxyKind> {
         if self.proxy.is_empty() { OURS.to_vec() } else { self.proxy.clone() }
     }
+
+    /// With the real one, if it is asked for.
+    pub fn settings(&self, paths: &Paths) -> Vec<Setting> {
+        let mut proxies = self.ours();
+        if self.kube_proxy {
+            proxies.extend(REAL);
+        }
+        let paths = if paths.path.is_empty() { &[PathKind::Sockets] } else { paths.path.as_slice() };
+        Setting::matching(&proxies, paths)
+    }
+}
+
+#[derive(Args)]
+pub struct Paths {
+    /// Paths of mode ebpf [default: sockets]
+    #[arg(long, value_enum)]
+    path: Vec<PathKind>,
 }

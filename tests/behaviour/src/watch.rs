@@ -30,7 +30,7 @@ pub struct Watch {
 impl Watch {
     /// Returns when it watches.
     pub fn begin(world: &World, node: NodeNumber) -> Result<Self> {
-        let mut command = world.tool_command(node, &["monitor", "--output", "json"])?;
+        let mut command = world.proxy_on(node)?.tool_command(&world.lab, &["monitor", "--output", "json"])?;
         let mut process = command
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use lab::{
     Dial, Protocol,
     agent::protocol::{Load, Tally},
@@ -53,7 +53,7 @@ fn cleaned(world: &mut World) -> Result<()> {
     world.settle_by_new_service()?;
     only(world, "web-1").context("the hooks that are left: what a clean-up is for")?;
     for proxy in &former {
-        tool(world, proxy, &["cleanup"])?;
+        proxy.tool(&world.lab, &["cleanup"])?;
     }
     // The kernel detaches in the background.
     wait::until("the end of the hooks", WITHDRAWN_WITHIN, || {
@@ -86,13 +86,13 @@ fn withdrawn(world: &mut World) -> Result<()> {
     only(world, "web-1")?;
     let mut former = world.swap(real(ours))?;
     for proxy in &mut former {
-        let status = tool(world, proxy, &["status"])?;
+        let status = proxy.tool(&world.lab, &["status"])?;
         ensure!(status.contains("without a controller, nothing is translated in"), "{status}");
         proxy.kill()?;
     }
     world.set_endpoints(&CHANGING, &["web-2"])?;
     wait::until("the end of the lease", WITHDRAWN_WITHIN, || {
-        let statuses = former.iter().map(|proxy| tool(world, proxy, &["status"]));
+        let statuses = former.iter().map(|proxy| proxy.tool(&world.lab, &["status"]));
         let statuses = statuses.collect::<Result<String>>().map_err(|error| format!("{error:#}"))?;
         Ok((statuses.matches("has ended: nothing is translated").count() == former.len()).then_some(()))
     })?;
@@ -145,15 +145,4 @@ fn stop_loads(world: &World, loads: Loads) -> Result<Vec<(String, Tally)>> {
         Ok((format!("{client}, {protocol}"), world.agent(client)?.stop_load(load)?))
     };
     loads.into_iter().map(stop).collect()
-}
-
-/// Output of a command of proxy-ctl on the node of `proxy`.
-fn tool(world: &World, proxy: &Proxy, arguments: &[&str]) -> Result<String> {
-    let mut command = proxy.tool(&world.lab, arguments)?;
-    let output =
-        command.arg("--bpffs").arg(world.lab.bpffs(proxy.node)).output().context("starting proxy-ctl")?;
-    if !output.status.success() {
-        bail!("{arguments:?}: {}: {}", output.status, String::from_utf8_lossy(&output.stderr));
-    }
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

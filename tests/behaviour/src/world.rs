@@ -1,6 +1,6 @@
 //! A lab with a proxy on each node and every fixture.
 
-use std::{collections::BTreeMap, net::SocketAddr, process::Command, time::Duration};
+use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use lab::{
@@ -365,22 +365,14 @@ impl World {
         self.proxies.iter().map(Proxy::log_tail).collect::<Vec<_>>().join("\n")
     }
 
-    /// Output of a command of the node's proxy-ctl, e.g. `services`.
-    pub fn tool(&self, node: NodeNumber, arguments: &[&str]) -> Result<String> {
-        let output = self.tool_command(node, arguments)?.output();
-        let output = output.with_context(|| format!("running {arguments:?}"))?;
-        let (text, complaint) =
-            (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        ensure!(output.status.success(), "{arguments:?}: {}\n{complaint}", output.status);
-        Ok(text.into_owned())
+    /// The node's proxy.
+    pub fn proxy_on(&self, node: NodeNumber) -> Result<&Proxy> {
+        self.proxies.iter().find(|proxy| proxy.node == node).ok_or_else(|| anyhow!("no node {node}"))
     }
 
-    /// A command of the node's proxy-ctl.
-    pub fn tool_command(&self, node: NodeNumber, arguments: &[&str]) -> Result<Command> {
-        let proxy = self.proxies.iter().find(|proxy| proxy.node == node);
-        let mut command = proxy.ok_or_else(|| anyhow!("no node {node}"))?.tool(&self.lab, arguments)?;
-        command.arg("--bpffs").arg(self.lab.bpffs(node));
-        Ok(command)
+    /// Output of a command of the node's proxy-ctl, e.g. `services`.
+    pub fn tool(&self, node: NodeNumber, arguments: &[&str]) -> Result<String> {
+        self.proxy_on(node)?.tool(&self.lab, arguments)
     }
 
     /// Leaves the lab up when this process ends, with servers that answer on.

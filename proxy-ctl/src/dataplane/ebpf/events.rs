@@ -11,7 +11,7 @@ use std::{
 
 use proxy_common::{
     event::EventKind,
-    family::{V4, V6},
+    family::{Destination, V4, V6},
     inventory::table,
     layout::{EVENT_OF_SOCKET, Event, EventControl, NO_SERVICE},
     port::Port,
@@ -91,7 +91,7 @@ impl Events {
 
     fn renew(&mut self) -> Result<(), Error> {
         let now = clock::since_boot();
-        if self.renewed != 0 && now.saturating_sub(self.renewed) < nanoseconds(RENEWED_EVERY) {
+        if self.renewed != 0 && now < clock::later(self.renewed, RENEWED_EVERY) {
             return Ok(());
         }
         let failed = |source| Error::Table { table: table::events, source };
@@ -100,7 +100,7 @@ impl Events {
         if id.map_err(failed)? != Some(self.ring_id) {
             return Err(Error::NoLongerWatched);
         }
-        let until = now.saturating_add(nanoseconds(LASTS));
+        let until = clock::later(now, LASTS);
         let reasons = self.query.reasons.iter().copied();
         self.control.set(&0, &EventControl::new(until, reasons, self.query.one_of.into()))?;
         self.renewed = now;
@@ -121,8 +121,12 @@ impl Events {
         let port = Port::new(frontend.port());
         let common = self.pinned.common();
         let found = match frontend.ip() {
-            IpAddr::V4(ip) => service_port(common, self.pinned.v4(), (ip.octets(), port, protocol))?,
-            IpAddr::V6(ip) => service_port(common, self.pinned.v6(), (ip.octets(), port, protocol))?,
+            IpAddr::V4(ip) => {
+                service_port(common, self.pinned.v4(), Destination { address: ip.octets(), port, protocol })?
+            }
+            IpAddr::V6(ip) => {
+                service_port(common, self.pinned.v6(), Destination { address: ip.octets(), port, protocol })?
+            }
         };
         Ok(found.map(|(_, name)| name))
     }
@@ -157,10 +161,6 @@ impl Drop for Events {
             tracing::debug!(%error, "events end by themselves in {LASTS:?}");
         }
     }
-}
-
-fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Both clocks at one moment.

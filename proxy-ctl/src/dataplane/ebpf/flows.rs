@@ -3,6 +3,7 @@
 use std::{cmp::Reverse, net::SocketAddr, time::Duration};
 
 use proxy_common::{
+    family::Destination,
     layout::{
         FIN_ACKNOWLEDGED, FLOW_FOREIGN, FLOW_OF_NETFILTER, Flow, FlowKey, PROGRESS_ANSWERED,
         PROGRESS_CONFIRMED,
@@ -91,7 +92,11 @@ impl<'a> Newest<'a> {
                 cursor = map.read(at, SLICE, &mut slice).map_err(|source| table.error(source))?;
                 for (key, flow) in slice.iter().filter(|(key, flow)| is_listed(key, flow)) {
                     if is_wanted(key, flow)? {
-                        let frontend = (flow.frontend, flow.frontend_port(), flow.protocol);
+                        let frontend = Destination {
+                            address: flow.frontend,
+                            port: flow.frontend_port(),
+                            protocol: flow.protocol,
+                        };
                         let service = names.of_flow(frontend, flow.service)?;
                         let Some(shown) = snapshot::<F>(flow, self.now) else { continue };
                         self.push(flow.opened, FlowSnapshot { service, ..shown });

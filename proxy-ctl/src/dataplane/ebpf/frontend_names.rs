@@ -3,35 +3,28 @@
 use std::{collections::HashMap, sync::Arc};
 
 use proxy_common::{
-    layout::{FrontendKey, NO_SERVICE},
-    port::Port,
+    family::Destination,
+    layout::NO_SERVICE,
+    select::{self, Origin},
 };
 
 use super::{
     Error,
     family::TableFamily,
     layout,
+    lookups::Lookups,
     tables::{CommonTables, FamilyTables},
 };
 use crate::model::desired::ServicePortName;
-
-/// Address, port and IANA number of the protocol.
-type Frontend<A> = (A, Port, u8);
 
 /// Its service port; `None`: it is of none that is known.
 pub(super) fn service_port<F: TableFamily>(
     common: &CommonTables,
     tables: &FamilyTables<F>,
-    frontend: Frontend<F::Address>,
+    frontend: Destination<F::Address>,
 ) -> Result<Option<(u32, ServicePortName)>, Error> {
-    let (address, port, protocol) = frontend;
-    let found = match tables.frontends.get(&FrontendKey::of_address(address, port, protocol))? {
-        Some(found) => Some(found),
-        None if tables.node_addresses.get(&address)?.is_some() => {
-            tables.frontends.get(&FrontendKey::of_node_port(port, protocol))?
-        }
-        None => None,
-    };
+    // Node ports on loopback are the node's own processes'.
+    let found = Lookups::new(common, tables).ask(|tables| select::find(tables, &frontend, Origin::Host))?;
     let Some(id) = found.map(|frontend| frontend.service) else { return Ok(None) };
     Ok(common.names.get(&id)?.as_ref().and_then(layout::port_name).map(|name| (id, name)))
 }
@@ -43,7 +36,7 @@ type Known = (u32, Arc<ServicePortName>);
 pub(super) struct FrontendNames<'a, F: TableFamily> {
     common: &'a CommonTables,
     tables: &'a FamilyTables<F>,
-    known: HashMap<Frontend<F::Address>, Option<Known>>,
+    known: HashMap<Destination<F::Address>, Option<Known>>,
 }
 
 impl<'a, F: TableFamily> FrontendNames<'a, F> {
@@ -54,7 +47,7 @@ impl<'a, F: TableFamily> FrontendNames<'a, F> {
     /// Of a flow to this frontend that was opened for the service with this id.
     pub(super) fn of_flow(
         &mut self,
-        frontend: Frontend<F::Address>,
+        frontend: Destination<F::Address>,
         service: u32,
     ) -> Result<Option<Arc<ServicePortName>>, Error> {
         if service == NO_SERVICE {

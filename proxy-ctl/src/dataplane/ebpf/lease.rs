@@ -43,8 +43,8 @@ impl LeaseRenewal {
         if self.next.is_none_or(|next| now < next) {
             return Ok(());
         }
-        table.set(&0, &Lease { end: later(now, self.withdraw_after) })?;
-        self.next = Some(later(now, self.withdraw_after / RENEWED_AFTER));
+        table.set(&0, &Lease { end: clock::later(now, self.withdraw_after) })?;
+        self.next = Some(clock::later(now, self.withdraw_after / RENEWED_AFTER));
         Ok(())
     }
 
@@ -58,8 +58,4 @@ impl LeaseRenewal {
         tracing::info!("the lease had ended before this start; services are served again");
         Ok(())
     }
-}
-
-fn later(now: u64, duration: Duration) -> u64 {
-    now.saturating_add(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
 }

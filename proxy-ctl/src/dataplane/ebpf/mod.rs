@@ -78,6 +78,7 @@ mod kernel_log;
 mod layout;
 mod lease;
 mod load;
+mod lookups;
 mod metrics;
 mod netfilter_ports;
 mod order;

@@ -8,7 +8,6 @@
 //! that have a socket to end are visited.
 
 use std::{
-    cell::RefCell,
     collections::{BTreeMap, BTreeSet, HashSet},
     io,
     net::SocketAddr,
@@ -27,15 +26,15 @@ use aya::Pod;
 use nix::sys::socket::AddressFamily;
 use proxy_common::{
     family::{V4, V6},
-    layout::{Backend, Frontend, FrontendKey, NodeAddress, Service, SocketOrigin},
+    layout::SocketOrigin,
     select::Origin,
     socket,
-    tables::Tables,
 };
 
 use super::{
     Error,
     family::TableFamily,
+    lookups::Lookups,
     paths::Paths,
     tables::{CommonTables, FamilyTables, pinned_table},
 };
@@ -369,7 +368,7 @@ impl Find<'_> {
     where
         SocketOrigin<F::Address>: Pod,
     {
-        let tables = Lookups { tables: &of_family.tables, services, failure: RefCell::default() };
+        let lookups = Lookups::new(services, &of_family.tables);
         for found in reader.read(of_family.origins.as_fd()).map_err(Error::Sockets)? {
             let StoredSocket { cookie, protocol, value: origin, .. } = found;
             let transport = u8::try_from(protocol).ok().and_then(Transport::from_number);
@@ -377,7 +376,7 @@ impl Find<'_> {
             let namespace = u64::from(found.namespace);
             let client = if namespace == self.node { Origin::Host } else { Origin::Workload };
             if (self.is_everywhere || client == Origin::Host)
-                && tables.is_stale(&origin, transport, client)?
+                && lookups.ask(|tables| socket::is_stale(tables, &origin, transport.number(), client))?
             {
                 let backend = SocketAddr::new(F::ip(origin.backend), origin.backend_port().number());
                 stale.entry(namespace).or_default().insert((transport, cookie, backend));
@@ -410,55 +409,6 @@ impl<F: TableFamily> OfFamily<F> {
     fn open(maps: &Path) -> Result<Self, Error> {
         let origins = pinned_table(maps, F::SOCKET_ORIGIN)?;
         Ok(Self { tables: FamilyTables::open(maps, false)?, origins })
-    }
-}
-
-/// The tables as the decisions of the kernel programs ask for them.
-struct Lookups<'a, F: TableFamily> {
-    tables: &'a FamilyTables<F>,
-    services: &'a CommonTables,
-    /// Of a lookup: what could not be read must not be taken for what is not there.
-    failure: RefCell<Option<Error>>,
-}
-
-impl<F: TableFamily> Lookups<'_, F> {
-    fn is_stale(
-        &self,
-        origin: &SocketOrigin<F::Address>,
-        transport: Transport,
-        client: Origin,
-    ) -> Result<bool, Error> {
-        let is_stale = socket::is_stale(self, origin, transport.number(), client);
-        self.failure.take().map_or(Ok(is_stale), Err)
-    }
-
-    fn found<T>(&self, result: Result<Option<T>, Error>) -> Option<T> {
-        result.unwrap_or_else(|error| {
-            self.failure.replace(Some(error));
-            None
-        })
-    }
-}
-
-impl<F: TableFamily> Tables<F> for Lookups<'_, F> {
-    fn frontend(&self, key: &FrontendKey<F::Address>) -> Option<Frontend> {
-        self.found(self.tables.frontends.get(key))
-    }
-
-    fn node_address(&self, address: &F::Address) -> Option<NodeAddress> {
-        self.found(self.tables.node_addresses.get(address))
-    }
-
-    fn service(&self, id: u32) -> Option<Service> {
-        self.services.services.get(id as usize)
-    }
-
-    fn slot(&self, index: u32) -> Option<F::Slot> {
-        self.tables.slots.get(index as usize)
-    }
-
-    fn backend(&self, id: u32) -> Option<Backend<F::Address>> {
-        self.found(self.tables.backends.get(&id))
     }
 }
 

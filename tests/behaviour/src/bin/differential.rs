@@ -11,8 +11,8 @@ use anyhow::{Context as _, Result, bail, ensure};
 use behaviour::{
     case::Variant,
     not_yet, proxy,
-    selection::Selection,
-    setting::{PathKind, ProxyKind, REAL, Setting, SourceKind},
+    selection::{Paths, Selection},
+    setting::{ProxyKind, Setting, SourceKind},
     table::{self, Configuration, Differences, Observed, Row, RowNumber, SCENARIOS, Scenario},
     world::World,
 };
@@ -24,9 +24,8 @@ use scenario::{Outcome, Scenario as Test, Shared, Trial};
 struct CommandLine {
     #[command(flatten)]
     selection: Selection,
-    /// Paths of mode ebpf [default: sockets]
-    #[arg(long, value_enum)]
-    path: Vec<PathKind>,
+    #[command(flatten)]
+    paths: Paths,
     /// Whose address endpoints see in mode ebpf [default: preserve]
     #[arg(long, value_enum)]
     source: Vec<SourceKind>,
@@ -54,27 +53,18 @@ struct Run {
 }
 
 fn main() -> ExitCode {
-    let CommandLine { selection, path: paths, source: sources } = CommandLine::parse();
-    if let Err(error) = lab::cluster::remove_on_signals() {
+    run(CommandLine::parse()).unwrap_or_else(|error| {
         eprintln!("differential: {error:#}");
-        return ExitCode::FAILURE;
-    }
-    let differences = match Differences::read() {
-        Ok(differences) => differences,
-        Err(error) => {
-            eprintln!("differential: {error:#}");
-            return ExitCode::FAILURE;
-        }
-    };
-    let mut proxies = selection.ours();
-    if selection.kube_proxy {
-        proxies.extend(REAL);
-    }
-    let paths = if paths.is_empty() { vec![PathKind::Sockets] } else { paths };
+        ExitCode::FAILURE
+    })
+}
+
+fn run(CommandLine { selection, paths, source: sources }: CommandLine) -> Result<ExitCode> {
+    lab::cluster::remove_on_signals()?;
     let sources = if sources.is_empty() { vec![SourceKind::Preserve] } else { sources };
-    let settings = Setting::with_sources(&Setting::matching(&proxies, &paths), &sources);
+    let settings = Setting::with_sources(&selection.settings(&paths), &sources);
     let comparison = Arc::new(Mutex::new(Comparison {
-        differences,
+        differences: Differences::read()?,
         cells: BTreeMap::new(),
         judged: Vec::new(),
         not_yet: BTreeSet::new(),
@@ -90,7 +80,7 @@ fn main() -> ExitCode {
     if !is_listing {
         print(&settings, &comparison);
     }
-    result
+    Ok(result)
 }
 
 fn rows() -> impl Iterator<Item = (usize, usize, &'static Scenario, &'static Row)> {

@@ -14,8 +14,7 @@ use behaviour::{
         observe::{Runner, Seen},
         shrink::smallest,
     },
-    selection::Selection,
-    setting::{PathKind, REAL, Setting},
+    selection::{Paths, Selection},
     table::Differences,
 };
 use clap::Parser;
@@ -26,9 +25,8 @@ use scenario::{Scenario, Shared};
 struct CommandLine {
     #[command(flatten)]
     selection: Selection,
-    /// Paths of mode ebpf [default: sockets]
-    #[arg(long, value_enum)]
-    path: Vec<PathKind>,
+    #[command(flatten)]
+    paths: Paths,
     /// What all clusters come from
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -53,25 +51,17 @@ struct Run {
 type SharedDifferences = Arc<Mutex<Differences>>;
 
 fn main() -> ExitCode {
-    let CommandLine { selection, path: paths, seed, first, clusters, tries } = CommandLine::parse();
-    if let Err(error) = lab::cluster::remove_on_signals() {
+    run(CommandLine::parse()).unwrap_or_else(|error| {
         eprintln!("random: {error:#}");
-        return ExitCode::FAILURE;
-    }
-    let differences = match Differences::read() {
-        Ok(differences) => Arc::new(Mutex::new(differences)),
-        Err(error) => {
-            eprintln!("random: {error:#}");
-            return ExitCode::FAILURE;
-        }
-    };
-    let mut proxies = selection.ours();
-    if selection.kube_proxy {
-        proxies.extend(REAL);
-    }
-    let paths = if paths.is_empty() { vec![PathKind::Sockets] } else { paths };
+        ExitCode::FAILURE
+    })
+}
+
+fn run(CommandLine { selection, paths, seed, first, clusters, tries }: CommandLine) -> Result<ExitCode> {
+    lab::cluster::remove_on_signals()?;
+    let differences = Arc::new(Mutex::new(Differences::read()?));
     let mut trials = Vec::new();
-    for setting in Setting::matching(&proxies, &paths) {
+    for setting in selection.settings(&paths) {
         let run = Shared::new(move || match proxy::missing_for(setting.proxy)? {
             Some(reason) => Ok(Err(reason)),
             None => Ok(Ok(Run { runner: Runner::start(setting)?, tries })),
@@ -84,7 +74,7 @@ fn main() -> ExitCode {
             })
         })));
     }
-    scenario::run(selection.harness, trials)
+    Ok(scenario::run(selection.harness, trials))
 }
 
 fn judge(

@@ -1,7 +1,5 @@
 //! SCTP, where the kernel has it.
 
-use std::{path::Path, process::Command};
-
 use anyhow::{Context as _, Result, bail};
 use lab::{
     Dial, Protocol,
@@ -14,6 +12,7 @@ use crate::{
     case::{Case, Variant, Variants},
     check,
     fixtures::{GUARDED, PORT, SCTP},
+    proxy::kernel_has,
     world::World,
 };
 
@@ -28,17 +27,8 @@ const SCTP_PORT: u16 = 132;
 /// that has just been closed, and SCTP chooses its ports at random.
 const PATIENCE_MS: u64 = 8_000;
 
-fn kernel_has_sctp() -> bool {
-    let is_there = || Path::new("/proc/net/sctp").exists();
-    if !is_there() {
-        // It fails where the module is built in, or does not exist, and where there is no modprobe.
-        let _output = Command::new("modprobe").arg("sctp").output();
-    }
-    is_there()
-}
-
 fn reached(world: &mut World, variant: Variant) -> Result<()> {
-    if !kernel_has_sctp() {
+    if !kernel_has("sctp", "/proc/net/sctp") {
         bail!(Skip("this kernel has no SCTP (CONFIG_IP_SCTP)".into()));
     }
     for server in SCTP.endpoints {

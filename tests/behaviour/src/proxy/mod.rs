@@ -10,7 +10,7 @@ use std::{
     process::{Child, Command, ExitStatus, Stdio},
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use lab::{Lab, Objects, address::NodeNumber, cluster::node_name};
 
 use nix::{
@@ -29,7 +29,7 @@ pub fn missing_for(proxy: ProxyKind) -> Result<Option<String>> {
         return Ok(Some("network namespaces need root".to_owned()));
     }
     match proxy {
-        ProxyKind::Ipvs | ProxyKind::KubeProxyIpvs if !has_ipvs() => {
+        ProxyKind::Ipvs | ProxyKind::KubeProxyIpvs if !kernel_has("ip_vs", "/proc/net/ip_vs") => {
             Ok(Some("ip_vs (CONFIG_IP_VS) is not loaded, and modprobe does not find it".to_owned()))
         }
         ProxyKind::Ebpf
@@ -43,11 +43,12 @@ pub fn missing_for(proxy: ProxyKind) -> Result<Option<String>> {
     }
 }
 
-fn has_ipvs() -> bool {
-    let is_loaded = || Path::new("/proc/net/ip_vs").exists();
-    // It fails where the module is built in, or does not exist.
+/// Has the kernel the module, which shows this file?
+pub(crate) fn kernel_has(module: &str, file: &str) -> bool {
+    let is_loaded = || Path::new(file).exists();
+    // It fails where the module is built in, or does not exist, and where there is no modprobe.
     is_loaded() || {
-        let _status = Command::new("modprobe").arg("ip_vs").stderr(Stdio::null()).status();
+        let _status = Command::new("modprobe").arg(module).stderr(Stdio::null()).status();
         is_loaded()
     }
 }
@@ -156,11 +157,21 @@ impl Proxy {
         Some(self.process.as_ref()?.id())
     }
 
-    /// Another command of the same program in the node's network namespace, e.g. `services`.
-    pub fn tool(&self, lab: &Lab, arguments: &[&str]) -> Result<Command> {
+    /// Another command of the same proxy-ctl in the node's network namespace, e.g. `services`.
+    pub fn tool_command(&self, lab: &Lab, arguments: &[&str]) -> Result<Command> {
         let mut command = lab.command(lab.netns(&node_name(self.node))?, &self.program)?;
-        command.args(arguments);
+        command.args(arguments).arg("--bpffs").arg(lab.bpffs(self.node));
         Ok(command)
+    }
+
+    /// Output of such a command.
+    pub fn tool(&self, lab: &Lab, arguments: &[&str]) -> Result<String> {
+        let output = self.tool_command(lab, arguments)?.output();
+        let output = output.with_context(|| format!("running {arguments:?}"))?;
+        let (text, complaint) =
+            (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        ensure!(output.status.success(), "{arguments:?}: {}\n{complaint}", output.status);
+        Ok(text.into_owned())
     }
 
     pub fn log_tail(&self) -> String {

@@ -24,7 +24,8 @@ const HOST_LINK6: &str = "fe80::1";
 /// Given to bridges: one of their own would change with their ports, under the feet of who knows it.
 const BRIDGE_MAC: &str = "ee:ee:ee:ee:ee:01";
 
-/// What every namespace needs: loopback, and IPv6 addresses that are usable at once.
+/// What every namespace needs: loopback, IPv6 addresses that are usable at once, and no other routes than those it is given. A node
+/// that does not serve an address yet tells a client of a better way there, which the client would go for minutes.
 pub(super) fn prepare(namespace: &str) -> Result<()> {
     sysctl(
         namespace,
@@ -35,6 +36,10 @@ pub(super) fn prepare(namespace: &str) -> Result<()> {
             ("net/ipv6/conf/default/accept_dad", "0"),
             ("net/ipv6/conf/default/dad_transmits", "0"),
             ("net/ipv6/conf/default/router_solicitations", "0"),
+            ("net/ipv4/conf/all/accept_redirects", "0"),
+            ("net/ipv4/conf/default/accept_redirects", "0"),
+            ("net/ipv6/conf/all/accept_redirects", "0"),
+            ("net/ipv6/conf/default/accept_redirects", "0"),
         ],
     )?;
     ip(Some(namespace), "link set lo up\n")

@@ -62,7 +62,7 @@ pub struct EventSnapshot {
     pub reason: Reason,
     /// A system call of a socket, not a packet.
     pub of_socket: bool,
-    pub service: Option<ServicePortName>,
+    pub service: Option<Arc<ServicePortName>>,
     /// `None`: a socket, whose address is not chosen yet.
     pub client: Option<SocketAddr>,
     pub frontend: SocketAddr,

@@ -4,8 +4,10 @@
 //! nothing on. A ring has one reader: another watcher is refused.
 
 use std::{
+    collections::HashMap,
     net::{IpAddr, SocketAddr},
     os::fd::{AsFd, BorrowedFd},
+    sync::Arc,
     time::{Duration, SystemTime},
 };
 
@@ -13,7 +15,7 @@ use proxy_common::{
     event::EventKind,
     family::{Destination, V4, V6},
     inventory::table,
-    layout::{EVENT_OF_SOCKET, Event, EventControl, NO_SERVICE},
+    layout::{EVENT_BYTES, EVENT_OF_SOCKET, Event, EventControl, NO_SERVICE},
     port::Port,
     reason::Reason,
 };
@@ -41,8 +43,11 @@ use crate::{
 const LASTS: Duration = Duration::from_secs(5);
 /// How often they are asked again.
 const RENEWED_EVERY: Duration = Duration::from_secs(1);
-/// Events that are handed on at once.
-const MOST: usize = 1_024;
+/// Events that are handed on at once: as many as there is room for in the table.
+const MOST: usize = EVENT_BYTES as usize / size_of::<Event>();
+
+/// What is found in one reading: an id is given again when its service port is gone.
+type ServiceNames = HashMap<u32, Option<Arc<ServicePortName>>>;
 
 pub(super) struct Events {
     pinned: Pinned,
@@ -107,14 +112,27 @@ impl Events {
         Ok(())
     }
 
-    fn shown(&self, event: &Event, clocks: &Clocks) -> Result<Option<EventSnapshot>, Error> {
+    fn shown(
+        &self,
+        event: &Event,
+        clocks: &Clocks,
+        names: &mut ServiceNames,
+    ) -> Result<Option<EventSnapshot>, Error> {
         let Some(shown) = snapshot(event, clocks) else { return Ok(None) };
         let service = if event.service != NO_SERVICE {
-            self.pinned.common().names.get(&event.service)?.as_ref().and_then(layout::port_name)
+            self.name_of(event.service, names)?
         } else {
-            self.service_of(shown.frontend, event.protocol)?
+            self.service_of(shown.frontend, event.protocol)?.map(Arc::new)
         };
         Ok(Some(EventSnapshot { service, ..shown }))
+    }
+
+    fn name_of(&self, service: u32, names: &mut ServiceNames) -> Result<Option<Arc<ServicePortName>>, Error> {
+        if let Some(known) = names.get(&service) {
+            return Ok(known.clone());
+        }
+        let name = self.pinned.common().names.get(&service)?.as_ref().and_then(layout::port_name);
+        Ok(names.entry(service).insert_entry(name.map(Arc::new)).get().clone())
     }
 
     fn service_of(&self, frontend: SocketAddr, protocol: u8) -> Result<Option<ServicePortName>, Error> {
@@ -141,11 +159,11 @@ impl AsFd for Events {
 impl EventStream for Events {
     fn read(&mut self) -> Result<Vec<EventSnapshot>, dataplane::Error> {
         self.renew()?;
-        let (mut events, clocks) = (Vec::new(), Clocks::now());
+        let (mut events, clocks, mut names) = (Vec::new(), Clocks::now(), ServiceNames::new());
         while events.len() < MOST
             && let Some(event) = self.ring.take()
         {
-            events.extend(self.shown(&event, &clocks)?);
+            events.extend(self.shown(&event, &clocks, &mut names)?);
         }
         Ok(events)
     }

@@ -1,16 +1,21 @@
-//! New connections through a service compared with direct ones, in the same run.
+//! New connections through a service compared with direct ones, or those that `proxy-ctl monitor` watches with those that it does
+//! not, in the same run.
 
-use std::{net::SocketAddr, process::ExitCode};
+use std::{
+    net::SocketAddr,
+    process::{ExitCode, Stdio},
+};
 
 use anyhow::{Result, ensure};
 use behaviour::{
     setting::{PathKind, ProxyKind, Setting},
+    watch::Monitor,
     world::World,
 };
 use clap::Parser;
 use lab::{
     Lab, Objects, Protocol,
-    address::{Addresses, Family, cluster_ip},
+    address::{Addresses, Family, NodeNumber, cluster_ip},
     agent::protocol::{Bench, Rate},
     cluster::BYTE_PORT,
     objects::{Endpoint, Service},
@@ -19,7 +24,7 @@ use lab::{
 #[derive(Parser)]
 #[command(about = "Connections through a service compared with direct ones")]
 struct Arguments {
-    /// Rounds, alternating between direct and through the service
+    /// Rounds, alternating between what is compared
     #[arg(long, default_value_t = 5)]
     rounds: u32,
     /// Seconds of each measurement
@@ -34,9 +39,43 @@ struct Arguments {
     /// Connections at once
     #[arg(long, default_value_t = 4)]
     clients: u32,
+    /// Compare the service while `proxy-ctl monitor --sample N` runs with the same service while it does not
+    #[arg(long, value_name = "N")]
+    monitor: Option<u32>,
+}
+
+/// What connections are made to.
+#[derive(Clone, Copy)]
+enum Contender {
+    Direct,
+    Service,
+    /// The service, while `proxy-ctl monitor` shows one of so many events.
+    Monitored(u32),
+}
+
+impl Contender {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::Service => "service",
+            Self::Monitored(_) => "monitored",
+        }
+    }
+}
+
+impl Arguments {
+    /// The baseline, and what is compared with it.
+    fn contenders(&self) -> [Contender; 2] {
+        match self.monitor {
+            None => [Contender::Direct, Contender::Service],
+            Some(sample) => [Contender::Service, Contender::Monitored(sample)],
+        }
+    }
 }
 
 const CLIENT: &str = "client-1";
+/// The client's and the server's.
+const NODE: NodeNumber = 1;
 const SERVER: &str = "web-1";
 const PORT: u16 = 80;
 /// Of the service that is measured; the others follow it.
@@ -54,14 +93,22 @@ fn main() -> ExitCode {
 
 fn run(arguments: &Arguments) -> Result<()> {
     lab::cluster::remove_on_signals()?;
+    let [baseline, compared] = arguments.contenders().map(Contender::name);
     println!(
-        "connect, one byte there and back, close; {} at once; medians of {} rounds of {} s, direct and",
+        "connect, one byte there and back, close; {} at once; medians of {} rounds of {} s, {baseline} and",
         arguments.clients, arguments.rounds, arguments.seconds
     );
-    println!("through the service in turn; ratio: service / direct, median of the rounds' own ratios\n");
+    println!("{compared} in turn; ratio: {compared} / {baseline}, median of the rounds' own ratios\n");
     println!(
-        "{:<9} {:<9} {:>9} | {:>10} {:>10} {:>6} | {:>9} {:>9}",
-        "path", "protocol", "services", "direct/s", "service/s", "ratio", "direct us", "serv. us"
+        "{:<9} {:<9} {:>9} | {:>10} {:>11} {:>6} | {:>10} {:>12}",
+        "path",
+        "protocol",
+        "services",
+        format!("{baseline}/s"),
+        format!("{compared}/s"),
+        "ratio",
+        format!("{baseline} us"),
+        format!("{compared} us")
     );
     for path in [PathKind::Sockets, PathKind::Packets] {
         if arguments.path.is_some_and(|only| only != path) {
@@ -99,42 +146,52 @@ fn measure(arguments: &Arguments, world: &World, protocol: Protocol, services: u
     let server = world.addresses(SERVER)?.of(Family::V4);
     let direct = SocketAddr::new(server, BYTE_PORT);
     let service = SocketAddr::new(cluster_ip(INDEX).of(Family::V4), PORT);
-    let bench = |target: SocketAddr| -> Result<Rate> {
+    let bench = |contender: Contender| -> Result<Rate> {
+        let target = if let Contender::Direct = contender { direct } else { service };
         let bench = Bench { target, protocol, clients: arguments.clients, seconds: arguments.seconds };
+        let monitor = match contender {
+            Contender::Monitored(sample) => {
+                let sample = sample.to_string();
+                Some(Monitor::begin(world, NODE, &["--sample", &sample], Stdio::null())?)
+            }
+            Contender::Direct | Contender::Service => None,
+        };
         let rate = world.agent(CLIENT)?.bench(&bench)?;
+        monitor.map(Monitor::end).transpose()?;
         ensure!(
             rate.failed == 0,
             "{} requests to {target} failed\n{}",
             rate.failed,
-            world.tool(1, &["status"])?
+            world.tool(NODE, &["status"])?
         );
         Ok(rate)
     };
+    let [baseline, compared] = arguments.contenders();
     // What is only slow the first time is not measured.
-    for target in [direct, service] {
-        bench(target)?;
+    for contender in [baseline, compared] {
+        bench(contender)?;
     }
-    let (mut directs, mut throughs) = (Vec::new(), Vec::new());
+    let (mut baselines, mut others) = (Vec::new(), Vec::new());
     for round in 0..arguments.rounds {
         // Whoever comes first in a round changes, so that a drift of the machine hits both.
         if round % 2 == 0 {
-            directs.push(bench(direct)?);
-            throughs.push(bench(service)?);
+            baselines.push(bench(baseline)?);
+            others.push(bench(compared)?);
         } else {
-            throughs.push(bench(service)?);
-            directs.push(bench(direct)?);
+            others.push(bench(compared)?);
+            baselines.push(bench(baseline)?);
         }
     }
     let ratios =
-        directs.iter().zip(&throughs).map(|(direct, through)| through.per_second / direct.per_second);
+        baselines.iter().zip(&others).map(|(baseline, other)| other.per_second / baseline.per_second);
     let path = world.setting.path.to_string();
     println!(
-        "{path:<9} {protocol:<9} {services:>9} | {:>10.0} {:>10.0} {:>6.3} | {:>9.0} {:>9.0}",
-        median(directs.iter().map(|rate| rate.per_second)),
-        median(throughs.iter().map(|rate| rate.per_second)),
+        "{path:<9} {protocol:<9} {services:>9} | {:>10.0} {:>11.0} {:>6.3} | {:>10.0} {:>12.0}",
+        median(baselines.iter().map(|rate| rate.per_second)),
+        median(others.iter().map(|rate| rate.per_second)),
         median(ratios),
-        median(directs.iter().map(|rate| rate.p50_micros)),
-        median(throughs.iter().map(|rate| rate.p50_micros)),
+        median(baselines.iter().map(|rate| rate.p50_micros)),
+        median(others.iter().map(|rate| rate.p50_micros)),
     );
     Ok(())
 }

@@ -121,6 +121,8 @@ pub(super) fn load(
     );
     let mut loader = EbpfLoader::new();
     loader
+        // No program asks for the kernel's types, of which the loader would keep 16 MB while it loads.
+        .btf(None)
         .override_global("SOCKET_HOST_ONLY", &host_only, true)
         .override_global("HOST_PACKETS", &host_packets, true)
         .override_global("CAN_REFUSE", &can_refuse, true)

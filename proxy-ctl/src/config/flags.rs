@@ -150,7 +150,7 @@ pub static FLAGS: &[Flag] = &[
         "manifests",
         Text("DIR"),
         Sets::Other,
-        "Serve the Services, EndpointSlices and the Node in the YAML and JSON files of this folder, without an API server.",
+        "Serve the Services, EndpointSlices, ServiceCIDRs and the Node in the YAML and JSON files of this folder, without an API server.",
     ),
     own("bpffs", Text("DIR"), Sets::Override("ebpf.bpffs"), "Where the tables are pinned."),
     own(

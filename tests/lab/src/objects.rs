@@ -256,6 +256,10 @@ impl Objects {
         self.objects.insert((kind, name.to_owned()), object);
     }
 
+    pub fn remove(&mut self, key: &Key) {
+        self.objects.remove(key);
+    }
+
     /// Removes every service and slice.
     pub fn clear_services(&mut self) {
         self.objects.retain(|(kind, _), _| *kind == "Node");

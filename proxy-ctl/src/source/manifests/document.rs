@@ -7,20 +7,49 @@ use serde_json::Value;
 use serde_saphyr::Spanned;
 
 use crate::{
-    model::objects::{EndpointSlice, Node, ObjectName, Service},
+    model::objects::{EndpointSlice, Node, ObjectName, Service, ServiceCidr},
     source::{
         InvalidField, convert,
-        schema::{core, discovery, meta::ObjectMeta},
+        schema::{core, discovery, meta::ObjectMeta, networking},
     },
 };
 
 const DISCOVERY: &str = "discovery.k8s.io/v1";
+const NETWORKING: &str = "networking.k8s.io/v1";
 
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) enum ManifestKind {
     Service,
     EndpointSlice,
     Node,
+    ServiceCidr,
+}
+
+impl ManifestKind {
+    const ALL: [Self; 4] = [Self::Service, Self::EndpointSlice, Self::Node, Self::ServiceCidr];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Service => "Service",
+            Self::EndpointSlice => "EndpointSlice",
+            Self::Node => "Node",
+            Self::ServiceCidr => "ServiceCIDR",
+        }
+    }
+
+    const fn api_version(self) -> &'static str {
+        match self {
+            Self::Service | Self::Node => "v1",
+            Self::EndpointSlice => DISCOVERY,
+            Self::ServiceCidr => NETWORKING,
+        }
+    }
+
+    /// Has other versions, which are not read.
+    fn is_of_group(self, api_version: &str) -> bool {
+        let group = self.api_version().split_once('/').map(|(group, _)| group);
+        group.is_some() && api_version.split_once('/').map(|(group, _)| group) == group
+    }
 }
 
 /// What names an object: two documents with the same identity are versions of one object.
@@ -32,10 +61,10 @@ pub(super) struct Identity {
 
 impl fmt::Display for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = self.kind.name();
         match self.kind {
-            ManifestKind::Node => write!(f, "Node {}", self.name.name),
-            ManifestKind::Service => write!(f, "Service {}", self.name),
-            ManifestKind::EndpointSlice => write!(f, "EndpointSlice {}", self.name),
+            ManifestKind::Node | ManifestKind::ServiceCidr => write!(f, "{kind} {}", self.name.name),
+            ManifestKind::Service | ManifestKind::EndpointSlice => write!(f, "{kind} {}", self.name),
         }
     }
 }
@@ -45,6 +74,7 @@ pub(super) enum ManifestObject {
     Service(Service),
     EndpointSlice(EndpointSlice),
     Node(Node),
+    ServiceCidr(ServiceCidr),
     /// Correct, but not for this proxy: headless, ExternalName, another proxy's, host names, another node.
     NotServed,
 }
@@ -223,36 +253,34 @@ impl Reader<'_> {
 
     fn object(&mut self, text: &Text<'_>, header: &Header) {
         let api_version = header.api_version.as_deref().unwrap_or_default();
-        let kind = match (api_version, header.kind.as_deref()) {
-            (_, None | Some("")) => {
-                let field = text.field("kind");
-                let message = "is missing, must be Service, EndpointSlice, Node or List".into();
-                return self.broken(InvalidDocument::Unknown, Problem { field, message });
-            }
-            ("v1", Some("Service")) => ManifestKind::Service,
-            ("v1", Some("Node")) => ManifestKind::Node,
-            (DISCOVERY, Some("EndpointSlice")) => ManifestKind::EndpointSlice,
-            ("", Some(kind @ ("Service" | "Node" | "EndpointSlice"))) => {
-                let right = if kind == "EndpointSlice" { DISCOVERY } else { "v1" };
-                let field = text.field("apiVersion");
-                let message = format!("is missing, must be {right}");
-                return self.broken(InvalidDocument::Unknown, Problem { field, message });
-            }
-            (other, Some("EndpointSlice")) if other.starts_with("discovery.k8s.io/") => {
-                let field = text.field("apiVersion");
-                let message = format!("found {other:?}, must be {DISCOVERY}");
-                return self.broken(InvalidDocument::Unknown, Problem { field, message });
-            }
-            (api_version, Some(kind)) => {
-                tracing::debug!("{}: {api_version} {kind} is of no use here", self.origin);
-                return;
-            }
+        let Some(name) = header.kind.as_deref().filter(|kind| !kind.is_empty()) else {
+            let field = text.field("kind");
+            let names = ManifestKind::ALL.map(ManifestKind::name).join(", ");
+            let message = format!("is missing, must be {names} or List");
+            return self.broken(InvalidDocument::Unknown, Problem { field, message });
         };
+        let Some(kind) = ManifestKind::ALL.into_iter().find(|kind| kind.name() == name) else {
+            tracing::debug!("{}: {api_version} {name} is of no use here", self.origin);
+            return;
+        };
+        let right = kind.api_version();
+        if api_version != right {
+            let message = match api_version {
+                "" => format!("is missing, must be {right}"),
+                other if kind.is_of_group(other) => format!("found {other:?}, must be {right}"),
+                other => {
+                    tracing::debug!("{}: {other} {name} is of no use here", self.origin);
+                    return;
+                }
+            };
+            let field = text.field("apiVersion");
+            return self.broken(InvalidDocument::Unknown, Problem { field, message });
+        }
         let metadata = header.metadata.as_ref();
         let name = metadata.and_then(|metadata| metadata.name.clone()).unwrap_or_default();
         if name.is_empty() {
             let field = text.field("metadata.name");
-            let message = format!("is missing, must be the name of the {kind:?}");
+            let message = format!("is missing, must be the name of the {}", kind.name());
             return self.broken(InvalidDocument::Unknown, Problem { field, message });
         }
         let namespace = metadata.and_then(|metadata| metadata.namespace.clone()).unwrap_or_default();
@@ -275,6 +303,10 @@ impl Reader<'_> {
                 });
             }
             ManifestKind::Node => self.parsed.objects.push((identity, ManifestObject::NotServed)),
+            ManifestKind::ServiceCidr => self.typed(text, identity, |cidr: networking::ServiceCidr| {
+                let (cidr, invalid) = convert::service_cidr(&cidr.metadata, &cidr.spec.cidrs);
+                (cidr.map(ManifestObject::ServiceCidr), invalid)
+            }),
         }
     }
 

@@ -12,7 +12,7 @@ use std::{
 
 use super::document::{self, Identity, InvalidDocument, ManifestKind, ManifestObject};
 use crate::{
-    model::objects::{EndpointSlice, Node, Service},
+    model::objects::{EndpointSlice, Node, Service, ServiceCidr},
     source::InvalidField,
 };
 
@@ -24,6 +24,7 @@ pub(super) struct Listing {
     pub(super) services: Vec<Service>,
     pub(super) slices: Vec<EndpointSlice>,
     pub(super) node: Option<Node>,
+    pub(super) service_cidrs: Vec<ServiceCidr>,
     /// Those that the listing before did not have.
     pub(super) invalid: Vec<InvalidField>,
 }
@@ -140,6 +141,7 @@ impl Folder {
                 ManifestObject::Service(service) => listing.services.push(service),
                 ManifestObject::EndpointSlice(slice) => listing.slices.push(slice),
                 ManifestObject::Node(node) => listing.node = Some(node),
+                ManifestObject::ServiceCidr(cidr) => listing.service_cidrs.push(cidr),
                 ManifestObject::NotServed if identity.kind == ManifestKind::Node => {
                     other_nodes.push(&*identity.name.name)
                 }

@@ -1,8 +1,8 @@
-//! Services, EndpointSlices and the own Node from a folder of YAML or JSON files.
+//! Services, EndpointSlices, ServiceCIDRs and the own Node from a folder of YAML or JSON files.
 //!
 //! Every file whose name ends in `.yaml`, `.yml` or `.json` and does not start with a dot is read, with any number
-//! of documents and lists in it; kinds other than v1 Service and Node and discovery.k8s.io/v1 EndpointSlice are
-//! ignored. The folder is watched, and after every change everything it holds is sent.
+//! of documents and lists in it; kinds other than v1 Service and Node, discovery.k8s.io/v1 EndpointSlice and
+//! networking.k8s.io/v1 ServiceCIDR are ignored. The folder is watched, and after every change everything it holds is sent.
 //!
 //! A folder without any Node stands for a node about which nothing is known, which is served all the same. One with
 //! Nodes among which the own is missing most likely has the wrong name, which is said: that node is not eligible.
@@ -93,6 +93,7 @@ impl Manifests {
                     listing.invalid.into_iter().for_each(&report);
                     let all = [
                         Update::Node(listing.node),
+                        Update::ReplaceServiceCidrs(listing.service_cidrs),
                         Update::ReplaceServices(listing.services),
                         Update::ReplaceSlices(listing.slices),
                     ];

@@ -5,11 +5,12 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use lab::{
     Dial, Outcome, Protocol,
-    address::{self, Addresses, FAMILIES},
+    address::{self, Addresses, FAMILIES, Family},
     cluster::{NODES, OUTSIDE},
     objects::{Endpoint, Ingress, Service, State},
     wait,
 };
+use serde_json::json;
 
 use crate::{
     case::{Case, Variant, Variants},
@@ -25,6 +26,7 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a service that is removed is no longer served", Variants::All, service_removed),
     Case::new("of one port for two protocols one goes, the other stays", Variants::All, protocol_removed),
     Case::new("a service changes its type and its load-balancer addresses", Variants::Once, type_changed),
+    Case::new("the second family of a service goes and comes", Variants::Once, family_removed),
     Case::new("zone hints follow the zone of the node", Variants::Once, zone_changed),
     Case::new("an established connection survives changes of other endpoints", Variants::All, established),
     Case::new("a pod that is started later is served", Variants::All, late_pod).core(),
@@ -82,6 +84,31 @@ fn service_removed(world: &mut World, variant: Variant) -> Result<()> {
     }
     world.set_endpoints(&CHANGING, &["web-1"])?;
     expect(world, variant, &["web-1"])
+}
+
+/// An API server lets no other family go.
+fn family_removed(world: &mut World, _: Variant) -> Result<()> {
+    world.set_endpoints(&CHANGING, &["web-1"])?;
+    let both = CHANGING.service().object();
+    let mut one = both.clone();
+    one["spec"]["ipFamilyPolicy"] = json!("SingleStack");
+    one["spec"]["ipFamilies"] = json!(["IPv4"]);
+    one["spec"]["clusterIPs"] = json!([one["spec"]["clusterIP"]]);
+    for (service, has_both) in [(one, false), (both, true)] {
+        world.objects.set("Service", CHANGING.name, service);
+        world.settle()?;
+        for (client, family) in CLIENTS.into_iter().flat_map(|client| FAMILIES.map(|family| (client, family)))
+        {
+            let target = world.cluster_ip(&CHANGING, family);
+            let outcomes = world.dial(client, &Dial::new(Protocol::Tcp, target).timeout_ms(SILENCE_MS))?;
+            match has_both || family == Family::V4 {
+                true => check::answered_by(&outcomes, &["web-1"]).map(drop),
+                false => check::dropped(world.setting, &outcomes),
+            }
+            .with_context(|| format!("{client}, {family}, both families: {has_both}"))?;
+        }
+    }
+    Ok(())
 }
 
 /// The variant's protocol is the one that stays.

@@ -1,23 +1,122 @@
-//! Pings of cluster IPs.
+//! Pings of cluster IPs, and addresses that are no Service's.
 
-use std::{net::UdpSocket, time::Duration};
+use std::{
+    net::{SocketAddr, UdpSocket},
+    thread,
+    time::Duration,
+};
 
-use anyhow::{Context as _, Result, ensure};
-use lab::{address::Family, cluster::OUTSIDE, namespace};
+use anyhow::{Context as _, Result, anyhow, ensure};
+use lab::{
+    Dial, Outcome,
+    address::{self, Family, SERVICE_RANGE4, SERVICE_RANGE6, cluster_ip},
+    cluster::{FABRIC, NODES, OUTSIDE},
+    namespace,
+};
 use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::{
     case::{Case, Variant, Variants},
-    fixtures::{BALANCED, EMPTY},
-    setting::ProxyKind,
+    fixtures::{BALANCED, EMPTY, PORT},
+    setting::{PathKind, ProxyKind, Setting},
     world::World,
 };
 
-pub(super) const CASES: &[Case] =
-    &[Case::new("pings of a cluster IP are answered where that is wanted", Variants::Tcp, pings)
+pub(super) const CASES: &[Case] = &[
+    Case::new("pings of a cluster IP are answered where that is wanted", Variants::Tcp, pings)
         .concerns(|setting| setting.proxy == ProxyKind::Ebpf)
-        .configured(|| json!({"ebpf": {"answerPing": true}}))];
+        .configured(fields),
+    Case::new(
+        "packets to an address of a ServiceCIDR that no Service has are dropped",
+        Variants::Tcp,
+        unallocated,
+    )
+    .concerns(|setting| matches!(setting.proxy, ProxyKind::Ebpf | ProxyKind::Nftables))
+    .configured(fields),
+];
+
+fn fields() -> Value {
+    json!({"ebpf": {"answerPing": true, "unallocatedServiceAddresses": "drop"}})
+}
+
+/// No Service of a lab has it.
+const UNALLOCATED_INDEX: u16 = 64_000;
+/// Milliseconds after which a client counts as not answered. Who hears that there is no way on ends with the second SYN, after 1 s:
+/// the first answer comes while `connect` still holds the socket.
+const SILENCE: u64 = 1_600;
+
+fn unallocated(world: &mut World, variant: Variant) -> Result<()> {
+    // Who says that there is no way on must reach pods with it.
+    let fabric = world.lab.netns(FABRIC)?.namespace.clone();
+    let routes = |what: &str| {
+        let route = |node| {
+            let (via, pods) = (address::node(node), address::pod(node, 0));
+            format!(
+                "route {what} {}/24 via {}\nroute {what} {}/64 via {}\n",
+                pods.v4, via.v4, pods.v6, via.v6
+            )
+        };
+        namespace::ip(Some(&fabric), &String::from_iter(NODES.map(route)))
+    };
+    routes("add")?;
+    let found = while_known_and_not(world, variant);
+    routes("del")?;
+    found
+}
+
+fn while_known_and_not(world: &mut World, variant: Variant) -> Result<()> {
+    let key = ("ServiceCIDR", "unallocated".to_owned());
+    let range = json!({
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": key.0,
+        "metadata": {"name": key.1},
+        "spec": {"cidrs": [SERVICE_RANGE4, SERVICE_RANGE6]},
+    });
+    for is_known in [false, true] {
+        if is_known {
+            world.objects.set(key.0, &key.1, range.clone());
+            world.settle()?;
+        }
+        let clients = ["node1", OUTSIDE, "client-2", "client-1"];
+        thread::scope(|scope| {
+            let world = &*world;
+            let dials = clients.map(|client| scope.spawn(move || meets(world, client, variant, is_known)));
+            let mut ended =
+                dials.into_iter().map(|dial| dial.join().map_err(|_| anyhow!("a client panicked"))?);
+            ended.try_for_each(|met| met)
+        })
+        .with_context(|| format!("while the range is known: {is_known}"))?;
+    }
+    world.objects.remove(&key);
+    world.settle()
+}
+
+/// Nobody at an address that no Service has, and a Service's endpoint at its own.
+fn meets(world: &World, client: &str, variant: Variant, is_known: bool) -> Result<()> {
+    let outcome = |target| -> Result<Outcome> {
+        let dial = Dial::new(variant.protocol, target).timeout_ms(SILENCE);
+        world.dial(client, &dial)?.pop().context("no outcome")
+    };
+    let found = outcome(SocketAddr::new(cluster_ip(UNALLOCATED_INDEX).of(variant.family), PORT))?;
+    // A process learns it from `connect` where a hook sees it.
+    let Setting { proxy, path, .. } = world.setting;
+    let has_hook = proxy == ProxyKind::Ebpf
+        && match client {
+            OUTSIDE => false,
+            "node1" => path != PathKind::Off,
+            _ => path == PathKind::Sockets,
+        };
+    let is_right = match (is_known, has_hook) {
+        (false, _) => matches!(found, Outcome::Unreachable),
+        (true, false) => matches!(found, Outcome::TimedOut),
+        (true, true) => matches!(found, Outcome::Refused { .. }),
+    };
+    ensure!(is_right, "from {client}: {found}");
+    let found = outcome(world.cluster_ip(&BALANCED, variant.family))?;
+    ensure!(matches!(found, Outcome::Answered(_)), "from {client} to a cluster IP: {found}");
+    Ok(())
+}
 
 const ANSWERED_WITHIN: Duration = Duration::from_secs(2);
 /// The last one fills a packet.

@@ -26,6 +26,13 @@ ports: [{port: 8080}]
 endpoints: [{addresses: [10.0.0.1]}]
 ";
 
+const RANGES: &str = "\
+apiVersion: networking.k8s.io/v1
+kind: ServiceCIDR
+metadata: {name: more}
+spec: {cidrs: [10.96.0.0/12, \"fd00:10:96::/112\"]}
+";
+
 const NODE: &str = "apiVersion: v1\nkind: Node\nmetadata: {name: here}\n";
 
 fn read(text: &str) -> ParsedFile {
@@ -59,6 +66,8 @@ const ALL: &[&str] = &["Service shop/web", "EndpointSlice shop/web-1", "Node her
 )]
 #[case::other_kinds("apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: web}\n".into(), &[])]
 #[case::service_of_another_group(WEB.replace("apiVersion: v1", "apiVersion: serving.knative.dev/v1"), &[])]
+#[case::service_ranges(RANGES.into(), &["ServiceCIDR more"])]
+#[case::service_ranges_of_another_group(RANGES.replace("networking.k8s.io", "example.com"), &[])]
 #[case::other_node(NODE.replace("here", "there"), &["Node there"])]
 #[case::namespace_is_default(WEB.replace(", namespace: shop", ""), &["Service default/web"])]
 #[case::empty(String::new(), &[])]
@@ -108,13 +117,16 @@ fn what_is_not_for_this_proxy_is_not_invalid(#[case] text: String) {
 #[case::no_yaml(
     WEB.replace("clusterIP: 10.96.0.1", "clusterIP: [10.96.0.1"), "web.yaml, document 2", "spec.clusterIP", "at line 16"
 )]
-#[case::no_kind(WEB.replace("kind: Service\n", ""), "web.yaml, document 2", "kind", "is missing, must be Service")]
+#[case::no_kind(WEB.replace("kind: Service\n", ""), "web.yaml, document 2", "kind", "is missing, must be Service, EndpointSlice, Node, ServiceCIDR or List")]
 #[case::no_api_version(
     WEB.replace("apiVersion: v1\n", ""), "web.yaml, document 2", "apiVersion", "is missing, must be v1"
 )]
 #[case::old_slice(
     SLICE.replace("k8s.io/v1", "k8s.io/v1beta1"),
     "web.yaml, document 2", "apiVersion", "found \"discovery.k8s.io/v1beta1\", must be discovery.k8s.io/v1"
+)]
+#[case::old_service_ranges(
+    RANGES.replace("/v1", "/v1beta1"), "web.yaml, document 2", "apiVersion", "found \"networking.k8s.io/v1beta1\", must be networking.k8s.io/v1"
 )]
 #[case::no_name(
     WEB.replace("{name: web, namespace: shop}", "{}"),

@@ -84,15 +84,16 @@ async fn first_everything_is_sent() {
     let mut running =
         Running::start(|folder| fs::write(folder.join("a.yaml"), service("a", "10.96.0.1")).unwrap());
     let mut kinds = Vec::new();
-    for _ in 0..3 {
+    for _ in 0..4 {
         kinds.push(match running.updates.recv().await {
             Some(Update::Node(Some(node))) if node.addresses.is_empty() => "no node".to_owned(),
+            Some(Update::ReplaceServiceCidrs(ranges)) => format!("{} service CIDRs", ranges.len()),
             Some(Update::ReplaceServices(services)) => format!("{} services", services.len()),
             Some(Update::ReplaceSlices(slices)) => format!("{} slices", slices.len()),
             other => panic!("{other:?}"),
         });
     }
-    assert_eq!(kinds, ["no node", "1 services", "0 slices"]);
+    assert_eq!(kinds, ["no node", "0 service CIDRs", "1 services", "0 slices"]);
 }
 
 #[tokio::test]

@@ -5,7 +5,7 @@ use std::{
     net::SocketAddr,
     os::fd::{AsFd as _, BorrowedFd},
     path::Path,
-    time::SystemTime,
+    time::{Instant, SystemTime},
 };
 
 use anyhow::{Context as _, bail};
@@ -30,8 +30,7 @@ use crate::dataplane::{self, EventQuery, EventSnapshot};
 
 /// Milliseconds: the events must be read as often, that there are more.
 const WAIT: u16 = 500;
-/// Milliseconds in which events gather: to wake up for each one costs far more than to make it. The table has room for 1,000,000
-/// events a second.
+/// Milliseconds between two reads of events that keep coming: to wake up for each one costs far more than to make it.
 const GATHER: u16 = 10;
 
 /// From here on nothing is missed.
@@ -85,12 +84,15 @@ pub(super) fn monitor(args: &MonitorArgs, bpffs: &Path) -> anyhow::Result<()> {
     let _ = writeln!(io::stderr(), "{WATCHING}");
     let mut out = BufWriter::with_capacity(1 << 16, io::stdout().lock());
     let mut shown = 0;
-    let ended = loop {
+    let ended = 'watch: loop {
+        let started = Instant::now();
         for event in events.read()?.iter().filter(|event| is_wanted(args, event)) {
             if args.count.is_some_and(|count| shown >= count) {
                 break;
             }
-            write_event(&mut out, args.output.output, event)?;
+            if let Err(error) = write_event(&mut out, args.output.output, event) {
+                break 'watch Err(error);
+            }
             shown += 1;
         }
         if let Err(error) = out.flush() {
@@ -99,7 +101,11 @@ pub(super) fn monitor(args: &MonitorArgs, bpffs: &Path) -> anyhow::Result<()> {
         if args.count.is_some_and(|count| shown >= count) {
             break Ok(());
         }
-        if is_ended(&signals, Some(events.as_fd()), WAIT)? || is_ended(&signals, None, GATHER)? {
+        if ends_within(WAIT, &signals, Some(events.as_fd()))? {
+            break Ok(());
+        }
+        let spent = u16::try_from(started.elapsed().as_millis()).unwrap_or(u16::MAX);
+        if ends_within(GATHER.saturating_sub(spent), &signals, None)? {
             break Ok(());
         }
     };
@@ -118,8 +124,8 @@ pub(super) fn monitor(args: &MonitorArgs, bpffs: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Waits for a signal that ends it, for so many milliseconds; not as long if there are events.
-fn is_ended(signals: &SignalFd, events: Option<BorrowedFd<'_>>, millis: u16) -> anyhow::Result<bool> {
+/// Waits at most so many milliseconds for SIGINT or SIGTERM. False at once when there are `events`.
+fn ends_within(millis: u16, signals: &SignalFd, events: Option<BorrowedFd<'_>>) -> anyhow::Result<bool> {
     let wait_for = |fd| PollFd::new(fd, PollFlags::POLLIN);
     let mut ready = Vec::from_iter([Some(signals.as_fd()), events].into_iter().flatten().map(wait_for));
     match poll(&mut ready, PollTimeout::from(millis)) {

@@ -15,7 +15,7 @@ pub(super) fn host(
     network: &NodeNetwork,
     config: &Config,
     node: Option<&Node>,
-    service_cidrs: Vec<IpNet>,
+    service_cidrs: Option<Vec<IpNet>>,
     masquerade_ports: Option<PortRange>,
 ) -> Host {
     let mut node_port_addresses = node_port_addresses(network, config, node);
@@ -92,7 +92,7 @@ mod tests {
         };
         config.conntrack.udp_timeout = std::time::Duration::from_secs(7);
         let node = Node { pod_cidrs: cidrs(&["10.244.3.0/24"]), ..Node::default() };
-        let service_cidrs = cidrs(&["10.96.0.0/12"]);
+        let service_cidrs = Some(cidrs(&["10.96.0.0/12"]));
         let host = host(&NodeNetwork::default(), &config, Some(&node), service_cidrs.clone(), None);
         assert_eq!(host.local_traffic, expected);
         assert_eq!(host.flow_lifetimes, config.flow_lifetimes());

@@ -139,7 +139,12 @@ impl Controller {
                 metrics.kube_proxy.endpoint_changes.received(1);
             }
             Update::ReplaceServiceCidrs(_) | Update::ApplyServiceCidr(_) | Update::DeleteServiceCidr(_) => {
-                self.ask_for_host();
+                let before = self.model.service_cidrs();
+                self.model.update(update);
+                if self.model.service_cidrs() != before {
+                    self.ask_for_host();
+                }
+                return;
             }
             Update::Node(node) => self.take_node(node.as_ref()),
         }

@@ -32,8 +32,9 @@ pub struct Host {
     pub cluster_cidrs: Vec<IpNet>,
     /// Addresses of the pods of this node; empty: not known.
     pub pod_cidrs: Vec<IpNet>,
-    /// Ranges that cluster IPs are allocated from, in modes that read them ([`super::reads_service_cidrs`]); empty: not known.
-    pub service_cidrs: Vec<IpNet>,
+    /// Ranges that cluster IPs are allocated from; `None`: not known. An API server is asked only in modes that read them
+    /// ([`super::reads_service_cidrs`]).
+    pub service_cidrs: Option<Vec<IpNet>>,
     /// Traffic to cluster IPs is masqueraded whoever sends it.
     pub masquerade_all: bool,
     /// Bit of the packet mark that asks for masquerading, in modes that use one.

@@ -32,8 +32,8 @@ pub struct Model {
     services: FxHashMap<ObjectName, Box<KnownService>>,
     /// The service, in the slice's namespace, of every slice.
     slices: FxHashMap<ObjectName, Arc<str>>,
-    /// By the name of their ServiceCIDR.
-    service_cidrs: BTreeMap<Arc<str>, Vec<IpNet>>,
+    /// By the name of their ServiceCIDR; `None`: no source has listed any.
+    service_cidrs: Option<BTreeMap<Arc<str>, Vec<IpNet>>>,
     owners: Owners,
     names: NameInterner,
     /// Of the services with a `healthCheckNodePort`.
@@ -85,7 +85,7 @@ impl Model {
             serves_external_ips: true,
             services: FxHashMap::default(),
             slices: FxHashMap::default(),
-            service_cidrs: BTreeMap::new(),
+            service_cidrs: None,
             owners: Owners::default(),
             names: NameInterner::default(),
             health_checks: FxHashMap::default(),
@@ -115,13 +115,13 @@ impl Model {
                 self.replace_service_slices(&service, slices);
             }
             Update::ReplaceServiceCidrs(all) => {
-                self.service_cidrs = all.into_iter().map(|one| (one.name, one.ranges)).collect();
+                self.service_cidrs = Some(all.into_iter().map(|one| (one.name, one.ranges)).collect());
             }
             Update::ApplyServiceCidr(one) => {
-                self.service_cidrs.insert(one.name, one.ranges);
+                self.service_cidrs.get_or_insert_default().insert(one.name, one.ranges);
             }
             Update::DeleteServiceCidr(name) => {
-                self.service_cidrs.remove(&name);
+                self.service_cidrs.get_or_insert_default().remove(&name);
             }
             Update::Node(node) => self.set_node(node),
         }
@@ -235,12 +235,12 @@ impl Model {
         }
     }
 
-    /// The ranges that service addresses are allocated from, as far as the API server tells, in their order.
-    pub fn service_cidrs(&self) -> Vec<IpNet> {
-        let mut ranges: Vec<IpNet> = self.service_cidrs.values().flatten().copied().collect();
+    /// The ranges that service addresses are allocated from, in their order; `None`: no source has listed them.
+    pub fn service_cidrs(&self) -> Option<Vec<IpNet>> {
+        let mut ranges: Vec<IpNet> = self.service_cidrs.as_ref()?.values().flatten().copied().collect();
         ranges.sort_unstable();
         ranges.dedup();
-        ranges
+        Some(ranges)
     }
 
     /// The zone of the node decides which endpoints are used.

@@ -1,4 +1,4 @@
-//! Where Services, EndpointSlices and the Node come from.
+//! Where Services, EndpointSlices, ServiceCIDRs and the Node come from.
 //!
 //! A source sends [`Update`]s over one bounded channel, in the order in which it learned them. What it lists is
 //! sent as one `Replace…`, so that the model can tell what vanished while it was not looking. An object

@@ -144,7 +144,7 @@ fn another_port_is_refused_to_sockets() {
 fn ranges_are_written_when_everything_is_served_and_nobody_has_an_address_of_them() {
     let Some(mut sandbox) = Sandbox::new() else { return };
     let host = Host {
-        service_cidrs: ["10.96.0.0/16", "fd00:10:96::/112"].map(|cidr| cidr.parse().unwrap()).into(),
+        service_cidrs: Some(["10.96.0.0/16", "fd00:10:96::/112"].map(|cidr| cidr.parse().unwrap()).into()),
         ..Host::default()
     };
     let target = serve("127.0.0.1", "web");
@@ -171,10 +171,14 @@ fn ranges_are_written_when_everything_is_served_and_nobody_has_an_address_of_the
     assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
     assert_eq!(cidrs(&sandbox), 1, "what a predecessor knew holds until they are listed");
     assert_eq!(dataplane.set_host(&host).unwrap(), Applied::default());
-    let fewer = Host { service_cidrs: Vec::new(), ..host.clone() };
+    drop(dataplane);
+    let fewer = Host { service_cidrs: Some(Vec::new()), ..host.clone() };
+    let mut dataplane = open(&sandbox);
     dataplane.set_host(&fewer).unwrap();
-    assert_eq!(cidrs(&sandbox), 0);
+    dataplane.resync(&desired).unwrap();
+    assert_eq!(cidrs(&sandbox), 0, "the last one was removed meanwhile");
     dataplane.set_host(&host).unwrap();
+    assert_eq!(cidrs(&sandbox), 1);
     while !dataplane.retire().unwrap() {}
     assert_eq!(cidrs(&sandbox), 0);
     drop(dataplane);

@@ -42,7 +42,7 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// As Ctrl-C does. What it has said besides is returned.
+    /// As Ctrl-C does. Answers with what it has written to stderr.
     pub fn end(mut self) -> Result<String> {
         kill(Pid::from_raw(self.process.id().try_into()?), Signal::SIGINT).context("ending monitor")?;
         let mut complaints = String::new();

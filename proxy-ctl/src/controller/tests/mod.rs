@@ -749,7 +749,10 @@ fn the_host_is_written_anew_when_the_ranges_of_services_change() {
     fixture.take(Update::ApplyServiceCidr(cidr));
     let calls = fixture.write();
     let [Call::SetHost(host)] = calls.as_slice() else { panic!("{calls:?}") };
-    assert_eq!(host.service_cidrs, [range]);
+    assert_eq!(host.service_cidrs, Some(vec![range]));
+    let cidr = ServiceCidr { name: "kubernetes".into(), ranges: vec![range] };
+    fixture.take(Update::ReplaceServiceCidrs(vec![cidr]));
+    assert_eq!(fixture.write(), [], "they are the same");
 }
 
 #[test]

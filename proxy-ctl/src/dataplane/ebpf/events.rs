@@ -43,11 +43,16 @@ use crate::{
 const LASTS: Duration = Duration::from_secs(5);
 /// How often they are asked again.
 const RENEWED_EVERY: Duration = Duration::from_secs(1);
-/// Events that are handed on at once: as many as there is room for in the table.
+/// Events that are handed on at once: no fewer than the table has room for, where each has a header too.
 const MOST: usize = EVENT_BYTES as usize / size_of::<Event>();
 
 /// What is found in one reading: an id is given again when its service port is gone.
-type ServiceNames = HashMap<u32, Option<Arc<ServicePortName>>>;
+#[derive(Default)]
+struct ServiceNames {
+    of_ids: HashMap<u32, Option<Arc<ServicePortName>>>,
+    /// By address and protocol.
+    of_frontends: HashMap<(SocketAddr, u8), Option<Arc<ServicePortName>>>,
+}
 
 pub(super) struct Events {
     pinned: Pinned,
@@ -122,20 +127,28 @@ impl Events {
         let service = if event.service != NO_SERVICE {
             self.name_of(event.service, names)?
         } else {
-            self.service_of(shown.frontend, event.protocol)?.map(Arc::new)
+            self.service_of(shown.frontend, event.protocol, names)?
         };
         Ok(Some(EventSnapshot { service, ..shown }))
     }
 
     fn name_of(&self, service: u32, names: &mut ServiceNames) -> Result<Option<Arc<ServicePortName>>, Error> {
-        if let Some(known) = names.get(&service) {
+        if let Some(known) = names.of_ids.get(&service) {
             return Ok(known.clone());
         }
         let name = self.pinned.common().names.get(&service)?.as_ref().and_then(layout::port_name);
-        Ok(names.entry(service).insert_entry(name.map(Arc::new)).get().clone())
+        Ok(names.of_ids.entry(service).insert_entry(name.map(Arc::new)).get().clone())
     }
 
-    fn service_of(&self, frontend: SocketAddr, protocol: u8) -> Result<Option<ServicePortName>, Error> {
+    fn service_of(
+        &self,
+        frontend: SocketAddr,
+        protocol: u8,
+        names: &mut ServiceNames,
+    ) -> Result<Option<Arc<ServicePortName>>, Error> {
+        if let Some(known) = names.of_frontends.get(&(frontend, protocol)) {
+            return Ok(known.clone());
+        }
         let port = Port::new(frontend.port());
         let common = self.pinned.common();
         let found = match frontend.ip() {
@@ -146,7 +159,8 @@ impl Events {
                 service_port(common, self.pinned.v6(), Destination { address: ip.octets(), port, protocol })?
             }
         };
-        Ok(found.map(|(_, name)| name))
+        let name = found.map(|(_, name)| Arc::new(name));
+        Ok(names.of_frontends.entry((frontend, protocol)).insert_entry(name).get().clone())
     }
 }
 
@@ -159,7 +173,7 @@ impl AsFd for Events {
 impl EventStream for Events {
     fn read(&mut self) -> Result<Vec<EventSnapshot>, dataplane::Error> {
         self.renew()?;
-        let (mut events, clocks, mut names) = (Vec::new(), Clocks::now(), ServiceNames::new());
+        let (mut events, clocks, mut names) = (Vec::new(), Clocks::now(), ServiceNames::default());
         while events.len() < MOST
             && let Some(event) = self.ring.take()
         {

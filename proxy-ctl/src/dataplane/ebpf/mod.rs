@@ -629,7 +629,7 @@ impl Dataplane for EbpfDataplane {
         if let Err(error) = self.hooks.attach_sockets() {
             failures.add("socket hooks", error);
         }
-        self.service_cidrs.set(&host.service_cidrs);
+        self.service_cidrs.set(host.service_cidrs.as_deref());
         self.write_service_cidrs(&mut applied, &mut failures);
         failures.into_result()?;
         for written in addresses {

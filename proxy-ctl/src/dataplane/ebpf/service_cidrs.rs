@@ -44,9 +44,9 @@ impl ServiceCidrs {
         Self { are_read, known, is_synced: false, written: None }
     }
 
-    /// Empty: not known.
-    pub(super) fn set(&mut self, all: &[IpNet]) {
-        if self.are_read && (self.known.is_some() || !all.is_empty()) {
+    /// `None`: not known.
+    pub(super) fn set(&mut self, all: Option<&[IpNet]>) {
+        if let Some(all) = all.filter(|_| self.are_read) {
             self.known = Some(all.to_vec());
         }
     }

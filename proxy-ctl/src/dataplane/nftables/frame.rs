@@ -59,10 +59,8 @@ impl Context {
             shares_addresses: host.shares_addresses,
             service_cidrs: host
                 .service_cidrs
-                .iter()
-                .copied()
-                .filter(|cidr| of_family(&cidr.addr()))
-                .collect(),
+                .as_ref()
+                .map(|all| all.iter().copied().filter(|cidr| of_family(&cidr.addr())).collect()),
             ..Host::default()
         };
         Self { language: Language { family }, host }
@@ -256,7 +254,7 @@ fn unserved_cluster_ips(context: &Context) -> Vec<Rule> {
         rule([language.is_in(Side::Destination, *cidr), drop]).comment("addresses that no Service has")
     };
     let mut rules = vec![rule(reject).comment("ports that no Service has")];
-    rules.extend(context.host.service_cidrs.iter().map(drop_all_of));
+    rules.extend(context.host.service_cidrs.iter().flatten().map(drop_all_of));
     rules
 }
 

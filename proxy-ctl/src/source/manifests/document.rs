@@ -45,6 +45,13 @@ impl ManifestKind {
         }
     }
 
+    const fn is_namespaced(self) -> bool {
+        match self {
+            Self::Service | Self::EndpointSlice => true,
+            Self::Node | Self::ServiceCidr => false,
+        }
+    }
+
     /// Has other versions, which are not read.
     fn is_of_group(self, api_version: &str) -> bool {
         let group = self.api_version().split_once('/').map(|(group, _)| group);
@@ -264,18 +271,15 @@ impl Reader<'_> {
             return;
         };
         let right = kind.api_version();
-        if api_version != right {
-            let message = match api_version {
-                "" => format!("is missing, must be {right}"),
-                other if kind.is_of_group(other) => format!("found {other:?}, must be {right}"),
-                other => {
-                    tracing::debug!("{}: {other} {name} is of no use here", self.origin);
-                    return;
-                }
-            };
-            let field = text.field("apiVersion");
-            return self.broken(InvalidDocument::Unknown, Problem { field, message });
-        }
+        let wrong_version = match api_version {
+            "" => Some(format!("is missing, must be {right}")),
+            found if found == right => None,
+            other if kind.is_of_group(other) => Some(format!("found {other:?}, must be {right}")),
+            other => {
+                tracing::debug!("{}: {other} {name} is of no use here", self.origin);
+                return;
+            }
+        };
         let metadata = header.metadata.as_ref();
         let name = metadata.and_then(|metadata| metadata.name.clone()).unwrap_or_default();
         if name.is_empty() {
@@ -283,9 +287,15 @@ impl Reader<'_> {
             let message = format!("is missing, must be the name of the {}", kind.name());
             return self.broken(InvalidDocument::Unknown, Problem { field, message });
         }
-        let namespace = metadata.and_then(|metadata| metadata.namespace.clone()).unwrap_or_default();
+        let namespace =
+            metadata.filter(|_| kind.is_namespaced()).and_then(|metadata| metadata.namespace.clone());
+        let namespace = namespace.unwrap_or_default();
         let name = convert::name(&ObjectMeta { name, namespace, ..ObjectMeta::default() });
         let identity = Identity { kind, name };
+        if let Some(message) = wrong_version {
+            let field = text.field("apiVersion");
+            return self.broken(InvalidDocument::Object(identity), Problem { field, message });
+        }
         match kind {
             ManifestKind::Service => self.typed(text, identity, |service: core::Service| {
                 let (converted, mut invalid) = convert::service(&service);
@@ -305,6 +315,8 @@ impl Reader<'_> {
             ManifestKind::Node => self.parsed.objects.push((identity, ManifestObject::NotServed)),
             ManifestKind::ServiceCidr => self.typed(text, identity, |cidr: networking::ServiceCidr| {
                 let (cidr, invalid) = convert::service_cidr(&cidr.metadata, &cidr.spec.cidrs);
+                // Ranges that are left out would let pass what is to be dropped: the former ones stay.
+                let cidr = cidr.filter(|_| invalid.is_empty());
                 (cidr.map(ManifestObject::ServiceCidr), invalid)
             }),
         }

@@ -22,7 +22,9 @@ use lab::{
 };
 
 #[derive(Parser)]
-#[command(about = "Connections through a service compared with direct ones")]
+#[command(
+    about = "Connections through a service compared with direct ones, or while `proxy-ctl monitor` runs with while it does not"
+)]
 struct Arguments {
     /// Rounds, alternating between what is compared
     #[arg(long, default_value_t = 5)]
@@ -157,7 +159,9 @@ fn measure(arguments: &Arguments, world: &World, protocol: Protocol, services: u
             Contender::Direct | Contender::Service => None,
         };
         let rate = world.agent(CLIENT)?.bench(&bench)?;
-        monitor.map(Monitor::end).transpose()?;
+        if let Some(complaints) = monitor.map(Monitor::end).transpose()? {
+            print!("{complaints}");
+        }
         ensure!(
             rate.failed == 0,
             "{} requests to {target} failed\n{}",

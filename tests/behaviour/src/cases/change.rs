@@ -86,7 +86,7 @@ fn service_removed(world: &mut World, variant: Variant) -> Result<()> {
     expect(world, variant, &["web-1"])
 }
 
-/// An API server lets no other family go.
+/// Only the second family can be removed.
 fn family_removed(world: &mut World, _: Variant) -> Result<()> {
     world.set_endpoints(&CHANGING, &["web-1"])?;
     let both = CHANGING.service().object();

@@ -12,6 +12,7 @@ use lab::{
     address::{self, Family, SERVICE_RANGE4, SERVICE_RANGE6, cluster_ip},
     cluster::{FABRIC, NODES, OUTSIDE},
     namespace,
+    objects::Key,
 };
 use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
 use serde_json::{Value, json};
@@ -19,7 +20,7 @@ use serde_json::{Value, json};
 use crate::{
     case::{Case, Variant, Variants},
     fixtures::{BALANCED, EMPTY, PORT},
-    setting::{PathKind, ProxyKind, Setting},
+    setting::ProxyKind,
     world::World,
 };
 
@@ -42,12 +43,12 @@ fn fields() -> Value {
 
 /// No Service of a lab has it.
 const UNALLOCATED_INDEX: u16 = 64_000;
-/// Milliseconds after which a client counts as not answered. Who hears that there is no way on ends with the second SYN, after 1 s:
-/// the first answer comes while `connect` still holds the socket.
+/// Milliseconds after which a packet counts as dropped. An ICMP error ends `connect` after its second SYN, 1 s later: it ignores the
+/// first one, which comes while it holds the socket.
 const SILENCE: u64 = 1_600;
 
 fn unallocated(world: &mut World, variant: Variant) -> Result<()> {
-    // Who says that there is no way on must reach pods with it.
+    // It has no route to the address, and needs routes to pods, so that its ICMP errors reach them.
     let fabric = world.lab.netns(FABRIC)?.namespace.clone();
     let routes = |what: &str| {
         let route = |node| {
@@ -60,13 +61,15 @@ fn unallocated(world: &mut World, variant: Variant) -> Result<()> {
         namespace::ip(Some(&fabric), &String::from_iter(NODES.map(route)))
     };
     routes("add")?;
-    let found = while_known_and_not(world, variant);
+    let key = ("ServiceCIDR", "unallocated".to_owned());
+    let found = while_known_and_not(world, variant, &key);
+    world.objects.remove(&key);
     routes("del")?;
+    world.settle()?;
     found
 }
 
-fn while_known_and_not(world: &mut World, variant: Variant) -> Result<()> {
-    let key = ("ServiceCIDR", "unallocated".to_owned());
+fn while_known_and_not(world: &mut World, variant: Variant, key: &Key) -> Result<()> {
     let range = json!({
         "apiVersion": "networking.k8s.io/v1",
         "kind": key.0,
@@ -88,11 +91,10 @@ fn while_known_and_not(world: &mut World, variant: Variant) -> Result<()> {
         })
         .with_context(|| format!("while the range is known: {is_known}"))?;
     }
-    world.objects.remove(&key);
-    world.settle()
+    Ok(())
 }
 
-/// Nobody at an address that no Service has, and a Service's endpoint at its own.
+/// The address that no Service has, and then a cluster IP.
 fn meets(world: &World, client: &str, variant: Variant, is_known: bool) -> Result<()> {
     let outcome = |target| -> Result<Outcome> {
         let dial = Dial::new(variant.protocol, target).timeout_ms(SILENCE);
@@ -100,13 +102,11 @@ fn meets(world: &World, client: &str, variant: Variant, is_known: bool) -> Resul
     };
     let found = outcome(SocketAddr::new(cluster_ip(UNALLOCATED_INDEX).of(variant.family), PORT))?;
     // A process learns it from `connect` where a hook sees it.
-    let Setting { proxy, path, .. } = world.setting;
-    let has_hook = proxy == ProxyKind::Ebpf
-        && match client {
-            OUTSIDE => false,
-            "node1" => path != PathKind::Off,
-            _ => path == PathKind::Sockets,
-        };
+    let has_hook = match client {
+        OUTSIDE => false,
+        "node1" => world.setting.node_uses_sockets(),
+        _ => world.setting.pods_use_sockets(),
+    };
     let is_right = match (is_known, has_hook) {
         (false, _) => matches!(found, Outcome::Unreachable),
         (true, false) => matches!(found, Outcome::TimedOut),

@@ -264,7 +264,9 @@ pub fn scenario(cluster: &Cluster, service: &Service, probe: &Probe) -> String {
         }
         .to_owned(),
     );
+    let is_unplaced = choice.cluster.iter().any(|(endpoint, _)| endpoint.node().is_none());
     let is_true = [
+        (is_unplaced, "an endpoint without a node name"),
         (spec.affinity, "affinity"),
         (matches!(spec.kind, Kind::LoadBalancer { proxied: true, .. }), "ipMode Proxy"),
         (spec.label == Some(Label::ServiceProxyName), "another proxy's"),

@@ -36,6 +36,12 @@ impl Differences {
         Self::parse(&text).with_context(|| format!("reading {}", page.display()))
     }
 
+    /// Without the explanations of what only random clusters meet.
+    pub fn of_table(mut self) -> Self {
+        self.explanations.retain(|explanation| !explanation.is_random);
+        self
+    }
+
     fn parse(text: &str) -> Result<Self> {
         let mut explanations = Vec::new();
         let lines = text.lines().skip_while(|line| *line != HEADING).skip(1);

@@ -24,8 +24,8 @@ const HOST_LINK6: &str = "fe80::1";
 /// Given to bridges: one of their own would change with their ports, under the feet of who knows it.
 const BRIDGE_MAC: &str = "ee:ee:ee:ee:ee:01";
 
-/// What every namespace needs: loopback, IPv6 addresses that are usable at once, and no other routes than those it is given. A node
-/// that does not serve an address yet tells a client of a better way there, which the client would go for minutes.
+/// What every namespace needs: loopback, IPv6 addresses that are usable at once, and no routes by ICMP redirects. A node that does not serve
+/// an address yet sends one, and the client would keep to it for minutes.
 pub(super) fn prepare(namespace: &str) -> Result<()> {
     sysctl(
         namespace,

@@ -265,7 +265,7 @@ fn addresses_of_service_cidrs(
 ) {
     let service_cidrs =
         ["172.30.0.0/24", "172.31.0.0/28", "fd00:10:96::/112"].map(|cidr| cidr.parse().unwrap());
-    let host = Host { service_cidrs: service_cidrs.into(), shares_addresses, ..host() };
+    let host = Host { service_cidrs: Some(service_cidrs.into()), shares_addresses, ..host() };
     assert_eq!(rules(&host, web(), vec![there()]).fates(tcp(POD, to)), expected);
 }
 

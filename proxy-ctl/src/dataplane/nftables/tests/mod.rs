@@ -26,7 +26,7 @@ fn host() -> Host {
             "fd00:10::/64".parse().unwrap(),
         ]),
         masquerade_bit: 14,
-        service_cidrs: ["172.30.0.0/24", "fd00:10:96::/112"].map(|cidr| cidr.parse().unwrap()).into(),
+        service_cidrs: Some(["172.30.0.0/24", "fd00:10:96::/112"].map(|cidr| cidr.parse().unwrap()).into()),
         ..Host::default()
     }
 }

@@ -81,19 +81,23 @@ impl Running {
 
 #[tokio::test]
 async fn first_everything_is_sent() {
-    let mut running =
-        Running::start(|folder| fs::write(folder.join("a.yaml"), service("a", "10.96.0.1")).unwrap());
+    const RANGES: &str = "apiVersion: networking.k8s.io/v1\nkind: ServiceCIDR\nmetadata: {name: more}\nspec: {cidrs: [10.96.0.0/12]}\n";
+    let mut running = Running::start(|folder| {
+        fs::write(folder.join("a.yaml"), format!("{}---\n{RANGES}", service("a", "10.96.0.1"))).unwrap();
+    });
     let mut kinds = Vec::new();
     for _ in 0..4 {
         kinds.push(match running.updates.recv().await {
             Some(Update::Node(Some(node))) if node.addresses.is_empty() => "no node".to_owned(),
-            Some(Update::ReplaceServiceCidrs(ranges)) => format!("{} service CIDRs", ranges.len()),
+            Some(Update::ReplaceServiceCidrs(ranges)) => {
+                format!("{:?}", ranges.iter().flat_map(|one| &one.ranges).collect::<Vec<_>>())
+            }
             Some(Update::ReplaceServices(services)) => format!("{} services", services.len()),
             Some(Update::ReplaceSlices(slices)) => format!("{} slices", slices.len()),
             other => panic!("{other:?}"),
         });
     }
-    assert_eq!(kinds, ["no node", "0 service CIDRs", "1 services", "0 slices"]);
+    assert_eq!(kinds, ["no node", "[10.96.0.0/12]", "1 services", "0 slices"]);
 }
 
 #[tokio::test]

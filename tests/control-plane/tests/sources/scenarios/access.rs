@@ -79,7 +79,7 @@ pub(super) fn the_role_of_kube_proxy_is_enough(world: &mut World) -> Result<()> 
     })?;
     follower.wait(world, "the Node", |follower| follower.model.node().is_some())?;
     let ranges = |follower: &Follower| {
-        follower.model.service_cidrs().iter().map(ToString::to_string).collect::<Vec<_>>()
+        follower.model.service_cidrs().iter().flatten().map(ToString::to_string).collect::<Vec<_>>()
     };
     follower.wait(world, "the ranges of service addresses", |follower| {
         ranges(follower) == ["10.96.0.0/12", "fd00:10:96::/112"]

@@ -3,7 +3,7 @@
 use std::{
     io::{self, BufWriter, Write},
     net::SocketAddr,
-    os::fd::{AsFd as _, BorrowedFd},
+    os::fd::AsFd as _,
     path::Path,
     time::{Instant, SystemTime},
 };
@@ -101,11 +101,12 @@ pub(super) fn monitor(args: &MonitorArgs, bpffs: &Path) -> anyhow::Result<()> {
         if args.count.is_some_and(|count| shown >= count) {
             break Ok(());
         }
-        if ends_within(WAIT, &signals, Some(events.as_fd()))? {
+        let wait_for = |fd| PollFd::new(fd, PollFlags::POLLIN);
+        if ends_within(WAIT, &mut [wait_for(signals.as_fd()), wait_for(events.as_fd())])? {
             break Ok(());
         }
         let spent = u16::try_from(started.elapsed().as_millis()).unwrap_or(u16::MAX);
-        if ends_within(GATHER.saturating_sub(spent), &signals, None)? {
+        if ends_within(GATHER.saturating_sub(spent), &mut [wait_for(signals.as_fd())])? {
             break Ok(());
         }
     };
@@ -124,12 +125,10 @@ pub(super) fn monitor(args: &MonitorArgs, bpffs: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Waits at most so many milliseconds for SIGINT or SIGTERM. False at once when there are `events`.
-fn ends_within(millis: u16, signals: &SignalFd, events: Option<BorrowedFd<'_>>) -> anyhow::Result<bool> {
-    let wait_for = |fd| PollFd::new(fd, PollFlags::POLLIN);
-    let mut ready = Vec::from_iter([Some(signals.as_fd()), events].into_iter().flatten().map(wait_for));
-    match poll(&mut ready, PollTimeout::from(millis)) {
-        Ok(_) => Ok(ready.first().and_then(PollFd::any) == Some(true)),
+/// Waits at most so many milliseconds until one of these is readable. Is it the first, by which SIGINT and SIGTERM come?
+fn ends_within(millis: u16, descriptors: &mut [PollFd<'_>]) -> anyhow::Result<bool> {
+    match poll(descriptors, PollTimeout::from(millis)) {
+        Ok(_) => Ok(descriptors.first().and_then(PollFd::any) == Some(true)),
         Err(Errno::EINTR) => Ok(false),
         Err(errno) => bail!("waiting for events: {errno}"),
     }

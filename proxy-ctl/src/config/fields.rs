@@ -323,7 +323,7 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.unallocatedServiceAddresses", keyword(|c| &mut c.ebpf.unallocated_service_addresses);
         "What becomes of traffic to addresses of ServiceCIDRs that no Service has. pass: it goes where its route leads, as with kube-proxy's mode \
          iptables. drop: it is dropped, and a connect or sendmsg fails, as in mode nftables; not where another proxy serves Services of this \
-         cluster (service.kubernetes.io/service-proxy-name). Without effect where there are none: in an API server before Kubernetes 1.33, or in a folder of manifests.";
+         cluster (service.kubernetes.io/service-proxy-name). Without effect where there are none: in an API server before Kubernetes 1.33, or in a folder of manifests without any.";
     "ebpf.answerPing", switch(|c| &mut c.ebpf.answer_ping);
         "The node answers pings of ClusterIPs, those of its own processes too where they leave by an uplink. This says that it serves the address, \
          not that an endpoint is ready. No rate limits them; fragments are not answered. false: nobody answers, as with kube-proxy.";

@@ -22,12 +22,12 @@ use proxy_common::{
 
 use super::{
     Error,
-    family::TableFamily,
-    frontend_names::service_port,
+    family::TableFamily as _,
+    frontend_names::FrontendNames,
     layout,
     paths::Paths,
     status::{Pinned, counted},
-    tables::{Table, open_pinned},
+    tables::{CommonTables, Table, open_pinned},
 };
 use crate::{
     dataplane::{self, EventQuery, EventSnapshot, EventStream},
@@ -46,12 +46,48 @@ const RENEWED_EVERY: Duration = Duration::from_secs(1);
 /// Events that are handed on at once: no fewer than the table has room for, where each has a header too.
 const MOST: usize = EVENT_BYTES as usize / size_of::<Event>();
 
-/// What is found in one reading: an id is given again when its service port is gone.
-#[derive(Default)]
-struct ServiceNames {
+/// Service ports by their ids and frontends, as found in one reading: an id is given again when its service port is gone.
+struct ServiceNames<'a> {
+    common: &'a CommonTables,
     of_ids: HashMap<u32, Option<Arc<ServicePortName>>>,
-    /// By address and protocol.
-    of_frontends: HashMap<(SocketAddr, u8), Option<Arc<ServicePortName>>>,
+    v4: FrontendNames<'a, V4>,
+    v6: FrontendNames<'a, V6>,
+}
+
+impl<'a> ServiceNames<'a> {
+    fn new(pinned: &'a Pinned) -> Self {
+        let common = pinned.common();
+        Self {
+            common,
+            of_ids: HashMap::new(),
+            v4: FrontendNames::new(common, pinned.v4()),
+            v6: FrontendNames::new(common, pinned.v6()),
+        }
+    }
+
+    fn of_event(
+        &mut self,
+        event: &Event,
+        frontend: SocketAddr,
+    ) -> Result<Option<Arc<ServicePortName>>, Error> {
+        if event.service != NO_SERVICE {
+            return self.of_id(event.service);
+        }
+        let (port, protocol) = (Port::new(frontend.port()), event.protocol);
+        match frontend.ip() {
+            IpAddr::V4(ip) => self.v4.of_frontend(Destination { address: ip.octets(), port, protocol }),
+            IpAddr::V6(ip) => self.v6.of_frontend(Destination { address: ip.octets(), port, protocol }),
+        }
+    }
+
+    fn of_id(&mut self, id: u32) -> Result<Option<Arc<ServicePortName>>, Error> {
+        if let Some(known) = self.of_ids.get(&id) {
+            return Ok(known.clone());
+        }
+        let name = self.common.names.get(&id)?.as_ref().and_then(layout::port_name).map(Arc::new);
+        self.of_ids.insert(id, name.clone());
+        Ok(name)
+    }
 }
 
 pub(super) struct Events {
@@ -116,52 +152,6 @@ impl Events {
         self.renewed = now;
         Ok(())
     }
-
-    fn shown(
-        &self,
-        event: &Event,
-        clocks: &Clocks,
-        names: &mut ServiceNames,
-    ) -> Result<Option<EventSnapshot>, Error> {
-        let Some(shown) = snapshot(event, clocks) else { return Ok(None) };
-        let service = if event.service != NO_SERVICE {
-            self.name_of(event.service, names)?
-        } else {
-            self.service_of(shown.frontend, event.protocol, names)?
-        };
-        Ok(Some(EventSnapshot { service, ..shown }))
-    }
-
-    fn name_of(&self, service: u32, names: &mut ServiceNames) -> Result<Option<Arc<ServicePortName>>, Error> {
-        if let Some(known) = names.of_ids.get(&service) {
-            return Ok(known.clone());
-        }
-        let name = self.pinned.common().names.get(&service)?.as_ref().and_then(layout::port_name);
-        Ok(names.of_ids.entry(service).insert_entry(name.map(Arc::new)).get().clone())
-    }
-
-    fn service_of(
-        &self,
-        frontend: SocketAddr,
-        protocol: u8,
-        names: &mut ServiceNames,
-    ) -> Result<Option<Arc<ServicePortName>>, Error> {
-        if let Some(known) = names.of_frontends.get(&(frontend, protocol)) {
-            return Ok(known.clone());
-        }
-        let port = Port::new(frontend.port());
-        let common = self.pinned.common();
-        let found = match frontend.ip() {
-            IpAddr::V4(ip) => {
-                service_port(common, self.pinned.v4(), Destination { address: ip.octets(), port, protocol })?
-            }
-            IpAddr::V6(ip) => {
-                service_port(common, self.pinned.v6(), Destination { address: ip.octets(), port, protocol })?
-            }
-        };
-        let name = found.map(|(_, name)| Arc::new(name));
-        Ok(names.of_frontends.entry((frontend, protocol)).insert_entry(name).get().clone())
-    }
 }
 
 impl AsFd for Events {
@@ -173,11 +163,13 @@ impl AsFd for Events {
 impl EventStream for Events {
     fn read(&mut self) -> Result<Vec<EventSnapshot>, dataplane::Error> {
         self.renew()?;
-        let (mut events, clocks, mut names) = (Vec::new(), Clocks::now(), ServiceNames::default());
+        let (mut events, clocks, mut names) = (Vec::new(), Clocks::now(), ServiceNames::new(&self.pinned));
         while events.len() < MOST
             && let Some(event) = self.ring.take()
         {
-            events.extend(self.shown(&event, &clocks, &mut names)?);
+            let Some(shown) = snapshot(&event, &clocks) else { continue };
+            let service = names.of_event(&event, shown.frontend)?;
+            events.push(EventSnapshot { service, ..shown });
         }
         Ok(events)
     }

@@ -18,7 +18,7 @@ use super::{
 use crate::model::desired::ServicePortName;
 
 /// Its service port; `None`: it is of none that is known.
-pub(super) fn service_port<F: TableFamily>(
+fn service_port<F: TableFamily>(
     common: &CommonTables,
     tables: &FamilyTables<F>,
     frontend: Destination<F::Address>,
@@ -53,15 +53,25 @@ impl<'a, F: TableFamily> FrontendNames<'a, F> {
         if service == NO_SERVICE {
             return Ok(None);
         }
-        let found = match self.known.get(&frontend) {
-            Some(found) => found.clone(),
-            None => {
-                let found = service_port(self.common, self.tables, frontend)?;
-                let found = found.map(|(id, name)| (id, Arc::new(name)));
-                self.known.insert(frontend, found.clone());
-                found
-            }
-        };
+        let found = self.known(frontend)?;
         Ok(found.filter(|(id, _)| *id == service).map(|(_, name)| name))
+    }
+
+    /// Of whatever dials this frontend now.
+    pub(super) fn of_frontend(
+        &mut self,
+        frontend: Destination<F::Address>,
+    ) -> Result<Option<Arc<ServicePortName>>, Error> {
+        Ok(self.known(frontend)?.map(|(_, name)| name))
+    }
+
+    fn known(&mut self, frontend: Destination<F::Address>) -> Result<Option<Known>, Error> {
+        if let Some(found) = self.known.get(&frontend) {
+            return Ok(found.clone());
+        }
+        let found = service_port(self.common, self.tables, frontend)?;
+        let found = found.map(|(id, name)| (id, Arc::new(name)));
+        self.known.insert(frontend, found.clone());
+        Ok(found)
     }
 }

@@ -64,7 +64,7 @@ fn run(CommandLine { selection, paths, source: sources }: CommandLine) -> Result
     let sources = if sources.is_empty() { vec![SourceKind::Preserve] } else { sources };
     let settings = Setting::with_sources(&selection.settings(&paths), &sources);
     let comparison = Arc::new(Mutex::new(Comparison {
-        differences: Differences::read()?.of_table(),
+        differences: Differences::read_of_table()?,
         cells: BTreeMap::new(),
         judged: Vec::new(),
         not_yet: BTreeSet::new(),

@@ -76,22 +76,20 @@ fn while_known_and_not(world: &mut World, variant: Variant, key: &Key) -> Result
         "metadata": {"name": key.1},
         "spec": {"cidrs": [SERVICE_RANGE4, SERVICE_RANGE6]},
     });
-    for is_known in [false, true] {
-        if is_known {
-            world.objects.set(key.0, &key.1, range.clone());
-            world.settle()?;
-        }
+    all_meet(world, variant, false)?;
+    world.objects.set(key.0, &key.1, range);
+    world.settle()?;
+    all_meet(world, variant, true)
+}
+
+/// At the same time.
+fn all_meet(world: &World, variant: Variant, is_known: bool) -> Result<()> {
+    thread::scope(|scope| {
         let clients = ["node1", OUTSIDE, "client-2", "client-1"];
-        thread::scope(|scope| {
-            let world = &*world;
-            let dials = clients.map(|client| scope.spawn(move || meets(world, client, variant, is_known)));
-            let mut ended =
-                dials.into_iter().map(|dial| dial.join().map_err(|_| anyhow!("a client panicked"))?);
-            ended.try_for_each(|met| met)
-        })
-        .with_context(|| format!("while the range is known: {is_known}"))?;
-    }
-    Ok(())
+        let dials = clients.map(|client| scope.spawn(move || meets(world, client, variant, is_known)));
+        dials.into_iter().try_for_each(|dial| dial.join().map_err(|_| anyhow!("a client panicked"))?)
+    })
+    .with_context(|| format!("while the range is known: {is_known}"))
 }
 
 /// The address that no Service has, and then a cluster IP.

@@ -17,8 +17,6 @@ const RANDOM_HEADING: &str = "## Met by random clusters only";
 struct Explanation {
     mode: String,
     pattern: String,
-    /// The table of scenarios has nothing of it.
-    is_random: bool,
 }
 
 /// The explanations, and which of them were needed.
@@ -31,23 +29,29 @@ pub struct Differences {
 impl Differences {
     /// Those of the project's documentation.
     pub fn read() -> Result<Self> {
-        let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/differences.md");
-        let text = fs::read_to_string(&page).with_context(|| format!("reading {}", page.display()))?;
-        Self::parse(&text).with_context(|| format!("reading {}", page.display()))
+        Self::of_page(Self::parse)
     }
 
-    /// Without the explanations of what only random clusters meet.
-    pub fn of_table(mut self) -> Self {
-        self.explanations.retain(|explanation| !explanation.is_random);
-        self
+    /// Without those of what only random clusters meet.
+    pub fn read_of_table() -> Result<Self> {
+        Self::of_page(Self::parse_of_table)
+    }
+
+    fn of_page(parse: fn(&str) -> Result<Self>) -> Result<Self> {
+        let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/differences.md");
+        let read = || parse(&fs::read_to_string(&page)?);
+        read().with_context(|| format!("reading {}", page.display()))
+    }
+
+    fn parse_of_table(text: &str) -> Result<Self> {
+        let (table, _) = text.split_once(RANDOM_HEADING).with_context(|| format!("no {RANDOM_HEADING:?}"))?;
+        Self::parse(table)
     }
 
     fn parse(text: &str) -> Result<Self> {
         let mut explanations = Vec::new();
         let lines = text.lines().skip_while(|line| *line != HEADING).skip(1);
-        let mut is_random = false;
         for line in lines.take_while(|line| !line.starts_with("# ")) {
-            is_random |= line == RANDOM_HEADING;
             let cells: Vec<&str> = line.trim_matches('|').split(" | ").map(str::trim).collect();
             let [mode, patterns, reason] = cells.as_slice() else { continue };
             if !patterns.starts_with('`') {
@@ -56,7 +60,7 @@ impl Differences {
             ensure!(reason.len() > 10, "{patterns} has no reason");
             for pattern in patterns.split("<br>") {
                 let pattern = pattern.trim().trim_matches('`').to_owned();
-                explanations.push(Explanation { mode: (*mode).to_owned(), pattern, is_random });
+                explanations.push(Explanation { mode: (*mode).to_owned(), pattern });
             }
         }
         ensure!(!explanations.is_empty(), "no explanation below {HEADING:?}");
@@ -78,9 +82,9 @@ impl Differences {
     pub fn stale(&self, settings: &[Setting]) -> Vec<String> {
         let concerns =
             |explanation: &&Explanation| settings.iter().any(|setting| is_of(&explanation.mode, *setting));
-        let unmet = |explanation: &&Explanation| !explanation.is_random && !self.met.contains(explanation);
+        let unmet = |explanation: &&Explanation| !self.met.contains(*explanation);
         let stale = self.explanations.iter().filter(concerns).filter(unmet);
-        stale.map(|Explanation { mode, pattern, .. }| format!("{mode}: {pattern}")).collect()
+        stale.map(|Explanation { mode, pattern }| format!("{mode}: {pattern}")).collect()
     }
 }
 
@@ -136,6 +140,13 @@ mod tests {
         assert!(!differences.explain(SOCKETS, "d: z") && !differences.explain(SOCKETS, "of another table"));
         assert_eq!(differences.stale(&[SOCKETS]), [""; 0]);
         assert_eq!(differences.stale(&[SOCKETS, OURS]), ["nftables: c: y"]);
+    }
+
+    #[test]
+    fn what_only_random_clusters_meet_excuses_nothing_in_the_table() {
+        let mut differences = Differences::parse_of_table(PAGE).unwrap();
+        assert!(differences.explain(OURS, "c: y") && !differences.explain(OURS, "e: z"));
+        assert_eq!(differences.stale(&[OURS]), [""; 0]);
     }
 
     #[test]

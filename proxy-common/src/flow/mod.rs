@@ -22,12 +22,14 @@ mod open;
 mod tcp;
 #[cfg(test)]
 mod tests;
+mod transit;
 mod tuples;
 
 pub use lifetimes::FlowLifetimes;
 pub use masquerade::try_port as try_masquerade_port;
 pub use open::try_port as try_alias_port;
 pub use tcp::Speaker;
+pub use transit::in_transit;
 
 use self::{
     entries::{establish, is_stale, refresh, remove, retire},
@@ -36,7 +38,7 @@ use self::{
 use crate::{
     family::Family,
     layout::*,
-    packet::{Action, Packet, Part, TCP_ACK, TCP_RST, TCP_SYN, Then},
+    packet::{Action, Packet, Part, Rewrite, TCP_ACK, TCP_RST, TCP_SYN, Then},
     port::Port,
     reason::Reason,
     select::{self, Detected, Origin},
@@ -125,10 +127,14 @@ pub struct Scratch<A> {
     pub packet: Packet<A>,
     /// What the packet becomes, where that is decided.
     pub action: Action<A>,
+    /// The ends that the packet came with, while it leaves with those it has after its first translation; and whom that counts for.
+    entered: Rewrite<A>,
     /// Index of the interface that the packet comes in or leaves by.
     pub interface: u32,
     /// A process of the node has sent it; only of one that leaves.
     pub is_made_here: bool,
+    /// Of the Ethernet header that a packet in transit gets: destination and source.
+    pub next_hop: [u8; 12],
     /// The last random number that ports were tried with.
     random: u32,
     /// That of the entry whose copy is in `flow`, as far as it must outlast what chooses a masqueraded source.

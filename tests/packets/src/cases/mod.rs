@@ -15,6 +15,7 @@ mod refusals;
 pub(crate) mod scene;
 mod source_address;
 mod source_ranges;
+pub(crate) mod transit;
 mod translation;
 mod unserved;
 
@@ -138,6 +139,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     affinity::cases::<W>(group);
     source_ranges::cases::<W>(group);
     source_address::cases::<W>(group);
+    transit::cases::<W>(group);
     unserved::cases::<W>(group);
 }
 

@@ -14,14 +14,14 @@ use proxy_common::{
 };
 
 use crate::{
-    flow::FlowScratch,
+    event::TellPacket,
     frame::Frame,
     route::{self, FOUND, Route},
     tables::{Maps, count, count_packet, lease_has_ended},
     tc::ETHERNET,
 };
 
-trait TransitFamily: Network + FlowScratch + Route {
+trait TransitFamily: Network + Route + TellPacket {
     /// Bytes of the network header alone.
     const HEADER: u32;
     /// Of the network header. A router takes one off it.
@@ -76,6 +76,7 @@ where
         }
         Err(reason) => {
             count(reason);
+            F::tell_packet(reason);
             xdp_action::XDP_DROP
         }
     }
@@ -92,7 +93,7 @@ fn is_plain<F: TransitFamily>(frame: Frame, packet: &Packet<F::Address>) -> bool
 const YES: u32 = 1;
 const NO: u32 = 0;
 
-/// Does the stack send the packet, as it is translated, back by its interface? The frame is for this interface. Sets
+/// Does the stack send a packet with the ends of `scratch.action` back by its interface? The frame is for this interface. Sets
 /// `scratch.next_hop`.
 // Not inlined: the parameters would lie on the stack beside what opening a flow needs.
 #[inline(never)]
@@ -105,7 +106,7 @@ fn returns<F: TransitFamily>(ctx: *mut xdp_md, scratch: &mut Scratch<F::Address>
     parameters.sport = u16::from_ne_bytes(rewrite.source_port.to_network());
     parameters.dport = u16::from_ne_bytes(rewrite.destination_port.to_network());
     // What is longer than the next hop takes is the stack's, which tells the sender.
-    parameters.__bindgen_anon_1.tot_len = (frame.length() - ETHERNET) as u16;
+    parameters.__bindgen_anon_1.tot_len = (frame.length() - ETHERNET).min(u16::MAX.into()) as u16;
     // SAFETY: the context of this program, and the parameters with their size.
     let found = unsafe { bpf_fib_lookup(ctx.cast(), &raw mut parameters, size_of::<FibLookup>() as i32, 0) };
     if found != FOUND || parameters.ifindex != *interface {

@@ -38,7 +38,7 @@ use self::{
 use crate::{
     family::Family,
     layout::*,
-    packet::{Action, Packet, Part, Rewrite, TCP_ACK, TCP_RST, TCP_SYN, Then},
+    packet::{Action, Packet, Part, TCP_ACK, TCP_RST, TCP_SYN, Then},
     port::Port,
     reason::Reason,
     select::{self, Detected, Origin},
@@ -127,8 +127,6 @@ pub struct Scratch<A> {
     pub packet: Packet<A>,
     /// What the packet becomes, where that is decided.
     pub action: Action<A>,
-    /// The ends that the packet came with, while it leaves with those it has after its first translation; and whom that counts for.
-    entered: Rewrite<A>,
     /// Index of the interface that the packet comes in or leaves by.
     pub interface: u32,
     /// A process of the node has sent it; only of one that leaves.

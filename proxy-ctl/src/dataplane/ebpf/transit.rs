@@ -81,11 +81,12 @@ impl Transit {
             changed |= links.remove(&Self::path(paths, interface.index, other))?;
         }
         let Some(mode) = wanted else { return Ok(changed) };
+        let path = Self::path(paths, interface.index, mode);
         let refusal = match programs.get(program::uplink_transit) {
             Ok(program) => {
                 let is_target = |target| target == LinkTarget::Xdp(interface.index);
                 let create = || bpf::link_xdp(program, interface.index, mode);
-                match links.ensure(&Self::path(paths, interface.index, mode), program, is_target, create) {
+                match links.ensure(&path, program, is_target, create) {
                     Ok(linked) => {
                         self.refused.remove(&interface.index);
                         return Ok(changed | linked);
@@ -105,7 +106,8 @@ impl Transit {
             );
             self.refused.insert(interface.index, refusal);
         }
-        Ok(changed)
+        // A former program would go on with tables that nobody writes any more.
+        Ok(changed | links.remove(&path)?)
     }
 
     pub(super) fn detach(&mut self, paths: &Paths, links: &mut LinkPins, index: u32) -> Result<(), Error> {

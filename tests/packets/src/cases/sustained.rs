@@ -286,10 +286,12 @@ struct Load<'a> {
 impl Load<'_> {
     /// The clients of one CPU in turn: those whose number is `share`, or it and a multiple of how many CPUs there are.
     fn bear<W: Tables>(self, world: &World, cpu: u32, share: u32, of: u32) -> Result<()> {
+        /// 20 ms of two CPUs: to wait for the other one more often costs more than the packets do.
+        const BATCH: u32 = 500;
         let (opening, exchange, closing) = (opening::<W>(), exchange::<W>(0), closing::<W>(1));
         let mut outcome = stay_on(&[cpu]);
         for step in (share..self.count + LIFETIME).step_by(of as usize) {
-            if step / of % 100 == 0 {
+            if (step / of).is_multiple_of(BATCH) {
                 keep_to(CONNECTIONS, self.start, step);
                 self.abreast.wait();
             }
@@ -367,7 +369,7 @@ fn forge_among<W: Tables>(world: &World, count: u32, exchanges: &mut [u32]) -> R
     let mut forged = |speaker, flags| segment::<W>(speaker, flags, [random.u32(..), random.u32(..)], &[]);
     let start = Instant::now();
     for (number, (speaker, flags)) in (0..count / 2).zip(ends.into_iter().cycle()) {
-        if number % 50 == 0 {
+        if number.is_multiple_of(50) {
             keep_to(FORGED, start, 2 * number);
         }
         send::<W>(

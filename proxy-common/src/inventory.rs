@@ -188,6 +188,8 @@ pub mod program {
     }
     packet_programs!(names);
 
+    /// On uplinks, before the stack.
+    pub const uplink_transit: &str = "uplink_transit";
     /// On connect4 for a moment: tells the controller its own network namespace where the kernel does not.
     pub const learn_namespace: &str = "learn_namespace";
 }

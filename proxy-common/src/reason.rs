@@ -61,6 +61,8 @@ reasons! {
     UnallocatedAddress = 9, Drop, "unallocated_address";
     /// A ping of a ClusterIP was answered (`ebpf.answerPing`).
     PingAnswered = 10, Pass, "ping_answered";
+    /// XDP has sent a packet on by the interface that it came by.
+    SentByDriver = 11, Pass, "sent_by_driver";
     /// A packet opened a flow.
     FlowOpened = 16, Pass, "flow_opened";
     /// A SYN on a connection that ended, or a datagram whose backend is gone: the client gets a new backend.

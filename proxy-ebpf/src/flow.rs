@@ -129,7 +129,7 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn scratch() -> Option<&'static mut Scratch<$address>> {
                 let scratch = maps::$scratch.get_ptr_mut(0)?;
-                // SAFETY: this CPU's own. Programs of TC run with softirqs off, so nothing else on this CPU uses it meanwhile. A
+                // SAFETY: this CPU's own. Programs of TC and XDP run with softirqs off, so nothing else on this CPU uses it meanwhile. A
                 // global function has its own reference while its caller waits, and the caller's has escaped by then.
                 Some(unsafe { &mut *scratch })
             }

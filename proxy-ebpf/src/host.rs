@@ -10,46 +10,9 @@ use aya_ebpf::{
     helpers::{bpf_fib_lookup, bpf_redirect, bpf_redirect_neigh, bpf_skb_change_type},
     programs::TcContext,
 };
-use proxy_common::{
-    family::{Family, V4, V6},
-    packet::Rewrite,
-};
+use proxy_common::packet::Rewrite;
 
-/// How a family's addresses lie in the parameters of a route lookup.
-pub(crate) trait Route: Family {
-    fn set_addresses(parameters: &mut FibLookup, source: &Self::Address, destination: &Self::Address);
-}
-
-impl Route for V4 {
-    #[inline(always)]
-    fn set_addresses(parameters: &mut FibLookup, source: &[u8; 4], destination: &[u8; 4]) {
-        const AF_INET: u8 = 2;
-        parameters.family = AF_INET;
-        parameters.__bindgen_anon_3.ipv4_src = u32::from_ne_bytes(*source);
-        parameters.__bindgen_anon_4.ipv4_dst = u32::from_ne_bytes(*destination);
-    }
-}
-
-impl Route for V6 {
-    #[inline(always)]
-    fn set_addresses(parameters: &mut FibLookup, source: &[u8; 16], destination: &[u8; 16]) {
-        const AF_INET6: u8 = 10;
-        parameters.family = AF_INET6;
-        parameters.__bindgen_anon_3.ipv6_src = words(source);
-        parameters.__bindgen_anon_4.ipv6_dst = words(destination);
-    }
-}
-
-#[inline(always)]
-fn words(address: &[u8; 16]) -> [u32; 4] {
-    let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p] = *address;
-    [
-        u32::from_ne_bytes([a, b, c, d]),
-        u32::from_ne_bytes([e, f, g, h]),
-        u32::from_ne_bytes([i, j, k, l]),
-        u32::from_ne_bytes([m, n, o, p]),
-    ]
-}
+use crate::route::{self, FOUND, Route};
 
 /// Was the packet made on this node, not forwarded?
 #[inline(always)]
@@ -62,17 +25,13 @@ pub(crate) fn is_local(ctx: &TcContext) -> bool {
 // Not inlined: the parameters would lie on the stack beside what opening a flow needs.
 #[inline(never)]
 fn interface_to<F: Route>(ctx: *mut __sk_buff, source: &F::Address, destination: &F::Address) -> u32 {
-    const SUCCESS: i64 = 0;
     /// The next hop's link address is not known yet: bpf_redirect_neigh asks for it.
     const NO_NEIGHBOUR: i64 = 7;
-    // SAFETY: integers and unions of integers: all zero is valid.
-    let mut parameters: FibLookup = unsafe { core::mem::zeroed() };
-    F::set_addresses(&mut parameters, source, destination);
     // SAFETY: a field of the context.
-    parameters.ifindex = unsafe { (*ctx).ifindex };
+    let mut parameters = route::parameters::<F>(unsafe { (*ctx).ifindex }, source, destination);
     // SAFETY: the context of this program, and the parameters with their size.
     let found = unsafe { bpf_fib_lookup(ctx.cast(), &raw mut parameters, size_of::<FibLookup>() as i32, 0) };
-    if found == SUCCESS || found == NO_NEIGHBOUR { parameters.ifindex } else { 0 }
+    if found == FOUND || found == NO_NEIGHBOUR { parameters.ifindex } else { 0 }
 }
 
 /// Sends a translated packet towards its new destination. None: it goes on as it was routed.

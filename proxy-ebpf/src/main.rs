@@ -1,4 +1,4 @@
-//! Kernel side of the proxy: socket hooks and TC programs. The decisions are in `proxy-common`; here are the
+//! Kernel side of the proxy: socket hooks, TC programs and one of XDP. The decisions are in `proxy-common`; here are the
 //! hooks, the tables and the access to packets.
 #![cfg_attr(target_arch = "bpf", no_std, no_main)]
 
@@ -6,6 +6,8 @@
 mod event;
 #[cfg(target_arch = "bpf")]
 mod flow;
+#[cfg(target_arch = "bpf")]
+mod frame;
 #[cfg(target_arch = "bpf")]
 mod globals;
 #[cfg(target_arch = "bpf")]
@@ -23,6 +25,8 @@ mod refuse;
 #[cfg(target_arch = "bpf")]
 mod resizable;
 #[cfg(target_arch = "bpf")]
+mod route;
+#[cfg(target_arch = "bpf")]
 mod skb;
 #[cfg(target_arch = "bpf")]
 mod socket;
@@ -30,6 +34,8 @@ mod socket;
 mod tables;
 #[cfg(target_arch = "bpf")]
 mod tc;
+#[cfg(target_arch = "bpf")]
+mod xdp;
 
 /// A reachable panic is an endless loop, which the verifier refuses: it cannot be shipped.
 #[cfg(target_arch = "bpf")]

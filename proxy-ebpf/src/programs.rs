@@ -3,14 +3,15 @@
 #![expect(unreachable_pub, reason = "the macros export what they wrap")]
 
 use aya_ebpf::{
-    macros::{cgroup_sock_addr, classifier},
-    programs::{SockAddrContext, TcContext},
+    macros::{cgroup_sock_addr, classifier, xdp},
+    programs::{SockAddrContext, TcContext, XdpContext},
 };
 use proxy_common::select::Origin;
 
 use crate::{
     socket,
     tc::{self, BARE, ETHERNET},
+    xdp::transit,
 };
 
 macro_rules! socket_hooks {
@@ -62,3 +63,8 @@ macro_rules! packet_hooks {
 }
 
 proxy_common::packet_programs!(packet_hooks);
+
+#[xdp]
+pub fn uplink_transit(ctx: XdpContext) -> u32 {
+    transit(&ctx)
+}

@@ -14,10 +14,9 @@ use proxy_common::{
 
 use crate::{
     event::TellPacket,
-    globals,
-    host::{self, Route},
-    ping,
+    globals, host, ping,
     refuse::{self, AnswerPath, Refuse},
+    route::Route,
     skb::Skb,
     tables::{Maps, count, count_packet, lease_has_ended},
 };

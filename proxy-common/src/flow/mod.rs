@@ -22,12 +22,14 @@ mod open;
 mod tcp;
 #[cfg(test)]
 mod tests;
+mod transit;
 mod tuples;
 
 pub use lifetimes::FlowLifetimes;
 pub use masquerade::try_port as try_masquerade_port;
 pub use open::try_port as try_alias_port;
 pub use tcp::Speaker;
+pub use transit::in_transit;
 
 use self::{
     entries::{establish, is_stale, refresh, remove, retire},
@@ -129,6 +131,8 @@ pub struct Scratch<A> {
     pub interface: u32,
     /// A process of the node has sent it; only of one that leaves.
     pub is_made_here: bool,
+    /// Of the Ethernet header that a packet in transit gets: destination and source.
+    pub next_hop: [u8; 12],
     /// The last random number that ports were tried with.
     random: u32,
     /// That of the entry whose copy is in `flow`, as far as it must outlast what chooses a masqueraded source.

@@ -4,6 +4,7 @@
 mod foreign;
 mod interleavings;
 mod races;
+mod transit;
 
 use std::{
     cell::{Cell, RefCell},

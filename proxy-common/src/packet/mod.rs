@@ -13,6 +13,7 @@ mod tests;
 
 pub use self::{
     bytes::{Bytes, Checksum, Covered},
+    nat::rewrite as rewrite_headers,
     parse::{Network, parse},
     sum::Sum,
 };

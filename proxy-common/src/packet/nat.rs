@@ -3,10 +3,10 @@
 use super::{Bytes, Checksum, Covered, Network, Packet, Rewrite, Sum};
 use crate::{layout::Address, port::Port, reason::Reason};
 
-/// Fails with `RewriteFailed`: part of the packet may be rewritten, and it must go no further.
+/// [`rewrite`](super::rewrite) of a packet that is no ICMP error. Fails with `RewriteFailed`: part of the packet may be rewritten, and it must go no further.
 // Not inlined: what it needs of the stack would be added to what opening a flow needs.
 #[inline(never)]
-pub(super) fn rewrite<F: Network, B: Bytes>(
+pub fn rewrite<F: Network, B: Bytes>(
     bytes: B,
     packet: &Packet<F::Address>,
     rewrite: &Rewrite<F::Address>,

@@ -256,7 +256,7 @@ pub(super) struct HookView {
     pub(super) role: Option<String>,
     /// Why it has that role.
     pub(super) reason: Option<String>,
-    /// `cgroup`, `tcx` or `clsact`.
+    /// `cgroup`, `tcx`, `clsact` or `xdp`, whose name is its mode.
     pub(super) kind: String,
 }
 

@@ -38,18 +38,22 @@ impl Keyword for UnallocatedServiceAddresses {
     const WORDS: &'static [(&'static str, Self)] = &[("pass", Self::Pass), ("drop", Self::Drop)];
 }
 
-/// Whether packets from outside are translated before they reach the network stack.
+/// On which uplinks packets to backends on other nodes, and their answers, are sent on before they reach the network stack.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Xdp {
-    /// Where it can be done; nowhere yet.
     #[default]
-    Auto,
     Off,
+    /// Devices of hardware whose driver does it.
+    Auto,
+    /// All whose driver does it.
+    Native,
+    /// All, by the stack where it begins.
+    Generic,
 }
 
 impl Keyword for Xdp {
-    const WORDS: &'static [(&'static str, Self)] = &[("auto", Self::Auto), ("off", Self::Off)];
-    const PLANNED: &'static [&'static str] = &["native", "generic"];
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("off", Self::Off), ("auto", Self::Auto), ("native", Self::Native), ("generic", Self::Generic)];
 }
 
 /// The source address that a backend sees.

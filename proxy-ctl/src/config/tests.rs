@@ -237,7 +237,7 @@ fn valid(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
     "ebpf: {socketLoadBalancing: pods}",
     "ebpf.socketLoadBalancing must be all, host or off, found \"pods\""
 )]
-#[case("ebpf: {xdp: native}", "ebpf.xdp must be auto or off, found \"native\", which is not built yet")]
+#[case("ebpf: {xdp: fast}", "ebpf.xdp must be off, auto, native or generic, found \"fast\"")]
 #[case("ebpf: {forwarding: dsr}", "ebpf.forwarding must be snat, found \"dsr\", which is not built yet")]
 #[case(
     "ebpf: {algorithm: maglev}",

@@ -85,6 +85,8 @@ pub struct Interface {
     pub reason: RoleReason,
     /// False: packets start at the IP header (tun, wireguard, ipip).
     pub ethernet: bool,
+    /// A device of hardware or of a hypervisor, not of the kernel alone.
+    pub is_card: bool,
     /// Name of the bridge that it is a port of.
     pub bridge: Option<String>,
     /// Source of translated flows that leave by it, at most one of each family; none of a family: that of [`Host`].

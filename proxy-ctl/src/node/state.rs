@@ -135,6 +135,7 @@ impl State {
                 role,
                 reason,
                 ethernet: link.ethernet,
+                is_card: link.kind == LinkKind::Physical,
                 bridge: self.bridge_of(link).map(|(_, bridge)| bridge.name.clone()),
                 masquerade_addresses: match role {
                     Role::Uplink => self.masquerade_by(*index, link, node_addresses),

@@ -164,11 +164,14 @@ pub enum LinkTarget {
     Cgroup(u64),
     /// Index of the interface; 0: the interface is gone.
     Tcx(u32),
+    /// Likewise.
+    Xdp(u32),
     /// A kind of link that this program never makes: `enum bpf_link_type`.
     Other(u32),
 }
 
 const LINK_CGROUP: u32 = 3;
+const LINK_XDP: u32 = 6;
 const LINK_TCX: u32 = 11;
 
 pub fn link_info(link: BorrowedFd<'_>) -> Result<LinkInfo, CallError> {
@@ -180,6 +183,7 @@ pub fn link_info(link: BorrowedFd<'_>) -> Result<LinkInfo, CallError> {
         // A u64 in the machine's order; the BPF object is little-endian, as are the machines it loads on.
         LINK_CGROUP => LinkTarget::Cgroup(u64::from(low) | u64::from(high) << 32),
         LINK_TCX => LinkTarget::Tcx(low),
+        LINK_XDP => LinkTarget::Xdp(low),
         other => LinkTarget::Other(other),
     };
     Ok(LinkInfo { program: found.program, target })
@@ -198,7 +202,7 @@ struct LinkCreate {
 
 fn create_link(mut attr: LinkCreate) -> Result<OwnedFd, CallError> {
     const CALL: &str = "bpf(BPF_LINK_CREATE)";
-    // SAFETY: the attributes of BPF_LINK_CREATE for cgroups and tcx hold no addresses.
+    // SAFETY: the attributes of BPF_LINK_CREATE for cgroups, tcx and XDP hold no addresses.
     let raw = unsafe { call(bpf_cmd::BPF_LINK_CREATE, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
     descriptor(raw, CALL)
 }
@@ -244,6 +248,34 @@ pub fn link_tcx(
         flags: match order {
             Order::First => BPF_F_BEFORE,
             Order::Last => BPF_F_AFTER,
+        },
+        relative: 0,
+        _padding: 0,
+        expected_revision: 0,
+    })
+}
+
+/// Who runs an XDP program.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum XdpMode {
+    /// The driver.
+    Native,
+    /// The stack, before anything else. Any device can.
+    Generic,
+}
+
+/// Attaches `program` to an interface before its stack. Linux 5.9; `EOPNOTSUPP`: the driver has no XDP; `EBUSY` and `EEXIST`: another
+/// program is attached, or its mode is another.
+pub fn link_xdp(program: BorrowedFd<'_>, interface: u32, mode: XdpMode) -> Result<OwnedFd, CallError> {
+    const XDP_FLAGS_SKB_MODE: u32 = 1 << 1;
+    const XDP_FLAGS_DRV_MODE: u32 = 1 << 2;
+    create_link(LinkCreate {
+        program: number(program),
+        target: interface,
+        attach_type: bpf_attach_type::BPF_XDP as u32,
+        flags: match mode {
+            XdpMode::Native => XDP_FLAGS_DRV_MODE,
+            XdpMode::Generic => XDP_FLAGS_SKB_MODE,
         },
         relative: 0,
         _padding: 0,

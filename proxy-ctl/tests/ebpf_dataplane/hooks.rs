@@ -22,7 +22,7 @@ use nix::{
 };
 use proxy_common::layout::InterfaceSettings;
 use proxy_ctl::{
-    config::{Config, Ebpf, NamePattern, SocketLoadBalancing},
+    config::{Config, Ebpf, NamePattern, SocketLoadBalancing, Xdp},
     dataplane::{
         Applied, Dataplane, Hook, Host, Interface, NodeNetwork, Role, RoleReason,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
@@ -30,7 +30,7 @@ use proxy_ctl::{
     model::objects::Node,
     node::{self, OwnNode},
     sys::{
-        bpf::{self, LinkTarget, Order},
+        bpf::{self, LinkTarget, Order, XdpMode},
         map::Map,
         sampler::Sampler,
         tc::{self, Direction},
@@ -73,6 +73,7 @@ fn host(interfaces: &[(&str, Role)]) -> Host {
         role: *role,
         reason: RoleReason::Configured,
         ethernet: true,
+        is_card: false,
         bridge: None,
         masquerade_addresses: Vec::new(),
     });
@@ -462,6 +463,66 @@ fn a_clsact_qdisc_of_ours_goes_with_the_last_filter() {
     dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
     dataplane.set_host(&Host::default()).unwrap();
     assert!(run("tc", "qdisc show dev dpa").contains("clsact"));
+}
+
+#[test]
+fn xdp_is_on_the_uplinks_that_can_have_it() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let (uplink, workload) = (veth("dpa"), veth("dpb"));
+    // Its driver has no XDP.
+    run("ip", "link add dpc type bridge");
+    let bridge = index("dpc");
+    let host = host(&[("dpa", Role::Uplink), ("dpb", Role::Workload), ("dpc", Role::Uplink)]);
+    let of_tc = || &(&named(uplink) | &named(workload)) | &named(bridge);
+    let with = |hooks: &[String]| &of_tc() | &hooks.iter().cloned().collect();
+    let open = |xdp| {
+        let mut dataplane = EbpfDataplane::open(&Ebpf { xdp, ..sandbox.config.clone() }).unwrap();
+        dataplane.set_host(&host).unwrap();
+        dataplane
+    };
+
+    let dataplane = open(Xdp::Native);
+    let native = format!("{uplink}_native");
+    assert_eq!(links(&sandbox), with(std::slice::from_ref(&native)));
+    let link = format!("{uplink}_xdp_native");
+    let before = program_of(&sandbox, &link);
+    drop(dataplane);
+    let dataplane = open(Xdp::Native);
+    assert_eq!(links(&sandbox), with(&[native]));
+    assert_ne!(program_of(&sandbox, &link), before, "a restart swaps the program");
+    drop(dataplane);
+
+    let dataplane = open(Xdp::Generic);
+    assert_eq!(links(&sandbox), with(&[format!("{uplink}_generic"), format!("{bridge}_generic")]));
+    drop(dataplane);
+    // None of them is a card.
+    for xdp in [Xdp::Auto, Xdp::Off] {
+        drop(open(xdp));
+        assert_eq!(links(&sandbox), of_tc(), "{xdp:?}");
+        assert!(!run("ip", "link show dpa").contains("xdp"));
+    }
+
+    drop(open(Xdp::Native));
+    let removed = cleanup(&sandbox.config.bpffs).unwrap();
+    assert!(removed.links.contains(&link), "{removed:?}");
+    assert!(!run("ip", "link show dpa").contains("xdp"));
+}
+
+#[test]
+fn xdp_waits_for_another_program_to_go() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let uplink = veth("dpa");
+    const XDP: u32 = 6;
+    let other = bpf::load_program(XDP, bpf_attach_type::BPF_XDP as u32, &returns(2)).unwrap();
+    let others_link = bpf::link_xdp(other.as_fd(), uplink, XdpMode::Native).unwrap();
+    let mut dataplane = EbpfDataplane::open(&Ebpf { xdp: Xdp::Native, ..sandbox.config.clone() }).unwrap();
+    dataplane.set_host(&host(&[("dpa", Role::Uplink)])).unwrap();
+    assert_eq!(links(&sandbox), named(uplink));
+    bpf::link_detach(others_link.as_fd()).unwrap();
+    for _ in 0..COLLECTIONS_BETWEEN_INSPECTIONS {
+        dataplane.collect_garbage().unwrap();
+    }
+    assert_eq!(links(&sandbox), &named(uplink) | &[format!("{uplink}_native")].into());
 }
 
 #[test]

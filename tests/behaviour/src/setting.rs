@@ -162,6 +162,11 @@ impl Setting {
         self.proxy.datapath()
     }
 
+    /// XDP sends packets on. On the other paths the programs of TC have all of them.
+    pub fn uses_xdp(self) -> bool {
+        self.proxy == ProxyKind::Ebpf && self.path == PathKind::Packets
+    }
+
     /// Connections of pods are translated in the socket layer.
     pub fn pods_use_sockets(self) -> bool {
         self.proxy == ProxyKind::Ebpf && self.path == PathKind::Sockets && self.source == SourceKind::Preserve

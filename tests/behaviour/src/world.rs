@@ -54,6 +54,9 @@ impl World {
         publish: impl FnOnce(&Lab, &mut Objects) -> Result<()>,
     ) -> Result<Self> {
         let mut lab = Lab::new()?;
+        if setting.uses_xdp() {
+            lab.equip_with_cards()?;
+        }
         for pod in &PODS {
             lab.add_pod(pod.node, pod.name, pod.processes(setting.path == PathKind::Unseen))?;
         }

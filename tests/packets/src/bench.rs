@@ -4,19 +4,25 @@
 //! next one's client sends, and the last one into what the first one's does: every run translates a known flow.
 
 use anyhow::{Context as _, Result, ensure};
-use aya::{TestRun as _, TestRunOptions, programs::SchedClassifier};
+use aya::{
+    TestRun as _, TestRunOptions,
+    programs::{SchedClassifier, Xdp},
+};
 use proxy_common::{
     family::{V4, V6},
     flow::Stage,
     inventory::program,
-    layout::{EventControl, Flow, PROGRESS_CONFIRMED, PROTOCOL_TCP, Settings},
+    layout::{EventControl, FLOW_MASQUERADE, Flow, PROGRESS_CONFIRMED, PROTOCOL_TCP, Settings},
     packet::{TCP_ACK, TCP_SYN},
     port::Port,
     reason::Reason,
 };
 
 use crate::{
-    cases::scene::{CLIENT, CLUSTER_IP, Scene},
+    cases::{
+        scene::{CLIENT, CLUSTER_IP, Scene},
+        transit::{OWN, Uplink},
+    },
     wire::{Endpoint, KnownAddress, tcp, udp},
     world::{FlowOf, Globals, Sizes, Tables, World},
 };
@@ -42,6 +48,64 @@ pub(crate) fn run(object: &[u8]) -> Result<()> {
     for count in FLOWS {
         known_flows::<V4>(object, count)?;
         known_flows::<V6>(object, count)?;
+    }
+    for count in FLOWS {
+        transit::<V4>(object, count)?;
+        transit::<V6>(object, count)?;
+    }
+    Ok(())
+}
+
+/// As [`known_flows`], masqueraded flows of which XDP sends each packet on, to the interface itself as the next hop.
+fn transit<W: Tables>(object: &[u8], count: u32) -> Result<()> {
+    /// A packet goes so far, and then begins anew.
+    const HOPS: u32 = 60;
+    const CLIENT_PORTS: u32 = 50_000;
+    const FIRST: u32 = 1_024;
+    // Neighbours differ in both ports, so that no flow's way to its backend is another's to its frontend.
+    let ends = |number: u32| {
+        let frontend = FIRST + number / CLIENT_PORTS * 2 + number % 2;
+        anyhow::Ok((u16::try_from(FIRST + number % CLIENT_PORTS)?, u16::try_from(frontend)?))
+    };
+    let mut world = World::with_flows::<W>(object, 2 * count)?;
+    let uplink = Uplink::new::<W>(&mut world)?;
+    for neighbour in [CLIENT.0, CLUSTER_IP.0] {
+        uplink.knows::<W>(neighbour, OWN)?;
+    }
+    for number in 0..count {
+        let (client, frontend) = ends(number)?;
+        let (masquerade, backend) = ends((number + 1) % count)?;
+        let mut flow = flow::<W>(client, client, (CLUSTER_IP.0, frontend), (CLUSTER_IP.0, backend));
+        (flow.flags, flow.masquerade) = (FLOW_MASQUERADE, W::address(CLIENT.0));
+        flow.set_masquerade_port(Port::new(masquerade));
+        for key in [flow.client_key(), flow.backend_key()] {
+            W::put_flow(&mut world.ebpf, Stage::Established, key, flow)?;
+        }
+    }
+    let program: &Xdp = world.ebpf.program(program::uplink_transit).context("no program")?.try_into()?;
+    let time = |number: u32, hops: u32, port: Endpoint| {
+        let packet = tcp((CLIENT.0, ends(number)?.0), port, TCP_ACK).bytes::<W>();
+        let context = [0, packet.len() as u32, 0, uplink.index, 0, 0].map(u32::to_ne_bytes).concat();
+        let options = TestRunOptions {
+            data_in: Some(&packet),
+            ctx_in: Some(&context),
+            repeat: hops,
+            ..TestRunOptions::default()
+        };
+        anyhow::Ok(program.test_run(options)?.duration.as_nanos())
+    };
+    let mut rounds = Vec::new();
+    for _ in 0..ROUNDS {
+        let begins = (0..RUNS / HOPS).map(|run| run * HOPS % count);
+        let sum: u128 =
+            begins.map(|begin| time(begin, HOPS, (CLUSTER_IP.0, ends(begin)?.1))).sum::<Result<u128>>()?;
+        rounds.push(sum / u128::from(RUNS / HOPS));
+    }
+    print_rounds::<W>(&format!("XDP: known flow, sent on, {count} flows in turn"), rounds);
+    if count == FLOWS[0] {
+        let stranger = (KnownAddress::Stranger, 80);
+        let rounds = (0..ROUNDS).map(|_| time(0, RUNS, stranger)).collect::<Result<_>>()?;
+        print_rounds::<W>("XDP: not a service", rounds);
     }
     Ok(())
 }
@@ -157,11 +221,14 @@ fn first_packets<W: Tables>(world: &mut World) -> Result<()> {
 }
 
 fn report<W: Tables>(world: &World, name: &str, program: &str, packet: &[u8]) -> Result<()> {
-    let mut rounds =
-        (0..ROUNDS).map(|_| nanoseconds(world, program, packet, RUNS)).collect::<Result<Vec<_>>>()?;
+    let rounds = (0..ROUNDS).map(|_| nanoseconds(world, program, packet, RUNS)).collect::<Result<_>>()?;
+    print_rounds::<W>(name, rounds);
+    Ok(())
+}
+
+fn print_rounds<W: Tables>(name: &str, mut rounds: Vec<u128>) {
     rounds.sort_unstable();
     println!("{} {name}: {} ns/packet (least {})", W::NAME, rounds[ROUNDS / 2], rounds[0]);
-    Ok(())
 }
 
 fn nanoseconds(world: &World, program: &str, packet: &[u8], runs: u32) -> Result<u128> {

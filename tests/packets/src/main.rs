@@ -70,7 +70,11 @@ fn start() -> Result<Started<Worlds>> {
 
 fn main() -> ExitCode {
     if std::env::args().any(|argument| argument == "--bench") {
-        return match object().and_then(|object| bench::run(&object)) {
+        let bench = || {
+            unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
+            bench::run(&object()?)
+        };
+        return match bench() {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
                 eprintln!("{error:#}");

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use aya::{
     Ebpf, EbpfLoader, Pod, TestRun as _, TestRunOptions,
     maps::{Array, HashMap, LpmTrie, Map, MapData, PerCpuArray, RingBuf, lpm_trie},
-    programs::SchedClassifier,
+    programs::{SchedClassifier, Xdp, XdpMode},
 };
 use proxy_common::{
     family::{Family, Slot as _, V4, V6},
@@ -30,6 +30,8 @@ const SERVICES: u32 = 64;
 /// Not pinned.
 const REFUSALS: &str = "refusals";
 
+const XDP_PASS: u32 = 2;
+const XDP_TX: u32 = 3;
 const TC_ACT_UNSPEC: u32 = u32::MAX;
 const TC_ACT_SHOT: u32 = 2;
 const TC_ACT_REDIRECT: u32 = 7;
@@ -39,6 +41,8 @@ pub(crate) enum Verdict {
     GoesOn,
     Dropped,
     Redirected,
+    /// Out of the interface that it has come by, before the stack.
+    SentBack,
 }
 
 /// What comes out of a program.
@@ -482,6 +486,41 @@ impl World {
             TC_ACT_UNSPEC => Verdict::GoesOn,
             TC_ACT_SHOT => Verdict::Dropped,
             TC_ACT_REDIRECT => Verdict::Redirected,
+            other => bail!("verdict {other}"),
+        };
+        Ok(Output { verdict, packet: out })
+    }
+
+    /// From now on frames can come by this interface.
+    pub(crate) fn attach_transit(&mut self, interface: &str) -> Result<()> {
+        let name = program::uplink_transit;
+        let program: &mut Xdp =
+            self.ebpf.program_mut(name).with_context(|| format!("no program {name}"))?.try_into()?;
+        if program.fd().is_err() {
+            program.load().with_context(|| format!("loading {name}"))?;
+        }
+        program.attach(interface, XdpMode::Driver).with_context(|| format!("attaching {name}"))?;
+        Ok(())
+    }
+
+    /// A frame that comes by the interface with this index.
+    pub(crate) fn transit(&self, interface: u32, frame: &[u8]) -> Result<Output> {
+        let name = program::uplink_transit;
+        let program: &Xdp =
+            self.ebpf.program(name).with_context(|| format!("no program {name}"))?.try_into()?;
+        // `xdp_md`: data, data_end, data_meta, ingress_ifindex, rx_queue_index, egress_ifindex.
+        let context = [0, frame.len() as u32, 0, interface, 0, 0].map(u32::to_ne_bytes).concat();
+        let mut out = vec![0; frame.len() + 256];
+        let result = program.test_run(TestRunOptions {
+            data_in: Some(frame),
+            data_out: Some(&mut out),
+            ctx_in: Some(&context),
+            ..TestRunOptions::default()
+        })?;
+        out.truncate(result.data_size_out as usize);
+        let verdict = match result.return_value {
+            XDP_PASS => Verdict::GoesOn,
+            XDP_TX => Verdict::SentBack,
             other => bail!("verdict {other}"),
         };
         Ok(Output { verdict, packet: out })

@@ -22,7 +22,7 @@ use crate::{
 
 const DEBIAN: &str = "arm64";
 /// What scenarios call, and what brings up the machine.
-const PROGRAMS: [&str; 3] = ["busybox-static", "iproute2", "kmod"];
+const PROGRAMS: [&str; 4] = ["busybox-static", "ethtool", "iproute2", "kmod"];
 const SUITES: [&str; 2] = ["bookworm", "bookworm-security"];
 /// Of the kernel, with what they need.
 const MODULES: [&str; 8] = [

@@ -226,6 +226,7 @@ fn network(addresses: &[&str]) -> NodeNetwork {
         role: Role::Uplink,
         reason: RoleReason::Network,
         ethernet: true,
+        is_card: false,
         bridge: None,
         masquerade_addresses: Vec::new(),
     };

@@ -1,4 +1,4 @@
-//! Where the programs are attached: the cgroup, and both directions of each interface.
+//! Where the programs are attached: the cgroup, both directions of each interface, and uplinks before their stack.
 //!
 //! Links are pinned, so that they outlive the controller, and get new programs in one step. Kernels without tcx
 //! have filters on a clsact qdisc instead, which live with the interface; a folder on the bpffs remembers them.
@@ -22,6 +22,7 @@ use super::{
     paths::{Paths, make_folder, names, remove_folder},
     pins::LinkPins,
     publish::Failures,
+    transit::Transit,
 };
 use crate::{
     dataplane::Interface,
@@ -97,11 +98,12 @@ pub(super) struct Hooks {
     tcx: Option<bool>,
     interfaces: BTreeMap<u32, Interface>,
     order: HookOrder,
+    transit: Transit,
 }
 
 impl Hooks {
     /// `cgroup`: where the socket hooks go; `None` detaches those of a predecessor.
-    pub(super) fn new(paths: Paths, programs: Programs, cgroup: Option<Cgroup>) -> Self {
+    pub(super) fn new(paths: Paths, programs: Programs, cgroup: Option<Cgroup>, transit: Transit) -> Self {
         let links = LinkPins::default();
         Self {
             paths,
@@ -111,6 +113,7 @@ impl Hooks {
             tcx: None,
             interfaces: BTreeMap::new(),
             order: HookOrder::default(),
+            transit,
         }
     }
 
@@ -267,6 +270,10 @@ impl Hooks {
             for direction in DIRECTIONS {
                 programs.get(packet_program(interface.role, direction, interface.ethernet))?;
             }
+            if let Some(program) = self.transit.program(interface) {
+                // Where the kernel refuses it, attaching it says so.
+                let _loaded = programs.get(program);
+            }
         }
         Ok(())
     }
@@ -321,7 +328,9 @@ impl Hooks {
             }
             changed |= self.attach_filter(interface.index, direction, program)?.map_err(failed)?;
         }
-        Ok(changed)
+        // Last, and first to go: what it leaves to the stack needs those of TC.
+        let Self { paths, programs, links, transit, .. } = self;
+        Ok(changed | transit.attach(paths, programs, links, interface)?)
     }
 
     fn link_path(&self, index: u32, direction: Direction) -> PathBuf {
@@ -375,6 +384,7 @@ impl Hooks {
     fn detach(&mut self, index: u32) -> Result<(), Error> {
         self.interfaces.remove(&index);
         self.order.forget(index);
+        self.transit.detach(&self.paths, &mut self.links, index)?;
         for direction in DIRECTIONS {
             self.links.remove(&self.link_path(index, direction))?;
         }

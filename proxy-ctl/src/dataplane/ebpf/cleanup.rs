@@ -19,7 +19,10 @@ pub fn cleanup(bpffs: &Path) -> Result<Removed, Error> {
         return Ok(removed);
     }
     let lock = current.lock()?;
-    for name in names(&current.links())? {
+    let mut links = names(&current.links())?;
+    // Those before the stack first: what they leave to the stack needs the others.
+    links.sort_by_key(|name| !name.contains("_xdp_"));
+    for name in links {
         if remove_link(&current.links().join(&name))? {
             removed.links.push(name);
         }

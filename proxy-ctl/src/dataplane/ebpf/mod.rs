@@ -44,6 +44,7 @@ use self::{
     stale_sockets::StaleSockets,
     status::{Pinned, Reader},
     tables::{CommonTables, FamilyTables, Shape},
+    transit::Transit,
 };
 use super::{
     Applied, Dataplane, Host, Interface, LocalTraffic, MetricFamily, Programmed, Snapshot, Unsupported,
@@ -95,6 +96,7 @@ mod stale_sockets;
 pub mod status;
 mod supports;
 mod tables;
+mod transit;
 mod uses;
 
 #[cfg(test)]
@@ -236,7 +238,7 @@ impl EbpfDataplane {
             flows6: Collector::default(),
             affinity: AffinityCollector::default(),
             flow_lifetimes: FlowLifetimes::default(),
-            hooks: Hooks::new(paths.clone(), programs, cgroup),
+            hooks: Hooks::new(paths.clone(), programs, cgroup, Transit::new(config.xdp)),
             host_namespace,
             shapes,
             config: config.clone(),

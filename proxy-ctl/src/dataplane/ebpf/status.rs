@@ -255,10 +255,14 @@ impl Reader<'_> {
     }
 }
 
-/// From the name of its link: `cgroup_connect4`, `3_ingress`.
+/// From the name of its link: `cgroup_connect4`, `3_ingress`, `3_xdp_native`.
 fn hook(link: &str) -> Hook {
     let (target, name) = link.split_once('_').unwrap_or(("", link));
-    let kind = if target == "cgroup" { "cgroup" } else { "tcx" };
+    let (name, kind) = match name.split_once('_') {
+        Some(("xdp", mode)) => (mode, "xdp"),
+        _ if target == "cgroup" => (name, "cgroup"),
+        _ => (name, "tcx"),
+    };
     Hook { name: name.to_owned(), interface: target.parse().ok(), kind }
 }
 
@@ -445,6 +449,7 @@ mod tests {
         let hook_of = |name: &str, interface, kind| Hook { name: name.into(), interface, kind };
         assert_eq!(hook("cgroup_connect4"), hook_of("connect4", None, "cgroup"));
         assert_eq!(hook("7_egress"), hook_of("egress", Some(7), "tcx"));
+        assert_eq!(hook("7_xdp_native"), hook_of("native", Some(7), "xdp"));
     }
 
     #[test]

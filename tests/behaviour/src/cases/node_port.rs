@@ -41,6 +41,13 @@ pub(super) const CASES: &[Case] = &[
         outside_to_remote,
     )
     .core(),
+    Case::new(
+        "packets between a client outside and another node pass the stack by",
+        Variants::All,
+        in_transit,
+    )
+    .concerns(|setting| setting.uses_xdp())
+    .core(),
     Case::new("a client outside reaches every endpoint of a node port", Variants::All, outside_balanced),
     Case::new("a node port without endpoints refuses at once", Variants::All, refused),
     Case::new("a node port is served at an address as long as the node has it", Variants::All, late_address)
@@ -163,6 +170,27 @@ fn outside_to_remote(world: &mut World, variant: Variant) -> Result<()> {
             ensure!(world.is_node_address(node, seen.ip()), "{} saw {seen}, not node{node}", answer.by);
         }
     }
+    Ok(())
+}
+
+/// More of them than a connection that takes another way.
+fn in_transit(world: &mut World, variant: Variant) -> Result<()> {
+    const REQUESTS: u16 = 20;
+    let agent = world.agent(&node_name(1))?;
+    let metrics = SocketAddr::new(Family::V4.loopback(), 10_249);
+    let sent = || -> Result<u64> {
+        let (_, body) = agent.http_get(metrics, "/metrics")?;
+        let counter = "proxy_reasons_total{reason=\"sent_by_driver\"";
+        let line = body.lines().find(|line| line.starts_with(counter)).context("no such counter")?;
+        Ok(line.rsplit(' ').next().context("no value")?.parse()?)
+    };
+    let before = sent()?;
+    let target = world.node_port(&ON_NODE2, 1, variant.family)?;
+    let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target).times(REQUESTS.into()))?;
+    check::answered_by(&outcomes, ON_NODE2.endpoints)?;
+    let packets = sent()? - before;
+    // One each way, at least; the next hops are known after a few at most.
+    ensure!(packets >= 2 * u64::from(REQUESTS) - 8, "{packets} packets of {REQUESTS} requests");
     Ok(())
 }
 

@@ -32,6 +32,7 @@ pub(super) fn configuration(lab: &Lab, setting: Setting, feed: &Feed, node: Node
                 PathKind::Off => "off",
             },
             "sourceAddress": setting.source.to_string(),
+            "xdp": if setting.uses_xdp() { "native" } else { "off" },
             "cgroup": lab.netns(&name)?.cgroup,
             "bpffs": lab.bpffs(node),
         },

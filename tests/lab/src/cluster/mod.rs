@@ -1,5 +1,6 @@
 //! Builds the cluster, runs processes in it, and removes every trace of it.
 
+mod card;
 pub mod network;
 mod removal;
 mod topology;
@@ -20,6 +21,7 @@ use crate::{
     agent::client::Agent,
     cgroup, namespace,
 };
+use card::Card;
 use network::Network;
 pub use removal::{remove_kept, remove_leftovers, remove_on_signals};
 
@@ -56,6 +58,8 @@ pub struct Lab {
     netns: BTreeMap<String, Netns>,
     pods: [u8; 2],
     networks: BTreeSet<Network>,
+    /// Of the nodes and the clients outside; `None`: simple veths.
+    cards: Option<Vec<Card>>,
 }
 
 pub const FABRIC: &str = "fabric";
@@ -79,8 +83,14 @@ impl Lab {
         let name = format!("px{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let cgroup = cgroup::mount_point()?.join(&name);
         let directory = removal::LabDirectory::create(&name)?;
-        let mut lab =
-            Self { directory, cgroup, netns: BTreeMap::new(), pods: [0; 2], networks: BTreeSet::new() };
+        let mut lab = Self {
+            directory,
+            cgroup,
+            netns: BTreeMap::new(),
+            pods: [0; 2],
+            networks: BTreeSet::new(),
+            cards: None,
+        };
         lab.add_netns(FABRIC, address::gateway(), None)?;
         topology::build_fabric(lab.fabric()?)?;
         for number in NODES {
@@ -94,6 +104,14 @@ impl Lab {
         topology::connect(lab.fabric()?, lab.netns(OUTSIDE)?)?;
         topology::route_services(lab.netns(OUTSIDE)?)?;
         Ok(lab)
+    }
+
+    /// XDP programs run on the nodes' devices as they do on network cards.
+    pub fn equip_with_cards(&mut self) -> Result<()> {
+        let names = [node_name(1), node_name(2), OUTSIDE.to_owned()];
+        let card = |name: &String| Card::make(self.fabric()?, name, self.netns(name)?, "eth0");
+        self.cards = Some(names.iter().map(card).collect::<Result<_>>()?);
+        Ok(())
     }
 
     /// Prefix of everything that belongs to this lab.
@@ -170,6 +188,14 @@ impl Lab {
         }
         for number in NODES {
             network::connect(network, self.fabric()?, self.netns(&node_name(number))?, number)?;
+        }
+        if network == Network::SecondUplink && self.cards.is_some() {
+            let ends = NODES.map(|number| (node_name(number), network.device()));
+            for (name, device) in ends.into_iter().chain([(SECOND_OUTSIDE.to_owned(), "eth0")]) {
+                let netns = self.netns(&name)?;
+                let card = Card::make(self.fabric()?, &network::port(netns, device), netns, device)?;
+                self.cards.get_or_insert_default().push(card);
+            }
         }
         let node = node_name(2);
         let cgroup = self.cgroup.join(&node).join(network.pod());

@@ -75,7 +75,7 @@ impl Network {
         10 * self.number() + node
     }
 
-    fn device(self) -> &'static str {
+    pub(super) fn device(self) -> &'static str {
         match self {
             Self::Vxlan => "flannel.1",
             Self::Ipip => "ipip1",
@@ -99,8 +99,13 @@ pub(super) fn build_second_fabric(fabric: &Netns, outside: &Netns) -> Result<()>
     )
 }
 
+/// Of the second fabric.
+pub(super) fn port(netns: &Netns, device: &str) -> String {
+    format!("{}-{device}", netns.name)
+}
+
 fn plug(fabric: &Netns, netns: &Netns, device: &str, own: Addresses) -> Result<()> {
-    let port = format!("{}-{device}", netns.name);
+    let port = port(netns, device);
     let (here, there) = (&fabric.namespace, &netns.namespace);
     ip(None, &format!("link add {port} netns {here} type veth peer name {device} netns {there}\n"))?;
     ip(Some(here), &format!("link set {port} master br1 up\n"))?;

@@ -3,7 +3,7 @@
 use std::{collections::HashMap, fs, ops::Range};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use aya::programs::Program;
+use aya::programs::{CgroupSockAddr, Program};
 use aya_obj::{Object, generated::bpf_insn};
 use scenario::Skip;
 
@@ -87,10 +87,13 @@ fn costs(world: &mut World) -> Result<Vec<(String, Cost)>> {
     let stacks = stacks()?;
     let mut costs = Vec::new();
     for (name, program) in world.ebpf.programs_mut() {
-        if let Program::CgroupSockAddr(socket) = &mut *program
-            && socket.fd().is_err()
-        {
-            socket.load().with_context(|| format!("loading {name}"))?;
+        if program.fd().is_err() {
+            let loaded = if let Program::Xdp(program) = &mut *program {
+                program.load()
+            } else {
+                <&mut CgroupSockAddr>::try_from(&mut *program).and_then(CgroupSockAddr::load)
+            };
+            loaded.with_context(|| format!("loading {name}"))?;
         }
         let info = program.info().with_context(|| format!("asking for {name}"))?;
         let stack = *stacks.get(name).with_context(|| format!("no program {name} in the object"))?;

@@ -16,6 +16,7 @@ pub(crate) mod scene;
 mod source_address;
 mod source_ranges;
 mod sustained;
+pub(crate) mod transit;
 mod translation;
 mod unserved;
 
@@ -140,6 +141,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     affinity::cases::<W>(group);
     source_ranges::cases::<W>(group);
     source_address::cases::<W>(group);
+    transit::cases::<W>(group);
     unserved::cases::<W>(group);
 }
 

@@ -66,7 +66,7 @@ fn refused_in_flood<W: Tables>(s: &mut Scene<W>, packets: u64) -> Result<(u64, u
         match s.world.run("workload_ingress", &packet)?.verdict {
             Verdict::Redirected => answered += 1,
             Verdict::Dropped => dropped += 1,
-            Verdict::GoesOn => bail!("a packet goes on"),
+            other @ (Verdict::GoesOn | Verdict::SentBack) => bail!("{other:?}"),
         }
     }
     Ok((answered, dropped))

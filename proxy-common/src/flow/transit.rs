@@ -1,0 +1,73 @@
+//! A packet that leaves the node by the interface that it has come by, without the stack between: to a backend on another node, or
+//! back from there.
+
+use super::{
+    FlowEntry as _, FlowTables, Found, Scratch, Step, end_if_gone, find, go_on, is_over, lookup,
+    set_key_of_packet,
+};
+use crate::{
+    family::Family,
+    layout::{FLOW_FOREIGN, FLOW_FROM_HOST, FLOW_MASQUERADE, FLOW_OF_NETFILTER},
+    packet::Part,
+    reason::Reason,
+    select::Origin,
+};
+
+/// Decides what [`arriving`](super::arriving) and [`leaving`](super::leaving) decide one after the other, of packets of flows that the stack
+/// has let out by an uplink before: reverse path filtering, rules of netfilter for new connections and IPsec have judged these. `returns`
+/// says whether the stack would send a packet with the ends of `scratch.action`, those between the two, out by the interface that it has
+/// come by.
+///
+/// Fails where the packet is the stack's. It is untouched then.
+#[inline(always)]
+pub fn in_transit<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    returns: impl FnOnce(&mut Scratch<F::Address>) -> bool,
+) -> Result<(), Reason> {
+    let is_simple = scratch.packet.fragment.part == Part::Whole && !scratch.packet.is_error();
+    // A SYN may begin another flow.
+    if !is_simple || (scratch.packet.is_tcp() && scratch.packet.opens()) {
+        return Err(Reason::NotAService);
+    }
+    set_key_of_packet(scratch);
+    let found = find(tables, scratch).ok_or(Reason::NotAService)?;
+    let flags = scratch.flow.flags & (FLOW_MASQUERADE | FLOW_FROM_HOST | FLOW_FOREIGN | FLOW_OF_NETFILTER);
+    if flags != FLOW_MASQUERADE || !scratch.flow.is_masqueraded() {
+        return Err(Reason::NotAService);
+    }
+    match found.step {
+        Step::ToFrontend => {
+            if scratch.packet.opens() && is_over(tables, scratch, found.entry, Origin::Outside) {
+                return Err(Reason::NotAService);
+            }
+            end_if_gone(tables, scratch, found.entry)?;
+            scratch.action.rewrite = scratch.flow.forward_rewrite();
+            if !returns(scratch) {
+                return Err(Reason::NotAService);
+            }
+            scratch.action.rewrite = scratch.flow.masquerade_rewrite();
+            scratch.action.rewrite.service = scratch.flow.service;
+            go_on(tables, scratch, found)
+        }
+        Step::FromBackendMasqueraded => {
+            scratch.action.rewrite = scratch.flow.unmasquerade_rewrite();
+            if !returns(scratch) {
+                return Err(Reason::NotAService);
+            }
+            scratch.action.rewrite = scratch.flow.reply_rewrite();
+            // What the backend says is kept in the entry of the other step.
+            scratch.key = scratch.flow.backend_key();
+            let (stage, entry) = lookup(tables, &scratch.key).ok_or(Reason::NotAService)?;
+            let opened = scratch.flow.opened;
+            entry.read_into(&mut scratch.flow);
+            if scratch.flow.opened != opened || entry.opened() != opened {
+                return Err(Reason::NotAService);
+            }
+            go_on(tables, scratch, Found { stage, entry, step: Step::FromBackend })
+        }
+        Step::ToBackend | Step::ToBackendMasqueraded | Step::FromBackend | Step::FromFrontend => {
+            Err(Reason::NotAService)
+        }
+    }
+}

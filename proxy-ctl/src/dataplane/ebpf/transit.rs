@@ -1,0 +1,156 @@
+//! Where packets are sent on before the stack has them: to backends on other nodes, and their answers, by XDP on uplinks.
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+use proxy_common::inventory::program;
+
+use super::{Error, load::Programs, paths::Paths, pins::LinkPins};
+use crate::{
+    config::Xdp,
+    dataplane::{Interface, Role},
+    sys::bpf::{self, LinkTarget, XdpMode},
+};
+
+const MODES: [XdpMode; 2] = [XdpMode::Native, XdpMode::Generic];
+
+/// As [`status`](super::status) names it.
+pub(super) const fn word(mode: XdpMode) -> &'static str {
+    match mode {
+        XdpMode::Native => "native",
+        XdpMode::Generic => "generic",
+    }
+}
+
+fn mode(configured: Xdp, interface: &Interface) -> Option<XdpMode> {
+    if interface.role != Role::Uplink || !interface.ethernet {
+        return None;
+    }
+    match configured {
+        Xdp::Off => None,
+        Xdp::Auto => interface.is_card.then_some(XdpMode::Native),
+        Xdp::Native => Some(XdpMode::Native),
+        Xdp::Generic => Some(XdpMode::Generic),
+    }
+}
+
+/// What the kernel's answer means.
+fn hint(errno: i32) -> &'static str {
+    match errno {
+        libc::EOPNOTSUPP => "its driver has no XDP, or not with its settings",
+        libc::EBUSY | libc::EEXIST => "another XDP program is attached to it",
+        libc::EINVAL | libc::ERANGE => {
+            "its driver has no XDP with its settings: see MTU, large receive offload and number of queues"
+        }
+        _ => "the kernel refused it",
+    }
+}
+
+/// Beside the programs of TC, which take what this one leaves to the stack.
+#[derive(Debug)]
+pub(super) struct Transit {
+    configured: Xdp,
+    /// Uplinks that cannot have it, and what was said of them.
+    refused: BTreeMap<u32, String>,
+}
+
+impl Transit {
+    pub(super) const fn new(configured: Xdp) -> Self {
+        Self { configured, refused: BTreeMap::new() }
+    }
+
+    fn path(paths: &Paths, index: u32, mode: XdpMode) -> PathBuf {
+        paths.links().join(format!("{index}_xdp_{}", word(mode)))
+    }
+
+    /// The program that the interface needs besides those of TC.
+    pub(super) fn program(&self, interface: &Interface) -> Option<&'static str> {
+        mode(self.configured, interface).map(|_| program::uplink_transit)
+    }
+
+    /// Answers whether anything had to be done. An uplink that cannot have the program is served by TC alone, which the log says.
+    pub(super) fn attach(
+        &mut self,
+        paths: &Paths,
+        programs: &mut Programs,
+        links: &mut LinkPins,
+        interface: &Interface,
+    ) -> Result<bool, Error> {
+        let wanted = mode(self.configured, interface);
+        let mut changed = false;
+        for other in MODES.into_iter().filter(|mode| Some(*mode) != wanted) {
+            changed |= links.remove(&Self::path(paths, interface.index, other))?;
+        }
+        let Some(mode) = wanted else { return Ok(changed) };
+        let path = Self::path(paths, interface.index, mode);
+        let refusal = match programs.get(program::uplink_transit) {
+            Ok(program) => {
+                let is_target = |target| target == LinkTarget::Xdp(interface.index);
+                let create = || bpf::link_xdp(program, interface.index, mode);
+                match links.ensure(&path, program, is_target, create) {
+                    Ok(linked) => {
+                        self.refused.remove(&interface.index);
+                        return Ok(changed | linked);
+                    }
+                    Err(error) if error.errno() == libc::ENODEV => return Ok(changed),
+                    Err(error) => format!("{}: {error}", hint(error.errno())),
+                }
+            }
+            Err(error) => error.to_string(),
+        };
+        if self.refused.get(&interface.index) != Some(&refusal) {
+            tracing::warn!(
+                interface = interface.name,
+                xdp = word(mode),
+                reason = refusal,
+                "no XDP program on the uplink: packets to backends on other nodes take the way through the stack"
+            );
+            self.refused.insert(interface.index, refusal);
+        }
+        // A former program would go on with tables that nobody writes any more.
+        Ok(changed | links.remove(&path)?)
+    }
+
+    pub(super) fn detach(&mut self, paths: &Paths, links: &mut LinkPins, index: u32) -> Result<(), Error> {
+        self.refused.remove(&index);
+        for mode in MODES {
+            links.remove(&Self::path(paths, index, mode))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+    use crate::dataplane::RoleReason;
+
+    const fn interface(role: Role, ethernet: bool, is_card: bool) -> Interface {
+        Interface {
+            index: 2,
+            name: String::new(),
+            role,
+            reason: RoleReason::DefaultRoute,
+            ethernet,
+            is_card,
+            bridge: None,
+            masquerade_addresses: Vec::new(),
+        }
+    }
+
+    const CARD: Interface = interface(Role::Uplink, true, true);
+    const BRIDGE: Interface = interface(Role::Uplink, true, false);
+
+    #[rstest]
+    #[case::off(Xdp::Off, CARD, None)]
+    #[case::card(Xdp::Auto, CARD, Some(XdpMode::Native))]
+    #[case::device_of_the_kernel(Xdp::Auto, BRIDGE, None)]
+    #[case::any_driver(Xdp::Native, BRIDGE, Some(XdpMode::Native))]
+    #[case::any_device(Xdp::Generic, CARD, Some(XdpMode::Generic))]
+    #[case::pod(Xdp::Native, interface(Role::Workload, true, false), None)]
+    #[case::tunnel(Xdp::Generic, interface(Role::Uplink, false, false), None)]
+    fn modes(#[case] configured: Xdp, #[case] interface: Interface, #[case] expected: Option<XdpMode>) {
+        assert_eq!(mode(configured, &interface), expected);
+    }
+}

@@ -1,0 +1,57 @@
+//! Questions to the kernel's routing tables.
+
+use aya_ebpf::bindings::bpf_fib_lookup as FibLookup;
+use proxy_common::family::{Family, V4, V6};
+
+/// Answered by `bpf_fib_lookup` where the packet is forwarded, and the next hop's link address is known.
+pub(crate) const FOUND: i64 = 0;
+
+/// How a family's addresses lie in the parameters of a route lookup.
+pub(crate) trait Route: Family {
+    fn set_addresses(parameters: &mut FibLookup, source: &Self::Address, destination: &Self::Address);
+}
+
+impl Route for V4 {
+    #[inline(always)]
+    fn set_addresses(parameters: &mut FibLookup, source: &[u8; 4], destination: &[u8; 4]) {
+        const AF_INET: u8 = 2;
+        parameters.family = AF_INET;
+        parameters.__bindgen_anon_3.ipv4_src = u32::from_ne_bytes(*source);
+        parameters.__bindgen_anon_4.ipv4_dst = u32::from_ne_bytes(*destination);
+    }
+}
+
+impl Route for V6 {
+    #[inline(always)]
+    fn set_addresses(parameters: &mut FibLookup, source: &[u8; 16], destination: &[u8; 16]) {
+        const AF_INET6: u8 = 10;
+        parameters.family = AF_INET6;
+        parameters.__bindgen_anon_3.ipv6_src = words(source);
+        parameters.__bindgen_anon_4.ipv6_dst = words(destination);
+    }
+}
+
+#[inline(always)]
+fn words(address: &[u8; 16]) -> [u32; 4] {
+    let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p] = *address;
+    [
+        u32::from_ne_bytes([a, b, c, d]),
+        u32::from_ne_bytes([e, f, g, h]),
+        u32::from_ne_bytes([i, j, k, l]),
+        u32::from_ne_bytes([m, n, o, p]),
+    ]
+}
+
+/// Of a packet between these ends that has come by this interface.
+#[inline(always)]
+pub(crate) fn parameters<F: Route>(
+    interface: u32,
+    source: &F::Address,
+    destination: &F::Address,
+) -> FibLookup {
+    // SAFETY: integers and unions of integers: all zero is valid.
+    let mut parameters: FibLookup = unsafe { core::mem::zeroed() };
+    F::set_addresses(&mut parameters, source, destination);
+    parameters.ifindex = interface;
+    parameters
+}

@@ -1,0 +1,140 @@
+//! The way of a packet from outside that leaves by the interface that it has come by, to a backend on another node or back to the
+//! client: the driver sends it on before the stack has it. All other packets pass, as they are, to the programs of TC.
+
+use aya_ebpf::{
+    bindings::{bpf_fib_lookup as FibLookup, xdp_action, xdp_md},
+    helpers::bpf_fib_lookup,
+    programs::XdpContext,
+};
+use proxy_common::{
+    family::{V4, V6},
+    flow::{self, FlowTables, Scratch},
+    packet::{Bytes as _, Network, Packet, Sum, parse, rewrite_headers},
+    reason::Reason,
+};
+
+use crate::{
+    event::TellPacket,
+    frame::Frame,
+    route::{self, FOUND, Route},
+    tables::{Maps, count, count_packet, lease_has_ended},
+    tc::ETHERNET,
+};
+
+trait TransitFamily: Network + Route + TellPacket {
+    /// Bytes of the network header alone.
+    const HEADER: u32;
+    /// Of the network header. A router takes one off it.
+    const LIFETIME: u32;
+}
+
+impl TransitFamily for V4 {
+    const HEADER: u32 = 20;
+    const LIFETIME: u32 = 8;
+}
+
+impl TransitFamily for V6 {
+    const HEADER: u32 = 40;
+    const LIFETIME: u32 = 7;
+}
+
+pub(crate) fn transit(ctx: &XdpContext) -> u32 {
+    const ETHERTYPE: u32 = 12;
+    match Frame::of(ctx).read(ETHERTYPE) {
+        Ok([0x08, 0x00]) => transit_of::<V4>(ctx.ctx),
+        Ok([0x86, 0xdd]) => transit_of::<V6>(ctx.ctx),
+        _ => xdp_action::XDP_PASS,
+    }
+}
+
+// Not inlined: the stack of both families would lie beside each other.
+#[inline(never)]
+fn transit_of<F: TransitFamily>(ctx: *mut xdp_md) -> u32
+where
+    Maps: FlowTables<F>,
+{
+    let frame = Frame::of(&XdpContext::new(ctx));
+    let Some(scratch) = F::scratch() else { return xdp_action::XDP_PASS };
+    if lease_has_ended() || parse::<F, _>(frame, ETHERNET, &mut scratch.packet).is_err() {
+        return xdp_action::XDP_PASS;
+    }
+    if !is_plain::<F>(frame, &scratch.packet) {
+        return xdp_action::XDP_PASS;
+    }
+    // SAFETY: a field of the context.
+    scratch.interface = unsafe { (*ctx).ingress_ifindex };
+    scratch.is_made_here = false;
+    let decided = flow::in_transit(&Maps, scratch, |scratch| returns::<F>(ctx, scratch) == YES);
+    if decided.is_err() {
+        return xdp_action::XDP_PASS;
+    }
+    match send::<F>(frame, scratch) {
+        Ok(()) => {
+            count(Reason::SentByDriver);
+            count_packet(scratch.action.rewrite.service, frame.length());
+            xdp_action::XDP_TX
+        }
+        Err(reason) => {
+            count(reason);
+            F::tell_packet(reason);
+            xdp_action::XDP_DROP
+        }
+    }
+}
+
+/// Does a router do nothing but send the packet on? It looks at options and extension headers, and answers to what has come too far.
+#[inline(always)]
+fn is_plain<F: TransitFamily>(frame: Frame, packet: &Packet<F::Address>) -> bool {
+    packet.headers.transport == ETHERNET + F::HEADER
+        && frame.read(ETHERNET + F::LIFETIME).is_ok_and(|[lifetime]: [u8; 1]| lifetime > 1)
+}
+
+/// Answered by [`returns`].
+const YES: u32 = 1;
+const NO: u32 = 0;
+
+/// Does the stack send a packet with the ends of `scratch.action` back by its interface? The frame is for this interface. Sets
+/// `scratch.next_hop`.
+// Not inlined: the parameters would lie on the stack beside what opening a flow needs.
+#[inline(never)]
+fn returns<F: TransitFamily>(ctx: *mut xdp_md, scratch: &mut Scratch<F::Address>) -> u32 {
+    let Scratch { packet, action, interface, next_hop, .. } = scratch;
+    let frame = Frame::of(&XdpContext::new(ctx));
+    let rewrite = &action.rewrite;
+    let mut parameters = route::parameters::<F>(*interface, &rewrite.source, &rewrite.destination);
+    parameters.l4_protocol = packet.protocol;
+    parameters.sport = u16::from_ne_bytes(rewrite.source_port.to_network());
+    parameters.dport = u16::from_ne_bytes(rewrite.destination_port.to_network());
+    // What is longer than the next hop takes is the stack's, which tells the sender.
+    parameters.__bindgen_anon_1.tot_len = (frame.length() - ETHERNET).min(u16::MAX.into()) as u16;
+    // SAFETY: the context of this program, and the parameters with their size.
+    let found = unsafe { bpf_fib_lookup(ctx.cast(), &raw mut parameters, size_of::<FibLookup>() as i32, 0) };
+    if found != FOUND || parameters.ifindex != *interface {
+        return NO;
+    }
+    let [to, from] = [parameters.dmac, parameters.smac];
+    // The one that packets leave with is the interface's own. What is for others is only seen by it.
+    if frame.read(0) != Ok(from) {
+        return NO;
+    }
+    next_hop[..6].copy_from_slice(&to);
+    next_hop[6..].copy_from_slice(&from);
+    YES
+}
+
+#[inline(always)]
+fn send<F: TransitFamily>(
+    frame: Frame,
+    Scratch { packet, action, next_hop, .. }: &Scratch<F::Address>,
+) -> Result<(), Reason> {
+    rewrite_headers::<F, _>(frame, packet, &action.rewrite)?;
+    let lifetime = ETHERNET + F::LIFETIME;
+    let [old, protocol] = frame.read::<2>(lifetime)?;
+    let new = old - 1;
+    frame.store(lifetime, [new])?;
+    if let Some(checksum) = F::CHECKSUM {
+        let change = Sum::of_change(&[old, protocol, 0, 0], &[new, protocol, 0, 0]);
+        frame.change_header_checksum(ETHERNET + checksum, change)?;
+    }
+    frame.store(0, *next_hop)
+}

@@ -23,8 +23,8 @@ const fn optional(program: &'static str, packages: [&'static str; 3], why: &'sta
 /// What building and testing needs.
 pub(super) const TOOLS: &[Tool] = &[
     needed("ip", ["iproute2", "iproute", "iproute2"], "network namespaces for the lab"),
-    needed("ethtool", ["ethtool", "ethtool", "ethtool"], "network cards of the lab that run XDP programs"),
     needed("cc", ["gcc libc6-dev", "gcc", "gcc"], "linking Rust programs"),
+    needed("ethtool", ["ethtool", "ethtool", "ethtool"], "network cards of the lab that run XDP programs"),
     optional("setpriv", ["util-linux", "util-linux", "util-linux"], "the API server in tests ends with them"),
     optional("bpftool", ["bpftool", "bpftool", "bpf"], "looking at tables, and tests of how they read"),
     optional("openssl", ["openssl", "openssl", "openssl"], "certificates of the API server in tests"),

@@ -231,7 +231,7 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
     let mut packets = programs.suite_as_root("packets", &[Test("packets")], &[])?;
     if arguments.all_modes {
         for command in &mut packets.commands {
-            command.env("FORGED_CLIENTS", "1000000");
+            command.env("FORGED_CLIENTS", "1000000").env("SUSTAINED_SECONDS", "60");
         }
     }
     let mut suites = vec![

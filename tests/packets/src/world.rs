@@ -1,6 +1,6 @@
 //! The loaded programs and their tables.
 
-use std::{collections::BTreeMap, os::fd::AsFd as _};
+use std::{collections::BTreeMap, os::fd::AsFd as _, path::Path};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use aya::{
@@ -99,14 +99,15 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
         Ok(hash(ebpf, Self::NODE_ADDRESSES)?.insert(address, NodeAddress { flags }, 0)?)
     }
 
+    fn flow_table_name(stage: Stage) -> &'static str {
+        match stage {
+            Stage::Established => Self::FLOWS,
+            Stage::Opening => Self::OPENING_FLOWS,
+        }
+    }
+
     fn flow_table(ebpf: &mut Ebpf, stage: Stage) -> Result<FlowTable<'_, Self>> {
-        hash(
-            ebpf,
-            match stage {
-                Stage::Established => Self::FLOWS,
-                Stage::Opening => Self::OPENING_FLOWS,
-            },
-        )
+        hash(ebpf, Self::flow_table_name(stage))
     }
 
     fn put_flow(ebpf: &mut Ebpf, stage: Stage, key: FlowKeyOf<Self>, flow: FlowOf<Self>) -> Result<()> {
@@ -388,6 +389,19 @@ impl World {
         })
     }
 
+    /// With the tables that a controller has pinned in a folder, and the programs of uplinks.
+    pub(crate) fn with_tables_in(object: &[u8], folder: &Path) -> Result<Self> {
+        let programs = [program::uplink_ingress, program::uplink_egress];
+        Self::load_with(object, Globals::default(), &programs, |loader| {
+            macro_rules! pins {
+                ($($name:ident: $kind:ident $types:tt, $entries:tt;)+) => {
+                    $(loader.map_pin_path(stringify!($name), folder.join(stringify!($name)));)+
+                };
+            }
+            proxy_common::tables!(pins);
+        })
+    }
+
     fn load_with(
         object: &[u8],
         globals: Globals,
@@ -426,6 +440,12 @@ impl World {
             program.load().with_context(|| format!("loading {name}"))?;
         }
         Ok(Self { ebpf, flow_maps, moving4: None, moving6: None })
+    }
+
+    /// As [`Tables::flows`], in a few calls and while others work on them.
+    pub(crate) fn count_flows<W: Tables>(&self, stage: Stage) -> Result<usize> {
+        let table = flow_map(&self.ebpf, W::flow_table_name(stage))?;
+        Ok(open::<FlowKeyOf<W>, FlowOf<W>>(table)?.read_all()?.len())
     }
 
     /// A packet that a process of the node sends, or one that comes in.

@@ -12,7 +12,10 @@ use proxy_common::{
 };
 
 use super::{Group, Scene, WorldKind, scene::*};
-use crate::{wire::Segment, world::Tables};
+use crate::{
+    wire::Segment,
+    world::{Tables, World},
+};
 
 /// Three times what the tables of opening flows have room for. `FORGED_CLIENTS` in the environment asks for more: a million take
 /// ten seconds for each case.
@@ -101,11 +104,11 @@ fn write_client(bytes: &mut [u8], end_of_address: usize, client: u32) {
 }
 
 /// The client's packet must reach the backend.
-fn from_client<W: Tables>(s: &Scene<W>, packet: &[u8], client: u32) -> Result<()> {
+pub(super) fn from_client<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<()> {
     let Offsets { source: _, destination, ports } = Offsets::of::<W>();
     let mut bytes = packet.to_vec();
     write_client(&mut bytes, destination, client);
-    let output = s.world.run("uplink_ingress", &bytes)?;
+    let output = world.run("uplink_ingress", &bytes)?;
     let (address, port) = (&output.packet[destination..ports], &output.packet[ports + 2..ports + 4]);
     ensure!(
         address == W::address(LOCAL.0).as_ref() && port == LOCAL.1.to_be_bytes(),
@@ -115,11 +118,11 @@ fn from_client<W: Tables>(s: &Scene<W>, packet: &[u8], client: u32) -> Result<()
 }
 
 /// The backend's answer must come from the frontend.
-fn to_client<W: Tables>(s: &Scene<W>, packet: &[u8], client: u32) -> Result<()> {
+pub(super) fn to_client<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<()> {
     let Offsets { source, destination, ports } = Offsets::of::<W>();
     let mut bytes = packet.to_vec();
     write_client(&mut bytes, ports, client);
-    let output = s.world.run("uplink_egress", &bytes)?;
+    let output = world.run("uplink_egress", &bytes)?;
     let (address, port) = (&output.packet[source..destination], &output.packet[ports..ports + 2]);
     ensure!(
         address == W::address(NODE_PORT.0).as_ref() && port == NODE_PORT.1.to_be_bytes(),
@@ -135,22 +138,22 @@ fn flood<W: Tables>(s: &mut Scene<W>, then: Then) -> Result<()> {
     establish(s, &clients)?;
     let forged_clients = forged_clients()?;
     for forged in 0..forged_clients {
-        from_client(s, &clients.first, forged)?;
+        from_client::<W>(s.world, &clients.first, forged)?;
         if let Some(packet) = &clients.forged {
-            to_client(s, &clients.answer, forged)?;
-            from_client(s, packet, forged)?;
+            to_client::<W>(s.world, &clients.answer, forged)?;
+            from_client::<W>(s.world, packet, forged)?;
         }
         let Some(number) = (forged % SPACING == 0).then_some(forged / SPACING) else { continue };
-        from_client(s, &clients.first, FIRST_REAL + number)?;
+        from_client::<W>(s.world, &clients.first, FIRST_REAL + number)?;
         if let Some(answered) = number.checked_sub(ROUND_TRIP / SPACING) {
-            to_client(s, &clients.answer, FIRST_REAL + answered)?;
-            from_client(s, &clients.second, FIRST_REAL + answered)?;
+            to_client::<W>(s.world, &clients.answer, FIRST_REAL + answered)?;
+            from_client::<W>(s.world, &clients.second, FIRST_REAL + answered)?;
         }
     }
     let real = forged_clients / SPACING - ROUND_TRIP / SPACING;
     for client in (FIRST_REAL..FIRST_REAL + real).chain(established_clients()) {
-        from_client(s, &clients.second, client)?;
-        to_client(s, &clients.answer, client)?;
+        from_client::<W>(s.world, &clients.second, client)?;
+        to_client::<W>(s.world, &clients.answer, client)?;
     }
     // Datagrams establish a flow after seconds, and these have not lasted so long.
     let confirmed = ESTABLISHED + if s.protocol == PROTOCOL_TCP { real } else { 0 };
@@ -176,14 +179,14 @@ const fn established_clients() -> std::ops::Range<u32> {
 
 fn establish<W: Tables>(s: &mut Scene<W>, clients: &Clients) -> Result<()> {
     for client in established_clients() {
-        from_client(s, &clients.first, client)?;
-        to_client(s, &clients.answer, client)?;
+        from_client::<W>(s.world, &clients.first, client)?;
+        to_client::<W>(s.world, &clients.answer, client)?;
     }
     if s.protocol == PROTOCOL_UDP {
         s.age(Stage::Opening)?;
-        established_clients().try_for_each(|client| to_client(s, &clients.answer, client))?;
+        established_clients().try_for_each(|client| to_client::<W>(s.world, &clients.answer, client))?;
     }
-    established_clients().try_for_each(|client| from_client(s, &clients.second, client))?;
+    established_clients().try_for_each(|client| from_client::<W>(s.world, &clients.second, client))?;
     let (_, entries) = s.flow_counts()?;
     ensure!(entries == 2 * ESTABLISHED as usize, "{entries} entries of {ESTABLISHED} established flows");
     Ok(())

@@ -15,6 +15,7 @@ mod refusals;
 pub(crate) mod scene;
 mod source_address;
 mod source_ranges;
+mod sustained;
 pub(crate) mod transit;
 mod translation;
 mod unserved;
@@ -134,6 +135,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     refusals::cases::<W>(group);
     events::cases::<W>(group);
     floods::cases::<W>(group);
+    sustained::cases::<W>(group);
     headers::cases::<W>(group);
     host::cases::<W>(group);
     affinity::cases::<W>(group);

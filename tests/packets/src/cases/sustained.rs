@@ -1,0 +1,388 @@
+//! What a node must stand for long, in the tables of a controller with default limits that collects flows beside: connections that come
+//! and go in great number, and forged segments of those that are up.
+
+use std::{
+    env, fs,
+    panic::resume_unwind,
+    path::PathBuf,
+    process,
+    sync::{
+        Barrier,
+        mpsc::{self, Receiver, RecvTimeoutError},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, anyhow, ensure};
+use nix::{
+    sched::{CpuSet, sched_setaffinity},
+    unistd::Pid,
+};
+use proxy_common::{
+    flow::{FlowLifetimes, Speaker, Stage},
+    inventory::Limit,
+    layout::LAYOUT_VERSION,
+    packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
+    reason::Reason,
+};
+use proxy_ctl::{
+    config::{Ebpf, SocketLoadBalancing},
+    dataplane::{
+        Dataplane as _, Host,
+        ebpf::{EbpfDataplane, cleanup::cleanup},
+    },
+    sys::filesystem::provide_bpffs,
+};
+use scenario::Skip;
+
+use super::{
+    Group, Scene,
+    floods::{from_client, to_client},
+    scene::*,
+};
+use crate::{
+    wire::{Endpoint, KnownAddress, Segment, tcp},
+    world::{Tables, World},
+};
+
+/// Connections a second.
+const CONNECTIONS: u32 = 50_000;
+/// Those that come while a packet goes to the backend and its answer back: in 50 ms.
+const ROUND_TRIP: u32 = CONNECTIONS / 20;
+/// Those that come while one is up.
+const LIFETIME: u32 = CONNECTIONS;
+/// Forged packets a second.
+const FORGED: u32 = 10_000;
+/// Connections that send and receive while segments of theirs are forged, and those that do not.
+const ACTIVE: u32 = 200;
+const SILENT: u32 = 50;
+/// How long a flow stays at least that goes on in truth.
+const PERHAPS_RESET: Duration = Duration::from_secs(10_800);
+const OTHER: Endpoint = (KnownAddress::RemoteBackend, 9090);
+/// As the controller does.
+const COLLECTED_EVERY: Duration = Duration::from_secs(1);
+
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+    if env::var_os(SECONDS).is_some() {
+        group.tcp::<W>("50,000 connections a second", come_and_go);
+        group.tcp::<W>("10,000 forged segments a second", forge);
+    }
+}
+
+/// In the environment: how long each case lasts. Without, there are none: they take a machine that does nothing else.
+const SECONDS: &str = "SUSTAINED_SECONDS";
+
+fn seconds() -> Result<u32> {
+    let number = env::var(SECONDS).ok().and_then(|text| text.parse().ok());
+    number
+        .filter(|number| (1..=60).contains(number))
+        .with_context(|| format!("{SECONDS} must be a number from 1 to 60"))
+}
+
+/// A controller without services and interfaces.
+struct Controller {
+    dataplane: EbpfDataplane,
+    /// Dropped after it.
+    pins: Pins,
+}
+
+/// A folder for what a controller pins; gone with the value.
+struct Pins(PathBuf);
+
+/// The most entries of flows that were seen.
+#[derive(Debug, Default)]
+struct Most {
+    opening: usize,
+    established: usize,
+}
+
+impl Controller {
+    fn start() -> Result<Self> {
+        const BPFFS: &str = "/sys/fs/bpf";
+        provide_bpffs(BPFFS.as_ref())?;
+        let pins = Pins(PathBuf::from(format!("{BPFFS}/proxy-ctl-packets-{}", process::id())));
+        fs::create_dir(&pins.0).with_context(|| format!("making {}", pins.0.display()))?;
+        let config = Ebpf {
+            bpffs: pins.0.clone(),
+            socket_load_balancing: SocketLoadBalancing::Off,
+            ..Ebpf::default()
+        };
+        Ok(Self { dataplane: EbpfDataplane::open(&config)?, pins })
+    }
+
+    fn tables(&self) -> PathBuf {
+        self.pins.0.join(format!("proxy-ctl/v{LAYOUT_VERSION}/maps"))
+    }
+
+    /// Collects while `work` is done.
+    fn beside<W: Tables>(&mut self, world: &World, work: impl FnOnce() -> Result<()>) -> Result<Most> {
+        let (working, ended) = mpsc::channel();
+        thread::scope(|scope| {
+            let collecting = scope.spawn(move || self.collect::<W>(world, &ended));
+            let done = work();
+            drop(working);
+            let most = collecting.join().unwrap_or_else(|panic| resume_unwind(panic));
+            done.and(most)
+        })
+    }
+
+    fn collect<W: Tables>(&mut self, world: &World, ended: &Receiver<()>) -> Result<Most> {
+        stay_on(&cpus()?)?;
+        let mut most = Most::default();
+        while ended.recv_timeout(COLLECTED_EVERY) == Err(RecvTimeoutError::Timeout) {
+            self.dataplane.collect_garbage()?;
+            most.opening = most.opening.max(world.count_flows::<W>(Stage::Opening)?);
+            most.established = most.established.max(world.count_flows::<W>(Stage::Established)?);
+        }
+        Ok(most)
+    }
+
+    /// Collects until no flow is left, as if those that have closed had done so long ago. Answers how often that was.
+    fn drain<W: Tables>(&mut self, world: &World) -> Result<u32> {
+        const AT_MOST: u32 = 60;
+        let flow_lifetimes = FlowLifetimes { tcp_closed: Duration::ZERO, ..FlowLifetimes::default() };
+        self.dataplane.set_host(&Host { flow_lifetimes, ..Host::default() })?;
+        for times in 1..=AT_MOST {
+            self.dataplane.collect_garbage()?;
+            if world.count_flows::<W>(Stage::Opening)? == 0 {
+                return Ok(times);
+            }
+        }
+        let left = world.count_flows::<W>(Stage::Opening)?;
+        Err(anyhow!("{left} entries of flows that have closed are left after {AT_MOST} collections"))
+    }
+}
+
+impl Drop for Pins {
+    fn drop(&mut self) {
+        let removed = cleanup(&self.0).map_err(anyhow::Error::from);
+        if let Err(error) = removed.and_then(|_| Ok(fs::remove_dir(&self.0)?)) {
+            eprintln!("left {}: {error:#}", self.0.display());
+        }
+    }
+}
+
+fn cpus() -> Result<Vec<u32>> {
+    aya::util::online_cpus().map_err(|(file, error)| anyhow!("{file}: {error}"))
+}
+
+/// Of the calling thread.
+fn stay_on(cpus: &[u32]) -> Result<()> {
+    let mut set = CpuSet::new();
+    cpus.iter().try_for_each(|cpu| set.set(*cpu as usize))?;
+    Ok(sched_setaffinity(Pid::from_raw(0), &set)?)
+}
+
+/// Waits until so many may have come.
+fn keep_to(rate: u32, start: Instant, count: u32) {
+    let due = start + Duration::from_secs(1) * count / rate;
+    thread::sleep(due.saturating_duration_since(Instant::now()));
+}
+
+/// Tells what came of it. Skipped where the machine is too slow for the rate.
+fn tell(what: &str, rate: u32, count: u32, took: Duration, most: &Most) -> Result<()> {
+    let reached = f64::from(count) / took.as_secs_f64();
+    eprintln!("{reached:.0} {what} a second for {:.1} s; at most {most:?}", took.as_secs_f64());
+    if reached < f64::from(rate) * 0.98 {
+        return Err(Skip(format!("{reached:.0} {what} a second were reached here")).into());
+    }
+    Ok(())
+}
+
+type Spoken = (Speaker, Vec<u8>);
+
+const DATA: &[u8] = b"as much as a question, and as its answer";
+const LENGTH: u32 = DATA.len() as u32;
+
+/// A segment after so many bytes that its speaker has sent, and so many that it has received.
+fn segment<W: Tables>(speaker: Speaker, flags: u8, [sent, received]: [u32; 2], payload: &[u8]) -> Spoken {
+    let first = tcp(CLIENT, NODE_PORT, TCP_SYN);
+    let segment = match speaker {
+        Speaker::Client => first.flags(flags),
+        Speaker::Backend => first.to(LOCAL).answer(flags),
+    };
+    let segment = Segment {
+        sequence: segment.sequence.wrapping_add(sent),
+        acknowledgement: segment.acknowledgement.wrapping_add(received),
+        payload: payload.to_vec(),
+        ..segment
+    };
+    (speaker, segment.bytes::<W>())
+}
+
+fn opening<W: Tables>() -> [Spoken; 3] {
+    [
+        segment::<W>(Speaker::Client, TCP_SYN, [0, 0], &[]),
+        segment::<W>(Speaker::Backend, TCP_SYN | TCP_ACK, [0, 0], &[]),
+        segment::<W>(Speaker::Client, TCP_ACK, [0, 0], &[]),
+    ]
+}
+
+/// After so many others.
+fn exchange<W: Tables>(others: u32) -> [Spoken; 2] {
+    let before = others * LENGTH;
+    [
+        segment::<W>(Speaker::Client, TCP_ACK, [before, before], DATA),
+        segment::<W>(Speaker::Backend, TCP_ACK, [before, before + LENGTH], DATA),
+    ]
+}
+
+/// After so many exchanges.
+fn closing<W: Tables>(exchanges: u32) -> [Spoken; 3] {
+    let before = exchanges * LENGTH;
+    [
+        segment::<W>(Speaker::Client, TCP_FIN | TCP_ACK, [before, before], &[]),
+        segment::<W>(Speaker::Backend, TCP_FIN | TCP_ACK, [before, before + 1], &[]),
+        segment::<W>(Speaker::Client, TCP_ACK, [before + 1, before + 1], &[]),
+    ]
+}
+
+/// They must be translated, whoever says them.
+fn send<W: Tables>(world: &World, spoken: &[Spoken], client: u32) -> Result<()> {
+    spoken.iter().try_for_each(|(speaker, packet)| match speaker {
+        Speaker::Client => from_client::<W>(world, packet, client),
+        Speaker::Backend => to_client::<W>(world, packet, client),
+    })
+}
+
+fn come_and_go<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    let mut controller = Controller::start()?;
+    let mut world = World::with_tables_in(&crate::object()?, &controller.tables())?;
+    let mut scene = Scene::<W>::new(&mut world, s.protocol);
+    scene.service(1, &[(11, LOCAL, true)])?;
+    scene.node_port(1)?;
+    let mut cpus = cpus()?;
+    cpus.truncate(2);
+    let count = CONNECTIONS * seconds()?;
+    let of = cpus.len() as u32;
+    let load = Load { count, start: Instant::now(), abreast: &Barrier::new(cpus.len()) };
+    let world = &*scene.world;
+    let most = controller.beside::<W>(world, || {
+        thread::scope(|scope| {
+            let shares = cpus
+                .iter()
+                .zip(0..)
+                .map(|(cpu, share)| scope.spawn(move || load.bear::<W>(world, *cpu, share, of)));
+            let shares: Vec<_> = shares.collect();
+            shares.into_iter().try_for_each(|share| share.join().unwrap_or_else(|panic| resume_unwind(panic)))
+        })
+    })?;
+    let took = load.start.elapsed();
+    ensure!(most.established < Limit::Flows.default_entries() as usize, "{most:?}");
+    ensure!(scene.world.count_flows::<W>(Stage::Established)? == 0, "flows that have closed are established");
+    scene.counted(&[(Reason::FlowOpened, count.into())])?;
+    let collections = controller.drain::<W>(scene.world)?;
+    eprintln!("no flow is left after {collections} collections");
+    tell("connections", CONNECTIONS, count + LIFETIME, took, &most)
+}
+
+/// Connections of as many clients, of which each CPU has a share.
+#[derive(Clone, Copy)]
+struct Load<'a> {
+    count: u32,
+    start: Instant,
+    /// Where a CPU waits that is ahead of the others: flows that open are evicted by those that come meanwhile.
+    abreast: &'a Barrier,
+}
+
+impl Load<'_> {
+    /// The clients of one CPU in turn: those whose number is `share`, or it and a multiple of how many CPUs there are.
+    fn bear<W: Tables>(self, world: &World, cpu: u32, share: u32, of: u32) -> Result<()> {
+        /// 20 ms of two CPUs: to wait for the other one more often costs more than the packets do.
+        const BATCH: u32 = 500;
+        let (opening, exchange, closing) = (opening::<W>(), exchange::<W>(0), closing::<W>(1));
+        let mut outcome = stay_on(&[cpu]);
+        for step in (share..self.count + LIFETIME).step_by(of as usize) {
+            if (step / of).is_multiple_of(BATCH) {
+                keep_to(CONNECTIONS, self.start, step);
+                self.abreast.wait();
+            }
+            if outcome.is_ok() {
+                outcome = self.step::<W>(world, [&opening, &exchange, &closing], step);
+            }
+        }
+        outcome
+    }
+
+    /// One client comes, one that came before is answered, and one goes.
+    fn step<W: Tables>(
+        self,
+        world: &World,
+        [opening, exchange, closing]: [&[Spoken]; 3],
+        step: u32,
+    ) -> Result<()> {
+        let before = |connections| step.checked_sub(connections).filter(|client| *client < self.count);
+        if let Some(client) = before(0) {
+            send::<W>(world, &opening[..1], client)?;
+        }
+        if let Some(client) = before(ROUND_TRIP) {
+            send::<W>(world, &opening[1..], client)?;
+            send::<W>(world, exchange, client)?;
+        }
+        before(LIFETIME).map_or(Ok(()), |client| send::<W>(world, closing, client))
+    }
+}
+
+fn forge<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    let mut controller = Controller::start()?;
+    let mut world = World::with_tables_in(&crate::object()?, &controller.tables())?;
+    let mut scene = Scene::<W>::new(&mut world, s.protocol);
+    scene.service(1, &[(11, LOCAL, true)])?;
+    scene.node_port(1)?;
+    (0..ACTIVE + SILENT).try_for_each(|client| send::<W>(scene.world, &opening::<W>(), client))?;
+    // From now on a new connection goes there.
+    scene.service(1, &[(21, OTHER, true)])?;
+    let count = FORGED * seconds()?;
+    let mut exchanges = vec![0; (ACTIVE + SILENT) as usize];
+    let start = Instant::now();
+    let world = &*scene.world;
+    let most = controller.beside::<W>(world, || forge_among::<W>(world, count, &mut exchanges))?;
+    let took = start.elapsed();
+    for (client, before) in (0..).zip(&exchanges) {
+        send::<W>(scene.world, &exchange::<W>(*before), client)?;
+    }
+    scene.counted(&[(Reason::FlowOpened, exchanges.len() as u64)])?;
+    let flows = scene.flows(Stage::Established)?;
+    ensure!(flows.len() == 2 * exchanges.len(), "{} entries of {} flows", flows.len(), exchanges.len());
+    let lifetimes = flows.iter().map(|(_, flow)| FlowLifetimes::default().of(flow.protocol, flow.state));
+    let shortest = lifetimes.min().unwrap_or_default();
+    ensure!(shortest >= PERHAPS_RESET, "a flow is removed after {shortest:?}");
+    for (client, before) in (0..).zip(&exchanges) {
+        send::<W>(scene.world, &closing::<W>(before + 1), client)?;
+    }
+    ensure!(scene.world.count_flows::<W>(Stage::Established)? == 0, "flows that have closed are established");
+    tell("forged segments", FORGED, count, took, &most)
+}
+
+/// Sends so many forged segments: each that ends a connection is followed by one that opens it, and by an exchange of another, which is
+/// counted.
+fn forge_among<W: Tables>(world: &World, count: u32, exchanges: &mut [u32]) -> Result<()> {
+    let ends = [
+        (Speaker::Client, TCP_RST),
+        (Speaker::Client, TCP_FIN),
+        (Speaker::Backend, TCP_RST),
+        (Speaker::Backend, TCP_FIN),
+        (Speaker::Client, TCP_RST | TCP_ACK),
+        (Speaker::Client, TCP_FIN | TCP_ACK),
+        (Speaker::Backend, TCP_RST | TCP_ACK),
+        (Speaker::Backend, TCP_FIN | TCP_ACK),
+    ];
+    let mut random = fastrand::Rng::with_seed(1);
+    let mut forged = |speaker, flags| segment::<W>(speaker, flags, [random.u32(..), random.u32(..)], &[]);
+    let start = Instant::now();
+    for (number, (speaker, flags)) in (0..count / 2).zip(ends.into_iter().cycle()) {
+        if number.is_multiple_of(50) {
+            keep_to(FORGED, start, 2 * number);
+        }
+        send::<W>(
+            world,
+            &[forged(speaker, flags), forged(Speaker::Client, TCP_SYN)],
+            number % (ACTIVE + SILENT),
+        )?;
+        let active = number % ACTIVE;
+        send::<W>(world, &exchange::<W>(exchanges[active as usize]), active)?;
+        exchanges[active as usize] += 1;
+    }
+    Ok(())
+}

@@ -269,7 +269,7 @@ fn ip_tool(arguments: &str) {
 
 /// What the endpoint that answers says of itself.
 fn dial(address: &str) -> std::io::Result<std::net::SocketAddr> {
-    let patience = std::time::Duration::from_secs(5);
+    let patience = Duration::from_secs(5);
     let mut stream = std::net::TcpStream::connect_timeout(&address.parse().unwrap(), patience)?;
     let mut said = String::new();
     std::io::Read::read_to_string(&mut stream, &mut said)?;
@@ -280,7 +280,7 @@ fn dial(address: &str) -> std::io::Result<std::net::SocketAddr> {
 fn serve(address: &str) {
     let listener = std::net::TcpListener::bind(address).unwrap();
     let address = address.to_owned();
-    std::thread::spawn(move || {
+    thread::spawn(move || {
         for stream in listener.incoming() {
             // The client may have gone.
             let _ = std::io::Write::write_all(&mut stream.unwrap(), address.as_bytes());

@@ -263,7 +263,7 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.xdp", keyword(|c| &mut c.ebpf.xdp);
         "On which uplinks XDP sends packets from outside to backends on other nodes, and their answers, on before the network stack has \
          them, after the first one of each flow: no rule of netfilter sees the others. auto: devices of hardware whose driver has XDP. native: all whose driver has it; a \
-         veth also needs receive offload (GRO) at its other end, and senders that fill in their checksums. generic: all, for tests: the stack \
+         veth also needs an XDP program at its other end, and senders that fill in their checksums. generic: all, for tests: the stack \
          does it, no faster than without, and after receive offload, which must be off. What leaves by another interface, and where no program can be attached, takes the way \
          through the stack; status shows the hooks, the log says why one is missing.";
     "ebpf.forwarding", keyword(|c| &mut c.ebpf.forwarding);

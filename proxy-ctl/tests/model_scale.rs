@@ -1,9 +1,16 @@
-//! What the model needs for a large cluster. In a process of its own, so that its memory is all there is to see.
+//! What the model needs for a large cluster. In a process of its own, one test at a time, so that its memory is all there is to see.
 
 #[path = "../benches/support/cluster.rs"]
 mod cluster;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use proxy_ctl::model::{Model, objects::Endpoint};
+
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Memory of this process that is not of files, in KiB.
 fn resident_kib() -> Option<u64> {
@@ -14,6 +21,7 @@ fn resident_kib() -> Option<u64> {
 
 #[test]
 fn ten_thousand_services_fit_in_30_mb_and_one_change_is_one_port() {
+    let _alone = alone();
     const SERVICES: u32 = 10_000;
     let before = resident_kib().unwrap();
     let mut model = Model::new(cluster::NODE);
@@ -40,6 +48,7 @@ fn ten_thousand_services_fit_in_30_mb_and_one_change_is_one_port() {
 
 #[test]
 fn one_change_is_one_health_check_however_many_there_are() {
+    let _alone = alone();
     const SERVICES: u32 = 1_000;
     let mut model = Model::new(cluster::NODE);
     for number in 0..SERVICES {
@@ -65,6 +74,7 @@ fn one_change_is_one_health_check_however_many_there_are() {
 /// Each service claims the external address of another one.
 #[test]
 fn one_change_looks_at_no_conflict_but_its_own() {
+    let _alone = alone();
     const CLAIMED: u32 = 5_000;
     let mut model = Model::new(cluster::NODE);
     let claiming = |number: u32| {

@@ -5,7 +5,7 @@ use core::{
     ptr::{addr_of, read_volatile},
 };
 
-use aya_ebpf::{bindings::xdp_md, programs::XdpContext};
+use aya_ebpf::bindings::xdp_md;
 use proxy_common::{
     packet::{Bytes, Checksum, Covered, Sum},
     reason::Reason,
@@ -21,8 +21,8 @@ const FARTHEST: u32 = 0x3ff;
 
 impl Frame {
     #[inline(always)]
-    pub(crate) fn of(ctx: &XdpContext) -> Self {
-        Self(ctx.ctx)
+    pub(crate) fn of(ctx: *mut xdp_md) -> Self {
+        Self(ctx)
     }
 
     /// Where the frame begins and ends. Each time anew: what the compiler keeps is cut to 32 bits, which the verifier forbids.

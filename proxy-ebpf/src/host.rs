@@ -6,8 +6,8 @@
 //! ingress, and translated there.
 
 use aya_ebpf::{
-    bindings::{__sk_buff, BPF_F_INGRESS, TC_ACT_REDIRECT, bpf_fib_lookup as FibLookup},
-    helpers::{bpf_fib_lookup, bpf_redirect, bpf_redirect_neigh, bpf_skb_change_type},
+    bindings::{__sk_buff, BPF_F_INGRESS, TC_ACT_REDIRECT},
+    helpers::{bpf_redirect, bpf_redirect_neigh, bpf_skb_change_type},
     programs::TcContext,
 };
 use proxy_common::packet::Rewrite;
@@ -29,8 +29,7 @@ fn interface_to<F: Route>(ctx: *mut __sk_buff, source: &F::Address, destination:
     const NO_NEIGHBOUR: i64 = 7;
     // SAFETY: a field of the context.
     let mut parameters = route::parameters::<F>(unsafe { (*ctx).ifindex }, source, destination);
-    // SAFETY: the context of this program, and the parameters with their size.
-    let found = unsafe { bpf_fib_lookup(ctx.cast(), &raw mut parameters, size_of::<FibLookup>() as i32, 0) };
+    let found = route::look_up(ctx.cast(), &mut parameters);
     if found == FOUND || found == NO_NEIGHBOUR { parameters.ifindex } else { 0 }
 }
 

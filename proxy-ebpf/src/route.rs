@@ -1,9 +1,11 @@
 //! Questions to the kernel's routing tables.
 
-use aya_ebpf::bindings::bpf_fib_lookup as FibLookup;
+use core::ffi::c_void;
+
+use aya_ebpf::{bindings::bpf_fib_lookup as FibLookup, helpers::bpf_fib_lookup};
 use proxy_common::family::{Family, V4, V6};
 
-/// Answered by `bpf_fib_lookup` where the packet is forwarded, and the next hop's link address is known.
+/// Answered by [`look_up`] where the packet is forwarded, and the next hop's link address is known.
 pub(crate) const FOUND: i64 = 0;
 
 /// How a family's addresses lie in the parameters of a route lookup.
@@ -54,4 +56,11 @@ pub(crate) fn parameters<F: Route>(
     F::set_addresses(&mut parameters, source, destination);
     parameters.ifindex = interface;
     parameters
+}
+
+/// Answers with `BPF_FIB_LKUP_RET_*`, or with a negative error. `ctx`: of the running program.
+#[inline(always)]
+pub(crate) fn look_up(ctx: *mut c_void, parameters: &mut FibLookup) -> i64 {
+    // SAFETY: the context of this program, and the parameters with their size.
+    unsafe { bpf_fib_lookup(ctx, parameters, size_of::<FibLookup>() as i32, 0) }
 }

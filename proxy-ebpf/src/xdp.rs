@@ -2,8 +2,7 @@
 //! client: the driver sends it on before the stack has it. All other packets pass, as they are, to the programs of TC.
 
 use aya_ebpf::{
-    bindings::{bpf_fib_lookup as FibLookup, xdp_action, xdp_md},
-    helpers::bpf_fib_lookup,
+    bindings::{xdp_action, xdp_md},
     programs::XdpContext,
 };
 use proxy_common::{
@@ -40,7 +39,7 @@ impl TransitFamily for V6 {
 
 pub(crate) fn transit(ctx: &XdpContext) -> u32 {
     const ETHERTYPE: u32 = 12;
-    match Frame::of(ctx).read(ETHERTYPE) {
+    match Frame::of(ctx.ctx).read(ETHERTYPE) {
         Ok([0x08, 0x00]) => transit_of::<V4>(ctx.ctx),
         Ok([0x86, 0xdd]) => transit_of::<V6>(ctx.ctx),
         _ => xdp_action::XDP_PASS,
@@ -53,7 +52,7 @@ fn transit_of<F: TransitFamily>(ctx: *mut xdp_md) -> u32
 where
     Maps: FlowTables<F>,
 {
-    let frame = Frame::of(&XdpContext::new(ctx));
+    let frame = Frame::of(ctx);
     let Some(scratch) = F::scratch() else { return xdp_action::XDP_PASS };
     if lease_has_ended() || parse::<F, _>(frame, ETHERNET, &mut scratch.packet).is_err() {
         return xdp_action::XDP_PASS;
@@ -99,7 +98,7 @@ const NO: u32 = 0;
 #[inline(never)]
 fn returns<F: TransitFamily>(ctx: *mut xdp_md, scratch: &mut Scratch<F::Address>) -> u32 {
     let Scratch { packet, action, interface, next_hop, .. } = scratch;
-    let frame = Frame::of(&XdpContext::new(ctx));
+    let frame = Frame::of(ctx);
     let rewrite = &action.rewrite;
     let mut parameters = route::parameters::<F>(*interface, &rewrite.source, &rewrite.destination);
     parameters.l4_protocol = packet.protocol;
@@ -107,9 +106,7 @@ fn returns<F: TransitFamily>(ctx: *mut xdp_md, scratch: &mut Scratch<F::Address>
     parameters.dport = u16::from_ne_bytes(rewrite.destination_port.to_network());
     // What is longer than the next hop takes is the stack's, which tells the sender.
     parameters.__bindgen_anon_1.tot_len = (frame.length() - ETHERNET).min(u16::MAX.into()) as u16;
-    // SAFETY: the context of this program, and the parameters with their size.
-    let found = unsafe { bpf_fib_lookup(ctx.cast(), &raw mut parameters, size_of::<FibLookup>() as i32, 0) };
-    if found != FOUND || parameters.ifindex != *interface {
+    if route::look_up(ctx.cast(), &mut parameters) != FOUND || parameters.ifindex != *interface {
         return NO;
     }
     let [to, from] = [parameters.dmac, parameters.smac];

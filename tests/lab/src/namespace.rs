@@ -62,10 +62,18 @@ pub fn sysctl(namespace: &str, settings: &[(&str, &str)]) -> Result<()> {
 
 /// What `nft` answers in a namespace.
 pub fn nft(namespace: &str, script: &str) -> Result<String> {
-    let run = || Command::new("nft").arg(script).stdin(Stdio::null()).output().context("starting nft");
+    run(namespace, "nft", &[script])
+}
+
+/// What a program answers in a namespace.
+pub fn run(namespace: &str, program: &str, arguments: &[&str]) -> Result<String> {
+    let run = || {
+        let mut command = Command::new(program);
+        command.args(arguments).stdin(Stdio::null()).output().with_context(|| format!("starting {program}"))
+    };
     let output = within(namespace, run)?;
     if !output.status.success() {
-        bail!("nft {script}: {}", String::from_utf8_lossy(&output.stderr));
+        bail!("{program} {}: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr));
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

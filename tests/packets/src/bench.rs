@@ -24,7 +24,7 @@ use crate::{
         transit::{OWN, Uplink},
     },
     wire::{Endpoint, KnownAddress, tcp, udp},
-    world::{FlowOf, Globals, Sizes, Tables, World},
+    world::{FlowOf, Globals, Sizes, Tables, World, frame_context},
 };
 
 const RUNS: u32 = 1_048_576;
@@ -85,7 +85,7 @@ fn transit<W: Tables>(object: &[u8], count: u32) -> Result<()> {
     let program: &Xdp = world.ebpf.program(program::uplink_transit).context("no program")?.try_into()?;
     let time = |number: u32, hops: u32, port: Endpoint| {
         let packet = tcp((CLIENT.0, ends(number)?.0), port, TCP_ACK).bytes::<W>();
-        let context = [0, packet.len() as u32, 0, uplink.index, 0, 0].map(u32::to_ne_bytes).concat();
+        let context = frame_context(uplink.index, &packet);
         let options = TestRunOptions {
             data_in: Some(&packet),
             ctx_in: Some(&context),

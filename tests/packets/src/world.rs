@@ -297,6 +297,12 @@ impl<K: Pod + Default, V: Pod + Default> Resized<K, V> {
     }
 }
 
+/// Of a frame that comes by the interface with this index, as `xdp_md`: data, data_end, data_meta, ingress_ifindex, rx_queue_index,
+/// egress_ifindex.
+pub(crate) fn frame_context(interface: u32, frame: &[u8]) -> Vec<u8> {
+    [0, frame.len() as u32, 0, interface, 0, 0].map(u32::to_ne_bytes).concat()
+}
+
 /// The array that programs find a table of flows in, with its map in use.
 fn flow_maps(ebpf: &Ebpf, table: &str, maps: &str) -> Result<Table<u32, u32>> {
     let array = match ebpf.map(maps) {
@@ -508,8 +514,7 @@ impl World {
         let name = program::uplink_transit;
         let program: &Xdp =
             self.ebpf.program(name).with_context(|| format!("no program {name}"))?.try_into()?;
-        // `xdp_md`: data, data_end, data_meta, ingress_ifindex, rx_queue_index, egress_ifindex.
-        let context = [0, frame.len() as u32, 0, interface, 0, 0].map(u32::to_ne_bytes).concat();
+        let context = frame_context(interface, frame);
         let mut out = vec![0; frame.len() + 256];
         let result = program.test_run(TestRunOptions {
             data_in: Some(frame),

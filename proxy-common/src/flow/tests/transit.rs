@@ -87,7 +87,7 @@ impl Node {
     fn in_transit(&self, packet: &Packet<A>, returns: bool) -> Result<Rewrite<A>, Reason> {
         let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
         let decided = in_transit(&self.host, &mut scratch, |_| returns);
-        assert_eq!(scratch.packet, *packet, "it is put back");
+        assert_eq!(scratch.packet, *packet, "it is not changed");
         match decided {
             Ok(()) => Ok(scratch.action.rewrite),
             Err(_) => self.through_the_stack(packet),

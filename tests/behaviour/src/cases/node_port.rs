@@ -10,6 +10,7 @@ use lab::{
     namespace, wait,
 };
 
+use super::surface::METRICS;
 use crate::{
     case::{Case, Variant, Variants},
     check,
@@ -177,7 +178,7 @@ fn outside_to_remote(world: &mut World, variant: Variant) -> Result<()> {
 fn in_transit(world: &mut World, variant: Variant) -> Result<()> {
     const REQUESTS: u16 = 20;
     let agent = world.agent(&node_name(1))?;
-    let metrics = SocketAddr::new(Family::V4.loopback(), 10_249);
+    let metrics = SocketAddr::new(Family::V4.loopback(), METRICS);
     let sent = || -> Result<u64> {
         let (_, body) = agent.http_get(metrics, "/metrics")?;
         let counter = "proxy_reasons_total{reason=\"sent_by_driver\"";

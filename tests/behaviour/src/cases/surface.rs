@@ -29,7 +29,7 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 const HEALTH: u16 = 10_256;
-const METRICS: u16 = 10_249;
+pub(super) const METRICS: u16 = 10_249;
 
 fn health_and_mode(world: &mut World, _: Variant) -> Result<()> {
     let mode = world.setting.datapath().mode();

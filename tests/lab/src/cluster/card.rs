@@ -1,16 +1,13 @@
 //! Veths that are like network cards to the XDP programs on them.
 
-use std::{
-    os::fd::{AsFd as _, OwnedFd},
-    process::{Command, Stdio},
-};
+use std::os::fd::{AsFd as _, OwnedFd};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 use nix::net::if_::if_nametoindex;
 use proxy_ctl::sys::bpf::{XdpMode, link_xdp, load_program};
 
 use super::Netns;
-use crate::namespace::within;
+use crate::namespace::{run, within};
 
 /// A veth stays one as long as this lives.
 pub(super) struct Card {
@@ -30,21 +27,8 @@ impl Card {
             Ok(link_xdp(program.as_fd(), if_nametoindex(port)?, XdpMode::Native)?)
         });
         for (netns, device) in [(fabric, port), (netns, device)] {
-            fill_in_checksums(netns, device)?;
+            run(&netns.namespace, "ethtool", &["-K", device, "tx", "off"])?;
         }
         Ok(Self { _link: link.with_context(|| format!("an XDP program on {port}"))? })
     }
-}
-
-fn fill_in_checksums(netns: &Netns, device: &str) -> Result<()> {
-    let run = || {
-        let mut ethtool = Command::new("ethtool");
-        ethtool.args(["-K", device, "tx", "off"]).stdin(Stdio::null());
-        ethtool.output().context("starting ethtool (package ethtool)")
-    };
-    let output = within(&netns.namespace, run)?;
-    if !output.status.success() {
-        bail!("ethtool -K {device} tx off: {}", String::from_utf8_lossy(&output.stderr));
-    }
-    Ok(())
 }

@@ -58,8 +58,8 @@ pub struct Lab {
     netns: BTreeMap<String, Netns>,
     pods: [u8; 2],
     networks: BTreeSet<Network>,
-    /// Of the nodes and the clients outside; `None`: simple veths.
-    cards: Option<Vec<Card>>,
+    /// Of the nodes and the clients outside; none: simple veths.
+    cards: Vec<Card>,
 }
 
 pub const FABRIC: &str = "fabric";
@@ -89,7 +89,7 @@ impl Lab {
             netns: BTreeMap::new(),
             pods: [0; 2],
             networks: BTreeSet::new(),
-            cards: None,
+            cards: Vec::new(),
         };
         lab.add_netns(FABRIC, address::gateway(), None)?;
         topology::build_fabric(lab.fabric()?)?;
@@ -108,9 +108,9 @@ impl Lab {
 
     /// XDP programs run on the nodes' devices as they do on network cards.
     pub fn equip_with_cards(&mut self) -> Result<()> {
-        let names = [node_name(1), node_name(2), OUTSIDE.to_owned()];
-        let card = |name: &String| Card::make(self.fabric()?, name, self.netns(name)?, "eth0");
-        self.cards = Some(names.iter().map(card).collect::<Result<_>>()?);
+        for name in NODES.map(node_name).into_iter().chain([OUTSIDE.to_owned()]) {
+            self.cards.push(Card::make(self.fabric()?, &name, self.netns(&name)?, "eth0")?);
+        }
         Ok(())
     }
 
@@ -189,12 +189,11 @@ impl Lab {
         for number in NODES {
             network::connect(network, self.fabric()?, self.netns(&node_name(number))?, number)?;
         }
-        if network == Network::SecondUplink && self.cards.is_some() {
+        if network == Network::SecondUplink && !self.cards.is_empty() {
             let ends = NODES.map(|number| (node_name(number), network.device()));
             for (name, device) in ends.into_iter().chain([(SECOND_OUTSIDE.to_owned(), "eth0")]) {
                 let netns = self.netns(&name)?;
-                let card = Card::make(self.fabric()?, &network::port(netns, device), netns, device)?;
-                self.cards.get_or_insert_default().push(card);
+                self.cards.push(Card::make(self.fabric()?, &network::port(netns, device), netns, device)?);
             }
         }
         let node = node_name(2);

@@ -1,13 +1,9 @@
 //! Frames that XDP sends back out of the uplink that they have come by, and those that are the stack's.
 
-use std::{
-    fs,
-    io::Write as _,
-    net::IpAddr,
-    process::{Command, Stdio},
-};
+use std::{fs, net::IpAddr};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Result, ensure};
+use lab::namespace::ip;
 use nix::net::if_::if_nametoindex;
 use proxy_common::{
     flow::Stage,
@@ -53,12 +49,15 @@ impl Uplink {
         } else {
             ("ipv6", format!("{node}/64 nodad"))
         };
-        ip(&format!(
-            "link add {UPLINK} address {OWN} type veth peer name beyond\n\
+        ip(
+            None,
+            &format!(
+                "link add {UPLINK} address {OWN} type veth peer name beyond\n\
              link set {UPLINK} up\n\
              link set beyond up\n\
              addr add {address} dev {UPLINK}\n"
-        ))?;
+            ),
+        )?;
         let uplink = Self { index: if_nametoindex(UPLINK)? };
         fs::write(format!("/proc/sys/net/{version}/conf/{UPLINK}/forwarding"), "1")?;
         world.attach_transit(UPLINK)?;
@@ -74,7 +73,7 @@ impl Uplink {
 
     pub(crate) fn knows<W: Tables>(&self, neighbour: KnownAddress, link: &str) -> Result<()> {
         let address = address::<W>(neighbour);
-        ip(&format!("neigh add {address} lladdr {link} dev {UPLINK} nud permanent\n"))
+        ip(None, &format!("neigh add {address} lladdr {link} dev {UPLINK} nud permanent\n"))
     }
 
     /// It leaves as this, to the next hop.
@@ -96,7 +95,7 @@ impl Uplink {
 
 impl Drop for Uplink {
     fn drop(&mut self) {
-        if let Err(error) = ip(&format!("link del {UPLINK}\n")) {
+        if let Err(error) = ip(None, &format!("link del {UPLINK}\n")) {
             eprintln!("{error:#}");
         }
     }
@@ -110,16 +109,6 @@ fn address<W: Tables>(place: KnownAddress) -> IpAddr {
         (_, Ok(v6)) => v6.into(),
         _ => unreachable!("addresses have 4 or 16 bytes"),
     }
-}
-
-/// In the network namespace of the cases.
-fn ip(commands: &str) -> Result<()> {
-    let mut child = Command::new("ip").args(["-batch", "-"]).stdin(Stdio::piped()).spawn().context("ip")?;
-    child.stdin.take().context("stdin of ip")?.write_all(commands.as_bytes())?;
-    if !child.wait()?.success() {
-        bail!("ip could not do this:\n{commands}");
-    }
-    Ok(())
 }
 
 /// The client's first packet takes the way through the stack; answers with its source at the backend.

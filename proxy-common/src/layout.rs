@@ -358,13 +358,14 @@ pub const RESET_PLAUSIBLE: u8 = 1;
 /// A RST was seen with exactly the sequence number that its receiver waits for.
 pub const RESET_CONFIRMED: u8 = 2;
 
-/// What one side of a TCP connection says of the other's sequence numbers. Host byte order.
+/// What is known of the stream of bytes that one side of a TCP connection receives. Sequence numbers, host byte order.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct Numbers {
-    /// What it last acknowledged.
-    pub acknowledged: u32,
-    /// By acknowledging this number, it confirms the other's SYN or FIN. The same in both sides' entries.
+    /// How far the stream has come. In the entry of the side that receives it, what that side last acknowledged; in the sender's, the
+    /// end of what was sent.
+    pub reached: u32,
+    /// By acknowledging this number, the side confirms the other's SYN or FIN. The same in both sides' entries.
     pub awaited: u32,
 }
 

@@ -54,8 +54,8 @@ impl<A: Address> FlowEntry<A> for Entry<A> {
             match change {
                 Change::LastSeen(now) => write_volatile(addr_of_mut!((*entry).last_seen), now),
                 Change::Epoch(epoch) => write_volatile(addr_of_mut!((*entry).epoch), epoch),
-                Change::Acknowledged(by, number) => {
-                    write_volatile(&raw mut by.numbers_of(&mut *entry).acknowledged, number);
+                Change::Reached(by, number) => {
+                    write_volatile(&raw mut by.numbers_of(&mut *entry).reached, number);
                 }
                 Change::Awaited(by, number) => {
                     write_volatile(&raw mut by.numbers_of(&mut *entry).awaited, number);

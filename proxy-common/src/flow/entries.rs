@@ -138,8 +138,8 @@ pub(super) fn retire<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
 #[inline(always)]
 fn write_over<A: Address>(copy: impl FlowEntry<A>, flow: &Flow<A>) {
     copy.write(Change::LastSeen(flow.last_seen));
-    copy.write(Change::Acknowledged(Speaker::Client, flow.client_numbers.acknowledged));
-    copy.write(Change::Acknowledged(Speaker::Backend, flow.backend_numbers.acknowledged));
+    copy.write(Change::Reached(Speaker::Client, flow.client_numbers.reached));
+    copy.write(Change::Reached(Speaker::Backend, flow.backend_numbers.reached));
     copy.write(Change::Awaited(Speaker::Client, flow.client_numbers.awaited));
     copy.write(Change::Awaited(Speaker::Backend, flow.backend_numbers.awaited));
     copy.write(Change::Progress(flow.state.progress));

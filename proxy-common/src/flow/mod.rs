@@ -62,8 +62,8 @@ pub enum Stage {
 pub enum Change<A> {
     LastSeen(u64),
     Epoch(u32),
-    /// [`Numbers::acknowledged`] of one side.
-    Acknowledged(Speaker, u32),
+    /// [`Numbers::reached`] of one side.
+    Reached(Speaker, u32),
     /// [`Numbers::awaited`] of one side.
     Awaited(Speaker, u32),
     /// `PROGRESS_*`.

@@ -108,7 +108,8 @@ pub(super) fn insert<F: Family, T: FlowTables<F>>(
     flow.masquerade = F::Address::UNSPECIFIED;
     flow.set_masquerade_port(Port::NONE);
     flow.client_numbers = Numbers::default();
-    flow.backend_numbers = Numbers { acknowledged: 0, awaited: packet.segment.sequence.wrapping_add(1) };
+    flow.backend_numbers =
+        Numbers { reached: packet.segment.next, awaited: packet.segment.sequence.wrapping_add(1) };
     flow.state = FlowState::default();
     flow.opened = tables.now();
     flow.last_seen = flow.opened;

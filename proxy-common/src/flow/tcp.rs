@@ -12,8 +12,9 @@ use crate::{
 const FIRST_DATA: u32 = 0xffff;
 /// How far beyond what its receiver waits for a RST may be: data before it may be on its way.
 const RESET_WINDOW: u32 = 1 << 20;
-/// The same of a FIN: without one the flow would stay for long.
-const FIN_WINDOW: u32 = 1 << 24;
+/// How far both numbers of a segment may be from where the streams stand. The largest packet that the kernel puts together has 2^19 bytes;
+/// one segment of 2^24 whose numbers are guessed is believed.
+const REACH: u32 = 1 << 19;
 
 /// Who has sent a segment.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -48,6 +49,11 @@ impl Speaker {
     }
 }
 
+#[inline(always)]
+const fn is_near(number: u32, reached: u32) -> bool {
+    number.wrapping_sub(reached).wrapping_add(REACH) < 2 * REACH
+}
+
 /// Has the client received the backend's SYN?
 #[inline(always)]
 pub(super) fn confirms<A>(flow: &Flow<A>, segment: &Segment) -> bool {
@@ -68,25 +74,44 @@ pub(super) fn hear<F: Family, T: FlowTables<F>>(
 ) {
     let Scratch { flow, packet, .. } = scratch;
     let segment = &packet.segment;
-    let numbers = speaker.numbers_of(flow);
-    if segment.has(TCP_ACK) && segment.acknowledgement != numbers.acknowledged {
-        numbers.acknowledged = segment.acknowledgement;
-        entry.write(Change::Acknowledged(speaker, segment.acknowledgement));
-    }
-    let acknowledges = segment.has(TCP_ACK) && segment.acknowledgement == numbers.awaited;
+    let is_control = segment.has(TCP_SYN | TCP_FIN | TCP_RST);
+    let sent = speaker.other().numbers_of(flow).reached;
+    let Numbers { reached: acknowledged, awaited } = *speaker.numbers_of(flow);
+    let is_believed = segment.has(TCP_ACK)
+        && is_near(segment.sequence, sent)
+        && is_near(segment.acknowledgement, acknowledged);
+    let acknowledges = segment.has(TCP_ACK) && segment.acknowledgement == awaited;
     let others_fin = *speaker.other().fin_of(&mut flow.state);
-    let is_rare = segment.has(TCP_SYN | TCP_FIN | TCP_RST)
+    let is_rare = is_control
+        || (segment.has(TCP_ACK) && !is_believed)
         || flow.state.reset != 0
         || (others_fin == FIN_SEEN && acknowledges)
         || flow.state.has_ended();
     if is_rare {
-        hear_control(tables, scratch, speaker, stage, entry);
+        hear_rare(tables, scratch, speaker, stage, entry);
+    } else if is_believed {
+        advance(scratch, speaker, entry);
     }
 }
 
-/// A segment that opens, ends or confirms, or comes after the end.
+/// The streams have come as far as the segment says, which is believed.
+#[inline(always)]
+fn advance<A: Address>(scratch: &mut Scratch<A>, speaker: Speaker, entry: impl FlowEntry<A>) {
+    let Scratch { flow, packet, .. } = scratch;
+    for (side, number) in [(speaker, packet.segment.acknowledgement), (speaker.other(), packet.segment.next)]
+    {
+        let numbers = side.numbers_of(flow);
+        // Not of one that comes late.
+        if numbers.reached.wrapping_sub(number) >= REACH {
+            numbers.reached = number;
+            entry.write(Change::Reached(side, number));
+        }
+    }
+}
+
+/// A segment that opens, ends or confirms, comes after the end, or has numbers that are far from where the streams stand.
 #[inline(never)]
-fn hear_control<F: Family, T: FlowTables<F>>(
+fn hear_rare<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     speaker: Speaker,
@@ -98,17 +123,24 @@ fn hear_control<F: Family, T: FlowTables<F>>(
         Speaker::Backend => scratch.flow.client_key(),
     };
     let others = tables.flow(stage, &scratch.key).filter(|others| others.opened() == scratch.flow.opened);
-    // What the other side last acknowledged. Where its entry is evicted, nothing that ends the flow counts until it is restored.
+    let own = *speaker.numbers_of(&mut scratch.flow);
+    let sent = speaker.other().numbers_of(&mut scratch.flow).reached;
+    // Where the other side's entry is evicted, nothing that ends the flow counts until it is restored.
     // Not an Option: the verifier of 5.10 refuses to look at the number of one that has none.
     let mut is_other_known = false;
-    let mut awaited_by_other = 0;
+    let mut awaited_by_other = sent;
+    let mut sent_by_other = own.reached;
     if let Some(others) = others {
         others.read_into(&mut scratch.entry);
         is_other_known = true;
-        awaited_by_other = speaker.other().numbers_of(&mut scratch.entry).acknowledged;
+        awaited_by_other = speaker.other().numbers_of(&mut scratch.entry).reached;
+        sent_by_other = speaker.numbers_of(&mut scratch.entry).reached;
     }
     let segment = &scratch.packet.segment;
-    let own = *speaker.numbers_of(&mut scratch.flow);
+    // One entry may be behind: after a gap that was filled, or where segments went another way.
+    let is_believed = segment.has(TCP_ACK)
+        && (is_near(segment.sequence, sent) || is_near(segment.sequence, awaited_by_other))
+        && (is_near(segment.acknowledgement, own.reached) || is_near(segment.acknowledgement, sent_by_other));
     let old = scratch.flow.state;
     let mut state = old;
     let mut is_awaited_new = false;
@@ -120,7 +152,8 @@ fn hear_control<F: Family, T: FlowTables<F>>(
     let is_answer = speaker == Speaker::Backend
         && segment.has(TCP_ACK)
         && segment.acknowledgement.wrapping_sub(own.awaited) <= FIRST_DATA;
-    if is_answer && segment.has(TCP_SYN) && state.progress <= PROGRESS_ANSWERED {
+    let is_opening = is_answer && segment.has(TCP_SYN) && state.progress <= PROGRESS_ANSWERED;
+    if is_opening {
         state.progress = PROGRESS_ANSWERED;
         (is_awaited_new, awaited) = (true, segment.next);
     }
@@ -145,8 +178,7 @@ fn hear_control<F: Family, T: FlowTables<F>>(
         }
     }
     let fin = speaker.fin_of(&mut state);
-    let may_be_next = is_other_known && segment.sequence.wrapping_sub(awaited_by_other) < FIN_WINDOW;
-    if segment.has(TCP_FIN) && may_be_next && *fin != FIN_ACKNOWLEDGED {
+    if segment.has(TCP_FIN) && is_other_known && is_believed && *fin != FIN_ACKNOWLEDGED {
         *fin = FIN_SEEN;
         (is_awaited_new, awaited) = (true, segment.next);
     }
@@ -156,6 +188,14 @@ fn hear_control<F: Family, T: FlowTables<F>>(
         if let Some(others) = others {
             others.write(Change::Awaited(speaker.other(), awaited));
         }
+    }
+    if is_opening {
+        entry.write(Change::Reached(speaker.other(), awaited));
+        if let Some(others) = others {
+            others.write(Change::Reached(speaker.other(), awaited));
+        }
+    } else if is_believed && !segment.has(TCP_SYN | TCP_RST) {
+        advance(scratch, speaker, entry);
     }
     write(entry, old, state);
     if let Some(others) = others {

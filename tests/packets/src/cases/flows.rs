@@ -34,6 +34,9 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.tcp::<W>("SYN after a reset of either", syn_after_reset_of_either);
     group.tcp::<W>("a thousand connections one after another take the room of one", one_after_another);
     group.tcp::<W>("forged FIN, RST and SYN break nothing", forged);
+    group.tcp::<W>("forged segments of both sides that agree break nothing", forged_of_both);
+    group.tcp::<W>("a forged FIN does not hide a true one", forged_after_fin);
+    group.tcp::<W>("a gap that is filled, or was never seen, and then a reset", reset_after_gap);
     group.tcp::<W>("forged clients establish nothing", forged_clients);
     group.tcp::<W>("SYN after the backend refused", syn_after_reset);
     group.udp::<W>("stays with its backend", datagrams_stay);
@@ -280,6 +283,62 @@ fn forged<W: Tables>(s: &mut Scene<W>) -> Result<()> {
         ensure!(FlowLifetimes::default().of(PROTOCOL_TCP, state).as_secs() == 86_400, "{state:?}");
     }
     syn_stays(s)
+}
+
+/// Each acknowledges what the other's next one sends.
+fn forged_of_both<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    const CLIENTS: u32 = 0x1111_2222;
+    const BACKENDS: u32 = 0x9999_aaaa;
+    establish(s)?;
+    for flags in [TCP_ACK, TCP_FIN | TCP_ACK, TCP_RST | TCP_ACK, TCP_RST] {
+        let packet = s.packet(CLIENT, CLUSTER_IP, flags);
+        let packet = Segment { sequence: CLIENTS, acknowledgement: BACKENDS, ..packet };
+        s.send("workload_ingress", &packet, Expect::Becomes(&packet.to(LOCAL)))?;
+        let answer = s.answer(LOCAL, CLIENT, flags);
+        let answer = Segment { sequence: BACKENDS, acknowledgement: CLIENTS, ..answer };
+        s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+    }
+    let state = s.flow_of(Stage::Established, CLIENT)?.state;
+    ensure!(FlowLifetimes::default().of(PROTOCOL_TCP, state).as_secs() == 86_400, "{state:?}");
+    syn_stays(s)
+}
+
+fn forged_after_fin<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    establish(s)?;
+    let fin = s.answer(LOCAL, CLIENT, TCP_FIN | TCP_ACK);
+    s.send("workload_egress", &fin, Expect::Becomes(&fin.from(CLUSTER_IP)))?;
+    let forged = Segment { sequence: fin.sequence.wrapping_add(1 << 22), ..fin };
+    s.send("workload_egress", &forged, Expect::Becomes(&forged.from(CLUSTER_IP)))?;
+    let ack = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+    let ack = Segment { acknowledgement: ack.acknowledgement + 1, ..ack };
+    s.send("workload_ingress", &ack, Expect::Becomes(&ack.to(LOCAL)))?;
+    let state = s.flow_of(Stage::Established, CLIENT)?.state;
+    ensure!(state.backend_fin == FIN_ACKNOWLEDGED, "{state:?}");
+    Ok(())
+}
+
+/// What one side's entry does not know, the other side's does.
+fn reset_after_gap<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    const STEP: u32 = 1 << 18;
+    const STEPS: u32 = 64;
+    establish(s)?;
+    let data = s.answer(LOCAL, CLIENT, TCP_ACK);
+    let ack = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+    let data_at = |steps: u32| Segment { sequence: data.sequence + steps * STEP, ..data.clone() };
+    let ack_of = |steps: u32| Segment { acknowledgement: data.sequence + steps * STEP, ..ack.clone() };
+    // The first segment was lost, so that the client acknowledges all at once.
+    for steps in 1..=STEPS {
+        s.send("workload_egress", &data_at(steps), Expect::Becomes(&data_at(steps).from(CLUSTER_IP)))?;
+    }
+    s.send("workload_ingress", &ack_of(STEPS), Expect::Becomes(&ack_of(STEPS).to(LOCAL)))?;
+    // The backend's segments have gone another way.
+    for steps in STEPS..=2 * STEPS {
+        s.send("workload_ingress", &ack_of(steps), Expect::Becomes(&ack_of(steps).to(LOCAL)))?;
+    }
+    let reset = Segment { tcp_flags: TCP_RST | TCP_ACK, ..data_at(2 * STEPS) };
+    s.send("workload_egress", &reset, Expect::Becomes(&reset.from(CLUSTER_IP)))?;
+    ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
+    Ok(())
 }
 
 fn forged_clients<W: Tables>(s: &mut Scene<W>) -> Result<()> {

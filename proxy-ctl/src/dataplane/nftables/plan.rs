@@ -4,7 +4,10 @@
 //! would miss the endpoint that it has drawn, and before 6.2 the kernel takes the chain that a map's element has left for
 //! one in use. Those are retired: deleted by a later transaction.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    mem,
+};
 
 use rustc_hash::FxHashMap;
 
@@ -66,7 +69,8 @@ pub(super) struct Steps {
     pub(super) removed: Vec<(Owner, ElementId)>,
     /// Whether the chain has rules that go.
     pub(super) rules: Vec<(Owner, String, bool, Vec<Rule>)>,
-    pub(super) added: Vec<(Owner, ElementId, ElementValue)>,
+    /// Those of one service port together.
+    pub(super) added: Vec<(Owner, Vec<(ElementId, ElementValue)>)>,
     pub(super) retired: Vec<Retired>,
     /// What was retired and is needed again.
     pub(super) revived: Vec<Retired>,
@@ -77,7 +81,8 @@ pub(super) struct Steps {
 impl Steps {
     pub(super) fn applied(&self) -> Applied {
         let rules: usize = self.rules.iter().map(|(_, _, _, rules)| rules.len()).sum();
-        let written = self.sets.len() + self.chains.len() + rules + self.added.len();
+        let added: usize = self.added.iter().map(|(_, elements)| elements.len()).sum();
+        let written = self.sets.len() + self.chains.len() + rules + added;
         Applied { written: written as u64, removed: (self.removed.len() + self.retired.len()) as u64 }
     }
 
@@ -99,6 +104,7 @@ impl Steps {
             let before = old.chains.remove(&chain);
             self.chain(owner, chain, None, before, rules, retired);
         }
+        let mut added = Vec::with_capacity(new.elements.len());
         for (id, value) in new.elements {
             match old.elements.remove(&id) {
                 Some(before) if before == value => continue,
@@ -109,11 +115,18 @@ impl Steps {
                     }
                 }
             }
-            self.added.push((owner, id, value));
+            added.push((id, value));
         }
+        self.add(owner, added);
         self.remove(owner, old.elements.into_keys(), old.chains, old.sets);
         old.shared.into_iter().for_each(|id| *self.needs.entry(id).or_default() -= 1);
         new.shared.into_iter().for_each(|id| *self.needs.entry(id).or_default() += 1);
+    }
+
+    pub(super) fn add(&mut self, owner: Owner, elements: Vec<(ElementId, ElementValue)>) {
+        if !elements.is_empty() {
+            self.added.push((owner, elements));
+        }
     }
 
     /// `before`: its rules; `None`: it is not there.
@@ -170,22 +183,25 @@ impl Steps {
 
     /// Adds and removes elements that several service ports need, given how many did. Call it last.
     pub(super) fn share(&mut self, counts: &FxHashMap<ElementId, u32>) {
+        let mut added = Vec::new();
         for (id, change) in &self.needs {
             let before = i64::from(counts.get(id).copied().unwrap_or(0));
             match (before, before + change) {
-                (0, 1..) => self.added.push((None, id.clone(), ElementValue::default())),
+                (0, 1..) => added.push((id.clone(), ElementValue::default())),
                 (1.., ..=0) => self.removed.push((None, id.clone())),
                 _ => {}
             }
         }
+        self.add(None, added);
     }
 
-    /// With the owner of each message from its place on.
-    pub(super) fn batch(&self, language: Language) -> (Batch, Vec<(u32, Owner)>) {
-        self.batch_of(language, TABLE)
+    /// With the owner of each message from its place on. Rules and elements are dropped as they are written: those of thousands of service
+    /// ports take as much memory as the batch.
+    pub(super) fn take_batch(&mut self, language: Language) -> (Batch, Vec<(u32, Owner)>) {
+        self.take_batch_of(language, TABLE)
     }
 
-    pub(super) fn batch_of(&self, language: Language, table: &str) -> (Batch, Vec<(u32, Owner)>) {
+    pub(super) fn take_batch_of(&mut self, language: Language, table: &str) -> (Batch, Vec<(u32, Owner)>) {
         let (family, mut batch, mut owners) = (language.table_family(), Batch::default(), vec![(0, None)]);
         let mut own = |batch: &Batch, owner: &Owner| owners.push((batch.next(), *owner));
         if self.replaces {
@@ -209,22 +225,24 @@ impl Steps {
                 batch.delete_elements(family, table, &set.name(), keys);
             }
         }
-        for (owner, chain, flush, rules) in &self.rules {
-            own(&batch, owner);
-            if *flush {
-                batch.flush_chain(family, table, chain);
+        for (owner, chain, flush, rules) in mem::take(&mut self.rules) {
+            own(&batch, &owner);
+            if flush {
+                batch.flush_chain(family, table, &chain);
             }
             for rule in rules {
-                batch.add_rule(family, table, chain, &rule.expressions, &rule.user_data());
+                batch.add_rule(family, table, &chain, &rule.expressions, &rule.user_data());
             }
         }
-        for group in self.added.chunk_by(|(a, x, _), (b, y, _)| a == b && x.set == y.set) {
-            if let Some((owner, ElementId { set, .. }, _)) = group.first() {
-                own(&batch, owner);
-                let elements = group
-                    .iter()
-                    .map(|(_, id, value)| (id.key.as_slice(), &value.data, value.user_data.as_slice()));
-                batch.add_elements(family, table, &set.name(), elements);
+        for (owner, elements) in mem::take(&mut self.added) {
+            for group in elements.chunk_by(|(x, _), (y, _)| x.set == y.set) {
+                if let Some((ElementId { set, .. }, _)) = group.first() {
+                    own(&batch, &owner);
+                    let elements = group
+                        .iter()
+                        .map(|(id, value)| (id.key.as_slice(), &value.data, value.user_data.as_slice()));
+                    batch.add_elements(family, table, &set.name(), elements);
+                }
             }
         }
         (batch, owners)

@@ -199,12 +199,11 @@ impl FamilyTable {
     ) -> Result<Applied, Error> {
         let mut refused_ports: FxHashMap<ServicePortName, i32> = FxHashMap::default();
         for _ in 0..TRIES {
-            let plan = plan(self, &refused_ports)?;
-            let (batch, owners) = plan.steps.batch(self.language);
+            let mut plan = plan(self, &refused_ports)?;
+            let (applied, rebalanced) = (plan.steps.applied(), plan.rebalanced());
+            let (batch, owners) = plan.steps.take_batch(self.language);
             let refused = if batch.is_empty() { Vec::new() } else { nftables.commit(batch)? };
             if refused.is_empty() {
-                let applied = plan.steps.applied();
-                let rebalanced = plan.rebalanced();
                 self.took_place(plan);
                 for port in rebalanced {
                     affinity::forget_others(nftables, &port, context)?;
@@ -319,7 +318,7 @@ impl FamilyTable {
         let (old, new) = (frame::elements(&self.context), frame::elements(context));
         steps.removed.extend(old.iter().filter(|id| !new.contains(id)).map(|id| (None, id.clone())));
         let added = new.into_iter().filter(|id| !old.contains(id));
-        steps.added.extend(added.map(|id| (None, id, ElementValue::default())));
+        steps.add(None, added.map(|id| (id, ElementValue::default())).collect());
     }
 
     /// From what is in the kernel to everything that must be there.
@@ -391,7 +390,9 @@ impl FamilyTable {
         }
         plan.steps.share(&FxHashMap::default());
         // Of these some are there.
-        plan.steps.added.retain(|(owner, id, _)| owner.is_some() || contents.elements.remove(id).is_none());
+        for (_, elements) in plan.steps.added.iter_mut().filter(|(owner, _)| owner.is_none()) {
+            elements.retain(|(id, _)| contents.elements.remove(id).is_none());
+        }
         for id in &needed_by_refused {
             contents.elements.remove(id);
         }
@@ -442,9 +443,7 @@ fn plan_fixed(
         let before = contents.chains.remove(chain.name).map(|before| before.rules);
         steps.chain(None, chain.name.to_owned(), chain.base, before, chain.rules, retired);
     }
-    for id in frame::elements(context) {
-        if contents.elements.remove(&id).is_none() {
-            steps.added.push((None, id, ElementValue::default()));
-        }
-    }
+    let mut added = frame::elements(context);
+    added.retain(|id| contents.elements.remove(id).is_none());
+    steps.add(None, added.into_iter().map(|id| (id, ElementValue::default())).collect());
 }

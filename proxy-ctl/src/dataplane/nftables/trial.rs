@@ -70,8 +70,8 @@ fn answer(nftables: NfTablesFact) -> Requirement {
 
 /// What the kernel would refuse of a table with a service port that uses everything, under another name.
 pub(super) fn refusals(nftables: &NfTables, family: IpFamily) -> Result<Vec<Refused>, Error> {
-    let (steps, context) = sample(family);
-    let (batch, _) = steps.batch_of(context.language, TRIAL);
+    let (mut steps, context) = sample(family);
+    let (batch, _) = steps.take_batch_of(context.language, TRIAL);
     Ok(nftables.check(&batch)?)
 }
 

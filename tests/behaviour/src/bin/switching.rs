@@ -23,7 +23,7 @@ use behaviour::{
 use clap::Parser;
 use lab::{
     Lab, Objects, Protocol, Tally,
-    address::{self, Addresses, FAMILIES, Family},
+    address::{self, Addresses, FAMILIES, Family, NodeNumber},
     agent::protocol::Load,
     cluster::{NODES, OUTSIDE, node_name},
     objects::{Endpoint, Ingress, Service},
@@ -193,7 +193,8 @@ fn trials_of(switches: Vec<Switch>, api_server: bool, connections: usize, matrix
         }
         let world = World::with_services(setting(first), api_server, |lab, objects| {
             SERVICES.iter().try_for_each(|service| service.publish(lab, objects, service.endpoints))?;
-            publish_guarded(lab, objects)
+            publish_guarded(lab, objects)?;
+            NODES.into_iter().try_for_each(|node| masquerade_as_plugins_do(lab, node))
         })?;
         let (nothing, parameters, fresh) = Default::default();
         let mut run = Run { world, connections, nothing, parameters, fresh, matrix };
@@ -230,6 +231,16 @@ fn publish_guarded(lab: &Lab, objects: &mut Objects) -> Result<()> {
     };
     objects.set_service(&service, &endpoints);
     Ok(())
+}
+
+/// What pods send out of the cluster, so that netfilter tracks connections in each mode. Where nothing had it do so, mode ebpf's of sockets
+/// are unknown to it, and a new one may get the port of one that is silent; see docs/life-cycle.md.
+fn masquerade_as_plugins_do(lab: &Lab, node: NodeNumber) -> Result<()> {
+    let of = |family, pods| format!("{family} saddr {pods} {family} daddr != {pods} masquerade");
+    let rules = [of("ip", address::POD_RANGE4), of("ip6", address::POD_RANGE6)].join("; ");
+    let chain = format!("chain postrouting {{ type nat hook postrouting priority 90; {rules}; }}");
+    let namespace = &lab.netns(&node_name(node))?.namespace;
+    lab::namespace::nft(namespace, &format!("table inet plugin {{ {chain}; }}")).map(drop)
 }
 
 fn setting(proxy: ProxyKind) -> Setting {

@@ -6,9 +6,15 @@
 use std::{
     env,
     ffi::OsString,
+    fmt::Display,
     fs,
     path::{Path, PathBuf},
     process::Command,
+};
+
+use object::{
+    build::elf::{Builder, SectionData},
+    elf::SHT_STRTAB,
 };
 
 /// aya-ebpf 0.2.1 compiles with this one; much newer ones refuse it.
@@ -164,8 +170,22 @@ fn required(name: &str) -> Result<OsString, String> {
     env::var_os(name).ok_or_else(|| format!("cargo did not set {name}"))
 }
 
+/// Without the debug information, two thirds of the file, of which only the linker makes use.
 fn copy(from: &Path, to: &Path) -> Result<(), String> {
-    fs::copy(from, to)
-        .map(|_| ())
-        .map_err(|error| format!("copying {} to {} failed: {error}", from.display(), to.display()))
+    let told =
+        |error: &dyn Display| format!("copying {} to {} failed: {error}", from.display(), to.display());
+    let bytes = fs::read(from).map_err(|error| told(&error))?;
+    let mut elf = Builder::read(bytes.as_slice()).map_err(|error| told(&error))?;
+    for section in &mut elf.sections {
+        section.delete |= section.name.starts_with(b".debug_") || section.name.starts_with(b".rel.debug_");
+    }
+    elf.delete_orphans();
+    // The linker keeps the names of sections and symbols together, which `Builder` cannot.
+    let names = elf.sections.add();
+    names.name = ".shstrtab".into();
+    names.sh_type = SHT_STRTAB;
+    names.data = SectionData::SectionString;
+    let mut stripped = Vec::new();
+    elf.write(&mut stripped).map_err(|error| told(&error))?;
+    fs::write(to, stripped).map_err(|error| told(&error))
 }

@@ -143,8 +143,6 @@ fn hear_rare<F: Family, T: FlowTables<F>>(
         && (is_near(segment.acknowledgement, own.reached) || is_near(segment.acknowledgement, sent_by_other));
     let old = scratch.flow.state;
     let mut state = old;
-    let mut is_awaited_new = false;
-    let mut awaited = 0;
     let others_fin = speaker.other().fin_of(&mut state);
     if *others_fin == FIN_SEEN && segment.has(TCP_ACK) && segment.acknowledgement == own.awaited {
         *others_fin = FIN_ACKNOWLEDGED;
@@ -155,7 +153,6 @@ fn hear_rare<F: Family, T: FlowTables<F>>(
     let is_opening = is_answer && segment.has(TCP_SYN) && state.progress <= PROGRESS_ANSWERED;
     if is_opening {
         state.progress = PROGRESS_ANSWERED;
-        (is_awaited_new, awaited) = (true, segment.next);
     }
     if segment.has(TCP_RST) {
         let refuses = is_answer && state.progress < PROGRESS_CONFIRMED;
@@ -178,23 +175,25 @@ fn hear_rare<F: Family, T: FlowTables<F>>(
         }
     }
     let fin = speaker.fin_of(&mut state);
-    if segment.has(TCP_FIN) && is_other_known && is_believed && *fin != FIN_ACKNOWLEDGED {
+    let is_end = segment.has(TCP_FIN) && is_other_known && is_believed && *fin != FIN_ACKNOWLEDGED;
+    if is_end {
         *fin = FIN_SEEN;
-        (is_awaited_new, awaited) = (true, segment.next);
     }
-    if is_awaited_new {
-        speaker.other().numbers_of(&mut scratch.flow).awaited = awaited;
-        entry.write(Change::Awaited(speaker.other(), awaited));
+    if is_opening || is_end {
+        let (receiver, next) = (speaker.other(), segment.next);
+        receiver.numbers_of(&mut scratch.flow).awaited = next;
+        entry.write(Change::Awaited(receiver, next));
+        if is_opening {
+            entry.write(Change::Reached(receiver, next));
+        }
         if let Some(others) = others {
-            others.write(Change::Awaited(speaker.other(), awaited));
+            others.write(Change::Awaited(receiver, next));
+            if is_opening {
+                others.write(Change::Reached(receiver, next));
+            }
         }
     }
-    if is_opening {
-        entry.write(Change::Reached(speaker.other(), awaited));
-        if let Some(others) = others {
-            others.write(Change::Reached(speaker.other(), awaited));
-        }
-    } else if is_believed && !segment.has(TCP_SYN | TCP_RST) {
+    if is_believed && !segment.has(TCP_SYN | TCP_RST) {
         advance(scratch, speaker, entry);
     }
     write(entry, old, state);

@@ -65,6 +65,18 @@ pub fn nft(namespace: &str, script: &str) -> Result<String> {
     run(namespace, "nft", &[script])
 }
 
+/// A table as a network plugin has one beside a proxy: it masquerades what `rules` match, in the language of `nft`.
+pub fn masquerade(namespace: &str, rules: &[String]) -> Result<()> {
+    let chain =
+        format!("chain postrouting {{ type nat hook postrouting priority 90; {}; }}", rules.join("; "));
+    nft(namespace, &format!("table inet plugin {{ {chain}; }}")).map(drop)
+}
+
+/// Removes the table of [`masquerade`].
+pub fn end_masquerade(namespace: &str) -> Result<()> {
+    nft(namespace, "delete table inet plugin").map(drop)
+}
+
 /// What a program answers in a namespace.
 pub fn run(namespace: &str, program: &str, arguments: &[&str]) -> Result<String> {
     let run = || {

@@ -237,10 +237,8 @@ fn publish_guarded(lab: &Lab, objects: &mut Objects) -> Result<()> {
 /// are unknown to it, and a new one may get the port of one that is silent; see docs/life-cycle.md.
 fn masquerade_as_plugins_do(lab: &Lab, node: NodeNumber) -> Result<()> {
     let of = |family, pods| format!("{family} saddr {pods} {family} daddr != {pods} masquerade");
-    let rules = [of("ip", address::POD_RANGE4), of("ip6", address::POD_RANGE6)].join("; ");
-    let chain = format!("chain postrouting {{ type nat hook postrouting priority 90; {rules}; }}");
-    let namespace = &lab.netns(&node_name(node))?.namespace;
-    lab::namespace::nft(namespace, &format!("table inet plugin {{ {chain}; }}")).map(drop)
+    let rules = [of("ip", address::POD_RANGE4), of("ip6", address::POD_RANGE6)];
+    lab::namespace::masquerade(&lab.netns(&node_name(node))?.namespace, &rules)
 }
 
 fn setting(proxy: ProxyKind) -> Setting {

@@ -32,16 +32,15 @@ fn masquerades(world: &mut World, variant: Variant) -> Result<()> {
     }
     let node = world.lab.netns("node1")?.namespace.clone();
     let (pod, backend) = (world.addresses("client-1")?, world.addresses("web-2")?);
-    let rules = format!(
-        "ip saddr {} ip daddr {} masquerade fully-random; ip6 saddr {} ip6 daddr {} masquerade fully-random",
-        pod.v4, backend.v4, pod.v6, backend.v6
-    );
-    let chain = format!("chain postrouting {{ type nat hook postrouting priority 90; {rules}; }}");
-    namespace::nft(&node, &format!("table inet plugin {{ {chain}; }}"))?;
+    let rules = [
+        format!("ip saddr {} ip daddr {} masquerade fully-random", pod.v4, backend.v4),
+        format!("ip6 saddr {} ip6 daddr {} masquerade fully-random", pod.v6, backend.v6),
+    ];
+    namespace::masquerade(&node, &rules)?;
     // A datagram of a pair of ports that was used before would be translated, or not, as it was then.
     state::forget_connections(&world.lab, 1)?;
     let outcome = beside(world, variant, (backend.of(variant.family), SERVER_PORT).into());
-    namespace::nft(&node, "delete table inet plugin")?;
+    namespace::end_masquerade(&node)?;
     // Without the table nothing translates what is left of them, and a new datagram of the same ends would be dropped.
     state::forget_connections(&world.lab, 1)?;
     outcome

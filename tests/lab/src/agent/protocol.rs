@@ -241,9 +241,10 @@ pub struct Load {
 }
 
 impl Load {
-    /// Of one thread, 5 ms between two requests, a new connection for each.
+    /// Of one thread, 5 ms between two requests, a new connection for each, which may take 2 s, times `LAB_PATIENCE`.
     pub fn new(protocol: Protocol, target: SocketAddr) -> Self {
-        Self { target, protocol, clients: 1, pause_micros: 5_000, timeout_ms: 2_000, keeps_socket: false }
+        let timeout_ms = 2_000 * u64::from(crate::wait::patience());
+        Self { target, protocol, clients: 1, pause_micros: 5_000, timeout_ms, keeps_socket: false }
     }
 }
 

@@ -80,12 +80,12 @@ pub enum UnservedReason {
 pub struct Endpoints {
     /// Every endpoint some set uses, without duplicates; local before remote, then by address and port.
     pub all: Vec<Endpoint>,
-    /// Indexes into `all`.
-    pub cluster: Vec<u32>,
+    /// Indexes into `all`. Equal sets share their memory.
+    pub cluster: Arc<[u32]>,
     /// For clients of the cluster IP.
-    pub internal: Vec<u32>,
+    pub internal: Arc<[u32]>,
     /// For clients from outside.
-    pub external: Vec<u32>,
+    pub external: Arc<[u32]>,
     /// Some endpoint is usable somewhere in the cluster: an empty set then drops instead of refusing.
     pub any: bool,
     /// Endpoints that no set uses and that still serve: flows that they have go on.

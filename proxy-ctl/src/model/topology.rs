@@ -1,5 +1,7 @@
 //! Which endpoints this node uses for whom: kube-proxy's `CategorizeEndpoints`.
 
+use std::sync::Arc;
+
 use super::{
     desired::{Endpoint, Endpoints},
     objects::{self, TrafficPolicy},
@@ -154,13 +156,13 @@ pub(super) fn choose(candidates: &[Candidate<'_>], policies: Policies, here: Nod
         }
     }
     all.shrink_to_fit();
-    cluster.shrink_to_fit();
 
+    let [cluster, local]: [Arc<[u32]>; 2] = [cluster, local].map(Into::into);
     let of = |policy| match policy {
-        TrafficPolicy::Cluster => cluster.clone(),
-        TrafficPolicy::Local => local.clone(),
+        TrafficPolicy::Cluster => Arc::clone(&cluster),
+        TrafficPolicy::Local => Arc::clone(&local),
     };
-    let external = if policies.externally_accessible { of(policies.external) } else { Vec::new() };
+    let external = if policies.externally_accessible { of(policies.external) } else { Arc::default() };
     let internal = of(policies.internal);
     let any = !cluster.is_empty()
         || (policies.uses_local()

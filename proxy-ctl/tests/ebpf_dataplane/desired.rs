@@ -22,12 +22,12 @@ pub fn endpoint(address: &str, port: u16) -> Endpoint {
 
 /// All endpoints in every set.
 pub fn endpoints(all: Vec<Endpoint>) -> Endpoints {
-    let every: Vec<u32> = (0..all.len() as u32).collect();
+    let every: Arc<[u32]> = (0..all.len() as u32).collect();
     let any = !all.is_empty();
     Endpoints {
         all,
-        cluster: every.clone(),
-        internal: every.clone(),
+        cluster: Arc::clone(&every),
+        internal: Arc::clone(&every),
         external: every,
         any,
         unused: Box::default(),

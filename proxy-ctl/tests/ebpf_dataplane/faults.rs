@@ -24,7 +24,7 @@ use super::{
 fn desired() -> Vec<Arc<DesiredPort>> {
     let all = || vec![endpoint("10.0.0.1", 8080), endpoint("10.0.0.2", 8080)];
     let mut gap = port("gap", "10.96.0.3", [all(), vec![endpoint("10.0.0.3", 8080)]].concat());
-    gap.endpoints.internal = vec![0, 2];
+    gap.endpoints.internal = [0, 2].into();
     shared([with_node_port(port("web", "10.96.0.1", all()), 30080), port("other", "10.96.0.2", all()), gap])
 }
 

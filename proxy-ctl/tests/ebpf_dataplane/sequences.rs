@@ -67,7 +67,7 @@ fn desired(step: &Step) -> Option<DesiredPort> {
         internal.dedup();
         port.internal_policy =
             if internal.is_empty() { TrafficPolicy::Local } else { TrafficPolicy::Cluster };
-        port.endpoints.internal = internal;
+        port.endpoints.internal = internal.into();
     }
     // Of all services one has the node port: whichever came last.
     Some(if node_port { with_node_port(port, 30_000 + u16::from(n)) } else { port })

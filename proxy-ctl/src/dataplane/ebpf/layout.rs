@@ -205,9 +205,9 @@ mod tests {
         };
         Endpoints {
             all: (0..count).map(endpoint).collect(),
-            cluster: cluster.to_vec(),
-            internal: internal.to_vec(),
-            external: external.to_vec(),
+            cluster: cluster.into(),
+            internal: internal.into(),
+            external: external.into(),
             any: count > 0,
             unused: Box::default(),
         }

@@ -30,6 +30,8 @@ use crate::{
 
 /// Backend ids are set aside in blocks of this many, one write of `settings` for each.
 const BACKEND_ID_BLOCK: u32 = 1_024;
+/// Service ports whose missing backends are inserted together. What is collected for one write is held in memory until then.
+const PORTS_WRITTEN_TOGETHER: usize = 256;
 
 /// What both families share.
 #[derive(Debug)]
@@ -99,7 +101,7 @@ pub(super) struct Writes<F: TableFamily> {
     pub(super) has_new_frontends: bool,
     /// Of frontends and backends that were taken away from connected sockets.
     pub(super) lost: BTreeSet<Transport>,
-    /// Backends that this call has inserted, of which no slot in use can know.
+    /// Backends that were inserted for the ports that are being published, of which no slot in use can know.
     pub(super) inserted: Vec<BackendKey<F::Address>>,
 }
 
@@ -227,16 +229,22 @@ impl<F: TableFamily> FamilyWriter<F> {
         ports: Vec<(&'a Arc<DesiredPort>, Reservation)>,
         writes: &mut Writes<F>,
     ) -> Vec<(&'a Arc<DesiredPort>, Option<FullTable>)> {
-        self.add_backends(shared, ports.iter().map(|(port, _)| *port), writes);
         let mut published = Vec::with_capacity(ports.len());
-        for (port, reservation) in ports {
-            match self.publish(shared, port, reservation, writes) {
-                Ok(closed) => published.push((port, closed)),
-                Err(error) => {
-                    writes.failures.add(&port.name, error);
-                    self.remove_unused_insertions(writes);
+        let mut ports = ports.into_iter().peekable();
+        while ports.peek().is_some() {
+            let together: Vec<_> = ports.by_ref().take(PORTS_WRITTEN_TOGETHER).collect();
+            self.add_backends(shared, together.iter().map(|(port, _)| *port), writes);
+            for (port, reservation) in together {
+                match self.publish(shared, port, reservation, writes) {
+                    Ok(closed) => published.push((port, closed)),
+                    Err(error) => {
+                        writes.failures.add(&port.name, error);
+                        self.remove_unused_insertions(writes);
+                    }
                 }
             }
+            // Those that are left have a port that uses them.
+            writes.inserted.clear();
         }
         self.write_names(shared, writes);
         self.write_frontends(writes);

@@ -289,7 +289,7 @@ impl<F: TableFamily> FamilyWriter<F> {
 fn with_endpoints(port: &DesiredPort, is_kept: impl Fn(u32) -> bool) -> DesiredPort {
     let Endpoints { all, cluster, internal, external, any, unused } = &port.endpoints;
     let kept: Vec<u32> = (0..).take(all.len()).filter(|index| is_kept(*index)).collect();
-    let set = |indexes: &[u32]| -> Vec<u32> {
+    let set = |indexes: &[u32]| -> Arc<[u32]> {
         let places = indexes.iter().filter_map(|index| kept.binary_search(index).ok());
         places.filter_map(|place| u32::try_from(place).ok()).collect()
     };

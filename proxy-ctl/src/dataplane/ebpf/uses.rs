@@ -61,7 +61,6 @@ impl<F: TableFamily> FamilyWriter<F> {
     fn remember_backend(&mut self, id: u32, backend: &Backend<F::Address>, writes: &mut Writes<F>) {
         let key = BackendKey::of(backend);
         self.entries.backends.insert(key, Uses::of(id, backend));
-        writes.touched.push(key);
         writes.inserted.push(key);
     }
 
@@ -71,10 +70,13 @@ impl<F: TableFamily> FamilyWriter<F> {
             let Some(uses) = self.entries.backends.get(&key).filter(|uses| uses.is_unused()) else {
                 continue;
             };
-            // After an error it stays, unused, until the end of the call.
-            if let Ok(found) = self.tables.backends.remove(&uses.id) {
-                writes.applied.removed += u64::from(found);
-                self.entries.backends.remove(&key);
+            match self.tables.backends.remove(&uses.id) {
+                Ok(found) => {
+                    writes.applied.removed += u64::from(found);
+                    self.entries.backends.remove(&key);
+                }
+                // It stays, unused, until the end of the call.
+                Err(_) => writes.touched.push(key),
             }
         }
     }
@@ -130,9 +132,10 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
         let uses = self.entries.backends.entry(key).or_default();
         uses.add(endpoint);
-        let slot = F::Slot::new(key.address, key.port, uses.id, backend_flags(endpoint));
-        writes.touched.push(key);
-        Ok(slot)
+        if !uses.is_written(&uses.wanted(&key)) {
+            writes.touched.push(key);
+        }
+        Ok(F::Slot::new(key.address, key.port, uses.id, backend_flags(endpoint)))
     }
 
     pub(super) fn release_backends(

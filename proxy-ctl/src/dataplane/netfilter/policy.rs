@@ -125,6 +125,8 @@ impl LocalTraffic {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use rstest::rstest;
 
     use super::*;
@@ -146,7 +148,7 @@ mod tests {
     /// `sets`: whether the sets for cluster, internal and external clients have an endpoint.
     fn port(external_policy: TrafficPolicy, sets: [bool; 3]) -> DesiredPort {
         let endpoint = Endpoint { address: [10, 0, 0, 1].into(), port: 80, local: true, terminating: false };
-        let set = |has: bool| if has { vec![0] } else { Vec::new() };
+        let set = |has: bool| if has { [0].into() } else { Arc::default() };
         DesiredPort {
             endpoints: Endpoints {
                 all: vec![endpoint],

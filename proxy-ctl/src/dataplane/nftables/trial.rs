@@ -97,9 +97,9 @@ fn sample(family: IpFamily) -> (Steps, Context) {
         unserved: Box::default(),
         endpoints: Endpoints {
             all: vec![Endpoint { address, port: 80, local: true, terminating: false }],
-            cluster: vec![0],
-            internal: vec![0],
-            external: vec![0],
+            cluster: [0].into(),
+            internal: [0].into(),
+            external: [0].into(),
             any: true,
             unused: Box::default(),
         },

@@ -558,11 +558,11 @@ fn redirected(service: Service, endpoints: &[&str]) -> Arc<DesiredPort> {
         crate::model::desired::Endpoint { address, port, local: false, terminating: false }
     };
     let all: Vec<_> = endpoints.iter().map(endpoint).collect();
-    let set: Vec<u32> = (0..all.len() as u32).collect();
+    let set: Arc<[u32]> = (0..all.len() as u32).collect();
     port.endpoints = crate::model::desired::Endpoints {
         any: !all.is_empty(),
-        cluster: set.clone(),
-        internal: set.clone(),
+        cluster: Arc::clone(&set),
+        internal: Arc::clone(&set),
         external: set,
         all,
         unused: Box::default(),

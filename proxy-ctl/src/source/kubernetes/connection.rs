@@ -45,6 +45,8 @@ const UNACKNOWLEDGED: Duration = Duration::from_secs(30);
 const ANSWER: Duration = Duration::from_secs(30);
 /// Of such an answer, in bytes.
 const LONGEST_ANSWER: usize = 16 << 20;
+/// Bytes of an answer that a connection holds at most before they are parsed.
+const READ_BUFFER: usize = 64 << 10;
 /// A plugin is asked again this long before its credentials expire.
 const EXPIRES_SOON: SignedDuration = SignedDuration::from_secs(60);
 
@@ -233,13 +235,19 @@ pub(super) fn connect(
     match config.proxy_url.clone() {
         None => {
             let tls = config.rustls_https_connector_with_connector(tcp)?;
-            stack(&config, token_file, limit, requests, HttpClient::builder(TokioExecutor::new()).build(tls))
+            stack(&config, token_file, limit, requests, http().build(tls))
         }
         Some(proxy) => {
             let tls = config.rustls_https_connector_with_connector(Tunnel::new(proxy, tcp))?;
-            stack(&config, token_file, limit, requests, HttpClient::builder(TokioExecutor::new()).build(tls))
+            stack(&config, token_file, limit, requests, http().build(tls))
         }
     }
+}
+
+fn http() -> hyper_util::client::legacy::Builder {
+    let mut builder = HttpClient::builder(TokioExecutor::new());
+    builder.http1_max_buf_size(READ_BUFFER);
+    builder
 }
 
 /// kube's own stack less its retries: they hide failures from us, for minutes.

@@ -76,7 +76,6 @@ fn initialize(config: &Config, mode: Mode) -> anyhow::Result<()> {
 }
 
 fn limit_memory() {
-    limits::return_freed_memory();
     if let Err(error) = limits::use_small_pages() {
         tracing::debug!(%error, "the memory of this process may be larger than it needs to be");
     }

@@ -9,15 +9,6 @@ pub fn use_small_pages() -> Result<(), CallError> {
     prctl::set_thp_disable(true).map_err(|e| CallError::new("prctl(PR_SET_THP_DISABLE)", e.into()))
 }
 
-/// Gives memory that is freed back to the kernel at once instead of keeping it for later. A list of everything takes
-/// several times what is kept of it, and comes once.
-pub fn return_freed_memory() {
-    /// Place of `mi_option_purge_delay`, which mimalloc keeps from version to version.
-    const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
-    // SAFETY: stores an integer; the allocator reads it at any time.
-    unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, 0) };
-}
-
 /// Lets this process lock any amount of memory. Before Linux 5.11 BPF maps count as locked memory; later kernels
 /// do not ask, so that a refusal matters only there.
 pub fn raise_locked_memory() -> Result<(), CallError> {

@@ -24,6 +24,7 @@ const fn optional(program: &'static str, packages: [&'static str; 3], why: &'sta
 pub(super) const TOOLS: &[Tool] = &[
     needed("ip", ["iproute2", "iproute", "iproute2"], "network namespaces for the lab"),
     needed("cc", ["gcc libc6-dev", "gcc", "gcc"], "linking Rust programs"),
+    needed("make", ["make", "make", "make"], "building the memory allocator"),
     needed("ethtool", ["ethtool", "ethtool", "ethtool"], "network cards of the lab that run XDP programs"),
     optional("setpriv", ["util-linux", "util-linux", "util-linux"], "the API server in tests ends with them"),
     optional("bpftool", ["bpftool", "bpftool", "bpf"], "looking at tables, and tests of how they read"),

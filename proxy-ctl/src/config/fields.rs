@@ -289,7 +289,7 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.limits.flows", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.flows);
         "Rows of the tables flows4 and flows6 each; a flow takes two or three.";
     "ebpf.limits.openingFlows", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.opening_flows);
-        "Rows of the tables opening_flows4, opening_flows6, foreign_flows4 and foreign_flows6 each. A full one evicts flows that were not answered first: at 50,000 new connections a second the default keeps such a flow for 50 to 150 ms. Raise it on nodes that meet so many with clients that far away; 100,000 rows take 61 MB of kernel memory.";
+        "Rows of the tables opening_flows4, opening_flows6, foreign_flows4 and foreign_flows6 each. A full one evicts flows that were not answered first: at 50,000 new connections a second the default keeps such a flow for 50 to 150 ms. Raise it on nodes that meet so many; 100,000 rows take 61 MB of kernel memory.";
     "ebpf.limits.affinity", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.affinity);
         "Rows of the tables affinity4 and affinity6 each: clients of each service port with session affinity. A full table evicts clients that have not connected lately. The default takes 14 MB of kernel memory.";
     "ebpf.limits.sourceRanges", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.source_ranges);

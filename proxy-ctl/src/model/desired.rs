@@ -80,7 +80,7 @@ pub enum UnservedReason {
 pub struct Endpoints {
     /// Every endpoint some set uses, without duplicates; local before remote, then by address and port.
     pub all: Vec<Endpoint>,
-    /// Indexes into `all`. Equal sets share their memory.
+    /// Indexes into `all`. The model gives equal sets the same memory.
     pub cluster: Arc<[u32]>,
     /// For clients of the cluster IP.
     pub internal: Arc<[u32]>,

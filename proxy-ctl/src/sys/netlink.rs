@@ -2,14 +2,16 @@
 //! share.
 
 use std::{
-    io,
+    io::{self, IoSlice},
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     ops::Range,
+    os::fd::AsRawFd as _,
     sync::atomic::{AtomicU32, Ordering},
 };
 
 use bytes::BytesMut;
 use netlink_sys::{Socket, SocketAddr};
+use nix::sys::socket::{MsgFlags, NetlinkAddr, sendmsg};
 
 pub const NLM_F_REQUEST: u16 = 0x1;
 pub const NLM_F_ACK: u16 = 0x4;
@@ -42,8 +44,10 @@ const FIRST_REQUEST: u32 = 1 << 31;
 /// Messages, one after the other; header fields are in the machine's order of bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Messages {
+    /// Messages before those of `bytes`.
+    earlier: Vec<Vec<u8>>,
     bytes: Vec<u8>,
-    /// Where the last message begins.
+    /// Where the last message begins in `bytes`.
     last: usize,
     count: u32,
 }
@@ -106,9 +110,44 @@ impl Messages {
         self
     }
 
+    /// Puts these after the messages that are there, without copying either.
+    pub fn append(&mut self, mut others: Self) {
+        others.earlier.push(std::mem::take(&mut others.bytes));
+        self.earlier.push(std::mem::take(&mut self.bytes));
+        for mut bytes in others.earlier {
+            self.count += renumber(&mut bytes, self.count);
+            self.earlier.push(bytes);
+        }
+    }
+
+    /// Of the messages since the last [`Self::append`]: of all where there was none.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
+
+    /// All messages.
+    fn parts(&self) -> impl Iterator<Item = &[u8]> {
+        self.earlier.iter().chain([&self.bytes]).map(Vec::as_slice)
+    }
+
+    /// In bytes.
+    pub fn length(&self) -> usize {
+        self.parts().map(<[u8]>::len).sum()
+    }
+}
+
+/// Gives the messages sequence numbers from `first` on; answers with how many they are.
+fn renumber(messages: &mut [u8], first: u32) -> u32 {
+    let (mut rest, mut count) = (messages, 0);
+    while let Some(length) = word(rest, 0)
+        && let Some((message, others)) = rest.split_at_mut_checked((length as usize).next_multiple_of(4))
+        && let Some(field) = message.get_mut(SEQUENCE)
+    {
+        field.copy_from_slice(&(first + count).to_ne_bytes());
+        count += 1;
+        rest = others;
+    }
+    count
 }
 
 fn half(bytes: &[u8], at: usize) -> Option<u16> {
@@ -339,7 +378,8 @@ impl NetlinkSocket {
         room: impl FnOnce(&Socket) -> io::Result<()>,
     ) -> io::Result<Vec<Refused>> {
         room(&self.socket)?;
-        self.socket.send(messages.bytes(), 0)?;
+        let parts: Vec<_> = messages.parts().map(IoSlice::new).collect();
+        sendmsg::<NetlinkAddr>(self.socket.as_raw_fd(), &parts, &[], MsgFlags::empty(), None)?;
         self.socket.set_non_blocking(true)?;
         let (mut refused, mut bytes) = (Vec::new(), BytesMut::with_capacity(MOST_AT_ONCE));
         let read = loop {
@@ -384,6 +424,26 @@ mod tests {
         let inner = Attributes(&second[16..]).nested(4).unwrap();
         assert_eq!((inner.text(1), inner.get(2)), (Some("a"), Some(&[0, 0, 0, 7][..])));
         assert_eq!(inner.get(3), None);
+    }
+
+    #[test]
+    fn messages_that_are_appended_have_the_places_after_those_before() {
+        let of = |texts: &[&str]| {
+            let mut messages = Messages::default();
+            for text in texts {
+                messages.begin(7, 0, &[]).text(1, text);
+            }
+            messages
+        };
+        let mut both = of(&["a", "bcdef"]);
+        both.append(of(&["g"]));
+        let mut all = of(&[]);
+        all.append(both);
+        all.begin(7, 0, &[]).text(1, "h");
+        all.append(of(&[]));
+        let expected = of(&["a", "bcdef", "g", "h"]);
+        assert_eq!(Vec::from_iter(all.parts()).concat(), expected.bytes());
+        assert_eq!((all.count(), all.length()), (4, expected.length()));
     }
 
     #[test]

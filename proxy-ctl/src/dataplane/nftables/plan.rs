@@ -57,9 +57,12 @@ impl From<Objects> for Existing {
     }
 }
 
-/// What a transaction does.
-#[derive(Debug, Default)]
+/// What a transaction does. What it writes of service ports is kept as the messages that say so: as objects, those of thousands of
+/// service ports take several times that memory.
+#[derive(Debug)]
 pub(super) struct Steps {
+    language: Language,
+    table: &'static str,
     /// Everything that was in the table goes, before anything else.
     pub(super) replaces: bool,
     /// The table is made.
@@ -67,10 +70,10 @@ pub(super) struct Steps {
     pub(super) sets: Vec<(Owner, Set, SetDefinition)>,
     pub(super) chains: Vec<(Owner, String, Option<BaseChain>)>,
     pub(super) removed: Vec<(Owner, ElementId)>,
-    /// Whether the chain has rules that go.
-    pub(super) rules: Vec<(Owner, String, bool, Vec<Rule>)>,
-    /// Those of one service port together.
-    pub(super) added: Vec<(Owner, Vec<(ElementId, ElementValue)>)>,
+    rules: Section,
+    elements: Section,
+    /// Elements of no service port alone.
+    pub(super) shared: Vec<(ElementId, ElementValue)>,
     pub(super) retired: Vec<Retired>,
     /// What was retired and is needed again.
     pub(super) revived: Vec<Retired>,
@@ -78,12 +81,62 @@ pub(super) struct Steps {
     pub(super) needs: FxHashMap<ElementId, i64>,
 }
 
+/// Messages of one kind.
+#[derive(Debug)]
+struct Section {
+    messages: Batch,
+    /// With the owner of each message from its place in `messages` on.
+    owners: Vec<(u32, Owner)>,
+    /// How many objects they add.
+    objects: usize,
+}
+
+impl Section {
+    fn new() -> Self {
+        Self { messages: Batch::part(), owners: Vec::new(), objects: 0 }
+    }
+
+    /// For messages of this owner.
+    fn of(&mut self, owner: Owner) -> &mut Batch {
+        self.owners.push((self.messages.next(), owner));
+        &mut self.messages
+    }
+
+    fn move_to(self, batch: &mut Batch, owners: &mut Vec<(u32, Owner)>) {
+        let before = batch.next();
+        owners.extend(self.owners.into_iter().map(|(first, owner)| (before + first, owner)));
+        batch.append(self.messages);
+    }
+}
+
 impl Steps {
+    pub(super) fn new(language: Language, table: &'static str) -> Self {
+        Self {
+            language,
+            table,
+            replaces: false,
+            creates: None,
+            sets: Vec::new(),
+            chains: Vec::new(),
+            removed: Vec::new(),
+            rules: Section::new(),
+            elements: Section::new(),
+            shared: Vec::new(),
+            retired: Vec::new(),
+            revived: Vec::new(),
+            needs: FxHashMap::default(),
+        }
+    }
+
     pub(super) fn applied(&self) -> Applied {
-        let rules: usize = self.rules.iter().map(|(_, _, _, rules)| rules.len()).sum();
-        let added: usize = self.added.iter().map(|(_, elements)| elements.len()).sum();
-        let written = self.sets.len() + self.chains.len() + rules + added;
+        let elements = self.elements.objects + self.shared.len();
+        let written = self.sets.len() + self.chains.len() + self.rules.objects + elements;
         Applied { written: written as u64, removed: (self.removed.len() + self.retired.len()) as u64 }
+    }
+
+    /// Those of which rules are written anew.
+    pub(super) fn rewritten(&self) -> impl Iterator<Item = usize> {
+        self.rules.owners.iter().filter_map(|(_, owner)| *owner)
     }
 
     /// Turns what is there of a service port into what must be there. `retired`: what is still there of earlier.
@@ -117,15 +170,34 @@ impl Steps {
             }
             added.push((id, value));
         }
-        self.add(owner, added);
+        self.add_elements(owner, &added);
         self.remove(owner, old.elements.into_keys(), old.chains, old.sets);
         old.shared.into_iter().for_each(|id| *self.needs.entry(id).or_default() -= 1);
         new.shared.into_iter().for_each(|id| *self.needs.entry(id).or_default() += 1);
     }
 
-    pub(super) fn add(&mut self, owner: Owner, elements: Vec<(ElementId, ElementValue)>) {
-        if !elements.is_empty() {
-            self.added.push((owner, elements));
+    fn add_elements(&mut self, owner: Owner, elements: &[(ElementId, ElementValue)]) {
+        self.elements.objects += elements.len();
+        for group in elements.chunk_by(|(x, _), (y, _)| x.set == y.set) {
+            if let Some((ElementId { set, .. }, _)) = group.first() {
+                let elements = group
+                    .iter()
+                    .map(|(id, value)| (id.key.as_slice(), &value.data, value.user_data.as_slice()));
+                let family = self.language.table_family();
+                self.elements.of(owner).add_elements(family, self.table, &set.name(), elements);
+            }
+        }
+    }
+
+    /// In place of those that the chain has.
+    fn add_rules(&mut self, owner: Owner, chain: &str, flush: bool, rules: &[Rule]) {
+        self.rules.objects += rules.len();
+        let (family, batch) = (self.language.table_family(), self.rules.of(owner));
+        if flush {
+            batch.flush_chain(family, self.table, chain);
+        }
+        for rule in rules {
+            batch.add_rule(family, self.table, chain, &rule.expressions, &rule.user_data());
         }
     }
 
@@ -145,7 +217,7 @@ impl Steps {
         }
         let before = before.unwrap_or_default();
         if !before.iter().copied().eq(rules.iter().map(|rule| Some(rule.digest()))) {
-            self.rules.push((owner, chain, !before.is_empty(), rules));
+            self.add_rules(owner, &chain, !before.is_empty(), &rules);
         }
     }
 
@@ -166,7 +238,7 @@ impl Steps {
         }
         for (chain, rules) in chains {
             if !rules.is_empty() {
-                self.rules.push((owner, chain.clone(), true, Vec::new()));
+                self.add_rules(owner, &chain, true, &[]);
             }
             self.retired.push(Retired::Chain(chain));
         }
@@ -183,26 +255,22 @@ impl Steps {
 
     /// Adds and removes elements that several service ports need, given how many did. Call it last.
     pub(super) fn share(&mut self, counts: &FxHashMap<ElementId, u32>) {
-        let mut added = Vec::new();
         for (id, change) in &self.needs {
             let before = i64::from(counts.get(id).copied().unwrap_or(0));
             match (before, before + change) {
-                (0, 1..) => added.push((id.clone(), ElementValue::default())),
+                (0, 1..) => self.shared.push((id.clone(), ElementValue::default())),
                 (1.., ..=0) => self.removed.push((None, id.clone())),
                 _ => {}
             }
         }
-        self.add(None, added);
     }
 
-    /// With the owner of each message from its place on. Rules and elements are dropped as they are written: those of thousands of service
-    /// ports take as much memory as the batch.
-    pub(super) fn take_batch(&mut self, language: Language) -> (Batch, Vec<(u32, Owner)>) {
-        self.take_batch_of(language, TABLE)
-    }
-
-    pub(super) fn take_batch_of(&mut self, language: Language, table: &str) -> (Batch, Vec<(u32, Owner)>) {
-        let (family, mut batch, mut owners) = (language.table_family(), Batch::default(), vec![(0, None)]);
+    /// With the owner of each message from its place on.
+    pub(super) fn take_batch(&mut self) -> (Batch, Vec<(u32, Owner)>) {
+        let shared = mem::take(&mut self.shared);
+        self.add_elements(None, &shared);
+        let (family, table) = (self.language.table_family(), self.table);
+        let (mut batch, mut owners) = (Batch::default(), vec![(0, None)]);
         let mut own = |batch: &Batch, owner: &Owner| owners.push((batch.next(), *owner));
         if self.replaces {
             batch.delete_table(family, table);
@@ -225,25 +293,8 @@ impl Steps {
                 batch.delete_elements(family, table, &set.name(), keys);
             }
         }
-        for (owner, chain, flush, rules) in mem::take(&mut self.rules) {
-            own(&batch, &owner);
-            if flush {
-                batch.flush_chain(family, table, &chain);
-            }
-            for rule in rules {
-                batch.add_rule(family, table, &chain, &rule.expressions, &rule.user_data());
-            }
-        }
-        for (owner, elements) in mem::take(&mut self.added) {
-            for group in elements.chunk_by(|(x, _), (y, _)| x.set == y.set) {
-                if let Some((ElementId { set, .. }, _)) = group.first() {
-                    own(&batch, &owner);
-                    let elements = group
-                        .iter()
-                        .map(|(id, value)| (id.key.as_slice(), &value.data, value.user_data.as_slice()));
-                    batch.add_elements(family, table, &set.name(), elements);
-                }
-            }
+        for section in [&mut self.rules, &mut self.elements] {
+            mem::replace(section, Section::new()).move_to(&mut batch, &mut owners);
         }
         (batch, owners)
     }

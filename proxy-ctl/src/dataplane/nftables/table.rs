@@ -60,7 +60,6 @@ pub(super) struct FamilyTable {
 }
 
 /// A transaction, and what is programmed after it.
-#[derive(Default)]
 struct Plan {
     steps: Steps,
     /// `None`: it is gone.
@@ -74,16 +73,21 @@ struct Plan {
 }
 
 impl Plan {
+    fn new(language: Language) -> Self {
+        let steps = Steps::new(language, TABLE);
+        Self { steps, placed: Vec::new(), allocated: Vec::new(), left: Vec::new(), fresh: None }
+    }
+
     /// Service ports with affinity whose rules to balance are written anew, and whose clients may be remembered from before.
     fn rebalanced(&self) -> Vec<Arc<DesiredPort>> {
-        let Steps { sets, revived, rules, .. } = &self.steps;
+        let Steps { sets, revived, .. } = &self.steps;
         let is_revived =
             |set: &Set| revived.iter().any(|one| matches!(one, Retired::Set(name) if name == set));
         let is_new = |owner: usize| {
             let mut own = sets.iter().filter(|(of, ..)| *of == Some(owner));
             own.any(|(_, set, _)| matches!(set, Set::Own(_)) && !is_revived(set))
         };
-        let written: BTreeSet<usize> = rules.iter().filter_map(|(owner, ..)| *owner).collect();
+        let written: BTreeSet<usize> = self.steps.rewritten().collect();
         let placed =
             written.into_iter().filter_map(|owner| Some((owner, self.placed.get(owner)?.1.as_ref()?)));
         let ports =
@@ -201,7 +205,7 @@ impl FamilyTable {
         for _ in 0..TRIES {
             let mut plan = plan(self, &refused_ports)?;
             let (applied, rebalanced) = (plan.steps.applied(), plan.rebalanced());
-            let (batch, owners) = plan.steps.take_batch(self.language);
+            let (batch, owners) = plan.steps.take_batch();
             let refused = if batch.is_empty() { Vec::new() } else { nftables.commit(batch)? };
             if refused.is_empty() {
                 self.took_place(plan);
@@ -265,7 +269,7 @@ impl FamilyTable {
         context: &Context,
         refused: &FxHashMap<ServicePortName, i32>,
     ) -> Plan {
-        let mut plan = Plan::default();
+        let mut plan = Plan::new(self.language);
         if *context != self.context {
             self.plan_frame(&mut plan.steps, context);
         }
@@ -318,7 +322,7 @@ impl FamilyTable {
         let (old, new) = (frame::elements(&self.context), frame::elements(context));
         steps.removed.extend(old.iter().filter(|id| !new.contains(id)).map(|id| (None, id.clone())));
         let added = new.into_iter().filter(|id| !old.contains(id));
-        steps.add(None, added.map(|id| (id, ElementValue::default())).collect());
+        steps.shared.extend(added.map(|id| (id, ElementValue::default())));
     }
 
     /// From what is in the kernel to everything that must be there.
@@ -328,7 +332,7 @@ impl FamilyTable {
         desired: &[Arc<DesiredPort>],
         refused: &FxHashMap<ServicePortName, i32>,
     ) -> Result<Plan, Error> {
-        let mut plan = Plan::default();
+        let mut plan = Plan::new(self.language);
         let found = contents::read(nftables, self.language)?;
         let mut contents = match found {
             Found::Own(contents) => contents,
@@ -390,9 +394,7 @@ impl FamilyTable {
         }
         plan.steps.share(&FxHashMap::default());
         // Of these some are there.
-        for (_, elements) in plan.steps.added.iter_mut().filter(|(owner, _)| owner.is_none()) {
-            elements.retain(|(id, _)| contents.elements.remove(id).is_none());
-        }
+        plan.steps.shared.retain(|(id, _)| contents.elements.remove(id).is_none());
         for id in &needed_by_refused {
             contents.elements.remove(id);
         }
@@ -445,5 +447,5 @@ fn plan_fixed(
     }
     let mut added = frame::elements(context);
     added.retain(|id| contents.elements.remove(id).is_none());
-    steps.add(None, added.into_iter().map(|id| (id, ElementValue::default())).collect());
+    steps.shared.extend(added.into_iter().map(|id| (id, ElementValue::default())));
 }

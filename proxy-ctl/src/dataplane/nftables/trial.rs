@@ -70,15 +70,14 @@ fn answer(nftables: NfTablesFact) -> Requirement {
 
 /// What the kernel would refuse of a table with a service port that uses everything, under another name.
 pub(super) fn refusals(nftables: &NfTables, family: IpFamily) -> Result<Vec<Refused>, Error> {
-    let (mut steps, context) = sample(family);
-    let (batch, _) = steps.take_batch_of(context.language, TRIAL);
+    let (batch, _) = sample(family).take_batch();
     Ok(nftables.check(&batch)?)
 }
 
 /// A table that is never there.
 const TRIAL: &str = "proxy-ctl-probe";
 
-fn sample(family: IpFamily) -> (Steps, Context) {
+fn sample(family: IpFamily) -> Steps {
     let address = match family {
         IpFamily::Ipv4 => [192, 0, 2, 1].into(),
         IpFamily::Ipv6 => [0x2001, 0xdb8, 0, 0, 0, 0, 0, 1].into(),
@@ -111,7 +110,8 @@ fn sample(family: IpFamily) -> (Steps, Context) {
     };
     let mut blocks = Blocks::default();
     let placement = Placement { cluster: blocks.allocate(1), local: blocks.allocate(1) };
-    let mut steps = Steps { creates: Some(frame::COMMENT), ..Steps::default() };
+    let mut steps = Steps::new(context.language, TRIAL);
+    steps.creates = Some(frame::COMMENT);
     let retired = std::collections::BTreeMap::<_, ()>::new();
     for set in Set::FIXED.into_iter().chain([Set::Endpoints(0)]) {
         let definition = frame::definition(&set, context.language);
@@ -122,5 +122,5 @@ fn sample(family: IpFamily) -> (Steps, Context) {
     }
     steps.compare(None, Default::default(), render(&port, &context, placement), &retired);
     steps.share(&Default::default());
-    (steps, context)
+    steps
 }

@@ -82,6 +82,16 @@ pub(super) fn batch_header() -> [u8; 4] {
 }
 
 impl Batch {
+    /// Without a beginning, for [`Self::append`].
+    pub fn part() -> Self {
+        Self(Messages::default())
+    }
+
+    /// Does also what `part` does, after the rest.
+    pub fn append(&mut self, part: Self) {
+        self.0.append(part.0);
+    }
+
     /// Place of the message that comes next, as [`Refused::message`](super::super::netlink::Refused) names it.
     pub fn next(&self) -> u32 {
         self.0.count()

@@ -92,7 +92,7 @@ impl NfTables {
     }
 
     fn send(&self, messages: &Messages) -> io::Result<Vec<Refused>> {
-        let length = messages.bytes().len();
+        let length = messages.length();
         self.0.send_at_once(messages, |socket| make_room(socket, length))
     }
 }

@@ -8,7 +8,7 @@ use crate::setting::{OURS, PathKind, ProxyKind, REAL, Setting};
 pub struct Selection {
     #[command(flatten)]
     pub harness: scenario::Arguments,
-    /// Modes of proxy-ctl [default: all]
+    /// Whose modes [default: all of proxy-ctl]
     #[arg(long, value_enum)]
     proxy: Vec<ProxyKind>,
     /// Also the real kube-proxy, in its modes iptables and nftables
@@ -20,16 +20,23 @@ pub struct Selection {
 }
 
 impl Selection {
+    /// Modes of proxy-ctl.
     pub fn ours(&self) -> Vec<ProxyKind> {
-        if self.proxy.is_empty() { OURS.to_vec() } else { self.proxy.clone() }
+        if self.proxy.is_empty() { OURS.to_vec() } else { self.asked_for(false) }
     }
 
-    /// With the real one, if it is asked for.
+    /// Those of the real kube-proxy that are asked for.
+    pub fn real(&self) -> Vec<ProxyKind> {
+        let further: &[_] = if self.kube_proxy { &REAL } else { &[] };
+        [further, &self.asked_for(true)].concat()
+    }
+
+    fn asked_for(&self, of_kube_proxy: bool) -> Vec<ProxyKind> {
+        self.proxy.iter().copied().filter(|proxy| proxy.is_kube_proxy() == of_kube_proxy).collect()
+    }
+
     pub fn settings(&self, paths: &Paths) -> Vec<Setting> {
-        let mut proxies = self.ours();
-        if self.kube_proxy {
-            proxies.extend(REAL);
-        }
+        let proxies = [self.ours(), self.real()].concat();
         let paths = if paths.path.is_empty() { &[PathKind::Sockets] } else { paths.path.as_slice() };
         Setting::matching(&proxies, paths)
     }

@@ -13,6 +13,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use kube::{Client, config::Kubeconfig};
+use lab::wait;
 use serde_json::Value;
 
 use crate::{
@@ -381,7 +382,7 @@ impl ApiServer {
     }
 
     fn wait_until_ready(&mut self) -> Result<()> {
-        let deadline = Instant::now() + READY_LIMIT;
+        let deadline = Instant::now() + READY_LIMIT * wait::patience();
         // It watches EndpointSlices itself, and waits for them even if it is told not to serve any.
         let without_slices = self.options.flags.iter().any(|flag| flag.contains("discovery.k8s.io/v1=false"));
         let ready_path = if without_slices { "/readyz?exclude=informer-sync" } else { "/readyz" };

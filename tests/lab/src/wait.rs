@@ -8,7 +8,7 @@ const BETWEEN_LOOKS: Duration = Duration::from_millis(5);
 
 /// How many times longer than usual to wait, also between two looks: `LAB_PATIENCE`, for machines that are emulated, where
 /// looking takes the time of what is waited for.
-pub(crate) fn patience() -> u32 {
+pub fn patience() -> u32 {
     std::env::var("LAB_PATIENCE").ok().and_then(|factor| factor.parse().ok()).unwrap_or(1)
 }
 

@@ -70,46 +70,57 @@ enum TestedMode {
     Ipvs,
 }
 
-/// One run of the behaviour scenarios.
-struct Scenarios {
-    /// Which proxies, and paths of mode ebpf.
+/// A program of the package `behaviour`, with whose scenarios.
+struct Run {
+    program: &'static str,
     flags: &'static str,
     /// What their names contain, unless a filter is asked for.
     names: &'static str,
 }
 
-const IPVS_SCENARIOS: Scenarios = Scenarios { flags: "--proxy ipvs", names: "" };
+const fn behaviour(flags: &'static str) -> Run {
+    Run { program: "behaviour", flags, names: "" }
+}
+
 /// Mode ebpf hands it to another mode.
-const SCTP_SCENARIOS: Scenarios =
-    Scenarios { flags: "--proxy nftables --proxy iptables --proxy ebpf --path sockets", names: "SCTP" };
+const SCTP: Run = Run {
+    program: "behaviour",
+    flags: "--core --proxy nftables --proxy iptables --proxy ebpf --path sockets",
+    names: "SCTP",
+};
+const DIFFERENTIAL: Run =
+    Run { program: "differential", flags: "--proxy ipvs --proxy kube-proxy-ipvs --lean", names: "" };
+/// Of the whole matrix, with kube-proxy's mode ipvs, what this mode is a part of.
+const SWITCHING: Run = Run {
+    program: "switching",
+    flags: "--connections 200 --proxy ebpf --proxy nftables --proxy iptables --proxy ipvs --proxy userspace \
+            --proxy kube-proxy-ipvs",
+    names: "ipvs",
+};
 
 impl TestedMode {
-    const fn scenarios(self, extent: Extent) -> &'static [Scenarios] {
+    /// What is run, by one machine after the other: none has time for all of it.
+    const fn machines(self, extent: Extent) -> &'static [&'static [Run]] {
         match (self, extent) {
-            (Self::Ebpf, _) => &[Scenarios { flags: "--path sockets --path packets", names: "" }],
-            (Self::Ipvs, Extent::Lean) => &[IPVS_SCENARIOS],
-            (Self::Ipvs, Extent::Core) => &[IPVS_SCENARIOS, SCTP_SCENARIOS],
+            (Self::Ebpf, Extent::Core) => &[&[behaviour("--core --path sockets --path packets")]],
+            (Self::Ebpf, Extent::Lean) => &[&[behaviour("--core --lean --path sockets --path packets")]],
+            (Self::Ipvs, Extent::Core) => {
+                &[&[behaviour("--core --proxy ipvs"), SCTP], &[DIFFERENTIAL], &[SWITCHING]]
+            }
+            (Self::Ipvs, Extent::Lean) => &[&[behaviour("--core --lean --proxy ipvs")]],
         }
     }
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Extent {
-    /// The core scenarios
+    /// The core scenarios; of mode ipvs also how it differs, and switches from and to it.
     Core,
-    /// with one protocol of each family, and of mode ipvs nothing but its own.
+    /// Core scenarios with one protocol of each family, and of mode ipvs nothing but its own.
     Lean,
 }
 
 impl Extent {
-    /// Flags of the behaviour scenarios.
-    const fn flags(self) -> &'static str {
-        match self {
-            Self::Core => "--core",
-            Self::Lean => "--core --lean",
-        }
-    }
-
     /// Machines are slow: some compute every instruction of another architecture.
     const fn limit(self) -> Duration {
         match self {
@@ -180,11 +191,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     machine.provide()?;
     let extent = if arguments.lean { Extent::Lean } else { Extent::Core };
     let programs = TestPrograms::build()?;
-    let status = machine
-        .command(extent, &programs, &arguments.filter)?
-        .status()
-        .context("starting the virtual machine")?;
-    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let mut succeeded = true;
+    for mut command in machine.commands(extent, &programs, &arguments.filter)? {
+        succeeded &= command.status().context("starting the virtual machine")?.success();
+    }
+    Ok(if succeeded { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 impl Machine {
@@ -215,18 +226,25 @@ impl Machine {
     }
 
     pub(crate) fn suite(self, extent: Extent, programs: &TestPrograms) -> Result<Suite> {
-        let commands = vec![self.command(extent, programs, "")?];
+        let commands = self.commands(extent, programs, "")?;
         Ok(Suite { name: self.name(), kind: Kind::Tests, commands, limit: extent.limit() })
     }
 
-    /// Downloads what is missing; the command runs the core scenarios whose names contain `filter`.
-    fn command(self, extent: Extent, programs: &TestPrograms, filter: &str) -> Result<Command> {
+    /// Downloads what is missing; each command runs the scenarios of one machine whose names contain `filter`.
+    fn commands(self, extent: Extent, programs: &TestPrograms, filter: &str) -> Result<Vec<Command>> {
         match self.arch {
-            Architecture::Amd64 => command(self.kernel, &inside(programs, self.mode, extent, filter)?),
+            Architecture::Amd64 => {
+                let machines = self.mode.machines(extent).iter().enumerate();
+                let of_machine = |(number, runs): (usize, &&[Run])| {
+                    let tests_programs = self.mode == TestedMode::Ipvs && number == 0;
+                    command(self.kernel, &inside(programs, tests_programs, runs, filter)?)
+                };
+                machines.map(of_machine).collect()
+            }
             Architecture::Arm64 if self.mode == TestedMode::Ipvs => {
                 bail!("mode ipvs is tested on amd64 only")
             }
-            Architecture::Arm64 => emulated::command(self.kernel, filter),
+            Architecture::Arm64 => Ok(vec![emulated::command(self.kernel, filter)?]),
         }
     }
 }
@@ -238,7 +256,9 @@ fn command(kernel: Kernel, inside: &str) -> Result<Command> {
     // The guest's own redirections lose what was written before, so the pipe is on this side.
     let script = format!(
         "set -o pipefail; PATH=\"{}:$PATH\" timeout {LONGEST} {} --run {} --user root --cpus {CPUS} --memory 2G \
-         --disable-kvm {CLOCK} -- \"$0\" </dev/null 2>&1 | cat",
+         --disable-kvm {CLOCK} -- \"$0\" </dev/null 2>&1 | {{ ended=; while IFS= read -r line; do \
+         printf '%s\\n' \"$line\"; if [[ ${{line%$'\\r'}} == '{ENDED}' ]]; then ended=1; fi; done; \
+         [[ $ended ]] || {{ echo '{STOPPED}'; exit 1; }}; }}",
         vng.parent().unwrap_or(Path::new("/usr/bin")).display(),
         vng.display(),
         image.display()
@@ -248,33 +268,37 @@ fn command(kernel: Kernel, inside: &str) -> Result<Command> {
     Ok(command)
 }
 
+/// The guest's last line, whatever has failed in it.
+const ENDED: &str = "guest: ran to its end";
+const STOPPED: &str = "the machine stopped while its programs ran: its kernel or the emulator has crashed, or its time was over; \
+                       what it did not come to is neither right nor wrong, so run it again";
+
 /// What of the guest only costs time: udev looks at each device of the lab, and for a grace period all CPUs are waited for.
 const CALM: &str = "udevadm control --exit; echo 1 >/sys/kernel/rcu_expedited";
 
 const PROGRAMS_LOAD: &str = "ipv6 tcp to a cluster IP and back, device without Ethernet header";
 
 /// What the guest's shell does: all of it, whatever fails.
-fn inside(programs: &TestPrograms, mode: TestedMode, extent: Extent, filter: &str) -> Result<String> {
-    let behaviour = programs.executable(Choice::Bin("behaviour"))?.display();
-    let unit_tests = programs.executable(Choice::Library("proxy_ctl"))?.display();
-    let mut runs = Vec::new();
-    if mode == TestedMode::Ipvs {
-        runs.push("modprobe -a ip_vs ip_set dummy".to_owned());
-        runs.push(format!("{unit_tests} --ignored --show-output ipvs:: ipset:: link::"));
+fn inside(programs: &TestPrograms, tests_programs: bool, runs: &[Run], filter: &str) -> Result<String> {
+    let mut commands = vec!["modprobe -a ip_vs ip_set dummy".to_owned()];
+    if tests_programs {
+        let unit_tests = programs.executable(Choice::Library("proxy_ctl"))?.display();
+        commands.push(format!("{unit_tests} --ignored --show-output ipvs:: ipset:: link::"));
         // All packet programs are loaded for it. Verifiers before 6.3 refuse what later ones accept: a look at stack that nobody has
         // written, and frames that are 512 bytes only without being rounded up.
         let packets = programs.executable(Choice::Test("packets"))?.display();
-        runs.push(format!("{packets} --show-output '{PROGRAMS_LOAD}'"));
+        commands.push(format!("{packets} --show-output '{PROGRAMS_LOAD}'"));
     }
-    for Scenarios { flags, names } in mode.scenarios(extent) {
-        let (extent, filter) = (extent.flags(), if filter.is_empty() { names } else { filter });
-        runs.push(format!("LAB_PATIENCE={PATIENCE} {behaviour} {extent} {flags} '{filter}'"));
+    for Run { program, flags, names } in runs {
+        let program = programs.executable(Choice::Bin(program))?.display();
+        let filter = if filter.is_empty() { names } else { filter };
+        commands.push(format!("LAB_PATIENCE={PATIENCE} {program} {flags} '{filter}'"));
     }
-    let runs: String = runs.iter().map(|run| format!("{run} || failed=1; ")).collect();
+    let commands: String = commands.iter().map(|command| format!("{command} || failed=1; ")).collect();
     // br_netfilter: or netfilter does not see answers between pods of one bridge; kubeadm asks nodes for it.
     let prepare =
         "mount -t bpf bpf /sys/fs/bpf 2>/dev/null; ip link set lo up; modprobe br_netfilter; uname -r";
-    Ok(format!("{prepare}; {CALM}; failed=0; {runs}exit $failed"))
+    Ok(format!("{prepare}; {CALM}; failed=0; {commands}echo '{ENDED}'; exit $failed"))
 }
 
 /// virtme-ng: from PATH, or installed into a Python environment of its own.

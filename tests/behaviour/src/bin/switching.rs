@@ -16,7 +16,7 @@ use behaviour::{
     fixtures::{BALANCED, EXTERNAL_LOCAL_ON_NODE1, GUARDED, PORT, ServiceFixture},
     proxy,
     selection::Selection,
-    setting::{Datapath, PathKind, ProxyKind, REAL, Setting},
+    setting::{Datapath, PathKind, ProxyKind, Setting},
     state::{self, HOLDER, Parameters, State},
     world::World,
 };
@@ -122,8 +122,9 @@ fn main() -> ExitCode {
     let matrix = Matrix::default();
     let mut trials: Vec<Trial> = skipped.iter().map(|mode| skip(*mode)).collect();
     trials.extend(trials_of(ours(&modes, selection.lean), false, connections, &matrix));
-    if selection.kube_proxy {
-        trials.extend(trials_of(with_the_real_one(&modes, selection.lean), true, connections, &matrix));
+    let with_the_real_one = with_the_real_one(&selection.real(), &modes, selection.lean);
+    if !with_the_real_one.is_empty() {
+        trials.extend(trials_of(with_the_real_one, true, connections, &matrix));
     }
     let is_listing = selection.harness.list;
     let result = scenario::run(selection.harness, trials);
@@ -171,9 +172,10 @@ fn ours(modes: &[ProxyKind], lean: bool) -> Vec<Switch> {
 }
 
 /// Lean: one of each.
-fn with_the_real_one(modes: &[ProxyKind], lean: bool) -> Vec<Switch> {
-    let (real, modes) = if lean { (&REAL[..1], &modes[..modes.len().min(1)]) } else { (&REAL[..], modes) };
-    let pairs = real.iter().flat_map(|real| modes.iter().map(move |ours| (*real, *ours)));
+fn with_the_real_one(real: &[ProxyKind], modes: &[ProxyKind], lean: bool) -> Vec<Switch> {
+    let of_each = if lean { 1 } else { usize::MAX };
+    let ours = || modes.iter().take(of_each);
+    let pairs = real.iter().take(of_each).flat_map(|real| ours().map(move |ours| (*real, *ours)));
     let there_and_back = |(real, ours)| {
         [Switch { from: real, to: ours, by: By::Process }, Switch { from: ours, to: real, by: By::Process }]
     };

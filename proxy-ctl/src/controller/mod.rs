@@ -135,9 +135,7 @@ impl Controller {
             Update::ApplyService(_) | Update::DeleteService(_) => {
                 metrics.kube_proxy.service_changes.received(1)
             }
-            Update::ApplySlice(_) | Update::DeleteSlice(_) | Update::ReplaceServiceSlices(_) => {
-                metrics.kube_proxy.endpoint_changes.received(1);
-            }
+            Update::ApplySlice(_) | Update::DeleteSlice(_) => metrics.kube_proxy.endpoint_changes.received(1),
             Update::ReplaceServiceCidrs(_) | Update::ApplyServiceCidr(_) | Update::DeleteServiceCidr(_) => {
                 let before = self.model.service_cidrs();
                 self.model.update(update);

@@ -160,14 +160,6 @@ pub struct Endpoint {
     pub hints: Option<Arc<Hints>>,
 }
 
-/// Everything that one Endpoints object says: all slices of its Service, where there are no EndpointSlices.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub struct ServiceSlices {
-    pub service: ObjectName,
-    /// Each with the Service as its `service`.
-    pub slices: Vec<EndpointSlice>,
-}
-
 /// Ranges that service addresses are allocated from.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ServiceCidr {

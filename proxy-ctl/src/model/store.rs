@@ -15,7 +15,7 @@ use super::{
     claims::{Claim, Claimant, Conflict, Rank},
     desired::{Changes, DesiredPort, ServicePortName},
     names::NameInterner,
-    objects::{EndpointSlice, HealthCheck, IpFamily, Node, ObjectName, Service, ServiceSlices},
+    objects::{EndpointSlice, HealthCheck, IpFamily, Node, ObjectName, Service},
     resolve::{self, Owners},
     topology::NodeTopology,
 };
@@ -111,9 +111,6 @@ impl Model {
             Update::ReplaceSlices(slices) => self.replace_slices(slices),
             Update::ApplySlice(slice) => self.apply_slice(slice),
             Update::DeleteSlice(name) => self.delete_slice(&name),
-            Update::ReplaceServiceSlices(ServiceSlices { service, slices }) => {
-                self.replace_service_slices(&service, slices);
-            }
             Update::ReplaceServiceCidrs(all) => {
                 self.service_cidrs = Some(all.into_iter().map(|one| (one.name, one.ranges)).collect());
             }
@@ -213,20 +210,6 @@ impl Model {
     pub fn replace_slices(&mut self, slices: Vec<EndpointSlice>) {
         let listed: FxHashSet<&ObjectName> = slices.iter().map(|slice| &slice.name).collect();
         let gone: Vec<_> = self.slices.keys().filter(|name| !listed.contains(name)).cloned().collect();
-        for name in gone {
-            self.delete_slice(&name);
-        }
-        for slice in slices {
-            self.apply_slice(slice);
-        }
-    }
-
-    /// Every slice of this service that is not in `slices` is gone.
-    pub fn replace_service_slices(&mut self, service: &ObjectName, slices: Vec<EndpointSlice>) {
-        let known = self.services.get(service).map(|known| known.slices.as_slice()).unwrap_or_default();
-        let gone = known.iter().map(|slice| &slice.name);
-        let gone: Vec<_> =
-            gone.filter(|name| !slices.iter().any(|slice| slice.name == **name)).cloned().collect();
         for name in gone {
             self.delete_slice(&name);
         }

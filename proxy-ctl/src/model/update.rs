@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::objects::{EndpointSlice, Node, ObjectName, Service, ServiceCidr, ServiceSlices};
+use super::objects::{EndpointSlice, Node, ObjectName, Service, ServiceCidr};
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Update {
@@ -14,8 +14,6 @@ pub enum Update {
     ReplaceSlices(Vec<EndpointSlice>),
     ApplySlice(EndpointSlice),
     DeleteSlice(ObjectName),
-    /// Every slice of one Service, as one step.
-    ReplaceServiceSlices(ServiceSlices),
     /// Every ServiceCIDR there is. Nobody waits for it: older API servers have none.
     ReplaceServiceCidrs(Vec<ServiceCidr>),
     ApplyServiceCidr(ServiceCidr),

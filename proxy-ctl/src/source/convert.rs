@@ -4,7 +4,6 @@
 //! out of range) is left out with an [`InvalidField`], and the rest of the object is served.
 
 mod address;
-mod endpoints;
 mod service;
 mod slice;
 
@@ -18,7 +17,6 @@ use super::{
 };
 use crate::model::objects::{Node, ObjectName, Protocol, ServiceCidr};
 
-pub use endpoints::endpoints;
 pub use service::service;
 pub use slice::endpoint_slice;
 

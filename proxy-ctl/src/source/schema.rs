@@ -6,7 +6,6 @@
 
 pub mod core;
 pub mod discovery;
-pub mod discovery_v1beta1;
 pub mod lenient;
 pub mod meta;
 pub mod networking;
@@ -61,11 +60,4 @@ macro_rules! objects {
     };
 }
 
-objects!(
-    core::Service,
-    core::Endpoints,
-    core::Node,
-    discovery::EndpointSlice,
-    discovery_v1beta1::EndpointSlice,
-    networking::ServiceCidr
-);
+objects!(core::Service, core::Node, discovery::EndpointSlice, networking::ServiceCidr);

@@ -7,9 +7,7 @@ use proptest::{collection::vec, prelude::*};
 use crate::model::{
     Model, Update,
     desired::{Changes, DesiredPort, ServicePortName},
-    objects::{
-        Endpoint, EndpointSlice, ObjectName, Protocol, Service, ServicePort, ServiceSlices, TrafficPolicy,
-    },
+    objects::{Endpoint, EndpointSlice, ObjectName, Protocol, Service, ServicePort, TrafficPolicy},
     test_support::*,
 };
 
@@ -91,12 +89,6 @@ fn any_update() -> impl Strategy<Value = Update> {
         4 => object_name("e").prop_map(Update::DeleteSlice),
         1 => vec(any_service(), 0..4).prop_map(Update::ReplaceServices),
         1 => vec(any_slice(), 0..4).prop_map(Update::ReplaceSlices),
-        2 => (object_name("s"), vec(any_slice(), 0..3)).prop_map(|(service, mut slices)| {
-            for slice in &mut slices {
-                slice.service = std::sync::Arc::clone(&service.name);
-            }
-            Update::ReplaceServiceSlices(ServiceSlices { service, slices })
-        }),
         2 => proptest::option::of(proptest::option::of(0..3)).prop_map(|zone| {
             Update::Node(zone.map(|zone| node(zone.map(|zone| format!("z{zone}")).as_deref())))
         }),
@@ -137,14 +129,6 @@ impl Objects {
             }
             Update::DeleteSlice(name) => {
                 self.slices.remove(&name);
-            }
-            Update::ReplaceServiceSlices(ServiceSlices { service, slices }) => {
-                self.slices.retain(|name, slice| {
-                    name.namespace != service.namespace || slice.service != service.name
-                });
-                for slice in slices {
-                    self.slices.insert(slice.name.clone(), slice);
-                }
             }
             node @ Update::Node(_) => self.node = Some(node),
             Update::ReplaceServiceCidrs(_) | Update::ApplyServiceCidr(_) | Update::DeleteServiceCidr(_) => {}

@@ -5,7 +5,7 @@ use rstest::rstest;
 use crate::model::{
     Model, Update,
     desired::{Changes, Frontend},
-    objects::{Endpoint, IpFamily::Ipv4, Protocol, Service, ServiceCidr, ServiceSlices},
+    objects::{Endpoint, IpFamily::Ipv4, Protocol, Service, ServiceCidr},
     test_support::*,
 };
 
@@ -449,27 +449,6 @@ fn zone_change_computes_only_ports_with_hints_for_it() {
     assert_eq!(names(&model.take_changes()), ["zone/new Ipv4"]);
     assert_eq!(model.ports_computed() - before, 3);
     assert!(model.node().is_none());
-}
-
-#[test]
-fn all_slices_of_a_service_are_replaced_in_one_step() {
-    let mut model = after(shop());
-    let slices = vec![slice("shop/cart-3", "cart", vec![remote("10.0.0.4")])];
-    model.update(Update::ReplaceServiceSlices(ServiceSlices { service: name("shop/cart"), slices }));
-    assert_eq!(names(&model.take_changes()), ["shop/cart Ipv4", "shop/cart Ipv6"]);
-    let cart: Vec<_> =
-        model.desired().iter().filter(|port| &*port.name.service.name == "cart").cloned().collect();
-    let endpoints = cart.iter().flat_map(|port| &port.endpoints.all);
-    assert_eq!(endpoints.map(|endpoint| endpoint.address.to_string()).collect::<Vec<_>>(), ["10.0.0.4"]);
-    // And of that service only.
-    assert!(
-        model.desired().iter().any(|port| &*port.name.service.name == "web" && port.endpoints.all.len() == 2)
-    );
-    let gone = ServiceSlices { service: name("shop/cart"), slices: vec![] };
-    model.update(Update::ReplaceServiceSlices(gone.clone()));
-    assert_eq!(names(&model.take_changes()), ["shop/cart Ipv4"]);
-    model.update(Update::ReplaceServiceSlices(gone));
-    assert!(model.take_changes().is_empty());
 }
 
 #[test]

@@ -106,7 +106,7 @@ fn endpoints(
 }
 
 /// Why an endpoint of a slice of this family cannot have this address.
-pub(super) fn unusable(address: IpAddr, family: IpFamily) -> Option<&'static str> {
+fn unusable(address: IpAddr, family: IpFamily) -> Option<&'static str> {
     if IpFamily::of(address) != family {
         Some(match family {
             IpFamily::Ipv4 => "must be an IPv4 address: addressType is IPv4",

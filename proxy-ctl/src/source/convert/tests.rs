@@ -5,7 +5,6 @@ use serde_json::Value;
 use super::InvalidField;
 use crate::source::schema::ApiObject;
 
-mod endpoints;
 mod node;
 mod service;
 mod slice;

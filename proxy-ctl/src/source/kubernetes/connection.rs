@@ -6,7 +6,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use bytes::Bytes;
 use http::{HeaderValue, Response, StatusCode};
 use hyper_util::{
     client::legacy::{
@@ -24,7 +23,6 @@ use tower::{
 };
 
 use super::{
-    answer::ApiAnswer,
     failure::{Failure, FailureReason},
     kubeconfig::{Config, Loaded},
     plugin,
@@ -43,8 +41,6 @@ const KEEPALIVE_PROBES: u32 = 3;
 const UNACKNOWLEDGED: Duration = Duration::from_secs(30);
 /// For the answer to a request that is neither a list nor a watch.
 const ANSWER: Duration = Duration::from_secs(30);
-/// Of such an answer, in bytes.
-const LONGEST_ANSWER: usize = 16 << 20;
 /// Bytes of an answer that a connection holds at most before they are parsed.
 const READ_BUFFER: usize = 64 << 10;
 /// A plugin is asked again this long before its credentials expire.
@@ -157,34 +153,6 @@ impl ApiConnection {
             current.client = None;
         }
         Ok(if changed { Renewed::New } else { Renewed::Same })
-    }
-
-    /// Sends one request and returns its answer's body. Credentials that have changed are used at once.
-    pub(super) async fn ask(
-        &self,
-        request: impl Fn() -> Result<http::Request<Vec<u8>>, http::Error>,
-    ) -> Result<Bytes, Failure> {
-        loop {
-            let (client, generation) = self.client().await?;
-            let request =
-                request().map_err(|error| Failure::new(FailureReason::Malformed, error.to_string()))?;
-            let answer = async {
-                ApiAnswer::new(client.send(request.map(Body::from)).await?)
-                    .await?
-                    .whole("the answer", LONGEST_ANSWER)
-                    .await
-            };
-            let failure = match tokio::time::timeout(ANSWER, answer).await {
-                Ok(Ok(body)) => return Ok(body),
-                Ok(Err(failure)) => failure,
-                Err(_) => Failure::silence(ANSWER),
-            };
-            if !failure.reason.is_about_credentials()
-                || self.renew(generation, failure.reason).await? != Renewed::New
-            {
-                return Err(failure);
-            }
-        }
     }
 
     /// A client that outlives its credentials: each request goes through whichever client is current. Requests that

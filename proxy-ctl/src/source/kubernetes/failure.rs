@@ -215,7 +215,10 @@ mod tests {
         net::TcpListener,
     };
 
-    use super::{super::connection::ApiConnection, *};
+    use super::{
+        super::{answer::ApiAnswer, connection::ApiConnection},
+        *,
+    };
     use crate::source::kubernetes::{Config, Requests};
 
     fn connection(server: String) -> ApiConnection {
@@ -224,7 +227,12 @@ mod tests {
     }
 
     async fn failure(server: String) -> Failure {
-        connection(server).ask(|| http::Request::get("/").body(Vec::new())).await.unwrap_err()
+        let answer = async {
+            let (client, _) = connection(server).client().await?;
+            let request = http::Request::get("/").body(kube::client::Body::empty()).unwrap();
+            ApiAnswer::new(client.send(request).await?).await
+        };
+        answer.await.err().unwrap()
     }
 
     /// Answers the first bytes of each connection with these, and closes it.

@@ -1,20 +1,16 @@
-//! Selects the version of an API that is watched. The newest is watched first. Where the API server does not serve it,
-//! the API server is asked which versions it serves, and again whenever that may have changed by an upgrade or a downgrade.
+//! Watches of the kinds that every API server has, and of ServiceCIDRs, which older ones lack.
 
 use std::time::Duration;
 
 use tokio::{sync::watch, time::sleep};
-use tracing::{debug, info};
+use tracing::debug;
 
 use super::{
-    backoff::Backoff,
     context::WatchContext,
-    discovery::{EndpointsApi, ServedApi, ServiceCidrApi},
+    failure::FailureReason,
     kind::ResourceKind,
     query::Query,
-    resource::{
-        EndpointSlices, EndpointSlicesV1Beta1, LegacyEndpoints, SERVED_SELECTOR, ServiceCidrs, Watched,
-    },
+    resource::{ServiceCidrs, Watched},
     watcher::{EndReason, Watcher},
 };
 use crate::source::Update;
@@ -22,42 +18,10 @@ use crate::source::Update;
 /// An API server that had no ServiceCIDRs is asked again after this time, whatever happens.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Nobody receives the updates any more.
-pub(super) struct ReceiverGone;
-
 impl WatchContext {
-    /// A kind that every API server has in the same version.
+    /// Until nobody receives the updates any more.
     pub(super) async fn watch<W: Watched>(self, query: Query<W>) {
-        let mut watcher = Watcher::new(self, query);
-        while watcher.run().await == EndReason::AskWhatIsServed {}
-    }
-
-    /// EndpointSlices, or Endpoints where the API server has none.
-    pub(super) async fn watch_endpoints(self) {
-        let mut next = Ok(EndpointsApi::SlicesV1);
-        while let Ok(api) = next {
-            let (kind, other) = match api {
-                EndpointsApi::SlicesV1 | EndpointsApi::SlicesV1Beta1 => {
-                    (ResourceKind::EndpointSlices, ResourceKind::Endpoints)
-                }
-                EndpointsApi::Endpoints => (ResourceKind::Endpoints, ResourceKind::EndpointSlices),
-            };
-            self.state.end(other);
-            self.state.begin(kind);
-            next = match api {
-                EndpointsApi::SlicesV1 => {
-                    self.watch_while(Query::<EndpointSlices>::with_labels(SERVED_SELECTOR), api).await
-                }
-                EndpointsApi::SlicesV1Beta1 => {
-                    info!("the API server has no discovery.k8s.io/v1: watching EndpointSlices of v1beta1");
-                    self.watch_while(Query::<EndpointSlicesV1Beta1>::with_labels(SERVED_SELECTOR), api).await
-                }
-                EndpointsApi::Endpoints => {
-                    info!("the API server has no EndpointSlices: watching Endpoints");
-                    self.watch_while(Query::<LegacyEndpoints>::with_labels(SERVED_SELECTOR), api).await
-                }
-            };
-        }
+        Watcher::new(self, query).run().await;
     }
 
     /// ServiceCIDRs, where there are any, while they are `wanted`. If nobody can say so any more, nothing changes.
@@ -81,66 +45,23 @@ impl WatchContext {
     }
 
     async fn follow_service_cidrs(&self) {
-        let mut next = Ok(ServiceCidrApi::V1);
-        while let Ok(api) = next {
-            next = match api {
-                ServiceCidrApi::V1 => {
-                    self.state.begin(ResourceKind::ServiceCidrs);
-                    self.watch_while(Query::<ServiceCidrs>::all(), api).await
-                }
-                ServiceCidrApi::Nowhere => self.without_service_cidrs().await,
-            };
-        }
-    }
-
-    /// Returns once the connection was lost and found again: it may be another server then.
-    async fn without_service_cidrs(&self) -> Result<ServiceCidrApi, ReceiverGone> {
-        self.state.end(ResourceKind::ServiceCidrs);
-        self.updates.send(Update::ReplaceServiceCidrs(Vec::new())).await.map_err(|_| ReceiverGone)?;
-        debug!("the API server has no ServiceCIDRs");
-        tokio::select! {
-            () = self.connection.recovered.notified() => {}
-            () = sleep(PATIENCE) => {}
-            () = self.updates.closed() => return Err(ReceiverGone),
-        }
-        self.ask(ResourceKind::ServiceCidrs).await
-    }
-
-    /// Watches `W` until the API server's answer is another one than `api`.
-    async fn watch_while<W: Watched, A: ServedApi>(
-        &self,
-        query: Query<W>,
-        api: A,
-    ) -> Result<A, ReceiverGone> {
-        let mut watcher = Watcher::new(self.clone(), query);
-        loop {
-            match watcher.run().await {
-                EndReason::ReceiverGone => return Err(ReceiverGone),
-                EndReason::AskWhatIsServed => {}
+        let mut watcher = Watcher::new(self.clone(), Query::<ServiceCidrs>::all());
+        self.state.begin(ResourceKind::ServiceCidrs);
+        while let EndReason::NotServed(failure) = watcher.run().await {
+            if failure.reason == FailureReason::Forbidden {
+                self.state.log_failure(ResourceKind::ServiceCidrs, &failure, PATIENCE);
+            } else {
+                debug!("the API server has no ServiceCIDRs: {failure}");
             }
-            let now = self.ask::<A>(W::RESOURCE).await?;
-            if now != api {
-                info!(resource = %W::RESOURCE, before = ?api, ?now, "the API server serves another version");
-                return Ok(now);
+            self.state.end(ResourceKind::ServiceCidrs);
+            if self.updates.send(Update::ReplaceServiceCidrs(Vec::new())).await.is_err() {
+                return;
             }
-        }
-    }
-
-    /// Asks until there is an answer.
-    async fn ask<A: ServedApi>(&self, kind: ResourceKind) -> Result<A, ReceiverGone> {
-        let mut backoff = Backoff::default();
-        loop {
-            let failure = match A::ask(&self.connection).await {
-                Ok(answer) => return Ok(answer),
-                Err(failure) => failure,
-            };
-            self.state.failed(kind, &failure);
-            let delay = backoff.next();
-            self.state.log_failure(kind, &failure, delay);
             tokio::select! {
-                () = sleep(delay) => {}
-                () = self.connection.recovered.notified() => backoff.reset(),
-                () = self.updates.closed() => return Err(ReceiverGone),
+                // The connection was lost and found again: it may be another server now.
+                () = self.connection.recovered.notified() => {}
+                () = sleep(PATIENCE) => {}
+                () = self.updates.closed() => return,
             }
         }
     }

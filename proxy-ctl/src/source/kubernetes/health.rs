@@ -207,7 +207,8 @@ mod tests {
         let lines = logged(|health| {
             let failure = Failure::new(FailureReason::Forbidden, "403");
             health.fails(ResourceKind::ServiceCidrs, &failure, &[], SECOND);
-            health.fails(ResourceKind::Endpoints, &failure, &[], SECOND);
+            health.0.remove(&ResourceKind::Nodes);
+            health.fails(ResourceKind::Nodes, &failure, &[], SECOND);
         });
         assert_eq!(lines.len(), 1, "{lines:#?}");
         assert!(lines[0].contains(" WARN ") && lines[0].contains("everything else works"), "{lines:#?}");

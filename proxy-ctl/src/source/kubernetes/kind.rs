@@ -7,23 +7,19 @@ use std::fmt;
 pub enum ResourceKind {
     Services,
     EndpointSlices,
-    /// Instead of slices, where the API server has none.
-    Endpoints,
     Nodes,
     /// Where the API server has them.
     ServiceCidrs,
 }
 
 impl ResourceKind {
-    pub const ALL: [Self; 5] =
-        [Self::Services, Self::EndpointSlices, Self::Endpoints, Self::Nodes, Self::ServiceCidrs];
+    pub const ALL: [Self; 4] = [Self::Services, Self::EndpointSlices, Self::Nodes, Self::ServiceCidrs];
 
     /// As in `kubectl get …` and in a ClusterRole's `resources`.
     pub const fn plural(self) -> &'static str {
         match self {
             Self::Services => "services",
             Self::EndpointSlices => "endpointslices",
-            Self::Endpoints => "endpoints",
             Self::Nodes => "nodes",
             Self::ServiceCidrs => "servicecidrs",
         }
@@ -32,7 +28,7 @@ impl ResourceKind {
     /// As in a ClusterRole's `apiGroups`; empty for the core group.
     pub const fn group(self) -> &'static str {
         match self {
-            Self::Services | Self::Endpoints | Self::Nodes => "",
+            Self::Services | Self::Nodes => "",
             Self::EndpointSlices => "discovery.k8s.io",
             Self::ServiceCidrs => "networking.k8s.io",
         }
@@ -42,7 +38,7 @@ impl ResourceKind {
     pub const fn is_optional(self) -> bool {
         match self {
             Self::ServiceCidrs => true,
-            Self::Services | Self::EndpointSlices | Self::Endpoints | Self::Nodes => false,
+            Self::Services | Self::EndpointSlices | Self::Nodes => false,
         }
     }
 
@@ -56,7 +52,7 @@ impl ResourceKind {
                 "after 30 s the proxy starts without its Node: Services are served, zone and addresses of the node are \
                  not known, /healthz answers 503"
             }
-            Self::Services | Self::EndpointSlices | Self::Endpoints => {
+            Self::Services | Self::EndpointSlices => {
                 "nothing is written before it has been listed, what is programmed stays"
             }
         }

@@ -4,7 +4,6 @@ mod answer;
 mod backoff;
 mod connection;
 mod context;
-mod discovery;
 pub mod failure;
 mod follow;
 mod frames;
@@ -20,13 +19,12 @@ mod requests;
 mod resource;
 mod secrets;
 mod state;
-mod streaming;
 mod token_file;
 mod watcher;
 mod watchers;
 mod wire;
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::AtomicBool};
 
 use tokio::sync::{mpsc, watch};
 
@@ -34,8 +32,7 @@ use self::{
     connection::ApiConnection,
     context::WatchContext,
     query::Query,
-    resource::{OwnNode, SERVED_SELECTOR, Services},
-    streaming::StreamingLists,
+    resource::{EndpointSlices, OwnNode, SERVED_SELECTOR, Services},
     watchers::Watchers,
 };
 use super::Update;
@@ -63,7 +60,7 @@ pub struct Kubernetes {
     connection: Arc<ApiConnection>,
     node_name: Arc<str>,
     state: SourceState,
-    streaming: StreamingLists,
+    plain_lists: bool,
     wants_service_cidrs: watch::Receiver<bool>,
 }
 
@@ -91,12 +88,11 @@ impl Kubernetes {
             burst = config.burst,
             "how the API server is spoken to"
         );
-        let streaming =
-            if config.plain_lists { StreamingLists::unwanted() } else { StreamingLists::default() };
+        let plain_lists = config.plain_lists;
         let connection = Arc::new(ApiConnection::new(config, accept, state.requests.clone()));
         let (_, wants_service_cidrs) = watch::channel(false);
         let node_name = node_name.into();
-        Ok(Self { server, connection, node_name, state, streaming, wants_service_cidrs })
+        Ok(Self { server, connection, node_name, state, plain_lists, wants_service_cidrs })
     }
 
     /// ServiceCIDRs are watched while this is true; without it they never are.
@@ -121,15 +117,17 @@ impl Kubernetes {
     /// # Errors
     /// A watcher has ended although updates are still received: its objects would be stale from now on.
     pub async fn run(self, updates: mpsc::Sender<Update>) -> Result<(), WatcherEnded> {
-        let (connection, state, streaming) = (self.connection, self.state, Arc::new(self.streaming));
-        let context = WatchContext { connection, updates: updates.clone(), state, streaming };
-        let served = Query::with_labels(SERVED_SELECTOR);
-        let own = Query::with_fields(format!("metadata.name={}", self.node_name));
+        let (connection, state) = (self.connection, self.state);
+        let plain_lists = Arc::new(AtomicBool::new(self.plain_lists));
+        let context = WatchContext { connection, updates: updates.clone(), state, plain_lists };
+        let services = Query::<Services>::with_labels(SERVED_SELECTOR);
+        let slices = Query::<EndpointSlices>::with_labels(SERVED_SELECTOR);
+        let own = Query::<OwnNode>::with_fields(format!("metadata.name={}", self.node_name));
 
         let mut watchers = Watchers::default();
-        watchers.spawn(ResourceKind::Services, context.clone().watch::<Services>(served));
-        watchers.spawn(ResourceKind::Nodes, context.clone().watch::<OwnNode>(own));
-        watchers.spawn(ResourceKind::EndpointSlices, context.clone().watch_endpoints());
+        watchers.spawn(ResourceKind::Services, context.clone().watch(services));
+        watchers.spawn(ResourceKind::Nodes, context.clone().watch(own));
+        watchers.spawn(ResourceKind::EndpointSlices, context.clone().watch(slices));
         watchers.spawn(ResourceKind::ServiceCidrs, context.watch_service_cidrs(self.wants_service_cidrs));
         watchers.first_end(&updates).await
     }

@@ -1,9 +1,9 @@
-//! What each kind of object is parsed into, and the updates about it: the same for every version of its API.
+//! What each kind of object is parsed into, and the updates about it.
 
 use std::sync::Arc;
 
 use crate::{
-    model::objects::{EndpointSlice, Node, ObjectName, Service, ServiceCidr, ServiceSlices},
+    model::objects::{EndpointSlice, Node, ObjectName, Service, ServiceCidr},
     source::Update,
 };
 
@@ -39,18 +39,6 @@ impl ParsedObject for EndpointSlice {
 
     fn name(&self) -> ObjectName {
         self.name.clone()
-    }
-}
-
-impl ParsedObject for ServiceSlices {
-    const REPLACE: fn(Vec<Self>) -> Update =
-        |all| Update::ReplaceSlices(all.into_iter().flat_map(|of| of.slices).collect());
-    const APPLY: fn(Self) -> Update = Update::ReplaceServiceSlices;
-    const DELETE: fn(ObjectName) -> Update =
-        |service| Update::ReplaceServiceSlices(Self { service, slices: Vec::new() });
-
-    fn name(&self) -> ObjectName {
-        self.service.clone()
     }
 }
 

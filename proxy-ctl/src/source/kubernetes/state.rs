@@ -316,14 +316,13 @@ mod tests {
     fn what_the_api_server_does_not_have_is_not_told_of() {
         let state = SourceState::new();
         state.end(ResourceKind::EndpointSlices);
-        state.begin(ResourceKind::Endpoints);
         state.failed(ResourceKind::ServiceCidrs, &Failure::new(FailureReason::Unreachable, "refused"));
-        assert_eq!(state.kinds(), [ResourceKind::Services, ResourceKind::Endpoints, ResourceKind::Nodes]);
+        assert_eq!(state.kinds(), [ResourceKind::Services, ResourceKind::Nodes]);
         let mut registry = Registry::default();
         state.register(&mut registry);
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
-        assert!(text.contains("source_connected{resource=\"endpoints\"} 0"), "{text}");
+        assert!(text.contains("source_connected{resource=\"nodes\"} 0"), "{text}");
         for other in ["endpointslices", "servicecidrs"] {
             assert!(!text.contains(&format!("source_connected{{resource=\"{other}\"}}")), "{text}");
         }

@@ -4,7 +4,7 @@
 //! kube's own watcher is not used: it never falls back from streaming lists to plain ones, may list what is older than what was
 //! seen before, gives up all objects of a list that has one it cannot read, and reads JSON only.
 
-use std::time::Duration;
+use std::{sync::atomic::Ordering, time::Duration};
 
 use kube::Client;
 use tokio::time::{Instant, sleep, timeout};
@@ -40,18 +40,10 @@ const SETTLED: Duration = Duration::from_secs(5);
 const STREAM_ATTEMPTS: u32 = 2;
 
 /// Why a watcher has ended.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum EndReason {
     ReceiverGone,
-    /// The API server may serve another version. The watcher can be run again.
-    AskWhatIsServed,
-}
-
-/// The result of a successful attempt.
-enum Done {
-    Listed,
-    /// As watches do after some minutes.
-    WatchEnded,
+    /// The API server does not have the kind, or does not say so. The watcher can be run again.
+    NotServed(Failure),
 }
 
 /// Why an attempt has ended early.
@@ -126,8 +118,7 @@ impl<W: Watched> Watcher<W> {
         loop {
             let (generation, failure) = match self.context.connection.client().await {
                 Ok((client, generation)) => match self.attempt(&client).await {
-                    Ok(Done::WatchEnded) if W::VERSION.is_stopgap() => return EndReason::AskWhatIsServed,
-                    Ok(Done::Listed | Done::WatchEnded) => continue,
+                    Ok(()) => continue,
                     Err(Stop::ReceiverGone) => return EndReason::ReceiverGone,
                     Err(Stop::Failed(failure)) => (Some(generation), failure),
                 },
@@ -152,10 +143,12 @@ impl<W: Watched> Watcher<W> {
                 return None;
             }
         }
-        if is_first && self.may_be_another_version(reason) {
-            info!(resource = %W::RESOURCE, "{failure}; asking the API server what it serves");
+        // RBAC, which is asked first, need not know of a kind that there is not.
+        let is_absent =
+            reason == FailureReason::NotServed || reason == FailureReason::Forbidden && !self.has_sent;
+        if W::MAY_BE_ABSENT && is_absent {
             self.start.relist();
-            return Some(EndReason::AskWhatIsServed);
+            return Some(EndReason::NotServed(failure));
         }
         let delay = self.backoff.next().max(failure.retry_after.unwrap_or_default());
         let failure = match self.renew(generation, reason).await {
@@ -179,14 +172,7 @@ impl<W: Watched> Watcher<W> {
             () = self.context.connection.recovered.notified() => self.backoff.reset(),
             () = self.context.updates.closed() => return Some(EndReason::ReceiverGone),
         }
-        let asks = W::VERSION.is_stopgap() || self.may_be_another_version(reason);
-        asks.then_some(EndReason::AskWhatIsServed)
-    }
-
-    /// Whether the failure may come from a version that the API server does not serve: RBAC is asked before that.
-    fn may_be_another_version(&self, reason: FailureReason) -> bool {
-        W::VERSION.has_others()
-            && (reason == FailureReason::NotServed || reason == FailureReason::Forbidden && !self.has_sent)
+        None
     }
 
     async fn renew(&self, generation: Option<u64>, reason: FailureReason) -> Result<Renewed, Failure> {
@@ -210,7 +196,7 @@ impl<W: Watched> Watcher<W> {
     }
 
     /// Lists if need be and watches until the server ends the watch.
-    async fn attempt(&mut self, client: &Client) -> Result<Done, Stop> {
+    async fn attempt(&mut self, client: &Client) -> Result<(), Stop> {
         let events = match self.start.clone() {
             Start::Watch(version) => {
                 self.query.watch(&self.context, client, &version, false).await.inspect_err(|failure| {
@@ -222,7 +208,7 @@ impl<W: Watched> Watcher<W> {
             }
             Start::List(version) => match self.list(client, &version).await? {
                 Some(events) => events,
-                None => return Ok(Done::Listed),
+                None => return Ok(()),
             },
         };
         self.follow(events, Instant::now()).await
@@ -230,23 +216,17 @@ impl<W: Watched> Watcher<W> {
 
     /// Returns the watch that goes on behind a streaming list; None: the watch is the next attempt.
     async fn list(&mut self, client: &Client, version: &str) -> Result<Option<Events>, Stop> {
-        // Servers that have only a stopgap do not know streaming lists.
-        let streams = !W::VERSION.is_stopgap() && self.failed_streams < STREAM_ATTEMPTS;
-        if streams && self.context.streaming.may_be_asked_for().await {
+        if self.failed_streams < STREAM_ATTEMPTS && !self.context.plain_lists.load(Ordering::Relaxed) {
             match self.stream(client, version).await {
                 Ok(events) => return Ok(Some(events)),
                 Err(Stop::Failed(failure)) if failure.refuses_streaming() => {
-                    if self.context.streaming.refused() {
+                    if !self.context.plain_lists.swap(true, Ordering::Relaxed) {
                         info!(resource = %W::RESOURCE, "the API server refuses streaming lists, using plain ones: {failure}");
                     }
                 }
-                Err(stop) => {
-                    self.context.streaming.not_answered();
-                    // An account that may not watch may still list.
-                    if !matches!(&stop, Stop::Failed(failure) if failure.reason == FailureReason::Forbidden) {
-                        return Err(stop);
-                    }
-                }
+                // An account that may not watch may still list.
+                Err(Stop::Failed(failure)) if failure.reason == FailureReason::Forbidden => {}
+                Err(stop) => return Err(stop),
             }
         }
         let page = self.query.list(&self.context, client, version).await?;
@@ -261,13 +241,12 @@ impl<W: Watched> Watcher<W> {
     /// A list and the watch after it in one answer.
     async fn stream(&mut self, client: &Client, version: &str) -> Result<Events, Stop> {
         let mut events = self.query.watch(&self.context, client, version, true).await?;
-        self.context.streaming.accepted();
         self.failed_streams += 1;
         let mut listing = Listing::default();
         loop {
             let event = next(&mut events, NEXT_OF_LIST).await.inspect_err(|failure| {
                 if failure.reason == FailureReason::Timeout {
-                    self.context.streaming.refused();
+                    self.context.plain_lists.store(true, Ordering::Relaxed);
                 }
             })?;
             let ended = || Failure::new(FailureReason::Disconnected, "the list ended before it was complete");
@@ -287,7 +266,7 @@ impl<W: Watched> Watcher<W> {
     }
 
     /// Passes on what changes, until the server ends the watch.
-    async fn follow(&mut self, mut events: Events, started: Instant) -> Result<Done, Stop> {
+    async fn follow(&mut self, mut events: Events, started: Instant) -> Result<(), Stop> {
         if self.context.state.works(W::RESOURCE) {
             self.context.connection.recovered.notify_waiters();
         }
@@ -312,7 +291,7 @@ impl<W: Watched> Watcher<W> {
                     let problem = "the watch ended as soon as it began";
                     return Err(Failure::new(FailureReason::Disconnected, problem).into());
                 }
-                None => return Ok(Done::WatchEnded),
+                None => return Ok(()),
                 Some(Event::Error(failure)) => {
                     // The server cannot go on from here for a reason of its own: start from a list.
                     if failure.reason == FailureReason::Refused {

@@ -51,28 +51,6 @@ messages! {
         (3, string, optional) ip_mode: Option<String>,
     }
 
-    Endpoints {
-        (1, message, required) metadata: ObjectMeta,
-        (2, message, repeated) subsets: Vec<EndpointSubset>,
-    }
-
-    EndpointSubset {
-        (1, message, repeated) addresses: Vec<EndpointAddress>,
-        (2, message, repeated) not_ready_addresses: Vec<EndpointAddress>,
-        (3, message, repeated) ports: Vec<EndpointPort>,
-    }
-
-    EndpointAddress {
-        (1, string) ip: String,
-        (4, string, optional) node_name: Option<String>,
-    }
-
-    EndpointPort {
-        (1, string) name: String,
-        (2, int32) port: i32,
-        (3, string) protocol: String,
-    }
-
     Node {
         (1, message, required) metadata: ObjectMeta,
         (2, message, required) spec: NodeSpec,

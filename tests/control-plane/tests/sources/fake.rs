@@ -1,5 +1,5 @@
-//! A small API server for what no real one serves any more: discovery documents, lists and watches over plain
-//! HTTP, without any of the rest. It answers as kube-apiserver 1.19 does.
+//! A small API server: lists and watches over plain HTTP, without any of the rest. As an older kube-apiserver it knows
+//! neither streaming lists nor ServiceCIDRs.
 
 use std::{
     collections::BTreeMap,
@@ -20,8 +20,7 @@ use crate::world::World;
 
 const SERVICES: &str = "/api/v1/services";
 const NODES: &str = "/api/v1/nodes";
-pub(crate) const SLICES: &str = "/apis/discovery.k8s.io/v1beta1/endpointslices";
-pub(crate) const SLICES_V1: &str = "/apis/discovery.k8s.io/v1/endpointslices";
+const SLICES: &str = "/apis/discovery.k8s.io/v1/endpointslices";
 
 /// A content type and a body.
 pub(crate) type Spoilt = (&'static str, Vec<u8>);
@@ -41,8 +40,6 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// Resources of each group and version, as `kubectl get --raw` shows them.
-    discovery: BTreeMap<String, Value>,
     /// By path, then name.
     collections: BTreeMap<String, BTreeMap<String, Value>>,
     /// What watches are told: path, version, type, object.
@@ -54,13 +51,11 @@ struct State {
 }
 
 impl Fake {
-    /// Has no slices in v1, and no ServiceCIDRs.
     pub(crate) fn start(world: &World) -> Result<Self> {
         let mut state = State::default();
         for path in [SERVICES, NODES, SLICES] {
             state.collections.insert(path.to_owned(), BTreeMap::new());
         }
-        state.discovery.insert("discovery.k8s.io/v1beta1".into(), recorded("discovery.k8s.io/v1beta1"));
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
             version: watch::Sender::new(0),
@@ -99,26 +94,6 @@ impl Fake {
         Ok(path)
     }
 
-    /// It has slices in v1 from now on, as after an upgrade: connections end, what was stored is there in v1.
-    pub(crate) fn upgrade(&self, slices: Vec<Value>) {
-        {
-            let mut state = self.shared.lock();
-            state.discovery.insert("discovery.k8s.io/v1".into(), recorded("discovery.k8s.io/v1"));
-            state.discovery.remove("discovery.k8s.io/v1beta1");
-            state.collections.remove(SLICES);
-            let named = slices.into_iter().map(|slice| (name(&slice), slice));
-            state.version += 1;
-            let version = state.version.to_string();
-            let stored = named.map(|(name, mut slice)| {
-                slice["metadata"]["resourceVersion"] = json!(version);
-                (name, slice)
-            });
-            let stored = stored.collect();
-            state.collections.insert(SLICES_V1.to_owned(), stored);
-        }
-        self.shared.era.send_modify(|era| *era += 1);
-    }
-
     /// All watches of services bring this at once, and end.
     pub(crate) fn spoil_services(&self, instead: Option<Spoilt>) {
         let mut state = self.shared.lock();
@@ -147,7 +122,6 @@ impl Fake {
         let path = match object["kind"].as_str() {
             Some("Service") => SERVICES,
             Some("Node") => NODES,
-            _ if object["apiVersion"] == "discovery.k8s.io/v1" => SLICES_V1,
             _ => SLICES,
         };
         let mut state = self.shared.lock();
@@ -186,18 +160,6 @@ impl Shared {
 
 fn name(object: &Value) -> String {
     format!("{}/{}", object["metadata"]["namespace"], object["metadata"]["name"])
-}
-
-/// As kube-apiserver answers for this group and version.
-fn recorded(version: &str) -> Value {
-    json!({
-        "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version,
-        "resources": [{
-            "name": "endpointslices", "singularName": "", "namespaced": true, "kind": "EndpointSlice",
-            "verbs": ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"],
-            "storageVersionHash": "Nx3SIv6I0mE=",
-        }],
-    })
 }
 
 /// One request; the connection ends with its answer.
@@ -269,12 +231,7 @@ fn answer(state: &State, path: &str, query: &str) -> Answer {
             parameter("resourceVersion").and_then(|version| version.parse().ok()).unwrap_or(0),
         );
     }
-    match path.strip_prefix("/apis/").and_then(|version| state.discovery.get(version)) {
-        Some(document) => Answer::Whole(200, document.clone()),
-        None => {
-            Answer::Whole(404, status(404, "NotFound", "the server could not find the requested resource"))
-        }
-    }
+    Answer::Whole(404, status(404, "NotFound", "the server could not find the requested resource"))
 }
 
 fn status(code: u16, reason: &str, message: &str) -> Value {

@@ -206,11 +206,6 @@ impl Follower {
         self.wait(world, &format!("{expected:?}"), |follower| follower.frontends() == expected)
     }
 
-    /// Lists of slices received.
-    pub(crate) fn replaced_slices(&self) -> usize {
-        self.log.iter().filter(|update| matches!(update, Update::ReplaceSlices(_))).count()
-    }
-
     /// Updates received since the log was that long.
     pub(crate) fn since(&self, mark: usize) -> &[Update] {
         &self.log[mark..]

@@ -12,7 +12,6 @@ import (
 
 	core "k8s.io/api/core/v1"
 	discovery "k8s.io/api/discovery/v1"
-	discoveryv1beta1 "k8s.io/api/discovery/v1beta1"
 	networking "k8s.io/api/networking/v1"
 	meta "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -104,38 +103,6 @@ func slices() []discovery.EndpointSlice {
 	}
 }
 
-func oldSlices() []discoveryv1beta1.EndpointSlice {
-	return []discoveryv1beta1.EndpointSlice{{
-		ObjectMeta: metadata("web-1"), AddressType: "IPv4",
-		Endpoints: []discoveryv1beta1.Endpoint{
-			{
-				Addresses:  []string{"10.0.0.1"},
-				Conditions: discoveryv1beta1.EndpointConditions{Ready: to(true), Serving: to(false), Terminating: to(true)},
-				Hostname:   to("h"), TargetRef: &core.ObjectReference{Kind: "Pod", Name: "web-x"},
-				Topology: map[string]string{"kubernetes.io/hostname": "node-2", "topology.kubernetes.io/zone": "z1"},
-				NodeName: to("node-1"), Hints: &discoveryv1beta1.EndpointHints{
-					ForZones: []discoveryv1beta1.ForZone{{Name: "z2"}}, ForNodes: []discoveryv1beta1.ForNode{{Name: "node-1"}},
-				},
-			},
-			{Addresses: []string{"10.0.0.2"}, Topology: map[string]string{"kubernetes.io/hostname": "node-2"}},
-		},
-		Ports: []discoveryv1beta1.EndpointPort{{Name: to("http"), Protocol: to(core.ProtocolTCP), Port: to(int32(8080))}},
-	}}
-}
-
-func endpoints() []core.Endpoints {
-	return []core.Endpoints{{
-		ObjectMeta: metadata("web"),
-		Subsets: []core.EndpointSubset{{
-			Addresses: []core.EndpointAddress{
-				{IP: "10.0.0.1", Hostname: "h", NodeName: to("node-1"), TargetRef: &core.ObjectReference{Kind: "Pod"}}, {IP: "10.0.0.2"},
-			},
-			NotReadyAddresses: []core.EndpointAddress{{IP: "10.0.0.3"}},
-			Ports:             []core.EndpointPort{{Name: "http", Port: 8080, Protocol: "SCTP", AppProtocol: to("http")}},
-		}},
-	}}
-}
-
 func nodes() []core.Node {
 	return []core.Node{{
 		ObjectMeta: metadata("node-1"),
@@ -162,8 +129,6 @@ func main() {
 	}
 	write("services", core.SchemeGroupVersion, &core.ServiceList{ListMeta: list, Items: services()})
 	write("endpointslices", discovery.SchemeGroupVersion, &discovery.EndpointSliceList{ListMeta: list, Items: slices()})
-	write("endpointslices-v1beta1", discoveryv1beta1.SchemeGroupVersion, &discoveryv1beta1.EndpointSliceList{ListMeta: list, Items: oldSlices()})
-	write("endpoints", core.SchemeGroupVersion, &core.EndpointsList{ListMeta: list, Items: endpoints()})
 	write("nodes", core.SchemeGroupVersion, &core.NodeList{ListMeta: list, Items: nodes()})
 	cidrs := []string{"10.96.0.0/12", "fd00::/112"}
 	write("servicecidrs", networking.SchemeGroupVersion, &networking.ServiceCIDRList{ListMeta: list, Items: []networking.ServiceCIDR{

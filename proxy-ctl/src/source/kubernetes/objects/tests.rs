@@ -48,7 +48,6 @@ fn shown(update: Update) -> String {
         other @ (Update::ReplaceSlices(_)
         | Update::ApplySlice(_)
         | Update::DeleteSlice(_)
-        | Update::ReplaceServiceSlices(_)
         | Update::ReplaceServiceCidrs(_)
         | Update::ApplyServiceCidr(_)
         | Update::DeleteServiceCidr(_)) => panic!("{other:?}"),

@@ -48,7 +48,11 @@ fn request() -> http::Request<Vec<u8>> {
 async fn failures(config: Config) -> [String; 2] {
     let connection = ApiConnection::new(config, HeaderValue::from_static("*/*"), Requests::default());
     let connection = Arc::new(connection);
-    let asked = connection.ask(|| Ok(request())).await.unwrap_err();
+    let asked = async {
+        let (client, _) = connection.client().await?;
+        ApiAnswer::new(client.send(request().map(Body::from)).await?).await
+    };
+    let asked = asked.await.err().unwrap();
     let event = connection.lasting_client().request::<Value>(request()).await.unwrap_err();
     [asked, Failure::from(event)].map(|failure| failure.to_string())
 }

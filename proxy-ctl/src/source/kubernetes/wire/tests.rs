@@ -10,10 +10,7 @@ use crate::{
         InvalidField,
         kubernetes::{
             frames::Frames,
-            resource::{
-                EndpointSlices, EndpointSlicesV1Beta1, LegacyEndpoints, OwnNode, ServiceCidrs, Services,
-                Watched,
-            },
+            resource::{EndpointSlices, OwnNode, ServiceCidrs, Services, Watched},
         },
         schema::{ApiObject, core, meta::TypeMeta},
     },
@@ -87,7 +84,7 @@ fn a_service_is_the_same_in_both_encodings() {
 }
 
 #[test]
-fn a_slice_is_the_same_in_both_encodings_and_versions() {
+fn a_slice_is_the_same_in_both_encodings() {
     let slice = served::<EndpointSlices>(recorded!("endpointslices"));
     assert_eq!((&*slice.service, slice.family, slice.ports[0].port), ("web", IpFamily::Ipv4, 8080));
     assert_eq!(slice.triggered.unwrap().get(), 1_767_323_045_678_000_000);
@@ -98,23 +95,10 @@ fn a_slice_is_the_same_in_both_encodings_and_versions() {
     assert_eq!((hints.zones.len(), hints.nodes.len()), (2, 1));
     assert_eq!((second.ready, second.serving, second.terminating), (true, true, false));
     assert_eq!((&second.node, &second.hints), (&None, &None));
-
-    let old = served::<EndpointSlicesV1Beta1>(recorded!("endpointslices-v1beta1"));
-    let [first, second] = old.endpoints.as_slice() else { panic!("{old:?}") };
-    assert_eq!((first.ready, first.serving, first.terminating), (true, false, true));
-    assert_eq!((first.node.as_deref(), second.node.as_deref()), (Some("node-1"), Some("node-2")));
-    let hints = first.hints.as_ref().unwrap();
-    assert_eq!((hints.zones.len(), hints.nodes.len()), (1, 1));
 }
 
 #[test]
 fn other_objects_are_the_same_in_both_encodings() {
-    let of_service = served::<LegacyEndpoints>(recorded!("endpoints"));
-    let [slice] = of_service.slices.as_slice() else { panic!("{of_service:?}") };
-    assert_eq!((slice.ports[0].port, slice.ports[0].protocol.name()), (8080, "SCTP"));
-    assert_eq!(slice.endpoints.iter().map(|of| of.ready).collect::<Vec<_>>(), [true, true, false]);
-    assert_eq!(slice.endpoints[0].node.as_deref(), Some("node-1"));
-
     let node = served::<OwnNode>(recorded!("nodes"));
     assert_eq!((&*node.name, node.zone.as_deref(), node.being_deleted), ("node-1", Some("z1"), true));
     assert_eq!((node.pod_cidrs.len(), node.taints.len(), node.addresses.len()), (2, 1, 1));

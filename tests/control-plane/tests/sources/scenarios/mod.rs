@@ -27,10 +27,8 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
             a_resource_that_may_be_listed_only_is_listed_again,
             revoked_tokens_are_replaced;
         older:
-            slices_of_v1beta1_are_watched,
             watches_that_always_fail_are_tried_ever_less,
-            everything_is_listed_and_watched_within_the_burst,
-            without_slices_endpoints_are_watched;
+            everything_is_listed_and_watched_within_the_burst;
         lists:
             a_broken_connection_goes_on_where_it_was,
             what_happened_before_a_compaction_is_seen_in_one_replace,

@@ -10,7 +10,6 @@
 
 mod checks;
 mod config_changes;
-pub mod config_file;
 mod dataplane_thread;
 mod event;
 mod kernel;

@@ -1,22 +1,27 @@
 //! Follows the configuration file while the process runs.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use anyhow::anyhow;
 use serde_json::Value;
-use tokio::sync::watch;
+use tokio::{sync::watch, time::timeout};
 
-use super::{
-    config_changes::ConfigChanges, config_file::ConfigFile, event, kernel::Kernel, mode_choice, set_up,
-    settings::Settings,
-};
+use super::{config_changes::ConfigChanges, event, kernel::Kernel, mode_choice, set_up, settings::Settings};
 use crate::{
     config::{CommandLine, Config},
     dataplane,
     events::Recorder,
     log,
+    path_watch::PathWatch,
     report::{Metrics, ModeChoice},
 };
+
+/// Some editors remove a file before they write it anew.
+const REPLACEMENT: Duration = Duration::from_secs(1);
 
 pub(super) struct Reload {
     line: CommandLine,
@@ -62,12 +67,12 @@ impl Reload {
             return std::future::pending().await;
         };
         // Watched before it is compared, so that nothing that has happened since the start is missed.
-        let mut file = ConfigFile::watch(&path);
+        let mut watch = PathWatch::new(&path);
         loop {
             if let Some(end) = self.compare() {
                 return end;
             }
-            file.changed().await;
+            changed(&mut watch, &path).await;
         }
     }
 
@@ -150,11 +155,24 @@ impl Reload {
     }
 }
 
+/// Completes when the file may have changed.
+async fn changed(watch: &mut PathWatch, path: &Path) {
+    watch.changed().await;
+    let is_back = async {
+        while !path.exists() {
+            watch.changed().await;
+        }
+    };
+    // One that stays away is reported as such.
+    let _ = timeout(REPLACEMENT, is_back).await;
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs;
 
     use tempfile::TempDir;
+    use tokio::time::sleep;
 
     use super::*;
     use crate::{
@@ -236,5 +254,24 @@ mod tests {
         scene.change(&format!("oomScoreAdj: 1\n{changed}"));
         assert_eq!(scene.max_per_core(), 1000);
         assert_ne!(fs::read_to_string(&limit).unwrap(), "5\n");
+    }
+
+    #[tokio::test]
+    async fn an_editor_that_removes_the_old_file_first() {
+        let folder = tempfile::tempdir().unwrap();
+        let config = folder.path().join("config");
+        fs::write(&config, "one").unwrap();
+        let mut watch = PathWatch::new(&config);
+        fs::rename(&config, folder.path().join("config~")).unwrap();
+        let written = async {
+            sleep(Duration::from_millis(20)).await;
+            fs::write(&config, "two").unwrap();
+        };
+        let noticed = async {
+            changed(&mut watch, &config).await;
+            config.exists()
+        };
+        let ((), is_replaced) = tokio::join!(biased; written, noticed);
+        assert!(is_replaced, "the file was reported while it was gone");
     }
 }

@@ -64,7 +64,7 @@ impl Source {
                     metrics.own.invalid_objects.found(field.resource(), 1);
                     tracing::warn!(object = field.object, field = field.field, "{}", field.problem);
                 };
-                manifests.run(updates, report, stop).await?;
+                stop.run_until_cancelled(manifests.run(updates, report)).await.transpose()?;
             }
         }
         Ok(())

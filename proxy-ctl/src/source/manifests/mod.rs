@@ -30,7 +30,6 @@ use std::{
 };
 
 use tokio::sync::mpsc;
-use tokio_util::sync::CancellationToken;
 
 use self::folder::{Folder, Listing};
 use super::{InvalidField, Update};
@@ -40,21 +39,8 @@ use crate::path_watch::PathWatch;
 pub enum Error {
     #[error("manifests folder {folder}: {source}; must be a folder of .yaml, .yml or .json files")]
     Folder { folder: PathBuf, source: io::Error },
-    #[error("watching manifests folder {folder} failed: {source}{}", hint(source))]
-    Watch { folder: PathBuf, source: notify::Error },
     #[error("reading manifests folder {folder} was interrupted")]
     Interrupted { folder: PathBuf },
-}
-
-fn hint(error: &notify::Error) -> &'static str {
-    if matches!(error.kind, notify::ErrorKind::MaxFilesWatch) {
-        return "; raise sysctl fs.inotify.max_user_watches";
-    }
-    let full = |error: &io::Error| error.raw_os_error() == Some(libc::EMFILE);
-    if matches!(&error.kind, notify::ErrorKind::Io(error) if full(error)) {
-        return "; raise sysctl fs.inotify.max_user_instances";
-    }
-    ""
 }
 
 /// A folder that is being watched.
@@ -65,26 +51,25 @@ pub struct Manifests {
 
 impl Manifests {
     /// # Errors
-    /// The folder does not exist, is no folder, or cannot be read or watched.
+    /// The folder does not exist, is no folder, or cannot be read.
     pub fn open(folder: &Path, node_name: impl Into<Arc<str>>) -> Result<Self, Error> {
         std::fs::read_dir(folder).map_err(|source| Error::Folder { folder: folder.to_owned(), source })?;
         // Watched before it is first read: nothing is missed.
-        let watch =
-            PathWatch::new(folder).map_err(|source| Error::Watch { folder: folder.to_owned(), source })?;
+        let watch = PathWatch::new(folder);
         Ok(Self { folder: Folder::new(folder.to_owned(), node_name.into()), watch })
     }
 
-    /// Sends what the folder holds, at once and after every change, until `stop` or until nobody receives.
+    /// Sends what the folder holds, at once and after every change, until nobody receives.
     /// `report` is told what is left out, once until it is mended.
     ///
     /// # Errors
-    /// The folder can no longer be watched.
+    /// A read was interrupted.
     pub async fn run(
         mut self,
         updates: mpsc::Sender<Update>,
         report: impl Fn(InvalidField) + Send + Sync,
-        stop: CancellationToken,
     ) -> Result<(), Error> {
+        let mut sent = Vec::new();
         loop {
             let listing;
             (self.folder, listing) = list(self.folder).await?;
@@ -97,10 +82,12 @@ impl Manifests {
                         Update::ReplaceServices(listing.services),
                         Update::ReplaceSlices(listing.slices),
                     ];
-                    for update in all {
-                        tokio::select! {
-                            sent = updates.send(update) => if sent.is_err() { return Ok(()) },
-                            () = stop.cancelled() => return Ok(()),
+                    if sent != all {
+                        sent = all.to_vec();
+                        for update in all {
+                            if updates.send(update).await.is_err() {
+                                return Ok(());
+                            }
                         }
                     }
                 }
@@ -111,10 +98,8 @@ impl Manifests {
                 }),
             }
             tokio::select! {
-                changed = self.watch.changed() => {
-                    changed.map_err(|source| Error::Watch { folder: self.folder.path().to_owned(), source })?;
-                }
-                () = stop.cancelled() => return Ok(()),
+                () = self.watch.changed() => {}
+                () = updates.closed() => return Ok(()),
             }
         }
     }

@@ -11,7 +11,6 @@ use std::{
 
 use tempfile::TempDir;
 use tokio::{sync::mpsc, task::JoinHandle};
-use tokio_util::sync::CancellationToken;
 
 use super::{
     super::{Error, Manifests},
@@ -27,7 +26,6 @@ struct Running {
     parent: TempDir,
     updates: mpsc::Receiver<Update>,
     invalid: Arc<Mutex<Vec<InvalidField>>>,
-    stop: CancellationToken,
     task: JoinHandle<Result<(), Error>>,
 }
 
@@ -39,12 +37,12 @@ impl Running {
         fs::create_dir(&folder).unwrap();
         fill(&folder);
         let (sender, updates) = mpsc::channel(1);
-        let (stop, invalid) = (CancellationToken::new(), Arc::new(Mutex::new(Vec::new())));
+        let invalid = Arc::new(Mutex::new(Vec::new()));
         let told = Arc::clone(&invalid);
         let manifests = Manifests::open(&folder, "here").unwrap();
         let report = move |field| told.lock().unwrap().push(field);
-        let task = tokio::spawn(manifests.run(sender, report, stop.clone()));
-        Self { parent, updates, invalid, stop, task }
+        let task = tokio::spawn(manifests.run(sender, report));
+        Self { parent, updates, invalid, task }
     }
 
     fn folder(&self) -> PathBuf {
@@ -210,12 +208,7 @@ async fn a_folder_that_disappears_leaves_everything_until_it_is_back() {
 }
 
 #[tokio::test]
-async fn it_ends_when_told_and_when_nobody_receives() {
-    let running = Running::start(|_| {});
-    running.stop.cancel();
-    let ended = tokio::time::timeout(PATIENCE, running.task).await;
-    assert!(matches!(ended, Ok(Ok(Ok(())))), "{ended:?}");
-
+async fn it_ends_when_nobody_receives() {
     let Running { parent, updates, task, .. } = Running::start(|_| {});
     drop(updates);
     let ended = tokio::time::timeout(PATIENCE, task).await;

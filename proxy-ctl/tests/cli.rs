@@ -62,7 +62,6 @@ fn refused(folder: &Path, output: &Output, message: &str) {
     "mode: fast",
     "mode must be ebpf, nftables, iptables, ipvs or userspace, found \"fast\""
 )]
-#[case::not_built("ebpf: {algorithm: maglev}", "ebpf.algorithm must be random, found \"maglev\"")]
 #[case::no_cgroup(
     "mode: ebpf\nebpf: {cgroup: /nonexistent, modeFallback: false}",
     "ebpf.cgroup must be a folder of cgroup v2, found /nonexistent"

@@ -26,8 +26,6 @@ pub(super) enum Problem {
     WrongType,
     /// Of the right type, but outside the allowed values.
     NotAllowed,
-    /// A word that is reserved for something planned.
-    NotBuilt,
 }
 
 impl InvalidValue {
@@ -356,8 +354,6 @@ where
 /// One of a few words.
 pub trait Keyword: Copy + PartialEq + 'static {
     const WORDS: &'static [(&'static str, Self)];
-    /// Reserved, but not built yet.
-    const PLANNED: &'static [&'static str] = &[];
 
     fn word(self) -> &'static str {
         Self::WORDS.iter().find(|(_, meaning)| *meaning == self).map_or("", |(word, _)| *word)
@@ -377,8 +373,7 @@ pub(super) const fn keyword<T: Keyword>(locate: Locate<T>) -> TypedField<T> {
         read: |value| {
             // YAML 1.1 reads a bare `off` as false.
             let word = if *value == Value::Bool(false) { "off" } else { typed(value, Value::as_str)? };
-            let problem = if T::PLANNED.contains(&word) { Problem::NotBuilt } else { Problem::NotAllowed };
-            T::of(word).ok_or_else(|| InvalidValue::new(problem, value))
+            T::of(word).ok_or_else(|| InvalidValue::new(Problem::NotAllowed, value))
         },
         write: |keyword| Value::String(keyword.word().to_owned()),
     }

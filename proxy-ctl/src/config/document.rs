@@ -6,9 +6,7 @@ use serde_json::{Map, Value};
 use serde_saphyr::DuplicateKeyPolicy;
 
 use super::{
-    Config, Error,
-    access::as_whole,
-    duration,
+    Config, Error, duration,
     fields::{API_VERSION, FIELDS, KIND},
 };
 
@@ -18,17 +16,16 @@ pub(super) struct Document {
     pub(super) warnings: Vec<String>,
 }
 
-/// `octal`: integers with a leading zero are octal, as in YAML 1.1.
-fn options(duplicates: DuplicateKeyPolicy, octal: bool) -> serde_saphyr::Options {
-    serde_saphyr::options! { duplicate_keys: duplicates, with_snippet: false, legacy_octal_numbers: octal }
+/// Integers with a leading zero are octal, as in YAML 1.1 and to kube-proxy.
+fn options(duplicates: DuplicateKeyPolicy) -> serde_saphyr::Options {
+    serde_saphyr::options! { duplicate_keys: duplicates, with_snippet: false, legacy_octal_numbers: true }
 }
 
 pub(super) fn parse(path: &Path, text: &str) -> Result<Document, Error> {
     let at = path.display();
     let (root, duplicates) =
         read(text).map_err(|error| Error::Syntax { path: path.to_owned(), problem: problem(&error) })?;
-    let mut problems = kind_problems(&root);
-    problems.extend(leading_zeros(text, &root));
+    let problems = kind_problems(&root);
     if !problems.is_empty() {
         return Err(Error::Values(problems.iter().map(|problem| format!("{at}: {problem}")).collect()));
     }
@@ -38,20 +35,20 @@ pub(super) fn parse(path: &Path, text: &str) -> Result<Document, Error> {
 
 /// A text with duplicate fields is read with the last of each, and their error comes along.
 fn read(text: &str) -> Result<(Value, Option<serde_saphyr::Error>), serde_saphyr::Error> {
-    match read_with(text, DuplicateKeyPolicy::Error, false) {
+    match read_with(text, DuplicateKeyPolicy::Error) {
         Ok(root) => Ok((root, None)),
-        Err(strict) => Ok((read_with(text, DuplicateKeyPolicy::LastWins, false)?, Some(strict))),
+        Err(strict) => Ok((read_with(text, DuplicateKeyPolicy::LastWins)?, Some(strict))),
     }
 }
 
 /// Of several documents all but one must be empty, as after a `---` at the end.
-fn read_with(text: &str, duplicates: DuplicateKeyPolicy, octal: bool) -> Result<Value, serde_saphyr::Error> {
-    let single = serde_saphyr::from_str_with_options(text, options(duplicates, octal));
+fn read_with(text: &str, duplicates: DuplicateKeyPolicy) -> Result<Value, serde_saphyr::Error> {
+    let single = serde_saphyr::from_str_with_options(text, options(duplicates));
     let Err(error) = single else { return single };
     if !matches!(error.without_snippet(), serde_saphyr::Error::MultipleDocuments { .. }) {
         return Err(error);
     }
-    match serde_saphyr::from_multiple_with_options::<Value>(text, options(duplicates, octal)).as_deref_mut() {
+    match serde_saphyr::from_multiple_with_options::<Value>(text, options(duplicates)).as_deref_mut() {
         Ok([only]) => Ok(only.take()),
         Ok(_) | Err(_) => Err(error),
     }
@@ -85,17 +82,6 @@ fn kind_problems(root: &Value) -> Vec<String> {
 /// `None`: the field or a section above it is absent.
 fn value<'a>(root: &'a Value, path: &str) -> Option<&'a Value> {
     path.split('.').try_fold(root, |value, name| value.get(name))
-}
-
-/// kube-proxy reads `010` as 8.
-fn leading_zeros(text: &str, root: &Value) -> Vec<String> {
-    let Ok(octal) = read_with(text, DuplicateKeyPolicy::LastWins, true) else { return Vec::new() };
-    let problem = |path| {
-        let (decimal, octal) = (as_whole(value(root, path)?)?, as_whole(value(&octal, path)?)?);
-        let must = "must be written without a leading zero";
-        (decimal != octal).then(|| format!("{path} {must}: {octal}, as kube-proxy reads it, or {decimal}"))
-    };
-    FIELDS.iter().filter_map(|field| problem(field.path)).collect()
 }
 
 impl Document {

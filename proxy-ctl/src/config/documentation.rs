@@ -173,10 +173,6 @@ pub const DIFFERENCES: &[(&str, &str)] = &[
         "flags that kube-proxy had for it before 1.26 are accepted with a warning that they have no effect.",
     ),
     (
-        "leading zeros",
-        "an integer such as `010` is an error: YAML 1.1, and so kube-proxy, reads it as octal, YAML 1.2 does not.",
-    ),
-    (
         "feature gates",
         "dependencies between gates are not checked: such gates concern other parts of Kubernetes. Gates of 1.37 that concern \
          kube-proxy are known. Gates of older versions that are always on since are accepted with a warning.",

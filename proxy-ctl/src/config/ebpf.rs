@@ -5,7 +5,7 @@ use std::{path::PathBuf, time::Duration};
 use proxy_common::flow::FlowLifetimes;
 pub use proxy_common::inventory::Limits;
 
-use super::{Config, Keyword, fields::SHORTEST_LIFETIME};
+use super::{Config, Keyword};
 use crate::dataplane::Role;
 
 /// Whose connections the socket hooks translate.
@@ -71,37 +71,11 @@ impl Keyword for SourceAddress {
         &[("preserve", Self::Preserve), ("masquerade", Self::Masquerade)];
 }
 
-/// How a packet from outside reaches a backend on another node.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub enum Forwarding {
-    #[default]
-    Snat,
-}
-
-impl Keyword for Forwarding {
-    const WORDS: &'static [(&'static str, Self)] = &[("snat", Self::Snat)];
-    const PLANNED: &'static [&'static str] = &["dsr", "hybrid"];
-}
-
-/// How a new connection's backend is chosen.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub enum Algorithm {
-    #[default]
-    Random,
-}
-
-impl Keyword for Algorithm {
-    const WORDS: &'static [(&'static str, Self)] = &[("random", Self::Random)];
-    const PLANNED: &'static [&'static str] = &["maglev", "leastConnection"];
-}
-
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Ebpf {
     pub socket_load_balancing: SocketLoadBalancing,
     pub source_address: SourceAddress,
     pub xdp: Xdp,
-    pub forwarding: Forwarding,
-    pub algorithm: Algorithm,
     pub interfaces: Interfaces,
     pub limits: Limits,
     pub flow_lifetimes: OwnLifetimes,
@@ -127,8 +101,6 @@ impl Default for Ebpf {
             socket_load_balancing: SocketLoadBalancing::default(),
             source_address: SourceAddress::default(),
             xdp: Xdp::default(),
-            forwarding: Forwarding::default(),
-            algorithm: Algorithm::default(),
             interfaces: Interfaces::default(),
             limits: Limits::default(),
             flow_lifetimes: OwnLifetimes::default(),
@@ -154,6 +126,9 @@ impl Ebpf {
         }
     }
 }
+
+/// Packets of a flow stamp it once a second.
+pub(super) const SHORTEST_LIFETIME: Duration = Duration::from_secs(2);
 
 /// How long flows are kept in states for which kube-proxy has no field.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

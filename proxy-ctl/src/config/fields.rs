@@ -12,7 +12,7 @@ use super::{
         keyword, list, listen_address, number, optional_folder, optional_text, optional_timeout, parsed,
         period, port_range, quantity, switch, text, timeout, typed,
     },
-    ebpf::{MAX_ENTRIES, NamePattern},
+    ebpf::{MAX_ENTRIES, NamePattern, SHORTEST_LIFETIME},
 };
 
 pub(super) const API_VERSION: &str = "kubeproxy.config.k8s.io/v1alpha1";
@@ -266,10 +266,6 @@ pub static FIELDS: &[Field] = fields! {
          veth also needs an XDP program at its other end, and senders that fill in their checksums. generic: all, for tests: the stack \
          does it, no faster than without, and after receive offload, which must be off. What leaves by another interface, and where no program can be attached, takes the way \
          through the stack; status shows the hooks, the log says why one is missing.";
-    "ebpf.forwarding", keyword(|c| &mut c.ebpf.forwarding);
-        "How packets from outside reach a backend on another node.";
-    "ebpf.algorithm", keyword(|c| &mut c.ebpf.algorithm);
-        "How the backend of a new connection is chosen.";
     "ebpf.interfaces.include", list(|c| &mut c.ebpf.interfaces.include);
         "Interfaces that packet programs are attached to. Empty: all.";
     "ebpf.interfaces.exclude", list(|c| &mut c.ebpf.interfaces.exclude);
@@ -344,9 +340,6 @@ const WITHDRAW_AFTER: TypedField<Duration> = TypedField {
     },
     ..optional_timeout(|c| &mut c.ebpf.withdraw_after)
 };
-
-/// Packets of a flow stamp it once a second.
-pub(super) const SHORTEST_LIFETIME: Duration = Duration::from_secs(2);
 
 const fn lifetime(locate: Locate<Duration>) -> TypedField<Duration> {
     TypedField {

@@ -198,8 +198,7 @@ impl<'a> Resolution<'a> {
             }
             self.warnings.push(format!("{name} is ignored, and should be {allowed}, found {found}"));
         } else {
-            let planned = if *problem == Problem::NotBuilt { ", which is not built yet" } else { "" };
-            self.problems.push(format!("{name} must be {allowed}, found {found}{planned}"));
+            self.problems.push(format!("{name} must be {allowed}, found {found}"));
         }
     }
 

@@ -1,7 +1,6 @@
 //! Services, EndpointSlices and the own Node from an API server, and the ServiceCIDRs while they are wanted.
 
 mod answer;
-mod backoff;
 mod connection;
 mod context;
 pub mod failure;

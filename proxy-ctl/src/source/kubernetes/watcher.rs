@@ -6,13 +6,15 @@
 
 use std::{sync::atomic::Ordering, time::Duration};
 
-use kube::Client;
+use kube::{
+    Client,
+    runtime::{utils::Backoff as _, watcher::DefaultBackoff},
+};
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{debug, info};
 
 use super::{
     answer::Events,
-    backoff::Backoff,
     connection::Renewed,
     context::WatchContext,
     failure::{Failure, FailureReason},
@@ -36,6 +38,8 @@ const BOOKMARKS: Duration = Duration::from_secs(180);
 const SHORTEST_WATCH: Duration = Duration::from_secs(1);
 /// A watch that has lasted this long, or has received an event, ends the earlier failures.
 const SETTLED: Duration = Duration::from_secs(5);
+/// Between two attempts, unless the API server asks for more.
+const LONGEST_DELAY: Duration = Duration::from_secs(30);
 /// Failed streaming lists in a row, after which a plain one is tried.
 const STREAM_ATTEMPTS: u32 = 2;
 
@@ -89,7 +93,8 @@ impl Start {
 pub(super) struct Watcher<W: Watched> {
     context: WatchContext,
     query: Query<W>,
-    backoff: Backoff,
+    /// As client-go's reflector, so that the nodes of a cluster do not come back all at once.
+    backoff: DefaultBackoff,
     /// Why the last attempt failed; None once a watch has settled.
     last_failure: Option<FailureReason>,
     start: Start,
@@ -104,7 +109,7 @@ impl<W: Watched> Watcher<W> {
         Self {
             context,
             query,
-            backoff: Backoff::default(),
+            backoff: DefaultBackoff::default(),
             last_failure: None,
             start: Start::List("0".to_owned()),
             failed_streams: 0,
@@ -150,7 +155,8 @@ impl<W: Watched> Watcher<W> {
             self.start.relist();
             return Some(EndReason::NotServed(failure));
         }
-        let delay = self.backoff.next().max(failure.retry_after.unwrap_or_default());
+        let delay = self.backoff.next().map_or(LONGEST_DELAY, |delay| delay.min(LONGEST_DELAY));
+        let delay = delay.max(failure.retry_after.unwrap_or_default());
         let failure = match self.renew(generation, reason).await {
             Ok(Renewed::New) => {
                 debug!(resource = %W::RESOURCE, "{failure}; trying again with the credentials found now");

@@ -170,9 +170,14 @@ impl Proxy {
             events.record(event::service_health_failed(&node_name, service, address, error));
         };
         let (checks, health) = (self.health_checks.subscribe(), Arc::clone(&self.health));
-        let served = serve::service_health(checks, health, failed, self.stop.clone());
-        tasks.spawn(async {
-            served.await;
+        self.spawn(tasks, serve::service_health(checks, health, failed, self.stop.clone()));
+    }
+
+    /// A task whose end is no failure, until the process ends.
+    fn spawn(&self, tasks: &mut Tasks, work: impl Future<Output = ()> + Send + 'static) {
+        let stop = self.stop.clone();
+        tasks.spawn(async move {
+            stop.run_until_cancelled(work).await;
             Ok(())
         });
     }
@@ -225,40 +230,22 @@ impl Proxy {
             events: self.events.clone(),
             metrics: Arc::clone(&self.metrics),
         };
-        let stop = self.stop.clone();
-        tasks.spawn(async move {
-            tokio::select! {
-                () = removal.follow() => {}
-                () = stop.cancelled() => {}
-            }
-            Ok(())
-        });
+        self.spawn(tasks, removal.follow());
     }
 
     pub(super) fn tell_of_mode(&self, tasks: &mut Tasks) {
         let (events, metrics) = (self.events.clone(), Arc::clone(&self.metrics));
-        let told = mode_choice::tell(self.mode.subscribe(), self.choices.subscribe(), events, metrics);
-        let stop = self.stop.clone();
-        tasks.spawn(async move {
-            tokio::select! {
-                () = told => {}
-                () = stop.cancelled() => {}
-            }
-            Ok(())
-        });
+        self.spawn(
+            tasks,
+            mode_choice::tell(self.mode.subscribe(), self.choices.subscribe(), events, metrics),
+        );
     }
 
     /// To be called before the record of a predecessor is replaced.
     pub(super) fn tell_of_unsupported_services(&self, tasks: &mut Tasks) {
         let told = Record::read(&self.config.ebpf.bpffs).unwrap_or_default().unsupported;
-        let (coverage, events, stop) = (self.coverage.subscribe(), self.events.clone(), self.stop.clone());
-        tasks.spawn(async move {
-            tokio::select! {
-                () = unsupported_services::follow(coverage, &told, events) => {}
-                () = stop.cancelled() => {}
-            }
-            Ok(())
-        });
+        let (coverage, events) = (self.coverage.subscribe(), self.events.clone());
+        self.spawn(tasks, async move { unsupported_services::follow(coverage, &told, events).await });
     }
 
     /// The record is written first by what this answers with, and then whenever it has changed: only whoever holds the
@@ -283,15 +270,8 @@ impl Proxy {
             removal_blockers: self.removal_blockers.subscribe(),
             coverage: self.coverage.subscribe(),
         };
-        let (written, stop) = (CancellationToken::new(), self.stop.clone());
-        let kept = record::keep(record.clone(), inputs, written.clone());
-        tasks.spawn(async move {
-            tokio::select! {
-                () = kept => {}
-                () = stop.cancelled() => {}
-            }
-            Ok(())
-        });
+        let written = CancellationToken::new();
+        self.spawn(tasks, record::keep(record.clone(), inputs, written.clone()));
         let bpffs = self.config.ebpf.bpffs.clone();
         move || {
             if let Err(error) = record.write(&bpffs) {

@@ -2,11 +2,11 @@
 
 use std::{io, sync::Arc};
 
-use netlink_packet_core::{NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NetlinkMessage, NetlinkPayload};
-use netlink_packet_route::{
-    AddressFamily, RouteNetlinkMessage, address::AddressMessage, link::LinkMessage, route::RouteMessage,
+use netlink_packet_core::{
+    DecodeError, NetlinkDeserializable as _, NetlinkHeader, NetlinkMessage, NetlinkPayload,
 };
-use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
+use netlink_packet_route::RouteNetlinkMessage;
+use netlink_sys::{Socket, protocols::NETLINK_ROUTE};
 use tokio::{io::unix::AsyncFd, sync::watch};
 use tokio_util::sync::CancellationToken;
 
@@ -14,25 +14,33 @@ use super::{
     own_node::OwnNode,
     state::{State, Surroundings},
 };
-use crate::{config::Config, dataplane::NodeNetwork, sys::ready};
+use crate::{
+    config::Config,
+    dataplane::NodeNetwork,
+    sys::{
+        netlink::{Messages, NLM_F_DUMP, NetlinkSocket},
+        ready,
+    },
+};
 
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
-    #[error("following interfaces and addresses by netlink, in {call}: {source}")]
-    Call { call: &'static str, source: io::Error },
-    #[error("netlink dump of {what}: the list kept changing while it was read")]
-    Interrupted { what: &'static str },
+#[error("following interfaces and addresses by netlink, in {call}: {source}")]
+pub struct Error {
+    call: &'static str,
+    source: io::Error,
 }
 
 fn failed(call: &'static str) -> impl FnOnce(io::Error) -> Error {
-    move |source| Error::Call { call, source }
+    move |source| Error { call, source }
 }
 
 /// Multicast groups: links, IPv4 and IPv6 addresses, IPv4 and IPv6 routes.
 const GROUPS: [u32; 5] = [1, 5, 9, 7, 11];
 /// Size of the socket's receive buffer. When it is full, the kernel drops changes and reports an overrun.
 const RECEIVE_BUFFER: usize = 1 << 20;
-const DUMP_TRIES: usize = 5;
+const RTM_GETLINK: u16 = 18;
+const RTM_GETADDR: u16 = 22;
+const RTM_GETROUTE: u16 = 26;
 
 /// Sends the node's network whenever it or the configuration changes, until `stop`: `clusterCIDR` and `ebpf.interfaces` decide over roles
 /// of interfaces. Waits for the first list of the own Node, whose addresses show which interfaces are uplinks.
@@ -110,11 +118,7 @@ enum Waiting {
 fn take_waiting(socket: &mut Socket, state: &mut State) -> Result<Waiting, Error> {
     loop {
         match socket.recv_from_full() {
-            Ok((bytes, _)) => each_message(&bytes, |message| {
-                if let NetlinkPayload::InnerMessage(change) = &message.payload {
-                    state.apply(change);
-                }
-            }),
+            Ok((bytes, _)) => each_change(&bytes, |change| state.apply(change)),
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(Waiting::Taken),
             Err(e) if e.raw_os_error() == Some(libc::ENOBUFS) => return Ok(Waiting::Lost),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
@@ -123,14 +127,13 @@ fn take_waiting(socket: &mut Socket, state: &mut State) -> Result<Waiting, Error
     }
 }
 
-/// A message that does not parse is skipped: newer kernels may send what this version does not know.
-fn each_message(bytes: &[u8], mut take: impl FnMut(&NetlinkMessage<RouteNetlinkMessage>)) {
+fn each_change(bytes: &[u8], mut take: impl FnMut(&RouteNetlinkMessage)) {
     let mut rest = bytes;
     while let Some(length) = rest.first_chunk().map(|length| u32::from_ne_bytes(*length) as usize) {
         let Some(one) = rest.get(..length).filter(|one| !one.is_empty()) else { return };
-        match NetlinkMessage::deserialize(one) {
-            Ok(message) => take(&message),
-            Err(error) => tracing::debug!(%error, "netlink message not understood"),
+        let message = NetlinkMessage::<RouteNetlinkMessage>::deserialize(one).inspect_err(not_understood);
+        if let Ok(NetlinkMessage { payload: NetlinkPayload::InnerMessage(change), .. }) = message {
+            take(&change);
         }
         rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
     }
@@ -142,60 +145,32 @@ async fn dump() -> Result<State, Error> {
 }
 
 fn dump_all() -> Result<State, Error> {
-    let socket = Socket::new(NETLINK_ROUTE).map_err(failed("socket"))?;
-    socket.connect(&SocketAddr::new(0, 0)).map_err(failed("connect"))?;
+    let socket = NetlinkSocket::open(NETLINK_ROUTE).map_err(failed("socket"))?;
     let mut state = State::default();
-    let mut routes = RouteMessage::default();
-    routes.header.address_family = AddressFamily::Unspec;
-    for (what, request) in [
-        ("links", RouteNetlinkMessage::GetLink(LinkMessage::default())),
-        ("addresses", RouteNetlinkMessage::GetAddress(AddressMessage::default())),
-        ("routes", RouteNetlinkMessage::GetRoute(routes)),
+    // Each with the header of its messages: empty, it stands for all.
+    for (call, kind, header) in [
+        ("dump of links", RTM_GETLINK, &[0; 16][..]),
+        ("dump of addresses", RTM_GETADDR, &[0; 8]),
+        ("dump of routes", RTM_GETROUTE, &[0; 12]),
     ] {
-        dump_one(&socket, what, &request, &mut state)?;
+        let mut request = Messages::default();
+        request.begin(kind, NLM_F_DUMP, header);
+        let found = socket.dump(&request, parse).map_err(failed(call))?;
+        found.iter().for_each(|message| state.apply(message));
     }
     Ok(state)
 }
 
-fn dump_one(
-    socket: &Socket,
-    what: &'static str,
-    request: &RouteNetlinkMessage,
-    state: &mut State,
-) -> Result<(), Error> {
-    for _ in 0..DUMP_TRIES {
-        let mut message = NetlinkMessage::from(request.clone());
-        message.header.flags = NLM_F_REQUEST | NLM_F_DUMP;
-        message.finalize();
-        let mut bytes = vec![0; message.buffer_len()];
-        message.serialize(&mut bytes);
-        socket.send(&bytes, 0).map_err(failed("send"))?;
-        if read_dump(socket, state)? {
-            return Ok(());
-        }
-    }
-    Err(Error::Interrupted { what })
+/// Without routes that are no default routes, of which a node may have many.
+fn parse(kind: u16, body: &[u8]) -> Option<RouteNetlinkMessage> {
+    let mut header = NetlinkHeader::default();
+    header.message_type = kind;
+    let message = RouteNetlinkMessage::deserialize(&header, body).inspect_err(not_understood).ok()?;
+    let is_other_route = matches!(&message, RouteNetlinkMessage::NewRoute(route) if route.header.destination_prefix_length > 0);
+    (!is_other_route).then_some(message)
 }
 
-/// False: the list changed during the dump and may be incomplete.
-fn read_dump(socket: &Socket, state: &mut State) -> Result<bool, Error> {
-    let (mut consistent, mut done, mut refused) = (true, false, None);
-    while !done {
-        let (bytes, _) = socket.recv_from_full().map_err(failed("recv"))?;
-        each_message(&bytes, |message| {
-            consistent &= message.header.flags & NLM_F_DUMP_INTR == 0;
-            match &message.payload {
-                NetlinkPayload::InnerMessage(found) => state.apply(found),
-                NetlinkPayload::Done(_) => done = true,
-                NetlinkPayload::Error(error) => {
-                    refused = Some(error.to_io());
-                    done = true;
-                }
-                NetlinkPayload::Noop | NetlinkPayload::Overrun(_) => {}
-                // The enum may grow.
-                _ => {}
-            }
-        });
-    }
-    refused.map_or(Ok(consistent), |source| Err(failed("dump")(source)))
+/// It is skipped: newer kernels may send what this version does not know.
+fn not_understood(error: &DecodeError) {
+    tracing::debug!(%error, "netlink message not understood");
 }

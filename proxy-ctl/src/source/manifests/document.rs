@@ -86,19 +86,11 @@ pub(super) enum ManifestObject {
     NotServed,
 }
 
-/// A document that could not be read.
-#[derive(Clone, Debug, Eq, PartialEq)]
-pub(super) enum InvalidDocument {
-    /// Which object it would have been.
-    Object(Identity),
-    /// It may be any.
-    Unknown,
-}
-
 #[derive(Debug, Default)]
 pub(super) struct ParsedFile {
     pub(super) objects: Vec<(Identity, ManifestObject)>,
-    pub(super) broken: Vec<InvalidDocument>,
+    /// Some document could not be read.
+    pub(super) is_broken: bool,
     pub(super) invalid: Vec<InvalidField>,
 }
 
@@ -237,7 +229,7 @@ impl Reader<'_> {
         let text = Text::Document(document);
         let header = match text.read::<Header>() {
             Ok(header) => header,
-            Err(problem) => return self.broken(InvalidDocument::Unknown, problem),
+            Err(problem) => return self.broken(None, problem),
         };
         let is_list = header.kind.as_deref().is_some_and(|kind| kind.ends_with("List"));
         if !is_list {
@@ -250,11 +242,11 @@ impl Reader<'_> {
                     let text = Text::Item(&item.value, number, line);
                     match text.read::<Header>() {
                         Ok(header) => self.object(&text, &header),
-                        Err(problem) => self.broken(InvalidDocument::Unknown, problem),
+                        Err(problem) => self.broken(None, problem),
                     }
                 }
             }
-            Err(problem) => self.broken(InvalidDocument::Unknown, problem),
+            Err(problem) => self.broken(None, problem),
         }
     }
 
@@ -264,7 +256,7 @@ impl Reader<'_> {
             let field = text.field("kind");
             let names = ManifestKind::ALL.map(ManifestKind::name).join(", ");
             let message = format!("is missing, must be {names} or List");
-            return self.broken(InvalidDocument::Unknown, Problem { field, message });
+            return self.broken(None, Problem { field, message });
         };
         let Some(kind) = ManifestKind::ALL.into_iter().find(|kind| kind.name() == name) else {
             tracing::debug!("{}: {api_version} {name} is of no use here", self.origin);
@@ -285,7 +277,7 @@ impl Reader<'_> {
         if name.is_empty() {
             let field = text.field("metadata.name");
             let message = format!("is missing, must be the name of the {}", kind.name());
-            return self.broken(InvalidDocument::Unknown, Problem { field, message });
+            return self.broken(None, Problem { field, message });
         }
         let namespace =
             metadata.filter(|_| kind.is_namespaced()).and_then(|metadata| metadata.namespace.clone());
@@ -294,7 +286,7 @@ impl Reader<'_> {
         let identity = Identity { kind, name };
         if let Some(message) = wrong_version {
             let field = text.field("apiVersion");
-            return self.broken(InvalidDocument::Object(identity), Problem { field, message });
+            return self.broken(Some(&identity), Problem { field, message });
         }
         match kind {
             ManifestKind::Service => self.typed(text, identity, |service: core::Service| {
@@ -330,13 +322,13 @@ impl Reader<'_> {
     ) {
         let object = match text.read::<T>() {
             Ok(object) => object,
-            Err(problem) => return self.broken(InvalidDocument::Object(identity), problem),
+            Err(problem) => return self.broken(Some(&identity), problem),
         };
         let (object, invalid) = convert(object);
         match object {
             Some(object) => self.parsed.objects.push((identity, object)),
             None if invalid.is_empty() => self.parsed.objects.push((identity, ManifestObject::NotServed)),
-            None => self.parsed.broken.push(InvalidDocument::Object(identity)),
+            None => self.parsed.is_broken = true,
         }
         self.parsed.invalid.extend(invalid.into_iter().map(|field| InvalidField {
             object: format!("{}: {}", self.origin, field.object),
@@ -345,13 +337,12 @@ impl Reader<'_> {
         }));
     }
 
-    fn broken(&mut self, broken: InvalidDocument, problem: Problem) {
-        let object = match &broken {
-            InvalidDocument::Object(identity) => format!("{}: {identity}", self.origin),
-            InvalidDocument::Unknown => self.origin.clone(),
-        };
+    /// `identity`: as far as it could be read.
+    fn broken(&mut self, identity: Option<&Identity>, problem: Problem) {
+        let object = identity.map(|identity| format!("{}: {identity}", self.origin));
+        let object = object.unwrap_or_else(|| self.origin.clone());
         self.parsed.invalid.push(InvalidField { object, field: problem.field, problem: problem.message });
-        self.parsed.broken.push(broken);
+        self.parsed.is_broken = true;
     }
 }
 

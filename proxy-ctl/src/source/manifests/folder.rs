@@ -1,7 +1,6 @@
 //! The objects of all files of a folder, and what stays of them when a file breaks.
 //!
-//! While a document cannot be read, the object that it last held is kept; if it is not clear which one that was,
-//! every object is kept that its file last held and does not hold now.
+//! While a document cannot be read, every object is kept that its file last held and does not hold now.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
@@ -10,7 +9,7 @@ use std::{
     sync::Arc,
 };
 
-use super::document::{self, Identity, InvalidDocument, ManifestKind, ManifestObject};
+use super::document::{self, Identity, ManifestKind, ManifestObject};
 use crate::{
     model::objects::{EndpointSlice, Node, Service, ServiceCidr},
     source::InvalidField,
@@ -95,12 +94,8 @@ impl Folder {
         };
         let parsed = document::parse(&name, &text, &self.node_name);
         let present: BTreeSet<&Identity> = parsed.objects.iter().map(|(identity, _)| identity).collect();
-        let anything = parsed.broken.contains(&InvalidDocument::Unknown);
         let before = std::mem::take(&mut file.objects);
-        let kept = before.into_iter().filter(|held| {
-            !present.contains(&held.identity)
-                && (anything || parsed.broken.contains(&InvalidDocument::Object(held.identity.clone())))
-        });
+        let kept = before.into_iter().filter(|held| parsed.is_broken && !present.contains(&held.identity));
         let kept: Vec<_> = kept.map(|held| FileObject { is_former: true, ..held }).collect();
         let fresh = parsed.objects.into_iter().map(|(identity, object)| FileObject {
             identity,

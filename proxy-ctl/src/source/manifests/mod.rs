@@ -9,9 +9,8 @@
 //!
 //! What cannot be read is named with file, document, line and field, and leaves the rest working:
 //!
-//! - A document that was good and now is not: the object it last held stays as it was.
-//! - A document of which it is not clear what object it is (it is no YAML, it has no name): every object stays
-//!   that its file last held and does not hold now. So does a file that cannot be opened or is no UTF-8.
+//! - A document that was good and now is not: every object stays that its file last held and does not hold now. So it is with a
+//!   file that cannot be opened or is no UTF-8.
 //! - A file that is removed takes its objects with it.
 //! - A folder that disappears: everything stays, until a folder comes to its path again.
 //!

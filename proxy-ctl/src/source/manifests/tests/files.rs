@@ -75,10 +75,6 @@ fn two() -> String {
 #[case::while_a_document_cannot_be_read_nothing_of_the_file_goes(
     Some("kind: [\n".into()), &[A, B], &["web.yaml, document 1"]
 )]
-#[case::a_broken_document_with_a_name_keeps_only_itself(
-    Some(service("b", "10.96.0.2").replace("port: 80", "port: x")),
-    &[B], &["web.yaml, document 1: Service default/b"]
-)]
 #[case::became_headless(Some(two().replace("10.96.0.2", "None")), &[A], &[])]
 fn a_file_that_was_good_becomes(
     #[case] text: Option<String>,

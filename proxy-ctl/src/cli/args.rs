@@ -3,6 +3,7 @@
 use std::{ffi::OsString, path::PathBuf};
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
 use ipnet::IpNet;
 use proxy_common::{event::EventKind, reason::Reason};
 
@@ -117,13 +118,6 @@ const COMPLETION_HELP: &str = "Examples:
   proxy-ctl completion bash > /etc/bash_completion.d/proxy-ctl
   proxy-ctl completion zsh > \"${fpath[1]}/_proxy-ctl\"
   proxy-ctl completion fish > ~/.config/fish/completions/proxy-ctl.fish";
-
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(super) enum Shell {
-    Bash,
-    Zsh,
-    Fish,
-}
 
 /// Write the manual pages
 #[derive(Debug, ClapArgs)]

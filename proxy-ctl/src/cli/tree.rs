@@ -5,11 +5,9 @@ use std::{fs, io, path::Path};
 
 use anyhow::Context as _;
 use clap::{Command, CommandFactory as _};
+use clap_complete::Shell;
 
-use super::{
-    args::{Args, Shell},
-    table,
-};
+use super::{args::Args, table};
 use crate::config::{FLAGS, Flag, Group, Sets, ValueKind};
 
 /// The flag that `config` and `probe` have besides those of `run`.
@@ -68,11 +66,6 @@ pub(super) fn help(mut command: Command) -> anyhow::Result<()> {
 }
 
 pub(super) fn completion(shell: Shell) -> anyhow::Result<()> {
-    let shell = match shell {
-        Shell::Bash => clap_complete::Shell::Bash,
-        Shell::Zsh => clap_complete::Shell::Zsh,
-        Shell::Fish => clap_complete::Shell::Fish,
-    };
     let mut text = Vec::new();
     clap_complete::generate(shell, &mut proxy_ctl(), "proxy-ctl", &mut text);
     Ok(table::print(&String::from_utf8(text)?)?)

@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use ipnet::IpNet;
 
 use crate::{
-    config::{Config, NodePortAddress},
+    config::{Config, LocalMode, NodePortAddress},
     model::objects::IpFamily,
     node::NodeIps,
 };
@@ -27,15 +27,7 @@ pub(super) struct Findings {
     pub(super) fatal: Vec<String>,
 }
 
-/// How local traffic is detected (`detectLocalMode`).
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum LocalBy {
-    ClusterCidr,
-    NodeCidr,
-    Interface,
-}
-
-pub(super) fn check(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Findings {
+pub(super) fn check(config: &Config, node: &NodeFacts) -> Findings {
     let mut findings = Findings::default();
     findings.warnings.extend(node_ports(config, node));
     let wrong = other(node.ips.primary);
@@ -45,10 +37,10 @@ pub(super) fn check(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Fin
         if fatal { &mut findings.fatal } else { &mut findings.warnings }.push(finding);
     };
     if only(&config.cluster_cidrs, wrong) {
-        add(local_by == LocalBy::ClusterCidr && !node.dual_stack, "clusterCIDR");
+        add(config.detect_local_mode == LocalMode::ClusterCidr && !node.dual_stack, "clusterCIDR");
     }
     if only(&node.pod_cidrs, wrong) {
-        add(local_by == LocalBy::NodeCidr, "spec.podCIDRs of the Node");
+        add(config.detect_local_mode == LocalMode::NodeCidr, "spec.podCIDRs of the Node");
     }
     if !node.dual_stack {
         if only(&config.ipvs.exclude_cidrs, wrong) {
@@ -68,17 +60,17 @@ pub(super) fn check(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Fin
 }
 
 /// kube-proxy's error for a detection mode without networks. Mode ebpf does not need them.
-pub(super) fn nothing_is_local(config: &Config, local_by: LocalBy, node: &NodeFacts) -> Option<&'static str> {
-    let (networks, nothing) = match local_by {
-        LocalBy::ClusterCidr => (
+pub(super) fn nothing_is_local(config: &Config, node: &NodeFacts) -> Option<&'static str> {
+    let (networks, nothing) = match config.detect_local_mode {
+        LocalMode::ClusterCidr => (
             &config.cluster_cidrs,
             "Detect-local-mode set to ClusterCIDR, but no cluster CIDR specified for primary IP family",
         ),
-        LocalBy::NodeCidr => (
+        LocalMode::NodeCidr => (
             &node.pod_cidrs,
             "Detect-local-mode set to NodeCIDR, but no PodCIDR defined at node for primary IP family",
         ),
-        LocalBy::Interface => return None,
+        LocalMode::BridgeInterface | LocalMode::InterfaceNamePrefix => return None,
     };
     let has_primary = networks.iter().any(|network| IpFamily::of(network.addr()) == node.ips.primary);
     (!has_primary).then_some(nothing)
@@ -167,46 +159,46 @@ mod tests {
     }
 
     #[rstest]
-    #[case::fits(&["10.0.0.0/8"], V4, false, LocalBy::ClusterCidr, (0, 0))]
-    #[case::dual_stack_fits(&["10.0.0.0/8", "fd00::/8"], V6, false, LocalBy::ClusterCidr, (0, 0))]
-    #[case::wrong_family(&["fd00::/8"], V4, false, LocalBy::ClusterCidr, (0, 1))]
-    #[case::wrong_family_of_two(&["fd00::/8"], V4, true, LocalBy::ClusterCidr, (1, 0))]
-    #[case::wrong_family_that_is_not_used(&["10.0.0.0/8"], V6, false, LocalBy::Interface, (1, 0))]
+    #[case::fits(&["10.0.0.0/8"], V4, false, LocalMode::ClusterCidr, (0, 0))]
+    #[case::dual_stack_fits(&["10.0.0.0/8", "fd00::/8"], V6, false, LocalMode::ClusterCidr, (0, 0))]
+    #[case::wrong_family(&["fd00::/8"], V4, false, LocalMode::ClusterCidr, (0, 1))]
+    #[case::wrong_family_of_two(&["fd00::/8"], V4, true, LocalMode::ClusterCidr, (1, 0))]
+    #[case::wrong_family_that_is_not_used(&["10.0.0.0/8"], V6, false, LocalMode::BridgeInterface, (1, 0))]
     fn cluster_cidrs(
         #[case] cluster: &[&str],
         #[case] addresses: &[&str],
         #[case] dual_stack: bool,
-        #[case] local_by: LocalBy,
+        #[case] detect_local_mode: LocalMode,
         #[case] expected: (usize, usize),
     ) {
-        let config = Config { cluster_cidrs: networks(cluster), ..quiet() };
-        let Findings { warnings, fatal } = check(&config, local_by, &node(addresses, dual_stack));
+        let config = Config { cluster_cidrs: networks(cluster), detect_local_mode, ..quiet() };
+        let Findings { warnings, fatal } = check(&config, &node(addresses, dual_stack));
         assert_eq!((warnings.len(), fatal.len()), expected, "{warnings:?} {fatal:?}");
     }
 
     #[rstest]
-    #[case::none(LocalBy::ClusterCidr, &[], Some("ClusterCIDR, but no cluster CIDR specified"))]
-    #[case::of_the_other_family(LocalBy::NodeCidr, &["fd00::/64"], Some("NodeCIDR, but no PodCIDR defined"))]
-    #[case::of_both(LocalBy::ClusterCidr, &["fd00::/64", "10.0.0.0/8"], None)]
-    #[case::not_asked(LocalBy::Interface, &[], None)]
+    #[case::none(LocalMode::ClusterCidr, &[], Some("ClusterCIDR, but no cluster CIDR specified"))]
+    #[case::of_the_other_family(LocalMode::NodeCidr, &["fd00::/64"], Some("NodeCIDR, but no PodCIDR defined"))]
+    #[case::of_both(LocalMode::ClusterCidr, &["fd00::/64", "10.0.0.0/8"], None)]
+    #[case::not_asked(LocalMode::BridgeInterface, &[], None)]
     fn networks_that_do_not_detect_local_traffic(
-        #[case] local_by: LocalBy,
+        #[case] detect_local_mode: LocalMode,
         #[case] all: &[&str],
         #[case] expected: Option<&str>,
     ) {
-        let config = Config { cluster_cidrs: networks(all), ..quiet() };
+        let config = Config { cluster_cidrs: networks(all), detect_local_mode, ..quiet() };
         let facts = NodeFacts { pod_cidrs: networks(all), ..node(V4, true) };
-        let found = nothing_is_local(&config, local_by, &facts);
+        let found = nothing_is_local(&config, &facts);
         assert_eq!(found.is_some(), expected.is_some(), "{found:?}");
         assert!(found.zip(expected).is_none_or(|(found, text)| found.contains(text)), "{found:?}");
     }
 
     #[rstest]
-    #[case(LocalBy::NodeCidr, (0, 1))]
-    #[case(LocalBy::ClusterCidr, (1, 0))]
-    fn pod_cidrs(#[case] local_by: LocalBy, #[case] expected: (usize, usize)) {
+    #[case(LocalMode::NodeCidr, (0, 1))]
+    #[case(LocalMode::ClusterCidr, (1, 0))]
+    fn pod_cidrs(#[case] detect_local_mode: LocalMode, #[case] expected: (usize, usize)) {
         let facts = NodeFacts { pod_cidrs: networks(&["fd00::/64"]), ..node(V4, true) };
-        let Findings { warnings, fatal } = check(&quiet(), local_by, &facts);
+        let Findings { warnings, fatal } = check(&Config { detect_local_mode, ..quiet() }, &facts);
         assert_eq!((warnings.len(), fatal.len()), expected, "{warnings:?} {fatal:?}");
     }
 
@@ -215,12 +207,12 @@ mod tests {
         let mut config = quiet();
         let wrong: SocketAddr = "[2001:db8::1]:10256".parse().unwrap();
         config.healthz_bind_address = wrong.into();
-        assert_eq!(check(&config, LocalBy::ClusterCidr, &node(V4, true)), Findings::default());
-        let findings = check(&config, LocalBy::ClusterCidr, &node(V4, false));
+        assert_eq!(check(&config, &node(V4, true)), Findings::default());
+        let findings = check(&config, &node(V4, false));
         assert!(findings.warnings[0].contains("healthzBindAddress has IPv6 addresses only"), "{findings:?}");
         let any: SocketAddr = "[::]:10256".parse().unwrap();
         config.healthz_bind_address = any.into();
-        assert_eq!(check(&config, LocalBy::ClusterCidr, &node(V4, false)), Findings::default());
+        assert_eq!(check(&config, &node(V4, false)), Findings::default());
     }
 
     #[rstest]
@@ -246,7 +238,7 @@ mod tests {
             cluster_cidrs: networks(cluster),
             ..Config::default()
         };
-        let findings = check(&config, LocalBy::ClusterCidr, &node(addresses, true));
+        let findings = check(&config, &node(addresses, true));
         assert_eq!(findings.warnings.len(), usize::from(expected.is_some()), "{findings:?}");
         assert!(
             findings.warnings.iter().zip(expected).all(|(found, text)| found.contains(text)),

@@ -155,7 +155,7 @@ impl Proxy {
     fn pages(&self) -> Pages {
         Pages {
             mode: self.mode.subscribe(),
-            configuration: Some(self.document.subscribe()),
+            configuration: self.document.subscribe(),
             flags: self.config.has_gate("ComponentFlagz").then(|| self.line.values()),
             status: self.config.has_gate("ComponentStatusz"),
             profiling: self.config.enable_profiling,

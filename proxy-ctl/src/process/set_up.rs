@@ -7,7 +7,7 @@ use anyhow::bail;
 use tokio::sync::watch;
 
 use super::{
-    checks::{self, LocalBy, NodeFacts},
+    checks::{self, NodeFacts},
     event,
     kernel::{self, Kernel},
     own_node::{self, Patience},
@@ -43,15 +43,7 @@ pub(super) async fn set_up(
 
 /// Whether `detectLocalMode` is NodeCIDR.
 pub(super) fn needs_pod_cidrs(config: &Config) -> bool {
-    local_by(config) == LocalBy::NodeCidr
-}
-
-fn local_by(config: &Config) -> LocalBy {
-    match config.detect_local_mode {
-        LocalMode::ClusterCidr => LocalBy::ClusterCidr,
-        LocalMode::NodeCidr => LocalBy::NodeCidr,
-        LocalMode::BridgeInterface | LocalMode::InterfaceNamePrefix => LocalBy::Interface,
-    }
+    config.detect_local_mode == LocalMode::NodeCidr
 }
 
 /// Sets kernel parameters, which needs privileges and outlives this process. Can be repeated.
@@ -93,7 +85,6 @@ fn cores(kernel: &Kernel) -> u32 {
 
 /// Reports what of the configuration does not fit the node.
 fn check(config: &Config, node: Option<&Node>) -> anyhow::Result<()> {
-    let local_by = local_by(config);
     let addresses = node.map(|node| node.addresses.as_slice()).unwrap_or_default();
     let ips = NodeIps::detect(config.bind_address, addresses);
     if ips.is_assumed() {
@@ -102,16 +93,14 @@ fn check(config: &Config, node: Option<&Node>) -> anyhow::Result<()> {
              --bind-address flag"
         );
     }
-    let pod_cidrs = match (local_by, node) {
-        (LocalBy::NodeCidr, Some(node)) => node.pod_cidrs.clone(),
-        _ => Vec::new(),
-    };
+    let pod_cidrs =
+        node.filter(|_| needs_pod_cidrs(config)).map(|node| node.pod_cidrs.clone()).unwrap_or_default();
     let facts = NodeFacts { ips, pod_cidrs, dual_stack: is_dual_stack() };
     tracing::info!(primary = ?ips.primary, dual_stack = facts.dual_stack, "address families");
-    if let Some(nothing) = checks::nothing_is_local(config, local_by, &facts) {
+    if let Some(nothing) = checks::nothing_is_local(config, &facts) {
         tracing::info!(ip_family = ips.primary.name(), "{nothing}");
     }
-    let findings = checks::check(config, local_by, &facts);
+    let findings = checks::check(config, &facts);
     for warning in &findings.warnings {
         tracing::warn!("{warning}");
     }

@@ -30,8 +30,8 @@ pub(super) use slis::Slis;
 pub struct Pages {
     /// The mode in use, for `/proxyMode`.
     pub mode: watch::Receiver<ModeInForce>,
-    /// The configuration in force as a KubeProxyConfiguration, for `/configz`. `None`: there is no such page.
-    pub configuration: Option<watch::Receiver<Value>>,
+    /// The configuration in force as a KubeProxyConfiguration, for `/configz`.
+    pub configuration: watch::Receiver<Value>,
     /// Every flag with its value, for `/flagz`. `None`: the page is switched off.
     pub flags: Option<BTreeMap<String, String>>,
     /// Whether `/statusz` is there.
@@ -60,13 +60,10 @@ impl Pages {
             }
             "/metrics/slis" => exposed(&head.headers, slis.encode()),
             "/proxyMode" => plain(StatusCode::OK, self.mode.borrow().modes.mode.name()),
-            "/configz" => match &self.configuration {
-                Some(configuration) => {
-                    let all = json!({"kubeproxy.config.k8s.io": *configuration.borrow()});
-                    reply(StatusCode::OK, JSON, all.to_string())
-                }
-                None => not_found(),
-            },
+            "/configz" => {
+                let all = json!({"kubeproxy.config.k8s.io": *self.configuration.borrow()});
+                reply(StatusCode::OK, JSON, all.to_string())
+            }
             "/healthz" => {
                 slis.answered();
                 plain(StatusCode::OK, healthy(head.uri.query().unwrap_or_default()))

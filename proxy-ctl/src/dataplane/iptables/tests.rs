@@ -19,7 +19,6 @@ use crate::{
 };
 
 mod changes;
-mod clients;
 mod kernel;
 mod layout;
 mod read_back;

@@ -16,7 +16,7 @@ use crate::{
         desired::{DesiredPort, Endpoint, Frontend, FrontendKind},
         objects::TrafficPolicy,
     },
-    sys::nftables::{ElementData, Expression, Register, SetOperation, Side, Verdict, user_data},
+    sys::nftables::{ElementData, Expression, Register, Side, Verdict, user_data},
 };
 
 /// User data of a frontend's element with [`Facts`].
@@ -167,13 +167,8 @@ impl<'a> Port<'a> {
     /// Two rules for each endpoint, not a map from client to endpoint: nft 1.0.6 ends with a failed assertion when it
     /// lists rules that look something up by what another lookup has found.
     fn affinity_rules(&self, affinity: &Set, seconds: u32, list: &[u32]) -> Vec<Rule> {
-        let remember = Expression::ChangeSet {
-            set: affinity.name().into_owned(),
-            operation: SetOperation::Update,
-            key: FIRST,
-            data: None,
-            milliseconds: u64::from(seconds) * 1000,
-        };
+        let milliseconds = u64::from(seconds) * 1000;
+        let remember = Expression::Remember { set: affinity.name().into_owned(), key: FIRST, milliseconds };
         let is_remembered = Expression::Lookup { set: affinity.name().into_owned(), key: FIRST, to: None };
         let endpoints = list.iter().filter_map(|index| self.port.endpoints.all.get(*index as usize));
         let endpoints: Vec<_> = endpoints

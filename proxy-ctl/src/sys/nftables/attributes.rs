@@ -76,7 +76,6 @@ pub(super) const FIB_FLAGS: u16 = 3;
 pub(super) const DYNSET_SET: u16 = 1;
 pub(super) const DYNSET_OPERATION: u16 = 3;
 pub(super) const DYNSET_KEY: u16 = 4;
-pub(super) const DYNSET_DATA: u16 = 5;
 pub(super) const DYNSET_TIMEOUT: u16 = 6;
 pub(super) const NAT_TYPE: u16 = 1;
 pub(super) const NAT_FAMILY: u16 = 2;

@@ -113,14 +113,6 @@ pub enum Side {
     Destination,
 }
 
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum SetOperation {
-    Add,
-    /// Adds it, or lets it live longer; the value of an element that is there stays.
-    Update,
-    Delete,
-}
-
 /// One step of a rule. A comparison or a lookup that finds nothing ends the rule.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Expression {
@@ -173,12 +165,10 @@ pub enum Expression {
         offset: u32,
         to: Register,
     },
-    /// Changes a set from within a rule. Of a full set it ends the rule.
-    ChangeSet {
+    /// Adds a key to a set from within a rule, or lets it live as long again. Of a full set it ends the rule.
+    Remember {
         set: String,
-        operation: SetOperation,
         key: Register,
-        data: Option<Register>,
         milliseconds: u64,
     },
     DestinationNat {
@@ -206,6 +196,7 @@ pub const LOCAL_ADDRESS: u32 = 2;
 
 const FIB_ADDRESS_TYPE: u32 = 3;
 const NUMGEN_RANDOM: u32 = 1;
+const DYNSET_UPDATE: u32 = 1;
 const NAT_DESTINATION: u32 = 1;
 /// `NF_NAT_RANGE_PROTO_SPECIFIED` and `NF_NAT_RANGE_PROTO_RANDOM_FULLY`.
 const PORTS_SPECIFIED: u32 = 1 << 1;
@@ -297,22 +288,10 @@ impl Expression {
                 number(number(out, NUMGEN_REGISTER, to.0), NUMGEN_MODULUS, *modulus);
                 number(number(out, NUMGEN_TYPE, NUMGEN_RANDOM), NUMGEN_OFFSET, *offset);
             }),
-            Self::ChangeSet { set, operation, key, data, milliseconds } => {
-                expression(list, "dynset", |out| {
-                    let operation = match operation {
-                        SetOperation::Add => 0,
-                        SetOperation::Update => 1,
-                        SetOperation::Delete => 2,
-                    };
-                    number(number(out.text(DYNSET_SET, set), DYNSET_OPERATION, operation), DYNSET_KEY, key.0);
-                    if let Some(data) = data {
-                        number(out, DYNSET_DATA, data.0);
-                    }
-                    if *milliseconds > 0 {
-                        out.attribute(DYNSET_TIMEOUT, &milliseconds.to_be_bytes());
-                    }
-                })
-            }
+            Self::Remember { set, key, milliseconds } => expression(list, "dynset", |out| {
+                number(out.text(DYNSET_SET, set), DYNSET_OPERATION, DYNSET_UPDATE);
+                number(out, DYNSET_KEY, key.0).attribute(DYNSET_TIMEOUT, &milliseconds.to_be_bytes());
+            }),
             Self::DestinationNat { family, address, port } => expression(list, "nat", |out| {
                 number(number(out, NAT_TYPE, NAT_DESTINATION), NAT_FAMILY, u32::from(family.number()));
                 number(number(out, NAT_ADDRESS, address.0), NAT_PORT, port.0);

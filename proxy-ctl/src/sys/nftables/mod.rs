@@ -15,9 +15,7 @@ use nix::sys::socket::{setsockopt, sockopt::SndBufForce};
 use self::{attributes::BATCH_END, batch::batch_header};
 pub use self::{
     batch::{BaseChain, Batch, ChainType, NetfilterHook},
-    expressions::{
-        Comparison, Conntrack, Expression, Header, LOCAL_ADDRESS, Meta, Register, SetOperation, Side, Verdict,
-    },
+    expressions::{Comparison, Conntrack, Expression, Header, LOCAL_ADDRESS, Meta, Register, Side, Verdict},
     read::{Chain, NotedRule, Rule, Table},
     sets::{Datum, Element, ElementData, Set, SetDefinition, SetShape, Values},
 };

@@ -1,8 +1,7 @@
-//! What is rendered, traced packet by packet, and the tables as the kernel has them.
+//! What is rendered, and the tables as the kernel has them.
 
-mod behaviour;
 mod kernel;
-mod trace;
+mod rendered;
 
 use std::sync::Arc;
 

@@ -8,7 +8,7 @@ use proxy_common::layout::{
 use proxy_ctl::{
     dataplane::{Dataplane as _, ebpf::EbpfDataplane},
     model::desired::{Changes, DesiredPort, Endpoint},
-    sys::{bpf, clock, map::Map},
+    sys::{clock, map::Map},
 };
 
 use super::{
@@ -38,12 +38,11 @@ fn endpoints(servers: &[(Endpoint, &str)]) -> Vec<Endpoint> {
 }
 
 fn table(sandbox: &Sandbox) -> Map<AffinityKey<[u8; 4]>, Affinity> {
-    Map::new(bpf::pinned(&sandbox.table("affinity4")).unwrap()).unwrap().unwrap()
+    sandbox.map("affinity4")
 }
 
 fn service(sandbox: &Sandbox) -> u32 {
-    let frontends: Map<FrontendKey<[u8; 4]>, Frontend> =
-        Map::new(bpf::pinned(&sandbox.table("frontends4")).unwrap()).unwrap().unwrap();
+    let frontends: Map<FrontendKey<[u8; 4]>, Frontend> = sandbox.map("frontends4");
     let key = FrontendKey::of_address([10, 96, 0, 1], proxy_common::port::Port::new(80), PROTOCOL_TCP);
     frontends.get(&key).unwrap().unwrap().service
 }
@@ -71,7 +70,7 @@ fn collect(dataplane: &mut EbpfDataplane) {
 fn a_client_stays_through_restarts_and_changes() {
     let Some(sandbox) = Sandbox::new() else { return };
     let servers = served();
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     dataplane.resync(&[affine(endpoints(&servers))]).unwrap();
     let first = sandbox.dial(CLUSTER_IP, 80).unwrap();
     let all_go_to = |sandbox: &Sandbox, server: &str| {
@@ -81,7 +80,7 @@ fn a_client_stays_through_restarts_and_changes() {
 
     drop(dataplane);
     all_go_to(&sandbox, &first);
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     dataplane.resync(&[affine(endpoints(&servers))]).unwrap();
     all_go_to(&sandbox, &first);
 
@@ -102,8 +101,7 @@ fn a_client_stays_through_restarts_and_changes() {
 
 #[test]
 fn expired_clients_are_forgotten() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     dataplane.resync(&[affine(vec![endpoint("10.0.0.1", 8080)])]).unwrap();
     let (web, now) = (service(&sandbox), clock::since_boot());
     let other = web + 1;
@@ -130,7 +128,7 @@ fn a_full_table_evicts_and_counts() {
     const CLIENTS: u64 = 200;
     let Some(mut sandbox) = Sandbox::new() else { return };
     sandbox.config.limits.affinity = 64;
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     // The node is one client of each service.
     let of_service = |number: u64| {
         let service =

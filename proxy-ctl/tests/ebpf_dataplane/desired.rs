@@ -3,7 +3,7 @@
 use std::{net::IpAddr, sync::Arc};
 
 use proxy_ctl::model::{
-    desired::{DesiredPort, Endpoint, Endpoints, Frontend, FrontendKind, ServicePortName},
+    desired::{Changes, DesiredPort, Endpoint, Endpoints, Frontend, FrontendKind, ServicePortName},
     objects::{IpFamily, ObjectName, Protocol, TrafficPolicy},
 };
 
@@ -57,6 +57,10 @@ pub fn with_node_port(mut port: DesiredPort, node_port: u16) -> DesiredPort {
     };
     port.frontends.push(Frontend { kind: FrontendKind::NodePort, address, port: node_port });
     port
+}
+
+pub const fn change(changed: Vec<Arc<DesiredPort>>) -> Changes {
+    Changes { changed, removed: Vec::new() }
 }
 
 pub fn shared(ports: impl IntoIterator<Item = DesiredPort>) -> Vec<Arc<DesiredPort>> {

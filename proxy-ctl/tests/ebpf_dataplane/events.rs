@@ -8,7 +8,7 @@ use proxy_ctl::{
         Dataplane as _, EventQuery, EventSnapshot, EventStream, Programmed as _,
         ebpf::{EbpfDataplane, cleanup::cleanup, status::Pinned},
     },
-    sys::{bpf, clock, map::Map},
+    sys::{clock, map::Map},
 };
 
 use super::{
@@ -23,8 +23,7 @@ fn watch(sandbox: &Sandbox) -> Result<Box<dyn EventStream>, String> {
 }
 
 fn control(sandbox: &Sandbox) -> EventControl {
-    let table: Map<u32, EventControl> =
-        Map::new(bpf::pinned(&sandbox.table("event_control")).unwrap()).unwrap().unwrap();
+    let table: Map<u32, EventControl> = sandbox.map("event_control");
     table.get(&0).unwrap().unwrap()
 }
 
@@ -39,7 +38,7 @@ fn read(events: &mut dyn EventStream, count: usize) -> Vec<EventSnapshot> {
 
 /// One service with a backend, one without.
 fn programmed(sandbox: &Sandbox) -> EbpfDataplane {
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     let listening = serve("127.0.0.1", "backend");
     dataplane
         .resync(&shared([
@@ -77,7 +76,7 @@ fn sockets_that_are_connected_and_refused_are_told() {
 
     // A controller that follows keeps the ring.
     drop(dataplane);
-    let _next = EbpfDataplane::open(&sandbox.config).unwrap();
+    let _next = sandbox.open();
     // That took longer than the programs go on without being asked.
     assert!(events.read().unwrap().is_empty());
     sandbox.dial("10.96.0.1", 80).unwrap();

@@ -12,7 +12,7 @@ use proxy_ctl::{
         ebpf::{self, EbpfDataplane},
     },
     model::desired::DesiredPort,
-    sys::{bpf, map::Map},
+    sys::bpf,
 };
 use rstest::rstest;
 
@@ -26,10 +26,6 @@ fn desired() -> Vec<Arc<DesiredPort>> {
     let mut gap = port("gap", "10.96.0.3", [all(), vec![endpoint("10.0.0.3", 8080)]].concat());
     gap.endpoints.internal = [0, 2].into();
     shared([with_node_port(port("web", "10.96.0.1", all()), 30080), port("other", "10.96.0.2", all()), gap])
-}
-
-fn table<K: aya::Pod + Default, V: aya::Pod + Default>(sandbox: &Sandbox, name: &str) -> Map<K, V> {
-    Map::new(bpf::pinned(&sandbox.table(name)).unwrap()).unwrap().unwrap()
 }
 
 /// Names and contents, without the ids, which a repair may change.
@@ -52,7 +48,7 @@ fn id_of(sandbox: &Sandbox, service: &str) -> u32 {
 }
 
 fn change_service(sandbox: &Sandbox, service: &str, change: impl FnOnce(&mut Service)) {
-    let services = table::<u32, Service>(sandbox, "services");
+    let services = sandbox.map::<u32, Service>("services");
     let id = id_of(sandbox, service);
     let mut value = services.get(&id).unwrap().unwrap();
     change(&mut value);
@@ -60,7 +56,7 @@ fn change_service(sandbox: &Sandbox, service: &str, change: impl FnOnce(&mut Ser
 }
 
 fn backend_removed(sandbox: &Sandbox) {
-    let backends = table::<u32, Backend<[u8; 4]>>(sandbox, "backends4");
+    let backends = sandbox.map::<u32, Backend<[u8; 4]>>("backends4");
     let (id, _) = backends.read_all().unwrap()[0];
     assert!(backends.remove(&id).unwrap());
 }
@@ -68,41 +64,41 @@ fn backend_removed(sandbox: &Sandbox) {
 fn backend_without_uses(sandbox: &Sandbox) {
     let backend =
         Backend { address: [10, 0, 0, 99], port: 1, protocol: 6, state: 1, uses: 1, flags: 0, owner: 0 };
-    table::<u32, Backend<[u8; 4]>>(sandbox, "backends4").set(&1_000_000, &backend).unwrap();
+    sandbox.map::<u32, Backend<[u8; 4]>>("backends4").set(&1_000_000, &backend).unwrap();
 }
 
 fn backend_twice(sandbox: &Sandbox) {
-    let backends = table::<u32, Backend<[u8; 4]>>(sandbox, "backends4");
+    let backends = sandbox.map::<u32, Backend<[u8; 4]>>("backends4");
     let (id, backend) = backends.read_all().unwrap()[0];
     backends.set(&(id + 5_000), &backend).unwrap();
 }
 
 fn wrong_use_count(sandbox: &Sandbox) {
-    let backends = table::<u32, Backend<[u8; 4]>>(sandbox, "backends4");
+    let backends = sandbox.map::<u32, Backend<[u8; 4]>>("backends4");
     let (id, backend) = backends.read_all().unwrap()[0];
     backends.set(&id, &Backend { uses: 77, ..backend }).unwrap();
 }
 
 fn name_missing(sandbox: &Sandbox) {
-    assert!(table::<u32, ServiceName>(sandbox, "service_names").remove(&id_of(sandbox, "web")).unwrap());
+    assert!(sandbox.map::<u32, ServiceName>("service_names").remove(&id_of(sandbox, "web")).unwrap());
 }
 
 fn name_without_service(sandbox: &Sandbox) {
-    let names = table::<u32, ServiceName>(sandbox, "service_names");
+    let names = sandbox.map::<u32, ServiceName>("service_names");
     let (_, mut name) = names.read_all().unwrap()[0];
     name.name[0] = b'z';
     names.set(&400, &name).unwrap();
 }
 
 fn two_ids_of_one_name(sandbox: &Sandbox) {
-    let names = table::<u32, ServiceName>(sandbox, "service_names");
+    let names = sandbox.map::<u32, ServiceName>("service_names");
     let (_, name) = names.read_all().unwrap()[0];
     names.set(&400, &name).unwrap();
 }
 
 fn unreadable_name(sandbox: &Sandbox) {
     let name = ServiceName { family: 9, ..ServiceName::default() };
-    table::<u32, ServiceName>(sandbox, "service_names").set(&400, &name).unwrap();
+    sandbox.map::<u32, ServiceName>("service_names").set(&400, &name).unwrap();
 }
 
 fn service_empty(sandbox: &Sandbox) {
@@ -111,7 +107,7 @@ fn service_empty(sandbox: &Sandbox) {
 
 fn service_without_name(sandbox: &Sandbox) {
     let value = Service { flags: 1, ..Service::default() };
-    table::<u32, Service>(sandbox, "services").set(&300, &value).unwrap();
+    sandbox.map::<u32, Service>("services").set(&300, &value).unwrap();
 }
 
 fn slots_out_of_bounds(sandbox: &Sandbox) {
@@ -119,7 +115,7 @@ fn slots_out_of_bounds(sandbox: &Sandbox) {
 }
 
 fn slots_of_another(sandbox: &Sandbox) {
-    let other = table::<u32, Service>(sandbox, "services").get(&id_of(sandbox, "other")).unwrap().unwrap();
+    let other = sandbox.map::<u32, Service>("services").get(&id_of(sandbox, "other")).unwrap().unwrap();
     change_service(sandbox, "web", |service| {
         service.cluster = other.cluster;
         service.internal = other.internal;
@@ -132,19 +128,19 @@ fn flags_lost(sandbox: &Sandbox) {
 }
 
 fn frontend_missing(sandbox: &Sandbox) {
-    let frontends = table::<FrontendKey<[u8; 4]>, Frontend>(sandbox, "frontends4");
+    let frontends = sandbox.map::<FrontendKey<[u8; 4]>, Frontend>("frontends4");
     let (key, _) = frontends.read_all().unwrap()[0];
     assert!(frontends.remove(&key).unwrap());
 }
 
 fn frontend_of_nobody(sandbox: &Sandbox) {
     let key = FrontendKey::of_address([10, 96, 9, 9], Port::new(80), 6);
-    let frontends = table::<FrontendKey<[u8; 4]>, Frontend>(sandbox, "frontends4");
+    let frontends = sandbox.map::<FrontendKey<[u8; 4]>, Frontend>("frontends4");
     frontends.set(&key, &Frontend { service: 200, flags: 0 }).unwrap();
 }
 
 fn frontend_of_another(sandbox: &Sandbox) {
-    let frontends = table::<FrontendKey<[u8; 4]>, Frontend>(sandbox, "frontends4");
+    let frontends = sandbox.map::<FrontendKey<[u8; 4]>, Frontend>("frontends4");
     let (key, frontend) = frontends.read_all().unwrap()[0];
     frontends.set(&key, &Frontend { service: frontend.service ^ 1, ..frontend }).unwrap();
 }
@@ -167,14 +163,13 @@ fn frontend_of_another(sandbox: &Sandbox) {
 #[case::frontend_of_nobody(frontend_of_nobody)]
 #[case::frontend_of_another(frontend_of_another)]
 fn the_next_resync_repairs(#[case] fault: Fault, #[values(false, true)] restart: bool) {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     dataplane.resync(&desired()).unwrap();
     let whole = shown(&sandbox);
     fault(&sandbox);
     if restart {
         drop(dataplane);
-        dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+        dataplane = sandbox.open();
     }
     assert_ne!(dataplane.resync(&desired()).unwrap(), Applied::default(), "the fault must be noticed");
     assert_eq!(shown(&sandbox), whole);
@@ -183,8 +178,7 @@ fn the_next_resync_repairs(#[case] fault: Fault, #[values(false, true)] restart:
 
 #[test]
 fn names_that_no_table_holds_are_refused_alone() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let long = port(&"x".repeat(65), "10.96.0.1", vec![endpoint("10.0.0.1", 80)]);
     let error = dataplane.resync(&shared([long, port("web", "10.96.0.2", Vec::new())])).unwrap_err();
     assert!(error.to_string().contains("at most 64 bytes"), "{error}");
@@ -195,7 +189,7 @@ fn names_that_no_table_holds_are_refused_alone() {
 #[test]
 fn a_pin_that_is_no_table_of_ours_is_refused() {
     let Some(sandbox) = Sandbox::new() else { return };
-    drop(EbpfDataplane::open(&sandbox.config).unwrap());
+    drop(sandbox.open());
     fs::remove_file(sandbox.table("flows4")).unwrap();
     let shape =
         bpf::MapInfo { kind: 2, key_size: 4, value_size: 4, max_entries: 1, ..bpf::MapInfo::default() };

@@ -10,17 +10,13 @@ use proxy_common::{
     port::Port,
 };
 use proxy_ctl::{
-    dataplane::{Dataplane, Host, Programmed as _, ebpf::EbpfDataplane},
-    sys::{bpf, clock, map::Map},
+    dataplane::{Dataplane, Host, Programmed as _},
+    sys::{clock, map::Map},
 };
 
 use super::sandbox::Sandbox;
 
 type Flows = Map<FlowKey<[u8; 4]>, Flow<[u8; 4]>>;
-
-fn open(sandbox: &Sandbox, table: &str) -> Flows {
-    Map::new(bpf::pinned(&sandbox.table(table)).unwrap()).unwrap().unwrap()
-}
 
 /// A masqueraded flow that was reset: kept for ten seconds.
 fn reset(client_port: Port, last_seen: u64) -> Flow<[u8; 4]> {
@@ -45,9 +41,8 @@ fn keys(flow: &Flow<[u8; 4]>) -> [FlowKey<[u8; 4]>; 3] {
 
 #[test]
 fn all_entries_of_a_flow_expire_together() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
-    let (opening, established) = (open(&sandbox, "opening_flows4"), open(&sandbox, "flows4"));
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    let (opening, established): (Flows, Flows) = (sandbox.map("opening_flows4"), sandbox.map("flows4"));
     let now = clock::since_boot();
     let (kept, long_ago) = (Port::new(2_000), now - 15_000_000_000);
     let (expired, alive) = (reset(Port::new(1_000), long_ago), reset(kept, long_ago));
@@ -76,9 +71,8 @@ fn all_entries_of_a_flow_expire_together() {
 
 #[test]
 fn flows_expire_as_the_configuration_says() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
-    let established = open(&sandbox, "flows4");
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    let established: Flows = sandbox.map("flows4");
     let mut half_closed = reset(Port::new(1_000), clock::since_boot() - 15_000_000_000);
     (half_closed.state.reset, half_closed.state.client_fin) = (0, FIN_ACKNOWLEDGED);
     for key in keys(&half_closed) {

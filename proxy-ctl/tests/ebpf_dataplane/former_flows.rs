@@ -12,11 +12,11 @@ use proxy_ctl::{
     config::Config,
     dataplane::{self, Modes},
     mode::Mode,
-    model::desired::Changes,
     sys::conntrack::Conntrack,
 };
 
 use super::{
+    desired::change,
     sandbox::{Sandbox, run},
     sockets::{A, B, PORT, SERVICE, dns, serve},
 };
@@ -52,11 +52,10 @@ fn a_flow_that_a_former_proxy_has_opened_ends_with_its_endpoint() {
     let config = Arc::new(Config { ebpf: sandbox.config.clone(), ..Config::default() });
     let modes = Modes { mode: Mode::Ebpf, beside: None };
     let mut dataplane = dataplane::open(modes, &config).unwrap();
-    let change = |port| Changes { changed: vec![port], removed: Vec::new() };
     dataplane.resync(&[dns(&[A], &[])]).unwrap();
-    dataplane.apply(&change(dns(&[A, B], &[]))).unwrap();
-    dataplane.apply(&change(dns(&[B], &[A]))).unwrap();
+    dataplane.apply(&change(vec![dns(&[A, B], &[])])).unwrap();
+    dataplane.apply(&change(vec![dns(&[B], &[A])])).unwrap();
     assert_eq!(led_to_a(), 1, "its endpoint serves");
-    dataplane.apply(&change(dns(&[B], &[]))).unwrap();
+    dataplane.apply(&change(vec![dns(&[B], &[])])).unwrap();
     assert_eq!(led_to_a(), 0);
 }

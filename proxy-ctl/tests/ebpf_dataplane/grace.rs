@@ -7,18 +7,18 @@ use std::{
 
 use aya_obj::generated::bpf_attach_type;
 use proxy_ctl::{
-    config::{Ebpf, Limits},
-    dataplane::{Dataplane, ebpf::EbpfDataplane},
+    config::Limits,
+    dataplane::Dataplane,
     model::{desired::Changes, objects::IpFamily},
     sys::{
         bpf::{self, MapInfo},
-        grace::{GracePeriod, MapOfMaps},
+        grace::GracePeriod,
         map::Map,
     },
 };
 
 use super::{
-    desired::{endpoint, name, port, shared},
+    desired::{change, endpoint, name, port, shared},
     sandbox::Sandbox,
 };
 
@@ -86,18 +86,15 @@ impl SlowReader {
 const ROUNDS: u32 = 10;
 
 #[test]
-fn both_ways_wait_for_programs_that_run() {
+fn a_wait_is_for_programs_that_run() {
     let Some(sandbox) = Sandbox::new() else { return };
     let reader = SlowReader::new(&sandbox);
     assert!(
         (0..ROUNDS).any(|_| !reader.has_ended_after(&sandbox, || ())),
         "the program is too quick to prove anything"
     );
-    for grace in [GracePeriod::Membarrier, GracePeriod::MapOfMaps(MapOfMaps::new().unwrap())] {
-        for _ in 0..ROUNDS {
-            assert!(reader.has_ended_after(&sandbox, || grace.wait().unwrap()), "{grace:?}");
-        }
-    }
+    let grace = GracePeriod::new().unwrap();
+    assert!((0..ROUNDS).all(|_| reader.has_ended_after(&sandbox, || grace.wait().unwrap())));
 }
 
 /// Each round needs what the round before last has given back.
@@ -105,12 +102,12 @@ fn both_ways_wait_for_programs_that_run() {
 fn slots_are_given_out_again_after_a_grace_period() {
     let Some(sandbox) = Sandbox::new() else { return };
     let limits = Limits { slots: 2, ..sandbox.config.limits };
-    let mut dataplane = EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap();
+    let mut dataplane = sandbox.open_with(limits);
     let reader = SlowReader::new(&sandbox);
     for round in 1..=ROUNDS {
         let changed = shared([port("web", "10.96.0.1", vec![endpoint(&format!("10.0.0.{round}"), 80)])]);
         let apply = || {
-            dataplane.apply(&Changes { changed, removed: Vec::new() }).unwrap();
+            dataplane.apply(&change(changed)).unwrap();
         };
         assert!(reader.has_ended_after(&sandbox, apply) || round <= 2, "round {round}");
     }
@@ -120,7 +117,7 @@ fn slots_are_given_out_again_after_a_grace_period() {
 fn service_ids_are_given_out_again_after_a_grace_period() {
     let Some(sandbox) = Sandbox::new() else { return };
     let limits = Limits { services: 2, ..sandbox.config.limits };
-    let mut dataplane = EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap();
+    let mut dataplane = sandbox.open_with(limits);
     let reader = SlowReader::new(&sandbox);
     let service = |round: u32| port(&round.to_string(), &format!("10.96.0.{round}"), Vec::new());
     let mut waited = Vec::new();
@@ -140,12 +137,11 @@ fn service_ids_are_given_out_again_after_a_grace_period() {
 
 #[test]
 fn collecting_garbage_waits_for_a_grace_period() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let reader = SlowReader::new(&sandbox);
     for _ in 0..ROUNDS {
         let changed = shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])]);
-        dataplane.apply(&Changes { changed, removed: Vec::new() }).unwrap();
+        dataplane.apply(&change(changed)).unwrap();
         let removed = vec![name("web", IpFamily::Ipv4)];
         dataplane.apply(&Changes { changed: Vec::new(), removed }).unwrap();
         assert!(reader.has_ended_after(&sandbox, || dataplane.collect_garbage().unwrap()));

@@ -4,10 +4,7 @@ use std::{
     fs,
     net::SocketAddr,
     os::fd::AsFd as _,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::atomic::{AtomicBool, Ordering},
     thread,
 };
 
@@ -15,12 +12,12 @@ use proxy_common::inventory::{Limit, table};
 use proxy_ctl::{
     config::Limits,
     dataplane::{Applied, Dataplane as _, Programmed as _, ebpf::EbpfDataplane},
-    model::desired::{Changes, DesiredPort, Frontend, FrontendKind},
+    model::desired::{DesiredPort, Frontend, FrontendKind},
     sys::bpf,
 };
 
 use super::{
-    desired::{endpoint, endpoints, port, shared},
+    desired::{change, endpoint, endpoints, port, shared},
     sandbox::{Sandbox, serve},
 };
 
@@ -36,7 +33,7 @@ fn first(limit: Limit) -> u32 {
 
 fn open(sandbox: &mut Sandbox, limits: Limits) -> EbpfDataplane {
     sandbox.config.limits = limits;
-    EbpfDataplane::open(&sandbox.config).unwrap()
+    sandbox.open()
 }
 
 fn large(number: u32) -> DesiredPort {
@@ -72,16 +69,8 @@ fn dialled(backend: u16) -> DesiredPort {
     port("dialled", DIALLED, vec![endpoint("127.0.0.1", backend)])
 }
 
-fn change(changed: Vec<Arc<DesiredPort>>) -> Changes {
-    Changes { changed, removed: Vec::new() }
-}
-
-fn entries(sandbox: &Sandbox, table: &str) -> u32 {
-    bpf::map_info(bpf::pinned(&sandbox.table(table)).unwrap().as_fd()).unwrap().max_entries
-}
-
 fn sizes(sandbox: &Sandbox) -> [u32; 4] {
-    [table::frontends4, table::frontends6, table::slots4, table::slots6].map(|table| entries(sandbox, table))
+    [table::frontends4, table::frontends6, table::slots4, table::slots6].map(|table| sandbox.room(table))
 }
 
 /// Number of slots, and of frontends, of the service ports that are served.
@@ -162,7 +151,7 @@ fn the_limit_is_the_most_and_external_addresses_give_way_there() {
     let mut dataplane = open(&mut sandbox, Limits { frontends, ..Limits::default() });
     let all: Vec<_> = (0..SERVICES).map(slim).collect();
     dataplane.resync(&shared(all.clone())).unwrap();
-    assert_eq!(entries(&sandbox, table::frontends4), frontends);
+    assert_eq!(sandbox.room(table::frontends4), frontends);
     assert_eq!(served(&sandbox).1, frontends as usize);
     assert_eq!(cluster_ips(&sandbox), SERVICES as usize);
     assert_eq!(dataplane.take_without_room().unwrap().len(), SERVICES as usize);
@@ -180,7 +169,7 @@ fn what_waits_where_a_table_cannot_grow_is_served_once_it_can() {
     let all: Vec<_> = (0..SERVICES).map(slim).collect();
     dataplane.resync(&shared(all)).unwrap();
     let at_first = first(Limit::Frontends);
-    assert_eq!((entries(&sandbox, table::frontends4), served(&sandbox).1), (at_first, at_first as usize));
+    assert_eq!((sandbox.room(table::frontends4), served(&sandbox).1), (at_first, at_first as usize));
     assert_eq!(cluster_ips(&sandbox), SERVICES as usize);
     assert_eq!(dataplane.take_without_room().unwrap().len(), SERVICES as usize);
     let capacity = |dataplane: &EbpfDataplane| {
@@ -191,7 +180,7 @@ fn what_waits_where_a_table_cannot_grow_is_served_once_it_can() {
     fs::remove_dir(&obstacle).unwrap();
     dataplane.stop_growth_rest();
     dataplane.collect_garbage().unwrap();
-    assert_eq!(entries(&sandbox, table::frontends4), 2 * at_first);
+    assert_eq!(sandbox.room(table::frontends4), 2 * at_first);
     assert_eq!(served(&sandbox).1, (SERVICES * (EXTERNAL_IPS + 1)) as usize);
     assert_eq!(dataplane.take_without_room().unwrap(), Default::default());
 }

@@ -103,7 +103,7 @@ fn program_of(sandbox: &Sandbox, link: &str) -> u32 {
 fn interfaces_are_followed() {
     let Some(sandbox) = Sandbox::new() else { return };
     let (first, second) = (veth("dpa"), veth("dpb"));
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     dataplane.set_host(&host(&[("dpa", Role::Workload), ("dpb", Role::Uplink)])).unwrap();
     assert_eq!(links(&sandbox), &named(first) | &named(second));
 
@@ -127,7 +127,7 @@ fn a_restart_swaps_the_programs_and_keeps_the_links() {
     let first = veth("dpa");
     let gone = veth("dpb");
     let both = host(&[("dpa", Role::Workload), ("dpb", Role::Workload)]);
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     dataplane.set_host(&both).unwrap();
     let before = program_of(&sandbox, &format!("{first}_ingress"));
     let socket_before = program_of(&sandbox, "cgroup_connect4");
@@ -136,7 +136,7 @@ fn a_restart_swaps_the_programs_and_keeps_the_links() {
     drop(dataplane);
     run("ip", "link del dpb");
     assert_eq!(links(&sandbox), &named(first) | &named(gone));
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
     assert_eq!(links(&sandbox), named(first), "what vanished meanwhile is noticed");
     assert_ne!(program_of(&sandbox, &format!("{first}_ingress")), before);
@@ -159,7 +159,7 @@ fn devices_without_an_ethernet_header_get_programs_of_their_own() {
     let programs = || [tun, other, ethernet].map(|index| program_of(&sandbox, &format!("{index}_ingress")));
     let mut before = [0; 3];
     for _ in 0..2 {
-        let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+        let mut dataplane = sandbox.open();
         dataplane.set_host(&host).unwrap();
         let now = programs();
         assert!(now[0] != now[1] && now[0] != now[2], "by role and by header: {now:?}");
@@ -174,7 +174,7 @@ fn devices_without_an_ethernet_header_get_programs_of_their_own() {
 fn a_link_that_somebody_removed_comes_back() {
     let Some(sandbox) = Sandbox::new() else { return };
     let first = veth("dpa");
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     let host = host(&[("dpa", Role::Workload)]);
     dataplane.set_host(&host).unwrap();
     let remove = || {
@@ -206,7 +206,7 @@ fn an_emptied_bpffs_is_filled_again_and_nobody_notices() {
     let listening = serve("127.0.0.1", "backend");
     let wanted = shared([port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)])]);
     let host = host(&[("dpa", Role::Workload)]);
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     dataplane.set_host(&host).unwrap();
     dataplane.resync(&wanted).unwrap();
     let program = first_on_ingress(interface);
@@ -230,7 +230,7 @@ fn an_emptied_bpffs_is_filled_again_and_nobody_notices() {
         Ok("backend".into()),
         "what was pinned again outlives the controller"
     );
-    let mut next = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut next = sandbox.open();
     next.set_host(&host).unwrap();
     assert_eq!(next.resync(&wanted).unwrap(), Applied::default());
 }
@@ -240,10 +240,10 @@ fn the_pins_of_a_successor_are_its_own() {
     let Some(sandbox) = Sandbox::new() else { return };
     let interface = veth("dpa");
     let host = host(&[("dpa", Role::Workload)]);
-    let mut former = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut former = sandbox.open();
     former.set_host(&host).unwrap();
     fs::remove_dir_all(sandbox.config.bpffs.join("proxy-ctl")).unwrap();
-    let mut successor = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut successor = sandbox.open();
     successor.set_host(&host).unwrap();
     let programs = || {
         ["cgroup_connect4".to_owned(), format!("{interface}_ingress")].map(|link| program_of(&sandbox, &link))
@@ -260,8 +260,7 @@ fn the_pins_of_a_successor_are_its_own() {
 
 #[test]
 fn pins_of_another_map_do_not_take_the_place_of_a_table() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])])).unwrap();
     let id_of = |table: &str| bpf::map_info(bpf::pinned(&sandbox.table(table)).unwrap().as_fd()).unwrap().id;
     let services = id_of("services");
@@ -278,7 +277,7 @@ fn interfaces_that_vanish_while_they_are_attached_are_no_error() {
     let indexes: Vec<u32> = names.iter().map(|name| veth(name)).collect();
     let of_names: Vec<_> = names.iter().map(|name| (name.as_str(), Role::Workload)).collect();
     let host = host(&of_names);
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     dataplane.set_host(&host).unwrap();
     assert_eq!(links(&sandbox), indexes.into_iter().flat_map(named).collect());
     thread::scope(|scope| {
@@ -312,7 +311,7 @@ fn others_programs_stay_and_go_on_working() {
     let connect4 = bpf_attach_type::BPF_CGROUP_INET4_CONNECT;
     let allows = bpf::link_cgroup(connect_program(1).as_fd(), cgroup.as_fd(), connect4).unwrap();
 
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
     dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)])])).unwrap();
     assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("backend".into()));
@@ -341,7 +340,7 @@ fn the_order_of_a_hook_is_mended_but_not_for_ever() {
     const TCX_NEXT: i32 = -1;
     let Some(sandbox) = Sandbox::new() else { return };
     let (interface, other) = (veth("dpa"), veth("dpb"));
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     dataplane.set_host(&host(&[("dpa", Role::Workload), ("dpb", Role::Workload)])).unwrap();
     let is_ours = |interface: u32| {
         let ours = |hook: &str| program_of(&sandbox, &format!("{interface}_{hook}"));
@@ -395,7 +394,7 @@ fn first_on_ingress(interface: u32) -> u32 {
 fn clsact_filters_do_the_same_where_tcx_is_missing() {
     let Some(sandbox) = Sandbox::new() else { return };
     let interface = veth("dpa");
-    let open = || EbpfDataplane::open(&sandbox.config).unwrap().without_tcx();
+    let open = || sandbox.open().without_tcx();
     let host = host(&[("dpa", Role::Workload)]);
     let mut dataplane = open();
     match dataplane.set_host(&host) {
@@ -440,7 +439,7 @@ fn clsact_filters_do_the_same_where_tcx_is_missing() {
 fn a_clsact_qdisc_of_ours_goes_with_the_last_filter() {
     let Some(sandbox) = Sandbox::new() else { return };
     veth("dpa");
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap().without_tcx();
+    let mut dataplane = sandbox.open().without_tcx();
     if let Err(error) = dataplane.set_host(&host(&[("dpa", Role::Workload)])) {
         assert!(error.to_string().contains("No such file"), "{error}");
         println!("skipped: the kernel has no clsact qdisc or no cls_bpf");
@@ -529,7 +528,7 @@ fn xdp_waits_for_another_program_to_go() {
 fn cleanup_leaves_nothing_of_ours() {
     let Some(sandbox) = Sandbox::new() else { return };
     veth("dpa");
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
     dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])])).unwrap();
     drop(dataplane);
@@ -552,7 +551,7 @@ fn socket_hooks_are_detached_when_they_are_switched_off() {
     let Some(sandbox) = Sandbox::new() else { return };
     let listening = serve("127.0.0.1", "backend");
     let desired = shared([port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)])]);
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     dataplane.resync(&desired).unwrap();
     assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("backend".into()));
     drop(dataplane);
@@ -670,12 +669,12 @@ fn a_filter_gives_way_to_others_that_hold_its_priority() {
         tc::filters(interface, Direction::Ingress).unwrap().iter().map(|filter| filter.priority).collect()
     };
     for _ in 0..2 {
-        let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap().without_tcx();
+        let mut dataplane = sandbox.open().without_tcx();
         dataplane.set_host(&host).unwrap();
         assert_eq!(priorities(), [3], "and a restart finds it there");
     }
     run("tc", "filter del dev dpa ingress prio 1");
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap().without_tcx();
+    let mut dataplane = sandbox.open().without_tcx();
     dataplane.set_host(&host).unwrap();
     assert_eq!(priorities(), [3], "it stays where it is");
     drop(dataplane);
@@ -706,8 +705,7 @@ fn programs_are_loaded_while_a_cpu_profile_is_taken() {
 
 #[test]
 fn where_there_is_no_room_for_all_addresses_the_nodes_own_are_served() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let own: IpAddr = "192.0.2.9".parse().unwrap();
     let mut host = host(&[]);
     host.masquerade_addresses = vec![own];
@@ -722,9 +720,8 @@ fn where_there_is_no_room_for_all_addresses_the_nodes_own_are_served() {
 fn sources_of_uplinks_come_and_go_with_their_addresses() {
     let Some(sandbox) = Sandbox::new() else { return };
     let dpa = veth("dpa");
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
-    let table = bpf::pinned(&sandbox.table("interfaces")).unwrap();
-    let table: Map<u32, InterfaceSettings> = Map::new(table).unwrap().unwrap();
+    let mut dataplane = sandbox.open();
+    let table: Map<u32, InterfaceSettings> = sandbox.map("interfaces");
     let mut host = host(&[("dpa", Role::Uplink)]);
     let mut sources = |addresses: &[IpAddr]| {
         host.interfaces[0].masquerade_addresses = addresses.to_vec();

@@ -3,10 +3,7 @@
 use std::time::{Duration, Instant};
 
 use proxy_common::layout::Lease;
-use proxy_ctl::{
-    dataplane::{Dataplane as _, ebpf::EbpfDataplane},
-    sys::{bpf, map::Map},
-};
+use proxy_ctl::{dataplane::Dataplane as _, sys::map::Map};
 
 use super::{
     desired::{endpoint, port, shared},
@@ -14,7 +11,7 @@ use super::{
 };
 
 fn table(sandbox: &Sandbox) -> Map<u32, Lease> {
-    Map::new(bpf::pinned(&sandbox.table("lease")).unwrap()).unwrap().unwrap()
+    sandbox.map("lease")
 }
 
 fn end(sandbox: &Sandbox) -> u64 {
@@ -28,7 +25,7 @@ fn after_its_end_services_are_those_of_others_until_a_controller_has_listed() {
     let listening = serve("127.0.0.1", "backend");
     let wanted = shared([port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)])]);
     let served = |sandbox: &Sandbox| sandbox.dial("10.96.0.1", 80) == Ok("backend".into());
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     dataplane.resync(&wanted).unwrap();
     drop(dataplane);
     assert!(served(&sandbox), "the lease outlives the controller");
@@ -39,7 +36,7 @@ fn after_its_end_services_are_those_of_others_until_a_controller_has_listed() {
     assert!(!served(&sandbox), "the lease has ended");
     assert_eq!(sandbox.snapshot().lease, Some(Duration::ZERO));
 
-    let mut next = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut next = sandbox.open();
     next.renew_lease().unwrap();
     next.collect_garbage().unwrap();
     assert!(!served(&sandbox), "the tables are as old as before");
@@ -49,12 +46,12 @@ fn after_its_end_services_are_those_of_others_until_a_controller_has_listed() {
 
     // A lease that goes on is renewed at once, while everything is being listed.
     let before = end(&sandbox);
-    let next = EbpfDataplane::open(&sandbox.config).unwrap();
+    let next = sandbox.open();
     assert!(end(&sandbox) > before);
     drop(next);
 
     sandbox.config.withdraw_after = Duration::ZERO;
-    drop(EbpfDataplane::open(&sandbox.config).unwrap());
+    drop(sandbox.open());
     assert_eq!(sandbox.snapshot().lease, None);
     table(&sandbox).set(&0, &Lease { end: 1 }).unwrap();
     assert!(served(&sandbox), "these programs do not ask for a lease");
@@ -64,7 +61,7 @@ fn after_its_end_services_are_those_of_others_until_a_controller_has_listed() {
 fn it_is_renewed_long_before_its_end() {
     let Some(mut sandbox) = Sandbox::new() else { return };
     sandbox.config.withdraw_after = Duration::from_secs(2);
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     let (first, begun) = (end(&sandbox), Instant::now());
     dataplane.collect_garbage().unwrap();
     while end(&sandbox) == first && begun.elapsed() < Duration::from_secs(30) {

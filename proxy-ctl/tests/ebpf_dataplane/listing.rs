@@ -6,10 +6,7 @@ use proxy_common::{
 };
 use proxy_ctl::{
     config::Limits,
-    dataplane::{
-        Dataplane as _, FlowQuery, FlowSnapshot, FlowState, Programmed as _, ebpf::EbpfDataplane,
-        ebpf::status::Pinned,
-    },
+    dataplane::{Dataplane as _, FlowQuery, FlowSnapshot, FlowState, Programmed as _, ebpf::status::Pinned},
     sys::{bpf, clock, map::Map},
 };
 
@@ -21,10 +18,6 @@ use super::{
 type Flows = Map<FlowKey<[u8; 4]>, Flow<[u8; 4]>>;
 
 const SECOND: u64 = 1_000_000_000;
-
-fn open(sandbox: &Sandbox, table: &str) -> Flows {
-    Map::new(bpf::pinned(&sandbox.pins(table)).unwrap()).unwrap().unwrap()
-}
 
 /// From this port to a frontend, opened so many seconds ago, for the service port with this id.
 fn flow(client_port: u16, frontend: ([u8; 4], u16), age: u64, service: u32) -> Flow<[u8; 4]> {
@@ -61,8 +54,7 @@ const WEB: ([u8; 4], u16) = ([10, 96, 0, 1], 80);
 
 #[test]
 fn each_flow_is_listed_once_with_its_service_port() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     dataplane
         .resync(&shared([
             port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 8080)]),
@@ -73,7 +65,7 @@ fn each_flow_is_listed_once_with_its_service_port() {
         sandbox.snapshot().services.iter().find(|one| one.name.service.name.as_ref() == name).unwrap().id
     };
     let (web, other) = (id("web"), id("other"));
-    let (opening, established) = (open(&sandbox, "maps/opening_flows4"), open(&sandbox, "maps/flows4"));
+    let (opening, established): (Flows, Flows) = (sandbox.map("opening_flows4"), sandbox.map("flows4"));
 
     let mut open_one = flow(1, WEB, 40, web);
     // As it was when it was established.
@@ -106,8 +98,8 @@ fn each_flow_is_listed_once_with_its_service_port() {
 #[test]
 fn flows_of_both_maps_are_listed_while_a_table_changes_its_size() {
     let Some(mut sandbox) = Sandbox::new() else { return };
-    drop(EbpfDataplane::open(&sandbox.config).unwrap());
-    let before = open(&sandbox, "maps/flows4");
+    drop(sandbox.open());
+    let before: Flows = sandbox.map("flows4");
     for port in 1..=1_000 {
         put(&before, &flow(port, WEB, 5, 1));
     }
@@ -118,7 +110,7 @@ fn flows_of_both_maps_are_listed_while_a_table_changes_its_size() {
     let shape = bpf::MapInfo { max_entries: flows / 2, ..bpf::map_info(before.fd()).unwrap() };
     bpf::pin(std::os::fd::AsFd::as_fd(&bpf::create_map(&shape, None).unwrap()), &sandbox.table("flows4"))
         .unwrap();
-    let in_use = open(&sandbox, "maps/flows4");
+    let in_use: Flows = sandbox.map("flows4");
     // Some have moved, one of them just now, and a new one was opened.
     for port in 1..=10 {
         put(&in_use, &flow(port, WEB, 5, 1));

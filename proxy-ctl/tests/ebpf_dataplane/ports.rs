@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use proxy_ctl::dataplane::{Applied, Dataplane, Host, ebpf::EbpfDataplane};
+use proxy_ctl::dataplane::{Applied, Dataplane, Host};
 
 use super::sandbox::Sandbox;
 
@@ -13,8 +13,7 @@ const DEFAULT: Ports<'_> = &[(1_024, 29_999), (32_768, 65_535)];
 
 #[test]
 fn changed_parameters_are_followed() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     dataplane.set_host(&Host::default()).unwrap();
     assert_eq!(sandbox.snapshot().node.masquerade_ports, DEFAULT);
     let steps: [(&str, &str, Ports<'_>); 3] = [
@@ -47,11 +46,11 @@ fn changed_parameters_are_followed() {
 #[test]
 fn a_folder_of_a_version_without_these_tables_gets_them() {
     let Some(sandbox) = Sandbox::new() else { return };
-    drop(EbpfDataplane::open(&sandbox.config).unwrap());
+    drop(sandbox.open());
     for table in ["masquerade_ports", "moved_ports", "foreign_flows4", "foreign_flows6"] {
         fs::remove_file(sandbox.table(table)).unwrap();
     }
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     dataplane.set_host(&Host::default()).unwrap();
     assert_eq!(sandbox.snapshot().node.masquerade_ports, DEFAULT);
 }

@@ -42,15 +42,11 @@ fn limits(factor: u32) -> Limits {
 
 fn open(sandbox: &mut Sandbox, factor: u32) -> EbpfDataplane {
     sandbox.config.limits = limits(factor);
-    EbpfDataplane::open(&sandbox.config).unwrap()
+    sandbox.open()
 }
 
 fn map<K: aya::Pod + Default, V: aya::Pod + Default>(sandbox: &Sandbox, path: &str) -> Map<K, V> {
     Map::new(bpf::pinned(&sandbox.pins(path)).unwrap()).unwrap().unwrap()
-}
-
-fn entries(sandbox: &Sandbox, table: &str) -> u32 {
-    bpf::map_info(bpf::pinned(&sandbox.table(table)).unwrap().as_fd()).unwrap().max_entries
 }
 
 fn flow(number: u16) -> Flow<[u8; 4]> {
@@ -160,15 +156,15 @@ fn a_table_that_holds_more_keeps_its_size_until_it_does_not() {
     add_flows(&sandbox, "maps/flows4", 600);
 
     sandbox.config.limits = Limits { frontends: 10, ..limits(1) };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     let sizes = ["flows4", "frontends4", "flows6", "frontends6", "backends4"];
-    assert_eq!(sizes.map(|table| entries(&sandbox, table)), [2_048, 512, 2_048, 512, 256]);
+    assert_eq!(sizes.map(|table| sandbox.room(table)), [2_048, 512, 2_048, 512, 256]);
     assert_eq!(numbers(&sandbox, "maps/flows4").len(), 600);
     dataplane.resync(&shared([])).unwrap();
     drop(dataplane);
 
-    drop(EbpfDataplane::open(&sandbox.config).unwrap());
-    assert_eq!(["flows4", "frontends4"].map(|table| entries(&sandbox, table)), [2_048, 10]);
+    drop(sandbox.open());
+    assert_eq!(["flows4", "frontends4"].map(|table| sandbox.room(table)), [2_048, 10]);
 }
 
 /// Ports by their numbers, three endpoints each.
@@ -187,7 +183,7 @@ fn slots_that_are_free_again_take_no_room() {
     dataplane.resync(&[]).unwrap();
     drop(dataplane);
     drop(open(&mut sandbox, 1));
-    assert_eq!(["slots4", "services", "backends4"].map(|table| entries(&sandbox, table)), [512, 64, 256]);
+    assert_eq!(["slots4", "services", "backends4"].map(|table| sandbox.room(table)), [512, 64, 256]);
 }
 
 #[test]
@@ -198,7 +194,7 @@ fn tables_of_one_limit_keep_their_size_together() {
     dataplane.resync(&numbered(61..=100)).unwrap();
     drop(dataplane);
     drop(open(&mut sandbox, 1));
-    let sizes = ["services", "service_names"].map(|table| entries(&sandbox, table));
+    let sizes = ["services", "service_names"].map(|table| sandbox.room(table));
     assert_eq!(sizes, [256, 256], "40 names would fit into 64 entries, and ids up to 100 do not");
 }
 

@@ -1,9 +1,9 @@
 //! Who is served where a table has not room for all.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::collections::BTreeMap;
 
 use proxy_ctl::{
-    config::{Ebpf, Limits},
+    config::Limits,
     dataplane::{Applied, Dataplane, Effect, ebpf::EbpfDataplane},
     model::desired::{Changes, DesiredPort, Frontend, FrontendKind},
 };
@@ -12,18 +12,14 @@ use proptest::{prelude::*, test_runner::TestRunner};
 use rstest::rstest;
 
 use super::{
-    desired::{endpoint, port, shared, with_node_port},
+    desired::{change, endpoint, port, shared, with_node_port},
     sandbox::Sandbox,
 };
 
 const ROOM: usize = 8;
 
 fn open(sandbox: &Sandbox) -> EbpfDataplane {
-    open_with(sandbox, Limits { frontends: ROOM as u32, ..sandbox.config.limits })
-}
-
-fn open_with(sandbox: &Sandbox, limits: Limits) -> EbpfDataplane {
-    EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap()
+    sandbox.open_with(Limits { frontends: ROOM as u32, ..sandbox.config.limits })
 }
 
 fn with_external_ips(mut port: DesiredPort, network: u8, count: u8) -> DesiredPort {
@@ -63,10 +59,6 @@ fn without_room(dataplane: &mut EbpfDataplane) -> Option<Vec<(String, &'static s
         })
     });
     Some(fields.collect())
-}
-
-fn change(changed: Vec<Arc<DesiredPort>>) -> Changes {
-    Changes { changed, removed: Vec::new() }
 }
 
 #[test]
@@ -147,7 +139,7 @@ fn a_service_that_a_full_table_keeps_out_is_named_and_served_when_there_is_room(
     #[case] field: &str,
 ) {
     let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = open_with(&sandbox, limit(sandbox.config.limits));
+    let mut dataplane = sandbox.open_with(limit(sandbox.config.limits));
     let [small, late, large] = [("small", 1, 2), ("late", 2, 1), ("large", 3, 4)]
         .map(|(name, last, count)| with_endpoints(name, last, count));
     // Slots are contiguous: those of `small` are next to the free ones.
@@ -165,7 +157,7 @@ fn a_service_that_a_full_table_keeps_out_is_named_and_served_when_there_is_room(
         assert_eq!(dataplane.resync(&all).unwrap(), Applied::default());
     }
     drop(dataplane);
-    let mut dataplane = open_with(&sandbox, limit(sandbox.config.limits));
+    let mut dataplane = sandbox.open_with(limit(sandbox.config.limits));
     assert_eq!(dataplane.resync(&all).unwrap(), Applied::default());
     dataplane.collect_garbage().unwrap();
     let after = sandbox.snapshot();
@@ -214,14 +206,14 @@ fn a_service_whose_new_endpoints_have_no_room_is_served_with_those_that_it_has(
 ) {
     let Some(sandbox) = Sandbox::new() else { return };
     let limits = limit(sandbox.config.limits);
-    let mut dataplane = open_with(&sandbox, limits);
+    let mut dataplane = sandbox.open_with(limits);
     let other = with_endpoints("other", 2, 1);
     dataplane.resync(&shared([web(&[1, 2]), other.clone()])).unwrap();
     let before = backends_of(&sandbox, "web");
     let all = shared([web(wanted), other.clone()]);
     if restart {
         drop(dataplane);
-        dataplane = open_with(&sandbox, limits);
+        dataplane = sandbox.open_with(limits);
         dataplane.resync(&all).unwrap();
     } else {
         dataplane.apply(&change(shared([web(wanted)]))).unwrap();
@@ -246,7 +238,7 @@ fn a_service_whose_new_endpoints_have_no_room_is_served_with_those_that_it_has(
 #[test]
 fn slots_that_are_free_but_not_side_by_side_are_no_room() {
     let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = open_with(&sandbox, Limits { slots: 6, ..sandbox.config.limits });
+    let mut dataplane = sandbox.open_with(Limits { slots: 6, ..sandbox.config.limits });
     let ports = [1, 2, 3].map(|n| with_endpoints(&format!("s{n}"), n, 2));
     for port in &ports {
         dataplane.apply(&change(shared([port.clone()]))).unwrap();
@@ -281,7 +273,7 @@ fn whatever_fits_is_served_and_nobody_is_thrown_out() {
         Limits { backends: ENDPOINTS as u32, services: SERVICES as u32 + 1, ..sandbox.config.limits };
     let config = ProptestConfig { cases: 3, failure_persistence: None, ..ProptestConfig::default() };
     let run = |steps: Vec<(u8, u8, bool)>| {
-        let mut dataplane = open_with(&sandbox, limits);
+        let mut dataplane = sandbox.open_with(limits);
         dataplane.resync(&[]).unwrap();
         let mut all: BTreeMap<String, DesiredPort> = BTreeMap::new();
         let mut before = BTreeMap::new();
@@ -297,7 +289,7 @@ fn whatever_fits_is_served_and_nobody_is_thrown_out() {
             }
             if restart {
                 drop(dataplane);
-                dataplane = open_with(&sandbox, limits);
+                dataplane = sandbox.open_with(limits);
             }
             let desired = shared(all.values().cloned());
             prop_assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());

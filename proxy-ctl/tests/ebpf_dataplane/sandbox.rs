@@ -3,6 +3,7 @@
 use std::{
     fs,
     net::TcpStream,
+    os::fd::AsFd as _,
     path::{Path, PathBuf},
     process::{Command, Output},
     sync::{
@@ -17,9 +18,9 @@ use proxy_ctl::{
     config::{Ebpf, Limits},
     dataplane::{
         Programmed as _, Snapshot,
-        ebpf::{cleanup::cleanup, status::Pinned},
+        ebpf::{EbpfDataplane, cleanup::cleanup, status::Pinned},
     },
-    sys::filesystem,
+    sys::{bpf, filesystem, map::Map},
 };
 
 pub struct Sandbox {
@@ -67,6 +68,21 @@ impl Sandbox {
         Some(Self { config: Ebpf { bpffs, limits, cgroup: Some(cgroup.clone()), ..Ebpf::default() }, cgroup })
     }
 
+    /// With a dataplane that was opened there.
+    pub fn opened() -> Option<(Self, EbpfDataplane)> {
+        let sandbox = Self::new()?;
+        let dataplane = sandbox.open();
+        Some((sandbox, dataplane))
+    }
+
+    pub fn open(&self) -> EbpfDataplane {
+        self.open_with(self.config.limits)
+    }
+
+    pub fn open_with(&self, limits: Limits) -> EbpfDataplane {
+        EbpfDataplane::open(&Ebpf { limits, ..self.config.clone() }).unwrap()
+    }
+
     /// What is programmed, read from the pins.
     pub fn snapshot(&self) -> Snapshot {
         Pinned::open(&self.config.bpffs).unwrap().snapshot().unwrap()
@@ -82,6 +98,15 @@ impl Sandbox {
 
     pub fn table(&self, name: &str) -> PathBuf {
         self.pins("maps").join(name)
+    }
+
+    pub fn map<K: aya::Pod + Default, V: aya::Pod + Default>(&self, table: &str) -> Map<K, V> {
+        Map::new(bpf::pinned(&self.table(table)).unwrap()).unwrap().unwrap()
+    }
+
+    /// For how many entries a table has room.
+    pub fn room(&self, table: &str) -> u32 {
+        bpf::map_info(bpf::pinned(&self.table(table)).unwrap().as_fd()).unwrap().max_entries
     }
 
     pub fn cgroup_path(&self) -> &Path {

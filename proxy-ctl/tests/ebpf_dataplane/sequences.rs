@@ -6,7 +6,7 @@ use proptest::{prelude::*, test_runner::TestRunner};
 use proxy_ctl::{
     dataplane::{
         Applied, BackendSnapshot, Dataplane, EndpointSnapshot, FrontendSnapshot, Programmed as _,
-        ServiceSnapshot, Snapshot, ebpf::EbpfDataplane,
+        ServiceSnapshot, Snapshot,
     },
     model::{
         desired::{Changes, DesiredPort, Endpoint, Frontend, FrontendKind, ServicePortName},
@@ -155,7 +155,7 @@ fn changes_leave_what_a_resync_would() {
     let sequence = prop::collection::vec(step(), 50..150);
     TestRunner::new(config)
         .run(&sequence, |steps| {
-            let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+            let mut dataplane = sandbox.open();
             let mut now: BTreeMap<u8, Arc<DesiredPort>> = BTreeMap::new();
             dataplane.resync(&[]).unwrap();
             for step in steps {
@@ -183,7 +183,7 @@ fn changes_leave_what_a_resync_would() {
                 }
             }
             drop(dataplane);
-            let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+            let mut dataplane = sandbox.open();
             let all: Vec<_> = now.values().cloned().collect();
             let by_changes = programmed(sandbox.snapshot());
             prop_assert_eq!(&by_changes, &wanted(now.values()), "the pins say the same");
@@ -199,8 +199,7 @@ fn changes_leave_what_a_resync_would() {
 
 #[test]
 fn a_thousand_changes_leak_neither_slots_nor_ids() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((_sandbox, mut dataplane)) = Sandbox::opened() else { return };
     for round in 0..1_000_u32 {
         let n = round % 7;
         let all =

@@ -20,7 +20,7 @@ use proxy_ctl::{
 };
 
 use super::{
-    desired::{endpoint, endpoints, port},
+    desired::{change, endpoint, endpoints, port},
     sandbox::{Sandbox, run},
 };
 
@@ -163,9 +163,9 @@ fn canary(used: &[&str]) -> Arc<DesiredPort> {
     datagrams("canary", CANARY, used, &[])
 }
 
-fn change(dataplane: &mut EbpfDataplane, state: State) {
+fn write(dataplane: &mut EbpfDataplane, state: State) {
     let changes = match state {
-        Some((used, unused)) => Changes { changed: vec![dns(used, unused)], removed: Vec::new() },
+        Some((used, unused)) => change(vec![dns(used, unused)]),
         None => Changes { changed: Vec::new(), removed: vec![dns(&[], &[]).name.clone()] },
     };
     dataplane.apply(&changes).unwrap();
@@ -210,7 +210,7 @@ fn sockets_follow_where_their_endpoint_goes_and_stay_where_it_serves() {
     let pod = Pod::new();
     serve(None);
     serve(Some(&pod));
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     let mut clients = [Client::start(&sandbox, None), Client::start(&sandbox, Some(&pod))];
     let mut ended_before = ended(&dataplane);
     for (name, states, after) in CASES {
@@ -225,9 +225,9 @@ fn sockets_follow_where_their_endpoint_goes_and_stay_where_it_serves() {
         }
         let began = Instant::now();
         for state in *states {
-            change(&mut dataplane, *state);
+            write(&mut dataplane, *state);
         }
-        dataplane.apply(&Changes { changed: vec![canary(&[])], removed: Vec::new() }).unwrap();
+        dataplane.apply(&change(vec![canary(&[])])).unwrap();
         for (client, place) in clients.iter_mut().zip(["the node", "a pod"]) {
             until(&format!("{name}, {place}"), || client.has_ended(DIALLED_CANARY));
             println!("{name}, {place}: sockets were ended {:?} after the first change", began.elapsed());
@@ -265,7 +265,7 @@ fn ten_thousand_changes_end_no_other_socket() {
     const CHANGES: u32 = 10_000;
     let Some(sandbox) = Sandbox::new() else { return };
     serve(None);
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     // It has the same endpoint all the time.
     dataplane.resync(&[dns(&[A], &[]), canary(&[A])]).unwrap();
     let mut client = Client::start(&sandbox, None);
@@ -284,9 +284,9 @@ fn ten_thousand_changes_end_no_other_socket() {
     };
     for n in 0..CHANGES {
         match n % 3 {
-            0 => change(&mut dataplane, Some((&[B], &[]))),
-            1 => change(&mut dataplane, None),
-            _ => change(&mut dataplane, Some((&[A], &[]))),
+            0 => write(&mut dataplane, Some((&[B], &[]))),
+            1 => write(&mut dataplane, None),
+            _ => write(&mut dataplane, Some((&[A], &[]))),
         }
         // Other sockets get the numbers and the ends of those that were.
         if n % 102 == 2 {
@@ -316,11 +316,11 @@ fn connections_to_endpoints_that_are_gone_are_reset_where_that_is_wanted() {
         };
         let mut web = port("web", SERVICE, all(used));
         web.endpoints.unused = all(unused).into();
-        Changes { changed: vec![Arc::new(web)], removed: Vec::new() }
+        change(vec![Arc::new(web)])
     };
     for is_wanted in [false, true] {
         sandbox.config.reset_connections_to_gone_endpoints = is_wanted;
-        let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+        let mut dataplane = sandbox.open();
         dataplane.resync(&web(&[address], &[]).changed).unwrap();
         let mut client = Client::start(&sandbox, None);
         writeln!(client.requests, "exec {DIALLED}<>/dev/tcp/{SERVICE}/80").unwrap();

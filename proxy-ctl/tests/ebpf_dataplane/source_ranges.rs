@@ -4,9 +4,9 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use proxy_common::layout::{PrefixKey, SourceRange};
 use proxy_ctl::{
-    dataplane::{Applied, Dataplane as _, Host, Programmed as _, ebpf::EbpfDataplane},
+    dataplane::{Applied, Dataplane as _, Host, Programmed as _},
     model::desired::{DesiredPort, Endpoint, Frontend, FrontendKind},
-    sys::{bpf, map::Map},
+    sys::map::Map,
 };
 
 use super::{
@@ -35,7 +35,7 @@ fn desired(ranges: &[&str]) -> Vec<Arc<DesiredPort>> {
 }
 
 fn table(sandbox: &Sandbox) -> Ranges {
-    Map::new(bpf::pinned(&sandbox.table("source_ranges4")).unwrap()).unwrap().unwrap()
+    sandbox.map("source_ranges4")
 }
 
 /// `192.0.2.0/29`, whosever it is.
@@ -54,21 +54,16 @@ fn frontends(sandbox: &Sandbox) -> usize {
     sandbox.snapshot().services.iter().map(|service| service.frontends.len()).sum()
 }
 
-fn open(sandbox: &Sandbox) -> EbpfDataplane {
-    EbpfDataplane::open(&sandbox.config).unwrap()
-}
-
 #[test]
 fn ranges_are_written_changed_and_removed_with_their_service() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = open(&sandbox);
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     dataplane.resync(&desired(&[OF_NODE, OF_OTHERS])).unwrap();
     assert_eq!(written(&sandbox), [OF_OTHERS, OF_NODE]);
     dataplane.resync(&desired(&[OF_OTHERS])).unwrap();
     assert_eq!(written(&sandbox), [OF_OTHERS]);
     drop(dataplane);
 
-    let mut next = open(&sandbox);
+    let mut next = sandbox.open();
     assert_eq!(next.resync(&desired(&[OF_OTHERS])).unwrap(), Applied::default());
     let usage = next.usage().unwrap();
     let table = usage.tables.iter().find(|table| table.name == "source_ranges4").unwrap();
@@ -83,8 +78,7 @@ fn ranges_are_written_changed_and_removed_with_their_service() {
 /// Its id is given to another service, which they would open.
 #[test]
 fn what_a_killed_controller_has_left_of_a_service_opens_no_other() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = open(&sandbox);
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let ids = 0..8;
     for id in ids {
         table(&sandbox).set(&SourceRange::of_prefix(id, [0; 4], 0), &0).unwrap();
@@ -99,7 +93,7 @@ fn where_ranges_have_no_room_those_of_before_count_or_the_address_is_closed() {
     let many: Vec<String> =
         (0..=sandbox.config.limits.source_ranges).map(|n| format!("10.0.{n}.0/24")).collect();
     let many: Vec<&str> = many.iter().map(String::as_str).collect();
-    let mut dataplane = open(&sandbox);
+    let mut dataplane = sandbox.open();
     dataplane.resync(&desired(&[OF_OTHERS])).unwrap();
     assert_eq!(frontends(&sandbox), 2);
     dataplane.resync(&desired(&many)).unwrap();
@@ -121,7 +115,7 @@ fn where_ranges_have_no_room_those_of_before_count_or_the_address_is_closed() {
 fn a_socket_of_the_node_is_judged_by_the_nodes_address() {
     let Some(sandbox) = Sandbox::new() else { return };
     let server = endpoint("127.0.0.1", serve("127.0.0.1", "served"));
-    let mut dataplane = open(&sandbox);
+    let mut dataplane = sandbox.open();
     let host = Host { masquerade_addresses: vec![NODE.parse().unwrap()], ..Host::default() };
     dataplane.set_host(&host).unwrap();
     let mut dial = |ranges: &[&str]| {

@@ -7,7 +7,7 @@ use std::{
 };
 
 use proxy_ctl::{
-    config::{Ebpf, Limits},
+    config::Limits,
     dataplane::{
         Applied, Dataplane, FrontendSnapshot, Host, Programmed as _, TableUsage,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
@@ -21,7 +21,7 @@ use proxy_ctl::{
 use tracing::Level;
 
 use super::{
-    desired::{endpoint, port, shared, with_node_port},
+    desired::{change, endpoint, port, shared, with_node_port},
     sandbox::{Sandbox, run, serve},
 };
 
@@ -36,8 +36,7 @@ fn web(backends: &[&str]) -> Vec<Arc<DesiredPort>> {
 
 #[test]
 fn a_resync_writes_what_is_desired() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     dataplane.resync(&web(&["10.0.0.1", "10.0.0.2"])).unwrap();
     let snapshot = sandbox.snapshot();
 
@@ -67,8 +66,7 @@ fn a_resync_writes_what_is_desired() {
 
 #[test]
 fn a_connection_to_a_service_reaches_its_backend() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let listening = serve("127.0.0.1", "first");
     dataplane
         .resync(&shared([
@@ -85,8 +83,7 @@ fn a_connection_to_a_service_reaches_its_backend() {
 
 #[test]
 fn a_backend_stays_as_long_as_its_endpoint_serves() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     // Of two service ports, as both protocols have it: one backend for each UDP port, one for both of TCP.
     let ports = |used: &[&str], unused: &[&str]| {
         let with = |mut port: DesiredPort, protocol| {
@@ -114,17 +111,17 @@ fn a_backend_stays_as_long_as_its_endpoint_serves() {
     assert_eq!(before.len(), 2, "none for an endpoint that was never used");
 
     let changed = ports(&[], &["10.0.0.1"]);
-    dataplane.apply(&Changes { changed: changed.clone(), removed: Vec::new() }).unwrap();
+    dataplane.apply(&change(changed.clone())).unwrap();
     assert_eq!(backends(), as_before(0, true));
     drop(dataplane);
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     assert_eq!(dataplane.resync(&changed).unwrap(), Applied::default(), "nor by the next controller");
 
     let back = ports(&["10.0.0.1"], &[]);
-    dataplane.apply(&Changes { changed: back, removed: Vec::new() }).unwrap();
+    dataplane.apply(&change(back)).unwrap();
     assert_eq!(backends(), as_before(1, false), "with the ids that flows and sockets know");
-    dataplane.apply(&Changes { changed, removed: Vec::new() }).unwrap();
-    dataplane.apply(&Changes { changed: ports(&[], &[]), removed: Vec::new() }).unwrap();
+    dataplane.apply(&change(changed)).unwrap();
+    dataplane.apply(&change(ports(&[], &[]))).unwrap();
     assert_eq!(backends(), []);
 }
 
@@ -144,8 +141,7 @@ impl Write for Lines {
 
 #[test]
 fn a_refused_client_is_logged_while_debug_lines_are_told() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     dataplane.resync(&shared([port("empty", "10.96.0.2", Vec::new())])).unwrap();
     let mut told_at = |level: Level| {
         let lines = Lines::default();
@@ -183,7 +179,7 @@ fn connections_are_counted_for_their_service() {
     let Some(sandbox) = Sandbox::new() else { return };
     // 0 is no service: there is room for one.
     let limits = Limits { services: 2, ..sandbox.config.limits };
-    let mut dataplane = EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap();
+    let mut dataplane = sandbox.open_with(limits);
     let listening = serve("127.0.0.1", "first");
     let web = |name: &str| shared([port(name, "10.96.0.1", vec![endpoint("127.0.0.1", listening)])]);
     let connections = |dataplane: &EbpfDataplane| {
@@ -205,8 +201,7 @@ fn connections_are_counted_for_their_service() {
 
 #[test]
 fn services_beyond_the_room_for_counters_are_told() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((_sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let addresses = (1..=6).map(|n| format!("10.96.1.{n}"));
     let ports = addresses.map(|address| port(&format!("to-{address}"), &address, Vec::new()));
     dataplane.resync(&ports.map(Arc::new).collect::<Vec<_>>()).unwrap();
@@ -218,7 +213,7 @@ fn services_beyond_the_room_for_counters_are_told() {
 /// Two services with the same endpoint, which then leaves the first: is its backend gone for that service's flows?
 fn backends_after_an_endpoint_left_one_of_two(protocol: Protocol) -> Option<[Vec<u32>; 2]> {
     let sandbox = Sandbox::new()?;
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut dataplane = sandbox.open();
     let of = |service: &str, address: &str, all: &[&str]| {
         let all = all.iter().map(|address| endpoint(address, 53)).collect();
         let mut port = port(service, address, all);
@@ -235,11 +230,11 @@ fn backends_after_an_endpoint_left_one_of_two(protocol: Protocol) -> Option<[Vec
         .resync(&shared([of("a", "10.96.0.1", &["10.0.0.1"]), of("b", "10.96.0.2", &["10.0.0.1"])]))
         .unwrap();
     let before = uses();
-    let changes = Changes { changed: shared([of("a", "10.96.0.1", &["10.0.0.2"])]), removed: Vec::new() };
+    let changes = change(shared([of("a", "10.96.0.1", &["10.0.0.2"])]));
     dataplane.apply(&changes).unwrap();
     drop(dataplane);
     let after = uses();
-    let mut again = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut again = sandbox.open();
     let desired = shared([of("a", "10.96.0.1", &["10.0.0.2"]), of("b", "10.96.0.2", &["10.0.0.1"])]);
     assert_eq!(again.resync(&desired).unwrap(), Applied::default());
     Some([before, after])
@@ -267,12 +262,12 @@ fn a_restart_writes_nothing() {
         masquerade_addresses: vec!["192.0.2.1".parse().unwrap()],
         ..Host::default()
     };
-    let mut first = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut first = sandbox.open();
     assert_ne!(first.set_host(&host).unwrap(), Applied::default());
     assert_ne!(first.resync(&desired).unwrap(), Applied::default());
     drop(first);
     let before = sandbox.snapshot().services;
-    let mut second = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut second = sandbox.open();
     assert_eq!(second.set_host(&host).unwrap(), Applied::default());
     assert_eq!(second.resync(&desired).unwrap(), Applied::default());
     assert_eq!(sandbox.snapshot().services, before);
@@ -280,12 +275,11 @@ fn a_restart_writes_nothing() {
 
 #[test]
 fn changes_while_nobody_was_there_are_caught_up() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut first = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut first)) = Sandbox::opened() else { return };
     first.resync(&web(&["10.0.0.1", "10.0.0.2"])).unwrap();
     drop(first);
     let before = sandbox.snapshot().backends;
-    let mut second = EbpfDataplane::open(&sandbox.config).unwrap();
+    let mut second = sandbox.open();
     let desired =
         shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.2", 8080), endpoint("10.0.0.3", 8080)])]);
     second.resync(&desired).unwrap();
@@ -303,8 +297,7 @@ fn changes_while_nobody_was_there_are_caught_up() {
 
 #[test]
 fn a_frontend_moves_to_another_service_without_a_hole() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     dataplane.resync(&shared([port("old", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])])).unwrap();
     let new = port("new", "10.96.0.1", vec![endpoint("10.0.0.2", 80)]);
     let removed = vec![super::desired::name("old", new.name.family)];
@@ -335,8 +328,7 @@ fn owners(sandbox: &Sandbox) -> Vec<String> {
 /// What one gives up is what the other has taken already.
 #[test]
 fn ports_that_swap_their_numbers_lose_no_frontend() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let listening = [serve("127.0.0.1", "a"), serve("127.0.0.1", "b")];
     let ports = |numbers: [u16; 2]| {
         let of = |(name, number, listening): (&str, u16, u16)| {
@@ -348,7 +340,7 @@ fn ports_that_swap_their_numbers_lose_no_frontend() {
     };
     dataplane.resync(&ports([80, 81])).unwrap();
     for (numbers, [at_80, at_81]) in [([81, 80], ["b", "a"]), ([80, 81], ["a", "b"])] {
-        dataplane.apply(&Changes { changed: ports(numbers), removed: Vec::new() }).unwrap();
+        dataplane.apply(&change(ports(numbers))).unwrap();
         let expected = [
             format!("10.96.0.1:80 {at_80}"),
             format!("10.96.0.1:81 {at_81}"),
@@ -363,8 +355,7 @@ fn ports_that_swap_their_numbers_lose_no_frontend() {
 
 #[test]
 fn a_port_of_one_protocol_goes_and_that_of_the_other_stays() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let of = |protocol: Protocol| {
         let mut port = with_node_port(port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80)]), 30_080);
         port.name.protocol = protocol;
@@ -383,15 +374,14 @@ fn a_port_of_one_protocol_goes_and_that_of_the_other_stays() {
 
 #[test]
 fn a_service_of_more_than_a_thousand_endpoints() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let ports = |count: u16| {
         let address = |number: u16| IpAddr::from([10, 1, number.to_be_bytes()[0], number.to_be_bytes()[1]]);
         let all = (0..count).map(|number| endpoint(&address(number).to_string(), 8080)).collect();
         shared([port("web", "10.96.0.1", all)])
     };
     for count in [1_500, 1_001, 999, 1_500] {
-        dataplane.apply(&Changes { changed: ports(count), removed: Vec::new() }).unwrap();
+        dataplane.apply(&change(ports(count))).unwrap();
         let snapshot = sandbox.snapshot();
         assert_eq!(snapshot.services[0].cluster.len(), usize::from(count));
         assert_eq!(snapshot.backends.len(), usize::from(count));
@@ -400,8 +390,7 @@ fn a_service_of_more_than_a_thousand_endpoints() {
 
 #[test]
 fn addresses_of_node_ports_come_and_go() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let listening = serve("127.0.0.1", "first");
     let web = port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)]);
     dataplane.resync(&shared([with_node_port(web, 30_080)])).unwrap();
@@ -419,35 +408,33 @@ fn addresses_of_node_ports_come_and_go() {
 
 #[test]
 fn one_endpoint_more_costs_only_its_service() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((_sandbox, mut dataplane)) = Sandbox::opened() else { return };
     dataplane.resync(&web(&["10.0.0.1", "10.0.0.2"])).unwrap();
     let mut web = web(&["10.0.0.1", "10.0.0.2", "10.0.0.3"]);
     web.truncate(1);
-    let applied = dataplane.apply(&Changes { changed: web, removed: Vec::new() }).unwrap();
+    let applied = dataplane.apply(&change(web)).unwrap();
     // A backend, three slots, the service.
     assert_eq!(applied, Applied { written: 5, removed: 0 });
 }
 
 #[test]
 fn a_second_controller_is_told_who_is_at_work() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let first = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, first)) = Sandbox::opened() else { return };
     let own = Holder(Some(std::process::id()));
     let second = EbpfDataplane::open(&sandbox.config).unwrap_err();
     assert!(matches!(second, Error::Locked { holder, .. } if holder == own), "{second}");
     let cleaning = cleanup(&sandbox.config.bpffs).unwrap_err();
     assert!(matches!(cleaning, Error::Locked { holder, .. } if holder == own), "{cleaning}");
     drop(first);
-    EbpfDataplane::open(&sandbox.config).unwrap();
+    sandbox.open();
 }
 
 #[test]
 fn a_table_that_may_start_empty_is_made_anew() {
     let Some(sandbox) = Sandbox::new() else { return };
-    drop(EbpfDataplane::open(&sandbox.config).unwrap());
+    drop(sandbox.open());
     let limits = Limits { opening_flows: 2_048, ..sandbox.config.limits };
-    let dataplane = EbpfDataplane::open(&Ebpf { limits, ..sandbox.config.clone() }).unwrap();
+    let dataplane = sandbox.open_with(limits);
     let usage = dataplane.usage().unwrap();
     let table = usage.tables.iter().find(|table| table.name == "opening_flows4").unwrap();
     assert_eq!(table.capacity, 2_048);
@@ -455,8 +442,7 @@ fn a_table_that_may_start_empty_is_made_anew() {
 
 #[test]
 fn usage_counts_entries_and_memory() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = EbpfDataplane::open(&sandbox.config).unwrap();
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     dataplane.resync(&web(&["10.0.0.1", "10.0.0.2"])).unwrap();
     let by_controller = dataplane.usage().unwrap();
     let by_pins = Pinned::open(&sandbox.config.bpffs).unwrap().usage().unwrap();

@@ -7,7 +7,7 @@ use proxy_ctl::{
     config::{Limits, UnallocatedServiceAddresses},
     dataplane::{Applied, Dataplane as _, Host, Programmed as _, ebpf::EbpfDataplane},
     model::desired::{self, Changes, DesiredPort, FrontendKind},
-    sys::{bpf, map::Map},
+    sys::map::Map,
 };
 
 use super::{
@@ -22,7 +22,7 @@ const EXTERNAL: &str = "203.0.113.1";
 type Frontends = Map<FrontendKey<[u8; 4]>, Frontend>;
 
 fn table(sandbox: &Sandbox) -> Frontends {
-    Map::new(bpf::pinned(&sandbox.table("frontends4")).unwrap()).unwrap().unwrap()
+    sandbox.map("frontends4")
 }
 
 /// The addresses that the tables say to be ClusterIPs.
@@ -36,8 +36,7 @@ fn marked(sandbox: &Sandbox) -> Vec<String> {
 }
 
 fn cidrs(sandbox: &Sandbox) -> usize {
-    let table: Map<PrefixKey<[u8; 4]>, u32> =
-        Map::new(bpf::pinned(&sandbox.table("service_cidrs4")).unwrap()).unwrap().unwrap();
+    let table: Map<PrefixKey<[u8; 4]>, u32> = sandbox.map("service_cidrs4");
     table.read_all().unwrap().len()
 }
 
@@ -54,10 +53,6 @@ fn external(mut port: DesiredPort) -> DesiredPort {
     port
 }
 
-fn open(sandbox: &Sandbox) -> EbpfDataplane {
-    EbpfDataplane::open(&sandbox.config).unwrap()
-}
-
 fn apply(dataplane: &mut EbpfDataplane, changed: Vec<Arc<DesiredPort>>, removed: &[&DesiredPort]) -> Applied {
     let removed = removed.iter().map(|port| port.name.clone()).collect();
     dataplane.apply(&Changes { changed, removed }).unwrap()
@@ -67,7 +62,7 @@ fn apply(dataplane: &mut EbpfDataplane, changed: Vec<Arc<DesiredPort>>, removed:
 fn cluster_ips_are_marked_as_long_as_a_service_port_has_them() {
     let Some(sandbox) = Sandbox::new() else { return };
     let (http, https) = (external(served("web", WEB, 80)), served("web", WEB, 443));
-    let mut dataplane = open(&sandbox);
+    let mut dataplane = sandbox.open();
     dataplane.resync(&shared([http.clone(), https.clone()])).unwrap();
     assert_eq!(marked(&sandbox), [WEB], "an external address may be somebody's");
     let usage = dataplane.usage().unwrap();
@@ -77,7 +72,7 @@ fn cluster_ips_are_marked_as_long_as_a_service_port_has_them() {
     assert_eq!(snapshot.services.iter().map(|service| service.frontends.len()).sum::<usize>(), 3);
     drop(dataplane);
 
-    let mut next = open(&sandbox);
+    let mut next = sandbox.open();
     assert_eq!(next.resync(&shared([http.clone(), https.clone()])).unwrap(), Applied::default());
     apply(&mut next, Vec::new(), &[&http]);
     assert_eq!(marked(&sandbox), [WEB]);
@@ -94,7 +89,7 @@ fn cluster_ips_are_marked_as_long_as_a_service_port_has_them() {
     assert_eq!(marked(&sandbox), [OTHER]);
     drop(next);
 
-    let mut next = open(&sandbox);
+    let mut next = sandbox.open();
     next.resync(&shared([served("web", WEB, 443)])).unwrap();
     assert_eq!(marked(&sandbox), [WEB], "what a predecessor has left is gone");
     next.resync(&[]).unwrap();
@@ -107,7 +102,7 @@ fn marks_have_the_room_that_frontends_leave() {
     sandbox.config.limits = Limits { frontends: 4, ..sandbox.config.limits };
     let services =
         |count: u8| shared((0..count).map(|n| served(&format!("service-{n}"), &format!("10.96.0.{n}"), 80)));
-    let mut dataplane = open(&sandbox);
+    let mut dataplane = sandbox.open();
     dataplane.resync(&services(2)).unwrap();
     assert_eq!(marked(&sandbox).len(), 2);
     dataplane.resync(&services(3)).unwrap();
@@ -123,8 +118,7 @@ fn marks_have_the_room_that_frontends_leave() {
 
 #[test]
 fn another_port_is_refused_to_sockets() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let mut dataplane = open(&sandbox);
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let target = serve("127.0.0.1", "web");
     let mut web = port("web", WEB, vec![endpoint("127.0.0.1", target)]);
     web.name = name("web", web.name.family);
@@ -149,14 +143,14 @@ fn ranges_are_written_when_everything_is_served_and_nobody_has_an_address_of_the
     };
     let target = serve("127.0.0.1", "web");
     let desired = shared([port("web", WEB, vec![endpoint("127.0.0.1", target)])]);
-    let mut dataplane = open(&sandbox);
+    let mut dataplane = sandbox.open();
     dataplane.set_host(&host).unwrap();
     dataplane.resync(&desired).unwrap();
     assert_eq!(cidrs(&sandbox), 0, "traffic to them passes");
     drop(dataplane);
 
     sandbox.config.unallocated_service_addresses = UnallocatedServiceAddresses::Drop;
-    let mut dataplane = open(&sandbox);
+    let mut dataplane = sandbox.open();
     dataplane.set_host(&host).unwrap();
     assert_eq!(cidrs(&sandbox), 0, "nothing is known to be served yet");
     dataplane.resync(&desired).unwrap();
@@ -166,14 +160,14 @@ fn ranges_are_written_when_everything_is_served_and_nobody_has_an_address_of_the
     assert_eq!(sandbox.dial(WEB, 80).as_deref(), Ok("web"));
     drop(dataplane);
 
-    let mut dataplane = open(&sandbox);
+    let mut dataplane = sandbox.open();
     dataplane.set_host(&Host::default()).unwrap();
     assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
     assert_eq!(cidrs(&sandbox), 1, "what a predecessor knew holds until they are listed");
     assert_eq!(dataplane.set_host(&host).unwrap(), Applied::default());
     drop(dataplane);
     let fewer = Host { service_cidrs: Some(Vec::new()), ..host.clone() };
-    let mut dataplane = open(&sandbox);
+    let mut dataplane = sandbox.open();
     dataplane.set_host(&fewer).unwrap();
     dataplane.resync(&desired).unwrap();
     assert_eq!(cidrs(&sandbox), 0, "the last one was removed meanwhile");
@@ -184,7 +178,7 @@ fn ranges_are_written_when_everything_is_served_and_nobody_has_an_address_of_the
     drop(dataplane);
 
     sandbox.config.unallocated_service_addresses = UnallocatedServiceAddresses::Pass;
-    let mut dataplane = open(&sandbox);
+    let mut dataplane = sandbox.open();
     dataplane.resync(&desired).unwrap();
     assert_eq!(cidrs(&sandbox), 0);
 }

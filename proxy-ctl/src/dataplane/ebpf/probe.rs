@@ -2,11 +2,16 @@
 
 use std::path::{Path, PathBuf};
 
+use aya::{
+    programs::ProgramType,
+    sys::{BpfHelper, is_helper_supported},
+};
+
 use super::stale_sockets;
 use crate::{
     config::{Config, Ebpf, SocketLoadBalancing, SourceAddress},
     mode::{Capabilities, HostFacts, KernelVersion, Mode, Probe, Requirement},
-    sys::{bpf, filesystem},
+    sys::filesystem,
 };
 
 /// The oldest kernel that the programs are made for.
@@ -81,21 +86,10 @@ fn gather(config: &Ebpf, host: &HostFacts) -> Facts {
         btf: Path::new("/sys/kernel/btf/vmlinux").exists(),
         cgroup2: cgroup2(config.cgroup.as_deref(), may_mount),
         bpffs: bpffs(&config.bpffs, may_mount),
-        set_retval: has_set_retval().unwrap_or(version >= Some(SET_RETVAL)),
+        // Who may not load programs knows it by the version.
+        set_retval: is_helper_supported(ProgramType::CgroupSockAddr, BpfHelper::BPF_FUNC_set_retval)
+            .unwrap_or(version >= Some(SET_RETVAL)),
         stale_sockets: stale_sockets::reach(config.sockets(), host.capabilities.sys_admin),
-    }
-}
-
-/// Loads a program that calls it. `None`: this process may not load programs.
-fn has_set_retval() -> Option<bool> {
-    const CGROUP_SOCK_ADDR: u32 = 18;
-    const INET4_CONNECT: u32 = 10;
-    // r1 = 0; call bpf_set_retval; r0 = 1; exit
-    const PROGRAM: [u64; 4] = [0x0000_0000_0000_01b7, 0x0000_00bb_0000_0085, 0x0000_0001_0000_00b7, 0x95];
-    match bpf::load_program(CGROUP_SOCK_ADDR, INET4_CONNECT, &PROGRAM) {
-        Ok(_) => Some(true),
-        Err(error) if error.errno() == libc::EPERM => None,
-        Err(_) => Some(false),
     }
 }
 

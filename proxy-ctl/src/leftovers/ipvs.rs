@@ -11,8 +11,9 @@ use proxy_common::port::NODE_PORTS;
 
 use super::{Error, Found, Part, PartKind, Purpose, Removal, Retained, Selection, let_go::LettingGo, names};
 use crate::sys::{
+    CallError,
     ipset::{Destroyed, IpSets},
-    ipvs::{Destination, Ipvs, VirtualServer, VirtualSocket},
+    ipvs::{Destination, Ipvs, ServerChange, VirtualSocket},
     link,
 };
 
@@ -49,9 +50,7 @@ impl Addresses {
         Ok(Some(addresses))
     }
 
-    /// kube-proxy knows no virtual servers for marked packets.
-    fn owner(&self, socket: Option<VirtualSocket>, keeps: &[IpNet]) -> Owner {
-        let Some(socket) = socket.map(|socket| socket.address) else { return Owner::Other };
+    fn owner(&self, VirtualSocket { address: socket, .. }: VirtualSocket, keeps: &[IpNet]) -> Owner {
         let address = socket.ip();
         if keeps.iter().any(|network| network.contains(&address)) {
             Owner::Other
@@ -65,10 +64,13 @@ impl Addresses {
     }
 }
 
-fn of_kube_proxy(ipvs: &Ipvs, addresses: &Addresses, keeps: &[IpNet]) -> Result<Vec<VirtualServer>, Error> {
-    let mut servers = ipvs.servers()?;
-    servers.retain(|server| addresses.owner(server.socket, keeps) == Owner::KubeProxy);
-    Ok(servers)
+fn of_kube_proxy(ipvs: &Ipvs, addresses: &Addresses, keeps: &[IpNet]) -> Result<usize, Error> {
+    let is_own = |socket| addresses.owner(socket, keeps) == Owner::KubeProxy;
+    Ok(sockets(ipvs)?.into_iter().filter(|socket| is_own(*socket)).count())
+}
+
+fn sockets(ipvs: &Ipvs) -> Result<Vec<VirtualSocket>, Error> {
+    Ok(ipvs.servers()?.into_iter().map(|server| server.socket).collect())
 }
 
 pub(super) fn find(keeps: &[IpNet], found: &mut Found) {
@@ -82,7 +84,7 @@ fn find_servers(keeps: &[IpNet]) -> Result<Vec<Part>, Error> {
     let Some(addresses) = Addresses::read()? else { return Ok(Vec::new()) };
     let mut parts = vec![Part::new(names::IPVS_DEVICE.into(), PartKind::Devices, 1)];
     if let Some(ipvs) = Ipvs::open()? {
-        let own = of_kube_proxy(&ipvs, &addresses, keeps)?.len();
+        let own = of_kube_proxy(&ipvs, &addresses, keeps)?;
         parts.extend((own > 0).then(|| Part::new(SERVERS.into(), PartKind::VirtualServers, own)));
     }
     Ok(parts)
@@ -96,7 +98,7 @@ fn find_sets() -> Result<Vec<Part>, Error> {
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct PendingServer {
-    server: VirtualServer,
+    socket: VirtualSocket,
     /// It takes no new connections.
     quiesced: bool,
 }
@@ -147,7 +149,7 @@ fn try_remove_servers(
     let Some(ipvs) = Ipvs::open()? else { return Ok(()) };
     let wanted = match scope {
         Selection::Only(remaining) => remaining.clone(),
-        Selection::All => wanted(purpose, keeps, &addresses, ipvs.servers()?, removed),
+        Selection::All => wanted(purpose, keeps, &addresses, sockets(&ipvs)?, removed),
     };
     let (mut count, mut left) = (0, Vec::new());
     for mut remaining in wanted {
@@ -160,7 +162,7 @@ fn try_remove_servers(
             }
             Ok(Step::Leave) => {
                 let why = "another program sends it new connections again";
-                removed.retained.extend(retained(&remaining.server, why));
+                removed.retained.push(retained(remaining.socket, why));
             }
             Err(error) => {
                 left.push(remaining);
@@ -178,18 +180,18 @@ fn wanted(
     purpose: Purpose,
     keeps: &[IpNet],
     addresses: &Addresses,
-    servers: Vec<VirtualServer>,
+    sockets: Vec<VirtualSocket>,
     removed: &mut Removal,
 ) -> Vec<PendingServer> {
     let mut wanted = Vec::new();
-    for server in servers {
-        match (addresses.owner(server.socket, keeps), purpose) {
+    for socket in sockets {
+        match (addresses.owner(socket, keeps), purpose) {
             (Owner::KubeProxy, _) | (Owner::Unknown, Purpose::Cleanup) => {
-                wanted.push(PendingServer { server, quiesced: false });
+                wanted.push(PendingServer { socket, quiesced: false });
             }
             (Owner::Unknown, Purpose::TakeOver) => {
                 let why = "another program may have made it: it is neither for an address of kube-ipvs0 nor a node port";
-                removed.retained.extend(retained(&server, why));
+                removed.retained.push(retained(socket, why));
             }
             (Owner::Other, _) => {}
         }
@@ -197,22 +199,28 @@ fn wanted(
     wanted
 }
 
-fn retained(server: &VirtualServer, why: &str) -> Option<Retained> {
-    Some(Retained::new(SERVERS.into(), server.socket?.to_string(), why.to_owned()))
+fn retained(socket: VirtualSocket, why: &str) -> Retained {
+    Retained::new(SERVERS.into(), socket.to_string(), why.to_owned())
 }
 
 fn remove_server(purpose: Purpose, ipvs: &Ipvs, remaining: &PendingServer) -> Result<Step, Error> {
+    let socket = remaining.socket;
     let destinations = match purpose {
         Purpose::Cleanup => Vec::new(),
-        Purpose::TakeOver => ipvs.destinations(&remaining.server)?,
+        Purpose::TakeOver => ipvs.destinations(socket)?,
     };
     let step = step(purpose, remaining.quiesced, &destinations);
-    match step {
-        Step::Remove => ipvs.remove(&remaining.server)?,
-        Step::Quiesce => ipvs.quiesce(&remaining.server, &destinations)?,
-        Step::Leave => {}
+    let used = destinations.iter().filter(|destination| destination.is_used);
+    let changes = match step {
+        Step::Remove => vec![ServerChange::Remove(socket)],
+        Step::Quiesce => used.map(|one| ServerChange::UseDestination(socket, one.address, false)).collect(),
+        Step::Leave => Vec::new(),
+    };
+    let is_gone = |error: &CallError| matches!(error.errno(), libc::ESRCH | libc::ENOENT);
+    match ipvs.write(&changes)?.into_iter().find(|(_, error)| !is_gone(error)) {
+        Some((_, error)) => Err(error.into()),
+        None => Ok(step),
     }
-    Ok(step)
 }
 
 /// Must be called after the rules that use the sets are removed.
@@ -273,7 +281,7 @@ pub(super) fn remove_device(keeps: &[IpNet], removed: &mut Removal) {
 fn try_remove_device(keeps: &[IpNet], removed: &mut Removal) -> Result<(), Error> {
     let Some(addresses) = Addresses::read()? else { return Ok(()) };
     if let Some(ipvs) = Ipvs::open()?
-        && !of_kube_proxy(&ipvs, &addresses, keeps)?.is_empty()
+        && of_kube_proxy(&ipvs, &addresses, keeps)? > 0
     {
         return Ok(());
     }
@@ -285,7 +293,7 @@ fn try_remove_device(keeps: &[IpNet], removed: &mut Removal) -> Result<(), Error
 #[cfg(test)]
 mod tests {
     use std::{
-        net::{SocketAddr, TcpListener, TcpStream},
+        net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream},
         process::Command,
         time::Duration,
     };
@@ -312,13 +320,17 @@ mod tests {
         let addresses = Addresses { of_services: ips(["10.96.0.1", "fd00::a"]), of_node };
         let keeps = ["192.0.2.96/29".parse().unwrap()];
         let socket = VirtualSocket { protocol: 6, address: socket.parse().unwrap() };
-        assert_eq!(addresses.owner(Some(socket), &keeps), expected);
-        assert_eq!(addresses.owner(None, &keeps), Owner::Other);
+        assert_eq!(addresses.owner(socket, &keeps), expected);
     }
 
-    const IDLE: Destination = Destination::new(true, 0);
-    const BUSY: Destination = Destination::new(true, 3);
-    const DRAINING: Destination = Destination::new(false, 1);
+    const IDLE: Destination = destination(true, 0);
+    const BUSY: Destination = destination(true, 3);
+    const DRAINING: Destination = destination(false, 1);
+
+    const fn destination(is_used: bool, connections: u32) -> Destination {
+        let address = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
+        Destination { address, is_used, connections }
+    }
 
     #[rstest]
     #[case::idle(false, &[IDLE], Step::Remove)]
@@ -326,7 +338,7 @@ mod tests {
     #[case::one_has_connections(false, &[IDLE, BUSY], Step::Quiesce)]
     #[case::kube_proxy_was_draining_it(false, &[DRAINING], Step::Quiesce)]
     #[case::connections_last(true, &[DRAINING], Step::Quiesce)]
-    #[case::connections_have_ended(true, &[Destination::new(false, 0)], Step::Remove)]
+    #[case::connections_have_ended(true, &[destination(false, 0)], Step::Remove)]
     #[case::in_service_again(true, &[DRAINING, IDLE], Step::Leave)]
     fn steps(#[case] quiesced: bool, #[case] destinations: &[Destination], #[case] expected: Step) {
         assert_eq!(step(Purpose::TakeOver, quiesced, destinations), expected);
@@ -343,9 +355,8 @@ mod tests {
         names
     }
 
-    fn sockets(ipvs: &Ipvs) -> Vec<String> {
-        let servers = ipvs.servers().unwrap();
-        let mut sockets: Vec<_> = servers.iter().map(|server| server.socket.unwrap().to_string()).collect();
+    fn listed(ipvs: &Ipvs) -> Vec<String> {
+        let mut sockets: Vec<_> = sockets(ipvs).unwrap().iter().map(VirtualSocket::to_string).collect();
         sockets.sort_unstable();
         sockets
     }
@@ -399,13 +410,9 @@ mod tests {
         assert_eq!((removed.waiting, removed.parts[0].count), (1, 3));
         assert_eq!(kept_names(&removed.retained), foreign);
         let left = ["10.96.0.1:80/TCP", foreign[0], foreign[1], excluded];
-        assert_eq!(sockets(&ipvs), left);
-        let waiting =
-            ipvs.servers().unwrap().into_iter().find(|server| {
-                server.socket.is_some_and(|socket| socket.address == ([10, 96, 0, 1], 80).into())
-            });
-        let waiting = waiting.unwrap();
-        let destinations = ipvs.destinations(&waiting).unwrap();
+        assert_eq!(listed(&ipvs), left);
+        let waiting = VirtualSocket { protocol: 6, address: ([10, 96, 0, 1], 80).into() };
+        let destinations = ipvs.destinations(waiting).unwrap();
         assert!(destinations.len() == 2 && destinations.iter().all(|one| !one.is_used), "{destinations:?}");
 
         // A running kube-proxy writes it again.
@@ -413,14 +420,14 @@ mod tests {
         let removed = remove(Purpose::TakeOver, &removed.pending);
         assert_eq!((removed.waiting, removed.parts.len(), removed.retained.len()), (1, 0, 0));
         drop((client, listeners));
-        forgotten(&ipvs, &waiting);
+        forgotten(&ipvs, waiting);
         let removed = remove(Purpose::TakeOver, &removed.pending);
         assert_eq!((removed.waiting, removed.pending.is_empty()), (0, true));
-        assert_eq!(sockets(&ipvs), ["10.96.0.2:80/TCP", foreign[0], foreign[1], excluded]);
+        assert_eq!(listed(&ipvs), ["10.96.0.2:80/TCP", foreign[0], foreign[1], excluded]);
         assert!(link::index(names::IPVS_DEVICE).unwrap().is_some());
 
         let removed = remove(Purpose::TakeOver, &everything);
-        assert_eq!(sockets(&ipvs), [foreign[0], foreign[1], excluded]);
+        assert_eq!(listed(&ipvs), [foreign[0], foreign[1], excluded]);
         assert_eq!(kept_names(&removed.retained), foreign);
         assert!(removed.pending.is_empty());
         assert_eq!(link::index(names::IPVS_DEVICE).unwrap(), None);
@@ -428,6 +435,6 @@ mod tests {
         assert_eq!(remove(Purpose::Cleanup, &everything).parts, []);
         assert!(ip("link add kube-ipvs0 type dummy"));
         assert_eq!(remove(Purpose::Cleanup, &everything).parts[0].count, 2);
-        assert_eq!(sockets(&ipvs), [excluded]);
+        assert_eq!(listed(&ipvs), [excluded]);
     }
 }

@@ -37,7 +37,6 @@ const SERVICE_FAMILY: u16 = 1;
 const SERVICE_PROTOCOL: u16 = 2;
 const SERVICE_ADDRESS: u16 = 3;
 const SERVICE_PORT: u16 = 4;
-const SERVICE_MARK: u16 = 5;
 const SERVICE_SCHEDULER: u16 = 6;
 const SERVICE_FLAGS: u16 = 7;
 const SERVICE_TIMEOUT: u16 = 8;
@@ -68,14 +67,9 @@ fn header(command: u8) -> [u8; 4] {
 
 const HEADER: usize = 4;
 
-/// What the kernel knows a virtual server by: attributes, as it has listed them.
-type Key = Vec<(u16, Vec<u8>)>;
-
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct VirtualServer {
-    key: Key,
-    /// `None`: it is for packets with a mark.
-    pub socket: Option<VirtualSocket>,
+    pub socket: VirtualSocket,
     pub balancing: Balancing,
 }
 
@@ -112,22 +106,12 @@ impl std::fmt::Display for VirtualSocket {
 /// A real server behind a virtual one.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Destination {
-    key: Key,
     pub address: SocketAddr,
     /// New connections go to it.
     pub is_used: bool,
     /// Connections that the kernel knows: of TCP until some time after their end, of UDP until nothing has come for some
     /// time. Those of UDP, and those of TCP that one end has closed, are what it calls inactive.
     pub connections: u32,
-}
-
-impl Destination {
-    /// As no kernel lists it.
-    #[cfg(test)]
-    pub(crate) const fn new(is_used: bool, connections: u32) -> Self {
-        let address = SocketAddr::new(IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0);
-        Self { key: Vec::new(), address, is_used, connections }
-    }
 }
 
 /// Something to write.
@@ -307,58 +291,19 @@ impl Ipvs {
             .attribute(TIMEOUT_TCP, &timeouts.tcp.to_ne_bytes())
             .attribute(TIMEOUT_TCP_FIN, &timeouts.tcp_fin.to_ne_bytes())
             .attribute(TIMEOUT_UDP, &timeouts.udp.to_ne_bytes());
-        self.command(&request, "netlink IPVS_CMD_SET_CONFIG")
+        self.connection.request(&request, |_, _| ()).map_err(CallError::of("netlink IPVS_CMD_SET_CONFIG"))
     }
 
     /// Of the virtual server for `socket`; none if it is not there.
-    pub fn destinations_of(&self, socket: VirtualSocket) -> Result<Vec<Destination>, CallError> {
-        self.list_destinations(|service| write_socket(socket, service))
-    }
-
-    /// None if the virtual server is gone.
-    pub fn destinations(&self, server: &VirtualServer) -> Result<Vec<Destination>, CallError> {
-        self.list_destinations(|service| write(&server.key, service))
-    }
-
-    fn list_destinations(&self, server: impl FnOnce(&mut Messages)) -> Result<Vec<Destination>, CallError> {
+    pub fn destinations(&self, socket: VirtualSocket) -> Result<Vec<Destination>, CallError> {
         let mut request = Messages::default();
-        request.begin(self.family, NLM_F_DUMP, &header(GET_DEST)).nested(SERVICE, server);
+        request
+            .begin(self.family, NLM_F_DUMP, &header(GET_DEST))
+            .nested(SERVICE, |service| write_socket(socket, service));
         let parse = |_, body: &[u8]| destination(Attributes(body.get(HEADER..)?).nested(DEST)?);
         match self.connection.dump(&request, parse) {
             Err(error) if is_gone(&error) => Ok(Vec::new()),
             destinations => destinations.map_err(CallError::of("netlink IPVS_CMD_GET_DEST")),
-        }
-    }
-
-    /// Sends no new connections to any of `destinations`, the real servers of `server`.
-    pub fn quiesce(&self, server: &VirtualServer, destinations: &[Destination]) -> Result<(), CallError> {
-        for destination in destinations.iter().filter(|destination| destination.is_used) {
-            let mut request = Messages::default();
-            request
-                .begin(self.family, NLM_F_ACK, &header(SET_DEST))
-                .nested(SERVICE, |inner| write(&server.key, inner))
-                .nested(DEST, |inner| {
-                    write(&destination.key, inner);
-                    inner.attribute(DEST_WEIGHT, &0_u32.to_ne_bytes());
-                });
-            self.command(&request, "netlink IPVS_CMD_SET_DEST")?;
-        }
-        Ok(())
-    }
-
-    /// Ends its connections.
-    pub fn remove(&self, server: &VirtualServer) -> Result<(), CallError> {
-        let mut request = Messages::default();
-        request
-            .begin(self.family, NLM_F_ACK, &header(DEL_SERVICE))
-            .nested(SERVICE, |inner| write(&server.key, inner));
-        self.command(&request, "netlink IPVS_CMD_DEL_SERVICE")
-    }
-
-    fn command(&self, request: &Messages, call: &'static str) -> Result<(), CallError> {
-        match self.connection.request(request, |_, _| ()) {
-            Err(error) if !is_gone(&error) => Err(CallError::of(call)(error)),
-            Ok(()) | Err(_) => Ok(()),
         }
     }
 }
@@ -367,26 +312,13 @@ fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ESRCH | libc::ENOENT))
 }
 
-fn write(key: &Key, to: &mut Messages) {
-    for (kind, value) in key {
-        to.attribute(*kind, value);
-    }
-}
-
-fn key(of: Attributes<'_>, kinds: &[u16]) -> Key {
-    of.filter(|(kind, _)| kinds.contains(kind)).map(|(kind, value)| (kind, value.to_vec())).collect()
-}
-
+/// `None`: it is for packets with a mark, which no proxy has.
 fn server(server: Attributes<'_>) -> Option<VirtualServer> {
-    const KEY: [u16; 5] = [SERVICE_FAMILY, SERVICE_PROTOCOL, SERVICE_ADDRESS, SERVICE_PORT, SERVICE_MARK];
     let family = u16::from_ne_bytes(*server.get(SERVICE_FAMILY)?.first_chunk()?);
-    let socket = || {
-        let address = ip_address(family.into(), server.get(SERVICE_ADDRESS)?)?;
-        let port = u16::from_be_bytes(*server.get(SERVICE_PORT)?.first_chunk()?);
-        let protocol = u16::from_ne_bytes(*server.get(SERVICE_PROTOCOL)?.first_chunk()?);
-        Some(VirtualSocket { protocol, address: SocketAddr::new(address, port) })
-    };
-    let marked = server.get(SERVICE_MARK).is_some();
+    let address = ip_address(family.into(), server.get(SERVICE_ADDRESS)?)?;
+    let port = u16::from_be_bytes(*server.get(SERVICE_PORT)?.first_chunk()?);
+    let protocol = u16::from_ne_bytes(*server.get(SERVICE_PROTOCOL)?.first_chunk()?);
+    let socket = VirtualSocket { protocol, address: SocketAddr::new(address, port) };
     let number =
         |kind| server.get(kind).and_then(|value| value.first_chunk()).map(|value| u32::from_ne_bytes(*value));
     let flags = number(SERVICE_FLAGS).unwrap_or(0) & !HASHED;
@@ -395,18 +327,16 @@ fn server(server: Attributes<'_>) -> Option<VirtualServer> {
         affinity_seconds: (flags & PERSISTENT != 0).then(|| number(SERVICE_TIMEOUT).unwrap_or(0)),
         by_source_port: flags & BY_SOURCE_PORT != 0,
     };
-    Some(VirtualServer { key: key(server, &KEY), socket: if marked { None } else { socket() }, balancing })
+    Some(VirtualServer { socket, balancing })
 }
 
 fn destination(destination: Attributes<'_>) -> Option<Destination> {
-    const KEY: [u16; 6] = [DEST_ADDRESS, DEST_PORT, DEST_FORWARDING, DEST_UPPER, DEST_LOWER, DEST_FAMILY];
     let number = |kind| Some(u32::from_ne_bytes(*destination.get(kind)?.first_chunk()?));
     let bytes = destination.get(DEST_ADDRESS)?;
     // Told since 3.18.
     let family = u16::from_ne_bytes(*destination.get(DEST_FAMILY)?.first_chunk()?);
     let port = u16::from_be_bytes(*destination.get(DEST_PORT)?.first_chunk()?);
     Some(Destination {
-        key: key(destination, &KEY),
         address: SocketAddr::new(ip_address(family.into(), bytes)?, port),
         is_used: number(DEST_WEIGHT)? != 0,
         connections: number(DEST_ACTIVE)?.saturating_add(number(DEST_INACTIVE)?),
@@ -444,20 +374,18 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_virtual_server_is_known_by_what_the_kernel_knows_it_by() {
+    fn a_virtual_server_as_the_kernel_lists_it() {
         let listed = listed();
         let body = &listed.bytes()[16 + HEADER..];
         let server = server(Attributes(body).nested(SERVICE).unwrap()).unwrap();
-        assert_eq!(server.socket.unwrap().to_string(), "10.96.0.1:443/TCP");
+        assert_eq!(server.socket.to_string(), "10.96.0.1:443/TCP");
         let balancing =
             Balancing { scheduler: "mh".into(), affinity_seconds: Some(10_800), by_source_port: true };
         assert_eq!(server.balancing, balancing);
-        let kinds: Vec<u16> = server.key.iter().map(|(kind, _)| *kind).collect();
-        assert_eq!(kinds, [SERVICE_FAMILY, SERVICE_PROTOCOL, SERVICE_ADDRESS, SERVICE_PORT]);
     }
 
     #[test]
-    fn a_real_server_keeps_everything_but_its_weight() {
+    fn a_real_server_as_the_kernel_lists_it() {
         let mut messages = Messages::default();
         messages
             .begin(0x1c, 0, &[])
@@ -470,11 +398,8 @@ pub(crate) mod tests {
             .attribute(DEST_ACTIVE, &3_u32.to_ne_bytes())
             .attribute(DEST_INACTIVE, &2_u32.to_ne_bytes())
             .attribute(DEST_FAMILY, &2_u16.to_ne_bytes());
-        let found = destination(Attributes(&messages.bytes()[16..])).unwrap();
-        assert!(found.is_used);
-        assert_eq!((found.connections, found.address), (5, ([10; 4], 80).into()));
-        let kinds: Vec<u16> = found.key.iter().map(|(kind, _)| *kind).collect();
-        assert_eq!(kinds, [DEST_ADDRESS, DEST_PORT, DEST_FORWARDING, DEST_UPPER, DEST_LOWER, DEST_FAMILY]);
+        let expected = Destination { address: ([10; 4], 80).into(), is_used: true, connections: 5 };
+        assert_eq!(destination(Attributes(&messages.bytes()[16..])), Some(expected));
     }
 
     pub(crate) fn round_robin() -> Balancing {
@@ -491,9 +416,9 @@ pub(crate) mod tests {
     }
 
     /// Waits until none of its connections is known. One that was reset is for 10 seconds.
-    pub(crate) fn forgotten(ipvs: &Ipvs, server: &VirtualServer) {
+    pub(crate) fn forgotten(ipvs: &Ipvs, socket: VirtualSocket) {
         let limit = Instant::now() + Duration::from_mins(1);
-        while ipvs.destinations(server).unwrap().iter().any(|destination| destination.connections > 0) {
+        while ipvs.destinations(socket).unwrap().iter().any(|destination| destination.connections > 0) {
             assert!(Instant::now() < limit, "its connections are known for ever");
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -533,8 +458,8 @@ pub(crate) mod tests {
             ]);
             let servers = ipvs.servers().unwrap();
             let [server] = &servers[..] else { panic!("{servers:?}") };
-            assert_eq!((server.socket, &server.balancing), (Some(socket), &hashing));
-            let mut listed = ipvs.destinations_of(socket).unwrap();
+            assert_eq!((server.socket, &server.balancing), (socket, &hashing));
+            let mut listed = ipvs.destinations(socket).unwrap();
             listed.sort_by_key(|destination| destination.address);
             let listed: Vec<_> =
                 listed.iter().map(|one| (one.address, one.is_used, one.connections)).collect();
@@ -544,7 +469,7 @@ pub(crate) mod tests {
                 ServerChange::RemoveDestination(socket, one),
             ]);
             let listed: Vec<_> =
-                ipvs.destinations(server).unwrap().iter().map(|one| (one.address, one.is_used)).collect();
+                ipvs.destinations(socket).unwrap().iter().map(|one| (one.address, one.is_used)).collect();
             assert_eq!(listed, [(other, true)]);
             written(&[ServerChange::Remove(socket), ServerChange::Remove(socket)]);
         }

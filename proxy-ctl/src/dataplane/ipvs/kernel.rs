@@ -16,7 +16,7 @@ use crate::{
     sys::{
         CallError,
         ipset::{IpSets, MemberChange},
-        ipvs::{Ipvs, ServerChange, VirtualSocket},
+        ipvs::{Ipvs, ServerChange, VirtualServer, VirtualSocket},
         link::{self, AddressChange},
     },
 };
@@ -75,13 +75,12 @@ impl Kernel {
 
     fn servers(&self) -> Result<BTreeMap<VirtualSocket, ProgrammedServer>, Error> {
         let mut servers = BTreeMap::new();
-        for server in self.ipvs.servers()? {
-            let is_served =
-                |socket: &VirtualSocket| self.families.contains(&IpFamily::of(socket.address.ip()));
-            let Some(socket) = server.socket.filter(is_served) else { continue };
-            let destinations = self.ipvs.destinations(&server)?;
-            let destinations = destinations.into_iter().map(|one| (one.address, one.is_used)).collect();
-            servers.insert(socket, ProgrammedServer { balancing: server.balancing, destinations });
+        for VirtualServer { socket, balancing } in self.ipvs.servers()? {
+            if self.families.contains(&IpFamily::of(socket.address.ip())) {
+                let destinations = self.ipvs.destinations(socket)?;
+                let destinations = destinations.into_iter().map(|one| (one.address, one.is_used)).collect();
+                servers.insert(socket, ProgrammedServer { balancing, destinations });
+            }
         }
         Ok(servers)
     }

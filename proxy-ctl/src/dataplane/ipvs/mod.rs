@@ -298,7 +298,7 @@ impl Dataplane for IpvsDataplane {
     fn collect_garbage(&mut self) -> Result<(), super::Error> {
         let mut changes = Vec::new();
         for socket in self.objects.draining() {
-            let destinations = self.kernel.ipvs().destinations_of(socket).map_err(Error::from)?;
+            let destinations = self.kernel.ipvs().destinations(socket).map_err(Error::from)?;
             let done = destinations.into_iter().filter(|one| !one.is_used && one.connections == 0);
             changes
                 .extend(done.map(|one| Change::Server(ServerChange::RemoveDestination(socket, one.address))));

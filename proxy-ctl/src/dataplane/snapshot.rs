@@ -1,7 +1,7 @@
 //! What is really programmed on the node, as data, whatever the mode.
 
 use std::{
-    collections::HashSet,
+    collections::{BTreeMap, HashSet},
     net::{IpAddr, SocketAddr},
     time::Duration,
 };
@@ -47,6 +47,41 @@ impl Snapshot {
         self.backends.extend(beside.backends.into_iter().filter(|one| !known.contains(&place(one))));
         self.backends.sort_by_key(|one| one.address);
     }
+
+    /// Adds what one family serves, and the backends that it leads to: they get the next numbers.
+    pub(in crate::dataplane) fn add_family(&mut self, mut services: Vec<ServiceSnapshot>) {
+        let mut backends: BTreeMap<(SocketAddr, Protocol), BackendSnapshot> = BTreeMap::new();
+        for service in &mut services {
+            let protocol = service.name.protocol;
+            let mut used: Vec<_> = service.endpoint_sets().into_iter().flatten().collect();
+            used.sort_by_key(|endpoint| endpoint.address);
+            used.dedup_by_key(|endpoint| endpoint.address);
+            for EndpointSnapshot { address, local, .. } in used {
+                let unused = BackendSnapshot {
+                    id: 0,
+                    address: *address,
+                    protocol: Some(protocol),
+                    local: false,
+                    terminating: false,
+                    uses: 0,
+                };
+                let backend = backends.entry((*address, protocol)).or_insert(unused);
+                backend.uses += 1;
+                backend.local |= *local;
+            }
+        }
+        let first = self.backends.len() as u32;
+        (first..).zip(backends.values_mut()).for_each(|(id, backend)| backend.id = id);
+        for service in &mut services {
+            let protocol = service.name.protocol;
+            for endpoint in service.endpoint_sets().into_iter().flatten() {
+                endpoint.backend = backends[&(endpoint.address, protocol)].id;
+            }
+        }
+        self.backends.extend(backends.into_values());
+        self.services.extend(services);
+        self.services.sort_by(|one, other| one.name.cmp(&other.name));
+    }
 }
 
 /// A service port as the node serves it.
@@ -66,6 +101,28 @@ pub struct ServiceSnapshot {
     pub internal_policy: TrafficPolicy,
     pub external_policy: TrafficPolicy,
     pub affinity_seconds: u32,
+}
+
+impl ServiceSnapshot {
+    /// Without frontends and endpoints.
+    pub(in crate::dataplane) const fn new(name: ServicePortName) -> Self {
+        Self {
+            id: 0,
+            name,
+            frontends: Vec::new(),
+            cluster: Vec::new(),
+            internal: Vec::new(),
+            external: Vec::new(),
+            any_endpoints: false,
+            internal_policy: TrafficPolicy::Cluster,
+            external_policy: TrafficPolicy::Cluster,
+            affinity_seconds: 0,
+        }
+    }
+
+    const fn endpoint_sets(&mut self) -> [&mut Vec<EndpointSnapshot>; 3] {
+        [&mut self.cluster, &mut self.internal, &mut self.external]
+    }
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
@@ -128,23 +185,13 @@ mod tests {
 
     fn served(name: &str, ports: &[u16]) -> ServiceSnapshot {
         let frontend = |port: &u16| FrontendSnapshot { address: None, port: *port, external: true };
-        ServiceSnapshot {
-            id: 0,
-            name: ServicePortName {
-                service: ObjectName::new("default", name),
-                port: "".into(),
-                protocol: Protocol::Tcp,
-                family: IpFamily::Ipv4,
-            },
-            frontends: ports.iter().map(frontend).collect(),
-            cluster: Vec::new(),
-            internal: Vec::new(),
-            external: Vec::new(),
-            any_endpoints: false,
-            internal_policy: TrafficPolicy::Cluster,
-            external_policy: TrafficPolicy::Cluster,
-            affinity_seconds: 0,
-        }
+        let name = ServicePortName {
+            service: ObjectName::new("default", name),
+            port: "".into(),
+            protocol: Protocol::Tcp,
+            family: IpFamily::Ipv4,
+        };
+        ServiceSnapshot { frontends: ports.iter().map(frontend).collect(), ..ServiceSnapshot::new(name) }
     }
 
     fn backend(last: u8) -> BackendSnapshot {

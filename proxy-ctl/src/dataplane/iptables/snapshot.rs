@@ -14,7 +14,7 @@ use super::{
     rules::{SharedChain, Table},
 };
 use crate::{
-    dataplane::{BackendSnapshot, EndpointSnapshot, FrontendSnapshot, ServiceSnapshot, Snapshot},
+    dataplane::{EndpointSnapshot, FrontendSnapshot, ServiceSnapshot, Snapshot},
     model::{
         desired::ServicePortName,
         objects::{IpFamily, ObjectName, Protocol, TrafficPolicy},
@@ -136,7 +136,6 @@ impl Reader {
 
     /// Adds what was read; one call for each family.
     pub(super) fn finish(self, snapshot: &mut Snapshot) {
-        let mut backends: BTreeMap<(SocketAddr, Protocol), (u32, bool)> = BTreeMap::new();
         let mut services = Vec::with_capacity(self.ports.len());
         for (name, port) in &self.ports {
             let external_chain = port.external.as_deref().and_then(|name| self.chains.get(name));
@@ -161,14 +160,6 @@ impl Reader {
             let seconds =
                 [true, false].into_iter().filter_map(leads_to).filter_map(|name| self.chains.get(name));
             let sets = [&cluster, of(internal_policy), of(external_policy)];
-            let mut uses: Vec<SocketAddr> = sets.into_iter().flatten().copied().collect();
-            uses.sort_unstable();
-            uses.dedup();
-            for address in uses {
-                let (uses, is_local) = backends.entry((address, name.protocol)).or_default();
-                *uses += 1;
-                *is_local |= local.contains(&address);
-            }
             let shown = |set: &Vec<SocketAddr>| -> Vec<EndpointSnapshot> {
                 let one = |address: &SocketAddr| EndpointSnapshot {
                     address: *address,
@@ -179,8 +170,6 @@ impl Reader {
             };
             let [cluster, internal, external] = sets.map(shown);
             services.push(ServiceSnapshot {
-                id: 0,
-                name: name.clone(),
                 frontends: port.frontends.clone(),
                 any_endpoints: !port.rejected,
                 cluster,
@@ -189,31 +178,10 @@ impl Reader {
                 internal_policy,
                 external_policy,
                 affinity_seconds: seconds.map(|chain| chain.affinity_seconds).max().unwrap_or(0),
+                ..ServiceSnapshot::new(name.clone())
             });
         }
-        let first = snapshot.backends.len() as u32;
-        let ids: FxHashMap<(SocketAddr, Protocol), u32> =
-            backends.keys().zip(first..).map(|(key, id)| (*key, id)).collect();
-        for service in &mut services {
-            for set in [&mut service.cluster, &mut service.internal, &mut service.external] {
-                for endpoint in set {
-                    endpoint.backend =
-                        ids.get(&(endpoint.address, service.name.protocol)).copied().unwrap_or(0);
-                }
-            }
-        }
-        snapshot.backends.extend(backends.into_iter().zip(first..).map(
-            |(((address, protocol), (uses, local)), id)| BackendSnapshot {
-                id,
-                address,
-                protocol: Some(protocol),
-                local,
-                terminating: false,
-                uses,
-            },
-        ));
-        snapshot.services.extend(services);
-        snapshot.services.sort_by(|one, other| one.name.cmp(&other.name));
+        snapshot.add_family(services);
     }
 }
 

@@ -31,7 +31,7 @@ pub(super) fn snapshot(
     for (socket, server) in &objects.servers {
         let Some(protocol) = protocol(*socket) else { continue };
         let name = name(*socket).unwrap_or_else(|| unnamed(*socket, protocol));
-        let service = services.entry(name.clone()).or_insert_with(|| empty(name));
+        let service = services.entry(name.clone()).or_insert_with(|| ServiceSnapshot::new(name));
         add(objects, &backends, *socket, protocol, server, service);
     }
     let on_node = |socket: &VirtualSocket| !objects.addresses.contains_key(&socket.address.ip());
@@ -59,21 +59,6 @@ fn unnamed(socket: VirtualSocket, protocol: Protocol) -> ServicePortName {
         port: "".into(),
         protocol,
         family: IpFamily::of(socket.address.ip()),
-    }
-}
-
-fn empty(name: ServicePortName) -> ServiceSnapshot {
-    ServiceSnapshot {
-        id: 0,
-        name,
-        frontends: Vec::new(),
-        cluster: Vec::new(),
-        internal: Vec::new(),
-        external: Vec::new(),
-        any_endpoints: false,
-        internal_policy: TrafficPolicy::Cluster,
-        external_policy: TrafficPolicy::Cluster,
-        affinity_seconds: 0,
     }
 }
 

@@ -17,8 +17,7 @@ use super::{
 };
 use crate::{
     dataplane::{
-        self, BackendSnapshot, EndpointSnapshot, FrontendSnapshot, NodeSnapshot, Programmed, ServiceSnapshot,
-        Snapshot, Usage,
+        self, EndpointSnapshot, FrontendSnapshot, NodeSnapshot, Programmed, ServiceSnapshot, Snapshot, Usage,
     },
     leftovers::names::NFTABLES_TABLE as TABLE,
     model::{
@@ -73,7 +72,6 @@ pub(super) fn read(nftables: &NfTables) -> Result<Snapshot, Error> {
             decode(&contents, family, &mut snapshot);
         }
     }
-    snapshot.services.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(snapshot)
 }
 
@@ -95,28 +93,11 @@ fn decode(contents: &Contents, family: IpFamily, snapshot: &mut Snapshot) {
             }
         }
     }
-    let mut backends: BTreeMap<(IpAddr, u16, Protocol), BackendSnapshot> = BTreeMap::new();
-    for service in services.values_mut() {
+    let sorted = services.into_values().map(|mut service| {
         service.frontends.sort_unstable();
-        let mut used = [&service.cluster[..], &service.internal, &service.external].concat();
-        used.sort_by_key(|endpoint| endpoint.address);
-        used.dedup_by_key(|endpoint| endpoint.address);
-        for endpoint in used {
-            let (address, protocol) = (endpoint.address, service.name.protocol);
-            let backend =
-                backends.entry((address.ip(), address.port(), protocol)).or_insert(BackendSnapshot {
-                    id: 0,
-                    address,
-                    protocol: Some(protocol),
-                    local: endpoint.local,
-                    terminating: false,
-                    uses: 0,
-                });
-            backend.uses += 1;
-        }
-    }
-    snapshot.services.extend(services.into_values());
-    snapshot.backends.extend(backends.into_values());
+        service
+    });
+    snapshot.add_family(sorted.collect());
     let addresses = contents.of_set(&Set::NodePortIps).filter_map(|(key, _)| address(key, family));
     let NodeSnapshot { node_port_addresses, .. } = &mut snapshot.node;
     node_port_addresses.extend(addresses.map(|address| (address, false)));
@@ -133,8 +114,6 @@ fn service(contents: &Contents, name: ServicePortName, facts: Facts) -> ServiceS
         endpoints(contents, contents.slots_of(&names, chain), name.family)
     };
     ServiceSnapshot {
-        id: 0,
-        frontends: Vec::new(),
         cluster: of_policy(TrafficPolicy::Cluster),
         internal: of_policy(facts.internal_policy),
         external: of_policy(facts.external_policy),
@@ -142,7 +121,7 @@ fn service(contents: &Contents, name: ServicePortName, facts: Facts) -> ServiceS
         internal_policy: facts.internal_policy,
         external_policy: facts.external_policy,
         affinity_seconds: facts.affinity_seconds,
-        name,
+        ..ServiceSnapshot::new(name)
     }
 }
 

@@ -2,7 +2,7 @@
 //! serves is asked.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     io,
     net::SocketAddr,
     os::unix::net::UnixListener as StdUnixListener,
@@ -42,14 +42,7 @@ pub(super) struct Served {
 }
 
 /// A backend's number is its place among them.
-type Numbers = BTreeMap<(SocketAddr, Protocol), Backend>;
-
-struct Backend {
-    number: u32,
-    local: bool,
-    terminating: bool,
-    uses: BTreeSet<ServicePortName>,
-}
+type Backends = BTreeMap<(SocketAddr, Protocol), BackendSnapshot>;
 
 fn address(endpoint: &Endpoint) -> SocketAddr {
     SocketAddr::new(endpoint.address, endpoint.port)
@@ -57,36 +50,27 @@ fn address(endpoint: &Endpoint) -> SocketAddr {
 
 impl Served {
     pub(super) fn snapshot(&self) -> Snapshot {
-        let mut numbers = Numbers::new();
+        let mut backends = Backends::new();
         for port in self.ports.values().map(|served| &served.desired) {
             for endpoint in &port.endpoints.all {
-                let key = (address(endpoint), port.name.protocol);
-                let backend = numbers.entry(key).or_insert(Backend {
-                    number: 0,
+                let (address, protocol) = (address(endpoint), port.name.protocol);
+                let backend = backends.entry((address, protocol)).or_insert(BackendSnapshot {
+                    id: 0,
+                    address,
+                    protocol: Some(protocol),
                     local: endpoint.local,
                     terminating: endpoint.terminating,
-                    uses: BTreeSet::new(),
+                    uses: 0,
                 });
-                backend.uses.insert(port.name.clone());
+                backend.uses += 1;
             }
         }
-        for (number, backend) in (1..).zip(numbers.values_mut()) {
-            backend.number = number;
-        }
-        let backend = |((address, protocol), backend): (&(SocketAddr, Protocol), &Backend)| BackendSnapshot {
-            id: backend.number,
-            address: *address,
-            protocol: Some(*protocol),
-            local: backend.local,
-            terminating: backend.terminating,
-            uses: u32::try_from(backend.uses.len()).unwrap_or(u32::MAX),
-        };
+        (1..).zip(backends.values_mut()).for_each(|(id, backend)| backend.id = id);
         Snapshot {
-            services: self.ports.values().map(|port| service(port, &numbers)).collect(),
-            backends: numbers.iter().map(backend).collect(),
+            services: self.ports.values().map(|port| service(port, &backends)).collect(),
+            backends: backends.into_values().collect(),
             node: self.node(),
-            hooks: Vec::new(),
-            lease: None,
+            ..Snapshot::default()
         }
     }
 
@@ -99,13 +83,13 @@ impl Served {
     }
 }
 
-fn service(served: &ServedPort, numbers: &Numbers) -> ServiceSnapshot {
+fn service(served: &ServedPort, backends: &Backends) -> ServiceSnapshot {
     let port = &served.desired;
     let endpoints = |set: EndpointSet| {
         let endpoint = |index: &u32| {
             let endpoint = port.endpoints.all.get(*index as usize)?;
             let address = address(endpoint);
-            let backend = numbers.get(&(address, port.name.protocol))?.number;
+            let backend = backends.get(&(address, port.name.protocol))?.id;
             Some(EndpointSnapshot { address, local: endpoint.local, backend })
         };
         set.of(port).iter().filter_map(endpoint).collect()
@@ -116,8 +100,6 @@ fn service(served: &ServedPort, numbers: &Numbers) -> ServiceSnapshot {
         external: frontend.kind != FrontendKind::ClusterIp,
     };
     ServiceSnapshot {
-        id: 0,
-        name: port.name.clone(),
         frontends: served.frontends.iter().map(frontend).collect(),
         cluster: endpoints(EndpointSet::Cluster),
         internal: endpoints(EndpointSet::Internal),
@@ -126,6 +108,7 @@ fn service(served: &ServedPort, numbers: &Numbers) -> ServiceSnapshot {
         internal_policy: port.internal_policy,
         external_policy: port.external_policy,
         affinity_seconds: port.affinity_seconds.unwrap_or(0),
+        ..ServiceSnapshot::new(port.name.clone())
     }
 }
 

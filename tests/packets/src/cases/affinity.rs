@@ -17,13 +17,98 @@ const REMOTE_ID: u32 = 12;
 const MANY: u16 = 60;
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.both::<W>("without affinity goes to each backend", without);
-    group.both::<W>("with affinity goes to one backend, by every frontend", stays);
-    group.both::<W>("with affinity that has expired chooses anew", expires);
-    group.both::<W>("with affinity to a backend that is not the service's any more", backend_has_left);
-    group.both::<W>("with affinity and policy Local reaches no remote backend from outside", policy_local);
-    group.both::<W>("with affinity to another port of the service", another_port);
-    group.host::<W>("of the node has affinity as one client", node);
+    group.both::<W>("without affinity goes to each backend", |s| {
+        serve(s, &BOTH, 0)?;
+        let met = met(s, "workload_ingress", CLUSTER_IP, 1_024..1_024 + MANY)?;
+        ensure!(met.contains(&LOCAL_ID) && met.contains(&REMOTE_ID), "went to {met:?}");
+        ensure!(known(s)?.is_empty(), "a client is remembered");
+        s.counted(&[(Reason::FlowOpened, MANY.into())])
+    });
+    group.both::<W>("with affinity goes to one backend, by every frontend", |s| {
+        serve(s, &BOTH, SECONDS)?;
+        s.change_settings(|settings| W::set_pod_range(settings, W::address(KnownAddress::Client)))?;
+        let backend = one(s, "workload_ingress", CLUSTER_IP, 1_024..1_024 + MANY)?;
+        ensure!(
+            one(s, "workload_ingress", NODE_PORT, 2_048..2_048 + MANY)? == backend,
+            "another by the node port"
+        );
+        let known = known(s)?;
+        let [(key, affinity)] = known.as_slice() else { bail!("{} clients are known", known.len()) };
+        let expected = Client { address: W::address(KnownAddress::Client), origin: CLIENT_WORKLOAD };
+        ensure!(key.service == SERVICE && key.client == expected, "another client is known");
+        ensure!(affinity.backend == backend, "backend {} is remembered, not {backend}", affinity.backend);
+        s.counted(&[(Reason::FlowOpened, u64::from(MANY) * 2), (Reason::ClientRemembered, 1)])
+    });
+    group.both::<W>("with affinity that has expired chooses anew", |s| {
+        serve(s, &BOTH, SECONDS)?;
+        let mut all = Vec::new();
+        for port in 1_024..1_024 + MANY {
+            let backend = one(s, "workload_ingress", CLUSTER_IP, port..port + 1)?;
+            let ages = |affinity: &mut Affinity| {
+                affinity.last_used = affinity.last_used.saturating_sub(u64::from(SECONDS) * 1_000_000_000);
+            };
+            set_known(s, ages)?;
+            all.push(backend);
+        }
+        ensure!(all.contains(&LOCAL_ID) && all.contains(&REMOTE_ID), "went to {all:?}");
+        let last = one(s, "workload_ingress", CLUSTER_IP, 2_048..2_048 + MANY)?;
+        ensure!(known(s)?[0].1.backend == last, "another backend is remembered");
+        // The one entry is used again.
+        s.counted(&[(Reason::FlowOpened, u64::from(MANY) * 2), (Reason::ClientRemembered, 1)])
+    });
+    // It lives in another service still.
+    group.both::<W>("with affinity to a backend that is not the service's any more", |s| {
+        serve(s, &BOTH, SECONDS)?;
+        let first = one(s, "workload_ingress", CLUSTER_IP, 1_024..1_029)?;
+        let left: Vec<_> = BOTH.into_iter().filter(|(id, ..)| *id != first).collect();
+        serve(s, &left, SECONDS)?;
+        let next = one(s, "workload_ingress", CLUSTER_IP, 2_048..2_048 + MANY)?;
+        ensure!(next != first, "still goes to backend {first}");
+        serve(s, &BOTH, SECONDS)?;
+        let last = one(s, "workload_ingress", CLUSTER_IP, 3_072..3_072 + MANY)?;
+        ensure!(last == next, "went from backend {next} to {last} when another came");
+        Ok(())
+    });
+    group.both::<W>("with affinity and policy Local reaches no remote backend from outside", |s| {
+        serve(s, &BOTH, SECONDS)?;
+        // By the cluster IP every backend is used; that one is not for clients outside by a node port.
+        one(s, "uplink_ingress", CLUSTER_IP, 1_024..1_025)?;
+        set_known(s, |affinity| (affinity.backend, affinity.flags) = (REMOTE_ID, 0))?;
+        ensure!(one(s, "uplink_ingress", CLUSTER_IP, 1_025..1_026)? == REMOTE_ID, "affinity does not count");
+        ensure!(one(s, "uplink_ingress", NODE_PORT, 2_048..2_048 + MANY)? == LOCAL_ID, "a remote backend");
+        ensure!(known(s)?[0].1.backend == LOCAL_ID, "the remote backend is remembered");
+        Ok(())
+    });
+    group.both::<W>("with affinity to another port of the service", |s| {
+        serve(s, &BOTH, SECONDS)?;
+        let set = s.set(&BOTH)?;
+        let service = Service {
+            cluster: set,
+            internal: set,
+            external: set,
+            flags: SERVICE_HAS_ENDPOINTS,
+            affinity_seconds: SECONDS,
+        };
+        s.world.set_service(SERVICE + 1, service)?;
+        let other = (CLUSTER_IP.0, CLUSTER_IP.1 + 1);
+        s.frontend(other, SERVICE + 1, 0)?;
+        one(s, "workload_ingress", CLUSTER_IP, 1_024..1_029)?;
+        one(s, "workload_ingress", other, 2_048..2_053)?;
+        ensure!(known(s)?.len() == 2, "two ports share affinity");
+        Ok(())
+    });
+    // Whatever address it sends from.
+    group.host::<W>("of the node has affinity as one client", |s| {
+        serve(s, &BOTH, SECONDS)?;
+        for (port, source) in (1_024..).zip([KnownAddress::Node, KnownAddress::Client, KnownAddress::Node]) {
+            let first = s.first((source, port), CLUSTER_IP);
+            s.world.run("uplink_egress", &first.bytes::<W>())?;
+        }
+        let known = known(s)?;
+        let [(key, _)] = known.as_slice() else { bail!("{} clients are known", known.len()) };
+        ensure!(key.client == Client::NODE, "the node is known as another client");
+        s.counted(&[(Reason::FlowOpened, 3), (Reason::ClientRemembered, 1)])
+    });
 }
 
 /// `CLUSTER_IP` and `NODE_PORT`, served by two backends, of which clients outside get the local one with policy Local.
@@ -83,103 +168,4 @@ fn set_known<W: Tables>(s: &mut Scene<W>, change: impl Fn(&mut Affinity)) -> Res
         W::affinity_table(&mut s.world.ebpf)?.insert(key, affinity, 0)?;
     }
     Ok(())
-}
-
-fn without<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s, &BOTH, 0)?;
-    let met = met(s, "workload_ingress", CLUSTER_IP, 1_024..1_024 + MANY)?;
-    ensure!(met.contains(&LOCAL_ID) && met.contains(&REMOTE_ID), "went to {met:?}");
-    ensure!(known(s)?.is_empty(), "a client is remembered");
-    s.counted(&[(Reason::FlowOpened, MANY.into())])
-}
-
-fn stays<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s, &BOTH, SECONDS)?;
-    s.change_settings(|settings| W::set_pod_range(settings, W::address(KnownAddress::Client)))?;
-    let backend = one(s, "workload_ingress", CLUSTER_IP, 1_024..1_024 + MANY)?;
-    ensure!(
-        one(s, "workload_ingress", NODE_PORT, 2_048..2_048 + MANY)? == backend,
-        "another by the node port"
-    );
-    let known = known(s)?;
-    let [(key, affinity)] = known.as_slice() else { bail!("{} clients are known", known.len()) };
-    let expected = Client { address: W::address(KnownAddress::Client), origin: CLIENT_WORKLOAD };
-    ensure!(key.service == SERVICE && key.client == expected, "another client is known");
-    ensure!(affinity.backend == backend, "backend {} is remembered, not {backend}", affinity.backend);
-    s.counted(&[(Reason::FlowOpened, u64::from(MANY) * 2), (Reason::ClientRemembered, 1)])
-}
-
-fn expires<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s, &BOTH, SECONDS)?;
-    let mut all = Vec::new();
-    for port in 1_024..1_024 + MANY {
-        let backend = one(s, "workload_ingress", CLUSTER_IP, port..port + 1)?;
-        let ages = |affinity: &mut Affinity| {
-            affinity.last_used = affinity.last_used.saturating_sub(u64::from(SECONDS) * 1_000_000_000);
-        };
-        set_known(s, ages)?;
-        all.push(backend);
-    }
-    ensure!(all.contains(&LOCAL_ID) && all.contains(&REMOTE_ID), "went to {all:?}");
-    let last = one(s, "workload_ingress", CLUSTER_IP, 2_048..2_048 + MANY)?;
-    ensure!(known(s)?[0].1.backend == last, "another backend is remembered");
-    // The one entry is used again.
-    s.counted(&[(Reason::FlowOpened, u64::from(MANY) * 2), (Reason::ClientRemembered, 1)])
-}
-
-/// It lives in another service still.
-fn backend_has_left<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s, &BOTH, SECONDS)?;
-    let first = one(s, "workload_ingress", CLUSTER_IP, 1_024..1_029)?;
-    let left: Vec<_> = BOTH.into_iter().filter(|(id, ..)| *id != first).collect();
-    serve(s, &left, SECONDS)?;
-    let next = one(s, "workload_ingress", CLUSTER_IP, 2_048..2_048 + MANY)?;
-    ensure!(next != first, "still goes to backend {first}");
-    serve(s, &BOTH, SECONDS)?;
-    let last = one(s, "workload_ingress", CLUSTER_IP, 3_072..3_072 + MANY)?;
-    ensure!(last == next, "went from backend {next} to {last} when another came");
-    Ok(())
-}
-
-fn policy_local<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s, &BOTH, SECONDS)?;
-    // By the cluster IP every backend is used; that one is not for clients outside by a node port.
-    one(s, "uplink_ingress", CLUSTER_IP, 1_024..1_025)?;
-    set_known(s, |affinity| (affinity.backend, affinity.flags) = (REMOTE_ID, 0))?;
-    ensure!(one(s, "uplink_ingress", CLUSTER_IP, 1_025..1_026)? == REMOTE_ID, "affinity does not count");
-    ensure!(one(s, "uplink_ingress", NODE_PORT, 2_048..2_048 + MANY)? == LOCAL_ID, "a remote backend");
-    ensure!(known(s)?[0].1.backend == LOCAL_ID, "the remote backend is remembered");
-    Ok(())
-}
-
-fn another_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s, &BOTH, SECONDS)?;
-    let set = s.set(&BOTH)?;
-    let service = Service {
-        cluster: set,
-        internal: set,
-        external: set,
-        flags: SERVICE_HAS_ENDPOINTS,
-        affinity_seconds: SECONDS,
-    };
-    s.world.set_service(SERVICE + 1, service)?;
-    let other = (CLUSTER_IP.0, CLUSTER_IP.1 + 1);
-    s.frontend(other, SERVICE + 1, 0)?;
-    one(s, "workload_ingress", CLUSTER_IP, 1_024..1_029)?;
-    one(s, "workload_ingress", other, 2_048..2_053)?;
-    ensure!(known(s)?.len() == 2, "two ports share affinity");
-    Ok(())
-}
-
-/// Whatever address it sends from.
-fn node<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s, &BOTH, SECONDS)?;
-    for (port, source) in (1_024..).zip([KnownAddress::Node, KnownAddress::Client, KnownAddress::Node]) {
-        let first = s.first((source, port), CLUSTER_IP);
-        s.world.run("uplink_egress", &first.bytes::<W>())?;
-    }
-    let known = known(s)?;
-    let [(key, _)] = known.as_slice() else { bail!("{} clients are known", known.len()) };
-    ensure!(key.client == Client::NODE, "the node is known as another client");
-    s.counted(&[(Reason::FlowOpened, 3), (Reason::ClientRemembered, 1)])
 }

@@ -14,15 +14,99 @@ use crate::{
 const EXTERNAL: Endpoint = (KnownAddress::External, 80);
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.both::<W>("events: a flow that opens", opened);
-    group.udp::<W>("events: a client that gets another backend", rebound);
-    group.both::<W>("events: a client that is refused", refusal);
-    group.both::<W>("events: a client that is dropped", drop);
-    group.both::<W>("events: none of packets of open flows and of no service", of_nothing_new);
-    group.both::<W>("events: none while nobody watches, or no longer", nobody_watches);
-    group.both::<W>("events: only of the reasons that are asked for", some_reasons);
-    group.both::<W>("events: a part of them where that is asked for", sampled);
-    group.both::<W>("events: those without room are counted", full);
+    group.both::<W>("events: a flow that opens", |s| {
+        s.cluster_ip()?;
+        watch(s)?;
+        open(s, CLIENT)?;
+        let event = with_backend::<W>(expected(s, Reason::FlowOpened, CLUSTER_IP), LOCAL, 11);
+        told(s, &[event])
+    });
+    group.udp::<W>("events: a client that gets another backend", |s| {
+        s.cluster_ip()?;
+        open(s, CLIENT)?;
+        s.service(1, &[(12, REMOTE, false)])?;
+        W::remove_backend(&mut s.world.ebpf, 11)?;
+        s.world.raise_epoch()?;
+        watch(s)?;
+        s.opens("workload_ingress", CLIENT, CLUSTER_IP, REMOTE)?;
+        let replaced = with_backend::<W>(expected(s, Reason::FlowReplaced, CLUSTER_IP), LOCAL, 11);
+        let opened = with_backend::<W>(expected(s, Reason::FlowOpened, CLUSTER_IP), REMOTE, 12);
+        told(s, &[replaced, opened])
+    });
+    group.both::<W>("events: a client that is refused", |s| {
+        without_endpoints(s)?;
+        watch(s)?;
+        refuse(s)?;
+        let event = expected(s, Reason::NoEndpoints, CLUSTER_IP);
+        told(s, &[event])
+    });
+    group.both::<W>("events: a client that is dropped", |s| {
+        s.service_without_local_endpoint(1)?;
+        s.frontend(EXTERNAL, 1, FRONTEND_EXTERNAL)?;
+        watch(s)?;
+        s.send("uplink_ingress", &s.first(CLIENT, EXTERNAL), Expect::Dropped)?;
+        let event = expected(s, Reason::NoLocalEndpoints, EXTERNAL);
+        told(s, &[event])
+    });
+    group.both::<W>("events: none of packets of open flows and of no service", |s| {
+        s.cluster_ip()?;
+        open(s, CLIENT)?;
+        watch(s)?;
+        let next = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+        s.send("workload_ingress", &next, Expect::Becomes(&next.to(LOCAL)))?;
+        s.send("workload_ingress", &s.first(CLIENT, (KnownAddress::Stranger, 80)), Expect::Untouched)?;
+        told(s, &[])
+    });
+    group.both::<W>("events: none while nobody watches, or no longer", |s| {
+        without_endpoints(s)?;
+        refuse(s)?;
+        told(s, &[])?;
+        s.world.set_event_control(EventControl::new(1, Reason::ALL.iter().copied(), 1))?;
+        refuse(s)?;
+        told(s, &[])
+    });
+    group.both::<W>("events: only of the reasons that are asked for", |s| {
+        without_endpoints(s)?;
+        s.world.set_event_control(EventControl::new(u64::MAX, [Reason::FlowOpened], 1))?;
+        refuse(s)?;
+        told(s, &[])?;
+        s.world.set_event_control(EventControl::new(u64::MAX, [Reason::NoEndpoints], 1))?;
+        refuse(s)?;
+        ensure!(s.world.events()?.len() == 1, "the reason is asked for");
+        Ok(())
+    });
+    group.both::<W>("events: a part of them where that is asked for", |s| {
+        const OPENED: u16 = 1_000;
+        s.cluster_ip()?;
+        s.world.set_event_control(EventControl::new(u64::MAX, [Reason::FlowOpened], 10))?;
+        for port in 0..OPENED {
+            open(s, (CLIENT.0, 1_024 + port))?;
+        }
+        let ports: HashSet<u16> = s.world.events()?.iter().map(|event| event.client_port).collect();
+        // A hundred on average, with a deviation of ten.
+        ensure!((20..=300).contains(&ports.len()), "{} of {OPENED} flows", ports.len());
+        Ok(())
+    });
+    group.both::<W>("events: those without room are counted", |s| {
+        // With its header a record takes eight bytes more.
+        let room = EVENT_BYTES as usize / (size_of::<Event>() + 8);
+        s.service_without_local_endpoint(1)?;
+        s.frontend(EXTERNAL, 1, FRONTEND_EXTERNAL)?;
+        watch(s)?;
+        let packet = s.first(CLIENT, EXTERNAL).bytes::<W>();
+        let sent = room + 100;
+        for _ in 0..sent {
+            s.world.run("uplink_ingress", &packet)?;
+        }
+        let counted = s.world.counted()?;
+        let lost = counted.iter().find(|(reason, _)| *reason == Reason::EventLost).context("none is lost")?.1;
+        let told = s.world.events()?.len();
+        ensure!(told + lost as usize == sent, "{told} of {sent} were told, and {lost} lost");
+        ensure!((100..110).contains(&lost), "{lost} of {sent} were lost with room for {room}");
+        s.send_bytes("uplink_ingress", &packet, Expect::Dropped)?;
+        ensure!(s.world.events()?.len() == 1, "nothing is told when there is room again");
+        Ok(())
+    });
 }
 
 fn watch<W: Tables>(s: &mut Scene<W>) -> Result<()> {
@@ -66,30 +150,7 @@ fn told<W: Tables>(s: &mut Scene<W>, expected: &[Event]) -> Result<()> {
 }
 
 fn open<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
-    let first = s.first(client, CLUSTER_IP);
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))
-}
-
-fn opened<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    watch(s)?;
-    open(s, CLIENT)?;
-    let event = with_backend::<W>(expected(s, Reason::FlowOpened, CLUSTER_IP), LOCAL, 11);
-    told(s, &[event])
-}
-
-fn rebound<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    open(s, CLIENT)?;
-    s.service(1, &[(12, REMOTE, false)])?;
-    W::remove_backend(&mut s.world.ebpf, 11)?;
-    s.world.raise_epoch()?;
-    watch(s)?;
-    let first = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
-    let replaced = with_backend::<W>(expected(s, Reason::FlowReplaced, CLUSTER_IP), LOCAL, 11);
-    let opened = with_backend::<W>(expected(s, Reason::FlowOpened, CLUSTER_IP), REMOTE, 12);
-    told(s, &[replaced, opened])
+    s.opens("workload_ingress", client, CLUSTER_IP, LOCAL).map(drop)
 }
 
 fn without_endpoints<W: Tables>(s: &mut Scene<W>) -> Result<()> {
@@ -100,85 +161,4 @@ fn without_endpoints<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 fn refuse<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     let packet = s.first(CLIENT, CLUSTER_IP);
     s.send("workload_ingress", &packet, Expect::Answered(refused::<W>(&packet)))
-}
-
-fn refusal<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    without_endpoints(s)?;
-    watch(s)?;
-    refuse(s)?;
-    let event = expected(s, Reason::NoEndpoints, CLUSTER_IP);
-    told(s, &[event])
-}
-
-fn drop<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.service_without_local_endpoint(1)?;
-    s.frontend(EXTERNAL, 1, FRONTEND_EXTERNAL)?;
-    watch(s)?;
-    s.send("uplink_ingress", &s.first(CLIENT, EXTERNAL), Expect::Dropped)?;
-    let event = expected(s, Reason::NoLocalEndpoints, EXTERNAL);
-    told(s, &[event])
-}
-
-fn of_nothing_new<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    open(s, CLIENT)?;
-    watch(s)?;
-    let next = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
-    s.send("workload_ingress", &next, Expect::Becomes(&next.to(LOCAL)))?;
-    s.send("workload_ingress", &s.first(CLIENT, (KnownAddress::Stranger, 80)), Expect::Untouched)?;
-    told(s, &[])
-}
-
-fn nobody_watches<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    without_endpoints(s)?;
-    refuse(s)?;
-    told(s, &[])?;
-    s.world.set_event_control(EventControl::new(1, Reason::ALL.iter().copied(), 1))?;
-    refuse(s)?;
-    told(s, &[])
-}
-
-fn some_reasons<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    without_endpoints(s)?;
-    s.world.set_event_control(EventControl::new(u64::MAX, [Reason::FlowOpened], 1))?;
-    refuse(s)?;
-    told(s, &[])?;
-    s.world.set_event_control(EventControl::new(u64::MAX, [Reason::NoEndpoints], 1))?;
-    refuse(s)?;
-    ensure!(s.world.events()?.len() == 1, "the reason is asked for");
-    Ok(())
-}
-
-fn sampled<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    const OPENED: u16 = 1_000;
-    s.cluster_ip()?;
-    s.world.set_event_control(EventControl::new(u64::MAX, [Reason::FlowOpened], 10))?;
-    for port in 0..OPENED {
-        open(s, (CLIENT.0, 1_024 + port))?;
-    }
-    let ports: HashSet<u16> = s.world.events()?.iter().map(|event| event.client_port).collect();
-    // A hundred on average, with a deviation of ten.
-    ensure!((20..=300).contains(&ports.len()), "{} of {OPENED} flows", ports.len());
-    Ok(())
-}
-
-fn full<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    // With its header a record takes eight bytes more.
-    let room = EVENT_BYTES as usize / (size_of::<Event>() + 8);
-    s.service_without_local_endpoint(1)?;
-    s.frontend(EXTERNAL, 1, FRONTEND_EXTERNAL)?;
-    watch(s)?;
-    let packet = s.first(CLIENT, EXTERNAL).bytes::<W>();
-    let sent = room + 100;
-    for _ in 0..sent {
-        s.world.run("uplink_ingress", &packet)?;
-    }
-    let counted = s.world.counted()?;
-    let lost = counted.iter().find(|(reason, _)| *reason == Reason::EventLost).context("none is lost")?.1;
-    let told = s.world.events()?.len();
-    ensure!(told + lost as usize == sent, "{told} of {sent} were told, and {lost} lost");
-    ensure!((100..110).contains(&lost), "{lost} of {sent} were lost with room for {room}");
-    s.send_bytes("uplink_ingress", &packet, Expect::Dropped)?;
-    ensure!(s.world.events()?.len() == 1, "nothing is told when there is room again");
-    Ok(())
 }

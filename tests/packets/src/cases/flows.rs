@@ -15,49 +15,326 @@ use crate::{
 };
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.tcp::<W>("in the middle of a connection that is not ours", mid_connection);
-    group.tcp::<W>("goes on when the service and its backend are gone", connection_outlives_backend);
-    group.resetting::<W>("reset when its backend is gone", reset_when_backend_is_gone);
+    group.tcp::<W>("in the middle of a connection that is not ours", |s| {
+        s.cluster_ip()?;
+        s.send("workload_ingress", &s.packet(CLIENT, CLUSTER_IP, TCP_ACK), Expect::Untouched)?;
+        s.send("workload_ingress", &s.packet(CLIENT, CLUSTER_IP, TCP_SYN | TCP_ACK), Expect::Untouched)?;
+        s.send("workload_ingress", &s.packet(CLIENT, CLUSTER_IP, TCP_RST), Expect::Untouched)?;
+        s.counted(&[])
+    });
+    group.tcp::<W>("goes on when the service and its backend are gone", |s| {
+        establish(s)?;
+        move_service(s)?;
+        sends(s, CLIENT, TCP_ACK)?;
+        answered(s, CLIENT, TCP_ACK).map(drop)
+    });
+    group.resetting::<W>("reset when its backend is gone", |s| {
+        establish(s)?;
+        move_service(s)?;
+        let data = Segment { payload: vec![0xa5; 333], ..s.packet(CLIENT, CLUSTER_IP, TCP_ACK) };
+        s.send("workload_ingress", &data, reset_by::<W>(&data))?;
+        ensure!(s.flow_counts()? == (2, 0), "a flow that was reset leaves the table that does not evict");
+        // The answer may be lost, and a RST gets none.
+        s.send("workload_ingress", &data, reset_by::<W>(&data))?;
+        sends(s, CLIENT, TCP_RST)?;
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::BackendGone, 2)])?;
+        s.opens("workload_ingress", CLIENT, CLUSTER_IP, OTHER).map(drop)
+    });
     group.add::<W>(
         "reset of a process of the node when its backend is gone",
         PROTOCOL_TCP,
         WorldKind::HostPackets,
-        reset_of_host,
+        |s| {
+            const PROCESS: Endpoint = (KnownAddress::Node, 45_000);
+            s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+            s.cluster_ip()?;
+            s.world.run("uplink_egress", &s.first(PROCESS, CLUSTER_IP).bytes::<W>())?;
+            move_service(s)?;
+            let data = s.packet(PROCESS, CLUSTER_IP, TCP_ACK);
+            s.send("uplink_egress", &data, reset_by::<W>(&data))
+        },
     );
-    group.resetting::<W>("not reset when its frontend or another backend is gone", not_reset);
-    group.resetting::<W>("not reset: what opens or resets, or acknowledges nothing", not_answered);
-    group.resetting::<W>("not reset when its backend has closed it", not_reset_when_closed);
-    group.tcp::<W>("SYN again while opening keeps the backend", syn_again);
-    group.tcp::<W>("SYN while opening to a backend that is gone", syn_to_backend_that_is_gone);
-    group.tcp::<W>("SYN after both have closed", syn_after_close);
-    group.tcp::<W>("SYN after one has closed", syn_after_half_close);
-    group.tcp::<W>("SYN after a reset of either", syn_after_reset_of_either);
-    group.tcp::<W>("a thousand connections one after another take the room of one", one_after_another);
+    group.resetting::<W>("not reset when its frontend or another backend is gone", |s| {
+        establish(s)?;
+        s.service(1, &[(21, OTHER, true)])?;
+        s.frontend(CLUSTER_IP, 2, 0)?;
+        s.world.raise_epoch()?;
+        let data = sends(s, CLIENT, TCP_ACK)?;
+        ensure!(s.flow_of(Stage::Established, CLIENT)?.epoch == 1, "it was not compared with the tables");
+        W::remove_backend(&mut s.world.ebpf, 21)?;
+        s.world.raise_epoch()?;
+        s.send("workload_ingress", &data, Expect::Becomes(&data.to(LOCAL)))
+    });
+    group.resetting::<W>("not reset: what opens or resets, or acknowledges nothing", |s| {
+        establish(s)?;
+        move_service(s)?;
+        // A SYN may be forged: the connection is up, and its backend knows.
+        for flags in [TCP_SYN, TCP_SYN | TCP_ACK, TCP_FIN, TCP_RST, TCP_RST | TCP_ACK] {
+            sends(s, CLIENT, flags)?;
+        }
+        Ok(())
+    });
+    group.resetting::<W>("not reset when its backend has closed it", |s| {
+        establish(s)?;
+        answered(s, CLIENT, TCP_FIN | TCP_ACK)?;
+        move_service(s)?;
+        sends(s, CLIENT, TCP_ACK).map(drop)
+    });
+    group.tcp::<W>("SYN again while opening keeps the backend", |s| {
+        s.cluster_ip()?;
+        let first = s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
+        s.service(1, &[(21, OTHER, true)])?;
+        s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+        s.counted(&[(Reason::FlowOpened, 1)])
+    });
+    group.tcp::<W>("SYN while opening to a backend that is gone", |s| {
+        s.cluster_ip()?;
+        let first = s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
+        move_service(s)?;
+        s.send("workload_ingress", &first, Expect::Becomes(&first.to(OTHER)))?;
+        ensure!(s.flow_counts()? == (2, 0));
+        s.counted(&[(Reason::FlowOpened, 2), (Reason::FlowReplaced, 1)])
+    });
+    group.tcp::<W>("SYN after both have closed", |s| {
+        establish(s)?;
+        close(s)?;
+        ensure!(s.flow_counts()? == (2, 0), "what has ended leaves the table that does not evict");
+        // The last segments are sent again.
+        close(s)?;
+        new_connection_moves(s)
+    });
+    group.tcp::<W>("SYN after one has closed", |s| {
+        establish(s)?;
+        answered(s, CLIENT, TCP_FIN | TCP_ACK)?;
+        let ack = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+        let ack = Segment { acknowledgement: ack.acknowledgement + 1, ..ack };
+        s.send("workload_ingress", &ack, Expect::Becomes(&ack.to(LOCAL)))?;
+        ensure!(s.flow_of(Stage::Established, CLIENT)?.state.backend_fin == FIN_ACKNOWLEDGED);
+        syn_stays(s)
+    });
+    group.tcp::<W>("SYN after a reset of either", |s| {
+        establish(s)?;
+        sends(s, CLIENT, TCP_RST)?;
+        ensure!(s.flow_counts()? == (2, 0), "what has ended leaves the table that does not evict");
+        s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
+        answered(s, CLIENT, TCP_SYN | TCP_ACK)?;
+        sends(s, CLIENT, TCP_ACK)?;
+        answered(s, CLIENT, TCP_RST)?;
+        ensure!(s.flow_counts()? == (2, 0), "what has ended leaves the table that does not evict");
+        s.counted(&[(Reason::FlowOpened, 2), (Reason::FlowReplaced, 1)])
+    });
+    group.tcp::<W>("a thousand connections one after another take the room of one", |s| {
+        const CONNECTIONS: u16 = 1_000;
+        s.cluster_ip()?;
+        for port in 1..=CONNECTIONS {
+            establish_from(s, (CLIENT.0, port))?;
+            close_from(s, (CLIENT.0, port))?;
+        }
+        s.counted(&[(Reason::FlowOpened, CONNECTIONS.into())])
+    });
     group.tcp::<W>("forged FIN, RST and SYN break nothing", forged);
-    group.tcp::<W>("forged segments of both sides that agree break nothing", forged_of_both);
-    group.tcp::<W>("a forged FIN does not hide a true one", forged_after_fin);
-    group.tcp::<W>("a gap that is filled, or was never seen, and then a reset", reset_after_gap);
-    group.tcp::<W>("forged clients establish nothing", forged_clients);
-    group.tcp::<W>("SYN after the backend refused", syn_after_reset);
-    group.udp::<W>("stays with its backend", datagrams_stay);
-    group.udp::<W>("backend gone: another one", datagrams_move);
-    group.both::<W>("established by the client's packet after an answer", established);
+    // Each acknowledges what the other's next one sends.
+    group.tcp::<W>("forged segments of both sides that agree break nothing", |s| {
+        const CLIENTS: u32 = 0x1111_2222;
+        const BACKENDS: u32 = 0x9999_aaaa;
+        establish(s)?;
+        for flags in [TCP_ACK, TCP_FIN | TCP_ACK, TCP_RST | TCP_ACK, TCP_RST] {
+            let packet = s.packet(CLIENT, CLUSTER_IP, flags);
+            let packet = Segment { sequence: CLIENTS, acknowledgement: BACKENDS, ..packet };
+            s.send("workload_ingress", &packet, Expect::Becomes(&packet.to(LOCAL)))?;
+            let answer = s.answer(LOCAL, CLIENT, flags);
+            let answer = Segment { sequence: BACKENDS, acknowledgement: CLIENTS, ..answer };
+            s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+        }
+        let state = s.flow_of(Stage::Established, CLIENT)?.state;
+        ensure!(FlowLifetimes::default().of(PROTOCOL_TCP, state).as_secs() == 86_400, "{state:?}");
+        syn_stays(s)
+    });
+    group.tcp::<W>("a forged FIN does not hide a true one", |s| {
+        establish(s)?;
+        let fin = answered(s, CLIENT, TCP_FIN | TCP_ACK)?;
+        let forged = Segment { sequence: fin.sequence.wrapping_add(1 << 22), ..fin };
+        s.send("workload_egress", &forged, Expect::Becomes(&forged.from(CLUSTER_IP)))?;
+        let ack = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+        let ack = Segment { acknowledgement: ack.acknowledgement + 1, ..ack };
+        s.send("workload_ingress", &ack, Expect::Becomes(&ack.to(LOCAL)))?;
+        let state = s.flow_of(Stage::Established, CLIENT)?.state;
+        ensure!(state.backend_fin == FIN_ACKNOWLEDGED, "{state:?}");
+        Ok(())
+    });
+    // What one side's entry does not know, the other side's does.
+    group.tcp::<W>("a gap that is filled, or was never seen, and then a reset", |s| {
+        const STEP: u32 = 1 << 18;
+        const STEPS: u32 = 64;
+        establish(s)?;
+        let data = s.answer(LOCAL, CLIENT, TCP_ACK);
+        let ack = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+        let data_at = |steps: u32| Segment { sequence: data.sequence + steps * STEP, ..data.clone() };
+        let ack_of = |steps: u32| Segment { acknowledgement: data.sequence + steps * STEP, ..ack.clone() };
+        // The first segment was lost, so that the client acknowledges all at once.
+        for steps in 1..=STEPS {
+            s.send("workload_egress", &data_at(steps), Expect::Becomes(&data_at(steps).from(CLUSTER_IP)))?;
+        }
+        s.send("workload_ingress", &ack_of(STEPS), Expect::Becomes(&ack_of(STEPS).to(LOCAL)))?;
+        // The backend's segments have gone another way.
+        for steps in STEPS..=2 * STEPS {
+            s.send("workload_ingress", &ack_of(steps), Expect::Becomes(&ack_of(steps).to(LOCAL)))?;
+        }
+        let reset = Segment { tcp_flags: TCP_RST | TCP_ACK, ..data_at(2 * STEPS) };
+        s.send("workload_egress", &reset, Expect::Becomes(&reset.from(CLUSTER_IP)))?;
+        ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
+        Ok(())
+    });
+    group.tcp::<W>("forged clients establish nothing", |s| {
+        s.cluster_ip()?;
+        for (port, flags) in (1u16..).zip([TCP_ACK, 0, TCP_RST, TCP_RST | TCP_ACK, TCP_FIN | TCP_ACK]) {
+            let first = s.opens("workload_ingress", (KnownAddress::Client, port), CLUSTER_IP, LOCAL)?;
+            answered(s, (KnownAddress::Client, port), TCP_SYN | TCP_ACK)?;
+            let forged = first.flags(flags);
+            let forged = Segment { acknowledgement: forged.acknowledgement.wrapping_sub(1 << 20), ..forged };
+            s.send("workload_ingress", &forged, Expect::Becomes(&forged.to(LOCAL)))?;
+        }
+        ensure!(s.flow_counts()? == (10, 0), "entries {:?}", s.flow_counts()?);
+        Ok(())
+    });
+    group.tcp::<W>("SYN after the backend refused", |s| {
+        s.cluster_ip()?;
+        s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
+        answered(s, CLIENT, TCP_RST | TCP_ACK)?;
+        ensure!(s.flow_counts()? == (2, 0), "a refused connection is not established");
+        new_connection_moves(s)
+    });
+    group.udp::<W>("stays with its backend", |s| {
+        establish(s)?;
+        s.service(1, &[(21, OTHER, true)])?;
+        s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
+        s.counted(&[(Reason::FlowOpened, 1)])
+    });
+    group.udp::<W>("backend gone: another one", |s| {
+        establish(s)?;
+        move_service(s)?;
+        s.opens("workload_ingress", CLIENT, CLUSTER_IP, OTHER)?;
+        ensure!(s.flow_counts()? == (2, 0));
+        s.counted(&[(Reason::FlowOpened, 2), (Reason::FlowReplaced, 1)])
+    });
+    group.both::<W>("established by the client's packet after an answer", |s| {
+        s.cluster_ip()?;
+        let first = s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
+        s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+        let answer = answered(s, CLIENT, TCP_SYN | TCP_ACK)?;
+        // Nobody has shown yet that the client's address is its own.
+        ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
+        sends(s, CLIENT, TCP_ACK)?;
+        sustain(s, &first, &answer)?;
+        ensure!(s.flow_counts()? == (2, 2), "entries {:?}", s.flow_counts()?);
+        s.counted(&[(Reason::FlowOpened, 1)])
+    });
     if group.can_fill_tables() {
-        group.tcp::<W>("no room among the established flows", flows_full);
-        group.tcp::<W>("new flows outlive old ones in a table that is full of busy flows", young);
+        group.tcp::<W>("no room among the established flows", |s| {
+            s.cluster_ip()?;
+            let flows = FLOWS as u16 / 2 + 1;
+            for port in 1..=flows {
+                s.opens("workload_ingress", (KnownAddress::Client, port), CLUSTER_IP, LOCAL)?;
+                let answer = answered(s, (KnownAddress::Client, port), TCP_SYN | TCP_ACK)?;
+                // Not tried again at each packet.
+                for _ in 0..2 {
+                    sends(s, (KnownAddress::Client, port), TCP_ACK)?;
+                }
+                s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+            }
+            ensure!(
+                s.flow_counts()? == (usize::from(flows) * 2, FLOWS as usize),
+                "entries {:?}",
+                s.flow_counts()?
+            );
+            s.counted(&[(Reason::FlowOpened, flows.into()), (Reason::FlowsFull, 1)])
+        });
+        // Each flow takes two of the 65,536 entries. A batch is answered when all of it is open.
+        group.tcp::<W>("new flows outlive old ones in a table that is full of busy flows", |s| {
+            const BUSY: u16 = 32_700;
+            const BATCH: u16 = 100;
+            s.cluster_ip()?;
+            let first = |s: &Scene<W>, port: u16| s.first((KnownAddress::Client, port), CLUSTER_IP);
+            for _round in 0..2 {
+                for port in 1..=BUSY {
+                    s.send("workload_ingress", &first(s, port), Expect::Becomes(&first(s, port).to(LOCAL)))?;
+                }
+            }
+            for batch in 0..20 {
+                let ports = BUSY + 1 + batch * BATCH..=BUSY + (batch + 1) * BATCH;
+                for port in ports.clone() {
+                    s.send("workload_ingress", &first(s, port), Expect::Becomes(&first(s, port).to(LOCAL)))?;
+                }
+                for port in ports {
+                    let answer = first(s, port).to(LOCAL).answer(TCP_SYN | TCP_ACK);
+                    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+                }
+            }
+            Ok(())
+        });
     }
-    group.both::<W>("an old entry refreshes and restores its partners", refreshed);
-    group.both::<W>("one client port through two frontends to one backend", alias);
+    group.both::<W>("an old entry refreshes and restores its partners", |s| {
+        establish(s)?;
+        let mut flow = s.flow_of(Stage::Established, CLIENT)?;
+        flow.last_seen = 0;
+        // Long ago; then each entry is lost once.
+        for is_client in [true, false] {
+            let (key, lost) = if is_client {
+                (flow.client_key(), flow.backend_key())
+            } else {
+                (flow.backend_key(), flow.client_key())
+            };
+            W::put_flow(&mut s.world.ebpf, Stage::Established, key, flow)?;
+            W::remove_flow(&mut s.world.ebpf, Stage::Established, lost)?;
+            if is_client {
+                sends(s, CLIENT, TCP_ACK)?;
+            } else {
+                answered(s, CLIENT, TCP_ACK)?;
+            }
+            let entries = s.flows(Stage::Established)?;
+            ensure!(entries.len() == 2 && entries.iter().all(|(_, f)| f.last_seen > 0), "{entries:?}");
+        }
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::FlowRestored, 2)])
+    });
+    group.both::<W>("one client port through two frontends to one backend", |s| {
+        s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+        s.cluster_ip()?;
+        let other = (KnownAddress::OtherClusterIp, 443);
+        s.frontend(other, 1, 0)?;
+        s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
+        let second = s.first(CLIENT, other);
+        let output = s.world.run("workload_ingress", &second.bytes::<W>())?;
+        let mut aliases = Vec::new();
+        for (key, flow) in s.flows(Stage::Opening)? {
+            if key == flow.backend_key() && flow.frontend == W::address(other.0) {
+                aliases.push(flow.alias_port().number());
+            }
+        }
+        ensure!(aliases.len() == 1 && aliases[0] != CLIENT.1, "{aliases:?}");
+        let client_inside = (CLIENT.0, aliases[0]);
+        ensure!(output.packet == second.to(LOCAL).from(client_inside).bytes::<W>());
+        // Each answer goes to the connection it belongs to.
+        let answer = answered(s, CLIENT, TCP_SYN | TCP_ACK)?;
+        let answer = answer.to(client_inside);
+        s.send("workload_egress", &answer, Expect::Becomes(&answer.from(other).to(CLIENT)))?;
+        s.counted(&[(Reason::FlowOpened, 2)])
+    });
 }
 
 const OTHER: (KnownAddress, u16) = (KnownAddress::RemoteBackend, 9090);
 
-fn mid_connection<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    s.send("workload_ingress", &s.packet(CLIENT, CLUSTER_IP, TCP_ACK), Expect::Untouched)?;
-    s.send("workload_ingress", &s.packet(CLIENT, CLUSTER_IP, TCP_SYN | TCP_ACK), Expect::Untouched)?;
-    s.send("workload_ingress", &s.packet(CLIENT, CLUSTER_IP, TCP_RST), Expect::Untouched)?;
-    s.counted(&[])
+/// The client's segment reaches the backend.
+fn sends<W: Tables>(s: &mut Scene<W>, client: Endpoint, flags: u8) -> Result<Segment> {
+    let packet = s.packet(client, CLUSTER_IP, flags);
+    s.send("workload_ingress", &packet, Expect::Becomes(&packet.to(LOCAL)))?;
+    Ok(packet)
+}
+
+/// The backend's segment reaches the client.
+fn answered<W: Tables>(s: &mut Scene<W>, client: Endpoint, flags: u8) -> Result<Segment> {
+    let answer = s.answer(LOCAL, client, flags);
+    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+    Ok(answer)
 }
 
 /// The first packets of a connection, up to the established flow.
@@ -67,12 +344,9 @@ fn establish<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 }
 
 fn establish_from<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
-    let first = s.first(client, CLUSTER_IP);
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-    let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
-    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
-    let second = first.flags(TCP_ACK);
-    s.send("workload_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
+    let first = s.opens("workload_ingress", client, CLUSTER_IP, LOCAL)?;
+    let answer = answered(s, client, TCP_SYN | TCP_ACK)?;
+    sends(s, client, TCP_ACK)?;
     sustain(s, &first, &answer)?;
     let (_, established) = s.flow_counts()?;
     ensure!(established == 2, "{established} entries of established flows");
@@ -96,15 +370,6 @@ fn move_service<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.world.raise_epoch()
 }
 
-fn connection_outlives_backend<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    establish(s)?;
-    move_service(s)?;
-    let data = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
-    s.send("workload_ingress", &data, Expect::Becomes(&data.to(LOCAL)))?;
-    let answer = s.answer(LOCAL, CLIENT, TCP_ACK);
-    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))
-}
-
 /// What the client gets for a segment that acknowledges something.
 fn reset_by<W: Tables>(segment: &Segment) -> Expect<'static> {
     let reset = segment.answer(TCP_RST);
@@ -114,87 +379,9 @@ fn reset_by<W: Tables>(segment: &Segment) -> Expect<'static> {
     Expect::Answered(reset.bytes::<W>())
 }
 
-fn reset_when_backend_is_gone<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    establish(s)?;
-    move_service(s)?;
-    let data = Segment { payload: vec![0xa5; 333], ..s.packet(CLIENT, CLUSTER_IP, TCP_ACK) };
-    s.send("workload_ingress", &data, reset_by::<W>(&data))?;
-    ensure!(s.flow_counts()? == (2, 0), "a flow that was reset leaves the table that does not evict");
-    // The answer may be lost, and a RST gets none.
-    s.send("workload_ingress", &data, reset_by::<W>(&data))?;
-    let reset = s.packet(CLIENT, CLUSTER_IP, TCP_RST);
-    s.send("workload_ingress", &reset, Expect::Becomes(&reset.to(LOCAL)))?;
-    s.counted(&[(Reason::FlowOpened, 1), (Reason::BackendGone, 2)])?;
-    let first = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(OTHER)))
-}
-
-fn reset_of_host<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    const PROCESS: Endpoint = (KnownAddress::Node, 45_000);
-    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-    s.cluster_ip()?;
-    s.world.run("uplink_egress", &s.first(PROCESS, CLUSTER_IP).bytes::<W>())?;
-    move_service(s)?;
-    let data = s.packet(PROCESS, CLUSTER_IP, TCP_ACK);
-    s.send("uplink_egress", &data, reset_by::<W>(&data))
-}
-
-fn not_reset<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    establish(s)?;
-    s.service(1, &[(21, OTHER, true)])?;
-    s.frontend(CLUSTER_IP, 2, 0)?;
-    s.world.raise_epoch()?;
-    let data = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
-    s.send("workload_ingress", &data, Expect::Becomes(&data.to(LOCAL)))?;
-    ensure!(s.flow_of(Stage::Established, CLIENT)?.epoch == 1, "it was not compared with the tables");
-    W::remove_backend(&mut s.world.ebpf, 21)?;
-    s.world.raise_epoch()?;
-    s.send("workload_ingress", &data, Expect::Becomes(&data.to(LOCAL)))
-}
-
-fn not_answered<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    establish(s)?;
-    move_service(s)?;
-    // A SYN may be forged: the connection is up, and its backend knows.
-    for flags in [TCP_SYN, TCP_SYN | TCP_ACK, TCP_FIN, TCP_RST, TCP_RST | TCP_ACK] {
-        let segment = s.packet(CLIENT, CLUSTER_IP, flags);
-        s.send("workload_ingress", &segment, Expect::Becomes(&segment.to(LOCAL)))?;
-    }
-    Ok(())
-}
-
-fn not_reset_when_closed<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    establish(s)?;
-    let fin = s.answer(LOCAL, CLIENT, TCP_FIN | TCP_ACK);
-    s.send("workload_egress", &fin, Expect::Becomes(&fin.from(CLUSTER_IP)))?;
-    move_service(s)?;
-    let last = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
-    s.send("workload_ingress", &last, Expect::Becomes(&last.to(LOCAL)))
-}
-
-fn syn_again<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    let first = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-    s.service(1, &[(21, OTHER, true)])?;
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-    s.counted(&[(Reason::FlowOpened, 1)])
-}
-
-fn syn_to_backend_that_is_gone<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    let first = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-    move_service(s)?;
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(OTHER)))?;
-    ensure!(s.flow_counts()? == (2, 0));
-    s.counted(&[(Reason::FlowOpened, 2), (Reason::FlowReplaced, 1)])
-}
-
 fn new_connection_moves<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.service(1, &[(21, OTHER, true)])?;
-    let first = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(OTHER)))?;
+    s.opens("workload_ingress", CLIENT, CLUSTER_IP, OTHER)?;
     ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
     s.counted(&[(Reason::FlowOpened, 2), (Reason::FlowReplaced, 1)])
 }
@@ -205,8 +392,7 @@ fn close<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 
 /// Both sides close, and each acknowledges that.
 fn close_from<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
-    let fin = s.packet(client, CLUSTER_IP, TCP_FIN | TCP_ACK);
-    s.send("workload_ingress", &fin, Expect::Becomes(&fin.to(LOCAL)))?;
+    sends(s, client, TCP_FIN | TCP_ACK)?;
     let fin = s.answer(LOCAL, client, TCP_FIN | TCP_ACK);
     let fin = Segment { acknowledgement: fin.acknowledgement + 1, ..fin };
     s.send("workload_egress", &fin, Expect::Becomes(&fin.from(CLUSTER_IP)))?;
@@ -215,59 +401,11 @@ fn close_from<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
     s.send("workload_ingress", &last, Expect::Becomes(&last.to(LOCAL)))
 }
 
-fn syn_after_close<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    establish(s)?;
-    close(s)?;
-    ensure!(s.flow_counts()? == (2, 0), "what has ended leaves the table that does not evict");
-    // The last segments are sent again.
-    close(s)?;
-    new_connection_moves(s)
-}
-
-fn one_after_another<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    const CONNECTIONS: u16 = 1_000;
-    s.cluster_ip()?;
-    for port in 1..=CONNECTIONS {
-        establish_from(s, (CLIENT.0, port))?;
-        close_from(s, (CLIENT.0, port))?;
-    }
-    s.counted(&[(Reason::FlowOpened, CONNECTIONS.into())])
-}
-
 fn syn_stays<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.service(1, &[(21, OTHER, true)])?;
-    let first = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+    s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
     ensure!(s.flow_counts()? == (2, 2), "entries {:?}", s.flow_counts()?);
     s.counted(&[(Reason::FlowOpened, 1)])
-}
-
-fn syn_after_half_close<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    establish(s)?;
-    let fin = s.answer(LOCAL, CLIENT, TCP_FIN | TCP_ACK);
-    s.send("workload_egress", &fin, Expect::Becomes(&fin.from(CLUSTER_IP)))?;
-    let ack = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
-    let ack = Segment { acknowledgement: ack.acknowledgement + 1, ..ack };
-    s.send("workload_ingress", &ack, Expect::Becomes(&ack.to(LOCAL)))?;
-    ensure!(s.flow_of(Stage::Established, CLIENT)?.state.backend_fin == FIN_ACKNOWLEDGED);
-    syn_stays(s)
-}
-
-fn syn_after_reset_of_either<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    establish(s)?;
-    let reset = s.packet(CLIENT, CLUSTER_IP, TCP_RST);
-    s.send("workload_ingress", &reset, Expect::Becomes(&reset.to(LOCAL)))?;
-    ensure!(s.flow_counts()? == (2, 0), "what has ended leaves the table that does not evict");
-    let first = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-    let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
-    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
-    let second = first.flags(TCP_ACK);
-    s.send("workload_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
-    let reset = s.answer(LOCAL, CLIENT, TCP_RST);
-    s.send("workload_egress", &reset, Expect::Becomes(&reset.from(CLUSTER_IP)))?;
-    ensure!(s.flow_counts()? == (2, 0), "what has ended leaves the table that does not evict");
-    s.counted(&[(Reason::FlowOpened, 2), (Reason::FlowReplaced, 1)])
 }
 
 /// Ports and addresses are right, sequence numbers are not.
@@ -283,213 +421,4 @@ fn forged<W: Tables>(s: &mut Scene<W>) -> Result<()> {
         ensure!(FlowLifetimes::default().of(PROTOCOL_TCP, state).as_secs() == 86_400, "{state:?}");
     }
     syn_stays(s)
-}
-
-/// Each acknowledges what the other's next one sends.
-fn forged_of_both<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    const CLIENTS: u32 = 0x1111_2222;
-    const BACKENDS: u32 = 0x9999_aaaa;
-    establish(s)?;
-    for flags in [TCP_ACK, TCP_FIN | TCP_ACK, TCP_RST | TCP_ACK, TCP_RST] {
-        let packet = s.packet(CLIENT, CLUSTER_IP, flags);
-        let packet = Segment { sequence: CLIENTS, acknowledgement: BACKENDS, ..packet };
-        s.send("workload_ingress", &packet, Expect::Becomes(&packet.to(LOCAL)))?;
-        let answer = s.answer(LOCAL, CLIENT, flags);
-        let answer = Segment { sequence: BACKENDS, acknowledgement: CLIENTS, ..answer };
-        s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
-    }
-    let state = s.flow_of(Stage::Established, CLIENT)?.state;
-    ensure!(FlowLifetimes::default().of(PROTOCOL_TCP, state).as_secs() == 86_400, "{state:?}");
-    syn_stays(s)
-}
-
-fn forged_after_fin<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    establish(s)?;
-    let fin = s.answer(LOCAL, CLIENT, TCP_FIN | TCP_ACK);
-    s.send("workload_egress", &fin, Expect::Becomes(&fin.from(CLUSTER_IP)))?;
-    let forged = Segment { sequence: fin.sequence.wrapping_add(1 << 22), ..fin };
-    s.send("workload_egress", &forged, Expect::Becomes(&forged.from(CLUSTER_IP)))?;
-    let ack = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
-    let ack = Segment { acknowledgement: ack.acknowledgement + 1, ..ack };
-    s.send("workload_ingress", &ack, Expect::Becomes(&ack.to(LOCAL)))?;
-    let state = s.flow_of(Stage::Established, CLIENT)?.state;
-    ensure!(state.backend_fin == FIN_ACKNOWLEDGED, "{state:?}");
-    Ok(())
-}
-
-/// What one side's entry does not know, the other side's does.
-fn reset_after_gap<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    const STEP: u32 = 1 << 18;
-    const STEPS: u32 = 64;
-    establish(s)?;
-    let data = s.answer(LOCAL, CLIENT, TCP_ACK);
-    let ack = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
-    let data_at = |steps: u32| Segment { sequence: data.sequence + steps * STEP, ..data.clone() };
-    let ack_of = |steps: u32| Segment { acknowledgement: data.sequence + steps * STEP, ..ack.clone() };
-    // The first segment was lost, so that the client acknowledges all at once.
-    for steps in 1..=STEPS {
-        s.send("workload_egress", &data_at(steps), Expect::Becomes(&data_at(steps).from(CLUSTER_IP)))?;
-    }
-    s.send("workload_ingress", &ack_of(STEPS), Expect::Becomes(&ack_of(STEPS).to(LOCAL)))?;
-    // The backend's segments have gone another way.
-    for steps in STEPS..=2 * STEPS {
-        s.send("workload_ingress", &ack_of(steps), Expect::Becomes(&ack_of(steps).to(LOCAL)))?;
-    }
-    let reset = Segment { tcp_flags: TCP_RST | TCP_ACK, ..data_at(2 * STEPS) };
-    s.send("workload_egress", &reset, Expect::Becomes(&reset.from(CLUSTER_IP)))?;
-    ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
-    Ok(())
-}
-
-fn forged_clients<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    for (port, flags) in (1u16..).zip([TCP_ACK, 0, TCP_RST, TCP_RST | TCP_ACK, TCP_FIN | TCP_ACK]) {
-        let first = s.first((KnownAddress::Client, port), CLUSTER_IP);
-        s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-        let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
-        s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
-        let forged = first.flags(flags);
-        let forged = Segment { acknowledgement: forged.acknowledgement.wrapping_sub(1 << 20), ..forged };
-        s.send("workload_ingress", &forged, Expect::Becomes(&forged.to(LOCAL)))?;
-    }
-    ensure!(s.flow_counts()? == (10, 0), "entries {:?}", s.flow_counts()?);
-    Ok(())
-}
-
-fn syn_after_reset<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    let first = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-    let reset = s.answer(LOCAL, CLIENT, TCP_RST | TCP_ACK);
-    s.send("workload_egress", &reset, Expect::Becomes(&reset.from(CLUSTER_IP)))?;
-    ensure!(s.flow_counts()? == (2, 0), "a refused connection is not established");
-    new_connection_moves(s)
-}
-
-fn datagrams_stay<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    establish(s)?;
-    s.service(1, &[(21, OTHER, true)])?;
-    let packet = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &packet, Expect::Becomes(&packet.to(LOCAL)))?;
-    s.counted(&[(Reason::FlowOpened, 1)])
-}
-
-fn datagrams_move<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    establish(s)?;
-    move_service(s)?;
-    let packet = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &packet, Expect::Becomes(&packet.to(OTHER)))?;
-    ensure!(s.flow_counts()? == (2, 0));
-    s.counted(&[(Reason::FlowOpened, 2), (Reason::FlowReplaced, 1)])
-}
-
-fn established<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    let first = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-    let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
-    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
-    // Nobody has shown yet that the client's address is its own.
-    ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
-    let second = first.flags(TCP_ACK);
-    s.send("workload_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
-    sustain(s, &first, &answer)?;
-    ensure!(s.flow_counts()? == (2, 2), "entries {:?}", s.flow_counts()?);
-    s.counted(&[(Reason::FlowOpened, 1)])
-}
-
-fn flows_full<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    let flows = FLOWS as u16 / 2 + 1;
-    for port in 1..=flows {
-        let first = s.first((KnownAddress::Client, port), CLUSTER_IP);
-        s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-        let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
-        s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
-        // Not tried again at each packet.
-        for _ in 0..2 {
-            let second = first.flags(TCP_ACK);
-            s.send("workload_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
-        }
-        s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
-    }
-    ensure!(s.flow_counts()? == (usize::from(flows) * 2, FLOWS as usize), "entries {:?}", s.flow_counts()?);
-    s.counted(&[(Reason::FlowOpened, flows.into()), (Reason::FlowsFull, 1)])
-}
-
-/// Each flow takes two of the 65,536 entries. A batch is answered when all of it is open.
-fn young<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    const BUSY: u16 = 32_700;
-    const BATCH: u16 = 100;
-    s.cluster_ip()?;
-    let first = |s: &Scene<W>, port: u16| s.first((KnownAddress::Client, port), CLUSTER_IP);
-    for _round in 0..2 {
-        for port in 1..=BUSY {
-            s.send("workload_ingress", &first(s, port), Expect::Becomes(&first(s, port).to(LOCAL)))?;
-        }
-    }
-    for batch in 0..20 {
-        let ports = BUSY + 1 + batch * BATCH..=BUSY + (batch + 1) * BATCH;
-        for port in ports.clone() {
-            s.send("workload_ingress", &first(s, port), Expect::Becomes(&first(s, port).to(LOCAL)))?;
-        }
-        for port in ports {
-            let answer = first(s, port).to(LOCAL).answer(TCP_SYN | TCP_ACK);
-            s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
-        }
-    }
-    Ok(())
-}
-
-fn refreshed<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    establish(s)?;
-    let mut flow = s.flow_of(Stage::Established, CLIENT)?;
-    flow.last_seen = 0;
-    // Long ago; then each entry is lost once.
-    for is_client in [true, false] {
-        let (key, lost) = if is_client {
-            (flow.client_key(), flow.backend_key())
-        } else {
-            (flow.backend_key(), flow.client_key())
-        };
-        W::put_flow(&mut s.world.ebpf, Stage::Established, key, flow)?;
-        W::remove_flow(&mut s.world.ebpf, Stage::Established, lost)?;
-        if is_client {
-            let packet = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
-            s.send("workload_ingress", &packet, Expect::Becomes(&packet.to(LOCAL)))?;
-        } else {
-            let packet = s.answer(LOCAL, CLIENT, TCP_ACK);
-            s.send("workload_egress", &packet, Expect::Becomes(&packet.from(CLUSTER_IP)))?;
-        }
-        let entries = s.flows(Stage::Established)?;
-        ensure!(entries.len() == 2 && entries.iter().all(|(_, f)| f.last_seen > 0), "{entries:?}");
-    }
-    s.counted(&[(Reason::FlowOpened, 1), (Reason::FlowRestored, 2)])
-}
-
-fn alias<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-    s.cluster_ip()?;
-    let other = (KnownAddress::OtherClusterIp, 443);
-    s.frontend(other, 1, 0)?;
-    let first = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-    let second = s.first(CLIENT, other);
-    let output = s.world.run("workload_ingress", &second.bytes::<W>())?;
-    let mut aliases = Vec::new();
-    for (key, flow) in s.flows(Stage::Opening)? {
-        if key == flow.backend_key() && flow.frontend == W::address(other.0) {
-            aliases.push(flow.alias_port().number());
-        }
-    }
-    ensure!(aliases.len() == 1 && aliases[0] != CLIENT.1, "{aliases:?}");
-    let client_inside = (CLIENT.0, aliases[0]);
-    ensure!(output.packet == second.to(LOCAL).from(client_inside).bytes::<W>());
-    // Each answer goes to the connection it belongs to.
-    let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
-    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
-    let answer = answer.to(client_inside);
-    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(other).to(CLIENT)))?;
-    s.counted(&[(Reason::FlowOpened, 2)])
 }

@@ -13,11 +13,34 @@ use super::{Group, Scene, refusals::refused, scene::*};
 use crate::{wire::KnownAddress, world::Tables};
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.host::<W>("of the node itself to a backend elsewhere and back", remote);
-    group.host::<W>("of the node itself to a pod and back", local);
-    group.host::<W>("of the node itself, refused", no_endpoint);
-    group.host::<W>("of a pod, as ever", pod);
-    group.both::<W>("of the node itself, balanced by its socket", switched_off);
+    group.host::<W>("of the node itself to a backend elsewhere and back", |s| {
+        s.service(1, &[(12, REMOTE, false)])?;
+        s.frontend(CLUSTER_IP, 1, 0)?;
+        there_and_back(s, REMOTE, "uplink_ingress")
+    });
+    group.host::<W>("of the node itself to a pod and back", |s| {
+        s.cluster_ip()?;
+        there_and_back(s, LOCAL, "workload_ingress")
+    });
+    group.host::<W>("of the node itself, refused", |s| {
+        s.service(1, &[])?;
+        s.frontend(CLUSTER_IP, 1, 0)?;
+        let packet = s.first(PROCESS, CLUSTER_IP);
+        s.send("uplink_egress", &packet, Expect::Answered(refused::<W>(&packet)))?;
+        s.counted(&[(Reason::NoEndpoints, 1)])
+    });
+    group.host::<W>("of a pod, as ever", |s| {
+        s.cluster_ip()?;
+        let first = s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
+        let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
+        s.send("workload_ingress", &answer, Expect::Untouched)?;
+        s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))
+    });
+    group.both::<W>("of the node itself, balanced by its socket", |s| {
+        s.cluster_ip()?;
+        s.send("uplink_egress", &s.first(PROCESS, CLUSTER_IP), Expect::Untouched)?;
+        s.counted(&[])
+    });
 }
 
 const PROCESS: (KnownAddress, u16) = (KnownAddress::Node, 45_000);
@@ -46,38 +69,4 @@ fn there_and_back<W: Tables>(s: &mut Scene<W>, backend: (KnownAddress, u16), ing
     let established = if s.protocol == PROTOCOL_TCP { 2 } else { 0 };
     ensure!(s.flow_counts()? == (2, established), "entries {:?}", s.flow_counts()?);
     s.counted(&[(Reason::FlowOpened, 1)])
-}
-
-fn remote<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.service(1, &[(12, REMOTE, false)])?;
-    s.frontend(CLUSTER_IP, 1, 0)?;
-    there_and_back(s, REMOTE, "uplink_ingress")
-}
-
-fn local<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    there_and_back(s, LOCAL, "workload_ingress")
-}
-
-fn no_endpoint<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.service(1, &[])?;
-    s.frontend(CLUSTER_IP, 1, 0)?;
-    let packet = s.first(PROCESS, CLUSTER_IP);
-    s.send("uplink_egress", &packet, Expect::Answered(refused::<W>(&packet)))?;
-    s.counted(&[(Reason::NoEndpoints, 1)])
-}
-
-fn pod<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    let first = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-    let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
-    s.send("workload_ingress", &answer, Expect::Untouched)?;
-    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))
-}
-
-fn switched_off<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    s.send("uplink_egress", &s.first(PROCESS, CLUSTER_IP), Expect::Untouched)?;
-    s.counted(&[])
 }

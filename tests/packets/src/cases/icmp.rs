@@ -10,7 +10,13 @@ use crate::{
 };
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.both::<W>("quoted by its backend on this node", of_local_backend);
+    group.both::<W>("quoted by its backend on this node", |s| {
+        s.cluster_ip()?;
+        let first = s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
+        let inside = first.to(LOCAL);
+        s.send_bytes("workload_ingress", &W::error(LOCAL.0, CLIENT.0, &inside), Expect::Untouched)?;
+        expect(s, "workload_egress", (LOCAL.0, CLIENT.0, &inside), (CLUSTER_IP.0, CLIENT.0, &first))
+    });
     group.both::<W>("quoted by its backend elsewhere", |s| of_masqueraded(s, REMOTE.0));
     group.both::<W>("quoted by a router on the way to its backend", |s| {
         of_masqueraded(s, KnownAddress::Stranger)
@@ -19,9 +25,48 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("an answer quoted by a router on the way to its client", |s| {
         of_answer(s, KnownAddress::Stranger)
     });
-    group.both::<W>("quoted to somebody who has not sent it", to_somebody_else);
-    group.both::<W>("quoted, and of no flow", of_nobody);
-    group.both::<W>("quoted, with bytes behind the error", with_bytes_behind);
+    // Anybody can quote a packet of a flow that he knows of. He must not learn the backend and the ports that stand for the client.
+    group.both::<W>("quoted to somebody who has not sent it", |s| {
+        let (first, node) = masqueraded(s)?;
+        let inside = first.to(REMOTE);
+        let answer = first.answer(TCP_SYN | TCP_ACK);
+        let quoted = [
+            &first,
+            &inside,
+            &inside.from(node),
+            &answer,
+            &answer.from(REMOTE),
+            &answer.from(REMOTE).to(node),
+        ];
+        for packet in quoted {
+            let error = W::error(KnownAddress::Stranger, KnownAddress::External, packet);
+            for program in ["uplink_ingress", "uplink_egress"] {
+                s.send_bytes(program, &error, Expect::Untouched)?;
+            }
+        }
+        Ok(())
+    });
+    group.both::<W>("quoted, and of no flow", |s| {
+        s.cluster_ip()?;
+        let packet = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+        for program in PROGRAMS {
+            s.send_bytes(program, &W::error(CLUSTER_IP.0, CLIENT.0, &packet), Expect::Untouched)?;
+        }
+        s.counted(&[])
+    });
+    // What is behind the error's end is none of it, also where the quoted checksum would be.
+    group.both::<W>("quoted, with bytes behind the error", |s| {
+        s.cluster_ip()?;
+        let first = s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
+        let inside = first.to(LOCAL);
+        let behind = |error: Vec<u8>| [error, vec![0x55; 64]].concat();
+        let wanted = behind(W::error(CLUSTER_IP.0, CLIENT.0, &first));
+        s.send_bytes(
+            "workload_egress",
+            &behind(W::error(LOCAL.0, CLIENT.0, &inside)),
+            Expect::BecomesBytes(wanted),
+        )
+    });
 }
 
 /// Sends the error through a program, and expects another one.
@@ -35,20 +80,10 @@ fn expect<W: Tables>(
     s.send_bytes(program, &W::error(source, destination, quoted), Expect::BecomesBytes(wanted))
 }
 
-fn of_local_backend<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    let first = s.first(CLIENT, CLUSTER_IP);
-    let inside = first.to(LOCAL);
-    s.send("workload_ingress", &first, Expect::Becomes(&inside))?;
-    s.send_bytes("workload_ingress", &W::error(LOCAL.0, CLIENT.0, &inside), Expect::Untouched)?;
-    expect(s, "workload_egress", (LOCAL.0, CLIENT.0, &inside), (CLUSTER_IP.0, CLIENT.0, &first))
-}
-
 /// A flow of a client outside to a backend elsewhere. Answers with its first packet and what stands for the client then.
 fn masqueraded<W: Tables>(s: &mut Scene<W>) -> Result<(Segment, Endpoint)> {
     s.node_port_elsewhere()?;
-    let first = s.first(CLIENT, NODE_PORT);
-    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
+    let first = s.opens("uplink_ingress", CLIENT, NODE_PORT, REMOTE)?;
     s.world.run("uplink_egress", &first.to(REMOTE).bytes::<W>())?;
     let node = s.masqueraded(CLIENT)?;
     Ok((first, node))
@@ -69,44 +104,4 @@ fn of_answer<W: Tables>(s: &mut Scene<W>, teller: KnownAddress) -> Result<()> {
     let sent = inside.to(node);
     expect(s, "uplink_ingress", (teller, NODE_PORT.0, &answer), (teller, REMOTE.0, &inside))?;
     expect(s, "uplink_egress", (teller, REMOTE.0, &inside), (node.0, REMOTE.0, &sent))
-}
-
-/// Anybody can quote a packet of a flow that he knows of. He must not learn the backend and the ports that stand for the client.
-fn to_somebody_else<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    let (first, node) = masqueraded(s)?;
-    let inside = first.to(REMOTE);
-    let answer = first.answer(TCP_SYN | TCP_ACK);
-    let quoted =
-        [&first, &inside, &inside.from(node), &answer, &answer.from(REMOTE), &answer.from(REMOTE).to(node)];
-    for packet in quoted {
-        let error = W::error(KnownAddress::Stranger, KnownAddress::External, packet);
-        for program in ["uplink_ingress", "uplink_egress"] {
-            s.send_bytes(program, &error, Expect::Untouched)?;
-        }
-    }
-    Ok(())
-}
-
-fn of_nobody<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    let packet = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
-    for program in PROGRAMS {
-        s.send_bytes(program, &W::error(CLUSTER_IP.0, CLIENT.0, &packet), Expect::Untouched)?;
-    }
-    s.counted(&[])
-}
-
-/// What is behind the error's end is none of it, also where the quoted checksum would be.
-fn with_bytes_behind<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    let first = s.first(CLIENT, CLUSTER_IP);
-    let inside = first.to(LOCAL);
-    s.send("workload_ingress", &first, Expect::Becomes(&inside))?;
-    let behind = |error: Vec<u8>| [error, vec![0x55; 64]].concat();
-    let wanted = behind(W::error(CLUSTER_IP.0, CLIENT.0, &first));
-    s.send_bytes(
-        "workload_egress",
-        &behind(W::error(LOCAL.0, CLIENT.0, &inside)),
-        Expect::BecomesBytes(wanted),
-    )
 }

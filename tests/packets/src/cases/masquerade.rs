@@ -15,47 +15,144 @@ use crate::{
 };
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.both::<W>("from outside to a backend elsewhere and back", remote);
-    group.both::<W>("with the address of the interface that it leaves by", device);
-    group.both::<W>("with the node's address where the interface has none", device_without_address);
-    group.both::<W>("of a pod to itself and back", hairpin);
-    group.both::<W>("of a pod to itself from its own server port", hairpin_from_server_port);
-    group.both::<W>("without an address for it", no_address);
+    group.both::<W>("from outside to a backend elsewhere and back", |s| {
+        s.node_port_elsewhere()?;
+        let first = s.opens("uplink_ingress", CLIENT, NODE_PORT, REMOTE)?;
+        let node = masqueraded(s, "uplink_egress", &first.to(REMOTE), CLIENT)?;
+        let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
+        let to_client = answer.to(CLIENT);
+        s.send("uplink_ingress", &answer, Expect::Becomes(&to_client))?;
+        s.send("uplink_egress", &to_client, Expect::Becomes(&to_client.from(NODE_PORT)))?;
+        // The established flow has the same port.
+        let second = first.flags(TCP_ACK);
+        s.send("uplink_ingress", &second, Expect::Becomes(&second.to(REMOTE)))?;
+        let established = if s.protocol == PROTOCOL_TCP { 3 } else { 0 };
+        ensure!(s.flow_counts()? == (3, established), "entries {:?}", s.flow_counts()?);
+        s.send("uplink_egress", &second.to(REMOTE), Expect::Becomes(&second.to(REMOTE).from(node)))?;
+        s.send("uplink_ingress", &answer, Expect::Becomes(&to_client))?;
+        s.counted(&[(Reason::FlowOpened, 1)])?;
+        // Each packet once, where it is between client and frontend.
+        let bytes: usize = [&first, &to_client, &second].iter().map(|packet| packet.bytes::<W>().len()).sum();
+        let counted = s.world.service_counters(1)?;
+        ensure!(
+            counted == ServiceCounters { connections: 1, packets: 3, bytes: bytes as u64 },
+            "{counted:?}, not {bytes} bytes"
+        );
+        Ok(())
+    });
+    group.both::<W>("with the address of the interface that it leaves by", |s| {
+        s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+        let mut settings = InterfaceSettings::default();
+        W::set_source(&mut settings, W::address(KnownAddress::OtherNode));
+        s.world.set_interface(settings)?;
+        leaves_as(s, KnownAddress::OtherNode)
+    });
+    group.both::<W>("with the node's address where the interface has none", |s| {
+        s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+        s.world.set_interface(InterfaceSettings::default())?;
+        leaves_as(s, KnownAddress::Node)
+    });
+    group.both::<W>("of a pod to itself and back", |s| hairpin_from(s, 40_000, 40_000));
+    group.both::<W>("of a pod to itself from its own server port", |s| {
+        s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+        s.cluster_ip()?;
+        let first = s.first(LOCAL, CLUSTER_IP);
+        // Its own port would make both directions look the same inside the node.
+        let output = s.world.run("workload_ingress", &first.bytes::<W>())?;
+        let alias = s.flow_of(Stage::Opening, LOCAL)?.alias_port().number();
+        ensure!(alias != LOCAL.1);
+        ensure!(output.packet == first.to(LOCAL).from((LOCAL.0, alias)).bytes::<W>());
+        hairpin_from(s, LOCAL.1, alias)
+    });
+    group.both::<W>("without an address for it", |s| {
+        s.service(1, &[(12, REMOTE, false)])?;
+        s.node_port(1)?;
+        let first = s.opens("uplink_ingress", CLIENT, NODE_PORT, REMOTE)?;
+        s.send("uplink_egress", &first.to(REMOTE), Expect::Dropped)?;
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::NoMasqueradeAddress, 1)])
+    });
     if group.can_fill_tables() {
-        group.both::<W>("until the ports of a backend are used up", exhausted);
+        group.both::<W>("until the ports of a backend are used up", |s| {
+            s.node_port_elsewhere()?;
+            // As many as there are ports, each with another.
+            for client in 1..=8 {
+                let first = s.opens("uplink_ingress", (KnownAddress::Client, client), NODE_PORT, REMOTE)?;
+                masqueraded(s, "uplink_egress", &first.to(REMOTE), first.source)?;
+            }
+            let first = s.opens("uplink_ingress", (KnownAddress::Client, 9), NODE_PORT, REMOTE)?;
+            s.send("uplink_egress", &first.to(REMOTE), Expect::Dropped)?;
+            // Another backend's ports are all free.
+            s.service(1, &[(13, (KnownAddress::OtherNode, 8080), false)])?;
+            let first = s.opens(
+                "uplink_ingress",
+                (KnownAddress::Client, 10),
+                NODE_PORT,
+                (KnownAddress::OtherNode, 8080),
+            )?;
+            let inside = first.to((KnownAddress::OtherNode, 8080));
+            masqueraded(s, "uplink_egress", &inside, first.source)?;
+            ensure!(s.flow_counts()? == (29, 0), "entries {:?}", s.flow_counts()?);
+            s.counted(&[(Reason::FlowOpened, 10), (Reason::MasqueradePortsExhausted, 1)])
+        });
     }
-    group.both::<W>("to this node's address at a port of nobody", foreign_port);
-    group.both::<W>("beside connections that others masquerade to all ports but one", beside_others);
-    group.both::<W>("another's connection gets a port that no flow has", meets_a_flow);
-    group.udp::<W>("answers to another's datagram from a node port open no flow", from_a_node_port);
-    group.udp::<W>("clients of a socket with a node port are the service's", from_a_socket_with_a_node_port);
-}
-
-fn remote<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.node_port_elsewhere()?;
-    let first = s.first(CLIENT, NODE_PORT);
-    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
-    let node = masqueraded(s, "uplink_egress", &first.to(REMOTE), CLIENT)?;
-    let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
-    let to_client = answer.to(CLIENT);
-    s.send("uplink_ingress", &answer, Expect::Becomes(&to_client))?;
-    s.send("uplink_egress", &to_client, Expect::Becomes(&to_client.from(NODE_PORT)))?;
-    // The established flow has the same port.
-    let second = first.flags(TCP_ACK);
-    s.send("uplink_ingress", &second, Expect::Becomes(&second.to(REMOTE)))?;
-    let established = if s.protocol == PROTOCOL_TCP { 3 } else { 0 };
-    ensure!(s.flow_counts()? == (3, established), "entries {:?}", s.flow_counts()?);
-    s.send("uplink_egress", &second.to(REMOTE), Expect::Becomes(&second.to(REMOTE).from(node)))?;
-    s.send("uplink_ingress", &answer, Expect::Becomes(&to_client))?;
-    s.counted(&[(Reason::FlowOpened, 1)])?;
-    // Each packet once, where it is between client and frontend.
-    let bytes: usize = [&first, &to_client, &second].iter().map(|packet| packet.bytes::<W>().len()).sum();
-    let counted = s.world.service_counters(1)?;
-    ensure!(
-        counted == ServiceCounters { connections: 1, packets: 3, bytes: bytes as u64 },
-        "{counted:?}, not {bytes} bytes"
-    );
-    Ok(())
+    group.both::<W>("to this node's address at a port of nobody", |s| {
+        s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+        let packet = s.packet(REMOTE, (KnownAddress::Node, 20_001), TCP_ACK);
+        s.send("uplink_ingress", &packet, Expect::Untouched)?;
+        s.counted(&[])
+    });
+    group.both::<W>("beside connections that others masquerade to all ports but one", |s| {
+        const FREE: u16 = 20_012;
+        s.node_port_elsewhere()?;
+        for port in
+            MASQUERADE_PORTS.iter().flat_map(|[first, last]| *first..=*last).filter(|port| *port != FREE)
+        {
+            let packet = of_others(s, port, TCP_SYN);
+            s.send("uplink_egress", &packet, Expect::Untouched)?;
+        }
+        let first = s.opens("uplink_ingress", CLIENT, NODE_PORT, REMOTE)?;
+        let node = masqueraded(s, "uplink_egress", &first.to(REMOTE), CLIENT)?;
+        ensure!(node.1 == FREE, "port {}", node.1);
+        let second = s.opens("uplink_ingress", (KnownAddress::Client, 40_001), NODE_PORT, REMOTE)?;
+        s.send("uplink_egress", &second.to(REMOTE), Expect::Dropped)?;
+        s.counted(&[(Reason::FlowOpened, 2), (Reason::MasqueradePortsExhausted, 1)])
+    });
+    group.both::<W>("another's connection gets a port that no flow has", |s| {
+        s.node_port_elsewhere()?;
+        let first = s.opens("uplink_ingress", CLIENT, NODE_PORT, REMOTE)?;
+        let of_flow = masqueraded(s, "uplink_egress", &first.to(REMOTE), CLIENT)?;
+        let others = of_others(s, of_flow.1, TCP_SYN);
+        s.world.run("uplink_egress", &others.bytes::<W>())?;
+        let flows = s.flows(Stage::Opening)?;
+        let foreign =
+            flows.iter().find(|(_, flow)| flow.flags & FLOW_FOREIGN != 0).context("no flow for it")?.1;
+        let moved = (KnownAddress::Node, foreign.alias_port().number());
+        ensure!(moved.1 != of_flow.1);
+        for flags in [TCP_SYN, TCP_ACK] {
+            let packet = of_others(s, of_flow.1, flags);
+            s.send("uplink_egress", &packet, Expect::Becomes(&packet.from(moved)))?;
+        }
+        let answer = others.from(moved).answer(TCP_SYN | TCP_ACK);
+        s.send("uplink_ingress", &answer, Expect::Becomes(&answer.to(of_flow)))?;
+        let of_client = first.to(REMOTE).from(of_flow).answer(TCP_SYN | TCP_ACK);
+        s.send("uplink_ingress", &of_client, Expect::Becomes(&of_client.to(CLIENT)))?;
+        s.counted(&[(Reason::FlowOpened, 2)])
+    });
+    // Sent back to a backend at the port that the answer came from, it would be answered again, without end.
+    group.udp::<W>("answers to another's datagram from a node port open no flow", |s| {
+        s.node_port_elsewhere()?;
+        let sent = of_others(s, NODE_PORT.1, 0);
+        s.world.forward("uplink_egress", &sent.bytes::<W>())?;
+        s.send("uplink_ingress", &sent.answer(0), Expect::Untouched)?;
+        s.counted(&[])
+    });
+    // Until now a process of the node has served the node port.
+    group.udp::<W>("clients of a socket with a node port are the service's", |s| {
+        s.node_port_elsewhere()?;
+        let first = s.first(CLIENT, NODE_PORT);
+        s.send("uplink_egress", &first.answer(0), Expect::Untouched)?;
+        s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))
+    });
 }
 
 /// Sends the first packet out of the node; answers with its source then.
@@ -74,49 +171,18 @@ fn masqueraded<W: Tables>(
     Ok(node)
 }
 
-fn device<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-    let mut settings = InterfaceSettings::default();
-    W::set_source(&mut settings, W::address(KnownAddress::OtherNode));
-    s.world.set_interface(settings)?;
-    leaves_as(s, KnownAddress::OtherNode)
-}
-
-fn device_without_address<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-    s.world.set_interface(InterfaceSettings::default())?;
-    leaves_as(s, KnownAddress::Node)
-}
-
 /// A packet to a backend elsewhere leaves with this source, and its answer comes back.
 fn leaves_as<W: Tables>(s: &mut Scene<W>, source: KnownAddress) -> Result<()> {
     s.service(1, &[(12, REMOTE, false)])?;
     s.node_port(1)?;
-    let first = s.first(CLIENT, NODE_PORT);
+    let first = s.opens("uplink_ingress", CLIENT, NODE_PORT, REMOTE)?;
     let inside = first.to(REMOTE);
-    s.send("uplink_ingress", &first, Expect::Becomes(&inside))?;
     s.world.run("uplink_egress", &inside.bytes::<W>())?;
     let source = (source, s.flow_of(Stage::Opening, CLIENT)?.masquerade_port().number());
     s.send("uplink_egress", &inside, Expect::Becomes(&inside.from(source)))?;
     let answer = inside.from(source).answer(TCP_SYN | TCP_ACK);
     s.send("uplink_ingress", &answer, Expect::Becomes(&answer.to(CLIENT)))?;
     s.counted(&[(Reason::FlowOpened, 1)])
-}
-
-fn hairpin<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    hairpin_from(s, 40_000, 40_000)
-}
-
-fn hairpin_from_server_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-    s.cluster_ip()?;
-    let first = s.first(LOCAL, CLUSTER_IP);
-    // Its own port would make both directions look the same inside the node.
-    let output = s.world.run("workload_ingress", &first.bytes::<W>())?;
-    let alias = s.flow_of(Stage::Opening, LOCAL)?.alias_port().number();
-    ensure!(alias != LOCAL.1);
-    ensure!(output.packet == first.to(LOCAL).from((LOCAL.0, alias)).bytes::<W>());
-    hairpin_from(s, LOCAL.1, alias)
 }
 
 /// `port` is the client's, `inside` what the node sees instead.
@@ -136,101 +202,7 @@ fn hairpin_from<W: Tables>(s: &mut Scene<W>, port: u16, inside: u16) -> Result<(
     s.counted(&[(Reason::FlowOpened, 1)])
 }
 
-fn no_address<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.service(1, &[(12, REMOTE, false)])?;
-    s.node_port(1)?;
-    let first = s.first(CLIENT, NODE_PORT);
-    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
-    s.send("uplink_egress", &first.to(REMOTE), Expect::Dropped)?;
-    s.counted(&[(Reason::FlowOpened, 1), (Reason::NoMasqueradeAddress, 1)])
-}
-
-fn exhausted<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.node_port_elsewhere()?;
-    // As many as there are ports, each with another.
-    for client in 1..=8 {
-        let first = s.first((KnownAddress::Client, client), NODE_PORT);
-        s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
-        masqueraded(s, "uplink_egress", &first.to(REMOTE), first.source)?;
-    }
-    let first = s.first((KnownAddress::Client, 9), NODE_PORT);
-    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
-    s.send("uplink_egress", &first.to(REMOTE), Expect::Dropped)?;
-    // Another backend's ports are all free.
-    s.service(1, &[(13, (KnownAddress::OtherNode, 8080), false)])?;
-    let first = s.first((KnownAddress::Client, 10), NODE_PORT);
-    let inside = first.to((KnownAddress::OtherNode, 8080));
-    s.send("uplink_ingress", &first, Expect::Becomes(&inside))?;
-    masqueraded(s, "uplink_egress", &inside, first.source)?;
-    ensure!(s.flow_counts()? == (29, 0), "entries {:?}", s.flow_counts()?);
-    s.counted(&[(Reason::FlowOpened, 10), (Reason::MasqueradePortsExhausted, 1)])
-}
-
-fn foreign_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-    let packet = s.packet(REMOTE, (KnownAddress::Node, 20_001), TCP_ACK);
-    s.send("uplink_ingress", &packet, Expect::Untouched)?;
-    s.counted(&[])
-}
-
 /// Leaves with the node's address, though no flow of ours is masqueraded to it.
 fn of_others<W: Tables>(s: &Scene<W>, port: u16, flags: u8) -> Segment {
     s.packet((KnownAddress::Node, port), REMOTE, flags)
-}
-
-fn beside_others<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    const FREE: u16 = 20_012;
-    s.node_port_elsewhere()?;
-    for port in MASQUERADE_PORTS.iter().flat_map(|[first, last]| *first..=*last).filter(|port| *port != FREE)
-    {
-        let packet = of_others(s, port, TCP_SYN);
-        s.send("uplink_egress", &packet, Expect::Untouched)?;
-    }
-    let first = s.first(CLIENT, NODE_PORT);
-    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
-    let node = masqueraded(s, "uplink_egress", &first.to(REMOTE), CLIENT)?;
-    ensure!(node.1 == FREE, "port {}", node.1);
-    let second = s.first((KnownAddress::Client, 40_001), NODE_PORT);
-    s.send("uplink_ingress", &second, Expect::Becomes(&second.to(REMOTE)))?;
-    s.send("uplink_egress", &second.to(REMOTE), Expect::Dropped)?;
-    s.counted(&[(Reason::FlowOpened, 2), (Reason::MasqueradePortsExhausted, 1)])
-}
-
-fn meets_a_flow<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.node_port_elsewhere()?;
-    let first = s.first(CLIENT, NODE_PORT);
-    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
-    let of_flow = masqueraded(s, "uplink_egress", &first.to(REMOTE), CLIENT)?;
-    let others = of_others(s, of_flow.1, TCP_SYN);
-    s.world.run("uplink_egress", &others.bytes::<W>())?;
-    let flows = s.flows(Stage::Opening)?;
-    let foreign = flows.iter().find(|(_, flow)| flow.flags & FLOW_FOREIGN != 0).context("no flow for it")?.1;
-    let moved = (KnownAddress::Node, foreign.alias_port().number());
-    ensure!(moved.1 != of_flow.1);
-    for flags in [TCP_SYN, TCP_ACK] {
-        let packet = of_others(s, of_flow.1, flags);
-        s.send("uplink_egress", &packet, Expect::Becomes(&packet.from(moved)))?;
-    }
-    let answer = others.from(moved).answer(TCP_SYN | TCP_ACK);
-    s.send("uplink_ingress", &answer, Expect::Becomes(&answer.to(of_flow)))?;
-    let of_client = first.to(REMOTE).from(of_flow).answer(TCP_SYN | TCP_ACK);
-    s.send("uplink_ingress", &of_client, Expect::Becomes(&of_client.to(CLIENT)))?;
-    s.counted(&[(Reason::FlowOpened, 2)])
-}
-
-/// Sent back to a backend at the port that the answer came from, it would be answered again, without end.
-fn from_a_node_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.node_port_elsewhere()?;
-    let sent = of_others(s, NODE_PORT.1, 0);
-    s.world.forward("uplink_egress", &sent.bytes::<W>())?;
-    s.send("uplink_ingress", &sent.answer(0), Expect::Untouched)?;
-    s.counted(&[])
-}
-
-/// Until now a process of the node has served the node port.
-fn from_a_socket_with_a_node_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.node_port_elsewhere()?;
-    let first = s.first(CLIENT, NODE_PORT);
-    s.send("uplink_egress", &first.answer(0), Expect::Untouched)?;
-    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))
 }

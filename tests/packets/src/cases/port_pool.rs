@@ -32,8 +32,54 @@ const FLOWS_OF_A_BACKEND: Range<u16> = 10_000..60_000;
 const ROOM: u32 = 700_000;
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.udp::<W>("200,000 flows to 4 backends", many);
-    group.tcp::<W>("more flows to a backend than there are ports", too_many);
+    group.udp::<W>("200,000 flows to 4 backends", |s| {
+        let mut world = World::with_room::<W>(&crate::object()?, ROOM)?;
+        let frontends = scene::<W>(&mut world, s.protocol, &BACKENDS)?;
+        let mut scene = Scene::<W>::new(&mut world, s.protocol);
+        let mut ports: Vec<HashSet<u16>> = vec![HashSet::new(); BACKENDS.len()];
+        for client in FLOWS_OF_A_BACKEND {
+            for (frontend, ports) in frontends.iter().zip(&mut ports) {
+                let opened = open(&mut scene, (KnownAddress::Client, client), *frontend)?;
+                let port =
+                    opened.with_context(|| format!("flow {} to {frontend:?} has no port", ports.len()))?;
+                ensure!(PORTS.iter().any(|[first, last]| (*first..=*last).contains(&port)), "port {port}");
+                ensure!(ports.insert(port), "port {port} is given twice for {frontend:?}");
+            }
+        }
+        scene.counted(&[(Reason::FlowOpened, 200_000)])
+    });
+    group.tcp::<W>("more flows to a backend than there are ports", |s| {
+        /// Times as long as a packet that gets a port: for one that is refused, with all ports tried.
+        const AT_MOST: f64 = 10.0;
+        let mut world = World::with_room::<W>(&crate::object()?, ROOM)?;
+        let frontends = scene::<W>(&mut world, s.protocol, &BACKENDS[..1])?;
+        let mut scene = Scene::<W>::new(&mut world, s.protocol);
+        let mut ports = HashSet::new();
+        let (mut dropped, mut refusing, mut opening) = (0_u32, Duration::ZERO, Duration::ZERO);
+        for client in 1..=u16::MAX {
+            let start = Instant::now();
+            match open(&mut scene, (KnownAddress::Client, client), frontends[0])? {
+                Some(port) => {
+                    opening += start.elapsed();
+                    ensure!(ports.insert(port), "port {port} is given twice");
+                }
+                None => {
+                    dropped += 1;
+                    refusing += start.elapsed();
+                }
+            }
+        }
+        // What is left is tried at random.
+        ensure!(ports.len() > 61_000, "only {} flows", ports.len());
+        let ratio = refusing.div_duration_f64(opening) * ports.len() as f64 / f64::from(dropped);
+        ensure!(
+            ratio < AT_MOST,
+            "a packet that is dropped takes {ratio:.1} times as long as one that gets a port"
+        );
+        let expected =
+            [(Reason::FlowOpened, u16::MAX.into()), (Reason::MasqueradePortsExhausted, dropped.into())];
+        scene.counted(&expected)
+    });
 }
 
 /// One service for each backend, each with a node port.
@@ -65,53 +111,4 @@ fn open<W: Tables>(scene: &mut Scene<W>, client: Endpoint, frontend: Endpoint) -
 fn source_port<W: Tables>(packet: &[u8]) -> u16 {
     let transport = if size_of::<W::Address>() == 4 { 34 } else { 54 };
     u16::from_be_bytes([packet[transport], packet[transport + 1]])
-}
-
-fn many<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    let mut world = World::with_room::<W>(&crate::object()?, ROOM)?;
-    let frontends = scene::<W>(&mut world, s.protocol, &BACKENDS)?;
-    let mut scene = Scene::<W>::new(&mut world, s.protocol);
-    let mut ports: Vec<HashSet<u16>> = vec![HashSet::new(); BACKENDS.len()];
-    for client in FLOWS_OF_A_BACKEND {
-        for (frontend, ports) in frontends.iter().zip(&mut ports) {
-            let opened = open(&mut scene, (KnownAddress::Client, client), *frontend)?;
-            let port = opened.with_context(|| format!("flow {} to {frontend:?} has no port", ports.len()))?;
-            ensure!(PORTS.iter().any(|[first, last]| (*first..=*last).contains(&port)), "port {port}");
-            ensure!(ports.insert(port), "port {port} is given twice for {frontend:?}");
-        }
-    }
-    scene.counted(&[(Reason::FlowOpened, 200_000)])
-}
-
-fn too_many<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    /// Times as long as a packet that gets a port: for one that is refused, with all ports tried.
-    const AT_MOST: f64 = 10.0;
-    let mut world = World::with_room::<W>(&crate::object()?, ROOM)?;
-    let frontends = scene::<W>(&mut world, s.protocol, &BACKENDS[..1])?;
-    let mut scene = Scene::<W>::new(&mut world, s.protocol);
-    let mut ports = HashSet::new();
-    let (mut dropped, mut refusing, mut opening) = (0_u32, Duration::ZERO, Duration::ZERO);
-    for client in 1..=u16::MAX {
-        let start = Instant::now();
-        match open(&mut scene, (KnownAddress::Client, client), frontends[0])? {
-            Some(port) => {
-                opening += start.elapsed();
-                ensure!(ports.insert(port), "port {port} is given twice");
-            }
-            None => {
-                dropped += 1;
-                refusing += start.elapsed();
-            }
-        }
-    }
-    // What is left is tried at random.
-    ensure!(ports.len() > 61_000, "only {} flows", ports.len());
-    let ratio = refusing.div_duration_f64(opening) * ports.len() as f64 / f64::from(dropped);
-    ensure!(
-        ratio < AT_MOST,
-        "a packet that is dropped takes {ratio:.1} times as long as one that gets a port"
-    );
-    let expected =
-        [(Reason::FlowOpened, u16::MAX.into()), (Reason::MasqueradePortsExhausted, dropped.into())];
-    scene.counted(&expected)
 }

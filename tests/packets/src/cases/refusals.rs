@@ -26,12 +26,56 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("refused: a packet with payload", |s| {
         no_endpoint(s, "workload_ingress", |packet| Segment { payload: vec![0xa5; 333], ..packet })
     });
-    group.both::<W>("refused from outside: node port without endpoint", node_port);
-    group.udp::<W>("refused: a flood, a bounded number in a second", flood);
-    group.tcp::<W>("refused: a flood of SYN, each", flood_of_syn);
-    group.both::<W>("refused: the service is just being removed", service_gone);
-    group.both::<W>("refused: logged when asked for, a bounded number in a second", logged);
-    group.both::<W>("dropped: endpoints elsewhere only and policy Local", no_local_endpoint);
+    group.both::<W>("refused from outside: node port without endpoint", |s| {
+        s.service(1, &[])?;
+        s.node_port(1)?;
+        let packet = s.first(CLIENT, NODE_PORT);
+        expect_refused(s, "uplink_ingress", &packet)
+    });
+    group.udp::<W>("refused: a flood, a bounded number in a second", |s| {
+        let start = Instant::now();
+        let (answered, dropped) = refused_in_flood(s, 20_000)?;
+        // Each CPU counts for itself, and a new second may have begun with the first packet.
+        let cpus = std::thread::available_parallelism()?.get() as u64;
+        let most = REFUSALS_PER_SECOND * cpus * (start.elapsed().as_secs() + 2);
+        ensure!(answered > 0 && answered <= most, "{answered} answers, at most {most}");
+        s.counted(&[(Reason::NoEndpoints, 20_000), (Reason::RefusalsLimited, dropped)])
+    });
+    group.tcp::<W>("refused: a flood of SYN, each", |s| {
+        let (answered, dropped) = refused_in_flood(s, 3_000)?;
+        ensure!((answered, dropped) == (3_000, 0));
+        Ok(())
+    });
+    group.both::<W>("refused: the service is just being removed", |s| {
+        // Beyond the table: as good as none.
+        s.frontend(CLUSTER_IP, 1_000, 0)?;
+        let packet = s.first(CLIENT, CLUSTER_IP);
+        s.send("workload_ingress", &packet, Expect::Answered(refused::<W>(&packet)))?;
+        s.counted(&[(Reason::ServiceGone, 1)])
+    });
+    group.both::<W>("refused: logged when asked for, a bounded number in a second", |s| {
+        const MORE_THAN_IN_TWO_SECONDS: usize = 2 * LOG_LINES_PER_SECOND as usize + 1;
+        s.service(1, &[])?;
+        s.frontend(CLUSTER_IP, 1, 0)?;
+        let packet = s.first(CLIENT, CLUSTER_IP);
+        s.send("workload_ingress", &packet, Expect::Answered(refused::<W>(&packet)))?;
+        ensure!(s.world.logged()? == 0, "logged without being asked");
+        s.world.switch_log(true)?;
+        s.send("workload_ingress", &packet.to((KnownAddress::Stranger, 80)), Expect::Untouched)?;
+        ensure!(s.world.logged()? == 0, "a packet that is not refused was logged");
+        for _ in 0..MORE_THAN_IN_TWO_SECONDS {
+            s.send("workload_ingress", &packet, Expect::Answered(refused::<W>(&packet)))?;
+        }
+        let lines = s.world.logged()?;
+        ensure!((1..MORE_THAN_IN_TWO_SECONDS).contains(&lines), "{lines} lines");
+        Ok(())
+    });
+    group.both::<W>("dropped: endpoints elsewhere only and policy Local", |s| {
+        s.service_without_local_endpoint(1)?;
+        s.frontend((KnownAddress::External, 80), 1, proxy_common::layout::FRONTEND_EXTERNAL)?;
+        s.send("uplink_ingress", &s.first(CLIENT, (KnownAddress::External, 80)), Expect::Dropped)?;
+        s.counted(&[(Reason::NoLocalEndpoints, 1)])
+    });
 }
 
 pub(crate) fn refused<W: Tables>(packet: &Segment) -> Vec<u8> {
@@ -72,66 +116,10 @@ fn refused_in_flood<W: Tables>(s: &mut Scene<W>, packets: u64) -> Result<(u64, u
     Ok((answered, dropped))
 }
 
-fn flood<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    let start = Instant::now();
-    let (answered, dropped) = refused_in_flood(s, 20_000)?;
-    // Each CPU counts for itself, and a new second may have begun with the first packet.
-    let cpus = std::thread::available_parallelism()?.get() as u64;
-    let most = REFUSALS_PER_SECOND * cpus * (start.elapsed().as_secs() + 2);
-    ensure!(answered > 0 && answered <= most, "{answered} answers, at most {most}");
-    s.counted(&[(Reason::NoEndpoints, 20_000), (Reason::RefusalsLimited, dropped)])
-}
-
-fn flood_of_syn<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    let (answered, dropped) = refused_in_flood(s, 3_000)?;
-    ensure!((answered, dropped) == (3_000, 0));
-    Ok(())
-}
-
 /// `change` makes the packet of the first one of a connection.
 fn no_endpoint<W: Tables>(s: &mut Scene<W>, program: &str, change: fn(Segment) -> Segment) -> Result<()> {
     s.service(1, &[])?;
     s.frontend(CLUSTER_IP, 1, 0)?;
     let packet = change(s.first(CLIENT, CLUSTER_IP));
     expect_refused(s, program, &packet)
-}
-
-fn logged<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    const MORE_THAN_IN_TWO_SECONDS: usize = 2 * LOG_LINES_PER_SECOND as usize + 1;
-    s.service(1, &[])?;
-    s.frontend(CLUSTER_IP, 1, 0)?;
-    let packet = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &packet, Expect::Answered(refused::<W>(&packet)))?;
-    ensure!(s.world.logged()? == 0, "logged without being asked");
-    s.world.switch_log(true)?;
-    s.send("workload_ingress", &packet.to((KnownAddress::Stranger, 80)), Expect::Untouched)?;
-    ensure!(s.world.logged()? == 0, "a packet that is not refused was logged");
-    for _ in 0..MORE_THAN_IN_TWO_SECONDS {
-        s.send("workload_ingress", &packet, Expect::Answered(refused::<W>(&packet)))?;
-    }
-    let lines = s.world.logged()?;
-    ensure!((1..MORE_THAN_IN_TWO_SECONDS).contains(&lines), "{lines} lines");
-    Ok(())
-}
-
-fn node_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.service(1, &[])?;
-    s.node_port(1)?;
-    let packet = s.first(CLIENT, NODE_PORT);
-    expect_refused(s, "uplink_ingress", &packet)
-}
-
-fn service_gone<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    // Beyond the table: as good as none.
-    s.frontend(CLUSTER_IP, 1_000, 0)?;
-    let packet = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &packet, Expect::Answered(refused::<W>(&packet)))?;
-    s.counted(&[(Reason::ServiceGone, 1)])
-}
-
-fn no_local_endpoint<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.service_without_local_endpoint(1)?;
-    s.frontend((KnownAddress::External, 80), 1, proxy_common::layout::FRONTEND_EXTERNAL)?;
-    s.send("uplink_ingress", &s.first(CLIENT, (KnownAddress::External, 80)), Expect::Dropped)?;
-    s.counted(&[(Reason::NoLocalEndpoints, 1)])
 }

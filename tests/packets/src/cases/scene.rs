@@ -60,6 +60,19 @@ impl<'w, W: Tables> Scene<'w, W> {
         self.packet(destination, source, 0).answer(flags)
     }
 
+    /// A client's first packet comes in by this program, and goes on to this backend.
+    pub(crate) fn opens(
+        &mut self,
+        program: &str,
+        client: Endpoint,
+        frontend: Endpoint,
+        backend: Endpoint,
+    ) -> Result<Segment> {
+        let first = self.first(client, frontend);
+        self.send(program, &first, Expect::Becomes(&first.to(backend)))?;
+        Ok(first)
+    }
+
     pub(crate) fn backend(&mut self, id: u32, endpoint: Endpoint, local: bool) -> Result<()> {
         let backend = Backend {
             address: W::address(endpoint.0),

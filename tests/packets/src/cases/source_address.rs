@@ -19,15 +19,56 @@ const LOAD_BALANCER: Endpoint = (KnownAddress::External, 80);
 const POLICY_LOCAL: u32 = FRONTEND_EXTERNAL | FRONTEND_LOCAL_POLICY;
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.masquerading::<W>("a client outside is masqueraded to a backend on this node", outside);
-    group.masquerading::<W>("a pod is masqueraded to an external address", pod);
-    group.masquerading::<W>("nobody is masqueraded with policy Local", policy_local);
-    group.masquerading::<W>("a pod keeps its address to a cluster IP", pod_to_cluster_ip);
-    group.masquerading::<W>("a stranger is masqueraded to a cluster IP", stranger_to_cluster_ip);
-    group.masquerading::<W>("where pods are not known, nobody is masqueraded to a cluster IP", unknown);
-    group.masquerading::<W>("all are masqueraded to a cluster IP", all);
-    group.both::<W>("policy Local is for clients outside, told by their address", told_by_source);
-    group.both::<W>("policy Local is for clients outside, told by their interface", told_by_interface);
+    group.masquerading::<W>("a client outside is masqueraded to a backend on this node", |s| {
+        serve(s, LOAD_BALANCER, FRONTEND_EXTERNAL)?;
+        goes(s, "uplink", (KnownAddress::Stranger, 40_000), LOAD_BALANCER, true)
+    });
+    group.masquerading::<W>("a pod is masqueraded to an external address", |s| {
+        serve(s, LOAD_BALANCER, FRONTEND_EXTERNAL)?;
+        goes(s, "workload", CLIENT, LOAD_BALANCER, true)
+    });
+    group.masquerading::<W>("nobody is masqueraded with policy Local", |s| {
+        serve(s, LOAD_BALANCER, POLICY_LOCAL)?;
+        goes(s, "uplink", (KnownAddress::Stranger, 40_000), LOAD_BALANCER, false)
+    });
+    group.masquerading::<W>("a pod keeps its address to a cluster IP", |s| {
+        serve(s, CLUSTER_IP, 0)?;
+        goes(s, "workload", CLIENT, CLUSTER_IP, false)
+    });
+    group.masquerading::<W>("a stranger is masqueraded to a cluster IP", |s| {
+        serve(s, CLUSTER_IP, 0)?;
+        goes(s, "workload", (KnownAddress::Stranger, 40_000), CLUSTER_IP, true)
+    });
+    group.masquerading::<W>("where pods are not known, nobody is masqueraded to a cluster IP", |s| {
+        serve(s, CLUSTER_IP, 0)?;
+        s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+        goes(s, "workload", (KnownAddress::Stranger, 40_000), CLUSTER_IP, false)
+    });
+    group.masquerading::<W>("all are masqueraded to a cluster IP", |s| {
+        serve(s, CLUSTER_IP, 0)?;
+        s.change_settings(|settings| settings.masquerade_all = 1)?;
+        goes(s, "workload", CLIENT, CLUSTER_IP, true)
+    });
+    group.both::<W>("policy Local is for clients outside, told by their address", |s| {
+        client_is_a_pod(s)?;
+        reaches(s, "workload_ingress", Some(REMOTE))?;
+        let stranger = s.first((KnownAddress::Stranger, 40_000), LOAD_BALANCER);
+        s.send("workload_ingress", &stranger, Expect::Dropped)?;
+        // A pod of another node, whose answer would not come back by this one.
+        s.opens("uplink_ingress", (CLIENT.0, CLIENT.1 + 1), LOAD_BALANCER, REMOTE)?;
+        let flow = s.flow_of(Stage::Opening, (CLIENT.0, CLIENT.1 + 1))?;
+        ensure!(flow.flags & FLOW_MASQUERADE != 0, "it is not masqueraded");
+        Ok(())
+    });
+    group.both::<W>("policy Local is for clients outside, told by their interface", |s| {
+        s.change_settings(|settings| {
+            (settings.pods4, settings.pods6) = (PODS_BY_INTERFACE, PODS_BY_INTERFACE)
+        })?;
+        reaches(s, "workload_ingress", None)?;
+        s.world
+            .set_interface(InterfaceSettings { flags: INTERFACE_OF_PODS, ..InterfaceSettings::default() })?;
+        reaches(s, "workload_ingress", Some(REMOTE))
+    });
     group.both::<W>("policy Local is for everybody where pods are not known", |s| {
         reaches(s, "workload_ingress", None)
     });
@@ -54,9 +95,8 @@ fn goes<W: Tables>(
     is_masqueraded: bool,
 ) -> Result<()> {
     let (ingress, egress) = (format!("{side}_ingress"), format!("{side}_egress"));
-    let first = s.first(client, frontend);
+    let first = s.opens(&ingress, client, frontend, LOCAL)?;
     let inside = first.to(LOCAL);
-    s.send(&ingress, &first, Expect::Becomes(&inside))?;
     let seen = if is_masqueraded {
         s.world.run("workload_egress", &inside.bytes::<W>())?;
         let source = s.masqueraded(client)?;
@@ -74,43 +114,6 @@ fn goes<W: Tables>(
     s.counted(&[(Reason::FlowOpened, 1)])
 }
 
-fn outside<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s, LOAD_BALANCER, FRONTEND_EXTERNAL)?;
-    goes(s, "uplink", (KnownAddress::Stranger, 40_000), LOAD_BALANCER, true)
-}
-
-fn pod<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s, LOAD_BALANCER, FRONTEND_EXTERNAL)?;
-    goes(s, "workload", CLIENT, LOAD_BALANCER, true)
-}
-
-fn policy_local<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s, LOAD_BALANCER, POLICY_LOCAL)?;
-    goes(s, "uplink", (KnownAddress::Stranger, 40_000), LOAD_BALANCER, false)
-}
-
-fn pod_to_cluster_ip<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s, CLUSTER_IP, 0)?;
-    goes(s, "workload", CLIENT, CLUSTER_IP, false)
-}
-
-fn stranger_to_cluster_ip<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s, CLUSTER_IP, 0)?;
-    goes(s, "workload", (KnownAddress::Stranger, 40_000), CLUSTER_IP, true)
-}
-
-fn unknown<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s, CLUSTER_IP, 0)?;
-    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-    goes(s, "workload", (KnownAddress::Stranger, 40_000), CLUSTER_IP, false)
-}
-
-fn all<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s, CLUSTER_IP, 0)?;
-    s.change_settings(|settings| settings.masquerade_all = 1)?;
-    goes(s, "workload", CLIENT, CLUSTER_IP, true)
-}
-
 /// A client of a service with policy Local that has an endpoint elsewhere only.
 fn reaches<W: Tables>(s: &mut Scene<W>, program: &str, backend: Option<Endpoint>) -> Result<()> {
     let cluster = s.set(&[(12, REMOTE, false)])?;
@@ -122,24 +125,4 @@ fn reaches<W: Tables>(s: &mut Scene<W>, program: &str, backend: Option<Endpoint>
         Some(backend) => s.send(program, &first, Expect::Becomes(&first.to(backend))),
         None => s.send(program, &first, Expect::Dropped),
     }
-}
-
-fn told_by_source<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    client_is_a_pod(s)?;
-    reaches(s, "workload_ingress", Some(REMOTE))?;
-    let stranger = s.first((KnownAddress::Stranger, 40_000), LOAD_BALANCER);
-    s.send("workload_ingress", &stranger, Expect::Dropped)?;
-    // A pod of another node, whose answer would not come back by this one.
-    let first = s.first((CLIENT.0, CLIENT.1 + 1), LOAD_BALANCER);
-    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
-    let flow = s.flow_of(Stage::Opening, (CLIENT.0, CLIENT.1 + 1))?;
-    ensure!(flow.flags & FLOW_MASQUERADE != 0, "it is not masqueraded");
-    Ok(())
-}
-
-fn told_by_interface<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.change_settings(|settings| (settings.pods4, settings.pods6) = (PODS_BY_INTERFACE, PODS_BY_INTERFACE))?;
-    reaches(s, "workload_ingress", None)?;
-    s.world.set_interface(InterfaceSettings { flags: INTERFACE_OF_PODS, ..InterfaceSettings::default() })?;
-    reaches(s, "workload_ingress", Some(REMOTE))
 }

@@ -17,11 +17,39 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("a client in a source range is served", |s| served(s, 0));
     group.both::<W>("a client in a source range of some bits is served", |s| served(s, 7));
     group.both::<W>("a client in a source range that all are in is served", |s| served(s, W::Address::BITS));
-    group.both::<W>("a client in no source range is dropped", in_none);
-    group.both::<W>("source ranges of another service let nobody in", of_another_service);
-    group.both::<W>("source ranges close no node port", node_port);
-    group.both::<W>("source ranges end no flow", established);
-    group.host::<W>("the node is served where it is in a source range", node);
+    group.both::<W>("a client in no source range is dropped", |s| {
+        serve(s)?;
+        allow(s, SERVICE, KnownAddress::Node, 0)?;
+        expect_dropped(s)
+    });
+    group.both::<W>("source ranges of another service let nobody in", |s| {
+        serve(s)?;
+        allow(s, SERVICE + 1, KnownAddress::Client, W::Address::BITS)?;
+        expect_dropped(s)
+    });
+    group.both::<W>("source ranges close no node port", |s| {
+        serve(s)?;
+        s.node_port(SERVICE)?;
+        s.opens("uplink_ingress", CLIENT, NODE_PORT, LOCAL).map(drop)
+    });
+    group.both::<W>("source ranges end no flow", |s| {
+        serve(s)?;
+        allow(s, SERVICE, KnownAddress::Client, 0)?;
+        s.opens("uplink_ingress", CLIENT, LOAD_BALANCER, LOCAL)?;
+        W::clear_source_ranges(&mut s.world.ebpf)?;
+        let next = s.packet(CLIENT, LOAD_BALANCER, TCP_ACK);
+        s.send("uplink_ingress", &next, Expect::Becomes(&next.to(LOCAL)))?;
+        let other = s.first((CLIENT.0, CLIENT.1 + 1), LOAD_BALANCER);
+        s.send("uplink_ingress", &other, Expect::Dropped)
+    });
+    group.host::<W>("the node is served where it is in a source range", |s| {
+        serve(s)?;
+        let first = s.first((KnownAddress::Node, 1_024), LOAD_BALANCER);
+        s.send("uplink_egress", &first, Expect::Dropped)?;
+        allow(s, SERVICE, KnownAddress::Node, 0)?;
+        s.world.run("uplink_egress", &first.bytes::<W>())?;
+        s.counted(&[(Reason::SourceNotAllowed, 1), (Reason::FlowOpened, 1)])
+    });
 }
 
 fn serve<W: Tables>(s: &mut Scene<W>) -> Result<()> {
@@ -38,8 +66,7 @@ fn served<W: Tables>(s: &mut Scene<W>, without: u32) -> Result<()> {
     serve(s)?;
     allow(s, SERVICE, KnownAddress::Client, without)?;
     for (program, port) in [("workload_ingress", 1_024), ("uplink_ingress", 1_025)] {
-        let first = s.first((KnownAddress::Client, port), LOAD_BALANCER);
-        s.send(program, &first, Expect::Becomes(&first.to(LOCAL)))?;
+        s.opens(program, (KnownAddress::Client, port), LOAD_BALANCER, LOCAL)?;
     }
     s.counted(&[(Reason::FlowOpened, 2)])
 }
@@ -51,44 +78,4 @@ fn expect_dropped<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     }
     ensure!(s.flow_counts()? == (0, 0), "there is a flow");
     s.counted(&[(Reason::SourceNotAllowed, 2)])
-}
-
-fn in_none<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s)?;
-    allow(s, SERVICE, KnownAddress::Node, 0)?;
-    expect_dropped(s)
-}
-
-fn of_another_service<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s)?;
-    allow(s, SERVICE + 1, KnownAddress::Client, W::Address::BITS)?;
-    expect_dropped(s)
-}
-
-fn node_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s)?;
-    s.node_port(SERVICE)?;
-    let first = s.first(CLIENT, NODE_PORT);
-    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(LOCAL)))
-}
-
-fn established<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s)?;
-    allow(s, SERVICE, KnownAddress::Client, 0)?;
-    let first = s.first(CLIENT, LOAD_BALANCER);
-    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-    W::clear_source_ranges(&mut s.world.ebpf)?;
-    let next = s.packet(CLIENT, LOAD_BALANCER, TCP_ACK);
-    s.send("uplink_ingress", &next, Expect::Becomes(&next.to(LOCAL)))?;
-    let other = s.first((CLIENT.0, CLIENT.1 + 1), LOAD_BALANCER);
-    s.send("uplink_ingress", &other, Expect::Dropped)
-}
-
-fn node<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s)?;
-    let first = s.first((KnownAddress::Node, 1_024), LOAD_BALANCER);
-    s.send("uplink_egress", &first, Expect::Dropped)?;
-    allow(s, SERVICE, KnownAddress::Node, 0)?;
-    s.world.run("uplink_egress", &first.bytes::<W>())?;
-    s.counted(&[(Reason::SourceNotAllowed, 1), (Reason::FlowOpened, 1)])
 }

@@ -19,16 +19,154 @@ use crate::{
 };
 
 pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.both::<W>("transit to a backend elsewhere and back", there_and_back);
-    group.both::<W>("transit of a flow that the stack has begun, and the other way round", with_the_stack);
-    group.tcp::<W>("transit of a connection to its end", to_the_end);
-    group.tcp::<W>("transit of a connection that is reset", reset);
-    group.both::<W>("no transit to a backend of this node", to_this_node);
-    group.both::<W>("no transit of what no flow has", of_no_flow);
-    group.both::<W>("no transit of what a router does more with than sending it on", more_than_sent);
-    group.both::<W>("no transit to a neighbour that is not known", unknown_neighbour);
-    group.both::<W>("no transit of frames for others", for_others);
-    group.both::<W>("no transit without a lease", without_lease);
+    group.both::<W>("transit to a backend elsewhere and back", |s| {
+        let uplink = Uplink::with_neighbours(s)?;
+        s.node_port_elsewhere()?;
+        let node = opened(s, &uplink)?;
+        let first = s.first(CLIENT, NODE_PORT);
+        let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
+        let to_client = answer.to(CLIENT).from(NODE_PORT);
+        uplink.sends(s, &answer, &to_client)?;
+        let second = first.flags(TCP_ACK);
+        uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
+        let established = if s.protocol == PROTOCOL_TCP { 3 } else { 0 };
+        ensure!(s.flow_counts()? == (3, established), "entries {:?}", s.flow_counts()?);
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::SentByDriver, 2)])?;
+        let bytes: usize = [&first, &answer, &second].iter().map(|p| p.bytes::<W>().len()).sum();
+        let counted = s.world.service_counters(1)?;
+        ensure!(
+            counted == ServiceCounters { connections: 1, packets: 3, bytes: bytes as u64 },
+            "{counted:?}, not {bytes} bytes"
+        );
+        Ok(())
+    });
+    group.both::<W>("transit of a flow that the stack has begun, and the other way round", |s| {
+        let uplink = Uplink::with_neighbours(s)?;
+        s.node_port_elsewhere()?;
+        let node = opened(s, &uplink)?;
+        let first = s.first(CLIENT, NODE_PORT);
+        let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
+        s.send("uplink_ingress", &answer, Expect::Becomes(&answer.to(CLIENT)))?;
+        s.send("uplink_egress", &answer.to(CLIENT), Expect::Becomes(&answer.to(CLIENT).from(NODE_PORT)))?;
+        let second = first.flags(TCP_ACK);
+        uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
+        s.send("uplink_ingress", &second, Expect::Becomes(&second.to(REMOTE)))?;
+        s.send("uplink_egress", &second.to(REMOTE), Expect::Becomes(&second.to(REMOTE).from(node)))?;
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::SentByDriver, 1)])
+    });
+    group.tcp::<W>("transit of a connection to its end", |s| {
+        let uplink = Uplink::with_neighbours(s)?;
+        let (node, client, backend) = connected(s, &uplink)?;
+        let fin = Segment { tcp_flags: TCP_FIN | TCP_ACK, ..client.clone() };
+        uplink.sends(s, &fin, &fin.to(REMOTE).from(node))?;
+        let answer = Segment {
+            tcp_flags: TCP_FIN | TCP_ACK,
+            acknowledgement: backend.acknowledgement + 1,
+            ..backend.clone()
+        };
+        uplink.sends(s, &answer, &answer.to(CLIENT).from(NODE_PORT))?;
+        ensure!(s.flow_counts()? == (3, 3), "entries {:?}", s.flow_counts()?);
+        let last = Segment {
+            sequence: client.sequence + 1,
+            acknowledgement: client.acknowledgement + 1,
+            ..client.clone()
+        };
+        uplink.sends(s, &last, &last.to(REMOTE).from(node))?;
+        ensure!(s.flow_counts()? == (3, 0), "entries {:?}", s.flow_counts()?);
+        Ok(())
+    });
+    group.tcp::<W>("transit of a connection that is reset", |s| {
+        let uplink = Uplink::with_neighbours(s)?;
+        let (_, _, backend) = connected(s, &uplink)?;
+        let rst = Segment { tcp_flags: TCP_RST | TCP_ACK, ..backend };
+        uplink.sends(s, &rst, &rst.to(CLIENT).from(NODE_PORT))?;
+        ensure!(s.flow_counts()? == (3, 0), "entries {:?}", s.flow_counts()?);
+        Ok(())
+    });
+    group.both::<W>("no transit to a backend of this node", |s| {
+        let uplink = Uplink::with_neighbours(s)?;
+        s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+        s.service(1, &[(11, LOCAL, true)])?;
+        s.node_port(1)?;
+        let first = s.first(CLIENT, NODE_PORT);
+        uplink.passes(s, &first.bytes::<W>())?;
+        s.send("uplink_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+        uplink.passes(s, &first.flags(TCP_ACK).bytes::<W>())?;
+        s.counted(&[(Reason::FlowOpened, 1)])
+    });
+    group.both::<W>("no transit of what no flow has", |s| {
+        let uplink = Uplink::with_neighbours(s)?;
+        s.node_port_elsewhere()?;
+        uplink.passes(s, &s.first(CLIENT, (KnownAddress::Node, 22)).bytes::<W>())?;
+        uplink.passes(s, &s.packet((KnownAddress::Stranger, 80), CLIENT, TCP_ACK).bytes::<W>())?;
+        uplink.passes(s, &[0; 14])?;
+        // A service without endpoints: the programs of the stack refuse it.
+        s.service(1, &[])?;
+        uplink.passes(s, &s.first(CLIENT, NODE_PORT).bytes::<W>())?;
+        ensure!(s.flow_counts()? == (0, 0), "entries {:?}", s.flow_counts()?);
+        s.counted(&[])
+    });
+    group.both::<W>("no transit of what a router does more with than sending it on", |s| {
+        const MTU: usize = 1_500;
+        let uplink = Uplink::with_neighbours(s)?;
+        s.node_port_elsewhere()?;
+        let node = opened(s, &uplink)?;
+        let packet = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+        let options = Segment { extra: Extra::Options, ..packet.clone() };
+        uplink.passes(s, &options.bytes::<W>())?;
+        uplink.passes(s, &Segment { hop_limit: 1, ..packet.clone() }.bytes::<W>())?;
+        let longest = Segment {
+            payload: vec![1; MTU + 14 - packet.bytes::<W>().len() + packet.payload.len()],
+            ..packet.clone()
+        };
+        uplink.sends(s, &longest, &longest.to(REMOTE).from(node))?;
+        let too_long = Segment { payload: [&longest.payload[..], &[1]].concat(), ..packet.clone() };
+        uplink.passes(s, &too_long.bytes::<W>())?;
+        let long = Segment { payload: vec![1; 64], ..packet.clone() };
+        for fragment in long.fragments::<W>(Cut { id: 7, piece: 32 }) {
+            uplink.passes(s, &fragment)?;
+        }
+        // An error that a router beyond the backend's network sends.
+        let from_backend = packet.to(REMOTE).from(node);
+        uplink.passes(s, &W::error(KnownAddress::Stranger, KnownAddress::Node, &from_backend))
+    });
+    // The stack asks for it, and sends the packet.
+    group.both::<W>("no transit to a neighbour that is not known", |s| {
+        let uplink = Uplink::new::<W>(s.world)?;
+        s.node_port_elsewhere()?;
+        let node = opened(s, &uplink)?;
+        let first = s.first(CLIENT, NODE_PORT);
+        let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
+        uplink.passes(s, &answer.bytes::<W>())?;
+        uplink.knows::<W>(CLIENT.0, NEXT_HOP)?;
+        uplink.sends(s, &answer, &answer.to(CLIENT).from(NODE_PORT))?;
+        let second = first.flags(TCP_ACK);
+        uplink.passes(s, &second.bytes::<W>())?;
+        ensure!(s.flows(Stage::Established)?.is_empty(), "what passes is the stack's to learn from");
+        uplink.knows::<W>(REMOTE.0, NEXT_HOP)?;
+        uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::SentByDriver, 2)])
+    });
+    group.both::<W>("no transit of frames for others", |s| {
+        let uplink = Uplink::with_neighbours(s)?;
+        s.node_port_elsewhere()?;
+        let node = opened(s, &uplink)?;
+        let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+        uplink.passes(s, &Segment { back: true, ..second.clone() }.bytes::<W>())?;
+        let mut to_all = second.bytes::<W>();
+        to_all[..6].fill(0xff);
+        uplink.passes(s, &to_all)?;
+        uplink.sends(s, &second, &second.to(REMOTE).from(node))
+    });
+    group.both::<W>("no transit without a lease", |s| {
+        let uplink = Uplink::with_neighbours(s)?;
+        s.node_port_elsewhere()?;
+        let node = opened(s, &uplink)?;
+        let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+        uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
+        s.world.set_lease_end(1)?;
+        uplink.passes(s, &second.bytes::<W>())
+    });
 }
 
 /// An interface that leads to everybody. Gone when dropped.
@@ -123,43 +261,6 @@ fn opened<W: Tables>(s: &mut Scene<W>, uplink: &Uplink) -> Result<Endpoint> {
     s.masqueraded(CLIENT)
 }
 
-fn there_and_back<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    let uplink = Uplink::with_neighbours(s)?;
-    s.node_port_elsewhere()?;
-    let node = opened(s, &uplink)?;
-    let first = s.first(CLIENT, NODE_PORT);
-    let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
-    let to_client = answer.to(CLIENT).from(NODE_PORT);
-    uplink.sends(s, &answer, &to_client)?;
-    let second = first.flags(TCP_ACK);
-    uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
-    let established = if s.protocol == PROTOCOL_TCP { 3 } else { 0 };
-    ensure!(s.flow_counts()? == (3, established), "entries {:?}", s.flow_counts()?);
-    s.counted(&[(Reason::FlowOpened, 1), (Reason::SentByDriver, 2)])?;
-    let bytes: usize = [&first, &answer, &second].iter().map(|p| p.bytes::<W>().len()).sum();
-    let counted = s.world.service_counters(1)?;
-    ensure!(
-        counted == ServiceCounters { connections: 1, packets: 3, bytes: bytes as u64 },
-        "{counted:?}, not {bytes} bytes"
-    );
-    Ok(())
-}
-
-fn with_the_stack<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    let uplink = Uplink::with_neighbours(s)?;
-    s.node_port_elsewhere()?;
-    let node = opened(s, &uplink)?;
-    let first = s.first(CLIENT, NODE_PORT);
-    let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
-    s.send("uplink_ingress", &answer, Expect::Becomes(&answer.to(CLIENT)))?;
-    s.send("uplink_egress", &answer.to(CLIENT), Expect::Becomes(&answer.to(CLIENT).from(NODE_PORT)))?;
-    let second = first.flags(TCP_ACK);
-    uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
-    s.send("uplink_ingress", &second, Expect::Becomes(&second.to(REMOTE)))?;
-    s.send("uplink_egress", &second.to(REMOTE), Expect::Becomes(&second.to(REMOTE).from(node)))?;
-    s.counted(&[(Reason::FlowOpened, 1), (Reason::SentByDriver, 1)])
-}
-
 /// Established, and what the client and the backend send next.
 fn connected<W: Tables>(s: &mut Scene<W>, uplink: &Uplink) -> Result<(Endpoint, Segment, Segment)> {
     s.node_port_elsewhere()?;
@@ -171,125 +272,4 @@ fn connected<W: Tables>(s: &mut Scene<W>, uplink: &Uplink) -> Result<(Endpoint, 
     uplink.sends(s, &to_backend, &to_backend.to(REMOTE).from(node))?;
     ensure!(s.flow_counts()? == (3, 3), "entries {:?}", s.flow_counts()?);
     Ok((node, to_backend, first.to(REMOTE).from(node).answer(TCP_ACK)))
-}
-
-fn to_the_end<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    let uplink = Uplink::with_neighbours(s)?;
-    let (node, client, backend) = connected(s, &uplink)?;
-    let fin = Segment { tcp_flags: TCP_FIN | TCP_ACK, ..client.clone() };
-    uplink.sends(s, &fin, &fin.to(REMOTE).from(node))?;
-    let answer = Segment {
-        tcp_flags: TCP_FIN | TCP_ACK,
-        acknowledgement: backend.acknowledgement + 1,
-        ..backend.clone()
-    };
-    uplink.sends(s, &answer, &answer.to(CLIENT).from(NODE_PORT))?;
-    ensure!(s.flow_counts()? == (3, 3), "entries {:?}", s.flow_counts()?);
-    let last = Segment {
-        sequence: client.sequence + 1,
-        acknowledgement: client.acknowledgement + 1,
-        ..client.clone()
-    };
-    uplink.sends(s, &last, &last.to(REMOTE).from(node))?;
-    ensure!(s.flow_counts()? == (3, 0), "entries {:?}", s.flow_counts()?);
-    Ok(())
-}
-
-fn reset<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    let uplink = Uplink::with_neighbours(s)?;
-    let (_, _, backend) = connected(s, &uplink)?;
-    let rst = Segment { tcp_flags: TCP_RST | TCP_ACK, ..backend };
-    uplink.sends(s, &rst, &rst.to(CLIENT).from(NODE_PORT))?;
-    ensure!(s.flow_counts()? == (3, 0), "entries {:?}", s.flow_counts()?);
-    Ok(())
-}
-
-fn to_this_node<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    let uplink = Uplink::with_neighbours(s)?;
-    s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-    s.service(1, &[(11, LOCAL, true)])?;
-    s.node_port(1)?;
-    let first = s.first(CLIENT, NODE_PORT);
-    uplink.passes(s, &first.bytes::<W>())?;
-    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-    uplink.passes(s, &first.flags(TCP_ACK).bytes::<W>())?;
-    s.counted(&[(Reason::FlowOpened, 1)])
-}
-
-fn of_no_flow<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    let uplink = Uplink::with_neighbours(s)?;
-    s.node_port_elsewhere()?;
-    uplink.passes(s, &s.first(CLIENT, (KnownAddress::Node, 22)).bytes::<W>())?;
-    uplink.passes(s, &s.packet((KnownAddress::Stranger, 80), CLIENT, TCP_ACK).bytes::<W>())?;
-    uplink.passes(s, &[0; 14])?;
-    // A service without endpoints: the programs of the stack refuse it.
-    s.service(1, &[])?;
-    uplink.passes(s, &s.first(CLIENT, NODE_PORT).bytes::<W>())?;
-    ensure!(s.flow_counts()? == (0, 0), "entries {:?}", s.flow_counts()?);
-    s.counted(&[])
-}
-
-fn more_than_sent<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    const MTU: usize = 1_500;
-    let uplink = Uplink::with_neighbours(s)?;
-    s.node_port_elsewhere()?;
-    let node = opened(s, &uplink)?;
-    let packet = s.packet(CLIENT, NODE_PORT, TCP_ACK);
-    let options = Segment { extra: Extra::Options, ..packet.clone() };
-    uplink.passes(s, &options.bytes::<W>())?;
-    uplink.passes(s, &Segment { hop_limit: 1, ..packet.clone() }.bytes::<W>())?;
-    let longest = Segment {
-        payload: vec![1; MTU + 14 - packet.bytes::<W>().len() + packet.payload.len()],
-        ..packet.clone()
-    };
-    uplink.sends(s, &longest, &longest.to(REMOTE).from(node))?;
-    let too_long = Segment { payload: [&longest.payload[..], &[1]].concat(), ..packet.clone() };
-    uplink.passes(s, &too_long.bytes::<W>())?;
-    let long = Segment { payload: vec![1; 64], ..packet.clone() };
-    for fragment in long.fragments::<W>(Cut { id: 7, piece: 32 }) {
-        uplink.passes(s, &fragment)?;
-    }
-    // An error that a router beyond the backend's network sends.
-    let from_backend = packet.to(REMOTE).from(node);
-    uplink.passes(s, &W::error(KnownAddress::Stranger, KnownAddress::Node, &from_backend))
-}
-
-/// The stack asks for it, and sends the packet.
-fn unknown_neighbour<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    let uplink = Uplink::new::<W>(s.world)?;
-    s.node_port_elsewhere()?;
-    let node = opened(s, &uplink)?;
-    let first = s.first(CLIENT, NODE_PORT);
-    let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
-    uplink.passes(s, &answer.bytes::<W>())?;
-    uplink.knows::<W>(CLIENT.0, NEXT_HOP)?;
-    uplink.sends(s, &answer, &answer.to(CLIENT).from(NODE_PORT))?;
-    let second = first.flags(TCP_ACK);
-    uplink.passes(s, &second.bytes::<W>())?;
-    ensure!(s.flows(Stage::Established)?.is_empty(), "what passes is the stack's to learn from");
-    uplink.knows::<W>(REMOTE.0, NEXT_HOP)?;
-    uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
-    s.counted(&[(Reason::FlowOpened, 1), (Reason::SentByDriver, 2)])
-}
-
-fn for_others<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    let uplink = Uplink::with_neighbours(s)?;
-    s.node_port_elsewhere()?;
-    let node = opened(s, &uplink)?;
-    let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
-    uplink.passes(s, &Segment { back: true, ..second.clone() }.bytes::<W>())?;
-    let mut to_all = second.bytes::<W>();
-    to_all[..6].fill(0xff);
-    uplink.passes(s, &to_all)?;
-    uplink.sends(s, &second, &second.to(REMOTE).from(node))
-}
-
-fn without_lease<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    let uplink = Uplink::with_neighbours(s)?;
-    s.node_port_elsewhere()?;
-    let node = opened(s, &uplink)?;
-    let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
-    uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
-    s.world.set_lease_end(1)?;
-    uplink.passes(s, &second.bytes::<W>())
 }

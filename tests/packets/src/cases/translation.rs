@@ -14,53 +14,88 @@ use crate::{
 };
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.both::<W>("to nobody's address goes on untouched", not_a_service);
-    group.both::<W>("to a cluster IP and back", cluster_ip);
-    group.both::<W>("to a cluster IP and back, device without Ethernet header", without_ethernet);
-    group.both::<W>("to a node port from a pod and back", node_port_from_pod);
-    group.both::<W>("to a node port from outside, backend here, and back", node_port_from_outside);
-    group.both::<W>("to a load balancer address from outside", load_balancer_address);
-    group.both::<W>("to another port of a cluster IP", other_port);
-    group.both::<W>("to a node port on loopback", loopback);
-    group.both::<W>("of another protocol than the service", other_protocol);
-    group.both::<W>("after the controller's lease", after_the_lease);
-}
-
-fn not_a_service<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    let packet = s.first(CLIENT, (KnownAddress::Stranger, 80));
-    for program in ["workload_ingress", "uplink_ingress", "workload_egress", "uplink_egress"] {
-        s.send(program, &packet, Expect::Untouched)?;
-    }
-    s.counted(&[])
-}
-
-/// Known flows too: where another proxy serves, a backend that it does not know would be a stale one.
-fn after_the_lease<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    let (known, new) = (s.first(CLIENT, CLUSTER_IP), s.first((CLIENT.0, CLIENT.1 + 1), CLUSTER_IP));
-    let answer = known.to(LOCAL).answer(TCP_SYN | TCP_ACK);
-    s.send("workload_ingress", &known, Expect::Becomes(&known.to(LOCAL)))?;
-    s.world.set_lease_end(1)?;
-    for (program, packet) in
-        [("workload_ingress", &known), ("workload_ingress", &new), ("workload_egress", &answer)]
-    {
-        s.send(program, packet, Expect::Untouched)?;
-    }
-    s.counted(&[(Reason::FlowOpened, 1)])?;
-    s.world.set_lease_end(u64::MAX)?;
-    s.send("workload_ingress", &new, Expect::Becomes(&new.to(LOCAL)))?;
-    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))
-}
-
-fn cluster_ip<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    there_and_back(s, CLUSTER_IP, LOCAL, "workload_ingress", "workload_egress", Link::Ethernet)
-}
-
-fn without_ethernet<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    there_and_back(s, CLUSTER_IP, LOCAL, "workload_ingress_l3", "workload_egress_l3", Link::Bare)
+    group.both::<W>("to nobody's address goes on untouched", |s| {
+        s.cluster_ip()?;
+        let packet = s.first(CLIENT, (KnownAddress::Stranger, 80));
+        for program in ["workload_ingress", "uplink_ingress", "workload_egress", "uplink_egress"] {
+            s.send(program, &packet, Expect::Untouched)?;
+        }
+        s.counted(&[])
+    });
+    group.both::<W>("to a cluster IP and back", |s| {
+        s.cluster_ip()?;
+        there_and_back(s, CLUSTER_IP, LOCAL, "workload_ingress", "workload_egress", Link::Ethernet)
+    });
+    group.both::<W>("to a cluster IP and back, device without Ethernet header", |s| {
+        s.cluster_ip()?;
+        there_and_back(s, CLUSTER_IP, LOCAL, "workload_ingress_l3", "workload_egress_l3", Link::Bare)
+    });
+    group.both::<W>("to a node port from a pod and back", |s| {
+        s.service(1, &[(12, REMOTE, false)])?;
+        s.node_port(1)?;
+        // A pod keeps its address: the backend's answer comes back to it by routing.
+        let first = s.opens("workload_ingress", CLIENT, NODE_PORT, REMOTE)?;
+        s.send("uplink_egress", &first.to(REMOTE), Expect::Untouched)?;
+        let answer = first.to(REMOTE).answer(TCP_SYN | TCP_ACK);
+        s.send("uplink_ingress", &answer, Expect::Untouched)?;
+        s.send("workload_egress", &answer, Expect::Becomes(&answer.from(NODE_PORT)))?;
+        s.counted(&[(Reason::FlowOpened, 1)])
+    });
+    group.both::<W>("to a node port from outside, backend here, and back", |s| {
+        s.service(1, &[(11, LOCAL, true)])?;
+        s.node_port(1)?;
+        there_and_back(s, NODE_PORT, LOCAL, "uplink_ingress", "uplink_egress", Link::Ethernet)
+    });
+    group.both::<W>("to a load balancer address from outside", |s| {
+        s.service(1, &[(11, LOCAL, true)])?;
+        s.frontend((KnownAddress::External, 443), 1, FRONTEND_EXTERNAL)?;
+        there_and_back(
+            s,
+            (KnownAddress::External, 443),
+            LOCAL,
+            "uplink_ingress",
+            "uplink_egress",
+            Link::Ethernet,
+        )
+    });
+    group.both::<W>("to another port of a cluster IP", |s| {
+        s.cluster_ip()?;
+        let packet = s.first(CLIENT, (KnownAddress::ClusterIp, 81));
+        s.send("workload_ingress", &packet, Expect::Untouched)?;
+        s.counted(&[])
+    });
+    group.both::<W>("to a node port on loopback", |s| {
+        s.service(1, &[(11, LOCAL, true)])?;
+        s.node_port(1)?;
+        let address = W::address(KnownAddress::Node);
+        W::put_node_address(&mut s.world.ebpf, address, proxy_common::layout::NODE_ADDRESS_LOOPBACK)?;
+        let packet = s.first(CLIENT, NODE_PORT);
+        s.send("workload_ingress", &packet, Expect::Untouched)?;
+        s.send("uplink_ingress", &packet, Expect::Untouched)
+    });
+    group.both::<W>("of another protocol than the service", |s| {
+        s.cluster_ip()?;
+        s.protocol = if s.protocol == 6 { 17 } else { 6 };
+        let packet = s.first(CLIENT, CLUSTER_IP);
+        s.send("workload_ingress", &packet, Expect::Untouched)
+    });
+    // Known flows too: where another proxy serves, a backend that it does not know would be a stale one.
+    group.both::<W>("after the controller's lease", |s| {
+        s.cluster_ip()?;
+        let (known, new) = (s.first(CLIENT, CLUSTER_IP), s.first((CLIENT.0, CLIENT.1 + 1), CLUSTER_IP));
+        let answer = known.to(LOCAL).answer(TCP_SYN | TCP_ACK);
+        s.send("workload_ingress", &known, Expect::Becomes(&known.to(LOCAL)))?;
+        s.world.set_lease_end(1)?;
+        for (program, packet) in
+            [("workload_ingress", &known), ("workload_ingress", &new), ("workload_egress", &answer)]
+        {
+            s.send(program, packet, Expect::Untouched)?;
+        }
+        s.counted(&[(Reason::FlowOpened, 1)])?;
+        s.world.set_lease_end(u64::MAX)?;
+        s.send("workload_ingress", &new, Expect::Becomes(&new.to(LOCAL)))?;
+        s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))
+    });
 }
 
 /// The first packet, its answer, and the packet that follows; in between each passes the backend's side.
@@ -82,53 +117,4 @@ fn there_and_back<W: Tables>(
     let second = first.flags(TCP_ACK);
     s.send(ingress, &second, Expect::Becomes(&second.to(backend)))?;
     s.counted(&[(Reason::FlowOpened, 1)])
-}
-
-fn node_port_from_pod<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.service(1, &[(12, REMOTE, false)])?;
-    s.node_port(1)?;
-    // A pod keeps its address: the backend's answer comes back to it by routing.
-    let first = s.first(CLIENT, NODE_PORT);
-    s.send("workload_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
-    s.send("uplink_egress", &first.to(REMOTE), Expect::Untouched)?;
-    let answer = first.to(REMOTE).answer(TCP_SYN | TCP_ACK);
-    s.send("uplink_ingress", &answer, Expect::Untouched)?;
-    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(NODE_PORT)))?;
-    s.counted(&[(Reason::FlowOpened, 1)])
-}
-
-fn node_port_from_outside<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.service(1, &[(11, LOCAL, true)])?;
-    s.node_port(1)?;
-    there_and_back(s, NODE_PORT, LOCAL, "uplink_ingress", "uplink_egress", Link::Ethernet)
-}
-
-fn load_balancer_address<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.service(1, &[(11, LOCAL, true)])?;
-    s.frontend((KnownAddress::External, 443), 1, FRONTEND_EXTERNAL)?;
-    there_and_back(s, (KnownAddress::External, 443), LOCAL, "uplink_ingress", "uplink_egress", Link::Ethernet)
-}
-
-fn other_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    let packet = s.first(CLIENT, (KnownAddress::ClusterIp, 81));
-    s.send("workload_ingress", &packet, Expect::Untouched)?;
-    s.counted(&[])
-}
-
-fn loopback<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.service(1, &[(11, LOCAL, true)])?;
-    s.node_port(1)?;
-    let address = W::address(KnownAddress::Node);
-    W::put_node_address(&mut s.world.ebpf, address, proxy_common::layout::NODE_ADDRESS_LOOPBACK)?;
-    let packet = s.first(CLIENT, NODE_PORT);
-    s.send("workload_ingress", &packet, Expect::Untouched)?;
-    s.send("uplink_ingress", &packet, Expect::Untouched)
-}
-
-fn other_protocol<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.cluster_ip()?;
-    s.protocol = if s.protocol == 6 { 17 } else { 6 };
-    let packet = s.first(CLIENT, CLUSTER_IP);
-    s.send("workload_ingress", &packet, Expect::Untouched)
 }

@@ -1,6 +1,6 @@
 //! Judging outcomes: each check says what was expected and what was found.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, net::IpAddr};
 
 use anyhow::{Result, bail, ensure};
 use lab::{Answer, Outcome};
@@ -8,33 +8,19 @@ use lab::{Answer, Outcome};
 use crate::setting::Setting;
 
 /// Every request was answered.
-pub fn answered(outcomes: &[Outcome]) -> Result<Vec<&Answer>> {
-    let answers: Vec<&Answer> = outcomes
-        .iter()
-        .filter_map(|outcome| match outcome {
-            Outcome::Answered(answer) => Some(answer),
-            Outcome::Refused { .. }
-            | Outcome::TimedOut
-            | Outcome::NotPermitted
-            | Outcome::Unreachable
-            | Outcome::Failed(_) => None,
-        })
-        .collect();
-    if answers.len() < outcomes.len() {
-        let first = outcomes.iter().find(|outcome| !matches!(outcome, Outcome::Answered(_)));
-        let first = first.map_or_else(String::new, ToString::to_string);
-        bail!(
-            "{} of {} requests not answered, first: {first}",
-            outcomes.len() - answers.len(),
-            outcomes.len()
-        );
-    }
-    ensure!(!answers.is_empty(), "no request was made");
-    Ok(answers)
+pub fn answered(outcomes: &[Outcome]) -> Result<Vec<Answer>> {
+    let answered = |outcome: &Outcome| {
+        let Outcome::Answered(answer) = outcome else {
+            bail!("of {} requests one is not answered: {outcome}", outcomes.len())
+        };
+        Ok(answer.clone())
+    };
+    ensure!(!outcomes.is_empty(), "no request was made");
+    outcomes.iter().map(answered).collect()
 }
 
 /// Every request was answered, by nobody but these, and by each of them.
-pub fn answered_by<'a>(outcomes: &'a [Outcome], expected: &[&str]) -> Result<Vec<&'a Answer>> {
+pub fn answered_by(outcomes: &[Outcome], expected: &[&str]) -> Result<Vec<Answer>> {
     let answers = answered(outcomes)?;
     let counts = shares(&answers);
     let names: Vec<&str> = counts.keys().copied().collect();
@@ -44,15 +30,23 @@ pub fn answered_by<'a>(outcomes: &'a [Outcome], expected: &[&str]) -> Result<Vec
     Ok(answers)
 }
 
+/// Whom the endpoints took for the client.
+pub fn saw(answers: &[Answer], client: &str, is_right: impl Fn(IpAddr) -> bool) -> Result<()> {
+    for Answer { by, source, .. } in answers {
+        ensure!(is_right(source.ip()), "{by} saw {source} as the address of {client}");
+    }
+    Ok(())
+}
+
 /// Nobody has less than half of an even share.
-pub fn roughly_even(answers: &[&Answer]) -> Result<()> {
+pub fn roughly_even(answers: &[Answer]) -> Result<()> {
     let counts = shares(answers);
     let least = counts.values().min().copied().unwrap_or(0);
     ensure!(least * counts.len() * 2 >= answers.len(), "uneven: {counts:?}");
     Ok(())
 }
 
-fn shares<'a>(answers: &[&'a Answer]) -> BTreeMap<&'a str, usize> {
+fn shares(answers: &[Answer]) -> BTreeMap<&str, usize> {
     let mut counts = BTreeMap::new();
     for answer in answers {
         *counts.entry(answer.by.as_str()).or_default() += 1;

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use lab::{
-    Agent, Dial, Lab, Objects, Outcome, Protocol,
+    Agent, Answer, Dial, Lab, Objects, Outcome, Protocol,
     address::{self, Addresses, FAMILIES, Family, NodeNumber, cluster_ip},
     cluster::{NODES, OUTSIDE, PodProcesses, SECOND_OUTSIDE, SERVER_PORT, network::Network, node_name},
     objects::{Endpoint, Service, State},
@@ -14,6 +14,7 @@ use lab::{
 use serde_json::{Map, Value};
 
 use crate::{
+    check,
     fixtures::{FIRST_NEWCOMER_INDEX, PODS, PORT, SENTINEL_INDEX, SERVICES, ServiceFixture},
     proxy::{Feed, Proxy},
     setting::{PathKind, Setting},
@@ -114,6 +115,12 @@ impl World {
 
     pub fn dial(&self, from: &str, dial: &Dial) -> Result<Vec<Outcome>> {
         self.agent(from)?.dial(dial)
+    }
+
+    /// Dials: every request is answered, by nobody but these, and by each of them.
+    pub fn answers(&self, from: &str, dial: &Dial, by: &[&str]) -> Result<Vec<Answer>> {
+        check::answered_by(&self.dial(from, dial)?, by)
+            .with_context(|| format!("from {from} to {}", dial.target))
     }
 
     pub fn proxy(&mut self, node: NodeNumber) -> Result<&mut Proxy> {

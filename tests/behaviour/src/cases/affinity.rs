@@ -121,8 +121,8 @@ fn switched(world: &mut World, variant: Variant) -> Result<()> {
     for _ in 0..2 {
         set(world, None, AFFINE.endpoints)?;
         for client in CLIENTS {
-            let outcomes = world.dial(client, &dial(world, client, variant)?.times(MANY))?;
-            check::answered_by(&outcomes, AFFINE.endpoints).with_context(|| format!("{client}, off"))?;
+            let dial = dial(world, client, variant)?.times(MANY);
+            world.answers(client, &dial, AFFINE.endpoints).context("off")?;
         }
         set(world, Some(THREE_HOURS), AFFINE.endpoints)?;
         for client in CLIENTS {

@@ -40,9 +40,8 @@ const CLIENTS: [&str; 3] = ["client-1", "client-2", "node1"];
 
 fn expect(world: &World, variant: Variant, servers: &[&str]) -> Result<()> {
     for client in CLIENTS {
-        let target = world.cluster_ip(&CHANGING, variant.family);
-        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(40))?;
-        check::answered_by(&outcomes, servers)?;
+        let dial = Dial::new(variant.protocol, world.cluster_ip(&CHANGING, variant.family)).times(40);
+        world.answers(client, &dial, servers)?;
     }
     Ok(())
 }
@@ -126,7 +125,7 @@ fn protocol_removed(world: &mut World, variant: Variant) -> Result<()> {
     for (service, other_is_served) in [(&both, true), (&one, false), (&both, true)] {
         world.set_service(service, &["web-1"])?;
         for (client, target) in targets {
-            check::answered_by(&world.dial(client, &dial(variant.protocol, target))?, &["web-1"])?;
+            world.answers(client, &dial(variant.protocol, target), &["web-1"])?;
             let outcomes = world.dial(client, &dial(other, target))?;
             let is_served = matches!(outcomes.as_slice(), [Outcome::Answered(_)]);
             ensure!(is_served == other_is_served, "{client}, {other}: {outcomes:?}");
@@ -162,7 +161,7 @@ fn type_changed(world: &mut World, variant: Variant) -> Result<()> {
             let found = matches!(outcomes.as_slice(), [Outcome::Answered(_)]);
             ensure!(found == is_served, "{step}: {target}: {outcomes:?}");
             if is_served {
-                check::answered_by(&world.dial("client-1", &dial)?, &["web-1"]).context(step)?;
+                world.answers("client-1", &dial, &["web-1"]).context(step)?;
             }
         }
     }
@@ -187,8 +186,8 @@ fn zone_changed(world: &mut World, variant: Variant) -> Result<()> {
             let target = world.cluster_ip(&SHIFTING, family);
             let dial = Dial::new(variant.protocol, target).times(20);
             wait::until(&format!("{server} alone answers in {zone}"), FOLLOWED_WITHIN, || {
-                let outcomes = world.dial("client-1", &dial).map_err(|error| error.to_string())?;
-                check::answered_by(&outcomes, &[server]).map(|_| Some(())).map_err(|error| error.to_string())
+                let answers = world.answers("client-1", &dial, &[server]);
+                answers.map(|_| Some(())).map_err(|error| format!("{error:#}"))
             })?;
         }
     }
@@ -233,13 +232,11 @@ fn late_pod(world: &mut World, variant: Variant) -> Result<()> {
                 None => Ok(None),
             }
         })?;
-        let outcomes = world.dial(&client, &dial.times(40))?;
-        let own = world.addresses(&client)?;
-        for answer in check::answered_by(&outcomes, BALANCED.endpoints)? {
-            let seen = answer.source.ip();
-            let is_carried = world.setting.datapath().is_a_process() && world.is_node_address(node, seen);
-            ensure!(own.contains(seen) || is_carried, "{} saw {}", answer.by, answer.source);
-        }
+        let answers = world.answers(&client, &dial.times(40), BALANCED.endpoints)?;
+        let (own, is_process) = (world.addresses(&client)?, world.setting.datapath().is_a_process());
+        check::saw(&answers, &client, |seen| {
+            own.contains(seen) || is_process && world.is_node_address(node, seen)
+        })?;
     }
     Ok(())
 }

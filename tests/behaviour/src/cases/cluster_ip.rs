@@ -35,35 +35,27 @@ pub(super) fn carried(setting: &Setting, _: Variant) -> Option<&'static str> {
 fn from_pod(world: &mut World, variant: Variant) -> Result<()> {
     for client in ["client-1", "client-2"] {
         let own = world.addresses(client)?;
-        let target = world.cluster_ip(&BALANCED, variant.family);
-        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(100))?;
-        let answers = check::answered_by(&outcomes, BALANCED.endpoints)?;
+        let dial = Dial::new(variant.protocol, world.cluster_ip(&BALANCED, variant.family)).times(100);
+        let answers = world.answers(client, &dial, BALANCED.endpoints)?;
         check::roughly_even(&answers)?;
-        for answer in answers {
-            let seen = answer.source;
-            ensure!(own.contains(seen.ip()), "{} saw {seen} as the address of {client}", answer.by);
-        }
+        check::saw(&answers, client, |seen| own.contains(seen))?;
     }
     Ok(())
 }
 
 fn from_host(world: &mut World, variant: Variant) -> Result<()> {
     for node in NODES {
-        let target = world.cluster_ip(&BALANCED, variant.family);
-        let outcomes = world.dial(&node_name(node), &Dial::new(variant.protocol, target).times(40))?;
-        for answer in check::answered_by(&outcomes, BALANCED.endpoints)? {
-            let seen = answer.source;
-            ensure!(world.is_node_address(node, seen.ip()), "{} saw {seen} as node{node}", answer.by);
-        }
+        let dial = Dial::new(variant.protocol, world.cluster_ip(&BALANCED, variant.family)).times(40);
+        let answers = world.answers(&node_name(node), &dial, BALANCED.endpoints)?;
+        check::saw(&answers, &node_name(node), |seen| world.is_node_address(node, seen))?;
     }
     Ok(())
 }
 
 fn hairpin(world: &mut World, variant: Variant) -> Result<()> {
     for (service, client) in [(&LONER1, "client-1"), (&LONER2, "client-2")] {
-        let target = world.cluster_ip(service, variant.family);
-        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(5))?;
-        check::answered_by(&outcomes, &[client])?;
+        let dial = Dial::new(variant.protocol, world.cluster_ip(service, variant.family)).times(5);
+        world.answers(client, &dial, &[client])?;
     }
     Ok(())
 }
@@ -80,9 +72,8 @@ fn refused(world: &mut World, variant: Variant) -> Result<()> {
 fn apart(world: &mut World, variant: Variant) -> Result<()> {
     for (service, server) in [(&ON_NODE1, "web-1"), (&ON_NODE2, "web-2")] {
         for client in ["client-1", "client-2"] {
-            let target = world.cluster_ip(service, variant.family);
-            let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(10))?;
-            check::answered_by(&outcomes, &[server])?;
+            let dial = Dial::new(variant.protocol, world.cluster_ip(service, variant.family)).times(10);
+            world.answers(client, &dial, &[server])?;
         }
     }
     Ok(())
@@ -90,9 +81,8 @@ fn apart(world: &mut World, variant: Variant) -> Result<()> {
 
 fn large(world: &mut World, variant: Variant) -> Result<()> {
     for service in [&ON_NODE1, &ON_NODE2] {
-        let target = world.cluster_ip(service, variant.family);
-        let outcomes = world.dial("client-1", &Dial::new(Protocol::Tcp, target).payload(5_000))?;
-        for answer in check::answered(&outcomes)? {
+        let dial = Dial::new(Protocol::Tcp, world.cluster_ip(service, variant.family)).payload(5_000);
+        for answer in world.answers("client-1", &dial, service.endpoints)? {
             ensure!(answer.bytes == 5_000, "{} of 5000 bytes arrived", answer.bytes);
         }
     }
@@ -101,9 +91,8 @@ fn large(world: &mut World, variant: Variant) -> Result<()> {
 
 fn same_source_port(world: &mut World, variant: Variant) -> Result<()> {
     for (service, server) in [(&ON_NODE1, "web-1"), (&ON_NODE2, "web-2"), (&ON_NODE1, "web-1")] {
-        let target = world.cluster_ip(service, variant.family);
-        let outcomes = world.dial("client-1", &Dial::new(variant.protocol, target).source_port(23_456))?;
-        check::answered_by(&outcomes, &[server])?;
+        let dial = Dial::new(variant.protocol, world.cluster_ip(service, variant.family));
+        world.answers("client-1", &dial.source_port(23_456), &[server])?;
     }
     Ok(())
 }

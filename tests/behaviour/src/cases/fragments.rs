@@ -74,9 +74,9 @@ fn through_fragments(world: &mut World, variant: Variant, service: &ServiceFixtu
                 Ok::<_, anyhow::Error>((of(client)?, of(server)?))
             };
             let before = created()?;
-            let outcomes = world.dial(client, &Dial::new(variant.protocol, target).payload(size))?;
-            let answers = check::answered_by(&outcomes, &[server]);
-            for answer in answers.with_context(|| format!("{size} bytes from {client} to {target}"))? {
+            let answers =
+                world.answers(client, &Dial::new(variant.protocol, target).payload(size), &[server]);
+            for answer in answers.with_context(|| format!("{size} bytes"))? {
                 ensure!(answer.bytes == size, "{} of {size} bytes arrived", answer.bytes);
             }
             let after = created()?;

@@ -2,9 +2,9 @@
 
 use std::{net::SocketAddr, time::Duration};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Result, bail};
 use lab::{
-    Dial, Outcome,
+    Answer, Dial, Outcome,
     address::external,
     cluster::{OUTSIDE, SECOND_OUTSIDE, network::Network},
     objects::{Ingress, Service},
@@ -21,11 +21,19 @@ use crate::{
 };
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("networks: clients elsewhere reach a backend over a vxlan overlay", Variants::All, vxlan),
-    Case::new("networks: clients elsewhere reach a backend over an ipip tunnel", Variants::V4, ipip),
-    Case::new("networks: clients elsewhere reach a backend over a second uplink", Variants::All, second_uplink),
-    Case::new("networks: clients elsewhere reach a backend over a VLAN of the card", Variants::All, vlan)
-        .core(),
+    Case::new("networks: clients elsewhere reach a backend over a vxlan overlay", Variants::All, |world, variant| {
+        over(world, variant, Network::Vxlan)
+    }),
+    Case::new("networks: clients elsewhere reach a backend over an ipip tunnel", Variants::V4, |world, variant| {
+        over(world, variant, Network::Ipip)
+    }),
+    Case::new("networks: clients elsewhere reach a backend over a second uplink", Variants::All, |world, variant| {
+        over(world, variant, Network::SecondUplink)
+    }),
+    Case::new("networks: clients elsewhere reach a backend over a VLAN of the card", Variants::All, |world, variant| {
+        over(world, variant, Network::Vlan)
+    })
+    .core(),
     Case::new("networks: a process of the node reaches a backend over a vxlan overlay", Variants::All, from_node)
         .differs(source_of_the_frontends_route),
     Case::new(
@@ -57,22 +65,6 @@ const SILENCE_MS: u64 = 300;
 /// A node that gets an interface takes a moment to serve it.
 const APPEARS_WITHIN: Duration = Duration::from_secs(10);
 
-fn vxlan(world: &mut World, variant: Variant) -> Result<()> {
-    over(world, variant, Network::Vxlan)
-}
-
-fn ipip(world: &mut World, variant: Variant) -> Result<()> {
-    over(world, variant, Network::Ipip)
-}
-
-fn second_uplink(world: &mut World, variant: Variant) -> Result<()> {
-    over(world, variant, Network::SecondUplink)
-}
-
-fn vlan(world: &mut World, variant: Variant) -> Result<()> {
-    over(world, variant, Network::Vlan)
-}
-
 /// By a node port of node 1 to a pod of node 2 that only this network leads to, which leads back only to node 1's address on it.
 fn over(world: &mut World, variant: Variant, network: Network) -> Result<()> {
     if let Some(option) = network.missing_option() {
@@ -82,11 +74,8 @@ fn over(world: &mut World, variant: Variant, network: Network) -> Result<()> {
     world.set_service(&OVER_NETWORK.service(), &[network.pod()])?;
     let target = world.node_port(&OVER_NETWORK, 1, variant.family)?;
     for client in [OUTSIDE, "client-2", "node2"] {
-        let outcomes = dial(world, client, variant, target).with_context(|| format!("from {client}"))?;
-        for answer in check::answered_by(&outcomes, &[network.pod()])? {
-            let seen = answer.source;
-            ensure!(network.node(1).contains(seen.ip()), "{} saw {seen}, not node1", answer.by);
-        }
+        let answers = dial(world, client, variant, target, network.pod())?;
+        check::saw(&answers, client, |seen| network.node(1).contains(seen))?;
     }
     Ok(())
 }
@@ -94,29 +83,21 @@ fn over(world: &mut World, variant: Variant, network: Network) -> Result<()> {
 fn from_node(world: &mut World, variant: Variant) -> Result<()> {
     world.add_network(Network::Vxlan)?;
     world.set_service(&OVER_NETWORK.service(), &[Network::Vxlan.pod()])?;
-    let outcomes = dial(world, "node1", variant, world.cluster_ip(&OVER_NETWORK, variant.family))?;
-    check::answered_by(&outcomes, &[Network::Vxlan.pod()]).map(drop)
+    let target = world.cluster_ip(&OVER_NETWORK, variant.family);
+    dial(world, "node1", variant, target, Network::Vxlan.pod()).map(drop)
 }
 
 fn client_beyond(world: &mut World, variant: Variant) -> Result<()> {
     let target = balance_on_node1(world, variant, false, &["web-2"])?;
-    let outcomes = dial(world, SECOND_OUTSIDE, variant, target)?;
-    for answer in check::answered_by(&outcomes, &["web-2"])? {
-        let seen = answer.source;
-        ensure!(world.is_node_address(1, seen.ip()), "{} saw {seen}, not node1", answer.by);
-    }
-    Ok(())
+    let answers = dial(world, SECOND_OUTSIDE, variant, target, "web-2")?;
+    check::saw(&answers, SECOND_OUTSIDE, |seen| world.is_node_address(1, seen))
 }
 
 fn local_beyond(world: &mut World, variant: Variant) -> Result<()> {
     let target = balance_on_node1(world, variant, true, &["web-1", "web-2"])?;
-    let outcomes = dial(world, SECOND_OUTSIDE, variant, target)?;
-    let is_process = world.setting.datapath().is_a_process();
-    for answer in check::answered_by(&outcomes, &["web-1"])? {
-        let (seen, client) = (answer.source, world.addresses(SECOND_OUTSIDE)?);
-        ensure!(is_process || client.contains(seen.ip()), "{} saw {seen} as the client", answer.by);
-    }
-    Ok(())
+    let answers = dial(world, SECOND_OUTSIDE, variant, target, "web-1")?;
+    let (is_process, client) = (world.setting.datapath().is_a_process(), world.addresses(SECOND_OUTSIDE)?);
+    check::saw(&answers, SECOND_OUTSIDE, |seen| is_process || client.contains(seen))
 }
 
 fn none_beyond(world: &mut World, variant: Variant) -> Result<()> {
@@ -141,7 +122,13 @@ fn balance_on_node1(world: &mut World, variant: Variant, local: bool, pods: &[&s
 }
 
 /// Ten requests, once the first of all is answered.
-fn dial(world: &World, client: &str, variant: Variant, target: SocketAddr) -> Result<Vec<Outcome>> {
+fn dial(
+    world: &World,
+    client: &str,
+    variant: Variant,
+    target: SocketAddr,
+    server: &str,
+) -> Result<Vec<Answer>> {
     let once = Dial::new(variant.protocol, target).timeout_ms(SILENCE_MS);
     wait::until(&format!("{client} is answered by {target}"), APPEARS_WITHIN, || {
         match world.dial(client, &once).map_err(|error| error.to_string())?.first() {
@@ -150,5 +137,5 @@ fn dial(world: &World, client: &str, variant: Variant, target: SocketAddr) -> Re
             None => Ok(None),
         }
     })?;
-    world.dial(client, &Dial::new(variant.protocol, target).times(10))
+    world.answers(client, &Dial::new(variant.protocol, target).times(10), &[server])
 }

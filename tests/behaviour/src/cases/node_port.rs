@@ -1,11 +1,14 @@
 //! Clients everywhere dial a node port.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{
+    net::{IpAddr, SocketAddr},
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, ensure};
 use lab::{
     Dial, Protocol,
-    address::{Family, fabric},
+    address::{Family, NodeNumber, fabric},
     cluster::{NODES, OUTSIDE, node_name},
     namespace, wait,
 };
@@ -14,32 +17,50 @@ use super::surface::METRICS;
 use crate::{
     case::{Case, Variant, Variants},
     check,
-    fixtures::{BALANCED, EMPTY, ON_NODE1, ON_NODE2},
+    fixtures::{BALANCED, EMPTY, ON_NODE1, ON_NODE2, ServiceFixture},
     setting::{Datapath, PathKind, ProxyKind, Setting},
     world::World,
 };
 
 pub(super) const CASES: &[Case] = &[
-    Case::new("a pod reaches a node port on its own node", Variants::All, pod_to_own_node).core(),
+    Case::new("a pod reaches a node port on its own node", Variants::All, |world, variant| {
+        balanced(world, variant, [("client-1", 1), ("client-2", 2)])
+    })
+    .core(),
     Case::new("a pod keeps its address towards a node port", Variants::All, pod_preserved)
         .differs(masquerades),
-    Case::new("a pod reaches a node port on another node", Variants::All, pod_to_other_node),
-    Case::new("a host process reaches a node port on its own address", Variants::All, host_to_own_address),
+    Case::new("a pod reaches a node port on another node", Variants::All, |world, variant| {
+        balanced(world, variant, [("client-1", 2), ("client-2", 1)])
+    }),
+    Case::new("a host process reaches a node port on its own address", Variants::All, |world, variant| {
+        balanced(world, variant, [("node1", 1), ("node2", 2)])
+    }),
     Case::new("a host process reaches a node port on 127.0.0.1", Variants::V4, host_to_loopback)
         .differs(no_loopback),
-    Case::new("a host process reaches a node port on another node", Variants::All, host_to_other_node),
-    Case::new("a client outside reaches a backend on the node it dials", Variants::All, outside_to_local)
-        .core(),
+    Case::new("a host process reaches a node port on another node", Variants::All, |world, variant| {
+        balanced(world, variant, [("node1", 2), ("node2", 1)])
+    }),
+    Case::new("a client outside reaches a backend on the node it dials", Variants::All, |world, variant| {
+        from_outside(world, variant, [(&ON_NODE1, 1), (&ON_NODE2, 2)], |_, _| true)
+    })
+    .core(),
     Case::new(
         "a client outside keeps its address towards a backend on the node",
         Variants::All,
-        outside_preserved,
+        |world, variant| {
+            let own = world.addresses(OUTSIDE)?;
+            from_outside(world, variant, [(&ON_NODE1, 1), (&ON_NODE2, 2)], |_, seen| own.contains(seen))
+        },
     )
     .differs(masquerades),
     Case::new(
         "a client outside reaches a backend on another node, masqueraded",
         Variants::All,
-        outside_to_remote,
+        |world, variant| {
+            from_outside(world, variant, [(&ON_NODE2, 1), (&ON_NODE1, 2)], |node, seen| {
+                world.is_node_address(node, seen)
+            })
+        },
     )
     .core(),
     Case::new(
@@ -78,44 +99,22 @@ fn no_loopback(setting: &Setting, _: Variant) -> Option<&'static str> {
         .then_some("kube-proxy serves node ports on loopback in mode iptables only")
 }
 
-fn pod_to_own_node(world: &mut World, variant: Variant) -> Result<()> {
-    for (client, node) in [("client-1", 1), ("client-2", 2)] {
-        let target = world.node_port(&BALANCED, node, variant.family)?;
-        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(40))?;
-        check::answered_by(&outcomes, BALANCED.endpoints)?;
-    }
-    Ok(())
+/// Each client reaches every endpoint by the node port of this node.
+fn balanced(world: &World, variant: Variant, paths: [(&str, NodeNumber); 2]) -> Result<()> {
+    paths.into_iter().try_for_each(|(client, node)| {
+        let dial = Dial::new(variant.protocol, world.node_port(&BALANCED, node, variant.family)?).times(40);
+        world.answers(client, &dial, BALANCED.endpoints).map(drop)
+    })
 }
 
 fn pod_preserved(world: &mut World, variant: Variant) -> Result<()> {
     for (client, node) in [("client-1", 1), ("client-2", 2)] {
         let own = world.addresses(client)?;
         for service in [&ON_NODE1, &ON_NODE2] {
-            let target = world.node_port(service, node, variant.family)?;
-            let outcomes = world.dial(client, &Dial::new(variant.protocol, target))?;
-            for answer in check::answered(&outcomes)? {
-                let seen = answer.source;
-                ensure!(own.contains(seen.ip()), "{} saw {seen} as the address of {client}", answer.by);
-            }
+            let dial = Dial::new(variant.protocol, world.node_port(service, node, variant.family)?);
+            let answers = world.answers(client, &dial, service.endpoints)?;
+            check::saw(&answers, client, |seen| own.contains(seen))?;
         }
-    }
-    Ok(())
-}
-
-fn pod_to_other_node(world: &mut World, variant: Variant) -> Result<()> {
-    for (client, node) in [("client-1", 2), ("client-2", 1)] {
-        let target = world.node_port(&BALANCED, node, variant.family)?;
-        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(40))?;
-        check::answered_by(&outcomes, BALANCED.endpoints)?;
-    }
-    Ok(())
-}
-
-fn host_to_own_address(world: &mut World, variant: Variant) -> Result<()> {
-    for node in NODES {
-        let target = world.node_port(&BALANCED, node, variant.family)?;
-        let outcomes = world.dial(&node_name(node), &Dial::new(variant.protocol, target).times(40))?;
-        check::answered_by(&outcomes, BALANCED.endpoints)?;
     }
     Ok(())
 }
@@ -123,55 +122,25 @@ fn host_to_own_address(world: &mut World, variant: Variant) -> Result<()> {
 fn host_to_loopback(world: &mut World, variant: Variant) -> Result<()> {
     let port = world.node_port(&BALANCED, 1, Family::V4)?.port();
     let target = SocketAddr::new(variant.family.loopback(), port);
+    let dial = Dial::new(variant.protocol, target).times(40).timeout_ms(500);
     for node in NODES {
-        let dial = Dial::new(variant.protocol, target).times(40).timeout_ms(500);
-        let outcomes = world.dial(&node_name(node), &dial)?;
-        check::answered_by(&outcomes, BALANCED.endpoints)?;
+        world.answers(&node_name(node), &dial, BALANCED.endpoints)?;
     }
     Ok(())
 }
 
-fn host_to_other_node(world: &mut World, variant: Variant) -> Result<()> {
-    for (node, other) in [(1, 2), (2, 1)] {
-        let target = world.node_port(&BALANCED, other, variant.family)?;
-        let outcomes = world.dial(&node_name(node), &Dial::new(variant.protocol, target).times(40))?;
-        check::answered_by(&outcomes, BALANCED.endpoints)?;
-    }
-    Ok(())
-}
-
-fn outside_to_local(world: &mut World, variant: Variant) -> Result<()> {
-    for (service, node) in [(&ON_NODE1, 1), (&ON_NODE2, 2)] {
-        let target = world.node_port(service, node, variant.family)?;
-        let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target).times(10))?;
-        check::answered_by(&outcomes, service.endpoints)?;
-    }
-    Ok(())
-}
-
-fn outside_preserved(world: &mut World, variant: Variant) -> Result<()> {
-    let outside = world.addresses(OUTSIDE)?;
-    for (service, node) in [(&ON_NODE1, 1), (&ON_NODE2, 2)] {
-        let target = world.node_port(service, node, variant.family)?;
-        let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target))?;
-        for answer in check::answered(&outcomes)? {
-            let seen = answer.source;
-            ensure!(outside.contains(seen.ip()), "{} saw {seen} as the client outside", answer.by);
-        }
-    }
-    Ok(())
-}
-
-fn outside_to_remote(world: &mut World, variant: Variant) -> Result<()> {
-    for (service, node) in [(&ON_NODE2, 1), (&ON_NODE1, 2)] {
-        let target = world.node_port(service, node, variant.family)?;
-        let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target).times(10))?;
-        for answer in check::answered_by(&outcomes, service.endpoints)? {
-            let seen = answer.source;
-            ensure!(world.is_node_address(node, seen.ip()), "{} saw {seen}, not node{node}", answer.by);
-        }
-    }
-    Ok(())
+/// By the node ports of these nodes; `sees`: whether an endpoint may see this as the client's address.
+fn from_outside(
+    world: &World,
+    variant: Variant,
+    paths: [(&ServiceFixture, NodeNumber); 2],
+    sees: impl Fn(NodeNumber, IpAddr) -> bool,
+) -> Result<()> {
+    paths.into_iter().try_for_each(|(service, node)| {
+        let dial = Dial::new(variant.protocol, world.node_port(service, node, variant.family)?).times(10);
+        let answers = world.answers(OUTSIDE, &dial, service.endpoints)?;
+        check::saw(&answers, "the client outside", |seen| sees(node, seen))
+    })
 }
 
 /// All but the first one of each flow.
@@ -187,8 +156,8 @@ fn in_transit(world: &mut World, variant: Variant) -> Result<()> {
     };
     let before = sent()?;
     let target = world.node_port(&ON_NODE2, 1, variant.family)?;
-    let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target).times(REQUESTS.into()))?;
-    check::answered_by(&outcomes, ON_NODE2.endpoints)?;
+    let dial = Dial::new(variant.protocol, target).times(REQUESTS.into());
+    world.answers(OUTSIDE, &dial, ON_NODE2.endpoints)?;
     let packets = sent()? - before;
     // Of a connection: the backend's SYN, what acknowledges it, request, answer, and the ends. The next hops are known after a few.
     let of_each = if variant.protocol == Protocol::Tcp { 5 } else { 1 };
@@ -198,9 +167,8 @@ fn in_transit(world: &mut World, variant: Variant) -> Result<()> {
 
 fn outside_balanced(world: &mut World, variant: Variant) -> Result<()> {
     for node in NODES {
-        let target = world.node_port(&BALANCED, node, variant.family)?;
-        let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target).times(100))?;
-        check::roughly_even(&check::answered_by(&outcomes, BALANCED.endpoints)?)?;
+        let dial = Dial::new(variant.protocol, world.node_port(&BALANCED, node, variant.family)?).times(100);
+        check::roughly_even(&world.answers(OUTSIDE, &dial, BALANCED.endpoints)?)?;
     }
     Ok(())
 }
@@ -233,7 +201,7 @@ fn late_address(world: &mut World, variant: Variant) -> Result<()> {
             let outcomes = world.dial(client, &dial).map_err(|error| error.to_string())?;
             check::answered(&outcomes).map(|_| Some(())).map_err(|error| error.to_string())
         })?;
-        check::answered_by(&world.dial(client, &dial.clone().times(40))?, BALANCED.endpoints).map(drop)
+        world.answers(client, &dial.clone().times(40), BALANCED.endpoints).map(drop)
     });
     namespace::ip(Some(&node), &format!("addr del {}\n", assigned.trim_end_matches(" nodad")))?;
     served?;

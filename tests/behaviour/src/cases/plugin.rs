@@ -1,6 +1,6 @@
 //! A network plugin on the same node that masquerades what pods send, by a rule of its own that knows no port of anybody's flows.
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use lab::{
     Dial,
     cluster::{OUTSIDE, SERVER_PORT},
@@ -52,12 +52,9 @@ fn beside(world: &mut World, variant: Variant, endpoint: std::net::SocketAddr) -
     for (lasting, short) in [(paths[0], paths[1]), (paths[1], paths[0])] {
         let agent = world.agent(lasting.0)?;
         let held = agent.hold_many(variant.protocol, &[lasting.1], LASTING)?;
-        let outcomes = world.dial(short.0, &Dial::new(variant.protocol, short.1).times(SHORT))?;
-        for answer in check::answered_by(&outcomes, &["web-2"])
-            .with_context(|| format!("{} to {}", short.0, short.1))?
-        {
-            ensure!(world.is_node_address(1, answer.source.ip()), "not masqueraded: {}", answer.source);
-        }
+        let dial = Dial::new(variant.protocol, short.1).times(SHORT);
+        let answers = world.answers(short.0, &dial, &["web-2"])?;
+        check::saw(&answers, short.0, |seen| world.is_node_address(1, seen))?;
         let lost = agent.ping_many(&held)?;
         ensure!(lost.is_empty(), "{} of {LASTING} lost: {:?}", lost.len(), &lost[..lost.len().min(3)]);
         for connection in held {

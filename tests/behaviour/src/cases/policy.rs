@@ -1,6 +1,6 @@
 //! Traffic policies: only endpoints of the own node.
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use lab::{Dial, Protocol, cluster::OUTSIDE};
 
 use super::cluster_ip::carried;
@@ -41,10 +41,9 @@ pub(super) fn accepted_first(setting: &Setting, variant: Variant) -> Option<&'st
 }
 
 fn internal(world: &mut World, variant: Variant) -> Result<()> {
+    let dial = Dial::new(variant.protocol, world.cluster_ip(&INTERNAL_LOCAL, variant.family)).times(10);
     for (client, server) in [("client-1", "web-1"), ("client-2", "web-2"), ("node1", "web-1")] {
-        let target = world.cluster_ip(&INTERNAL_LOCAL, variant.family);
-        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(10))?;
-        check::answered_by(&outcomes, &[server])?;
+        world.answers(client, &dial, &[server])?;
     }
     Ok(())
 }
@@ -59,18 +58,14 @@ fn internal_none(world: &mut World, variant: Variant) -> Result<()> {
     } else {
         check::dropped(world.setting, &outcomes)?;
     }
-    check::answered_by(&world.dial("client-2", &dial)?, &["web-2"]).map(drop)
+    world.answers("client-2", &dial, &["web-2"]).map(drop)
 }
 
 fn external(world: &mut World, variant: Variant) -> Result<()> {
     let target = world.node_port(&EXTERNAL_LOCAL_ON_NODE1, 1, variant.family)?;
-    let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target).times(10))?;
+    let answers = world.answers(OUTSIDE, &Dial::new(variant.protocol, target).times(10), &["web-1"])?;
     let outside = world.addresses(OUTSIDE)?;
-    for answer in check::answered_by(&outcomes, &["web-1"])? {
-        let seen = answer.source;
-        ensure!(outside.contains(seen.ip()), "{} saw {seen} as the client outside", answer.by);
-    }
-    Ok(())
+    check::saw(&answers, "the client outside", |seen| outside.contains(seen))
 }
 
 fn external_none(world: &mut World, variant: Variant) -> Result<()> {
@@ -80,10 +75,9 @@ fn external_none(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn external_from_inside(world: &mut World, variant: Variant) -> Result<()> {
+    let target = world.node_port(&EXTERNAL_LOCAL_ON_NODE1, 2, variant.family)?;
     for client in ["client-2", "node2"] {
-        let target = world.node_port(&EXTERNAL_LOCAL_ON_NODE1, 2, variant.family)?;
-        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(5))?;
-        check::answered_by(&outcomes, &["web-1"])?;
+        world.answers(client, &Dial::new(variant.protocol, target).times(5), &["web-1"])?;
     }
     Ok(())
 }

@@ -134,7 +134,7 @@ fn all_reach(world: &World, service: &ServiceFixture, servers: &[&str]) -> Resul
     for client in CLIENTS {
         for Variant { protocol, family } in Variants::All.list() {
             let dial = Dial::new(protocol, world.cluster_ip(service, family)).times(40);
-            check::answered_by(&world.dial(client, &dial)?, servers)?;
+            world.answers(client, &dial, servers)?;
         }
     }
     Ok(())

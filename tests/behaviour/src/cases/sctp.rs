@@ -1,6 +1,6 @@
 //! SCTP, where the kernel has it.
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Result, bail};
 use lab::{
     Dial, Protocol,
     cluster::{OUTSIDE, SERVER_PORT},
@@ -10,7 +10,6 @@ use scenario::Skip;
 
 use crate::{
     case::{Case, Variant, Variants},
-    check,
     fixtures::{GUARDED, PORT, SCTP},
     proxy::kernel_has,
     world::World,
@@ -50,8 +49,7 @@ fn reached(world: &mut World, variant: Variant) -> Result<()> {
         [("client-1", cluster_ip), ("client-2", cluster_ip), ("node1", cluster_ip), (OUTSIDE, node_port)]
     {
         let dial = Dial::new(Protocol::Sctp, target).times(40).timeout_ms(PATIENCE_MS);
-        let outcomes = world.dial(client, &dial)?;
-        check::answered_by(&outcomes, SCTP.endpoints).with_context(|| format!("from {client}"))?;
+        world.answers(client, &dial, SCTP.endpoints)?;
     }
     world.remove_service(SCTP.name)
 }
@@ -68,8 +66,7 @@ fn beside_sctp(world: &mut World, variant: Variant) -> Result<()> {
     world.set_service(&service, GUARDED.endpoints)?;
     let cluster_ip = Dial::new(variant.protocol, world.cluster_ip(&GUARDED, variant.family)).times(40);
     for client in ["client-1", "client-2", "node1"] {
-        let outcomes = world.dial(client, &cluster_ip)?;
-        check::answered_by(&outcomes, GUARDED.endpoints).with_context(|| format!("from {client}"))?;
+        world.answers(client, &cluster_ip, GUARDED.endpoints)?;
     }
     world.remove_service(GUARDED.name)
 }

@@ -1,5 +1,7 @@
 //! What an application sees of its own socket.
 
+use std::net::SocketAddr;
+
 use anyhow::{Result, bail, ensure};
 use lab::{Dial, Protocol, address::mapped, cluster::SERVER_PORT, namespace};
 use scenario::Skip;
@@ -24,23 +26,23 @@ pub(super) const CASES: &[Case] = &[
     Case::new("connections to other addresses are left alone", Variants::All, direct),
 ];
 
+const CLIENTS: [&str; 3] = ["client-1", "client-2", "node1"];
+
 fn peer_name(world: &mut World, variant: Variant) -> Result<()> {
-    for client in ["client-1", "client-2", "node1"] {
-        let target = world.cluster_ip(&BALANCED, variant.family);
-        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).times(10))?;
-        for answer in check::answered(&outcomes)? {
-            ensure!(answer.peer == target, "dialled {target}, peer is {}", answer.peer);
-        }
-    }
-    Ok(())
+    let target = world.cluster_ip(&BALANCED, variant.family);
+    every_client(world, &Dial::new(variant.protocol, target).times(40), target)
 }
 
 fn unconnected(world: &mut World, variant: Variant) -> Result<()> {
-    for client in ["client-1", "client-2", "node1"] {
-        let target = world.cluster_ip(&BALANCED, variant.family);
-        let outcomes = world.dial(client, &Dial::new(Protocol::Udp, target).unconnected().times(40))?;
-        for answer in check::answered_by(&outcomes, BALANCED.endpoints)? {
-            ensure!(answer.peer == target, "sent to {target}, answer is from {}", answer.peer);
+    let target = world.cluster_ip(&BALANCED, variant.family);
+    every_client(world, &Dial::new(Protocol::Udp, target).unconnected().times(40), target)
+}
+
+/// Is answered by every endpoint, and takes this for its peer.
+fn every_client(world: &World, dial: &Dial, peer: SocketAddr) -> Result<()> {
+    for client in CLIENTS {
+        for answer in world.answers(client, dial, BALANCED.endpoints)? {
+            ensure!(answer.peer == peer, "dialled {}, peer is {}", dial.target, answer.peer);
         }
     }
     Ok(())
@@ -50,37 +52,30 @@ fn unconnected(world: &mut World, variant: Variant) -> Result<()> {
 const ROUNDS: u32 = 5;
 
 fn shared(world: &mut World, variant: Variant) -> Result<()> {
-    let targets = [&ON_NODE1, &ON_NODE2].map(|service| world.cluster_ip(service, variant.family));
-    let outcomes = world.agent("client-1")?.dial_shared(&targets, ROUNDS, false)?;
-    check_shared(&outcomes, &targets)
+    from_one_socket(world, variant, false)
 }
 
 fn shared_mapped(world: &mut World, variant: Variant) -> Result<()> {
-    let targets = [&ON_NODE1, &ON_NODE2].map(|service| world.cluster_ip(service, variant.family));
-    let outcomes = world.agent("client-1")?.dial_shared(&targets, ROUNDS, true)?;
-    check_shared(&outcomes, &targets.map(mapped))
+    from_one_socket(world, variant, true)
 }
 
-fn check_shared(outcomes: &[lab::Outcome], targets: &[std::net::SocketAddr; 2]) -> Result<()> {
-    ensure!(outcomes.len() == ROUNDS as usize * targets.len(), "{} outcomes: {outcomes:?}", outcomes.len());
-    for pair in outcomes.chunks(targets.len()) {
-        for ((answer, target), server) in check::answered(pair)?.iter().zip(targets).zip(["web-1", "web-2"]) {
-            ensure!(answer.by == server, "{target} was answered by {}", answer.by);
-            ensure!(answer.peer == *target, "sent to {target}, answer is from {}", answer.peer);
+fn from_one_socket(world: &World, variant: Variant, is_mapped: bool) -> Result<()> {
+    let targets = [&ON_NODE1, &ON_NODE2].map(|service| world.cluster_ip(service, variant.family));
+    let outcomes = world.agent("client-1")?.dial_shared(&targets, ROUNDS, is_mapped)?;
+    let peers = if is_mapped { targets.map(mapped) } else { targets };
+    ensure!(outcomes.len() == ROUNDS as usize * peers.len(), "{} outcomes: {outcomes:?}", outcomes.len());
+    for pair in outcomes.chunks(peers.len()) {
+        for ((answer, peer), server) in check::answered(pair)?.iter().zip(peers).zip(["web-1", "web-2"]) {
+            ensure!(answer.by == server, "{peer} was answered by {}", answer.by);
+            ensure!(answer.peer == peer, "sent to {peer}, answer is from {}", answer.peer);
         }
     }
     Ok(())
 }
 
 fn mapped_socket(world: &mut World, variant: Variant) -> Result<()> {
-    for client in ["client-1", "client-2", "node1"] {
-        let target = world.cluster_ip(&BALANCED, variant.family);
-        let outcomes = world.dial(client, &Dial::new(variant.protocol, target).mapped().times(40))?;
-        for answer in check::answered_by(&outcomes, BALANCED.endpoints)? {
-            ensure!(answer.peer == mapped(target), "peer is {}, not {}", answer.peer, mapped(target));
-        }
-    }
-    Ok(())
+    let target = world.cluster_ip(&BALANCED, variant.family);
+    every_client(world, &Dial::new(variant.protocol, target).mapped().times(40), mapped(target))
 }
 
 fn mapped_unconnected(world: &mut World, variant: Variant) -> Result<()> {
@@ -94,16 +89,13 @@ fn mapped_unconnected(world: &mut World, variant: Variant) -> Result<()> {
 
 fn non_blocking(world: &mut World, variant: Variant) -> Result<()> {
     let target = world.cluster_ip(&BALANCED, variant.family);
-    let outcomes = world.dial("client-1", &Dial::new(Protocol::Tcp, target).non_blocking().times(40))?;
-    check::answered_by(&outcomes, BALANCED.endpoints).map(drop)
+    let dial = Dial::new(Protocol::Tcp, target).non_blocking().times(40);
+    world.answers("client-1", &dial, BALANCED.endpoints).map(drop)
 }
 
 fn non_blocking_refused(world: &mut World, variant: Variant) -> Result<()> {
-    let target = world.cluster_ip(&EMPTY, variant.family);
-    check::refused_at_once(
-        world.setting,
-        &world.dial("client-1", &Dial::new(Protocol::Tcp, target).non_blocking())?,
-    )
+    let dial = Dial::new(Protocol::Tcp, world.cluster_ip(&EMPTY, variant.family)).non_blocking();
+    check::refused_at_once(world.setting, &world.dial("client-1", &dial)?)
 }
 
 /// A sidecar's rule, as Istio's: what the pod's processes open comes to the sidecar, which asks where it was sent. A socket
@@ -132,9 +124,8 @@ fn redirected(world: &mut World, variant: Variant) -> Result<()> {
 fn direct(world: &mut World, variant: Variant) -> Result<()> {
     for server in ["web-1", "web-2", "web-3"] {
         let target = (world.addresses(server)?.of(variant.family), SERVER_PORT).into();
-        for client in ["client-1", "client-2", "node1"] {
-            let outcomes = world.dial(client, &Dial::new(variant.protocol, target))?;
-            for answer in check::answered_by(&outcomes, &[server])? {
+        for client in CLIENTS {
+            for answer in world.answers(client, &Dial::new(variant.protocol, target), &[server])? {
                 ensure!(answer.peer == target, "dialled {target}, peer is {}", answer.peer);
             }
         }

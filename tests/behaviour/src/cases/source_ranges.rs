@@ -60,7 +60,7 @@ fn guarded(world: &mut World, variant: Variant) -> Result<()> {
             let target = (load_balancer(node).of(variant.family), PORT).into();
             let dial = Dial::new(variant.protocol, target);
             let found = if client == allowed {
-                check::answered_by(&world.dial(client, &dial.times(MANY))?, GUARDED.endpoints).map(drop)
+                world.answers(client, &dial.times(MANY), GUARDED.endpoints).map(drop)
             } else {
                 let outcomes = world.dial(client, &dial.timeout_ms(SILENCE_MS))?;
                 // A hook could only have `connect` fail, so it says why.
@@ -72,7 +72,7 @@ fn guarded(world: &mut World, variant: Variant) -> Result<()> {
         }
         // They close load-balancer addresses alone.
         let cluster_ip = Dial::new(variant.protocol, world.cluster_ip(&GUARDED, variant.family)).times(MANY);
-        check::answered_by(&world.dial("client-2", &cluster_ip)?, GUARDED.endpoints)?;
+        world.answers("client-2", &cluster_ip, GUARDED.endpoints)?;
     }
     world.remove_service(GUARDED.name)
 }
@@ -98,8 +98,7 @@ fn flows_apart(world: &mut World, variant: Variant) -> Result<()> {
         [world.node_port(&BALANCED, 1, variant.family)?, (load_balancer(1).of(variant.family), PORT).into()]
     {
         let dial = Dial::new(variant.protocol, target).times(FLOWS);
-        check::answered_by(&world.dial(OUTSIDE, &dial)?, BALANCED.endpoints)
-            .with_context(|| format!("{target}"))?;
+        world.answers(OUTSIDE, &dial, BALANCED.endpoints)?;
     }
     world.remove_service(GUARDED.name)
 }

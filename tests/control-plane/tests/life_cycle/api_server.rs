@@ -12,9 +12,9 @@ use serde_json::json;
 use crate::{
     node::{Node, nothing_is_programmed},
     proxy::{answers, metric},
-    scenarios::{ADDRESS, PROGRAMMED},
-    until::{LIMIT, until},
-    world::{World, node},
+    scenarios::PROGRAMMED,
+    until::until,
+    world::World,
 };
 
 const OUTAGE: Duration = Duration::from_secs(60);
@@ -22,13 +22,9 @@ const OUTAGE: Duration = Duration::from_secs(60);
 const UNREACHABLE: &str = "reason=\"unreachable\"";
 
 pub(crate) fn an_api_server_that_is_away_changes_nothing(world: &mut World) -> Result<()> {
-    let own = Node::new(world, "alone", 17)?;
-    let late = Node::new(world, "alone-from-the-start", 18)?;
-    for own in [&own, &late] {
-        world.apply(&node(own.name, ADDRESS, &[]))?;
-    }
-    let mut proxy = own.start(&json!({}))?;
-    proxy.says(PROGRAMMED)?;
+    let own = Node::known(world, "alone", 17)?;
+    let late = Node::known(world, "alone-from-the-start", 18)?;
+    let mut proxy = own.run(&json!({}))?;
     own.serves()?;
 
     world.server.kill();
@@ -47,19 +43,15 @@ pub(crate) fn an_api_server_that_is_away_changes_nothing(world: &mut World) -> R
     for own in [&own, &late] {
         // A family without a sample has none of this reason yet.
         let is_refused = || Ok(metric(&own.metrics(), refused).is_ok_and(|count| count > 0.0).then_some(()));
-        until("the former token to be refused", LIMIT, is_refused, || proxy.log())?;
+        until("the former token to be refused", is_refused, || proxy.log())?;
     }
     nothing_is_programmed(&late)?;
     world.server.publish_token(PROXY)?;
     let added = objects::service("default", "added", 81);
     world.apply(&added)?;
     proxy.says("again after")?;
-    until(
-        "the new Service",
-        LIMIT,
-        || Ok(own.services()?.to_string().contains("\"added\"").then_some(())),
-        || proxy.log(),
-    )?;
+    let added_too = || Ok(own.services()?.to_string().contains("\"added\"").then_some(()));
+    until("the new Service", added_too, || proxy.log())?;
     started_late.says(PROGRAMMED)?;
     late.serves()?;
     world.event(late.name, "Starting")?;

@@ -26,14 +26,16 @@ use serde_json::{Value, json};
 use crate::{
     node::Node,
     proxy::{Proxy, answers, metric},
-    scenarios::{ADDRESS, PROGRAMMED},
-    until::{LIMIT, until},
-    world::{World, node},
+    scenarios::PROGRAMMED,
+    until::until,
+    world::World,
 };
 
 const CLUSTER_IP: &str = "10.96.77.77";
 const ENDPOINT: &str = "10.0.0.77";
 const PORT: u16 = 8077;
+/// How many pieces of kube-proxy are left.
+const FORMER_RULES: &str = "proxy_former_rules";
 const REMOVED: &str = "removed rules of another kube-proxy";
 
 /// Somebody else's, in tables of their own and in those that kube-proxy uses too.
@@ -201,26 +203,19 @@ impl OldProxy {
         Ok(())
     }
 
-    fn start(&self, own: &Node, more: &Value) -> Result<Proxy> {
-        let mut configuration = json!({"mode": self.tables.mode()});
-        for (field, value) in more.as_object().into_iter().flatten() {
-            configuration[field] = value.clone();
-        }
-        fs::write(own.config_file(), own.configuration(&configuration))?;
+    fn start(&self, own: &Node) -> Result<Proxy> {
+        own.write_configuration(&json!({"mode": self.tables.mode()}))?;
         let (program, file) = (self.program.display().to_string(), own.config_file().display().to_string());
         let proxy = Proxy::start(Path::new("env"), &[&self.path, &program, "--config", &file])?;
-        until(
-            "kube-proxy's rules",
-            LIMIT,
-            || Ok(self.tables.are_complete(&self.tables.dump()?, own).then_some(())),
-            || format!("{}\n{}", proxy.log(), self.tables.dump().unwrap_or_default()),
-        )?;
+        let complete = || Ok(self.tables.are_complete(&self.tables.dump()?, own).then_some(()));
+        let state = || format!("{}\n{}", proxy.log(), self.tables.dump().unwrap_or_default());
+        until("kube-proxy's rules", complete, state)?;
         Ok(proxy)
     }
 
     /// Programs everything, and ends.
     fn leave_rules(&self, own: &Node) -> Result<()> {
-        let mut proxy = self.start(own, &json!({}))?;
+        let mut proxy = self.start(own)?;
         proxy.send(Signal::SIGTERM)?;
         proxy.ends()?;
         Ok(())
@@ -247,7 +242,7 @@ fn with_each(
     let mut skipped = Vec::new();
     for tables in kinds {
         match OldProxy::new(own, *tables)? {
-            Ok(former) => scene(&former)?,
+            Ok(former) => scene(&former).with_context(|| format!("{tables:?}"))?,
             Err(reason) => skipped.push(format!("{tables:?}: {reason}")),
         }
     }
@@ -280,15 +275,16 @@ fn clean_up() -> Result<Value> {
     Ok(said["kubeProxy"].clone())
 }
 
-/// A Service with a known address, a node port and an endpoint on this machine.
-fn publish(world: &World, own: &Node) -> Result<()> {
-    world.apply(&node(own.name, ADDRESS, &[]))?;
+/// A Node, and a Service with a known address, a node port and an endpoint on this machine.
+fn with_service(world: &World, node: &'static str, number: u16) -> Result<Node> {
+    let own = Node::known(world, node, number)?;
     let mut service = objects::service("default", "leftovers", PORT);
     service["spec"]["clusterIP"] = json!(CLUSTER_IP);
     service["spec"]["type"] = json!("NodePort");
     world.apply(&service)?;
     let slice = objects::endpoint_slice("default", "leftovers-1", "leftovers", &[ENDPOINT.parse()?], PORT);
-    world.apply(&slice)
+    world.apply(&slice)?;
+    Ok(own)
 }
 
 fn is_as(expected: &str, found: &str) -> Result<()> {
@@ -297,8 +293,7 @@ fn is_as(expected: &str, found: &str) -> Result<()> {
 }
 
 pub(crate) fn clean_up_leaves_what_kube_proxys_leaves(world: &mut World) -> Result<Outcome> {
-    let own = Node::new(world, "left", 40)?;
-    publish(world, &own)?;
+    let own = with_service(world, "left", 40)?;
     with_each(&own, &[RuleApi::Nft("iptables"), RuleApi::Nft("nftables"), RuleApi::Legacy], |former| {
         let tables = former.tables;
         former.lay_foreign_rules()?;
@@ -306,10 +301,7 @@ pub(crate) fn clean_up_leaves_what_kube_proxys_leaves(world: &mut World) -> Resu
         let programmed = tables.dump()?;
         former.clean_up()?;
         let expected = tables.dump()?;
-        ensure!(
-            expected != programmed && expected.contains("MINE"),
-            "{tables:?}: nothing to compare: {expected}"
-        );
+        ensure!(expected != programmed && expected.contains("MINE"), "nothing to compare: {expected}");
 
         former.reset()?;
         former.lay_foreign_rules()?;
@@ -318,17 +310,16 @@ pub(crate) fn clean_up_leaves_what_kube_proxys_leaves(world: &mut World) -> Resu
         let lines = |dump: &str| dump.lines().map(str::to_owned).collect::<BTreeSet<_>>();
         ensure!(lines(&programmed) == lines(&tables.dump()?), "kube-proxy does not program the same twice");
         let said = clean_up()?;
-        is_as(&expected, &tables.dump()?).with_context(|| format!("{tables:?}: {said}"))?;
-        ensure!(said["kept"] == json!([]), "{tables:?}: {said}");
+        is_as(&expected, &tables.dump()?).with_context(|| said.to_string())?;
+        ensure!(said["kept"] == json!([]), "{said}");
         let again = clean_up()?;
-        ensure!(again == json!({"removed": [], "kept": []}), "{tables:?}, once more: {again}");
+        ensure!(again == json!({"removed": [], "kept": []}), "once more: {again}");
         Ok(())
     })
 }
 
 pub(crate) fn what_others_use_of_kube_proxy_stays_and_is_named(world: &mut World) -> Result<()> {
-    let own = Node::new(world, "used", 41)?;
-    publish(world, &own)?;
+    let own = with_service(world, "used", 41)?;
     let former = OldProxy::new(&own, RuleApi::Nft("iptables"))?.map_err(Skip)?;
     former.lay_foreign_rules()?;
     former.leave_rules(&own)?;
@@ -359,8 +350,7 @@ pub(crate) fn what_others_use_of_kube_proxy_stays_and_is_named(world: &mut World
 }
 
 pub(crate) fn who_masquerades_by_a_map_still_does(world: &mut World) -> Result<()> {
-    let own = Node::new(world, "mapped", 48)?;
-    publish(world, &own)?;
+    let own = with_service(world, "mapped", 48)?;
     let former = OldProxy::new(&own, RuleApi::Nft("iptables"))?.map_err(Skip)?;
     former.leave_rules(&own)?;
     run("nft", &["add chain ip nat HOSTPORT"])?;
@@ -392,9 +382,8 @@ pub(crate) fn a_chain_that_only_others_lead_to_is_emptied(world: &mut World) -> 
         iptables("-A PREROUTING -j KUBE-SERVICES")?;
         for _ in 0..2 {
             let said = clean_up()?;
-            is_as("-N KUBE-SERVICES\n", &iptables("-S KUBE-SERVICES")?)
-                .with_context(|| format!("{tables:?}"))?;
-            ensure!(said["kept"][0]["name"] == "KUBE-SERVICES", "{tables:?}: {said}");
+            is_as("-N KUBE-SERVICES\n", &iptables("-S KUBE-SERVICES")?)?;
+            ensure!(said["kept"][0]["name"] == "KUBE-SERVICES", "{said}");
         }
         Ok(())
     })
@@ -435,27 +424,23 @@ impl Connection {
 }
 
 pub(crate) fn run_removes_them_and_connections_live_on(world: &mut World) -> Result<Outcome> {
-    let own = Node::new(world, "taken-over", 42)?;
-    publish(world, &own)?;
+    let own = with_service(world, "taken-over", 42)?;
     with_each(&own, &[RuleApi::Nft("iptables"), RuleApi::Nft("nftables")], |former| {
         let tables = former.tables;
-        let mode = tables.mode();
         former.lay_foreign_rules()?;
         former.leave_rules(&own)?;
         former.clean_up()?;
         let expected = tables.dump()?;
 
         former.leave_rules(&own)?;
-        let connection = Connection::open().with_context(|| format!("with kube-proxy's rules, {mode}"))?;
+        let connection = Connection::open().context("with kube-proxy's rules")?;
         connection.works()?;
         let mut proxy = own.start(&json!({}))?;
         proxy.says(REMOVED)?;
         let (holders, others) = without_holders(&tables.dump()?);
-        is_as(&expected, &others).context(mode)?;
-        is_as(&HOLDERS, &holders).context(mode)?;
-        connection
-            .works()
-            .with_context(|| format!("after kube-proxy's rules of mode {mode} were removed"))?;
+        is_as(&expected, &others)?;
+        is_as(&HOLDERS, &holders)?;
+        connection.works().context("after kube-proxy's rules were removed")?;
         let log = proxy.log();
         ensure!(log.find(PROGRAMMED) < log.find(REMOVED), "they were removed before all was served:\n{log}");
         proxy.runs()
@@ -495,51 +480,38 @@ fn connect_within(own: &Node) -> Result<()> {
 pub(crate) fn connections_that_it_leaves_live_on_where_nobody_else_translates(
     world: &mut World,
 ) -> Result<Outcome> {
-    let own = Node::new(world, "translated", 50)?;
-    publish(world, &own)?;
+    let own = with_service(world, "translated", 50)?;
     let in_nftables = RuleApi::Nft("nftables");
     // What iptables-legacy has made once is there as long as the network namespace is.
     with_each(&own, &[RuleApi::Nft("iptables"), in_nftables, RuleApi::Legacy], |former| {
         let tables = former.tables;
         former.leave_rules(&own)?;
-        let connection =
-            Connection::open().with_context(|| format!("{tables:?}, with kube-proxy's rules"))?;
+        let connection = Connection::open().context("with kube-proxy's rules")?;
         connection.works()?;
         let proxy = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
         proxy.says(REMOVED)?;
         proxy.says("the kernel translates established connections while it is there")?;
-        connection.works().with_context(|| format!("{tables:?}, without kube-proxy's rules"))?;
-        ensure!(!tables.dump()?.contains("KUBE-S"), "{tables:?}: kube-proxy's rules are still there");
-        is_as(&HOLDERS, &without_holders(&in_nftables.dump()?).0).with_context(|| format!("{tables:?}"))?;
+        connection.works().context("without kube-proxy's rules")?;
+        ensure!(!tables.dump()?.contains("KUBE-S"), "kube-proxy's rules are still there");
+        is_as(&HOLDERS, &without_holders(&in_nftables.dump()?).0)?;
         let _listener = TcpListener::bind((ENDPOINT, PORT))?;
         let address: SocketAddr = format!("{CLUSTER_IP}:{PORT}").parse()?;
         let others = TcpStream::connect_timeout(&address, Duration::from_secs(1));
-        ensure!(others.is_err(), "{tables:?}: another program still serves");
-        connect_within(&own).with_context(|| format!("{tables:?}: a new connection"))?;
-        until(
-            "nothing of kube-proxy",
-            LIMIT,
-            || Ok((metric(&own.metrics(), "proxy_former_rules")? == 0.0).then_some(())),
-            || proxy.log(),
-        )?;
+        ensure!(others.is_err(), "another program still serves");
+        connect_within(&own).context("a new connection")?;
+        own.until_metric(&proxy, FORMER_RULES, |count| count == 0.0)?;
         drop(proxy);
 
-        let again = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
-        again.says(PROGRAMMED)?;
-        until(
-            "a look at kube-proxy's rules",
-            LIMIT,
-            || Ok((metric(&own.metrics(), "proxy_resyncs_total")? > 1.0).then_some(())),
-            || again.log(),
-        )?;
-        ensure!(!again.log().contains("another kube-proxy"), "{tables:?}, once more:\n{}", again.log());
-        connection.works().with_context(|| format!("{tables:?}, after another start"))?;
+        let again = own.run(&json!({"iptables": {"syncPeriod": "1s"}}))?;
+        own.until_metric(&again, "proxy_resyncs_total", |count| count > 1.0)?;
+        ensure!(!again.log().contains("another kube-proxy"), "once more:\n{}", again.log());
+        connection.works().context("after another start")?;
         drop(again);
 
         let said = clean_up()?;
         let (holders, _) = without_holders(&in_nftables.dump()?);
-        is_as("", &holders).with_context(|| format!("{tables:?}: {said}"))?;
-        ensure!(said["kept"] == json!([]) && said["removed"] != json!([]), "{tables:?}: {said}");
+        is_as("", &holders).with_context(|| said.to_string())?;
+        ensure!(said["kept"] == json!([]) && said["removed"] != json!([]), "{said}");
         Ok(())
     })
 }
@@ -547,8 +519,7 @@ pub(crate) fn connections_that_it_leaves_live_on_where_nobody_else_translates(
 pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(
     world: &mut World,
 ) -> Result<()> {
-    let own = Node::new(world, "dropping", 46)?;
-    publish(world, &own)?;
+    let own = with_service(world, "dropping", 46)?;
     let former = OldProxy::new(&own, RuleApi::Nft("iptables"))?.map_err(Skip)?;
     let rules_of = |chain: &str| run("iptables-nft", &["-S", chain]);
     let jump = "-A FORWARD -m comment --comment \"kubernetes forwarding rules\" -j KUBE-FORWARD\n";
@@ -579,8 +550,7 @@ pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(
 }
 
 pub(crate) fn run_leaves_them_where_it_is_told_to(world: &mut World) -> Result<()> {
-    let own = Node::new(world, "side-by-side", 43)?;
-    publish(world, &own)?;
+    let own = with_service(world, "side-by-side", 43)?;
     let tables = RuleApi::Nft("nftables");
     let former = OldProxy::new(&own, tables)?.map_err(Skip)?;
     former.leave_rules(&own)?;
@@ -597,8 +567,7 @@ pub(crate) fn run_leaves_them_where_it_is_told_to(world: &mut World) -> Result<(
 
 /// SCTP is handed over to mode nftables, whose table takes the place of the former kube-proxy's.
 pub(crate) fn what_is_handed_over_holds_no_removal_back(world: &mut World) -> Result<()> {
-    let own = Node::new(world, "handed-over", 53)?;
-    publish(world, &own)?;
+    let own = with_service(world, "handed-over", 53)?;
     let mut sctp = objects::service("default", "associations", PORT);
     sctp["spec"]["ports"][0]["protocol"] = json!("SCTP");
     world.apply(&sctp)?;
@@ -616,13 +585,9 @@ pub(crate) fn what_is_handed_over_holds_no_removal_back(world: &mut World) -> Re
         };
         Ok((of("associations").as_deref() == Some("handedOver")).then_some(()))
     };
-    until("what status says is not served as asked", LIMIT, unsupported, || proxy.log())?;
-    let count = |name: &'static str, expected: f64| {
-        let told = || Ok((metric(&own.metrics(), name)? == expected).then_some(()));
-        until(name, LIMIT, told, || proxy.log())
-    };
-    count("proxy_former_rule_blockers", 0.0)?;
-    count("proxy_former_rules", 0.0)?;
+    until("what status says is not served as asked", unsupported, || proxy.log())?;
+    own.until_metric(&proxy, "proxy_former_rule_blockers", |count| count == 0.0)?;
+    own.until_metric(&proxy, FORMER_RULES, |count| count == 0.0)?;
     let beside = tables.dump()?;
     ensure!(!beside.contains(CLUSTER_IP) && beside.contains("sctp"), "{beside}");
 
@@ -633,51 +598,36 @@ pub(crate) fn what_is_handed_over_holds_no_removal_back(world: &mut World) -> Re
 }
 
 pub(crate) fn a_kube_proxy_that_is_still_at_work_is_named_and_not_fought(world: &mut World) -> Result<()> {
-    let (own, other) = (Node::new(world, "contested", 44)?, Node::new(world, "contesting", 45)?);
-    publish(world, &own)?;
-    publish(world, &other)?;
+    let (own, other) = (with_service(world, "contested", 44)?, with_service(world, "contesting", 45)?);
     let tables = RuleApi::Nft("nftables");
     let former = OldProxy::new(&other, tables)?.map_err(Skip)?;
     former.leave_rules(&other)?;
     let proxy = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
     proxy.says(REMOVED)?;
     answers(&own.healthz(), "/healthz", 200)?;
-    let left = "proxy_former_rules";
-    until(
-        "nothing of kube-proxy",
-        LIMIT,
-        || Ok((metric(&own.metrics(), left)? == 0.0).then_some(())),
-        || proxy.log(),
-    )?;
+    own.until_metric(&proxy, FORMER_RULES, |count| count == 0.0)?;
 
-    let _at_work = former.start(&other, &json!({}))?;
+    let _at_work = former.start(&other)?;
     proxy.says("another kube-proxy runs on this node")?;
     world.event(own.name, "KubeProxyRulesReturned")?;
-    ensure!(metric(&own.metrics(), left)? > 0.0, "{left} does not tell of them");
+    ensure!(metric(&own.metrics(), FORMER_RULES)? > 0.0, "{FORMER_RULES} does not tell of them");
     ensure!(tables.dump()?.contains(CLUSTER_IP), "they were removed again");
     Ok(())
 }
 
 /// Starts proxy-ctl, which finds programs here, and looks every second.
 fn start_with_path(own: &Node, path: &str) -> Result<Proxy> {
-    fs::write(own.config_file(), own.configuration(&json!({"iptables": {"syncPeriod": "1s"}})))?;
+    own.write_configuration(&json!({"iptables": {"syncPeriod": "1s"}}))?;
     let (program, file) =
         (lab::program("proxy-ctl")?.display().to_string(), own.config_file().display().to_string());
     Proxy::start(Path::new("env"), &[&format!("PATH={path}"), &program, "run", "--config", &file])
-}
-
-/// Waits until so many pieces of kube-proxy are counted.
-fn are_left(own: &Node, proxy: &Proxy, count: f64) -> Result<()> {
-    let counted = || Ok((metric(&own.metrics(), "proxy_former_rules")? == count).then_some(()));
-    until(&format!("{count} left"), LIMIT, counted, || proxy.log())
 }
 
 /// Legacy rules cannot be removed without their tools, and that is tried again and again.
 pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_fought(
     world: &mut World,
 ) -> Result<()> {
-    let own = Node::new(world, "half-removed", 47)?;
-    publish(world, &own)?;
+    let own = with_service(world, "half-removed", 47)?;
     let _clean = OldProxy::new(&own, RuleApi::Legacy)?.map_err(Skip)?;
     let ruleset = || run("nft", &["list", "ruleset"]);
     let serving = "chain services";
@@ -688,15 +638,14 @@ pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_foug
     let proxy = start_with_path(&own, "/nowhere")?;
     proxy.says(REMOVED)?;
     proxy.says("iptables-legacy-save and -restore, are not on PATH")?;
-    let left = |count| are_left(&own, &proxy, count);
+    let left = |count| own.until_metric(&proxy, FORMER_RULES, |left| left == count);
     left(2.0)?;
     ensure!(!ruleset()?.contains(serving), "it was not removed");
 
     run("nft", &["add chain ip kube-proxy services"])?;
     proxy.says("another kube-proxy runs on this node")?;
-    let attempts = || metric(&own.metrics(), "proxy_former_rule_errors_total");
-    let before = attempts()?;
-    until("more attempts", LIMIT, || Ok((attempts()? >= before + 2.0).then_some(())), || proxy.log())?;
+    let before = metric(&own.metrics(), "proxy_former_rule_errors_total")?;
+    own.until_metric(&proxy, "proxy_former_rule_errors_total", |count| count >= before + 2.0)?;
     ensure!(ruleset()?.contains(serving), "it was removed again");
     left(3.0)?;
 
@@ -709,8 +658,7 @@ pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_foug
 
 /// Each table of iptables-legacy is replaced on its own.
 pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut World) -> Result<()> {
-    let own = Node::new(world, "one-refused", 52)?;
-    publish(world, &own)?;
+    let own = with_service(world, "one-refused", 52)?;
     let _clean = OldProxy::new(&own, RuleApi::Legacy)?.map_err(Skip)?;
     clean_up_fails_where_something_stays()?;
     for table in ["nat", "mangle", "filter"] {
@@ -731,7 +679,7 @@ pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut W
     let path = format!("{}:{}", folder.display(), env::var("PATH").unwrap_or_default());
     let proxy = start_with_path(&own, &path)?;
     proxy.says("iptables-legacy-restore: exit status: 1: no such luck")?;
-    let left = |count| are_left(&own, &proxy, count);
+    let left = |count| own.until_metric(&proxy, FORMER_RULES, |left| left == count);
     left(1.0)?;
     let tables = || RuleApi::Legacy.dump();
     let canaries = |dump: &str| dump.lines().filter(|line| line.contains("KUBE-PROXY-CANARY")).count();

@@ -7,13 +7,15 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, ensure};
+use control_plane::binaries::Program;
 use proxy_ctl::sys::filesystem;
 use serde_json::{Value, json};
 
 use crate::{
-    proxy::Proxy,
-    until::{LIMIT, until},
-    world::World,
+    proxy::{Proxy, metric},
+    scenarios::{ADDRESS, PROGRAMMED},
+    until::until,
+    world::{World, node},
 };
 
 const BPFFS: &str = "/sys/fs/bpf";
@@ -47,6 +49,12 @@ impl Node {
             fs::create_dir(folder).with_context(|| format!("creating {}", folder.display()))?;
         }
         Ok(node)
+    }
+
+    /// One whose object the API server has.
+    pub(crate) fn known(world: &World, name: &'static str, number: u16) -> Result<Self> {
+        world.apply(&node(name, ADDRESS, &[]))?;
+        Self::new(world, name, number)
     }
 
     pub(crate) fn cgroup(&self) -> &Path {
@@ -111,8 +119,19 @@ impl Node {
 
     /// Starts proxy-ctl with this configuration in its file.
     pub(crate) fn start(&self, more: &Value) -> Result<Proxy> {
-        fs::write(self.config_file(), self.configuration(more)).context("writing the configuration")?;
+        self.write_configuration(more)?;
         self.start_with(&self.config_file(), &[])
+    }
+
+    /// As [`Node::start`], and waits until everything is programmed.
+    pub(crate) fn run(&self, more: &Value) -> Result<Proxy> {
+        let proxy = self.start(more)?;
+        proxy.says(PROGRAMMED)?;
+        Ok(proxy)
+    }
+
+    pub(crate) fn write_configuration(&self, more: &Value) -> Result<()> {
+        fs::write(self.config_file(), self.configuration(more)).context("writing the configuration")
     }
 
     pub(crate) fn start_with(&self, config: &Path, flags: &[&str]) -> Result<Proxy> {
@@ -124,8 +143,27 @@ impl Node {
 
     /// Starts the real kube-proxy with this configuration in its file.
     pub(crate) fn start_kube_proxy(&self, program: &Path, more: &Value) -> Result<Proxy> {
-        fs::write(self.config_file(), self.configuration(more)).context("writing the configuration")?;
+        self.write_configuration(more)?;
         Proxy::start(program, &["--config", &self.config_file().display().to_string()])
+    }
+
+    /// [`Node::start_kube_proxy`] where there is one; else why not.
+    pub(crate) fn start_kube_proxy_if_here(&self, more: &Value) -> Result<Result<Proxy, String>> {
+        Program::KubeProxy
+            .here()?
+            .map(|program| self.start_kube_proxy(&program, more))
+            .map_or_else(|reason| Ok(Err(reason)), |started| started.map(Ok))
+    }
+
+    /// Waits until this metric is as it should be.
+    pub(crate) fn until_metric(
+        &self,
+        proxy: &Proxy,
+        name: &str,
+        is_right: impl Fn(f64) -> bool,
+    ) -> Result<()> {
+        let told = || Ok(is_right(metric(&self.metrics(), name)?).then_some(()));
+        until(name, told, || proxy.log())
     }
 
     fn command(&self, name: &str) -> Result<Output> {
@@ -136,12 +174,15 @@ impl Node {
 
     /// What is programmed, whether or not a proxy runs.
     pub(crate) fn services(&self) -> Result<Value> {
-        let output = self.command("services")?;
-        serde_json::from_slice(&output.stdout).with_context(|| format!("{output:?}"))
+        self.show("services")
     }
 
     pub(crate) fn status(&self) -> Result<Value> {
-        let output = self.command("status")?;
+        self.show("status")
+    }
+
+    fn show(&self, command: &str) -> Result<Value> {
+        let output = self.command(command)?;
         serde_json::from_slice(&output.stdout).with_context(|| format!("{output:?}"))
     }
 
@@ -171,7 +212,7 @@ impl Drop for Node {
 
 /// The tables are there and empty.
 pub(crate) fn nothing_is_programmed(own: &Node) -> Result<()> {
-    let services = until("the tables", LIMIT, || Ok(own.services().ok()), String::new)?;
+    let services = until("the tables", || Ok(own.services().ok()), String::new)?;
     ensure!(services == json!([]), "programmed before all was listed: {services}");
     Ok(())
 }

@@ -1,8 +1,7 @@
 //! A proxy as a process: its log, its servers, its end.
 
 use std::{
-    io::{BufRead as _, BufReader, Read as _, Write as _},
-    net::TcpStream,
+    io::{BufRead as _, BufReader},
     os::unix::process::ExitStatusExt as _,
     path::Path,
     process::{Child, Command, ExitStatus, Stdio},
@@ -11,6 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use lab::http;
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -56,12 +56,7 @@ impl Proxy {
     /// Waits until the log says `text`.
     pub(crate) fn says(&self, text: &str) -> Result<()> {
         let what = format!("{text:?} in the log");
-        until(
-            &what,
-            LIMIT,
-            || Ok(self.log().contains(text).then_some(())),
-            || format!("the log:\n{}", self.log()),
-        )
+        until(&what, || Ok(self.log().contains(text).then_some(())), || format!("the log:\n{}", self.log()))
     }
 
     pub(crate) fn runs(&mut self) -> Result<()> {
@@ -87,7 +82,7 @@ impl Proxy {
         let Self { child, log, reader } = self;
         let log = || log.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let ended = || child.try_wait().context("waiting for a proxy");
-        let status = until("the end of the process", LIMIT, ended, || format!("the log:\n{}", log()))?;
+        let status = until("the end of the process", ended, || format!("the log:\n{}", log()))?;
         if let Some(reader) = reader.take() {
             // A reader that has panicked has read what it could.
             let _ = reader.join();
@@ -126,30 +121,15 @@ impl End {
 
 /// Status and body of an answer; `None`: nobody listens.
 pub(crate) fn get(address: &str, path: &str) -> Result<Option<(u16, String)>> {
-    let Ok(mut stream) = TcpStream::connect(address) else { return Ok(None) };
-    stream.set_read_timeout(Some(LIMIT)).context("setting a timeout")?;
-    // 1.0: the answer is not cut into chunks.
-    write!(stream, "GET {path} HTTP/1.0\r\nHost: x\r\n\r\n").context("asking")?;
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).with_context(|| format!("reading {address}{path}"))?;
-    let status = answer.split(' ').nth(1).and_then(|word| word.parse().ok());
-    let body = answer.split_once("\r\n\r\n").map_or("", |(_, body)| body).to_owned();
-    Ok(Some((status.with_context(|| format!("no HTTP: {answer}"))?, body)))
+    let address = address.parse().with_context(|| format!("{address} is no address"))?;
+    let answer = http::get(address, path, LIMIT).ok();
+    Ok(answer.map(|(status, body)| (status, String::from_utf8_lossy(&body).into_owned())))
 }
 
 /// Waits until `address` answers `path` with `status`.
 pub(crate) fn answers(address: &str, path: &str, status: u16) -> Result<()> {
-    let mut last = None;
-    until(
-        &format!("{status} of {address}{path}"),
-        LIMIT,
-        || {
-            last = get(address, path)?;
-            Ok(last.as_ref().is_some_and(|(found, _)| *found == status).then_some(()))
-        },
-        String::new,
-    )
-    .with_context(|| format!("{address}{path} is not as expected"))
+    let is_it = || Ok(get(address, path)?.is_some_and(|(found, _)| found == status).then_some(()));
+    until(&format!("{status} of {address}{path}"), is_it, String::new)
 }
 
 /// The value of a metric, named with its labels.

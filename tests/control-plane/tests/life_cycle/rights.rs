@@ -1,15 +1,14 @@
 //! Scenarios of an API server that does not allow everything: what is denied is named, and the rest works.
 
 use anyhow::{Result, ensure};
-use control_plane::binaries::Program;
 use scenario::Skip;
 use serde_json::{Value, json};
 
 use crate::{
     node::{Node, nothing_is_programmed},
     proxy::{answers, get, metric},
-    scenarios::{ADDRESS, PROGRAMMED},
-    world::{World, node},
+    scenarios::PROGRAMMED,
+    world::World,
 };
 
 /// A right of those that ClusterRole system:node-proxier grants, by API group and plural.
@@ -86,8 +85,7 @@ pub(crate) fn what_rbac_denies_is_named_and_comes_once_granted(world: &mut World
         let allowed: Vec<Right> =
             [SERVICES, SLICES, NODES].into_iter().filter(|right| *right != denied).collect();
         let account = Account::with(world, name, &allowed)?;
-        let own = Node::new(world, name, number)?;
-        world.apply(&node(own.name, ADDRESS, &[]))?;
+        let own = Node::known(world, name, number)?;
         let mut proxy = own.start(&account.configuration())?;
         let (group, resource) = denied;
         proxy.says(&format!(
@@ -112,17 +110,12 @@ pub(crate) fn what_rbac_denies_is_named_and_comes_once_granted(world: &mut World
 pub(crate) fn without_the_right_to_read_nodes_services_work(world: &mut World) -> Result<()> {
     let allowed = [SERVICES, SLICES, RANGES, EVENTS];
     let account = Account::with(world, "without-nodes", &allowed)?;
-    let (own, real) = (Node::new(world, "without-nodes", 21)?, Node::new(world, "real-without-nodes", 22)?);
-    for own in [&own, &real] {
-        world.apply(&node(own.name, ADDRESS, &[]))?;
-    }
+    let own = Node::known(world, "without-nodes", 21)?;
+    let real = Node::known(world, "real-without-nodes", 22)?;
     let mut configuration = account.configuration();
     let mut proxy = own.start(&configuration)?;
     configuration["mode"] = json!("nftables");
-    let kube_proxy = match Program::KubeProxy.here()? {
-        Ok(program) => Ok(real.start_kube_proxy(&program, &configuration)?),
-        Err(reason) => Err(reason),
-    };
+    let kube_proxy = real.start_kube_proxy_if_here(&configuration)?;
 
     proxy.says("the API server does not allow list and watch of nodes in API group")?;
     proxy.says("Timed out waiting for node to exist")?;
@@ -142,8 +135,7 @@ pub(crate) fn without_the_right_to_read_nodes_services_work(world: &mut World) -
     account.grant(world, &[&allowed[..], &[NODES]].concat())?;
     proxy.ends()?.is(1, "NodeIPs changed for the node: they were none, now they are 192.0.2.1")?;
     own.serves()?;
-    let proxy = own.start(&account.configuration())?;
-    proxy.says(PROGRAMMED)?;
+    let _proxy = own.run(&account.configuration())?;
     answers(&own.healthz(), "/healthz", 200)?;
     let _kube_proxy = kube_proxy.map_err(Skip)?;
     answers(&real.healthz(), "/healthz", 200)

@@ -26,7 +26,6 @@ use crate::{
     rights::{
         what_rbac_denies_is_named_and_comes_once_granted, without_the_right_to_read_nodes_services_work,
     },
-    until::{LIMIT, until},
     world::{World, node},
 };
 
@@ -84,18 +83,14 @@ fn a_late_node_is_waited_for(world: &mut World) -> Result<()> {
     let starting = world.event(own.name, "Starting")?;
     ensure!(starting["action"] == "StartKubeProxy" && starting["type"] == "Normal", "{starting}");
     ensure!(starting["reportingController"] == "kube-proxy", "{starting}");
-    proxy.runs()?;
-    Ok(())
+    proxy.runs()
 }
 
 /// The only scenario that takes as long as what it is about: half a minute.
 fn a_node_that_does_not_come_is_started_without(world: &mut World) -> Result<()> {
     let (own, real) = (Node::new(world, "never", 2)?, Node::new(world, "real-never", 23)?);
     let mut proxy = own.start(&json!({}))?;
-    let kube_proxy = match Program::KubeProxy.here()? {
-        Ok(program) => Ok(real.start_kube_proxy(&program, &json!({"mode": "nftables"}))?),
-        Err(reason) => Err(reason),
-    };
+    let kube_proxy = real.start_kube_proxy_if_here(&json!({"mode": "nftables"}))?;
     proxy.says("waiting for the Node and its addresses")?;
     proxy.says("Timed out waiting for node to exist")?;
     proxy.says("Can't determine this node's IP, assuming loopback")?;
@@ -116,10 +111,8 @@ fn a_node_that_does_not_come_is_started_without(world: &mut World) -> Result<()>
 }
 
 fn another_node_address_ends_it(world: &mut World) -> Result<()> {
-    let own = Node::new(world, "moved", 3)?;
-    world.apply(&node(own.name, ADDRESS, &[]))?;
-    let mut proxy = own.start(&json!({}))?;
-    proxy.says(PROGRAMMED)?;
+    let own = Node::known(world, "moved", 3)?;
+    let mut proxy = own.run(&json!({}))?;
     // A second address of the same family is no news.
     world.apply(&node(own.name, &["192.0.2.1", "192.0.2.7"], &[]))?;
     world.apply(&node(own.name, &["192.0.2.2"], &[]))?;
@@ -127,17 +120,14 @@ fn another_node_address_ends_it(world: &mut World) -> Result<()> {
     end.is(1, "NodeIPs changed for the node: they were 192.0.2.1, now they are 192.0.2.2")?;
     own.serves()?;
 
-    let proxy = own.start(&json!({}))?;
-    proxy.says(PROGRAMMED)?;
+    let proxy = own.run(&json!({}))?;
     ensure!(proxy.log().contains("192.0.2.2"), "{}", proxy.log());
     Ok(())
 }
 
 fn a_deleted_node_ends_it_and_is_waited_for_again(world: &mut World) -> Result<()> {
-    let own = Node::new(world, "deleted", 4)?;
-    world.apply(&node(own.name, ADDRESS, &[]))?;
-    let mut proxy = own.start(&json!({}))?;
-    proxy.says(PROGRAMMED)?;
+    let own = Node::known(world, "deleted", 4)?;
+    let mut proxy = own.run(&json!({}))?;
     world.delete(&node(own.name, &[], &[]))?;
     proxy.ends()?.is(1, "Node is being deleted")?;
     own.serves()?;
@@ -154,15 +144,13 @@ fn a_deleted_node_ends_it_and_is_waited_for_again(world: &mut World) -> Result<(
 }
 
 fn pod_cidrs_are_waited_for(world: &mut World) -> Result<()> {
-    let own = Node::new(world, "without-cidr", 5)?;
-    world.apply(&node(own.name, ADDRESS, &[]))?;
+    let own = Node::known(world, "without-cidr", 5)?;
     let mut proxy = own.start(&json!({"detectLocalMode": "NodeCIDR"}))?;
     proxy.says("waiting for the Node's pod CIDRs")?;
     ensure!(own.services()? == json!([]), "something is programmed before the pod CIDRs are known");
     world.apply(&node(own.name, ADDRESS, &["10.1.0.0/24"]))?;
     proxy.says(PROGRAMMED)?;
-    proxy.runs()?;
-    Ok(())
+    proxy.runs()
 }
 
 /// The API server does not let the pod CIDRs of a Node change: it is deleted and made anew, while the proxy is not
@@ -170,8 +158,7 @@ fn pod_cidrs_are_waited_for(world: &mut World) -> Result<()> {
 fn other_pod_cidrs_end_it(world: &mut World) -> Result<()> {
     let own = Node::new(world, "other-cidr", 6)?;
     world.apply(&node(own.name, ADDRESS, &["10.1.0.0/24"]))?;
-    let mut proxy = own.start(&json!({"detectLocalMode": "NodeCIDR"}))?;
-    proxy.says(PROGRAMMED)?;
+    let mut proxy = own.run(&json!({"detectLocalMode": "NodeCIDR"}))?;
     proxy.send(Signal::SIGSTOP)?;
     world.server.kill();
     world.server.start_again()?;
@@ -193,8 +180,7 @@ fn pod_cidrs_of_another_family_end_it(world: &mut World) -> Result<()> {
 }
 
 fn a_swapped_config_map_is_taken_over_or_ends_it(world: &mut World) -> Result<()> {
-    let own = Node::new(world, "config-map", 7)?;
-    world.apply(&node(own.name, ADDRESS, &[]))?;
+    let own = Node::known(world, "config-map", 7)?;
     let file = own.swap_config_map(&own.configuration(&json!({})))?;
     let mut proxy = own.start_with(&file, &[])?;
     proxy.says(PROGRAMMED)?;
@@ -211,8 +197,7 @@ fn a_swapped_config_map_is_taken_over_or_ends_it(world: &mut World) -> Result<()
     }
     proxy.says("everything compared and written")?;
     let resyncs = metric(&own.metrics(), "proxy_resyncs_total")?;
-    let more = || Ok((metric(&own.metrics(), "proxy_resyncs_total")? > resyncs).then_some(()));
-    until("a comparison at the new sync period", LIMIT, more, || proxy.log())?;
+    own.until_metric(&proxy, "proxy_resyncs_total", |count| count > resyncs)?;
     if world.without_conntrack.is_none() {
         ensure!(sysctl("nf_conntrack_tcp_timeout_close_wait")? == "1800", "the timeout is not in force");
     }
@@ -238,28 +223,23 @@ fn a_swapped_config_map_is_taken_over_or_ends_it(world: &mut World) -> Result<()
 }
 
 fn an_invalid_configuration_file_changes_nothing(world: &mut World) -> Result<()> {
-    let own = Node::new(world, "invalid", 8)?;
-    world.apply(&node(own.name, ADDRESS, &[]))?;
-    let mut proxy = own.start(&json!({}))?;
-    proxy.says(PROGRAMMED)?;
-    fs::write(own.config_file(), own.configuration(&json!({"oomScoreAdj": 2000})))?;
+    let own = Node::known(world, "invalid", 8)?;
+    let mut proxy = own.run(&json!({}))?;
+    own.write_configuration(&json!({"oomScoreAdj": 2000}))?;
     proxy.says("the former configuration stays in force")?;
     ensure!(proxy.log().contains("oomScoreAdj"), "the field is not named:\n{}", proxy.log());
     ensure!(metric(&own.metrics(), "proxy_refused_configurations_total")? == 1.0, "not counted");
     let event = world.event(own.name, "InvalidConfiguration")?;
     ensure!(event["type"] == "Warning" && event["note"].to_string().contains("oomScoreAdj"), "{event}");
-    fs::write(own.config_file(), own.configuration(&json!({})))?;
+    own.write_configuration(&json!({}))?;
     proxy.says("the configuration file is valid again")?;
-    proxy.runs()?;
-    Ok(())
+    proxy.runs()
 }
 
 fn sigterm_leaves_everything_in_place(world: &mut World) -> Result<()> {
-    let own = Node::new(world, "terminated", 9)?;
-    world.apply(&node(own.name, ADDRESS, &[]))?;
+    let own = Node::known(world, "terminated", 9)?;
     // Lower than it is takes CAP_SYS_RESOURCE.
-    let mut proxy = own.start(&json!({"oomScoreAdj": 321}))?;
-    proxy.says(PROGRAMMED)?;
+    let mut proxy = own.run(&json!({"oomScoreAdj": 321}))?;
     ensure!(proxy.oom_score()? == "321", "oomScoreAdj is {}", proxy.oom_score()?);
     let before = own.services()?;
     proxy.send(Signal::SIGTERM)?;
@@ -274,8 +254,7 @@ fn an_address_that_is_taken_ends_it_with_an_event(world: &mut World) -> Result<(
         ("healthz-taken", 10, "FailedToStartProxierHealthcheck"),
         ("metrics-taken", 11, "FailedToStartMetricServer"),
     ] {
-        let own = Node::new(world, name, number)?;
-        world.apply(&node(own.name, ADDRESS, &[]))?;
+        let own = Node::known(world, name, number)?;
         let address = if number == 10 { own.healthz() } else { own.metrics() };
         let _taken = TcpListener::bind(&address).with_context(|| format!("listening on {address}"))?;
         let mut proxy = own.start(&json!({"bindAddressHardFail": true}))?;
@@ -290,7 +269,7 @@ fn init_only_sets_the_kernel_up_and_ends(world: &mut World) -> Result<()> {
     let own = Node::new(world, "init", 12)?;
     let conntrack =
         json!({"conntrack": {"maxPerCore": 0, "tcpEstablishedTimeout": "2h", "udpTimeout": "25s"}});
-    fs::write(own.config_file(), own.configuration(&conntrack))?;
+    own.write_configuration(&conntrack)?;
     // There is no such Node, and nobody asks for it.
     let mut proxy = own.start_with(&own.config_file(), &["--init-only"])?;
     proxy.ends()?.is(0, "System initialized and --init-only specified")?;
@@ -306,15 +285,13 @@ fn init_only_sets_the_kernel_up_and_ends(world: &mut World) -> Result<()> {
 /// What the real one does where it can be asked cheaply.
 fn kube_proxy_ends_alike(world: &mut World) -> Result<()> {
     let program = Program::KubeProxy.here()?.map_err(Skip)?;
-    let own = Node::new(world, "real", 14)?;
-    world.apply(&node(own.name, ADDRESS, &[]))?;
+    let own = Node::known(world, "real", 14)?;
     let start = |more| own.start_kube_proxy(&program, &more);
     let mode = "nftables";
 
     let mut proxy = start(json!({"mode": mode}))?;
     answers(&own.healthz(), "/healthz", 200)?;
-    let text = own.configuration(&json!({"mode": mode, "clusterCIDR": "10.0.0.0/8"}));
-    fs::write(own.config_file(), text)?;
+    own.write_configuration(&json!({"mode": mode, "clusterCIDR": "10.0.0.0/8"}))?;
     proxy.ends()?.is(1, "content of the proxy server's configuration file was updated")?;
 
     let mut proxy = start(json!({"mode": mode}))?;
@@ -347,10 +324,7 @@ fn kube_proxy_writes_the_same_event(world: &mut World) -> Result<()> {
         event["regarding"]["name"] = json!(null);
         Ok(event)
     };
-    let (ours, theirs) = (Node::new(world, "told-by-us", 15)?, Node::new(world, "told-by-them", 16)?);
-    for own in [&ours, &theirs] {
-        world.apply(&node(own.name, ADDRESS, &[]))?;
-    }
+    let (ours, theirs) = (Node::known(world, "told-by-us", 15)?, Node::known(world, "told-by-them", 16)?);
     let _ours = ours.start(&json!({}))?;
     let _theirs = theirs.start_kube_proxy(&program, &json!({"mode": "nftables"}))?;
     let (ours, theirs) = (told(&ours)?, told(&theirs)?);
@@ -361,8 +335,7 @@ fn kube_proxy_writes_the_same_event(world: &mut World) -> Result<()> {
 fn kernel_parameters_are_those_of_kube_proxy(world: &mut World) -> Result<()> {
     let real = Program::KubeProxy.here()?.map_err(Skip)?;
     world.without_conntrack.clone().map_or(Ok(()), |reason| Err(Skip(reason)))?;
-    let own = Node::new(world, "parameters", 15)?;
-    world.apply(&node(own.name, ADDRESS, &[]))?;
+    let own = Node::known(world, "parameters", 15)?;
     let sections = [
         json!({"maxPerCore": 0}),
         json!({
@@ -380,8 +353,7 @@ fn kernel_parameters_are_those_of_kube_proxy(world: &mut World) -> Result<()> {
             for parameter in PARAMETERS {
                 fs::write(path(parameter), if parameter.ends_with("liberal") { "0" } else { "77" })?;
             }
-            let configuration = own.configuration(&json!({"mode": mode, "conntrack": conntrack}));
-            fs::write(own.config_file(), configuration)?;
+            own.write_configuration(&json!({"mode": mode, "conntrack": conntrack}))?;
             let config = own.config_file().display().to_string();
             let arguments: &[&str] = if mode == "ebpf" { &["run"] } else { &[] };
             let arguments = [arguments, &["--config", &config, "--init-only"]].concat();

@@ -11,17 +11,16 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 /// Asks until there is an answer. `state` says in the error how things stood at the end.
 pub(crate) fn until<T>(
     what: &str,
-    limit: Duration,
     mut ask: impl FnMut() -> Result<Option<T>>,
     state: impl FnOnce() -> String,
 ) -> Result<T> {
-    let deadline = Instant::now() + limit;
+    let deadline = Instant::now() + LIMIT;
     loop {
         if let Some(answer) = ask()? {
             return Ok(answer);
         }
         if Instant::now() > deadline {
-            bail!("{what}: not within {limit:?}; {}", state());
+            bail!("{what}: not within {LIMIT:?}; {}", state());
         }
         std::thread::sleep(BETWEEN_LOOKS);
     }

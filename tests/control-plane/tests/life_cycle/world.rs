@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 
-use crate::until::{LIMIT, until};
+use crate::until::until;
 
 /// One of conntrack's parameters: they are there if the module is, in each network namespace.
 const CONNTRACK: &str = "/proc/sys/net/netfilter/nf_conntrack_udp_timeout";
@@ -91,34 +91,17 @@ impl World {
 
     /// Waits for an event about a Node, and answers with it.
     pub(crate) fn event(&self, node: &str, reason: &str) -> Result<Value> {
-        self.event_about("Node", node, reason)
-    }
-
-    /// As [`World::event`], about an object of this kind, in namespace `default` or in none.
-    pub(crate) fn event_about(&self, kind: &str, name: &str, reason: &str) -> Result<Value> {
         let path = "/apis/events.k8s.io/v1/namespaces/default/events?limit=500";
         let is_it = |event: &Value| {
-            event["regarding"]["name"] == *name
-                && event["reason"] == *reason
-                && event["regarding"]["kind"] == *kind
+            let about = &event["regarding"];
+            about["kind"] == "Node" && about["name"] == *node && event["reason"] == *reason
         };
-        let mut seen = Vec::new();
-        until(
-            &format!("event {reason} about {kind} {name}"),
-            LIMIT,
-            || {
-                let list = self.runtime.block_on(objects::get(&self.client, path))?;
-                let events = list["items"].as_array().cloned().unwrap_or_default();
-                let found = events.iter().find(|event| is_it(event)).cloned();
-                seen = events
-                    .iter()
-                    .map(|event| format!("{} {}", event["reason"], event["regarding"]["name"]))
-                    .collect();
-                Ok(found)
-            },
-            String::new,
-        )
-        .with_context(|| "the events of the cluster are not as expected")
+        let all = || -> Result<Vec<Value>> {
+            let list = self.runtime.block_on(objects::get(&self.client, path))?;
+            Ok(list["items"].as_array().cloned().unwrap_or_default())
+        };
+        let found = || Ok(all()?.into_iter().find(is_it));
+        until(&format!("event {reason} about Node {node}"), found, || format!("there are {:?}", all()))
     }
 }
 

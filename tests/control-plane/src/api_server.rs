@@ -126,9 +126,8 @@ impl ApiServer {
         server.publish_authority()?;
         for identity in identities(&server.options.clone()) {
             server.publish_token(identity)?;
-            let path = server.kubeconfig(identity);
-            fs::write(&path, server.kubeconfig_text(identity))
-                .with_context(|| format!("writing {}", path.display()))?;
+            let token_file = server.token_file(identity);
+            server.write_kubeconfig(identity.name, &format!("tokenFile: {}", token_file.display()))?;
         }
         server.start_again()?;
         Ok(server)
@@ -181,7 +180,7 @@ impl ApiServer {
 
     fn write_kubeconfig(&self, name: &str, user: &str) -> Result<PathBuf> {
         let path = self.directory.join(format!("{name}.kubeconfig"));
-        fs::write(&path, self.kubeconfig_of(name, user))
+        fs::write(&path, self.kubeconfig_of(name, user, &self.authority_file()))
             .with_context(|| format!("writing {}", path.display()))?;
         Ok(path)
     }
@@ -198,16 +197,10 @@ impl ApiServer {
 
     /// A client as [`ADMIN`], for use in the namespace of the API server.
     pub async fn client(&self) -> Result<Client> {
-        let text = self.kubeconfig_text(ADMIN);
-        let mut config = Kubeconfig::from_yaml(&text).context("our own kubeconfig")?;
         // What is valid now, whatever has been published to others.
-        for cluster in config.clusters.iter_mut().filter_map(|cluster| cluster.cluster.as_mut()) {
-            cluster.certificate_authority = Some(self.certificates.authority.display().to_string());
-        }
-        for user in config.auth_infos.iter_mut().filter_map(|user| user.auth_info.as_mut()) {
-            user.token_file = None;
-            user.token = self.tokens.get(ADMIN.name).map(|token| token.clone().into());
-        }
+        let token = format!("token: {}", self.tokens[ADMIN.name]);
+        let text = self.kubeconfig_of(ADMIN.name, &token, &self.certificates.authority);
+        let config = Kubeconfig::from_yaml(&text).context("our own kubeconfig")?;
         let mut config = kube::Config::try_from(config).context("our own kubeconfig")?;
         config.proxy_url = None;
         Client::try_from(config).context("making a client")
@@ -409,14 +402,9 @@ impl ApiServer {
         }
     }
 
-    fn kubeconfig_text(&self, identity: Identity) -> String {
-        self.kubeconfig_of(identity.name, &format!("tokenFile: {}", self.token_file(identity).display()))
-    }
-
     /// `user`: its fields, in YAML, four spaces deep.
-    fn kubeconfig_of(&self, name: &str, user: &str) -> String {
-        let (server, authority) = (self.url(), self.authority_file());
-        let authority = authority.display();
+    fn kubeconfig_of(&self, name: &str, user: &str, authority: &Path) -> String {
+        let (server, authority) = (self.url(), authority.display());
         format!(
             "apiVersion: v1\nkind: Config\ncurrent-context: test\n\
              clusters:\n- name: test\n  cluster:\n    server: {server}\n    certificate-authority: {authority}\n\

@@ -5,9 +5,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use futures::{StreamExt, TryStreamExt, stream};
-use kube::Client;
+use kube::{
+    Client, Resource as _,
+    core::{ApiResource, DynamicObject, GroupVersionKind},
+};
 use serde_json::{Value, json};
 
 /// Who changed what, in `managedFields`.
@@ -48,6 +51,42 @@ pub fn namespace(name: &str) -> Value {
     json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
 }
 
+pub fn service_account(namespace: &str, name: &str) -> Value {
+    json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"namespace": namespace, "name": name}})
+}
+
+const RBAC: &str = "rbac.authorization.k8s.io";
+
+/// `rules`: API group, plural and verbs.
+pub fn cluster_role(name: &str, rules: &[(&str, &str, &[&str])]) -> Value {
+    let rule = |(group, plural, verbs): &(&str, &str, &[&str])| json!({"apiGroups": [group], "resources": [plural], "verbs": verbs});
+    json!({
+        "apiVersion": format!("{RBAC}/v1"), "kind": "ClusterRole", "metadata": {"name": name},
+        "rules": rules.iter().map(rule).collect::<Vec<_>>(),
+    })
+}
+
+/// Whom a role is bound to.
+#[derive(Clone, Copy, Debug)]
+pub enum Subject<'a> {
+    User(&'a str),
+    /// Namespace and name.
+    ServiceAccount(&'a str, &'a str),
+}
+
+pub fn cluster_role_binding(name: &str, role: &str, to: Subject<'_>) -> Value {
+    let subject = match to {
+        Subject::User(name) => json!({"apiGroup": RBAC, "kind": "User", "name": name}),
+        Subject::ServiceAccount(namespace, name) => {
+            json!({"kind": "ServiceAccount", "namespace": namespace, "name": name})
+        }
+    };
+    json!({
+        "apiVersion": format!("{RBAC}/v1"), "kind": "ClusterRoleBinding", "metadata": {"name": name},
+        "roleRef": {"apiGroup": RBAC, "kind": "ClusterRole", "name": role}, "subjects": [subject],
+    })
+}
+
 /// Creates the object or takes over what is there (server-side apply). A `status` goes to the object's
 /// subresource, as only that changes it.
 pub async fn apply(client: &Client, object: &Value) -> Result<()> {
@@ -65,41 +104,44 @@ pub async fn apply(client: &Client, object: &Value) -> Result<()> {
 
 /// Creates the object; an error if it is there already.
 pub async fn create(client: &Client, object: &Value) -> Result<()> {
+    create_with(client, object, "").await.map(drop)
+}
+
+/// [`create`] with this query; what the API server has made of it.
+pub async fn create_with(client: &Client, object: &Value, query: &str) -> Result<Value> {
     let path = path(object)?;
     let collection = path.rsplit_once('/').map_or("", |(collection, _)| collection);
-    send(client, "POST", collection, Some("application/json"), object).await
+    send(client, "POST", &format!("{collection}{query}"), Some("application/json"), object).await
 }
 
 /// Changes fields of the object that `object` names by kind and metadata: a JSON merge patch.
 pub async fn merge(client: &Client, object: &Value, patch: &Value) -> Result<()> {
-    send(client, "PATCH", &path(object)?, Some("application/merge-patch+json"), patch).await
+    send(client, "PATCH", &path(object)?, Some("application/merge-patch+json"), patch).await.map(drop)
 }
 
 /// Deletes the object that `object` names; an error if there is none.
 pub async fn delete(client: &Client, object: &Value) -> Result<()> {
-    send(client, "DELETE", &path(object)?, None, &Value::Null).await
+    send(client, "DELETE", &path(object)?, None, &Value::Null).await.map(drop)
 }
 
 /// A token of this ServiceAccount, bound to nothing but it: valid for an hour, and no longer than the account lives.
 pub async fn token(client: &Client, namespace: &str, account: &str) -> Result<String> {
-    let body = json!({
-        "apiVersion": "authentication.k8s.io/v1",
-        "kind": "TokenRequest",
-        "spec": {"audiences": [], "expirationSeconds": 3600},
-    });
+    let spec = json!({"audiences": [], "expirationSeconds": 3600});
+    requested_token(client, namespace, account, spec).await
+}
+
+/// A token of this ServiceAccount as `spec` of a TokenRequest asks for it.
+pub async fn requested_token(client: &Client, namespace: &str, account: &str, spec: Value) -> Result<String> {
+    let body = json!({"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec});
     let uri = format!("/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token");
-    let request = http::Request::post(&uri)
-        .header(http::header::CONTENT_TYPE, "application/json")
-        .body(serde_json::to_vec(&body)?)?;
-    let answer: Value = client.request(request).await.with_context(|| format!("POST {uri}"))?;
+    let answer = send(client, "POST", &uri, Some("application/json"), &body).await?;
     let token = answer.pointer("/status/token").and_then(Value::as_str);
     Ok(token.context("the answer to a TokenRequest has no status.token")?.to_owned())
 }
 
 /// What the API server has at this path.
 pub async fn get(client: &Client, path: &str) -> Result<Value> {
-    let request = http::Request::get(path).body(Vec::new())?;
-    client.request(request).await.with_context(|| format!("GET {path}"))
+    send(client, "GET", path, None, &Value::Null).await
 }
 
 /// Many Services, each with one slice.
@@ -176,48 +218,33 @@ fn unless_there(error: anyhow::Error) -> Result<()> {
 
 /// `/api/v1/namespaces/ns/services/name` and the like.
 pub fn path(object: &Value) -> Result<String> {
+    const OF_NO_NAMESPACE: [&str; 6] =
+        ["ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "Namespace", "Node", "ServiceCIDR"];
     let text = |pointer: &str| object.pointer(pointer).and_then(Value::as_str);
     let version = text("/apiVersion").context("apiVersion is missing")?;
     let kind = text("/kind").context("kind is missing")?;
     let name = text("/metadata/name").context("metadata.name is missing")?;
-    let (plural, namespaced) = match kind {
-        "Service" => ("services", true),
-        "EndpointSlice" => ("endpointslices", true),
-        "Endpoints" => ("endpoints", true),
-        "ServiceAccount" => ("serviceaccounts", true),
-        "ConfigMap" => ("configmaps", true),
-        "DaemonSet" => ("daemonsets", true),
-        "Pod" => ("pods", true),
-        "Job" => ("jobs", true),
-        "Role" => ("roles", true),
-        "RoleBinding" => ("rolebindings", true),
-        "PodMonitor" => ("podmonitors", true),
-        "PrometheusRule" => ("prometheusrules", true),
-        "CustomResourceDefinition" => ("customresourcedefinitions", false),
-        "ServiceCIDR" => ("servicecidrs", false),
-        "Node" => ("nodes", false),
-        "Namespace" => ("namespaces", false),
-        "ClusterRole" => ("clusterroles", false),
-        "ClusterRoleBinding" => ("clusterrolebindings", false),
-        other => bail!("kind {other} is not one that tests write"),
-    };
-    let root = if version.contains('/') { format!("/apis/{version}") } else { format!("/api/{version}") };
-    Ok(if namespaced {
-        format!("{root}/namespaces/{}/{plural}/{name}", text("/metadata/namespace").unwrap_or("default"))
-    } else {
-        format!("{root}/{plural}/{name}")
-    })
+    let (group, version) = version.split_once('/').unwrap_or(("", version));
+    let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind));
+    let namespace = text("/metadata/namespace").unwrap_or("default");
+    let namespace = (!OF_NO_NAMESPACE.contains(&kind)).then_some(namespace);
+    Ok(format!("{}/{name}", DynamicObject::url_path(&resource, namespace)))
 }
 
-async fn send(client: &Client, method: &str, uri: &str, content: Option<&str>, body: &Value) -> Result<()> {
+/// One request; `content`: the type of its body, if it has one.
+pub async fn send(
+    client: &Client,
+    method: &str,
+    uri: &str,
+    content: Option<&str>,
+    body: &Value,
+) -> Result<Value> {
     let mut request = http::Request::builder().method(method).uri(uri);
     if let Some(content) = content {
         request = request.header(http::header::CONTENT_TYPE, content);
     }
     let body = if content.is_some() { serde_json::to_vec(body)? } else { Vec::new() };
-    let request = request.body(body)?;
-    client.request_text(request).await.with_context(|| format!("{method} {uri}"))?;
-    Ok(())
+    client.request(request.body(body)?).await.with_context(|| format!("{method} {uri}"))
 }
 
 #[cfg(test)]
@@ -232,6 +259,8 @@ mod tests {
             "/apis/discovery.k8s.io/v1/namespaces/a/endpointslices/c"
         );
         assert_eq!(path(&namespace("a")).unwrap(), "/api/v1/namespaces/a");
+        let endpoints = json!({"apiVersion": "v1", "kind": "Endpoints", "metadata": {"name": "a"}});
+        assert_eq!(path(&endpoints).unwrap(), "/api/v1/namespaces/default/endpoints/a");
     }
 
     #[test]

@@ -10,6 +10,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
+use control_plane::objects::requested_token;
 use kube::Client;
 use lab::http;
 use serde_json::{Value, json};
@@ -129,25 +130,15 @@ async fn provide(
 async fn token(client: &Client, pod: &Value, projection: &Value) -> Result<String> {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let metadata = &pod["metadata"];
-    let path = format!(
-        "/api/v1/namespaces/{}/serviceaccounts/{}/token",
-        text(&metadata["namespace"]),
-        text(&pod["spec"]["serviceAccountName"])
-    );
-    let body = json!({
-        "apiVersion": "authentication.k8s.io/v1",
-        "kind": "TokenRequest",
-        "spec": {
-            "audiences": [],
-            "expirationSeconds": projection["expirationSeconds"],
-            "boundObjectRef": {
-                "kind": "Pod", "apiVersion": "v1", "name": metadata["name"], "uid": metadata["uid"],
-            },
+    let spec = json!({
+        "audiences": [],
+        "expirationSeconds": projection["expirationSeconds"],
+        "boundObjectRef": {
+            "kind": "Pod", "apiVersion": "v1", "name": metadata["name"], "uid": metadata["uid"],
         },
     });
-    let answer = api::post(client, &path, &body).await?;
-    let token = answer["status"]["token"].as_str();
-    Ok(token.context("the answer to a TokenRequest has no status.token")?.to_owned())
+    let (namespace, account) = (text(&metadata["namespace"]), text(&pod["spec"]["serviceAccountName"]));
+    requested_token(client, &namespace, &account, spec).await
 }
 
 /// As volumes look that may change: links through `..data` to a folder of this version.

@@ -9,6 +9,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
+use lab::wait;
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -74,14 +75,9 @@ impl Container {
 
     /// Waits for its end, at most so long.
     pub fn wait(&mut self, limit: Duration) -> Result<ExitStatus> {
-        let start = Instant::now();
-        loop {
-            if let Some(status) = self.runc.try_wait().context("waiting for runc")? {
-                return Ok(status);
-            }
-            ensure!(start.elapsed() < limit, "it does not end within {limit:?}\n{}", self.log());
-            thread::sleep(BETWEEN_LOOKS);
-        }
+        let runc = &mut self.runc;
+        wait::until("the container's end", limit, || runc.try_wait().map_err(|error| error.to_string()))
+            .with_context(|| self.log())
     }
 
     /// Asks until the answer is there; an error when the time or the container is over.

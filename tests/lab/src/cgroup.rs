@@ -6,25 +6,20 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, anyhow};
+use anyhow::{Context as _, Result};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
 
+use proxy_ctl::sys::filesystem;
+
 use crate::wait;
 
 /// Where the cgroup v2 hierarchy is mounted.
 pub fn mount_point() -> Result<PathBuf> {
-    let mounts = fs::read_to_string("/proc/mounts").context("reading /proc/mounts")?;
-    mounts
-        .lines()
-        .find_map(|line| {
-            let mut fields = line.split(' ').skip(1);
-            let path = fields.next()?;
-            (fields.next()? == "cgroup2").then(|| PathBuf::from(path))
-        })
-        .ok_or_else(|| anyhow!("no cgroup v2 hierarchy is mounted"))
+    let found = filesystem::cgroup_root().context("looking for cgroups")?;
+    found.context("no cgroup v2 hierarchy is mounted")
 }
 
 /// Moves the calling process into a cgroup.

@@ -19,4 +19,4 @@ pub use agent::{
 };
 pub use cluster::{Lab, Netns};
 pub use objects::Objects;
-pub use programs::program;
+pub use programs::{OwnFolders, program};

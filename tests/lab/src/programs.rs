@@ -1,8 +1,15 @@
 //! The programs of this workspace.
 
-use std::{env, path::PathBuf};
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use anyhow::{Context as _, Result};
+use proxy_ctl::sys::filesystem;
+
+use crate::cgroup;
 
 /// `proxy-ctl` or `lab-agent`: the file that `PROXY_CTL` or `LAB_AGENT` names, else what cargo has built beside the running
 /// program or, for a test, one folder above it.
@@ -13,4 +20,34 @@ pub fn program(name: &str) -> Result<PathBuf> {
     let own = env::current_exe().context("finding the running program")?;
     let found = own.ancestors().skip(1).take(2).map(|folder| folder.join(name)).find(|file| file.exists());
     found.with_context(|| format!("no {name} beside {}: cargo build --bin {name} builds it", own.display()))
+}
+
+/// What one proxy leaves on this machine; gone with the value.
+pub struct OwnFolders {
+    pub pins: PathBuf,
+    pub cgroup: PathBuf,
+}
+
+impl OwnFolders {
+    /// `name` tells it from all others.
+    pub fn create(name: &str) -> Result<Self> {
+        const BPFFS: &str = "/sys/fs/bpf";
+        filesystem::provide_bpffs(Path::new(BPFFS)).context("mounting a bpffs")?;
+        let folders = Self { pins: Path::new(BPFFS).join(name), cgroup: cgroup::mount_point()?.join(name) };
+        for folder in [&folders.pins, &folders.cgroup] {
+            fs::create_dir(folder).with_context(|| format!("creating {}", folder.display()))?;
+        }
+        Ok(folders)
+    }
+}
+
+impl Drop for OwnFolders {
+    fn drop(&mut self) {
+        // What cannot be removed now is in folders of its own.
+        if let Ok(program) = program("proxy-ctl") {
+            let _ = Command::new(program).args(["cleanup", "--bpffs"]).arg(&self.pins).output();
+        }
+        let _ = fs::remove_dir(&self.pins);
+        let _ = fs::remove_dir(&self.cgroup);
+    }
 }

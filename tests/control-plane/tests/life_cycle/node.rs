@@ -6,9 +6,9 @@ use std::{
     process::{Command, Output},
 };
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use control_plane::binaries::Program;
-use proxy_ctl::sys::filesystem;
+use lab::OwnFolders;
 use serde_json::{Value, json};
 
 use crate::{
@@ -18,13 +18,10 @@ use crate::{
     world::{World, node},
 };
 
-const BPFFS: &str = "/sys/fs/bpf";
-
 pub(crate) struct Node {
     pub(crate) name: &'static str,
     folder: PathBuf,
-    pins: PathBuf,
-    cgroup: PathBuf,
+    own: OwnFolders,
     kubeconfig: String,
     /// Servers listen on 127.0.0.1 with ports from here on.
     first_port: u16,
@@ -33,22 +30,10 @@ pub(crate) struct Node {
 impl Node {
     /// `number` tells it from all others.
     pub(crate) fn new(world: &World, name: &'static str, number: u16) -> Result<Self> {
-        filesystem::provide_bpffs(Path::new(BPFFS)).context("mounting a bpffs")?;
-        let cgroups = filesystem::cgroup_root().context("looking for cgroups")?;
-        let cgroups = cgroups.ok_or_else(|| anyhow!("cgroup v2 is not mounted"))?;
-        let own = format!("proxy-ctl-life-{}-{name}", std::process::id());
-        let node = Self {
-            name,
-            folder: world.directory.path().join(name),
-            pins: Path::new(BPFFS).join(&own),
-            cgroup: cgroups.join(&own),
-            kubeconfig: world.kubeconfig(),
-            first_port: 20_000 + number * 10,
-        };
-        for folder in [&node.folder, &node.pins, &node.cgroup] {
-            fs::create_dir(folder).with_context(|| format!("creating {}", folder.display()))?;
-        }
-        Ok(node)
+        let folder = world.directory.path().join(name);
+        fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        let own = OwnFolders::create(&format!("proxy-ctl-life-{}-{name}", std::process::id()))?;
+        Ok(Self { name, folder, own, kubeconfig: world.kubeconfig(), first_port: 20_000 + number * 10 })
     }
 
     /// One whose object the API server has.
@@ -58,7 +43,7 @@ impl Node {
     }
 
     pub(crate) fn cgroup(&self) -> &Path {
-        &self.cgroup
+        &self.own.cgroup
     }
 
     pub(crate) fn healthz(&self) -> String {
@@ -81,8 +66,8 @@ impl Node {
             // The machine's own limit stays as it is, and cannot be set from another network namespace.
             "conntrack": {"maxPerCore": 0},
             "ebpf": {
-                "bpffs": self.pins,
-                "cgroup": self.cgroup,
+                "bpffs": self.own.pins,
+                "cgroup": self.own.cgroup,
                 "limits": {"services": 100, "slots": 1000, "frontends": 100, "backends": 100},
             },
         });
@@ -168,7 +153,7 @@ impl Node {
 
     fn command(&self, name: &str) -> Result<Output> {
         let mut command = Command::new(lab::program("proxy-ctl")?);
-        command.args([name, "--output", "json", "--bpffs"]).arg(&self.pins);
+        command.args([name, "--output", "json", "--bpffs"]).arg(&self.own.pins);
         command.output().context("starting proxy-ctl")
     }
 
@@ -198,15 +183,7 @@ impl Node {
     }
 
     pub(crate) fn has_pins(&self) -> bool {
-        fs::read_dir(&self.pins).is_ok_and(|mut pins| pins.next().is_some())
-    }
-}
-
-impl Drop for Node {
-    fn drop(&mut self) {
-        let _ = self.command("cleanup");
-        let _ = fs::remove_dir(&self.pins);
-        let _ = fs::remove_dir(&self.cgroup);
+        fs::read_dir(&self.own.pins).is_ok_and(|mut pins| pins.next().is_some())
     }
 }
 

@@ -1,6 +1,7 @@
 //! Scenarios of an API server that does not allow everything: what is denied is named, and the rest works.
 
 use anyhow::{Result, ensure};
+use control_plane::objects::{self, Subject};
 use scenario::Skip;
 use serde_json::{Value, json};
 
@@ -30,16 +31,8 @@ struct Account {
 impl Account {
     /// That may do this and nothing else.
     fn with(world: &World, name: &'static str, rights: &[Right]) -> Result<Self> {
-        world.apply(&json!({
-            "apiVersion": "v1", "kind": "ServiceAccount",
-            "metadata": {"namespace": "default", "name": name},
-        }))?;
-        world.apply(&json!({
-            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
-            "metadata": {"name": name},
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name},
-            "subjects": [{"kind": "ServiceAccount", "namespace": "default", "name": name}],
-        }))?;
+        world.apply(&objects::service_account("default", name))?;
+        world.apply(&objects::cluster_role_binding(name, name, Subject::ServiceAccount("default", name)))?;
         let kubeconfig = world.server.kubeconfig_with(name, &world.token("default", name)?)?;
         let account = Self { name, kubeconfig: kubeconfig.display().to_string() };
         account.grant(world, rights)?;
@@ -48,17 +41,11 @@ impl Account {
 
     /// From now on it may do this and nothing else.
     fn grant(&self, world: &World, rights: &[Right]) -> Result<()> {
-        let rules: Vec<Value> = rights
-            .iter()
-            .map(|(group, resource)| {
-                let verbs = if *resource == "events" { ["create", "patch"] } else { ["list", "watch"] };
-                json!({"apiGroups": [group], "resources": [resource], "verbs": verbs})
-            })
-            .collect();
-        world.apply(&json!({
-            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole",
-            "metadata": {"name": self.name}, "rules": rules,
-        }))
+        let rule = |(group, plural): &Right| {
+            let verbs = if *plural == "events" { &["create", "patch"] } else { &["list", "watch"] };
+            (*group, *plural, verbs as &[&str])
+        };
+        world.apply(&objects::cluster_role(self.name, &rights.iter().map(rule).collect::<Vec<_>>()))
     }
 
     /// What a proxy has to be told to be this account.

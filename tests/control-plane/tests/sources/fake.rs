@@ -204,41 +204,32 @@ fn answer(state: &State, path: &str, query: &str) -> Answer {
     let parameter = |name: &str| {
         query
             .split('&')
-            .filter_map(|pair| pair.split_once('='))
-            .find(|(key, _)| *key == name)
+            .find_map(|pair| pair.split_once('=').filter(|(key, _)| *key == name))
             .map(|(_, value)| value)
     };
     if let Some(collection) = state.collections.get(path) {
         if !matches!(parameter("watch"), Some("true" | "1")) {
             let items: Vec<&Value> = collection.values().collect();
             let metadata = json!({"resourceVersion": state.version.to_string()});
-            return Answer::Whole(
-                200,
-                json!({"kind": "List", "apiVersion": "v1", "metadata": metadata, "items": items}),
-            );
+            let list = json!({"kind": "List", "apiVersion": "v1", "metadata": metadata, "items": items});
+            return Answer::Whole(200, list);
         }
         if parameter("resourceVersionMatch").is_some() {
-            return Answer::Whole(
-                422,
-                status(
-                    422,
-                    "Invalid",
-                    "resourceVersionMatch: Forbidden: resourceVersionMatch is forbidden for watch",
-                ),
-            );
+            let message = "resourceVersionMatch: Forbidden: resourceVersionMatch is forbidden for watch";
+            return refusal(422, "Invalid", message);
         }
-        return Answer::Watch(
-            parameter("resourceVersion").and_then(|version| version.parse().ok()).unwrap_or(0),
-        );
+        let from = parameter("resourceVersion").and_then(|version| version.parse().ok());
+        return Answer::Watch(from.unwrap_or(0));
     }
-    Answer::Whole(404, status(404, "NotFound", "the server could not find the requested resource"))
+    refusal(404, "NotFound", "the server could not find the requested resource")
 }
 
-fn status(code: u16, reason: &str, message: &str) -> Value {
-    json!({
+fn refusal(code: u16, reason: &str, message: &str) -> Answer {
+    let status = json!({
         "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
         "message": message, "reason": reason, "code": code,
-    })
+    });
+    Answer::Whole(code, status)
 }
 
 async fn watch(mut client: TcpStream, shared: &Shared, path: &str, from: u64) -> Result<()> {

@@ -7,7 +7,10 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use control_plane::{ApiServer, Identity, Options, objects};
+use control_plane::{
+    ApiServer, Identity, Options,
+    objects::{self, Subject},
+};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -67,21 +70,13 @@ impl Cluster {
     }
 
     /// What the proxies may list and watch, by API group and plural; events may be written.
-    pub(crate) fn grant(&self, readable: &[(&str, &str)]) -> Result<()> {
-        let rule = |group: &str, resource: &str, verbs: [&str; 2]| json!({"apiGroups": [group], "resources": [resource], "verbs": verbs});
-        let mut rules: Vec<Value> =
-            readable.iter().map(|(group, resource)| rule(group, resource, ["list", "watch"])).collect();
-        rules.push(rule("events.k8s.io", "events", ["create", "patch"]));
-        self.apply(&json!({
-            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole",
-            "metadata": {"name": PROXY.name}, "rules": rules,
-        }))?;
-        self.apply(&json!({
-            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
-            "metadata": {"name": PROXY.name},
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": PROXY.name},
-            "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": PROXY.user}],
-        }))
+    pub(crate) fn grant(&self, readable: &[(&'static str, &'static str)]) -> Result<()> {
+        let read =
+            |(group, plural): &(&'static str, &'static str)| (*group, *plural, &["list", "watch"] as &[&str]);
+        let events = ("events.k8s.io", "events", &["create", "patch"] as &[&str]);
+        let rules: Vec<_> = readable.iter().map(read).chain([events]).collect();
+        self.apply(&objects::cluster_role(PROXY.name, &rules))?;
+        self.apply(&objects::cluster_role_binding(PROXY.name, PROXY.name, Subject::User(PROXY.user)))
     }
 
     /// The Node with these taints only.

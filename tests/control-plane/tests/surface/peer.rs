@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use control_plane::{Process, go, within};
-use proxy_ctl::sys::filesystem;
+use lab::OwnFolders;
 use serde_json::{Value, json};
 
 use crate::{
@@ -23,7 +23,6 @@ use crate::{
 pub(crate) const MODES: [&str; 2] = ["iptables", "nftables"];
 /// Whatever waits for twice as long makes a proxy unhealthy.
 const SYNC_PERIOD: &str = "5s";
-const BPFFS: &str = "/sys/fs/bpf";
 const LIMIT: Duration = Duration::from_secs(90);
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 /// What kube-proxy writes rules with.
@@ -61,44 +60,15 @@ pub(crate) struct Peer<'a> {
     own_folders: Option<OwnFolders>,
 }
 
-/// What ours leaves on the machine; gone with it.
-struct OwnFolders {
-    program: PathBuf,
-    pins: PathBuf,
-    cgroup: PathBuf,
-}
-
-impl OwnFolders {
-    fn create(program: &Path) -> Result<Self> {
-        filesystem::provide_bpffs(Path::new(BPFFS)).context("mounting a bpffs")?;
-        let cgroups = filesystem::cgroup_root().context("looking for cgroup v2")?;
-        let own = format!("proxy-ctl-surface-{}", std::process::id());
-        let pins = Path::new(BPFFS).join(&own);
-        let cgroup = cgroups.context("cgroup v2 is not mounted")?.join(&own);
-        let folders = Self { program: program.to_owned(), pins, cgroup };
-        for folder in [&folders.pins, &folders.cgroup] {
-            fs::create_dir(folder).with_context(|| format!("creating {}", folder.display()))?;
-        }
-        Ok(folders)
-    }
-}
-
-impl Drop for OwnFolders {
-    fn drop(&mut self) {
-        // What cannot be removed now is in folders of its own.
-        let _ = Command::new(&self.program).arg("cleanup").arg("--bpffs").arg(&self.pins).output();
-        let _ = fs::remove_dir(&self.pins);
-        let _ = fs::remove_dir(&self.cgroup);
-    }
-}
-
 impl<'a> Peer<'a> {
     /// `number` tells it from all others. It is not started.
     pub(crate) fn new(program: Program<'a>, number: u8, cluster: &Cluster) -> Result<Self> {
         let folder = cluster.folder().join(program.mode());
         fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
         let own_folders = match program {
-            Program::ProxyCtl { program } => Some(OwnFolders::create(program)?),
+            Program::ProxyCtl { .. } => {
+                Some(OwnFolders::create(&format!("proxy-ctl-surface-{}", std::process::id()))?)
+            }
             Program::KubeProxy { .. } => None,
         };
         let namespace = Namespace::create(number)?;

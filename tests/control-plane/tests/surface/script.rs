@@ -59,9 +59,14 @@ impl Scene<'_> {
     /// Waits until all answer with this status, then writes the pages down.
     fn health(&mut self, state: &str, status: u16) -> Result<()> {
         self.each(|_, peer, _| peer.until_healthz(status))?;
+        self.see(HEALTH, &format!(", {state}"))
+    }
+
+    /// Writes pages down, by their names and this.
+    fn see(&mut self, pages: &[Page], state: &str) -> Result<()> {
         self.each(|cluster, peer, seen| {
-            for page in HEALTH {
-                seen.insert(format!("page {}, {state}", page.name), peer.see(page, cluster)?);
+            for page in pages {
+                seen.insert(format!("page {}{state}", page.name), peer.see(page, cluster)?);
             }
             Ok(())
         })
@@ -87,12 +92,7 @@ impl Scene<'_> {
             peer.until("the change is programmed", |peer| Ok(is_counted(&peer.metrics("/metrics")?, line)))
         })?;
         self.health("all is well", 200)?;
-        self.each(|cluster, peer, seen| {
-            for page in PAGES {
-                seen.insert(format!("page {}", page.name), peer.see(page, cluster)?);
-            }
-            Ok(())
-        })
+        self.see(PAGES, "")
     }
 
     fn load_balancers_ask(&mut self) -> Result<()> {
@@ -107,34 +107,25 @@ impl Scene<'_> {
         ];
         for (state, endpoints, local) in states {
             self.cluster.endpoints_of_checked(endpoints)?;
-            self.each(|cluster, peer, seen| {
-                peer.until(state, |peer| {
-                    Ok(peer.ask(&CHECK)?.text().contains(&format!("\"localEndpoints\": {local},")))
-                })?;
-                seen.insert(format!("page healthCheckNodePort, {state}"), peer.see(&CHECK, cluster)?);
-                Ok(())
-            })?;
+            let told = format!("\"localEndpoints\": {local},");
+            self.each(|_, peer, _| peer.until(state, |peer| Ok(peer.ask(&CHECK)?.text().contains(&told))))?;
+            self.see(&[CHECK], &format!(", {state}"))?;
         }
         self.cluster.endpoints_of_checked(&[Here])?;
-        self.each(|cluster, peer, seen| {
+        self.each(|_, peer, seen| {
             peer.until("an endpoint", |peer| Ok(peer.ask(&CHECK)?.status == 200))?;
-            for page in CHECKS {
-                seen.insert(format!("page {}", page.name), peer.see(page, cluster)?);
-            }
             seen.insert("page healthCheckNodePort, loopback".into(), on_loopback(peer));
             Ok(())
         })?;
+        self.see(CHECKS, "")?;
         // Who asks would otherwise be told of a node that it is not to send to.
         self.cluster.not_health_checked(name)?;
         self.each(|_, peer, _| {
             peer.until("the end of the health check", |peer| Ok(peer.ask(&CHECK).is_err()))
         })?;
         self.cluster.health_checked(name, port)?;
-        self.each(|cluster, peer, seen| {
-            peer.until("an answer again", |peer| Ok(peer.ask(&CHECK).is_ok()))?;
-            seen.insert("page healthCheckNodePort, policy Local again".into(), peer.see(&CHECK, cluster)?);
-            Ok(())
-        })
+        self.each(|_, peer, _| peer.until("an answer again", |peer| Ok(peer.ask(&CHECK).is_ok())))?;
+        self.see(&[CHECK], ", policy Local again")
     }
 
     /// kube-proxy cannot run what writes rules, and ours cannot pin its tables.
@@ -142,13 +133,7 @@ impl Scene<'_> {
         self.each(|_, peer, _| peer.break_tools())?;
         self.cluster.endpoints_of_web(50, None)?;
         self.health("a change waits too long", 503)?;
-        self.each(|cluster, peer, seen| {
-            seen.insert(
-                "page healthCheckNodePort, a change waits too long".into(),
-                peer.see(&CHECK, cluster)?,
-            );
-            Ok(())
-        })?;
+        self.see(&[CHECK], ", a change waits too long")?;
         self.cluster.endpoints_of_web(2, None)?;
         self.each(|_, peer, _| peer.mend_tools())?;
         self.health("all is well again", 200)
@@ -162,13 +147,7 @@ impl Scene<'_> {
         self.each(|_, peer, _| peer.until_healthz(200))?;
         self.cluster.begin_to_delete_node()?;
         self.health("being deleted", 503)?;
-        self.each(|cluster, peer, seen| {
-            seen.insert(
-                "page healthCheckNodePort, the node being deleted".into(),
-                peer.see(&CHECK, cluster)?,
-            );
-            Ok(())
-        })
+        self.see(&[CHECK], ", the node being deleted")
     }
 
     fn families(&mut self) -> Result<()> {

@@ -84,11 +84,10 @@ impl Cluster {
     /// What kube-controller-manager puts into each namespace.
     fn add_what_controllers_make(&self) -> Result<()> {
         let authority = fs::read_to_string(self.server.authority_file()).context("reading the CA")?;
-        let metadata = |name: &str| json!({"namespace": "kube-system", "name": name});
         self.store(&[
-            json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata("default")}),
+            written::service_account("kube-system", "default"),
             json!({
-                "apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata("kube-root-ca.crt"),
+                "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"namespace": "kube-system", "name": "kube-root-ca.crt"},
                 "data": {"ca.crt": authority},
             }),
         ])

@@ -1,15 +1,12 @@
 //! Pods of the DaemonSets in deploy/, as API server, kubelet and container runtime make them, on a node of a lab.
 
-use std::{
-    fs,
-    path::Path,
-    process::ExitStatus,
-    thread,
-    time::{Duration, Instant},
-};
+use std::{fs, path::Path, process::ExitStatus, time::Duration};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use control_plane::{go, objects as written};
+use control_plane::{
+    go,
+    objects::{self as written, Subject},
+};
 use deploy::{
     api, files,
     kubelet::Probe,
@@ -104,18 +101,9 @@ pub(super) fn kubeadm_patched_serves((): &mut ()) -> Result<()> {
         ];
         let daemon_set = objects::kubeadm(&source, "KubeProxyDaemonSet19", &values)?;
         let config_map = objects::kubeadm(&source, "KubeProxyConfigMap19", &values)?;
-        let account = json!({
-            "apiVersion": "v1", "kind": "ServiceAccount",
-            "metadata": {"namespace": "kube-system", "name": "kube-proxy"},
-        });
-        let binding = json!({
-            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
-            "metadata": {"name": "kubeadm:node-proxier"},
-            "roleRef": {
-                "apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "system:node-proxier",
-            },
-            "subjects": [{"kind": "ServiceAccount", "name": "kube-proxy", "namespace": "kube-system"}],
-        });
+        let account = written::service_account("kube-system", "kube-proxy");
+        let to = Subject::ServiceAccount("kube-system", "kube-proxy");
+        let binding = written::cluster_role_binding("kubeadm:node-proxier", "system:node-proxier", to);
         install(cluster, vec![account, binding, config_map, daemon_set.clone()])?;
         let change = files::objects("kubeadm/patch.yaml")?.pop().context("patch.yaml is empty")?;
         cluster.server.run(async |client| api::patch(&client, &daemon_set, &change).await)
@@ -369,17 +357,12 @@ fn reset(network: &str) -> Result<bool> {
 }
 
 fn ensure_set(network: &str) -> Result<()> {
-    let read = || fs::read_to_string(ESTABLISHED.0).context("reading a kernel parameter");
     // /healthz says that the Node is known, which is when the parameters are set.
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        let found = namespace::within(network, read)?;
-        if found.trim() == ESTABLISHED.1 {
-            return Ok(());
-        }
-        ensure!(Instant::now() < deadline, "{} is {found}", ESTABLISHED.0);
-        thread::sleep(Duration::from_millis(50));
-    }
+    wait::until(ESTABLISHED.0, PATIENCE, || {
+        let read = || fs::read_to_string(ESTABLISHED.0).context("reading a kernel parameter");
+        let found = namespace::within(network, read).map_err(|error| format!("{error:#}"))?;
+        if found.trim() == ESTABLISHED.1 { Ok(Some(())) } else { Err(format!("it is {found}")) }
+    })
 }
 
 fn ensure_gone(rules: &str) -> Result<()> {

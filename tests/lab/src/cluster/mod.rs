@@ -42,6 +42,13 @@ pub struct Netns {
     pub node: Option<NodeNumber>,
 }
 
+impl Netns {
+    /// Runs lines of `ip`'s own language in its network namespace.
+    pub fn ip(&self, script: &str) -> Result<()> {
+        namespace::ip(Some(&self.namespace), script)
+    }
+}
+
 /// Where the processes of a pod are, as seen by the hooks on the node's cgroup.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum PodProcesses {

@@ -87,16 +87,13 @@ impl Network {
 
 /// Another bridge, with a client.
 pub(super) fn build_second_fabric(fabric: &Netns, outside: &Netns) -> Result<()> {
-    ip(Some(&fabric.namespace), "link add br1 type bridge mcast_snooping 0\nlink set br1 up\n")?;
+    fabric.ip("link add br1 type bridge mcast_snooping 0\nlink set br1 up\n")?;
     plug(fabric, outside, "eth0", outside.addresses)?;
     let (external, node) = (address::external(1, 0), address::second_node(1));
-    ip(
-        Some(&outside.namespace),
-        &format!(
-            "route add {}/24 via {}\nroute add {}/64 via {}\n",
-            external.v4, node.v4, external.v6, node.v6
-        ),
-    )
+    outside.ip(&format!(
+        "route add {}/24 via {}\nroute add {}/64 via {}\n",
+        external.v4, node.v4, external.v6, node.v6
+    ))
 }
 
 /// Of the second fabric.
@@ -155,7 +152,7 @@ pub(super) fn connect(network: Network, fabric: &Netns, node: &Netns, number: No
             own.v4, own.v6, pods.v4, its.v4, pods.v6, its.v6
         ),
     };
-    ip(Some(&node.namespace), &script)?;
+    node.ip(&script)?;
     filter_by_reverse_path(node, device)
 }
 

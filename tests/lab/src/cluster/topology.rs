@@ -68,22 +68,19 @@ pub(super) fn build_fabric(fabric: &Netns) -> Result<()> {
         &[("?net/bridge/bridge-nf-call-iptables", "0"), ("?net/bridge/bridge-nf-call-ip6tables", "0")],
     )?;
     let own = fabric.addresses;
-    ip(
-        Some(&fabric.namespace),
-        &format!(
-            "link add br0 address {BRIDGE_MAC} type bridge mcast_snooping 0\nlink set br0 up\n\
-             addr add {}/24 dev br0\naddr add {}/64 dev br0 nodad\n\
-             route add unreachable default\nroute add unreachable ::/0 metric 1\n",
-            own.v4, own.v6
-        ),
-    )
+    fabric.ip(&format!(
+        "link add br0 address {BRIDGE_MAC} type bridge mcast_snooping 0\nlink set br0 up\n\
+         addr add {}/24 dev br0\naddr add {}/64 dev br0 nodad\n\
+         route add unreachable default\nroute add unreachable ::/0 metric 1\n",
+        own.v4, own.v6
+    ))
 }
 
 /// Plugs a node or the client outside into the fabric as `eth0`.
 pub(super) fn connect(fabric: &Netns, netns: &Netns) -> Result<()> {
     let port = &netns.name;
     pair(fabric, port, netns)?;
-    ip(Some(&fabric.namespace), &format!("link set {port} master br0 up\n"))?;
+    fabric.ip(&format!("link set {port} master br0 up\n"))?;
     set_up(netns, address::gateway())
 }
 
@@ -96,14 +93,11 @@ fn pair(netns: &Netns, name: &str, other: &Netns) -> Result<()> {
 /// `eth0` with its addresses, and a way to everywhere.
 fn set_up(netns: &Netns, gateway: Addresses) -> Result<()> {
     let own = netns.addresses;
-    ip(
-        Some(&netns.namespace),
-        &format!(
-            "link set eth0 up\naddr add {}/24 dev eth0\naddr add {}/64 dev eth0 nodad\n\
-             route add default via {}\nroute add ::/0 via {}\n",
-            own.v4, own.v6, gateway.v4, gateway.v6
-        ),
-    )
+    netns.ip(&format!(
+        "link set eth0 up\naddr add {}/24 dev eth0\naddr add {}/64 dev eth0 nodad\n\
+         route add default via {}\nroute add ::/0 via {}\n",
+        own.v4, own.v6, gateway.v4, gateway.v6
+    ))
 }
 
 /// The client outside sends cluster IPs to node 1, and external addresses to the node that they are of.
@@ -123,7 +117,7 @@ pub(super) fn route_services(outside: &Netns) -> Result<()> {
             external.v4, via.v4, external.v6, via.v6
         ));
     }
-    ip(Some(&outside.namespace), &script)
+    outside.ip(&script)
 }
 
 /// Forwarding, routes to the other node's pods, and on node 2 the pods' bridge.
@@ -150,7 +144,7 @@ pub(super) fn build_node(node: &Netns, number: NodeNumber) -> Result<()> {
             gateway.v4, gateway.v6
         ));
     }
-    ip(Some(&node.namespace), &script)
+    node.ip(&script)
 }
 
 pub(super) fn connect_pod(node: &Netns, pod: &Netns) -> Result<()> {
@@ -169,34 +163,27 @@ pub(super) fn connect_routed(node: &Netns, pod: &Netns) -> Result<()> {
     let host_side = interface("cali", pod);
     let own = pod.addresses;
     pair(node, &host_side, pod)?;
-    ip(
-        Some(&node.namespace),
-        &format!(
-            "link set {host_side} address {HOST_MAC} addrgenmode none up\n\
-             addr add {HOST_LINK6}/64 dev {host_side} nodad\n\
-             route add {}/32 dev {host_side}\nroute add {}/128 dev {host_side}\n",
-            own.v4, own.v6
-        ),
-    )?;
-    ip(
-        Some(&pod.namespace),
-        &format!(
-            "link set eth0 up\naddr add {}/32 dev eth0\naddr add {}/128 dev eth0 nodad\n\
-             neigh add {HOST_LINK4} lladdr {HOST_MAC} dev eth0 nud permanent\n\
-             route add {HOST_LINK4} dev eth0 scope link\nroute add default via {HOST_LINK4}\n\
-             route add ::/0 via {HOST_LINK6} dev eth0\n",
-            own.v4, own.v6
-        ),
-    )
+    node.ip(&format!(
+        "link set {host_side} address {HOST_MAC} addrgenmode none up\n\
+         addr add {HOST_LINK6}/64 dev {host_side} nodad\n\
+         route add {}/32 dev {host_side}\nroute add {}/128 dev {host_side}\n",
+        own.v4, own.v6
+    ))?;
+    pod.ip(&format!(
+        "link set eth0 up\naddr add {}/32 dev eth0\naddr add {}/128 dev eth0 nodad\n\
+         neigh add {HOST_LINK4} lladdr {HOST_MAC} dev eth0 nud permanent\n\
+         route add {HOST_LINK4} dev eth0 scope link\nroute add default via {HOST_LINK4}\n\
+         route add ::/0 via {HOST_LINK6} dev eth0\n",
+        own.v4, own.v6
+    ))
 }
 
 fn connect_bridged(node: &Netns, pod: &Netns) -> Result<()> {
     let host_side = interface("veth", pod);
     pair(node, &host_side, pod)?;
     // Hairpin, as the bridge CNI plugin sets it for pods that dial their own service.
-    ip(
-        Some(&node.namespace),
-        &format!("link set {host_side} master cni0 up\nlink set {host_side} type bridge_slave hairpin on\n"),
-    )?;
+    node.ip(&format!(
+        "link set {host_side} master cni0 up\nlink set {host_side} type bridge_slave hairpin on\n"
+    ))?;
     set_up(pod, address::pod(2, 1))
 }

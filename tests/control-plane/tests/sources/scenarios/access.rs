@@ -8,7 +8,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use control_plane::objects;
+use control_plane::objects::{self, Subject};
 use kube::{
     Client,
     config::{KubeConfigOptions, Kubeconfig},
@@ -34,16 +34,9 @@ const ROLE: &str = "system:node-proxier";
 /// else.
 fn account(world: &World) -> Result<()> {
     world.apply(&objects::namespace("kube-system"))?;
-    world.apply(&json!({
-        "apiVersion": "v1", "kind": "ServiceAccount",
-        "metadata": {"namespace": "kube-system", "name": ACCOUNT},
-    }))?;
-    world.apply(&json!({
-        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
-        "metadata": {"name": "kubeadm:node-proxier"},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": ROLE},
-        "subjects": [{"kind": "ServiceAccount", "namespace": "kube-system", "name": ACCOUNT}],
-    }))
+    world.apply(&objects::service_account("kube-system", ACCOUNT))?;
+    let to = Subject::ServiceAccount("kube-system", ACCOUNT);
+    world.apply(&objects::cluster_role_binding("kubeadm:node-proxier", ROLE, to))
 }
 
 fn token(world: &World) -> Result<String> {
@@ -128,20 +121,8 @@ pub(super) fn the_role_of_kube_proxy_is_enough(world: &mut World) -> Result<()> 
 
 /// Rules for [`LIMITED`] alone.
 pub(super) fn grant(world: &World, rules: &[(&str, &str, &[&str])]) -> Result<()> {
-    let rules: Vec<Value> = rules
-        .iter()
-        .map(|(group, plural, verbs)| json!({"apiGroups": [group], "resources": [plural], "verbs": verbs}))
-        .collect();
-    world.apply(&json!({
-        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole",
-        "metadata": {"name": "limited"}, "rules": rules,
-    }))?;
-    world.apply(&json!({
-        "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding",
-        "metadata": {"name": "limited"},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "limited"},
-        "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": LIMITED.user}],
-    }))
+    world.apply(&objects::cluster_role("limited", rules))?;
+    world.apply(&objects::cluster_role_binding("limited", "limited", Subject::User(LIMITED.user)))
 }
 
 const BOTH: &[&str] = &["list", "watch"];
@@ -186,10 +167,7 @@ pub(super) fn revoked_tokens_are_replaced(world: &mut World) -> Result<()> {
         follower.wait_served(world, &[("before:main", &[])])?;
     }
 
-    world.delete(&json!({
-        "apiVersion": "v1", "kind": "ServiceAccount",
-        "metadata": {"namespace": "kube-system", "name": ACCOUNT},
-    }))?;
+    world.delete(&objects::service_account("kube-system", ACCOUNT))?;
     account(world)?;
     wait_refused(world, &rotated)?;
     relay.cut();

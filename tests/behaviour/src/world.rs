@@ -123,6 +123,14 @@ impl World {
             .with_context(|| format!("from {from} to {}", dial.target))
     }
 
+    /// Dials until every request is answered.
+    pub fn until_answered(&self, from: &str, dial: &Dial, limit: Duration) -> Result<()> {
+        wait::until(&format!("{from} is answered by {}", dial.target), limit, || {
+            let outcomes = self.dial(from, dial).map_err(|error| error.to_string())?;
+            check::answered(&outcomes).map(|_| Some(())).map_err(|error| error.to_string())
+        })
+    }
+
     pub fn proxy(&mut self, node: NodeNumber) -> Result<&mut Proxy> {
         self.proxies.iter_mut().find(|proxy| proxy.node == node).ok_or_else(|| anyhow!("no node {node}"))
     }

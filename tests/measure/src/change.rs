@@ -29,17 +29,13 @@ fn slice(address: Ipv4Addr) -> Value {
 
 pub(crate) async fn create(api: &kube::Client, addresses: [Ipv4Addr; 2]) -> Result<()> {
     let mut service = objects::service(NAMESPACE, NAME, PORT);
-    if let Some(spec) = service.get_mut("spec").and_then(Value::as_object_mut) {
-        spec.insert("clusterIP".to_owned(), json!(target().ip()));
-    }
+    service["spec"]["clusterIP"] = json!(target().ip());
     objects::apply(api, &service).await?;
     objects::apply(api, &slice(addresses[0])).await
 }
 
 fn dial(client: &Agent) -> Result<Option<Outcome>> {
-    let mut dial = Dial::new(Protocol::Tcp, target()).timeout_ms(200);
-    dial.count = 1;
-    Ok(client.dial(&dial)?.into_iter().next())
+    Ok(client.dial(&Dial::new(Protocol::Tcp, target()).timeout_ms(200))?.pop())
 }
 
 pub(crate) fn is_served(client: &Agent) -> Result<bool> {

@@ -10,12 +10,12 @@ mod subject;
 use std::{
     io::{self, Write as _},
     net::Ipv4Addr,
-    path::PathBuf,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, bail};
-use clap::{Parser, ValueEnum};
+use behaviour::setting::ProxyKind;
+use clap::Parser;
 use control_plane::{ADMIN, ApiServer, Options, objects::Bulk};
 use lab::{
     Agent, Lab,
@@ -41,57 +41,11 @@ struct Arguments {
     #[arg(long, default_value_t = 20)]
     rounds: usize,
     /// Who is measured; given again, one after the other in the same cluster
-    #[arg(long = "proxy", value_enum, default_values_t = [Proxy::Ebpf])]
-    proxies: Vec<Proxy>,
+    #[arg(long = "proxy", value_enum, default_values_t = [ProxyKind::Ebpf])]
+    proxies: Vec<ProxyKind>,
     /// Seconds until a proxy that has not served yet, or not cleaned up yet, is given up
     #[arg(long, default_value_t = 600)]
     patience: u64,
-    /// proxy-ctl [default: the one beside this program]
-    #[arg(long, env = "PROXY_CTL")]
-    proxy_ctl: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
-pub(crate) enum Proxy {
-    /// proxy-ctl in mode ebpf
-    Ebpf,
-    /// proxy-ctl in mode nftables
-    Nftables,
-    /// proxy-ctl in mode iptables
-    Iptables,
-    /// proxy-ctl in mode userspace
-    Userspace,
-    /// The real kube-proxy in mode iptables
-    KubeProxyIptables,
-    /// The real kube-proxy in mode nftables
-    KubeProxyNftables,
-}
-
-impl Proxy {
-    pub(crate) const fn is_kube_proxy(self) -> bool {
-        match self {
-            Self::Ebpf | Self::Nftables | Self::Iptables | Self::Userspace => false,
-            Self::KubeProxyIptables | Self::KubeProxyNftables => true,
-        }
-    }
-
-    /// As the configuration names it.
-    pub(crate) const fn mode(self) -> &'static str {
-        match self {
-            Self::Ebpf => "ebpf",
-            Self::Nftables | Self::KubeProxyNftables => "nftables",
-            Self::Iptables | Self::KubeProxyIptables => "iptables",
-            Self::Userspace => "userspace",
-        }
-    }
-
-    const fn name(self) -> &'static str {
-        match self {
-            Self::KubeProxyIptables => "kube-proxy iptables",
-            Self::KubeProxyNftables => "kube-proxy nftables",
-            Self::Ebpf | Self::Nftables | Self::Iptables | Self::Userspace => self.mode(),
-        }
-    }
 }
 
 /// Times in milliseconds, memory in megabytes. `None`: not within [`Arguments::patience`].
@@ -130,8 +84,8 @@ fn main() -> Result<()> {
             .map(str::to_owned),
     ];
     for proxy in &arguments.proxies {
-        let figures = step(proxy.name(), || cluster.measure(*proxy, &arguments))?;
-        table.push(figures.row(proxy.name()));
+        let figures = step(&proxy.to_string(), || cluster.measure(*proxy, &arguments))?;
+        table.push(figures.row(proxy));
     }
     for row in table {
         let [name, cells @ ..] = row;
@@ -142,13 +96,13 @@ fn main() -> Result<()> {
 }
 
 impl Figures {
-    fn row(&self, name: &str) -> [String; 7] {
+    fn row(&self, proxy: &ProxyKind) -> [String; 7] {
         let time = |time: Option<f64>| time.map_or_else(|| "given up".to_owned(), |ms| format!("{ms:.1} ms"));
         let change = |of: fn(&Change) -> f64| {
             self.change.as_ref().map_or_else(|| "-".to_owned(), |change| time(Some(of(change))))
         };
         [
-            name.to_owned(),
+            proxy.to_string(),
             time(self.cold_start),
             format!("{:.1} MB", self.memory),
             change(|change| change.median),
@@ -188,14 +142,13 @@ impl Cluster {
     }
 
     /// Nothing of the proxy is left afterwards.
-    fn measure(&self, proxy: Proxy, arguments: &Arguments) -> Result<Figures> {
+    fn measure(&self, proxy: ProxyKind, arguments: &Arguments) -> Result<Figures> {
         let Self { lab, client, server, addresses } = self;
         let patience = Duration::from_secs(arguments.patience);
         if change::is_served(client)? {
-            bail!("the Service is served before {} runs", proxy.name());
+            bail!("the Service is served before {proxy} runs");
         }
-        let program = arguments.proxy_ctl.clone();
-        let mut subject = Subject::new(lab, proxy, program, &server.kubeconfig(ADMIN))?;
+        let mut subject = Subject::new(lab, proxy, &server.kubeconfig(ADMIN))?;
         let started = Instant::now();
         subject.start(lab)?;
         let cold_start = change::wait_for_any(client, patience)?.then(|| millis(started.elapsed()));

@@ -5,21 +5,21 @@ use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
     process::{Child, Stdio},
-    thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, ensure};
+use behaviour::setting::ProxyKind;
 use control_plane::binaries::Program;
 use lab::{Agent, Lab, cluster::node_name, wait};
 use serde_json::json;
 
-use crate::{Proxy, metrics};
+use crate::metrics;
 
 const METRICS_PORT: u16 = 10_249;
 
 pub(crate) struct Subject {
-    proxy: Proxy,
+    proxy: ProxyKind,
     program: PathBuf,
     configuration: PathBuf,
     log: PathBuf,
@@ -28,26 +28,21 @@ pub(crate) struct Subject {
 }
 
 impl Subject {
-    pub(crate) fn new(
-        lab: &Lab,
-        proxy: Proxy,
-        proxy_ctl: Option<PathBuf>,
-        kubeconfig: &Path,
-    ) -> Result<Self> {
+    pub(crate) fn new(lab: &Lab, proxy: ProxyKind, kubeconfig: &Path) -> Result<Self> {
         let node = node_name(1);
         let program = match proxy.is_kube_proxy() {
             true => Program::KubeProxy.path()?,
-            false => proxy_ctl.map_or_else(|| lab::program("proxy-ctl"), Ok)?,
+            false => lab::program("proxy-ctl")?,
         };
         let mut configuration = json!({
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
             "kind": "KubeProxyConfiguration",
-            "mode": proxy.mode(),
+            "mode": proxy.datapath().mode(),
             "hostnameOverride": node,
             "clientConnection": {"kubeconfig": kubeconfig},
             "conntrack": {"maxPerCore": 0},
         });
-        if proxy == Proxy::Ebpf {
+        if proxy == ProxyKind::Ebpf {
             configuration["ebpf"] = json!({"cgroup": lab.netns(&node)?.cgroup, "bpffs": lab.bpffs(1)});
         }
         let file = lab.directory().join("measured.yaml");
@@ -58,8 +53,8 @@ impl Subject {
 
     pub(crate) fn start(&mut self, lab: &Lab) -> Result<()> {
         let run = (!self.proxy.is_kube_proxy()).then(|| "run".to_owned());
-        let configuration = format!("--config={}", self.configuration.display());
-        let arguments: Vec<_> = run.into_iter().chain([configuration]).collect();
+        let arguments =
+            Vec::from_iter(run.into_iter().chain([format!("--config={}", self.configuration.display())]));
         self.process = Some(self.spawn(lab, &arguments)?);
         Ok(())
     }
@@ -104,21 +99,15 @@ impl Subject {
             false => vec!["cleanup".to_owned(), format!("--bpffs={}", lab.bpffs(1).display())],
         };
         let mut process = self.spawn(lab, &arguments)?;
-        let started = Instant::now();
-        loop {
-            if let Some(status) = process.try_wait().context("waiting for the clean-up")? {
-                if !status.success() {
-                    bail!("the clean-up failed ({status}): see {}", self.log.display());
-                }
-                return Ok(true);
-            }
-            if started.elapsed() > limit {
-                process.kill().context("ending the clean-up")?;
-                process.wait().context("waiting for the clean-up")?;
-                return Ok(false);
-            }
-            thread::sleep(Duration::from_millis(5));
-        }
+        let ended =
+            wait::until("the clean-up", limit, || process.try_wait().map_err(|error| error.to_string()));
+        let Ok(status) = ended else {
+            process.kill().context("ending the clean-up")?;
+            process.wait().context("waiting for the clean-up")?;
+            return Ok(false);
+        };
+        ensure!(status.success(), "the clean-up failed ({status}): see {}", self.log.display());
+        Ok(true)
     }
 }
 

@@ -223,15 +223,7 @@ fn late_pod(world: &mut World, variant: Variant) -> Result<()> {
         let client = world.add_late_pod(node)?;
         let target = world.cluster_ip(&BALANCED, variant.family);
         let dial = Dial::new(variant.protocol, target).timeout_ms(200);
-        let world = &*world;
-        wait::until(&format!("{client} on node{node} is served"), ATTACHED_WITHIN, || {
-            let outcomes = world.dial(&client, &dial).map_err(|error| error.to_string())?;
-            match outcomes.first() {
-                Some(Outcome::Answered(_)) => Ok(Some(())),
-                Some(other) => Err(other.to_string()),
-                None => Ok(None),
-            }
-        })?;
+        world.until_answered(&client, &dial, ATTACHED_WITHIN)?;
         let answers = world.answers(&client, &dial.times(40), BALANCED.endpoints)?;
         let (own, is_process) = (world.addresses(&client)?, world.setting.datapath().is_a_process());
         check::saw(&answers, &client, |seen| {

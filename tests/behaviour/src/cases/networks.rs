@@ -4,11 +4,10 @@ use std::{net::SocketAddr, time::Duration};
 
 use anyhow::{Result, bail};
 use lab::{
-    Answer, Dial, Outcome,
+    Answer, Dial,
     address::external,
     cluster::{OUTSIDE, SECOND_OUTSIDE, network::Network},
     objects::{Ingress, Service},
-    wait,
 };
 use scenario::Skip;
 
@@ -130,12 +129,6 @@ fn dial(
     server: &str,
 ) -> Result<Vec<Answer>> {
     let once = Dial::new(variant.protocol, target).timeout_ms(SILENCE_MS);
-    wait::until(&format!("{client} is answered by {target}"), APPEARS_WITHIN, || {
-        match world.dial(client, &once).map_err(|error| error.to_string())?.first() {
-            Some(Outcome::Answered(_)) => Ok(Some(())),
-            Some(other) => Err(other.to_string()),
-            None => Ok(None),
-        }
-    })?;
+    world.until_answered(client, &once, APPEARS_WITHIN)?;
     world.answers(client, &Dial::new(variant.protocol, target).times(10), &[server])
 }

@@ -197,10 +197,7 @@ fn late_address(world: &mut World, variant: Variant) -> Result<()> {
     let clients = [OUTSIDE, "client-1", "node1"];
     namespace::ip(Some(&node), &format!("addr add {assigned}\n"))?;
     let served = clients.into_iter().try_for_each(|client| {
-        wait::until(&format!("{client} is served at the new address"), FOLLOWS_WITHIN, || {
-            let outcomes = world.dial(client, &dial).map_err(|error| error.to_string())?;
-            check::answered(&outcomes).map(|_| Some(())).map_err(|error| error.to_string())
-        })?;
+        world.until_answered(client, &dial, FOLLOWS_WITHIN)?;
         world.answers(client, &dial.clone().times(40), BALANCED.endpoints).map(drop)
     });
     namespace::ip(Some(&node), &format!("addr del {}\n", assigned.trim_end_matches(" nodad")))?;

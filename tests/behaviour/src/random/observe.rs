@@ -1,8 +1,8 @@
 //! Has one random cluster after another served in one lab, and dials its probes.
 
-use std::{collections::BTreeMap, fmt, thread};
+use std::{collections::BTreeMap, fmt};
 
-use anyhow::{Context as _, Result, anyhow};
+use anyhow::{Context as _, Result};
 use lab::{
     Agent, Dial, Outcome, Protocol,
     address::Addresses,
@@ -18,7 +18,7 @@ use super::{
 use crate::{
     fixtures::PODS,
     setting::Setting,
-    table::{Client, Found, told},
+    table::{Client, Found, by_client, told},
     world::World,
 };
 
@@ -124,20 +124,7 @@ impl Runner {
                 jobs.entry(probe.client).or_default().push(job);
             }
         }
-        let mut clients = Vec::new();
-        for (client, jobs) in jobs {
-            let name = client.agent();
-            clients.push((self.world.agent(&name)?, self.world.addresses(&name)?, jobs));
-        }
-        thread::scope(|scope| {
-            let start = |(agent, own, jobs)| scope.spawn(move || carry_out(agent, own, jobs));
-            let threads: Vec<_> = clients.into_iter().map(start).collect();
-            let mut all = Vec::new();
-            for thread in threads {
-                all.extend(thread.join().map_err(|_| anyhow!("a client's thread panicked"))??);
-            }
-            Ok(all)
-        })
+        by_client(&self.world, jobs, carry_out)
     }
 
     fn job(

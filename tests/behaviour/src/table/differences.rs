@@ -29,18 +29,12 @@ pub struct Differences {
 impl Differences {
     /// Those of the project's documentation.
     pub fn read() -> Result<Self> {
-        Self::of_page(Self::parse)
+        Self::parse(&page()?)
     }
 
     /// Without those of what only random clusters meet.
     pub fn read_of_table() -> Result<Self> {
-        Self::of_page(Self::parse_of_table)
-    }
-
-    fn of_page(parse: fn(&str) -> Result<Self>) -> Result<Self> {
-        let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/differences.md");
-        let read = || parse(&fs::read_to_string(&page)?);
-        read().with_context(|| format!("reading {}", page.display()))
+        Self::parse_of_table(&page()?)
     }
 
     fn parse_of_table(text: &str) -> Result<Self> {
@@ -86,6 +80,11 @@ impl Differences {
         let stale = self.explanations.iter().filter(concerns).filter(unmet);
         stale.map(|Explanation { mode, pattern }| format!("{mode}: {pattern}")).collect()
     }
+}
+
+fn page() -> Result<String> {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/differences.md");
+    fs::read_to_string(&page).with_context(|| format!("reading {}", page.display()))
 }
 
 /// `ebpf` is about each of its settings, `ebpf/preserve` about those with that `sourceAddress`.

@@ -16,8 +16,8 @@ use lab::{
     cluster::{OUTSIDE, node_name},
     objects::State,
 };
-pub(crate) use observe::told;
 pub use observe::{Observed, RowNumber, observe, publish, variants};
+pub(crate) use observe::{by_client, told};
 pub use rows::SCENARIOS;
 use serde_json::{Value, json};
 

@@ -120,7 +120,7 @@ pub fn observe(
     configuration: Configuration,
     variants: &[Variant],
 ) -> Result<BTreeMap<RowNumber, Observed>> {
-    let mut jobs: BTreeMap<Client, Vec<Job>> = BTreeMap::new();
+    let mut jobs: BTreeMap<Client, Vec<Job<'_>>> = BTreeMap::new();
     for (number, place, scenario) in scenarios_of(configuration) {
         for (row_number, row) in scenario.rows.iter().enumerate() {
             let expected = row.expected(world.setting.datapath());
@@ -133,8 +133,14 @@ pub fn observe(
             }
         }
     }
+    let datapath = world.setting.datapath();
+    let observed = by_client(world, jobs, |agent, own, jobs| {
+        jobs.into_iter()
+            .map(|job| Ok((job.at, job.expected, (job.variant, found(agent, own, datapath, &job)?))))
+            .collect()
+    });
     let mut results: BTreeMap<RowNumber, Observed> = BTreeMap::new();
-    for ((at, expected), result) in carry_out(world, &jobs)? {
+    for (at, expected, result) in observed? {
         let is_worse = results.get(&at).is_none_or(|(_, earlier)| expected.is(earlier));
         if is_worse {
             results.insert(at, result);
@@ -151,27 +157,21 @@ struct Job<'a> {
     dial: Dial,
 }
 
-type Done = ((RowNumber, Expected), Observed);
-
-fn carry_out(world: &World, jobs: &BTreeMap<Client, Vec<Job>>) -> Result<Vec<Done>> {
-    let datapath = world.setting.datapath();
+/// Does the work of each client, all at the same time.
+pub(crate) fn by_client<J: Send, D: Send>(
+    world: &World,
+    jobs: BTreeMap<Client, Vec<J>>,
+    work: impl Fn(&Agent, Addresses, Vec<J>) -> Result<Vec<D>> + Sync,
+) -> Result<Vec<D>> {
     let mut clients = Vec::new();
     for (client, jobs) in jobs {
         let name = client.agent();
         clients.push((world.agent(&name)?, world.addresses(&name)?, jobs));
     }
+    let work = &work;
     thread::scope(|scope| {
-        let threads: Vec<_> = clients
-            .into_iter()
-            .map(|(agent, own, jobs)| {
-                scope.spawn(move || {
-                    let done = |job: &Job| {
-                        Ok(((job.at, job.expected), (job.variant, found(agent, own, datapath, job)?)))
-                    };
-                    jobs.iter().map(done).collect::<Result<Vec<_>>>()
-                })
-            })
-            .collect();
+        let start = |(agent, own, jobs)| scope.spawn(move || work(agent, own, jobs));
+        let threads: Vec<_> = clients.into_iter().map(start).collect();
         let mut all = Vec::new();
         for thread in threads {
             all.extend(thread.join().map_err(|_| anyhow!("a client's thread panicked"))??);

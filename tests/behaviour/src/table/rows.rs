@@ -82,6 +82,15 @@ impl Row {
     }
 }
 
+const fn plain(
+    name: &'static str,
+    asks: Asks,
+    endpoints: &'static [EndpointRow],
+    rows: &'static [Row],
+) -> Scenario {
+    scenario(name, Plain, asks, endpoints, rows)
+}
+
 const fn scenario(
     name: &'static str,
     configuration: Configuration,
@@ -100,9 +109,8 @@ const OUTSIDE_RANGES: &[&str] = &["192.0.2.100/32", "2001:db8:c0::64/128"];
 
 /// Those of one configuration stand together.
 pub const SCENARIOS: &[Scenario] = &[
-    scenario(
+    plain(
         "both policies Cluster",
-        Plain,
         CLUSTER,
         TWO,
         &[
@@ -134,9 +142,8 @@ pub const SCENARIOS: &[Scenario] = &[
                 .elsewhere(&[(Datapath::Iptables, Dropped), (Datapath::Userspace, Dropped)]),
         ],
     ),
-    scenario(
+    plain(
         "external policy Local",
-        Plain,
         EXTERNAL_LOCAL,
         TWO,
         &[
@@ -155,9 +162,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, ExternalIp(1), kept(W1)),
         ],
     ),
-    scenario(
+    plain(
         "internal policy Local",
-        Plain,
         INTERNAL_LOCAL,
         TWO,
         &[
@@ -172,9 +178,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, ExternalIp(1), masqueraded(W12)),
         ],
     ),
-    scenario(
+    plain(
         "both policies Local",
-        Plain,
         BOTH_LOCAL,
         TWO,
         &[
@@ -186,9 +191,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, LoadBalancer(2), kept(W2)),
         ],
     ),
-    scenario(
+    plain(
         "the client is the only endpoint",
-        Plain,
         CLUSTER,
         &[ready("client-1")],
         &[
@@ -197,9 +201,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Pod(1), LoadBalancer(1), masqueraded(&["client-1"])),
         ],
     ),
-    scenario(
+    plain(
         "no endpoints",
-        Plain,
         CLUSTER,
         &[],
         &[
@@ -215,9 +218,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, ExternalIp(1), Refused),
         ],
     ),
-    scenario(
+    plain(
         "no endpoints, both policies Local",
-        Plain,
         BOTH_LOCAL,
         &[],
         &[
@@ -226,23 +228,20 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, LoadBalancer(1), Refused),
         ],
     ),
-    scenario(
+    plain(
         "no endpoint that is ready or serves",
-        Plain,
         CLUSTER,
         &[endpoint("web-1", State::Unready), endpoint("web-2", State::Ended)],
         &[row(Pod(1), ClusterIp, Refused), row(Outside, NodePort(1), Refused)],
     ),
-    scenario(
+    plain(
         "an endpoint that is not ready",
-        Plain,
         CLUSTER,
         &[endpoint("web-1", State::Unready), ready("web-2"), endpoint("web-3", State::Ended)],
         &[row(Pod(1), ClusterIp, kept(W2)), row(Outside, NodePort(1), masqueraded(W2))],
     ),
-    scenario(
+    plain(
         "a terminating endpoint beside a ready one",
-        Plain,
         CLUSTER,
         &[terminating("web-1"), ready("web-2")],
         &[
@@ -251,9 +250,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, NodePort(1), masqueraded(W2)),
         ],
     ),
-    scenario(
+    plain(
         "terminating endpoints only",
-        Plain,
         CLUSTER,
         &[terminating("web-1"), terminating("web-2")],
         &[
@@ -262,9 +260,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, NodePort(1), masqueraded(W12)),
         ],
     ),
-    scenario(
+    plain(
         "external policy Local, the local endpoint terminates",
-        Plain,
         EXTERNAL_LOCAL,
         &[terminating("web-1"), ready("web-2")],
         &[
@@ -274,9 +271,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, NodePort(2), kept(W2)),
         ],
     ),
-    scenario(
+    plain(
         "external policy Local, endpoints elsewhere",
-        Plain,
         EXTERNAL_LOCAL,
         &[ready("web-2")],
         &[
@@ -289,9 +285,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, NodePort(2), kept(W2)),
         ],
     ),
-    scenario(
+    plain(
         "external policy Local, a terminating endpoint elsewhere",
-        Plain,
         EXTERNAL_LOCAL,
         &[terminating("web-2")],
         &[
@@ -300,9 +295,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, NodePort(2), kept(W2)),
         ],
     ),
-    scenario(
+    plain(
         "internal policy Local, endpoints elsewhere",
-        Plain,
         INTERNAL_LOCAL,
         &[ready("web-2")],
         &[
@@ -312,9 +306,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, NodePort(1), masqueraded(W2)),
         ],
     ),
-    scenario(
+    plain(
         "internal policy Local, the local endpoint terminates",
-        Plain,
         INTERNAL_LOCAL,
         &[terminating("web-1"), ready("web-2")],
         &[
@@ -323,9 +316,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, NodePort(1), masqueraded(W2)),
         ],
     ),
-    scenario(
+    plain(
         "both policies Local, endpoints elsewhere",
-        Plain,
         BOTH_LOCAL,
         &[ready("web-2")],
         &[
@@ -334,9 +326,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Pod(1), NodePort(1), kept(W2)),
         ],
     ),
-    scenario(
+    plain(
         "hints for each zone",
-        Plain,
         CLUSTER,
         &[zoned("web-1", ZONE_1), zoned("web-2", ZONE_2)],
         &[
@@ -345,44 +336,38 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, NodePort(1), masqueraded(W1)),
         ],
     ),
-    scenario(
+    plain(
         "hints, but one endpoint without",
-        Plain,
         CLUSTER,
         &[zoned("web-1", ZONE_1), ready("web-2")],
         &[row(Pod(1), ClusterIp, kept(W12))],
     ),
-    scenario(
+    plain(
         "hints for other zones only",
-        Plain,
         CLUSTER,
         &[zoned("web-1", ZONE_1), zoned("web-2", ZONE_1)],
         &[row(Pod(1), ClusterIp, kept(W12)), row(Pod(2), ClusterIp, kept(W12))],
     ),
-    scenario(
+    plain(
         "hints for several zones",
-        Plain,
         CLUSTER,
         &[zoned("web-1", &["zone-of-node1", "zone-of-node2"]), zoned("web-2", ZONE_2)],
         &[row(Pod(1), ClusterIp, kept(W1)), row(Pod(2), ClusterIp, kept(W12))],
     ),
-    scenario(
+    plain(
         "hints for each node",
-        Plain,
         CLUSTER,
         &[noded("web-1", &["node1"]), noded("web-2", &["node2"])],
         &[row(Pod(1), ClusterIp, kept(W1)), row(Pod(2), ClusterIp, kept(W2))],
     ),
-    scenario(
+    plain(
         "hints against external policy Local",
-        Plain,
         EXTERNAL_LOCAL,
         &[zoned("web-1", ZONE_2), zoned("web-2", ZONE_1)],
         &[row(Pod(1), ClusterIp, kept(W2)), row(Outside, NodePort(1), kept(W1))],
     ),
-    scenario(
+    plain(
         "source ranges with the client",
-        Plain,
         Asks { source_ranges: OUTSIDE_RANGES, ..CLUSTER },
         TWO,
         &[
@@ -396,16 +381,14 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Pod(1), ExternalIp(1), masqueraded(W12)),
         ],
     ),
-    scenario(
+    plain(
         "source ranges with the client, external policy Local",
-        Plain,
         Asks { source_ranges: OUTSIDE_RANGES, ..EXTERNAL_LOCAL },
         TWO,
         &[row(Outside, LoadBalancer(1), kept(W1)), row(Pod(1), LoadBalancer(1), Dropped)],
     ),
-    scenario(
+    plain(
         "source ranges without the client",
-        Plain,
         Asks { source_ranges: &["203.0.113.0/24", "2001:db8:ffff::/48"], ..CLUSTER },
         TWO,
         &[
@@ -414,9 +397,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, ExternalIp(1), masqueraded(W12)),
         ],
     ),
-    scenario(
+    plain(
         "source ranges with node 1",
-        Plain,
         Asks { source_ranges: &["192.0.2.11/32", "2001:db8:c0::b/128"], ..CLUSTER },
         TWO,
         &[
@@ -426,16 +408,14 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, LoadBalancer(1), Dropped),
         ],
     ),
-    scenario(
+    plain(
         "source ranges with the pods of node 1",
-        Plain,
         Asks { source_ranges: &["10.244.1.0/24", "fd00:10:244:1::/64"], ..CLUSTER },
         TWO,
         &[row(Pod(1), LoadBalancer(1), masqueraded(W12)), row(Pod(2), LoadBalancer(2), Dropped)],
     ),
-    scenario(
+    plain(
         "source ranges of IPv6 only",
-        Plain,
         Asks { source_ranges: &["2001:db8:ffff::/48"], ..CLUSTER },
         TWO,
         &[
@@ -443,9 +423,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, LoadBalancer(1), Dropped).of(Family::V6),
         ],
     ),
-    scenario(
+    plain(
         "ipMode Proxy",
-        Plain,
         Asks { proxied: true, ..CLUSTER },
         TWO,
         &[
@@ -454,9 +433,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, NodePort(1), masqueraded(W12)),
         ],
     ),
-    scenario(
+    plain(
         "affinity",
-        Plain,
         Asks { affinity: true, ..CLUSTER },
         TWO,
         &[
@@ -466,9 +444,8 @@ pub const SCENARIOS: &[Scenario] = &[
             row(Outside, LoadBalancer(1), Expected::Sticks(W12, Source::Node)),
         ],
     ),
-    scenario(
+    plain(
         "affinity, external policy Local",
-        Plain,
         Asks { affinity: true, ..EXTERNAL_LOCAL },
         &[ready("web-1"), ready("web-2"), ready("web-3")],
         &[

@@ -210,11 +210,8 @@ fn first_packets<W: Tables>(world: &mut World) -> Result<()> {
                 ensure!(control.one_of != 1 || told == usize::from(CLIENTS), "{told} events");
             }
         }
-        for (mut rounds, watched) in
-            rounds.into_iter().zip(["nobody watches", "each is told", "one of ten is"])
-        {
-            rounds.sort_unstable();
-            println!("{} {name}, {watched}: {} ns (least {})", W::NAME, rounds[ROUNDS / 2], rounds[0]);
+        for (rounds, watched) in rounds.into_iter().zip(["nobody watches", "each is told", "one of ten is"]) {
+            print_rounds::<W>(&format!("{name}, {watched}"), rounds);
         }
     }
     Ok(())

@@ -10,7 +10,7 @@ mod cases;
 mod wire;
 mod world;
 
-use std::process::ExitCode;
+use std::{collections::HashMap, process::ExitCode};
 
 use anyhow::{Context as _, Result};
 use nix::{
@@ -30,19 +30,7 @@ pub(crate) fn object() -> Result<Vec<u8>> {
     }
 }
 
-struct Worlds {
-    usual: World,
-    /// With `RESETS_GONE`, `DROP_UNALLOCATED` and `ANSWER_PING` on.
-    resetting: World,
-    /// As `resetting`, with `HOST_PACKETS` on too.
-    host_packets: World,
-    /// With `MASQUERADE_AS_KUBE_PROXY` on.
-    masquerading: World,
-    /// With tables of flows as large as a node's.
-    large: World,
-    /// While tables of flows get another size.
-    moving: World,
-}
+type Worlds = HashMap<WorldKind, World>;
 
 fn start() -> Result<Started<Worlds>> {
     if !Uid::effective().is_root() {
@@ -58,14 +46,14 @@ fn start() -> Result<Started<Worlds>> {
     let usual = Globals { lease: 1, ..Globals::default() };
     let resetting = Globals { resets_gone: 1, drop_unallocated: 1, answer_ping: 1, ..usual };
     let load = |globals, sizes| World::load(&object, globals, sizes);
-    Ok(Ok(Worlds {
-        usual: load(usual, Sizes::Small)?,
-        resetting: load(resetting, Sizes::Small)?,
-        host_packets: load(Globals { host_packets: 1, ..resetting }, Sizes::Small)?,
-        masquerading: load(Globals { masquerade_as_kube_proxy: 1, ..usual }, Sizes::Small)?,
-        large: load(usual, Sizes::Default)?,
-        moving: load(usual, Sizes::Moving)?.moving(&object)?,
-    }))
+    Ok(Ok(HashMap::from([
+        (WorldKind::Usual, load(usual, Sizes::Small)?),
+        (WorldKind::Resetting, load(resetting, Sizes::Small)?),
+        (WorldKind::HostPackets, load(Globals { host_packets: 1, ..resetting }, Sizes::Small)?),
+        (WorldKind::Masquerading, load(Globals { masquerade_as_kube_proxy: 1, ..usual }, Sizes::Small)?),
+        (WorldKind::Large, load(usual, Sizes::Default)?),
+        (WorldKind::Moving, load(usual, Sizes::Moving)?.moving(&object)?),
+    ])))
 }
 
 fn main() -> ExitCode {
@@ -84,14 +72,7 @@ fn main() -> ExitCode {
     }
     let cases = cases::all().into_iter().map(|Case { name, world, run }| {
         Scenario::new(name, move |worlds: &mut Worlds| {
-            let world = match world {
-                WorldKind::Usual => &mut worlds.usual,
-                WorldKind::Resetting => &mut worlds.resetting,
-                WorldKind::HostPackets => &mut worlds.host_packets,
-                WorldKind::Masquerading => &mut worlds.masquerading,
-                WorldKind::Large => &mut worlds.large,
-                WorldKind::Moving => &mut worlds.moving,
-            };
+            let world = worlds.get_mut(&world).context("no such world")?;
             world.clear()?;
             run(world)
         })

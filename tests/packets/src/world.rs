@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, os::fd::AsFd as _, path::Path};
 use anyhow::{Context as _, Result, bail, ensure};
 use aya::{
     Ebpf, EbpfLoader, Pod, TestRun as _, TestRunOptions,
-    maps::{Array, HashMap, LpmTrie, Map, MapData, PerCpuArray, RingBuf, lpm_trie},
+    maps::{Array, HashMap, LpmTrie, Map, MapData, PerCpuArray, PerCpuValues, RingBuf, lpm_trie},
     programs::{SchedClassifier, Xdp, XdpMode},
 };
 use proxy_common::{
@@ -212,6 +212,11 @@ fn array<'a, V: Pod>(ebpf: &'a mut Ebpf, name: &str) -> Result<Array<&'a mut Map
     Array::try_from(map).with_context(|| format!("table {name}"))
 }
 
+fn per_cpu<'a, V: Pod>(ebpf: &'a mut Ebpf, name: &str) -> Result<PerCpuArray<&'a mut MapData, V>> {
+    let map = ebpf.map_mut(name).with_context(|| format!("no table {name}"))?;
+    PerCpuArray::try_from(map).with_context(|| format!("table {name}"))
+}
+
 fn clear<K: Pod, V: Pod>(mut map: HashMap<&mut MapData, K, V>) -> Result<()> {
     let keys = map.keys().collect::<Result<Vec<_>, _>>()?;
     for key in keys {
@@ -256,15 +261,13 @@ pub(crate) struct World {
     pub(crate) ebpf: Ebpf,
     /// By the table that each belongs to.
     flow_maps: BTreeMap<&'static str, Table<u32, u32>>,
-    moving4: Option<Moving<[u8; 4]>>,
-    moving6: Option<Moving<[u8; 16]>>,
+    moving: Vec<Box<dyn Moving>>,
 }
 
-/// The tables of flows of one family, which all get another size: programs meet no entry but in the maps before.
-struct Moving<A> {
-    flows: Resized<FlowKey<A>, Flow<A>>,
-    opening: Resized<FlowKey<A>, Flow<A>>,
-    foreign: Resized<FlowKey<A>, ForeignFlow>,
+/// A table of flows that gets another size: programs meet no entry but in the map before.
+trait Moving: Send + Sync {
+    fn set_back(&self) -> Result<()>;
+    fn bring(&self) -> Result<()>;
 }
 
 struct Resized<K, V> {
@@ -273,13 +276,15 @@ struct Resized<K, V> {
 }
 
 impl<K: Pod + Default, V: Pod + Default> Resized<K, V> {
-    fn begin(world: &World, before: &Ebpf, table: &str) -> Result<Self> {
+    fn begin(world: &World, before: &Ebpf, table: &str) -> Result<Box<dyn Moving>> {
         let (in_use, before) = (flow_map(&world.ebpf, table)?, flow_map(before, table)?);
         let maps = world.flow_maps.get(table).with_context(|| format!("no maps of {table}"))?;
         maps.put_map(MAP_BEFORE, before.fd().as_fd())?;
-        Ok(Self { in_use: open(in_use)?, before: open(before)? })
+        Ok(Box::new(Self { in_use: open(in_use)?, before: open(before)? }))
     }
+}
 
+impl<K: Pod + Default, V: Pod + Default> Moving for Resized<K, V> {
     fn set_back(&self) -> Result<()> {
         for (key, value) in self.in_use.read_all()? {
             self.in_use.remove(&key)?;
@@ -324,32 +329,6 @@ fn open<K: Pod + Default, V: Pod + Default>(map: &MapData) -> Result<Table<K, V>
     Ok(Table::new(map.fd().as_fd().try_clone_to_owned()?)??)
 }
 
-impl<A: Address> Moving<A>
-where
-    FlowKey<A>: Pod,
-    Flow<A>: Pod,
-{
-    fn begin(world: &World, before: &Ebpf, [flows, opening, foreign]: [&str; 3]) -> Result<Self> {
-        Ok(Self {
-            flows: Resized::begin(world, before, flows)?,
-            opening: Resized::begin(world, before, opening)?,
-            foreign: Resized::begin(world, before, foreign)?,
-        })
-    }
-
-    fn set_back(&self) -> Result<()> {
-        self.flows.set_back()?;
-        self.opening.set_back()?;
-        self.foreign.set_back()
-    }
-
-    fn bring(&self) -> Result<()> {
-        self.flows.bring()?;
-        self.opening.bring()?;
-        self.foreign.bring()
-    }
-}
-
 impl World {
     /// From now on tables of flows get another size all the time.
     pub(crate) fn moving(mut self, object: &[u8]) -> Result<Self> {
@@ -359,11 +338,14 @@ impl World {
             loader.map_max_entries(name, 2 * Sizes::Moving.flows());
         }
         let before = loader.load(object).context("loading the object")?;
-        let v4 =
-            Moving::begin(&self, &before, [table::flows4, table::opening_flows4, table::foreign_flows4])?;
-        let v6 =
-            Moving::begin(&self, &before, [table::flows6, table::opening_flows6, table::foreign_flows6])?;
-        (self.moving4, self.moving6) = (Some(v4), Some(v6));
+        self.moving = vec![
+            Resized::<FlowKeyOf<V4>, FlowOf<V4>>::begin(&self, &before, table::flows4)?,
+            Resized::<FlowKeyOf<V4>, FlowOf<V4>>::begin(&self, &before, table::opening_flows4)?,
+            Resized::<FlowKeyOf<V4>, ForeignFlow>::begin(&self, &before, table::foreign_flows4)?,
+            Resized::<FlowKeyOf<V6>, FlowOf<V6>>::begin(&self, &before, table::flows6)?,
+            Resized::<FlowKeyOf<V6>, FlowOf<V6>>::begin(&self, &before, table::opening_flows6)?,
+            Resized::<FlowKeyOf<V6>, ForeignFlow>::begin(&self, &before, table::foreign_flows6)?,
+        ];
         Ok(self)
     }
 
@@ -445,7 +427,7 @@ impl World {
                 ebpf.program_mut(name).with_context(|| format!("no program {name}"))?.try_into()?;
             program.load().with_context(|| format!("loading {name}"))?;
         }
-        Ok(Self { ebpf, flow_maps, moving4: None, moving6: None })
+        Ok(Self { ebpf, flow_maps, moving: Vec::new() })
     }
 
     /// As [`Tables::flows`], in a few calls and while others work on them.
@@ -473,20 +455,14 @@ impl World {
         let program: &SchedClassifier =
             self.ebpf.program(program).with_context(|| format!("no program {program}"))?.try_into()?;
         let mut out = vec![0; packet.len() + 256];
-        if let (Some(v4), Some(v6)) = (&self.moving4, &self.moving6) {
-            v4.set_back()?;
-            v6.set_back()?;
-        }
+        self.moving.iter().try_for_each(|table| table.set_back())?;
         let result = program.test_run(TestRunOptions {
             data_in: Some(packet),
             data_out: Some(&mut out),
             ctx_in: context,
             ..TestRunOptions::default()
         })?;
-        if let (Some(v4), Some(v6)) = (&self.moving4, &self.moving6) {
-            v4.bring()?;
-            v6.bring()?;
-        }
+        self.moving.iter().try_for_each(|table| table.bring())?;
         out.truncate(result.data_size_out as usize);
         let verdict = match result.return_value {
             TC_ACT_UNSPEC => Verdict::GoesOn,
@@ -545,32 +521,24 @@ impl World {
         self.set_event_control(EventControl::default())?;
         self.events()?;
         let cpus = aya::util::nr_cpus().map_err(|(file, error)| anyhow::anyhow!("{file}: {error}"))?;
-        let mut counters =
-            PerCpuArray::<_, u64>::try_from(self.ebpf.map_mut(table::counters).context(table::counters)?)?;
+        let mut counters = per_cpu::<u64>(&mut self.ebpf, table::counters)?;
         for reason in Reason::ALL {
-            let zero = aya::maps::PerCpuValues::try_from(vec![0u64; cpus])?;
-            counters.set(*reason as u32, zero, 0)?;
+            counters.set(*reason as u32, PerCpuValues::try_from(vec![0; cpus])?, 0)?;
         }
-        let mut refusals = PerCpuArray::try_from(self.ebpf.map_mut(REFUSALS).context(REFUSALS)?)?;
-        refusals.set(0, aya::maps::PerCpuValues::try_from(vec![RefusalCount::default(); cpus])?, 0)?;
-        let mut services = self.service_counters_table()?;
+        let mut refusals = per_cpu(&mut self.ebpf, REFUSALS)?;
+        refusals.set(0, PerCpuValues::try_from(vec![RefusalCount::default(); cpus])?, 0)?;
+        let mut services = per_cpu(&mut self.ebpf, table::service_counters)?;
         for id in 0..SERVICES {
-            let zero = aya::maps::PerCpuValues::try_from(vec![ServiceCounters::default(); cpus])?;
-            services.set(id, zero, 0)?;
+            services.set(id, PerCpuValues::try_from(vec![ServiceCounters::default(); cpus])?, 0)?;
         }
         Ok(())
-    }
-
-    fn service_counters_table(&mut self) -> Result<PerCpuArray<&mut MapData, ServiceCounters>> {
-        Ok(PerCpuArray::try_from(
-            self.ebpf.map_mut(table::service_counters).context(table::service_counters)?,
-        )?)
     }
 
     /// What was counted for a service since the tables were cleared.
     pub(crate) fn service_counters(&mut self, id: u32) -> Result<ServiceCounters> {
         let mut sum = ServiceCounters::default();
-        for of_cpu in self.service_counters_table()?.get(&id, 0)?.iter() {
+        let counters = per_cpu::<ServiceCounters>(&mut self.ebpf, table::service_counters)?;
+        for of_cpu in counters.get(&id, 0)?.iter() {
             sum.connections += of_cpu.connections;
             sum.packets += of_cpu.packets;
             sum.bytes += of_cpu.bytes;
@@ -598,7 +566,7 @@ impl World {
 
     /// A frontend or backend is taken away.
     pub(crate) fn raise_epoch(&mut self) -> Result<()> {
-        let mut settings: Settings = array(&mut self.ebpf, table::settings)?.get(&0, 0)?;
+        let mut settings = self.settings()?;
         settings.epoch += 1;
         self.set_settings(settings)
     }
@@ -625,11 +593,7 @@ impl World {
     pub(crate) fn logged(&mut self) -> Result<usize> {
         const LINES: &str = "AYA_LOGS";
         let mut lines = RingBuf::try_from(self.ebpf.map_mut(LINES).context(LINES)?)?;
-        let mut count = 0;
-        while lines.next().is_some() {
-            count += 1;
-        }
-        Ok(count)
+        Ok(std::iter::from_fn(|| lines.next().map(drop)).count())
     }
 
     pub(crate) fn set_event_control(&mut self, control: EventControl) -> Result<()> {
@@ -648,8 +612,7 @@ impl World {
 
     /// Reasons counted since the tables were cleared.
     pub(crate) fn counted(&mut self) -> Result<Vec<(Reason, u64)>> {
-        let counters =
-            PerCpuArray::<_, u64>::try_from(self.ebpf.map_mut(table::counters).context(table::counters)?)?;
+        let counters = per_cpu::<u64>(&mut self.ebpf, table::counters)?;
         let mut counted = Vec::new();
         for reason in Reason::ALL {
             let count: u64 = counters.get(&(*reason as u32), 0)?.iter().sum();

@@ -81,15 +81,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
     group.both::<W>("with affinity to another port of the service", |s| {
         serve(s, &BOTH, SECONDS)?;
-        let set = s.set(&BOTH)?;
-        let service = Service {
-            cluster: set,
-            internal: set,
-            external: set,
-            flags: SERVICE_HAS_ENDPOINTS,
-            affinity_seconds: SECONDS,
-        };
-        s.world.set_service(SERVICE + 1, service)?;
+        set_service(s, SERVICE + 1, &BOTH, SECONDS)?;
         let other = (CLUSTER_IP.0, CLUSTER_IP.1 + 1);
         s.frontend(other, SERVICE + 1, 0)?;
         one(s, "workload_ingress", CLUSTER_IP, 1_024..1_029)?;
@@ -114,18 +106,22 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 /// `CLUSTER_IP` and `NODE_PORT`, served by two backends, of which clients outside get the local one with policy Local.
 fn serve<W: Tables>(s: &mut Scene<W>, backends: &[(u32, Endpoint, bool)], seconds: u32) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-    let all = s.set(backends)?;
-    let local = backends.iter().filter(|(_, _, local)| *local).count() as u32;
-    let service = Service {
-        cluster: all,
-        internal: all,
-        external: EndpointSet { first: all.first, count: local },
-        flags: SERVICE_HAS_ENDPOINTS,
-        affinity_seconds: seconds,
-    };
-    s.world.set_service(SERVICE, service)?;
+    set_service(s, SERVICE, backends, seconds)?;
     s.frontend(CLUSTER_IP, SERVICE, 0)?;
     s.node_port(SERVICE)
+}
+
+fn set_service<W: Tables>(
+    s: &mut Scene<W>,
+    id: u32,
+    backends: &[(u32, Endpoint, bool)],
+    affinity_seconds: u32,
+) -> Result<()> {
+    let all = s.set(backends)?;
+    let local = backends.iter().filter(|(_, _, local)| *local).count() as u32;
+    let external = EndpointSet { first: all.first, count: local };
+    let flags = SERVICE_HAS_ENDPOINTS;
+    s.world.set_service(id, Service { cluster: all, internal: all, external, flags, affinity_seconds })
 }
 
 const BOTH: [(u32, Endpoint, bool); 2] = [(LOCAL_ID, LOCAL, true), (REMOTE_ID, REMOTE, false)];

@@ -34,7 +34,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         told(s, &[replaced, opened])
     });
     group.both::<W>("events: a client that is refused", |s| {
-        without_endpoints(s)?;
+        s.without_endpoints()?;
         watch(s)?;
         refuse(s)?;
         let event = expected(s, Reason::NoEndpoints, CLUSTER_IP);
@@ -58,7 +58,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         told(s, &[])
     });
     group.both::<W>("events: none while nobody watches, or no longer", |s| {
-        without_endpoints(s)?;
+        s.without_endpoints()?;
         refuse(s)?;
         told(s, &[])?;
         s.world.set_event_control(EventControl::new(1, Reason::ALL.iter().copied(), 1))?;
@@ -66,7 +66,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         told(s, &[])
     });
     group.both::<W>("events: only of the reasons that are asked for", |s| {
-        without_endpoints(s)?;
+        s.without_endpoints()?;
         s.world.set_event_control(EventControl::new(u64::MAX, [Reason::FlowOpened], 1))?;
         refuse(s)?;
         told(s, &[])?;
@@ -151,11 +151,6 @@ fn told<W: Tables>(s: &mut Scene<W>, expected: &[Event]) -> Result<()> {
 
 fn open<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
     s.opens("workload_ingress", client, CLUSTER_IP, LOCAL).map(drop)
-}
-
-fn without_endpoints<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    s.service(1, &[])?;
-    s.frontend(CLUSTER_IP, 1, 0)
 }
 
 fn refuse<W: Tables>(s: &mut Scene<W>) -> Result<()> {

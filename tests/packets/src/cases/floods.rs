@@ -132,8 +132,7 @@ pub(super) fn to_client<W: Tables>(world: &World, packet: &[u8], client: u32) ->
 }
 
 fn flood<W: Tables>(s: &mut Scene<W>, then: Then) -> Result<()> {
-    s.service(1, &[(11, LOCAL, true)])?;
-    s.node_port(1)?;
+    s.node_port_here()?;
     let clients = Clients::new(s, then);
     establish(s, &clients)?;
     let forged_clients = forged_clients()?;

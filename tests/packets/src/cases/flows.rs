@@ -45,7 +45,6 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         PROTOCOL_TCP,
         WorldKind::HostPackets,
         |s| {
-            const PROCESS: Endpoint = (KnownAddress::Node, 45_000);
             s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
             s.cluster_ip()?;
             s.world.run("uplink_egress", &s.first(PROCESS, CLUSTER_IP).bytes::<W>())?;

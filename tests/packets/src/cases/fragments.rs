@@ -10,7 +10,7 @@ use proxy_common::{
 
 use super::{Group, Scene, scene::*};
 use crate::{
-    wire::{Cut, Endpoint, Extra, KnownAddress, Link, Segment},
+    wire::{Cut, Extra, KnownAddress, Link, Segment},
     world::{FRAGMENTS, Tables, Verdict},
 };
 
@@ -126,8 +126,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
     // Also a TCP connection is refused by ICMP: a RST made of the fragment would be one.
     group.both::<W>("in fragments, refused by one answer", |s| {
-        s.service(1, &[])?;
-        s.frontend(CLUSTER_IP, 1, 0)?;
+        s.without_endpoints()?;
         let packet = long(s.first(CLIENT, CLUSTER_IP));
         let fragments = packet.fragments::<W>(CUT);
         // All headers, and the first 8 bytes of the transport's.
@@ -170,7 +169,6 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.counted(&[(Reason::FlowOpened, 1), (Reason::Fragment, 1)])
     });
     group.host::<W>("of the node itself in fragments and back", |s| {
-        const PROCESS: Endpoint = (KnownAddress::Node, 45_000);
         s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
         s.service(1, &[(12, REMOTE, false)])?;
         s.frontend(CLUSTER_IP, 1, 0)?;

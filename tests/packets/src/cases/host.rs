@@ -23,8 +23,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         there_and_back(s, LOCAL, "workload_ingress")
     });
     group.host::<W>("of the node itself, refused", |s| {
-        s.service(1, &[])?;
-        s.frontend(CLUSTER_IP, 1, 0)?;
+        s.without_endpoints()?;
         let packet = s.first(PROCESS, CLUSTER_IP);
         s.send("uplink_egress", &packet, Expect::Answered(refused::<W>(&packet)))?;
         s.counted(&[(Reason::NoEndpoints, 1)])
@@ -42,8 +41,6 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.counted(&[])
     });
 }
-
-const PROCESS: (KnownAddress, u16) = (KnownAddress::Node, 45_000);
 
 fn there_and_back<W: Tables>(s: &mut Scene<W>, backend: (KnownAddress, u16), ingress: &str) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;

@@ -36,7 +36,7 @@ pub(crate) struct Case {
 }
 
 /// What a case needs of the loaded programs.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(crate) enum WorldKind {
     Usual,
     /// With `RESETS_GONE`, `DROP_UNALLOCATED` and `ANSWER_PING` on.
@@ -83,38 +83,41 @@ impl Group {
         });
     }
 
+    fn each<W: Tables + 'static>(&mut self, protocols: &[u8], world: WorldKind, name: &str, body: Body<W>) {
+        protocols.iter().for_each(|protocol| self.add(name, *protocol, world, body));
+    }
+
+    fn tcp<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+        self.each(&[PROTOCOL_TCP], WorldKind::Usual, name, body);
+    }
+
+    fn udp<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+        self.each(&[PROTOCOL_UDP], WorldKind::Usual, name, body);
+    }
+
     fn both<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
-        self.add(name, PROTOCOL_TCP, WorldKind::Usual, body);
-        self.add(name, PROTOCOL_UDP, WorldKind::Usual, body);
+        self.each(&BOTH, WorldKind::Usual, name, body);
     }
 
     fn host<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
-        self.add(name, PROTOCOL_TCP, WorldKind::HostPackets, body);
-        self.add(name, PROTOCOL_UDP, WorldKind::HostPackets, body);
+        self.each(&BOTH, WorldKind::HostPackets, name, body);
     }
 
     fn resetting<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
-        self.add(name, PROTOCOL_TCP, WorldKind::Resetting, body);
+        self.each(&[PROTOCOL_TCP], WorldKind::Resetting, name, body);
     }
 
     fn masquerading<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
-        self.add(name, PROTOCOL_TCP, WorldKind::Masquerading, body);
-        self.add(name, PROTOCOL_UDP, WorldKind::Masquerading, body);
+        self.each(&BOTH, WorldKind::Masquerading, name, body);
     }
 
     /// False where programs meet new tables, which are empty.
     fn can_fill_tables(&self) -> bool {
         self.usual != WorldKind::Moving
     }
-
-    fn tcp<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
-        self.add(name, PROTOCOL_TCP, WorldKind::Usual, body);
-    }
-
-    fn udp<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
-        self.add(name, PROTOCOL_UDP, WorldKind::Usual, body);
-    }
 }
+
+const BOTH: [u8; 2] = [PROTOCOL_TCP, PROTOCOL_UDP];
 
 pub(crate) fn all() -> Vec<Case> {
     let mut group = Group { cases: Vec::new(), usual: WorldKind::Usual };

@@ -55,8 +55,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
     group.both::<W>("refused: logged when asked for, a bounded number in a second", |s| {
         const MORE_THAN_IN_TWO_SECONDS: usize = 2 * LOG_LINES_PER_SECOND as usize + 1;
-        s.service(1, &[])?;
-        s.frontend(CLUSTER_IP, 1, 0)?;
+        s.without_endpoints()?;
         let packet = s.first(CLIENT, CLUSTER_IP);
         s.send("workload_ingress", &packet, Expect::Answered(refused::<W>(&packet)))?;
         ensure!(s.world.logged()? == 0, "logged without being asked");
@@ -102,8 +101,7 @@ fn expect_refused<W: Tables>(s: &mut Scene<W>, program: &str, packet: &Segment) 
 
 /// Answers with how many of the packets were answered, and how many dropped.
 fn refused_in_flood<W: Tables>(s: &mut Scene<W>, packets: u64) -> Result<(u64, u64)> {
-    s.service(1, &[])?;
-    s.frontend(CLUSTER_IP, 1, 0)?;
+    s.without_endpoints()?;
     let (mut answered, mut dropped) = (0, 0);
     let packet = s.first(CLIENT, CLUSTER_IP).bytes::<W>();
     for _ in 0..packets {
@@ -118,8 +116,7 @@ fn refused_in_flood<W: Tables>(s: &mut Scene<W>, packets: u64) -> Result<(u64, u
 
 /// `change` makes the packet of the first one of a connection.
 fn no_endpoint<W: Tables>(s: &mut Scene<W>, program: &str, change: fn(Segment) -> Segment) -> Result<()> {
-    s.service(1, &[])?;
-    s.frontend(CLUSTER_IP, 1, 0)?;
+    s.without_endpoints()?;
     let packet = change(s.first(CLIENT, CLUSTER_IP));
     expect_refused(s, program, &packet)
 }

@@ -15,6 +15,8 @@ pub(crate) const CLUSTER_IP: Endpoint = (KnownAddress::ClusterIp, 80);
 pub(crate) const LOCAL: Endpoint = (KnownAddress::LocalBackend, 8080);
 pub(crate) const REMOTE: Endpoint = (KnownAddress::RemoteBackend, 8080);
 pub(crate) const NODE_PORT: Endpoint = (KnownAddress::Node, 30_080);
+/// Of the node itself.
+pub(crate) const PROCESS: Endpoint = (KnownAddress::Node, 45_000);
 pub(crate) const MASQUERADE_PORTS: [[u16; 2]; 2] = [[20_000, 20_003], [20_010, 20_013]];
 
 /// Those for devices with Ethernet headers.
@@ -134,6 +136,18 @@ impl<'w, W: Tables> Scene<'w, W> {
         self.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
         self.service(1, &[(12, REMOTE, false)])?;
         self.node_port(1)
+    }
+
+    /// `NODE_PORT`, served by one backend on this node.
+    pub(crate) fn node_port_here(&mut self) -> Result<()> {
+        self.service(1, &[(11, LOCAL, true)])?;
+        self.node_port(1)
+    }
+
+    /// `CLUSTER_IP`, served by nobody.
+    pub(crate) fn without_endpoints(&mut self) -> Result<()> {
+        self.service(1, &[])?;
+        self.frontend(CLUSTER_IP, 1, 0)
     }
 
     /// What stands for a client outside where its first packet has left the node.

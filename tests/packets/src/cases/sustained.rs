@@ -250,8 +250,7 @@ fn come_and_go<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     let mut controller = Controller::start()?;
     let mut world = World::with_tables_in(&crate::object()?, &controller.tables())?;
     let mut scene = Scene::<W>::new(&mut world, s.protocol);
-    scene.service(1, &[(11, LOCAL, true)])?;
-    scene.node_port(1)?;
+    scene.node_port_here()?;
     let mut cpus = cpus()?;
     cpus.truncate(2);
     let count = CONNECTIONS * seconds()?;
@@ -328,8 +327,7 @@ fn forge<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     let mut controller = Controller::start()?;
     let mut world = World::with_tables_in(&crate::object()?, &controller.tables())?;
     let mut scene = Scene::<W>::new(&mut world, s.protocol);
-    scene.service(1, &[(11, LOCAL, true)])?;
-    scene.node_port(1)?;
+    scene.node_port_here()?;
     (0..ACTIVE + SILENT).try_for_each(|client| send::<W>(scene.world, &opening::<W>(), client))?;
     // From now on a new connection goes there.
     scene.service(1, &[(21, OTHER, true)])?;

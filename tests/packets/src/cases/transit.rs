@@ -20,9 +20,7 @@ use crate::{
 
 pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("transit to a backend elsewhere and back", |s| {
-        let uplink = Uplink::with_neighbours(s)?;
-        s.node_port_elsewhere()?;
-        let node = opened(s, &uplink)?;
+        let (uplink, node) = opened_with_neighbours(s)?;
         let first = s.first(CLIENT, NODE_PORT);
         let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
         let to_client = answer.to(CLIENT).from(NODE_PORT);
@@ -41,9 +39,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         Ok(())
     });
     group.both::<W>("transit of a flow that the stack has begun, and the other way round", |s| {
-        let uplink = Uplink::with_neighbours(s)?;
-        s.node_port_elsewhere()?;
-        let node = opened(s, &uplink)?;
+        let (uplink, node) = opened_with_neighbours(s)?;
         let first = s.first(CLIENT, NODE_PORT);
         let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
         s.send("uplink_ingress", &answer, Expect::Becomes(&answer.to(CLIENT)))?;
@@ -86,8 +82,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("no transit to a backend of this node", |s| {
         let uplink = Uplink::with_neighbours(s)?;
         s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-        s.service(1, &[(11, LOCAL, true)])?;
-        s.node_port(1)?;
+        s.node_port_here()?;
         let first = s.first(CLIENT, NODE_PORT);
         uplink.passes(s, &first.bytes::<W>())?;
         s.send("uplink_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
@@ -108,9 +103,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
     group.both::<W>("no transit of what a router does more with than sending it on", |s| {
         const MTU: usize = 1_500;
-        let uplink = Uplink::with_neighbours(s)?;
-        s.node_port_elsewhere()?;
-        let node = opened(s, &uplink)?;
+        let (uplink, node) = opened_with_neighbours(s)?;
         let packet = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         let options = Segment { extra: Extra::Options, ..packet.clone() };
         uplink.passes(s, &options.bytes::<W>())?;
@@ -148,9 +141,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.counted(&[(Reason::FlowOpened, 1), (Reason::SentByDriver, 2)])
     });
     group.both::<W>("no transit of frames for others", |s| {
-        let uplink = Uplink::with_neighbours(s)?;
-        s.node_port_elsewhere()?;
-        let node = opened(s, &uplink)?;
+        let (uplink, node) = opened_with_neighbours(s)?;
         let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         uplink.passes(s, &Segment { back: true, ..second.clone() }.bytes::<W>())?;
         let mut to_all = second.bytes::<W>();
@@ -159,9 +150,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         uplink.sends(s, &second, &second.to(REMOTE).from(node))
     });
     group.both::<W>("no transit without a lease", |s| {
-        let uplink = Uplink::with_neighbours(s)?;
-        s.node_port_elsewhere()?;
-        let node = opened(s, &uplink)?;
+        let (uplink, node) = opened_with_neighbours(s)?;
         let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
         s.world.set_lease_end(1)?;
@@ -259,6 +248,13 @@ fn opened<W: Tables>(s: &mut Scene<W>, uplink: &Uplink) -> Result<Endpoint> {
     uplink.passes(s, &first.bytes::<W>())?;
     s.world.run("uplink_egress", &first.to(REMOTE).bytes::<W>())?;
     s.masqueraded(CLIENT)
+}
+
+fn opened_with_neighbours<W: Tables>(s: &mut Scene<W>) -> Result<(Uplink, Endpoint)> {
+    let uplink = Uplink::with_neighbours(s)?;
+    s.node_port_elsewhere()?;
+    let node = opened(s, &uplink)?;
+    Ok((uplink, node))
 }
 
 /// Established, and what the client and the backend send next.

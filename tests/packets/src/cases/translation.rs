@@ -42,8 +42,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.counted(&[(Reason::FlowOpened, 1)])
     });
     group.both::<W>("to a node port from outside, backend here, and back", |s| {
-        s.service(1, &[(11, LOCAL, true)])?;
-        s.node_port(1)?;
+        s.node_port_here()?;
         there_and_back(s, NODE_PORT, LOCAL, "uplink_ingress", "uplink_egress", Link::Ethernet)
     });
     group.both::<W>("to a load balancer address from outside", |s| {
@@ -65,8 +64,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.counted(&[])
     });
     group.both::<W>("to a node port on loopback", |s| {
-        s.service(1, &[(11, LOCAL, true)])?;
-        s.node_port(1)?;
+        s.node_port_here()?;
         let address = W::address(KnownAddress::Node);
         W::put_node_address(&mut s.world.ebpf, address, proxy_common::layout::NODE_ADDRESS_LOOPBACK)?;
         let packet = s.first(CLIENT, NODE_PORT);

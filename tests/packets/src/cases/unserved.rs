@@ -14,7 +14,6 @@ use crate::{
 };
 
 const OTHER_PORT: Endpoint = (CLUSTER_IP.0, 81);
-const PROCESS: Endpoint = (KnownAddress::Node, 45_000);
 /// A prefix of all [`KnownAddress`]es.
 const BITS: u32 = 24;
 /// More than one segment of memory.
@@ -109,7 +108,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send("workload_ingress", &s.first(CLIENT, OTHER_PORT), Expect::Untouched)?;
         s.counted(&[])
     });
-    group.add::<W>("pings of a ClusterIP are answered", PROTOCOL_TCP, WorldKind::Resetting, |s| {
+    group.resetting::<W>("pings of a ClusterIP are answered", |s| {
         s.mark(CLUSTER_IP.0)?;
         let mut count = 0;
         for length in [0, 1, 56, LONG] {
@@ -124,7 +123,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         count += 1;
         s.counted(&[(Reason::PingAnswered, count)])
     });
-    group.add::<W>("pings of a ClusterIP, of the node itself", PROTOCOL_TCP, WorldKind::Resetting, |s| {
+    group.resetting::<W>("pings of a ClusterIP, of the node itself", |s| {
         s.mark(CLUSTER_IP.0)?;
         let request = message(PROCESS, CLUSTER_IP, 56);
         let bytes = W::echo(&request, false);
@@ -134,7 +133,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(output.packet == bytes, "what is forwarded has met another hook");
         s.counted(&[(Reason::PingAnswered, 1)])
     });
-    group.add::<W>("pings that are not answered", PROTOCOL_TCP, WorldKind::Resetting, |s| {
+    group.resetting::<W>("pings that are not answered", |s| {
         s.mark(CLUSTER_IP.0)?;
         let request = message(CLIENT, CLUSTER_IP, 56);
         let elsewhere = ping::<W>(CLIENT, (KnownAddress::Stranger, 0), 56);

@@ -74,16 +74,6 @@ pub(crate) fn describe(command: &Command) -> String {
     words.map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
 }
 
-/// Where cargo puts what it builds in the dev profile.
-pub(crate) fn built(program: &str) -> PathBuf {
-    target().join("debug").join(program)
-}
-
-/// Where cargo puts what it builds in the release profile.
-pub(crate) fn built_release(program: &str) -> PathBuf {
-    target().join("release").join(program)
-}
-
 /// Where cargo puts what it builds.
 pub(crate) fn target() -> PathBuf {
     let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace().join("target"), PathBuf::from);

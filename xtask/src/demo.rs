@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result};
 use clap::Args;
 
 use crate::{
-    command::{as_root, built, built_release, cargo, describe, run as execute},
+    command::{as_root, cargo, describe, run as execute, target},
     setup,
 };
 
@@ -34,7 +34,8 @@ impl Arguments {
             build.args(["-p", "proxy-ctl", "-p", "lab"]);
         }
         execute(build.args(profile))?;
-        let mut command = as_root(if profile.is_empty() { built(program) } else { built_release(program) });
+        let folder = if profile.is_empty() { "debug" } else { "release" };
+        let mut command = as_root(target().join(folder).join(program));
         command.args(&self.arguments);
         let status = command.status().with_context(|| format!("starting {}", describe(&command)))?;
         Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })

@@ -1,5 +1,5 @@
 //! Runs every suite, quick ones first, and prints one line for each.
-//!
+
 use std::{
     fs,
     process::{Command, ExitCode},
@@ -128,9 +128,7 @@ impl Total {
         }
         Ok(())
     }
-}
 
-impl Total {
     /// Others than those that are asked for are not downloaded.
     fn add_machine(
         &mut self,

@@ -234,7 +234,7 @@ fn compressed(content: &[u8]) -> Result<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::Read as _;
+    use std::io::Read;
 
     use super::*;
 
@@ -260,15 +260,21 @@ mod tests {
         archive
     }
 
-    fn contents(archive: &[u8]) -> BTreeMap<String, Vec<u8>> {
-        let mut archive = tar::Archive::new(archive);
-        let read = |entry: std::io::Result<tar::Entry<'_, &[u8]>>| {
+    /// Path, mode and content of each file, or where a link leads.
+    fn entries(archive: impl Read) -> Vec<(String, u32, Vec<u8>)> {
+        let read = |entry: std::io::Result<tar::Entry<'_, _>>| {
             let mut entry = entry.unwrap();
             let mut content = Vec::new();
             entry.read_to_end(&mut content).unwrap();
-            (entry.path().unwrap().display().to_string(), content)
+            let link = entry.link_name().unwrap().map(|link| link.display().to_string());
+            let path = entry.path().unwrap().display().to_string();
+            (path, entry.header().mode().unwrap(), link.map_or(content, String::into_bytes))
         };
-        archive.entries().unwrap().map(read).collect()
+        tar::Archive::new(archive).entries().unwrap().map(read).collect()
+    }
+
+    fn contents(archive: &[u8]) -> BTreeMap<String, Vec<u8>> {
+        entries(archive).into_iter().map(|(path, _, content)| (path, content)).collect()
     }
 
     /// What a descriptor points to, after its size and hash were found right.
@@ -302,16 +308,6 @@ mod tests {
         let mut layer = Vec::new();
         flate2::read::GzDecoder::new(blob(contents, &manifest["layers"][0])).read_to_end(&mut layer).unwrap();
         assert_eq!(config["rootfs"]["diff_ids"], json!([format!("sha256:{}", sha256(&layer))]));
-        let mut files = tar::Archive::new(&layer[..]);
-        let read = |entry: std::io::Result<tar::Entry<'_, &[u8]>>| {
-            let mut entry = entry.unwrap();
-            let mut content = Vec::new();
-            entry.read_to_end(&mut content).unwrap();
-            let link = entry.link_name().unwrap().map(|link| link.display().to_string());
-            let path = entry.path().unwrap().display().to_string();
-            (path, entry.header().mode().unwrap(), link.map_or(content, String::into_bytes))
-        };
-        let found: Vec<_> = files.entries().unwrap().map(read).collect();
         let expected: [(&str, u32, &[u8]); 14] = [
             ("lib/", 0o755, b""),
             ("usr/", 0o755, b""),
@@ -328,7 +324,10 @@ mod tests {
             (DOCUMENTS, 0o755, b""),
             ("usr/share/doc/proxy-ctl/NOTICES", 0o644, b"notices"),
         ];
-        assert_eq!(found, expected.map(|(path, mode, content)| (path.to_owned(), mode, content.to_vec())));
+        assert_eq!(
+            entries(&layer[..]),
+            expected.map(|(path, mode, content)| (path.to_owned(), mode, content.to_vec()))
+        );
     }
 
     #[test]

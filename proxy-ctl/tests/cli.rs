@@ -28,6 +28,12 @@ fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
+/// What it prints where all is well.
+fn printed(output: &Output) -> String {
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(output));
+    stdout(output)
+}
+
 /// A folder with a configuration in it.
 fn config(body: &str) -> TempDir {
     let folder = TempDir::new().unwrap();
@@ -36,13 +42,16 @@ fn config(body: &str) -> TempDir {
     folder
 }
 
-/// With the configuration of `folder`; the pins would lie there too.
-fn run(folder: &Path, more: &[&str]) -> Output {
+/// With the configuration of `folder`.
+fn configured(command: &str, folder: &Path, more: &[&str]) -> Output {
     let config = folder.join("config.yaml");
+    proxy_ctl(&[&[command, "--config", config.to_str().unwrap()], more].concat())
+}
+
+/// The pins would lie in `folder` too.
+fn run(folder: &Path, more: &[&str]) -> Output {
     let pins = folder.join("bpf");
-    let mut args = vec!["run", "--config", config.to_str().unwrap(), "--bpffs", pins.to_str().unwrap()];
-    args.extend(more);
-    proxy_ctl(&args)
+    configured("run", folder, &[&["--bpffs", pins.to_str().unwrap()], more].concat())
 }
 
 /// Exit code 1, `message` on stderr, and nothing was made.
@@ -87,6 +96,7 @@ fn error_names_the_invalid_field(#[case] body: &str, #[case] message: &str) {
 #[case::removed(&["--cleanup-iptables"], "--cleanup-iptables is gone: use --cleanup")]
 #[case::hostname(&["--hostname-override", " "], "--hostname-override (hostnameOverride) must be the name of a Node")]
 #[case::manifests(&["--manifests", "/nonexistent/manifests"], "--manifests /nonexistent/manifests must be a folder")]
+#[case::unwritable(&["--write-config-to=/nonexistent/c.yaml"], "--write-config-to /nonexistent/c.yaml: cannot be written")]
 fn error_names_the_invalid_flag(#[case] flags: &[&str], #[case] message: &str) {
     let folder = config("mode: ebpf");
     refused(folder.path(), &run(folder.path(), flags), message);
@@ -133,16 +143,13 @@ fn invalid_command_lines(#[case] args: &[&str]) {
 #[case(&["completion", "--help"], "proxy-ctl completion bash")]
 #[case(&["man", "--help"], "proxy-ctl man --directory")]
 fn help_has_an_example(#[case] args: &[&str], #[case] example: &str) {
-    let output = proxy_ctl(args);
-    assert_eq!(output.status.code(), Some(0));
-    assert!(stdout(&output).contains(example), "{}", stdout(&output));
+    let text = printed(&proxy_ctl(args));
+    assert!(text.contains(example), "{text}");
 }
 
 #[test]
 fn version_includes_the_build_of_the_bpf_object() {
-    let output = proxy_ctl(&["--version"]);
-    assert_eq!(output.status.code(), Some(0));
-    let text = stdout(&output);
+    let text = printed(&proxy_ctl(&["--version"]));
     assert!(text.starts_with(concat!("proxy-ctl ", env!("CARGO_PKG_VERSION"))), "{text}");
     assert!(text.contains("BPF object: "), "{text}");
 }
@@ -153,11 +160,10 @@ fn empty_state_prints_the_next_step(#[values("table", "json")] format: &str) {
     let pins = folder.path().join("bpf");
     for command in ["status", "services", "backends", "flows", "cleanup"] {
         let output = proxy_ctl(&[command, "--bpffs", pins.to_str().unwrap(), "--output", format]);
-        assert_eq!(output.status.code(), Some(0), "{command}: {}", stderr(&output));
         if format == "json" {
-            serde_json::from_str::<serde_json::Value>(&stdout(&output)).unwrap();
+            json(&output);
         } else {
-            assert!(stdout(&output).contains("proxy-ctl"), "{command}: {}", stdout(&output));
+            assert!(printed(&output).contains("proxy-ctl"), "{command}: {}", stdout(&output));
         }
     }
     assert!(!pins.exists());
@@ -182,12 +188,8 @@ fn called(name: &str, folder: &Path, args: &[&str]) -> Output {
 #[test]
 fn under_the_name_kube_proxy_it_takes_its_flags() {
     let folder = config("oomScoreAdj: 7");
-    let output = called(
-        "kube-proxy",
-        folder.path(),
-        &["--config=config.yaml", "--hostname_override=Node-A", "--write-config-to=written.yaml"],
-    );
-    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let args = ["--config=config.yaml", "--hostname_override=Node-A", "--write-config-to=written.yaml"];
+    printed(&called("kube-proxy", folder.path(), &args));
     let written = fs::read_to_string(folder.path().join("written.yaml")).unwrap();
     let written: serde_json::Value = serde_saphyr::from_str(&written).unwrap();
     assert_eq!((&written["oomScoreAdj"], &written["hostnameOverride"]), (&7.into(), &"node-a".into()));
@@ -200,9 +202,8 @@ fn under_the_name_kube_proxy_it_takes_its_flags() {
 #[case::short_help(&["-h"], "--healthz-bind-address <ADDRESS:PORT>")]
 fn under_the_name_kube_proxy_it_prints_its_version_and_help(#[case] args: &[&str], #[case] answer: &str) {
     let folder = TempDir::new().unwrap();
-    let output = called("kube-proxy", folder.path(), args);
-    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    assert!(stdout(&output).contains(answer), "{}", stdout(&output));
+    let text = printed(&called("kube-proxy", folder.path(), args));
+    assert!(text.contains(answer), "{text}");
 }
 
 #[test]
@@ -214,16 +215,14 @@ fn under_any_other_name_it_has_commands() {
 }
 
 fn json(output: &Output) -> serde_json::Value {
-    assert_eq!(output.status.code(), Some(0), "{}", stderr(output));
-    serde_json::from_str(&stdout(output)).unwrap()
+    serde_json::from_str(&printed(output)).unwrap()
 }
 
 #[test]
 fn config_prints_each_value_and_its_origin() {
     let folder = config("conntrack: {min: 5}\nmode: ipvs");
-    let path = folder.path().join("config.yaml");
-    let args = ["config", "--config", path.to_str().unwrap(), "-v2", "--conntrack-min=6", "--output"];
-    let with = |format| proxy_ctl(&args.iter().copied().chain([format]).collect::<Vec<_>>());
+    let with =
+        |format| configured("config", folder.path(), &["-v2", "--conntrack-min=6", "--output", format]);
 
     let told = json(&with("json"));
     let origin = |field: &str| {
@@ -237,11 +236,8 @@ fn config_prints_each_value_and_its_origin() {
     assert!(told["warnings"][0].as_str().unwrap().starts_with("--conntrack-min is ignored"), "{told}");
     // Of another mode.
     assert!(!stdout(&with("table")).contains("nftables.syncPeriod"));
-    assert!(
-        stdout(&with("table"))
-            .lines()
-            .any(|line| line.starts_with("logging.verbosity") && line.ends_with("--v"))
-    );
+    let is_told = |line: &str| line.starts_with("logging.verbosity") && line.ends_with("--v");
+    assert!(stdout(&with("table")).lines().any(is_told));
     let yaml: serde_json::Value = serde_saphyr::from_str(&stdout(&with("yaml"))).unwrap();
     assert_eq!(yaml, told["config"]);
     assert!(stderr(&with("xml")).contains("--output must be table, json or yaml, found \"xml\""));
@@ -249,14 +245,8 @@ fn config_prints_each_value_and_its_origin() {
 
 #[test]
 fn settings_that_a_file_cannot_have_are_warnings() {
-    let output = proxy_ctl(&[
-        "config",
-        "--healthz-port=0",
-        "--iptables-min-sync-period=0",
-        "--profiling",
-        "--output",
-        "yaml",
-    ]);
+    let args = ["--healthz-port=0", "--iptables-min-sync-period=0", "--profiling", "--output", "yaml"];
+    let output = proxy_ctl(&[&["config"], &args[..]].concat());
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let told = stderr(&output);
     let lost: Vec<_> = told.lines().filter(|line| line.contains("cannot be said in a file")).collect();
@@ -272,8 +262,7 @@ fn settings_that_a_file_cannot_have_are_warnings() {
 #[test]
 fn probe_prints_facts_and_the_chosen_mode() {
     let folder = config("ebpf: {socketLoadBalancing: off}");
-    let path = folder.path().join("config.yaml");
-    let output = proxy_ctl(&["probe", "-o", "json", "--config", path.to_str().unwrap()]);
+    let output = configured("probe", folder.path(), &["-o", "json"]);
     let told: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert!(told["facts"]["kernel"].is_string() && told["facts"]["capabilities"].is_array(), "{told}");
     // Whether this machine can do it, is its own affair.
@@ -293,11 +282,7 @@ fn probe_prints_facts_and_the_chosen_mode() {
 #[test]
 fn probe_says_what_a_mode_lacks_and_what_takes_its_place() {
     let folder = config("mode: ebpf\nebpf: {cgroup: /nonexistent}");
-    let path = folder.path().join("config.yaml");
-    let ask = |more: &[&str]| {
-        let args = ["probe", "--config", path.to_str().unwrap()];
-        proxy_ctl(&args.iter().chain(more).copied().collect::<Vec<_>>())
-    };
+    let ask = |more: &[&str]| configured("probe", folder.path(), more);
     let lacks = "ebpf.cgroup must be a folder of cgroup v2, found /nonexistent";
     let table = stdout(&ask(&[]));
     assert!(table.contains("mode asked for") && table.contains(lacks), "{table}");
@@ -331,16 +316,8 @@ fn completions_have_commands_and_flags(#[case] shell: &str, #[case] mark: &str) 
 fn manual_pages_are_written() {
     let folder = TempDir::new().unwrap();
     let pages = folder.path().join("man1");
-    let output = proxy_ctl(&["man", "--directory", pages.to_str().unwrap()]);
-    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    printed(&proxy_ctl(&["man", "--directory", pages.to_str().unwrap()]));
     let run = fs::read_to_string(pages.join("proxy-ctl-run.1")).unwrap();
     assert!(run.contains("conntrack\\-max\\-per\\-core"), "{run}");
     assert!(pages.join("proxy-ctl.1").exists() && pages.join("proxy-ctl-services.1").exists());
-}
-
-#[test]
-fn error_names_a_file_that_cannot_be_written() {
-    let folder = config("mode: ebpf");
-    let output = run(folder.path(), &["--write-config-to=/nonexistent/config.yaml"]);
-    refused(folder.path(), &output, "--write-config-to /nonexistent/config.yaml: cannot be written");
 }

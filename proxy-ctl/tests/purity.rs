@@ -6,6 +6,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use proc_macro2::{TokenStream, TokenTree};
+
 /// Paths that no pure room may use, and what is below them.
 const FORBIDDEN: &[&str] = &[
     "aya",
@@ -38,89 +40,47 @@ const FORBIDDEN: &[&str] = &[
     "crate::sys",
 ];
 
-/// Everything outside comments and text.
-fn code(source: &str) -> String {
-    let mut code = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(first) = rest.chars().next() {
-        let length = if rest.starts_with("//") {
-            rest.find('\n').unwrap_or(rest.len())
-        } else if rest.starts_with("/*") {
-            rest.find("*/").map_or(rest.len(), |end| end + 2)
-        } else if first == '"' {
-            let escaped = rest[1..].char_indices().scan(false, |escaped, (index, char)| {
-                let ends = char == '"' && !*escaped;
-                *escaped = char == '\\' && !*escaped;
-                Some((index, ends))
-            });
-            escaped.into_iter().find(|(_, ends)| *ends).map_or(rest.len(), |(index, _)| index + 2)
-        } else {
-            code.push(first);
-            first.len_utf8()
-        };
-        rest = &rest[length..];
-    }
-    code
-}
-
-/// Every path in the code, with `{…}` of imports spelled out.
-fn paths(source: &str) -> BTreeSet<String> {
-    let mut paths = BTreeSet::new();
-    // The path before each open brace; None where the brace does not belong to a path.
-    let mut prefixes: Vec<Option<String>> = Vec::new();
+/// Every path, with `{…}` of imports spelled out. Comments are no tokens, and a text is one that is no path.
+fn paths(tokens: TokenStream, prefix: &str, found: &mut BTreeSet<String>) {
     let mut path = String::new();
-    let mut word = String::new();
-    let code = code(source);
-    let mut chars = code.chars().peekable();
-    while let Some(char) = chars.next() {
-        if char.is_alphanumeric() || char == '_' {
-            if word.is_empty() && !path.ends_with("::") {
-                path.clear();
+    let mut end = |path: &mut String| {
+        let whole = std::mem::take(path);
+        if !whole.is_empty() {
+            found.insert(format!("{prefix}{}", whole.trim_end_matches(':')));
+        }
+    };
+    let mut groups = Vec::new();
+    for token in tokens {
+        match token {
+            TokenTree::Ident(word) => {
+                if !path.ends_with("::") {
+                    end(&mut path);
+                }
+                path.push_str(&word.to_string());
             }
-            word.push(char);
-            continue;
-        }
-        path.push_str(&std::mem::take(&mut word));
-        if char == ':' && chars.peek() == Some(&':') {
-            chars.next();
-            path.push_str("::");
-            continue;
-        }
-        let open = path.ends_with("::");
-        if char.is_whitespace() && (open || matches!(chars.peek(), Some(':' | '{') | None)) {
-            continue;
-        }
-        match char {
-            '{' => prefixes.push(open.then(|| full(&prefixes, &path))),
-            _ if !path.is_empty() => {
-                paths.insert(full(&prefixes, path.trim_end_matches("::")));
+            TokenTree::Punct(mark) if mark.as_char() == ':' => path.push(':'),
+            TokenTree::Group(group) if path.ends_with("::") => {
+                groups.push((group, format!("{prefix}{}", std::mem::take(&mut path))));
             }
-            _ => {}
-        }
-        path.clear();
-        if char == '}' {
-            prefixes.pop();
+            TokenTree::Group(group) => {
+                end(&mut path);
+                groups.push((group, String::new()));
+            }
+            TokenTree::Punct(_) | TokenTree::Literal(_) => end(&mut path),
         }
     }
-    paths
-}
-
-fn full(prefixes: &[Option<String>], path: &str) -> String {
-    match prefixes.last() {
-        Some(Some(prefix)) => format!("{prefix}{path}"),
-        _ => path.to_owned(),
-    }
+    end(&mut path);
+    groups.into_iter().for_each(|(group, prefix)| paths(group.stream(), &prefix, found));
 }
 
 fn forbidden(source: &str) -> Vec<String> {
-    let used = paths(source).into_iter();
-    used.filter(|path| {
-        FORBIDDEN.iter().any(|forbidden| {
-            let below = path.strip_prefix(forbidden);
-            below.is_some_and(|below| below.is_empty() || below.starts_with("::"))
-        })
-    })
-    .collect()
+    let mut used = BTreeSet::new();
+    paths(source.parse().unwrap_or_else(|error| panic!("{error}")), "", &mut used);
+    let is_forbidden = |path: &String| {
+        let mut below = FORBIDDEN.iter().filter_map(|forbidden| path.strip_prefix(forbidden));
+        below.any(|below| below.is_empty() || below.starts_with("::"))
+    };
+    used.into_iter().filter(is_forbidden).collect()
 }
 
 fn files(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {

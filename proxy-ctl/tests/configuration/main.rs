@@ -134,27 +134,23 @@ fn every_field_that_an_error_of_kube_proxy_names_is_recognized() {
     }
 }
 
-#[test]
-fn written_files_are_read_back_as_the_same() {
+/// What a program writes that is given this file.
+fn written_again(program: &mut Command, document: &Value, case: &Case) -> Value {
     let folder = tempfile::TempDir::new().unwrap();
     let (first, second) = (folder.path().join("first.yaml"), folder.path().join("second.yaml"));
+    fs::write(&first, serde_saphyr::to_string(document).unwrap()).unwrap();
+    let output = program.arg("--config").arg(first).arg("--write-config-to").arg(&second).output().unwrap();
+    assert!(output.status.success(), "{}: {}", case.name, String::from_utf8_lossy(&output.stderr));
+    serde_saphyr::from_str(&fs::read_to_string(&second).unwrap()).unwrap()
+}
+
+#[test]
+fn written_files_are_read_back_as_the_same() {
     for case in corpus() {
         // Zero means the default in a file.
         let zero = case.name.starts_with("zero ");
         let Answer::Accepted(document) = ours(&case) else { continue };
-        fs::write(&first, serde_json::to_string(&document).unwrap()).unwrap();
-        let output = Command::new(env!("CARGO_BIN_EXE_proxy-ctl"))
-            .args([
-                "run".as_ref(),
-                "--config".as_ref(),
-                first.as_os_str(),
-                "--write-config-to".as_ref(),
-                second.as_os_str(),
-            ])
-            .output()
-            .unwrap();
-        assert!(output.status.success(), "{}: {}", case.name, String::from_utf8_lossy(&output.stderr));
-        let again: Value = serde_saphyr::from_str(&fs::read_to_string(&second).unwrap()).unwrap();
+        let again = written_again(Command::new(env!("CARGO_BIN_EXE_proxy-ctl")).arg("run"), &document, &case);
         assert_eq!(again == document, !zero, "{}: {again}", case.name);
     }
 }
@@ -252,21 +248,13 @@ fn recording_matches_the_real_kube_proxy() {
 #[test]
 fn real_kube_proxy_accepts_what_we_write() {
     let Some(kube_proxy) = oracle::kube_proxy() else { return };
-    let folder = tempfile::TempDir::new().unwrap();
-    let (first, second) = (folder.path().join("first.yaml"), folder.path().join("second.yaml"));
     for case in corpus() {
         let (Answer::Accepted(theirs), Answer::Accepted(ours)) =
             (oracle::ask(&[&kube_proxy], &case), ours(&case))
         else {
             continue;
         };
-        fs::write(&first, serde_saphyr::to_string(&ours).unwrap()).unwrap();
-        let output = Command::new(&kube_proxy)
-            .args(["--config".as_ref(), first.as_os_str(), "--write-config-to".as_ref(), second.as_os_str()])
-            .output()
-            .unwrap();
-        assert!(output.status.success(), "{}: {}", case.name, String::from_utf8_lossy(&output.stderr));
-        let again: Value = serde_saphyr::from_str(&fs::read_to_string(&second).unwrap()).unwrap();
+        let again = written_again(&mut Command::new(&kube_proxy), &ours, &case);
         let mut found = Vec::new();
         differences("", &again, &comparable(&ours, &theirs), &mut found);
         // It loses this one of every file.

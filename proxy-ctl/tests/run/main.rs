@@ -1,34 +1,36 @@
 //! `proxy-ctl run` as a process: starts, is killed, starts again, follows a change, and is removed.
 //!
-//! Needs root and a bpffs. Each test has a network namespace, a pin folder and a cgroup of its own.
+//! Needs root and a bpffs, but for `ordinary_user`. Each test has a network namespace, a pin folder and a cgroup of its own.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
 
+mod controller;
+mod ordinary_user;
+
 use std::{
     fs,
-    io::{BufRead as _, BufReader, Read as _, Write as _},
+    io::{Read as _, Write as _},
     net::TcpStream,
     path::{Path, PathBuf},
-    process::{Child, Command, ExitStatus, Output, Stdio},
-    sync::mpsc,
+    process::{Command, Output},
     time::{Duration, Instant},
 };
 
 use aya::Pod;
 use nix::{
     sched::{CloneFlags, unshare},
-    sys::signal::{Signal, kill},
-    unistd::{Pid, Uid},
+    sys::signal::Signal,
+    unistd::Uid,
 };
 use proxy_common::layout::{Backend, Frontend, FrontendKey, LAYOUT_VERSION, NodeAddress};
 use proxy_ctl::sys::{bpf, filesystem, map::Map};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use controller::{Controller, PATIENCE, replace, shown};
+
 const BPFFS: &str = "/sys/fs/bpf";
 const METRICS: &str = "127.0.0.1:10249";
-/// Longest wait for a line of the log.
-const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The namespace, folders and cgroup of one test, removed on drop.
 struct Node {
@@ -78,20 +80,14 @@ impl Node {
         self.folder.path().join("manifests")
     }
 
-    /// Atomic: readers see the old or the new file.
     fn write_manifest(&self, text: &str) {
-        let draft = self.folder.path().join("draft");
-        fs::write(&draft, text).unwrap();
-        fs::rename(draft, self.manifests().join("all.yaml")).unwrap();
+        replace(self.folder.path(), "manifests/all.yaml", text);
     }
 
     /// Adds or replaces a field of the configuration.
     fn configure(&self, more: &str) {
-        let path = self.folder.path().join("config.yaml");
-        let text = fs::read_to_string(&path).unwrap();
-        let draft = self.folder.path().join("config.draft");
-        fs::write(&draft, text + more).unwrap();
-        fs::rename(draft, path).unwrap();
+        let text = fs::read_to_string(self.folder.path().join("config.yaml")).unwrap();
+        replace(self.folder.path(), "config.yaml", &(text + more));
     }
 
     /// A pinned table, to change behind the controller.
@@ -101,20 +97,12 @@ impl Node {
     }
 
     fn start(&self, source: &[&str]) -> Controller {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_proxy-ctl"))
-            .args(["run", "--hostname-override", "node-a", "-v", "4", "--config"])
-            .arg(self.folder.path().join("config.yaml"))
-            .args(source)
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let stderr = BufReader::new(child.stderr.take().unwrap());
-        let (lines, log) = mpsc::channel();
-        // Ends with the process or the receiver.
-        std::thread::spawn(move || {
-            stderr.lines().map_while(Result::ok).try_for_each(|line| lines.send(line))
-        });
-        Controller { child, log }
+        Controller::start(
+            Command::new(env!("CARGO_BIN_EXE_proxy-ctl"))
+                .args(["run", "--hostname-override", "node-a", "-v", "4", "--config"])
+                .arg(self.folder.path().join("config.yaml"))
+                .args(source),
+        )
     }
 
     fn serve_manifests(&self) -> Controller {
@@ -131,9 +119,7 @@ impl Node {
     }
 
     fn show(&self, command: &str) -> Value {
-        let output = self.command(&[command, "--output", "json"]);
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        serde_json::from_slice(&output.stdout).unwrap()
+        shown(&self.command(&[command, "--output", "json"]))
     }
 
     fn has_pins(&self) -> bool {
@@ -146,41 +132,6 @@ impl Drop for Node {
         self.command(&["cleanup"]);
         let _ = fs::remove_dir(&self.pins);
         let _ = fs::remove_dir(&self.cgroup);
-    }
-}
-
-struct Controller {
-    child: Child,
-    /// Lines of the log. A thread reads them, because a read has no deadline.
-    log: mpsc::Receiver<String>,
-}
-
-impl Controller {
-    /// Reads the log up to a line with `text`; the end of the log before it fails the test, and so does [`PATIENCE`].
-    fn wait_for(&mut self, text: &str) -> String {
-        let mut seen = String::new();
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            let line = self.log.recv_timeout(deadline.saturating_duration_since(Instant::now()));
-            let line = line.unwrap_or_else(|error| panic!("{text:?} is not in the log, {error}:\n{seen}"));
-            if line.contains(text) {
-                return line;
-            }
-            seen.push_str(&line);
-            seen.push('\n');
-        }
-    }
-
-    fn end_by(mut self, signal: Signal) -> ExitStatus {
-        kill(Pid::from_raw(self.child.id().try_into().unwrap()), signal).unwrap();
-        self.child.wait().unwrap()
-    }
-}
-
-impl Drop for Controller {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -394,7 +345,7 @@ fn status_works_from_the_start_on() {
     let Some(node) = Node::new("first") else { return };
     node.write_manifest(&manifest("10.244.0.2"));
     let controller = node.serve_manifests();
-    let deadline = Instant::now() + Duration::from_secs(120);
+    let deadline = Instant::now() + PATIENCE;
     let mut starting = false;
     while node.show("services") == Value::Array(Vec::new()) {
         starting |= node.show("status")["controller"]["starting"] == true;

@@ -2,31 +2,29 @@
 //!
 //! As root, in a network namespace of its own, the program is given another user; else it is run as who runs the test.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
-
 use std::{
     fs,
-    io::{BufRead as _, BufReader, Read as _, Write as _},
+    io::{Read as _, Write as _},
     net::{TcpListener, TcpStream},
     os::unix::{fs::chown, process::CommandExt as _},
     path::PathBuf,
-    process::{Child, Command, Output, Stdio},
-    sync::mpsc,
+    process::{Command, Output},
     thread,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use nix::{
     sched::{CloneFlags, unshare},
-    sys::signal::{Signal, kill},
-    unistd::{Pid, Uid},
+    sys::signal::Signal,
+    unistd::Uid,
 };
 use serde_json::Value;
 use tempfile::TempDir;
 
+use super::controller::{Controller, PATIENCE, replace, shown};
+
 /// Has no rights, and no folder.
 const NOBODY: u32 = 65_534;
-const PATIENCE: Duration = Duration::from_secs(120);
 
 struct User {
     folder: TempDir,
@@ -61,9 +59,7 @@ impl User {
     }
 
     fn write_manifest(&self, text: &str) {
-        let draft = self.folder.path().join("draft");
-        fs::write(&draft, text).unwrap();
-        fs::rename(draft, self.manifests().join("all.yaml")).unwrap();
+        replace(self.folder.path(), "manifests/all.yaml", text);
     }
 
     fn command(&self, args: &[&str]) -> Command {
@@ -80,53 +76,17 @@ impl User {
     }
 
     fn show(&self, command: &str) -> Value {
-        let output = self.output(&[command, "--output", "json"]);
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        serde_json::from_slice(&output.stdout).unwrap()
+        shown(&self.output(&[command, "--output", "json"]))
     }
 
     fn start(&self) -> Controller {
-        let mut child = self
-            .command(&["run", "--proxy-mode=userspace", "--hostname-override=node-a", "-v=4"])
-            .arg(format!("--healthz-bind-address=127.0.0.1:{}", free_port()))
-            .arg(format!("--metrics-bind-address=127.0.0.1:{}", free_port()))
-            .arg("--manifests")
-            .arg(self.manifests())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let stderr = BufReader::new(child.stderr.take().unwrap());
-        let (lines, log) = mpsc::channel();
-        thread::spawn(move || stderr.lines().map_while(Result::ok).try_for_each(|line| lines.send(line)));
-        Controller { child, log }
-    }
-}
-
-struct Controller {
-    child: Child,
-    log: mpsc::Receiver<String>,
-}
-
-impl Controller {
-    fn wait_for(&mut self, text: &str) {
-        let mut seen = String::new();
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            let line = self.log.recv_timeout(deadline.saturating_duration_since(Instant::now()));
-            let line = line.unwrap_or_else(|error| panic!("{text:?} is not in the log, {error}:\n{seen}"));
-            if line.contains(text) {
-                return;
-            }
-            seen.push_str(&line);
-            seen.push('\n');
-        }
-    }
-}
-
-impl Drop for Controller {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        Controller::start(
+            self.command(&["run", "--proxy-mode=userspace", "--hostname-override=node-a", "-v=4"])
+                .arg(format!("--healthz-bind-address=127.0.0.1:{}", free_port()))
+                .arg(format!("--metrics-bind-address=127.0.0.1:{}", free_port()))
+                .arg("--manifests")
+                .arg(self.manifests()),
+        )
     }
 }
 
@@ -208,8 +168,7 @@ fn everything_works_without_any_right() {
     assert_eq!(answer(node_port), "second");
     assert_eq!(user.show("backends")[0]["port"], second);
 
-    kill(Pid::from_raw(controller.child.id().try_into().unwrap()), Signal::SIGTERM).unwrap();
-    assert_eq!(controller.child.wait().unwrap().code(), Some(0));
+    assert_eq!(controller.end_by(Signal::SIGTERM).code(), Some(0));
     assert!(TcpStream::connect(("127.0.0.1", node_port)).is_err(), "nobody carries connections any more");
 }
 

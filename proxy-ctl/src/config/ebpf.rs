@@ -71,11 +71,35 @@ impl Keyword for SourceAddress {
         &[("preserve", Self::Preserve), ("masquerade", Self::Masquerade)];
 }
 
+/// How a packet from outside reaches a backend on another node.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Forwarding {
+    #[default]
+    Snat,
+}
+
+impl Keyword for Forwarding {
+    const WORDS: &'static [(&'static str, Self)] = &[("snat", Self::Snat)];
+}
+
+/// How a new connection's backend is chosen.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum Algorithm {
+    #[default]
+    Random,
+}
+
+impl Keyword for Algorithm {
+    const WORDS: &'static [(&'static str, Self)] = &[("random", Self::Random)];
+}
+
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Ebpf {
     pub socket_load_balancing: SocketLoadBalancing,
     pub source_address: SourceAddress,
     pub xdp: Xdp,
+    pub forwarding: Forwarding,
+    pub algorithm: Algorithm,
     pub interfaces: Interfaces,
     pub limits: Limits,
     pub flow_lifetimes: OwnLifetimes,
@@ -101,6 +125,8 @@ impl Default for Ebpf {
             socket_load_balancing: SocketLoadBalancing::default(),
             source_address: SourceAddress::default(),
             xdp: Xdp::default(),
+            forwarding: Forwarding::default(),
+            algorithm: Algorithm::default(),
             interfaces: Interfaces::default(),
             limits: Limits::default(),
             flow_lifetimes: OwnLifetimes::default(),

@@ -266,6 +266,10 @@ pub static FIELDS: &[Field] = fields! {
          veth also needs an XDP program at its other end, and senders that fill in their checksums. generic: all, for tests: the stack \
          does it, no faster than without, and after receive offload, which must be off. What leaves by another interface, and where no program can be attached, takes the way \
          through the stack; status shows the hooks, the log says why one is missing.";
+    "ebpf.forwarding", keyword(|c| &mut c.ebpf.forwarding);
+        "How packets from outside reach a backend on another node.";
+    "ebpf.algorithm", keyword(|c| &mut c.ebpf.algorithm);
+        "How the backend of a new connection is chosen.";
     "ebpf.interfaces.include", list(|c| &mut c.ebpf.interfaces.include);
         "Interfaces that packet programs are attached to. Empty: all.";
     "ebpf.interfaces.exclude", list(|c| &mut c.ebpf.interfaces.exclude);

@@ -100,14 +100,16 @@ const SWITCHING: Run = Run {
 
 impl TestedMode {
     /// What is run, by one machine after the other: none has time for all of it.
-    const fn machines(self, extent: Extent) -> &'static [&'static [Run]] {
+    fn machines(self, extent: Extent) -> Vec<Vec<Run>> {
         match (self, extent) {
-            (Self::Ebpf, Extent::Core) => &[&[behaviour("--core --path sockets --path packets")]],
-            (Self::Ebpf, Extent::Lean) => &[&[behaviour("--core --lean --path sockets --path packets")]],
-            (Self::Ipvs, Extent::Core) => {
-                &[&[behaviour("--core --proxy ipvs"), SCTP], &[DIFFERENTIAL], &[SWITCHING]]
+            (Self::Ebpf, Extent::Core) => vec![vec![behaviour("--core --path sockets --path packets")]],
+            (Self::Ebpf, Extent::Lean) => {
+                vec![vec![behaviour("--core --lean --path sockets --path packets")]]
             }
-            (Self::Ipvs, Extent::Lean) => &[&[behaviour("--core --lean --proxy ipvs")]],
+            (Self::Ipvs, Extent::Core) => {
+                vec![vec![behaviour("--core --proxy ipvs"), SCTP], vec![DIFFERENTIAL], vec![SWITCHING]]
+            }
+            (Self::Ipvs, Extent::Lean) => vec![vec![behaviour("--core --lean --proxy ipvs")]],
         }
     }
 }
@@ -234,10 +236,10 @@ impl Machine {
     fn commands(self, extent: Extent, programs: &TestPrograms, filter: &str) -> Result<Vec<Command>> {
         match self.arch {
             Architecture::Amd64 => {
-                let machines = self.mode.machines(extent).iter().enumerate();
-                let of_machine = |(number, runs): (usize, &&[Run])| {
+                let machines = self.mode.machines(extent).into_iter().enumerate();
+                let of_machine = |(number, runs): (usize, Vec<Run>)| {
                     let tests_programs = self.mode == TestedMode::Ipvs && number == 0;
-                    command(self.kernel, &inside(programs, tests_programs, runs, filter)?)
+                    command(self.kernel, &inside(programs, tests_programs, &runs, filter)?)
                 };
                 machines.map(of_machine).collect()
             }

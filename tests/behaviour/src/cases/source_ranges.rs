@@ -54,7 +54,10 @@ fn guarded_for(world: &World, client: &str) -> Result<Service> {
 fn guarded(world: &mut World, variant: Variant) -> Result<()> {
     // With the node whose address each dials.
     let clients = [(OUTSIDE, 1), (OUTSIDE, 2), ("client-1", 1), ("client-2", 2), ("node1", 1)];
+    // Below those that the kernel chooses: a client that was allowed before would get an answer through a port of that time.
+    let mut source_port = 2_000;
     for allowed in [OUTSIDE, "client-1", "node1"] {
+        source_port += 1;
         world.set_service(&guarded_for(world, allowed)?, GUARDED.endpoints)?;
         for (client, node) in clients {
             let target = (load_balancer(node).of(variant.family), PORT).into();
@@ -62,7 +65,8 @@ fn guarded(world: &mut World, variant: Variant) -> Result<()> {
             let found = if client == allowed {
                 world.answers(client, &dial.times(MANY), GUARDED.endpoints).map(drop)
             } else {
-                let outcomes = world.dial(client, &dial.timeout_ms(SILENCE_MS))?;
+                let dial = dial.timeout_ms(SILENCE_MS).source_port(source_port);
+                let outcomes = world.dial(client, &dial)?;
                 // A hook could only have `connect` fail, so it says why.
                 let by_socket = client == "node1" && world.setting.node_uses_sockets();
                 let check = if by_socket { check::refused_at_once } else { check::dropped };

@@ -49,11 +49,20 @@ mod tests {
     }
 
     #[test]
+    fn of_many_that_wait_the_first_are_measured() {
+        let mut latency = Latency::new(Timestamp::UNIX_EPOCH);
+        for number in [MOST_WAITING - 1, 2] {
+            latency.received(vec![(IpFamily::Ipv4, NonZeroI64::MAX); number]);
+        }
+        assert_eq!(latency.waiting.len(), MOST_WAITING);
+    }
+
+    #[test]
     fn only_changes_since_the_start_are_measured_and_each_once() {
         let metrics = Metrics::new(None, crate::source::InvalidObjects::default(), |_| {});
         let mut latency = Latency::new("2026-01-01T00:00:00Z".parse().unwrap());
         latency.received(vec![
-            (IpFamily::Ipv4, at("2025-12-31T23:59:59Z")),
+            (IpFamily::Ipv4, at("2026-01-01T00:00:00Z")),
             (IpFamily::Ipv4, at("2026-01-01T00:00:01.5Z")),
             (IpFamily::Ipv6, at("2026-01-01T00:00:01Z")),
         ]);

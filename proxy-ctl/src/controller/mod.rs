@@ -210,10 +210,6 @@ impl Controller {
         });
     }
 
-    pub fn is_started(&self) -> bool {
-        self.active.is_some()
-    }
-
     /// From now on this configuration is in force, as far as it can be without a new process.
     pub fn configure(&mut self, config: Arc<Config>, now: Instant) {
         self.config = config;

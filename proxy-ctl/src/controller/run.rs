@@ -100,11 +100,7 @@ pub fn run(
     let mut report_wait_at = Instant::now() + WAIT_REPORT_PERIOD;
     take_network(&mut controller, &mut inputs.networks);
     loop {
-        let until = match controller.wants_call_at() {
-            _ if !controller.is_started() => report_wait_at.min(garbage_at),
-            Some(retry_at) => retry_at.min(garbage_at),
-            None => garbage_at,
-        };
+        let until = controller.wants_call_at().map_or(garbage_at, |retry_at| retry_at.min(garbage_at));
         controller.reports.health.lock().idle();
         let wake = runtime.block_on(inputs.wake(&mut batch, until));
         let woken = Instant::now();
@@ -134,17 +130,19 @@ pub fn run(
         controller.write(now);
         if garbage_at <= now {
             match &mut opened {
-                Some(waiting) => renew_lease(waiting.as_mut()),
+                Some(waiting) => {
+                    renew_lease(waiting.as_mut());
+                    if report_wait_at <= now {
+                        tracing::warn!("waiting for {}", controller.waits_for().join(", "));
+                        report_wait_at = now + WAIT_REPORT_PERIOD;
+                    }
+                }
                 None => {
                     controller.collect_garbage();
                     controller.retire(opener);
                 }
             }
             garbage_at = Instant::now() + GARBAGE_PERIOD;
-        }
-        if !controller.is_started() && report_wait_at <= now {
-            tracing::warn!("waiting for {}", controller.waits_for().join(", "));
-            report_wait_at = now + WAIT_REPORT_PERIOD;
         }
         if let Some(error) = controller.taken_over.take() {
             return Err(Ended::TakenOver(error));
@@ -153,7 +151,7 @@ pub fn run(
 }
 
 /// If the configuration asks for another mode than the one in force. `waiting`: nothing is written yet.
-fn switch(
+pub(super) fn switch(
     controller: &mut Controller,
     waiting: &mut Option<Box<dyn Dataplane>>,
     modes: Modes,

@@ -30,6 +30,7 @@ use crate::{
     source::InvalidObjects,
 };
 
+mod log;
 mod switch;
 mod thread;
 
@@ -71,6 +72,8 @@ struct Recording {
     idle: bool,
     /// Each service port is served beside it.
     hands_over: bool,
+    /// What the next call for the node has to write.
+    host_differs: u64,
 }
 
 impl Recording {
@@ -118,7 +121,10 @@ impl Recorder {
                 recording.programmed.retain(|name, _| wanted.contains(name));
                 applied.removed += (before - recording.programmed.len()) as u64;
             }
-            _ => return Ok(applied),
+            _ => {
+                applied.written = std::mem::take(&mut recording.host_differs);
+                return Ok(applied);
+            }
         }
         for port in ports {
             let before = recording.programmed.insert(port.name.to_string(), Arc::clone(port));
@@ -179,7 +185,12 @@ impl Dataplane for Recorder {
     fn collect_garbage(&mut self) -> Result<(), Error> {
         let mut recording = self.lock();
         recording.calls.push(Call::CollectGarbage);
-        recording.check_owner()
+        recording.check_owner()?;
+        if recording.failures > 0 {
+            recording.failures -= 1;
+            return Err(full());
+        }
+        Ok(())
     }
 
     fn retire(&mut self) -> Result<bool, Error> {
@@ -344,13 +355,14 @@ fn the_node_is_set_up_first_then_everything_is_written_at_once() {
 #[test]
 fn services_are_served_without_room_for_all_addresses_but_not_without_hooks() {
     let mut fixture = Fixture::started(Config::default(), vec![service("a", "10.0.0.1")], &["192.0.2.1"]);
+    let waiting = fixture.reports.coverage.subscribe();
     fixture.recorder.fail(1);
     fixture.write();
     assert!(!fixture.reports.coverage.borrow().programmed);
     fixture.recorder.lock().addresses_fail = true;
     fixture.later(Duration::from_secs(1));
     fixture.write();
-    assert!(fixture.reports.coverage.borrow().programmed);
+    assert!(fixture.reports.coverage.borrow().programmed && waiting.has_changed().unwrap());
 }
 
 #[test]
@@ -372,6 +384,20 @@ fn load_balancers_are_told_what_is_written_and_not_before() {
         told.services.values().map(|check| (check.port, check.local_ready)).collect::<Vec<_>>(),
         [(32_000, 0)]
     );
+
+    let mut waiting = fixture.reports.health_checks.subscribe();
+    let mut is_told = |fixture: &mut Fixture| {
+        fixture.write();
+        let told = waiting.has_changed().unwrap();
+        waiting.mark_unchanged();
+        told
+    };
+    fixture.later(PERIOD);
+    assert!(!is_told(&mut fixture), "they know");
+    fixture.controller.set_network(network(&["192.0.2.2"]));
+    assert!(is_told(&mut fixture));
+    fixture.take(Update::DeleteService(ObjectName::new("default", "a")));
+    assert!(is_told(&mut fixture));
 }
 
 #[test]
@@ -586,25 +612,37 @@ fn a_port_that_lacks_affinity_alone_is_served() {
     assert!(fixture.recorder.lock().programmed.contains_key("default/a"));
 }
 
-#[test]
-fn policies_without_a_local_endpoint_are_counted() {
+#[rstest::rstest]
+#[case::internal(TrafficPolicy::Local, TrafficPolicy::Cluster, true, [1, 0])]
+#[case::external(TrafficPolicy::Cluster, TrafficPolicy::Local, true, [0, 1])]
+#[case::both(TrafficPolicy::Local, TrafficPolicy::Local, true, [1, 1])]
+#[case::neither(TrafficPolicy::Cluster, TrafficPolicy::Cluster, true, [0, 0])]
+#[case::nobody_outside_reaches_it(TrafficPolicy::Cluster, TrafficPolicy::Local, false, [0, 0])]
+fn policies_without_a_local_endpoint_are_counted(
+    #[case] internal: TrafficPolicy,
+    #[case] external: TrafficPolicy,
+    #[case] has_node_port: bool,
+    #[case] expected: [i64; 2],
+    #[values(("10.0.0.1", "10.1.0.1", "IPv4"), ("fd00::1", "fd01::1", "IPv6"))] of_family: (&str, &str, &str),
+) {
+    let (cluster_ip, endpoint, family) = of_family;
+    let mut service = service("a", cluster_ip).policies(internal, external);
+    service.ports[0].node_port = has_node_port.then_some(30080);
     let mut fixture = Fixture::serving(Vec::new());
-    let local = Service { internal_policy: TrafficPolicy::Local, ..service("a", "10.0.0.1") };
-    fixture.take(Update::ApplyService(local.clone()));
-    let counted = |policy: &str, number: u32| {
-        format!(
-            r#"kubeproxy_sync_proxy_rules_no_local_endpoints_total{{traffic_policy="{policy}",ip_family="IPv4"}} {number}"#
-        )
-    };
-    fixture.write();
-    assert!(fixture.metric(&counted("internal", 0)), "no endpoint anywhere");
-    fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
-    fixture.write();
-    assert!(fixture.metric(&counted("internal", 1)));
-    assert!(fixture.metric(&counted("external", 0)));
-    fixture.take(Update::DeleteService(local.name));
-    fixture.write();
-    assert!(fixture.metric(&counted("internal", 0)));
+    let steps = [
+        (Update::ApplyService(service.clone()), [0, 0]),
+        (Update::ApplySlice(slice("a", endpoint)), expected),
+        (Update::DeleteService(service.name), [0, 0]),
+    ];
+    for (update, expected) in steps {
+        fixture.take(update);
+        fixture.write();
+        for (policy, number) in ["internal", "external"].into_iter().zip(expected) {
+            let labels = format!(r#"traffic_policy="{policy}",ip_family="{family}""#);
+            let line = format!("kubeproxy_sync_proxy_rules_no_local_endpoints_total{{{labels}}} {number}");
+            assert!(fixture.metric(&line), "{line}");
+        }
+    }
 }
 
 #[test]
@@ -660,6 +698,7 @@ fn after_a_sync_period_everything_is_compared_and_nothing_written() {
     let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
     let written = "proxy_writes_total 1";
     assert!(fixture.metric(written) && fixture.metric("proxy_resyncs_total 1"));
+    assert!(!fixture.metric("proxy_first_sync_duration_seconds 0.0"));
     fixture.later(PERIOD - Duration::from_secs(1));
     assert_eq!(fixture.write(), []);
     fixture.later(Duration::from_secs(1));
@@ -677,13 +716,15 @@ fn after_a_sync_period_everything_is_compared_and_nothing_written() {
 #[test]
 fn changes_of_other_programs_are_repaired_and_counted() {
     let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1"), service("b", "10.0.0.2")]);
-    fixture.recorder.lock().programmed.remove("default/b");
+    let removed = fixture.recorder.lock().programmed.remove("default/b").unwrap();
+    fixture.recorder.lock().programmed.insert("default/foreign".into(), removed);
+    fixture.recorder.lock().host_differs = 1;
     fixture.later(PERIOD);
     // A change of the moment is no drift.
     fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
     let calls = fixture.write();
     assert!(matches!(calls.as_slice(), [Call::SetHost(_), Call::Apply(..), Call::Resync(_)]), "{calls:?}");
-    assert!(fixture.metric("proxy_drift_total 1"));
+    assert!(fixture.metric("proxy_drift_total 3"), "one is added, one removed, one of the node's");
     assert!(fixture.recorder.lock().programmed.contains_key("default/b"));
 }
 
@@ -758,10 +799,17 @@ fn the_host_is_written_anew_when_the_ranges_of_services_change() {
 
 #[test]
 fn nothing_is_written_once_somebody_else_programs_the_node() {
-    let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
-    fixture.recorder.lock().taken_over = true;
-    fixture.controller.set_network(network(&["192.0.2.1"]));
-    fixture.take(Update::ApplyService(service("b", "10.0.0.2")));
-    assert_eq!(fixture.write(), []);
-    assert!(fixture.controller.taken_over.is_some());
+    let finds_out: [fn(&mut Fixture); 2] = [
+        |fixture| fixture.controller.set_network(network(&["192.0.2.1"])),
+        |fixture| fixture.controller.collect_garbage(),
+    ];
+    for finds_out in finds_out {
+        let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
+        fixture.recorder.lock().taken_over = true;
+        finds_out(&mut fixture);
+        fixture.recorder.calls();
+        fixture.take(Update::ApplyService(service("b", "10.0.0.2")));
+        assert_eq!(fixture.write(), []);
+        assert!(fixture.controller.taken_over.is_some());
+    }
 }

@@ -10,11 +10,11 @@ const EBPF_AND_NFTABLES: Modes = Modes { mode: Mode::Ebpf, beside: Some(Mode::Nf
 
 /// Of recorders, by mode; what it was asked to remove.
 #[derive(Default)]
-struct Opener {
+pub(super) struct Opener {
     left: BTreeMap<&'static str, Recorder>,
     removed: Mutex<Vec<&'static str>>,
     /// Attempts to remove that fail.
-    failures: Mutex<usize>,
+    pub(super) failures: Mutex<usize>,
     /// Nobody but its own dataplane may hold it when a mode is opened.
     before_open: Option<Recorder>,
 }
@@ -48,7 +48,7 @@ impl ModeOpener for Opener {
     }
 }
 
-fn opening(mode: &'static str, dataplane: &Recorder) -> Opener {
+pub(super) fn opening(mode: &'static str, dataplane: &Recorder) -> Opener {
     Opener { left: [(mode, dataplane.clone())].into(), ..Opener::default() }
 }
 
@@ -131,6 +131,9 @@ fn sources_get_no_ports_of_flows_that_go_on() {
     fixture.controller.retire(&opener);
     fixture.controller.write(fixture.now);
     assert!(last_host(&new).unwrap().masquerade_ports.is_some());
+    fixture.controller.retire(&opener);
+    fixture.controller.write(fixture.now);
+    assert_eq!(last_host(&new), None, "nothing is over");
 
     fixture.recorder.lock().idle = true;
     fixture.controller.retire(&opener);
@@ -139,10 +142,25 @@ fn sources_get_no_ports_of_flows_that_go_on() {
 }
 
 #[test]
-fn a_mode_that_cannot_write_everything_does_not_take_over() {
-    let mut fixture = serving();
+fn before_everything_is_listed_another_mode_is_opened_in_place_of_the_one_that_waits() {
+    let mut fixture = Fixture::new(Config::default());
     let new = Recorder::default();
-    new.fail(2);
+    let opener = opening("nftables", &new);
+    let mut waiting: Option<Box<dyn Dataplane>> = Some(Box::new(fixture.recorder.clone()));
+    for (modes, renewals) in [(EBPF, 0), (NFTABLES, 1)] {
+        run::switch(&mut fixture.controller, &mut waiting, modes, &opener, fixture.now);
+        assert_eq!(fixture.mode().modes, modes);
+        waiting.as_mut().unwrap().renew_lease().unwrap();
+        assert_eq!(new.lock().renewals, renewals);
+    }
+}
+
+#[rstest]
+#[case::not_the_node(Recording { failures: 1, ..Recording::default() })]
+#[case::no_services(Recording { resync_fails: true, ..Recording::default() })]
+fn a_mode_that_cannot_write_everything_does_not_take_over(#[case] new: Recording) {
+    let mut fixture = serving();
+    let new = Recorder(Arc::new(Mutex::new(new)));
     let opener = opening("nftables", &new);
     fixture.controller.switch(NFTABLES, &opener, fixture.now);
     let in_force = fixture.mode();
@@ -152,6 +170,15 @@ fn a_mode_that_cannot_write_everything_does_not_take_over() {
     fixture.take(Update::ApplyService(service("api", "10.0.0.2")));
     fixture.controller.write(fixture.now);
     assert!(fixture.recorder.lock().programmed.contains_key("default/api"), "the former mode serves on");
+}
+
+#[test]
+fn a_mode_without_room_for_the_nodes_addresses_takes_over() {
+    let mut fixture = serving();
+    let new = Recorder::default();
+    new.lock().addresses_fail = true;
+    fixture.controller.switch(NFTABLES, &opening("nftables", &new), fixture.now);
+    assert_eq!(fixture.mode().modes, NFTABLES);
 }
 
 /// The dataplane that retires holds the lock of its mode.

@@ -90,6 +90,7 @@ impl Thread {
 async fn it_opens_at_once_and_writes_after_all_lists() {
     let recorder = Recorder::default();
     let of_thread = recorder.clone();
+    let started = Instant::now();
     let (opened_in, mut opened) = mpsc::unbounded_channel();
     let thread = Thread::start(move || {
         opened_in.send(()).unwrap();
@@ -120,6 +121,17 @@ async fn it_opens_at_once_and_writes_after_all_lists() {
     let calls = recorder.calls();
     assert!(matches!(calls.first(), Some(Call::SetHost(_))), "{calls:?}");
     assert_eq!(calls.get(1), Some(&Call::Resync(vec!["default/a".into()])));
+
+    let collected = async {
+        while recorder.lock().calls.is_empty() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), collected).await.unwrap();
+    let calls = recorder.calls();
+    assert!(calls.iter().all(|call| *call == Call::CollectGarbage), "{calls:?}");
+    let times = recorder.lock().renewals + calls.len();
+    assert!(times as u64 <= started.elapsed().as_secs(), "{times} times, but once a second");
     thread.stop();
 }
 

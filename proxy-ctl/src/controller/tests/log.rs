@@ -1,0 +1,75 @@
+//! What lasts is logged when it begins and when it ends, not each time that it is seen.
+
+use tracing::level_filters::LevelFilter;
+use tracing_subscriber::fmt::format;
+
+use super::{switch::opening, *};
+use crate::log::capture;
+
+/// Above debug level; `""`: nothing.
+fn logs(expected: &str, work: impl FnOnce()) {
+    let lines = capture::logged(format().without_time(), LevelFilter::INFO, work).concat();
+    assert!(lines.contains(expected) && lines.is_empty() == expected.is_empty(), "{lines}");
+}
+
+#[test]
+fn that_there_is_no_node() {
+    let mut fixture = Fixture::new(Config::default());
+    let missing = "there is no such Node";
+    for (node, expected) in [(None, missing), (None, ""), (Some(Node::default()), ""), (None, missing)] {
+        logs(expected, || fixture.take(Update::Node(node)));
+    }
+}
+
+#[test]
+fn that_expired_flows_are_not_removed() {
+    let mut fixture = Fixture::serving(Vec::new());
+    fixture.recorder.fail(2);
+    for expected in ["removing expired flows failed", "", "expired flows are removed again", ""] {
+        logs(expected, || fixture.controller.collect_garbage());
+    }
+}
+
+#[test]
+fn that_a_former_mode_cannot_be_removed() {
+    let mut fixture = Fixture::serving(Vec::new());
+    let left = Recorder::default();
+    left.lock().idle = true;
+    let opener = opening("nftables", &left);
+    *opener.failures.lock().unwrap() = 2;
+    fixture.controller.find_modes_to_retire(&opener);
+    for expected in ["could not be ended", "", "nothing is left of the former mode", ""] {
+        logs(expected, || fixture.controller.retire(&opener));
+    }
+}
+
+#[test]
+fn that_a_service_port_is_not_served_as_asked() {
+    let mut fixture = Fixture::serving(Vec::new());
+    let sticky = Service { affinity_seconds: Some(10_800), ..service("a", "10.0.0.1") };
+    let updates = [
+        (Update::ApplyService(sticky.clone()), &*AFFINITY.instead),
+        (Update::ApplySlice(slice("a", "10.1.0.1")), ""),
+        (Update::ApplyService(service("a", "10.0.0.1")), ""),
+        (Update::ApplyService(sticky), &*AFFINITY.instead),
+    ];
+    for (update, expected) in updates {
+        fixture.take(update);
+        logs(expected, || fixture.controller.write(fixture.now));
+        // It is told at debug level.
+        fixture.recorder.lock().hands_over = true;
+    }
+}
+
+#[test]
+fn that_another_program_has_changed_the_tables() {
+    let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
+    for expected in ["", "another program had changed the tables", ""] {
+        fixture.later(PERIOD);
+        logs(expected, || fixture.controller.write(fixture.now));
+        let mut recording = fixture.recorder.lock();
+        if expected.is_empty() {
+            recording.programmed.clear()
+        }
+    }
+}

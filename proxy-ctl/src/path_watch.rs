@@ -2,7 +2,7 @@
 //! link `..data` beside them is swapped.
 
 use std::{
-    fmt, fs,
+    fs,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -73,12 +73,6 @@ impl PathWatch {
     fn warn(&self, error: &notify::Error) {
         let path = self.path.display();
         tracing::warn!(%error, "{path} cannot be watched; it is read every {LOOK_AGAIN:?}");
-    }
-}
-
-impl fmt::Debug for PathWatch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PathWatch").field("path", &self.path).finish_non_exhaustive()
     }
 }
 

@@ -174,3 +174,16 @@ fn parse(kind: u16, body: &[u8]) -> Option<RouteNetlinkMessage> {
 fn not_understood(error: &DecodeError) {
     tracing::debug!(%error, "netlink message not understood");
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    #[test]
+    fn what_the_kernel_lists_is_understood() {
+        let host = dump_all().unwrap().host(&Surroundings::default());
+        assert!(host.addresses.contains(&Ipv4Addr::LOCALHOST.into()), "{host:?}");
+    }
+}

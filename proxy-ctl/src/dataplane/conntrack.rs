@@ -18,7 +18,6 @@ use std::{
 };
 
 use nix::sys::socket::AddressFamily;
-use prometheus_client::metrics::MetricType;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 pub(super) use self::stale_flows::{Repliers, StaleFlows};
@@ -237,16 +236,11 @@ impl Dataplane for WithConntrack {
             // A mode beside this one has the family.
             return Ok(families);
         }
-        let samples = self.udp.stale.ended.iter().map(|(family, ended)| {
-            let labels: super::Labels = Arc::new([("ip_family", Arc::from(family.name()))]);
-            (labels, *ended)
-        });
-        families.push(MetricFamily {
-            name: "kubeproxy_conntrack_reconciler_deleted_entries",
-            help: "Cumulative conntrack flows deleted by conntrack reconciler",
-            kind: MetricType::Counter,
-            samples: samples.collect(),
-        });
+        families.push(MetricFamily::of_families(
+            "kubeproxy_conntrack_reconciler_deleted_entries",
+            "Cumulative conntrack flows deleted by conntrack reconciler",
+            self.udp.stale.ended.iter().map(|(family, ended)| (*family, *ended)),
+        ));
         Ok(families)
     }
 

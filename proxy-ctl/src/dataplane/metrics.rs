@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use prometheus_client::metrics::MetricType;
 
-use crate::model::desired::ServicePortName;
+use crate::model::{desired::ServicePortName, objects::IpFamily};
 
 /// What the clients of a service port did since it is served; counters may wrap.
 #[derive(Clone, Debug)]
@@ -30,12 +30,38 @@ pub struct MetricFamily {
 }
 
 impl MetricFamily {
+    pub(super) fn counter(
+        name: &'static str,
+        help: &'static str,
+        samples: impl IntoIterator<Item = (Labels, u64)>,
+    ) -> Self {
+        Self { name, help, kind: MetricType::Counter, samples: samples.into_iter().collect() }
+    }
+
+    pub(super) fn gauge(
+        name: &'static str,
+        help: &'static str,
+        samples: impl IntoIterator<Item = (Labels, u64)>,
+    ) -> Self {
+        Self { kind: MetricType::Gauge, ..Self::counter(name, help, samples) }
+    }
+
+    /// A counter of each family of addresses.
+    pub(super) fn of_families(
+        name: &'static str,
+        help: &'static str,
+        counts: impl IntoIterator<Item = (IpFamily, u64)>,
+    ) -> Self {
+        let of_family =
+            |(family, count): (IpFamily, u64)| ([("ip_family", family.name().into())].into(), count);
+        Self::counter(name, help, counts.into_iter().map(of_family))
+    }
+
     /// The families that count what clients of service ports do, in every mode that can.
     pub(super) fn of_services(services: &[ServiceUsage]) -> [Self; 3] {
         let labels: Vec<Labels> = services.iter().map(|service| labels_of(&service.name)).collect();
         let family = |name, help, value: fn(&ServiceUsage) -> u64| {
-            let samples = labels.iter().cloned().zip(services.iter().map(value)).collect();
-            Self { name, help, kind: MetricType::Counter, samples }
+            Self::counter(name, help, labels.iter().cloned().zip(services.iter().map(value)))
         };
         [
             family("proxy_service_connections", "Connections to a service port.", |of| of.connections),

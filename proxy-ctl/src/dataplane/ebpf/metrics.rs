@@ -1,7 +1,5 @@
 //! The metric families of this mode.
 
-use prometheus_client::metrics::MetricType;
-
 use crate::dataplane::{Labels, MetricFamily, ServiceUsage, TableUsage, Usage};
 
 pub(super) fn families(
@@ -13,8 +11,7 @@ pub(super) fn families(
 ) -> Vec<MetricFamily> {
     let of_tables = |name, help, value: fn(&TableUsage) -> Option<u64>| {
         let of_table = |table: &TableUsage| Some(([("table", table.name.into())].into(), value(table)?));
-        let samples = usage.tables.iter().filter_map(of_table).collect();
-        MetricFamily { name, help, kind: MetricType::Gauge, samples }
+        MetricFamily::gauge(name, help, usage.tables.iter().filter_map(of_table))
     };
     let reasons = usage.reasons.iter().map(|of| {
         let labels: Labels = [("reason", of.name.into()), ("verdict", of.verdict.into())].into();
@@ -28,35 +25,30 @@ pub(super) fn families(
             |table| table.can_fill_up.then_some(table.capacity),
         ),
         of_tables("proxy_table_bytes", "Kernel memory of the table, in bytes.", |table| Some(table.bytes)),
-        MetricFamily {
-            name: "proxy_reasons",
-            help: "Decisions of the datapath, by reason and by what became of the packet or call.",
-            kind: MetricType::Counter,
-            samples: reasons.collect(),
-        },
+        MetricFamily::counter(
+            "proxy_reasons",
+            "Decisions of the datapath, by reason and by what became of the packet or call.",
+            reasons,
+        ),
     ];
     families.extend(MetricFamily::of_services(services));
-    families.push(MetricFamily {
-        name: "proxy_services_not_counted",
-        help: "Service ports whose connections are not counted: there are more than ebpf.limits.serviceCounters.",
-        kind: MetricType::Gauge,
-        samples: vec![([].into(), uncounted)],
-    });
-    families.push(MetricFamily {
-        name: "proxy_sockets_ended",
-        help: "Connected sockets that were ended because their endpoint is gone.",
-        kind: MetricType::Counter,
-        samples: sockets_ended
-            .into_iter()
-            .map(|(protocol, ended)| ([("protocol", protocol.into())].into(), ended))
-            .collect(),
-    });
-    families.push(MetricFamily {
-        name: "proxy_affinity_evictions",
-        help: "Clients whose session affinity a full table has evicted.",
-        kind: MetricType::Counter,
-        samples: vec![([].into(), affinity_evictions)],
-    });
+    families.extend([
+        MetricFamily::gauge(
+            "proxy_services_not_counted",
+            "Service ports whose connections are not counted: there are more than ebpf.limits.serviceCounters.",
+            [([].into(), uncounted)],
+        ),
+        MetricFamily::counter(
+            "proxy_sockets_ended",
+            "Connected sockets that were ended because their endpoint is gone.",
+            sockets_ended.map(|(protocol, ended)| ([("protocol", protocol.into())].into(), ended)),
+        ),
+        MetricFamily::counter(
+            "proxy_affinity_evictions",
+            "Clients whose session affinity a full table has evicted.",
+            [([].into(), affinity_evictions)],
+        ),
+    ]);
     families
 }
 

@@ -1,7 +1,5 @@
 //! The metric families of this mode, with kube-proxy's names.
 
-use prometheus_client::metrics::MetricType;
-
 use super::{
     rules::Table,
     writer::{Failures, Writer},
@@ -36,13 +34,6 @@ pub(super) struct PacketCounts {
 }
 
 pub(super) fn families(counts: &[Counts], packets: PacketCounts) -> Vec<MetricFamily> {
-    let of_family = |of: &Counts| -> Labels { [("ip_family", of.family.name().into())].into() };
-    let counter = |name, help, value: fn(&Counts) -> u64| MetricFamily {
-        name,
-        help,
-        kind: MetricType::Counter,
-        samples: counts.iter().map(|of| (of_family(of), value(of))).collect(),
-    };
     let by_table = |name, help, value: fn(&Counts) -> [u64; 3]| {
         let of_tables = |of: &Counts| {
             let (numbers, family): (_, &str) = (value(of), of.family.name());
@@ -51,25 +42,17 @@ pub(super) fn families(counts: &[Counts], packets: PacketCounts) -> Vec<MetricFa
                 (labels, numbers[table as usize])
             })
         };
-        MetricFamily {
-            name,
-            help,
-            kind: MetricType::Gauge,
-            samples: counts.iter().flat_map(of_tables).collect(),
-        }
+        MetricFamily::gauge(name, help, counts.iter().flat_map(of_tables))
     };
-    let of_packets = |name, help, count: Option<u64>| MetricFamily {
-        name,
-        help,
-        kind: MetricType::Counter,
-        samples: count.map(|count| (Labels::from([]), count)).into_iter().collect(),
+    let of_packets = |name, help, count: Option<u64>| {
+        MetricFamily::counter(name, help, count.map(|count| ([].into(), count)))
     };
     let mut families = vec![
         metrics::restore_failures(counts.iter().map(|of| (of.family, of.failures.all))),
-        counter(
+        MetricFamily::of_families(
             "kubeproxy_sync_proxy_rules_iptables_partial_restore_failures",
             "Runs of iptables-restore that failed and were for some service ports only",
-            |of| of.failures.partial,
+            counts.iter().map(|of| (of.family, of.failures.partial)),
         ),
         by_table("kubeproxy_sync_proxy_rules_iptables_total", "Rules that are written", |of| of.rules),
         by_table("kubeproxy_sync_proxy_rules_iptables_last", "Rules that the last write has written", |of| {

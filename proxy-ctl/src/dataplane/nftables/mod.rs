@@ -23,8 +23,6 @@ mod trial;
 
 use std::{sync::Arc, time::Duration};
 
-use prometheus_client::metrics::MetricType;
-
 pub use self::error::{Error, RefusedPorts};
 use self::{frame::Context, snapshot::Pinned, table::FamilyTable};
 use super::{
@@ -196,9 +194,7 @@ impl Dataplane for NftablesDataplane {
 /// By family.
 fn families(sync_failures: [u64; 2], cleanup_failures: [u64; 2]) -> Vec<MetricFamily> {
     let family = |name, help, counts: [u64; 2]| {
-        let samples = IpFamily::ALL.into_iter().zip(counts);
-        let samples = samples.map(|(family, count)| ([("ip_family", family.name().into())].into(), count));
-        MetricFamily { name, help, kind: MetricType::Counter, samples: samples.collect() }
+        MetricFamily::of_families(name, help, IpFamily::ALL.into_iter().zip(counts))
     };
     vec![
         family(

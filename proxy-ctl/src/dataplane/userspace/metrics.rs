@@ -1,21 +1,13 @@
 //! What this mode counts.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
-};
-
-use prometheus_client::metrics::MetricType;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::shared::Counters;
 use crate::dataplane::MetricFamily;
 
 pub(super) fn families(counters: &Counters) -> Vec<MetricFamily> {
-    let family = |name, help, counter: &AtomicU64| MetricFamily {
-        name,
-        help,
-        kind: MetricType::Counter,
-        samples: vec![(Arc::new([]), counter.load(Ordering::Relaxed))],
+    let family = |name, help, counter: &AtomicU64| {
+        MetricFamily::counter(name, help, [([].into(), counter.load(Ordering::Relaxed))])
     };
     let Counters { connections, sessions, failed_dials, refused_clients } = counters;
     vec![

@@ -14,12 +14,11 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use super::{
     Error,
     allocate::{Range, Ranges},
-    cluster_ips::ClusterIps,
     family::TableFamily,
     layout,
-    programmed::{BackendKey, Entries, Published, UsedEndpoints, Uses, WithoutRoom},
-    publish::{Common, FamilyWriter},
+    programmed::{BackendKey, ClusterIps, Entries, Published, UsedEndpoints, Uses, WithoutRoom},
     tables::typed,
+    writer::{Common, FamilyWriter},
 };
 use crate::model::desired::ServicePortName;
 

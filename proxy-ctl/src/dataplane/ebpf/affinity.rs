@@ -13,7 +13,6 @@ use super::{
     Error,
     family::TableFamily,
     gc::Walk,
-    status,
     tables::{CommonTables, FamilyTables, Table},
 };
 
@@ -86,7 +85,7 @@ impl AffinityCollector {
             self.rest -= 1;
             return Ok(());
         }
-        let remembered = || status::counted(common, Reason::ClientRemembered);
+        let remembered = || common.counted(Reason::ClientRemembered);
         let begun = match &mut self.walk {
             Some(begun) => begun,
             walk => {

@@ -21,8 +21,8 @@ use super::{
     order::{HookOrder, Misplaced},
     paths::{Paths, make_folder, names, remove_folder},
     pins::LinkPins,
-    publish::Failures,
     transit::Transit,
+    writer::Failures,
 };
 use crate::{
     dataplane::Interface,
@@ -33,7 +33,6 @@ use crate::{
     },
 };
 
-pub(super) const DIRECTIONS: [Direction; 2] = [Direction::Ingress, Direction::Egress];
 /// Of our filters.
 pub(super) const HANDLE: u32 = 0x7063;
 /// Marks a clsact qdisc that we made, in the interface's folder.
@@ -45,13 +44,6 @@ fn priorities(direction: Direction) -> [u16; 8] {
     match direction {
         Direction::Ingress => [1, 2, 3, 4, 5, 6, 7, 8],
         Direction::Egress => [0xff00, 0xfeff, 0xfefe, 0xfefd, 0xfefc, 0xfefb, 0xfefa, 0xfef9],
-    }
-}
-
-pub(super) fn word(direction: Direction) -> &'static str {
-    match direction {
-        Direction::Ingress => "ingress",
-        Direction::Egress => "egress",
     }
 }
 
@@ -228,7 +220,7 @@ impl Hooks {
         }
         let mut misplaced = Vec::new();
         for interface in self.interfaces.values() {
-            for direction in DIRECTIONS {
+            for direction in Direction::ALL {
                 let name = packet_program(interface.role, direction, interface.ethernet);
                 let program = bpf::program_id(self.programs.get(name)?).map_err(|source| Error::Attach {
                     program: name,
@@ -253,7 +245,7 @@ impl Hooks {
             match self.move_link(interface, *direction) {
                 Ok(()) => tracing::warn!(
                     interface = interface.name,
-                    hook = word(*direction),
+                    hook = direction.name(),
                     "another program had come between packets and the proxy's; it is first on ingress and last on egress again"
                 ),
                 Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {}
@@ -267,7 +259,7 @@ impl Hooks {
     /// Loads all of these that the hooks need.
     pub(super) fn load(&self, programs: &mut Programs) -> Result<(), Error> {
         for interface in self.interfaces.values() {
-            for direction in DIRECTIONS {
+            for direction in Direction::ALL {
                 programs.get(packet_program(interface.role, direction, interface.ethernet))?;
             }
             if let Some(program) = self.transit.program(interface) {
@@ -282,7 +274,7 @@ impl Hooks {
         let name = packet_program(interface.role, direction, interface.ethernet);
         let path = self.link_path(interface.index, direction);
         let (hook, order) = tcx_hook(direction);
-        let target = || format!("{} ({})", interface.name, word(direction));
+        let target = || format!("{} ({})", interface.name, direction.name());
         let new = bpf::link_tcx(self.programs.get(name)?, interface.index, hook, order)
             .map_err(|source| Error::Attach { program: name, target: target(), source })?;
         self.links.replace(&path, new)
@@ -307,11 +299,11 @@ impl Hooks {
     /// Answers whether anything had to be done.
     fn attach(&mut self, interface: &Interface) -> Result<bool, Error> {
         let mut changed = false;
-        for direction in DIRECTIONS {
+        for direction in Direction::ALL {
             let program = packet_program(interface.role, direction, interface.ethernet);
             let failed = |source| Error::Attach {
                 program,
-                target: format!("{} ({})", interface.name, word(direction)),
+                target: format!("{} ({})", interface.name, direction.name()),
                 source,
             };
             if self.tcx != Some(false) {
@@ -334,7 +326,7 @@ impl Hooks {
     }
 
     fn link_path(&self, index: u32, direction: Direction) -> PathBuf {
-        self.paths.links().join(format!("{index}_{}", word(direction)))
+        self.paths.links().join(format!("{index}_{}", direction.name()))
     }
 
     fn attach_tcx(
@@ -385,7 +377,7 @@ impl Hooks {
         self.interfaces.remove(&index);
         self.order.forget(index);
         self.transit.detach(&self.paths, &mut self.links, index)?;
-        for direction in DIRECTIONS {
+        for direction in Direction::ALL {
             self.links.remove(&self.link_path(index, direction))?;
         }
         remove_filters(&self.paths, index)?;
@@ -431,7 +423,7 @@ pub(super) fn remove_filters(paths: &Paths, index: u32) -> Result<usize, Error> 
     let failed = |source| Error::Detach { target: format!("interface {index}"), source };
     let mut removed = 0;
     let mut others = false;
-    for direction in DIRECTIONS {
+    for direction in Direction::ALL {
         if let Some(filter) = our_filter(index, direction).map_err(failed)? {
             let found = tc::remove_filter(index, direction, filter.priority, HANDLE).map_err(failed)?;
             removed += usize::from(found);

@@ -5,34 +5,12 @@
 //! port has the address any more. Marks have the room that frontends leave.
 
 use proxy_common::layout::{Frontend, FrontendKey};
-use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{
     family::TableFamily,
-    publish::{FamilyWriter, Writes},
+    programmed::ClusterIps,
+    writer::{FamilyWriter, Writes},
 };
-
-/// The ClusterIPs of published service ports.
-#[derive(Debug)]
-pub(super) struct ClusterIps<A> {
-    /// How many service ports have the address.
-    users: FxHashMap<A, u32>,
-    /// Those that are not marked.
-    unmarked: FxHashSet<A>,
-    /// Marked, and no service port has them any more.
-    gone: FxHashSet<A>,
-}
-
-impl<A> ClusterIps<A> {
-    pub(super) fn none() -> Self {
-        Self { users: FxHashMap::default(), unmarked: FxHashSet::default(), gone: FxHashSet::default() }
-    }
-
-    /// How many are not marked.
-    pub(super) fn unmarked(&self) -> usize {
-        self.unmarked.len()
-    }
-}
 
 impl<F: TableFamily> FamilyWriter<F> {
     fn is_marked(&self, address: F::Address) -> bool {

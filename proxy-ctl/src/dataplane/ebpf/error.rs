@@ -1,10 +1,9 @@
 //! What can go wrong in the eBPF mode, and what to do about it.
 
-use std::{io, net::IpAddr, path::PathBuf};
+use std::{fmt, io, net::IpAddr, path::PathBuf};
 
 use proxy_common::inventory::Limit;
 
-use super::tables::Difference;
 use crate::{
     dataplane::{self, ErrorKind},
     model::desired::ServicePortName,
@@ -84,6 +83,33 @@ pub struct FullTable {
     pub name: &'static str,
     pub capacity: u32,
     pub limit: Limit,
+}
+
+/// How a pinned table differs from what is expected: found, then expected.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Difference {
+    Kind(u32, u32),
+    KeySize(u32, usize),
+    ValueSize(u32, usize),
+    Entries(u32, u32, Option<Limit>),
+    Flags(u32, u32),
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Kind(found, expected) => write!(f, "is a BPF map of type {found}, not {expected}"),
+            Self::KeySize(found, expected) => write!(f, "has keys of {found} bytes, not {expected}"),
+            Self::ValueSize(found, expected) => write!(f, "has values of {found} bytes, not {expected}"),
+            Self::Entries(found, expected, Some(limit)) => {
+                write!(f, "has room for {found} entries, but ebpf.limits.{} is {expected}", limit.name())
+            }
+            Self::Entries(found, expected, None) => {
+                write!(f, "has room for {found} entries, not {expected}")
+            }
+            Self::Flags(found, expected) => write!(f, "has flags {found:#x}, not {expected:#x}"),
+        }
+    }
 }
 
 impl Error {

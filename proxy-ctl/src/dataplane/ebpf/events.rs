@@ -26,8 +26,7 @@ use super::{
     frontend_names::FrontendNames,
     layout,
     paths::Paths,
-    status::{Pinned, counted},
-    tables::{CommonTables, Table, open_pinned},
+    tables::{CommonTables, FamilyTables, Table, open_pinned},
 };
 use crate::{
     dataplane::{self, EventQuery, EventSnapshot, EventStream},
@@ -55,13 +54,12 @@ struct ServiceNames<'a> {
 }
 
 impl<'a> ServiceNames<'a> {
-    fn new(pinned: &'a Pinned) -> Self {
-        let common = pinned.common();
+    fn new(common: &'a CommonTables, v4: &'a FamilyTables<V4>, v6: &'a FamilyTables<V6>) -> Self {
         Self {
             common,
             of_ids: HashMap::new(),
-            v4: FrontendNames::new(common, pinned.v4()),
-            v6: FrontendNames::new(common, pinned.v6()),
+            v4: FrontendNames::new(common, v4),
+            v6: FrontendNames::new(common, v6),
         }
     }
 
@@ -91,7 +89,10 @@ impl<'a> ServiceNames<'a> {
 }
 
 pub(super) struct Events {
-    pinned: Pinned,
+    common: CommonTables,
+    v4: FamilyTables<V4>,
+    v6: FamilyTables<V6>,
+    paths: Paths,
     control: Table<u32, EventControl>,
     ring: Ring<Event>,
     ring_id: u32,
@@ -105,24 +106,27 @@ pub(super) struct Events {
 impl Events {
     /// Has the programs make events.
     pub(super) fn begin(paths: Paths, query: EventQuery) -> Result<Self, Error> {
-        let pinned = Pinned::open_at(paths)?;
-        let paths = pinned.paths();
+        let maps = paths.maps();
+        let common = CommonTables::open(&maps, false)?;
         // The controller has a lock on the folder above.
         let only_reader = match lock::try_lock(&paths.root) {
             Ok(Attempt::Held(lock)) => lock,
             Ok(Attempt::Taken(holder)) => return Err(Error::Watched(holder)),
             Err(source) => return Err(Error::Folder { path: paths.root.clone(), source }),
         };
-        let control = Table::open(&paths.maps(), table::event_control, None)?;
+        let control = Table::open(&maps, table::event_control, None)?;
         let failed = |source| Error::Table { table: table::events, source };
-        let fd = bpf::pinned(&paths.maps().join(table::events)).map_err(failed)?;
+        let fd = bpf::pinned(&maps.join(table::events)).map_err(failed)?;
         let ring_id = bpf::map_info(fd.as_fd()).map_err(failed)?.id;
         let mut ring = Ring::new(fd).map_err(failed)?;
         // What nobody has read of a former watcher's.
         while ring.take().is_some() {}
-        let lost_before = counted(pinned.common(), Reason::EventLost)?;
+        let lost_before = common.counted(Reason::EventLost)?;
         let mut events = Self {
-            pinned,
+            common,
+            v4: FamilyTables::open(&maps, false)?,
+            v6: FamilyTables::open(&maps, false)?,
+            paths,
             control,
             ring,
             ring_id,
@@ -141,7 +145,7 @@ impl Events {
             return Ok(());
         }
         let failed = |source| Error::Table { table: table::events, source };
-        let pinned = open_pinned(&self.pinned.paths().maps().join(table::events)).map_err(failed)?;
+        let pinned = open_pinned(&self.paths.maps().join(table::events)).map_err(failed)?;
         let id = pinned.map(|fd| bpf::map_info(fd.as_fd()).map(|info| info.id)).transpose();
         if id.map_err(failed)? != Some(self.ring_id) {
             return Err(Error::NoLongerWatched);
@@ -163,9 +167,10 @@ impl AsFd for Events {
 impl EventStream for Events {
     fn read(&mut self) -> Result<Vec<EventSnapshot>, dataplane::Error> {
         self.renew()?;
-        let (mut events, clocks, mut names) = (Vec::new(), Clocks::now(), ServiceNames::new(&self.pinned));
+        let Self { common, v4, v6, ring, .. } = self;
+        let (mut events, clocks, mut names) = (Vec::new(), Clocks::now(), ServiceNames::new(common, v4, v6));
         while events.len() < MOST
-            && let Some(event) = self.ring.take()
+            && let Some(event) = ring.take()
         {
             let Some(shown) = snapshot(&event, &clocks) else { continue };
             let service = names.of_event(&event, shown.frontend)?;
@@ -175,7 +180,7 @@ impl EventStream for Events {
     }
 
     fn lost(&self) -> Result<u64, dataplane::Error> {
-        Ok(counted(self.pinned.common(), Reason::EventLost)?.wrapping_sub(self.lost_before))
+        Ok(self.common.counted(Reason::EventLost)?.wrapping_sub(self.lost_before))
     }
 }
 

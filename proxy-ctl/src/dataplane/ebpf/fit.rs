@@ -12,8 +12,8 @@ use super::{
     error::FullTable,
     family::TableFamily,
     programmed::{UsedEndpoints, Wanted},
-    publish::{FamilyWriter, Writes},
     room::{self, Demand, Plan},
+    writer::{FamilyWriter, Writes},
 };
 use crate::{
     dataplane::{Effect, Unsupported, supports},

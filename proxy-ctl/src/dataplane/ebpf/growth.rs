@@ -17,9 +17,9 @@ use super::{
     kernel_log::KernelLog,
     load::{Programs, load},
     paths::Paths,
-    publish::{Common, FamilyWriter},
     resize::{Contents, contents, enlarge, remove_larger, rename},
     tables::{Shape, pinned_table},
+    writer::{Common, FamilyWriter},
 };
 use crate::config::Ebpf;
 

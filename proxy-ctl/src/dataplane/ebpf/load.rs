@@ -15,9 +15,7 @@ use aya::{
 use aya_obj::generated::bpf_attach_type;
 use proxy_common::inventory::program;
 
-use super::{
-    Error, attach::DIRECTIONS, kernel_log::KernelLog, paths::Paths, resize::show_flows, tables::Shape,
-};
+use super::{Error, kernel_log::KernelLog, paths::Paths, resize::show_flows, tables::Shape};
 use crate::{
     config::{self, SocketLoadBalancing, SourceAddress, UnallocatedServiceAddresses},
     dataplane::Role,
@@ -145,7 +143,7 @@ pub(super) fn load(
     let mut names: Vec<_> = of_sockets.map(|(name, _)| *name).collect();
     names.extend(learn_namespace.then_some(program::learn_namespace));
     for role in [Role::Workload, Role::Uplink] {
-        names.extend(DIRECTIONS.map(|direction| packet_program(role, direction, true)));
+        names.extend(Direction::ALL.map(|direction| packet_program(role, direction, true)));
     }
     let mut programs = Programs(object);
     thread::scope(|scope| {

@@ -38,13 +38,14 @@ use self::{
     paths::Paths,
     pins::TablePins,
     programmed::Entries,
-    publish::{Common, Failures, FamilyWriter, Writes, remove_service},
+    publish::remove_service,
     resize::Unfinished,
     service_cidrs::ServiceCidrs,
     stale_sockets::StaleSockets,
     status::{Pinned, Reader},
     tables::{CommonTables, FamilyTables, Shape},
     transit::Transit,
+    writer::{Common, Failures, FamilyWriter, Writes},
 };
 use super::{
     Applied, Dataplane, Host, Interface, LocalTraffic, MetricFamily, Programmed, Snapshot, Unsupported,
@@ -98,13 +99,13 @@ mod supports;
 mod tables;
 mod transit;
 mod uses;
+mod writer;
 
 #[cfg(test)]
 pub(crate) use self::metrics::sample_metrics;
 pub use self::{
-    error::Error,
+    error::{Difference, Error},
     load::{OBJECT, OBJECT_BUILT_WITH},
-    tables::Difference,
 };
 
 /// The tables and hooks of this node. Dropping it leaves all of them in place.

@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 
 use aya::programs::{SchedClassifier, TcAttachType};
 
-use super::attach::word;
 use crate::{dataplane::Interface, sys::tc::Direction};
 
 /// How often the order of a hook is mended while the process lives.
@@ -36,12 +35,12 @@ impl HookOrder {
         if is_in_place(&programs, direction, program) {
             return false;
         }
-        let found = self.found.entry((interface.index, word(direction))).or_default();
+        let found = self.found.entry((interface.index, direction.name())).or_default();
         *found = found.saturating_add(1);
         if *found == MOST_MENDS + 1 {
             tracing::warn!(
                 interface = interface.name,
-                hook = word(direction),
+                hook = direction.name(),
                 "another program takes the proxy's place again and again; it is left there, and may see packets before they are translated"
             );
         }

@@ -9,11 +9,10 @@ use proxy_common::{
     layout::{BACKEND_ACTIVE, BACKEND_LOCAL, BACKEND_TERMINATING, Backend, Frontend, FrontendKey},
     port::Port,
 };
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{
     allocate::{Range, Ranges},
-    cluster_ips::ClusterIps,
     error::FullTable,
     family::TableFamily,
     tables::SourceRangeKey,
@@ -36,6 +35,28 @@ pub(super) struct Entries<F: TableFamily> {
     /// Entries of `source_ranges4/6`.
     pub(super) source_ranges: u32,
     pub(super) without_room: WithoutRoom<F>,
+}
+
+/// The ClusterIPs of published service ports.
+#[derive(Debug)]
+pub(super) struct ClusterIps<A> {
+    /// How many service ports have the address.
+    pub(super) users: FxHashMap<A, u32>,
+    /// Those that are not marked.
+    pub(super) unmarked: FxHashSet<A>,
+    /// Marked, and no service port has them any more.
+    pub(super) gone: FxHashSet<A>,
+}
+
+impl<A> ClusterIps<A> {
+    pub(super) fn none() -> Self {
+        Self { users: FxHashMap::default(), unmarked: FxHashSet::default(), gone: FxHashSet::default() }
+    }
+
+    /// How many are not marked.
+    pub(super) fn unmarked(&self) -> usize {
+        self.unmarked.len()
+    }
 }
 
 /// What a key of `frontends4/6` is to hold, and for whom.

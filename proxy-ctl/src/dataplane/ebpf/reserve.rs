@@ -16,9 +16,9 @@ use super::{
     family::TableFamily,
     layout::{self, Arrangement},
     programmed::{BackendKey, UsedEndpoints, Waiting, WithoutRoom},
-    publish::{Common, FamilyWriter, Writes},
     room,
     uses::backend_key,
+    writer::{Common, FamilyWriter, Writes},
 };
 use crate::model::desired::{DesiredPort, Endpoints, ServicePortName};
 

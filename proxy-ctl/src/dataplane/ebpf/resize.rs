@@ -20,9 +20,11 @@ use proxy_common::{
 };
 
 use super::{
-    Error, layout,
+    Error,
+    error::Difference,
+    layout,
     paths::{Paths, names, removed},
-    tables::{Difference, Shape, difference, open_pinned, pinned_table, typed},
+    tables::{Shape, difference, open_pinned, pinned_table, typed},
 };
 use crate::sys::{CallError, bpf, map::Map};
 

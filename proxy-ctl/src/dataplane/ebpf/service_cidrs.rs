@@ -13,8 +13,8 @@ use proxy_common::{
 use super::{
     Error,
     family::TableFamily,
-    publish::FamilyWriter,
     tables::{FamilyTables, Table},
+    writer::FamilyWriter,
 };
 use crate::{
     config::{Ebpf, UnallocatedServiceAddresses},

@@ -82,33 +82,12 @@ impl Pinned {
         if !maps.exists() {
             return Err(Error::NotThere(bpffs.to_owned()));
         }
-        Self::open_at(paths)
-    }
-
-    pub(super) fn open_at(paths: Paths) -> Result<Self, Error> {
-        let maps = paths.maps();
         Ok(Self {
             common: CommonTables::open(&maps, false)?,
             v4: FamilyTables::open(&maps, false)?,
             v6: FamilyTables::open(&maps, false)?,
             paths,
         })
-    }
-
-    pub(super) fn common(&self) -> &CommonTables {
-        &self.common
-    }
-
-    pub(super) fn v4(&self) -> &FamilyTables<V4> {
-        &self.v4
-    }
-
-    pub(super) fn v6(&self) -> &FamilyTables<V6> {
-        &self.v6
-    }
-
-    pub(super) fn paths(&self) -> &Paths {
-        &self.paths
     }
 
     fn reader(&self) -> Reader<'_> {
@@ -383,16 +362,9 @@ pub(super) fn usage(
 
 fn reasons(common: &CommonTables) -> Result<Vec<ReasonUsage>, Error> {
     let usage = |reason: &Reason| {
-        Ok(ReasonUsage { name: reason.name(), verdict: verdict(*reason), count: counted(common, *reason)? })
+        Ok(ReasonUsage { name: reason.name(), verdict: verdict(*reason), count: common.counted(*reason)? })
     };
     Reason::ALL.iter().map(usage).collect()
-}
-
-/// By all CPUs.
-pub(super) fn counted(common: &CommonTables, reason: Reason) -> Result<u64, Error> {
-    let values = common.counters.get(reason as u32);
-    let values = values.map_err(|source| Error::Table { table: table::counters, source })?;
-    Ok(values.iter().copied().fold(0, u64::wrapping_add))
 }
 
 pub(super) fn verdict(reason: Reason) -> &'static str {

@@ -3,7 +3,7 @@
 //! A pinned table is adopted only if its shape is the expected one; the loader that maps it into the programs
 //! would not notice a difference.
 
-use std::{fmt, io, os::fd::OwnedFd, path::Path};
+use std::{io, os::fd::OwnedFd, path::Path};
 
 use aya::Pod;
 use proxy_common::{
@@ -14,10 +14,14 @@ use proxy_common::{
         MASQUERADE_PORT_ROOM, NodeAddress, PORTS, PrefixKey, SERVICE_CIDRS, Service, ServiceCounters,
         ServiceName, Settings, Slot4, Slot6, SocketOrigin, SourceRange,
     },
-    reason::REASONS,
+    reason::{REASONS, Reason},
 };
 
-use super::{Error, error::FullTable, family::TableFamily};
+use super::{
+    Error,
+    error::{Difference, FullTable},
+    family::TableFamily,
+};
 use crate::{
     config::Limits,
     sys::{
@@ -138,33 +142,6 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
         };
     }
     proxy_common::tables!(shapes)
-}
-
-/// How a pinned table differs from what is expected: found, then expected.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Difference {
-    Kind(u32, u32),
-    KeySize(u32, usize),
-    ValueSize(u32, usize),
-    Entries(u32, u32, Option<Limit>),
-    Flags(u32, u32),
-}
-
-impl fmt::Display for Difference {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Kind(found, expected) => write!(f, "is a BPF map of type {found}, not {expected}"),
-            Self::KeySize(found, expected) => write!(f, "has keys of {found} bytes, not {expected}"),
-            Self::ValueSize(found, expected) => write!(f, "has values of {found} bytes, not {expected}"),
-            Self::Entries(found, expected, Some(limit)) => {
-                write!(f, "has room for {found} entries, but ebpf.limits.{} is {expected}", limit.name())
-            }
-            Self::Entries(found, expected, None) => {
-                write!(f, "has room for {found} entries, not {expected}")
-            }
-            Self::Flags(found, expected) => write!(f, "has flags {found:#x}, not {expected:#x}"),
-        }
-    }
 }
 
 /// Of entries only where nothing else differs.
@@ -323,6 +300,13 @@ pub(super) struct CommonTables {
 }
 
 impl CommonTables {
+    /// By all CPUs.
+    pub(super) fn counted(&self, reason: Reason) -> Result<u64, Error> {
+        let values = self.counters.get(reason as u32);
+        let values = values.map_err(|source| Error::Table { table: table::counters, source })?;
+        Ok(values.iter().copied().fold(0, u64::wrapping_add))
+    }
+
     /// Opens what is pinned in `folder`.
     pub(super) fn open(folder: &Path, writable: bool) -> Result<Self, Error> {
         Ok(Self {

@@ -15,7 +15,7 @@ use super::{
     family::TableFamily,
     layout::{self, backend_flags},
     programmed::{BackendKey, Entries, UsedEndpoints, Uses},
-    publish::{Common, FamilyWriter, Writes},
+    writer::{Common, FamilyWriter, Writes},
 };
 use crate::{
     model::desired::{DesiredPort, Endpoint, ServicePortName},

@@ -1,0 +1,144 @@
+//! The tables of each family with what is in them, and what one call of the dataplane does to them.
+
+use std::collections::BTreeSet;
+
+use proxy_common::layout::{FrontendKey, ServiceName};
+
+use super::{
+    Error,
+    allocate::{Range, Ranges},
+    family::TableFamily,
+    programmed::{BackendKey, Entries, Wanted},
+    tables::{CommonTables, FamilyTables, SourceRangeKey},
+};
+use crate::{
+    dataplane::Applied,
+    sys::{grace::GracePeriod, socket_diag::Transport},
+};
+
+/// Backend ids are set aside in blocks of this many, one write of `settings` for each.
+const BACKEND_ID_BLOCK: u32 = 1_024;
+
+/// What both families share.
+#[derive(Debug)]
+pub(super) struct Common {
+    pub(super) tables: CommonTables,
+    /// Owners of `services`.
+    pub(super) ids: Ranges,
+    pub(super) next_backend: u32,
+    /// Ids below are set aside in `settings.next_backend`.
+    pub(super) backends_set_aside: u32,
+    pub(super) grace: GracePeriod,
+    /// What flows lead to may have changed since `settings.epoch` was raised last.
+    pub(super) is_epoch_over: bool,
+    /// Sockets of these may have lost their backend since stale ones were ended last.
+    pub(super) lost_backends: BTreeSet<Transport>,
+}
+
+impl Common {
+    /// Has flows compared with the tables once more, if any may be for another backend by now.
+    pub(super) fn raise_epoch(&mut self) -> Result<(), Error> {
+        if !self.is_epoch_over {
+            return Ok(());
+        }
+        let mut settings = self.tables.settings.get(&0)?.unwrap_or_default();
+        settings.epoch = settings.epoch.wrapping_add(1);
+        self.tables.settings.set(&0, &settings)?;
+        self.is_epoch_over = false;
+        Ok(())
+    }
+
+    /// An id that no backend ever had, also if the controller is killed at this moment.
+    pub(super) fn backend_id(&mut self, applied: &mut Applied) -> Result<u32, Error> {
+        let id = self.next_backend;
+        let next = id.checked_add(1).ok_or(Error::BackendIdsExhausted)?;
+        if next > self.backends_set_aside {
+            let mut settings = self.tables.settings.get(&0)?.unwrap_or_default();
+            settings.next_backend = id.saturating_add(BACKEND_ID_BLOCK);
+            self.tables.settings.set(&0, &settings)?;
+            applied.written += 1;
+            self.backends_set_aside = settings.next_backend;
+        }
+        self.next_backend = next;
+        Ok(id)
+    }
+}
+
+/// The tables of one family and what is in them.
+#[derive(Debug)]
+pub(super) struct FamilyWriter<F: TableFamily> {
+    pub(super) tables: FamilyTables<F>,
+    pub(super) entries: Entries<F>,
+}
+
+/// What one call of the dataplane does to one family.
+#[derive(Debug)]
+pub(super) struct Writes<F: TableFamily> {
+    pub(super) applied: Applied,
+    pub(super) failures: Failures,
+    pub(super) names: Vec<(u32, ServiceName)>,
+    pub(super) frontends: Vec<Wanted<F>>,
+    /// With the id of the service that had them.
+    pub(super) stale_frontends: Vec<(FrontendKey<F::Address>, u32)>,
+    pub(super) stale_source_ranges: Vec<SourceRangeKey<F>>,
+    pub(super) gone: Vec<(u32, Option<Range>)>,
+    pub(super) touched: Vec<BackendKey<F::Address>>,
+    /// What is dialled may be served by another service than before.
+    pub(super) has_new_frontends: bool,
+    /// Of frontends and backends that were taken away from connected sockets.
+    pub(super) lost: BTreeSet<Transport>,
+    /// Backends that were inserted for the ports that are being published, of which no slot in use can know.
+    pub(super) inserted: Vec<BackendKey<F::Address>>,
+}
+
+impl<F: TableFamily> Default for Writes<F> {
+    fn default() -> Self {
+        Self {
+            applied: Applied::default(),
+            failures: Failures::default(),
+            names: Vec::new(),
+            frontends: Vec::new(),
+            stale_frontends: Vec::new(),
+            stale_source_ranges: Vec::new(),
+            gone: Vec::new(),
+            touched: Vec::new(),
+            has_new_frontends: false,
+            lost: BTreeSet::new(),
+            inserted: Vec::new(),
+        }
+    }
+}
+
+/// What could not be done: how much, and the first reason.
+#[derive(Debug, Default)]
+pub(super) struct Failures {
+    count: usize,
+    first: Option<(String, Error)>,
+}
+
+impl Failures {
+    pub(super) fn add(&mut self, what: impl ToString, error: Error) {
+        self.count += 1;
+        self.first.get_or_insert_with(|| (what.to_string(), error));
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    pub(super) fn merge(&mut self, other: Self) {
+        self.count += other.count;
+        if self.first.is_none() {
+            self.first = other.first;
+        }
+    }
+
+    pub(super) fn into_result(self) -> Result<(), Error> {
+        match self.first {
+            None => Ok(()),
+            Some((what, source)) => {
+                Err(Error::Incomplete { failed: self.count, what, source: Box::new(source) })
+            }
+        }
+    }
+}

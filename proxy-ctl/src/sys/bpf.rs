@@ -28,10 +28,16 @@ pub(super) unsafe fn call<A>(command: bpf_cmd, attr: &mut A) -> io::Result<libc:
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// Takes a descriptor that the kernel has just returned.
-fn descriptor(raw: libc::c_long, call: &'static str) -> Result<OwnedFd, CallError> {
+/// As [`call`], for a command that answers with a new descriptor.
+///
+/// # Safety
+///
+/// As of [`call`].
+unsafe fn open<A>(command: bpf_cmd, name: &'static str, attr: &mut A) -> Result<OwnedFd, CallError> {
+    // SAFETY: the caller vouches for `attr`.
+    let raw = unsafe { call(command, attr) }.map_err(|e| CallError::new(name, e))?;
     let raw = i32::try_from(raw)
-        .map_err(|_| CallError::new(call, io::Error::other("the kernel returned no descriptor")))?;
+        .map_err(|_| CallError::new(name, io::Error::other("the kernel returned no descriptor")))?;
     // SAFETY: the kernel has opened `raw` for this call alone; nobody else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
@@ -75,8 +81,7 @@ pub fn pinned(path: &Path) -> Result<OwnedFd, CallError> {
     let path = c_path(path, CALL)?;
     let mut attr = Pin { pathname: address(path.as_ptr()), fd: 0, flags: 0 };
     // SAFETY: BPF_OBJ_GET reads a NUL-terminated path, which `path` keeps alive.
-    let raw = unsafe { call(bpf_cmd::BPF_OBJ_GET, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
-    descriptor(raw, CALL)
+    unsafe { open(bpf_cmd::BPF_OBJ_GET, CALL, &mut attr) }
 }
 
 #[repr(C)]
@@ -189,6 +194,7 @@ pub fn link_info(link: BorrowedFd<'_>) -> Result<LinkInfo, CallError> {
     Ok(LinkInfo { program: found.program, target })
 }
 
+#[derive(Default)]
 #[repr(C)]
 struct LinkCreate {
     program: u32,
@@ -200,11 +206,16 @@ struct LinkCreate {
     expected_revision: u64,
 }
 
-fn create_link(mut attr: LinkCreate) -> Result<OwnedFd, CallError> {
-    const CALL: &str = "bpf(BPF_LINK_CREATE)";
+fn create_link(
+    program: BorrowedFd<'_>,
+    target: u32,
+    hook: bpf_attach_type,
+    flags: u32,
+) -> Result<OwnedFd, CallError> {
+    let (program, attach_type) = (number(program), hook as u32);
+    let mut attr = LinkCreate { program, target, attach_type, flags, ..LinkCreate::default() };
     // SAFETY: the attributes of BPF_LINK_CREATE for cgroups, tcx and XDP hold no addresses.
-    let raw = unsafe { call(bpf_cmd::BPF_LINK_CREATE, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
-    descriptor(raw, CALL)
+    unsafe { open(bpf_cmd::BPF_LINK_CREATE, "bpf(BPF_LINK_CREATE)", &mut attr) }
 }
 
 /// Attaches `program` to a cgroup, after the programs that are there. Linux 5.7.
@@ -213,15 +224,7 @@ pub fn link_cgroup(
     cgroup: BorrowedFd<'_>,
     hook: bpf_attach_type,
 ) -> Result<OwnedFd, CallError> {
-    create_link(LinkCreate {
-        program: number(program),
-        target: number(cgroup),
-        attach_type: hook as u32,
-        flags: 0,
-        relative: 0,
-        _padding: 0,
-        expected_revision: 0,
-    })
+    create_link(program, number(cgroup), hook, 0)
 }
 
 /// Where among the programs of an interface.
@@ -241,18 +244,11 @@ pub fn link_tcx(
     hook: bpf_attach_type,
     order: Order,
 ) -> Result<OwnedFd, CallError> {
-    create_link(LinkCreate {
-        program: number(program),
-        target: interface,
-        attach_type: hook as u32,
-        flags: match order {
-            Order::First => BPF_F_BEFORE,
-            Order::Last => BPF_F_AFTER,
-        },
-        relative: 0,
-        _padding: 0,
-        expected_revision: 0,
-    })
+    let flags = match order {
+        Order::First => BPF_F_BEFORE,
+        Order::Last => BPF_F_AFTER,
+    };
+    create_link(program, interface, hook, flags)
 }
 
 /// Who runs an XDP program.
@@ -269,18 +265,11 @@ pub enum XdpMode {
 pub fn link_xdp(program: BorrowedFd<'_>, interface: u32, mode: XdpMode) -> Result<OwnedFd, CallError> {
     const XDP_FLAGS_SKB_MODE: u32 = 1 << 1;
     const XDP_FLAGS_DRV_MODE: u32 = 1 << 2;
-    create_link(LinkCreate {
-        program: number(program),
-        target: interface,
-        attach_type: bpf_attach_type::BPF_XDP as u32,
-        flags: match mode {
-            XdpMode::Native => XDP_FLAGS_DRV_MODE,
-            XdpMode::Generic => XDP_FLAGS_SKB_MODE,
-        },
-        relative: 0,
-        _padding: 0,
-        expected_revision: 0,
-    })
+    let flags = match mode {
+        XdpMode::Native => XDP_FLAGS_DRV_MODE,
+        XdpMode::Generic => XDP_FLAGS_SKB_MODE,
+    };
+    create_link(program, interface, bpf_attach_type::BPF_XDP, flags)
 }
 
 #[repr(C)]
@@ -296,7 +285,6 @@ struct IteratorLinkCreate {
 
 /// Has an iterator visit the elements of a map. Linux 5.9.
 pub fn link_map_iterator(program: BorrowedFd<'_>, map: BorrowedFd<'_>) -> Result<OwnedFd, CallError> {
-    const CALL: &str = "bpf(BPF_LINK_CREATE)";
     let map = number(map);
     let info: *const u32 = &map;
     let mut attr = IteratorLinkCreate {
@@ -309,8 +297,7 @@ pub fn link_map_iterator(program: BorrowedFd<'_>, map: BorrowedFd<'_>) -> Result
         _padding: 0,
     };
     // SAFETY: the kernel reads `info_length` bytes, which `map` keeps alive.
-    let raw = unsafe { call(bpf_cmd::BPF_LINK_CREATE, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
-    descriptor(raw, CALL)
+    unsafe { open(bpf_cmd::BPF_LINK_CREATE, "bpf(BPF_LINK_CREATE)", &mut attr) }
 }
 
 #[repr(C)]
@@ -321,11 +308,9 @@ struct IteratorCreate {
 
 /// What an iterator writes, from the beginning: to be read like a file. Linux 5.8.
 pub fn iterator(link: BorrowedFd<'_>) -> Result<OwnedFd, CallError> {
-    const CALL: &str = "bpf(BPF_ITER_CREATE)";
     let mut attr = IteratorCreate { link: number(link), flags: 0 };
     // SAFETY: the attributes of BPF_ITER_CREATE hold no addresses.
-    let raw = unsafe { call(bpf_cmd::BPF_ITER_CREATE, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
-    descriptor(raw, CALL)
+    unsafe { open(bpf_cmd::BPF_ITER_CREATE, "bpf(BPF_ITER_CREATE)", &mut attr) }
 }
 
 /// `None`: there are too few bytes.
@@ -380,7 +365,6 @@ struct MapCreate {
 
 /// Makes a map without BTF. `inner` is the template of a map of maps.
 pub fn create_map(shape: &MapInfo, inner: Option<BorrowedFd<'_>>) -> Result<OwnedFd, CallError> {
-    const CALL: &str = "bpf(BPF_MAP_CREATE)";
     let mut attr = MapCreate {
         kind: shape.kind,
         key_size: shape.key_size,
@@ -390,10 +374,10 @@ pub fn create_map(shape: &MapInfo, inner: Option<BorrowedFd<'_>>) -> Result<Owne
         inner: inner.map_or(0, |fd| number(fd.as_fd())),
     };
     // SAFETY: these attributes of BPF_MAP_CREATE hold no addresses.
-    let raw = unsafe { call(bpf_cmd::BPF_MAP_CREATE, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
-    descriptor(raw, CALL)
+    unsafe { open(bpf_cmd::BPF_MAP_CREATE, "bpf(BPF_MAP_CREATE)", &mut attr) }
 }
 
+#[derive(Default)]
 #[repr(C)]
 struct ProgramLoad {
     kind: u32,
@@ -439,7 +423,6 @@ fn load(
     attach_type_id: u32,
     instructions: &[u64],
 ) -> Result<OwnedFd, CallError> {
-    const CALL: &str = "bpf(BPF_PROG_LOAD)";
     let _undisturbed = Undisturbed::begin()?;
     let license = c"GPL";
     let mut attr = ProgramLoad {
@@ -447,24 +430,10 @@ fn load(
         instruction_count: instructions.len() as u32,
         instructions: address(instructions.as_ptr()),
         license: address(license.as_ptr()),
-        log_level: 0,
-        log_size: 0,
-        log: 0,
-        kernel_version: 0,
-        flags: 0,
-        name: [0; 16],
-        interface: 0,
         expected_attach_type,
-        types: 0,
-        function_size: 0,
-        functions: 0,
-        function_count: 0,
-        line_size: 0,
-        lines: 0,
-        line_count: 0,
         attach_type_id,
+        ..ProgramLoad::default()
     };
     // SAFETY: the kernel reads `instruction_count` instructions of 8 bytes and a NUL-terminated license.
-    let raw = unsafe { call(bpf_cmd::BPF_PROG_LOAD, &mut attr) }.map_err(|e| CallError::new(CALL, e))?;
-    descriptor(raw, CALL)
+    unsafe { open(bpf_cmd::BPF_PROG_LOAD, "bpf(BPF_PROG_LOAD)", &mut attr) }
 }

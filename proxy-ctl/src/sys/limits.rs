@@ -1,6 +1,9 @@
 //! Resource limits.
 
-use nix::sys::prctl;
+use nix::sys::{
+    prctl,
+    resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit},
+};
 
 use super::CallError;
 
@@ -12,29 +15,15 @@ pub fn use_small_pages() -> Result<(), CallError> {
 /// Lets this process lock any amount of memory. Before Linux 5.11 BPF maps count as locked memory; later kernels
 /// do not ask, so that a refusal matters only there.
 pub fn raise_locked_memory() -> Result<(), CallError> {
-    let limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-    let source: *const libc::rlimit = &limit;
-    // SAFETY: the kernel reads a rlimit from `source`.
-    if unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, source) } == 0 {
-        Ok(())
-    } else {
-        Err(CallError::last("setrlimit(RLIMIT_MEMLOCK)"))
-    }
+    set(Resource::RLIMIT_MEMLOCK, RLIM_INFINITY)
 }
 
 /// Lets this process have as many open files as it may without privileges, and answers how many that are.
 pub fn raise_open_files() -> Result<u64, CallError> {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    let target: *mut libc::rlimit = &mut limit;
-    // SAFETY: the kernel writes a rlimit to `target`.
-    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, target) } != 0 {
-        return Err(CallError::last("getrlimit(RLIMIT_NOFILE)"));
-    }
-    limit.rlim_cur = limit.rlim_max;
-    let source: *const libc::rlimit = &limit;
-    // SAFETY: the kernel reads a rlimit from `source`.
-    if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, source) } != 0 {
-        return Err(CallError::last("setrlimit(RLIMIT_NOFILE)"));
-    }
-    Ok(limit.rlim_cur)
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).map_err(|e| CallError::new("getrlimit", e.into()))?;
+    set(Resource::RLIMIT_NOFILE, most).map(|()| most)
+}
+
+fn set(resource: Resource, limit: u64) -> Result<(), CallError> {
+    setrlimit(resource, limit, limit).map_err(|e| CallError::new("setrlimit", e.into()))
 }

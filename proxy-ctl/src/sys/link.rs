@@ -2,6 +2,10 @@
 
 use std::net::IpAddr;
 
+use libc::{
+    IFA_ADDRESS, IFA_CACHEINFO, IFA_LOCAL, IFLA_IFNAME, IFLA_INFO_KIND, IFLA_LINKINFO, RTM_DELADDR,
+    RTM_DELLINK, RTM_GETADDR, RTM_NEWADDR, RTM_NEWLINK,
+};
 use netlink_sys::protocols::NETLINK_ROUTE;
 use nix::{errno::Errno, net::if_::if_nametoindex};
 
@@ -13,24 +17,11 @@ use super::{
     },
 };
 
-const RTM_NEWLINK: u16 = 16;
-const RTM_DELLINK: u16 = 17;
-const RTM_NEWADDR: u16 = 20;
-const RTM_DELADDR: u16 = 21;
-const RTM_GETADDR: u16 = 22;
 /// `ifaddrmsg`: of both families.
 const ANY_ADDRESS: [u8; 8] = [0; 8];
-const IFA_ADDRESS: u16 = 1;
-/// Differs from the former on point-to-point links, where that one is the peer's.
-const IFA_LOCAL: u16 = 2;
-/// `ifa_cacheinfo`: preferred and valid lifetime in seconds, and two times that the kernel fills in.
-const IFA_CACHEINFO: u16 = 6;
 const FOREVER: u32 = u32::MAX;
 /// `ifinfomsg`: the interface is found by its name.
 const HEADER: [u8; 16] = [0; 16];
-const IFLA_IFNAME: u16 = 3;
-const IFLA_LINKINFO: u16 = 18;
-const IFLA_INFO_KIND: u16 = 1;
 /// No other node is asked whether it has the address.
 const IFA_F_NODAD: u8 = 2;
 const IFA_F_DEPRECATED: u8 = 0x20;
@@ -67,6 +58,7 @@ fn address(body: &[u8]) -> Option<Address> {
     let (header, attributes) = body.split_first_chunk::<{ ANY_ADDRESS.len() }>()?;
     let [family, _, flags, _, index @ ..] = *header;
     let attributes = Attributes(attributes);
+    // They differ on point-to-point links, where the second is the peer's.
     let bytes = attributes.get(IFA_LOCAL).or_else(|| attributes.get(IFA_ADDRESS))?;
     Some(Address {
         interface: u32::from_ne_bytes(index),

@@ -2,6 +2,9 @@
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+use libc::{
+    RTM_DELQDISC, RTM_DELTFILTER, RTM_GETTFILTER, RTM_NEWQDISC, RTM_NEWTFILTER, TCA_KIND, TCA_OPTIONS,
+};
 use netlink_sys::protocols::NETLINK_ROUTE;
 
 use super::{
@@ -28,14 +31,6 @@ pub struct Filter {
     pub program: u32,
 }
 
-const RTM_NEWQDISC: u16 = 36;
-const RTM_DELQDISC: u16 = 37;
-const RTM_NEWTFILTER: u16 = 44;
-const RTM_DELTFILTER: u16 = 45;
-const RTM_GETTFILTER: u16 = 46;
-
-const TCA_KIND: u16 = 1;
-const TCA_OPTIONS: u16 = 2;
 const TCA_BPF_FD: u16 = 6;
 const TCA_BPF_NAME: u16 = 7;
 const TCA_BPF_FLAGS: u16 = 8;
@@ -50,6 +45,16 @@ const ETH_P_ALL: u16 = 3;
 const HEADER: usize = 20;
 
 impl Direction {
+    pub const ALL: [Self; 2] = [Self::Ingress, Self::Egress];
+
+    /// As the kernel calls it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Ingress => "ingress",
+            Self::Egress => "egress",
+        }
+    }
+
     fn parent(self) -> u32 {
         match self {
             Self::Ingress => 0xffff_fff2,

@@ -186,11 +186,11 @@ impl Dataplane for Recorder {
         let mut recording = self.lock();
         recording.calls.push(Call::CollectGarbage);
         recording.check_owner()?;
-        if recording.failures > 0 {
-            recording.failures -= 1;
-            return Err(full());
+        if recording.failures == 0 {
+            return Ok(());
         }
-        Ok(())
+        recording.failures -= 1;
+        Err(full())
     }
 
     fn retire(&mut self) -> Result<bool, Error> {

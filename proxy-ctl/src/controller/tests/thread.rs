@@ -86,6 +86,15 @@ impl Thread {
     }
 }
 
+async fn until(is_so: impl Fn() -> bool) {
+    let so = async {
+        while !is_so() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), so).await.unwrap();
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn it_opens_at_once_and_writes_after_all_lists() {
     let recorder = Recorder::default();
@@ -103,12 +112,7 @@ async fn it_opens_at_once_and_writes_after_all_lists() {
     opened.recv().await.unwrap();
     assert!(thread.metrics_requests.families().await.is_none(), "the Node is missing");
     // What a predecessor has programmed serves on however long the Node takes.
-    let renewed = async {
-        while recorder.lock().renewals == 0 {
-            tokio::task::yield_now().await;
-        }
-    };
-    tokio::time::timeout(Duration::from_secs(30), renewed).await.unwrap();
+    until(|| recorder.lock().renewals > 0).await;
     assert_eq!(recorder.calls(), []);
 
     thread.updates.send(Update::Node(None)).await.unwrap();
@@ -122,12 +126,7 @@ async fn it_opens_at_once_and_writes_after_all_lists() {
     assert!(matches!(calls.first(), Some(Call::SetHost(_))), "{calls:?}");
     assert_eq!(calls.get(1), Some(&Call::Resync(vec!["default/a".into()])));
 
-    let collected = async {
-        while recorder.lock().calls.is_empty() {
-            tokio::task::yield_now().await;
-        }
-    };
-    tokio::time::timeout(Duration::from_secs(30), collected).await.unwrap();
+    until(|| !recorder.lock().calls.is_empty()).await;
     let calls = recorder.calls();
     assert!(calls.iter().all(|call| *call == Call::CollectGarbage), "{calls:?}");
     let times = recorder.lock().renewals + calls.len();
@@ -170,9 +169,7 @@ async fn a_call_that_does_not_come_back_is_unhealthy() {
     began.recv().unwrap();
     assert!(!healthy_in_a_minute());
     end.send(()).unwrap();
-    while !healthy_in_a_minute() {
-        tokio::task::yield_now().await;
-    }
+    until(healthy_in_a_minute).await;
     thread.stop();
 }
 

@@ -11,6 +11,11 @@ use proxy_common::{
     reason::Reason,
 };
 
+/// Offset of the network header on a device with Ethernet headers. A VLAN tag of an skb is in its metadata.
+pub(crate) const ETHERNET: u32 = 14;
+/// Offset of the network header on a device without Ethernet headers.
+pub(crate) const BARE: u32 = 0;
+
 /// The context of the running program.
 #[derive(Clone, Copy)]
 #[repr(transparent)]

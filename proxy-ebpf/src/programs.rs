@@ -9,8 +9,8 @@ use aya_ebpf::{
 use proxy_common::select::Origin;
 
 use crate::{
-    socket,
-    tc::{self, BARE, ETHERNET},
+    frame::{BARE, ETHERNET},
+    socket, tc,
     xdp::transit,
 };
 

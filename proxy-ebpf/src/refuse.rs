@@ -14,7 +14,7 @@ use proxy_common::{
     packet::{Network, Packet, Part, Sum, TCP_ACK, TCP_RST},
 };
 
-use crate::{maps, tc::ETHERNET};
+use crate::{frame::ETHERNET, maps};
 
 const HOP_LIMIT: u8 = 64;
 

@@ -25,11 +25,6 @@ use crate::{
 const IPV4: u32 = 0x0800u16.to_be() as u32;
 const IPV6: u32 = 0x86ddu16.to_be() as u32;
 
-/// Offset of the network header on a device with Ethernet headers. A VLAN tag is in the metadata by then.
-pub(crate) const ETHERNET: u32 = 14;
-/// Offset of the network header on a device without Ethernet headers.
-pub(crate) const BARE: u32 = 0;
-
 trait PacketFamily: Network + Refuse + Route + TellPacket {}
 impl PacketFamily for V4 {}
 impl PacketFamily for V6 {}

@@ -14,10 +14,9 @@ use proxy_common::{
 
 use crate::{
     event::TellPacket,
-    frame::Frame,
+    frame::{ETHERNET, Frame},
     route::{self, FOUND, Route},
     tables::{Maps, count, count_packet, lease_has_ended},
-    tc::ETHERNET,
 };
 
 trait TransitFamily: Network + Route + TellPacket {

@@ -2,10 +2,7 @@
 
 use std::net::IpAddr;
 
-use super::{
-    names,
-    rules::{SharedChain, Table},
-};
+use super::names::{self, SharedChain, Table};
 use crate::{
     dataplane::{Host, own_rules},
     leftovers::names::INVALID_DROPPED,

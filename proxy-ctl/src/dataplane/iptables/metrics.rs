@@ -1,7 +1,7 @@
 //! The metric families of this mode, with kube-proxy's names.
 
 use super::{
-    rules::Table,
+    names::Table,
     writer::{Failures, Writer},
 };
 use crate::{

@@ -6,7 +6,7 @@
 
 use std::{fs, io, sync::Arc, time::Duration};
 
-use self::{base::Abilities, error::Error, metrics::PacketCounts, rules::Table, writer::Writer};
+use self::{base::Abilities, error::Error, metrics::PacketCounts, names::Table, writer::Writer};
 use super::{
     Applied, Dataplane, Host, MetricFamily, NodeSnapshot, Programmed, Snapshot, TableUsage, Unsupported,
     Usage,

@@ -1,4 +1,4 @@
-//! Names of chains, as kube-proxy gives them: people and other programs look for them.
+//! Tables, and names of chains, as kube-proxy gives them: people and other programs look for them.
 
 use std::net::SocketAddr;
 
@@ -14,6 +14,73 @@ pub(super) const MARK_MASQUERADE: &str = "KUBE-MARK-MASQ";
 /// Shared with the kubelet.
 pub(super) const FIREWALL: &str = "KUBE-FIREWALL";
 pub(super) const CANARY: &str = "KUBE-PROXY-CANARY";
+
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub(super) enum Table {
+    Mangle,
+    Nat,
+    Filter,
+}
+
+impl Table {
+    pub(super) const ALL: [Self; 3] = [Self::Mangle, Self::Nat, Self::Filter];
+
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Mangle => "mangle",
+            Self::Nat => "nat",
+            Self::Filter => "filter",
+        }
+    }
+}
+
+/// A chain with rules of many service ports.
+#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub(super) enum SharedChain {
+    /// By address.
+    Services,
+    /// By node port.
+    NodePorts,
+    /// Refuses clients of cluster IPs without endpoints.
+    Refused,
+    /// The same for external addresses and node ports.
+    RefusedExternal,
+    /// Accepts health checks.
+    HealthChecks,
+    /// Drops what source ranges keep out.
+    Firewall,
+}
+
+impl SharedChain {
+    pub(super) const ALL: [Self; 6] = [
+        Self::Services,
+        Self::NodePorts,
+        Self::Refused,
+        Self::RefusedExternal,
+        Self::HealthChecks,
+        Self::Firewall,
+    ];
+
+    pub(super) const fn table(self) -> Table {
+        match self {
+            Self::Services | Self::NodePorts => Table::Nat,
+            Self::Refused | Self::RefusedExternal | Self::HealthChecks | Self::Firewall => Table::Filter,
+        }
+    }
+
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Services | Self::Refused => SERVICES,
+            Self::NodePorts | Self::HealthChecks => NODE_PORTS,
+            Self::RefusedExternal => EXTERNAL_SERVICES,
+            Self::Firewall => PROXY_FIREWALL,
+        }
+    }
+
+    pub(super) fn of(table: &str, chain: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|one| one.table().name() == table && one.name() == chain)
+    }
+}
 
 /// The chains of one service port.
 #[derive(Clone, Debug)]

@@ -8,7 +8,8 @@ use rustc_hash::FxHashSet;
 use super::{
     base::BaseRules,
     names,
-    rules::{OwnChain, PortRules, SharedChain, Table},
+    names::{SharedChain, Table},
+    rules::{OwnChain, PortRules},
     state::{State, chain_digest},
 };
 use crate::{dataplane::Applied, sys::xtables::saved::digest};

@@ -8,7 +8,7 @@ use ipnet::IpNet;
 
 use super::{
     base::{Abilities, count, serves_localhost},
-    names::{self, PortChains},
+    names::{self, PortChains, SharedChain, Table},
 };
 use crate::{
     dataplane::{
@@ -21,73 +21,6 @@ use crate::{
         objects::{IpFamily, TrafficPolicy},
     },
 };
-
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
-pub(super) enum Table {
-    Mangle,
-    Nat,
-    Filter,
-}
-
-impl Table {
-    pub(super) const ALL: [Self; 3] = [Self::Mangle, Self::Nat, Self::Filter];
-
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Mangle => "mangle",
-            Self::Nat => "nat",
-            Self::Filter => "filter",
-        }
-    }
-}
-
-/// A chain with rules of many service ports.
-#[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
-pub(super) enum SharedChain {
-    /// By address.
-    Services,
-    /// By node port.
-    NodePorts,
-    /// Refuses clients of cluster IPs without endpoints.
-    Refused,
-    /// The same for external addresses and node ports.
-    RefusedExternal,
-    /// Accepts health checks.
-    HealthChecks,
-    /// Drops what source ranges keep out.
-    Firewall,
-}
-
-impl SharedChain {
-    pub(super) const ALL: [Self; 6] = [
-        Self::Services,
-        Self::NodePorts,
-        Self::Refused,
-        Self::RefusedExternal,
-        Self::HealthChecks,
-        Self::Firewall,
-    ];
-
-    pub(super) const fn table(self) -> Table {
-        match self {
-            Self::Services | Self::NodePorts => Table::Nat,
-            Self::Refused | Self::RefusedExternal | Self::HealthChecks | Self::Firewall => Table::Filter,
-        }
-    }
-
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Services | Self::Refused => names::SERVICES,
-            Self::NodePorts | Self::HealthChecks => names::NODE_PORTS,
-            Self::RefusedExternal => names::EXTERNAL_SERVICES,
-            Self::Firewall => names::PROXY_FIREWALL,
-        }
-    }
-
-    pub(super) fn of(table: &str, chain: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|one| one.table().name() == table && one.name() == chain)
-    }
-}
 
 /// A chain of table nat that one service port has for itself.
 #[derive(Clone, Debug, Eq, PartialEq)]

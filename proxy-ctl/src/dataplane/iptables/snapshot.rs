@@ -9,10 +9,7 @@ use std::{
 use ipnet::IpNet;
 use rustc_hash::FxHashMap;
 
-use super::{
-    names,
-    rules::{SharedChain, Table},
-};
+use super::names::{self, SharedChain, Table};
 use crate::{
     dataplane::{EndpointSnapshot, FrontendSnapshot, ServiceSnapshot, Snapshot},
     model::{

@@ -4,8 +4,8 @@
 use rustc_hash::FxHashMap;
 
 use super::{
-    names,
-    rules::{OwnChain, SharedChain, Table},
+    names::{self, SharedChain, Table},
+    rules::OwnChain,
 };
 use crate::{
     leftovers::names::writes,

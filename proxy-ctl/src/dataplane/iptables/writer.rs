@@ -11,8 +11,9 @@ use super::{
     base::{Abilities, BaseRules},
     error::Error,
     names,
+    names::Table,
     plan::{self, PortDifference, Script, SharedDigests, Stale, Wanted},
-    rules::{PortRules, PortSettings, Table, port_rules},
+    rules::{PortRules, PortSettings, port_rules},
     state::State,
 };
 use crate::{

@@ -1,23 +1,27 @@
 //! What is really in a table.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+};
 
 use rustc_hash::FxHashMap;
 
 use super::{
     frame::{COMMENT, definition},
-    language::{Language, address_bytes, hairpin_key},
+    language::{Language, address_bytes, address_length, hairpin_key},
     names::{PortChain, PortNames},
     objects::{ElementId, ElementValue, Objects, RuleDigest, Set},
     plan::Existing,
-    slots, snapshot,
+    render::{FACTS, Facts, LOCAL},
+    slots,
 };
 use crate::{
     leftovers::names::NFTABLES_TABLE as TABLE,
-    model::desired::ServicePortName,
+    model::{desired::ServicePortName, objects::IpFamily},
     sys::{
         CallError,
-        nftables::{NfTables, user_data},
+        nftables::{ElementData, NfTables, user_data},
     },
 };
 
@@ -102,7 +106,7 @@ impl Contents {
             for slot in first..first.saturating_add(count) {
                 let (set, key) = (Set::Endpoints(slots::map_of(first)), slot.to_ne_bytes().to_vec());
                 let endpoint = self.elements.remove(&ElementId { set, key });
-                let endpoint = endpoint.as_ref().and_then(|value| snapshot::endpoint(value, name.family));
+                let endpoint = endpoint.as_ref().and_then(|value| endpoint_of(value, name.family));
                 if let Some((address, true)) = endpoint {
                     let key = hairpin_key(address.ip(), name.protocol, address.port());
                     shared.push(ElementId { set: Set::HairpinConnections, key });
@@ -113,7 +117,7 @@ impl Contents {
         let comment = name.to_string();
         self.elements.retain(|id, value| {
             let is_own = user_data::comment(&value.user_data) == Some(comment.as_str());
-            if is_own && let Some(address) = snapshot::cluster_ip(id, value, name.family) {
+            if is_own && let Some(address) = cluster_ip(id, value, name.family) {
                 shared.push(ElementId { set: Set::ClusterIps, key: address_bytes(address) });
             }
             !is_own
@@ -132,4 +136,28 @@ impl Contents {
             .filter(move |(id, _)| id.set == *set)
             .map(|(id, value)| (id.key.as_slice(), value))
     }
+}
+
+/// From the element of a map of endpoints: where it is, and whether that is this node.
+pub(super) fn endpoint_of(value: &ElementValue, family: IpFamily) -> Option<(SocketAddr, bool)> {
+    let ElementData::Value(bytes) = &value.data else { return None };
+    let port = bytes.get(address_length(family)..)?.first_chunk()?;
+    let address = SocketAddr::new(address(bytes, family)?, u16::from_be_bytes(*port));
+    Some((address, user_data::comment(&value.user_data) == Some(LOCAL)))
+}
+
+/// From an element of any set: the cluster IP, if it is a frontend with one.
+pub(super) fn cluster_ip(id: &ElementId, value: &ElementValue, family: IpFamily) -> Option<IpAddr> {
+    let has_address = matches!(id.set, Set::ServiceIps | Set::NoEndpointServices);
+    let is_internal =
+        user_data::get(&value.user_data, FACTS).and_then(Facts::read).is_some_and(|facts| !facts.external);
+    if has_address && is_internal { address(&id.key, family) } else { None }
+}
+
+/// The address that begins these bytes.
+pub(super) fn address(bytes: &[u8], family: IpFamily) -> Option<IpAddr> {
+    Some(match family {
+        IpFamily::Ipv4 => IpAddr::from(*bytes.first_chunk::<4>()?),
+        IpFamily::Ipv6 => IpAddr::from(*bytes.first_chunk::<16>()?),
+    })
 }

@@ -1,18 +1,15 @@
 //! What the tables in the kernel serve, read without a controller.
 
-use std::{
-    collections::BTreeMap,
-    net::{IpAddr, SocketAddr},
-};
+use std::{collections::BTreeMap, net::IpAddr};
 
 use super::{
-    contents::{self, Contents, Found},
+    contents::{self, Contents, Found, address, endpoint_of},
     error::Error,
     frame::COMMENT,
     language::{Language, address_length},
     names::{PortChain, PortNames},
-    objects::{ElementId, ElementValue, Set},
-    render::{FACTS, Facts, LOCAL},
+    objects::{ElementId, Set},
+    render::{FACTS, Facts},
     slots,
 };
 use crate::{
@@ -26,7 +23,7 @@ use crate::{
     },
     sys::{
         CallError,
-        nftables::{ElementData, NfTables, TableFamily, user_data},
+        nftables::{NfTables, TableFamily, user_data},
     },
 };
 
@@ -130,34 +127,10 @@ fn endpoints(contents: &Contents, slots: Option<(u32, u32)>, family: IpFamily) -
     let set = Set::Endpoints(slots::map_of(first));
     let at = |slot: u32| {
         let id = ElementId { set: set.clone(), key: slot.to_ne_bytes().to_vec() };
-        let (address, local) = endpoint(contents.elements.get(&id)?, family)?;
+        let (address, local) = endpoint_of(contents.elements.get(&id)?, family)?;
         Some(EndpointSnapshot { address, local, backend: 0 })
     };
     (first..first.saturating_add(count)).filter_map(at).collect()
-}
-
-/// From the element of a map of endpoints: where it is, and whether that is this node.
-pub(super) fn endpoint(value: &ElementValue, family: IpFamily) -> Option<(SocketAddr, bool)> {
-    let ElementData::Value(bytes) = &value.data else { return None };
-    let port = bytes.get(address_length(family)..)?.first_chunk()?;
-    let address = SocketAddr::new(address(bytes, family)?, u16::from_be_bytes(*port));
-    Some((address, user_data::comment(&value.user_data) == Some(LOCAL)))
-}
-
-/// From an element of any set: the cluster IP, if it is a frontend with one.
-pub(super) fn cluster_ip(id: &ElementId, value: &ElementValue, family: IpFamily) -> Option<IpAddr> {
-    let has_address = matches!(id.set, Set::ServiceIps | Set::NoEndpointServices);
-    let is_internal =
-        user_data::get(&value.user_data, FACTS).and_then(Facts::read).is_some_and(|facts| !facts.external);
-    if has_address && is_internal { address(&id.key, family) } else { None }
-}
-
-/// The address that begins these bytes.
-fn address(bytes: &[u8], family: IpFamily) -> Option<IpAddr> {
-    Some(match family {
-        IpFamily::Ipv4 => IpAddr::from(*bytes.first_chunk::<4>()?),
-        IpFamily::Ipv6 => IpAddr::from(*bytes.first_chunk::<16>()?),
-    })
 }
 
 fn frontend(key: &[u8], has_address: bool, family: IpFamily) -> Option<(Option<IpAddr>, Protocol, u16)> {

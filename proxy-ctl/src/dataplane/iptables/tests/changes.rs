@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::dataplane::iptables::{
+    names::{SharedChain, Table},
     plan::SharedDigests,
-    rules::{SharedChain, Table},
 };
 
 fn change(before: &DesiredPort, after: Option<&DesiredPort>) -> String {

@@ -3,7 +3,7 @@
 use rstest::rstest;
 
 use super::*;
-use crate::{config::PortRange, dataplane::iptables::rules::Table};
+use crate::{config::PortRange, dataplane::iptables::names::Table};
 
 /// The lines of the script that are of this chain, without it.
 fn rules_of(script: &str, table: Table, chain: &str) -> Vec<String> {

@@ -5,8 +5,8 @@ use crate::{
     dataplane::{
         Snapshot,
         iptables::{
+            names::Table,
             plan::{Stale, Wanted},
-            rules::Table,
             snapshot::Reader,
         },
     },

@@ -238,8 +238,7 @@ impl Machine {
             Architecture::Amd64 => {
                 let machines = self.mode.machines(extent).into_iter().enumerate();
                 let of_machine = |(number, runs): (usize, Vec<Run>)| {
-                    let tests_programs = self.mode == TestedMode::Ipvs && number == 0;
-                    command(self.kernel, &inside(programs, tests_programs, &runs, filter)?)
+                    command(self.kernel, &inside(programs, self.mode, number == 0, &runs, filter)?)
                 };
                 machines.map(of_machine).collect()
             }
@@ -281,9 +280,18 @@ const CALM: &str = "udevadm control --exit; echo 1 >/sys/kernel/rcu_expedited";
 const PROGRAMS_LOAD: &str = "ipv6 tcp to a cluster IP and back, device without Ethernet header";
 
 /// What the guest's shell does: all of it, whatever fails.
-fn inside(programs: &TestPrograms, tests_programs: bool, runs: &[Run], filter: &str) -> Result<String> {
-    let mut commands = vec!["modprobe -a ip_vs ip_set dummy".to_owned()];
-    if tests_programs {
+fn inside(
+    programs: &TestPrograms,
+    mode: TestedMode,
+    is_first: bool,
+    runs: &[Run],
+    filter: &str,
+) -> Result<String> {
+    let mut commands = Vec::new();
+    if mode == TestedMode::Ipvs {
+        commands.push("modprobe -a ip_vs ip_set dummy".to_owned());
+    }
+    if mode == TestedMode::Ipvs && is_first {
         let unit_tests = programs.executable(Choice::Library("proxy_ctl"))?.display();
         commands.push(format!("{unit_tests} --ignored --show-output ipvs:: ipset:: link::"));
         // All packet programs are loaded for it. Verifiers before 6.3 refuse what later ones accept: a look at stack that nobody has

@@ -19,7 +19,11 @@ pub trait Address: Copy + Eq + Default + AsRef<[u8]> + AsMut<[u8]> + 'static {
     const UNSPECIFIED: Self;
     const BITS: u32;
 
-    fn precedes(&self, other: &Self) -> bool;
+    /// `other` where all bits of `mask` are 1, itself where none is.
+    fn or_if(&self, other: &Self, mask: u64) -> Self;
+
+    /// 0: it is the other.
+    fn difference(&self, other: &Self) -> u64;
 
     /// In an order like that of the addresses.
     fn halves(&self) -> [u64; 2];
@@ -43,8 +47,14 @@ impl Address for [u8; 4] {
     const BITS: u32 = u32::BITS;
 
     #[inline(always)]
-    fn precedes(&self, other: &Self) -> bool {
-        u32::from_be_bytes(*self) < u32::from_be_bytes(*other)
+    fn or_if(&self, other: &Self, mask: u64) -> Self {
+        let (own, other) = (u32::from_ne_bytes(*self), u32::from_ne_bytes(*other));
+        (own ^ ((own ^ other) & mask as u32)).to_ne_bytes()
+    }
+
+    #[inline(always)]
+    fn difference(&self, other: &Self) -> u64 {
+        (u32::from_ne_bytes(*self) ^ u32::from_ne_bytes(*other)).into()
     }
 
     #[inline(always)]
@@ -58,8 +68,20 @@ impl Address for [u8; 16] {
     const BITS: u32 = u128::BITS;
 
     #[inline(always)]
-    fn precedes(&self, other: &Self) -> bool {
-        u128::from_be_bytes(*self) < u128::from_be_bytes(*other)
+    fn or_if(&self, other: &Self, mask: u64) -> Self {
+        let ([first, second], [other_first, other_second]) = (words(self), words(other));
+        let chosen = [first ^ ((first ^ other_first) & mask), second ^ ((second ^ other_second) & mask)];
+        let mut address = [0; 16];
+        let (of_first, of_second) = address.split_at_mut(8);
+        of_first.copy_from_slice(&chosen[0].to_ne_bytes());
+        of_second.copy_from_slice(&chosen[1].to_ne_bytes());
+        address
+    }
+
+    #[inline(always)]
+    fn difference(&self, other: &Self) -> u64 {
+        let ([first, second], [other_first, other_second]) = (words(self), words(other));
+        (first ^ other_first) | (second ^ other_second)
     }
 
     #[inline(always)]
@@ -67,6 +89,13 @@ impl Address for [u8; 16] {
         let whole = u128::from_be_bytes(*self);
         [(whole >> 64) as u64, whole as u64]
     }
+}
+
+/// In memory's order.
+#[inline(always)]
+fn words(address: &[u8; 16]) -> [u64; 2] {
+    let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p] = *address;
+    [u64::from_ne_bytes([a, b, c, d, e, f, g, h]), u64::from_ne_bytes([i, j, k, l, m, n, o, p])]
 }
 
 pub const PROTOCOL_TCP: u8 = 6;
@@ -307,17 +336,34 @@ pub struct FlowKey<A> {
     _reserved: u16,
 }
 
+/// 1 if the first number that differs is less in `one`, else 0. Without branches: the verifier would go on from each.
+#[inline(always)]
+fn is_before<const N: usize>(one: &[u64; N], other: &[u64; N]) -> u64 {
+    let (mut is_before, mut are_equal) = (0, 1);
+    for (one, other) in one.iter().zip(other) {
+        let is_less = ((!one & other) | ((!one | other) & one.wrapping_sub(*other))) >> 63;
+        let differs = one ^ other;
+        let is_equal = !(differs | differs.wrapping_neg()) >> 63;
+        is_before |= are_equal & is_less;
+        are_equal &= is_equal;
+    }
+    is_before
+}
+
 impl<A: Address> FlowKey<A> {
     #[inline(always)]
     pub fn between(one: (A, Port), other: (A, Port), protocol: u8) -> Self {
-        let (one_port, other_port) = (one.1.number(), other.1.number());
-        let in_order = one_port < other_port || (one_port == other_port && one.0.precedes(&other.0));
-        let (lower, upper) = if in_order { (one, other) } else { (other, one) };
+        let (one_port, other_port) = (u64::from(one.1.number()), u64::from(other.1.number()));
+        let ([one_upper, one_lower], [other_upper, other_lower]) = (one.0.halves(), other.0.halves());
+        let in_order = is_before(&[one_port, one_upper, one_lower], &[other_port, other_upper, other_lower]);
+        // All ones where the ends change places.
+        let swap = in_order.wrapping_sub(1);
+        let ports = (one_port ^ other_port) & swap;
         Self {
-            lower: lower.0,
-            upper: upper.0,
-            lower_port: lower.1.number(),
-            upper_port: upper.1.number(),
+            lower: one.0.or_if(&other.0, swap),
+            upper: other.0.or_if(&one.0, swap),
+            lower_port: (one_port ^ ports) as u16,
+            upper_port: (other_port ^ ports) as u16,
             protocol,
             overlapping: 0,
             _reserved: 0,
@@ -783,7 +829,7 @@ ports! {
     FlowKey: lower_port, upper_port;
     Flow: client_port set_client_port, frontend_port set_frontend_port, backend_port set_backend_port,
         masquerade_port set_masquerade_port, alias_port set_alias_port;
-    SocketOrigin: frontend_port, backend_port;
+    SocketOrigin: frontend_port set_frontend_port, backend_port set_backend_port;
 }
 
 const _: () = {

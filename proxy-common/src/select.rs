@@ -9,9 +9,10 @@ use crate::{
 };
 
 /// Where a client is.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Origin {
     /// In a pod of this node.
+    #[default]
     Workload,
     /// A process in this node's own network namespace.
     Host,

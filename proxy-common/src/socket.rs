@@ -137,8 +137,10 @@ pub fn remember<A: Address>(origins: &mut DatagramOrigins<A>, new: &SocketOrigin
 #[inline(always)]
 pub fn clear_origins_of_backend<A: Address>(origins: &mut DatagramOrigins<A>, destination: &Destination<A>) {
     for origin in &mut origins.origins {
-        if origin.backend_port() == destination.port && origin.backend == destination.address {
-            *origin = SocketOrigin::default();
+        let ports = origin.backend_port().number() ^ destination.port.number();
+        if u64::from(ports) | origin.backend.difference(&destination.address) == 0 {
+            origin.set_backend_port(Port::NONE);
+            origin.set_frontend_port(Port::NONE);
         }
     }
 }

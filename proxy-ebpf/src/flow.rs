@@ -8,7 +8,7 @@ use core::{
 use aya_ebpf::{bindings::BPF_ANY, helpers::bpf_get_prandom_u32};
 use proxy_common::{
     family::{Family, V4, V6},
-    flow::{self, Change, FlowEntry, FlowTables, InsertError, Scratch, Stage, Try},
+    flow::{self, Change, FlowEntry, FlowTables, InsertError, Routine, Scratch, Stage},
     layout::*,
     port::{Port, PortPool, PortRanges},
     reason::Reason,
@@ -105,26 +105,55 @@ fn masquerade_port(random: u32, attempt: u32) -> Port {
     Port::new((four >> (place % 4 * 16)) as u16)
 }
 
-/// A step of a decision as a global function. The verifier goes through one once, with any arguments, and not with each of its calls; since
-/// 5.6. Its arguments are numbers: it gets the [`Scratch`] of its caller itself. The caller lets its reference escape by [`black_box`] before, so
-/// that the compiler keeps nothing of it in registers over the call.
-macro_rules! global_function {
-    ($name:ident, $family:ty, $step:ident) => {
-        #[unsafe(no_mangle)]
-        #[inline(never)]
-        extern "C" fn $name(attempt: u32) -> u32 {
-            let Some(scratch) = <$family>::scratch() else { return Try::Failed as u32 };
-            flow::$step::<$family, Maps>(&Maps, scratch, attempt) as u32
+/// Each [`Routine`] as a global function. The verifier goes through one once, whatever its callers know; since 5.6. It gets the [`Scratch`] of
+/// its caller itself. The caller lets its reference escape by [`black_box`] before, so that the compiler keeps nothing of it in registers over
+/// the call.
+macro_rules! routines {
+    ($($routine:ident: $name4:ident $name6:ident;)+) => {
+        routines!(V4 call4: $($routine $name4,)+);
+        routines!(V6 call6: $($routine $name6,)+);
+    };
+    ($family:ident $call:ident: $($routine:ident $name:ident,)+) => {
+        $(
+            #[unsafe(no_mangle)]
+            #[inline(never)]
+            extern "C" fn $name() -> u32 {
+                if let Some(scratch) = $family::scratch() {
+                    flow::run::<$family, Maps>(&Maps, scratch, Routine::$routine);
+                }
+                0
+            }
+        )+
+
+        #[inline(always)]
+        fn $call(routine: Routine) {
+            match routine {
+                $(Routine::$routine => $name(),)+
+            };
         }
     };
 }
 
+routines! {
+    SetKey: set_key4 set_key6;
+    TryAliasPort: try_alias_port4 try_alias_port6;
+    TryMasqueradePort: try_masquerade_port4 try_masquerade_port6;
+    HearRare: hear_rare4 hear_rare6;
+    Prepare: prepare4 prepare6;
+    Insert: insert4 insert6;
+    Masquerade: masquerade4 masquerade6;
+    Establish: establish4 establish6;
+    Refresh: refresh4 refresh6;
+    Retire: retire4 retire6;
+    Replace: replace4 replace6;
+    FollowFragment: follow_fragment4 follow_fragment6;
+    RecordFragment: record_fragment4 record_fragment6;
+    NoticeForeign: notice_foreign4 notice_foreign6;
+}
+
 macro_rules! flow_tables {
     ($family:ty, $address:ty, $flows:ident, $opening:ident, $foreign:ident, $fragments:ident, $masquerade:ident, $scratch:ident,
-     $try_masquerade_port:ident, $try_alias_port:ident) => {
-        global_function!($try_masquerade_port, $family, try_masquerade_port);
-        global_function!($try_alias_port, $family, try_alias_port);
-
+     $call:ident) => {
         impl FlowScratch for $family {
             #[inline(always)]
             fn scratch() -> Option<&'static mut Scratch<$address>> {
@@ -251,15 +280,9 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
-            fn try_masquerade_port(&self, scratch: &mut Scratch<$address>, attempt: u32) -> Try {
+            fn run(&self, scratch: &mut Scratch<$address>, routine: Routine) {
                 black_box(scratch);
-                Try::from_number($try_masquerade_port(attempt))
-            }
-
-            #[inline(always)]
-            fn try_alias_port(&self, scratch: &mut Scratch<$address>, attempt: u32) -> Try {
-                black_box(scratch);
-                Try::from_number($try_alias_port(attempt))
+                $call(routine);
             }
 
             #[inline(always)]
@@ -317,8 +340,7 @@ flow_tables!(
     fragments4,
     masquerade4,
     scratch4,
-    try_masquerade_port4,
-    try_alias_port4
+    call4
 );
 flow_tables!(
     V6,
@@ -329,6 +351,5 @@ flow_tables!(
     fragments6,
     masquerade6,
     scratch6,
-    try_masquerade_port6,
-    try_alias_port6
+    call6
 );

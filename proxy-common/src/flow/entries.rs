@@ -1,6 +1,6 @@
 //! Copies, refreshes and removes all entries of a flow together.
 
-use super::{Change, FlowEntry, FlowTables, InsertError, Scratch, Speaker, Stage};
+use super::{Change, FlowEntry, FlowTables, InsertError, Routine, Scratch, Speaker, Stage};
 use crate::{
     family::Family,
     layout::{Address, Flow, PROGRESS_CONFIRMED},
@@ -11,8 +11,9 @@ use crate::{
 pub(super) const REFRESH_AFTER: u64 = 1_000_000_000;
 
 /// The client's entry is the last to come and the first to go: while it is found its partners are.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) enum Leg {
+    #[default]
     Backend,
     Masquerade,
     Client,
@@ -26,17 +27,29 @@ const REMOVAL: [Leg; 3] = [Leg::Client, Leg::Backend, Leg::Masquerade];
 
 impl Leg {
     /// Sets `scratch.key`. False: the flow has no such entry.
-    // Not inlined: the ends would lie on the stack of each that goes through the entries.
-    #[inline(never)]
-    pub(super) fn set_key<A: Address>(self, Scratch { key, flow, .. }: &mut Scratch<A>) -> bool {
-        match self {
-            Self::Client => *key = flow.client_key(),
-            Self::Backend => *key = flow.backend_key(),
-            Self::Masquerade if flow.is_masqueraded() => *key = flow.masquerade_key(),
-            Self::Masquerade => return false,
+    #[inline(always)]
+    pub(super) fn set_key<F: Family, T: FlowTables<F>>(
+        self,
+        tables: &T,
+        scratch: &mut Scratch<F::Address>,
+    ) -> bool {
+        if self == Self::Masquerade && !scratch.flow.is_masqueraded() {
+            return false;
         }
+        scratch.leg = self;
+        tables.run(scratch, Routine::SetKey);
         true
     }
+}
+
+/// The key of the entry of `scratch.flow` for `scratch.leg`.
+#[inline(always)]
+pub(super) fn set_key<A: Address>(Scratch { leg, key, flow, .. }: &mut Scratch<A>) {
+    *key = match leg {
+        Leg::Client => flow.client_key(),
+        Leg::Backend => flow.backend_key(),
+        Leg::Masquerade => flow.masquerade_key(),
+    };
 }
 
 #[inline(always)]
@@ -47,16 +60,15 @@ pub(super) fn is_stale<A>(flow: &Flow<A>, now: u64) -> bool {
 
 /// Copies `scratch.flow` to the established ones, as one whose client is confirmed. Where there is no room it stays where it is. Fails
 /// if a key by which its answers were told has passed to another flow after the table evicted it: the flow is removed.
-#[inline(never)]
+#[inline(always)]
 pub(super) fn establish<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
-    now: u64,
 ) -> Result<(), Reason> {
-    scratch.flow.last_seen = now;
+    scratch.flow.last_seen = tables.now();
     scratch.flow.state.progress = PROGRESS_CONFIRMED;
     for leg in INSERTION {
-        if !leg.set_key(scratch) {
+        if !leg.set_key(tables, scratch) {
             continue;
         }
         match copy(tables, scratch) {
@@ -108,10 +120,10 @@ fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
 }
 
 /// Moves `scratch.flow`, which has ended, from the established ones to those that are evicted: copies of its last segments may come.
-#[inline(never)]
+#[inline(always)]
 pub(super) fn retire<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     for leg in REMOVAL {
-        if !leg.set_key(scratch) {
+        if !leg.set_key(tables, scratch) {
             continue;
         }
         let Scratch { key, flow, entry, .. } = &mut *scratch;
@@ -148,10 +160,17 @@ fn write_over<A: Address>(copy: impl FlowEntry<A>, flow: &Flow<A>) {
     copy.write(Change::Reset(flow.state.reset));
 }
 
+/// Removes `scratch.flow`, whose client gets another backend.
+#[inline(always)]
+pub(super) fn replace<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    remove(tables, scratch);
+    tables.tell(scratch, Reason::FlowReplaced);
+}
+
 /// Removes a flow. Opening entries go first: what is found in their table alone would be established anew.
 // Inlined: its own frame would be one too many for 5.10.
 #[inline(always)]
-pub(super) fn remove<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+fn remove<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     remove_entries(tables, Stage::Opening, scratch);
     remove_entries(tables, Stage::Established, scratch);
 }
@@ -160,7 +179,7 @@ pub(super) fn remove<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
 #[inline(never)]
 fn remove_entries<F: Family, T: FlowTables<F>>(tables: &T, stage: Stage, scratch: &mut Scratch<F::Address>) {
     for leg in REMOVAL {
-        if !leg.set_key(scratch) {
+        if !leg.set_key(tables, scratch) {
             continue;
         }
         if let Some(found) = tables.flow(stage, &scratch.key)
@@ -171,17 +190,13 @@ fn remove_entries<F: Family, T: FlowTables<F>>(tables: &T, stage: Stage, scratch
     }
 }
 
-/// Stamps every entry of the flow, and restores missing ones.
-#[inline(never)]
-pub(super) fn refresh<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-    stage: Stage,
-    now: u64,
-) {
+/// Stamps every entry of the flow, which are in `scratch.stage`, and restores missing ones.
+#[inline(always)]
+pub(super) fn refresh<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    let (stage, now) = (scratch.stage, tables.now());
     scratch.flow.last_seen = now;
     for leg in REFRESH {
-        if !leg.set_key(scratch) {
+        if !leg.set_key(tables, scratch) {
             continue;
         }
         match tables.flow(stage, &scratch.key) {

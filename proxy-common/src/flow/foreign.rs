@@ -55,7 +55,7 @@ pub(super) fn meets<A>(scratch: &Scratch<A>, step: Step) -> bool {
 }
 
 /// A packet that leaves the node and has no flow.
-#[inline(never)]
+#[inline(always)]
 pub(super) fn notice<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     let Scratch { packet, key, interface, is_made_here, .. } = scratch;
     key.overlapping = 0;

@@ -14,13 +14,12 @@ use crate::{
 const KEPT_FOR: u64 = 30_000_000_000;
 
 /// Does with a later fragment what was done with the first.
-#[inline(never)]
+#[inline(always)]
 pub(super) fn follow<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
-    direction: u8,
 ) -> Result<(), Reason> {
-    set_key::<F>(scratch, direction);
+    set_key::<F>(scratch);
     let Scratch { fragment_key, first_fragment: first, action: Action { rewrite, then }, .. } = scratch;
     if !tables.first_fragment(fragment_key, first)
         || first.id != fragment_key.id
@@ -45,38 +44,34 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
 }
 
 /// Also what is not for us: the id may have been another packet's that was.
-#[inline(never)]
-pub(super) fn record<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-    direction: u8,
-    outcome: Result<(), Reason>,
-) {
-    set_key::<F>(scratch, direction);
-    let Scratch { fragment_key, first_fragment: first, action: Action { rewrite, then }, .. } = scratch;
+#[inline(always)]
+pub(super) fn record<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    set_key::<F>(scratch);
+    let Scratch { failure, fragment_key, first_fragment: first, action: Action { rewrite, then }, .. } =
+        scratch;
     first.seen = tables.now();
     first.source = rewrite.source;
     first.destination = rewrite.destination;
     first.service = rewrite.service;
     first.id = fragment_key.id;
-    first.fate = match outcome.map_err(Reason::verdict) {
-        Ok(()) => match then {
+    first.fate = match failure.map(Reason::verdict) {
+        None => match then {
             Then::Pass => FATE_TRANSLATED,
             Then::Reroute => FATE_REROUTED,
             Then::IntoNode => FATE_INTO_NODE,
         },
-        Err(Verdict::Pass) => FATE_PASSED,
-        Err(Verdict::Refuse | Verdict::Drop) => FATE_DROPPED,
+        Some(Verdict::Pass) => FATE_PASSED,
+        Some(Verdict::Refuse | Verdict::Drop) => FATE_DROPPED,
     };
     tables.record_fragment(fragment_key, first);
 }
 
+/// But for the direction, which is set.
 #[inline(always)]
-fn set_key<F: Family>(scratch: &mut Scratch<F::Address>, direction: u8) {
+fn set_key<F: Family>(scratch: &mut Scratch<F::Address>) {
     let Scratch { packet, fragment_key: key, .. } = scratch;
     key.source = packet.source;
     key.destination = packet.destination;
     key.id = packet.fragment.id;
     key.protocol = if F::FRAGMENTS_BELONG_BY_PROTOCOL { packet.protocol } else { 0 };
-    key.direction = direction;
 }

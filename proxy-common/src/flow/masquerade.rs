@@ -2,7 +2,7 @@
 //! all others.
 
 use super::{
-    Change, FlowEntry as _, FlowTables, Scratch, Stage, Try,
+    Change, FlowEntry as _, FlowTables, Routine, Scratch, Stage, Try,
     foreign::{self, Held},
 };
 use crate::{
@@ -12,20 +12,29 @@ use crate::{
     reason::Reason,
 };
 
-/// `scratch.flow` learns the source. Two packets of a flow at the same time on two CPUs may
+/// `scratch.flow` and its entries, which are in `scratch.stage`, learn the source. Two packets of a flow at the same time on two CPUs may
 /// choose two: the answers to both are known.
-#[inline(never)]
-pub(super) fn choose<F: Family, T: FlowTables<F>>(
+#[inline(always)]
+pub(super) fn masquerade<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
+    choose(tables, scratch)?;
+    tell_entries(tables, scratch);
+    Ok(())
+}
+
+#[inline(always)]
+fn choose<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Result<(), Reason> {
     let address = tables.masquerade_address(scratch.interface);
     if address == F::Address::UNSPECIFIED {
         return Err(Reason::NoMasqueradeAddress);
     }
     scratch.flow.masquerade = address;
     for attempt in 0..PORT_TRIES {
-        match tables.try_masquerade_port(scratch, attempt) {
+        scratch.attempt = attempt;
+        tables.run(scratch, Routine::TryMasqueradePort);
+        match scratch.tried {
             Try::Taken => return Ok(()),
             Try::Next => {}
             Try::Joined | Try::Failed => break,
@@ -36,11 +45,8 @@ pub(super) fn choose<F: Family, T: FlowTables<F>>(
 
 /// Inserts the entry of backend and node with this attempt's port.
 #[inline(always)]
-pub fn try_port<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-    attempt: u32,
-) -> Try {
+pub(super) fn try_port<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Try {
+    let attempt = scratch.attempt;
     let is_random = attempt < RANDOM_TRIES;
     if is_random {
         scratch.random = tables.random();
@@ -60,8 +66,8 @@ pub fn try_port<F: Family, T: FlowTables<F>>(
 }
 
 /// Writes the source that was chosen to the other entries of the flow, which lie in `scratch.stage`.
-#[inline(never)]
-pub(super) fn tell_entries<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+#[inline(always)]
+fn tell_entries<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     let Scratch { key, flow, stage, .. } = scratch;
     let stage = *stage;
     // The one that was inserted may be evicted; nobody else gets the key as long as it is there.

@@ -19,6 +19,7 @@ mod fragments;
 mod lifetimes;
 mod masquerade;
 mod open;
+mod routine;
 mod tcp;
 #[cfg(test)]
 mod tests;
@@ -26,13 +27,12 @@ mod transit;
 mod tuples;
 
 pub use lifetimes::FlowLifetimes;
-pub use masquerade::try_port as try_masquerade_port;
-pub use open::try_port as try_alias_port;
+pub use routine::{Routine, run};
 pub use tcp::Speaker;
 pub use transit::in_transit;
 
 use self::{
-    entries::{establish, is_stale, refresh, remove, retire},
+    entries::{Leg, is_stale},
     tuples::Step,
 };
 use crate::{
@@ -94,29 +94,16 @@ pub enum InsertError {
 }
 
 /// What came of one of several ports that are tried.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-#[repr(u32)]
-pub enum Try {
-    Next = 0,
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+enum Try {
+    #[default]
+    Next,
     /// The entry with this port is inserted.
-    Taken = 1,
+    Taken,
     /// The entry is there, at `scratch.key`: of another CPU's flow that is as good as ours.
-    Joined = 2,
+    Joined,
     /// No other port is to be tried.
-    Failed = 3,
-}
-
-impl Try {
-    /// Unknown numbers count as `Next`.
-    #[inline(always)]
-    pub const fn from_number(number: u32) -> Self {
-        match number {
-            1 => Self::Taken,
-            2 => Self::Joined,
-            3 => Self::Failed,
-            _ => Self::Next,
-        }
-    }
+    Failed,
 }
 
 /// Where a packet is worked on. In the kernel it is memory of the CPU: it would fill the stack, and the verifier would go through a
@@ -133,9 +120,20 @@ pub struct Scratch<A> {
     pub is_made_here: bool,
     /// Of the Ethernet header that a packet in transit gets: destination and source.
     pub next_hop: [u8; 12],
+    /// Where the packet comes from.
+    origin: Origin,
+    rival: Rival,
+    leg: Leg,
+    speaker: Speaker,
+    own_key: FlowKey<A>,
+    /// Why a routine has failed, if it has.
+    failure: Option<Reason>,
+    /// How many ports were tried before.
+    attempt: u32,
+    tried: Try,
     /// The last random number that ports were tried with.
     random: u32,
-    /// That of the entry whose copy is in `flow`, as far as it must outlast what chooses a masqueraded source.
+    /// Where the entries of `flow` are, for a routine that goes through them.
     stage: Stage,
     key: FlowKey<A>,
     flow: Flow<A>,
@@ -180,19 +178,12 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     /// The port at [`PortPool::place`](crate::port::PortPool::place), of those for masqueraded sources and aliases; [`Port::NONE`]:
     /// there is none.
     fn masquerade_port(&self, random: u32, attempt: u32) -> Port;
-    /// [`try_masquerade_port`] itself. The kernel verifies it once, where it is a function of its own, and not once for each attempt.
-    fn try_masquerade_port(&self, scratch: &mut Scratch<F::Address>, attempt: u32) -> Try
+    /// Carries a [`Routine`] out, as [`run`] does.
+    fn run(&self, scratch: &mut Scratch<F::Address>, routine: Routine)
     where
         Self: Sized,
     {
-        try_masquerade_port(self, scratch, attempt)
-    }
-    /// As [`try_masquerade_port`](Self::try_masquerade_port), of [`try_alias_port`].
-    fn try_alias_port(&self, scratch: &mut Scratch<F::Address>, attempt: u32) -> Try
-    where
-        Self: Sized,
-    {
-        try_alias_port(self, scratch, attempt)
+        run(self, scratch, routine);
     }
     /// [`Settings::epoch`].
     fn epoch(&self) -> u32;
@@ -228,13 +219,13 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
     origin: Origin,
 ) -> Result<(), Reason> {
+    scratch.origin = origin;
+    scratch.fragment_key.direction = FRAGMENT_ARRIVING;
     if scratch.packet.is_later_fragment() {
-        return fragments::follow(tables, scratch, FRAGMENT_ARRIVING);
+        return decide(tables, scratch, Routine::FollowFragment);
     }
-    let outcome = arriving_with_ports(tables, scratch, origin);
-    if scratch.packet.fragment.part == Part::First {
-        fragments::record(tables, scratch, FRAGMENT_ARRIVING, outcome);
-    }
+    let outcome = arriving_with_ports(tables, scratch);
+    record_first_fragment(tables, scratch, outcome);
     outcome
 }
 
@@ -245,21 +236,43 @@ pub fn leaving<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
     from_host: bool,
 ) -> Result<(), Reason> {
+    scratch.origin = Origin::Host;
+    scratch.fragment_key.direction = FRAGMENT_LEAVING;
     if scratch.packet.is_later_fragment() {
-        return fragments::follow(tables, scratch, FRAGMENT_LEAVING);
+        return decide(tables, scratch, Routine::FollowFragment);
     }
     let outcome = leaving_with_ports(tables, scratch, from_host);
-    if scratch.packet.fragment.part == Part::First {
-        fragments::record(tables, scratch, FRAGMENT_LEAVING, outcome);
-    }
+    record_first_fragment(tables, scratch, outcome);
     outcome
+}
+
+#[inline(always)]
+fn record_first_fragment<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    outcome: Result<(), Reason>,
+) {
+    if scratch.packet.fragment.part == Part::First {
+        scratch.failure = outcome.err();
+        tables.run(scratch, Routine::RecordFragment);
+    }
+}
+
+/// Carries out a routine that may fail.
+#[inline(always)]
+fn decide<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    routine: Routine,
+) -> Result<(), Reason> {
+    tables.run(scratch, routine);
+    scratch.failure.map_or(Ok(()), Err)
 }
 
 #[inline(always)]
 fn arriving_with_ports<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
-    origin: Origin,
 ) -> Result<(), Reason> {
     scratch.action.then = Then::Pass;
     set_key_of_packet(scratch);
@@ -282,10 +295,10 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
             && if is_overlapped {
                 scratch.flow.state.has_ended()
             } else {
-                found.step == Step::ToFrontend && is_over(tables, scratch, found.entry, origin)
+                found.step == Step::ToFrontend && is_over(tables, scratch, found.entry)
             };
         if is_over {
-            replace(tables, scratch);
+            tables.run(scratch, Routine::Replace);
             is_overlapped = false;
         } else if !is_overlapped {
             match found.step {
@@ -318,7 +331,8 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
             return go_on(tables, scratch, found);
         }
     }
-    first_packet(tables, scratch, origin, if is_overlapped { Rival::OfClient } else { Rival::None })
+    scratch.rival = if is_overlapped { Rival::OfClient } else { Rival::None };
+    open(tables, scratch)
 }
 
 #[inline(always)]
@@ -330,15 +344,16 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
     scratch.action.then = Then::Pass;
     set_key_of_packet(scratch);
     let mut found = find(tables, scratch);
-    let mut rival = Rival::None;
+    scratch.rival = Rival::None;
     if found.is_some_and(|found| foreign::meets(scratch, found.step)) {
-        rival = Rival::Masqueraded;
+        scratch.rival = Rival::Masqueraded;
     }
-    if rival == Rival::Masqueraded || (found.is_none() && tables.is_moved(scratch.packet.source_port)) {
+    let has_rival = scratch.rival != Rival::None;
+    if has_rival || (found.is_none() && tables.is_moved(scratch.packet.source_port)) {
         scratch.key.overlapping = 1;
         found = find(tables, scratch);
         if found.is_some() && scratch.packet.opens() && scratch.flow.state.has_ended() {
-            replace(tables, scratch);
+            tables.run(scratch, Routine::Replace);
             found = None;
         }
     }
@@ -347,8 +362,8 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
             return Err(Reason::NotAService);
         }
         let is_hosts = from_host && found.step == Step::ToFrontend && is_from_host(scratch);
-        if is_hosts && scratch.packet.opens() && is_over(tables, scratch, found.entry, Origin::Host) {
-            replace(tables, scratch);
+        if is_hosts && scratch.packet.opens() && is_over(tables, scratch, found.entry) {
+            tables.run(scratch, Routine::Replace);
         } else {
             match found.step {
                 Step::FromBackend => scratch.action.rewrite = scratch.flow.reply_rewrite(),
@@ -358,8 +373,7 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
                     }
                     if !scratch.flow.is_masqueraded() {
                         scratch.stage = found.stage;
-                        masquerade::choose(tables, scratch)?;
-                        masquerade::tell_entries(tables, scratch);
+                        decide(tables, scratch, Routine::Masquerade)?;
                         scratch.action.rewrite = scratch.flow.masquerade_rewrite();
                         return Ok(());
                     }
@@ -382,24 +396,24 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
             return go_on(tables, scratch, found);
         }
     }
-    let may_open = rival == Rival::Masqueraded || from_host;
-    if may_open && rival == Rival::None {
+    if from_host && !has_rival {
         scratch.action.then = Then::Reroute;
     }
-    let outcome = if may_open {
-        first_packet(tables, scratch, Origin::Host, rival)
+    let outcome = if from_host || has_rival {
+        open(tables, scratch)
     } else {
         Err(why_socket_is_unserved(tables, scratch))
     };
-    if rival == Rival::None && matches!(outcome, Err(Reason::NotAService)) {
-        foreign::notice(tables, scratch);
+    if !has_rival && matches!(outcome, Err(Reason::NotAService)) {
+        tables.run(scratch, Routine::NoticeForeign);
     }
     outcome
 }
 
 /// The flow that has the ends of a packet which is not of it. It is in `scratch.flow`.
-#[derive(Clone, Copy, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 enum Rival {
+    #[default]
     None,
     /// One of the same client, to the same backend.
     OfClient,
@@ -465,16 +479,12 @@ fn is_netfilters<F: Family, T: FlowTables<F>>(
 
 /// A packet that has no flow of its own.
 #[inline(always)]
-fn first_packet<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-    origin: Origin,
-    rival: Rival,
-) -> Result<(), Reason> {
+fn open<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Result<(), Reason> {
     if !scratch.packet.opens() {
         return Err(Reason::NotAService);
     }
-    prepare(tables, scratch, origin, rival)?;
+    decide(tables, scratch, Routine::Prepare)?;
+    let rival = scratch.rival;
     if rival != Rival::None {
         scratch.flow.flags |= FLOW_OVERLAPPING;
     }
@@ -482,23 +492,18 @@ fn first_packet<F: Family, T: FlowTables<F>>(
         scratch.flow.flags |= FLOW_FOREIGN;
         tables.set_moved(scratch.packet.source_port);
     }
-    open::insert(tables, scratch)?;
+    decide(tables, scratch, Routine::Insert)?;
     scratch.action.rewrite = scratch.flow.forward_rewrite();
     Ok(())
 }
 
 /// Makes `scratch.flow` one to what the packet dials.
-// Not inlined: what it needs of the stack would be added to what inserting the flow needs.
-#[inline(never)]
-fn prepare<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-    origin: Origin,
-    rival: Rival,
-) -> Result<(), Reason> {
+#[inline(always)]
+fn prepare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Result<(), Reason> {
+    let Scratch { origin, rival, .. } = *scratch;
     // Before the tables are read: a change meanwhile has them compared once more.
     scratch.flow.epoch = tables.epoch();
-    let dials_frontend = rival != Rival::Masqueraded && find_frontend(tables, scratch, origin);
+    let dials_frontend = rival != Rival::Masqueraded && find_frontend(tables, scratch);
     // To a node port at which another's datagrams are masqueraded: it would go round for ever.
     if dials_frontend && origin != Origin::Host && foreign::is_answer(tables, scratch) {
         return Err(Reason::NotAService);
@@ -507,7 +512,7 @@ fn prepare<F: Family, T: FlowTables<F>>(
         return Err(Reason::SourceNotAllowed);
     }
     if dials_frontend {
-        open::prepare_to_frontend(tables, scratch, origin)?;
+        open::prepare_to_frontend(tables, scratch)?;
     } else if rival == Rival::None {
         return Err(why_unserved(tables, scratch));
     } else {
@@ -519,12 +524,8 @@ fn prepare<F: Family, T: FlowTables<F>>(
 /// Finds what the packet dials, as `scratch.frontend`.
 // Not inlined, for the same reason.
 #[inline(never)]
-fn find_frontend<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-    origin: Origin,
-) -> bool {
-    let found = select::find(tables, &scratch.packet.to(), origin);
+fn find_frontend<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
+    let found = select::find(tables, &scratch.packet.to(), scratch.origin);
     scratch.frontend = found.unwrap_or_default();
     found.is_some()
 }
@@ -551,13 +552,6 @@ fn is_admitted<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Add
     select::admits(tables, scratch.frontend, &scratch.packet.source)
 }
 
-/// The client gets another backend.
-#[inline(always)]
-fn replace<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
-    remove(tables, scratch);
-    tables.tell(scratch, Reason::FlowReplaced);
-}
-
 /// A packet of a flow: learns what it says, and keeps the flow's entries.
 #[inline(always)]
 fn go_on<F: Family, T: FlowTables<F>>(
@@ -572,7 +566,8 @@ fn go_on<F: Family, T: FlowTables<F>>(
     if matches!(found.step, Step::ToFrontend | Step::FromBackend) {
         let speaker = if found.step == Step::ToFrontend { Speaker::Client } else { Speaker::Backend };
         if scratch.packet.is_tcp() {
-            tcp::hear(tables, scratch, speaker, found.stage, found.entry);
+            scratch.stage = found.stage;
+            tcp::hear(tables, scratch, speaker, found.entry);
             is_confirmed =
                 speaker == Speaker::Client && tcp::confirms(&scratch.flow, &scratch.packet.segment);
         } else if speaker == Speaker::Client {
@@ -583,26 +578,26 @@ fn go_on<F: Family, T: FlowTables<F>>(
     }
     if scratch.flow.state.has_ended() {
         // Also if it was found among the opening ones: another CPU may be establishing it.
-        retire(tables, scratch);
+        tables.run(scratch, Routine::Retire);
         return Ok(());
     }
     // A SYN keeps no connection that its backend may have forgotten.
     if found.step == Step::ToFrontend && scratch.packet.is_tcp() && scratch.packet.opens() {
         return Ok(());
     }
-    let now = tables.now();
-    let is_stale = is_stale(&scratch.flow, now);
+    let is_stale = is_stale(&scratch.flow, tables.now());
     if found.stage == Stage::Opening {
         if is_confirmed {
             found.entry.write(Change::Progress(PROGRESS_CONFIRMED));
         }
         // Where there was no room among the established ones, it is tried again.
         if is_confirmed || (is_stale && scratch.flow.state.progress == PROGRESS_CONFIRMED) {
-            establish(tables, scratch, now)?;
+            decide(tables, scratch, Routine::Establish)?;
         }
     }
     if is_stale {
-        refresh(tables, scratch, found.stage, now);
+        scratch.stage = found.stage;
+        tables.run(scratch, Routine::Refresh);
     }
     Ok(())
 }
@@ -636,25 +631,20 @@ const SILENT_AFTER: u64 = 60_000_000_000;
 
 /// May a packet that could open a flow no longer use this one?
 #[inline(always)]
-fn is_over<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &Scratch<F::Address>,
-    entry: T::Entry,
-    origin: Origin,
-) -> bool {
+fn is_over<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>, entry: T::Entry) -> bool {
     let Scratch { packet, flow, .. } = scratch;
     if packet.is_tcp() {
         // A connection that is up stays with its backend to the end: the SYN may be forged, and the backend knows. Where it is silent, and
         // its backend gone, nobody might answer.
         let may_be_over = flow.state.progress < PROGRESS_CONFIRMED
             || tables.now().saturating_sub(flow.last_seen) > SILENT_AFTER;
-        return flow.state.has_ended() || (may_be_over && !is_in_service(tables, scratch, origin));
+        return flow.state.has_ended() || (may_be_over && !is_in_service(tables, scratch));
     }
     let epoch = tables.epoch();
     if flow.epoch == epoch {
         return false;
     }
-    let is_in_service = is_in_service(tables, scratch, origin);
+    let is_in_service = is_in_service(tables, scratch);
     if is_in_service {
         entry.write(Change::Epoch(epoch));
     }
@@ -695,7 +685,7 @@ fn end_if_gone<F: Family, T: FlowTables<F>>(
     if is_current && !flow.state.has_ended() {
         scratch.flow.state.reset = RESET_CONFIRMED;
         entry.write(Change::Reset(RESET_CONFIRMED));
-        retire(tables, scratch);
+        tables.run(scratch, Routine::Retire);
     }
     Err(Reason::BackendGone)
 }
@@ -705,9 +695,8 @@ fn end_if_gone<F: Family, T: FlowTables<F>>(
 #[inline(never)]
 fn is_in_service<F: Family, T: FlowTables<F>>(
     tables: &T,
-    Scratch { packet, flow, .. }: &Scratch<F::Address>,
-    origin: Origin,
+    Scratch { packet, flow, origin, .. }: &Scratch<F::Address>,
 ) -> bool {
-    let service = select::find(tables, &packet.to(), origin).map_or(NO_SERVICE, |frontend| frontend.service);
+    let service = select::find(tables, &packet.to(), *origin).map_or(NO_SERVICE, |frontend| frontend.service);
     service == flow.service && tables.backend(flow.backend_id).is_some()
 }

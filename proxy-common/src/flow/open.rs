@@ -2,7 +2,7 @@
 //! inserts both entries or none.
 
 use super::{
-    FlowEntry as _, FlowTables, InsertError, Scratch, Stage, Try,
+    FlowEntry as _, FlowTables, InsertError, Routine, Scratch, Stage, Try,
     entries::Leg,
     foreign::{self, Held},
     is_foreign, is_from_host, lookup,
@@ -23,15 +23,14 @@ const ALIAS_TRIES: u32 = 16;
 pub(super) fn prepare_to_frontend<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
-    origin: Origin,
 ) -> Result<(), Reason> {
     detect(tables, scratch);
-    let Scratch { packet, frontend, detected, affinity_key, .. } = &mut *scratch;
+    let Scratch { packet, origin, frontend, detected, affinity_key, .. } = &mut *scratch;
     affinity_key.service = frontend.service;
-    affinity_key.client = Client::new(origin, packet.source);
-    let is_inside = select::is_inside(origin, *detected);
+    affinity_key.client = Client::new(*origin, packet.source);
+    let is_inside = select::is_inside(*origin, *detected);
     let place = select::choose_place(tables, *frontend, is_inside, affinity_key, tables.random())?;
-    set_backend(tables, scratch, origin, place)
+    set_backend(tables, scratch, place)
 }
 
 /// Makes the backend of this slot that of `scratch.flow`.
@@ -40,7 +39,6 @@ pub(super) fn prepare_to_frontend<F: Family, T: FlowTables<F>>(
 fn set_backend<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
-    origin: Origin,
     place: u32,
 ) -> Result<(), Reason> {
     let slot = select::slot_at(tables, place)?;
@@ -50,9 +48,9 @@ fn set_backend<F: Family, T: FlowTables<F>>(
     flow.backend_id = slot.backend();
     flow.service = frontend.service;
     let is_remote = slot.flags() & BACKEND_LOCAL == 0;
-    scratch.flow.flags = if origin == Origin::Host {
+    scratch.flow.flags = if scratch.origin == Origin::Host {
         FLOW_FROM_HOST
-    } else if is_masqueraded(tables, scratch, origin, is_remote) {
+    } else if is_masqueraded(tables, scratch, is_remote) {
         FLOW_MASQUERADE
     } else {
         0
@@ -65,12 +63,11 @@ fn set_backend<F: Family, T: FlowTables<F>>(
 fn is_masqueraded<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &Scratch<F::Address>,
-    origin: Origin,
     is_remote: bool,
 ) -> bool {
-    let Scratch { packet, flow, frontend, detected, .. } = scratch;
+    let Scratch { packet, origin, flow, frontend, detected, .. } = scratch;
     // Otherwise the answer would not come back to this node, or not leave the backend.
-    let must_be = (origin == Origin::Outside && is_remote) || packet.source == flow.backend;
+    let must_be = (*origin == Origin::Outside && is_remote) || packet.source == flow.backend;
     must_be
         || (tables.masquerades_as_kube_proxy()
             && select::kube_proxy_masquerades(*frontend, *detected, tables.masquerades_all()))
@@ -94,7 +91,7 @@ pub(super) fn prepare_to_endpoint<A: Address>(Scratch { packet, flow, .. }: &mut
 }
 
 /// Inserts `scratch.flow`, whose backend is chosen, as that of the packet. It may be another CPU's then, which was first.
-#[inline(never)]
+#[inline(always)]
 pub(super) fn insert<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
@@ -117,7 +114,7 @@ pub(super) fn insert<F: Family, T: FlowTables<F>>(
         // The other packet of a race is a step ahead, or only this entry was left of the flow.
         let Some((_, entry)) = lookup(tables, &scratch.key) else { return Err(Reason::FlowNotCreated) };
         entry.read_into(&mut scratch.flow);
-        Leg::Client.set_key(scratch);
+        Leg::Client.set_key(tables, scratch);
         if tables.insert(Stage::Opening, &scratch.key, &scratch.flow) == Err(InsertError::Exists)
             && let Some(clients) = tables.flow(Stage::Opening, &scratch.key)
         {
@@ -126,7 +123,7 @@ pub(super) fn insert<F: Family, T: FlowTables<F>>(
         }
         return Ok(());
     }
-    Leg::Client.set_key(scratch);
+    Leg::Client.set_key(tables, scratch);
     if tables.insert(Stage::Opening, &scratch.key, &scratch.flow) == Ok(()) {
         tables.tell(scratch, Reason::FlowOpened);
         tables.count_connection(scratch.flow.service);
@@ -140,13 +137,13 @@ pub(super) fn insert<F: Family, T: FlowTables<F>>(
             return Ok(());
         }
     }
-    Leg::Backend.set_key(scratch);
+    Leg::Backend.set_key(tables, scratch);
     tables.remove(Stage::Opening, &scratch.key);
     // Lost the race to a packet that chose another backend?
     let Some(winner) = winner else { return Err(Reason::FlowNotCreated) };
     winner.read_into(&mut scratch.flow);
     // It was there, unless this CPU has taken it for one of the flow that the winner has replaced.
-    Leg::Backend.set_key(scratch);
+    Leg::Backend.set_key(tables, scratch);
     let _there_already = tables.insert(Stage::Opening, &scratch.key, &scratch.flow);
     Ok(())
 }
@@ -160,7 +157,9 @@ fn take_backend_key<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
 ) -> Result<Try, Reason> {
     for attempt in 0..ALIAS_TRIES {
-        match tables.try_alias_port(scratch, attempt) {
+        scratch.attempt = attempt;
+        tables.run(scratch, Routine::TryAliasPort);
+        match scratch.tried {
             done @ (Try::Taken | Try::Joined) => return Ok(done),
             Try::Failed => return Err(Reason::FlowNotCreated),
             Try::Next => {}
@@ -171,12 +170,8 @@ fn take_backend_key<F: Family, T: FlowTables<F>>(
 
 /// Inserts the entry of client and backend with this attempt's port.
 #[inline(always)]
-pub fn try_port<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-    attempt: u32,
-) -> Try {
-    let port = alias_port(tables, scratch, attempt);
+pub(super) fn try_port<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Try {
+    let port = alias_port(tables, scratch);
     if port == Port::NONE || is_ambiguous(&scratch.flow, port) {
         return Try::Next;
     }
@@ -213,11 +208,8 @@ pub fn try_port<F: Family, T: FlowTables<F>>(
 
 /// [`Port::NONE`]: none is tried.
 #[inline(always)]
-fn alias_port<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-    attempt: u32,
-) -> Port {
+fn alias_port<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Port {
+    let attempt = scratch.attempt;
     let own_port_at = if is_from_host(scratch) { ALIAS_TRIES - 1 } else { 0 };
     let is_random = attempt < ALIAS_TRIES / 2;
     if is_random {

@@ -1,7 +1,7 @@
 //! What segments say of a connection. Anybody can send one with the ends of a connection, so that one counts only if it has a sequence
 //! number that an attacker cannot know, or once the other side has acknowledged it.
 
-use super::{Change, FlowEntry, FlowTables, Scratch, Stage};
+use super::{Change, FlowEntry, FlowTables, Routine, Scratch, entries::Leg};
 use crate::{
     family::Family,
     layout::*,
@@ -17,8 +17,9 @@ const RESET_WINDOW: u32 = 1 << 20;
 const REACH: u32 = 1 << 19;
 
 /// Who has sent a segment.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Speaker {
+    #[default]
     Client,
     Backend,
 }
@@ -63,13 +64,12 @@ pub(super) fn confirms<A>(flow: &Flow<A>, segment: &Segment) -> bool {
         && segment.acknowledgement == flow.client_numbers.awaited
 }
 
-/// `scratch.flow` is a copy of `entry`, the speaker's own, and learns what the entries learn.
+/// `scratch.flow` is a copy of `entry`, the speaker's own, which lies at `scratch.key` in `scratch.stage`. It learns what the entries learn.
 #[inline(always)]
 pub(super) fn hear<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     speaker: Speaker,
-    stage: Stage,
     entry: T::Entry,
 ) {
     let Scratch { flow, packet, .. } = scratch;
@@ -88,7 +88,12 @@ pub(super) fn hear<F: Family, T: FlowTables<F>>(
         || (others_fin == FIN_SEEN && acknowledges)
         || flow.state.has_ended();
     if is_rare {
-        hear_rare(tables, scratch, speaker, stage, entry);
+        scratch.speaker = speaker;
+        scratch.own_key = scratch.key;
+        let others = if speaker == Speaker::Client { Leg::Backend } else { Leg::Client };
+        // Not in the routine: its own stack would be added.
+        let _there = others.set_key(tables, scratch);
+        tables.run(scratch, Routine::HearRare);
     } else if is_believed {
         advance(scratch, speaker, entry);
     }
@@ -109,20 +114,14 @@ fn advance<A: Address>(scratch: &mut Scratch<A>, speaker: Speaker, entry: impl F
     }
 }
 
-/// A segment that opens, ends or confirms, comes after the end, or has numbers that are far from where the streams stand.
-#[inline(never)]
-fn hear_rare<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-    speaker: Speaker,
-    stage: Stage,
-    entry: T::Entry,
-) {
-    scratch.key = match speaker {
-        Speaker::Client => scratch.flow.backend_key(),
-        Speaker::Backend => scratch.flow.client_key(),
-    };
-    let others = tables.flow(stage, &scratch.key).filter(|others| others.opened() == scratch.flow.opened);
+/// A segment that opens, ends or confirms, comes after the end, or has numbers that are far from where the streams stand. The speaker's
+/// entry is at `scratch.own_key`, the other side's at `scratch.key`.
+#[inline(always)]
+pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    let Scratch { speaker, stage, .. } = *scratch;
+    let is_of_flow = |entry: &T::Entry| entry.opened() == scratch.flow.opened;
+    let Some(entry) = tables.flow(stage, &scratch.own_key).filter(is_of_flow) else { return };
+    let others = tables.flow(stage, &scratch.key).filter(is_of_flow);
     let own = *speaker.numbers_of(&mut scratch.flow);
     let sent = speaker.other().numbers_of(&mut scratch.flow).reached;
     // Where the other side's entry is evicted, nothing that ends the flow counts until it is restored.

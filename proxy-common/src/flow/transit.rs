@@ -30,6 +30,7 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
     if !is_simple || (scratch.packet.is_tcp() && scratch.packet.opens()) {
         return Err(Reason::NotAService);
     }
+    scratch.origin = Origin::Outside;
     set_key_of_packet(scratch);
     let found = find(tables, scratch).ok_or(Reason::NotAService)?;
     let flags = scratch.flow.flags & (FLOW_MASQUERADE | FLOW_FROM_HOST | FLOW_FOREIGN | FLOW_OF_NETFILTER);
@@ -38,7 +39,7 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
     }
     match found.step {
         Step::ToFrontend => {
-            if scratch.packet.opens() && is_over(tables, scratch, found.entry, Origin::Outside) {
+            if scratch.packet.opens() && is_over(tables, scratch, found.entry) {
                 return Err(Reason::NotAService);
             }
             end_if_gone(tables, scratch, found.entry)?;

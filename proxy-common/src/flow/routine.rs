@@ -1,0 +1,59 @@
+//! Parts of decisions that are off the way of most packets. In the kernel each is a function of its own that takes no pointers, so that the
+//! verifier goes through it once, and not once more with all that each of its callers knows.
+
+use super::{FlowTables, Scratch, entries, foreign, fragments, masquerade, open, prepare, tcp};
+use crate::family::Family;
+
+/// What it needs, and what comes of it, is in the [`Scratch`].
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Routine {
+    /// Sets `key` to that of the entry of `flow` for `leg`.
+    SetKey,
+    /// Tries the port of `attempt` as the alias of `flow`: `tried`.
+    TryAliasPort,
+    /// Tries the port of `attempt` as the source of `flow`: `tried`.
+    TryMasqueradePort,
+    /// Learns what a segment says that is not like most.
+    HearRare,
+    /// Makes `flow` one to what the packet dials, if it dials something: `failure`.
+    Prepare,
+    /// Inserts `flow`: `failure`.
+    Insert,
+    /// Chooses the source of `flow`: `failure`.
+    Masquerade,
+    /// Copies `flow` to the established ones: `failure`.
+    Establish,
+    /// Stamps the entries of `flow`.
+    Refresh,
+    /// Moves `flow`, which has ended, from the established ones.
+    Retire,
+    /// Removes `flow`, whose client gets another backend.
+    Replace,
+    /// Finds what became of the packet's first fragment: `failure`.
+    FollowFragment,
+    /// Keeps `failure` for the packet's other fragments.
+    RecordFragment,
+    /// Notes the ends of a packet that leaves and has no flow.
+    NoticeForeign,
+}
+
+/// Carries out the routine.
+#[inline(always)]
+pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>, routine: Routine) {
+    match routine {
+        Routine::SetKey => entries::set_key(scratch),
+        Routine::HearRare => tcp::hear_rare(tables, scratch),
+        Routine::TryAliasPort => scratch.tried = open::try_port(tables, scratch),
+        Routine::TryMasqueradePort => scratch.tried = masquerade::try_port(tables, scratch),
+        Routine::Prepare => scratch.failure = prepare(tables, scratch).err(),
+        Routine::Insert => scratch.failure = open::insert(tables, scratch).err(),
+        Routine::Masquerade => scratch.failure = masquerade::masquerade(tables, scratch).err(),
+        Routine::Establish => scratch.failure = entries::establish(tables, scratch).err(),
+        Routine::Refresh => entries::refresh(tables, scratch),
+        Routine::Retire => entries::retire(tables, scratch),
+        Routine::Replace => entries::replace(tables, scratch),
+        Routine::FollowFragment => scratch.failure = fragments::follow(tables, scratch).err(),
+        Routine::RecordFragment => fragments::record(tables, scratch),
+        Routine::NoticeForeign => foreign::notice(tables, scratch),
+    }
+}

@@ -82,13 +82,16 @@ pub(crate) fn place<F: Family, T: AffinityTables<F>>(
 /// No slot has this index.
 const NOWHERE: u32 = u32::MAX;
 
+/// Of an endpoint set: `ebpf.limits.slots` is at most 2^26.
+const MOST_HALVINGS: u32 = 26;
+
 /// Index of the backend's slot, if it has one in this set. Sets are sorted.
 #[inline(always)]
 fn place_of<F: Family, T: AffinityTables<F>>(tables: &T, set: EndpointSet, affinity: Affinity) -> u32 {
     let Some(backend) = tables.backend(affinity.backend) else { return NOWHERE };
     let wanted = F::Slot::new(backend.address, Port::new(backend.port), affinity.backend, affinity.flags);
     let EndpointSet { mut first, mut count } = set;
-    for _ in 0..u32::BITS {
+    for _ in 0..MOST_HALVINGS {
         if count <= 1 {
             break;
         }

@@ -39,13 +39,10 @@ pub fn probe(config: &Config, host: &HostFacts) -> Vec<Probe> {
     entries().map(|(_, entry)| (entry.probe)(config, host)).collect()
 }
 
-/// Has the kernel load what the mode needs, where it can. Answers with the modules that are not there after all, and why.
-pub fn load(mode: Mode, config: &Config, host: &HostFacts) -> BTreeMap<String, String> {
-    match mode {
-        Mode::Ipvs => ipvs::load::load(config, host),
-        // The kernel and the tools load what they use when they use it.
-        Mode::Ebpf | Mode::Nftables | Mode::Iptables | Mode::Userspace => BTreeMap::new(),
-    }
+/// Has the kernel load what the mode needs, where it can. Answers with the modules that are not there after all, and why; `None`: nothing is
+/// asked for, as the kernel and the tools load what they use when they use it.
+pub fn load(mode: Mode, config: &Config, host: &HostFacts) -> Option<BTreeMap<String, String>> {
+    (mode == Mode::Ipvs).then(|| ipvs::load::load(config, host))
 }
 
 /// Fields, and sections with everything in them, that nothing depends on in this mode.

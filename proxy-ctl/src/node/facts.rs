@@ -25,7 +25,7 @@ const SKIP_NFTABLES_CHECK: &str = "KUBE_PROXY_NFTABLES_SKIP_KERNEL_VERSION_CHECK
 pub fn gather() -> HostFacts {
     let kernel_release = read("/proc/sys/kernel/osrelease").unwrap_or_default();
     HostFacts {
-        capabilities: capabilities(&read("/proc/self/status").unwrap_or_default()),
+        capabilities: capabilities(),
         modules: Modules::parse(&module_texts(&kernel_release)),
         iptables: tools(["iptables-nft-save", "iptables-legacy-save", "iptables-save"]),
         ip6tables: tools(["ip6tables-nft-save", "ip6tables-legacy-save", "ip6tables-save"]),
@@ -86,8 +86,13 @@ fn ipset_protocol() -> Option<u8> {
     IpSets::open().ok().flatten()?.protocol().ok()
 }
 
+/// Of this process.
+pub fn capabilities() -> Capabilities {
+    effective_capabilities(&read("/proc/self/status").unwrap_or_default())
+}
+
 /// From the line `CapEff:` of /proc/self/status.
-fn capabilities(status: &str) -> Capabilities {
+fn effective_capabilities(status: &str) -> Capabilities {
     let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
     let held = line.and_then(|line| u64::from_str_radix(line.trim(), 16).ok()).unwrap_or(0);
     let holds = |capability: u32| held & (1 << capability) != 0;
@@ -106,8 +111,8 @@ mod tests {
     #[test]
     fn capabilities_are_read_from_the_effective_set() {
         let none = Capabilities::default();
-        assert_eq!(capabilities("CapPrm:\t000001ffffffffff\nCapEff:\t0000000000000000\n"), none);
+        assert_eq!(effective_capabilities("CapPrm:\t000001ffffffffff\nCapEff:\t0000000000000000\n"), none);
         let datapath = Capabilities { bpf: true, perfmon: true, net_admin: true, sys_admin: false };
-        assert_eq!(capabilities("CapEff:\t000000c000001000\n"), datapath);
+        assert_eq!(effective_capabilities("CapEff:\t000000c000001000\n"), datapath);
     }
 }

@@ -138,7 +138,7 @@ pub(super) struct Kernel {
 
 impl Default for Kernel {
     fn default() -> Self {
-        Self { must_set: facts::gather().capabilities.net_admin, ..Self::below("/") }
+        Self { must_set: facts::capabilities().net_admin, ..Self::below("/") }
     }
 }
 

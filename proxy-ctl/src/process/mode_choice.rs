@@ -1,6 +1,6 @@
 //! Which modes the configuration and this node lead to, at the start and when the configuration changes.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::sync::Arc;
 
 use tokio::sync::watch;
 
@@ -18,18 +18,21 @@ use crate::{
 /// What a mode needs of the kernel is loaded before the mode is taken, as far as the kernel has it.
 pub(super) fn choose(config: &Config) -> Result<ModeChoice, Refusal> {
     let mut loaded = Vec::new();
-    let mut refused = BTreeMap::new();
+    let mut host = facts::gather();
     loop {
-        let mut host = facts::gather();
-        host.modules.refused.clone_from(&refused);
         let probes = dataplane::probe(config, &host);
         let chosen = mode::choose(config.mode, config.ebpf.mode_fallback, &probes)?;
-        if loaded.contains(&chosen.mode) {
+        let asked =
+            if loaded.contains(&chosen.mode) { None } else { dataplane::load(chosen.mode, config, &host) };
+        let Some(refused) = asked else {
             let modes = Modes::new(chosen.mode, &probes);
             return Ok(ModeChoice { chosen, modes });
-        }
-        refused.extend(dataplane::load(chosen.mode, config, &host));
+        };
         loaded.push(chosen.mode);
+        let mut refusals = std::mem::take(&mut host.modules.refused);
+        refusals.extend(refused);
+        host = facts::gather();
+        host.modules.refused = refusals;
     }
 }
 

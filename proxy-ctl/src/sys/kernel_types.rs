@@ -2,7 +2,7 @@
 
 use std::{fs, io};
 
-use super::netlink::{text, word};
+use super::netlink::word;
 
 const PATH: &str = "/sys/kernel/btf/vmlinux";
 const MAGIC: u32 = 0xeb9f;
@@ -20,7 +20,8 @@ enum Kind {
 struct Type<'a> {
     id: u32,
     kind: Kind,
-    name: &'a str,
+    /// The name and what follows it.
+    name: &'a [u8],
     members: &'a [u8],
 }
 
@@ -37,16 +38,16 @@ impl KernelTypes {
 
     /// For programs that are attached to a function of the kernel.
     pub fn function(&self, name: &str) -> io::Result<u32> {
-        let found = self.types().find(|found| found.kind == Kind::Function && found.name == name);
+        let found = self.types().find(|found| found.kind == Kind::Function && is_name(found.name, name));
         found.map(|found| found.id).ok_or_else(|| missing(name))
     }
 
     /// In bytes from the beginning of the struct.
     pub fn offset(&self, of: &str, member: &str) -> io::Result<u16> {
-        let structs = self.types().filter(|found| found.kind == Kind::Struct && found.name == of);
+        let structs = self.types().filter(|found| found.kind == Kind::Struct && is_name(found.name, of));
         let offset = structs.flat_map(|found| found.members.chunks_exact(MEMBER)).find_map(|bytes| {
             let bits = word(bytes, 8)? & 0x00ff_ffff;
-            (self.name(word(bytes, 0)?)? == member).then_some(bits / 8)
+            is_name(self.names()?.get(word(bytes, 0)? as usize..)?, member).then_some(bits / 8)
         });
         offset.and_then(|offset| u16::try_from(offset).ok()).ok_or_else(|| missing(&format!("{of}.{member}")))
     }
@@ -60,12 +61,13 @@ impl KernelTypes {
         self.bytes.get(start as usize..)?.get(..word(&self.bytes, at + 4)? as usize)
     }
 
-    fn name(&self, at: u32) -> Option<&str> {
-        text(self.section(16)?.get(at as usize..)?)
+    fn names(&self) -> Option<&[u8]> {
+        self.section(16)
     }
 
     fn types(&self) -> impl Iterator<Item = Type<'_>> {
         let mut rest = self.section(8).unwrap_or_default();
+        let names = self.names().unwrap_or_default();
         let mut id = 0;
         std::iter::from_fn(move || {
             loop {
@@ -79,7 +81,7 @@ impl KernelTypes {
                     12 => Kind::Function,
                     _ => continue,
                 };
-                return Some(Type { id, kind, name: self.name(name)?, members: found });
+                return Some(Type { id, kind, name: names.get(name as usize..)?, members: found });
             }
         })
     }
@@ -100,6 +102,11 @@ fn length(kind: u32, count: usize) -> Option<usize> {
         2 | 7..=12 | 16 | 18 => 0,
         _ => return None,
     })
+}
+
+/// Names end with a zero. Most differ in their first bytes: none is measured or decoded.
+fn is_name(bytes: &[u8], name: &str) -> bool {
+    bytes.strip_prefix(name.as_bytes()).is_some_and(|rest| rest.first() == Some(&0))
 }
 
 fn missing(name: &str) -> io::Error {

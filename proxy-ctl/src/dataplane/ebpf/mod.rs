@@ -118,6 +118,8 @@ pub struct EbpfDataplane {
     flows6: Collector<V6>,
     affinity: AffinityCollector,
     flow_lifetimes: FlowLifetimes,
+    /// Of the last `set_host`.
+    interfaces: Vec<Interface>,
     hooks: Hooks,
     host_namespace: u64,
     shapes: Vec<Shape>,
@@ -239,6 +241,7 @@ impl EbpfDataplane {
             flows6: Collector::default(),
             affinity: AffinityCollector::default(),
             flow_lifetimes: FlowLifetimes::default(),
+            interfaces: Vec::new(),
             hooks: Hooks::new(paths.clone(), programs, cgroup, Transit::new(config.xdp)),
             host_namespace,
             shapes,
@@ -592,10 +595,6 @@ impl Dataplane for EbpfDataplane {
         self.write_service_cidrs(&mut applied, &mut failures);
         raise_epoch(&mut self.shared, &mut failures);
         self.end_stale_sockets();
-        if self.keep_ports == KeepPorts::AfterFrontends {
-            self.keep_netfilter_ports();
-            self.keep_ports = KeepPorts::AfterModeBeside;
-        }
         // Also where something could not be written: the other service ports are served as they are desired.
         if let Err(error) = self.lease.resume(&self.shared.tables.lease) {
             failures.add("lease", error);
@@ -622,24 +621,33 @@ impl Dataplane for EbpfDataplane {
             Err(error @ Error::Locked { .. }) => return Err(error.into()),
             Err(error) => failures.add("pins", error),
         }
-        if self.keep_ports == KeepPorts::BeforePackets {
-            self.keep_netfilter_ports();
-            self.keep_ports = KeepPorts::AfterFrontends;
-        }
-        failures.merge(self.hooks.follow(&host.interfaces));
-        // Former programs may have judged flows of this epoch by tables that have another size now.
-        self.shared.is_epoch_over = true;
-        if let Err(error) = self.hooks.attach_sockets() {
-            failures.add("socket hooks", error);
-        }
+        self.interfaces.clone_from(&host.interfaces);
         self.service_cidrs.set(host.service_cidrs.as_deref());
         self.write_service_cidrs(&mut applied, &mut failures);
         failures.into_result()?;
         for written in addresses {
             applied += written.map_err(Error::of_node_addresses)?;
         }
-        self.shared.raise_epoch()?;
         Ok(applied)
+    }
+
+    fn attach(&mut self) -> Result<(), super::Error> {
+        let is_first = self.keep_ports == KeepPorts::BeforePackets;
+        if is_first {
+            self.keep_netfilter_ports();
+        }
+        let mut failures = self.hooks.follow(&self.interfaces);
+        if is_first {
+            self.keep_netfilter_ports();
+            self.keep_ports = KeepPorts::AfterModeBeside;
+        }
+        if let Err(error) = self.hooks.attach_sockets() {
+            failures.add("socket hooks", error);
+        }
+        // Former programs may have judged flows of this epoch by tables that have another size now.
+        self.shared.is_epoch_over = true;
+        raise_epoch(&mut self.shared, &mut failures);
+        Ok(failures.into_result()?)
     }
 
     fn renew_lease(&mut self) -> Result<(), super::Error> {

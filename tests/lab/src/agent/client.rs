@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context as _, Result, anyhow, bail};
 use serde::de::DeserializeOwned;
 
-use super::protocol::{Bench, Dial, Load, Outcome, Protocol, Rate, Reply, Request, Tally};
+use super::protocol::{Bench, Dial, Load, Outcome, Protocol, Reply, Request, Side, Tally};
 
 /// A running `lab-agent`. It ends when this is dropped, or with the lab.
 pub struct Agent {
@@ -78,6 +78,10 @@ impl Agent {
         self.ask(&Request::ServeBytes { addresses: addresses.to_vec() })
     }
 
+    pub fn serve_bulk(&self, addresses: &[SocketAddr]) -> Result<()> {
+        self.ask(&Request::ServeBulk { addresses: addresses.to_vec() })
+    }
+
     pub fn dial(&self, dial: &Dial) -> Result<Vec<Outcome>> {
         self.ask(&Request::Dial(dial.clone()))
     }
@@ -143,7 +147,8 @@ impl Agent {
         self.ask(&Request::StopLoad { load })
     }
 
-    pub fn bench(&self, bench: &Bench) -> Result<Rate> {
+    /// What each side has met.
+    pub fn bench(&self, bench: &Bench) -> Result<Vec<Side>> {
         self.ask(&Request::Bench(bench.clone()))
     }
 

@@ -45,8 +45,12 @@ pub enum Request {
         name: String,
         addresses: Vec<SocketAddr>,
     },
-    /// Answers one byte with one byte and closes: the other end of [`Request::Bench`].
+    /// Returns what it gets: the other end of [`Request::Bench`].
     ServeBytes {
+        addresses: Vec<SocketAddr>,
+    },
+    /// Answers a mebibyte with one byte: the other end of [`Exercise::Bulk`].
+    ServeBulk {
         addresses: Vec<SocketAddr>,
     },
     Dial(Dial),
@@ -270,19 +274,43 @@ pub struct Share {
     pub micros: u64,
 }
 
-#[derive(Clone, Debug, Deserialize, Serialize)]
-pub struct Bench {
-    pub target: SocketAddr,
-    pub protocol: Protocol,
-    /// Connections at once.
-    pub clients: u32,
-    pub seconds: f64,
+/// What a [`Bench`] does again and again.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub enum Exercise {
+    /// Connects, sends a byte, gets one, closes.
+    Connect,
+    /// A byte there and back on a connection that stays open for a turn.
+    Request,
+    /// A mebibyte there, a byte back, on a connection that stays open for a turn.
+    Bulk,
+    /// A byte there and back from a new UDP socket.
+    Datagram,
 }
 
-#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
-pub struct Rate {
-    pub per_second: f64,
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct Bench {
+    pub exercise: Exercise,
+    /// What is compared, by turns: the targets of a side are dialled one after another.
+    pub sides: Vec<Vec<SocketAddr>>,
+    /// Connections at once.
+    pub clients: u32,
+    /// For all sides together.
+    pub seconds: f64,
+    /// How long a side has its turn.
+    pub turn_ms: u64,
+    /// Requests a second of all clients together; none: each as soon as the one before is answered.
+    pub pace: Option<f64>,
+}
+
+/// What one side of a [`Bench`] has met.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct Side {
+    /// Requests a second in each turn after the first.
+    pub per_second: Vec<f64>,
+    pub answered: u64,
+    pub failed: u64,
+    /// The first of them.
+    pub failure: Option<String>,
     pub p50_micros: f64,
     pub p99_micros: f64,
-    pub failed: u64,
 }

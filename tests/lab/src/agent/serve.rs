@@ -1,4 +1,4 @@
-//! Servers: one that tells who it is and what it sees, and one that only returns a byte.
+//! Servers: one that tells who it is and what it sees, one that returns bytes, and one that takes many.
 //!
 //! A request over TCP is a length (4 bytes, big endian) and as many bytes; the answer has the same form and
 //! holds a [`Seen`]. Over UDP both are one datagram without length, and the answer is at least as long as the request. `GET ` in place of the length is an HTTP
@@ -23,6 +23,8 @@ use super::socket::{self, reset_on_close};
 const MAX_REQUEST: usize = 1 << 20;
 /// More than the connections that a bench opens at once.
 const BYTE_SERVERS: usize = 8;
+/// What [`bulk`] answers one byte for.
+pub const BULK: usize = 1 << 20;
 
 /// What a server saw of a request.
 #[derive(Debug, Deserialize, Serialize)]
@@ -148,20 +150,11 @@ pub fn write_frame(stream: &mut TcpStream, frame: &[u8]) -> io::Result<()> {
     stream.write_all(&bytes)
 }
 
-/// Listens on each address; every connection gets one byte for its byte, every datagram itself.
+/// Listens on each address; every connection and every datagram gets back what it sends.
 pub fn bytes(addresses: &[SocketAddr]) -> io::Result<()> {
+    accept(addresses, echo)?;
     for address in addresses {
-        let listener = Arc::new(TcpListener::bind(address)?);
-        let datagrams = Arc::new(UdpSocket::bind(address)?);
-        for _ in 0..BYTE_SERVERS {
-            let listener = Arc::clone(&listener);
-            thread::spawn(move || {
-                for stream in listener.incoming().flatten() {
-                    // The client counts what fails.
-                    let _closed_early = echo_byte(stream);
-                }
-            });
-        }
+        let datagrams = UdpSocket::bind(address)?;
         thread::spawn(move || {
             let mut datagram = [0; 64];
             loop {
@@ -173,11 +166,39 @@ pub fn bytes(addresses: &[SocketAddr]) -> io::Result<()> {
     Ok(())
 }
 
-fn echo_byte(mut stream: TcpStream) -> io::Result<()> {
-    let mut byte = [0; 1];
-    stream.read_exact(&mut byte)?;
-    stream.write_all(&byte)?;
-    // Until the client has closed: whoever closes first pays with TIME_WAIT.
-    let _reset_by_client = stream.read(&mut byte);
-    reset_on_close(&stream)
+/// Listens on each address; every connection gets one byte for so many.
+pub fn bulk(addresses: &[SocketAddr]) -> io::Result<()> {
+    accept(addresses, |stream| {
+        let mut buffer = vec![0; BULK];
+        while stream.read_exact(&mut buffer).is_ok() {
+            stream.write_all(&[1])?;
+        }
+        Ok(())
+    })
+}
+
+/// As many connections at a time as there are threads for an address.
+fn accept(addresses: &[SocketAddr], serve: fn(&mut TcpStream) -> io::Result<()>) -> io::Result<()> {
+    for address in addresses {
+        let listener = Arc::new(TcpListener::bind(address)?);
+        for _ in 0..BYTE_SERVERS {
+            let listener = Arc::clone(&listener);
+            thread::spawn(move || {
+                for mut stream in listener.incoming().flatten() {
+                    // The client counts what fails.
+                    let _closed_early = serve(&mut stream).and_then(|()| reset_on_close(&stream));
+                }
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Until the client has closed: whoever closes first pays with TIME_WAIT.
+fn echo(stream: &mut TcpStream) -> io::Result<()> {
+    let mut bytes = [0; 64];
+    while let Ok(length @ 1..) = stream.read(&mut bytes) {
+        stream.write_all(&bytes[..length])?;
+    }
+    Ok(())
 }

@@ -64,6 +64,10 @@ impl Session {
                 serve::bytes(&addresses).with_context(|| format!("serving on {addresses:?}"))?;
                 to_value(())
             }
+            Request::ServeBulk { addresses } => {
+                serve::bulk(&addresses).with_context(|| format!("serving on {addresses:?}"))?;
+                to_value(())
+            }
             Request::Dial(dial) => to_value(dial::dial(&dial)),
             Request::DialGroups(groups) => to_value(dial::groups(&groups)?),
             Request::DialShared { targets, rounds, mapped } => {

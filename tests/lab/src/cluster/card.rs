@@ -12,6 +12,8 @@ use crate::namespace::{run, within};
 /// A veth stays one as long as this lives.
 pub(super) struct Card {
     _link: OwnedFd,
+    /// Network namespace and device of both ends.
+    ends: [(String, String); 2],
 }
 
 impl Card {
@@ -26,9 +28,22 @@ impl Card {
             let program = load_program(XDP, BPF_XDP, &PASS)?;
             Ok(link_xdp(program.as_fd(), if_nametoindex(port)?, XdpMode::Native)?)
         });
-        for (netns, device) in [(fabric, port), (netns, device)] {
-            run(&netns.namespace, "ethtool", &["-K", device, "tx", "off"])?;
-        }
-        Ok(Self { _link: link.with_context(|| format!("an XDP program on {port}"))? })
+        let ends = [(fabric, port), (netns, device)]
+            .map(|(netns, device)| (netns.namespace.clone(), device.to_owned()));
+        let card = Self { _link: link.with_context(|| format!("an XDP program on {port}"))?, ends };
+        card.fill_in_checksums("off")?;
+        Ok(card)
+    }
+
+    pub(super) fn take_out(self) -> Result<()> {
+        self.fill_in_checksums("on")
+    }
+
+    /// `on`: by the device.
+    fn fill_in_checksums(&self, by_device: &str) -> Result<()> {
+        let set = |(namespace, device): &(String, String)| {
+            run(namespace, "ethtool", &["-K", device, "tx", by_device]).map(drop)
+        };
+        self.ends.iter().try_for_each(set)
     }
 }

@@ -27,8 +27,10 @@ pub use removal::{remove_kept, remove_leftovers, remove_on_signals};
 
 /// Port of the servers that tell who they are.
 pub const SERVER_PORT: u16 = 8_080;
-/// Port of the servers that return a byte.
+/// Port of the servers that return bytes.
 pub const BYTE_PORT: u16 = 9_090;
+/// Port of the servers that take many bytes, where there are some.
+pub const BULK_PORT: u16 = 9_091;
 
 /// Somewhere in the lab that processes run: a node, a pod, the client outside, the fabric.
 #[derive(Clone, Debug)]
@@ -119,6 +121,11 @@ impl Lab {
             self.cards.push(Card::make(self.fabric()?, &name, self.netns(&name)?, "eth0")?);
         }
         Ok(())
+    }
+
+    /// The devices are simple veths again.
+    pub fn take_cards_out(&mut self) -> Result<()> {
+        self.cards.drain(..).try_for_each(Card::take_out)
     }
 
     /// Prefix of everything that belongs to this lab.

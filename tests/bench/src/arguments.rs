@@ -1,0 +1,89 @@
+//! The command line, and what a run measures by it.
+
+use std::path::PathBuf;
+
+use clap::Parser;
+
+use crate::{
+    contender::{CONTENDERS, Contender},
+    results::Settings,
+};
+
+#[derive(Clone, Debug, Parser)]
+#[command(
+    name = "cargo xtask bench",
+    about = "Measures proxy-ctl, the real kube-proxy and no proxy beside each other, with a real API server, in network namespaces"
+)]
+pub struct Arguments {
+    /// Seconds for each cell, 1 and 100 Services, few contenders: to try it out. Programs are not optimised
+    #[arg(long)]
+    pub lean: bool,
+    /// Only cells whose names contain this, as --list shows them: `connect/`, `/nftables/`. Given again: and this
+    #[arg(long, value_name = "TEXT")]
+    pub filter: Vec<String>,
+    /// Services in the cluster; given again for several sizes [default: 1, 1000, 10000]
+    #[arg(long, value_name = "COUNT")]
+    pub services: Vec<usize>,
+    /// Endpoints of each
+    #[arg(long, default_value_t = 10)]
+    pub endpoints: usize,
+    /// Seconds of each cell of traffic [default: 5]
+    #[arg(long)]
+    pub seconds: Option<f64>,
+    /// Endpoint changes whose processor time is measured [default: 1000]
+    #[arg(long)]
+    pub changes: Option<usize>,
+    /// Folder for results.json and plots [default: docs/benchmarks, with --lean target/benchmarks]
+    #[arg(long, value_name = "FOLDER")]
+    pub output: Option<PathBuf>,
+    /// Measure nothing: show the results that are in the folder, and draw the plots anew
+    #[arg(long, conflicts_with = "list")]
+    pub render: bool,
+    /// Measure nothing: list the cells
+    #[arg(long)]
+    pub list: bool,
+}
+
+impl Arguments {
+    pub fn settings(&self) -> Settings {
+        let of = |lean, full| if self.lean { lean } else { full };
+        let sizes = if self.lean { vec![1, 100] } else { vec![1, 1_000, 10_000] };
+        let mut sizes = if self.services.is_empty() { sizes } else { self.services.clone() };
+        // A cluster only grows.
+        sizes.sort_unstable();
+        sizes.dedup();
+        Settings {
+            build: if cfg!(debug_assertions) { "debug" } else { "release" }.to_owned(),
+            sizes,
+            endpoints: self.endpoints,
+            seconds: self.seconds.unwrap_or(if self.lean { 1.0 } else { 5.0 }),
+            turn_ms: 25,
+            clients: 4,
+            pace: if self.lean { 1_000.0 } else { 4_000.0 },
+            rounds: of(2, 7),
+            changes: self.changes.unwrap_or(of(20, 1_000)),
+            flows: 1_024,
+        }
+    }
+
+    pub fn contenders(&self) -> Vec<Contender> {
+        CONTENDERS.into_iter().filter(|contender| contender.is_lean || !self.lean).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(words: &[&str]) -> Settings {
+        Arguments::try_parse_from([&["bench"], words].concat()).unwrap().settings()
+    }
+
+    #[test]
+    fn sizes_grow_and_what_is_given_wins() {
+        assert_eq!(settings(&[]).sizes, [1, 1_000, 10_000]);
+        assert_eq!(settings(&["--services", "50", "--services", "5", "--services", "50"]).sizes, [5, 50]);
+        let lean = settings(&["--lean", "--seconds", "0.2", "--changes", "4"]);
+        assert_eq!((lean.seconds, lean.changes, lean.sizes), (0.2, 4, vec![1, 100]));
+    }
+}

@@ -1,0 +1,208 @@
+//! The lab with an API server in it, the Services that are dialled, and as many others as are asked for.
+
+use std::net::{Ipv4Addr, SocketAddr};
+
+use anyhow::Result;
+use control_plane::{ADMIN, ApiServer, Options, objects::Bulk};
+use lab::{
+    Agent, Lab, Objects, Protocol,
+    address::{self, Family, NodeNumber, POD_RANGE4, POD_RANGE6, cluster_ip, gateway},
+    cluster::{BULK_PORT, BYTE_PORT, FABRIC, NODES, OUTSIDE, PodProcesses, node_name},
+    namespace::sysctl,
+    objects::{Endpoint, Service, ServicePort},
+};
+
+use crate::{change, plan::Path};
+
+/// Where the proxies run.
+pub(crate) const NODE: NodeNumber = 1;
+pub(crate) const CLIENT: &str = "client";
+/// Two on each node: who serves is never one process, with a proxy or without.
+const SERVERS: [(NodeNumber, [&str; 2]); 2] = [(1, ["server-a", "server-c"]), (2, ["server-b", "server-d"])];
+/// Endpoints of the Service whose endpoint moves.
+pub(crate) const MOVES_BETWEEN: [&str; 2] = ["server-a", "server-b"];
+pub(crate) const PORT: u16 = 80;
+const PORT_OF_BULK: u16 = 81;
+
+pub(crate) struct Cluster {
+    pub(crate) client: Agent,
+    outside: Agent,
+    _servers: Vec<Agent>,
+    pub(crate) server: ApiServer,
+    others: Bulk,
+    pub(crate) lab: Lab,
+}
+
+/// Who is dialled on a path.
+pub(crate) struct Targets {
+    pub(crate) direct: Vec<SocketAddr>,
+    pub(crate) service: SocketAddr,
+}
+
+/// A Service with all endpoints on one node.
+struct OnNode {
+    name: &'static str,
+    index: u16,
+    node: NodeNumber,
+    node_port: u16,
+}
+
+const ON_NODES: [OnNode; 2] = [
+    OnNode { name: "near", index: 300, node: 1, node_port: 30_080 },
+    OnNode { name: "far", index: 301, node: 2, node_port: 30_082 },
+];
+
+impl Path {
+    fn service(self) -> &'static OnNode {
+        match self {
+            Self::ClusterIp | Self::NodePortLocal => &ON_NODES[0],
+            Self::NodePortRemote => &ON_NODES[1],
+        }
+    }
+
+    /// The pods that serve it.
+    pub(crate) fn servers(self) -> [&'static str; 2] {
+        servers_of(self.service().node)
+    }
+}
+
+fn servers_of(node: NodeNumber) -> [&'static str; 2] {
+    SERVERS[usize::from(node != SERVERS[0].0)].1
+}
+
+impl OnNode {
+    fn object(&self) -> Service {
+        let mut service =
+            Service::new(self.name, cluster_ip(self.index), PORT, BYTE_PORT, Some(self.node_port));
+        service.ports.push(ServicePort {
+            name: "bulk".to_owned(),
+            protocol: Protocol::Tcp,
+            port: PORT_OF_BULK,
+            target_port: BULK_PORT,
+            node_port: Some(self.node_port + 1),
+        });
+        service
+    }
+}
+
+impl Cluster {
+    /// With the Services that are dialled, and no others yet. `endpoints`: of each of the others.
+    pub(crate) fn start(endpoints: usize) -> Result<Self> {
+        let mut lab = Lab::new()?;
+        lab.add_pod(NODE, CLIENT, PodProcesses::InNodeCgroup)?;
+        let mut servers = Vec::new();
+        for (node, names) in SERVERS {
+            for name in names {
+                lab.add_pod(node, name, PodProcesses::InNodeCgroup)?;
+                let server = lab.server(name)?;
+                server.serve_bulk(&lab.netns(name)?.addresses.with_port(BULK_PORT))?;
+                servers.push(server);
+            }
+        }
+        route_pods(&lab)?;
+        let options = Options {
+            address: gateway().v4.into(),
+            namespace: Some(lab.netns(FABRIC)?.namespace.clone()),
+            ..Options::default()
+        };
+        let server = ApiServer::start_with(&lab.directory().join("control-plane"), options)?;
+        let cluster = Self {
+            client: lab.agent(CLIENT)?,
+            outside: lab.agent(OUTSIDE)?,
+            _servers: servers,
+            server,
+            others: Bulk::new("many", 0, endpoints),
+            lab,
+        };
+        cluster.publish()?;
+        Ok(cluster)
+    }
+
+    fn publish(&self) -> Result<()> {
+        let mut objects = Objects::default();
+        for node in NODES {
+            let pods = [format!("10.244.{node}.0/24"), format!("fd00:10:244:{node}::/64")];
+            objects.set_node(&node_name(node), address::node(node), pods);
+        }
+        for service in &ON_NODES {
+            let endpoint = |name: &&str| Ok(Endpoint::ready(self.lab.netns(name)?.addresses, service.node));
+            let endpoints = servers_of(service.node).iter().map(endpoint).collect::<Result<Vec<_>>>()?;
+            objects.set_service(&service.object(), &endpoints);
+        }
+        let addresses = self.moves_between()?;
+        self.server.run(async |api| {
+            for (_, object) in objects.iter() {
+                control_plane::objects::apply(&api, object).await?;
+            }
+            change::create(&api, addresses).await
+        })
+    }
+
+    /// Creates what is missing for as many Services; each that is dialled on a path counts as the same one.
+    pub(crate) fn grow(&mut self, services: usize) -> Result<()> {
+        let others = services.saturating_sub(1);
+        if others > self.others.services {
+            self.others.services = others;
+            let bulk = self.others.clone();
+            self.server.run(async |api| bulk.create(&api).await.map(drop))?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn others(&self) -> &Bulk {
+        &self.others
+    }
+
+    pub(crate) fn moves_between(&self) -> Result<[Ipv4Addr; 2]> {
+        let [first, second] = MOVES_BETWEEN.map(|name| self.lab.netns(name).map(|pod| pod.addresses.v4));
+        Ok([first?, second?])
+    }
+
+    pub(crate) fn kubeconfig(&self) -> std::path::PathBuf {
+        self.server.kubeconfig(ADMIN)
+    }
+
+    /// Who dials on this path.
+    pub(crate) fn dialler(&self, path: Path) -> &Agent {
+        match path {
+            Path::ClusterIp => &self.client,
+            Path::NodePortLocal | Path::NodePortRemote => &self.outside,
+        }
+    }
+
+    pub(crate) fn targets(&self, path: Path, bulk: bool) -> Result<Targets> {
+        let service = path.service();
+        let port = if bulk { BULK_PORT } else { BYTE_PORT };
+        let direct = path.servers().into_iter().map(|name| {
+            let pod = self.lab.netns(name)?;
+            anyhow::Ok(SocketAddr::new(pod.addresses.of(Family::V4), port))
+        });
+        let service = match path {
+            Path::ClusterIp => {
+                let port = if bulk { PORT_OF_BULK } else { PORT };
+                SocketAddr::new(cluster_ip(service.index).of(Family::V4), port)
+            }
+            Path::NodePortLocal | Path::NodePortRemote => {
+                let port = service.node_port + u16::from(bulk);
+                SocketAddr::new(address::node(NODE).of(Family::V4), port)
+            }
+        };
+        Ok(Targets { direct: direct.collect::<Result<_>>()?, service })
+    }
+}
+
+/// The client outside dials pods by their nodes, and no node tells it of a shorter way.
+fn route_pods(lab: &Lab) -> Result<()> {
+    let mut routes = String::new();
+    for node in NODES {
+        routes.push_str(&format!("route add 10.244.{node}.0/24 via {}\n", address::node(node).v4));
+        let quiet = [("net/ipv4/conf/all/send_redirects", "0"), ("net/ipv4/conf/eth0/send_redirects", "0")];
+        sysctl(&lab.netns(&node_name(node))?.namespace, &quiet)?;
+    }
+    lab.netns(OUTSIDE)?.ip(&routes)
+}
+
+/// Of the proxies' configuration.
+pub(crate) fn pod_ranges() -> String {
+    format!("{POD_RANGE4},{POD_RANGE6}")
+}

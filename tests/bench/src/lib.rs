@@ -1,0 +1,23 @@
+//! Figures that belong together, of one run on one machine: no proxy, proxy-ctl in its modes and on its paths, and the real
+//! kube-proxy, with the same Services of a real API server, one after the other in one cluster of network namespaces.
+//!
+//! [`run`] measures the cells that [`plan`] names for each [`contender`], and writes [`results`] as it goes; [`render`] and [`plots`] show
+//! them.
+
+pub mod arguments;
+mod change;
+mod cluster;
+pub mod contender;
+mod cpu;
+mod forward;
+mod machine;
+mod metrics;
+pub mod plan;
+pub mod plots;
+mod program;
+pub mod render;
+pub mod results;
+pub mod run;
+pub mod statistics;
+mod subject;
+mod traffic;

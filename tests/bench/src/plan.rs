@@ -1,0 +1,197 @@
+//! Which cells a run has: each is one measure of one contender at one size, and has a name that can be asked for.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::contender::{Contender, Kind};
+
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Measure {
+    /// From the start of the process to the first connection through it.
+    Start,
+    /// Connections with a request each.
+    Connect,
+    /// Requests on an open connection.
+    Request,
+    /// Mebibytes on an open connection.
+    Bulk,
+    /// Datagrams there and back, each from a new socket.
+    Datagram,
+    /// Processor time of the whole machine for a connection.
+    Cpu,
+    /// Packets forwarded by one core.
+    Forward,
+    /// From the API server's acknowledgement of a change to the first connection that follows it.
+    Change,
+    /// The proxy's processor time for changes.
+    ChangesCpu,
+    /// Resident memory of the proxy at its highest.
+    Memory,
+    /// Entries that a process writes that starts after kill -9 with nothing changed.
+    Restart,
+    CleanUp,
+}
+
+pub const EXERCISES: [Measure; 4] = [Measure::Connect, Measure::Request, Measure::Bulk, Measure::Datagram];
+
+impl fmt::Display for Measure {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.pad(match self {
+            Self::Start => "start",
+            Self::Connect => "connect",
+            Self::Request => "request",
+            Self::Bulk => "bulk",
+            Self::Datagram => "datagram",
+            Self::Cpu => "cpu",
+            Self::Forward => "forward",
+            Self::Change => "change",
+            Self::ChangesCpu => "changes-cpu",
+            Self::Memory => "memory",
+            Self::Restart => "restart",
+            Self::CleanUp => "clean-up",
+        })
+    }
+}
+
+/// From whom to where.
+#[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Path {
+    /// A pod to the cluster IP of endpoints on its node.
+    ClusterIp,
+    /// Outside to the node port of endpoints on that node.
+    NodePortLocal,
+    /// Outside to the node port of endpoints on the other node.
+    NodePortRemote,
+}
+
+pub const PATHS: [Path; 3] = [Path::ClusterIp, Path::NodePortLocal, Path::NodePortRemote];
+
+impl Path {
+    pub const fn describe(self) -> &'static str {
+        match self {
+            Self::ClusterIp => "pod to ClusterIP",
+            Self::NodePortLocal => "outside to NodePort, endpoints on that node",
+            Self::NodePortRemote => "outside to NodePort, endpoints on another node",
+        }
+    }
+}
+
+impl fmt::Display for Path {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.pad(match self {
+            Self::ClusterIp => "cluster-ip",
+            Self::NodePortLocal => "node-port-local",
+            Self::NodePortRemote => "node-port-remote",
+        })
+    }
+}
+
+#[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
+pub struct CellName {
+    pub measure: Measure,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub path: Option<Path>,
+    pub contender: String,
+    /// In the cluster; 0: none of them matters.
+    pub services: usize,
+}
+
+impl fmt::Display for CellName {
+    /// `connect/node-port-local/ebpf-xdp/1000`.
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{}/", self.measure)?;
+        if let Some(path) = self.path {
+            write!(formatter, "{path}/")?;
+        }
+        write!(formatter, "{}/{}", self.contender, self.services)
+    }
+}
+
+/// The cells of a contender at one size whose names contain every text of `filter`, in the order in which they are measured.
+pub fn cells(contender: Contender, services: usize, is_first_size: bool, filter: &[String]) -> Vec<CellName> {
+    let services = match contender.kind {
+        Kind::Proxy { .. } => services,
+        Kind::Direct | Kind::Dropped | Kind::OneRule if is_first_size => 0,
+        Kind::Direct | Kind::Dropped | Kind::OneRule => return Vec::new(),
+    };
+    let name = |(measure, path)| CellName { measure, path, contender: contender.name.to_owned(), services };
+    let all = measures(contender).into_iter().map(name);
+    all.filter(|cell| filter.iter().all(|text| cell.to_string().contains(text))).collect()
+}
+
+fn measures(contender: Contender) -> Vec<(Measure, Option<Path>)> {
+    let on = |measures: &[Measure], paths: &[Path]| {
+        let each = |measure: &Measure| paths.iter().map(|path| (*measure, Some(*path))).collect::<Vec<_>>();
+        measures.iter().flat_map(each).collect::<Vec<_>>()
+    };
+    let outside = &PATHS[1..];
+    let paths = if contender.is_for_outside_only() { outside } else { &PATHS };
+    let forward = on(&[Measure::Forward], outside);
+    match contender.kind {
+        Kind::Dropped => on(&[Measure::Forward], &[Path::NodePortRemote]),
+        Kind::OneRule => forward,
+        Kind::Direct if contender.cards => on(&[Measure::Cpu], outside),
+        Kind::Direct => [on(&[Measure::Cpu], &PATHS), forward].concat(),
+        Kind::Proxy { monitored: true, .. } => on(&[Measure::Connect, Measure::Cpu], &PATHS),
+        Kind::Proxy { proxy, .. } => {
+            let without = |measures: &[Measure]| measures.iter().map(|measure| (*measure, None)).collect();
+            let forwards = !proxy.datapath().is_a_process();
+            let restart = (!proxy.is_kube_proxy()).then_some(Measure::Restart);
+            let changes: Vec<_> = without(&[Measure::Change, Measure::ChangesCpu, Measure::Memory]);
+            let end = Vec::from_iter(restart.into_iter().chain([Measure::CleanUp]));
+            [
+                without(&[Measure::Start]),
+                on(&EXERCISES, paths),
+                on(&[Measure::Cpu], paths),
+                if forwards { forward } else { Vec::new() },
+                changes,
+                without(&end),
+            ]
+            .concat()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+    use crate::contender::CONTENDERS;
+
+    fn names(contender: &str, is_first_size: bool, filter: &[&str]) -> Vec<String> {
+        let filter = Vec::from_iter(filter.iter().map(|text| (*text).to_owned()));
+        let contender = Contender::by_name(contender).unwrap();
+        let cells = cells(contender, 1_000, is_first_size, &filter);
+        cells.iter().map(CellName::to_string).collect()
+    }
+
+    #[rstest]
+    #[case::a_proxy_at_each_size("nftables", false, &["connect", "cluster"], &["connect/cluster-ip/nftables/1000"])]
+    #[case::xdp_from_outside_only("ebpf-xdp", true, &["bulk"],
+        &["bulk/node-port-local/ebpf-xdp/1000", "bulk/node-port-remote/ebpf-xdp/1000"])]
+    #[case::without_services_once("direct", true, &["forward"],
+        &["forward/node-port-local/direct/0", "forward/node-port-remote/direct/0"])]
+    #[case::and_not_again("direct", false, &[], &[])]
+    #[case::nothing_is_restarted_of_others("kube-proxy-nftables", true, &["restart"], &[])]
+    #[case::a_process_forwards_no_packets("userspace", true, &["forward"], &[])]
+    fn chosen(
+        #[case] contender: &str,
+        #[case] is_first_size: bool,
+        #[case] filter: &[&str],
+        #[case] expected: &[&str],
+    ) {
+        assert_eq!(names(contender, is_first_size, filter), expected);
+    }
+
+    #[test]
+    fn names_are_distinct() {
+        let all = CONTENDERS.iter().flat_map(|contender| names(contender.name, true, &[]));
+        let all = Vec::from_iter(all);
+        let distinct: std::collections::BTreeSet<&String> = all.iter().collect();
+        assert_eq!(distinct.len(), all.len());
+    }
+}

@@ -1,0 +1,257 @@
+//! Results as SVG.
+
+use std::path::{Path as File, PathBuf};
+
+use anyhow::{Result, anyhow};
+use plotters::{
+    coord::Shift,
+    prelude::{
+        ChartBuilder, Circle, DrawingArea, IntoDrawingArea as _, IntoFont as _, IntoLogRange as _,
+        LineSeries, PathElement, RGBColor, Rectangle, SVGBackend, Text,
+    },
+    style::{BLACK, Color as _, WHITE},
+};
+
+use crate::{
+    contender::{CONTENDERS, Contender, Kind},
+    plan::{Measure, PATHS, Path},
+    results::{Figures, Results},
+};
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+
+/// Of one contender: what it is, and the middle half of what was measured.
+#[derive(Clone, Debug, PartialEq)]
+struct Bar {
+    contender: Contender,
+    value: f64,
+    low: f64,
+    high: f64,
+}
+
+/// Draws what there are figures for; answers with the files.
+pub fn draw(results: &Results, folder: &File) -> Result<Vec<PathBuf>> {
+    let mut drawn = Vec::new();
+    for (name, title, measure) in [
+        (
+            "connections.svg",
+            "Connections a second through a Service, as a part of direct ones",
+            Measure::Connect,
+        ),
+        (
+            "processor-time.svg",
+            "Processor time of the whole machine for a connection, microseconds",
+            Measure::Cpu,
+        ),
+        ("packets.svg", "Packets a second forwarded by one core, millions", Measure::Forward),
+    ] {
+        let file = folder.join(name);
+        let panels = panels(results, measure);
+        if panels.is_empty() {
+            continue;
+        }
+        bars(&file, title, &panels).map_err(|error| anyhow!("drawing {}: {error}", file.display()))?;
+        drawn.push(file);
+    }
+    for (name, title, measure) in [
+        (
+            "change.svg",
+            "From an endpoint change to the first connection that follows it, milliseconds",
+            Measure::Change,
+        ),
+        ("start.svg", "From the start of the process to the first connection, milliseconds", Measure::Start),
+        ("memory.svg", "Resident memory of the process at its highest, megabytes", Measure::Memory),
+        (
+            "changes-cpu.svg",
+            "The proxy's processor time for 1,000 endpoint changes, seconds",
+            Measure::ChangesCpu,
+        ),
+    ] {
+        let file = folder.join(name);
+        let lines = lines(results, measure);
+        if lines.is_empty() {
+            continue;
+        }
+        growth(&file, title, &lines).map_err(|error| anyhow!("drawing {}: {error}", file.display()))?;
+        drawn.push(file);
+    }
+    Ok(drawn)
+}
+
+/// One for each path, at the largest size.
+fn panels(results: &Results, measure: Measure) -> Vec<(&'static str, Vec<Bar>)> {
+    let size = results.settings.sizes.last().copied().unwrap_or(0);
+    let bar = |contender: Contender, path: Path| {
+        let (spread, scale) = match results.figures(measure, Some(path), contender.name, size)? {
+            Figures::Rates { ratio, .. } => (*ratio, 1.0),
+            Figures::Cpu { micros } => (*micros, 1.0),
+            Figures::Packets { per_second, .. } => (*per_second, 1e-6),
+            _ => return None,
+        };
+        Some(Bar {
+            contender,
+            value: spread.median * scale,
+            low: spread.low * scale,
+            high: spread.high * scale,
+        })
+    };
+    let panel = |path: Path| {
+        let bars: Vec<Bar> = CONTENDERS.into_iter().filter_map(|contender| bar(contender, path)).collect();
+        (path.describe(), bars)
+    };
+    PATHS.map(panel).into_iter().filter(|(_, bars)| !bars.is_empty()).collect()
+}
+
+/// By the number of Services.
+fn lines(results: &Results, measure: Measure) -> Vec<(Contender, Vec<(f64, f64)>)> {
+    let point = |contender: Contender, size: usize| {
+        let value = match results.figures(measure, None, contender.name, size)? {
+            Figures::Time { millis } => *millis,
+            Figures::Times { millis, .. } => millis.median,
+            Figures::Memory { megabytes } => *megabytes,
+            Figures::Changes { cpu_seconds_per_1000, .. } => *cpu_seconds_per_1000,
+            _ => return None,
+        };
+        // The scale is logarithmic.
+        Some((size as f64, value.max(LEAST)))
+    };
+    let line = |contender: Contender| {
+        let points: Vec<_> =
+            results.settings.sizes.iter().filter_map(|size| point(contender, *size)).collect();
+        (!points.is_empty()).then_some((contender, points))
+    };
+    CONTENDERS.into_iter().filter_map(line).collect()
+}
+
+const LEAST: f64 = 0.01;
+const WIDTH: u32 = 860;
+const ROW: i32 = 20;
+const NAMES: i32 = 170;
+const VALUES: i32 = 70;
+const MARGIN: i32 = 16;
+const FONT: &str = "sans-serif";
+
+/// Ours, kube-proxy's, and what neither is.
+fn color(contender: Contender) -> RGBColor {
+    match contender.kind {
+        Kind::Proxy { proxy, .. } if proxy.is_kube_proxy() => RGBColor(214, 111, 60),
+        Kind::Proxy { .. } => RGBColor(44, 110, 178),
+        Kind::Direct | Kind::Dropped | Kind::OneRule => RGBColor(130, 130, 130),
+    }
+}
+
+type Drawn = Result<(), Box<dyn std::error::Error>>;
+
+fn title(area: &Area<'_>, text: &str) -> Drawn {
+    area.fill(&WHITE)?;
+    area.draw(&Text::new(text.to_owned(), (MARGIN, MARGIN), (FONT, 17).into_font()))?;
+    Ok(())
+}
+
+fn bars(file: &File, heading: &str, panels: &[(&str, Vec<Bar>)]) -> Drawn {
+    let rows: i32 = panels.iter().map(|(_, bars)| bars.len() as i32 + 2).sum();
+    let height = MARGIN * 3 + ROW * rows;
+    let area = SVGBackend::new(file, (WIDTH, height.unsigned_abs())).into_drawing_area();
+    title(&area, heading)?;
+    let largest =
+        panels.iter().flat_map(|(_, bars)| bars).map(|bar| bar.high).fold(f64::MIN_POSITIVE, f64::max);
+    let room = f64::from(WIDTH as i32 - NAMES - VALUES - 2 * MARGIN);
+    let right_of = |value: f64| MARGIN + NAMES + (value / largest * room) as i32;
+    let font = || (FONT, 13).into_font();
+    let mut top = MARGIN * 3;
+    for (name, bars) in panels {
+        area.draw(&Text::new((*name).to_owned(), (MARGIN, top), (FONT, 14).into_font()))?;
+        top += ROW;
+        for bar in bars {
+            let middle = top + ROW / 2;
+            area.draw(&Text::new(bar.contender.name, (MARGIN + 8, top + 3), font()))?;
+            let corners = [(right_of(0.0), top + 3), (right_of(bar.value), top + ROW - 3)];
+            area.draw(&Rectangle::new(corners, color(bar.contender).mix(0.8).filled()))?;
+            let middle_half = vec![(right_of(bar.low), middle), (right_of(bar.high), middle)];
+            area.draw(&PathElement::new(middle_half, BLACK))?;
+            let value = (right_of(bar.value.max(bar.high)) + 6, top + 3);
+            area.draw(&Text::new(short(bar.value), value, font()))?;
+            top += ROW;
+        }
+        top += ROW;
+    }
+    area.present()?;
+    Ok(())
+}
+
+/// Three digits that say something.
+fn short(value: f64) -> String {
+    match value.abs() {
+        large if large >= 100.0 => format!("{value:.0}"),
+        middle if middle >= 10.0 => format!("{value:.1}"),
+        small if small >= 1.0 => format!("{value:.2}"),
+        _ => format!("{value:.3}"),
+    }
+}
+
+fn growth(file: &File, heading: &str, lines: &[(Contender, Vec<(f64, f64)>)]) -> Drawn {
+    let area = SVGBackend::new(file, (WIDTH, 440)).into_drawing_area();
+    title(&area, heading)?;
+    let points = || lines.iter().flat_map(|(_, points)| points);
+    let bounds = |of: fn(&(f64, f64)) -> f64| {
+        let least = points().map(of).fold(f64::INFINITY, f64::min);
+        let most = points().map(of).fold(LEAST, f64::max);
+        (least / 1.5..most * 1.5).log_scale()
+    };
+    let mut chart = ChartBuilder::on(&area)
+        .margin(MARGIN)
+        .margin_top(3 * MARGIN)
+        .margin_right(NAMES)
+        .x_label_area_size(36)
+        .y_label_area_size(56)
+        .build_cartesian_2d(bounds(|point| point.0), bounds(|point| point.1))?;
+    let number = |value: &f64| if *value >= 1.0 { format!("{value:.0}") } else { format!("{value}") };
+    chart
+        .configure_mesh()
+        .light_line_style(WHITE)
+        .x_desc("Services")
+        .x_label_formatter(&number)
+        .y_label_formatter(&number)
+        .draw()?;
+    for (place, (contender, points)) in lines.iter().enumerate() {
+        // Lines of one colour are told apart by how dark they are.
+        let style = color(*contender).mix(1.0 - 0.6 * place as f64 / lines.len() as f64).stroke_width(2);
+        chart.draw_series(LineSeries::new(points.iter().copied(), style))?;
+        chart.draw_series(points.iter().map(|point| Circle::new(*point, 3, style.filled())))?;
+        if let Some(last) = points.last() {
+            let (x, y) = chart.backend_coord(last);
+            area.draw(&Text::new(contender.name, (x + 8, y - 7), (FONT, 12).into_font()))?;
+        }
+    }
+    area.present()?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn every_plot_is_drawn_and_names_all_that_it_shows() {
+        let folder = tempfile::tempdir().unwrap();
+        let results = crate::render::tests::example();
+        let drawn = draw(&results, folder.path()).unwrap();
+        assert_eq!(drawn.len(), 7);
+        for file in drawn {
+            let text = fs::read_to_string(&file).unwrap();
+            assert!(text.starts_with("<svg") && text.contains("kube-proxy-nftables"), "{}", file.display());
+        }
+    }
+
+    #[test]
+    fn nothing_is_drawn_of_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut results = crate::render::tests::example();
+        results.cells.clear();
+        assert_eq!(draw(&results, folder.path()).unwrap(), [""; 0].map(PathBuf::from));
+        assert_eq!(short(1_234.5), "1234");
+        assert_eq!(short(0.0123), "0.012");
+    }
+}

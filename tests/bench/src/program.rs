@@ -1,0 +1,135 @@
+//! Small XDP programs, as instructions.
+
+use std::os::fd::OwnedFd;
+
+use anyhow::{Context as _, Result};
+use proxy_ctl::sys::bpf::load_program;
+
+/// Bytes of the smallest Ethernet frame, without its checksum.
+pub(crate) const FRAME: usize = 60;
+/// Flows come from this port on.
+pub(crate) const FIRST_PORT: u16 = 10_000;
+
+const XDP_ABORTED: i32 = 0;
+const XDP_DROP: i32 = 1;
+const XDP_PASS: i32 = 2;
+const ETHERTYPE: i16 = 12;
+const IPV4: i32 = 0x0800;
+const PROTOCOL: i16 = 23;
+const UDP: i32 = 17;
+const SOURCE_PORT: i16 = 34;
+const PRANDOM: i32 = 7;
+const REDIRECT: i32 = 23;
+
+const EXIT: u64 = instruction(0x95, 0, 0, 0, 0);
+
+/// In the byte order of x86-64 and arm64.
+const fn instruction(code: u8, to: u8, from: u8, offset: i16, value: i32) -> u64 {
+    code as u64 | ((from << 4 | to) as u64) << 8 | (offset as u16 as u64) << 16 | (value as u32 as u64) << 32
+}
+
+/// `r[to] = value`
+const fn set(to: u8, value: i32) -> u64 {
+    instruction(0xb7, to, 0, 0, value)
+}
+
+/// `r[to] = r[from]`
+const fn copy(to: u8, from: u8) -> u64 {
+    instruction(0xbf, to, from, 0, 0)
+}
+
+const fn call(helper: i32) -> u64 {
+    instruction(0x85, 0, 0, 0, helper)
+}
+
+/// r2: the frame, whose context is in r1. Goes on so many instructions further where it has fewer than `length` bytes; r3 and r4 are used.
+fn frame(context: u8, length: usize, beyond: i16) -> [u64; 5] {
+    [
+        instruction(0x61, 2, context, 0, 0),
+        instruction(0x61, 3, context, 4, 0),
+        copy(4, 2),
+        instruction(0x07, 4, 0, 0, length as i32),
+        instruction(0x2d, 4, 3, beyond, 0),
+    ]
+}
+
+pub(crate) fn load(instructions: &[u64]) -> Result<OwnedFd> {
+    const XDP: u32 = 6;
+    const BPF_XDP: u32 = 37;
+    load_program(XDP, BPF_XDP, instructions).context("loading a program of the benchmark")
+}
+
+pub(crate) fn pass() -> Vec<u64> {
+    vec![set(0, XDP_PASS), EXIT]
+}
+
+/// Drops datagrams of IPv4, which the lab has no others of meanwhile. All else passes: neighbours, and the API server's connections.
+pub(crate) fn drop_datagrams() -> Vec<u64> {
+    let mut program = frame(1, 34, 6).to_vec();
+    program.extend([
+        instruction(0x69, 5, 2, ETHERTYPE, 0),
+        // Unlike in the byte order of the machine.
+        instruction(0x55, 5, 0, 4, IPV4.swap_bytes() >> 16),
+        instruction(0x71, 5, 2, PROTOCOL, 0),
+        instruction(0x55, 5, 0, 2, UDP),
+        set(0, XDP_DROP),
+        EXIT,
+        set(0, XDP_PASS),
+        EXIT,
+    ]);
+    program
+}
+
+/// Writes the whole frame anew, as translated ones come back from where they were dropped; with the source port of one of `flows`, a power
+/// of two. Sends it by the device.
+pub(crate) fn generate(bytes: &[u8; FRAME], flows: u32, device: u32) -> Vec<u64> {
+    let (words, _) = bytes.as_chunks::<4>();
+    let beyond = words.len() as i16 + 5;
+    let mut program = vec![copy(6, 1), call(PRANDOM)];
+    program.extend([
+        // r0 &= flows - 1; r0 += FIRST_PORT; r0 in the order of the network
+        instruction(0x57, 0, 0, 0, flows.next_power_of_two() as i32 - 1),
+        instruction(0x07, 0, 0, 0, i32::from(FIRST_PORT)),
+        instruction(0xdc, 0, 0, 0, 16),
+        copy(7, 0),
+    ]);
+    program.extend(frame(6, FRAME, beyond));
+    program.extend(
+        words
+            .iter()
+            .zip((0_i16..).step_by(4))
+            .map(|(word, offset)| instruction(0x62, 2, 0, offset, i32::from_ne_bytes(*word))),
+    );
+    program.extend([
+        instruction(0x6b, 2, 7, SOURCE_PORT, 0),
+        set(1, device as i32),
+        set(2, 0),
+        call(REDIRECT),
+        EXIT,
+        set(0, XDP_ABORTED),
+        EXIT,
+    ]);
+    program
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn instructions_are_as_the_kernel_reads_them() {
+        // As tests/lab has them for its cards.
+        assert_eq!(pass(), [0x0000_0002_0000_00b7, 0x95]);
+        assert_eq!(instruction(0x62, 2, 0, 4, -1).to_le_bytes(), [0x62, 2, 4, 0, 255, 255, 255, 255]);
+    }
+
+    #[test]
+    fn jumps_go_to_the_last_two_instructions() {
+        for program in [drop_datagrams(), generate(&[0; FRAME], 1_024, 3)] {
+            let jumps = program.iter().enumerate().filter(|(_, word)| [0x2d, 0x55].contains(&(**word as u8)));
+            for (place, word) in jumps {
+                assert_eq!(place + 1 + usize::from((word >> 16) as u16), program.len() - 2);
+            }
+        }
+    }
+}

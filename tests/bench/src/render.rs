@@ -1,0 +1,291 @@
+//! Results as tables for a terminal.
+
+use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
+
+use crate::{
+    contender::CONTENDERS,
+    plan::{CellName, EXERCISES, Measure, PATHS, Path},
+    results::{Figures, Outcome, Results},
+};
+
+const NOTHING: &str = "-";
+
+pub fn text(results: &Results) -> String {
+    let mut parts = vec![conditions(results)];
+    parts.extend(PATHS.into_iter().filter_map(|path| traffic(results, path)));
+    parts.extend(forwarded(results));
+    parts.extend(control_plane(results));
+    parts.extend(left_out(results));
+    parts.join("\n")
+}
+
+/// What the figures were taken on, and how.
+pub fn conditions(results: &Results) -> String {
+    let (machine, settings) = (&results.machine, &results.settings);
+    format!(
+        "{}, {} cores, {} GiB, Linux {}; kube-proxy {}; {} build.\n\
+         {} s for each cell, direct and service by turns of {} ms, {} connections at once; medians, and the middle half as low..high.\n",
+        machine.processor,
+        machine.cores,
+        machine.memory_gib,
+        machine.kernel,
+        machine.kube_proxy,
+        settings.build,
+        settings.seconds,
+        settings.turn_ms,
+        settings.clients,
+    )
+}
+
+/// Contenders and sizes of which there is something, as rows: what `row` makes of them, unless it finds nothing.
+fn rows<const N: usize>(
+    results: &Results,
+    row: impl Fn(&str, usize) -> Option<[String; N]>,
+) -> Vec<Vec<String>> {
+    let mut found = Vec::new();
+    for contender in CONTENDERS {
+        let is_its = |name: &&CellName| name.contender == contender.name;
+        let mut sizes: Vec<usize> =
+            results.cells.iter().map(|cell| &cell.name).filter(is_its).map(|name| name.services).collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        for size in sizes {
+            let shown = if size == 0 { NOTHING.to_owned() } else { size.to_string() };
+            if let Some(cells) = row(contender.name, size)
+                && cells.iter().any(|cell| cell != NOTHING)
+            {
+                found.push([vec![contender.name.to_owned(), shown], cells.to_vec()].concat());
+            }
+        }
+    }
+    found
+}
+
+fn table(title: &str, header: &[&str], rows: Vec<Vec<String>>) -> Option<String> {
+    if rows.is_empty() {
+        return None;
+    }
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
+    table.set_header([&["", "services"], header].concat()).add_rows(rows);
+    for (place, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((0, 2));
+        if place > 0 {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    let lines: Vec<String> = table.lines().map(|line| line.trim_end().to_owned()).collect();
+    Some(format!("{title}\n{}\n", lines.join("\n")))
+}
+
+fn traffic(results: &Results, path: Path) -> Option<String> {
+    let rows = rows(results, |contender, size| {
+        let figures = |measure| results.figures(measure, Some(path), contender, size);
+        let ratio = |measure, with_spread| match figures(measure) {
+            Some(Figures::Rates { ratio, .. }) if with_spread => {
+                format!("{:.3} {:.2}..{:.2}", ratio.median, ratio.low, ratio.high)
+            }
+            Some(Figures::Rates { ratio, .. }) => format!("{:.3}", ratio.median),
+            _ => NOTHING.to_owned(),
+        };
+        let (rate, p50, p99) = match figures(Measure::Connect) {
+            Some(Figures::Rates { service, .. }) => (
+                format!("{:.0}", service.per_second.median),
+                format!("{:.0}", service.p50_micros),
+                format!("{:.0}", service.p99_micros),
+            ),
+            _ => (NOTHING.to_owned(), NOTHING.to_owned(), NOTHING.to_owned()),
+        };
+        let cpu = match figures(Measure::Cpu) {
+            Some(Figures::Cpu { micros }) => format!("{:.1}", micros.median),
+            _ => NOTHING.to_owned(),
+        };
+        let [connect, request, bulk, datagram] =
+            EXERCISES.map(|measure| ratio(measure, measure == Measure::Connect));
+        Some([rate, connect, p50, p99, request, bulk, datagram, cpu])
+    });
+    let title = format!(
+        "{}: connections a second, and each measure as a part of direct; latencies and processor time of a connection in us",
+        path.describe()
+    );
+    let header = ["connect/s", "connect", "p50", "p99", "request", "bulk", "datagram", "cpu"];
+    table(&title, &header, rows)
+}
+
+fn forwarded(results: &Results) -> Option<String> {
+    let rows = rows(results, |contender, size| {
+        let figures = |path| match results.figures(Measure::Forward, Some(path), contender, size) {
+            Some(Figures::Packets { per_second, nanos }) => [
+                format!(
+                    "{:.0} {:.0}..{:.0}",
+                    per_second.median / 1e3,
+                    per_second.low / 1e3,
+                    per_second.high / 1e3
+                ),
+                format!("{nanos:.0}"),
+            ],
+            _ => [NOTHING; 2].map(str::to_owned),
+        };
+        let [near, near_nanos] = figures(Path::NodePortLocal);
+        let [far, far_nanos] = figures(Path::NodePortRemote);
+        Some([near, near_nanos, far, far_nanos])
+    });
+    let header = ["to a pod here, k/s", "ns", "to another node, k/s", "ns"];
+    let title = format!(
+        "packets of {} bytes in {} flows, from outside to NodePort, by one core; making them included, as in `dropped`",
+        crate::program::FRAME,
+        results.settings.flows
+    );
+    table(&title, &header, rows)
+}
+
+fn control_plane(results: &Results) -> Option<String> {
+    let rows = rows(results, |contender, size| {
+        let of = |measure, show: fn(&Figures) -> Option<String>| {
+            let figures = results.figures(measure, None, contender, size);
+            figures.and_then(show).unwrap_or_else(|| NOTHING.to_owned())
+        };
+        let time = |figures: &Figures| match figures {
+            Figures::Time { millis } => Some(format!("{millis:.0} ms")),
+            Figures::Times { millis, .. } => Some(format!("{:.1} ms", millis.median)),
+            _ => None,
+        };
+        Some([
+            of(Measure::Start, time),
+            of(Measure::Change, time),
+            of(Measure::Change, |figures| match figures {
+                Figures::Times { longest, .. } => Some(format!("{longest:.1} ms")),
+                _ => None,
+            }),
+            of(Measure::ChangesCpu, |figures| match figures {
+                Figures::Changes { cpu_seconds_per_1000, .. } => Some(format!("{cpu_seconds_per_1000:.2} s")),
+                _ => None,
+            }),
+            of(Measure::Memory, |figures| match figures {
+                Figures::Memory { megabytes } => Some(format!("{megabytes:.1} MB")),
+                _ => None,
+            }),
+            of(Measure::Restart, |figures| match figures {
+                Figures::Writes { entries } => Some(format!("{entries:.0}")),
+                _ => None,
+            }),
+            of(Measure::CleanUp, time),
+        ])
+    });
+    let header = ["start", "change", "at most", "cpu/1,000", "memory", "restart writes", "clean-up"];
+    let title = format!(
+        "control plane, {} endpoints each: start to first connection; API server's word to first connection that follows",
+        results.settings.endpoints
+    );
+    table(&title, &header, rows)
+}
+
+/// What there is no figure of, and why; a contender once.
+fn left_out(results: &Results) -> Option<String> {
+    let mut lines = Vec::new();
+    for cell in &results.cells {
+        let line = match &cell.outcome {
+            Outcome::Figures(_) => continue,
+            Outcome::Failed(reason) => format!("failed: {}: {reason}", cell.name),
+            Outcome::Skipped(reason) => format!("skipped: {}: {reason}", cell.name.contender),
+        };
+        if !lines.contains(&line) {
+            lines.push(line);
+        }
+    }
+    (!lines.is_empty()).then(|| lines.join("\n") + "\n")
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::{
+        machine::Machine,
+        results::{Cell, Rate, Settings},
+        statistics::Spread,
+    };
+
+    const WIDTH: usize = 130;
+
+    fn spread(median: f64) -> Spread {
+        Spread { median, low: median * 0.9, high: median * 1.1, count: 9 }
+    }
+
+    /// Of everything something, with wide numbers.
+    pub(crate) fn example() -> Results {
+        let rate =
+            |per_second| Rate { per_second: spread(per_second), p50_micros: 150.0, p99_micros: 12_345.0 };
+        let mut cells = Vec::new();
+        for contender in CONTENDERS {
+            for name in crate::plan::cells(contender, 10_000, true, &[]) {
+                let figures = match name.measure {
+                    Measure::Connect | Measure::Request | Measure::Bulk | Measure::Datagram => {
+                        Figures::Rates {
+                            direct: rate(20_000.0),
+                            service: rate(19_800.0),
+                            ratio: spread(0.99),
+                        }
+                    }
+                    Measure::Cpu => Figures::Cpu { micros: spread(123.4) },
+                    Measure::Forward => Figures::Packets { per_second: spread(1_234_567.0), nanos: 810.0 },
+                    Measure::Start | Measure::CleanUp => Figures::Time { millis: 22_500.0 },
+                    Measure::Change => Figures::Times { millis: spread(5_000.0), longest: 9_999.9 },
+                    Measure::ChangesCpu => {
+                        Figures::Changes { cpu_seconds_per_1000: 12.34, per_second: 200.0 }
+                    }
+                    Measure::Memory => Figures::Memory { megabytes: 518.0 },
+                    Measure::Restart => Figures::Writes { entries: 0.0 },
+                };
+                cells.push(Cell { name, outcome: Outcome::Figures(figures) });
+            }
+        }
+        let machine = Machine {
+            processor: "A processor".into(),
+            cores: 2,
+            memory_gib: 23.5,
+            kernel: "6.18.0".into(),
+            kube_proxy: "v1.36.1".into(),
+        };
+        let settings = Settings {
+            build: "release".into(),
+            sizes: vec![10_000],
+            endpoints: 10,
+            seconds: 5.0,
+            turn_ms: 25,
+            clients: 4,
+            pace: 4_000.0,
+            rounds: 7,
+            changes: 1_000,
+            flows: 1_024,
+        };
+        Results { machine, settings, cells }
+    }
+
+    #[test]
+    fn every_cell_is_in_a_table_that_fits() {
+        let text = text(&example());
+        let too_wide: Vec<&str> = text.lines().filter(|line| line.chars().count() > WIDTH).collect();
+        assert_eq!(too_wide, [""; 0]);
+        let count = |part: &str| text.matches(part).count();
+        assert_eq!(count("0.990 0.89..1.09"), text.matches("19800").count());
+        assert_eq!(count("1235 1111..1358"), 2 * 11 + 3);
+        assert_eq!(count("22500 ms"), 2 * 10);
+    }
+
+    #[test]
+    fn what_has_no_figure_is_told_by_name() {
+        let mut results = example();
+        for cell in &mut results.cells {
+            cell.outcome = match (cell.name.contender.as_str(), cell.name.measure) {
+                ("ipvs", _) => Outcome::Skipped("no ip_vs".into()),
+                ("nftables", Measure::Start) => Outcome::Failed("given up".into()),
+                _ => continue,
+            };
+        }
+        let text = text(&results);
+        assert!(
+            text.ends_with("failed: start/nftables/10000: given up\nskipped: ipvs: no ip_vs\n"),
+            "{text}"
+        );
+    }
+}

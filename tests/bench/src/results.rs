@@ -1,0 +1,166 @@
+//! What was found, as the JSON file has it.
+
+use std::{fs, path::Path};
+
+use anyhow::{Context as _, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    machine::Machine,
+    plan::{CellName, Measure},
+    statistics::Spread,
+};
+
+pub const FILE: &str = "results.json";
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct Results {
+    pub machine: Machine,
+    pub settings: Settings,
+    pub cells: Vec<Cell>,
+}
+
+/// How it was measured.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
+pub struct Settings {
+    /// Of the programs: `release` or `debug`.
+    pub build: String,
+    pub sizes: Vec<usize>,
+    /// Of each Service that is not dialled.
+    pub endpoints: usize,
+    pub seconds: f64,
+    /// Of one side, before the other has its turn.
+    pub turn_ms: u64,
+    pub clients: u32,
+    /// Connections a second while processor time is measured.
+    pub pace: f64,
+    /// Endpoint changes whose way is timed.
+    pub rounds: usize,
+    /// Endpoint changes whose processor time is measured.
+    pub changes: usize,
+    /// Flows that forwarded packets are of.
+    pub flows: u32,
+}
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub struct Cell {
+    #[serde(flatten)]
+    pub name: CellName,
+    pub outcome: Outcome,
+}
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome {
+    Figures(Figures),
+    Failed(String),
+    Skipped(String),
+}
+
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Figures {
+    /// Requests a second; the ratio is service / direct, of neighbouring turns.
+    Rates {
+        direct: Rate,
+        service: Rate,
+        ratio: Spread,
+    },
+    /// Microseconds of processor time of the whole machine for a connection: client, server, kernel and proxy.
+    Cpu {
+        micros: Spread,
+    },
+    Packets {
+        per_second: Spread,
+        nanos: f64,
+    },
+    Time {
+        millis: f64,
+    },
+    Times {
+        millis: Spread,
+        longest: f64,
+    },
+    /// The proxy's processor time, and the changes a second that it followed meanwhile.
+    Changes {
+        cpu_seconds_per_1000: f64,
+        per_second: f64,
+    },
+    Memory {
+        megabytes: f64,
+    },
+    Writes {
+        entries: f64,
+    },
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
+pub struct Rate {
+    pub per_second: Spread,
+    pub p50_micros: f64,
+    pub p99_micros: f64,
+}
+
+impl Results {
+    /// Replaces the file by one rename, so that a run that is ended leaves what it has found.
+    pub fn write(&self, folder: &Path) -> Result<()> {
+        let (file, next) = (folder.join(FILE), folder.join(format!("{FILE}.next")));
+        let text = serde_json::to_string_pretty(self)? + "\n";
+        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        fs::write(&next, text).with_context(|| format!("writing {}", next.display()))?;
+        fs::rename(&next, &file).with_context(|| format!("writing {}", file.display()))
+    }
+
+    pub fn read(folder: &Path) -> Result<Self> {
+        let file = folder.join(FILE);
+        let text = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
+        serde_json::from_str(&text).with_context(|| format!("reading {}", file.display()))
+    }
+
+    /// What this measure has of this contender; figures that the number of Services does not touch at each size.
+    pub fn figures(
+        &self,
+        measure: Measure,
+        path: Option<crate::plan::Path>,
+        contender: &str,
+        services: usize,
+    ) -> Option<&Figures> {
+        let is_it = |name: &CellName| {
+            (name.measure, name.path, name.contender.as_str()) == (measure, path, contender)
+                && [0, services].contains(&name.services)
+        };
+        self.cells.iter().find(|cell| is_it(&cell.name)).and_then(|cell| match &cell.outcome {
+            Outcome::Figures(figures) => Some(figures),
+            Outcome::Failed(_) | Outcome::Skipped(_) => None,
+        })
+    }
+
+    pub fn failures(&self) -> impl Iterator<Item = (&CellName, &str)> {
+        self.cells.iter().filter_map(|cell| match &cell.outcome {
+            Outcome::Failed(reason) => Some((&cell.name, reason.as_str())),
+            Outcome::Figures(_) | Outcome::Skipped(_) => None,
+        })
+    }
+}
+
+impl Figures {
+    /// In a few words, for the line that tells of progress.
+    pub fn in_short(&self) -> String {
+        match self {
+            Self::Rates { service, ratio, .. } => {
+                format!("{:.0}/s, {:.3} of direct", service.per_second.median, ratio.median)
+            }
+            Self::Cpu { micros } => format!("{:.1} us of processor time each", micros.median),
+            Self::Packets { per_second, nanos } => {
+                format!("{:.0} packets/s, {nanos:.0} ns each", per_second.median)
+            }
+            Self::Time { millis } => format!("{millis:.1} ms"),
+            Self::Times { millis, longest } => format!("{:.1} ms, at most {longest:.1} ms", millis.median),
+            Self::Changes { cpu_seconds_per_1000, per_second } => {
+                format!("{cpu_seconds_per_1000:.2} s of processor time for 1,000, at {per_second:.0}/s")
+            }
+            Self::Memory { megabytes } => format!("{megabytes:.1} MB"),
+            Self::Writes { entries } => format!("{entries:.0} entries"),
+        }
+    }
+}

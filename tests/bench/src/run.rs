@@ -1,0 +1,284 @@
+//! Measures cell after cell. What fails is told by its name and leaves the others alone.
+
+use std::{
+    io::{self, Write as _},
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use behaviour::{proxy::missing_for, setting::ProxyKind};
+use lab::wait;
+
+use crate::{
+    arguments::Arguments,
+    change,
+    cluster::Cluster,
+    contender::{Contender, Kind},
+    forward::{self, OneRule, Treatment},
+    machine::Machine,
+    plan::{self, CellName, Measure, PATHS, Path},
+    results::{Cell, Figures, Outcome, Results, Settings},
+    subject::{self, Subject},
+    traffic,
+};
+
+/// Until a proxy that has not served yet, or not cleaned up yet, is given up.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// A contender at one size.
+type Planned = (usize, Contender, Vec<CellName>);
+
+/// All that the command line asks for.
+pub fn planned(arguments: &Arguments) -> Vec<Planned> {
+    let sizes = arguments.settings().sizes;
+    let first = sizes.first().copied();
+    let all = sizes.iter().flat_map(|size| {
+        arguments.contenders().into_iter().map(move |contender| {
+            (*size, contender, plan::cells(contender, *size, first == Some(*size), &arguments.filter))
+        })
+    });
+    all.filter(|(_, _, cells)| !cells.is_empty()).collect()
+}
+
+/// Measures; after each cell the file in `output` has what was found so far.
+pub fn run(arguments: &Arguments, output: PathBuf) -> Result<Results> {
+    let planned = planned(arguments);
+    let count = planned.iter().map(|(_, _, cells)| cells.len()).sum();
+    ensure!(count > 0, "no cell has such a name; --list shows all");
+    let machine = Machine::describe();
+    let mut cluster = step("starting a cluster: network namespaces, etcd, kube-apiserver", || {
+        Cluster::start(arguments.endpoints)
+    })?;
+    let results = Results { machine, settings: arguments.settings(), cells: Vec::new() };
+    let mut record = Record { results, output, planned: count };
+    let mut last = 0;
+    for (size, contender, cells) in planned {
+        if size > last
+            && let Err(error) = step(&format!("a cluster of {size} Services"), || cluster.grow(size))
+        {
+            record.all(&cells, Outcome::Failed(format!("creating Services: {error:#}")))?;
+            continue;
+        }
+        last = size;
+        match missing_for_contender(contender) {
+            Ok(None) => {}
+            Ok(Some(reason)) => {
+                record.all(&cells, Outcome::Skipped(reason))?;
+                continue;
+            }
+            Err(error) => {
+                record.all(&cells, Outcome::Failed(format!("{error:#}")))?;
+                continue;
+            }
+        }
+        if let Err(error) = contend(&mut cluster, &mut record, contender, &cells) {
+            record.rest(&cells, &error)?;
+        }
+    }
+    Ok(record.results)
+}
+
+fn missing_for_contender(contender: Contender) -> Result<Option<String>> {
+    match contender.kind {
+        Kind::Proxy { proxy, .. } => missing_for(proxy),
+        Kind::Direct | Kind::Dropped | Kind::OneRule => Ok(None),
+    }
+}
+
+/// Nothing of the contender is left afterwards.
+fn contend(
+    cluster: &mut Cluster,
+    record: &mut Record,
+    contender: Contender,
+    cells: &[CellName],
+) -> Result<()> {
+    if contender.cards {
+        cluster.lab.equip_with_cards()?;
+    }
+    let done = match contender.kind {
+        Kind::Proxy { proxy, .. } => with_proxy(cluster, record, contender, proxy, cells),
+        Kind::Direct | Kind::Dropped | Kind::OneRule => {
+            cells.iter().try_for_each(|cell| record.cell(cell, |on| alone(cluster, on, contender, cell)))
+        }
+    };
+    cluster.lab.take_cards_out()?;
+    done
+}
+
+/// Without a proxy.
+fn alone(cluster: &Cluster, on: &Settings, contender: Contender, cell: &CellName) -> Result<Figures> {
+    let path = path_of(cell)?;
+    let treatment = match contender.kind {
+        _ if cell.measure == Measure::Cpu => return traffic::processor_time(cluster, on, path, true),
+        Kind::OneRule => {
+            let _rule = OneRule::install(cluster, path)?;
+            return forward::packets(cluster, on, path, Treatment::Translates);
+        }
+        Kind::Dropped => Treatment::Drops,
+        Kind::Direct | Kind::Proxy { .. } => Treatment::Forwards,
+    };
+    forward::packets(cluster, on, path, treatment)
+}
+
+fn with_proxy(
+    cluster: &mut Cluster,
+    record: &mut Record,
+    contender: Contender,
+    proxy: ProxyKind,
+    cells: &[CellName],
+) -> Result<()> {
+    let Kind::Proxy { path, monitored, .. } = contender.kind else { bail!("{contender} is no proxy") };
+    if change::is_served(&cluster.client)? {
+        bail!("the Service is served before {contender} runs");
+    }
+    let mut subject = Subject::new(cluster, proxy, path, contender.uses_xdp())?;
+    let measured = step(&format!("{contender}: from its start to the first connection"), || {
+        begin(cluster, &mut subject, monitored)
+    })
+    .and_then(|millis| {
+        for cell in cells {
+            if cell.measure == Measure::Forward {
+                // They are in the way of the programs that send and drop.
+                cluster.lab.take_cards_out()?;
+            }
+            record.cell(cell, |on| figures(cluster, &mut subject, on, contender, cell, millis))?;
+        }
+        Ok(())
+    });
+    subject.kill()?;
+    step(&format!("{contender}: removing what it has left"), || leave_nothing(cluster, &mut subject))?;
+    measured
+}
+
+/// Milliseconds until the first connection.
+fn begin(cluster: &Cluster, subject: &mut Subject, monitored: bool) -> Result<f64> {
+    let started = Instant::now();
+    subject.start(&cluster.lab)?;
+    while !change::is_served(&cluster.client)? {
+        if let Some(reason) = subject.has_ended() {
+            bail!(reason);
+        }
+        ensure!(started.elapsed() < PATIENCE, "nothing is served after {} s", PATIENCE.as_secs());
+    }
+    let millis = started.elapsed().as_secs_f64() * 1e3;
+    for path in PATHS {
+        wait::until(path.describe(), PATIENCE, || {
+            let served = traffic::is_served(cluster, path).map_err(|error| format!("{error:#}"))?;
+            Ok(served.then_some(()))
+        })?;
+    }
+    if monitored {
+        subject.start_monitor(&cluster.lab)?;
+    }
+    Ok(millis)
+}
+
+/// The clean-up of the proxy itself is a cell; this is for when it was not asked for, or has failed.
+fn leave_nothing(cluster: &Cluster, subject: &mut Subject) -> Result<()> {
+    let own = subject.clean_up(&cluster.lab, PATIENCE);
+    if own.is_err() || change::is_served(&cluster.client)? {
+        subject::sweep(&cluster.lab)?;
+    }
+    Ok(())
+}
+
+fn figures(
+    cluster: &Cluster,
+    subject: &mut Subject,
+    on: &Settings,
+    contender: Contender,
+    cell: &CellName,
+    start_millis: f64,
+) -> Result<Figures> {
+    match cell.measure {
+        Measure::Start => Ok(Figures::Time { millis: start_millis }),
+        Measure::Connect | Measure::Request | Measure::Bulk | Measure::Datagram => {
+            traffic::rates(cluster, on, cell.measure, path_of(cell)?)
+        }
+        Measure::Cpu => traffic::processor_time(cluster, on, path_of(cell)?, false),
+        Measure::Forward => {
+            let by_xdp = contender.uses_xdp();
+            let treatment = if by_xdp { Treatment::TranslatesByXdp } else { Treatment::Translates };
+            forward::packets(cluster, on, path_of(cell)?, treatment)
+        }
+        Measure::Change => change::times(cluster, on.rounds),
+        Measure::ChangesCpu => change::processor_time(cluster, subject, on.changes),
+        Measure::Memory => Ok(Figures::Memory { megabytes: subject.peak_resident_bytes()? / 1e6 }),
+        Measure::Restart => {
+            subject.kill()?;
+            subject.start(&cluster.lab)?;
+            Ok(Figures::Writes { entries: subject.written_by_the_first_sync()? })
+        }
+        Measure::CleanUp => {
+            subject.kill()?;
+            let start = Instant::now();
+            subject.clean_up(&cluster.lab, PATIENCE)?;
+            Ok(Figures::Time { millis: start.elapsed().as_secs_f64() * 1e3 })
+        }
+    }
+}
+
+fn path_of(cell: &CellName) -> Result<Path> {
+    cell.path.with_context(|| format!("{cell} has no path"))
+}
+
+/// What was found, told as it is found.
+struct Record {
+    results: Results,
+    output: PathBuf,
+    /// Cells that are to be measured.
+    planned: usize,
+}
+
+impl Record {
+    fn cell(&mut self, name: &CellName, measure: impl FnOnce(&Settings) -> Result<Figures>) -> Result<()> {
+        eprint!("[{}/{}] {name} … ", self.results.cells.len() + 1, self.planned);
+        io::stderr().flush()?;
+        let outcome = match measure(&self.results.settings) {
+            Ok(figures) => {
+                eprintln!("{}", figures.in_short());
+                Outcome::Figures(figures)
+            }
+            Err(error) => {
+                eprintln!("failed: {error:#}");
+                Outcome::Failed(format!("{error:#}"))
+            }
+        };
+        self.results.cells.push(Cell { name: name.clone(), outcome });
+        self.results.write(&self.output)
+    }
+
+    fn all(&mut self, names: &[CellName], outcome: Outcome) -> Result<()> {
+        let (verb, reason) = match &outcome {
+            Outcome::Failed(reason) => ("failed", reason.as_str()),
+            Outcome::Skipped(reason) => ("skipped", reason.as_str()),
+            Outcome::Figures(_) => ("found", ""),
+        };
+        if let Some(first) = names.first() {
+            eprintln!("{} cells of {} {verb}: {reason}", names.len(), first.contender);
+        }
+        let cells = names.iter().map(|name| Cell { name: name.clone(), outcome: outcome.clone() });
+        self.results.cells.extend(cells);
+        self.results.write(&self.output)
+    }
+
+    /// Those of these that have not been measured.
+    fn rest(&mut self, names: &[CellName], error: &anyhow::Error) -> Result<()> {
+        let is_missing = |name: &&CellName| !self.results.cells.iter().any(|cell| cell.name == **name);
+        let missing: Vec<CellName> = names.iter().filter(is_missing).cloned().collect();
+        self.all(&missing, Outcome::Failed(format!("{error:#}")))
+    }
+}
+
+fn step<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    eprint!("{what} … ");
+    io::stderr().flush()?;
+    let start = Instant::now();
+    let done = work().with_context(|| what.to_owned());
+    match &done {
+        Ok(_) => eprintln!("{:.1} s", start.elapsed().as_secs_f64()),
+        Err(_) => eprintln!("failed"),
+    }
+    done
+}

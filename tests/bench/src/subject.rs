@@ -1,0 +1,186 @@
+//! The proxy that is measured, on one node.
+
+use std::{
+    fs::{self, File},
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use behaviour::setting::{PathKind, ProxyKind};
+use control_plane::binaries::Program;
+use lab::{Agent, Lab, cluster::node_name, namespace, wait};
+use serde_json::{Value, json};
+
+use crate::{
+    cluster::{Cluster, NODE, pod_ranges},
+    metrics,
+};
+
+const METRICS_PORT: u16 = 10_249;
+
+pub(crate) struct Subject {
+    proxy: ProxyKind,
+    program: PathBuf,
+    configuration: PathBuf,
+    log: PathBuf,
+    process: Option<Child>,
+    monitor: Option<Child>,
+    node: Agent,
+}
+
+impl Subject {
+    /// `path` and `xdp`: of mode ebpf.
+    pub(crate) fn new(cluster: &Cluster, proxy: ProxyKind, path: PathKind, xdp: bool) -> Result<Self> {
+        let lab = &cluster.lab;
+        let program = match proxy.is_kube_proxy() {
+            true => Program::KubeProxy.path()?,
+            false => lab::program("proxy-ctl")?,
+        };
+        let file = lab.directory().join("measured.yaml");
+        let configuration = configuration(cluster, proxy, path, xdp)?;
+        fs::write(&file, configuration.to_string()).with_context(|| format!("writing {}", file.display()))?;
+        let log = lab.directory().join("measured.log");
+        let node = lab.agent(&node_name(NODE))?;
+        Ok(Self { proxy, program, configuration: file, log, process: None, monitor: None, node })
+    }
+
+    pub(crate) fn start(&mut self, lab: &Lab) -> Result<()> {
+        let run = (!self.proxy.is_kube_proxy()).then(|| "run".to_owned());
+        let arguments =
+            Vec::from_iter(run.into_iter().chain([format!("--config={}", self.configuration.display())]));
+        self.process = Some(self.spawn(lab, &arguments)?);
+        Ok(())
+    }
+
+    /// `proxy-ctl monitor` beside it, which ends with it.
+    pub(crate) fn start_monitor(&mut self, lab: &Lab) -> Result<()> {
+        let mut command = command(lab, &self.program, &self.log, &["monitor".to_owned(), bpffs(lab)])?;
+        command.stdout(Stdio::null());
+        self.monitor = Some(command.spawn().context("starting proxy-ctl monitor")?);
+        Ok(())
+    }
+
+    fn spawn(&self, lab: &Lab, arguments: &[String]) -> Result<Child> {
+        let mut command = command(lab, &self.program, &self.log, arguments)?;
+        command.spawn().with_context(|| format!("starting {}", self.program.display()))
+    }
+
+    pub(crate) fn kill(&mut self) -> Result<()> {
+        for process in [self.monitor.take(), self.process.take()] {
+            let Some(mut process) = process else { continue };
+            process.kill().context("killing the proxy")?;
+            process.wait().context("waiting for the proxy")?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn process(&self) -> Result<u32> {
+        Ok(self.process.as_ref().context("the proxy is not running")?.id())
+    }
+
+    pub(crate) fn peak_resident_bytes(&self) -> Result<f64> {
+        metrics::peak(self.process()?)
+    }
+
+    /// Entries, rules or elements.
+    pub(crate) fn written_by_the_first_sync(&self) -> Result<f64> {
+        let address = SocketAddr::from(([127, 0, 0, 1], METRICS_PORT));
+        wait::until("the first sync", Duration::from_secs(60), || {
+            let (_, text) = self.node.http_get(address, "/metrics").map_err(|error| format!("{error:#}"))?;
+            let is_over =
+                metrics::sum(&text, "proxy_first_sync_duration_seconds").is_some_and(|took| took > 0.0);
+            if !is_over {
+                return Err("no first sync yet".to_owned());
+            }
+            Ok(Some(metrics::sum(&text, "proxy_writes_total").unwrap_or(0.0)))
+        })
+    }
+
+    /// As the program's own flag does it.
+    pub(crate) fn clean_up(&mut self, lab: &Lab, limit: Duration) -> Result<()> {
+        let arguments = match self.proxy.is_kube_proxy() {
+            true => vec!["--cleanup".to_owned()],
+            false => vec!["cleanup".to_owned(), bpffs(lab)],
+        };
+        let mut process = self.spawn(lab, &arguments)?;
+        let ended =
+            wait::until("the clean-up", limit, || process.try_wait().map_err(|error| error.to_string()));
+        let status = ended.or_else(|error| {
+            process.kill().context("ending the clean-up")?;
+            process.wait().context("waiting for the clean-up")?;
+            Err(error)
+        })?;
+        ensure!(status.success(), "the clean-up failed ({status}): {}", self.last_words());
+        Ok(())
+    }
+
+    /// Why it has ended, if it has.
+    pub(crate) fn has_ended(&mut self) -> Option<String> {
+        let status = self.process.as_mut()?.try_wait().ok()??;
+        Some(format!("the proxy has ended ({status}): {}", self.last_words()))
+    }
+
+    /// Of its log, which goes with the lab.
+    pub(crate) fn last_words(&self) -> String {
+        const LINES: usize = 5;
+        let log = fs::read_to_string(&self.log).unwrap_or_default();
+        let lines: Vec<&str> = log.lines().collect();
+        lines.get(lines.len().saturating_sub(LINES)..).unwrap_or_default().join(" | ")
+    }
+}
+
+fn bpffs(lab: &Lab) -> String {
+    format!("--bpffs={}", lab.bpffs(NODE).display())
+}
+
+fn command(lab: &Lab, program: &Path, log: &Path, arguments: &[String]) -> Result<Command> {
+    let log = File::options().create(true).append(true).open(log).context("opening a log")?;
+    let mut command = lab.command(lab.netns(&node_name(NODE))?, program)?;
+    command.args(arguments).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+    Ok(command)
+}
+
+/// Removes whatever proxies have left on the node, so that the next one is measured alone.
+pub(crate) fn sweep(lab: &Lab) -> Result<()> {
+    let node = lab.netns(&node_name(NODE))?;
+    namespace::nft(&node.namespace, "flush ruleset")?;
+    let mut command = lab.command(node, &lab::program("proxy-ctl")?)?;
+    let output = command.args(["cleanup", &bpffs(lab)]).stdin(Stdio::null()).output();
+    let output = output.context("starting proxy-ctl cleanup")?;
+    ensure!(output.status.success(), "proxy-ctl cleanup: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(())
+}
+
+/// Of both what they do by default, but for what a lab needs.
+fn configuration(cluster: &Cluster, proxy: ProxyKind, path: PathKind, xdp: bool) -> Result<Value> {
+    let node = node_name(NODE);
+    let mut configuration = json!({
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+        "kind": "KubeProxyConfiguration",
+        "mode": proxy.datapath().mode(),
+        "hostnameOverride": node,
+        "clientConnection": {"kubeconfig": cluster.kubeconfig()},
+        "clusterCIDR": pod_ranges(),
+        "conntrack": {"maxPerCore": 0},
+    });
+    if !proxy.is_kube_proxy() {
+        configuration["ebpf"] = json!({
+            "cgroup": cluster.lab.netns(&node)?.cgroup,
+            "bpffs": cluster.lab.bpffs(NODE),
+            "socketLoadBalancing": if path == PathKind::Sockets { "all" } else { "host" },
+            "xdp": if xdp { "native" } else { "off" },
+        });
+    }
+    Ok(configuration)
+}
+
+impl Drop for Subject {
+    fn drop(&mut self) {
+        if let Err(error) = self.kill() {
+            eprintln!("bench: {error:#}");
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! Rates, latencies and processor time of connections, by a client and servers in the lab.
+
+use std::{net::SocketAddr, time::Duration};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use lab::agent::protocol::{Bench, Exercise, Side};
+
+use crate::{
+    cluster::Cluster,
+    cpu,
+    plan::{Measure, Path},
+    results::{Figures, Rate, Settings},
+    statistics::Spread,
+};
+
+/// How often processor time is measured.
+const ROUNDS: u32 = 3;
+/// Of failed requests, more of which make a figure worthless.
+const MOST_FAILURES: f64 = 0.001;
+
+/// Direct connections and those through the proxy, by turns.
+pub(crate) fn rates(cluster: &Cluster, settings: &Settings, measure: Measure, path: Path) -> Result<Figures> {
+    let (exercise, clients) = match measure {
+        Measure::Connect => (Exercise::Connect, settings.clients),
+        Measure::Request => (Exercise::Request, settings.clients),
+        Measure::Datagram => (Exercise::Datagram, settings.clients),
+        // Two cores: one sends, one receives.
+        Measure::Bulk => (Exercise::Bulk, 1),
+        other => bail!("{other} is no exercise"),
+    };
+    let targets = cluster.targets(path, exercise == Exercise::Bulk)?;
+    let bench = Bench {
+        exercise,
+        sides: vec![targets.direct, vec![targets.service]],
+        clients,
+        seconds: settings.seconds,
+        turn_ms: settings.turn_ms,
+        pace: None,
+    };
+    let sides = cluster.dialler(path).bench(&bench)?;
+    let [direct, service] = sides.as_slice() else { bail!("{} sides", sides.len()) };
+    let ratio = Spread::of_ratios(&direct.per_second, &service.per_second).context("no turn was answered")?;
+    Ok(Figures::Rates { direct: rate(direct, "direct")?, service: rate(service, "the service")?, ratio })
+}
+
+fn rate(side: &Side, name: &str) -> Result<Rate> {
+    let all = side.answered + side.failed;
+    let failure = side.failure.as_deref().unwrap_or("no reason");
+    ensure!(
+        side.answered > 0 && side.failed as f64 <= all as f64 * MOST_FAILURES,
+        "{} of {all} requests to {name} failed: {failure}",
+        side.failed
+    );
+    let per_second = Spread::of(side.per_second.iter().copied()).context("no turns")?;
+    Ok(Rate { per_second, p50_micros: side.p50_micros, p99_micros: side.p99_micros })
+}
+
+/// Whether the Service of this path is.
+pub(crate) fn is_served(cluster: &Cluster, path: Path) -> Result<bool> {
+    let bench = Bench {
+        exercise: Exercise::Connect,
+        sides: vec![vec![cluster.targets(path, false)?.service]],
+        clients: 1,
+        seconds: 0.0,
+        turn_ms: 1,
+        pace: None,
+    };
+    let sides = cluster.dialler(path).bench(&bench)?;
+    Ok(sides.iter().all(|side| side.answered > 0))
+}
+
+/// Of connections at the same pace for everybody, so that the machine has idle time left to be measured.
+pub(crate) fn processor_time(
+    cluster: &Cluster,
+    settings: &Settings,
+    path: Path,
+    is_direct: bool,
+) -> Result<Figures> {
+    let targets = cluster.targets(path, false)?;
+    let side: Vec<SocketAddr> = if is_direct { targets.direct } else { vec![targets.service] };
+    let seconds = settings.seconds / f64::from(ROUNDS);
+    let bench = Bench {
+        exercise: Exercise::Connect,
+        sides: vec![side],
+        clients: settings.clients,
+        seconds,
+        turn_ms: settings.turn_ms,
+        pace: Some(settings.pace),
+    };
+    let agent = cluster.dialler(path);
+    // What is only slow the first time is not measured.
+    agent.bench(&Bench { seconds: 0.0, ..bench.clone() })?;
+    let micros = (0..ROUNDS).map(|_| {
+        let rest = Duration::from_secs_f64(seconds / 2.0);
+        let (busy, sides) = cpu::of_load(rest, || agent.bench(&bench))?;
+        let side = sides.first().context("no side")?;
+        rate(side, "it")?;
+        Ok(busy * 1e6 / side.answered as f64)
+    });
+    let micros = micros.collect::<Result<Vec<f64>>>()?;
+    Ok(Figures::Cpu { micros: Spread::of(micros).context("no rounds")? })
+}

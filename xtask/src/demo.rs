@@ -19,18 +19,23 @@ pub(crate) struct Arguments {
 }
 
 impl Arguments {
-    fn ask_for_help(&self) -> bool {
-        self.arguments.iter().any(|argument| argument == "--help" || argument == "-h")
+    fn have(&self, flags: &[&str]) -> bool {
+        self.arguments.iter().any(|argument| flags.iter().any(|flag| argument == flag))
     }
 
-    /// Builds what `program` needs, and runs it.
-    fn run(&self, program: &str, profile: &[&str]) -> Result<ExitCode> {
-        let mut build = cargo(&["build", "-p", "behaviour", "--bins"]);
-        if self.ask_for_help() {
+    /// Nothing is started.
+    fn only_tell(&self) -> bool {
+        self.have(&["--help", "-h", "--list", "--render"])
+    }
+
+    /// Builds what `program` of `package` needs, and runs it.
+    fn run(&self, package: &str, program: &str, profile: &[&str]) -> Result<ExitCode> {
+        let mut build = cargo(&["build", "-p", package, "--bins"]);
+        if self.only_tell() {
             build.arg("-q");
         } else {
             setup::run_setup()?;
-            println!("building proxy-ctl and the lab");
+            eprintln!("building proxy-ctl and the lab");
             build.args(["-p", "proxy-ctl", "-p", "lab"]);
         }
         execute(build.args(profile))?;
@@ -43,10 +48,12 @@ impl Arguments {
 }
 
 pub(crate) fn demo(arguments: &Arguments) -> Result<ExitCode> {
-    arguments.run("lab-demo", &[])
+    arguments.run("behaviour", "lab-demo", &[])
 }
 
 pub(crate) fn bench(arguments: &Arguments) -> Result<ExitCode> {
-    // The agents' own time is part of what is measured.
-    arguments.run("lab-bench", &["--release"])
+    // The agents' own time is part of what is measured; not of what is only tried.
+    let profile: &[&str] =
+        if arguments.have(&["--lean"]) || arguments.only_tell() { &[] } else { &["--release"] };
+    arguments.run("bench", "bench", profile)
 }

@@ -37,7 +37,7 @@ enum Task {
     Test(test::Arguments),
     /// Show proxy-ctl at work on a small cluster in network namespaces
     Demo(demo::Arguments),
-    /// Compare connections through services with direct ones
+    /// Measure proxy-ctl beside the real kube-proxy and no proxy; --lean tries it
     Bench(demo::Arguments),
     /// Try packets of any bytes, as long as one likes; what is found is written to proxy-common/fuzz/artifacts
     Fuzz(fuzz::Arguments),

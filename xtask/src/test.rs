@@ -251,6 +251,7 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
         programs.suite_as_root("sources", &[Test("sources")], &[])?,
         programs.suite_as_root("life cycle", &[Test("life_cycle")], &[])?,
         programs.suite_as_root("surface", &[Test("surface")], &[])?,
+        programs.suite_as_root("bench", &[Test("bench")], &[])?,
     ];
     let mut deploy = programs.suite_as_root("deploy", &[Test("deploy")], &[])?;
     if deploy.name.contains(&arguments.suite) {

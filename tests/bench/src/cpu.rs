@@ -71,15 +71,24 @@ fn busy(before: Counted, after: Counted, elapsed: f64) -> f64 {
     (all - (after.idle - before.idle) - (after.stolen - before.stolen)).max(0.0)
 }
 
-/// Seconds of processor time that `load` takes beyond what the machine does in as long without it.
-pub(crate) fn of_load<T>(rest: Duration, load: impl FnOnce() -> Result<T>) -> Result<(f64, T)> {
+pub(crate) struct Load<T> {
+    /// Of processor time, beyond what the machine does in as long without it.
+    pub(crate) seconds: f64,
+    /// Of all cores, 0 to 1: how much that is.
+    pub(crate) busy_at_rest: f64,
+    pub(crate) done: T,
+}
+
+pub(crate) fn of_load<T>(rest: Duration, load: impl FnOnce() -> Result<T>) -> Result<Load<T>> {
     let watch = Watch::begin()?;
+    let cores = watch.counted.cores as f64;
     thread::sleep(rest);
     let (busy_at_rest, at_rest) = watch.end()?;
     let watch = Watch::begin()?;
     let done = load()?;
     let (busy, elapsed) = watch.end()?;
-    Ok((busy - busy_at_rest / at_rest * elapsed, done))
+    let rest = busy_at_rest / at_rest;
+    Ok(Load { seconds: busy - rest * elapsed, busy_at_rest: rest / cores, done })
 }
 
 /// Seconds of a process and of its children that have ended, since it began.

@@ -1,6 +1,6 @@
 //! `cargo xtask bench`.
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{path::Path, process::ExitCode};
 
 use anyhow::Result;
 use bench::{arguments::Arguments, plots, render, results::Results, run};
@@ -23,7 +23,8 @@ fn main_of(arguments: &Arguments) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let default = if arguments.lean { "target/benchmarks" } else { "docs/benchmarks" };
-    let output = arguments.output.clone().unwrap_or_else(|| PathBuf::from(default));
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let output = arguments.output.clone().unwrap_or_else(|| workspace.join(default));
     let results = if arguments.render {
         Results::read(&output)?
     } else {

@@ -15,7 +15,7 @@ use plotters::{
 use crate::{
     contender::{CONTENDERS, Contender, Kind},
     plan::{Measure, PATHS, Path},
-    results::{Figures, Results},
+    results::{Figures, Results, TOO_BUSY},
 };
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
@@ -84,7 +84,7 @@ fn panels(results: &Results, measure: Measure) -> Vec<(&'static str, Vec<Bar>)> 
     let bar = |contender: Contender, path: Path| {
         let (spread, scale) = match results.figures(measure, Some(path), contender.name, size)? {
             Figures::Rates { ratio, .. } => (*ratio, 1.0),
-            Figures::Cpu { micros } => (*micros, 1.0),
+            Figures::Cpu { micros, busy_at_rest } if *busy_at_rest <= TOO_BUSY => (*micros, 1.0),
             Figures::Packets { per_second, .. } => (*per_second, 1e-6),
             _ => return None,
         };

@@ -5,7 +5,7 @@ use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use crate::{
     contender::CONTENDERS,
     plan::{CellName, EXERCISES, Measure, PATHS, Path},
-    results::{Figures, Outcome, Results},
+    results::{Figures, Outcome, Results, TOO_BUSY},
 };
 
 const NOTHING: &str = "-";
@@ -97,7 +97,8 @@ fn traffic(results: &Results, path: Path) -> Option<String> {
             _ => (NOTHING.to_owned(), NOTHING.to_owned(), NOTHING.to_owned()),
         };
         let cpu = match figures(Measure::Cpu) {
-            Some(Figures::Cpu { micros }) => format!("{:.1}", micros.median),
+            Some(Figures::Cpu { busy_at_rest, .. }) if *busy_at_rest > TOO_BUSY => "too busy".to_owned(),
+            Some(Figures::Cpu { micros, .. }) => format!("{:.1}", micros.median),
             _ => NOTHING.to_owned(),
         };
         let [connect, request, bulk, datagram] =
@@ -105,7 +106,7 @@ fn traffic(results: &Results, path: Path) -> Option<String> {
         Some([rate, connect, p50, p99, request, bulk, datagram, cpu])
     });
     let title = format!(
-        "{}: connections a second, and each measure as a part of direct; latencies and processor time of a connection in us",
+        "{}\nconnections a second, and each measure as a part of direct; latencies and processor time of a connection in us",
         path.describe()
     );
     let header = ["connect/s", "connect", "p50", "p99", "request", "bulk", "datagram", "cpu"];
@@ -205,7 +206,7 @@ pub(crate) mod tests {
         statistics::Spread,
     };
 
-    const WIDTH: usize = 130;
+    const WIDTH: usize = 120;
 
     fn spread(median: f64) -> Spread {
         Spread { median, low: median * 0.9, high: median * 1.1, count: 9 }
@@ -226,7 +227,7 @@ pub(crate) mod tests {
                             ratio: spread(0.99),
                         }
                     }
-                    Measure::Cpu => Figures::Cpu { micros: spread(123.4) },
+                    Measure::Cpu => Figures::Cpu { micros: spread(123.4), busy_at_rest: 0.01 },
                     Measure::Forward => Figures::Packets { per_second: spread(1_234_567.0), nanos: 810.0 },
                     Measure::Start | Measure::CleanUp => Figures::Time { millis: 22_500.0 },
                     Measure::Change => Figures::Times { millis: spread(5_000.0), longest: 9_999.9 },

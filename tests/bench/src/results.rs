@@ -67,8 +67,10 @@ pub enum Figures {
         ratio: Spread,
     },
     /// Microseconds of processor time of the whole machine for a connection: client, server, kernel and proxy.
+    /// `busy_at_rest`: the part of all cores that others had just before; where it is large, the figure means nothing.
     Cpu {
         micros: Spread,
+        busy_at_rest: f64,
     },
     Packets {
         per_second: Spread,
@@ -100,6 +102,9 @@ pub struct Rate {
     pub p50_micros: f64,
     pub p99_micros: f64,
 }
+
+/// More of all cores than this, had by others, makes processor time of the whole machine worthless.
+pub const TOO_BUSY: f64 = 0.3;
 
 impl Results {
     /// Replaces the file by one rename, so that a run that is ended leaves what it has found.
@@ -150,7 +155,11 @@ impl Figures {
             Self::Rates { service, ratio, .. } => {
                 format!("{:.0}/s, {:.3} of direct", service.per_second.median, ratio.median)
             }
-            Self::Cpu { micros } => format!("{:.1} us of processor time each", micros.median),
+            Self::Cpu { micros, busy_at_rest } => format!(
+                "{:.1} us of processor time each, others had {:.0} % of it",
+                micros.median,
+                busy_at_rest * 100.0
+            ),
             Self::Packets { per_second, nanos } => {
                 format!("{:.0} packets/s, {nanos:.0} ns each", per_second.median)
             }

@@ -90,13 +90,13 @@ pub(crate) fn processor_time(
     let agent = cluster.dialler(path);
     // What is only slow the first time is not measured.
     agent.bench(&Bench { seconds: 0.0, ..bench.clone() })?;
-    let micros = (0..ROUNDS).map(|_| {
-        let rest = Duration::from_secs_f64(seconds / 2.0);
-        let (busy, sides) = cpu::of_load(rest, || agent.bench(&bench))?;
-        let side = sides.first().context("no side")?;
+    let (mut micros, mut busy_at_rest) = (Vec::new(), 0.0_f64);
+    for _ in 0..ROUNDS {
+        let load = cpu::of_load(Duration::from_secs_f64(seconds / 2.0), || agent.bench(&bench))?;
+        let side = load.done.first().context("no side")?;
         rate(side, "it")?;
-        Ok(busy * 1e6 / side.answered as f64)
-    });
-    let micros = micros.collect::<Result<Vec<f64>>>()?;
-    Ok(Figures::Cpu { micros: Spread::of(micros).context("no rounds")? })
+        micros.push(load.seconds * 1e6 / side.answered as f64);
+        busy_at_rest = busy_at_rest.max(load.busy_at_rest);
+    }
+    Ok(Figures::Cpu { micros: Spread::of(micros).context("no rounds")?, busy_at_rest })
 }

@@ -4,6 +4,8 @@ use std::fmt;
 
 use behaviour::setting::{PathKind, ProxyKind};
 
+use crate::plan::{OUTSIDE, PATHS, Path};
+
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Contender {
     pub name: &'static str,
@@ -19,6 +21,8 @@ pub enum Kind {
     Direct,
     /// A device that drops each packet: what making the packets costs.
     Dropped,
+    /// A device that sends each packet back untouched: the least that XDP can take to forward one.
+    SentBack,
     /// One DNAT rule of iptables for the Service that is dialled.
     OneRule,
     Proxy {
@@ -31,8 +35,9 @@ pub enum Kind {
 }
 
 /// In the order in which they are measured.
-pub const CONTENDERS: [Contender; 15] = [
+pub const CONTENDERS: [Contender; 16] = [
     Contender::of("dropped", Kind::Dropped),
+    Contender::of("sent-back", Kind::SentBack),
     Contender::of("direct", Kind::Direct).lean(),
     Contender::of("direct-cards", Kind::Direct).with_cards(),
     Contender::of("one-iptables-rule", Kind::OneRule),
@@ -80,9 +85,13 @@ impl Contender {
         self.cards && matches!(self.kind, Kind::Proxy { .. })
     }
 
-    /// Those of the packet path that differ from one of the same mode only on their way from outside.
-    pub fn is_for_outside_only(self) -> bool {
-        self.uses_xdp()
+    /// Those on which it differs from another of the same mode.
+    pub fn paths(self) -> &'static [Path] {
+        match self.kind {
+            Kind::Proxy { proxy: ProxyKind::Ebpf, path: PathKind::Sockets, .. } => &[Path::ClusterIp],
+            _ if self.cards => OUTSIDE,
+            _ => &PATHS,
+        }
     }
 
     pub fn by_name(name: &str) -> Option<Self> {

@@ -51,6 +51,8 @@ const ROUNDS: u32 = 10;
 pub(crate) enum Treatment {
     /// Drops it at the device.
     Drops,
+    /// Sends it back by the device, untouched.
+    SendsBack,
     /// Forwards it, as it is for a pod.
     Forwards,
     /// Translates it, by rules.
@@ -79,16 +81,20 @@ pub(crate) fn packets(
         (_, Path::NodePortRemote) => vec![(FABRIC, node.as_str())],
         (_, Path::ClusterIp | Path::NodePortLocal) => route.servers().map(|pod| (pod, DEVICE)).to_vec(),
     };
-    if matches!(treatment, Treatment::Forwards | Treatment::Translates) {
+    match treatment {
+        Treatment::SendsBack => attached.push(attach(lab, &node, DEVICE, &program::send_back())?),
         // As a driver runs one, whatever it does: else frames are no frames.
-        attached.push(attach(lab, &node, DEVICE, &program::pass())?);
+        Treatment::Forwards | Treatment::Translates => {
+            attached.push(attach(lab, &node, DEVICE, &program::pass())?);
+        }
+        Treatment::Drops | Treatment::TranslatesByXdp => {}
     }
     for (pod, device) in sinks.iter().filter(|(name, _)| *name != FABRIC && *name != node) {
         attached.push(attach(lab, pod, device, &program::drop_datagrams())?);
     }
     let to = match treatment {
         Treatment::Forwards => SocketAddrV4::new(lab.netns(route.servers()[0])?.addresses.v4, BYTE_PORT),
-        Treatment::Drops | Treatment::Translates | Treatment::TranslatesByXdp => {
+        Treatment::Drops | Treatment::SendsBack | Treatment::Translates | Treatment::TranslatesByXdp => {
             let target = cluster.targets(route, false)?.service;
             SocketAddrV4::new(address::node(NODE).v4, target.port())
         }
@@ -101,15 +107,17 @@ pub(crate) fn packets(
         generator.run_for(Duration::from_secs_f64(settings.seconds / 5.0))?;
         let round = Duration::from_secs_f64(settings.seconds / f64::from(ROUNDS));
         let rate = |_| {
-            let (before, start) = (counted()?, Instant::now());
-            generator.run_for(round)?;
-            Ok((counted()? - before) as f64 / start.elapsed().as_secs_f64())
+            let before = counted()?;
+            let (sent, seconds) = generator.run_for(round)?;
+            let came = (counted()? - before) as f64;
+            Ok((came / seconds, 1.0 - came / sent))
         };
-        (0..ROUNDS).map(rate).collect::<Result<Vec<f64>>>()
+        (0..ROUNDS).map(rate).collect::<Result<Vec<(f64, f64)>>>()
     })?;
-    let per_second = Spread::of(rates).context("no rounds")?;
+    let of = |part: fn(&(f64, f64)) -> f64| Spread::of(rates.iter().map(part)).context("no rounds");
+    let (per_second, lost) = (of(|(rate, _)| *rate)?, of(|(_, lost)| *lost)?);
     ensure!(per_second.median > 1_000.0, "{:.0} packets a second came through", per_second.median);
-    Ok(Figures::Packets { per_second, nanos: 1e9 / per_second.median })
+    Ok(Figures::Packets { per_second, nanos: 1e9 / per_second.median, lost: lost.median.max(0.0) })
 }
 
 fn attach(lab: &Lab, name: &str, device: &str, instructions: &[u64]) -> Result<Attached> {
@@ -187,8 +195,10 @@ impl Generator {
         Ok(Self { program: opened?, frame: *frame, context })
     }
 
-    fn run_for(&self, time: Duration) -> Result<()> {
-        let start = Instant::now();
+    /// Answers how many it has sent, and in how many seconds: what the kernel does before the first and after the last frame of a call takes
+    /// as long as thousands of them.
+    fn run_for(&self, time: Duration) -> Result<(f64, f64)> {
+        let (start, mut sent, mut seconds) = (Instant::now(), 0.0, 0.0);
         while start.elapsed() < time {
             let options = TestRunOptions {
                 data_in: Some(&self.frame),
@@ -197,9 +207,12 @@ impl Generator {
                 attrs: TestRunAttrs::new().xdp_live_frames(BATCH),
                 ..TestRunOptions::default()
             };
-            self.program.test_run(options).context("sending live frames (Linux 5.18)")?;
+            let done = self.program.test_run(options).context("sending live frames (Linux 5.18)")?;
+            sent += f64::from(FRAMES);
+            // Of one frame.
+            seconds += done.duration.as_secs_f64() * f64::from(FRAMES);
         }
-        Ok(())
+        Ok((sent, seconds))
     }
 }
 

@@ -69,6 +69,8 @@ pub enum Path {
 
 pub const PATHS: [Path; 3] = [Path::ClusterIp, Path::NodePortLocal, Path::NodePortRemote];
 
+pub const OUTSIDE: &[Path] = &[Path::NodePortLocal, Path::NodePortRemote];
+
 impl Path {
     pub const fn describe(self) -> &'static str {
         match self {
@@ -114,8 +116,8 @@ impl fmt::Display for CellName {
 pub fn cells(contender: Contender, services: usize, is_first_size: bool, filter: &[String]) -> Vec<CellName> {
     let services = match contender.kind {
         Kind::Proxy { .. } => services,
-        Kind::Direct | Kind::Dropped | Kind::OneRule if is_first_size => 0,
-        Kind::Direct | Kind::Dropped | Kind::OneRule => return Vec::new(),
+        Kind::Direct | Kind::Dropped | Kind::SentBack | Kind::OneRule if is_first_size => 0,
+        Kind::Direct | Kind::Dropped | Kind::SentBack | Kind::OneRule => return Vec::new(),
     };
     let name = |(measure, path)| CellName { measure, path, contender: contender.name.to_owned(), services };
     let all = measures(contender).into_iter().map(name);
@@ -127,15 +129,15 @@ fn measures(contender: Contender) -> Vec<(Measure, Option<Path>)> {
         let each = |measure: &Measure| paths.iter().map(|path| (*measure, Some(*path))).collect::<Vec<_>>();
         measures.iter().flat_map(each).collect::<Vec<_>>()
     };
-    let outside = &PATHS[1..];
-    let paths = if contender.is_for_outside_only() { outside } else { &PATHS };
-    let forward = on(&[Measure::Forward], outside);
+    let paths = contender.paths();
+    let outside: Vec<Path> = OUTSIDE.iter().copied().filter(|path| paths.contains(path)).collect();
+    let forward = on(&[Measure::Forward], &outside);
     match contender.kind {
-        Kind::Dropped => on(&[Measure::Forward], &[Path::NodePortRemote]),
+        Kind::Dropped | Kind::SentBack => on(&[Measure::Forward], &[Path::NodePortRemote]),
         Kind::OneRule => forward,
-        Kind::Direct if contender.cards => on(&[Measure::Cpu], outside),
-        Kind::Direct => [on(&[Measure::Cpu], &PATHS), forward].concat(),
-        Kind::Proxy { monitored: true, .. } => on(&[Measure::Connect, Measure::Cpu], &PATHS),
+        Kind::Direct if contender.cards => on(&[Measure::Cpu], paths),
+        Kind::Direct => [on(&[Measure::Cpu], paths), forward].concat(),
+        Kind::Proxy { monitored: true, .. } => on(&[Measure::Connect, Measure::Cpu], paths),
         Kind::Proxy { proxy, .. } => {
             let without = |measures: &[Measure]| measures.iter().map(|measure| (*measure, None)).collect();
             let forwards = !proxy.datapath().is_a_process();
@@ -173,6 +175,7 @@ mod tests {
     #[case::a_proxy_at_each_size("nftables", false, &["connect", "cluster"], &["connect/cluster-ip/nftables/1000"])]
     #[case::xdp_from_outside_only("ebpf-xdp", true, &["bulk"],
         &["bulk/node-port-local/ebpf-xdp/1000", "bulk/node-port-remote/ebpf-xdp/1000"])]
+    #[case::sockets_of_pods_only("ebpf-sockets", true, &["connect"], &["connect/cluster-ip/ebpf-sockets/1000"])]
     #[case::without_services_once("direct", true, &["forward"],
         &["forward/node-port-local/direct/0", "forward/node-port-remote/direct/0"])]
     #[case::and_not_again("direct", false, &[], &[])]

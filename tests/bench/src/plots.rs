@@ -136,7 +136,7 @@ fn color(contender: Contender) -> RGBColor {
     match contender.kind {
         Kind::Proxy { proxy, .. } if proxy.is_kube_proxy() => RGBColor(214, 111, 60),
         Kind::Proxy { .. } => RGBColor(44, 110, 178),
-        Kind::Direct | Kind::Dropped | Kind::OneRule => RGBColor(130, 130, 130),
+        Kind::Direct | Kind::Dropped | Kind::SentBack | Kind::OneRule => RGBColor(130, 130, 130),
     }
 }
 

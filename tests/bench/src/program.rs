@@ -13,6 +13,7 @@ pub(crate) const FIRST_PORT: u16 = 10_000;
 const XDP_ABORTED: i32 = 0;
 const XDP_DROP: i32 = 1;
 const XDP_PASS: i32 = 2;
+const XDP_TX: i32 = 3;
 const ETHERTYPE: i16 = 12;
 const IPV4: i32 = 0x0800;
 const PROTOCOL: i16 = 23;
@@ -61,6 +62,10 @@ pub(crate) fn load(instructions: &[u64]) -> Result<OwnedFd> {
 
 pub(crate) fn pass() -> Vec<u64> {
     vec![set(0, XDP_PASS), EXIT]
+}
+
+pub(crate) fn send_back() -> Vec<u64> {
+    vec![set(0, XDP_TX), EXIT]
 }
 
 /// Drops datagrams of IPv4, which the lab has no others of meanwhile. All else passes: neighbours, and the API server's connections.

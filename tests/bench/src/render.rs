@@ -24,7 +24,7 @@ pub fn conditions(results: &Results) -> String {
     let (machine, settings) = (&results.machine, &results.settings);
     format!(
         "{}, {} cores, {} GiB, Linux {}; kube-proxy {}; {} build.\n\
-         {} s for each cell, direct and service by turns of {} ms, {} connections at once; medians, and the middle half as low..high.\n",
+         {} s for each cell, direct and service by turns of {} ms, {} connections at once; medians, and the middle half as a..b.\n",
         machine.processor,
         machine.cores,
         machine.memory_gib,
@@ -116,7 +116,7 @@ fn traffic(results: &Results, path: Path) -> Option<String> {
 fn forwarded(results: &Results) -> Option<String> {
     let rows = rows(results, |contender, size| {
         let figures = |path| match results.figures(Measure::Forward, Some(path), contender, size) {
-            Some(Figures::Packets { per_second, nanos }) => [
+            Some(Figures::Packets { per_second, nanos, .. }) => [
                 format!(
                     "{:.0} {:.0}..{:.0}",
                     per_second.median / 1e3,
@@ -228,7 +228,9 @@ pub(crate) mod tests {
                         }
                     }
                     Measure::Cpu => Figures::Cpu { micros: spread(123.4), busy_at_rest: 0.01 },
-                    Measure::Forward => Figures::Packets { per_second: spread(1_234_567.0), nanos: 810.0 },
+                    Measure::Forward => {
+                        Figures::Packets { per_second: spread(1_234_567.0), nanos: 810.0, lost: 0.0 }
+                    }
                     Measure::Start | Measure::CleanUp => Figures::Time { millis: 22_500.0 },
                     Measure::Change => Figures::Times { millis: spread(5_000.0), longest: 9_999.9 },
                     Measure::ChangesCpu => {
@@ -264,13 +266,24 @@ pub(crate) mod tests {
 
     #[test]
     fn every_cell_is_in_a_table_that_fits() {
-        let text = text(&example());
+        let results = example();
+        let text = text(&results);
         let too_wide: Vec<&str> = text.lines().filter(|line| line.chars().count() > WIDTH).collect();
         assert_eq!(too_wide, [""; 0]);
-        let count = |part: &str| text.matches(part).count();
-        assert_eq!(count("0.990 0.89..1.09"), text.matches("19800").count());
-        assert_eq!(count("1235 1111..1358"), 2 * 11 + 3);
-        assert_eq!(count("22500 ms"), 2 * 10);
+        let shown = |part: &str| text.matches(part).count();
+        let planned = |measures: &[Measure]| {
+            results.cells.iter().filter(|cell| measures.contains(&cell.name.measure)).count()
+        };
+        for (part, measures) in [
+            ("0.990 0.89..1.09", &[Measure::Connect][..]),
+            ("123.4", &[Measure::Cpu]),
+            ("1235 1111..1358", &[Measure::Forward]),
+            ("22500 ms", &[Measure::Start, Measure::CleanUp]),
+            ("12.34 s", &[Measure::ChangesCpu]),
+            ("518.0 MB", &[Measure::Memory]),
+        ] {
+            assert_eq!(shown(part), planned(measures), "{part}");
+        }
     }
 
     #[test]

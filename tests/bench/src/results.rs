@@ -72,9 +72,11 @@ pub enum Figures {
         micros: Spread,
         busy_at_rest: f64,
     },
+    /// `lost`: the part of those that were sent.
     Packets {
         per_second: Spread,
         nanos: f64,
+        lost: f64,
     },
     Time {
         millis: f64,
@@ -160,8 +162,8 @@ impl Figures {
                 micros.median,
                 busy_at_rest * 100.0
             ),
-            Self::Packets { per_second, nanos } => {
-                format!("{:.0} packets/s, {nanos:.0} ns each", per_second.median)
+            Self::Packets { per_second, nanos, lost } => {
+                format!("{:.0} packets/s, {nanos:.0} ns each, {:.1} % lost", per_second.median, lost * 100.0)
             }
             Self::Time { millis } => format!("{millis:.1} ms"),
             Self::Times { millis, longest } => format!("{:.1} ms, at most {longest:.1} ms", millis.median),

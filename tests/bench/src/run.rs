@@ -82,7 +82,7 @@ pub fn run(arguments: &Arguments, output: PathBuf) -> Result<Results> {
 fn missing_for_contender(contender: Contender) -> Result<Option<String>> {
     match contender.kind {
         Kind::Proxy { proxy, .. } => missing_for(proxy),
-        Kind::Direct | Kind::Dropped | Kind::OneRule => Ok(None),
+        Kind::Direct | Kind::Dropped | Kind::SentBack | Kind::OneRule => Ok(None),
     }
 }
 
@@ -98,7 +98,7 @@ fn contend(
     }
     let done = match contender.kind {
         Kind::Proxy { proxy, .. } => with_proxy(cluster, record, contender, proxy, cells),
-        Kind::Direct | Kind::Dropped | Kind::OneRule => {
+        Kind::Direct | Kind::Dropped | Kind::SentBack | Kind::OneRule => {
             cells.iter().try_for_each(|cell| record.cell(cell, |on| alone(cluster, on, contender, cell)))
         }
     };
@@ -116,6 +116,7 @@ fn alone(cluster: &Cluster, on: &Settings, contender: Contender, cell: &CellName
             return forward::packets(cluster, on, path, Treatment::Translates);
         }
         Kind::Dropped => Treatment::Drops,
+        Kind::SentBack => Treatment::SendsBack,
         Kind::Direct | Kind::Proxy { .. } => Treatment::Forwards,
     };
     forward::packets(cluster, on, path, treatment)
@@ -130,7 +131,8 @@ fn with_proxy(
 ) -> Result<()> {
     let Kind::Proxy { path, monitored, .. } = contender.kind else { bail!("{contender} is no proxy") };
     if change::is_served(&cluster.client)? {
-        bail!("the Service is served before {contender} runs");
+        subject::sweep(&cluster.lab)?;
+        ensure!(!change::is_served(&cluster.client)?, "the Service is served before {contender} runs");
     }
     let mut subject = Subject::new(cluster, proxy, path, contender.uses_xdp())?;
     let measured = step(&format!("{contender}: from its start to the first connection"), || {
@@ -191,6 +193,9 @@ fn figures(
     cell: &CellName,
     start_millis: f64,
 ) -> Result<Figures> {
+    if let Some(reason) = subject.has_ended() {
+        bail!(reason);
+    }
     match cell.measure {
         Measure::Start => Ok(Figures::Time { millis: start_millis }),
         Measure::Connect | Measure::Request | Measure::Bulk | Measure::Datagram => {

@@ -147,6 +147,14 @@ fn command(lab: &Lab, program: &Path, log: &Path, arguments: &[String]) -> Resul
 pub(crate) fn sweep(lab: &Lab) -> Result<()> {
     let node = lab.netns(&node_name(NODE))?;
     namespace::nft(&node.namespace, "flush ruleset")?;
+    for (program, table) in
+        ["iptables", "ip6tables"].iter().flat_map(|p| ["nat", "filter", "mangle"].map(|t| (*p, t)))
+    {
+        for flag in ["-F", "-X"] {
+            // Fails where nothing is to be removed, and where the kernel has no such table.
+            let _removed = namespace::run(&node.namespace, program, &["-w", "-t", table, flag]);
+        }
+    }
     let mut command = lab.command(node, &lab::program("proxy-ctl")?)?;
     let output = command.args(["cleanup", &bpffs(lab)]).stdin(Stdio::null()).output();
     let output = output.context("starting proxy-ctl cleanup")?;

@@ -87,10 +87,12 @@ impl Contender {
 
     /// Those on which it differs from another of the same mode.
     pub fn paths(self) -> &'static [Path] {
-        match self.kind {
-            Kind::Proxy { proxy: ProxyKind::Ebpf, path: PathKind::Sockets, .. } => &[Path::ClusterIp],
-            _ if self.cards => OUTSIDE,
-            _ => &PATHS,
+        let by_sockets =
+            matches!(self.kind, Kind::Proxy { proxy: ProxyKind::Ebpf, path: PathKind::Sockets, .. });
+        match (by_sockets, self.cards) {
+            (true, _) => &[Path::ClusterIp],
+            (false, true) => OUTSIDE,
+            (false, false) => &PATHS,
         }
     }
 

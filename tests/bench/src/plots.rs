@@ -86,7 +86,12 @@ fn panels(results: &Results, measure: Measure) -> Vec<(&'static str, Vec<Bar>)> 
             Figures::Rates { ratio, .. } => (*ratio, 1.0),
             Figures::Cpu { micros, busy_at_rest } if *busy_at_rest <= TOO_BUSY => (*micros, 1.0),
             Figures::Packets { per_second, .. } => (*per_second, 1e-6),
-            _ => return None,
+            Figures::Cpu { .. }
+            | Figures::Time { .. }
+            | Figures::Times { .. }
+            | Figures::Changes { .. }
+            | Figures::Memory { .. }
+            | Figures::Writes { .. } => return None,
         };
         Some(Bar {
             contender,
@@ -95,8 +100,11 @@ fn panels(results: &Results, measure: Measure) -> Vec<(&'static str, Vec<Bar>)> 
             high: spread.high * scale,
         })
     };
+    // What the devices alone can do is many times of what is compared.
+    let is_shown = |contender: &Contender| !matches!(contender.kind, Kind::Dropped | Kind::SentBack);
     let panel = |path: Path| {
-        let bars: Vec<Bar> = CONTENDERS.into_iter().filter_map(|contender| bar(contender, path)).collect();
+        let shown = CONTENDERS.into_iter().filter(is_shown);
+        let bars: Vec<Bar> = shown.filter_map(|contender| bar(contender, path)).collect();
         (path.describe(), bars)
     };
     PATHS.map(panel).into_iter().filter(|(_, bars)| !bars.is_empty()).collect()
@@ -110,7 +118,12 @@ fn lines(results: &Results, measure: Measure) -> Vec<(Contender, Vec<(f64, f64)>
             Figures::Times { millis, .. } => millis.median,
             Figures::Memory { megabytes } => *megabytes,
             Figures::Changes { cpu_seconds_per_1000, .. } => *cpu_seconds_per_1000,
-            _ => return None,
+            Figures::Rates { .. }
+            | Figures::Cpu { .. }
+            | Figures::Packets { .. }
+            | Figures::Writes { .. } => {
+                return None;
+            }
         };
         // The scale is logarithmic.
         Some((size as f64, value.max(LEAST)))
@@ -213,18 +226,31 @@ fn growth(file: &File, heading: &str, lines: &[(Contender, Vec<(f64, f64)>)]) ->
         .x_label_formatter(&number)
         .y_label_formatter(&number)
         .draw()?;
+    let mut ends = Vec::new();
     for (place, (contender, points)) in lines.iter().enumerate() {
         // Lines of one colour are told apart by how dark they are.
         let style = color(*contender).mix(1.0 - 0.6 * place as f64 / lines.len() as f64).stroke_width(2);
         chart.draw_series(LineSeries::new(points.iter().copied(), style))?;
         chart.draw_series(points.iter().map(|point| Circle::new(*point, 3, style.filled())))?;
-        if let Some(last) = points.last() {
-            let (x, y) = chart.backend_coord(last);
-            area.draw(&Text::new(contender.name, (x + 8, y - 7), (FONT, 12).into_font()))?;
-        }
+        ends.extend(points.last().map(|last| (chart.backend_coord(last), contender.name)));
+    }
+    for ((x, y), name) in apart(ends) {
+        area.draw(&Text::new(name, (x + 8, y - 7), (FONT, 12).into_font()))?;
     }
     area.present()?;
     Ok(())
+}
+
+/// Names from the top, none written over another.
+fn apart(mut names: Vec<((i32, i32), &str)>) -> Vec<((i32, i32), &str)> {
+    const LINE: i32 = 14;
+    names.sort_unstable_by_key(|((_, y), _)| *y);
+    let mut free = i32::MIN;
+    for ((_, y), _) in &mut names {
+        *y = (*y).max(free);
+        free = *y + LINE;
+    }
+    names
 }
 
 #[cfg(test)]
@@ -243,6 +269,12 @@ mod tests {
             let text = fs::read_to_string(&file).unwrap();
             assert!(text.starts_with("<svg") && text.contains("kube-proxy-nftables"), "{}", file.display());
         }
+    }
+
+    #[test]
+    fn names_are_not_written_over_another() {
+        let names = vec![((5, 30), "c"), ((5, 10), "a"), ((5, 12), "b")];
+        assert_eq!(apart(names), [((5, 10), "a"), ((5, 24), "b"), ((5, 38), "c")]);
     }
 
     #[test]

@@ -140,37 +140,37 @@ fn forwarded(results: &Results) -> Option<String> {
     table(&title, &header, rows)
 }
 
+fn shortest(figures: &Figures) -> String {
+    match figures {
+        Figures::Rates { ratio, .. } => format!("{:.3}", ratio.median),
+        Figures::Cpu { micros, .. } => format!("{:.1}", micros.median),
+        Figures::Packets { nanos, .. } => format!("{nanos:.0} ns"),
+        Figures::Time { millis } => format!("{millis:.0} ms"),
+        Figures::Times { millis, .. } => format!("{:.1} ms", millis.median),
+        Figures::Changes { cpu_seconds_per_1000, .. } => format!("{cpu_seconds_per_1000:.2} s"),
+        Figures::Memory { megabytes } => format!("{megabytes:.1} MB"),
+        Figures::Writes { entries } => format!("{entries:.0}"),
+    }
+}
+
 fn control_plane(results: &Results) -> Option<String> {
     let rows = rows(results, |contender, size| {
-        let of = |measure, show: fn(&Figures) -> Option<String>| {
+        let of = |measure| {
             let figures = results.figures(measure, None, contender, size);
-            figures.and_then(show).unwrap_or_else(|| NOTHING.to_owned())
+            figures.map_or_else(|| NOTHING.to_owned(), shortest)
         };
-        let time = |figures: &Figures| match figures {
-            Figures::Time { millis } => Some(format!("{millis:.0} ms")),
-            Figures::Times { millis, .. } => Some(format!("{:.1} ms", millis.median)),
-            _ => None,
+        let longest = match results.figures(Measure::Change, None, contender, size) {
+            Some(Figures::Times { longest, .. }) => format!("{longest:.1} ms"),
+            _ => NOTHING.to_owned(),
         };
         Some([
-            of(Measure::Start, time),
-            of(Measure::Change, time),
-            of(Measure::Change, |figures| match figures {
-                Figures::Times { longest, .. } => Some(format!("{longest:.1} ms")),
-                _ => None,
-            }),
-            of(Measure::ChangesCpu, |figures| match figures {
-                Figures::Changes { cpu_seconds_per_1000, .. } => Some(format!("{cpu_seconds_per_1000:.2} s")),
-                _ => None,
-            }),
-            of(Measure::Memory, |figures| match figures {
-                Figures::Memory { megabytes } => Some(format!("{megabytes:.1} MB")),
-                _ => None,
-            }),
-            of(Measure::Restart, |figures| match figures {
-                Figures::Writes { entries } => Some(format!("{entries:.0}")),
-                _ => None,
-            }),
-            of(Measure::CleanUp, time),
+            of(Measure::Start),
+            of(Measure::Change),
+            longest,
+            of(Measure::ChangesCpu),
+            of(Measure::Memory),
+            of(Measure::Restart),
+            of(Measure::CleanUp),
         ])
     });
     let header = ["start", "change", "at most", "cpu/1,000", "memory", "restart writes", "clean-up"];

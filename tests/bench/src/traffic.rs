@@ -26,7 +26,14 @@ pub(crate) fn rates(cluster: &Cluster, settings: &Settings, measure: Measure, pa
         Measure::Datagram => (Exercise::Datagram, settings.clients),
         // Two cores: one sends, one receives.
         Measure::Bulk => (Exercise::Bulk, 1),
-        other => bail!("{other} is no exercise"),
+        Measure::Start
+        | Measure::Cpu
+        | Measure::Forward
+        | Measure::Change
+        | Measure::ChangesCpu
+        | Measure::Memory
+        | Measure::Restart
+        | Measure::CleanUp => bail!("{measure} is no exercise"),
     };
     let targets = cluster.targets(path, exercise == Exercise::Bulk)?;
     let bench = Bench {

@@ -21,57 +21,29 @@ use crate::world::World;
 /// Within which an event is told.
 const TOLD_WITHIN: Duration = Duration::from_secs(10);
 
-/// `proxy-ctl monitor`, which runs until it is dropped.
-pub struct Monitor {
+/// `proxy-ctl monitor`, whose events are looked at. It runs until this is dropped.
+pub struct Watch {
     process: Child,
     complaints: BufReader<ChildStderr>,
-}
-
-impl Monitor {
-    /// Returns when it watches.
-    pub fn begin(world: &World, node: NodeNumber, options: &[&str], out: Stdio) -> Result<Self> {
-        let arguments = [&["monitor", "--output", "json"], options].concat();
-        let mut command = world.proxy_on(node)?.tool_command(&world.lab, &arguments)?;
-        let mut process =
-            command.stdout(out).stderr(Stdio::piped()).spawn().context("starting proxy-ctl monitor")?;
-        let complaints = BufReader::new(process.stderr.take().context("no stderr")?);
-        let mut monitor = Self { process, complaints };
-        let mut first = String::new();
-        monitor.complaints.read_line(&mut first)?;
-        ensure!(first.starts_with("watching"), "monitor says {first:?}");
-        Ok(monitor)
-    }
-
-    /// As Ctrl-C does. Answers with what it has written to stderr.
-    pub fn end(mut self) -> Result<String> {
-        kill(Pid::from_raw(self.process.id().try_into()?), Signal::SIGINT).context("ending monitor")?;
-        let mut complaints = String::new();
-        self.complaints.read_to_string(&mut complaints)?;
-        let status = self.process.wait()?;
-        ensure!(status.success(), "monitor ended with {status}: {complaints}");
-        Ok(complaints)
-    }
-}
-
-impl Drop for Monitor {
-    fn drop(&mut self) {
-        // It has ended already, or is to end without more ado.
-        let _ended = self.process.kill().and_then(|()| self.process.wait());
-    }
-}
-
-/// A monitor whose events are looked at.
-pub struct Watch {
-    monitor: Monitor,
     events: Receiver<Value>,
 }
 
 impl Watch {
     /// Returns when it watches.
     pub fn begin(world: &World, node: NodeNumber) -> Result<Self> {
-        let mut monitor = Monitor::begin(world, node, &[], Stdio::piped())?;
-        let out = monitor.process.stdout.take().context("no stdout")?;
+        let mut command = world.proxy_on(node)?.tool_command(&world.lab, &["monitor", "--output", "json"])?;
+        let mut process = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .context("starting proxy-ctl monitor")?;
+        let complaints = BufReader::new(process.stderr.take().context("no stderr")?);
+        let out = process.stdout.take().context("no stdout")?;
         let (sender, events) = channel();
+        let mut watch = Self { process, complaints, events };
+        let mut first = String::new();
+        watch.complaints.read_line(&mut first)?;
+        ensure!(first.starts_with("watching"), "monitor says {first:?}");
         thread::spawn(move || {
             for line in BufReader::new(out).lines().map_while(Result::ok) {
                 let event = serde_json::from_str(&line).unwrap_or(Value::String(line));
@@ -80,7 +52,7 @@ impl Watch {
                 }
             }
         });
-        Ok(Self { monitor, events })
+        Ok(watch)
     }
 
     /// The next event that has all of what `expected` says and is `also` right; those before it are left out.
@@ -96,10 +68,22 @@ impl Watch {
         }
     }
 
-    pub fn end(self) -> Result<()> {
-        let complaints = self.monitor.end()?;
+    /// As Ctrl-C does. Nothing may have been written to stderr.
+    pub fn end(mut self) -> Result<()> {
+        kill(Pid::from_raw(self.process.id().try_into()?), Signal::SIGINT).context("ending monitor")?;
+        let mut complaints = String::new();
+        self.complaints.read_to_string(&mut complaints)?;
+        let status = self.process.wait()?;
+        ensure!(status.success(), "monitor ended with {status}: {complaints}");
         ensure!(complaints.is_empty(), "monitor complains: {complaints}");
         Ok(())
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        // It has ended already, or is to end without more ado.
+        let _ended = self.process.kill().and_then(|()| self.process.wait());
     }
 }
 

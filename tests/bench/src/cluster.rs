@@ -7,7 +7,7 @@ use control_plane::{ADMIN, ApiServer, Options, objects::Bulk};
 use lab::{
     Agent, Lab, Objects, Protocol,
     address::{self, Family, NodeNumber, POD_RANGE4, POD_RANGE6, cluster_ip, gateway},
-    cluster::{BULK_PORT, BYTE_PORT, FABRIC, NODES, OUTSIDE, PodProcesses, node_name},
+    cluster::{FABRIC, NODES, OUTSIDE, PodProcesses, node_name},
     namespace::sysctl,
     objects::{Endpoint, Service, ServicePort},
 };
@@ -23,6 +23,10 @@ const SERVERS: [(NodeNumber, [&str; 2]); 2] = [(1, ["server-a", "server-c"]), (2
 pub(crate) const MOVES_BETWEEN: [&str; 2] = ["server-a", "server-b"];
 pub(crate) const PORT: u16 = 80;
 const PORT_OF_BULK: u16 = 81;
+/// Of the servers that return bytes.
+pub(crate) const BYTE_PORT: u16 = 9_090;
+/// Of the servers that take many.
+const BULK_PORT: u16 = 9_091;
 
 pub(crate) struct Cluster {
     pub(crate) client: Agent,
@@ -95,7 +99,9 @@ impl Cluster {
             for name in names {
                 lab.add_pod(node, name, PodProcesses::InNodeCgroup)?;
                 let server = lab.server(name)?;
-                server.serve_bulk(&lab.netns(name)?.addresses.with_port(BULK_PORT))?;
+                let addresses = lab.netns(name)?.addresses;
+                server.serve_bytes(&addresses.with_port(BYTE_PORT))?;
+                server.serve_bulk(&addresses.with_port(BULK_PORT))?;
                 servers.push(server);
             }
         }

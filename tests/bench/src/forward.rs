@@ -20,7 +20,7 @@ use aya_obj::programs::xdp::XdpAttachType;
 use etherparse::PacketBuilder;
 use lab::{
     Lab, address,
-    cluster::{BYTE_PORT, FABRIC, OUTSIDE, node_name},
+    cluster::{FABRIC, OUTSIDE, node_name},
     namespace::{run, within},
 };
 use nix::{
@@ -31,7 +31,7 @@ use nix::{
 use proxy_ctl::sys::bpf::{XdpMode, link_xdp, pin};
 
 use crate::{
-    cluster::{Cluster, NODE},
+    cluster::{BYTE_PORT, Cluster, NODE},
     plan::Path,
     program::{self, FIRST_PORT, FRAME},
     results::{Figures, Settings},
@@ -44,7 +44,7 @@ const BATCH: u32 = 64;
 /// Frames of one call.
 const FRAMES: u32 = 1 << 16;
 /// Rates whose spread is told.
-const ROUNDS: u32 = 10;
+const ROUNDS: u32 = 5;
 
 /// What the node does with a frame.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

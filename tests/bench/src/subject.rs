@@ -2,9 +2,10 @@
 
 use std::{
     fs::{self, File},
+    io::{BufRead as _, BufReader},
     net::SocketAddr,
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::{Child, ChildStderr, Command, Stdio},
     time::Duration,
 };
 
@@ -27,7 +28,8 @@ pub(crate) struct Subject {
     configuration: PathBuf,
     log: PathBuf,
     process: Option<Child>,
-    monitor: Option<Child>,
+    /// What it tells is kept open for it.
+    monitor: Option<(Child, BufReader<ChildStderr>)>,
     node: Agent,
 }
 
@@ -55,11 +57,16 @@ impl Subject {
         Ok(())
     }
 
-    /// `proxy-ctl monitor` beside it, which ends with it.
+    /// `proxy-ctl monitor` beside it, which ends with it. Returns when it watches.
     pub(crate) fn start_monitor(&mut self, lab: &Lab) -> Result<()> {
         let mut command = command(lab, &self.program, &self.log, &["monitor".to_owned(), bpffs(lab)])?;
-        command.stdout(Stdio::null());
-        self.monitor = Some(command.spawn().context("starting proxy-ctl monitor")?);
+        command.stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut process = command.spawn().context("starting proxy-ctl monitor")?;
+        let mut told = BufReader::new(process.stderr.take().context("no stderr")?);
+        let mut first = String::new();
+        told.read_line(&mut first).context("reading what monitor tells")?;
+        self.monitor = Some((process, told));
+        ensure!(first.starts_with("watching"), "monitor says {first:?}");
         Ok(())
     }
 
@@ -69,7 +76,8 @@ impl Subject {
     }
 
     pub(crate) fn kill(&mut self) -> Result<()> {
-        for process in [self.monitor.take(), self.process.take()] {
+        let monitor = self.monitor.take().map(|(process, _)| process);
+        for process in [monitor, self.process.take()] {
             let Some(mut process) = process else { continue };
             process.kill().context("killing the proxy")?;
             process.wait().context("waiting for the proxy")?;

@@ -27,10 +27,6 @@ pub use removal::{remove_kept, remove_leftovers, remove_on_signals};
 
 /// Port of the servers that tell who they are.
 pub const SERVER_PORT: u16 = 8_080;
-/// Port of the servers that return bytes.
-pub const BYTE_PORT: u16 = 9_090;
-/// Port of the servers that take many bytes, where there are some.
-pub const BULK_PORT: u16 = 9_091;
 
 /// Somewhere in the lab that processes run: a node, a pod, the client outside, the fabric.
 #[derive(Clone, Debug)]
@@ -264,7 +260,6 @@ impl Lab {
         let agent = self.agent(name)?;
         let addresses = self.netns(name)?.addresses;
         agent.serve(&addresses.with_port(SERVER_PORT))?;
-        agent.serve_bytes(&addresses.with_port(BYTE_PORT))?;
         Ok(agent)
     }
 

@@ -85,6 +85,10 @@ impl Contender {
         self.cards && matches!(self.kind, Kind::Proxy { .. })
     }
 
+    pub fn is_monitored(self) -> bool {
+        matches!(self.kind, Kind::Proxy { monitored: true, .. })
+    }
+
     /// Those on which it differs from another of the same mode.
     pub fn paths(self) -> &'static [Path] {
         let by_sockets =

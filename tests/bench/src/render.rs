@@ -9,6 +9,8 @@ use crate::{
 };
 
 const NOTHING: &str = "-";
+/// Of a line that says why something is not there.
+const LONGEST: usize = 200;
 
 pub fn text(results: &Results) -> String {
     let mut parts = vec![conditions(results)];
@@ -190,6 +192,8 @@ fn left_out(results: &Results) -> Option<String> {
             Outcome::Failed(reason) => format!("failed: {}: {reason}", cell.name),
             Outcome::Skipped(reason) => format!("skipped: {}: {reason}", cell.name.contender),
         };
+        // All of it is in the file.
+        let line: String = line.chars().take(LONGEST).collect();
         if !lines.contains(&line) {
             lines.push(line);
         }

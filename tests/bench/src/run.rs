@@ -129,14 +129,14 @@ fn with_proxy(
     proxy: ProxyKind,
     cells: &[CellName],
 ) -> Result<()> {
-    let Kind::Proxy { path, monitored, .. } = contender.kind else { bail!("{contender} is no proxy") };
+    let Kind::Proxy { path, .. } = contender.kind else { bail!("{contender} is no proxy") };
     if change::is_served(&cluster.client)? {
         subject::sweep(&cluster.lab)?;
         ensure!(!change::is_served(&cluster.client)?, "the Service is served before {contender} runs");
     }
     let mut subject = Subject::new(cluster, proxy, path, contender.uses_xdp())?;
     let measured = step(&format!("{contender}: from its start to the first connection"), || {
-        begin(cluster, &mut subject, monitored)
+        begin(cluster, &mut subject, contender.is_monitored())
     })
     .and_then(|millis| {
         for cell in cells {
@@ -185,6 +185,7 @@ fn leave_nothing(cluster: &Cluster, subject: &mut Subject) -> Result<()> {
     Ok(())
 }
 
+/// As [`figures_of`]. If the proxy does not outlive the cell, that is what is told of it, and the next cell has a new one.
 fn figures(
     cluster: &Cluster,
     subject: &mut Subject,
@@ -193,9 +194,25 @@ fn figures(
     cell: &CellName,
     start_millis: f64,
 ) -> Result<Figures> {
-    if let Some(reason) = subject.has_ended() {
-        bail!(reason);
+    if subject.has_ended().is_some() {
+        subject.kill()?;
+        begin(cluster, subject, contender.is_monitored()).context("starting it again")?;
     }
+    let found = figures_of(cluster, subject, on, contender, cell, start_millis);
+    match subject.has_ended() {
+        Some(reason) => bail!(reason),
+        None => found,
+    }
+}
+
+fn figures_of(
+    cluster: &Cluster,
+    subject: &mut Subject,
+    on: &Settings,
+    contender: Contender,
+    cell: &CellName,
+    start_millis: f64,
+) -> Result<Figures> {
     match cell.measure {
         Measure::Start => Ok(Figures::Time { millis: start_millis }),
         Measure::Connect | Measure::Request | Measure::Bulk | Measure::Datagram => {

@@ -133,7 +133,7 @@ impl Subject {
 
     /// Of its log, which goes with the lab.
     pub(crate) fn last_words(&self) -> String {
-        const LINES: usize = 5;
+        const LINES: usize = 3;
         let log = fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<&str> = log.lines().collect();
         lines.get(lines.len().saturating_sub(LINES)..).unwrap_or_default().join(" | ")

@@ -3,7 +3,11 @@
 use std::{net::SocketAddr, time::Duration};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use lab::agent::protocol::{Bench, Exercise, Side};
+use lab::{
+    Agent,
+    agent::protocol::{Bench, Exercise, Side},
+    wait,
+};
 
 use crate::{
     cluster::Cluster,
@@ -44,10 +48,27 @@ pub(crate) fn rates(cluster: &Cluster, settings: &Settings, measure: Measure, pa
         turn_ms: settings.turn_ms,
         pace: None,
     };
-    let sides = cluster.dialler(path).bench(&bench)?;
+    let agent = cluster.dialler(path);
+    warm_up(agent, &bench)?;
+    let sides = agent.bench(&bench)?;
     let [direct, service] = sides.as_slice() else { bail!("{} sides", sides.len()) };
     let ratio = Spread::of_ratios(&direct.per_second, &service.per_second).context("no turn was answered")?;
     Ok(Figures::Rates { direct: rate(direct, "direct")?, service: rate(service, "the service")?, ratio })
+}
+
+/// What is only slow the first time is not measured: neighbours are looked for, a SYN is sent again after a second.
+fn warm_up(agent: &Agent, bench: &Bench) -> Result<()> {
+    let short = Bench { seconds: 0.0, ..bench.clone() };
+    wait::until("an answer of all that is dialled", Duration::from_secs(20), || {
+        let sides = agent.bench(&short).map_err(|error| format!("{error:#}"))?;
+        let failure = sides.iter().find_map(|side| side.failure.clone());
+        let is_warm = sides.iter().all(|side| !side.per_second.is_empty())
+            && sides.iter().flat_map(|side| &side.per_second).all(|rate| *rate > 0.0);
+        match failure {
+            Some(failure) => Err(failure),
+            None => Ok(is_warm.then_some(())),
+        }
+    })
 }
 
 fn rate(side: &Side, name: &str) -> Result<Rate> {
@@ -95,8 +116,7 @@ pub(crate) fn processor_time(
         pace: Some(settings.pace),
     };
     let agent = cluster.dialler(path);
-    // What is only slow the first time is not measured.
-    agent.bench(&Bench { seconds: 0.0, ..bench.clone() })?;
+    warm_up(agent, &bench)?;
     let (mut micros, mut busy_at_rest) = (Vec::new(), 0.0_f64);
     for _ in 0..ROUNDS {
         let load = cpu::of_load(Duration::from_secs_f64(seconds / 2.0), || agent.bench(&bench))?;

@@ -30,7 +30,7 @@ fn start() -> Result<Started<World>> {
         return Ok(Err(reason));
     }
     let folder = tempfile::tempdir().context("making a folder")?;
-    let words = ["bench", "--lean", "--seconds", "0.15", "--changes", "4", "--services", "20"];
+    let words = ["bench", "--lean", "--seconds", "0.3", "--changes", "4", "--services", "20"];
     let arguments = Arguments::try_parse_from(words)?;
     let results = run::run(&arguments, folder.path().to_owned())?;
     Ok(Ok(World { folder, arguments, results }))

@@ -72,8 +72,8 @@ pub trait Dataplane: Programmed + Send {
     /// Takes over the node's own addresses and interfaces. Called before the first `resync`, and on change.
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error>;
 
-    /// Takes the packets of the interfaces that the last `set_host` named, where the mode has hooks at each. Called after each `set_host`, and
-    /// the first time after the first `resync`: a kernel needs 20 ms for a hook, and nobody has to wait for hundreds of them.
+    /// Takes the packets of interfaces, where the last `set_host` has left that for later: a kernel needs 20 ms for a hook, and nobody has to
+    /// wait for hundreds of them. Called after each `set_host`, and the first time after the first `resync`.
     fn attach(&mut self) -> Result<(), Error> {
         Ok(())
     }

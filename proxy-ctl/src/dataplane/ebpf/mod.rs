@@ -120,6 +120,9 @@ pub struct EbpfDataplane {
     flow_lifetimes: FlowLifetimes,
     /// Of the last `set_host`.
     interfaces: Vec<Interface>,
+    /// In [`Dataplane::attach`]: nothing is attached to interfaces yet. Where a predecessor's programs are, they must not meet what this
+    /// version writes.
+    attaches_later: bool,
     hooks: Hooks,
     host_namespace: u64,
     shapes: Vec<Shape>,
@@ -242,6 +245,7 @@ impl EbpfDataplane {
             affinity: AffinityCollector::default(),
             flow_lifetimes: FlowLifetimes::default(),
             interfaces: Vec::new(),
+            attaches_later: false,
             hooks: Hooks::new(paths.clone(), programs, cgroup, Transit::new(config.xdp)),
             host_namespace,
             shapes,
@@ -331,6 +335,26 @@ impl EbpfDataplane {
             settings.masquerade_ports_apart = programs.apart as u16;
         })?;
         Ok(changed)
+    }
+
+    /// Attaches to the interfaces of the node, and swaps the programs of what is attached.
+    fn take_packets(&mut self) -> Failures {
+        let is_first = self.keep_ports == KeepPorts::BeforePackets;
+        if is_first {
+            self.keep_netfilter_ports();
+        }
+        let mut failures = self.hooks.follow(&self.interfaces);
+        if is_first {
+            self.keep_netfilter_ports();
+            self.keep_ports = KeepPorts::AfterModeBeside;
+        }
+        if let Err(error) = self.hooks.attach_sockets() {
+            failures.add("socket hooks", error);
+        }
+        // Former programs may have judged flows of this epoch by tables that have another size now.
+        self.shared.is_epoch_over = true;
+        raise_epoch(&mut self.shared, &mut failures);
+        failures
     }
 
     fn keep_netfilter_ports(&self) {
@@ -622,6 +646,10 @@ impl Dataplane for EbpfDataplane {
             Err(error) => failures.add("pins", error),
         }
         self.interfaces.clone_from(&host.interfaces);
+        self.attaches_later = !self.hooks.are_at_interfaces();
+        if !self.attaches_later {
+            failures.merge(self.take_packets());
+        }
         self.service_cidrs.set(host.service_cidrs.as_deref());
         self.write_service_cidrs(&mut applied, &mut failures);
         failures.into_result()?;
@@ -632,22 +660,10 @@ impl Dataplane for EbpfDataplane {
     }
 
     fn attach(&mut self) -> Result<(), super::Error> {
-        let is_first = self.keep_ports == KeepPorts::BeforePackets;
-        if is_first {
-            self.keep_netfilter_ports();
+        if !std::mem::take(&mut self.attaches_later) {
+            return Ok(());
         }
-        let mut failures = self.hooks.follow(&self.interfaces);
-        if is_first {
-            self.keep_netfilter_ports();
-            self.keep_ports = KeepPorts::AfterModeBeside;
-        }
-        if let Err(error) = self.hooks.attach_sockets() {
-            failures.add("socket hooks", error);
-        }
-        // Former programs may have judged flows of this epoch by tables that have another size now.
-        self.shared.is_epoch_over = true;
-        raise_epoch(&mut self.shared, &mut failures);
-        Ok(failures.into_result()?)
+        Ok(self.take_packets().into_result()?)
     }
 
     fn renew_lease(&mut self) -> Result<(), super::Error> {

@@ -1,4 +1,4 @@
-//! Nanoseconds a packet takes: `cargo test -p packets -- --bench`.
+//! Nanoseconds a packet takes: `cargo test -p packets -- --bench [part of a name]`.
 //!
 //! BPF_PROG_TEST_RUN does not restore the packet between runs, so a program meets its own output. Here each flow translates into what the
 //! next one's client sends, and the last one into what the first one's does: every run translates a known flow.
@@ -32,32 +32,44 @@ const ROUNDS: usize = 5;
 /// How many flows packets come from in turn.
 const FLOWS: [u32; 3] = [2, 65_536, 1_048_576];
 
-pub(crate) fn run(object: &[u8]) -> Result<()> {
+/// Takes the figures whose names have this part.
+pub(crate) fn run(object: &[u8], filter: &str) -> Result<()> {
+    single_packets(object, filter)?;
+    let mut world = World::load(object, Globals::default(), Sizes::Small)?;
+    first_packets::<V4>(&mut world, filter)?;
+    first_packets::<V6>(&mut world, filter)?;
+    for count in FLOWS {
+        let name = format!("known flow, translated, {count} flows in turn");
+        if name.contains(filter) {
+            known_flows::<V4>(object, count, &name)?;
+            known_flows::<V6>(object, count, &name)?;
+        }
+    }
+    for count in FLOWS {
+        let name = format!("XDP: known flow, sent on, {count} flows in turn");
+        if name.contains(filter) {
+            transit::<V4>(object, count, &name)?;
+            transit::<V6>(object, count, &name)?;
+        }
+    }
+    Ok(())
+}
+
+fn single_packets(object: &[u8], filter: &str) -> Result<()> {
     let nobody = EventControl::default();
     for (lease, watched, name) in
         [(0, nobody, "without lease"), (1, nobody, "with a lease"), (0, watched(1), "while somebody watches")]
     {
         println!("{name}");
         let mut world = World::load(object, Globals { lease, ..Globals::default() }, Sizes::Small)?;
-        family::<V4>(&mut world, watched)?;
-        family::<V6>(&mut world, watched)?;
-    }
-    let mut world = World::load(object, Globals::default(), Sizes::Small)?;
-    first_packets::<V4>(&mut world)?;
-    first_packets::<V6>(&mut world)?;
-    for count in FLOWS {
-        known_flows::<V4>(object, count)?;
-        known_flows::<V6>(object, count)?;
-    }
-    for count in FLOWS {
-        transit::<V4>(object, count)?;
-        transit::<V6>(object, count)?;
+        family::<V4>(&mut world, watched, filter)?;
+        family::<V6>(&mut world, watched, filter)?;
     }
     Ok(())
 }
 
 /// As [`known_flows`], masqueraded flows of which XDP sends each packet on, to the interface itself as the next hop.
-fn transit<W: Tables>(object: &[u8], count: u32) -> Result<()> {
+fn transit<W: Tables>(object: &[u8], count: u32, name: &str) -> Result<()> {
     /// A packet goes so far, and then begins anew.
     const HOPS: u32 = 60;
     const CLIENT_PORTS: u32 = 50_000;
@@ -101,7 +113,7 @@ fn transit<W: Tables>(object: &[u8], count: u32) -> Result<()> {
             begins.map(|begin| time(begin, HOPS, (CLUSTER_IP.0, ends(begin)?.1))).sum::<Result<u128>>()?;
         rounds.push(sum / u128::from(RUNS / HOPS));
     }
-    print_rounds::<W>(&format!("XDP: known flow, sent on, {count} flows in turn"), rounds);
+    print_rounds::<W>(name, rounds);
     if count == FLOWS[0] {
         let stranger = (KnownAddress::Stranger, 80);
         let rounds = (0..ROUNDS).map(|_| time(0, RUNS, stranger)).collect::<Result<_>>()?;
@@ -115,7 +127,7 @@ fn watched(one_of: u32) -> EventControl {
     EventControl::new(u64::MAX, Reason::ALL.iter().copied(), one_of.into())
 }
 
-fn known_flows<W: Tables>(object: &[u8], count: u32) -> Result<()> {
+fn known_flows<W: Tables>(object: &[u8], count: u32, name: &str) -> Result<()> {
     /// Each port of the client has as many flows at most, to as many ports of the service.
     const PER_PORT: u32 = 50_000;
     const FIRST: u32 = 1_024;
@@ -132,8 +144,7 @@ fn known_flows<W: Tables>(object: &[u8], count: u32) -> Result<()> {
     }
     let (port, frontend) = ends(0)?;
     let packet = tcp((CLIENT.0, port), frontend, TCP_ACK).bytes::<W>();
-    let name = format!("known flow, translated, {count} flows in turn");
-    report::<W>(&world, &name, program::uplink_ingress, &packet)
+    report::<W>(&world, name, program::uplink_ingress, &packet)
 }
 
 /// A flow of the port `client` to `frontend`, whose backend sees the port `alias`.
@@ -148,10 +159,14 @@ fn flow<W: Tables>(client: u16, alias: u16, frontend: Endpoint, backend: Endpoin
     flow.set_frontend_port(Port::new(frontend.1));
     flow.set_backend_port(Port::new(backend.1));
     flow.state.progress = PROGRESS_CONFIRMED;
+    // The packets are of the middle of a connection.
+    let segment = tcp(CLIENT, CLUSTER_IP, TCP_ACK);
+    flow.backend_numbers.reached = segment.sequence;
+    flow.client_numbers.reached = segment.acknowledgement;
     flow
 }
 
-fn family<W: Tables>(world: &mut World, watched: EventControl) -> Result<()> {
+fn family<W: Tables>(world: &mut World, watched: EventControl, filter: &str) -> Result<()> {
     const OTHER: (KnownAddress, u16) = (KnownAddress::OtherClusterIp, 8080);
     const STRANGER: Endpoint = (KnownAddress::Stranger, 80);
     const ALIAS: u16 = CLIENT.1 + 1;
@@ -178,15 +193,19 @@ fn family<W: Tables>(world: &mut World, watched: EventControl) -> Result<()> {
         ("leaving, datagram of the node", "uplink_egress", udp(NODES[0], STRANGER).bytes::<W>()),
         ("the same from a port for flows", "uplink_egress", udp(NODES[1], STRANGER).bytes::<W>()),
     ];
-    packets.iter().try_for_each(|(name, program, packet)| report::<W>(world, name, program, packet))
+    let mut wanted = packets.iter().filter(|(name, ..)| name.contains(filter));
+    wanted.try_for_each(|(name, program, packet)| report::<W>(world, name, program, packet))
 }
 
 /// What watching costs: only packets that open a flow, or end with a reason, make events.
-fn first_packets<W: Tables>(world: &mut World) -> Result<()> {
+fn first_packets<W: Tables>(world: &mut World, filter: &str) -> Result<()> {
     /// As many as the ring of events has room for.
     const CLIENTS: u16 = 8_192;
     let controls = [EventControl::default(), watched(1), watched(10)];
     for (endpoints, name) in [(true, "SYN that opens a flow"), (false, "SYN that is refused")] {
+        if !name.contains(filter) {
+            continue;
+        }
         let mut rounds = [const { Vec::new() }; 3];
         // By turns, so that all meet the same machine.
         for _ in 0..ROUNDS {

@@ -1,7 +1,7 @@
 //! Packets through the loaded TC programs, by BPF_PROG_TEST_RUN.
 //!
 //! A case fills the tables, sends packets through programs, and says what comes out and what is counted. Needs root.
-//! `cargo test --test packets [-- [--list] [part of a name]]`; with `-- --bench` nanoseconds a packet.
+//! `cargo test --test packets [-- [--list] [part of a name]]`; with `-- --bench [part of a name]` nanoseconds a packet.
 
 #![expect(clippy::unwrap_used, reason = "a header that cannot be encoded is a broken case")]
 
@@ -57,10 +57,12 @@ fn start() -> Result<Started<Worlds>> {
 }
 
 fn main() -> ExitCode {
-    if std::env::args().any(|argument| argument == "--bench") {
+    let mut arguments = std::env::args();
+    if arguments.any(|argument| argument == "--bench") {
+        let filter = arguments.next().unwrap_or_default();
         let bench = || {
             unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
-            bench::run(&object()?)
+            bench::run(&object()?, &filter)
         };
         return match bench() {
             Ok(()) => ExitCode::SUCCESS,

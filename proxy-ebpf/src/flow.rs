@@ -8,7 +8,7 @@ use core::{
 use aya_ebpf::{bindings::BPF_ANY, helpers::bpf_get_prandom_u32};
 use proxy_common::{
     family::{Family, V4, V6},
-    flow::{self, Change, FlowEntry, FlowTables, InsertError, Routine, Scratch, Stage},
+    flow::{self, Change, Clock, FlowEntry, FlowTables, InsertError, Routine, Scratch, Stage},
     layout::*,
     port::{Port, PortPool, PortRanges},
     reason::Reason,
@@ -17,7 +17,7 @@ use proxy_common::{
 use crate::{
     event::TellPacket as _,
     globals, maps, resizable,
-    tables::{Maps, count, count_connection, settings},
+    tables::{Maps, count, count_connection, recently, settings},
 };
 
 const EEXIST: i32 = -17;
@@ -177,6 +177,15 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
+            fn flow_inlined(&self, stage: Stage, key: &FlowKey<$address>) -> Option<Self::Entry> {
+                match stage {
+                    Stage::Established => resizable::find_inlined(&maps::$flows, key),
+                    Stage::Opening => resizable::find_inlined(&maps::$opening, key),
+                }
+                .map(Entry)
+            }
+
+            #[inline(always)]
             fn insert(
                 &self,
                 stage: Stage,
@@ -283,6 +292,11 @@ macro_rules! flow_tables {
             fn run(&self, scratch: &mut Scratch<$address>, routine: Routine) {
                 black_box(scratch);
                 $call(routine);
+            }
+
+            #[inline(always)]
+            fn recently(&self, clock: &mut Clock) -> u64 {
+                recently(clock)
             }
 
             #[inline(always)]

@@ -1,7 +1,9 @@
 //! Kernel side of the proxy: socket hooks, TC programs and one of XDP. The decisions are in `proxy-common`; here are the
 //! hooks, the tables and the access to packets.
-#![cfg_attr(target_arch = "bpf", no_std, no_main)]
+#![cfg_attr(target_arch = "bpf", no_std, no_main, feature(asm_experimental_arch))]
 
+#[cfg(target_arch = "bpf")]
+mod direct;
 #[cfg(target_arch = "bpf")]
 mod event;
 #[cfg(target_arch = "bpf")]
@@ -12,6 +14,8 @@ mod frame;
 mod globals;
 #[cfg(target_arch = "bpf")]
 mod host;
+#[cfg(target_arch = "bpf")]
+mod linear;
 #[cfg(target_arch = "bpf")]
 mod log;
 #[cfg(target_arch = "bpf")]

@@ -1,4 +1,4 @@
-//! The bytes of an skb, by helpers: these also read what lies in its fragments, and know what a checksum field holds at the moment: a whole
+//! The bytes of an skb, by helpers. These are slower than direct access (`linear.rs`); they also read what lies in its fragments, and know what a checksum field holds at the moment: a whole
 //! sum, the pseudo header's only (CHECKSUM_PARTIAL, as of locally made and GSO packets), or nothing (UDP 0).
 
 use core::mem::MaybeUninit;
@@ -9,7 +9,7 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use proxy_common::{
-    packet::{Bytes, Checksum, Covered, Sum},
+    packet::{Bytes, Checksum, Sum},
     reason::Reason,
 };
 
@@ -30,6 +30,11 @@ impl Skb {
     }
 
     #[inline(always)]
+    pub(crate) const fn of_context(skb: *mut __sk_buff) -> Self {
+        Self(skb)
+    }
+
+    #[inline(always)]
     fn load(self, offset: u32, to: *mut u8, length: usize) -> Result<(), Reason> {
         // SAFETY: the context, and memory of this length.
         let result = unsafe { bpf_skb_load_bytes(self.0.cast(), offset, to.cast(), length as u32) };
@@ -41,6 +46,17 @@ impl Skb {
         let (from, length) = (bytes.as_ptr(), bytes.len() as u32);
         // SAFETY: the context, and memory of this length.
         written(unsafe { bpf_skb_store_bytes(self.0.cast(), offset, from.cast(), length, flags.into()) })
+    }
+
+    #[inline(always)]
+    pub(crate) fn replace_checksum(self, checksum: Checksum, change: Sum, flags: u32) -> Result<(), Reason> {
+        if change.is_zero() {
+            return Ok(());
+        }
+        let optional = if checksum.is_optional { BPF_F_MARK_MANGLED_0 } else { 0 };
+        let (change, flags) = (change.folded().into(), (flags | optional).into());
+        // SAFETY: the context. Size 0: the difference itself is given.
+        written(unsafe { bpf_l4_csum_replace(self.0.cast(), checksum.offset, 0, change, flags) })
     }
 }
 
@@ -70,7 +86,7 @@ impl Bytes for Skb {
     }
 
     #[inline(always)]
-    fn write_uncovered(self, offset: u32, bytes: &[u8]) -> Result<(), Reason> {
+    fn write_uncovered(self, offset: u32, bytes: &[u8], _change: Sum) -> Result<(), Reason> {
         // With CHECKSUM_COMPLETE the change of a transport's checksum moves the packet's sum by its own difference, as is right for
         // IPv4. Here no header checksum makes up for the address; this flag does. (BPF_F_IPV6 of 6.16 says the same, and
         // older kernels refuse it.)
@@ -84,11 +100,8 @@ impl Bytes for Skb {
     }
 
     #[inline(always)]
-    fn change_checksum(self, checksum: Checksum, covered: Covered, change: Sum) -> Result<(), Reason> {
-        let optional = if checksum.is_optional { BPF_F_MARK_MANGLED_0 } else { 0 };
-        let flags = optional | if covered == Covered::Addresses { BPF_F_PSEUDO_HDR } else { 0 };
-        let change = change.folded().into();
-        // SAFETY: the context. Size 0: the difference itself is given.
-        written(unsafe { bpf_l4_csum_replace(self.0.cast(), checksum.offset, 0, change, flags.into()) })
+    fn change_checksum(self, checksum: Checksum, addresses: Sum, payload: Sum) -> Result<(), Reason> {
+        self.replace_checksum(checksum, addresses, BPF_F_PSEUDO_HDR)?;
+        self.replace_checksum(checksum, payload, 0)
     }
 }

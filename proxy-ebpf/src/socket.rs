@@ -24,7 +24,7 @@ use crate::{
     event::tell_socket,
     globals,
     log::LogAddress,
-    tables::{Maps, SocketTables, count, count_connection, lease_has_ended, settings},
+    tables::{Maps, SocketTables, count, count_connection, lease_has_ended, now, settings},
 };
 
 /// The system call goes on.
@@ -249,7 +249,7 @@ where
         return PROCEED;
     }
     let destination = destination::<F>(ctx, protocol);
-    match choose::<F>(&destination, origin, lease_has_ended()) {
+    match choose::<F>(&destination, origin, lease_has_ended(now)) {
         Ok(mut new) => {
             if !store(ctx, <F::Family as SocketTables>::socket_origin(), &mut new) {
                 return conclude(Reason::SocketStorageFull, &destination, None);
@@ -291,7 +291,7 @@ where
         return PROCEED;
     }
     let destination = destination::<F>(ctx, PROTOCOL_UDP);
-    let ended = lease_has_ended();
+    let ended = lease_has_ended(now);
     let connected = <F::Family as SocketTables>::socket_origin();
     if let Some(peer) = stored(ctx, connected) {
         if !ended && socket::remembered_peer(&Maps, peer, &destination, origin) {

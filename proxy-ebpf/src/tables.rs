@@ -5,10 +5,11 @@ use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
 use aya_ebpf::{
     bindings::BPF_NOEXIST,
     btf_maps::{SkStorage, lpm_trie::Key},
-    helpers::bpf_ktime_get_boot_ns,
+    helpers::{bpf_jiffies64, bpf_ktime_get_boot_ns},
 };
 use proxy_common::{
     family::{Family, V4, V6},
+    flow::Clock,
     layout::*,
     reason::Reason,
     tables::{AffinityEntry, AffinityTables, Tables},
@@ -213,6 +214,17 @@ pub(crate) fn now() -> u64 {
     unsafe { bpf_ktime_get_boot_ns() }
 }
 
+/// As [`now`], late by a tick at most. `clock` is this CPU's.
+#[inline(always)]
+pub(crate) fn recently(clock: &mut Clock) -> u64 {
+    // SAFETY: no arguments; since 5.5. The verifier makes a load of it.
+    let tick = unsafe { bpf_jiffies64() };
+    if clock.tick != tick {
+        *clock = Clock { tick, time: now() };
+    }
+    clock.time
+}
+
 #[inline(always)]
 fn read_service(service: *const Service) -> Service {
     // SAFETY: the pointer is of a map value, in bounds and aligned to 8.
@@ -246,14 +258,14 @@ pub(crate) fn settings() -> Option<&'static Settings> {
 
 /// Has nobody followed changes for as long as the configuration allows? Without `ebpf.withdrawAfter` the verifier removes the lookup.
 #[inline(always)]
-pub(crate) fn lease_has_ended() -> bool {
+pub(crate) fn lease_has_ended(time: impl FnOnce() -> u64) -> bool {
     if globals::LEASE.load() != globals::ON {
         return false;
     }
     let Some(lease) = maps::lease.get_ptr(0) else { return false };
     // SAFETY: of a map value, in bounds and aligned to 8; one load, as the controller may be renewing it.
     let lease = Lease { end: unsafe { read_volatile(addr_of!((*lease).end)) } };
-    lease.has_ended(now())
+    lease.has_ended(time())
 }
 
 /// Counts a reason on this CPU.

@@ -7,18 +7,20 @@ use aya_ebpf::{
 use proxy_common::{
     family::{V4, V6},
     flow::{self, FlowTables, Scratch},
-    packet::{self, Action, Network, Packet, Rewrite, Then, parse},
+    packet::{self, Action, Network, Packet, Rewrite, Then, parse, rewrite_headers},
     reason::{Reason, Verdict},
     select::Origin,
 };
 
 use crate::{
     event::TellPacket,
-    globals, host, ping,
+    globals, host,
+    linear::Linear,
+    ping,
     refuse::{self, AnswerPath, Refuse},
     route::Route,
     skb::Skb,
-    tables::{Maps, count, count_packet, lease_has_ended},
+    tables::{Maps, count, count_packet, lease_has_ended, recently},
 };
 
 // Ethertypes as the context has them, in network order.
@@ -33,8 +35,8 @@ impl PacketFamily for V6 {}
 #[inline(always)]
 pub(crate) fn ingress(ctx: &TcContext, network: u32, origin: Origin) -> i32 {
     match ethertype(ctx) {
-        IPV4 => ingress_of::<V4>(ctx.skb.skb, network, origin),
-        IPV6 => ingress_of::<V6>(ctx.skb.skb, network, origin),
+        IPV4 => arrives::<V4>(ctx, network, origin),
+        IPV6 => arrives::<V6>(ctx, network, origin),
         _ => TC_ACT_UNSPEC,
     }
 }
@@ -43,8 +45,8 @@ pub(crate) fn ingress(ctx: &TcContext, network: u32, origin: Origin) -> i32 {
 #[inline(always)]
 pub(crate) fn egress(ctx: &TcContext, network: u32, peers: Origin) -> i32 {
     match ethertype(ctx) {
-        IPV4 => egress_of::<V4>(ctx.skb.skb, network, peers),
-        IPV6 => egress_of::<V6>(ctx.skb.skb, network, peers),
+        IPV4 => leaves::<V4>(ctx, network, peers),
+        IPV6 => leaves::<V6>(ctx, network, peers),
         _ => TC_ACT_UNSPEC,
     }
 }
@@ -60,6 +62,104 @@ fn ethertype(ctx: &TcContext) -> u32 {
     if is_tagged && tag & VLAN_ID != 0 { 0 } else { protocol }
 }
 
+/// Answered where a packet is none of those that most are, and nothing is done with it. No verdict.
+const UNDECIDED: i32 = i32::MIN;
+
+#[inline(always)]
+fn arrives<F: PacketFamily>(ctx: &TcContext, network: u32, origin: Origin) -> i32
+where
+    Maps: FlowTables<F>,
+{
+    match known_arrives::<F>(ctx.skb.skb, network) {
+        UNDECIDED => ingress_of::<F>(ctx.skb.skb, network, origin),
+        verdict => verdict,
+    }
+}
+
+#[inline(always)]
+fn leaves<F: PacketFamily>(ctx: &TcContext, network: u32, peers: Origin) -> i32
+where
+    Maps: FlowTables<F>,
+{
+    match known_leaves::<F>(ctx.skb.skb, network) {
+        UNDECIDED => egress_of::<F>(ctx.skb.skb, network, peers),
+        verdict => verdict,
+    }
+}
+
+// A function of its own, so that its stack does not lie beside what all others need. What it calls itself is inlined: each return takes as
+// long as tens of instructions, where the kernel guards them against speculation.
+#[inline(never)]
+fn known_arrives<F: PacketFamily>(skb: *mut __sk_buff, network: u32) -> i32
+where
+    Maps: FlowTables<F>,
+{
+    known::<F>(&TcContext::new(skb), network, |scratch| flow::arriving_known(&Maps, scratch))
+}
+
+// As above.
+#[inline(never)]
+fn known_leaves<F: PacketFamily>(skb: *mut __sk_buff, network: u32) -> i32
+where
+    Maps: FlowTables<F>,
+{
+    known::<F>(&TcContext::new(skb), network, |scratch| flow::leaving_known(&Maps, scratch))
+}
+
+#[inline(always)]
+fn known<F: PacketFamily>(
+    ctx: &TcContext,
+    network: u32,
+    decide: impl FnOnce(&mut Scratch<F::Address>) -> Option<Result<(), Reason>>,
+) -> i32
+where
+    Maps: FlowTables<F>,
+{
+    let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
+    if lease_has_ended(|| recently(&mut scratch.clock)) {
+        return TC_ACT_UNSPEC;
+    }
+    scratch.is_parsed = parse::<F, _>(Linear::of(ctx), network, &mut scratch.packet).is_ok();
+    if !scratch.is_parsed {
+        return UNDECIDED;
+    }
+    match decide(scratch) {
+        None => UNDECIDED,
+        Some(Err(_)) => TC_ACT_UNSPEC,
+        Some(Ok(())) => {
+            let Scratch { packet, action: Action { rewrite, .. }, .. } = scratch;
+            count_packet(rewrite.service, ctx.len());
+            match rewrite_headers::<F, _>(Linear::of(ctx), packet, rewrite) {
+                Ok(()) => TC_ACT_UNSPEC,
+                Err(reason) => pass_or_drop::<F>(reason),
+            }
+        }
+    }
+}
+
+/// What is not parsed yet may go on in fragments of the skb.
+#[inline(always)]
+fn parsed<F: PacketFamily>(
+    ctx: &TcContext,
+    network: u32,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    if scratch.is_parsed {
+        return Ok(());
+    }
+    parse_all::<F>(ctx.skb.skb, network, &mut scratch.packet)
+}
+
+// Not inlined: what it needs of the stack would be added to what opening a flow needs.
+#[inline(never)]
+fn parse_all<F: PacketFamily>(
+    skb: *mut __sk_buff,
+    network: u32,
+    packet: &mut Packet<F::Address>,
+) -> Result<(), Reason> {
+    parse::<F, _>(Skb::of(&TcContext::new(skb)), network, packet)
+}
+
 // Not inlined: the stack of both families would lie beside each other.
 #[inline(never)]
 fn ingress_of<F: PacketFamily>(skb: *mut __sk_buff, network: u32, origin: Origin) -> i32
@@ -67,11 +167,8 @@ where
     Maps: FlowTables<F>,
 {
     let ctx = &TcContext::new(skb);
-    if lease_has_ended() {
-        return TC_ACT_UNSPEC;
-    }
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
-    if let Err(reason) = parse::<F, _>(Skb::of(ctx), network, &mut scratch.packet) {
+    if let Err(reason) = parsed::<F>(ctx, network, scratch) {
         return answer_or_pass::<F>(ctx, network, &mut scratch.packet, reason, AnswerPath::OutOfInterface);
     }
     // SAFETY: a field of the context.
@@ -89,11 +186,8 @@ where
     Maps: FlowTables<F>,
 {
     let ctx = &TcContext::new(skb);
-    if lease_has_ended() {
-        return TC_ACT_UNSPEC;
-    }
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
-    if let Err(reason) = parse::<F, _>(Skb::of(ctx), network, &mut scratch.packet) {
+    if let Err(reason) = parsed::<F>(ctx, network, scratch) {
         if peers == Origin::Outside && host::is_local(ctx) {
             return answer_or_pass::<F>(ctx, network, &mut scratch.packet, reason, AnswerPath::IntoNode);
         }

@@ -13,10 +13,11 @@ use proxy_common::{
 };
 
 use crate::{
+    direct::Direct as _,
     event::TellPacket,
     frame::{ETHERNET, Frame},
     route::{self, FOUND, Route},
-    tables::{Maps, count, count_packet, lease_has_ended},
+    tables::{Maps, count, count_packet, lease_has_ended, recently},
 };
 
 trait TransitFamily: Network + Route + TellPacket {
@@ -53,7 +54,8 @@ where
 {
     let frame = Frame::of(ctx);
     let Some(scratch) = F::scratch() else { return xdp_action::XDP_PASS };
-    if lease_has_ended() || parse::<F, _>(frame, ETHERNET, &mut scratch.packet).is_err() {
+    if lease_has_ended(|| recently(&mut scratch.clock)) || parse_frame::<F>(ctx, &mut scratch.packet).is_err()
+    {
         return xdp_action::XDP_PASS;
     }
     if !is_plain::<F>(frame, &scratch.packet) {
@@ -78,6 +80,12 @@ where
             xdp_action::XDP_DROP
         }
     }
+}
+
+// Not inlined: what it needs of the stack would be added to what keeping a flow needs.
+#[inline(never)]
+fn parse_frame<F: TransitFamily>(ctx: *mut xdp_md, packet: &mut Packet<F::Address>) -> Result<(), Reason> {
+    parse::<F, _>(Frame::of(ctx), ETHERNET, packet)
 }
 
 /// Does a router do nothing but send the packet on? It looks at options and extension headers, and answers to what has come too far.

@@ -16,6 +16,7 @@ mod describe;
 mod entries;
 mod foreign;
 mod fragments;
+mod known;
 mod lifetimes;
 mod masquerade;
 mod open;
@@ -26,6 +27,7 @@ mod tests;
 mod transit;
 mod tuples;
 
+pub use known::{arriving_known, leaving_known};
 pub use lifetimes::FlowLifetimes;
 pub use routine::{Routine, run};
 pub use tcp::Speaker;
@@ -118,6 +120,8 @@ pub struct Scratch<A> {
     pub interface: u32,
     /// A process of the node has sent it; only of one that leaves.
     pub is_made_here: bool,
+    /// `packet` is it. Its headers are reached without helpers.
+    pub is_parsed: bool,
     /// Of the Ethernet header that a packet in transit gets: destination and source.
     pub next_hop: [u8; 12],
     /// Where the packet comes from.
@@ -133,6 +137,7 @@ pub struct Scratch<A> {
     tried: Try,
     /// The last random number that ports were tried with.
     random: u32,
+    pub clock: Clock,
     /// Where the entries of `flow` are, for a routine that goes through them.
     stage: Stage,
     key: FlowKey<A>,
@@ -148,11 +153,26 @@ pub struct Scratch<A> {
     first_fragment: FirstFragment<A>,
 }
 
+/// When a CPU has last asked for the time.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Clock {
+    /// Counts the ticks of the kernel's timer.
+    pub tick: u64,
+    /// Nanoseconds as of [`now`](AffinityTables::now).
+    pub time: u64,
+}
+
 /// The flow tables and the random numbers.
 pub trait FlowTables<F: Family>: AffinityTables<F> {
     type Entry: FlowEntry<F::Address>;
 
     fn flow(&self, stage: Stage, key: &FlowKey<F::Address>) -> Option<Self::Entry>;
+    /// As [`flow`](Self::flow), faster, and with more work for the verifier.
+    #[inline(always)]
+    fn flow_inlined(&self, stage: Stage, key: &FlowKey<F::Address>) -> Option<Self::Entry> {
+        self.flow(stage, key)
+    }
     /// Fails if the key exists.
     fn insert(
         &self,
@@ -184,6 +204,10 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
         Self: Sized,
     {
         run(self, scratch, routine);
+    }
+    /// As [`now`](AffinityTables::now), late by a tick of the kernel's timer at most: a few milliseconds.
+    fn recently(&self, _clock: &mut Clock) -> u64 {
+        self.now()
     }
     /// [`Settings::epoch`].
     fn epoch(&self) -> u32;
@@ -301,33 +325,10 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
             tables.run(scratch, Routine::Replace);
             is_overlapped = false;
         } else if !is_overlapped {
-            match found.step {
-                Step::ToFrontend if !is_from_host(scratch) => {
-                    end_if_gone(tables, scratch, found.entry)?;
-                    scratch.action.rewrite = scratch.flow.forward_rewrite();
-                }
-                Step::FromBackendMasqueraded => scratch.action.rewrite = scratch.flow.unmasquerade_rewrite(),
-                Step::FromBackend if is_foreign(scratch) => {
-                    scratch.action.rewrite = scratch.flow.reply_rewrite()
-                }
-                Step::FromBackend if is_from_host(scratch) => {
-                    scratch.action.then = Then::IntoNode;
-                    scratch.action.rewrite = scratch.flow.reply_rewrite();
-                }
-                // At the egress it would look like an answer that has come to the masquerade.
-                Step::FromBackend
-                    if scratch.flow.is_masqueraded()
-                        && scratch.packet.is_tcp()
-                        && !scratch.packet.is_error() =>
-                {
-                    return Err(Reason::ForgedAnswer);
-                }
-                Step::ToFrontend
-                | Step::FromFrontend
-                | Step::ToBackend
-                | Step::FromBackend
-                | Step::ToBackendMasqueraded => return Err(Reason::NotAService),
+            if found.step == Step::ToFrontend && !is_from_host(scratch) {
+                end_if_gone(tables, scratch, found.entry)?;
             }
+            translate_arriving(scratch, found.step)?;
             return go_on(tables, scratch, found);
         }
     }
@@ -365,34 +366,23 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
         if is_hosts && scratch.packet.opens() && is_over(tables, scratch, found.entry) {
             tables.run(scratch, Routine::Replace);
         } else {
-            match found.step {
-                Step::FromBackend => scratch.action.rewrite = scratch.flow.reply_rewrite(),
-                Step::ToBackend if scratch.flow.flags & FLOW_MASQUERADE != 0 => {
-                    if !scratch.flow.is_masqueraded() && scratch.packet.is_error() {
-                        return Err(Reason::NotAService);
-                    }
-                    if !scratch.flow.is_masqueraded() {
-                        scratch.stage = found.stage;
-                        decide(tables, scratch, Routine::Masquerade)?;
-                        scratch.action.rewrite = scratch.flow.masquerade_rewrite();
-                        return Ok(());
-                    }
-                    scratch.action.rewrite = scratch.flow.masquerade_rewrite();
+            if found.step == Step::ToBackend
+                && scratch.flow.flags & FLOW_MASQUERADE != 0
+                && !scratch.flow.is_masqueraded()
+            {
+                if scratch.packet.is_error() {
+                    return Err(Reason::NotAService);
                 }
-                Step::ToFrontend if is_foreign(scratch) => {
-                    scratch.action.rewrite = scratch.flow.forward_rewrite()
-                }
-                Step::ToFrontend if is_hosts => {
-                    end_if_gone(tables, scratch, found.entry)?;
-                    scratch.action.then = Then::Reroute;
-                    scratch.action.rewrite = scratch.flow.forward_rewrite();
-                }
-                Step::ToFrontend
-                | Step::FromFrontend
-                | Step::ToBackend
-                | Step::ToBackendMasqueraded
-                | Step::FromBackendMasqueraded => return Err(Reason::NotAService),
+                scratch.stage = found.stage;
+                decide(tables, scratch, Routine::Masquerade)?;
+                scratch.action.rewrite = scratch.flow.masquerade_rewrite();
+                return Ok(());
             }
+            if is_hosts {
+                end_if_gone(tables, scratch, found.entry)?;
+                scratch.action.then = Then::Reroute;
+            }
+            translate_leaving(scratch, found.step, is_hosts)?;
             return go_on(tables, scratch, found);
         }
     }
@@ -408,6 +398,49 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
         tables.run(scratch, Routine::NoticeForeign);
     }
     outcome
+}
+
+/// What a packet of `scratch.flow` becomes where it enters the node.
+#[inline(always)]
+fn translate_arriving<A: Address>(scratch: &mut Scratch<A>, step: Step) -> Result<(), Reason> {
+    let Scratch { packet, action, flow, .. } = scratch;
+    let (is_foreign, is_from_host) = (flow.flags & FLOW_FOREIGN != 0, flow.flags & FLOW_FROM_HOST != 0);
+    action.rewrite = match step {
+        Step::ToFrontend if !is_from_host => flow.forward_rewrite(),
+        Step::FromBackendMasqueraded => flow.unmasquerade_rewrite(),
+        Step::FromBackend if is_foreign => flow.reply_rewrite(),
+        Step::FromBackend if is_from_host => {
+            action.then = Then::IntoNode;
+            flow.reply_rewrite()
+        }
+        // At the egress it would look like an answer that has come to the masquerade.
+        Step::FromBackend if flow.is_masqueraded() && packet.is_tcp() && !packet.is_error() => {
+            return Err(Reason::ForgedAnswer);
+        }
+        Step::ToFrontend
+        | Step::FromFrontend
+        | Step::ToBackend
+        | Step::FromBackend
+        | Step::ToBackendMasqueraded => return Err(Reason::NotAService),
+    };
+    Ok(())
+}
+
+/// What a packet of `scratch.flow` becomes where it leaves the node. `is_hosts`: a process of the node sends it to the frontend.
+#[inline(always)]
+fn translate_leaving<A: Address>(scratch: &mut Scratch<A>, step: Step, is_hosts: bool) -> Result<(), Reason> {
+    let Scratch { action, flow, .. } = scratch;
+    action.rewrite = match step {
+        Step::FromBackend => flow.reply_rewrite(),
+        Step::ToBackend if flow.flags & FLOW_MASQUERADE != 0 => flow.masquerade_rewrite(),
+        Step::ToFrontend if is_hosts || flow.flags & FLOW_FOREIGN != 0 => flow.forward_rewrite(),
+        Step::ToFrontend
+        | Step::FromFrontend
+        | Step::ToBackend
+        | Step::ToBackendMasqueraded
+        | Step::FromBackendMasqueraded => return Err(Reason::NotAService),
+    };
+    Ok(())
 }
 
 /// The flow that has the ends of a packet which is not of it. It is in `scratch.flow`.
@@ -434,12 +467,22 @@ fn find<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
 ) -> Option<Found<T::Entry>> {
     let (stage, entry) = lookup(tables, &scratch.key)?;
-    entry.read_into(&mut scratch.flow);
-    if entry.opened() != scratch.flow.opened {
-        return None;
-    }
-    let step = scratch.flow.step_of(&scratch.packet)?;
+    read(scratch, entry)?;
+    let step = step_of_packet(scratch)?;
     Some(Found { stage, entry, step })
+}
+
+/// Copies an entry to `scratch.flow`. None: it has become another flow's meanwhile.
+#[inline(always)]
+fn read<A: Address>(scratch: &mut Scratch<A>, entry: impl FlowEntry<A>) -> Option<()> {
+    entry.read_into(&mut scratch.flow);
+    (entry.opened() == scratch.flow.opened).then_some(())
+}
+
+// Not inlined: the ends would lie on the stack on the way of each packet.
+#[inline(never)]
+fn step_of_packet<A: Address>(Scratch { packet, flow, .. }: &Scratch<A>) -> Option<Step> {
+    flow.step_of(packet)
 }
 
 #[inline(always)]
@@ -585,7 +628,7 @@ fn go_on<F: Family, T: FlowTables<F>>(
     if found.step == Step::ToFrontend && scratch.packet.is_tcp() && scratch.packet.opens() {
         return Ok(());
     }
-    let is_stale = is_stale(&scratch.flow, tables.now());
+    let is_stale = is_stale(&scratch.flow, tables.recently(&mut scratch.clock));
     if found.stage == Stage::Opening {
         if is_confirmed {
             found.entry.write(Change::Progress(PROGRESS_CONFIRMED));
@@ -653,9 +696,18 @@ fn is_over<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address
 
 /// Fails with `BackendGone`, and ends the flow, where the client's segment is of a connection whose backend is gone, and such connections
 /// are reset. One that the backend has closed ends by itself, and one to an endpoint that was dialled itself is nobody's to reset.
+#[inline(always)]
+fn end_if_gone<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    entry: T::Entry,
+) -> Result<(), Reason> {
+    if tables.resets_gone() { end_one_that_is_gone(tables, scratch, entry) } else { Ok(()) }
+}
+
 // Not inlined: its branches would be verified once for each way to it.
 #[inline(never)]
-fn end_if_gone<F: Family, T: FlowTables<F>>(
+fn end_one_that_is_gone<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     entry: T::Entry,
@@ -667,7 +719,7 @@ fn end_if_gone<F: Family, T: FlowTables<F>>(
     // A fragment cannot become a RST.
     let can_be_answered = is_of_a_connection && packet.fragment.part == Part::Whole;
     let is_served = flow.service != NO_SERVICE && flow.state.backend_fin == 0;
-    if !tables.resets_gone() || !can_be_answered || !is_served {
+    if !can_be_answered || !is_served {
         return Ok(());
     }
     let epoch = tables.epoch();

@@ -72,6 +72,24 @@ pub(super) fn hear<F: Family, T: FlowTables<F>>(
     speaker: Speaker,
     entry: T::Entry,
 ) {
+    if hear_plain(scratch, speaker, entry) {
+        return;
+    }
+    scratch.speaker = speaker;
+    scratch.own_key = scratch.key;
+    let others = if speaker == Speaker::Client { Leg::Backend } else { Leg::Client };
+    // Not in the routine: its own stack would be added.
+    let _there = others.set_key(tables, scratch);
+    tables.run(scratch, Routine::HearRare);
+}
+
+/// [`hear`], of a segment that says no more than how far the streams have come. False: it is another, and nothing is learned.
+#[inline(always)]
+pub(super) fn hear_plain<A: Address>(
+    scratch: &mut Scratch<A>,
+    speaker: Speaker,
+    entry: impl FlowEntry<A>,
+) -> bool {
     let Scratch { flow, packet, .. } = scratch;
     let segment = &packet.segment;
     let is_control = segment.has(TCP_SYN | TCP_FIN | TCP_RST);
@@ -88,15 +106,12 @@ pub(super) fn hear<F: Family, T: FlowTables<F>>(
         || (others_fin == FIN_SEEN && acknowledges)
         || flow.state.has_ended();
     if is_rare {
-        scratch.speaker = speaker;
-        scratch.own_key = scratch.key;
-        let others = if speaker == Speaker::Client { Leg::Backend } else { Leg::Client };
-        // Not in the routine: its own stack would be added.
-        let _there = others.set_key(tables, scratch);
-        tables.run(scratch, Routine::HearRare);
-    } else if is_believed {
+        return false;
+    }
+    if is_believed {
         advance(scratch, speaker, entry);
     }
+    true
 }
 
 /// The streams have come as far as the segment says, which is believed.

@@ -38,6 +38,24 @@ const SECOND: u64 = 1_000_000_000;
 const FIRST: u32 = 0;
 const LAST: u32 = u32::MAX;
 
+/// As the programs have it.
+fn decide_arriving<T: FlowTables<V4>>(
+    tables: &T,
+    scratch: &mut Scratch<A>,
+    origin: Origin,
+) -> Result<(), Reason> {
+    arriving_known(tables, scratch).unwrap_or_else(|| arriving(tables, scratch, origin))
+}
+
+/// As the programs have it.
+fn decide_leaving<T: FlowTables<V4>>(
+    tables: &T,
+    scratch: &mut Scratch<A>,
+    from_host: bool,
+) -> Result<(), Reason> {
+    leaving_known(tables, scratch).unwrap_or_else(|| leaving(tables, scratch, from_host))
+}
+
 /// As the map element that the kernel hands out, it is shared and stays when it is removed.
 #[derive(Clone, Copy)]
 struct EntryRef(&'static Cell<Flow<A>>);
@@ -155,13 +173,13 @@ impl Host {
 
     fn arrived(&self, packet: &Packet<A>, origin: Origin) -> Result<(Rewrite<A>, Then), Reason> {
         let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
-        arriving(self, &mut scratch, origin)?;
+        decide_arriving(self, &mut scratch, origin)?;
         Ok((scratch.action.rewrite, scratch.action.then))
     }
 
     fn leaving(&self, packet: &Packet<A>) -> Result<Rewrite<A>, Reason> {
         let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
-        leaving(self, &mut scratch, false)?;
+        decide_leaving(self, &mut scratch, false)?;
         assert_eq!(scratch.action.then, Then::Pass);
         Ok(scratch.action.rewrite)
     }
@@ -169,7 +187,7 @@ impl Host {
     /// A packet that a process of the node sends.
     fn sent(&self, packet: &Packet<A>) -> Result<Rewrite<A>, Reason> {
         let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
-        leaving(self, &mut scratch, true)?;
+        decide_leaving(self, &mut scratch, true)?;
         assert_eq!(scratch.action.then, Then::Reroute);
         Ok(scratch.action.rewrite)
     }

@@ -112,8 +112,7 @@ impl<A: Address> Flow<A> {
     }
 
     /// None: the packet is not of this flow.
-    // Not inlined: the ends would lie on the stack on the way of each packet.
-    #[inline(never)]
+    #[inline(always)]
     pub(super) fn step_of(&self, packet: &Packet<A>) -> Option<Step> {
         let backend = self.backend_end();
         if packet.is_between(self.client_end(), self.frontend_end()) {

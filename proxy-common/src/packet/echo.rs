@@ -1,6 +1,6 @@
 //! Pings: ICMP echo requests.
 
-use super::{Bytes, Checksum, Covered, Headers, Network, Packet, Sum};
+use super::{Bytes, Checksum, Headers, Network, Packet, Sum};
 use crate::reason::Reason;
 
 /// Of the ICMP header.
@@ -33,6 +33,6 @@ pub fn make_reply<F: Network, B: Bytes>(bytes: B, packet: &Packet<F::Address>) -
     // In words, as sums are.
     let change = Sum::of_change(&[F::ECHO_REQUEST, 0, 0, 0], &[F::ECHO_REPLY, 0, 0, 0]);
     let checksum = Checksum { offset: transport + CHECKSUM, is_optional: false };
-    bytes.change_checksum(checksum, Covered::Bytes, change)?;
+    bytes.change_checksum(checksum, Sum::ZERO, change)?;
     bytes.write(transport, &[F::ECHO_REPLY])
 }

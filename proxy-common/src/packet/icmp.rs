@@ -2,7 +2,7 @@
 //! the quoted packet would: parsed as that, with the quoted packet's ends turned round, they find the flow and get its translation.
 
 use super::{
-    Bytes, Checksum, Covered, Fragment, Headers, Network, Packet, Rewrite, Segment, Sum,
+    Bytes, Checksum, Fragment, Headers, Network, Packet, Rewrite, Segment, Sum,
     nat::{ports, replace_address, transport_checksum},
 };
 use crate::{
@@ -84,7 +84,7 @@ fn rewrite_outside<F: Network, B: Bytes>(
     }
     match F::CHECKSUM {
         Some(offset) => bytes.change_header_checksum(headers.outer + offset, change),
-        None => bytes.change_checksum(checksum_of(headers), Covered::Addresses, change),
+        None => bytes.change_checksum(checksum_of(headers), change, Sum::ZERO),
     }
 }
 
@@ -123,7 +123,7 @@ fn rewrite_quoted<F: Network, B: Bytes>(
     if checksum.offset + 2 <= headers.end {
         message += change_quoted_checksum(bytes, checksum, quoted)?;
     }
-    bytes.change_checksum(checksum_of(headers), Covered::Bytes, message)
+    bytes.change_checksum(checksum_of(headers), Sum::ZERO, message)
 }
 
 #[inline(always)]

@@ -11,8 +11,10 @@ mod sum;
 #[cfg(test)]
 mod tests;
 
+use core::hint::black_box;
+
 pub use self::{
-    bytes::{Bytes, Checksum, Covered},
+    bytes::{Bytes, Checksum},
     nat::rewrite as rewrite_headers,
     parse::{Network, parse},
     sum::Sum,
@@ -40,7 +42,20 @@ pub struct Segment {
     pub next: u32,
 }
 
+/// For the kernel, where the compiler would call a function that fills memory with zeros byte by byte.
+#[inline(always)]
+fn zero() -> u32 {
+    black_box(0)
+}
+
 impl Segment {
+    /// Of a packet that is none of TCP.
+    #[inline(always)]
+    fn none() -> Self {
+        let zero = zero();
+        Self { flags: zero as u8, sequence: zero, acknowledgement: zero, next: zero }
+    }
+
     #[inline(always)]
     pub fn new(flags: u8, sequence: u32, acknowledgement: u32, payload: u32) -> Self {
         let control = u32::from(flags & TCP_SYN != 0) + u32::from(flags & TCP_FIN != 0);
@@ -122,6 +137,12 @@ pub struct Headers {
 }
 
 impl Headers {
+    #[inline(always)]
+    fn of_packet(network: u32, transport: u32) -> Self {
+        let zero = zero();
+        Self { network, transport, outer: zero, icmp: zero, end: zero }
+    }
+
     /// Of an ICMP error. What it quotes is not known yet.
     #[inline(always)]
     const fn of_error(outer: u32, icmp: u32, end: u32) -> Self {
@@ -197,8 +218,18 @@ pub fn rewrite<F: Network, B: Bytes>(
     if packet.is_error() {
         icmp::rewrite::<F, B>(bytes, packet, rewrite)
     } else {
-        nat::rewrite::<F, B>(bytes, packet, rewrite)
+        rewrite_whole::<F, B>(bytes, packet, rewrite)
     }
+}
+
+// Not inlined: what it needs of the stack would be added to what opening a flow needs.
+#[inline(never)]
+fn rewrite_whole<F: Network, B: Bytes>(
+    bytes: B,
+    packet: &Packet<F::Address>,
+    rewrite: &Rewrite<F::Address>,
+) -> Result<(), Reason> {
+    nat::rewrite::<F, B>(bytes, packet, rewrite)
 }
 
 /// What is done with a packet of a flow.

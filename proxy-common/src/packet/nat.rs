@@ -1,11 +1,10 @@
 //! Writes a translation into a packet. Checksums are changed by the difference: nobody has all that they cover at hand.
 
-use super::{Bytes, Checksum, Covered, Network, Packet, Rewrite, Sum};
+use super::{Bytes, Checksum, Network, Packet, Rewrite, Sum};
 use crate::{layout::Address, port::Port, reason::Reason};
 
 /// [`rewrite`](super::rewrite) of a packet that is no ICMP error. Fails with `RewriteFailed`: part of the packet may be rewritten, and it must go no further.
-// Not inlined: what it needs of the stack would be added to what opening a flow needs.
-#[inline(never)]
+#[inline(always)]
 pub fn rewrite<F: Network, B: Bytes>(
     bytes: B,
     packet: &Packet<F::Address>,
@@ -37,14 +36,9 @@ fn write<F: Network, B: Bytes>(
     if packet.is_later_fragment() {
         return Ok(());
     }
-    let checksum = transport_checksum(packet);
-    bytes.change_checksum(checksum, Covered::Addresses, addresses)?;
     let old = ports(packet.source_port, packet.destination_port);
     let new = ports(rewrite.source_port, rewrite.destination_port);
-    if old == new {
-        return Ok(());
-    }
-    bytes.change_checksum(checksum, Covered::Bytes, Sum::of_change(&old, &new))?;
+    bytes.change_checksum(transport_checksum(packet), addresses, Sum::of_change(&old, &new))?;
     bytes.write(headers.transport, &new)
 }
 
@@ -65,12 +59,13 @@ pub(super) fn replace_address<F: Network, B: Bytes>(
     old: &F::Address,
     new: &F::Address,
 ) -> Result<Sum, Reason> {
+    let change = Sum::of_change(old.as_ref(), new.as_ref());
     if F::CHECKSUM.is_some() {
         bytes.write(offset, new.as_ref())?;
     } else {
-        bytes.write_uncovered(offset, new.as_ref())?;
+        bytes.write_uncovered(offset, new.as_ref(), change)?;
     }
-    Ok(Sum::of_change(old.as_ref(), new.as_ref()))
+    Ok(change)
 }
 
 /// As a transport header has them.

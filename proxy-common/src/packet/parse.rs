@@ -40,8 +40,7 @@ pub trait Network: Family {
 }
 
 /// Fails with `NotAService` where the packet is neither TCP nor UDP nor an ICMP error that quotes one.
-// Not inlined: what it needs of the stack would be added to what opening a flow needs.
-#[inline(never)]
+#[inline(always)]
 pub fn parse<F: Network, B: Bytes>(
     bytes: B,
     network: u32,
@@ -104,9 +103,13 @@ impl Network for V4 {
         }
         let Some(length) = header_length(&header) else { return Err(Reason::Malformed) };
         let fragment = ipv4_fragment(&header);
+        let is_plain = protocol != ICMPV4 && length == IPV4_HEADER && fragment.part == Part::Whole;
+        if B::PLAIN_ONLY && !is_plain {
+            return Err(Reason::NotAService);
+        }
         let end = end(bytes, network, [header[2], header[3]]);
         let transport = network + length;
-        if protocol == ICMPV4 {
+        if !B::PLAIN_ONLY && protocol == ICMPV4 {
             if fragment.part != Part::Whole {
                 return Err(Reason::NotAService);
             }
@@ -116,7 +119,7 @@ impl Network for V4 {
         packet.destination = [header[16], header[17], header[18], header[19]];
         packet.protocol = protocol;
         packet.fragment = fragment;
-        packet.headers = Headers { network, transport, ..Headers::default() };
+        packet.headers = Headers::of_packet(network, transport);
         parse_transport(bytes, end, packet)
     }
 
@@ -181,6 +184,9 @@ impl Network for V6 {
         if header[0] >> 4 != 6 {
             return Err(Reason::Malformed);
         }
+        if B::PLAIN_ONLY && header[6] != PROTOCOL_TCP && header[6] != PROTOCOL_UDP {
+            return Err(Reason::NotAService);
+        }
         // Past the stack, on which the compiler would keep each byte in a place of its own.
         bytes.read_into(network + Self::SOURCE, &mut packet.source)?;
         bytes.read_into(network + Self::DESTINATION, &mut packet.destination)?;
@@ -188,7 +194,7 @@ impl Network for V6 {
         let mut next = header[6];
         let mut transport = network + IPV6_HEADER;
         packet.fragment = Fragment::default();
-        for _ in 0..EXTENSION_HEADERS {
+        for _ in 0..if B::PLAIN_ONLY { 0 } else { EXTENSION_HEADERS } {
             if next == PROTOCOL_TCP || next == PROTOCOL_UDP || next == ICMPV6 {
                 break;
             }
@@ -217,7 +223,7 @@ impl Network for V6 {
             next = extension[0];
             transport += (u32::from(extension[1]) + 1) * 8;
         }
-        if next == ICMPV6 {
+        if !B::PLAIN_ONLY && next == ICMPV6 {
             if packet.fragment.part != Part::Whole {
                 return Err(Reason::NotAService);
             }
@@ -228,7 +234,7 @@ impl Network for V6 {
             return Err(Reason::ExtensionHeaders);
         }
         packet.protocol = next;
-        packet.headers = Headers { network, transport, ..Headers::default() };
+        packet.headers = Headers::of_packet(network, transport);
         parse_transport(bytes, end, packet)
     }
 
@@ -298,18 +304,17 @@ fn end<B: Bytes>(bytes: B, start: u32, length: [u8; 2]) -> u32 {
 }
 
 /// `end` of the payload. The headers' places are known.
-// Not inlined: its bytes would lie on the stack beside the network header.
-#[inline(never)]
+#[inline(always)]
 fn parse_transport<A: Address, B: Bytes>(bytes: B, end: u32, packet: &mut Packet<A>) -> Result<(), Reason> {
-    packet.segment = Segment::default();
-    packet.source_port = Port::NONE;
-    packet.destination_port = Port::NONE;
     let transport = packet.headers.transport;
     // The stack drops what ends before its header says so.
     if end > bytes.length() || transport > end {
         return Err(Reason::Malformed);
     }
     if packet.is_later_fragment() {
+        packet.segment = Segment::none();
+        packet.source_port = Port::NONE;
+        packet.destination_port = Port::NONE;
         return Ok(());
     }
     let ports = if packet.protocol == PROTOCOL_TCP {
@@ -330,6 +335,7 @@ fn parse_transport<A: Address, B: Bytes>(bytes: B, end: u32, packet: &mut Packet
         packet.segment = Segment::new(flags, sequence, acknowledgement, payload);
         [header[0], header[1], header[2], header[3]]
     } else {
+        packet.segment = Segment::none();
         let header: [u8; UDP_HEADER] = bytes.read(transport)?;
         if transport + UDP_HEADER as u32 > end {
             return Err(Reason::Malformed);

@@ -22,6 +22,12 @@ impl Sum {
         Self(old) + Self::of(new)
     }
 
+    /// Does nothing change by it, however it came about? 0 in ones' complement has two forms.
+    #[inline(always)]
+    pub const fn is_zero(self) -> bool {
+        matches!(self.folded(), 0 | u32::MAX)
+    }
+
     /// The same sum in 32 bits.
     #[inline(always)]
     pub const fn folded(self) -> u32 {

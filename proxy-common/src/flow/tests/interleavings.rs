@@ -445,12 +445,12 @@ impl Work {
 
 fn arrive<T: FlowTables<V4>>(tables: &T, packet: &Packet<A>, origin: Origin) -> Result<Packet<A>, Reason> {
     let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
-    arriving(tables, &mut scratch, origin).map(|()| rewritten(packet, scratch.action.rewrite))
+    decide_arriving(tables, &mut scratch, origin).map(|()| rewritten(packet, scratch.action.rewrite))
 }
 
 fn leave<T: FlowTables<V4>>(tables: &T, packet: &Packet<A>) -> Result<Packet<A>, Reason> {
     let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
-    leaving(tables, &mut scratch, false).map(|()| rewritten(packet, scratch.action.rewrite))
+    decide_leaving(tables, &mut scratch, false).map(|()| rewritten(packet, scratch.action.rewrite))
 }
 
 #[derive(Clone)]

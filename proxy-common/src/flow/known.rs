@@ -1,0 +1,120 @@
+//! Almost all packets: those of established flows of which nothing is learned but how far their streams have come, and those that neither
+//! have a flow nor open one. What is decided of them is what [`arriving`](super::arriving) and [`leaving`](super::leaving) decide, which
+//! take all others, in so little code that it needs no calls.
+
+use super::{
+    FlowTables, Found, Scratch, Speaker, Stage, Step, entries::is_stale, read, tcp, translate_arriving,
+    translate_leaving,
+};
+use crate::{
+    family::Family,
+    layout::{FLOW_FOREIGN, FLOW_FROM_HOST, FLOW_MASQUERADE, FLOW_OF_NETFILTER, PROGRESS_SUSTAINED},
+    packet::{Part, TCP_FIN, TCP_RST},
+    reason::Reason,
+};
+
+/// A packet that enters the node. None: it is another, and nothing is changed.
+#[inline(always)]
+pub fn arriving_known<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Option<Result<(), Reason>> {
+    let found = match find(tables, scratch) {
+        Known::Flow(found) => found,
+        Known::Other => return None,
+        Known::NoFlow => return (!scratch.packet.opens()).then_some(Err(Reason::NotAService)),
+    };
+    if found.step == Step::ToBackend {
+        return None;
+    }
+    match translate_arriving(scratch, found.step) {
+        Ok(()) => goes_on(tables, scratch, found).then_some(Ok(())),
+        Err(Reason::NotAService) => Some(Err(Reason::NotAService)),
+        Err(_) => None,
+    }
+}
+
+/// A packet that leaves the node. None: as for [`arriving_known`].
+#[inline(always)]
+pub fn leaving_known<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Option<Result<(), Reason>> {
+    let found = match find(tables, scratch) {
+        Known::Flow(found) => found,
+        Known::Other => return None,
+        Known::NoFlow => {
+            let packet = &scratch.packet;
+            let may_concern_others = packet.opens() || packet.segment.has(TCP_FIN | TCP_RST);
+            let is_of_nobody = !may_concern_others && !tables.is_moved(packet.source_port);
+            return is_of_nobody.then_some(Err(Reason::NotAService));
+        }
+    };
+    let gets_source = scratch.flow.flags & FLOW_MASQUERADE != 0 && !scratch.flow.is_masqueraded();
+    if found.step == Step::ToBackendMasqueraded || gets_source {
+        return None;
+    }
+    match translate_leaving(scratch, found.step, false) {
+        Ok(()) => goes_on(tables, scratch, found).then_some(Ok(())),
+        Err(reason) => Some(Err(reason)),
+    }
+}
+
+/// What the tables have for a packet.
+enum Known<E> {
+    /// It is established, from a client elsewhere to a frontend.
+    Flow(Found<E>),
+    NoFlow,
+    Other,
+}
+
+#[inline(always)]
+fn find<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Known<T::Entry> {
+    if scratch.packet.fragment.part != Part::Whole || scratch.packet.is_error() {
+        return Known::Other;
+    }
+    scratch.key = scratch.packet.key();
+    let Some(entry) = tables.flow_inlined(Stage::Established, &scratch.key) else {
+        let is_opening = tables.flow_inlined(Stage::Opening, &scratch.key).is_some();
+        return if is_opening { Known::Other } else { Known::NoFlow };
+    };
+    if read(scratch, entry).is_none()
+        || scratch.flow.flags & (FLOW_OF_NETFILTER | FLOW_FROM_HOST | FLOW_FOREIGN) != 0
+    {
+        return Known::Other;
+    }
+    match scratch.flow.step_of(&scratch.packet) {
+        Some(step) => Known::Flow(Found { stage: Stage::Established, entry, step }),
+        None => Known::Other,
+    }
+}
+
+/// [`go_on`](super::go_on), where it only moves the streams. False: it would do more.
+#[inline(always)]
+fn goes_on<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    found: Found<T::Entry>,
+) -> bool {
+    if scratch.flow.state.has_ended() || is_stale(&scratch.flow, tables.recently(&mut scratch.clock)) {
+        return false;
+    }
+    let speaker = match found.step {
+        Step::ToFrontend => Speaker::Client,
+        Step::FromBackend => Speaker::Backend,
+        Step::ToBackend | Step::ToBackendMasqueraded | Step::FromBackendMasqueraded | Step::FromFrontend => {
+            return true;
+        }
+    };
+    let is_tcp = scratch.packet.is_tcp();
+    // Its backend may be gone, which ends some flows.
+    let is_compared = speaker == Speaker::Client && (!is_tcp || tables.resets_gone());
+    if is_compared && scratch.flow.epoch != tables.epoch() {
+        return false;
+    }
+    if is_tcp {
+        !scratch.packet.opens() && tcp::hear_plain(scratch, speaker, found.entry)
+    } else {
+        speaker == Speaker::Client || scratch.flow.state.progress >= PROGRESS_SUSTAINED
+    }
+}

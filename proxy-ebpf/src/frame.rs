@@ -63,7 +63,7 @@ impl Bytes for Frame {
     }
 
     #[inline(always)]
-    fn write_uncovered(self, offset: u32, bytes: &[u8], _change: Sum) -> Result<(), Reason> {
+    fn write_uncovered(self, offset: u32, bytes: &[u8]) -> Result<(), Reason> {
         self.store_from(offset, bytes)
     }
 

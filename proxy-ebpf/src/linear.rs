@@ -1,12 +1,9 @@
-//! The linear part of an skb, in which headers lie almost always: its bytes are reached directly. What is not in it is left to `skb.rs`.
+//! The linear part of an skb, in which headers lie almost always: its bytes are read directly. What is not in it is left to `skb.rs`, as is all that writes:
+//! before a program that writes directly the kernel copies the headers of each packet that has a clone.
 
 use core::ptr::{addr_of, read_volatile};
 
-use aya_ebpf::{
-    bindings::{__sk_buff, BPF_F_PSEUDO_HDR},
-    helpers::bpf_csum_update,
-    programs::TcContext,
-};
+use aya_ebpf::{bindings::__sk_buff, programs::TcContext};
 use proxy_common::{
     packet::{Bytes, Checksum, Sum},
     reason::Reason,
@@ -23,6 +20,11 @@ impl Linear {
     #[inline(always)]
     pub(crate) fn of(ctx: &TcContext) -> Self {
         Self(ctx.skb.skb)
+    }
+
+    #[inline(always)]
+    fn skb(self) -> Skb {
+        Skb::of_context(self.0)
     }
 }
 
@@ -61,30 +63,21 @@ impl Bytes for Linear {
 
     #[inline(always)]
     fn write(self, offset: u32, bytes: &[u8]) -> Result<(), Reason> {
-        self.store_from(offset, bytes)
+        self.skb().write(offset, bytes)
     }
 
     #[inline(always)]
-    fn write_uncovered(self, offset: u32, bytes: &[u8], change: Sum) -> Result<(), Reason> {
-        // SAFETY: the context. Fails where a device has left no sum over the packet, as is usual.
-        let _changed = unsafe { bpf_csum_update(self.0, change.folded()) };
-        self.store_from(offset, bytes)
+    fn write_uncovered(self, offset: u32, bytes: &[u8]) -> Result<(), Reason> {
+        self.skb().write_uncovered(offset, bytes)
     }
 
     #[inline(always)]
     fn change_header_checksum(self, offset: u32, change: Sum) -> Result<(), Reason> {
-        self.store(offset, change.changed(self.load(offset)?))
+        self.skb().change_header_checksum(offset, change)
     }
 
     #[inline(always)]
     fn change_checksum(self, checksum: Checksum, addresses: Sum, payload: Sum) -> Result<(), Reason> {
-        let (skb, old) = (Skb::of_context(self.0), self.load(checksum.offset)?);
-        skb.replace_checksum(checksum, addresses, BPF_F_PSEUDO_HDR)?;
-        let new = self.load(checksum.offset)?;
-        if checksum.shows_whole(old, new, addresses) {
-            self.store(checksum.offset, checksum.after(new, payload))
-        } else {
-            skb.replace_checksum(checksum, payload, 0)
-        }
+        self.skb().change_checksum(checksum, addresses, payload)
     }
 }

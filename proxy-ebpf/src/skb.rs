@@ -86,7 +86,7 @@ impl Bytes for Skb {
     }
 
     #[inline(always)]
-    fn write_uncovered(self, offset: u32, bytes: &[u8], _change: Sum) -> Result<(), Reason> {
+    fn write_uncovered(self, offset: u32, bytes: &[u8]) -> Result<(), Reason> {
         // With CHECKSUM_COMPLETE the change of a transport's checksum moves the packet's sum by its own difference, as is right for
         // IPv4. Here no header checksum makes up for the address; this flag does. (BPF_F_IPV6 of 6.16 says the same, and
         // older kernels refuse it.)

@@ -23,15 +23,6 @@ impl Checksum {
         let new = change.changed(old);
         if self.is_optional && new == [0; 2] { [0xff; 2] } else { new }
     }
-
-    /// Is it a whole sum, and not only that of the pseudo header, which a device completes? The kernel knows, and has changed it from `old`
-    /// to `new` by this change of addresses. False also where that does not show.
-    #[inline(always)]
-    pub fn shows_whole(self, old: [u8; 2], new: [u8; 2], addresses: Sum) -> bool {
-        // Of the pseudo header it is the sum itself, not what makes up for it.
-        let of_pseudo_header = addresses.changed(old.map(|byte| !byte)).map(|byte| !byte);
-        new == self.after(old, addresses) && new != of_pseudo_header
-    }
 }
 
 /// Access to one packet. Offsets are from its first byte. It is passed by value: in the kernel it is one pointer, which takes no stack.
@@ -54,8 +45,8 @@ pub trait Bytes: Copy {
     /// Writes bytes whose change a checksum in the packet makes up for. Writing fails with `RewriteFailed`.
     fn write(self, offset: u32, bytes: &[u8]) -> Result<(), Reason>;
 
-    /// Writes bytes whose `change` nothing in the packet makes up for: a device's sum over all of it, if there is one, changes too.
-    fn write_uncovered(self, offset: u32, bytes: &[u8], change: Sum) -> Result<(), Reason>;
+    /// Writes bytes whose change nothing in the packet makes up for: a device's sum over all of it, if there is one, changes too.
+    fn write_uncovered(self, offset: u32, bytes: &[u8]) -> Result<(), Reason>;
 
     /// Changes the checksum of an IPv4 header.
     fn change_header_checksum(self, offset: u32, change: Sum) -> Result<(), Reason>;
@@ -83,7 +74,7 @@ impl Bytes for &[Cell<u8>] {
         Ok(())
     }
 
-    fn write_uncovered(self, offset: u32, bytes: &[u8], _change: Sum) -> Result<(), Reason> {
+    fn write_uncovered(self, offset: u32, bytes: &[u8]) -> Result<(), Reason> {
         self.write(offset, bytes)
     }
 
@@ -99,35 +90,4 @@ impl Bytes for &[Cell<u8>] {
 
 fn part(bytes: &[Cell<u8>], offset: u32, length: usize) -> Option<&[Cell<u8>]> {
     bytes.get(offset as usize..)?.get(..length)
-}
-
-#[cfg(test)]
-mod tests {
-    use rstest::rstest;
-
-    use super::*;
-
-    /// What the kernel makes of a field by a change of addresses: of a whole sum, or of that of the pseudo header alone.
-    #[rstest]
-    #[case::whole([0x12, 0x34], Sum::of_change(&[10, 96, 0, 1], &[10, 244, 1, 1]), true)]
-    #[case::nothing_changes([0x12, 0x34], Sum::of_change(&[10, 96, 0, 1], &[10, 96, 0, 1]), false)]
-    #[case::addresses_of_the_same_sum([0x12, 0x34], Sum::of_change(&[10, 96, 0, 1], &[0, 1, 10, 96]), false)]
-    fn a_whole_sum_shows(#[case] old: [u8; 2], #[case] change: Sum, #[case] shows: bool) {
-        for is_optional in [false, true] {
-            let checksum = Checksum { offset: 0, is_optional };
-            assert_eq!(checksum.shows_whole(old, checksum.after(old, change), change), shows);
-            let pseudo_header = Sum::of(&[old[0], old[1], 0, 0]) + change;
-            let changed = pseudo_header.checksum().map(|byte| !byte);
-            assert!(!checksum.shows_whole(old, changed, change), "it is the pseudo header's");
-        }
-    }
-
-    /// UDP without a checksum has none after the change either, and gets none by others.
-    #[rstest]
-    fn no_sum_does_not_show() {
-        let checksum = Checksum { offset: 0, is_optional: true };
-        let change = Sum::of_change(&[10, 96, 0, 1], &[10, 244, 1, 1]);
-        assert!(checksum.shows_whole([0; 2], [0; 2], change));
-        assert_eq!(checksum.after([0; 2], change), [0; 2]);
-    }
 }

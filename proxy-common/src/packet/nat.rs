@@ -59,13 +59,12 @@ pub(super) fn replace_address<F: Network, B: Bytes>(
     old: &F::Address,
     new: &F::Address,
 ) -> Result<Sum, Reason> {
-    let change = Sum::of_change(old.as_ref(), new.as_ref());
     if F::CHECKSUM.is_some() {
         bytes.write(offset, new.as_ref())?;
     } else {
-        bytes.write_uncovered(offset, new.as_ref(), change)?;
+        bytes.write_uncovered(offset, new.as_ref())?;
     }
-    Ok(change)
+    Ok(Sum::of_change(old.as_ref(), new.as_ref()))
 }
 
 /// As a transport header has them.

@@ -1,10 +1,11 @@
 //! Session affinity: a client's new connections go to the backend of its last one.
 
 use crate::{
+    balance::Draw,
     family::{Family, Slot},
     layout::*,
     port::Port,
-    select::{Origin, place_at},
+    select::Origin,
     tables::{AffinityEntry as _, AffinityTables},
 };
 
@@ -51,11 +52,11 @@ pub(crate) fn place<F: Family, T: AffinityTables<F>>(
     set: EndpointSet,
     seconds: u32,
     key: &AffinityKey<F::Address>,
-    random: u32,
+    draw: Draw,
 ) -> u32 {
     let mut known = tables.affinity(key);
     if known.is_none() {
-        let chosen = place_at(set, random);
+        let chosen = draw.place(set);
         let Some(slot) = tables.slot(chosen) else { return chosen };
         if tables.remember(key, &Affinity::to(&slot, tables.now())) {
             return chosen;
@@ -63,7 +64,7 @@ pub(crate) fn place<F: Family, T: AffinityTables<F>>(
         // Another CPU has been faster.
         known = tables.affinity(key);
     }
-    let Some(entry) = known else { return place_at(set, random) };
+    let Some(entry) = known else { return draw.place(set) };
     let (affinity, now) = (entry.read(), tables.now());
     if !affinity.has_expired(seconds, now) {
         let place = place_of(tables, set, affinity);
@@ -72,7 +73,7 @@ pub(crate) fn place<F: Family, T: AffinityTables<F>>(
             return place;
         }
     }
-    let chosen = place_at(set, affinity.random());
+    let chosen = draw.again_by(affinity.random()).place(set);
     if let Some(slot) = tables.slot(chosen) {
         entry.write(Affinity::to(&slot, now));
     }
@@ -90,7 +91,7 @@ const MOST_HALVINGS: u32 = 26;
 fn place_of<F: Family, T: AffinityTables<F>>(tables: &T, set: EndpointSet, affinity: Affinity) -> u32 {
     let Some(backend) = tables.backend(affinity.backend) else { return NOWHERE };
     let wanted = F::Slot::new(backend.address, Port::new(backend.port), affinity.backend, affinity.flags);
-    let EndpointSet { mut first, mut count } = set;
+    let (mut first, mut count) = (set.first, set.count());
     for _ in 0..MOST_HALVINGS {
         if count <= 1 {
             break;
@@ -145,11 +146,11 @@ mod tests {
             tables.backends.insert(*id, backend);
         }
         let local = endpoints.iter().filter(|(_, flags)| *flags != 0).count() as u32;
-        let all = EndpointSet { first: 100, count: endpoints.len() as u32 };
+        let all = EndpointSet::new(100, endpoints.len() as u32);
         let service = Service {
             cluster: all,
             internal: all,
-            external: EndpointSet { first: 100, count: local },
+            external: EndpointSet::new(100, local),
             flags: SERVICE_HAS_ENDPOINTS,
             affinity_seconds: SECONDS,
         };
@@ -167,12 +168,12 @@ mod tests {
 
     fn go(tables: &HostTables<V4>, frontend: Frontend, client: Client<[u8; 4]>, random: u32) -> u32 {
         let key = AffinityKey { service: SERVICE, client };
-        choose(tables, frontend, true, &key, random).unwrap().backend
+        choose(tables, frontend, true, &key, random, |_| random).unwrap().backend
     }
 
     fn go_from_outside(tables: &HostTables<V4>, random: u32) -> Result<u32, Reason> {
         let key = AffinityKey { service: SERVICE, client: CLIENT };
-        choose(tables, NODE_PORT, false, &key, random).map(|slot| slot.backend)
+        choose(tables, NODE_PORT, false, &key, random, |_| random).map(|slot| slot.backend)
     }
 
     #[rstest]
@@ -274,7 +275,7 @@ mod tests {
     fn every_place_of_a_set_is_found_and_no_other() {
         for count in 1..=70_u32 {
             let mut tables = HostTables::<V6>::default();
-            let set = EndpointSet { first: 1_000, count };
+            let set = EndpointSet::new(1_000, count);
             // The first and the last are other sets'.
             for n in 0..count + 2 {
                 let (flags, port) = (BACKEND_LOCAL * u32::from(n < count / 3), 80 + (n % 2) as u16);

@@ -170,12 +170,69 @@ impl Frontend {
     pub const NONE: Self = Self { service: NO_SERVICE, flags: 0 };
 }
 
-/// A contiguous range of `slots4/6`. Aligned so that one 8-byte load or store moves it whole.
+/// Contiguous slots of `slots4/6`, and the places that new connections draw from where these are not the slots themselves: copies of
+/// them that follow at once. Aligned so that one 8-byte load or store moves all of it.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C, align(8))]
 pub struct EndpointSet {
     pub first: u32,
-    pub count: u32,
+    /// Slots, in the lowest `TABLE_SHIFT` bits. In those above the binary logarithm of the copies' number; 0: there are none.
+    sizes: u32,
+}
+
+const TABLE_SHIFT: u32 = 27;
+
+impl EndpointSet {
+    /// The most slots that a set can have.
+    pub const MOST: u32 = (1 << TABLE_SHIFT) - 1;
+    /// The most copies that can follow, as their binary logarithm.
+    pub const MOST_TABLE_BITS: u32 = 16;
+
+    /// Without copies.
+    #[inline(always)]
+    pub const fn new(first: u32, count: u32) -> Self {
+        Self { first, sizes: count & Self::MOST }
+    }
+
+    /// With `2^bits` copies; 0: none.
+    #[inline(always)]
+    pub const fn with_table(self, bits: u32) -> Self {
+        Self { sizes: self.count() | bits << TABLE_SHIFT, ..self }
+    }
+
+    /// As the tables hold it.
+    #[inline(always)]
+    pub const fn from_word(word: u64) -> Self {
+        Self { first: word as u32, sizes: (word >> 32) as u32 }
+    }
+
+    /// Its slots.
+    #[inline(always)]
+    pub const fn count(&self) -> u32 {
+        self.sizes & Self::MOST
+    }
+
+    #[inline(always)]
+    pub const fn table_bits(&self) -> u32 {
+        self.sizes >> TABLE_SHIFT
+    }
+
+    /// Slots and copies.
+    pub const fn places(&self) -> u32 {
+        self.count() + if self.table_bits() == 0 { 0 } else { 1 << self.table_bits() }
+    }
+
+    /// The index that 32 bits choose, which are as likely to be any.
+    #[inline(always)]
+    pub const fn place(&self, bits: u32) -> u32 {
+        let (count, table_bits) = (self.count(), self.table_bits());
+        if table_bits == 0 {
+            // Scales the bits to 0..count without a division.
+            self.first.wrapping_add(((bits as u64 * count as u64) >> 32) as u32)
+        } else {
+            self.first.wrapping_add(count).wrapping_add(bits >> (u32::BITS - table_bits) % u32::BITS)
+        }
+    }
 }
 
 /// Some endpoint is usable somewhere: an empty set then means "drop" (traffic policy Local without a local
@@ -184,6 +241,8 @@ pub const SERVICE_HAS_ENDPOINTS: u32 = 1;
 /// Traffic policies, for people: the endpoint sets are what they have led to.
 pub const SERVICE_INTERNAL_LOCAL: u32 = 2;
 pub const SERVICE_EXTERNAL_LOCAL: u32 = 4;
+/// New connections draw by a hash of their ends, where these are known: each node chooses the same backend.
+pub const SERVICE_MAGLEV: u32 = 8;
 
 /// Table `services`, mmapable array by service id: one entry for each service port and family. All zero: unused.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -259,9 +318,11 @@ impl Default for ServiceName {
 
 /// The backend runs on this node.
 pub const BACKEND_LOCAL: u32 = 1;
+/// In slots: from this bit on one less than the endpoint's weight.
+pub const BACKEND_WEIGHT_SHIFT: u32 = 16;
 
 /// Table `slots4`/`slots6`, mmapable array: all that the packet path needs of an endpoint. The slots of an endpoint set are in the
-/// order of [`Slot::precedes`](crate::family::Slot::precedes).
+/// order of [`Slot::precedes`](crate::family::Slot::precedes), their copies in that of its [table](crate::balance).
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Slot4 {

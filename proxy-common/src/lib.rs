@@ -4,6 +4,7 @@
 #![cfg_attr(not(any(test, fuzzing, feature = "user")), no_std)]
 
 pub mod affinity;
+pub mod balance;
 pub mod event;
 pub mod family;
 pub mod flow;

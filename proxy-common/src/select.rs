@@ -2,6 +2,7 @@
 
 use crate::{
     affinity,
+    balance::Draw,
     family::{Destination, Family, Slot},
     layout::*,
     reason::Reason,
@@ -92,7 +93,7 @@ pub fn admits<F: Family>(tables: &impl AffinityTables<F>, frontend: Frontend, cl
 }
 
 /// A backend for a new connection to `frontend` by a client that [`is_inside`] or not. Affinity goes by `key`; `random` decides among
-/// equals.
+/// equals, or with Maglev `hash`: of the ends of the connection, where its argument says so with the client's port.
 #[inline(always)]
 pub fn choose<F: Family>(
     tables: &impl AffinityTables<F>,
@@ -100,8 +101,9 @@ pub fn choose<F: Family>(
     is_inside: bool,
     key: &AffinityKey<F::Address>,
     random: u32,
+    hash: impl FnOnce(bool) -> u32,
 ) -> Result<F::Slot, Reason> {
-    slot_at(tables, choose_place(tables, frontend, is_inside, key, random)?)
+    slot_at(tables, choose_place(tables, frontend, is_inside, key, random, hash)?)
 }
 
 /// As [`choose`]: the index of the backend's slot.
@@ -112,20 +114,28 @@ pub(crate) fn choose_place<F: Family>(
     is_inside: bool,
     key: &AffinityKey<F::Address>,
     random: u32,
+    hash: impl FnOnce(bool) -> u32,
 ) -> Result<u32, Reason> {
     let service = tables.service(frontend.service).ok_or(Reason::ServiceGone)?;
     let set = endpoint_set(&service, frontend, is_inside);
-    if set.count == 0 {
+    if set.count() == 0 {
         return Err(if service.flags & SERVICE_HAS_ENDPOINTS != 0 {
             Reason::NoLocalEndpoints
         } else {
             Reason::NoEndpoints
         });
     }
-    Ok(if service.affinity_seconds == 0 {
-        place_at(set, random)
+    let has_affinity = service.affinity_seconds != 0;
+    let draw = if service.flags & SERVICE_MAGLEV == 0 {
+        Draw::random(random)
     } else {
-        affinity::place(tables, set, service.affinity_seconds, key, random)
+        // What all of a client's connections have in common is the same on each node, which has no affinity of its own yet.
+        Draw::fixed(hash(!has_affinity))
+    };
+    Ok(if has_affinity {
+        affinity::place(tables, set, service.affinity_seconds, key, draw)
+    } else {
+        draw.place(set)
     })
 }
 
@@ -134,14 +144,6 @@ pub(crate) fn choose_place<F: Family>(
 pub(crate) fn slot_at<F: Family>(tables: &impl Tables<F>, place: u32) -> Result<F::Slot, Reason> {
     let slot = tables.slot(place).ok_or(Reason::SlotGone)?;
     if slot.backend() == 0 { Err(Reason::SlotGone) } else { Ok(slot) }
-}
-
-/// Index of the slot in the set that random bits choose.
-#[inline(always)]
-pub(crate) fn place_at(set: EndpointSet, random: u32) -> u32 {
-    // Scales 32 random bits to 0..count without a division.
-    let place = (u64::from(random) * u64::from(set.count)) >> 32;
-    set.first.wrapping_add(place as u32)
 }
 
 #[inline(always)]
@@ -168,6 +170,8 @@ mod tests {
     const KEY: AffinityKey<[u8; 4]> =
         AffinityKey { service: 7, client: Client { address: [10, 244, 0, 9], origin: CLIENT_WORKLOAD } };
 
+    const UNHASHED: fn(bool) -> u32 = |_| panic!("nothing is to be hashed");
+
     /// Cluster set: backends 1, 2, 3. Local ones: 1. ClusterIP VIP:80, node port 30080.
     fn tables() -> HostTables<V4> {
         let mut tables = HostTables::<V4>::default();
@@ -175,8 +179,8 @@ mod tests {
             let slot = Slot4::new([10, 244, 0, id as u8], Port::new(8080), id, 0);
             tables.slots.insert(9 + id, slot);
         }
-        let all = EndpointSet { first: 10, count: 3 };
-        let local = EndpointSet { first: 10, count: 1 };
+        let all = EndpointSet::new(10, 3);
+        let local = EndpointSet::new(10, 1);
         let service = Service {
             cluster: all,
             internal: all,
@@ -231,7 +235,31 @@ mod tests {
     fn random_bits_are_spread_over_the_set(#[case] random: u32, #[case] backend: u32) {
         let tables = tables();
         let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
-        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, random).unwrap().backend, backend);
+        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, random, UNHASHED).unwrap().backend, backend);
+    }
+
+    #[rstest]
+    #[case::without_affinity(0, true)]
+    #[case::with_affinity(60, false)]
+    fn maglev_draws_by_a_hash(#[case] affinity_seconds: u32, #[case] with_port: bool) {
+        let mut tables = tables();
+        let service = tables.services.get_mut(&7).unwrap();
+        (service.affinity_seconds, service.flags) =
+            (affinity_seconds, SERVICE_HAS_ENDPOINTS | SERVICE_MAGLEV);
+        service.internal = service.internal.with_table(1);
+        for (place, id) in [(13, 3), (14, 2)] {
+            tables.slots.insert(place, Slot4::new([10, 244, 0, id], Port::new(8080), id.into(), 0));
+        }
+        let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
+        for (hash, backend) in [(0, 3), (u32::MAX / 2, 3), (u32::MAX / 2 + 1, 2), (u32::MAX, 2)] {
+            tables.affinity.borrow_mut().clear();
+            let hashed = |asked: bool| {
+                assert_eq!(asked, with_port);
+                hash
+            };
+            let chosen = choose::<V4>(&tables, frontend, true, &KEY, 0, hashed);
+            assert_eq!(chosen.map(|slot| slot.backend), Ok(backend), "{hash:x}");
+        }
     }
 
     #[rstest]
@@ -250,7 +278,10 @@ mod tests {
         let tables = tables();
         let frontend = find::<V4>(&tables, &to(NODE, 30080), origin).unwrap();
         let is_inside = is_inside(origin, detected);
-        assert_eq!(choose::<V4>(&tables, frontend, is_inside, &KEY, u32::MAX).unwrap().backend, highest);
+        assert_eq!(
+            choose::<V4>(&tables, frontend, is_inside, &KEY, u32::MAX, UNHASHED).unwrap().backend,
+            highest
+        );
     }
 
     #[rstest]
@@ -298,7 +329,7 @@ mod tests {
         let service = tables.services.get_mut(&7).unwrap();
         service.internal = service.external;
         let frontend = find::<V4>(&tables, &to(address, port), Origin::Workload).unwrap();
-        let chosen = choose::<V4>(&tables, frontend, true, &KEY, u32::MAX).unwrap();
+        let chosen = choose::<V4>(&tables, frontend, true, &KEY, u32::MAX, UNHASHED).unwrap();
         assert_eq!(chosen.backend, highest);
     }
 
@@ -309,7 +340,7 @@ mod tests {
         let mut tables = tables();
         tables.services.insert(7, Service { flags, ..Service::default() });
         let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
-        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, 5), Err(reason));
+        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, 5, UNHASHED), Err(reason));
     }
 
     #[test]
@@ -317,8 +348,8 @@ mod tests {
         let mut tables = tables();
         let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
         tables.slots.clear();
-        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, 5), Err(Reason::SlotGone));
+        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, 5, UNHASHED), Err(Reason::SlotGone));
         tables.services.clear();
-        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, 5), Err(Reason::ServiceGone));
+        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, 5, UNHASHED), Err(Reason::ServiceGone));
     }
 }

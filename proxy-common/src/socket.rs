@@ -33,7 +33,8 @@ pub fn connect<F: Family>(
     }
     let key = AffinityKey { service: frontend.service, client: Client::NODE };
     let is_inside = origin == Origin::Host || tables.pods_told_by() != PODS_UNKNOWN;
-    let slot = select::choose(tables, frontend, is_inside, &key, random)?;
+    // No port is chosen yet to send from, and mostly no address.
+    let slot = select::choose(tables, frontend, is_inside, &key, random, |_| random)?;
     let dialled = (destination.address, destination.port);
     Ok(SocketOrigin::new(dialled, (slot.address(), slot.port()), slot.backend(), frontend.service))
 }
@@ -228,7 +229,7 @@ mod tests {
         #[case] expected: Result<SocketOrigin<[u8; 4]>, Reason>,
     ) {
         let mut tables = tables(&[1], 1);
-        let internal = EndpointSet { first: 4, count: 1 };
+        let internal = EndpointSet::new(4, 1);
         tables.services.insert(1, Service { internal, ..Service::default() });
         tables.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
         assert_eq!(connect(&tables, &udp(address, 53), Origin::Workload, 0), expected);
@@ -260,8 +261,8 @@ mod tests {
         for frontend in tables.frontends.values_mut() {
             frontend.flags = flags;
         }
-        let all = EndpointSet { first: 4, count: 2 };
-        let external = EndpointSet { first: 4, count: 1 };
+        let all = EndpointSet::new(4, 2);
+        let external = EndpointSet::new(4, 1);
         let service = Service { cluster: all, internal: all, external, ..Service::default() };
         tables.services.insert(1, service);
         for id in [1, 2] {
@@ -286,7 +287,7 @@ mod tests {
         let key = FrontendKey::of_address(to.address, to.port, to.protocol);
         let flags = FRONTEND_EXTERNAL | FRONTEND_SOURCE_RANGES;
         tables.frontends.insert(key, Frontend { service: 1, flags });
-        let cluster = EndpointSet { first: 4, count: 1 };
+        let cluster = EndpointSet::new(4, 1);
         tables.services.insert(1, Service { cluster, ..Service::default() });
         tables.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
         tables.address_of_node = [192, 0, 2, 11];

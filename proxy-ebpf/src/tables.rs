@@ -248,7 +248,7 @@ fn read_set(set: *const EndpointSet) -> EndpointSet {
     // SAFETY: in bounds of the map value and aligned to 8 (`EndpointSet` is).
     let whole = unsafe { read_volatile(set.cast::<u64>()) };
     // The BPF object is little-endian.
-    EndpointSet { first: whole as u32, count: (whole >> 32) as u32 }
+    EndpointSet::from_word(whole)
 }
 
 #[inline(always)]

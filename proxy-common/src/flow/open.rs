@@ -8,8 +8,10 @@ use super::{
     is_foreign, is_from_host, lookup,
 };
 use crate::{
+    balance,
     family::{Family, Slot as _},
     layout::*,
+    packet::Packet,
     port::{PORT_TRIES, Port},
     reason::Reason,
     select::{self, Origin},
@@ -29,8 +31,17 @@ pub(super) fn prepare_to_frontend<F: Family, T: FlowTables<F>>(
     affinity_key.service = frontend.service;
     affinity_key.client = Client::new(*origin, packet.source);
     let is_inside = select::is_inside(*origin, *detected);
-    let place = select::choose_place(tables, *frontend, is_inside, affinity_key, tables.random())?;
+    let hash = |with_port| connection_hash(packet, with_port);
+    let place = select::choose_place(tables, *frontend, is_inside, affinity_key, tables.random(), hash)?;
     set_backend(tables, scratch, place)
+}
+
+/// By what the packet's connection draws its backend on each node.
+// Not inlined: what it needs of the stack would be added to what choosing a backend needs.
+#[inline(never)]
+fn connection_hash<A: Address>(packet: &Packet<A>, with_port: bool) -> u32 {
+    let port = if with_port { packet.source_port } else { Port::NONE };
+    balance::connection_hash((&packet.source, port), packet.destination_port, packet.protocol)
 }
 
 /// Makes the backend of this slot that of `scratch.flow`.

@@ -137,7 +137,7 @@ impl Host {
             let backend = Backend { address, port: PORT.number(), ..Backend::default() };
             tables.backends.insert(index + 1, backend);
         }
-        let set = EndpointSet { first: 0, count: 2 };
+        let set = EndpointSet::new(0, 2);
         let flags = SERVICE_HAS_ENDPOINTS;
         tables
             .services
@@ -672,7 +672,7 @@ fn an_element_that_has_become_another_flows_is_none_of_ours() {
 #[test]
 fn a_client_port_at_one_backend_through_many_frontends_runs_out_of_aliases() {
     let mut host = Host { ports: 20_000..20_007, ..Host::new() };
-    let set = EndpointSet { first: 0, count: 1 };
+    let set = EndpointSet::new(0, 1);
     host.tables
         .services
         .insert(1, Service { cluster: set, internal: set, external: set, flags: 1, ..Service::default() });
@@ -769,7 +769,7 @@ fn a_connection_to_a_frontend_that_is_the_backend_of_another_flow() {
     let mut host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
     let endpoint = (flow.backend, PORT);
-    let set = EndpointSet { first: 1, count: 1 };
+    let set = EndpointSet::new(1, 1);
     host.tables
         .services
         .insert(2, Service { cluster: set, internal: set, external: set, flags: 1, ..Service::default() });
@@ -864,7 +864,7 @@ fn symmetric_peers_keep_their_flows_apart() {
     let peers = [(CLIENT.0, PORT), (BACKENDS[0], PORT)];
     host.tables.slots.insert(2, Slot4::new(peers[0].0, PORT, 3, 0));
     host.tables.backends.insert(3, Backend::default());
-    let set = EndpointSet { first: 2, count: 1 };
+    let set = EndpointSet::new(2, 1);
     host.tables
         .services
         .insert(2, Service { cluster: set, internal: set, external: set, flags: 1, ..Service::default() });
@@ -1151,7 +1151,7 @@ fn datagrams_follow_their_frontend_to_another_service(#[case] epoch: u32, #[case
     let mut host = Host::new();
     let first = datagram(CLIENT, FRONTEND);
     host.arriving(&first, Origin::Workload).unwrap();
-    let set = EndpointSet { first: 1, count: 1 };
+    let set = EndpointSet::new(1, 1);
     host.tables
         .services
         .insert(2, Service { cluster: set, internal: set, external: set, flags: 1, ..Service::default() });

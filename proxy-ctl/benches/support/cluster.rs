@@ -38,6 +38,7 @@ pub(crate) fn service(number: u32) -> Service {
         affinity_seconds: None,
         source_ranges: vec![],
         health_check_node_port: None,
+        algorithm: None,
     }
 }
 
@@ -59,6 +60,7 @@ pub(crate) fn endpoint(number: u32) -> Endpoint {
         ready: true,
         serving: true,
         terminating: false,
+        weight: 1,
         node: Some(Arc::from(format!("node-{}", number % NODES))),
         hints: None,
     }

@@ -143,6 +143,7 @@ fn service_view(service: ServiceSnapshot, terminating: impl Fn(u32) -> bool) -> 
         family: name.family.name(),
         id,
         policy,
+        algorithm: service.algorithm,
         frontends,
         endpoints: shown.iter().map(endpoint).collect(),
         internal_endpoints: internal.len(),
@@ -192,6 +193,7 @@ mod tests {
     use std::net::SocketAddr;
 
     use super::*;
+    use crate::model::objects::Algorithm;
     use crate::model::{
         desired::ServicePortName,
         objects::{IpFamily, ObjectName},
@@ -221,6 +223,7 @@ mod tests {
             internal_policy: TrafficPolicy::Cluster,
             external_policy: TrafficPolicy::Local,
             affinity_seconds: 0,
+            algorithm: Algorithm::Maglev,
         }
     }
 

@@ -14,10 +14,11 @@ use super::{
     table::{bytes, table},
 };
 use crate::{
-    config::duration,
+    config::{Keyword as _, duration},
     dataplane::{ReasonUsage, TableUsage},
     leftovers::{Found, Part},
     mode::Mode,
+    model::objects::Algorithm,
     process::record::{Record, Source, UnsupportedField},
 };
 
@@ -34,6 +35,7 @@ pub(super) struct ServiceView {
     /// Index into the table `services`.
     pub(super) id: u32,
     pub(super) policy: Policy,
+    pub(super) algorithm: Algorithm,
     pub(super) frontends: Vec<FrontendView>,
     /// For clients in the cluster, other than through the cluster IP.
     pub(super) endpoints: Vec<EndpointView>,
@@ -124,6 +126,16 @@ impl ServiceView {
         }
     }
 
+    /// The algorithm where it is not the default.
+    fn policy_and_algorithm(&self) -> String {
+        let policy = self.policy.text();
+        if self.algorithm == Algorithm::default() {
+            policy.to_owned()
+        } else {
+            format!("{policy}, {}", self.algorithm.word())
+        }
+    }
+
     pub(super) fn matches(&self, wanted: &ServiceFilter) -> bool {
         wanted.matches(&self.namespace, &self.name, &self.port)
     }
@@ -147,7 +159,7 @@ pub(super) fn services(services: &[ServiceView]) -> String {
             service.protocol.to_owned(),
             frontends.join("\n"),
             format!("{local}/{}", service.endpoints.len()),
-            service.policy.text().to_owned(),
+            service.policy_and_algorithm(),
         ]
     });
     let mut text = table(["SERVICE", "PROTOCOL", "FRONTENDS", "LOCAL/ALL ENDPOINTS", "POLICY"], rows);
@@ -426,6 +438,7 @@ mod tests {
             family: "IPv4",
             id: 3,
             policy: Policy::of(false, true),
+            algorithm: Algorithm::Random,
             frontends: vec![
                 FrontendView {
                     kind: FrontendKind::ClusterIp,
@@ -450,6 +463,14 @@ mod tests {
             ["kube-system/kube-dns:dns", "UDP", "10.96.0.10:53", "1/3", "external", "Local"]
         );
         assert_eq!(lines[2], ["node", "port", "30053"]);
+    }
+
+    #[test]
+    fn an_algorithm_that_is_not_the_default_is_shown() {
+        let view = ServiceView { algorithm: Algorithm::Maglev, ..dns() };
+        assert_eq!(serde_json::to_value(&view).unwrap()["algorithm"], "maglev");
+        let text = services(&[view]);
+        assert!(text.contains("external Local, maglev"), "{text}");
     }
 
     #[test]

@@ -359,6 +359,11 @@ pub trait Keyword: Copy + PartialEq + 'static {
         Self::WORDS.iter().find(|(_, meaning)| *meaning == self).map_or("", |(word, _)| *word)
     }
 
+    /// All of them, for people.
+    fn words() -> String {
+        one_of(Self::WORDS.iter().map(|(word, _)| *word))
+    }
+
     fn of(word: &str) -> Option<Self> {
         Self::WORDS.iter().find(|(known, _)| *known == word).map(|(_, meaning)| *meaning)
     }
@@ -368,7 +373,7 @@ pub(super) const fn keyword<T: Keyword>(locate: Locate<T>) -> TypedField<T> {
     TypedField {
         locate,
         type_name: "word",
-        allowed: || one_of(T::WORDS.iter().map(|(word, _)| *word)),
+        allowed: T::words,
         unset: is_empty_text,
         read: |value| {
             // YAML 1.1 reads a bare `off` as false.

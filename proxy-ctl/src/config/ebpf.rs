@@ -6,7 +6,7 @@ use proxy_common::flow::FlowLifetimes;
 pub use proxy_common::inventory::Limits;
 
 use super::{Config, Keyword};
-use crate::dataplane::Role;
+use crate::{dataplane::Role, model::objects::Algorithm};
 
 /// Whose connections the socket hooks translate.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -82,15 +82,8 @@ impl Keyword for Forwarding {
     const WORDS: &'static [(&'static str, Self)] = &[("snat", Self::Snat)];
 }
 
-/// How a new connection's backend is chosen.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub enum Algorithm {
-    #[default]
-    Random,
-}
-
 impl Keyword for Algorithm {
-    const WORDS: &'static [(&'static str, Self)] = &[("random", Self::Random)];
+    const WORDS: &'static [(&'static str, Self)] = &[("random", Self::Random), ("maglev", Self::Maglev)];
 }
 
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -99,6 +92,7 @@ pub struct Ebpf {
     pub source_address: SourceAddress,
     pub xdp: Xdp,
     pub forwarding: Forwarding,
+    /// Of Services that name none.
     pub algorithm: Algorithm,
     pub interfaces: Interfaces,
     pub limits: Limits,

@@ -269,7 +269,9 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.forwarding", keyword(|c| &mut c.ebpf.forwarding);
         "How packets from outside reach a backend on another node.";
     "ebpf.algorithm", keyword(|c| &mut c.ebpf.algorithm);
-        "How the backend of a new connection is chosen.";
+        "How the backend of a new connection is chosen where its Service has no annotation proxy-ctl.dev/algorithm. random: by its weight; \
+         maglev: by a hash of the connection, to the same one on every node, for which each Service port takes at least a hundred rows of slots4 or \
+         slots6 for each endpoint. Weights are an annotation of EndpointSlices, proxy-ctl.dev/weights. Running connections stay where they are.";
     "ebpf.interfaces.include", list(|c| &mut c.ebpf.interfaces.include);
         "Interfaces that packet programs are attached to. Empty: all.";
     "ebpf.interfaces.exclude", list(|c| &mut c.ebpf.interfaces.exclude);

@@ -51,6 +51,7 @@ pub(super) fn host(
         },
         masquerade_ports,
         flow_lifetimes: config.flow_lifetimes(),
+        algorithm: config.ebpf.algorithm,
         shares_addresses: false,
     }
 }
@@ -72,6 +73,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
+    use crate::model::objects::Algorithm;
 
     fn cidrs(all: &[&str]) -> Vec<IpNet> {
         all.iter().map(|text| text.parse().unwrap()).collect()
@@ -91,11 +93,12 @@ mod tests {
             ..Config::default()
         };
         config.conntrack.udp_timeout = std::time::Duration::from_secs(7);
+        config.ebpf.algorithm = Algorithm::Maglev;
         let node = Node { pod_cidrs: cidrs(&["10.244.3.0/24"]), ..Node::default() };
         let service_cidrs = Some(cidrs(&["10.96.0.0/12"]));
         let host = host(&NodeNetwork::default(), &config, Some(&node), service_cidrs.clone(), None);
         assert_eq!(host.local_traffic, expected);
-        assert_eq!(host.flow_lifetimes, config.flow_lifetimes());
+        assert_eq!((host.flow_lifetimes, host.algorithm), (config.flow_lifetimes(), Algorithm::Maglev));
         assert_eq!((host.cluster_cidrs, host.pod_cidrs), (config.cluster_cidrs, node.pod_cidrs));
         assert_eq!(host.service_cidrs, service_cidrs);
     }

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::model::{
     desired::ServicePortName,
-    objects::{Protocol, TrafficPolicy},
+    objects::{Algorithm, Protocol, TrafficPolicy},
 };
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -101,6 +101,9 @@ pub struct ServiceSnapshot {
     pub internal_policy: TrafficPolicy,
     pub external_policy: TrafficPolicy,
     pub affinity_seconds: u32,
+    /// Of mode ebpf.
+    #[serde(default)]
+    pub algorithm: Algorithm,
 }
 
 impl ServiceSnapshot {
@@ -117,6 +120,7 @@ impl ServiceSnapshot {
             internal_policy: TrafficPolicy::Cluster,
             external_policy: TrafficPolicy::Cluster,
             affinity_seconds: 0,
+            algorithm: Algorithm::Random,
         }
     }
 

@@ -2,7 +2,10 @@
 
 use std::{borrow::Cow, collections::BTreeMap, net::SocketAddr, sync::Arc};
 
-use crate::model::desired::{DesiredPort, Frontend, FrontendKind, UnservedReason};
+use crate::model::{
+    desired::{DesiredPort, Frontend, FrontendKind, UnservedReason},
+    objects::Algorithm,
+};
 
 /// Frontends that a text names; the others are counted.
 const MOST_NAMED: usize = 3;
@@ -59,6 +62,20 @@ impl Unsupported {
     pub fn may_be_served_by_another(&self) -> bool {
         self.leaves_unserved() && self.effect != Effect::Refused
     }
+}
+
+/// What of the annotations for mode ebpf another mode does not honour. `instead`: how it chooses.
+pub(super) fn balancing(port: &DesiredPort, instead: &'static str) -> Vec<Unsupported> {
+    let is_equal = port.endpoints.all.windows(2).all(|two| two[0].weight == two[1].weight);
+    let asked = [
+        (
+            port.algorithm.is_some_and(|algorithm| algorithm != Algorithm::Random),
+            "metadata.annotations[proxy-ctl.dev/algorithm]",
+        ),
+        (!is_equal, "EndpointSlice metadata.annotations[proxy-ctl.dev/weights]"),
+    ];
+    let unsupported = |field| Unsupported::new(field, Effect::ServedDifferently, instead);
+    asked.into_iter().filter(|(asked, _)| *asked).map(|(_, field)| unsupported(field)).collect()
 }
 
 /// The port, unless the mode serves nothing of it.

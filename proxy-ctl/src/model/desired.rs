@@ -4,7 +4,7 @@ use std::{fmt, net::IpAddr, sync::Arc};
 
 use serde::{Deserialize, Serialize};
 
-use super::objects::{IpFamily, ObjectName, Protocol, TrafficPolicy};
+use super::objects::{Algorithm, IpFamily, ObjectName, Protocol, TrafficPolicy, Weight};
 
 /// Identity of a service port in one family.
 #[derive(Clone, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
@@ -38,6 +38,8 @@ pub struct DesiredPort {
     pub affinity_seconds: Option<u32>,
     /// Of this family; empty: everyone may use the load-balancer addresses.
     pub source_ranges: Vec<ipnet::IpNet>,
+    /// `None`: the node's.
+    pub algorithm: Option<Algorithm>,
 }
 
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -99,6 +101,7 @@ pub struct Endpoint {
     /// On this node.
     pub local: bool,
     pub terminating: bool,
+    pub weight: Weight,
 }
 
 /// The service ports whose desired state is now different, each named once.

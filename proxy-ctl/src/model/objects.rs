@@ -85,6 +85,23 @@ pub enum TrafficPolicy {
     Local,
 }
 
+/// How a new connection's backend is chosen.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Algorithm {
+    /// Each by its weight.
+    #[default]
+    Random,
+    /// By a hash of the connection that leads to the same endpoint on every node.
+    Maglev,
+}
+
+/// Of new connections an endpoint gets as many as its weight is of all endpoints' sum. 0: none, as long as others have more.
+pub type Weight = u8;
+
+/// Where nothing else is asked for.
+pub const DEFAULT_WEIGHT: Weight = 1;
+
 /// A Service that this proxy serves: has at least one cluster IP; not headless, not ExternalName, not
 /// another proxy's.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -106,6 +123,8 @@ pub struct Service {
     pub affinity_seconds: Option<u32>,
     pub source_ranges: Vec<ipnet::IpNet>,
     pub health_check_node_port: Option<u16>,
+    /// `None`: the node's.
+    pub algorithm: Option<Algorithm>,
 }
 
 /// What this node answers a load balancer that sends clients only to nodes with endpoints.
@@ -156,6 +175,7 @@ pub struct Endpoint {
     pub ready: bool,
     pub serving: bool,
     pub terminating: bool,
+    pub weight: Weight,
     pub node: Option<Arc<str>>,
     pub hints: Option<Arc<Hints>>,
 }

@@ -117,6 +117,7 @@ pub(super) fn desired_port(
         endpoints: endpoints(port, family, slices, policies, here),
         affinity_seconds: service.affinity_seconds,
         source_ranges: source_ranges.copied().collect(),
+        algorithm: service.algorithm,
     }
 }
 

@@ -5,8 +5,8 @@ use std::{net::IpAddr, sync::Arc};
 use super::{
     desired::{DesiredPort, ServicePortName},
     objects::{
-        Endpoint, EndpointPort, EndpointSlice, Hints, IpFamily, Node, ObjectName, Protocol, Service,
-        ServicePort, TrafficPolicy,
+        DEFAULT_WEIGHT, Endpoint, EndpointPort, EndpointSlice, Hints, IpFamily, Node, ObjectName, Protocol,
+        Service, ServicePort, TrafficPolicy,
     },
 };
 
@@ -38,6 +38,7 @@ pub(crate) fn service(text: &str, cluster_ips: &[&str]) -> Service {
         affinity_seconds: None,
         source_ranges: vec![],
         health_check_node_port: None,
+        algorithm: None,
     }
 }
 
@@ -113,6 +114,7 @@ pub(crate) fn remote(address: &str) -> Endpoint {
         ready: true,
         serving: true,
         terminating: false,
+        weight: DEFAULT_WEIGHT,
         node: Some(THERE.into()),
         hints: None,
     }

@@ -52,8 +52,8 @@ impl Candidate<'_> {
     }
 
     fn desired(&self) -> Endpoint {
-        let objects::Endpoint { address, terminating, .. } = *self.endpoint;
-        Endpoint { address, port: self.port, local: self.local, terminating }
+        let objects::Endpoint { address, terminating, weight, .. } = *self.endpoint;
+        Endpoint { address, port: self.port, local: self.local, terminating, weight }
     }
 
     /// The pod is being stopped and still answers.

@@ -6,8 +6,9 @@ use super::settings::is_within;
 use crate::config::LEFT_OUT_ELSEWHERE;
 
 /// Fields, and sections with everything in them, that the running process takes over.
-const LIVE: [&str; 13] = [
+const LIVE: [&str; 14] = [
     "conntrack",
+    "ebpf.algorithm",
     "ebpf.flowLifetimes",
     "ebpf.interfaces",
     "iptables.minSyncPeriod",

@@ -6,6 +6,7 @@
 mod address;
 mod service;
 mod slice;
+mod weights;
 
 use std::{fmt, num::NonZeroI64, sync::Arc};
 
@@ -28,6 +29,10 @@ const LABEL_SERVICE: &str = "kubernetes.io/service-name";
 const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
 /// RFC 3339, written by the controllers that make slices.
 const ANNOTATION_TRIGGER_TIME: &str = "endpoints.kubernetes.io/last-change-trigger-time";
+/// Of a Service: a word of `ebpf.algorithm`.
+pub const ANNOTATION_ALGORITHM: &str = "proxy-ctl.dev/algorithm";
+/// Of an EndpointSlice: weights of its endpoints.
+pub const ANNOTATION_WEIGHTS: &str = "proxy-ctl.dev/weights";
 
 /// Namespace (`default` if there is none) and name.
 pub fn name(metadata: &ObjectMeta) -> ObjectName {

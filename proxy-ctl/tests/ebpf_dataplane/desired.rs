@@ -17,7 +17,7 @@ pub fn name(service: &str, family: IpFamily) -> ServicePortName {
 }
 
 pub fn endpoint(address: &str, port: u16) -> Endpoint {
-    Endpoint { address: address.parse().unwrap(), port, local: false, terminating: false }
+    Endpoint { address: address.parse().unwrap(), port, local: false, terminating: false, weight: 1 }
 }
 
 /// All endpoints in every set.
@@ -47,6 +47,7 @@ pub fn port(service: &str, cluster_ip: &str, all: Vec<Endpoint>) -> DesiredPort 
         endpoints: endpoints(all),
         affinity_seconds: None,
         source_ranges: Vec::new(),
+        algorithm: None,
     }
 }
 

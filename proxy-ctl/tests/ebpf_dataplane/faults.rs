@@ -111,7 +111,7 @@ fn service_without_name(sandbox: &Sandbox) {
 }
 
 fn slots_out_of_bounds(sandbox: &Sandbox) {
-    change_service(sandbox, "web", |service| service.cluster = EndpointSet { first: 4_095, count: 2 });
+    change_service(sandbox, "web", |service| service.cluster = EndpointSet::new(4_095, 2));
 }
 
 fn slots_of_another(sandbox: &Sandbox) {

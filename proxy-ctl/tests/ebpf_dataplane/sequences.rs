@@ -34,6 +34,7 @@ fn endpoint() -> impl Strategy<Value = Endpoint> {
         port: 80,
         local,
         terminating,
+        weight: 1,
     })
 }
 

@@ -180,7 +180,7 @@ mod tests {
     use super::*;
 
     fn set(first: u32, count: u32) -> EndpointSet {
-        EndpointSet { first, count }
+        EndpointSet::new(first, count)
     }
 
     #[test]

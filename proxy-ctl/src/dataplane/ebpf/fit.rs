@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     dataplane::{Effect, Unsupported, supports},
-    model::desired::{FrontendKind, ServicePortName},
+    model::desired::{Endpoint, FrontendKind, ServicePortName},
 };
 
 impl<F: TableFamily> FamilyWriter<F> {
@@ -101,6 +101,18 @@ impl<F: TableFamily> FamilyWriter<F> {
         all
     }
 
+    /// Of a service port that waits: there is no room for its table alone.
+    fn serves_all_endpoints(&self, name: &ServicePortName) -> bool {
+        let waiting = self.entries.without_room.ports.get(name);
+        let served = self.entries.services.get(name).map(|published| published.used.endpoints());
+        let addresses = |endpoints: &[Endpoint]| -> Vec<_> {
+            endpoints.iter().map(|one| (one.address, one.port)).collect()
+        };
+        waiting.zip(served).is_some_and(|(waiting, served)| {
+            !served.is_empty() && addresses(&waiting.port.endpoints.all) == addresses(served)
+        })
+    }
+
     fn waits(&self, name: &ServicePortName, full: FullTable) -> Unsupported {
         let FullTable { name: table, capacity, limit } = full;
         let field = if limit == Limit::Services {
@@ -112,6 +124,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         };
         let (effect, what) = if limit == Limit::SourceRanges {
             (Effect::NoRoom, "those of before are in force, or nobody is served at load-balancer addresses")
+        } else if self.serves_all_endpoints(name) {
+            (Effect::ServedDifferently, "its endpoints are drawn at random, each alike")
         } else if self.entries.services.contains_key(name) {
             (Effect::NoRoom, "only endpoints that it had before are served")
         } else {

@@ -15,13 +15,14 @@ use super::{
     attach::Hooks,
     family::TableFamily,
     kernel_log::KernelLog,
+    layout::Arrangement,
     load::{Programs, load},
     paths::Paths,
     resize::{Contents, contents, enlarge, remove_larger, rename},
     tables::{Shape, pinned_table},
     writer::{Common, FamilyWriter},
 };
-use crate::config::Ebpf;
+use crate::{config::Ebpf, model::desired::DesiredPort};
 
 /// What has failed is tried again after this time: mostly, the kernel has no memory for larger maps.
 const REST: Duration = Duration::from_secs(60);
@@ -63,12 +64,16 @@ impl<F: TableFamily> FamilyWriter<F> {
             need(Limit::Frontends, frontends);
         }
         let endpoints: usize = waiting.ports.values().map(|one| one.port.endpoints.all.len()).sum();
+        let of_slots = waiting.ports.values().filter(|one| one.full.limit == Limit::Slots);
+        let places =
+            |port: &DesiredPort| Arrangement::of(&port.endpoints, shared.algorithm_of(port)).places();
+        let slots: usize = of_slots.map(|one| places(&one.port) as usize).sum();
         for one in waiting.ports.values() {
             let limit = one.full.limit;
             let entries = if limit == Limit::Services {
                 shared.ids.used() as usize + waiting.ports.len()
             } else if limit == Limit::Slots {
-                self.entries.slots.used() as usize + endpoints
+                self.entries.slots.used() as usize + slots
             } else {
                 self.entries.backends.len() + endpoints
             };

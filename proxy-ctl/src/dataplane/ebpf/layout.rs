@@ -5,69 +5,125 @@ use std::{collections::BTreeSet, sync::Arc};
 use ipnet::IpNet;
 use proxy_common::{
     layout::{
-        BACKEND_LOCAL, EndpointSet, FRONTEND_AFFINITY, FRONTEND_EXTERNAL, FRONTEND_LOCAL_POLICY,
-        FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES, SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS,
-        SERVICE_INTERNAL_LOCAL, ServiceName, SourceRange,
+        BACKEND_LOCAL, BACKEND_WEIGHT_SHIFT, EndpointSet, FRONTEND_AFFINITY, FRONTEND_EXTERNAL,
+        FRONTEND_LOCAL_POLICY, FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES, SERVICE_EXTERNAL_LOCAL,
+        SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, SERVICE_MAGLEV, ServiceName, SourceRange,
     },
     port::Port,
 };
 
-use super::{allocate::Range, family::TableFamily, tables::SourceRangeKey};
+use super::{allocate::Range, family::TableFamily, maglev, tables::SourceRangeKey};
 use crate::model::{
     desired::{DesiredPort, Endpoint, Endpoints, FrontendKind, ServicePortName},
-    objects::{self, ObjectName, Protocol, TrafficPolicy},
+    objects::{self, Algorithm, ObjectName, Protocol, TrafficPolicy},
 };
 
 /// Where a service port's endpoint sets lie among its slots, first slot of the service = 0.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Arrangement {
-    /// For each slot the index of its endpoint in `Endpoints::all`.
-    pub(super) slots: Vec<u32>,
+    /// One after the other.
+    pub(super) runs: Vec<Run>,
     pub(super) cluster: EndpointSet,
     pub(super) internal: EndpointSet,
     pub(super) external: EndpointSet,
 }
 
+/// Slots, and the table of a set that consists of all of them.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub(super) struct Run {
+    pub(super) first: u32,
+    /// For each slot the index of its endpoint in `Endpoints::all`.
+    pub(super) slots: Vec<u32>,
+    /// Of the table; 0: there is none.
+    pub(super) table_bits: u32,
+}
+
+impl Run {
+    fn set(&self) -> EndpointSet {
+        EndpointSet::new(self.first, self.slots.len() as u32).with_table(self.table_bits)
+    }
+
+    /// For each place, those of the table last, the index of its endpoint in `Endpoints::all`.
+    pub(super) fn contents<F: TableFamily>(&self, port: &DesiredPort) -> impl Iterator<Item = u32> {
+        let table = match self.table_bits {
+            0 => Vec::new(),
+            bits => maglev::table::<F>(port.name.protocol, &members(&port.endpoints, &self.slots), bits),
+        };
+        let copies = table.into_iter().filter_map(|index| self.slots.get(index as usize));
+        self.slots.iter().chain(copies).copied()
+    }
+
+    fn end(&self) -> u32 {
+        self.first + self.set().places()
+    }
+}
+
 impl Arrangement {
-    /// All endpoints in their order first. A set that is a contiguous run of the slots so far shares them; any other
-    /// set gets slots of its own.
-    pub(super) fn of(endpoints: &Endpoints) -> Self {
-        let mut slots: Vec<u32> = (0..).take(endpoints.all.len()).collect();
-        let mut place = |set: &[u32]| {
+    /// Where no set has a table, all endpoints in their order come first. A set without table that is contiguous in the slots so far shares
+    /// them, and one with a table those of the same set; any other set gets slots of its own.
+    pub(super) fn of(endpoints: &Endpoints, algorithm: Algorithm) -> Self {
+        let sets = [&endpoints.cluster, &endpoints.internal, &endpoints.external];
+        let bits = sets.map(|set| maglev::table_bits(algorithm, &members(endpoints, set)));
+        let mut runs = Vec::new();
+        if bits == [0; 3] {
+            runs.push(Run { first: 0, slots: (0..).take(endpoints.all.len()).collect(), table_bits: 0 });
+        }
+        let mut place = |set: &[u32], table_bits: u32| {
             if set.is_empty() {
                 return EndpointSet::default();
             }
-            let first = slots.windows(set.len()).position(|run| run == set).unwrap_or_else(|| {
-                slots.extend(set);
-                slots.len() - set.len()
-            });
-            EndpointSet { first: first as u32, count: set.len() as u32 }
+            let shared = |run: &Run| {
+                let place = run.slots.windows(set.len()).position(|slots| slots == set)? as u32;
+                let is_whole = run.table_bits == table_bits && run.slots.len() == set.len();
+                let shared = EndpointSet::new(run.first + place, set.len() as u32);
+                (table_bits == 0 || is_whole).then_some(shared.with_table(table_bits))
+            };
+            runs.iter().find_map(shared).unwrap_or_else(|| {
+                let run = Run { first: runs.last().map_or(0, Run::end), slots: set.to_vec(), table_bits };
+                let own = run.set();
+                runs.push(run);
+                own
+            })
         };
-        let cluster = place(&endpoints.cluster);
-        let internal = place(&endpoints.internal);
-        let external = place(&endpoints.external);
-        Self { slots, cluster, internal, external }
+        let cluster = place(sets[0], bits[0]);
+        let internal = place(sets[1], bits[1]);
+        let external = place(sets[2], bits[2]);
+        Self { runs, cluster, internal, external }
     }
+
+    pub(super) fn has_tables(&self) -> bool {
+        self.runs.iter().any(|run| run.table_bits > 0)
+    }
+
+    /// Slots and tables.
+    pub(super) fn places(&self) -> u32 {
+        self.runs.last().map_or(0, Run::end)
+    }
+}
+
+pub(super) fn members<'e>(endpoints: &'e Endpoints, set: &[u32]) -> Vec<&'e Endpoint> {
+    set.iter().filter_map(|index| endpoints.all.get(*index as usize)).collect()
 }
 
 /// The same set in the range that the service's slots were written to.
 pub(super) fn placed(set: EndpointSet, range: Range) -> EndpointSet {
-    if set.count == 0 {
+    if set.count() == 0 {
         return EndpointSet::default();
     }
-    EndpointSet { first: range.first + set.first, count: set.count }
+    EndpointSet::new(range.first + set.first, set.count()).with_table(set.table_bits())
 }
 
-/// The smallest range that holds these sets.
+/// The smallest range that holds these sets and their tables.
 pub(super) fn span(sets: [EndpointSet; 3]) -> Range {
-    let used = || sets.iter().filter(|set| set.count > 0);
+    let used = || sets.iter().filter(|set| set.count() > 0);
     let first = used().map(|set| set.first).min().unwrap_or(0);
-    let end = used().map(|set| u64::from(set.first) + u64::from(set.count)).max().unwrap_or(0);
+    let end = used().map(|set| u64::from(set.first) + u64::from(set.places())).max().unwrap_or(0);
     Range { first, count: u32::try_from(end - u64::from(first)).unwrap_or(u32::MAX) }
 }
 
-pub(super) fn service_flags(port: &DesiredPort) -> u32 {
+pub(super) fn service_flags(port: &DesiredPort, algorithm: Algorithm) -> u32 {
     let flags = [
+        (algorithm == Algorithm::Maglev, SERVICE_MAGLEV),
         (port.endpoints.any, SERVICE_HAS_ENDPOINTS),
         (port.internal_policy == TrafficPolicy::Local, SERVICE_INTERNAL_LOCAL),
         (port.external_policy == TrafficPolicy::Local, SERVICE_EXTERNAL_LOCAL),
@@ -75,8 +131,15 @@ pub(super) fn service_flags(port: &DesiredPort) -> u32 {
     flags.into_iter().filter(|(is_set, _)| *is_set).fold(0, |all, (_, flag)| all | flag)
 }
 
+/// What the service's flags say of it.
+pub(super) fn algorithm(flags: u32) -> Algorithm {
+    if flags & SERVICE_MAGLEV != 0 { Algorithm::Maglev } else { Algorithm::Random }
+}
+
+/// Of its slots.
 pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
-    if endpoint.local { BACKEND_LOCAL } else { 0 }
+    let weight = u32::from(endpoint.weight.saturating_sub(1));
+    weight << BACKEND_WEIGHT_SHIFT | if endpoint.local { BACKEND_LOCAL } else { 0 }
 }
 
 /// Keys of the port's frontends with their `FRONTEND_*` flags, in order, each once.
@@ -202,6 +265,7 @@ mod tests {
             port: 80,
             local: false,
             terminating: false,
+            weight: 1,
         };
         Endpoints {
             all: (0..count).map(endpoint).collect(),
@@ -224,11 +288,27 @@ mod tests {
         #[case] cluster: &[u32],
         #[case] internal: &[u32],
         #[case] external: &[u32],
-        #[case] slots: usize,
+        #[case] slots: u32,
     ) {
-        let arrangement = Arrangement::of(&endpoints(3, cluster, internal, external));
-        assert_eq!(arrangement.slots.len(), slots);
-        assert_eq!(arrangement.slots[..3], [0, 1, 2]);
+        let arrangement = Arrangement::of(&endpoints(3, cluster, internal, external), Algorithm::Random);
+        assert_eq!(arrangement.places(), slots);
+        assert_eq!(arrangement.runs[0].slots, [0, 1, 2]);
+        assert!(!arrangement.has_tables());
+    }
+
+    #[rstest]
+    #[case::all_the_same(&[0, 1, 2], &[0, 1, 2], &[0, 1, 2], 3 + 512)]
+    #[case::one_endpoint_needs_none(&[0, 1, 2], &[0, 1, 2], &[0], 3 + 512)]
+    #[case::each_set_has_its_own(&[0, 1, 2], &[0, 1, 2], &[0, 1], 3 + 512 + 2 + 256)]
+    #[case::three_tables(&[0, 1, 2], &[1, 2], &[0, 1], 3 + 512 + 2 * (2 + 256))]
+    fn tables_follow_their_sets(
+        #[case] cluster: &[u32],
+        #[case] internal: &[u32],
+        #[case] external: &[u32],
+        #[case] places: u32,
+    ) {
+        let arrangement = Arrangement::of(&endpoints(3, cluster, internal, external), Algorithm::Maglev);
+        assert_eq!((arrangement.places(), arrangement.has_tables()), (places, true));
     }
 
     proptest! {
@@ -237,14 +317,25 @@ mod tests {
             cluster in prop::collection::vec(0..6_u32, 0..6),
             internal in prop::collection::vec(0..6_u32, 0..6),
             external in prop::collection::vec(0..6_u32, 0..6),
+            weights in prop::array::uniform6(prop_oneof![Just(1_u8), Just(0), any::<u8>()]),
+            algorithm in prop_oneof![Just(Algorithm::Random), Just(Algorithm::Maglev)],
         ) {
-            let arrangement = Arrangement::of(&endpoints(6, &cluster, &internal, &external));
-            let at = |set: EndpointSet| {
-                arrangement.slots[set.first as usize..(set.first + set.count) as usize].to_vec()
-            };
-            prop_assert_eq!(at(arrangement.cluster), cluster);
-            prop_assert_eq!(at(arrangement.internal), internal);
-            prop_assert_eq!(at(arrangement.external), external);
+            let mut endpoints = endpoints(6, &cluster, &internal, &external);
+            endpoints.all.iter_mut().zip(weights).for_each(|(endpoint, weight)| endpoint.weight = weight);
+            let port = DesiredPort { endpoints, ..port(Vec::new()) };
+            let arrangement = Arrangement::of(&port.endpoints, algorithm);
+            let all: Vec<u32> = arrangement.runs.iter().flat_map(|run| run.contents::<V4>(&port)).collect();
+            prop_assert_eq!(all.len() as u32, arrangement.places());
+            let sets = [(arrangement.cluster, cluster), (arrangement.internal, internal), (arrangement.external, external)];
+            prop_assert_eq!(span(sets.each_ref().map(|(set, _)| *set)).count <= arrangement.places(), true);
+            for (set, members) in sets {
+                let (first, count) = (set.first as usize, set.count() as usize);
+                prop_assert_eq!(&all[first..first + count], members.as_slice());
+                let table = &all[first + count..first + set.places() as usize];
+                let has_weight = |index: &u32| weights[*index as usize] > 0;
+                let has_any = members.iter().any(has_weight);
+                prop_assert!(table.iter().all(|index| members.contains(index) && (has_weight(index) || !has_any)));
+            }
         }
     }
 
@@ -320,6 +411,7 @@ mod tests {
             endpoints: Endpoints::default(),
             affinity_seconds: None,
             source_ranges: Vec::new(),
+            algorithm: None,
         }
     }
 
@@ -412,7 +504,7 @@ mod tests {
 
     #[test]
     fn the_span_of_sets_ignores_empty_ones() {
-        let set = |first, count| EndpointSet { first, count };
+        let set = EndpointSet::new;
         assert_eq!(span([set(0, 0), set(7, 2), set(4, 1)]), Range { first: 4, count: 5 });
         assert_eq!(span([set(9, 0); 3]), Range::default());
     }

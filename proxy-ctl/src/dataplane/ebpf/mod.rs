@@ -55,7 +55,10 @@ use super::{
 };
 use crate::{
     config::{Ebpf, SocketLoadBalancing},
-    model::desired::{Changes, DesiredPort, ServicePortName},
+    model::{
+        desired::{Changes, DesiredPort, ServicePortName},
+        objects::Algorithm,
+    },
     sys::{
         CallError, clock, conntrack::Conntrack, filesystem, grace::GracePeriod, limits, namespace,
         socket_diag::Transport,
@@ -81,6 +84,7 @@ mod layout;
 mod lease;
 mod load;
 mod lookups;
+mod maglev;
 mod metrics;
 mod netfilter_ports;
 mod order;
@@ -233,6 +237,7 @@ impl EbpfDataplane {
             backends_set_aside: 0,
             grace,
             is_epoch_over: true,
+            algorithm: config.algorithm,
             // A predecessor may have been killed before it ended them.
             lost_backends: BTreeSet::from([Transport::Tcp, Transport::Udp]),
         };
@@ -406,6 +411,17 @@ impl EbpfDataplane {
         let (programs, log) = load::load(&self.paths, &self.shapes, maps, &self.config, false)?;
         self.log = log;
         self.hooks.mend(programs, &misplaced).into_result()
+    }
+
+    /// Of all service ports that name none.
+    fn use_algorithm(&mut self, algorithm: Algorithm, applied: &mut Applied, failures: &mut Failures) {
+        if std::mem::replace(&mut self.shared.algorithm, algorithm) == algorithm {
+            return;
+        }
+        self.prepare(failures);
+        finish(self.v4.publish_by_the_nodes_algorithm(&mut self.shared), applied, failures);
+        finish(self.v6.publish_by_the_nodes_algorithm(&mut self.shared), applied, failures);
+        self.publish_waiting(applied, failures);
     }
 
     /// Before tables are written.
@@ -630,6 +646,7 @@ impl Dataplane for EbpfDataplane {
     fn set_host(&mut self, host: &Host) -> Result<Applied, super::Error> {
         self.flow_lifetimes = host.flow_lifetimes;
         let (mut applied, mut failures): (Applied, Failures) = Default::default();
+        self.use_algorithm(host.algorithm, &mut applied, &mut failures);
         let addresses = [
             write_addresses(&self.v4.tables, host),
             write_addresses(&self.v6.tables, host),

@@ -294,7 +294,7 @@ mod tests {
         BackendKey { address: [10, 0, 0, 1], port: Port::new(80), protocol: 6, owner: 0 };
 
     fn endpoint(terminating: bool, local: bool) -> desired::Endpoint {
-        desired::Endpoint { address: [10, 0, 0, 1].into(), port: 80, local, terminating }
+        desired::Endpoint { address: [10, 0, 0, 1].into(), port: 80, local, terminating, weight: 1 }
     }
 
     #[test]

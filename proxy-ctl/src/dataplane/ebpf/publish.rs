@@ -17,7 +17,8 @@ use super::{
     allocate::Range,
     error::FullTable,
     family::TableFamily,
-    layout::{self, Arrangement},
+    layout::{self, Arrangement, Run},
+    maglev,
     programmed::{Published, UsedEndpoints},
     reserve::{Reservation, ReservedSlots},
     tables::SourceRangeKey,
@@ -25,7 +26,10 @@ use super::{
 };
 use crate::{
     dataplane::Applied,
-    model::desired::{DesiredPort, ServicePortName},
+    model::{
+        desired::{DesiredPort, ServicePortName},
+        objects::Algorithm,
+    },
     sys::{CallError, socket_diag::Transport},
 };
 
@@ -66,6 +70,21 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
         self.use_adopted_endpoints();
         self.drop_strays(&mut writes);
+        self.retire(shared, &mut writes);
+        writes
+    }
+
+    /// Publishes those that name no algorithm, as the node's has changed.
+    pub(super) fn publish_by_the_nodes_algorithm(&mut self, shared: &mut Common) -> Writes<F> {
+        let mut writes = Writes::default();
+        let published = self.entries.services.values().filter_map(|published| match &published.used {
+            UsedEndpoints::Desired(port) => Some(port),
+            UsedEndpoints::Adopted(_) | UsedEndpoints::NotCounted => None,
+        });
+        let is_waiting = |port: &Arc<DesiredPort>| self.entries.without_room.ports.contains_key(&port.name);
+        let ports: Vec<_> =
+            published.filter(|port| port.algorithm.is_none() && !is_waiting(port)).cloned().collect();
+        self.publish_all(shared, ports.iter(), &mut writes);
         self.retire(shared, &mut writes);
         writes
     }
@@ -270,7 +289,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         writes: &mut Writes<F>,
     ) -> Result<Range, Error> {
         let Reservation { id, slots: reserved } = reservation;
-        let flags = layout::service_flags(port);
+        let flags = layout::service_flags(port, shared.algorithm_of(port));
         let affinity_seconds = port.affinity_seconds.unwrap_or(0);
         let (range, sets) = match reserved {
             ReservedSlots::Same(range) => {
@@ -284,7 +303,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             ReservedSlots::Fresh(range, arrangement) => (*range, arrangement),
         };
         let name = layout::name(&port.name).ok_or_else(|| Error::NameTooLong(port.name.clone()))?;
-        self.write_slots(range, sets, slots, writes)?;
+        self.write_slots(range, sets, port, slots, writes)?;
         let service = Service {
             cluster: layout::placed(sets.cluster, range),
             internal: layout::placed(sets.internal, range),
@@ -303,24 +322,38 @@ impl<F: TableFamily> FamilyWriter<F> {
         Ok(range)
     }
 
-    /// Does the set in the tables consist of exactly these slots?
-    pub(super) fn is_set(&self, set: EndpointSet, indexes: &[u32], slots: &[F::Slot]) -> bool {
-        set.count as usize == indexes.len()
-            && indexes.iter().zip(set.first as usize..).all(|(index, place)| {
-                let found = self.tables.slots.get(place);
-                found.is_some() && found.as_ref() == slots.get(*index as usize)
-            })
+    /// Does the set in the tables consist of exactly these slots of the port, with the table that they are to have?
+    pub(super) fn is_set(
+        &self,
+        set: EndpointSet,
+        indexes: &[u32],
+        port: &DesiredPort,
+        slots: &[F::Slot],
+        algorithm: Algorithm,
+    ) -> bool {
+        let table_bits = maglev::table_bits(algorithm, &layout::members(&port.endpoints, indexes));
+        if (set.count() as usize, set.table_bits()) != (indexes.len(), table_bits) {
+            return false;
+        }
+        let holds = |(index, place): (u32, usize)| {
+            let found = self.tables.slots.get(place);
+            found.is_some() && found.as_ref() == slots.get(index as usize)
+        };
+        let run = Run { first: set.first, slots: indexes.to_vec(), table_bits };
+        run.contents::<F>(port).zip(set.first as usize..).all(holds)
     }
 
     fn write_slots(
         &self,
         range: Range,
         arrangement: &Arrangement,
+        port: &DesiredPort,
         slots: &[F::Slot],
         writes: &mut Writes<F>,
     ) -> Result<(), Error> {
-        for (index, place) in arrangement.slots.iter().zip(range.first..) {
-            let Some(slot) = slots.get(*index as usize) else { continue };
+        let contents = arrangement.runs.iter().flat_map(|run| run.contents::<F>(port));
+        for (index, place) in contents.zip(range.first..) {
+            let Some(slot) = slots.get(index as usize) else { continue };
             if !self.tables.slots.set(place as usize, slot) {
                 return Err(unwritten(F::SLOTS, self.tables.slots.provide(place as usize)));
             }

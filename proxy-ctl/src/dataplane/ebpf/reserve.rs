@@ -20,7 +20,10 @@ use super::{
     uses::backend_key,
     writer::{Common, FamilyWriter, Writes},
 };
-use crate::model::desired::{DesiredPort, Endpoints, ServicePortName};
+use crate::model::{
+    desired::{DesiredPort, Endpoints, ServicePortName},
+    objects::{Algorithm, DEFAULT_WEIGHT},
+};
 
 /// Where a service port goes.
 #[derive(Debug)]
@@ -112,9 +115,8 @@ impl<F: TableFamily> FamilyWriter<F> {
             return Err(full());
         }
         let added = self.backends_to_add(port, new)?;
-        let arrangement = Arrangement::of(&port.endpoints);
-        let count = u32::try_from(arrangement.slots.len()).map_err(|_| full())?;
-        let range = self.entries.slots.allocate(count).ok_or_else(full)?;
+        let arrangement = Arrangement::of(&port.endpoints, shared.algorithm_of(port));
+        let range = self.entries.slots.allocate(arrangement.places()).ok_or_else(full)?;
         let id = old.map(|(id, _)| id).or_else(|| shared.ids.allocate(1).map(|id| id.first));
         let Some(id) = id else {
             self.entries.slots.release(range);
@@ -152,9 +154,10 @@ impl<F: TableFamily> FamilyWriter<F> {
         let Some(slots) = self.slots_of(port) else { return false };
         let current = shared.tables.services.get(id as usize).unwrap_or_default();
         let Endpoints { cluster, internal, external, .. } = &port.endpoints;
+        let algorithm = shared.algorithm_of(port);
         [(current.cluster, cluster), (current.internal, internal), (current.external, external)]
             .into_iter()
-            .all(|(set, indexes)| self.is_set(set, indexes, &slots))
+            .all(|(set, indexes)| self.is_set(set, indexes, port, &slots, algorithm))
     }
 
     /// Gives back what was set aside and not written.
@@ -218,11 +221,11 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// Publishes what waits and was published before with those of its desired endpoints that it has. Answers whether that
-    /// was different from what is served.
+    /// Publishes what waits and was published before with those of its desired endpoints that it has, and what waits for room for a table
+    /// without. Answers whether that was different from what is served.
     fn leave_endpoints_that_are_gone(&mut self, shared: &mut Common, writes: &mut Writes<F>) -> bool {
         let waiting = self.entries.without_room.ports.values();
-        let reduced: Vec<_> = waiting.filter_map(|Waiting { port, .. }| self.reduced(port)).collect();
+        let reduced: Vec<_> = waiting.filter_map(|Waiting { port, .. }| self.reduced(shared, port)).collect();
         if reduced.is_empty() {
             return false;
         }
@@ -230,7 +233,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         let mut without_slots = Vec::new();
         for (port, error) in refused {
             if matches!(error, Error::Full(_)) {
-                without_slots.push(port);
+                without_slots.extend(self.entries.services.contains_key(&port.name).then_some(port));
             } else {
                 writes.failures.add(&port.name, error);
             }
@@ -273,9 +276,13 @@ impl<F: TableFamily> FamilyWriter<F> {
         self.retire(shared, writes);
     }
 
-    /// The port with those of its endpoints that it has. `None`: that is what is published, or it is not.
-    fn reduced(&self, port: &DesiredPort) -> Option<Arc<DesiredPort>> {
-        let used = &self.entries.services.get(&port.name)?.used;
+    /// The port with those of its endpoints that it has, and without tables. `None`: that is what is published, or it is not and needs no
+    /// table.
+    fn reduced(&self, shared: &Common, port: &DesiredPort) -> Option<Arc<DesiredPort>> {
+        let has_tables = Arrangement::of(&port.endpoints, shared.algorithm_of(port)).has_tables();
+        let equal = has_tables.then(|| without_tables(port));
+        let Some(published) = self.entries.services.get(&port.name) else { return equal.map(Arc::new) };
+        let (used, port) = (&published.used, equal.as_ref().unwrap_or(port));
         let held: FxHashSet<_> = used.endpoints().iter().map(|one| (one.address, one.port)).collect();
         let reduced = with_endpoints(port, |index| {
             port.endpoints.all.get(index as usize).is_some_and(|one| held.contains(&(one.address, one.port)))
@@ -305,6 +312,13 @@ fn with_endpoints(port: &DesiredPort, is_kept: impl Fn(u32) -> bool) -> DesiredP
         unused: unused.iter().copied().chain(left_out).collect(),
     };
     DesiredPort { endpoints, ..port.clone() }
+}
+
+/// The port with endpoints that are drawn at random, each alike.
+fn without_tables(port: &DesiredPort) -> DesiredPort {
+    let mut equal = DesiredPort { algorithm: Some(Algorithm::Random), ..port.clone() };
+    equal.endpoints.all.iter_mut().for_each(|endpoint| endpoint.weight = DEFAULT_WEIGHT);
+    equal
 }
 
 fn services_full(shared: &Common) -> FullTable {

@@ -161,6 +161,7 @@ impl Reader<'_> {
                 internal_policy: policy(flags & SERVICE_INTERNAL_LOCAL != 0),
                 external_policy: policy(flags & SERVICE_EXTERNAL_LOCAL != 0),
                 affinity_seconds,
+                algorithm: layout::algorithm(flags),
                 name,
             });
         }
@@ -265,7 +266,7 @@ fn read_frontends<F: TableFamily>(
 }
 
 fn read_set<F: TableFamily>(tables: &FamilyTables<F>, set: EndpointSet) -> Vec<EndpointSnapshot> {
-    let places = set.first..set.first.saturating_add(set.count);
+    let places = set.first..set.first.saturating_add(set.count());
     let slots = places.map_while(|place| tables.slots.get(place as usize));
     slots
         .map(|slot| EndpointSnapshot {

@@ -18,7 +18,10 @@ use super::{
     writer::{Common, FamilyWriter, Writes},
 };
 use crate::{
-    model::desired::{DesiredPort, Endpoint, ServicePortName},
+    model::{
+        desired::{DesiredPort, Endpoint, ServicePortName},
+        objects::DEFAULT_WEIGHT,
+    },
     sys::socket_diag::Transport,
 };
 
@@ -197,6 +200,8 @@ impl<F: TableFamily> FamilyWriter<F> {
                 let Some(uses) = backends.get_mut(&key).filter(|_| seen.insert(key)) else { continue };
                 let (address, port) = (F::ip(key.address), key.port.number());
                 let endpoint = Endpoint {
+                    // Counts nowhere: what it is in goes on as it is.
+                    weight: DEFAULT_WEIGHT,
                     address,
                     port,
                     local: slot.flags() & BACKEND_LOCAL != 0,

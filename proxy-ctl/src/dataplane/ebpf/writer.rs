@@ -13,6 +13,7 @@ use super::{
 };
 use crate::{
     dataplane::Applied,
+    model::{desired::DesiredPort, objects::Algorithm},
     sys::{grace::GracePeriod, socket_diag::Transport},
 };
 
@@ -31,11 +32,17 @@ pub(super) struct Common {
     pub(super) grace: GracePeriod,
     /// What flows lead to may have changed since `settings.epoch` was raised last.
     pub(super) is_epoch_over: bool,
+    /// Of service ports that name none.
+    pub(super) algorithm: Algorithm,
     /// Sockets of these may have lost their backend since stale ones were ended last.
     pub(super) lost_backends: BTreeSet<Transport>,
 }
 
 impl Common {
+    pub(super) fn algorithm_of(&self, port: &DesiredPort) -> Algorithm {
+        port.algorithm.unwrap_or(self.algorithm)
+    }
+
     /// Has flows compared with the tables once more, if any may be for another backend by now.
     pub(super) fn raise_epoch(&mut self) -> Result<(), Error> {
         if !self.is_epoch_over {

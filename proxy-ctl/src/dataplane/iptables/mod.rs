@@ -285,7 +285,7 @@ impl Dataplane for IptablesDataplane {
         configured
     }
 
-    fn supports(&self, _port: &DesiredPort) -> Vec<Unsupported> {
-        Vec::new()
+    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
+        super::supports::balancing(port, "mode iptables draws endpoints at random, each alike")
     }
 }

@@ -320,8 +320,8 @@ impl Dataplane for IpvsDataplane {
         configured
     }
 
-    fn supports(&self, _port: &DesiredPort) -> Vec<Unsupported> {
-        Vec::new()
+    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
+        super::supports::balancing(port, "mode ipvs chooses endpoints as ipvs.scheduler says, each alike")
     }
 }
 

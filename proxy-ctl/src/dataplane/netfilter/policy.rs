@@ -147,7 +147,8 @@ mod tests {
 
     /// `sets`: whether the sets for cluster, internal and external clients have an endpoint.
     fn port(external_policy: TrafficPolicy, sets: [bool; 3]) -> DesiredPort {
-        let endpoint = Endpoint { address: [10, 0, 0, 1].into(), port: 80, local: true, terminating: false };
+        let endpoint =
+            Endpoint { address: [10, 0, 0, 1].into(), port: 80, local: true, terminating: false, weight: 1 };
         let set = |has: bool| if has { [0].into() } else { Arc::default() };
         DesiredPort {
             endpoints: Endpoints {

@@ -186,8 +186,8 @@ impl Dataplane for NftablesDataplane {
         Duration::ZERO
     }
 
-    fn supports(&self, _port: &DesiredPort) -> Vec<Unsupported> {
-        Vec::new()
+    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
+        super::supports::balancing(port, "mode nftables draws endpoints at random, each alike")
     }
 }
 

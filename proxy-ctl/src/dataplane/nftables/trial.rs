@@ -95,7 +95,7 @@ fn sample(family: IpFamily) -> Steps {
         frontends: vec![Frontend { kind: FrontendKind::LoadBalancer, address, port: 80 }],
         unserved: Box::default(),
         endpoints: Endpoints {
-            all: vec![Endpoint { address, port: 80, local: true, terminating: false }],
+            all: vec![Endpoint { address, port: 80, local: true, terminating: false, weight: 1 }],
             cluster: [0].into(),
             internal: [0].into(),
             external: [0].into(),
@@ -107,6 +107,7 @@ fn sample(family: IpFamily) -> Steps {
         health_check_node_port: None,
         affinity_seconds: Some(10_800),
         source_ranges: vec![address.into()],
+        algorithm: None,
     };
     let mut blocks = Blocks::default();
     let placement = Placement { cluster: blocks.allocate(1), local: blocks.allocate(1) };

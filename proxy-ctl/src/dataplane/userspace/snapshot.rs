@@ -21,7 +21,7 @@ use crate::{
     },
     model::{
         desired::{DesiredPort, Endpoint, Frontend, FrontendKind, ServicePortName},
-        objects::Protocol,
+        objects::{Algorithm, Protocol},
     },
     sys::namespace_lock::{self, NamespaceLock},
 };
@@ -108,6 +108,7 @@ fn service(served: &ServedPort, backends: &Backends) -> ServiceSnapshot {
         internal_policy: port.internal_policy,
         external_policy: port.external_policy,
         affinity_seconds: port.affinity_seconds.unwrap_or(0),
+        algorithm: Algorithm::default(),
         ..ServiceSnapshot::new(port.name.clone())
     }
 }

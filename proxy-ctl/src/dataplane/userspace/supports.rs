@@ -4,7 +4,10 @@ use std::{collections::BTreeMap, io, net::SocketAddr};
 
 use super::{listen::ListenError, plan::ListenerKey};
 use crate::{
-    dataplane::{Effect, Unsupported, supports::field},
+    dataplane::{
+        Effect, Unsupported,
+        supports::{balancing, field},
+    },
     model::{
         desired::{DesiredPort, Frontend, FrontendKind},
         objects::{Protocol, TrafficPolicy},
@@ -33,7 +36,8 @@ pub(super) fn supports(port: &DesiredPort) -> Vec<Unsupported> {
         (is_sctp, SCTP),
         (!is_sctp && port.external_policy == TrafficPolicy::Local && is_external(), EXTERNAL_POLICY),
     ];
-    asked.into_iter().filter(|(asked, _)| *asked).map(|(_, unsupported)| unsupported).collect()
+    let own = asked.into_iter().filter(|(asked, _)| *asked).map(|(_, unsupported)| unsupported);
+    own.chain(balancing(port, "mode userspace takes endpoints in turn, each alike")).collect()
 }
 
 /// A listener that is not there.

@@ -555,7 +555,7 @@ fn redirected(service: Service, endpoints: &[&str]) -> Arc<DesiredPort> {
     let endpoint = |text: &&str| {
         let address: std::net::SocketAddr = text.parse().unwrap();
         let (address, port) = (address.ip(), address.port());
-        crate::model::desired::Endpoint { address, port, local: false, terminating: false }
+        crate::model::desired::Endpoint { address, port, local: false, terminating: false, weight: 1 }
     };
     let all: Vec<_> = endpoints.iter().map(endpoint).collect();
     let set: Arc<[u32]> = (0..all.len() as u32).collect();

@@ -152,6 +152,7 @@ struct Made {
 impl Made {
     fn new(kinds: Vec<Kind>, places: u8) -> Self {
         let endpoint = |place: u8, kind: &Kind| Endpoint {
+            weight: 1,
             address: [10, 0, 0, place].into(),
             ready: kind.ready,
             serving: kind.serving,

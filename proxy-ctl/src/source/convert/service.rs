@@ -4,9 +4,10 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::{InvalidField, InvalidFields, is_foreign, name};
+use super::{ANNOTATION_ALGORITHM, InvalidField, InvalidFields, is_foreign, name};
 use crate::{
-    model::objects::{IpFamily, Protocol, Service, ServicePort, TrafficPolicy},
+    config::Keyword as _,
+    model::objects::{Algorithm, IpFamily, Protocol, Service, ServicePort, TrafficPolicy},
     source::schema::core,
 };
 
@@ -66,6 +67,7 @@ pub fn service(service: &core::Service) -> (Option<Service>, Vec<InvalidField>) 
         affinity_seconds: affinity(spec, &mut invalid),
         source_ranges: source_ranges.unwrap_or_default(),
         health_check_node_port,
+        algorithm: algorithm(service, &mut invalid),
         name,
     };
     (Some(service), invalid.found)
@@ -184,6 +186,18 @@ fn policy(invalid: &mut InvalidFields, field: &str, found: &str) -> TrafficPolic
             TrafficPolicy::Cluster
         }
     }
+}
+
+fn algorithm(service: &core::Service, invalid: &mut InvalidFields) -> Option<Algorithm> {
+    let word = service.metadata.annotations.get(ANNOTATION_ALGORITHM)?;
+    let algorithm = Algorithm::of(word);
+    if algorithm.is_none() {
+        invalid.add(
+            format!("metadata.annotations[{ANNOTATION_ALGORITHM}]"),
+            format_args!("found {word:?}, must be {}; the node's is used", Algorithm::words()),
+        );
+    }
+    algorithm
 }
 
 fn affinity(spec: &core::ServiceSpec, invalid: &mut InvalidFields) -> Option<u32> {

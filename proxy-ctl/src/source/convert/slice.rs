@@ -2,7 +2,9 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use super::{InvalidField, InvalidFields, LABEL_SERVICE, is_foreign, label, name, triggered};
+use super::{
+    InvalidField, InvalidFields, LABEL_SERVICE, is_foreign, label, name, triggered, weights::Weights,
+};
 use crate::{
     model::objects::{Endpoint, EndpointPort, EndpointSlice, Hints, IpFamily},
     source::schema::discovery,
@@ -70,6 +72,7 @@ fn endpoints(
     family: IpFamily,
     invalid: &mut InvalidFields,
 ) -> Vec<Endpoint> {
+    let weights = Weights::of(slice, invalid);
     let mut endpoints: Vec<Endpoint> = Vec::with_capacity(slice.endpoints.len());
     for (index, endpoint) in slice.endpoints.iter().enumerate() {
         // Only the first address has a meaning in the API.
@@ -92,6 +95,7 @@ fn endpoints(
             ready: conditions.ready.unwrap_or(true),
             serving: conditions.serving.unwrap_or(true),
             terminating: conditions.terminating.unwrap_or(false),
+            weight: weights.of_address(address),
             node: node.map(|node| match previous.and_then(|previous| previous.node.as_ref()) {
                 Some(same) if **same == *node => Arc::clone(same),
                 _ => Arc::from(node),

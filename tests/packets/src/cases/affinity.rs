@@ -119,7 +119,7 @@ fn set_service<W: Tables>(
 ) -> Result<()> {
     let all = s.set(backends)?;
     let local = backends.iter().filter(|(_, _, local)| *local).count() as u32;
-    let external = EndpointSet { first: all.first, count: local };
+    let external = EndpointSet::new(all.first, local);
     let flags = SERVICE_HAS_ENDPOINTS;
     s.world.set_service(id, Service { cluster: all, internal: all, external, flags, affinity_seconds })
 }

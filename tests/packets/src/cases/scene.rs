@@ -96,7 +96,7 @@ impl<'w, W: Tables> Scene<'w, W> {
             W::put_slot(&mut self.world.ebpf, self.slots, *endpoint, *id, flags)?;
             self.slots += 1;
         }
-        Ok(EndpointSet { first, count: backends.len() as u32 })
+        Ok(EndpointSet::new(first, backends.len() as u32))
     }
 
     /// One set for every client.

@@ -2,7 +2,7 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::{super::*, ips, merged, read, shown};
-use crate::model::objects::{Service, ServicePort, TrafficPolicy};
+use crate::model::objects::{Algorithm, Service, ServicePort, TrafficPolicy};
 
 fn service_with(changes: Value) -> (Option<Service>, Vec<InvalidField>) {
     let object = json!({
@@ -24,6 +24,7 @@ fn good_service(changes: Value) -> Service {
 #[test]
 fn every_field_of_a_service() {
     let service = good_service(json!({
+        "metadata": {"annotations": {"proxy-ctl.dev/algorithm": "maglev"}},
         "spec": {
             "type": "LoadBalancer",
             "clusterIP": "10.96.0.1",
@@ -71,6 +72,7 @@ fn every_field_of_a_service() {
             affinity_seconds: Some(60),
             source_ranges: vec!["203.0.113.0/25".parse().unwrap(), "2001:db8::/32".parse().unwrap()],
             health_check_node_port: Some(32000),
+            algorithm: Some(Algorithm::Maglev),
         }
     );
 }
@@ -199,6 +201,10 @@ fn leading_zeros_of_load_balancer_addresses_and_ranges_are_decimal() {
     json!({"spec": {"type": "LoadBalancer", "externalTrafficPolicy": "Local", "healthCheckNodePort": -1}}),
     &["spec.healthCheckNodePort"], "found -1, must be 1 to 65535"
 )]
+#[case::algorithm(
+    json!({"metadata": {"annotations": {"proxy-ctl.dev/algorithm": "Maglev"}}}),
+    &["metadata.annotations[proxy-ctl.dev/algorithm]"], "found \"Maglev\", must be random or maglev; the node's is used"
+)]
 fn an_invalid_part_of_a_service_is_left_out(
     #[case] changes: Value,
     #[case] fields: &[&str],
@@ -219,7 +225,7 @@ fn an_invalid_part_of_a_service_is_left_out(
     assert!(service.external_ips.iter().all(|address| ips(&["192.0.2.1"]).contains(address)));
     assert!(service.load_balancer_ips.is_empty(), "{service:?}");
     assert_eq!(service.affinity_seconds, fields[0].contains("timeoutSeconds").then_some(10_800));
-    assert_eq!(service.health_check_node_port, None);
+    assert_eq!((service.health_check_node_port, service.algorithm), (None, None));
 }
 
 #[test]

@@ -45,6 +45,7 @@ fn every_field_of_a_slice() {
         ready: false,
         serving: true,
         terminating: true,
+        weight: 1,
         node: Some("node-1".into()),
         hints: Some(Arc::new(Hints { zones: vec!["z1".into()], nodes: vec!["node-1".into()] })),
     };
@@ -53,6 +54,7 @@ fn every_field_of_a_slice() {
         ready: true,
         serving: true,
         terminating: false,
+        weight: 1,
         node: None,
         hints: None,
     };
@@ -77,6 +79,37 @@ fn when_a_slice_was_triggered(#[case] time: &str, #[case] triggered: Option<i64>
     let annotations = json!({"endpoints.kubernetes.io/last-change-trigger-time": time});
     let slice = good_slice(json!({"metadata": {"annotations": annotations}}));
     assert_eq!(slice.triggered.map(i64::from), triggered);
+}
+
+#[rstest]
+#[case::none(None, [1, 1])]
+#[case::of_all(Some("7"), [7, 7])]
+#[case::of_one(Some("10.0.0.2=255"), [1, 255])]
+#[case::of_one_and_of_the_others(Some(" 3 , 10.0.0.1 = 0 "), [0, 3])]
+#[case::of_one_that_is_not_there(Some("10.0.0.9=5"), [1, 1])]
+fn weights(#[case] text: Option<&str>, #[case] expected: [u8; 2]) {
+    let endpoints = json!([{"addresses": ["10.0.0.1"]}, {"addresses": ["10.0.0.2"]}]);
+    let annotations = text.map_or(json!({}), |text| json!({"proxy-ctl.dev/weights": text}));
+    let slice = good_slice(json!({"metadata": {"annotations": annotations}, "endpoints": endpoints}));
+    assert_eq!(slice.endpoints.iter().map(|endpoint| endpoint.weight).collect::<Vec<_>>(), expected);
+}
+
+#[rstest]
+#[case::no_number(
+    "much",
+    "found \"much\", must be a weight or an address and its weight, such as 10.0.0.1=5; weights are 0 to 255"
+)]
+#[case::too_large("10.0.0.1=256", "found \"10.0.0.1=256\"")]
+#[case::negative("-1", "found \"-1\"")]
+#[case::empty("", "found \"\"")]
+#[case::no_address("web-0=5", "found \"web-0\", must be an IPv4 or IPv6 address")]
+fn an_invalid_weight_is_left_out(#[case] text: &str, #[case] problem: &str) {
+    let annotations = json!({"proxy-ctl.dev/weights": format!("10.0.0.1=5,{text}")});
+    let (slice, invalid) = slice_with(json!({"metadata": {"annotations": annotations}}));
+    assert_eq!(invalid.len(), 1, "{invalid:?}");
+    assert_eq!(invalid[0].field, "metadata.annotations[proxy-ctl.dev/weights]");
+    assert!(invalid[0].problem.contains(problem), "{invalid:?}");
+    assert_eq!(slice.unwrap().endpoints[0].weight, 5);
 }
 
 #[test]

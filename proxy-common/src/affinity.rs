@@ -168,12 +168,26 @@ mod tests {
 
     fn go(tables: &HostTables<V4>, frontend: Frontend, client: Client<[u8; 4]>, random: u32) -> u32 {
         let key = AffinityKey { service: SERVICE, client };
-        choose(tables, frontend, true, &key, random, |_| random).unwrap().backend
+        choose(tables, frontend, true, &key, Draw::random(random)).unwrap().backend
     }
 
     fn go_from_outside(tables: &HostTables<V4>, random: u32) -> Result<u32, Reason> {
         let key = AffinityKey { service: SERVICE, client: CLIENT };
-        choose(tables, NODE_PORT, false, &key, random, |_| random).map(|slot| slot.backend)
+        choose(tables, NODE_PORT, false, &key, Draw::random(random)).map(|slot| slot.backend)
+    }
+
+    /// Each node, which knows no client at first.
+    #[test]
+    fn a_fixed_draw_chooses_alike_when_affinity_is_over() {
+        let tables = tables();
+        let key = AffinityKey { service: SERVICE, client: CLIENT };
+        for place in [2, 0, 3] {
+            for _ in 0..2 {
+                let chosen = choose(&tables, CLUSTER_IP, true, &key, Draw::fixed(dice(place))).unwrap();
+                assert_eq!(chosen.backend, place + 1);
+            }
+            pass(&tables, SECONDS.into());
+        }
     }
 
     #[rstest]

@@ -6,12 +6,12 @@
 //! costs no lookup.
 
 use crate::{
-    layout::{Address, EndpointSet},
+    layout::{Address, EndpointSet, FRONTEND_AFFINITY, FRONTEND_MAGLEV},
     port::Port,
 };
 
 /// The bits by which a place is drawn from a set.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Draw(
     /// One word, as functions of programs have few arguments: the bits, and above them whether they are fixed.
     u64,
@@ -20,6 +20,17 @@ pub struct Draw(
 const FIXED: u64 = 1 << 32;
 
 impl Draw {
+    /// To a frontend with these flags: by random bits or, with Maglev, by the hash of the connection; its argument says whether with the
+    /// client's port.
+    #[inline(always)]
+    pub fn of(flags: u32, random: u32, hash: impl FnOnce(bool) -> u32) -> Self {
+        if flags & FRONTEND_MAGLEV == 0 {
+            return Self::random(random);
+        }
+        // With affinity, what all of the client's connections have in common: it is the same on nodes that do not know the client.
+        Self::fixed(hash(flags & FRONTEND_AFFINITY == 0))
+    }
+
     #[inline(always)]
     pub const fn random(bits: u32) -> Self {
         Self(bits as u64)
@@ -103,6 +114,15 @@ mod tests {
         assert_eq!(set.with_table(0), EndpointSet::new(7, EndpointSet::MOST));
         let sizes = u64::from(EndpointSet::MOST | EndpointSet::MOST_TABLE_BITS << 27);
         assert_eq!(EndpointSet::from_word(sizes << 32 | 7), set);
+    }
+
+    #[rstest]
+    #[case::random(0, Draw::random(7))]
+    #[case::random_with_affinity(FRONTEND_AFFINITY, Draw::random(7))]
+    #[case::maglev(FRONTEND_MAGLEV, Draw::fixed(1))]
+    #[case::maglev_with_affinity(FRONTEND_MAGLEV | FRONTEND_AFFINITY, Draw::fixed(0))]
+    fn draws_as_the_frontend_says(#[case] flags: u32, #[case] expected: Draw) {
+        assert_eq!(Draw::of(flags, 7, u32::from), expected);
     }
 
     #[rstest]

@@ -156,6 +156,9 @@ pub const FRONTEND_LOCAL_POLICY: u32 = 4;
 /// The service has affinity, which goes by the address of the client.
 pub const FRONTEND_AFFINITY: u32 = 8;
 
+/// New connections draw their backend by a hash of their ends, where these are known: each node chooses the same.
+pub const FRONTEND_MAGLEV: u32 = 16;
+
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Frontend {
@@ -226,12 +229,13 @@ impl EndpointSet {
     #[inline(always)]
     pub const fn place(&self, bits: u32) -> u32 {
         let (count, table_bits) = (self.count(), self.table_bits());
-        if table_bits == 0 {
-            // Scales the bits to 0..count without a division.
-            self.first.wrapping_add(((bits as u64 * count as u64) >> 32) as u32)
-        } else {
-            self.first.wrapping_add(count).wrapping_add(bits >> (u32::BITS - table_bits) % u32::BITS)
-        }
+        // Without a branch, as the verifier goes both ways from each: 1 where there are copies, and a mask.
+        let is_copied = (table_bits + (u32::BITS - 1)) / u32::BITS;
+        let mask = 0_u32.wrapping_sub(is_copied);
+        let (offset, size) = (count & mask, count & !mask | is_copied << table_bits);
+        // Scales the bits to 0..size without a division.
+        let drawn = (bits as u64 * size as u64) >> u32::BITS;
+        self.first.wrapping_add(offset).wrapping_add(drawn as u32)
     }
 }
 
@@ -241,7 +245,7 @@ pub const SERVICE_HAS_ENDPOINTS: u32 = 1;
 /// Traffic policies, for people: the endpoint sets are what they have led to.
 pub const SERVICE_INTERNAL_LOCAL: u32 = 2;
 pub const SERVICE_EXTERNAL_LOCAL: u32 = 4;
-/// New connections draw by a hash of their ends, where these are known: each node chooses the same backend.
+/// For people: its frontends have `FRONTEND_MAGLEV`.
 pub const SERVICE_MAGLEV: u32 = 8;
 
 /// Table `services`, mmapable array by service id: one entry for each service port and family. All zero: unused.

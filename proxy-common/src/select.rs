@@ -92,18 +92,17 @@ pub fn admits<F: Family>(tables: &impl AffinityTables<F>, frontend: Frontend, cl
     frontend.flags & FRONTEND_SOURCE_RANGES == 0 || tables.is_in_source_ranges(frontend.service, client)
 }
 
-/// A backend for a new connection to `frontend` by a client that [`is_inside`] or not. Affinity goes by `key`; `random` decides among
-/// equals, or with Maglev `hash`: of the ends of the connection, where its argument says so with the client's port.
+/// A backend for a new connection to `frontend` by a client that [`is_inside`] or not. Affinity goes by `key`; `draw` decides among
+/// equals.
 #[inline(always)]
 pub fn choose<F: Family>(
     tables: &impl AffinityTables<F>,
     frontend: Frontend,
     is_inside: bool,
     key: &AffinityKey<F::Address>,
-    random: u32,
-    hash: impl FnOnce(bool) -> u32,
+    draw: Draw,
 ) -> Result<F::Slot, Reason> {
-    slot_at(tables, choose_place(tables, frontend, is_inside, key, random, hash)?)
+    slot_at(tables, choose_place(tables, frontend, is_inside, key, draw)?)
 }
 
 /// As [`choose`]: the index of the backend's slot.
@@ -113,8 +112,7 @@ pub(crate) fn choose_place<F: Family>(
     frontend: Frontend,
     is_inside: bool,
     key: &AffinityKey<F::Address>,
-    random: u32,
-    hash: impl FnOnce(bool) -> u32,
+    draw: Draw,
 ) -> Result<u32, Reason> {
     let service = tables.service(frontend.service).ok_or(Reason::ServiceGone)?;
     let set = endpoint_set(&service, frontend, is_inside);
@@ -125,17 +123,10 @@ pub(crate) fn choose_place<F: Family>(
             Reason::NoEndpoints
         });
     }
-    let has_affinity = service.affinity_seconds != 0;
-    let draw = if service.flags & SERVICE_MAGLEV == 0 {
-        Draw::random(random)
-    } else {
-        // What all of a client's connections have in common is the same on each node, which has no affinity of its own yet.
-        Draw::fixed(hash(!has_affinity))
-    };
-    Ok(if has_affinity {
-        affinity::place(tables, set, service.affinity_seconds, key, draw)
-    } else {
+    Ok(if service.affinity_seconds == 0 {
         draw.place(set)
+    } else {
+        affinity::place(tables, set, service.affinity_seconds, key, draw)
     })
 }
 
@@ -169,8 +160,6 @@ mod tests {
     const LOOPBACK: [u8; 4] = [127, 0, 0, 1];
     const KEY: AffinityKey<[u8; 4]> =
         AffinityKey { service: 7, client: Client { address: [10, 244, 0, 9], origin: CLIENT_WORKLOAD } };
-
-    const UNHASHED: fn(bool) -> u32 = |_| panic!("nothing is to be hashed");
 
     /// Cluster set: backends 1, 2, 3. Local ones: 1. ClusterIP VIP:80, node port 30080.
     fn tables() -> HostTables<V4> {
@@ -235,31 +224,10 @@ mod tests {
     fn random_bits_are_spread_over_the_set(#[case] random: u32, #[case] backend: u32) {
         let tables = tables();
         let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
-        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, random, UNHASHED).unwrap().backend, backend);
-    }
-
-    #[rstest]
-    #[case::without_affinity(0, true)]
-    #[case::with_affinity(60, false)]
-    fn maglev_draws_by_a_hash(#[case] affinity_seconds: u32, #[case] with_port: bool) {
-        let mut tables = tables();
-        let service = tables.services.get_mut(&7).unwrap();
-        (service.affinity_seconds, service.flags) =
-            (affinity_seconds, SERVICE_HAS_ENDPOINTS | SERVICE_MAGLEV);
-        service.internal = service.internal.with_table(1);
-        for (place, id) in [(13, 3), (14, 2)] {
-            tables.slots.insert(place, Slot4::new([10, 244, 0, id], Port::new(8080), id.into(), 0));
-        }
-        let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
-        for (hash, backend) in [(0, 3), (u32::MAX / 2, 3), (u32::MAX / 2 + 1, 2), (u32::MAX, 2)] {
-            tables.affinity.borrow_mut().clear();
-            let hashed = |asked: bool| {
-                assert_eq!(asked, with_port);
-                hash
-            };
-            let chosen = choose::<V4>(&tables, frontend, true, &KEY, 0, hashed);
-            assert_eq!(chosen.map(|slot| slot.backend), Ok(backend), "{hash:x}");
-        }
+        assert_eq!(
+            choose::<V4>(&tables, frontend, true, &KEY, Draw::random(random)).unwrap().backend,
+            backend
+        );
     }
 
     #[rstest]
@@ -279,7 +247,7 @@ mod tests {
         let frontend = find::<V4>(&tables, &to(NODE, 30080), origin).unwrap();
         let is_inside = is_inside(origin, detected);
         assert_eq!(
-            choose::<V4>(&tables, frontend, is_inside, &KEY, u32::MAX, UNHASHED).unwrap().backend,
+            choose::<V4>(&tables, frontend, is_inside, &KEY, Draw::random(u32::MAX)).unwrap().backend,
             highest
         );
     }
@@ -329,7 +297,7 @@ mod tests {
         let service = tables.services.get_mut(&7).unwrap();
         service.internal = service.external;
         let frontend = find::<V4>(&tables, &to(address, port), Origin::Workload).unwrap();
-        let chosen = choose::<V4>(&tables, frontend, true, &KEY, u32::MAX, UNHASHED).unwrap();
+        let chosen = choose::<V4>(&tables, frontend, true, &KEY, Draw::random(u32::MAX)).unwrap();
         assert_eq!(chosen.backend, highest);
     }
 
@@ -340,7 +308,7 @@ mod tests {
         let mut tables = tables();
         tables.services.insert(7, Service { flags, ..Service::default() });
         let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
-        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, 5, UNHASHED), Err(reason));
+        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, Draw::random(5)), Err(reason));
     }
 
     #[test]
@@ -348,8 +316,8 @@ mod tests {
         let mut tables = tables();
         let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
         tables.slots.clear();
-        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, 5, UNHASHED), Err(Reason::SlotGone));
+        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, Draw::random(5)), Err(Reason::SlotGone));
         tables.services.clear();
-        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, 5, UNHASHED), Err(Reason::ServiceGone));
+        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, Draw::random(5)), Err(Reason::ServiceGone));
     }
 }

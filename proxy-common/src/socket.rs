@@ -2,6 +2,7 @@
 //! application is shown afterwards.
 
 use crate::{
+    balance::Draw,
     family::{Destination, Family, Slot},
     layout::{
         Address, AffinityKey, Client, DatagramOrigins, FRONTEND_AFFINITY, FRONTEND_LOCAL_POLICY,
@@ -34,7 +35,7 @@ pub fn connect<F: Family>(
     let key = AffinityKey { service: frontend.service, client: Client::NODE };
     let is_inside = origin == Origin::Host || tables.pods_told_by() != PODS_UNKNOWN;
     // No port is chosen yet to send from, and mostly no address.
-    let slot = select::choose(tables, frontend, is_inside, &key, random, |_| random)?;
+    let slot = select::choose(tables, frontend, is_inside, &key, Draw::random(random))?;
     let dialled = (destination.address, destination.port);
     Ok(SocketOrigin::new(dialled, (slot.address(), slot.port()), slot.backend(), frontend.service))
 }

@@ -38,6 +38,7 @@ use self::{
     tuples::Step,
 };
 use crate::{
+    balance::Draw,
     family::Family,
     layout::*,
     packet::{Action, Packet, Part, TCP_ACK, TCP_RST, TCP_SYN, Then},
@@ -149,6 +150,7 @@ pub struct Scratch<A> {
     /// Of the packet's client, once it is asked for.
     detected: Detected,
     affinity_key: AffinityKey<A>,
+    draw: Draw,
     fragment_key: FragmentKey<A>,
     first_fragment: FirstFragment<A>,
 }

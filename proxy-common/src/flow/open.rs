@@ -8,10 +8,9 @@ use super::{
     is_foreign, is_from_host, lookup,
 };
 use crate::{
-    balance,
+    balance::{self, Draw},
     family::{Family, Slot as _},
     layout::*,
-    packet::Packet,
     port::{PORT_TRIES, Port},
     reason::Reason,
     select::{self, Origin},
@@ -27,21 +26,24 @@ pub(super) fn prepare_to_frontend<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
     detect(tables, scratch);
-    let Scratch { packet, origin, frontend, detected, affinity_key, .. } = &mut *scratch;
+    set_draw(tables, scratch);
+    let Scratch { packet, origin, frontend, detected, affinity_key, draw, .. } = &mut *scratch;
     affinity_key.service = frontend.service;
     affinity_key.client = Client::new(*origin, packet.source);
     let is_inside = select::is_inside(*origin, *detected);
-    let hash = |with_port| connection_hash(packet, with_port);
-    let place = select::choose_place(tables, *frontend, is_inside, affinity_key, tables.random(), hash)?;
+    let place = select::choose_place(tables, *frontend, is_inside, affinity_key, *draw)?;
     set_backend(tables, scratch, place)
 }
 
-/// By what the packet's connection draws its backend on each node.
-// Not inlined: what it needs of the stack would be added to what choosing a backend needs.
+/// Sets by what the packet draws a backend of `scratch.frontend`, as `scratch.draw`.
+// Not inlined, for its stack. The verifier knows nothing of what was in memory: what follows is the same to it, whatever is drawn by.
 #[inline(never)]
-fn connection_hash<A: Address>(packet: &Packet<A>, with_port: bool) -> u32 {
-    let port = if with_port { packet.source_port } else { Port::NONE };
-    balance::connection_hash((&packet.source, port), packet.destination_port, packet.protocol)
+fn set_draw<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    let Scratch { packet, frontend, draw, .. } = scratch;
+    *draw = Draw::of(frontend.flags, tables.random(), |with_port| {
+        let port = if with_port { packet.source_port } else { Port::NONE };
+        balance::connection_hash((&packet.source, port), packet.destination_port, packet.protocol)
+    });
 }
 
 /// Makes the backend of this slot that of `scratch.flow`.

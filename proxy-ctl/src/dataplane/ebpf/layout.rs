@@ -6,8 +6,9 @@ use ipnet::IpNet;
 use proxy_common::{
     layout::{
         BACKEND_LOCAL, BACKEND_WEIGHT_SHIFT, EndpointSet, FRONTEND_AFFINITY, FRONTEND_EXTERNAL,
-        FRONTEND_LOCAL_POLICY, FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES, SERVICE_EXTERNAL_LOCAL,
-        SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, SERVICE_MAGLEV, ServiceName, SourceRange,
+        FRONTEND_LOCAL_POLICY, FRONTEND_MAGLEV, FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES,
+        SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, SERVICE_MAGLEV, ServiceName,
+        SourceRange,
     },
     port::Port,
 };
@@ -128,6 +129,10 @@ pub(super) fn service_flags(port: &DesiredPort, algorithm: Algorithm) -> u32 {
         (port.internal_policy == TrafficPolicy::Local, SERVICE_INTERNAL_LOCAL),
         (port.external_policy == TrafficPolicy::Local, SERVICE_EXTERNAL_LOCAL),
     ];
+    sum_of(flags)
+}
+
+fn sum_of<const N: usize>(flags: [(bool, u32); N]) -> u32 {
     flags.into_iter().filter(|(is_set, _)| *is_set).fold(0, |all, (_, flag)| all | flag)
 }
 
@@ -143,8 +148,15 @@ pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
 }
 
 /// Keys of the port's frontends with their `FRONTEND_*` flags, in order, each once.
-pub(super) fn frontends<F: TableFamily>(port: &DesiredPort) -> Vec<(FrontendKey<F::Address>, u32)> {
-    let affinity = if port.affinity_seconds.is_some() { FRONTEND_AFFINITY } else { 0 };
+pub(super) fn frontends<F: TableFamily>(
+    port: &DesiredPort,
+    algorithm: Algorithm,
+) -> Vec<(FrontendKey<F::Address>, u32)> {
+    let of_port = [
+        (port.affinity_seconds.is_some(), FRONTEND_AFFINITY),
+        (algorithm == Algorithm::Maglev, FRONTEND_MAGLEV),
+    ];
+    let of_port = sum_of(of_port);
     let external = FRONTEND_EXTERNAL
         | if port.external_policy == TrafficPolicy::Local { FRONTEND_LOCAL_POLICY } else { 0 };
     let mut keys: Vec<_> = port
@@ -161,7 +173,7 @@ pub(super) fn frontends<F: TableFamily>(port: &DesiredPort) -> Vec<(FrontendKey<
                 FrontendKind::LoadBalancer if port.source_ranges.is_empty() => (of_address()?, external),
                 FrontendKind::LoadBalancer => (of_address()?, external | FRONTEND_SOURCE_RANGES),
             };
-            Some((key, flags | affinity))
+            Some((key, flags | of_port))
         })
         .collect();
     keys.sort_unstable_by_key(|(key, flags)| (key.scope, key.address, key.port(), *flags));
@@ -425,7 +437,7 @@ mod tests {
         ]);
         let http = |address| FrontendKey::of_address(address, Port::new(80), 6);
         assert_eq!(
-            frontends::<V4>(&port),
+            frontends::<V4>(&port, Algorithm::Random),
             [
                 (http([10, 96, 0, 1]), 0),
                 (http([192, 0, 2, 1]), FRONTEND_EXTERNAL),
@@ -438,7 +450,7 @@ mod tests {
     fn addresses_of_the_other_family_are_no_frontends() {
         let address = "10.96.0.1".parse().unwrap();
         let port = port(vec![Frontend { kind: FrontendKind::ClusterIp, address, port: 80 }]);
-        assert!(frontends::<V6>(&port).is_empty());
+        assert!(frontends::<V6>(&port, Algorithm::Random).is_empty());
     }
 
     #[rstest]
@@ -456,7 +468,8 @@ mod tests {
             frontend(FrontendKind::ExternalIp, "192.0.2.2"),
         ];
         let port = DesiredPort { affinity_seconds, external_policy, ..port(of_both) };
-        let flags: Vec<u32> = frontends::<V4>(&port).into_iter().map(|(_, flags)| flags).collect();
+        let flags: Vec<u32> =
+            frontends::<V4>(&port, Algorithm::Random).into_iter().map(|(_, flags)| flags).collect();
         assert_eq!(flags, expected);
     }
 

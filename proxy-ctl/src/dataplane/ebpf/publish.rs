@@ -169,7 +169,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             }
         };
         let id = reservation.id;
-        let mut wanted = layout::frontends::<F>(port);
+        let mut wanted = layout::frontends::<F>(port, shared.algorithm_of(port));
         let (source_ranges, without_ranges) = self.write_source_ranges(port, id, writes);
         if without_ranges.is_some() && source_ranges.is_empty() {
             wanted.retain(|(_, flags)| flags & FRONTEND_SOURCE_RANGES == 0);

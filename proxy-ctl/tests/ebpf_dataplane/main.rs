@@ -4,6 +4,7 @@
 #![expect(unreachable_pub, reason = "a test has no users")]
 
 mod affinity;
+mod balance;
 mod desired;
 mod events;
 mod faults;

@@ -95,6 +95,8 @@ pub const GUARDED: ServiceFixture = service("guarded", 30, &["web-1", "web-2"]);
 pub const OVER_NETWORK: ServiceFixture = service("over-network", 31, &[]).node_port(30_088);
 /// What scenarios about types, ports and load-balancer addresses write.
 pub const SHIFTING: ServiceFixture = service("shifting", 32, &["web-1", "web-2"]).node_port(30_089);
+/// What scenarios about algorithms and weights write.
+pub const WEIGHED: ServiceFixture = service("weighed", 33, &["web-1", "web-2", "web-3"]).node_port(30_090);
 /// What scenarios change.
 pub const CHANGING: ServiceFixture = service("changing", 25, &["web-1", "web-2"]);
 

@@ -29,6 +29,8 @@ pub struct Service {
     /// Whom load-balancer addresses serve; empty: everybody.
     pub source_ranges: Vec<String>,
     pub health_check_node_port: Option<u16>,
+    /// An annotation of this project's proxy.
+    pub algorithm: Option<&'static str>,
 }
 
 /// A load-balancer address.
@@ -58,6 +60,8 @@ pub struct Endpoint {
     pub zones: &'static [&'static str],
     /// Nodes whose clients it is for; empty: no hint.
     pub nodes: &'static [&'static str],
+    /// In an annotation of its slice.
+    pub weight: Option<u8>,
 }
 
 /// Conditions of an endpoint.
@@ -86,7 +90,7 @@ impl State {
 
 impl Endpoint {
     pub fn ready(addresses: Addresses, node: NodeNumber) -> Self {
-        Self { addresses, node, state: State::Ready, zones: &[], nodes: &[] }
+        Self { addresses, node, state: State::Ready, zones: &[], nodes: &[], weight: None }
     }
 }
 
@@ -119,6 +123,7 @@ impl Service {
             load_balancer: Vec::new(),
             source_ranges: Vec::new(),
             health_check_node_port: None,
+            algorithm: None,
         }
     }
 
@@ -157,6 +162,9 @@ impl Service {
         }
         let mut object =
             json!({"apiVersion": "v1", "kind": "Service", "metadata": metadata(&self.name), "spec": spec});
+        if let Some(algorithm) = self.algorithm {
+            object["metadata"]["annotations"] = json!({"proxy-ctl.dev/algorithm": algorithm});
+        }
         if is_load_balancer {
             object["spec"]["allocateLoadBalancerNodePorts"] = json!(has_node_port);
             if !self.source_ranges.is_empty() {
@@ -306,6 +314,9 @@ fn slice_name(service: &str, family: Family) -> String {
 }
 
 fn endpoint_slice(service: &Service, family: Family, endpoints: &[Endpoint]) -> Value {
+    let weight =
+        |endpoint: &Endpoint| Some(format!("{}={}", endpoint.addresses.of(family), endpoint.weight?));
+    let weights: Vec<String> = endpoints.iter().filter_map(weight).collect();
     let endpoints: Vec<Value> = endpoints
         .iter()
         .map(|endpoint| {
@@ -332,6 +343,9 @@ fn endpoint_slice(service: &Service, family: Family, endpoints: &[Endpoint]) -> 
     let name = slice_name(&service.name, family);
     let mut metadata = metadata(&name);
     metadata["labels"] = json!({"kubernetes.io/service-name": service.name});
+    if !weights.is_empty() {
+        metadata["annotations"] = json!({"proxy-ctl.dev/weights": weights.join(",")});
+    }
     json!({
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",

@@ -471,6 +471,8 @@ mod tests {
         let flags: Vec<u32> =
             frontends::<V4>(&port, Algorithm::Random).into_iter().map(|(_, flags)| flags).collect();
         assert_eq!(flags, expected);
+        let flags = frontends::<V4>(&port, Algorithm::Maglev).into_iter().map(|(_, flags)| flags);
+        assert!(flags.zip(expected).all(|(flags, expected)| flags == expected | FRONTEND_MAGLEV));
     }
 
     #[test]
@@ -481,7 +483,7 @@ mod tests {
             frontend(FrontendKind::ExternalIp, "192.0.2.2"),
         ]);
         let flags = |port: &DesiredPort| {
-            frontends::<V4>(port).into_iter().map(|(_, flags)| flags).collect::<Vec<_>>()
+            frontends::<V4>(port, Algorithm::Random).into_iter().map(|(_, flags)| flags).collect::<Vec<_>>()
         };
         assert_eq!(flags(&port), [FRONTEND_EXTERNAL; 2]);
         assert!(source_ranges::<V4>(&port, 7).is_empty());

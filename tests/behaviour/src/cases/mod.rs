@@ -1,6 +1,7 @@
 //! The table.
 
 mod affinity;
+mod balance;
 mod change;
 mod cluster_ip;
 mod datagrams;
@@ -32,6 +33,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(change::CASES)
         .chain(datagrams::CASES)
         .chain(affinity::CASES)
+        .chain(balance::CASES)
         .chain(sctp::CASES)
         .chain(source_ranges::CASES)
         .chain(unserved::CASES)

@@ -168,6 +168,7 @@ impl Place {
             source_ranges: ranges.collect(),
             health_check_node_port: (is_load_balancer && spec.external_local)
                 .then(|| slot.health_check_node_port()),
+            algorithm: None,
         };
         let mut object = service.object();
         if headless {

@@ -105,7 +105,14 @@ fn service(place: &Place, scenario: &Scenario) -> Service {
 fn of_pod(world: &World, endpoint: &EndpointRow) -> Result<Endpoint> {
     let EndpointRow { pod, state, zones, nodes } = *endpoint;
     let pod = world.lab.netns(pod)?;
-    Ok(Endpoint { addresses: pod.addresses, node: pod.node.unwrap_or_default(), state, zones, nodes })
+    Ok(Endpoint {
+        addresses: pod.addresses,
+        node: pod.node.unwrap_or_default(),
+        state,
+        zones,
+        nodes,
+        weight: None,
+    })
 }
 
 /// What became of a row's connections: of the variants, the first that is not as expected, else the last.

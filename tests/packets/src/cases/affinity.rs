@@ -124,10 +124,10 @@ fn set_service<W: Tables>(
     s.world.set_service(id, Service { cluster: all, internal: all, external, flags, affinity_seconds })
 }
 
-const BOTH: [(u32, Endpoint, bool); 2] = [(LOCAL_ID, LOCAL, true), (REMOTE_ID, REMOTE, false)];
+pub(super) const BOTH: [(u32, Endpoint, bool); 2] = [(LOCAL_ID, LOCAL, true), (REMOTE_ID, REMOTE, false)];
 
 /// The backends that first packets from some ports of the client go to.
-fn met<W: Tables>(
+pub(super) fn met<W: Tables>(
     s: &mut Scene<W>,
     program: &str,
     to: Endpoint,

@@ -1,6 +1,7 @@
 //! The table of cases: each once for every family and protocol that it is about.
 
 mod affinity;
+mod balance;
 mod baseline;
 mod events;
 mod floods;
@@ -142,6 +143,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     headers::cases::<W>(group);
     host::cases::<W>(group);
     affinity::cases::<W>(group);
+    balance::cases::<W>(group);
     source_ranges::cases::<W>(group);
     source_address::cases::<W>(group);
     transit::cases::<W>(group);

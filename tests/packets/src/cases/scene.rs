@@ -90,13 +90,29 @@ impl<'w, W: Tables> Scene<'w, W> {
 
     pub(crate) fn set(&mut self, backends: &[(u32, Endpoint, bool)]) -> Result<EndpointSet> {
         let first = self.slots;
-        for (id, endpoint, local) in backends {
-            self.backend(*id, *endpoint, *local)?;
-            let flags = if *local { BACKEND_LOCAL } else { 0 };
-            W::put_slot(&mut self.world.ebpf, self.slots, *endpoint, *id, flags)?;
-            self.slots += 1;
+        for one in backends {
+            self.backend(one.0, one.1, one.2)?;
+            self.slot(*one)?;
         }
         Ok(EndpointSet::new(first, backends.len() as u32))
+    }
+
+    fn slot(&mut self, (id, endpoint, local): (u32, Endpoint, bool)) -> Result<()> {
+        let flags = if local { BACKEND_LOCAL } else { 0 };
+        W::put_slot(&mut self.world.ebpf, self.slots, endpoint, id, flags)?;
+        self.slots += 1;
+        Ok(())
+    }
+
+    /// A set with a table: for each place an index of `backends`.
+    pub(crate) fn set_with_table(
+        &mut self,
+        backends: &[(u32, Endpoint, bool)],
+        table: &[usize],
+    ) -> Result<EndpointSet> {
+        let set = self.set(backends)?;
+        table.iter().try_for_each(|index| self.slot(backends[*index]))?;
+        Ok(set.with_table(table.len().ilog2()))
     }
 
     /// One set for every client.

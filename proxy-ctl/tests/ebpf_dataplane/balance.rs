@@ -1,0 +1,121 @@
+//! Algorithms and weights: what the tables hold, and who is reached.
+
+use std::sync::Arc;
+
+use proxy_common::layout::{FRONTEND_MAGLEV, Frontend, FrontendKey, PROTOCOL_TCP, Slot4};
+use proxy_ctl::{
+    dataplane::{Applied, Dataplane as _, Effect, Host},
+    model::{
+        desired::{DesiredPort, Endpoint},
+        objects::Algorithm,
+    },
+    sys::map::Map,
+};
+
+use super::{
+    desired::{change, endpoint, endpoints, port, shared},
+    sandbox::{Sandbox, serve},
+};
+
+const CLUSTER_IP: &str = "10.96.0.1";
+
+fn web(algorithm: Option<Algorithm>, endpoints: Vec<Endpoint>) -> DesiredPort {
+    DesiredPort { algorithm, ..port("web", CLUSTER_IP, endpoints) }
+}
+
+fn many(count: u8) -> Vec<Endpoint> {
+    (1..=count).map(|last| endpoint(&format!("10.0.0.{last}"), 80)).collect()
+}
+
+/// Of whom serves the cluster IP: as it is shown, and as programs read it.
+fn algorithm(sandbox: &Sandbox, cluster_ip: [u8; 4]) -> (Algorithm, bool) {
+    let key = FrontendKey::of_address(cluster_ip, proxy_common::port::Port::new(80), PROTOCOL_TCP);
+    let frontends: Map<FrontendKey<[u8; 4]>, Frontend> = sandbox.map("frontends4");
+    let frontend = frontends.get(&key).unwrap().unwrap();
+    let services = sandbox.snapshot().services;
+    let service = services.iter().find(|service| service.id == frontend.service).unwrap();
+    (service.algorithm, frontend.flags & FRONTEND_MAGLEV != 0)
+}
+
+/// Slots in use.
+fn slots(sandbox: &Sandbox) -> usize {
+    let slots: Map<u32, Slot4> = sandbox.map("slots4");
+    slots.read_all().unwrap().iter().filter(|(_, slot)| slot.backend != 0).count()
+}
+
+#[test]
+fn a_restart_finds_the_tables_as_they_are_to_be() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut weighted = many(3);
+    weighted[1].weight = 4;
+    let mut local = web(Some(Algorithm::Maglev), many(5));
+    local.endpoints.external = [0, 1].into();
+    let desired = [shared([local]), shared([port("canary", "10.96.0.2", weighted)])].concat();
+    let mut dataplane = sandbox.open();
+    dataplane.resync(&desired).unwrap();
+    assert_eq!(slots(&sandbox), 5 + 512 + 2 + 256 + 3 + 1_024);
+    assert_eq!(algorithm(&sandbox, [10, 96, 0, 1]), (Algorithm::Maglev, true));
+    assert_eq!(algorithm(&sandbox, [10, 96, 0, 2]), (Algorithm::Random, false));
+    drop(dataplane);
+    let mut dataplane = sandbox.open();
+    assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
+    // One weight is another: its slots and the table are written anew.
+    let mut changed = DesiredPort::clone(&desired[1]);
+    changed.endpoints.all[1].weight = 5;
+    assert!(dataplane.apply(&change(vec![Arc::new(changed)])).unwrap().written > 1_024);
+}
+
+#[test]
+fn the_nodes_algorithm_is_for_services_that_name_none() {
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    let named = DesiredPort { algorithm: Some(Algorithm::Random), ..port("named", "10.96.0.2", many(2)) };
+    let desired = shared([web(None, many(2)), named]);
+    dataplane.set_host(&Host::default()).unwrap();
+    dataplane.resync(&desired).unwrap();
+    for now in [Algorithm::Maglev, Algorithm::Random] {
+        let host = Host { algorithm: now, ..Host::default() };
+        assert_ne!(dataplane.set_host(&host).unwrap(), Applied::default());
+        assert_eq!(dataplane.set_host(&host).unwrap(), Applied::default());
+        assert_eq!(algorithm(&sandbox, [10, 96, 0, 1]), (now, now == Algorithm::Maglev));
+        assert_eq!(algorithm(&sandbox, [10, 96, 0, 2]), (Algorithm::Random, false));
+        assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
+    }
+}
+
+#[test]
+fn sockets_go_by_weight() {
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    let server = |text, weight| Endpoint { weight, ..endpoint("127.0.0.1", serve("127.0.0.1", text)) };
+    let mut servers = vec![server("a", 0), server("b", 1), server("c", 0)];
+    servers.sort_unstable_by_key(|one| one.port);
+    for algorithm in [Some(Algorithm::Maglev), None] {
+        dataplane.resync(&shared([web(algorithm, servers.clone())])).unwrap();
+        (0..20).for_each(|_| assert_eq!(sandbox.dial(CLUSTER_IP, 80).unwrap(), "b"));
+    }
+}
+
+#[test]
+fn without_room_for_a_table_endpoints_are_drawn_alike() {
+    let Some(mut sandbox) = Sandbox::new() else { return };
+    sandbox.config.limits.slots = 1_100;
+    let mut dataplane = sandbox.open();
+    let small = DesiredPort { algorithm: Some(Algorithm::Maglev), ..port("small", "10.96.0.2", many(3)) };
+    // 2,048 places.
+    let large = web(Some(Algorithm::Maglev), many(20));
+    dataplane.resync(&shared([small.clone(), large.clone()])).unwrap();
+    assert_eq!(algorithm(&sandbox, [10, 96, 0, 1]), (Algorithm::Random, false));
+    assert_eq!(algorithm(&sandbox, [10, 96, 0, 2]), (Algorithm::Maglev, true));
+    let told = dataplane.take_without_room().unwrap();
+    let [(name, fields)] = told.iter().collect::<Vec<_>>()[..] else { panic!("{told:?}") };
+    assert_eq!((&*name.service.name, fields[0].effect), ("web", Effect::ServedDifferently));
+    dataplane.collect_garbage().unwrap();
+    assert_eq!(dataplane.take_without_room(), None);
+    // It follows its endpoints meanwhile, and gets its table as soon as there is room.
+    let fewer = DesiredPort { endpoints: endpoints(many(4)), ..large };
+    dataplane.apply(&change(vec![Arc::new(fewer)])).unwrap();
+    assert_eq!(algorithm(&sandbox, [10, 96, 0, 1]), (Algorithm::Random, false));
+    assert_eq!(sandbox.snapshot().services.iter().map(|one| one.cluster.len()).max(), Some(4));
+    dataplane.resync(&shared([web(Some(Algorithm::Maglev), many(4))])).unwrap();
+    dataplane.collect_garbage().unwrap();
+    assert_eq!(algorithm(&sandbox, [10, 96, 0, 1]), (Algorithm::Maglev, true));
+}

@@ -1,0 +1,126 @@
+//! By what a connection's endpoint is chosen: algorithms and weights.
+
+use anyhow::{Context as _, Result, ensure};
+use lab::{
+    Dial,
+    cluster::{NODES, OUTSIDE},
+    objects::Endpoint,
+};
+
+use crate::{
+    case::{Case, Variant, Variants},
+    check,
+    fixtures::WEIGHED,
+    setting::{ProxyKind, Setting},
+    world::World,
+};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("maglev: nodes choose alike", Variants::All, alike).concerns(is_ebpf).core(),
+    Case::new("weights: an endpoint without weight has no new connections", Variants::All, weights)
+        .concerns(is_ebpf)
+        .core(),
+    Case::new("algorithms and weights change while connections go on", Variants::Tcp, changes)
+        .concerns(is_ebpf),
+];
+
+fn is_ebpf(setting: &Setting) -> bool {
+    setting.proxy == ProxyKind::Ebpf
+}
+
+const CLIENTS: [&str; 3] = ["client-1", "node1", OUTSIDE];
+/// As many connections leave no endpoint of three out by chance.
+const MANY: u32 = 40;
+
+fn set(world: &mut World, algorithm: Option<&'static str>, weights: [u8; 3]) -> Result<()> {
+    let mut endpoints = Vec::new();
+    for (name, weight) in WEIGHED.endpoints.iter().zip(weights) {
+        let pod = world.lab.netns(name)?;
+        let ready = Endpoint::ready(pod.addresses, pod.node.unwrap_or_default());
+        endpoints.push(Endpoint { weight: Some(weight), ..ready });
+    }
+    let mut service = WEIGHED.service();
+    service.algorithm = algorithm;
+    world.objects.set_service(&service, &endpoints);
+    world.settle()
+}
+
+/// The cluster IP, or for the client outside the node port of node 1.
+fn dial(world: &World, client: &str, variant: Variant) -> Result<Dial> {
+    let target = match client {
+        OUTSIDE => world.node_port(&WEIGHED, 1, variant.family)?,
+        _ => world.cluster_ip(&WEIGHED, variant.family),
+    };
+    Ok(Dial::new(variant.protocol, target))
+}
+
+/// A load balancer that sends a client's connection to another node finds the same endpoint there.
+fn alike(world: &mut World, variant: Variant) -> Result<()> {
+    set(world, Some("maglev"), [1, 1, 2])?;
+    let mut met = Vec::new();
+    for port in (20_000..).take(MANY as usize / 2) {
+        let mut servers = Vec::new();
+        for node in NODES {
+            let target = world.node_port(&WEIGHED, node, variant.family)?;
+            let outcomes = world.dial(OUTSIDE, &Dial::new(variant.protocol, target).source_port(port))?;
+            servers.extend(check::answered(&outcomes)?.into_iter().map(|answer| answer.by.clone()));
+        }
+        ensure!(servers.windows(2).all(|two| two[0] == two[1]), "port {port}: {servers:?}");
+        met.extend(servers);
+    }
+    for endpoint in WEIGHED.endpoints {
+        ensure!(met.iter().any(|server| server == endpoint), "{endpoint} has no connection: {met:?}");
+    }
+    for client in CLIENTS {
+        let dial = dial(world, client, variant)?.times(MANY);
+        world.answers(client, &dial, WEIGHED.endpoints)?;
+    }
+    Ok(())
+}
+
+fn weights(world: &mut World, variant: Variant) -> Result<()> {
+    for algorithm in [None, Some("maglev")] {
+        set(world, algorithm, [0, 3, 2])?;
+        for client in CLIENTS {
+            let dial = dial(world, client, variant)?.times(MANY);
+            world
+                .answers(client, &dial, &WEIGHED.endpoints[1..])
+                .with_context(|| format!("{algorithm:?}"))?;
+        }
+    }
+    Ok(())
+}
+
+fn changes(world: &mut World, variant: Variant) -> Result<()> {
+    set(world, None, [1, 0, 0])?;
+    let mut held = Vec::new();
+    for client in CLIENTS {
+        let dial = dial(world, client, variant)?;
+        held.push((client, world.agent(client)?.hold_as(&dial)?.0));
+    }
+    let steps = [
+        (Some("maglev"), [1, 0, 0]),
+        (Some("maglev"), [0, 1, 0]),
+        (Some("random"), [0, 1, 0]),
+        (None, [0, 0, 1]),
+    ];
+    for (algorithm, weights) in steps {
+        set(world, algorithm, weights)?;
+        let serves = WEIGHED.endpoints.iter().zip(weights).filter(|(_, weight)| *weight > 0);
+        let serves: Vec<&str> = serves.map(|(name, _)| *name).collect();
+        for (client, connection) in &held {
+            world.answers(client, &dial(world, client, variant)?.times(MANY), &serves)?;
+            let outcome = world.agent(client)?.ping(*connection)?;
+            world_answered_by(&[outcome], WEIGHED.endpoints[0])
+                .with_context(|| format!("{client} {algorithm:?}"))?;
+        }
+    }
+    for (client, connection) in held {
+        world.agent(client)?.release(connection)?;
+    }
+    Ok(())
+}
+
+fn world_answered_by(outcomes: &[lab::Outcome], server: &str) -> Result<()> {
+    check::answered_by(outcomes, &[server]).map(drop)
+}

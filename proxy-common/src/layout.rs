@@ -230,7 +230,7 @@ impl EndpointSet {
     pub const fn place(&self, bits: u32) -> u32 {
         let (count, table_bits) = (self.count(), self.table_bits());
         // Without a branch, as the verifier goes both ways from each: 1 where there are copies, and a mask.
-        let is_copied = (table_bits + (u32::BITS - 1)) / u32::BITS;
+        let is_copied = (table_bits + (u32::BITS - 1)) >> u32::BITS.ilog2();
         let mask = 0_u32.wrapping_sub(is_copied);
         let (offset, size) = (count & mask, count & !mask | is_copied << table_bits);
         // Scales the bits to 0..size without a division.
@@ -322,8 +322,6 @@ impl Default for ServiceName {
 
 /// The backend runs on this node.
 pub const BACKEND_LOCAL: u32 = 1;
-/// In slots: from this bit on one less than the endpoint's weight.
-pub const BACKEND_WEIGHT_SHIFT: u32 = 16;
 
 /// Table `slots4`/`slots6`, mmapable array: all that the packet path needs of an endpoint. The slots of an endpoint set are in the
 /// order of [`Slot::precedes`](crate::family::Slot::precedes), their copies in that of its [table](crate::balance).

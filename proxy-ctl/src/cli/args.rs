@@ -175,9 +175,10 @@ const SERVICES_HELP: &str = "Examples:
   proxy-ctl services
   proxy-ctl services kube-system/kube-dns:dns
 
-LOCAL/ALL ENDPOINTS counts those on this node and all, for clients in the cluster. POLICY: which clients get endpoints of this node only.
+LOCAL/ALL ENDPOINTS counts those on this node and all, for clients in the cluster. POLICY: which clients get endpoints of this node only, and the \
+algorithm that chooses among them, unless it is random.
 
-JSON: a list of {namespace, name, port, protocol, family, id, policy, frontends[]: {kind, address, port},
+JSON: a list of {namespace, name, port, protocol, family, id, policy, algorithm, frontends[]: {kind, address, port},
   endpoints[]: {address, port, local, state}, internalEndpoints, externalEndpoints}.";
 
 /// List the endpoints that some service uses

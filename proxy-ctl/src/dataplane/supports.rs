@@ -135,11 +135,34 @@ fn shown(frontend: &Frontend) -> String {
 
 #[cfg(test)]
 mod tests {
+    use rstest::rstest;
+
     use super::*;
     use crate::model::{
         Model,
-        test_support::{port, service},
+        objects::{Endpoint, Service},
+        test_support::{port, remote, service, slice},
     };
+
+    #[rstest]
+    #[case::nothing(None, [1, 1], &[])]
+    #[case::random(Some(Algorithm::Random), [7, 7], &[])]
+    #[case::maglev(Some(Algorithm::Maglev), [1, 1], &["metadata.annotations[proxy-ctl.dev/algorithm]"])]
+    #[case::weights(None, [1, 2], &["EndpointSlice metadata.annotations[proxy-ctl.dev/weights]"])]
+    fn what_only_mode_ebpf_honours_is_told(
+        #[case] algorithm: Option<Algorithm>,
+        #[case] weights: [u8; 2],
+        #[case] fields: &[&str],
+    ) {
+        let mut model = Model::new("node");
+        model.apply_service(Service { algorithm, ..service("a/web", &["10.96.0.1"]) });
+        let endpoints = ["10.0.0.1", "10.0.0.2"].iter().zip(weights);
+        let endpoints = endpoints.map(|(address, weight)| Endpoint { weight, ..remote(address) }).collect();
+        model.apply_slice(slice("a/web-1", "web", endpoints));
+        let told = balancing(&model.take_changes().changed[0], "each alike");
+        assert_eq!(told.iter().map(|one| one.field).collect::<Vec<_>>(), fields);
+        assert!(told.iter().all(|one| one.effect == Effect::ServedDifferently && !one.leaves_unserved()));
+    }
 
     #[test]
     fn what_the_model_leaves_out_is_told_by_field_with_some_addresses() {

@@ -30,9 +30,9 @@ const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
 /// RFC 3339, written by the controllers that make slices.
 const ANNOTATION_TRIGGER_TIME: &str = "endpoints.kubernetes.io/last-change-trigger-time";
 /// Of a Service: a word of `ebpf.algorithm`.
-pub const ANNOTATION_ALGORITHM: &str = "proxy-ctl.dev/algorithm";
+const ANNOTATION_ALGORITHM: &str = "proxy-ctl.dev/algorithm";
 /// Of an EndpointSlice: weights of its endpoints.
-pub const ANNOTATION_WEIGHTS: &str = "proxy-ctl.dev/weights";
+const ANNOTATION_WEIGHTS: &str = "proxy-ctl.dev/weights";
 
 /// Namespace (`default` if there is none) and name.
 pub fn name(metadata: &ObjectMeta) -> ObjectName {

@@ -5,10 +5,9 @@ use std::{collections::BTreeSet, sync::Arc};
 use ipnet::IpNet;
 use proxy_common::{
     layout::{
-        BACKEND_LOCAL, BACKEND_WEIGHT_SHIFT, EndpointSet, FRONTEND_AFFINITY, FRONTEND_EXTERNAL,
-        FRONTEND_LOCAL_POLICY, FRONTEND_MAGLEV, FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES,
-        SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, SERVICE_MAGLEV, ServiceName,
-        SourceRange,
+        BACKEND_LOCAL, EndpointSet, FRONTEND_AFFINITY, FRONTEND_EXTERNAL, FRONTEND_LOCAL_POLICY,
+        FRONTEND_MAGLEV, FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES, SERVICE_EXTERNAL_LOCAL,
+        SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, SERVICE_MAGLEV, ServiceName, SourceRange,
     },
     port::Port,
 };
@@ -141,10 +140,8 @@ pub(super) fn algorithm(flags: u32) -> Algorithm {
     if flags & SERVICE_MAGLEV != 0 { Algorithm::Maglev } else { Algorithm::Random }
 }
 
-/// Of its slots.
 pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
-    let weight = u32::from(endpoint.weight.saturating_sub(1));
-    weight << BACKEND_WEIGHT_SHIFT | if endpoint.local { BACKEND_LOCAL } else { 0 }
+    if endpoint.local { BACKEND_LOCAL } else { 0 }
 }
 
 /// Keys of the port's frontends with their `FRONTEND_*` flags, in order, each once.

@@ -111,10 +111,10 @@ fn without_room_for_a_table_endpoints_are_drawn_alike() {
     dataplane.collect_garbage().unwrap();
     assert_eq!(dataplane.take_without_room(), None);
     // It follows its endpoints meanwhile, and gets its table as soon as there is room.
-    let fewer = DesiredPort { endpoints: endpoints(many(4)), ..large };
+    let fewer = DesiredPort { endpoints: endpoints(many(19)), ..large };
     dataplane.apply(&change(vec![Arc::new(fewer)])).unwrap();
     assert_eq!(algorithm(&sandbox, [10, 96, 0, 1]), (Algorithm::Random, false));
-    assert_eq!(sandbox.snapshot().services.iter().map(|one| one.cluster.len()).max(), Some(4));
+    assert_eq!(sandbox.snapshot().services.iter().map(|one| one.cluster.len()).max(), Some(19));
     dataplane.resync(&shared([web(Some(Algorithm::Maglev), many(4))])).unwrap();
     dataplane.collect_garbage().unwrap();
     assert_eq!(algorithm(&sandbox, [10, 96, 0, 1]), (Algorithm::Maglev, true));

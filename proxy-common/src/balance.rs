@@ -139,7 +139,8 @@ mod tests {
         let six =
             connection_hash(&[0x20, 1, 0xd, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1], Port::new(40_000));
         assert_eq!((four, six), (1_238_303_894, 576_667_397));
-        assert_eq!(endpoint_hashes(&[10, 244, 0, 1], Port::new(8080), PROTOCOL_TCP), [0, 0]);
+        let endpoint = endpoint_hashes(&[10, 244, 0, 1], Port::new(8080), PROTOCOL_TCP);
+        assert_eq!(endpoint, [6_789_953_649_091_880_537, 6_924_106_252_309_910_666]);
 
         fn connection_hash<A: Address>(client: &A, port: Port) -> u32 {
             super::connection_hash((client, port), Port::new(443), PROTOCOL_TCP)

@@ -34,6 +34,11 @@ const ANNOTATION_ALGORITHM: &str = "proxy-ctl.dev/algorithm";
 /// Of an EndpointSlice: weights of its endpoints.
 const ANNOTATION_WEIGHTS: &str = "proxy-ctl.dev/weights";
 
+/// For people: an annotation can have 256 KiB.
+fn shortened(text: &str) -> String {
+    text.chars().take(64).collect()
+}
+
 /// Namespace (`default` if there is none) and name.
 pub fn name(metadata: &ObjectMeta) -> ObjectName {
     let namespace = Some(metadata.namespace.as_str()).filter(|namespace| !namespace.is_empty());

@@ -5,12 +5,15 @@ use std::{collections::BTreeMap, sync::Arc};
 use proxy_common::layout::{PrefixKey, SourceRange};
 use proxy_ctl::{
     dataplane::{Applied, Dataplane as _, Host, Programmed as _},
-    model::desired::{DesiredPort, Endpoint, Frontend, FrontendKind},
+    model::{
+        desired::{DesiredPort, Endpoint, Frontend, FrontendKind},
+        objects::Algorithm,
+    },
     sys::map::Map,
 };
 
 use super::{
-    desired::{endpoint, port, shared},
+    desired::{endpoint, endpoints, port, shared},
     sandbox::{Sandbox, TakeHost as _, serve},
 };
 
@@ -87,11 +90,29 @@ fn what_a_killed_controller_has_left_of_a_service_opens_no_other() {
     assert_eq!(written(&sandbox), [OF_OTHERS]);
 }
 
+/// One more than there is room for.
+fn too_many(sandbox: &Sandbox) -> Vec<String> {
+    (0..=sandbox.config.limits.source_ranges).map(|n| format!("10.0.{n}.0/24")).collect()
+}
+
+#[test]
+fn what_waits_for_ranges_alone_is_not_written_again() {
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    let many = too_many(&sandbox);
+    let many: Vec<&str> = many.iter().map(String::as_str).collect();
+    let guarded = guarded("web", endpoint("10.0.0.1", 80), &many);
+    let two = endpoints(vec![endpoint("10.0.0.1", 80), endpoint("10.0.0.2", 80)]);
+    let port = DesiredPort { algorithm: Some(Algorithm::Maglev), endpoints: two, ..guarded };
+    let desired = shared([port]);
+    dataplane.resync(&desired).unwrap();
+    assert_eq!(sandbox.snapshot().services[0].algorithm, Algorithm::Maglev);
+    assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
+}
+
 #[test]
 fn where_ranges_have_no_room_those_of_before_count_or_the_address_is_closed() {
     let Some(sandbox) = Sandbox::new() else { return };
-    let many: Vec<String> =
-        (0..=sandbox.config.limits.source_ranges).map(|n| format!("10.0.{n}.0/24")).collect();
+    let many = too_many(&sandbox);
     let many: Vec<&str> = many.iter().map(String::as_str).collect();
     let mut dataplane = sandbox.open();
     dataplane.resync(&desired(&[OF_OTHERS])).unwrap();

@@ -64,10 +64,9 @@ impl<F: TableFamily> FamilyWriter<F> {
             need(Limit::Frontends, frontends);
         }
         let endpoints: usize = waiting.ports.values().map(|one| one.port.endpoints.all.len()).sum();
-        let of_slots = waiting.ports.values().filter(|one| one.full.limit == Limit::Slots);
         let places =
             |port: &DesiredPort| Arrangement::of(&port.endpoints, shared.algorithm_of(port)).places();
-        let slots: usize = of_slots.map(|one| places(&one.port) as usize).sum();
+        let slots: usize = waiting.ports.values().map(|one| places(&one.port) as usize).sum();
         for one in waiting.ports.values() {
             let limit = one.full.limit;
             let entries = if limit == Limit::Services {

@@ -1,6 +1,6 @@
 //! Desired state → what the tables must hold. Pure.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, iter, sync::Arc};
 
 use ipnet::IpNet;
 use proxy_common::{
@@ -45,11 +45,12 @@ impl Run {
 
     /// For each place, those of the table last, the index of its endpoint in `Endpoints::all`.
     pub(super) fn contents<F: TableFamily>(&self, port: &DesiredPort) -> impl Iterator<Item = u32> {
-        let table = match self.table_bits {
+        // Made when it is asked for: who compares mostly knows by the slots.
+        let table = move || match self.table_bits {
             0 => Vec::new(),
             bits => maglev::table::<F>(port.name.protocol, &members(&port.endpoints, &self.slots), bits),
         };
-        let copies = table.into_iter().filter_map(|index| self.slots.get(index as usize));
+        let copies = iter::once_with(table).flatten().filter_map(|index| self.slots.get(index as usize));
         self.slots.iter().chain(copies).copied()
     }
 

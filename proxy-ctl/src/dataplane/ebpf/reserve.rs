@@ -225,7 +225,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     /// without. Answers whether that was different from what is served.
     fn leave_endpoints_that_are_gone(&mut self, shared: &mut Common, writes: &mut Writes<F>) -> bool {
         let waiting = self.entries.without_room.ports.values();
-        let reduced: Vec<_> = waiting.filter_map(|Waiting { port, .. }| self.reduced(shared, port)).collect();
+        let reduced: Vec<_> = waiting.filter_map(|waiting| self.reduced(shared, waiting)).collect();
         if reduced.is_empty() {
             return false;
         }
@@ -277,8 +277,11 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 
     /// The port with those of its endpoints that it has, and without tables. `None`: that is what is published, or it is not and needs no
-    /// table.
-    fn reduced(&self, shared: &Common, port: &DesiredPort) -> Option<Arc<DesiredPort>> {
+    /// table, or its endpoints are not what waits.
+    fn reduced(&self, shared: &Common, Waiting { port, full }: &Waiting) -> Option<Arc<DesiredPort>> {
+        if full.limit == Limit::SourceRanges {
+            return None;
+        }
         let has_tables = Arrangement::of(&port.endpoints, shared.algorithm_of(port)).has_tables();
         let equal = has_tables.then(|| without_tables(port));
         let Some(published) = self.entries.services.get(&port.name) else { return equal.map(Arc::new) };

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::{ANNOTATION_ALGORITHM, InvalidField, InvalidFields, is_foreign, name};
+use super::{ANNOTATION_ALGORITHM, InvalidField, InvalidFields, is_foreign, name, shortened};
 use crate::{
     config::Keyword as _,
     model::objects::{Algorithm, IpFamily, Protocol, Service, ServicePort, TrafficPolicy},
@@ -194,7 +194,7 @@ fn algorithm(service: &core::Service, invalid: &mut InvalidFields) -> Option<Alg
     if algorithm.is_none() {
         invalid.add(
             format!("metadata.annotations[{ANNOTATION_ALGORITHM}]"),
-            format_args!("found {word:?}, must be {}; the node's is used", Algorithm::words()),
+            format_args!("found {:?}, must be {}; the node's is used", shortened(word), Algorithm::words()),
         );
     }
     algorithm

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, net::IpAddr};
 
-use super::{ANNOTATION_WEIGHTS, InvalidFields};
+use super::{ANNOTATION_WEIGHTS, InvalidFields, address, shortened};
 use crate::{
     model::objects::{DEFAULT_WEIGHT, Weight},
     source::schema::discovery,
@@ -15,30 +15,37 @@ pub(super) struct Weights {
 }
 
 impl Weights {
-    /// What is not valid is left out.
+    /// What is not valid is left out. The first such part is told, as there can be many: the API server looks at no annotation.
     pub(super) fn of(slice: &discovery::EndpointSlice, invalid: &mut InvalidFields) -> Self {
         let mut weights = Self { of_others: DEFAULT_WEIGHT, listed: BTreeMap::new() };
         let text = slice.metadata.annotations.get(ANNOTATION_WEIGHTS);
-        let field = || format!("metadata.annotations[{ANNOTATION_WEIGHTS}]");
-        for part in text.into_iter().flat_map(|text| text.split(',')).map(str::trim) {
-            let (address, number) =
-                part.split_once('=').map_or((None, part), |(one, weight)| (Some(one), weight));
-            let Ok(weight) = number.trim().parse() else {
-                invalid.add(
-                    field(),
-                    format_args!("found {part:?}, must be a weight or an address and its weight, such as 10.0.0.1=5; weights are 0 to {}", Weight::MAX),
-                );
-                continue;
-            };
-            match address {
-                None => weights.of_others = weight,
-                Some(text) => {
-                    let address = invalid.address(field, text.trim());
-                    weights.listed.extend(address.map(|address| (address, weight)));
-                }
+        let mut first_invalid = None;
+        for part in text.into_iter().flat_map(|text| text.split(',')) {
+            if weights.read(part).is_none() {
+                first_invalid.get_or_insert(part);
             }
         }
+        if let Some(part) = first_invalid {
+            invalid.add(
+                format!("metadata.annotations[{ANNOTATION_WEIGHTS}]"),
+                format_args!(
+                    "found {:?}, must be a weight or an address and its weight, such as 10.0.0.1=5; weights are 0 to {}",
+                    shortened(part.trim()),
+                    Weight::MAX
+                ),
+            );
+        }
         weights
+    }
+
+    fn read(&mut self, part: &str) -> Option<()> {
+        match part.split_once('=') {
+            None => self.of_others = part.trim().parse().ok()?,
+            Some((text, weight)) => {
+                self.listed.insert(address::parse(text.trim())?, weight.trim().parse().ok()?);
+            }
+        }
+        Some(())
     }
 
     pub(super) fn of_address(&self, address: IpAddr) -> Weight {

@@ -102,7 +102,8 @@ fn weights(#[case] text: Option<&str>, #[case] expected: [u8; 2]) {
 #[case::too_large("10.0.0.1=256", "found \"10.0.0.1=256\"")]
 #[case::negative("-1", "found \"-1\"")]
 #[case::empty("", "found \"\"")]
-#[case::no_address("web-0=5", "found \"web-0\", must be an IPv4 or IPv6 address")]
+#[case::no_address("web-0=5", "found \"web-0=5\"")]
+#[case::several(" much ,more,10.0.0.2=1", "found \"much\"")]
 fn an_invalid_weight_is_left_out(#[case] text: &str, #[case] problem: &str) {
     let annotations = json!({"proxy-ctl.dev/weights": format!("10.0.0.1=5,{text}")});
     let (slice, invalid) = slice_with(json!({"metadata": {"annotations": annotations}}));

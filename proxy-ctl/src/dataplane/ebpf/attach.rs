@@ -166,11 +166,6 @@ impl Hooks {
         failures
     }
 
-    /// Are programs of ours, or of a predecessor, at any? Also where that cannot be told.
-    pub(super) fn are_at_interfaces(&self) -> bool {
-        self.attached().map_or(true, |indexes| !indexes.is_empty())
-    }
-
     /// Removes the pins of links whose interface is gone.
     pub(super) fn tend(&mut self) -> Result<(), Error> {
         let gone: Vec<u32> = self.interfaces.keys().copied().filter(|index| !exists(*index)).collect();

@@ -122,11 +122,6 @@ pub struct EbpfDataplane {
     flows6: Collector<V6>,
     affinity: AffinityCollector,
     flow_lifetimes: FlowLifetimes,
-    /// Of the last `set_host`.
-    interfaces: Vec<Interface>,
-    /// In [`Dataplane::attach`]: nothing is attached to interfaces yet. Where a predecessor's programs are, they must not meet what this
-    /// version writes.
-    attaches_later: bool,
     hooks: Hooks,
     host_namespace: u64,
     shapes: Vec<Shape>,
@@ -249,8 +244,6 @@ impl EbpfDataplane {
             flows6: Collector::default(),
             affinity: AffinityCollector::default(),
             flow_lifetimes: FlowLifetimes::default(),
-            interfaces: Vec::new(),
-            attaches_later: false,
             hooks: Hooks::new(paths.clone(), programs, cgroup, Transit::new(config.xdp)),
             host_namespace,
             shapes,
@@ -340,26 +333,6 @@ impl EbpfDataplane {
             settings.masquerade_ports_apart = programs.apart as u16;
         })?;
         Ok(changed)
-    }
-
-    /// Attaches to the interfaces of the node, and swaps the programs of what is attached.
-    fn take_packets(&mut self) -> Failures {
-        let is_first = self.keep_ports == KeepPorts::BeforePackets;
-        if is_first {
-            self.keep_netfilter_ports();
-        }
-        let mut failures = self.hooks.follow(&self.interfaces);
-        if is_first {
-            self.keep_netfilter_ports();
-            self.keep_ports = KeepPorts::AfterModeBeside;
-        }
-        if let Err(error) = self.hooks.attach_sockets() {
-            failures.add("socket hooks", error);
-        }
-        // Former programs may have judged flows of this epoch by tables that have another size now.
-        self.shared.is_epoch_over = true;
-        raise_epoch(&mut self.shared, &mut failures);
-        failures
     }
 
     fn keep_netfilter_ports(&self) {
@@ -635,6 +608,10 @@ impl Dataplane for EbpfDataplane {
         self.write_service_cidrs(&mut applied, &mut failures);
         raise_epoch(&mut self.shared, &mut failures);
         self.end_stale_sockets();
+        if self.keep_ports == KeepPorts::AfterFrontends {
+            self.keep_netfilter_ports();
+            self.keep_ports = KeepPorts::AfterModeBeside;
+        }
         // Also where something could not be written: the other service ports are served as they are desired.
         if let Err(error) = self.lease.resume(&self.shared.tables.lease) {
             failures.add("lease", error);
@@ -662,10 +639,15 @@ impl Dataplane for EbpfDataplane {
             Err(error @ Error::Locked { .. }) => return Err(error.into()),
             Err(error) => failures.add("pins", error),
         }
-        self.interfaces.clone_from(&host.interfaces);
-        self.attaches_later = !self.hooks.are_at_interfaces();
-        if !self.attaches_later {
-            failures.merge(self.take_packets());
+        if self.keep_ports == KeepPorts::BeforePackets {
+            self.keep_netfilter_ports();
+            self.keep_ports = KeepPorts::AfterFrontends;
+        }
+        failures.merge(self.hooks.follow(&host.interfaces));
+        // Former programs may have judged flows of this epoch by tables that have another size now.
+        self.shared.is_epoch_over = true;
+        if let Err(error) = self.hooks.attach_sockets() {
+            failures.add("socket hooks", error);
         }
         self.service_cidrs.set(host.service_cidrs.as_deref());
         self.write_service_cidrs(&mut applied, &mut failures);
@@ -673,14 +655,8 @@ impl Dataplane for EbpfDataplane {
         for written in addresses {
             applied += written.map_err(Error::of_node_addresses)?;
         }
+        self.shared.raise_epoch()?;
         Ok(applied)
-    }
-
-    fn attach(&mut self) -> Result<(), super::Error> {
-        if !std::mem::take(&mut self.attaches_later) {
-            return Ok(());
-        }
-        Ok(self.take_packets().into_result()?)
     }
 
     fn renew_lease(&mut self) -> Result<(), super::Error> {

@@ -12,6 +12,7 @@ use crate::{dataplane::conntrack::address_family, sys::conntrack::Conntrack};
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum KeepPorts {
     BeforePackets,
+    AfterFrontends,
     AfterModeBeside,
     Done,
 }

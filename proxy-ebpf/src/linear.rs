@@ -1,5 +1,5 @@
-//! The linear part of an skb, in which headers lie almost always: its bytes are read directly. What is not in it is left to `skb.rs`, as is all that writes:
-//! before a program that writes directly the kernel copies the headers of each packet that has a clone.
+//! The linear part of an skb, in which headers lie almost always: its bytes are read directly. What is not in it is left to `skb.rs`, as
+//! is all that writes: before a program that writes directly the kernel copies the headers of each packet that has a clone.
 
 use core::ptr::{addr_of, read_volatile};
 
@@ -24,7 +24,7 @@ impl Linear {
 
     #[inline(always)]
     fn skb(self) -> Skb {
-        Skb::of_context(self.0)
+        Skb::of(&TcContext::new(self.0))
     }
 }
 

@@ -68,12 +68,7 @@ pub(crate) fn find_inlined<M: Entries>(table: &'static Resizable<M>, key: &M::Ke
 /// Null: in neither. A function of its own, so that the verifier goes on from one state, wherever the entry is found.
 #[inline(never)]
 fn find_in_either<M: Entries>(table: &'static Resizable<M>, key: &M::Key) -> *mut M::Value {
-    if let Some(before) = table.get(MAP_BEFORE)
-        && let Some(found) = before.find(key)
-    {
-        return found;
-    }
-    match table.get(MAP_IN_USE).and_then(|in_use| in_use.find(key)) {
+    match find_inlined(table, key) {
         Some(found) => found,
         None => core::ptr::null_mut(),
     }

@@ -1,5 +1,6 @@
-//! The bytes of an skb, by helpers. These are slower than direct access (`linear.rs`); they also read what lies in its fragments, and know what a checksum field holds at the moment: a whole
-//! sum, the pseudo header's only (CHECKSUM_PARTIAL, as of locally made and GSO packets), or nothing (UDP 0).
+//! The bytes of an skb, by helpers. These are slower than direct access (`linear.rs`); they also read what lies in its fragments, and
+//! know what a checksum field holds at the moment: a whole sum, the pseudo header's only (CHECKSUM_PARTIAL, as of locally made and GSO
+//! packets), or nothing (UDP 0).
 
 use core::mem::MaybeUninit;
 
@@ -30,11 +31,6 @@ impl Skb {
     }
 
     #[inline(always)]
-    pub(crate) const fn of_context(skb: *mut __sk_buff) -> Self {
-        Self(skb)
-    }
-
-    #[inline(always)]
     fn load(self, offset: u32, to: *mut u8, length: usize) -> Result<(), Reason> {
         // SAFETY: the context, and memory of this length.
         let result = unsafe { bpf_skb_load_bytes(self.0.cast(), offset, to.cast(), length as u32) };
@@ -49,7 +45,7 @@ impl Skb {
     }
 
     #[inline(always)]
-    pub(crate) fn replace_checksum(self, checksum: Checksum, change: Sum, flags: u32) -> Result<(), Reason> {
+    fn replace_checksum(self, checksum: Checksum, change: Sum, flags: u32) -> Result<(), Reason> {
         if change.is_zero() {
             return Ok(());
         }

@@ -607,11 +607,11 @@ fn go_on<F: Family, T: FlowTables<F>>(
     if scratch.packet.is_error() {
         return Ok(());
     }
+    scratch.stage = found.stage;
     let mut is_confirmed = false;
     if matches!(found.step, Step::ToFrontend | Step::FromBackend) {
         let speaker = if found.step == Step::ToFrontend { Speaker::Client } else { Speaker::Backend };
         if scratch.packet.is_tcp() {
-            scratch.stage = found.stage;
             tcp::hear(tables, scratch, speaker, found.entry);
             is_confirmed =
                 speaker == Speaker::Client && tcp::confirms(&scratch.flow, &scratch.packet.segment);
@@ -641,7 +641,6 @@ fn go_on<F: Family, T: FlowTables<F>>(
         }
     }
     if is_stale {
-        scratch.stage = found.stage;
         tables.run(scratch, Routine::Refresh);
     }
     Ok(())

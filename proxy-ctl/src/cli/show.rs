@@ -193,10 +193,9 @@ mod tests {
     use std::net::SocketAddr;
 
     use super::*;
-    use crate::model::objects::Algorithm;
     use crate::model::{
         desired::ServicePortName,
-        objects::{IpFamily, ObjectName},
+        objects::{Algorithm, IpFamily, ObjectName},
     };
 
     fn endpoint(address: &str, local: bool, backend: u32) -> EndpointSnapshot {

@@ -3,7 +3,7 @@
 use std::{borrow::Cow, collections::BTreeMap, net::SocketAddr, sync::Arc};
 
 use crate::model::{
-    desired::{DesiredPort, Frontend, FrontendKind, UnservedReason},
+    desired::{DesiredPort, Frontend, FrontendKind, UnservedReason, weigh_alike},
     objects::Algorithm,
 };
 
@@ -66,13 +66,12 @@ impl Unsupported {
 
 /// What of the annotations for mode ebpf another mode does not honour. `instead`: how it chooses.
 pub(super) fn balancing(port: &DesiredPort, instead: &'static str) -> Vec<Unsupported> {
-    let is_equal = port.endpoints.all.windows(2).all(|two| two[0].weight == two[1].weight);
     let asked = [
         (
             port.algorithm.is_some_and(|algorithm| algorithm != Algorithm::Random),
             "metadata.annotations[proxy-ctl.dev/algorithm]",
         ),
-        (!is_equal, "EndpointSlice metadata.annotations[proxy-ctl.dev/weights]"),
+        (!weigh_alike(&port.endpoints.all), "EndpointSlice metadata.annotations[proxy-ctl.dev/weights]"),
     ];
     let unsupported = |field| Unsupported::new(field, Effect::ServedDifferently, instead);
     asked.into_iter().filter(|(asked, _)| *asked).map(|(_, field)| unsupported(field)).collect()

@@ -104,6 +104,13 @@ pub struct Endpoint {
     pub weight: Weight,
 }
 
+/// Has each of these the same weight?
+pub fn weigh_alike<'e>(endpoints: impl IntoIterator<Item = &'e Endpoint>) -> bool {
+    let mut weights = endpoints.into_iter().map(|endpoint| endpoint.weight);
+    let first = weights.next();
+    weights.all(|weight| Some(weight) == first)
+}
+
 /// The service ports whose desired state is now different, each named once.
 #[derive(Clone, Debug, Default)]
 pub struct Changes {

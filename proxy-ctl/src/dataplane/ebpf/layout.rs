@@ -43,15 +43,8 @@ impl Run {
         EndpointSet::new(self.first, self.slots.len() as u32).with_table(self.table_bits)
     }
 
-    /// For each place, those of the table last, the index of its endpoint in `Endpoints::all`.
     pub(super) fn contents<F: TableFamily>(&self, port: &DesiredPort) -> impl Iterator<Item = u32> {
-        // Made when it is asked for: who compares mostly knows by the slots.
-        let table = move || match self.table_bits {
-            0 => Vec::new(),
-            bits => maglev::table::<F>(port.name.protocol, &members(&port.endpoints, &self.slots), bits),
-        };
-        let copies = iter::once_with(table).flatten().filter_map(|index| self.slots.get(index as usize));
-        self.slots.iter().chain(copies).copied()
+        contents::<F>(port, &self.slots, self.table_bits)
     }
 
     fn end(&self) -> u32 {
@@ -59,12 +52,27 @@ impl Run {
     }
 }
 
+/// For each place of a set with these slots, those of its table last, the index of its endpoint in `Endpoints::all`.
+pub(super) fn contents<F: TableFamily>(
+    port: &DesiredPort,
+    slots: &[u32],
+    table_bits: u32,
+) -> impl Iterator<Item = u32> {
+    // Made when it is asked for: who compares mostly knows by the slots.
+    let table = move || match table_bits {
+        0 => Vec::new(),
+        bits => maglev::table::<F>(port.name.protocol, members(&port.endpoints, slots), bits),
+    };
+    let copies = iter::once_with(table).flatten().filter_map(|index| slots.get(index as usize));
+    slots.iter().chain(copies).copied()
+}
+
 impl Arrangement {
     /// Where no set has a table, all endpoints in their order come first. A set without table that is contiguous in the slots so far shares
     /// them, and one with a table those of the same set; any other set gets slots of its own.
     pub(super) fn of(endpoints: &Endpoints, algorithm: Algorithm) -> Self {
         let sets = [&endpoints.cluster, &endpoints.internal, &endpoints.external];
-        let bits = sets.map(|set| maglev::table_bits(algorithm, &members(endpoints, set)));
+        let bits = sets.map(|set| maglev::table_bits(algorithm, members(endpoints, set)));
         let mut runs = Vec::new();
         if bits == [0; 3] {
             runs.push(Run { first: 0, slots: (0..).take(endpoints.all.len()).collect(), table_bits: 0 });
@@ -102,8 +110,11 @@ impl Arrangement {
     }
 }
 
-pub(super) fn members<'e>(endpoints: &'e Endpoints, set: &[u32]) -> Vec<&'e Endpoint> {
-    set.iter().filter_map(|index| endpoints.all.get(*index as usize)).collect()
+pub(super) fn members<'e>(
+    endpoints: &'e Endpoints,
+    set: &'e [u32],
+) -> impl Iterator<Item = &'e Endpoint> + Clone {
+    set.iter().filter_map(|index| endpoints.all.get(*index as usize))
 }
 
 /// The same set in the range that the service's slots were written to.

@@ -4,7 +4,7 @@ use proxy_common::{balance, layout::EndpointSet, port::Port};
 
 use super::family::TableFamily;
 use crate::model::{
-    desired::Endpoint,
+    desired::{Endpoint, weigh_alike},
     objects::{Algorithm, DEFAULT_WEIGHT, Protocol, Weight},
 };
 
@@ -12,9 +12,12 @@ use crate::model::{
 const PLACES: u64 = 100;
 
 /// Binary logarithm of the number of places for these endpoints; 0: they need no table.
-pub(super) fn table_bits(algorithm: Algorithm, endpoints: &[&Endpoint]) -> u32 {
-    let is_equal = endpoints.windows(2).all(|two| two[0].weight == two[1].weight);
-    if endpoints.len() < 2 || (is_equal && algorithm != Algorithm::Maglev) {
+pub(super) fn table_bits<'e>(
+    algorithm: Algorithm,
+    endpoints: impl Iterator<Item = &'e Endpoint> + Clone,
+) -> u32 {
+    let is_equal = weigh_alike(endpoints.clone());
+    if (is_equal && algorithm != Algorithm::Maglev) || endpoints.clone().nth(1).is_none() {
         return 0;
     }
     let weights = weights(endpoints);
@@ -25,11 +28,12 @@ pub(super) fn table_bits(algorithm: Algorithm, endpoints: &[&Endpoint]) -> u32 {
 }
 
 /// Where all have none, all are equal.
-fn weights(endpoints: &[&Endpoint]) -> Vec<Weight> {
-    if endpoints.iter().all(|endpoint| endpoint.weight == 0) {
-        return vec![DEFAULT_WEIGHT; endpoints.len()];
+fn weights<'e>(endpoints: impl Iterator<Item = &'e Endpoint>) -> Vec<Weight> {
+    let mut weights: Vec<Weight> = endpoints.map(|endpoint| endpoint.weight).collect();
+    if weights.iter().all(|weight| *weight == 0) {
+        weights.fill(DEFAULT_WEIGHT);
     }
-    endpoints.iter().map(|endpoint| endpoint.weight).collect()
+    weights
 }
 
 /// An endpoint's places in the order in which it takes them.
@@ -44,11 +48,15 @@ struct Turn {
 }
 
 /// For each of `2^bits` places an index of `endpoints`. Those of other families than `F` have none.
-pub(super) fn table<F: TableFamily>(protocol: Protocol, endpoints: &[&Endpoint], bits: u32) -> Vec<u32> {
-    let mut turns: Vec<_> =
-        (0..).zip(endpoints).zip(weights(endpoints)).filter(|(_, weight)| *weight > 0).collect();
+pub(super) fn table<'e, F: TableFamily>(
+    protocol: Protocol,
+    endpoints: impl Iterator<Item = &'e Endpoint> + Clone,
+    bits: u32,
+) -> Vec<u32> {
+    let weights = weights(endpoints.clone());
+    let mut turns: Vec<_> = (0..).zip(endpoints).zip(weights).filter(|(_, weight)| *weight > 0).collect();
     turns.sort_unstable_by_key(|((_, endpoint), _)| (endpoint.address, endpoint.port));
-    let turn = |((index, endpoint), weight): ((u32, &&Endpoint), Weight)| {
+    let turn = |((index, endpoint), weight): ((u32, &Endpoint), Weight)| {
         let address = F::address(endpoint.address)?;
         let [next, step] = balance::endpoint_hashes(&address, Port::new(endpoint.port), protocol.number());
         Some(Turn { index, weight: weight.into(), taken: 0, next, step: step | 1 })
@@ -105,7 +113,7 @@ mod tests {
 
     /// Of TCP.
     fn indexes<F: TableFamily>(endpoints: &[Endpoint], bits: u32) -> Vec<u32> {
-        table::<F>(Protocol::Tcp, &endpoints.iter().collect::<Vec<_>>(), bits)
+        table::<F>(Protocol::Tcp, endpoints.iter(), bits)
     }
 
     fn table_of(endpoints: &[Endpoint], bits: u32) -> Vec<IpAddr> {
@@ -115,7 +123,7 @@ mod tests {
     }
 
     fn bits(algorithm: Algorithm, endpoints: &[Endpoint]) -> u32 {
-        table_bits(algorithm, &endpoints.iter().collect::<Vec<_>>())
+        table_bits(algorithm, endpoints.iter())
     }
 
     fn share(table: &[IpAddr], endpoint: &Endpoint) -> usize {

@@ -17,7 +17,7 @@ use super::{
     allocate::Range,
     error::FullTable,
     family::TableFamily,
-    layout::{self, Arrangement, Run},
+    layout::{self, Arrangement},
     maglev,
     programmed::{Published, UsedEndpoints},
     reserve::{Reservation, ReservedSlots},
@@ -331,7 +331,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         slots: &[F::Slot],
         algorithm: Algorithm,
     ) -> bool {
-        let table_bits = maglev::table_bits(algorithm, &layout::members(&port.endpoints, indexes));
+        let table_bits = maglev::table_bits(algorithm, layout::members(&port.endpoints, indexes));
         if (set.count() as usize, set.table_bits()) != (indexes.len(), table_bits) {
             return false;
         }
@@ -339,8 +339,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             let found = self.tables.slots.get(place);
             found.is_some() && found.as_ref() == slots.get(index as usize)
         };
-        let run = Run { first: set.first, slots: indexes.to_vec(), table_bits };
-        run.contents::<F>(port).zip(set.first as usize..).all(holds)
+        layout::contents::<F>(port, indexes, table_bits).zip(set.first as usize..).all(holds)
     }
 
     fn write_slots(

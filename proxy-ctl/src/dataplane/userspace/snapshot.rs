@@ -21,7 +21,7 @@ use crate::{
     },
     model::{
         desired::{DesiredPort, Endpoint, Frontend, FrontendKind, ServicePortName},
-        objects::{Algorithm, Protocol},
+        objects::Protocol,
     },
     sys::namespace_lock::{self, NamespaceLock},
 };
@@ -108,7 +108,6 @@ fn service(served: &ServedPort, backends: &Backends) -> ServiceSnapshot {
         internal_policy: port.internal_policy,
         external_policy: port.external_policy,
         affinity_seconds: port.affinity_seconds.unwrap_or(0),
-        algorithm: Algorithm::default(),
         ..ServiceSnapshot::new(port.name.clone())
     }
 }

@@ -79,6 +79,7 @@ pub(crate) fn install_for_vm() -> Result<()> {
         needed("busybox", "busybox-static", WHY),
         needed("depmod", "kmod", WHY),
         needed("udevadm", "udev", WHY),
+        needed("ipset", "ipset", "kube-proxy's mode ipvs, in a virtual machine"),
     ])
 }
 

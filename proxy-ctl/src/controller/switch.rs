@@ -133,6 +133,7 @@ impl Controller {
         let all = self.model.desired();
         let servable = CoverageTracker::servable(all.clone(), new.as_ref());
         new.resync(&servable)?;
+        new.attach()?;
         let former = std::mem::replace(&mut active.dataplane, new);
         let stays_beside = modes.beside == Some(former_mode)
             && all.iter().any(|port| is_handed_over(port, active.dataplane.as_ref()));

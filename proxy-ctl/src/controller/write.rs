@@ -18,7 +18,7 @@ use crate::{
 impl Controller {
     /// Writes what is due. Failures are logged, counted, and tried again at [`Controller::wants_call_at`].
     pub fn write(&mut self, now: Instant) {
-        self.write_host(now);
+        let host = self.write_host(now);
         if self.taken_over.is_some() {
             return;
         }
@@ -33,37 +33,55 @@ impl Controller {
                 RunScope::Everything | RunScope::Inspection => self.write_everything(scope, now),
             }
         }
+        if let Some((scope, written)) = host {
+            self.attach(scope, written, now);
+        }
         if self.active.as_ref().is_some_and(|active| active.services.is_settled()) {
             self.written();
         }
     }
 
-    fn write_host(&mut self, now: Instant) {
-        let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return };
-        let Some(scope) = active.host.due(now) else { return };
+    /// What has come of it, if it was due.
+    fn write_host(&mut self, now: Instant) -> Option<(RunScope, Result<Applied, Error>)> {
+        let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return None };
+        let scope = active.host.due(now)?;
         let at_work = self.reports.mode.borrow().modes.mode;
         let ports = dataplane::masquerade_ports(self.retiring.iter().map(Retiring::mode).chain([at_work]));
         let host = host(network, &self.config, self.model.node(), self.model.service_cidrs(), ports);
         let metrics = &self.reports.metrics;
         let started = Instant::now();
-        let done = active.dataplane.set_host(&host);
+        let written = active.dataplane.set_host(&host);
         metrics.own.phase(Phase::Node, started.elapsed());
         self.coverage.take_without_room(active.dataplane.as_mut());
-        match done {
+        match written {
+            Err(error) if error.is_taken_over() => {
+                self.taken_over = Some(error);
+                None
+            }
+            written => Some((scope, written)),
+        }
+    }
+
+    /// Takes the packets of the interfaces, after [`write_host`](Self::write_host), of which this is `written`, and the service ports.
+    fn attach(&mut self, scope: RunScope, written: Result<Applied, Error>, now: Instant) {
+        let Some(active) = &mut self.active else { return };
+        let metrics = &self.reports.metrics;
+        let started = Instant::now();
+        let attached = active.dataplane.attach();
+        metrics.own.phase(Phase::Node, started.elapsed());
+        active.attached = attached.is_ok() && written.as_ref().err().is_none_or(Error::is_of_node_addresses);
+        match attached.and(written) {
             Ok(applied) => {
                 let done = if scope == RunScope::Changes { RunScope::Everything } else { scope };
                 active.host.succeeded(done, now);
-                active.attached = true;
                 metrics.own.applied(applied);
                 if scope == RunScope::Inspection {
                     report_drift(applied, metrics);
                 }
             }
-            Err(error) if error.is_taken_over() => self.taken_over = Some(error),
             Err(error) => {
                 metrics.own.sync_errors.inc();
                 let pause = active.host.failed(now);
-                active.attached = error.is_of_node_addresses();
                 tracing::error!(
                     %error, next_attempt_in = ?pause,
                     "taking over the node's addresses and interfaces failed"

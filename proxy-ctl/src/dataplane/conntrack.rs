@@ -218,6 +218,10 @@ impl Dataplane for WithConntrack {
         self.inner.set_host(host)
     }
 
+    fn attach(&mut self) -> Result<(), Error> {
+        self.inner.attach()
+    }
+
     fn renew_lease(&mut self) -> Result<(), Error> {
         self.inner.renew_lease()
     }

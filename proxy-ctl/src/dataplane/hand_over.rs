@@ -360,6 +360,10 @@ impl Dataplane for HandOver {
         Ok(applied)
     }
 
+    fn attach(&mut self) -> Result<(), Error> {
+        self.primary.attach()
+    }
+
     fn renew_lease(&mut self) -> Result<(), Error> {
         self.primary.renew_lease()
     }

@@ -72,6 +72,12 @@ pub trait Dataplane: Programmed + Send {
     /// Takes over the node's own addresses and interfaces. Called before the first `resync`, and on change.
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error>;
 
+    /// Takes the packets of interfaces, where the last `set_host` has left that for later: a kernel needs 20 ms for a hook, and nobody has to
+    /// wait for hundreds of them. Called after each `set_host`, and the first time after the first `resync`.
+    fn attach(&mut self) -> Result<(), Error> {
+        Ok(())
+    }
+
     /// Says that there is a controller, where the mode needs to know. Called about once a second before the first `resync`; later
     /// [`Dataplane::collect_garbage`] does so.
     fn renew_lease(&mut self) -> Result<(), Error> {

@@ -3,7 +3,7 @@
 use std::{
     env, fs,
     io::Read as _,
-    process::{Command, Stdio},
+    process::{Child, Command, Stdio},
 };
 
 use flate2::read::GzDecoder;
@@ -24,11 +24,12 @@ const SKIP_NFTABLES_CHECK: &str = "KUBE_PROXY_NFTABLES_SKIP_KERNEL_VERSION_CHECK
 
 pub fn gather() -> HostFacts {
     let kernel_release = read("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let [iptables, ip6tables] = all_tools();
     HostFacts {
         capabilities: capabilities(),
         modules: Modules::parse(&module_texts(&kernel_release)),
-        iptables: tools(["iptables-nft-save", "iptables-legacy-save", "iptables-save"]),
-        ip6tables: tools(["ip6tables-nft-save", "ip6tables-legacy-save", "ip6tables-save"]),
+        iptables,
+        ip6tables,
         ipset_protocol: ipset_protocol(),
         route_localnet: read(ROUTE_LOCALNET).map(|value| value == "1"),
         parameters_writable: access(ROUTE_LOCALNET, AccessFlags::W_OK).is_ok(),
@@ -65,21 +66,33 @@ fn config_in_proc() -> Option<String> {
     Some(text)
 }
 
-/// The first of each backend.
-fn tools(names: [&str; 3]) -> Vec<Tool> {
-    let mut found: Vec<Tool> = Vec::new();
-    for tool in names.into_iter().filter_map(tool) {
-        if found.iter().all(|other| other.backend != tool.backend) {
-            found.push(tool);
+/// Of both families, the first of each backend. All are asked at once: each takes some milliseconds.
+fn all_tools() -> [Vec<Tool>; 2] {
+    const NAMES: [[&str; 3]; 2] = [
+        ["iptables-nft-save", "iptables-legacy-save", "iptables-save"],
+        ["ip6tables-nft-save", "ip6tables-legacy-save", "ip6tables-save"],
+    ];
+    let asked = NAMES.map(|names| names.map(ask_version));
+    asked.map(|asked| {
+        let mut found: Vec<Tool> = Vec::new();
+        for tool in asked.into_iter().flatten().filter_map(told) {
+            if found.iter().all(|other| other.backend != tool.backend) {
+                found.push(tool);
+            }
         }
-    }
-    found
+        found
+    })
 }
 
-fn tool(name: &str) -> Option<Tool> {
-    let told =
-        Command::new(name).arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output().ok()?;
-    Tool::parse(&String::from_utf8_lossy(&told.stdout))
+/// `None`: it is not there.
+fn ask_version(name: &str) -> Option<Child> {
+    let mut command = Command::new(name);
+    command.arg("--version").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    command.spawn().ok()
+}
+
+fn told(tool: Child) -> Option<Tool> {
+    Tool::parse(&String::from_utf8_lossy(&tool.wait_with_output().ok()?.stdout))
 }
 
 fn ipset_protocol() -> Option<u8> {

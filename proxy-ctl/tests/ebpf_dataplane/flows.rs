@@ -14,7 +14,7 @@ use proxy_ctl::{
     sys::{clock, map::Map},
 };
 
-use super::sandbox::Sandbox;
+use super::sandbox::{Sandbox, TakeHost as _};
 
 type Flows = Map<FlowKey<[u8; 4]>, Flow<[u8; 4]>>;
 
@@ -81,7 +81,7 @@ fn flows_expire_as_the_configuration_says() {
     for (tcp_close_wait, left) in [(60, 3), (10, 0)] {
         let tcp_close_wait = Duration::from_secs(tcp_close_wait);
         let flow_lifetimes = FlowLifetimes { tcp_close_wait, ..FlowLifetimes::default() };
-        dataplane.set_host(&Host { flow_lifetimes, ..Host::default() }).unwrap();
+        dataplane.take_host(&Host { flow_lifetimes, ..Host::default() }).unwrap();
         dataplane.collect_garbage().unwrap();
         assert_eq!(established.read_all().unwrap().len(), left, "{tcp_close_wait:?}");
     }

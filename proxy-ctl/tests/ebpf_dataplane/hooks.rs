@@ -40,7 +40,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     desired::{endpoint, port, shared},
-    sandbox::{Sandbox, index, run, serve},
+    sandbox::{Sandbox, TakeHost as _, index, run, serve},
 };
 
 /// r0 = `value`; exit
@@ -104,17 +104,17 @@ fn interfaces_are_followed() {
     let Some(sandbox) = Sandbox::new() else { return };
     let (first, second) = (veth("dpa"), veth("dpb"));
     let mut dataplane = sandbox.open();
-    dataplane.set_host(&host(&[("dpa", Role::Workload), ("dpb", Role::Uplink)])).unwrap();
+    dataplane.take_host(&host(&[("dpa", Role::Workload), ("dpb", Role::Uplink)])).unwrap();
     assert_eq!(links(&sandbox), &named(first) | &named(second));
 
     // Another role is another program in the same link.
     let ingress = format!("{first}_ingress");
     let workload = program_of(&sandbox, &ingress);
-    dataplane.set_host(&host(&[("dpa", Role::Uplink), ("dpb", Role::Uplink)])).unwrap();
+    dataplane.take_host(&host(&[("dpa", Role::Uplink), ("dpb", Role::Uplink)])).unwrap();
     assert_ne!(program_of(&sandbox, &ingress), workload);
     assert_eq!(program_of(&sandbox, &ingress), program_of(&sandbox, &format!("{second}_ingress")));
 
-    dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
     assert_eq!(links(&sandbox), named(first));
     run("ip", "link del dpa");
     dataplane.collect_garbage().unwrap();
@@ -128,7 +128,7 @@ fn a_restart_swaps_the_programs_and_keeps_the_links() {
     let gone = veth("dpb");
     let both = host(&[("dpa", Role::Workload), ("dpb", Role::Workload)]);
     let mut dataplane = sandbox.open();
-    dataplane.set_host(&both).unwrap();
+    dataplane.take_host(&both).unwrap();
     let before = program_of(&sandbox, &format!("{first}_ingress"));
     let socket_before = program_of(&sandbox, "cgroup_connect4");
     // Its own descriptor shows that the link stays the same.
@@ -137,7 +137,7 @@ fn a_restart_swaps_the_programs_and_keeps_the_links() {
     run("ip", "link del dpb");
     assert_eq!(links(&sandbox), &named(first) | &named(gone));
     let mut dataplane = sandbox.open();
-    dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
     assert_eq!(links(&sandbox), named(first), "what vanished meanwhile is noticed");
     assert_ne!(program_of(&sandbox, &format!("{first}_ingress")), before);
     assert_ne!(program_of(&sandbox, "cgroup_connect4"), socket_before);
@@ -160,11 +160,11 @@ fn devices_without_an_ethernet_header_get_programs_of_their_own() {
     let mut before = [0; 3];
     for _ in 0..2 {
         let mut dataplane = sandbox.open();
-        dataplane.set_host(&host).unwrap();
+        dataplane.take_host(&host).unwrap();
         let now = programs();
         assert!(now[0] != now[1] && now[0] != now[2], "by role and by header: {now:?}");
         assert!(now.iter().all(|program| !before.contains(program)), "{before:?} run on: {now:?}");
-        dataplane.set_host(&host).unwrap();
+        dataplane.take_host(&host).unwrap();
         assert_eq!(programs(), now, "nothing is loaded twice");
         before = now;
     }
@@ -176,7 +176,7 @@ fn a_link_that_somebody_removed_comes_back() {
     let first = veth("dpa");
     let mut dataplane = sandbox.open();
     let host = host(&[("dpa", Role::Workload)]);
-    dataplane.set_host(&host).unwrap();
+    dataplane.take_host(&host).unwrap();
     let remove = || {
         fs::remove_file(sandbox.links().join(format!("{first}_ingress"))).unwrap();
         fs::remove_file(sandbox.links().join("cgroup_connect4")).unwrap();
@@ -191,7 +191,7 @@ fn a_link_that_somebody_removed_comes_back() {
         all_there()
     };
     remove();
-    assert!(repaired_by(&mut || drop(dataplane.set_host(&host))), "when the host is set");
+    assert!(repaired_by(&mut || drop(dataplane.take_host(&host))), "when the host is set");
     remove();
     assert!(repaired_by(&mut || drop(dataplane.collect_garbage())), "by inspection now and then");
 }
@@ -207,7 +207,7 @@ fn an_emptied_bpffs_is_filled_again_and_nobody_notices() {
     let wanted = shared([port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)])]);
     let host = host(&[("dpa", Role::Workload)]);
     let mut dataplane = sandbox.open();
-    dataplane.set_host(&host).unwrap();
+    dataplane.take_host(&host).unwrap();
     dataplane.resync(&wanted).unwrap();
     let program = first_on_ingress(interface);
 
@@ -231,7 +231,7 @@ fn an_emptied_bpffs_is_filled_again_and_nobody_notices() {
         "what was pinned again outlives the controller"
     );
     let mut next = sandbox.open();
-    next.set_host(&host).unwrap();
+    next.take_host(&host).unwrap();
     assert_eq!(next.resync(&wanted).unwrap(), Applied::default());
 }
 
@@ -241,16 +241,16 @@ fn the_pins_of_a_successor_are_its_own() {
     let interface = veth("dpa");
     let host = host(&[("dpa", Role::Workload)]);
     let mut former = sandbox.open();
-    former.set_host(&host).unwrap();
+    former.take_host(&host).unwrap();
     fs::remove_dir_all(sandbox.config.bpffs.join("proxy-ctl")).unwrap();
     let mut successor = sandbox.open();
-    successor.set_host(&host).unwrap();
+    successor.take_host(&host).unwrap();
     let programs = || {
         ["cgroup_connect4".to_owned(), format!("{interface}_ingress")].map(|link| program_of(&sandbox, &link))
     };
     let theirs = programs();
 
-    assert!(former.set_host(&host).unwrap_err().is_taken_over());
+    assert!(former.take_host(&host).unwrap_err().is_taken_over());
     let collections = (0..COLLECTIONS_BETWEEN_INSPECTIONS).map(|_| former.collect_garbage());
     let errors: Vec<_> = collections.filter_map(Result::err).collect();
     assert!(errors.iter().any(proxy_ctl::dataplane::Error::is_taken_over), "{errors:?}");
@@ -266,7 +266,7 @@ fn pins_of_another_map_do_not_take_the_place_of_a_table() {
     let services = id_of("services");
     fs::remove_file(sandbox.table("services")).unwrap();
     bpf::pin(bpf::pinned(&sandbox.table("settings")).unwrap().as_fd(), &sandbox.table("services")).unwrap();
-    dataplane.set_host(&Host::default()).unwrap();
+    dataplane.take_host(&Host::default()).unwrap();
     assert_eq!(id_of("services"), services);
 }
 
@@ -278,19 +278,19 @@ fn interfaces_that_vanish_while_they_are_attached_are_no_error() {
     let of_names: Vec<_> = names.iter().map(|name| (name.as_str(), Role::Workload)).collect();
     let host = host(&of_names);
     let mut dataplane = sandbox.open();
-    dataplane.set_host(&host).unwrap();
+    dataplane.take_host(&host).unwrap();
     assert_eq!(links(&sandbox), indexes.into_iter().flat_map(named).collect());
     thread::scope(|scope| {
         let deleted =
             scope.spawn(|| names.iter().for_each(|name| drop(run("ip", &format!("link del {name}")))));
         while !deleted.is_finished() {
             // So that all that are left are attached anew.
-            dataplane.set_host(&Host::default()).unwrap();
-            dataplane.set_host(&host).unwrap();
+            dataplane.take_host(&Host::default()).unwrap();
+            dataplane.take_host(&host).unwrap();
         }
     });
-    dataplane.set_host(&host).unwrap();
-    dataplane.set_host(&Host::default()).unwrap();
+    dataplane.take_host(&host).unwrap();
+    dataplane.take_host(&Host::default()).unwrap();
     assert_eq!(links(&sandbox), BTreeSet::new());
 }
 
@@ -312,7 +312,7 @@ fn others_programs_stay_and_go_on_working() {
     let allows = bpf::link_cgroup(connect_program(1).as_fd(), cgroup.as_fd(), connect4).unwrap();
 
     let mut dataplane = sandbox.open();
-    dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
     dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)])])).unwrap();
     assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("backend".into()));
     assert_eq!(first_on_ingress(interface), program_of(&sandbox, &format!("{interface}_ingress")));
@@ -341,7 +341,7 @@ fn the_order_of_a_hook_is_mended_but_not_for_ever() {
     let Some(sandbox) = Sandbox::new() else { return };
     let (interface, other) = (veth("dpa"), veth("dpb"));
     let mut dataplane = sandbox.open();
-    dataplane.set_host(&host(&[("dpa", Role::Workload), ("dpb", Role::Workload)])).unwrap();
+    dataplane.take_host(&host(&[("dpa", Role::Workload), ("dpb", Role::Workload)])).unwrap();
     let is_ours = |interface: u32| {
         let ours = |hook: &str| program_of(&sandbox, &format!("{interface}_{hook}"));
         let (ingress, egress) =
@@ -397,7 +397,7 @@ fn clsact_filters_do_the_same_where_tcx_is_missing() {
     let open = || sandbox.open().without_tcx();
     let host = host(&[("dpa", Role::Workload)]);
     let mut dataplane = open();
-    match dataplane.set_host(&host) {
+    match dataplane.take_host(&host) {
         Err(error) if error.to_string().contains("No such file") => {
             println!("skipped: the kernel has no clsact qdisc or no cls_bpf");
             return;
@@ -412,7 +412,7 @@ fn clsact_filters_do_the_same_where_tcx_is_missing() {
 
     drop(dataplane);
     let mut dataplane = open();
-    dataplane.set_host(&host).unwrap();
+    dataplane.take_host(&host).unwrap();
     let swapped = ours(Direction::Ingress);
     assert_eq!(swapped.len(), 1);
     assert_ne!(swapped[0].program, ingress[0].program);
@@ -440,27 +440,27 @@ fn a_clsact_qdisc_of_ours_goes_with_the_last_filter() {
     let Some(sandbox) = Sandbox::new() else { return };
     veth("dpa");
     let mut dataplane = sandbox.open().without_tcx();
-    if let Err(error) = dataplane.set_host(&host(&[("dpa", Role::Workload)])) {
+    if let Err(error) = dataplane.take_host(&host(&[("dpa", Role::Workload)])) {
         assert!(error.to_string().contains("No such file"), "{error}");
         println!("skipped: the kernel has no clsact qdisc or no cls_bpf");
         return;
     }
     assert!(run("tc", "qdisc show dev dpa").contains("clsact"));
-    dataplane.set_host(&Host::default()).unwrap();
+    dataplane.take_host(&Host::default()).unwrap();
     assert!(!run("tc", "qdisc show dev dpa").contains("clsact"));
     assert_eq!(links(&sandbox), BTreeSet::new());
 
     // Filters of other kinds than ours keep it alive, too.
-    dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
     run("tc", "filter add dev dpa ingress protocol ip prio 9 u32 match u32 0 0");
-    dataplane.set_host(&Host::default()).unwrap();
+    dataplane.take_host(&Host::default()).unwrap();
     assert!(run("tc", "filter show dev dpa ingress").contains("u32"));
     run("tc", "qdisc del dev dpa clsact");
 
     // One that was there before us stays.
     run("tc", "qdisc add dev dpa clsact");
-    dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
-    dataplane.set_host(&Host::default()).unwrap();
+    dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    dataplane.take_host(&Host::default()).unwrap();
     assert!(run("tc", "qdisc show dev dpa").contains("clsact"));
 }
 
@@ -476,7 +476,7 @@ fn xdp_is_on_the_uplinks_that_can_have_it() {
     let with = |hooks: &[String]| &of_tc() | &hooks.iter().cloned().collect();
     let open = |xdp| {
         let mut dataplane = EbpfDataplane::open(&Ebpf { xdp, ..sandbox.config.clone() }).unwrap();
-        dataplane.set_host(&host).unwrap();
+        dataplane.take_host(&host).unwrap();
         dataplane
     };
 
@@ -515,7 +515,7 @@ fn xdp_waits_for_another_program_to_go() {
     let other = bpf::load_program(XDP, bpf_attach_type::BPF_XDP as u32, &returns(2)).unwrap();
     let others_link = bpf::link_xdp(other.as_fd(), uplink, XdpMode::Native).unwrap();
     let mut dataplane = EbpfDataplane::open(&Ebpf { xdp: Xdp::Native, ..sandbox.config.clone() }).unwrap();
-    dataplane.set_host(&host(&[("dpa", Role::Uplink)])).unwrap();
+    dataplane.take_host(&host(&[("dpa", Role::Uplink)])).unwrap();
     assert_eq!(links(&sandbox), named(uplink));
     bpf::link_detach(others_link.as_fd()).unwrap();
     for _ in 0..COLLECTIONS_BETWEEN_INSPECTIONS {
@@ -529,7 +529,7 @@ fn cleanup_leaves_nothing_of_ours() {
     let Some(sandbox) = Sandbox::new() else { return };
     veth("dpa");
     let mut dataplane = sandbox.open();
-    dataplane.set_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
     dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])])).unwrap();
     drop(dataplane);
     // Another's pin beside our folder.
@@ -558,7 +558,7 @@ fn socket_hooks_are_detached_when_they_are_switched_off() {
     let off = Ebpf { socket_load_balancing: SocketLoadBalancing::Off, ..sandbox.config.clone() };
     let mut dataplane = EbpfDataplane::open(&off).unwrap();
     assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("backend".into()), "the packet programs are not there yet");
-    dataplane.set_host(&Host::default()).unwrap();
+    dataplane.take_host(&Host::default()).unwrap();
     sandbox.dial("10.96.0.1", 80).unwrap_err();
     assert_eq!(sandbox.snapshot().hooks, []);
 }
@@ -670,12 +670,12 @@ fn a_filter_gives_way_to_others_that_hold_its_priority() {
     };
     for _ in 0..2 {
         let mut dataplane = sandbox.open().without_tcx();
-        dataplane.set_host(&host).unwrap();
+        dataplane.take_host(&host).unwrap();
         assert_eq!(priorities(), [3], "and a restart finds it there");
     }
     run("tc", "filter del dev dpa ingress prio 1");
     let mut dataplane = sandbox.open().without_tcx();
-    dataplane.set_host(&host).unwrap();
+    dataplane.take_host(&host).unwrap();
     assert_eq!(priorities(), [3], "it stays where it is");
     drop(dataplane);
     assert_eq!(cleanup(&sandbox.config.bpffs).unwrap().filters, 2);
@@ -710,7 +710,7 @@ fn where_there_is_no_room_for_all_addresses_the_nodes_own_are_served() {
     let mut host = host(&[]);
     host.masquerade_addresses = vec![own];
     host.node_port_addresses = (1..=70).map(|last| IpAddr::from([10, 9, 0, last])).chain([own]).collect();
-    let error = dataplane.set_host(&host).unwrap_err();
+    let error = dataplane.take_host(&host).unwrap_err();
     assert!(error.is_of_node_addresses(), "{error}");
     let served = sandbox.snapshot().node.node_port_addresses;
     assert!(served.len() == 64 && served.contains(&(own, false)), "{served:?}");
@@ -725,7 +725,7 @@ fn sources_of_uplinks_come_and_go_with_their_addresses() {
     let mut host = host(&[("dpa", Role::Uplink)]);
     let mut sources = |addresses: &[IpAddr]| {
         host.interfaces[0].masquerade_addresses = addresses.to_vec();
-        let applied = dataplane.set_host(&host).unwrap();
+        let applied = dataplane.take_host(&host).unwrap();
         (table.read_all().unwrap(), applied.written + applied.removed)
     };
     let v4 = [203, 0, 113, 7];

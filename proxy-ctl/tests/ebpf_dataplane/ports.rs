@@ -4,7 +4,7 @@ use std::fs;
 
 use proxy_ctl::dataplane::{Applied, Dataplane, Host};
 
-use super::sandbox::Sandbox;
+use super::sandbox::{Sandbox, TakeHost as _};
 
 const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
 
@@ -14,7 +14,7 @@ const DEFAULT: Ports<'_> = &[(1_024, 29_999), (32_768, 65_535)];
 #[test]
 fn changed_parameters_are_followed() {
     let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
-    dataplane.set_host(&Host::default()).unwrap();
+    dataplane.take_host(&Host::default()).unwrap();
     assert_eq!(sandbox.snapshot().node.masquerade_ports, DEFAULT);
     let steps: [(&str, &str, Ports<'_>); 3] = [
         (
@@ -36,7 +36,7 @@ fn changed_parameters_are_followed() {
         }
         assert_eq!(sandbox.snapshot().node.masquerade_ports, expected, "{parameter} = {value}");
         assert_eq!(
-            dataplane.set_host(&Host::default()).unwrap(),
+            dataplane.take_host(&Host::default()).unwrap(),
             Applied::default(),
             "nothing is written twice"
         );
@@ -51,6 +51,6 @@ fn a_folder_of_a_version_without_these_tables_gets_them() {
         fs::remove_file(sandbox.table(table)).unwrap();
     }
     let mut dataplane = sandbox.open();
-    dataplane.set_host(&Host::default()).unwrap();
+    dataplane.take_host(&Host::default()).unwrap();
     assert_eq!(sandbox.snapshot().node.masquerade_ports, DEFAULT);
 }

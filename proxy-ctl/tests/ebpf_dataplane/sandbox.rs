@@ -17,11 +17,23 @@ use proxy_common::layout::LAYOUT_VERSION;
 use proxy_ctl::{
     config::{Ebpf, Limits},
     dataplane::{
-        Programmed as _, Snapshot,
+        self, Applied, Dataplane, Host, Programmed as _, Snapshot,
         ebpf::{EbpfDataplane, cleanup::cleanup, status::Pinned},
     },
     sys::{bpf, filesystem, map::Map},
 };
+
+/// As the controller does, once everything is written.
+pub trait TakeHost: Dataplane {
+    fn take_host(&mut self, host: &Host) -> Result<Applied, dataplane::Error> {
+        match self.set_host(host) {
+            Err(error) if error.is_taken_over() => Err(error),
+            written => self.attach().and(written),
+        }
+    }
+}
+
+impl TakeHost for EbpfDataplane {}
 
 pub struct Sandbox {
     pub config: Ebpf,

@@ -14,7 +14,7 @@ use proxy_ctl::{
 
 use super::{
     desired::{endpoint, endpoints, port, shared},
-    sandbox::{Sandbox, serve},
+    sandbox::{Sandbox, TakeHost as _, serve},
 };
 
 const CLUSTER_IP: &str = "10.96.0.1";
@@ -138,7 +138,7 @@ fn a_socket_of_the_node_is_judged_by_the_nodes_address() {
     let server = endpoint("127.0.0.1", serve("127.0.0.1", "served"));
     let mut dataplane = sandbox.open();
     let host = Host { masquerade_addresses: vec![NODE.parse().unwrap()], ..Host::default() };
-    dataplane.set_host(&host).unwrap();
+    dataplane.take_host(&host).unwrap();
     let mut dial = |ranges: &[&str]| {
         dataplane.resync(&shared([guarded("web", server, ranges)])).unwrap();
         assert_eq!(sandbox.dial(CLUSTER_IP, 80).unwrap(), "served");

@@ -22,7 +22,7 @@ use tracing::Level;
 
 use super::{
     desired::{change, endpoint, port, shared, with_node_port},
-    sandbox::{Sandbox, run, serve},
+    sandbox::{Sandbox, TakeHost as _, run, serve},
 };
 
 fn web(backends: &[&str]) -> Vec<Arc<DesiredPort>> {
@@ -263,12 +263,12 @@ fn a_restart_writes_nothing() {
         ..Host::default()
     };
     let mut first = sandbox.open();
-    assert_ne!(first.set_host(&host).unwrap(), Applied::default());
+    assert_ne!(first.take_host(&host).unwrap(), Applied::default());
     assert_ne!(first.resync(&desired).unwrap(), Applied::default());
     drop(first);
     let before = sandbox.snapshot().services;
     let mut second = sandbox.open();
-    assert_eq!(second.set_host(&host).unwrap(), Applied::default());
+    assert_eq!(second.take_host(&host).unwrap(), Applied::default());
     assert_eq!(second.resync(&desired).unwrap(), Applied::default());
     assert_eq!(sandbox.snapshot().services, before);
 }
@@ -398,7 +398,7 @@ fn addresses_of_node_ports_come_and_go() {
     run("ip", "addr add 192.0.2.2/24 dev lo");
     for addresses in [&[1, 2][..], &[2], &[], &[1]] {
         let served = addresses.iter().map(|last| IpAddr::from([192, 0, 2, *last])).collect();
-        dataplane.set_host(&Host { node_port_addresses: served, ..Host::default() }).unwrap();
+        dataplane.take_host(&Host { node_port_addresses: served, ..Host::default() }).unwrap();
         for last in [1, 2] {
             let answer = sandbox.dial(&format!("192.0.2.{last}"), 30_080);
             assert_eq!(answer.is_ok(), addresses.contains(&last), "{addresses:?} {last}: {answer:?}");

@@ -12,7 +12,7 @@ use proxy_ctl::{
 
 use super::{
     desired::{endpoint, name, port, shared},
-    sandbox::{Sandbox, serve},
+    sandbox::{Sandbox, TakeHost as _, serve},
 };
 
 const WEB: &str = "10.96.0.1";
@@ -144,14 +144,14 @@ fn ranges_are_written_when_everything_is_served_and_nobody_has_an_address_of_the
     let target = serve("127.0.0.1", "web");
     let desired = shared([port("web", WEB, vec![endpoint("127.0.0.1", target)])]);
     let mut dataplane = sandbox.open();
-    dataplane.set_host(&host).unwrap();
+    dataplane.take_host(&host).unwrap();
     dataplane.resync(&desired).unwrap();
     assert_eq!(cidrs(&sandbox), 0, "traffic to them passes");
     drop(dataplane);
 
     sandbox.config.unallocated_service_addresses = UnallocatedServiceAddresses::Drop;
     let mut dataplane = sandbox.open();
-    dataplane.set_host(&host).unwrap();
+    dataplane.take_host(&host).unwrap();
     assert_eq!(cidrs(&sandbox), 0, "nothing is known to be served yet");
     dataplane.resync(&desired).unwrap();
     assert_eq!(cidrs(&sandbox), 1);
@@ -161,17 +161,17 @@ fn ranges_are_written_when_everything_is_served_and_nobody_has_an_address_of_the
     drop(dataplane);
 
     let mut dataplane = sandbox.open();
-    dataplane.set_host(&Host::default()).unwrap();
+    dataplane.take_host(&Host::default()).unwrap();
     assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
     assert_eq!(cidrs(&sandbox), 1, "what a predecessor knew holds until they are listed");
-    assert_eq!(dataplane.set_host(&host).unwrap(), Applied::default());
+    assert_eq!(dataplane.take_host(&host).unwrap(), Applied::default());
     drop(dataplane);
     let fewer = Host { service_cidrs: Some(Vec::new()), ..host.clone() };
     let mut dataplane = sandbox.open();
-    dataplane.set_host(&fewer).unwrap();
+    dataplane.take_host(&fewer).unwrap();
     dataplane.resync(&desired).unwrap();
     assert_eq!(cidrs(&sandbox), 0, "the last one was removed meanwhile");
-    dataplane.set_host(&host).unwrap();
+    dataplane.take_host(&host).unwrap();
     assert_eq!(cidrs(&sandbox), 1);
     while !dataplane.retire().unwrap() {}
     assert_eq!(cidrs(&sandbox), 0);

@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 use crate::{
     check,
     fixtures::{FIRST_NEWCOMER_INDEX, PODS, PORT, SENTINEL_INDEX, SERVICES, ServiceFixture},
-    proxy::{Feed, Proxy},
+    proxy::{Feed, HEALTH, METRICS, Proxy},
     setting::{PathKind, Setting},
 };
 
@@ -167,7 +167,7 @@ impl World {
     pub fn switch(&mut self, setting: Setting) -> Result<()> {
         self.setting = setting;
         let (lab, fields, feed) = (&self.lab, &self.fields, &self.feed);
-        self.proxies.iter().try_for_each(|proxy| proxy.configure(lab, setting, fields, feed))
+        self.proxies.iter_mut().try_for_each(|proxy| proxy.configure(lab, setting, fields, feed))
     }
 
     pub fn kill(&mut self, node: NodeNumber) -> Result<()> {
@@ -258,7 +258,26 @@ impl World {
     }
 
     pub fn settled_on(&mut self, node: NodeNumber) -> Result<()> {
-        self.served_on(node, cluster_ip(SENTINEL_INDEX), self.sentinel_port())
+        self.served_on(node, cluster_ip(SENTINEL_INDEX), self.sentinel_port())?;
+        self.at_work_on(node)
+    }
+
+    /// Waits until the proxy says so, once after each start and each change of its mode: processes of the node are served before the
+    /// packets of interfaces are.
+    fn at_work_on(&mut self, node: NodeNumber) -> Result<()> {
+        let setting = self.setting;
+        if setting.proxy.is_kube_proxy() || std::mem::replace(&mut self.proxy(node)?.seen_at_work, true) {
+            return Ok(());
+        }
+        let agent = self.agent(&node_name(node))?;
+        let health = SocketAddr::new(self.addresses(&node_name(node))?.of(Family::V4), HEALTH);
+        let metrics = SocketAddr::new(Family::V4.loopback(), METRICS);
+        let ask = |address, path| agent.http_get(address, path).map_err(|error| format!("{error:#}"));
+        wait::until(&format!("mode {} at work on node{node}", setting.datapath().mode()), SETTLES_WITHIN, || {
+            let (mode, health) = (ask(metrics, "/proxyMode")?, ask(health, "/healthz")?);
+            let is_at_work = mode == (200, setting.datapath().mode().to_owned()) && health.0 == 200;
+            if is_at_work { Ok(Some(())) } else { Err(format!("{mode:?}, {health:?}")) }
+        })
     }
 
     /// Publishes the objects, and waits until every node serves them, by a Service that is new: programs that a former proxy has left refuse the
@@ -270,7 +289,10 @@ impl World {
         let service = Service::new(&name, address, PORT, SERVER_PORT, None);
         self.objects.set_service(&service, &[Endpoint::ready(server, 1)]);
         self.publish()?;
-        let served = NODES.into_iter().try_for_each(|node| self.served_on(node, address, PORT));
+        let served = NODES.into_iter().try_for_each(|node| {
+            self.served_on(node, address, PORT)?;
+            self.at_work_on(node)
+        });
         self.objects.remove_service(&name);
         served
     }
@@ -350,7 +372,7 @@ impl World {
 
     /// A metric of the node's proxy; `None` if it has none of that name.
     pub fn metric(&self, node: NodeNumber, name: &str) -> Result<Option<f64>> {
-        let address = SocketAddr::new(Family::V4.loopback(), 10_249);
+        let address = SocketAddr::new(Family::V4.loopback(), METRICS);
         let (status, body) = self.agent(&node_name(node))?.http_get(address, "/metrics")?;
         ensure!(status == 200, "/metrics answered {status}");
         Ok(body.lines().filter_map(|line| line.strip_prefix(name)).find_map(|rest| {
@@ -362,7 +384,7 @@ impl World {
 
     /// What the node's proxy answers to who asks for its mode.
     pub fn proxy_mode(&self, node: NodeNumber) -> Result<String> {
-        let address = SocketAddr::new(Family::V4.loopback(), 10_249);
+        let address = SocketAddr::new(Family::V4.loopback(), METRICS);
         let (status, body) = self.agent(&node_name(node))?.http_get(address, "/proxyMode")?;
         ensure!(status == 200, "/proxyMode answered {status}");
         Ok(body)

@@ -61,6 +61,10 @@ struct Recording {
     resync_fails: bool,
     /// There is no room for the node's addresses.
     addresses_fail: bool,
+    /// No interface can be attached to.
+    attach_fails: bool,
+    /// How many calls came before each attachment.
+    attached_after: Vec<usize>,
     /// Another controller runs.
     taken_over: bool,
     /// Service ports without room, if that has changed.
@@ -175,6 +179,13 @@ impl Dataplane for Recorder {
             return Err(Error::new(ErrorKind::NodeAddresses, "table node_addresses4 is full"));
         }
         written
+    }
+
+    fn attach(&mut self) -> Result<(), Error> {
+        let mut recording = self.lock();
+        let calls = recording.calls.len();
+        recording.attached_after.push(calls);
+        if recording.attach_fails { Err(full()) } else { Ok(()) }
     }
 
     fn renew_lease(&mut self) -> Result<(), Error> {
@@ -350,6 +361,7 @@ fn the_node_is_set_up_first_then_everything_is_written_at_once() {
     let [Call::SetHost(_), Call::Resync(ports)] = calls.as_slice() else { panic!("{calls:?}") };
     assert_eq!(*ports, ["default/a", "default/b"]);
     assert_eq!(fixture.write(), []);
+    assert_eq!(fixture.recorder.lock().attached_after, [2], "hooks take packets once all is written");
 }
 
 #[test]

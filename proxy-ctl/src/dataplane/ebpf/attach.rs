@@ -17,7 +17,7 @@ use aya_obj::generated::bpf_attach_type;
 
 use super::{
     Error,
-    load::{Programs, SOCKET_HOOKS, packet_program},
+    load::{Programs, SOCKET_HOOKS, common_packet_programs, packet_program},
     order::{HookOrder, Misplaced},
     paths::{Paths, make_folder, names, remove_folder},
     pins::LinkPins,
@@ -45,6 +45,10 @@ fn priorities(direction: Direction) -> [u16; 8] {
         Direction::Ingress => [1, 2, 3, 4, 5, 6, 7, 8],
         Direction::Egress => [0xff00, 0xfeff, 0xfefe, 0xfefd, 0xfefc, 0xfefb, 0xfefa, 0xfef9],
     }
+}
+
+fn packet_programs(interface: &Interface) -> [&'static str; 2] {
+    Direction::ALL.map(|direction| packet_program(interface.role, direction, interface.ethernet))
 }
 
 /// A cgroup v2 folder.
@@ -152,6 +156,9 @@ impl Hooks {
                 failures.add(format_args!("interface {index}"), error);
             }
         }
+        if let Err(error) = self.programs.load_all(interfaces.iter().flat_map(packet_programs)) {
+            failures.add("packet programs", error);
+        }
         for interface in interfaces {
             // Also where that fails: it is tried again.
             self.interfaces.insert(interface.index, interface.clone());
@@ -164,6 +171,11 @@ impl Hooks {
             }
         }
         failures
+    }
+
+    /// Are programs of ours, or of a predecessor, at any? Also where that cannot be told.
+    pub(super) fn are_at_interfaces(&self) -> bool {
+        self.attached().map_or(true, |indexes| !indexes.is_empty())
     }
 
     /// Removes the pins of links whose interface is gone.
@@ -258,16 +270,17 @@ impl Hooks {
 
     /// Loads all of these that the hooks need.
     pub(super) fn load(&self, programs: &mut Programs) -> Result<(), Error> {
-        for interface in self.interfaces.values() {
-            for direction in Direction::ALL {
-                programs.get(packet_program(interface.role, direction, interface.ethernet))?;
-            }
-            if let Some(program) = self.transit.program(interface) {
-                // Where the kernel refuses it, attaching it says so.
-                let _loaded = programs.get(program);
-            }
+        programs.load_all(self.interfaces.values().flat_map(packet_programs))?;
+        for program in self.interfaces.values().filter_map(|interface| self.transit.program(interface)) {
+            // Where the kernel refuses it, attaching it says so.
+            let _loaded = programs.get(program);
         }
         Ok(())
+    }
+
+    /// Loads what most nodes need before it is known which interfaces there are.
+    pub(super) fn load_ahead(&mut self) -> Result<(), Error> {
+        self.programs.load_all(common_packet_programs())
     }
 
     fn move_link(&mut self, interface: &Interface, direction: Direction) -> Result<(), Error> {

@@ -1,6 +1,7 @@
 //! Loads the kernel programs, bound to the pinned tables.
 
 use std::{
+    collections::BTreeSet,
     os::fd::{AsFd as _, BorrowedFd},
     panic::resume_unwind,
     path::PathBuf,
@@ -52,17 +53,22 @@ impl Programs {
         Ok(fd.as_fd())
     }
 
-    /// Loads all of these at once: the kernel checks a program on the CPU that asks for it.
-    fn load_all(&mut self, names: &[&'static str]) -> Result<(), Error> {
-        let (mut wanted, mut programs) = (names.to_vec(), Vec::new());
+    /// Loads those of these that are not loaded yet, at once: the kernel checks a program on the CPU that asks for it.
+    pub(super) fn load_all(&mut self, names: impl IntoIterator<Item = &'static str>) -> Result<(), Error> {
+        let mut wanted = BTreeSet::from_iter(names);
+        let mut programs = Vec::new();
         for (name, program) in self.0.programs_mut() {
-            if let Some(place) = wanted.iter().position(|wanted| *wanted == name) {
-                programs.push((wanted.swap_remove(place), program));
+            if let Some(name) = wanted.take(name)
+                && program.fd().is_err()
+            {
+                programs.push((name, program));
             }
         }
         if let Some(name) = wanted.first() {
             return Err(Error::NoProgram(name));
         }
+        // The kernel stops checking a program when a signal comes; threads inherit what is blocked.
+        let _undisturbed = Undisturbed::begin().map_err(Error::Signals)?;
         thread::scope(|scope| {
             let load = |(name, program)| scope.spawn(move || load_program(name, program));
             let loading: Vec<_> = programs.into_iter().map(load).collect();
@@ -96,7 +102,15 @@ pub(super) fn packet_program(role: Role, direction: Direction, ethernet: bool) -
     proxy_common::packet_programs!(program_of)
 }
 
-/// Loads the programs that every node with this configuration needs. Tables that are not pinned in `pins` of them yet are made there.
+/// The packet programs that most nodes need.
+pub(super) fn common_packet_programs() -> impl Iterator<Item = &'static str> {
+    [Role::Workload, Role::Uplink]
+        .into_iter()
+        .flat_map(|role| Direction::ALL.map(|direction| packet_program(role, direction, true)))
+}
+
+/// Loads the socket hooks of this configuration; packet programs are loaded when something is attached to. Tables that are not pinned in
+/// `pins` of them yet are made there.
 pub(super) fn load(
     paths: &Paths,
     shapes: &[Shape],
@@ -104,8 +118,6 @@ pub(super) fn load(
     config: &config::Ebpf,
     learn_namespace: bool,
 ) -> Result<(Programs, KernelLog), Error> {
-    // The kernel stops checking a program when a signal comes.
-    let _undisturbed = Undisturbed::begin().map_err(Error::Signals)?;
     let balancing = config.sockets();
     let lease = u32::from(!config.withdraw_after.is_zero());
     let host_only = u32::from(balancing == SocketLoadBalancing::Host);
@@ -142,13 +154,10 @@ pub(super) fn load(
     let of_sockets = SOCKET_HOOKS.iter().filter(|_| balancing != SocketLoadBalancing::Off);
     let mut names: Vec<_> = of_sockets.map(|(name, _)| *name).collect();
     names.extend(learn_namespace.then_some(program::learn_namespace));
-    for role in [Role::Workload, Role::Uplink] {
-        names.extend(Direction::ALL.map(|direction| packet_program(role, direction, true)));
-    }
     let mut programs = Programs(object);
     thread::scope(|scope| {
         let shown = scope.spawn(|| show_flows(paths));
-        programs.load_all(&names)?;
+        programs.load_all(names)?;
         shown.join().unwrap_or_else(|panic| resume_unwind(panic))
     })?;
     Ok((programs, log))

@@ -122,6 +122,11 @@ pub struct EbpfDataplane {
     flows6: Collector<V6>,
     affinity: AffinityCollector,
     flow_lifetimes: FlowLifetimes,
+    /// Of the last `set_host`.
+    interfaces: Vec<Interface>,
+    /// In [`Dataplane::attach`]: nothing is attached to interfaces yet. Where a predecessor's programs are, they must not meet what this
+    /// version writes.
+    attaches_later: bool,
     hooks: Hooks,
     host_namespace: u64,
     shapes: Vec<Shape>,
@@ -244,6 +249,8 @@ impl EbpfDataplane {
             flows6: Collector::default(),
             affinity: AffinityCollector::default(),
             flow_lifetimes: FlowLifetimes::default(),
+            interfaces: Vec::new(),
+            attaches_later: false,
             hooks: Hooks::new(paths.clone(), programs, cgroup, Transit::new(config.xdp)),
             host_namespace,
             shapes,
@@ -268,6 +275,10 @@ impl EbpfDataplane {
         // Those of a predecessor are detached only when the packet programs can take over, in `set_host`.
         if balancing != SocketLoadBalancing::Off {
             dataplane.hooks.attach_sockets()?;
+        }
+        // The sources are listing meanwhile. Else they are loaded in `attach`, once service ports are served to sockets.
+        if dataplane.hooks.are_at_interfaces() {
+            dataplane.hooks.load_ahead()?;
         }
         Ok(dataplane)
     }
@@ -335,6 +346,26 @@ impl EbpfDataplane {
         Ok(changed)
     }
 
+    /// Attaches to the interfaces of the node, and swaps the programs of what is attached.
+    fn take_packets(&mut self) -> Failures {
+        let is_first = self.keep_ports == KeepPorts::BeforePackets;
+        if is_first {
+            self.keep_netfilter_ports();
+        }
+        let mut failures = self.hooks.follow(&self.interfaces);
+        if is_first {
+            self.keep_netfilter_ports();
+            self.keep_ports = KeepPorts::AfterModeBeside;
+        }
+        if let Err(error) = self.hooks.attach_sockets() {
+            failures.add("socket hooks", error);
+        }
+        // Former programs may have judged flows of this epoch by tables that have another size now.
+        self.shared.is_epoch_over = true;
+        raise_epoch(&mut self.shared, &mut failures);
+        failures
+    }
+
     fn keep_netfilter_ports(&self) {
         let ports: HashSet<u16> = SourcePorts::read().programs.ports.into_iter().collect();
         let now = clock::since_boot();
@@ -381,7 +412,8 @@ impl EbpfDataplane {
             return Ok(());
         }
         let maps = |_: &Shape| self.paths.maps();
-        let (programs, log) = load::load(&self.paths, &self.shapes, maps, &self.config, false)?;
+        let (mut programs, log) = load::load(&self.paths, &self.shapes, maps, &self.config, false)?;
+        self.hooks.load(&mut programs)?;
         self.log = log;
         self.hooks.mend(programs, &misplaced).into_result()
     }
@@ -608,10 +640,6 @@ impl Dataplane for EbpfDataplane {
         self.write_service_cidrs(&mut applied, &mut failures);
         raise_epoch(&mut self.shared, &mut failures);
         self.end_stale_sockets();
-        if self.keep_ports == KeepPorts::AfterFrontends {
-            self.keep_netfilter_ports();
-            self.keep_ports = KeepPorts::AfterModeBeside;
-        }
         // Also where something could not be written: the other service ports are served as they are desired.
         if let Err(error) = self.lease.resume(&self.shared.tables.lease) {
             failures.add("lease", error);
@@ -639,15 +667,10 @@ impl Dataplane for EbpfDataplane {
             Err(error @ Error::Locked { .. }) => return Err(error.into()),
             Err(error) => failures.add("pins", error),
         }
-        if self.keep_ports == KeepPorts::BeforePackets {
-            self.keep_netfilter_ports();
-            self.keep_ports = KeepPorts::AfterFrontends;
-        }
-        failures.merge(self.hooks.follow(&host.interfaces));
-        // Former programs may have judged flows of this epoch by tables that have another size now.
-        self.shared.is_epoch_over = true;
-        if let Err(error) = self.hooks.attach_sockets() {
-            failures.add("socket hooks", error);
+        self.interfaces.clone_from(&host.interfaces);
+        self.attaches_later = !self.hooks.are_at_interfaces();
+        if !self.attaches_later {
+            failures.merge(self.take_packets());
         }
         self.service_cidrs.set(host.service_cidrs.as_deref());
         self.write_service_cidrs(&mut applied, &mut failures);
@@ -655,8 +678,14 @@ impl Dataplane for EbpfDataplane {
         for written in addresses {
             applied += written.map_err(Error::of_node_addresses)?;
         }
-        self.shared.raise_epoch()?;
         Ok(applied)
+    }
+
+    fn attach(&mut self) -> Result<(), super::Error> {
+        if !std::mem::take(&mut self.attaches_later) {
+            return Ok(());
+        }
+        Ok(self.take_packets().into_result()?)
     }
 
     fn renew_lease(&mut self) -> Result<(), super::Error> {

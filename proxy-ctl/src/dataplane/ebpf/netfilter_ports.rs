@@ -12,7 +12,6 @@ use crate::{dataplane::conntrack::address_family, sys::conntrack::Conntrack};
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum KeepPorts {
     BeforePackets,
-    AfterFrontends,
     AfterModeBeside,
     Done,
 }

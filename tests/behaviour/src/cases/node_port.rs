@@ -13,11 +13,11 @@ use lab::{
     namespace, wait,
 };
 
-use super::surface::METRICS;
 use crate::{
     case::{Case, Variant, Variants},
     check,
     fixtures::{BALANCED, EMPTY, ON_NODE1, ON_NODE2, ServiceFixture},
+    proxy::METRICS,
     setting::{Datapath, PathKind, ProxyKind, Setting},
     world::World,
 };

@@ -14,6 +14,7 @@ use crate::{
     case::{Case, Variant, Variants},
     check,
     fixtures::{EMPTY, ON_NODE2},
+    proxy::{HEALTH, METRICS},
     setting::{Datapath, PathKind},
     watch::Watch,
     world::World,
@@ -27,9 +28,6 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a mode without flows says so", Variants::Once, without_flows)
         .concerns(|setting| setting.datapath() != Datapath::Ebpf && !setting.proxy.is_kube_proxy()),
 ];
-
-const HEALTH: u16 = 10_256;
-pub(super) const METRICS: u16 = 10_249;
 
 fn health_and_mode(world: &mut World, _: Variant) -> Result<()> {
     let mode = world.setting.datapath().mode();

@@ -23,6 +23,7 @@ pub(super) fn configuration(setting: Setting, feed: &Feed, node: NodeNumber) -> 
         // The machine's own limits stay as they are.
         "conntrack": {"maxPerCore": 0},
         "iptables": at_once,
+        "ipvs": at_once,
         "nftables": at_once,
     }))
 }

@@ -23,6 +23,10 @@ use crate::setting::{ProxyKind, Setting};
 use api_server::ApiServer;
 use control_plane::binaries::{self, Program};
 
+/// Where every proxy serves them, kube-proxy too: on the node's addresses, and on its loopback address.
+pub const HEALTH: u16 = 10_256;
+pub const METRICS: u16 = 10_249;
+
 /// Why this proxy cannot be tested here, if it cannot. Builds the real ones if need be.
 pub fn missing_for(proxy: ProxyKind) -> Result<Option<String>> {
     if !Uid::effective().is_root() {
@@ -31,6 +35,9 @@ pub fn missing_for(proxy: ProxyKind) -> Result<Option<String>> {
     match proxy {
         ProxyKind::Ipvs | ProxyKind::KubeProxyIpvs if !kernel_has("ip_vs", "/proc/net/ip_vs") => {
             Ok(Some("ip_vs (CONFIG_IP_VS) is not loaded, and modprobe does not find it".to_owned()))
+        }
+        ProxyKind::KubeProxyIpvs if !is_installed("ipset") => {
+            Ok(Some("kube-proxy's mode ipvs calls ipset, which is not installed".to_owned()))
         }
         ProxyKind::Ebpf
         | ProxyKind::Nftables
@@ -51,6 +58,10 @@ pub(crate) fn kernel_has(module: &str, file: &str) -> bool {
         let _status = Command::new("modprobe").arg(module).stderr(Stdio::null()).status();
         is_loaded()
     }
+}
+
+fn is_installed(program: &str) -> bool {
+    Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok()
 }
 
 /// Where the proxies read objects from.
@@ -87,6 +98,8 @@ pub struct Proxy {
     configuration: PathBuf,
     log: PathBuf,
     process: Option<Child>,
+    /// In the mode of its configuration, since the last start.
+    pub(crate) seen_at_work: bool,
 }
 
 const LOG_LINES: usize = 25;
@@ -102,13 +115,14 @@ impl Proxy {
         let configuration = lab.directory().join(configuration);
         arguments.push(format!("--config={}", configuration.display()));
         let log = lab.directory().join(format!("proxy-{name}.log"));
-        let proxy = Self { node, program, arguments, configuration, log, process: None };
+        let mut proxy = Self { node, program, arguments, configuration, log, process: None, seen_at_work: false };
         proxy.configure(lab, setting, fields, feed)?;
         Ok(proxy)
     }
 
     /// Writes its configuration anew by one rename; a process that runs may follow the file.
-    pub fn configure(&self, lab: &Lab, setting: Setting, fields: &Value, feed: &Feed) -> Result<()> {
+    pub fn configure(&mut self, lab: &Lab, setting: Setting, fields: &Value, feed: &Feed) -> Result<()> {
+        self.seen_at_work = false;
         let mut configuration = match setting.proxy.is_kube_proxy() {
             true => kube_proxy::configuration(setting, feed, self.node)?,
             false => proxy_ctl::configuration(lab, setting, feed, self.node)?,
@@ -121,6 +135,7 @@ impl Proxy {
 
     /// Starts the process; a former log is continued.
     pub fn start(&mut self, lab: &Lab) -> Result<()> {
+        self.seen_at_work = false;
         let netns = lab.netns(&node_name(self.node))?;
         let log = File::options().create(true).append(true).open(&self.log).context("opening a log")?;
         let mut command = lab.command(netns, &self.program)?;

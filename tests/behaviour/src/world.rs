@@ -273,11 +273,15 @@ impl World {
         let health = SocketAddr::new(self.addresses(&node_name(node))?.of(Family::V4), HEALTH);
         let metrics = SocketAddr::new(Family::V4.loopback(), METRICS);
         let ask = |address, path| agent.http_get(address, path).map_err(|error| format!("{error:#}"));
-        wait::until(&format!("mode {} at work on node{node}", setting.datapath().mode()), SETTLES_WITHIN, || {
-            let (mode, health) = (ask(metrics, "/proxyMode")?, ask(health, "/healthz")?);
-            let is_at_work = mode == (200, setting.datapath().mode().to_owned()) && health.0 == 200;
-            if is_at_work { Ok(Some(())) } else { Err(format!("{mode:?}, {health:?}")) }
-        })
+        wait::until(
+            &format!("mode {} at work on node{node}", setting.datapath().mode()),
+            SETTLES_WITHIN,
+            || {
+                let (mode, health) = (ask(metrics, "/proxyMode")?, ask(health, "/healthz")?);
+                let is_at_work = mode == (200, setting.datapath().mode().to_owned()) && health.0 == 200;
+                if is_at_work { Ok(Some(())) } else { Err(format!("{mode:?}, {health:?}")) }
+            },
+        )
     }
 
     /// Publishes the objects, and waits until every node serves them, by a Service that is new: programs that a former proxy has left refuse the

@@ -115,7 +115,8 @@ impl Proxy {
         let configuration = lab.directory().join(configuration);
         arguments.push(format!("--config={}", configuration.display()));
         let log = lab.directory().join(format!("proxy-{name}.log"));
-        let mut proxy = Self { node, program, arguments, configuration, log, process: None, seen_at_work: false };
+        let mut proxy =
+            Self { node, program, arguments, configuration, log, process: None, seen_at_work: false };
         proxy.configure(lab, setting, fields, feed)?;
         Ok(proxy)
     }

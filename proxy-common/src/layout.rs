@@ -752,7 +752,9 @@ pub struct Settings {
     /// As `pod_range6_bits`, IPv4.
     pub pod_range4_bits: u8,
     /// 1: all clients of cluster IPs are masqueraded, where the programs masquerade as kube-proxy does.
-    pub masquerade_all: u16,
+    pub masquerade_all: u8,
+    /// 1: no packet opens a flow, as not all interfaces have their programs yet.
+    pub packets_held: u8,
     /// `PODS_*`: how traffic of pods is told from other traffic, IPv6.
     pub pods6: u32,
     /// As `pods6`, IPv4.

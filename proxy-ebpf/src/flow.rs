@@ -320,6 +320,11 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
+            fn holds_packets(&self) -> bool {
+                settings().is_some_and(|settings| settings.packets_held != 0)
+            }
+
+            #[inline(always)]
             fn random(&self) -> u32 {
                 // SAFETY: no arguments.
                 unsafe { bpf_get_prandom_u32() }

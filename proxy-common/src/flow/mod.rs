@@ -219,6 +219,8 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn masquerades_as_kube_proxy(&self) -> bool;
     /// [`Settings::masquerade_all`].
     fn masquerades_all(&self) -> bool;
+    /// [`Settings::packets_held`].
+    fn holds_packets(&self) -> bool;
     fn random(&self) -> u32;
     /// Counts a reason in addition to that of the packet's outcome.
     fn count(&self, reason: Reason);
@@ -548,6 +550,9 @@ fn prepare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
     let Scratch { origin, rival, .. } = *scratch;
     // Before the tables are read: a change meanwhile has them compared once more.
     scratch.flow.epoch = tables.epoch();
+    if tables.holds_packets() {
+        return Err(Reason::NotAService);
+    }
     let dials_frontend = rival != Rival::Masqueraded && find_frontend(tables, scratch);
     // To a node port at which another's datagrams are masqueraded: it would go round for ever.
     if dials_frontend && origin != Origin::Host && foreign::is_answer(tables, scratch) {

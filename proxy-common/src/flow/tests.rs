@@ -126,6 +126,7 @@ struct Host {
     interruption: RefCell<Option<(u32, Interruption)>>,
     epoch: Cell<u32>,
     resets_gone: bool,
+    holds_packets: bool,
 }
 
 impl Host {
@@ -164,6 +165,7 @@ impl Host {
             interruption: RefCell::default(),
             epoch: Cell::default(),
             resets_gone: false,
+            holds_packets: false,
         }
     }
 
@@ -393,6 +395,10 @@ impl FlowTables<V4> for Host {
 
     fn masquerades_all(&self) -> bool {
         false
+    }
+
+    fn holds_packets(&self) -> bool {
+        self.holds_packets
     }
 
     fn random(&self) -> u32 {
@@ -1141,6 +1147,18 @@ fn connections_to_a_gone_backend_are_reset_where_that_is_wanted(
     if is_reset {
         assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (2, 0));
     }
+}
+
+#[test]
+fn packets_that_are_held_open_nothing_and_go_on_with_their_flow() {
+    let mut host = Host::new();
+    let (known, new) = (datagram(CLIENT, FRONTEND), datagram((CLIENT.0, Port::new(41_000)), FRONTEND));
+    let expected = host.arriving(&known, Origin::Workload).map(|rewrite| rewrite.destination);
+    host.holds_packets = true;
+    assert_eq!(host.arriving(&known, Origin::Workload).map(|rewrite| rewrite.destination), expected);
+    assert_eq!(host.arriving(&new, Origin::Workload).err(), Some(Reason::NotAService));
+    host.holds_packets = false;
+    assert!(host.arriving(&new, Origin::Workload).is_ok());
 }
 
 /// The port of a frontend has passed to another Service while the old backend lives.

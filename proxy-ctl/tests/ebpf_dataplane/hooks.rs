@@ -20,7 +20,7 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::gettid,
 };
-use proxy_common::layout::InterfaceSettings;
+use proxy_common::layout::{InterfaceSettings, Settings};
 use proxy_ctl::{
     config::{Config, Ebpf, NamePattern, SocketLoadBalancing, Xdp},
     dataplane::{
@@ -119,6 +119,28 @@ fn interfaces_are_followed() {
     run("ip", "link del dpa");
     dataplane.collect_garbage().unwrap();
     assert_eq!(links(&sandbox), BTreeSet::new());
+}
+
+#[test]
+fn where_nothing_is_attached_packets_are_held_until_all_is() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let first = veth("dpa");
+    let host = host(&[("dpa", Role::Workload)]);
+    let mut dataplane = sandbox.open();
+    let settings: Map<u32, Settings> =
+        Map::new(bpf::pinned(&sandbox.table("settings")).unwrap()).unwrap().unwrap();
+    let held = || settings.get(&0).unwrap().unwrap().packets_held;
+    dataplane.set_host(&host).unwrap();
+    assert_eq!((held(), links(&sandbox)), (1, BTreeSet::new()));
+    dataplane.resync(&[]).unwrap();
+    dataplane.attach().unwrap();
+    assert_eq!((held(), links(&sandbox)), (0, named(first)));
+
+    // Programs of a predecessor serve: nothing is held.
+    drop(dataplane);
+    let mut dataplane = sandbox.open();
+    dataplane.set_host(&host).unwrap();
+    assert_eq!((held(), links(&sandbox)), (0, named(first)));
 }
 
 #[test]

@@ -347,6 +347,10 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
         self.host.masquerades_all()
     }
 
+    fn holds_packets(&self) -> bool {
+        self.host.holds_packets()
+    }
+
     fn random(&self) -> u32 {
         self.dice.borrow_mut().pop_front().unwrap_or(FIRST)
     }

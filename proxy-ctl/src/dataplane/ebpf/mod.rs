@@ -315,7 +315,7 @@ impl EbpfDataplane {
             settings.host_namespace = self.host_namespace;
             settings.masquerade4 = masquerade4;
             settings.masquerade6 = masquerade6;
-            settings.masquerade_all = u16::from(host.masquerade_all);
+            settings.masquerade_all = u8::from(host.masquerade_all);
             (settings.pods4, settings.pod_range4, settings.pod_range4_bits) = pods::<V4>(&host.local_traffic);
             (settings.pods6, settings.pod_range6, settings.pod_range6_bits) = pods::<V6>(&host.local_traffic);
         })?;
@@ -346,7 +346,8 @@ impl EbpfDataplane {
         Ok(changed)
     }
 
-    /// Attaches to the interfaces of the node, and swaps the programs of what is attached.
+    /// Attaches to the interfaces of the node, and swaps the programs of what is attached. Packets are let open flows then: a flow that one
+    /// interface opens while another has no programs yet would get no answers.
     fn take_packets(&mut self) -> Failures {
         let is_first = self.keep_ports == KeepPorts::BeforePackets;
         if is_first {
@@ -359,6 +360,9 @@ impl EbpfDataplane {
         }
         if let Err(error) = self.hooks.attach_sockets() {
             failures.add("socket hooks", error);
+        }
+        if let Err(error) = self.write_settings(|settings| settings.packets_held = 0) {
+            failures.add("settings", error);
         }
         // Former programs may have judged flows of this epoch by tables that have another size now.
         self.shared.is_epoch_over = true;
@@ -671,6 +675,8 @@ impl Dataplane for EbpfDataplane {
         self.attaches_later = !self.hooks.are_at_interfaces();
         if !self.attaches_later {
             failures.merge(self.take_packets());
+        } else if let Err(error) = self.write_settings(|settings| settings.packets_held = 1) {
+            failures.add("settings", error);
         }
         self.service_cidrs.set(host.service_cidrs.as_deref());
         self.write_service_cidrs(&mut applied, &mut failures);

@@ -22,6 +22,16 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send("workload_ingress", &s.packet(CLIENT, CLUSTER_IP, TCP_RST), Expect::Untouched)?;
         s.counted(&[])
     });
+    group.tcp::<W>("opens nothing while packets are held, and known ones go on", |s| {
+        establish(s)?;
+        s.change_settings(|settings| settings.packets_held = 1)?;
+        sends(s, CLIENT, TCP_ACK)?;
+        answered(s, CLIENT, TCP_ACK)?;
+        let other = (CLIENT.0, CLIENT.1 + 1);
+        s.send("workload_ingress", &s.first(other, CLUSTER_IP), Expect::Untouched)?;
+        s.change_settings(|settings| settings.packets_held = 0)?;
+        s.opens("workload_ingress", other, CLUSTER_IP, LOCAL).map(drop)
+    });
     group.tcp::<W>("goes on when the service and its backend are gone", |s| {
         establish(s)?;
         move_service(s)?;

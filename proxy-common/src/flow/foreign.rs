@@ -79,13 +79,17 @@ pub(super) fn notice<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
 
 /// May answers to a datagram be taken for those of a flow, or for a client's to a node port? Flows get ports of sockets only where a backend
 /// has tens of thousands of them, and each packet of an overlay comes from one. A socket of the node with a node port is that of a proxy which
-/// serves it still, perhaps before the table `frontends` has it: what it sends are answers, and its clients are ours from now on.
+/// serves it still, perhaps before the table `frontends` has it: what it sends are answers, and its clients are ours from now on. While packets
+/// are held, so are those that rules of netfilter answer.
 #[inline(always)]
 fn may_be_mistaken<F: Family, T: FlowTables<F>>(
     tables: &T,
     packet: &Packet<F::Address>,
     is_made_here: bool,
 ) -> bool {
+    if tables.holds_packets() {
+        return false;
+    }
     let port = packet.source_port;
     if tables.frontend(&FrontendKey::of_node_port(port, packet.protocol)).is_some() {
         return !is_made_here;

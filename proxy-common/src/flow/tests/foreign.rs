@@ -203,6 +203,19 @@ fn what_others_masquerade_to_a_later_node_port_is_theirs() {
     assert_eq!(host.arriving(&answer, Origin::Outside), Err(Reason::NotAService));
 }
 
+/// Rules of netfilter serve the node port while packets are held.
+#[test]
+fn clients_of_former_rules_get_flows() {
+    let node_port = (NODE, Port::new(30_080));
+    let mut host = Host { ports: 20_000..40_000, holds_packets: true, ..Host::new() };
+    host.tables.node_addresses.insert(NODE, NodeAddress { flags: 0 });
+    let key = FrontendKey::of_node_port(node_port.1, PROTOCOL_UDP);
+    host.tables.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
+    passes(&host, &datagram(node_port, CLIENT));
+    host.holds_packets = false;
+    assert!(host.arriving(&datagram(CLIENT, node_port), Origin::Outside).is_ok());
+}
+
 /// The programs are attached before the tables have all frontends.
 #[rstest]
 #[case::the_frontend_is_there(true)]

@@ -17,7 +17,7 @@ use crate::{
     check,
     fixtures::{FIRST_NEWCOMER_INDEX, PODS, PORT, SENTINEL_INDEX, SERVICES, ServiceFixture},
     proxy::{Feed, HEALTH, METRICS, Proxy},
-    setting::{PathKind, Setting},
+    setting::{PathKind, ProxyKind, Setting},
 };
 
 /// How long a proxy may take to follow a change (kube-proxy on a busy machine).
@@ -266,6 +266,9 @@ impl World {
     /// packets of interfaces are.
     fn at_work_on(&mut self, node: NodeNumber) -> Result<()> {
         let setting = self.setting;
+        if setting.proxy == ProxyKind::KubeProxyIpvs {
+            return self.synced_on(node);
+        }
         if setting.proxy.is_kube_proxy() || std::mem::replace(&mut self.proxy(node)?.seen_at_work, true) {
             return Ok(());
         }
@@ -282,6 +285,22 @@ impl World {
                 if is_at_work { Ok(Some(())) } else { Err(format!("{mode:?}, {health:?}")) }
             },
         )
+    }
+
+    /// kube-proxy's mode ipvs writes virtual servers first, and the sets and rules of all Services after the last one.
+    fn synced_on(&self, node: NodeNumber) -> Result<()> {
+        for family in FAMILIES {
+            let moment = |of: &str| {
+                let name = format!("kubeproxy_sync_proxy_rules_last_{of}_seconds{{ip_family=\"{family}\"}}");
+                let moment = self.metric(node, &name).map_err(|error| format!("{error:#}"))?;
+                moment.ok_or_else(|| format!("no metric {name}"))
+            };
+            wait::until(&format!("a sync of node{node}"), SETTLES_WITHIN, || {
+                let (queued, synced) = (moment("queued_timestamp")?, moment("timestamp")?);
+                Ok((synced >= queued).then_some(()))
+            })?;
+        }
+        Ok(())
     }
 
     /// Publishes the objects, and waits until every node serves them, by a Service that is new: programs that a former proxy has left refuse the

@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, anyhow, bail};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use clap::{Args, ValueEnum};
 
 use crate::{
@@ -41,6 +41,9 @@ pub(crate) struct Arguments {
     /// Only scenarios whose name contains this
     #[arg(long, default_value = "")]
     filter: String,
+    /// Only the machine that runs this program: behaviour, differential or switching
+    #[arg(long)]
+    program: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
@@ -194,7 +197,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     let extent = if arguments.lean { Extent::Lean } else { Extent::Core };
     let programs = TestPrograms::build()?;
     let mut succeeded = true;
-    for mut command in machine.commands(extent, &programs, &arguments.filter)? {
+    let commands = machine.commands(extent, &programs, &arguments.filter, arguments.program.as_deref())?;
+    ensure!(!commands.is_empty(), "--program: no machine of this mode and extent runs it");
+    for mut command in commands {
         succeeded &= command.status().context("starting the virtual machine")?.success();
     }
     Ok(if succeeded { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -228,19 +233,28 @@ impl Machine {
     }
 
     pub(crate) fn suite(self, extent: Extent, programs: &TestPrograms) -> Result<Suite> {
-        let commands = self.commands(extent, programs, "")?;
+        let commands = self.commands(extent, programs, "", None)?;
         Ok(Suite { name: self.name(), kind: Kind::Tests, commands, limit: extent.limit() })
     }
 
-    /// Downloads what is missing; each command runs the scenarios of one machine whose names contain `filter`.
-    fn commands(self, extent: Extent, programs: &TestPrograms, filter: &str) -> Result<Vec<Command>> {
+    /// Downloads what is missing; each command runs the scenarios of one machine whose names contain `filter`. `program`: no other's.
+    fn commands(
+        self,
+        extent: Extent,
+        programs: &TestPrograms,
+        filter: &str,
+        program: Option<&str>,
+    ) -> Result<Vec<Command>> {
         match self.arch {
             Architecture::Amd64 => {
                 let machines = self.mode.machines(extent).into_iter().enumerate();
                 let of_machine = |(number, runs): (usize, Vec<Run>)| {
                     command(self.kernel, &inside(programs, self.mode, number == 0, &runs, filter)?)
                 };
-                machines.map(of_machine).collect()
+                let is_asked_for = |(_, runs): &(usize, Vec<Run>)| {
+                    program.is_none_or(|program| runs.iter().any(|run| run.program == program))
+                };
+                machines.filter(is_asked_for).map(of_machine).collect()
             }
             Architecture::Arm64 if self.mode == TestedMode::Ipvs => {
                 bail!("mode ipvs is tested on amd64 only")

@@ -43,8 +43,8 @@ struct CommandLine {
 
 const SERVICES: [&ServiceFixture; 2] = [&BALANCED, &EXTERNAL_LOCAL_ON_NODE1];
 const CLIENTS: [&str; 4] = ["client-1", "client-2", NODE, OUTSIDE];
-/// As kube-proxy does, modes leave parameters as they have set them; see docs/differences.md.
-const STAYING_PARAMETERS: [&str; 1] = ["net/ipv4/conf/all/route_localnet"];
+/// How the names of those begin that modes leave as they have set them, as kube-proxy does; see docs/differences.md.
+const STAYING_PARAMETERS: [&str; 2] = ["net/ipv4/conf/all/route_localnet", "net/ipv4/vs/"];
 /// The client that is the node itself.
 const NODE: &str = "node1";
 /// How long a process may take to follow its file, and to remove what the former mode has left.
@@ -294,7 +294,8 @@ impl Run {
     fn parameters_stay(&self) -> Result<()> {
         let now = self.read_parameters()?;
         let is_same = |(name, value): &(&String, &String), before: &Parameters| {
-            STAYING_PARAMETERS.contains(&name.as_str()) || before.get(*name) == Some(*value)
+            STAYING_PARAMETERS.iter().any(|staying| name.starts_with(staying))
+                || before.get(*name) == Some(*value)
         };
         let changed = now
             .iter()

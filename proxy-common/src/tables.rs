@@ -33,6 +33,8 @@ pub trait AffinityTables<F: Family>: Tables<F> {
     fn remember(&self, key: &AffinityKey<F::Address>, affinity: &Affinity) -> bool;
     /// Nanoseconds since boot, suspend included.
     fn now(&self) -> u64;
+    /// As far as they are counted ([`Connections::open`](crate::layout::Connections::open)).
+    fn open_connections(&self, backend: u32) -> u64;
     /// Is the address in one of the service's `source_ranges4/6`?
     fn is_in_source_ranges(&self, service: u32, address: &F::Address) -> bool;
     /// Is it for ClusterIPs, by `service_cidrs4/6`, where what is sent to those of no service is dropped?
@@ -73,6 +75,7 @@ pub(crate) mod host {
         pub(crate) pod_interface: u32,
         pub(crate) affinity: RefCell<HashMap<AffinityKey<F::Address>, KnownClient>>,
         pub(crate) clock: Cell<u64>,
+        pub(crate) open: RefCell<HashMap<u32, i64>>,
     }
 
     /// As the map element that the kernel hands out, it is shared.
@@ -120,6 +123,7 @@ pub(crate) mod host {
                 pod_interface: u32::MAX,
                 affinity: RefCell::default(),
                 clock: Cell::new(1_000_000_000_000),
+                open: RefCell::default(),
             }
         }
     }
@@ -160,6 +164,10 @@ pub(crate) mod host {
 
         fn now(&self) -> u64 {
             self.clock.get()
+        }
+
+        fn open_connections(&self, backend: u32) -> u64 {
+            self.open.borrow().get(&backend).map_or(0, |open| (*open).try_into().unwrap_or(0))
         }
 
         fn is_in_source_ranges(&self, service: u32, address: &F::Address) -> bool {

@@ -3,7 +3,7 @@
 use super::{Change, FlowEntry, FlowTables, InsertError, Routine, Scratch, Speaker, Stage};
 use crate::{
     family::Family,
-    layout::{Address, Flow, PROGRESS_CONFIRMED},
+    layout::{Address, FLOW_COUNTED, Flow, PROGRESS_CONFIRMED},
     reason::Reason,
 };
 
@@ -42,6 +42,12 @@ impl Leg {
     }
 }
 
+/// Does this entry of the flow stand for one of its backend's connections?
+#[inline(always)]
+fn is_counted<A>(flow: &Flow<A>, stage: Stage, leg: Leg) -> bool {
+    stage == Stage::Established && leg == Leg::Client && flow.flags & FLOW_COUNTED != 0
+}
+
 /// The key of the entry of `scratch.flow` for `scratch.leg`.
 #[inline(always)]
 pub(super) fn set_key<A: Address>(Scratch { leg, key, flow, .. }: &mut Scratch<A>) {
@@ -71,7 +77,7 @@ pub(super) fn establish<F: Family, T: FlowTables<F>>(
         if !leg.set_key(tables, scratch) {
             continue;
         }
-        match copy(tables, scratch) {
+        match copy(tables, scratch, leg) {
             Copied::Whole => {}
             Copied::TableFull => {
                 remove_entries(tables, Stage::Established, scratch);
@@ -97,7 +103,7 @@ enum Copied {
 
 /// Copies the entry of `scratch.flow` at `scratch.key`.
 #[inline(always)]
-fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Copied {
+fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>, leg: Leg) -> Copied {
     let Scratch { key, flow, entry, .. } = scratch;
     if tables.flow(Stage::Established, key).is_some_and(|found| found.opened() != flow.opened) {
         return Copied::KeyTaken;
@@ -114,7 +120,13 @@ fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
         None => flow,
     };
     match tables.insert(Stage::Established, key, copy) {
-        Ok(()) | Err(InsertError::Exists) => Copied::Whole,
+        Ok(()) => {
+            if is_counted(copy, Stage::Established, leg) {
+                tables.count_opened(copy.backend_id);
+            }
+            Copied::Whole
+        }
+        Err(InsertError::Exists) => Copied::Whole,
         Err(InsertError::Full) => Copied::TableFull,
     }
 }
@@ -142,7 +154,9 @@ pub(super) fn retire<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
                 let _there_already = tables.insert(Stage::Opening, key, entry);
             }
         }
-        tables.remove(Stage::Established, key);
+        if tables.remove(Stage::Established, key) && is_counted(entry, Stage::Established, leg) {
+            tables.count_closed(entry.backend_id);
+        }
     }
 }
 
@@ -184,8 +198,10 @@ fn remove_entries<F: Family, T: FlowTables<F>>(tables: &T, stage: Stage, scratch
         }
         if let Some(found) = tables.flow(stage, &scratch.key)
             && found.opened() == scratch.flow.opened
+            && tables.remove(stage, &scratch.key)
+            && is_counted(&scratch.flow, stage, leg)
         {
-            tables.remove(stage, &scratch.key);
+            tables.count_closed(scratch.flow.backend_id);
         }
     }
 }
@@ -212,6 +228,9 @@ pub(super) fn refresh<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scr
                     return;
                 }
                 if tables.insert(stage, &scratch.key, &scratch.flow) == Ok(()) {
+                    if is_counted(&scratch.flow, stage, leg) {
+                        tables.count_opened(scratch.flow.backend_id);
+                    }
                     tables.count(Reason::FlowRestored);
                 }
             }

@@ -274,6 +274,10 @@ impl AffinityTables<V4> for Host {
         self.clock.get()
     }
 
+    fn open_connections(&self, backend: u32) -> u64 {
+        self.tables.open_connections(backend)
+    }
+
     fn is_in_source_ranges(&self, service: u32, address: &A) -> bool {
         self.tables.is_in_source_ranges(service, address)
     }
@@ -332,8 +336,8 @@ impl FlowTables<V4> for Host {
         Ok(())
     }
 
-    fn remove(&self, stage: Stage, key: &FlowKey<A>) {
-        self.flows.borrow_mut().remove(&(stage, *key));
+    fn remove(&self, stage: Stage, key: &FlowKey<A>) -> bool {
+        self.flows.borrow_mut().remove(&(stage, *key)).is_some()
     }
 
     fn first_fragment(&self, key: &FragmentKey<A>, into: &mut FirstFragment<A>) -> bool {
@@ -405,6 +409,14 @@ impl FlowTables<V4> for Host {
 
     fn count_connection(&self, service: u32) {
         *self.connections.borrow_mut().entry(service).or_default() += 1;
+    }
+
+    fn count_opened(&self, backend: u32) {
+        *self.tables.open.borrow_mut().entry(backend).or_default() += 1;
+    }
+
+    fn count_closed(&self, backend: u32) {
+        *self.tables.open.borrow_mut().entry(backend).or_default() -= 1;
     }
 }
 

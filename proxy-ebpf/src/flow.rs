@@ -15,6 +15,7 @@ use proxy_common::{
 };
 
 use crate::{
+    connections::{count_flow_closed, count_flow_opened},
     event::TellPacket as _,
     globals, maps, resizable,
     tables::{Maps, count, count_connection, recently, settings},
@@ -205,7 +206,7 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
-            fn remove(&self, stage: Stage, key: &FlowKey<$address>) {
+            fn remove(&self, stage: Stage, key: &FlowKey<$address>) -> bool {
                 match stage {
                     Stage::Established => resizable::remove(&maps::$flows, key),
                     Stage::Opening => resizable::remove(&maps::$opening, key),
@@ -228,7 +229,7 @@ macro_rules! flow_tables {
 
             #[inline(always)]
             fn forget_foreign(&self, key: &FlowKey<$address>) {
-                resizable::remove(&maps::$foreign, key);
+                let _there_was_none = resizable::remove(&maps::$foreign, key);
             }
 
             #[inline(always)]
@@ -340,6 +341,16 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn count_connection(&self, service: u32) {
                 count_connection(service);
+            }
+
+            #[inline(always)]
+            fn count_opened(&self, backend: u32) {
+                count_flow_opened(backend);
+            }
+
+            #[inline(always)]
+            fn count_closed(&self, backend: u32) {
+                count_flow_closed(backend);
             }
         }
     };

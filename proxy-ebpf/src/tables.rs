@@ -15,7 +15,7 @@ use proxy_common::{
     tables::{AffinityEntry, AffinityTables, Tables},
 };
 
-use crate::{globals, maps};
+use crate::{connections, globals, maps};
 
 /// The tables of one family.
 pub(crate) struct Maps;
@@ -121,6 +121,11 @@ macro_rules! tables {
             #[inline(always)]
             fn now(&self) -> u64 {
                 now()
+            }
+
+            #[inline(always)]
+            fn open_connections(&self, backend: u32) -> u64 {
+                connections::open(backend)
             }
 
             // Not inlined: the key would lie on the stack on the way of each packet.

@@ -179,7 +179,9 @@ mod tests {
         for (place, backend) in (10..).zip(places) {
             let (weight, open) = backends[backend as usize - 1];
             let flags = (weight - 1) << BACKEND_WEIGHT_SHIFT;
-            tables.slots.insert(place, Slot4::new([10, 244, 0, backend as u8], Port::new(80), backend, flags));
+            tables
+                .slots
+                .insert(place, Slot4::new([10, 244, 0, backend as u8], Port::new(80), backend, flags));
             tables.open.borrow_mut().insert(backend, open);
         }
         tables
@@ -218,7 +220,11 @@ mod tests {
     #[test]
     fn none_is_taken_from_an_empty_set() {
         let (tables, set) = (tables(&[], &[]), EndpointSet::new(10, 0));
-        assert!([0, 1 << 31, u32::MAX].iter().all(|bits| tables.slots.get(&least(*bits).pick(&tables, set)).is_none()));
+        assert!(
+            [0, 1 << 31, u32::MAX]
+                .iter()
+                .all(|bits| tables.slots.get(&least(*bits).pick(&tables, set)).is_none())
+        );
     }
 
     #[rstest]
@@ -243,9 +249,13 @@ mod tests {
         for number in 0..12_000_u32 {
             let bits = number.wrapping_mul(0x9e37_79b9);
             let first = set.place(bits);
-            counts[(set.place_beside(first, (mix(0, bits.into()) >> 32) as u32).wrapping_sub(first) & 3) as usize] += 1;
+            counts[(set.place_beside(first, (mix(0, bits.into()) >> 32) as u32).wrapping_sub(first) & 3)
+                as usize] += 1;
         }
-        assert!(counts[0] == 0 && counts[1..].iter().all(|count| (3_700..4_300).contains(count)), "{counts:?}");
+        assert!(
+            counts[0] == 0 && counts[1..].iter().all(|count| (3_700..4_300).contains(count)),
+            "{counts:?}"
+        );
     }
 
     /// Of ten endpoints and a thousand connections that stay, the most that one has, beside the mean of 100.
@@ -264,7 +274,9 @@ mod tests {
             open.values().copied().max().unwrap()
         };
         let (by_least, by_random) = (most(least), most(Draw::random));
-        println!("most of 1000 connections to 10 endpoints: {by_least} by least connection, {by_random} at random");
+        println!(
+            "most of 1000 connections to 10 endpoints: {by_least} by least connection, {by_random} at random"
+        );
         assert!(by_least <= 103 && by_random > 110, "{by_least}, {by_random}");
     }
 

@@ -5,9 +5,9 @@ use crate::{
     balance::Draw,
     family::{Destination, Family, Slot},
     layout::{
-        Address, AffinityKey, Client, DatagramOrigins, FRONTEND_AFFINITY, FRONTEND_LOCAL_POLICY,
-        FRONTEND_LEAST_CONNECTION, FRONTEND_SOURCE_RANGES, Frontend, PODS_BY_INTERFACE, PODS_UNKNOWN, PROTOCOL_TCP,
-        SOCKET_COUNTED, SocketOrigin,
+        Address, AffinityKey, Client, DatagramOrigins, FRONTEND_AFFINITY, FRONTEND_LEAST_CONNECTION,
+        FRONTEND_LOCAL_POLICY, FRONTEND_SOURCE_RANGES, Frontend, PODS_BY_INTERFACE, PODS_UNKNOWN,
+        PROTOCOL_TCP, SOCKET_COUNTED, SocketOrigin,
     },
     port::Port,
     reason::Reason,

@@ -179,6 +179,8 @@ pub(super) struct BackendView {
     pub(super) local: bool,
     /// How many service ports use it.
     pub(super) services: u32,
+    /// Of this node; `None`: they are not counted.
+    pub(super) connections: Option<u64>,
 }
 
 pub(super) fn backends(backends: &[BackendView]) -> String {
@@ -193,9 +195,10 @@ pub(super) fn backends(backends: &[BackendView]) -> String {
             backend.state.to_owned(),
             if backend.local { "yes" } else { "no" }.to_owned(),
             backend.services.to_string(),
+            backend.connections.map_or_else(|| "-".to_owned(), |connections| connections.to_string()),
         ]
     });
-    table(["ADDRESS", "PORT", "PROTOCOL", "STATE", "LOCAL", "SERVICES"], rows)
+    table(["ADDRESS", "PORT", "PROTOCOL", "STATE", "LOCAL", "SERVICES", "CONNECTIONS"], rows)
 }
 
 #[derive(Clone, Debug, Serialize)]

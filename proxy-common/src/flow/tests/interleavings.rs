@@ -290,8 +290,7 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
     }
 
     fn remove(&self, stage: Stage, key: &FlowKey<A>) -> bool {
-        let answer =
-            self.access(|shared, _| Answer::Removed(shared.flows.remove(&(stage, *key)).is_some()));
+        let answer = self.access(|shared, _| Answer::Removed(shared.flows.remove(&(stage, *key)).is_some()));
         let Answer::Removed(is_removed) = answer else { unreachable!("another access") };
         is_removed
     }

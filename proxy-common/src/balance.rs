@@ -75,11 +75,40 @@ impl Draw {
 fn less_busy<F: Family, T: AffinityTables<F>>(tables: &T, set: EndpointSet, bits: u32) -> u32 {
     let first = set.place(bits);
     let second = set.place_beside(first, (mix(0, bits.into()) >> 32) as u32);
-    let (Some(one), Some(other)) = (tables.slot(first), tables.slot(second)) else { return first };
-    // Connections for each unit of weight, as fractions are compared.
-    let of_first = tables.open_connections(one.backend()).wrapping_mul(other.weight().into());
-    let of_second = tables.open_connections(other.backend()).wrapping_mul(one.weight().into());
-    if of_second < of_first { second } else { first }
+    let Some(one) = load_at(tables, first) else { return first };
+    let Some(other) = load_at(tables, second) else { return first };
+    if other.is_less_than(one) { second } else { first }
+}
+
+/// Of a backend, with its weight. One word, for the stack: connections, and below them by how much its weight is more than 1.
+#[derive(Clone, Copy)]
+struct Load(u64);
+
+#[inline(always)]
+fn load_at<F: Family>(tables: &impl AffinityTables<F>, place: u32) -> Option<Load> {
+    let slot = tables.slot(place)?;
+    let more_weight = u64::from(slot.more_weight());
+    Some(Load(tables.open_connections(slot.backend()) << WEIGHT_BITS | more_weight))
+}
+
+const WEIGHT_BITS: u32 = 8;
+
+impl Load {
+    #[inline(always)]
+    const fn connections(self) -> u64 {
+        self.0 >> WEIGHT_BITS
+    }
+
+    #[inline(always)]
+    const fn weight(self) -> u64 {
+        (self.0 & ((1 << WEIGHT_BITS) - 1)) + 1
+    }
+
+    /// Has it fewer connections for each unit of weight?
+    #[inline(always)]
+    const fn is_less_than(self, other: Self) -> bool {
+        self.connections().wrapping_mul(other.weight()) < other.connections().wrapping_mul(self.weight())
+    }
 }
 
 /// Changes half of its bits, on average, when any of `word` changes.

@@ -45,10 +45,10 @@ pub trait Slot: Copy + Default {
     /// `BACKEND_*`.
     fn flags(&self) -> u32;
 
-    /// How many connections it is to have, beside others.
+    /// By how much its weight is more than 1.
     #[inline(always)]
-    fn weight(&self) -> u32 {
-        (self.flags() >> BACKEND_WEIGHT_SHIFT).wrapping_add(1)
+    fn more_weight(&self) -> u8 {
+        (self.flags() >> BACKEND_WEIGHT_SHIFT) as u8
     }
 
     /// The order of an endpoint set: local ones, then the others, each by address and port.

@@ -717,21 +717,23 @@ pub struct Collected {
 }
 
 impl Connections {
-    /// Flows and sockets that are open now.
+    /// Flows and sockets that are open now. `collected`: [`Collected::sum`].
     #[inline(always)]
-    pub const fn open(&self, collected: Collected) -> u64 {
-        let flows = self.flows_opened.wrapping_sub(self.flows_closed).wrapping_sub(collected.flows);
-        let sockets = self.sockets_opened.wrapping_sub(self.sockets_closed).wrapping_sub(collected.sockets);
-        // What was missed may make one less than 0.
-        at_least_none(flows).wrapping_add(at_least_none(sockets))
+    pub const fn open(&self, collected: u64) -> u64 {
+        let begun = self.flows_opened.wrapping_add(self.sockets_opened);
+        let ended = self.flows_closed.wrapping_add(self.sockets_closed).wrapping_add(collected);
+        let open = begun.wrapping_sub(ended);
+        // What was missed may make it less than 0: without a branch, all ones then.
+        let is_negative = 0_u64.wrapping_sub(open >> (u64::BITS - 1));
+        open & !is_negative
     }
 }
 
-#[inline(always)]
-const fn at_least_none(count: u64) -> u64 {
-    // Without a branch: all ones where it is less than 0.
-    let is_negative = 0_u64.wrapping_sub(count >> (u64::BITS - 1));
-    count & !is_negative
+impl Collected {
+    #[inline(always)]
+    pub const fn sum(&self) -> u64 {
+        self.flows.wrapping_add(self.sockets)
+    }
 }
 
 /// Table `service_counters`, per-CPU array by index into `services`: what a service's clients did. Services with

@@ -528,7 +528,10 @@ pub(super) fn in_every_order(
             let host = before();
             moment.shared.write_to(&host);
             let outcomes = moment.outcomes.into_iter().flatten();
-            let works = works.iter().map(|(work, _)| *work).zip(outcomes).collect();
+            let works: Vec<_> = works.iter().map(|(work, _)| *work).zip(outcomes).collect();
+            let counted = host.established_and_counted();
+            let are_right = counted.values().all(|(established, counted)| established == counted);
+            assert!(are_right, "{}: established flows and what is counted: {counted:?}", moment.order);
             check(&End { host, works, order: moment.order });
             continue;
         }

@@ -83,7 +83,7 @@ pub(super) struct Counted {
 
 impl Counted {
     pub(super) fn open(&self) -> u64 {
-        self.connections.open(self.collected)
+        self.connections.open(self.collected.sum())
     }
 
     fn tally(&self, kind: Kind) -> Tally {

@@ -65,14 +65,13 @@ impl Draw {
     #[inline(always)]
     pub(crate) fn pick<F: Family>(self, tables: &impl AffinityTables<F>, set: EndpointSet) -> u32 {
         let bits = self.0 as u32;
-        if self.0 & LEAST == 0 { set.place(bits) } else { less_busy(tables, set, bits) }
+        if self.0 & LEAST == 0 { set.place(bits) } else { tables.less_busy(set, bits) }
     }
 }
 
 /// Of two places that `bits` choose; of equals the first.
-// Not inlined: what it needs of the stack would be added to what others need.
-#[inline(never)]
-fn less_busy<F: Family, T: AffinityTables<F>>(tables: &T, set: EndpointSet, bits: u32) -> u32 {
+#[inline(always)]
+pub fn less_busy<F: Family>(tables: &impl AffinityTables<F>, set: EndpointSet, bits: u32) -> u32 {
     let first = set.place(bits);
     let second = set.place_beside(first, (mix(0, bits.into()) >> 32) as u32);
     let Some(one) = load_at(tables, first) else { return first };

@@ -212,6 +212,11 @@ impl EndpointSet {
         Self { first: word as u32, sizes: (word >> 32) as u32 }
     }
 
+    #[inline(always)]
+    pub const fn word(&self) -> u64 {
+        (self.sizes as u64) << 32 | self.first as u64
+    }
+
     /// Its slots.
     #[inline(always)]
     pub const fn count(&self) -> u32 {

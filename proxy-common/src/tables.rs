@@ -1,8 +1,9 @@
 //! The tables as the decisions see them: BPF maps in the kernel, hash maps in tests.
 
 use crate::{
+    balance,
     family::Family,
-    layout::{Affinity, AffinityKey, Backend, Frontend, FrontendKey, NodeAddress, Service},
+    layout::{Affinity, AffinityKey, Backend, EndpointSet, Frontend, FrontendKey, NodeAddress, Service},
 };
 
 /// Lookups that finding a frontend and its backends needs. Values are copies: what lies in a map may change meanwhile.
@@ -35,6 +36,13 @@ pub trait AffinityTables<F: Family>: Tables<F> {
     fn now(&self) -> u64;
     /// As far as they are counted ([`Connections::open`](crate::layout::Connections::open)).
     fn open_connections(&self, backend: u32) -> u64;
+    /// As [`balance::less_busy`].
+    fn less_busy(&self, set: EndpointSet, bits: u32) -> u32
+    where
+        Self: Sized,
+    {
+        balance::less_busy(self, set, bits)
+    }
     /// Is the address in one of the service's `source_ranges4/6`?
     fn is_in_source_ranges(&self, service: u32, address: &F::Address) -> bool;
     /// Is it for ClusterIPs, by `service_cidrs4/6`, where what is sent to those of no service is dropped?

@@ -8,9 +8,13 @@ use core::{
 };
 
 use aya_ebpf::bindings::BPF_NOEXIST;
-use proxy_common::layout::{Collected, Connections};
+use proxy_common::{
+    balance,
+    family::{V4, V6},
+    layout::{Collected, Connections, EndpointSet, FLOW_COUNTED, SOCKET_COUNTED},
+};
 
-use crate::maps;
+use crate::{maps, tables::Maps};
 
 /// As far as they are counted.
 #[inline(always)]
@@ -32,6 +36,22 @@ pub(crate) fn open(backend: u32) -> u64 {
     counted.open(collected)
 }
 
+/// [`balance::less_busy`] as a global function: as for the counters. `set`: [`EndpointSet::word`].
+macro_rules! less_busy {
+    ($($name:ident: $family:ty;)+) => { $(
+        #[unsafe(no_mangle)]
+        #[inline(never)]
+        pub(crate) extern "C" fn $name(set: u64, bits: u32) -> u32 {
+            balance::less_busy::<$family>(&Maps, EndpointSet::from_word(set), bits)
+        }
+    )+ };
+}
+
+less_busy! {
+    less_busy4: V4;
+    less_busy6: V6;
+}
+
 /// # Safety
 ///
 /// The counter is in bounds and aligned to 8.
@@ -42,12 +62,15 @@ unsafe fn add_one(counter: *mut u64) {
     unsafe { asm!("lock *(u64 *)({0} + 0) += {1}", in(reg) counter, in(reg) 1_u64, options(nostack)) };
 }
 
-/// Each as a global function, so that the verifier goes through it once.
+/// Each as a global function, so that the verifier goes through it once, whatever the flags, which say whether the connection is counted.
 macro_rules! counters {
-    ($($name:ident: $field:ident, $is_begin:literal;)+) => { $(
+    ($($name:ident: $field:ident, $counted:ident, $is_begin:literal;)+) => { $(
         #[unsafe(no_mangle)]
         #[inline(never)]
-        pub(crate) extern "C" fn $name(backend: u32) -> u32 {
+        pub(crate) extern "C" fn $name(backend: u32, flags: u32) -> u32 {
+            if flags & $counted == 0 {
+                return 0;
+            }
             let mut counted = maps::connections.get_ptr_mut(backend);
             if $is_begin && counted.is_none() {
                 // Fails if another CPU is faster, or without room: then it is not counted.
@@ -64,8 +87,8 @@ macro_rules! counters {
 }
 
 counters! {
-    count_flow_opened: flows_opened, true;
-    count_flow_closed: flows_closed, false;
-    count_socket_opened: sockets_opened, true;
-    count_socket_closed: sockets_closed, false;
+    count_flow_opened: flows_opened, FLOW_COUNTED, true;
+    count_flow_closed: flows_closed, FLOW_COUNTED, false;
+    count_socket_opened: sockets_opened, SOCKET_COUNTED, true;
+    count_socket_closed: sockets_closed, SOCKET_COUNTED, false;
 }

@@ -145,7 +145,9 @@ routines! {
     Masquerade: masquerade4 masquerade6;
     Establish: establish4 establish6;
     Refresh: refresh4 refresh6;
+    Restore: restore4 restore6;
     Retire: retire4 retire6;
+    Leave: leave4 leave6;
     Replace: replace4 replace6;
     FollowFragment: follow_fragment4 follow_fragment6;
     RecordFragment: record_fragment4 record_fragment6;
@@ -344,13 +346,13 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
-            fn count_opened(&self, backend: u32) {
-                count_flow_opened(backend);
+            fn count_opened(&self, backend: u32, flags: u32) {
+                count_flow_opened(backend, flags);
             }
 
             #[inline(always)]
-            fn count_closed(&self, backend: u32) {
-                count_flow_closed(backend);
+            fn count_closed(&self, backend: u32, flags: u32) {
+                count_flow_closed(backend, flags);
             }
         }
     };

@@ -260,9 +260,7 @@ where
             };
             stop_counting(known);
             *known = new;
-            if new.flags & SOCKET_COUNTED != 0 {
-                count_socket_opened(new.backend_id);
-            }
+            count_socket_opened(new.backend_id, new.flags);
             redirect::<F>(ctx, &new);
             count_connection(new.service);
             conclude(Reason::SocketConnected, &destination, Some(&new))
@@ -438,11 +436,10 @@ fn forget_origin<F: AddressFormat>(ctx: &SockAddrContext) {
 /// The socket is not connected there any more.
 #[inline(always)]
 fn stop_counting<A>(origin: &mut SocketOrigin<A>) {
-    if origin.flags & SOCKET_COUNTED != 0 {
-        // Who counts sockets by their storage must not find one that is closed, and not freed yet.
-        origin.flags = 0;
-        count_socket_closed(origin.backend_id);
-    }
+    let flags = origin.flags;
+    // Who counts sockets by their storage must not find one that is closed, and not freed yet.
+    origin.flags = 0;
+    count_socket_closed(origin.backend_id, flags);
 }
 
 /// The process has closed the socket.

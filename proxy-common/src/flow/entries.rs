@@ -3,7 +3,7 @@
 use super::{Change, FlowEntry, FlowTables, InsertError, Routine, Scratch, Speaker, Stage};
 use crate::{
     family::Family,
-    layout::{Address, FLOW_COUNTED, Flow, PROGRESS_CONFIRMED},
+    layout::{Address, Flow, PROGRESS_CONFIRMED},
     reason::Reason,
 };
 
@@ -42,10 +42,10 @@ impl Leg {
     }
 }
 
-/// Does this entry of the flow stand for one of its backend's connections?
+/// Does this entry of a flow stand for it, where connections are counted?
 #[inline(always)]
-fn is_counted<A>(flow: &Flow<A>, stage: Stage, leg: Leg) -> bool {
-    stage == Stage::Established && leg == Leg::Client && flow.flags & FLOW_COUNTED != 0
+fn is_counted(stage: Stage, leg: Leg) -> bool {
+    stage == Stage::Established && leg == Leg::Client
 }
 
 /// The key of the entry of `scratch.flow` for `scratch.leg`.
@@ -121,8 +121,8 @@ fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
     };
     match tables.insert(Stage::Established, key, copy) {
         Ok(()) => {
-            if is_counted(copy, Stage::Established, leg) {
-                tables.count_opened(copy.backend_id);
+            if is_counted(Stage::Established, leg) {
+                tables.count_opened(copy.backend_id, copy.flags);
             }
             Copied::Whole
         }
@@ -154,9 +154,22 @@ pub(super) fn retire<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
                 let _there_already = tables.insert(Stage::Opening, key, entry);
             }
         }
-        if tables.remove(Stage::Established, key) && is_counted(entry, Stage::Established, leg) {
-            tables.count_closed(entry.backend_id);
+        if leg == Leg::Client {
+            tables.run(scratch, Routine::Leave);
+        } else {
+            tables.remove(Stage::Established, key);
         }
+    }
+}
+
+/// Removes `scratch.entry`, which is that of a client, from `scratch.key` in the established ones.
+#[inline(always)]
+pub(super) fn leave<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    Scratch { key, entry, .. }: &mut Scratch<F::Address>,
+) {
+    if tables.remove(Stage::Established, key) {
+        tables.count_closed(entry.backend_id, entry.flags);
     }
 }
 
@@ -199,9 +212,9 @@ fn remove_entries<F: Family, T: FlowTables<F>>(tables: &T, stage: Stage, scratch
         if let Some(found) = tables.flow(stage, &scratch.key)
             && found.opened() == scratch.flow.opened
             && tables.remove(stage, &scratch.key)
-            && is_counted(&scratch.flow, stage, leg)
+            && is_counted(stage, leg)
         {
-            tables.count_closed(scratch.flow.backend_id);
+            tables.count_closed(scratch.flow.backend_id, scratch.flow.flags);
         }
     }
 }
@@ -223,18 +236,23 @@ pub(super) fn refresh<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scr
                 tables.count(Reason::FlowReplaced);
                 return;
             }
-            None => {
-                if stage == Stage::Established && has_retired(tables, scratch) {
-                    return;
-                }
-                if tables.insert(stage, &scratch.key, &scratch.flow) == Ok(()) {
-                    if is_counted(&scratch.flow, stage, leg) {
-                        tables.count_opened(scratch.flow.backend_id);
-                    }
-                    tables.count(Reason::FlowRestored);
-                }
-            }
+            None => tables.run(scratch, Routine::Restore),
         }
+    }
+}
+
+/// Inserts the entry of `scratch.flow` for `scratch.leg`, at `scratch.key` in `scratch.stage`, which lacks it.
+#[inline(always)]
+pub(super) fn restore<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    let stage = scratch.stage;
+    if stage == Stage::Established && has_retired(tables, scratch) {
+        return;
+    }
+    if tables.insert(stage, &scratch.key, &scratch.flow) == Ok(()) {
+        if is_counted(stage, scratch.leg) {
+            tables.count_opened(scratch.flow.backend_id, scratch.flow.flags);
+        }
+        tables.count(Reason::FlowRestored);
     }
 }
 

@@ -229,10 +229,10 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     }
     /// Counts a flow of a service.
     fn count_connection(&self, service: u32);
-    /// One of the backend's connections by which its load is judged.
-    fn count_opened(&self, backend: u32);
-    /// What was counted as opened is over.
-    fn count_closed(&self, backend: u32);
+    /// One of the backend's connections, if the flow with these flags has `FLOW_COUNTED`.
+    fn count_opened(&self, backend: u32, flags: u32);
+    /// It is over.
+    fn count_closed(&self, backend: u32, flags: u32);
 }
 
 /// A flow that has the packet's ends. A copy of its entry is in `scratch.flow`.

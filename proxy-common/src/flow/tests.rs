@@ -429,13 +429,17 @@ impl FlowTables<V4> for Host {
         *self.connections.borrow_mut().entry(service).or_default() += 1;
     }
 
-    fn count_opened(&self, backend: u32) {
-        *self.tables.open.borrow_mut().entry(backend).or_default() += 1;
+    fn count_opened(&self, backend: u32, flags: u32) {
+        *self.tables.open.borrow_mut().entry(backend).or_default() += counted(flags);
     }
 
-    fn count_closed(&self, backend: u32) {
-        *self.tables.open.borrow_mut().entry(backend).or_default() -= 1;
+    fn count_closed(&self, backend: u32, flags: u32) {
+        *self.tables.open.borrow_mut().entry(backend).or_default() -= counted(flags);
     }
+}
+
+fn counted(flags: u32) -> i64 {
+    i64::from(flags & FLOW_COUNTED != 0)
 }
 
 /// First sequence numbers.

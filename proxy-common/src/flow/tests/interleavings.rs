@@ -377,12 +377,12 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
 
     fn count_connection(&self, _: u32) {}
 
-    fn count_opened(&self, backend: u32) {
-        Cpu::count(self, backend, 1);
+    fn count_opened(&self, backend: u32, flags: u32) {
+        Cpu::count(self, backend, counted(flags));
     }
 
-    fn count_closed(&self, backend: u32) {
-        Cpu::count(self, backend, -1);
+    fn count_closed(&self, backend: u32, flags: u32) {
+        Cpu::count(self, backend, -counted(flags));
     }
 }
 

@@ -477,6 +477,24 @@ mod tests {
     }
 
     #[test]
+    fn connections_are_shown_where_they_are_counted() {
+        let backend = |connections| BackendView {
+            id: 7,
+            address: IpAddr::from([10, 244, 0, 2]),
+            port: 80,
+            protocol: "TCP",
+            state: "active",
+            local: true,
+            services: 1,
+            connections,
+        };
+        let text = backends(&[backend(None), backend(Some(0)), backend(Some(12))]);
+        let last: Vec<_> = text.lines().filter_map(|line| line.split_whitespace().last()).collect();
+        assert_eq!(last, ["CONNECTIONS", "-", "0", "12"]);
+        assert_eq!(serde_json::to_value(backend(None)).unwrap()["connections"], serde_json::Value::Null);
+    }
+
+    #[test]
     fn a_service_without_a_name() {
         let unnamed = ServiceView {
             namespace: String::new(),

@@ -1,6 +1,6 @@
 //! By what a connection's endpoint is chosen: algorithms and weights.
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use lab::{
     Dial,
     cluster::{NODES, OUTSIDE},
@@ -20,6 +20,13 @@ pub(super) const CASES: &[Case] = &[
     Case::new("weights: an endpoint without weight has no new connections", Variants::All, weights)
         .concerns(is_ebpf)
         .core(),
+    Case::new(
+        "leastConnection: an endpoint with more open connections has no new ones",
+        Variants::Tcp,
+        least,
+    )
+    .concerns(is_ebpf)
+    .core(),
     Case::new("algorithms and weights change while connections go on", Variants::Tcp, changes)
         .concerns(is_ebpf),
 ];
@@ -91,6 +98,33 @@ fn weights(world: &mut World, variant: Variant) -> Result<()> {
     Ok(())
 }
 
+/// Those of each client are held to one endpoint.
+const HELD: usize = 5;
+
+fn least(world: &mut World, variant: Variant) -> Result<()> {
+    let [busy, idle, _] = WEIGHED.endpoints else { bail!("{:?}", WEIGHED.endpoints) };
+    for client in CLIENTS {
+        set(world, Some("leastConnection"), [1, 0, 0])?;
+        let one = dial(world, client, variant)?;
+        let mut held = Vec::new();
+        for _ in 0..HELD {
+            held.push(world.agent(client)?.hold_as(&one)?.0);
+        }
+        set(world, Some("leastConnection"), [1, 1, 0])?;
+        world.answers(client, &one.clone().times(MANY), &[*idle]).with_context(|| client.to_owned())?;
+        // At random, by the same tables.
+        set(world, None, [1, 1, 0])?;
+        world.answers(client, &one.clone().times(MANY), &[*busy, *idle])?;
+        set(world, Some("leastConnection"), [1, 1, 0])?;
+        world.answers(client, &one.clone().times(MANY), &[*idle]).with_context(|| client.to_owned())?;
+        for connection in held {
+            world.agent(client)?.release(connection)?;
+        }
+        world.answers(client, &one.times(MANY), &[*busy, *idle])?;
+    }
+    Ok(())
+}
+
 fn changes(world: &mut World, variant: Variant) -> Result<()> {
     set(world, None, [1, 0, 0])?;
     let mut held = Vec::new();
@@ -101,6 +135,7 @@ fn changes(world: &mut World, variant: Variant) -> Result<()> {
     let steps = [
         (Some("maglev"), [1, 0, 0]),
         (Some("maglev"), [0, 1, 0]),
+        (Some("leastConnection"), [0, 1, 0]),
         (Some("random"), [0, 1, 0]),
         (None, [0, 0, 1]),
     ];

@@ -118,21 +118,16 @@ impl Hooks {
         self.tcx = Some(false);
     }
 
-    /// From now on sockets are counted as connections, from `connect` until they are closed.
-    pub(super) fn count_sockets(&mut self) -> Result<bool, Error> {
+    /// From now on sockets are counted as connections, until they are closed: the next [`attach_sockets`](Self::attach_sockets) attaches the
+    /// hook for that too.
+    pub(super) const fn count_sockets(&mut self) {
         self.counts_sockets = true;
-        self.attach_sockets()
     }
 
     /// Answers whether anything had to be done.
     pub(super) fn attach_sockets(&mut self) -> Result<bool, Error> {
-        let (release, hook) = (program::sock_release, bpf_attach_type::BPF_CGROUP_INET_SOCK_RELEASE);
         // First: what the others begin to count must be seen to end.
-        let mut outcome = if self.counts_sockets {
-            self.attach_socket_hook(release, hook)
-        } else {
-            self.links.remove(&self.socket_link(release))
-        };
+        let mut outcome = self.attach_release();
         for &(name, hook) in SOCKET_HOOKS {
             let attached = self.attach_socket_hook(name, hook);
             outcome = outcome.and_then(|changed| Ok(changed | attached?));
@@ -149,6 +144,16 @@ impl Hooks {
         let failed =
             |source| Error::Attach { program: name, target: cgroup.path.display().to_string(), source };
         self.links.ensure(&path, program, is_target, create).map_err(failed)
+    }
+
+    /// Of sockets that are closed.
+    pub(super) fn attach_release(&mut self) -> Result<bool, Error> {
+        let (name, hook) = (program::sock_release, bpf_attach_type::BPF_CGROUP_INET_SOCK_RELEASE);
+        if self.counts_sockets {
+            self.attach_socket_hook(name, hook)
+        } else {
+            self.links.remove(&self.socket_link(name))
+        }
     }
 
     fn socket_link(&self, name: &str) -> PathBuf {

@@ -277,7 +277,7 @@ impl EbpfDataplane {
         };
         // A predecessor has counted, and some may still be open.
         if !dataplane.v4.tables.connections.read()?.is_empty() {
-            dataplane.begin_to_count()?;
+            dataplane.begin_to_count();
         }
         // Programs may be reading what a predecessor retired in its last moment.
         dataplane.shared.grace.wait().map_err(Error::Grace)?;
@@ -417,17 +417,18 @@ impl EbpfDataplane {
 
     /// Before a service port is published that goes by them.
     fn count_connections(&mut self, are_asked_for: bool, failures: &mut Failures) {
-        if are_asked_for
-            && self.connections.is_none()
-            && let Err(error) = self.begin_to_count()
-        {
+        if !are_asked_for || self.connections.is_some() {
+            return;
+        }
+        self.begin_to_count();
+        if let Err(error) = self.hooks.attach_release() {
             failures.add("socket hooks", error);
         }
     }
 
-    fn begin_to_count(&mut self) -> Result<(), Error> {
+    fn begin_to_count(&mut self) {
         self.connections = Some(ConnectionCount::default());
-        self.hooks.count_sockets().map(drop)
+        self.hooks.count_sockets();
     }
 
     /// Has the next walks through flows compare what is counted with what is there.

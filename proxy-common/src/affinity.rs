@@ -56,7 +56,7 @@ pub(crate) fn place<F: Family, T: AffinityTables<F>>(
 ) -> u32 {
     let mut known = tables.affinity(key);
     if known.is_none() {
-        let chosen = draw.place(set);
+        let chosen = draw.pick(tables, set);
         let Some(slot) = tables.slot(chosen) else { return chosen };
         if tables.remember(key, &Affinity::to(&slot, tables.now())) {
             return chosen;
@@ -64,7 +64,7 @@ pub(crate) fn place<F: Family, T: AffinityTables<F>>(
         // Another CPU has been faster.
         known = tables.affinity(key);
     }
-    let Some(entry) = known else { return draw.place(set) };
+    let Some(entry) = known else { return draw.pick(tables, set) };
     let (affinity, now) = (entry.read(), tables.now());
     if !affinity.has_expired(seconds, now) {
         let place = place_of(tables, set, affinity);
@@ -73,7 +73,7 @@ pub(crate) fn place<F: Family, T: AffinityTables<F>>(
             return place;
         }
     }
-    let chosen = draw.again_by(affinity.random()).place(set);
+    let chosen = draw.again_by(affinity.random()).pick(tables, set);
     if let Some(slot) = tables.slot(chosen) {
         entry.write(Affinity::to(&slot, now));
     }

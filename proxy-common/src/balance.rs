@@ -4,20 +4,27 @@
 //! each as its weight says ([`EndpointSet`]). The controller makes it by Google's Maglev: each endpoint takes places in an order of its own,
 //! in turn with the others, so that when one leaves mostly its places alone get another. A drawn place is a slot like any other: a table
 //! costs no lookup.
+//!
+//! By least connection, two places are drawn at random, and the one whose backend has fewer connections for its weight is taken: mostly as
+//! good as to look for the least of all, and connections that begin at once do not all go to the same one.
 
 use crate::{
-    layout::{Address, EndpointSet, FRONTEND_AFFINITY, FRONTEND_MAGLEV},
+    family::{Family, Slot as _},
+    layout::{Address, EndpointSet, FRONTEND_AFFINITY, FRONTEND_LEAST_CONNECTION, FRONTEND_MAGLEV},
     port::Port,
+    tables::AffinityTables,
 };
 
 /// The bits by which a place is drawn from a set.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Draw(
-    /// One word, as functions of programs have few arguments: the bits, and above them whether they are fixed.
+    /// One word, as functions of programs have few arguments: the bits, and above them what is done with them.
     u64,
 );
 
 const FIXED: u64 = 1 << 32;
+/// Of two places that the bits choose, one is taken.
+const LEAST: u64 = (FRONTEND_LEAST_CONNECTION as u64) << 32;
 
 impl Draw {
     /// To a frontend with these flags: by random bits or, with Maglev, by the hash of the connection; its argument says whether with the
@@ -25,10 +32,16 @@ impl Draw {
     #[inline(always)]
     pub fn of(flags: u32, random: u32, hash: impl FnOnce(bool) -> u32) -> Self {
         if flags & FRONTEND_MAGLEV == 0 {
-            return Self::random(random);
+            return Self::without_ends(flags, random);
         }
         // With affinity, what all of the client's connections have in common: it is the same on nodes that do not know the client.
         Self::fixed(hash(flags & FRONTEND_AFFINITY == 0))
+    }
+
+    /// As [`of`](Self::of), of a connection whose ends are not known.
+    #[inline(always)]
+    pub const fn without_ends(flags: u32, random: u32) -> Self {
+        Self(random as u64 | ((flags & FRONTEND_LEAST_CONNECTION) as u64) << 32)
     }
 
     #[inline(always)]
@@ -45,13 +58,55 @@ impl Draw {
     /// Another draw, where the first one's place is not taken: by these bits unless they are fixed.
     #[inline(always)]
     pub const fn again_by(self, bits: u32) -> Self {
-        if self.0 & FIXED == 0 { Self::random(bits) } else { self }
+        if self.0 & FIXED == 0 { Self(self.0 & LEAST | bits as u64) } else { self }
     }
 
     /// An index of the set, which is not empty.
     #[inline(always)]
-    pub const fn place(self, set: EndpointSet) -> u32 {
-        set.place(self.0 as u32)
+    pub(crate) fn pick<F: Family>(self, tables: &impl AffinityTables<F>, set: EndpointSet) -> u32 {
+        let bits = self.0 as u32;
+        if self.0 & LEAST == 0 { set.place(bits) } else { tables.less_busy(set, bits) }
+    }
+}
+
+/// Of two places that `bits` choose; of equals the first.
+#[inline(always)]
+pub fn less_busy<F: Family>(tables: &impl AffinityTables<F>, set: EndpointSet, bits: u32) -> u32 {
+    let first = set.place(bits);
+    let second = set.place_beside(first, (mix(0, bits.into()) >> 32) as u32);
+    let Some(one) = load_at(tables, first) else { return first };
+    let Some(other) = load_at(tables, second) else { return first };
+    if other.is_less_than(one) { second } else { first }
+}
+
+/// Of a backend, with its weight. One word, for the stack: connections, and below them by how much its weight is more than 1.
+#[derive(Clone, Copy)]
+struct Load(u64);
+
+#[inline(always)]
+fn load_at<F: Family>(tables: &impl AffinityTables<F>, place: u32) -> Option<Load> {
+    let slot = tables.slot(place)?;
+    let more_weight = u64::from(slot.more_weight());
+    Some(Load(tables.open_connections(slot.backend()) << WEIGHT_BITS | more_weight))
+}
+
+const WEIGHT_BITS: u32 = 8;
+
+impl Load {
+    #[inline(always)]
+    const fn connections(self) -> u64 {
+        self.0 >> WEIGHT_BITS
+    }
+
+    #[inline(always)]
+    const fn weight(self) -> u64 {
+        (self.0 & ((1 << WEIGHT_BITS) - 1)) + 1
+    }
+
+    /// Has it fewer connections for each unit of weight?
+    #[inline(always)]
+    const fn is_less_than(self, other: Self) -> bool {
+        self.connections().wrapping_mul(other.weight()) < other.connections().wrapping_mul(self.weight())
     }
 }
 
@@ -88,10 +143,16 @@ pub fn endpoint_hashes<A: Address>(address: &A, port: Port, protocol: u8) -> [u6
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+
     use rstest::rstest;
 
     use super::*;
-    use crate::layout::{PROTOCOL_TCP, PROTOCOL_UDP};
+    use crate::{
+        family::V4,
+        layout::{BACKEND_WEIGHT_SHIFT, PROTOCOL_TCP, PROTOCOL_UDP, Slot4},
+        tables::host::HostTables,
+    };
 
     #[rstest]
     #[case::slots_lowest(EndpointSet::new(10, 3), 0, 10)]
@@ -103,7 +164,7 @@ mod tests {
     #[case::table_highest(EndpointSet::new(10, 3).with_table(2), u32::MAX, 16)]
     #[case::largest_table(EndpointSet::new(10, 3).with_table(EndpointSet::MOST_TABLE_BITS), u32::MAX, 13 + 0xffff)]
     fn places(#[case] set: EndpointSet, #[case] bits: u32, #[case] place: u32) {
-        assert_eq!(Draw::random(bits).place(set), place);
+        assert_eq!(Draw::random(bits).pick(&HostTables::<V4>::default(), set), place);
         assert!(place < set.first + set.places());
     }
 
@@ -121,6 +182,8 @@ mod tests {
     #[case::random_with_affinity(FRONTEND_AFFINITY, Draw::random(7))]
     #[case::maglev(FRONTEND_MAGLEV, Draw::fixed(1))]
     #[case::maglev_with_affinity(FRONTEND_MAGLEV | FRONTEND_AFFINITY, Draw::fixed(0))]
+    #[case::least_connection(FRONTEND_LEAST_CONNECTION, least(7))]
+    #[case::least_connection_with_affinity(FRONTEND_LEAST_CONNECTION | FRONTEND_AFFINITY, least(7))]
     fn draws_as_the_frontend_says(#[case] flags: u32, #[case] expected: Draw) {
         assert_eq!(Draw::of(flags, 7, u32::from), expected);
     }
@@ -128,8 +191,134 @@ mod tests {
     #[rstest]
     #[case::random(Draw::random(1), Draw::random(2))]
     #[case::fixed(Draw::fixed(1), Draw::fixed(1))]
+    #[case::least_connection(least(1), least(2))]
     fn draws_again(#[case] first: Draw, #[case] second: Draw) {
         assert_eq!(first.again_by(2), second);
+    }
+
+    const fn least(bits: u32) -> Draw {
+        Draw::without_ends(FRONTEND_LEAST_CONNECTION, bits)
+    }
+
+    /// Slots from 10 on, of backends 1, 2, …, with these weights and connections, and behind them copies of these.
+    fn tables(backends: &[(u32, i64)], copies: &[u32]) -> HostTables<V4> {
+        let mut tables = HostTables::default();
+        let places = (1..).take(backends.len()).chain(copies.iter().copied());
+        for (place, backend) in (10..).zip(places) {
+            let (weight, open) = backends[backend as usize - 1];
+            let flags = (weight - 1) << BACKEND_WEIGHT_SHIFT;
+            tables
+                .slots
+                .insert(place, Slot4::new([10, 244, 0, backend as u8], Port::new(80), backend, flags));
+            tables.open.borrow_mut().insert(backend, open);
+        }
+        tables
+    }
+
+    /// Whatever is drawn.
+    #[rstest]
+    #[case::of_one(&[(1, 7)], 1)]
+    #[case::fewer_than_the_other(&[(1, 7), (1, 6)], 2)]
+    #[case::none(&[(1, 0), (1, 1)], 1)]
+    #[case::most_that_can_be(&[(1, 1), (1, i64::from(u32::MAX))], 1)]
+    #[case::more_than_none_is_missed(&[(1, 1), (1, -3)], 2)]
+    #[case::fewer_for_its_weight(&[(3, 8), (1, 3)], 1)]
+    #[case::more_for_its_weight(&[(3, 10), (1, 3)], 2)]
+    #[case::of_the_highest_weight(&[(255, 254), (1, 1)], 1)]
+    fn fewer_connections(#[case] backends: &[(u32, i64)], #[case] expected: u32) {
+        let tables = tables(backends, &[]);
+        let set = EndpointSet::new(10, backends.len() as u32);
+        for bits in (0..=u32::MAX).step_by(1 << 20) {
+            assert_eq!(least(bits).pick(&tables, set), 9 + expected, "{bits:#x}");
+        }
+    }
+
+    #[rstest]
+    #[case::without_connections(&[(1, 0), (1, 0), (1, 0)])]
+    #[case::with_as_many(&[(1, 5), (1, 5), (1, 5)])]
+    #[case::less_than_none_is_none(&[(1, 0), (1, -7), (1, -1)])]
+    #[case::for_their_weights(&[(1, 5), (2, 10), (3, 15)])]
+    fn of_equals_the_first(#[case] backends: &[(u32, i64)]) {
+        let (tables, set) = (tables(backends, &[]), EndpointSet::new(10, 3));
+        for bits in (0..=u32::MAX).step_by(1 << 20) {
+            assert_eq!(least(bits).pick(&tables, set), Draw::random(bits).pick(&tables, set), "{bits:#x}");
+        }
+    }
+
+    #[test]
+    fn none_is_taken_from_an_empty_set() {
+        let (tables, set) = (tables(&[], &[]), EndpointSet::new(10, 0));
+        for bits in [0, 1 << 31, u32::MAX] {
+            assert!(!tables.slots.contains_key(&least(bits).pick(&tables, set)));
+        }
+    }
+
+    #[rstest]
+    #[case::slots(EndpointSet::new(10, 5), 10..15)]
+    #[case::two(EndpointSet::new(10, 2), 10..12)]
+    #[case::table(EndpointSet::new(10, 5).with_table(4), 15..31)]
+    #[case::largest(EndpointSet::new(10, 1 << 26), 10..10 + (1 << 26))]
+    fn two_places_are_two(#[case] set: EndpointSet, #[case] places: Range<u32>) {
+        for first in (0..=u32::MAX).step_by(1 << 24) {
+            for bits in [0, 1, 0x5555_5555, 0x5555_5556, 1 << 31, u32::MAX] {
+                let place = set.place(first);
+                let beside = set.place_beside(place, bits);
+                assert!(beside != place && places.contains(&beside), "{place} and {beside}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_other_place_is_as_likely() {
+        let set = EndpointSet::new(0, 4);
+        let mut counts = [0_u32; 4];
+        for number in 0..12_000_u32 {
+            let bits = number.wrapping_mul(0x9e37_79b9);
+            let first = set.place(bits);
+            counts[(set.place_beside(first, (mix(0, bits.into()) >> 32) as u32).wrapping_sub(first) & 3)
+                as usize] += 1;
+        }
+        assert!(
+            counts[0] == 0 && counts[1..].iter().all(|count| (3_700..4_300).contains(count)),
+            "{counts:?}"
+        );
+    }
+
+    /// Of ten endpoints and a thousand connections that stay, the most that one has, beside the mean of 100.
+    #[test]
+    fn connections_that_stay_are_balanced() {
+        let set = EndpointSet::new(10, 10);
+        let most = |draw: fn(u32) -> Draw| {
+            let tables = tables(&[(1, 0); 10], &[]);
+            let mut random = 1_u64;
+            for _ in 0..1_000 {
+                random = mix(random, 7);
+                let place = draw(random as u32).pick(&tables, set);
+                *tables.open.borrow_mut().entry(place - 9).or_default() += 1;
+            }
+            let open = tables.open.borrow();
+            open.values().copied().max().unwrap()
+        };
+        let (by_least, by_random) = (most(least), most(Draw::random));
+        println!(
+            "most of 1000 connections to 10 endpoints: {by_least} by least connection, {by_random} at random"
+        );
+        assert!(by_least <= 103 && by_random > 110, "{by_least}, {by_random}");
+    }
+
+    /// Three quarters, however the draws by weight fall.
+    #[test]
+    fn connections_that_stay_are_balanced_by_weight() {
+        let tables = tables(&[(1, 0), (3, 0)], &[1, 2, 2, 2]);
+        let set = EndpointSet::new(10, 2).with_table(2);
+        let mut random = 1_u64;
+        for _ in 0..1_000 {
+            random = mix(random, 7);
+            let slot = tables.slots[&least(random as u32).pick(&tables, set)];
+            *tables.open.borrow_mut().entry(slot.backend).or_default() += 1;
+        }
+        let open = tables.open.borrow();
+        assert!((740..760).contains(&open[&2]), "{open:?}");
     }
 
     /// Nodes of different versions serve the same connections.

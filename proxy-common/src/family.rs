@@ -1,7 +1,7 @@
 //! IPv4 and IPv6 as types, so that every decision is written once.
 
 use crate::{
-    layout::{Address, BACKEND_LOCAL, Slot4, Slot6},
+    layout::{Address, BACKEND_LOCAL, BACKEND_WEIGHT_SHIFT, Slot4, Slot6},
     port::Port,
 };
 
@@ -44,6 +44,12 @@ pub trait Slot: Copy + Default {
     fn backend(&self) -> u32;
     /// `BACKEND_*`.
     fn flags(&self) -> u32;
+
+    /// By how much its weight is more than 1.
+    #[inline(always)]
+    fn more_weight(&self) -> u8 {
+        (self.flags() >> BACKEND_WEIGHT_SHIFT) as u8
+    }
 
     /// The order of an endpoint set: local ones, then the others, each by address and port.
     #[inline(always)]

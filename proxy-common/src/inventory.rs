@@ -113,6 +113,8 @@ macro_rules! tables {
             event_control: array(u32, EventControl), 1;
             events: ring(u32, Event), EVENT_BYTES;
             service_counters: per_cpu_array(u32, ServiceCounters), [ServiceCounters];
+            connections: hash(u32, Connections), CONNECTIONS;
+            collected: hash(u32, Collected), CONNECTIONS;
         }
     };
 }
@@ -190,6 +192,8 @@ pub mod program {
 
     /// On uplinks, before the stack.
     pub const uplink_transit: &str = "uplink_transit";
+    /// On the cgroup, where sockets are counted: one is closed.
+    pub const sock_release: &str = "sock_release";
     /// On connect4 for a moment: tells the controller its own network namespace where the kernel does not.
     pub const learn_namespace: &str = "learn_namespace";
 }

@@ -159,6 +159,9 @@ pub const FRONTEND_AFFINITY: u32 = 8;
 /// New connections draw their backend by a hash of their ends, where these are known: each node chooses the same.
 pub const FRONTEND_MAGLEV: u32 = 16;
 
+/// New connections draw two backends, and go to the one with fewer connections.
+pub const FRONTEND_LEAST_CONNECTION: u32 = 64;
+
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Frontend {
@@ -209,6 +212,11 @@ impl EndpointSet {
         Self { first: word as u32, sizes: (word >> 32) as u32 }
     }
 
+    #[inline(always)]
+    pub const fn word(&self) -> u64 {
+        (self.sizes as u64) << 32 | self.first as u64
+    }
+
     /// Its slots.
     #[inline(always)]
     pub const fn count(&self) -> u32 {
@@ -225,18 +233,37 @@ impl EndpointSet {
         self.count() + if self.table_bits() == 0 { 0 } else { 1 << self.table_bits() }
     }
 
-    /// The index that 32 bits choose, which are as likely to be any.
+    /// Where the places begin that are drawn from, and how many there are.
     #[inline(always)]
-    pub const fn place(&self, bits: u32) -> u32 {
+    const fn drawn_from(&self) -> (u32, u32) {
         let (count, table_bits) = (self.count(), self.table_bits());
         // Without a branch, as the verifier goes both ways from each: 1 where there are copies, and a mask.
         let is_copied = (table_bits + (u32::BITS - 1)) >> u32::BITS.ilog2();
         let mask = 0_u32.wrapping_sub(is_copied);
-        let (offset, size) = (count & mask, count & !mask | is_copied << table_bits);
-        // Scales the bits to 0..size without a division.
-        let drawn = (bits as u64 * size as u64) >> u32::BITS;
-        self.first.wrapping_add(offset).wrapping_add(drawn as u32)
+        (self.first.wrapping_add(count & mask), count & !mask | is_copied << table_bits)
     }
+
+    /// The index that 32 bits choose, which are as likely to be any.
+    #[inline(always)]
+    pub const fn place(&self, bits: u32) -> u32 {
+        let (start, size) = self.drawn_from();
+        start.wrapping_add(scaled(bits, size))
+    }
+
+    /// Another index than `place`, which 32 bits choose, where there is another.
+    #[inline(always)]
+    pub const fn place_beside(&self, place: u32, bits: u32) -> u32 {
+        let (start, size) = self.drawn_from();
+        let step = scaled(bits, size.wrapping_sub(1)).wrapping_add(1);
+        let drawn = place.wrapping_sub(start).wrapping_add(step);
+        start.wrapping_add(if drawn < size { drawn } else { drawn.wrapping_sub(size) })
+    }
+}
+
+/// The bits as a number below `size`, without a division.
+#[inline(always)]
+const fn scaled(bits: u32, size: u32) -> u32 {
+    ((bits as u64 * size as u64) >> u32::BITS) as u32
 }
 
 /// Some endpoint is usable somewhere: an empty set then means "drop" (traffic policy Local without a local
@@ -247,6 +274,8 @@ pub const SERVICE_INTERNAL_LOCAL: u32 = 2;
 pub const SERVICE_EXTERNAL_LOCAL: u32 = 4;
 /// For people: its frontends have `FRONTEND_MAGLEV`.
 pub const SERVICE_MAGLEV: u32 = 8;
+/// For people: its frontends have `FRONTEND_LEAST_CONNECTION`.
+pub const SERVICE_LEAST_CONNECTION: u32 = 16;
 
 /// Table `services`, mmapable array by service id: one entry for each service port and family. All zero: unused.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -322,6 +351,8 @@ impl Default for ServiceName {
 
 /// The backend runs on this node.
 pub const BACKEND_LOCAL: u32 = 1;
+/// Of a slot: in the bits from here on, by how much its weight is more than 1.
+pub const BACKEND_WEIGHT_SHIFT: u32 = 8;
 
 /// Table `slots4`/`slots6`, mmapable array: all that the packet path needs of an endpoint. The slots of an endpoint set are in the
 /// order of [`Slot::precedes`](crate::family::Slot::precedes), their copies in that of its [table](crate::balance).
@@ -447,6 +478,8 @@ pub const FLOW_OVERLAPPING: u32 = 8;
 /// Its client is this node's own address at a port that a masqueraded flow to the same backend had when it began: a connection of one of the
 /// node's sockets, or one that netfilter masquerades. It gets another port where it leaves the node, and its own where answers come in.
 pub const FLOW_FOREIGN: u32 = 16;
+/// Its entry of client and frontend in `flows4/6` is counted as a connection of its backend.
+pub const FLOW_COUNTED: u32 = 64;
 
 /// Nothing is heard of the backend.
 pub const PROGRESS_OPENED: u8 = 0;
@@ -640,7 +673,12 @@ pub struct SocketOrigin<A> {
     pub backend_id: u32,
     /// Index into `services`.
     pub service: u32,
+    /// `SOCKET_*`.
+    pub flags: u32,
 }
+
+/// As long as the socket is open, and in `socket_origin4/6`, it is counted as a connection of its backend.
+pub const SOCKET_COUNTED: u32 = 1;
 
 impl<A> SocketOrigin<A> {
     #[inline(always)]
@@ -652,7 +690,54 @@ impl<A> SocketOrigin<A> {
             backend_port: backend.1.number(),
             backend_id,
             service,
+            flags: 0,
         }
+    }
+}
+
+/// Room in the tables `connections` and `collected`.
+pub const CONNECTIONS: u32 = 65_536;
+
+/// Table `connections`, hash by backend id: what of its connections through service ports with `FRONTEND_LEAST_CONNECTION` the programs
+/// have seen begin and end. Only they write it, until the backend is gone: what is open is this without [`Collected`].
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct Connections {
+    /// Flows with `FLOW_COUNTED`.
+    pub flows_opened: u64,
+    pub flows_closed: u64,
+    /// Sockets with `SOCKET_COUNTED`.
+    pub sockets_opened: u64,
+    pub sockets_closed: u64,
+}
+
+/// Table `collected`, hash by backend id: the connections of [`Connections`] that have ended otherwise. Only the controller writes it.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct Collected {
+    /// May be less than 0, which wraps: where the programs have missed one that began.
+    pub flows: u64,
+    /// As `flows`.
+    pub sockets: u64,
+}
+
+impl Connections {
+    /// Flows and sockets that are open now. `collected`: [`Collected::sum`].
+    #[inline(always)]
+    pub const fn open(&self, collected: u64) -> u64 {
+        let begun = self.flows_opened.wrapping_add(self.sockets_opened);
+        let ended = self.flows_closed.wrapping_add(self.sockets_closed).wrapping_add(collected);
+        let open = begun.wrapping_sub(ended);
+        // What was missed may make it less than 0: without a branch, all ones then.
+        let is_negative = 0_u64.wrapping_sub(open >> (u64::BITS - 1));
+        open & !is_negative
+    }
+}
+
+impl Collected {
+    #[inline(always)]
+    pub const fn sum(&self) -> u64 {
+        self.flows.wrapping_add(self.sockets)
     }
 }
 
@@ -908,11 +993,12 @@ const _: () = {
     assert!(size_of::<Flow<[u8; 4]>>() == 80 && size_of::<Flow<[u8; 16]>>() == 128);
     assert!(size_of::<FragmentKey<[u8; 4]>>() == 16 && size_of::<FragmentKey<[u8; 16]>>() == 40);
     assert!(size_of::<FirstFragment<[u8; 4]>>() == 32 && size_of::<FirstFragment<[u8; 16]>>() == 56);
-    assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
-    assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
+    assert!(size_of::<SocketOrigin<[u8; 4]>>() == 24 && size_of::<SocketOrigin<[u8; 16]>>() == 48);
+    assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 100 && size_of::<DatagramOrigins<[u8; 16]>>() == 196);
     assert!(size_of::<Settings>() == 88 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);
     assert!(size_of::<InterfaceSettings>() == 24 && size_of::<FourPorts>() == 8);
     assert!(size_of::<ForeignFlow>() == 8);
+    assert!(size_of::<Connections>() == 32 && size_of::<Collected>() == 16);
     assert!(size_of::<AffinityKey<[u8; 4]>>() == 12 && size_of::<AffinityKey<[u8; 16]>>() == 24);
     assert!(size_of::<Affinity>() == 16);
     assert!(size_of::<PrefixKey<SourceRange<[u8; 4]>>>() == 12);
@@ -950,6 +1036,8 @@ mod pod {
         ForeignFlow,
         Affinity,
         ServiceCounters,
+        Connections,
+        Collected,
         Settings,
         Lease,
         EventControl,

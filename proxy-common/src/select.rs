@@ -124,7 +124,7 @@ pub(crate) fn choose_place<F: Family>(
         });
     }
     Ok(if service.affinity_seconds == 0 {
-        draw.place(set)
+        draw.pick(tables, set)
     } else {
         affinity::place(tables, set, service.affinity_seconds, key, draw)
     })

@@ -5,8 +5,9 @@ use crate::{
     balance::Draw,
     family::{Destination, Family, Slot},
     layout::{
-        Address, AffinityKey, Client, DatagramOrigins, FRONTEND_AFFINITY, FRONTEND_LOCAL_POLICY,
-        FRONTEND_SOURCE_RANGES, Frontend, PODS_BY_INTERFACE, PODS_UNKNOWN, PROTOCOL_TCP, SocketOrigin,
+        Address, AffinityKey, Client, DatagramOrigins, FRONTEND_AFFINITY, FRONTEND_LEAST_CONNECTION,
+        FRONTEND_LOCAL_POLICY, FRONTEND_SOURCE_RANGES, Frontend, PODS_BY_INTERFACE, PODS_UNKNOWN,
+        PROTOCOL_TCP, SOCKET_COUNTED, SocketOrigin,
     },
     port::Port,
     reason::Reason,
@@ -35,9 +36,15 @@ pub fn connect<F: Family>(
     let key = AffinityKey { service: frontend.service, client: Client::NODE };
     let is_inside = origin == Origin::Host || tables.pods_told_by() != PODS_UNKNOWN;
     // No port is chosen yet to send from, and mostly no address.
-    let slot = select::choose(tables, frontend, is_inside, &key, Draw::random(random))?;
+    let draw = Draw::without_ends(frontend.flags, random);
+    let slot = select::choose(tables, frontend, is_inside, &key, draw)?;
     let dialled = (destination.address, destination.port);
-    Ok(SocketOrigin::new(dialled, (slot.address(), slot.port()), slot.backend(), frontend.service))
+    let mut origin =
+        SocketOrigin::new(dialled, (slot.address(), slot.port()), slot.backend(), frontend.service);
+    if frontend.flags & FRONTEND_LEAST_CONNECTION != 0 {
+        origin.flags = SOCKET_COUNTED;
+    }
+    Ok(origin)
 }
 
 /// No hook knows what address a pod's socket will send from, nor by what interface. Where one of these counts, its packets decide.

@@ -1,8 +1,9 @@
 //! The tables as the decisions see them: BPF maps in the kernel, hash maps in tests.
 
 use crate::{
+    balance,
     family::Family,
-    layout::{Affinity, AffinityKey, Backend, Frontend, FrontendKey, NodeAddress, Service},
+    layout::{Affinity, AffinityKey, Backend, EndpointSet, Frontend, FrontendKey, NodeAddress, Service},
 };
 
 /// Lookups that finding a frontend and its backends needs. Values are copies: what lies in a map may change meanwhile.
@@ -33,6 +34,15 @@ pub trait AffinityTables<F: Family>: Tables<F> {
     fn remember(&self, key: &AffinityKey<F::Address>, affinity: &Affinity) -> bool;
     /// Nanoseconds since boot, suspend included.
     fn now(&self) -> u64;
+    /// As far as they are counted ([`Connections::open`](crate::layout::Connections::open)).
+    fn open_connections(&self, backend: u32) -> u64;
+    /// As [`balance::less_busy`].
+    fn less_busy(&self, set: EndpointSet, bits: u32) -> u32
+    where
+        Self: Sized,
+    {
+        balance::less_busy(self, set, bits)
+    }
     /// Is the address in one of the service's `source_ranges4/6`?
     fn is_in_source_ranges(&self, service: u32, address: &F::Address) -> bool;
     /// Is it for ClusterIPs, by `service_cidrs4/6`, where what is sent to those of no service is dropped?
@@ -73,6 +83,7 @@ pub(crate) mod host {
         pub(crate) pod_interface: u32,
         pub(crate) affinity: RefCell<HashMap<AffinityKey<F::Address>, KnownClient>>,
         pub(crate) clock: Cell<u64>,
+        pub(crate) open: RefCell<HashMap<u32, i64>>,
     }
 
     /// As the map element that the kernel hands out, it is shared.
@@ -120,6 +131,7 @@ pub(crate) mod host {
                 pod_interface: u32::MAX,
                 affinity: RefCell::default(),
                 clock: Cell::new(1_000_000_000_000),
+                open: RefCell::default(),
             }
         }
     }
@@ -160,6 +172,10 @@ pub(crate) mod host {
 
         fn now(&self) -> u64 {
             self.clock.get()
+        }
+
+        fn open_connections(&self, backend: u32) -> u64 {
+            self.open.borrow().get(&backend).map_or(0, |open| (*open).try_into().unwrap_or(0))
         }
 
         fn is_in_source_ranges(&self, service: u32, address: &F::Address) -> bool {

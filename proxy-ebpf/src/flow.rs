@@ -15,6 +15,7 @@ use proxy_common::{
 };
 
 use crate::{
+    connections::{count_flow_closed, count_flow_opened},
     event::TellPacket as _,
     globals, maps, resizable,
     tables::{Maps, count, count_connection, recently, settings},
@@ -144,7 +145,9 @@ routines! {
     Masquerade: masquerade4 masquerade6;
     Establish: establish4 establish6;
     Refresh: refresh4 refresh6;
+    Restore: restore4 restore6;
     Retire: retire4 retire6;
+    Leave: leave4 leave6;
     Replace: replace4 replace6;
     FollowFragment: follow_fragment4 follow_fragment6;
     RecordFragment: record_fragment4 record_fragment6;
@@ -205,7 +208,7 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
-            fn remove(&self, stage: Stage, key: &FlowKey<$address>) {
+            fn remove(&self, stage: Stage, key: &FlowKey<$address>) -> bool {
                 match stage {
                     Stage::Established => resizable::remove(&maps::$flows, key),
                     Stage::Opening => resizable::remove(&maps::$opening, key),
@@ -228,7 +231,7 @@ macro_rules! flow_tables {
 
             #[inline(always)]
             fn forget_foreign(&self, key: &FlowKey<$address>) {
-                resizable::remove(&maps::$foreign, key);
+                let _there_was_none = resizable::remove(&maps::$foreign, key);
             }
 
             #[inline(always)]
@@ -345,6 +348,16 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn count_connection(&self, service: u32) {
                 count_connection(service);
+            }
+
+            #[inline(always)]
+            fn count_opened(&self, backend: u32, flags: u32) {
+                count_flow_opened(backend, flags);
+            }
+
+            #[inline(always)]
+            fn count_closed(&self, backend: u32, flags: u32) {
+                count_flow_closed(backend, flags);
             }
         }
     };

@@ -3,8 +3,8 @@
 #![expect(unreachable_pub, reason = "the macros export what they wrap")]
 
 use aya_ebpf::{
-    macros::{cgroup_sock_addr, classifier, xdp},
-    programs::{SockAddrContext, TcContext, XdpContext},
+    macros::{cgroup_sock, cgroup_sock_addr, classifier, xdp},
+    programs::{SockAddrContext, SockContext, TcContext, XdpContext},
 };
 use proxy_common::select::Origin;
 
@@ -26,6 +26,11 @@ macro_rules! socket_hooks {
 }
 
 proxy_common::socket_programs!(socket_hooks);
+
+#[cgroup_sock(sock_release)]
+pub fn sock_release(ctx: SockContext) -> i32 {
+    socket::sock_release(&ctx)
+}
 
 #[cgroup_sock_addr(connect4)]
 pub fn learn_namespace(ctx: SockAddrContext) -> i32 {

@@ -88,23 +88,18 @@ pub(crate) fn insert<M: Entries>(table: &Resizable<M>, key: &M::Key, value: &M::
 /// Inserts or replaces.
 #[inline(always)]
 pub(crate) fn put<M: Entries>(table: &Resizable<M>, key: &M::Key, value: &M::Value) -> Result<(), i32> {
-    remove_before(table, key);
+    let _there_was_none = remove_before(table, key);
     table.get(MAP_IN_USE).ok_or(ENOENT)?.set(key, value, BPF_ANY)
 }
 
+/// False: there was no such key.
 #[inline(always)]
-pub(crate) fn remove<M: Entries>(table: &Resizable<M>, key: &M::Key) {
-    remove_before(table, key);
-    if let Some(in_use) = table.get(MAP_IN_USE) {
-        // Fails only if there is no such key.
-        let _gone = in_use.delete(key);
-    }
+pub(crate) fn remove<M: Entries>(table: &Resizable<M>, key: &M::Key) -> bool {
+    let was_before = remove_before(table, key);
+    table.get(MAP_IN_USE).is_some_and(|in_use| in_use.delete(key).is_ok()) || was_before
 }
 
 #[inline(always)]
-fn remove_before<M: Entries>(table: &Resizable<M>, key: &M::Key) {
-    if let Some(before) = table.get(MAP_BEFORE) {
-        // Fails only if there is no such key.
-        let _gone = before.delete(key);
-    }
+fn remove_before<M: Entries>(table: &Resizable<M>, key: &M::Key) -> bool {
+    table.get(MAP_BEFORE).is_some_and(|before| before.delete(key).is_ok())
 }

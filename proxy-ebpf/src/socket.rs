@@ -1,12 +1,15 @@
 //! Socket hooks: a connection or datagram to a service is sent to a backend before there is a packet, and the
 //! application still sees the address it dialled.
 
-use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
+use core::ptr::{self, addr_of, addr_of_mut, read_volatile, write_volatile};
 
 use aya_ebpf::{
     EbpfContext as _,
-    helpers::{bpf_get_netns_cookie, bpf_get_prandom_u32, bpf_get_socket_cookie, bpf_set_retval},
-    programs::SockAddrContext,
+    helpers::{
+        bpf_get_netns_cookie, bpf_get_prandom_u32, bpf_get_socket_cookie, bpf_set_retval,
+        generated::bpf_sk_storage_get,
+    },
+    programs::{SockAddrContext, SockContext},
 };
 use proxy_common::{
     event::EventKind,
@@ -21,6 +24,7 @@ use proxy_common::{
 };
 
 use crate::{
+    connections::{count_socket_closed, count_socket_opened},
     event::tell_socket,
     globals,
     log::LogAddress,
@@ -250,17 +254,20 @@ where
     }
     let destination = destination::<F>(ctx, protocol);
     match choose::<F>(&destination, origin, lease_has_ended(now)) {
-        Ok(mut new) => {
-            if !store(ctx, <F::Family as SocketTables>::socket_origin(), &mut new) {
+        Ok(new) => {
+            let Some(known) = stored_or_new(ctx, <F::Family as SocketTables>::socket_origin()) else {
                 return conclude(Reason::SocketStorageFull, &destination, None);
-            }
+            };
+            stop_counting(known);
+            *known = new;
+            count_socket_opened(new.backend_id, new.flags);
             redirect::<F>(ctx, &new);
             count_connection(new.service);
             conclude(Reason::SocketConnected, &destination, Some(&new))
         }
         Err(reason) => {
             // The socket may have been connected to a service before.
-            remove_stored(ctx, <F::Family as SocketTables>::socket_origin());
+            forget_origin::<F>(ctx);
             if protocol == PROTOCOL_UDP {
                 if let Some(known) = stored(ctx, <F::Family as SocketTables>::datagram_origins()) {
                     socket::clear_origins_of_backend(known, &destination);
@@ -415,22 +422,42 @@ fn stored_or_new<T>(ctx: &SockAddrContext, storage: &'static Storage<T>) -> Opti
 }
 
 #[inline(always)]
-fn store<T: Copy>(ctx: &SockAddrContext, storage: &'static Storage<T>, new: &mut T) -> bool {
-    match stored_or_new(ctx, storage) {
-        Some(place) => {
-            *place = *new;
-            true
-        }
-        None => false,
-    }
-}
-
-#[inline(always)]
-fn remove_stored<T>(ctx: &SockAddrContext, storage: &'static Storage<T>) {
-    if stored(ctx, storage).is_some() {
+fn forget_origin<F: AddressFormat>(ctx: &SockAddrContext) {
+    let storage = <F::Family as SocketTables>::socket_origin();
+    if let Some(origin) = stored(ctx, storage) {
+        stop_counting(origin);
         // SAFETY: the socket of the context.
         let socket = unsafe { (*ctx.sock_addr).__bindgen_anon_1.sk };
         // SAFETY: as above. Fails only if the value is already gone.
         let _gone_already = unsafe { storage.delete(socket) };
     }
+}
+
+/// The socket is not connected there any more.
+#[inline(always)]
+fn stop_counting<A>(origin: &mut SocketOrigin<A>) {
+    let flags = origin.flags;
+    // Who counts sockets by their storage must not find one that is closed, and not freed yet.
+    origin.flags = 0;
+    count_socket_closed(origin.backend_id, flags);
+}
+
+/// The process has closed the socket.
+#[inline(always)]
+pub(crate) fn sock_release(ctx: &SockContext) -> i32 {
+    if let Some(origin) = stored_of(ctx, V4::socket_origin()) {
+        stop_counting(origin);
+    }
+    if let Some(origin) = stored_of(ctx, V6::socket_origin()) {
+        stop_counting(origin);
+    }
+    PROCEED
+}
+
+/// As [`stored`], of a socket that is closed.
+#[inline(always)]
+fn stored_of<T>(ctx: &SockContext, storage: &'static Storage<T>) -> Option<&'static mut T> {
+    let map = ptr::from_ref(storage).cast_mut().cast();
+    // SAFETY: a map and the socket of the context; since 5.9. Nobody else has the socket any more.
+    unsafe { bpf_sk_storage_get(map, ctx.as_ptr(), ptr::null_mut(), 0).cast::<T>().as_mut() }
 }

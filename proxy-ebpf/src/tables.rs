@@ -15,7 +15,7 @@ use proxy_common::{
     tables::{AffinityEntry, AffinityTables, Tables},
 };
 
-use crate::{globals, maps};
+use crate::{connections, globals, maps};
 
 /// The tables of one family.
 pub(crate) struct Maps;
@@ -65,7 +65,7 @@ pub(crate) trait SocketTables: Family {
 macro_rules! tables {
     ($family:ty, $address:ty, $frontends:ident, $node_addresses:ident, $slots:ident, $backends:ident,
      $affinity:ident, $source_ranges:ident, $service_cidrs:ident, $masquerade:ident, $pods:ident, $pod_range:ident, $bits:ident,
-     $socket_origin:ident, $datagram_origins:ident) => {
+     $socket_origin:ident, $datagram_origins:ident, $less_busy:ident) => {
         impl Tables<$family> for Maps {
             #[inline(always)]
             fn frontend(&self, key: &FrontendKey<$address>) -> Option<Frontend> {
@@ -121,6 +121,16 @@ macro_rules! tables {
             #[inline(always)]
             fn now(&self) -> u64 {
                 now()
+            }
+
+            #[inline(always)]
+            fn open_connections(&self, backend: u32) -> u64 {
+                connections::open(backend)
+            }
+
+            #[inline(always)]
+            fn less_busy(&self, set: EndpointSet, bits: u32) -> u32 {
+                connections::$less_busy(set.word(), bits)
             }
 
             // Not inlined: the key would lie on the stack on the way of each packet.
@@ -188,7 +198,8 @@ tables!(
     pod_range4,
     pod_range4_bits,
     socket_origin4,
-    datagrams4
+    datagrams4,
+    less_busy4
 );
 tables!(
     V6,
@@ -205,7 +216,8 @@ tables!(
     pod_range6,
     pod_range6_bits,
     socket_origin6,
-    datagrams6
+    datagrams6,
+    less_busy6
 );
 
 #[inline(always)]

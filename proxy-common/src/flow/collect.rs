@@ -3,7 +3,7 @@
 use core::time::Duration;
 
 use super::{FlowLifetimes, Stage};
-use crate::layout::{Address, Flow, FlowKey, FlowState};
+use crate::layout::{Address, FLOW_COUNTED, Flow, FlowKey, FlowState};
 
 /// The flow tables from user space.
 pub trait StoredFlows<A> {
@@ -12,8 +12,39 @@ pub trait StoredFlows<A> {
     fn get(&self, stage: Stage, key: &FlowKey<A>) -> Result<Option<Flow<A>>, Self::Error>;
     /// Removes an entry and answers what it was at that moment.
     fn take(&self, stage: Stage, key: &FlowKey<A>) -> Result<Option<Flow<A>>, Self::Error>;
-    /// Leaves what has the key by now.
-    fn put_back(&self, stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) -> Result<(), Self::Error>;
+    /// Leaves what has the key by now. Answers whether nothing had.
+    fn put_back(&self, stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) -> Result<bool, Self::Error>;
+    /// So many connections of the backend have ended without the programs.
+    fn count_collected(&self, backend: u32, connections: i64) -> Result<(), Self::Error>;
+}
+
+/// Does this entry stand for one of its backend's connections?
+pub fn is_counted<A: Address>(stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) -> bool {
+    stage == Stage::Established && flow.flags & FLOW_COUNTED != 0 && *key == flow.client_key()
+}
+
+fn take<A: Address, T: StoredFlows<A>>(
+    tables: &T,
+    stage: Stage,
+    key: &FlowKey<A>,
+) -> Result<Option<Flow<A>>, T::Error> {
+    let taken = tables.take(stage, key)?;
+    if let Some(flow) = taken.filter(|flow| is_counted(stage, key, flow)) {
+        tables.count_collected(flow.backend_id, 1)?;
+    }
+    Ok(taken)
+}
+
+fn put_back<A: Address, T: StoredFlows<A>>(
+    tables: &T,
+    stage: Stage,
+    key: &FlowKey<A>,
+    flow: &Flow<A>,
+) -> Result<(), T::Error> {
+    if tables.put_back(stage, key, flow)? && is_counted(stage, key, flow) {
+        tables.count_collected(flow.backend_id, -1)?;
+    }
+    Ok(())
 }
 
 /// Each of three keys in each of two tables.
@@ -71,10 +102,10 @@ pub fn remove_if<A: Address, T: StoredFlows<A>>(
     }
     let mut taken = Entries::new();
     for ((stage, key), _) in found.iter() {
-        match tables.take(*stage, key)? {
+        match take(tables, *stage, key)? {
             Some(entry) if entry.is_same(flow) => taken.push((*stage, *key), entry),
             // The key has passed to another flow in this moment.
-            Some(entry) => tables.put_back(*stage, key, &entry)?,
+            Some(entry) => put_back(tables, *stage, key, &entry)?,
             None => {}
         }
     }
@@ -84,7 +115,7 @@ pub fn remove_if<A: Address, T: StoredFlows<A>>(
     // A packet has come since.
     let mut outcome = Ok(0);
     for ((stage, key), entry) in taken.iter() {
-        outcome = outcome.and(tables.put_back(*stage, key, entry).map(|()| 0));
+        outcome = outcome.and(put_back(tables, *stage, key, entry).map(|()| 0));
     }
     outcome
 }

@@ -42,6 +42,12 @@ impl Leg {
     }
 }
 
+/// Does this entry of a flow stand for it, where connections are counted?
+#[inline(always)]
+fn is_counted(stage: Stage, leg: Leg) -> bool {
+    stage == Stage::Established && leg == Leg::Client
+}
+
 /// The key of the entry of `scratch.flow` for `scratch.leg`.
 #[inline(always)]
 pub(super) fn set_key<A: Address>(Scratch { leg, key, flow, .. }: &mut Scratch<A>) {
@@ -71,7 +77,7 @@ pub(super) fn establish<F: Family, T: FlowTables<F>>(
         if !leg.set_key(tables, scratch) {
             continue;
         }
-        match copy(tables, scratch) {
+        match copy(tables, scratch, leg) {
             Copied::Whole => {}
             Copied::TableFull => {
                 remove_entries(tables, Stage::Established, scratch);
@@ -97,7 +103,7 @@ enum Copied {
 
 /// Copies the entry of `scratch.flow` at `scratch.key`.
 #[inline(always)]
-fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Copied {
+fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>, leg: Leg) -> Copied {
     let Scratch { key, flow, entry, .. } = scratch;
     if tables.flow(Stage::Established, key).is_some_and(|found| found.opened() != flow.opened) {
         return Copied::KeyTaken;
@@ -114,7 +120,13 @@ fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
         None => flow,
     };
     match tables.insert(Stage::Established, key, copy) {
-        Ok(()) | Err(InsertError::Exists) => Copied::Whole,
+        Ok(()) => {
+            if is_counted(Stage::Established, leg) {
+                tables.count_opened(copy.backend_id, copy.flags);
+            }
+            Copied::Whole
+        }
+        Err(InsertError::Exists) => Copied::Whole,
         Err(InsertError::Full) => Copied::TableFull,
     }
 }
@@ -142,7 +154,22 @@ pub(super) fn retire<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
                 let _there_already = tables.insert(Stage::Opening, key, entry);
             }
         }
-        tables.remove(Stage::Established, key);
+        if leg == Leg::Client {
+            tables.run(scratch, Routine::Leave);
+        } else {
+            tables.remove(Stage::Established, key);
+        }
+    }
+}
+
+/// Removes `scratch.entry`, which is that of a client, from `scratch.key` in the established ones.
+#[inline(always)]
+pub(super) fn leave<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    Scratch { key, entry, .. }: &mut Scratch<F::Address>,
+) {
+    if tables.remove(Stage::Established, key) {
+        tables.count_closed(entry.backend_id, entry.flags);
     }
 }
 
@@ -184,8 +211,10 @@ fn remove_entries<F: Family, T: FlowTables<F>>(tables: &T, stage: Stage, scratch
         }
         if let Some(found) = tables.flow(stage, &scratch.key)
             && found.opened() == scratch.flow.opened
+            && tables.remove(stage, &scratch.key)
+            && is_counted(stage, leg)
         {
-            tables.remove(stage, &scratch.key);
+            tables.count_closed(scratch.flow.backend_id, scratch.flow.flags);
         }
     }
 }
@@ -207,15 +236,23 @@ pub(super) fn refresh<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scr
                 tables.count(Reason::FlowReplaced);
                 return;
             }
-            None => {
-                if stage == Stage::Established && has_retired(tables, scratch) {
-                    return;
-                }
-                if tables.insert(stage, &scratch.key, &scratch.flow) == Ok(()) {
-                    tables.count(Reason::FlowRestored);
-                }
-            }
+            None => tables.run(scratch, Routine::Restore),
         }
+    }
+}
+
+/// Inserts the entry of `scratch.flow` for `scratch.leg`, at `scratch.key` in `scratch.stage`, which lacks it.
+#[inline(always)]
+pub(super) fn restore<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    let stage = scratch.stage;
+    if stage == Stage::Established && has_retired(tables, scratch) {
+        return;
+    }
+    if tables.insert(stage, &scratch.key, &scratch.flow) == Ok(()) {
+        if is_counted(stage, scratch.leg) {
+            tables.count_opened(scratch.flow.backend_id, scratch.flow.flags);
+        }
+        tables.count(Reason::FlowRestored);
     }
 }
 

@@ -182,7 +182,8 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
         key: &FlowKey<F::Address>,
         flow: &Flow<F::Address>,
     ) -> Result<(), InsertError>;
-    fn remove(&self, stage: Stage, key: &FlowKey<F::Address>);
+    /// False: there was none.
+    fn remove(&self, stage: Stage, key: &FlowKey<F::Address>) -> bool;
     /// When the connection of others was last seen, in nanoseconds as of [`now`](AffinityTables::now).
     fn foreign(&self, key: &FlowKey<F::Address>) -> Option<u64>;
     fn note_foreign(&self, key: &FlowKey<F::Address>, now: u64);
@@ -230,6 +231,10 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     }
     /// Counts a flow of a service.
     fn count_connection(&self, service: u32);
+    /// One of the backend's connections, if the flow with these flags has `FLOW_COUNTED`.
+    fn count_opened(&self, backend: u32, flags: u32);
+    /// It is over.
+    fn count_closed(&self, backend: u32, flags: u32);
 }
 
 /// A flow that has the packet's ends. A copy of its entry is in `scratch.flow`.

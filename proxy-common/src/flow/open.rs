@@ -61,13 +61,15 @@ fn set_backend<F: Family, T: FlowTables<F>>(
     flow.backend_id = slot.backend();
     flow.service = frontend.service;
     let is_remote = slot.flags() & BACKEND_LOCAL == 0;
-    scratch.flow.flags = if scratch.origin == Origin::Host {
-        FLOW_FROM_HOST
-    } else if is_masqueraded(tables, scratch, is_remote) {
-        FLOW_MASQUERADE
-    } else {
-        0
-    };
+    let counted = if frontend.flags & FRONTEND_LEAST_CONNECTION == 0 { 0 } else { FLOW_COUNTED };
+    scratch.flow.flags = counted
+        | if scratch.origin == Origin::Host {
+            FLOW_FROM_HOST
+        } else if is_masqueraded(tables, scratch, is_remote) {
+            FLOW_MASQUERADE
+        } else {
+            0
+        };
     Ok(())
 }
 

@@ -25,8 +25,12 @@ pub enum Routine {
     Establish,
     /// Stamps the entries of `flow`.
     Refresh,
+    /// Inserts a missing entry of `flow`, for `leg` at `key` in `stage`.
+    Restore,
     /// Moves `flow`, which has ended, from the established ones.
     Retire,
+    /// Removes `entry`, of a client, from the established ones.
+    Leave,
     /// Removes `flow`, whose client gets another backend.
     Replace,
     /// Finds what became of the packet's first fragment: `failure`.
@@ -50,6 +54,8 @@ pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
         Routine::Masquerade => scratch.failure = masquerade::masquerade(tables, scratch).err(),
         Routine::Establish => scratch.failure = entries::establish(tables, scratch).err(),
         Routine::Refresh => entries::refresh(tables, scratch),
+        Routine::Restore => entries::restore(tables, scratch),
+        Routine::Leave => entries::leave(tables, scratch),
         Routine::Retire => entries::retire(tables, scratch),
         Routine::Replace => entries::replace(tables, scratch),
         Routine::FollowFragment => scratch.failure = fragments::follow(tables, scratch).err(),

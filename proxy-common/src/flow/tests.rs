@@ -8,7 +8,7 @@ mod transit;
 
 use std::{
     cell::{Cell, RefCell},
-    collections::{HashMap, HashSet, VecDeque},
+    collections::{BTreeMap, HashMap, HashSet, VecDeque},
     rc::Rc,
 };
 
@@ -130,7 +130,7 @@ struct Host {
 }
 
 impl Host {
-    /// Two backends elsewhere, behind two frontends that can be dialled from outside.
+    /// Two backends elsewhere, behind two frontends that can be dialled from outside, whose connections are counted.
     fn new() -> Self {
         let mut tables = HostTables::<V4>::default();
         for (index, address) in (0u32..).zip(BACKENDS) {
@@ -146,7 +146,10 @@ impl Host {
         for (address, port) in [FRONTEND, OTHER_FRONTEND] {
             for protocol in [PROTOCOL_TCP, PROTOCOL_UDP] {
                 let key = FrontendKey::of_address(address, port, protocol);
-                tables.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
+                tables.frontends.insert(
+                    key,
+                    Frontend { service: 1, flags: FRONTEND_EXTERNAL | FRONTEND_LEAST_CONNECTION },
+                );
             }
         }
         Self {
@@ -216,6 +219,21 @@ impl Host {
         self.counted.borrow().get(&reason).copied().unwrap_or(0)
     }
 
+    /// Of each backend that has any: its established flows, and how many connections are counted.
+    fn established_and_counted(&self) -> BTreeMap<u32, (i64, i64)> {
+        let mut both: BTreeMap<u32, (i64, i64)> = BTreeMap::new();
+        for ((stage, key), flow) in self.flows.borrow().iter() {
+            if collect::is_counted(*stage, key, &flow.get()) {
+                both.entry(flow.get().backend_id).or_default().0 += 1;
+            }
+        }
+        for (backend, open) in self.tables.open.borrow().iter() {
+            both.entry(*backend).or_default().1 += open;
+        }
+        both.retain(|_, both| *both != (0, 0));
+        both
+    }
+
     /// Each flow has all of its entries, and each entry is of one flow.
     fn assert_whole(&self) {
         let flows = self.flows.borrow();
@@ -276,6 +294,10 @@ impl AffinityTables<V4> for Host {
         self.clock.get()
     }
 
+    fn open_connections(&self, backend: u32) -> u64 {
+        self.tables.open_connections(backend)
+    }
+
     fn is_in_source_ranges(&self, service: u32, address: &A) -> bool {
         self.tables.is_in_source_ranges(service, address)
     }
@@ -334,8 +356,8 @@ impl FlowTables<V4> for Host {
         Ok(())
     }
 
-    fn remove(&self, stage: Stage, key: &FlowKey<A>) {
-        self.flows.borrow_mut().remove(&(stage, *key));
+    fn remove(&self, stage: Stage, key: &FlowKey<A>) -> bool {
+        self.flows.borrow_mut().remove(&(stage, *key)).is_some()
     }
 
     fn first_fragment(&self, key: &FragmentKey<A>, into: &mut FirstFragment<A>) -> bool {
@@ -412,6 +434,18 @@ impl FlowTables<V4> for Host {
     fn count_connection(&self, service: u32) {
         *self.connections.borrow_mut().entry(service).or_default() += 1;
     }
+
+    fn count_opened(&self, backend: u32, flags: u32) {
+        *self.tables.open.borrow_mut().entry(backend).or_default() += counted(flags);
+    }
+
+    fn count_closed(&self, backend: u32, flags: u32) {
+        *self.tables.open.borrow_mut().entry(backend).or_default() -= counted(flags);
+    }
+}
+
+fn counted(flags: u32) -> i64 {
+    i64::from(flags & FLOW_COUNTED != 0)
 }
 
 /// First sequence numbers.
@@ -976,7 +1010,9 @@ fn a_frontend_that_is_its_own_backend() {
     let mut host = Host::new();
     let endpoint = (BACKENDS[0], PORT);
     let key = FrontendKey::of_address(endpoint.0, endpoint.1, PROTOCOL_TCP);
-    host.tables.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
+    host.tables
+        .frontends
+        .insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL | FRONTEND_LEAST_CONNECTION });
     let sent = host.arriving(&packet(CLIENT, endpoint, TCP_SYN), Origin::Workload).unwrap();
     assert_eq!(destination(sent), endpoint);
     let back = host.leaving(&answer(endpoint, source(sent), TCP_SYN | TCP_ACK)).unwrap();

@@ -169,6 +169,7 @@ fn backend_view(backend: BackendSnapshot) -> BackendView {
         state: state(backend.terminating),
         local: backend.local,
         services: backend.uses,
+        connections: backend.connections,
     }
 }
 

@@ -179,6 +179,8 @@ pub(super) struct BackendView {
     pub(super) local: bool,
     /// How many service ports use it.
     pub(super) services: u32,
+    /// Of this node; `None`: they are not counted.
+    pub(super) connections: Option<u64>,
 }
 
 pub(super) fn backends(backends: &[BackendView]) -> String {
@@ -193,9 +195,10 @@ pub(super) fn backends(backends: &[BackendView]) -> String {
             backend.state.to_owned(),
             if backend.local { "yes" } else { "no" }.to_owned(),
             backend.services.to_string(),
+            backend.connections.map_or_else(|| "-".to_owned(), |connections| connections.to_string()),
         ]
     });
-    table(["ADDRESS", "PORT", "PROTOCOL", "STATE", "LOCAL", "SERVICES"], rows)
+    table(["ADDRESS", "PORT", "PROTOCOL", "STATE", "LOCAL", "SERVICES", "CONNECTIONS"], rows)
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -471,6 +474,24 @@ mod tests {
         assert_eq!(serde_json::to_value(&view).unwrap()["algorithm"], "maglev");
         let text = services(&[view]);
         assert!(text.contains("external Local, maglev"), "{text}");
+    }
+
+    #[test]
+    fn connections_are_shown_where_they_are_counted() {
+        let backend = |connections| BackendView {
+            id: 7,
+            address: IpAddr::from([10, 244, 0, 2]),
+            port: 80,
+            protocol: "TCP",
+            state: "active",
+            local: true,
+            services: 1,
+            connections,
+        };
+        let text = backends(&[backend(None), backend(Some(0)), backend(Some(12))]);
+        let last: Vec<_> = text.lines().filter_map(|line| line.split_whitespace().last()).collect();
+        assert_eq!(last, ["CONNECTIONS", "-", "0", "12"]);
+        assert_eq!(serde_json::to_value(backend(None)).unwrap()["connections"], serde_json::Value::Null);
     }
 
     #[test]

@@ -83,7 +83,8 @@ impl Keyword for Forwarding {
 }
 
 impl Keyword for Algorithm {
-    const WORDS: &'static [(&'static str, Self)] = &[("random", Self::Random), ("maglev", Self::Maglev)];
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("random", Self::Random), ("maglev", Self::Maglev), ("leastConnection", Self::LeastConnection)];
 }
 
 #[derive(Clone, Debug, Eq, PartialEq)]

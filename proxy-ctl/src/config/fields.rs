@@ -271,7 +271,8 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.algorithm", keyword(|c| &mut c.ebpf.algorithm);
         "How the backend of a new connection is chosen where its Service has no annotation proxy-ctl.dev/algorithm. random: by its weight; \
          maglev: by a hash of the connection, to the same one on every node, for which each Service port takes at least a hundred rows of slots4 or \
-         slots6 for each endpoint. Weights are an annotation of EndpointSlices, proxy-ctl.dev/weights. Running connections stay where they are.";
+         slots6 for each endpoint; leastConnection: of two that are drawn by their weights, the one to which fewer connections of this node are open \
+         for its weight. Weights are an annotation of EndpointSlices, proxy-ctl.dev/weights. Running connections stay where they are.";
     "ebpf.interfaces.include", list(|c| &mut c.ebpf.interfaces.include);
         "Interfaces that packet programs are attached to. Empty: all.";
     "ebpf.interfaces.exclude", list(|c| &mut c.ebpf.interfaces.exclude);

@@ -240,7 +240,10 @@ fn valid(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
 )]
 #[case("ebpf: {xdp: fast}", "ebpf.xdp must be off, auto, native or generic, found \"fast\"")]
 #[case("ebpf: {forwarding: dsr}", "ebpf.forwarding must be snat, found \"dsr\"")]
-#[case("ebpf: {algorithm: roundRobin}", "ebpf.algorithm must be random or maglev, found \"roundRobin\"")]
+#[case(
+    "ebpf: {algorithm: roundRobin}",
+    "ebpf.algorithm must be random, maglev or leastConnection, found \"roundRobin\""
+)]
 #[case("ebpf: {sourceAddress: none}", "ebpf.sourceAddress must be preserve or masquerade, found \"none\"")]
 #[case("ebpf: {limits: {flows: 0}}", "ebpf.limits.flows must be from 1 to 67108864, found 0")]
 #[case(

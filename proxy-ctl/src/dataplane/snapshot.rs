@@ -64,6 +64,7 @@ impl Snapshot {
                     local: false,
                     terminating: false,
                     uses: 0,
+                    connections: None,
                 };
                 let backend = backends.entry((*address, protocol)).or_insert(unused);
                 backend.uses += 1;
@@ -157,6 +158,9 @@ pub struct BackendSnapshot {
     pub terminating: bool,
     /// How many service ports use it.
     pub uses: u32,
+    /// Of this node, through service ports that go by them. `None`: none does, or the mode does not count.
+    #[serde(default)]
+    pub connections: Option<u64>,
 }
 
 /// What is programmed of the node itself.
@@ -201,7 +205,15 @@ mod tests {
     fn backend(last: u8) -> BackendSnapshot {
         let address = SocketAddr::from(([10, 0, 0, last], 80));
         let protocol = Some(Protocol::Tcp);
-        BackendSnapshot { id: 0, address, protocol, local: false, terminating: false, uses: 1 }
+        BackendSnapshot {
+            id: 0,
+            address,
+            protocol,
+            local: false,
+            terminating: false,
+            uses: 1,
+            connections: None,
+        }
     }
 
     #[test]

@@ -147,6 +147,7 @@ mod tests {
     #[case::nothing(None, [1, 1], &[])]
     #[case::random(Some(Algorithm::Random), [7, 7], &[])]
     #[case::maglev(Some(Algorithm::Maglev), [1, 1], &["metadata.annotations[proxy-ctl.dev/algorithm]"])]
+    #[case::least_connection(Some(Algorithm::LeastConnection), [1, 1], &["metadata.annotations[proxy-ctl.dev/algorithm]"])]
     #[case::weights(None, [1, 2], &["EndpointSlice metadata.annotations[proxy-ctl.dev/weights]"])]
     fn what_only_mode_ebpf_honours_is_told(
         #[case] algorithm: Option<Algorithm>,

@@ -94,6 +94,8 @@ pub enum Algorithm {
     Random,
     /// By a hash of the connection that leads to the same endpoint on every node.
     Maglev,
+    /// Of two that are drawn at random, the one with fewer connections for its weight.
+    LeastConnection,
 }
 
 /// Of new connections an endpoint gets as many as its weight is of all endpoints' sum. 0: none, as long as others have more.

@@ -5,6 +5,7 @@
 
 mod affinity;
 mod balance;
+mod connections;
 mod desired;
 mod events;
 mod faults;

@@ -514,6 +514,8 @@ impl World {
         clear(hash::<FlowKeyOf<V4>, ForeignFlow>(&mut self.ebpf, table::foreign_flows4)?)?;
         clear(hash::<FlowKeyOf<V6>, ForeignFlow>(&mut self.ebpf, table::foreign_flows6)?)?;
         clear(hash::<u32, InterfaceSettings>(&mut self.ebpf, table::interfaces)?)?;
+        clear(hash::<u32, Connections>(&mut self.ebpf, table::connections)?)?;
+        clear(hash::<u32, Collected>(&mut self.ebpf, table::collected)?)?;
         self.set_settings(Settings::default())?;
         self.set_lease_end(0)?;
         self.switch_log(false)?;
@@ -544,6 +546,25 @@ impl World {
             sum.bytes += of_cpu.bytes;
         }
         Ok(sum)
+    }
+
+    /// Of backends that have had any, by id: how many flows were opened and closed.
+    pub(crate) fn connections(&mut self) -> Result<BTreeMap<u32, (u64, u64)>> {
+        let table = hash::<u32, Connections>(&mut self.ebpf, table::connections)?;
+        let counted = |(id, counted): (u32, Connections)| (id, (counted.flows_opened, counted.flows_closed));
+        Ok(table.iter().map(|entry| entry.map(counted)).collect::<Result<_, _>>()?)
+    }
+
+    /// So many of the backend's connections are open.
+    pub(crate) fn set_connections(&mut self, backend: u32, open: u64) -> Result<()> {
+        let counted = Connections { flows_opened: open, ..Connections::default() };
+        Ok(hash(&mut self.ebpf, table::connections)?.insert(backend, counted, 0)?)
+    }
+
+    /// So many have ended without the programs.
+    pub(crate) fn collect_connections(&mut self, backend: u32, flows: u64) -> Result<()> {
+        let collected = Collected { flows, sockets: 0 };
+        Ok(hash(&mut self.ebpf, table::collected)?.insert(backend, collected, 0)?)
     }
 
     pub(crate) fn settings(&mut self) -> Result<Settings> {

@@ -31,6 +31,8 @@ struct Shared {
     flows: BTreeMap<(Stage, FlowKey<A>), Id>,
     foreign: BTreeMap<FlowKey<A>, u64>,
     moved: BTreeSet<Port>,
+    /// Open ones of each backend.
+    connections: BTreeMap<u32, i64>,
     /// In the order in which they were remembered.
     affinity: Vec<(AffinityKey<A>, Affinity)>,
 }
@@ -46,6 +48,7 @@ impl Shared {
         }
         shared.foreign = host.foreign.borrow().iter().map(|(key, seen)| (*key, *seen)).collect();
         shared.moved = host.moved.borrow().iter().copied().collect();
+        shared.connections = host.tables.open.borrow().clone().into_iter().collect();
         shared.affinity =
             host.tables.affinity.borrow().iter().map(|(key, known)| (*key, known.read())).collect();
         shared
@@ -56,6 +59,7 @@ impl Shared {
         *host.flows.borrow_mut() = self.flows.iter().map(|(key, id)| (*key, element(id))).collect();
         *host.foreign.borrow_mut() = self.foreign.clone().into_iter().collect();
         *host.moved.borrow_mut() = self.moved.clone().into_iter().collect();
+        *host.tables.open.borrow_mut() = self.connections.clone().into_iter().collect();
         *host.tables.affinity.borrow_mut() =
             self.affinity.iter().map(|(key, affinity)| (*key, KnownClient::new(*affinity))).collect();
     }
@@ -74,6 +78,8 @@ enum Answer {
     Client(Option<usize>),
     Affinity(Affinity),
     Remembered(bool),
+    Removed(bool),
+    Open(u64),
 }
 
 /// One that gets on by one access.
@@ -106,6 +112,13 @@ impl<'a> Cpu<'a> {
         let answer = access(&mut self.shared.borrow_mut(), (self.number, number));
         self.answers.borrow_mut().push(answer);
         answer
+    }
+
+    fn count(&self, backend: u32, connections: i64) {
+        self.access(|shared, _| {
+            *shared.connections.entry(backend).or_default() += connections;
+            Answer::Done
+        });
     }
 
     fn element(&'a self, access: impl FnOnce(&mut Shared, Id) -> Option<Id>) -> Option<Element<'a>> {
@@ -200,6 +213,15 @@ impl<'a> AffinityTables<V4> for &'a Cpu<'a> {
         self.clock.get()
     }
 
+    fn open_connections(&self, backend: u32) -> u64 {
+        let answer = self.access(|shared, _| {
+            let open = shared.connections.get(&backend).copied().unwrap_or(0);
+            Answer::Open(open.try_into().unwrap_or(0))
+        });
+        let Answer::Open(open) = answer else { unreachable!("another access") };
+        open
+    }
+
     fn is_in_source_ranges(&self, service: u32, address: &A) -> bool {
         self.host.is_in_source_ranges(service, address)
     }
@@ -267,11 +289,10 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
         result
     }
 
-    fn remove(&self, stage: Stage, key: &FlowKey<A>) {
-        self.access(|shared, _| {
-            shared.flows.remove(&(stage, *key));
-            Answer::Done
-        });
+    fn remove(&self, stage: Stage, key: &FlowKey<A>) -> bool {
+        let answer = self.access(|shared, _| Answer::Removed(shared.flows.remove(&(stage, *key)).is_some()));
+        let Answer::Removed(is_removed) = answer else { unreachable!("another access") };
+        is_removed
     }
 
     fn foreign(&self, key: &FlowKey<A>) -> Option<u64> {
@@ -359,6 +380,14 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
     fn count(&self, _: Reason) {}
 
     fn count_connection(&self, _: u32) {}
+
+    fn count_opened(&self, backend: u32, flags: u32) {
+        Cpu::count(self, backend, counted(flags));
+    }
+
+    fn count_closed(&self, backend: u32, flags: u32) {
+        Cpu::count(self, backend, -counted(flags));
+    }
 }
 
 impl StoredFlows<A> for Host {
@@ -372,8 +401,12 @@ impl StoredFlows<A> for Host {
         Ok(self.flows.borrow_mut().remove(&(stage, *key)).map(Cell::get))
     }
 
-    fn put_back(&self, stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) -> Result<(), Infallible> {
-        let _there_already = self.insert(stage, key, flow);
+    fn put_back(&self, stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) -> Result<bool, Infallible> {
+        Ok(self.insert(stage, key, flow).is_ok())
+    }
+
+    fn count_collected(&self, backend: u32, connections: i64) -> Result<(), Infallible> {
+        *self.tables.open.borrow_mut().entry(backend).or_default() -= connections;
         Ok(())
     }
 }
@@ -397,8 +430,12 @@ impl StoredFlows<A> for &Cpu<'_> {
         Ok(answer.entry())
     }
 
-    fn put_back(&self, stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) -> Result<(), Infallible> {
-        let _there_already = self.insert(stage, key, flow);
+    fn put_back(&self, stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) -> Result<bool, Infallible> {
+        Ok(self.insert(stage, key, flow).is_ok())
+    }
+
+    fn count_collected(&self, backend: u32, connections: i64) -> Result<(), Infallible> {
+        Cpu::count(self, backend, -connections);
         Ok(())
     }
 }
@@ -495,7 +532,10 @@ pub(super) fn in_every_order(
             let host = before();
             moment.shared.write_to(&host);
             let outcomes = moment.outcomes.into_iter().flatten();
-            let works = works.iter().map(|(work, _)| *work).zip(outcomes).collect();
+            let works: Vec<_> = works.iter().map(|(work, _)| *work).zip(outcomes).collect();
+            let counted = host.established_and_counted();
+            let are_right = counted.values().all(|(established, counted)| established == counted);
+            assert!(are_right, "{}: established flows and what is counted: {counted:?}", moment.order);
             check(&End { host, works, order: moment.order });
             continue;
         }

@@ -14,6 +14,7 @@ use std::{
 };
 
 use aya_obj::generated::bpf_attach_type;
+use proxy_common::inventory::program;
 
 use super::{
     Error,
@@ -89,6 +90,8 @@ pub(super) struct Hooks {
     paths: Paths,
     programs: Programs,
     cgroup: Option<Cgroup>,
+    /// Those that are closed meet a hook too.
+    counts_sockets: bool,
     links: LinkPins,
     /// `None`: not tried yet.
     tcx: Option<bool>,
@@ -105,6 +108,7 @@ impl Hooks {
             paths,
             programs,
             cgroup,
+            counts_sockets: false,
             links,
             tcx: None,
             interfaces: BTreeMap::new(),
@@ -118,9 +122,16 @@ impl Hooks {
         self.tcx = Some(false);
     }
 
+    /// From now on sockets are counted as connections, until they are closed: the next [`attach_sockets`](Self::attach_sockets) attaches the
+    /// hook for that too.
+    pub(super) const fn count_sockets(&mut self) {
+        self.counts_sockets = true;
+    }
+
     /// Answers whether anything had to be done.
     pub(super) fn attach_sockets(&mut self) -> Result<bool, Error> {
-        let mut outcome = Ok(false);
+        // First: what the others begin to count must be seen to end.
+        let mut outcome = self.attach_release();
         for &(name, hook) in SOCKET_HOOKS {
             let attached = self.attach_socket_hook(name, hook);
             outcome = outcome.and_then(|changed| Ok(changed | attached?));
@@ -129,7 +140,7 @@ impl Hooks {
     }
 
     fn attach_socket_hook(&mut self, name: &'static str, hook: bpf_attach_type) -> Result<bool, Error> {
-        let path = self.paths.links().join(format!("cgroup_{name}"));
+        let path = self.socket_link(name);
         let Some(cgroup) = &self.cgroup else { return self.links.remove(&path) };
         let program = self.programs.get(name)?;
         let is_target = |target| target == LinkTarget::Cgroup(cgroup.inode);
@@ -137,6 +148,20 @@ impl Hooks {
         let failed =
             |source| Error::Attach { program: name, target: cgroup.path.display().to_string(), source };
         self.links.ensure(&path, program, is_target, create).map_err(failed)
+    }
+
+    /// Of sockets that are closed.
+    pub(super) fn attach_release(&mut self) -> Result<bool, Error> {
+        let (name, hook) = (program::sock_release, bpf_attach_type::BPF_CGROUP_INET_SOCK_RELEASE);
+        if self.counts_sockets {
+            self.attach_socket_hook(name, hook)
+        } else {
+            self.links.remove(&self.socket_link(name))
+        }
+    }
+
+    fn socket_link(&self, name: &str) -> PathBuf {
+        self.paths.links().join(format!("cgroup_{name}"))
     }
 
     /// Attaches to exactly these interfaces. What is attached already is looked at again, so that a link that
@@ -270,6 +295,9 @@ impl Hooks {
 
     /// Loads all of these that the hooks need.
     pub(super) fn load(&self, programs: &mut Programs) -> Result<(), Error> {
+        if self.cgroup.is_some() && self.counts_sockets {
+            programs.get(program::sock_release)?;
+        }
         programs.load_all(self.interfaces.values().flat_map(packet_programs))?;
         for program in self.interfaces.values().filter_map(|interface| self.transit.program(interface)) {
             // Where the kernel refuses it, attaching it says so.

@@ -48,6 +48,8 @@ pub enum Error {
     Conntrack(#[source] CallError),
     #[error("ending sockets whose endpoint is gone: {0}")]
     Sockets(#[source] CallError),
+    #[error("counting sockets that were sent to endpoints: {0}")]
+    CountingSockets(#[source] CallError),
     #[error("sockets of pods cannot be ended: {0}; to enter their network namespaces needs CAP_SYS_ADMIN")]
     OtherNamespaces(#[source] CallError),
     #[error("/proc/thread-self/mountinfo, or a network namespace that it lists: {0}")]

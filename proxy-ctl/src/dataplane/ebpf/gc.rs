@@ -6,13 +6,14 @@ use aya::Pod;
 use proxy_common::{
     flow::{
         FlowLifetimes, Stage,
-        collect::{StoredFlows, age, is_expired, remove_if},
+        collect::{StoredFlows, age, is_counted, is_expired, remove_if},
     },
     layout::{FIN_ACKNOWLEDGED, FLOW_OF_NETFILTER, Flow, FlowKey, FlowState},
 };
 
 use super::{
     Error,
+    connections::{Kind, Recount},
     family::TableFamily,
     tables::{FamilyTables, Table},
 };
@@ -123,8 +124,12 @@ impl<F: TableFamily> StoredFlows<F::Address> for FamilyTables<F> {
         stage: Stage,
         key: &FlowKey<F::Address>,
         flow: &Flow<F::Address>,
-    ) -> Result<(), Error> {
-        self.flow_table(stage).insert(key, flow).map(drop)
+    ) -> Result<bool, Error> {
+        self.flow_table(stage).insert(key, flow)
+    }
+
+    fn count_collected(&self, backend: u32, connections: i64) -> Result<(), Error> {
+        self.connections.collect(backend, Kind::Flows, connections)
     }
 }
 
@@ -133,11 +138,13 @@ impl<F: TableFamily> StoredFlows<F::Address> for FamilyTables<F> {
 pub(super) struct Collector<F: TableFamily> {
     opening: Walk<FlowKey<F::Address>>,
     established: Walk<FlowKey<F::Address>>,
+    /// Of those that the walk through `flows` meets.
+    recount: Option<Recount>,
 }
 
 impl<F: TableFamily> Default for Collector<F> {
     fn default() -> Self {
-        Self { opening: Walk::default(), established: Walk::default() }
+        Self { opening: Walk::default(), established: Walk::default(), recount: None }
     }
 }
 
@@ -164,6 +171,14 @@ impl<F: TableFamily> Collector<F> {
             }
         }
         Ok(removed)
+    }
+
+    /// Has the next walk through `flows` count connections, unless one does.
+    pub(super) fn count_connections(&mut self, tables: &FamilyTables<F>) -> Result<(), Error> {
+        if self.recount.is_none() && matches!(self.established.cursor, Cursor::Start) {
+            self.recount = Some(Recount::begin(&tables.connections, Kind::Flows)?);
+        }
+        Ok(())
     }
 
     /// Goes on through both tables and removes expired flows, all their entries together. Answers how many entries were removed.
@@ -193,8 +208,13 @@ impl<F: TableFamily> Collector<F> {
             walk.rest -= 1;
             return Ok(0);
         }
+        let recount = &mut self.recount;
         let progress = walk.go_on(table, |slice| {
             let mut expired = 0;
+            if let Some(recount) = recount.as_mut().filter(|_| stage == Stage::Established) {
+                let counted = slice.iter().filter(|(key, flow)| is_counted(stage, key, flow));
+                counted.for_each(|(_, flow)| recount.see(flow.backend_id));
+            }
             for (key, flow) in slice.iter().filter(|(_, flow)| may_be_expired(flow, lifetimes, now)) {
                 expired += if stage == Stage::Opening && is_established(tables, key, flow)? {
                     // A copy that no reader between its two lookups needs any more.
@@ -205,6 +225,12 @@ impl<F: TableFamily> Collector<F> {
             }
             Ok(expired)
         })?;
+        if stage == Stage::Established
+            && progress.ended
+            && let Some(recount) = self.recount.take()
+        {
+            recount.end(tables)?;
+        }
         Ok(progress.removed)
     }
 }

@@ -5,9 +5,10 @@ use std::{collections::BTreeSet, iter, sync::Arc};
 use ipnet::IpNet;
 use proxy_common::{
     layout::{
-        BACKEND_LOCAL, EndpointSet, FRONTEND_AFFINITY, FRONTEND_EXTERNAL, FRONTEND_LOCAL_POLICY,
-        FRONTEND_MAGLEV, FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES, SERVICE_EXTERNAL_LOCAL,
-        SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, SERVICE_MAGLEV, ServiceName, SourceRange,
+        BACKEND_LOCAL, BACKEND_WEIGHT_SHIFT, EndpointSet, FRONTEND_AFFINITY, FRONTEND_EXTERNAL,
+        FRONTEND_LEAST_CONNECTION, FRONTEND_LOCAL_POLICY, FRONTEND_MAGLEV, FRONTEND_SOURCE_RANGES,
+        FrontendKey, NAME_BYTES, SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL,
+        SERVICE_LEAST_CONNECTION, SERVICE_MAGLEV, ServiceName, SourceRange,
     },
     port::Port,
 };
@@ -136,6 +137,7 @@ pub(super) fn span(sets: [EndpointSet; 3]) -> Range {
 pub(super) fn service_flags(port: &DesiredPort, algorithm: Algorithm) -> u32 {
     let flags = [
         (algorithm == Algorithm::Maglev, SERVICE_MAGLEV),
+        (algorithm == Algorithm::LeastConnection, SERVICE_LEAST_CONNECTION),
         (port.endpoints.any, SERVICE_HAS_ENDPOINTS),
         (port.internal_policy == TrafficPolicy::Local, SERVICE_INTERNAL_LOCAL),
         (port.external_policy == TrafficPolicy::Local, SERVICE_EXTERNAL_LOCAL),
@@ -149,11 +151,18 @@ fn sum_of<const N: usize>(flags: [(bool, u32); N]) -> u32 {
 
 /// What the service's flags say of it.
 pub(super) fn algorithm(flags: u32) -> Algorithm {
-    if flags & SERVICE_MAGLEV != 0 { Algorithm::Maglev } else { Algorithm::Random }
+    if flags & SERVICE_MAGLEV != 0 {
+        Algorithm::Maglev
+    } else if flags & SERVICE_LEAST_CONNECTION != 0 {
+        Algorithm::LeastConnection
+    } else {
+        Algorithm::Random
+    }
 }
 
 pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
-    if endpoint.local { BACKEND_LOCAL } else { 0 }
+    let more_than_one = u32::from(endpoint.weight.saturating_sub(1));
+    more_than_one << BACKEND_WEIGHT_SHIFT | if endpoint.local { BACKEND_LOCAL } else { 0 }
 }
 
 /// Keys of the port's frontends with their `FRONTEND_*` flags, in order, each once.
@@ -164,6 +173,7 @@ pub(super) fn frontends<F: TableFamily>(
     let of_port = [
         (port.affinity_seconds.is_some(), FRONTEND_AFFINITY),
         (algorithm == Algorithm::Maglev, FRONTEND_MAGLEV),
+        (algorithm == Algorithm::LeastConnection, FRONTEND_LEAST_CONNECTION),
     ];
     let of_port = sum_of(of_port);
     let external = FRONTEND_EXTERNAL
@@ -339,7 +349,7 @@ mod tests {
             internal in prop::collection::vec(0..6_u32, 0..6),
             external in prop::collection::vec(0..6_u32, 0..6),
             weights in prop::array::uniform6(prop_oneof![Just(1_u8), Just(0), any::<u8>()]),
-            algorithm in prop_oneof![Just(Algorithm::Random), Just(Algorithm::Maglev)],
+            algorithm in prop_oneof![Just(Algorithm::Random), Just(Algorithm::Maglev), Just(Algorithm::LeastConnection)],
         ) {
             let mut endpoints = endpoints(6, &cluster, &internal, &external);
             endpoints.all.iter_mut().zip(weights).for_each(|(endpoint, weight)| endpoint.weight = weight);
@@ -480,8 +490,12 @@ mod tests {
         let flags: Vec<u32> =
             frontends::<V4>(&port, Algorithm::Random).into_iter().map(|(_, flags)| flags).collect();
         assert_eq!(flags, expected);
-        let flags = frontends::<V4>(&port, Algorithm::Maglev).into_iter().map(|(_, flags)| flags);
-        assert!(flags.zip(expected).all(|(flags, expected)| flags == expected | FRONTEND_MAGLEV));
+        for (algorithm, flag) in
+            [(Algorithm::Maglev, FRONTEND_MAGLEV), (Algorithm::LeastConnection, FRONTEND_LEAST_CONNECTION)]
+        {
+            let flags = frontends::<V4>(&port, algorithm).into_iter().map(|(_, flags)| flags);
+            assert!(flags.zip(expected).all(|(flags, expected)| flags == expected | flag));
+        }
     }
 
     #[test]

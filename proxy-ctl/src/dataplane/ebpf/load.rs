@@ -84,6 +84,8 @@ fn load_program(name: &'static str, program: &mut Program) -> Result<(), Error> 
         program.load()
     } else if let Program::Xdp(program) = program {
         program.load()
+    } else if let Program::CgroupSock(program) = program {
+        program.load()
     } else {
         <&mut CgroupSockAddr>::try_from(program).and_then(CgroupSockAddr::load)
     };

@@ -29,6 +29,7 @@ use self::{
     affinity::AffinityCollector,
     allocate::{Range, Ranges},
     attach::{Cgroup, Hooks},
+    connections::SocketCounter,
     family::TableFamily,
     gc::Collector,
     growth::{Demand, Growth, Larger, make_larger},
@@ -71,6 +72,7 @@ mod allocate;
 mod attach;
 pub mod cleanup;
 mod cluster_ips;
+mod connections;
 mod error;
 mod events;
 mod family;
@@ -147,6 +149,16 @@ pub struct EbpfDataplane {
     keep_ports: KeepPorts,
     stale_sockets: StaleSockets,
     service_cidrs: ServiceCidrs,
+    /// `None`: no service port goes by connections, and none has before.
+    connections: Option<ConnectionCount>,
+}
+
+/// Of backends.
+#[derive(Debug, Default)]
+struct ConnectionCount {
+    /// `None`: not tried yet, or the kernel cannot.
+    sockets: Option<SocketCounter>,
+    is_tried: bool,
 }
 
 pub(super) const ENTRY: Entry = Entry {
@@ -268,7 +280,12 @@ impl EbpfDataplane {
             keep_ports: KeepPorts::BeforePackets,
             stale_sockets,
             service_cidrs: ServiceCidrs::begin(config),
+            connections: None,
         };
+        // A predecessor has counted, and some may still be open.
+        if !dataplane.v4.tables.connections.read()?.is_empty() {
+            dataplane.begin_to_count();
+        }
         // Programs may be reading what a predecessor retired in its last moment.
         dataplane.shared.grace.wait().map_err(Error::Grace)?;
         dataplane.write_settings(|settings| settings.host_namespace = host_namespace)?;
@@ -427,10 +444,51 @@ impl EbpfDataplane {
         if std::mem::replace(&mut self.shared.algorithm, algorithm) == algorithm {
             return;
         }
+        self.count_connections(algorithm == Algorithm::LeastConnection, failures);
         self.prepare(failures);
         finish(self.v4.publish_by_the_nodes_algorithm(&mut self.shared), applied, failures);
         finish(self.v6.publish_by_the_nodes_algorithm(&mut self.shared), applied, failures);
         self.publish_waiting(applied, failures);
+    }
+
+    /// Before a service port is published that goes by them.
+    fn count_connections(&mut self, are_asked_for: bool, failures: &mut Failures) {
+        if !are_asked_for || self.connections.is_some() {
+            return;
+        }
+        self.begin_to_count();
+        if let Err(error) = self.hooks.attach_release() {
+            failures.add("socket hooks", error);
+        }
+    }
+
+    fn begin_to_count(&mut self) {
+        self.connections = Some(ConnectionCount::default());
+        self.hooks.count_sockets();
+    }
+
+    /// Has the next walks through flows compare what is counted with what is there.
+    fn recount_flows(&mut self) -> Result<(), Error> {
+        // While entries move from one map to another, a walk does not meet all of them.
+        if self.connections.is_none() || !self.resizing.is_empty() {
+            return Ok(());
+        }
+        self.flows4.count_connections(&self.v4.tables)?;
+        self.flows6.count_connections(&self.v6.tables)
+    }
+
+    /// As [`recount_flows`](Self::recount_flows), of sockets, at once.
+    fn recount_sockets(&mut self) -> Result<(), Error> {
+        let Some(ConnectionCount { sockets, is_tried }) = &mut self.connections else { return Ok(()) };
+        connections::forget_gone(&self.v4.tables, &self.v6.tables)?;
+        if !std::mem::replace(is_tried, true) {
+            match SocketCounter::load() {
+                Ok(counter) => *sockets = Some(counter),
+                Err(error) => tracing::warn!(%error, "what hooks have missed of them stays uncounted"),
+            }
+        }
+        let Some(counter) = sockets else { return Ok(()) };
+        counter.recount(&self.paths.maps(), &self.v4.tables, &self.v6.tables)
     }
 
     /// Before tables are written.
@@ -601,6 +659,7 @@ impl Programmed for EbpfDataplane {
         used.extend(used_by(&self.v4, &self.flows4)?);
         used.extend(used_by(&self.v6, &self.flows6)?);
         used.extend(self.affinity.counted());
+        used.extend(self.v4.tables.connections.used()?);
         let counted = self.shared.tables.service_counters.capacity();
         used.insert(table::service_counters, u64::from(counted.min(self.shared.ids.used())));
         let may_grow = self.growth.may_grow(&self.shapes);
@@ -611,6 +670,7 @@ impl Programmed for EbpfDataplane {
 impl Dataplane for EbpfDataplane {
     fn apply(&mut self, changes: &Changes) -> Result<Applied, super::Error> {
         let (mut applied, mut failures) = Default::default();
+        self.count_connections(self.shared.goes_by_connections(&changes.changed), &mut failures);
         self.prepare(&mut failures);
         let Self { shared, v4, v6, .. } = self;
         finish(apply(v4, shared, changes), &mut applied, &mut failures);
@@ -626,6 +686,7 @@ impl Dataplane for EbpfDataplane {
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, super::Error> {
         let strays = self.adopt()?;
         let (mut applied, mut failures) = Default::default();
+        self.count_connections(self.shared.goes_by_connections(desired), &mut failures);
         self.prepare(&mut failures);
         let Self { shared, v4, v6, .. } = self;
         finish(resync(v4, shared, desired), &mut applied, &mut failures);
@@ -718,6 +779,7 @@ impl Dataplane for EbpfDataplane {
             self.keep_ports = KeepPorts::Done;
         }
         self.log.follow()?;
+        self.recount_flows()?;
         let now = clock::since_boot();
         self.flows4.collect(&self.v4.tables, &self.flow_lifetimes, now)?;
         self.flows6.collect(&self.v6.tables, &self.flow_lifetimes, now)?;
@@ -726,6 +788,7 @@ impl Dataplane for EbpfDataplane {
         self.collections = self.collections.wrapping_add(1);
         if self.collections.is_multiple_of(COLLECTIONS_BETWEEN_INSPECTIONS) {
             self.restore_pins()?;
+            self.recount_sockets()?;
             if self.write_masquerade_ports()? {
                 tracing::info!("the ports for translated sources follow the kernel's parameters");
             }

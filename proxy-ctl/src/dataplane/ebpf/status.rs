@@ -1,7 +1,7 @@
 //! What is really in the tables, read from the pins. Works with the controller down and changes nothing.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashSet},
     net::{IpAddr, SocketAddr},
     os::fd::{AsRawFd, OwnedFd},
     path::Path,
@@ -20,6 +20,7 @@ use proxy_common::{
 
 use super::{
     Error,
+    connections::Counted,
     events::Events,
     family::TableFamily,
     flows::Newest,
@@ -34,7 +35,10 @@ use crate::{
         FrontendSnapshot, Hook, NodeSnapshot, Programmed, ReasonUsage, ServiceSnapshot, ServiceUsage,
         Snapshot, TableUsage, Usage, source_ports::runs,
     },
-    model::{desired::ServicePortName, objects::TrafficPolicy},
+    model::{
+        desired::ServicePortName,
+        objects::{Algorithm, TrafficPolicy},
+    },
     sys::{CallError, bpf, clock, lock},
 };
 
@@ -119,9 +123,10 @@ impl Programmed for Pinned {
 
 impl Reader<'_> {
     pub(super) fn snapshot(&self) -> Result<Snapshot, Error> {
+        let services = self.services()?;
         Ok(Snapshot {
-            services: self.services()?,
-            backends: self.backends()?,
+            backends: self.backends(&services)?,
+            services,
             node: self.node()?,
             hooks: self.hooks()?,
             lease: self.lease()?,
@@ -170,10 +175,20 @@ impl Reader<'_> {
     }
 
     /// Backends by address.
-    fn backends(&self) -> Result<Vec<BackendSnapshot>, Error> {
+    fn backends(&self, services: &[ServiceSnapshot]) -> Result<Vec<BackendSnapshot>, Error> {
         let mut backends = Vec::new();
         read_backends(self.v4, &mut backends)?;
         read_backends(self.v6, &mut backends)?;
+        let counted = self.v4.connections.read()?;
+        let chosen: HashSet<u32> = services
+            .iter()
+            .filter(|service| service.algorithm == Algorithm::LeastConnection)
+            .flat_map(|service| service.cluster.iter().chain(&service.internal).chain(&service.external))
+            .map(|endpoint| endpoint.backend)
+            .collect();
+        for backend in backends.iter_mut().filter(|backend| chosen.contains(&backend.id)) {
+            backend.connections = Some(counted.get(&backend.id).map_or(0, Counted::open));
+        }
         backends.sort_unstable_by_key(|backend| (backend.address, backend.id));
         Ok(backends)
     }
@@ -204,6 +219,7 @@ impl Reader<'_> {
         let ports = masquerade_ports(self.common)?.len().div_ceil(super::FOUR);
         used.insert(table::masquerade_ports, ports as u64);
         used.insert(table::interfaces, self.common.interfaces.read_all()?.len() as u64);
+        used.extend(self.v4.connections.used()?);
         let services = self.services()?;
         let counters = self.common.service_counters.capacity();
         let counted = services.iter().filter(|service| service.id < counters).count();
@@ -289,6 +305,7 @@ fn read_backends<F: TableFamily>(
         local: backend.flags & BACKEND_LOCAL != 0,
         terminating: backend.state == BACKEND_TERMINATING,
         uses: backend.uses,
+        connections: None,
     }));
     Ok(())
 }

@@ -9,16 +9,18 @@ use aya::Pod;
 use proxy_common::{
     inventory::{Limit, table},
     layout::{
-        Affinity, AffinityKey, Backend, DatagramOrigins, EVENT_BYTES, Event, EventControl, FirstFragment,
-        Flow, FlowKey, ForeignFlow, FourPorts, FragmentKey, Frontend, FrontendKey, InterfaceSettings, Lease,
-        MASQUERADE_PORT_ROOM, NodeAddress, PORTS, PrefixKey, SERVICE_CIDRS, Service, ServiceCounters,
-        ServiceName, Settings, Slot4, Slot6, SocketOrigin, SourceRange,
+        Affinity, AffinityKey, Backend, CONNECTIONS, Collected, Connections, DatagramOrigins, EVENT_BYTES,
+        Event, EventControl, FirstFragment, Flow, FlowKey, ForeignFlow, FourPorts, FragmentKey, Frontend,
+        FrontendKey, InterfaceSettings, Lease, MASQUERADE_PORT_ROOM, NodeAddress, PORTS, PrefixKey,
+        SERVICE_CIDRS, Service, ServiceCounters, ServiceName, Settings, Slot4, Slot6, SocketOrigin,
+        SourceRange,
     },
     reason::{REASONS, Reason},
 };
 
 use super::{
     Error,
+    connections::ConnectionTables,
     error::{Difference, FullTable},
     family::TableFamily,
 };
@@ -267,6 +269,7 @@ pub(super) struct FamilyTables<F: TableFamily> {
     pub(super) source_ranges: Table<SourceRangeKey<F>, u32>,
     pub(super) service_cidrs: Table<PrefixKey<F::Address>, u32>,
     pub(super) node_addresses: Table<F::Address, NodeAddress>,
+    pub(super) connections: ConnectionTables,
 }
 
 impl<F: TableFamily> FamilyTables<F> {
@@ -282,6 +285,7 @@ impl<F: TableFamily> FamilyTables<F> {
             source_ranges: Table::open(folder, F::SOURCE_RANGES, Some(Limit::SourceRanges))?,
             service_cidrs: Table::open(folder, F::SERVICE_CIDRS, None)?,
             node_addresses: Table::open(folder, F::NODE_ADDRESSES, Some(Limit::NodeAddresses))?,
+            connections: ConnectionTables::open(folder)?,
         })
     }
 }

@@ -1,6 +1,6 @@
 //! The tables of each family with what is in them, and what one call of the dataplane does to them.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, sync::Arc};
 
 use proxy_common::layout::{FrontendKey, ServiceName};
 
@@ -41,6 +41,11 @@ pub(super) struct Common {
 impl Common {
     pub(super) fn algorithm_of(&self, port: &DesiredPort) -> Algorithm {
         port.algorithm.unwrap_or(self.algorithm)
+    }
+
+    /// Does one of them?
+    pub(super) fn goes_by_connections(&self, ports: &[Arc<DesiredPort>]) -> bool {
+        ports.iter().any(|port| self.algorithm_of(port) == Algorithm::LeastConnection)
     }
 
     /// Has flows compared with the tables once more, if any may be for another backend by now.

@@ -117,6 +117,7 @@ impl Backends {
                     local,
                     terminating: true,
                     uses: 0,
+                    connections: None,
                 });
                 backend.uses += 1;
                 // New connections go to it by some virtual server.

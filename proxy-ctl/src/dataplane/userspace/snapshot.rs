@@ -61,6 +61,7 @@ impl Served {
                     local: endpoint.local,
                     terminating: endpoint.terminating,
                     uses: 0,
+                    connections: None,
                 });
                 backend.uses += 1;
             }

@@ -1,6 +1,6 @@
 //! By what a connection's endpoint is chosen: algorithms and weights.
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use lab::{
     Dial,
     cluster::{NODES, OUTSIDE},
@@ -20,6 +20,13 @@ pub(super) const CASES: &[Case] = &[
     Case::new("weights: an endpoint without weight has no new connections", Variants::All, weights)
         .concerns(is_ebpf)
         .core(),
+    Case::new(
+        "leastConnection: an endpoint with more open connections has no new ones",
+        Variants::Tcp,
+        least,
+    )
+    .concerns(is_ebpf)
+    .core(),
     Case::new("algorithms and weights change while connections go on", Variants::Tcp, changes)
         .concerns(is_ebpf),
 ];
@@ -32,12 +39,13 @@ const CLIENTS: [&str; 3] = ["client-1", "node1", OUTSIDE];
 /// As many connections leave no endpoint of three out by chance.
 const MANY: u32 = 40;
 
-fn set(world: &mut World, algorithm: Option<&'static str>, weights: [u8; 3]) -> Result<()> {
+/// One endpoint for each weight.
+fn set(world: &mut World, algorithm: Option<&'static str>, weights: &[u8]) -> Result<()> {
     let mut endpoints = Vec::new();
     for (name, weight) in WEIGHED.endpoints.iter().zip(weights) {
         let pod = world.lab.netns(name)?;
         let ready = Endpoint::ready(pod.addresses, pod.node.unwrap_or_default());
-        endpoints.push(Endpoint { weight: Some(weight), ..ready });
+        endpoints.push(Endpoint { weight: Some(*weight), ..ready });
     }
     let mut service = WEIGHED.service();
     service.algorithm = algorithm;
@@ -56,7 +64,7 @@ fn dial(world: &World, client: &str, variant: Variant) -> Result<Dial> {
 
 /// A load balancer that sends a client's connection to another node finds the same endpoint there.
 fn alike(world: &mut World, variant: Variant) -> Result<()> {
-    set(world, Some("maglev"), [1, 1, 2])?;
+    set(world, Some("maglev"), &[1, 1, 2])?;
     let mut met = Vec::new();
     for port in (20_000..).take(MANY as usize / 2) {
         let mut servers = Vec::new();
@@ -80,7 +88,7 @@ fn alike(world: &mut World, variant: Variant) -> Result<()> {
 
 fn weights(world: &mut World, variant: Variant) -> Result<()> {
     for algorithm in [None, Some("maglev")] {
-        set(world, algorithm, [0, 3, 2])?;
+        set(world, algorithm, &[0, 3, 2])?;
         for client in CLIENTS {
             let dial = dial(world, client, variant)?.times(MANY);
             world
@@ -91,8 +99,34 @@ fn weights(world: &mut World, variant: Variant) -> Result<()> {
     Ok(())
 }
 
+/// Those of each client are held to one endpoint.
+const HELD: usize = 5;
+
+fn least(world: &mut World, variant: Variant) -> Result<()> {
+    let [busy, idle, _] = WEIGHED.endpoints else { bail!("{:?}", WEIGHED.endpoints) };
+    for client in CLIENTS {
+        set(world, Some("leastConnection"), &[1])?;
+        let one = dial(world, client, variant)?;
+        let mut held = Vec::new();
+        for _ in 0..HELD {
+            held.push(world.agent(client)?.hold_as(&one)?.0);
+        }
+        set(world, Some("leastConnection"), &[1, 1])?;
+        world.answers(client, &one.clone().times(MANY), &[*idle]).with_context(|| client.to_owned())?;
+        set(world, None, &[1, 1])?;
+        world.answers(client, &one.clone().times(MANY), &[*busy, *idle])?;
+        set(world, Some("leastConnection"), &[1, 1])?;
+        world.answers(client, &one.clone().times(MANY), &[*idle]).with_context(|| client.to_owned())?;
+        for connection in held {
+            world.agent(client)?.release(connection)?;
+        }
+        world.answers(client, &one.times(MANY), &[*busy, *idle])?;
+    }
+    Ok(())
+}
+
 fn changes(world: &mut World, variant: Variant) -> Result<()> {
-    set(world, None, [1, 0, 0])?;
+    set(world, None, &[1, 0, 0])?;
     let mut held = Vec::new();
     for client in CLIENTS {
         let dial = dial(world, client, variant)?;
@@ -101,11 +135,12 @@ fn changes(world: &mut World, variant: Variant) -> Result<()> {
     let steps = [
         (Some("maglev"), [1, 0, 0]),
         (Some("maglev"), [0, 1, 0]),
+        (Some("leastConnection"), [0, 1, 0]),
         (Some("random"), [0, 1, 0]),
         (None, [0, 0, 1]),
     ];
     for (algorithm, weights) in steps {
-        set(world, algorithm, weights)?;
+        set(world, algorithm, &weights)?;
         let serves = WEIGHED.endpoints.iter().zip(weights).filter(|(_, weight)| *weight > 0);
         let serves: Vec<&str> = serves.map(|(name, _)| *name).collect();
         for (client, connection) in &held {

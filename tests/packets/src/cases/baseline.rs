@@ -90,6 +90,8 @@ fn costs(world: &mut World) -> Result<Vec<(String, Cost)>> {
         if program.fd().is_err() {
             let loaded = if let Program::Xdp(program) = &mut *program {
                 program.load()
+            } else if let Program::CgroupSock(program) = &mut *program {
+                program.load()
             } else {
                 <&mut CgroupSockAddr>::try_from(&mut *program).and_then(CgroupSockAddr::load)
             };

@@ -3,6 +3,7 @@
 mod affinity;
 mod balance;
 mod baseline;
+mod connections;
 mod events;
 mod floods;
 mod flows;
@@ -144,6 +145,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     host::cases::<W>(group);
     affinity::cases::<W>(group);
     balance::cases::<W>(group);
+    connections::cases::<W>(group);
     source_ranges::cases::<W>(group);
     source_address::cases::<W>(group);
     transit::cases::<W>(group);

@@ -203,11 +203,11 @@ fn leading_zeros_of_load_balancer_addresses_and_ranges_are_decimal() {
 )]
 #[case::algorithm(
     json!({"metadata": {"annotations": {"proxy-ctl.dev/algorithm": "Maglev"}}}),
-    &["metadata.annotations[proxy-ctl.dev/algorithm]"], "found \"Maglev\", must be random or maglev; the node's is used"
+    &["metadata.annotations[proxy-ctl.dev/algorithm]"], "found \"Maglev\", must be random, maglev or leastConnection; the node's is used"
 )]
 #[case::long_algorithm(
     json!({"metadata": {"annotations": {"proxy-ctl.dev/algorithm": "x".repeat(1_000)}}}),
-    &["metadata.annotations[proxy-ctl.dev/algorithm]"], "xxx\", must be random or maglev"
+    &["metadata.annotations[proxy-ctl.dev/algorithm]"], "xxx\", must be random, maglev or leastConnection"
 )]
 fn an_invalid_part_of_a_service_is_left_out(
     #[case] changes: Value,

@@ -1,0 +1,266 @@
+//! How many connections backends have, for service ports that go by that.
+//!
+//! The programs count what they see begin and end, and this what the controller removes: each in a table that only it writes, so that
+//! neither undoes what the other has counted. What a process counts that is killed a moment too early, what two CPUs remove of
+//! each other, and what has ended while no program looked, is put right here: all that there is, is counted again and again.
+
+use std::{fmt, os::fd::AsFd as _, path::Path};
+
+use aya::Pod;
+use proxy_common::{
+    family::{V4, V6},
+    inventory::table,
+    layout::{Collected, Connections, SOCKET_COUNTED, SocketOrigin},
+};
+use rustc_hash::FxHashMap;
+
+use super::{
+    Error,
+    family::TableFamily,
+    tables::{FamilyTables, Table, pinned_table},
+};
+use crate::sys::{CallError, kernel_types::KernelTypes, socket_storage::StorageReader};
+
+/// Of both families, whose backends have ids in common.
+#[derive(Debug)]
+pub(super) struct ConnectionTables {
+    connections: Table<u32, Connections>,
+    collected: Table<u32, Collected>,
+}
+
+impl ConnectionTables {
+    pub(super) fn open(folder: &Path) -> Result<Self, Error> {
+        Ok(Self {
+            connections: Table::open(folder, table::connections, None)?,
+            collected: Table::open(folder, table::collected, None)?,
+        })
+    }
+
+    /// By backend id.
+    pub(super) fn read(&self) -> Result<FxHashMap<u32, Counted>, Error> {
+        let connections = self.connections.read_all()?;
+        if connections.is_empty() {
+            return Ok(FxHashMap::default());
+        }
+        let collected: FxHashMap<_, _> = self.collected.read_all()?.into_iter().collect();
+        let counted = |(id, connections)| {
+            let collected = collected.get(&id).copied().unwrap_or_default();
+            (id, Counted { connections, collected })
+        };
+        Ok(connections.into_iter().map(counted).collect())
+    }
+
+    /// Entries of each table.
+    pub(super) fn used(&self) -> Result<[(&'static str, u64); 2], Error> {
+        let used = [self.connections.read_all()?.len(), self.collected.read_all()?.len()];
+        Ok([(table::connections, used[0] as u64), (table::collected, used[1] as u64)])
+    }
+
+    /// So many more of the backend's have ended.
+    pub(super) fn collect(&self, backend: u32, kind: Kind, connections: i64) -> Result<(), Error> {
+        let mut collected = self.collected.get(&backend)?.unwrap_or_default();
+        let count = match kind {
+            Kind::Flows => &mut collected.flows,
+            Kind::Sockets => &mut collected.sockets,
+        };
+        *count = count.wrapping_add_signed(connections);
+        self.collected.set(&backend, &collected)
+    }
+
+    fn forget(&self, backend: u32) -> Result<(), Error> {
+        // In this order: without the first, the second counts nothing.
+        self.connections.remove(&backend)?;
+        self.collected.remove(&backend).map(drop)
+    }
+}
+
+/// What both tables say of one backend.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Counted {
+    connections: Connections,
+    collected: Collected,
+}
+
+impl Counted {
+    pub(super) fn open(&self) -> u64 {
+        self.connections.open(self.collected.sum())
+    }
+
+    fn tally(&self, kind: Kind) -> Tally {
+        let Self { connections, collected } = self;
+        match kind {
+            Kind::Flows => Tally {
+                begun: connections.flows_opened,
+                ended: connections.flows_closed.wrapping_add(collected.flows),
+            },
+            Kind::Sockets => Tally {
+                begun: connections.sockets_opened,
+                ended: connections.sockets_closed.wrapping_add(collected.sockets),
+            },
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Kind {
+    Flows,
+    Sockets,
+}
+
+/// As far as it is counted.
+#[derive(Clone, Copy, Debug, Default)]
+struct Tally {
+    begun: u64,
+    ended: u64,
+}
+
+impl Tally {
+    /// How many more have ended than are counted; less than 0: fewer. `before`: when a walk began that has met `seen`, now it is over. What
+    /// has begun or ended meanwhile it may have met or not.
+    const fn missed(self, before: Self, seen: u64) -> i64 {
+        let begun = self.begun.wrapping_sub(before.begun).cast_signed();
+        let ended = self.ended.wrapping_sub(before.ended).cast_signed();
+        let counted = self.begun.wrapping_sub(self.ended).cast_signed();
+        let (least, most) =
+            (seen.cast_signed().saturating_sub(ended), seen.cast_signed().saturating_add(begun));
+        if counted > most {
+            counted.wrapping_sub(most)
+        } else if counted < least {
+            counted.wrapping_sub(least)
+        } else {
+            0
+        }
+    }
+}
+
+/// Counts all that there are of one kind and family.
+#[derive(Debug)]
+pub(super) struct Recount {
+    kind: Kind,
+    before: FxHashMap<u32, Counted>,
+    seen: FxHashMap<u32, u64>,
+}
+
+impl Recount {
+    pub(super) fn begin(tables: &ConnectionTables, kind: Kind) -> Result<Self, Error> {
+        Ok(Self { kind, before: tables.read()?, seen: FxHashMap::default() })
+    }
+
+    /// A connection of this backend is met.
+    pub(super) fn see(&mut self, backend: u32) {
+        *self.seen.entry(backend).or_default() += 1;
+    }
+
+    /// All are met: what is counted otherwise is put right.
+    pub(super) fn end<F: TableFamily>(self, tables: &FamilyTables<F>) -> Result<(), Error> {
+        let Self { kind, before, seen } = self;
+        for (id, counted) in tables.connections.read()? {
+            let tally = |counted: Option<&Counted>| counted.copied().unwrap_or_default().tally(kind);
+            let missed =
+                tally(Some(&counted)).missed(tally(before.get(&id)), seen.get(&id).copied().unwrap_or(0));
+            if missed == 0 || tables.backends.get(&id)?.is_none() {
+                continue;
+            }
+            tracing::debug!(backend = id, ?kind, missed, "connections of a backend are counted anew");
+            tables.connections.collect(id, kind, missed)?;
+        }
+        Ok(())
+    }
+}
+
+/// Forgets backends that are gone: nothing chooses them any more.
+pub(super) fn forget_gone(v4: &FamilyTables<V4>, v6: &FamilyTables<V6>) -> Result<(), Error> {
+    for id in v4.connections.read()?.into_keys() {
+        if v4.backends.get(&id)?.is_none() && v6.backends.get(&id)?.is_none() {
+            v4.connections.forget(id)?;
+        }
+    }
+    Ok(())
+}
+
+/// Finds the sockets that are counted.
+pub(super) struct SocketCounter {
+    reader4: StorageReader<SocketOrigin<[u8; 4]>>,
+    reader6: StorageReader<SocketOrigin<[u8; 16]>>,
+}
+
+impl fmt::Debug for SocketCounter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SocketCounter").finish_non_exhaustive()
+    }
+}
+
+impl SocketCounter {
+    pub(super) fn load() -> Result<Self, Error> {
+        let types = KernelTypes::read().map_err(CallError::of("reading the kernel's types"));
+        let types = types.map_err(Error::CountingSockets)?;
+        Ok(Self {
+            reader4: StorageReader::load(&types).map_err(Error::CountingSockets)?,
+            reader6: StorageReader::load(&types).map_err(Error::CountingSockets)?,
+        })
+    }
+
+    pub(super) fn recount(
+        &self,
+        maps: &Path,
+        v4: &FamilyTables<V4>,
+        v6: &FamilyTables<V6>,
+    ) -> Result<(), Error> {
+        recount_sockets(&self.reader4, maps, v4)?;
+        recount_sockets(&self.reader6, maps, v6)
+    }
+}
+
+fn recount_sockets<F: TableFamily>(
+    reader: &StorageReader<SocketOrigin<F::Address>>,
+    maps: &Path,
+    tables: &FamilyTables<F>,
+) -> Result<(), Error>
+where
+    SocketOrigin<F::Address>: Pod,
+{
+    let mut recount = Recount::begin(&tables.connections, Kind::Sockets)?;
+    let origins = pinned_table(maps, F::SOCKET_ORIGIN)?;
+    for socket in reader.read(origins.as_fd()).map_err(Error::CountingSockets)? {
+        if socket.value.flags & SOCKET_COUNTED != 0 {
+            recount.see(socket.value.backend_id);
+        }
+    }
+    recount.end(tables)
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    /// How many had begun and ended before a walk and after it, and how many it has met.
+    #[rstest]
+    #[case::none((0, 0), (0, 0), 0, 0)]
+    #[case::all_are_met((7, 3), (7, 3), 4, 0)]
+    #[case::an_end_was_missed((7, 3), (7, 3), 3, 1)]
+    #[case::a_beginning_was_missed((7, 3), (7, 3), 5, -1)]
+    #[case::more_ended_than_began((3, 7), (3, 7), 0, -4)]
+    #[case::one_began_and_was_met((7, 3), (8, 3), 5, 0)]
+    #[case::one_began_and_was_not_met((7, 3), (8, 3), 4, 0)]
+    #[case::one_ended_and_was_met((7, 3), (7, 4), 4, 0)]
+    #[case::one_ended_and_was_not_met((7, 3), (7, 4), 3, 0)]
+    #[case::one_came_and_one_went((7, 3), (8, 4), 4, 0)]
+    #[case::more_than_what_came_explains((7, 3), (8, 4), 7, -2)]
+    #[case::less_than_what_went_explains((9, 3), (10, 4), 3, 2)]
+    #[case::nothing_was_counted_before((0, 0), (5, 0), 5, 0)]
+    #[case::beyond_the_largest_number((u64::MAX, u64::MAX - 4), (1, u64::MAX - 4), 6, 0)]
+    fn what_was_missed(
+        #[case] before: (u64, u64),
+        #[case] now: (u64, u64),
+        #[case] seen: u64,
+        #[case] expected: i64,
+    ) {
+        let tally = |(begun, ended)| Tally { begun, ended };
+        let missed = tally(now).missed(tally(before), seen);
+        assert_eq!(missed, expected);
+        let right = tally((now.0, now.1.wrapping_add_signed(missed)));
+        assert_eq!(right.missed(tally((before.0, before.1.wrapping_add_signed(missed))), seen), 0);
+    }
+}

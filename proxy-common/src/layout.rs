@@ -159,6 +159,10 @@ pub const FRONTEND_AFFINITY: u32 = 8;
 /// New connections draw their backend by a hash of their ends, where these are known: each node chooses the same.
 pub const FRONTEND_MAGLEV: u32 = 16;
 
+/// With `FRONTEND_EXTERNAL`: what clients outside send to backends of other nodes goes there in a packet of this node, and the answers
+/// straight to the client (direct server return).
+pub const FRONTEND_DSR: u32 = 64;
+
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Frontend {
@@ -247,6 +251,8 @@ pub const SERVICE_INTERNAL_LOCAL: u32 = 2;
 pub const SERVICE_EXTERNAL_LOCAL: u32 = 4;
 /// For people: its frontends have `FRONTEND_MAGLEV`.
 pub const SERVICE_MAGLEV: u32 = 8;
+/// For people: its frontends have `FRONTEND_DSR`.
+pub const SERVICE_DSR: u32 = 32;
 
 /// Table `services`, mmapable array by service id: one entry for each service port and family. All zero: unused.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -447,6 +453,9 @@ pub const FLOW_OVERLAPPING: u32 = 8;
 /// Its client is this node's own address at a port that a masqueraded flow to the same backend had when it began: a connection of one of the
 /// node's sockets, or one that netfilter masquerades. It gets another port where it leaves the node, and its own where answers come in.
 pub const FLOW_FOREIGN: u32 = 16;
+/// Its packets leave the node as the client has sent them, each in a packet to the backend, whose node answers the client itself: no answer
+/// is seen here (direct server return).
+pub const FLOW_DSR: u32 = 32;
 
 /// Nothing is heard of the backend.
 pub const PROGRESS_OPENED: u8 = 0;
@@ -610,6 +619,8 @@ pub const FATE_TRANSLATED: u32 = 2;
 pub const FATE_REROUTED: u32 = 3;
 /// As `FATE_TRANSLATED`, into the node by the interface that leads to its new source.
 pub const FATE_INTO_NODE: u32 = 4;
+/// As `FATE_TRANSLATED`, in a packet to the backend.
+pub const FATE_ENCAPSULATED: u32 = 5;
 
 /// What became of the first fragment, so of the others.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

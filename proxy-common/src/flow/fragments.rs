@@ -31,6 +31,7 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
         FATE_TRANSLATED => Then::Pass,
         FATE_REROUTED => Then::Reroute,
         FATE_INTO_NODE => Then::IntoNode,
+        FATE_ENCAPSULATED => Then::Encapsulate,
         FATE_DROPPED => return Err(Reason::FragmentOfDropped),
         _ => return Err(Reason::NotAService),
     };
@@ -59,6 +60,7 @@ pub(super) fn record<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
             Then::Pass => FATE_TRANSLATED,
             Then::Reroute => FATE_REROUTED,
             Then::IntoNode => FATE_INTO_NODE,
+            Then::Encapsulate => FATE_ENCAPSULATED,
         },
         Some(Verdict::Pass) => FATE_PASSED,
         Some(Verdict::Refuse | Verdict::Drop) => FATE_DROPPED,

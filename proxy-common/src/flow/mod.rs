@@ -13,6 +13,7 @@
 
 pub mod collect;
 mod describe;
+mod direct;
 mod entries;
 mod foreign;
 mod fragments;
@@ -41,7 +42,7 @@ use crate::{
     balance::Draw,
     family::Family,
     layout::*,
-    packet::{Action, Packet, Part, TCP_ACK, TCP_RST, TCP_SYN, Then},
+    packet::{Action, Ends, Packet, Part, TCP_ACK, TCP_RST, TCP_SYN, Then},
     port::Port,
     reason::Reason,
     select::{self, Detected, Origin},
@@ -125,6 +126,10 @@ pub struct Scratch<A> {
     pub is_parsed: bool,
     /// Of the Ethernet header that a packet in transit gets: destination and source.
     pub next_hop: [u8; 12],
+    /// The packet, which has come in, was in another.
+    pub is_unpacked: bool,
+    /// Of the packet that this one was in, or is to be in.
+    pub tunnel: Ends<A>,
     /// Where the packet comes from.
     origin: Origin,
     rival: Rival,
@@ -250,7 +255,11 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
     if scratch.packet.is_later_fragment() {
         return decide(tables, scratch, Routine::FollowFragment);
     }
-    let outcome = arriving_with_ports(tables, scratch);
+    let outcome = if scratch.is_unpacked {
+        decide(tables, scratch, Routine::Unpack)
+    } else {
+        arriving_with_ports(tables, scratch)
+    };
     record_first_fragment(tables, scratch, outcome);
     outcome
 }
@@ -263,13 +272,19 @@ pub fn leaving<F: Family, T: FlowTables<F>>(
     from_host: bool,
 ) -> Result<(), Reason> {
     scratch.origin = Origin::Host;
+    scratch.is_unpacked = false;
     scratch.fragment_key.direction = FRAGMENT_LEAVING;
     if scratch.packet.is_later_fragment() {
-        return decide(tables, scratch, Routine::FollowFragment);
+        decide(tables, scratch, Routine::FollowFragment)?;
+    } else {
+        let outcome = leaving_with_ports(tables, scratch, from_host);
+        record_first_fragment(tables, scratch, outcome);
+        outcome?;
     }
-    let outcome = leaving_with_ports(tables, scratch, from_host);
-    record_first_fragment(tables, scratch, outcome);
-    outcome
+    if scratch.action.then == Then::Encapsulate {
+        decide(tables, scratch, Routine::SetTunnel)?;
+    }
+    Ok(())
 }
 
 #[inline(always)]
@@ -435,6 +450,10 @@ fn translate_leaving<A: Address>(scratch: &mut Scratch<A>, step: Step, is_hosts:
     action.rewrite = match step {
         Step::FromBackend => flow.reply_rewrite(),
         Step::ToBackend if flow.flags & FLOW_MASQUERADE != 0 => flow.masquerade_rewrite(),
+        Step::ToBackend if flow.flags & FLOW_DSR != 0 => {
+            action.then = Then::Encapsulate;
+            flow.undo_forward_rewrite()
+        }
         Step::ToFrontend if is_hosts || flow.flags & FLOW_FOREIGN != 0 => flow.forward_rewrite(),
         Step::ToFrontend
         | Step::FromFrontend
@@ -570,9 +589,22 @@ fn prepare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
 // Not inlined, for the same reason.
 #[inline(never)]
 fn find_frontend<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
-    let found = select::find(tables, &scratch.packet.to(), scratch.origin);
+    let found = dialled(tables, scratch);
     scratch.frontend = found.unwrap_or_default();
     found.is_some()
+}
+
+/// The frontend that the packet dials.
+#[inline(always)]
+fn dialled<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>) -> Option<Frontend> {
+    let Scratch { packet, origin, is_unpacked, tunnel, .. } = scratch;
+    select::find_where(tables, &packet.to(), || {
+        if *is_unpacked {
+            direct::has_node_ports(tunnel, packet)
+        } else {
+            select::has_node_ports(tables, &packet.destination, *origin)
+        }
+    })
 }
 
 /// Why nobody serves the packet, which dials no frontend.
@@ -611,7 +643,10 @@ fn go_on<F: Family, T: FlowTables<F>>(
     let mut is_confirmed = false;
     if matches!(found.step, Step::ToFrontend | Step::FromBackend) {
         let speaker = if found.step == Step::ToFrontend { Speaker::Client } else { Speaker::Backend };
-        if scratch.packet.is_tcp() {
+        if scratch.flow.flags & FLOW_DSR != 0 {
+            tables.run(scratch, Routine::HearClient);
+            is_confirmed = scratch.flow.state.progress == PROGRESS_SUSTAINED;
+        } else if scratch.packet.is_tcp() {
             tcp::hear(tables, scratch, speaker, found.entry);
             is_confirmed =
                 speaker == Speaker::Client && tcp::confirms(&scratch.flow, &scratch.packet.segment);
@@ -621,7 +656,8 @@ fn go_on<F: Family, T: FlowTables<F>>(
             hear_datagram(tables, scratch, found);
         }
     }
-    if scratch.flow.state.has_ended() {
+    let is_closing = direct::is_closing(&scratch.flow);
+    if scratch.flow.state.has_ended() || (is_closing && found.stage == Stage::Established) {
         // Also if it was found among the opening ones: another CPU may be establishing it.
         tables.run(scratch, Routine::Retire);
         return Ok(());
@@ -631,7 +667,7 @@ fn go_on<F: Family, T: FlowTables<F>>(
         return Ok(());
     }
     let is_stale = is_stale(&scratch.flow, tables.recently(&mut scratch.clock));
-    if found.stage == Stage::Opening {
+    if found.stage == Stage::Opening && !is_closing {
         if is_confirmed {
             found.entry.write(Change::Progress(PROGRESS_CONFIRMED));
         }
@@ -682,7 +718,8 @@ fn is_over<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address
         // its backend gone, nobody might answer.
         let may_be_over = flow.state.progress < PROGRESS_CONFIRMED
             || tables.now().saturating_sub(flow.last_seen) > SILENT_AFTER;
-        return flow.state.has_ended() || (may_be_over && !is_in_service(tables, scratch));
+        let has_ended = flow.state.has_ended() || direct::is_closing(flow);
+        return has_ended || (may_be_over && !is_in_service(tables, scratch));
     }
     let epoch = tables.epoch();
     if flow.epoch == epoch {
@@ -748,8 +785,9 @@ fn end_one_that_is_gone<F: Family, T: FlowTables<F>>(
 #[inline(never)]
 fn is_in_service<F: Family, T: FlowTables<F>>(
     tables: &T,
-    Scratch { packet, flow, origin, .. }: &Scratch<F::Address>,
+    scratch: &Scratch<F::Address>,
 ) -> bool {
-    let service = select::find(tables, &packet.to(), *origin).map_or(NO_SERVICE, |frontend| frontend.service);
+    let service = dialled(tables, scratch).map_or(NO_SERVICE, |frontend| frontend.service);
+    let flow = &scratch.flow;
     service == flow.service && tables.backend(flow.backend_id).is_some()
 }

@@ -1,7 +1,7 @@
 //! Parts of decisions that are off the way of most packets. In the kernel each is a function of its own that takes no pointers, so that the
 //! verifier goes through it once, and not once more with all that each of its callers knows.
 
-use super::{FlowTables, Scratch, entries, foreign, fragments, masquerade, open, prepare, tcp};
+use super::{FlowTables, Scratch, direct, entries, foreign, fragments, masquerade, open, prepare, tcp};
 use crate::family::Family;
 
 /// What it needs, and what comes of it, is in the [`Scratch`].
@@ -35,6 +35,12 @@ pub enum Routine {
     RecordFragment,
     /// Notes the ends of a packet that leaves and has no flow.
     NoticeForeign,
+    /// Decides what becomes of a packet that has come in another: `failure`.
+    Unpack,
+    /// Sets `tunnel` to the ends of the packet that this one leaves in: `failure`.
+    SetTunnel,
+    /// Learns what a client says whose answers are not seen.
+    HearClient,
 }
 
 /// Carries out the routine.
@@ -55,5 +61,8 @@ pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
         Routine::FollowFragment => scratch.failure = fragments::follow(tables, scratch).err(),
         Routine::RecordFragment => fragments::record(tables, scratch),
         Routine::NoticeForeign => foreign::notice(tables, scratch),
+        Routine::Unpack => scratch.failure = direct::unpack(tables, scratch).err(),
+        Routine::SetTunnel => scratch.failure = direct::set_tunnel(tables, scratch).err(),
+        Routine::HearClient => direct::hear_client(tables, scratch),
     }
 }
